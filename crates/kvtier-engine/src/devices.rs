@@ -8,11 +8,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use kvtier_device::cuda::driver::LIBRARY;
 use kvtier_device::cuda::{CudaDevice, Executor, GpuReadings, RUN_BUCKETS, TRIED_RUNS};
 use kvtier_device::{CpuDevice, Device, Direction, EngineMemory, KvLayout, MemorySpec};
+use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_memory::Arena;
 use serde_json::{Map, Value, json};
 
 use kvtier_config::ServerConfig;
-use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_metrics::GpuFigures;
 
 /// The devices of this server.
@@ -122,7 +122,7 @@ impl Devices {
                 return Err(why.clone().context(what));
             }
         };
-        device.open(layout).map(Arc::from).map_err(unavailable)
+        device.open(layout).map(Arc::from).map_err(Error::refused)
     }
 
     /// Ends the work on the GPUs and refuses the rest. Afterwards every request is answered, except those on a GPU that

@@ -37,7 +37,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-pub use admin::{Admin, ChecksumError, Cleared, PrefetchError, PrefetchJob, PrefetchResult};
+pub use admin::{Admin, ChecksumError, PrefetchError, PrefetchJob, PrefetchResult};
 pub use answer::Answer;
 pub use housekeeping::INTERVAL as HOUSEKEEPING_INTERVAL;
 pub use kvtier_error::{Error, Result};
@@ -46,6 +46,7 @@ pub use preflight::{Preflight, preflight};
 pub use reply::{Reply, ReplyTarget};
 
 use kvtier_config::ServerConfig;
+use kvtier_core::cache::Removed;
 use kvtier_core::prompt::{Prompt, PromptReader};
 use kvtier_l1::{L1, L1Tenants, create_arena};
 use kvtier_metrics::{Metrics, Readings};
@@ -173,7 +174,7 @@ impl Engine {
 
     /// Reads token ids for [`Engine::handle`]: remembered prompts are neither decoded nor hashed.
     pub fn prompt_reader(&self) -> PromptReader<'_> {
-        self.lookups.prompts().reader()
+        self.lookups.prompts.reader()
     }
 
     /// Its clock.
@@ -288,13 +289,13 @@ impl Engine {
     pub fn refuse_by_ping(&self, caller: Caller, held: Option<Reply>) {
         let now = self.context.now();
         self.transfers
-            .refused_retrieves()
+            .refused_retrieves
             .add(caller.connection, held, now);
     }
 
     /// Whether answers are held until their clients notice a refused ping. Sends those that are due.
     pub fn holds_answers(&self) -> bool {
-        let refused = self.transfers.refused_retrieves();
+        let refused = &self.transfers.refused_retrieves;
         drop(refused.due(self.context.now()));
         refused.holds_answers()
     }
@@ -302,18 +303,18 @@ impl Engine {
     /// Forgets what is known of a connection that has ended, and of nothing else: a client that reconnects is another
     /// connection.
     pub fn forget_connection(&self, connection: u64) {
-        self.lookups.chunk_sizes().forget(connection);
-        self.transfers.refused_retrieves().forget(connection);
+        self.lookups.chunk_sizes.forget(connection);
+        self.transfers.refused_retrieves.forget(connection);
     }
 
     /// Entries of connections.
     #[cfg(any(test, feature = "testing"))]
     pub fn known_connections(&self) -> usize {
-        self.lookups.chunk_sizes().len() + self.transfers.refused_retrieves().len()
+        self.lookups.chunk_sizes.len() + self.transfers.refused_retrieves.len()
     }
 
     /// [`Admin::clear`].
-    pub fn clear(&self, force: bool) -> Cleared {
+    pub fn clear(&self, force: bool) -> Removed {
         self.admin.clear(force)
     }
 

@@ -100,9 +100,7 @@ impl TestPages {
     pub fn instance(self: &Arc<Self>, id: i64, now: Duration) -> Instance {
         let mode = Mode::LmcacheDriven {
             memory: Arc::clone(self) as _,
-            tensors: Vec::new(),
-            hints: Default::default(),
-            groups: Vec::new(),
+            registered: Default::default(),
         };
         let layout = ModelLayout::of_pages(&self.layout);
         Instance::new(InstanceId(id), "model", 1, mode, layout, now)

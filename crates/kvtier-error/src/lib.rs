@@ -27,8 +27,6 @@ pub enum ErrorKind {
     StagingFull,
     /// No lookup permits the retrieve.
     NotHeld,
-    /// The worker is registered without a cache, because of its windows.
-    WindowedClient,
 }
 
 impl ErrorKind {
@@ -39,7 +37,6 @@ impl ErrorKind {
             Self::LaneFull => "lane_full",
             Self::StagingFull => "staging_full",
             Self::NotHeld => "not_held",
-            Self::WindowedClient => "windowed_client",
             Self::Invalid | Self::InUse | Self::Unavailable | Self::Io => other,
         }
     }

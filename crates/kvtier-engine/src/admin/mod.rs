@@ -16,6 +16,7 @@ mod status;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
+use kvtier_core::cache::Removed;
 use kvtier_memory::PrefaultEnd;
 use kvtier_metrics::Readings;
 use kvtier_tenants::{Quotas, TenantSource};
@@ -30,17 +31,6 @@ pub use prefetch_jobs::{PrefetchError, PrefetchJob, PrefetchResult};
 
 /// Objects evicted under one hold of the cache's lock: about a fifth of a millisecond.
 const EVICTION_SLICE: usize = 1024;
-
-/// The objects that a clear has removed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Cleared {
-    /// Removed objects.
-    pub objects: usize,
-    /// Their bytes.
-    pub bytes: u64,
-    /// Objects kept because of a lease.
-    pub kept: usize,
-}
 
 /// The service of administration.
 pub struct Admin {
@@ -79,7 +69,7 @@ impl Admin {
     }
 
     /// Drops the objects of L1 that have no lease, or all of them.
-    pub fn clear(&self, force: bool) -> Cleared {
+    pub fn clear(&self, force: bool) -> Removed {
         let removed = self.context.l1.cache.clear(force);
         tracing::info!(
             objects = removed.objects,
@@ -88,11 +78,7 @@ impl Admin {
             force,
             "cleared L1"
         );
-        Cleared {
-            objects: removed.objects,
-            bytes: removed.bytes,
-            kept: removed.kept,
-        }
+        removed
     }
 
     /// Figures for `/metrics`.
@@ -101,8 +87,8 @@ impl Admin {
             l1, l2, devices, ..
         } = &*self.context;
         let stats = l1.cache.stats();
-        let prompts = self.lookups.prompts().stats();
-        let (lookups, unread) = self.lookups.held().counts();
+        let prompts = self.lookups.prompts.stats();
+        let (lookups, unread) = self.lookups.held.counts();
         let l2 = l2.as_ref();
         let stores = l2.map(|l2| l2.store_counts()).unwrap_or_default();
         let tiers = l2.map_or_else(Vec::new, |l2| l2.readings());
@@ -111,7 +97,7 @@ impl Admin {
             capacity_bytes: stats.capacity_bytes,
             used_bytes: stats.used_bytes,
             staged_bytes: stats.staged_bytes,
-            staging_limit_bytes: self.transfers.staging().limit(),
+            staging_limit_bytes: self.transfers.staging.limit(),
             largest_free_bytes: l1.largest_free(),
             objects: stats.objects,
             leased_objects: stats.leased_objects,
@@ -159,7 +145,7 @@ impl Admin {
         metrics.eviction_ticks.inc();
         let usage = l1.cache.usage();
         // No eviction frees what stores have staged, so the watermark and the ratio are of the rest.
-        let staged = self.transfers.staging().staged_bytes();
+        let staged = self.transfers.staging.staged_bytes();
         let used = usage.used_bytes.saturating_sub(staged) as f64;
         let capacity = usage.capacity_bytes.saturating_sub(staged) as f64;
         if used < capacity * config.eviction_trigger_watermark {

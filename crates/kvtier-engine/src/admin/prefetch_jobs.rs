@@ -205,7 +205,7 @@ impl Admin {
             return Ok(None);
         }
         let entry = self.prefetch_jobs.enter(self.context.now())?;
-        let hashes = self.lookups.prompts().hasher().hash_prompt(token_ids);
+        let hashes = self.lookups.prompts.hasher().hash_prompt(token_ids);
         let begun = (entry.id.clone(), hashes.len());
         let request = Arc::new(PrefetchRequest {
             rows: lookups::rows(&scope, &instances),

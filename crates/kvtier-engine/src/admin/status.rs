@@ -29,8 +29,8 @@ impl Admin {
     /// The whole state.
     pub fn status(&self, healthy: bool) -> Value {
         let stats = self.context.l1.cache.stats();
-        let (lookups, unread) = self.lookups.held().counts();
-        let (transfers, quarantined, quarantined_bytes) = self.transfers.counts();
+        let (lookups, unread) = self.lookups.held.counts();
+        let (transfers, quarantined, quarantined_bytes) = self.transfers.prepared.counts();
         let config = &self.context.config;
         let memory_healthy =
             self.context.l1.arena.poisoned().is_none() && stats.accounting_errors == 0;
@@ -43,8 +43,8 @@ impl Admin {
             "temporary_count": 0,
             "staging_object_count": stats.staged_objects,
             "staging_bytes": stats.staged_bytes,
-            "staging_uncommitted_bytes": self.transfers.staging().staged_bytes(),
-            "staging_limit_bytes": self.transfers.staging().limit(),
+            "staging_uncommitted_bytes": self.transfers.staging.staged_bytes(),
+            "staging_limit_bytes": self.transfers.staging.limit(),
             "memory_used_bytes": stats.used_bytes,
             "memory_total_bytes": stats.capacity_bytes,
             "memory_free_bytes": stats.capacity_bytes - stats.used_bytes,

@@ -4,10 +4,10 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvtier_device::EngineMemory;
+use kvtier_error::{Error, ErrorKind, Result};
 use parking_lot::{Condvar, Mutex};
 
 use super::Instance;
-use kvtier_error::{Error, ErrorKind, Result};
 
 /// Transfers of one worker that may be in flight: as many as a lane queues for a worker whose bytes are copied in turn.
 /// An engine has as many as it has requests that start or end within a few steps.
@@ -42,10 +42,9 @@ impl Gate {
             return Err(Error::refused("the instance has left meanwhile"));
         }
         if state.in_flight >= MAX_IN_FLIGHT {
-            let what = format!(
-                "{MAX_IN_FLIGHT} transfers of this worker are in flight; no more are allowed"
-            );
-            return Err(Error::new(ErrorKind::LaneFull, what));
+            let limit = format!("{MAX_IN_FLIGHT} transfers of this worker are in flight");
+            let error = Error::new(ErrorKind::LaneFull, limit);
+            return Err(error.hint("no more are allowed"));
         }
         state.in_flight += 1;
         Ok(GateGuard(Arc::clone(self)))

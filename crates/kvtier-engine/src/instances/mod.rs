@@ -46,12 +46,8 @@ pub enum Mode {
     LmcacheDriven {
         /// Its pages.
         memory: Arc<dyn EngineMemory>,
-        /// As registered, to recognise the same registration.
-        tensors: Vec<TensorDescriptor>,
-        /// As registered.
-        hints: LayoutHints,
-        /// As registered.
-        groups: Vec<EngineGroupInfo>,
+        /// To recognise the same registration.
+        registered: RegisteredPages,
     },
     /// It copies by itself.
     EngineDriven {
@@ -62,6 +58,14 @@ pub enum Mode {
     },
 }
 
+/// Pages as their worker has described them.
+#[derive(Default, PartialEq)]
+pub struct RegisteredPages {
+    pub tensors: Vec<TensorDescriptor>,
+    pub hints: LayoutHints,
+    pub groups: Vec<EngineGroupInfo>,
+}
+
 /// Why a registered worker has no cache. Nothing of it is stored or served.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unserved {
@@ -70,16 +74,11 @@ pub enum Unserved {
 }
 
 impl Unserved {
-    /// The kind of refusals of its transfers.
-    pub fn kind(self) -> ErrorKind {
-        match self {
-            Self::Windowed => ErrorKind::WindowedClient,
-        }
-    }
-
     /// For metric labels and `/status`.
     pub fn name(self) -> &'static str {
-        self.kind().label("")
+        match self {
+            Self::Windowed => "windowed_client",
+        }
     }
 }
 
@@ -431,9 +430,9 @@ impl Instances {
             // Which ones are forgotten does not matter: at worst one of them is answered "no" again.
             tables.unknown.clear();
         }
-        let told = tables.unknown.entry(id).or_default();
-        *told = !*told;
-        !*told
+        let was_refused = tables.unknown.entry(id).or_default();
+        *was_refused = !*was_refused;
+        !*was_refused
     }
 
     /// Notes a sign of life of all workers.

@@ -48,9 +48,9 @@ const HASH_SEED: &str = "vllm-none-hash";
 pub struct Lookups {
     context: Arc<Context>,
     /// Shared with the tasks that ask the tiers.
-    held: Arc<HeldLookups>,
-    prompts: PromptMemory,
-    chunk_sizes: ChunkSizes,
+    pub held: Arc<HeldLookups>,
+    pub prompts: PromptMemory,
+    pub chunk_sizes: ChunkSizes,
     /// When each scheduler's connection last pinged. Bounded by forgetting the dead ones.
     scheduler_pings: Mutex<HashMap<u64, Duration>>,
     /// Whether requests that wait for a tier are answered with what is known.
@@ -71,29 +71,13 @@ impl Lookups {
         }
     }
 
-    /// The lookups in flight.
-    pub fn held(&self) -> &HeldLookups {
-        &self.held
-    }
-
-    /// The remembered prompts.
-    pub fn prompts(&self) -> &PromptMemory {
-        &self.prompts
-    }
-
-    /// The chunk sizes of reconnected clients.
-    pub fn chunk_sizes(&self) -> &ChunkSizes {
-        &self.chunk_sizes
-    }
-
     /// Looks a prompt up and leases what it finds. The answer does not contain the result, which is asked for.
     pub fn lookup(&self, caller: Caller, key: &CacheKey<'_, Prompt>, tp_size: i64) -> Answer {
         match self.try_lookup(caller, key, tp_size) {
             Ok(()) => Answer::nothing(),
             // No object can have such a key: the result is 0, whatever an earlier lookup of the request has found.
             Err(error) => {
-                let error = error.to_string();
-                tracing::debug!(request = key.request_id, error, "lookup refused");
+                tracing::debug!(request = key.request_id, %error, "lookup refused");
                 self.held.forget(key.request_id, caller.connection);
                 Answer::nothing().because("bad_key")
             }
@@ -105,8 +89,9 @@ impl Lookups {
         let scope = self.context.short_scope(key)?;
         let readers = key.readers(tp_size).min(MAX_READERS);
         if readers < 1 {
-            let what = format!("num_kv_readers is {readers}; allowed: at least 1");
-            return Err(Error::refused(what));
+            return Err(Error::refused(format!(
+                "num_kv_readers is {readers}; allowed: at least 1"
+            )));
         }
         // A lookup of nothing is held too. Its result is 0, whatever an earlier lookup of the request or one of another
         // engine under the same id has found.
@@ -114,8 +99,18 @@ impl Lookups {
         let now = self.context.now();
         let found = l1.cache.lookup(now, &rows, hashes);
         if !hashes.is_empty() {
-            let keys = hashes.len() * rows.len();
-            self.count(key.request_id, &scope, hashes.len(), keys, &found);
+            let tokens = |chunks: usize| (chunks * self.context.chunk_size.get()) as u64;
+            let (asked, hit) = (tokens(hashes.len()), tokens(found.hit_chunks));
+            let (model, salt) = (scope.model_name(), scope.cache_salt());
+            let held = found.lease.held() as u64;
+            self.context.metrics.lookup(model, salt, asked, hit, held);
+            if hit > 0 {
+                tracing::debug!(
+                    request = key.request_id,
+                    "Prefetch request completed (L1+L2): {held}/{} retained keys ({held} L1, 0 L2)",
+                    hashes.len() * rows.len()
+                );
+            }
         }
         let counted = found.counted;
         let lookup = HeldLookup {
@@ -140,7 +135,9 @@ impl Lookups {
                 };
                 self.prefetch(Arc::clone(l2), key.request_id, lookup, request);
             }
-            _ => self.held.insert(key.request_id, lookup),
+            _ => {
+                self.held.insert(key.request_id, lookup, None);
+            }
         }
         Ok(())
     }
@@ -177,32 +174,6 @@ impl Lookups {
         Some((rows(scope, &instances), &key.tokens.hashes[chunks]))
     }
 
-    /// Counts what a lookup of these chunks has found in L1.
-    fn count(
-        &self,
-        request_id: &str,
-        scope: &KeyScope,
-        chunks: usize,
-        keys: usize,
-        found: &kvtier_core::cache::Lookup<kvtier_l1::L1Allocator>,
-    ) {
-        let tokens = |chunks: usize| (chunks * self.context.chunk_size.get()) as u64;
-        let held = found.lease.held() as u64;
-        self.context.metrics.lookup(
-            scope.model_name(),
-            scope.cache_salt(),
-            tokens(chunks),
-            tokens(found.hit_chunks),
-            held,
-        );
-        if found.hit_chunks > 0 {
-            tracing::debug!(
-                request = request_id,
-                "Prefetch request completed (L1+L2): {held}/{keys} retained keys ({held} L1, 0 L2)",
-            );
-        }
-    }
-
     /// Asks the tiers for what L1 lacks; the result of the lookup waits for it.
     fn prefetch(
         &self,
@@ -214,7 +185,7 @@ impl Lookups {
         let (done, pending) = watch::channel(());
         let (in_l1, chunk_size) = (lookup.hit_chunks, self.context.chunk_size.get());
         let keys_in_l1 = lookup.lease.held();
-        let serial = self.held.insert_pending(request_id, lookup, pending);
+        let serial = self.held.insert(request_id, lookup, Some(pending));
         let (held, metrics) = (Arc::clone(&self.held), Arc::clone(&self.context.metrics));
         let (request, request_id) = (Arc::new(request), Box::<str>::from(request_id));
         let handle = l2.handle().clone();

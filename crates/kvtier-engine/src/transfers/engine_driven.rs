@@ -4,9 +4,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvtier_core::Namespace;
-use kvtier_core::cache::{Extent, Reservation, ReserveRequest};
+use kvtier_core::cache::{Extent, Reservation, ReserveRequest, Staged};
 use kvtier_core::prompt::Prompt;
-use kvtier_error::{Error, Result};
+use kvtier_device::Direction;
+use kvtier_error::Error;
+use kvtier_l1::L1Allocator;
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::pickle::{self, Limits, PickledTensor, TensorToWrite};
 use kvtier_proto::request::{ABORT_STORE, InstanceId};
@@ -16,23 +18,23 @@ use kvtier_proto::response::{
 
 use super::super::instances::{EngineDrivenLayout, Instance, Mode};
 use super::super::{Answer, Caller};
-use super::prepared::{Finish, Grant, Kind, TransferId};
+use super::prepared::{Finish, Grant, TransferId};
 use super::staging::{Charge, WorkerShare};
 use super::worker_range::{GroupLease, WorkerRange};
-use super::{Transfers, is_logged};
-use kvtier_l1::L1Allocator;
+use super::{Transfers, is_trouble, reason};
 
 const DEVICE: &str = "cpu";
 
-/// A worker that copies by itself, and what its key names.
-struct Transfer {
+/// A transfer of a worker that copies by itself.
+struct WorkerCopy<'a> {
     instance: Arc<Instance>,
+    key: &'a CacheKey<'a, Prompt>,
     range: WorkerRange,
     /// Of its objects.
     namespace: Arc<Namespace>,
 }
 
-impl Transfer {
+impl WorkerCopy<'_> {
     /// The worker's objects, and whether its data travels pickled.
     fn worker(&self) -> (&EngineDrivenLayout, &AtomicBool) {
         match &self.instance.mode {
@@ -44,16 +46,39 @@ impl Transfer {
     fn layout(&self) -> &EngineDrivenLayout {
         self.worker().0
     }
+
+    fn id(&self, direction: Direction) -> TransferId {
+        let last = self.range.chunks.end.checked_sub(1);
+        let last_hash = last.map(|last| self.key.tokens.hashes[last]);
+        TransferId::new(direction, self.instance.id, self.key, last_hash)
+    }
+
+    fn slot(&self, extent: Extent) -> Slot<'_> {
+        Slot {
+            offset: extent.offset,
+            length: extent.len,
+            shape: self.layout().shape.as_slice().into(),
+            dtype: self.layout().dtype.name().into(),
+        }
+    }
+
+    fn objects(&self) -> [ReserveRequest<'_>; 1] {
+        [ReserveRequest {
+            namespace: &self.namespace,
+            hashes: &self.key.tokens.hashes[self.range.chunks.clone()],
+            len: self.layout().object_bytes,
+        }]
+    }
 }
 
 impl Transfers {
-    /// The instance that asks for a transfer, and the range; if there is none, the reason, for the metrics.
-    fn transfer(
+    /// The transfer that a worker asks for; if there is none, the reason, for the metrics.
+    fn worker_copy<'a>(
         &self,
         operation: &'static str,
-        key: &CacheKey<'_, Prompt>,
+        key: &'a CacheKey<'a, Prompt>,
         id: InstanceId,
-    ) -> Result<Transfer, &'static str> {
+    ) -> Result<WorkerCopy<'a>, &'static str> {
         let instance = self.context.instances.get(id).ok_or("unknown_instance")?;
         instance.seen(self.context.now());
         let range = match &instance.mode {
@@ -62,63 +87,23 @@ impl Transfers {
                 "the instance is registered for lmcache-driven transfers; allowed: store and retrieve",
             )),
         };
-        match range {
-            Ok(range) => {
-                let layout = instance.layout.fingerprint;
-                Ok(Transfer {
-                    namespace: range.scope.namespace(range.kv_rank, 0, layout),
-                    instance,
-                    range,
-                })
-            }
-            Err(error) => {
-                let error = error.to_string();
-                tracing::debug!(
-                    request = key.request_id,
-                    instance = id.0,
-                    error,
-                    "{operation} refused"
-                );
-                Err("bad_key")
-            }
-        }
+        let range = range.map_err(|error| {
+            let request = key.request_id;
+            tracing::debug!(request, instance = id.0, %error, "{operation} refused");
+            "bad_key"
+        })?;
+        let layout = instance.layout.fingerprint;
+        Ok(WorkerCopy {
+            namespace: range.scope.namespace(range.kv_rank, 0, layout),
+            instance,
+            key,
+            range,
+        })
     }
 
     /// Whether a worker gets slots in the pool.
-    fn has_pool(&self, transfer: &Transfer) -> bool {
-        self.context.l1.arena.shm_name().is_some() && !transfer.worker().1.load(Ordering::Relaxed)
-    }
-
-    fn id(
-        kind: Kind,
-        instance: InstanceId,
-        key: &CacheKey<'_, Prompt>,
-        range: &WorkerRange,
-    ) -> TransferId {
-        let last = range
-            .chunks
-            .end
-            .checked_sub(1)
-            .map(|last| key.tokens.hashes[last]);
-        TransferId::new(kind, instance, key, last)
-    }
-
-    fn slot(layout: &EngineDrivenLayout, extent: Extent) -> Slot<'_> {
-        Slot {
-            offset: extent.offset,
-            length: extent.len,
-            shape: layout.shape.as_slice().into(),
-            dtype: layout.dtype.name().into(),
-        }
-    }
-
-    /// The objects of a range.
-    fn objects<'a>(key: &'a CacheKey<'_, Prompt>, transfer: &'a Transfer) -> ReserveRequest<'a> {
-        ReserveRequest {
-            namespace: &transfer.namespace,
-            hashes: &key.tokens.hashes[transfer.range.chunks.clone()],
-            len: transfer.layout().object_bytes,
-        }
+    fn has_pool(&self, copy: &WorkerCopy<'_>) -> bool {
+        self.context.l1.arena.shm_name().is_some() && !copy.worker().1.load(Ordering::Relaxed)
     }
 
     /// Memory for those chunks of a range that are not resident.
@@ -128,27 +113,25 @@ impl Transfers {
     fn stage_range(
         &self,
         operation: &'static str,
-        key: &CacheKey<'_, Prompt>,
-        transfer: &Transfer,
+        copy: &WorkerCopy<'_>,
     ) -> Result<(Reservation<L1Allocator>, Charge), &'static str> {
-        let (instance, range) = (&transfer.instance, &transfer.range);
-        let staged = self.stage(instance, key, range, &[Self::objects(key, transfer)], None);
+        let (instance, key) = (&copy.instance, copy.key);
+        let staged = self.stage(instance, key, &copy.range, &copy.objects(), None);
         staged.map_err(|error| {
-            if is_logged(&error) {
+            if is_trouble(&error) {
                 let (request, instance) = (key.request_id, instance.id.0);
-                let error = error.to_string();
-                tracing::warn!(request, instance, error, "{operation} failed");
+                tracing::warn!(request, instance, %error, "{operation} failed");
             }
-            error.kind().label("store_failed")
+            reason(&error, Direction::Store)
         })
     }
 
     /// Begins a transfer. If one is in flight, or the instance has just left on another connection, it is refused: no
     /// COMMIT would release its grant.
-    fn begin_transfer(
+    fn grant(
         &self,
         instance: &Arc<Instance>,
-        id: TransferId,
+        id: &TransferId,
         grant: Grant,
     ) -> Result<(), &'static str> {
         if !self.prepared.begin(id.clone(), grant, self.context.now()) {
@@ -157,156 +140,139 @@ impl Transfers {
         let known = self.context.instances.get(instance.id);
         if known.is_none_or(|known| !Arc::ptr_eq(&known, instance)) {
             // Its worker has not received the memory yet.
-            drop(self.prepared.finish(&id));
+            drop(self.prepared.finish(id));
             return Err("unknown_instance");
         }
         Ok(())
     }
 
+    /// Reserves slots for the chunks that are not resident; none at all for a worker that will send its data.
     pub fn prepare_store(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> Answer {
         // Empty lists are the one "no" a worker understands here: it sends nothing and commits nothing.
         self.try_prepare_store(key, id)
             .unwrap_or_else(|reason| store_target(Some(StoreTarget::default())).because(reason))
     }
 
-    /// Slots for the chunks that are not resident; none at all for a worker that will send its data.
     fn try_prepare_store(
         &self,
         key: &CacheKey<'_, Prompt>,
         id: InstanceId,
     ) -> Result<Answer, &'static str> {
-        let transfer = self.transfer("prepare_store", key, id)?;
-        if !self.has_pool(&transfer) {
+        let copy = self.worker_copy("prepare_store", key, id)?;
+        if !self.has_pool(&copy) {
             return Ok(store_target(None));
         }
-        let transfer_id = Self::id(Kind::Store, id, key, &transfer.range);
+        let transfer_id = copy.id(Direction::Store);
         if self.prepared.is_granted(&transfer_id) {
             return Err("under_way");
         }
-        let (reservation, charge) = self.stage_range("prepare_store", key, &transfer)?;
+        let (reservation, charge) = self.stage_range("prepare_store", &copy)?;
         if reservation.is_empty() {
             return Ok(store_target(Some(StoreTarget::default())));
         }
         self.context.metrics.store(DEVICE, false);
-        let slots = reservation
-            .extents()
-            .map(|extent| Self::slot(transfer.layout(), extent));
-        let positions = reservation
-            .staged()
-            .iter()
-            .map(|staged| u64::from(staged.position));
+        let staged = reservation.staged().iter();
         let answer = store_target(Some(StoreTarget {
-            slots: slots.collect(),
-            chunk_indices: positions.collect(),
+            slots: reservation.extents().map(|it| copy.slot(it)).collect(),
+            chunk_indices: staged.map(|staged| staged.position.into()).collect(),
         }));
         let grant = Grant::Store(reservation, charge);
-        self.begin_transfer(&transfer.instance, transfer_id, grant)?;
+        self.grant(&copy.instance, &transfer_id, grant)?;
         Ok(answer)
     }
 
+    /// Commits a store: without data the slots that the worker has written, else its pickled chunks.
     pub fn commit_store(&self, key: &CacheKey<'_, Prompt>, id: InstanceId, data: &[u8]) -> Answer {
-        let verdict = self
-            .transfer("commit_store", key, id)
-            .and_then(|transfer| match data {
-                [] => self.commit_slots(key, &transfer),
-                ABORT_STORE => {
-                    drop(
-                        self.prepared
-                            .finish(&Self::id(Kind::Store, id, key, &transfer.range)),
-                    );
-                    Err("aborted")
+        let committed = match self.worker_copy("commit_store", key, id) {
+            Err(reason) => Err(reason),
+            Ok(copy) => {
+                let granted = self.prepared.finish(&copy.id(Direction::Store));
+                match data {
+                    [] => self.commit_slots(&copy, granted),
+                    // The slots stay unwritten.
+                    ABORT_STORE => Err("aborted"),
+                    data => {
+                        drop(granted);
+                        self.commit_pickled(&copy, data)
+                    }
                 }
-                data => self.commit_pickled(key, &transfer, data),
-            });
-        match verdict {
+            }
+        };
+        match committed {
             Ok(()) => Answer::from(Response::Bool(true)),
             Err(reason) => Answer::from(Response::Bool(false)).because(reason),
         }
     }
 
     /// The worker has written its slots.
-    fn commit_slots(
-        &self,
-        key: &CacheKey<'_, Prompt>,
-        transfer: &Transfer,
-    ) -> Result<(), &'static str> {
-        let transfer_id = Self::id(Kind::Store, transfer.instance.id, key, &transfer.range);
-        let finished = self.prepared.finish(&transfer_id);
-        let Finish::Last(Grant::Store(reservation, _charge)) = finished else {
+    fn commit_slots(&self, copy: &WorkerCopy<'_>, granted: Finish) -> Result<(), &'static str> {
+        let Finish::Last(Grant::Store(reservation, _charge)) = granted else {
             return Err("not_prepared");
         };
-        let staged = self.to_write_behind(&reservation);
-        let tokens = reservation.len() * self.context.chunk_size.get();
-        let inserted = reservation.commit(self.context.now()).inserted;
-        let objects = [Self::objects(key, transfer)];
-        self.admitted(&transfer.range, inserted, &objects, &staged);
-        self.context.metrics.store(DEVICE, true);
-        tracing::debug!(request = key.request_id, tokens, "committed a store");
+        self.commit_written(copy, reservation, |_| true);
         Ok(())
     }
 
-    /// The worker sends all chunks of its range pickled.
-    fn commit_pickled(
+    /// Commits what is written of a reservation; returns the number of objects that are not.
+    fn commit_written(
         &self,
-        key: &CacheKey<'_, Prompt>,
-        transfer: &Transfer,
-        data: &[u8],
-    ) -> Result<(), &'static str> {
-        let instance = &transfer.instance;
-        // The slots that its PREPARE was granted stay unwritten.
-        let transfer_id = Self::id(Kind::Store, instance.id, key, &transfer.range);
-        drop(self.prepared.finish(&transfer_id));
+        copy: &WorkerCopy<'_>,
+        reservation: Reservation<L1Allocator>,
+        is_written: impl Fn(&Staged) -> bool,
+    ) -> usize {
+        let mut staged = self.to_write_behind(&reservation);
+        staged.retain(&is_written);
+        let tokens = reservation.len() * self.context.chunk_size.get();
+        let committed = reservation.commit_subset(self.context.now(), is_written);
+        self.admitted(&copy.range, committed.inserted, &copy.objects(), &staged);
+        self.context.metrics.store(DEVICE, true);
+        tracing::debug!(request = copy.key.request_id, tokens, "committed a store");
+        committed.aborted
+    }
+
+    /// The worker sends all chunks of its range pickled.
+    fn commit_pickled(&self, copy: &WorkerCopy<'_>, data: &[u8]) -> Result<(), &'static str> {
+        let (request, instance) = (copy.key.request_id, copy.instance.id.0);
         let tensors = pickle::read_tensors(data, &Limits::default()).map_err(|error| {
-            tracing::warn!(request = key.request_id, instance = instance.id.0, %error, "commit_store: the data was refused");
+            tracing::warn!(request, instance, %error, "commit_store: the data was refused");
             "bad_data"
         })?;
-        if self.has_pool(transfer) {
-            transfer.worker().1.store(true, Ordering::Relaxed);
+        if self.has_pool(copy) {
+            copy.worker().1.store(true, Ordering::Relaxed);
             tracing::info!(
-                instance = instance.id.0,
+                instance,
                 "this worker cannot map the pool; its data travels pickled from now on"
             );
         }
         self.context.metrics.store(DEVICE, false);
-        let (reservation, _charge) = self.stage_range("commit_store", key, transfer)?;
+        let (reservation, _charge) = self.stage_range("commit_store", copy)?;
         // The chunks whose bytes are in place; a position of the range has at most one staged object.
-        let mut written = vec![false; transfer.range.chunks.len()];
+        let mut written = vec![false; copy.range.chunks.len()];
+        let layout = copy.layout();
+        let fits = |tensor: &&PickledTensor<'_>| {
+            tensor.dtype == layout.dtype && tensor.shape == layout.shape
+        };
         for staged in reservation.staged() {
             let position = staged.position as usize;
-            let fits = |tensor: &&PickledTensor<'_>| {
-                tensor.dtype == transfer.layout().dtype && tensor.shape == transfer.layout().shape
-            };
-            let Some(tensor) = tensors.get(position).filter(fits) else {
-                continue;
-            };
-            written[position] = self.write(tensor, staged.extent).is_ok();
+            if let Some(tensor) = tensors.get(position).filter(fits) {
+                written[position] = self.write(tensor, staged.extent).is_ok();
+            }
         }
         let wanted = reservation.len();
-        let mut staged = self.to_write_behind(&reservation);
-        staged.retain(|staged| written[staged.position as usize]);
-        let tokens = self.context.chunk_size.get() * wanted;
-        let committed = reservation.commit_subset(self.context.now(), |staged| {
-            written[staged.position as usize]
-        });
-        let objects = [Self::objects(key, transfer)];
-        self.admitted(&transfer.range, committed.inserted, &objects, &staged);
-        self.context.metrics.store(DEVICE, true);
-        tracing::debug!(
-            request = key.request_id,
-            tokens,
-            "committed a pickled store"
-        );
-        if committed.aborted > 0 {
-            tracing::warn!(
-                request = key.request_id,
-                instance = instance.id.0,
-                missing = committed.aborted,
-                wanted,
-                "commit_store: some chunks were missing or had another shape or dtype than registered"
-            );
-            return Err("bad_data");
+        let is_written = |staged: &Staged| written[staged.position as usize];
+        match self.commit_written(copy, reservation, is_written) {
+            0 => Ok(()),
+            missing => {
+                tracing::warn!(
+                    request,
+                    instance,
+                    missing,
+                    wanted,
+                    "commit_store: some chunks were missing or had another shape or dtype than registered"
+                );
+                Err("bad_data")
+            }
         }
-        Ok(())
     }
 
     fn write(
@@ -325,6 +291,7 @@ impl Transfers {
         result
     }
 
+    /// Leases the chunks of a range, and answers with their slots or their bytes.
     pub fn prepare_retrieve(
         &self,
         caller: Caller,
@@ -345,56 +312,46 @@ impl Transfers {
         key: &CacheKey<'_, Prompt>,
         id: InstanceId,
     ) -> Result<Answer, &'static str> {
-        let transfer = self
-            .transfer("prepare_retrieve", key, id)
+        let copy = self
+            .worker_copy("prepare_retrieve", key, id)
             .inspect_err(|_| self.release_refused(id, key))?;
-        self.context.metrics.retrieve(DEVICE, false);
-        let range = &transfer.range;
-        let held = self
-            .lease(&transfer.instance, key, range)
-            .filter(|held| held.iter().any(|held| !held.chunks.is_empty()));
+        let metrics = &self.context.metrics;
+        metrics.retrieve(DEVICE, false);
+        let range = &copy.range;
+        let leases = self
+            .lease(&copy.instance, key, range)
+            .filter(|leases| leases.iter().any(|group| !group.chunks.is_empty()));
         // From here on the transfer has leases of its own, or will not happen.
         self.release(id, key, range);
-        let chunks = range.chunks.len() as u64;
-        let transfer_id = Self::id(Kind::Retrieve, id, key, range);
+        let transfer_id = copy.id(Direction::Retrieve);
         let missed = |reason| {
             self.prepared.missed(&transfer_id);
             reason
         };
-        let held = held.ok_or_else(|| {
-            self.context
-                .metrics
-                .not_found("l1_retrieve", key.model_name, chunks);
+        let leases = leases.ok_or_else(|| {
+            metrics.not_found("l1_retrieve", key.model_name, range.chunks.len() as u64);
             missed("not_held")
         })?;
-        let charge = self
-            .lease_staged(&transfer, &held)
-            .ok_or_else(|| missed("staging_full"))?;
-        self.context.metrics.loaded(
-            key.model_name,
-            range.scope.cache_salt(),
-            range.worker,
-            chunks,
-        );
-        if self.has_pool(&transfer) {
-            let extents = held.iter().flat_map(|held| held.lease.extents());
-            let slots = extents
-                .map(|extent| Self::slot(transfer.layout(), *extent))
-                .collect();
+        let charge = self.lease_staged(&copy, &leases);
+        let charge = charge.ok_or_else(|| missed("staging_full"))?;
+        self.count_loaded(range);
+        let extents = leases.iter().flat_map(|group| group.lease.extents());
+        if self.has_pool(&copy) {
             let answer = Answer::from(Response::PrepareRetrieve(PrepareRetrieve {
                 success: true,
                 data: (&[][..]).into(),
-                slots: Some(slots),
+                slots: Some(extents.map(|extent| copy.slot(*extent)).collect()),
             }));
-            let leases = held.into_iter().map(|held| held.lease).collect();
+            let leases = leases.into_iter().map(|group| group.lease).collect();
             let grant = Grant::Retrieve(leases, vec![charge]);
-            self.begin_transfer(&transfer.instance, transfer_id.clone(), grant)
+            self.grant(&copy.instance, &transfer_id, grant)
                 .map_err(missed)?;
             return Ok(answer);
         }
-        match self.pickled(transfer.layout(), &held) {
+        let extents: Vec<_> = extents.copied().collect();
+        match self.pickled(copy.layout(), &extents) {
             Ok(Some(payload)) => {
-                self.context.metrics.retrieve(DEVICE, true);
+                metrics.retrieve(DEVICE, true);
                 Ok(Answer {
                     payload: Some(payload),
                     ..Answer::nothing()
@@ -408,66 +365,59 @@ impl Transfers {
                 Err("too_large")
             }
             Err(error) => {
-                let error = error.to_string();
-                tracing::warn!(request = key.request_id, error, "prepare_retrieve failed");
+                tracing::warn!(request = key.request_id, %error, "prepare_retrieve failed");
                 Err("retrieve_failed")
             }
         }
     }
 
-    /// What a retrieve takes of the staging budget.
-    fn lease_staged(&self, transfer: &Transfer, held: &[GroupLease]) -> Option<Charge> {
-        let extents = held.iter().flat_map(|held| held.lease.extents());
-        let bytes = self
-            .context
-            .l1
-            .cache
-            .footprint(extents.map(|extent| extent.len));
-        let worker = WorkerShare::of(&transfer.instance, &transfer.range);
-        let leased_bytes = || self.context.l1.cache.stats().leased_bytes;
-        self.staging.lease(&worker, bytes, leased_bytes)
+    /// Charges what a retrieve leases to the staging budget; `None` if it may not.
+    fn lease_staged(&self, copy: &WorkerCopy<'_>, leases: &[GroupLease]) -> Option<Charge> {
+        let cache = &self.context.l1.cache;
+        let extents = leases.iter().flat_map(|group| group.lease.extents());
+        let bytes = cache.footprint(extents.map(|extent| extent.len));
+        let worker = WorkerShare::of(&copy.instance, &copy.range);
+        self.staging
+            .lease(&worker, bytes, || cache.stats().leased_bytes)
     }
 
-    /// The answer with the chunks pickled, copied once from the arena into the frame.
-    fn pickled(&self, layout: &EngineDrivenLayout, held: &[GroupLease]) -> Result<Option<Vec<u8>>> {
-        let extents: Vec<_> = held.iter().flat_map(|held| held.lease.extents()).collect();
-        let tensors: Vec<_> = extents
-            .iter()
-            .map(|_| TensorToWrite {
-                dtype: layout.dtype,
-                shape: &layout.shape,
-            })
-            .collect();
-        let size = pickle::written_size(&tensors).map_err(Error::refused)?;
+    /// The answer with the chunks pickled, copied once from the arena into the frame; `None` if they are too large for one.
+    fn pickled(
+        &self,
+        layout: &EngineDrivenLayout,
+        extents: &[Extent],
+    ) -> Result<Option<Vec<u8>>, PickleError> {
+        let tensor = |_: &Extent| TensorToWrite {
+            dtype: layout.dtype,
+            shape: &layout.shape,
+        };
+        let tensors: Vec<_> = extents.iter().map(tensor).collect();
+        let size = pickle::written_size(&tensors)?;
         prepare_retrieve_hit(size, |out| {
             pickle::write_tensors_into(out, &tensors, |index, out| {
-                let extent = *extents[index];
-                self.context
-                    .l1
-                    .arena
+                let (arena, extent) = (&self.context.l1.arena, extents[index]);
+                arena
                     .read_into(extent, 0, extent.len, out)
-                    .map_err(|error| PickleError(error.to_string()))
+                    .map_err(PickleError::Read)
             })
         })
-        .map_err(|PickleError(error)| Error::refused(error))
     }
 
-    /// Whether the worker has read what it asked for: no other request had the memory until now. LMCache's server
-    /// always answers yes, and its worker ignores the answer.
+    /// Ends a retrieve. The answer is whether no other request had the memory until now. LMCache's server always answers yes, and
+    /// its worker ignores the answer.
     pub fn commit_retrieve(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> Answer {
-        let transfer = match self.transfer("commit_retrieve", key, id) {
-            Ok(transfer) => transfer,
+        let copy = match self.worker_copy("commit_retrieve", key, id) {
+            Ok(copy) => copy,
             Err(reason) => return Answer::from(Response::Bool(false)).because(reason),
         };
-        let transfer_id = Self::id(Kind::Retrieve, id, key, &transfer.range);
-        let was_held = match self.prepared.finish(&transfer_id) {
+        let was_held = match self.prepared.finish(&copy.id(Direction::Retrieve)) {
             Finish::Last(_) | Finish::Earlier => {
                 self.context.metrics.retrieve(DEVICE, true);
                 true
             }
             Finish::Abandoned => true,
             // Pickled data needs no commit. A worker commits after a miss too, which is no failure, but no yes either.
-            Finish::Unknown => !self.has_pool(&transfer),
+            Finish::Unknown => !self.has_pool(&copy),
         };
         Answer::from(Response::Bool(was_held))
     }
@@ -477,11 +427,11 @@ fn store_target(target: Option<StoreTarget<'_>>) -> Answer {
     Answer::from(Response::PrepareStore(PrepareStore { target }))
 }
 
-/// Carries both errors of writing a pickle.
-struct PickleError(String);
-
-impl From<pickle::WriteError> for PickleError {
-    fn from(error: pickle::WriteError) -> Self {
-        Self(error.to_string())
-    }
+/// Why chunks could not be pickled.
+#[derive(Debug, thiserror::Error)]
+enum PickleError {
+    #[error(transparent)]
+    Write(#[from] pickle::WriteError),
+    #[error(transparent)]
+    Read(kvtier_memory::AccessError),
 }

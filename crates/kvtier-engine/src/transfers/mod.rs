@@ -27,7 +27,7 @@ use kvtier_device::{BlockTable, DeviceError, Direction, Transfer};
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_proto::generation::Release;
 use kvtier_proto::key::CacheKey;
-use kvtier_proto::request::InstanceId;
+use kvtier_proto::request::{InstanceId, Retrieve, Store};
 use kvtier_proto::response::Response;
 use parking_lot::Mutex;
 
@@ -37,7 +37,7 @@ use super::lookups::Lookups;
 use super::{Answer, Caller, Reply};
 use prepared::PreparedTransfers;
 use refused_retrieves::RefusedRetrieves;
-pub use staging::StagingBudget;
+use staging::StagingBudget;
 use store::CopiedStore;
 use worker_range::{GroupLease, WorkerRange};
 
@@ -45,19 +45,21 @@ use worker_range::{GroupLease, WorkerRange};
 pub struct Transfers {
     context: Arc<Context>,
     lookups: Arc<Lookups>,
-    prepared: PreparedTransfers,
-    staging: Arc<StagingBudget>,
-    refused_retrieves: RefusedRetrieves,
+    pub prepared: PreparedTransfers,
+    pub staging: Arc<StagingBudget>,
+    pub refused_retrieves: RefusedRetrieves,
 }
 
 /// A request for a copy by the server.
 struct CopyRequest<'a> {
     direction: Direction,
     caller: Caller,
-    instance: &'a Arc<Instance>,
+    instance: InstanceId,
     key: &'a CacheKey<'a, Prompt>,
     block_ids: &'a [Vec<i64>],
     event: &'a [u8],
+    /// Of a retrieve: tokens at its start that are not copied.
+    skip_tokens: i64,
     started: Duration,
 }
 
@@ -95,21 +97,6 @@ impl Transfers {
         }
     }
 
-    /// The bytes that are staged, and their limit.
-    pub fn staging(&self) -> &StagingBudget {
-        &self.staging
-    }
-
-    /// The connections whose retrieves are refused.
-    pub fn refused_retrieves(&self) -> &RefusedRetrieves {
-        &self.refused_retrieves
-    }
-
-    /// The number of prepared transfers and of those quarantined, and the bytes of the quarantined.
-    pub fn counts(&self) -> (usize, usize, u64) {
-        self.prepared.counts()
-    }
-
     /// Abandons the prepared transfers of an instance that has left, was replaced or fell silent; returns their number. Its
     /// process may only be stopped and wake up again, so memory that it may still write is quarantined for one more write TTL.
     pub fn abandon(&self, instance: InstanceId) -> usize {
@@ -132,11 +119,87 @@ impl Transfers {
         }
     }
 
+    /// Serves a store.
+    pub fn store(self: &Arc<Self>, caller: Caller, store: &Store<'_, Prompt>, reply: Reply) {
+        let request = CopyRequest {
+            direction: Direction::Store,
+            caller,
+            instance: store.instance,
+            key: &store.key,
+            block_ids: &store.block_ids,
+            event: store.event_handle,
+            skip_tokens: 0,
+            started: self.context.now(),
+        };
+        self.copy(&request, reply);
+    }
+
+    /// Serves a retrieve.
+    pub fn retrieve(
+        self: &Arc<Self>,
+        caller: Caller,
+        retrieve: &Retrieve<'_, Prompt>,
+        reply: Reply,
+    ) {
+        let request = CopyRequest {
+            direction: Direction::Retrieve,
+            caller,
+            instance: retrieve.instance,
+            key: &retrieve.key,
+            block_ids: &retrieve.block_ids,
+            event: retrieve.event_handle,
+            skip_tokens: retrieve.skip_first_n_tokens,
+            started: self.context.now(),
+        };
+        self.copy(&request, reply);
+    }
+
+    fn copy(self: &Arc<Self>, request: &CopyRequest<'_>, reply: Reply) {
+        let Context {
+            instances, metrics, ..
+        } = &*self.context;
+        let refused = |event: &[u8], reason| {
+            if request.direction == Direction::Retrieve {
+                self.release_refused(request.instance, request.key);
+            }
+            Answer::from(Response::transfer(event, false)).because(reason)
+        };
+        let Some(instance) = instances.get(request.instance) else {
+            return reply.answer(refused(&[], "unknown_instance"));
+        };
+        instance.seen(request.started);
+        match request.direction {
+            Direction::Store => metrics.store(instance.device(), false),
+            Direction::Retrieve => metrics.retrieve(instance.device(), false),
+        }
+        let request_id = request.key.request_id;
+        let failed = |error| self.failed(request.direction, &instance, request_id, &error);
+        let planned = match (request.direction, instance.unserved) {
+            (Direction::Store, Some(unserved)) => {
+                self.count_end(Direction::Store, &instance);
+                Err(unserved.name())
+            }
+            (Direction::Store, None) => self.plan_store(request, &instance).map_err(failed),
+            (Direction::Retrieve, _) => self.plan_retrieve(request, &instance).map_err(failed),
+        };
+        match planned {
+            Ok((transfer, in_flight)) => self.start(transfer, in_flight, reply),
+            Err(reason) => {
+                let event = instance.answer_event(request.event, request.caller.release);
+                reply.answer(refused(event, reason));
+            }
+        }
+    }
+
     /// Checks a request for a copy. Returns the transfer, still without chunks, the range, and the guard of the pages.
-    fn begin(&self, request: &CopyRequest<'_>) -> Result<(Transfer, WorkerRange, CopyGuard)> {
-        let guard = request.instance.copying()?;
+    fn begin(
+        &self,
+        request: &CopyRequest<'_>,
+        instance: &Arc<Instance>,
+    ) -> Result<(Transfer, WorkerRange, CopyGuard)> {
+        let guard = instance.copying()?;
         let deadline = deadline::of(request.key)?;
-        let range = self.worker_range(request.instance, request.key)?;
+        let range = self.worker_range(instance, request.key)?;
         let layout = guard.pages().layout();
         let blocks = BlockTable::check(layout, request.block_ids, range.chunks.len())
             .map_err(Error::refused)?;
@@ -199,8 +262,9 @@ impl Transfers {
             Work::Retrieve { .. } => Direction::Retrieve,
         };
         if let Err(error) = moved {
-            let error = Error::new(ErrorKind::Io, error);
-            return self.failed(direction, instance, request_id, event, &error);
+            let error = Error::refused(error.to_string());
+            let reason = self.failed(direction, instance, request_id, &error);
+            return Answer::from(Response::transfer(event, false)).because(reason);
         }
         let (has, chunks) = match in_flight.work {
             Work::Store(store) => ("Stored", self.commit_copied(range, store)),
@@ -216,30 +280,20 @@ impl Transfers {
         Answer::from(Response::transfer(event, true))
     }
 
-    /// Logs, counts and answers a transfer that failed, or was refused after it was counted as begun.
+    /// Logs and counts a transfer that failed, or was refused after it was counted as begun. Returns its metric label.
     fn failed(
         &self,
         direction: Direction,
         instance: &Instance,
-        request_id: &str,
-        event: &[u8],
+        request: &str,
         error: &Error,
-    ) -> Answer {
-        if is_logged(error) {
-            tracing::warn!(
-                request = request_id,
-                instance = instance.id.0,
-                %error,
-                "{} failed",
-                direction.name()
-            );
+    ) -> &'static str {
+        if is_trouble(error) {
+            let (instance, name) = (instance.id.0, direction.name());
+            tracing::warn!(request, instance, %error, "{name} failed");
         }
         self.count_end(direction, instance);
-        let failed = match direction {
-            Direction::Store => "store_failed",
-            Direction::Retrieve => "retrieve_failed",
-        };
-        Answer::from(Response::transfer(event, false)).because(error.kind().label(failed))
+        reason(error, direction)
     }
 
     fn count_end(&self, direction: Direction, instance: &Instance) {
@@ -263,34 +317,19 @@ impl CopyRequest<'_> {
             guard,
         }
     }
-
-    /// The answer to a request that was refused after it was counted as begun.
-    fn refused(&self, transfers: &Transfers, error: &Error) -> Answer {
-        let event = (self.instance).answer_event(self.event, self.caller.release);
-        transfers.failed(
-            self.direction,
-            self.instance,
-            self.key.request_id,
-            event,
-            error,
-        )
-    }
 }
 
-fn not_held() -> Error {
-    let what = "no lookup of its request has found these chunks, or they were evicted";
-    Error::new(ErrorKind::NotHeld, what)
+/// The metric label of a transfer that is answered with "no".
+fn reason(error: &Error, direction: Direction) -> &'static str {
+    error.kind().label(match direction {
+        Direction::Store => "store_failed",
+        Direction::Retrieve => "retrieve_failed",
+    })
 }
 
-/// Whether each error is logged. A miss is no trouble; a full budget and a worker without a cache have log lines of their own.
-fn is_logged(error: &Error) -> bool {
-    use ErrorKind::{NotHeld, StagingFull, WindowedClient};
-    !matches!(error.kind(), NotHeld | StagingFull | WindowedClient)
-}
-
-/// The answer to a transfer of a worker that is not registered.
-fn unknown_instance() -> Answer {
-    Answer::from(Response::transfer(&[][..], false)).because("unknown_instance")
+/// Whether each such error is logged. A miss is no trouble; a full budget has a log line of its own.
+fn is_trouble(error: &Error) -> bool {
+    !matches!(error.kind(), ErrorKind::StagingFull | ErrorKind::NotHeld)
 }
 
 #[cfg(test)]
@@ -312,13 +351,14 @@ mod tests {
         let request = CopyRequest {
             direction: Direction::Store,
             caller: CALLER,
-            instance: &instance,
+            instance: ID,
             key: &key(0..0),
             block_ids: &[Vec::new()],
             event: b"",
+            skip_tokens: 0,
             started: Duration::ZERO,
         };
-        engine.transfers.plan_store(&request).unwrap()
+        engine.transfers.plan_store(&request, &instance).unwrap()
     }
 
     /// The answers to a store without chunks, in order. One is expected.

@@ -8,7 +8,7 @@
 //! What is not committed within the write TTL is abandoned ([`PreparedTransfers::expire`]): it can no longer be committed, but
 //! its memory stays granted, until a late COMMIT or until:
 //!
-//! | abandoned | memory comes back |
+//! | abandoned | memory is freed |
 //! | --- | --- |
 //! | store | one write TTL after its instance has left: a late writer would write into objects of others |
 //! | retrieve | one write TTL later: a later reader corrupts only its own pages, and its COMMIT is answered "no" |
@@ -29,6 +29,7 @@ use std::time::Duration;
 
 use kvtier_core::ChunkHash;
 use kvtier_core::cache::{ReadLease, Reservation};
+use kvtier_device::Direction;
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::InstanceId;
 use parking_lot::Mutex;
@@ -36,22 +37,13 @@ use parking_lot::Mutex;
 use super::staging::Charge;
 use kvtier_l1::L1Allocator;
 
-/// Direction of a transfer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Kind {
-    /// The client writes.
-    Store,
-    /// The client reads.
-    Retrieve,
-}
-
 /// What makes two PREPAREs or a PREPARE and a COMMIT the same transfer.
 ///
 /// LMCache compares the key without its request id; with it, two requests with equal prompts do not share a transfer.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct TransferId {
     instance: InstanceId,
-    kind: Kind,
+    direction: Direction,
     request_id: Box<str>,
     model_name: Box<str>,
     cache_salt: Box<str>,
@@ -66,14 +58,14 @@ pub struct TransferId {
 impl TransferId {
     /// The transfer a key names.
     pub fn new<T>(
-        kind: Kind,
+        direction: Direction,
         instance: InstanceId,
         key: &CacheKey<'_, T>,
         last_hash: Option<ChunkHash>,
     ) -> Self {
         Self {
             instance,
-            kind,
+            direction,
             request_id: key.request_id.into(),
             model_name: key.model_name.into(),
             cache_salt: key.cache_salt.into(),
@@ -128,7 +120,7 @@ struct Pending {
 
 /// Memory that can no longer be committed, and that its client may still use.
 struct Quarantined {
-    /// When its memory comes back by itself.
+    /// When its memory is freed without a COMMIT.
     until: Option<Duration>,
     /// Its instance has left, so that no COMMIT ends it.
     has_departed: bool,
@@ -160,9 +152,9 @@ impl Tables {
             if has_departed {
                 pending.grant.depart();
             }
-            let comes_back = has_departed || matches!(pending.grant, Grant::Retrieve(..));
+            let is_freed = has_departed || matches!(pending.grant, Grant::Retrieve(..));
             let quarantined = Quarantined {
-                until: comes_back.then_some(until),
+                until: is_freed.then_some(until),
                 has_departed,
                 bytes: pending.grant.bytes(),
                 grant: pending.grant,

@@ -2,56 +2,23 @@
 
 use std::sync::Arc;
 
-use kvtier_core::prompt::Prompt;
-use kvtier_device::{ChunkCopy, ChunkRequest, Direction, Transfer};
-use kvtier_error::{Error, Result};
-use kvtier_proto::request::Retrieve;
+use kvtier_device::{ChunkCopy, ChunkRequest, Transfer};
+use kvtier_error::{Error, ErrorKind, Result};
 
-use super::super::{Caller, Reply};
+use super::super::instances::Instance;
 use super::worker_range::WorkerRange;
-use super::{CopyRequest, InFlight, Transfers, Work, not_held, unknown_instance};
+use super::{CopyRequest, InFlight, Transfers, Work};
 
 impl Transfers {
-    /// Serves a retrieve.
-    pub fn retrieve(
-        self: &Arc<Self>,
-        caller: Caller,
-        retrieve: &Retrieve<'_, Prompt>,
-        reply: Reply,
-    ) {
-        let key = &retrieve.key;
-        let Some(instance) = self.context.instances.get(retrieve.instance) else {
-            self.release_refused(retrieve.instance, key);
-            return reply.answer(unknown_instance());
-        };
-        let started = self.context.now();
-        instance.seen(started);
-        self.context.metrics.retrieve(instance.device(), false);
-        let request = CopyRequest {
-            direction: Direction::Retrieve,
-            caller,
-            instance: &instance,
-            key,
-            block_ids: &retrieve.block_ids,
-            event: retrieve.event_handle,
-            started,
-        };
-        match self.plan_retrieve(&request, retrieve.skip_first_n_tokens) {
-            Ok((transfer, in_flight)) => self.start(transfer, in_flight, reply),
-            Err(refusal) => {
-                self.release_refused(instance.id, key);
-                reply.answer(request.refused(self, &refusal));
-            }
-        }
-    }
-
     /// Leases what the range needs, and plans the copies.
-    fn plan_retrieve(
+    pub(super) fn plan_retrieve(
         &self,
         request: &CopyRequest<'_>,
-        skip_tokens: i64,
+        instance: &Arc<Instance>,
     ) -> Result<(Transfer, InFlight)> {
-        let CopyRequest { instance, key, .. } = request;
+        let CopyRequest {
+            key, skip_tokens, ..
+        } = *request;
         // Counted first: a ping is only refused while none is counted.
         let retrieving = instance.retrieving();
         if self
@@ -60,7 +27,7 @@ impl Transfers {
         {
             return Err(not_held());
         }
-        let (mut transfer, range, guard) = self.begin(request)?;
+        let (mut transfer, range, guard) = self.begin(request, instance)?;
         let skip_tokens = u64::try_from(skip_tokens).map_err(|_| {
             Error::refused(format!(
                 "skip_first_n_tokens is {skip_tokens}; allowed: at least 0"
@@ -108,4 +75,9 @@ impl Transfers {
         );
         chunks
     }
+}
+
+fn not_held() -> Error {
+    let message = "no lookup of its request has found these chunks, or they were evicted";
+    Error::new(ErrorKind::NotHeld, message)
 }

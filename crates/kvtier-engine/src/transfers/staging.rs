@@ -320,8 +320,8 @@ impl Transfers {
         if reserved.outcomes.contains(&KeyOutcome::OverStaging) {
             self.warn_of_staging(instance, &worker, object_bytes);
             if reserved.reservation.is_empty() {
-                let what = "staged and not committed bytes are at the limit";
-                return Err(Error::new(ErrorKind::StagingFull, what));
+                let message = "staged and not committed bytes are at the limit";
+                return Err(Error::new(ErrorKind::StagingFull, message));
             }
         }
         Ok((reserved.reservation, charge))

@@ -6,18 +6,16 @@ mod tests;
 use std::sync::Arc;
 
 use kvtier_core::cache::{Reservation, ReserveRequest, Staged};
-use kvtier_core::prompt::Prompt;
 use kvtier_core::{ChunkHash, Namespace};
-use kvtier_device::{BlockTable, ChunkCopy, ChunkRequest, Direction, KvLayout, Transfer};
-use kvtier_error::{Error, Result};
+use kvtier_device::{BlockTable, ChunkCopy, ChunkRequest, Transfer};
+use kvtier_error::Result;
 use kvtier_l1::L1Allocator;
-use kvtier_proto::request::Store;
 
 use super::super::context::Context;
-use super::super::{Caller, Reply};
+use super::super::instances::{CopyGuard, Instance};
 use super::staging::Charge;
 use super::worker_range::WorkerRange;
-use super::{CopyRequest, InFlight, Transfers, Work, unknown_instance};
+use super::{CopyRequest, InFlight, Transfers, Work};
 
 /// The chunks of a range that one object group has data for.
 struct GroupChunks {
@@ -54,40 +52,18 @@ impl CopiedStore {
 }
 
 impl Transfers {
-    /// Serves a store.
-    pub fn store(self: &Arc<Self>, caller: Caller, store: &Store<'_, Prompt>, reply: Reply) {
-        let Some(instance) = self.context.instances.get(store.instance) else {
-            return reply.answer(unknown_instance());
-        };
-        let started = self.context.now();
-        instance.seen(started);
-        self.context.metrics.store(instance.device(), false);
-        let request = CopyRequest {
-            direction: Direction::Store,
-            caller,
-            instance: &instance,
-            key: &store.key,
-            block_ids: &store.block_ids,
-            event: store.event_handle,
-            started,
-        };
-        match self.plan_store(&request) {
-            Ok((transfer, in_flight)) => self.start(transfer, in_flight, reply),
-            Err(refusal) => reply.answer(request.refused(self, &refusal)),
-        }
-    }
-
     /// Reserves memory for the chunks that are not resident, and plans the copies into it.
-    pub(super) fn plan_store(&self, request: &CopyRequest<'_>) -> Result<(Transfer, InFlight)> {
-        let CopyRequest { instance, key, .. } = request;
-        if let Some(unserved) = instance.unserved {
-            return Err(Error::new(unserved.kind(), unserved.name()));
-        }
-        let (mut transfer, range, guard) = self.begin(request)?;
-        let groups = self.group_chunks(request, &range, &transfer.blocks, guard.pages().layout());
+    pub(super) fn plan_store(
+        &self,
+        request: &CopyRequest<'_>,
+        instance: &Arc<Instance>,
+    ) -> Result<(Transfer, InFlight)> {
+        let (mut transfer, range, guard) = self.begin(request, instance)?;
+        let hashes = &request.key.tokens.hashes[range.chunks.clone()];
+        let groups = self.group_chunks(&guard, &range, hashes, &transfer.blocks);
         let requests: Vec<_> = groups.iter().map(GroupChunks::request).collect();
         let near = self.context.l1.part_near(guard.pages().numa_node());
-        let (reservation, charge) = self.stage(instance, key, &range, &requests, near)?;
+        let (reservation, charge) = self.stage(instance, request.key, &range, &requests, near)?;
         drop(requests);
         let store = CopiedStore {
             groups,
@@ -110,14 +86,13 @@ impl Transfers {
     /// The chunks of the range that each object group has data for, and their hashes.
     fn group_chunks(
         &self,
-        request: &CopyRequest<'_>,
+        guard: &CopyGuard,
         range: &WorkerRange,
+        hashes: &[ChunkHash],
         blocks: &BlockTable,
-        layout: &KvLayout,
     ) -> Vec<GroupChunks> {
         let null_block_id = self.context.config.null_block_id;
-        let hashes = &request.key.tokens.hashes[range.chunks.clone()];
-        let model = &request.instance.layout;
+        let (layout, model) = (guard.pages().layout(), &guard.instance().layout);
         let groups = model.groups.iter().map(|group| {
             let has_data =
                 |chunk: &usize| blocks.has_data(layout, group.id as usize, *chunk, null_block_id);

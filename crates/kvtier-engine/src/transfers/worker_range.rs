@@ -76,7 +76,7 @@ impl Transfers {
         key: &CacheKey<'_, Prompt>,
         range: &WorkerRange,
     ) {
-        self.lookups.held().release(
+        self.lookups.held.release(
             instance,
             key.request_id,
             &range.scope,
@@ -109,7 +109,7 @@ impl Transfers {
         }
         let hashes = &key.tokens.hashes;
         let layout = instance.layout.fingerprint;
-        let namespaces = self.lookups.held().grant(
+        let namespaces = self.lookups.held.grant(
             key.request_id,
             &range.scope,
             range.kv_rank,

@@ -50,7 +50,7 @@ impl Workers {
         let instances = &self.context.instances;
         let known = instance.and_then(|id| instances.get(id));
         let is_copying = || known.as_ref().is_some_and(|worker| worker.is_retrieving());
-        let refused = self.transfers.refused_retrieves();
+        let refused = &self.transfers.refused_retrieves;
         if refused.refuses_ping(caller.connection, is_copying, now) {
             if let Some(worker) = &known {
                 worker.seen(now);
@@ -74,7 +74,7 @@ impl Workers {
     /// A ping of a client that is not served. It is answered "no": the client sends no store and no lookup while it is
     /// unhealthy, and drops a transfer that is not answered.
     pub fn ping_of_unserved(&self, caller: Caller) -> Answer {
-        let (refused, now) = (self.transfers.refused_retrieves(), self.context.now());
+        let (refused, now) = (&self.transfers.refused_retrieves, self.context.now());
         refused.refuses_ping(caller.connection, || false, now);
         Answer::from(Response::Bool(false)).because("older_generation")
     }

@@ -16,7 +16,9 @@ use kvtier_proto::response::{EngineDriven, Response, ResponseKind};
 
 use super::super::context::check_name;
 use super::super::devices::Devices;
-use super::super::instances::{EngineDrivenLayout, Instance, Mode, ModelLayout, Unserved};
+use super::super::instances::{
+    EngineDrivenLayout, Instance, Mode, ModelLayout, RegisteredPages, Unserved,
+};
 use super::super::{Answer, Caller, Reply};
 use super::Workers;
 use super::tensors::tensor_spec;
@@ -35,8 +37,9 @@ fn check_model(model_name: &str, world_size: u32) -> Result<()> {
     check_name("model_name", model_name)?;
     kvtier_core::object_key::check_model_name(model_name).map_err(Error::refused)?;
     if !WORLD_SIZES.contains(&world_size) {
-        let what = format!("world_size is {world_size}; allowed: 1 to 256");
-        return Err(Error::refused(what));
+        return Err(Error::refused(format!(
+            "world_size is {world_size}; allowed: 1 to 256"
+        )));
     }
     Ok(())
 }
@@ -88,17 +91,20 @@ impl Workers {
         }
         if registration.tensors.is_empty() {
             return Err(Error::refused(
-                "the list of tensors is empty; allowed: one tensor a layer",
+                "the list of tensors is empty; allowed: one tensor per layer",
             ));
         }
         let tensors = registration
             .tensors
             .iter()
             .map(tensor_spec)
-            .collect::<Result<Vec<_>>>()?;
-        let name = registration.engine.name();
-        let engine = DeviceEngine::from_name(name)
-            .ok_or_else(|| Error::refused(format!("engine type {name:?} is unknown")))?;
+            .collect::<Result<Vec<_>, _>>()?;
+        let engine = DeviceEngine::from_name(registration.engine.name()).ok_or_else(|| {
+            Error::refused(format!(
+                "engine type {:?} is unknown",
+                registration.engine.name()
+            ))
+        })?;
         let groups: Vec<_> = registration.groups.iter().map(group_spec).collect();
         let mut layout_hints = hints(&registration.hints);
         if registration.tensors.iter().any(is_pickled) && tensors.iter().any(is_in_host_memory) {
@@ -118,9 +124,7 @@ impl Workers {
             model_name: registration.model_name.to_owned(),
             world_size: registration.world_size,
             layout,
-            tensors: registration.tensors.clone(),
-            hints: registration.hints,
-            groups: registration.groups.clone(),
+            registered: registered(registration),
         }))
     }
 
@@ -131,9 +135,7 @@ impl Workers {
             model_name,
             world_size,
             layout,
-            tensors,
-            hints,
-            groups,
+            registered,
         } = newcomer;
         let model = ModelLayout::of_pages(&layout);
         let layers = layout.num_layers();
@@ -143,9 +145,7 @@ impl Workers {
         };
         let mode = Mode::LmcacheDriven {
             memory: self.context.devices.open(layout)?,
-            tensors,
-            hints,
-            groups,
+            registered,
         };
         // Its silence counts from here on: opening may have taken long.
         let now = self.context.now();
@@ -296,9 +296,15 @@ struct Newcomer {
     model_name: String,
     world_size: u32,
     layout: KvLayout,
-    tensors: Vec<TensorDescriptor>,
-    hints: kvtier_proto::request::LayoutHints,
-    groups: Vec<EngineGroupInfo>,
+    registered: RegisteredPages,
+}
+
+fn registered(registration: &Registration<'_>) -> RegisteredPages {
+    RegisteredPages {
+        tensors: registration.tensors.clone(),
+        hints: registration.hints,
+        groups: registration.groups.clone(),
+    }
 }
 
 fn is_pickled(tensor: &TensorDescriptor) -> bool {
@@ -330,9 +336,8 @@ fn has_windows(layout: &KvLayout) -> bool {
 
 /// Logs and answers a registration that is refused.
 fn refused(kind: Kind, id: InstanceId, model: &str, error: &Error) -> Answer {
-    let text = error.to_string();
-    tracing::warn!(instance = id.0, model, error = text, "registration refused");
-    Answer::refusal_with(kind.0, kind.1, "bad_registration", &text)
+    tracing::warn!(instance = id.0, model, %error, "registration refused");
+    Answer::refusal_with(kind.0, kind.1, "bad_registration", error)
 }
 
 fn is_same(instance: &Instance, registration: &Registration<'_>) -> bool {
@@ -340,9 +345,8 @@ fn is_same(instance: &Instance, registration: &Registration<'_>) -> bool {
         && instance.world_size == registration.world_size
         && matches!(
             &instance.mode,
-            Mode::LmcacheDriven { memory, tensors, hints, groups }
-                if *tensors == registration.tensors && *hints == registration.hints && *groups == registration.groups
-                    && memory.is_current()
+            Mode::LmcacheDriven { memory, registered: known }
+                if *known == registered(registration) && memory.is_current()
         )
 }
 

@@ -83,22 +83,6 @@ impl HeldLookups {
         self.table.lock().schedulers.heard(connection);
     }
 
-    /// Inserts a lookup. An earlier one of the same request, scope and connection is abandoned.
-    pub fn insert(&self, request_id: &str, lookup: HeldLookup) {
-        self.add(request_id, lookup, None);
-    }
-
-    /// Inserts a lookup whose result is not known yet. [`HeldLookups::complete`] takes the serial returned here; requests
-    /// that wait for the result wake when the other end of `pending` is dropped.
-    pub fn insert_pending(
-        &self,
-        request_id: &str,
-        lookup: HeldLookup,
-        pending: watch::Receiver<()>,
-    ) -> u64 {
-        self.add(request_id, lookup, Some(pending))
-    }
-
     /// Sets the result of a pending lookup of these chunks. If the lookup was removed, nothing happens.
     pub fn complete(
         &self,
@@ -133,51 +117,46 @@ impl HeldLookups {
         drop(earlier);
     }
 
-    fn add(
+    /// Inserts a lookup and returns its serial, for [`HeldLookups::complete`]. An earlier one of the same request, scope and
+    /// connection is abandoned. Requests that wait for a pending result wake when the other end of `pending` is dropped.
+    pub fn insert(
         &self,
         request_id: &str,
         lookup: HeldLookup,
         pending: Option<watch::Receiver<()>>,
     ) -> u64 {
-        let mut dropped = Vec::new();
-        let added;
-        {
-            let mut table = self.table.lock();
-            table.schedulers.heard(lookup.connection);
-            dropped.extend(table.remove_where(request_id, |_, entry| {
-                entry.lookup.connection == lookup.connection
-                    && same_scope(&entry.lookup.scope, &lookup.scope)
-            }));
-            let serial = table.next_serial;
-            added = serial;
-            table.next_serial += 1;
-            table.len += 1;
-            table.held += lookup.lease.rows().len() * lookup.hit_chunks;
-            let entry = Entry {
-                lookup,
-                serial,
-                unread: true,
-                pending,
-                reads: Vec::new(),
-                readers: Vec::new(),
-                freed: Vec::new(),
+        let mut table = self.table.lock();
+        table.schedulers.heard(lookup.connection);
+        let mut dropped = table.remove_where(request_id, |_, entry| {
+            entry.lookup.connection == lookup.connection
+                && same_scope(&entry.lookup.scope, &lookup.scope)
+        });
+        let serial = table.next_serial;
+        table.next_serial += 1;
+        table.len += 1;
+        table.held += lookup.lease.rows().len() * lookup.hit_chunks;
+        let entry = Entry {
+            lookup,
+            serial,
+            unread: true,
+            pending,
+            reads: Vec::new(),
+            readers: Vec::new(),
+            freed: Vec::new(),
+        };
+        let request: Box<str> = request_id.into();
+        table.ages.push_back((serial, request.clone()));
+        table.by_request.entry(request).or_default().push(entry);
+        table.trim_ages();
+        while table.len > MAX_LOOKUPS || (table.held > MAX_HELD && table.len > 1) {
+            let Some((oldest, request)) = table.ages.pop_front() else {
+                break;
             };
-            table
-                .by_request
-                .entry(request_id.into())
-                .or_default()
-                .push(entry);
-            table.ages.push_back((serial, request_id.into()));
-            table.trim_ages();
-            while table.len > MAX_LOOKUPS || (table.held > MAX_HELD && table.len > 1) {
-                let Some((serial, request)) = table.ages.pop_front() else {
-                    break;
-                };
-                dropped.extend(table.remove_where(&request, |_, entry| entry.serial == serial));
-            }
+            dropped.extend(table.remove_where(&request, |_, entry| entry.serial == oldest));
         }
+        drop(table);
         drop(dropped);
-        added
+        serial
     }
 
     /// The hit of a request's lookup, once.
@@ -345,15 +324,14 @@ impl HeldLookups {
     /// Removes the lookups that `which` selects; returns their number.
     pub fn remove_where(&self, mut which: impl FnMut(&HeldLookup) -> bool) -> usize {
         let mut dropped = Vec::new();
-        {
-            let mut table = self.table.lock();
-            table.by_request.retain(|_, entries| {
-                dropped.extend(entries.extract_if(.., |entry| which(&entry.lookup)));
-                !entries.is_empty()
-            });
-            table.forget(&dropped);
-            table.trim_ages();
-        }
+        let mut table = self.table.lock();
+        table.by_request.retain(|_, entries| {
+            dropped.extend(entries.extract_if(.., |entry| which(&entry.lookup)));
+            !entries.is_empty()
+        });
+        table.forget(&dropped);
+        table.trim_ages();
+        drop(table);
         dropped.len()
     }
 

@@ -55,7 +55,7 @@ fn found(cache: &Cache<L1Allocator>, readers: u16) -> HeldLookup {
 fn pending(lookups: &HeldLookups, cache: &Cache<L1Allocator>) -> (u64, watch::Sender<()>) {
     let (done, pending) = watch::channel(());
     let lookup = found(cache, 1);
-    (lookups.insert_pending("r", lookup, pending), done)
+    (lookups.insert("r", lookup, Some(pending)), done)
 }
 
 fn result(cache: &Cache<L1Allocator>) -> Prefetched {
@@ -134,7 +134,7 @@ fn a_lookup_freed_or_ended_without_result_is_abandoned() {
 fn every_one_of_many_readers_counts() {
     let (cache, lookups) = (cache(), HeldLookups::default());
     let readers = 2 * MAX_READERS as u16;
-    lookups.insert("r", found(&cache, readers));
+    lookups.insert("r", found(&cache, readers), None);
     for reader in 0..readers {
         assert_eq!(cache.stats().leased_objects, 1, "{reader}");
         lookups.release(
