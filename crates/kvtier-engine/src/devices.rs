@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvtier_device::cuda::driver::LIBRARY;
-use kvtier_device::cuda::{CudaDevice, Executor, GpuReadings, RUN_BUCKETS, TRIED_RUNS};
+use kvtier_device::cuda::{
+    CudaDevice, DeviceStatus, Executor, GpuReadings, RUN_BUCKETS, TRIED_RUNS,
+};
 use kvtier_device::{CpuDevice, Device, Direction, EngineMemory, KvLayout, MemorySpec};
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_memory::Arena;
@@ -76,6 +78,11 @@ impl Devices {
         })
     }
 
+    fn gpus(&self) -> Vec<DeviceStatus> {
+        let cuda = self.cuda.as_ref().ok();
+        cuda.map(CudaDevice::status).unwrap_or_default()
+    }
+
     /// Names of the GPUs, or why there are none.
     pub fn names(&self) -> Result<Vec<String>> {
         let gpus = self.cuda.as_ref().map(CudaDevice::status);
@@ -92,13 +99,8 @@ impl Devices {
 
     /// NUMA nodes of the GPUs, as far as they are known.
     pub fn numa_nodes(&self) -> Vec<u32> {
-        let gpus = self
-            .cuda
-            .as_ref()
-            .map_or_else(|_| Vec::new(), CudaDevice::status);
-        let nodes = gpus
-            .iter()
-            .filter_map(|gpu| u32::try_from(gpu.numa_node).ok());
+        let gpus = self.gpus().into_iter();
+        let nodes = gpus.filter_map(|gpu| u32::try_from(gpu.numa_node).ok());
         nodes.collect::<BTreeSet<_>>().into_iter().collect()
     }
 
@@ -128,10 +130,7 @@ impl Devices {
     /// Ends the work on the GPUs and refuses the rest. Afterwards every request is answered, except those on a GPU that
     /// does not respond: each call waits some seconds for it and returns its number.
     pub fn stop(&self) -> Vec<i32> {
-        let left = self
-            .cuda
-            .as_ref()
-            .map_or_else(|_| Vec::new(), CudaDevice::stop);
+        let left = self.cuda.as_ref().map(CudaDevice::stop).unwrap_or_default();
         if !left.is_empty() && !self.left_is_logged.swap(true, Ordering::Relaxed) {
             tracing::error!(gpus = ?left, "transfers have not ended: what these GPUs use is left to the end of the process");
         }
@@ -155,10 +154,7 @@ impl Devices {
 
     /// Figures of each GPU, for metrics. A GPU that was reported once is reported again, also if it could not be used.
     pub fn figures(&self) -> Vec<GpuFigures> {
-        let Ok(cuda) = &self.cuda else {
-            return Vec::new();
-        };
-        let figures = cuda.status().into_iter().map(|gpu| GpuFigures {
+        let figures = self.gpus().into_iter().map(|gpu| GpuFigures {
             gpu: gpu.ordinal.to_string().into(),
             healthy: gpu.error.is_none(),
             readings: gpu.readings,
@@ -174,9 +170,8 @@ impl Devices {
 
     /// Why a GPU is unusable, if one is.
     pub fn broken(&self) -> Option<String> {
-        let gpus = self.cuda.as_ref().ok()?.status();
-        gpus.into_iter()
-            .find_map(|gpu| gpu.readings.and_then(|readings| readings.broken))
+        let mut gpus = self.gpus().into_iter();
+        gpus.find_map(|gpu| gpu.readings.and_then(|readings| readings.broken))
     }
 
     /// For `/status`.

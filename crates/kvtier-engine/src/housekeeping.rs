@@ -24,7 +24,7 @@ impl Engine {
     /// Considers every worker and scheduler alive: the process itself was stopped, and what they have sent is not read yet.
     pub fn forgive_silence(&self) {
         let now = self.context.now();
-        self.workers.forgive_silence(now);
+        self.context.instances.all_seen(now);
         self.lookups.forgive_silence(now);
     }
 

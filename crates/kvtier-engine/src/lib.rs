@@ -281,7 +281,9 @@ impl Engine {
     /// Answers a ping of a client that is not served with "no": the client sends no store and no lookup while it is unhealthy, and
     /// drops a transfer that is not answered.
     pub fn ping_of_unserved(&self, caller: Caller) -> Answer {
-        self.workers.ping_of_unserved(caller)
+        let refused = &self.transfers.refused_retrieves;
+        refused.refuses_ping(caller.connection, || false, self.context.now());
+        Answer::from(Response::Bool(false)).because("older_generation")
     }
 
     /// Refuses a retrieve, or another transfer, of a client that does not notice or not survive a "no": by its next
@@ -353,7 +355,7 @@ impl Engine {
         }
         self.unlink_pool();
         self.is_drained.store(true, Ordering::Release);
-        self.workers.finish();
+        self.workers.driver_threads.finish();
         self.context.devices.close();
     }
 

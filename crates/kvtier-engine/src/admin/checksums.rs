@@ -3,7 +3,6 @@
 use kvtier_proto::request::InstanceId;
 use md5::{Digest, Md5};
 
-use super::super::instances::Mode;
 use super::Admin;
 
 /// Blocks of one request: a million tokens in blocks of 16. A request reads them all.
@@ -43,7 +42,7 @@ impl Admin {
             .instances
             .get(InstanceId(instance))
             .ok_or(ChecksumError::UnknownInstance(instance))?;
-        let Mode::LmcacheDriven { memory, .. } = &known.mode else {
+        let Some(memory) = known.pages() else {
             return Err(ChecksumError::NotSupported(format!(
                 "instance_id {instance} copies by itself; its pages are not ours to read"
             )));

@@ -136,13 +136,13 @@ impl Instance {
     /// If the instance copies by itself, if it has left and its pages may belong to another request, or if it has too
     /// many transfers in flight.
     pub fn copying(self: &Arc<Self>) -> Result<CopyGuard> {
-        let Mode::LmcacheDriven { memory, .. } = &self.mode else {
-            return Err(Error::refused(
+        let pages = self.pages().ok_or_else(|| {
+            Error::refused(
                 "the instance is registered for engine-driven transfers; allowed: prepare and commit",
-            ));
-        };
+            )
+        })?;
         Ok(CopyGuard {
-            memory: Arc::clone(memory),
+            memory: Arc::clone(pages),
             instance: Arc::clone(self),
             _guard: self.gate.enter()?,
         })
@@ -151,8 +151,8 @@ impl Instance {
     /// Starts no more copies of its pages, for any connection; those that run end soon.
     pub fn stop(&self) {
         self.gate.close();
-        if let Mode::LmcacheDriven { memory, .. } = &self.mode {
-            memory.stop();
+        if let Some(pages) = self.pages() {
+            pages.stop();
         }
     }
 
@@ -185,38 +185,27 @@ impl Instance {
         self.device() != "cpu"
     }
 
-    /// The process that owns its pages, where that is certain.
-    fn owner(&self) -> Option<Owner> {
+    /// Its pages, unless it copies by itself.
+    pub fn pages(&self) -> Option<&Arc<dyn EngineMemory>> {
         match &self.mode {
-            Mode::LmcacheDriven { memory, .. } => memory.owner(),
+            Mode::LmcacheDriven { memory, .. } => Some(memory),
             Mode::EngineDriven { .. } => None,
-        }
-    }
-
-    /// Whether its memory shows that its process has ended.
-    fn has_ended(&self) -> bool {
-        match &self.mode {
-            Mode::LmcacheDriven { memory, .. } => memory.has_ended(),
-            Mode::EngineDriven { .. } => false,
         }
     }
 
     /// Name of the device that its pages are on, for the metrics.
     pub fn device(&self) -> &'static str {
-        match &self.mode {
-            Mode::LmcacheDriven { memory, .. } => memory.device(),
-            Mode::EngineDriven { .. } => "cpu",
-        }
+        self.pages().map_or("cpu", |pages| pages.device())
     }
 
-    /// The event that a transfer is answered with, given the one it was asked with.
+    /// The event of the answer to a transfer, given the one of the request.
     pub fn answer_event<'a>(&'a self, asked: &'a [u8], release: Release) -> &'a [u8] {
-        match &self.mode {
-            Mode::LmcacheDriven { memory, .. } => match memory.answer_event(asked) {
-                [] if !release.takes_empty_event() => memory.complete_event(),
-                event => event,
-            },
-            Mode::EngineDriven { .. } => asked,
+        let Some(pages) = self.pages() else {
+            return asked;
+        };
+        match pages.answer_event(asked) {
+            [] if !release.takes_empty_event() => pages.complete_event(),
+            event => event,
         }
     }
 
@@ -271,7 +260,7 @@ impl Tables {
                 self.by_model.remove(&key);
             }
         }
-        if matches!(instance.mode, Mode::LmcacheDriven { .. }) {
+        if instance.pages().is_some() {
             self.draining.push(Arc::clone(&instance));
         }
         Some(instance)
@@ -474,13 +463,18 @@ impl Instances {
     /// Removes and returns the workers whose process has ended, as far as that is detectable.
     pub fn take_ended(&self) -> Vec<Arc<Instance>> {
         let all = self.all();
-        let owned = all.iter().filter_map(|each| Some((each, each.owner()?)));
+        let owned = all
+            .iter()
+            .filter_map(|each| Some((each, each.pages()?.owner()?)));
         let (owned, owners): (Vec<_>, Vec<_>) = owned.unzip();
         let ended = Owner::exited(&owners).unwrap_or_default();
         let ended = owned.into_iter().zip(ended).filter(|(_, ended)| *ended);
         let ended: Vec<_> = ended
             .map(|(instance, _)| instance)
-            .chain(all.iter().filter(|instance| instance.has_ended()))
+            .chain(
+                all.iter()
+                    .filter(|each| each.pages().is_some_and(|pages| pages.has_ended())),
+            )
             .collect();
         if ended.is_empty() {
             return Vec::new();

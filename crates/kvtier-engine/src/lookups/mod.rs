@@ -117,7 +117,6 @@ impl Lookups {
             connection: caller.connection,
             hashes: hashes[..found.hit_chunks].into(),
             loaded: Vec::new(),
-            hit_chunks: found.hit_chunks,
             lease: found.lease,
             // At most 128.
             readers: u16::try_from(readers).unwrap_or(u16::MAX),
@@ -126,7 +125,7 @@ impl Lookups {
             scope,
         };
         match l2 {
-            Some(l2) if lookup.hit_chunks < hashes.len() => {
+            Some(l2) if lookup.hit_chunks() < hashes.len() => {
                 let request = PrefetchRequest {
                     scope: lookup.scope.clone(),
                     rows,
@@ -183,7 +182,7 @@ impl Lookups {
         request: PrefetchRequest,
     ) {
         let (done, pending) = watch::channel(());
-        let (in_l1, chunk_size) = (lookup.hit_chunks, self.context.chunk_size.get());
+        let (in_l1, chunk_size) = (lookup.hit_chunks(), self.context.chunk_size.get());
         let keys_in_l1 = lookup.lease.held();
         let serial = self.held.insert(request_id, lookup, Some(pending));
         let (held, metrics) = (Arc::clone(&self.held), Arc::clone(&self.context.metrics));
@@ -314,13 +313,6 @@ impl Lookups {
                 l1.cache.remove(&row.namespace, hash, false);
             }
         }
-    }
-
-    /// Releases the lookups of a model whose last worker has left.
-    pub fn release_model(&self, model_name: &str, world_size: u32) {
-        self.held.remove_where(|lookup| {
-            **lookup.scope.model_name() == *model_name && lookup.scope.world_size() == world_size
-        });
     }
 
     /// Notes a scheduler's ping.

@@ -24,7 +24,6 @@
 //! taken inside it.
 
 use std::collections::HashMap;
-use std::collections::hash_map::Entry;
 use std::time::Duration;
 
 use kvtier_core::ChunkHash;
@@ -196,38 +195,36 @@ impl PreparedTransfers {
     /// are too many transfers.
     pub fn begin(&self, id: TransferId, grant: Grant, now: Duration) -> bool {
         let mut tables = self.tables.lock();
-        let full = tables.pending.len() + tables.quarantined.len() >= MAX_TRANSFERS;
-        if full || tables.quarantined.contains_key(&id) {
-            drop(tables);
-            drop(grant);
-            return false;
-        }
-        let refused = match (tables.pending.entry(id), grant) {
-            (Entry::Vacant(free), grant) => {
-                free.insert(Pending {
+        let is_full = tables.pending.len() + tables.quarantined.len() >= MAX_TRANSFERS;
+        let may_begin = !is_full && !tables.quarantined.contains_key(&id);
+        match (tables.pending.get_mut(&id), grant) {
+            (None, grant) if may_begin => {
+                let pending = Pending {
                     grant,
                     prepared: 1,
                     since: now,
-                });
-                None
+                };
+                tables.pending.insert(id, pending);
             }
-            (Entry::Occupied(mut earlier), grant) => {
-                let earlier = earlier.get_mut();
-                match (&mut earlier.grant, grant) {
-                    (Grant::Retrieve(leases, charges), Grant::Retrieve(more, charge))
-                        if earlier.prepared < MAX_PREPARED =>
-                    {
-                        leases.extend(more);
-                        charges.extend(charge);
-                        earlier.prepared += 1;
-                        None
-                    }
-                    (_, grant) => Some(grant),
-                }
+            (
+                Some(Pending {
+                    grant: Grant::Retrieve(leases, charges),
+                    prepared,
+                    ..
+                }),
+                Grant::Retrieve(more, charge),
+            ) if may_begin && *prepared < MAX_PREPARED => {
+                leases.extend(more);
+                charges.extend(charge);
+                *prepared += 1;
             }
-        };
-        drop(tables);
-        refused.is_none()
+            (_, refused) => {
+                drop(tables);
+                drop(refused);
+                return false;
+            }
+        }
+        true
     }
 
     /// A PREPARE of a retrieve that was a miss: its client commits all the same, and that COMMIT must not end what

@@ -20,7 +20,7 @@ use kvtier_proto::request::InstanceId;
 use kvtier_proto::response::Response;
 
 use super::context::Context;
-use super::instances::{Instance, Mode};
+use super::instances::Instance;
 use super::lookups::Lookups;
 use super::transfers::Transfers;
 use super::{Answer, Caller, Reply};
@@ -31,7 +31,7 @@ pub struct Workers {
     context: Arc<Context>,
     transfers: Arc<Transfers>,
     lookups: Arc<Lookups>,
-    driver_threads: DriverThreads,
+    pub driver_threads: DriverThreads,
 }
 
 impl Workers {
@@ -69,14 +69,6 @@ impl Workers {
             );
         }
         Answer::from(Response::Bool(is_known))
-    }
-
-    /// A ping of a client that is not served. It is answered "no": the client sends no store and no lookup while it is
-    /// unhealthy, and drops a transfer that is not answered.
-    pub fn ping_of_unserved(&self, caller: Caller) -> Answer {
-        let (refused, now) = (&self.transfers.refused_retrieves, self.context.now());
-        refused.refuses_ping(caller.connection, || false, now);
-        Answer::from(Response::Bool(false)).because("older_generation")
     }
 
     /// Unregisters a worker. Its prepared transfers are abandoned, and their memory is freed once its copies must have ended. The
@@ -124,11 +116,6 @@ impl Workers {
         }
     }
 
-    /// Notes a sign of life of all workers.
-    pub fn forgive_silence(&self, now: Duration) {
-        self.context.instances.all_seen(now);
-    }
-
     /// Removes the workers whose process has ended, those that fell silent, and what is left of those that are drained.
     pub fn expire(&self, now: Duration) {
         let Context {
@@ -153,15 +140,12 @@ impl Workers {
                 transfers,
                 "{why}"
             );
-            if let Mode::LmcacheDriven { memory, .. } = &instance.mode {
-                for removed in memory.remove_orphans() {
-                    match removed {
-                        Ok(name) => {
-                            tracing::info!(name, "removed the shared memory of a dead worker")
-                        }
-                        Err(error) => {
-                            tracing::debug!(%error, "the shared memory of a dead worker stays")
-                        }
+            let orphans = instance.pages().map(|pages| pages.remove_orphans());
+            for removed in orphans.unwrap_or_default() {
+                match removed {
+                    Ok(name) => tracing::info!(name, "removed the shared memory of a dead worker"),
+                    Err(error) => {
+                        tracing::debug!(%error, "the shared memory of a dead worker stays")
                     }
                 }
             }
@@ -183,12 +167,9 @@ impl Workers {
     fn release_unreadable(&self, removed: &Instance) {
         let (model, world_size) = (&removed.model_name, removed.world_size);
         if !self.context.instances.serves(model, world_size) {
-            self.lookups.release_model(model, world_size);
+            self.lookups.held.remove_where(|lookup| {
+                lookup.scope.model_name() == model && lookup.scope.world_size() == world_size
+            });
         }
-    }
-
-    /// Waits for the work on driver threads, for a while.
-    pub fn finish(&self) {
-        self.driver_threads.finish();
     }
 }

@@ -107,7 +107,9 @@ impl Workers {
         })?;
         let groups: Vec<_> = registration.groups.iter().map(group_spec).collect();
         let mut layout_hints = hints(&registration.hints);
-        if registration.tensors.iter().any(is_pickled) && tensors.iter().any(is_in_host_memory) {
+        let is_pickled = |it: &TensorDescriptor| matches!(it, TensorDescriptor::Legacy { .. });
+        let is_in_host = |it: &TensorSpec| matches!(it.memory, MemorySpec::CpuShm { .. });
+        if registration.tensors.iter().any(is_pickled) && tensors.iter().any(is_in_host) {
             layout_hints.kv_layout = cpu_layout_hint(release, layout_hints.kv_layout)?;
         }
         let layout = KvLayout::detect(
@@ -305,14 +307,6 @@ fn registered(registration: &Registration<'_>) -> RegisteredPages {
         hints: registration.hints,
         groups: registration.groups.clone(),
     }
-}
-
-fn is_pickled(tensor: &TensorDescriptor) -> bool {
-    matches!(tensor, TensorDescriptor::Legacy { .. })
-}
-
-fn is_in_host_memory(tensor: &TensorSpec) -> bool {
-    matches!(tensor.memory, MemorySpec::CpuShm { .. })
 }
 
 /// The order of axes of pickled tensors in CPU memory, given the hint: heads first up to 0.5.4, whatever it says.

@@ -24,7 +24,6 @@ use kvtier_proto::request::InstanceId;
 use parking_lot::Mutex;
 use tokio::sync::watch;
 
-use kvtier_core::cache::Lookup;
 use kvtier_l1::L1Allocator;
 use kvtier_tiers::Prefetched;
 use table::{Entry, Table, covered, same_scope};
@@ -39,17 +38,15 @@ const MAX_HELD: usize = 16 << 20;
 /// parts.
 const MAX_READERS: usize = 64;
 
-/// What a lookup found, and what of it is still held.
+/// The prefix that a lookup found, and the lease on what of it is still held.
 pub struct HeldLookup {
-    /// Whose objects.
+    /// Model, workers and tenant.
     pub scope: KeyScope,
     /// Number of the scheduler's connection.
     pub connection: u64,
     /// Chunk hashes of the prefix that was found.
     pub hashes: Arc<[ChunkHash]>,
-    /// Chunks in the prefix that was found.
-    pub hit_chunks: usize,
-    /// The hold itself.
+    /// The lease on it.
     pub lease: PrefixLease<L1Allocator>,
     /// Workers that will read each object.
     pub readers: u16,
@@ -59,6 +56,13 @@ pub struct HeldLookup {
     pub loaded: Vec<Cell>,
     /// When it was made, since start.
     pub created: Duration,
+}
+
+impl HeldLookup {
+    /// Chunks in the prefix that was found.
+    pub fn hit_chunks(&self) -> usize {
+        self.hashes.len()
+    }
 }
 
 /// All lookups in flight.
@@ -100,15 +104,11 @@ impl HeldLookups {
             drop(result);
             return;
         };
-        let Lookup {
-            hit_chunks, lease, ..
-        } = result.lookup;
         let before = entry.objects();
         entry.pending = None;
-        entry.lookup.hit_chunks = hit_chunks;
-        entry.lookup.hashes = hashes[..hit_chunks].into();
+        entry.lookup.hashes = hashes[..result.lookup.hit_chunks].into();
         entry.lookup.loaded = result.loaded;
-        let earlier = std::mem::replace(&mut entry.lookup.lease, lease);
+        let earlier = std::mem::replace(&mut entry.lookup.lease, result.lookup.lease);
         // A retrieve that did not wait for the result has been counted against the earlier lease.
         (entry.reads, entry.readers) = (Vec::new(), Vec::new());
         let after = entry.objects();
@@ -134,7 +134,7 @@ impl HeldLookups {
         let serial = table.next_serial;
         table.next_serial += 1;
         table.len += 1;
-        table.held += lookup.lease.rows().len() * lookup.hit_chunks;
+        table.held += lookup.lease.rows().len() * lookup.hit_chunks();
         let entry = Entry {
             lookup,
             serial,
@@ -167,19 +167,12 @@ impl HeldLookups {
             return LookupOutcome::Unknown;
         };
         // The other end is dropped once the tiers were asked, or by a panic: then the result is what L1 had.
-        match entry
-            .pending
-            .take_if(|pending| pending.has_changed().is_ok())
-        {
-            Some(pending) => {
-                entry.pending = Some(pending.clone());
-                LookupOutcome::Pending(pending)
-            }
-            None => {
-                (entry.unread, entry.pending) = (false, None);
-                LookupOutcome::Hit(entry.lookup.hit_chunks)
-            }
+        let is_open = |pending: &&watch::Receiver<()>| pending.has_changed().is_ok();
+        if let Some(pending) = entry.pending.as_ref().filter(is_open) {
+            return LookupOutcome::Pending(pending.clone());
         }
+        (entry.unread, entry.pending) = (false, None);
+        LookupOutcome::Hit(entry.lookup.hit_chunks())
     }
 
     /// The namespaces, one per object group, in which a worker of `kv_rank` and this layout may read these chunks by a
@@ -203,7 +196,7 @@ impl HeldLookups {
         };
         let lookup = table
             .readable(request_id, scope, hashes, &chunks)
-            .find(|entry| chunks.end <= entry.lookup.hit_chunks && !freed(entry))
+            .find(|entry| chunks.end <= entry.lookup.hit_chunks() && !freed(entry))
             .map(|entry| &entry.lookup)?;
         let namespaces = lookup.lease.rows().iter().map(|row| &row.namespace);
         let mine = namespaces.filter(|it| (it.kv_rank(), it.layout()) == (kv_rank, layout));
@@ -229,7 +222,7 @@ impl HeldLookups {
         else {
             return;
         };
-        let width = entry.lookup.hit_chunks;
+        let width = entry.lookup.hit_chunks();
         // What lies behind the hit was never held.
         let chunks = covered(&chunks, width);
         if chunks.is_empty() {
@@ -268,9 +261,13 @@ impl HeldLookups {
                 .iter()
                 .map(|reads| *reads >= entry.lookup.readers)
                 .collect();
-            for run in runs(&done) {
-                let run = chunks.start + run.start..chunks.start + run.end;
-                entry.lookup.lease.release_range(row..row + 1, run);
+            let mut end = chunks.start;
+            for run in done.chunk_by(|a, b| a == b) {
+                let start = end;
+                end += run.len();
+                if run[0] {
+                    entry.lookup.lease.release_range(row..row + 1, start..end);
+                }
             }
         }
     }
@@ -298,7 +295,7 @@ impl HeldLookups {
         entry.unread = false;
         let rows = entry.lookup.lease.rows().len();
         entry.lookup.lease.release_range(0..rows, chunks.clone());
-        let hit = entry.lookup.hit_chunks;
+        let hit = entry.lookup.hit_chunks();
         entry.freed.resize(hit, false);
         entry.freed[covered(&chunks, hit)].fill(true);
     }
@@ -344,7 +341,7 @@ impl HeldLookups {
         for entry in table.by_request.values_mut().flatten() {
             let lookup = &entry.lookup;
             if lookup.created < limit && !lookup.until_end && !lookup.lease.is_empty() {
-                let (rows, hit) = (entry.lookup.lease.rows().len(), entry.lookup.hit_chunks);
+                let (rows, hit) = (entry.lookup.lease.rows().len(), entry.lookup.hit_chunks());
                 released += entry.lookup.lease.release_range(0..rows, 0..hit);
             }
         }
@@ -362,19 +359,4 @@ impl HeldLookups {
             .count();
         (table.len, unread)
     }
-}
-
-/// The runs of `true`.
-fn runs(flags: &[bool]) -> Vec<Range<usize>> {
-    let mut out: Vec<Range<usize>> = Vec::new();
-    for (index, flag) in flags.iter().enumerate() {
-        if !flag {
-            continue;
-        }
-        match out.last_mut() {
-            Some(last) if last.end == index => last.end += 1,
-            _ => out.push(index..index + 1),
-        }
-    }
-    out
 }

@@ -32,7 +32,7 @@ pub(super) struct Entry {
 impl Entry {
     /// Objects it was made for, whether still held or not.
     pub(super) fn objects(&self) -> usize {
-        self.lookup.lease.rows().len() * self.lookup.hit_chunks
+        self.lookup.lease.rows().len() * self.lookup.hit_chunks()
     }
 }
 

@@ -1,6 +1,6 @@
 use super::*;
 use kvtier_core::GroupRow;
-use kvtier_core::cache::{Cache, CacheConfig, ReserveRequest};
+use kvtier_core::cache::{Cache, CacheConfig, Lookup, ReserveRequest};
 
 const HASHES: [ChunkHash; 2] = [ChunkHash([1; 32]), ChunkHash([2; 32])];
 
@@ -42,7 +42,6 @@ fn found(cache: &Cache<L1Allocator>, readers: u16) -> HeldLookup {
         scope: scope(),
         connection: 7,
         hashes: HASHES[..1].into(),
-        hit_chunks: 1,
         lease: find(cache, 1).lease,
         readers,
         until_end: false,
