@@ -19,8 +19,8 @@ const LEAST_PART: u64 = 4 << 30;
 /// Part of L1 (a quarter) that may be staged at once.
 const STAGING_PART: u64 = 4;
 
-/// Bytes that stand for a pool that is not made.
-const STAND_IN: u64 = 2 << 20;
+/// Bytes of the arena of a preflight check, in place of a pool.
+const PREFLIGHT_BYTES: u64 = 2 << 20;
 
 /// Host memory and the cache over it.
 pub struct L1 {
@@ -155,14 +155,14 @@ fn place(arena: &Arena, config: &ServerConfig, gpus: &[u32]) -> Result<Vec<(u32,
     }))
 }
 
-/// An arena that stands for the one of a start, to be released at once. A pool is not made, since a running server may
-/// have it; if the file system has free space for it, some pages stand for it.
+/// Makes an arena as a start would, to be released at once. A pool is not made, since a running server may have it; if the
+/// file system has free space for it, some pages are enough.
 ///
 /// # Errors
 /// As [`create_arena`].
 pub fn preflight_arena(config: &ServerConfig) -> Result<Arena> {
     let l1_bytes = match (&config.shm_name, config.shm_shortage()) {
-        (Some(_), None) => STAND_IN,
+        (Some(_), None) => PREFLIGHT_BYTES,
         (Some(name), Some(shortage)) if config.shm_required => {
             return Err(unavailable(shortage).context(format!("--shm-name {name}")));
         }
