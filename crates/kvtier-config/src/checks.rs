@@ -2,13 +2,15 @@
 
 use std::time::Duration;
 
-use super::{ConfigError, GIB};
+use kvtier_error::{Error, Result};
 
-pub(super) fn refuse(flag: &str, value: impl std::fmt::Display, allowed: &str) -> ConfigError {
-    ConfigError(format!("--{flag}: {value} is not allowed; {allowed}"))
+use super::GIB;
+
+pub(super) fn refuse(flag: &str, value: impl std::fmt::Display, allowed: &str) -> Error {
+    Error::invalid(format_args!("--{flag}"), value, allowed)
 }
 
-pub(super) fn seconds(flag: &str, value: f64, min: f64) -> Result<Duration, ConfigError> {
+pub(super) fn seconds(flag: &str, value: f64, min: f64) -> Result<Duration> {
     if value.is_finite() && (min..=31_536_000.0).contains(&value) {
         Ok(Duration::from_secs_f64(value))
     } else {
@@ -20,7 +22,7 @@ pub(super) fn seconds(flag: &str, value: f64, min: f64) -> Result<Duration, Conf
     }
 }
 
-pub(super) fn gib(flag: &str, value: f64) -> Result<u64, ConfigError> {
+pub(super) fn gib(flag: &str, value: f64) -> Result<u64> {
     // 2^20 GiB keeps every later product of sizes inside 64 bits.
     if value.is_finite() && value > 0.0 && value <= 1_048_576.0 {
         Ok((value * GIB as f64) as u64)

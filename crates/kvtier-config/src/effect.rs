@@ -105,7 +105,7 @@ mod tests {
         ] {
             assert_eq!(ServerConfig::from_flags(flags).unwrap().ignored.len(), 1);
             let strict = [flags, &["--strict-flags"]].concat();
-            let error = ServerConfig::from_flags(&strict).unwrap_err().0;
+            let error = ServerConfig::from_flags(&strict).unwrap_err().to_string();
             assert!(
                 error.starts_with("--strict-flags: without effect: ") && error.contains(flags[0]),
                 "{error}"
@@ -120,7 +120,7 @@ mod tests {
             ServerConfig::from_flags(&["--l1-size-gb", "1", "--l2-store-queue-gb", gib])
         };
         assert!(queue("0.5").is_ok());
-        let error = queue("0.6").unwrap_err().0;
+        let error = queue("0.6").unwrap_err().to_string();
         assert!(
             error
                 .contains("--l2-store-queue-gb: 0.6 is not allowed; give at most half of L1, 0.50"),

@@ -7,9 +7,11 @@ use std::path::Path;
 use clap::error::ErrorKind;
 use clap::{ArgMatches, Command, FromArgMatches as _};
 
+use kvtier_error::{Error, Result};
+
 use super::command::command;
 use super::flags::ServerArgs;
-use super::{ConfigError, Parsed, ServerConfig, effect, gpu, peer, show};
+use super::{Parsed, ServerConfig, effect, gpu, peer, show};
 
 /// Keys that are named for one that is unknown.
 const SUGGESTIONS: usize = 3;
@@ -18,7 +20,7 @@ const SUGGESTIONS: usize = 3;
 const LIKENESS: f64 = 0.7;
 
 /// The first line of a clap error, which names the flag, the value and what is allowed.
-fn one_line(error: &clap::Error) -> ConfigError {
+fn one_line(error: &clap::Error) -> Error {
     let text = error.to_string();
     let mut lines = text.lines();
     let first = lines.next().unwrap_or_default();
@@ -32,7 +34,7 @@ fn one_line(error: &clap::Error) -> ConfigError {
         .map(str::trim)
         .find_map(|line| line.strip_prefix("tip: "))
         .map_or_else(String::new, |tip| format!("; {tip}"));
-    ConfigError(format!("{first} {hint}").trim().to_string() + &tip)
+    Error::refused(format!("{first} {hint}").trim().to_string() + &tip)
 }
 
 fn matches(args: &[OsString]) -> Result<ArgMatches, clap::Error> {
@@ -41,7 +43,7 @@ fn matches(args: &[OsString]) -> Result<ArgMatches, clap::Error> {
     )
 }
 
-pub(super) fn parse_with_file(args: Vec<OsString>) -> Result<Parsed, ConfigError> {
+pub(super) fn parse_with_file(args: Vec<OsString>) -> Result<Parsed> {
     let given = match matches(&args) {
         Ok(given) => given,
         Err(error)
@@ -59,17 +61,14 @@ pub(super) fn parse_with_file(args: Vec<OsString>) -> Result<Parsed, ConfigError
         Some(path) => {
             let mut all = flags_of_file(path, &given)?;
             all.extend(args);
-            matches(&all).map_err(|error| {
-                let ConfigError(line) = one_line(&error);
-                ConfigError(format!("{}: {line}", path.display()))
-            })?
+            matches(&all).map_err(|error| one_line(&error).context(path.display().to_string()))?
         }
     };
     let ignored = [peer::ignored(&merged), effect::without_effect(&merged)].concat();
     let args = ServerArgs::from_arg_matches(&merged).map_err(|error| one_line(&error))?;
     if args.strict_flags && !ignored.is_empty() {
         let flags = ignored.join(", ");
-        return Err(ConfigError(format!(
+        return Err(Error::refused(format!(
             "--strict-flags: without effect: {flags}"
         )));
     }
@@ -85,15 +84,17 @@ pub(super) fn parse_with_file(args: Vec<OsString>) -> Result<Parsed, ConfigError
 }
 
 /// The file's keys as flags, without those that the command line gives itself.
-fn flags_of_file(path: &Path, given: &ArgMatches) -> Result<Vec<OsString>, ConfigError> {
-    let refuse = |text: String| ConfigError(format!("{}: {text}", path.display()));
-    let text = std::fs::read_to_string(path)
-        .map_err(|error| refuse(format!("cannot be read: {error}")))?;
+fn flags_of_file(path: &Path, given: &ArgMatches) -> Result<Vec<OsString>> {
+    flags_in_file(path, given).map_err(|error| error.context(path.display().to_string()))
+}
+
+fn flags_in_file(path: &Path, given: &ArgMatches) -> Result<Vec<OsString>> {
+    let text = std::fs::read_to_string(path).map_err(|error| Error::io("cannot be read", error))?;
     let table: toml::Table = text.parse().map_err(|error: toml::de::Error| {
         let line = error.span().map_or(0, |span| {
             text[..span.start.min(text.len())].lines().count().max(1)
         });
-        refuse(format!(
+        Error::refused(format!(
             "line {line}: {}",
             error.message().lines().next().unwrap_or_default()
         ))
@@ -104,7 +105,7 @@ fn flags_of_file(path: &Path, given: &ArgMatches) -> Result<Vec<OsString>, Confi
     for (key, value) in &table {
         let name = key.replace('_', "-");
         if let Some(other) = seen.insert(name.clone(), key) {
-            return Err(refuse(format!(
+            return Err(Error::refused(format!(
                 "keys {other:?} and {key:?} are the same; give one of them"
             )));
         }
@@ -119,7 +120,7 @@ fn flags_of_file(path: &Path, given: &ArgMatches) -> Result<Vec<OsString>, Confi
                 near if near.is_empty() => near,
                 near => format!("perhaps {near}; "),
             };
-            return Err(refuse(format!(
+            return Err(Error::refused(format!(
                 "key {key:?} is unknown; {near}`kvtier server --help` lists all"
             )));
         };
@@ -142,22 +143,19 @@ fn flags_of_file(path: &Path, given: &ArgMatches) -> Result<Vec<OsString>, Confi
             toml::Value::Array(values) => {
                 for value in values {
                     flags.push(format!("--{name}").into());
-                    flags.push(
-                        flag_value(value).map_err(|kind| {
-                            refuse(format!("key {key:?}: {kind} is not allowed"))
-                        })?,
-                    );
+                    flags.push(flag_value(value).map_err(|kind| {
+                        Error::refused(format!("key {key:?}: {kind} is not allowed"))
+                    })?);
                 }
             }
             value if arg.get_action().takes_values() => {
                 flags.push(format!("--{name}").into());
-                flags.push(
-                    flag_value(value)
-                        .map_err(|kind| refuse(format!("key {key:?}: {kind} is not allowed")))?,
-                );
+                flags.push(flag_value(value).map_err(|kind| {
+                    Error::refused(format!("key {key:?}: {kind} is not allowed"))
+                })?);
             }
             value => {
-                return Err(refuse(format!(
+                return Err(Error::refused(format!(
                     "key {key:?}: {value} is not allowed; give true or false"
                 )));
             }

@@ -7,7 +7,7 @@ use kvtier_core::hashing::HashAlgorithm;
 
 use super::values::{
     EngineType, EvictionPolicyName, LogFormat, PrefetchPolicy, QuotaModeName, StorePolicy,
-    TransferMode, Transport, WindowedClients, parse_hash, parse_mode,
+    TransferMode, Transport, WindowedClients, parse_mode,
 };
 use super::{TenantSettings, gpu::GpuSettings};
 use crate::limit::Limit;
@@ -71,7 +71,7 @@ pub struct ServerArgs {
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256), help_heading = "Request server")]
     pub max_cpu_workers: Option<u16>,
     /// Algorithm of chunk hashes: blake3, sha256_cbor, or sha256_cbor_64bit, which is another name of the second
-    #[arg(long, default_value = "blake3", value_parser = parse_hash, help_heading = "Request server")]
+    #[arg(long, default_value = "blake3", help_heading = "Request server")]
     pub hash_algorithm: HashAlgorithm,
     /// Kind of cache engine
     #[arg(

@@ -6,8 +6,8 @@ use std::time::Duration;
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Args, ValueEnum};
 use kvtier_device::cuda::{CudaOptions, Executor, GpuOptions};
+use kvtier_error::{Error, Result};
 
-use super::ConfigError;
 use super::checks::seconds;
 
 /// Where the CUDA driver's library is.
@@ -92,25 +92,27 @@ pub struct GpuSettings {
     pub(super) gpu_event_timeout_seconds: f64,
 }
 
-fn parse_driver(text: &str) -> Result<CudaDriver, String> {
+fn parse_driver(text: &str) -> Result<CudaDriver> {
     match text {
         "auto" => Ok(CudaDriver::Auto),
         "off" => Ok(CudaDriver::Off),
         path if path.contains('/') => Ok(CudaDriver::Path(path.into())),
-        _ => Err("give auto, off, or a path with a / in it".into()),
+        _ => Err(Error::refused("give auto, off, or a path with a / in it")),
     }
 }
 
-fn parse_nodes(text: &str) -> Result<NumaNodes, String> {
+fn parse_nodes(text: &str) -> Result<NumaNodes> {
     match text {
         "auto" => Ok(NumaNodes::Auto),
         "off" => Ok(NumaNodes::Off),
         list => {
-            let nodes = list.split(',').map(|node| node.trim().parse());
+            let nodes = list.split(',').map(|node| node.trim().parse().ok());
             nodes
-                .collect::<Result<_, _>>()
+                .collect::<Option<_>>()
                 .map(NumaNodes::List)
-                .map_err(|_| "give auto, off, or numbers of nodes with commas between them".into())
+                .ok_or_else(|| {
+                    Error::refused("give auto, off, or numbers of nodes with commas between them")
+                })
         }
     }
 }
@@ -133,7 +135,7 @@ impl GpuSettings {
     ///
     /// # Errors
     /// A time out of its range.
-    pub(super) fn options(&self) -> Result<Option<CudaOptions>, ConfigError> {
+    pub(super) fn options(&self) -> Result<Option<CudaOptions>> {
         let executor = match self.gpu_executor {
             ExecutorName::Auto => None,
             ExecutorName::Batch => Some(Executor::Batch),

@@ -1,8 +1,8 @@
 //! `--l1-manager`: LMCache's JSON form of L1's size.
 
+use kvtier_error::Result;
 use serde_json::{Map, Value};
 
-use super::ConfigError;
 use super::checks::{gib, refuse};
 
 /// Fields that ask for what is so anyway, or name what there is one of.
@@ -20,7 +20,7 @@ const FLAGS: [(&str, &str); 7] = [
 ];
 
 /// The size of L1 in GiB; `None` without the flag.
-pub(super) fn size_gb(managers: &[String]) -> Result<Option<f64>, ConfigError> {
+pub(super) fn size_gb(managers: &[String]) -> Result<Option<f64>> {
     let refuse = |value: &str, allowed: &str| refuse("l1-manager", value, allowed);
     let text = match managers {
         [] => return Ok(None),
@@ -102,7 +102,7 @@ mod tests {
             (vec![dram, "--l1-size-gb", "2"], "give one of them"),
         ] {
             let flags = [vec!["--l1-manager"], flags].concat();
-            let error = ServerConfig::from_flags(&flags).unwrap_err().0;
+            let error = ServerConfig::from_flags(&flags).unwrap_err().to_string();
             assert!(
                 error.starts_with("--l1-manager") && error.contains(told),
                 "{error}"

@@ -5,13 +5,14 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use kvtier_error::{Error, Result};
 use kvtier_l2::{AdapterConfig, Registry, redact};
 use rustix::fs::{Access, access};
 
+use super::GIB;
 use super::checks::{gib, refuse, seconds};
 use super::flags::ServerArgs;
 use super::values::{PrefetchPolicy, StorePolicy};
-use super::{ConfigError, GIB};
 
 /// The tiers, the first one asked first, and how they are used.
 #[derive(Debug, Clone)]
@@ -68,34 +69,18 @@ impl L2Config {
         warnings.map(|warning| format!("--l2-adapter: {warning}"))
     }
 
-    /// Why a tier could not be opened, as far as a check that creates nothing can find out: a missing directory is created
-    /// at the start, so the part of its path that exists has to be a writable directory.
-    pub fn obstacle(&self) -> Option<String> {
-        self.adapters.iter().find_map(|adapter| {
-            let path = base_path(adapter)?;
-            if is_read_only(adapter) {
-                let is_good = path.is_dir() && access(&path, Access::READ_OK | Access::EXEC_OK).is_ok();
-                return (!is_good).then(|| {
-                    format!(
-                        "--l2-adapter: type {:?}: base_path {} cannot be used: with read_only it has to be a directory that \
-                         is there and can be read",
-                        adapter.kind,
-                        path.display()
-                    )
-                });
-            }
-            let there = path.ancestors().find(|part| part.exists());
-            let there = there.unwrap_or(Path::new("/"));
-            let is_good = there.is_dir() && access(there, Access::WRITE_OK | Access::EXEC_OK).is_ok()
-                && (there == path || takes_directories(there));
-            (!is_good).then(|| {
-                format!(
-                    "--l2-adapter: type {:?}: base_path {} cannot be used: {} is no directory that can be written to; \
-                     read_only has it only read",
-                    adapter.kind,
-                    path.display(),
-                    there.display()
-                )
+    /// Checks that the tiers could be opened, as far as a check that creates nothing can find out.
+    ///
+    /// # Errors
+    /// One line that names the tier's type and directory.
+    pub fn preflight(&self) -> Result<()> {
+        self.adapters.iter().try_for_each(|adapter| {
+            let Some(path) = base_path(adapter) else {
+                return Ok(());
+            };
+            check_directory(&path, is_read_only(adapter)).map_err(|what| {
+                what.context(format!("base_path {} cannot be used", path.display()))
+                    .context(format!("--l2-adapter: type {:?}", adapter.kind))
             })
         })
     }
@@ -114,7 +99,7 @@ impl L2Config {
     }
 
     /// The tiers of these flags, all checked; `None` without an adapter.
-    pub(super) fn of(args: &ServerArgs, l1_bytes: u64) -> Result<Option<Self>, ConfigError> {
+    pub(super) fn of(args: &ServerArgs, l1_bytes: u64) -> Result<Option<Self>> {
         let tiers = args.l2_adapter.len() as u64;
         let config = Self {
             adapters: adapters(&args.l2_adapter)?,
@@ -150,7 +135,7 @@ impl L2Config {
 }
 
 /// What waits is leased, so that a slow tier could fill L1 with it.
-fn store_queue(size: f64, l1_bytes: u64) -> Result<u64, ConfigError> {
+fn store_queue(size: f64, l1_bytes: u64) -> Result<u64> {
     let bytes = gib("l2-store-queue-gb", size)?;
     let most = l1_bytes / 2;
     match bytes > most {
@@ -163,12 +148,36 @@ fn store_queue(size: f64, l1_bytes: u64) -> Result<u64, ConfigError> {
     }
 }
 
-fn min_free(size: f64) -> Result<u64, ConfigError> {
+fn min_free(size: f64) -> Result<u64> {
     if size == 0.0 {
         return Ok(0);
     }
     let allowed = "give a size in GiB from 0 (all of the disk may be used) to 1048576";
     gib("l2-min-free-gb", size).map_err(|_| refuse("l2-min-free-gb", size, allowed))
+}
+
+/// A missing directory is created at the start, so the part of its path that exists has to be a writable directory.
+fn check_directory(path: &Path, read_only: bool) -> Result<()> {
+    if read_only {
+        return match path.is_dir() && access(path, Access::READ_OK | Access::EXEC_OK).is_ok() {
+            true => Ok(()),
+            false => Err(Error::refused(
+                "with read_only it has to be a directory that is there and can be read",
+            )),
+        };
+    }
+    let there = path.ancestors().find(|part| part.exists());
+    let there = there.unwrap_or(Path::new("/"));
+    let is_good = there.is_dir()
+        && access(there, Access::WRITE_OK | Access::EXEC_OK).is_ok()
+        && (there == path || takes_directories(there));
+    match is_good {
+        true => Ok(()),
+        false => Err(Error::refused(format!(
+            "{} is no directory that can be written to; read_only has it only read",
+            there.display()
+        ))),
+    }
 }
 
 /// Whether directories can be made in this one, which permissions alone do not say, as of /proc.
@@ -202,12 +211,12 @@ pub(super) fn location(adapter: &AdapterConfig) -> String {
 }
 
 /// Limits, metrics and listings know a tier by its name alone.
-fn refuse_shared_names(adapters: &[AdapterConfig]) -> Result<(), ConfigError> {
+fn refuse_shared_names(adapters: &[AdapterConfig]) -> Result<()> {
     let mut names: BTreeMap<String, usize> = BTreeMap::new();
     for (number, adapter) in adapters.iter().enumerate() {
         let name = L2Config::tier_name(number, adapter);
         if let Some(other) = names.insert(name.clone(), number) {
-            return Err(ConfigError(format!(
+            return Err(Error::refused(format!(
                 "--l2-adapter: adapters {other} and {number}, counted from 0, are both called {name:?}; give each its own \"name\""
             )));
         }
@@ -216,7 +225,7 @@ fn refuse_shared_names(adapters: &[AdapterConfig]) -> Result<(), ConfigError> {
 }
 
 /// Two tiers would evict and count each other's objects in one directory, and hold each object once.
-fn refuse_shared_places(adapters: &[AdapterConfig]) -> Result<(), ConfigError> {
+fn refuse_shared_places(adapters: &[AdapterConfig]) -> Result<()> {
     let mut places: Vec<(String, PathBuf)> = Vec::new();
     for (number, adapter) in adapters.iter().enumerate() {
         let Some(path) = base_path(adapter) else {
@@ -227,7 +236,7 @@ fn refuse_shared_places(adapters: &[AdapterConfig]) -> Result<(), ConfigError> {
             path.starts_with(other) || other.starts_with(&path) || is_same(&path, other)
         });
         if let Some((other_name, other)) = other {
-            return Err(ConfigError(format!(
+            return Err(Error::refused(format!(
                 "--l2-adapter: base_path {} of {name} and {} of {other_name} are the same directory or one inside the \
                  other; give each tier its own",
                 path.display(),
@@ -260,14 +269,14 @@ fn is_same(one: &Path, other: &Path) -> bool {
 }
 
 /// Checks the adapters; warnings of theirs are logged at the start.
-fn adapters(specs: &[String]) -> Result<Vec<AdapterConfig>, ConfigError> {
+fn adapters(specs: &[String]) -> Result<Vec<AdapterConfig>> {
     let registry = Registry::built_in();
     specs
         .iter()
         .map(|spec| {
             registry
                 .parse_json(spec)
-                .map_err(|error| ConfigError(format!("--l2-adapter: {error}")))
+                .map_err(|error| Error::refused("--l2-adapter").source(error))
         })
         .collect()
 }

@@ -46,6 +46,7 @@ pub use values::{
 
 use kvtier_core::hashing::HashAlgorithm;
 use kvtier_device::cuda::CudaOptions;
+use kvtier_error::{Error, Result};
 use kvtier_l2::redact;
 use kvtier_memory::PoolRoom;
 
@@ -56,11 +57,6 @@ pub const GIB: u64 = 1 << 30;
 pub fn in_gib(bytes: u64) -> f64 {
     bytes as f64 / GIB as f64
 }
-
-/// Why a configuration was refused: one line, naming the flag, its value and what is allowed.
-#[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-pub struct ConfigError(pub String);
 
 /// What a command line asks for.
 #[derive(Debug)]
@@ -174,23 +170,23 @@ impl ServerConfig {
     ///
     /// # Errors
     /// One line naming the flag (or the file's key), the value and what is allowed.
-    pub fn parse<I>(args: I) -> Result<Parsed, ConfigError>
+    pub fn parse<I>(args: I) -> Result<Parsed>
     where
         I: IntoIterator<Item = OsString>,
     {
         let parsed = file::parse_with_file(args.into_iter().collect());
         // Whatever was refused may have been, or held, a secret.
-        parsed.map_err(|ConfigError(line)| ConfigError(redact::text(&line)))
+        parsed.map_err(|error| error.map_text(redact::text))
     }
 
     /// The configuration of `kvtier server` with these flags, for tests and embedding.
     ///
     /// # Errors
     /// As [`ServerConfig::parse`]; asking for help is an error here.
-    pub fn from_flags(args: &[&str]) -> Result<Self, ConfigError> {
+    pub fn from_flags(args: &[&str]) -> Result<Self> {
         match Self::parse(args.iter().map(OsString::from))? {
             Parsed::Run { config, .. } => Ok(*config),
-            Parsed::Print(_) => Err(ConfigError("help is not a configuration".into())),
+            Parsed::Print(_) => Err(Error::refused("help is not a configuration")),
         }
     }
 
@@ -199,7 +195,7 @@ impl ServerConfig {
         match self.l1_origin {
             L1Origin::Given => "as asked for".to_owned(),
             L1Origin::Memory => format!("a quarter of {}", self.memory),
-            L1Origin::Shm => "45 % of /dev/shm, so that a restart finds room".to_owned(),
+            L1Origin::Shm => "45 % of /dev/shm, so that a restart finds free space".to_owned(),
         }
     }
 
@@ -255,7 +251,7 @@ impl ServerConfig {
     pub fn describe_shortage(&self, available: u64) -> String {
         format!(
             "/dev/shm has {:.2} GiB free, L1 needs {:.2} GiB; enlarge it, lower --l1-size-gb, or give --shm-name \"\" to do \
-             without the pool (an earlier server's pool takes its room until each worker that maps it has registered \
+             without the pool (an earlier server's pool takes its space until each worker that maps it has registered \
              again or ended; after that, a restart gets the pool)",
             in_gib(available),
             in_gib(self.l1_bytes)

@@ -3,11 +3,16 @@
 use std::fmt;
 use std::str::FromStr;
 
+use kvtier_error::{Error, Result};
 use serde::de::{self, Deserialize, Deserializer, Visitor};
 use serde::ser::{Serialize, Serializer};
 
 /// How the absence of a limit is written.
 const UNLIMITED: &str = "unlimited";
+
+/// What a size can be.
+const SIZES: &str =
+    "give a size such as 512MiB, 10GiB or 1.5TiB, at most 1048576TiB; a number alone is GiB";
 
 /// Bytes that one unit has. The larger ones come first, so that a size is written with the largest that fits.
 const UNITS: [(&str, u64); 5] = [
@@ -29,7 +34,11 @@ pub struct Limit(pub Option<u64>);
 ///
 /// # Errors
 /// What a size has to be.
-pub fn parse_size(text: &str) -> Result<u64, String> {
+pub fn parse_size(text: &str) -> Result<u64> {
+    size(text).ok_or_else(|| Error::refused(SIZES))
+}
+
+fn size(text: &str) -> Option<u64> {
     let text = text.trim();
     let letters = |c: char| c.is_ascii_alphabetic();
     let number = text.trim_end_matches(letters);
@@ -45,20 +54,16 @@ pub fn parse_size(text: &str) -> Result<u64, String> {
     bytes
         .filter(|bytes| (0.0..=MAX_BYTES as f64).contains(bytes))
         .map(|bytes| bytes as u64)
-        .ok_or_else(|| {
-            "give a size such as 512MiB, 10GiB or 1.5TiB, at most 1048576TiB; a number alone is GiB"
-                .into()
-        })
 }
 
 impl FromStr for Limit {
-    type Err = String;
+    type Err = Error;
 
-    fn from_str(text: &str) -> Result<Self, String> {
+    fn from_str(text: &str) -> Result<Self> {
         if text.trim().eq_ignore_ascii_case(UNLIMITED) {
             return Ok(Self(None));
         }
-        let bytes = parse_size(text).map_err(|allowed| format!("{allowed}, or {UNLIMITED}"))?;
+        let bytes = size(text).ok_or_else(|| Error::refused(format!("{SIZES}, or {UNLIMITED}")))?;
         Ok(Self(Some(bytes)))
     }
 }
@@ -142,7 +147,7 @@ mod tests {
         for text in [
             "", "GiB", "-1GiB", "nanGiB", "infGiB", "inf", "1e300GiB", "é", "1é", "10 GiBs", "1PiB",
         ] {
-            let told = text.parse::<Limit>().unwrap_err();
+            let told = text.parse::<Limit>().unwrap_err().to_string();
             assert!(
                 told.contains("10GiB") && told.contains("unlimited"),
                 "{told}"

@@ -5,11 +5,12 @@ use std::sync::Arc;
 
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::quota::QuotaMode;
+use kvtier_error::{Error, Result};
 
 use super::flags::ServerArgs;
 use super::l2::{is_read_only, location};
 use super::values::QuotaModeName;
-use super::{ConfigError, L2Config, ServerConfig};
+use super::{L2Config, ServerConfig};
 use crate::limit::Limit;
 
 /// How limits are meant, and where they are kept.
@@ -62,14 +63,16 @@ impl Place {
     ///
     /// # Errors
     /// If the capacity is smaller; the error has the capacity.
-    pub fn check_reserved(&self, bytes: u128) -> Result<(), String> {
+    pub fn check_reserved(&self, bytes: u128) -> Result<()> {
         match self.capacity {
-            Some(capacity) if self.isolates && bytes > u128::from(capacity) => Err(format!(
-                "{}: {} reserved for all tenants together is more than the {} it has",
-                self.name,
-                Limit(Some(u64::try_from(bytes).unwrap_or(u64::MAX))),
-                Limit(Some(capacity))
-            )),
+            Some(capacity) if self.isolates && bytes > u128::from(capacity) => {
+                Err(Error::refused(format!(
+                    "{}: {} reserved for all tenants together is more than the {} it has",
+                    self.name,
+                    Limit(Some(u64::try_from(bytes).unwrap_or(u64::MAX))),
+                    Limit(Some(capacity))
+                )))
+            }
             _ => Ok(()),
         }
     }
@@ -107,9 +110,9 @@ impl ServerConfig {
     }
 
     /// Refuses strict limits that no tier would enforce.
-    pub(super) fn check_quotas(self) -> Result<Self, ConfigError> {
+    pub(super) fn check_quotas(self) -> Result<Self> {
         match self.quotas.mode == QuotaMode::Strict && !self.isolates() {
-            true => Err(ConfigError(format!(
+            true => Err(Error::refused(format!(
                 "--quota-mode strict: no tier keeps tenants apart; {HOW}"
             ))),
             false => Ok(self),

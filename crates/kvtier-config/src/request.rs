@@ -3,8 +3,10 @@
 use std::net::IpAddr;
 use std::path::Path;
 
+use kvtier_error::Result;
+
+use super::ServerConfig;
 use super::checks::refuse;
-use super::{ConfigError, ServerConfig};
 use crate::http::is_loopback;
 
 /// Begins a `--host` that is the path of a socket.
@@ -43,8 +45,8 @@ impl ServerConfig {
         };
         (!is_local).then(|| {
             format!(
-                "--host {}: the request port is reachable from other hosts and the protocol knows no authentication: whoever \
-                 reaches it reads, replaces and removes the cached data of every tenant; let only engines reach it, or give \
+                "--host {}: the request port is reachable from other hosts and the protocol knows no authentication: any \
+                 client that reaches it reads, replaces and removes the cached data of every tenant; let only engines reach it, or give \
                  --host ipc://PATH for those on this host",
                 self.host
             )
@@ -53,7 +55,7 @@ impl ServerConfig {
 }
 
 /// Checks the path of a `--host` that is one.
-pub(super) fn check_host(host: &str) -> Result<(), ConfigError> {
+pub(super) fn check_host(host: &str) -> Result<()> {
     let Some(path) = host.strip_prefix(IPC) else {
         return Ok(());
     };
@@ -79,7 +81,7 @@ mod tests {
     use super::super::values::parse_mode;
     use super::*;
 
-    fn config(host: &str) -> Result<ServerConfig, ConfigError> {
+    fn config(host: &str) -> Result<ServerConfig> {
         ServerConfig::from_flags(&["--host", host])
     }
 
@@ -114,7 +116,7 @@ mod tests {
     fn paths_without_a_file_and_bad_modes_are_refused() {
         let long = format!("ipc://{}", "a".repeat(LONGEST + 1));
         for host in ["ipc://", "ipc://@name", "ipc://*", long.as_str()] {
-            let told = config(host).unwrap_err().0;
+            let told = config(host).unwrap_err().to_string();
             assert!(
                 told.starts_with("--host: ") && told.contains("give ipc://"),
                 "{told}"
@@ -132,7 +134,7 @@ mod tests {
         }
         let told = ServerConfig::from_flags(&["--ipc-mode", "0400"])
             .unwrap_err()
-            .0;
+            .to_string();
         assert!(
             told.contains("--ipc-mode") && told.contains("octal"),
             "{told}"

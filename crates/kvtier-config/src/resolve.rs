@@ -1,5 +1,6 @@
 //! From flags to a checked configuration: ranges, combinations, and defaults that depend on the machine.
 
+use kvtier_error::{Error, Result};
 use kvtier_memory::PoolRoom;
 
 use super::checks::{gib, refuse, seconds};
@@ -8,18 +9,16 @@ use super::http::{HttpConfig, TOKENS_VARIABLE};
 use super::memory::default_l1;
 use super::request::check_host;
 use super::values::is_log_filter;
-use super::{
-    ConfigError, GIB, HostMemory, L1Origin, L2Config, QuotaSettings, ServerConfig, l1_manager,
-};
+use super::{GIB, HostMemory, L1Origin, L2Config, QuotaSettings, ServerConfig, l1_manager};
 
 impl ServerArgs {
     /// Name of the pool, if one is wanted, and whether it was asked for.
-    fn shm_name(&self) -> Result<(Option<String>, bool), ConfigError> {
+    fn shm_name(&self) -> Result<(Option<String>, bool)> {
         let given = self.shm_name.clone();
         let required = given.as_ref().is_some_and(|name| !name.is_empty());
         if required && self.l1_use_hugepages {
-            return Err(ConfigError(
-                "--shm-name and --l1-use-hugepages exclude each other: a POSIX segment is not made of hugepages".into(),
+            return Err(Error::refused(
+                "--shm-name and --l1-use-hugepages exclude each other: a POSIX segment is not made of hugepages",
             ));
         }
         let is_useful =
@@ -43,15 +42,14 @@ impl ServerArgs {
     }
 
     /// Checks ranges and combinations and fills in the defaults that depend on the machine.
-    pub(super) fn resolve(self, ignored: Vec<String>) -> Result<ServerConfig, ConfigError> {
+    pub(super) fn resolve(self, ignored: Vec<String>) -> Result<ServerConfig> {
         let (shm_name, shm_required) = self.shm_name()?;
         let memory = HostMemory::of_this_process();
         let shm = shm_name.as_deref().and_then(PoolRoom::of);
         let l1_size_gb = match l1_manager::size_gb(&self.l1_manager)? {
             Some(_) if self.l1_size_gb.is_some() => {
-                return Err(ConfigError(
-                    "--l1-manager and --l1-size-gb both say how large L1 is; give one of them"
-                        .into(),
+                return Err(Error::refused(
+                    "--l1-manager and --l1-size-gb both say how large L1 is; give one of them",
                 ));
             }
             size => size.or(self.l1_size_gb),

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use clap::Args;
 use kvtier_core::object_key::SaltKey;
+use kvtier_error::{Error, Result};
 
 /// Sizes that a file with a secret may have, bytes.
 const SECRET_BYTES: std::ops::RangeInclusive<usize> = 16..=4096;
@@ -32,24 +33,24 @@ impl TenantSettings {
     ///
     /// # Errors
     /// One line: a file that cannot be read, or has no secret in it.
-    pub fn salt_key(&self) -> Result<Option<SaltKey>, String> {
+    pub fn salt_key(&self) -> Result<Option<SaltKey>> {
         let read = |path: &PathBuf| read(path).map(|secret| SaltKey::new(&secret));
         self.hash_salts.as_ref().map(read).transpose()
     }
 }
 
 /// The secret in a file: all of it but white space at its end.
-fn read(path: &Path) -> Result<Vec<u8>, String> {
+fn read(path: &Path) -> Result<Vec<u8>> {
     use std::io::Read as _;
 
-    let failed = |error| format!("--hash-salts: {}: {error}", path.display());
+    let failed = |error| Error::io(format!("--hash-salts: {}", path.display()), error);
     let mut secret = Vec::new();
     let file = std::fs::File::open(path).map_err(failed)?;
     let most = *SECRET_BYTES.end() as u64 + 1;
     file.take(most).read_to_end(&mut secret).map_err(failed)?;
     secret.truncate(secret.trim_ascii_end().len());
     if !SECRET_BYTES.contains(&secret.len()) {
-        return Err(format!(
+        return Err(Error::refused(format!(
             "--hash-salts: {} has {} bytes{}; allowed: a secret of {} to {} bytes, such as `openssl rand -hex 32` makes",
             path.display(),
             secret.len(),
@@ -60,7 +61,7 @@ fn read(path: &Path) -> Result<Vec<u8>, String> {
             },
             SECRET_BYTES.start(),
             SECRET_BYTES.end(),
-        ));
+        )));
     }
     Ok(secret)
 }
@@ -69,7 +70,7 @@ fn read(path: &Path) -> Result<Vec<u8>, String> {
 mod tests {
     use super::*;
 
-    fn key(content: &[u8]) -> Result<String, String> {
+    fn key(content: &[u8]) -> Result<String> {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("secret");
         std::fs::write(&path, content).unwrap();
@@ -94,7 +95,7 @@ mod tests {
             (b"short\n", "has 5 bytes;"),
             (&[b'x'; 5000], "has 4097 bytes or more;"),
         ] {
-            let error = key(content).unwrap_err();
+            let error = key(content).unwrap_err().to_string();
             assert!(
                 error.contains(told) && error.contains("16 to 4096"),
                 "{error}"
@@ -104,6 +105,7 @@ mod tests {
             hash_salts: Some("/nowhere/secret".into()),
             tenant_metrics: 0,
         };
-        assert!(settings.salt_key().unwrap_err().contains("/nowhere/secret"));
+        let error = settings.salt_key().err().unwrap().to_string();
+        assert!(error.contains("/nowhere/secret"));
     }
 }

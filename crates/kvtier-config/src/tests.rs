@@ -3,7 +3,7 @@
 use super::*;
 
 fn refused(args: &[&str]) -> String {
-    ServerConfig::from_flags(args).unwrap_err().0
+    ServerConfig::from_flags(args).unwrap_err().to_string()
 }
 
 #[test]
@@ -234,7 +234,7 @@ fn flags_that_mean_nothing_without_a_gpu_are_known_when_they_are_given() {
     );
 }
 
-fn with_file(text: &str, args: &[&str]) -> Result<ServerConfig, ConfigError> {
+fn with_file(text: &str, args: &[&str]) -> Result<ServerConfig> {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), text).unwrap();
     let path = file.path().to_str().unwrap();
@@ -270,7 +270,7 @@ fn the_file_has_the_same_keys_and_the_command_line_wins() {
 #[test]
 fn a_directory_that_is_only_read_has_to_be_there() {
     let dir = tempfile::tempdir().unwrap();
-    let obstacle = |path: &str, read_only: bool| {
+    let preflight = |path: &str, read_only: bool| {
         let path = dir.path().join(path);
         let fs = format!(r#"{{"type":"fs","base_path":{path:?},"read_only":{read_only}}}"#);
         for tier in [
@@ -278,15 +278,13 @@ fn a_directory_that_is_only_read_has_to_be_there() {
             format!(r#"{{"type":"fault_inject","inner":{fs}}}"#),
         ] {
             let config = ServerConfig::from_flags(&["--l2-adapter", &tier]).unwrap();
-            if let Some(line) = config.l2.unwrap().obstacle() {
-                return Some(line);
-            }
+            config.l2.unwrap().preflight()?;
         }
-        None
+        Ok::<_, kvtier_error::Error>(())
     };
-    assert_eq!(obstacle("", true), None);
-    assert_eq!(obstacle("absent", false), None);
-    let line = obstacle("absent", true).unwrap();
+    assert_eq!(preflight("", true), Ok(()));
+    assert_eq!(preflight("absent", false), Ok(()));
+    let line = preflight("absent", true).unwrap_err().to_string();
     assert!(
         line.contains("absent") && line.contains("read_only"),
         "{line}"
@@ -310,7 +308,7 @@ fn tiers_have_directories_of_their_own() {
                 tiers(&fs(&inside("a")), &other),
                 tiers(&other, &fs(&inside("a"))),
             ] {
-                let line = line.unwrap_err().0;
+                let line = line.unwrap_err().to_string();
                 let names = ["fs-0", "fault_inject-0"];
                 assert!(names.iter().any(|name| line.contains(name)), "{line}");
                 let names = ["fs-1", "fault_inject-1"];
@@ -357,14 +355,14 @@ fn a_bad_file_is_refused_by_name_and_key() {
             vec!["\"chunk-size\"", "\"chunk_size\"", "the same"],
         ),
     ] {
-        let line = with_file(text, &[]).unwrap_err().0;
+        let line = with_file(text, &[]).unwrap_err().to_string();
         assert!(!line.contains('\n') && line.contains(".tmp"), "{line}");
         for part in parts {
             assert!(line.contains(part), "{text:?}: {line:?} lacks {part:?}");
         }
     }
     let tier = "[[l2-adapter]]\ntype = 'fs'\nbase_path = '/x'\nbase_pth = '/y'";
-    let line = with_file(tier, &[]).unwrap_err().0;
+    let line = with_file(tier, &[]).unwrap_err().to_string();
     assert!(
         line.contains(r#"--l2-adapter: type "fs": key "base_pth" is unknown"#),
         "{line}"
@@ -380,7 +378,9 @@ fn a_bad_file_is_refused_by_name_and_key() {
         ("server", ""),
         ("config", ""),
     ] {
-        let line = with_file(&format!("{key} = 1"), &[]).unwrap_err().0;
+        let line = with_file(&format!("{key} = 1"), &[])
+            .unwrap_err()
+            .to_string();
         let told = format!("key {key:?} is unknown; {near}`kvtier server --help`");
         assert!(line.contains(&told), "{line}");
     }
@@ -456,9 +456,8 @@ fn tiers_have_names_that_are_theirs_alone() {
             .iter()
             .flat_map(|tier| ["--l2-adapter", tier])
             .collect();
-        let config = ServerConfig::from_flags(&flags).map_err(|error| error.to_string())?;
-        let names = config.places();
-        Ok::<_, String>(
+        let names = ServerConfig::from_flags(&flags)?.places();
+        Ok::<_, kvtier_error::Error>(
             names
                 .iter()
                 .map(|place| place.name.to_string())
@@ -472,11 +471,12 @@ fn tiers_have_names_that_are_theirs_alone() {
     );
     for (name, other) in [("disk", "disk"), ("fs-1", "")] {
         let told = places(&[tier("a", name), tier("b", other)]).unwrap_err();
+        let told = told.to_string();
         let both = format!("adapters 0 and 1, counted from 0, are both called {name:?}");
         assert!(told.contains(&both), "{told}");
     }
     for bad in ["l1", "all", "a b", "a/b", "é", &"x".repeat(65)] {
-        let told = places(&[tier("a", bad)]).unwrap_err();
+        let told = places(&[tier("a", bad)]).unwrap_err().to_string();
         assert!(
             told.contains("\"name\"") && told.contains("1 to 64 of a-z"),
             "{told}"

@@ -4,7 +4,7 @@ use std::str::FromStr as _;
 
 use clap::ValueEnum;
 use kvtier_core::eviction::EvictionKind;
-use kvtier_core::hashing::HashAlgorithm;
+use kvtier_error::{Error, Result};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
 
@@ -115,18 +115,16 @@ pub(super) enum QuotaModeName {
     Strict,
 }
 
-pub(super) fn parse_hash(name: &str) -> Result<HashAlgorithm, String> {
-    name.parse().map_err(|error| format!("{error}"))
-}
-
 /// An octal mode of a socket that its owner can use.
-pub(super) fn parse_mode(text: &str) -> Result<u32, String> {
+pub(super) fn parse_mode(text: &str) -> Result<u32> {
     let digits = text.strip_prefix("0o").unwrap_or(text);
     u32::from_str_radix(digits, 8)
         .ok()
         .filter(|mode| mode & !0o777 == 0 && mode & 0o600 == 0o600)
         .ok_or_else(|| {
-            "give an octal mode from 0600 to 0777 with which the owner reads and writes".into()
+            Error::refused(
+                "give an octal mode from 0600 to 0777 with which the owner reads and writes",
+            )
         })
 }
 

@@ -51,8 +51,7 @@ impl Context {
     pub fn short_scope<T>(&self, key: &CacheKey<'_, T>) -> Result<KeyScope> {
         check_name("request_id", key.request_id)?;
         check_name("model_name", key.model_name)?;
-        self.scope(key)
-            .map_err(|error| Error::refused(error.to_string()))
+        self.scope(key).map_err(Error::refused)
     }
 }
 

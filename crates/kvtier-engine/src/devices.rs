@@ -1,6 +1,7 @@
 //! Where workers' pages can be: shared memory, and the GPUs there are.
 
 use std::collections::BTreeSet;
+use std::fmt::Display;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -9,7 +10,7 @@ use kvtier_device::cuda::{
     CudaDevice, DeviceStatus, Executor, GpuReadings, RUN_BUCKETS, TRIED_RUNS,
 };
 use kvtier_device::{CpuDevice, Device, Direction, EngineMemory, KvLayout, MemorySpec};
-use kvtier_error::Error;
+use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_memory::Arena;
 use serde_json::{Map, Value, json};
 
@@ -19,7 +20,7 @@ use kvtier_metrics::GpuFigures;
 /// The devices of this server.
 pub struct Devices {
     /// The GPUs, or why there are none.
-    cuda: Result<CudaDevice, String>,
+    cuda: Result<CudaDevice>,
     /// GPUs that do not respond were logged.
     left_is_logged: AtomicBool,
 }
@@ -33,15 +34,19 @@ fn absence(error: &str) -> String {
     }
 }
 
+fn unavailable(why: impl Display) -> Error {
+    Error::new(ErrorKind::Unavailable, why)
+}
+
 impl Devices {
     /// Finds the GPUs. The first worker of a GPU takes it into use.
     ///
     /// # Errors
     /// One line, if a driver that was asked for by its path cannot be used.
-    pub fn find(config: &ServerConfig, arena: &Arc<Arena>) -> Result<Self, String> {
+    pub fn find(config: &ServerConfig, arena: &Arc<Arena>) -> Result<Self> {
         let Some(options) = &config.cuda else {
             return Ok(Self {
-                cuda: Err("this server runs with --cuda-driver off".into()),
+                cuda: Err(unavailable("this server runs with --cuda-driver off")),
                 left_is_logged: AtomicBool::new(false),
             });
         };
@@ -60,7 +65,7 @@ impl Devices {
                 }
             }
             Err(error) if options.library.is_some() => {
-                return Err(format!("--cuda-driver: {error}"));
+                return Err(unavailable(error).context("--cuda-driver"));
             }
             Err(error) => {
                 let reason = absence(&error.to_string());
@@ -68,7 +73,7 @@ impl Devices {
             }
         }
         Ok(Self {
-            cuda: cuda.map_err(|error| absence(&error.to_string())),
+            cuda: cuda.map_err(|error| unavailable(absence(&error.to_string()))),
             left_is_logged: AtomicBool::new(false),
         })
     }
@@ -79,7 +84,7 @@ impl Devices {
     }
 
     /// Names of the GPUs, or why there are none.
-    pub fn names(&self) -> Result<Vec<String>, String> {
+    pub fn names(&self) -> Result<Vec<String>> {
         let gpus = self.cuda.as_ref().map(CudaDevice::status);
         gpus.map(|gpus| gpus.into_iter().map(|gpu| gpu.name).collect())
             .map_err(Clone::clone)
@@ -109,20 +114,17 @@ impl Devices {
     ///
     /// # Errors
     /// One line: memory of a kind that no device here has, or what the device says.
-    pub fn open(&self, layout: KvLayout) -> kvtier_error::Result<Arc<dyn EngineMemory>> {
+    pub fn open(&self, layout: KvLayout) -> Result<Arc<dyn EngineMemory>> {
         let layout = Arc::new(layout);
         let device: &dyn Device = match &self.cuda {
             _ if !Self::is_on_gpu(&layout) => &CpuDevice,
             Ok(cuda) => cuda,
             Err(why) => {
-                let error = "the tensors are on a GPU, and this server uses none";
-                return Err(Error::refused(format!("{error}: {why}")));
+                let what = "the tensors are on a GPU, and this server uses none";
+                return Err(why.clone().context(what));
             }
         };
-        let opened = device.open(layout);
-        opened
-            .map(Arc::from)
-            .map_err(|error| Error::refused(error.to_string()))
+        device.open(layout).map(Arc::from).map_err(Error::refused)
     }
 
     /// Ends the work on the GPUs and refuses the rest. Afterwards every request is answered, except those on a GPU that
@@ -176,7 +178,7 @@ impl Devices {
     pub fn status(&self) -> Value {
         let cuda = match &self.cuda {
             Ok(cuda) => cuda,
-            Err(why) => return json!({ "available": false, "reason": why }),
+            Err(why) => return json!({ "available": false, "reason": why.to_string() }),
         };
         let gpus: Vec<_> = cuda
             .status()

@@ -40,7 +40,8 @@ use std::time::Duration;
 pub use admin::{Admin, ChecksumError, PrefetchError, PrefetchJob, PrefetchResult};
 pub use answer::Answer;
 pub use housekeeping::INTERVAL as HOUSEKEEPING_INTERVAL;
-pub use kvtier_l1::Clock;
+pub use kvtier_error::{Error, Result};
+use kvtier_l1::Clock;
 pub use preflight::{Preflight, preflight};
 pub use reply::{Reply, ReplyTarget};
 
@@ -95,14 +96,14 @@ impl Engine {
     ///
     /// # Errors
     /// One line with what is unavailable and the flag that asks for it.
-    pub fn new(config: Arc<ServerConfig>, metrics: Arc<Metrics>) -> Result<Self, String> {
+    pub fn new(config: Arc<ServerConfig>, metrics: Arc<Metrics>) -> Result<Self> {
         let (context, quotas) = Self::open(config, metrics)?;
         Ok(Self::over(context, quotas))
     }
 
-    fn open(config: Arc<ServerConfig>, metrics: Arc<Metrics>) -> Result<(Context, Quotas), String> {
+    fn open(config: Arc<ServerConfig>, metrics: Arc<Metrics>) -> Result<(Context, Quotas)> {
         let chunk_size = NonZeroUsize::new(config.chunk_size as usize)
-            .ok_or("--chunk-size: 0 is not allowed")?;
+            .ok_or_else(|| Error::refused("--chunk-size: 0 is not allowed"))?;
         let salts = Salts::open(&config.tenants)?;
         let quotas = Opened::open(&config, &salts)?;
         let arena = Arc::new(create_arena(&config)?);

@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use kvtier_config::ServerConfig;
-use kvtier_l1::{divide, rehearse_arena};
+use kvtier_error::Result;
+use kvtier_l1::{divide, preflight_arena};
 
 use super::devices::Devices;
 
@@ -11,7 +12,7 @@ use super::devices::Devices;
 #[derive(Debug)]
 pub struct Preflight {
     /// Names of the GPUs, or why there are none.
-    pub gpus: Result<Vec<String>, String>,
+    pub gpus: Result<Vec<String>>,
     /// A warning that the start would log.
     pub warning: Option<String>,
 }
@@ -20,8 +21,8 @@ pub struct Preflight {
 ///
 /// # Errors
 /// The line with which the start would end.
-pub fn preflight(config: &ServerConfig) -> Result<Preflight, String> {
-    let arena = Arc::new(rehearse_arena(config)?);
+pub fn preflight(config: &ServerConfig) -> Result<Preflight> {
+    let arena = Arc::new(preflight_arena(config)?);
     let devices = Devices::find(config, &arena)?;
     divide(&arena, config, &devices.numa_nodes())?;
     Ok(Preflight {

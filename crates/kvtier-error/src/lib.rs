@@ -25,22 +25,19 @@ pub enum ErrorKind {
     LaneFull,
     /// Staged bytes are at their limit.
     StagingFull,
-    /// A request does not hold the objects that it names.
+    /// No lookup permits the retrieve.
     NotHeld,
 }
 
 impl ErrorKind {
-    /// Its name in metric labels.
+    /// Its metric label, or `other` for a kind without a label of its own.
     #[must_use]
-    pub fn name(self) -> &'static str {
+    pub fn label(self, other: &'static str) -> &'static str {
         match self {
-            Self::Invalid => "invalid",
-            Self::InUse => "in_use",
-            Self::Unavailable => "unavailable",
-            Self::Io => "io",
             Self::LaneFull => "lane_full",
             Self::StagingFull => "staging_full",
             Self::NotHeld => "not_held",
+            Self::Invalid | Self::InUse | Self::Unavailable | Self::Io => other,
         }
     }
 }
@@ -61,18 +58,18 @@ pub struct Error {
 
 impl Error {
     /// Returns an error with this message.
-    pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+    pub fn new(kind: ErrorKind, message: impl fmt::Display) -> Self {
         Self {
             kind,
-            message: message.into(),
+            message: message.to_string(),
             context: Vec::new(),
             source: None,
             hint: None,
         }
     }
 
-    /// Returns a refusal: [`ErrorKind::Invalid`] with this message.
-    pub fn refused(message: impl Into<String>) -> Self {
+    /// Returns a refusal, [`ErrorKind::Invalid`], with this message or the text of this error.
+    pub fn refused(message: impl fmt::Display) -> Self {
         Self::new(ErrorKind::Invalid, message)
     }
 
@@ -86,20 +83,14 @@ impl Error {
     }
 
     /// Returns an error of the system while `what` was done; its kind is that of the system's error.
-    pub fn io(what: impl Into<String>, error: impl Into<io::Error>) -> Self {
-        let error = error.into();
-        let kind = match error.kind() {
-            io::ErrorKind::AddrInUse => ErrorKind::InUse,
-            io::ErrorKind::OutOfMemory => ErrorKind::Unavailable,
-            _ => ErrorKind::Io,
-        };
-        Self::new(kind, what).source(error)
+    pub fn io(what: impl fmt::Display, error: impl Into<io::Error>) -> Self {
+        Self::from(error.into()).context(what)
     }
 
     /// Names what the error is about, before all that names it already.
     #[must_use]
-    pub fn context(mut self, context: impl Into<String>) -> Self {
-        self.context.push(context.into());
+    pub fn context(mut self, context: impl fmt::Display) -> Self {
+        self.context.push(context.to_string());
         self
     }
 
@@ -112,8 +103,8 @@ impl Error {
 
     /// Adds what to do about it, at the end of the line.
     #[must_use]
-    pub fn hint(mut self, hint: impl Into<String>) -> Self {
-        self.hint = Some(hint.into());
+    pub fn hint(mut self, hint: impl fmt::Display) -> Self {
+        self.hint = Some(hint.to_string());
         self
     }
 
@@ -153,17 +144,22 @@ impl StdError for Error {
     }
 }
 
+/// The kind and the text of the system's error.
+impl From<io::Error> for Error {
+    fn from(error: io::Error) -> Self {
+        let kind = match error.kind() {
+            io::ErrorKind::AddrInUse => ErrorKind::InUse,
+            io::ErrorKind::OutOfMemory => ErrorKind::Unavailable,
+            _ => ErrorKind::Io,
+        };
+        Self::new(kind, error)
+    }
+}
+
 /// Errors are equal if their kinds and texts are.
 impl PartialEq for Error {
     fn eq(&self, other: &Self) -> bool {
         self.kind == other.kind && self.to_string() == other.to_string()
-    }
-}
-
-/// For callers that report a text.
-impl From<Error> for String {
-    fn from(error: Error) -> Self {
-        error.to_string()
     }
 }
 

@@ -30,5 +30,6 @@ fn kind_of_system_error_is_kept_by_rewriting() {
     let error = error.map_text(|text| text.replace("port", "address"));
     assert_eq!(error.kind(), ErrorKind::InUse);
     assert!(error.to_string().starts_with("no address: "));
-    assert_eq!(error.kind().name(), "in_use");
+    assert_eq!(error.kind().label("store_failed"), "store_failed");
+    assert_eq!(ErrorKind::NotHeld.label("store_failed"), "not_held");
 }

@@ -10,5 +10,5 @@ mod tenants;
 
 pub use allocator::L1Allocator;
 pub use clock::Clock;
-pub use memory::{L1, create_arena, divide, rehearse_arena};
+pub use memory::{L1, create_arena, divide, preflight_arena};
 pub use tenants::L1Tenants;

@@ -1,10 +1,12 @@
 //! L1: the arena with the bytes, and the cache that decides about them.
 
+use std::fmt::Display;
 use std::ops::Range;
 use std::sync::Arc;
 
 use kvtier_core::cache::{Cache, CacheConfig};
 use kvtier_core::quota::QuotaConfig;
+use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_memory::{Arena, ArenaError, ArenaKind};
 
 use super::allocator::{L1Allocator, parts};
@@ -17,8 +19,8 @@ const LEAST_PART: u64 = 4 << 30;
 /// Part of L1 (a quarter) that may be staged at once.
 const STAGING_PART: u64 = 4;
 
-/// Bytes that stand for a pool that is not made.
-const STAND_IN: u64 = 2 << 20;
+/// Bytes of the arena of a preflight check, in place of a pool.
+const PREFLIGHT_BYTES: u64 = 2 << 20;
 
 /// Host memory and the cache over it.
 pub struct L1 {
@@ -41,7 +43,7 @@ impl L1 {
         quotas: &Opened,
         arena: Arc<Arena>,
         nodes: &[u32],
-    ) -> Result<Self, String> {
+    ) -> Result<Self> {
         let (nodes, allocator) = divide(&arena, config, nodes)?;
         let cache = Cache::new(
             allocator,
@@ -109,33 +111,31 @@ pub fn divide(
     arena: &Arena,
     config: &ServerConfig,
     gpus: &[u32],
-) -> Result<(Vec<u32>, L1Allocator), String> {
+) -> Result<(Vec<u32>, L1Allocator)> {
     let placed = place(arena, config, gpus)?;
     let (nodes, mut parts): (Vec<_>, Vec<_>) = placed.into_iter().unzip();
     if parts.is_empty() {
         parts.push(0..arena.len());
     }
-    let allocator = L1Allocator::over(parts, config.l1_align_bytes);
-    let allocator =
-        allocator.map_err(|error| format!("L1 of {:.2} GiB: {error}", in_gib(arena.len())));
-    allocator.map(|allocator| (nodes, allocator))
+    let allocator = L1Allocator::over(parts, config.l1_align_bytes).map_err(|error| {
+        Error::refused(format!("L1 of {:.2} GiB", in_gib(arena.len()))).source(error)
+    })?;
+    Ok((nodes, allocator))
 }
 
 /// Places the arena on the requested NUMA nodes; returns those that have a part each, and which.
 ///
 /// # Errors
 /// One line, if requested nodes are unavailable. If those of the GPUs are, the arena is placed without them.
-fn place(
-    arena: &Arena,
-    config: &ServerConfig,
-    gpus: &[u32],
-) -> Result<Vec<(u32, Range<u64>)>, String> {
+fn place(arena: &Arena, config: &ServerConfig, gpus: &[u32]) -> Result<Vec<(u32, Range<u64>)>> {
     let placed = match &config.l1_numa_nodes {
         NumaNodes::Off => return Ok(Vec::new()),
         NumaNodes::List(nodes) => {
-            let result = arena.prefer_nodes(nodes);
-            let result = result.map_err(|error| format!("--l1-numa-nodes: {error}"));
-            return result.map(|()| Vec::new());
+            let failed = |error| unavailable("--l1-numa-nodes").source(error);
+            return arena
+                .prefer_nodes(nodes)
+                .map_err(failed)
+                .map(|()| Vec::new());
         }
         NumaNodes::Auto if gpus.len() > 1 && arena.len() / gpus.len() as u64 >= LEAST_PART => {
             let parts = parts(arena, config.l1_align_bytes, gpus.len());
@@ -155,16 +155,16 @@ fn place(
     }))
 }
 
-/// An arena that stands for the one of a start, to be released at once. A pool is not made, since a running server may
-/// have it; if the file system has free space for it, some pages stand for it.
+/// Makes an arena as a start would, to be released at once. A pool is not made, since a running server may have it; if the
+/// file system has free space for it, some pages are enough.
 ///
 /// # Errors
 /// As [`create_arena`].
-pub fn rehearse_arena(config: &ServerConfig) -> Result<Arena, String> {
+pub fn preflight_arena(config: &ServerConfig) -> Result<Arena> {
     let l1_bytes = match (&config.shm_name, config.shm_shortage()) {
-        (Some(_), None) => STAND_IN,
+        (Some(_), None) => PREFLIGHT_BYTES,
         (Some(name), Some(shortage)) if config.shm_required => {
-            return Err(format!("--shm-name {name}: {shortage}"));
+            return Err(unavailable(shortage).context(format!("--shm-name {name}")));
         }
         _ => config.l1_bytes,
     };
@@ -175,14 +175,18 @@ pub fn rehearse_arena(config: &ServerConfig) -> Result<Arena, String> {
     })
 }
 
+fn unavailable(what: impl Display) -> Error {
+    Error::new(ErrorKind::Unavailable, what)
+}
+
 /// Makes the arena that a configuration asks for. Touches no page of it.
 ///
 /// # Errors
 /// One line that names what is unavailable. If a pool that no flag names is, the arena is made without it.
-pub fn create_arena(config: &ServerConfig) -> Result<Arena, String> {
+pub fn create_arena(config: &ServerConfig) -> Result<Arena> {
     let bytes = config.l1_bytes;
     let describe =
-        |error: ArenaError| format!("L1 of {:.2} GiB (--l1-size-gb): {error}", in_gib(bytes));
+        |error| unavailable(format!("L1 of {:.2} GiB (--l1-size-gb)", in_gib(bytes))).source(error);
     if config.l1_hugepages {
         return Arena::create(ArenaKind::Hugepages, bytes).map_err(describe);
     }
@@ -191,11 +195,14 @@ pub fn create_arena(config: &ServerConfig) -> Result<Arena, String> {
     };
     let shared = Arena::create(ArenaKind::Shm { name: name.clone() }, bytes);
     match shared.map_err(|error| match error {
-        ArenaError::OutOfMemory { available, .. } => config.describe_shortage(available),
-        error => error.to_string(),
+        ArenaError::OutOfMemory { available, .. } => {
+            unavailable(config.describe_shortage(available))
+        }
+        ArenaError::NameInUse { .. } => Error::new(ErrorKind::InUse, error.to_string()),
+        error => unavailable(error.to_string()),
     }) {
         Ok(arena) => Ok(arena),
-        Err(error) if config.shm_required => Err(format!("--shm-name {name}: {error}")),
+        Err(error) if config.shm_required => Err(error.context(format!("--shm-name {name}"))),
         Err(error) => {
             tracing::warn!(%error, "no shared memory pool: engine-driven workers will send their data pickled");
             Arena::create(ArenaKind::Anonymous, bytes).map_err(describe)
@@ -215,7 +222,7 @@ mod tests {
         // A pebibyte, which no machine has.
         let flags = ["--shm-name", &name, "--l1-size-gb", "1048576"];
         let config = ServerConfig::from_flags(&flags).unwrap();
-        let error = create_arena(&config).err().unwrap();
+        let error = create_arena(&config).err().unwrap().to_string();
         for part in [name.as_str(), "--l1-size-gb", "worker that maps it"] {
             assert!(error.contains(part), "{error}");
         }

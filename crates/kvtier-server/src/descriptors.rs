@@ -5,6 +5,7 @@
 //! | files of tiers, HTTP, and what the process itself needs | a quarter, from 512 to 4096, at most half |
 //! | connections to the request port | the rest, at most [`MAX_CONNECTIONS`] |
 
+use kvtier_error::{Error, ErrorKind, Result};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// Fewer are too few to start with.
@@ -27,7 +28,7 @@ impl Descriptors {
     ///
     /// # Errors
     /// One line, if there are too few to start with.
-    pub fn raise() -> Result<Self, String> {
+    pub fn raise() -> Result<Self> {
         let Rlimit { current, maximum } = getrlimit(Resource::Nofile);
         let wanted = Rlimit {
             current: maximum,
@@ -41,10 +42,13 @@ impl Descriptors {
         Self::share(limit.unwrap_or(u64::MAX))
     }
 
-    fn share(limit: u64) -> Result<Self, String> {
+    fn share(limit: u64) -> Result<Self> {
         if limit < MIN_LIMIT {
-            return Err(format!(
-                "this process may open {limit} files (ulimit -n); a server needs at least {MIN_LIMIT}"
+            return Err(Error::new(
+                ErrorKind::Unavailable,
+                format!(
+                    "this process may open {limit} files (ulimit -n); a server needs at least {MIN_LIMIT}"
+                ),
             ));
         }
         let others = (limit / 4).clamp(512, 4096).min(limit / 2);
@@ -74,10 +78,7 @@ mod tests {
                 Ok(Descriptors { limit, connections })
             );
         }
-        assert!(
-            Descriptors::share(63)
-                .unwrap_err()
-                .contains("open 63 files")
-        );
+        let error = Descriptors::share(63).unwrap_err().to_string();
+        assert!(error.contains("open 63 files"));
     }
 }

@@ -8,6 +8,7 @@
 
 mod access;
 mod budget;
+mod clock;
 mod descriptors;
 pub mod escape;
 pub mod front;
@@ -19,10 +20,10 @@ mod server;
 
 /// Access to the HTTP API.
 pub use access::Access;
-pub use kvtier_config::{self as config, ConfigError, Parsed, ServerConfig};
+pub use kvtier_config::{self as config, Parsed, ServerConfig};
 pub use kvtier_engine as engine;
 /// For programs that start servers whose pools have names that are never used again.
 pub use kvtier_memory::remove_stale_pools;
 pub use kvtier_metrics as metrics;
 pub use kvtier_tenants as quota;
-pub use server::{Server, StartError};
+pub use server::Server;

@@ -4,25 +4,26 @@
 use std::net::{TcpListener, ToSocketAddrs as _};
 
 use kvtier_config::ServerConfig;
-use kvtier_l2::redact;
+use kvtier_engine::Preflight;
+use kvtier_error::{Error, Result};
 
 use crate::access::Access;
 use crate::front::RequestSocket;
 
-/// Why a server could not start, found without leaving or changing anything. What others may take meanwhile, such as a
-/// port, is not checked.
-pub fn obstacle(config: &ServerConfig) -> Option<String> {
-    let access = match Access::open(&config.http) {
-        // What was refused may have been, or held, a secret.
-        Err(error) => return Some(redact::text(&error)),
-        Ok(access) => access,
-    };
-    equal_ports(config)
-        .or_else(|| config.tenants.salt_key().err())
-        .or_else(|| RequestSocket::obstacle(config))
-        .or_else(|| http_host_obstacle(&access))
-        .or_else(|| config.l2.as_ref()?.obstacle())
-        .or_else(|| kvtier_tenants::obstacle(config))
+/// Checks that a server could start; leaves and changes nothing. What others may take meanwhile, such as a port, is not
+/// checked.
+///
+/// # Errors
+/// The line with which the start would end; [`ErrorKind::InUse`](kvtier_error::ErrorKind::InUse) if a server that runs is
+/// in the way.
+pub fn check(config: &ServerConfig) -> Result<()> {
+    let access = Access::open(&config.http)?;
+    check_ports(config)?;
+    config.tenants.salt_key()?;
+    RequestSocket::preflight(config)?;
+    check_http_host(&access)?;
+    config.l2.as_ref().map_or(Ok(()), |l2| l2.preflight())?;
+    kvtier_tenants::preflight(config)
 }
 
 /// What an operator should know about a configuration with which a server starts, except for the tiers' warnings.
@@ -32,11 +33,17 @@ pub fn warnings(config: &ServerConfig) -> Vec<String> {
     config.warnings().chain(access).collect()
 }
 
-/// Binds the ports that a start would, and releases them.
+/// Reserves the ports, the memory and the GPUs that a start would, and releases them. A server that runs may have what the
+/// next one needs.
 ///
 /// # Errors
 /// The line with which the start would end.
-pub fn rehearse_ports(config: &ServerConfig) -> Result<(), String> {
+pub fn reserve(config: &ServerConfig) -> Result<Preflight> {
+    bind_ports(config)?;
+    kvtier_engine::preflight(config)
+}
+
+fn bind_ports(config: &ServerConfig) -> Result<()> {
     // A path is taken over from a server that has ended, so binding it would change something.
     let requests = config.ipc_path().is_none();
     let _requests = requests.then(|| RequestSocket::bind(config)).transpose()?;
@@ -47,9 +54,8 @@ pub fn rehearse_ports(config: &ServerConfig) -> Result<(), String> {
     ];
     let bind = |(flag, port): (&str, Option<u16>)| {
         let port = port?;
-        let failed =
-            |error| format!("--http-host, --{flag}: {host}:{port} cannot be bound: {error}");
-        Some(TcpListener::bind((host, port)).map_err(failed))
+        let bound = TcpListener::bind((host, port));
+        Some(bound.map_err(|error| cannot_bind(host, flag, port, error)))
     };
     let _http: Vec<_> = http
         .into_iter()
@@ -58,7 +64,15 @@ pub fn rehearse_ports(config: &ServerConfig) -> Result<(), String> {
     Ok(())
 }
 
-fn equal_ports(config: &ServerConfig) -> Option<String> {
+/// Returns the error of a port of HTTP.
+pub(crate) fn cannot_bind(host: &str, flag: &str, port: u16, error: std::io::Error) -> Error {
+    Error::io(
+        format!("--http-host, --{flag}: {host}:{port} cannot be bound"),
+        error,
+    )
+}
+
+fn check_ports(config: &ServerConfig) -> Result<()> {
     let requests = config.ipc_path().is_none().then_some(config.port);
     let ports = [
         ("--port", requests),
@@ -69,15 +83,16 @@ fn equal_ports(config: &ServerConfig) -> Option<String> {
         .into_iter()
         .filter_map(|(flag, port)| Some((flag, port.filter(|port| *port != 0)?)));
     let ports: Vec<_> = ports.collect();
-    ports.iter().enumerate().find_map(|(at, (flag, port))| {
-        let (other, _) = ports[..at].iter().find(|(_, other)| other == port)?;
-        Some(format!(
-            "{other} and {flag} are both {port}; give each its own"
-        ))
-    })
+    for (at, (flag, port)) in ports.iter().enumerate() {
+        if let Some((other, _)) = ports[..at].iter().find(|(_, other)| other == port) {
+            let what = format!("{other} and {flag} are both {port}; give each its own");
+            return Err(Error::refused(what));
+        }
+    }
+    Ok(())
 }
 
-fn http_host_obstacle(access: &Access) -> Option<String> {
+fn check_http_host(access: &Access) -> Result<()> {
     let host = access.host();
     let bound = (host, 0).to_socket_addrs().and_then(|mut addresses| {
         // As the start does: the first that can be bound.
@@ -87,12 +102,11 @@ fn http_host_obstacle(access: &Access) -> Option<String> {
             None => Err(std::io::ErrorKind::AddrNotAvailable.into()),
         }
     });
-    match bound {
-        Ok(address) => access.obstacle(address),
-        Err(error) => Some(format!(
-            "--http-host: {host:?} cannot be bound: {error}; give an address or a name of this machine"
-        )),
-    }
+    let bound = bound.map_err(|error| {
+        Error::io(format!("--http-host: {host:?} cannot be bound"), error)
+            .hint("give an address or a name of this machine")
+    })?;
+    access.check_bound(bound)
 }
 
 #[cfg(test)]
@@ -103,7 +117,7 @@ mod tests {
         let free = ["--port", "0", "--http-port", "0", "--shm-name", ""];
         // Later ones win.
         let config = ServerConfig::from_flags(&[&free[..], flags].concat()).unwrap();
-        obstacle(&config).unwrap_or_default()
+        check(&config).map_or_else(|error| error.to_string(), |()| String::new())
     }
 
     #[test]

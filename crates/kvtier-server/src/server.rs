@@ -8,13 +8,14 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use kvtier_l2::redact;
+use kvtier_error::{Error, Result};
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
 
 use crate::access::Access;
+use crate::clock::Clock;
 use crate::descriptors::Descriptors;
 use crate::front::{FrontEnd, RequestSocket};
 use crate::health::Health;
@@ -32,11 +33,6 @@ const HTTP_GRACE: Duration = Duration::from_secs(2);
 
 /// Time between two rounds of housekeeping from which on the process itself was stopped.
 const MAX_PAUSE: Duration = Duration::from_secs(10);
-
-/// Why a server did not start: one line that names the flag.
-#[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-pub struct StartError(String);
 
 /// A running server. Dropping it stops it.
 pub struct Server {
@@ -57,19 +53,15 @@ impl Server {
     ///
     /// # Errors
     /// If a port is taken, memory is unavailable, or the system is out of threads.
-    pub fn start(config: ServerConfig) -> Result<Self, StartError> {
+    pub fn start(config: ServerConfig) -> Result<Self> {
         let config = Arc::new(config);
-        if let Some(obstacle) = preflight::obstacle(&config) {
-            return Err(StartError(obstacle));
-        }
-        let access =
-            Access::open(&config.http).map_err(|error| StartError(redact::text(&error)))?;
-        let access = Arc::new(access);
+        preflight::check(&config)?;
+        let access = Arc::new(Access::open(&config.http)?);
         for warning in config.warnings().chain(access.warnings()) {
             tracing::warn!("{warning}");
         }
-        let descriptors = Descriptors::raise().map_err(StartError)?;
-        let socket = RequestSocket::bind(&config).map_err(StartError)?;
+        let descriptors = Descriptors::raise()?;
+        let socket = RequestSocket::bind(&config)?;
         let health = Arc::new(Health::default());
         let api = Arc::new(Api {
             engine: std::sync::OnceLock::new(),
@@ -87,7 +79,7 @@ impl Server {
             request_connections = descriptors.connections,
             "file descriptors shared out: what the request port does not use is for files and HTTP"
         );
-        let engine = Engine::new(Arc::clone(&config), metrics).map_err(StartError)?;
+        let engine = Engine::new(Arc::clone(&config), metrics)?;
         let engine = Arc::new(engine);
         let connections = usize::try_from(descriptors.connections).unwrap_or(usize::MAX);
         let front = FrontEnd::start(
@@ -96,8 +88,7 @@ impl Server {
             Arc::clone(&engine),
             Arc::clone(&health),
             connections,
-        )
-        .map_err(StartError)?;
+        )?;
         let stop_background = Arc::new(AtomicBool::new(false));
         let mut background = vec![spawn_housekeeping(&engine, &health, &stop_background)?];
         if config.l1_prefault {
@@ -181,21 +172,14 @@ fn start_http(
     config: &ServerConfig,
     api: &Arc<Api>,
     stop: &watch::Sender<bool>,
-) -> Result<(Runtime, SocketAddr), StartError> {
+) -> Result<(Runtime, SocketAddr)> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(HTTP_THREADS)
         .thread_name("kvtier-http")
         .enable_all()
         .build()
-        .map_err(|error| StartError(format!("no HTTP runtime: {error}")))?;
-    let bind = |flag: &str, port: u16| {
-        runtime
-            .block_on(http::bind(&api.access, port))
-            .map_err(|error| match error.starts_with("--") {
-                true => StartError(error),
-                false => StartError(format!("--http-host, --{flag}: {error}")),
-            })
-    };
+        .map_err(|error| Error::io("no HTTP runtime", error))?;
+    let bind = |flag: &str, port: u16| runtime.block_on(http::bind(&api.access, flag, port));
     let stopped = || {
         let mut stop = stop.subscribe();
         async move {
@@ -227,7 +211,7 @@ fn spawn_background(
     name: &'static str,
     health: &Arc<Health>,
     run: impl FnOnce() + Send + 'static,
-) -> Result<JoinHandle<()>, StartError> {
+) -> Result<JoinHandle<()>> {
     let health = Arc::clone(health);
     std::thread::Builder::new()
         .name(format!("kvtier-{name}"))
@@ -236,23 +220,22 @@ fn spawn_background(
                 health.poison(name);
             }
         })
-        .map_err(|error| StartError(format!("no thread: {error}")))
+        .map_err(|error| Error::io("no thread", error))
 }
 
 fn spawn_housekeeping(
     engine: &Arc<Engine>,
     health: &Arc<Health>,
     stop: &Arc<AtomicBool>,
-) -> Result<JoinHandle<()>, StartError> {
+) -> Result<JoinHandle<()>> {
     let (engine, stop) = (Arc::clone(engine), Arc::clone(stop));
     let state = Arc::clone(health);
     spawn_background("housekeeping", health, move || {
-        let mut last_round = Instant::now();
+        let mut clock = Clock::start(MAX_PAUSE);
         while !stop.load(Ordering::Acquire) {
-            if last_round.elapsed() > MAX_PAUSE {
+            if clock.advance() {
                 engine.forgive_silence();
             }
-            last_round = Instant::now();
             engine.housekeep();
             if engine.lost_memory() {
                 state.poison("L1 memory (pages were lost)");
@@ -269,7 +252,7 @@ fn spawn_prefault(
     engine: &Arc<Engine>,
     health: &Arc<Health>,
     stop: &Arc<AtomicBool>,
-) -> Result<JoinHandle<()>, StartError> {
+) -> Result<JoinHandle<()>> {
     let (engine, stop) = (Arc::clone(engine), Arc::clone(stop));
     spawn_background("prefault", health, move || engine.admin().prefault(&stop))
 }

@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvtier_core::object_key::check_cache_salt;
+use kvtier_error::{Error, Result};
 use kvtier_memory::checksum::checksum128;
 use parking_lot::Mutex;
 use serde::Deserialize;
@@ -23,6 +24,8 @@ const VERSION: u64 = 2;
 
 /// Largest file that is read, bytes: half a kilobyte for each tenant there may be.
 const MAX_LEN: u64 = 512 * MAX_TENANTS as u64;
+
+const NO_NAME: &str = "it is no name of a file";
 
 /// Which file it is, as far as the file system tells: device, number, size, and time of the last change.
 type Identity = (u64, u64, u64, i64, i64);
@@ -46,36 +49,41 @@ impl QuotaFile {
     ///
     /// # Errors
     /// One line with the file, what is wrong, and what to do.
-    pub fn open(path: &Path) -> Result<(Self, Table), String> {
-        let refuse = |what: String| refusal(path, &what);
-        let path = &resolve(path).map_err(refuse)?;
+    pub fn open(path: &Path) -> Result<(Self, Table)> {
+        Self::load(path).map_err(|error| about(path, error))
+    }
+
+    fn load(path: &Path) -> Result<(Self, Table)> {
+        let path = resolve(path)?;
         let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else {
-            return Err(refuse("it is no name of a file".into()));
+            return Err(Error::refused(NO_NAME));
         };
         let file = Self {
             directory: directory.to_owned(),
             temporary: format!(".{}.kvtier-tmp-", name.to_string_lossy()),
             seen: Mutex::default(),
-            path: path.clone(),
             max_len: MAX_LEN,
+            path,
         };
-        file.remove_stale()
-            .map_err(|error| refuse(format!("its directory cannot be used: {error}")))?;
-        let table = file.load().map_err(refuse)?;
-        Ok((file, table))
+        file.remove_stale().map_err(no_directory)?;
+        let Some((content, seen)) = read(&file.path)? else {
+            return Ok((file, Table::default()));
+        };
+        *file.seen.lock() = Some(seen);
+        Ok((file, decode(&content)?))
     }
 
     /// Reads the table and changes nothing.
     ///
     /// # Errors
     /// As [`QuotaFile::open`].
-    pub fn peek(path: &Path) -> Result<Table, String> {
+    pub fn peek(path: &Path) -> Result<Table> {
         let content = resolve(path).and_then(|path| read(&path));
         let table = content.and_then(|content| match content {
             Some((content, _)) => decode(&content),
             None => Ok(Table::default()),
         });
-        table.map_err(|what| refusal(path, &what))
+        table.map_err(|error| about(path, error))
     }
 
     /// Where it is.
@@ -92,7 +100,7 @@ impl QuotaFile {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         if identity(&self.path)? != *self.seen.lock() {
             return Err(io::Error::other(
-                "somebody else has changed it since this server read it; restart the server to use what is there",
+                "another process has changed it since this server read it; restart the server to use what is there",
             ));
         }
         let content = encode(table);
@@ -121,14 +129,6 @@ impl QuotaFile {
         Ok(())
     }
 
-    fn load(&self) -> Result<Table, String> {
-        let Some((content, seen)) = read(&self.path)? else {
-            return Ok(Table::default());
-        };
-        *self.seen.lock() = Some(seen);
-        decode(&content)
-    }
-
     fn remove_stale(&self) -> io::Result<()> {
         for entry in fs::read_dir(&self.directory)? {
             let entry = entry?;
@@ -141,15 +141,18 @@ impl QuotaFile {
     }
 }
 
-fn refusal(path: &Path, what: &str) -> String {
-    format!(
-        "--quota-file {}: {what}; put a good copy in its place, or remove it to start without quotas",
-        path.display()
-    )
+fn about(path: &Path, error: Error) -> Error {
+    error
+        .context(format!("--quota-file {}", path.display()))
+        .hint("put a good copy in its place, or remove it to start without quotas")
+}
+
+fn no_directory(error: io::Error) -> Error {
+    Error::io("its directory cannot be used", error)
 }
 
 /// The path of the file itself, which may be behind symbolic links, and whose directory must be there.
-fn resolve(path: &Path) -> Result<PathBuf, String> {
+fn resolve(path: &Path) -> Result<PathBuf> {
     let mut path = path.to_owned();
     // As many as the system follows.
     for _ in 0..40 {
@@ -159,13 +162,13 @@ fn resolve(path: &Path) -> Result<PathBuf, String> {
         path.pop();
         path.push(target);
     }
-    let name = path.file_name().ok_or("it is no name of a file")?;
+    let name = path.file_name().ok_or_else(|| Error::refused(NO_NAME))?;
     let directory = path.parent().filter(|path| !path.as_os_str().is_empty());
     let directory = directory.unwrap_or(Path::new("."));
     match fs::metadata(directory) {
         Ok(found) if found.is_dir() => Ok(directory.join(name)),
-        Ok(_) => Err("its directory is none".into()),
-        Err(error) => Err(format!("its directory cannot be used: {error}")),
+        Ok(_) => Err(Error::refused("its directory is none")),
+        Err(error) => Err(no_directory(error)),
     }
 }
 
@@ -188,13 +191,13 @@ fn identity_of(found: &fs::Metadata) -> Identity {
 }
 
 /// The bytes that are there.
-fn read(path: &Path) -> Result<Option<(Vec<u8>, Identity)>, String> {
-    let describe = |error: io::Error| format!("it cannot be read: {error}");
+fn read(path: &Path) -> Result<Option<(Vec<u8>, Identity)>> {
+    let describe = |error: io::Error| Error::io("it cannot be read", error);
     match fs::metadata(path) {
         // A pipe would be waited for.
-        Ok(found) if !found.is_file() => return Err("it is no file".into()),
+        Ok(found) if !found.is_file() => return Err(Error::refused("it is no file")),
         Ok(found) if found.len() > MAX_LEN => {
-            return Err(format!("it has more than {MAX_LEN} bytes"));
+            return Err(Error::refused(format!("it has more than {MAX_LEN} bytes")));
         }
         Ok(_) => {}
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -248,7 +251,7 @@ fn encode(table: &Table) -> String {
 }
 
 /// The table of a text.
-fn decode(content: &[u8]) -> Result<Table, String> {
+fn decode(content: &[u8]) -> Result<Table> {
     #[derive(Deserialize)]
     struct Head {
         version: u64,
@@ -259,25 +262,31 @@ fn decode(content: &[u8]) -> Result<Table, String> {
         #[serde(default)]
         places: BTreeMap<String, String>,
     }
-    let no_file = |error: serde_json::Error| format!("it is damaged, or no quota file: {error}");
+    let no_file =
+        |error: serde_json::Error| Error::refused("it is damaged, or no quota file").source(error);
     let head: Head = serde_json::from_slice(content).map_err(no_file)?;
     if !(1..=VERSION).contains(&head.version) {
-        return Err(format!(
+        return Err(Error::refused(format!(
             "it has version {}, and this server reads only versions up to {VERSION}",
             head.version
-        ));
+        )));
     }
     let whole: Whole = serde_json::from_slice(content).map_err(no_file)?;
     let table = Table::from_iter(whole.quotas).with_places(whole.places);
     if encode(&table).as_bytes() != content {
-        return Err("it is damaged, or was changed by hand: its checksum is another".into());
+        return Err(Error::refused(
+            "it is damaged, or was changed by hand: its checksum is another",
+        ));
     }
     if table.len() > MAX_TENANTS {
-        return Err(format!("it has more than {MAX_TENANTS} tenants"));
+        return Err(Error::refused(format!(
+            "it has more than {MAX_TENANTS} tenants"
+        )));
     }
     for (number, (salt, _)) in table.iter().enumerate() {
-        check_cache_salt(salt)
-            .map_err(|error| format!("entry {} is no tenant's: {error}", number + 1))?;
+        check_cache_salt(salt).map_err(|error| {
+            Error::refused(format!("entry {} is no tenant's", number + 1)).source(error)
+        })?;
     }
     Ok(table)
 }

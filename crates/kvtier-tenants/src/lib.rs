@@ -14,7 +14,7 @@ mod tier;
 pub use file::QuotaFile;
 pub use listing::only_set;
 pub use look::{InTier, Look};
-pub use quotas::{ChangeError, Changes, Opened, Quotas, obstacle};
+pub use quotas::{Changes, Opened, Quotas, preflight};
 pub use salts::Salts;
 pub use table::{Entry, MAX_TENANTS, Table, TierEntry};
 pub use tier::{QuotaTier, TenantSource};

@@ -2,11 +2,12 @@
 //!
 //! The table is there before the first tier is, so nothing is evicted by a quota that is not known yet.
 
-use std::io::ErrorKind;
+use std::io;
 use std::sync::Arc;
 
 use crossbeam_channel::{Sender, bounded};
 use kvtier_core::quota::{Grant, QuotaConfig, QuotaMode};
+use kvtier_error::{Error, ErrorKind, Result};
 use parking_lot::{Mutex, RwLock};
 
 use kvtier_config::{Limit, Place, QuotaSettings, ServerConfig};
@@ -26,7 +27,7 @@ impl Opened {
     ///
     /// # Errors
     /// One line: the file cannot be used, or shares are unavailable.
-    pub fn open(config: &ServerConfig, salts: &Salts) -> Result<Self, String> {
+    pub fn open(config: &ServerConfig, salts: &Salts) -> Result<Self> {
         let (file, table) = match &config.quotas.file {
             None => (None, Table::default()),
             Some(path) => {
@@ -35,13 +36,14 @@ impl Opened {
                 let table = prepared(config, salts, read.clone())?;
                 // At once: salts in clear must not stay, nor limits without the place they are for.
                 if table != read {
-                    let failed = |error| {
-                        format!(
-                            "--quota-file {}: what was read there has to be written anew, and cannot be: {error}; make it writable",
-                            path.display()
+                    file.save(&table).map_err(|error| {
+                        Error::io(
+                            "what was read there has to be written again, and cannot be",
+                            error,
                         )
-                    };
-                    file.save(&table).map_err(failed)?;
+                        .context(format!("--quota-file {}", path.display()))
+                        .hint("make it writable")
+                    })?;
                 }
                 (Some(file), table)
             }
@@ -79,23 +81,28 @@ impl Opened {
     }
 }
 
-/// Preflight check: why a server would not start with its quotas, without changing anything. A secret that cannot be
-/// read is reported elsewhere.
-pub fn obstacle(config: &ServerConfig) -> Option<String> {
-    let table = QuotaFile::peek(config.quotas.file.as_deref()?);
-    let salts = Salts::of(config.tenants.salt_key().ok()?);
-    table
-        .and_then(|table| prepared(config, &salts, table))
-        .err()
+/// Checks that a server could start with its quotas; changes nothing.
+///
+/// # Errors
+/// As [`Opened::open`], or a secret that cannot be read.
+pub fn preflight(config: &ServerConfig) -> Result<()> {
+    let Some(path) = &config.quotas.file else {
+        return Ok(());
+    };
+    let salts = Salts::of(config.tenants.salt_key()?);
+    prepared(config, &salts, QuotaFile::peek(path)?).map(drop)
 }
 
 /// The table as it holds now: by the names that tenants have, and for the tiers it was meant for.
-fn prepared(config: &ServerConfig, salts: &Salts, table: Table) -> Result<Table, String> {
+fn prepared(config: &ServerConfig, salts: &Salts, table: Table) -> Result<Table> {
     // What was set before salts were hashed still holds.
     let table = table
         .renamed(|salt| salts.of_operator(salt).into())
         .map_err(|name| {
-            format!("--quota-file: {name} has an entry, and so has the salt that it is the hash of; start without --hash-salts and delete one of them")
+            Error::refused(format!(
+                "--quota-file: {name} has an entry, and so has the salt that it is the hash of"
+            ))
+            .hint("start without --hash-salts and delete one of them")
         })?;
     let places = config.places();
     let now = |tier: &str| place_of(&places, tier);
@@ -103,10 +110,10 @@ fn prepared(config: &ServerConfig, salts: &Salts, table: Table) -> Result<Table,
     let table = table.placed(|_| None);
     for (tier, then) in table.places() {
         if let Some(now) = now(tier).filter(|now| now != then) {
-            return Err(format!(
+            return Err(Error::refused(format!(
                 "--quota-file: it has limits of its own for tier {tier}, which was in {then} and is in {now} now; give that \
                  adapter another \"name\", and \"name\": {tier:?} to the one in {then} if there still is one"
-            ));
+            )));
         }
     }
     let table = table.placed(now);
@@ -121,27 +128,21 @@ fn place_of(places: &[Place], tier: &str) -> Option<String> {
 }
 
 /// Tiers may have become smaller since shares were reserved.
-fn check_reserved(config: &ServerConfig, table: &Table) -> Result<(), String> {
+fn check_reserved(config: &ServerConfig, table: &Table) -> Result<()> {
     for place in config.places() {
         let checked = place.check_reserved(table.reserved(&place.name));
         checked.map_err(|what| {
-            format!(
-                "--quota-file: {what}; enlarge the tier, or reserve less while it is large enough"
-            )
+            what.context("--quota-file")
+                .hint("enlarge the tier, or reserve less while it is large enough")
         })?;
     }
     Ok(())
 }
 
-/// Why an entry is as it was.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub enum ChangeError {
-    /// It cannot be so.
-    #[error("{0}")]
-    Refused(String),
-    /// The file could not be written.
-    #[error("the quotas could not be written: {0}; nothing was changed")]
-    NotWritten(String),
+fn not_written(error: Error) -> Error {
+    error
+        .context("the quotas could not be written")
+        .hint("nothing was changed")
 }
 
 /// Entries to set, or with `None` to take away.
@@ -151,14 +152,14 @@ pub type Changes = Vec<(Arc<str>, Option<Entry>)>;
 struct Waiting {
     changes: Changes,
     /// Takes how many entries were there before.
-    answer: Sender<Result<usize, ChangeError>>,
+    answer: Sender<Result<usize>>,
 }
 
 /// Changes that were made.
 struct Accepted {
     changes: Vec<(Arc<str>, Option<Arc<Entry>>)>,
     existed: usize,
-    answer: Sender<Result<usize, ChangeError>>,
+    answer: Sender<Result<usize>>,
 }
 
 /// Quotas of all tenants in all tiers.
@@ -227,7 +228,7 @@ impl Quotas {
     ///
     /// # Errors
     /// Then everything is as it was.
-    pub fn change(&self, salt: &str, entry: Option<Entry>) -> Result<bool, ChangeError> {
+    pub fn change(&self, salt: &str, entry: Option<Entry>) -> Result<bool> {
         let existed = self.change_all(vec![(salt.into(), entry)])?;
         Ok(existed > 0)
     }
@@ -239,9 +240,9 @@ impl Quotas {
     ///
     /// # Errors
     /// Then everything is as it was.
-    pub fn change_all(&self, changes: Changes) -> Result<usize, ChangeError> {
+    pub fn change_all(&self, changes: Changes) -> Result<usize> {
         for entry in changes.iter().filter_map(|(_, entry)| entry.as_ref()) {
-            self.check(entry).map_err(ChangeError::Refused)?;
+            self.check(entry)?;
         }
         let (answer, outcome) = bounded(1);
         self.waiting.lock().push(Waiting { changes, answer });
@@ -252,7 +253,12 @@ impl Quotas {
             self.write(waiting, &mut turn);
         }
         drop(turn);
-        let lost = |_| Err(ChangeError::NotWritten("an error of this server".into()));
+        let lost = |_| {
+            Err(not_written(Error::new(
+                ErrorKind::Io,
+                "an error of this server",
+            )))
+        };
         let existed = outcome.recv().unwrap_or_else(lost)?;
         for tier in &self.tiers {
             tier.enforce();
@@ -264,16 +270,16 @@ impl Quotas {
     ///
     /// # Errors
     /// Names the tier whose share is more than its limit.
-    pub fn check(&self, entry: &Entry) -> Result<(), String> {
+    pub fn check(&self, entry: &Entry) -> Result<()> {
         for Place { name, .. } in &self.places {
             let Grant { limit, reserved } = entry.of_tier(name);
             if let Some(limit) = limit
                 && reserved > limit
             {
                 let (reserved, limit) = (Limit(Some(reserved)), Limit(Some(limit)));
-                return Err(format!(
+                return Err(Error::refused(format!(
                     "{name}: {reserved} reserved is more than the limit of {limit}"
-                ));
+                )));
             }
         }
         Ok(())
@@ -301,12 +307,12 @@ impl Quotas {
                 let before = reserved.clone();
                 let (accepted, is_other) = self.admit(waiting, &mut table, reserved);
                 if is_other && let Err(error) = file.save(&table) {
-                    let path = file.path().display();
+                    let path = file.path().display().to_string();
                     let error = match error.kind() {
-                        ErrorKind::FileTooLarge => ChangeError::Refused(error.to_string()),
+                        io::ErrorKind::FileTooLarge => Error::refused(error.to_string()),
                         _ => {
-                            tracing::error!(%error, file = %path, "the quotas could not be written");
-                            ChangeError::NotWritten(format!("{path}: {error}"))
+                            tracing::error!(%error, file = path, "the quotas could not be written");
+                            not_written(Error::io(path, error))
                         }
                     };
                     for change in accepted {
@@ -376,7 +382,7 @@ impl Quotas {
                     for (salt, old) in before.into_iter().rev() {
                         table.restore(&salt, old);
                     }
-                    let _ = answer.send(Err(ChangeError::Refused(what)));
+                    let _ = answer.send(Err(what));
                 }
             }
         }
@@ -390,11 +396,11 @@ impl Quotas {
         will_be: usize,
         reserved: &[u128],
         sums: &[u128],
-    ) -> Result<(), String> {
+    ) -> Result<()> {
         if will_be > tenants && will_be > MAX_TENANTS {
-            return Err(format!(
+            return Err(Error::refused(format!(
                 "there would be {will_be} tenants with a quota, and may be {MAX_TENANTS} at most"
-            ));
+            )));
         }
         for (place, (before, sum)) in self.places.iter().zip(reserved.iter().zip(sums)) {
             if sum > before {

@@ -5,6 +5,7 @@
 use std::borrow::Cow;
 
 use kvtier_core::object_key::{KeyError, KeyScope, SaltKey, check_cache_salt};
+use kvtier_error::Result;
 use kvtier_proto::key::CacheKey;
 
 use kvtier_config::TenantSettings;
@@ -23,7 +24,7 @@ impl Salts {
     ///
     /// # Errors
     /// One line: a secret that cannot be read.
-    pub fn open(settings: &TenantSettings) -> Result<Self, String> {
+    pub fn open(settings: &TenantSettings) -> Result<Self> {
         let key = settings.salt_key()?;
         if let Some(key) = &key {
             tracing::info!(secret = key.fingerprint(), "cache salts are hashed");

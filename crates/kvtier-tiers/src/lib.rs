@@ -21,6 +21,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use kvtier_core::cache::{Cache, Extent};
+use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_l2::tier::{Tier, TierConfig, TierEviction};
 use kvtier_l2::{AdapterConfig, Buffer, Registry};
 use kvtier_memory::Arena;
@@ -86,7 +87,7 @@ impl L2 {
         arena: Arc<Arena>,
         clock: Arc<Clock>,
         metrics: Arc<Metrics>,
-    ) -> Result<Arc<Self>, String> {
+    ) -> Result<Arc<Self>> {
         let tiers = || open(config, quotas);
         Self::start_with(config, tiers, cache, arena, clock, metrics)
     }
@@ -94,18 +95,18 @@ impl L2 {
     /// The same with tiers that `open` gives, within a runtime.
     fn start_with(
         config: &L2Config,
-        open: impl FnOnce() -> Result<Vec<Arc<Tier>>, String>,
+        open: impl FnOnce() -> Result<Vec<Arc<Tier>>>,
         cache: Cache<L1Allocator>,
         arena: Arc<Arena>,
         clock: Arc<Clock>,
         metrics: Arc<Metrics>,
-    ) -> Result<Arc<Self>, String> {
+    ) -> Result<Arc<Self>> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(THREADS)
             .thread_name("kvtier-l2")
             .enable_all()
             .build()
-            .map_err(|error| format!("no runtime for L2: {error}"))?;
+            .map_err(|error| Error::io("no runtime for L2", error))?;
         let tiers = {
             let _within = runtime.enter();
             open()?
@@ -207,7 +208,7 @@ impl L2 {
                 tracing::warn!(
                     objects = left.queued_objects,
                     bytes = left.queued_bytes,
-                    "objects were not stored in time and are given up"
+                    "objects were not stored in time and are dropped"
                 );
             }
             for tier in &self.tiers {
@@ -224,15 +225,19 @@ fn soon() -> tokio::time::Instant {
     tokio::time::Instant::now() + Duration::from_millis(500)
 }
 
-fn open(config: &L2Config, quotas: &Opened) -> Result<Vec<Arc<Tier>>, String> {
+fn open(config: &L2Config, quotas: &Opened) -> Result<Vec<Arc<Tier>>> {
     let registry = Registry::built_in();
     let open = |(number, adapter): (usize, &AdapterConfig)| {
         for warning in &adapter.warnings {
             tracing::warn!("--l2-adapter: {warning}");
         }
-        let opened = registry
-            .open(adapter)
-            .map_err(|error| format!("--l2-adapter: type {:?}: {error}", adapter.kind))?;
+        let opened = registry.open(adapter).map_err(|error| {
+            Error::new(
+                ErrorKind::Io,
+                format!("--l2-adapter: type {:?}", adapter.kind),
+            )
+            .source(error)
+        })?;
         let eviction = adapter.eviction.map(|eviction| TierEviction {
             policy: eviction.policy,
             trigger_watermark: eviction.trigger_watermark,

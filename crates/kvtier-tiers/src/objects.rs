@@ -55,7 +55,7 @@ impl L2 {
         self.handle
             .spawn(task)
             .await
-            .unwrap_or_else(|error| Err(L2Error::new(ErrorKind::Unavailable, error.to_string())))
+            .unwrap_or_else(|error| Err(lost(error)))
     }
 
     /// Deletes objects of a tier; one result each. With `force` also what is being read there, and what waits to be
@@ -69,16 +69,19 @@ impl L2 {
         tier: usize,
         keys: Vec<ObjectKey>,
         force: bool,
-    ) -> Result<Vec<Result<Deleted, L2Error>>, String> {
+    ) -> Result<Vec<Result<Deleted, L2Error>>, L2Error> {
         if force {
             self.pending.revoke(tier, &keys);
         }
         let tier = Arc::clone(&self.tiers[tier]);
         let task = async move { tier.delete(keys, force).await };
         // Where adapters live.
-        let results = self.handle.spawn(task).await;
-        results.map_err(|error| error.to_string())
+        self.handle.spawn(task).await.map_err(lost)
     }
+}
+
+fn lost(error: tokio::task::JoinError) -> L2Error {
+    L2Error::new(ErrorKind::Unavailable, error.to_string())
 }
 
 async fn list(

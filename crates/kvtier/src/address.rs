@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::Args;
+use kvtier_error::{Error, Result};
 
 /// The default request socket.
 pub(crate) const REQUESTS: &str = "tcp://127.0.0.1:5555";
@@ -36,22 +37,23 @@ impl HttpArgs {
 }
 
 /// Parses the address of a request socket.
-pub(crate) fn requests(text: &str) -> Result<String, String> {
-    complete(text, &["tcp", "ipc"])
-        .ok_or_else(|| "give host:port, tcp://host:port or ipc://path of a request socket".into())
+pub(crate) fn requests(text: &str) -> Result<String> {
+    complete(text, &["tcp", "ipc"]).ok_or_else(|| {
+        Error::refused("give host:port, tcp://host:port or ipc://path of a request socket")
+    })
 }
 
 /// Parses the address of an HTTP API.
-pub(crate) fn http(text: &str) -> Result<String, String> {
+pub(crate) fn http(text: &str) -> Result<String> {
     complete(text, &["http", "https"]).ok_or_else(|| {
-        "give host:port, http://host:port or https://host:port of an HTTP API".into()
+        Error::refused("give host:port, http://host:port or https://host:port of an HTTP API")
     })
 }
 
 /// Parses the address of either.
-pub(crate) fn requests_or_http(text: &str) -> Result<String, String> {
+pub(crate) fn requests_or_http(text: &str) -> Result<String> {
     complete(text, &["tcp", "ipc", "http", "https"]).ok_or_else(|| {
-        "give host:port, tcp://host:port or ipc://path of a request socket, or http://host:port or https://host:port of an HTTP API".into()
+        Error::refused("give host:port, tcp://host:port or ipc://path of a request socket, or http://host:port or https://host:port of an HTTP API")
     })
 }
 
@@ -151,7 +153,7 @@ mod tests {
             "tcp:a:7",
             "u@a:7",
         ] {
-            let refusal = requests_or_http(text).unwrap_err();
+            let refusal = requests_or_http(text).unwrap_err().to_string();
             assert!(
                 ["host:port", "tcp://", "ipc://", "http://"]
                     .iter()

@@ -2,15 +2,15 @@
 
 use std::ffi::OsString;
 use std::io::Write as _;
-use std::os::unix::net::UnixStream;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
 use clap::Args;
+use kvtier_error::{Error, ErrorKind};
 use kvtier_server::config::in_gib;
-use kvtier_server::{Parsed, Server, ServerConfig, engine, preflight};
+use kvtier_server::{Parsed, Server, ServerConfig, preflight};
 
 use crate::USAGE;
 use crate::out::{self, complain};
@@ -54,8 +54,8 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
             return Ok(ExitCode::from(USAGE));
         }
     };
-    if let Some(obstacle) = preflight::obstacle(&config) {
-        return Ok(refuse(&config, &obstacle));
+    if let Err(error) = preflight::check(&config) {
+        return Ok(refuse(&error));
     }
     let log = kvtier_server::logging::init(&config).context("no thread for the log")?;
     if !config.ignored.is_empty() {
@@ -123,15 +123,11 @@ fn end_in_time(server: &Server) -> std::io::Result<()> {
 }
 
 /// Prints why there is no start; bad usage, unless another server has the socket.
-fn refuse(config: &ServerConfig, obstacle: &str) -> ExitCode {
-    complain("server", obstacle);
-    // Only of the request socket; whatever else is wrong does not end with that server.
-    let path = config
-        .ipc_path()
-        .filter(|_| obstacle.starts_with("--host:"));
-    match path.is_some_and(|path| UnixStream::connect(path).is_ok()) {
-        true => ExitCode::FAILURE,
-        false => ExitCode::from(USAGE),
+fn refuse(error: &Error) -> ExitCode {
+    complain("server", error);
+    match error.kind() {
+        ErrorKind::InUse => ExitCode::FAILURE,
+        _ => ExitCode::from(USAGE),
     }
 }
 
@@ -140,14 +136,13 @@ fn check(config: &ServerConfig) -> anyhow::Result<ExitCode> {
     let mut out = out::stdout();
     let shortage = config.shm_shortage();
     let l2 = config.l2.as_ref();
-    if let Some(obstacle) = preflight::obstacle(config) {
-        return Ok(refuse(config, &obstacle));
+    if let Err(error) = preflight::check(config) {
+        return Ok(refuse(&error));
     }
-    let rehearsed = preflight::rehearse_ports(config).and_then(|()| engine::preflight(config));
-    let found = match rehearsed {
+    let found = match preflight::reserve(config) {
         Ok(found) => found,
-        Err(obstacle) => {
-            complain("server", obstacle);
+        Err(error) => {
+            complain("server", error);
             return Ok(ExitCode::FAILURE);
         }
     };

@@ -2,12 +2,14 @@
 
 use std::time::Duration;
 
+use kvtier_error::{Error, Result};
+
 /// Parses a span of time: seconds, or a number with the unit ms, s or m.
-pub(crate) fn duration(text: &str) -> Result<Duration, String> {
+pub(crate) fn duration(text: &str) -> Result<Duration> {
     let (number, scale) = split_unit(text, &[("ms", 0.001), ("s", 1.0), ("m", 60.0), ("", 1.0)])
-        .ok_or("give a time in seconds, or such as 500ms, 30s or 2m")?;
+        .ok_or_else(|| Error::refused("give a time in seconds, or such as 500ms, 30s or 2m"))?;
     if !(number * scale).is_finite() || number * scale < 0.001 || number * scale > 86_400.0 {
-        return Err("give a time from 1ms to 24 hours".to_owned());
+        return Err(Error::refused("give a time from 1ms to 24 hours"));
     }
     Ok(Duration::from_secs_f64(number * scale))
 }
@@ -31,10 +33,8 @@ mod tests {
         assert_eq!(duration("2m"), Ok(Duration::from_secs(120)));
         assert_eq!(duration("1.5"), Ok(Duration::from_millis(1500)));
         for bad in ["", "-1s", "nans", "1e99s", "0", "5h", "ms"] {
-            assert!(
-                duration(bad).unwrap_err().starts_with("give a time"),
-                "{bad}"
-            );
+            let error = duration(bad).unwrap_err().to_string();
+            assert!(error.starts_with("give a time"), "{bad}");
         }
     }
 }

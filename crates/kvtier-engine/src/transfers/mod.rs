@@ -202,7 +202,7 @@ impl Transfers {
         let range = self.worker_range(instance, request.key)?;
         let layout = guard.pages().layout();
         let blocks = BlockTable::check(layout, request.block_ids, range.chunks.len())
-            .map_err(|error| Error::refused(error.to_string()))?;
+            .map_err(Error::refused)?;
         let transfer = Transfer {
             arena: Arc::clone(&self.context.l1.arena),
             blocks,
@@ -321,13 +321,10 @@ impl CopyRequest<'_> {
 
 /// The metric label of a transfer that is answered with "no".
 fn reason(error: &Error, direction: Direction) -> &'static str {
-    match (error.kind(), direction) {
-        (kind @ (ErrorKind::LaneFull | ErrorKind::StagingFull | ErrorKind::NotHeld), _) => {
-            kind.name()
-        }
-        (_, Direction::Store) => "store_failed",
-        (_, Direction::Retrieve) => "retrieve_failed",
-    }
+    error.kind().label(match direction {
+        Direction::Store => "store_failed",
+        Direction::Retrieve => "retrieve_failed",
+    })
 }
 
 /// Whether each such error is logged. A miss is no trouble; a full budget has a log line of its own.

@@ -309,7 +309,7 @@ impl Transfers {
         let object_bytes = cache.footprint(requests.iter().map(|request| request.len));
         let reserve = |max_bytes| {
             let reserved = cache.reserve_staged(self.context.now(), requests, near, max_bytes);
-            let reserved = reserved.map_err(|error| Error::refused(error.to_string()))?;
+            let reserved = reserved.map_err(Error::refused)?;
             let bytes = reserved.bytes;
             Ok::<_, Error>((reserved, bytes))
         };

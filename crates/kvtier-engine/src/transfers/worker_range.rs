@@ -59,8 +59,8 @@ impl Transfers {
             .ok_or_else(|| Error::refused("worker_id is nil; allowed: the number of a worker"))?;
         let scope = self.context.short_scope(key)?;
         let (chunk_size, tokens) = (self.context.chunk_size, key.tokens.token_count);
-        let chunks = store_chunks(chunk_size, tokens, key.start, key.end)
-            .map_err(|error| Error::refused(error.to_string()))?;
+        let chunks =
+            store_chunks(chunk_size, tokens, key.start, key.end).map_err(Error::refused)?;
         Ok(WorkerRange {
             scope,
             kv_rank: kvtier_core::kv_rank(key.world_size, worker),

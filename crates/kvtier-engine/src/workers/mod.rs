@@ -93,7 +93,7 @@ impl Workers {
             Err(error) => {
                 tracing::error!("{}: {error}", operation.name());
                 // A client that takes no text has timed out long before.
-                Answer::error(error, "still_copying")
+                Answer::error(error.to_string(), "still_copying")
             }
         }
     }

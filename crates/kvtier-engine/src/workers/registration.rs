@@ -35,8 +35,7 @@ const WORLD_SIZES: std::ops::RangeInclusive<u32> = 1..=256;
 
 fn check_model(model_name: &str, world_size: u32) -> Result<()> {
     check_name("model_name", model_name)?;
-    kvtier_core::object_key::check_model_name(model_name)
-        .map_err(|error| Error::refused(error.to_string()))?;
+    kvtier_core::object_key::check_model_name(model_name).map_err(Error::refused)?;
     if !WORLD_SIZES.contains(&world_size) {
         return Err(Error::refused(format!(
             "world_size is {world_size}; allowed: 1 to 256"
@@ -121,7 +120,7 @@ impl Workers {
             u64::from(self.context.config.chunk_size),
             self.context.config.separate_object_groups,
         )
-        .map_err(|error| Error::refused(error.to_string()))?;
+        .map_err(Error::refused)?;
         Ok(Some(Newcomer {
             id: registration.instance,
             model_name: registration.model_name.to_owned(),

@@ -9,7 +9,7 @@ use kvtier_proto::pickle::{Limits, read_registration};
 pub(super) fn tensor_spec(descriptor: &TensorDescriptor) -> Result<TensorSpec> {
     if let TensorDescriptor::Legacy { pickle } = descriptor {
         let read = read_registration(pickle, &Limits::default());
-        return tensor_spec(&read.map_err(|error| Error::refused(error.to_string()))?);
+        return tensor_spec(&read.map_err(Error::refused)?);
     }
     let Some(metadata) = descriptor.metadata() else {
         return Err(Error::refused(format!(

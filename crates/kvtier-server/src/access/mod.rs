@@ -12,17 +12,19 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use kvtier_config::{HttpConfig, TOKENS_VARIABLE, is_loopback};
+use kvtier_error::{Error, Result};
+use kvtier_l2::redact;
 use tokio_rustls::rustls;
 
 pub(crate) use tokens::{Role, Tokens};
 use watched::Watched;
 
-/// Tokens and certificates; both are read again by [`Access::look`] when their files have changed.
+/// Tokens and certificates; both are read again when their files have changed.
 pub struct Access {
     host: String,
     /// `None` allows every client on this host everything.
-    tokens: Option<Watched<Tokens>>,
-    tls: Option<Watched<rustls::ServerConfig>>,
+    tokens: Option<Arc<Watched<Tokens>>>,
+    tls: Option<Arc<Watched<rustls::ServerConfig>>>,
 }
 
 impl Access {
@@ -30,7 +32,12 @@ impl Access {
     ///
     /// # Errors
     /// One line that names the flag: a bad file, or a host beyond loopback without tokens.
-    pub(crate) fn open(config: &HttpConfig) -> Result<Self, String> {
+    pub(crate) fn open(config: &HttpConfig) -> Result<Self> {
+        // A refused value may be a secret, or contain one.
+        Self::read(config).map_err(|error| error.map_text(redact::text))
+    }
+
+    fn read(config: &HttpConfig) -> Result<Self> {
         let tls = match (&config.tls_cert, &config.tls_key) {
             (None, None) => None,
             (Some(cert), Some(key)) => {
@@ -39,42 +46,45 @@ impl Access {
                 let make = move |contents: &[Vec<u8>]| {
                     tls::settings((&cert, &contents[0]), (&key, &contents[1]))
                 };
-                let watched = Watched::open("the certificate and key of HTTP", paths, make);
-                Some(watched.map_err(|error| match error.starts_with("--") {
-                    true => error,
-                    false => format!("--http-tls-cert, --http-tls-key: {error}"),
-                })?)
+                let flags = "--http-tls-cert, --http-tls-key";
+                Some(Arc::new(Watched::open(
+                    "the certificate and key of HTTP",
+                    flags,
+                    paths,
+                    make,
+                )?))
             }
-            _ => return Err(
-                "--http-tls-cert and --http-tls-key: one is no use without the other; give both"
-                    .into(),
-            ),
+            _ => {
+                return Err(Error::refused(
+                    "--http-tls-cert and --http-tls-key: one is no use without the other; give both",
+                ));
+            }
         };
         let access = Self {
             tokens: tokens(config.token_file.clone(), config.tokens.clone())?,
             host: config.host.clone(),
             tls,
         };
-        match access.is_local() {
-            Some(false) => access.refusal(&access.host).map_or(Ok(access), Err),
-            _ => Ok(access),
+        if access.is_local() == Some(false) {
+            access.check_reachable_from_others(&access.host)?;
         }
+        Ok(access)
     }
 
     /// The tokens as last read; `None` without any, which allows every client everything.
     pub(crate) fn tokens(&self) -> Option<Arc<Tokens>> {
-        self.tokens.as_ref().map(Watched::get)
+        self.tokens.as_deref().map(Watched::get)
     }
 
-    /// How to answer a handshake, as of the last look; `None` without TLS.
+    /// How to answer a handshake, as of the last check; `None` without TLS.
     pub(crate) fn tls(&self) -> Option<Arc<rustls::ServerConfig>> {
-        self.tls.as_ref().map(Watched::get)
+        self.tls.as_deref().map(Watched::get)
     }
 
-    /// Looks at the files now. What has changed is used from here on, and logged; the answer names what was looked at.
+    /// Checks the files now. What has changed is used from here on, and logged; returns the names of what was checked.
     pub fn reload(&self) -> Vec<&'static str> {
-        let tokens = self.tokens.as_ref().map(Watched::reload);
-        let tls = self.tls.as_ref().map(Watched::reload);
+        let tokens = self.tokens.as_deref().map(Watched::reload);
+        let tls = self.tls.as_deref().map(Watched::reload);
         tokens.into_iter().chain(tls).collect()
     }
 
@@ -88,19 +98,25 @@ impl Access {
         &self.host
     }
 
-    /// Why nothing may be served where the system has bound the host, if so: what a name means is only known then.
-    pub(crate) fn obstacle(&self, bound: SocketAddr) -> Option<String> {
-        let is_local = is_loopback(bound.ip());
-        (!is_local).then(|| self.refusal(&bound.ip()))?
+    /// Checks that HTTP may be served where the system has bound the host: only then is it known what a name means.
+    ///
+    /// # Errors
+    /// Other hosts reach it, and there is no token.
+    pub(crate) fn check_bound(&self, bound: SocketAddr) -> Result<()> {
+        match is_loopback(bound.ip()) {
+            true => Ok(()),
+            false => self.check_reachable_from_others(&bound.ip()),
+        }
     }
 
-    fn refusal(&self, place: &dyn fmt::Display) -> Option<String> {
-        self.tokens.is_none().then(|| {
-            format!(
-                "--http-host: {place} is reachable from other hosts, where everybody could change and read everything; \
+    fn check_reachable_from_others(&self, place: &dyn fmt::Display) -> Result<()> {
+        match self.tokens.is_some() {
+            true => Ok(()),
+            false => Err(Error::refused(format!(
+                "--http-host: {place} is reachable from other hosts, where every client could change and read everything; \
                  give --http-token-file FILE (or tokens in the environment variable {TOKENS_VARIABLE}), or keep it on loopback"
-            )
-        })
+            ))),
+        }
     }
 
     /// Warnings for the operator.
@@ -108,13 +124,13 @@ impl Access {
         let mut warnings = Vec::new();
         if self.tokens.is_some() && self.tls.is_none() && self.is_local() == Some(false) {
             warnings.push(format!(
-                "--http-host {}: tokens travel in clear, whoever sees the traffic can use them; give --http-tls-cert and \
+                "--http-host {}: tokens travel in clear, and can be used by all that see the traffic; give --http-tls-cert and \
                  --http-tls-key, unless something in front of it does TLS",
                 self.host
             ));
         }
-        warnings.extend(self.tokens.as_ref().and_then(Watched::warning));
-        warnings.extend(self.tls.as_ref().and_then(Watched::warning));
+        warnings.extend(self.tokens.as_deref().and_then(Watched::warning));
+        warnings.extend(self.tls.as_deref().and_then(Watched::warning));
         warnings
     }
 
@@ -141,12 +157,12 @@ impl fmt::Debug for Access {
 fn tokens(
     file: Option<PathBuf>,
     variable: Option<OsString>,
-) -> Result<Option<Watched<Tokens>>, String> {
+) -> Result<Option<Arc<Watched<Tokens>>>> {
     let given = variable.filter(|text| !text.is_empty());
     let given = given.map(|text| {
         let text = text.to_string_lossy().replace(';', "\n");
         let tokens = Tokens::parse(text.as_bytes());
-        tokens.map_err(|error| format!("{TOKENS_VARIABLE}: {error}"))
+        tokens.map_err(|error| error.context(TOKENS_VARIABLE))
     });
     let given = given.transpose()?;
     if file.is_none() && given.is_none() {
@@ -160,16 +176,12 @@ fn tokens(
         let mut all = given.clone().unwrap_or_default();
         if let Some(content) = contents.first() {
             let tokens = Tokens::parse(content).and_then(|tokens| tokens.and(&all));
-            all = tokens.map_err(|error| format!("--http-token-file {name}: {error}"))?;
+            all = tokens.map_err(|error| error.context(format!("--http-token-file {name}")))?;
         }
         Ok(all)
     };
-    let watched = Watched::open("the tokens of HTTP", paths, make);
-    let watched = watched.map_err(|error| match error.starts_with("--") {
-        true => error,
-        false => format!("--http-token-file: {error}"),
-    });
-    watched.map(Some)
+    let watched = Watched::open("the tokens of HTTP", "--http-token-file", paths, make)?;
+    Ok(Some(Arc::new(watched)))
 }
 
 #[cfg(test)]
@@ -199,7 +211,7 @@ mod tests {
             assert!(access.warnings().is_empty() && access.tokens().is_none());
         }
         for host in ["0.0.0.0", "::", "10.0.0.1", "fe80::1", "::ffff:10.0.0.1"] {
-            let told = Access::open(&wanted(host)).unwrap_err();
+            let told = Access::open(&wanted(host)).unwrap_err().to_string();
             assert!(
                 told.starts_with(&format!("--http-host: {host} is reachable")),
                 "{told}"
@@ -220,8 +232,9 @@ mod tests {
     #[test]
     fn what_a_name_stands_for_counts_once_it_is_bound() {
         let access = Access::open(&wanted("node-7")).unwrap();
-        assert_eq!(access.obstacle("127.0.0.1:1".parse().unwrap()), None);
-        let told = access.obstacle("10.0.0.1:1".parse().unwrap()).unwrap();
+        assert_eq!(access.check_bound("127.0.0.1:1".parse().unwrap()), Ok(()));
+        let told = access.check_bound("10.0.0.1:1".parse().unwrap());
+        let told = told.unwrap_err().to_string();
         assert!(
             told.starts_with("--http-host: 10.0.0.1 is reachable"),
             "{told}"
@@ -263,7 +276,7 @@ mod tests {
                 "KVTIER_HTTP_TOKENS: line 1: ",
             ),
         ] {
-            let error = with(file, variable).unwrap_err();
+            let error = with(file, variable).unwrap_err().to_string();
             assert!(
                 error.starts_with(told) && !error.contains("MARKER"),
                 "{error}"
@@ -272,7 +285,7 @@ mod tests {
         std::fs::remove_file(&path).unwrap();
         let mut gone = wanted("::1");
         gone.token_file = Some(path);
-        let error = Access::open(&gone).unwrap_err();
+        let error = Access::open(&gone).unwrap_err().to_string();
         assert!(
             error.starts_with("--http-token-file: /") && error.contains("cannot be read"),
             "{error}"
@@ -283,11 +296,12 @@ mod tests {
     fn a_certificate_needs_its_key() {
         let mut half = wanted("::1");
         half.tls_cert = Some("c.pem".into());
-        assert!(Access::open(&half).unwrap_err().contains("give both"));
+        let told = Access::open(&half).unwrap_err().to_string();
+        assert!(told.contains("give both"));
         let mut gone = wanted("::1");
         gone.tls_cert = Some("/nowhere/c.pem".into());
         gone.tls_key = Some("/nowhere/k.pem".into());
-        let told = Access::open(&gone).unwrap_err();
+        let told = Access::open(&gone).unwrap_err().to_string();
         assert!(
             told.starts_with("--http-tls-cert, --http-tls-key: /nowhere/c.pem cannot be read"),
             "{told}"

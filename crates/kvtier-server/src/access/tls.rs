@@ -3,6 +3,7 @@
 use std::path::Path;
 use std::sync::Arc;
 
+use kvtier_error::{Error, Result};
 use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::pem::{Error as PemError, PemObject as _};
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
@@ -12,38 +13,47 @@ use tokio_rustls::rustls::{self, ServerConfig};
 pub(super) fn settings(
     (cert_path, cert): (&Path, &[u8]),
     (key_path, key): (&Path, &[u8]),
-) -> Result<ServerConfig, String> {
+) -> Result<ServerConfig> {
     let cert_path = format!("--http-tls-cert {}", cert_path.display());
     let key_path = format!("--http-tls-key {}", key_path.display());
     let chain = CertificateDer::pem_slice_iter(cert).collect::<Result<Vec<_>, _>>();
     let chain = chain.map_err(|_| {
-        format!("{cert_path}: that is no PEM; give a chain, the server's own first")
+        refused(
+            &cert_path,
+            "that is no PEM; give a chain, the server's own first",
+        )
     })?;
     if chain.is_empty() {
-        return Err(format!(
-            "{cert_path}: there is no certificate in it; give PEM, the server's own first"
-        ));
+        let what = "there is no certificate in it; give PEM, the server's own first";
+        return Err(refused(&cert_path, what));
     }
     // Its error is not repeated: it may hold a part of the key.
-    let key = PrivateKeyDer::from_pem_slice(key).map_err(|error| match error {
-        PemError::NoItemsFound => {
-            format!("{key_path}: there is no private key in it; give PEM (PKCS#8, PKCS#1 or SEC1), not encrypted")
-        }
-        _ => format!("{key_path}: that is no PEM; give a private key that is not encrypted"),
+    let key = PrivateKeyDer::from_pem_slice(key).map_err(|error| {
+        let what = match error {
+            PemError::NoItemsFound => {
+                "there is no private key in it; give PEM (PKCS#8, PKCS#1 or SEC1), not encrypted"
+            }
+            _ => "that is no PEM; give a private key that is not encrypted",
+        };
+        refused(&key_path, what)
     })?;
     let mut settings = ServerConfig::builder_with_provider(Arc::new(ring::default_provider()))
         .with_safe_default_protocol_versions()
-        .map_err(|error| format!("{cert_path}: {error}"))?
+        .map_err(|error| Error::refused(&cert_path).source(error))?
         .with_no_client_auth()
         .with_single_cert(chain, key)
         .map_err(|error| match error {
-            rustls::Error::InconsistentKeys(_) => {
-                format!("{key_path} is not the key of the certificate of {cert_path}")
-            }
-            error => format!("{cert_path}, {key_path}: {error}"),
+            rustls::Error::InconsistentKeys(_) => Error::refused(format!(
+                "{key_path} is not the key of the certificate of {cert_path}"
+            )),
+            error => Error::refused(format!("{cert_path}, {key_path}")).source(error),
         })?;
     settings.alpn_protocols = vec![b"http/1.1".to_vec()];
     Ok(settings)
+}
+
+fn refused(path: &str, what: &str) -> Error {
+    Error::refused(what).context(path)
 }
 
 #[cfg(test)]
@@ -60,7 +70,7 @@ mod tests {
             (Path::new("c.pem"), cert.as_bytes()),
             (Path::new("k.pem"), key.as_bytes()),
         );
-        settings.err().unwrap_or_default()
+        settings.map_or_else(|error| error.to_string(), |_| String::new())
     }
 
     #[test]

@@ -4,6 +4,8 @@
 
 use std::fmt;
 
+use kvtier_error::{Error, Result};
+
 /// Fewest characters of a token: 16 of base64 are 96 bits, more than any client can try.
 const SHORTEST: usize = 16;
 
@@ -59,34 +61,36 @@ impl Tokens {
     ///
     /// # Errors
     /// The first line that is wrong, by its number and without what it says: it may be a secret in the wrong place.
-    pub(crate) fn parse(bytes: &[u8]) -> Result<Self, String> {
-        let text = std::str::from_utf8(bytes).map_err(|_| "it is no text".to_owned())?;
+    pub(crate) fn parse(bytes: &[u8]) -> Result<Self> {
+        let text = std::str::from_utf8(bytes).map_err(|_| Error::refused("it is no text"))?;
         let mut tokens = Self::default();
         for (number, line) in (1..).zip(text.lines()) {
             let line = line.trim();
             if !line.is_empty() && !line.starts_with('#') {
                 let token = token(line).and_then(|token| tokens.add(token));
-                token.map_err(|error| format!("line {number}: {error}"))?;
+                token.map_err(|error| error.context(format!("line {number}")))?;
             }
         }
         match tokens.0.is_empty() {
-            true => Err("there is no token in it; give a line ROLE NAME TOKEN".into()),
+            true => Err(Error::refused(
+                "there is no token in it; give a line ROLE NAME TOKEN",
+            )),
             false => Ok(tokens),
         }
     }
 
-    fn add(&mut self, new: Token) -> Result<(), String> {
+    fn add(&mut self, new: Token) -> Result<()> {
         if self.0.iter().any(|token| token.name == new.name) {
-            return Err(format!("{:?} has a token already", new.name));
+            return refuse(format!("{:?} has a token already", new.name));
         }
         if let Some(token) = self.0.iter().find(|token| token.hash == new.hash) {
-            return Err(format!(
+            return refuse(format!(
                 "{:?} has the same token as {:?}",
                 new.name, token.name
             ));
         }
         if self.0.len() == MOST {
-            return Err(format!("more than {MOST} tokens"));
+            return refuse(format!("more than {MOST} tokens"));
         }
         self.0.push(new);
         Ok(())
@@ -96,7 +100,7 @@ impl Tokens {
     ///
     /// # Errors
     /// A name or a token that both have.
-    pub(crate) fn and(mut self, more: &Self) -> Result<Self, String> {
+    pub(crate) fn and(mut self, more: &Self) -> Result<Self> {
         for token in &more.0 {
             self.add(token.clone())?;
         }
@@ -117,10 +121,14 @@ impl Tokens {
     }
 }
 
-fn token(line: &str) -> Result<Token, String> {
+fn refuse<T>(what: impl fmt::Display) -> Result<T> {
+    Err(Error::refused(what))
+}
+
+fn token(line: &str) -> Result<Token> {
     let words: Vec<_> = line.split_ascii_whitespace().collect();
     let [role, name, secret] = words.as_slice() else {
-        return Err(format!(
+        return refuse(format!(
             "{} words; give three, ROLE NAME TOKEN",
             words.len()
         ));
@@ -128,26 +136,26 @@ fn token(line: &str) -> Result<Token, String> {
     let role = match *role {
         "read" => Role::Read,
         "admin" => Role::Admin,
-        _ => return Err("the first word is no role; give read or admin".into()),
+        _ => return refuse("the first word is no role; give read or admin"),
     };
     let is_word = |text: &str, more: &[u8]| {
         text.bytes()
             .all(|byte| byte.is_ascii_alphanumeric() || more.contains(&byte))
     };
     if name.len() > NAME || !is_word(name, b"_.-") {
-        return Err(format!(
+        return refuse(format!(
             "the second word is no name; give at most {NAME} letters, digits, '_', '.' and '-'"
         ));
     }
     if !(SHORTEST..=LONGEST).contains(&secret.len()) {
-        return Err(format!(
+        return refuse(format!(
             "the token of {name:?} has {} characters; give {SHORTEST} to {LONGEST}, as from `openssl rand -hex 32`",
             secret.len()
         ));
     }
     // What RFC 6750 lets a bearer token be made of.
     if !is_word(secret, b"-._~+/=") {
-        return Err(format!(
+        return refuse(format!(
             "the token of {name:?} has a character that no bearer token can have; give letters, digits and -._~+/="
         ));
     }
@@ -162,8 +170,7 @@ fn token(line: &str) -> Result<Token, String> {
 mod tests {
     use super::*;
 
-    const GOOD: &str =
-        "# who may\n\nadmin ops 0123456789abcdef\r\n\tread prometheus fedcba9876543210+/=\n";
+    const GOOD: &str = "# allowed clients\n\nadmin ops 0123456789abcdef\r\n\tread prometheus fedcba9876543210+/=\n";
 
     #[test]
     fn each_token_has_its_owner_and_no_other_has_any() {
@@ -220,15 +227,19 @@ mod tests {
             ),
             (format!("#{marker}"), "there is no token in it"),
         ] {
-            let error = Tokens::parse(text.as_bytes()).unwrap_err();
+            let error = Tokens::parse(text.as_bytes()).unwrap_err().to_string();
             assert!(error.starts_with(told), "{error}");
             assert!(!error.contains("MARKER"), "{error}");
         }
-        assert_eq!(Tokens::parse(b"\xff").unwrap_err(), "it is no text");
+        assert_eq!(
+            Tokens::parse(b"\xff").unwrap_err().to_string(),
+            "it is no text"
+        );
         let many: String = (0..=MOST).map(|n| format!("read n{n} {n:016}\n")).collect();
         assert!(
             Tokens::parse(many.as_bytes())
                 .unwrap_err()
+                .to_string()
                 .contains("more than 1000")
         );
     }

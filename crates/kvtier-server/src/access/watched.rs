@@ -1,104 +1,88 @@
 //! Files that are read again once they have changed, so that secrets are replaced without a restart.
 //!
-//! A task has to check them now and then, and may wait for the disk: a check costs one `stat` per file. A reader of the
-//! value never waits. If the content is unusable, the last good one stays, and the log says so once per bad content.
+//! A task checks them once per second, and may wait for the disk. A reader of the value never waits. If the content is
+//! unusable, the last good one stays, and the log says so once per bad content.
 
 use std::fmt;
 use std::io::Read as _;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::{Duration, SystemTime};
 
+use kvtier_error::{Error, Result};
 use parking_lot::Mutex;
 
 /// Most bytes of one file.
-const SIZE: u64 = 1 << 20;
+const MAX_BYTES: u64 = 1 << 20;
 
-/// A file this young may change again without its times telling, as they are those of the system's clock tick.
-const YOUNG: Duration = Duration::from_secs(2);
+/// Makes the value out of the files' contents, in their order; its error names the file.
+type Make<T> = Box<dyn Fn(&[Vec<u8>]) -> Result<T> + Send + Sync>;
 
-/// Makes the value out of the files' contents, in their order; the error says what is wrong and in which of them.
-type Make<T> = Box<dyn Fn(&[Vec<u8>]) -> Result<T, String> + Send + Sync>;
-
-/// What some files say.
+/// Value of some files.
 pub(crate) struct Watched<T> {
     /// For the log.
     what: &'static str,
     /// The last one is secret.
     paths: Vec<PathBuf>,
     make: Make<T>,
-    /// Not held while a file is read, as that one below.
+    /// Not held while a file is read, nor is `last`.
     value: Mutex<Arc<T>>,
-    last: Mutex<Look>,
+    /// Digest of what was read last, or of why nothing was.
+    last: Mutex<blake3::Hash>,
 }
-
-/// What one look has seen.
-#[derive(Clone)]
-struct Look {
-    /// What the files were like when they were last read, unless they may have changed since without a trace.
-    seen: Option<Vec<Stamp>>,
-    /// Of what was read then.
-    content: Result<blake3::Hash, String>,
-}
-
-/// Device, inode, size, and the times of the last change of content and of the file.
-#[derive(Clone, PartialEq)]
-struct Stamp(u64, u64, u64, (i64, i64), (i64, i64));
 
 impl<T> Watched<T> {
-    /// Reads the files; the last one is secret.
+    /// Reads the files that `flags` name; the last one is secret.
     ///
     /// # Errors
-    /// A file that cannot be read, or what `make` says.
+    /// A file that cannot be read, or the error of `make`.
     pub(crate) fn open(
         what: &'static str,
+        flags: &str,
         paths: Vec<PathBuf>,
-        make: impl Fn(&[Vec<u8>]) -> Result<T, String> + Send + Sync + 'static,
-    ) -> Result<Self, String> {
-        let seen = stamps(&paths);
-        let contents = read(&paths)?;
-        let value = Arc::new(make(&contents)?);
+        make: impl Fn(&[Vec<u8>]) -> Result<T> + Send + Sync + 'static,
+    ) -> Result<Self> {
+        let contents = read(&paths);
+        let last = Mutex::new(digest(&contents));
+        let value = make(&contents.map_err(|error| error.context(flags))?)?;
         Ok(Self {
             what,
             make: Box::new(make),
-            value: Mutex::new(value),
-            last: Mutex::new(Look {
-                seen,
-                content: Ok(digest(&contents)),
-            }),
+            value: Mutex::new(Arc::new(value)),
+            last,
             paths,
         })
     }
 
-    /// What they said at the last look, or when they last could be used.
+    /// Name of the value in the log.
+    pub(crate) fn what(&self) -> &'static str {
+        self.what
+    }
+
+    /// Value as of the last check, or of the last one that found it usable.
     pub(crate) fn get(&self) -> Arc<T> {
         Arc::clone(&self.value.lock())
     }
 
-    /// Reads what has changed. Of two looks at a time the later to end counts; if it read the older files, the next look
-    /// mends that.
-    pub(crate) fn look(&self) {
-        let last = self.last.lock().clone();
-        let seen = stamps(&self.paths);
-        if seen.is_some() && seen == last.seen {
-            return;
-        }
+    /// Reads the files, and takes what has changed. Of two checks at a time the later to end counts; if it read the older
+    /// files, the next check corrects that.
+    pub(crate) fn check(&self) {
+        let last = *self.last.lock();
         let contents = read(&self.paths);
-        let content = contents.as_deref().map(digest).map_err(Clone::clone);
-        if content != last.content {
+        let now = digest(&contents);
+        if now != last {
             self.take(contents);
         }
-        *self.last.lock() = Look { seen, content };
+        *self.last.lock() = now;
     }
 
-    /// Looks, and says at what.
+    /// Checks; returns the name of the value.
     pub(crate) fn reload(&self) -> &'static str {
-        self.look();
+        self.check();
         self.what
     }
 
-    fn take(&self, contents: Result<Vec<Vec<u8>>, String>) {
+    fn take(&self, contents: Result<Vec<Vec<u8>>>) {
         let (what, files) = (self.what, self.names());
         match contents.and_then(|contents| (self.make)(&contents)) {
             Ok(value) => {
@@ -109,6 +93,7 @@ impl<T> Watched<T> {
                 }
             }
             Err(error) => {
+                let error = error.to_string();
                 tracing::error!(target: "audit", files, error, "{what} cannot be used; the former stay");
             }
         }
@@ -119,7 +104,7 @@ impl<T> Watched<T> {
         names.collect::<Vec<_>>().join(", ")
     }
 
-    /// What is wrong with the mode of the secret file: others than its owner may read it.
+    /// Warning of the mode of the secret file: others than its owner may read it.
     pub(crate) fn warning(&self) -> Option<String> {
         let path = self.paths.last()?;
         let mode = std::fs::metadata(path).ok()?.mode() & 0o777;
@@ -138,68 +123,60 @@ impl<T> fmt::Debug for Watched<T> {
     }
 }
 
-/// `None` when a file is not there, or is so young that these stamps would not tell it from what it becomes.
-fn stamps(paths: &[PathBuf]) -> Option<Vec<Stamp>> {
-    let stamp = |path: &PathBuf| {
-        let data = std::fs::metadata(path).ok()?;
-        let age = SystemTime::now().duration_since(data.modified().ok()?);
-        age.is_ok_and(|age| age > YOUNG).then(|| {
-            Stamp(
-                data.dev(),
-                data.ino(),
-                data.size(),
-                (data.mtime(), data.mtime_nsec()),
-                (data.ctime(), data.ctime_nsec()),
-            )
-        })
-    };
-    paths.iter().map(stamp).collect()
-}
-
-fn read(paths: &[PathBuf]) -> Result<Vec<Vec<u8>>, String> {
+fn read(paths: &[PathBuf]) -> Result<Vec<Vec<u8>>> {
     paths.iter().map(|path| read_file(path)).collect()
 }
 
-fn read_file(path: &Path) -> Result<Vec<u8>, String> {
+fn read_file(path: &Path) -> Result<Vec<u8>> {
     let name = path.display();
-    let failed = |error: std::io::Error| format!("{name} cannot be read: {error}");
+    let failed = |error| Error::io(format!("{name} cannot be read"), error);
     // Opening anything else might block.
     if !std::fs::metadata(path).map_err(failed)?.is_file() {
-        return Err(format!("{name} is no file; give one"));
+        return Err(Error::refused(format!("{name} is no file; give one")));
     }
     let mut bytes = Vec::new();
     let file = std::fs::File::open(path).map_err(failed)?;
-    file.take(SIZE + 1)
+    file.take(MAX_BYTES + 1)
         .read_to_end(&mut bytes)
         .map_err(failed)?;
-    match bytes.len() as u64 > SIZE {
-        true => Err(format!("{name} has more than {} MiB", SIZE >> 20)),
+    match bytes.len() as u64 > MAX_BYTES {
+        true => Err(Error::refused(format!(
+            "{name} has more than {} MiB",
+            MAX_BYTES >> 20
+        ))),
         false => Ok(bytes),
     }
 }
 
-fn digest(contents: &[Vec<u8>]) -> blake3::Hash {
+fn digest(contents: &Result<Vec<Vec<u8>>>) -> blake3::Hash {
     let mut hasher = blake3::Hasher::new();
-    for content in contents {
-        hasher.update(&(content.len() as u64).to_le_bytes());
-        hasher.update(content);
+    match contents {
+        Err(error) => {
+            hasher.update(error.to_string().as_bytes());
+        }
+        Ok(contents) => {
+            for content in contents {
+                hasher.update(&(content.len() as u64).to_le_bytes());
+                hasher.update(content);
+            }
+        }
     }
     hasher.finalize()
 }
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, SystemTime};
+
     use super::*;
 
-    fn text(path: &Path) -> Result<Watched<String>, String> {
-        Watched::open(
-            "words",
-            vec![path.to_owned()],
-            |contents| match String::from_utf8_lossy(&contents[0]).into_owned() {
-                bad if bad.contains("bad") => Err("that is bad".into()),
+    fn text(path: &Path) -> Result<Watched<String>> {
+        Watched::open("words", "--words", vec![path.to_owned()], |contents| {
+            match String::from_utf8_lossy(&contents[0]).into_owned() {
+                bad if bad.contains("bad") => Err(Error::refused("that is bad")),
                 good => Ok(good),
-            },
-        )
+            }
+        })
     }
 
     #[test]
@@ -208,20 +185,20 @@ mod tests {
         let path = directory.path().join("words");
         std::fs::write(&path, "one").unwrap();
         let words = text(&path).unwrap();
-        let looked = || {
-            words.look();
+        let checked = || {
+            words.check();
             words.get()
         };
-        assert_eq!(*looked(), "one");
+        assert_eq!(*checked(), "one");
         // Of the same length and within the same tick.
         std::fs::write(&path, "two").unwrap();
-        assert_eq!(*looked(), "two");
+        assert_eq!(*checked(), "two");
         std::fs::write(&path, "bad").unwrap();
-        assert_eq!(*looked(), "two");
+        assert_eq!(*checked(), "two");
         std::fs::remove_file(&path).unwrap();
-        assert_eq!(*looked(), "two");
+        assert_eq!(*checked(), "two");
         std::fs::write(&path, "three").unwrap();
-        assert_eq!(*looked(), "three");
+        assert_eq!(*checked(), "three");
     }
 
     #[test]
@@ -232,7 +209,7 @@ mod tests {
         let (reading, read) = std::sync::mpsc::channel::<()>();
         let (go_on, waiting) = std::sync::mpsc::channel::<()>();
         let waiting = Mutex::new(waiting);
-        let words = Watched::open("words", vec![path.clone()], move |contents| {
+        let words = Watched::open("words", "--words", vec![path.clone()], move |contents| {
             if contents[0] == b"two" {
                 reading.send(()).unwrap();
                 waiting.lock().recv().unwrap();
@@ -243,18 +220,18 @@ mod tests {
         std::fs::write(&path, "two").unwrap();
         assert_eq!(*words.get(), b"one");
         std::thread::scope(|scope| {
-            let look = scope.spawn(|| words.look());
+            let check = scope.spawn(|| words.check());
             read.recv().unwrap();
             // During a check that does not end.
             assert_eq!(*words.get(), b"one");
             go_on.send(()).unwrap();
-            look.join().unwrap();
+            check.join().unwrap();
         });
         assert_eq!(*words.get(), b"two");
     }
 
     #[test]
-    fn an_old_file_is_read_again_only_when_it_was_replaced() {
+    fn old_file_is_taken_again_only_when_replaced() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("words");
         let old = SystemTime::now() - Duration::from_secs(60);
@@ -271,22 +248,23 @@ mod tests {
         put("one");
         let words = text(&path).unwrap();
         let first = words.get();
-        words.look();
+        words.check();
         assert!(Arc::ptr_eq(&first, &words.get()));
         put("two");
-        words.look();
+        words.check();
         assert_eq!(*words.get(), "two");
     }
 
     #[test]
     fn what_is_no_file_or_too_large_is_refused() {
         let directory = tempfile::tempdir().unwrap();
-        let told = text(directory.path()).unwrap_err();
+        let told = text(directory.path()).unwrap_err().to_string();
         assert!(told.ends_with("is no file; give one"), "{told}");
         let path = directory.path().join("words");
-        assert!(text(&path).unwrap_err().contains("cannot be read"));
-        std::fs::write(&path, vec![b'a'; SIZE as usize + 1]).unwrap();
-        assert!(text(&path).unwrap_err().contains("more than 1 MiB"));
+        let told = |path| text(path).unwrap_err().to_string();
+        assert!(told(&path).contains("cannot be read"));
+        std::fs::write(&path, vec![b'a'; MAX_BYTES as usize + 1]).unwrap();
+        assert!(told(&path).contains("more than 1 MiB"));
     }
 
     #[test]

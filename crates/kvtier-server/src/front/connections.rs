@@ -11,11 +11,11 @@ use kvtier_zmtp::{Limits, Message};
 use rustix::io::Errno;
 
 use super::client::Client;
-use super::clock::Clock;
 use super::connection::{Closed, Connection, SCRATCH_BYTES};
 use super::outbox::Outgoing;
 use super::poll::{Interest, Poller, Ready};
 use super::socket::RequestSocket;
+use crate::clock::Clock;
 use kvtier_l2::RateLimited;
 use kvtier_metrics::Metrics;
 
@@ -31,6 +31,10 @@ const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
 
 /// Between two looks at the connections whose time has come.
 const TICK: Duration = Duration::from_secs(1);
+
+/// Most time that counts between two readings of the clock, which is read once per [`TICK`]: what clients sent while the
+/// process did not run is read before any deadline ends.
+const MAX_STEP: Duration = Duration::from_secs(2);
 
 /// What the front end is to look at.
 pub enum Happened {
@@ -99,7 +103,7 @@ impl Connections {
         let poller = Poller::new()?;
         poller.add(&*listener, LISTENER)?;
         poller.add(wake, WAKE)?;
-        let clock = Clock::start();
+        let clock = Clock::start(MAX_STEP);
         Ok(Self {
             listener,
             poller,

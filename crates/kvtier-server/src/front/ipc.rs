@@ -9,6 +9,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use kvtier_error::{Error, ErrorKind, Result};
 use rustix::fs::{CWD, FlockOperation, Mode, OFlags, chmodat, fchmod, flock, openat};
 use rustix::io::Errno;
 use rustix::net::{
@@ -23,6 +24,8 @@ const TURN: Duration = Duration::from_secs(1);
 
 /// Between two tries.
 const PAUSE: Duration = Duration::from_millis(10);
+
+const UNOPENED: &str = "its directory cannot be opened";
 
 /// The file of a socket; removed when this is dropped, unless it belongs to another server by then.
 #[derive(Debug)]
@@ -45,19 +48,26 @@ fn id(path: &Path) -> Option<(u64, u64)> {
     Some((data.dev(), data.ino()))
 }
 
-/// Why nothing can be made at `path`, whatever is there.
-pub(super) fn obstacle(path: &Path) -> Option<String> {
-    let directory = directory(path);
+/// Checks that a socket could be made at `path`, whatever is there.
+///
+/// # Errors
+/// The directory does not allow it; [`ErrorKind::InUse`] if a server listens there, which may be the reason.
+pub(super) fn preflight(path: &Path) -> Result<()> {
+    check_directory(directory(path)).map_err(|error| match UnixStream::connect(path) {
+        Ok(_) => Error::new(ErrorKind::InUse, error.to_string()),
+        Err(_) => error,
+    })
+}
+
+fn check_directory(directory: &Path) -> Result<()> {
     let opened = std::fs::File::open(directory).and_then(|file| file.metadata());
-    match opened {
-        Err(error) => Some(format!("its directory cannot be opened: {error}")),
-        Ok(data) if !data.is_dir() => Some(format!("{} is no directory", directory.display())),
-        Ok(_) => rustix::fs::access(directory, rustix::fs::Access::WRITE_OK)
-            .err()
-            .map(|error| {
-                let error = std::io::Error::from(error);
-                format!("its directory cannot be written to: {error}")
-            }),
+    match opened.map_err(|error| Error::io(UNOPENED, error))?.is_dir() {
+        false => {
+            let what = format!("{} is no directory", directory.display());
+            Err(Error::refused(what))
+        }
+        true => rustix::fs::access(directory, rustix::fs::Access::WRITE_OK)
+            .map_err(|error| Error::io("its directory cannot be written to", error)),
     }
 }
 
@@ -72,25 +82,21 @@ fn directory(path: &Path) -> &Path {
 ///
 /// # Errors
 /// One line that says what is in the way.
-pub(super) fn listen_at(path: &Path, mode: u32) -> Result<(OwnedFd, SocketFile), String> {
+pub(super) fn listen_at(path: &Path, mode: u32) -> Result<(OwnedFd, SocketFile)> {
     listen_within(path, mode, TURN)
 }
 
-fn listen_within(
-    path: &Path,
-    mode: u32,
-    patience: Duration,
-) -> Result<(OwnedFd, SocketFile), String> {
-    let failed = |error: rustix::io::Errno| std::io::Error::from(error).to_string();
+fn listen_within(path: &Path, mode: u32, timeout: Duration) -> Result<(OwnedFd, SocketFile)> {
+    let failed = |error| Error::from(std::io::Error::from(error));
     let directory = openat(
         CWD,
         directory(path),
         OFlags::DIRECTORY | OFlags::CLOEXEC,
         Mode::empty(),
     )
-    .map_err(|error| format!("its directory cannot be opened: {}", failed(error)))?;
+    .map_err(|error| Error::io(UNOPENED, error))?;
     // One server at a time looks and binds. Without a lock (some file systems have none) the window is small.
-    let until = Instant::now() + patience;
+    let until = Instant::now() + timeout;
     while flock(&directory, FlockOperation::NonBlockingLockExclusive) == Err(Errno::WOULDBLOCK)
         && Instant::now() < until
     {
@@ -109,7 +115,7 @@ fn listen_within(
     let address = SocketAddrUnix::new(path).map_err(failed)?;
     bind(&socket, &address).map_err(failed)?;
     let file = SocketFile {
-        id: id(path).ok_or("it went away again")?,
+        id: id(path).ok_or_else(|| Error::new(ErrorKind::Io, "it went away again"))?,
         path: path.to_owned(),
     };
     chmodat(
@@ -124,24 +130,30 @@ fn listen_within(
 }
 
 /// Takes away what a server that was killed left behind.
-fn remove_stale(path: &Path) -> Result<(), String> {
+fn remove_stale(path: &Path) -> Result<()> {
     let data = match std::fs::symlink_metadata(path) {
         Ok(data) => data,
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(()),
-        Err(error) => return Err(error.to_string()),
+        Err(error) => return Err(error.into()),
     };
     if !data.file_type().is_socket() {
-        return Err("there is a file of that name that is no socket; it is left alone".into());
+        return Err(Error::refused(
+            "there is a file of that name that is no socket; it is left alone",
+        ));
     }
     match UnixStream::connect(path) {
-        Ok(_) => Err("a server listens there already".into()),
+        Ok(_) => Err(Error::new(
+            ErrorKind::InUse,
+            "a server listens there already",
+        )),
         Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => {
             std::fs::remove_file(path).map_err(|error| {
-                format!("the socket of an ended server cannot be removed: {error}")
+                Error::io("the socket of an ended server cannot be removed", error)
             })
         }
-        Err(error) => Err(format!(
-            "it cannot be told whether a server listens there: {error}"
+        Err(error) => Err(Error::io(
+            "it is unknown whether a server listens there",
+            error,
         )),
     }
 }
@@ -161,10 +173,8 @@ mod tests {
             let data = std::fs::symlink_metadata(&path).unwrap();
             assert_eq!(data.mode() & 0o777, mode);
             UnixStream::connect(&path).unwrap();
-            assert_eq!(
-                listen_at(&path, mode).unwrap_err(),
-                "a server listens there already"
-            );
+            let error = listen_at(&path, mode).unwrap_err();
+            assert_eq!(error.to_string(), "a server listens there already");
             drop((socket, file));
             assert!(!path.exists());
         }
@@ -194,9 +204,10 @@ mod tests {
         assert_ne!(id(&path), stale);
         drop(file);
         assert_eq!(std::fs::read(&path).unwrap(), b"mine");
-        assert!(listen_at(&path, 0o600).unwrap_err().contains("no socket"));
+        let told = |path| listen_at(path, 0o600).unwrap_err().to_string();
+        assert!(told(&path).contains("no socket"));
         assert_eq!(std::fs::read(&path).unwrap(), b"mine");
-        let told = listen_at(&directory.path().join("no/s"), 0o600).unwrap_err();
+        let told = told(&directory.path().join("no/s"));
         assert!(told.starts_with("its directory cannot be opened"), "{told}");
     }
 }

@@ -5,7 +5,6 @@
 //! thread.
 
 mod client;
-mod clock;
 mod connection;
 mod connections;
 mod dispatch;
@@ -29,6 +28,7 @@ use std::thread::JoinHandle;
 use crate::health::Health;
 use kvtier_config::ServerConfig;
 use kvtier_engine::Engine;
+use kvtier_error::{Error, Result};
 use lanes::Pool;
 use outbox::Outbox;
 use request::Server;
@@ -55,15 +55,15 @@ impl FrontEnd {
         engine: Arc<Engine>,
         health: Arc<Health>,
         connections: usize,
-    ) -> Result<Self, String> {
-        let (outbox, inbox) = outbox::outbox().map_err(|error| format!("no eventfd: {error}"))?;
+    ) -> Result<Self> {
+        let (outbox, inbox) = outbox::outbox().map_err(|error| Error::io("no eventfd", error))?;
         let server = Arc::new(Server::new(engine, health, outbox.clone()));
         let pool = |name, threads| {
             let server = Arc::clone(&server);
             Pool::start(name, threads, move |job, turn| {
                 server.serve(job, Some(turn))
             })
-            .map_err(|error| format!("no thread: {error}"))
+            .map_err(|error| Error::io("no thread", error))
         };
         let pools = [
             pool("kvtier-transfer", config.transfer_workers)?,
@@ -81,12 +81,12 @@ impl FrontEnd {
             bounds,
             request_bytes,
         )
-        .map_err(|error| format!("no epoll: {error}"))?;
+        .map_err(|error| Error::io("no epoll", error))?;
         let stop = Arc::clone(&front.stop);
         let thread = std::thread::Builder::new()
             .name("kvtier-front".into())
             .spawn(move || front.run())
-            .map_err(|error| format!("no thread: {error}"))?;
+            .map_err(|error| Error::io("no thread", error))?;
         Ok(Self {
             socket,
             stop,

@@ -13,6 +13,7 @@ use rustix::net::{
 use super::interface::ipv4_address;
 use super::ipc::{self, SocketFile};
 use kvtier_config::ServerConfig;
+use kvtier_error::{Error, Result};
 
 /// Connections that may wait to be accepted, if the system allows as many.
 pub(super) const BACKLOG: i32 = 1024;
@@ -32,29 +33,30 @@ pub struct RequestSocket {
 }
 
 impl RequestSocket {
-    /// Why no such socket is possible whatever its port; nothing is left behind.
-    pub(crate) fn obstacle(config: &ServerConfig) -> Option<String> {
-        if config.ipc_path().is_none() {
-            let any_port = ServerConfig {
-                port: 0,
-                ..config.clone()
-            };
-            return Self::bind(&any_port).err();
+    /// Checks that such a socket is possible, whatever its port; nothing is left behind.
+    ///
+    /// # Errors
+    /// As [`RequestSocket::bind`]; [`ErrorKind::InUse`](kvtier_error::ErrorKind::InUse) for a path where a server listens.
+    pub(crate) fn preflight(config: &ServerConfig) -> Result<()> {
+        if let Some(path) = config.ipc_path() {
+            return ipc::preflight(path).map_err(|error| cannot_bind(config, error));
         }
-        let found = ipc::obstacle(config.ipc_path()?)?;
-        let address = config.bind_address();
-        Some(format!("--host: {address} cannot be bound: {found}"))
+        let any_port = ServerConfig {
+            port: 0,
+            ..config.clone()
+        };
+        Self::bind(&any_port).map(drop)
     }
 
     /// Binds the socket.
     ///
     /// # Errors
     /// One line that names the address.
-    pub fn bind(config: &ServerConfig) -> Result<Self, String> {
+    pub fn bind(config: &ServerConfig) -> Result<Self> {
         let address = config.bind_address();
         if let Some(path) = config.ipc_path() {
             let (socket, file) = ipc::listen_at(path, config.ipc_mode)
-                .map_err(|error| format!("--host: {address} cannot be bound: {error}"))?;
+                .map_err(|error| cannot_bind(config, error))?;
             return Ok(Self {
                 socket,
                 endpoint: address,
@@ -62,15 +64,14 @@ impl RequestSocket {
             });
         }
         let Some(host) = resolve(&config.host, config.port) else {
-            return Err(format!(
+            return Err(Error::refused(format!(
                 "--host: {:?} is not found: give an IP address or a network interface of this machine; names of \
                  hosts are not looked up",
                 config.host
-            ));
+            )));
         };
         let socket = listen_tcp(host).map_err(|error| {
-            let error = std::io::Error::from(error);
-            format!("--host, --port: {address} cannot be bound: {error}")
+            Error::io(format!("--host, --port: {address} cannot be bound"), error)
         })?;
         let bound = getsockname(&socket)
             .ok()
@@ -98,6 +99,10 @@ impl AsFd for RequestSocket {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
+}
+
+fn cannot_bind(config: &ServerConfig, error: Error) -> Error {
+    error.context(format!("--host: {} cannot be bound", config.bind_address()))
 }
 
 /// The address of a host as `--host` has it: an IP address, `*`, `localhost`, or an interface.

@@ -35,6 +35,7 @@ use utoipa_axum::routes;
 
 use crate::access::Access;
 use crate::health::Health;
+use crate::preflight::cannot_bind;
 use kvtier_engine::Engine;
 
 pub use payload::Bodies;
@@ -189,18 +190,17 @@ pub(crate) async fn serve_metrics(
 /// Binds the host and `port`.
 ///
 /// # Errors
-/// One line without the flags: the system's error, or that other hosts could reach it without a token.
+/// One line that names the flags: the system's error, or that other hosts could reach it without a token.
 pub(crate) async fn bind(
     access: &Access,
+    flag: &str,
     port: u16,
-) -> Result<(tokio::net::TcpListener, SocketAddr), String> {
+) -> kvtier_error::Result<(tokio::net::TcpListener, SocketAddr)> {
     let host = access.host();
-    let failed = |error| format!("{host}:{port} cannot be bound: {error}");
+    let failed = |error| cannot_bind(host, flag, port, error);
     let listener = tokio::net::TcpListener::bind((host, port)).await;
     let listener = listener.map_err(failed)?;
     let address = listener.local_addr().map_err(failed)?;
-    match access.obstacle(address) {
-        None => Ok((listener, address)),
-        Some(obstacle) => Err(obstacle),
-    }
+    access.check_bound(address)?;
+    Ok((listener, address))
 }

@@ -338,8 +338,8 @@ impl Outcome {
         let tier = &l2.tiers()[number];
         for slice in keys.chunks(DELETE_SLICE) {
             let results = l2.delete(number, slice.to_vec(), force).await;
-            for result in
-                results.map_err(|error| detail(StatusCode::INTERNAL_SERVER_ERROR, error))?
+            for result in results
+                .map_err(|error| detail(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()))?
             {
                 match result {
                     Ok(Deleted::Gone) => deleted += 1,

@@ -22,7 +22,8 @@ use super::quota_body::{Wanted, clip, gib, parse_many};
 use super::{Api, ApiError, State, apart};
 use kvtier_config::Limit;
 use kvtier_engine::Engine;
-use kvtier_tenants::{ChangeError, Changes, Entry, InTier, Look};
+use kvtier_error::ErrorKind;
+use kvtier_tenants::{Changes, Entry, InTier, Look};
 
 /// How the tenant without a salt is called in paths and answers.
 const DEFAULT: &str = "_default";
@@ -110,9 +111,9 @@ async fn change(api: &State, changes: Changes, what: &'static str) -> Result<usi
         outcome
     });
     outcome.await?.map_err(|refused| {
-        let status = match refused {
-            ChangeError::Refused(_) => StatusCode::BAD_REQUEST,
-            ChangeError::NotWritten(_) => StatusCode::INTERNAL_SERVER_ERROR,
+        let status = match refused.kind() {
+            ErrorKind::Invalid => StatusCode::BAD_REQUEST,
+            _ => StatusCode::INTERNAL_SERVER_ERROR,
         };
         error(status, refused.to_string())
     })
@@ -159,7 +160,9 @@ fn changes(engine: &Engine, bytes: &[u8]) -> Result<Changes, String> {
     for (name, entry) in parse_many(bytes, quotas.places())? {
         let told = |what: String| format!("users.{}: {what}", clip(&name));
         let salt = tenant(engine, &name).map_err(told)?;
-        quotas.check(&entry).map_err(told)?;
+        quotas
+            .check(&entry)
+            .map_err(|error| told(error.to_string()))?;
         // A salt, and its hash.
         if named.insert(salt.into(), entry).is_some() {
             return Err(told("this tenant is there twice, under two names".into()));

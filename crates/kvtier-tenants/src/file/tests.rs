@@ -56,7 +56,7 @@ fn a_table_is_written_in_one_way_and_read_back() {
 fn a_file_that_ends_early_or_has_another_byte_anywhere_is_refused() {
     let text = encode(&table()).into_bytes();
     for len in 0..text.len() {
-        let told = decode(&text[..len]).unwrap_err();
+        let told = decode(&text[..len]).unwrap_err().to_string();
         assert!(told.contains("damaged"), "{len} bytes: {told}");
     }
     for at in 0..text.len() {
@@ -94,6 +94,7 @@ fn what_it_cannot_be_is_named_with_what_to_do() {
             QuotaFile::open(&path).map(|_| ()).unwrap_err(),
             QuotaFile::peek(&path).map(|_| ()).unwrap_err(),
         ] {
+            let told = told.to_string();
             for part in [part, "--quota-file", "quotas.json", "or remove it"] {
                 assert!(told.contains(part), "{content}: {told}");
             }
@@ -104,9 +105,10 @@ fn what_it_cannot_be_is_named_with_what_to_do() {
     }
     fs::remove_file(&path).unwrap();
     fs::create_dir(&path).unwrap();
-    assert!(QuotaFile::open(&path).unwrap_err().contains("no file"));
+    let told = |path| QuotaFile::open(path).unwrap_err().to_string();
+    assert!(told(&path).contains("no file"));
     let nowhere = directory.path().join("no/such/quotas.json");
-    assert!(QuotaFile::open(&nowhere).unwrap_err().contains("directory"));
+    assert!(told(&nowhere).contains("directory"));
 }
 
 #[test]

@@ -4,6 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
+use kvtier_error::{Error, Result};
 
 use crate::address::{REQUESTS, requests};
 use crate::units::{duration, split_unit};
@@ -283,30 +284,31 @@ pub(crate) struct CompareArgs {
 }
 
 /// Parses a size: bytes, or a number with the unit KiB, MiB or GiB.
-fn bytes(text: &str) -> Result<u64, String> {
+fn bytes(text: &str) -> Result<u64> {
     let units = [
         ("KiB", 1024.0),
         ("MiB", 1_048_576.0),
         ("GiB", 1_073_741_824.0),
         ("", 1.0),
     ];
-    let (number, scale) =
-        split_unit(text, &units).ok_or("expected a size such as 4096, 64KiB, 2MiB or 1GiB")?;
+    let (number, scale) = split_unit(text, &units)
+        .ok_or_else(|| Error::refused("expected a size such as 4096, 64KiB, 2MiB or 1GiB"))?;
     let size = number * scale;
     if !(1.0..=1e15).contains(&size) || size.fract() != 0.0 {
-        return Err(format!("{text} is not a positive whole number of bytes"));
+        let what = format!("{text} is not a positive whole number of bytes");
+        return Err(Error::refused(what));
     }
     Ok(size as u64)
 }
 
-fn rate(text: &str) -> Result<f64, String> {
+fn rate(text: &str) -> Result<f64> {
     match text.parse::<f64>() {
         Ok(rate) if rate.is_finite() && rate > 0.0 => Ok(rate),
-        _ => Err("expected a positive number".to_owned()),
+        _ => Err(Error::refused("expected a positive number")),
     }
 }
 
-fn rate_or_none(text: &str) -> Result<f64, String> {
+fn rate_or_none(text: &str) -> Result<f64> {
     match text.parse::<f64>() {
         Ok(0.0) => Ok(0.0),
         _ => rate(text),

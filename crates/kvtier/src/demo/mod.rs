@@ -27,6 +27,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use clap::Args;
 use kvtier_client::Connection;
+use kvtier_error::Error;
 use kvtier_server::{Server, ServerConfig};
 
 use crate::signals;
@@ -68,12 +69,11 @@ pub struct DemoArgs {
     json: bool,
 }
 
-fn seconds(text: &str) -> Result<f64, String> {
-    let seconds: f64 = text.parse().map_err(|_| "give a number".to_owned())?;
-    if (0.0..=3600.0).contains(&seconds) {
-        Ok(seconds)
-    } else {
-        Err("give 0 to 3600 seconds".to_owned())
+fn seconds(text: &str) -> kvtier_error::Result<f64> {
+    match text.parse() {
+        Ok(seconds) if (0.0..=3600.0).contains(&seconds) => Ok(seconds),
+        Ok(_) => Err(Error::refused("give 0 to 3600 seconds")),
+        Err(_) => Err(Error::refused("give a number")),
     }
 }
 
@@ -124,8 +124,8 @@ fn server_config(args: &DemoArgs, l2: Option<&str>) -> anyhow::Result<ServerConf
     ];
     flags.extend(adapter.as_deref());
     let mut config = ServerConfig::from_flags(&flags)?;
-    if let Some(obstacle) = config.l2.as_ref().and_then(|l2| l2.obstacle()) {
-        anyhow::bail!(obstacle);
+    if let Some(l2) = &config.l2 {
+        l2.preflight()?;
     }
     // If /dev/shm is small, the demo runs without the pool, as a server without flags does.
     config.shm_required = false;

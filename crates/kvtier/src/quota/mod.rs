@@ -11,6 +11,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::{Args, Subcommand};
 use kvtier_core::object_key::check_cache_salt;
+use kvtier_error::{Error, Result};
 use kvtier_server::config::{GIB, Limit, parse_size};
 use kvtier_server::quota::only_set;
 use serde_json::{Map, Value, json};
@@ -110,18 +111,17 @@ enum QuotaCommand {
 }
 
 /// Checks a tenant's salt; returns it as a part of a path.
-fn salt(text: &str) -> Result<String, String> {
+fn salt(text: &str) -> Result<String> {
     if text.is_empty() {
-        return Err("give _default for requests without a salt".into());
+        return Err(Error::refused("give _default for requests without a salt"));
     }
     if text.contains("://") {
-        return Err(
-            "that is an address; give the tenant first, the server last or with --url".into(),
-        );
+        let what = "that is an address; give the tenant first, the server last or with --url";
+        return Err(Error::refused(what));
     }
     // The tenant whose salt is literally _default.
     if text != "@_default" {
-        check_cache_salt(text).map_err(|error| error.to_string())?;
+        check_cache_salt(text).map_err(Error::refused)?;
     }
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'~');
     let encode = |byte: u8| match plain(byte) {
@@ -131,18 +131,19 @@ fn salt(text: &str) -> Result<String, String> {
     Ok(text.bytes().map(encode).collect())
 }
 
-fn split(text: &str) -> Result<(String, &str), String> {
+fn split(text: &str) -> Result<(String, &str)> {
     let parts = text.split_once('=').filter(|(tier, _)| !tier.is_empty());
-    let (tier, size) = parts.ok_or("give the name of a tier, = and a size, as in l1=1GiB")?;
+    let (tier, size) = parts
+        .ok_or_else(|| Error::refused("give the name of a tier, = and a size, as in l1=1GiB"))?;
     Ok((tier.to_owned(), size))
 }
 
-fn of_tier<T: std::str::FromStr<Err = String>>(text: &str) -> Result<(String, T), String> {
+fn of_tier<T: std::str::FromStr<Err = Error>>(text: &str) -> Result<(String, T)> {
     let (tier, value) = split(text)?;
     Ok((tier, value.parse()?))
 }
 
-fn of_tier_reserved(text: &str) -> Result<(String, u64), String> {
+fn of_tier_reserved(text: &str) -> Result<(String, u64)> {
     let (tier, size) = split(text)?;
     Ok((tier, parse_size(size)?))
 }
