@@ -146,17 +146,17 @@ def test_strict_limits_refuse(serve, engines, tmp_path):
     flags = ["--eviction-policy", "IsolatedLRU", "--quota-mode", "strict", "--quota-file", str(tmp_path / "quotas")]
     server = serve(flags=flags + tiers.fs(tmp_path / "tier", **ISOLATED))
     engine = engines(server)
-    limit(server, "nobody", 0)
+    limit(server, "barred", 0)
     prompt = tiers.tokens(64, 1)
-    engine.worker.store(engine.new_request(), prompt, 0, 64, engine.blocks_for(64), "nobody")
-    tiers.store(engine, 2, salt="somebody")
+    engine.worker.store(engine.new_request(), prompt, 0, 64, engine.blocks_for(64), "barred")
+    tiers.store(engine, 2, salt="other")
     tiers.settled(server)
-    assert engine.hits(prompt, salt="nobody") == 0
-    assert tiers.recall(engine, 2, salt="somebody") == 64
-    told = server.get("/quota/nobody")[1]["tiers"]
+    assert engine.hits(prompt, salt="barred") == 0
+    assert tiers.recall(engine, 2, salt="other") == 64
+    told = server.get("/quota/barred")[1]["tiers"]
     assert told["l1"]["usage_bytes"] == told["fs-0"]["usage_bytes"] == 0
     assert told["l1"]["refused_over_quota"] == 4
-    assert tiers.metric(server, "kvtier_l1_over_quota_chunks_total", cache_salt="nobody") == 4
+    assert tiers.metric(server, "kvtier_l1_over_quota_chunks_total", cache_salt="barred") == 4
     assert len(tiers.files(tmp_path / "tier")) == 4
 
 

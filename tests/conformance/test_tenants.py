@@ -12,7 +12,7 @@ from kvrig.layouts import layout
 from kvrig.server import our_command
 from kvrig.waiting import wait_until
 
-pytestmark = pytest.mark.ours("its quotas exist in L2 only, and IsolatedLRU ends the thread that makes room in L1")
+pytestmark = pytest.mark.ours("its quotas exist in L2 only, and IsolatedLRU ends the thread that frees space in L1")
 
 # 96 KiB per chunk; 20 MiB hold 213 of them.
 BIG = layout("kv_first_nhd", heads=8, size=64)

@@ -46,7 +46,7 @@ const COUNTS: [(&str, &str); 5] = [
     ("tenant_evicted_chunks", "Objects evicted"),
     (
         "tenant_refused_chunks",
-        "Objects that were refused because there was no room",
+        "Objects that were refused because there was no free space",
     ),
     (
         "tenant_over_quota_chunks",

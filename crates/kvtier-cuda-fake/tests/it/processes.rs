@@ -160,7 +160,7 @@ fn exporter() {
                     i32::from_le_bytes(to[..4].try_into().unwrap()).to_string()
                 }
             }
-            "room" => {
+            "free" => {
                 let (mut free, mut total) = (0, 0);
                 assert_eq!(
                     OK,
@@ -446,7 +446,7 @@ fn files_of_ended_processes_are_removed() {
 #[test]
 fn script_is_read_from_the_environment() {
     let mut exporter = Exporter::start_with("memory=10000\n# a remark\nfail cuEventQuery=999");
-    assert_eq!(format!("{} of 10000", 10000 - BYTES), exporter.ask("room"));
+    assert_eq!(format!("{} of 10000", 10000 - BYTES), exporter.ask("free"));
     let wrong = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "--ignored", "processes::exporter"])
         .env("KVTIER_CUDA_FAKE", "memory=much")

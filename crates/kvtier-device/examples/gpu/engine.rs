@@ -53,7 +53,7 @@ impl Engine {
             handle: [0; 64],
         };
         let answer = engine.answer()?;
-        let (uuid, handle) = answer.split_once(' ').ok_or("the engine lends nothing")?;
+        let (uuid, handle) = answer.split_once(' ').ok_or("the engine exports nothing")?;
         engine.uuid = uuid.to_owned();
         for (byte, at) in engine.handle.iter_mut().zip((0..).step_by(2)) {
             let digits = handle.get(at..at + 2).ok_or("a handle too short")?;

@@ -1,6 +1,6 @@
 //! Formats, layouts, plans, the CPU backend and the CUDA backend, from outside.
 //!
-//! The tests over the fake driver share it with their process: each holds `lender::FakeDriver::alone` while it runs.
+//! The tests over the fake driver share it with their process: each holds `exporter::FakeDriver::alone` while it runs.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -12,7 +12,7 @@ mod device_copies;
 mod executors;
 mod groups;
 mod hostile;
-mod lender;
+mod exporter;
 mod model;
 mod plan;
 mod vectors;

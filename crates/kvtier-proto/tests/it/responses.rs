@@ -70,7 +70,7 @@ fn take_reply(
 ) -> Result<Value, String> {
     let parsed = ReplyFrames::parse(slices(reply)).map_err(|error| error.to_string())?;
     if parsed.uid_number().map_err(|error| error.to_string())? != uid {
-        return Err("nobody waits for this uid".to_owned());
+        return Err("no request has this uid".to_owned());
     }
     let id = OperationId::decode(parsed.op).map_err(|error| error.to_string())?;
     if !Generation::G6

@@ -3,9 +3,9 @@
 #![expect(clippy::unwrap_used, reason = "test")]
 
 mod death;
-#[path = "../../../kvtier-device/tests/it/lender.rs"]
+#[path = "../../../kvtier-device/tests/it/exporter.rs"]
 #[expect(dead_code, reason = "the rest is for the tests of the device")]
-mod lender;
+mod exporter;
 mod registration;
 mod setup;
 mod stopping;

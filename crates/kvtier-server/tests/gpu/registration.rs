@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use kvtier_client::Scope;
 
-use crate::lender::Lender;
+use crate::exporter::Exporter;
 use crate::setup::{Bed, Worker, wait};
 use crate::support::{prompt, range};
 
@@ -22,7 +22,7 @@ fn others_go_on(bed: &Bed, seed: u32) {
 #[test]
 fn a_registration_holds_up_only_what_its_connection_sent_behind_it() {
     let bed = Bed::start();
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/order");
     // The context, which is made for the first one; then the memory.
     for (number, function) in ["cuDevicePrimaryCtxRetain", "cuIpcOpenMemHandle_v2"]
@@ -66,7 +66,7 @@ fn a_registration_holds_up_only_what_its_connection_sent_behind_it() {
 #[test]
 fn memory_of_workers_that_are_given_up_is_closed_apart() {
     let bed = Bed::start();
-    let (mut engine, mut second) = (Lender::start(), Lender::start());
+    let (mut engine, mut second) = (Exporter::start(), Exporter::start());
     let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/silent");
     let registered = worker.send_registration();
     worker.done(registered);
@@ -94,7 +94,7 @@ fn memory_of_workers_that_are_given_up_is_closed_apart() {
 #[test]
 fn an_engine_that_dies_while_it_registers_leaves_nothing() {
     let bed = Bed::start();
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/dies");
     bed.fake_driver
         .script("clear; hold cuIpcOpenMemHandle_v2@1");
@@ -115,7 +115,7 @@ fn an_engine_that_dies_while_it_registers_leaves_nothing() {
 #[test]
 fn an_event_that_the_driver_hangs_over_holds_up_no_other_worker() {
     let bed = Bed::start();
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/event");
     let registered = worker.send_registration();
     worker.done(registered);
@@ -133,7 +133,7 @@ fn an_event_that_the_driver_hangs_over_holds_up_no_other_worker() {
 #[test]
 fn a_server_ends_during_a_trial() {
     let bed = Bed::start();
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/trial");
     bed.fake_driver.script("clear; hold cuLaunchKernel@1");
     let registered = worker.send_registration();
@@ -151,7 +151,7 @@ fn a_gpu_is_healthy_again_when_its_driver_comes_back() {
         bed.engine().scrape().contains(&line)
     };
     assert!(healthy(1));
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/back");
     bed.fake_driver.script("hold cuDevicePrimaryCtxRetain@1");
     let refused = worker.send_registration();

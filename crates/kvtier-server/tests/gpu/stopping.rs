@@ -4,7 +4,7 @@ use std::io::Write;
 use std::sync::Mutex;
 use std::time::Duration;
 
-use crate::lender::Lender;
+use crate::exporter::Exporter;
 use crate::setup::{Bed, Worker, wait};
 
 static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
@@ -26,7 +26,7 @@ impl Write for Log {
 fn a_gpu_that_hangs_is_in_the_log_once() {
     tracing_subscriber::fmt().with_writer(|| Log).init();
     let bed = Bed::with(|gpu| gpu.leave_timeout = Duration::from_millis(50));
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/stopping");
     let registered = worker.send_registration();
     worker.done(registered);

@@ -55,7 +55,7 @@ fn pings_lookups_and_waits_do_not_wait_for_copies() {
             .unwrap(),
         connection
             .send::<Vec<u32>>(&Request::WaitPrefetchStatus {
-                job: JobRef::Request("nobody"),
+                job: JobRef::Request("unknown"),
                 timeout: Seconds::Whole(50),
             })
             .unwrap(),

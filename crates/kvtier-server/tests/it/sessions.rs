@@ -188,7 +188,7 @@ fn a_lookup_that_finds_nothing_to_ask_for_takes_nothing_of_an_equal_id() {
         .unwrap();
     // Another engine, with the same id: a model without workers, and a prompt shorter than a chunk.
     let strange = [
-        (Scope::new("sessions/nobody"), range(0..1)),
+        (Scope::new("sessions/unserved"), range(0..1)),
         (scope.clone().with_salt("x"), 0..3),
     ];
     for (scope, tokens) in strange {

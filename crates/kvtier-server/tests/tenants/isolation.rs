@@ -104,7 +104,7 @@ impl<'s> Round<'s> {
         // Each connection is newer than the other's first word, so neither passes for the other after a reconnection.
         for _ in 0..2 {
             for worker in round.workers.iter_mut() {
-                worker.connection().end_session("nobody's").unwrap();
+                worker.connection().end_session("unknown").unwrap();
             }
         }
         round

@@ -69,7 +69,7 @@ fn all_counted() -> Metrics {
     }
     metrics.l2.evicted("s", 1);
     metrics.l2.not_loaded("m", "l1_oom", 1);
-    metrics.l2.gave_up(PrefetchPhase::Queue);
+    metrics.l2.lookup_timed_out(PrefetchPhase::Queue);
     drop(metrics.tenants.read(1, &[&NoTenants]));
     metrics
 }

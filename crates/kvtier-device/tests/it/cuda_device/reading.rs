@@ -5,9 +5,9 @@ use std::sync::Arc;
 use kvtier_device::{CpuDevice, Device, DeviceError, EngineMemory, MemorySpec, PlanError};
 use kvtier_memory::OwnSegment;
 
-use super::bytes::Lent;
+use super::bytes::RegisteredCase;
 use super::setup::{Pages, Server};
-use crate::lender::Lender;
+use crate::exporter::Exporter;
 use crate::model::{Case, random_case};
 
 /// The same registration in shared memory.
@@ -37,10 +37,10 @@ fn read(memory: &dyn EngineMemory, layer: usize, ids: &[i64]) -> Result<Vec<u8>,
 #[test]
 fn blocks_of_any_format_are_read() {
     let server = Server::new();
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     for seed in 400..440 {
         let mut case = random_case(seed, "reading");
-        let registered = Lent::new(&server, &mut engine, &mut case);
+        let registered = RegisteredCase::new(&server, &mut engine, &mut case);
         let (host, _segments) = in_host_memory(&mut case);
         for group in &case.groups {
             for layer in &group.layers {
@@ -60,7 +60,7 @@ fn blocks_of_any_format_are_read() {
 #[test]
 fn page_bytes_are_read_and_bad_ids_refused() {
     let server = Server::new();
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::register(&server, &mut engine, [64, 96, 8]);
     let ids = [63, 0, 7, 8, 7];
     assert_eq!(read(&*pages.memory, 0, &ids).unwrap(), pages.gather(&ids));
