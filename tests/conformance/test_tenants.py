@@ -25,8 +25,8 @@ STEADY = [tokens(48, seed) for seed in range(9_000, 9_010)]
 
 def set_quota(server, salt, **body):
     """Grant something over HTTP."""
-    status, told = server.request("PUT", f"/quota/{salt}", body)
-    assert status == 200, told
+    status, answer = server.request("PUT", f"/quota/{salt}", body)
+    assert status == 200, answer
 
 
 def in_l1(server, salt):
@@ -172,11 +172,11 @@ def test_ten_thousand_tenants_with_quotas(serve, quota_mode, tmp_path):
     assert any(wait_until(within, 30, "every tenant within the quota"))
 
 
-def says(told, shown):
+def says(answer, shown):
     """Whether an answer says all that the page shows of it."""
     if isinstance(shown, dict):
-        return isinstance(told, dict) and all(key in told and says(told[key], shown[key]) for key in shown)
-    return told == shown
+        return isinstance(answer, dict) and all(key in answer and says(answer[key], shown[key]) for key in shown)
+    return answer == shown
 
 
 def test_the_page_s_lines_do_what_it_says(serve, tmp_path):

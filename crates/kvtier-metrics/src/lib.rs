@@ -233,8 +233,10 @@ impl Metrics {
             models,
             l1_write_chunks: lmcache.add("l1_write_chunks", "Objects admitted to L1"),
             l1_read_chunks: lmcache.add("l1_read_chunks", "Objects leased by lookups"),
-            allocation_failures: lmcache
-                .add("l1_allocation_failure_chunks", "Chunks L1 had no free space for"),
+            allocation_failures: lmcache.add(
+                "l1_allocation_failure_chunks",
+                "Chunks L1 had no free space for",
+            ),
             over_quota: own.add(
                 "l1_over_quota_chunks",
                 "Chunks L1 refused because of their tenant's limit",
@@ -284,7 +286,10 @@ impl Metrics {
             malformed_messages: own.add("malformed_messages", "Messages that are no request"),
             handler_panics: own.add("handler_panics", "Handlers that panicked"),
             reaped_instances: own.add("reaped_instances", "Workers considered dead"),
-            expired_transfers: own.add("expired_transfers", "Transfers that expired without a commit"),
+            expired_transfers: own.add(
+                "expired_transfers",
+                "Transfers that expired without a commit",
+            ),
             expired_lookups: own.add("expired_lookups", "Lookup leases that expired unused"),
             unproven_lookups: own.add(
                 "unproven_lookups",

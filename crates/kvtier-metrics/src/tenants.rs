@@ -232,8 +232,8 @@ fn choose(labelled: &mut Labelled, most: usize, tiers: &[&dyn TenantSource]) {
     for (bytes, salt) in others {
         if labelled.len() >= most {
             match smallest.next() {
-                Some((least, gone)) if bytes > least.saturating_add(least / 4) => {
-                    labelled.remove(&gone);
+                Some((least, other)) if bytes > least.saturating_add(least / 4) => {
+                    labelled.remove(&other);
                 }
                 _ => break,
             }

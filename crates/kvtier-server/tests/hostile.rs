@@ -296,7 +296,7 @@ fn attack_beside_work(
 }
 
 #[test]
-fn a_good_client_is_served_among_mutated_requests_and_memory_stays() {
+fn good_client_is_served_among_mutated_requests() {
     let _turn = TURN
         .lock()
         .unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -338,7 +338,7 @@ fn a_good_client_is_served_among_mutated_requests_and_memory_stays() {
 }
 
 #[test]
-fn a_good_client_is_served_beside_anything_on_the_port() {
+fn good_client_is_served_beside_arbitrary_bytes() {
     let _turn = TURN
         .lock()
         .unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -463,7 +463,7 @@ fn claimed_routing_identities_have_no_effect() {
 }
 
 #[test]
-fn a_message_above_the_limit_disconnects_only_its_sender() {
+fn oversized_message_disconnects_only_its_sender() {
     let _turn = TURN
         .lock()
         .unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -521,7 +521,7 @@ fn a_chunk_larger_than_everything_evicts_nothing() {
 }
 
 #[test]
-fn requests_without_end_from_one_client_do_not_stop_another() {
+fn flooding_client_does_not_stop_another() {
     let _turn = TURN
         .lock()
         .unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -558,7 +558,7 @@ fn counted(server: &TestServer, series: &str) -> u64 {
 }
 
 #[test]
-fn a_client_that_does_not_read_its_chunks_gets_no_more_of_them_until_it_does() {
+fn unread_chunks_hold_back_further_chunks() {
     let _turn = TURN
         .lock()
         .unwrap_or_else(std::sync::PoisonError::into_inner);

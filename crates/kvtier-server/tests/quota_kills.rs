@@ -39,7 +39,7 @@ fn generation(table: &Table) -> u64 {
 }
 
 #[test]
-#[ignore = "the process that is killed; run by the_file_is_the_old_or_the_new_one"]
+#[ignore = "the process that is killed; run by killed_write_leaves_old_or_new_file"]
 fn writer() {
     let path = std::env::var_os(FILE).expect("set by the test");
     let (file, table) = QuotaFile::open(Path::new(&path)).unwrap();
@@ -52,7 +52,7 @@ fn writer() {
 }
 
 #[test]
-fn the_file_is_the_old_or_the_new_one() {
+fn killed_write_leaves_old_or_new_file() {
     let kills = std::env::var("KVTIER_QUOTA_KILLS");
     let kills = kills.map_or(KILLS, |kills| kills.parse().unwrap());
     let directory = tempfile::tempdir().unwrap();

@@ -442,7 +442,7 @@ impl Files {
         if named == Err(Errno::NOENT) {
             match base::make_parents(dir, &place.path) {
                 Ok(()) => named = name(),
-                gone => named = gone,
+                failed => named = failed,
             }
         }
         named.map_err(|error| match error {

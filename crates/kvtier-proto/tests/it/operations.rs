@@ -65,7 +65,7 @@ fn every_operation_has_its_row() {
 }
 
 #[test]
-fn op_frames_are_read_as_the_peer_reads_them() {
+fn op_frames_parse_as_in_the_peer() {
     for case in list(&load("operations.json")["decode_operation"]) {
         let frame = bytes(&case["frame"]);
         let decoded = OperationId::decode(&frame);

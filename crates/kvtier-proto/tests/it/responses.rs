@@ -36,7 +36,7 @@ fn responses_decode_and_encode_like_the_peer() {
 }
 
 #[test]
-fn odd_replies_are_taken_as_the_client_takes_them() {
+fn odd_replies_parse_as_in_the_client() {
     for (index, case) in list(&load("client_tolerance.json")).iter().enumerate() {
         let name = text(&case["name"]);
         let operation = Operation::from_name(text(&case["operation"])).unwrap();

@@ -11,7 +11,7 @@ use kvtier_cuda_fake::fake_driver_path;
 use kvtier_device::cuda::GpuOptions;
 use serde_json::Value;
 
-use crate::exporter::{FakeDriver, Exporter, UUID, unhex};
+use crate::exporter::{Exporter, FakeDriver, UUID, unhex};
 use crate::support::{CHUNK, TestServer, prompt, range};
 
 /// Pages of a worker, one token each, and their bytes.

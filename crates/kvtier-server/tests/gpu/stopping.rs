@@ -23,7 +23,7 @@ impl Write for Log {
 
 /// What waits for it looks at it several times, and the operator reads of it once.
 #[test]
-fn a_gpu_that_hangs_is_in_the_log_once() {
+fn hanging_gpu_is_logged_once() {
     tracing_subscriber::fmt().with_writer(|| Log).init();
     let bed = Bed::with(|gpu| gpu.leave_timeout = Duration::from_millis(50));
     let mut engine = Exporter::start();

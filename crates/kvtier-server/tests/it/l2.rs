@@ -74,7 +74,7 @@ fn assert_reads(worker: &mut EngineDrivenWorker, prompt: &Prompt, seed: u64, req
 }
 
 #[test]
-fn what_was_stored_comes_back_after_a_restart() {
+fn stored_objects_return_after_restart() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("l2/restart").with_salt("t");
     let prompt = prompt(1, 8);
@@ -104,7 +104,7 @@ fn what_was_stored_comes_back_after_a_restart() {
 }
 
 #[test]
-fn what_a_tier_brings_counts_as_found_and_its_lookup_once() {
+fn tier_hits_count_once_as_found() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("l2/counted").with_salt("t");
     let prompt = prompt(1, 8);
@@ -129,7 +129,7 @@ fn what_a_tier_brings_counts_as_found_and_its_lookup_once() {
 }
 
 #[test]
-fn what_waits_to_be_stored_is_stored_before_the_end() {
+fn queued_stores_finish_before_the_end() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("l2/end");
     let prompt = prompt(1, 200);
@@ -192,7 +192,7 @@ fn a_gap_ends_the_prefix() {
 }
 
 #[test]
-fn a_result_that_is_not_there_yet_is_none_and_then_told_once() {
+fn pending_result_is_none_then_returned_once() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("l2/pending");
     let prompt = prompt(1, 3);
@@ -210,7 +210,7 @@ fn a_result_that_is_not_there_yet_is_none_and_then_told_once() {
 }
 
 #[test]
-fn a_request_that_ends_early_leaves_nothing_behind() {
+fn early_end_of_request_leaves_nothing() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("l2/early");
     let prompt = prompt(1, 64);
@@ -246,7 +246,7 @@ fn a_request_that_ends_early_leaves_nothing_behind() {
 }
 
 #[test]
-fn one_cold_prefix_is_loaded_once_for_all_lookups() {
+fn cold_prefix_is_loaded_once_for_all_lookups() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("l2/flights");
     let prompt = prompt(1, 100);
@@ -272,7 +272,7 @@ fn one_cold_prefix_is_loaded_once_for_all_lookups() {
 }
 
 #[test]
-fn loaded_objects_leave_with_their_request_where_the_policy_says_so() {
+fn loaded_objects_end_with_request_under_policy() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("l2/temporary");
     let prompt = prompt(1, 5);
@@ -290,7 +290,7 @@ fn loaded_objects_leave_with_their_request_where_the_policy_says_so() {
 }
 
 #[test]
-fn objects_leave_l1_once_they_are_stored_where_the_policy_says_so() {
+fn stored_objects_leave_l1_under_policy() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("l2/skip");
     let prompt = prompt(1, 5);
@@ -309,7 +309,7 @@ fn objects_leave_l1_once_they_are_stored_where_the_policy_says_so() {
 }
 
 #[test]
-fn more_than_l1_holds_is_stored_without_a_refusal() {
+fn prompt_larger_than_l1_is_stored_completely() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("l2/pressure");
     // 16 MiB of L1, twice as much of objects.
@@ -334,7 +334,7 @@ fn more_than_l1_holds_is_stored_without_a_refusal() {
 }
 
 #[test]
-fn what_l1_has_does_not_wait_for_a_tier_that_does_not_answer() {
+fn l1_hits_do_not_wait_for_silent_tier() {
     let scope = Scope::new("l2/stalled");
     let server = with_tiers(&[STALLED], &["--l2-prefetch-max-in-flight", "1"]);
     let mut worker = server.engine_driven(1, &scope);
@@ -359,7 +359,7 @@ fn what_l1_has_does_not_wait_for_a_tier_that_does_not_answer() {
 }
 
 #[test]
-fn a_load_that_does_not_end_costs_its_deadline_and_leaves_what_l1_has() {
+fn endless_load_ends_at_deadline_with_l1_hits() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("l2/deadline");
     let prompt = prompt(1, 4);
@@ -383,7 +383,7 @@ fn a_load_that_does_not_end_costs_its_deadline_and_leaves_what_l1_has() {
 }
 
 #[test]
-fn request_that_waits_for_a_tier_is_answered_at_a_stop() {
+fn stop_answers_request_waiting_for_tier() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("l2/stop");
     let prompt = prompt(1, 4);
@@ -421,7 +421,7 @@ fn request_that_waits_for_a_tier_is_answered_at_a_stop() {
 }
 
 #[test]
-fn port_is_free_no_earlier_than_the_name_of_the_pool() {
+fn port_is_freed_after_pool_name() {
     let scope = Scope::new("l2/successor");
     // As STALLED, but the stop waits for it a while.
     let slow = STALLED.replace("1e-9", "1e-8");
@@ -445,7 +445,7 @@ fn port_is_free_no_earlier_than_the_name_of_the_pool() {
 }
 
 #[test]
-fn what_one_tier_fails_to_load_the_next_one_gives() {
+fn next_tier_loads_after_a_failure() {
     let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let scope = Scope::new("l2/fallback");
     let prompt = prompt(1, 12);
@@ -471,7 +471,7 @@ fn what_one_tier_fails_to_load_the_next_one_gives() {
 }
 
 #[test]
-fn what_no_tier_can_load_is_a_shorter_prefix() {
+fn unloadable_objects_shorten_the_prefix() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("l2/lost");
     let prompt = prompt(1, 12);
@@ -492,7 +492,7 @@ fn what_no_tier_can_load_is_a_shorter_prefix() {
 }
 
 #[test]
-fn what_does_not_fit_in_the_queue_is_not_stored_and_counted() {
+fn stores_beyond_queue_are_dropped_and_counted() {
     let scope = Scope::new("l2/queue");
     // 8 objects of 8 KiB.
     let queue = (64.0 / 1024.0 / 1024.0).to_string();
@@ -509,7 +509,7 @@ fn what_does_not_fit_in_the_queue_is_not_stored_and_counted() {
 }
 
 #[test]
-fn a_tier_that_is_full_keeps_what_was_used_last() {
+fn full_tier_keeps_most_recently_used() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("l2/full");
     // Some 63 objects of 8 KiB and a trailer.

@@ -148,7 +148,7 @@ fn metrics_have_the_names_of_lmcaches_and_count() {
 }
 
 #[test]
-fn names_that_clients_choose_do_not_fill_the_metrics() {
+fn client_chosen_names_do_not_fill_metrics() {
     let server = TestServer::start(&[]);
     let mut client = server.connect();
     let prompt = prompt(1, 1);

@@ -20,7 +20,7 @@ fn retrieve(
 }
 
 #[test]
-fn a_reused_request_id_never_stores_under_the_hashes_of_other_tokens() {
+fn reused_request_id_never_stores_under_old_hashes() {
     let scope = Scope::new("sessions/reused");
     let server = TestServer::start(&[]);
     let mut worker = server.engine_driven(1, &scope);
@@ -66,7 +66,7 @@ fn a_lookup_allows_no_read_of_other_tokens() {
 }
 
 #[test]
-fn a_store_that_was_answered_is_seen_by_every_connection() {
+fn answered_store_is_visible_to_every_connection() {
     let scope = Scope::new("sessions/visible");
     let server = TestServer::start(&[]);
     let mut worker = server.engine_driven(1, &scope);
@@ -128,7 +128,7 @@ fn tenants_with_equal_prompts_share_nothing() {
 }
 
 #[test]
-fn equal_request_ids_of_two_tenants_do_not_meet() {
+fn equal_request_ids_of_tenants_are_separate() {
     let server = TestServer::start(&[]);
     let alice = Scope::new("sessions/ids").with_salt("alice");
     let bob = Scope::new("sessions/ids").with_salt("bob");
@@ -173,7 +173,7 @@ fn equal_request_ids_of_two_tenants_do_not_meet() {
 }
 
 #[test]
-fn a_lookup_that_finds_nothing_to_ask_for_takes_nothing_of_an_equal_id() {
+fn empty_lookup_takes_nothing_of_equal_id() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("sessions/nothing");
     let mut worker = server.engine_driven(1, &scope);
@@ -246,7 +246,7 @@ fn equal_requests_of_two_engines_do_not_meet() {
 }
 
 #[test]
-fn a_scheduler_takes_nothing_of_one_that_still_speaks() {
+fn scheduler_takes_nothing_of_a_living_one() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("sessions/alive");
     let mut worker = server.engine_driven(1, &scope);
@@ -270,7 +270,7 @@ fn a_scheduler_takes_nothing_of_one_that_still_speaks() {
 }
 
 #[test]
-fn a_refused_lookup_has_no_result_of_an_earlier_one() {
+fn refused_lookup_has_no_earlier_result() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("sessions/refused");
     let mut worker = server.engine_driven(1, &scope);
@@ -296,7 +296,7 @@ fn a_refused_lookup_has_no_result_of_an_earlier_one() {
 }
 
 #[test]
-fn the_result_of_a_replaced_lookup_is_gone_even_if_the_new_one_asks_for_nothing() {
+fn empty_lookup_replaces_earlier_result() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("sessions/replaced");
     let mut worker = server.engine_driven(1, &scope);
@@ -319,14 +319,14 @@ fn the_result_of_a_replaced_lookup_is_gone_even_if_the_new_one_asks_for_nothing(
 }
 
 #[test]
-fn layouts_of_one_model_name_never_serve_each_other() {
+fn layouts_of_one_model_are_separate() {
     // As many bytes in another shape: a chunk of one would pass for one of the other.
     never_serve_each_other(|spec| (spec.layers, spec.hidden) = (4, 32));
 }
 
 /// Attention kernels for CPUs pack a page: its rows are not tokens.
 #[test]
-fn block_sizes_of_one_model_name_never_serve_each_other() {
+fn block_sizes_of_one_model_are_separate() {
     never_serve_each_other(|spec| spec.block_tokens /= 2);
 }
 
@@ -411,7 +411,7 @@ fn workers_of_one_model_may_differ_in_layout() {
 }
 
 #[test]
-fn objects_with_several_readers_stay_leased_to_the_last() {
+fn objects_stay_leased_until_last_reader() {
     let server = TestServer::start(&[]);
     let mut scope = Scope::new("sessions/readers");
     scope.num_kv_readers = 3;
@@ -436,7 +436,7 @@ fn objects_with_several_readers_stay_leased_to_the_last() {
 }
 
 #[test]
-fn freeing_a_part_leaves_the_rest_to_be_retrieved() {
+fn partial_free_keeps_the_rest_retrievable() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("sessions/freed");
     let mut worker = server.engine_driven(1, &scope);
@@ -489,7 +489,7 @@ fn a_lookup_result_waits_and_is_returned_once() {
 }
 
 #[test]
-fn a_scheduler_that_reconnected_lets_go_of_what_it_held() {
+fn reconnected_scheduler_releases_former_leases() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("sessions/reconnected");
     let mut worker = server.engine_driven(1, &scope);
@@ -516,7 +516,7 @@ fn a_scheduler_that_reconnected_lets_go_of_what_it_held() {
 }
 
 #[test]
-fn a_result_that_was_told_is_not_replaced_by_that_of_another() {
+fn returned_result_is_not_replaced_by_another() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("sessions/told");
     let mut worker = server.engine_driven(1, &scope);
@@ -536,7 +536,7 @@ fn a_result_that_was_told_is_not_replaced_by_that_of_another() {
 }
 
 #[test]
-fn a_retrieve_behind_the_hit_is_a_miss_for_any_number_of_readers() {
+fn retrieve_beyond_hits_misses_for_any_readers() {
     let server = TestServer::start(&[]);
     for readers in [1, 3] {
         let mut scope = Scope::new(format!("sessions/behind/{readers}"));
@@ -559,7 +559,7 @@ fn a_retrieve_behind_the_hit_is_a_miss_for_any_number_of_readers() {
 }
 
 #[test]
-fn names_of_any_length_are_answered_and_not_kept() {
+fn names_of_any_length_are_not_kept() {
     let server = TestServer::start(&[]);
     let prompt = prompt(1, 1);
     let mut connection = server.connect();

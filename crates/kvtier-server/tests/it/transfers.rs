@@ -52,7 +52,7 @@ fn a_commit_without_a_prepare_stores_nothing() {
 }
 
 #[test]
-fn what_is_prepared_and_not_committed_is_not_readable() {
+fn prepared_store_is_not_readable_before_commit() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/prepared");
     let mut worker = server.engine_driven(1, &scope);
@@ -119,7 +119,7 @@ fn a_store_in_flight_is_not_granted_twice() {
 }
 
 #[test]
-fn a_store_that_others_overtook_keeps_its_memory_to_its_commit() {
+fn overtaken_store_keeps_memory_until_commit() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/overtaken");
     let (mut slow, mut fast) = (
@@ -143,7 +143,7 @@ fn a_store_that_others_overtook_keeps_its_memory_to_its_commit() {
 }
 
 #[test]
-fn a_retrieve_prepared_twice_is_leased_to_its_last_commit() {
+fn twice_prepared_retrieve_is_leased_until_last_commit() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/reread");
     let mut worker = server.engine_driven(1, &scope);
@@ -173,7 +173,7 @@ fn a_retrieve_prepared_twice_is_leased_to_its_last_commit() {
 }
 
 #[test]
-fn of_two_stores_of_the_same_chunks_the_first_commit_counts_whole() {
+fn first_commit_of_equal_stores_counts_whole() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/race");
     let (mut one, mut two) = (
@@ -216,7 +216,7 @@ fn of_two_stores_of_the_same_chunks_the_first_commit_counts_whole() {
 }
 
 #[test]
-fn memory_of_an_instance_that_left_is_kept_while_it_may_still_copy() {
+fn unregistered_instance_keeps_memory_it_may_copy() {
     let server = TestServer::start(&["--l1-write-ttl-seconds", "600"]);
     let scope = Scope::new("transfers/left");
     let (mut worker, mut other) = (
@@ -256,7 +256,7 @@ fn memory_of_an_instance_that_left_is_kept_while_it_may_still_copy() {
 }
 
 #[test]
-fn a_store_that_its_worker_gives_up_gives_its_memory_back_at_once() {
+fn abandoned_store_frees_memory_at_once() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/aborted");
     let mut worker = server.engine_driven(1, &scope);
@@ -284,7 +284,7 @@ fn a_store_that_its_worker_gives_up_gives_its_memory_back_at_once() {
 }
 
 #[test]
-fn a_registration_in_the_place_of_another_commits_none_of_its_transfers() {
+fn replacing_registration_commits_no_former_transfers() {
     let server = TestServer::start(&["--l1-write-ttl-seconds", "600"]);
     let scope = Scope::new("transfers/replaced");
     let mut worker = server.engine_driven(1, &scope);
@@ -305,7 +305,7 @@ fn a_registration_in_the_place_of_another_commits_none_of_its_transfers() {
 }
 
 #[test]
-fn memory_of_a_vanished_worker_comes_back_after_its_death_and_the_write_ttl() {
+fn vanished_workers_memory_returns_after_write_ttl() {
     let server = TestServer::start(&[
         "--worker-reap-timeout-seconds",
         "120",
@@ -345,7 +345,7 @@ fn memory_of_a_vanished_worker_comes_back_after_its_death_and_the_write_ttl() {
 }
 
 #[test]
-fn a_prepared_store_without_commit_expires_and_is_quarantined() {
+fn uncommitted_store_expires_into_quarantine() {
     let server = TestServer::start(&[
         "--worker-reap-timeout-seconds",
         "0",
@@ -382,7 +382,7 @@ fn a_prepared_store_without_commit_expires_and_is_quarantined() {
 }
 
 #[test]
-fn a_worker_that_only_loads_and_cannot_map_the_pool_is_sent_its_chunks() {
+fn load_only_worker_without_pool_receives_chunks() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/reader");
     let mut writer = server.engine_driven(1, &scope);
@@ -413,7 +413,7 @@ fn a_worker_that_only_loads_and_cannot_map_the_pool_is_sent_its_chunks() {
 }
 
 #[test]
-fn a_worker_that_sends_its_data_along_leaves_no_slots_behind() {
+fn pickled_store_leaves_no_slots() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/pickled");
     let mut spec = engine_driven(1, &scope);
@@ -433,7 +433,7 @@ fn a_worker_that_sends_its_data_along_leaves_no_slots_behind() {
 }
 
 #[test]
-fn a_worker_that_registers_again_is_offered_the_pool_again() {
+fn reregistered_worker_is_offered_the_pool() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/again");
     let mut spec = engine_driven(1, &scope);
@@ -455,7 +455,7 @@ fn a_worker_that_registers_again_is_offered_the_pool_again() {
 }
 
 #[test]
-fn a_copy_that_fails_in_the_middle_stores_nothing() {
+fn copy_failing_midway_stores_nothing() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/half");
     let mut worker = server.lmcache_driven(1, &scope);
@@ -512,7 +512,7 @@ fn pages_come_back_as_they_were_stored() {
 }
 
 #[test]
-fn a_client_that_truncates_its_pages_harms_only_itself() {
+fn client_truncating_its_pages_harms_only_itself() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/truncated");
     let (mut victim, mut other) = (

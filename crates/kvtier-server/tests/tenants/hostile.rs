@@ -89,7 +89,7 @@ fn taken() -> Vec<String> {
 }
 
 #[test]
-fn what_no_tenant_can_be_called_is_refused_by_every_operation() {
+fn invalid_tenant_names_are_refused_everywhere() {
     listen();
     let directory = tempfile::tempdir().unwrap();
     let server = server(directory.path(), &[]);
@@ -138,7 +138,7 @@ fn what_no_tenant_can_be_called_is_refused_by_every_operation() {
 }
 
 #[test]
-fn refusals_say_what_is_allowed() {
+fn refusals_name_allowed_values() {
     for (salt, why) in refused() {
         let error = kvtier_client::proto::key::check_salt(&salt).unwrap_err();
         assert!(error.to_string().contains(why), "{salt:?}: {error}");
@@ -146,7 +146,7 @@ fn refusals_say_what_is_allowed() {
 }
 
 #[test]
-fn odd_salts_are_tenants_of_their_own_in_every_tier() {
+fn odd_salts_are_separate_in_every_tier() {
     let directory = tempfile::tempdir().unwrap();
     let model = "m/".repeat(40);
     let (prompt, salts) = (prompt(1, 2), taken());

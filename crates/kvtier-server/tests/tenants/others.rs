@@ -8,7 +8,7 @@ use crate::bed::{files, http, lookup, read, server, settle, store};
 use crate::support::{TestServer, prompt, range};
 
 #[test]
-fn no_tenant_commits_frees_or_ends_work_of_another() {
+fn no_tenant_affects_work_of_another() {
     let server = TestServer::start(&[]);
     let scopes = ["a", "b"].map(|salt| Scope::new("others").with_salt(salt));
     let mut worker = server.engine_driven(1, &scopes[0]);
@@ -53,7 +53,7 @@ fn no_tenant_commits_frees_or_ends_work_of_another() {
 }
 
 #[test]
-fn deleting_and_warming_are_for_the_tenant_that_is_named() {
+fn deletion_and_prefetch_affect_only_named_tenant() {
     let directory = tempfile::tempdir().unwrap();
     let server = server(directory.path(), &[]);
     let mut worker = server.engine_driven(1, &Scope::new("others"));

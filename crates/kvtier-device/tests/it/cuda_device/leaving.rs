@@ -7,7 +7,7 @@ use kvtier_device::DeviceError;
 
 use super::setup::{PIECE, Pages, Server, past, wait};
 use super::turns::batches;
-use crate::exporter::{FakeDriver, Exporter};
+use crate::exporter::{Exporter, FakeDriver};
 
 /// Every slot is in use, and the engine that copies from the GPU does not get on.
 fn hold(server: &Server) {

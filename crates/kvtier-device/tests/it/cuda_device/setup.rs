@@ -14,7 +14,7 @@ use kvtier_device::{
 };
 use kvtier_memory::{Arena, ArenaKind, Extent};
 
-use crate::exporter::{FakeDriver, Exporter, UUID, unhex};
+use crate::exporter::{Exporter, FakeDriver, UUID, unhex};
 use crate::model::{Random, row_major};
 
 /// Longer than anything here takes, and than a test may.

@@ -30,8 +30,14 @@ fn all_functions_and_gpus_are_found() {
 
 #[test]
 fn old_driver_has_no_batch_copy() {
-    assert_eq!(Exporter::with_script("driver=12070").ask("batches"), "false");
-    assert_eq!(Exporter::with_script("batch=absent").ask("batches"), "false");
+    assert_eq!(
+        Exporter::with_script("driver=12070").ask("batches"),
+        "false"
+    );
+    assert_eq!(
+        Exporter::with_script("batch=absent").ask("batches"),
+        "false"
+    );
     assert_eq!(Exporter::with_script("driver=13000").ask("batches"), "true");
 }
 

@@ -270,7 +270,11 @@ fn memory_of_this_process_is_refused() {
     let bench = Bench::new();
     let own = bench.context().allocate(EXPORTED_BYTES).unwrap();
     let IpcHandle(handle) = own.ipc_handle().unwrap();
-    let error = Storages::open(&bench.allocations, &[spec(torch(&handle, 0, EXPORTED_BYTES))]).unwrap_err();
+    let error = Storages::open(
+        &bench.allocations,
+        &[spec(torch(&handle, 0, EXPORTED_BYTES))],
+    )
+    .unwrap_err();
     assert!(
         error
             .to_string()

@@ -8,7 +8,7 @@ use kvtier_device::{CudaAllocation, CudaStorage, MemorySpec};
 
 use super::memory::refused;
 use super::setup::Bench;
-use crate::exporter::{GRANULE, Exporter, UUID, spec, torch};
+use crate::exporter::{Exporter, GRANULE, UUID, spec, torch};
 
 /// As PyTorch 2.13 writes it; `kind` is 1 for descriptors, 2 for fabric handles.
 fn expandable(pid: i32, size: u64, count: usize, kind: i32, handles: &[u8]) -> Vec<u8> {
@@ -84,7 +84,11 @@ fn each_registration_maps_its_own_segments() {
     let bench = Bench::new();
     let mut exporter = Exporter::start();
     let (size, fds) = pieces(&mut exporter, 1);
-    let memory = [spec(torch(&descriptors(exporter.pid(), size, &fds), 0, size))];
+    let memory = [spec(torch(
+        &descriptors(exporter.pid(), size, &fds),
+        0,
+        size,
+    ))];
     let first = Storages::open(&bench.allocations, &memory).unwrap();
     let second = Storages::open(&bench.allocations, &memory).unwrap();
     assert_ne!(first.all()[0].start(), second.all()[0].start());
