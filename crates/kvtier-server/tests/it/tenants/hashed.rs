@@ -3,7 +3,7 @@
 use kvtier_client::Scope;
 use kvtier_core::object_key::SaltKey;
 
-use crate::bed::{files, http, lookup, read, server, settle, store};
+use super::bed::{files, http, lookup, read, server, settle, store};
 use crate::support::{prompt, range};
 
 const SECRET: &str = "a secret of the operator";

@@ -3,7 +3,8 @@
 use kvtier_client::{InstanceId, Scope};
 use kvtier_core::object_key::ShownSalt;
 
-use crate::bed::{files, heard, http, listen, lookup, read, server, settle, store};
+use super::bed::{files, http, lookup, read, server, settle, store};
+use crate::log::Log;
 use crate::support::{prompt, range};
 
 /// In no word of the log by chance, and in names of files as it is.
@@ -11,7 +12,7 @@ const MARKER: &str = "Markerσalt7";
 
 #[test]
 fn no_salt_is_in_the_log() {
-    listen();
+    let log = Log::listen();
     let directory = tempfile::tempdir().unwrap();
     let server = server(directory.path(), &["--eviction-policy", "IsolatedLRU"]);
     let mut worker = server.engine_driven(1, &Scope::new("logs"));
@@ -74,7 +75,7 @@ fn no_salt_is_in_the_log() {
     store(&mut worker, MARKER, &prompt, 1);
     settle(&server);
 
-    let log = heard();
+    let log = log.text();
     for said in [
         "Stored",
         "audit",

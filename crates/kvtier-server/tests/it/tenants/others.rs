@@ -4,7 +4,7 @@ use kvtier_client::{InstanceId, Scope};
 use kvtier_core::object_key::EncodedObjectKey;
 use kvtier_core::{ObjectKey, kv_rank};
 
-use crate::bed::{files, http, lookup, read, server, settle, store};
+use super::bed::{files, http, lookup, read, server, settle, store};
 use crate::support::{TestServer, prompt, range};
 
 #[test]

@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use kvtier_client::{EngineDrivenWorker, Prompt, Scope};
 use proptest::prelude::*;
 
-use crate::alone::Model;
-use crate::bed::{server, settle};
+use super::alone::Model;
+use super::bed::{server, settle};
 use crate::support::{PATIENCE, TestServer, bytes, prompt, range};
 
 const TENANTS: usize = 3;

@@ -1,30 +1,15 @@
 //! Servers that stop with a GPU that does not answer.
 
-use std::io::Write;
-use std::sync::Mutex;
 use std::time::Duration;
 
+use super::setup::{Bed, Worker, wait};
 use crate::exporter::Exporter;
-use crate::setup::{Bed, Worker, wait};
+use crate::log::Log;
 
-static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
-
-struct Log;
-
-impl Write for Log {
-    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        LOG.lock().unwrap().write(bytes)
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
-/// What waits for it looks at it several times, and the operator reads of it once.
+/// The stop polls the GPU several times and logs once that it hangs.
 #[test]
 fn hanging_gpu_is_logged_once() {
-    tracing_subscriber::fmt().with_writer(|| Log).init();
+    let log = Log::listen();
     let bed = Bed::with(|gpu| gpu.leave_timeout = Duration::from_millis(50));
     let mut engine = Exporter::start();
     let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/stopping");
@@ -36,6 +21,6 @@ fn hanging_gpu_is_logged_once() {
     bed.called("cuEventRecord", 1);
     wait(|| bed.stores_in_flight() == 1);
     bed.ends_with_a_hang();
-    let log = String::from_utf8(LOG.lock().unwrap().clone()).unwrap();
+    let log = log.text();
     assert_eq!(log.matches("transfers have not ended").count(), 1, "{log}");
 }

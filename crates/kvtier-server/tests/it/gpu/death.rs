@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
+use super::setup::{Bed, Worker, wait};
 use crate::exporter::Exporter;
-use crate::setup::{Bed, Worker, wait};
 
 /// A registered worker of a process whose end is detectable, or not.
 fn register(bed: &Bed, engine: &mut Exporter, id: i64, counters: Option<&str>) -> Worker {

@@ -2,7 +2,8 @@
 
 use kvtier_client::{InstanceId, Scope};
 
-use crate::bed::{files, heard, listen, lookup, read, server, settle, store};
+use super::bed::{files, lookup, read, server, settle, store};
+use crate::log::Log;
 use crate::support::{prompt, range};
 
 /// Salts that LMCache refuses, and why this server does.
@@ -90,7 +91,7 @@ fn taken() -> Vec<String> {
 
 #[test]
 fn invalid_tenant_names_are_refused_everywhere() {
-    listen();
+    let log = Log::listen();
     let directory = tempfile::tempdir().unwrap();
     let server = server(directory.path(), &[]);
     let scope = Scope::new("hostile/refused");
@@ -128,9 +129,9 @@ fn invalid_tenant_names_are_refused_everywhere() {
     assert_eq!(files(directory.path()).len(), 2);
     // The log says what was wrong, once a second.
     assert!(
-        heard().contains("a cache salt must not contain"),
+        log.text().contains("a cache salt must not contain"),
         "{}",
-        heard()
+        log.text()
     );
     // A client without a salt still has its objects.
     assert_eq!(read(&mut worker, "", &prompt, 1, "r"), 2);

@@ -1,9 +1,8 @@
-//! What the tests of this program share.
+//! A server with a tier, and what tenants do on it.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::path::Path;
-use std::sync::{Mutex, OnceLock};
 use std::time::Instant;
 
 use kvtier_client::{EngineDrivenWorker, Prompt, Scope};
@@ -82,38 +81,6 @@ pub fn http(server: &TestServer, method: &str, path: &str, body: &str) -> (u16, 
     let (head, body) = answer.split_once("\r\n\r\n").unwrap();
     let status = head.split(' ').nth(1).unwrap().parse().unwrap();
     (status, body.to_owned())
-}
-
-static LOG: Mutex<Vec<u8>> = Mutex::new(Vec::new());
-
-struct Log;
-
-impl std::io::Write for Log {
-    fn write(&mut self, line: &[u8]) -> std::io::Result<usize> {
-        LOG.lock().unwrap().extend_from_slice(line);
-        Ok(line.len())
-    }
-
-    fn flush(&mut self) -> std::io::Result<()> {
-        Ok(())
-    }
-}
-
-/// From now on everything down to INFO is kept, of all tests of the process.
-pub fn listen() {
-    static ONCE: OnceLock<()> = OnceLock::new();
-    ONCE.get_or_init(|| {
-        tracing_subscriber::fmt()
-            .with_max_level(tracing_subscriber::filter::LevelFilter::INFO)
-            .with_ansi(false)
-            .with_writer(|| Log)
-            .init();
-    });
-}
-
-/// What was kept so far.
-pub fn heard() -> String {
-    String::from_utf8(LOG.lock().unwrap().clone()).unwrap()
 }
 
 /// Files of objects in a directory.

@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use kvtier_client::Scope;
 
+use super::setup::{Bed, Worker, wait};
 use crate::exporter::Exporter;
-use crate::setup::{Bed, Worker, wait};
 use crate::support::{prompt, range};
 
 /// While the driver opens or closes one worker's memory, a worker in host memory comes, stores and goes on the one thread
