@@ -8,7 +8,9 @@ use kvtier_client::{Connection, EngineDrivenWorker, InstanceId, Prompt, Scope};
 
 use crate::http::request;
 use crate::metrics::parse_metrics;
-use crate::support::{PATIENCE, TestServer, bytes, prompt, range};
+use crate::support::{
+    PATIENCE, Steps as _, TestServer, bytes, given_stored_on, prompt, range, whole,
+};
 
 /// A server with these tiers.
 pub fn with_tiers(adapters: &[&str], flags: &[&str]) -> TestServer {
@@ -45,11 +47,7 @@ pub fn settle(server: &TestServer) {
 }
 
 pub fn store(worker: &mut EngineDrivenWorker, prompt: &Prompt, seed: u64) {
-    let len = worker.chunk_bytes();
-    let all = 0..prompt.len() as u64;
-    worker
-        .store(prompt, all, "s", |chunk| bytes(seed, chunk, len))
-        .unwrap();
+    worker.stored(prompt, whole(prompt), seed);
 }
 
 /// Hits of a lookup, waited for in the server.
@@ -65,28 +63,41 @@ pub fn hits(connection: &mut Connection, scope: &Scope, prompt: &Prompt, request
 }
 
 fn assert_reads(worker: &mut EngineDrivenWorker, prompt: &Prompt, seed: u64, request: &str) {
-    let len = worker.chunk_bytes();
-    let all = 0..prompt.len() as u64;
-    let read = worker.retrieve(prompt, all.clone(), request, |chunk, got| {
-        assert!(got == bytes(seed, chunk, len), "chunk {chunk}");
-    });
-    assert!(read.unwrap().is_some(), "a miss after a hit");
+    worker.assert_reads(prompt, whole(prompt), request, seed);
+}
+
+/// A server with a tier in this directory, a scope, a worker of it, and a prompt that is in the tier, not in L1.
+fn given_in_tier(
+    directory: &Path,
+    model: &str,
+    chunks: usize,
+) -> (TestServer, Scope, EngineDrivenWorker, Prompt) {
+    let given = given_stored_on(with_fs(directory, &[]), Scope::new(model), chunks);
+    settle(&given.0);
+    given.0.engine().clear(true);
+    given
+}
+
+/// Likewise, after a restart of the server.
+fn given_restarted(
+    directory: &Path,
+    scope: Scope,
+    chunks: usize,
+) -> (TestServer, Scope, EngineDrivenWorker, Prompt) {
+    let (server, scope, worker, prompt) = given_stored_on(with_fs(directory, &[]), scope, chunks);
+    settle(&server);
+    assert_eq!(server.readings().tiers[0].stored_objects, chunks as u64);
+    drop((worker, server));
+    let server = with_fs(directory, &[]);
+    let worker = server.engine_driven(1, &scope);
+    (server, scope, worker, prompt)
 }
 
 #[test]
 fn stored_objects_return_after_restart() {
     let directory = tempfile::tempdir().unwrap();
-    let scope = Scope::new("l2/restart").with_salt("t");
-    let prompt = prompt(1, 8);
-    {
-        let server = with_fs(directory.path(), &[]);
-        let mut worker = server.engine_driven(1, &scope);
-        store(&mut worker, &prompt, 1);
-        settle(&server);
-        assert_eq!(server.readings().tiers[0].stored_objects, 8);
-    }
-    let server = with_fs(directory.path(), &[]);
-    let mut worker = server.engine_driven(1, &scope);
+    let (server, scope, mut worker, prompt) =
+        given_restarted(directory.path(), Scope::new("l2/restart").with_salt("t"), 8);
     assert_eq!(hits(worker.connection(), &scope, &prompt, "r"), 8);
     assert_reads(&mut worker, &prompt, 1, "r");
     worker.connection().end_session("r").unwrap();
@@ -106,23 +117,18 @@ fn stored_objects_return_after_restart() {
 #[test]
 fn tier_hits_count_once_as_found() {
     let directory = tempfile::tempdir().unwrap();
-    let scope = Scope::new("l2/counted").with_salt("t");
-    let prompt = prompt(1, 8);
-    {
-        let server = with_fs(directory.path(), &[]);
-        let mut worker = server.engine_driven(1, &scope);
-        store(&mut worker, &prompt, 1);
-        settle(&server);
-    }
-    // Nothing of the tenant is in L1 when it asks for the first time.
-    let server = with_fs(directory.path(), &[]);
-    let mut worker = server.engine_driven(1, &scope);
-    for (request_id, looks) in [("first", 1), ("second", 2)] {
+    let (server, scope, mut worker, prompt) =
+        given_restarted(directory.path(), Scope::new("l2/counted").with_salt("t"), 8);
+    for (request_id, lookups) in [("first", 1), ("second", 2)] {
         assert_eq!(hits(worker.connection(), &scope, &prompt, request_id), 8);
-        let told = request(&server, "GET", "/quota/t", "").2;
-        let told: serde_json::Value = serde_json::from_str(&told).unwrap();
-        let counts = (&told["requested_chunks"], &told["hit_chunks"]);
-        assert_eq!(counts, (&(8 * looks).into(), &(8 * looks).into()), "{told}");
+        let quota = request(&server, "GET", "/quota/t", "").2;
+        let quota: serde_json::Value = serde_json::from_str(&quota).unwrap();
+        let counts = (&quota["requested_chunks"], &quota["hit_chunks"]);
+        assert_eq!(
+            counts,
+            (&(8 * lookups).into(), &(8 * lookups).into()),
+            "{quota}"
+        );
         worker.connection().end_session(request_id).unwrap();
     }
     server.assert_sound();
@@ -147,16 +153,8 @@ fn queued_stores_finish_before_the_end() {
 #[test]
 fn a_prefix_is_served_from_both_tiers_together() {
     let directory = tempfile::tempdir().unwrap();
-    let scope = Scope::new("l2/mixed");
-    let prompt = prompt(1, 6);
-    {
-        let server = with_fs(directory.path(), &[]);
-        let mut worker = server.engine_driven(1, &scope);
-        store(&mut worker, &prompt, 1);
-        settle(&server);
-    }
-    let server = with_fs(directory.path(), &[]);
-    let mut worker = server.engine_driven(1, &scope);
+    let (server, scope, mut worker, prompt) =
+        given_restarted(directory.path(), Scope::new("l2/mixed"), 6);
     let len = worker.chunk_bytes();
     // Chunks 0, 1 and 4 are in L1.
     for chunks in [0..2, 4..5] {
@@ -194,13 +192,7 @@ fn a_gap_ends_the_prefix() {
 #[test]
 fn pending_result_is_none_then_returned_once() {
     let directory = tempfile::tempdir().unwrap();
-    let scope = Scope::new("l2/pending");
-    let prompt = prompt(1, 3);
-    let server = with_fs(directory.path(), &[]);
-    let mut worker = server.engine_driven(1, &scope);
-    store(&mut worker, &prompt, 1);
-    settle(&server);
-    server.engine().clear(true);
+    let (_server, _, mut worker, prompt) = given_in_tier(directory.path(), "l2/pending", 3);
     assert_eq!(worker.lookup(&prompt, "polled").unwrap(), 3);
     assert_reads(&mut worker, &prompt, 1, "polled");
     let connection = worker.connection();
@@ -212,11 +204,8 @@ fn pending_result_is_none_then_returned_once() {
 #[test]
 fn early_end_of_request_leaves_nothing() {
     let directory = tempfile::tempdir().unwrap();
-    let scope = Scope::new("l2/early");
-    let prompt = prompt(1, 64);
-    let server = with_fs(directory.path(), &[]);
-    let mut worker = server.engine_driven(1, &scope);
-    store(&mut worker, &prompt, 1);
+    let (server, scope, mut worker, prompt) =
+        given_stored_on(with_fs(directory.path(), &[]), Scope::new("l2/early"), 64);
     settle(&server);
     for round in 0..20 {
         server.engine().clear(true);
@@ -248,13 +237,7 @@ fn early_end_of_request_leaves_nothing() {
 #[test]
 fn cold_prefix_is_loaded_once_for_all_lookups() {
     let directory = tempfile::tempdir().unwrap();
-    let scope = Scope::new("l2/flights");
-    let prompt = prompt(1, 100);
-    let server = with_fs(directory.path(), &[]);
-    let mut worker = server.engine_driven(1, &scope);
-    store(&mut worker, &prompt, 1);
-    settle(&server);
-    server.engine().clear(true);
+    let (server, scope, mut worker, prompt) = given_in_tier(directory.path(), "l2/flights", 100);
     let mut schedulers: Vec<_> = (0..4).map(|_| server.connect()).collect();
     for (number, scheduler) in schedulers.iter_mut().enumerate() {
         let all = 0..prompt.len() as u64;
@@ -292,11 +275,11 @@ fn loaded_objects_end_with_request_under_policy() {
 #[test]
 fn stored_objects_leave_l1_under_policy() {
     let directory = tempfile::tempdir().unwrap();
-    let scope = Scope::new("l2/skip");
-    let prompt = prompt(1, 5);
-    let server = with_fs(directory.path(), &["--l2-store-policy", "skip_l1"]);
-    let mut worker = server.engine_driven(1, &scope);
-    store(&mut worker, &prompt, 1);
+    let (server, scope, mut worker, prompt) = given_stored_on(
+        with_fs(directory.path(), &["--l2-store-policy", "skip_l1"]),
+        Scope::new("l2/skip"),
+        5,
+    );
     settle(&server);
     assert_eq!(server.readings().objects, 0);
     assert_eq!(hits(worker.connection(), &scope, &prompt, "r"), 5);
@@ -348,8 +331,7 @@ fn l1_hits_do_not_wait_for_silent_tier() {
             .lookup(&scope.scheduler_key(&there, all.clone(), &request))
             .unwrap();
         // At once, not when asked again.
-        let told = connection.query_prefetch_status(&request).unwrap();
-        assert_eq!(told, Some(8));
+        assert_eq!(connection.query_prefetch_status(&request).unwrap(), Some(8));
         // Others wait for the tier meanwhile; this one's tier has nothing.
         let key = scope.scheduler_key(&not_there, all, "cold");
         connection.lookup(&key).unwrap();
@@ -361,12 +343,12 @@ fn l1_hits_do_not_wait_for_silent_tier() {
 #[test]
 fn endless_load_ends_at_deadline_with_l1_hits() {
     let directory = tempfile::tempdir().unwrap();
-    let scope = Scope::new("l2/deadline");
-    let prompt = prompt(1, 4);
     let tiers = [STALLED, &fs(directory.path())];
-    let server = with_tiers(&tiers, &["--l2-load-timeout-seconds", "5"]);
-    let mut worker = server.engine_driven(1, &scope);
-    store(&mut worker, &prompt, 1);
+    let (server, scope, mut worker, prompt) = given_stored_on(
+        with_tiers(&tiers, &["--l2-load-timeout-seconds", "5"]),
+        Scope::new("l2/deadline"),
+        4,
+    );
     let started = Instant::now();
     while server.readings().tiers[1].stored_objects < 4 {
         assert!(
@@ -385,8 +367,6 @@ fn endless_load_ends_at_deadline_with_l1_hits() {
 #[test]
 fn stop_answers_request_waiting_for_tier() {
     let directory = tempfile::tempdir().unwrap();
-    let scope = Scope::new("l2/stop");
-    let prompt = prompt(1, 4);
     let stalling = format!(
         r#"{{"type":"fault_inject","load_timeout_ms":86400000,"faults":[{{"kind":"stall","operation":"load"}}],"inner":{}}}"#,
         fs(directory.path())
@@ -397,9 +377,8 @@ fn stop_answers_request_waiting_for_tier() {
         "--l2-drain-timeout-seconds",
         "0",
     ];
-    let server = with_tiers(&[&stalling], &flags);
-    let mut worker = server.engine_driven(1, &scope);
-    store(&mut worker, &prompt, 1);
+    let (server, scope, _worker, prompt) =
+        given_stored_on(with_tiers(&[&stalling], &flags), Scope::new("l2/stop"), 4);
     settle(&server);
     server.engine().clear(true);
     let mut connection = server.connect();
@@ -447,15 +426,15 @@ fn port_is_freed_after_pool_name() {
 #[test]
 fn next_tier_loads_after_a_failure() {
     let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let scope = Scope::new("l2/fallback");
-    let prompt = prompt(1, 12);
     let failing = format!(
         r#"{{"type":"fault_inject","rate":0.5,"seed":1,"inner":{}}}"#,
         fs(first.path())
     );
-    let server = with_tiers(&[&failing, &fs(second.path())], &[]);
-    let mut worker = server.engine_driven(1, &scope);
-    store(&mut worker, &prompt, 1);
+    let (server, scope, mut worker, prompt) = given_stored_on(
+        with_tiers(&[&failing, &fs(second.path())], &[]),
+        Scope::new("l2/fallback"),
+        12,
+    );
     settle(&server);
     server.engine().clear(true);
     assert_eq!(hits(worker.connection(), &scope, &prompt, "r"), 12);
@@ -473,15 +452,12 @@ fn next_tier_loads_after_a_failure() {
 #[test]
 fn unloadable_objects_shorten_the_prefix() {
     let directory = tempfile::tempdir().unwrap();
-    let scope = Scope::new("l2/lost");
-    let prompt = prompt(1, 12);
     let failing = format!(
         r#"{{"type":"fault_inject","gap_indices":[5],"inner":{}}}"#,
         fs(directory.path())
     );
-    let server = with_tiers(&[&failing], &[]);
-    let mut worker = server.engine_driven(1, &scope);
-    store(&mut worker, &prompt, 1);
+    let (server, scope, mut worker, prompt) =
+        given_stored_on(with_tiers(&[&failing], &[]), Scope::new("l2/lost"), 12);
     settle(&server);
     server.engine().clear(true);
     assert_eq!(hits(worker.connection(), &scope, &prompt, "r"), 5);

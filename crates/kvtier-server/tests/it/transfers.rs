@@ -8,7 +8,10 @@ use kvtier_client::proto::pickle;
 use kvtier_client::proto::request::ABORT_STORE;
 use kvtier_client::{EngineDrivenWorker, InstanceId, Key, Scope};
 
-use crate::support::{TestServer, bytes, context, engine_driven, prompt, range, reserve, slots};
+use crate::support::{
+    Steps as _, TestServer, bytes, context, engine_driven, given_stored, prompt, range, reserve,
+    slots,
+};
 
 /// The server's pool, as a worker of its own opens it.
 fn pool(server: &TestServer, scope: &Scope) -> File {
@@ -112,10 +115,7 @@ fn a_store_in_flight_is_not_granted_twice() {
     assert!(!commit(&mut worker, &key));
     assert_eq!(server.readings().staged_bytes, 0);
     assert_eq!(worker.lookup(&prompt, "q").unwrap(), 2);
-    let read = worker.retrieve(&prompt, range(0..2), "q", |chunk, got| {
-        assert!(got == bytes(7, chunk, len))
-    });
-    assert_eq!(read.unwrap().unwrap().chunks, 2);
+    worker.assert_reads(&prompt, 0..2, "q", 7);
 }
 
 #[test]
@@ -144,13 +144,7 @@ fn overtaken_store_keeps_memory_until_commit() {
 
 #[test]
 fn twice_prepared_retrieve_is_leased_until_last_commit() {
-    let server = TestServer::start(&[]);
-    let scope = Scope::new("transfers/reread");
-    let mut worker = server.engine_driven(1, &scope);
-    let (prompt, len) = (prompt(1, 2), worker.chunk_bytes());
-    worker
-        .store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len))
-        .unwrap();
+    let (server, scope, mut worker, prompt) = given_stored("transfers/reread", 2);
     assert_eq!(worker.lookup(&prompt, "r").unwrap(), 2);
     let key = scope.worker_key(0, &prompt, range(0..2), "r");
     let connection = worker.connection();
@@ -208,10 +202,7 @@ fn first_commit_of_equal_stores_counts_whole() {
         "the second copy is dropped"
     );
     assert_eq!(one.lookup(&prompt, "q").unwrap(), 2);
-    let read = one.retrieve(&prompt, range(0..2), "q", |chunk, got| {
-        assert_eq!(got, bytes(2, chunk, len))
-    });
-    assert!(read.unwrap().is_some());
+    one.assert_reads(&prompt, 0..2, "q", 2);
     assert_eq!(server.readings().staged_bytes, 0);
 }
 
@@ -223,10 +214,8 @@ fn unregistered_instance_keeps_memory_it_may_copy() {
         server.engine_driven(1, &scope),
         server.engine_driven(2, &scope),
     );
-    let (stored, unfinished, len) = (prompt(1, 2), prompt(2, 2), worker.chunk_bytes());
-    worker
-        .store(&stored, range(0..2), "s", |chunk| bytes(1, chunk, len))
-        .unwrap();
+    let (stored, unfinished) = (prompt(1, 2), prompt(2, 2));
+    worker.stored(&stored, 0..2, 1);
     let used = server.readings().used_bytes;
 
     let write = scope.worker_key(0, &unfinished, range(0..2), "w");
@@ -386,10 +375,8 @@ fn load_only_worker_without_pool_receives_chunks() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/reader");
     let mut writer = server.engine_driven(1, &scope);
-    let (prompt, len) = (prompt(1, 2), writer.chunk_bytes());
-    writer
-        .store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len))
-        .unwrap();
+    let prompt = prompt(1, 2);
+    writer.stored(&prompt, 0..2, 1);
     let mut reader = server.engine_driven(2, &scope);
     let nothing = scope.worker_key(0, &prompt, 0..0, "nothing");
     let none = pickle::write_tensors(&[], |_, _| Ok::<(), pickle::WriteError>(())).unwrap();
@@ -419,16 +406,11 @@ fn pickled_store_leaves_no_slots() {
     let mut spec = engine_driven(1, &scope);
     spec.force_pickle = true;
     let mut worker = EngineDrivenWorker::register(server.connect(), spec).unwrap();
-    let (prompt, len) = (prompt(1, 2), worker.chunk_bytes());
-    worker
-        .store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len))
-        .unwrap();
+    let prompt = prompt(1, 2);
+    worker.stored(&prompt, 0..2, 1);
     assert_eq!(server.readings().staged_bytes, 0);
     assert_eq!(worker.lookup(&prompt, "r").unwrap(), 2);
-    let read = worker.retrieve(&prompt, range(0..2), "r", |chunk, got| {
-        assert_eq!(got, bytes(1, chunk, len))
-    });
-    assert!(read.unwrap().is_some());
+    worker.assert_reads(&prompt, 0..2, "r", 1);
     assert_eq!(server.readings().leased_objects, 0);
 }
 
@@ -439,10 +421,8 @@ fn reregistered_worker_is_offered_the_pool() {
     let mut spec = engine_driven(1, &scope);
     spec.force_pickle = true;
     let mut worker = EngineDrivenWorker::register(server.connect(), spec).unwrap();
-    let (prompt, len) = (prompt(1, 4), worker.chunk_bytes());
-    worker
-        .store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len))
-        .unwrap();
+    let prompt = prompt(1, 4);
+    worker.stored(&prompt, 0..2, 1);
     let key = scope.worker_key(0, &prompt, range(2..4), "t");
     let prepared = |worker: &mut EngineDrivenWorker| {
         let connection = worker.connection();

@@ -2,7 +2,8 @@
 
 use kvtier_client::{InstanceId, Scope};
 
-use super::bed::{files, lookup, read, server, settle, store};
+use super::bed::{files, lookup, read, server, store};
+use crate::l2::settle;
 use crate::log::Log;
 use crate::support::{prompt, range};
 

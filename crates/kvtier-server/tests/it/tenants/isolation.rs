@@ -7,7 +7,8 @@ use kvtier_client::{EngineDrivenWorker, Prompt, Scope};
 use proptest::prelude::*;
 
 use super::alone::Model;
-use super::bed::{server, settle};
+use super::bed::server;
+use crate::l2::settle;
 use crate::support::{PATIENCE, TestServer, bytes, prompt, range};
 
 const TENANTS: usize = 3;

@@ -4,7 +4,9 @@ use kvtier_client::{InstanceId, Scope};
 use kvtier_core::object_key::EncodedObjectKey;
 use kvtier_core::{ObjectKey, kv_rank};
 
-use super::bed::{files, http, lookup, read, server, settle, store};
+use super::bed::{files, lookup, read, server, store};
+use crate::http::request;
+use crate::l2::settle;
 use crate::support::{TestServer, prompt, range};
 
 #[test]
@@ -73,8 +75,8 @@ fn deletion_and_prefetch_affect_only_named_tenant() {
     });
     let body =
         serde_json::json!({ "keys": keys.collect::<Vec<_>>(), "tier": "all", "force": true });
-    let (status, told) = http(&server, "DELETE", "/cache/objects", &body.to_string());
-    assert_eq!(status, 200, "{told}");
+    let (status, _, answer) = request(&server, "DELETE", "/cache/objects", &body.to_string());
+    assert_eq!(status, 200, "{answer}");
     assert_eq!(files(directory.path()).len(), 4);
     server.engine().clear(true);
     let warm = server
