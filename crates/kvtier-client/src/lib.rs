@@ -21,6 +21,7 @@ mod key;
 mod lmcache_driven;
 mod message;
 mod socket;
+mod worker;
 
 pub use client::{
     ChunkTerms, Client, Future, Health, HealthCallback, MAX_IN_FLIGHT, RecoverHook, Settings,
@@ -35,6 +36,7 @@ pub use error::ClientError;
 pub use key::{Key, Prompt, Scope};
 pub use lmcache_driven::{LmcacheDrivenSpec, LmcacheDrivenWorker};
 pub use message::{Reply, Ticket};
+pub use worker::{Worker, WorkerSpec};
 
 /// The types of chunks, blocks and answers.
 pub use kvtier_proto as proto;

@@ -100,7 +100,7 @@ impl RegisteredCase {
 /// One random registration, both ways.
 fn check(server: &Server, engine: &mut Exporter, seed: u64, formats: &mut BTreeSet<String>) {
     let mut case = random_case(seed, "cuda_device");
-    let random = &mut Random(!seed);
+    let random = &mut Random::new(!seed);
     let registered = RegisteredCase::new(server, engine, &mut case);
     if server.arena.len() == ARENA {
         server.pinned();

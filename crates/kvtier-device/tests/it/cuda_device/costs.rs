@@ -163,7 +163,7 @@ fn runs_per_piece_are_bounded() {
         let shape = vec![3, 16, 4096, 1];
         let bytes = shape.iter().product();
         let (number, handle) = engine.export(bytes);
-        let content = Random(7).bytes(bytes);
+        let content = Random::new(7).bytes(bytes);
         engine.write(number, &content);
         let tensor = TensorSpec {
             memory: storage(0, handle, bytes),

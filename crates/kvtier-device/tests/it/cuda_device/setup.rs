@@ -196,7 +196,7 @@ impl Pages {
     ) -> Result<Self, DeviceError> {
         let bytes = blocks * page;
         let (number, handle) = engine.export_on(gpu, bytes);
-        let content = Random(number as u64).bytes(bytes);
+        let content = Random::new(number as u64).bytes(bytes);
         engine.write(number, &content);
         let shape = vec![blocks, 1, page];
         let tensor = TensorSpec {
