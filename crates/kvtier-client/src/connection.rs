@@ -163,29 +163,6 @@ impl Connection {
         }
     }
 
-    /// Waits for the first reply to any request; none if no request is in flight.
-    ///
-    /// # Errors
-    /// As [`Connection::receive`]; a timeout is that of the request with the next deadline.
-    pub fn receive_any(&mut self) -> Result<Option<Reply>, ClientError> {
-        loop {
-            if let Some(&uid) = self.arrived.keys().next() {
-                return self.arrived.remove(&uid).transpose();
-            }
-            let Some((&uid, next)) = self
-                .in_flight
-                .iter()
-                .min_by_key(|(_, request)| request.sent + request.timeout)
-            else {
-                return Ok(None);
-            };
-            let left = next.timeout.saturating_sub(next.sent.elapsed());
-            if !self.take_message(next.operation, left)? {
-                return Err(self.timed_out(uid));
-            }
-        }
-    }
-
     /// Abandons a request: its reply is dropped on arrival.
     pub fn forget(&mut self, ticket: Ticket) {
         self.arrived.remove(&ticket.uid);
@@ -206,14 +183,6 @@ impl Connection {
         if let Ok(ticket) = self.send(request) {
             self.forget(ticket);
         }
-    }
-
-    /// Sends frames as they are, for tests of servers. Replies to them are dropped.
-    ///
-    /// # Errors
-    /// [`ClientError::Socket`].
-    pub fn send_raw(&mut self, frames: Vec<Vec<u8>>) -> Result<(), ClientError> {
-        self.send_frames(Operation::Noop, frames)
     }
 
     /// Looks a prompt up and asks until the result is known: chunks of the longest cached prefix, which are leased

@@ -86,7 +86,10 @@ fn calls_without_worker_are_typed() {
         .report_block_allocation(InstanceId(1), "m", vec![record])
         .unwrap();
 
-    let scope = Scope::new("m").with_salt("tenant").with_world_size(2);
+    let scope = Scope {
+        world_size: 2,
+        ..Scope::new("m").with_salt("tenant")
+    };
     let tokens: Vec<u32> = (0..600).collect();
     let prompt = Prompt::new(&tokens);
     let range = prompt.whole_chunks(256);
@@ -279,7 +282,6 @@ fn forgotten_and_late_replies_are_dropped() {
     connection.set_timeout(Duration::from_secs(60));
     assert!(connection.ping(None).unwrap());
     assert!(connection.ping(None).unwrap());
-    assert!(connection.receive_any().unwrap().is_none());
 }
 
 #[test]
@@ -293,20 +295,4 @@ fn garbage_from_server_is_skipped() {
         ]
     });
     assert_eq!(connect(&server).noop().unwrap(), "OK");
-}
-
-#[test]
-fn receive_any_returns_first_reply() {
-    let server = Server::typed(|request| match request {
-        Request::Ping { .. } => Some(Response::Bool(true)),
-        _ => None,
-    });
-    let mut connection = connect(&server);
-    let silent = connection.send(&Plain::Noop).unwrap();
-    let answered = connection.send(&Plain::Ping { instance: None }).unwrap();
-    let reply = connection.receive_any().unwrap().unwrap();
-    assert_eq!(reply.ticket(), answered);
-    assert_eq!(reply.operation(), Operation::Ping);
-    connection.forget(silent);
-    assert!(connection.receive_any().unwrap().is_none());
 }

@@ -31,11 +31,6 @@ fn every_operation_has_its_row() {
             "{name}"
         );
         assert_eq!(
-            case["streaming"].as_bool().unwrap(),
-            operation.is_stream(),
-            "{name}"
-        );
-        assert_eq!(
             response_of(text(&case["response_type"])),
             spec.response,
             "{name}"

@@ -2,29 +2,18 @@
 
 use std::sync::Arc;
 
-use kvtier_device::{CpuDevice, Device, DeviceError, EngineMemory, MemorySpec, PlanError};
+use kvtier_device::{CpuDevice, Device, DeviceError, EngineMemory, PlanError};
 use kvtier_memory::OwnSegment;
 
 use super::bytes::RegisteredCase;
 use super::setup::{Pages, Server};
+use crate::cpu::share;
 use crate::exporter::Exporter;
 use crate::model::{Case, random_case};
 
 /// The same registration in shared memory.
 fn in_host_memory(case: &mut Case) -> (Box<dyn EngineMemory>, Vec<OwnSegment>) {
-    let mut segments = Vec::new();
-    for (name, bytes) in &case.memories {
-        let segment = OwnSegment::create(bytes.len() as u64).unwrap();
-        segment.as_segment().write(0, bytes).unwrap();
-        for tensor in &mut case.tensors {
-            if let MemorySpec::CpuShm { name: own, .. } = &mut tensor.memory
-                && own == name
-            {
-                *own = segment.name().to_owned();
-            }
-        }
-        segments.push(segment);
-    }
+    let segments = share(case);
     (CpuDevice.open(Arc::new(case.layout())).unwrap(), segments)
 }
 

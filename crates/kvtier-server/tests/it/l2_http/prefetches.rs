@@ -31,7 +31,8 @@ fn completed(server: &TestServer, submitted: &Value) -> Value {
 #[test]
 fn a_prompt_is_loaded_before_engines_ask() {
     let directory = tempfile::tempdir().unwrap();
-    let scope = Scope::new("warm/ranks").with_salt("t").with_world_size(2);
+    let mut scope = Scope::new("warm/ranks").with_salt("t");
+    scope.world_size = 2;
     let server = with_tiers(
         &[&fs(directory.path())],
         &["--l2-prefetch-policy", "default"],
