@@ -282,6 +282,7 @@ fn forgotten_and_late_replies_are_dropped() {
     connection.set_timeout(Duration::from_secs(60));
     assert!(connection.ping(None).unwrap());
     assert!(connection.ping(None).unwrap());
+    assert!(format!("{connection:?}").contains("in_flight: 0"));
 }
 
 #[test]
