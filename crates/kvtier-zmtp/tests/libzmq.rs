@@ -184,7 +184,7 @@ proptest! {
                 }
                 read_piece(&mut stream, &mut session, cuts.next().unwrap(), &mut echoes);
             }
-            prop_assert_eq!(&echoes, &[message.clone()]);
+            prop_assert_eq!(&echoes, std::slice::from_ref(message));
         }
     }
 
