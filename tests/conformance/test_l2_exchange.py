@@ -187,7 +187,7 @@ def test_objects_in_files_are_equal_in_all_transfer_modes(serve, engines, tmp_pa
 
 @pytest.mark.parametrize("salt", ["", "alice"])
 def test_names_of_both_generations_are_read(lmcache, serve, engines, tmp_path, salt):
-    """Releases before 0.5 had no group in their names: we find such files, and write them when told to."""
+    """Releases before 0.5 had no group in their names: such files are found, and written if configured."""
     writer = engines(lmcache.server, "lmcache_driven")
     tiers.store(writer, 1, salt=salt)
     wait_of_model(lmcache.fs_native, writer, 4)

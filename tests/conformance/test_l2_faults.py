@@ -382,7 +382,7 @@ def unprivileged():
         command = our_command()
         if os.geteuid() == 0:
             if shutil.which("setpriv") is None:
-                pytest.skip("root, and no setpriv to start the server as somebody else")
+                pytest.skip("root, and no setpriv to start the server as another user")
             place.chmod(0o755)
             binary = shutil.copy(command[0], place / "kvtier")
             command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", str(binary), *command[1:]]

@@ -45,7 +45,7 @@ def round_trips(server):
 def test_dead_tier_delays_no_hit(serve, engines, mode):
     """Beside a server without tiers: as many round trips, one a question, for the same hits; no tier is asked."""
     stuck, free = serve(mode, flags=dead()), serve(mode)
-    stuck.expect_trouble(r"given up")
+    stuck.expect_trouble(r"not stored in time")
     took = {}
     crew = [(server, engines(server, groups=BIG)) for server in (stuck, free)]
     for _, engine in crew:
@@ -68,7 +68,7 @@ def test_dead_tier_delays_no_hit(serve, engines, mode):
 def test_dead_tier_does_not_fill_l1(serve, engines):
     """What waits for it is bounded: everything beyond is dropped there, and stores go on in L1 as without it."""
     server = serve(l1_gb=8 * MIB, flags=dead())
-    server.expect_trouble(r"given up|waits? to be stored|too many bytes")
+    server.expect_trouble(r"not stored in time|waits? to be stored|too many bytes")
     engine = engines(server, groups=BIG)
     for seed in range(60):
         tiers.store(engine, seed)
@@ -123,7 +123,7 @@ def test_breaker_leaves_a_dead_tier_alone(serve, engines):
     """Stores that miss their deadline open it: what comes next is refused at once, and the status says so."""
     server = serve(flags=mock(0.001, store_timeout_ms=50, breaker_failures=2, breaker_pause_ms=600_000,
                               breaker_pause_max_ms=600_000))  # fmt: skip
-    server.expect_trouble(r"objects cannot be stored|given up|breaker|closing it takes")
+    server.expect_trouble(r"objects cannot be stored|not stored in time|breaker|closing it takes")
     engine = engines(server)
     for seed in range(6):
         tiers.store(engine, seed)

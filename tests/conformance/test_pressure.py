@@ -5,7 +5,7 @@ import torch
 from kvrig.engine import Group, tokens
 from kvrig.layouts import layout
 
-pytestmark = pytest.mark.ours("it makes room once a second, not when a store needs it")
+pytestmark = pytest.mark.ours("it frees space once per second, not when a store needs it")
 
 # 96 KiB per chunk; 20 MiB hold about 200 of the 270 chunks stored below.
 BIG = layout("kv_first_nhd", heads=8, size=64)

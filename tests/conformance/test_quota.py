@@ -19,22 +19,22 @@ ours = pytest.mark.ours("its quotas are lost with the process, and hold in tiers
 
 def usage(server, salt, tier="fs-0"):
     """Bytes of a tenant in a tier."""
-    status, told = server.get(f"/quota/{salt}")
-    assert status == 200, told
-    return told["tiers"][tier]["usage_bytes"]
+    status, report = server.get(f"/quota/{salt}")
+    assert status == 200, report
+    return report["tiers"][tier]["usage_bytes"]
 
 
 def limit(server, salt, size, **more):
     """Set the limit of a tenant, bytes."""
-    status, told = server.request("PUT", f"/quota/{salt}", {"limit_gb": size / GIB, **more})
-    assert (status, told.get("status")) == (200, "ok"), told
+    status, report = server.request("PUT", f"/quota/{salt}", {"limit_gb": size / GIB, **more})
+    assert (status, report.get("status")) == (200, "ok"), report
 
 
-def covers(expected, told):
+def covers(expected, report):
     """Whether an answer has all that another one has."""
     if isinstance(expected, dict):
-        return isinstance(told, dict) and all(key in told and covers(value, told[key]) for key, value in expected.items())
-    return expected == told
+        return isinstance(report, dict) and all(key in report and covers(value, report[key]) for key, value in expected.items())
+    return expected == report
 
 
 def test_answers_are_the_peers(serve, tmp_path, peer):
@@ -49,9 +49,9 @@ def test_answers_are_the_peers(serve, tmp_path, peer):
             continue
         body = asked["body"]
         raw = None if body is None else (body if isinstance(body, str) else json.dumps(body)).encode()
-        status, told = send(server, asked["method"], asked["path"], raw)
+        status, report = send(server, asked["method"], asked["path"], raw)
         if not peer and ("a%40b" in asked["path"] or len(asked["path"]) > 150):
-            assert status == 400 and told["error"].startswith("cache_salt: "), (asked, told)
+            assert status == 400 and report["error"].startswith("cache_salt: "), (asked, report)
             refused += 1
             continue
         body = expected["body"]
@@ -59,8 +59,8 @@ def test_answers_are_the_peers(serve, tmp_path, peer):
             body["users"] = {salt: row for salt, row in body["users"].items() if salt != "a@b" and len(salt) < 150}
         # The captured server had data of the tenant without a salt.
         body = json.loads(json.dumps(body).replace("0.015625", "0.0"))
-        assert status == expected["status"], (asked, told)
-        assert covers(body, told), (asked, told, body)
+        assert status == expected["status"], (asked, report)
+        assert covers(body, report), (asked, report, body)
         replayed += 1
     assert (replayed, refused) == ((31, 0) if peer else (27, 4)), (replayed, refused)
 
@@ -72,9 +72,9 @@ def send(server, method, path, raw):
     connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=10)
     connection.request(method, path, raw, {"Content-Type": "application/json"})
     response = connection.getresponse()
-    told = json.loads(response.read())
+    report = json.loads(response.read())
     connection.close()
-    return response.status, told
+    return response.status, report
 
 
 @ours
@@ -91,7 +91,7 @@ def test_a_limit_lowered_under_load(serve, engines, tmp_path):
             for seed in range(100, 140):
                 tiers.store(greedy, seed, salt="greedy")
                 stored.set()
-        except Exception as error:  # told by the test
+        except Exception as error:  # reported by the test
             failures.append(error)
             stored.set()
 
@@ -107,8 +107,8 @@ def test_a_limit_lowered_under_load(serve, engines, tmp_path):
     tiers.settled(server)
     for tier in ("l1", "fs-0"):
         wait_until(lambda: usage(server, "greedy", tier) < 0.8 * 20 * chunk, 30, f"eviction from {tier}")
-    told = server.get("/quota/greedy")[1]
-    assert all(told["tiers"][tier]["evicted_objects"] > 0 for tier in ("l1", "fs-0")), told
+    report = server.get("/quota/greedy")[1]
+    assert all(report["tiers"][tier]["evicted_objects"] > 0 for tier in ("l1", "fs-0")), report
     assert usage(server, "steady") == kept
     tiers.forget(steady)
     assert tiers.recall(steady, 1, salt="steady") == 64
@@ -146,17 +146,17 @@ def test_strict_limits_refuse(serve, engines, tmp_path):
     flags = ["--eviction-policy", "IsolatedLRU", "--quota-mode", "strict", "--quota-file", str(tmp_path / "quotas")]
     server = serve(flags=flags + tiers.fs(tmp_path / "tier", **ISOLATED))
     engine = engines(server)
-    limit(server, "nobody", 0)
+    limit(server, "barred", 0)
     prompt = tiers.tokens(64, 1)
-    engine.worker.store(engine.new_request(), prompt, 0, 64, engine.blocks_for(64), "nobody")
-    tiers.store(engine, 2, salt="somebody")
+    engine.worker.store(engine.new_request(), prompt, 0, 64, engine.blocks_for(64), "barred")
+    tiers.store(engine, 2, salt="other")
     tiers.settled(server)
-    assert engine.hits(prompt, salt="nobody") == 0
-    assert tiers.recall(engine, 2, salt="somebody") == 64
-    told = server.get("/quota/nobody")[1]["tiers"]
-    assert told["l1"]["usage_bytes"] == told["fs-0"]["usage_bytes"] == 0
-    assert told["l1"]["refused_over_quota"] == 4
-    assert tiers.metric(server, "kvtier_l1_over_quota_chunks_total", cache_salt="nobody") == 4
+    assert engine.hits(prompt, salt="barred") == 0
+    assert tiers.recall(engine, 2, salt="other") == 64
+    report = server.get("/quota/barred")[1]["tiers"]
+    assert report["l1"]["usage_bytes"] == report["fs-0"]["usage_bytes"] == 0
+    assert report["l1"]["refused_over_quota"] == 4
+    assert tiers.metric(server, "kvtier_l1_over_quota_chunks_total", cache_salt="barred") == 4
     assert len(tiers.files(tmp_path / "tier")) == 4
 
 
@@ -170,8 +170,8 @@ def test_a_full_disk(small_disk, serve):
     while status == 200:
         number += 1
         assert number < 2000, "the disk is not full"
-        status, told = server.request("PUT", f"/quota/tenant-{number}-{'x' * 100}", {"limit_gb": 1})
-    assert status == 500 and "nothing was changed" in told["error"] and "No space" in told["error"], told
+        status, report = server.request("PUT", f"/quota/tenant-{number}-{'x' * 100}", {"limit_gb": 1})
+    assert status == 500 and "nothing was changed" in report["error"] and "No space" in report["error"], report
     # Nor is one lowered in memory alone.
     with pytest.raises(OSError), open(directory / "filler", "wb", buffering=0) as filler:
         while True:
@@ -179,8 +179,8 @@ def test_a_full_disk(small_disk, serve):
     before = server.get("/quota")[1]["users"]
     first = next(iter(before))
     assert len(before) == number - 1
-    status, told = server.request("PUT", f"/quota/{first}", {"limit_gb": 0.123, "reserved_gb": 0.01})
-    assert status == 500, told
+    status, report = server.request("PUT", f"/quota/{first}", {"limit_gb": 0.123, "reserved_gb": 0.01})
+    assert status == 500, report
     assert server.get("/quota")[1]["users"] == before
     assert sorted(path.name for path in directory.iterdir()) == ["filler", "quotas"]
     server.kill()

@@ -79,7 +79,7 @@ def test_restart_after_the_client_noticed(serve, engines, mode):
     round_trip(engine)
 
 
-@pytest.mark.ours("an engine whose ping it missed is never told")
+@pytest.mark.ours("it never notifies an engine whose ping it missed")
 def test_two_engines_both_return(serve, engines):
     """Each instance is notified on its own; one that has registered again is not asked to do it twice."""
     server = serve("lmcache_driven")

@@ -12,7 +12,7 @@ from kvrig.layouts import layout
 from kvrig.server import our_command
 from kvrig.waiting import wait_until
 
-pytestmark = pytest.mark.ours("its quotas exist in L2 only, and IsolatedLRU ends the thread that makes room in L1")
+pytestmark = pytest.mark.ours("its quotas exist in L2 only, and IsolatedLRU ends the thread that frees space in L1")
 
 # 96 KiB per chunk; 20 MiB hold 213 of them.
 BIG = layout("kv_first_nhd", heads=8, size=64)
@@ -25,8 +25,8 @@ STEADY = [tokens(48, seed) for seed in range(9_000, 9_010)]
 
 def set_quota(server, salt, **body):
     """Grant something over HTTP."""
-    status, told = server.request("PUT", f"/quota/{salt}", body)
-    assert status == 200, told
+    status, answer = server.request("PUT", f"/quota/{salt}", body)
+    assert status == 200, answer
 
 
 def in_l1(server, salt):
@@ -172,11 +172,11 @@ def test_ten_thousand_tenants_with_quotas(serve, quota_mode, tmp_path):
     assert any(wait_until(within, 30, "every tenant within the quota"))
 
 
-def says(told, shown):
+def says(answer, shown):
     """Whether an answer says all that the page shows of it."""
     if isinstance(shown, dict):
-        return isinstance(told, dict) and all(key in told and says(told[key], shown[key]) for key in shown)
-    return told == shown
+        return isinstance(answer, dict) and all(key in answer and says(answer[key], shown[key]) for key in shown)
+    return answer == shown
 
 
 def test_the_page_s_lines_do_what_it_says(serve, tmp_path):

@@ -63,6 +63,22 @@ def place(tmp_path):
     place.close()
 
 
+@pytest.fixture
+def engines(place):
+    """Factory of engines behind vLLM's connector, which end with the test."""
+    from vllm_rig import Vllm
+
+    made = []
+
+    def make(server, **options):
+        made.append(Vllm(server, **options))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
 @pytest.fixture(params=["engine_driven", "pickle", "lmcache_driven"])
 def mode(request, place):
     """The transport of bytes, which the servers support."""

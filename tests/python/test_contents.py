@@ -13,7 +13,7 @@ from conftest import CHUNK  # noqa: E402
 from kvtier.vllm import files  # noqa: E402
 from kvtier.vllm.contents import Contents  # noqa: E402
 from kvtier.vllm.resets import PoolResets  # noqa: E402
-from test_connector import Vllm, request, vllm_config  # noqa: E402
+from vllm_rig import Vllm, request, vllm_config  # noqa: E402
 
 HASH = hashlib.sha256(b"a picture").hexdigest()
 

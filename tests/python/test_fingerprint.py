@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 from conftest import CHUNK  # noqa: E402
 from kvtier.vllm import files, fingerprint, pages, plain  # noqa: E402
 from kvtier.vllm.options import Identity, Options  # noqa: E402
-from test_connector import Vllm, request, vllm_config  # noqa: E402
+from vllm_rig import Vllm, request, vllm_config  # noqa: E402
 
 
 def described(model=None, cache=None, load=None, draft=None, pictures=None, parallel=None, more=None, **options):
@@ -318,7 +318,7 @@ def test_engines_whose_kv_differs_share_nothing(place, monkeypatch):
     engines = []
 
     def engine(theta, **options):
-        monkeypatch.setattr("test_connector.vllm_config", lambda *a, **o: with_theta(vllm_config(*a, **o), theta))
+        monkeypatch.setattr("vllm_rig.vllm_config", lambda *a, **o: with_theta(vllm_config(*a, **o), theta))
         engines.append(Vllm(server, **options))
         return engines[-1]
 

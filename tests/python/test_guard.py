@@ -14,7 +14,7 @@ pytest.importorskip("vllm")
 
 from kvtier.vllm import KvTierConnector, scheduling  # noqa: E402
 from kvtier.vllm.guard import Errors, falls_back  # noqa: E402
-from test_connector import Vllm, cache_config, request, vllm_config  # noqa: E402
+from vllm_rig import Vllm, cache_config, request, vllm_config  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole  # noqa: E402
 
 

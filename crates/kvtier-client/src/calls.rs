@@ -21,7 +21,7 @@ use crate::error::ClientError;
 const CPU_EVENT: &[u8] = b"stub_ipc_handle";
 
 /// A request without a key.
-pub(crate) type Keyless<'a> = Request<'a, EncodedTokens<'a>>;
+pub type Keyless<'a> = Request<'a, EncodedTokens<'a>>;
 
 /// Defines each call as a method of [`Connection`] and as one of [`Client`].
 macro_rules! typed_calls {

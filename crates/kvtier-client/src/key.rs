@@ -111,13 +111,6 @@ impl Scope {
         self
     }
 
-    /// The same with a world of several workers.
-    #[must_use]
-    pub fn with_world_size(mut self, world_size: u32) -> Self {
-        self.world_size = world_size;
-        self
-    }
-
     /// A scheduler's key, which means all workers. `range` is in tokens from the prompt's start.
     #[must_use]
     pub fn scheduler_key<'a>(

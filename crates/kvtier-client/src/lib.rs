@@ -22,6 +22,7 @@ mod key;
 mod lmcache_driven;
 mod message;
 mod wire;
+mod worker;
 
 pub use client::{
     ChunkTerms, Client, Future, Health, HealthCallback, MAX_IN_FLIGHT, RecoverHook, Settings,
@@ -36,6 +37,7 @@ pub use error::ClientError;
 pub use key::{Key, Prompt, Scope};
 pub use lmcache_driven::{LmcacheDrivenSpec, LmcacheDrivenWorker};
 pub use message::{Reply, Ticket};
+pub use worker::{Worker, WorkerSpec};
 
 /// The types of chunks, blocks and answers.
 pub use kvtier_proto as proto;

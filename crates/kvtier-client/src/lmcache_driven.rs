@@ -12,7 +12,8 @@ use crate::calls::Keyless;
 use crate::connection::Connection;
 use crate::engine_driven::whole_chunks;
 use crate::error::ClientError;
-use crate::key::{Key, Prompt, Scope};
+use crate::key::{Prompt, Scope};
+use crate::worker::{Worker, WorkerSpec};
 
 /// Registration of a worker whose pages the server copies: per layer a tensor `[2, blocks, block_tokens, heads,
 /// head_size]`, one after another in one segment.
@@ -84,15 +85,37 @@ impl LmcacheDrivenSpec {
     }
 }
 
-/// A registered worker whose pages the server copies. Dropping it unregisters and removes its segment.
+impl WorkerSpec for LmcacheDrivenSpec {
+    type Memory = Pages;
+
+    fn instance(&self) -> InstanceId {
+        self.instance
+    }
+
+    fn scope(&self) -> &Scope {
+        &self.scope
+    }
+
+    fn worker_id(&self) -> u32 {
+        self.worker_id
+    }
+
+    fn unregistration(&self) -> Keyless<'static> {
+        Keyless::UnregisterKvCache {
+            instance: self.instance,
+        }
+    }
+}
+
+/// Pages of a worker that the server copies.
 #[derive(Debug)]
-pub struct LmcacheDrivenWorker {
-    connection: Option<Connection>,
-    spec: LmcacheDrivenSpec,
-    chunk_tokens: usize,
+pub struct Pages {
     segment: OwnSegment,
     piece_bytes: u64,
 }
+
+/// A registered worker whose pages the server copies. Dropping it unregisters and removes its segment.
+pub type LmcacheDrivenWorker = Worker<LmcacheDrivenSpec>;
 
 impl LmcacheDrivenWorker {
     /// Asks for the chunk size, creates the segment and registers it.
@@ -122,25 +145,17 @@ impl LmcacheDrivenWorker {
         };
         let segment = OwnSegment::create(bytes)?;
         connection.register_kv_cache(registration(&spec, &segment, bytes))?;
-        Ok(Self {
-            connection: Some(connection),
-            spec,
-            chunk_tokens,
+        let pages = Pages {
             segment,
             piece_bytes,
-        })
-    }
-
-    /// Tokens per chunk.
-    #[must_use]
-    pub fn chunk_tokens(&self) -> usize {
-        self.chunk_tokens
+        };
+        Ok(Self::new(connection, spec, chunk_tokens, pages))
     }
 
     /// Bytes per chunk.
     #[must_use]
     pub fn chunk_bytes(&self) -> usize {
-        (self.piece_bytes * self.blocks_per_chunk() * 2 * self.spec.layers) as usize
+        (self.memory.piece_bytes * self.blocks_per_chunk() * 2 * self.spec.layers) as usize
     }
 
     /// Blocks per chunk.
@@ -149,48 +164,10 @@ impl LmcacheDrivenWorker {
         self.chunk_tokens as u64 / self.spec.block_tokens
     }
 
-    /// Its registration.
-    #[must_use]
-    pub fn spec(&self) -> &LmcacheDrivenSpec {
-        &self.spec
-    }
-
     /// Name of the worker's segment, with its slash.
     #[must_use]
     pub fn segment_name(&self) -> &str {
-        self.segment.name()
-    }
-
-    /// The connection, for other requests of the same process.
-    pub fn connection(&mut self) -> &mut Connection {
-        self.connection
-            .as_mut()
-            .expect("only close and drop take the connection")
-    }
-
-    /// This worker's key for a range of a prompt.
-    #[must_use]
-    pub fn key<'a>(
-        &'a self,
-        prompt: &'a Prompt,
-        range: Range<u64>,
-        request_id: &'a str,
-    ) -> Key<'a> {
-        self.spec
-            .scope
-            .worker_key(self.spec.worker_id, prompt, range, request_id)
-    }
-
-    /// Looks a prompt up with the key of a scheduler; returns the number of hit chunks.
-    ///
-    /// # Errors
-    /// As [`Connection::lookup_hits`].
-    pub fn lookup(&mut self, prompt: &Prompt, request_id: &str) -> Result<u64, ClientError> {
-        let scope = self.spec.scope.clone();
-        let range = prompt.whole_chunks(self.chunk_tokens);
-        let asked = range.end / self.chunk_tokens as u64;
-        self.connection()
-            .lookup_chunks(&scope.scheduler_key(prompt, range, request_id), asked)
+        self.memory.segment.name()
     }
 
     /// Writes a chunk into blocks. `bytes` is `[2, layers, chunk tokens, heads * head_size]`, row-major, as the
@@ -208,9 +185,9 @@ impl LmcacheDrivenWorker {
         let offsets = self.pieces(blocks)?;
         for (offset, piece) in offsets
             .into_iter()
-            .zip(bytes.chunks_exact(self.piece_bytes as usize))
+            .zip(bytes.chunks_exact(self.memory.piece_bytes as usize))
         {
-            self.segment.as_segment().write(offset, piece)?;
+            self.memory.segment.as_segment().write(offset, piece)?;
         }
         Ok(())
     }
@@ -223,9 +200,10 @@ impl LmcacheDrivenWorker {
     pub fn read_chunk(&self, blocks: &[i64], buffer: &mut Vec<u8>) -> Result<(), ClientError> {
         buffer.clear();
         for offset in self.pieces(blocks)? {
-            self.segment
+            self.memory
+                .segment
                 .as_segment()
-                .read_into(offset, self.piece_bytes, buffer)?;
+                .read_into(offset, self.memory.piece_bytes, buffer)?;
         }
         Ok(())
     }
@@ -242,10 +220,11 @@ impl LmcacheDrivenWorker {
         blocks: &[i64],
     ) -> Result<bool, ClientError> {
         whole_chunks(&range, self.chunk_tokens as u64)?;
-        let scope = self.spec.scope.clone();
-        let key = scope.worker_key(self.spec.worker_id, prompt, range, request_id);
-        let instance = self.spec.instance;
-        self.connection().store(&key, instance, &[blocks.to_vec()])
+        let (connection, spec, _) = self.parts();
+        let key = spec
+            .scope
+            .worker_key(spec.worker_id, prompt, range, request_id);
+        connection.store(&key, spec.instance, &[blocks.to_vec()])
     }
 
     /// Retrieves the chunks of `range`, which must have been looked up under the same request, into blocks, except the
@@ -262,24 +241,12 @@ impl LmcacheDrivenWorker {
         skip_first_n_tokens: u64,
     ) -> Result<bool, ClientError> {
         whole_chunks(&range, self.chunk_tokens as u64)?;
-        let scope = self.spec.scope.clone();
-        let key = scope.worker_key(self.spec.worker_id, prompt, range, request_id);
-        let instance = self.spec.instance;
-        self.connection()
-            .retrieve(&key, instance, &[blocks.to_vec()], skip_first_n_tokens)
-    }
-
-    /// Unregisters, removes the segment and returns the connection.
-    ///
-    /// # Errors
-    /// As [`Connection::call`].
-    pub fn close(mut self) -> Result<Connection, ClientError> {
-        let mut connection = self
-            .connection
-            .take()
-            .expect("only close and drop take the connection");
-        connection.unregister_kv_cache(self.spec.instance)?;
-        Ok(connection)
+        let (connection, spec, _) = self.parts();
+        let key = spec
+            .scope
+            .worker_key(spec.worker_id, prompt, range, request_id);
+        let blocks = [blocks.to_vec()];
+        connection.retrieve(&key, spec.instance, &blocks, skip_first_n_tokens)
     }
 
     /// Offsets in the segment of all pieces of a chunk, in the order of the chunk's bytes.
@@ -296,7 +263,7 @@ impl LmcacheDrivenWorker {
                 ),
             });
         }
-        let plane = self.piece_bytes * self.spec.blocks;
+        let plane = self.memory.piece_bytes * self.spec.blocks;
         let mut offsets = Vec::with_capacity(blocks.len() * 2 * self.spec.layers as usize);
         for kv in 0..2 {
             for layer in 0..self.spec.layers {
@@ -304,22 +271,11 @@ impl LmcacheDrivenWorker {
                 offsets.extend(
                     blocks
                         .iter()
-                        .map(|&block| start + block as u64 * self.piece_bytes),
+                        .map(|&block| start + block as u64 * self.memory.piece_bytes),
                 );
             }
         }
         Ok(offsets)
-    }
-}
-
-impl Drop for LmcacheDrivenWorker {
-    fn drop(&mut self) {
-        if let Some(mut connection) = self.connection.take() {
-            // Not waited for: the server may be the reason for the drop.
-            connection.notify(&Keyless::UnregisterKvCache {
-                instance: self.spec.instance,
-            });
-        }
     }
 }
 

@@ -6,11 +6,12 @@
 mod support;
 
 use kvtier_core::cache::{Cache, CacheConfig, ReserveRequest};
+use kvtier_core::random::SplitMix64;
 use kvtier_core::{ChunkHash, GroupRow, Namespace};
 use std::hint::black_box;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use support::{OBJECT, Pieces, mix};
+use support::{OBJECT, Pieces};
 
 /// Chunks in a prompt.
 const PROMPT: usize = 128;
@@ -21,7 +22,7 @@ fn prompt(number: usize, hashes: &mut Vec<ChunkHash>) {
         let mut bytes = [0; 32];
         let seed = (number * PROMPT + chunk) as u64;
         for (part, word) in bytes.chunks_exact_mut(8).zip(0..) {
-            part.copy_from_slice(&mix(seed * 4 + word).to_le_bytes());
+            part.copy_from_slice(&SplitMix64::nth(seed * 4 + word, 0).to_le_bytes());
         }
         ChunkHash(bytes)
     }));

@@ -12,6 +12,7 @@ use std::time::Duration;
 use kvtier_core::cache::{
     Cache, CacheConfig, Extent, ExtentAllocator, KeyOutcome, Piece, ReserveRequest,
 };
+use kvtier_core::random::SplitMix64;
 use kvtier_core::{ChunkHash, GroupRow, Namespace};
 
 /// Units of 64 KiB: 8 GiB.
@@ -129,21 +130,9 @@ fn piece((&offset, &(len, owner)): (&u64, &(u64, Option<u32>))) -> Piece {
     }
 }
 
-/// The splitmix64 sequence.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
-    }
-
-    fn fraction(&mut self) -> f64 {
-        (self.next() >> 11) as f64 / (1u64 << 53) as f64
-    }
+/// A random number from 0 to 1.
+fn fraction(random: &mut SplitMix64) -> f64 {
+    (random.next() >> 11) as f64 / (1u64 << 53) as f64
 }
 
 fn hash(prompt: usize, chunk: usize) -> ChunkHash {
@@ -155,7 +144,7 @@ fn hash(prompt: usize, chunk: usize) -> ChunkHash {
 
 fn run(variant: Variant, sizes: [u64; 2], in_flight: usize, requests: u64) {
     let cache = Cache::new(BestFit::new(variant), CacheConfig::default());
-    let mut random = Random(7);
+    let mut random = SplitMix64::new(7);
     // Cumulated weights of a Zipf law with exponent 0.8.
     let mut sum = 0.0;
     let weights = (1..=PROMPTS).map(|rank| {
@@ -170,8 +159,8 @@ fn run(variant: Variant, sizes: [u64; 2], in_flight: usize, requests: u64) {
         let now = Duration::from_millis(100 * request);
         // Both models have equal requested bytes.
         let share = sizes[1] as f64 / (sizes[0] + sizes[1]) as f64;
-        let model = usize::from(random.fraction() >= share);
-        let rank = random.fraction() * weights[PROMPTS - 1];
+        let model = usize::from(fraction(&mut random) >= share);
+        let rank = fraction(&mut random) * weights[PROMPTS - 1];
         let prompt = weights.partition_point(|weight| *weight < rank);
         let chunks = 4 + prompt % 13;
         let hashes: Vec<_> = (0..chunks).map(|chunk| hash(prompt, chunk)).collect();

@@ -9,10 +9,11 @@ mod support;
 use kvtier_core::cache::{Cache, CacheConfig, ReserveRequest};
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::quota::{Grant, QuotaConfig, QuotaMode};
+use kvtier_core::random::SplitMix64;
 use kvtier_core::{ChunkHash, Namespace};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use support::{OBJECT, Pieces, mix};
+use support::{OBJECT, Pieces};
 
 /// Chunks in a prompt.
 const PROMPT: usize = 16;
@@ -23,7 +24,9 @@ fn prompt(number: u64) -> Vec<ChunkHash> {
     let hash = |chunk: u64| {
         let mut bytes = [0; 32];
         for (part, word) in bytes.chunks_exact_mut(8).zip(0..) {
-            part.copy_from_slice(&mix((number * PROMPT as u64 + chunk) * 4 + word).to_le_bytes());
+            part.copy_from_slice(
+                &SplitMix64::nth((number * PROMPT as u64 + chunk) * 4 + word, 0).to_le_bytes(),
+            );
         }
         ChunkHash(bytes)
     };
@@ -52,7 +55,7 @@ impl Way {
     fn store(&mut self, prompts: u64, salts: &[String]) -> f64 {
         let batch: Vec<_> = (self.next..self.next + prompts)
             .map(|number| {
-                let salt = mix(number) % salts.len() as u64;
+                let salt = SplitMix64::nth(number, 0) % salts.len() as u64;
                 let namespace = Namespace::new(
                     "meta-llama/Llama-3.1-8B-Instruct",
                     kvtier_core::kv_rank(1, 0),

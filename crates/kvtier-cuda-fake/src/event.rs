@@ -112,7 +112,7 @@ impl Slots {
         Ok(record)
     }
 
-    pub(crate) fn give_back(&mut self, record: &Record) {
+    pub(crate) fn release(&mut self, record: &Record) {
         record.slot().generation.fetch_add(1, Ordering::AcqRel);
         self.free.push_back(record.index);
     }

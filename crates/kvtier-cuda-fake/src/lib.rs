@@ -66,8 +66,7 @@ mod space;
 mod stream;
 mod world;
 
-use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::path::PathBuf;
 
 /// Path of this crate's library, for a test to load: `$KVTIER_CUDA_FAKE_LIB`, or beside the test's executable.
 ///
@@ -90,17 +89,4 @@ pub fn fake_driver_path() -> Result<PathBuf, String> {
         Some(path) => Ok(path.clone()),
         None => Err(format!("the fake CUDA driver is at none of {names:?}")),
     }
-}
-
-/// Copies the library to `folder`. Each loaded copy is a driver with its own scripts, counts and memory, beside others in
-/// the process. Copies in one process cannot open each other's handles, as a process cannot open its own.
-///
-/// # Errors
-/// As [`fake_driver_path`], or the copy fails.
-pub fn fake_driver_copy(folder: &Path) -> Result<PathBuf, String> {
-    static NEXT: AtomicU32 = AtomicU32::new(0);
-    let number = NEXT.fetch_add(1, Ordering::Relaxed);
-    let to = folder.join(format!("libcuda-{}-{number}.so", std::process::id()));
-    std::fs::copy(fake_driver_path()?, &to).map_err(|e| format!("{}: {e}", to.display()))?;
-    Ok(to)
 }

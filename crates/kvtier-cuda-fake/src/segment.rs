@@ -65,14 +65,14 @@ pub(crate) fn clean_up() {
     unsafe { libc::atexit(at_exit) };
 }
 
-fn remove(gone: impl Fn(&Owner) -> bool) {
+fn remove(matches: impl Fn(&Owner) -> bool) {
     let Ok(folder) = std::fs::read_dir(FOLDER) else {
         return;
     };
     for entry in folder.flatten() {
         let name = entry.file_name();
         let owner = name.to_str().and_then(owner_of);
-        if owner.is_some_and(|owner| gone(&owner)) {
+        if owner.is_some_and(|owner| matches(&owner)) {
             _ = std::fs::remove_file(entry.path());
         }
     }

@@ -194,10 +194,10 @@ impl State {
         self.functions
             .retain(|_, function| function.device != device);
         note(n - self.modules.len(), "modules");
-        let gone = &mut self.devices()[device];
-        gone.used = 0;
-        gone.engines.poison.store(0, Ordering::Release);
-        if let Some(stream) = gone.default.take() {
+        let reset = &mut self.devices()[device];
+        reset.used = 0;
+        reset.engines.poison.store(0, Ordering::Release);
+        if let Some(stream) = reset.default.take() {
             stream.close();
         }
         left

@@ -51,7 +51,7 @@ fn write(out: &mut impl Write, seed: u64) -> std::io::Result<()> {
     let object_bytes = case.layout().object_groups()[0].object_bytes;
     let mut stored = vec![vec![0; object_bytes as usize]; case.chunks];
     copy(&case, 0, &mut before.clone(), &mut stored, Direction::Store);
-    let mut random = Random(!seed);
+    let mut random = Random::new(!seed);
     let mut others: Vec<Vec<u8>> = (0..case.chunks)
         .map(|_| random.bytes(object_bytes))
         .collect();

@@ -54,7 +54,7 @@ fn pieces_tile_the_arena_and_name_their_owners() {
 }
 
 #[test]
-fn takes_the_smallest_that_fits_and_joins_neighbours() {
+fn allocation_takes_best_fit_and_free_joins_neighbours() {
     let mut allocator = FreeExtents::new(100 * 4096).unwrap();
     let all: Vec<Extent> = [10, 1, 5, 1, 7, 1]
         .iter()

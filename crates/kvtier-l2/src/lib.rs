@@ -3,6 +3,8 @@
 //! An [`Adapter`] moves whole objects between L1 and one backend; what all backends have in common is in wrappers around
 //! it. This crate must never know of requests, sessions, leases of L1 or the protocol: its input is keys and memory.
 
+#![cfg_attr(not(test), forbid(unsafe_code))]
+
 mod adapter;
 pub mod config;
 #[cfg(any(test, feature = "conformance"))]

@@ -191,8 +191,11 @@ mod tests {
             "PASSWORD = 'MARK MARK'",
             "password:\u{20ac}MARK",
         ] {
-            let told = text(shown);
-            assert!(!told.contains("MARK") && told.contains(HIDDEN), "{told}");
+            let redacted = text(shown);
+            assert!(
+                !redacted.contains("MARK") && redacted.contains(HIDDEN),
+                "{redacted}"
+            );
             assert!(!value(&json!({ "a": [shown] })).to_string().contains("MARK"));
         }
     }
@@ -214,7 +217,7 @@ mod tests {
             "redis://***@h/1?x=2 and password=***,b=c"
         );
         let shown = json!({ "type": "s3", "password": null, "token": 7, "inner": { "user": "me", "n": [1, true] } });
-        let told = json!({ "type": "s3", "password": null, "token": "***", "inner": { "user": "***", "n": [1, true] } });
-        assert_eq!(value(&shown), told);
+        let redacted = json!({ "type": "s3", "password": null, "token": "***", "inner": { "user": "***", "n": [1, true] } });
+        assert_eq!(value(&shown), redacted);
     }
 }

@@ -165,7 +165,7 @@ mod tests {
     use crate::{Metrics, Readings};
 
     #[test]
-    fn a_gpu_that_cannot_be_taken_into_use_is_not_healthy() {
+    fn unusable_gpu_is_not_healthy() {
         let gpu = GpuFigures {
             gpu: "3".into(),
             healthy: false,

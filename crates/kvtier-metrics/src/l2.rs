@@ -186,7 +186,7 @@ const COUNTERS: [Figure<TierReadings, u64>; 13] = [
     ),
     (
         "l2_quarantined_objects",
-        "Objects put aside because they were not what was stored",
+        "Objects quarantined because they were not what was stored",
         |tier| tier.quarantined,
     ),
     ("l2_evicted_objects", "Objects evicted", |tier| {
@@ -213,7 +213,7 @@ const GAUGES: [Figure<TierReadings, u64>; 6] = [
     ("l2_queued_bytes", "Bytes of those", |tier| {
         tier.queued_bytes
     }),
-    ("l2_full", "1 while there is no room", |tier| {
+    ("l2_full", "1 while there is no free space", |tier| {
         u64::from(tier.is_full)
     }),
     (
@@ -476,8 +476,8 @@ impl L2Metrics {
             .inc_by(objects as u64);
     }
 
-    /// A lookup went on without what a tier might have had.
-    pub fn gave_up(&self, phase: PrefetchPhase) {
+    /// A lookup stopped waiting for its tiers in `phase`.
+    pub fn lookup_timed_out(&self, phase: PrefetchPhase) {
         let phase = phase.name();
         self.timeouts.get_or_create(&PhaseLabels { phase }).inc();
     }

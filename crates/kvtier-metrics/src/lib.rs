@@ -84,7 +84,7 @@ pub struct Metrics {
     refused: Family<RefusedLabels, Counter>,
     /// Request latency from the frame's arrival to its answer, by operation.
     latency: Family<OperationLabels, Histogram>,
-    /// Replies that could not be delivered because the client was gone or did not read.
+    /// Replies that could not be delivered because the client had left or did not read.
     pub undeliverable: Counter,
     /// Messages that are no request of the protocol.
     pub malformed_messages: Counter,
@@ -233,8 +233,10 @@ impl Metrics {
             models,
             l1_write_chunks: lmcache.add("l1_write_chunks", "Objects admitted to L1"),
             l1_read_chunks: lmcache.add("l1_read_chunks", "Objects leased by lookups"),
-            allocation_failures: lmcache
-                .add("l1_allocation_failure_chunks", "Chunks L1 had no room for"),
+            allocation_failures: lmcache.add(
+                "l1_allocation_failure_chunks",
+                "Chunks L1 had no free space for",
+            ),
             over_quota: own.add(
                 "l1_over_quota_chunks",
                 "Chunks L1 refused because of their tenant's limit",
@@ -279,13 +281,16 @@ impl Metrics {
             ),
             undeliverable: own.add(
                 "undeliverable_replies",
-                "Replies whose client was gone or did not read",
+                "Replies whose client had left or did not read",
             ),
             malformed_messages: own.add("malformed_messages", "Messages that are no request"),
             handler_panics: own.add("handler_panics", "Handlers that panicked"),
-            reaped_instances: own.add("reaped_instances", "Workers taken for dead"),
-            expired_transfers: own.add("expired_transfers", "Transfers given up without a commit"),
-            expired_lookups: own.add("expired_lookups", "Lookup leases given up unused"),
+            reaped_instances: own.add("reaped_instances", "Workers considered dead"),
+            expired_transfers: own.add(
+                "expired_transfers",
+                "Transfers that expired without a commit",
+            ),
+            expired_lookups: own.add("expired_lookups", "Lookup leases that expired unused"),
             unproven_lookups: own.add(
                 "unproven_lookups",
                 "Lookups of clients whose chunk size is not proven",

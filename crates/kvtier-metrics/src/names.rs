@@ -57,7 +57,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_is_too_long_takes_no_place() {
+    fn overlong_name_takes_no_place() {
         let names = Names::new(1);
         assert_eq!(&*names.label(&"x".repeat(257)), "other");
         assert_eq!(&*names.label("a"), "a");

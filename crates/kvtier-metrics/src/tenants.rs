@@ -46,7 +46,7 @@ const COUNTS: [(&str, &str); 5] = [
     ("tenant_evicted_chunks", "Objects evicted"),
     (
         "tenant_refused_chunks",
-        "Objects that were refused because there was no room",
+        "Objects that were refused because there was no free space",
     ),
     (
         "tenant_over_quota_chunks",
@@ -232,8 +232,8 @@ fn choose(labelled: &mut Labelled, most: usize, tiers: &[&dyn TenantSource]) {
     for (bytes, salt) in others {
         if labelled.len() >= most {
             match smallest.next() {
-                Some((least, gone)) if bytes > least.saturating_add(least / 4) => {
-                    labelled.remove(&gone);
+                Some((least, other)) if bytes > least.saturating_add(least / 4) => {
+                    labelled.remove(&other);
                 }
                 _ => break,
             }

@@ -13,7 +13,7 @@ use kvtier_tenants::TenantSource;
 
 /// A tier whose counts the test sets.
 #[derive(Default)]
-struct Told {
+struct FakeSource {
     tenants: RefCell<BTreeMap<String, SaltUsage>>,
     all: RefCell<Stats>,
 }
@@ -38,7 +38,7 @@ fn empty_usage(salt: &str) -> SaltUsage {
     }
 }
 
-impl Told {
+impl FakeSource {
     fn has(&self, salt: &str, bytes: u64) {
         let mut tenants = self.tenants.borrow_mut();
         let usage = tenants
@@ -73,9 +73,9 @@ impl Told {
     }
 }
 
-impl TenantSource for Told {
+impl TenantSource for FakeSource {
     fn name(&self) -> &str {
-        "told"
+        "source"
     }
 
     fn tenants(&self, from: u32, limit: usize) -> Page<SaltUsage> {
@@ -95,15 +95,19 @@ impl TenantSource for Told {
 }
 
 /// The values of the series of tenants, by metric and then by tenant.
-fn read(metrics: &Metrics, most: usize, told: &Told) -> BTreeMap<String, BTreeMap<String, u64>> {
-    let _read = metrics.tenants.read(most, &[told]);
+fn read(
+    metrics: &Metrics,
+    most: usize,
+    source: &FakeSource,
+) -> BTreeMap<String, BTreeMap<String, u64>> {
+    let _read = metrics.tenants.read(most, &[source]);
     let mut read: BTreeMap<_, BTreeMap<_, _>> = BTreeMap::new();
     for line in metrics.encode(&Readings::default()).lines() {
         let Some(rest) = line.strip_prefix("kvtier_tenant_") else {
             continue;
         };
         let (name, rest) = rest.split_once("{cache_salt=\"").unwrap();
-        let (salt, value) = rest.split_once("\",tier=\"told\"} ").unwrap();
+        let (salt, value) = rest.split_once("\",tier=\"source\"} ").unwrap();
         let of_name = read.entry(name.to_owned()).or_default();
         let before = of_name.insert(salt.to_owned(), value.parse().unwrap());
         assert_eq!(before, None, "twice the same series");
@@ -111,8 +115,8 @@ fn read(metrics: &Metrics, most: usize, told: &Told) -> BTreeMap<String, BTreeMa
     read
 }
 
-fn assert_adds_up(read: &BTreeMap<String, BTreeMap<String, u64>>, told: &Told) {
-    let all = told.all.borrow();
+fn assert_adds_up(read: &BTreeMap<String, BTreeMap<String, u64>>, source: &FakeSource) {
+    let all = source.all.borrow();
     for (name, total) in [
         ("bytes", all.bytes),
         ("requested_chunks_total", all.requested_chunks_total),
@@ -149,16 +153,16 @@ const SALTS: [&str; 7] = ["", "a", "b", "c", "other", "_default", "~2c3d4e5f"];
 proptest! {
     #[test]
     fn series_add_up_and_never_go_down(acts in prop::collection::vec(act(), 1..80), most in 1_usize..5) {
-        let (metrics, told) = (Metrics::new(), Told::default());
+        let (metrics, source) = (Metrics::new(), FakeSource::default());
         let mut before = BTreeMap::new();
         for act in acts {
             match act {
-                Act::Has(tenant, bytes) => told.has(SALTS[tenant], bytes),
-                Act::Counts(tenant, count) => told.counts(SALTS[tenant], count),
-                Act::Forgets(tenant) => told.forgets(SALTS[tenant]),
+                Act::Has(tenant, bytes) => source.has(SALTS[tenant], bytes),
+                Act::Counts(tenant, count) => source.counts(SALTS[tenant], count),
+                Act::Forgets(tenant) => source.forgets(SALTS[tenant]),
                 Act::Read => {
-                    let now = read(&metrics, most, &told);
-                    assert_adds_up(&now, &told);
+                    let now = read(&metrics, most, &source);
+                    assert_adds_up(&now, &source);
                     for (name, tenants) in &now {
                         prop_assert!(tenants.len() <= most + 1);
                         let Some(before) = before.get(name).filter(|_| name != "bytes") else {
@@ -181,41 +185,41 @@ proptest! {
 
 #[test]
 fn the_largest_tenants_have_series_and_keep_them() {
-    let (metrics, told) = (Metrics::new(), Told::default());
+    let (metrics, source) = (Metrics::new(), FakeSource::default());
     let names = |most| {
-        let read = read(&metrics, most, &told);
+        let read = read(&metrics, most, &source);
         let bytes = read.get("bytes").cloned().unwrap_or_default();
         bytes.into_keys().collect::<Vec<_>>().join(" ")
     };
     for (salt, bytes) in [("a", 100), ("b", 90), ("c", 80), ("", 70)] {
-        told.has(salt, bytes);
-        told.counts(salt, 10);
+        source.has(salt, bytes);
+        source.counts(salt, 10);
     }
     assert_eq!(names(2), "a b other");
     // What came before they had series is in `other`.
-    assert_eq!(read(&metrics, 2, &told)["hit_chunks_total"]["a"], 0);
-    told.counts("a", 7);
-    assert_eq!(read(&metrics, 2, &told)["hit_chunks_total"]["a"], 7);
-    told.has("c", 112);
+    assert_eq!(read(&metrics, 2, &source)["hit_chunks_total"]["a"], 0);
+    source.counts("a", 7);
+    assert_eq!(read(&metrics, 2, &source)["hit_chunks_total"]["a"], 7);
+    source.has("c", 112);
     assert_eq!(names(2), "a b other", "no more than a quarter more");
-    told.has("c", 113);
+    source.has("c", 113);
     assert_eq!(names(2), "a c other");
-    told.has("", 200);
+    source.has("", 200);
     assert_eq!(names(2), "_default c other");
-    assert_eq!(read(&metrics, 2, &told)["hit_chunks_total"]["other"], 47);
+    assert_eq!(read(&metrics, 2, &source)["hit_chunks_total"]["other"], 47);
     assert_eq!(names(0), "");
 }
 
 #[test]
-fn a_salt_that_means_something_else_as_a_label_is_hashed() {
-    let (metrics, told) = (Metrics::new(), Told::default());
+fn ambiguous_salt_is_hashed_as_label() {
+    let (metrics, source) = (Metrics::new(), FakeSource::default());
     let long = "x".repeat(300);
     let odd = ["other", "_default", "~12345678", &long];
     for salt in odd {
-        told.has(salt, 10);
+        source.has(salt, 10);
     }
-    told.has("", 5);
-    let read = read(&metrics, 9, &told);
+    source.has("", 5);
+    let read = read(&metrics, 9, &source);
     let mut expected: Vec<_> = odd.map(|salt| ShownSalt(salt).to_string()).into();
     expected.extend(["_default".into(), "other".into()]);
     expected.sort();

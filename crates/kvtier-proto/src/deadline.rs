@@ -60,7 +60,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pause_between_two_clocks_makes_a_deadline_earlier() {
+    fn pause_between_clocks_makes_deadline_earlier() {
         // Both clocks show this, and each look at one is followed by a pause of 3 s.
         let time = std::cell::Cell::new(Duration::from_secs(10));
         let look = || time.replace(time.get() + Duration::from_secs(3));

@@ -189,12 +189,6 @@ impl Operation {
             _ => Lane::Control,
         }
     }
-
-    /// Whether replies to this operation form a stream with credits instead of a single reply.
-    #[must_use]
-    pub fn is_stream(self) -> bool {
-        self == Self::SubscribeKvEvents
-    }
 }
 
 impl std::fmt::Display for Operation {

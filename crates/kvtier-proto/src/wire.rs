@@ -4,6 +4,7 @@
 //! an integer, keeps `str` and `bin` separate, borrows text and bytes from the frame, never trusts a claimed
 //! length beyond the bytes that are there, and skips unknown values without recursion.
 
+pub(crate) mod fields;
 mod reader;
 mod tokens;
 mod writer;

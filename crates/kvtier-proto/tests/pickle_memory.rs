@@ -47,7 +47,7 @@ fn peak(work: impl FnOnce()) -> usize {
 const SLACK: usize = 64 * 1024;
 
 #[test]
-fn memory_stays_within_a_small_multiple_of_the_message() {
+fn memory_is_bounded_by_message_size() {
     let limits = Limits::default();
     let repeated: [&[u8]; 10] = [
         b"N",

@@ -11,6 +11,7 @@
 use std::time::Duration;
 
 use kvtier_client::{EngineDrivenSpec, EngineDrivenWorker, InstanceId, Prompt, Scope};
+use kvtier_core::random::SplitMix64;
 use kvtier_server::{Server, ServerConfig};
 
 const CHUNK_TOKENS: usize = 16;
@@ -27,18 +28,9 @@ const MEAN_CHUNKS: usize = 10;
 const REQUESTS_PER_PASS: usize = 64;
 const PASS: Duration = Duration::from_secs(20);
 
-/// The splitmix64 sequence.
-struct Random(u64);
-
-impl Random {
-    fn fraction(&mut self) -> f64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^= mixed >> 31;
-        (mixed >> 11) as f64 / (1u64 << 53) as f64
-    }
+/// A random number from 0 to 1.
+fn fraction(random: &mut SplitMix64) -> f64 {
+    (random.next() >> 11) as f64 / (1u64 << 53) as f64
 }
 
 /// Cumulated weights of a Zipf law.
@@ -121,7 +113,7 @@ fn run(setup: Setup, variant: Variant, seed: u64) -> (f64, f64) {
     let mut hog = (variant == Variant::Hog).then(|| worker(&server, HOG, &hog_scope));
     let prompts = L1_BYTES * setup.working_set / 100 / (MEAN_CHUNKS * CHUNK_BYTES);
     let weights = zipf(prompts);
-    let mut random = Random(seed);
+    let mut random = SplitMix64::new(seed);
     let (mut asked, mut hit, mut held) = (0, 0, 0);
     let warm_up = prompts + setup.requests / 4;
     for request in 0..warm_up + setup.requests {
@@ -129,7 +121,7 @@ fn run(setup: Setup, variant: Variant, seed: u64) -> (f64, f64) {
         let number = match prompts.checked_sub(request + 1) {
             Some(number) => number,
             None => {
-                let rank = random.fraction() * weights[prompts - 1];
+                let rank = fraction(&mut random) * weights[prompts - 1];
                 weights.partition_point(|weight| *weight < rank)
             }
         };

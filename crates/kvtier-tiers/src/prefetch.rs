@@ -137,7 +137,7 @@ impl L2 {
     }
 
     fn timed_out(&self, phase: PrefetchPhase) {
-        self.calls.metrics().l2.gave_up(phase);
+        self.calls.metrics().l2.lookup_timed_out(phase);
     }
 
     /// Asks L1, and the tiers in turn for what is missing.

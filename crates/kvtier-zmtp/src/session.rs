@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn ping_is_answered_and_its_ttl_lasts_until_the_next_frame() {
+    fn ping_ttl_lasts_until_next_frame() {
         let mut session = ready();
         assert_eq!(
             receive(&mut session, b"\x04\x09\x04PING\x00\x05hi"),

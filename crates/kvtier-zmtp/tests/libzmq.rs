@@ -108,7 +108,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
 
     #[test]
-    fn libzmq_gets_back_what_it_sent(
+    fn libzmq_messages_are_echoed_unchanged(
         messages in prop::collection::vec(prop::collection::vec(frame(), 1..6), 1..8),
         pieces in prop::collection::vec(prop_oneof![1..9_usize, 60..70_usize, 1000..70_000_usize], 1..12),
         heartbeat in any::<bool>(),

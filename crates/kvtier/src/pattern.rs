@@ -1,11 +1,10 @@
 //! Reproducible tokens and chunk bytes: from a seed, and from the prefix of a chunk.
 
-/// Spreads a number over 64 bits (the finalizer of SplitMix64).
+use kvtier_core::random::SplitMix64;
+
+/// Spreads a number over 64 bits.
 pub(crate) fn mix(number: u64) -> u64 {
-    let mut z = number.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
+    SplitMix64::nth(number, 0)
 }
 
 /// Size of the vocabulary, that of Llama 3: half of its tokens take 5 bytes on the wire, half 3.
@@ -18,20 +17,21 @@ pub(crate) fn tokens(seed: u64, count: usize) -> Vec<u32> {
         .collect()
 }
 
-/// A stream of pseudo-random numbers (SplitMix64): equal seeds, equal streams.
+/// Random choices: equal seeds, equal choices.
 #[derive(Debug, Clone)]
-pub(crate) struct Random(u64);
+pub(crate) struct Random(SplitMix64);
 
 impl Random {
     pub(crate) fn new(seed: u64) -> Self {
-        Self(mix(seed))
+        let mut numbers = SplitMix64::new(mix(seed));
+        numbers.next();
+        Self(numbers)
     }
 
     /// A number below `limit`, which must not be 0.
     pub(crate) fn below(&mut self, limit: u64) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         // The high half is enough for every limit here, and has no visible bias.
-        ((mix(self.0) >> 32) * limit) >> 32
+        ((self.0.next() >> 32) * limit) >> 32
     }
 
     /// Appends between `least` and `most` tokens.

@@ -22,7 +22,7 @@ pub struct AccessArgs {
     /// File with the bearer token for the HTTP API [default: the environment variable KVTIER_TOKEN, if it is set]
     #[arg(long, value_name = "FILE")]
     token_file: Option<PathBuf>,
-    /// Certificates (PEM) of which one must have issued that of an https:// server [default: the public authorities]
+    /// CA certificates (PEM); one of them must have issued the certificate of an https:// server [default: the public authorities]
     #[arg(long, value_name = "FILE")]
     ca_cert: Option<PathBuf>,
 }

@@ -12,7 +12,7 @@
 static __thread CUcontext current;
 static __thread cudaError_t last;
 
-static cudaError_t told(CUresult code) { return code == CUDA_SUCCESS ? cudaSuccess : (last = (cudaError_t)code); }
+static cudaError_t record(CUresult code) { return code == CUDA_SUCCESS ? cudaSuccess : (last = (cudaError_t)code); }
 
 // The runtime makes the primary context current in each thread that calls it.
 static CUresult ready(void) {
@@ -23,9 +23,9 @@ static CUresult ready(void) {
   return code;
 }
 
-#define CALL(...) do { CUresult code = ready(); return told(code ? code : (__VA_ARGS__)); } while (0)
+#define CALL(...) do { CUresult code = ready(); return record(code ? code : (__VA_ARGS__)); } while (0)
 
-cudaError_t cudaGetDeviceCount(int *n) { CUresult c = cuInit(0); return told(c ? c : cuDeviceGetCount(n)); }
+cudaError_t cudaGetDeviceCount(int *n) { CUresult c = cuInit(0); return record(c ? c : cuDeviceGetCount(n)); }
 cudaError_t cudaGetDevice(int *d) { *d = 0; return cudaSuccess; }
 cudaError_t cudaSetDevice(int d) { (void)d; CALL(CUDA_SUCCESS); }
 cudaError_t cudaDeviceSynchronize(void) { CALL(cuCtxSynchronize()); }
@@ -38,7 +38,7 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *l, int *g) { CALL(cuCtxGetStre
 cudaError_t cudaMemGetInfo(size_t *f, size_t *t) { CALL(cuMemGetInfo(f, t)); }
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
   CUresult code = ready();
-  if (code) return told(code);
+  if (code) return record(code);
   memset(p, 0, sizeof *p);
   cuDeviceGetName(p->name, sizeof p->name, d);
   cuDeviceGetUuid_v2((CUuuid *)&p->uuid, d);

@@ -16,8 +16,9 @@ pub use transfer::{
 use crate::calls::Keyless;
 use crate::connection::Connection;
 use crate::error::ClientError;
-use crate::key::{Key, Prompt, Scope};
+use crate::key::{Prompt, Scope};
 use crate::message::Reply;
+use crate::worker::{Worker, WorkerSpec};
 
 /// Registration of a worker that copies by itself.
 #[derive(Debug, Clone)]
@@ -131,15 +132,37 @@ pub struct Retrieved {
     pub bytes: u64,
 }
 
-/// A registered worker that copies by itself, on a blocking connection. Dropping it unregisters.
+impl WorkerSpec for EngineDrivenSpec {
+    type Memory = Chunks;
+
+    fn instance(&self) -> InstanceId {
+        self.instance
+    }
+
+    fn scope(&self) -> &Scope {
+        &self.scope
+    }
+
+    fn worker_id(&self) -> u32 {
+        self.worker_id
+    }
+
+    fn unregistration(&self) -> Keyless<'static> {
+        Keyless::UnregisterEngineDriven {
+            instance: self.instance,
+        }
+    }
+}
+
+/// Format of a worker's chunks, and the server's pool if it is mapped.
 #[derive(Debug)]
-pub struct EngineDrivenWorker {
-    connection: Option<Connection>,
-    spec: EngineDrivenSpec,
-    chunk_tokens: usize,
+pub struct Chunks {
     format: ChunkFormat,
     pool: SharedPool,
 }
+
+/// A registered worker that copies by itself, on a blocking connection. Dropping it unregisters.
+pub type EngineDrivenWorker = Worker<EngineDrivenSpec>;
 
 impl EngineDrivenWorker {
     /// Asks for the chunk size and registers. If the server has a pool that cannot be opened here, chunks are pickled, as
@@ -155,77 +178,28 @@ impl EngineDrivenWorker {
         let format = spec.format(chunk_tokens as u64)?;
         let registered = connection.register_engine_driven(spec.context()?)?;
         let pool = SharedPool::open(&registered, spec.force_pickle);
-        Ok(Self {
-            connection: Some(connection),
-            spec,
-            chunk_tokens,
-            format,
-            pool,
-        })
+        let chunks = Chunks { format, pool };
+        Ok(Self::new(connection, spec, chunk_tokens, chunks))
     }
 
     /// The way of its chunks.
     #[must_use]
     pub fn transport(&self) -> Transport {
-        match self.pool.segment() {
+        match self.memory.pool.segment() {
             Some(_) => Transport::SharedPool,
             None => Transport::Pickle,
         }
     }
 
-    /// Tokens per chunk.
-    #[must_use]
-    pub fn chunk_tokens(&self) -> usize {
-        self.chunk_tokens
-    }
-
     /// Bytes per chunk.
     #[must_use]
     pub fn chunk_bytes(&self) -> usize {
-        self.format.bytes() as usize
-    }
-
-    /// Its registration.
-    #[must_use]
-    pub fn spec(&self) -> &EngineDrivenSpec {
-        &self.spec
+        self.memory.format.bytes() as usize
     }
 
     /// Sets the tenant of later stores and retrieves.
     pub fn set_salt(&mut self, salt: impl Into<String>) {
         self.spec.scope.cache_salt = salt.into();
-    }
-
-    /// The connection, for other requests of the same process.
-    pub fn connection(&mut self) -> &mut Connection {
-        self.connection
-            .as_mut()
-            .expect("only close and drop take the connection")
-    }
-
-    /// This worker's key for a range of a prompt.
-    #[must_use]
-    pub fn key<'a>(
-        &'a self,
-        prompt: &'a Prompt,
-        range: Range<u64>,
-        request_id: &'a str,
-    ) -> Key<'a> {
-        self.spec
-            .scope
-            .worker_key(self.spec.worker_id, prompt, range, request_id)
-    }
-
-    /// Looks a prompt up with the key of a scheduler; returns the number of hit chunks.
-    ///
-    /// # Errors
-    /// As [`Connection::lookup_hits`].
-    pub fn lookup(&mut self, prompt: &Prompt, request_id: &str) -> Result<u64, ClientError> {
-        let scope = self.spec.scope.clone();
-        let range = prompt.whole_chunks(self.chunk_tokens);
-        let asked = range.end / self.chunk_tokens as u64;
-        self.connection()
-            .lookup_chunks(&scope.scheduler_key(prompt, range, request_id), asked)
     }
 
     /// Stores the chunks of `range`, which must consist of whole chunks. `source` is called for each chunk that the server
@@ -250,7 +224,7 @@ impl EngineDrivenWorker {
         })?;
         let sent = sent.unwrap_or_else(|| (0..chunks).collect());
         Ok(Stored {
-            bytes: sent.len() as u64 * self.format.bytes(),
+            bytes: sent.len() as u64 * self.memory.format.bytes(),
             chunks: sent,
         })
     }
@@ -274,21 +248,8 @@ impl EngineDrivenWorker {
         })?;
         Ok((retrieval == Retrieval::Complete).then_some(Retrieved {
             chunks,
-            bytes: chunks * self.format.bytes(),
+            bytes: chunks * self.memory.format.bytes(),
         }))
-    }
-
-    /// Unregisters and returns the connection.
-    ///
-    /// # Errors
-    /// As [`Connection::call`].
-    pub fn close(mut self) -> Result<Connection, ClientError> {
-        let mut connection = self
-            .connection
-            .take()
-            .expect("only close and drop take the connection");
-        connection.unregister_engine_driven(self.spec.instance)?;
-        Ok(connection)
     }
 
     fn chunks_of(&self, range: &Range<u64>) -> Result<u64, ClientError> {
@@ -303,23 +264,18 @@ impl EngineDrivenWorker {
         run: impl FnOnce(EngineDrivenTransfer<'_>, &mut Connection) -> Result<R, ClientError>,
     ) -> Result<R, ClientError> {
         let chunks = self.chunks_of(&range)? as usize;
-        let worker_id = self.spec.worker_id;
-        let key = self
-            .spec
+        let (connection, spec, memory) = self.parts();
+        let key = spec
             .scope
-            .worker_key(worker_id, prompt, range, request_id);
+            .worker_key(spec.worker_id, prompt, range, request_id);
         let transfer = EngineDrivenTransfer {
-            format: &self.format,
-            pool: &self.pool,
+            format: &memory.format,
+            pool: &memory.pool,
             key: &key,
-            instance: self.spec.instance,
+            instance: spec.instance,
             chunks,
         };
-        let connection = self.connection.as_mut();
-        run(
-            transfer,
-            connection.expect("only close and drop take the connection"),
-        )
+        run(transfer, connection)
     }
 }
 
@@ -367,17 +323,6 @@ impl<F: FnMut(u64, &[u8])> ChunkSink for Sink<F> {
     fn write(&mut self, chunk: usize, bytes: &[u8]) -> Result<(), ClientError> {
         (self.0)(chunk as u64, bytes);
         Ok(())
-    }
-}
-
-impl Drop for EngineDrivenWorker {
-    fn drop(&mut self) {
-        if let Some(mut connection) = self.connection.take() {
-            // Not waited for: the server may be the reason for the drop.
-            connection.notify(&Keyless::UnregisterEngineDriven {
-                instance: self.spec.instance,
-            });
-        }
     }
 }
 

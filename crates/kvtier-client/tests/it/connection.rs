@@ -86,7 +86,10 @@ fn calls_without_worker_are_typed() {
         .report_block_allocation(InstanceId(1), "m", vec![record])
         .unwrap();
 
-    let scope = Scope::new("m").with_salt("tenant").with_world_size(2);
+    let scope = Scope {
+        world_size: 2,
+        ..Scope::new("m").with_salt("tenant")
+    };
     let tokens: Vec<u32> = (0..600).collect();
     let prompt = Prompt::new(&tokens);
     let range = prompt.whole_chunks(256);
@@ -279,6 +282,7 @@ fn forgotten_and_late_replies_are_dropped() {
     connection.set_timeout(Duration::from_secs(60));
     assert!(connection.ping(None).unwrap());
     assert!(connection.ping(None).unwrap());
+    assert!(format!("{connection:?}").contains("in_flight: 0"));
 }
 
 #[test]

@@ -12,9 +12,6 @@ use std::str::FromStr;
 
 pub use range::{RangeError, lookup_chunks, store_chunks};
 
-/// Tokens in a chunk unless configured otherwise (LMCache's default).
-pub const DEFAULT_CHUNK_SIZE: NonZeroUsize = NonZeroUsize::new(256).expect("256 is not zero");
-
 /// The seed of `sha256_cbor` where the environment variable `PYTHONHASHSEED` is not set (vLLM 0.32 and later).
 pub const DEFAULT_SEED: &str = "vllm-none-hash";
 

@@ -63,7 +63,7 @@ mod tests {
     use crate::object_key::check_cache_salt;
 
     #[test]
-    fn hashes_are_salts_and_stay_the_same_for_good() {
+    fn salt_hashes_are_stable_salts() {
         let key = SaltKey::new(b"a secret of an operator");
         let hashed = key.hashed("acme");
         assert_eq!(hashed, "h1-0ed40699fdc9acdcec884817ad88c9a8");

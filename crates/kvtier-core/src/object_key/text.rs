@@ -30,21 +30,6 @@ impl KeyText<'_> {
         self.fields(self.model_name, "", shape)
     }
 
-    /// The path of an S3 request for [`Self::name`]: percent-encoded, `/` kept, with a `/` in front.
-    pub fn s3_path(&self, shape: KeyShape) -> String {
-        let name = self.name(shape);
-        let mut path = String::with_capacity(name.len() + 16);
-        path.push('/');
-        for byte in name.bytes() {
-            if byte.is_ascii_alphanumeric() || b"_.-~/".contains(&byte) {
-                path.push(char::from(byte));
-            } else {
-                push(&mut path, format_args!("%{byte:02X}"));
-            }
-        }
-        path
-    }
-
     /// The file name of the `fs` adapter: `model@0x02010201@0@hash[@salt].data`, each `/` of the model as `-SEP-`.
     ///
     /// A model name that holds `-SEP-` itself does not read back.

@@ -96,7 +96,7 @@ fn a_repeated_prompt_is_neither_decoded_nor_hashed() {
 }
 
 #[test]
-fn a_longer_prompt_costs_what_it_adds() {
+fn longer_prompt_hashes_only_its_new_chunks() {
     let memory = memory(256, 64 << 20);
     let data = prompt(1, 32_768);
     let start = wire::skip_tokens(30_000, &data).unwrap();
@@ -123,7 +123,7 @@ fn a_longer_prompt_costs_what_it_adds() {
 }
 
 #[test]
-fn prompts_that_part_inside_a_chunk_are_all_known() {
+fn prompts_diverging_inside_a_chunk_are_all_known() {
     let memory = memory(256, 64 << 20);
     let prompts: Vec<Vec<u8>> = (0..50)
         .map(|user| encoded((0..700).map(move |at| if at < 200 { at } else { at * 91 + user })))
@@ -154,7 +154,7 @@ fn a_prompt_in_use_outlives_a_flood() {
 }
 
 #[test]
-fn the_start_of_a_prompt_too_long_is_kept() {
+fn start_of_overlong_prompt_is_kept() {
     let memory = memory(16, 30_000);
     let data = prompt(5, 16_000);
     for _ in 0..3 {

@@ -238,10 +238,10 @@ impl Both {
                 let removed = self.cache.clear(force);
                 let keys: Vec<_> = self.model.resident.keys().copied().collect();
                 let results = keys.iter().map(|&key| self.model.remove(key, force));
-                let gone = results.filter(|gone| *gone == Some(true)).count();
+                let count = results.filter(|count| *count == Some(true)).count();
                 assert_eq!(
                     (removed.objects, removed.kept),
-                    (gone, self.model.resident.len())
+                    (count, self.model.resident.len())
                 );
             }
         }

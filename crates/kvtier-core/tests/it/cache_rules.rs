@@ -84,7 +84,7 @@ fn commit_subset_aborts_the_rest() {
 }
 
 #[test]
-fn commit_leased_holds_what_it_admits_even_when_another_was_first() {
+fn commit_leased_holds_objects_another_committed_first() {
     let cache = cache(20);
     let keys = hashes(0..2);
     let late = cache
@@ -104,7 +104,7 @@ fn commit_leased_holds_what_it_admits_even_when_another_was_first() {
 }
 
 #[test]
-fn known_keys_drop_out_and_are_not_evicted_for_the_rest() {
+fn resident_keys_survive_evictions_of_their_batch() {
     let cache = cache(40);
     store(&cache, namespace(0, ""), &hashes(0..2), 10);
     store(&cache, namespace(0, ""), &hashes(8..10), 10);
@@ -122,7 +122,7 @@ fn known_keys_drop_out_and_are_not_evicted_for_the_rest() {
 }
 
 #[test]
-fn a_full_cache_evicts_by_bytes_within_the_call() {
+fn full_cache_evicts_by_bytes_within_the_call() {
     let cache = cache(100);
     store(&cache, namespace(0, ""), &hashes(0..10), 10);
     assert_eq!(store(&cache, namespace(0, ""), &hashes(20..21), 35), 1);
@@ -150,7 +150,7 @@ fn fragmentation_evicts_a_run_and_refuses_nothing() {
 }
 
 #[test]
-fn what_can_never_fit_evicts_nothing() {
+fn oversized_batch_evicts_nothing() {
     let cache = cache(100);
     store(&cache, namespace(0, ""), &hashes(0..5), 10);
     for len in [101, u64::MAX] {
@@ -168,7 +168,7 @@ fn what_can_never_fit_evicts_nothing() {
 }
 
 #[test]
-fn an_empty_object_is_refused_and_nothing_else_happens() {
+fn empty_object_is_refused_without_side_effects() {
     let cache = cache(100);
     let keys = hashes(0..2);
     let requests = [
@@ -191,7 +191,7 @@ fn noop_never_evicts() {
 }
 
 #[test]
-fn lookup_holds_what_each_row_needs_and_nothing_else() {
+fn lookup_leases_only_what_each_row_needs() {
     let cache = cache(1000);
     let keys = hashes(0..6);
     store(&cache, namespace(0, ""), &keys[..5], 10);
@@ -254,7 +254,7 @@ fn namespaces_are_isolated_in_every_field() {
 }
 
 #[test]
-fn a_claim_outlives_the_lookup_and_releases_are_counted() {
+fn claim_outlives_lookup_and_releases_are_counted() {
     let cache = cache(100);
     let keys = hashes(0..4);
     store(&cache, namespace(0, ""), &keys, 10);
@@ -298,7 +298,7 @@ fn released_prefix_is_evicted_from_its_end() {
 }
 
 #[test]
-fn a_release_makes_young_and_so_does_a_touch() {
+fn release_and_touch_renew_an_object() {
     let cache = cache(100);
     for n in 0..3 {
         store(&cache, namespace(0, ""), &hashes(n..n + 1), 10);
@@ -313,7 +313,7 @@ fn a_release_makes_young_and_so_does_a_touch() {
 }
 
 #[test]
-fn leased_objects_stay_unless_forced_and_their_memory_always() {
+fn leased_objects_stay_unless_forced_their_memory_always() {
     let cache = cache(100);
     let keys = hashes(0..2);
     store(&cache, namespace(0, ""), &keys, 10);
@@ -357,7 +357,7 @@ fn clear_keeps_leased_objects_and_reservations() {
 }
 
 #[test]
-fn names_and_tenants_are_forgotten_with_their_last_object() {
+fn names_and_tenants_end_with_last_object() {
     let cache = cache(100);
     store(&cache, namespace(0, "a"), &hashes(0..2), 10);
     store(&cache, namespace(1, "a"), &hashes(0..1), 10);
@@ -440,7 +440,7 @@ fn key_requested_twice_is_stored_once() {
 }
 
 #[test]
-fn the_idle_time_of_a_victim_counts_from_its_last_use() {
+fn victim_idle_time_counts_from_last_use() {
     let cache = cache(100);
     store(&cache, namespace(0, ""), &hashes(0..1), 10);
     let lease = cache.pin(Duration::from_secs(50), namespace(0, ""), &hashes(0..1));

@@ -61,7 +61,7 @@ fn hits_behind_scans(eviction: EvictionKind, warm: u32, scanned: u32) -> Vec<u32
 }
 
 #[test]
-fn what_is_used_again_survives_a_scan_of_any_length() {
+fn reused_objects_survive_scans_of_any_length() {
     let scanned = 5 * CAPACITY;
     let kept = hits_behind_scans(EvictionKind::Arc, 2, scanned);
     assert_eq!(kept, [HOT.end; 10]);
@@ -70,8 +70,8 @@ fn what_is_used_again_survives_a_scan_of_any_length() {
 }
 
 #[test]
-fn what_a_scan_pushed_out_is_known_when_it_comes_back() {
-    // Gone when it is used for the second time, but not for the third.
+fn objects_evicted_by_scan_return_as_ghost_hits() {
+    // Evicted when it is used for the second time, but not for the third.
     let kept = hits_behind_scans(EvictionKind::Arc, 1, CAPACITY);
     assert_eq!((kept[0], &kept[1..]), (0, &[HOT.end; 9][..]));
     let lost = hits_behind_scans(EvictionKind::Lru, 1, CAPACITY);

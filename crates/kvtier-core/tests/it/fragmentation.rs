@@ -48,7 +48,7 @@ fn large_store_between_leases_evicts_nothing_in_vain() {
 }
 
 #[test]
-fn two_models_of_unlike_sizes_evict_what_they_need() {
+fn models_of_different_sizes_evict_what_they_need() {
     let cache = filled(120, 2);
     for large in 0..30 {
         assert!(store_one(&cache, large, 8));
@@ -155,7 +155,7 @@ fn strict_tenant_refused_for_memory_keeps_its_objects() {
 }
 
 #[test]
-fn staged_bytes_end_at_the_bound_of_the_call_and_the_limit_of_the_tenant() {
+fn staged_bytes_respect_call_bound_and_tenant_limit() {
     let cache = cache_with(100, EvictionKind::IsolatedLru);
     let grant = Grant {
         limit: Some(30),

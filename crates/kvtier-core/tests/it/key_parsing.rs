@@ -12,7 +12,7 @@ fn key(group: u32, salt: &str) -> ObjectKey {
 }
 
 #[test]
-fn both_shapes_read_back_without_being_told_which() {
+fn both_shapes_parse_without_a_hint() {
     for (group, salt) in [
         (0, ""),
         (0, "0123456789abcdef0123"),
@@ -35,7 +35,7 @@ fn both_shapes_read_back_without_being_told_which() {
 }
 
 #[test]
-fn the_old_shape_is_that_of_0_4_4() {
+fn old_shape_is_that_of_0_4_4() {
     let hash = "ab".repeat(32);
     let names = [
         (key(0, ""), format!("org-SEP-model@0x02010201@{hash}.data")),

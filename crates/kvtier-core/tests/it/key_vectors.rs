@@ -137,7 +137,6 @@ fn text_forms(row: &Value) {
     assert_eq!(file, text(&row["fs_filename"]));
     assert_eq!(name, text(&row["string"]));
     assert_eq!(name, text(&row["s3_string"]));
-    assert_eq!(forms.s3_path(KeyShape::Grouped), text(&row["s3_url_path"]));
     assert_eq!(
         serde_json::to_string(&EncodedObjectKey::from(forms)).unwrap(),
         text(&row["encoded_object_key"])

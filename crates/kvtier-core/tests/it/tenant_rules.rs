@@ -85,7 +85,7 @@ fn background_pass_counts_objects_rounded_to_the_alignment() {
 }
 
 #[test]
-fn a_strict_limit_counts_what_is_being_written_and_read() {
+fn strict_limit_counts_writes_and_reads_in_flight() {
     let cache = tenants(QuotaMode::Strict, None);
     cache.set_grant("a", limit(10));
     put(&cache, "a", 0..4);
@@ -104,7 +104,7 @@ fn a_strict_limit_counts_what_is_being_written_and_read() {
 }
 
 #[test]
-fn an_object_larger_than_a_strict_limit_evicts_nothing() {
+fn object_above_strict_limit_evicts_nothing() {
     let cache = tenants(QuotaMode::Strict, None);
     cache.set_grant("a", limit(10));
     put(&cache, "a", 0..10);
@@ -164,7 +164,7 @@ fn the_default_limit_has_three_meanings() {
 }
 
 #[test]
-fn a_limit_that_sinks_is_enforced_by_the_next_pass() {
+fn lowered_limit_is_enforced_by_next_pass() {
     for mode in [QuotaMode::Soft, QuotaMode::Strict] {
         let cache = tenants(mode, None);
         put(&cache, "a", 0..50);
@@ -191,7 +191,7 @@ fn tenant_over_quota_pays_for_stores_of_others() {
 }
 
 #[test]
-fn others_cannot_evict_a_share_but_its_tenant_can() {
+fn only_its_tenant_can_evict_a_share() {
     let cache = tenants(QuotaMode::Soft, None);
     cache.set_grant("a", share(40));
     put(&cache, "a", 0..50);
@@ -223,7 +223,7 @@ fn the_watermark_pass_spares_shares() {
 }
 
 #[test]
-fn a_tenant_is_known_while_it_has_anything_or_a_grant() {
+fn tenant_is_known_while_holding_objects_or_grants() {
     let cache = tenants(QuotaMode::Soft, None);
     cache.set_grant("granted", limit(10));
     put(&cache, "guest", 0..3);
@@ -273,7 +273,7 @@ fn counts_of_tenants_add_up() {
 }
 
 #[test]
-fn a_second_look_counts_only_what_it_finds_more() {
+fn second_lookup_counts_only_additional_chunks() {
     let row = row(0, "a", None);
     // Known at the first look, or only since something was brought.
     for known in [3, 0] {
@@ -313,7 +313,7 @@ fn a_soft_limit_never_takes_a_share() {
 }
 
 #[test]
-fn what_is_being_written_does_not_count_for_a_share() {
+fn staged_bytes_do_not_count_for_a_share() {
     let cache = tenants(QuotaMode::Soft, None);
     cache.set_grant("a", share(30));
     put(&cache, "a", 0..30);
@@ -327,7 +327,7 @@ fn what_is_being_written_does_not_count_for_a_share() {
 }
 
 #[test]
-fn nothing_is_evicted_for_a_store_that_is_refused_anyway() {
+fn refused_store_evicts_nothing() {
     let cache = tenants(QuotaMode::Strict, None);
     cache.set_grant("a", limit(20));
     put(&cache, "a", 0..20);

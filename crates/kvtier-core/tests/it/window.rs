@@ -99,7 +99,7 @@ fn needed_chunks_end_at_the_hit() {
 }
 
 #[test]
-fn a_window_row_serves_what_it_lost_the_start_of() {
+fn window_row_serves_prefix_without_its_start() {
     let full = (None, vec![true; 100]);
     let mut lost = vec![false; 96];
     lost.extend([true; 4]);

@@ -61,7 +61,7 @@ exports! {
         state.current()?;
         let event = state.events.remove(&event).ok_or_else(|| crate::world::unknown("event", event))?;
         if !event.imported {
-            state.slots.give_back(&event.record);
+            state.slots.release(&event.record);
         }
         Ok(())
     }

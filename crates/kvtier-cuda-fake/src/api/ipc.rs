@@ -195,11 +195,11 @@ exports! {
         let mut state = world().state.lock();
         let device = state.current()?;
         let name = Handle::read(&handle.0, EVENT)?.foreign(device)?;
-        let gone = || Fault::Code(ERROR_INVALID_HANDLE);
-        let file = segment::open_of(&name.owner, event::FILE).and_then(|fd| File::open(&fd)).ok_or_else(gone)?;
-        let record = u32::try_from(name.id).ok().and_then(|index| Record::new(file, index)).ok_or_else(gone)?;
+        let invalid = || Fault::Code(ERROR_INVALID_HANDLE);
+        let file = segment::open_of(&name.owner, event::FILE).and_then(|fd| File::open(&fd)).ok_or_else(invalid)?;
+        let record = u32::try_from(name.id).ok().and_then(|index| Record::new(file, index)).ok_or_else(invalid)?;
         if u64::from(record.slot().generation.load(std::sync::atomic::Ordering::Acquire)) != name.bytes {
-            return Err(gone());
+            return Err(invalid());
         }
         let stuck = world().script.lock().import_never.as_mut().is_some_and(|when| when.hit());
         let flags = EVENT_DISABLE_TIMING | EVENT_INTERPROCESS;

@@ -1,6 +1,6 @@
 //! Several devices, and several drivers.
 
-use std::ffi::{CString, c_char, c_int};
+use std::ffi::c_int;
 
 use crate::driver::*;
 
@@ -76,29 +76,4 @@ fn portable_host_memory_is_for_all_devices() {
         script("clear");
     }
     script("devices=1");
-}
-
-#[test]
-fn library_copies_are_independent() {
-    let _alone = alone();
-    let folder = std::env::temp_dir();
-    let path = kvtier_cuda_fake::fake_driver_copy(&folder).unwrap();
-    let name = CString::new(path.to_str().unwrap()).unwrap();
-    // SAFETY: texts with a NUL, and the functions' types.
-    let (init, devices, count_of) = unsafe {
-        let library = libc::dlopen(name.as_ptr(), libc::RTLD_NOW);
-        assert!(!library.is_null());
-        let init: extern "C" fn(u32) -> c_int =
-            std::mem::transmute(libc::dlsym(library, c"cuInit".as_ptr()));
-        let count: extern "C" fn(*const c_char) -> u64 =
-            std::mem::transmute(libc::dlsym(library, c"fake_driver_count".as_ptr()));
-        let devices: extern "C" fn(*mut c_int) -> c_int =
-            std::mem::transmute(libc::dlsym(library, c"cuDeviceGetCount".as_ptr()));
-        (init, devices, count)
-    };
-    std::fs::remove_file(path).unwrap();
-    assert_eq!(3, devices(&mut 0), "before cuInit there is nothing");
-    script("clear; fail cuInit=999");
-    assert_eq!((OK, OK), (init(0), init(0)));
-    assert_eq!((2, 0), (count_of(c"cuInit".as_ptr()), count("cuInit")));
 }

@@ -160,7 +160,7 @@ fn exporter() {
                     i32::from_le_bytes(to[..4].try_into().unwrap()).to_string()
                 }
             }
-            "room" => {
+            "capacity" => {
                 let (mut free, mut total) = (0, 0);
                 assert_eq!(
                     OK,
@@ -375,7 +375,7 @@ fn look(handle: u64) {
 }
 
 #[test]
-fn physical_memory_is_shared_by_descriptor_and_by_fabric() {
+fn physical_memory_is_shared_by_descriptor_and_fabric() {
     let _alone = alone();
     let mut exporter = Exporter::start();
     exporter.ask("physical");
@@ -446,7 +446,10 @@ fn files_of_ended_processes_are_removed() {
 #[test]
 fn script_is_read_from_the_environment() {
     let mut exporter = Exporter::start_with("memory=10000\n# a remark\nfail cuEventQuery=999");
-    assert_eq!(format!("{} of 10000", 10000 - BYTES), exporter.ask("room"));
+    assert_eq!(
+        format!("{} of 10000", 10000 - BYTES),
+        exporter.ask("capacity")
+    );
     let wrong = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "--ignored", "processes::exporter"])
         .env("KVTIER_CUDA_FAKE", "memory=much")

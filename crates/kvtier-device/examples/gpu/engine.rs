@@ -4,6 +4,7 @@ use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
+use kvtier_core::random::SplitMix64;
 use kvtier_device::cuda::driver::{Context, Driver, Stream};
 use kvtier_device::cuda::uuid::Gpus;
 use kvtier_device::{CudaAllocation, CudaStorage};
@@ -13,12 +14,9 @@ use crate::Result;
 /// Marks a process of this program as the engine; value: bytes of the pages, a space, the driver library or nothing.
 pub const VARIABLE: &str = "KVTIER_GPU_EXAMPLE_ENGINE";
 
-/// The word of the pages at a place, counted in words of 8 bytes: splitmix64.
+/// The word of the pages at a place, counted in words of 8 bytes.
 pub fn word(at: u64) -> u64 {
-    let mut mixed = at.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-    mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    mixed ^ (mixed >> 31)
+    SplitMix64::nth(0, at)
 }
 
 /// The engine, as the measuring process has it.
@@ -53,7 +51,7 @@ impl Engine {
             handle: [0; 64],
         };
         let answer = engine.answer()?;
-        let (uuid, handle) = answer.split_once(' ').ok_or("the engine lends nothing")?;
+        let (uuid, handle) = answer.split_once(' ').ok_or("the engine exports nothing")?;
         engine.uuid = uuid.to_owned();
         for (byte, at) in engine.handle.iter_mut().zip((0..).step_by(2)) {
             let digits = handle.get(at..at + 2).ok_or("a handle too short")?;

@@ -21,7 +21,7 @@ const BLOCKS: u64 = CHUNK_TOKENS / BLOCK_TOKENS;
 /// As many layers as a model of 70 billion parameters.
 const MOST_LAYERS: u64 = 80;
 /// Longer than any transfer.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// When a transfer ended, and the bytes it moved or why it failed.
 type Ended = (Instant, std::result::Result<u64, String>);
@@ -184,7 +184,7 @@ impl Pages {
     /// When a transfer ended. It must have moved all bytes.
     pub fn end(&self, ended: &Receiver<Ended>) -> Result<Instant> {
         let (at, result) = ended
-            .recv_timeout(PATIENCE)
+            .recv_timeout(TIMEOUT)
             .map_err(|error| format!("no end of a transfer: {error}"))?;
         let (moved, bytes) = (result?, self.shape.bytes());
         if moved != bytes {
@@ -226,7 +226,7 @@ impl Pages {
             // SAFETY: inside the arena, which starts at a page; nothing is in flight.
             unsafe { base.add(at).write_volatile(0) };
         }
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TIMEOUT;
         let ended = self.begin(Direction::Store, 0, 0)?;
         for at in places {
             // SAFETY: as above, but for copies of the GPU that write whole words.

@@ -282,9 +282,9 @@ impl Allocations {
         self.check_total("handle[1] segments", segment_size * handles.len() as u64)?;
         match handles {
             SegmentHandles::PosixFds(fds) => {
-                let lender = Lender::find(pid)?;
+                let exporter = Exporter::find(pid)?;
                 self.map(segment_size, fds.len(), FD_HINT, |at| {
-                    let fd = lender.descriptor(fds[at])?;
+                    let fd = exporter.descriptor(fds[at])?;
                     Allocation::import_fd(&self.context, fd.as_fd())
                         .map_err(|source| refused("a segment by its descriptor", source, FD_HINT))
                 })
@@ -386,12 +386,12 @@ fn refused(what: &'static str, source: CudaError, hint: &'static str) -> OpenErr
 }
 
 /// A process that shares memory by file descriptors.
-struct Lender {
+struct Exporter {
     pid: i32,
     process: OwnedFd,
 }
 
-impl Lender {
+impl Exporter {
     fn find(pid: i32) -> Result<Self, OpenError> {
         let not_itself = |pid: &Pid| pid.as_raw_nonzero().get() as u32 != std::process::id();
         let process = Pid::from_raw(pid).filter(not_itself).ok_or_else(|| {

@@ -6,16 +6,10 @@ pub mod code {
     pub const INVALID_VALUE: i32 = 1;
     /// `CUDA_ERROR_OUT_OF_MEMORY`.
     pub const OUT_OF_MEMORY: i32 = 2;
-    /// `CUDA_ERROR_NO_DEVICE`.
-    pub const NO_DEVICE: i32 = 100;
     /// `CUDA_ERROR_INVALID_CONTEXT`: for example, no context is current, or a process opened its own handle.
     pub const INVALID_CONTEXT: i32 = 201;
-    /// `CUDA_ERROR_INVALID_HANDLE`.
-    pub const INVALID_HANDLE: i32 = 400;
     /// `CUDA_ERROR_NOT_READY`: not an error, but "not yet".
     pub const NOT_READY: i32 = 600;
-    /// `CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED`.
-    pub const HOST_MEMORY_ALREADY_REGISTERED: i32 = 712;
     /// `CUDA_ERROR_NOT_SUPPORTED`.
     pub const NOT_SUPPORTED: i32 = 801;
 }

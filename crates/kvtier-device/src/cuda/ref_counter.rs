@@ -251,9 +251,9 @@ mod tests {
 
     #[test]
     fn missing_short_and_special_files_are_untouched() {
-        let gone = Counters::new(BYTES);
-        fs::remove_file(&gone.path).unwrap();
-        assert_eq!(gone.counter(0).decrement(), Err(Errno::NOENT));
+        let deleted = Counters::new(BYTES);
+        fs::remove_file(&deleted.path).unwrap();
+        assert_eq!(deleted.counter(0).decrement(), Err(Errno::NOENT));
 
         let short = Counters::new(64 + 8 * 5);
         short.set(4, 1);

@@ -78,7 +78,7 @@ impl Gpus {
                 "device_uuid",
                 format!("{shown:?}"),
                 format!(
-                    "a GPU this server sees, of which there are {}: {}",
+                    "one of the {} GPUs this server sees: {}",
                     known.len(),
                     known.join(", ")
                 ),

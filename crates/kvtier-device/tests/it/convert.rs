@@ -33,7 +33,7 @@ fn pages(
     seed: u64,
 ) -> Case {
     use KvFormat as F;
-    let random = &mut Random(seed);
+    let random = &mut Random::new(seed);
     let mut hints = LayoutHints::default();
     let heads_first = [
         F::NL_X_TWO_NB_NH_BS_HS,
@@ -121,7 +121,7 @@ fn run(
 
 /// What byte `at` of a chunk is: `at` names plane, layer, token, head and element in one order for all formats.
 fn byte(chunk: usize, at: u64) -> u8 {
-    Random((chunk as u64) << 40 | at).next() as u8
+    Random::new((chunk as u64) << 40 | at).next() as u8
 }
 
 #[test]

@@ -15,7 +15,7 @@ use proptest::prelude::*;
 use crate::model::{Case, random_case};
 
 /// Puts a case's memory into segments and names them in its tensors.
-fn share(case: &mut Case) -> Vec<OwnSegment> {
+pub fn share(case: &mut Case) -> Vec<OwnSegment> {
     let mut segments = Vec::new();
     for (name, bytes) in &mut case.memories {
         let segment = OwnSegment::create(bytes.len() as u64).unwrap();

@@ -73,7 +73,7 @@ proptest! {
     #[test]
     fn requests_match_the_model(seed in any::<u64>()) {
         let mut case = random_case(seed, "device_copies");
-        let random = &mut Random(!seed);
+        let random = &mut Random::new(!seed);
         let layout = case.layout();
         let before: Vec<Vec<u8>> = case.memories.iter().map(|(_, bytes)| bytes.clone()).collect();
         let mut memories: Vec<Bytes> = before
@@ -153,7 +153,7 @@ proptest! {
     /// Long and short runs in any nesting of loops on either side, of many tiles.
     #[test]
     fn any_copy_works_in_both_directions(seed in any::<u64>()) {
-        let random = &mut Random(seed);
+        let random = &mut Random::new(seed);
         let unit = random.pick(&[1, 2, 4, 8, 16]);
         let run_units = match random.within(0, 3) {
             0 => random.within(1, 4),

@@ -1,6 +1,6 @@
 //! Formats, layouts, plans, the CPU backend and the CUDA backend, from outside.
 //!
-//! The tests over the fake driver share it with their process: each holds `lender::FakeDriver::alone` while it runs.
+//! The tests over the fake driver share it with their process: each holds `exporter::FakeDriver::alone` while it runs.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
@@ -10,9 +10,9 @@ mod cuda_device;
 mod cuda_mapping;
 mod device_copies;
 mod executors;
+mod exporter;
 mod groups;
 mod hostile;
-mod lender;
 mod model;
 mod plan;
 mod vectors;

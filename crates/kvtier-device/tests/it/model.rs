@@ -1,6 +1,7 @@
 //! A naive model of pages and objects: one element at a time, from the written rules, with none of
 //! the planner's code. And a random registration to hold against it.
 
+use kvtier_core::random::SplitMix64;
 use kvtier_device::{
     Direction, Engine, GroupSpec, KvAxisOrder, KvFormat, KvLayout, KvListLayout, LayoutHints,
     MemorySpec, PlannedCopy, TensorSpec,
@@ -52,16 +53,16 @@ pub fn apply(
     }
 }
 
-/// Small, seeded, and good enough to choose sizes with.
-pub struct Random(pub u64);
+/// Random sizes, choices and bytes.
+pub struct Random(SplitMix64);
 
 impl Random {
+    pub fn new(seed: u64) -> Self {
+        Self(SplitMix64::new(seed))
+    }
+
     pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        self.0.next()
     }
 
     /// A number from `low` to `high`, both possible.
@@ -74,11 +75,11 @@ impl Random {
     }
 
     pub fn pick<T: Copy>(&mut self, from: &[T]) -> T {
-        from[(self.next() % from.len() as u64) as usize]
+        *self.0.choose(from)
     }
 
     pub fn bytes(&mut self, count: u64) -> Vec<u8> {
-        (0..count).map(|_| self.next() as u8).collect()
+        self.0.bytes(count as usize)
     }
 }
 
@@ -266,7 +267,7 @@ const DTYPES: [(&str, u64); 4] = [
 /// A random registration. `unique` makes its memory names differ from those of other tests.
 pub fn random_case(seed: u64, unique: &str) -> Case {
     use KvFormat as F;
-    let random = &mut Random(seed);
+    let random = &mut Random::new(seed);
     let mut hints = LayoutHints::default();
     let (engine, choices): (Engine, &[F]) = match random.within(0, 9) {
         0 => {

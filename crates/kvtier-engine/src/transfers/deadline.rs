@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_pause_between_two_clocks_makes_a_deadline_earlier() {
+    fn pause_between_clocks_makes_deadline_earlier() {
         let start = Instant::now();
         // Both clocks show this, and each reading is followed by a pause of 3 s.
         let time = std::cell::Cell::new(Duration::from_secs(10));

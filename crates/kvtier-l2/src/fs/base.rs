@@ -52,7 +52,7 @@ pub(super) enum Quarantined {
     Kept,
     Deleted,
     /// It was replaced meanwhile.
-    Gone,
+    Replaced,
 }
 
 impl Base {
@@ -220,7 +220,7 @@ impl Base {
     ) -> Result<Quarantined, Errno> {
         match beneath::stat(dir, path) {
             Ok(now) if (now.st_dev, now.st_ino) == (seen.st_dev, seen.st_ino) => {}
-            Ok(_) | Err(Errno::NOENT) => return Ok(Quarantined::Gone),
+            Ok(_) | Err(Errno::NOENT) => return Ok(Quarantined::Replaced),
             Err(error) => return Err(error),
         }
         let kept = match self.kept.fetch_add(1, Ordering::Relaxed) < MAX_QUARANTINED {
@@ -232,14 +232,14 @@ impl Base {
         }
         match kept {
             Ok(()) => return Ok(Quarantined::Kept),
-            Err(Errno::NOENT) => return Ok(Quarantined::Gone),
+            Err(Errno::NOENT) => return Ok(Quarantined::Replaced),
             // No space, or no quarantine directory.
             Err(Errno::NOSPC | Errno::DQUOT | Errno::LOOP | Errno::NOTDIR) => {}
             Err(error) => return Err(error),
         }
         match beneath::unlink(dir, path) {
             Ok(()) => Ok(Quarantined::Deleted),
-            Err(Errno::NOENT) => Ok(Quarantined::Gone),
+            Err(Errno::NOENT) => Ok(Quarantined::Replaced),
             Err(error) => Err(error),
         }
     }

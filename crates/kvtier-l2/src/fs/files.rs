@@ -254,7 +254,7 @@ impl Files {
                 match quarantined {
                     Quarantined::Kept => count(&self.counters.quarantined),
                     Quarantined::Deleted => count(&self.counters.discarded),
-                    Quarantined::Gone => {}
+                    Quarantined::Replaced => {}
                 }
                 L2Error::new(ErrorKind::Corrupt, format!("{shown:?} {why}"))
             }

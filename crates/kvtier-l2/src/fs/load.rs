@@ -9,6 +9,7 @@ use rustix::fs::{Advice, Mode, Stat};
 use rustix::io::Errno;
 
 use super::base::{is_file, open_direct};
+use super::batch::Batch;
 use super::files::{Files, LookupScope, READ_FLAGS, count, read_end, size};
 use super::io::{self, Move, Moved, Work};
 use super::names::Place;
@@ -31,7 +32,7 @@ enum Verdict {
 }
 
 /// File that is being read.
-struct Reading {
+pub(super) struct Reading {
     /// Index of its place among those of its object.
     at: usize,
     place: Place,
@@ -43,36 +44,7 @@ struct Reading {
     wanted: usize,
 }
 
-/// Objects to load, and their results.
-pub(super) struct Loads<'a> {
-    files: &'a Files,
-    scope: LookupScope,
-    items: Vec<LoadItem>,
-    begun: usize,
-    in_flight: Vec<Option<Reading>>,
-    results: Vec<Result<Loaded, L2Error>>,
-    tails: Vec<Tail>,
-}
-
-impl<'a> Loads<'a> {
-    pub(super) fn new(files: &'a Files, items: Vec<LoadItem>) -> Self {
-        Self {
-            files,
-            scope: files.lookup_scope(),
-            begun: 0,
-            in_flight: items.iter().map(|_| None).collect(),
-            results: items.iter().map(|_| Err(io::lost())).collect(),
-            tails: Vec::new(),
-            items,
-        }
-    }
-
-    /// Returns one result per object, in order.
-    pub(super) fn run(mut self) -> Vec<Result<Loaded, L2Error>> {
-        self.files.engine.run(&mut self);
-        self.results
-    }
-}
+pub(super) type Loads<'a> = Batch<'a, LoadItem, Reading, Loaded>;
 
 impl Work for Loads<'_> {
     fn next(&mut self) -> Option<Move> {

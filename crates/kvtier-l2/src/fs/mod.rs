@@ -9,6 +9,7 @@
 //! read stays until a store replaces it.
 
 mod base;
+mod batch;
 mod beneath;
 mod files;
 mod io;

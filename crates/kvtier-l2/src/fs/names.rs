@@ -212,7 +212,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_would_be_too_long_or_misread_are_hashed() {
+    fn overlong_or_ambiguous_names_are_hashed() {
         let salt = "s".repeat(128);
         let long = "m".repeat(44);
         for odd in [
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn the_longest_salt_of_the_longest_model_has_a_name() {
+    fn longest_salt_of_longest_model_has_a_name() {
         use kvtier_core::object_key::MAX_SALT_BYTES;
 
         let salt = "😀".repeat(MAX_SALT_BYTES / 4);

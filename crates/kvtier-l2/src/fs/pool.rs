@@ -298,8 +298,8 @@ mod tests {
         let stores: Vec<_> = (0..order.len())
             .filter(|at| order[*at] == Lane::Store)
             .collect();
-        let patience = MAX_OVERTAKING_READS as usize;
-        assert!(stores.len() == 2 && stores[0] >= patience / 2 && stores[1] <= 3 * patience);
+        let reads = MAX_OVERTAKING_READS as usize;
+        assert!(stores.len() == 2 && stores[0] >= reads / 2 && stores[1] <= 3 * reads);
     }
 
     #[tokio::test]

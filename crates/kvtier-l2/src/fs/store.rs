@@ -10,6 +10,7 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use super::base::{self, Temporary, is_file};
+use super::batch::Batch;
 use super::beneath;
 use super::files::{Files, LookupScope, READ_FLAGS, count, read_end, size, stat};
 use super::io::{self, Move, Moved, Work};
@@ -55,7 +56,7 @@ impl From<L2Error> for Failed {
 }
 
 /// Object that is being stored.
-struct Storing {
+pub(super) struct Storing {
     dir: Arc<OwnedFd>,
     place: Place,
     /// Other places where it may be.
@@ -72,36 +73,7 @@ struct Storing {
     body: u64,
 }
 
-/// Objects to store, and their results.
-pub(super) struct Stores<'a> {
-    files: &'a Files,
-    scope: LookupScope,
-    items: Vec<StoreItem>,
-    begun: usize,
-    in_flight: Vec<Option<Storing>>,
-    results: Vec<Result<Stored, L2Error>>,
-    tails: Vec<Tail>,
-}
-
-impl<'a> Stores<'a> {
-    pub(super) fn new(files: &'a Files, items: Vec<StoreItem>) -> Self {
-        Self {
-            files,
-            scope: files.lookup_scope(),
-            begun: 0,
-            in_flight: items.iter().map(|_| None).collect(),
-            results: items.iter().map(|_| Err(io::lost())).collect(),
-            tails: Vec::new(),
-            items,
-        }
-    }
-
-    /// Returns one result per object, in order.
-    pub(super) fn run(mut self) -> Vec<Result<Stored, L2Error>> {
-        self.files.engine.run(&mut self);
-        self.results
-    }
-}
+pub(super) type Stores<'a> = Batch<'a, StoreItem, Storing, Stored>;
 
 impl Work for Stores<'_> {
     fn next(&mut self) -> Option<Move> {
@@ -442,7 +414,7 @@ impl Files {
         if named == Err(Errno::NOENT) {
             match base::make_parents(dir, &place.path) {
                 Ok(()) => named = name(),
-                gone => named = gone,
+                failed => named = failed,
             }
         }
         named.map_err(|error| match error {

@@ -120,7 +120,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_trailer_reads_back_and_no_flipped_bit_passes() {
+    fn trailer_reads_back_and_detects_flipped_bits() {
         let trailer = Trailer {
             version: VERSION,
             text_len: 300,

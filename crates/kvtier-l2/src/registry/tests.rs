@@ -114,7 +114,7 @@ fn another_affinity_tag_is_a_warning() {
 }
 
 #[test]
-fn errors_name_key_value_and_what_is_allowed() {
+fn errors_name_key_value_and_allowed_values() {
     let cases = [
         (
             json!([1]),
@@ -221,7 +221,7 @@ fn errors_name_key_value_and_what_is_allowed() {
 }
 
 #[test]
-fn an_unknown_key_is_refused_with_all_known_ones() {
+fn unknown_key_is_refused_listing_known_keys() {
     let line = refused(with("use_direct", json!(true)));
     let (head, known) = line.split_once("; known keys are ").unwrap();
     assert_eq!(head, r#"type "disk": key "use_direct" is unknown"#);

@@ -520,7 +520,7 @@ mod tests {
     }
 
     #[test]
-    fn failed_second_delete_counts_after_the_first_is_answered() {
+    fn failed_second_delete_counts_after_first_answer() {
         let states = KeyStates::default();
         let first = start(&states, Removed::default());
         let second = start(&states, OF_INDEX);
@@ -568,7 +568,7 @@ mod tests {
     }
 
     #[test]
-    fn object_without_bytes_is_deleted_again_after_a_failure() {
+    fn object_without_bytes_is_deleted_again_after_failure() {
         let states = KeyStates::default();
         states.add_pending(|| vec![(key(), 0)]);
         let delete = start(&states, Removed::default());
@@ -578,7 +578,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_left_of_a_key_whose_deletes_were_answered() {
+    fn answered_deletes_leave_no_key_state() {
         let states = KeyStates::default();
         let deletes = [Removed::default(), OF_INDEX].map(|removed| start(&states, removed));
         deletes

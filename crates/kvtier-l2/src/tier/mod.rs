@@ -82,7 +82,7 @@ pub struct TierConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Deleted {
     /// It was deleted.
-    Gone,
+    Removed,
     /// It was not there.
     Absent,
     /// It is leased and was kept.
@@ -338,7 +338,7 @@ impl Tier {
                 Ok(was_there) => {
                     in_flight.succeeded(key);
                     Ok(match was_there {
-                        true => Deleted::Gone,
+                        true => Deleted::Removed,
                         false => Deleted::Absent,
                     })
                 }

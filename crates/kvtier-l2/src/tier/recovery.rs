@@ -80,7 +80,7 @@ impl Tier {
                 Err(Ended::Stopped) => return self.recovery_stopped(),
             };
             let line = format!("{error}; the next try is in {} s", pause.as_secs());
-            tracing::warn!(tier = self.name(), error = %line, "what was stored before the start is not wholly known");
+            tracing::warn!(tier = self.name(), error = %line, "reading what was stored before the start failed");
             let failed = L2Error::new(error.kind(), line);
             self.recovery.send_replace(Recovery::Failed(failed));
             tokio::select! {

@@ -7,7 +7,7 @@ const BEGIN: &str = "<!-- keys -->\n";
 const END: &str = "<!-- /keys -->";
 
 #[test]
-fn the_tables_of_keys_are_those_of_the_definitions() {
+fn key_tables_match_their_definitions() {
     let page = std::fs::read_to_string(PAGE).unwrap();
     let (before, rest) = page.split_once(BEGIN).unwrap();
     let (_, after) = rest.split_once(END).unwrap();

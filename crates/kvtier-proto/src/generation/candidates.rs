@@ -24,7 +24,7 @@ pub struct Candidates {
     possible: u8,
     /// What was proved of the release, for the newest generation.
     release: Release,
-    /// Whether this server's process has told the client its chunk size.
+    /// Whether this process has sent the client its chunk size.
     knows_chunk_size: bool,
     /// Hash of the last request that is a query or the end of a session, depending on the generation.
     last_query: Option<u64>,

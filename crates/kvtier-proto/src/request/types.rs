@@ -9,7 +9,7 @@ mod records;
 pub use layout::{EngineGroupInfo, EngineType, KvLayoutName, KvListLayout, LayoutHints};
 pub use records::{AllocationRecord, LayoutDescriptor, MatchedSegment, ObjectKeyParts};
 
-use crate::key::required;
+use crate::wire::fields::read_fields;
 use crate::wire::{self, DecodeError, Reader};
 
 /// Most tensors of one registration. Real ones have a few per layer.
@@ -98,39 +98,26 @@ pub struct EngineDrivenContext<'a> {
 
 impl<'a> EngineDrivenContext<'a> {
     pub(crate) fn read(reader: &mut Reader<'a>) -> Result<Self, DecodeError> {
-        let mut instance = None;
-        let mut model_name = None;
-        let mut world_size = None;
-        let mut block_size = None;
-        let mut num_layers = None;
-        let mut hidden_dim_size = None;
-        let mut dtype = None;
-        let mut use_mla = None;
-        let mut num_physical_slots = None;
-        reader.map(|name, value| {
-            match name {
-                "instance_id" => instance = Some(value.int()?),
-                "model_name" => model_name = Some(value.str()?),
-                "world_size" => world_size = Some(value.int()?),
-                "block_size" => block_size = Some(value.int()?),
-                "num_layers" => num_layers = Some(value.int()?),
-                "hidden_dim_size" => hidden_dim_size = Some(value.int()?),
-                "dtype_str" => dtype = Some(value.str()?),
-                "use_mla" => use_mla = Some(value.bool()?),
-                "num_physical_slots" => num_physical_slots = value.optional_int()?,
-                _ => value.skip()?,
-            }
-            Ok(())
-        })?;
+        read_fields!(reader, |value| {
+            instance, "instance_id" => value.int()?;
+            model_name, "model_name" => value.str()?;
+            world_size, "world_size" => value.int()?;
+            block_size, "block_size" => value.int()?;
+            num_layers, "num_layers" => value.int()?;
+            hidden_dim_size, "hidden_dim_size" => value.int()?;
+            dtype, "dtype_str" => value.str()?;
+            use_mla, "use_mla" => value.bool()?;
+            num_physical_slots = None, "num_physical_slots" => value.optional_int()?;
+        });
         Ok(Self {
-            instance: InstanceId(required(instance, "instance_id")?),
-            model_name: required(model_name, "model_name")?,
-            world_size: required(world_size, "world_size")?,
-            block_size: required(block_size, "block_size")?,
-            num_layers: required(num_layers, "num_layers")?,
-            hidden_dim_size: required(hidden_dim_size, "hidden_dim_size")?,
-            dtype: required(dtype, "dtype_str")?,
-            use_mla: required(use_mla, "use_mla")?,
+            instance: InstanceId(instance),
+            model_name,
+            world_size,
+            block_size,
+            num_layers,
+            hidden_dim_size,
+            dtype,
+            use_mla,
             num_physical_slots,
         })
     }

@@ -5,8 +5,8 @@ use super::{
     PrepareRetrieve, PrepareStore, Response, ResponseKind, Slot, StoreTarget, Transfer,
     UnifiedLookup,
 };
-use crate::key::required;
 use crate::lenient;
+use crate::wire::fields::read_fields;
 use crate::wire::{self, DecodeError, InField, Reader};
 
 /// Fewest bytes of a slot: four names and four values.
@@ -89,42 +89,28 @@ fn pair(reader: &mut Reader<'_>) -> Result<(), DecodeError> {
 }
 
 fn read_pool<'a>(reader: &mut Reader<'a>) -> Result<EngineDriven<'a>, DecodeError> {
-    let mut shm_name = None;
-    let mut pool_size = None;
-    reader.map(|name, value| {
-        match name {
-            "shm_name" => shm_name = Some(value.str()?),
-            "pool_size" => pool_size = Some(value.int()?),
-            _ => value.skip()?,
-        }
-        Ok(())
-    })?;
+    read_fields!(reader, |value| {
+        shm_name, "shm_name" => value.str()?;
+        pool_size, "pool_size" => value.int()?;
+    });
     Ok(EngineDriven {
-        shm_name: required(shm_name, "shm_name")?.into(),
-        pool_size: required(pool_size, "pool_size")?,
+        shm_name: shm_name.into(),
+        pool_size,
     })
 }
 
 fn read_slot<'a>(reader: &mut Reader<'a>) -> Result<Slot<'a>, DecodeError> {
-    let mut offset = None;
-    let mut length = None;
-    let mut shape = None;
-    let mut dtype = None;
-    reader.map(|name, value| {
-        match name {
-            "offset" => offset = Some(value.int()?),
-            "length" => length = Some(value.int()?),
-            "shape" => shape = Some(value.ints()?),
-            "dtype" => dtype = Some(value.str()?),
-            _ => value.skip()?,
-        }
-        Ok(())
-    })?;
+    read_fields!(reader, |value| {
+        offset, "offset" => value.int()?;
+        length, "length" => value.int()?;
+        shape, "shape" => value.ints()?;
+        dtype, "dtype" => value.str()?;
+    });
     Ok(Slot {
-        offset: required(offset, "offset")?,
-        length: required(length, "length")?,
-        shape: required(shape, "shape")?.into(),
-        dtype: required(dtype, "dtype")?.into(),
+        offset,
+        length,
+        shape: shape.into(),
+        dtype: dtype.into(),
     })
 }
 
@@ -155,14 +141,9 @@ fn is_array(reader: &Reader<'_>) -> Result<bool, DecodeError> {
 }
 
 fn read_prepare_store<'a>(reader: &mut Reader<'a>) -> Result<PrepareStore<'a>, DecodeError> {
-    let mut context = Context::default();
-    reader.map(|name, value| {
-        match name {
-            "context" => context = read_context(value)?,
-            _ => value.skip()?,
-        }
-        Ok(())
-    })?;
+    read_fields!(reader, |value| {
+        context = Context::default(), "context" => read_context(value)?;
+    });
     let chunk_indices = context.chunk_indices;
     Ok(PrepareStore {
         target: context.slots.map(|slots| StoreTarget {
@@ -173,143 +154,95 @@ fn read_prepare_store<'a>(reader: &mut Reader<'a>) -> Result<PrepareStore<'a>, D
 }
 
 fn read_prepare_retrieve<'a>(reader: &mut Reader<'a>) -> Result<PrepareRetrieve<'a>, DecodeError> {
-    let mut success = None;
-    let mut data: &[u8] = &[];
-    let mut context = Context::default();
-    reader.map(|name, value| {
-        match name {
-            "success" => success = Some(value.bool()?),
-            "data" => data = value.bin()?,
-            "context" => context = read_context(value)?,
-            _ => value.skip()?,
-        }
-        Ok(())
-    })?;
+    read_fields!(reader, |value| {
+        success, "success" => value.bool()?;
+        data = &[][..], "data" => value.bin()?;
+        context = Context::default(), "context" => read_context(value)?;
+    });
     Ok(PrepareRetrieve {
-        success: required(success, "success")?,
+        success,
         data: data.into(),
         slots: context.slots,
     })
 }
 
 fn read_batch<'a>(reader: &mut Reader<'a>) -> Result<EventBatch<'a>, DecodeError> {
-    let mut enabled = None;
-    let mut incarnation = None;
-    let mut next_cursor = None;
-    let mut lost = false;
-    let mut events = Vec::new();
-    reader.map(|name, value| {
-        match name {
-            "enabled" => enabled = Some(value.bool()?),
-            "incarnation" => incarnation = Some(value.int()?),
-            "next_cursor" => next_cursor = Some(value.int()?),
-            "lost" => lost = value.bool()?,
-            "events" => events = value.array_of(MIN_EVENT, read_event)?,
-            _ => value.skip()?,
-        }
-        Ok(())
-    })?;
+    read_fields!(reader, |value| {
+        enabled, "enabled" => value.bool()?;
+        incarnation, "incarnation" => value.int()?;
+        next_cursor, "next_cursor" => value.int()?;
+        lost = false, "lost" => value.bool()?;
+        events = Vec::new(), "events" => value.array_of(MIN_EVENT, read_event)?;
+    });
     Ok(EventBatch {
-        enabled: required(enabled, "enabled")?,
-        incarnation: required(incarnation, "incarnation")?,
-        next_cursor: required(next_cursor, "next_cursor")?,
+        enabled,
+        incarnation,
+        next_cursor,
         lost,
         events,
     })
 }
 
 fn read_event<'a>(reader: &mut Reader<'a>) -> Result<EventRecord<'a>, DecodeError> {
-    let mut seq = None;
-    let mut kind = None;
-    let mut medium = None;
-    let mut model_name = None;
-    let mut block_hashes = None;
-    let mut parent_block_hash = None;
-    let mut token_ids = Vec::new();
-    reader.map(|name, value| {
-        match name {
-            "seq" => seq = Some(value.int()?),
-            "kind" => kind = Some(value.str()?),
-            "medium" => medium = Some(value.str()?),
-            "model_name" => model_name = Some(value.str()?),
-            "block_hashes" => {
-                block_hashes = Some(value.array_of(2, |hash| Ok(hash.bin()?.into()))?);
-            }
-            "parent_block_hash" => parent_block_hash = value.optional_bin()?.map(Into::into),
-            "token_ids" => {
-                let count = value.array_len()?;
-                let consumed = wire::decode_tokens(count, value.rest(), &mut token_ids)?;
-                value.advance(consumed)?;
-            }
-            _ => value.skip()?,
-        }
-        Ok(())
-    })?;
+    read_fields!(reader, |value| {
+        seq, "seq" => value.int()?;
+        kind, "kind" => value.str()?;
+        medium, "medium" => value.str()?;
+        model_name, "model_name" => value.str()?;
+        block_hashes, "block_hashes" => value.array_of(2, |hash| Ok(hash.bin()?.into()))?;
+        parent_block_hash = None, "parent_block_hash" => value.optional_bin()?.map(Into::into);
+        token_ids = Vec::new(), "token_ids" => read_tokens(value)?;
+    });
     Ok(EventRecord {
-        seq: required(seq, "seq")?,
-        kind: required(kind, "kind")?.into(),
-        medium: required(medium, "medium")?.into(),
-        model_name: required(model_name, "model_name")?.into(),
-        block_hashes: required(block_hashes, "block_hashes")?,
+        seq,
+        kind: kind.into(),
+        medium: medium.into(),
+        model_name: model_name.into(),
+        block_hashes,
         parent_block_hash,
         token_ids,
     })
 }
 
+fn read_tokens(reader: &mut Reader<'_>) -> Result<Vec<u32>, DecodeError> {
+    let mut tokens = Vec::new();
+    let count = reader.array_len()?;
+    let consumed = wire::decode_tokens(count, reader.rest(), &mut tokens)?;
+    reader.advance(consumed)?;
+    Ok(tokens)
+}
+
 fn read_unified<'a>(reader: &mut Reader<'a>) -> Result<UnifiedLookup<'a>, DecodeError> {
-    let mut prefix_coverage_tokens = None;
-    let mut non_prefix_segments = Vec::new();
-    let mut segmented_prefix_segments = Vec::new();
     let segments =
         |value: &mut Reader<'a>| value.array_of(MatchedSegment::MIN_BYTES, MatchedSegment::read);
-    reader.map(|name, value| {
-        match name {
-            "prefix_coverage_tokens" => prefix_coverage_tokens = Some(value.int()?),
-            "non_prefix_segments" => non_prefix_segments = segments(value)?,
-            "segmented_prefix_segments" => segmented_prefix_segments = segments(value)?,
-            _ => value.skip()?,
-        }
-        Ok(())
-    })?;
+    read_fields!(reader, |value| {
+        prefix_coverage_tokens, "prefix_coverage_tokens" => value.int()?;
+        non_prefix_segments = Vec::new(), "non_prefix_segments" => segments(value)?;
+        segmented_prefix_segments = Vec::new(), "segmented_prefix_segments" => segments(value)?;
+    });
     Ok(UnifiedLookup {
-        prefix_coverage_tokens: required(prefix_coverage_tokens, "prefix_coverage_tokens")?,
+        prefix_coverage_tokens,
         non_prefix_segments,
         segmented_prefix_segments,
     })
 }
 
 fn read_address(reader: &mut Reader<'_>) -> Result<ChannelAddress, DecodeError> {
-    let mut offset = None;
-    let mut size = None;
-    reader.map(|name, value| {
-        match name {
-            "offset" => offset = Some(value.int()?),
-            "size" => size = Some(value.int()?),
-            _ => value.skip()?,
-        }
-        Ok(())
-    })?;
-    Ok(ChannelAddress {
-        offset: required(offset, "offset")?,
-        size: required(size, "size")?,
-    })
+    read_fields!(reader, |value| {
+        offset, "offset" => value.int()?;
+        size, "size" => value.int()?;
+    });
+    Ok(ChannelAddress { offset, size })
 }
 
 fn read_module_call<'a>(reader: &mut Reader<'a>) -> Result<ModuleCall<'a>, DecodeError> {
-    let mut success = None;
-    let mut payload: &[u8] = &[];
-    let mut error = "";
-    reader.map(|name, value| {
-        match name {
-            "success" => success = Some(value.bool()?),
-            "payload" => payload = value.bin()?,
-            "error" => error = value.str()?,
-            _ => value.skip()?,
-        }
-        Ok(())
-    })?;
+    read_fields!(reader, |value| {
+        success, "success" => value.bool()?;
+        payload = &[][..], "payload" => value.bin()?;
+        error = "", "error" => value.str()?;
+    });
     Ok(ModuleCall {
-        success: required(success, "success")?,
+        success,
         payload: payload.into(),
         error: error.into(),
     })

@@ -1,10 +1,13 @@
 //! Responses to bytes.
 
+use std::borrow::Cow;
+
 use super::{
     EventBatch, EventRecord, MatchedSegment, PrepareRetrieve, PrepareStore, Response, Slot,
 };
 use crate::request::write_ints;
 use crate::wire;
+use crate::wire::fields::write_fields;
 
 impl Response<'_> {
     /// The third frame of the reply; none for a response of nothing.
@@ -29,23 +32,20 @@ impl Response<'_> {
                 wire::write_bool(&mut out, transfer.ok);
             }
             Self::EngineDriven(pool) => {
-                wire::write_map_len(&mut out, 2);
-                wire::write_str(&mut out, "shm_name");
-                wire::write_str(&mut out, &pool.shm_name);
-                wire::write_str(&mut out, "pool_size");
-                wire::write_uint(&mut out, pool.pool_size);
+                write_fields!(&mut out, {
+                    "shm_name", wire::write_str, &pool.shm_name;
+                    "pool_size", wire::write_uint, pool.pool_size;
+                });
             }
             Self::PrepareStore(prepared) => write_prepare_store(&mut out, prepared),
             Self::PrepareRetrieve(prepared) => write_prepare_retrieve(&mut out, prepared),
             Self::EventBatch(batch) => write_batch(&mut out, batch),
             Self::UnifiedLookup(found) => {
-                wire::write_map_len(&mut out, 3);
-                wire::write_str(&mut out, "prefix_coverage_tokens");
-                wire::write_int(&mut out, found.prefix_coverage_tokens);
-                wire::write_str(&mut out, "non_prefix_segments");
-                write_segments(&mut out, &found.non_prefix_segments);
-                wire::write_str(&mut out, "segmented_prefix_segments");
-                write_segments(&mut out, &found.segmented_prefix_segments);
+                write_fields!(&mut out, {
+                    "prefix_coverage_tokens", wire::write_int, found.prefix_coverage_tokens;
+                    "non_prefix_segments", write_segments, &found.non_prefix_segments;
+                    "segmented_prefix_segments", write_segments, &found.segmented_prefix_segments;
+                });
             }
             Self::Handshake {
                 version,
@@ -58,21 +58,18 @@ impl Response<'_> {
             Self::Addresses(addresses) => {
                 wire::write_array_len(&mut out, addresses.len());
                 for address in addresses {
-                    wire::write_map_len(&mut out, 2);
-                    wire::write_str(&mut out, "offset");
-                    wire::write_int(&mut out, address.offset);
-                    wire::write_str(&mut out, "size");
-                    wire::write_uint(&mut out, address.size);
+                    write_fields!(&mut out, {
+                        "offset", wire::write_int, address.offset;
+                        "size", wire::write_uint, address.size;
+                    });
                 }
             }
             Self::ModuleCall(answer) => {
-                wire::write_map_len(&mut out, 3);
-                wire::write_str(&mut out, "success");
-                wire::write_bool(&mut out, answer.success);
-                wire::write_str(&mut out, "payload");
-                wire::write_bin(&mut out, &answer.payload);
-                wire::write_str(&mut out, "error");
-                wire::write_str(&mut out, &answer.error);
+                write_fields!(&mut out, {
+                    "success", wire::write_bool, answer.success;
+                    "payload", wire::write_bin, &answer.payload;
+                    "error", wire::write_str, &answer.error;
+                });
             }
         }
         Some(out)
@@ -112,15 +109,12 @@ fn write_slots(out: &mut Vec<u8>, slots: &[Slot<'_>]) {
     wire::write_str(out, "slots");
     wire::write_array_len(out, slots.len());
     for slot in slots {
-        wire::write_map_len(out, 4);
-        wire::write_str(out, "offset");
-        wire::write_uint(out, slot.offset);
-        wire::write_str(out, "length");
-        wire::write_uint(out, slot.length);
-        wire::write_str(out, "shape");
-        write_uints(out, &slot.shape);
-        wire::write_str(out, "dtype");
-        wire::write_str(out, &slot.dtype);
+        write_fields!(out, {
+            "offset", wire::write_uint, slot.offset;
+            "length", wire::write_uint, slot.length;
+            "shape", write_uints, &slot.shape;
+            "dtype", wire::write_str, &slot.dtype;
+        });
     }
 }
 
@@ -154,44 +148,42 @@ fn write_prepare_retrieve(out: &mut Vec<u8>, prepared: &PrepareRetrieve<'_>) {
 }
 
 fn write_batch(out: &mut Vec<u8>, batch: &EventBatch<'_>) {
-    wire::write_map_len(out, 5);
-    wire::write_str(out, "enabled");
-    wire::write_bool(out, batch.enabled);
-    wire::write_str(out, "incarnation");
-    wire::write_int(out, batch.incarnation);
-    wire::write_str(out, "next_cursor");
-    wire::write_int(out, batch.next_cursor);
-    wire::write_str(out, "lost");
-    wire::write_bool(out, batch.lost);
-    wire::write_str(out, "events");
-    wire::write_array_len(out, batch.events.len());
+    write_fields!(out, {
+        "enabled", wire::write_bool, batch.enabled;
+        "incarnation", wire::write_int, batch.incarnation;
+        "next_cursor", wire::write_int, batch.next_cursor;
+        "lost", wire::write_bool, batch.lost;
+        "events", wire::write_array_len, batch.events.len();
+    });
     for event in &batch.events {
         write_event(out, event);
     }
 }
 
 fn write_event(out: &mut Vec<u8>, event: &EventRecord<'_>) {
-    wire::write_map_len(out, 7);
-    wire::write_str(out, "seq");
-    wire::write_int(out, event.seq);
-    wire::write_str(out, "kind");
-    wire::write_str(out, &event.kind);
-    wire::write_str(out, "medium");
-    wire::write_str(out, &event.medium);
-    wire::write_str(out, "model_name");
-    wire::write_str(out, &event.model_name);
-    wire::write_str(out, "block_hashes");
-    wire::write_array_len(out, event.block_hashes.len());
-    for hash in &event.block_hashes {
-        wire::write_bin(out, hash);
+    write_fields!(out, {
+        "seq", wire::write_int, event.seq;
+        "kind", wire::write_str, &event.kind;
+        "medium", wire::write_str, &event.medium;
+        "model_name", wire::write_str, &event.model_name;
+        "block_hashes", write_bins, &event.block_hashes;
+        "parent_block_hash", write_optional_bin, event.parent_block_hash.as_deref();
+        "token_ids", wire::write_tokens, &event.token_ids;
+    });
+}
+
+fn write_bins(out: &mut Vec<u8>, values: &[Cow<'_, [u8]>]) {
+    wire::write_array_len(out, values.len());
+    for value in values {
+        wire::write_bin(out, value);
     }
-    wire::write_str(out, "parent_block_hash");
-    match &event.parent_block_hash {
-        Some(hash) => wire::write_bin(out, hash),
+}
+
+fn write_optional_bin(out: &mut Vec<u8>, value: Option<&[u8]>) {
+    match value {
+        Some(value) => wire::write_bin(out, value),
         None => wire::write_nil(out),
     }
-    wire::write_str(out, "token_ids");
-    wire::write_tokens(out, &event.token_ids);
 }
 
 fn write_segments(out: &mut Vec<u8>, segments: &[MatchedSegment<'_>]) {

@@ -86,7 +86,7 @@ fn described(descriptor: &TensorDescriptor) -> Value {
 }
 
 #[test]
-fn valid_descriptors_decode_and_encode_to_the_same_bytes() {
+fn valid_descriptors_round_trip_to_same_bytes() {
     for row in vectors()["valid"].as_array().unwrap() {
         let body = bytes(row, "descriptor_msgpack");
         let descriptor = TensorDescriptor::decode(&body).unwrap();
@@ -108,7 +108,7 @@ fn valid_descriptors_decode_and_encode_to_the_same_bytes() {
 }
 
 #[test]
-fn invalid_descriptors_are_refused_with_the_field_that_is_wrong() {
+fn invalid_descriptors_are_refused_naming_the_field() {
     for row in vectors()["invalid"].as_array().unwrap() {
         let name = row["name"].as_str().unwrap();
         // Rows without bytes are about the extension around the descriptor.
@@ -174,7 +174,7 @@ fn sample() -> TensorDescriptor {
 }
 
 #[test]
-fn views_that_overflow_are_refused() {
+fn overflowing_views_are_refused() {
     let cases: [(&[u64], &[u64], u64); 5] = [
         (&[u64::MAX], &[u64::MAX], 0),
         (&[2, 2], &[u64::MAX, 1], 1),
@@ -197,7 +197,7 @@ fn views_that_overflow_are_refused() {
 }
 
 #[test]
-fn a_cut_descriptor_or_one_with_a_tail_is_refused() {
+fn truncated_or_extended_descriptor_is_refused() {
     let mut body = Vec::new();
     sample().encode(&mut body);
     for end in 0..body.len() {

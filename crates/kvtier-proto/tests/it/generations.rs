@@ -1,4 +1,4 @@
-//! Which generation a connection speaks, told from its requests.
+//! The generation of a connection, recognised by its requests.
 
 use kvtier_proto::frames::{OperationId, RequestFrames};
 use kvtier_proto::generation::{Candidates, Field, Generation, Release, Resolved, Unresolved};
@@ -94,7 +94,7 @@ fn repeated_text_is_a_query() {
 }
 
 #[test]
-fn connections_that_began_here_know_the_chunk_size() {
+fn new_connections_know_the_chunk_size() {
     // The first request of every adapter; then of another client, which begins with a lookup.
     for (number, payloads) in [(21, vec![]), (8, vec![key(KeyForm::Full), vec![1]])] {
         let payloads: Vec<&[u8]> = payloads.iter().map(Vec::as_slice).collect();
@@ -119,7 +119,7 @@ fn a_ping_with_a_payload_is_unambiguous() {
 }
 
 #[test]
-fn payloads_narrow_what_numbers_leave_open() {
+fn payloads_narrow_ambiguous_numbers() {
     // 8 with a key and an int frees locks in three generations and looks up in the newest.
     let mut candidates = Candidates::all();
     let resolved = ask(&mut candidates, 9, 8, &[&key(KeyForm::Salted), &[1]], &[]).unwrap();
@@ -175,7 +175,7 @@ fn names_are_the_newest_generations() {
 }
 
 #[test]
-fn requests_that_fit_nothing_change_nothing() {
+fn requests_matching_no_generation_change_nothing() {
     for mut candidates in [Candidates::all(), Candidates::only(G3)] {
         let before = candidates;
         assert!(matches!(
@@ -200,7 +200,7 @@ fn requests_that_fit_nothing_change_nothing() {
 }
 
 #[test]
-fn a_known_generation_picks_among_the_forms_of_its_releases() {
+fn known_generation_selects_forms_of_its_releases() {
     let lookup = |form| {
         let mut known = Candidates::only(G2);
         ask(&mut known, 9, 5, &[&key(form), &[1]], &[])

@@ -36,7 +36,7 @@ fn responses_decode_and_encode_like_the_peer() {
 }
 
 #[test]
-fn odd_replies_are_taken_as_the_client_takes_them() {
+fn odd_replies_parse_as_in_the_client() {
     for (index, case) in list(&load("client_tolerance.json")).iter().enumerate() {
         let name = text(&case["name"]);
         let operation = Operation::from_name(text(&case["operation"])).unwrap();
@@ -70,7 +70,7 @@ fn take_reply(
 ) -> Result<Value, String> {
     let parsed = ReplyFrames::parse(slices(reply)).map_err(|error| error.to_string())?;
     if parsed.uid_number().map_err(|error| error.to_string())? != uid {
-        return Err("nobody waits for this uid".to_owned());
+        return Err("no request has this uid".to_owned());
     }
     let id = OperationId::decode(parsed.op).map_err(|error| error.to_string())?;
     if !Generation::G6

@@ -21,7 +21,7 @@ const DIFFERENT: [(&str, &str); 2] = [
 ];
 
 #[test]
-fn values_are_taken_and_refused_like_the_peer_does() {
+fn values_are_accepted_as_by_the_peer() {
     for case in list(&load("decode_tolerance.json")) {
         let name = text(&case["name"]);
         let Some(kind) = case.get("type").map(text) else {

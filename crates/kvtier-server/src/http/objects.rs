@@ -342,7 +342,7 @@ impl Outcome {
                 .map_err(|error| detail(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()))?
             {
                 match result {
-                    Ok(Deleted::Gone) => deleted += 1,
+                    Ok(Deleted::Removed) => deleted += 1,
                     Ok(Deleted::Kept) => skipped += 1,
                     Ok(Deleted::Absent) => {}
                     Err(error) => {

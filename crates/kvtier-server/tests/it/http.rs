@@ -163,7 +163,7 @@ fn missing_keys(expected: &Value, answer: &Value) -> Vec<String> {
 }
 
 #[test]
-fn status_has_every_key_of_lmcaches_that_means_something_here() {
+fn status_has_lmcaches_applicable_keys() {
     let server = TestServer::start(&["--chunk-size", "256"]);
     let spec = LmcacheDrivenSpec::new(InstanceId(1000), Scope::new("test-model"), 4, 2, 64, 256);
     let _worker = LmcacheDrivenWorker::register(server.connect(), spec).unwrap();
@@ -197,7 +197,7 @@ fn status_has_every_key_of_lmcaches_that_means_something_here() {
 }
 
 #[test]
-fn status_tells_what_is_there() {
+fn status_reports_objects_and_workers() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("http/status");
     let mut worker = server.engine_driven(7, &scope);
@@ -235,7 +235,7 @@ fn status_tells_what_is_there() {
 }
 
 #[test]
-fn a_clear_says_what_went_and_what_stayed() {
+fn clear_reports_removed_and_kept_objects() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("http/clear");
     let mut worker = server.engine_driven(7, &scope);
@@ -310,7 +310,7 @@ fn bodies_of_the_wrong_shape_are_refused() {
 }
 
 #[test]
-fn unknown_paths_and_methods_are_refused_with_a_body() {
+fn unknown_paths_and_methods_are_refused() {
     let server = TestServer::start(&[]);
     assert_eq!(
         json_of(&server, "GET", "/nope", ""),
@@ -333,7 +333,7 @@ fn unknown_paths_and_methods_are_refused_with_a_body() {
 }
 
 #[test]
-fn versions_are_texts_that_tools_can_compare() {
+fn versions_are_comparable_by_tools() {
     let server = TestServer::start(&[]);
     let version = json_of(&server, "GET", "/version", "").1;
     let version = version.as_str().unwrap();
@@ -348,7 +348,7 @@ fn versions_are_texts_that_tools_can_compare() {
 }
 
 #[test]
-fn the_description_lists_every_route_and_each_is_there() {
+fn description_lists_every_existing_route() {
     let server = TestServer::start(&[]);
     let (_, description) = json_of(&server, "GET", "/openapi.json", "");
     let paths = description["paths"].as_object().unwrap();
@@ -394,7 +394,7 @@ fn the_description_lists_every_route_and_each_is_there() {
 }
 
 #[test]
-fn a_server_that_stops_says_that_it_is_not_healthy() {
+fn stopping_server_reports_unhealthy() {
     let server = TestServer::start(&[]);
     assert_eq!(
         json_of(&server, "GET", "/healthcheck", ""),
@@ -414,7 +414,7 @@ fn a_server_that_stops_says_that_it_is_not_healthy() {
 }
 
 #[test]
-fn bodies_beyond_what_all_may_have_are_refused_with_a_reason() {
+fn bodies_above_total_limit_are_refused() {
     let server = TestServer::start(&[]);
     let body = " ".repeat(28 << 20);
     let mut slow = TcpStream::connect(server.http_address()).unwrap();

@@ -8,7 +8,9 @@ use kvtier_client::{Connection, EngineDrivenWorker, InstanceId, Prompt, Scope};
 
 use crate::http::request;
 use crate::metrics::parse_metrics;
-use crate::support::{PATIENCE, TestServer, bytes, prompt, range};
+use crate::support::{
+    PATIENCE, Steps as _, TestServer, bytes, given_stored_on, prompt, range, whole,
+};
 
 /// A server with these tiers.
 pub fn with_tiers(adapters: &[&str], flags: &[&str]) -> TestServer {
@@ -45,11 +47,7 @@ pub fn settle(server: &TestServer) {
 }
 
 pub fn store(worker: &mut EngineDrivenWorker, prompt: &Prompt, seed: u64) {
-    let len = worker.chunk_bytes();
-    let all = 0..prompt.len() as u64;
-    worker
-        .store(prompt, all, "s", |chunk| bytes(seed, chunk, len))
-        .unwrap();
+    worker.stored(prompt, whole(prompt), seed);
 }
 
 /// Hits of a lookup, waited for in the server.
@@ -65,28 +63,41 @@ pub fn hits(connection: &mut Connection, scope: &Scope, prompt: &Prompt, request
 }
 
 fn assert_reads(worker: &mut EngineDrivenWorker, prompt: &Prompt, seed: u64, request: &str) {
-    let len = worker.chunk_bytes();
-    let all = 0..prompt.len() as u64;
-    let read = worker.retrieve(prompt, all.clone(), request, |chunk, got| {
-        assert!(got == bytes(seed, chunk, len), "chunk {chunk}");
-    });
-    assert!(read.unwrap().is_some(), "a miss after a hit");
+    worker.assert_reads(prompt, whole(prompt), request, seed);
+}
+
+/// A server with a tier in this directory, a scope, a worker of it, and a prompt that is in the tier, not in L1.
+fn given_in_tier(
+    directory: &Path,
+    model: &str,
+    chunks: usize,
+) -> (TestServer, Scope, EngineDrivenWorker, Prompt) {
+    let given = given_stored_on(with_fs(directory, &[]), Scope::new(model), chunks);
+    settle(&given.0);
+    given.0.engine().clear(true);
+    given
+}
+
+/// Likewise, after a restart of the server.
+fn given_restarted(
+    directory: &Path,
+    scope: Scope,
+    chunks: usize,
+) -> (TestServer, Scope, EngineDrivenWorker, Prompt) {
+    let (server, scope, worker, prompt) = given_stored_on(with_fs(directory, &[]), scope, chunks);
+    settle(&server);
+    assert_eq!(server.readings().tiers[0].stored_objects, chunks as u64);
+    drop((worker, server));
+    let server = with_fs(directory, &[]);
+    let worker = server.engine_driven(1, &scope);
+    (server, scope, worker, prompt)
 }
 
 #[test]
-fn what_was_stored_comes_back_after_a_restart() {
+fn stored_objects_return_after_restart() {
     let directory = tempfile::tempdir().unwrap();
-    let scope = Scope::new("l2/restart").with_salt("t");
-    let prompt = prompt(1, 8);
-    {
-        let server = with_fs(directory.path(), &[]);
-        let mut worker = server.engine_driven(1, &scope);
-        store(&mut worker, &prompt, 1);
-        settle(&server);
-        assert_eq!(server.readings().tiers[0].stored_objects, 8);
-    }
-    let server = with_fs(directory.path(), &[]);
-    let mut worker = server.engine_driven(1, &scope);
+    let (server, scope, mut worker, prompt) =
+        given_restarted(directory.path(), Scope::new("l2/restart").with_salt("t"), 8);
     assert_eq!(hits(worker.connection(), &scope, &prompt, "r"), 8);
     assert_reads(&mut worker, &prompt, 1, "r");
     worker.connection().end_session("r").unwrap();
@@ -104,32 +115,27 @@ fn what_was_stored_comes_back_after_a_restart() {
 }
 
 #[test]
-fn what_a_tier_brings_counts_as_found_and_its_lookup_once() {
+fn tier_hits_count_once_as_found() {
     let directory = tempfile::tempdir().unwrap();
-    let scope = Scope::new("l2/counted").with_salt("t");
-    let prompt = prompt(1, 8);
-    {
-        let server = with_fs(directory.path(), &[]);
-        let mut worker = server.engine_driven(1, &scope);
-        store(&mut worker, &prompt, 1);
-        settle(&server);
-    }
-    // Nothing of the tenant is in L1 when it asks for the first time.
-    let server = with_fs(directory.path(), &[]);
-    let mut worker = server.engine_driven(1, &scope);
-    for (request_id, looks) in [("first", 1), ("second", 2)] {
+    let (server, scope, mut worker, prompt) =
+        given_restarted(directory.path(), Scope::new("l2/counted").with_salt("t"), 8);
+    for (request_id, lookups) in [("first", 1), ("second", 2)] {
         assert_eq!(hits(worker.connection(), &scope, &prompt, request_id), 8);
-        let told = request(&server, "GET", "/quota/t", "").2;
-        let told: serde_json::Value = serde_json::from_str(&told).unwrap();
-        let counts = (&told["requested_chunks"], &told["hit_chunks"]);
-        assert_eq!(counts, (&(8 * looks).into(), &(8 * looks).into()), "{told}");
+        let quota = request(&server, "GET", "/quota/t", "").2;
+        let quota: serde_json::Value = serde_json::from_str(&quota).unwrap();
+        let counts = (&quota["requested_chunks"], &quota["hit_chunks"]);
+        assert_eq!(
+            counts,
+            (&(8 * lookups).into(), &(8 * lookups).into()),
+            "{quota}"
+        );
         worker.connection().end_session(request_id).unwrap();
     }
     server.assert_sound();
 }
 
 #[test]
-fn what_waits_to_be_stored_is_stored_before_the_end() {
+fn queued_stores_finish_before_the_end() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("l2/end");
     let prompt = prompt(1, 200);
@@ -147,16 +153,8 @@ fn what_waits_to_be_stored_is_stored_before_the_end() {
 #[test]
 fn a_prefix_is_served_from_both_tiers_together() {
     let directory = tempfile::tempdir().unwrap();
-    let scope = Scope::new("l2/mixed");
-    let prompt = prompt(1, 6);
-    {
-        let server = with_fs(directory.path(), &[]);
-        let mut worker = server.engine_driven(1, &scope);
-        store(&mut worker, &prompt, 1);
-        settle(&server);
-    }
-    let server = with_fs(directory.path(), &[]);
-    let mut worker = server.engine_driven(1, &scope);
+    let (server, scope, mut worker, prompt) =
+        given_restarted(directory.path(), Scope::new("l2/mixed"), 6);
     let len = worker.chunk_bytes();
     // Chunks 0, 1 and 4 are in L1.
     for chunks in [0..2, 4..5] {
@@ -192,15 +190,9 @@ fn a_gap_ends_the_prefix() {
 }
 
 #[test]
-fn a_result_that_is_not_there_yet_is_none_and_then_told_once() {
+fn pending_result_is_none_then_returned_once() {
     let directory = tempfile::tempdir().unwrap();
-    let scope = Scope::new("l2/pending");
-    let prompt = prompt(1, 3);
-    let server = with_fs(directory.path(), &[]);
-    let mut worker = server.engine_driven(1, &scope);
-    store(&mut worker, &prompt, 1);
-    settle(&server);
-    server.engine().clear(true);
+    let (_server, _, mut worker, prompt) = given_in_tier(directory.path(), "l2/pending", 3);
     assert_eq!(worker.lookup(&prompt, "polled").unwrap(), 3);
     assert_reads(&mut worker, &prompt, 1, "polled");
     let connection = worker.connection();
@@ -210,13 +202,10 @@ fn a_result_that_is_not_there_yet_is_none_and_then_told_once() {
 }
 
 #[test]
-fn a_request_that_ends_early_leaves_nothing_behind() {
+fn early_end_of_request_leaves_nothing() {
     let directory = tempfile::tempdir().unwrap();
-    let scope = Scope::new("l2/early");
-    let prompt = prompt(1, 64);
-    let server = with_fs(directory.path(), &[]);
-    let mut worker = server.engine_driven(1, &scope);
-    store(&mut worker, &prompt, 1);
+    let (server, scope, mut worker, prompt) =
+        given_stored_on(with_fs(directory.path(), &[]), Scope::new("l2/early"), 64);
     settle(&server);
     for round in 0..20 {
         server.engine().clear(true);
@@ -246,15 +235,9 @@ fn a_request_that_ends_early_leaves_nothing_behind() {
 }
 
 #[test]
-fn one_cold_prefix_is_loaded_once_for_all_lookups() {
+fn cold_prefix_is_loaded_once_for_all_lookups() {
     let directory = tempfile::tempdir().unwrap();
-    let scope = Scope::new("l2/flights");
-    let prompt = prompt(1, 100);
-    let server = with_fs(directory.path(), &[]);
-    let mut worker = server.engine_driven(1, &scope);
-    store(&mut worker, &prompt, 1);
-    settle(&server);
-    server.engine().clear(true);
+    let (server, scope, mut worker, prompt) = given_in_tier(directory.path(), "l2/flights", 100);
     let mut schedulers: Vec<_> = (0..4).map(|_| server.connect()).collect();
     for (number, scheduler) in schedulers.iter_mut().enumerate() {
         let all = 0..prompt.len() as u64;
@@ -272,7 +255,7 @@ fn one_cold_prefix_is_loaded_once_for_all_lookups() {
 }
 
 #[test]
-fn loaded_objects_leave_with_their_request_where_the_policy_says_so() {
+fn loaded_objects_end_with_request_under_policy() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("l2/temporary");
     let prompt = prompt(1, 5);
@@ -290,13 +273,13 @@ fn loaded_objects_leave_with_their_request_where_the_policy_says_so() {
 }
 
 #[test]
-fn objects_leave_l1_once_they_are_stored_where_the_policy_says_so() {
+fn stored_objects_leave_l1_under_policy() {
     let directory = tempfile::tempdir().unwrap();
-    let scope = Scope::new("l2/skip");
-    let prompt = prompt(1, 5);
-    let server = with_fs(directory.path(), &["--l2-store-policy", "skip_l1"]);
-    let mut worker = server.engine_driven(1, &scope);
-    store(&mut worker, &prompt, 1);
+    let (server, scope, mut worker, prompt) = given_stored_on(
+        with_fs(directory.path(), &["--l2-store-policy", "skip_l1"]),
+        Scope::new("l2/skip"),
+        5,
+    );
     settle(&server);
     assert_eq!(server.readings().objects, 0);
     assert_eq!(hits(worker.connection(), &scope, &prompt, "r"), 5);
@@ -309,7 +292,7 @@ fn objects_leave_l1_once_they_are_stored_where_the_policy_says_so() {
 }
 
 #[test]
-fn more_than_l1_holds_is_stored_without_a_refusal() {
+fn prompt_larger_than_l1_is_stored_completely() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("l2/pressure");
     // 16 MiB of L1, twice as much of objects.
@@ -334,7 +317,7 @@ fn more_than_l1_holds_is_stored_without_a_refusal() {
 }
 
 #[test]
-fn what_l1_has_does_not_wait_for_a_tier_that_does_not_answer() {
+fn l1_hits_do_not_wait_for_silent_tier() {
     let scope = Scope::new("l2/stalled");
     let server = with_tiers(&[STALLED], &["--l2-prefetch-max-in-flight", "1"]);
     let mut worker = server.engine_driven(1, &scope);
@@ -348,8 +331,7 @@ fn what_l1_has_does_not_wait_for_a_tier_that_does_not_answer() {
             .lookup(&scope.scheduler_key(&there, all.clone(), &request))
             .unwrap();
         // At once, not when asked again.
-        let told = connection.query_prefetch_status(&request).unwrap();
-        assert_eq!(told, Some(8));
+        assert_eq!(connection.query_prefetch_status(&request).unwrap(), Some(8));
         // Others wait for the tier meanwhile; this one's tier has nothing.
         let key = scope.scheduler_key(&not_there, all, "cold");
         connection.lookup(&key).unwrap();
@@ -359,14 +341,14 @@ fn what_l1_has_does_not_wait_for_a_tier_that_does_not_answer() {
 }
 
 #[test]
-fn a_load_that_does_not_end_costs_its_deadline_and_leaves_what_l1_has() {
+fn endless_load_ends_at_deadline_with_l1_hits() {
     let directory = tempfile::tempdir().unwrap();
-    let scope = Scope::new("l2/deadline");
-    let prompt = prompt(1, 4);
     let tiers = [STALLED, &fs(directory.path())];
-    let server = with_tiers(&tiers, &["--l2-load-timeout-seconds", "5"]);
-    let mut worker = server.engine_driven(1, &scope);
-    store(&mut worker, &prompt, 1);
+    let (server, scope, mut worker, prompt) = given_stored_on(
+        with_tiers(&tiers, &["--l2-load-timeout-seconds", "5"]),
+        Scope::new("l2/deadline"),
+        4,
+    );
     let started = Instant::now();
     while server.readings().tiers[1].stored_objects < 4 {
         assert!(
@@ -383,10 +365,8 @@ fn a_load_that_does_not_end_costs_its_deadline_and_leaves_what_l1_has() {
 }
 
 #[test]
-fn request_that_waits_for_a_tier_is_answered_at_a_stop() {
+fn stop_answers_request_waiting_for_tier() {
     let directory = tempfile::tempdir().unwrap();
-    let scope = Scope::new("l2/stop");
-    let prompt = prompt(1, 4);
     let stalling = format!(
         r#"{{"type":"fault_inject","load_timeout_ms":86400000,"faults":[{{"kind":"stall","operation":"load"}}],"inner":{}}}"#,
         fs(directory.path())
@@ -397,9 +377,8 @@ fn request_that_waits_for_a_tier_is_answered_at_a_stop() {
         "--l2-drain-timeout-seconds",
         "0",
     ];
-    let server = with_tiers(&[&stalling], &flags);
-    let mut worker = server.engine_driven(1, &scope);
-    store(&mut worker, &prompt, 1);
+    let (server, scope, _worker, prompt) =
+        given_stored_on(with_tiers(&[&stalling], &flags), Scope::new("l2/stop"), 4);
     settle(&server);
     server.engine().clear(true);
     let mut connection = server.connect();
@@ -421,7 +400,7 @@ fn request_that_waits_for_a_tier_is_answered_at_a_stop() {
 }
 
 #[test]
-fn port_is_free_no_earlier_than_the_name_of_the_pool() {
+fn port_is_freed_after_pool_name() {
     let scope = Scope::new("l2/successor");
     // As STALLED, but the stop waits for it a while.
     let slow = STALLED.replace("1e-9", "1e-8");
@@ -445,17 +424,17 @@ fn port_is_free_no_earlier_than_the_name_of_the_pool() {
 }
 
 #[test]
-fn what_one_tier_fails_to_load_the_next_one_gives() {
+fn next_tier_loads_after_a_failure() {
     let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
-    let scope = Scope::new("l2/fallback");
-    let prompt = prompt(1, 12);
     let failing = format!(
         r#"{{"type":"fault_inject","rate":0.5,"seed":1,"inner":{}}}"#,
         fs(first.path())
     );
-    let server = with_tiers(&[&failing, &fs(second.path())], &[]);
-    let mut worker = server.engine_driven(1, &scope);
-    store(&mut worker, &prompt, 1);
+    let (server, scope, mut worker, prompt) = given_stored_on(
+        with_tiers(&[&failing, &fs(second.path())], &[]),
+        Scope::new("l2/fallback"),
+        12,
+    );
     settle(&server);
     server.engine().clear(true);
     assert_eq!(hits(worker.connection(), &scope, &prompt, "r"), 12);
@@ -471,17 +450,14 @@ fn what_one_tier_fails_to_load_the_next_one_gives() {
 }
 
 #[test]
-fn what_no_tier_can_load_is_a_shorter_prefix() {
+fn unloadable_objects_shorten_the_prefix() {
     let directory = tempfile::tempdir().unwrap();
-    let scope = Scope::new("l2/lost");
-    let prompt = prompt(1, 12);
     let failing = format!(
         r#"{{"type":"fault_inject","gap_indices":[5],"inner":{}}}"#,
         fs(directory.path())
     );
-    let server = with_tiers(&[&failing], &[]);
-    let mut worker = server.engine_driven(1, &scope);
-    store(&mut worker, &prompt, 1);
+    let (server, scope, mut worker, prompt) =
+        given_stored_on(with_tiers(&[&failing], &[]), Scope::new("l2/lost"), 12);
     settle(&server);
     server.engine().clear(true);
     assert_eq!(hits(worker.connection(), &scope, &prompt, "r"), 5);
@@ -492,7 +468,7 @@ fn what_no_tier_can_load_is_a_shorter_prefix() {
 }
 
 #[test]
-fn what_does_not_fit_in_the_queue_is_not_stored_and_counted() {
+fn stores_beyond_queue_are_dropped_and_counted() {
     let scope = Scope::new("l2/queue");
     // 8 objects of 8 KiB.
     let queue = (64.0 / 1024.0 / 1024.0).to_string();
@@ -509,7 +485,7 @@ fn what_does_not_fit_in_the_queue_is_not_stored_and_counted() {
 }
 
 #[test]
-fn a_tier_that_is_full_keeps_what_was_used_last() {
+fn full_tier_keeps_most_recently_used() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("l2/full");
     // Some 63 objects of 8 KiB and a trailer.

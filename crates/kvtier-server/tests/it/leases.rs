@@ -54,7 +54,7 @@ fn resident(worker: &mut EngineDrivenWorker, seed: u32, chunks: usize) -> u64 {
 }
 
 #[test]
-fn the_last_chunk_of_the_oldest_prefix_goes_first() {
+fn last_chunk_of_oldest_prefix_is_evicted_first() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("leases/order");
     let mut worker = worker(&server, 1, &scope);
@@ -80,7 +80,7 @@ fn the_last_chunk_of_the_oldest_prefix_goes_first() {
 }
 
 #[test]
-fn what_was_used_last_stays_longest() {
+fn most_recently_used_prompt_stays() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("leases/used");
     let mut worker = worker(&server, 1, &scope);
@@ -98,7 +98,7 @@ fn what_was_used_last_stays_longest() {
 }
 
 #[test]
-fn a_store_is_refused_only_for_what_is_leased_or_being_written() {
+fn store_is_refused_only_by_leases_or_staging() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("leases/refused");
     let mut worker = worker(&server, 1, &scope);
@@ -135,7 +135,7 @@ fn full_and_held(server: &TestServer, scope: &Scope) -> EngineDrivenWorker {
 }
 
 #[test]
-fn the_end_of_a_session_lets_go_at_once() {
+fn session_end_releases_leases_at_once() {
     let server = TestServer::start(&[]);
     let mut worker = full_and_held(&server, &Scope::new("leases/ended"));
     worker.connection().end_session("held").unwrap();
@@ -144,7 +144,7 @@ fn the_end_of_a_session_lets_go_at_once() {
 }
 
 #[test]
-fn a_lookup_in_the_place_of_another_lets_go_of_the_other_at_once() {
+fn replacing_lookup_releases_the_former_at_once() {
     let server = TestServer::start(&[]);
     let mut worker = full_and_held(&server, &Scope::new("leases/replaced"));
     assert_eq!(worker.lookup(&prompt(1, 3), "held").unwrap(), 3);
@@ -153,7 +153,7 @@ fn a_lookup_in_the_place_of_another_lets_go_of_the_other_at_once() {
 }
 
 #[test]
-fn a_free_lets_go_at_once() {
+fn free_releases_leases_at_once() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("leases/freed");
     let mut worker = full_and_held(&server, &scope);
@@ -167,7 +167,7 @@ fn a_free_lets_go_at_once() {
 }
 
 #[test]
-fn a_retrieve_lets_go_at_its_end() {
+fn retrieve_releases_leases_at_its_end() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("leases/retrieved");
     let mut worker = full_and_held(&server, &scope);
@@ -197,7 +197,7 @@ fn a_retrieve_lets_go_at_its_end() {
 
 /// Its engine computes what it does not get. One that asks again gets it as long as it is there.
 #[test]
-fn a_retrieve_that_is_refused_lets_go_at_once() {
+fn refused_retrieve_releases_leases_at_once() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("leases/refused retrieve");
     let mut worker = server.lmcache_driven(1, &scope);
@@ -231,7 +231,7 @@ fn a_retrieve_that_is_refused_lets_go_at_once() {
 
 /// Of two workers that read the same objects, one is refused and asks again, however often: the other has still to read.
 #[test]
-fn a_worker_that_was_refused_and_asks_again_is_one_reader() {
+fn retrying_worker_is_one_reader() {
     let server = TestServer::start(&[]);
     let mut scope = Scope::new("leases/readers");
     scope.num_kv_readers = 2;
@@ -261,7 +261,7 @@ fn a_worker_that_was_refused_and_asks_again_is_one_reader() {
 
 /// What was found can be read in parts, by each of its readers.
 #[test]
-fn each_part_that_a_worker_reads_counts() {
+fn every_part_read_by_worker_counts() {
     let server = TestServer::start(&[]);
     let mut scope = Scope::new("leases/parts");
     scope.num_kv_readers = 2;
@@ -280,7 +280,7 @@ fn each_part_that_a_worker_reads_counts() {
 }
 
 #[test]
-fn the_last_worker_of_a_model_lets_go_when_it_is_dead() {
+fn death_of_last_worker_releases_leases() {
     let server = TestServer::start(&[
         "--worker-reap-timeout-seconds",
         "120",
@@ -299,7 +299,7 @@ fn the_last_worker_of_a_model_lets_go_when_it_is_dead() {
 }
 
 #[test]
-fn the_last_worker_of_a_model_lets_go_when_it_leaves() {
+fn unregistration_of_last_worker_releases_leases() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("leases/left");
     let leaving = full_and_held(&server, &scope);
@@ -308,7 +308,7 @@ fn the_last_worker_of_a_model_lets_go_when_it_leaves() {
 }
 
 #[test]
-fn a_scheduler_that_fell_silent_lets_go() {
+fn silent_scheduler_releases_leases() {
     let server = TestServer::start(&[
         "--worker-reap-timeout-seconds",
         "120",
@@ -361,7 +361,7 @@ fn an_unread_lookup_expires_after_the_read_ttl() {
 }
 
 #[test]
-fn a_pass_of_the_background_brings_the_use_down_from_the_watermark() {
+fn background_pass_evicts_down_from_the_watermark() {
     let server = TestServer::start(&[
         "--eviction-trigger-watermark",
         "0.5",

@@ -1,24 +1,31 @@
 //! The server in one process with its clients: what it answers to bytes that were captured, what it does when clients
-//! misbehave or vanish, and its HTTP API.
+//! misbehave or vanish, tenants beside each other, GPUs over the fake driver, and its HTTP API.
 
 #![expect(clippy::unwrap_used, reason = "test")]
 
 mod captures;
 mod checksums;
+#[path = "../../../kvtier-device/tests/it/exporter.rs"]
+#[expect(dead_code, reason = "the rest is for the tests of the device")]
+mod exporter;
+mod gpu;
 mod http;
 mod l2;
 mod l2_http;
 mod leases;
+mod log;
 mod metrics;
 mod older_clients;
 mod order;
 mod quota;
+mod quota_kills;
 mod replay;
 mod restart;
 mod segments;
 mod sessions;
 mod staging;
 mod support;
+mod tenants;
 mod transfers;
 mod vectors;
 mod windows;

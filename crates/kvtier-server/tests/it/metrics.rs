@@ -3,7 +3,7 @@
 use kvtier_client::{InstanceId, Scope};
 
 use crate::http::request;
-use crate::support::{TestServer, bytes, prompt, range};
+use crate::support::{Steps as _, TestServer, prompt, range};
 
 /// Why a metric of LMCache's busy server is absent after a store, a lookup and a retrieve here; none if it must be there.
 fn absent(name: &str) -> Option<&'static str> {
@@ -41,11 +41,8 @@ fn metrics_have_the_names_of_lmcaches_and_count() {
     let mut worker = server.engine_driven(1, &scope);
     // Workers of one model name whose objects differ in layout would find only what both have.
     let mut pages = server.lmcache_driven(2, &Scope::new("http/metrics/pages").with_salt("pages"));
-    let len = worker.chunk_bytes();
     let prompt = prompt(1, 2);
-    worker
-        .store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len))
-        .unwrap();
+    worker.stored(&prompt, 0..2, 1);
     assert!(
         pages
             .store(&prompt, range(0..2), "s", &[1, 2, 3, 4, 5, 6, 7, 8])
@@ -148,7 +145,7 @@ fn metrics_have_the_names_of_lmcaches_and_count() {
 }
 
 #[test]
-fn names_that_clients_choose_do_not_fill_the_metrics() {
+fn client_chosen_names_do_not_fill_metrics() {
     let server = TestServer::start(&[]);
     let mut client = server.connect();
     let prompt = prompt(1, 1);

@@ -177,7 +177,7 @@ fn hello(client: &Raw, generation: Generation) {
 }
 
 #[test]
-fn every_request_is_answered_in_the_form_of_its_release() {
+fn requests_are_answered_in_their_releases_form() {
     let server = TestServer::start(&[]);
     for generation in OLDER {
         let client = server.raw();
@@ -201,7 +201,7 @@ fn every_request_is_answered_in_the_form_of_its_release() {
 }
 
 #[test]
-fn refused_retrieve_of_an_engine_driven_worker_follows_a_refused_ping() {
+fn refused_ping_precedes_refused_engine_driven_retrieve() {
     let server = TestServer::start(&[]);
     for generation in [Generation::G3, Generation::G4, Generation::G5] {
         let client = server.raw();

@@ -24,7 +24,7 @@ fn send_stores(worker: &mut LmcacheDrivenWorker, scope: &Scope, count: u32) -> V
 }
 
 #[test]
-fn pings_lookups_and_waits_do_not_wait_for_copies() {
+fn control_requests_do_not_wait_for_copies() {
     // One thread copies and one does the rest, so nothing but the lanes lets them pass each other.
     let server = TestServer::start(&["--max-gpu-workers", "1", "--max-cpu-workers", "1"]);
     let scope = Scope::new("order/lanes");
@@ -55,7 +55,7 @@ fn pings_lookups_and_waits_do_not_wait_for_copies() {
             .unwrap(),
         connection
             .send::<Vec<u32>>(&Request::WaitPrefetchStatus {
-                job: JobRef::Request("nobody"),
+                job: JobRef::Request("unknown"),
                 timeout: Seconds::Whole(50),
             })
             .unwrap(),
@@ -81,7 +81,7 @@ fn pings_lookups_and_waits_do_not_wait_for_copies() {
 }
 
 #[test]
-fn a_stranger_does_not_wait_for_a_pipeline_of_copies() {
+fn other_connection_does_not_wait_for_copies() {
     let server = TestServer::start(&["--max-gpu-workers", "1", "--max-cpu-workers", "1"]);
     let scope = Scope::new("order/turns");
     let mut spec = LmcacheDrivenSpec::new(InstanceId(1), scope.clone(), 8, 16, 128, 64);
@@ -163,7 +163,7 @@ fn transfers_of_one_connection_keep_their_order() {
 }
 
 #[test]
-fn stores_of_many_connections_at_once_are_all_right() {
+fn concurrent_stores_of_many_connections_are_correct() {
     let server = TestServer::start(&["--max-workers", "4"]);
     let scope = Scope::new("order/many");
     std::thread::scope(|threads| {

@@ -205,7 +205,7 @@ fn hostile_salts_have_exact_answers() {
 }
 
 #[test]
-fn a_tenant_is_told_of_tier_by_tier() {
+fn tenant_report_lists_every_tier() {
     let flags = [&ISOLATED[..], &["--quota-default", "1GiB"]].concat();
     let server = with_tiers(&[&mock()], &flags);
     let scope = Scope::new("m").with_salt("alice");
@@ -320,7 +320,7 @@ fn tenants_are_listed_page_by_page() {
 }
 
 #[test]
-fn a_change_that_cannot_be_written_is_refused_and_not_in_force() {
+fn unwritable_change_is_refused_without_effect() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("quotas");
     let server = TestServer::start(&["--quota-file", file.to_str().unwrap()]);
@@ -385,7 +385,7 @@ fn a_lower_limit_holds_at_once() {
 }
 
 #[test]
-fn a_strict_limit_is_never_passed_and_its_refusals_are_counted() {
+fn strict_limit_holds_and_counts_refusals() {
     let flags = [
         &ISOLATED[..],
         &["--quota-mode", "strict", "--quota-default", "32KiB"],
@@ -424,7 +424,7 @@ fn a_strict_limit_is_never_passed_and_its_refusals_are_counted() {
 }
 
 #[test]
-fn an_allow_list_removes_only_missing_tenants_across_restarts() {
+fn allow_list_removes_missing_tenants_across_restarts() {
     let directory = tempfile::tempdir().unwrap();
     let (tier, file) = (
         directory.path().join("tier"),
@@ -469,7 +469,7 @@ fn an_allow_list_removes_only_missing_tenants_across_restarts() {
 }
 
 #[test]
-fn what_is_listed_can_be_set_again() {
+fn listed_quotas_can_be_set_again() {
     let first = with_tiers(&[&mock()], &ISOLATED);
     let share = 1.0 / 1024.0;
     put(
@@ -503,7 +503,7 @@ fn what_is_listed_can_be_set_again() {
 }
 
 #[test]
-fn all_quotas_of_a_body_are_set_or_none() {
+fn quotas_of_a_body_are_set_atomically() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("quotas");
     let flags = [&ISOLATED[..], &["--quota-file", file.to_str().unwrap()]].concat();

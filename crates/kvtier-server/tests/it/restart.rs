@@ -9,7 +9,7 @@ use crate::support::{TestServer, bytes, prompt, range};
 const UNKNOWN: Option<InstanceId> = Some(InstanceId(5));
 
 #[test]
-fn the_first_ping_of_an_unknown_worker_says_no_and_the_next_yes() {
+fn unknown_worker_first_ping_fails_next_succeeds() {
     let server = TestServer::start(&[]);
     let mut worker = server.connect();
     // "No" makes the client unhealthy, the "yes" behind it makes it register; "no" again would only keep it waiting.
@@ -25,7 +25,7 @@ fn the_first_ping_of_an_unknown_worker_says_no_and_the_next_yes() {
 }
 
 #[test]
-fn a_worker_that_registers_again_is_served() {
+fn reregistered_worker_is_served() {
     let scope = Scope::new("restart/registered");
     let prompt = prompt(1, 1);
     let server = TestServer::start(&[]);
@@ -46,7 +46,7 @@ fn a_worker_that_registers_again_is_served() {
 }
 
 #[test]
-fn a_worker_that_left_is_unknown_again() {
+fn unregistered_worker_is_unknown() {
     let scope = Scope::new("restart/left");
     let server = TestServer::start(&[]);
     let mut connection = server.engine_driven(5, &scope).close().unwrap();
@@ -55,7 +55,7 @@ fn a_worker_that_left_is_unknown_again() {
 }
 
 #[test]
-fn a_worker_that_was_taken_for_dead_is_told_so() {
+fn worker_considered_dead_is_notified() {
     let scope = Scope::new("restart/reaped");
     let server = TestServer::start(&["--worker-reap-timeout-seconds", "120"]);
     let mut worker = server.engine_driven(5, &scope);
@@ -70,7 +70,7 @@ fn a_worker_that_was_taken_for_dead_is_told_so() {
 }
 
 #[test]
-fn a_worker_that_never_pinged_is_granted_longer() {
+fn worker_without_pings_has_longer_timeout() {
     let scope = Scope::new("restart/quiet");
     let server = TestServer::start(&["--worker-registration-grace-seconds", "3600"]);
     let _worker = server.engine_driven(5, &scope);

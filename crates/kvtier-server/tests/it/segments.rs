@@ -152,7 +152,7 @@ fn end(mut process: Child) {
 }
 
 #[test]
-fn a_worker_that_restarts_under_its_old_process_id_is_served_from_its_new_memory() {
+fn restarted_worker_with_same_pid_uses_new_memory() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("segments/again");
     let process = process();
@@ -208,7 +208,7 @@ fn memory_of_a_dead_worker_is_removed() {
 }
 
 #[test]
-fn memory_of_a_silent_worker_stays_while_it_may_live() {
+fn silent_worker_keeps_memory_while_possibly_alive() {
     let server = TestServer::start(&["--worker-registration-grace-seconds", "3600"]);
     let (silent, pages) = lender();
     pages.register(&mut server.connect(), &Scope::new("segments/silent"));

@@ -2,25 +2,10 @@
 
 use kvtier_client::{EngineDrivenSpec, EngineDrivenWorker, InstanceId, Scope};
 
-use crate::support::{TestServer, bytes, engine_driven, prompt, range};
-
-/// What `request` retrieves of the chunks; none for a miss.
-fn retrieve(
-    worker: &mut EngineDrivenWorker,
-    prompt: &kvtier_client::Prompt,
-    chunks: std::ops::Range<u64>,
-    request: &str,
-) -> Option<Vec<Vec<u8>>> {
-    let mut got = Vec::new();
-    let take = |_, bytes: &[u8]| got.push(bytes.to_vec());
-    worker
-        .retrieve(prompt, range(chunks), request, take)
-        .unwrap()
-        .map(|_| got)
-}
+use crate::support::{Steps as _, TestServer, bytes, engine_driven, given_stored, prompt, range};
 
 #[test]
-fn a_reused_request_id_never_stores_under_the_hashes_of_other_tokens() {
+fn reused_request_id_never_stores_under_old_hashes() {
     let scope = Scope::new("sessions/reused");
     let server = TestServer::start(&[]);
     let mut worker = server.engine_driven(1, &scope);
@@ -36,11 +21,7 @@ fn a_reused_request_id_never_stores_under_the_hashes_of_other_tokens() {
     for (seed, prompt) in [(1, &first), (2, &second)] {
         let request = format!("read {seed}");
         assert_eq!(worker.lookup(prompt, &request).unwrap(), 2);
-        let expected: Vec<_> = (0..2).map(|chunk| bytes(seed, chunk, len)).collect();
-        assert_eq!(
-            retrieve(&mut worker, prompt, 0..2, &request),
-            Some(expected)
-        );
+        worker.assert_reads(prompt, 0..2, &request, seed);
     }
 }
 
@@ -49,24 +30,16 @@ fn a_lookup_allows_no_read_of_other_tokens() {
     let scope = Scope::new("sessions/other_tokens");
     let server = TestServer::start(&[]);
     let mut worker = server.engine_driven(1, &scope);
-    let len = worker.chunk_bytes();
     let (first, second) = (prompt(1, 1), prompt(2, 1));
-    worker
-        .store(&first, range(0..1), "s", |_| bytes(1, 0, len))
-        .unwrap();
-    worker
-        .store(&second, range(0..1), "s", |_| bytes(2, 0, len))
-        .unwrap();
+    worker.stored(&first, 0..1, 1);
+    worker.stored(&second, 0..1, 2);
     assert_eq!(worker.lookup(&first, "r").unwrap(), 1);
-    assert_eq!(retrieve(&mut worker, &second, 0..1, "r"), None);
-    assert_eq!(
-        retrieve(&mut worker, &first, 0..1, "r"),
-        Some(vec![bytes(1, 0, len)])
-    );
+    assert_eq!(worker.retrieved(&second, 0..1, "r"), None);
+    worker.assert_reads(&first, 0..1, "r", 1);
 }
 
 #[test]
-fn a_store_that_was_answered_is_seen_by_every_connection() {
+fn answered_store_is_visible_to_every_connection() {
     let scope = Scope::new("sessions/visible");
     let server = TestServer::start(&[]);
     let mut worker = server.engine_driven(1, &scope);
@@ -122,13 +95,12 @@ fn tenants_with_equal_prompts_share_nothing() {
     }
     for (number, tenant) in (0..).zip(&mut tenants) {
         assert_eq!(tenant.lookup(&prompt, "same").unwrap(), 2);
-        let own: Vec<_> = (0..2).map(|chunk| bytes(number, chunk, len)).collect();
-        assert_eq!(retrieve(tenant, &prompt, 0..2, "same"), Some(own));
+        tenant.assert_reads(&prompt, 0..2, "same", number);
     }
 }
 
 #[test]
-fn equal_request_ids_of_two_tenants_do_not_meet() {
+fn equal_request_ids_of_tenants_are_separate() {
     let server = TestServer::start(&[]);
     let alice = Scope::new("sessions/ids").with_salt("alice");
     let bob = Scope::new("sessions/ids").with_salt("bob");
@@ -136,14 +108,9 @@ fn equal_request_ids_of_two_tenants_do_not_meet() {
         server.engine_driven(1, &alice),
         server.engine_driven(2, &bob),
     );
-    let len = of_alice.chunk_bytes();
     let prompt = prompt(1, 2);
-    of_alice
-        .store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len))
-        .unwrap();
-    of_bob
-        .store(&prompt, range(0..1), "s", |chunk| bytes(2, chunk, len))
-        .unwrap();
+    of_alice.stored(&prompt, 0..2, 1);
+    of_bob.stored(&prompt, 0..1, 2);
 
     // Both look up before either asks.
     of_alice
@@ -169,26 +136,19 @@ fn equal_request_ids_of_two_tenants_do_not_meet() {
         .unwrap();
     of_bob.connection().end_session("0").unwrap();
     assert_eq!(server.readings().leased_objects, 2);
-    assert!(retrieve(&mut of_alice, &prompt, 0..2, "0").is_some());
+    assert!(of_alice.retrieved(&prompt, 0..2, "0").is_some());
 }
 
 #[test]
-fn a_lookup_that_finds_nothing_to_ask_for_takes_nothing_of_an_equal_id() {
-    let server = TestServer::start(&[]);
-    let scope = Scope::new("sessions/nothing");
-    let mut worker = server.engine_driven(1, &scope);
-    let len = worker.chunk_bytes();
-    let prompt = prompt(1, 1);
-    worker
-        .store(&prompt, range(0..1), "s", |_| bytes(1, 0, len))
-        .unwrap();
+fn empty_lookup_takes_nothing_of_equal_id() {
+    let (server, scope, mut worker, prompt) = given_stored("sessions/nothing", 1);
     let (mut scheduler, mut stranger) = (server.connect(), server.connect());
     scheduler
         .lookup(&scope.scheduler_key(&prompt, range(0..1), "0"))
         .unwrap();
     // Another engine, with the same id: a model without workers, and a prompt shorter than a chunk.
     let strange = [
-        (Scope::new("sessions/nobody"), range(0..1)),
+        (Scope::new("sessions/unserved"), range(0..1)),
         (scope.clone().with_salt("x"), 0..3),
     ];
     for (scope, tokens) in strange {
@@ -202,7 +162,7 @@ fn a_lookup_that_finds_nothing_to_ask_for_takes_nothing_of_an_equal_id() {
     }
     assert_eq!(server.readings().leased_objects, 1);
     assert_eq!(scheduler.query_prefetch_status("0").unwrap(), Some(1));
-    assert!(retrieve(&mut worker, &prompt, 0..1, "0").is_some());
+    assert!(worker.retrieved(&prompt, 0..1, "0").is_some());
 }
 
 #[test]
@@ -230,31 +190,16 @@ fn equal_requests_of_two_engines_do_not_meet() {
         assert_eq!(scheduler.query_prefetch_status("0").unwrap(), Some(hits));
     }
     assert_eq!(server.readings().leased_objects, 3);
-    let expected = vec![bytes(2, 0, len)];
-    assert_eq!(
-        retrieve(&mut worker, &prompts[1], 0..1, "0"),
-        Some(expected)
-    );
+    worker.assert_reads(&prompts[1], 0..1, "0", 2);
     schedulers[1].end_session("0").unwrap();
     assert_eq!(server.readings().leased_objects, 2);
-    let expected: Vec<_> = (0..2).map(|chunk| bytes(1, chunk, len)).collect();
-    assert_eq!(
-        retrieve(&mut worker, &prompts[0], 0..2, "0"),
-        Some(expected)
-    );
+    worker.assert_reads(&prompts[0], 0..2, "0", 1);
     assert_eq!(server.readings().leased_objects, 0);
 }
 
 #[test]
-fn a_scheduler_takes_nothing_of_one_that_still_speaks() {
-    let server = TestServer::start(&[]);
-    let scope = Scope::new("sessions/alive");
-    let mut worker = server.engine_driven(1, &scope);
-    let len = worker.chunk_bytes();
-    let prompt = prompt(1, 1);
-    worker
-        .store(&prompt, range(0..1), "s", |_| bytes(1, 0, len))
-        .unwrap();
+fn scheduler_takes_nothing_of_a_living_one() {
+    let (server, scope, mut worker, prompt) = given_stored("sessions/alive", 1);
     let (mut scheduler, mut stranger) = (server.connect(), server.connect());
     let key = scope.scheduler_key(&prompt, range(0..1), "0");
     scheduler.lookup(&key).unwrap();
@@ -266,19 +211,12 @@ fn a_scheduler_takes_nothing_of_one_that_still_speaks() {
     stranger.end_session("0").unwrap();
     assert_eq!(server.readings().leased_objects, 1);
     assert_eq!(scheduler.query_prefetch_status("0").unwrap(), Some(1));
-    assert!(retrieve(&mut worker, &prompt, 0..1, "0").is_some());
+    assert!(worker.retrieved(&prompt, 0..1, "0").is_some());
 }
 
 #[test]
-fn a_refused_lookup_has_no_result_of_an_earlier_one() {
-    let server = TestServer::start(&[]);
-    let scope = Scope::new("sessions/refused");
-    let mut worker = server.engine_driven(1, &scope);
-    let len = worker.chunk_bytes();
-    let prompt = prompt(1, 1);
-    worker
-        .store(&prompt, range(0..1), "s", |_| bytes(1, 0, len))
-        .unwrap();
+fn refused_lookup_has_no_earlier_result() {
+    let (server, scope, mut worker, prompt) = given_stored("sessions/refused", 1);
     let mut no_readers = scope.clone();
     no_readers.num_kv_readers = 0;
     let bad_name = Scope::new("sessions@refused");
@@ -296,15 +234,8 @@ fn a_refused_lookup_has_no_result_of_an_earlier_one() {
 }
 
 #[test]
-fn the_result_of_a_replaced_lookup_is_gone_even_if_the_new_one_asks_for_nothing() {
-    let server = TestServer::start(&[]);
-    let scope = Scope::new("sessions/replaced");
-    let mut worker = server.engine_driven(1, &scope);
-    let len = worker.chunk_bytes();
-    let prompt = prompt(1, 2);
-    worker
-        .store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len))
-        .unwrap();
+fn empty_lookup_replaces_earlier_result() {
+    let (server, scope, mut worker, prompt) = given_stored("sessions/replaced", 2);
     let connection = worker.connection();
     connection
         .lookup(&scope.scheduler_key(&prompt, range(0..2), "r"))
@@ -319,14 +250,14 @@ fn the_result_of_a_replaced_lookup_is_gone_even_if_the_new_one_asks_for_nothing(
 }
 
 #[test]
-fn layouts_of_one_model_name_never_serve_each_other() {
+fn layouts_of_one_model_are_separate() {
     // As many bytes in another shape: a chunk of one would pass for one of the other.
     never_serve_each_other(|spec| (spec.layers, spec.hidden) = (4, 32));
 }
 
 /// Attention kernels for CPUs pack a page: its rows are not tokens.
 #[test]
-fn block_sizes_of_one_model_name_never_serve_each_other() {
+fn block_sizes_of_one_model_are_separate() {
     never_serve_each_other(|spec| spec.block_tokens /= 2);
 }
 
@@ -336,9 +267,7 @@ fn never_serve_each_other(change: fn(&mut EngineDrivenSpec)) {
     let prompt = prompt(1, 2);
     let mut small = server.engine_driven(1, &scope);
     let len = small.chunk_bytes();
-    small
-        .store(&prompt, range(0..2), "a", |chunk| bytes(1, chunk, len))
-        .unwrap();
+    small.stored(&prompt, 0..2, 1);
     assert_eq!(small.lookup(&prompt, "b").unwrap(), 2);
 
     let mut spec = engine_driven(2, &scope);
@@ -346,28 +275,20 @@ fn never_serve_each_other(change: fn(&mut EngineDrivenSpec)) {
     let mut other = EngineDrivenWorker::register(server.connect(), spec).unwrap();
     assert_eq!(other.chunk_bytes(), len);
     assert_eq!(
-        retrieve(&mut other, &prompt, 0..2, "b"),
+        other.retrieved(&prompt, 0..2, "b"),
         None,
         "a lookup made for the other layout"
     );
     // The scheduler's engine is unknown, so a lookup promises only what both layouts have.
     assert_eq!(other.lookup(&prompt, "c").unwrap(), 0);
     assert_eq!(small.lookup(&prompt, "c2").unwrap(), 0);
-    assert_eq!(
-        other
-            .store(&prompt, range(0..2), "c", |chunk| bytes(2, chunk, len))
-            .unwrap()
-            .chunks,
-        [0, 1]
-    );
+    assert_eq!(other.stored(&prompt, 0..2, 2), [0, 1]);
     assert_eq!(other.lookup(&prompt, "d").unwrap(), 2);
-    let expected: Vec<_> = (0..2).map(|chunk| bytes(2, chunk, len)).collect();
-    assert_eq!(retrieve(&mut other, &prompt, 0..2, "d"), Some(expected));
+    other.assert_reads(&prompt, 0..2, "d", 2);
 
     // Either reads its own.
     assert_eq!(small.lookup(&prompt, "d2").unwrap(), 2);
-    let own: Vec<_> = (0..2).map(|chunk| bytes(1, chunk, len)).collect();
-    assert_eq!(retrieve(&mut small, &prompt, 0..2, "d2"), Some(own));
+    small.assert_reads(&prompt, 0..2, "d2", 1);
 
     // The first one is back: what it stored is still what it stored.
     drop(other);
@@ -377,8 +298,7 @@ fn never_serve_each_other(change: fn(&mut EngineDrivenSpec)) {
         .unregister_engine_driven(InstanceId(2))
         .unwrap();
     assert_eq!(small.lookup(&prompt, "e").unwrap(), 2);
-    let expected: Vec<_> = (0..2).map(|chunk| bytes(1, chunk, len)).collect();
-    assert_eq!(retrieve(&mut small, &prompt, 0..2, "e"), Some(expected));
+    small.assert_reads(&prompt, 0..2, "e", 1);
 }
 
 #[test]
@@ -396,22 +316,17 @@ fn workers_of_one_model_may_differ_in_layout() {
         })
         .collect();
     for (number, stage) in (0..).zip(&mut stages) {
-        let len = stage.chunk_bytes();
-        stage
-            .store(&prompt, range(0..2), "s", |chunk| bytes(number, chunk, len))
-            .unwrap();
+        stage.stored(&prompt, 0..2, number);
     }
     assert_eq!(stages[0].lookup(&prompt, "r").unwrap(), 2);
     for (number, stage) in (0..).zip(&mut stages) {
-        let len = stage.chunk_bytes();
-        let expected: Vec<_> = (0..2).map(|chunk| bytes(number, chunk, len)).collect();
-        assert_eq!(retrieve(stage, &prompt, 0..2, "r"), Some(expected));
+        stage.assert_reads(&prompt, 0..2, "r", number);
     }
     assert_eq!(server.readings().leased_objects, 0);
 }
 
 #[test]
-fn objects_with_several_readers_stay_leased_to_the_last() {
+fn objects_stay_leased_until_last_reader() {
     let server = TestServer::start(&[]);
     let mut scope = Scope::new("sessions/readers");
     scope.num_kv_readers = 3;
@@ -419,32 +334,18 @@ fn objects_with_several_readers_stay_leased_to_the_last() {
     let mut readers: Vec<_> = (1..=3)
         .map(|instance| server.engine_driven(instance, &scope))
         .collect();
-    let len = readers[0].chunk_bytes();
-    readers[0]
-        .store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len))
-        .unwrap();
+    readers[0].stored(&prompt, 0..2, 1);
     assert_eq!(readers[0].lookup(&prompt, "r").unwrap(), 2);
-    let expected: Vec<_> = (0..2).map(|chunk| bytes(1, chunk, len)).collect();
     for (reader, left) in readers.iter_mut().zip([2, 2, 0]) {
         assert_eq!(server.readings().leased_objects, 2);
-        assert_eq!(
-            retrieve(reader, &prompt, 0..2, "r").as_ref(),
-            Some(&expected)
-        );
+        reader.assert_reads(&prompt, 0..2, "r", 1);
         assert_eq!(server.readings().leased_objects, left);
     }
 }
 
 #[test]
-fn freeing_a_part_leaves_the_rest_to_be_retrieved() {
-    let server = TestServer::start(&[]);
-    let scope = Scope::new("sessions/freed");
-    let mut worker = server.engine_driven(1, &scope);
-    let len = worker.chunk_bytes();
-    let prompt = prompt(1, 4);
-    worker
-        .store(&prompt, range(0..4), "s", |chunk| bytes(1, chunk, len))
-        .unwrap();
+fn partial_free_keeps_the_rest_retrievable() {
+    let (server, scope, mut worker, prompt) = given_stored("sessions/freed", 4);
     assert_eq!(worker.lookup(&prompt, "r").unwrap(), 4);
     assert_eq!(server.readings().leased_objects, 4);
     // What the engine has in its own cache, which need not end with a chunk: the rest of that chunk is needed.
@@ -454,25 +355,17 @@ fn freeing_a_part_leaves_the_rest_to_be_retrieved() {
         .unwrap();
     assert_eq!(server.readings().leased_objects, 2);
     assert_eq!(
-        retrieve(&mut worker, &prompt, 1..4, "r"),
+        worker.retrieved(&prompt, 1..4, "r"),
         None,
         "freed chunks are not served"
     );
-    let expected: Vec<_> = (2..4).map(|chunk| bytes(1, chunk, len)).collect();
-    assert_eq!(retrieve(&mut worker, &prompt, 2..4, "r"), Some(expected));
+    worker.assert_reads(&prompt, 2..4, "r", 1);
     assert_eq!(server.readings().leased_objects, 0);
 }
 
 #[test]
 fn a_lookup_result_waits_and_is_returned_once() {
-    let server = TestServer::start(&[]);
-    let scope = Scope::new("sessions/once");
-    let mut worker = server.engine_driven(1, &scope);
-    let len = worker.chunk_bytes();
-    let prompt = prompt(1, 1);
-    worker
-        .store(&prompt, range(0..1), "s", |_| bytes(1, 0, len))
-        .unwrap();
+    let (server, scope, mut worker, prompt) = given_stored("sessions/once", 1);
     worker
         .connection()
         .lookup(&scope.scheduler_key(&prompt, range(0..1), "r"))
@@ -489,15 +382,8 @@ fn a_lookup_result_waits_and_is_returned_once() {
 }
 
 #[test]
-fn a_scheduler_that_reconnected_lets_go_of_what_it_held() {
-    let server = TestServer::start(&[]);
-    let scope = Scope::new("sessions/reconnected");
-    let mut worker = server.engine_driven(1, &scope);
-    let len = worker.chunk_bytes();
-    let prompt = prompt(1, 2);
-    worker
-        .store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len))
-        .unwrap();
+fn reconnected_scheduler_releases_former_leases() {
+    let (server, scope, mut worker, prompt) = given_stored("sessions/reconnected", 2);
     let key = |request| scope.scheduler_key(&prompt, range(0..2), request);
     for request in ["freed", "ended", "refused"] {
         worker.connection().lookup(&key(request)).unwrap();
@@ -516,15 +402,8 @@ fn a_scheduler_that_reconnected_lets_go_of_what_it_held() {
 }
 
 #[test]
-fn a_result_that_was_told_is_not_replaced_by_that_of_another() {
-    let server = TestServer::start(&[]);
-    let scope = Scope::new("sessions/told");
-    let mut worker = server.engine_driven(1, &scope);
-    let len = worker.chunk_bytes();
-    let prompt = prompt(1, 2);
-    worker
-        .store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len))
-        .unwrap();
+fn returned_result_is_not_replaced_by_another() {
+    let (server, scope, _worker, prompt) = given_stored("sessions/returned", 2);
     let (mut silent, mut speaking) = (server.connect(), server.connect());
     silent
         .lookup(&scope.scheduler_key(&prompt, range(0..2), "0"))
@@ -536,21 +415,18 @@ fn a_result_that_was_told_is_not_replaced_by_that_of_another() {
 }
 
 #[test]
-fn a_retrieve_behind_the_hit_is_a_miss_for_any_number_of_readers() {
+fn retrieve_beyond_hits_misses_for_any_readers() {
     let server = TestServer::start(&[]);
     for readers in [1, 3] {
         let mut scope = Scope::new(format!("sessions/behind/{readers}"));
         scope.num_kv_readers = readers;
         let mut worker = server.engine_driven(readers, &scope);
-        let len = worker.chunk_bytes();
         let prompt = prompt(1, 4);
-        worker
-            .store(&prompt, range(0..1), "s", |chunk| bytes(1, chunk, len))
-            .unwrap();
+        worker.stored(&prompt, 0..1, 1);
         for (request, stored) in [("hit", 1), ("miss", 0)] {
             assert_eq!(worker.lookup(&prompt, request).unwrap(), stored);
-            assert_eq!(retrieve(&mut worker, &prompt, 2..4, request), None);
-            assert_eq!(retrieve(&mut worker, &prompt, 0..0, request), None);
+            assert_eq!(worker.retrieved(&prompt, 2..4, request), None);
+            assert_eq!(worker.retrieved(&prompt, 0..0, request), None);
             worker.connection().end_session(request).unwrap();
             worker.connection().clear(false).unwrap();
         }
@@ -559,7 +435,7 @@ fn a_retrieve_behind_the_hit_is_a_miss_for_any_number_of_readers() {
 }
 
 #[test]
-fn names_of_any_length_are_answered_and_not_kept() {
+fn names_of_any_length_are_not_kept() {
     let server = TestServer::start(&[]);
     let prompt = prompt(1, 1);
     let mut connection = server.connect();

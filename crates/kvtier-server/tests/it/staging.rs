@@ -36,7 +36,7 @@ fn stores_and_finds(worker: &mut EngineDrivenWorker, seeds: Range<u32>) {
 }
 
 #[test]
-fn a_worker_that_never_commits_does_not_fill_the_cache_for_others() {
+fn uncommitted_stores_do_not_fill_the_cache() {
     let server = TestServer::start(&["--l1-write-ttl-seconds", "60"]);
     let scope = Scope::new("transfers/leaky");
     let (mut leaky, mut other) = (
@@ -74,7 +74,7 @@ fn a_worker_that_never_commits_does_not_fill_the_cache_for_others() {
 }
 
 #[test]
-fn a_worker_that_never_commits_does_not_get_out_of_it_by_new_instance_ids() {
+fn new_instance_ids_do_not_reset_staging_share() {
     let server = TestServer::start(&["--l1-write-ttl-seconds", "60"]);
     let scope = Scope::new("transfers/renewing");
     let mut granted = Vec::new();
@@ -180,7 +180,7 @@ fn thousand_instances_stage_at_most_a_quarter() {
 }
 
 #[test]
-fn tenant_with_a_soft_limit_stages_no_more_than_that() {
+fn tenant_stages_no_more_than_soft_limit() {
     let server = TestServer::start(&["--eviction-policy", "IsolatedLRU"]);
     let limit = serde_json::json!({ "limit_gb": 4.0 / 1024.0 }).to_string();
     let (status, told) = crate::http::json_of(&server, "PUT", "/quota/small", &limit);
@@ -198,7 +198,7 @@ fn tenant_with_a_soft_limit_stages_no_more_than_that() {
 }
 
 #[test]
-fn small_objects_with_a_large_alignment_hold_at_most_a_quarter() {
+fn small_aligned_objects_hold_at_most_a_quarter() {
     // 32 units of 2 MiB; an object of 8 KiB takes one.
     let server = TestServer::start(&["--l1-align-bytes", "2097152"]);
     let scope = Scope::new("staging/small");
@@ -230,7 +230,7 @@ fn commit_pickled(worker: &mut EngineDrivenWorker, scope: &Scope) -> bool {
 }
 
 #[test]
-fn pickled_store_counts_in_the_share_of_its_worker() {
+fn pickled_store_counts_in_worker_share() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("staging/pickled");
     let mut leaky = server.engine_driven(1, &scope);
@@ -241,7 +241,7 @@ fn pickled_store_counts_in_the_share_of_its_worker() {
 }
 
 #[test]
-fn retrieves_that_are_never_committed_do_not_keep_all_from_eviction() {
+fn uncommitted_retrieves_do_not_block_all_eviction() {
     let server = TestServer::start(&["--l1-write-ttl-seconds", "60"]);
     let scope = Scope::new("staging/reader");
     let mut leaky = server.engine_driven(1, &scope);

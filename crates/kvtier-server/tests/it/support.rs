@@ -1,5 +1,6 @@
 //! What the tests share: a server of their own, sockets that send any frames, prompts and chunks.
 
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
@@ -89,6 +90,72 @@ impl TestServer {
         let mut spec = LmcacheDrivenSpec::new(InstanceId(instance), scope.clone(), 2, 2, 16, 32);
         spec.block_tokens = 4;
         LmcacheDrivenWorker::register(self.connect(), spec).unwrap()
+    }
+}
+
+/// A server without further flags, a scope, a worker of it with the id 1, and a prompt, all of which is stored with the
+/// bytes of seed 1.
+pub fn given_stored(model: &str, chunks: usize) -> (TestServer, Scope, EngineDrivenWorker, Prompt) {
+    given_stored_on(TestServer::start(&[]), Scope::new(model), chunks)
+}
+
+/// Likewise, on this server.
+pub fn given_stored_on(
+    server: TestServer,
+    scope: Scope,
+    chunks: usize,
+) -> (TestServer, Scope, EngineDrivenWorker, Prompt) {
+    let (mut worker, prompt) = (server.engine_driven(1, &scope), prompt(1, chunks));
+    worker.stored(&prompt, 0..chunks as u64, 1);
+    (server, scope, worker, prompt)
+}
+
+/// Steps of a worker that copies by itself. The bytes of chunks are those of a seed.
+pub trait Steps {
+    /// Stores chunks of a prompt; returns those that were sent.
+    fn stored(&mut self, prompt: &Prompt, chunks: Range<u64>, seed: u64) -> Vec<u64>;
+
+    /// What a request retrieves; none for a miss.
+    fn retrieved(
+        &mut self,
+        prompt: &Prompt,
+        chunks: Range<u64>,
+        request: &str,
+    ) -> Option<Vec<Vec<u8>>>;
+
+    /// Asserts that a request retrieves what was stored.
+    fn assert_reads(&mut self, prompt: &Prompt, chunks: Range<u64>, request: &str, seed: u64);
+}
+
+impl Steps for EngineDrivenWorker {
+    fn stored(&mut self, prompt: &Prompt, chunks: Range<u64>, seed: u64) -> Vec<u64> {
+        let (first, len) = (chunks.start, self.chunk_bytes());
+        let source = |chunk| bytes(seed, first + chunk, len);
+        self.store(prompt, range(chunks), "s", source)
+            .unwrap()
+            .chunks
+    }
+
+    fn retrieved(
+        &mut self,
+        prompt: &Prompt,
+        chunks: Range<u64>,
+        request: &str,
+    ) -> Option<Vec<Vec<u8>>> {
+        let mut got = Vec::new();
+        let take = |_, bytes: &[u8]| got.push(bytes.to_vec());
+        let read = self.retrieve(prompt, range(chunks), request, take);
+        read.unwrap().map(|_| got)
+    }
+
+    fn assert_reads(&mut self, prompt: &Prompt, chunks: Range<u64>, request: &str, seed: u64) {
+        let len = self.chunk_bytes();
+        let got = self.retrieved(prompt, chunks.clone(), request);
+        let got = got.expect("a miss after a hit");
+        assert_eq!(got.len() as u64, chunks.end - chunks.start, "{request}");
+        for (chunk, got) in chunks.zip(got) {
+            assert!(got == bytes(seed, chunk, len), "chunk {chunk} of {request}");
+        }
     }
 }
 
@@ -222,8 +289,13 @@ pub fn tokens(seed: u32, chunks: usize) -> Vec<u32> {
 }
 
 /// Token range of `chunks`.
-pub fn range(chunks: std::ops::Range<u64>) -> std::ops::Range<u64> {
+pub fn range(chunks: Range<u64>) -> Range<u64> {
     chunks.start * CHUNK as u64..chunks.end * CHUNK as u64
+}
+
+/// All chunks of a prompt.
+pub fn whole(prompt: &Prompt) -> Range<u64> {
+    0..(prompt.len() / CHUNK) as u64
 }
 
 /// Bytes of a chunk that tell what they belong to.

@@ -8,7 +8,10 @@ use kvtier_client::proto::pickle;
 use kvtier_client::proto::request::ABORT_STORE;
 use kvtier_client::{EngineDrivenWorker, InstanceId, Key, Scope};
 
-use crate::support::{TestServer, bytes, context, engine_driven, prompt, range, reserve, slots};
+use crate::support::{
+    Steps as _, TestServer, bytes, context, engine_driven, given_stored, prompt, range, reserve,
+    slots,
+};
 
 /// The server's pool, as a worker of its own opens it.
 fn pool(server: &TestServer, scope: &Scope) -> File {
@@ -52,7 +55,7 @@ fn a_commit_without_a_prepare_stores_nothing() {
 }
 
 #[test]
-fn what_is_prepared_and_not_committed_is_not_readable() {
+fn prepared_store_is_not_readable_before_commit() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/prepared");
     let mut worker = server.engine_driven(1, &scope);
@@ -112,14 +115,11 @@ fn a_store_in_flight_is_not_granted_twice() {
     assert!(!commit(&mut worker, &key));
     assert_eq!(server.readings().staged_bytes, 0);
     assert_eq!(worker.lookup(&prompt, "q").unwrap(), 2);
-    let read = worker.retrieve(&prompt, range(0..2), "q", |chunk, got| {
-        assert!(got == bytes(7, chunk, len))
-    });
-    assert_eq!(read.unwrap().unwrap().chunks, 2);
+    worker.assert_reads(&prompt, 0..2, "q", 7);
 }
 
 #[test]
-fn a_store_that_others_overtook_keeps_its_memory_to_its_commit() {
+fn overtaken_store_keeps_memory_until_commit() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/overtaken");
     let (mut slow, mut fast) = (
@@ -143,14 +143,8 @@ fn a_store_that_others_overtook_keeps_its_memory_to_its_commit() {
 }
 
 #[test]
-fn a_retrieve_prepared_twice_is_leased_to_its_last_commit() {
-    let server = TestServer::start(&[]);
-    let scope = Scope::new("transfers/reread");
-    let mut worker = server.engine_driven(1, &scope);
-    let (prompt, len) = (prompt(1, 2), worker.chunk_bytes());
-    worker
-        .store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len))
-        .unwrap();
+fn twice_prepared_retrieve_is_leased_until_last_commit() {
+    let (server, scope, mut worker, prompt) = given_stored("transfers/reread", 2);
     assert_eq!(worker.lookup(&prompt, "r").unwrap(), 2);
     let key = scope.worker_key(0, &prompt, range(0..2), "r");
     let connection = worker.connection();
@@ -173,7 +167,7 @@ fn a_retrieve_prepared_twice_is_leased_to_its_last_commit() {
 }
 
 #[test]
-fn of_two_stores_of_the_same_chunks_the_first_commit_counts_whole() {
+fn first_commit_of_equal_stores_counts_whole() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/race");
     let (mut one, mut two) = (
@@ -208,25 +202,20 @@ fn of_two_stores_of_the_same_chunks_the_first_commit_counts_whole() {
         "the second copy is dropped"
     );
     assert_eq!(one.lookup(&prompt, "q").unwrap(), 2);
-    let read = one.retrieve(&prompt, range(0..2), "q", |chunk, got| {
-        assert_eq!(got, bytes(2, chunk, len))
-    });
-    assert!(read.unwrap().is_some());
+    one.assert_reads(&prompt, 0..2, "q", 2);
     assert_eq!(server.readings().staged_bytes, 0);
 }
 
 #[test]
-fn memory_of_an_instance_that_left_is_kept_while_it_may_still_copy() {
+fn unregistered_instance_keeps_memory_it_may_copy() {
     let server = TestServer::start(&["--l1-write-ttl-seconds", "600"]);
     let scope = Scope::new("transfers/left");
     let (mut worker, mut other) = (
         server.engine_driven(1, &scope),
         server.engine_driven(2, &scope),
     );
-    let (stored, unfinished, len) = (prompt(1, 2), prompt(2, 2), worker.chunk_bytes());
-    worker
-        .store(&stored, range(0..2), "s", |chunk| bytes(1, chunk, len))
-        .unwrap();
+    let (stored, unfinished) = (prompt(1, 2), prompt(2, 2));
+    worker.stored(&stored, 0..2, 1);
     let used = server.readings().used_bytes;
 
     let write = scope.worker_key(0, &unfinished, range(0..2), "w");
@@ -256,7 +245,7 @@ fn memory_of_an_instance_that_left_is_kept_while_it_may_still_copy() {
 }
 
 #[test]
-fn a_store_that_its_worker_gives_up_gives_its_memory_back_at_once() {
+fn abandoned_store_frees_memory_at_once() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/aborted");
     let mut worker = server.engine_driven(1, &scope);
@@ -284,7 +273,7 @@ fn a_store_that_its_worker_gives_up_gives_its_memory_back_at_once() {
 }
 
 #[test]
-fn a_registration_in_the_place_of_another_commits_none_of_its_transfers() {
+fn replacing_registration_commits_no_former_transfers() {
     let server = TestServer::start(&["--l1-write-ttl-seconds", "600"]);
     let scope = Scope::new("transfers/replaced");
     let mut worker = server.engine_driven(1, &scope);
@@ -305,7 +294,7 @@ fn a_registration_in_the_place_of_another_commits_none_of_its_transfers() {
 }
 
 #[test]
-fn memory_of_a_vanished_worker_comes_back_after_its_death_and_the_write_ttl() {
+fn vanished_workers_memory_returns_after_write_ttl() {
     let server = TestServer::start(&[
         "--worker-reap-timeout-seconds",
         "120",
@@ -345,7 +334,7 @@ fn memory_of_a_vanished_worker_comes_back_after_its_death_and_the_write_ttl() {
 }
 
 #[test]
-fn a_prepared_store_without_commit_expires_and_is_quarantined() {
+fn uncommitted_store_expires_into_quarantine() {
     let server = TestServer::start(&[
         "--worker-reap-timeout-seconds",
         "0",
@@ -382,14 +371,12 @@ fn a_prepared_store_without_commit_expires_and_is_quarantined() {
 }
 
 #[test]
-fn a_worker_that_only_loads_and_cannot_map_the_pool_is_sent_its_chunks() {
+fn load_only_worker_without_pool_receives_chunks() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/reader");
     let mut writer = server.engine_driven(1, &scope);
-    let (prompt, len) = (prompt(1, 2), writer.chunk_bytes());
-    writer
-        .store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len))
-        .unwrap();
+    let prompt = prompt(1, 2);
+    writer.stored(&prompt, 0..2, 1);
     let mut reader = server.engine_driven(2, &scope);
     let nothing = scope.worker_key(0, &prompt, 0..0, "nothing");
     let none = pickle::write_tensors(&[], |_, _| Ok::<(), pickle::WriteError>(())).unwrap();
@@ -413,36 +400,29 @@ fn a_worker_that_only_loads_and_cannot_map_the_pool_is_sent_its_chunks() {
 }
 
 #[test]
-fn a_worker_that_sends_its_data_along_leaves_no_slots_behind() {
+fn pickled_store_leaves_no_slots() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/pickled");
     let mut spec = engine_driven(1, &scope);
     spec.force_pickle = true;
     let mut worker = EngineDrivenWorker::register(server.connect(), spec).unwrap();
-    let (prompt, len) = (prompt(1, 2), worker.chunk_bytes());
-    worker
-        .store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len))
-        .unwrap();
+    let prompt = prompt(1, 2);
+    worker.stored(&prompt, 0..2, 1);
     assert_eq!(server.readings().staged_bytes, 0);
     assert_eq!(worker.lookup(&prompt, "r").unwrap(), 2);
-    let read = worker.retrieve(&prompt, range(0..2), "r", |chunk, got| {
-        assert_eq!(got, bytes(1, chunk, len))
-    });
-    assert!(read.unwrap().is_some());
+    worker.assert_reads(&prompt, 0..2, "r", 1);
     assert_eq!(server.readings().leased_objects, 0);
 }
 
 #[test]
-fn a_worker_that_registers_again_is_offered_the_pool_again() {
+fn reregistered_worker_is_offered_the_pool() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/again");
     let mut spec = engine_driven(1, &scope);
     spec.force_pickle = true;
     let mut worker = EngineDrivenWorker::register(server.connect(), spec).unwrap();
-    let (prompt, len) = (prompt(1, 4), worker.chunk_bytes());
-    worker
-        .store(&prompt, range(0..2), "s", |chunk| bytes(1, chunk, len))
-        .unwrap();
+    let prompt = prompt(1, 4);
+    worker.stored(&prompt, 0..2, 1);
     let key = scope.worker_key(0, &prompt, range(2..4), "t");
     let prepared = |worker: &mut EngineDrivenWorker| {
         let connection = worker.connection();
@@ -455,7 +435,7 @@ fn a_worker_that_registers_again_is_offered_the_pool_again() {
 }
 
 #[test]
-fn a_copy_that_fails_in_the_middle_stores_nothing() {
+fn copy_failing_midway_stores_nothing() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/half");
     let mut worker = server.lmcache_driven(1, &scope);
@@ -512,7 +492,7 @@ fn pages_come_back_as_they_were_stored() {
 }
 
 #[test]
-fn a_client_that_truncates_its_pages_harms_only_itself() {
+fn client_truncating_its_pages_harms_only_itself() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/truncated");
     let (mut victim, mut other) = (

@@ -27,7 +27,7 @@ fn name(path: &Path) -> String {
 }
 
 #[test]
-fn crates_depend_only_on_those_above_them_in_architecture() {
+fn crates_depend_only_on_crates_above() {
     let page = fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
     let rows = page
         .lines()

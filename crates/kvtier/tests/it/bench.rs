@@ -78,7 +78,7 @@ fn rows(output: &Output) -> Vec<serde_json::Value> {
 }
 
 #[test]
-fn the_whole_table_runs_and_every_byte_is_right() {
+fn whole_table_runs_and_bytes_are_right() {
     let server = Server::start("bench_table");
     let output = server.bench(&[
         "--requests=3",
@@ -191,9 +191,12 @@ fn two_servers_are_measured_in_turn() {
     }
     for (fact, quantile) in [("p50 of the first's", "p50"), ("p99 of the first's", "p99")] {
         let of = |row: usize| rows[row]["latency_us"][quantile].as_f64().unwrap();
-        let told = rows[1]["facts"][fact].as_f64().unwrap();
+        let expected = rows[1]["facts"][fact].as_f64().unwrap();
         // The last digit may change when numbers are parsed from text.
-        assert!((told * of(0) / of(1) - 1.0).abs() < 1e-9, "{fact}: {told}");
+        assert!(
+            (expected * of(0) / of(1) - 1.0).abs() < 1e-9,
+            "{fact}: {expected}"
+        );
     }
     assert!(output.status.success());
 }
@@ -322,7 +325,7 @@ fn failed_start_is_reported_with_stderr() {
 }
 
 #[test]
-fn server_that_dies_during_request_is_not_awaited() {
+fn server_death_during_request_ends_bench() {
     let directory = tempfile::tempdir().unwrap();
     let (started, asked) = (
         directory.path().join("started"),

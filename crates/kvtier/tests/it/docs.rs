@@ -69,7 +69,7 @@ fn all_counted() -> Metrics {
     }
     metrics.l2.evicted("s", 1);
     metrics.l2.not_loaded("m", "l1_oom", 1);
-    metrics.l2.gave_up(PrefetchPhase::Queue);
+    metrics.l2.lookup_timed_out(PrefetchPhase::Queue);
     drop(metrics.tenants.read(1, &[&NoTenants]));
     metrics
 }
@@ -155,7 +155,7 @@ fn series(text: &str) -> BTreeMap<String, BTreeSet<String>> {
 }
 
 #[test]
-fn the_metrics_page_has_every_series_with_its_type_and_labels() {
+fn metrics_page_has_every_series() {
     let text = all_counted().encode(&readings());
     let page = page("docs/metrics.md");
     let rows: BTreeMap<_, _> = page
@@ -239,7 +239,7 @@ fn the_http_page_has_every_route() {
 }
 
 #[test]
-fn every_test_that_a_page_names_exists() {
+fn every_test_named_by_pages_exists() {
     let (mut named, mut missing) = (0, Vec::new());
     for name in pages() {
         let page = page(&name);

@@ -6,7 +6,7 @@ use std::process::{Command, Stdio};
 use rustix::process::{Pid, Signal, kill_process};
 
 #[test]
-fn a_file_that_may_not_grow_ends_nothing_but_its_write() {
+fn file_size_limit_fails_only_its_write() {
     let program = assert_cmd::cargo::cargo_bin("kvtier");
     let command = format!(
         "exec {} server --port 0 --http-port 0 --l1-size-gb 0.01 --shm-name ''",

@@ -67,7 +67,7 @@ fn a_server_with_unread_stderr_runs_and_ends() {
 }
 
 #[test]
-fn the_last_line_is_written_before_the_server_ends() {
+fn last_log_line_is_written_before_exit() {
     let mut server = Server::start("read");
     server.log(3);
     server.terminate();

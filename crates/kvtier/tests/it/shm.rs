@@ -68,7 +68,7 @@ fn log(script: &str) -> String {
 }
 
 #[test]
-fn a_killed_servers_pool_is_freed_for_the_next() {
+fn killed_servers_pool_is_freed_for_successor() {
     if !is_possible() {
         return;
     }

@@ -114,7 +114,7 @@ impl Model {
     fn free(&mut self, id: Id) {
         let object = self.objects.remove(&id).unwrap();
         self.memory.free(object.extent);
-        self.settle((self.tenant_of)(object.key.0));
+        self.rebalance((self.tenant_of)(object.key.0));
     }
 
     /// All bytes of a tenant that have memory.
@@ -130,7 +130,7 @@ impl Model {
     }
 
     /// Whether the tenant is over quota: from the watermark on, until a ratio of that is evicted.
-    fn settle(&mut self, tenant: usize) {
+    fn rebalance(&mut self, tenant: usize) {
         let (bytes, limit) = (self.tenant_bytes(tenant), self.limit(tenant));
         if bytes == 0 {
             self.largest.remove(&tenant);
@@ -164,7 +164,7 @@ impl Model {
             Some(grant) => drop(quotas.grants.insert(tenant, grant)),
             None => drop(quotas.grants.remove(&tenant)),
         }
-        self.settle(tenant);
+        self.rebalance(tenant);
     }
 
     /// The place in the order of a tenant's next victim.
@@ -479,7 +479,7 @@ impl Model {
                         self.objects.insert(self.next, object);
                         let largest = self.largest.entry(tenant).or_default();
                         *largest = (*largest).max(self.memory.footprint(*len));
-                        self.settle(tenant);
+                        self.rebalance(tenant);
                         self.staged.push(self.next);
                         staged.push((request, position, self.next));
                         self.next += 1;

@@ -174,7 +174,7 @@ impl Context {
     /// Pins host memory for all GPUs and maps it into their address spaces.
     ///
     /// # Errors
-    /// The driver's error, for example [`code::HOST_MEMORY_ALREADY_REGISTERED`].
+    /// The driver's error, for example for memory that is registered already.
     ///
     /// # Safety
     /// The memory stays mapped until the result is dropped, and is not written while a started copy reads it.

@@ -95,8 +95,8 @@ mod tests {
         for item in ["a1", "a2", "a3", "b1", "c1"] {
             queue.push(item.as_bytes()[0], item);
         }
-        for gone in ["a2", "b1", "b2", "d1"] {
-            queue.remove(gone.as_bytes()[0], &gone);
+        for removed in ["a2", "b1", "b2", "d1"] {
+            queue.remove(removed.as_bytes()[0], &removed);
         }
         assert_eq!(queue.keys(), 2);
         let all: Vec<_> = std::iter::from_fn(|| queue.pop()).collect();

@@ -2,7 +2,7 @@
 // says where its bytes are on both sides, a tile which of them one warp moves. One entry point for
 // each unit of 16, 8, 4, 2 and 1 bytes; every address and stride is a multiple of the unit.
 //
-// Threads share nothing and wait for nobody, so the order of blocks, warps and lanes is free, and
+// Threads share nothing and never wait, so the order of blocks, warps and lanes is free, and
 // kvcopy_host.cpp can run this very file one thread after the other. ../kernel.rs makes the items
 // and tiles; a block is whole warps, at most 512 threads.
 

@@ -13,22 +13,22 @@ use kvtier_device::{
 use kvtier_memory::Extent;
 
 use super::setup::{Server, Ticket, content, storage};
-use crate::lender::Lender;
+use crate::exporter::Exporter;
 use crate::model::{Case, Random, random_case};
 
 /// Bytes of the arena where transfers wait until it is pinned.
 const ARENA: u64 = 2 << 20;
 
 /// A case's memory on the GPU, registered.
-pub struct Lent {
+pub struct RegisteredCase {
     pub memory: Box<dyn EngineMemory>,
     layout: Arc<KvLayout>,
     /// Numbers of the engine's allocations, by the case's memories.
     numbers: Vec<usize>,
 }
 
-impl Lent {
-    pub fn new(server: &Server, engine: &mut Lender, case: &mut Case) -> Self {
+impl RegisteredCase {
+    pub fn new(server: &Server, engine: &mut Exporter, case: &mut Case) -> Self {
         // What a CPU's tensors are taken for without a hint.
         let first = case.groups[0].format;
         if case.engine == Engine::Vllm && first != KvFormat::NB_NL_TWO_BS_NH_HS {
@@ -38,7 +38,7 @@ impl Lent {
             .memories
             .iter()
             .map(|(name, bytes)| {
-                let (number, handle) = engine.lend(bytes.len() as u64);
+                let (number, handle) = engine.export(bytes.len() as u64);
                 engine.write(number, bytes);
                 (name, number, storage(0, handle, bytes.len() as u64))
             })
@@ -77,7 +77,7 @@ impl Lent {
         }
     }
 
-    fn read(&self, engine: &mut Lender, case: &Case) -> Vec<Vec<u8>> {
+    fn read(&self, engine: &mut Exporter, case: &Case) -> Vec<Vec<u8>> {
         let memories = self.numbers.iter().zip(&case.memories);
         memories
             .map(|(number, (_, bytes))| engine.read(*number, 0, bytes.len()))
@@ -98,10 +98,10 @@ impl Lent {
 }
 
 /// One random registration, both ways.
-fn check(server: &Server, engine: &mut Lender, seed: u64, formats: &mut BTreeSet<String>) {
+fn check(server: &Server, engine: &mut Exporter, seed: u64, formats: &mut BTreeSet<String>) {
     let mut case = random_case(seed, "cuda_device");
-    let random = &mut Random(!seed);
-    let registered = Lent::new(server, engine, &mut case);
+    let random = &mut Random::new(!seed);
+    let registered = RegisteredCase::new(server, engine, &mut case);
     if server.arena.len() == ARENA {
         server.pinned();
     }
@@ -190,7 +190,7 @@ fn check_all(
     seeds: Range<u64>,
 ) -> Vec<&'static str> {
     let server = Server::with(script, options, arena);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let mut formats = BTreeSet::new();
     let many = seeds.end - seeds.start >= 60;
     for seed in seeds {

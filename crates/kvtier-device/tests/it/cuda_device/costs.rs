@@ -14,7 +14,7 @@ use kvtier_device::{
 use kvtier_memory::Extent;
 
 use super::setup::{Pages, Server, Ticket, storage, wait};
-use crate::lender::Lender;
+use crate::exporter::Exporter;
 use crate::model::{Random, row_major};
 
 /// Counts what threads allocate that ask for it.
@@ -73,7 +73,7 @@ fn costs(executor: Executor, direction: Direction) -> (Vec<(&'static str, u64)>,
         ..GpuOptions::default()
     };
     let server = Server::with("", options, 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::register(&server, &mut engine, [512, 512, 32]);
     let transfer = pages.transfer(&server, direction, &pages.backwards(16));
     // Every slot once.
@@ -159,11 +159,11 @@ fn runs_per_piece_are_bounded() {
             ..GpuOptions::default()
         };
         let server = Server::with("", options, 1 << 20);
-        let mut engine = Lender::start();
+        let mut engine = Exporter::start();
         let shape = vec![3, 16, 4096, 1];
         let bytes = shape.iter().product();
-        let (number, handle) = engine.lend(bytes);
-        let content = Random(7).bytes(bytes);
+        let (number, handle) = engine.export(bytes);
+        let content = Random::new(7).bytes(bytes);
         engine.write(number, &content);
         let tensor = TensorSpec {
             memory: storage(0, handle, bytes),
@@ -221,7 +221,7 @@ fn runs_per_piece_are_bounded() {
 #[test]
 fn idle_gpu_is_not_polled() {
     let server = Server::new();
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::register(&server, &mut engine, [8, 64, 8]);
     Ticket::of(&*pages.memory, pages.store(&server, 1))
         .end()

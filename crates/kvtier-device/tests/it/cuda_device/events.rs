@@ -7,10 +7,10 @@ use kvtier_device::cuda::GpuOptions;
 
 use super::setup::{Pages, Server, content, past, wait};
 use super::turns::batches;
-use crate::lender::Lender;
+use crate::exporter::Exporter;
 
 /// An event behind work that is held, in one of both forms.
-fn pending(engine: &mut Lender, form: &str, pages: &Pages) -> Vec<u8> {
+fn pending(engine: &mut Exporter, form: &str, pages: &Pages) -> Vec<u8> {
     // The buffer of numbers is made before anything is held.
     engine.bytes(form);
     engine.ask("script hold kernel");
@@ -40,7 +40,7 @@ fn pages_are_read_after_their_event() {
     for form in ["event", "number"] {
         // Its stream waits for nothing of our own either.
         let server = Server::with("", batches(), 1 << 20);
-        let mut engine = Lender::start();
+        let mut engine = Exporter::start();
         let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
         let mut transfer = pages.store(&server, 8);
         transfer.event = pending(&mut engine, form, &pages);
@@ -79,7 +79,7 @@ fn pending_event_delays_only_its_transfer() {
             ..GpuOptions::default()
         };
         let server = Server::with("", options, 1 << 20);
-        let (mut engine, mut other) = (Lender::start(), Lender::start());
+        let (mut engine, mut other) = (Exporter::start(), Exporter::start());
         let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
         let others = Pages::register(&server, &mut other, [64, 512, 8]);
         let mut transfer = pages.retrieve(&server, 8);
@@ -115,7 +115,7 @@ fn event_timeout_fails_the_transfer() {
     };
     let server = Server::with("", options, 1 << 20);
     for form in ["event", "number"] {
-        let mut engine = Lender::start();
+        let mut engine = Exporter::start();
         let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
         let timeouts = server.readings().event_timeouts;
         let mut transfer = pages.store(&server, 8);
@@ -161,7 +161,7 @@ fn death_of_the_engine_fails_its_transfer() {
             ..GpuOptions::default()
         };
         let server = Server::with("", options, 1 << 20);
-        let mut engine = Lender::start();
+        let mut engine = Exporter::start();
         let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
         let mut transfer = pages.store(&server, 8);
         transfer.event = pending(&mut engine, form, &pages);
@@ -183,7 +183,7 @@ fn opened_event_without_answer_times_out() {
         ..GpuOptions::default()
     };
     let server = Server::with("", options, 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
     server.script("import.never=1");
     let mut transfer = pages.store(&server, 8);
@@ -199,7 +199,7 @@ fn opened_event_without_answer_times_out() {
 #[test]
 fn invalid_event_is_refused() {
     let server = Server::new();
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
     for event in [
         b"stub_ipc_handle".as_slice(),
@@ -228,7 +228,7 @@ fn invalid_event_is_refused_at_once() {
         ..GpuOptions::default()
     };
     let server = Server::with("", options, 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
     let mut transfer = pages.store(&server, 8);
     transfer.event = pending(&mut engine, "event", &pages);
@@ -251,7 +251,7 @@ fn invalid_event_is_refused_at_once() {
 #[test]
 fn timeline_value_is_read_in_the_background() {
     let server = Server::new();
-    let (mut engine, mut other) = (Lender::start(), Lender::start());
+    let (mut engine, mut other) = (Exporter::start(), Exporter::start());
     let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
     let others = Pages::register(&server, &mut other, [64, 512, 8]);
     let mut transfer = pages.store(&server, 8);
@@ -275,7 +275,7 @@ fn blocked_event_open_delays_only_its_gpu() {
         ("number", "cuIpcOpenMemHandle_v2"),
     ] {
         let server = Server::new();
-        let mut engine = Lender::start();
+        let mut engine = Exporter::start();
         let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
         let others = Pages::on(1, &server, &mut engine, [64, 512, 8]).unwrap();
         server.script(&format!("clear; hold {function}@1"));
@@ -298,7 +298,7 @@ fn blocked_event_open_delays_only_its_gpu() {
 #[test]
 fn events_are_opened_on_arrival() {
     let server = Server::with("", batches(), 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
     let transfers = [0, 1, 2].map(|_| {
         let mut transfer = pages.store(&server, 8);

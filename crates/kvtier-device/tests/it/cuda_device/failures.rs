@@ -8,7 +8,7 @@ use kvtier_device::{DeviceError, PlanError};
 use super::log;
 use super::setup::{Pages, Server, content, wait};
 use super::turns::batches;
-use crate::lender::Lender;
+use crate::exporter::Exporter;
 
 /// The thread has looked several times at what it has with the GPU.
 fn looked(server: &Server, function: &str) {
@@ -23,7 +23,7 @@ const DEAD: &str = "fail cuEventQuery=700; fail cuEventRecord=700; fail cuStream
 #[test]
 fn failed_copy_fails_its_transfer_after_the_others() {
     let server = Server::with("", batches(), 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::pieces(&server, &mut engine, 8);
     server.script("hold d2h; fail cuMemcpyBatchAsync=1@3");
     let failing = pages.begin(pages.store(&server, 8));
@@ -60,7 +60,7 @@ fn partly_submitted_piece_is_waited_for() {
         let mut options = batches();
         options.executor = Some(executor);
         let server = Server::with("", options, 1 << 20);
-        let mut engine = Lender::start();
+        let mut engine = Exporter::start();
         let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
         server.script(&format!("hold d2h; hold h2d; hold kernel; fail {refused}"));
         let ticket = pages.begin(match retrieve {
@@ -86,7 +86,7 @@ fn partly_submitted_piece_is_waited_for() {
 #[test]
 fn piece_without_event_is_waited_for() {
     let server = Server::with("", batches(), 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::pieces(&server, &mut engine, 2);
     server.script("hold d2h; fail cuEventRecord=1@1");
     let ticket = pages.begin(pages.store(&server, 2));
@@ -108,7 +108,7 @@ fn piece_without_event_is_waited_for() {
 #[test]
 fn piece_of_unknown_state_ends_when_known() {
     let server = Server::with("", batches(), 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::pieces(&server, &mut engine, 8);
     server.script("hold d2h");
     let in_flight = pages.begin(pages.store(&server, 2));
@@ -139,7 +139,7 @@ fn piece_of_unknown_state_ends_when_known() {
 #[test]
 fn lost_context_fails_all_transfers() {
     let server = Server::with("", batches(), 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::pieces(&server, &mut engine, 8);
     let other = Pages::on(1, &server, &mut engine, [8, 64, 8]).unwrap();
     server.script("clear; hold d2h");
@@ -193,7 +193,7 @@ fn lost_context_is_found_by_the_next_call() {
         "fail cuEventQuery=719; fail cuMemcpyBatchAsync=719",
     ] {
         let server = Server::with("", batches(), 1 << 20);
-        let mut engine = Lender::start();
+        let mut engine = Exporter::start();
         let pages = Pages::pieces(&server, &mut engine, 1);
         server.script(script);
         let mut transfer = pages.store(&server, 1);
@@ -221,7 +221,7 @@ fn unusable_gpu_is_not_polled() {
         ..GpuOptions::default()
     };
     let server = Server::with("memory=20971520", options, 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::pieces(&server, &mut engine, 1);
     wait(|| server.count("cuMemAlloc_v2") >= 1);
     server.script(DEAD);
@@ -251,7 +251,7 @@ fn is_asleep(name: &str) -> bool {
 #[test]
 fn invalid_extents_are_refused() {
     let server = Server::with("", batches(), 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::pieces(&server, &mut engine, 4);
     let arena = server.arena.len();
     let object = pages.object_bytes();
@@ -291,7 +291,7 @@ fn feeder_panic_fails_all_transfers() {
     let mut options = batches();
     options.executor = Some(Executor::Staged);
     let server = Server::with("", options, 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::pieces(&server, &mut engine, 4);
     server.script("hold d2h");
     let in_flight = pages.begin(pages.store(&server, 1));

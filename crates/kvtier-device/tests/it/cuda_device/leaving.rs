@@ -7,7 +7,7 @@ use kvtier_device::DeviceError;
 
 use super::setup::{PIECE, Pages, Server, past, wait};
 use super::turns::batches;
-use crate::lender::{FakeDriver, Lender};
+use crate::exporter::{Exporter, FakeDriver};
 
 /// Every slot is in use, and the engine that copies from the GPU does not get on.
 fn hold(server: &Server) {
@@ -21,7 +21,7 @@ fn slots_are_full(server: &Server) {
 #[test]
 fn stopped_worker_starts_no_copies() {
     let server = Server::with("", batches(), 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::pieces(&server, &mut engine, 8);
     let other = Pages::register(&server, &mut engine, [8, 64, 8]);
     hold(&server);
@@ -50,7 +50,7 @@ fn stopped_worker_starts_no_copies() {
 #[test]
 fn stopped_worker_finishes_submitted_pieces() {
     let server = Server::with("", batches(), 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::pieces(&server, &mut engine, 3);
     hold(&server);
     let ticket = pages.begin(pages.store(&server, 3));
@@ -66,7 +66,7 @@ fn stopped_worker_finishes_submitted_pieces() {
 #[test]
 fn pages_close_between_last_copy_and_its_report() {
     let server = Server::with("", batches(), 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::pieces(&server, &mut engine, 8);
     hold(&server);
     let (say, hear) = mpsc::channel();
@@ -93,7 +93,7 @@ fn pages_close_between_last_copy_and_its_report() {
 #[test]
 fn death_of_the_engine_blocks_nothing() {
     let server = Server::with("", batches(), 1 << 20);
-    let (mut engine, mut living) = (Lender::start(), Lender::start());
+    let (mut engine, mut living) = (Exporter::start(), Exporter::start());
     let pages = Pages::pieces(&server, &mut engine, 8);
     let other = Pages::register(&server, &mut living, [8, 64, 8]);
     hold(&server);
@@ -114,7 +114,7 @@ fn death_of_the_engine_blocks_nothing() {
 #[test]
 fn deadline_before_the_first_piece_fails() {
     let server = Server::with("", batches(), 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::pieces(&server, &mut engine, 8);
     let other = Pages::register(&server, &mut engine, [8, 64, 8]);
     let mut transfer = other.store(&server, 1);
@@ -142,7 +142,7 @@ fn deadline_before_the_first_piece_fails() {
 fn deadline_during_the_copies_fails() {
     for (pieces, begun) in [(3, 3), (8, 4)] {
         let server = Server::with("", batches(), 1 << 20);
-        let mut engine = Lender::start();
+        let mut engine = Exporter::start();
         let pages = Pages::pieces(&server, &mut engine, pieces);
         // A machine that is busy with others may need longer to begin.
         let mut time = Duration::from_millis(100);
@@ -174,7 +174,7 @@ fn deadline_during_the_copies_fails() {
 #[test]
 fn dropped_device_waits_for_submitted_pieces() {
     let server = Server::with("", batches(), 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::pieces(&server, &mut engine, 8);
     let other = Pages::register(&server, &mut engine, [8, 64, 8]);
     hold(&server);
@@ -202,7 +202,7 @@ fn hanging_gpu_is_abandoned() {
     let mut options = batches();
     options.leave_timeout = Duration::from_millis(1);
     let server = Server::with("", options, 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::pieces(&server, &mut engine, 8);
     hold(&server);
     let ticket = pages.begin(pages.store(&server, 8));
@@ -228,7 +228,7 @@ fn stopped_device_reports_all_and_names_hanging_gpus() {
     let mut options = batches();
     options.leave_timeout = Duration::from_millis(50);
     let server = Server::with("", options, 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let [blocks, page] = PIECE;
     let pages = Pages::pieces(&server, &mut engine, 8);
     let other = Pages::on(1, &server, &mut engine, [blocks, page, blocks]).unwrap();
@@ -259,7 +259,7 @@ fn transfer_may_be_the_last_owner() {
     let mut options = batches();
     options.leave_timeout = Duration::MAX;
     let server = Server::with("", options, 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::pieces(&server, &mut engine, 2);
     hold(&server);
     let transfer = pages.store(&server, 2);
@@ -284,7 +284,7 @@ fn transfer_may_be_the_last_owner() {
 #[test]
 fn callbacks_may_start_transfers_and_panic() {
     let server = Server::with("", batches(), 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::register(&server, &mut engine, [8, 64, 8]);
     let (say, hear) = mpsc::channel();
     let next = pages.retrieve(&server, 1);

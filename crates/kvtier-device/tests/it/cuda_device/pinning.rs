@@ -8,7 +8,7 @@ use kvtier_device::{Direction, Transfer};
 use kvtier_memory::{Arena, ArenaKind, Extent};
 
 use super::setup::{Pages, Server, content, wait};
-use crate::lender::Lender;
+use crate::exporter::Exporter;
 
 const ARENA: u64 = 1 << 20;
 const PIECES: u64 = 4;
@@ -24,7 +24,7 @@ fn in_pieces(executor: Executor) -> GpuOptions {
 #[test]
 fn arena_is_pinned_while_a_gpu_is_in_use() {
     let server = Server::with("", in_pieces(Executor::Batch), ARENA);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     assert_eq!(server.cuda.pinning(), None);
     let pages = Pages::on(0, &server, &mut engine, [8, 64, 8]).unwrap();
     let other = Pages::on(1, &server, &mut engine, [8, 64, 8]).unwrap();
@@ -58,7 +58,7 @@ fn unpinnable_piece_is_reported_and_skipped() {
         in_pieces(Executor::Kernel),
         ARENA,
     );
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
     let status = server.cuda.pinning().unwrap();
     assert_eq!(status.bytes, ARENA - ARENA / PIECES);
@@ -110,7 +110,7 @@ fn kernel_needs_equal_addresses_on_host_and_gpu() {
             in_pieces(executor),
             ARENA,
         );
-        let mut engine = Lender::start();
+        let mut engine = Exporter::start();
         let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
         assert_eq!(server.cuda.pinning().unwrap().bytes, ARENA);
         pages.run(pages.store(&server, 8)).unwrap();
@@ -130,7 +130,7 @@ fn kernel_needs_equal_addresses_on_host_and_gpu() {
 #[test]
 fn foreign_arena_is_not_pinned() {
     let server = Server::with("", in_pieces(Executor::Kernel), ARENA);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
     let other = Arc::new(Arena::create(ArenaKind::Anonymous, ARENA).unwrap());
     let mut transfer = pages.store(&server, 8);
@@ -147,7 +147,7 @@ fn foreign_arena_is_not_pinned() {
 #[test]
 fn pageable_transfer_delays_no_other() {
     let server = Server::with("", in_pieces(Executor::Batch), ARENA);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
     let other = Arc::new(Arena::create(ArenaKind::Anonymous, ARENA).unwrap());
     server.script("hold d2h");
@@ -172,7 +172,7 @@ fn pageable_transfer_delays_no_other() {
 #[test]
 fn retrieve_follows_the_previous_one_to_its_thread() {
     let server = Server::with("", in_pieces(Executor::Batch), ARENA);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
     let other = Arc::new(Arena::create(ArenaKind::Anonymous, ARENA).unwrap());
     let unpinned = |mut transfer: Transfer| {
@@ -214,7 +214,7 @@ fn retrieve_follows_the_previous_one_to_its_thread() {
 #[test]
 fn activation_of_a_gpu_delays_no_other() {
     let server = Server::with("hold h2d", GpuOptions::default(), ARENA);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     std::thread::scope(|scope| {
         let registering = scope.spawn(|| {
             let pages = Pages::on(0, &server, &mut engine, [8, 64, 8]).unwrap();
@@ -241,7 +241,7 @@ fn activation_of_a_gpu_delays_no_other() {
 fn object_across_a_piece_border_is_copied() {
     for executor in Executor::ALL {
         let server = Server::with("", in_pieces(executor), ARENA);
-        let mut engine = Lender::start();
+        let mut engine = Exporter::start();
         let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
         let border = ARENA / PIECES;
         let bytes = pages.content.len() as u64;
@@ -278,7 +278,7 @@ fn pieces_are_unpinned_in_parallel() {
     let mut options = in_pieces(Executor::Batch);
     options.pin_bytes = ARENA / 16;
     let server = Server::with("", options, ARENA);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     drop(Pages::register(&server, &mut engine, [8, 64, 8]));
     server.script("hold cuMemHostUnregister");
     let Server { cuda, rest, .. } = server;
@@ -299,7 +299,7 @@ fn hanging_unpin_is_abandoned_with_the_arena() {
         // Long enough for threads that have nothing left to do: without their end nothing is unpinned.
         options.leave_timeout = Duration::from_secs(1);
         let server = Server::with("", options, ARENA);
-        let mut engine = Lender::start();
+        let mut engine = Exporter::start();
         let pinned_bytes = match held {
             "cuMemHostUnregister" => {
                 drop(Pages::register(&server, &mut engine, [8, 64, 8]));

@@ -2,29 +2,18 @@
 
 use std::sync::Arc;
 
-use kvtier_device::{CpuDevice, Device, DeviceError, EngineMemory, MemorySpec, PlanError};
+use kvtier_device::{CpuDevice, Device, DeviceError, EngineMemory, PlanError};
 use kvtier_memory::OwnSegment;
 
-use super::bytes::Lent;
+use super::bytes::RegisteredCase;
 use super::setup::{Pages, Server};
-use crate::lender::Lender;
+use crate::cpu::share;
+use crate::exporter::Exporter;
 use crate::model::{Case, random_case};
 
 /// The same registration in shared memory.
 fn in_host_memory(case: &mut Case) -> (Box<dyn EngineMemory>, Vec<OwnSegment>) {
-    let mut segments = Vec::new();
-    for (name, bytes) in &case.memories {
-        let segment = OwnSegment::create(bytes.len() as u64).unwrap();
-        segment.as_segment().write(0, bytes).unwrap();
-        for tensor in &mut case.tensors {
-            if let MemorySpec::CpuShm { name: own, .. } = &mut tensor.memory
-                && own == name
-            {
-                *own = segment.name().to_owned();
-            }
-        }
-        segments.push(segment);
-    }
+    let segments = share(case);
     (CpuDevice.open(Arc::new(case.layout())).unwrap(), segments)
 }
 
@@ -37,10 +26,10 @@ fn read(memory: &dyn EngineMemory, layer: usize, ids: &[i64]) -> Result<Vec<u8>,
 #[test]
 fn blocks_of_any_format_are_read() {
     let server = Server::new();
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     for seed in 400..440 {
         let mut case = random_case(seed, "reading");
-        let registered = Lent::new(&server, &mut engine, &mut case);
+        let registered = RegisteredCase::new(&server, &mut engine, &mut case);
         let (host, _segments) = in_host_memory(&mut case);
         for group in &case.groups {
             for layer in &group.layers {
@@ -60,7 +49,7 @@ fn blocks_of_any_format_are_read() {
 #[test]
 fn page_bytes_are_read_and_bad_ids_refused() {
     let server = Server::new();
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::register(&server, &mut engine, [64, 96, 8]);
     let ids = [63, 0, 7, 8, 7];
     assert_eq!(read(&*pages.memory, 0, &ids).unwrap(), pages.gather(&ids));

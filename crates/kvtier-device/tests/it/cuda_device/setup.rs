@@ -14,7 +14,7 @@ use kvtier_device::{
 };
 use kvtier_memory::{Arena, ArenaKind, Extent};
 
-use crate::lender::{FakeDriver, Lender, UUID, unhex};
+use crate::exporter::{Exporter, FakeDriver, UUID, unhex};
 use crate::model::{Random, row_major};
 
 /// Longer than anything here takes, and than a test may.
@@ -119,21 +119,21 @@ pub fn wait(mut is_so: impl FnMut() -> bool) {
     }
 }
 
-impl Lender {
+impl Exporter {
     /// Allocates memory that other processes may open; returns its number and handle.
-    pub fn lend(&mut self, bytes: u64) -> (usize, [u8; 64]) {
-        self.lend_on(0, bytes)
+    pub fn export(&mut self, bytes: u64) -> (usize, [u8; 64]) {
+        self.export_on(0, bytes)
     }
 
     /// The same, on one of two GPUs.
-    pub fn lend_on(&mut self, gpu: u8, bytes: u64) -> (usize, [u8; 64]) {
+    pub fn export_on(&mut self, gpu: u8, bytes: u64) -> (usize, [u8; 64]) {
         let answer = self.ask(&format!("alloc {bytes} {gpu}"));
         let (number, handle) = answer.split_once(' ').unwrap();
         (number.parse().unwrap(), unhex(handle).try_into().unwrap())
     }
 
     pub fn write(&mut self, number: usize, bytes: &[u8]) {
-        self.ask(&format!("write {number} {}", crate::lender::hex(bytes)));
+        self.ask(&format!("write {number} {}", crate::exporter::hex(bytes)));
     }
 
     pub fn read(&mut self, number: usize, offset: u64, len: usize) -> Vec<u8> {
@@ -173,7 +173,7 @@ impl Pages {
     /// and the counters are cleared.
     pub fn register(
         server: &Server,
-        engine: &mut Lender,
+        engine: &mut Exporter,
         [blocks, page, per_chunk]: [u64; 3],
     ) -> Self {
         let pages = Self::on(0, server, engine, [blocks, page, per_chunk]).unwrap();
@@ -183,7 +183,7 @@ impl Pages {
     }
 
     /// Pages of `pieces` chunks of one piece each.
-    pub fn pieces(server: &Server, engine: &mut Lender, pieces: u64) -> Self {
+    pub fn pieces(server: &Server, engine: &mut Exporter, pieces: u64) -> Self {
         let [blocks, page] = PIECE;
         Self::register(server, engine, [pieces * blocks, page, blocks])
     }
@@ -191,12 +191,12 @@ impl Pages {
     pub fn on(
         gpu: u8,
         server: &Server,
-        engine: &mut Lender,
+        engine: &mut Exporter,
         [blocks, page, per_chunk]: [u64; 3],
     ) -> Result<Self, DeviceError> {
         let bytes = blocks * page;
-        let (number, handle) = engine.lend_on(gpu, bytes);
-        let content = Random(number as u64).bytes(bytes);
+        let (number, handle) = engine.export_on(gpu, bytes);
+        let content = Random::new(number as u64).bytes(bytes);
         engine.write(number, &content);
         let shape = vec![blocks, 1, page];
         let tensor = TensorSpec {

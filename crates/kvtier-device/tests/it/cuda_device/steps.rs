@@ -7,7 +7,7 @@ use kvtier_device::{DeviceError, Direction, Transfer};
 use kvtier_memory::Extent;
 
 use super::setup::{Pages, Server, wait};
-use crate::lender::{Lender, hex};
+use crate::exporter::{Exporter, hex};
 
 /// A callback, in order.
 #[derive(Debug)]
@@ -28,13 +28,13 @@ fn begin(pages: &Pages, transfer: Transfer) -> Receiver<Report> {
 }
 
 /// Everything that can be staged is.
-fn staged() -> (Server, Lender, Pages) {
+fn staged() -> (Server, Exporter, Pages) {
     let options = GpuOptions {
         executor: Some(Executor::Staged),
         ..GpuOptions::default()
     };
     let server = Server::with("", options, 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::register(&server, &mut engine, [64, 4096, 4]);
     (server, engine, pages)
 }
@@ -42,7 +42,7 @@ fn staged() -> (Server, Lender, Pages) {
 #[test]
 fn event_completes_with_the_bytes_in_place() {
     let server = Server::new();
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::register(&server, &mut engine, [64, 4096, 4]);
     for direction in [Direction::Store, Direction::Retrieve] {
         server.script("hold d2h; hold h2d; hold kernel");
@@ -143,7 +143,7 @@ fn retrieve_never_overtakes_the_previous_one() {
 #[test]
 fn failed_submission_is_reported_only_at_its_end() {
     let server = Server::new();
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::register(&server, &mut engine, [64, 4096, 4]);
     let transfer = || pages.transfer(&server, Direction::Store, &pages.backwards(2));
     // The driver takes nothing of it.
@@ -167,7 +167,7 @@ fn failed_submission_is_reported_only_at_its_end() {
 #[test]
 fn isolated_ipc_is_answered_with_timeline_events() {
     let server = Server::new();
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::register(&server, &mut engine, [64, 4096, 4]);
     for direction in [Direction::Store, Direction::Retrieve, Direction::Store] {
         let mut transfer = pages.transfer(&server, direction, &pages.backwards(8));

@@ -7,13 +7,13 @@ use kvtier_device::{DeviceError, Direction};
 
 use super::log;
 use super::setup::{Pages, Server, content, wait};
-use crate::lender::Lender;
+use crate::exporter::Exporter;
 
 /// With a script in force: the executors that are not used, with what is said of them. Transfers are right all the
 /// same, and use none of them.
 fn without(script: &str) -> Vec<(Executor, String)> {
     let server = Server::with(script, GpuOptions::default(), 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
     let transfer = pages.store(&server, 8);
     let bytes = pages.content.len() as u64;
@@ -139,7 +139,7 @@ fn batch_and_kernel_need_registered_memory() {
 #[test]
 fn rates_are_measured_with_all_slots_in_flight() {
     let server = Server::with("hold d2h", GpuOptions::default(), 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     std::thread::scope(|scope| {
         let registering = scope.spawn(|| Pages::on(0, &server, &mut engine, [8, 64, 8]).unwrap());
         wait(|| server.count("cuMemcpyBatchAsync") == 4);
@@ -196,7 +196,7 @@ fn configured_executor_that_fails_is_refused() {
             ..GpuOptions::default()
         };
         let server = Server::with(script, options, 1 << 20);
-        let mut engine = Lender::start();
+        let mut engine = Exporter::start();
         let error = Pages::on(0, &server, &mut engine, [8, 64, 8])
             .err()
             .unwrap()
@@ -226,7 +226,7 @@ fn gpu_failing_its_trial_is_not_used() {
         "fail cuEventCreate=2@3",
     ] {
         let server = Server::with(script, GpuOptions::default(), 1 << 20);
-        let mut engine = Lender::start();
+        let mut engine = Exporter::start();
         let error = Pages::on(0, &server, &mut engine, [8, 64, 8])
             .err()
             .unwrap()
@@ -246,7 +246,7 @@ fn memory_possibly_in_use_is_not_freed() {
         GpuOptions::default(),
         1 << 20,
     );
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let error = Pages::on(0, &server, &mut engine, [8, 64, 8])
         .err()
         .unwrap()
@@ -270,7 +270,7 @@ fn missing_staging_buffer_is_no_error() {
             ..GpuOptions::default()
         };
         let server = Server::with("", options, 1 << 20);
-        let mut engine = Lender::start();
+        let mut engine = Exporter::start();
         let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
         // The trial's buffers are freed.
         server.script("fail cuMemAlloc_v2=2");
@@ -299,13 +299,13 @@ fn missing_staging_buffer_is_no_error() {
 }
 
 /// A GPU that had no memory for staging when it was tried out, and that is tried again at once.
-fn without_staging_memory() -> (Server, Lender, Pages) {
+fn without_staging_memory() -> (Server, Exporter, Pages) {
     let options = GpuOptions {
         staging_pause: Duration::from_millis(1),
         ..GpuOptions::default()
     };
     let server = Server::with("memory=20971520", options, 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
     (server, engine, pages)
 }
@@ -408,8 +408,8 @@ fn driver_hanging_in_activation_is_abandoned() {
             ..GpuOptions::default()
         };
         let server = Server::with(&format!("hold {function}@1"), options, 1 << 20);
-        let mut engine = Lender::start();
-        let refused = |engine: &mut Lender| {
+        let mut engine = Exporter::start();
+        let refused = |engine: &mut Exporter| {
             let error = Pages::on(0, &server, engine, [8, 64, 8]).err().unwrap();
             let DeviceError::DriverHangs(why) = error else {
                 panic!("{error}")
@@ -417,7 +417,7 @@ fn driver_hanging_in_activation_is_abandoned() {
             assert_eq!(why, format!("{what} has not ended in 4s"));
             why
         };
-        let taken = |gpu: u8, engine: &mut Lender| loop {
+        let taken = |gpu: u8, engine: &mut Exporter| loop {
             match Pages::on(gpu, &server, engine, [8, 64, 8]) {
                 Ok(pages) => return pages,
                 // The machine is slow, and nothing is held.
@@ -451,7 +451,7 @@ fn driver_hanging_in_activation_is_abandoned() {
 #[test]
 fn device_stops_during_a_trial() {
     let server = Server::with("hold cuLaunchKernel@1", GpuOptions::default(), 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     std::thread::scope(|scope| {
         let registering = scope.spawn(|| Pages::on(0, &server, &mut engine, [8, 64, 8]).err());
         wait(|| server.count("cuLaunchKernel") == 1);

@@ -6,7 +6,7 @@ use kvtier_device::Direction;
 use kvtier_device::cuda::{Executor, GpuOptions};
 
 use super::setup::{Pages, Server, Ticket, content, wait};
-use crate::lender::Lender;
+use crate::exporter::Exporter;
 
 /// Every piece is one call of the driver and one work of an engine.
 pub fn batches() -> GpuOptions {
@@ -19,7 +19,7 @@ pub fn batches() -> GpuOptions {
 #[test]
 fn retrieves_do_not_wait_for_stores() {
     let server = Server::with("", batches(), 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::pieces(&server, &mut engine, 12);
     server.script("hold d2h");
     let stores = pages.begin(pages.store(&server, 12));
@@ -56,7 +56,7 @@ fn steps_of_staged_pieces_overlap() {
         ..GpuOptions::default()
     };
     let server = Server::with("", options, 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::pieces(&server, &mut engine, 4);
     let bytes = pages.content.len() as u64;
     // Each direction's second step is held up, and the first step of all four pieces goes on.
@@ -82,7 +82,7 @@ fn steps_of_staged_pieces_overlap() {
 #[test]
 fn pieces_are_submitted_as_others_end() {
     let server = Server::with("", batches(), 1 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let pages = Pages::pieces(&server, &mut engine, 12);
     server.script("hold d2h");
     let store = pages.begin(pages.store(&server, 12));
@@ -102,7 +102,7 @@ fn pieces_are_submitted_as_others_end() {
 #[test]
 fn workers_take_turns() {
     let server = Server::with("", batches(), 4 << 20);
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let long = Pages::pieces(&server, &mut engine, 24);
     let short = Pages::pieces(&server, &mut engine, 1);
     let order = Arc::new(Mutex::new(Vec::new()));
@@ -132,7 +132,7 @@ fn workers_take_turns() {
 #[test]
 fn many_workers_share_two_gpus() {
     let server = Server::new();
-    let mut engines = [Lender::start(), Lender::start(), Lender::start()];
+    let mut engines = [Exporter::start(), Exporter::start(), Exporter::start()];
     let mut workers = Vec::new();
     for round in 0..4 {
         for engine in &mut engines {

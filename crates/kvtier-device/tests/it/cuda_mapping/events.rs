@@ -4,7 +4,7 @@ use kvtier_device::cuda::driver::Stream;
 use kvtier_device::cuda::events::{ExportedEvents, ForeignEvent, ForeignEvents, Timeline};
 
 use super::setup::Bench;
-use crate::lender::{Lender, hex};
+use crate::exporter::{Exporter, hex};
 
 /// Polls until the event is complete.
 fn completes(event: &ForeignEvent) {
@@ -35,19 +35,19 @@ fn foreign(bench: &Bench) -> ForeignEvents {
 fn events_complete_after_the_work_before_them() {
     for form in ["event", "number"] {
         let bench = Bench::new();
-        let mut lender = Lender::start();
+        let mut exporter = Exporter::start();
         let events = foreign(&bench);
-        let past = events.open(&lender.bytes(form)).unwrap();
-        lender.ask("sync");
-        lender.ask("script hold kernel");
-        lender.ask("fill 1");
-        let pending = events.open(&lender.bytes(form)).unwrap();
-        let behind = events.open(&lender.bytes(form)).unwrap();
+        let past = events.open(&exporter.bytes(form)).unwrap();
+        exporter.ask("sync");
+        exporter.ask("script hold kernel");
+        exporter.ask("fill 1");
+        let pending = events.open(&exporter.bytes(form)).unwrap();
+        let behind = events.open(&exporter.bytes(form)).unwrap();
         completes(&past);
         is_pending(&bench, form, &pending);
         is_pending(&bench, form, &behind);
-        lender.ask("script release");
-        lender.ask("sync");
+        exporter.ask("script release");
+        exporter.ask("sync");
         [&past, &pending, &behind].into_iter().for_each(completes);
         for function in [
             "cuStreamWaitEvent",
@@ -70,20 +70,20 @@ fn events_complete_after_the_work_before_them() {
 fn event_of_a_dead_process_stays_pending_and_closes() {
     for form in ["event", "number"] {
         let bench = Bench::new();
-        let mut lender = Lender::start();
+        let mut exporter = Exporter::start();
         let events = foreign(&bench);
-        lender.ask("script hold kernel");
+        exporter.ask("script hold kernel");
         // The buffer of numbers is made before anything is held.
         if form == "number" {
-            lender.ask("script release");
-            lender.bytes(form);
-            lender.ask("sync");
-            lender.ask("script hold kernel");
+            exporter.ask("script release");
+            exporter.bytes(form);
+            exporter.ask("sync");
+            exporter.ask("script hold kernel");
         }
-        lender.ask("fill 1");
-        let bytes = lender.bytes(form);
+        exporter.ask("fill 1");
+        let bytes = exporter.bytes(form);
         let pending = events.open(&bytes).unwrap();
-        lender.kill();
+        exporter.kill();
         is_pending(&bench, form, &pending);
         drop((pending, events));
         bench.is_clean();
@@ -116,9 +116,9 @@ fn empty_event_is_complete_and_garbage_refused() {
 #[test]
 fn too_small_timeline_buffer_is_refused() {
     let bench = Bench::new();
-    let mut lender = Lender::start();
-    let mut bytes = lender.bytes("number");
-    let small = lender.bytes("small");
+    let mut exporter = Exporter::start();
+    let mut bytes = exporter.bytes("number");
+    let small = exporter.bytes("small");
     bytes[1..65].copy_from_slice(&small);
     let events = foreign(&bench);
     let error = events.open(&bytes).unwrap_err().to_string();
@@ -174,7 +174,7 @@ fn timeline_needs_stream_memory_writes() {
 #[test]
 fn exported_events_are_opened_and_reused_late() {
     let bench = Bench::new();
-    let mut lender = Lender::start();
+    let mut exporter = Exporter::start();
     let context = bench.context();
     let _current = context.enter().unwrap();
     let exported = ExportedEvents::new(context.clone());
@@ -184,11 +184,11 @@ fn exported_events_are_opened_and_reused_late() {
     // SAFETY: the memory is ours, and lives until the stream has ended below.
     unsafe { stream.fill(memory.base(), 1, 64) }.unwrap();
     let first = exported.record(&stream).unwrap();
-    lender.ask(&format!("open {}", hex(&first)));
-    assert_eq!(lender.ask("complete"), "false");
+    exporter.ask(&format!("open {}", hex(&first)));
+    assert_eq!(exporter.ask("complete"), "false");
     bench.script("release");
     stream.synchronize().unwrap();
-    assert_eq!(lender.ask("complete"), "true");
+    assert_eq!(exporter.ask("complete"), "true");
     // 2047 more are others; only then is the oldest used again.
     for _ in 1..2048 {
         assert_ne!(exported.record(&stream).unwrap(), first);

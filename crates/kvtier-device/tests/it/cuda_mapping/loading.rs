@@ -6,7 +6,7 @@ use kvtier_device::cuda::driver::{Context, Driver, Module, Stream};
 use kvtier_device::cuda::{CudaError, code};
 
 use super::setup::Bench;
-use crate::lender::{Lender, UUID};
+use crate::exporter::{Exporter, UUID};
 
 #[test]
 fn all_functions_and_gpus_are_found() {
@@ -30,9 +30,15 @@ fn all_functions_and_gpus_are_found() {
 
 #[test]
 fn old_driver_has_no_batch_copy() {
-    assert_eq!(Lender::with_script("driver=12070").ask("batches"), "false");
-    assert_eq!(Lender::with_script("batch=absent").ask("batches"), "false");
-    assert_eq!(Lender::with_script("driver=13000").ask("batches"), "true");
+    assert_eq!(
+        Exporter::with_script("driver=12070").ask("batches"),
+        "false"
+    );
+    assert_eq!(
+        Exporter::with_script("batch=absent").ask("batches"),
+        "false"
+    );
+    assert_eq!(Exporter::with_script("driver=13000").ask("batches"), "true");
 }
 
 #[test]

@@ -7,7 +7,7 @@ use kvtier_device::cuda::storages::Storages;
 use kvtier_device::{CudaAllocation, CudaStorage, MemorySpec};
 
 use super::setup::Bench;
-use crate::lender::{LENT, Lender, UUID, spec, torch};
+use crate::exporter::{EXPORTED_BYTES, Exporter, UUID, spec, torch};
 
 /// Asserts that opening fails with all of `texts` in the error and leaves nothing behind.
 pub fn refused(bench: &Bench, memories: &[MemorySpec], texts: &[&str]) {
@@ -32,10 +32,10 @@ fn raw(handle: [u8; 64], offset: u64, bytes: u64) -> CudaStorage {
 #[test]
 fn shared_allocation_is_opened_and_closed_once() {
     let bench = Bench::new();
-    let mut lender = Lender::start();
-    lender.ask("fill 7");
-    lender.ask("sync");
-    let handle = lender.handle();
+    let mut exporter = Exporter::start();
+    exporter.ask("fill 7");
+    exporter.ask("sync");
+    let handle = exporter.handle();
     let counts = || {
         let opened = bench.count("cuIpcOpenMemHandle_v2");
         (opened, bench.count("cuIpcCloseMemHandle"))
@@ -50,18 +50,18 @@ fn shared_allocation_is_opened_and_closed_once() {
     let layers = [
         spec(torch(&handle, 0, 4096)),
         spec(older),
-        spec(raw(handle, LENT - 512, 512)),
-        spec(torch(&handle, 0, LENT)),
+        spec(raw(handle, EXPORTED_BYTES - 512, 512)),
+        spec(torch(&handle, 0, EXPORTED_BYTES)),
     ];
     let first = Storages::open(&bench.allocations, &layers).unwrap();
     assert_eq!(counts(), (1, 0));
     let base = first.all()[0].start();
     let at = |offset| DevicePtr(base.0 + offset);
     let starts: Vec<_> = first.all().iter().map(|storage| storage.start()).collect();
-    assert_eq!(starts, [at(0), at(8192), at(LENT - 512), at(0)]);
+    assert_eq!(starts, [at(0), at(8192), at(EXPORTED_BYTES - 512), at(0)]);
     assert_eq!(first.all()[2].bytes(), 512);
-    assert_eq!(first.all()[2].allocation().bytes(), LENT);
-    assert_eq!(bench.read(at(LENT - 512), 512), [7; 512]);
+    assert_eq!(first.all()[2].allocation().bytes(), EXPORTED_BYTES);
+    assert_eq!(bench.read(at(EXPORTED_BYTES - 512), 512), [7; 512]);
 
     // Another registration of the same memory, as of an engine that registers again.
     let second = Storages::open(&bench.allocations, &layers[..1]).unwrap();
@@ -81,8 +81,8 @@ fn shared_allocation_is_opened_and_closed_once() {
 #[test]
 fn concurrent_opens_never_see_closed_memory() {
     let bench = Bench::new();
-    let mut lender = Lender::start();
-    let memory = [spec(torch(&lender.handle(), 0, LENT))];
+    let mut exporter = Exporter::start();
+    let memory = [spec(torch(&exporter.handle(), 0, EXPORTED_BYTES))];
     let start = Barrier::new(4);
     std::thread::scope(|scope| {
         for _ in 0..4 {
@@ -92,7 +92,7 @@ fn concurrent_opens_never_see_closed_memory() {
                     let storages = Storages::open(&bench.allocations, &memory).unwrap();
                     let at = storages.all()[0].start();
                     let range = bench.context().address_range(at).unwrap();
-                    assert_eq!(range, (at, LENT));
+                    assert_eq!(range, (at, EXPORTED_BYTES));
                 }
             });
         }
@@ -106,9 +106,9 @@ fn concurrent_opens_never_see_closed_memory() {
 #[test]
 fn slow_open_delays_only_its_allocation() {
     let bench = Bench::new();
-    let mut lender = Lender::start();
-    let slow = [spec(torch(&lender.handle(), 0, LENT))];
-    let other = [spec(torch(&lender.bytes("small"), 0, 4096))];
+    let mut exporter = Exporter::start();
+    let slow = [spec(torch(&exporter.handle(), 0, EXPORTED_BYTES))];
+    let other = [spec(torch(&exporter.bytes("small"), 0, 4096))];
     let open = |memory: &[MemorySpec]| Storages::open(&bench.allocations, memory).unwrap();
     let called = |function, times| {
         while bench.count(function) < times {
@@ -167,7 +167,7 @@ fn gpu_is_found_by_uuid_for_all_tensors() {
     let refused = |memories: &[MemorySpec]| bench.gpus.of(memories).unwrap_err().to_string();
     let error = refused(&[on(UUID), on(&other)]);
     let expected = format!(
-        "kv_caches[1].device_uuid is {other:?}; allowed: a GPU this server sees, of which there are 2: {UUID}, {second}"
+        "kv_caches[1].device_uuid is {other:?}; allowed: one of the 2 GPUs this server sees: {UUID}, {second}"
     );
     assert_eq!(error, expected);
     let error = refused(&[on(UUID), on(second)]);
@@ -189,16 +189,16 @@ fn gpu_is_found_by_uuid_for_all_tensors() {
 #[test]
 fn truncated_and_missing_handles_are_refused() {
     let bench = Bench::new();
-    let mut lender = Lender::start();
-    let handle = lender.handle();
-    let whole = spec(torch(&handle, 0, LENT));
-    let cut = torch(&[b"\x03c", &handle[..63]].concat(), 0, LENT);
+    let mut exporter = Exporter::start();
+    let handle = exporter.handle();
+    let whole = spec(torch(&handle, 0, EXPORTED_BYTES));
+    let cut = torch(&[b"\x03c", &handle[..63]].concat(), 0, EXPORTED_BYTES);
     let texts = [
         "kv_caches[1].handle[1] is 65 bytes of kind c",
         "allowed: 66 bytes",
     ];
     refused(&bench, &[whole.clone(), spec(cut)], &texts);
-    let mut none = torch(&handle, 0, LENT);
+    let mut none = torch(&handle, 0, EXPORTED_BYTES);
     none.allocation = CudaAllocation::Torch {
         handle: None,
         ref_counter: None,
@@ -215,20 +215,20 @@ fn truncated_and_missing_handles_are_refused() {
 #[test]
 fn storages_beyond_their_allocation_are_refused() {
     let bench = Bench::new();
-    let mut lender = Lender::start();
-    let handle = lender.handle();
-    let inside = spec(torch(&handle, 512, LENT - 512));
+    let mut exporter = Exporter::start();
+    let handle = exporter.handle();
+    let inside = spec(torch(&handle, 512, EXPORTED_BYTES - 512));
     drop(Storages::open(&bench.allocations, std::slice::from_ref(&inside)).unwrap());
     for (offset, bytes) in [
-        (0, LENT + 1),
-        (1, LENT),
-        (LENT, 1),
-        (LENT + 1, 0),
+        (0, EXPORTED_BYTES + 1),
+        (1, EXPORTED_BYTES),
+        (EXPORTED_BYTES, 1),
+        (EXPORTED_BYTES + 1, 0),
         (u64::MAX, 2),
         (2, u64::MAX),
     ] {
         let named = format!("kv_caches[1].storage is {bytes} bytes from {offset} on");
-        let allowed = format!("allowed: inside the {LENT} bytes of its allocation");
+        let allowed = format!("allowed: inside the {EXPORTED_BYTES} bytes of its allocation");
         for storage in [torch(&handle, offset, bytes), raw(handle, offset, bytes)] {
             let memories = [inside.clone(), spec(storage)];
             refused(&bench, &memories, &[&named, &allowed]);
@@ -240,8 +240,8 @@ fn storages_beyond_their_allocation_are_refused() {
 #[test]
 fn memory_of_unknown_size_is_closed_again() {
     let bench = Bench::new();
-    let mut lender = Lender::start();
-    let memory = [spec(torch(&lender.handle(), 0, LENT))];
+    let mut exporter = Exporter::start();
+    let memory = [spec(torch(&exporter.handle(), 0, EXPORTED_BYTES))];
     bench.script("fail cuMemGetAddressRange_v2=500@1");
     let texts = ["kv_caches[0].", "cuMemGetAddressRange_v2", "(500)"];
     refused(&bench, &memory, &texts);
@@ -253,9 +253,9 @@ fn memory_of_unknown_size_is_closed_again() {
 #[test]
 fn memory_of_a_dead_process_is_refused() {
     let bench = Bench::new();
-    let mut lender = Lender::start();
-    let memory = [spec(torch(&lender.handle(), 0, LENT))];
-    lender.kill();
+    let mut exporter = Exporter::start();
+    let memory = [spec(torch(&exporter.handle(), 0, EXPORTED_BYTES))];
+    exporter.kill();
     let texts = [
         "kv_caches[0].memory by its IPC handle",
         "cuIpcOpenMemHandle_v2",
@@ -268,9 +268,13 @@ fn memory_of_a_dead_process_is_refused() {
 #[test]
 fn memory_of_this_process_is_refused() {
     let bench = Bench::new();
-    let own = bench.context().allocate(LENT).unwrap();
+    let own = bench.context().allocate(EXPORTED_BYTES).unwrap();
     let IpcHandle(handle) = own.ipc_handle().unwrap();
-    let error = Storages::open(&bench.allocations, &[spec(torch(&handle, 0, LENT))]).unwrap_err();
+    let error = Storages::open(
+        &bench.allocations,
+        &[spec(torch(&handle, 0, EXPORTED_BYTES))],
+    )
+    .unwrap_err();
     assert!(
         error
             .to_string()
@@ -284,12 +288,12 @@ fn memory_of_this_process_is_refused() {
 #[test]
 fn mappings_outlive_their_process() {
     let bench = Bench::new();
-    let mut lender = Lender::start();
-    lender.ask("fill 9");
-    lender.ask("sync");
-    let memory = [spec(torch(&lender.handle(), 0, LENT))];
+    let mut exporter = Exporter::start();
+    exporter.ask("fill 9");
+    exporter.ask("sync");
+    let memory = [spec(torch(&exporter.handle(), 0, EXPORTED_BYTES))];
     let storages = Storages::open(&bench.allocations, &memory).unwrap();
-    lender.kill();
+    exporter.kill();
     assert_eq!(bench.read(storages.all()[0].start(), 8), [9; 8]);
     drop(storages);
     assert_eq!(bench.count("cuIpcCloseMemHandle"), 1);

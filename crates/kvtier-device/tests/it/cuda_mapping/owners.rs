@@ -3,11 +3,11 @@
 use kvtier_device::cuda::owner::Owner;
 use kvtier_device::{CudaAllocation, CudaStorage, MemorySpec};
 
-use crate::lender::{Counters, LENT, Lender, UUID, spec, torch};
+use crate::exporter::{Counters, EXPORTED_BYTES, Exporter, UUID, spec, torch};
 
 /// Memory whose users are counted in this file.
 fn counted(name: &str) -> MemorySpec {
-    let mut storage = torch(&[0; 64], 0, LENT);
+    let mut storage = torch(&[0; 64], 0, EXPORTED_BYTES);
     storage.allocation = CudaAllocation::Torch {
         handle: None,
         ref_counter: Some((name.into(), 0)),
@@ -26,7 +26,7 @@ fn linked(counters: &Counters, pid: u32) -> Counters {
 
 #[test]
 fn exit_of_a_proven_owner_is_noticed() {
-    let (mut one, mut two) = (Lender::start(), Lender::start());
+    let (mut one, mut two) = (Exporter::start(), Exporter::start());
     let files = [one.counters(), one.counters(), two.counters()];
     let [first, second, others] = files.each_ref().map(|file| counted(&file.0));
     let owner = Owner::identify(&[first.clone(), second, first.clone()]).unwrap();
@@ -44,7 +44,7 @@ fn exit_of_a_proven_owner_is_noticed() {
 
 #[test]
 fn unproven_owner_is_none() {
-    let (mut one, mut two) = (Lender::start(), Lender::start());
+    let (mut one, mut two) = (Exporter::start(), Exporter::start());
     let (file, others) = (one.counters(), two.counters());
     let ours = counted(&file.0);
     assert!(Owner::identify(std::slice::from_ref(&ours)).is_some());

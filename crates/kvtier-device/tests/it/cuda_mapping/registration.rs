@@ -10,11 +10,11 @@ use kvtier_device::{CudaAllocation, MemorySpec};
 
 use super::memory::refused;
 use super::setup::Bench;
-use crate::lender::{LENT, Lender, spec, torch};
+use crate::exporter::{EXPORTED_BYTES, Exporter, spec, torch};
 
 /// A storage with all that PyTorch adds.
 fn storage(handle: &[u8; 64], counter: Option<(&str, u64)>, event: Option<&[u8]>) -> MemorySpec {
-    let mut storage = torch(handle, 0, LENT);
+    let mut storage = torch(handle, 0, EXPORTED_BYTES);
     let CudaAllocation::Torch {
         ref_counter: the_counter,
         event: the_event,
@@ -68,8 +68,8 @@ impl Drop for Counters {
 #[test]
 fn closing_a_storage_decrements_its_counter_once() {
     let bench = Bench::new();
-    let mut lender = Lender::start();
-    let handle = lender.handle();
+    let mut exporter = Exporter::start();
+    let handle = exporter.handle();
     let counters = Counters::new();
     // Three layers of one storage; two of them came in the same wrapper.
     let of = |index| storage(&handle, Some((&counters.name, index)), None);
@@ -85,8 +85,8 @@ fn closing_a_storage_decrements_its_counter_once() {
 #[test]
 fn refused_registration_decrements_its_counters() {
     let bench = Bench::new();
-    let mut lender = Lender::start();
-    let handle = lender.handle();
+    let mut exporter = Exporter::start();
+    let handle = exporter.handle();
     let counters = Counters::new();
     let bad = [
         ("/etc/passwd", 0, "handle[4] is"),
@@ -106,8 +106,8 @@ fn refused_registration_decrements_its_counters() {
 #[test]
 fn missing_counter_file_is_ignored() {
     let bench = Bench::new();
-    let mut lender = Lender::start();
-    let handle = lender.handle();
+    let mut exporter = Exporter::start();
+    let handle = exporter.handle();
     let memory = [storage(&handle, Some(("/torch_999999999_1_1", 0)), None)];
     drop(Storages::open(&bench.allocations, &memory).unwrap());
     assert!(!PathBuf::from("/dev/shm/torch_999999999_1_1").exists());
@@ -117,13 +117,13 @@ fn missing_counter_file_is_ignored() {
 #[test]
 fn storages_are_ready_after_their_events() {
     let bench = Bench::new();
-    let mut lender = Lender::start();
-    let handle = lender.handle();
-    let past = lender.bytes("event");
+    let mut exporter = Exporter::start();
+    let handle = exporter.handle();
+    let past = exporter.bytes("event");
     // The engine's next work begins and does not get on.
-    lender.ask("script hold kernel");
-    lender.ask("fill 3");
-    let pending = lender.bytes("event");
+    exporter.ask("script hold kernel");
+    exporter.ask("fill 3");
+    let pending = exporter.bytes("event");
     let of = |event: &[u8]| storage(&handle, None, Some(event));
     let memory = [
         of(&past),
@@ -135,8 +135,8 @@ fn storages_are_ready_after_their_events() {
     assert_eq!(bench.count("cuIpcOpenEventHandle"), 2);
     assert!(!storages.are_ready().unwrap());
     assert!(!storages.wait_until_ready(Instant::now()).unwrap());
-    lender.ask("script release");
-    lender.ask("sync");
+    exporter.ask("script release");
+    exporter.ask("sync");
     assert!(storages.are_ready().unwrap());
     // They are not queried again.
     assert_eq!(bench.count("live.events"), 0);
@@ -157,14 +157,14 @@ fn storages_are_ready_after_their_events() {
 #[test]
 fn death_before_the_event_blocks_nothing() {
     let bench = Bench::new();
-    let mut lender = Lender::start();
-    let handle = lender.handle();
-    lender.ask("script hold kernel");
-    lender.ask("fill 3");
-    let pending = lender.bytes("event");
+    let mut exporter = Exporter::start();
+    let handle = exporter.handle();
+    exporter.ask("script hold kernel");
+    exporter.ask("fill 3");
+    let pending = exporter.bytes("event");
     let memory = [storage(&handle, None, Some(&pending))];
     let mut storages = Storages::open(&bench.allocations, &memory).unwrap();
-    lender.kill();
+    exporter.kill();
     assert!(!storages.wait_until_ready(Instant::now()).unwrap());
     drop(storages);
     assert_eq!(bench.count("cuIpcCloseMemHandle"), 1);
@@ -174,8 +174,8 @@ fn death_before_the_event_blocks_nothing() {
 #[test]
 fn unopenable_events_are_refused() {
     let bench = Bench::new();
-    let mut lender = Lender::start();
-    let handle = lender.handle();
+    let mut exporter = Exporter::start();
+    let handle = exporter.handle();
     let good = storage(&handle, None, None);
     let cut = storage(&handle, None, Some(&[0; 63]));
     refused(

@@ -8,7 +8,7 @@ use kvtier_device::{CudaAllocation, CudaStorage, MemorySpec};
 
 use super::memory::refused;
 use super::setup::Bench;
-use crate::lender::{GRANULE, Lender, UUID, spec, torch};
+use crate::exporter::{Exporter, GRANULE, UUID, spec, torch};
 
 /// As PyTorch 2.13 writes it; `kind` is 1 for descriptors, 2 for fabric handles.
 fn expandable(pid: i32, size: u64, count: usize, kind: i32, handles: &[u8]) -> Vec<u8> {
@@ -28,9 +28,9 @@ fn descriptors(pid: i32, size: u64, fds: &[i32]) -> Vec<u8> {
     expandable(pid, size, fds.len(), 1, &raw)
 }
 
-/// Pieces of the lender: bytes of each, and the numbers of their descriptors.
-fn pieces(lender: &mut Lender, count: usize) -> (u64, Vec<i32>) {
-    let answer = lender.ask(&format!("segments {count}"));
+/// Pieces of the exporter: bytes of each, and the numbers of their descriptors.
+fn pieces(exporter: &mut Exporter, count: usize) -> (u64, Vec<i32>) {
+    let answer = exporter.ask(&format!("segments {count}"));
     let mut numbers = answer.split(' ');
     let size = numbers.next().unwrap().parse().unwrap();
     (size, numbers.map(|fd| fd.parse().unwrap()).collect())
@@ -48,9 +48,9 @@ fn vmm(fabric: Option<Vec<u8>>, bytes: u64, offset: u64, used: u64) -> MemorySpe
 #[test]
 fn expandable_segments_are_mapped_in_order() {
     let bench = Bench::new();
-    let mut lender = Lender::start();
-    let (size, fds) = pieces(&mut lender, 3);
-    let handle = descriptors(lender.pid(), size, &fds);
+    let mut exporter = Exporter::start();
+    let (size, fds) = pieces(&mut exporter, 3);
+    let handle = descriptors(exporter.pid(), size, &fds);
     let storage = |offset, bytes| spec(torch(&handle, offset, bytes));
     let layers = [storage(0, 3 * size), storage(size - 4, size)];
     let open_files = || std::fs::read_dir("/proc/self/fd").unwrap().count();
@@ -82,9 +82,13 @@ fn expandable_segments_are_mapped_in_order() {
 #[test]
 fn each_registration_maps_its_own_segments() {
     let bench = Bench::new();
-    let mut lender = Lender::start();
-    let (size, fds) = pieces(&mut lender, 1);
-    let memory = [spec(torch(&descriptors(lender.pid(), size, &fds), 0, size))];
+    let mut exporter = Exporter::start();
+    let (size, fds) = pieces(&mut exporter, 1);
+    let memory = [spec(torch(
+        &descriptors(exporter.pid(), size, &fds),
+        0,
+        size,
+    ))];
     let first = Storages::open(&bench.allocations, &memory).unwrap();
     let second = Storages::open(&bench.allocations, &memory).unwrap();
     assert_ne!(first.all()[0].start(), second.all()[0].start());
@@ -97,15 +101,15 @@ fn each_registration_maps_its_own_segments() {
 #[test]
 fn mapped_segments_outlive_their_process() {
     let bench = Bench::new();
-    let mut lender = Lender::start();
-    let (size, fds) = pieces(&mut lender, 2);
+    let mut exporter = Exporter::start();
+    let (size, fds) = pieces(&mut exporter, 2);
     let memory = [spec(torch(
-        &descriptors(lender.pid(), size, &fds),
+        &descriptors(exporter.pid(), size, &fds),
         0,
         2 * size,
     ))];
     let storages = Storages::open(&bench.allocations, &memory).unwrap();
-    lender.kill();
+    exporter.kill();
     let last = DevicePtr(storages.all()[0].start().0 + 2 * size - 1);
     assert_eq!(bench.read(last, 1), [2]);
     drop(storages);
@@ -120,14 +124,14 @@ fn mapped_segments_outlive_their_process() {
 #[test]
 fn invalid_descriptors_are_refused() {
     let bench = Bench::new();
-    let mut lender = Lender::start();
-    let (size, fds) = pieces(&mut lender, 1);
-    let pid = lender.pid();
+    let mut exporter = Exporter::start();
+    let (size, fds) = pieces(&mut exporter, 1);
+    let pid = exporter.pid();
     let open = |pid, size, fds: &[i32]| [spec(torch(&descriptors(pid, size, fds), 0, size))];
     // One that does not exist, behind one that does.
     let texts = ["taking a descriptor of process", "Bad file descriptor"];
     refused(&bench, &open(pid, size, &[fds[0], 9999]), &texts);
-    // One of something else: the lender's standard input.
+    // One of something else: the exporter's standard input.
     refused(
         &bench,
         &open(pid, size, &[fds[0], 0]),
@@ -153,9 +157,9 @@ fn invalid_descriptors_are_refused() {
 #[test]
 fn storages_beyond_their_segments_are_refused() {
     let bench = Bench::new();
-    let mut lender = Lender::start();
-    let (size, fds) = pieces(&mut lender, 2);
-    let handle = descriptors(lender.pid(), size, &fds);
+    let mut exporter = Exporter::start();
+    let (size, fds) = pieces(&mut exporter, 2);
+    let handle = descriptors(exporter.pid(), size, &fds);
     for (offset, bytes) in [(0, 2 * size + 1), (size, size + 1), (u64::MAX, 2)] {
         let memory = [spec(torch(&handle, offset, bytes))];
         refused(&bench, &memory, &["kv_caches[0].storage is"]);
@@ -166,8 +170,8 @@ fn storages_beyond_their_segments_are_refused() {
 #[test]
 fn fabric_handles_need_no_living_process() {
     let bench = Bench::new();
-    let mut lender = Lender::start();
-    let handles = lender.bytes("fabric 2");
+    let mut exporter = Exporter::start();
+    let handles = exporter.bytes("fabric 2");
     let size = GRANULE;
     // A process that does not exist: fabric handles do not need it.
     let segments = expandable(i32::MAX, size, 2, 2, &handles);

@@ -8,7 +8,7 @@ use kvtier_device::cuda::allocations::Allocations;
 use kvtier_device::cuda::driver::{Context, DevicePtr, Driver, Stream};
 use kvtier_device::cuda::uuid::Gpus;
 
-use crate::lender::FakeDriver;
+use crate::exporter::FakeDriver;
 
 /// Exclusive use of the driver, with the first of two GPUs in use.
 pub struct Bench {

@@ -159,8 +159,8 @@ pub(super) async fn ten_thousand_keys(context: TestContext) {
     }
     if adapter.capabilities().delete {
         let deleted = adapter.delete(keys(&objects)).await;
-        let gone = deleted.iter().filter(|result| **result == Ok(true)).count();
-        assert_eq!(gone, 10_000, "delete");
+        let removed = deleted.iter().filter(|result| **result == Ok(true)).count();
+        assert_eq!(removed, 10_000, "delete");
         let found = context.lookup(&*adapter, &objects).await;
         assert_eq!(found.iter().flatten().count(), 0, "lookup after the delete");
     }

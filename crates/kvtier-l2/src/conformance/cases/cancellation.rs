@@ -36,7 +36,7 @@ pub(super) async fn dropped_stores_leave_all_or_nothing(context: TestContext) {
 }
 
 /// Buffers of a dropped load are not written after their holds are dropped.
-pub(super) async fn dropped_loads_let_go_of_their_buffers(context: TestContext) {
+pub(super) async fn dropped_loads_release_their_buffers(context: TestContext) {
     let adapter = context.open().await;
     let objects = some(0);
     context.store(&*adapter, &objects).await;

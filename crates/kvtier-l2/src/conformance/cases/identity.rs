@@ -18,8 +18,8 @@ pub(super) async fn same_key_twice_in_one_batch(context: TestContext) {
     }
     if adapter.capabilities().delete {
         let deleted = adapter.delete(keys(&twice)).await;
-        let gone = deleted.iter().filter(|result| **result == Ok(true)).count();
-        assert_eq!(gone, 2, "{deleted:?}");
+        let removed = deleted.iter().filter(|result| **result == Ok(true)).count();
+        assert_eq!(removed, 2, "{deleted:?}");
     }
 }
 

@@ -177,7 +177,7 @@ pub(super) async fn recovers_what_was_stored(context: TestContext) {
     };
     let recovered = adapter.recover(&tell).await.expect("a recovery");
     let found = found.into_inner().expect("no panic");
-    let told: BTreeMap<_, _> = found
+    let listed: BTreeMap<_, _> = found
         .iter()
         .map(|listed| (listed.key.clone(), listed.bytes))
         .collect();
@@ -185,8 +185,8 @@ pub(super) async fn recovers_what_was_stored(context: TestContext) {
     let expected: BTreeMap<_, _> = each
         .map(|(object, stored)| (object.key.clone(), stored.bytes()))
         .collect();
-    assert_eq!(told, expected, "what it told");
-    assert_eq!(found.len(), objects.len(), "objects told");
+    assert_eq!(listed, expected, "what it listed");
+    assert_eq!(found.len(), objects.len(), "objects listed");
     assert_eq!(recovered.objects, 50, "{recovered:?}");
     assert_eq!(
         recovered.bytes,
@@ -202,7 +202,7 @@ pub(super) async fn recovers_what_was_stored(context: TestContext) {
 }
 
 /// A recovery stops on request.
-pub(super) async fn a_recovery_stops_when_told(context: TestContext) {
+pub(super) async fn recovery_stops_when_requested(context: TestContext) {
     let adapter = context.open().await;
     if !adapter.capabilities().list {
         return;

@@ -34,9 +34,9 @@ cases! {
     identity: same_key_twice_in_one_batch, other_lengths_are_never_ok, other_layouts_are_never_ok,
         tenants_and_models_are_apart, odd_keys_are_kept_or_refused;
     listing: a_listing_in_pages_is_complete, odd_cursors_are_harmless, bytes_agree_at_every_step, reopens_what_was_stored,
-        recovers_what_was_stored, a_recovery_stops_when_told, recovers_while_used;
+        recovers_what_was_stored, recovery_stops_when_requested, recovers_while_used;
     concurrency: same_key_by_many_callers, delete_while_loading, many_tasks_at_once;
-    cancellation: dropped_stores_leave_all_or_nothing, dropped_loads_let_go_of_their_buffers, dropped_calls_do_no_harm,
+    cancellation: dropped_stores_leave_all_or_nothing, dropped_loads_release_their_buffers, dropped_calls_do_no_harm,
         close_waits_for_work;
     damage: damaged_objects_are_never_ok, damage_while_closed_is_never_ok, damaged_objects_can_be_stored_again;
 }

@@ -43,7 +43,7 @@ fn child_that_stores_until_it_is_killed() {
 }
 
 #[test]
-fn kill_9_during_stores_leaves_whole_objects_and_no_leftovers() {
+fn kill_9_during_stores_leaves_only_whole_objects() {
     use std::io::{BufRead, BufReader};
 
     let fixture = Fixture::new();
@@ -92,7 +92,7 @@ fn kill_9_during_stores_leaves_whole_objects_and_no_leftovers() {
 }
 
 #[test]
-fn two_adapters_on_one_directory_see_each_other_and_no_halves() {
+fn two_adapters_on_one_directory_see_whole_objects() {
     let first = Fixture::new();
     let second = Fixture::with(|options| {
         options.base_path = first.base().to_owned();

@@ -101,7 +101,7 @@ fn another_objects_file() {
 }
 
 #[test]
-fn a_file_of_another_layout_stays_until_it_is_replaced() {
+fn file_of_another_layout_stays_until_replaced() {
     for direct in [false, true] {
         // The last has as many bytes with its trailer as the first alone.
         for (len, layout) in [(LEN, LAYOUT + 1), (LEN / 2, LAYOUT), (LEN - 64, LAYOUT)] {
@@ -203,7 +203,7 @@ fn file_that_replaced_a_damaged_one_stays() {
     let held = fs::File::open(&path).unwrap();
     fixture.store(&object(1)).unwrap();
     let result = base.quarantine(&base.dir(), name, &seen);
-    assert_eq!(result, Ok(crate::fs::base::Quarantined::Gone));
+    assert_eq!(result, Ok(crate::fs::base::Quarantined::Replaced));
     assert_eq!(fixture.load(&object(1)), Ok(true));
     drop(held);
 }

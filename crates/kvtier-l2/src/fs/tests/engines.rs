@@ -28,7 +28,7 @@ fn has_uring() -> bool {
 }
 
 #[test]
-fn all_tests_of_the_adapter_pass_with_io_uring_too() {
+fn adapter_tests_pass_with_io_uring() {
     if tested() == IoEngine::Uring || !has_uring() {
         return;
     }
@@ -68,7 +68,7 @@ fn mixed(io_engine: IoEngine, use_odirect: bool) -> Vec<String> {
     }
     std::fs::create_dir(fixture.path(&object(33))).unwrap();
     let stored = block_on(fixture.adapter.store(stores.collect()));
-    let mut told: Vec<_> = stored
+    let mut answers: Vec<_> = stored
         .iter()
         .map(|stored| format!("{:?}", stored.as_ref().map_err(L2Error::kind)))
         .collect();
@@ -94,16 +94,16 @@ fn mixed(io_engine: IoEngine, use_odirect: bool) -> Vec<String> {
             assert!(found == bytes(&spec(number)), "wrong bytes of {number}");
         }
     }
-    told.extend(
+    answers.extend(
         loaded
             .iter()
             .map(|loaded| format!("{:?}", loaded.as_ref().map_err(L2Error::kind))),
     );
-    told.push(format!("{:?}", fixture.names()));
+    answers.push(format!("{:?}", fixture.names()));
     for counter in ["quarantined_files", "replaced_files"] {
-        told.push(format!("{counter} {}", fixture.status(counter)));
+        answers.push(format!("{counter} {}", fixture.status(counter)));
     }
-    told
+    answers
 }
 
 #[test]
@@ -113,8 +113,8 @@ fn engines_return_equal_results() {
     }
     for direct in [false, true] {
         let posix = mixed(IoEngine::Posix, direct);
-        assert!(posix.iter().any(|told| told.contains("Corrupt")));
-        assert!(posix.iter().any(|told| told.contains("Refused")));
+        assert!(posix.iter().any(|answers| answers.contains("Corrupt")));
+        assert!(posix.iter().any(|answers| answers.contains("Refused")));
         assert_eq!(mixed(IoEngine::Uring, direct), posix);
     }
 }

@@ -1,4 +1,4 @@
-//! Disks that are full, broken or gone, and threads that fail.
+//! Disks that are full, broken or missing, and threads that fail.
 
 use std::fs;
 use std::os::fd::BorrowedFd;
@@ -193,7 +193,7 @@ fn refused_direct_io_uses_page_cache() {
 }
 
 #[test]
-fn work_that_panics_fails_alone() {
+fn panicking_job_fails_alone() {
     let (fixture, error) = faulty(true);
     error.store(Errno::IO.raw_os_error() as u32, Ordering::Relaxed);
     for _ in 0..8 {

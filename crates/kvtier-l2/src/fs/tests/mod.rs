@@ -230,7 +230,7 @@ fn may_mount() -> bool {
 }
 
 #[test]
-fn the_bytes_of_a_file_are_those_that_lmcache_reads() {
+fn file_bytes_are_readable_by_lmcache() {
     for direct in [false, true] {
         let fixture = Fixture::with(|options| options.use_odirect = direct);
         for len in [0, 1, 4032, 4096, LEN, 1 << 15] {
@@ -253,7 +253,7 @@ fn the_bytes_of_a_file_are_those_that_lmcache_reads() {
 }
 
 #[test]
-fn one_mode_reads_what_the_other_wrote() {
+fn each_mode_reads_files_of_the_other() {
     for direct in [false, true] {
         let writer = Fixture::with(|options| options.use_odirect = direct);
         let reader = Fixture::with(|options| {
@@ -272,7 +272,7 @@ fn one_mode_reads_what_the_other_wrote() {
 }
 
 #[test]
-fn only_the_owner_can_read_what_is_there() {
+fn files_are_readable_only_by_their_owner() {
     let fixture = Fixture::with(|options| options.layout = Layout::Sharded);
     fixture.store(&object(1)).unwrap();
     let mode = |path: &Path| std::fs::metadata(path).unwrap().permissions().mode() & 0o777;
@@ -351,7 +351,7 @@ fn invalid_base_path_is_refused_by_name() {
 }
 
 #[test]
-fn a_closed_adapter_answers_and_leaves_no_file_behind() {
+fn closed_adapter_answers_and_leaves_no_file() {
     let fixture = Fixture::new();
     fixture.store(&object(1)).unwrap();
     block_on(fixture.adapter.close());

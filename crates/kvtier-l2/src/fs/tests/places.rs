@@ -48,7 +48,7 @@ fn require_checksum_makes_bare_files_misses() {
 }
 
 #[test]
-fn both_generations_are_found_and_the_asked_one_is_written() {
+fn both_generations_are_found_configured_one_is_written() {
     for (names, other) in [
         (KeyShape::Grouped, KeyShape::Ungrouped),
         (KeyShape::Ungrouped, KeyShape::Grouped),
@@ -81,7 +81,7 @@ fn both_generations_are_found_and_the_asked_one_is_written() {
 }
 
 #[test]
-fn keys_of_other_groups_have_one_name_in_both_generations() {
+fn other_groups_have_one_name_in_both_generations() {
     let key = ObjectKey::new(ChunkHash([5; 32]), "m", 1, 2, "").unwrap();
     let object = ObjectSpec { key, ..object(5) };
     let old = Fixture::with(|options| options.names = KeyShape::Ungrouped);
@@ -93,7 +93,7 @@ fn keys_of_other_groups_have_one_name_in_both_generations() {
 }
 
 #[test]
-fn both_layouts_are_found_and_the_asked_one_is_written() {
+fn both_layouts_are_found_configured_one_is_written() {
     for layout in [Layout::Flat, Layout::Sharded] {
         let theirs = Fixture::with(|options| options.layout = layout.other());
         let ours = Fixture::with(|options| {
@@ -123,7 +123,7 @@ fn both_layouts_are_found_and_the_asked_one_is_written() {
 }
 
 #[test]
-fn a_file_that_is_not_the_object_hides_no_other_place() {
+fn foreign_file_does_not_hide_another_place() {
     let wanted = object(1);
     let other = ObjectSpec {
         layout: LAYOUT + 1,
@@ -181,7 +181,7 @@ fn object_in_two_places_is_listed_once_deleted_twice() {
 }
 
 #[test]
-fn names_that_are_too_long_or_ambiguous_still_store_and_recover() {
+fn overlong_or_ambiguous_names_store_and_recover() {
     for layout in [Layout::Flat, Layout::Sharded] {
         for direct in [false, true] {
             let fixture = Fixture::with(|options| {
@@ -362,7 +362,7 @@ fn page_bound(number: u8) -> ObjectSpec {
 }
 
 #[test]
-fn page_bound_object_without_layout_is_a_miss_until_replaced() {
+fn page_bound_object_without_layout_misses_until_replaced() {
     let fixture = Fixture::new();
     for object in [page_bound(1), object(2)] {
         fixture.write_bare(&object, KeyShape::Grouped, 0);
@@ -379,7 +379,7 @@ fn page_bound_object_without_layout_is_a_miss_until_replaced() {
 }
 
 #[test]
-fn page_bound_object_without_layout_is_loaded_where_trusted() {
+fn page_bound_object_without_layout_loads_if_trusted() {
     let fixture = Fixture::with(|options| options.trust_missing_layout = true);
     fixture.write_bare(&page_bound(1), KeyShape::Grouped, 0);
     assert!(fixture.has(&page_bound(1)));

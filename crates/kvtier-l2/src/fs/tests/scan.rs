@@ -117,8 +117,8 @@ fn listing_is_stable_under_concurrent_changes() {
         let page = block_on(fixture.adapter.list(from, 10)).unwrap();
         listed.extend(page.objects.into_iter().map(|object| object.key));
         // Of the first half, one of ten goes; as many new ones come.
-        let gone = (next - 400) % 200 / 10 * 10;
-        block_on(fixture.adapter.delete(vec![numbered(gone).key]));
+        let removed = (next - 400) % 200 / 10 * 10;
+        block_on(fixture.adapter.delete(vec![numbered(removed).key]));
         let object = numbered(next + 10_000);
         let from_buffer = fixture.buffer(0, object.len);
         let item = StoreItem {

@@ -181,9 +181,9 @@ impl Checksums {
         let (names, known): (Vec<_>, Vec<Known>) = damaged.into_iter().unzip();
         let deleted = self.inner.delete(names).await;
         // The checksum of an object that could not be deleted is kept, so that the next load detects it too.
-        let gone = known.into_iter().zip(deleted);
+        let forgotten = known.into_iter().zip(deleted);
         self.sums
-            .forget(gone.filter_map(|(known, result)| result.ok().map(|_| known)));
+            .forget(forgotten.filter_map(|(known, result)| result.ok().map(|_| known)));
     }
 }
 

@@ -318,7 +318,7 @@ fn checksum_cache_evicts_the_least_recently_used() {
 }
 
 #[test]
-fn stores_of_one_key_in_flight_are_all_allowed() {
+fn concurrent_stores_of_one_key_are_allowed() {
     let sums = Arc::new(ChecksumCache::new(10));
     let (one, two) = (sums.start(vec![(1, 7), (1, 8)]), sums.start(vec![(1, 8)]));
     one.finish([Outcome::Unchanged, Outcome::Unchanged]);

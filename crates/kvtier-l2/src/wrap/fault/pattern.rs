@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn keys_belong_to_the_parts_that_lmcache_puts_them_in() {
+    fn keys_match_the_parts_of_lmcache() {
         // From Python: int.from_bytes(blake2b(text, digest_size=8).digest(), "big") % 1000000
         assert_eq!(
             part(0, &key(0, "org/model", 0x0201_0201, 0, "tenant")),
@@ -86,7 +86,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_fails_below_the_rate_and_not_at_it() {
+    fn key_fails_below_the_rate_not_at_it() {
         let key = key(0, "org/model", 0x0201_0201, 0, "tenant");
         let fails = |rate| {
             let pattern = Pattern {

@@ -148,7 +148,7 @@ async fn delete_by_name_counts_until_answered() {
     let (deleted, stored) = tokio::join!(deleting, storing);
     assert_eq!(
         (deleted, stored[0].is_ok()),
-        (vec![Ok(Deleted::Gone)], true)
+        (vec![Ok(Deleted::Removed)], true)
     );
     assert_eq!(memory.peak_bytes("a"), SIZE);
     assert_accounting(&tier, &memory);
@@ -398,7 +398,7 @@ async fn strict_limit_holds_in_random_histories() {
 }
 
 #[tokio::test]
-async fn strict_limit_reports_never_exceed_it_while_a_store_waits() {
+async fn strict_limit_holds_while_a_store_waits() {
     let memory = test_adapter();
     for operation in [Operation::Delete, Operation::Store] {
         memory.always(operation, Some(Step::Wait));

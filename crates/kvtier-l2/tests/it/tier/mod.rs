@@ -116,17 +116,17 @@ async fn tenant_bytes_sum_to_total_after_deletes() {
     tier.store(items).await;
     // One of another writer, one that does not exist, one twice.
     memory.put(&key(9, "c"), LEN, 0);
-    let gone = [&key(9, "c"), &key(8, "d"), &keys[0], &keys[0]];
+    let asked = [&key(9, "c"), &key(8, "d"), &keys[0], &keys[0]];
     let deleted = tier
-        .delete(gone.into_iter().cloned().collect(), false)
+        .delete(asked.into_iter().cloned().collect(), false)
         .await;
     let deleted: Vec<_> = deleted.into_iter().map(Result::unwrap).collect();
     assert_eq!(
         deleted,
         [
-            Deleted::Gone,
+            Deleted::Removed,
             Deleted::Absent,
-            Deleted::Gone,
+            Deleted::Removed,
             Deleted::Absent
         ]
     );
@@ -230,11 +230,11 @@ async fn leased_object_is_neither_evicted_nor_deleted() {
     };
     assert_eq!(delete(1, false).await, Deleted::Kept);
     drop(held);
-    assert_eq!(delete(1, false).await, Deleted::Gone);
+    assert_eq!(delete(1, false).await, Deleted::Removed);
     // Unless it is forced.
     let held = tier.lookup(vec![spec(&key(3, ""), LEN)]).await.unwrap();
     assert!(held[0].is_some());
-    assert_eq!(delete(3, true).await, Deleted::Gone);
+    assert_eq!(delete(3, true).await, Deleted::Removed);
     drop(held);
     assert_accounting(&tier, &memory);
 }
@@ -248,7 +248,7 @@ async fn object_with_failed_delete_still_counts() {
     let keys = vec![key(1, ""), key(2, ""), key(3, "")];
     let deleted = tier.delete(keys, false).await;
     assert_eq!(deleted[0].as_ref().unwrap_err().kind(), ErrorKind::Refused);
-    assert_eq!(deleted[1..], [Ok(Deleted::Gone), Ok(Deleted::Absent)]);
+    assert_eq!(deleted[1..], [Ok(Deleted::Removed), Ok(Deleted::Absent)]);
     assert_eq!(tier.usage().objects, 1);
     assert_accounting(&tier, &memory);
 }

@@ -2,6 +2,7 @@
 
 use super::write_ints;
 use crate::key::required;
+use crate::wire::fields::write_fields;
 use crate::wire::{self, DecodeError, Reader, name_shown};
 
 /// An enum whose values are texts on the wire.
@@ -192,18 +193,13 @@ impl EngineGroupInfo {
     }
 
     pub(crate) fn write(&self, out: &mut Vec<u8>) {
-        wire::write_map_len(out, 6);
-        wire::write_str(out, "engine_group_id");
-        wire::write_int(out, self.engine_group_id);
-        wire::write_str(out, "layer_indices");
-        write_ints(out, &self.layer_indices);
-        wire::write_str(out, "tokens_per_block");
-        wire::write_int(out, self.tokens_per_block);
-        wire::write_str(out, "sw_size_tokens");
-        wire::write_int(out, self.sw_size_tokens);
-        wire::write_str(out, "extra_object_group_tag");
-        wire::write_int(out, self.extra_object_group_tag);
-        wire::write_str(out, "recurrent_state");
-        wire::write_bool(out, self.recurrent_state);
+        write_fields!(out, {
+            "engine_group_id", wire::write_int, self.engine_group_id;
+            "layer_indices", write_ints, &self.layer_indices;
+            "tokens_per_block", wire::write_int, self.tokens_per_block;
+            "sw_size_tokens", wire::write_int, self.sw_size_tokens;
+            "extra_object_group_tag", wire::write_int, self.extra_object_group_tag;
+            "recurrent_state", wire::write_bool, self.recurrent_state;
+        });
     }
 }

@@ -1,7 +1,8 @@
 //! Records that travel in lists: telemetry, blending, and servers among each other.
 
 use super::{MAX_GROUPS, write_ints};
-use crate::key::{check_salt, required};
+use crate::key::check_salt;
+use crate::wire::fields::{read_fields, write_fields};
 use crate::wire::{self, DecodeError, Reader, name_shown};
 
 /// Which blocks one request got.
@@ -20,33 +21,24 @@ impl<'a> AllocationRecord<'a> {
     pub(crate) const MIN_BYTES: usize = 39;
 
     pub(crate) fn read(reader: &mut Reader<'a>) -> Result<Self, DecodeError> {
-        let mut request_id = None;
-        let mut new_block_ids = None;
-        let mut new_token_ids = None;
-        reader.map(|name, value| {
-            match name {
-                "req_id" => request_id = Some(value.str()?),
-                "new_block_ids" => new_block_ids = Some(value.ints()?),
-                "new_token_ids" => new_token_ids = Some(value.ints()?),
-                _ => value.skip()?,
-            }
-            Ok(())
-        })?;
+        read_fields!(reader, |value| {
+            request_id, "req_id" => value.str()?;
+            new_block_ids, "new_block_ids" => value.ints()?;
+            new_token_ids, "new_token_ids" => value.ints()?;
+        });
         Ok(Self {
-            request_id: required(request_id, "req_id")?,
-            new_block_ids: required(new_block_ids, "new_block_ids")?,
-            new_token_ids: required(new_token_ids, "new_token_ids")?,
+            request_id,
+            new_block_ids,
+            new_token_ids,
         })
     }
 
     pub(crate) fn write(&self, out: &mut Vec<u8>) {
-        wire::write_map_len(out, 3);
-        wire::write_str(out, "req_id");
-        wire::write_str(out, self.request_id);
-        wire::write_str(out, "new_block_ids");
-        write_ints(out, &self.new_block_ids);
-        wire::write_str(out, "new_token_ids");
-        write_ints(out, &self.new_token_ids);
+        write_fields!(out, {
+            "req_id", wire::write_str, self.request_id;
+            "new_block_ids", write_ints, &self.new_block_ids;
+            "new_token_ids", write_ints, &self.new_token_ids;
+        });
     }
 }
 
@@ -70,42 +62,30 @@ impl<'a> MatchedSegment<'a> {
     pub(crate) const MIN_BYTES: usize = 40;
 
     pub(crate) fn read(reader: &mut Reader<'a>) -> Result<Self, DecodeError> {
-        let mut positions = [None; 4];
-        let mut hash = None;
-        reader.map(|name, value| {
-            match name {
-                "old_st" => positions[0] = Some(value.int()?),
-                "old_ed" => positions[1] = Some(value.int()?),
-                "cur_st" => positions[2] = Some(value.int()?),
-                "cur_ed" => positions[3] = Some(value.int()?),
-                "hash" => hash = Some(value.bin()?),
-                _ => value.skip()?,
-            }
-            Ok(())
-        })?;
+        read_fields!(reader, |value| {
+            old_start, "old_st" => value.int()?;
+            old_end, "old_ed" => value.int()?;
+            start, "cur_st" => value.int()?;
+            end, "cur_ed" => value.int()?;
+            hash, "hash" => value.bin()?;
+        });
         Ok(Self {
-            old_start: required(positions[0], "old_st")?,
-            old_end: required(positions[1], "old_ed")?,
-            start: required(positions[2], "cur_st")?,
-            end: required(positions[3], "cur_ed")?,
-            hash: required(hash, "hash")?.into(),
+            old_start,
+            old_end,
+            start,
+            end,
+            hash: hash.into(),
         })
     }
 
     pub(crate) fn write(&self, out: &mut Vec<u8>) {
-        wire::write_map_len(out, 5);
-        let positions = [
-            ("old_st", self.old_start),
-            ("old_ed", self.old_end),
-            ("cur_st", self.start),
-            ("cur_ed", self.end),
-        ];
-        for (name, position) in positions {
-            wire::write_str(out, name);
-            wire::write_int(out, position);
-        }
-        wire::write_str(out, "hash");
-        wire::write_bin(out, &self.hash);
+        write_fields!(out, {
+            "old_st", wire::write_int, self.old_start;
+            "old_ed", wire::write_int, self.old_end;
+            "cur_st", wire::write_int, self.start;
+            "cur_ed", wire::write_int, self.end;
+            "hash", wire::write_bin, &self.hash;
+        });
     }
 }
 
@@ -129,56 +109,48 @@ impl<'a> ObjectKeyParts<'a> {
     pub(crate) const MIN_BYTES: usize = 35;
 
     pub(crate) fn read(reader: &mut Reader<'a>) -> Result<Self, DecodeError> {
-        let mut chunk_hash = None;
-        let mut model_name = None;
-        let mut kv_rank = None;
-        let mut object_group_id = 0;
-        let mut cache_salt = "";
-        reader.map(|name, value| {
-            match name {
-                "chunk_hash" => chunk_hash = Some(value.bin()?),
-                "model_name" => {
-                    let model = value.str()?;
-                    if model.contains('@') {
-                        return Err(DecodeError::new(format!(
-                            "a model name must not contain '@', found {:?}",
-                            name_shown(model)
-                        )));
-                    }
-                    model_name = Some(model);
-                }
-                "kv_rank" => kv_rank = Some(value.int()?),
-                "object_group_id" => object_group_id = value.int()?,
-                "cache_salt" => {
-                    cache_salt = value.str()?;
-                    check_salt(cache_salt)?;
-                }
-                _ => value.skip()?,
-            }
-            Ok(())
-        })?;
+        read_fields!(reader, |value| {
+            chunk_hash, "chunk_hash" => value.bin()?;
+            model_name, "model_name" => read_model_name(value)?;
+            kv_rank, "kv_rank" => value.int()?;
+            object_group_id = 0, "object_group_id" => value.int()?;
+            cache_salt = "", "cache_salt" => read_salt(value)?;
+        });
         Ok(Self {
-            chunk_hash: required(chunk_hash, "chunk_hash")?,
-            model_name: required(model_name, "model_name")?,
-            kv_rank: required(kv_rank, "kv_rank")?,
+            chunk_hash,
+            model_name,
+            kv_rank,
             object_group_id,
             cache_salt,
         })
     }
 
     pub(crate) fn write(&self, out: &mut Vec<u8>) {
-        wire::write_map_len(out, 5);
-        wire::write_str(out, "chunk_hash");
-        wire::write_bin(out, self.chunk_hash);
-        wire::write_str(out, "model_name");
-        wire::write_str(out, self.model_name);
-        wire::write_str(out, "kv_rank");
-        wire::write_uint(out, self.kv_rank);
-        wire::write_str(out, "object_group_id");
-        wire::write_uint(out, self.object_group_id);
-        wire::write_str(out, "cache_salt");
-        wire::write_str(out, self.cache_salt);
+        write_fields!(out, {
+            "chunk_hash", wire::write_bin, self.chunk_hash;
+            "model_name", wire::write_str, self.model_name;
+            "kv_rank", wire::write_uint, self.kv_rank;
+            "object_group_id", wire::write_uint, self.object_group_id;
+            "cache_salt", wire::write_str, self.cache_salt;
+        });
     }
+}
+
+fn read_model_name<'a>(reader: &mut Reader<'a>) -> Result<&'a str, DecodeError> {
+    let model = reader.str()?;
+    if model.contains('@') {
+        return Err(DecodeError::new(format!(
+            "a model name must not contain '@', found {:?}",
+            name_shown(model)
+        )));
+    }
+    Ok(model)
+}
+
+fn read_salt<'a>(reader: &mut Reader<'a>) -> Result<&'a str, DecodeError> {
+    let salt = reader.str()?;
+    check_salt(salt)?;
+    Ok(salt)
 }
 
 /// Shapes and types of one object group's tensors, as servers tell each other.
@@ -192,20 +164,11 @@ pub struct LayoutDescriptor<'a> {
 
 impl<'a> LayoutDescriptor<'a> {
     pub(crate) fn read(reader: &mut Reader<'a>) -> Result<Self, DecodeError> {
-        let mut shapes = None;
-        let mut dtypes = None;
-        reader.map(|name, value| {
-            match name {
-                "shapes" => shapes = Some(value.short_array_of(MAX_GROUPS, Reader::ints)?),
-                "dtypes" => dtypes = Some(value.short_array_of(MAX_GROUPS, Reader::str)?),
-                _ => value.skip()?,
-            }
-            Ok(())
-        })?;
-        Ok(Self {
-            shapes: required(shapes, "shapes")?,
-            dtypes: required(dtypes, "dtypes")?,
-        })
+        read_fields!(reader, |value| {
+            shapes, "shapes" => value.short_array_of(MAX_GROUPS, Reader::ints)?;
+            dtypes, "dtypes" => value.short_array_of(MAX_GROUPS, Reader::str)?;
+        });
+        Ok(Self { shapes, dtypes })
     }
 
     pub(crate) fn write(&self, out: &mut Vec<u8>) {

@@ -153,7 +153,7 @@ fn flat_storage(data: &[u8], offset: u8, shape: &[u8], strides: &[u8]) -> Vec<u8
 }
 
 #[test]
-fn a_view_must_stay_inside_its_storage_and_not_repeat_it() {
+fn view_must_stay_inside_storage_without_repeats() {
     let data = [0; 24];
     let read = |offset, shape: &[u8], strides: &[u8]| {
         read_tensors(

@@ -148,7 +148,7 @@ fn check_list(bytes: &[u8]) {
 }
 
 #[test]
-fn every_row_is_read_or_refused_as_it_should_be() {
+fn every_row_is_read_or_refused() {
     let vectors: Value = serde_json::from_str(include_str!("../../vectors/pickles.json")).unwrap();
     for row in vectors["vectors"].as_array().unwrap() {
         check_row(row);

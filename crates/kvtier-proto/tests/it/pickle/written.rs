@@ -157,7 +157,7 @@ fn the_vectors_have_every_case_of_the_writer() {
 }
 
 #[test]
-fn what_stands_before_is_kept_and_an_error_leaves_no_trace() {
+fn failed_write_keeps_the_bytes_before_it() {
     let shape = [2];
     let plan = [TensorToWrite {
         dtype: Dtype::UInt8,

@@ -11,7 +11,7 @@ use crate::l2::{fs, hits, settle, store, with_tiers};
 use crate::support::{PATIENCE, TestServer, prompt};
 
 #[test]
-fn a_deletion_counts_what_really_went() {
+fn deletion_counts_objects_really_deleted() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("delete/counts");
     let (server, mut worker) = with_worker(directory.path(), &scope);
@@ -105,7 +105,7 @@ fn a_deletion_without_an_adapter_means_every_tier() {
 }
 
 #[test]
-fn a_tier_that_cannot_delete_is_told_of() {
+fn tier_unable_to_delete_is_reported() {
     // Its one slot for stores and deletes is taken for hours by a store that has timed out.
     let busy = r#"{"type":"mock","max_size_gb":1,"mock_bandwidth_gb":1e-9,"store_timeout_ms":1,"max_in_flight":1}"#;
     let flags = ["--l2-drain-timeout-seconds", "0"];
@@ -129,7 +129,7 @@ fn a_tier_that_cannot_delete_is_told_of() {
 }
 
 #[test]
-fn a_deletion_that_cannot_be_says_why_and_deletes_nothing() {
+fn impossible_deletion_is_refused_with_reason() {
     let directory = tempfile::tempdir().unwrap();
     let (server, mut worker) = with_worker(directory.path(), &Scope::new("delete/refused"));
     store(&mut worker, &prompt(1, 2), 1);

@@ -91,7 +91,7 @@ fn every_object_is_listed_once_page_by_page() {
 }
 
 #[test]
-fn a_listing_that_cannot_be_says_why() {
+fn impossible_listing_is_refused_with_reason() {
     let alone = TestServer::start(&[]);
     let none = detail("no L2 adapters configured");
     for query in ["", "?adapter=fs", "?tier=l2"] {

@@ -31,7 +31,8 @@ fn completed(server: &TestServer, submitted: &Value) -> Value {
 #[test]
 fn a_prompt_is_loaded_before_engines_ask() {
     let directory = tempfile::tempdir().unwrap();
-    let scope = Scope::new("warm/ranks").with_salt("t").with_world_size(2);
+    let mut scope = Scope::new("warm/ranks").with_salt("t");
+    scope.world_size = 2;
     let server = with_tiers(
         &[&fs(directory.path())],
         &["--l2-prefetch-policy", "default"],
@@ -106,7 +107,7 @@ fn a_prompt_is_loaded_before_engines_ask() {
 }
 
 #[test]
-fn more_than_l1_holds_is_loaded_as_far_as_it_goes() {
+fn prefetch_larger_than_l1_loads_partially() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("warm/large");
     // 2 MiB of L1, 256 objects.
@@ -133,7 +134,7 @@ fn more_than_l1_holds_is_loaded_as_far_as_it_goes() {
 }
 
 #[test]
-fn a_prefetch_that_cannot_be_says_why() {
+fn impossible_prefetch_is_refused_with_reason() {
     let directory = tempfile::tempdir().unwrap();
     let (server, _worker) = with_worker(directory.path(), &Scope::new("m"));
     let ids = vec![1; 2 * CHUNK];

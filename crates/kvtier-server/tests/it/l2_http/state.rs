@@ -12,7 +12,7 @@ use crate::metrics::{parse_metrics, value_of};
 use crate::support::{CHUNK, PATIENCE, TestServer, prompt};
 
 #[test]
-fn adapters_are_told_in_their_order() {
+fn adapters_are_listed_in_order() {
     let adapters = |server: &TestServer| json_of(server, "GET", "/config/adapters", "");
     let alone = TestServer::start(&[]);
     assert_eq!(adapters(&alone), (200, json!({ "adapters": [] })));
@@ -26,7 +26,7 @@ fn adapters_are_told_in_their_order() {
 }
 
 #[test]
-fn status_tells_how_each_tier_is() {
+fn status_reports_health_of_each_tier() {
     let directory = tempfile::tempdir().unwrap();
     let bounded = json!({
         "type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 100,
@@ -93,7 +93,7 @@ fn status_tells_how_each_tier_is() {
 }
 
 #[test]
-fn what_the_tiers_do_is_counted() {
+fn tier_operations_are_counted() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("metrics/tiers").with_salt("t");
     let server = with_tiers(&[&fs(directory.path()), MOCK], &[]);
@@ -229,7 +229,7 @@ fn what_the_tiers_do_is_counted() {
 }
 
 #[test]
-fn what_a_tier_fails_to_do_is_counted() {
+fn tier_failures_are_counted() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("metrics/failures");
     let failing = format!(

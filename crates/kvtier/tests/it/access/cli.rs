@@ -16,21 +16,24 @@ fn kvtier(server: &Served, args: &[&str], variables: &[(&str, &str)]) -> Output 
 
 fn complaint(output: &Output) -> String {
     assert_eq!(output.status.code(), Some(1), "{output:?}");
-    let told = String::from_utf8(output.stderr.clone()).unwrap();
-    assert_eq!(told.lines().count(), 1, "{told}");
-    told
+    let message = String::from_utf8(output.stderr.clone()).unwrap();
+    assert_eq!(message.lines().count(), 1, "{message}");
+    message
 }
 
 #[test]
-fn https_to_a_port_that_speaks_http_is_told_so() {
+fn https_to_http_port_is_reported() {
     let server = Served::start(Setup::Open, &[]);
     let url = server.http.replace("http://", "https://");
-    let told = complaint(&kvtier(&server, &["status", &url], &[]));
-    assert!(told.contains("this port speaks http, not https"), "{told}");
+    let message = complaint(&kvtier(&server, &["status", &url], &[]));
+    assert!(
+        message.contains("this port speaks http, not https"),
+        "{message}"
+    );
 }
 
 #[test]
-fn a_certificate_of_an_authority_is_told_with_what_to_do() {
+fn ca_certificate_as_server_certificate_is_explained() {
     let files = Files::new();
     let mut authority = rcgen::CertificateParams::new(["127.0.0.1".to_owned()]).unwrap();
     authority.is_ca = rcgen::IsCa::Ca(rcgen::BasicConstraints::Unconstrained);
@@ -40,35 +43,38 @@ fn a_certificate_of_an_authority_is_told_with_what_to_do() {
     let flags = ["--http-tls-cert", "cert.pem", "--http-tls-key", "key.pem"];
     let server = Served::start_in(files, Setup::Open, &flags, &[]);
     assert!(server.http.starts_with("https://"), "{}", server.http);
-    let told = complaint(&kvtier(
+    let message = complaint(&kvtier(
         &server,
         &["status", &server.http, "--ca-cert", "cert.pem"],
         &[],
     ));
     assert!(
-        told.contains("-addext basicConstraints=critical,CA:FALSE"),
-        "{told}"
+        message.contains("-addext basicConstraints=critical,CA:FALSE"),
+        "{message}"
     );
 }
 
 #[test]
-fn commands_take_a_token_from_a_file_or_the_environment() {
+fn token_is_read_from_file_or_environment() {
     let server = Served::start(Setup::Tokens, &[]);
     let url = server.http.as_str();
     server.files.put("token", &format!("{READER}\n"));
     for command in [&["status"][..], &["quota", "list"]] {
-        let told = complaint(&kvtier(&server, &[command, &[url]].concat(), &[]));
+        let message = complaint(&kvtier(&server, &[command, &[url]].concat(), &[]));
         assert!(
-            told.contains("401, a token is needed") && told.contains("--token-file"),
-            "{told}"
+            message.contains("401, a token is needed") && message.contains("--token-file"),
+            "{message}"
         );
     }
-    let told = complaint(&kvtier(
+    let message = complaint(&kvtier(
         &server,
         &["status", url],
         &[("KVTIER_TOKEN", "wrong")],
     ));
-    assert!(told.contains("401, that is no token known here"), "{told}");
+    assert!(
+        message.contains("401, that is no token known here"),
+        "{message}"
+    );
     for (more, variables) in [
         (&["--token-file", "token"][..], &[][..]),
         (&[], &[("KVTIER_TOKEN", READER)]),
@@ -78,14 +84,14 @@ fn commands_take_a_token_from_a_file_or_the_environment() {
         assert!(output.status.success(), "{output:?}");
     }
     server.files.put("token", "two words\n");
-    let told = complaint(&kvtier(
+    let message = complaint(&kvtier(
         &server,
         &["status", url, "--token-file", "token"],
         &[],
     ));
     assert!(
-        told.contains("--token-file: that is not a token") && !told.contains("words"),
-        "{told}"
+        message.contains("--token-file: that is not a token") && !message.contains("words"),
+        "{message}"
     );
     // Probes carry none.
     assert!(
@@ -96,15 +102,15 @@ fn commands_take_a_token_from_a_file_or_the_environment() {
 }
 
 #[test]
-fn commands_trust_the_certificate_they_are_told_to() {
+fn commands_trust_the_configured_certificate() {
     let server = Served::start(Setup::Tls, &[]);
     let url = server.http.as_str();
     assert!(url.starts_with("https://127.0.0.1:"), "{url}");
     let variables = [("KVTIER_TOKEN", READER)];
-    let told = complaint(&kvtier(&server, &["status", url], &variables));
+    let message = complaint(&kvtier(&server, &["status", url], &variables));
     assert!(
-        told.contains("is not trusted") && told.contains("--ca-cert"),
-        "{told}"
+        message.contains("is not trusted") && message.contains("--ca-cert"),
+        "{message}"
     );
     let output = kvtier(
         &server,
@@ -118,12 +124,15 @@ fn commands_trust_the_certificate_they_are_told_to() {
         &[],
     );
     assert!(output.status.success(), "{output:?}");
-    let told = complaint(&kvtier(
+    let message = complaint(&kvtier(
         &server,
         &["ping", url, "--ca-cert", "key.pem"],
         &[],
     ));
-    assert!(told.contains("there is no certificate in it"), "{told}");
+    assert!(
+        message.contains("there is no certificate in it"),
+        "{message}"
+    );
     let plain = url.replace("https", "http");
     complaint(&kvtier(&server, &["ping", "--count", "1", &plain], &[]));
 }

@@ -7,7 +7,7 @@ use super::served::{ADMIN, Files, KVTIER, READER, Served, Setup};
 const NEW: &str = "another-0123456789abcdef";
 
 #[test]
-fn tokens_are_replaced_without_a_restart_and_bad_ones_change_nothing() {
+fn tokens_reload_without_restart_unless_invalid() {
     let server = Served::start(Setup::Tokens, &[]);
     let status = |token: &str| server.ask_as(token, "GET /version", "").status;
     assert_eq!((status(ADMIN), status(NEW)), (200, 401));
@@ -32,7 +32,7 @@ fn tokens_are_replaced_without_a_restart_and_bad_ones_change_nothing() {
 }
 
 #[test]
-fn a_certificate_is_replaced_without_a_restart_and_never_without_its_key() {
+fn certificate_reloads_only_with_its_key() {
     let server = Served::start(Setup::Tls, &[]);
     let key = std::fs::read_to_string(server.files.path("key.pem")).unwrap();
     let version = || server.ask_as(READER, "GET /version", "").status;
@@ -48,7 +48,7 @@ fn a_certificate_is_replaced_without_a_restart_and_never_without_its_key() {
 
 /// The one line with which a server with these flags does not start.
 fn refused(files: &Files, flags: &[&str]) -> String {
-    let mut told = Vec::new();
+    let mut stderr = Vec::new();
     for check in [&["--check-config"][..], &[]] {
         let output = Command::new(KVTIER)
             .args([
@@ -70,15 +70,15 @@ fn refused(files: &Files, flags: &[&str]) -> String {
             .unwrap();
         assert_eq!(output.status.code(), Some(2), "{output:?}");
         assert!(output.stdout.is_empty());
-        told.push(String::from_utf8(output.stderr).unwrap());
+        stderr.push(String::from_utf8(output.stderr).unwrap());
     }
-    assert_eq!(told[0], told[1]);
-    assert_eq!(told[0].lines().count(), 1, "{told:?}");
-    told.swap_remove(0)
+    assert_eq!(stderr[0], stderr[1]);
+    assert_eq!(stderr[0].lines().count(), 1, "{stderr:?}");
+    stderr.swap_remove(0)
 }
 
 #[test]
-fn what_cannot_be_used_is_told_before_anything_starts() {
+fn unusable_files_are_refused_before_start() {
     let files = Files::new();
     files.put("empty", "");
     for (flags, expected) in [
@@ -119,13 +119,13 @@ fn what_cannot_be_used_is_told_before_anything_starts() {
             "--host: \"ipc://@x\" is not allowed",
         ),
     ] {
-        let told = refused(&files, &flags);
-        assert!(told.contains(expected), "{told}");
+        let stderr = refused(&files, &flags);
+        assert!(stderr.contains(expected), "{stderr}");
     }
 }
 
 #[test]
-fn with_tokens_it_may_be_beyond_loopback_and_says_what_is_still_open() {
+fn tokens_allow_hosts_beyond_loopback_with_warnings() {
     let files = Files::new();
     let check = |more: &[&str]| {
         let output = Command::new(KVTIER)
@@ -145,21 +145,21 @@ fn with_tokens_it_may_be_beyond_loopback_and_says_what_is_still_open() {
         assert!(output.status.success(), "{output:?}");
         String::from_utf8(output.stdout).unwrap()
     };
-    let told = check(&["--host", "0.0.0.0"]);
+    let stderr = check(&["--host", "0.0.0.0"]);
     assert!(
-        told.contains("warning: --http-host 0.0.0.0: tokens travel in clear"),
-        "{told}"
+        stderr.contains("warning: --http-host 0.0.0.0: tokens travel in clear"),
+        "{stderr}"
     );
     assert!(
-        told.contains("warning: --host 0.0.0.0: the request port is reachable"),
-        "{told}"
+        stderr.contains("warning: --host 0.0.0.0: the request port is reachable"),
+        "{stderr}"
     );
-    let told = check(&["--http-tls-cert", "cert.pem", "--http-tls-key", "key.pem"]);
-    assert!(!told.contains("warning"), "{told}");
+    let stderr = check(&["--http-tls-cert", "cert.pem", "--http-tls-key", "key.pem"]);
+    assert!(!stderr.contains("warning"), "{stderr}");
 }
 
 #[test]
-fn the_port_for_metrics_alone_asks_for_a_token_too() {
+fn metrics_port_requires_a_token() {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port().to_string();
     drop(listener);

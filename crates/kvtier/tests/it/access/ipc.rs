@@ -5,10 +5,10 @@ use std::process::Command;
 
 use kvtier_client::{Connection, Options};
 
-use super::served::{Files, KVTIER, PATIENCE, Served, Setup};
+use super::served::{Files, KVTIER, Served, Setup, TIMEOUT};
 
 #[test]
-fn a_socket_file_serves_requests_has_its_mode_and_goes_at_the_end() {
+fn socket_file_has_its_mode_and_is_removed() {
     let files = Files::new();
     let path = files.path("kvtier.sock:5555");
     let host = format!("ipc://{}", path.display());
@@ -23,7 +23,7 @@ fn a_socket_file_serves_requests_has_its_mode_and_goes_at_the_end() {
     assert_eq!(server.endpoint, host);
     assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o660);
     let options = Options {
-        timeout: PATIENCE,
+        timeout: TIMEOUT,
         ..Options::default()
     };
     let mut client = Connection::connect_with(&host, options).unwrap();
@@ -48,16 +48,19 @@ fn a_socket_file_serves_requests_has_its_mode_and_goes_at_the_end() {
         ])
         .output()
         .unwrap();
-    let told = String::from_utf8_lossy(&output.stderr);
+    let stderr = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(1));
-    assert!(told.contains("a server listens there already"), "{told}");
+    assert!(
+        stderr.contains("a server listens there already"),
+        "{stderr}"
+    );
     assert!(client.ping(None).unwrap());
     assert_eq!(server.stop().code(), Some(0));
     assert!(!path.exists());
 }
 
 #[test]
-fn without_a_mode_it_is_for_its_owner_alone() {
+fn socket_file_without_mode_is_owner_only() {
     let files = Files::new();
     let path = files.path("s");
     let host = format!("ipc://{}", path.display());

@@ -60,7 +60,7 @@ fn take(server: &Served, step: &Table, place: &str) {
     };
     let mut headers = pairs("headers");
     match text("as").unwrap_or("admin") {
-        "nobody" => {}
+        "anonymous" => {}
         _ if !server.has_tokens() => {}
         "admin" => headers.push(bearer(ADMIN)),
         "reader" => headers.push(bearer(READER)),

@@ -9,7 +9,7 @@ use super::served::{Files, KVTIER, Served, Setup, bearer};
 /// In every secret, and nowhere else.
 const MARK: &str = "MARK5ecret";
 
-/// A path that says a password: a strange one, and told wherever an adapter tells a URL.
+/// A path with a password in it: an unusual one, and shown wherever an adapter shows a URL.
 fn at(files: &Files) -> String {
     format!("{}/password={MARK}", files.0.path().display())
 }
@@ -20,7 +20,7 @@ fn token(name: &str) -> String {
 }
 
 #[test]
-fn a_secret_is_in_no_answer_and_in_no_line_of_the_log() {
+fn secrets_appear_in_no_answer_or_log() {
     let files = Files::new();
     let (ops, watcher, more) = (token("ops"), token("watcher"), token("more"));
     files.put(
@@ -36,10 +36,10 @@ fn a_secret_is_in_no_answer_and_in_no_line_of_the_log() {
         &["--log-level", "trace", "--l2-adapter", &adapter],
         &[("KVTIER_HTTP_TOKENS", &format!("admin more {more}"))],
     );
-    let mut told = String::new();
+    let mut text = String::new();
     let mut ask = |headers: &[(String, String)], request: &str, body: &str| {
         let answer = server.ask(request, headers, body);
-        told += &format!("{}\n{}\n", answer.head, answer.body);
+        text += &format!("{}\n{}\n", answer.head, answer.body);
         answer.status
     };
     let description = server.ask_as(&ops, "GET /openapi.json", "");
@@ -93,11 +93,11 @@ fn a_secret_is_in_no_answer_and_in_no_line_of_the_log() {
         log.contains("\"TRACE\""),
         "it is not as talkative as it could be"
     );
-    assert!(told.contains("/password=***"), "{told}");
+    assert!(text.contains("/password=***"), "{text}");
     for secret in [MARK, &of_key] {
         assert!(
-            !told.to_lowercase().contains(&secret.to_lowercase()),
-            "{told}"
+            !text.to_lowercase().contains(&secret.to_lowercase()),
+            "{text}"
         );
         let line = log.lines().find(|line| line.contains(secret));
         assert_eq!(line, None);
@@ -105,7 +105,7 @@ fn a_secret_is_in_no_answer_and_in_no_line_of_the_log() {
 }
 
 #[test]
-fn a_secret_is_in_no_error_and_in_no_check() {
+fn secrets_appear_in_no_error_or_check() {
     let files = Files::new();
     files.put("tokens", &format!("admin a {MARK}\n"));
     files.put(
@@ -160,16 +160,16 @@ fn a_secret_is_in_no_error_and_in_no_check() {
             .current_dir(files.0.path())
             .output()
             .unwrap();
-        let told = [output.stdout, output.stderr].concat();
-        let told = String::from_utf8(told).unwrap();
-        assert!(!told.contains(MARK), "{flags:?}: {told}");
-        (output.status.success(), told)
+        let text = [output.stdout, output.stderr].concat();
+        let text = String::from_utf8(text).unwrap();
+        assert!(!text.contains(MARK), "{flags:?}: {text}");
+        (output.status.success(), text)
     };
     for flags in &runs {
         assert!(!check(flags).0, "{flags:?} is taken");
     }
-    let (is_good, told) = check(&["--l2-adapter".into(), good]);
-    assert!(is_good && told.contains("/password=***"), "{told}");
+    let (is_good, text) = check(&["--l2-adapter".into(), good]);
+    assert!(is_good && text.contains("/password=***"), "{text}");
 }
 
 #[test]
@@ -254,7 +254,7 @@ fn every_change_is_logged_with_caller_and_result() {
         (&line["fields"]["requests"], &line["target"]),
         (&json!(1), &json!("audit"))
     );
-    // Reading is not told.
+    // Reading is not logged.
     assert_eq!(server.ask_as(watcher, "GET /version", "").status, 200);
     assert!(!server.log().contains("/version") && !server.log().contains(salt));
 }

@@ -17,7 +17,7 @@ use tokio_rustls::rustls::{ClientConfig, ClientConnection, RootCertStore, Stream
 pub const KVTIER: &str = env!("CARGO_BIN_EXE_kvtier");
 
 /// How long anything may take before a test fails; never waited for in a test that passes.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The tokens of the token file.
 pub const ADMIN: &str = "admin-0123456789abcdef";
@@ -127,12 +127,12 @@ impl Served {
         let mut child = command.spawn().unwrap();
         let stderr = BufReader::new(child.stderr.take().unwrap());
         let log = Arc::new(Mutex::new(Vec::new()));
-        let (told, lines) = channel();
+        let (sender, lines) = channel();
         let written = Arc::clone(&log);
         std::thread::spawn(move || {
             for line in stderr.lines() {
                 written.lock().unwrap().push(line.unwrap());
-                let _ = told.send(());
+                let _ = sender.send(());
             }
         });
         let mut served = Self {
@@ -169,7 +169,7 @@ impl Served {
             if let Some(line) = found {
                 return line;
             }
-            let more = self.lines.recv_timeout(PATIENCE);
+            let more = self.lines.recv_timeout(TIMEOUT);
             assert!(more.is_ok(), "no line with {text:?} in {}", self.log());
         }
     }
@@ -185,7 +185,7 @@ impl Served {
     /// Sends these bytes on a connection of their own and reads the answer.
     pub fn send(&self, request: &[u8]) -> Answer {
         let stream = TcpStream::connect(self.address()).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         if self.http.starts_with("https") {
             let settings = Arc::new(trust(&self.files.path("cert.pem")));
             let name = ServerName::try_from("localhost").unwrap();
@@ -230,7 +230,7 @@ impl Served {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status;
             }
-            assert!(began.elapsed() < PATIENCE);
+            assert!(began.elapsed() < TIMEOUT);
             std::thread::yield_now();
         }
     }

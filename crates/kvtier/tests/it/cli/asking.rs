@@ -7,7 +7,7 @@ use serde_json::Value;
 use super::{Server, complaint, free_port, kvtier, lines};
 
 #[test]
-fn status_and_ping_of_a_server_that_is_there() {
+fn status_and_ping_of_running_server() {
     let server = Server::start();
     let status = kvtier(&["status", "--url", &server.http]);
     assert!(status.status.success() && status.stderr.is_empty());
@@ -128,8 +128,11 @@ fn timeout_of_http_server_is_reported() {
     let http = format!("http://{}", listener.local_addr().unwrap());
     for args in [&["status"][..], &["ping"], &["quota", "list"]] {
         let line = complaint(&kvtier(&[args, &[&http, "--timeout", "50ms"]].concat()), 1);
-        let told = format!("no answer from {http}/");
-        assert!(line.contains(&told) && line.contains("--timeout"), "{line}");
+        let expected = format!("no answer from {http}/");
+        assert!(
+            line.contains(&expected) && line.contains("--timeout"),
+            "{line}"
+        );
     }
 }
 

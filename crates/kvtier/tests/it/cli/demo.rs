@@ -7,7 +7,7 @@ use serde_json::Value;
 use super::{KVTIER, complaint, kvtier, lines};
 
 #[test]
-fn the_demo_is_right_and_its_figures_add_up() {
+fn demo_is_correct_and_figures_add_up() {
     let output = kvtier(&[
         "demo",
         "--turns",
@@ -79,7 +79,7 @@ fn the_demo_is_right_and_its_figures_add_up() {
 }
 
 #[test]
-fn a_demo_with_a_directory_gets_its_prompts_back_from_there() {
+fn demo_with_directory_loads_prompts_from_it() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().to_str().unwrap();
     let flags = ["demo", "--turns", "2", "--seconds", "0", "--json"];
@@ -133,7 +133,7 @@ fn demo_removes_pool_of_killed_demo() {
 }
 
 #[test]
-fn demo_that_does_not_fit_is_refused_with_reason() {
+fn oversized_demo_is_refused_with_reason() {
     let output = kvtier(&["demo", "--turns", "60", "--l1-size-gb", "0.0625"]);
     let line = complaint(&output, 1);
     assert!(

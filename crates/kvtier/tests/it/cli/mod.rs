@@ -150,7 +150,7 @@ fn version_names_release_and_target() {
 }
 
 #[test]
-fn errors_have_one_form_and_bad_usage_exits_with_2() {
+fn errors_are_uniform_and_usage_exits_2() {
     let closed = format!("127.0.0.1:{}", free_port());
     let web = format!("http://{closed}");
     for (args, code) in [

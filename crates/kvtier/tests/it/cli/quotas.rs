@@ -22,18 +22,18 @@ fn quota_without_effect_is_reported() {
 }
 
 #[test]
-fn quotas_are_set_told_listed_and_taken_away() {
+fn quotas_are_set_shown_listed_and_removed() {
     let server = Server::start_with(&["--shm-name", "", "--eviction-policy", "IsolatedLRU"]);
     let quota = |args: &[&str]| {
         let place = ["--url", server.http.as_str()];
         kvtier(&[&["quota"], args, &place].concat())
     };
-    let told = |args: &[&str]| {
+    let stdout = |args: &[&str]| {
         let output = quota(args);
         assert!(output.status.success(), "{:?}", lines(&output.stderr));
         String::from_utf8(output.stdout).unwrap()
     };
-    assert_eq!(told(&["list"]), "no tenant has a quota\n");
+    assert_eq!(stdout(&["list"]), "no tenant has a quota\n");
     let set = [
         "set",
         "a b",
@@ -43,13 +43,13 @@ fn quotas_are_set_told_listed_and_taken_away() {
         "--tier-limit",
         "l1=32MiB",
     ];
-    assert_eq!(told(&set), "a b: at most 10.00 GiB\n");
+    assert_eq!(stdout(&set), "a b: at most 10.00 GiB\n");
     let warned = lines(&quota(&["set", "_default", "unlimited"]).stderr);
     assert_eq!(
         warned,
         ["kvtier quota: the server has no --quota-file; a restart forgets this"]
     );
-    let one: Value = serde_json::from_str(&told(&["get", "a b", "--json"])).unwrap();
+    let one: Value = serde_json::from_str(&stdout(&["get", "a b", "--json"])).unwrap();
     assert_eq!(
         (&one["exists"], &one["limit_gb"]),
         (&true.into(), &10.0.into())
@@ -59,7 +59,7 @@ fn quotas_are_set_told_listed_and_taken_away() {
         (&l1["limit_bytes"], &l1["reserved_bytes"]),
         (&(32 << 20).into(), &(1 << 20).into())
     );
-    let text = told(&["get", "a b"]);
+    let text = stdout(&["get", "a b"]);
     for part in [
         "a b: at most 10.00 GiB in each tier",
         "32.00 MiB",
@@ -67,7 +67,7 @@ fn quotas_are_set_told_listed_and_taken_away() {
     ] {
         assert!(text.contains(part), "{text}");
     }
-    let text = told(&["list"]);
+    let text = stdout(&["list"]);
     for part in [
         "a b",
         "10.00 GiB",
@@ -77,7 +77,7 @@ fn quotas_are_set_told_listed_and_taken_away() {
     ] {
         assert!(text.contains(part), "{text}");
     }
-    let all: Value = serde_json::from_str(&told(&["list", "--all", "--json"])).unwrap();
+    let all: Value = serde_json::from_str(&stdout(&["list", "--all", "--json"])).unwrap();
     assert_eq!(all["users"].as_object().unwrap().len(), 2);
     let status = kvtier(&["status", &server.http]);
     let expected = "quotas    soft, of l1, 2 tenants with one, all others unlimited, kept until the server ends";
@@ -89,12 +89,12 @@ fn quotas_are_set_told_listed_and_taken_away() {
     // The listed quotas are set again.
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("listed");
-    let (listed, file) = (told(&["list", "--all", "--json"]), file.to_str().unwrap());
+    let (listed, file) = (stdout(&["list", "--all", "--json"]), file.to_str().unwrap());
     std::fs::write(file, &listed).unwrap();
-    assert_eq!(told(&["delete", "a b"]), "a b: quota removed\n");
-    assert_eq!(told(&["delete", "a b"]), "a b: there was no quota\n");
-    assert_eq!(told(&["import", file]), "2 quotas set\n");
-    assert_eq!(told(&["list", "--all", "--json"]), listed);
+    assert_eq!(stdout(&["delete", "a b"]), "a b: quota removed\n");
+    assert_eq!(stdout(&["delete", "a b"]), "a b: there was no quota\n");
+    assert_eq!(stdout(&["import", file]), "2 quotas set\n");
+    assert_eq!(stdout(&["list", "--all", "--json"]), listed);
     std::fs::write(
         file,
         r#"{"users": {"a b": {"limit_gb": 1}, "c": {"limit_gb": -1}}}"#,
@@ -105,13 +105,13 @@ fn quotas_are_set_told_listed_and_taken_away() {
         refused.contains("refuses: 400, users.c: limit_gb must be non-negative"),
         "{refused}"
     );
-    assert_eq!(told(&["list", "--all", "--json"]), listed);
+    assert_eq!(stdout(&["list", "--all", "--json"]), listed);
     let lost = complaint(&quota(&["import", "/no/such/file"]), 1);
     assert!(lost.contains("/no/such/file cannot be read"), "{lost}");
-    let told = complaint(&quota(&["set", "c", "1GiB", "--reserved", "2GiB"]), 1);
+    let message = complaint(&quota(&["set", "c", "1GiB", "--reserved", "2GiB"]), 1);
     assert!(
-        told.contains("refuses: 400, l1: 2GiB reserved is more than the limit of 1GiB"),
-        "{told}"
+        message.contains("refuses: 400, l1: 2GiB reserved is more than the limit of 1GiB"),
+        "{message}"
     );
     for (args, part) in [
         (["set", "a@b", "1GiB"], "must not contain '@'"),

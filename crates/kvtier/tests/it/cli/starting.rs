@@ -34,7 +34,7 @@ fn bad_server_flags_are_refused_in_one_line() {
 }
 
 #[test]
-fn a_second_server_on_one_port_says_so_and_nothing_else() {
+fn second_server_on_one_port_logs_only_that() {
     let first = Server::start_with(&[]);
     let (port, http) = (first.port(), first.http.rsplit_once(':').unwrap().1);
     let (other, another) = (free_port().to_string(), free_port().to_string());
@@ -58,7 +58,7 @@ fn a_second_server_on_one_port_says_so_and_nothing_else() {
 }
 
 #[test]
-fn a_host_that_is_not_found_is_told_so() {
+fn unknown_host_is_reported() {
     let flags = [
         "server",
         "--port",
@@ -94,7 +94,7 @@ fn check_config_checks_and_stops() {
 }
 
 #[test]
-fn check_config_warns_of_what_the_machine_does_not_have() {
+fn check_config_warns_of_missing_hardware() {
     let ports = ["--port", "0", "--http-port", "0"];
     let check =
         |flags: &[&str]| kvtier(&[&["server", "--check-config"], &ports[..], flags].concat());
@@ -109,16 +109,17 @@ fn check_config_warns_of_what_the_machine_does_not_have() {
     let text = lines(&output.stdout).join("\n");
     assert!(output.status.success(), "{text}");
     assert!(text.contains("\nno GPUs: this server runs with --cuda-driver off\n"));
-    let told = "\nwarning: --gpu-executor: without effect, no GPU is used: this server runs with";
-    assert!(text.contains(told), "{text}");
+    let expected =
+        "\nwarning: --gpu-executor: without effect, no GPU is used: this server runs with";
+    assert!(text.contains(expected), "{text}");
 }
 
 #[test]
-fn what_memory_and_gpus_do_not_allow_is_refused_by_the_check_as_by_the_start() {
+fn check_and_start_refuse_impossible_memory_and_gpus() {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), "no library").unwrap();
     let pool = format!("kvtier_cli_check_{}", std::process::id());
-    for (flags, told) in [
+    for (flags, expected) in [
         (
             &["--cuda-driver", "/nowhere/libcuda.so.1"][..],
             "--cuda-driver: the CUDA driver library /nowhere/libcuda.so.1 cannot be loaded",
@@ -141,7 +142,7 @@ fn what_memory_and_gpus_do_not_allow_is_refused_by_the_check_as_by_the_start() {
         let check = [&start[..], &["--check-config"]].concat();
         let line = complaint(&kvtier(&check), 1);
         assert!(
-            line.starts_with(&format!("kvtier server: {told}")),
+            line.starts_with(&format!("kvtier server: {expected}")),
             "{line}"
         );
         assert_eq!(line, complaint(&kvtier(&start), 1));
@@ -149,7 +150,7 @@ fn what_memory_and_gpus_do_not_allow_is_refused_by_the_check_as_by_the_start() {
 }
 
 #[test]
-fn flags_of_gpus_that_have_no_effect_are_named_at_the_start() {
+fn ineffective_gpu_flags_are_named_at_start() {
     // Ends once it has looked for GPUs.
     let start = [
         &START[..],
@@ -182,7 +183,7 @@ fn flags_of_gpus_that_have_no_effect_are_named_at_the_start() {
 }
 
 #[test]
-fn check_config_looks_at_the_tiers_and_makes_nothing() {
+fn check_config_checks_tiers_and_creates_nothing() {
     let directory = tempfile::tempdir().unwrap();
     let (tier, file) = (directory.path().join("a/b"), directory.path().join("file"));
     std::fs::write(&file, "").unwrap();
@@ -214,13 +215,16 @@ fn check_config_looks_at_the_tiers_and_makes_nothing() {
     for path in [&file, &file.join("below")] {
         let output = check(&format!(r#"{{"type":"fs_native","base_path":{path:?}}}"#));
         let line = complaint(&output, 2);
-        let told = format!("{} is no directory", file.display());
-        assert!(line.contains("base_path") && line.contains(&told), "{line}");
+        let expected = format!("{} is no directory", file.display());
+        assert!(
+            line.contains("base_path") && line.contains(&expected),
+            "{line}"
+        );
     }
 }
 
 #[test]
-fn a_quota_file_that_cannot_be_used_is_told_before_the_start() {
+fn unusable_quota_file_is_refused_before_start() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("quotas");
     let check = || {
@@ -246,15 +250,15 @@ fn a_quota_file_that_cannot_be_used_is_told_before_the_start() {
     assert!(said.iter().any(warning), "{said:?}");
     assert!(!file.exists(), "a check makes nothing");
     std::fs::write(&file, "{}").unwrap();
-    let told = complaint(&check(), 2);
+    let message = complaint(&check(), 2);
     assert!(
-        told.contains("--quota-file") && told.contains("remove it"),
-        "{told}"
+        message.contains("--quota-file") && message.contains("remove it"),
+        "{message}"
     );
 }
 
 #[test]
-fn check_config_binds_the_ports_of_a_start() {
+fn check_config_binds_the_ports() {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let taken = listener.local_addr().unwrap().port().to_string();
     // Later ones win.

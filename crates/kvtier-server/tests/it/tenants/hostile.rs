@@ -2,7 +2,9 @@
 
 use kvtier_client::{InstanceId, Scope};
 
-use crate::bed::{files, heard, listen, lookup, read, server, settle, store};
+use super::bed::{files, lookup, read, server, store};
+use crate::l2::settle;
+use crate::log::Log;
 use crate::support::{prompt, range};
 
 /// Salts that LMCache refuses, and why this server does.
@@ -89,8 +91,8 @@ fn taken() -> Vec<String> {
 }
 
 #[test]
-fn what_no_tenant_can_be_called_is_refused_by_every_operation() {
-    listen();
+fn invalid_tenant_names_are_refused_everywhere() {
+    let log = Log::listen();
     let directory = tempfile::tempdir().unwrap();
     let server = server(directory.path(), &[]);
     let scope = Scope::new("hostile/refused");
@@ -128,9 +130,9 @@ fn what_no_tenant_can_be_called_is_refused_by_every_operation() {
     assert_eq!(files(directory.path()).len(), 2);
     // The log says what was wrong, once a second.
     assert!(
-        heard().contains("a cache salt must not contain"),
+        log.text().contains("a cache salt must not contain"),
         "{}",
-        heard()
+        log.text()
     );
     // A client without a salt still has its objects.
     assert_eq!(read(&mut worker, "", &prompt, 1, "r"), 2);
@@ -138,7 +140,7 @@ fn what_no_tenant_can_be_called_is_refused_by_every_operation() {
 }
 
 #[test]
-fn refusals_say_what_is_allowed() {
+fn refusals_name_allowed_values() {
     for (salt, why) in refused() {
         let error = kvtier_client::proto::key::check_salt(&salt).unwrap_err();
         assert!(error.to_string().contains(why), "{salt:?}: {error}");
@@ -146,7 +148,7 @@ fn refusals_say_what_is_allowed() {
 }
 
 #[test]
-fn odd_salts_are_tenants_of_their_own_in_every_tier() {
+fn odd_salts_are_separate_in_every_tier() {
     let directory = tempfile::tempdir().unwrap();
     let model = "m/".repeat(40);
     let (prompt, salts) = (prompt(1, 2), taken());

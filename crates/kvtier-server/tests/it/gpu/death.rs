@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use crate::lender::Lender;
-use crate::setup::{Bed, Worker, wait};
+use super::setup::{Bed, Worker, wait};
+use crate::exporter::Exporter;
 
 /// A registered worker of a process whose end is detectable, or not.
-fn register(bed: &Bed, engine: &mut Lender, id: i64, counters: Option<&str>) -> Worker {
+fn register(bed: &Bed, engine: &mut Exporter, id: i64, counters: Option<&str>) -> Worker {
     let mut worker = Worker::new(bed, engine, id, "gpu/death");
     worker.counter = counters.map(|name| (name.into(), 0));
     let registered = worker.send_registration();
@@ -19,7 +19,7 @@ fn register(bed: &Bed, engine: &mut Lender, id: i64, counters: Option<&str>) -> 
 #[test]
 fn dead_engine_is_removed_at_once_and_alone() {
     let bed = Bed::start();
-    let [mut one, mut two, mut three] = std::array::from_fn(|_| Lender::start());
+    let [mut one, mut two, mut three] = std::array::from_fn(|_| Exporter::start());
     let (first, second) = (one.counters(), two.counters());
     let mut dying = register(&bed, &mut one, 1, Some(&first.0));
     let mut living = register(&bed, &mut two, 2, Some(&second.0));
@@ -55,7 +55,7 @@ fn dead_engine_is_removed_at_once_and_alone() {
     let stored = unknown.send_store(3, b"");
     assert!(unknown.has_stored(stored));
     // A successor under the same id; then the other one dies, too.
-    let mut again = Lender::start();
+    let mut again = Exporter::start();
     let third = again.counters();
     let mut successor = register(&bed, &mut again, 1, Some(&third.0));
     two.kill();
@@ -70,7 +70,7 @@ fn dead_engine_is_removed_at_once_and_alone() {
 #[test]
 fn engine_death_during_registration_is_noticed_at_once() {
     let bed = Bed::start();
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let file = engine.counters();
     let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/death");
     worker.counter = Some((file.0.clone().into(), 0));

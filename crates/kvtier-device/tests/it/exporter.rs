@@ -19,7 +19,7 @@ use libloading::Library;
 /// What the fake driver's first GPU is called.
 pub const UUID: &str = "5ca1ab1e-0000-4000-8000-000000000000";
 /// Bytes of the allocation that the other process exports.
-pub const LENT: u64 = 1 << 16;
+pub const EXPORTED_BYTES: u64 = 1 << 16;
 /// Granularity of the fake driver's physical allocations.
 pub const GRANULE: u64 = 2 << 20;
 
@@ -115,13 +115,13 @@ fn export(device: c_int, kind: HandleKind, handle: *mut c_void) {
 }
 
 /// The other process, which runs one command per line.
-pub struct Lender {
+pub struct Exporter {
     child: Child,
     say: ChildStdin,
     hear: BufReader<ChildStdout>,
 }
 
-impl Lender {
+impl Exporter {
     pub fn start() -> Self {
         Self::with_script("")
     }
@@ -133,7 +133,7 @@ impl Lender {
                 "--exact",
                 "--ignored",
                 "--nocapture",
-                "lender::other_process",
+                "exporter::other_process",
             ])
             .env("KVTIER_CUDA_FAKE", format!("devices=2; {script}"))
             .stdin(Stdio::piped())
@@ -151,7 +151,7 @@ impl Lender {
         loop {
             line.clear();
             let heard = self.hear.read_line(&mut line).unwrap();
-            assert_ne!(heard, 0, "the lender ended at {what:?}");
+            assert_ne!(heard, 0, "the exporter ended at {what:?}");
             // The test harness writes lines of its own.
             if let Some((_, answer)) = line.trim_end_matches('\n').split_once("=> ") {
                 return answer.to_owned();
@@ -182,7 +182,7 @@ impl Lender {
     }
 }
 
-impl Drop for Lender {
+impl Drop for Exporter {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -207,7 +207,7 @@ pub fn unhex(text: &str) -> Vec<u8> {
     (0..text.len()).step_by(2).map(pair).collect()
 }
 
-/// A storage of the lender's allocation, as PyTorch 2.13 exports it.
+/// A storage of the exporter's allocation, as PyTorch 2.13 exports it.
 pub fn torch(handle: &[u8], offset: u64, bytes: u64) -> CudaStorage {
     CudaStorage {
         device_uuid: UUID.into(),
@@ -229,7 +229,7 @@ pub fn spec(storage: CudaStorage) -> MemorySpec {
     MemorySpec::Cuda(Box::new(storage))
 }
 
-/// What the lender keeps for other processes.
+/// What the exporter keeps for other processes.
 struct Exports {
     context: Arc<Context>,
     stream: Stream,
@@ -271,7 +271,7 @@ impl Exports {
         context.make_current().unwrap();
         Self {
             stream: Stream::new(&context, 0).unwrap(),
-            buffer: context.allocate(LENT).unwrap(),
+            buffer: context.allocate(EXPORTED_BYTES).unwrap(),
             exported: ExportedEvents::new(context.clone()),
             lane: None,
             opened: None,
@@ -366,7 +366,7 @@ impl Exports {
                 hex(&handle.0)
             }
             "fill" => {
-                self.fill(self.buffer.base(), rest.parse().unwrap(), LENT);
+                self.fill(self.buffer.base(), rest.parse().unwrap(), EXPORTED_BYTES);
                 String::new()
             }
             "sync" => {

@@ -11,7 +11,7 @@ use kvtier_cuda_fake::fake_driver_path;
 use kvtier_device::cuda::GpuOptions;
 use serde_json::Value;
 
-use crate::lender::{FakeDriver, Lender, UUID, unhex};
+use crate::exporter::{Exporter, FakeDriver, UUID, unhex};
 use crate::support::{CHUNK, TestServer, prompt, range};
 
 /// Pages of a worker, one token each, and their bytes.
@@ -118,7 +118,7 @@ pub struct Worker {
 
 impl Worker {
     /// Not registered yet.
-    pub fn new(bed: &Bed, engine: &mut Lender, id: i64, model: &str) -> Self {
+    pub fn new(bed: &Bed, engine: &mut Exporter, id: i64, model: &str) -> Self {
         let answer = engine.ask(&format!("alloc {} 0", BLOCKS * PAGE));
         let (_, handle) = answer.split_once(' ').unwrap();
         Self {

@@ -6,8 +6,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use kvtier_client::{EngineDrivenWorker, Prompt, Scope};
 use proptest::prelude::*;
 
-use crate::alone::Model;
-use crate::bed::{server, settle};
+use super::alone::Model;
+use super::bed::server;
+use crate::l2::settle;
 use crate::support::{PATIENCE, TestServer, bytes, prompt, range};
 
 const TENANTS: usize = 3;
@@ -104,7 +105,7 @@ impl<'s> Round<'s> {
         // Each connection is newer than the other's first word, so neither passes for the other after a reconnection.
         for _ in 0..2 {
             for worker in round.workers.iter_mut() {
-                worker.connection().end_session("nobody's").unwrap();
+                worker.connection().end_session("unknown").unwrap();
             }
         }
         round
@@ -267,14 +268,14 @@ fn run(cases: u32, server: &TestServer, step: impl Fn(&mut Round<'_>, &Op)) {
 }
 
 #[test]
-fn each_tenant_sees_what_it_would_see_alone() {
+fn each_tenant_sees_results_as_if_alone() {
     let directory = tempfile::tempdir().unwrap();
     let server = server(directory.path(), &["--l2-prefetch-policy", "retain"]);
     run(200, &server, |round, op| round.run_exactly(op));
 }
 
 #[test]
-fn eviction_gives_no_tenant_anothers_bytes_and_takes_nothing_that_is_held() {
+fn eviction_mixes_no_tenants_and_spares_leases() {
     let directory = tempfile::tempdir().unwrap();
     // 8 KiB per object: 40 of them in L1 and 30 in the tier, for 90 that are stored in a round at most.
     let tier = format!(

@@ -3,7 +3,10 @@
 use kvtier_client::{InstanceId, Scope};
 use kvtier_core::object_key::ShownSalt;
 
-use crate::bed::{files, heard, http, listen, lookup, read, server, settle, store};
+use super::bed::{files, lookup, read, server, store};
+use crate::http::request;
+use crate::l2::settle;
+use crate::log::Log;
 use crate::support::{prompt, range};
 
 /// In no word of the log by chance, and in names of files as it is.
@@ -11,7 +14,7 @@ const MARKER: &str = "Markerσalt7";
 
 #[test]
 fn no_salt_is_in_the_log() {
-    listen();
+    let log = Log::listen();
     let directory = tempfile::tempdir().unwrap();
     let server = server(directory.path(), &["--eviction-policy", "IsolatedLRU"]);
     let mut worker = server.engine_driven(1, &Scope::new("logs"));
@@ -26,13 +29,13 @@ fn no_salt_is_in_the_log() {
     assert_eq!(read(&mut worker, MARKER, &prompt, 1, "r"), 2);
     // Percent-encoded as a client would.
     let path = format!("/quota/{}", MARKER.replace('σ', "%CF%83"));
-    assert_eq!(http(&server, "PUT", &path, r#"{"limit_gb": 1}"#).0, 200);
-    assert_eq!(http(&server, "GET", &path, "").0, 200);
+    assert_eq!(request(&server, "PUT", &path, r#"{"limit_gb": 1}"#).0, 200);
+    assert_eq!(request(&server, "GET", &path, "").0, 200);
     assert_eq!(
-        http(&server, "PUT", &path, r#"{"limit_gb": "much"}"#).0,
+        request(&server, "PUT", &path, r#"{"limit_gb": "much"}"#).0,
         400
     );
-    assert_eq!(http(&server, "DELETE", &path, "").0, 200);
+    assert_eq!(request(&server, "DELETE", &path, "").0, 200);
     server.pass(std::time::Duration::from_secs(2));
 
     // As it should not: requests that are refused, files that are damaged, and directories in their place.
@@ -74,7 +77,7 @@ fn no_salt_is_in_the_log() {
     store(&mut worker, MARKER, &prompt, 1);
     settle(&server);
 
-    let log = heard();
+    let log = log.text();
     for said in [
         "Stored",
         "audit",

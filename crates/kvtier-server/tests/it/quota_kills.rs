@@ -1,8 +1,6 @@
 //! The quota file while its writer is killed at any moment: it holds the table before the write or the one after it.
 //!
-//! `KVTIER_QUOTA_KILLS=10000 cargo test -p kvtier-server --test quota_kills` kills that often.
-#![expect(clippy::unwrap_used, reason = "test")]
-
+//! `KVTIER_QUOTA_KILLS=10000 cargo test -p kvtier-server quota_kills` kills that often.
 use std::io::{BufRead as _, BufReader, Write as _};
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -39,20 +37,20 @@ fn generation(table: &Table) -> u64 {
 }
 
 #[test]
-#[ignore = "the process that is killed; run by the_file_is_the_old_or_the_new_one"]
+#[ignore = "the process that is killed; run by killed_write_leaves_old_or_new_file"]
 fn writer() {
     let path = std::env::var_os(FILE).expect("set by the test");
     let (file, table) = QuotaFile::open(Path::new(&path)).unwrap();
-    let mut told = std::io::stderr();
+    let mut log = std::io::stderr();
     for generation in generation(&table) + 1.. {
-        writeln!(told, "begin {generation}").unwrap();
+        writeln!(log, "begin {generation}").unwrap();
         file.save(&self::table(generation)).unwrap();
-        writeln!(told, "done {generation}").unwrap();
+        writeln!(log, "done {generation}").unwrap();
     }
 }
 
 #[test]
-fn the_file_is_the_old_or_the_new_one() {
+fn killed_write_leaves_old_or_new_file() {
     let kills = std::env::var("KVTIER_QUOTA_KILLS");
     let kills = kills.map_or(KILLS, |kills| kills.parse().unwrap());
     let directory = tempfile::tempdir().unwrap();
@@ -61,7 +59,7 @@ fn the_file_is_the_old_or_the_new_one() {
     let mut random = std::process::id() | 1;
     for kill in 0..kills {
         let mut child = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "writer", "--ignored", "--nocapture"])
+            .args(["--exact", "quota_kills::writer", "--ignored", "--nocapture"])
             .env(FILE, &path)
             .stdout(Stdio::null())
             .stderr(Stdio::piped())
@@ -72,22 +70,22 @@ fn the_file_is_the_old_or_the_new_one() {
         random ^= random >> 17;
         random ^= random << 5;
         // Some lines, and then some more of its time.
-        let mut told = Vec::new();
+        let mut log = Vec::new();
         for line in lines.by_ref().take(1 + random as usize % 4) {
-            told.push(line.unwrap());
+            log.push(line.unwrap());
         }
         for _ in 0..random % 200_000 {
             std::hint::spin_loop();
         }
         child.kill().unwrap();
         child.wait().unwrap();
-        told.extend(lines.map_while(Result::ok));
+        log.extend(lines.map_while(Result::ok));
         let number = |word: &str| {
-            let lines = told.iter().rev();
+            let lines = log.iter().rev();
             let mut numbers = lines.filter_map(|line| line.strip_prefix(word)?.trim().parse().ok());
             numbers.next()
         };
-        let begun: u64 = number("begin").unwrap_or_else(|| panic!("{told:?}"));
+        let begun: u64 = number("begin").unwrap_or_else(|| panic!("{log:?}"));
         let done: u64 = number("done").unwrap_or(last);
         let table = QuotaFile::peek(&path).unwrap_or_else(|error| panic!("kill {kill}: {error}"));
         let found = generation(&table);

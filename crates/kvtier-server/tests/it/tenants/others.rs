@@ -4,11 +4,13 @@ use kvtier_client::{InstanceId, Scope};
 use kvtier_core::object_key::EncodedObjectKey;
 use kvtier_core::{ObjectKey, kv_rank};
 
-use crate::bed::{files, http, lookup, read, server, settle, store};
+use super::bed::{files, lookup, read, server, store};
+use crate::http::request;
+use crate::l2::settle;
 use crate::support::{TestServer, prompt, range};
 
 #[test]
-fn no_tenant_commits_frees_or_ends_work_of_another() {
+fn no_tenant_affects_work_of_another() {
     let server = TestServer::start(&[]);
     let scopes = ["a", "b"].map(|salt| Scope::new("others").with_salt(salt));
     let mut worker = server.engine_driven(1, &scopes[0]);
@@ -53,7 +55,7 @@ fn no_tenant_commits_frees_or_ends_work_of_another() {
 }
 
 #[test]
-fn deleting_and_warming_are_for_the_tenant_that_is_named() {
+fn deletion_and_prefetch_affect_only_named_tenant() {
     let directory = tempfile::tempdir().unwrap();
     let server = server(directory.path(), &[]);
     let mut worker = server.engine_driven(1, &Scope::new("others"));
@@ -73,8 +75,8 @@ fn deleting_and_warming_are_for_the_tenant_that_is_named() {
     });
     let body =
         serde_json::json!({ "keys": keys.collect::<Vec<_>>(), "tier": "all", "force": true });
-    let (status, told) = http(&server, "DELETE", "/cache/objects", &body.to_string());
-    assert_eq!(status, 200, "{told}");
+    let (status, _, answer) = request(&server, "DELETE", "/cache/objects", &body.to_string());
+    assert_eq!(status, 200, "{answer}");
     assert_eq!(files(directory.path()).len(), 4);
     server.engine().clear(true);
     let warm =

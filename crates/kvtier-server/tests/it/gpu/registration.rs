@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use kvtier_client::Scope;
 
-use crate::lender::Lender;
-use crate::setup::{Bed, Worker, wait};
+use super::setup::{Bed, Worker, wait};
+use crate::exporter::Exporter;
 use crate::support::{prompt, range};
 
 /// While the driver opens or closes one worker's memory, a worker in host memory comes, stores and goes on the one thread
@@ -20,9 +20,9 @@ fn others_go_on(bed: &Bed, seed: u32) {
 }
 
 #[test]
-fn a_registration_holds_up_only_what_its_connection_sent_behind_it() {
+fn registration_delays_only_later_requests_of_connection() {
     let bed = Bed::start();
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/order");
     // The context, which is made for the first one; then the memory.
     for (number, function) in ["cuDevicePrimaryCtxRetain", "cuIpcOpenMemHandle_v2"]
@@ -64,9 +64,9 @@ fn a_registration_holds_up_only_what_its_connection_sent_behind_it() {
 /// Memory of a worker whose place another took is free when that one is answered. A worker that fell silent leaves the
 /// driver as much to do.
 #[test]
-fn memory_of_workers_that_are_given_up_is_closed_apart() {
+fn memory_of_abandoned_workers_is_closed_separately() {
     let bed = Bed::start();
-    let (mut engine, mut second) = (Lender::start(), Lender::start());
+    let (mut engine, mut second) = (Exporter::start(), Exporter::start());
     let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/silent");
     let registered = worker.send_registration();
     worker.done(registered);
@@ -92,9 +92,9 @@ fn memory_of_workers_that_are_given_up_is_closed_apart() {
 }
 
 #[test]
-fn an_engine_that_dies_while_it_registers_leaves_nothing() {
+fn engine_death_during_registration_leaves_nothing() {
     let bed = Bed::start();
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/dies");
     bed.fake_driver
         .script("clear; hold cuIpcOpenMemHandle_v2@1");
@@ -113,9 +113,9 @@ fn an_engine_that_dies_while_it_registers_leaves_nothing() {
 
 /// The one thread for transfers waits for no driver, whatever a worker on a GPU sends.
 #[test]
-fn an_event_that_the_driver_hangs_over_holds_up_no_other_worker() {
+fn hanging_event_delays_no_other_worker() {
     let bed = Bed::start();
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/event");
     let registered = worker.send_registration();
     worker.done(registered);
@@ -133,7 +133,7 @@ fn an_event_that_the_driver_hangs_over_holds_up_no_other_worker() {
 #[test]
 fn a_server_ends_during_a_trial() {
     let bed = Bed::start();
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/trial");
     bed.fake_driver.script("clear; hold cuLaunchKernel@1");
     let registered = worker.send_registration();
@@ -144,14 +144,14 @@ fn a_server_ends_during_a_trial() {
 
 /// The metric of a GPU that cannot be taken into use says so as long as that is so, and no longer.
 #[test]
-fn a_gpu_is_healthy_again_when_its_driver_comes_back() {
+fn gpu_is_healthy_again_after_driver_recovers() {
     let bed = Bed::with(|gpu| gpu.trial_timeout = Duration::from_millis(20));
     let healthy = |value: u8| {
         let line = format!("kvtier_gpu_healthy{{gpu=\"0\"}} {value}\n");
         bed.engine().scrape().contains(&line)
     };
     assert!(healthy(1));
-    let mut engine = Lender::start();
+    let mut engine = Exporter::start();
     let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/back");
     bed.fake_driver.script("hold cuDevicePrimaryCtxRetain@1");
     let refused = worker.send_registration();

@@ -3,7 +3,9 @@
 use kvtier_client::Scope;
 use kvtier_core::object_key::SaltKey;
 
-use crate::bed::{files, http, lookup, read, server, settle, store};
+use super::bed::{files, lookup, read, server, store};
+use crate::http::{json_of, request};
+use crate::l2::settle;
 use crate::support::{prompt, range};
 
 const SECRET: &str = "a secret of the operator";
@@ -38,7 +40,7 @@ fn hashed_tenants_are_the_same_after_a_restart() {
             "/cache/objects?tier=l1",
             "/status",
         ] {
-            all.push_str(&http(server, "GET", path, "").1);
+            all.push_str(&request(server, "GET", path, "").1);
         }
         all
     };
@@ -50,7 +52,7 @@ fn hashed_tenants_are_the_same_after_a_restart() {
         store(&mut worker, "", &prompt, 3);
         settle(&server);
         assert_eq!(
-            http(&server, "PUT", "/quota/acme", r#"{"limit_gb": 1}"#).0,
+            request(&server, "PUT", "/quota/acme", r#"{"limit_gb": 1}"#).0,
             200
         );
         assert_eq!(read(&mut worker, "acme", &prompt, 1, "r"), 2);
@@ -65,12 +67,12 @@ fn hashed_tenants_are_the_same_after_a_restart() {
     assert_eq!(read(&mut worker, &hashed, &prompt, 2, "r"), 2);
     assert_eq!(read(&mut worker, "", &prompt, 3, "r"), 2);
     // The quota and what the tier holds are the tenant's, by its salt and by the hash that listings show.
-    let by_salt = http(&server, "GET", "/quota/acme", "");
+    let by_salt = json_of(&server, "GET", "/quota/acme", "");
     assert_eq!(
         by_salt,
-        http(&server, "GET", &format!("/quota/{hashed}"), "")
+        json_of(&server, "GET", &format!("/quota/{hashed}"), "")
     );
-    assert!(by_salt.1.contains(r#""exists":true"#), "{by_salt:?}");
+    assert_eq!(by_salt.1["exists"], true, "{by_salt:?}");
     let chunk = worker.chunk_bytes() as u64;
     let look = server.engine().quotas().look();
     let usage: Vec<_> = look.tenant(&hashed).iter().map(|tier| tier.bytes).collect();

@@ -1,0 +1,6 @@
+//! A second process whose pages are on a GPU, over the fake CUDA driver.
+
+mod death;
+mod registration;
+mod setup;
+mod stopping;
