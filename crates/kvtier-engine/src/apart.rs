@@ -8,7 +8,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex};
+use kvtier_sync::{Condvar, Mutex};
 
 use super::{Answer, Engine, Reply};
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use kvtier_config::GpuReply;
 use kvtier_device::{DeviceError, EngineMemory, Transfer};
 use kvtier_proto::response::Response;
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use super::{Answer, Engine, Reply};
 

@@ -63,7 +63,7 @@ use kvtier_proto::key::CacheKey;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::Request;
 use kvtier_proto::response::Response;
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use apart::Apart;
 use chunk_sizes::ChunkSizes;

@@ -32,7 +32,7 @@ use kvtier_core::cache::{KeyOutcome, Reservation, ReserveRequest};
 use kvtier_core::prompt::Prompt;
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::InstanceId;
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use super::Engine;
 use super::instances::Instance;

@@ -13,7 +13,7 @@ use kvtier_proto::descriptor::Dtype;
 use kvtier_proto::generation::Release;
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::{InstanceId, Store};
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use super::instances::{Instance, Mode};
 use super::layout::{EngineDrivenLayout, ModelLayout};

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 /// Rate limit of one log line: permits it once per interval and counts the suppressed ones. Each line has its own, so
 /// that none hides another.

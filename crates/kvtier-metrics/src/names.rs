@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use parking_lot::RwLock;
+use kvtier_sync::RwLock;
 
 /// Longest name that becomes a label value, bytes.
 const MAX_BYTES: usize = 256;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use kvtier_core::cache::{SaltUsage, Stats};
 use kvtier_core::object_key::ShownSalt;
-use parking_lot::{Mutex, MutexGuard};
+use kvtier_sync::{Mutex, MutexGuard};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;

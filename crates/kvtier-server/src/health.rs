@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 /// Readiness of the server. Poisoning is for good: a component whose thread panicked is not trusted again.
 #[derive(Debug, Default)]

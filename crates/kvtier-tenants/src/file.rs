@@ -13,7 +13,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvtier_core::object_key::check_cache_salt;
 use kvtier_memory::checksum::checksum128;
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use serde::Deserialize;
 
 use super::table::{Entry, MAX_TENANTS, Table};

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use crossbeam_channel::{Sender, bounded};
 use kvtier_core::quota::{Grant, QuotaConfig, QuotaMode};
-use parking_lot::{Mutex, RwLock};
+use kvtier_sync::{Mutex, RwLock};
 
 use kvtier_config::{Limit, Place, QuotaSettings, ServerConfig};
 

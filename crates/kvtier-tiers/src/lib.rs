@@ -24,7 +24,7 @@ use kvtier_core::cache::{Cache, Extent};
 use kvtier_l2::tier::{Tier, TierConfig, TierEviction};
 use kvtier_l2::{AdapterConfig, Buffer, Registry};
 use kvtier_memory::Arena;
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use tokio::runtime::{Handle, Runtime};
 use tokio::sync::{Notify, Semaphore};
 use tokio::time::timeout_at;

@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 
 use kvtier_core::object_key::ObjectKey;
 use kvtier_core::{ChunkHash, Namespace};
-use parking_lot::{Mutex, MutexGuard};
+use kvtier_sync::{Mutex, MutexGuard};
 
 use super::L2;
 use super::store::{Shared, Ticket};

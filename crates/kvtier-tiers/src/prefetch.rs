@@ -12,7 +12,7 @@ use kvtier_core::prefetch::{Cell, PrefetchPlan};
 use kvtier_core::{ChunkHash, GroupRow, ObjectKey};
 use kvtier_l2::tier::TierLease;
 use kvtier_l2::{ErrorKind, LoadItem, ObjectSpec};
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};

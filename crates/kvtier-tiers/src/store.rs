@@ -11,7 +11,7 @@ use std::sync::{Arc, Weak};
 use kvtier_core::cache::ReadLease;
 use kvtier_core::{ChunkHash, Namespace, ObjectKey};
 use kvtier_l2::{ObjectSpec, StoreItem};
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use tokio::sync::{Notify, Semaphore, mpsc};
 
 use super::L2;

@@ -16,7 +16,7 @@ use std::time::Instant;
 
 use kvtier_client::{Client as Native, Scope, SharedPool};
 use kvtier_proto::key::check_salt;
-use parking_lot::{Condvar, Mutex};
+use kvtier_sync::{Condvar, Mutex};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;

@@ -3,7 +3,7 @@
 use std::convert::Infallible;
 
 use kvtier_device::{BlockTable, ChunkRequest, KvLayout, PlanError, PlannedCopy};
-use parking_lot::RwLock;
+use kvtier_sync::RwLock;
 
 /// The storage of one or several tensors.
 #[derive(Debug, Clone, Copy)]

@@ -11,7 +11,7 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use kvtier_client::InstanceId;
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 /// How long a copy that started before its deadline may take: a hundred times as long as copying a large chunk.
 pub const COPY_MARGIN: Duration = Duration::from_secs(1);

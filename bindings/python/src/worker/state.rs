@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvtier_client::{Client as Native, InstanceId, Prompt, Scope, SharedPool};
-use parking_lot::{Condvar, Mutex};
+use kvtier_sync::{Condvar, Mutex};
 
 use super::geometry::Geometry;
 use super::instance_ids::InstanceIds;

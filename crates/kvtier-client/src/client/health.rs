@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+use kvtier_sync::{Condvar, Mutex};
 
 use super::{Client, Shared};
 use crate::error::ClientError;

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use kvtier_proto::key::TokenWriter;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{InstanceId, Request};
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
 
 pub use chunk::ChunkTerms;

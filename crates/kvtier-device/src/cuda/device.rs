@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvtier_memory::{Arena, SegmentError};
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use super::device_copy::AddressRange;
 use super::driver::{DevicePtr, Driver, Stream};

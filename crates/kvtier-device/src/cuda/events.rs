@@ -13,7 +13,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use super::allocations::{Allocations, Mapped, OpenError};
 use super::driver::{

@@ -7,7 +7,7 @@
 use std::os::fd::OwnedFd;
 
 use kvtier_memory::FileId;
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use rustix::fs::{FileType, Mode};
 use rustix::io::Errno;
 use rustix::shm::{self, OFlags};

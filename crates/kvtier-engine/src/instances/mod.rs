@@ -19,7 +19,7 @@ use kvtier_device::cuda::owner::Owner;
 use kvtier_proto::descriptor::TensorDescriptor;
 use kvtier_proto::generation::Release;
 use kvtier_proto::request::{EngineGroupInfo, InstanceId, LayoutHints};
-use parking_lot::RwLock;
+use kvtier_sync::RwLock;
 
 use super::layout::{EngineDrivenLayout, ModelLayout};
 use super::refusal::Refusal;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvtier_device::EngineMemory;
-use parking_lot::{Condvar, Mutex};
+use kvtier_sync::{Condvar, Mutex};
 
 use super::super::refusal::Refusal;
 use super::Instance;

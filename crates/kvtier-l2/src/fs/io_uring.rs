@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvtier_memory::FileError;
 use kvtier_memory::uring::{Ring, Transfer};
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use super::io::{Engine, Move, Moved, Posix, Work, part};
 use crate::object::Buffer;

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use rustix::fs::Stat;
 
 /// Capacity; beyond it the oldest are dropped.

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use tokio::time::{Instant, sleep_until};
 
 /// Shortest wait, as timers are not finer. Shorter times are added to later transfers.

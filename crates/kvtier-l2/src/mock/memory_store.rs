@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use kvtier_core::object_key::{KeyShape, ObjectKey};
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use crate::adapter::{ListPage, Listed, Stored};
 use crate::error::{ErrorKind, L2Error};

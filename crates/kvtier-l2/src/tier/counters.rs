@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use crate::error::ErrorKind;
 

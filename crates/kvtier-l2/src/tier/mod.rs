@@ -24,7 +24,7 @@ use kvtier_core::cache::{Cache, CacheConfig, ReadLease, Removed, Stats};
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::object_key::ObjectKey;
 use kvtier_core::quota::{QuotaConfig, QuotaMode};
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use tokio::sync::watch;
 pub use usage::AdapterUsage;
 

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 /// Most bytes of one file.
 const SIZE: u64 = 1 << 20;

@@ -12,7 +12,7 @@ use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse as _, Response};
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use super::{ApiError, audit, origin};
 use crate::access::{Access, Role};

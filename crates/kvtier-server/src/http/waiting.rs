@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
 

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use super::super::device_copy::{AddressRange, DeviceCopies};
 use super::super::events::{ForeignEvent, ForeignEvents};

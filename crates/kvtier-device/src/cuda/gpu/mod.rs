@@ -23,7 +23,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex, RwLock};
+use kvtier_sync::{Condvar, Mutex, RwLock};
 
 use super::allocations::Allocations;
 use super::driver::{Context, Event, EventFlags, IpcHandle, PhysicalDevice, Stream};

@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use kvtier_memory::{Arena, Extent};
-use parking_lot::{Mutex, RwLock, RwLockWriteGuard};
+use kvtier_sync::{Mutex, RwLock, RwLockWriteGuard};
 
 use super::super::device_copy::PinnedPieces;
 use super::super::driver::{Context, RegisteredHost};

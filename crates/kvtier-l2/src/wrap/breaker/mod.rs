@@ -6,7 +6,7 @@ mod tests;
 
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use serde_json::{Map, Value, json};
 use tokio::time::Instant;
 

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 /// Digest of a key, and the checksum of its object.
 pub(super) type Known = (u128, u128);
