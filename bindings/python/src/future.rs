@@ -1,4 +1,6 @@
 //! Futures for Python.
+//!
+//! The mutex guards the result; no other lock is acquired inside.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,6 @@
 //! Log lines that a client or a broken backend could cause with every request.
+//!
+//! The mutex guards when a line was last logged; no other lock is acquired inside.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,6 @@
 //! Label values that clients choose.
+//!
+//! The lock guards the set; no other is acquired inside.
 
 use std::collections::HashSet;
 use std::sync::Arc;

@@ -1,4 +1,6 @@
 //! Whether the server serves: readiness, and components that a panic has poisoned.
+//!
+//! The mutex guards the list of failed components; no other lock is acquired inside.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 

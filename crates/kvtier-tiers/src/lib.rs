@@ -2,6 +2,8 @@
 //!
 //! It runs on threads of its own, so that no tier, however slow, delays what L1 can answer. It knows L1's cache and
 //! memory; requests, sessions and connections it never sees.
+//!
+//! The mutex guards the threads until they are stopped; no other lock is acquired inside.
 
 #![forbid(unsafe_code)]
 

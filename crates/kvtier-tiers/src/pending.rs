@@ -1,4 +1,7 @@
 //! What is deleted while it waits to be stored, or is being stored: it must not come after its delete.
+//!
+//! [`Pending`] guards all batches; L1's cache leases objects inside. `revoked` guards the deleted objects of one
+//! batch, with no lock inside.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Weak};

@@ -2,6 +2,8 @@
 //!
 //! A lookup never waits for more than two deadlines, one for asking and one for loading; its answer is what L1 has by
 //! then. Loads are tasks of their own: one that comes too late for its lookup still ends in L1.
+//!
+//! `reservation` guards the memory of a load, `landed` which objects have arrived; neither has a lock inside.
 
 use std::collections::HashMap;
 use std::sync::Arc;

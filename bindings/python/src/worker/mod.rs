@@ -1,4 +1,6 @@
 //! Workers: stores and retrieves that are submitted, run without the GIL, and polled for their results.
+//!
+//! The mutex guards the threads of a worker that copies by itself; those of its results are acquired inside.
 
 mod engine_driven;
 mod geometry;

@@ -1,4 +1,6 @@
 //! The engine's KV pages in this process's memory, and the bytes of chunks in them.
+//!
+//! The lock guards whether the pages exist and is shared while a chunk is copied; no other is acquired inside.
 
 use std::convert::Infallible;
 

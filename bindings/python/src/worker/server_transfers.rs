@@ -6,6 +6,8 @@
 //! 2. if there is none (timeout, lost connection): its answer to an unregistration, which it sends when no copy for that
 //!    instance is running or will start;
 //! 3. if there is none either: the deadline sent with the request, after which the server starts no copy.
+//!
+//! The mutex guards these transfers; no other lock is acquired inside.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};

@@ -1,4 +1,7 @@
 //! State of a worker: its registration, and its transfers until Python takes their results.
+//!
+//! `instance_ids` is held during a registration, `finished` while the next release of pages is looked up; other locks
+//! are acquired inside both. `registered` and `unread` have none inside.
 
 use std::collections::HashMap;
 use std::ops::Range;

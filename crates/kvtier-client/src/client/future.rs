@@ -1,4 +1,6 @@
 //! Futures: results of requests that are in flight.
+//!
+//! The mutex guards the result; no other lock is acquired inside.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

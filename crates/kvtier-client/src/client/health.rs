@@ -1,4 +1,8 @@
 //! Health of the server: heartbeats, and the recovery when it comes back.
+//!
+//! `Watch::state` guards the health that was last reported, `callbacks` and `recover` what is called; `Link::state`
+//! the state of the connection. `callbacks` may be acquired inside `Watch::state`. No lock is held while a callback
+//! runs.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;

@@ -1,6 +1,8 @@
 //! A client for many threads: requests are submitted without waiting, and their results are futures.
 //!
 //! It has two threads: one owns the socket ([`io`]), one sends heartbeats ([`health`]).
+//!
+//! The mutex guards the requests that the first has not taken; no other lock is acquired inside.
 
 mod backoff;
 mod chunk;

@@ -8,6 +8,8 @@
 //!
 //! Bytes and the hash before them are always compared whole. What the table is searched by only decides where to
 //! look, so a client that fills the memory with prompts, or finds two that collide, causes misses and never a wrong hash.
+//!
+//! `generations` guards the remembered prompts, `retired` those that are being freed; neither has a lock inside.
 
 mod generations;
 #[cfg(test)]

@@ -7,6 +7,8 @@
 //!
 //! A driver call may take seconds. The table's lock is not held meanwhile: an entry in [`Entry::Transition`] makes only
 //! users of the same allocation wait.
+//!
+//! The mutex guards that table; no other lock is acquired inside.
 
 use std::collections::HashMap;
 use std::io;

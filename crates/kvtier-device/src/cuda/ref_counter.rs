@@ -3,6 +3,8 @@
 //! A shared-memory file has a header of 64 bytes and 10 000 counters (i64). The owner sets one to 1 per shared storage,
 //! and the process that opened the storage decrements it once when done. The file belongs to the other process and may
 //! shrink at any time, so it is read and written with system calls and never mapped here.
+//!
+//! The lock makes decrements of this process take turns; no other is acquired inside.
 
 use std::os::fd::OwnedFd;
 

@@ -2,6 +2,9 @@
 //!
 //! Names of temporary files start with the name of their writer, which is a locked file. So a later process recognises
 //! leftovers, whichever host or container wrote them.
+//!
+//! `lock` guards the lock file, and `dir` (the descriptor) may be acquired inside; `lost` guards why the path is
+//! another's. Neither of the last two has a lock inside.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;

@@ -1,4 +1,6 @@
 //! Several transfers in flight per thread, by io_uring.
+//!
+//! The mutex guards the rings that no thread uses; no other lock is acquired inside.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

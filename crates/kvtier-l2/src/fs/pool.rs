@@ -2,6 +2,8 @@
 //!
 //! Reads (lookups, loads, deletes) have priority, as requests wait for them; stores run in the background. One thread never
 //! runs stores, so a disk that stalls writes still serves reads.
+//!
+//! The mutex guards the queue; no other lock is acquired inside.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};

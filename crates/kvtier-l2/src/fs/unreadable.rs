@@ -1,4 +1,6 @@
 //! Files that the disk failed to read. They may be intact, so they stay until a store replaces them.
+//!
+//! The mutex guards the list; no other lock is acquired inside.
 
 use std::collections::VecDeque;
 

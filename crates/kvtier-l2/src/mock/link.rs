@@ -1,4 +1,6 @@
 //! Link of a limited speed.
+//!
+//! The mutex guards when it is free; no other lock is acquired inside.
 
 use std::time::Duration;
 

@@ -1,4 +1,6 @@
 //! Objects in memory and their accounting.
+//!
+//! The mutex guards both; no other lock is acquired inside.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;

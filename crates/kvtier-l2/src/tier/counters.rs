@@ -1,4 +1,6 @@
 //! Counters of a tier, all monotonic.
+//!
+//! The mutex guards the failures by kind; no other lock is acquired inside.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};

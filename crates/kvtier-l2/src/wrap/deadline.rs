@@ -1,4 +1,6 @@
 //! Deadline of each call, which runs once the call has a permit.
+//!
+//! The mutex guards the time in which the backend answered no call; no other lock is acquired inside.
 
 use std::pin::pin;
 use std::sync::Arc;

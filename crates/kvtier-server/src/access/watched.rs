@@ -2,6 +2,9 @@
 //!
 //! A task has to check them now and then, and may wait for the disk: a check costs one `stat` per file. A reader of the
 //! value never waits. If the content is unusable, the last good one stays, and the log says so once per bad content.
+//!
+//! `value` guards the content, `last` what is known of the file. Neither is held while a file is read, nor another
+//! lock inside.
 
 use std::fmt;
 use std::io::Read as _;

@@ -1,4 +1,6 @@
 //! Job: one transfer in flight on a GPU.
+//!
+//! The mutex guards a worker's retrieves in flight; no other lock is acquired inside.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};

@@ -3,6 +3,9 @@
 //! Pinning takes seconds for a large arena (the driver touches every page), so it runs in the background, piece by piece,
 //! while the server serves. Pieces that are not pinned are copied too, through the driver's buffers, and such a copy blocks
 //! the thread that starts it.
+//!
+//! `pause_lock` is shared while a piece is pinned and exclusive while pinning is paused. `registered` (the pinned
+//! pieces), `error` (of the last one that failed) and `pinning` (progress) have no lock inside.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};

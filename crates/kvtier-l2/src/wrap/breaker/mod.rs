@@ -1,4 +1,6 @@
 //! Circuit breaker: pauses calls to a backend that does not answer.
+//!
+//! The mutex of a lane guards the state of its breaker; no other lock is acquired inside.
 
 mod state;
 #[cfg(test)]

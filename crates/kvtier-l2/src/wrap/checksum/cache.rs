@@ -1,4 +1,6 @@
 //! Cache of checksums, and those of stores in flight.
+//!
+//! The mutex guards both; no other lock is acquired inside.
 
 use std::collections::HashMap;
 use std::fmt;
