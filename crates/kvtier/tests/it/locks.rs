@@ -13,7 +13,7 @@ fn table(number: usize) -> Vec<(String, String)> {
     let page = fs::read_to_string(root().join("ARCHITECTURE.md")).unwrap();
     let section = page.split("\n## Locks\n").nth(1).unwrap();
     let section = section.split("\n## ").next().unwrap();
-    let table = section.split("| --- |").nth(number).unwrap();
+    let table = section.split("\n| lock").nth(number).unwrap();
     let rows = table.lines().filter(|line| line.starts_with("| `"));
     let cell = |row: &str, number| {
         let cell: &str = row.split('`').nth(number).unwrap();
