@@ -1,9 +1,11 @@
 //! Futures for Python.
+//!
+//! The mutex guards the result; no other lock is acquired inside.
 
 use std::time::{Duration, Instant};
 
 use kvtier_client::ClientError;
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use pyo3::IntoPyObjectExt;
 use pyo3::exceptions::PyTimeoutError;
 use pyo3::prelude::*;

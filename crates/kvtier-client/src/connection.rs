@@ -133,7 +133,7 @@ impl Connection {
         self.timeout = timeout;
     }
 
-    /// Sends a request without waiting for its reply.
+    /// Sends a request without waiting for its reply. Only while a connection is being made, it waits for that.
     ///
     /// # Errors
     /// [`ClientError::Encode`]; [`ClientError::Unsent`] if as many requests wait to be sent as may, until the deadline.
@@ -165,7 +165,9 @@ impl Connection {
             timeout,
         };
         self.in_flight.insert(uid, request);
+        // No thread writes it later. If there is no server, or it takes nothing, a later call does.
         self.turn(sent);
+        while self.is_connecting() && self.turn(sent + timeout) {}
         Ok(Ticket { uid, operation })
     }
 
@@ -289,6 +291,10 @@ impl Connection {
             self.lose(now);
         }
         now < until
+    }
+
+    fn is_connecting(&self) -> bool {
+        self.wire.as_ref().is_some_and(|wire| !wire.is_ready())
     }
 
     fn send_unsent(&mut self) -> std::io::Result<()> {

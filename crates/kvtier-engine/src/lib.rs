@@ -56,7 +56,7 @@ use kvtier_proto::request::Request;
 use kvtier_proto::response::Response;
 use kvtier_tenants::{Opened, QuotaTier, Quotas, Salts};
 use kvtier_tiers::L2;
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use context::Context;
 use devices::Devices;

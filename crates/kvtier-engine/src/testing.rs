@@ -15,7 +15,7 @@ use kvtier_proto::descriptor::Dtype;
 use kvtier_proto::generation::Release;
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::{InstanceId, Store};
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use super::context::Context;
 use super::instances::{EngineDrivenLayout, Instance, Mode, ModelLayout};

@@ -1,8 +1,10 @@
 //! Log lines that a client or a broken backend could cause with every request.
+//!
+//! The mutex guards when a line was last logged; no other lock is acquired inside.
 
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 /// Rate limit of one log line: permits it once per interval and counts the suppressed ones. Each line has its own, so
 /// that none hides another.

@@ -1,9 +1,11 @@
 //! Label values that clients choose.
+//!
+//! The lock guards the set; no other is acquired inside.
 
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use parking_lot::RwLock;
+use kvtier_sync::RwLock;
 
 /// Longest name that becomes a label value, bytes.
 const MAX_BYTES: usize = 256;

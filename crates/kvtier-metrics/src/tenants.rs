@@ -2,13 +2,16 @@
 //!
 //! They are parts of totals: in each tier the series of all tenants add up to what the tier counts in all. So a tenant's
 //! series begins at 0 when it gets one, and when it loses it its counts go to `other`, which never goes down.
+//!
+//! The mutex guards which tenants have series. A scrape holds it while it reads the tiers and the engine, so it is
+//! outside nearly all other locks.
 
 use std::collections::HashMap;
 use std::sync::Arc;
 
 use kvtier_core::cache::{SaltUsage, Stats};
 use kvtier_core::object_key::ShownSalt;
-use parking_lot::{Mutex, MutexGuard};
+use kvtier_sync::{Mutex, MutexGuard};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;

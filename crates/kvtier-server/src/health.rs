@@ -1,8 +1,10 @@
 //! Whether the server serves: readiness, and components that a panic has poisoned.
+//!
+//! The mutex guards the list of failed components; no other lock is acquired inside.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 /// Readiness of the server. Poisoning is for good: a component whose thread panicked is not trusted again.
 #[derive(Debug, Default)]

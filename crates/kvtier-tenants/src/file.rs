@@ -3,6 +3,8 @@
 //! It is JSON, written as a whole beside the old one and moved over it, so that a reader finds the old content or the
 //! new. There is exactly one way to write a table, checksum included, so whatever differs from that is damage and is
 //! refused as a whole.
+//!
+//! The mutex guards the file's identity as last read or written; no other lock is acquired inside.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File, OpenOptions};
@@ -14,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use kvtier_core::object_key::check_cache_salt;
 use kvtier_error::{Error, Result};
 use kvtier_memory::checksum::checksum128;
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use serde::Deserialize;
 
 use super::table::{Entry, MAX_TENANTS, Table};

@@ -1,6 +1,12 @@
 //! What tenants may have: one table for all tiers, kept in a file, enforced by each tier that keeps tenants apart.
 //!
 //! The table is there before the first tier is, so nothing is evicted by a quota that is not known yet.
+//!
+//! | lock | guards | inside |
+//! | --- | --- | --- |
+//! | `turn` | the file and the quotas of the tiers, one writer at a time | the others, and those of the tiers' caches |
+//! | `table` | which table is the current one | none |
+//! | `waiting` | changes that the next writer takes along | none |
 
 use std::io;
 use std::sync::Arc;
@@ -8,7 +14,7 @@ use std::sync::Arc;
 use crossbeam_channel::{Sender, bounded};
 use kvtier_core::quota::{Grant, QuotaConfig, QuotaMode};
 use kvtier_error::{Error, ErrorKind, Result};
-use parking_lot::{Mutex, RwLock};
+use kvtier_sync::{Mutex, RwLock};
 
 use kvtier_config::{Limit, Place, QuotaSettings, ServerConfig};
 

@@ -7,7 +7,7 @@ use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
 use kvtier_l2::ObjectSpec;
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use tokio::sync::watch;
 
 /// Identity and layout: objects of other layouts are other objects.

@@ -2,6 +2,8 @@
 //!
 //! It runs on threads of its own, so that no tier, however slow, delays what L1 can answer. It knows L1's cache and
 //! memory; requests, sessions and connections it never sees.
+//!
+//! The mutex guards the threads until they are stopped; no other lock is acquired inside.
 
 #![forbid(unsafe_code)]
 
@@ -25,7 +27,7 @@ use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_l2::tier::{Tier, TierConfig, TierEviction};
 use kvtier_l2::{AdapterConfig, Buffer, Registry};
 use kvtier_memory::Arena;
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use tokio::runtime::{Handle, Runtime};
 use tokio::sync::{Notify, Semaphore};
 use tokio::time::timeout_at;

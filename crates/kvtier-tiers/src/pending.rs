@@ -1,11 +1,14 @@
 //! What is deleted while it waits to be stored, or is being stored: it must not come after its delete.
+//!
+//! [`Pending`] guards all batches; L1's cache leases objects inside. `revoked` guards the deleted objects of one
+//! batch, with no lock inside.
 
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Weak};
 
 use kvtier_core::object_key::ObjectKey;
 use kvtier_core::{ChunkHash, Namespace};
-use parking_lot::{Mutex, MutexGuard};
+use kvtier_sync::{Mutex, MutexGuard};
 
 use super::L2;
 use super::store::{Shared, Ticket};

@@ -2,6 +2,8 @@
 //!
 //! A lookup never waits for more than two deadlines, one for asking and one for loading; its answer is what L1 has by
 //! then. Loads are tasks of their own: one that comes too late for its lookup still ends in L1.
+//!
+//! `reservation` guards the memory of a load, `landed` which objects have arrived; neither has a lock inside.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -12,7 +14,7 @@ use kvtier_core::prefetch::{Cell, PrefetchPlan};
 use kvtier_core::{ChunkHash, GroupRow, ObjectKey};
 use kvtier_l2::tier::TierLease;
 use kvtier_l2::{ErrorKind, LoadItem, ObjectSpec};
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};

@@ -4,6 +4,8 @@
 //! wait is bounded in bytes, for each tier on its own, and what does not fit is not stored there. Lease and bytes go
 //! together, with the last buffer of a batch: a tier that has missed its deadline and still reads has them both. So
 //! `pending` knows what may still be written.
+//!
+//! The mutex guards the tiers' queues until stores are stopped; no other lock is acquired inside.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
@@ -11,7 +13,7 @@ use std::sync::{Arc, Weak};
 use kvtier_core::cache::ReadLease;
 use kvtier_core::{ChunkHash, Namespace, ObjectKey};
 use kvtier_l2::{ObjectSpec, StoreItem};
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use tokio::sync::{Notify, Semaphore, mpsc};
 
 use super::L2;

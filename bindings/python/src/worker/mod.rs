@@ -1,4 +1,6 @@
 //! Workers: stores and retrieves that are submitted, run without the GIL, and polled for their results.
+//!
+//! The mutex guards the threads of a worker that copies by itself; those of its results are acquired inside.
 
 mod engine_driven;
 mod geometry;
@@ -16,7 +18,7 @@ use std::time::Instant;
 
 use kvtier_client::{Client as Native, Scope, SharedPool};
 use kvtier_proto::key::check_salt;
-use parking_lot::{Condvar, Mutex};
+use kvtier_sync::{Condvar, Mutex};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;

@@ -1,9 +1,11 @@
 //! The engine's KV pages in this process's memory, and the bytes of chunks in them.
+//!
+//! The lock guards whether the pages exist and is shared while a chunk is copied; no other is acquired inside.
 
 use std::convert::Infallible;
 
 use kvtier_device::{BlockTable, ChunkRequest, KvLayout, PlanError, PlannedCopy};
-use parking_lot::RwLock;
+use kvtier_sync::RwLock;
 
 /// The storage of one or several tensors.
 #[derive(Debug, Clone, Copy)]

@@ -6,12 +6,14 @@
 //! 2. if there is none (timeout, lost connection): its answer to an unregistration, which it sends when no copy for that
 //!    instance is running or will start;
 //! 3. if there is none either: the deadline sent with the request, after which the server starts no copy.
+//!
+//! The mutex guards these transfers; no other lock is acquired inside.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use kvtier_client::InstanceId;
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 /// How long a copy that started before its deadline may take: a hundred times as long as copying a large chunk.
 pub const COPY_MARGIN: Duration = Duration::from_secs(1);

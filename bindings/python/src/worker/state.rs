@@ -1,4 +1,7 @@
 //! State of a worker: its registration, and its transfers until Python takes their results.
+//!
+//! `instance_ids` is held during a registration, `finished` while the next release of pages is looked up; other locks
+//! are acquired inside both. `registered` and `unread` have none inside.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -6,7 +9,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvtier_client::{Client as Native, InstanceId, Prompt, Scope, SharedPool};
-use parking_lot::{Condvar, Mutex};
+use kvtier_sync::{Condvar, Mutex};
 
 use super::geometry::Geometry;
 use super::instance_ids::InstanceIds;

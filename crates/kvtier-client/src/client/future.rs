@@ -1,9 +1,11 @@
 //! Futures: results of requests that are in flight.
+//!
+//! The mutex guards the result; no other lock is acquired inside.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use kvtier_sync::{Condvar, Mutex, MutexGuard};
 
 use kvtier_proto::operation::Operation;
 

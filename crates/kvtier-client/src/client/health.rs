@@ -1,11 +1,15 @@
 //! Health of the server: heartbeats, and the recovery when it comes back.
+//!
+//! `Watch::state` guards the health that was last reported, `callbacks` and `recover` what is called; `Link::state`
+//! the state of the connection. `callbacks` may be acquired inside `Watch::state`. No lock is held while a callback
+//! runs.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex};
+use kvtier_sync::{Condvar, Mutex};
 
 use super::{Client, Shared};
 use crate::error::ClientError;

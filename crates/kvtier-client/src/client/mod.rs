@@ -1,6 +1,8 @@
 //! A client for many threads: requests are submitted without waiting, and their results are futures.
 //!
 //! It has two threads: one owns the socket ([`io`]), one sends heartbeats ([`health`]).
+//!
+//! The mutex guards the requests that the first has not taken; no other lock is acquired inside.
 
 mod chunk;
 mod future;
@@ -18,7 +20,7 @@ use std::time::{Duration, Instant};
 use kvtier_proto::key::TokenWriter;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{InstanceId, Request};
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
 
 pub use chunk::ChunkTerms;

@@ -364,3 +364,15 @@ fn server_is_reached_by_path_and_by_name() {
     let named = by_name.endpoint().replace("127.0.0.1", "localhost");
     assert_eq!(Connection::connect(&named).unwrap().noop().unwrap(), "OK");
 }
+
+#[test]
+fn request_that_is_sent_first_arrives_without_a_receive() {
+    let (sender, arrived) = std::sync::mpsc::channel();
+    let server = Server::typed(move |_| {
+        sender.send(()).unwrap();
+        None
+    });
+    let mut connection = connect(&server);
+    let _ticket = connection.send(&Plain::Noop).unwrap();
+    arrived.recv().unwrap();
+}

@@ -40,15 +40,15 @@ use crate::group_row::GroupRow;
 use crate::hashing::ChunkHash;
 use crate::object_key::Namespace;
 use crate::quota::{Grant, QuotaConfig};
+use kvtier_sync::Mutex;
+use kvtier_sync::atomic::{AtomicU32, Ordering};
 use lease::OrderedHold;
 use lookup::LookupBatch;
-use parking_lot::Mutex;
 use reserve::ReserveBatch;
 use slab::SlotRef;
 use state::State;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 /// Configuration of a cache.

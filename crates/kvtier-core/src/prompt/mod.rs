@@ -8,6 +8,8 @@
 //!
 //! Bytes and the hash before them are always compared whole. What the table is searched by only decides where to
 //! look, so a client that fills the memory with prompts, or finds two that collide, causes misses and never a wrong hash.
+//!
+//! `generations` guards the remembered prompts, `retired` those that are being freed; neither has a lock inside.
 
 mod generations;
 #[cfg(test)]
@@ -18,10 +20,10 @@ use foldhash::quality::RandomState;
 use generations::{Arrivals, Entry, Found, Generations, Limits, Table};
 use kvtier_proto::key::TokenReader;
 use kvtier_proto::wire::{self, DecodeError};
-use parking_lot::{Mutex, RwLock};
+use kvtier_sync::atomic::{AtomicU64, Ordering::Relaxed};
+use kvtier_sync::{Mutex, RwLock};
 use std::fmt;
 use std::hash::{BuildHasher, Hasher};
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// Entries of a retired generation that an insertion frees for each one it makes. More than one, because entries
 /// differ in size and a young generation may fill with fewer than the retired one has.

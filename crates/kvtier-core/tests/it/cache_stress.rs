@@ -2,16 +2,20 @@
 
 use crate::cache_support::{FirstFit, NOW, hash, namespace, row};
 use kvtier_core::ChunkHash;
-use kvtier_core::cache::{Cache, CacheConfig, Extent, ReserveRequest};
+use kvtier_core::cache::{Cache, CacheConfig, Extent, ReserveRequest, Stats};
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::random::SplitMix64;
-use std::sync::atomic::{AtomicU64, Ordering};
+use kvtier_sync::atomic::{AtomicU64, Ordering};
+#[cfg(shuttle)]
+use kvtier_sync::shuttle::{self, thread};
+use std::ops::Range;
+#[cfg(not(shuttle))]
 use std::thread;
 
-const CAPACITY: u64 = 1500;
+const CAPACITY: u64 = if cfg!(shuttle) { 150 } else { 1500 };
 const GROUPS: u32 = 2;
-const PROMPTS: u64 = 6;
-const CHUNKS: u64 = 24;
+const PROMPTS: u64 = if cfg!(shuttle) { 2 } else { 6 };
+const CHUNKS: u64 = if cfg!(shuttle) { 10 } else { 24 };
 
 /// Prompts share their first 8 chunks.
 fn chunk_number(prompt: u64, chunk: u64) -> u64 {
@@ -104,21 +108,21 @@ fn disturb(cache: &Cache<FirstFit>, random: &mut SplitMix64) {
     }
 }
 
-#[test]
-fn threads_never_read_what_others_wrote() {
+/// Lets threads use one cache, and checks that nothing is left of them at the end.
+fn play(seeds: Range<u64>, steps: u64, check_invariants_every: u32) -> Stats {
     let arena: Vec<AtomicU64> = (0..CAPACITY).map(|_| AtomicU64::new(0)).collect();
     let config = CacheConfig {
         eviction: EvictionKind::Lru,
-        check_invariants_every: 101,
+        check_invariants_every,
         ..CacheConfig::default()
     };
     let cache = Cache::new(FirstFit::new(CAPACITY, 1), config);
     thread::scope(|scope| {
-        for seed in 1..=4u64 {
+        for seed in seeds {
             let (cache, arena) = (cache.clone(), &arena);
             scope.spawn(move || {
                 let mut random = SplitMix64::new(seed);
-                for _ in 0..4000 {
+                for _ in 0..steps {
                     match random.below(10) {
                         0..4 => store(&cache, arena, &mut random),
                         4..9 => read(&cache, arena, &mut random),
@@ -130,14 +134,38 @@ fn threads_never_read_what_others_wrote() {
     });
     cache.check_invariants().unwrap();
     let stats = cache.stats();
+    assert_eq!(cache.clear(false).kept, 0, "a lease was lost");
+    let cleared = cache.stats();
+    assert_eq!(
+        (
+            cleared.used_bytes,
+            cleared.namespaces,
+            cleared.accounting_errors
+        ),
+        (0, 0, 0)
+    );
+    stats
+}
+
+#[test]
+fn threads_never_read_what_others_wrote() {
+    let stats = play(1..5, 4000, 101);
     assert!(
         stats.hit_chunks_total > 0 && stats.evicted_objects_total > 0,
         "{stats:?}"
     );
-    cache.clear(false);
-    let stats = cache.stats();
-    assert_eq!(
-        (stats.used_bytes, stats.namespaces, stats.accounting_errors),
-        (0, 0, 0)
-    );
+}
+
+/// The same in few steps and little memory, in many orders of the threads.
+#[cfg(shuttle)]
+#[test]
+fn interleavings_lose_no_lease() {
+    use kvtier_sync::shuttle::rand::{RngCore, thread_rng};
+
+    let few_steps = || {
+        let seed = u64::from(thread_rng().next_u32());
+        let _ = play(seed..seed + 3, 6, 1);
+    };
+    shuttle::check_pct(few_steps, 1000, 3);
+    shuttle::check_random(few_steps, 1000);
 }

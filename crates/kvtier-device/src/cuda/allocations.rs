@@ -7,6 +7,8 @@
 //!
 //! A driver call may take seconds. The table's lock is not held meanwhile: an entry in [`Entry::Transition`] makes only
 //! users of the same allocation wait.
+//!
+//! The mutex guards that table; no other lock is acquired inside.
 
 use std::collections::HashMap;
 use std::io;
@@ -14,7 +16,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use parking_lot::{Condvar, Mutex};
+use kvtier_sync::{Condvar, Mutex};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
 use super::driver::{Allocation, Context, DevicePtr, IpcHandle, Reservation};

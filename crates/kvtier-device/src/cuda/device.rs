@@ -1,4 +1,7 @@
 //! CUDA device: all GPUs of this machine as one [`Device`]. A GPU is activated when its first worker registers.
+//!
+//! An activation acquires the slot's `activation`, `trials` (one trial at a time), `pinned` (guards the arena once it
+//! is pinned), and what pauses pinning, in this order.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -6,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvtier_memory::{Arena, SegmentError};
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use super::device_copy::AddressRange;
 use super::driver::{DevicePtr, Driver, Stream};

@@ -9,11 +9,15 @@
 //! | timeline event (isolated IPC) | 81, big-endian: version 1 (u8), handle of a buffer of 4096 values (64 bytes), offset in it (u64), value (u64) |
 //!
 //! A timeline event is complete when the value at its offset has reached its own. Values only grow, from 0.
+//!
+//! Each lock guards one table or number, and no other is acquired inside: `buffers` the open timelines of a worker,
+//! `reader` its staging memory, `next` the free slots of our timeline, `last` the value of a slot, `ring` the events
+//! of a stream.
 
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use super::allocations::{Allocations, Mapped, OpenError};
 use super::driver::{

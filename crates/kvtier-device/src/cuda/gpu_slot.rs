@@ -1,11 +1,14 @@
 //! Activation of a GPU. Its driver may take long, or hang.
+//!
+//! `activation` is held while the GPU is activated; `device.rs` has what is acquired inside. `hang` guards the call
+//! that hangs, with no lock inside.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use super::error::CudaError;
 use super::gpu::Gpu;

@@ -3,11 +3,13 @@
 //! A shared-memory file has a header of 64 bytes and 10 000 counters (i64). The owner sets one to 1 per shared storage,
 //! and the process that opened the storage decrements it once when done. The file belongs to the other process and may
 //! shrink at any time, so it is read and written with system calls and never mapped here.
+//!
+//! The lock makes decrements of this process take turns; no other is acquired inside.
 
 use std::os::fd::OwnedFd;
 
 use kvtier_memory::FileId;
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use rustix::fs::{FileType, Mode};
 use rustix::io::Errno;
 use rustix::shm::{self, OFlags};

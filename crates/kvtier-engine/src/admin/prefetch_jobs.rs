@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use kvtier_core::cache::Counted;
 use kvtier_core::object_key::{KeyError, KeyScope, MAX_WORLD_SIZE, check_cache_salt};
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use super::super::instances::Unserved;
 use super::super::lookups;

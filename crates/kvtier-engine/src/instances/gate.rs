@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use kvtier_device::EngineMemory;
 use kvtier_error::{Error, ErrorKind, Result};
-use parking_lot::{Condvar, Mutex};
+use kvtier_sync::{Condvar, Mutex};
 
 use super::Instance;
 

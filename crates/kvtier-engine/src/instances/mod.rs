@@ -22,7 +22,7 @@ use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_proto::descriptor::TensorDescriptor;
 use kvtier_proto::generation::Release;
 use kvtier_proto::request::{EngineGroupInfo, InstanceId, LayoutHints};
-use parking_lot::RwLock;
+use kvtier_sync::RwLock;
 
 pub use gate::CopyGuard;
 use gate::Gate;

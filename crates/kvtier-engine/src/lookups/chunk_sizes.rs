@@ -15,7 +15,7 @@
 use std::collections::HashMap;
 use std::num::NonZeroUsize;
 
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use super::Caller;
 

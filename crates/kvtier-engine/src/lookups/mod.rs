@@ -25,7 +25,7 @@ use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::JobRef;
 use kvtier_proto::response::Response;
 use kvtier_tiers::{L2, PrefetchRequest};
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use tokio::sync::watch;
 
 use super::context::Context;

@@ -29,7 +29,7 @@ use kvtier_proto::generation::Release;
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::{InstanceId, Retrieve, Store};
 use kvtier_proto::response::Response;
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use super::context::Context;
 use super::instances::{CopyGuard, Instance};

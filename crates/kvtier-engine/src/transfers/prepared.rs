@@ -31,7 +31,7 @@ use kvtier_core::cache::{ReadLease, Reservation};
 use kvtier_device::Direction;
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::InstanceId;
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use super::staging::Charge;
 use kvtier_l1::L1Allocator;

@@ -15,7 +15,7 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use super::super::Reply;
 

@@ -33,7 +33,7 @@ use kvtier_core::prompt::Prompt;
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::InstanceId;
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use super::super::instances::Instance;
 use super::Transfers;

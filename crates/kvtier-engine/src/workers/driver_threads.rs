@@ -8,7 +8,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::{Condvar, Mutex};
+use kvtier_sync::{Condvar, Mutex};
 
 /// Threads at once: twice the GPUs of a host. Further work waits; the lane of a connection holds one piece of work.
 const THREADS: usize = 16;

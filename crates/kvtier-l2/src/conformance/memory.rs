@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use kvtier_memory::{Arena, ArenaKind, Extent, FreeExtents};
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use tokio::sync::Notify;
 
 use crate::object::Buffer;

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use kvtier_core::object_key::ObjectKey;
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use serde_json::Value;
 
 use super::*;

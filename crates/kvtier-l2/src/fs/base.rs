@@ -2,6 +2,9 @@
 //!
 //! Names of temporary files start with the name of their writer, which is a locked file. So a later process recognises
 //! leftovers, whichever host or container wrote them.
+//!
+//! `lock` guards the lock file, and `dir` (the descriptor) may be acquired inside; `lost` guards why the path is
+//! another's. Neither of the last two has a lock inside.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
@@ -9,7 +12,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-use parking_lot::{Mutex, RwLock};
+use kvtier_sync::{Mutex, RwLock};
 use rustix::fs::{Access, AtFlags, CWD, Dir, FileType, FlockOperation, Mode, OFlags, Stat};
 use rustix::io::Errno;
 

@@ -1,11 +1,13 @@
 //! Several transfers in flight per thread, by io_uring.
+//!
+//! The mutex guards the rings that no thread uses; no other lock is acquired inside.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvtier_memory::FileError;
 use kvtier_memory::uring::{Ring, Transfer};
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use super::io::{Engine, Move, Moved, Posix, Work, part};
 use crate::object::Buffer;

@@ -2,12 +2,14 @@
 //!
 //! Reads (lookups, loads, deletes) have priority, as requests wait for them; stores run in the background. One thread never
 //! runs stores, so a disk that stalls writes still serves reads.
+//!
+//! The mutex guards the queue; no other lock is acquired inside.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
-use parking_lot::{Condvar, Mutex};
+use kvtier_sync::{Condvar, Mutex};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
 
 /// Capacity of the queue in jobs; callers with more of them wait.

@@ -1,8 +1,10 @@
 //! Files that the disk failed to read. They may be intact, so they stay until a store replaces them.
+//!
+//! The mutex guards the list; no other lock is acquired inside.
 
 use std::collections::VecDeque;
 
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use rustix::fs::Stat;
 
 /// Capacity; beyond it the oldest are dropped.

@@ -1,8 +1,10 @@
 //! Link of a limited speed.
+//!
+//! The mutex guards when it is free; no other lock is acquired inside.
 
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use tokio::time::{Instant, sleep_until};
 
 /// Shortest wait, as timers are not finer. Shorter times are added to later transfers.

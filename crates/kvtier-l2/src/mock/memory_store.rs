@@ -1,4 +1,6 @@
 //! Objects in memory and their accounting.
+//!
+//! The mutex guards both; no other lock is acquired inside.
 
 use std::collections::BTreeMap;
 use std::ops::Bound;
@@ -6,7 +8,7 @@ use std::sync::Arc;
 use std::time::SystemTime;
 
 use kvtier_core::object_key::{KeyShape, ObjectKey};
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use crate::adapter::{ListPage, Listed, Stored};
 use crate::error::{ErrorKind, L2Error};

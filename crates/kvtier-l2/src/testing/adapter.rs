@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use kvtier_core::object_key::ObjectKey;
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use serde_json::{Value, json};
 use tokio::sync::Semaphore;
 

@@ -1,9 +1,11 @@
 //! Counters of a tier, all monotonic.
+//!
+//! The mutex guards the failures by kind; no other lock is acquired inside.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use crate::error::ErrorKind;
 

@@ -11,7 +11,7 @@ use std::sync::Arc;
 
 use kvtier_core::cache::Removed;
 use kvtier_core::object_key::ObjectKey;
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use tokio::sync::watch;
 
 use super::Adopted;

@@ -4,6 +4,8 @@
 //! accounting of L1. It is a cache of the backend's contents; the backend is authoritative: if others write there too,
 //! unknown keys are looked up in it, and an object that is missing there is removed from the index. [`KeyStates`] has the
 //! keys whose state the index alone does not describe.
+//!
+//! `evicted_by_salt` and `store_error` guard a counter per tenant and the last error; neither has a lock inside.
 
 mod budget;
 mod counters;
@@ -24,7 +26,7 @@ use kvtier_core::cache::{Cache, CacheConfig, ReadLease, Removed, Stats};
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::object_key::ObjectKey;
 use kvtier_core::quota::{QuotaConfig, QuotaMode};
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use tokio::sync::watch;
 pub use usage::AdapterUsage;
 

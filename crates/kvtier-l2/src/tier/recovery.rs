@@ -13,7 +13,7 @@ use std::time::Duration;
 use kvtier_core::cache::{Cache, ReadLease};
 use kvtier_core::quota::QuotaMode;
 use kvtier_core::{ChunkHash, Namespace};
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use tokio::time::sleep;
 
 use super::budget::Budget;

@@ -1,11 +1,13 @@
 //! Deadline of each call, which runs once the call has a permit.
+//!
+//! The mutex guards the time in which the backend answered no call; no other lock is acquired inside.
 
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use serde_json::{Map, Value};
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until, timeout};

@@ -174,3 +174,47 @@ unsafe fn nest(steps: &[Step; MAX_LOOPS], from: *const u8, to: *mut u8, piece: i
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::CopyLoop;
+    use super::*;
+
+    /// Every piece, in exactly the memory that the copy needs: a byte too far is one that Miri and AddressSanitizer see.
+    #[test]
+    fn pieces_of_any_size_stay_inside_their_memory() {
+        let sizes = [1, 2, 3, 4, 8, 16, 31, 32, 64, 65, 128, 192, 256, 512, 1000];
+        for (inner, gap) in sizes.into_iter().flat_map(|size| [(size, 0), (size, 5)]) {
+            let stride = inner + gap;
+            // The extent has the pieces transposed, and no gaps.
+            let loops = [
+                CopyLoop {
+                    count: 3,
+                    segment_stride: 2 * stride,
+                    arena_stride: inner,
+                },
+                CopyLoop {
+                    count: 2,
+                    segment_stride: stride,
+                    arena_stride: 3 * inner,
+                },
+            ];
+            let copy = AffineCopy::new(0, 0, inner, &loops);
+            let mut segment: Vec<u8> = (0..6 * stride - gap).map(|at| at as u8).collect();
+            let mut extent = vec![0xff; 6 * inner as usize];
+            let (there, here) = (segment.as_mut_ptr(), extent.as_mut_ptr());
+            // SAFETY: both have as many bytes as the loops reach.
+            unsafe { execute(&copy, there, here, Direction::SegmentToArena) };
+            for (at, byte) in extent.iter().enumerate() {
+                let (piece, within) = (at as u64 / inner, at as u64 % inner);
+                let (row, column) = (piece % 3, piece / 3);
+                assert_eq!(*byte, (row * 2 * stride + column * stride + within) as u8);
+            }
+            let before = segment.clone();
+            let there = segment.as_mut_ptr();
+            // SAFETY: as above.
+            unsafe { execute(&copy, there, here, Direction::ArenaToSegment) };
+            assert_eq!(segment, before);
+        }
+    }
+}

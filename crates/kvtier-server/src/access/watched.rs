@@ -2,6 +2,9 @@
 //!
 //! A task checks them once per second, and may wait for the disk. A reader of the value never waits. If the content is
 //! unusable, the last good one stays, and the log says so once per bad content.
+//!
+//! `value` guards the content, `last` what is known of the file. Neither is held while a file is read, nor another
+//! lock inside.
 
 use std::fmt;
 use std::io::Read as _;
@@ -10,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use kvtier_error::{Error, Result};
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 /// Most bytes of one file.
 const MAX_BYTES: u64 = 1 << 20;

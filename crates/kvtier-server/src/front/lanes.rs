@@ -11,8 +11,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use crossbeam_channel::{Receiver, Sender, unbounded};
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
+use kvtier_sync::channel::{Receiver, Sender, unbounded};
 
 /// Requests that may wait in one lane. A client has few requests in flight; a lane this long belongs to a client that
 /// does not wait for answers.
@@ -182,6 +182,8 @@ fn serve<J>(ready: Ready<J>, run: &impl Fn(J, Turn<J>)) {
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
+    use crossbeam_channel::unbounded;
+
     use super::*;
 
     #[test]
@@ -283,5 +285,70 @@ mod tests {
         drop(gate);
         drop(pool);
         assert!(ran.load(Ordering::SeqCst) >= 1);
+    }
+}
+
+/// See `tests/run interleavings`.
+#[cfg(all(test, shuttle))]
+mod interleavings {
+    use kvtier_sync::atomic::{AtomicBool, Ordering};
+    use kvtier_sync::shuttle::{self, thread};
+
+    use super::*;
+
+    const JOBS: usize = 3;
+
+    /// Two lanes with one sender each, on two threads. The turn of each lane's first job outlasts its call.
+    fn serve_lanes() {
+        let (queue, ready) = unbounded();
+        let (keep, kept) = unbounded::<(usize, Turn<(usize, usize)>)>();
+        let ran = Arc::new(Mutex::new([Vec::new(), Vec::new()]));
+        let runs = Arc::new([AtomicBool::new(false), AtomicBool::new(false)]);
+        let ends = Arc::clone(&runs);
+        let mut threads = vec![thread::spawn(move || {
+            for (lane, turn) in kept {
+                ends[lane].store(false, Ordering::SeqCst);
+                drop(turn);
+            }
+        })];
+        threads.extend((0..2).map(|_| {
+            let (ready, keep) = (Receiver::clone(&ready), keep.clone());
+            let (ran, runs) = (Arc::clone(&ran), Arc::clone(&runs));
+            let run = move |(lane, job): (usize, usize), turn| {
+                let is_alone = !runs[lane].swap(true, Ordering::SeqCst);
+                assert!(is_alone, "two jobs of a lane at once");
+                ran.lock()[lane].push(job);
+                if job == 0 {
+                    let _ = keep.send((lane, turn));
+                } else {
+                    runs[lane].store(false, Ordering::SeqCst);
+                }
+            };
+            thread::spawn(move || ready.into_iter().for_each(|ready| serve(ready, &run)))
+        }));
+        drop(keep);
+        let queue = Some(queue);
+        let mut pool = Pool {
+            queue,
+            threads: Vec::new(),
+        };
+        let lanes = [Arc::new(Lane::default()), Arc::new(Lane::default())];
+        thread::scope(|scope| {
+            for (id, lane) in lanes.iter().enumerate() {
+                let pool = &pool;
+                scope.spawn(move || (0..JOBS).for_each(|job| pool.push(lane, (id, job)).unwrap()));
+            }
+        });
+        pool.close();
+        threads.into_iter().for_each(|it| it.join().unwrap());
+        let all: Vec<_> = (0..JOBS).collect();
+        assert_eq!(*ran.lock(), [all.clone(), all], "lost, or out of order");
+        assert!(lanes.iter().all(|lane| lane.is_idle()));
+    }
+
+    #[test]
+    fn interleavings_keep_the_order_of_lanes() {
+        shuttle::check_pct(serve_lanes, 2000, 3);
+        shuttle::check_random(serve_lanes, 2000);
     }
 }

@@ -13,9 +13,9 @@
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, Ordering};
 
-use crossbeam_channel::{Receiver, Sender, unbounded};
+use kvtier_sync::atomic::{AtomicU8, Ordering};
+use kvtier_sync::channel::{Receiver, Sender, unbounded};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::budget::Charge;
@@ -153,6 +153,51 @@ mod tests {
         assert!(inbox.begin_sleep());
     }
 
+    fn message(connection: u64) -> Outgoing {
+        Outgoing {
+            connection,
+            uid: Vec::new(),
+            op: Vec::new(),
+            payload: None,
+            charge: None,
+        }
+    }
+
+    /// Two senders and a thread that sleeps in between, in many orders.
+    #[cfg(shuttle)]
+    #[test]
+    fn interleavings_leave_no_message_to_a_sleeping_thread() {
+        use kvtier_sync::atomic::AtomicUsize;
+        use kvtier_sync::shuttle::{self, thread};
+
+        fn deliver() {
+            let (outbox, inbox) = outbox().unwrap();
+            let senders = Arc::new(AtomicUsize::new(2));
+            for _ in 0..2 {
+                let (outbox, senders) = (outbox.clone(), Arc::clone(&senders));
+                thread::spawn(move || {
+                    (0..2).for_each(|number| outbox.send(message(number)));
+                    senders.fetch_sub(1, Ordering::SeqCst);
+                });
+            }
+            let mut received = 0;
+            while received < 4 {
+                received += inbox.drain().count();
+                if received < 4 && inbox.begin_sleep() {
+                    while !is_readable(&inbox) {
+                        let have_ended = senders.load(Ordering::SeqCst) == 0;
+                        assert!(!have_ended || is_readable(&inbox), "a lost wake-up");
+                        thread::yield_now();
+                    }
+                    inbox.clear();
+                }
+                inbox.end_sleep();
+            }
+        }
+        shuttle::check_pct(deliver, 2000, 3);
+        shuttle::check_random(deliver, 2000);
+    }
+
     #[test]
     fn message_is_never_left_to_a_sleeping_thread() {
         const MESSAGES: u64 = 20_000;
@@ -160,17 +205,7 @@ mod tests {
         std::thread::scope(|scope| {
             for _ in 0..2 {
                 let outbox = outbox.clone();
-                scope.spawn(move || {
-                    for number in 0..MESSAGES {
-                        outbox.send(Outgoing {
-                            connection: number,
-                            uid: Vec::new(),
-                            op: Vec::new(),
-                            payload: None,
-                            charge: None,
-                        });
-                    }
-                });
+                scope.spawn(move || (0..MESSAGES).for_each(|it| outbox.send(message(it))));
             }
             let mut received = 0;
             while received < 2 * MESSAGES as usize {

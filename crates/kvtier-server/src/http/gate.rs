@@ -3,6 +3,8 @@
 //! Reading (GET and HEAD) takes any token, everything else an admin's; so a new route is closed unless it only reads. One
 //! path is open: `/healthcheck`, for probes that carry no token. Without tokens, every client on loopback may do
 //! everything.
+//!
+//! The mutex guards when refusals were last logged; no other lock is acquired inside.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -12,7 +14,7 @@ use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse as _, Response};
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use super::{ApiError, audit, origin};
 use crate::access::{Access, Role};

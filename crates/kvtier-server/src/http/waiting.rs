@@ -1,10 +1,13 @@
 //! Connections that wait for a request, in the order in which they began to: the oldest gives way to a new connection.
+//!
+//! `order` guards the order, `place` a connection's place in it; `order` may be acquired inside `place`, and no other
+//! in either.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
 

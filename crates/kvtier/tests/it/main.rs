@@ -9,5 +9,6 @@ mod bench_l2;
 mod cli;
 mod docs;
 mod limits;
+mod locks;
 mod log;
 mod shm;

@@ -1,10 +1,12 @@
 //! Job: one transfer in flight on a GPU.
+//!
+//! The mutex guards a worker's retrieves in flight; no other lock is acquired inside.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 use super::super::device_copy::{AddressRange, DeviceCopies};
 use super::super::events::{ForeignEvent, ForeignEvents};

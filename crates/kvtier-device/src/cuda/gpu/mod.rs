@@ -8,6 +8,9 @@
 //! The second feeder, with its own streams, has the transfers of host memory that is not pinned: the driver copies that
 //! in the calling thread, and nothing else of the GPU should wait for it. A worker's retrieves stay on one thread while
 //! one is in flight, so that its pages are written in order.
+//!
+//! `profile` guards the rates of the executors; `broken` (why the GPU is unusable) may be acquired inside. `inbox`
+//! guards the jobs for one thread, `end` whether the threads have ended; no lock is acquired inside these.
 
 mod executor;
 mod fair_queue;
@@ -23,7 +26,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use parking_lot::{Condvar, Mutex, RwLock};
+use kvtier_sync::{Condvar, Mutex, RwLock};
 
 use super::allocations::Allocations;
 use super::driver::{Context, Event, EventFlags, IpcHandle, PhysicalDevice, Stream};

@@ -3,6 +3,9 @@
 //! Pinning takes seconds for a large arena (the driver touches every page), so it runs in the background, piece by piece,
 //! while the server serves. Pieces that are not pinned are copied too, through the driver's buffers, and such a copy blocks
 //! the thread that starts it.
+//!
+//! `pause_lock` is shared while a piece is pinned and exclusive while pinning is paused. `registered` (the pinned
+//! pieces), `error` (of the last one that failed) and `pinning` (progress) have no lock inside.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
@@ -11,7 +14,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use kvtier_memory::{Arena, Extent};
-use parking_lot::{Mutex, RwLock, RwLockWriteGuard};
+use kvtier_sync::{Mutex, RwLock, RwLockWriteGuard};
 
 use super::super::device_copy::PinnedPieces;
 use super::super::driver::{Context, RegisteredHost};

@@ -21,7 +21,7 @@ use kvtier_core::object_key::KeyScope;
 use kvtier_core::prefetch::Cell;
 use kvtier_core::{ChunkHash, Namespace};
 use kvtier_proto::request::InstanceId;
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use tokio::sync::watch;
 
 use kvtier_l1::L1Allocator;

@@ -147,3 +147,56 @@ fn every_one_of_many_readers_counts() {
     }
     assert_eq!(cache.stats().leased_objects, 0);
 }
+
+/// A result arrives while its scheduler asks for it and another thread frees it, ends its request, or sweeps it out.
+#[cfg(shuttle)]
+mod interleavings {
+    use kvtier_sync::shuttle::{self, thread};
+
+    use super::*;
+
+    fn cancel(lookups: &Lookups, how: usize) {
+        match how {
+            0 => lookups.free("r", 7, &scope(), 0..2),
+            1 => drop(lookups.end("r", 7)),
+            2 => drop(lookups.sweep(|lookup| lookup.connection == 7)),
+            _ => drop(lookups.release_older(Duration::from_secs(1))),
+        }
+    }
+
+    fn cancel_while_asking(how: usize) {
+        let (cache, lookups) = (cache(), Lookups::default());
+        let (serial, done) = pending(&lookups, &cache);
+        let (cache, lookups) = (&cache, &lookups);
+        thread::scope(|scope| {
+            scope.spawn(move || {
+                lookups.complete("r", serial, result(cache));
+                drop(done);
+            });
+            scope.spawn(move || {
+                let mut results = 0;
+                for _ in 0..4 {
+                    match lookups.take_result("r", 7) {
+                        LookupResult::Hit(chunks) => {
+                            assert_eq!(chunks, 2, "not the whole result");
+                            results += 1;
+                        }
+                        LookupResult::Pending(_) | LookupResult::Unknown => thread::yield_now(),
+                    }
+                }
+                assert!(results <= 1, "reported twice");
+            });
+            scope.spawn(move || cancel(lookups, how));
+        });
+        drop(lookups.end("r", 7));
+        assert_eq!(lookups.counts(), (0, 0));
+        assert_eq!(cache.stats().leased_objects, 0, "a lease was lost");
+    }
+
+    #[test]
+    fn interleavings_of_results_and_cancels_lose_no_lease() {
+        for how in 0..4 {
+            shuttle::check_random(move || cancel_while_asking(how), 1000);
+        }
+    }
+}

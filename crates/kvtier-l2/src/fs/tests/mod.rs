@@ -19,7 +19,7 @@ use std::sync::Arc;
 use kvtier_core::hashing::ChunkHash;
 use kvtier_core::object_key::{KeyShape, ObjectKey};
 use kvtier_memory::{Arena, ArenaKind, Extent};
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use tempfile::TempDir;
 
 use super::names::Place;

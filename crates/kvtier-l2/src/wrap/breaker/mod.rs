@@ -1,4 +1,6 @@
 //! Circuit breaker: pauses calls to a backend that does not answer.
+//!
+//! The mutex of a lane guards the state of its breaker; no other lock is acquired inside.
 
 mod state;
 #[cfg(test)]
@@ -6,7 +8,7 @@ mod tests;
 
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 use serde_json::{Map, Value, json};
 use tokio::time::Instant;
 

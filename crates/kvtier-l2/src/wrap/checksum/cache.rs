@@ -1,10 +1,12 @@
 //! Cache of checksums, and those of stores in flight.
+//!
+//! The mutex guards both; no other lock is acquired inside.
 
 use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 
-use parking_lot::Mutex;
+use kvtier_sync::Mutex;
 
 /// Digest of a key, and the checksum of its object.
 pub(super) type Known = (u128, u128);

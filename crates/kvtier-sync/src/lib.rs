@@ -1,0 +1,71 @@
+//! Locks and channels of all crates, so that tests can check them.
+//!
+//! | build | locks |
+//! | --- | --- |
+//! | release | exactly parking_lot's |
+//! | with debug assertions, so all tests | parking_lot's in a wrapper that panics at an acquisition against the order |
+//! | with `--cfg shuttle` | shuttle's, which explores interleavings; atomics and channels too |
+//!
+//! This crate must never know what a lock guards.
+
+#![forbid(unsafe_code)]
+
+#[cfg(all(debug_assertions, not(shuttle)))]
+mod checked;
+#[cfg(all(debug_assertions, not(shuttle)))]
+mod order;
+#[cfg(shuttle)]
+mod shuttled;
+
+#[cfg(all(debug_assertions, not(shuttle)))]
+pub use checked::{
+    Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, WaitTimeoutResult,
+};
+#[cfg(all(not(debug_assertions), not(shuttle)))]
+pub use parking_lot::{
+    Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, WaitTimeoutResult,
+};
+#[cfg(shuttle)]
+pub use shuttle;
+#[cfg(shuttle)]
+pub use shuttled::{
+    Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, WaitTimeoutResult,
+    atomic, channel,
+};
+
+/// The locks inside which others are acquired, from the outermost to the innermost: the file that creates each, and, if
+/// the file has several, the end of the name of the type that it guards. Inside any other lock none is acquired.
+pub const ORDER: &[(&str, &str)] = &[
+    ("bindings/python/src/worker/mod.rs", "Threads"),
+    ("bindings/python/src/worker/mod.rs", "InstanceIds"),
+    ("bindings/python/src/worker/mod.rs", "Finished>"),
+    ("crates/kvtier-metrics/src/tenants.rs", ""),
+    ("crates/kvtier-server/src/http/waiting.rs", "u64"),
+    ("crates/kvtier-client/src/client/health.rs", "WatchState"),
+    ("crates/kvtier-tenants/src/quotas.rs", "Vec<u128>"),
+    ("crates/kvtier-device/src/cuda/gpu_slot.rs", "()"),
+    ("crates/kvtier-device/src/cuda/device.rs", "()"),
+    ("crates/kvtier-device/src/cuda/device.rs", "PinnedArena>>"),
+    ("crates/kvtier-device/src/cuda/gpu/pinned.rs", "()"),
+    ("crates/kvtier-device/src/cuda/gpu/mod.rs", "Profile"),
+    ("crates/kvtier-engine/src/instances/mod.rs", ""),
+    ("crates/kvtier-engine/src/transfers/prepared.rs", ""),
+    ("crates/kvtier-engine/src/transfers/staging.rs", ""),
+    ("crates/kvtier-engine/src/lookups/held/mod.rs", ""),
+    ("crates/kvtier-tiers/src/pending.rs", "Holds"),
+    ("crates/kvtier-l2/src/tier/key_states.rs", ""),
+    (
+        "crates/kvtier-l2/src/fs/base.rs",
+        "Option<std::os::fd::owned::OwnedFd>",
+    ),
+];
+
+/// Atomics, of std or shuttle.
+#[cfg(not(shuttle))]
+pub use std::sync::atomic;
+
+/// Unbounded channels, of crossbeam or shuttle.
+#[cfg(not(shuttle))]
+pub mod channel {
+    pub use crossbeam_channel::{Receiver, Sender, unbounded};
+}
