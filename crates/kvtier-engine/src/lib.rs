@@ -54,9 +54,9 @@ use kvtier_proto::generation::Release;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::Request;
 use kvtier_proto::response::Response;
+use kvtier_sync::Mutex;
 use kvtier_tenants::{Opened, QuotaTier, Quotas, Salts};
 use kvtier_tiers::L2;
-use kvtier_sync::Mutex;
 
 use context::Context;
 use devices::Devices;

@@ -24,8 +24,8 @@ use kvtier_error::{Error, Result};
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::JobRef;
 use kvtier_proto::response::Response;
-use kvtier_tiers::{L2, PrefetchRequest};
 use kvtier_sync::Mutex;
+use kvtier_tiers::{L2, PrefetchRequest};
 use tokio::sync::watch;
 
 use super::context::Context;

@@ -155,33 +155,33 @@ mod interleavings {
 
     use super::*;
 
-    fn cancel(lookups: &Lookups, how: usize) {
+    fn cancel(lookups: &HeldLookups, how: usize) {
         match how {
             0 => lookups.free("r", 7, &scope(), 0..2),
             1 => drop(lookups.end("r", 7)),
-            2 => assert!(lookups.sweep(|lookup| lookup.connection == 7) <= 1),
+            2 => assert!(lookups.remove_where(|lookup| lookup.connection == 7) <= 1),
             _ => assert!(lookups.release_older(Duration::from_secs(1)) <= 2),
         }
     }
 
     fn cancel_while_asking(how: usize) {
-        let (cache, lookups) = (cache(), Lookups::default());
+        let (cache, lookups) = (cache(), HeldLookups::default());
         let (serial, done) = pending(&lookups, &cache);
         let (cache, lookups) = (&cache, &lookups);
         thread::scope(|scope| {
             scope.spawn(move || {
-                lookups.complete("r", serial, result(cache));
+                lookups.complete("r", serial, &HASHES, result(cache));
                 drop(done);
             });
             scope.spawn(move || {
                 let mut results = 0;
                 for _ in 0..4 {
-                    match lookups.take_result("r", 7) {
-                        LookupResult::Hit(chunks) => {
+                    match lookups.take_outcome("r", 7) {
+                        LookupOutcome::Hit(chunks) => {
                             assert_eq!(chunks, 2, "not the whole result");
                             results += 1;
                         }
-                        LookupResult::Pending(_) | LookupResult::Unknown => thread::yield_now(),
+                        LookupOutcome::Pending(_) | LookupOutcome::Unknown => thread::yield_now(),
                     }
                 }
                 assert!(results <= 1, "reported twice");
