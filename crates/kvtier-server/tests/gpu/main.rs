@@ -8,6 +8,7 @@ mod death;
 mod lender;
 mod registration;
 mod setup;
+mod status;
 mod stopping;
 #[path = "../it/support.rs"]
 #[expect(dead_code, reason = "the rest is for the other tests of the server")]
