@@ -28,11 +28,13 @@ use axum::http::StatusCode;
 use axum::middleware::from_fn_with_state;
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use serde::Serialize;
 use tower_http::timeout::TimeoutLayer;
-use utoipa::OpenApi;
+use utoipa::{OpenApi, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
+use self::body::Invalid;
 use crate::access::Access;
 use crate::health::Health;
 use kvtier_engine::Engine;
@@ -57,18 +59,15 @@ pub struct Api {
     pub bodies: Arc<Bodies>,
 }
 
-/// Words that requests have for tiers.
-const TIERS: [&str; 3] = ["l1", "l2", "all"];
-
 type State = axum::extract::State<Arc<Api>>;
 
 /// An error in one of the shapes the API knows.
 #[derive(Debug)]
-pub(super) enum ApiError {
+enum ApiError {
     /// `{"detail": "<text>"}`, as `/cache/*` answers.
     Detail(StatusCode, String),
     /// `{"detail": [...]}` with status 422, for a body of the wrong shape.
-    Schema(serde_json::Value),
+    Invalid(Invalid),
     /// `{"error": "<text>"}`, as `/status` answers.
     Error(StatusCode, String),
 }
@@ -95,17 +94,47 @@ async fn apart<T: Send + 'static>(
     })
 }
 
+/// An error of most routes.
+#[derive(Serialize, ToSchema)]
+struct DetailBody {
+    /// The error.
+    detail: String,
+}
+
+/// The error for a request of the wrong shape.
+#[derive(Serialize, ToSchema)]
+struct InvalidBody {
+    /// The invalid value.
+    detail: [Invalid; 1],
+}
+
+/// An error of `/status` and `/quota`.
+#[derive(Serialize, ToSchema)]
+struct ErrorBody {
+    /// The error.
+    error: String,
+}
+
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
-        let (status, body) = match self {
-            ApiError::Detail(status, text) => (status, serde_json::json!({ "detail": text })),
-            ApiError::Schema(errors) => (
-                StatusCode::UNPROCESSABLE_ENTITY,
-                serde_json::json!({ "detail": errors }),
-            ),
-            ApiError::Error(status, text) => (status, serde_json::json!({ "error": text })),
-        };
-        (status, axum::Json(body)).into_response()
+        match self {
+            Self::Detail(status, detail) => (status, Answer(DetailBody { detail })).into_response(),
+            Self::Invalid(error) => {
+                let body = InvalidBody { detail: [error] };
+                (StatusCode::UNPROCESSABLE_ENTITY, Answer(body)).into_response()
+            }
+            Self::Error(status, error) => (status, Answer(ErrorBody { error })).into_response(),
+        }
+    }
+}
+
+/// A JSON answer. The fields of its objects are sorted by name.
+struct Answer<T>(T);
+
+impl<T: Serialize> IntoResponse for Answer<T> {
+    fn into_response(self) -> Response {
+        // No answer has keys that JSON lacks.
+        axum::Json(serde_json::to_value(self.0).unwrap_or_default()).into_response()
     }
 }
 

@@ -394,6 +394,50 @@ fn the_description_lists_every_route_and_each_is_there() {
 }
 
 #[test]
+fn bodies_of_every_route_have_described_schemas() {
+    let description = json!(kvtier_server::http::openapi());
+    let schemas = description["components"]["schemas"].as_object().unwrap();
+    let check = |body: &Value, place: &str| {
+        for content in body["content"].as_object().into_iter().flatten() {
+            let schema = &content.1["schema"];
+            assert!(
+                !schema["$ref"].is_null()
+                    || !schema["type"].is_null()
+                    || !schema["oneOf"].is_null(),
+                "{place}: {schema}"
+            );
+        }
+        assert!(body["content"].is_object(), "{place} has no schema");
+    };
+    for (path, methods) in description["paths"].as_object().unwrap() {
+        for (method, operation) in methods.as_object().unwrap() {
+            let place = format!("{method} {path}");
+            let takes_body = !matches!(
+                (method.as_str(), path.trim_start_matches("/api")),
+                ("get", _) | ("delete", "/quota/{salt}")
+            );
+            if takes_body {
+                check(&operation["requestBody"], &place);
+            }
+            for (status, answer) in operation["responses"].as_object().unwrap() {
+                check(answer, &format!("{place} {status}"));
+            }
+        }
+    }
+    assert!(schemas.len() > 40, "{}", schemas.len());
+    // Fields whose type is a parameter lose their comments.
+    let schemas = schemas
+        .iter()
+        .filter(|(name, _)| !name.starts_with("ByDirection"));
+    for (name, schema) in schemas {
+        for (field, schema) in schema["properties"].as_object().into_iter().flatten() {
+            let is_described = schema.to_string().contains(r#""description":"#);
+            assert!(is_described, "{name}.{field}: {schema}");
+        }
+    }
+}
+
+#[test]
 fn a_server_that_stops_says_that_it_is_not_healthy() {
     let server = TestServer::start(&[]);
     assert_eq!(
