@@ -65,4 +65,6 @@ small, parts = b"\0\1x", b"\1\1a\1\0" + ping + b"\0\1b"
 large = b"\3" + (300).to_bytes(8, "big") + bytes(300) + b"\2" + (40_000).to_bytes(8, "big") + bytes(40_000)
 for first in (0, 1, 14, 15, 254, 255):
     for traffic in (ready + ping + small, ready + unknown + parts, identity + large + small, ready + b"\1\0" * 40, error):
-        seed("zmtp", bytes([first]) + greeting + traffic)
+        # The second bit makes us the DEALER.
+        peer = b"ROUTER" if first & 2 else b"DEALER"
+        seed("zmtp", bytes([first]) + greeting + traffic.replace(b"DEALER", peer))

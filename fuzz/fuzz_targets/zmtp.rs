@@ -2,7 +2,7 @@
 
 #![no_main]
 
-use kvtier_zmtp::{Limits, Session};
+use kvtier_zmtp::{Limits, Session, Version};
 use libfuzzer_sys::fuzz_target;
 
 const LIMITS: Limits = Limits {
@@ -13,12 +13,15 @@ const LIMITS: Limits = Limits {
 };
 
 fuzz_target!(|data: &[u8]| {
-    // The first byte says how long the pieces are, and whether bodies are read in place.
+    // The first byte: length of the pieces, whether bodies are read in place, and our role.
     let Some((&first, data)) = data.split_first() else {
         return;
     };
-    let (piece, in_place) = (1 + usize::from(first >> 1), first & 1 == 1);
-    let mut session = Session::router(LIMITS);
+    let (piece, in_place) = (1 + usize::from(first >> 2), first & 1 == 1);
+    let mut session = match first & 2 {
+        0 => Session::router(LIMITS),
+        _ => Session::dealer(Version::V3_1, LIMITS),
+    };
     for mut here in data.chunks(piece) {
         if in_place
             && let Some(body) = session.body(1)

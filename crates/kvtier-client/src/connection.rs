@@ -1,6 +1,6 @@
 //! A blocking connection: one socket to one server, requests out, replies in, each with a deadline.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
 
 use kvtier_proto::key::{CacheKey, TokenWriter};
@@ -9,9 +9,13 @@ use kvtier_proto::request::Request;
 use kvtier_proto::response::ResponseKind;
 
 use crate::answers;
+use crate::backoff::Backoff;
 use crate::error::ClientError;
 use crate::message::{Incoming, Outgoing, Reply, Ticket};
-use crate::socket::{dealer, millis, with_scheme};
+use crate::wire::{Address, Frames, Heartbeats, Wire, wait};
+
+/// Limit of requests that wait to be sent.
+const MAX_UNSENT: usize = 1000;
 
 /// First and longest pause between two questions for the result of a lookup.
 const FIRST_PAUSE: Duration = Duration::from_micros(50);
@@ -47,20 +51,29 @@ struct InFlight {
     timeout: Duration,
 }
 
-/// A connection to a server: one DEALER socket, used by one thread at a time.
+/// A connection to a server, used by one thread at a time.
 ///
-/// A server that is down is no error before a deadline passes: ZMQ keeps requests until it can connect. Replies are
-/// matched by number, so late replies to requests that timed out are dropped.
+/// It has no thread: bytes move during calls. A server that is down is no error before a deadline passes: requests wait
+/// until it can be reached. If the connection is lost, the sent requests in flight fail at once, and the next call
+/// connects again. Replies are matched by number, so late replies to requests that timed out are dropped.
 ///
 /// The typed calls ([`Connection::lookup`] and so on) send one request and wait for its reply; [`Connection::send`] and
 /// [`Connection::receive`] keep several in flight.
 pub struct Connection {
-    socket: zmq::Socket,
-    // Declared after the socket, so that it is dropped later: dropping it waits for the socket's linger.
-    _context: zmq::Context,
+    address: Address,
     endpoint: String,
     timeout: Duration,
+    linger: Duration,
+    /// None while there is no connection and no attempt to make one.
+    wire: Option<Wire>,
+    backoff: Backoff,
+    /// When to open the next wire, if there is none.
+    reopen_at: Instant,
+    /// Whether the wire, or the last one, has brought a message.
+    has_answered: bool,
     next_uid: u64,
+    /// Messages that no wire has taken, with their numbers.
+    unsent: VecDeque<(u64, Frames)>,
     in_flight: HashMap<u64, InFlight>,
     /// Replies that were not received by the caller yet.
     arrived: HashMap<u64, Result<Reply, ClientError>>,
@@ -83,22 +96,24 @@ impl Connection {
     /// # Errors
     /// [`ClientError::Connect`] if the address is invalid.
     pub fn connect_with(endpoint: &str, options: Options) -> Result<Self, ClientError> {
-        let endpoint = with_scheme(endpoint);
-        // A context, hence an I/O thread, per connection: as in engines, where each is in a process of its own.
-        let context = zmq::Context::new();
-        let socket = open(&context, &endpoint, options).map_err(|source| ClientError::Connect {
-            endpoint: endpoint.clone(),
-            source,
-        })?;
-        Ok(Self {
-            socket,
-            _context: context,
+        let (endpoint, address) = Address::of_endpoint(endpoint)?;
+        let now = Instant::now();
+        let mut connection = Self {
+            address,
             endpoint,
             timeout: options.timeout,
+            linger: options.linger,
+            wire: None,
+            backoff: Backoff::new(options.reconnect),
+            reopen_at: now,
+            has_answered: false,
             next_uid: 0,
+            unsent: VecDeque::new(),
             in_flight: HashMap::new(),
             arrived: HashMap::new(),
-        })
+        };
+        connection.turn(now);
+        Ok(connection)
     }
 
     /// The server's address.
@@ -121,67 +136,61 @@ impl Connection {
     /// Sends a request without waiting for its reply.
     ///
     /// # Errors
-    /// [`ClientError::Encode`], [`ClientError::Socket`] (also if the send queue stays full until the deadline).
+    /// [`ClientError::Encode`]; [`ClientError::Unsent`] if as many requests wait to be sent as may, until the deadline.
     pub fn send<T: TokenWriter>(
         &mut self,
         request: &Request<'_, T>,
     ) -> Result<Ticket, ClientError> {
         let outgoing = Outgoing::encode(request)?;
         let (operation, kind) = (outgoing.operation, outgoing.kind);
+        let (sent, timeout) = (Instant::now(), self.timeout);
+        // What has happened meanwhile: the server may have closed an idle connection.
+        self.turn(sent);
+        while self.unsent.len() >= MAX_UNSENT {
+            if !self.turn(sent + timeout) {
+                return Err(ClientError::Unsent {
+                    operation,
+                    endpoint: self.endpoint.clone(),
+                    limit: MAX_UNSENT,
+                });
+            }
+        }
         let uid = self.next_uid;
-        self.send_frames(operation, outgoing.into_message(uid))?;
         self.next_uid += 1;
-        self.in_flight.insert(
-            uid,
-            InFlight {
-                operation,
-                kind,
-                sent: Instant::now(),
-                timeout: self.timeout,
-            },
-        );
+        self.unsent.push_back((uid, outgoing.into_message(uid)));
+        let request = InFlight {
+            operation,
+            kind,
+            sent,
+            timeout,
+        };
+        self.in_flight.insert(uid, request);
+        self.turn(sent);
         Ok(Ticket { uid, operation })
     }
 
     /// Waits for the reply to one request, up to the deadline it was sent with.
     ///
     /// # Errors
-    /// [`ClientError::Timeout`], [`ClientError::Server`] with the server's error text, [`ClientError::Socket`],
+    /// [`ClientError::Timeout`], [`ClientError::Disconnected`], [`ClientError::Server`] with the server's error text,
     /// [`ClientError::UnknownTicket`]. After any of them the ticket is used up.
     pub fn receive(&mut self, ticket: Ticket) -> Result<Reply, ClientError> {
+        let uid = ticket.uid;
         loop {
-            if let Some(arrival) = self.arrived.remove(&ticket.uid) {
+            if let Some(arrival) = self.arrived.remove(&uid) {
                 return arrival;
             }
-            let Some(request) = self.in_flight.get(&ticket.uid) else {
-                return Err(ClientError::UnknownTicket { uid: ticket.uid });
+            let Some(request) = self.in_flight.get(&uid) else {
+                return Err(ClientError::UnknownTicket { uid });
             };
-            let left = request.timeout.saturating_sub(request.sent.elapsed());
-            if !self.take_message(request.operation, left)? {
-                return Err(self.timed_out(ticket.uid));
-            }
-        }
-    }
-
-    /// Waits for the first reply to any request; none if no request is in flight.
-    ///
-    /// # Errors
-    /// As [`Connection::receive`]; a timeout is that of the request with the next deadline.
-    pub fn receive_any(&mut self) -> Result<Option<Reply>, ClientError> {
-        loop {
-            if let Some(&uid) = self.arrived.keys().next() {
-                return self.arrived.remove(&uid).transpose();
-            }
-            let Some((&uid, next)) = self
-                .in_flight
-                .iter()
-                .min_by_key(|(_, request)| request.sent + request.timeout)
-            else {
-                return Ok(None);
-            };
-            let left = next.timeout.saturating_sub(next.sent.elapsed());
-            if !self.take_message(next.operation, left)? {
-                return Err(self.timed_out(uid));
+            let (operation, waited) = (request.operation, request.timeout);
+            if !self.turn(request.sent + waited) && !self.arrived.contains_key(&uid) {
+                self.forget(ticket);
+                return Err(ClientError::Timeout {
+                    operation,
+                    endpoint: self.endpoint.clone(),
+                    waited,
+                });
             }
         }
     }
@@ -206,14 +215,6 @@ impl Connection {
         if let Ok(ticket) = self.send(request) {
             self.forget(ticket);
         }
-    }
-
-    /// Sends frames as they are, for tests of servers. Replies to them are dropped.
-    ///
-    /// # Errors
-    /// [`ClientError::Socket`].
-    pub fn send_raw(&mut self, frames: Vec<Vec<u8>>) -> Result<(), ClientError> {
-        self.send_frames(Operation::Noop, frames)
     }
 
     /// Looks a prompt up and asks until the result is known: chunks of the longest cached prefix, which are leased
@@ -254,24 +255,57 @@ impl Connection {
         }
     }
 
-    fn send_frames(
-        &self,
-        operation: Operation,
-        frames: impl IntoIterator<Item = Vec<u8>>,
-    ) -> Result<(), ClientError> {
-        self.socket
-            .send_multipart(frames, 0)
-            .map_err(|source| self.socket_error(operation, source))
+    /// Waits once for the wire, up to `until`, and moves what can be moved. Returns whether it is earlier than `until`.
+    fn turn(&mut self, until: Instant) -> bool {
+        let now = Instant::now();
+        if self.wire.is_none() && now >= self.reopen_at {
+            self.has_answered = false;
+            self.wire = Wire::open(&self.address, Heartbeats::Off, now).ok();
+            self.reopen_at = now + self.backoff.pause();
+        }
+        let due = match &self.wire {
+            Some(wire) => wire.due(),
+            None => Some(self.reopen_at),
+        };
+        let left = due
+            .map_or(until, |due| due.min(until))
+            .saturating_duration_since(now);
+        if !left.is_zero() {
+            let fd = self.wire.as_ref().and_then(Wire::poll_fd);
+            wait(&mut Vec::from_iter(fd), left);
+        }
+        let mut messages = Vec::new();
+        let now = Instant::now();
+        let moved = match &mut self.wire {
+            Some(wire) => wire.advance(now, &mut messages),
+            None => Ok(()),
+        };
+        for frames in messages {
+            self.has_answered = true;
+            self.backoff.reset();
+            self.file(frames);
+        }
+        if moved.and_then(|()| self.send_unsent()).is_err() {
+            self.lose(now);
+        }
+        now < until
     }
 
-    /// Waits up to `left` for one message and files it under its request; false if none came. A message that belongs to
-    /// no request in flight is dropped: mostly a late reply.
-    fn take_message(&mut self, operation: Operation, left: Duration) -> Result<bool, ClientError> {
-        let frames = match self.wait_frames(left) {
-            Ok(Some(frames)) => frames,
-            Ok(None) => return Ok(false),
-            Err(source) => return Err(self.socket_error(operation, source)),
+    fn send_unsent(&mut self) -> std::io::Result<()> {
+        let Some(wire) = &mut self.wire else {
+            return Ok(());
         };
+        while wire.has_capacity()
+            && let Some((_, frames)) = self.unsent.pop_front()
+        {
+            wire.send(frames);
+            wire.write()?;
+        }
+        Ok(())
+    }
+
+    /// Files a message under its request. One that belongs to no request in flight is dropped: mostly a late reply.
+    fn file(&mut self, frames: Frames) {
         if let Some(incoming) = Incoming::parse(frames)
             && let Some(request) = self.in_flight.remove(&incoming.uid)
         {
@@ -279,49 +313,37 @@ impl Connection {
             let reply = incoming.into_reply(request.operation, request.kind);
             self.arrived.insert(uid, reply);
         }
-        Ok(true)
     }
 
-    /// The frames of one message; none if none came in time.
-    fn wait_frames(&self, left: Duration) -> zmq::Result<Option<Vec<zmq::Message>>> {
-        let deadline = Instant::now() + left;
-        let first = loop {
-            // Rounded up, so that the last part of a millisecond is not spent spinning.
-            let left = deadline.saturating_duration_since(Instant::now());
-            let millis = left.as_nanos().div_ceil(1_000_000).min(3_600_000);
-            self.socket.set_rcvtimeo(millis as i32)?;
-            match self.socket.recv_msg(0) {
-                Ok(message) => break message,
-                Err(zmq::Error::EINTR) => {}
-                Err(zmq::Error::EAGAIN) if deadline <= Instant::now() => return Ok(None),
-                Err(zmq::Error::EAGAIN) => {}
-                Err(error) => return Err(error),
-            }
+    /// Drops the wire, and fails what it has taken: the server may have served it, or not.
+    fn lose(&mut self, now: Instant) {
+        self.wire = None;
+        self.reopen_at = match self.has_answered {
+            // Mostly a server that closed an idle connection, or was started again.
+            true => now,
+            false => now + self.backoff.pause(),
         };
-        let mut frames = vec![first];
-        while self.socket.get_rcvmore()? {
-            frames.push(self.socket.recv_msg(0)?);
-        }
-        Ok(Some(frames))
-    }
-
-    fn timed_out(&mut self, uid: u64) -> ClientError {
-        match self.in_flight.remove(&uid) {
-            Some(request) => ClientError::Timeout {
+        let unsent = &self.unsent;
+        let is_sent = |uid: &u64| !unsent.iter().any(|(unsent, _)| unsent == uid);
+        for (uid, request) in self.in_flight.extract_if(|uid, _| is_sent(uid)) {
+            let lost = ClientError::Disconnected {
                 operation: request.operation,
                 endpoint: self.endpoint.clone(),
-                waited: request.timeout,
-            },
-            None => ClientError::UnknownTicket { uid },
+            };
+            self.arrived.insert(uid, Err(lost));
         }
     }
+}
 
-    fn socket_error(&self, operation: Operation, source: zmq::Error) -> ClientError {
-        ClientError::Socket {
-            operation,
-            endpoint: self.endpoint.clone(),
-            source,
-        }
+impl Drop for Connection {
+    /// Waits for the last requests to be written, up to [`Options::linger`].
+    fn drop(&mut self) {
+        let until = Instant::now() + self.linger;
+        let has_unwritten = |connection: &Self| {
+            let wire = connection.wire.as_ref();
+            !connection.unsent.is_empty() || wire.is_some_and(Wire::has_output)
+        };
+        while has_unwritten(self) && self.turn(until) {}
     }
 }
 
@@ -332,12 +354,4 @@ impl std::fmt::Debug for Connection {
             .field("in_flight", &self.in_flight.len())
             .finish_non_exhaustive()
     }
-}
-
-fn open(context: &zmq::Context, endpoint: &str, options: Options) -> zmq::Result<zmq::Socket> {
-    let socket = dealer(context, options.reconnect, options.linger)?;
-    // A send waits only if the queue of 1000 messages is full.
-    socket.set_sndtimeo(millis(options.timeout))?;
-    socket.connect(endpoint)?;
-    Ok(socket)
 }

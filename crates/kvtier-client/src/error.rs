@@ -12,23 +12,23 @@ use kvtier_proto::wire::DecodeError;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ClientError {
-    /// The address is invalid, or the socket could not be made.
-    #[error("cannot connect to {endpoint}: {source}")]
+    /// The address is invalid.
+    #[error("cannot connect to {endpoint}: {message}")]
     Connect {
         /// The server's address.
         endpoint: String,
-        /// The error of ZMQ.
-        source: zmq::Error,
+        /// What is wrong with it, and what is allowed.
+        message: String,
     },
-    /// The request could not be sent, or the socket failed while waiting.
-    #[error("{operation} to {endpoint}: {source}")]
-    Socket {
+    /// Too many requests wait for the server to take them.
+    #[error("{operation}: {limit} requests wait to be sent to {endpoint}, which is the limit")]
+    Unsent {
         /// The request's operation.
         operation: Operation,
         /// The server's address.
         endpoint: String,
-        /// The error of ZMQ.
-        source: zmq::Error,
+        /// Limit of unsent requests.
+        limit: usize,
     },
     /// No reply within the deadline: the server is down, busy, or does not answer such a request.
     #[error("{operation}: no reply from {endpoint} within {waited:?}")]

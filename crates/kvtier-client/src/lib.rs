@@ -1,6 +1,6 @@
 //! Client of the LMCache MP protocol (0.5.3 to 0.5.6).
 //!
-//! * [`Connection`]: one DEALER socket; typed calls that block until the reply or a deadline, and pipelining.
+//! * [`Connection`]: for one thread; typed calls that block until the reply or a deadline, and pipelining.
 //! * [`Client`]: for many threads, with futures, heartbeats and recovery after a restart; it has two threads.
 //! * [`Prompt`] and [`Scope`]: the parts of keys. A prompt is encoded once, however often it is sent.
 //! * [`EngineDrivenWorker`] and [`LmcacheDrivenWorker`]: the two kinds of engine worker, with real bytes in real
@@ -12,6 +12,7 @@
 #![forbid(unsafe_code)]
 
 mod answers;
+mod backoff;
 mod calls;
 mod client;
 mod connection;
@@ -20,7 +21,7 @@ mod error;
 mod key;
 mod lmcache_driven;
 mod message;
-mod socket;
+mod wire;
 
 pub use client::{
     ChunkTerms, Client, Future, Health, HealthCallback, MAX_IN_FLIGHT, RecoverHook, Settings,

@@ -56,15 +56,15 @@ impl Outgoing {
 /// A message from the server that carries the number of a request.
 pub(crate) struct Incoming {
     pub uid: u64,
-    frames: Vec<zmq::Message>,
+    frames: Vec<Vec<u8>>,
     received: Instant,
 }
 
 impl Incoming {
     /// None for frames that are no reply.
-    pub fn parse(frames: Vec<zmq::Message>) -> Option<Self> {
+    pub fn parse(frames: Vec<Vec<u8>>) -> Option<Self> {
         let received = Instant::now();
-        let reply = ReplyFrames::parse(frames.iter().map(|frame| &**frame)).ok()?;
+        let reply = ReplyFrames::parse(frames.iter().map(Vec::as_slice)).ok()?;
         let uid = reply.uid_number().ok()?;
         Some(Self {
             uid,
@@ -136,7 +136,7 @@ impl Ticket {
 pub struct Reply {
     ticket: Ticket,
     kind: ResponseKind,
-    payload: Option<zmq::Message>,
+    payload: Option<Vec<u8>>,
     received: Instant,
 }
 

@@ -2,15 +2,13 @@
 
 use crate::Error;
 use crate::frame::write_command_header;
+use crate::role::Role;
 
 /// Maximum context that a PONG echoes; libzmq truncates longer ones too.
 const MAX_PING_CONTEXT_BYTES: usize = 16;
 
 /// Maximum length of a peer's routing identity.
 const MAX_IDENTITY_BYTES: usize = 255;
-
-/// Socket types that may connect to a ROUTER.
-const PEERS: [&[u8]; 3] = [b"DEALER", b"REQ", b"ROUTER"];
 
 /// Splits a command into its name and data.
 pub(crate) fn split(body: &[u8]) -> Result<(&[u8], &[u8]), Error> {
@@ -19,12 +17,17 @@ pub(crate) fn split(body: &[u8]) -> Result<(&[u8], &[u8]), Error> {
     rest.split_at_checked(usize::from(len)).ok_or(short)
 }
 
-/// Appends our READY.
-pub(crate) fn write_ready(out: &mut Vec<u8>) {
-    const READY: &[u8] =
-        b"\x05READY\x0bSocket-Type\x00\x00\x00\x06ROUTER\x08Identity\x00\x00\x00\x00";
-    write_command_header(out, READY.len());
-    out.extend_from_slice(READY);
+/// Appends the READY of a role, without an identity.
+pub(crate) fn write_ready(out: &mut Vec<u8>, role: Role) {
+    let mut ready = b"\x05READY".to_vec();
+    for (name, value) in [("Socket-Type", role.socket_type()), ("Identity", "")] {
+        ready.push(name.len() as u8);
+        ready.extend_from_slice(name.as_bytes());
+        ready.extend_from_slice(&(value.len() as u32).to_be_bytes());
+        ready.extend_from_slice(value.as_bytes());
+    }
+    write_command_header(out, ready.len());
+    out.append(&mut ready);
 }
 
 /// Appends a PING without a TTL and without a context.
@@ -47,14 +50,18 @@ pub(crate) fn answer_ping(out: &mut Vec<u8>, data: &[u8]) -> Result<u16, Error> 
     Ok(u16::from_be_bytes(*ttl))
 }
 
-/// Checks the properties of a READY.
-pub(crate) fn check_ready(mut properties: &[u8]) -> Result<(), Error> {
+/// Checks the properties of a READY sent to this role.
+pub(crate) fn check_ready(mut properties: &[u8], role: Role) -> Result<(), Error> {
     while !properties.is_empty() {
         let (name, value, rest) =
             property(properties).ok_or(Error::Command("READY with a cut property"))?;
         properties = rest;
-        if name.eq_ignore_ascii_case(b"Socket-Type") && !PEERS.contains(&value) {
-            return Err(Error::SocketType(shown(value)));
+        let is_peer = || role.peers().iter().any(|peer| peer.as_bytes() == value);
+        if name.eq_ignore_ascii_case(b"Socket-Type") && !is_peer() {
+            return Err(Error::SocketType {
+                found: shown(value),
+                allowed: role.peers(),
+            });
         }
         if name.eq_ignore_ascii_case(b"Identity") && value.len() > MAX_IDENTITY_BYTES {
             return Err(Error::TooLarge {
@@ -104,37 +111,63 @@ mod tests {
     }
 
     #[test]
-    fn ready_of_peers_of_a_router_is_accepted() {
-        for kind in PEERS {
-            let identity = [0; MAX_IDENTITY_BYTES];
-            let good = ready(&[
-                (b"socket-type", kind),
-                (b"Identity", &identity),
-                (b"X", b""),
-            ]);
-            assert_eq!(check_ready(&good), Ok(()));
-            for cut in 1..good.len() {
-                // Between two properties it is a shorter READY.
-                if check_ready(&good[..cut]).is_ok() {
-                    assert!(good[cut..].starts_with(b"\x08I") || good[cut..].starts_with(b"\x01X"));
+    fn ready_of_the_role_s_peers_is_accepted() {
+        for role in [Role::Router, Role::Dealer] {
+            for kind in role.peers() {
+                let identity = [0; MAX_IDENTITY_BYTES];
+                let good = ready(&[
+                    (b"socket-type", kind.as_bytes()),
+                    (b"Identity", &identity),
+                    (b"X", b""),
+                ]);
+                assert_eq!(check_ready(&good, role), Ok(()));
+                for cut in 1..good.len() {
+                    // Between two properties it is a shorter READY.
+                    if check_ready(&good[..cut], role).is_ok() {
+                        let rest = &good[cut..];
+                        assert!(rest.starts_with(b"\x08I") || rest.starts_with(b"\x01X"));
+                    }
                 }
             }
+            assert_eq!(check_ready(&[], role), Ok(()));
         }
-        assert_eq!(check_ready(&[]), Ok(()));
     }
 
     #[test]
     fn ready_of_other_peers_is_refused() {
         for kind in [&b"PUB"[..], b"", b"DEALER\0", b"dealer"] {
             assert!(matches!(
-                check_ready(&ready(&[(b"Socket-Type", kind)])),
-                Err(Error::SocketType(_))
+                check_ready(&ready(&[(b"Socket-Type", kind)]), Role::Router),
+                Err(Error::SocketType { .. })
             ));
         }
+        let req = ready(&[(b"Socket-Type", b"REQ")]);
+        let error = check_ready(&req, Role::Dealer).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "the peer's socket type is \"REQ\"; allowed: DEALER, REP, ROUTER"
+        );
+        let identity = ready(&[(b"Identity", &[1; MAX_IDENTITY_BYTES + 1])]);
         assert!(matches!(
-            check_ready(&ready(&[(b"Identity", &[1; MAX_IDENTITY_BYTES + 1])])),
+            check_ready(&identity, Role::Router),
             Err(Error::TooLarge { bytes: 256, .. })
         ));
+    }
+
+    #[test]
+    fn own_ready_is_accepted_by_the_other_role() {
+        for (role, peer) in [
+            (Role::Router, Role::Dealer),
+            (Role::Dealer, Role::Router),
+            (Role::Dealer, Role::Dealer),
+        ] {
+            let mut out = Vec::new();
+            write_ready(&mut out, role);
+            let (name, properties) = split(&out[2..]).unwrap();
+            assert_eq!(name, b"READY");
+            assert_eq!(usize::from(out[1]), out.len() - 2);
+            assert_eq!(check_ready(properties, peer), Ok(()));
+        }
     }
 
     #[test]

@@ -12,9 +12,14 @@ pub enum Error {
     /// A mechanism other than NULL.
     #[error("the peer's mechanism is {0:?}; allowed: \"NULL\"")]
     Mechanism(String),
-    /// A socket type that cannot talk to a ROUTER.
-    #[error("the peer's socket type is {0:?}; allowed: DEALER, REQ, ROUTER")]
-    SocketType(String),
+    /// A socket type that cannot talk to ours.
+    #[error("the peer's socket type is {found:?}; allowed: {}", allowed.join(", "))]
+    SocketType {
+        /// The peer's.
+        found: String,
+        /// Those that can.
+        allowed: &'static [&'static str],
+    },
     /// Reserved bits of a frame's flags are set, or a command has more parts.
     #[error("a frame has the flags {0:#04x}; allowed: MORE or COMMAND, with or without LONG")]
     Flags(u8),

@@ -1,6 +1,7 @@
 //! The greeting: signature, version, mechanism.
 
 use crate::Error;
+use crate::role::Version;
 
 /// Bytes of a greeting.
 pub(crate) const GREETING_BYTES: usize = 64;
@@ -54,6 +55,16 @@ pub(crate) fn check(greeting: &[u8]) -> Result<(), Error> {
             Err(Error::Mechanism(String::from_utf8_lossy(name).into_owned()))
         }
     }
+}
+
+/// Our greeting for this version.
+pub(crate) fn own(version: Version) -> [u8; GREETING_BYTES] {
+    let mut greeting = GREETING;
+    greeting[MAJOR + 1] = match version {
+        Version::V3_0 => 0,
+        Version::V3_1 => 1,
+    };
+    greeting
 }
 
 /// Whether the peer of this greeting supports PING, which version 3.1 introduced.

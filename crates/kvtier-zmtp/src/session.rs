@@ -5,7 +5,8 @@ use std::time::Duration;
 use crate::Error;
 use crate::command;
 use crate::frame::{Body, Decoder, Frame, Header, Kind};
-use crate::greeting::{self, GREETING, GREETING_BYTES};
+use crate::greeting::{self, GREETING_BYTES};
+use crate::role::{Role, Version};
 
 /// Bounds of a session.
 #[derive(Debug, Clone, Copy)]
@@ -41,6 +42,7 @@ pub struct Message {
 /// State of one connection.
 #[derive(Debug)]
 pub struct Session {
+    role: Role,
     limits: Limits,
     stage: Stage,
     decoder: Decoder,
@@ -62,13 +64,23 @@ enum Stage {
 impl Session {
     /// Creates a ROUTER's session for a new connection.
     pub fn router(limits: Limits) -> Self {
+        Self::new(Role::Router, Version::V3_1, limits)
+    }
+
+    /// Creates a DEALER's session for a new connection.
+    pub fn dealer(version: Version, limits: Limits) -> Self {
+        Self::new(Role::Dealer, version, limits)
+    }
+
+    fn new(role: Role, version: Version, limits: Limits) -> Self {
         Self {
+            role,
             limits,
             stage: Stage::Greeting([0; GREETING_BYTES], 0),
             decoder: Decoder::default(),
             message: Message::default(),
             message_bytes: 0,
-            output: GREETING.to_vec(),
+            output: greeting::own(version).to_vec(),
             knows_ping: false,
             ttl: None,
         }
@@ -90,7 +102,7 @@ impl Session {
             }
             self.knows_ping = greeting::knows_ping(greeting);
             self.stage = Stage::Handshake;
-            command::write_ready(&mut self.output);
+            command::write_ready(&mut self.output, self.role);
         }
         while !input.is_empty() {
             let admit = |header| {
@@ -194,7 +206,7 @@ impl Session {
             }
             (Stage::Traffic, _) => Ok(None),
             (_, b"READY") => {
-                command::check_ready(data)?;
+                command::check_ready(data, self.role)?;
                 self.stage = Stage::Traffic;
                 Ok(Some(Event::Ready))
             }
@@ -235,6 +247,7 @@ fn admit(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::greeting::GREETING;
 
     const LIMITS: Limits = Limits {
         frame_bytes: 100,
@@ -363,5 +376,25 @@ mod tests {
         greeting[11] = 0;
         receive(&mut session, &[&greeting[..], READY].concat()).unwrap();
         assert!(session.is_ready() && !session.ping());
+    }
+
+    #[test]
+    fn dealer_and_router_shake_hands_in_either_version() {
+        for (version, is_pinged) in [(Version::V3_0, false), (Version::V3_1, true)] {
+            let mut dealer = Session::dealer(version, LIMITS);
+            let mut router = Session::router(LIMITS);
+            for _ in 0..2 {
+                let sent = std::mem::take(dealer.output());
+                receive(&mut router, &sent).unwrap();
+                let sent = std::mem::take(router.output());
+                receive(&mut dealer, &sent).unwrap();
+            }
+            assert!(dealer.is_ready() && router.is_ready());
+            assert_eq!(router.ping(), is_pinged);
+            assert_eq!(
+                receive(&mut dealer, b"\x01\x01a\x00\x01b"),
+                Ok(vec![message(&[b"a", b"b"], 0)])
+            );
+        }
     }
 }

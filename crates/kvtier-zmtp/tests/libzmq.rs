@@ -1,10 +1,10 @@
-//! Against libzmq: a DEALER of its own, over TCP, with bytes cut at any place in both directions.
+//! Against libzmq over TCP, in both roles, with bytes cut at any place in both directions.
 #![expect(clippy::unwrap_used, reason = "test")]
 
 use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
 
-use kvtier_zmtp::{Event, Limits, Session, write_frame_header};
+use kvtier_zmtp::{Event, Limits, Session, Version, write_frame_header};
 use proptest::prelude::*;
 
 const LIMITS: Limits = Limits {
@@ -25,54 +25,71 @@ fn write_cut(stream: &mut TcpStream, mut bytes: &[u8], cuts: &mut impl Iterator<
     }
 }
 
+/// Reads a piece and appends the messages that it completes.
+fn read_piece(
+    stream: &mut TcpStream,
+    session: &mut Session,
+    piece: usize,
+    messages: &mut Vec<Vec<Vec<u8>>>,
+) {
+    let mut buffer = vec![0; piece];
+    let mut events = Vec::new();
+    let rest = match session.body(MIN_IN_PLACE) {
+        Some(body) => {
+            let at = body.len();
+            let limit = piece.min(body.capacity() - at);
+            let got = stream.read(&mut buffer[..limit]).unwrap();
+            body.extend_from_slice(&buffer[..got]);
+            let (event, rest) = session.body_received(at).unwrap();
+            events.extend(event);
+            rest
+        }
+        None => {
+            let got = stream.read(&mut buffer).unwrap();
+            assert!(got > 0, "libzmq closed the connection");
+            buffer.truncate(got);
+            buffer
+        }
+    };
+    let mut rest = &rest[..];
+    while !rest.is_empty() {
+        events.extend(session.receive(&mut rest).unwrap());
+    }
+    for event in events {
+        if let Event::Message(message) = event {
+            assert_eq!(message.discarded_frames, 0);
+            messages.push(message.frames);
+        }
+    }
+}
+
+fn encode(frames: &[Vec<u8>]) -> Vec<u8> {
+    let mut out = Vec::new();
+    for (number, frame) in frames.iter().enumerate() {
+        write_frame_header(&mut out, frame.len(), number + 1 < frames.len());
+        out.extend_from_slice(frame);
+    }
+    out
+}
+
 /// Sends every message back until `count` have come, reading and writing in pieces of these sizes.
 fn echo(mut stream: TcpStream, count: usize, pieces: &[usize]) {
     stream.set_nodelay(true).unwrap();
     let mut cuts = pieces.iter().copied().cycle();
     let mut session = Session::router(LIMITS);
-    let (mut echoed, mut buffer) = (0, vec![0; 70_000]);
+    let mut echoed = 0;
     while echoed < count {
         let output = std::mem::take(session.output());
         write_cut(&mut stream, &output, &mut cuts);
-        let mut events = Vec::new();
-        let piece = cuts.next().unwrap();
-        let rest = match session.body(MIN_IN_PLACE) {
-            Some(body) => {
-                let at = body.len();
-                let limit = piece.min(body.capacity() - at).min(buffer.len());
-                let got = stream.read(&mut buffer[..limit]).unwrap();
-                body.extend_from_slice(&buffer[..got]);
-                let (event, rest) = session.body_received(at).unwrap();
-                events.extend(event);
-                rest
-            }
-            None => {
-                let got = stream.read(&mut buffer[..piece]).unwrap();
-                assert!(got > 0, "libzmq closed the connection");
-                buffer[..got].to_vec()
-            }
-        };
-        let mut rest = &rest[..];
-        while !rest.is_empty() {
-            events.extend(session.receive(&mut rest).unwrap());
-        }
-        for event in events {
-            let Event::Message(message) = event else {
-                continue;
-            };
-            assert_eq!(message.discarded_frames, 0);
-            let mut out = Vec::new();
-            let last = message.frames.len() - 1;
-            for (index, frame) in message.frames.iter().enumerate() {
-                write_frame_header(&mut out, frame.len(), index < last);
-                out.extend_from_slice(frame);
-            }
-            write_cut(&mut stream, &out, &mut cuts);
+        let (piece, mut messages) = (cuts.next().unwrap(), Vec::new());
+        read_piece(&mut stream, &mut session, piece, &mut messages);
+        for frames in messages {
+            write_cut(&mut stream, &encode(&frames), &mut cuts);
             echoed += 1;
         }
     }
     // The peer closes first, once it has everything: a close with its PINGs unread would discard what is on the way to it.
-    while stream.read(&mut buffer).is_ok_and(|got| got > 0) {}
+    while stream.read(&mut [0; 1000]).is_ok_and(|got| got > 0) {}
 }
 
 fn frame() -> impl Strategy<Value = Vec<u8>> {
@@ -126,6 +143,49 @@ proptest! {
         drop(dealer);
         drop(context);
         server.join().unwrap();
+    }
+
+    #[test]
+    fn libzmq_router_echoes_what_a_dealer_sends(
+        messages in prop::collection::vec(prop::collection::vec(frame(), 1..6), 1..8),
+        pieces in prop::collection::vec(prop_oneof![1..9_usize, 60..70_usize, 1000..70_000_usize], 1..12),
+        heartbeat in any::<bool>(),
+        version in prop_oneof![Just(Version::V3_0), Just(Version::V3_1)],
+    ) {
+        let mut pieces = pieces;
+        pieces.push(70_000);
+        let mut cuts = pieces.into_iter().cycle();
+        let context = zmq::Context::new();
+        let router = context.socket(zmq::ROUTER).unwrap();
+        router.set_linger(0).unwrap();
+        router.set_rcvtimeo(60_000).unwrap();
+        if heartbeat {
+            router.set_heartbeat_ivl(1).unwrap();
+            router.set_heartbeat_timeout(60_000).unwrap();
+        }
+        router.bind("tcp://127.0.0.1:*").unwrap();
+        let endpoint = router.get_last_endpoint().unwrap().unwrap();
+        let mut stream = TcpStream::connect(endpoint.strip_prefix("tcp://").unwrap()).unwrap();
+        stream.set_nodelay(true).unwrap();
+        let mut session = Session::dealer(version, LIMITS);
+        for message in &messages {
+            // The next message follows the echo, so that neither side waits for the other to read.
+            let mut echoes = Vec::new();
+            let mut is_sent = false;
+            while echoes.is_empty() {
+                let output = std::mem::take(session.output());
+                write_cut(&mut stream, &output, &mut cuts);
+                if session.is_ready() && !is_sent {
+                    is_sent = true;
+                    write_cut(&mut stream, &encode(message), &mut cuts);
+                    let received = router.recv_multipart(0).expect("no message");
+                    prop_assert_eq!(&received[1..], &message[..]);
+                    router.send_multipart(received, 0).unwrap();
+                }
+                read_piece(&mut stream, &mut session, cuts.next().unwrap(), &mut echoes);
+            }
+            prop_assert_eq!(&echoes, &[message.clone()]);
+        }
     }
 
     /// However the bytes of a peer are cut, the events are the same, and so is the error.

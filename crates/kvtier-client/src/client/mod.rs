@@ -2,7 +2,6 @@
 //!
 //! It has two threads: one owns the socket ([`io`]), one sends heartbeats ([`health`]).
 
-mod backoff;
 mod chunk;
 mod future;
 mod health;
@@ -30,7 +29,7 @@ use crate::answers;
 use crate::calls::{Keyless, server_wait};
 use crate::error::ClientError;
 use crate::message::{Outgoing, Reply};
-use crate::socket::with_scheme;
+use crate::wire::Address;
 
 /// Limit of requests in flight.
 pub const MAX_IN_FLIGHT: usize = 1 << 16;
@@ -142,6 +141,7 @@ struct Inbox {
 /// State of the handles and the two threads.
 struct Shared {
     endpoint: String,
+    address: Address,
     /// The process that has the threads.
     owner: u32,
     /// Nanoseconds.
@@ -178,10 +178,12 @@ fn keep_end(ends: &mut VecDeque<Outgoing>, end: Outgoing) {
 }
 
 impl Shared {
-    fn new(endpoint: String, settings: Settings) -> Result<Self, ClientError> {
+    fn new(endpoint: &str, settings: Settings) -> Result<Self, ClientError> {
+        let (endpoint, address) = Address::of_endpoint(endpoint)?;
         let wake = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC);
         Ok(Self {
             endpoint,
+            address,
             owner: std::process::id(),
             timeout: AtomicU64::new(nanos(settings.timeout)),
             agreement: chunk::Agreement::new(settings.chunk),
@@ -274,8 +276,8 @@ impl Client {
     /// # Errors
     /// [`ClientError::Connect`] if the address is invalid; [`ClientError::System`] if no thread can be started.
     pub fn connect_with(endpoint: &str, settings: Settings) -> Result<Self, ClientError> {
-        let shared = Arc::new(Shared::new(with_scheme(endpoint), settings)?);
-        let io = io::Io::open(Arc::clone(&shared), settings)?;
+        let shared = Arc::new(Shared::new(endpoint, settings)?);
+        let io = io::Io::new(Arc::clone(&shared), settings);
         // From here on dropping the handle ends the threads that were started.
         let client = Self {
             _handle: Some(Arc::new(Handle(Arc::clone(&shared)))),

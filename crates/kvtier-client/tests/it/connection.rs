@@ -279,7 +279,6 @@ fn forgotten_and_late_replies_are_dropped() {
     connection.set_timeout(Duration::from_secs(60));
     assert!(connection.ping(None).unwrap());
     assert!(connection.ping(None).unwrap());
-    assert!(connection.receive_any().unwrap().is_none());
 }
 
 #[test]
@@ -296,17 +295,68 @@ fn garbage_from_server_is_skipped() {
 }
 
 #[test]
-fn receive_any_returns_first_reply() {
-    let server = Server::typed(|request| match request {
-        Request::Ping { .. } => Some(Response::Bool(true)),
-        _ => None,
+fn lost_connection_fails_sent_requests_and_next_call_connects_again() {
+    let mut answers = [Some(Response::Text("OK".into())), None].into_iter();
+    let silent = Server::typed(move |_| answers.next().flatten());
+    let endpoint = silent.endpoint().to_owned();
+    let mut connection = connect(&silent);
+    assert_eq!(connection.noop().unwrap(), "OK");
+    let sent = connection.send(&Plain::Noop).unwrap();
+    drop(silent);
+    let error = connection.receive(sent).unwrap_err();
+    assert!(matches!(error, ClientError::Disconnected { .. }), "{error}");
+    let _server = Server::typed_at(&endpoint, |_| Some(Response::Text("OK".into())));
+    assert_eq!(connection.noop().unwrap(), "OK");
+}
+
+#[test]
+fn connection_closed_while_idle_is_made_again_by_next_call() {
+    let answer = |_: &Plain<'_>| Some(Response::Text("OK".into()));
+    let first = Server::typed(answer);
+    let endpoint = first.endpoint().to_owned();
+    let mut connection = connect(&first);
+    assert_eq!(connection.noop().unwrap(), "OK");
+    drop(first);
+    let _second = Server::typed_at(&endpoint, answer);
+    assert_eq!(connection.noop().unwrap(), "OK");
+}
+
+#[test]
+fn messages_larger_than_the_sockets_buffers_arrive_whole() {
+    let large: Vec<u8> = (0..20_000_000_u32).map(|at| at as u8).collect();
+    let payload = large.clone();
+    let server = Server::raw_at(crate::support::ANYWHERE, move |frames| {
+        assert!(frames.iter().any(|frame| frame.ends_with(&payload)));
+        let mut answer = vec![0xc6];
+        answer.extend_from_slice(&(payload.len() as u32).to_be_bytes());
+        answer.extend_from_slice(&payload);
+        vec![reply(&frames, Some(answer))]
     });
     let mut connection = connect(&server);
-    let silent = connection.send(&Plain::Noop).unwrap();
-    let answered = connection.send(&Plain::Ping { instance: None }).unwrap();
-    let reply = connection.receive_any().unwrap().unwrap();
-    assert_eq!(reply.ticket(), answered);
-    assert_eq!(reply.operation(), Operation::Ping);
-    connection.forget(silent);
-    assert!(connection.receive_any().unwrap().is_none());
+    let (scope, prompt) = (Scope::new("m"), Prompt::new(&[1]));
+    for _ in 0..2 {
+        let request = Request::CommitStore {
+            key: scope.scheduler_key(&prompt, 0..1, "r"),
+            instance: InstanceId(1),
+            data: &large,
+        };
+        let reply = connection.call(&request).unwrap();
+        assert!(
+            reply
+                .payload()
+                .is_some_and(|answer| answer.ends_with(&large))
+        );
+    }
+}
+
+#[test]
+fn server_is_reached_by_path_and_by_name() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = format!("ipc://{}/s", directory.path().display());
+    let answer = |_: &Plain<'_>| Some(Response::Text("OK".into()));
+    let by_path = Server::typed_at(&path, answer);
+    assert_eq!(connect(&by_path).noop().unwrap(), "OK");
+    let by_name = Server::typed(answer);
+    let named = by_name.endpoint().replace("127.0.0.1", "localhost");
+    assert_eq!(Connection::connect(&named).unwrap().noop().unwrap(), "OK");
 }

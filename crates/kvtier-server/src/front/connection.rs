@@ -11,7 +11,7 @@ use rustix::net::{Shutdown, shutdown};
 use super::client::Client;
 use super::limits::MAX_SMALL_OUTPUT;
 use super::outbox::Outgoing;
-use super::output::Output;
+use super::output::{Output, push_reply, write_to};
 use super::poll::Interest;
 
 /// How long a new connection has for the handshake.
@@ -181,7 +181,7 @@ impl Connection {
 
     /// Queues a reply.
     pub fn push(&mut self, reply: Outgoing) {
-        self.output.push_reply(reply);
+        push_reply(&mut self.output, reply);
     }
 
     /// Writes a turn's worth of what waits.
@@ -192,7 +192,7 @@ impl Connection {
         if !self.session.output().is_empty() {
             self.output.push_bytes(self.session.output());
         }
-        let written = self.output.write_to(&self.socket)?;
+        let written = write_to(&mut self.output, &self.socket)?;
         self.output_since = match self.output.is_empty() {
             true => None,
             false => self.output_since.or(Some(now)),

@@ -9,24 +9,24 @@ const MAX_PAUSE: Duration = Duration::from_secs(1);
 
 /// Pauses that double up to [`MAX_PAUSE`], each shortened at random by up to half, so that the clients of a server do not
 /// all reconnect in the same moment.
-pub(super) struct Backoff {
+pub(crate) struct Backoff {
     first: Duration,
     next: Duration,
 }
 
 impl Backoff {
-    pub(super) fn new(first: Duration) -> Self {
+    pub(crate) fn new(first: Duration) -> Self {
         let first = first.clamp(Duration::from_millis(1), MAX_PAUSE);
         Self { first, next: first }
     }
 
     /// Starts again with the first pause, after a connection that was of use.
-    pub(super) fn reset(&mut self) {
+    pub(crate) fn reset(&mut self) {
         self.next = self.first;
     }
 
     /// The pause before the next try.
-    pub(super) fn pause(&mut self) -> Duration {
+    pub(crate) fn pause(&mut self) -> Duration {
         // Every new state has other keys.
         let random = RandomState::new().hash_one(0) as f64 / u64::MAX as f64;
         self.pause_by(random)

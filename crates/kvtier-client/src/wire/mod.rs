@@ -1,0 +1,492 @@
+//! One connection attempt and, if it succeeds, the connection: a non-blocking socket and its ZMTP session.
+//!
+//! ```text
+//! resolving -> connecting (one candidate after the other) -> handshake -> ready -> lost
+//! ```
+//! A wire that is lost is dropped; its owner opens the next one. It has no thread: its owner waits for [`Wire::poll_fd`]
+//! until [`Wire::due`], then calls [`Wire::advance`].
+
+mod address;
+
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use kvtier_zmtp::{Event, Limits, Output, Session, Version};
+use rustix::buffer::spare_capacity;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::{Errno, read, retry_on_intr};
+use rustix::net::{
+    AddressFamily, SendAncillaryBuffer, SendFlags, Shutdown, SocketAddrAny, SocketFlags,
+    SocketType, connect, getpeername, sendmsg, shutdown, socket_with, sockopt,
+};
+
+pub(crate) use address::Address;
+use address::{Candidates, Resolving};
+
+/// How long one candidate may take, handshake included.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Silence after which the server is asked whether it is there, and silence after that until it is considered dead.
+const HEARTBEAT_INTERVAL: Duration = Duration::from_secs(30);
+const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// TCP keepalive: silence before the first probe, time between two probes, and the number of unanswered probes after
+/// which the system closes the connection.
+const KEEPALIVE: (Duration, Duration, u32) = (Duration::from_secs(30), Duration::from_secs(10), 3);
+
+/// Bytes of a frame from which on it is not copied to be sent, and is received in place.
+const MIN_LARGE_BYTES: usize = 4 << 10;
+
+/// Bytes that may wait to be written before no more messages are taken.
+const MAX_WAITING_BYTES: usize = 1 << 20;
+
+/// Bytes read before what they complete is handed on.
+const TURN_BYTES: usize = 1 << 20;
+
+/// Bytes of the buffer that small messages are read through.
+const SCRATCH_BYTES: usize = 16 << 10;
+
+/// Bounds of what a server may send: the longest value of MessagePack, with number and operation.
+const LIMITS: Limits = Limits {
+    frame_bytes: u32::MAX as u64 + 5,
+    message_frames: 4,
+    message_bytes: u32::MAX as u64 + 4096,
+    command_bytes: 4096,
+};
+
+/// Frames of a message.
+pub(crate) type Frames = Vec<Vec<u8>>;
+
+/// How the server is watched while nothing is received.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Heartbeats {
+    /// The owner always waits for the wire: both sides send PINGs.
+    On,
+    /// The owner waits only for replies, so it could not answer PINGs; announcing ZMTP 3.0 keeps the server from sending
+    /// them.
+    Off,
+}
+
+#[derive(Debug)]
+enum Stage {
+    Resolving(Resolving),
+    /// Connecting to one candidate; the others are tried if it fails.
+    Connecting(OwnedFd, Candidates),
+    /// Handshake and traffic.
+    Connected(OwnedFd),
+    Lost,
+}
+
+/// A connection, or an attempt to make one.
+#[derive(Debug)]
+pub(crate) struct Wire {
+    stage: Stage,
+    session: Session,
+    output: Output,
+    scratch: Box<[u8]>,
+    heartbeats: Heartbeats,
+    /// When the current candidate was first tried.
+    begun: Instant,
+    /// When something last arrived.
+    heard: Instant,
+    /// When the server was last asked whether it is there.
+    pinged: Option<Instant>,
+}
+
+impl Wire {
+    /// Starts to connect.
+    ///
+    /// # Errors
+    /// The system's, if it has failed already.
+    pub fn open(address: &Address, heartbeats: Heartbeats, now: Instant) -> std::io::Result<Self> {
+        let stage = match (address.candidate(), address) {
+            (Some(candidate), _) => connect_next(vec![candidate])?,
+            (None, Address::Tcp { host, port }) => {
+                Stage::Resolving(Resolving::start(host.clone(), *port)?)
+            }
+            (None, Address::Ipc(_)) => return Err(Errno::ADDRNOTAVAIL.into()),
+        };
+        let version = match heartbeats {
+            Heartbeats::On => Version::V3_1,
+            Heartbeats::Off => Version::V3_0,
+        };
+        Ok(Self {
+            stage,
+            session: Session::dealer(version, LIMITS),
+            output: Output::default(),
+            scratch: vec![0; SCRATCH_BYTES].into(),
+            heartbeats,
+            begun: now,
+            heard: now,
+            pinged: None,
+        })
+    }
+
+    /// Whether messages can be sent.
+    pub fn is_ready(&self) -> bool {
+        self.session.is_ready()
+    }
+
+    /// Whether it takes another message: the handshake is complete, and little waits to be written.
+    pub fn has_capacity(&self) -> bool {
+        self.is_ready() && self.output.bytes() < MAX_WAITING_BYTES
+    }
+
+    /// Whether bytes wait to be written.
+    pub fn has_output(&self) -> bool {
+        !self.output.is_empty()
+    }
+
+    /// Queues a message; [`Wire::advance`] writes it.
+    pub fn send(&mut self, frames: Frames) {
+        let last = frames.len().saturating_sub(1);
+        for (number, frame) in frames.into_iter().enumerate() {
+            match frame.len() < MIN_LARGE_BYTES {
+                true => self.output.push_frame(&frame, number < last),
+                false => self.output.push_large_frame(frame, number < last, ()),
+            }
+        }
+    }
+
+    /// What to wait for.
+    pub fn poll_fd(&self) -> Option<PollFd<'_>> {
+        match &self.stage {
+            Stage::Resolving(resolving) => Some(PollFd::new(&*resolving.wake, PollFlags::IN)),
+            Stage::Connecting(socket, _) => Some(PollFd::new(socket, PollFlags::OUT)),
+            Stage::Connected(socket) => Some(match self.output.is_empty() {
+                true => PollFd::new(socket, PollFlags::IN),
+                false => PollFd::new(socket, PollFlags::IN | PollFlags::OUT),
+            }),
+            Stage::Lost => None,
+        }
+    }
+
+    /// When to call [`Wire::advance`] at the latest; none for never.
+    pub fn due(&self) -> Option<Instant> {
+        match (self.is_ready(), self.heartbeats) {
+            (false, _) => Some(self.begun + CONNECT_TIMEOUT),
+            (true, Heartbeats::Off) => None,
+            (true, Heartbeats::On) => Some(match self.pinged {
+                None => self.heard + HEARTBEAT_INTERVAL,
+                Some(pinged) => pinged + HEARTBEAT_TIMEOUT,
+            }),
+        }
+    }
+
+    /// Does what is possible without waiting: connects, writes, and appends the messages that have arrived.
+    ///
+    /// # Errors
+    /// The connection is lost, or there was none; the messages before its end are appended all the same.
+    pub fn advance(&mut self, now: Instant, messages: &mut Vec<Frames>) -> std::io::Result<()> {
+        let stage = std::mem::replace(&mut self.stage, Stage::Lost);
+        self.stage = self.connect(stage, now)?;
+        let Stage::Connected(socket) = &self.stage else {
+            return Ok(());
+        };
+        if read_turn(socket, &mut self.session, &mut self.scratch, messages)? {
+            (self.heard, self.pinged) = (now, None);
+        }
+        self.check_time(now)?;
+        self.write()
+    }
+
+    /// Takes the steps up to a connection that are possible now.
+    fn connect(&mut self, stage: Stage, now: Instant) -> std::io::Result<Stage> {
+        let is_late = now >= self.begun + CONNECT_TIMEOUT;
+        match stage {
+            Stage::Resolving(resolving) => match resolving.take() {
+                Some(found) => {
+                    self.begun = now;
+                    connect_next(found?)
+                }
+                None if is_late => Err(Errno::TIMEDOUT.into()),
+                None => Ok(Stage::Resolving(resolving)),
+            },
+            Stage::Connecting(socket, others) => {
+                let error = match sockopt::socket_error(&socket)? {
+                    Ok(()) if getpeername(&socket).is_ok() => return Ok(Stage::Connected(socket)),
+                    Ok(()) if !is_late => return Ok(Stage::Connecting(socket, others)),
+                    Ok(()) => Errno::TIMEDOUT,
+                    Err(error) => error,
+                };
+                self.begun = now;
+                match others.is_empty() {
+                    true => Err(error.into()),
+                    false => connect_next(others),
+                }
+            }
+            stage => Ok(stage),
+        }
+    }
+
+    /// Ends a handshake that takes too long, and asks a silent server whether it is there.
+    fn check_time(&mut self, now: Instant) -> std::io::Result<()> {
+        match self.due() {
+            Some(due) if now >= due => {}
+            _ => return Ok(()),
+        }
+        if !self.is_ready() || self.pinged.is_some() {
+            return Err(Errno::TIMEDOUT.into());
+        }
+        match self.session.ping() {
+            true => self.pinged = Some(now),
+            // A server of ZMTP 3.0: TCP keepalive watches it.
+            false => self.heard = now,
+        }
+        Ok(())
+    }
+
+    /// Writes what the socket takes.
+    ///
+    /// # Errors
+    /// The connection is lost.
+    pub fn write(&mut self) -> std::io::Result<()> {
+        let Stage::Connected(socket) = &self.stage else {
+            return Ok(());
+        };
+        if !self.session.output().is_empty() {
+            self.output.push_bytes(self.session.output());
+        }
+        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+        let mut no_control: [MaybeUninit<u8>; 0] = [];
+        let mut no_control = SendAncillaryBuffer::new(&mut no_control);
+        let written = self.output.write_with(usize::MAX, |slices| {
+            retry_on_intr(|| sendmsg(socket, slices, &mut no_control, flags))
+        });
+        match written {
+            Ok(_) | Err(Errno::AGAIN) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+impl Drop for Wire {
+    /// Ends the connection in order: the server reads all that was written. Unread bytes would turn the end into a reset.
+    fn drop(&mut self) {
+        if let Stage::Connected(socket) = &self.stage {
+            let _ = shutdown(socket, Shutdown::Write);
+            let _ = read(socket, &mut *self.scratch);
+        }
+    }
+}
+
+/// Reads a turn's worth and appends the messages that are complete; returns whether anything arrived.
+fn read_turn(
+    socket: &OwnedFd,
+    session: &mut Session,
+    scratch: &mut [u8],
+    messages: &mut Vec<Frames>,
+) -> std::io::Result<bool> {
+    let mut taken = 0;
+    while taken < TURN_BYTES {
+        let (result, wanted, at) = match session.body(MIN_LARGE_BYTES) {
+            Some(body) => {
+                let (at, wanted) = (body.len(), body.capacity() - body.len());
+                (read(socket, spare_capacity(body)), wanted, Some(at))
+            }
+            None => (read(socket, &mut *scratch), scratch.len(), None),
+        };
+        let got = match result {
+            Ok(0) => return Err(std::io::ErrorKind::UnexpectedEof.into()),
+            Ok(got) => got,
+            Err(Errno::AGAIN) => break,
+            Err(Errno::INTR) => continue,
+            Err(error) => return Err(error.into()),
+        };
+        taken += got;
+        match at {
+            None => receive(session, &scratch[..got], messages)?,
+            Some(at) => {
+                let (event, rest) = session.body_received(at).map_err(std::io::Error::other)?;
+                note(event, messages);
+                receive(session, &rest, messages)?;
+            }
+        }
+        if got < wanted {
+            break;
+        }
+    }
+    Ok(taken > 0)
+}
+
+fn receive(
+    session: &mut Session,
+    mut bytes: &[u8],
+    messages: &mut Vec<Frames>,
+) -> std::io::Result<()> {
+    while !bytes.is_empty() {
+        let event = session.receive(&mut bytes);
+        note(event.map_err(std::io::Error::other)?, messages);
+    }
+    Ok(())
+}
+
+fn note(event: Option<Event>, messages: &mut Vec<Frames>) {
+    // A message with more frames than a reply has is none.
+    if let Some(Event::Message(message)) = event
+        && message.discarded_frames == 0
+    {
+        messages.push(message.frames);
+    }
+}
+
+/// Starts to connect to the first candidate that does not fail at once.
+fn connect_next(mut candidates: Candidates) -> std::io::Result<Stage> {
+    let mut failed = Errno::ADDRNOTAVAIL;
+    while !candidates.is_empty() {
+        let candidate = candidates.remove(0);
+        match start_connect(&candidate) {
+            Ok(socket) => return Ok(Stage::Connecting(socket, candidates)),
+            Err(error) => failed = error,
+        }
+    }
+    Err(failed.into())
+}
+
+fn start_connect(candidate: &SocketAddrAny) -> Result<OwnedFd, Errno> {
+    let family = candidate.address_family();
+    let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
+    let socket = socket_with(family, SocketType::STREAM, flags, None)?;
+    if family != AddressFamily::UNIX {
+        let (idle, interval, count) = KEEPALIVE;
+        sockopt::set_tcp_nodelay(&socket, true)?;
+        sockopt::set_socket_keepalive(&socket, true)?;
+        sockopt::set_tcp_keepidle(&socket, idle)?;
+        sockopt::set_tcp_keepintvl(&socket, interval)?;
+        sockopt::set_tcp_keepcnt(&socket, count)?;
+    }
+    match connect(&socket, candidate) {
+        Ok(()) | Err(Errno::INPROGRESS | Errno::INTR) => Ok(socket),
+        Err(error) => Err(error),
+    }
+}
+
+/// Waits until one of these is ready, or for `timeout`.
+pub(crate) fn wait(fds: &mut [PollFd<'_>], timeout: Duration) {
+    let timeout = Timespec::try_from(timeout).unwrap_or(Timespec {
+        tv_sec: i64::MAX,
+        tv_nsec: 0,
+    });
+    // An interrupted poll is one that ends early.
+    let _ = poll(fds, Some(&timeout));
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read as _, Write as _};
+    use std::net::{TcpListener, TcpStream};
+
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    /// A wire, the server's end of it once it is accepted, and the time of its beginning.
+    fn pair(heartbeats: Heartbeats) -> (Wire, TcpStream, Instant) {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = format!("tcp://{}", listener.local_addr().unwrap());
+        let now = Instant::now();
+        let wire = Wire::open(&Address::parse(&address).unwrap(), heartbeats, now).unwrap();
+        (wire, listener.accept().unwrap().0, now)
+    }
+
+    /// Completes the handshake.
+    fn shake_hands(wire: &mut Wire, stream: &mut TcpStream, now: Instant) {
+        let mut session = Session::router(LIMITS);
+        let mut messages = Vec::new();
+        while !wire.is_ready() {
+            stream.write_all(session.output()).unwrap();
+            session.output().clear();
+            wait(&mut Vec::from_iter(wire.poll_fd()), SECOND);
+            wire.advance(now, &mut messages).unwrap();
+            stream.set_nonblocking(true).unwrap();
+            let mut bytes = [0; 200];
+            let got = stream.read(&mut bytes).unwrap_or(0);
+            stream.set_nonblocking(false).unwrap();
+            let mut bytes = &bytes[..got];
+            while !bytes.is_empty() {
+                session.receive(&mut bytes).unwrap();
+            }
+        }
+    }
+
+    #[test]
+    fn silent_server_is_asked_and_then_lost() {
+        let (mut wire, mut stream, now) = pair(Heartbeats::On);
+        shake_hands(&mut wire, &mut stream, now);
+        let mut messages = Vec::new();
+        let asked = now + HEARTBEAT_INTERVAL;
+        assert_eq!(wire.due(), Some(asked));
+        wire.advance(asked, &mut messages).unwrap();
+        let mut sent = Vec::new();
+        while !sent.ends_with(b"\x04PING\x00\x00") {
+            let mut byte = [0];
+            stream.read_exact(&mut byte).unwrap();
+            sent.extend(byte);
+        }
+        // An answer is a sign of life.
+        stream.write_all(b"\x04\x05\x04PONG").unwrap();
+        wait(&mut Vec::from_iter(wire.poll_fd()), SECOND);
+        wire.advance(asked, &mut messages).unwrap();
+        assert_eq!(wire.due(), Some(asked + HEARTBEAT_INTERVAL));
+        let asked = asked + HEARTBEAT_INTERVAL;
+        wire.advance(asked, &mut messages).unwrap();
+        wire.advance(asked + HEARTBEAT_TIMEOUT - SECOND, &mut messages)
+            .unwrap();
+        assert!(
+            wire.advance(asked + HEARTBEAT_TIMEOUT, &mut messages)
+                .is_err()
+        );
+        assert!(messages.is_empty());
+    }
+
+    #[test]
+    fn wire_without_heartbeats_is_kept_however_silent() {
+        let (mut wire, mut stream, now) = pair(Heartbeats::Off);
+        shake_hands(&mut wire, &mut stream, now);
+        assert_eq!(wire.due(), None);
+        wire.advance(now + 1000 * HEARTBEAT_TIMEOUT, &mut Vec::new())
+            .unwrap();
+    }
+
+    #[test]
+    fn server_without_a_handshake_is_lost_in_time() {
+        let (mut wire, _stream, now) = pair(Heartbeats::On);
+        let mut messages = Vec::new();
+        wire.advance(now + CONNECT_TIMEOUT - SECOND, &mut messages)
+            .unwrap();
+        assert_eq!(wire.due(), Some(now + CONNECT_TIMEOUT));
+        assert!(wire.advance(now + CONNECT_TIMEOUT, &mut messages).is_err());
+    }
+
+    #[test]
+    fn peer_that_speaks_no_zmtp_is_lost_at_once() {
+        let (mut wire, mut stream, now) = pair(Heartbeats::On);
+        stream
+            .write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            .unwrap();
+        let mut messages = Vec::new();
+        let error = loop {
+            wait(&mut Vec::from_iter(wire.poll_fd()), SECOND);
+            if let Err(error) = wire.advance(now, &mut messages) {
+                break error;
+            }
+        };
+        assert_eq!(error.to_string(), "the peer does not speak ZMTP 3");
+    }
+
+    #[test]
+    fn next_candidate_is_tried_when_one_fails() {
+        let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let candidates = [closed.unwrap(), listener.local_addr().unwrap()];
+        let stage = connect_next(candidates.map(SocketAddrAny::from).into()).unwrap();
+        let (mut wire, _, now) = pair(Heartbeats::On);
+        wire.stage = stage;
+        while !matches!(wire.stage, Stage::Connected(_)) {
+            wait(&mut Vec::from_iter(wire.poll_fd()), SECOND);
+            wire.advance(now, &mut Vec::new()).unwrap();
+        }
+        listener.accept().unwrap();
+    }
+}
