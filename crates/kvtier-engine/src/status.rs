@@ -9,7 +9,7 @@ use kvtier_api::{
     PrefetchStatus, QuotaStatus, Status, StorageManagerStatus, StoreStatus, WorkerLiveness,
 };
 use kvtier_core::cache::FreeSpace;
-use kvtier_device::LayoutDescription;
+use kvtier_device::{Axis, KvLayout};
 
 use super::Engine;
 use super::instances::Mode;
@@ -22,27 +22,35 @@ fn tagged<T: Clone>(value: &T) -> BTreeMap<String, T> {
     BTreeMap::from([(TAG.to_owned(), value.clone())])
 }
 
-fn kv_cache_layout(layout: LayoutDescription) -> KvCacheLayout {
-    let groups = layout.kernel_groups.into_iter();
-    let groups = groups.map(|group| KernelGroup {
-        kernel_group_idx: group.kernel_group_idx,
-        engine_group_idx: group.engine_group_idx,
-        object_group_idx: group.object_group_idx,
-        num_layers: group.num_layers,
-        layer_indices: group.layer_indices,
-        tokens_per_block: group.tokens_per_block,
-        slots_per_block: group.slots_per_block,
-        dtype: group.dtype,
-        engine_kv_concrete_shape: group.engine_kv_concrete_shape,
-        is_mla: group.is_mla,
-        engine_kv_format: group.engine_kv_format.to_owned(),
-        engine_kv_shape: group.engine_kv_shape.to_owned(),
-        attention_backend: group.attention_backend.to_owned(),
+fn kv_cache_layout(layout: &KvLayout) -> KvCacheLayout {
+    let groups = layout.kernel_groups().iter().map(|group| {
+        let format = group.format;
+        let layers = group.layer_indices.len();
+        let prefix = match format.separate_k_and_v() {
+            true => format!("2 x {layers} x "),
+            false if format.axes().contains(&Axis::Layer) => String::new(),
+            false => format!("{layers} x "),
+        };
+        KernelGroup {
+            kernel_group_idx: group.index,
+            engine_group_idx: group.engine_group_id,
+            object_group_idx: group.object_group,
+            num_layers: layers,
+            layer_indices: group.layer_indices.clone(),
+            tokens_per_block: group.tokens_per_block,
+            slots_per_block: group.slots_per_block,
+            dtype: format!("torch.{}", group.dtype_name),
+            engine_kv_concrete_shape: format!("{prefix}{:?}", group.tensor_shape),
+            is_mla: format.is_mla(),
+            engine_kv_format: format.name().to_owned(),
+            engine_kv_shape: format.symbolic_shape().to_owned(),
+            attention_backend: format.attention_backend().to_owned(),
+        }
     });
     KvCacheLayout {
-        num_layers: layout.num_layers,
-        num_blocks: layout.num_blocks,
-        cache_size_per_token: layout.cache_size_per_token,
+        num_layers: layout.num_layers(),
+        num_blocks: layout.num_blocks(),
+        cache_size_per_token: layout.bytes_per_token(),
         kernel_groups: groups.collect(),
     }
 }
@@ -150,7 +158,7 @@ impl Engine {
                     let instance = LmcacheDrivenInstance {
                         model_name,
                         world_size,
-                        kv_cache_layout: kv_cache_layout(memory.layout().describe()),
+                        kv_cache_layout: kv_cache_layout(memory.layout()),
                     };
                     pages.insert(id, instance);
                 }

@@ -116,7 +116,6 @@ pub(super) fn too_many_values(most: usize) -> String {
 
 /// Parses a body that may be absent, into values of at most `most` bytes.
 pub(super) fn optional<T: DeserializeOwned>(bytes: &[u8], most: usize) -> Result<T, ApiError> {
-    let body = || vec!["body".into()];
     let value = match bytes {
         b"" => Value::Null,
         bytes => json::parse(bytes, most).map_err(|error| match error {
@@ -126,7 +125,7 @@ pub(super) fn optional<T: DeserializeOwned>(bytes: &[u8], most: usize) -> Result
             JsonError::Syntax(error) => {
                 let location = vec!["body".into(), error.column().into()];
                 let text = format!("JSON decode error: {error}");
-                ApiError::Invalid(invalid("json_invalid", location, &text, &json!({})))
+                invalid("json_invalid", location, &text, &json!({})).into()
             }
         })?,
     };
@@ -134,11 +133,14 @@ pub(super) fn optional<T: DeserializeOwned>(bytes: &[u8], most: usize) -> Result
         Value::Null => Value::Object(Map::new()),
         value => value,
     };
+    if let Ok(Object(body)) = Object::deserialize(&value) {
+        return Ok(body);
+    }
+    // Again for the place of the error, which takes several times as long to find.
     let parsed = serde_path_to_error::deserialize::<_, Object<T>>(&value);
-    parsed.map(|Object(body)| body).map_err(|error| {
-        let refused = refusal(body(), error.path(), &error.inner().to_string(), &value);
-        ApiError::Invalid(refused)
-    })
+    parsed
+        .map(|Object(body)| body)
+        .map_err(|error| refusal(error.path(), &error.inner().to_string(), &value).into())
 }
 
 /// Likewise for a body that must be there.
@@ -146,16 +148,15 @@ pub(super) fn required<T: DeserializeOwned>(bytes: &[u8], most: usize) -> Result
     match bytes.trim_ascii() {
         b"" | b"null" => {
             let location = vec!["body".into()];
-            let missing = invalid("missing", location, "Field required", &Value::Null);
-            Err(ApiError::Invalid(missing))
+            Err(invalid("missing", location, "Field required", &Value::Null).into())
         }
         bytes => optional(bytes, most),
     }
 }
 
 /// The error of LMCache's API for an error of serde: its kind follows from what serde expected.
-fn refusal(mut location: Vec<Value>, path: &Path, error: &str, body: &Value) -> Invalid {
-    let mut input = body;
+fn refusal(path: &Path, error: &str, body: &Value) -> Invalid {
+    let (mut location, mut input) = (vec!["body".into()], body);
     for segment in path {
         let (place, inner): (Value, _) = match segment {
             Segment::Seq { index } => ((*index).into(), input.get(index)),

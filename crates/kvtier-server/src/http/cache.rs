@@ -12,7 +12,7 @@ use utoipa::ToSchema;
 use super::audit::{Audited, audited};
 use super::body::{PARSED, TierName, optional};
 use super::payload::Payload;
-use super::{Answer, ApiError, DetailBody, InvalidBody, State, apart, engine};
+use super::{Answer, ApiError, DetailBody, InvalidBody, State, detail, engine, run_blocking};
 use kvtier_engine::ChecksumError;
 
 /// Checksums read every byte of their blocks, so one request runs at a time.
@@ -65,13 +65,11 @@ pub(super) async fn clear(api: State, body: Payload) -> Result<Audited<ClearResu
     let Clear { tier, force } = read.await??;
     let (tier, force) = (tier.0, force.unwrap_or(false));
     if tier != "l1" {
-        return Err(ApiError::Detail(
-            StatusCode::BAD_REQUEST,
-            format!("tier '{tier}' not supported; only 'l1'"),
-        ));
+        let text = format!("tier '{tier}' not supported; only 'l1'");
+        return Err(detail(StatusCode::BAD_REQUEST, text));
     }
     let engine = Arc::clone(engine(&api)?);
-    let cleared = apart(move || engine.clear(force)).await?;
+    let cleared = run_blocking(move || engine.clear(force)).await?;
     let cleared = Cleared {
         tier,
         objects: cleared.objects,
@@ -151,15 +149,14 @@ pub(super) async fn checksums(api: State, body: Payload) -> Result<Answer<Checks
     let read = body.read(|bytes| optional::<ChecksumRequest>(bytes, PARSED));
     let request = read.await??;
     // Otherwise the error would be that instance 0, which the request did not name, is not registered.
-    let block_ids = request.block_ids.ok_or_else(|| {
-        ApiError::Detail(StatusCode::BAD_REQUEST, "block_ids is required".to_owned())
-    })?;
+    let missing = || detail(StatusCode::BAD_REQUEST, "block_ids is required");
+    let block_ids = request.block_ids.ok_or_else(missing)?;
     let (instance, chunk_size) = (
         request.instance_id.unwrap_or(0),
         request.chunk_size.unwrap_or(0),
     );
     let layerwise = request.layerwise.unwrap_or(false);
-    let (block_ids, result) = apart(move || {
+    let (block_ids, result) = run_blocking(move || {
         // Held until the end, also after the client has disconnected.
         let _turn = turn;
         let result = engine.checksums(instance, &block_ids, chunk_size, layerwise);
@@ -172,7 +169,7 @@ pub(super) async fn checksums(api: State, body: Payload) -> Result<Answer<Checks
             ChecksumError::NotSupported(_) => StatusCode::NOT_IMPLEMENTED,
             ChecksumError::BadRequest(_) => StatusCode::BAD_REQUEST,
         };
-        ApiError::Detail(status, error.to_string())
+        detail(status, error.to_string())
     })?;
     let chunk_checksums = match layerwise {
         true => {

@@ -8,7 +8,7 @@ use serde::Serialize;
 use serde_json::Value;
 use utoipa::ToSchema;
 
-use super::{Answer, ApiError, ErrorBody, State, apart};
+use super::{Answer, ApiError, ErrorBody, NO_ENGINE, State, error, run_blocking};
 
 /// The release of LMCache whose HTTP API this one answers like; clients compare it.
 const LMCACHE_RELEASE: &str = "0.5.6";
@@ -53,13 +53,11 @@ pub(super) async fn healthcheck(api: State) -> (StatusCode, Answer<Health>) {
 ))]
 pub(super) async fn status(api: State) -> Result<Answer<Status>, ApiError> {
     let is_healthy = api.health.reason().is_none();
-    match api.engine.get().cloned() {
-        Some(engine) => apart(move || engine.status(is_healthy)).await.map(Answer),
-        None => Err(ApiError::Error(
-            StatusCode::SERVICE_UNAVAILABLE,
-            "engine not initialized".into(),
-        )),
-    }
+    let none = || error(StatusCode::SERVICE_UNAVAILABLE, NO_ENGINE);
+    let engine = api.engine.get().cloned().ok_or_else(none)?;
+    run_blocking(move || engine.status(is_healthy))
+        .await
+        .map(Answer)
 }
 
 /// The configuration: every flag with its value, secrets hidden.
@@ -68,13 +66,9 @@ pub(super) async fn status(api: State) -> Result<Answer<Status>, ApiError> {
     (status = 503, description = "The engine is not there yet", body = ErrorBody),
 ))]
 pub(super) async fn config(api: State) -> Result<Answer<Value>, ApiError> {
-    match api.engine.get() {
-        Some(engine) => Ok(Answer(engine.config().shown.clone())),
-        None => Err(ApiError::Error(
-            StatusCode::SERVICE_UNAVAILABLE,
-            "configs not initialized".into(),
-        )),
-    }
+    let none = || error(StatusCode::SERVICE_UNAVAILABLE, "configs not initialized");
+    let engine = api.engine.get().ok_or_else(none)?;
+    Ok(Answer(engine.config().shown.clone()))
 }
 
 /// Version of this server.
@@ -100,8 +94,8 @@ pub(super) async fn metrics(api: State) -> Response {
         return (StatusCode::SERVICE_UNAVAILABLE, "engine not initialized\n").into_response();
     };
     let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    match apart(move || engine.scrape()).await {
+    match run_blocking(move || engine.scrape()).await {
         Ok(text) => ([(header::CONTENT_TYPE, kind)], text).into_response(),
-        Err(error) => error.into_response(),
+        Err(failed) => failed.into_response(),
     }
 }

@@ -67,31 +67,47 @@ enum ApiError {
     /// `{"detail": "<text>"}`, as `/cache/*` answers.
     Detail(StatusCode, String),
     /// `{"detail": [...]}` with status 422, for a body of the wrong shape.
-    Invalid(Invalid),
+    Invalid(Box<Invalid>),
     /// `{"error": "<text>"}`, as `/status` answers.
     Error(StatusCode, String),
 }
 
-/// The engine, once it is there.
-fn engine(api: &State) -> Result<&Arc<Engine>, ApiError> {
-    api.engine.get().ok_or_else(|| {
-        ApiError::Detail(
-            StatusCode::SERVICE_UNAVAILABLE,
-            "engine not initialized".into(),
-        )
-    })
+/// An error in the shape of most routes.
+fn detail(status: StatusCode, text: impl Into<String>) -> ApiError {
+    ApiError::Detail(status, text.into())
 }
 
-/// Does what takes longer than a health probe should wait.
-async fn apart<T: Send + 'static>(
+/// An error in the shape of `/status` and `/quota`.
+fn error(status: StatusCode, text: impl Into<String>) -> ApiError {
+    ApiError::Error(status, text.into())
+}
+
+/// What is missing until the engine is there.
+const NO_ENGINE: &str = "engine not initialized";
+
+/// The engine, once it is there.
+fn engine(api: &State) -> Result<&Arc<Engine>, ApiError> {
+    let none = || detail(StatusCode::SERVICE_UNAVAILABLE, NO_ENGINE);
+    api.engine.get().ok_or_else(none)
+}
+
+/// Runs `work` on a thread of its own, so that a health probe does not wait for it.
+async fn run_blocking<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, ApiError> {
-    tokio::task::spawn_blocking(work).await.map_err(|_| {
-        ApiError::Detail(
+    let failed = |_| {
+        detail(
             StatusCode::INTERNAL_SERVER_ERROR,
-            "the task that was to answer this has failed".into(),
+            "the request's task failed",
         )
-    })
+    };
+    tokio::task::spawn_blocking(work).await.map_err(failed)
+}
+
+impl From<Invalid> for ApiError {
+    fn from(error: Invalid) -> Self {
+        Self::Invalid(Box::new(error))
+    }
 }
 
 /// An error of most routes.
@@ -105,7 +121,7 @@ struct DetailBody {
 #[derive(Serialize, ToSchema)]
 struct InvalidBody {
     /// The invalid value.
-    detail: [Invalid; 1],
+    detail: [Box<Invalid>; 1],
 }
 
 /// An error of `/status` and `/quota`.
@@ -177,9 +193,9 @@ fn router(api_state: Arc<Api>) -> Router {
     let (router, description) = api().split_for_parts();
     let router = router
         .route("/openapi.json", get(async move || axum::Json(description)))
-        .fallback(async || ApiError::Detail(StatusCode::NOT_FOUND, "Not Found".into()))
+        .fallback(async || detail(StatusCode::NOT_FOUND, "Not Found"))
         .method_not_allowed_fallback(async || {
-            ApiError::Detail(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed".into())
+            detail(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed")
         })
         .layer(deadline());
     gated(router, api_state)

@@ -18,7 +18,7 @@ use super::body::{Object, PARSED, TierName, required};
 use super::payload::Payload;
 use super::query::Query;
 use super::quota_body::clip;
-use super::{Answer, ApiError, DetailBody, InvalidBody, State, apart, engine};
+use super::{Answer, ApiError, DetailBody, InvalidBody, State, detail, engine, run_blocking};
 use kvtier_engine::Engine;
 use kvtier_tiers::{Cursor, L2};
 
@@ -30,10 +30,6 @@ const DELETE_SLICE: usize = 1000;
 
 /// Name of L1 where an adapter is named.
 const L1: &str = "l1";
-
-fn detail(status: StatusCode, text: impl Into<String>) -> ApiError {
-    ApiError::Detail(status, text.into())
-}
 
 /// The tiers below L1.
 fn tiers(engine: &Engine) -> Result<&Arc<L2>, ApiError> {
@@ -149,7 +145,7 @@ pub(super) async fn list(
     api: State,
     extract::Query(query): extract::Query<HashMap<String, String>>,
 ) -> Result<Answer<ObjectPage>, ApiError> {
-    let query = Query::from(query);
+    let query = Query(query);
     let tier = query.one_of("tier", &TierName::ALL, "l2")?;
     let most = query.int("page_size", 1..=5000, 500)?;
     let most = usize::try_from(most).unwrap_or_default();
@@ -159,7 +155,7 @@ pub(super) async fn list(
     match tier {
         "l1" => {
             let from = token.map(|token| read_token(L1, token)).transpose()?;
-            apart(move || list_l1(&engine, from, model.as_deref(), most)).await?
+            run_blocking(move || list_l1(&engine, from, model.as_deref(), most)).await?
         }
         "l2" => {
             let l2 = tiers(&engine)?;
@@ -329,7 +325,7 @@ impl Key {
 }
 
 /// Result of a deletion.
-#[derive(Serialize, ToSchema)]
+#[derive(Default, Serialize, ToSchema)]
 pub(super) struct Outcome {
     /// Objects that were there and were removed, once per tier.
     deleted: usize,
@@ -370,7 +366,7 @@ pub(super) async fn delete(api: State, body: Payload) -> Result<Audited<Outcome>
     let read = body.read(|bytes| {
         let mut request: Deletion = required(bytes, PARSED)?;
         let keys = keys(std::mem::take(&mut request.keys))?;
-        Ok((request, Arc::new(keys)))
+        Ok::<_, ApiError>((request, Arc::new(keys)))
     });
     let (request, keys) = read.await??;
     let (tier, force) = (request.tier.0, request.force.unwrap_or(false));
@@ -380,16 +376,10 @@ pub(super) async fn delete(api: State, body: Payload) -> Result<Audited<Outcome>
         None => (0..tiers(&engine)?.tiers().len()).collect(),
         Some(name) => vec![named(tiers(&engine)?, name)?],
     };
-    let mut outcome = Outcome {
-        deleted: 0,
-        skipped: 0,
-        ok: true,
-        by_tier: BTreeMap::new(),
-        error: None,
-    };
+    let mut outcome = Outcome::default();
     if tier != "l2" {
         let (engine, keys) = (Arc::clone(&engine), Arc::clone(&keys));
-        let removed = apart(move || engine.delete_objects(&keys, force)).await?;
+        let removed = run_blocking(move || engine.delete_objects(&keys, force)).await?;
         let counts = TierOutcome {
             deleted: removed.objects,
             skipped: removed.kept,
@@ -400,6 +390,7 @@ pub(super) async fn delete(api: State, body: Payload) -> Result<Audited<Outcome>
     for tier in in_tiers {
         outcome.delete(tiers(&engine)?, tier, &keys, force).await?;
     }
+    outcome.ok = outcome.error.is_none();
     let by_tier = json!(outcome.by_tier);
     let did = format!("{} keys in {tier}, force {force}: {by_tier}", keys.len());
     Ok(audited(did, outcome))
@@ -448,7 +439,6 @@ impl Outcome {
                     Ok(Deleted::Absent) => {}
                     Err(error) => {
                         counts.failed += 1;
-                        self.ok = false;
                         let text = || format!("{}: {error}", tier.name());
                         self.error.get_or_insert_with(text);
                     }

@@ -8,7 +8,7 @@ use utoipa::ToSchema;
 use super::audit::{Audited, audited, hidden};
 use super::body::{TierName, required};
 use super::payload::Payload;
-use super::{Answer, ApiError, DetailBody, InvalidBody, State, engine};
+use super::{Answer, ApiError, DetailBody, InvalidBody, State, detail, engine};
 use kvtier_engine::{Engine, WarmError, WarmUp};
 
 /// Largest body: as many tokens as are allowed, of ten digits each, with space for commas and blanks.
@@ -86,10 +86,9 @@ fn begin(engine: &Engine, bytes: &[u8]) -> Result<(Option<(String, usize)>, Stri
     let cache_salt = request.cache_salt.as_deref().unwrap_or_default();
     let (source, target) = (request.source_tier.0, request.target_tier.0);
     if (source, target) != ("l2", "l1") {
-        return Err(ApiError::Detail(
-            StatusCode::BAD_REQUEST,
-            format!("unsupported prefetch direction '{source}'->'{target}'; only 'l2'->'l1'"),
-        ));
+        let text =
+            format!("unsupported prefetch direction '{source}'->'{target}'; only 'l2'->'l1'");
+        return Err(detail(StatusCode::BAD_REQUEST, text));
     }
     let what = format!(
         "{} tokens, model {model_name:?}, salt {}",
@@ -105,7 +104,7 @@ fn begin(engine: &Engine, bytes: &[u8]) -> Result<(Option<(String, usize)>, Stri
             WarmError::Key(_) | WarmError::TooManyTokens(_) => StatusCode::BAD_REQUEST,
             WarmError::TooManyPending => StatusCode::TOO_MANY_REQUESTS,
         };
-        ApiError::Detail(status, error.to_string())
+        detail(status, error.to_string())
     })
 }
 
@@ -146,17 +145,16 @@ pub(super) async fn result(
     api: State,
     Path(request_id): Path<String>,
 ) -> Result<Answer<Prefetch>, ApiError> {
-    let (status, result) = match engine(&api)?.warmed_up(&request_id) {
-        None => {
-            return Err(ApiError::Detail(
-                StatusCode::NOT_FOUND,
-                format!(
-                    "unknown prefetch request_id='{request_id}' (already completed or never submitted)"
-                ),
-            ));
-        }
-        Some(WarmUp::Pending) => ("pending", None),
-        Some(WarmUp::Done(done)) => {
+    let unknown = || {
+        let text = format!(
+            "unknown prefetch request_id='{request_id}' (already completed or never submitted)"
+        );
+        detail(StatusCode::NOT_FOUND, text)
+    };
+    let state = engine(&api)?.warmed_up(&request_id).ok_or_else(unknown)?;
+    let (status, result) = match state {
+        WarmUp::Pending => ("pending", None),
+        WarmUp::Done(done) => {
             let result = PrefetchResult {
                 found_keys: done.found_keys,
                 total_keys: done.total_keys,

@@ -9,13 +9,7 @@ use super::ApiError;
 use super::body::{not_an_integer, not_one_of, out_of_range};
 
 /// The parameters of a request, read by name; unknown ones are ignored.
-pub(super) struct Query(HashMap<String, String>);
-
-impl From<HashMap<String, String>> for Query {
-    fn from(parameters: HashMap<String, String>) -> Self {
-        Self(parameters)
-    }
-}
+pub(super) struct Query(pub HashMap<String, String>);
 
 fn at(name: &str) -> Vec<Value> {
     vec!["query".into(), name.into()]
@@ -39,12 +33,13 @@ impl Query {
         };
         let input = json!(text);
         let (least, most) = allowed.into_inner();
-        Err(ApiError::Invalid(match text.trim().parse() {
+        Err(match text.trim().parse() {
             Err(_) => not_an_integer(at(name), &input),
             Ok(number) if number < least => out_of_range(at(name), true, least, &input),
             Ok(number) if number > most => out_of_range(at(name), false, most, &input),
             Ok(number) => return Ok(number),
-        }))
+        }
+        .into())
     }
 
     /// One of `allowed`; absent is `default`.
@@ -58,6 +53,6 @@ impl Query {
             return Ok(default);
         };
         let found = allowed.iter().copied().find(|word| *word == text);
-        found.ok_or_else(|| ApiError::Invalid(not_one_of(at(name), allowed, &json!(text))))
+        found.ok_or_else(|| not_one_of(at(name), allowed, &json!(text)).into())
     }
 }

@@ -13,7 +13,6 @@ use kvtier_api::{
 };
 use kvtier_core::cache::SaltUsage;
 use kvtier_core::object_key::check_cache_salt;
-use utoipa::ToSchema;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
@@ -21,7 +20,10 @@ use super::audit::{Audited, audited};
 use super::payload::Payload;
 use super::query::Query;
 use super::quota_body::{Wanted, clip, gib, parse_many};
-use super::{Answer, Api, ApiError, DetailBody, ErrorBody, InvalidBody, State, apart};
+use super::{
+    Answer, Api, ApiError, DetailBody, ErrorBody, InvalidBody, NO_ENGINE, State, detail, error,
+    run_blocking,
+};
 use kvtier_config::Limit;
 use kvtier_engine::Engine;
 use kvtier_tenants::{ChangeError, Changes, Entry, InTier, Look};
@@ -47,16 +49,12 @@ pub(super) fn quota_routes() -> OpenApiRouter<Arc<Api>> {
     routes().nest("/api", routes())
 }
 
-fn error(status: StatusCode, text: impl Into<String>) -> ApiError {
-    ApiError::Error(status, text.into())
-}
-
 fn bad(text: impl Into<String>) -> ApiError {
     error(StatusCode::BAD_REQUEST, text)
 }
 
 fn engine(api: &State) -> Result<&Arc<Engine>, ApiError> {
-    let none = || error(StatusCode::SERVICE_UNAVAILABLE, "engine not initialized");
+    let none = || error(StatusCode::SERVICE_UNAVAILABLE, NO_ENGINE);
     api.engine.get().ok_or_else(none)
 }
 
@@ -65,7 +63,7 @@ fn salt(api: &State, path: Result<Path<String>, PathRejection>) -> Result<String
     let Path(name) = path.map_err(|_| bad("cache_salt: it is not UTF-8"))?;
     // LMCache has no route for it.
     if name.contains('/') {
-        return Err(ApiError::Detail(StatusCode::NOT_FOUND, "Not Found".into()));
+        return Err(detail(StatusCode::NOT_FOUND, "Not Found"));
     }
     tenant(engine(api)?, &name).map_err(bad)
 }
@@ -99,7 +97,7 @@ fn shown(salt: &str) -> &str {
 /// Makes changes, all or none; says how many of the entries were there before.
 async fn change(api: &State, changes: Changes, what: &'static str) -> Result<usize, ApiError> {
     let quotas = Arc::clone(engine(api)?.quotas());
-    let outcome = apart(move || {
+    let outcome = run_blocking(move || {
         let salts: Vec<_> = changes.iter().map(|(salt, _)| Arc::clone(salt)).collect();
         let outcome = quotas.change_all(changes);
         if outcome.is_ok() {
@@ -134,21 +132,11 @@ fn changed(
     Ok(audited(did, change))
 }
 
-/// Quotas of many tenants.
-#[derive(ToSchema)]
-struct NewQuotas {
-    /// By tenant. Fields that only a listing has are ignored, and so are tenants that do not exist.
-    #[expect(
-        dead_code,
-        reason = "read entry by entry, since there may be a hundred thousand"
-    )]
-    users: HashMap<String, NewQuota>,
-}
-
 /// Sets the quotas of many tenants, replacing the previous ones: all of them, or none.
 ///
-/// The body has the form of the answer of `GET /quota`. Tenants that are not named keep their quotas.
-#[utoipa::path(put, path = "/quota", request_body = NewQuotas, responses(
+/// The body has the form of the answer of `GET /quota`: quotas by tenant in `users`. Fields that only a listing has are
+/// ignored, and so are tenants that do not exist. Tenants that are not named keep their quotas.
+#[utoipa::path(put, path = "/quota", request_body = HashMap<String, HashMap<String, NewQuota>>, responses(
     (status = 200, description = "Set", body = QuotaChange),
     (status = 400, description = "A value is not allowed; names the tenant and the key; nothing was changed", body = ErrorBody),
     (status = 413, description = "The body is too large", body = DetailBody),
@@ -258,7 +246,7 @@ async fn get(
 ) -> Result<Answer<Tenant>, ApiError> {
     let salt = salt(&api, path)?;
     let quotas = Arc::clone(engine(&api)?.quotas());
-    let tenant = apart(move || Tenant {
+    let tenant = run_blocking(move || Tenant {
         cache_salt: Some(shown(&salt).to_owned()),
         persisted: Some(quotas.is_persistent()),
         ..whole(&quotas.look(), &salt)
@@ -285,7 +273,7 @@ async fn list(
     api: State,
     extract::Query(query): extract::Query<HashMap<String, String>>,
 ) -> Result<Answer<TenantPage>, ApiError> {
-    let query = Query::from(query);
+    let query = Query(query);
     let page_size = match query.text("page_size") {
         None => None,
         Some(_) => usize::try_from(query.int("page_size", 1..=5000, 0)?).ok(),
@@ -293,7 +281,7 @@ async fn list(
     let behind = query.text("page_token").map(read_token).transpose()?;
     let all = query.one_of("all", &["true", "false"], "false")? == "true";
     let quotas = Arc::clone(engine(&api)?.quotas());
-    let page = apart(move || {
+    let page = run_blocking(move || {
         let look = quotas.look();
         let behind = behind.as_deref();
         match all {
