@@ -14,7 +14,6 @@
 mod blocks;
 mod cpu;
 pub mod cuda;
-mod describe;
 mod detect;
 mod device;
 mod error;
@@ -28,7 +27,6 @@ mod spec;
 
 pub use blocks::BlockTable;
 pub use cpu::CpuDevice;
-pub use describe::{KernelGroupDescription, LayoutDescription};
 pub use device::{ChunkCopy, Device, DeviceError, Done, EngineMemory, OnSubmitted, Transfer};
 pub use error::{LayoutError, PlanError};
 pub use format::{Axis, KvFormat, TokenContent};

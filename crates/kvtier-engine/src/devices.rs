@@ -1,10 +1,11 @@
 //! Where workers' pages can be: shared memory, and the GPUs there are.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use kvtier_api::{ByDirection, CudaStatus, Gpu, GpuState, Gpus, MovedBytes, Pinning};
 use kvtier_device::cuda::driver::LIBRARY;
 use kvtier_device::cuda::{
     CudaDevice, DeviceStatus, Executor, GpuReadings, RUN_BUCKETS, TRIED_RUNS,
@@ -12,7 +13,6 @@ use kvtier_device::cuda::{
 use kvtier_device::{CpuDevice, Device, Direction, EngineMemory, KvLayout, MemorySpec};
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_memory::Arena;
-use serde_json::{Map, Value, json};
 
 use kvtier_config::ServerConfig;
 use kvtier_metrics::GpuFigures;
@@ -175,95 +175,84 @@ impl Devices {
     }
 
     /// For `/status`.
-    pub fn status(&self) -> Value {
+    pub fn status(&self) -> CudaStatus {
         let cuda = match &self.cuda {
             Ok(cuda) => cuda,
-            Err(why) => return json!({ "available": false, "reason": why.to_string() }),
+            Err(why) => {
+                return CudaStatus {
+                    reason: Some(why.to_string()),
+                    ..CudaStatus::default()
+                };
+            }
         };
-        let gpus: Vec<_> = cuda
-            .status()
-            .into_iter()
-            .map(|gpu| {
-                json!({
-                    "ordinal": gpu.ordinal,
-                    "name": gpu.name,
-                    "uuid": gpu.uuid,
-                    "pci_bus_id": gpu.pci_bus_id,
-                    "numa_node": gpu.numa_node,
-                    "in_use": gpu.readings.is_some(),
-                    "error": gpu.error,
-                    "state": gpu.readings.as_ref().map(readings),
-                })
-            })
-            .collect();
-        let pinning = cuda.pinning().map(|pinning| {
-            json!({
-                "pinned_bytes": pinning.bytes,
-                "total_bytes": pinning.total,
-                "under_way": pinning.is_running,
-                "error": pinning.error,
-            })
+        let gpus = cuda.status().into_iter().map(|gpu| Gpu {
+            ordinal: gpu.ordinal,
+            name: gpu.name,
+            uuid: gpu.uuid,
+            pci_bus_id: gpu.pci_bus_id,
+            numa_node: gpu.numa_node,
+            in_use: gpu.readings.is_some(),
+            error: gpu.error,
+            state: gpu.readings.map(state),
         });
-        json!({
-            "available": true,
-            "driver_version": cuda.driver_version(),
-            "pinning": pinning,
-            "gpus": gpus,
-        })
+        let gpus = Gpus {
+            driver_version: cuda.driver_version(),
+            pinning: cuda.pinning().map(|pinning| Pinning {
+                pinned_bytes: pinning.bytes,
+                total_bytes: pinning.total,
+                is_running: pinning.is_running,
+                error: pinning.error,
+            }),
+            gpus: gpus.collect(),
+        };
+        CudaStatus {
+            available: true,
+            reason: None,
+            gpus: Some(gpus),
+        }
     }
 }
 
-fn readings(readings: &GpuReadings) -> Value {
-    let moved: Vec<_> = readings
-        .moved
-        .iter()
-        .map(|(direction, executor, moved)| {
-            json!({
-                "direction": direction.name(),
-                "executor": executor.name(),
-                "bytes": moved.bytes,
-                "pieces": moved.pieces,
-                "seconds": moved.nanos as f64 / 1e9,
-            })
-        })
-        .collect();
-    let directions = [Direction::Store, Direction::Retrieve];
-    let by_direction = |value: &dyn Fn(Direction) -> Value| -> Value {
-        let entries = directions.map(|direction| {
-            let name = direction.name().to_owned();
-            (name, value(direction))
-        });
-        Value::Object(entries.into_iter().collect())
-    };
-    let trial = by_direction(&|direction| {
-        let rates = Executor::ALL.map(|executor| {
-            let rates = readings.profile.rates[direction as usize][executor as usize];
-            (
-                executor.name().to_owned(),
-                json!(rates.map(|rate| rate.map(|rate| (rate / 1e6).round() / 1e3))),
-            )
-        });
-        Value::Object(rates.into_iter().collect())
+fn state(readings: GpuReadings) -> GpuState {
+    let moved = readings.moved.iter();
+    let moved = moved.map(|(direction, executor, moved)| MovedBytes {
+        direction: direction.name().to_owned(),
+        executor: executor.name().to_owned(),
+        bytes: moved.bytes,
+        pieces: moved.pieces,
+        seconds: moved.nanos as f64 / 1e9,
     });
-    let obstacles: Map<_, _> = readings
-        .profile
-        .obstacles
-        .iter()
-        .map(|(executor, why)| (executor.name().to_owned(), json!(why)))
-        .collect();
-    json!({
-        "healthy": readings.broken.is_none(),
-        "error": readings.broken,
-        "open_allocations": readings.open_allocations,
-        "transfers_under_way": by_direction(&|direction| json!(readings.in_flight[direction as usize])),
-        "event_timeouts": readings.event_timeouts,
-        "moved": moved,
-        "run_length_buckets": RUN_BUCKETS,
-        "runs": by_direction(&|direction| json!(readings.runs[direction as usize])),
-        "trial_run_lengths": TRIED_RUNS,
-        "trial_gb_per_second": trial,
-        "unusable_executors": obstacles,
-    })
+    let trial = |direction: Direction| {
+        let rates = &readings.profile.rates[direction as usize];
+        let rates = Executor::ALL.map(|executor| {
+            let rates = rates[executor as usize].iter();
+            let rates = rates.map(|rate| rate.map(|rate| (rate / 1e6).round() / 1e3));
+            (executor.name().to_owned(), rates.collect())
+        });
+        BTreeMap::from(rates)
+    };
+    let unusable = readings.profile.obstacles.iter();
+    let unusable = unusable.map(|(executor, why)| (executor.name().to_owned(), why.clone()));
+    GpuState {
+        healthy: readings.broken.is_none(),
+        open_allocations: Some(readings.open_allocations),
+        transfers_in_flight: by_direction(|direction| readings.in_flight[direction as usize]),
+        event_timeouts: readings.event_timeouts,
+        moved: moved.collect(),
+        run_length_buckets: RUN_BUCKETS.to_vec(),
+        runs: by_direction(|direction| readings.runs[direction as usize].to_vec()),
+        trial_run_lengths: TRIED_RUNS.to_vec(),
+        trial_gb_per_second: by_direction(trial),
+        unusable_executors: unusable.collect(),
+        error: readings.broken,
+    }
+}
+
+fn by_direction<T>(value: impl Fn(Direction) -> T) -> ByDirection<T> {
+    ByDirection {
+        store: value(Direction::Store),
+        retrieve: value(Direction::Retrieve),
+    }
 }
 
 #[cfg(test)]

@@ -326,7 +326,7 @@ impl Engine {
     }
 
     /// [`Admin::status`].
-    pub fn status(&self, healthy: bool) -> serde_json::Value {
+    pub fn status(&self, healthy: bool) -> kvtier_api::Status {
         self.admin.status(healthy)
     }
 

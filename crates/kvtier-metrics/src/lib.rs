@@ -19,6 +19,7 @@ use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 pub use gpu::{GpuFigures, GpuMetrics};
+use kvtier_api::RequestPortStatus;
 use kvtier_core::cache::KeyOutcome;
 pub use l2::{GuardReadings, L2Metrics, PrefetchPhase, TierCall, TierReadings};
 use labels::{
@@ -351,13 +352,13 @@ impl Metrics {
         self.request_connections_max.set(gauge(connections));
     }
 
-    /// What `/status` says of the request port.
-    pub fn request_port(&self) -> serde_json::Value {
-        serde_json::json!({
-            "connections": self.request_connections.get(),
-            "connections_max": self.request_connections_max.get(),
-            "open_files_max": self.open_files_max.get(),
-        })
+    /// The request port in `/status`.
+    pub fn request_port(&self) -> RequestPortStatus {
+        RequestPortStatus {
+            connections: self.request_connections.get(),
+            connections_max: self.request_connections_max.get(),
+            open_files_max: self.open_files_max.get(),
+        }
     }
 
     /// A lookup that asked for keys.

@@ -1,8 +1,10 @@
-//! What the tiers look like from outside.
+//! Status and readings of the tiers.
 
+use std::collections::BTreeMap;
+
+use kvtier_api::{EvictionStatus, Recovery, TierEvictionStatus, TierStatus};
 use kvtier_l2::redact;
-use kvtier_l2::tier::{Recovery, Tier};
-use serde_json::{Map, Value, json};
+use kvtier_l2::tier::{Failures, Tier};
 
 use super::L2;
 use kvtier_metrics::{GuardReadings, Metrics, TierCall, TierReadings};
@@ -34,31 +36,33 @@ impl L2 {
             .collect()
     }
 
-    /// The tiers in the shape of LMCache 0.5.6's `/status`, with more keys.
-    pub fn adapters_status(&self) -> Vec<Value> {
+    /// State of each tier.
+    pub fn adapters_status(&self) -> Vec<TierStatus> {
         (0..self.tiers.len())
-            .map(|tier| redact::value(&Value::Object(self.adapter_status(tier))))
+            .map(|tier| self.tier_status(tier))
             .collect()
     }
 
-    /// The eviction of the tiers that have any.
-    pub fn eviction_status(&self) -> Vec<Value> {
+    /// Eviction of the tiers that evict.
+    pub fn eviction_status(&self) -> Vec<TierEvictionStatus> {
         let tiers = self.tiers.iter().filter_map(|tier| {
             let (eviction, stats) = (tier.config().eviction?, tier.stats());
             let capacity = tier.config().capacity_bytes.unwrap_or(0);
-            Some(json!({
-                "adapter": tier.name(),
-                "eviction_policy": eviction.policy.name(),
-                "trigger_watermark": eviction.trigger_watermark,
-                "eviction_ratio": eviction.eviction_ratio,
-                "current_usage": usage_fraction(stats.used_bytes, capacity),
-                "total_bytes_used": stats.used_bytes,
-                "total_capacity_bytes": capacity,
-                // A count only: there may be a hundred thousand tenants.
-                "num_cache_salt_buckets": stats.salts,
-                "num_over_quota_buckets": stats.over_quota_salts,
-                "over_quota_refusals": stats.over_quota_total,
-            }))
+            Some(TierEvictionStatus {
+                adapter: tier.name().to_owned(),
+                eviction: EvictionStatus {
+                    eviction_policy: eviction.policy.name().to_owned(),
+                    trigger_watermark: Some(eviction.trigger_watermark),
+                    eviction_ratio: eviction.eviction_ratio,
+                    current_usage: usage_fraction(stats.used_bytes, capacity),
+                    total_bytes_used: stats.used_bytes,
+                    total_capacity_bytes: capacity,
+                    // A count only: there may be a hundred thousand tenants.
+                    num_cache_salt_buckets: stats.salts,
+                    num_over_quota_buckets: stats.over_quota_salts,
+                    over_quota_refusals: stats.over_quota_total,
+                },
+            })
         });
         tiers.collect()
     }
@@ -67,7 +71,7 @@ impl L2 {
         let tier = &self.tiers[number];
         count_evicted(tier, self.calls.metrics());
         let (stats, counters) = (tier.stats(), tier.counters());
-        let (stores, status) = (self.stores.of_tier(number), tier.adapter().status());
+        let (stores, status) = (self.stores.of_tier(number), of_adapter(tier));
         TierReadings {
             name: tier.name().to_owned(),
             used_bytes: stats.used_bytes,
@@ -94,7 +98,7 @@ impl L2 {
             load_failures: counters.load_failures.get().into_iter().collect(),
             evicted_objects: counters.evicted_objects.get(),
             evicted_bytes: counters.evicted_bytes.get(),
-            quarantined: status["quarantined_files"].as_u64().unwrap_or(0),
+            quarantined: status.quarantined_files.unwrap_or(0),
             accounting_errors: stats.accounting_errors,
             guards: TierCall::ALL
                 .iter()
@@ -103,58 +107,64 @@ impl L2 {
         }
     }
 
-    fn adapter_status(&self, number: usize) -> Map<String, Value> {
+    fn tier_status(&self, number: usize) -> TierStatus {
         let tier = &self.tiers[number];
         let (stats, counters) = (tier.stats(), tier.counters());
         let capacity = tier.config().capacity_bytes.unwrap_or(0);
         let recovery = match tier.recovery() {
-            Recovery::Running => json!({ "state": "running" }),
-            Recovery::Done(found) => json!({
-                "state": "done", "objects": found.objects, "bytes": found.bytes, "removed": found.removed,
-                "foreign": found.foreign,
-            }),
-            Recovery::Failed(error) => json!({ "state": "failed", "error": error.to_string() }),
-        };
-        let mut status = match tier.adapter().status() {
-            Value::Object(status) => status,
-            _ => Map::new(),
+            kvtier_l2::tier::Recovery::Running => Recovery::Running,
+            kvtier_l2::tier::Recovery::Done(found) => Recovery::Done {
+                objects: found.objects,
+                bytes: found.bytes,
+                removed: found.removed,
+                foreign: found.foreign,
+            },
+            kvtier_l2::tier::Recovery::Failed(error) => Recovery::Failed {
+                error: redact::text(&error.to_string()),
+            },
         };
         let kind = tier.adapter().kind();
         let class = CLASSES.iter().find(|(name, _)| *name == kind);
         let stores = self.stores.of_tier(number);
         let [_, loads_in_flight, stores_in_flight] = self.calls.of_tier(number);
-        for (key, value) in [
-            ("type", json!(class.map_or(kind, |(_, class)| class))),
-            ("type_name", json!(kind)),
-            ("name", json!(tier.name())),
-            ("stored_object_count", json!(stats.objects)),
-            ("locked_key_count", json!(stats.leased_objects)),
-            ("current_size_bytes", json!(stats.used_bytes)),
-            ("max_capacity_bytes", json!(capacity)),
-            (
-                "usage_fraction",
-                json!(usage_fraction(stats.used_bytes, capacity)),
-            ),
-            ("cache_salt_count", json!(stats.salts)),
-            ("is_full", json!(tier.is_full())),
-            (
-                "last_store_error",
-                json!(tier.last_store_error().map(|error| error.to_string())),
-            ),
-            ("recovery", recovery),
-            ("pending_objects", json!(stores.queued_objects)),
-            ("pending_bytes", json!(stores.queued_bytes)),
-            ("dropped_objects", json!(stores.dropped_objects)),
-            ("stores_in_flight", json!(stores_in_flight)),
-            ("loads_in_flight", json!(loads_in_flight)),
-            ("store_failures", json!(counters.store_failures.get())),
-            ("load_failures", json!(counters.load_failures.get())),
-            ("unverified_objects", json!(counters.unverified.get())),
-        ] {
-            status.insert(key.into(), value);
+        let failures = |failures: &Failures| {
+            let failures = failures.get().into_iter();
+            failures
+                .map(|(kind, times)| (kind.to_owned(), times))
+                .collect()
+        };
+        let last_store_error = tier.last_store_error();
+        TierStatus {
+            r#type: class.map_or(kind, |(_, class)| class).to_owned(),
+            type_name: Some(kind.to_owned()),
+            name: Some(redact::text(tier.name())),
+            stored_object_count: Some(stats.objects),
+            locked_key_count: stats.leased_objects,
+            current_size_bytes: Some(stats.used_bytes),
+            max_capacity_bytes: capacity,
+            usage_fraction: usage_fraction(stats.used_bytes, capacity),
+            cache_salt_count: stats.salts,
+            is_full: tier.is_full(),
+            last_store_error: last_store_error.map(|error| redact::text(&error.to_string())),
+            recovery: Some(recovery),
+            pending_objects: stores.queued_objects,
+            pending_bytes: stores.queued_bytes,
+            dropped_objects: stores.dropped_objects,
+            stores_in_flight,
+            loads_in_flight,
+            store_failures: failures(&counters.store_failures),
+            load_failures: failures(&counters.load_failures),
+            unverified_objects: counters.unverified.get(),
+            ..of_adapter(tier)
         }
-        status
     }
+}
+
+/// The adapter's own part of a tier's status, without secrets.
+fn of_adapter(tier: &Tier) -> TierStatus {
+    let status = redact::value(&tier.adapter().status());
+    // One whose fields have other types than those of all adapters reports nothing but what the tier knows.
+    serde_json::from_value(status).unwrap_or_default()
 }
 
 /// Used part of the capacity; -1 when there is no bound.
@@ -165,18 +175,16 @@ fn usage_fraction(used: u64, capacity: u64) -> f64 {
     }
 }
 
-/// What a guarded adapter says of its guards; nothing of those it does not have.
-fn guard(status: &Value, call: TierCall) -> GuardReadings {
-    let breaker = &status["breaker"][call.name()];
-    let number = |value: &Value| value.as_u64().unwrap_or(0);
+/// Readings of the guards that an adapter has.
+fn guard(status: &TierStatus, call: TierCall) -> GuardReadings {
+    let breaker = status.breaker.get(call.name());
+    let count = |counts: &BTreeMap<String, u64>| counts.get(call.name()).copied().unwrap_or(0);
     GuardReadings {
-        is_open: breaker["state"]
-            .as_str()
-            .is_some_and(|state| state != "closed"),
-        opened: number(&breaker["opened"]),
-        refused: number(&breaker["refused"]),
-        late: number(&status["late_calls"][call.name()]),
-        retried: number(&status["retried_items"][call.name()]),
+        is_open: breaker.is_some_and(|breaker| breaker.state != "closed"),
+        opened: breaker.map_or(0, |breaker| breaker.opened),
+        refused: breaker.map_or(0, |breaker| breaker.refused),
+        late: count(&status.late_calls),
+        retried: count(&status.retried_items),
     }
 }
 

@@ -1,4 +1,4 @@
-//! Kernel groups, object groups, windows, skips, null chunks and descriptions.
+//! Kernel groups, object groups, windows, skips and null chunks.
 
 use kvtier_device::{
     BlockTable, ChunkRequest, CudaAllocation, CudaStorage, Engine, GroupSpec, KvAxisOrder,
@@ -40,41 +40,6 @@ fn detect(
     separate: bool,
 ) -> Result<KvLayout, LayoutError> {
     KvLayout::detect(tensors, Engine::Vllm, &nhd(), groups, 256, separate)
-}
-
-#[test]
-fn description_has_the_status_fields() {
-    let layout = detect(&layers(4, &[2, 256, 16, 2, 64]), &[], false).unwrap();
-    let status = layout.describe();
-    assert_eq!(status.num_layers, 4);
-    assert_eq!(status.num_blocks, 256);
-    assert_eq!(status.cache_size_per_token, 2048);
-    let [group] = status.kernel_groups.as_slice() else {
-        panic!("one group")
-    };
-    assert_eq!(
-        (
-            group.kernel_group_idx,
-            group.engine_group_idx,
-            group.object_group_idx
-        ),
-        (0, 0, 0)
-    );
-    assert_eq!(group.layer_indices, [0, 1, 2, 3]);
-    assert_eq!(
-        (
-            group.num_layers,
-            group.tokens_per_block,
-            group.slots_per_block
-        ),
-        (4, 16, 16)
-    );
-    assert_eq!(group.dtype, "torch.float16");
-    assert_eq!(group.engine_kv_concrete_shape, "4 x [2, 256, 16, 2, 64]");
-    assert!(!group.is_mla);
-    assert_eq!(group.engine_kv_format, "NL_X_TWO_NB_BS_NH_HS");
-    assert_eq!(group.engine_kv_shape, "NL x [2, NB, BS, NH, HS]");
-    assert_eq!(group.attention_backend, "vLLM non-MLA flash attention");
 }
 
 #[test]

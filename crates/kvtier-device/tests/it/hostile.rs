@@ -287,7 +287,6 @@ proptest! {
     ) {
         let detected = KvLayout::detect(&tensors, engine, &hints, &groups, chunk, separate);
         let Ok(layout) = detected else { return Ok(()) };
-        let _ = layout.describe();
         let mut rows: Vec<Vec<i64>> = Vec::new();
         for group in layout.kernel_groups() {
             let per_chunk = group.blocks_per_chunk.min(4096);

@@ -5,10 +5,10 @@ use axum::RequestExt as _;
 use axum::extract::{MatchedPath, RawPathParams, Request};
 use axum::http::{Method, StatusCode};
 use axum::response::Response;
-use axum::{Extension, Json, extract};
+use axum::{Extension, extract};
 use kvtier_core::object_key::ShownSalt;
-use serde_json::Value;
 
+use super::Answer;
 use super::gate::Caller;
 
 /// Longest method that is logged in full; no honest client sends a longer one.
@@ -18,12 +18,12 @@ const METHOD: usize = 16;
 #[derive(Debug, Clone)]
 pub(super) struct Did(String);
 
-/// An answer that tells what was done, for the line of its request.
-pub(super) type Told = (Extension<Did>, Json<Value>);
+/// An answer with what was done, for the line of its request.
+pub(super) type Audited<T> = (Extension<Did>, Answer<T>);
 
 /// Such an answer.
-pub(super) fn told(did: String, answer: Value) -> Told {
-    (Extension(Did(did)), Json(answer))
+pub(super) fn audited<T>(did: String, answer: T) -> Audited<T> {
+    (Extension(Did(did)), Answer(answer))
 }
 
 /// A name that must not be in the log in clear, such as a salt.

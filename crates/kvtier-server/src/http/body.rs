@@ -1,91 +1,112 @@
-//! JSON bodies, refused in the shape LMCache's API refuses them.
+//! JSON bodies as the types of their routes. What does not fit is refused in the shape of LMCache's API.
+
+use std::fmt;
+use std::marker::PhantomData;
 
 use axum::http::StatusCode;
-use serde::Serialize;
+use serde::de::value::MapAccessDeserializer;
+use serde::de::{DeserializeOwned, Deserializer, Error as _, MapAccess, Visitor};
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
+use serde_path_to_error::{Path, Segment};
+use utoipa::ToSchema;
 
 use super::ApiError;
 use super::json::{self, JsonError};
 
 /// Bytes that a parsed body may take.
-const PARSED: usize = 24 << 20;
+pub(super) const PARSED: usize = 24 << 20;
 
 /// Longest input that an error repeats, bytes of its JSON.
 const ECHO: usize = 1024;
 
-/// A request body, or an object in it: fields are read by name; unknown ones are ignored.
-pub(super) struct Body {
-    fields: Map<String, Value>,
-    /// Where it is in the request.
+/// One invalid value of a request.
+#[derive(Debug, Serialize, ToSchema)]
+pub(super) struct Invalid {
+    /// Kind of the error, such as `missing`.
+    pub r#type: &'static str,
+    /// Place of the value: `body` or `query`, then names and indices.
+    pub loc: Vec<Value>,
+    /// The error.
+    pub msg: String,
+    /// The value, or the beginning of its JSON.
+    pub input: Value,
+    /// What is allowed, for some types.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub ctx: Option<Value>,
+}
+
+/// The error for an invalid value.
+pub(super) fn invalid(
+    kind: &'static str,
     location: Vec<Value>,
-}
-
-/// What is wrong with a value, and where in the request it is.
-pub(super) fn schema(
-    kind: &str,
-    location: &[Value],
     message: &str,
-    input: &impl Serialize,
-) -> ApiError {
-    ApiError::Schema(
-        json!([{ "type": kind, "loc": location, "msg": message, "input": echo(input) }]),
-    )
+    input: &Value,
+) -> Invalid {
+    Invalid {
+        r#type: kind,
+        loc: location,
+        msg: message.to_owned(),
+        input: echo(input),
+        ctx: None,
+    }
 }
 
-/// An input for its error; the beginning of its JSON as a text where that is long.
-fn echo(input: &impl Serialize) -> Value {
-    let mut text = [0; ECHO];
-    let mut left = &mut text[..];
-    let whole = serde_json::to_writer(&mut left, input).is_ok();
-    let len = ECHO - left.len();
-    let value = whole.then(|| serde_json::from_slice(&text[..len]).ok());
-    value
-        .flatten()
-        .unwrap_or_else(|| format!("{}...", String::from_utf8_lossy(&text[..len])).into())
-}
-
-/// The same for a number beyond a bound.
+/// The error for a number beyond a bound.
 pub(super) fn out_of_range(
-    location: &[Value],
+    location: Vec<Value>,
     is_least: bool,
     bound: i64,
     input: &Value,
-) -> ApiError {
+) -> Invalid {
     let (kind, word, key) = match is_least {
         true => ("greater_than_equal", "greater", "ge"),
         false => ("less_than_equal", "less", "le"),
     };
-    ApiError::Schema(json!([{
-        "type": kind,
-        "loc": location,
-        "msg": format!("Input should be {word} than or equal to {bound}"),
-        "input": echo(input),
-        "ctx": { key: bound },
-    }]))
+    let message = format!("Input should be {word} than or equal to {bound}");
+    Invalid {
+        ctx: Some(json!({ key: bound })),
+        ..invalid(kind, location, &message, input)
+    }
 }
 
-/// The same for a word that is not one of those allowed.
-pub(super) fn not_one_of(location: &[Value], allowed: &[&str], input: &Value) -> ApiError {
+/// The error for a word that is not one of those allowed.
+pub(super) fn not_one_of(location: Vec<Value>, allowed: &[&str], input: &Value) -> Invalid {
     let quoted: Vec<_> = allowed.iter().map(|word| format!("'{word}'")).collect();
     let expected = match quoted.split_last() {
         Some((last, first)) if !first.is_empty() => format!("{} or {last}", first.join(", ")),
         _ => quoted.concat(),
     };
-    ApiError::Schema(json!([{
-        "type": "enum",
-        "loc": location,
-        "msg": format!("Input should be {expected}"),
-        "input": echo(input),
-        "ctx": { "expected": expected },
-    }]))
+    let message = format!("Input should be {expected}");
+    Invalid {
+        ctx: Some(json!({ "expected": expected })),
+        ..invalid("enum", location, &message, input)
+    }
 }
 
-/// The answer to a body whose values would take more than `most` bytes.
-fn too_large(most: usize) -> ApiError {
-    ApiError::Detail(StatusCode::PAYLOAD_TOO_LARGE, too_many_values(most))
+/// The error for a value that is not an integer.
+pub(super) fn not_an_integer(location: Vec<Value>, input: &Value) -> Invalid {
+    let text = "Input should be a valid integer";
+    match input {
+        Value::String(_) => {
+            let text = format!("{text}, unable to parse string as an integer");
+            invalid("int_parsing", location, &text, input)
+        }
+        _ => invalid("int_type", location, text, input),
+    }
 }
 
-/// Error text for such a body.
+/// An input for its error; the beginning of its JSON as a text where that is long.
+fn echo(input: &Value) -> Value {
+    let mut text = [0; ECHO];
+    let mut left = &mut text[..];
+    match serde_json::to_writer(&mut left, input) {
+        Ok(()) => input.clone(),
+        Err(_) => format!("{}...", String::from_utf8_lossy(&text)).into(),
+    }
+}
+
+/// Error text for a body whose values would take more than `most` bytes.
 pub(super) fn too_many_values(most: usize) -> String {
     format!(
         "the body has too many values: they would take more than {} MiB",
@@ -93,226 +114,131 @@ pub(super) fn too_many_values(most: usize) -> String {
     )
 }
 
-impl Body {
-    /// Parses the bytes of a body. Nothing at all is an empty object.
-    pub(super) fn parse(bytes: &[u8]) -> Result<Self, ApiError> {
-        Self::parse_within(bytes, PARSED)
-    }
-
-    fn parse_within(bytes: &[u8], most: usize) -> Result<Self, ApiError> {
-        let body = |fields| Self {
-            fields,
-            location: vec!["body".into()],
-        };
-        if bytes.is_empty() {
-            return Ok(body(Map::new()));
-        }
-        match json::parse(bytes, most) {
-            Ok(Value::Object(fields)) => Ok(body(fields)),
-            Ok(Value::Null) => Ok(body(Map::new())),
-            Ok(other) => Err(schema(
-                "dict_type",
-                &["body".into()],
-                "Input should be a JSON object",
-                &other,
-            )),
-            Err(JsonError::TooLarge) => Err(too_large(most)),
-            Err(JsonError::Syntax(error)) => {
+/// Parses a body that may be absent, into values of at most `most` bytes.
+pub(super) fn optional<T: DeserializeOwned>(bytes: &[u8], most: usize) -> Result<T, ApiError> {
+    let value = match bytes {
+        b"" => Value::Null,
+        bytes => json::parse(bytes, most).map_err(|error| match error {
+            JsonError::TooLarge => {
+                ApiError::Detail(StatusCode::PAYLOAD_TOO_LARGE, too_many_values(most))
+            }
+            JsonError::Syntax(error) => {
+                let location = vec!["body".into(), error.column().into()];
                 let text = format!("JSON decode error: {error}");
-                Err(schema(
-                    "json_invalid",
-                    &["body".into(), error.column().into()],
-                    &text,
-                    &json!({}),
-                ))
+                invalid("json_invalid", location, &text, &json!({})).into()
             }
+        })?,
+    };
+    let value = match value {
+        Value::Null => Value::Object(Map::new()),
+        value => value,
+    };
+    if let Ok(Object(body)) = Object::deserialize(&value) {
+        return Ok(body);
+    }
+    // Again for the place of the error, which takes several times as long to find.
+    let parsed = serde_path_to_error::deserialize::<_, Object<T>>(&value);
+    parsed
+        .map(|Object(body)| body)
+        .map_err(|error| refusal(error.path(), &error.inner().to_string(), &value).into())
+}
+
+/// Likewise for a body that must be there.
+pub(super) fn required<T: DeserializeOwned>(bytes: &[u8], most: usize) -> Result<T, ApiError> {
+    match bytes.trim_ascii() {
+        b"" | b"null" => {
+            let location = vec!["body".into()];
+            Err(invalid("missing", location, "Field required", &Value::Null).into())
         }
-    }
-
-    /// The same for a route that cannot do without a body.
-    pub(super) fn required(bytes: &[u8]) -> Result<Self, ApiError> {
-        Self::required_within(bytes, PARSED)
-    }
-
-    /// The same with another bound of what it may take parsed, bytes.
-    pub(super) fn required_within(bytes: &[u8], most: usize) -> Result<Self, ApiError> {
-        match bytes.trim_ascii() {
-            b"" | b"null" => Err(schema(
-                "missing",
-                &["body".into()],
-                "Field required",
-                &Value::Null,
-            )),
-            bytes => Self::parse_within(bytes, most),
-        }
-    }
-
-    fn at(&self, name: &str) -> Vec<Value> {
-        let mut location = self.location.clone();
-        location.push(name.into());
-        location
-    }
-
-    fn refuse(&self, name: &str, kind: &str, message: &str, value: &Value) -> ApiError {
-        schema(kind, &self.at(name), message, value)
-    }
-
-    fn get(&self, name: &str) -> Result<&Value, ApiError> {
-        self.fields
-            .get(name)
-            .ok_or_else(|| schema("missing", &self.at(name), "Field required", &self.fields))
-    }
-
-    /// Whether a field is there, and not null.
-    pub(super) fn has(&self, name: &str) -> bool {
-        self.fields.get(name).is_some_and(|value| !value.is_null())
-    }
-
-    /// A text that must be there.
-    pub(super) fn text(&self, name: &str) -> Result<&str, ApiError> {
-        let value = self.get(name)?;
-        value.as_str().ok_or_else(|| {
-            self.refuse(name, "string_type", "Input should be a valid string", value)
-        })
-    }
-
-    /// A text; absent or null is none.
-    pub(super) fn optional_text(&self, name: &str) -> Result<Option<&str>, ApiError> {
-        match self.fields.get(name) {
-            None | Some(Value::Null) => Ok(None),
-            Some(_) => self.text(name).map(Some),
-        }
-    }
-
-    /// An integer that must be there.
-    pub(super) fn required_int(&self, name: &str) -> Result<i64, ApiError> {
-        let value = self.get(name)?;
-        value
-            .as_i64()
-            .ok_or_else(|| not_an_integer(&self.at(name), value))
-    }
-
-    /// A list of token ids that must be there.
-    pub(super) fn token_ids(&self, name: &str) -> Result<Vec<u32>, ApiError> {
-        let value = self.get(name)?;
-        let Value::Array(list) = value else {
-            return Err(self.refuse(name, "list_type", "Input should be a valid list", value));
-        };
-        let token = |(index, value): (usize, &Value)| {
-            let at = || [&self.at(name)[..], &[index.into()]].concat();
-            match value.as_i64() {
-                None => Err(not_an_integer(&at(), value)),
-                Some(id) if id < 0 => Err(out_of_range(&at(), true, 0, value)),
-                Some(id) => u32::try_from(id)
-                    .map_err(|_| out_of_range(&at(), false, u32::MAX.into(), value)),
-            }
-        };
-        list.iter().enumerate().map(token).collect()
-    }
-
-    /// A list of objects that must be there; how many there are is checked by `check` before they are looked at.
-    pub(super) fn objects(
-        &mut self,
-        name: &str,
-        check: impl FnOnce(usize) -> Result<(), ApiError>,
-    ) -> Result<Vec<Self>, ApiError> {
-        self.get(name)?;
-        let list = match self.fields.remove(name) {
-            Some(Value::Array(list)) => list,
-            other => {
-                let other = other.unwrap_or_default();
-                return Err(self.refuse(name, "list_type", "Input should be a valid list", &other));
-            }
-        };
-        check(list.len())?;
-        let object = |(index, value): (usize, Value)| {
-            let mut location = self.at(name);
-            location.push(index.into());
-            match value {
-                Value::Object(fields) => Ok(Self { fields, location }),
-                other => Err(schema(
-                    "dict_type",
-                    &location,
-                    "Input should be a JSON object",
-                    &other,
-                )),
-            }
-        };
-        list.into_iter().enumerate().map(object).collect()
-    }
-
-    /// A truth value; absent or null is `default`.
-    pub(super) fn bool(&self, name: &str, default: bool) -> Result<bool, ApiError> {
-        match self.fields.get(name) {
-            None | Some(Value::Null) => Ok(default),
-            Some(Value::Bool(value)) => Ok(*value),
-            Some(value) => {
-                Err(self.refuse(name, "bool_parsing", "Input should be true or false", value))
-            }
-        }
-    }
-
-    /// An integer; absent or null is `default`.
-    pub(super) fn int(&self, name: &str, default: i64) -> Result<i64, ApiError> {
-        match self.fields.get(name) {
-            None | Some(Value::Null) => Ok(default),
-            Some(value) => value
-                .as_i64()
-                .ok_or_else(|| not_an_integer(&self.at(name), value)),
-        }
-    }
-
-    /// A list of integers; absent or null is empty.
-    pub(super) fn ints(&self, name: &str) -> Result<Vec<i64>, ApiError> {
-        let refuse = |value| {
-            self.refuse(
-                name,
-                "list_type",
-                "Input should be a list of integers",
-                value,
-            )
-        };
-        match self.fields.get(name) {
-            None | Some(Value::Null) => Ok(Vec::new()),
-            Some(value) => value
-                .as_array()
-                .and_then(|list| list.iter().map(Value::as_i64).collect())
-                .ok_or_else(|| refuse(value)),
-        }
-    }
-
-    /// One of `allowed`; absent is `default`.
-    pub(super) fn one_of(
-        &self,
-        name: &str,
-        allowed: &[&'static str],
-        default: &'static str,
-    ) -> Result<&'static str, ApiError> {
-        let Some(value) = self.fields.get(name) else {
-            return Ok(default);
-        };
-        allowed
-            .iter()
-            .copied()
-            .find(|word| value.as_str() == Some(*word))
-            .ok_or_else(|| not_one_of(&self.at(name), allowed, value))
+        bytes => optional(bytes, most),
     }
 }
 
-fn not_an_integer(location: &[Value], value: &Value) -> ApiError {
-    match value {
-        Value::String(_) => schema(
-            "int_parsing",
-            location,
-            "Input should be a valid integer, unable to parse string as an integer",
-            value,
-        ),
-        _ => schema(
-            "int_type",
-            location,
-            "Input should be a valid integer",
-            value,
-        ),
+/// The error of LMCache's API for an error of serde: its kind follows from what serde expected.
+fn refusal(path: &Path, error: &str, body: &Value) -> Invalid {
+    let (mut location, mut input) = (vec!["body".into()], body);
+    for segment in path {
+        let (place, inner): (Value, _) = match segment {
+            Segment::Seq { index } => ((*index).into(), input.get(index)),
+            Segment::Map { key } => (key.as_str().into(), input.get(key)),
+            Segment::Enum { .. } | Segment::Unknown => continue,
+        };
+        location.push(place);
+        input = inner.unwrap_or(&Value::Null);
+    }
+    let missing = error.strip_prefix("missing field `");
+    if let Some(field) = missing.and_then(|field| field.strip_suffix('`')) {
+        location.push(field.into());
+        return invalid("missing", location, "Field required", input);
+    }
+    let expected = error.rsplit("expected ").next().unwrap_or_default();
+    let (kind, message) = match (expected, input.as_i64()) {
+        (TierName::EXPECTED, _) => return not_one_of(location, &TierName::ALL, input),
+        ("u32", Some(..0)) => return out_of_range(location, true, 0, input),
+        ("u32", Some(_)) => return out_of_range(location, false, u32::MAX.into(), input),
+        ("u32" | "i64", _) => return not_an_integer(location, input),
+        ("a boolean", _) => ("bool_parsing", "Input should be true or false"),
+        ("a string", _) => ("string_type", "Input should be a valid string"),
+        ("a sequence", _) => ("list_type", "Input should be a valid list"),
+        (OBJECT, _) => ("dict_type", "Input should be a JSON object"),
+        _ => ("value_error", error),
+    };
+    invalid(kind, location, message, input)
+}
+
+/// What [`Object`] expects.
+const OBJECT: &str = "a JSON object";
+
+/// A struct that is an object in JSON; serde takes a list of its values too.
+#[derive(Debug)]
+pub(super) struct Object<T>(pub T);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
+    fn deserialize<D: Deserializer<'de>>(reader: D) -> Result<Self, D::Error> {
+        struct Fields<T>(PhantomData<T>);
+
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for Fields<T> {
+            type Value = Object<T>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(OBJECT)
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, fields: A) -> Result<Object<T>, A::Error> {
+                T::deserialize(MapAccessDeserializer::new(fields)).map(Object)
+            }
+        }
+        reader.deserialize_map(Fields(PhantomData))
+    }
+}
+
+/// A tier in a request: `l1`, `l2` or `all`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct TierName(pub &'static str);
+
+impl TierName {
+    /// All of them.
+    pub(super) const ALL: [&str; 3] = ["l1", "l2", "all"];
+
+    const EXPECTED: &str = "a tier";
+
+    /// L1.
+    pub(super) fn l1() -> Self {
+        Self("l1")
+    }
+
+    /// The tiers below L1.
+    pub(super) fn l2() -> Self {
+        Self("l2")
+    }
+}
+
+impl<'de> Deserialize<'de> for TierName {
+    fn deserialize<D: Deserializer<'de>>(reader: D) -> Result<Self, D::Error> {
+        let value = Value::deserialize(reader)?;
+        let tier = Self::ALL.into_iter().find(|tier| value == *tier);
+        tier.map(Self)
+            .ok_or_else(|| D::Error::custom(format_args!("expected {}", Self::EXPECTED)))
     }
 }
 
@@ -332,11 +258,31 @@ mod tests {
     #[test]
     fn bodies_of_too_many_values_are_refused() {
         let body = format!("{{\"block_ids\": [{}1]}}", "1,".repeat((8 << 20) / 2 - 32));
-        match Body::parse(body.as_bytes()) {
+        match optional::<Value>(body.as_bytes(), PARSED) {
             Err(ApiError::Detail(StatusCode::PAYLOAD_TOO_LARGE, text)) => {
                 assert!(text.contains("24 MiB"), "{text}");
             }
             _ => panic!("parsed"),
+        }
+    }
+
+    #[test]
+    fn lists_are_refused_where_objects_belong() {
+        #[derive(Debug, Deserialize)]
+        struct Body {
+            #[serde(default)]
+            _list: Vec<Object<Body>>,
+        }
+        for (body, location) in [
+            ("[]", json!(["body"])),
+            (r#"{"_list": [[]]}"#, json!(["body", "_list", 0])),
+        ] {
+            match optional::<Body>(body.as_bytes(), PARSED) {
+                Err(ApiError::Invalid(error)) => {
+                    assert_eq!((error.r#type, json!(error.loc)), ("dict_type", location));
+                }
+                other => panic!("{other:?}"),
+            }
         }
     }
 }

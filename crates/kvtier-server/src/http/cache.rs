@@ -1,139 +1,200 @@
 //! Routes that act on the cache: clear it, and checksum an engine's pages.
 
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use axum::Json;
 use axum::http::StatusCode;
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
 use tokio::sync::Semaphore;
+use utoipa::ToSchema;
 
-use super::audit::{Told, told};
-use super::body::Body;
+use super::audit::{Audited, audited};
+use super::body::{PARSED, TierName, optional};
 use super::payload::Payload;
-use super::{ApiError, State, TIERS, apart, engine};
+use super::{Answer, ApiError, DetailBody, InvalidBody, State, detail, engine, run_blocking};
 use kvtier_engine::ChecksumError;
 
-/// Checksums read every byte they are asked about, so one request at a time does.
+/// Checksums read every byte of their blocks, so one request runs at a time.
 static CHECKSUMS: Semaphore = Semaphore::const_new(1);
+
+/// Which objects to drop.
+#[derive(Deserialize, ToSchema)]
+struct Clear {
+    /// Only `l1` can be cleared as a whole.
+    #[serde(default = "TierName::l1")]
+    #[schema(value_type = Option<String>)]
+    tier: TierName,
+    /// Whether leased objects are dropped too; `false` by default.
+    force: Option<bool>,
+}
+
+/// Result of a clear.
+#[derive(Serialize, ToSchema)]
+pub(super) struct ClearResult {
+    /// Always `ok`.
+    status: &'static str,
+    /// What was dropped.
+    cleared: Cleared,
+}
+
+/// Dropped objects.
+#[derive(Clone, Copy, Serialize, ToSchema)]
+struct Cleared {
+    /// Always `l1`.
+    tier: &'static str,
+    /// Dropped objects.
+    objects: usize,
+    /// Their bytes.
+    bytes: u64,
+    /// Objects kept because of a lease.
+    kept: usize,
+}
 
 /// Drops the objects of L1: those without a lease, or all of them with `force`.
 ///
-/// Body, all optional: `{"tier": "l1", "force": false}`. A forced clear hides leased objects at once; their memory
-/// returns when the last lease goes, so a transfer under way still reads right bytes.
-#[utoipa::path(post, path = "/cache/clear", request_body = Option<Value>, responses(
-    (status = 200, description = "Cleared; counts of what went and what was kept because of a lease", body = Value),
-    (status = 400, description = "That tier cannot be cleared", body = Value),
-    (status = 422, description = "Body of the wrong shape", body = Value),
+/// A forced clear hides leased objects at once; their memory is freed when the last lease ends, so a transfer in flight
+/// still reads right bytes.
+#[utoipa::path(post, path = "/cache/clear", request_body = Option<Clear>, responses(
+    (status = 200, description = "Cleared", body = ClearResult),
+    (status = 400, description = "That tier cannot be cleared", body = DetailBody),
+    (status = 422, description = "Body of the wrong shape", body = InvalidBody),
 ))]
-pub(super) async fn clear(api: State, body: Payload) -> Result<Told, ApiError> {
-    let read = body.read(|bytes| {
-        let body = Body::parse(bytes)?;
-        Ok((
-            body.one_of("tier", &TIERS, "l1")?,
-            body.bool("force", false)?,
-        ))
-    });
-    let (tier, force) = read.await??;
+pub(super) async fn clear(api: State, body: Payload) -> Result<Audited<ClearResult>, ApiError> {
+    let read = body.read(|bytes| optional::<Clear>(bytes, PARSED));
+    let Clear { tier, force } = read.await??;
+    let (tier, force) = (tier.0, force.unwrap_or(false));
     if tier != "l1" {
-        return Err(ApiError::Detail(
-            StatusCode::BAD_REQUEST,
-            format!("tier '{tier}' not supported; only 'l1'"),
-        ));
+        let text = format!("tier '{tier}' not supported; only 'l1'");
+        return Err(detail(StatusCode::BAD_REQUEST, text));
     }
     let engine = Arc::clone(engine(&api)?);
-    let cleared = apart(move || engine.clear(force)).await?;
-    let counts = json!({ "tier": "l1", "objects": cleared.objects, "bytes": cleared.bytes, "kept": cleared.kept });
-    let did = format!("force {force}: {counts}");
-    Ok(told(did, json!({ "status": "ok", "cleared": counts })))
+    let cleared = run_blocking(move || engine.clear(force)).await?;
+    let cleared = Cleared {
+        tier,
+        objects: cleared.objects,
+        bytes: cleared.bytes,
+        kept: cleared.kept,
+    };
+    let did = format!("force {force}: {}", json!(cleared));
+    let status = "ok";
+    Ok(audited(did, ClearResult { status, cleared }))
+}
+
+/// Pages to checksum.
+#[derive(Deserialize, ToSchema)]
+struct ChecksumRequest {
+    /// The worker; 0 by default.
+    instance_id: Option<i64>,
+    /// Blocks of its pages.
+    #[schema(required = true)]
+    block_ids: Option<Vec<i64>>,
+    /// Block ids per checksum.
+    #[schema(required = true)]
+    chunk_size: Option<i64>,
+    /// Whether each layer has checksums of its own; `false` by default.
+    layerwise: Option<bool>,
+}
+
+/// MD5 checksums of pages.
+#[derive(Serialize, ToSchema)]
+pub(super) struct Checksums {
+    /// Always `success`.
+    status: &'static str,
+    /// Block ids per checksum.
+    chunk_size: i64,
+    /// Number of checksums, per layer with `layerwise`.
+    num_chunks: usize,
+    /// Hexadecimal digits of the checksums.
+    chunk_checksums: ChunkChecksums,
+    /// Whether each layer has checksums of its own.
+    layerwise: bool,
+    /// Runs of consecutive ids; one single run is written without a list around it.
+    block_id_ranges: Vec<BlockIds>,
+}
+
+/// Checksums in the order of the block ids.
+#[derive(Serialize, ToSchema)]
+#[serde(untagged)]
+enum ChunkChecksums {
+    /// Over all layers.
+    OfAllLayers(Vec<String>),
+    /// By layer, as in `layer_0`.
+    Layerwise(BTreeMap<String, Vec<String>>),
+}
+
+/// Block ids.
+#[derive(Debug, PartialEq, Serialize, ToSchema)]
+#[serde(untagged)]
+enum BlockIds {
+    /// A single one.
+    One(i64),
+    /// The first and the last one of a run.
+    Run([i64; 2]),
 }
 
 /// MD5 of an engine's own KV blocks, to compare before a store and after a retrieve.
 ///
-/// Body: `{"block_ids": [int], "chunk_size": int, "instance_id": int, "layerwise": bool}`. Every `chunk_size` block ids
-/// make one checksum over the blocks of each layer in layer order; bfloat16 counts as float32.
-#[utoipa::path(post, path = "/cache/checksums", request_body = Value, responses(
-    (status = 200, description = "Checksums", body = Value),
-    (status = 400, description = "A value is not allowed", body = Value),
-    (status = 404, description = "That instance is not registered", body = Value),
-    (status = 422, description = "Body of the wrong shape", body = Value),
+/// Every `chunk_size` block ids make one checksum over the blocks of each layer in layer order; bfloat16 counts as float32.
+#[utoipa::path(post, path = "/cache/checksums", request_body = ChecksumRequest, responses(
+    (status = 200, description = "Checksums", body = Checksums),
+    (status = 400, description = "A value is not allowed", body = DetailBody),
+    (status = 404, description = "That instance is not registered", body = DetailBody),
+    (status = 422, description = "Body of the wrong shape", body = InvalidBody),
 ))]
-pub(super) async fn checksums(api: State, body: Payload) -> Result<Json<Value>, ApiError> {
+pub(super) async fn checksums(api: State, body: Payload) -> Result<Answer<Checksums>, ApiError> {
     let engine = Arc::clone(engine(&api)?);
-    // First of all: what waits is a body, which counts, and not what was parsed of it. Never closed.
+    // Before the body is parsed: a waiting body counts in the budget, its values do not. Never closed.
     let turn = CHECKSUMS.acquire().await;
-    let asked = body.read(Asked::parse).await??;
-    let (asked, result) = apart(move || {
-        // Goes on after its client has disconnected.
+    let read = body.read(|bytes| optional::<ChecksumRequest>(bytes, PARSED));
+    let request = read.await??;
+    // Otherwise the error would be that instance 0, which the request did not name, is not registered.
+    let missing = || detail(StatusCode::BAD_REQUEST, "block_ids is required");
+    let block_ids = request.block_ids.ok_or_else(missing)?;
+    let (instance, chunk_size) = (
+        request.instance_id.unwrap_or(0),
+        request.chunk_size.unwrap_or(0),
+    );
+    let layerwise = request.layerwise.unwrap_or(false);
+    let (block_ids, result) = run_blocking(move || {
+        // Held until the end, also after the client has disconnected.
         let _turn = turn;
-        let ids = &asked.block_ids;
-        let admin = engine.admin();
-        let result = admin.checksums(asked.instance_id, ids, asked.chunk_size, asked.layerwise);
-        (asked, result)
+        let result = engine
+            .admin()
+            .checksums(instance, &block_ids, chunk_size, layerwise);
+        (block_ids, result)
     })
     .await?;
-    let Asked {
-        block_ids,
-        chunk_size,
-        layerwise,
-        ..
-    } = asked;
     let layers = result.map_err(|error| {
         let status = match &error {
             ChecksumError::UnknownInstance(_) => StatusCode::NOT_FOUND,
             ChecksumError::NotSupported(_) => StatusCode::NOT_IMPLEMENTED,
             ChecksumError::BadRequest(_) => StatusCode::BAD_REQUEST,
         };
-        ApiError::Detail(status, error.to_string())
+        detail(status, error.to_string())
     })?;
-    let chunk_checksums = if layerwise {
-        let named = layers
-            .iter()
-            .enumerate()
-            .map(|(index, sums)| (format!("layer_{index}"), json!(sums)));
-        Value::Object(named.collect())
-    } else {
-        json!(layers.first().cloned().unwrap_or_default())
-    };
-    Ok(Json(json!({
-        "status": "success",
-        "chunk_size": chunk_size,
-        "num_chunks": block_ids.len().div_ceil(usize::try_from(chunk_size).unwrap_or(1).max(1)),
-        "chunk_checksums": chunk_checksums,
-        "layerwise": layerwise,
-        "block_id_ranges": ranges(&block_ids),
-    })))
-}
-
-/// A request for checksums.
-struct Asked {
-    instance_id: i64,
-    block_ids: Vec<i64>,
-    chunk_size: i64,
-    layerwise: bool,
-}
-
-impl Asked {
-    fn parse(bytes: &[u8]) -> Result<Self, ApiError> {
-        let body = Body::parse(bytes)?;
-        let asked = Self {
-            block_ids: body.ints("block_ids")?,
-            chunk_size: body.int("chunk_size", 0)?,
-            instance_id: body.int("instance_id", 0)?,
-            layerwise: body.bool("layerwise", false)?,
-        };
-        match body.has("block_ids") {
-            true => Ok(asked),
-            // Rather than that instance 0, which the request did not name, is not registered.
-            false => Err(ApiError::Detail(
-                StatusCode::BAD_REQUEST,
-                "block_ids is required".to_owned(),
-            )),
+    let chunk_checksums = match layerwise {
+        true => {
+            let layers = layers.into_iter().enumerate();
+            let layers = layers.map(|(index, sums)| (format!("layer_{index}"), sums));
+            ChunkChecksums::Layerwise(layers.collect())
         }
-    }
+        false => ChunkChecksums::OfAllLayers(layers.into_iter().next().unwrap_or_default()),
+    };
+    Ok(Answer(Checksums {
+        status: "success",
+        chunk_size,
+        num_chunks: block_ids
+            .len()
+            .div_ceil(usize::try_from(chunk_size).unwrap_or(1).max(1)),
+        chunk_checksums,
+        layerwise,
+        block_id_ranges: ranges(&block_ids),
+    }))
 }
 
 /// Runs of consecutive ids as `[first, last]`, single ids as they are.
-fn ranges(ids: &[i64]) -> Vec<Value> {
+fn ranges(ids: &[i64]) -> Vec<BlockIds> {
     let mut out = Vec::new();
     let mut rest = ids;
     while let Some(&first) = rest.first() {
@@ -142,16 +203,15 @@ fn ranges(ids: &[i64]) -> Vec<Value> {
             .take_while(|pair| pair[0].checked_add(1) == Some(pair[1]))
             .count();
         let last = rest[run - 1];
-        out.push(if run == 1 {
-            json!(first)
-        } else {
-            json!([first, last])
+        out.push(match run {
+            1 => BlockIds::One(first),
+            _ => BlockIds::Run([first, last]),
         });
         rest = &rest[run..];
     }
     // One single run is written without a list around it, as LMCache does.
     match out.as_slice() {
-        [Value::Array(only)] => only.clone(),
+        [BlockIds::Run(only)] => only.map(BlockIds::One).into(),
         _ => out,
     }
 }

@@ -16,7 +16,7 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse as _, Response};
 use kvtier_sync::Mutex;
 
-use super::{ApiError, audit, origin};
+use super::{audit, detail, origin};
 use crate::access::{Access, Role};
 
 /// The path that takes no token, and no turn.
@@ -140,7 +140,7 @@ fn presented(headers: &HeaderMap) -> Option<&[u8]> {
 }
 
 fn refuse(status: StatusCode, reason: &str) -> Response {
-    ApiError::Detail(status, reason.to_owned()).into_response()
+    detail(status, reason).into_response()
 }
 
 fn challenged(mut answer: Response, challenge: &'static str) -> Response {

@@ -1,66 +1,74 @@
-//! Routes that only tell: `/`, health, status, versions, metrics.
+//! Routes that only read: `/`, health, status, versions, metrics.
 
 use axum::Json;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use serde_json::{Value, json};
+use kvtier_api::{Health, Status};
+use serde::Serialize;
+use serde_json::Value;
+use utoipa::ToSchema;
 
-use super::{ApiError, State, apart};
+use super::{Answer, ApiError, ErrorBody, NO_ENGINE, State, error, run_blocking};
 
 /// The release of LMCache whose HTTP API this one answers like; clients compare it.
 const LMCACHE_RELEASE: &str = "0.5.6";
 
-/// Says that somebody is there.
-#[utoipa::path(get, path = "/", responses((status = 200, description = "The service is there", body = Value)))]
-pub(super) async fn root() -> Json<Value> {
-    Json(json!({ "status": "ok", "service": "kvtier HTTP API" }))
+/// The service.
+#[derive(Serialize, ToSchema)]
+pub(super) struct Service {
+    /// Always `ok`.
+    status: &'static str,
+    /// Name of the API.
+    service: &'static str,
+}
+
+/// Answers while the port is open, whatever the state of the server.
+#[utoipa::path(get, path = "/", responses((status = 200, description = "The service is there", body = Service)))]
+pub(super) async fn root() -> Answer<Service> {
+    Answer(Service {
+        status: "ok",
+        service: "kvtier HTTP API",
+    })
 }
 
 /// True readiness: 200 when requests are served and no component has failed, 503 with the reason otherwise.
 #[utoipa::path(get, path = "/healthcheck", responses(
-    (status = 200, description = "Serving", body = Value),
-    (status = 503, description = "Not serving; `reason` says why", body = Value),
+    (status = 200, description = "Serving", body = Health),
+    (status = 503, description = "Not serving; `reason` has the cause", body = Health),
 ))]
-pub(super) async fn healthcheck(api: State) -> Response {
-    match api.health.reason() {
-        None => Json(json!({ "status": "healthy" })).into_response(),
-        Some(reason) => (
-            StatusCode::SERVICE_UNAVAILABLE,
-            Json(json!({ "status": "unhealthy", "reason": reason })),
-        )
-            .into_response(),
-    }
+pub(super) async fn healthcheck(api: State) -> (StatusCode, Answer<Health>) {
+    let reason = api.health.reason();
+    let (code, status) = match reason {
+        None => (StatusCode::OK, "healthy"),
+        Some(_) => (StatusCode::SERVICE_UNAVAILABLE, "unhealthy"),
+    };
+    let status = status.to_owned();
+    (code, Answer(Health { status, reason }))
 }
 
 /// Everything about the server's state, in the shape of LMCache's `/status`.
 #[utoipa::path(get, path = "/status", responses(
-    (status = 200, description = "State of the server", body = Value),
-    (status = 503, description = "The engine is not there yet", body = Value),
+    (status = 200, description = "State of the server", body = Status),
+    (status = 503, description = "The engine is not there yet", body = ErrorBody),
 ))]
-pub(super) async fn status(api: State) -> Result<Json<Value>, ApiError> {
+pub(super) async fn status(api: State) -> Result<Answer<Status>, ApiError> {
     let is_healthy = api.health.reason().is_none();
-    match api.engine.get().cloned() {
-        Some(engine) => apart(move || engine.status(is_healthy)).await.map(Json),
-        None => Err(ApiError::Error(
-            StatusCode::SERVICE_UNAVAILABLE,
-            "engine not initialized".into(),
-        )),
-    }
+    let none = || error(StatusCode::SERVICE_UNAVAILABLE, NO_ENGINE);
+    let engine = api.engine.get().cloned().ok_or_else(none)?;
+    run_blocking(move || engine.status(is_healthy))
+        .await
+        .map(Answer)
 }
 
 /// The configuration: every flag with its value, secrets hidden.
 #[utoipa::path(get, path = "/config", responses(
-    (status = 200, description = "Flags by section", body = Value),
-    (status = 503, description = "The engine is not there yet", body = Value),
+    (status = 200, description = "Flags by section", body = std::collections::HashMap<String, Value>),
+    (status = 503, description = "The engine is not there yet", body = ErrorBody),
 ))]
-pub(super) async fn config(api: State) -> Result<Json<Value>, ApiError> {
-    match api.engine.get() {
-        Some(engine) => Ok(Json(engine.config().shown.clone())),
-        None => Err(ApiError::Error(
-            StatusCode::SERVICE_UNAVAILABLE,
-            "configs not initialized".into(),
-        )),
-    }
+pub(super) async fn config(api: State) -> Result<Answer<Value>, ApiError> {
+    let none = || error(StatusCode::SERVICE_UNAVAILABLE, "configs not initialized");
+    let engine = api.engine.get().ok_or_else(none)?;
+    Ok(Answer(engine.config().shown.clone()))
 }
 
 /// Version of this server.
@@ -86,8 +94,8 @@ pub(super) async fn metrics(api: State) -> Response {
         return (StatusCode::SERVICE_UNAVAILABLE, "engine not initialized\n").into_response();
     };
     let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    match apart(move || engine.scrape()).await {
+    match run_blocking(move || engine.scrape()).await {
         Ok(text) => ([(header::CONTENT_TYPE, kind)], text).into_response(),
-        Err(error) => error.into_response(),
+        Err(failed) => failed.into_response(),
     }
 }

@@ -33,7 +33,7 @@ use tokio::time::{Sleep, sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tower_service::Service as _;
 
-use super::ApiError;
+use super::detail;
 use super::gate::{OPEN, Peer};
 use super::waiting::{Seat, Waiting};
 use crate::access::Access;
@@ -187,7 +187,7 @@ where
 
 fn crowded() -> Response {
     let text = "too many requests are being handled; try again";
-    ApiError::Detail(StatusCode::SERVICE_UNAVAILABLE, text.into()).into_response()
+    detail(StatusCode::SERVICE_UNAVAILABLE, text).into_response()
 }
 
 /// A stream that fails if the peer does not read what was written in time.

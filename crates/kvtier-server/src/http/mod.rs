@@ -28,11 +28,13 @@ use axum::http::StatusCode;
 use axum::middleware::from_fn_with_state;
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
+use serde::Serialize;
 use tower_http::timeout::TimeoutLayer;
-use utoipa::OpenApi;
+use utoipa::{OpenApi, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
+use self::body::Invalid;
 use crate::access::Access;
 use crate::health::Health;
 use crate::preflight::cannot_bind;
@@ -58,55 +60,98 @@ pub struct Api {
     pub bodies: Arc<Bodies>,
 }
 
-/// Words that requests have for tiers.
-const TIERS: [&str; 3] = ["l1", "l2", "all"];
-
 type State = axum::extract::State<Arc<Api>>;
 
 /// An error in one of the shapes the API knows.
 #[derive(Debug)]
-pub(super) enum ApiError {
+enum ApiError {
     /// `{"detail": "<text>"}`, as `/cache/*` answers.
     Detail(StatusCode, String),
     /// `{"detail": [...]}` with status 422, for a body of the wrong shape.
-    Schema(serde_json::Value),
+    Invalid(Box<Invalid>),
     /// `{"error": "<text>"}`, as `/status` answers.
     Error(StatusCode, String),
 }
 
-/// The engine, once it is there.
-fn engine(api: &State) -> Result<&Arc<Engine>, ApiError> {
-    api.engine.get().ok_or_else(|| {
-        ApiError::Detail(
-            StatusCode::SERVICE_UNAVAILABLE,
-            "engine not initialized".into(),
-        )
-    })
+/// An error in the shape of most routes.
+fn detail(status: StatusCode, text: impl Into<String>) -> ApiError {
+    ApiError::Detail(status, text.into())
 }
 
-/// Does what takes longer than a health probe should wait.
-async fn apart<T: Send + 'static>(
+/// An error in the shape of `/status` and `/quota`.
+fn error(status: StatusCode, text: impl Into<String>) -> ApiError {
+    ApiError::Error(status, text.into())
+}
+
+/// What is missing until the engine is there.
+const NO_ENGINE: &str = "engine not initialized";
+
+/// The engine, once it is there.
+fn engine(api: &State) -> Result<&Arc<Engine>, ApiError> {
+    let none = || detail(StatusCode::SERVICE_UNAVAILABLE, NO_ENGINE);
+    api.engine.get().ok_or_else(none)
+}
+
+/// Runs `work` on a thread of its own, so that a health probe does not wait for it.
+async fn run_blocking<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, ApiError> {
-    tokio::task::spawn_blocking(work).await.map_err(|_| {
-        ApiError::Detail(
+    let failed = |_| {
+        detail(
             StatusCode::INTERNAL_SERVER_ERROR,
-            "the task that was to answer this has failed".into(),
+            "the request's task failed",
         )
-    })
+    };
+    tokio::task::spawn_blocking(work).await.map_err(failed)
+}
+
+impl From<Invalid> for ApiError {
+    fn from(error: Invalid) -> Self {
+        Self::Invalid(Box::new(error))
+    }
+}
+
+/// An error of most routes.
+#[derive(Serialize, ToSchema)]
+struct DetailBody {
+    /// The error.
+    detail: String,
+}
+
+/// The error for a request of the wrong shape.
+#[derive(Serialize, ToSchema)]
+struct InvalidBody {
+    /// The invalid value.
+    detail: [Box<Invalid>; 1],
+}
+
+/// An error of `/status` and `/quota`.
+#[derive(Serialize, ToSchema)]
+struct ErrorBody {
+    /// The error.
+    error: String,
 }
 
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
-        let (status, body) = match self {
-            ApiError::Detail(status, text) => (status, serde_json::json!({ "detail": text })),
-            ApiError::Schema(errors) => (
-                StatusCode::UNPROCESSABLE_ENTITY,
-                serde_json::json!({ "detail": errors }),
-            ),
-            ApiError::Error(status, text) => (status, serde_json::json!({ "error": text })),
-        };
-        (status, axum::Json(body)).into_response()
+        match self {
+            Self::Detail(status, detail) => (status, Answer(DetailBody { detail })).into_response(),
+            Self::Invalid(error) => {
+                let body = InvalidBody { detail: [error] };
+                (StatusCode::UNPROCESSABLE_ENTITY, Answer(body)).into_response()
+            }
+            Self::Error(status, error) => (status, Answer(ErrorBody { error })).into_response(),
+        }
+    }
+}
+
+/// A JSON answer. The fields of its objects are sorted by name.
+struct Answer<T>(T);
+
+impl<T: Serialize> IntoResponse for Answer<T> {
+    fn into_response(self) -> Response {
+        // No answer has keys that JSON lacks.
+        axum::Json(serde_json::to_value(self.0).unwrap_or_default()).into_response()
     }
 }
 
@@ -149,9 +194,9 @@ fn router(api_state: Arc<Api>) -> Router {
     let (router, description) = api().split_for_parts();
     let router = router
         .route("/openapi.json", get(async move || axum::Json(description)))
-        .fallback(async || ApiError::Detail(StatusCode::NOT_FOUND, "Not Found".into()))
+        .fallback(async || detail(StatusCode::NOT_FOUND, "Not Found"))
         .method_not_allowed_fallback(async || {
-            ApiError::Detail(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed".into())
+            detail(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed")
         })
         .layer(deadline());
     gated(router, api_state)

@@ -1,23 +1,24 @@
-//! Routes about single objects: which there are, in L1 and in the tiers, and away with them.
+//! Routes about single objects of L1 and of the tiers: lists and deletions.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use axum::Json;
 use axum::extract;
 use axum::http::StatusCode;
 use kvtier_core::ObjectKey;
 use kvtier_core::object_key::{EncodedObjectKey, ForeignKey};
 use kvtier_l2::ErrorKind;
 use kvtier_l2::tier::{Deleted, Tier};
-use serde_json::{Map, Value, json};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use utoipa::ToSchema;
 
-use super::audit::{Told, told};
-use super::body::Body;
+use super::audit::{Audited, audited};
+use super::body::{Object, PARSED, TierName, required};
 use super::payload::Payload;
 use super::query::Query;
 use super::quota_body::clip;
-use super::{ApiError, State, TIERS, apart, engine};
+use super::{Answer, ApiError, DetailBody, InvalidBody, State, detail, engine, run_blocking};
 use kvtier_engine::Engine;
 use kvtier_tiers::{Cursor, L2};
 
@@ -29,10 +30,6 @@ const DELETE_SLICE: usize = 1000;
 
 /// Name of L1 where an adapter is named.
 const L1: &str = "l1";
-
-fn detail(status: StatusCode, text: impl Into<String>) -> ApiError {
-    ApiError::Detail(status, text.into())
-}
 
 /// The tiers below L1.
 fn tiers(engine: &Engine) -> Result<&Arc<L2>, ApiError> {
@@ -52,21 +49,80 @@ fn named(l2: &L2, name: &str) -> Result<usize, ApiError> {
         })
 }
 
+/// The tiers below L1.
+#[derive(Serialize, ToSchema)]
+pub(super) struct Adapters {
+    /// One entry per tier, in the order in which they are asked.
+    adapters: Vec<AdapterEntry>,
+}
+
+/// A tier.
+#[derive(Serialize, ToSchema)]
+struct AdapterEntry {
+    /// Its position.
+    index: usize,
+    /// Its type in the configuration, such as `fs`.
+    type_name: &'static str,
+    /// Its name, such as `fs-0`.
+    name: String,
+    /// Always `l2`.
+    tier: &'static str,
+    /// Whether it is asked first.
+    primary: bool,
+    /// Always `false`.
+    reconfigurable: bool,
+}
+
 /// The adapters of the tiers below L1, in their order; the first one is asked first.
 #[utoipa::path(get, path = "/config/adapters", responses(
-    (status = 200, description = "The adapters; none without tiers", body = Value),
-    (status = 503, description = "The engine is not there yet", body = Value),
+    (status = 200, description = "The adapters; none without tiers", body = Adapters),
+    (status = 503, description = "The engine is not there yet", body = DetailBody),
 ))]
-pub(super) async fn adapters(api: State) -> Result<Json<Value>, ApiError> {
+pub(super) async fn adapters(api: State) -> Result<Answer<Adapters>, ApiError> {
     let l2 = engine(&api)?.l2();
     let adapters = l2.iter().flat_map(|l2| l2.tiers()).enumerate();
-    let adapters = adapters.map(|(index, tier)| {
-        json!({
-            "index": index, "type_name": tier.adapter().kind(), "name": tier.name(), "tier": "l2",
-            "primary": index == 0, "reconfigurable": false,
-        })
+    let adapters = adapters.map(|(index, tier)| AdapterEntry {
+        index,
+        type_name: tier.adapter().kind(),
+        name: tier.name().to_owned(),
+        tier: "l2",
+        primary: index == 0,
+        reconfigurable: false,
     });
-    Ok(Json(json!({ "adapters": adapters.collect::<Vec<_>>() })))
+    Ok(Answer(Adapters {
+        adapters: adapters.collect(),
+    }))
+}
+
+/// A page of the objects of a tier.
+#[derive(Serialize, ToSchema)]
+pub(super) struct ObjectPage {
+    /// Type of the tier, or `l1`.
+    adapter: &'static str,
+    /// Name of the tier, or `l1`.
+    name: String,
+    /// Whether other servers use the tier too.
+    shared: bool,
+    /// The objects.
+    entries: Vec<ObjectEntry>,
+    /// Token of the next page; `null` at the end.
+    next_page_token: Option<String>,
+}
+
+/// An object.
+#[derive(Serialize, ToSchema)]
+struct ObjectEntry {
+    /// Its key.
+    #[schema(value_type = Key)]
+    key: EncodedObjectKey,
+    /// Its size there, bytes.
+    size_bytes: u64,
+    /// Its readers; only in L1.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    leases: Option<u32>,
+    /// Its last use or write as far as the tier knows, seconds since 1970; only below L1.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    used_at: Option<u64>,
 }
 
 /// The objects of one tier or of L1, some at a time, in no particular order.
@@ -79,18 +135,18 @@ pub(super) async fn adapters(api: State) -> Result<Json<Value>, ApiError> {
         ("page_token" = Option<String>, Query, description = "`next_page_token` of the answer before"),
     ),
     responses(
-        (status = 200, description = "A page, which may have fewer objects than asked for and yet a next one", body = Value),
-        (status = 400, description = "That tier cannot be listed, or the token is none of ours", body = Value),
-        (status = 404, description = "There is no such adapter", body = Value),
-        (status = 422, description = "A parameter is not allowed", body = Value),
-        (status = 503, description = "There are no adapters, or the adapter cannot be listed", body = Value),
+        (status = 200, description = "A page, which may have fewer objects than asked for and yet a next one", body = ObjectPage),
+        (status = 400, description = "That tier cannot be listed, or the token is not of this listing", body = DetailBody),
+        (status = 404, description = "There is no such adapter", body = DetailBody),
+        (status = 422, description = "A parameter is not allowed", body = InvalidBody),
+        (status = 503, description = "There are no adapters, or the adapter cannot be listed", body = DetailBody),
     ))]
 pub(super) async fn list(
     api: State,
     extract::Query(query): extract::Query<HashMap<String, String>>,
-) -> Result<Json<Value>, ApiError> {
-    let query = Query::from(query);
-    let tier = query.one_of("tier", &TIERS, "l2")?;
+) -> Result<Answer<ObjectPage>, ApiError> {
+    let query = Query(query);
+    let tier = query.one_of("tier", &TierName::ALL, "l2")?;
     let most = query.int("page_size", 1..=5000, 500)?;
     let most = usize::try_from(most).unwrap_or_default();
     let engine = Arc::clone(engine(&api)?);
@@ -99,7 +155,7 @@ pub(super) async fn list(
     match tier {
         "l1" => {
             let from = token.map(|token| read_token(L1, token)).transpose()?;
-            apart(move || list_l1(&engine, from, model.as_deref(), most)).await?
+            run_blocking(move || list_l1(&engine, from, model.as_deref(), most)).await?
         }
         "l2" => {
             let l2 = tiers(&engine)?;
@@ -115,7 +171,7 @@ pub(super) async fn list(
             format!("tier '{tier}' not supported; only 'l2' and 'l1'"),
         )),
     }
-    .map(Json)
+    .map(Answer)
 }
 
 fn list_l1(
@@ -123,7 +179,7 @@ fn list_l1(
     from: Option<Cursor>,
     model: Option<&str>,
     most: usize,
-) -> Result<Value, ApiError> {
+) -> Result<ObjectPage, ApiError> {
     let from = match from.and_then(|from| from.position) {
         Some(position) => position.parse().map_err(|_| bad_token(&position))?,
         None => 0,
@@ -137,16 +193,24 @@ fn list_l1(
             object_group_id: object.namespace.object_group_id(),
             cache_salt: object.namespace.cache_salt().to_string(),
         };
-        json!({ "key": key, "size_bytes": object.bytes, "leases": object.leases })
+        ObjectEntry {
+            key,
+            size_bytes: object.bytes,
+            leases: Some(object.leases),
+            used_at: None,
+        }
     });
     let next = next.map(|next| Cursor {
         position: Some(next.to_string()),
         after: None,
     });
-    Ok(json!({
-        "adapter": L1, "name": L1, "shared": false, "entries": entries.collect::<Vec<_>>(),
-        "next_page_token": next.map(|next| token(L1, &next)),
-    }))
+    Ok(ObjectPage {
+        adapter: L1,
+        name: L1.to_owned(),
+        shared: false,
+        entries: entries.collect(),
+        next_page_token: next.map(|next| token(L1, &next)),
+    })
 }
 
 async fn list_tier(
@@ -156,7 +220,7 @@ async fn list_tier(
     from: Option<Cursor>,
     model: Option<String>,
     most: usize,
-) -> Result<Value, ApiError> {
+) -> Result<ObjectPage, ApiError> {
     let kind = tier.adapter().kind();
     if !tier.adapter().capabilities().list {
         let text = format!("L2 adapter '{kind}' does not support listing: it keeps no names");
@@ -173,17 +237,20 @@ async fn list_tier(
                 format!("L2 adapter '{}' cannot be listed: {error}", tier.name()),
             ),
         })?;
-    let entries = page.objects.iter().map(|object| {
-        let key = EncodedObjectKey::from(object.key.text());
-        json!({ "key": key, "size_bytes": object.bytes, "used_at": object.used_at })
+    let entries = page.objects.iter().map(|object| ObjectEntry {
+        key: EncodedObjectKey::from(object.key.text()),
+        size_bytes: object.bytes,
+        leases: None,
+        used_at: Some(object.used_at),
     });
-    Ok(json!({
-        "adapter": kind,
-        "name": tier.name(),
-        "shared": l2.config().adapters.get(number).is_some_and(|adapter| adapter.shared),
-        "entries": entries.collect::<Vec<_>>(),
-        "next_page_token": page.next.map(|next| token(tier.name(), &next)),
-    }))
+    let config = l2.config().adapters.get(number);
+    Ok(ObjectPage {
+        adapter: kind,
+        name: tier.name().to_owned(),
+        shared: config.is_some_and(|adapter| adapter.shared),
+        entries: entries.collect(),
+        next_page_token: page.next.map(|next| token(tier.name(), &next)),
+    })
 }
 
 /// Where a listing goes on, as a text for its client.
@@ -205,125 +272,150 @@ fn bad_token(what: &str) -> ApiError {
     detail(StatusCode::BAD_REQUEST, text)
 }
 
-/// Takes objects away, from L1, from the tiers or from both.
+/// Objects to delete.
+#[derive(Deserialize, ToSchema)]
+struct Deletion {
+    /// At most 10,000 keys.
+    #[schema(value_type = Vec<Key>)]
+    keys: Vec<Object<Key>>,
+    /// `l1`, `l2` (default) or `all`.
+    #[serde(default = "TierName::l2")]
+    #[schema(value_type = Option<String>)]
+    tier: TierName,
+    /// Whether objects that are being read are deleted too; `false` by default.
+    force: Option<bool>,
+    /// Type or name of the tier; every tier by default.
+    adapter: Option<String>,
+}
+
+/// Key of an object, as `GET /cache/objects` has it.
+#[derive(Deserialize, ToSchema)]
+struct Key {
+    /// Hash of the chunk in hexadecimal digits.
+    chunk_hash_hex: String,
+    /// The model.
+    model_name: String,
+    /// World size and rank, packed.
+    #[schema(minimum = 0)]
+    kv_rank: i64,
+    /// The object group; 0 by default.
+    object_group_id: Option<i64>,
+    /// The tenant; none by default.
+    cache_salt: Option<String>,
+}
+
+impl Key {
+    /// The key of one of our objects; `None` for a hash of another length, since no object has it.
+    fn decode(self) -> Result<Option<ObjectKey>, String> {
+        let (rank, group) = (self.kv_rank, self.object_group_id.unwrap_or(0));
+        let most = u32::MAX;
+        let key = ForeignKey::try_from(EncodedObjectKey {
+            chunk_hash_hex: self.chunk_hash_hex,
+            model_name: self.model_name,
+            kv_rank: u64::try_from(rank)
+                .map_err(|_| format!("kv_rank must be at least 0 (got {rank})"))?,
+            object_group_id: u32::try_from(group).map_err(|_| {
+                format!("object_group_id must be between 0 and {most} (got {group})")
+            })?,
+            cache_salt: self.cache_salt.unwrap_or_default(),
+        });
+        let key = key.map_err(|error| error.to_string())?;
+        Ok(ObjectKey::try_from(key).ok())
+    }
+}
+
+/// Result of a deletion.
+#[derive(Default, Serialize, ToSchema)]
+pub(super) struct Outcome {
+    /// Objects that were there and were removed, once per tier.
+    deleted: usize,
+    /// Objects that stayed because they are being read.
+    skipped: usize,
+    /// Whether no tier failed.
+    ok: bool,
+    /// The same by tier.
+    by_tier: BTreeMap<String, TierOutcome>,
+    /// The first failure.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<String>,
+}
+
+/// Result of a deletion in one tier.
+#[derive(Default, Serialize, ToSchema)]
+struct TierOutcome {
+    /// Objects that were there and were removed.
+    deleted: usize,
+    /// Objects that stayed because they are being read.
+    skipped: usize,
+    /// Objects that the tier failed to delete.
+    failed: usize,
+}
+
+/// Deletes objects from L1, from the tiers or from both.
 ///
-/// Body: `{"keys": [key ...], "tier": "l2", "force": false, "adapter": null}`; a key as `GET /cache/objects` gives it.
-/// Without `adapter` every tier is meant.
-#[utoipa::path(delete, path = "/cache/objects", request_body = Value, responses(
-    (status = 200, description = "What went, what was kept because somebody reads it, and whether all tiers did their part", body = Value),
-    (status = 400, description = "A key that no object can have, or too many of them; nothing was deleted", body = Value),
-    (status = 404, description = "There is no such adapter", body = Value),
-    (status = 422, description = "Body of the wrong shape", body = Value),
-    (status = 503, description = "There are no adapters; nothing was deleted", body = Value),
+/// Without `adapter` they are deleted in every tier.
+#[utoipa::path(delete, path = "/cache/objects", request_body = Deletion, responses(
+    (status = 200, description = "Deleted, but for objects that are being read; a tier may have failed", body = Outcome),
+    (status = 400, description = "A key that no object can have, or too many of them; nothing was deleted", body = DetailBody),
+    (status = 404, description = "There is no such adapter", body = DetailBody),
+    (status = 422, description = "Body of the wrong shape", body = InvalidBody),
+    (status = 503, description = "There are no adapters; nothing was deleted", body = DetailBody),
 ))]
-pub(super) async fn delete(api: State, body: Payload) -> Result<Told, ApiError> {
+pub(super) async fn delete(api: State, body: Payload) -> Result<Audited<Outcome>, ApiError> {
     let engine = Arc::clone(engine(&api)?);
-    let request = body.read(Deletion::parse).await??;
+    let read = body.read(|bytes| {
+        let mut request: Deletion = required(bytes, PARSED)?;
+        let keys = keys(std::mem::take(&mut request.keys))?;
+        Ok::<_, ApiError>((request, Arc::new(keys)))
+    });
+    let (request, keys) = read.await??;
+    let (tier, force) = (request.tier.0, request.force.unwrap_or(false));
     // Before anything is deleted.
     let in_tiers: Vec<_> = match &request.adapter {
-        _ if request.tier == "l1" => Vec::new(),
+        _ if tier == "l1" => Vec::new(),
         None => (0..tiers(&engine)?.tiers().len()).collect(),
         Some(name) => vec![named(tiers(&engine)?, name)?],
     };
-    let (keys, force) = (Arc::new(request.keys), request.force);
     let mut outcome = Outcome::default();
-    if request.tier != "l2" {
+    if tier != "l2" {
         let (engine, keys) = (Arc::clone(&engine), Arc::clone(&keys));
-        let removed = apart(move || engine.admin().delete_objects(&keys, force)).await?;
-        outcome.count(L1, removed.objects, removed.kept, 0);
+        let removed = run_blocking(move || engine.admin().delete_objects(&keys, force)).await?;
+        let counts = TierOutcome {
+            deleted: removed.objects,
+            skipped: removed.kept,
+            failed: 0,
+        };
+        outcome.add(L1, counts);
     }
     for tier in in_tiers {
         outcome.delete(tiers(&engine)?, tier, &keys, force).await?;
     }
-    let answer = outcome.answer();
-    let did = format!(
-        "{} keys in {}, force {force}: {}",
-        keys.len(),
-        request.tier,
-        answer["by_tier"]
-    );
-    Ok(told(did, answer))
+    outcome.ok = outcome.error.is_none();
+    let by_tier = json!(outcome.by_tier);
+    let did = format!("{} keys in {tier}, force {force}: {by_tier}", keys.len());
+    Ok(audited(did, outcome))
 }
 
-/// What a client wants gone.
-struct Deletion {
-    keys: Vec<ObjectKey>,
-    tier: &'static str,
-    force: bool,
-    adapter: Option<String>,
-}
-
-impl Deletion {
-    fn parse(bytes: &[u8]) -> Result<Self, ApiError> {
-        let mut body = Body::required(bytes)?;
-        let tier = body.one_of("tier", &TIERS, "l2")?;
-        let force = body.bool("force", false)?;
-        let adapter = body.optional_text("adapter")?.map(str::to_owned);
-        let keys = body.objects("keys", |keys| match keys {
-            0..=MAX_KEYS => Ok(()),
-            keys => Err(detail(
-                StatusCode::BAD_REQUEST,
-                format!("too many keys in a single request (limit={MAX_KEYS}, got={keys})"),
-            )),
-        })?;
-        let key = |(index, body): (usize, &Body)| {
-            let refuse =
-                |error: String| detail(StatusCode::BAD_REQUEST, format!("keys[{index}]: {error}"));
-            let key = ForeignKey::try_from(read_key(body, refuse)?)
-                .map_err(|error| refuse(error.to_string()))?;
-            // A hash of another length is that of no object of ours, so there is nothing to delete.
-            Ok(ObjectKey::try_from(key).ok())
-        };
-        let keys: Result<Vec<_>, ApiError> = keys.iter().enumerate().map(key).collect();
-        Ok(Self {
-            keys: keys?.into_iter().flatten().collect(),
-            tier,
-            force,
-            adapter,
-        })
+/// Checks and decodes the keys of a deletion.
+fn keys(keys: Vec<Object<Key>>) -> Result<Vec<ObjectKey>, ApiError> {
+    let bad = |text| detail(StatusCode::BAD_REQUEST, text);
+    if keys.len() > MAX_KEYS {
+        let got = keys.len();
+        let text = format!("too many keys in a single request (limit={MAX_KEYS}, got={got})");
+        return Err(bad(text));
     }
-}
-
-fn read_key(
-    body: &Body,
-    refuse: impl Fn(String) -> ApiError,
-) -> Result<EncodedObjectKey, ApiError> {
-    let chunk_hash_hex = body.text("chunk_hash_hex")?.to_owned();
-    let model_name = body.text("model_name")?.to_owned();
-    let (rank, group) = (
-        body.required_int("kv_rank")?,
-        body.int("object_group_id", 0)?,
-    );
-    let cache_salt = body.optional_text("cache_salt")?.unwrap_or_default();
-    Ok(EncodedObjectKey {
-        chunk_hash_hex,
-        model_name,
-        kv_rank: u64::try_from(rank)
-            .map_err(|_| refuse(format!("kv_rank must be at least 0 (got {rank})")))?,
-        object_group_id: u32::try_from(group).map_err(|_| {
-            let most = u32::MAX;
-            refuse(format!(
-                "object_group_id must be between 0 and {most} (got {group})"
-            ))
-        })?,
-        cache_salt: cache_salt.to_owned(),
-    })
-}
-
-/// What came of a deletion.
-#[derive(Default)]
-struct Outcome {
-    deleted: usize,
-    skipped: usize,
-    by_tier: Map<String, Value>,
-    error: Option<String>,
+    let keys = keys.into_iter().enumerate().map(|(index, Object(key))| {
+        let key = key.decode();
+        key.map_err(|error| bad(format!("keys[{index}]: {error}")))
+    });
+    let keys: Vec<_> = keys.collect::<Result<_, _>>()?;
+    Ok(keys.into_iter().flatten().collect())
 }
 
 impl Outcome {
-    fn count(&mut self, name: &str, deleted: usize, skipped: usize, failed: usize) {
-        self.deleted += deleted;
-        self.skipped += skipped;
-        let counts = json!({ "deleted": deleted, "skipped": skipped, "failed": failed });
+    fn add(&mut self, name: &str, counts: TierOutcome) {
+        self.deleted += counts.deleted;
+        self.skipped += counts.skipped;
         self.by_tier.insert(name.to_owned(), counts);
     }
 
@@ -334,7 +426,7 @@ impl Outcome {
         keys: &[ObjectKey],
         force: bool,
     ) -> Result<(), ApiError> {
-        let (mut deleted, mut skipped, mut failed) = (0, 0, 0);
+        let mut counts = TierOutcome::default();
         let tier = &l2.tiers()[number];
         for slice in keys.chunks(DELETE_SLICE) {
             let results = l2.delete(number, slice.to_vec(), force).await;
@@ -342,28 +434,18 @@ impl Outcome {
                 .map_err(|error| detail(StatusCode::INTERNAL_SERVER_ERROR, error.to_string()))?
             {
                 match result {
-                    Ok(Deleted::Removed) => deleted += 1,
-                    Ok(Deleted::Kept) => skipped += 1,
+                    Ok(Deleted::Removed) => counts.deleted += 1,
+                    Ok(Deleted::Kept) => counts.skipped += 1,
                     Ok(Deleted::Absent) => {}
                     Err(error) => {
-                        failed += 1;
+                        counts.failed += 1;
                         let text = || format!("{}: {error}", tier.name());
                         self.error.get_or_insert_with(text);
                     }
                 }
             }
         }
-        self.count(tier.name(), deleted, skipped, failed);
+        self.add(tier.name(), counts);
         Ok(())
-    }
-
-    fn answer(self) -> Value {
-        let mut answer = json!({
-            "deleted": self.deleted, "skipped": self.skipped, "ok": self.error.is_none(), "by_tier": self.by_tier,
-        });
-        if let Some(error) = self.error {
-            answer["error"] = error.into();
-        }
-        answer
     }
 }

@@ -20,7 +20,7 @@ use tokio::sync::Semaphore;
 use tokio::task::yield_now;
 use tokio::time::timeout;
 
-use super::{Api, ApiError, BODY_LIMIT, apart};
+use super::{Api, ApiError, BODY_LIMIT, detail, run_blocking};
 use crate::budget::{Budget, Charge};
 
 /// Bytes of all large bodies together.
@@ -73,7 +73,7 @@ impl<const LIMIT: usize> Payload<LIMIT> {
             true => Arc::clone(&self.bodies.turn).acquire_owned().await.ok(),
             false => None,
         };
-        apart(move || {
+        run_blocking(move || {
             // Also of a request whose client has disconnected.
             let _turn = turn;
             read(&self.bytes)
@@ -85,10 +85,8 @@ impl<const LIMIT: usize> Payload<LIMIT> {
         check_len::<LIMIT>(body.size_hint().lower())?;
         while let Some(frame) = next(body).await {
             let frame = frame.map_err(|error| {
-                ApiError::Detail(
-                    StatusCode::BAD_REQUEST,
-                    format!("the body was not received: {error}"),
-                )
+                let text = format!("the body was not received: {error}");
+                detail(StatusCode::BAD_REQUEST, text)
             })?;
             if let Some(data) = frame.data_ref() {
                 self.push(data)?;
@@ -110,7 +108,7 @@ impl<const LIMIT: usize> Payload<LIMIT> {
                     let text = format!(
                         "too many request bodies are being received (at most {most} MiB together); try again"
                     );
-                    ApiError::Detail(StatusCode::SERVICE_UNAVAILABLE, text)
+                    detail(StatusCode::SERVICE_UNAVAILABLE, text)
                 })?;
                 self.charges.push(charge);
             }
@@ -161,16 +159,12 @@ async fn next(body: &mut Body) -> Option<Result<Frame<Bytes>, axum::Error>> {
 }
 
 fn check_len<const LIMIT: usize>(len: u64) -> Result<(), ApiError> {
-    match len > LIMIT as u64 {
-        false => Ok(()),
-        true => Err(ApiError::Detail(
-            StatusCode::PAYLOAD_TOO_LARGE,
-            format!(
-                "the body has more than {} MiB, the most that is allowed here",
-                LIMIT >> 20
-            ),
-        )),
+    if len <= LIMIT as u64 {
+        return Ok(());
     }
+    let most = LIMIT >> 20;
+    let text = format!("the body has more than {most} MiB, the most that is allowed here");
+    Err(detail(StatusCode::PAYLOAD_TOO_LARGE, text))
 }
 
 #[cfg(test)]

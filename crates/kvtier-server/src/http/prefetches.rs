@@ -1,14 +1,14 @@
 //! Routes that load a prompt from the tiers into L1 before an engine asks for it.
 
-use axum::Json;
 use axum::extract::Path;
 use axum::http::StatusCode;
-use serde_json::{Value, json};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
 
-use super::audit::{Told, hidden, told};
-use super::body::Body;
+use super::audit::{Audited, audited, hidden};
+use super::body::{TierName, required};
 use super::payload::Payload;
-use super::{ApiError, State, TIERS, engine};
+use super::{Answer, ApiError, DetailBody, InvalidBody, State, detail, engine};
 use kvtier_engine::{Engine, PrefetchError, PrefetchJob};
 
 /// Largest body: as many tokens as are allowed, of ten digits each, with space for commas and blanks.
@@ -17,47 +17,78 @@ const BODY_LIMIT: usize = 16 << 20;
 /// Bytes that they may take parsed.
 const PARSED: usize = 48 << 20;
 
+/// A prompt to load.
+#[derive(Deserialize, ToSchema)]
+struct PrefetchRequest {
+    /// Its model.
+    model_name: String,
+    /// Workers of the engine.
+    world_size: i64,
+    /// The prompt; at most 1,000,000 token ids.
+    token_ids: Vec<u32>,
+    /// The tenant; none by default.
+    cache_salt: Option<String>,
+    /// Only `l2`.
+    #[serde(default = "TierName::l2")]
+    #[schema(value_type = Option<String>)]
+    source_tier: TierName,
+    /// Only `l1`.
+    #[serde(default = "TierName::l1")]
+    #[schema(value_type = Option<String>)]
+    target_tier: TierName,
+}
+
+/// A submitted prefetch.
+#[derive(Serialize, ToSchema)]
+pub(super) struct Submitted {
+    /// Its id for `GET /cache/prefetches/{request_id}`; absent if there is nothing to do.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    request_id: Option<String>,
+    /// Chunks of the prompt.
+    chunks: usize,
+    /// `submitted`, or `noop` for less than a chunk.
+    status: &'static str,
+}
+
 /// Begins to load what the tiers have of a prompt into L1, for all ranks and object groups of a model.
 ///
-/// Body: `{"model_name": str, "world_size": int, "token_ids": [int], "cache_salt": "", "source_tier": "l2", "target_tier":
-/// "l1"}`. Nothing stays leased: what is loaded may be evicted like everything else.
-#[utoipa::path(post, path = "/cache/prefetches", request_body = Value, responses(
-    (status = 202, description = "Begun, or nothing to do because there is no whole chunk", body = Value),
-    (status = 400, description = "A value is not allowed", body = Value),
-    (status = 422, description = "Body of the wrong shape", body = Value),
-    (status = 429, description = "Too many are under way", body = Value),
-    (status = 503, description = "No worker is registered for the model, or there are no adapters", body = Value),
+/// Nothing stays leased: loaded objects may be evicted like all others.
+#[utoipa::path(post, path = "/cache/prefetches", request_body = PrefetchRequest, responses(
+    (status = 202, description = "Begun, or nothing to do because there is no whole chunk", body = Submitted),
+    (status = 400, description = "A value is not allowed", body = DetailBody),
+    (status = 422, description = "Body of the wrong shape", body = InvalidBody),
+    (status = 429, description = "Too many are pending", body = DetailBody),
+    (status = 503, description = "No worker is registered for the model, or there are no adapters", body = DetailBody),
 ))]
 pub(super) async fn submit(
     api: State,
     body: Payload<BODY_LIMIT>,
-) -> Result<(StatusCode, Told), ApiError> {
+) -> Result<(StatusCode, Audited<Submitted>), ApiError> {
     let engine = std::sync::Arc::clone(engine(&api)?);
     let (begun, what) = body.read(move |bytes| begin(&engine, bytes)).await??;
-    let answer = match begun {
-        None => json!({ "chunks": 0, "status": "noop" }),
-        Some((request_id, chunks)) => {
-            json!({ "request_id": request_id, "chunks": chunks, "status": "submitted" })
-        }
+    let (status, request_id, chunks) = match begun {
+        None => ("noop", None, 0),
+        Some((request_id, chunks)) => ("submitted", Some(request_id), chunks),
     };
-    let did = format!("{what}: {}", answer["status"]);
-    Ok((StatusCode::ACCEPTED, told(did, answer)))
+    let answer = Submitted {
+        request_id,
+        chunks,
+        status,
+    };
+    let did = format!("{what}: {status:?}");
+    Ok((StatusCode::ACCEPTED, audited(did, answer)))
 }
 
-/// The request, unless there is nothing to do, and what it is about.
+/// Begins the prefetch of a body; returns its id and chunks unless there is nothing to do, and its description for the log.
 fn begin(engine: &Engine, bytes: &[u8]) -> Result<(Option<(String, usize)>, String), ApiError> {
-    let body = Body::required_within(bytes, PARSED)?;
-    let model_name = body.text("model_name")?;
-    let world_size = body.required_int("world_size")?;
-    let token_ids = body.token_ids("token_ids")?;
-    let cache_salt = body.optional_text("cache_salt")?.unwrap_or_default();
-    let source = body.one_of("source_tier", &TIERS, "l2")?;
-    let target = body.one_of("target_tier", &TIERS, "l1")?;
+    let request: PrefetchRequest = required(bytes, PARSED)?;
+    let (model_name, token_ids) = (&request.model_name, &request.token_ids);
+    let cache_salt = request.cache_salt.as_deref().unwrap_or_default();
+    let (source, target) = (request.source_tier.0, request.target_tier.0);
     if (source, target) != ("l2", "l1") {
-        return Err(ApiError::Detail(
-            StatusCode::BAD_REQUEST,
-            format!("unsupported prefetch direction '{source}'->'{target}'; only 'l2'->'l1'"),
-        ));
+        let text =
+            format!("unsupported prefetch direction '{source}'->'{target}'; only 'l2'->'l1'");
+        return Err(detail(StatusCode::BAD_REQUEST, text));
     }
     let what = format!(
         "{} tokens, model {model_name:?}, salt {}",
@@ -65,7 +96,7 @@ fn begin(engine: &Engine, bytes: &[u8]) -> Result<(Option<(String, usize)>, Stri
         hidden(cache_salt)
     );
     let admin = engine.admin();
-    let begun = admin.start_prefetch(model_name, world_size, cache_salt, &token_ids);
+    let begun = admin.start_prefetch(model_name, request.world_size, cache_salt, token_ids);
     begun.map(|begun| (begun, what)).map_err(|error| {
         let status = match error {
             PrefetchError::NoLayout { .. }
@@ -74,39 +105,72 @@ fn begin(engine: &Engine, bytes: &[u8]) -> Result<(Option<(String, usize)>, Stri
             PrefetchError::Key(_) | PrefetchError::TooManyTokens(_) => StatusCode::BAD_REQUEST,
             PrefetchError::TooManyPending => StatusCode::TOO_MANY_REQUESTS,
         };
-        ApiError::Detail(status, error.to_string())
+        detail(status, error.to_string())
     })
 }
 
-/// What came of a prefetch. May be asked for again for ten minutes after it was completed.
+/// State of a prefetch.
+#[derive(Serialize, ToSchema)]
+pub(super) struct Prefetch {
+    /// Its id.
+    request_id: String,
+    /// `pending` or `completed`.
+    status: &'static str,
+    /// Its result, once it is completed.
+    #[serde(flatten)]
+    result: Option<PrefetchResult>,
+}
+
+/// Result of a prefetch.
+#[derive(Serialize, ToSchema)]
+struct PrefetchResult {
+    /// Objects that a lookup of the prompt would find in L1.
+    found_keys: usize,
+    /// Objects of the whole prompt.
+    total_keys: usize,
+    /// Chunks of the prefix in L1.
+    chunks: usize,
+    /// Objects that were loaded.
+    loaded_keys: usize,
+}
+
+/// State of a prefetch. Available for ten minutes after its end.
 #[utoipa::path(get, path = "/cache/prefetches/{request_id}",
-    params(("request_id" = String, Path, description = "As `POST /cache/prefetches` gave it")),
+    params(("request_id" = String, Path, description = "`request_id` of the answer of `POST /cache/prefetches`")),
     responses(
-        (status = 200, description = "`pending`, or `completed` with what is in L1 now", body = Value),
-        (status = 404, description = "Never begun, or forgotten by now", body = Value),
-        (status = 503, description = "The engine is not there yet", body = Value),
+        (status = 200, description = "`pending`, or `completed` with what is in L1 now", body = Prefetch),
+        (status = 404, description = "Never begun, or forgotten by now", body = DetailBody),
+        (status = 503, description = "The engine is not there yet", body = DetailBody),
     ))]
 pub(super) async fn result(
     api: State,
     Path(request_id): Path<String>,
-) -> Result<Json<Value>, ApiError> {
-    match engine(&api)?.admin().prefetch_job(&request_id) {
-        None => Err(ApiError::Detail(
-            StatusCode::NOT_FOUND,
-            format!(
-                "unknown prefetch request_id='{request_id}' (already completed or never submitted)"
-            ),
-        )),
-        Some(PrefetchJob::Pending) => Ok(Json(
-            json!({ "request_id": request_id, "status": "pending" }),
-        )),
-        Some(PrefetchJob::Done(done)) => Ok(Json(json!({
-            "request_id": request_id,
-            "status": "completed",
-            "found_keys": done.found_keys,
-            "total_keys": done.total_keys,
-            "chunks": done.found_chunks,
-            "loaded_keys": done.loaded_keys,
-        }))),
-    }
+) -> Result<Answer<Prefetch>, ApiError> {
+    let unknown = || {
+        let text = format!(
+            "unknown prefetch request_id='{request_id}' (already completed or never submitted)"
+        );
+        detail(StatusCode::NOT_FOUND, text)
+    };
+    let state = engine(&api)?
+        .admin()
+        .prefetch_job(&request_id)
+        .ok_or_else(unknown)?;
+    let (status, result) = match state {
+        PrefetchJob::Pending => ("pending", None),
+        PrefetchJob::Done(done) => {
+            let result = PrefetchResult {
+                found_keys: done.found_keys,
+                total_keys: done.total_keys,
+                chunks: done.found_chunks,
+                loaded_keys: done.loaded_keys,
+            };
+            ("completed", Some(result))
+        }
+    };
+    Ok(Answer(Prefetch {
+        request_id,
+        status,
+        result,
+    }))
 }

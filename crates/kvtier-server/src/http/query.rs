@@ -1,4 +1,4 @@
-//! Query strings, refused in the shape LMCache's API refuses them.
+//! Query strings. What does not fit is refused in the shape of LMCache's API.
 
 use std::collections::HashMap;
 use std::ops::RangeInclusive;
@@ -6,19 +6,13 @@ use std::ops::RangeInclusive;
 use serde_json::{Value, json};
 
 use super::ApiError;
-use super::body::{not_one_of, out_of_range, schema};
+use super::body::{not_an_integer, not_one_of, out_of_range};
 
 /// The parameters of a request, read by name; unknown ones are ignored.
-pub(super) struct Query(HashMap<String, String>);
+pub(super) struct Query(pub HashMap<String, String>);
 
-impl From<HashMap<String, String>> for Query {
-    fn from(parameters: HashMap<String, String>) -> Self {
-        Self(parameters)
-    }
-}
-
-fn at(name: &str) -> [Value; 2] {
-    ["query".into(), name.into()]
+fn at(name: &str) -> Vec<Value> {
+    vec!["query".into(), name.into()]
 }
 
 impl Query {
@@ -38,21 +32,14 @@ impl Query {
             return Ok(default);
         };
         let input = json!(text);
-        match text.trim().parse() {
-            Err(_) => Err(schema(
-                "int_parsing",
-                &at(name),
-                "Input should be a valid integer, unable to parse string as an integer",
-                &input,
-            )),
-            Ok(number) if number < *allowed.start() => {
-                Err(out_of_range(&at(name), true, *allowed.start(), &input))
-            }
-            Ok(number) if number > *allowed.end() => {
-                Err(out_of_range(&at(name), false, *allowed.end(), &input))
-            }
-            Ok(number) => Ok(number),
+        let (least, most) = allowed.into_inner();
+        Err(match text.trim().parse() {
+            Err(_) => not_an_integer(at(name), &input),
+            Ok(number) if number < least => out_of_range(at(name), true, least, &input),
+            Ok(number) if number > most => out_of_range(at(name), false, most, &input),
+            Ok(number) => return Ok(number),
         }
+        .into())
     }
 
     /// One of `allowed`; absent is `default`.
@@ -66,6 +53,6 @@ impl Query {
             return Ok(default);
         };
         let found = allowed.iter().copied().find(|word| *word == text);
-        found.ok_or_else(|| not_one_of(&at(name), allowed, &json!(text)))
+        found.ok_or_else(|| not_one_of(at(name), allowed, &json!(text)).into())
     }
 }

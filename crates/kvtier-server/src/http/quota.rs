@@ -1,25 +1,29 @@
-//! Routes about what tenants may have: LMCache's, with more to tell and stricter about which tenants there can be.
+//! Routes about quotas of tenants: LMCache's, with more fields, and stricter about the names of tenants.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use axum::Json;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{self, OriginalUri, Path};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::any;
+use kvtier_api::{
+    Activity, NewQuota, NewTierQuota, QuotaChange, Tenant, TenantInTier, TenantPage, TierUsage,
+};
 use kvtier_core::cache::SaltUsage;
 use kvtier_core::object_key::check_cache_salt;
-use serde_json::{Map, Value, json};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use super::audit::{Told, told};
+use super::audit::{Audited, audited};
 use super::payload::Payload;
 use super::query::Query;
 use super::quota_body::{Wanted, clip, gib, parse_many};
-use super::{Api, ApiError, State, apart};
+use super::{
+    Answer, Api, ApiError, DetailBody, ErrorBody, InvalidBody, NO_ENGINE, State, detail, error,
+    run_blocking,
+};
 use kvtier_config::Limit;
 use kvtier_engine::Engine;
 use kvtier_error::ErrorKind;
@@ -46,16 +50,12 @@ pub(super) fn quota_routes() -> OpenApiRouter<Arc<Api>> {
     routes().nest("/api", routes())
 }
 
-fn error(status: StatusCode, text: impl Into<String>) -> ApiError {
-    ApiError::Error(status, text.into())
-}
-
 fn bad(text: impl Into<String>) -> ApiError {
     error(StatusCode::BAD_REQUEST, text)
 }
 
 fn engine(api: &State) -> Result<&Arc<Engine>, ApiError> {
-    let none = || error(StatusCode::SERVICE_UNAVAILABLE, "engine not initialized");
+    let none = || error(StatusCode::SERVICE_UNAVAILABLE, NO_ENGINE);
     api.engine.get().ok_or_else(none)
 }
 
@@ -64,7 +64,7 @@ fn salt(api: &State, path: Result<Path<String>, PathRejection>) -> Result<String
     let Path(name) = path.map_err(|_| bad("cache_salt: it is not UTF-8"))?;
     // LMCache has no route for it.
     if name.contains('/') {
-        return Err(ApiError::Detail(StatusCode::NOT_FOUND, "Not Found".into()));
+        return Err(detail(StatusCode::NOT_FOUND, "Not Found"));
     }
     tenant(engine(api)?, &name).map_err(bad)
 }
@@ -98,7 +98,7 @@ fn shown(salt: &str) -> &str {
 /// Makes changes, all or none; says how many of the entries were there before.
 async fn change(api: &State, changes: Changes, what: &'static str) -> Result<usize, ApiError> {
     let quotas = Arc::clone(engine(api)?.quotas());
-    let outcome = apart(move || {
+    let outcome = run_blocking(move || {
         let salts: Vec<_> = changes.iter().map(|(salt, _)| Arc::clone(salt)).collect();
         let outcome = quotas.change_all(changes);
         if outcome.is_ok() {
@@ -119,38 +119,43 @@ async fn change(api: &State, changes: Changes, what: &'static str) -> Result<usi
     })
 }
 
-/// An answer to a change, and what the audit line says of it. It tells what LMCache's does not have to: that a restart
-/// forgets the change.
-fn answer(api: &State, did: String, mut answer: Value) -> Result<Told, ApiError> {
+/// The answer to a change, with its audit line. Beyond LMCache's it reports a change that a restart loses, or that has no
+/// effect.
+fn changed(
+    api: &State,
+    did: String,
+    mut change: QuotaChange,
+) -> Result<Audited<QuotaChange>, ApiError> {
     let quotas = engine(api)?.quotas();
-    if !quotas.is_persistent() {
-        answer["persisted"] = json!(false);
-    }
-    if !quotas.places().iter().any(|place| place.isolates) {
-        answer["enforced"] = json!(false);
-    }
-    Ok(told(did, answer))
+    let is_enforced = quotas.places().iter().any(|place| place.isolates);
+    change.persisted = (!quotas.is_persistent()).then_some(false);
+    change.enforced = (!is_enforced).then_some(false);
+    Ok(audited(did, change))
 }
 
-/// Sets what many tenants may have, each in place of what it might have before: all of them, or none.
+/// Sets the quotas of many tenants, replacing the previous ones: all of them, or none.
 ///
-/// Body: what `GET /quota` answers, `{"users": {"alice": {"limit_gb": 1.5}}}`, with `reserved_gb` and `tiers` as for one
-/// tenant. Tenants that are not named keep what they have.
-#[utoipa::path(put, path = "/quota", request_body = Value, responses(
-    (status = 200, description = "Set, and how many", body = Value),
-    (status = 400, description = "What is not allowed, with the tenant and the key; nothing was changed", body = Value),
-    (status = 413, description = "The body is too large", body = String),
-    (status = 500, description = "The file could not be written; nothing was changed", body = Value),
-    (status = 503, description = "The engine is not there yet", body = Value),
+/// The body has the form of the answer of `GET /quota`: quotas by tenant in `users`. Fields that only a listing has are
+/// ignored, and so are tenants that do not exist. Tenants that are not named keep their quotas.
+#[utoipa::path(put, path = "/quota", request_body = HashMap<String, HashMap<String, NewQuota>>, responses(
+    (status = 200, description = "Set", body = QuotaChange),
+    (status = 400, description = "A value is not allowed; names the tenant and the key; nothing was changed", body = ErrorBody),
+    (status = 413, description = "The body is too large", body = DetailBody),
+    (status = 500, description = "The file could not be written; nothing was changed", body = ErrorBody),
+    (status = 503, description = "The engine is not there yet", body = ErrorBody),
 ))]
-async fn put_all(api: State, body: Payload<BODY_LIMIT>) -> Result<Told, ApiError> {
+async fn put_all(api: State, body: Payload<BODY_LIMIT>) -> Result<Audited<QuotaChange>, ApiError> {
     let engine = Arc::clone(engine(&api)?);
     let changes = body.read(move |bytes| changes(&engine, bytes));
     let changes = changes.await?.map_err(bad)?;
     let set = changes.len();
     change(&api, changes, "tenants' quotas were set").await?;
-    let did = format!("{set} quotas set");
-    answer(&api, did, json!({ "set": set, "status": "ok" }))
+    let answer = QuotaChange {
+        set: Some(set),
+        status: "ok".into(),
+        ..QuotaChange::default()
+    };
+    changed(&api, format!("{set} quotas set"), answer)
 }
 
 /// The changes of a body for many tenants.
@@ -172,22 +177,20 @@ fn changes(engine: &Engine, bytes: &[u8]) -> Result<Changes, String> {
     Ok(named.into_iter().map(some).collect())
 }
 
-/// Sets what a tenant may have, in place of what it might have before.
-///
-/// Body: `{"limit_gb": 1.5}`, GiB, or `"unlimited"`. Also `"reserved_gb"`, and `"tiers": {"fs-0": {"limit_gb": 10, "reserved_gb": 1}}`.
-#[utoipa::path(put, path = "/quota/{salt}", request_body = Value,
+/// Sets a tenant's quota, replacing the previous one.
+#[utoipa::path(put, path = "/quota/{salt}", request_body = NewQuota,
     params(("salt" = String, Path, description = "The cache salt; `_default` for requests without")),
     responses(
-        (status = 200, description = "Set", body = Value),
-        (status = 400, description = "No tenant can have this salt, or the body is not allowed", body = Value),
-        (status = 500, description = "The file could not be written; nothing was changed", body = Value),
-        (status = 503, description = "The engine is not there yet", body = Value),
+        (status = 200, description = "Set", body = QuotaChange),
+        (status = 400, description = "No tenant can have this salt, or the body is not allowed", body = ErrorBody),
+        (status = 500, description = "The file could not be written; nothing was changed", body = ErrorBody),
+        (status = 503, description = "The engine is not there yet", body = ErrorBody),
     ))]
 async fn put(
     api: State,
     path: Result<Path<String>, PathRejection>,
     body: Payload,
-) -> Result<Told, ApiError> {
+) -> Result<Audited<QuotaChange>, ApiError> {
     let salt = salt(&api, path)?;
     let engine = Arc::clone(engine(&api)?);
     let wanted = body.read(move |bytes| Wanted::parse(bytes, engine.quotas().places()));
@@ -196,57 +199,67 @@ async fn put(
         serde_json::to_string(&entry).map_or_else(|_| "set".into(), |set| format!("set to {set}"));
     let changes = vec![(salt.as_str().into(), Some(entry))];
     change(&api, changes, "a tenant's quota was set").await?;
-    let told = json!({ "cache_salt": shown(&salt), "limit_gb": limit_gb, "status": "ok" });
-    answer(&api, did, told)
+    let answer = QuotaChange {
+        cache_salt: Some(shown(&salt).to_owned()),
+        limit_gb: Some(limit_gb),
+        status: "ok".into(),
+        ..QuotaChange::default()
+    };
+    changed(&api, did, answer)
 }
 
-/// Takes away what a tenant was granted, so that the default holds.
+/// Removes a tenant's quota, so that the default applies.
 #[utoipa::path(delete, path = "/quota/{salt}",
     params(("salt" = String, Path, description = "The cache salt; `_default` for requests without")),
     responses(
-        (status = 200, description = "`removed`, or `not_found`", body = Value),
-        (status = 400, description = "No tenant can have this salt", body = Value),
-        (status = 500, description = "The file could not be written; nothing was changed", body = Value),
-        (status = 503, description = "The engine is not there yet", body = Value),
+        (status = 200, description = "`removed`, or `not_found`", body = QuotaChange),
+        (status = 400, description = "No tenant can have this salt", body = ErrorBody),
+        (status = 500, description = "The file could not be written; nothing was changed", body = ErrorBody),
+        (status = 503, description = "The engine is not there yet", body = ErrorBody),
     ))]
-async fn delete(api: State, path: Result<Path<String>, PathRejection>) -> Result<Told, ApiError> {
+async fn delete(
+    api: State,
+    path: Result<Path<String>, PathRejection>,
+) -> Result<Audited<QuotaChange>, ApiError> {
     let salt = salt(&api, path)?;
     let changes = vec![(salt.as_str().into(), None)];
     let status = match change(&api, changes, "a tenant's quota was removed").await? {
         0 => "not_found",
         _ => "removed",
     };
-    let told = json!({ "cache_salt": shown(&salt), "status": status });
-    answer(&api, status.to_owned(), told)
+    let answer = QuotaChange {
+        cache_salt: Some(shown(&salt).to_owned()),
+        status: status.to_owned(),
+        ..QuotaChange::default()
+    };
+    changed(&api, status.to_owned(), answer)
 }
 
-/// What a tenant has and may have, in all and in each tier. Any tenant that can be: `exists` says whether it has a quota.
+/// Usage and limits of any tenant that there can be; `exists` is whether it has a quota.
 #[utoipa::path(get, path = "/quota/{salt}",
     params(("salt" = String, Path, description = "The cache salt; `_default` for requests without")),
     responses(
-        (status = 200, description = "The tenant", body = Value),
-        (status = 400, description = "No tenant can have this salt", body = Value),
-        (status = 503, description = "The engine is not there yet", body = Value),
+        (status = 200, description = "The tenant", body = Tenant),
+        (status = 400, description = "No tenant can have this salt", body = ErrorBody),
+        (status = 503, description = "The engine is not there yet", body = ErrorBody),
     ))]
 async fn get(
     api: State,
     path: Result<Path<String>, PathRejection>,
-) -> Result<Json<Value>, ApiError> {
+) -> Result<Answer<Tenant>, ApiError> {
     let salt = salt(&api, path)?;
     let quotas = Arc::clone(engine(&api)?.quotas());
-    let told = apart(move || {
-        let look = quotas.look();
-        let mut told = whole(&look, &salt);
-        told.insert("cache_salt".into(), json!(shown(&salt)));
-        told.insert("persisted".into(), json!(quotas.is_persistent()));
-        Value::Object(told)
+    let tenant = run_blocking(move || Tenant {
+        cache_salt: Some(shown(&salt).to_owned()),
+        persisted: Some(quotas.is_persistent()),
+        ..whole(&quotas.look(), &salt)
     });
-    Ok(Json(told.await?))
+    tenant.await.map(Answer)
 }
 
 /// The tenants that have a quota.
 ///
-/// Without parameters as LMCache answers, all of them. Pages tell of each tenant what `GET /quota/{salt}` tells.
+/// Without parameters as LMCache answers, all of them. Pages have all fields of `GET /quota/{salt}` for each tenant.
 #[utoipa::path(get, path = "/quota",
     params(
         ("page_size" = Option<i64>, Query, description = "Most tenants of the answer, 1 to 5000; without, all"),
@@ -254,16 +267,16 @@ async fn get(
         ("all" = Option<bool>, Query, description = "`true`: also tenants that have objects and no quota; `false` by default"),
     ),
     responses(
-        (status = 200, description = "The tenants", body = Value),
-        (status = 400, description = "The token is none of ours", body = Value),
-        (status = 422, description = "A parameter is not allowed", body = Value),
-        (status = 503, description = "The engine is not there yet", body = Value),
+        (status = 200, description = "The tenants", body = TenantPage),
+        (status = 400, description = "The token is not of this listing", body = ErrorBody),
+        (status = 422, description = "A parameter is not allowed", body = InvalidBody),
+        (status = 503, description = "The engine is not there yet", body = ErrorBody),
     ))]
 async fn list(
     api: State,
     extract::Query(query): extract::Query<HashMap<String, String>>,
-) -> Result<Json<Value>, ApiError> {
-    let query = Query::from(query);
+) -> Result<Answer<TenantPage>, ApiError> {
+    let query = Query(query);
     let page_size = match query.text("page_size") {
         None => None,
         Some(_) => usize::try_from(query.int("page_size", 1..=5000, 0)?).ok(),
@@ -271,7 +284,7 @@ async fn list(
     let behind = query.text("page_token").map(read_token).transpose()?;
     let all = query.one_of("all", &["true", "false"], "false")? == "true";
     let quotas = Arc::clone(engine(&api)?.quotas());
-    let told = apart(move || {
+    let page = run_blocking(move || {
         let look = quotas.look();
         let behind = behind.as_deref();
         match all {
@@ -284,7 +297,7 @@ async fn list(
             }
         }
     });
-    Ok(Json(told.await?))
+    page.await.map(Answer)
 }
 
 /// `page_size` of these tenants, in full; without a size all of them, in brief.
@@ -292,22 +305,24 @@ fn page<'a>(
     look: &Look<'_>,
     mut salts: impl Iterator<Item = &'a Arc<str>>,
     page_size: Option<usize>,
-) -> Value {
-    let tell = match page_size {
+) -> TenantPage {
+    let tenant = match page_size {
         None => brief,
         Some(_) => whole,
     };
-    let (mut users, mut last) = (Map::new(), None);
+    let (mut users, mut last) = (BTreeMap::new(), None);
     for salt in salts.by_ref().take(page_size.unwrap_or(usize::MAX)) {
-        users.insert(shown(salt).to_owned(), Value::Object(tell(look, salt)));
+        users.insert(shown(salt).to_owned(), tenant(look, salt));
         last = Some(salt);
     }
-    let mut told = json!({ "users": users });
-    if page_size.is_some() {
+    let next_page_token = page_size.map(|_| {
         let last = salts.next().and(last);
-        told["next_page_token"] = json!(last.map(|salt| token(salt)));
+        last.map(|salt| token(salt))
+    });
+    TenantPage {
+        users,
+        next_page_token,
     }
-    told
 }
 
 fn token(salt: &str) -> String {
@@ -319,103 +334,93 @@ fn read_token(token: &str) -> Result<String, ApiError> {
         .strip_prefix('s')
         .and_then(|hex| hex::decode(hex).ok());
     salt.and_then(|salt| String::from_utf8(salt).ok())
-        .ok_or_else(|| bad("page_token: it is none that this listing gave"))
+        .ok_or_else(|| bad("page_token: it is not of this listing"))
 }
 
-/// LMCache's part, with what all tiers below L1 have of a tenant together.
-fn brief(look: &Look<'_>, salt: &str) -> Map<String, Value> {
+/// LMCache's fields, with the usage of all tiers below L1 together.
+fn brief(look: &Look<'_>, salt: &str) -> Tenant {
     let tiers = look.tenant(salt);
-    let mut told = head(look, salt, &tiers);
-    let own = |tier: &InTier<'_>| {
-        let own = own(look, salt, tier);
-        (!own.is_empty()).then(|| (tier.place.name.to_string(), Value::Object(own)))
-    };
-    let own: Map<_, _> = tiers.iter().filter_map(own).collect();
-    if !own.is_empty() {
-        told.insert("tiers".into(), Value::Object(own));
+    let own = tiers.iter().filter_map(|tier| {
+        let own = own(look, salt, tier)?;
+        Some((
+            tier.place.name.to_string(),
+            TenantInTier { own, usage: None },
+        ))
+    });
+    Tenant {
+        tiers: own.collect(),
+        // Without it the limit of 0 would be mistaken for one.
+        exists: look.table().get(salt).is_none().then_some(false),
+        ..head(look, salt, &tiers)
     }
-    // Or its limit of 0 would be taken for one.
-    if look.table().get(salt).is_none() {
-        told.insert("exists".into(), json!(false));
-    }
-    told
 }
 
-/// What a tenant was granted for one tier alone, as it is set.
-fn own(look: &Look<'_>, salt: &str, tier: &InTier<'_>) -> Map<String, Value> {
-    let entry = look.table().get(salt);
-    let own = entry.and_then(|entry| entry.tiers.get(&*tier.place.name));
-    let Some(own) = own else { return Map::new() };
-    let limit = own.limit.map(|limit| ("limit_gb".into(), limit_gb(limit)));
-    let reserved = own
-        .reserved
-        .map(|bytes| ("reserved_gb".into(), json!(gib(bytes))));
-    limit.into_iter().chain(reserved).collect()
+/// The quota of a tenant for one tier alone, as it is set.
+fn own(look: &Look<'_>, salt: &str, tier: &InTier<'_>) -> Option<NewTierQuota> {
+    let own = look.table().get(salt)?.tiers.get(&*tier.place.name)?;
+    Some(NewTierQuota {
+        limit_gb: own.limit.map(limit_gb),
+        reserved_gb: own.reserved.map(gib),
+    })
 }
 
-fn limit_gb(limit: Limit) -> Value {
-    limit
-        .0
-        .map_or_else(|| json!("unlimited"), |bytes| json!(gib(bytes)))
+fn limit_gb(limit: Limit) -> kvtier_api::Limit {
+    kvtier_api::Limit::new(limit.0.map(gib))
 }
 
-fn head(look: &Look<'_>, salt: &str, tiers: &[InTier<'_>]) -> Map<String, Value> {
+fn head(look: &Look<'_>, salt: &str, tiers: &[InTier<'_>]) -> Tenant {
     let entry = look.table().get(salt);
     let below: u64 = tiers.iter().skip(1).map(|tier| tier.bytes).sum();
-    let limit = entry.map_or_else(|| json!(0.0), |entry| limit_gb(entry.limit));
-    let mut told = Map::from_iter([
-        ("limit_gb".to_owned(), limit),
-        ("current_usage_gb".to_owned(), json!(gib(below))),
-    ]);
-    // So that what a listing has can be set again.
-    if let Some(entry) = entry.filter(|entry| entry.reserved > 0) {
-        told.insert("reserved_gb".into(), json!(gib(entry.reserved)));
+    // So that the entries of a listing can be set again.
+    let reserved = entry.map_or(0, |entry| entry.reserved);
+    Tenant {
+        limit_gb: entry.map_or_else(Default::default, |entry| limit_gb(entry.limit)),
+        current_usage_gb: gib(below),
+        reserved_gb: (reserved > 0).then(|| gib(reserved)),
+        ..Tenant::default()
     }
-    told
 }
 
-/// All there is to tell of a tenant.
-fn whole(look: &Look<'_>, salt: &str) -> Map<String, Value> {
+/// All fields of a tenant.
+fn whole(look: &Look<'_>, salt: &str) -> Tenant {
     let tiers = look.tenant(salt);
-    let mut told = head(look, salt, &tiers);
-    let entry = look.table().get(salt);
-    told.insert("exists".into(), json!(entry.is_some()));
-    let (mut by_tier, mut requested, mut hit) = (Map::new(), 0, 0);
-    for tier in &tiers {
-        let usage = tier.usage.as_ref();
-        requested += usage.map_or(0, |usage| usage.requested_chunks_total);
-        hit += usage.map_or(0, |usage| usage.hit_chunks_total);
-        let mut here = own(look, salt, tier);
-        here.extend(in_tier(tier));
-        by_tier.insert(tier.place.name.to_string(), Value::Object(here));
+    let sum = |count: fn(&SaltUsage) -> u64| {
+        let usages = tiers.iter().filter_map(|tier| tier.usage.as_ref());
+        usages.map(count).sum()
+    };
+    let requested_chunks: u64 = sum(|usage| usage.requested_chunks_total);
+    let hit_chunks: u64 = sum(|usage| usage.hit_chunks_total);
+    let by_tier = tiers.iter().map(|tier| {
+        let own = own(look, salt, tier).unwrap_or_default();
+        let usage = Some(in_tier(tier));
+        (tier.place.name.to_string(), TenantInTier { own, usage })
+    });
+    Tenant {
+        exists: Some(look.table().get(salt).is_some()),
+        activity: Some(Activity {
+            requested_chunks,
+            hit_chunks,
+            hit_rate: (requested_chunks > 0).then(|| hit_chunks as f64 / requested_chunks as f64),
+        }),
+        tiers: by_tier.collect(),
+        ..head(look, salt, &tiers)
     }
-    told.insert("tiers".into(), Value::Object(by_tier));
-    told.insert("requested_chunks".into(), json!(requested));
-    told.insert("hit_chunks".into(), json!(hit));
-    let rate = (requested > 0).then(|| hit as f64 / requested as f64);
-    told.insert("hit_rate".into(), json!(rate));
-    told
 }
 
-fn in_tier(tier: &InTier<'_>) -> [(String, Value); 10] {
-    let count = |count: fn(&SaltUsage) -> u64| json!(tier.usage.as_ref().map_or(0, count));
-    let is_over = tier.usage.as_ref().is_some_and(|usage| usage.over_quota);
-    [
-        ("limit_bytes", json!(tier.grant.limit)),
-        ("reserved_bytes", json!(tier.grant.reserved)),
-        ("enforced", json!(tier.place.isolates)),
-        ("usage_bytes", json!(tier.bytes)),
-        ("objects", count(|usage| usage.objects)),
-        ("over_quota", json!(is_over)),
-        ("refused_over_quota", count(|usage| usage.over_quota_total)),
-        ("refused_no_room", count(|usage| usage.refused_total)),
-        (
-            "evicted_objects",
-            count(|usage| usage.evicted_objects_total),
-        ),
-        ("evicted_bytes", count(|usage| usage.evicted_bytes_total)),
-    ]
-    .map(|(key, value)| (key.to_owned(), value))
+fn in_tier(tier: &InTier<'_>) -> TierUsage {
+    let count = |count: fn(&SaltUsage) -> u64| tier.usage.as_ref().map_or(0, count);
+    TierUsage {
+        limit_bytes: tier.grant.limit,
+        reserved_bytes: tier.grant.reserved,
+        enforced: tier.place.isolates,
+        usage_bytes: tier.bytes,
+        objects: count(|usage| usage.objects),
+        over_quota: tier.usage.as_ref().is_some_and(|usage| usage.over_quota),
+        refused_over_quota: count(|usage| usage.over_quota_total),
+        refused_no_space: count(|usage| usage.refused_total),
+        evicted_objects: count(|usage| usage.evicted_objects_total),
+        evicted_bytes: count(|usage| usage.evicted_bytes_total),
+    }
 }
 
 /// Redirect of LMCache for a path with a slash at its end.

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 use super::body::too_many_values;
 use super::json::{self, EntriesError, JsonError};
@@ -16,7 +16,7 @@ use kvtier_tenants::{Entry, MAX_TENANTS, TierEntry, only_set};
 pub(super) struct Wanted {
     pub entry: Entry,
     /// The limit as it was given.
-    pub limit_gb: Value,
+    pub limit_gb: kvtier_api::Limit,
 }
 
 /// What is answered to a body of the wrong shape.
@@ -57,9 +57,10 @@ impl Wanted {
             let (key, known) = (clip(key), KEYS.join(", "));
             return Err(format!("key '{key}' is unknown; known are {known}"));
         }
-        let (limit, limit_gb) = match number("limit_gb", limit, true)? {
-            None => (Limit(None), json!("unlimited")),
-            Some(size) => (Limit(Some(bytes_of("limit_gb", size)?)), json!(size)),
+        let size = number("limit_gb", limit, true)?;
+        let limit = match size {
+            None => Limit(None),
+            Some(size) => Limit(Some(bytes_of("limit_gb", size)?)),
         };
         let reserved = reserved(body, "reserved_gb")?.unwrap_or(0);
         let tiers = match body.get("tiers") {
@@ -75,6 +76,7 @@ impl Wanted {
             reserved,
             tiers,
         };
+        let limit_gb = kvtier_api::Limit::new(size);
         Ok(Some(Self { entry, limit_gb }))
     }
 }

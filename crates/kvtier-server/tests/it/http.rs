@@ -394,6 +394,50 @@ fn description_lists_every_existing_route() {
 }
 
 #[test]
+fn bodies_of_every_route_have_described_schemas() {
+    let description = json!(kvtier_server::http::openapi());
+    let schemas = description["components"]["schemas"].as_object().unwrap();
+    let check = |body: &Value, place: &str| {
+        for content in body["content"].as_object().into_iter().flatten() {
+            let schema = &content.1["schema"];
+            assert!(
+                !schema["$ref"].is_null()
+                    || !schema["type"].is_null()
+                    || !schema["oneOf"].is_null(),
+                "{place}: {schema}"
+            );
+        }
+        assert!(body["content"].is_object(), "{place} has no schema");
+    };
+    for (path, methods) in description["paths"].as_object().unwrap() {
+        for (method, operation) in methods.as_object().unwrap() {
+            let place = format!("{method} {path}");
+            let takes_body = !matches!(
+                (method.as_str(), path.trim_start_matches("/api")),
+                ("get", _) | ("delete", "/quota/{salt}")
+            );
+            if takes_body {
+                check(&operation["requestBody"], &place);
+            }
+            for (status, answer) in operation["responses"].as_object().unwrap() {
+                check(answer, &format!("{place} {status}"));
+            }
+        }
+    }
+    assert!(schemas.len() > 40, "{}", schemas.len());
+    // Fields whose type is a parameter lose their comments.
+    let schemas = schemas
+        .iter()
+        .filter(|(name, _)| !name.starts_with("ByDirection"));
+    for (name, schema) in schemas {
+        for (field, schema) in schema["properties"].as_object().into_iter().flatten() {
+            let is_described = schema.to_string().contains(r#""description":"#);
+            assert!(is_described, "{name}.{field}: {schema}");
+        }
+    }
+}
+
+#[test]
 fn stopping_server_reports_unhealthy() {
     let server = TestServer::start(&[]);
     assert_eq!(

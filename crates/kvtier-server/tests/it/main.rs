@@ -3,6 +3,7 @@
 
 #![expect(clippy::unwrap_used, reason = "test")]
 
+mod answers;
 mod captures;
 mod checksums;
 #[path = "../../../kvtier-device/tests/it/exporter.rs"]

@@ -309,7 +309,7 @@ fn tenants_are_listed_page_by_page() {
     assert_eq!(told["tiers"]["l1"]["limit_bytes"], 6 * LEN);
     assert_eq!(told["exists"], true);
     let told = json_of(&server, "GET", "/quota?page_token=x", "");
-    let error = json!({ "error": "page_token: it is none that this listing gave" });
+    let error = json!({ "error": "page_token: it is not of this listing" });
     assert_eq!(told, (400, error));
     for query in ["page_size=0", "page_size=5001", "page_size=x", "all=1"] {
         let (status, told) = json_of(&server, "GET", &format!("/quota?{query}"), "");

@@ -154,7 +154,7 @@ fn worker_that_never_commits_holds_at_most_a_quarter() {
             assert!(worker.connection().ping(Some(InstanceId(id))).unwrap());
         }
     }
-    assert_eq!(server.engine().status(true)["withheld_bytes"], 14 << 20);
+    assert_eq!(server.engine().status(true).withheld_bytes, 14 << 20);
     server.assert_sound();
 }
 

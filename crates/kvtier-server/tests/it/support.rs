@@ -93,7 +93,7 @@ impl TestServer {
     }
 }
 
-/// A server without further flags, a scope, a worker of it with the id 1, and a prompt, all of which is stored with the
+/// A server without further flags, a scope, a worker of it with the id 1, and a prompt that is stored whole with the
 /// bytes of seed 1.
 pub fn given_stored(model: &str, chunks: usize) -> (TestServer, Scope, EngineDrivenWorker, Prompt) {
     given_stored_on(TestServer::start(&[]), Scope::new(model), chunks)

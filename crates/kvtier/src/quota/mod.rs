@@ -10,10 +10,12 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::{Args, Subcommand};
+use kvtier_api::{NewQuota, NewTierQuota, QuotaChange};
 use kvtier_core::object_key::check_cache_salt;
 use kvtier_error::{Error, Result};
 use kvtier_server::config::{GIB, Limit, parse_size};
 use kvtier_server::quota::only_set;
+use serde::de::DeserializeOwned;
 use serde_json::{Map, Value, json};
 
 use crate::address::HttpArgs;
@@ -148,12 +150,12 @@ fn of_tier_reserved(text: &str) -> Result<(String, u64)> {
     Ok((tier, parse_size(size)?))
 }
 
-fn gib(bytes: u64) -> Value {
-    json!(bytes as f64 / GIB as f64)
+fn gib(bytes: u64) -> f64 {
+    bytes as f64 / GIB as f64
 }
 
-fn limit_gb(limit: Limit) -> Value {
-    limit.0.map_or_else(|| json!("unlimited"), gib)
+fn limit_gb(limit: Limit) -> kvtier_api::Limit {
+    kvtier_api::Limit::new(limit.0.map(gib))
 }
 
 /// Runs the command. Exit code 1, with one line on stderr, if the server refuses or does not answer; 3 for a change
@@ -171,15 +173,15 @@ pub fn run(args: &QuotaArgs) -> anyhow::Result<ExitCode> {
         } => {
             let body = body(*limit, *reserved, tier_limit, tier_reserved);
             server
-                .ask("PUT", &format!("/quota/{salt}"), Some(body))
-                .map(|answer| changed(server, &answer, report::change, *allow_ineffective))
+                .ask("PUT", &format!("/quota/{salt}"), Some(json!(body)))
+                .and_then(|answer| changed(server, &answer, report::change, *allow_ineffective))
         }
         QuotaCommand::Get { salt, server } => server
             .ask("GET", &format!("/quota/{salt}"), None)
-            .map(|answer| server.print(&answer, report::tenant)),
+            .and_then(|answer| server.print(&answer, report::tenant)),
         QuotaCommand::Delete { salt, server } => server
             .ask("DELETE", &format!("/quota/{salt}"), None)
-            .map(|answer| changed(server, &answer, report::change, true)),
+            .and_then(|answer| changed(server, &answer, report::change, true)),
         QuotaCommand::Import {
             file,
             allow_ineffective,
@@ -201,17 +203,19 @@ fn body(
     reserved: u64,
     limits: &[(String, Limit)],
     shares: &[(String, u64)],
-) -> Value {
-    let mut tiers: BTreeMap<&str, Map<String, Value>> = BTreeMap::new();
+) -> NewQuota {
+    let mut tiers: BTreeMap<String, NewTierQuota> = BTreeMap::new();
     for (tier, limit) in limits {
-        let own = tiers.entry(tier).or_default();
-        own.insert("limit_gb".into(), limit_gb(*limit));
+        tiers.entry(tier.clone()).or_default().limit_gb = Some(limit_gb(*limit));
     }
     for (tier, share) in shares {
-        let own = tiers.entry(tier).or_default();
-        own.insert("reserved_gb".into(), gib(*share));
+        tiers.entry(tier.clone()).or_default().reserved_gb = Some(gib(*share));
     }
-    json!({ "limit_gb": limit_gb(limit), "reserved_gb": gib(reserved), "tiers": tiers })
+    NewQuota {
+        limit_gb: limit_gb(limit),
+        reserved_gb: gib(reserved),
+        tiers,
+    }
 }
 
 fn import(server: &ServerArgs, file: &Path, allow_ineffective: bool) -> anyhow::Result<ExitCode> {
@@ -227,31 +231,32 @@ fn import(server: &ServerArgs, file: &Path, allow_ineffective: bool) -> anyhow::
         only_set(users);
     }
     let answer = server.ask("PUT", "/quota", Some(body))?;
-    Ok(changed(server, &answer, report::import, allow_ineffective))
+    changed(server, &answer, report::import, allow_ineffective)
 }
 
 fn changed(
     server: &ServerArgs,
     answer: &Value,
-    report: fn(&Value) -> String,
+    report: fn(&QuotaChange) -> String,
     allow_ineffective: bool,
-) -> ExitCode {
-    if answer["persisted"] == json!(false) {
+) -> anyhow::Result<ExitCode> {
+    let change: QuotaChange = server.typed(answer.clone())?;
+    if change.persisted == Some(false) {
         out::complain(
             "quota",
             "the server has no --quota-file; a restart forgets this",
         );
     }
-    let has_effect = answer["enforced"] != json!(false);
+    let has_effect = change.enforced != Some(false);
     if !has_effect {
         let text = "no tier of the server has the eviction policy IsolatedLRU; this has no effect";
         out::complain("quota", text);
     }
-    let printed = server.print(answer, report);
-    match has_effect || allow_ineffective {
+    let printed = server.print(answer, report)?;
+    Ok(match has_effect || allow_ineffective {
         true => printed,
         false => ExitCode::from(NO_EFFECT),
-    }
+    })
 }
 
 fn list(server: &ServerArgs, all: bool) -> anyhow::Result<ExitCode> {
@@ -271,7 +276,7 @@ fn list(server: &ServerArgs, all: bool) -> anyhow::Result<ExitCode> {
             None => break,
         }
     }
-    Ok(server.print(&json!({ "users": users }), report::list))
+    server.print(&json!({ "users": users }), report::list)
 }
 
 impl ServerArgs {
@@ -289,19 +294,23 @@ impl ServerArgs {
             .with_context(|| format!("{} answers with no JSON object", self.address.url()))
     }
 
-    fn print(&self, answer: &Value, report: fn(&Value) -> String) -> ExitCode {
-        let mut out = out::stdout();
-        let printed = match self.json {
-            true => writeln!(out, "{}", out::json(answer)),
-            false => writeln!(out, "{}", report(&out::shown(answer))),
+    fn typed<T: DeserializeOwned>(&self, answer: Value) -> anyhow::Result<T> {
+        let url = self.address.url();
+        serde_json::from_value(answer)
+            .with_context(|| format!("{url} answers with a field of another type"))
+    }
+
+    fn print<T: DeserializeOwned>(
+        &self,
+        answer: &Value,
+        report: fn(&T) -> String,
+    ) -> anyhow::Result<ExitCode> {
+        let text = match self.json {
+            true => out::json(answer),
+            false => report(&self.typed(out::shown(answer))?),
         };
-        match printed {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(error) => {
-                out::complain("quota", format!("stdout: {error}"));
-                ExitCode::FAILURE
-            }
-        }
+        writeln!(out::stdout(), "{text}").context("stdout")?;
+        Ok(ExitCode::SUCCESS)
     }
 }
 
@@ -338,7 +347,8 @@ mod tests {
             "reserved_gb": 0.0,
             "tiers": { "l1": { "limit_gb": 0.5, "reserved_gb": 0.25 }, "fs-0": { "limit_gb": "unlimited" } },
         });
-        assert_eq!(body(Limit(Some(10 * GIB)), 0, &limits, &shares), expected);
+        let body = body(Limit(Some(10 * GIB)), 0, &limits, &shares);
+        assert_eq!(json!(body), expected);
         for text in ["", "l1", "=1GiB", "l1=", "l1=x"] {
             assert!(of_tier::<Limit>(text).is_err(), "{text}");
         }

@@ -2,7 +2,7 @@
 
 use comfy_table::{CellAlignment, Table, presets};
 use indicatif::{HumanBytes, HumanCount};
-use serde_json::Value;
+use kvtier_api::{Limit, QuotaChange, Tenant, TenantInTier, TenantPage, TierUsage};
 
 fn table(header: &[&str]) -> Table {
     let mut table = Table::new();
@@ -15,75 +15,69 @@ fn table(header: &[&str]) -> Table {
     table
 }
 
-fn bytes(value: &Value) -> String {
-    value
-        .as_u64()
-        .map_or("-".into(), |bytes| HumanBytes(bytes).to_string())
-}
-
-fn limit(value: &Value) -> String {
-    match value {
-        Value::Null => "unlimited".into(),
-        value => bytes(value),
-    }
+fn bytes(bytes: u64) -> String {
+    HumanBytes(bytes).to_string()
 }
 
 /// A size in GiB, as in LMCache's fields.
-fn size(gib: &Value) -> String {
-    match gib.as_f64() {
-        Some(gib) => HumanBytes((gib * 1_073_741_824.0) as u64).to_string(),
-        None => gib.as_str().unwrap_or("-").to_owned(),
+fn size(limit: Limit) -> String {
+    match limit {
+        Limit::Gib(gib) => bytes((gib * 1_073_741_824.0) as u64),
+        Limit::Unlimited(_) => "unlimited".into(),
     }
 }
 
-fn count(value: &Value) -> String {
-    HumanCount(value.as_u64().unwrap_or(0)).to_string()
+fn count(count: u64) -> String {
+    HumanCount(count).to_string()
 }
 
-fn rate(value: &Value) -> String {
-    value
-        .as_f64()
-        .map_or("-".into(), |rate| format!("{:.1} %", 100.0 * rate))
+fn rate(tenant: &Tenant) -> String {
+    let rate = tenant
+        .activity
+        .as_ref()
+        .and_then(|lookups| lookups.hit_rate);
+    rate.map_or("-".into(), |rate| format!("{:.1} %", 100.0 * rate))
 }
 
-fn yes(value: &Value) -> &'static str {
-    match value.as_bool() {
-        Some(true) => "yes",
-        _ => "no",
-    }
+fn yes(value: bool) -> String {
+    if value { "yes" } else { "no" }.into()
 }
 
 /// Result of a change.
-pub(super) fn change(answer: &Value) -> String {
-    let salt = answer["cache_salt"].as_str().unwrap_or_default();
-    match answer["status"].as_str() {
-        Some("ok") => format!("{salt}: at most {}", size(&answer["limit_gb"])),
-        Some("removed") => format!("{salt}: quota removed"),
-        Some("not_found") => format!("{salt}: there was no quota"),
-        _ => answer.to_string(),
+pub(super) fn change(change: &QuotaChange) -> String {
+    let salt = change.cache_salt.as_deref().unwrap_or_default();
+    match (change.status.as_str(), change.limit_gb) {
+        ("ok", limit) => format!("{salt}: at most {}", limit.map_or("-".into(), size)),
+        ("removed", _) => format!("{salt}: quota removed"),
+        ("not_found", _) => format!("{salt}: there was no quota"),
+        (status, _) => format!("{salt}: {status}"),
     }
 }
 
 /// Result of an import.
-pub(super) fn import(answer: &Value) -> String {
-    format!("{} quotas set", count(&answer["set"]))
+pub(super) fn import(change: &QuotaChange) -> String {
+    format!("{} quotas set", count(change.set.unwrap_or(0) as u64))
+}
+
+fn usage(tier: &TenantInTier) -> TierUsage {
+    tier.usage.clone().unwrap_or_default()
 }
 
 /// One tenant, tier by tier.
-pub(super) fn tenant(answer: &Value) -> String {
-    let salt = answer["cache_salt"].as_str().unwrap_or_default();
-    let quota = match answer["exists"].as_bool() {
+pub(super) fn tenant(tenant: &Tenant) -> String {
+    let salt = tenant.cache_salt.as_deref().unwrap_or_default();
+    let quota = match tenant.exists {
         Some(true) => format!(
             "at most {} in each tier, or as below",
-            size(&answer["limit_gb"])
+            size(tenant.limit_gb)
         ),
         _ => "no quota of its own; the default applies".into(),
     };
     let mut out = format!("{salt}: {quota}");
-    let Some(tiers) = answer["tiers"].as_object() else {
+    if tenant.tiers.is_empty() {
         return out;
-    };
-    out.push_str(&format!("\nhit rate: {}\n", rate(&answer["hit_rate"])));
+    }
+    out.push_str(&format!("\nhit rate: {}\n", rate(tenant)));
     let mut table = table(&[
         "tier",
         "enforced",
@@ -95,17 +89,18 @@ pub(super) fn tenant(answer: &Value) -> String {
         "refused",
         "evicted",
     ]);
-    for (tier, here) in tiers {
+    for (tier, here) in &tenant.tiers {
+        let here = usage(here);
         table.add_row([
             tier.clone(),
-            yes(&here["enforced"]).into(),
-            bytes(&here["usage_bytes"]),
-            limit(&here["limit_bytes"]),
-            bytes(&here["reserved_bytes"]),
-            yes(&here["over_quota"]).into(),
-            count(&here["objects"]),
-            count(&here["refused_over_quota"]),
-            count(&here["evicted_objects"]),
+            yes(here.enforced),
+            bytes(here.usage_bytes),
+            here.limit_bytes.map_or("unlimited".into(), bytes),
+            bytes(here.reserved_bytes),
+            yes(here.over_quota),
+            count(here.objects),
+            count(here.refused_over_quota),
+            count(here.evicted_objects),
         ]);
     }
     out.push_str(&table.to_string());
@@ -113,39 +108,38 @@ pub(super) fn tenant(answer: &Value) -> String {
 }
 
 /// All tenants, one line per tenant: usage / limit of each tier.
-pub(super) fn list(answer: &Value) -> String {
-    let users = answer["users"].as_object();
-    let users = users.filter(|users| !users.is_empty());
-    let Some(users) = users else {
+pub(super) fn list(page: &TenantPage) -> String {
+    let Some(first) = page.users.values().next() else {
         return "no tenant has a quota".into();
     };
-    let tiers = users.values().find_map(|user| user["tiers"].as_object());
-    let tiers: Vec<_> = tiers.into_iter().flat_map(|tiers| tiers.keys()).collect();
+    let tiers: Vec<_> = first.tiers.keys().collect();
     let mut header = vec!["tenant", "quota"];
     header.extend(tiers.iter().map(|tier| tier.as_str()));
     header.extend(["over quota", "refused", "evicted", "hit rate"]);
     let mut table = table(&header);
-    for (salt, user) in users {
-        let of_tiers = || tiers.iter().map(|tier| &user["tiers"][tier.as_str()]);
-        let sum = |key: &str| of_tiers().map(|here| here[key].as_u64().unwrap_or(0)).sum();
-        let sum = |key: &str| HumanCount(sum(key)).to_string();
-        let quota = match user["exists"].as_bool() {
+    for (salt, user) in &page.users {
+        let of_tiers = tiers.iter().map(|tier| user.tiers.get(*tier));
+        let of_tiers: Vec<_> = of_tiers
+            .map(|here| here.map_or_else(TierUsage::default, usage))
+            .collect();
+        let sum = |value: fn(&TierUsage) -> u64| count(of_tiers.iter().map(value).sum());
+        let quota = match user.exists {
             Some(false) => "-".into(),
-            _ => size(&user["limit_gb"]),
+            _ => size(user.limit_gb),
         };
         let mut row = vec![salt.clone(), quota];
-        row.extend(of_tiers().map(|here| {
-            let (used, limit) = (bytes(&here["usage_bytes"]), limit(&here["limit_bytes"]));
-            match here["enforced"].as_bool() {
-                Some(false) => used,
-                _ => format!("{used} / {limit}"),
+        row.extend(of_tiers.iter().map(|here| {
+            let used = bytes(here.usage_bytes);
+            let limit = here.limit_bytes.map_or("unlimited".into(), bytes);
+            match here.enforced {
+                false => used,
+                true => format!("{used} / {limit}"),
             }
         }));
-        let over = of_tiers().any(|here| here["over_quota"] == true);
-        row.push(yes(&over.into()).into());
-        row.push(sum("refused_over_quota"));
-        row.push(sum("evicted_objects"));
-        row.push(rate(&user["hit_rate"]));
+        row.push(yes(of_tiers.iter().any(|here| here.over_quota)));
+        row.push(sum(|here| here.refused_over_quota));
+        row.push(sum(|here| here.evicted_objects));
+        row.push(rate(user));
         table.add_row(row);
     }
     table.to_string()
@@ -154,7 +148,12 @@ pub(super) fn list(answer: &Value) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
+    use serde::de::DeserializeOwned;
+    use serde_json::{Value, json};
+
+    fn typed<T: DeserializeOwned>(answer: Value) -> T {
+        serde_json::from_value(answer).unwrap()
+    }
 
     #[test]
     fn tenants_have_one_line_each() {
@@ -166,7 +165,7 @@ mod tests {
             "a\n\u{1b}[2J": { "exists": true, "limit_gb": 1.0, "hit_rate": 0.25,
                 "tiers": { "l1": here(1 << 31, json!(1 << 30)), "fs-0": here(0, Value::Null) } },
         } });
-        let text = list(&crate::out::shown(&answer));
+        let text = list(&typed(crate::out::shown(&answer)));
         for part in [
             "a\\n\\u001b[2J",
             "2.00 GiB / 1.00 GiB",
@@ -178,7 +177,10 @@ mod tests {
             assert!(text.contains(part), "{part} in {text}");
         }
         assert!(!text.contains('\u{1b}'));
-        assert_eq!(list(&json!({ "users": {} })), "no tenant has a quota");
+        assert_eq!(
+            list(&typed(json!({ "users": {} }))),
+            "no tenant has a quota"
+        );
     }
 
     #[test]
@@ -186,11 +188,11 @@ mod tests {
         let answer =
             json!({ "cache_salt": "a", "limit_gb": 0.5, "current_usage_gb": 0.0, "exists": true });
         assert_eq!(
-            tenant(&answer),
+            tenant(&typed(answer)),
             "a: at most 512.00 MiB in each tier, or as below"
         );
         assert_eq!(
-            change(&json!({ "cache_salt": "a", "status": "not_found" })),
+            change(&typed(json!({ "cache_salt": "a", "status": "not_found" }))),
             "a: there was no quota"
         );
     }

@@ -3,75 +3,70 @@
 use std::fmt::Write as _;
 
 use indicatif::{HumanBytes, HumanCount};
-use serde_json::Value;
+use kvtier_api::{CudaStatus, Gpu, Pinning};
 
-use super::{line, text};
+use super::line;
 
-/// Appends the lines; none for a server without GPU fields.
-pub(super) fn write(out: &mut String, cuda: &Value) {
-    let gpus = match cuda["available"].as_bool() {
-        Some(true) => cuda["gpus"].as_array().into_iter().flatten(),
-        Some(false) => return line(out, "GPUs", "none", &[text(&cuda["reason"])]),
-        None => return,
+/// Appends the lines.
+pub(super) fn write(out: &mut String, cuda: &CudaStatus) {
+    let gpus = match &cuda.gpus {
+        Some(gpus) if cuda.available => gpus,
+        _ => return line(out, "GPUs", "none", [cuda.reason.clone()]),
     };
-    let mut more = Vec::new();
-    if let Some(version) = cuda["driver_version"].as_u64() {
-        more.push(format!("CUDA {}.{}", version / 1000, version % 1000 / 10));
-    }
-    more.extend(pinning(&cuda["pinning"]));
-    let gpus: Vec<_> = gpus.map(gpu).collect();
-    line(out, "GPUs", &gpus.len().to_string(), &more);
-    for gpu in gpus {
-        let _ = writeln!(out, "  {gpu}");
+    let version = gpus.driver_version;
+    let version = format!("CUDA {}.{}", version / 1000, version % 1000 / 10);
+    let more = [Some(version), gpus.pinning.as_ref().map(pinning)];
+    line(out, "GPUs", &gpus.gpus.len().to_string(), more);
+    for status in &gpus.gpus {
+        let _ = writeln!(out, "  {}", gpu(status));
     }
 }
 
-/// None before the first GPU is in use.
-fn pinning(pinning: &Value) -> Option<String> {
-    let (pinned, total) = (
-        pinning["pinned_bytes"].as_u64()?,
-        pinning["total_bytes"].as_u64()?,
-    );
-    let how = match (pinning["under_way"] == Value::Bool(true), &pinning["error"]) {
+fn pinning(pinning: &Pinning) -> String {
+    let how = match (pinning.is_running, &pinning.error) {
         (true, _) => ", in progress".to_owned(),
-        (false, Value::Null) => String::new(),
-        (false, error) => format!(", NOT ALL: {}", text(error)),
+        (false, None) => String::new(),
+        (false, Some(error)) => format!(", NOT ALL: {error}"),
     };
-    let (pinned, total) = (HumanBytes(pinned), HumanBytes(total));
-    Some(format!("{pinned} of {total} of L1 pinned{how}"))
+    let pinned = HumanBytes(pinning.pinned_bytes);
+    let total = HumanBytes(pinning.total_bytes);
+    format!("{pinned} of {total} of L1 pinned{how}")
 }
 
-fn gpu(gpu: &Value) -> String {
-    let mut parts = vec![format!("{}: {}", gpu["ordinal"], text(&gpu["name"]))];
-    let state = &gpu["state"];
-    if state.is_null() {
+fn gpu(gpu: &Gpu) -> String {
+    let mut parts = vec![format!("{}: {}", gpu.ordinal, gpu.name)];
+    let not_healthy = |error: &Option<String>| {
+        let error = error.as_deref().unwrap_or("unknown error");
+        format!("NOT HEALTHY: {error}")
+    };
+    let Some(state) = &gpu.state else {
         // Its first worker could not use it, for example because the driver hangs.
-        parts.push(match gpu["error"].as_str() {
-            Some(error) => format!("NOT HEALTHY: {error}"),
+        parts.push(match &gpu.error {
+            Some(_) => not_healthy(&gpu.error),
             None => "no worker so far".to_owned(),
         });
         return parts.join(", ");
-    }
-    parts.push(match state["healthy"].as_bool() {
-        Some(true) => "healthy".to_owned(),
-        _ => format!("NOT HEALTHY: {}", text(&state["error"])),
+    };
+    parts.push(match state.healthy {
+        true => "healthy".to_owned(),
+        false => not_healthy(&state.error),
     });
-    if let Some(open) = state["open_allocations"].as_u64() {
-        parts.push(format!("{} allocations open", HumanCount(open)));
+    if let Some(open) = state.open_allocations {
+        parts.push(format!("{} allocations open", HumanCount(open as u64)));
     }
-    for (direction, done) in [("store", "stored"), ("retrieve", "retrieved")] {
-        let moved = state["moved"].as_array().into_iter().flatten();
-        let moved = moved.filter(|moved| moved["direction"] == direction);
-        let bytes = moved.filter_map(|moved| moved["bytes"].as_u64()).sum();
-        let in_flight = state["transfers_under_way"][direction].as_u64();
-        parts.push(format!(
-            "{} {done} ({} in flight)",
-            HumanBytes(bytes),
-            in_flight.unwrap_or(0)
-        ));
+    let in_flight = &state.transfers_in_flight;
+    for (direction, done, in_flight) in [
+        ("store", "stored", in_flight.store),
+        ("retrieve", "retrieved", in_flight.retrieve),
+    ] {
+        let moved = state.moved.iter();
+        let moved = moved.filter(|moved| moved.direction == direction);
+        let bytes = HumanBytes(moved.map(|moved| moved.bytes).sum());
+        parts.push(format!("{bytes} {done} ({in_flight} in flight)"));
     }
-    if let Some(late) = state["event_timeouts"].as_u64().filter(|late| *late > 0) {
-        parts.push(format!("{} events timed out", HumanCount(late)));
+    if state.event_timeouts > 0 {
+        let late = HumanCount(state.event_timeouts);
+        parts.push(format!("{late} events timed out"));
     }
     parts.join(", ")
 }
@@ -79,11 +74,11 @@ fn gpu(gpu: &Value) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use serde_json::json;
+    use serde_json::{Value, json};
 
     fn written(cuda: &Value) -> String {
         let mut out = String::new();
-        write(&mut out, cuda);
+        write(&mut out, &serde_json::from_value(cuda.clone()).unwrap());
         out
     }
 
@@ -132,9 +127,8 @@ mod tests {
     }
 
     #[test]
-    fn missing_gpus_have_reason_and_missing_fields_no_line() {
+    fn missing_gpus_have_a_reason() {
         let none = json!({ "available": false, "reason": "off" });
         assert_eq!(written(&none), "GPUs      none, off\n");
-        assert_eq!(written(&Value::Null), "");
     }
 }

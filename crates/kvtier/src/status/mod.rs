@@ -10,6 +10,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::Args;
 use indicatif::{HumanBytes, HumanCount, HumanDuration};
+use kvtier_api::{Health, QuotaStatus, Recovery, Status, StorageManagerStatus, TierStatus};
 use serde_json::Value;
 
 use crate::address::HttpArgs;
@@ -64,10 +65,13 @@ fn status(url: &str, client: &Client, json: bool) -> anyhow::Result<bool> {
     }
     if json {
         writeln!(out::stdout(), "{}", out::json(&status))?;
-    } else {
-        write!(out::stdout(), "{}", summary(url, &out::shown(&status)))?;
     }
-    Ok(status["is_healthy"].as_bool().unwrap_or(false))
+    let status: Status = serde_json::from_value(out::shown(&status))
+        .with_context(|| format!("{url}/status has a field of another type"))?;
+    if !json {
+        write!(out::stdout(), "{}", summary(url, &status))?;
+    }
+    Ok(status.is_healthy)
 }
 
 /// The server's reason for not being healthy.
@@ -75,232 +79,202 @@ fn reason(client: &Client) -> String {
     let reason = client
         .get("/healthcheck")
         .ok()
-        .and_then(|(_, body)| serde_json::from_str::<Value>(&body).ok())
-        .and_then(|body| body["reason"].as_str().map(str::to_owned));
+        .and_then(|(_, body)| serde_json::from_str::<Health>(&body).ok())
+        .and_then(|health| health.reason);
     reason.unwrap_or_else(|| "its status says so".to_owned())
 }
 
 /// The lines. Missing fields are left out, so it works with LMCache's own server too.
-fn summary(url: &str, status: &Value) -> String {
+fn summary(url: &str, status: &Status) -> String {
     let mut out = String::new();
-    let health = match status["is_healthy"].as_bool() {
-        Some(true) => "healthy",
-        _ => "NOT HEALTHY",
+    let health = match status.is_healthy {
+        true => "healthy",
+        false => "NOT HEALTHY",
     };
-    let mut about = Vec::new();
-    if let Some(version) = status["version"].as_str() {
-        about.push(format!("version {version}"));
-    }
-    if let Some(name) = status["instance_id"].as_str() {
-        about.push(name.to_owned());
-    }
-    if let Some(seconds) = status["uptime_seconds"].as_u64() {
-        about.push(format!(
-            "up {}",
-            HumanDuration(Duration::from_secs(seconds))
-        ));
-    }
-    line(&mut out, "server", &format!("{url}: {health}"), &about);
+    let version = status
+        .version
+        .as_ref()
+        .map(|version| format!("version {version}"));
+    let uptime = status.uptime_seconds.map(Duration::from_secs);
+    let uptime = uptime.map(|uptime| format!("up {}", HumanDuration(uptime)));
+    let about = [version, status.instance_id.clone(), uptime];
+    line(&mut out, "server", &format!("{url}: {health}"), about);
 
-    let l1 = &status["storage_manager"]["l1_manager"];
-    let count = |value: &Value| HumanCount(value.as_u64().unwrap_or(0)).to_string();
-    if let (Some(used), Some(size)) = (
-        l1["memory_used_bytes"].as_u64(),
-        l1["memory_total_bytes"].as_u64(),
-    ) {
-        let share = 100.0 * used as f64 / size.max(1) as f64;
-        let mut more = vec![
-            format!("{} objects", count(&l1["total_object_count"])),
-            format!("{} leased", count(&l1["read_locked_count"])),
-            format!("{} being written", count(&l1["write_locked_count"])),
+    let manager = &status.storage_manager;
+    let l1 = &manager.l1_manager;
+    let (used, size) = (l1.memory_used_bytes, l1.memory_total_bytes);
+    if size > 0 {
+        let share = 100.0 * used as f64 / size as f64;
+        let prefaulted = l1.prefaulted_bytes.filter(|touched| *touched < size);
+        let more = [
+            Some(format!("{} objects", HumanCount(l1.total_object_count))),
+            Some(format!("{} leased", HumanCount(l1.read_locked_count))),
+            Some(format!(
+                "{} being written",
+                HumanCount(l1.write_locked_count)
+            )),
+            prefaulted.map(|touched| format!("{} pre-faulted", HumanBytes(touched))),
         ];
-        if let Some(touched) = l1["prefaulted_bytes"]
-            .as_u64()
-            .filter(|touched| *touched < size)
-        {
-            more.push(format!("{} pre-faulted", HumanBytes(touched)));
-        }
-        let text = format!(
-            "{} of {} in use ({share:.1} %)",
-            HumanBytes(used),
-            HumanBytes(size)
-        );
-        line(&mut out, "L1", &text, &more);
+        let (used, size) = (HumanBytes(used), HumanBytes(size));
+        let text = format!("{used} of {size} in use ({share:.1} %)");
+        line(&mut out, "L1", &text, more);
     }
-    let eviction = &status["storage_manager"]["l1_eviction_controller"];
-    if let Some(policy) = eviction["eviction_policy"].as_str() {
-        let mut more = Vec::new();
-        if let Some(watermark) = eviction["trigger_watermark"].as_f64() {
-            more.push(format!(
-                "in the background from {:.0} % on",
-                100.0 * watermark
-            ));
-        }
-        line(&mut out, "eviction", policy, &more);
+    let eviction = &manager.l1_eviction_controller.eviction;
+    if !eviction.eviction_policy.is_empty() {
+        let watermark = eviction.trigger_watermark.map(|part| 100.0 * part);
+        let more = watermark.map(|percent| format!("in the background from {percent:.0} % on"));
+        line(&mut out, "eviction", &eviction.eviction_policy, [more]);
     }
-    tiers(&mut out, &status["storage_manager"]);
-    gpus::write(&mut out, &status["devices"]["cuda"]);
-    quotas(&mut out, &status["quotas"]);
-    if let Some(tokens) = status["chunk_size"].as_u64() {
-        let hash = status["hash_algorithm"].as_str().unwrap_or("unknown hash");
+    tiers(&mut out, manager);
+    if let Some(cuda) = &status.devices.cuda {
+        gpus::write(&mut out, cuda);
+    }
+    quotas(&mut out, &status.quotas);
+    if let Some(tokens) = status.chunk_size {
+        let hash = or(&status.hash_algorithm, "unknown hash").to_owned();
         line(
             &mut out,
             "chunks",
             &format!("{tokens} tokens"),
-            &[hash.to_owned()],
+            [Some(hash)],
         );
     }
-    if let Some(sessions) = status["active_sessions"].as_u64() {
-        let mut more = Vec::new();
-        if let Some(transfers) = status["pending_transfers"].as_u64() {
-            more.push(format!("{transfers} transfers in flight"));
-        }
-        if let Some(withheld) = status["withheld_transfers"]
-            .as_u64()
-            .filter(|count| *count > 0)
-        {
-            more.push(format!("{withheld} abandoned, memory withheld"));
-        }
-        line(&mut out, "sessions", &sessions.to_string(), &more);
+    if let Some(sessions) = status.active_sessions {
+        let transfers = status.pending_transfers;
+        let withheld = Some(status.withheld_transfers).filter(|count| *count > 0);
+        let more = [
+            transfers.map(|count| format!("{count} transfers in flight")),
+            withheld.map(|count| format!("{count} abandoned, memory withheld")),
+        ];
+        line(&mut out, "sessions", &sessions.to_string(), more);
     }
     let workers = workers(status);
-    line(&mut out, "workers", &workers.len().to_string(), &[]);
+    line(&mut out, "workers", &workers.len().to_string(), []);
     for worker in workers {
         let _ = writeln!(out, "  {worker}");
     }
     out
 }
 
-fn line(out: &mut String, name: &str, text: &str, more: &[String]) {
+/// The text, or `other` if it is empty.
+fn or<'a>(text: &'a str, other: &'a str) -> &'a str {
+    Some(text).filter(|text| !text.is_empty()).unwrap_or(other)
+}
+
+/// Appends a line with the parts that there are.
+fn line(out: &mut String, name: &str, text: &str, more: impl IntoIterator<Item = Option<String>>) {
     let _ = write!(out, "{name:<9} {text}");
-    for part in more {
+    for part in more.into_iter().flatten() {
         let _ = write!(out, ", {part}");
     }
     out.push('\n');
 }
 
 /// Appends the quotas, if any tier enforces them.
-fn quotas(out: &mut String, quotas: &Value) {
-    let tiers = quotas["enforced_by"].as_array().into_iter().flatten();
-    let tiers: Vec<_> = tiers.filter_map(Value::as_str).collect();
-    if tiers.is_empty() {
+fn quotas(out: &mut String, quotas: &QuotaStatus) {
+    if quotas.enforced_by.is_empty() {
         return;
     }
-    let tenants = HumanCount(quotas["num_tenants"].as_u64().unwrap_or(0));
-    let default = match quotas["default_limit_bytes"].as_u64() {
+    let tenants = HumanCount(quotas.num_tenants as u64);
+    let default = match quotas.default_limit_bytes {
         None => "unlimited".to_owned(),
         Some(bytes) => format!("at most {}", HumanBytes(bytes)),
     };
-    let file = match quotas["file"].as_str() {
+    let file = match &quotas.file {
         None => "until the server ends".to_owned(),
         Some(file) => format!("in {file}"),
     };
-    let mode = quotas["mode"].as_str().unwrap_or("unknown");
     let more = [
-        format!("{tenants} tenants with one, all others {default}"),
-        format!("kept {file}"),
+        Some(format!("{tenants} tenants with one, all others {default}")),
+        Some(format!("kept {file}")),
     ];
-    line(
-        out,
-        "quotas",
-        &format!("{mode}, of {}", tiers.join(" and ")),
-        &more,
+    let (mode, tiers) = (
+        or(&quotas.mode, "unknown"),
+        quotas.enforced_by.join(" and "),
     );
+    line(out, "quotas", &format!("{mode}, of {tiers}"), more);
 }
 
 /// Appends the second tiers: what is queued for them, and one line per tier.
-fn tiers(out: &mut String, manager: &Value) {
-    let tiers = manager["l2_adapters"].as_array().into_iter().flatten();
-    let lines: Vec<_> = tiers.map(tier).collect();
-    if lines.is_empty() {
+fn tiers(out: &mut String, manager: &StorageManagerStatus) {
+    let tiers = &manager.l2_adapters;
+    if tiers.is_empty() {
         return;
     }
-    let plural = if lines.len() == 1 { "" } else { "s" };
-    let mut more = Vec::new();
-    let stores = &manager["store_controller"];
-    if let Some(waiting) = stores["pending_keys_count"].as_u64() {
-        let bytes = stores["pending_bytes"].as_u64();
-        let bytes = bytes.map_or(String::new(), |bytes| format!(" ({})", HumanBytes(bytes)));
-        more.push(format!(
-            "{} objects to be stored{bytes}",
-            HumanCount(waiting)
-        ));
-    }
-    if let Some(dropped) = stores["dropped_objects"].as_u64().filter(|n| *n > 0) {
-        more.push(format!("{} dropped", HumanCount(dropped)));
-    }
-    if let Some(loading) = manager["prefetch_controller"]["loading_objects"].as_u64() {
-        more.push(format!("{} being loaded", HumanCount(loading)));
-    }
-    line(out, "L2", &format!("{} tier{plural}", lines.len()), &more);
-    for tier in lines {
-        let _ = writeln!(out, "  {tier}");
+    let plural = if tiers.len() == 1 { "" } else { "s" };
+    let stores = &manager.store_controller;
+    let bytes = stores.pending_bytes.map(HumanBytes);
+    let bytes = bytes.map_or(String::new(), |bytes| format!(" ({bytes})"));
+    let waiting = HumanCount(stores.pending_keys_count);
+    let dropped = Some(stores.dropped_objects).filter(|count| *count > 0);
+    let loading = manager.prefetch_controller.loading_objects;
+    let more = [
+        Some(format!("{waiting} objects to be stored{bytes}")),
+        dropped.map(|count| format!("{} dropped", HumanCount(count))),
+        loading.map(|count| format!("{} being loaded", HumanCount(count as u64))),
+    ];
+    line(out, "L2", &format!("{} tier{plural}", tiers.len()), more);
+    for status in tiers {
+        let _ = writeln!(out, "  {}", tier(status));
     }
 }
 
 /// One tier. The name of its type is LMCache's if the server has no better one.
-fn tier(tier: &Value) -> String {
-    let kind = tier["type_name"].as_str().or(tier["type"].as_str());
-    let kind = kind.unwrap_or("unknown type");
-    let mut parts = vec![match tier["name"].as_str() {
+fn tier(tier: &TierStatus) -> String {
+    let kind = tier.type_name.as_ref().unwrap_or(&tier.r#type);
+    let kind = or(kind, "unknown type");
+    let mut parts = vec![match &tier.name {
         Some(name) => format!("{name}: {kind}"),
         None => kind.to_owned(),
     }];
-    parts.push(match tier["is_healthy"].as_bool() {
-        Some(true) => "healthy".to_owned(),
-        _ => "NOT HEALTHY".to_owned(),
+    parts.push(match tier.is_healthy {
+        true => "healthy".to_owned(),
+        false => "NOT HEALTHY".to_owned(),
     });
-    for (call, breaker) in tier["breaker"].as_object().into_iter().flatten() {
-        if let Some(state) = breaker["state"].as_str().filter(|state| *state != "closed") {
-            parts.push(format!("breaker of {call}s {state}"));
+    for (call, breaker) in &tier.breaker {
+        if breaker.state != "closed" {
+            parts.push(format!("breaker of {call}s {}", breaker.state));
         }
     }
-    if tier["is_full"] == Value::Bool(true) {
+    if tier.is_full {
         parts.push("FULL".to_owned());
     }
-    if let Some(used) = tier["current_size_bytes"].as_u64() {
-        parts.push(match tier["max_capacity_bytes"].as_u64() {
-            Some(size) if size > 0 => format!(
+    if let Some(used) = tier.current_size_bytes {
+        parts.push(match tier.max_capacity_bytes {
+            0 => format!("{} in use", HumanBytes(used)),
+            size => format!(
                 "{} of {} in use ({:.1} %)",
                 HumanBytes(used),
                 HumanBytes(size),
                 100.0 * used as f64 / size as f64
             ),
-            _ => format!("{} in use", HumanBytes(used)),
         });
     }
-    if let Some(objects) = tier["stored_object_count"].as_u64() {
+    if let Some(objects) = tier.stored_object_count {
         parts.push(format!("{} objects", HumanCount(objects)));
     }
-    if tier["read_only"] == Value::Bool(true) {
+    if tier.read_only == Some(true) {
         parts.push("read_only".to_owned());
     }
-    if let Some(engine) = tier["io_engine"].as_str() {
+    if let Some(engine) = &tier.io_engine {
         parts.push(format!("I/O by {engine}"));
     }
-    let recovery = &tier["recovery"];
-    match recovery["state"].as_str() {
-        Some("running") => parts.push("recovery in progress".to_owned()),
-        Some("failed") => parts.push(format!("recovery failed: {}", text(&recovery["error"]))),
-        Some("done") => {
-            let adopted = recovery["objects"].as_u64().filter(|n| *n > 0);
-            parts.extend(adopted.map(|n| format!("{} of them recovered", HumanCount(n))));
+    match &tier.recovery {
+        Some(Recovery::Running) => parts.push("recovery in progress".to_owned()),
+        Some(Recovery::Failed { error }) => parts.push(format!("recovery failed: {error}")),
+        Some(Recovery::Done { objects, .. }) if *objects > 0 => {
+            parts.push(format!("{} of them recovered", HumanCount(*objects)));
         }
-        _ => {}
+        Some(Recovery::Done { .. } | Recovery::Unknown) | None => {}
     }
     for (what, failures) in [
-        ("stores", &tier["store_failures"]),
-        ("loads", &tier["load_failures"]),
+        ("stores", &tier.store_failures),
+        ("loads", &tier.load_failures),
     ] {
-        let reasons = failures.as_object().into_iter().flatten();
-        let reasons: Vec<_> = reasons
-            .filter_map(|(reason, times)| Some((reason, times.as_u64()?)))
-            .collect();
-        let all: u64 = reasons.iter().map(|(_, times)| times).sum();
+        let all: u64 = failures.values().sum();
         if all > 0 {
-            let reasons = reasons
-                .iter()
-                .map(|(reason, times)| format!("{reason} {times}"));
+            let reasons = failures.iter();
+            let reasons = reasons.map(|(reason, times)| format!("{reason} {times}"));
             let reasons = reasons.collect::<Vec<_>>().join(", ");
             parts.push(format!("{} {what} failed ({reasons})", HumanCount(all)));
         }
@@ -309,61 +283,48 @@ fn tier(tier: &Value) -> String {
 }
 
 /// The registered workers and their KV, one line per worker and per group.
-fn workers(status: &Value) -> Vec<String> {
+fn workers(status: &Status) -> Vec<String> {
     let mut lines = Vec::new();
-    let all = |key: &str| status[key].as_object().into_iter().flatten();
-    let identity = |id: &String, worker: &Value| {
+    let identity = |id: &String, model: &str, world_size: u32| {
         format!(
-            "{id}: {}, world of {}",
-            worker["model_name"].as_str().unwrap_or("unknown model"),
-            worker["world_size"]
+            "{id}: {}, world of {world_size}",
+            or(model, "unknown model")
         )
     };
-    let device_of = |id: &String| {
-        let device = status["devices"]["of_instances"][id].as_str();
-        device.map_or_else(String::new, |device| format!(" on {device}"))
-    };
-    for (id, worker) in all("cache_context_meta") {
-        let layout = &worker["kv_cache_layout"];
+    for (id, worker) in &status.cache_context_meta {
+        let layout = &worker.kv_cache_layout;
+        let device = status.devices.of_instances.get(id);
+        let device = device.map_or_else(String::new, |device| format!(" on {device}"));
         lines.push(format!(
-            "{}, lmcache-driven{}, {} layers, {} blocks, {} bytes per token",
-            identity(id, worker),
-            device_of(id),
-            layout["num_layers"],
-            layout["num_blocks"],
-            layout["cache_size_per_token"]
+            "{}, lmcache-driven{device}, {} layers, {} blocks, {} bytes per token",
+            identity(id, &worker.model_name, worker.world_size),
+            layout.num_layers,
+            layout.num_blocks,
+            layout.cache_size_per_token
         ));
-        let groups = layout["kernel_groups"].as_array().into_iter().flatten();
-        for group in groups {
+        for group in &layout.kernel_groups {
             lines.push(format!(
                 "  group {}: {} layers, {} tokens per block, {}, {}",
-                group["kernel_group_idx"],
-                group["num_layers"],
-                group["tokens_per_block"],
-                group["dtype"].as_str().unwrap_or("unknown dtype"),
-                text(&group["engine_kv_shape"]),
+                group.kernel_group_idx,
+                group.num_layers,
+                group.tokens_per_block,
+                or(&group.dtype, "unknown dtype"),
+                group.engine_kv_shape,
             ));
         }
     }
-    for (id, worker) in all("non_cuda_context_meta") {
+    for (id, worker) in &status.non_cuda_context_meta {
         lines.push(format!(
             "{}, engine-driven, {} tokens per block{}",
-            identity(id, worker),
-            worker["block_size"],
-            if worker["use_mla"] == Value::Bool(true) {
-                ", K and V fused or MLA"
-            } else {
-                ""
+            identity(id, &worker.model_name, worker.world_size),
+            worker.block_size,
+            match worker.use_mla {
+                true => ", K and V fused or MLA",
+                false => "",
             }
         ));
     }
     lines
-}
-
-fn text(value: &Value) -> String {
-    value
-        .as_str()
-        .map_or_else(|| value.to_string(), str::to_owned)
 }
 
 #[cfg(test)]
@@ -371,10 +332,14 @@ mod tests {
     use super::*;
     use serde_json::json;
 
+    fn lines(status: Value) -> String {
+        summary("u", &serde_json::from_value(status).unwrap())
+    }
+
     #[test]
     fn missing_fields_are_left_out() {
         assert_eq!(
-            summary("u", &json!({})),
+            lines(json!({ "of_a_newer_server": { "a": [1] } })),
             "server    u: NOT HEALTHY\nworkers   0\n"
         );
         let status = json!({
@@ -388,7 +353,7 @@ mod tests {
             "cache_context_meta": { "5": { "model_name": "m", "world_size": 2, "kv_cache_layout": {} } },
             "non_cuda_context_meta": { "7": { "model_name": "m", "world_size": 2, "block_size": 16, "use_mla": true } },
         });
-        let text = summary("u", &status);
+        let text = lines(status);
         assert!(
             text.contains("512.00 KiB of 1.00 MiB in use (50.0 %), 1,234 objects, 0 leased"),
             "{text}"
@@ -403,6 +368,28 @@ mod tests {
             ),
             "{text}"
         );
+    }
+
+    #[test]
+    fn status_of_lmcache_is_shown() {
+        let recorded = include_str!("../../../kvtier-server/tests/vectors/http_exchanges.json");
+        let recorded: Value = serde_json::from_str(recorded).unwrap();
+        let mut exchanges = recorded["exchanges"].as_array().unwrap().iter();
+        let status = exchanges.find(|exchange| exchange["request"]["path"] == "/status");
+        let expected = "\
+server    u: healthy
+L1        8.00 MiB of 1.00 GiB in use (0.8 %), 16 objects, 0 leased, 0 being written
+eviction  IsolatedLRU, in the background from 80 % on
+L2        2 tiers, 0 objects to be stored
+  FSL2Adapter, healthy
+  MockL2Adapter, healthy, 8.00 MiB of 1.00 GiB in use (0.8 %), 16 objects
+chunks    256 tokens, blake3
+sessions  0
+workers   2
+  1000: test-model, world of 1, lmcache-driven, 4 layers, 256 blocks, 2048 bytes per token
+    group 0: 4 layers, 16 tokens per block, torch.float16, NL x [2, NB, BS, NH, HS]
+";
+        assert_eq!(lines(status.unwrap()["response"]["body"].clone()), expected);
     }
 
     #[test]
@@ -434,7 +421,7 @@ L2        4 tiers, 1,200 objects to be stored (3.00 MiB), 7 dropped, 2 being loa
   fs-2: fs, healthy, read_only, I/O by uring, recovery failed: no such directory
   FSL2Adapter, healthy
 ";
-        let text = summary("u", &status);
+        let text = lines(status);
         assert!(text.contains(expected), "{text}");
     }
 }

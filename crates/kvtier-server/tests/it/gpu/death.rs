@@ -28,8 +28,7 @@ fn dead_engine_is_removed_at_once_and_alone() {
     bed.pass(Duration::ZERO);
     assert_eq!(bed.readings().instances, 3);
     let status = bed.engine().status(true);
-    let known = &status["devices"]["instances_of_known_processes"];
-    assert_eq!(*known, serde_json::json!([1, 2]));
+    assert_eq!(status.devices.instances_of_known_processes, [1, 2]);
 
     // A store that waits for its engine.
     one.ask("script hold kernel");

@@ -3,4 +3,5 @@
 mod death;
 mod registration;
 mod setup;
+mod status;
 mod stopping;

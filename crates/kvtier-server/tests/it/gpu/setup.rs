@@ -9,7 +9,6 @@ use kvtier_client::proto::response::Response;
 use kvtier_client::{Connection, InstanceId, Scope, Ticket};
 use kvtier_cuda_fake::fake_driver_path;
 use kvtier_device::cuda::GpuOptions;
-use serde_json::Value;
 
 use crate::exporter::{Exporter, FakeDriver, UUID, unhex};
 use crate::support::{CHUNK, TestServer, prompt, range};
@@ -53,10 +52,9 @@ impl Bed {
     }
 
     /// Allocations that are open on the first GPU, if it is in use, as `/status` has it.
-    pub fn open_allocations(&self) -> Option<u64> {
-        let status = self.server.engine().status(true);
-        let state = &status["devices"]["cuda"]["gpus"][0]["state"];
-        state.get("open_allocations").and_then(Value::as_u64)
+    pub fn open_allocations(&self) -> Option<usize> {
+        let gpus = self.server.engine().status(true).devices.cuda?.gpus?.gpus;
+        gpus[0].state.as_ref()?.open_allocations
     }
 
     /// Stores that have not ended on the first GPU, which is in use.

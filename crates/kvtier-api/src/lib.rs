@@ -1,0 +1,42 @@
+//! Bodies of the HTTP API: types that the server fills and its commands read. Names of fields are those of LMCache 0.5.6
+//! where it has the field; the comments become the descriptions of `GET /openapi.json`.
+//!
+//! A reader ignores unknown fields, and a missing field has its default. So a command works with an older or newer server,
+//! and with LMCache's own. A field that is an `Option` without `null` in its comment is absent there.
+//!
+//! The crate never knows how a value is found or shown.
+
+#![forbid(unsafe_code)]
+
+mod devices;
+mod quota;
+mod status;
+mod tiers;
+
+pub use devices::{
+    ByDirection, CudaStatus, DevicesStatus, Gpu, GpuState, Gpus, MovedBytes, Pinning,
+};
+pub use quota::{
+    Activity, Limit, NewQuota, NewTierQuota, QuotaChange, Tenant, TenantInTier, TenantPage,
+    TierUsage, Unlimited,
+};
+pub use status::{
+    EngineDrivenInstance, EvictionStatus, KernelGroup, KvCacheLayout, KvEvents, L1EvictionStatus,
+    L1Status, L2EvictionStatus, LmcacheDrivenInstance, MemoryPart, PrefetchStatus, QuotaStatus,
+    RequestPortStatus, Status, StorageManagerStatus, StoreStatus, WorkerLiveness,
+};
+pub use tiers::{BreakerStatus, CallsInFlight, Recovery, TierEvictionStatus, TierStatus};
+
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// Readiness of a server: the answer of `GET /healthcheck`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct Health {
+    /// `healthy`, or `unhealthy`.
+    pub status: String,
+    /// Cause, if the server is unhealthy.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reason: Option<String>,
+}
