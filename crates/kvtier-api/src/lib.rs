@@ -1,7 +1,7 @@
 //! Bodies of the HTTP API: types that the server fills and its commands read. Names of fields are those of LMCache 0.5.6
 //! where it has the field; the comments become the descriptions of `GET /openapi.json`.
 //!
-//! A reader ignores unknown fields, and a missing field has its default. So a command works with an older or newer server,
+//! A reader ([`from_value`]) ignores unknown fields, and one that is missing or of another type has its default. So a command works with an older or newer server,
 //! and with LMCache's own. A field that is an `Option` without `null` in its comment is absent there.
 //!
 //! The crate never knows how a value is found or shown.
@@ -10,6 +10,7 @@
 
 mod devices;
 mod quota;
+mod read;
 mod status;
 mod tiers;
 
@@ -20,6 +21,7 @@ pub use quota::{
     Activity, Limit, NewQuota, NewTierQuota, QuotaChange, Tenant, TenantInTier, TenantPage,
     TierUsage, Unlimited,
 };
+pub use read::from_value;
 pub use status::{
     EngineDrivenInstance, EvictionStatus, KernelGroup, KvCacheLayout, KvEvents, L1EvictionStatus,
     L1Status, L2EvictionStatus, LmcacheDrivenInstance, MemoryPart, PrefetchStatus, QuotaStatus,

@@ -17,6 +17,9 @@ use crate::wire::{Address, Frames, Heartbeats, Wire, wait};
 /// Limit of requests that wait to be sent.
 const MAX_UNSENT: usize = 1000;
 
+/// How long a caller whose deadline has passed goes on reading what has arrived.
+const READ_GRACE: Duration = Duration::from_secs(1);
+
 /// First and longest pause between two questions for the result of a lookup.
 const FIRST_PAUSE: Duration = Duration::from_micros(50);
 const MAX_PAUSE: Duration = Duration::from_millis(2);
@@ -53,7 +56,7 @@ struct InFlight {
 
 /// A connection to a server, used by one thread at a time.
 ///
-/// It has no thread: bytes move during calls. A server that is down is no error before a deadline passes: requests wait
+/// It has no thread: bytes move during calls, so a server may close one that leaves replies unread for a minute. A server that is down is no error before a deadline passes: requests wait
 /// until it can be reached. If the connection is lost, the sent requests in flight fail at once, and the next call
 /// connects again. Replies are matched by number, so late replies to requests that timed out are dropped.
 ///
@@ -141,6 +144,15 @@ impl Connection {
         &mut self,
         request: &Request<'_, T>,
     ) -> Result<Ticket, ClientError> {
+        let until = Instant::now() + self.timeout;
+        let ticket = self.queue(request)?;
+        // No thread writes it later. If there is no server, a later call does.
+        while self.is_connecting() && self.turn(until) {}
+        Ok(ticket)
+    }
+
+    /// Queues a request, and writes it if that is possible at once.
+    fn queue<T: TokenWriter>(&mut self, request: &Request<'_, T>) -> Result<Ticket, ClientError> {
         let outgoing = Outgoing::encode(request)?;
         let (operation, kind) = (outgoing.operation, outgoing.kind);
         let (sent, timeout) = (Instant::now(), self.timeout);
@@ -165,9 +177,7 @@ impl Connection {
             timeout,
         };
         self.in_flight.insert(uid, request);
-        // No thread writes it later. If there is no server, or it takes nothing, a later call does.
         self.turn(sent);
-        while self.is_connecting() && self.turn(sent + timeout) {}
         Ok(Ticket { uid, operation })
     }
 
@@ -214,7 +224,7 @@ impl Connection {
 
     /// Sends a request whose reply is dropped. A failure to send it is ignored: the server may be the reason.
     pub(crate) fn notify<T: TokenWriter>(&mut self, request: &Request<'_, T>) {
-        if let Ok(ticket) = self.send(request) {
+        if let Ok(ticket) = self.queue(request) {
             self.forget(ticket);
         }
     }
@@ -257,7 +267,8 @@ impl Connection {
         }
     }
 
-    /// Waits once for the wire, up to `until`, and moves what can be moved. Returns whether it is earlier than `until`.
+    /// Waits once for the wire, up to `until`, and moves what can be moved. Returns whether to go on:
+    /// it is earlier than `until`, or there may be more to read.
     fn turn(&mut self, until: Instant) -> bool {
         let now = Instant::now();
         if self.wire.is_none() && now >= self.reopen_at {
@@ -280,34 +291,35 @@ impl Connection {
         let now = Instant::now();
         let moved = match &mut self.wire {
             Some(wire) => wire.advance(now, &mut messages),
-            None => Ok(()),
+            None => Ok(false),
         };
         for frames in messages {
             self.has_answered = true;
             self.backoff.reset();
             self.file(frames);
         }
-        if moved.and_then(|()| self.send_unsent()).is_err() {
-            self.lose(now);
+        match moved {
+            Ok(_) => self.send_unsent(),
+            Err(_) => self.lose(now),
         }
-        now < until
+        // What has arrived by then counts, however long it takes to read.
+        now < until || matches!(moved, Ok(true)) && now < until + READ_GRACE
     }
 
     fn is_connecting(&self) -> bool {
         self.wire.as_ref().is_some_and(|wire| !wire.is_ready())
     }
 
-    fn send_unsent(&mut self) -> std::io::Result<()> {
+    fn send_unsent(&mut self) {
         let Some(wire) = &mut self.wire else {
-            return Ok(());
+            return;
         };
         while wire.has_capacity()
             && let Some((_, frames)) = self.unsent.pop_front()
         {
             wire.send(frames);
-            wire.write()?;
+            wire.write();
         }
-        Ok(())
     }
 
     /// Files a message under its request. One that belongs to no request in flight is dropped: mostly a late reply.
@@ -345,6 +357,9 @@ impl Drop for Connection {
     /// Waits for the last requests to be written, up to [`Options::linger`].
     fn drop(&mut self) {
         let until = Instant::now() + self.linger;
+        if self.wire.as_ref().is_some_and(Wire::is_forked) {
+            return;
+        }
         let has_unwritten = |connection: &Self| {
             let wire = connection.wire.as_ref();
             !connection.unsent.is_empty() || wire.is_some_and(Wire::has_output)

@@ -163,8 +163,8 @@ impl L2 {
 /// The adapter's own part of a tier's status, without secrets.
 fn of_adapter(tier: &Tier) -> TierStatus {
     let status = redact::value(&tier.adapter().status());
-    // One whose fields have other types than those of all adapters reports nothing but what the tier knows.
-    serde_json::from_value(status).unwrap_or_default()
+    // A field with another type than that of all adapters is left out.
+    kvtier_api::from_value(status).unwrap_or_default()
 }
 
 /// Used part of the capacity; -1 when there is no bound.

@@ -111,13 +111,15 @@ impl Io {
     fn finish(&mut self) {
         let until = Instant::now() + self.linger;
         loop {
+            let now = Instant::now();
+            self.expire(now);
             self.send_unsent();
-            let left = until.saturating_duration_since(Instant::now());
+            let is_sent = self.unsent.is_empty() && self.unsent_ends.is_empty();
             let has_output = self.wire.as_ref().is_some_and(Wire::has_output);
-            if !self.up || !has_output || left.is_zero() {
+            if !self.up || (is_sent && !has_output) || now >= until {
                 return;
             }
-            self.wait(left);
+            self.wait(until - now);
             self.advance(Instant::now());
         }
     }
@@ -148,38 +150,37 @@ impl Io {
             .as_mut()
             .filter(|wire| self.up && wire.has_capacity())
         {
-            if let Some(end) = self.unsent_ends.pop_front() {
+            let message = if let Some(end) = self.unsent_ends.pop_front() {
                 // The reply is dropped as late.
-                let uid = self.shared.next_uid.fetch_add(1, Ordering::Relaxed);
-                wire.send(end.into_message(uid));
-                continue;
-            }
+                end.into_message(self.shared.next_uid.fetch_add(1, Ordering::Relaxed))
             // An expired one fails with the next turn.
-            if self.unsent.front().is_none_or(|next| next.deadline <= now) {
-                break;
+            } else if self.unsent.front().is_some_and(|next| next.deadline > now)
+                && let Some(next) = self.unsent.pop_front()
+            {
+                let Submitted {
+                    uid,
+                    outgoing,
+                    timeout,
+                    sink,
+                    ..
+                } = next;
+                let (operation, kind) = (outgoing.operation, outgoing.kind);
+                let sent = Sent {
+                    operation,
+                    kind,
+                    timeout,
+                    sink,
+                };
+                self.sent.insert(uid, sent);
+                outgoing.into_message(uid)
+            } else {
+                return wire.write();
+            };
+            wire.send(message);
+            if !wire.has_capacity() {
+                // What the system takes of it makes space for the next ones.
+                wire.write();
             }
-            let Some(next) = self.unsent.pop_front() else {
-                break;
-            };
-            let Submitted {
-                uid,
-                outgoing,
-                timeout,
-                sink,
-                ..
-            } = next;
-            let (operation, kind) = (outgoing.operation, outgoing.kind);
-            wire.send(outgoing.into_message(uid));
-            let sent = Sent {
-                operation,
-                kind,
-                timeout,
-                sink,
-            };
-            self.sent.insert(uid, sent);
-        }
-        if self.up && self.wire.as_mut().is_some_and(|wire| wire.write().is_err()) {
-            self.lose();
         }
     }
 
@@ -208,7 +209,7 @@ impl Io {
         let mut messages = Vec::new();
         let moved = match &mut self.wire {
             Some(wire) => wire.advance(now, &mut messages),
-            None => Ok(()),
+            None => Ok(false),
         };
         if !self.up && self.wire.as_ref().is_some_and(Wire::is_ready) {
             self.up = true;

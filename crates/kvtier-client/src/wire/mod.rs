@@ -44,6 +44,9 @@ const MAX_WAITING_BYTES: usize = 1 << 20;
 /// Bytes read before what they complete is handed on.
 const TURN_BYTES: usize = 1 << 20;
 
+/// Most unread bytes that are discarded at the end.
+const MAX_DRAINED_BYTES: usize = 4 << 20;
+
 /// Bytes of the buffer that small messages are read through.
 const SCRATCH_BYTES: usize = 16 << 10;
 
@@ -92,6 +95,10 @@ pub(crate) struct Wire {
     heard: Instant,
     /// When the server was last asked whether it is there.
     pinged: Option<Instant>,
+    /// Nothing can be written any more; what has arrived is still read.
+    write_error: Option<Errno>,
+    /// The process that made it.
+    owner: u32,
 }
 
 impl Wire {
@@ -120,6 +127,8 @@ impl Wire {
             begun: now,
             heard: now,
             pinged: None,
+            write_error: None,
+            owner: std::process::id(),
         })
     }
 
@@ -130,7 +139,7 @@ impl Wire {
 
     /// Whether it takes another message: the handshake is complete, and little waits to be written.
     pub fn has_capacity(&self) -> bool {
-        self.is_ready() && self.output.bytes() < MAX_WAITING_BYTES
+        self.is_ready() && self.write_error.is_none() && self.output.bytes() < MAX_WAITING_BYTES
     }
 
     /// Whether bytes wait to be written.
@@ -162,33 +171,46 @@ impl Wire {
         }
     }
 
+    /// Whether this is a fork of the process that made it, which goes on using the socket.
+    pub fn is_forked(&self) -> bool {
+        std::process::id() != self.owner
+    }
+
     /// When to call [`Wire::advance`] at the latest; none for never.
     pub fn due(&self) -> Option<Instant> {
-        match (self.is_ready(), self.heartbeats) {
-            (false, _) => Some(self.begun + CONNECT_TIMEOUT),
-            (true, Heartbeats::Off) => None,
-            (true, Heartbeats::On) => Some(match self.pinged {
+        match (&self.stage, self.heartbeats) {
+            _ if self.write_error.is_some() => Some(self.heard),
+            // The system decides how long that takes.
+            (Stage::Resolving(_), _) => None,
+            _ if !self.is_ready() => Some(self.begun + CONNECT_TIMEOUT),
+            (_, Heartbeats::Off) => None,
+            (_, Heartbeats::On) => Some(match self.pinged {
                 None => self.heard + HEARTBEAT_INTERVAL,
                 Some(pinged) => pinged + HEARTBEAT_TIMEOUT,
             }),
         }
     }
 
-    /// Does what is possible without waiting: connects, writes, and appends the messages that have arrived.
+    /// Does what is possible without waiting: connects, writes, and appends the messages that have arrived. Returns whether
+    /// anything has arrived.
     ///
     /// # Errors
     /// The connection is lost, or there was none; the messages before its end are appended all the same.
-    pub fn advance(&mut self, now: Instant, messages: &mut Vec<Frames>) -> std::io::Result<()> {
+    pub fn advance(&mut self, now: Instant, messages: &mut Vec<Frames>) -> std::io::Result<bool> {
         let stage = std::mem::replace(&mut self.stage, Stage::Lost);
         self.stage = self.connect(stage, now)?;
         let Stage::Connected(socket) = &self.stage else {
-            return Ok(());
+            return Ok(false);
         };
-        if read_turn(socket, &mut self.session, &mut self.scratch, messages)? {
+        let has_read = read_turn(socket, &mut self.session, &mut self.scratch, messages)?;
+        if has_read {
             (self.heard, self.pinged) = (now, None);
+        } else if let Some(error) = self.write_error {
+            return Err(error.into());
         }
         self.check_time(now)?;
-        self.write()
+        self.write();
+        Ok(has_read)
     }
 
     /// Takes the steps up to a connection that are possible now.
@@ -200,7 +222,6 @@ impl Wire {
                     self.begun = now;
                     connect_next(found?)
                 }
-                None if is_late => Err(Errno::TIMEDOUT.into()),
                 None => Ok(Stage::Resolving(resolving)),
             },
             Stage::Connecting(socket, others) => {
@@ -237,13 +258,10 @@ impl Wire {
         Ok(())
     }
 
-    /// Writes what the socket takes.
-    ///
-    /// # Errors
-    /// The connection is lost.
-    pub fn write(&mut self) -> std::io::Result<()> {
+    /// Writes what the socket takes. If that fails, [`Wire::advance`] reports it behind what has arrived.
+    pub fn write(&mut self) {
         let Stage::Connected(socket) = &self.stage else {
-            return Ok(());
+            return;
         };
         if !self.session.output().is_empty() {
             self.output.push_bytes(self.session.output());
@@ -254,9 +272,11 @@ impl Wire {
         let written = self.output.write_with(usize::MAX, |slices| {
             retry_on_intr(|| sendmsg(socket, slices, &mut no_control, flags))
         });
-        match written {
-            Ok(_) | Err(Errno::AGAIN) => Ok(()),
-            Err(error) => Err(error.into()),
+        if let Err(error) = written
+            && error != Errno::AGAIN
+        {
+            self.output = Output::default();
+            self.write_error = Some(error);
         }
     }
 }
@@ -264,9 +284,16 @@ impl Wire {
 impl Drop for Wire {
     /// Ends the connection in order: the server reads all that was written. Unread bytes would turn the end into a reset.
     fn drop(&mut self) {
-        if let Stage::Connected(socket) = &self.stage {
+        if let Stage::Connected(socket) = &self.stage
+            && !self.is_forked()
+        {
             let _ = shutdown(socket, Shutdown::Write);
-            let _ = read(socket, &mut *self.scratch);
+            let mut left = MAX_DRAINED_BYTES;
+            while left > 0
+                && let Ok(got @ 1..) = read(socket, &mut *self.scratch)
+            {
+                left = left.saturating_sub(got);
+            }
         }
     }
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use crate::support::Server;
+use crate::support::{Server, reply};
 use kvtier_client::proto::key::EncodedTokens;
 use kvtier_client::proto::request::Request;
 use kvtier_client::proto::response::Response;
@@ -569,4 +569,42 @@ fn garbage_from_server_is_skipped() {
 fn invalid_address_is_error() {
     let error = Client::connect("bogus://x").unwrap_err();
     assert!(matches!(error, ClientError::Connect { .. }), "{error}");
+}
+
+#[test]
+fn large_requests_do_not_wait_for_replies_to_those_before_them() {
+    const REQUESTS: usize = 12;
+    let mut arrived = Vec::new();
+    let server = Server::raw_at(crate::support::ANYWHERE, move |frames| {
+        if frames.iter().any(|frame| frame.len() > 1 << 20) {
+            arrived.push(frames);
+        }
+        match arrived.len() {
+            REQUESTS => arrived
+                .drain(..)
+                .map(|request| reply(&request, Some(vec![0xc3])))
+                .collect(),
+            _ => Vec::new(),
+        }
+    });
+    let settings = Settings {
+        heartbeat: Duration::from_secs(600),
+        timeout: Duration::from_secs(60),
+        ..Settings::default()
+    };
+    let client = connect(&server, settings);
+    let (scope, prompt, data) = (Scope::new("m"), Prompt::new(&[1]), vec![7; 2 << 20]);
+    let (sender, results) = std::sync::mpsc::channel();
+    for _ in 0..REQUESTS {
+        let request = Request::CommitStore {
+            key: scope.scheduler_key(&prompt, 0..1, "r"),
+            instance: InstanceId(1),
+            data: &data,
+        };
+        let sender = sender.clone();
+        client.submit_then(&request, client.timeout(), move |result| {
+            sender.send(result.is_ok()).unwrap();
+        });
+    }
+    assert!(results.iter().take(REQUESTS).all(|is_ok| is_ok));
 }

@@ -296,7 +296,7 @@ impl ServerArgs {
 
     fn typed<T: DeserializeOwned>(&self, answer: Value) -> anyhow::Result<T> {
         let url = self.address.url();
-        serde_json::from_value(answer)
+        kvtier_api::from_value(answer)
             .with_context(|| format!("{url} answers with a field of another type"))
     }
 

@@ -66,7 +66,7 @@ fn status(url: &str, client: &Client, json: bool) -> anyhow::Result<bool> {
     if json {
         writeln!(out::stdout(), "{}", out::json(&status))?;
     }
-    let status: Status = serde_json::from_value(out::shown(&status))
+    let status: Status = kvtier_api::from_value(out::shown(&status))
         .with_context(|| format!("{url}/status has a field of another type"))?;
     if !json {
         write!(out::stdout(), "{}", summary(url, &status))?;
