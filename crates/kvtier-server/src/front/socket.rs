@@ -26,10 +26,10 @@ const KEEPALIVE_COUNT: u32 = 6;
 
 /// The request socket, bound. Connections wait until a front end accepts them.
 pub struct RequestSocket {
+    /// Of a socket that is a path. Dropped before the socket, which keeps the inode number from being reused until then.
+    _file: Option<SocketFile>,
     socket: OwnedFd,
     endpoint: String,
-    /// Of a socket that is a path.
-    _file: Option<SocketFile>,
 }
 
 impl RequestSocket {
