@@ -273,8 +273,10 @@ impl Connection {
         let now = Instant::now();
         if self.wire.is_none() && now >= self.reopen_at {
             self.has_answered = false;
-            self.wire = Wire::open(&self.address, Heartbeats::Off, now).ok();
-            self.reopen_at = now + self.backoff.pause();
+            match Wire::open(&self.address, Heartbeats::Off, now) {
+                Ok(wire) => self.wire = Some(wire),
+                Err(_) => self.reopen_at = now + self.backoff.pause(),
+            }
         }
         let due = match &self.wire {
             Some(wire) => wire.due(),
