@@ -30,6 +30,15 @@ pub enum Event {
     Message(Message),
 }
 
+impl Event {
+    fn into_message(self) -> Option<Message> {
+        match self {
+            Self::Ready => None,
+            Self::Message(message) => Some(message),
+        }
+    }
+}
+
 /// A message of one or more frames.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct Message {
@@ -121,6 +130,31 @@ impl Session {
             }
         }
         Ok(None)
+    }
+
+    /// Consumes all of `input` and appends its messages.
+    ///
+    /// # Errors
+    /// As [`Session::receive`]; the messages before the violation are appended all the same.
+    pub fn receive_messages(
+        &mut self,
+        mut input: &[u8],
+        messages: &mut Vec<Message>,
+    ) -> Result<(), Error> {
+        while !input.is_empty() {
+            messages.extend(self.receive(&mut input)?.and_then(Event::into_message));
+        }
+        Ok(())
+    }
+
+    /// [`Session::body_received`] and [`Session::receive_messages`] for what is behind the frame.
+    ///
+    /// # Errors
+    /// As [`Session::receive_messages`].
+    pub fn body_messages(&mut self, len: usize, messages: &mut Vec<Message>) -> Result<(), Error> {
+        let (event, rest) = self.body_received(len)?;
+        messages.extend(event.and_then(Event::into_message));
+        self.receive_messages(&rest, messages)
     }
 
     /// The body of a partly received frame that misses at least `min_missing` bytes. The caller may read into its spare

@@ -12,7 +12,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use kvtier_zmtp::{Event, Limits, Output, Session, Version};
+use kvtier_zmtp::{Limits, Message, Output, Session, Version};
 use rustix::buffer::spare_capacity;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, read, retry_on_intr};
@@ -202,7 +202,14 @@ impl Wire {
         let Stage::Connected(socket) = &self.stage else {
             return Ok(false);
         };
-        let has_read = read_turn(socket, &mut self.session, &mut self.scratch, messages)?;
+        let mut received = Vec::new();
+        let read = read_turn(socket, &mut self.session, &mut self.scratch, &mut received);
+        // A message with more frames than a reply has is none.
+        let received = received
+            .into_iter()
+            .filter(|message| message.discarded_frames == 0);
+        messages.extend(received.map(|message| message.frames));
+        let has_read = read?;
         if has_read {
             (self.heard, self.pinged) = (now, None);
         } else if let Some(error) = self.write_error {
@@ -303,7 +310,7 @@ fn read_turn(
     socket: &OwnedFd,
     session: &mut Session,
     scratch: &mut [u8],
-    messages: &mut Vec<Frames>,
+    messages: &mut Vec<Message>,
 ) -> std::io::Result<bool> {
     let mut taken = 0;
     while taken < TURN_BYTES {
@@ -322,40 +329,16 @@ fn read_turn(
             Err(error) => return Err(error.into()),
         };
         taken += got;
-        match at {
-            None => receive(session, &scratch[..got], messages)?,
-            Some(at) => {
-                let (event, rest) = session.body_received(at).map_err(std::io::Error::other)?;
-                note(event, messages);
-                receive(session, &rest, messages)?;
-            }
-        }
+        let received = match at {
+            None => session.receive_messages(&scratch[..got], messages),
+            Some(at) => session.body_messages(at, messages),
+        };
+        received.map_err(std::io::Error::other)?;
         if got < wanted {
             break;
         }
     }
     Ok(taken > 0)
-}
-
-fn receive(
-    session: &mut Session,
-    mut bytes: &[u8],
-    messages: &mut Vec<Frames>,
-) -> std::io::Result<()> {
-    while !bytes.is_empty() {
-        let event = session.receive(&mut bytes);
-        note(event.map_err(std::io::Error::other)?, messages);
-    }
-    Ok(())
-}
-
-fn note(event: Option<Event>, messages: &mut Vec<Frames>) {
-    // A message with more frames than a reply has is none.
-    if let Some(Event::Message(message)) = event
-        && message.discarded_frames == 0
-    {
-        messages.push(message.frames);
-    }
 }
 
 /// Starts to connect to the first candidate that does not fail at once.

@@ -3,7 +3,7 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
-use kvtier_zmtp::{Error, Event, Limits, Message, Session};
+use kvtier_zmtp::{Error, Limits, Message, Session};
 use rustix::buffer::spare_capacity;
 use rustix::io::{Errno, ioctl_fionread, read};
 use rustix::net::{Shutdown, shutdown};
@@ -149,12 +149,8 @@ impl Connection {
                 Err(error) => return Err(error.into()),
             };
             match at {
-                None => self.receive(&scratch[..got], messages)?,
-                Some(at) => {
-                    let (event, rest) = self.session.body_received(at)?;
-                    note(event, messages);
-                    self.receive(&rest, messages)?;
-                }
+                None => self.session.receive_messages(&scratch[..got], messages)?,
+                Some(at) => self.session.body_messages(at, messages)?,
             }
             taken += got;
             if got < wanted || taken >= TURN_BYTES {
@@ -169,13 +165,6 @@ impl Connection {
             true if messages.len() > before => Some(now),
             true => self.partial_since.or(Some(now)),
         };
-        Ok(())
-    }
-
-    fn receive(&mut self, mut bytes: &[u8], messages: &mut Vec<Message>) -> Result<(), Closed> {
-        while !bytes.is_empty() {
-            note(self.session.receive(&mut bytes)?, messages);
-        }
         Ok(())
     }
 
@@ -317,11 +306,5 @@ impl Connection {
 impl AsFd for Connection {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
-    }
-}
-
-fn note(event: Option<Event>, messages: &mut Vec<Message>) {
-    if let Some(Event::Message(message)) = event {
-        messages.push(message);
     }
 }
