@@ -340,6 +340,8 @@ pub struct LmcacheDrivenInstance {
     pub model_name: String,
     /// Workers of the engine.
     pub world_size: u32,
+    /// Releases of LMCache that its client may be of, such as `0.5.3 to 0.5.4`; kvtier's own clients count as the newest.
+    pub client_releases: String,
     /// Its pages.
     pub kv_cache_layout: KvCacheLayout,
 }
@@ -352,6 +354,8 @@ pub struct EngineDrivenInstance {
     pub model_name: String,
     /// Workers of the engine.
     pub world_size: u32,
+    /// Releases of LMCache that its client may be of, such as `0.5.3 to 0.5.4`; kvtier's own clients count as the newest.
+    pub client_releases: String,
     /// Tokens per block.
     pub block_size: i64,
     /// What the worker registered; engines with fused K and V set it too.

@@ -52,7 +52,7 @@ use kvtier_l1::{L1, L1Tenants, create_arena};
 use kvtier_metrics::{Metrics, Readings};
 use kvtier_proto::generation::Release;
 use kvtier_proto::operation::Operation;
-use kvtier_proto::request::Request;
+use kvtier_proto::request::{InstanceId, Request};
 use kvtier_proto::response::Response;
 use kvtier_sync::Mutex;
 use kvtier_tenants::{Opened, QuotaTier, Quotas, Salts};
@@ -75,6 +75,8 @@ pub struct Caller {
     pub connection: u64,
     /// What is known of the client's release.
     pub release: Release,
+    /// The releases that it may be of, for people.
+    pub releases: &'static str,
     /// Whether the client has the chunk size from this process.
     pub knows_chunk_size: bool,
 }
@@ -238,9 +240,8 @@ impl Engine {
             }
 
             Request::Lookup { key, tp_size } => self.lookups.lookup(caller, key, *tp_size),
-            Request::QueryPrefetchStatus { job } | Request::QueryPrefetchLookupHits { job } => {
-                self.lookups.result(caller, *job)
-            }
+            Request::QueryPrefetchStatus { job } => self.lookups.result(caller, *job),
+            Request::QueryPrefetchLookupHits { job } => self.lookups.hits(caller, *job),
             Request::FreeLookupLocks { key, .. } => self.lookups.free(caller, key),
             Request::EndSession { request_id } => self.lookups.end_session(caller, request_id),
 
@@ -278,12 +279,9 @@ impl Engine {
         Answer::unserved(operation)
     }
 
-    /// Answers a ping of a client that is not served with "no": the client sends no store and no lookup while it is unhealthy, and
-    /// drops a transfer that is not answered.
-    pub fn ping_of_unserved(&self, caller: Caller) -> Answer {
-        let refused = &self.transfers.refused_retrieves;
-        refused.refuses_ping(caller.connection, || false, self.context.now());
-        Answer::from(Response::Bool(false)).because("older_generation")
+    /// Whether a worker is registered under this id.
+    pub fn is_registered(&self, id: InstanceId) -> bool {
+        self.context.instances.get(id).is_some()
     }
 
     /// Refuses a retrieve, or another transfer, of a client that does not notice or not survive a "no": by its next

@@ -27,6 +27,7 @@ use kvtier_metrics::Metrics;
 pub const CALLER: Caller = Caller {
     connection: 1,
     release: Release::Since0_5_5,
+    releases: "0.5.6",
     knows_chunk_size: true,
 };
 

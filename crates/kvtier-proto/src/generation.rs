@@ -157,6 +157,13 @@ impl Generation {
         }
     }
 
+    /// Whether workers are named by their process ids, which processes of other containers have too. From 0.5.0 on they
+    /// are named by 63 random bits, but for those of SGLang up to 0.5.2.
+    #[must_use]
+    pub fn has_process_ids(self) -> bool {
+        self < Self::G6
+    }
+
     /// The table: what this generation can ask.
     #[must_use]
     pub fn specs(self) -> &'static [OperationSpec] {

@@ -236,6 +236,36 @@ pub struct Subscription<'a> {
     pub max_events: i64,
 }
 
+impl<'a, T> Request<'a, T> {
+    /// The worker that this is a request of, in the operations of every generation.
+    pub fn instance_mut(&mut self) -> Option<&mut InstanceId> {
+        match self {
+            Self::RegisterKvCache(registration) => Some(&mut registration.instance),
+            Self::RegisterEngineDriven(context) => Some(&mut context.instance),
+            Self::Store(store) => Some(&mut store.instance),
+            Self::Retrieve(retrieve) => Some(&mut retrieve.instance),
+            Self::UnregisterKvCache { instance }
+            | Self::UnregisterEngineDriven { instance }
+            | Self::PrepareStore { instance, .. }
+            | Self::CommitStore { instance, .. }
+            | Self::PrepareRetrieve { instance, .. }
+            | Self::CommitRetrieve { instance, .. } => Some(instance),
+            Self::Ping { instance } => instance.as_mut(),
+            _ => None,
+        }
+    }
+
+    /// The lookup that this asks about.
+    pub fn job_mut(&mut self) -> Option<&mut JobRef<'a>> {
+        match self {
+            Self::QueryPrefetchStatus { job }
+            | Self::QueryPrefetchLookupHits { job }
+            | Self::WaitPrefetchStatus { job, .. } => Some(job),
+            _ => None,
+        }
+    }
+}
+
 impl<T> Request<'_, T> {
     /// The operation this is a request of.
     #[must_use]

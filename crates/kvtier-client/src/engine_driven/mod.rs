@@ -100,6 +100,7 @@ impl EngineDrivenSpec {
                 .slots_per_chunk
                 .map(|slots| signed("slots_per_chunk", slots))
                 .transpose()?,
+            takes_pool: true,
         })
     }
 }

@@ -152,6 +152,7 @@ impl Admin {
                 unserved.insert(id.clone(), reason.name().to_owned());
             }
             let (model_name, world_size) = (instance.model_name.to_string(), instance.world_size);
+            let client_releases = instance.releases.to_owned();
             match &instance.mode {
                 Mode::LmcacheDriven { memory, .. } => {
                     on_device.insert(id.clone(), memory.device().to_owned());
@@ -159,6 +160,7 @@ impl Admin {
                     let instance = LmcacheDrivenInstance {
                         model_name,
                         world_size,
+                        client_releases,
                         kv_cache_layout: kv_cache_layout(memory.layout()),
                     };
                     pages.insert(id, instance);
@@ -167,6 +169,7 @@ impl Admin {
                     let instance = EngineDrivenInstance {
                         model_name,
                         world_size,
+                        client_releases,
                         block_size: layout.block_size,
                         use_mla: layout.use_mla,
                     };

@@ -96,6 +96,8 @@ pub struct Instance {
     pub layout: ModelLayout,
     /// Why it has no cache; `None` for a worker that is served.
     pub unserved: Option<Unserved>,
+    /// Releases of LMCache that its client may be of.
+    pub releases: &'static str,
     /// Its number in the world, known from its first transfer: a registration does not tell.
     worker: OnceLock<u32>,
     last_seen: AtomicU64,
@@ -122,6 +124,7 @@ impl Instance {
             mode,
             layout: layout.with_page_bound_bit(),
             unserved: None,
+            releases: "",
             worker: OnceLock::new(),
             last_seen: AtomicU64::new(millis(now)),
             pinged: AtomicBool::new(false),

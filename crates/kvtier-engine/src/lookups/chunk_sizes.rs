@@ -128,6 +128,7 @@ mod tests {
         Caller {
             connection,
             release: Release::Since0_5_5,
+            releases: "0.5.6",
             knows_chunk_size,
         }
     }

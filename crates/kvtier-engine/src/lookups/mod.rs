@@ -217,12 +217,22 @@ impl Lookups {
             JobRef::Request(request_id) => {
                 outcome_answer(self.held.take_outcome(request_id, caller.connection))
             }
-            // A number is the answer of a lookup that was never served.
+            // A number that no lookup has, or whose lookup has ended.
             JobRef::Job(_) => Answer::from(Response::Int(0)),
         }
     }
 
-    /// The same, once it is there; nothing if it does not come within `timeout`.
+    /// The same without taking it: the next question receives it again.
+    pub fn hits(&self, caller: Caller, job: JobRef<'_>) -> Answer {
+        match job {
+            JobRef::Request(request_id) => {
+                outcome_answer(self.held.outcome(request_id, caller.connection))
+            }
+            JobRef::Job(_) => Answer::from(Response::Int(0)),
+        }
+    }
+
+    /// [`Lookups::result`], once it is there; nothing if it does not come within `timeout`.
     pub fn wait_result(
         &self,
         caller: Caller,

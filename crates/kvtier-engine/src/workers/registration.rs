@@ -52,7 +52,7 @@ impl Workers {
         registration: &Registration<'_>,
         reply: Reply,
     ) {
-        let newcomer = match self.newcomer(caller.release, registration) {
+        let newcomer = match self.newcomer(caller, registration) {
             Ok(Some(newcomer)) => newcomer,
             Ok(None) => return reply.answer(Answer::nothing()),
             Err(error) => {
@@ -74,7 +74,7 @@ impl Workers {
     /// Checks a registration, without touching the worker's memory; returns nothing if the worker is registered like this already.
     fn newcomer(
         &self,
-        release: Release,
+        caller: Caller,
         registration: &Registration<'_>,
     ) -> Result<Option<Newcomer>> {
         if !self.context.config.transfer_mode.allows_lmcache_driven() {
@@ -110,7 +110,7 @@ impl Workers {
         let is_pickled = |it: &TensorDescriptor| matches!(it, TensorDescriptor::Legacy { .. });
         let is_in_host = |it: &TensorSpec| matches!(it.memory, MemorySpec::CpuShm { .. });
         if registration.tensors.iter().any(is_pickled) && tensors.iter().any(is_in_host) {
-            layout_hints.kv_layout = cpu_layout_hint(release, layout_hints.kv_layout)?;
+            layout_hints.kv_layout = cpu_layout_hint(caller.release, layout_hints.kv_layout)?;
         }
         let layout = KvLayout::detect(
             &tensors,
@@ -121,8 +121,10 @@ impl Workers {
             self.context.config.separate_object_groups,
         )
         .map_err(Error::refused)?;
+        check_block_tokens(&layout, registration.hints.logical_block_tokens)?;
         Ok(Some(Newcomer {
             id: registration.instance,
+            releases: caller.releases,
             model_name: registration.model_name.to_owned(),
             world_size: registration.world_size,
             layout,
@@ -134,6 +136,7 @@ impl Workers {
     fn open(&self, newcomer: Newcomer) -> Result<()> {
         let Newcomer {
             id,
+            releases,
             model_name,
             world_size,
             layout,
@@ -152,7 +155,7 @@ impl Workers {
         // Its silence counts from here on: opening may have taken long.
         let now = self.context.now();
         let mut instance = Instance::new(id, &model_name, world_size, mode, model, now);
-        instance.unserved = unserved;
+        (instance.unserved, instance.releases) = (unserved, releases);
         let device = instance.device();
         self.admit(instance)?;
         tracing::info!(
@@ -223,14 +226,16 @@ impl Workers {
                     layout,
                     pickles: AtomicBool::new(!may_map),
                 };
-                self.admit(Instance::new(
+                let mut instance = Instance::new(
                     context.instance,
                     context.model_name,
                     context.world_size,
                     mode,
                     model,
                     now,
-                ))?;
+                );
+                instance.releases = caller.releases;
+                self.admit(instance)?;
                 tracing::info!(
                     model = context.model_name,
                     world_size = context.world_size,
@@ -252,13 +257,15 @@ impl Workers {
         })
     }
 
-    /// Whether a worker may write into slots of the pool: one of another chunk size would write past their ends.
+    /// Whether a worker may write into slots of the pool: one of another chunk size would write past their ends, and one that
+    /// does not learn of the pool takes slots for a miss.
     ///
     /// A client that has the chunk size from this process has the right one, whatever its pages are like. Another one is checked by
     /// `num_physical_slots`; if its release does not send that, by the shapes of pickled data at each store.
     fn may_map_pool(&self, caller: Caller, context: &EngineDrivenContext<'_>) -> Result<bool> {
         let chunk_size = i64::from(self.context.config.chunk_size);
         match context.num_physical_slots {
+            _ if !context.takes_pool => Ok(false),
             _ if caller.knows_chunk_size => Ok(true),
             None => Ok(false),
             Some(slots) if slots == chunk_size => Ok(true),
@@ -295,6 +302,7 @@ impl Workers {
 /// A checked registration of a worker whose pages the server copies.
 struct Newcomer {
     id: InstanceId,
+    releases: &'static str,
     model_name: String,
     world_size: u32,
     layout: KvLayout,
@@ -319,6 +327,18 @@ fn cpu_layout_hint(release: Release, hint: Option<KvAxisOrder>) -> Result<Option
         None => Err(Error::refused(
             "kv_layout is not HND; allowed of a reconnected client whose release is not known: HND. Restart the engine",
         )),
+    }
+}
+
+/// Refuses blocks of several pages: without a description of groups, block ids cannot be mapped to pages.
+fn check_block_tokens(layout: &KvLayout, hint: Option<i64>) -> Result<()> {
+    let slots = layout.kernel_groups().iter().map(|it| it.slots_per_block);
+    let block = hint.and_then(|tokens| u64::try_from(tokens).ok());
+    match (block, slots.min()) {
+        (Some(block), Some(slots)) if slots < block => Err(Error::refused(format!(
+            "inference_engine_logical_block_size is {block}; allowed: at most {slots}, the slots of a page"
+        ))),
+        _ => Ok(()),
     }
 }
 

@@ -37,13 +37,25 @@ pub struct Resolved {
     pub generation: Generation,
     /// The row of its table.
     pub spec: &'static OperationSpec,
-    /// Whether every generation still possible reads it as the same operation. If not, only an answer without a payload
-    /// is safe: a client up to 0.5.4 stops receiving at a payload of another type than it expects.
+    /// Whether every generation still possible reads it as the same operation with the same kind of response. If not, only
+    /// an answer without a payload is safe: a client up to 0.5.4 stops receiving at a payload of another type than it expects.
     pub certain: bool,
     /// What is known of the client's release, this request included.
     pub release: Release,
     /// [`Candidates::knows_chunk_size`] of the connection, this request included.
     pub knows_chunk_size: bool,
+}
+
+impl Resolved {
+    /// The releases of LMCache that the client may be of, as far as that is known.
+    #[must_use]
+    pub fn releases(&self) -> &'static str {
+        match (self.generation, self.release) {
+            (Generation::G6, Release::Before0_5_5) => "0.5.3 to 0.5.4",
+            (Generation::G6, Release::Since0_5_5) => "0.5.5 to 0.5.6",
+            (generation, _) => generation.releases(),
+        }
+    }
 }
 
 /// Why a request fits none of the generations still possible. It gets no reply.
@@ -161,8 +173,9 @@ impl Candidates {
         self.possible = readings
             .iter()
             .fold(0, |set, (generation, _)| set | bit(*generation));
-        let mut others = readings.iter().map(|(_, other)| other.operation);
-        let certain = others.all(|other| other == spec.operation);
+        let certain = readings
+            .iter()
+            .all(|(_, other)| (other.operation, other.response) == (spec.operation, spec.response));
         Ok(self.resolved(request, id, (generation, spec), certain))
     }
 
@@ -174,9 +187,9 @@ impl Candidates {
         certain: bool,
     ) -> Resolved {
         let proved = match self.decided() {
+            _ if !self.contains(Generation::G6) => Some(Release::Before0_5_5),
+            Some(_) => Release::proved(spec, id, &request.payloads),
             None => None,
-            Some(Generation::G6) => Release::proved(spec, id, &request.payloads),
-            Some(_) => Some(Release::Before0_5_5),
         };
         self.release = proved.unwrap_or(self.release);
         self.knows_chunk_size |=

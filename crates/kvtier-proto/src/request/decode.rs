@@ -14,6 +14,7 @@ use crate::generation::{BlockForm, Field, OperationSpec};
 use crate::key::{CacheKey, TokenReader};
 use crate::lenient;
 use crate::operation::Operation;
+use crate::response::ResponseKind;
 use crate::wire::{self, DecodeError, InField, Reader};
 
 impl<'a, T> Request<'a, T> {
@@ -84,7 +85,10 @@ impl<'a, T> Request<'a, T> {
             Operation::EndSession => Self::EndSession {
                 request_id: p.text(Field::RequestId)?,
             },
-            Operation::RegisterEngineDriven => Self::RegisterEngineDriven(p.context()?),
+            Operation::RegisterEngineDriven => Self::RegisterEngineDriven(EngineDrivenContext {
+                takes_pool: spec.response != ResponseKind::Nothing,
+                ..p.context()?
+            }),
             Operation::PrepareStore => {
                 let (key, instance) = p.key_and_instance()?;
                 Self::PrepareStore { key, instance }

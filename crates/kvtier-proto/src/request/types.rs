@@ -94,6 +94,8 @@ pub struct EngineDrivenContext<'a> {
     pub use_mla: bool,
     /// Token slots of one chunk; absent means one per token.
     pub num_physical_slots: Option<i64>,
+    /// Whether the worker learns of the shared pool by the answer; 0.4.6 does not, and pickles. Not on the wire.
+    pub takes_pool: bool,
 }
 
 impl<'a> EngineDrivenContext<'a> {
@@ -119,6 +121,7 @@ impl<'a> EngineDrivenContext<'a> {
             dtype,
             use_mla,
             num_physical_slots,
+            takes_pool: true,
         })
     }
 

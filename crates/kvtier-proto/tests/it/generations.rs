@@ -275,6 +275,21 @@ fn tables_are_sound() {
     }
 }
 
+/// 10 registers an engine-driven worker in 0.4.6, which expects nothing, and in 0.4.7, which expects a pool.
+#[test]
+fn equal_operations_with_unlike_answers_are_uncertain() {
+    let context: Vec<u8> = [&[0x81][..], b"\xabinstance_id\x07"].concat();
+    let mut candidates = Candidates::all();
+    let resolved = ask(&mut candidates, 9, 10, &[&context], &[]).unwrap();
+    assert_eq!(left(candidates), [G3, G4]);
+    assert_eq!(resolved.spec.operation, Operation::RegisterEngineDriven);
+    assert!(!resolved.certain);
+    ask(&mut candidates, 10, 17, &[], &[]).unwrap();
+    let resolved = ask(&mut candidates, 11, 10, &[&context], &[]).unwrap();
+    assert!(resolved.certain);
+    assert_eq!(resolved.releases(), "0.4.6");
+}
+
 #[test]
 fn requests_prove_the_release() {
     use Release::{Before0_5_5, Since0_5_5, Unproven};
@@ -295,6 +310,12 @@ fn requests_prove_the_release() {
         ask(&mut scheduler, 2, 22, &[&[0xc0]], &[]).unwrap();
         assert_eq!(scheduler.release(), release);
     }
+    // An old one shows that it is old before its generation is decided.
+    let mut store = Candidates::all();
+    let salted = key(KeyForm::Salted);
+    let payloads: [&[u8]; 4] = [&salted, &[7], &[0x91, 5], &[0xc4, 0]];
+    let resolved = ask(&mut store, 9, 3, &payloads, &[]).unwrap();
+    assert_eq!((store.decided(), resolved.release), (None, Before0_5_5));
     let mut clears = Candidates::only(G6);
     ask(&mut clears, 1, 20, &[], &[]).unwrap();
     assert_eq!(clears.release(), Unproven);

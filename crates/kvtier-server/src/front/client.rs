@@ -1,5 +1,6 @@
 //! What the requests of a connection have in common: the client's release, order, and memory.
 
+use std::sync::atomic::{AtomicBool, AtomicI64};
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
@@ -9,6 +10,7 @@ use super::lanes::Lane;
 use super::limits::{
     self, JOB_BYTES, MAX_UNDECIDED, MAX_UNDECIDED_BYTES, REPLY_SHARE, UNDECIDED_PART,
 };
+use super::names::{LookupNumbers, WorkerNames};
 use super::request::Job;
 use crate::budget::Budget;
 use kvtier_engine::Engine;
@@ -21,11 +23,22 @@ pub struct Peer {
     pub requests: Arc<Budget>,
     /// Bytes of large replies to it that the system has not taken yet.
     pub replies: Arc<Budget>,
+    /// Workers that connections name by their process ids.
+    pub worker_names: Arc<WorkerNames>,
+    /// The worker that it named last, by its id here; 0 if there is none. Pings of old releases name none.
+    pub worker: AtomicI64,
+    /// Whether a ping of an unknown worker was refused on it.
+    pub has_refused_ping: AtomicBool,
+    /// Its lookups, if its release asks for results by number.
+    pub lookups: LookupNumbers,
     engine: Weak<Engine>,
 }
 
 impl Drop for Peer {
     fn drop(&mut self) {
+        if *self.worker.get_mut() != 0 {
+            self.worker_names.connection_ended(self.id);
+        }
         if let Some(engine) = self.engine.upgrade() {
             engine.forget_connection(self.id);
         }
@@ -46,8 +59,8 @@ pub struct Client {
     pub transfers: Arc<Lane<Job>>,
     /// Everything else.
     pub control: Arc<Lane<Job>>,
-    /// Whether the log has said that this client is too old.
-    pub told_off: bool,
+    /// Whether the log has its release, if that is an old one.
+    pub is_logged: bool,
 }
 
 /// Requests that wait for the generation of their client.
@@ -87,6 +100,7 @@ pub struct Budgets {
     replies: Arc<Budget>,
     /// A part of the requests', since these wait for long.
     undecided: Arc<Budget>,
+    worker_names: Arc<WorkerNames>,
     engine: Weak<Engine>,
 }
 
@@ -96,6 +110,7 @@ impl Budgets {
         let requests = Budget::new(request_bytes);
         Self {
             engine,
+            worker_names: Arc::default(),
             undecided: requests.share(request_bytes / UNDECIDED_PART),
             requests,
             replies: limits::reply_budget(),
@@ -109,6 +124,10 @@ impl Budgets {
                 id,
                 requests: self.requests.share(self.requests.limit() / 2),
                 replies: self.replies.share(REPLY_SHARE),
+                worker_names: Arc::clone(&self.worker_names),
+                worker: AtomicI64::default(),
+                has_refused_ping: AtomicBool::default(),
+                lookups: LookupNumbers::default(),
                 engine: Weak::clone(&self.engine),
             }),
             candidates: Candidates::default(),
@@ -116,7 +135,7 @@ impl Budgets {
             undecided: None,
             transfers: Arc::default(),
             control: Arc::default(),
-            told_off: false,
+            is_logged: false,
         }
     }
 }

@@ -5,12 +5,13 @@ use std::time::Instant;
 
 use kvtier_proto::frames::{ClientMessage, OperationId, RequestFrames};
 use kvtier_proto::generation::{Generation, Resolved, Unresolved};
-use kvtier_proto::operation::Lane as LaneKind;
+use kvtier_proto::operation::{Lane as LaneKind, Operation};
 use kvtier_proto::response::ResponseKind;
 use kvtier_proto::wire::DecodeError;
 
 use super::client::Client;
 use super::limits::{self, MAX_HEAD};
+use super::names::lookup_number;
 use super::outbox::Outgoing;
 use super::request::{Job, RequestSender, Server, error_frame};
 use super::serve::Front;
@@ -61,16 +62,10 @@ impl Front {
         let decided = resolved.certain.then(|| client.undecided.take()).flatten();
         if resolved.generation != Generation::G6
             && resolved.certain
-            && !std::mem::replace(&mut client.told_off, true)
+            && !std::mem::replace(&mut client.is_logged, true)
             && let Some(left_out) = LOG_LIMIT.permit(received)
         {
-            tracing::warn!(
-                left_out,
-                releases = resolved.generation.releases(),
-                "a client of LMCache {} connected; this server serves {}: it runs without a cache",
-                resolved.generation.releases(),
-                Generation::G6.releases(),
-            );
+            log_older_client(&resolved, left_out);
         }
         let mut frames = frames.into_iter();
         let (Some(uid), Some(op)) = (frames.next(), frames.next()) else {
@@ -78,6 +73,9 @@ impl Front {
         };
         let payloads: Vec<_> = frames.collect();
         let bytes = payloads.iter().map(|payload| payload.len() as u64).sum();
+        let is_numbered = (resolved.spec.operation, resolved.spec.response)
+            == (Operation::Lookup, ResponseKind::Int);
+        let lookup_number = is_numbered.then(|| lookup_number(self.server.first_number, &uid));
         let mut job = Job {
             sender: RequestSender {
                 peer: Arc::clone(&client.peer),
@@ -86,6 +84,7 @@ impl Front {
                 bytes,
                 charge: None,
                 resolved,
+                lookup_number,
                 received,
             },
             payloads,
@@ -150,6 +149,23 @@ impl Front {
         }
         self.server.refuse(job.sender, reason);
     }
+}
+
+/// Logs the release of a client that is not of the newest generation.
+fn log_older_client(resolved: &Resolved, left_out: u64) {
+    let releases = resolved.releases();
+    if resolved.knows_chunk_size || resolved.generation > Generation::G2 {
+        tracing::info!(
+            left_out,
+            "a client of LMCache {releases} connected; pictures are not part of its keys: docs/identity.md"
+        );
+        return;
+    }
+    tracing::warn!(
+        left_out,
+        "a client of LMCache {releases} reconnected; releases up to 0.4.4 do not register again, so restart its engine if it \
+         has no hits from now on"
+    );
 }
 
 /// Whether any answer now may be of a type that the client does not expect, or one that its worker does not survive. A

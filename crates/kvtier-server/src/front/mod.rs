@@ -12,6 +12,7 @@ mod interface;
 mod ipc;
 pub mod lanes;
 mod limits;
+mod names;
 mod outbox;
 mod output;
 mod poll;

@@ -2,16 +2,18 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use kvtier_proto::generation::{Generation, OperationSpec, Release, Resolved};
+use kvtier_proto::generation::{OperationSpec, Release, Resolved};
 use kvtier_proto::operation::Operation;
-use kvtier_proto::request::Request;
+use kvtier_proto::request::{InstanceId, JobRef, Request};
 use kvtier_proto::response::{Response, ResponseKind};
 
 use super::client::Peer;
 use super::lanes::Turn;
 use super::limits::{JOB_BYTES, SMALL_REPLY, answers_much};
+use super::names::first_number;
 use super::outbox::{Outbox, Outgoing};
 use crate::budget::Charge;
 use crate::health::Health;
@@ -40,6 +42,8 @@ pub struct RequestSender {
     pub charge: Option<Charge>,
     /// The row of the table that the request is read by.
     pub resolved: Resolved,
+    /// The number that answers it, if it is a lookup of a release whose results are asked for by number.
+    pub lookup_number: Option<i64>,
     /// When its message was taken from the socket.
     pub received: Instant,
 }
@@ -56,6 +60,8 @@ pub struct Server {
     pub health: Arc<Health>,
     /// Where answers go.
     pub outbox: Outbox,
+    /// The first number of a lookup.
+    pub first_number: i64,
     /// Shared by every request whose answer is to come.
     unanswered: Arc<()>,
 }
@@ -95,6 +101,7 @@ impl RequestSender {
         Caller {
             connection: self.peer.id,
             release: self.resolved.release,
+            releases: self.resolved.releases(),
             knows_chunk_size: self.resolved.knows_chunk_size,
         }
     }
@@ -110,6 +117,34 @@ impl RequestSender {
 
     fn refusal(&self, reason: &'static str) -> Answer {
         Answer::refusal(self.spec().operation, self.spec().response, reason)
+    }
+}
+
+/// What a request means beside its payloads.
+struct RequestContext {
+    resolved: Resolved,
+    caller: Caller,
+    peer: Arc<Peer>,
+    lookup_number: Option<i64>,
+    may_answer_much: bool,
+}
+
+impl RequestContext {
+    /// Keeps the number of a lookup; returns the request id of the lookup that a request asks about by number.
+    fn name_lookup<T>(&self, request: &Request<'_, T>) -> Option<Arc<str>> {
+        let lookups = &self.peer.lookups;
+        match request {
+            Request::Lookup { key, .. } => lookups.insert(self.lookup_number?, key.request_id),
+            Request::EndSession { request_id } => lookups.forget(request_id),
+            Request::QueryPrefetchStatus {
+                job: JobRef::Job(number),
+            }
+            | Request::QueryPrefetchLookupHits {
+                job: JobRef::Job(number),
+            } => return lookups.get(*number),
+            _ => {}
+        }
+        None
     }
 }
 
@@ -159,6 +194,7 @@ impl Server {
             engine,
             health,
             outbox,
+            first_number: first_number(),
             unanswered: Arc::default(),
         }
     }
@@ -172,12 +208,17 @@ impl Server {
     /// returns, or with the answer if nothing may pass it.
     pub fn serve(self: &Arc<Self>, job: Job, turn: Option<Turn<Job>>) {
         let Job { sender, payloads } = job;
-        let (resolved, caller) = (sender.resolved, sender.caller());
-        let may_answer_much = !sender.peer.replies.is_full();
+        let context = RequestContext {
+            resolved: sender.resolved,
+            caller: sender.caller(),
+            lookup_number: sender.lookup_number,
+            may_answer_much: !sender.peer.replies.is_full(),
+            peer: Arc::clone(&sender.peer),
+        };
         let reply = self.reply(sender, turn.clone());
         // What is caught has been printed, and the reply that was dropped says so.
         let _ = catch_unwind(AssertUnwindSafe(|| {
-            self.handle(&resolved, caller, may_answer_much, &payloads, reply);
+            self.handle(&context, &payloads, reply);
         }));
         drop(turn);
     }
@@ -208,29 +249,26 @@ impl Server {
         self.send(sender, answer);
     }
 
-    fn handle(
-        &self,
-        resolved: &Resolved,
-        caller: Caller,
-        may_answer_much: bool,
-        payloads: &[Vec<u8>],
-        reply: Reply,
-    ) {
-        let spec = resolved.spec;
+    fn handle(&self, context: &RequestContext, payloads: &[Vec<u8>], reply: Reply) {
+        let spec = context.resolved.spec;
         let refusal = |reason| Answer::refusal(spec.operation, spec.response, reason);
         // The readings of generations differ, and so may the answers they take: but for those without a payload.
-        if !resolved.certain && spec.response != ResponseKind::Nothing {
+        if !context.resolved.certain && spec.response != ResponseKind::Nothing {
             return reply.answer(Answer::nothing().because("uncertain_generation"));
         }
-        if resolved.generation != Generation::G6 {
-            return self.handle_older(spec, caller, reply);
-        }
-        if answers_much(spec.operation) && !may_answer_much {
+        if answers_much(spec.operation) && !context.may_answer_much {
             return reply.answer(refusal("replies_unread"));
         }
         let payloads: Vec<&[u8]> = payloads.iter().map(Vec::as_slice).collect();
         match Request::decode(spec, &payloads, &mut self.engine.prompt_reader()) {
-            Ok(request) => self.engine.handle(caller, &request, reply),
+            Ok(mut request) => {
+                self.name_worker(context, &mut request);
+                let asked_about = context.name_lookup(&request);
+                if let (Some(job), Some(request_id)) = (request.job_mut(), &asked_about) {
+                    *job = JobRef::Request(request_id);
+                }
+                self.engine.handle(context.caller, &request, reply);
+            }
             Err(error) => {
                 static LOG_LIMIT: RateLimited = RateLimited::per_second();
                 if let Some(left_out) = LOG_LIMIT.permit(Instant::now()) {
@@ -243,19 +281,45 @@ impl Server {
         }
     }
 
-    /// A client of a generation that is recognised and not served yet: it gets the "no" of each operation, so that it
-    /// runs without a cache instead of waiting.
-    fn handle_older(&self, spec: &OperationSpec, caller: Caller, reply: Reply) {
-        match spec.operation {
-            Operation::GetChunkSize => self.engine.handle(caller, &Request::GetChunkSize, reply),
-            Operation::Ping => reply.answer(self.engine.ping_of_unserved(caller)),
-            operation => {
-                reply.answer(Answer::refusal(
-                    operation,
-                    spec.response,
-                    "older_generation",
-                ));
-            }
+    /// Replaces a worker's name by its id if it is one that only its connection understands, and completes pings without one.
+    fn name_worker<T>(&self, context: &RequestContext, request: &mut Request<'_, T>) {
+        let RequestContext {
+            resolved,
+            caller,
+            peer,
+            ..
+        } = context;
+        if !resolved.generation.has_process_ids() {
+            return;
+        }
+        if let Request::Ping { instance } = request
+            && resolved.spec.payloads.is_empty()
+        {
+            *instance = match peer.worker.load(Ordering::Relaxed) {
+                0 if caller.knows_chunk_size => None,
+                0 if peer.has_refused_ping.swap(true, Ordering::Relaxed) => None,
+                // It may be a worker of a server that was here before, which registers again if this is refused: no
+                // worker has a negative id.
+                0 => Some(InstanceId(!i64::try_from(peer.id).unwrap_or_default())),
+                id => Some(InstanceId(id)),
+            };
+            return;
+        }
+        let leaves = matches!(
+            request,
+            Request::UnregisterKvCache { .. } | Request::UnregisterEngineDriven { .. }
+        );
+        let Some(instance) = request.instance_mut() else {
+            return;
+        };
+        let name = *instance;
+        *instance = peer
+            .worker_names
+            .id(peer.id, name, |id| self.engine.is_registered(id));
+        peer.worker.store(instance.0, Ordering::Relaxed);
+        if leaves {
+            peer.worker_names.forget(peer.id, name);
+            peer.worker.store(0, Ordering::Relaxed);
         }
     }
 
@@ -315,10 +379,16 @@ impl Server {
         }
         metrics.answered(operation, sender.received.elapsed());
         let takes_text = sender.resolved.release.takes_text_op();
+        // Whatever became of a lookup is the answer to the next question; a release that expects nothing gets nothing.
+        let payload = match (sender.lookup_number, sender.spec().response) {
+            (Some(number), _) => Response::Int(number).encode(),
+            (None, ResponseKind::Nothing) => None,
+            (None, _) => answer.payload,
+        };
         let RequestSender { peer, uid, op, .. } = sender;
         let (op, payload) = match answer.error.filter(|_| takes_text) {
             Some(text) => (error_frame(&text), None),
-            None => (op, answer.payload),
+            None => (op, payload),
         };
         let end = answer.ends_stream.then(|| Outgoing {
             connection: peer.id,

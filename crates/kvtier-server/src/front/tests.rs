@@ -141,6 +141,7 @@ impl ByHand {
             bytes: payloads.iter().map(|payload| payload.len() as u64).sum(),
             charge: None,
             resolved,
+            lookup_number: None,
             received: Instant::now(),
         };
         Job { sender, payloads }

@@ -3,6 +3,7 @@
 use std::cell::Cell;
 use std::fmt;
 
+use kvtier_error::Error as Refusal;
 use serde::de::{
     DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor,
 };
@@ -36,7 +37,7 @@ pub(super) enum EntriesError {
     /// It has a member of another name.
     Unknown(String),
     /// An entry was refused.
-    Refused(String),
+    Refused(Refusal),
 }
 
 /// Parses one JSON value that takes about `most` bytes at most.
@@ -58,7 +59,7 @@ pub(super) fn parse_entries(
     member: &str,
     passed: &[&str],
     most: usize,
-    mut take: impl FnMut(String, Value) -> Result<(), String>,
+    mut take: impl FnMut(String, Value) -> Result<(), Refusal>,
 ) -> Result<(), EntriesError> {
     let mut failed = None;
     let outer = Outer {
@@ -88,7 +89,7 @@ struct Outer<'a> {
 
 struct Inner<'a> {
     most: usize,
-    take: &'a mut dyn FnMut(String, Value) -> Result<(), String>,
+    take: &'a mut dyn FnMut(String, Value) -> Result<(), Refusal>,
     failed: &'a mut Option<EntriesError>,
 }
 

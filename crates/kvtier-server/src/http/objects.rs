@@ -20,6 +20,7 @@ use super::query::Query;
 use super::quota_body::clip;
 use super::{Answer, ApiError, DetailBody, InvalidBody, State, detail, engine, run_blocking};
 use kvtier_engine::Engine;
+use kvtier_error::Error;
 use kvtier_tiers::{Cursor, L2};
 
 /// Most keys of one deletion.
@@ -306,21 +307,20 @@ struct Key {
 
 impl Key {
     /// The key of one of our objects; `None` for a hash of another length, since no object has it.
-    fn decode(self) -> Result<Option<ObjectKey>, String> {
+    fn decode(self) -> Result<Option<ObjectKey>, Error> {
         let (rank, group) = (self.kv_rank, self.object_group_id.unwrap_or(0));
-        let most = u32::MAX;
+        let range = |name, allowed, value| {
+            Error::refused(format!("{name} must be {allowed} (got {value})"))
+        };
         let key = ForeignKey::try_from(EncodedObjectKey {
             chunk_hash_hex: self.chunk_hash_hex,
             model_name: self.model_name,
-            kv_rank: u64::try_from(rank)
-                .map_err(|_| format!("kv_rank must be at least 0 (got {rank})"))?,
-            object_group_id: u32::try_from(group).map_err(|_| {
-                format!("object_group_id must be between 0 and {most} (got {group})")
-            })?,
+            kv_rank: u64::try_from(rank).map_err(|_| range("kv_rank", "at least 0", rank))?,
+            object_group_id: u32::try_from(group)
+                .map_err(|_| range("object_group_id", "between 0 and 4294967295", group))?,
             cache_salt: self.cache_salt.unwrap_or_default(),
         });
-        let key = key.map_err(|error| error.to_string())?;
-        Ok(ObjectKey::try_from(key).ok())
+        Ok(ObjectKey::try_from(key.map_err(Error::refused)?).ok())
     }
 }
 

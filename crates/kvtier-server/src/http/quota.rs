@@ -26,7 +26,7 @@ use super::{
 };
 use kvtier_config::Limit;
 use kvtier_engine::Engine;
-use kvtier_error::ErrorKind;
+use kvtier_error::{Error, ErrorKind};
 use kvtier_tenants::{Changes, Entry, InTier, Look};
 
 /// How the tenant without a salt is called in paths and answers.
@@ -50,8 +50,13 @@ pub(super) fn quota_routes() -> OpenApiRouter<Arc<Api>> {
     routes().nest("/api", routes())
 }
 
-fn bad(text: impl Into<String>) -> ApiError {
-    error(StatusCode::BAD_REQUEST, text)
+/// A refusal is the client's; else the server failed.
+fn failure(failed: Error) -> ApiError {
+    let status = match failed.kind() {
+        ErrorKind::Invalid => StatusCode::BAD_REQUEST,
+        _ => StatusCode::INTERNAL_SERVER_ERROR,
+    };
+    error(status, failed.to_string())
 }
 
 fn engine(api: &State) -> Result<&Arc<Engine>, ApiError> {
@@ -61,26 +66,26 @@ fn engine(api: &State) -> Result<&Arc<Engine>, ApiError> {
 
 /// The tenant that a path names.
 fn salt(api: &State, path: Result<Path<String>, PathRejection>) -> Result<String, ApiError> {
-    let Path(name) = path.map_err(|_| bad("cache_salt: it is not UTF-8"))?;
+    let Path(name) = path.map_err(|_| failure(Error::refused("cache_salt: it is not UTF-8")))?;
     // LMCache has no route for it.
     if name.contains('/') {
         return Err(detail(StatusCode::NOT_FOUND, "Not Found"));
     }
-    tenant(engine(api)?, &name).map_err(bad)
+    tenant(engine(api)?, &name).map_err(failure)
 }
 
 /// The tenant that a path or a body names.
-fn tenant(engine: &Engine, name: &str) -> Result<String, String> {
+fn tenant(engine: &Engine, name: &str) -> Result<String, Error> {
     let salt = match name {
         DEFAULT => return Ok(String::new()),
         CALLED_DEFAULT => DEFAULT,
         "" => {
-            return Err(format!(
+            return Err(Error::refused(format!(
                 "cache_salt: give {DEFAULT} for requests without one"
-            ));
+            )));
         }
         name => {
-            check_cache_salt(name).map_err(|error| error.to_string())?;
+            check_cache_salt(name).map_err(Error::refused)?;
             name
         }
     };
@@ -110,13 +115,7 @@ async fn change(api: &State, changes: Changes, what: &'static str) -> Result<usi
         }
         outcome
     });
-    outcome.await?.map_err(|refused| {
-        let status = match refused.kind() {
-            ErrorKind::Invalid => StatusCode::BAD_REQUEST,
-            _ => StatusCode::INTERNAL_SERVER_ERROR,
-        };
-        error(status, refused.to_string())
-    })
+    outcome.await?.map_err(failure)
 }
 
 /// The answer to a change, with its audit line. Beyond LMCache's it reports a change that a restart loses, or that has no
@@ -147,7 +146,7 @@ fn changed(
 async fn put_all(api: State, body: Payload<BODY_LIMIT>) -> Result<Audited<QuotaChange>, ApiError> {
     let engine = Arc::clone(engine(&api)?);
     let changes = body.read(move |bytes| changes(&engine, bytes));
-    let changes = changes.await?.map_err(bad)?;
+    let changes = changes.await?.map_err(failure)?;
     let set = changes.len();
     change(&api, changes, "tenants' quotas were set").await?;
     let answer = QuotaChange {
@@ -159,18 +158,17 @@ async fn put_all(api: State, body: Payload<BODY_LIMIT>) -> Result<Audited<QuotaC
 }
 
 /// The changes of a body for many tenants.
-fn changes(engine: &Engine, bytes: &[u8]) -> Result<Changes, String> {
+fn changes(engine: &Engine, bytes: &[u8]) -> Result<Changes, Error> {
     let quotas = engine.quotas();
     let mut named: BTreeMap<Arc<str>, Entry> = BTreeMap::new();
     for (name, entry) in parse_many(bytes, quotas.places())? {
-        let told = |what: String| format!("users.{}: {what}", clip(&name));
-        let salt = tenant(engine, &name).map_err(told)?;
-        quotas
-            .check(&entry)
-            .map_err(|error| told(error.to_string()))?;
+        let named_error = |error: Error| error.context(format!("users.{}", clip(&name)));
+        let salt = tenant(engine, &name).map_err(named_error)?;
+        quotas.check(&entry).map_err(named_error)?;
         // A salt, and its hash.
         if named.insert(salt.into(), entry).is_some() {
-            return Err(told("this tenant is there twice, under two names".into()));
+            let twice = Error::refused("this tenant is there twice, under two names");
+            return Err(named_error(twice));
         }
     }
     let some = |(salt, entry)| (salt, Some(entry));
@@ -194,7 +192,7 @@ async fn put(
     let salt = salt(&api, path)?;
     let engine = Arc::clone(engine(&api)?);
     let wanted = body.read(move |bytes| Wanted::parse(bytes, engine.quotas().places()));
-    let Wanted { entry, limit_gb } = wanted.await?.map_err(bad)?;
+    let Wanted { entry, limit_gb } = wanted.await?.map_err(failure)?;
     let did =
         serde_json::to_string(&entry).map_or_else(|_| "set".into(), |set| format!("set to {set}"));
     let changes = vec![(salt.as_str().into(), Some(entry))];
@@ -334,7 +332,7 @@ fn read_token(token: &str) -> Result<String, ApiError> {
         .strip_prefix('s')
         .and_then(|hex| hex::decode(hex).ok());
     salt.and_then(|salt| String::from_utf8(salt).ok())
-        .ok_or_else(|| bad("page_token: it is not of this listing"))
+        .ok_or_else(|| failure(Error::refused("page_token: it is not of this listing")))
 }
 
 /// LMCache's fields, with the usage of all tiers below L1 together.

@@ -7,8 +7,8 @@ use serde_json::{Map, Value};
 use super::body::too_many_values;
 use super::json::{self, EntriesError, JsonError};
 
-use kvtier_config::{GIB, Place};
-use kvtier_config::{Limit, MAX_BYTES, parse_size};
+use kvtier_config::{GIB, Limit, MAX_BYTES, Place, parse_size};
+use kvtier_error::{Error, Result};
 use kvtier_tenants::{Entry, MAX_TENANTS, TierEntry, only_set};
 
 /// What a body asks for.
@@ -24,6 +24,9 @@ const SHAPE: &str = "body must be {'limit_gb': <float>}";
 
 /// The same for many tenants.
 const SHAPE_OF_MANY: &str = "body must be {'users': {<cache salt>: {'limit_gb': <float>}}}";
+
+/// What is answered to a body that is not JSON.
+const NOT_JSON: &str = "invalid JSON body";
 
 /// What a tenant's object may have.
 const KEYS: [&str; 3] = ["limit_gb", "reserved_gb", "tiers"];
@@ -41,35 +44,37 @@ pub(super) fn gib(bytes: u64) -> f64 {
 
 impl Wanted {
     /// Reads a body. The errors that LMCache has too are in its words.
-    pub(super) fn parse(bytes: &[u8], places: &[Place]) -> Result<Self, String> {
+    pub(super) fn parse(bytes: &[u8], places: &[Place]) -> Result<Self> {
         let Value::Object(body) = read(bytes, PARSED)? else {
-            return Err(SHAPE.into());
+            return Err(Error::refused(SHAPE));
         };
-        Self::of(&body, places)?.ok_or_else(|| SHAPE.into())
+        Self::of(&body, places)?.ok_or_else(|| Error::refused(SHAPE))
     }
 
     /// Reads the object of one tenant; `None` has no limit.
-    fn of(body: &Map<String, Value>, places: &[Place]) -> Result<Option<Self>, String> {
+    fn of(body: &Map<String, Value>, places: &[Place]) -> Result<Option<Self>> {
         let Some(limit) = body.get("limit_gb") else {
             return Ok(None);
         };
         if let Some(key) = body.keys().find(|key| !KEYS.contains(&key.as_str())) {
             let (key, known) = (clip(key), KEYS.join(", "));
-            return Err(format!("key '{key}' is unknown; known are {known}"));
+            return Err(Error::refused(format!(
+                "key '{key}' is unknown; known are {known}"
+            )));
         }
-        let size = number("limit_gb", limit, true)?;
-        let limit = match size {
-            None => Limit(None),
-            Some(size) => Limit(Some(bytes_of("limit_gb", size)?)),
-        };
+        let (limit, size) = self::limit("limit_gb", limit)?;
         let reserved = reserved(body, "reserved_gb")?.unwrap_or(0);
         let tiers = match body.get("tiers") {
             None | Some(Value::Null) => BTreeMap::new(),
             Some(Value::Object(tiers)) => tiers
                 .iter()
                 .map(|(name, own)| Ok((name.clone(), tier(name, own, places)?)))
-                .collect::<Result<_, String>>()?,
-            Some(_) => return Err("tiers must be an object by the names of tiers".into()),
+                .collect::<Result<_>>()?,
+            Some(_) => {
+                return Err(Error::refused(
+                    "tiers must be an object by the names of tiers",
+                ));
+            }
         };
         let entry = Entry {
             limit,
@@ -82,24 +87,27 @@ impl Wanted {
 }
 
 /// Reads what a listing has, or the same without what it only tells: the names of tenants, and what each may have.
-pub(super) fn parse_many(bytes: &[u8], places: &[Place]) -> Result<Vec<(String, Entry)>, String> {
-    let text = std::str::from_utf8(bytes).map_err(|_| "invalid JSON body")?;
+pub(super) fn parse_many(bytes: &[u8], places: &[Place]) -> Result<Vec<(String, Entry)>> {
+    let text = text(bytes)?;
     let mut entries = Vec::new();
     let take = |name: String, user: Value| {
         if entries.len() == MAX_TENANTS {
-            return Err(format!("users has more than {MAX_TENANTS} tenants"));
+            return Err(Error::refused(format!(
+                "users has more than {MAX_TENANTS} tenants"
+            )));
         }
-        let told = |what: &str| format!("users.{}: {what}", clip(&name));
+        let place = || format!("users.{}", clip(&name));
+        let refused = |what| Error::refused(what).context(place());
         let mut one = Map::from_iter([(name.clone(), user)]);
         only_set(&mut one);
         let Some(user) = one.remove(&name) else {
             return Ok(());
         };
         let Value::Object(user) = user else {
-            return Err(told("must be {'limit_gb': <float>}"));
+            return Err(refused("must be {'limit_gb': <float>}"));
         };
-        let wanted = Wanted::of(&user, places).map_err(|what| told(&what))?;
-        let wanted = wanted.ok_or_else(|| told("limit_gb is missing"))?;
+        let wanted = Wanted::of(&user, places).map_err(|error| error.context(place()))?;
+        let wanted = wanted.ok_or_else(|| refused("limit_gb is missing"))?;
         entries.push((name, wanted.entry));
         Ok(())
     };
@@ -113,12 +121,12 @@ pub(super) fn parse_many(bytes: &[u8], places: &[Place]) -> Result<Vec<(String, 
         take,
     );
     read.map_err(|error| match error {
-        EntriesError::Json(error) => told_of(&error, PARSED),
-        EntriesError::Shape => SHAPE_OF_MANY.into(),
+        EntriesError::Json(error) => refusal(&error, PARSED),
+        EntriesError::Shape => Error::refused(SHAPE_OF_MANY),
         EntriesError::Unknown(key) => {
-            format!("key '{}' is unknown; known is users", clip(&key))
+            Error::refused(format!("key '{}' is unknown; known is users", clip(&key)))
         }
-        EntriesError::Refused(text) => text,
+        EntriesError::Refused(error) => error,
     })?;
     Ok(entries)
 }
@@ -130,28 +138,35 @@ pub(super) fn clip(name: &str) -> String {
     format!("{}{more}", shown.escape_debug())
 }
 
-fn read(bytes: &[u8], most: usize) -> Result<Value, String> {
-    let text = std::str::from_utf8(bytes).map_err(|_| "invalid JSON body")?;
-    let value = json::parse(quote_numbers(text).as_bytes(), most);
-    value.map_err(|error| told_of(&error, most))
+fn read(bytes: &[u8], most: usize) -> Result<Value> {
+    let value = json::parse(quote_numbers(text(bytes)?).as_bytes(), most);
+    value.map_err(|error| refusal(&error, most))
 }
 
-fn told_of(error: &JsonError, most: usize) -> String {
+fn text(bytes: &[u8]) -> Result<&str> {
+    std::str::from_utf8(bytes).map_err(|_| Error::refused(NOT_JSON))
+}
+
+fn refusal(error: &JsonError, most: usize) -> Error {
     match error {
-        JsonError::TooLarge => too_many_values(most),
-        JsonError::Syntax(_) => "invalid JSON body".into(),
+        JsonError::TooLarge => Error::refused(too_many_values(most)),
+        JsonError::Syntax(_) => Error::refused(NOT_JSON),
     }
 }
 
-fn tier(name: &str, own: &Value, places: &[Place]) -> Result<TierEntry, String> {
+fn tier(name: &str, own: &Value, places: &[Place]) -> Result<TierEntry> {
     if !places.iter().any(|place| &*place.name == name) {
         let names: Vec<_> = places.iter().map(|place| &*place.name).collect();
         let (name, names) = (clip(name), names.join(", "));
-        return Err(format!(
+        return Err(Error::refused(format!(
             "tiers: there is no tier '{name}'; there are {names}"
-        ));
+        )));
     }
-    let shape = || format!("tiers.{name} must be {{'limit_gb': <float>, 'reserved_gb': <float>}}");
+    let shape = || {
+        Error::refused(format!(
+            "tiers.{name} must be {{'limit_gb': <float>, 'reserved_gb': <float>}}"
+        ))
+    };
     let own = own.as_object().ok_or_else(shape)?;
     if own
         .keys()
@@ -160,43 +175,41 @@ fn tier(name: &str, own: &Value, places: &[Place]) -> Result<TierEntry, String> 
         return Err(shape());
     }
     let field = |key: &str| format!("tiers.{name}.{key}");
-    let limit = own.get("limit_gb").map(|limit| {
-        let name = field("limit_gb");
-        let size = number(&name, limit, true)?;
-        let bytes = size.map(|size| bytes_of(&name, size)).transpose()?;
-        Ok::<_, String>(Limit(bytes))
-    });
-    let reserved = own.get("reserved_gb").map(|_| {
-        let at = field("reserved_gb");
-        reserved(own, "reserved_gb").map_err(|error| error.replace("reserved_gb", &at))
-    });
+    let limit = own.get("limit_gb");
     Ok(TierEntry {
-        limit: limit.transpose()?,
-        reserved: reserved.transpose()?.flatten(),
+        limit: limit
+            .map(|value| self::limit(&field("limit_gb"), value))
+            .transpose()?
+            .map(|limit| limit.0),
+        reserved: reserved(own, &field("reserved_gb"))?,
     })
 }
 
-fn reserved(body: &Map<String, Value>, name: &str) -> Result<Option<u64>, String> {
-    let Some(value) = body.get(name).filter(|value| !value.is_null()) else {
-        return Ok(None);
-    };
-    let size = number(name, value, false)?.unwrap_or_default();
-    bytes_of(name, size).map(Some)
+fn reserved(body: &Map<String, Value>, name: &str) -> Result<Option<u64>> {
+    let value = body.get("reserved_gb").filter(|value| !value.is_null());
+    value
+        .map(|value| bytes_of(name, number(name, value)?))
+        .transpose()
 }
 
-/// A number as Python's `float()` makes one of a JSON value; `None` is "unlimited".
-fn number(name: &str, value: &Value, may_be_unlimited: bool) -> Result<Option<f64>, String> {
+/// A limit, which may be "unlimited", as it is kept and in GiB.
+fn limit(name: &str, value: &Value) -> Result<(Limit, Option<f64>)> {
+    if value == "unlimited" {
+        return Ok((Limit(None), None));
+    }
+    let size = number(name, value)?;
+    Ok((Limit(Some(bytes_of(name, size)?)), Some(size)))
+}
+
+/// A number as Python's `float()` makes one of a JSON value.
+fn number(name: &str, value: &Value) -> Result<f64> {
     let number = match value {
-        Value::String(text) if may_be_unlimited && text == "unlimited" => return Ok(None),
         // Beyond LMCache: a size with its unit.
         Value::String(text) => float(text).or_else(|| Some(gib(parse_size(text).ok()?))),
         Value::Bool(value) => Some(f64::from(u8::from(*value))),
         value => value.as_f64(),
     };
-    match number {
-        None => Err(format!("{name} must be numeric")),
-        Some(number) => Ok(Some(number)),
-    }
+    number.ok_or_else(|| Error::refused(format!("{name} must be numeric")))
 }
 
 /// Python's `float()` of a text: spaces around it, and single underscores between digits.
@@ -215,12 +228,13 @@ fn float(text: &str) -> Option<f64> {
 }
 
 /// The bytes of a size in GiB, truncated.
-fn bytes_of(name: &str, size: f64) -> Result<u64, String> {
+fn bytes_of(name: &str, size: f64) -> Result<u64> {
     let most = MAX_BYTES / GIB;
+    let refused = |what: &str| Err(Error::refused(format!("{name} must be {what}")));
     match size {
-        size if !size.is_finite() => Err(format!("{name} must be finite")),
-        size if size < 0.0 => Err(format!("{name} must be non-negative")),
-        size if size > most as f64 => Err(format!("{name} must be at most {most}")),
+        size if !size.is_finite() => refused("finite"),
+        size if size < 0.0 => refused("non-negative"),
+        size if size > most as f64 => refused(&format!("at most {most}")),
         size => Ok((size * GIB as f64) as u64),
     }
 }
@@ -283,9 +297,10 @@ mod tests {
             .into()
     }
 
-    fn limit(value: &str) -> Result<Option<u64>, String> {
+    fn limit(value: &str) -> std::result::Result<Option<u64>, String> {
         let body = format!(r#"{{"limit_gb": {value}}}"#);
-        let wanted = Wanted::parse(body.as_bytes(), &places())?;
+        let wanted =
+            Wanted::parse(body.as_bytes(), &places()).map_err(|error| error.to_string())?;
         Ok(wanted.entry.limit.0)
     }
 
@@ -348,7 +363,10 @@ mod tests {
 
     #[test]
     fn a_body_is_an_object_with_a_limit() {
-        let parse = |body: &[u8]| Wanted::parse(body, &places()).map(|wanted| wanted.entry);
+        let parse = |body: &[u8]| {
+            let wanted = Wanted::parse(body, &places()).map_err(|error| error.to_string());
+            wanted.map(|wanted| wanted.entry)
+        };
         for body in ["[1]", "null", "3", r#""x""#, "{}", r#"{"limit_bytes": 5}"#] {
             assert_eq!(parse(body.as_bytes()), Err(SHAPE.into()), "{body}");
         }
@@ -367,7 +385,8 @@ mod tests {
 
     #[test]
     fn many_are_read_as_listings_have_them() {
-        let parse = |body: &str| parse_many(body.as_bytes(), &places());
+        let parse =
+            |body: &str| parse_many(body.as_bytes(), &places()).map_err(|error| error.to_string());
         let listed = r#"{"next_page_token": "s61", "users": {
             "a": {"limit_gb": 1, "current_usage_gb": 0.5, "exists": true, "hit_rate": null, "tiers": {
                 "l1": {"limit_bytes": 5, "limit_gb": "unlimited", "enforced": true},
@@ -428,7 +447,10 @@ mod tests {
     fn tiers_may_have_their_own() {
         let parse = |more: &str| {
             let body = format!(r#"{{"limit_gb": 4, {more}}}"#);
-            Wanted::parse(body.as_bytes(), &places()).map(|wanted| wanted.entry)
+            let wanted = Wanted::parse(body.as_bytes(), &places());
+            wanted
+                .map(|wanted| wanted.entry)
+                .map_err(|error| error.to_string())
         };
         let entry = parse(
             r#""reserved_gb": 1, "tiers": {"fs-0": {"limit_gb": "unlimited"}, "l1": {"reserved_gb": 2}}"#,

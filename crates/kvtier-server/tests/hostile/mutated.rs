@@ -3,6 +3,8 @@
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
+use kvtier_client::proto::frames::OperationId;
+use kvtier_client::proto::generation::Generation;
 use kvtier_client::proto::operation::Operation;
 use kvtier_core::random::SplitMix64;
 
@@ -65,8 +67,13 @@ fn requests(segments: &mut replay::Segments) -> Vec<Frames> {
     requests
 }
 
+/// Whether a client of any release would clear the cache by this.
 fn clears(request: &Frames) -> bool {
-    replay::operation(request) == Some(Operation::Clear)
+    let Some(Ok(id)) = request.get(1).map(|op| OperationId::decode(op)) else {
+        return false;
+    };
+    let mut rows = Generation::ALL.into_iter().flat_map(|it| it.rows(id));
+    rows.any(|row| row.operation == Operation::Clear)
 }
 
 /// Values that claim more than they hold, nest deeply, or are none.

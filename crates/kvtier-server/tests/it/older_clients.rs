@@ -1,16 +1,18 @@
-//! Clients of releases that are recognised and not served: every request gets its "no" in the form of that release, and
-//! never a text in place of an operation, which would end such a client's receiving for good.
+//! Clients of releases up to 0.5.2: every answer has the form of that release, and is never a text in place of an operation,
+//! which would end such a client's receiving for good. The real clients of all releases are in `tests/conformance`.
 
 use kvtier_client::InstanceId;
+use kvtier_client::proto::descriptor::Dtype;
 use kvtier_client::proto::generation::{Field, Generation, OperationSpec};
 use kvtier_client::proto::key::CacheKey;
 use kvtier_client::proto::operation::Operation;
+use kvtier_client::proto::pickle::{self, TensorToWrite};
 use kvtier_client::proto::request::{
     BlockAllocation, EngineDrivenContext, EngineType, JobRef, LayoutHints, Registration, Request,
     Retrieve, Seconds, Store,
 };
 use kvtier_client::proto::response::{
-    EngineDriven, PrepareRetrieve, PrepareStore, Response, ResponseKind, StoreTarget,
+    PrepareRetrieve, PrepareStore, Response, ResponseKind, StoreTarget,
 };
 
 use crate::support::{CHUNK, Frames, Raw, TestServer, tokens};
@@ -93,6 +95,7 @@ fn request(spec: &OperationSpec) -> Request<'static, Vec<u32>> {
             dtype: "bfloat16",
             use_mla: false,
             num_physical_slots: None,
+            takes_pool: true,
         }),
         Operation::UnregisterEngineDriven => Request::UnregisterEngineDriven { instance },
         Operation::PrepareStore => Request::PrepareStore {
@@ -127,25 +130,23 @@ fn request(spec: &OperationSpec) -> Request<'static, Vec<u32>> {
     }
 }
 
-/// The "no" of an operation, in the form of the row.
-fn refusal(spec: &OperationSpec) -> Response<'static> {
-    match (spec.operation, spec.response) {
+/// The answer to a request of a worker that is not registered, in the form of the row.
+fn refusal(spec: &OperationSpec) -> Option<Response<'static>> {
+    Some(match (spec.operation, spec.response) {
+        // Its number.
+        (Operation::Lookup, ResponseKind::Int) => return None,
         (Operation::GetChunkSize, _) => Response::Int(CHUNK as i64),
-        (Operation::CommitRetrieve, _) => Response::Bool(true),
-        // Unhealthy, they send nothing and wait for nothing.
-        (Operation::Ping | Operation::CommitStore, _) => Response::Bool(false),
+        (Operation::Ping | Operation::CommitStore | Operation::CommitRetrieve, _) => {
+            Response::Bool(false)
+        }
         (_, ResponseKind::Nothing) => Response::Nothing,
         (_, ResponseKind::Int | ResponseKind::OptionalInt) => Response::Int(0),
         (_, ResponseKind::Text) => Response::Text("OK".into()),
-        (_, ResponseKind::EngineDriven) => Response::EngineDriven(EngineDriven {
-            shm_name: "".into(),
-            pool_size: 0,
-        }),
         (_, ResponseKind::PrepareStore) => Response::PrepareStore(PrepareStore {
             target: Some(StoreTarget::default()),
         }),
         (operation, kind) => panic!("{} answers with {kind:?}", operation.name()),
-    }
+    })
 }
 
 /// Whether a "no" to this would harm its client: a worker on a GPU dies of an answer without an event, and a refused
@@ -157,8 +158,19 @@ fn is_kept_back(spec: &OperationSpec) -> bool {
     )
 }
 
+fn is_registration(spec: &OperationSpec) -> bool {
+    matches!(
+        spec.operation,
+        Operation::RegisterKvCache | Operation::RegisterEngineDriven
+    )
+}
+
 fn frames(uid: u8, spec: &OperationSpec) -> Frames {
-    let payloads = request(spec).encode(spec).unwrap();
+    frames_of(uid, spec, &request(spec))
+}
+
+fn frames_of(uid: u8, spec: &OperationSpec, request: &Request<'_, Vec<u32>>) -> Frames {
+    let payloads = request.encode(spec).unwrap();
     [vec![uid], spec.id().encode()]
         .into_iter()
         .chain(payloads)
@@ -176,13 +188,40 @@ fn hello(client: &Raw, generation: Generation) {
     );
 }
 
+/// Sends a request and returns the payload of its answer.
+fn ask(
+    client: &Raw,
+    uid: u8,
+    generation: Generation,
+    request: &Request<'_, Vec<u32>>,
+) -> Option<Vec<u8>> {
+    let spec = generation.spec(request.operation()).unwrap();
+    client.send(&frames_of(uid, spec, request));
+    let mut answer = client.receive();
+    assert_eq!(answer[0], [uid]);
+    (answer.len() > 2).then(|| answer.remove(2))
+}
+
+fn yes() -> Option<Vec<u8>> {
+    Response::Bool(true).encode()
+}
+
+fn no() -> Option<Vec<u8>> {
+    Response::Bool(false).encode()
+}
+
+fn int(value: i64) -> Option<Vec<u8>> {
+    Response::Int(value).encode()
+}
+
 #[test]
 fn requests_are_answered_in_their_releases_form() {
     let server = TestServer::start(&[]);
     for generation in OLDER {
         let client = server.raw();
         hello(&client, generation);
-        for (uid, spec) in (1..).zip(generation.specs()) {
+        let specs = generation.specs().iter().filter(|it| !is_registration(it));
+        for (uid, spec) in (1..).zip(specs) {
             let request = frames(uid, spec);
             client.send(&request);
             if is_kept_back(spec) {
@@ -192,12 +231,237 @@ fn requests_are_answered_in_their_releases_form() {
             let context = format!("{generation:?} {}: {answer:02x?}", spec.operation.name());
             assert_eq!(answer[..2], request[..2], "{context}");
             let response = Response::decode(spec.response, answer.get(2).map(Vec::as_slice));
-            assert_eq!(response.unwrap(), refusal(spec), "{context}");
+            let response = response.unwrap();
+            match refusal(spec) {
+                Some(refusal) => assert_eq!(response, refusal, "{context}"),
+                None => assert!(matches!(response, Response::Int(1..)), "{context}"),
+            }
         }
     }
     assert_eq!(server.readings().instances, 0);
     assert_eq!(server.readings().used_bytes, 0);
     server.assert_sound();
+}
+
+/// 0.4.2 and 0.4.3.
+#[test]
+fn early_lookups_are_asked_for_by_number() {
+    let server = TestServer::start(&[]);
+    let scope = kvtier_client::Scope::new("older/model");
+    let mut worker = server.engine_driven(INSTANCE.0, &scope);
+    let (prompt, len) = (crate::support::prompt(1, 2), worker.chunk_bytes());
+    let stored = worker.store(&prompt, crate::support::range(0..2), "s", |_| vec![7; len]);
+    assert_eq!(stored.unwrap().chunks.len(), 2);
+    let generation = Generation::G1;
+    let client = server.raw();
+    hello(&client, generation);
+    let row = |operation| generation.spec(operation).unwrap();
+    let lookup = request(row(Operation::Lookup));
+    let number = |uid| {
+        let answer = ask(&client, uid, generation, &lookup).unwrap();
+        match Response::decode(ResponseKind::Int, Some(&answer)).unwrap() {
+            Response::Int(number) => number,
+            other => panic!("{other:?}"),
+        }
+    };
+    let hits = |uid, number| {
+        let job = JobRef::Job(number);
+        ask(
+            &client,
+            uid,
+            generation,
+            &Request::QueryPrefetchStatus { job },
+        )
+    };
+    let first = number(1);
+    assert_eq!(hits(2, first), int(2));
+    // Taken, and unknown.
+    assert_eq!(hits(3, first), int(0));
+    assert_eq!(hits(4, first + 1), int(0));
+    let second = number(5);
+    assert_ne!(first, second);
+    assert_eq!(hits(6, second), int(2));
+    // Another connection's numbers are its own.
+    let other = server.raw();
+    hello(&other, generation);
+    let third = number(7);
+    let job = JobRef::Job(third);
+    let asked = ask(&other, 1, generation, &Request::QueryPrefetchStatus { job });
+    assert_eq!(asked, int(0));
+    let end = request(row(Operation::EndSession));
+    assert_eq!(ask(&client, 8, generation, &end), None);
+    assert_eq!(hits(9, third), int(0));
+    assert_eq!(server.readings().leased_objects, 0);
+}
+
+#[test]
+fn hits_query_leaves_the_result_for_the_status_query() {
+    let server = TestServer::start(&[]);
+    let scope = kvtier_client::Scope::new("older/model");
+    let mut worker = server.engine_driven(INSTANCE.0, &scope);
+    let (prompt, len) = (crate::support::prompt(1, 2), worker.chunk_bytes());
+    let stored = worker.store(&prompt, crate::support::range(0..2), "s", |_| vec![7; len]);
+    assert_eq!(stored.unwrap().chunks.len(), 2);
+    for generation in [Generation::G2, Generation::G5] {
+        let client = server.raw();
+        hello(&client, generation);
+        let row = |operation| request(generation.spec(operation).unwrap());
+        let lookup = ask(&client, 1, generation, &row(Operation::Lookup));
+        assert_eq!(lookup, None);
+        for (uid, operation, hits) in [
+            (2, Operation::QueryPrefetchLookupHits, 2),
+            (3, Operation::QueryPrefetchLookupHits, 2),
+            (4, Operation::QueryPrefetchStatus, 2),
+            (5, Operation::QueryPrefetchLookupHits, 0),
+        ] {
+            let answer = ask(&client, uid, generation, &row(operation));
+            assert_eq!(answer, int(hits), "{generation:?} {uid}");
+        }
+    }
+}
+
+/// A registration of an engine-driven worker with its process id.
+fn worker<'a>(scope: &'a kvtier_client::Scope, process: i64) -> Request<'a, Vec<u32>> {
+    Request::RegisterEngineDriven(crate::support::context(process, scope))
+}
+
+#[test]
+fn equal_process_ids_of_two_connections_are_two_workers() {
+    let server = TestServer::start(&[]);
+    for generation in [Generation::G3, Generation::G4, Generation::G5] {
+        let scopes = ["older/a", "older/b"].map(kvtier_client::Scope::new);
+        let clients = [server.raw(), server.raw()];
+        for (client, scope) in clients.iter().zip(&scopes) {
+            hello(client, generation);
+            ask(client, 1, generation, &worker(scope, 77));
+        }
+        assert_eq!(server.readings().instances, 2, "{generation:?}");
+        // 0.4.6 unregisters every worker by the operation for pages.
+        let instance = InstanceId(77);
+        let leave = match generation {
+            Generation::G3 => Request::UnregisterKvCache { instance },
+            _ => Request::UnregisterEngineDriven { instance },
+        };
+        ask(&clients[0], 2, generation, &leave);
+        assert_eq!(server.readings().instances, 1, "{generation:?}");
+        let ping = Request::Ping {
+            instance: Some(instance),
+        };
+        assert_eq!(ask(&clients[1], 2, generation, &ping), yes());
+        ask(&clients[1], 3, generation, &leave);
+        assert_eq!(server.readings().instances, 0, "{generation:?}");
+    }
+}
+
+/// 0.4.6 learns of no pool; its chunks are those of any other release.
+#[test]
+fn pickled_chunks_of_early_workers_are_found_by_others() {
+    let server = TestServer::start(&[]);
+    let (scope, generation) = (kvtier_client::Scope::new("older/model"), Generation::G3);
+    let client = server.raw();
+    hello(&client, generation);
+    let registered = ask(&client, 1, generation, &worker(&scope, INSTANCE.0));
+    assert_eq!(registered, None);
+    let mut other = server.engine_driven(1 << 40, &scope);
+    let (prompt, len) = (tokens(1, 2), other.chunk_bytes());
+    let key = |worker_id, request_id| CacheKey {
+        model_name: "older/model",
+        world_size: 1,
+        worker_id,
+        tokens: prompt.clone(),
+        start: 0,
+        end: 2 * CHUNK as u64,
+        request_id,
+        cache_salt: "",
+        request_configs: None,
+        num_kv_readers: None,
+    };
+    let instance = INSTANCE;
+    let prepared = Request::PrepareStore {
+        key: key(Some(0), "s"),
+        instance,
+    };
+    let prepared = ask(&client, 2, generation, &prepared);
+    let pickled = Response::PrepareStore(PrepareStore { target: None });
+    assert_eq!(prepared, pickled.encode(), "no slots");
+    // K and V, layers, tokens, hidden values of `support::context`.
+    let shape = [2, 2, CHUNK as u64, 64];
+    let tensor = TensorToWrite {
+        dtype: Dtype::BFloat16,
+        shape: &shape,
+    };
+    let mut data = Vec::new();
+    pickle::write_tensors_into(&mut data, &[tensor, tensor], |index, out| {
+        out.extend(std::iter::repeat_n(index as u8 + 1, len));
+        Ok::<_, pickle::WriteError>(())
+    })
+    .unwrap();
+    let commit = Request::CommitStore {
+        key: key(Some(0), "s"),
+        instance,
+        data: &data,
+    };
+    assert_eq!(ask(&client, 3, generation, &commit), yes());
+    let prompt = crate::support::prompt(1, 2);
+    assert_eq!(other.lookup(&prompt, "o").unwrap(), 2);
+    let read = other.retrieve(&prompt, crate::support::range(0..2), "o", |index, got| {
+        assert_eq!(got, vec![index as u8 + 1; len]);
+    });
+    assert!(read.unwrap().is_some());
+    // And back, pickled.
+    let lookup = Request::Lookup {
+        key: key(None, "r"),
+        tp_size: 1,
+    };
+    assert_eq!(ask(&client, 4, generation, &lookup), None);
+    let retrieve = Request::PrepareRetrieve {
+        key: key(Some(0), "r"),
+        instance,
+    };
+    let answer = ask(&client, 5, generation, &retrieve).unwrap();
+    match Response::decode(ResponseKind::PrepareRetrieve, Some(&answer)).unwrap() {
+        Response::PrepareRetrieve(hit) => {
+            assert!(hit.success && hit.slots.is_none() && hit.data.len() > 2 * len);
+        }
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Up to 0.4.7 pings name no worker.
+#[test]
+fn first_ping_of_a_reconnected_client_is_refused() {
+    let server = TestServer::start(&[]);
+    let ping = Request::Ping { instance: None };
+    for generation in [
+        Generation::G1,
+        Generation::G2,
+        Generation::G3,
+        Generation::G4,
+    ] {
+        // One that has a worker registers it again; a scheduler is healthy again one heartbeat later.
+        let client = server.raw();
+        let mut pings = (5..9).map(|uid| ask(&client, uid, generation, &ping));
+        assert_eq!(pings.next(), Some(no()), "{generation:?}");
+        assert!(pings.all(|answer| answer == yes()));
+        // One that began here is known.
+        let client = server.raw();
+        hello(&client, generation);
+        assert_eq!(ask(&client, 1, generation, &ping), yes());
+    }
+    // Its worker is the last that its connection named.
+    let scope = kvtier_client::Scope::new("older/model");
+    let client = server.raw();
+    hello(&client, Generation::G4);
+    ask(&client, 1, Generation::G4, &worker(&scope, 77));
+    assert_eq!(ask(&client, 2, Generation::G4, &ping), yes());
+    let registered = server.engine().status(true).non_cuda_context_meta;
+    let id = registered.keys().next().unwrap().parse().unwrap();
+    let newest = server.raw();
+    hello(&newest, Generation::G6);
+    let instance = InstanceId(id);
+    let leave = Request::UnregisterEngineDriven { instance };
+    ask(&newest, 1, Generation::G6, &leave);
+    assert_eq!(ask(&client, 3, Generation::G4, &ping), no());
 }
 
 #[test]
@@ -208,17 +472,19 @@ fn refused_ping_precedes_refused_engine_driven_retrieve() {
         hello(&client, generation);
         let asked = frames(1, generation.spec(Operation::PrepareRetrieve).unwrap());
         client.send(&asked);
-        // The ping may pass the request that is refused; then the next one reports it.
+        // A ping may pass the request that is refused; then a later one reports it.
         let ping = frames(2, generation.spec(Operation::Ping).unwrap());
+        let mut last = None;
         let answer = loop {
             client.send(&ping);
             let message = client.receive();
             if message[0] == asked[0] {
                 break message;
             }
-            assert_eq!((&message[0], &message[2]), (&vec![2], &vec![0xc2]));
+            last = message.get(2).cloned();
             server.pass(std::time::Duration::from_secs(1));
         };
+        assert_eq!(last, no(), "{generation:?}");
         assert_eq!(answer[..2], asked[..2], "{generation:?}");
         let miss = Response::PrepareRetrieve(PrepareRetrieve::miss());
         assert_eq!(
@@ -264,7 +530,7 @@ fn ambiguous_request_waits_for_the_ping() {
     );
     assert_eq!(
         reconnected(Generation::G5, Operation::CommitRetrieve),
-        Response::Bool(true).encode()
+        Response::Bool(false).encode()
     );
 }
 
@@ -372,20 +638,22 @@ fn a_newer_client_beside_them_is_served() {
         .store(&prompt, crate::support::range(0..2), "r", |_| vec![7; len])
         .unwrap();
     assert_eq!(stored.chunks.len(), 2);
-    assert_eq!(worker.lookup(&prompt, "r").unwrap(), 2);
+    assert_eq!(worker.lookup(&prompt, "n").unwrap(), 2);
     for generation in OLDER {
         let client = server.raw();
         hello(&client, generation);
-        for (uid, spec) in (1..).zip(generation.specs()) {
+        let specs = generation.specs().iter();
+        let specs = specs.filter(|spec| spec.operation != Operation::Clear);
+        for (uid, spec) in (1..).zip(specs) {
             client.send(&frames(uid, spec));
-            if !is_kept_back(spec) {
+            if !is_kept_back(spec) && spec.operation != Operation::PrepareRetrieve {
                 client.receive();
             }
         }
     }
-    // Not even the same instance, request and prompt in all of their requests did it harm.
+    // Not even the same instance and prompt in all of their requests did it harm.
     assert_eq!(server.readings().leased_objects, 2);
-    let read = worker.retrieve(&prompt, crate::support::range(0..2), "r", |_, got| {
+    let read = worker.retrieve(&prompt, crate::support::range(0..2), "n", |_, got| {
         assert_eq!(got, vec![7; len])
     });
     assert!(read.unwrap().is_some());

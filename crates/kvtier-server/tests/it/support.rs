@@ -186,6 +186,7 @@ pub fn context(instance: i64, scope: &Scope) -> EngineDrivenContext<'_> {
         dtype: "bfloat16",
         use_mla: false,
         num_physical_slots: None,
+        takes_pool: true,
     }
 }
 

@@ -285,9 +285,13 @@ fn tier(tier: &TierStatus) -> String {
 /// The registered workers and their KV, one line per worker and per group.
 fn workers(status: &Status) -> Vec<String> {
     let mut lines = Vec::new();
-    let identity = |id: &String, model: &str, world_size: u32| {
+    let identity = |id: &String, model: &str, world_size: u32, releases: &str| {
+        let client = match releases {
+            "" => String::new(),
+            releases => format!(", LMCache {releases}"),
+        };
         format!(
-            "{id}: {}, world of {world_size}",
+            "{id}: {}, world of {world_size}{client}",
             or(model, "unknown model")
         )
     };
@@ -297,7 +301,12 @@ fn workers(status: &Status) -> Vec<String> {
         let device = device.map_or_else(String::new, |device| format!(" on {device}"));
         lines.push(format!(
             "{}, lmcache-driven{device}, {} layers, {} blocks, {} bytes per token",
-            identity(id, &worker.model_name, worker.world_size),
+            identity(
+                id,
+                &worker.model_name,
+                worker.world_size,
+                &worker.client_releases
+            ),
             layout.num_layers,
             layout.num_blocks,
             layout.cache_size_per_token
@@ -316,7 +325,12 @@ fn workers(status: &Status) -> Vec<String> {
     for (id, worker) in &status.non_cuda_context_meta {
         lines.push(format!(
             "{}, engine-driven, {} tokens per block{}",
-            identity(id, &worker.model_name, worker.world_size),
+            identity(
+                id,
+                &worker.model_name,
+                worker.world_size,
+                &worker.client_releases
+            ),
             worker.block_size,
             match worker.use_mla {
                 true => ", K and V fused or MLA",

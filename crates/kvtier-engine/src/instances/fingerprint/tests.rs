@@ -294,6 +294,7 @@ fn engine_driven() -> EngineDrivenContext<'static> {
         dtype: "bfloat16",
         use_mla: false,
         num_physical_slots: None,
+        takes_pool: true,
     }
 }
 

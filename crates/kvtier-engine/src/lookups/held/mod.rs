@@ -161,6 +161,22 @@ impl HeldLookups {
 
     /// The hit of a request's lookup, once.
     pub fn take_outcome(&self, request_id: &str, connection: u64) -> LookupOutcome {
+        self.with_outcome(request_id, connection, |entry| {
+            (entry.unread, entry.pending) = (false, None);
+        })
+    }
+
+    /// The hit of a request's lookup, if it was not taken.
+    pub fn outcome(&self, request_id: &str, connection: u64) -> LookupOutcome {
+        self.with_outcome(request_id, connection, |_| {})
+    }
+
+    fn with_outcome(
+        &self,
+        request_id: &str,
+        connection: u64,
+        known: impl FnOnce(&mut Entry),
+    ) -> LookupOutcome {
         let mut table = self.table.lock();
         table.schedulers.heard(connection);
         let Some(entry) = table.own(request_id, connection, |entry| entry.unread) else {
@@ -171,7 +187,7 @@ impl HeldLookups {
         if let Some(pending) = entry.pending.as_ref().filter(is_open) {
             return LookupOutcome::Pending(pending.clone());
         }
-        (entry.unread, entry.pending) = (false, None);
+        known(entry);
         LookupOutcome::Hit(entry.lookup.hit_chunks())
     }
 

@@ -93,6 +93,9 @@ pub struct LayoutHints {
     pub kv_list_layout: Option<KvListLayout>,
     /// Values in one head.
     pub head_dim: Option<i64>,
+    /// Tokens in one of the engine's blocks, which may take several pages. Only 0.4.5 and 0.4.6 send it; later releases
+    /// describe groups.
+    pub logical_block_tokens: Option<i64>,
 }
 
 impl LayoutHints {
@@ -105,6 +108,9 @@ impl LayoutHints {
                 "tokens_per_block" => hints.tokens_per_block = Some(value.int()?),
                 "kv_list_layout" => hints.kv_list_layout = Some(KvListLayout::read(value)?),
                 "head_dim" => hints.head_dim = Some(value.int()?),
+                "inference_engine_logical_block_size" => {
+                    hints.logical_block_tokens = Some(value.int()?);
+                }
                 _ => value.skip()?,
             }
             Ok(())
@@ -121,7 +127,12 @@ impl LayoutHints {
                 self.kv_list_layout.map(KvListLayout::name),
             ),
         ];
-        let known = [self.num_kv_heads, self.tokens_per_block, self.head_dim];
+        let known = [
+            self.num_kv_heads,
+            self.tokens_per_block,
+            self.head_dim,
+            self.logical_block_tokens,
+        ];
         let count = known.iter().flatten().count()
             + texts.iter().filter(|(_, text)| text.is_some()).count();
         let text = |out: &mut Vec<u8>, (name, text): (&str, Option<&str>)| {
@@ -142,6 +153,8 @@ impl LayoutHints {
         int(out, "tokens_per_block", self.tokens_per_block);
         text(out, texts[1]);
         int(out, "head_dim", self.head_dim);
+        let logical = "inference_engine_logical_block_size";
+        int(out, logical, self.logical_block_tokens);
     }
 }
 

@@ -282,6 +282,7 @@ fn engine_forgets_a_connection_that_ends() {
     let caller = Caller {
         connection: 0,
         release: Release::Before0_5_5,
+        releases: "0.5.4",
         knows_chunk_size: false,
     };
     let is_sent = Arc::new(AtomicBool::new(false));
