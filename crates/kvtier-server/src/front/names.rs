@@ -214,7 +214,7 @@ mod tests {
         let id = names.id(1, PROCESS, known);
         names.connection_ended(1);
         assert_eq!(names.id(2, PROCESS, known), id);
-        // Its first connection may be gone without that being noticed yet.
+        // Its first connection may have ended without that being noticed yet.
         let unknown = names.id(3, PROCESS, known);
         assert_ne!(unknown, id);
     }
