@@ -4,7 +4,7 @@
 #   tests/setup.sh
 #
 # They live in $KVTIER_E2E_HOME (default ~/.cache/kvtier-e2e): venv/ (6.4 GiB: vLLM for CPU, LMCache, torch),
-# model/ (a tiny random Llama), model-mla/ (a DeepSeek-V2) and clients/ (earlier LMCache releases, 0.2 GiB). First run: about
+# model/ (a tiny random Llama), model-mla/ (a DeepSeek-V2) and clients/ (earlier LMCache and pyzmq releases, 0.7 GiB). First run: about
 # 3 minutes and 4 GB of downloads. Needs Python 3.11 with venv.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -58,11 +58,11 @@ PY
   fingerprint "$here/requirements.lock" >"$venv/.stamp"
 }
 
-# Each line of clients.lock into a folder of its release.
+# Each line of clients.lock into a folder: RELEASE of LMCache, pyzmq-RELEASE.
 unpack_clients() {
   local line release part
-  grep '^lmcache==' "$here/clients.lock" | while read -r line; do
-    release=${line#lmcache==} release=${release%% *}
+  grep '^[a-z]*==' "$here/clients.lock" | while read -r line; do
+    release=${line%% *} release=${release/==/-} release=${release#lmcache-}
     part=$home/clients/.part-$release
     [ -d "$home/clients/$release" ] && continue
     rm -rf "$part"
@@ -70,7 +70,7 @@ unpack_clients() {
     echo "$line" >"$part/requirement"
     "$venv/bin/python" -m pip download --disable-pip-version-check --quiet --no-deps --require-hashes --only-binary :all: \
       --retries 10 --timeout 60 --dest "$part" -r "$part/requirement" </dev/null
-    "$venv/bin/python" -m zipfile -e "$part"/lmcache-*.whl "$part/wheel"
+    "$venv/bin/python" -m zipfile -e "$part"/*.whl "$part/wheel"
     mv "$part/wheel" "$home/clients/$release"
     rm -rf "$part"
   done
@@ -83,7 +83,7 @@ if [ "$(cat "$venv/.stamp" 2>/dev/null)" != "$(fingerprint "$here/requirements.l
   install_packages
 fi
 if [ "$(cat "$home/clients/.stamp" 2>/dev/null)" != "$(fingerprint "$here/clients.lock")" ]; then
-  echo "tests/setup.sh: unpacking earlier releases of LMCache into $home/clients"
+  echo "tests/setup.sh: unpacking earlier releases of LMCache, and of pyzmq, into $home/clients"
   rm -rf "$home/clients"
   mkdir -p "$home/clients"
   unpack_clients

@@ -125,6 +125,16 @@ pub struct ServerArgs {
     /// Maximum lifetime of a request session in seconds
     #[arg(long, default_value_t = 600.0, help_heading = "Request server")]
     pub session_ttl_seconds: f64,
+    /// Microseconds for which the thread of the request port looks for more work before it sleeps: a wake-up for a request
+    /// that follows costs more than the default, most of all on virtual machines. 0 spares these cycles; large values give the
+    /// port a core. At most 1000000
+    #[arg(
+        long,
+        default_value_t = 50,
+        value_parser = clap::value_parser!(u32).range(0..=1_000_000),
+        help_heading = "Request server"
+    )]
+    pub busy_poll_us: u32,
     /// Largest message a client may send, GiB; frames above 4 GiB are never accepted [default: the size of L1, at least
     /// 0.25]
     #[arg(long, value_name = "GB", help_heading = "Request server")]

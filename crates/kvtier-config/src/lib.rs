@@ -109,6 +109,8 @@ pub struct ServerConfig {
     pub registration_grace: Duration,
     /// How long a stop may take, but for what waits to be stored in tiers.
     pub stop_timeout: Duration,
+    /// How long the thread of the request port looks for more work before it sleeps.
+    pub busy_poll: Duration,
     /// Longest life of a request session.
     pub session_ttl: Duration,
     /// Bytes of L1.

@@ -1,5 +1,7 @@
 //! From flags to a checked configuration: ranges, combinations, and defaults that depend on the machine.
 
+use std::time::Duration;
+
 use kvtier_error::{Error, Result};
 use kvtier_memory::PoolRoom;
 
@@ -150,6 +152,7 @@ impl ServerArgs {
             worker_reap_timeout,
             registration_grace,
             stop_timeout: seconds("stop-timeout-seconds", self.stop_timeout_seconds, 1.0)?,
+            busy_poll: Duration::from_micros(self.busy_poll_us.into()),
             session_ttl: seconds("session-ttl-seconds", self.session_ttl_seconds, 1.0)?,
             l1_bytes,
             l1_origin,

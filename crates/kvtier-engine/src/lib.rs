@@ -34,7 +34,7 @@ mod workers;
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 pub use admin::{Admin, ChecksumError, PrefetchError, PrefetchJob, PrefetchResult};
@@ -79,6 +79,8 @@ pub struct Caller {
     pub releases: &'static str,
     /// Whether the client has the chunk size from this process.
     pub knows_chunk_size: bool,
+    /// Whether its workers register again after a restart of the server, if that is known.
+    pub registers_again: Option<bool>,
 }
 
 /// The cache engine.
@@ -91,6 +93,8 @@ pub struct Engine {
     /// Operations that were asked for and are not served; each is logged once.
     unserved: Mutex<Vec<Operation>>,
     is_drained: AtomicBool,
+    /// Requests so far.
+    requests: AtomicU64,
 }
 
 impl Engine {
@@ -156,6 +160,7 @@ impl Engine {
             lookups,
             unserved: Mutex::default(),
             is_drained: AtomicBool::new(false),
+            requests: AtomicU64::new(0),
         }
     }
 
@@ -201,6 +206,7 @@ impl Engine {
 
     /// Serves one request. The reply is used before this returns, or later.
     pub fn handle(&self, caller: Caller, request: &Request<'_, Prompt>, reply: Reply) {
+        self.requests.fetch_add(1, Ordering::Relaxed);
         match request {
             Request::Store(store) => self.transfers.store(caller, store, reply),
             Request::Retrieve(retrieve) => self.transfers.retrieve(caller, retrieve, reply),
@@ -284,6 +290,17 @@ impl Engine {
         self.context.instances.get(id).is_some()
     }
 
+    /// Notes that workers have lost the connection by which alone they are known.
+    pub fn lose_workers(&self, ids: &[InstanceId]) {
+        let instances = ids.iter().filter_map(|id| self.context.instances.get(*id));
+        instances.for_each(|instance| instance.lose());
+    }
+
+    /// Whether retrieves of such workers are still in flight.
+    pub fn has_lost_retrieves(&self) -> bool {
+        self.context.instances.has_lost_retrieves()
+    }
+
     /// Refuses a retrieve, or another transfer, of a client that does not notice or not survive a "no": by its next
     /// ping. `held` is answered when the client has noticed.
     pub fn refuse_by_ping(&self, caller: Caller, held: Option<Reply>) {
@@ -311,6 +328,12 @@ impl Engine {
     #[cfg(any(test, feature = "testing"))]
     pub fn known_connections(&self) -> usize {
         self.lookups.chunk_sizes.len() + self.transfers.refused_retrieves.len()
+    }
+
+    /// [`Admin::prefault`].
+    pub fn prefault(&self, stop: &AtomicBool) {
+        let requests = || self.requests.load(Ordering::Relaxed);
+        self.admin.prefault(stop, requests);
     }
 
     /// [`Admin::clear`].

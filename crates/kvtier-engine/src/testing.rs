@@ -29,6 +29,7 @@ pub const CALLER: Caller = Caller {
     release: Release::Since0_5_5,
     releases: "0.5.6",
     knows_chunk_size: true,
+    registers_again: Some(true),
 };
 
 /// An engine with 12 MiB of L1, chunks of one token, and these flags.

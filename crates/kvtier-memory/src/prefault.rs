@@ -9,12 +9,9 @@ use rustix::mm::Advice;
 use crate::mapping::Mapping;
 use kvtier_extent::Extent;
 
-/// How often progress is reported.
-const PIECE: usize = 64 << 20;
-
-/// How much is asked of the kernel at a time. Small, because a thread that wants to change the
+/// How much is asked of the kernel at a time, some 100 µs. Small, because a thread that wants to change the
 /// address space meanwhile waits for one of these, and page faults of others wait behind it.
-const STEP: usize = 4 << 20;
+const STEP: usize = 512 << 10;
 
 /// How far prefaulting has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,12 +74,10 @@ pub(crate) fn run(
             source: e.into(),
         })?;
         done += step;
-        if done % PIECE == 0 || done == total {
-            progress(PrefaultProgress {
-                done: done as u64,
-                total: total as u64,
-            });
-        }
+        progress(PrefaultProgress {
+            done: done as u64,
+            total: total as u64,
+        });
     }
     Ok(PrefaultEnd::Complete)
 }

@@ -254,5 +254,5 @@ fn spawn_prefault(
     stop: &Arc<AtomicBool>,
 ) -> Result<JoinHandle<()>> {
     let (engine, stop) = (Arc::clone(engine), Arc::clone(stop));
-    spawn_background("prefault", health, move || engine.admin().prefault(&stop))
+    spawn_background("prefault", health, move || engine.prefault(&stop))
 }

@@ -1,32 +1,24 @@
 """A simulated inference engine around LMCache's own scheduler and worker adapters.
 
 Nothing of the client is replaced (but one lock, see below): the adapters, their transfer contexts, heartbeats and
-wire code are LMCache's. Only the model is missing: paged KV tensors hold random bytes.
+wire code are LMCache's. Only the model is missing: paged KV tensors hold random bytes. What earlier releases do
+differently is in `older`.
 """
 
-import inspect
 import random
 import threading
 from dataclasses import dataclass, field
 
 import torch
 import zmq
-from lmcache import torch_dev
-from lmcache.integration.vllm import vllm_multi_process_adapter
+
+from . import layouts, older  # isort: skip  (before LMCache's modules)
 from lmcache.integration.vllm.vllm_multi_process_adapter import (
     LMCacheMPSchedulerAdapter,
     LMCacheMPWorkerAdapter,
     LoadStoreOp,
-    ParallelStrategy,
 )
-from lmcache.v1.multiprocess.group_view import EngineGroupInfo
 
-try:
-    from lmcache.v1.platform.devices.cpu import shm
-except ImportError:  # up to 0.5.5
-    from lmcache.v1.platform.cpu import shm
-
-from . import layouts
 from .waiting import wait_until
 
 # The tensors are small: more threads would wait for each other, and for the server, longer than they work.
@@ -34,7 +26,8 @@ torch.set_num_threads(1)
 
 # The client registers tensors under this lock, and takes it again when tensors of an earlier engine are collected as
 # garbage: in one process with many engines that is the same thread, now and then, which would wait for itself.
-shm._CPU_SHM_LOCK = threading.RLock()
+if older.shm:
+    older.shm._CPU_SHM_LOCK = threading.RLock()
 
 
 @dataclass(frozen=True)
@@ -68,37 +61,31 @@ class Worker:
 
     def __init__(self, engine, rank, generator):
         self.engine, self.rank, self.closed = engine, rank, False
-        self.adapter = self.adapter_class(
-            engine.url,
-            engine.context,
-            engine.model,
-            layouts.BLOCK_TOKENS,
-            engine.strategy(rank),
-            extra_config=engine.extra_config,
-        )
+        self.adapter = self.adapter_class(**engine.adapter_arguments(LMCacheMPWorkerAdapter, rank))
+        if older.TRAITS.process_ids:
+            # Elsewhere each rank is a process of its own. A process id has 22 bits.
+            self.adapter.instance_id += (16 * engine.process + rank) << 22
         self.stores = {}  # request id -> future, also after the adapter has forgotten it
+        self.held_events = {}  # request id -> event; it must exist until the server has answered
         self.layers = []  # (tensor, group) of every layer, in registration order
         for group in engine.groups:
             self.layers += [(t, group) for t in layouts.allocate(group.layout, group.layers, generator)]
 
     def register(self, infos=None):
         """Register all layers; `infos` replaces the honest group description."""
-        named = {f"layer.{i}": tensor for i, (tensor, _) in enumerate(self.layers)}
+        named = {f"layer.{i}": tensor for i, tensor in enumerate(self.tensors())}
         infos = self.engine.group_infos() if infos is None else infos
-        hints, register = self.engine.groups[0].layout.hints, self.adapter.register_kv_caches
-        if "layout_hints" in inspect.signature(register).parameters:
-            register(named, infos, layout_hints=hints)
-        else:  # up to 0.5.4, which asks vLLM
-            vllm_multi_process_adapter.vllm_layout_hints = lambda: hints
-            register(named, infos)
+        older.register(self.adapter, named, infos, self.engine.groups[0].layout.hints)
+
+    def tensors(self):
+        """The tensors that are registered."""
+        return [tensor for tensor, _ in self.layers]
 
     def recorded_event(self):
         """The event that a transfer waits for, as the connector of the release makes it."""
         if hasattr(self.adapter, "create_recorded_event"):
             return self.adapter.create_recorded_event()
-        event = torch_dev.Event(interprocess=True)
-        event.record(None)
-        return event
+        return older.recorded_event()
 
     def read(self, blocks, group=None):
         """Bytes of these blocks in every layer (of one engine group)."""
@@ -107,6 +94,12 @@ class Worker:
             for t, g in self.layers
             if group is None or g.engine_group == group
         ]
+
+    def write(self, blocks, rows, group=None):
+        """Overwrite these blocks with bytes as `read` returns them."""
+        layers = [(t, g) for t, g in self.layers if group is None or g.engine_group == group]
+        for (t, g), layer in zip(layers, rows, strict=True):
+            layouts.write_blocks(t, g.layout.block_axis, blocks, layer)
 
     def fill(self, blocks, value=0, group=None):
         """Overwrite these blocks in every layer (of one engine group)."""
@@ -121,8 +114,10 @@ class Worker:
 
     def submit_store(self, request, prompt, start, end, blocks, salt=""):
         """Send a store without waiting for its end."""
-        op = LoadStoreOp(token_ids=prompt, block_ids=_per_group(blocks), start=start, end=end)
-        self.adapter.submit_store_request(request, op, self.recorded_event(), cache_salt=salt)
+        op = LoadStoreOp(token_ids=prompt, block_ids=older.block_ids(_per_group(blocks)), start=start, end=end)
+        if older.stores(self.adapter):
+            event = self.held_events[request] = self.recorded_event()
+            self.adapter.submit_store_request(request, op, event, **older.salted(salt))
         self.stores[request] = self.adapter.store_futures.get(request)
 
     def finish_store(self, request):
@@ -133,14 +128,20 @@ class Worker:
         wait_until(future.query, self.engine.deadline, f"store of {request}")
         verdict = future.result(timeout=0)
         self.adapter.get_finished(set())
+        self.held_events.pop(request, None)
         return verdict
 
     def retrieve(self, request, prompt, start, end, blocks, salt="", skip=0):
         """Retrieve [start, end) into `blocks`."""
         op = LoadStoreOp(
-            token_ids=prompt, block_ids=_per_group(blocks), start=start, end=end, skip_first_n_tokens=skip
+            token_ids=prompt,
+            block_ids=older.block_ids(_per_group(blocks)),
+            start=start,
+            end=end,
+            skip_first_n_tokens=skip,
         )
-        self.adapter.submit_retrieve_request(request, op, self.recorded_event(), cache_salt=salt)
+        event = self.recorded_event()
+        self.adapter.submit_retrieve_request(request, op, event, **older.salted(salt))
         finished = set()
 
         def done():
@@ -155,19 +156,20 @@ class Worker:
         """Unregister and disconnect; a second call does nothing (the adapter's own would hang)."""
         if not self.closed:
             self.closed = True
-            self.adapter.shutdown()
+            older.shut_down(self.adapter)
 
 
 class Engine:
     """A scheduler and its workers, as one vLLM process group would be."""
 
     def __init__(self, server, mode, groups=None, model="test/model", ranks=1, mla=False, heartbeat=5.0,
-                 mq_timeout=10.0, seed=0, register=True):  # fmt: skip
-        """`mode`: lmcache_driven or engine_driven. `groups`: the layers; default one classic group."""
+                 mq_timeout=10.0, seed=0, register=True, process=0):  # fmt: skip
+        """`mode`: lmcache_driven or engine_driven. `groups`: the layers; default one classic group. `process`: a number of
+        the engine, by which it has other process ids than another, where workers are known by these."""
         self.server, self.url, self.mode, self.model = server, server.url, mode, model
         self.chunk = server.chunk
         self.groups = list(groups or [Group(layouts.layout("mla" if mla else "kv_first_nhd"))])
-        self.ranks, self.mla = ranks, mla
+        self.ranks, self.mla, self.process = ranks, mla, process
         self.deadline = mq_timeout + 5
         self.extra_config = {
             "lmcache.mp.mp_transfer_mode": mode,
@@ -179,9 +181,7 @@ class Engine:
         self._requests = 0
         generator = torch.Generator().manual_seed(seed)
         self.workers = []
-        self.scheduler = LMCacheMPSchedulerAdapter(
-            [self.url], self.context, model, layouts.BLOCK_TOKENS, self.strategy(0), extra_config=self.extra_config
-        )
+        self.scheduler = LMCacheMPSchedulerAdapter(**self.adapter_arguments(LMCacheMPSchedulerAdapter, 0))
         try:
             for rank in range(ranks):
                 self.workers.append(self.make_worker(rank, generator))
@@ -195,18 +195,21 @@ class Engine:
         """The worker of a rank, not yet registered."""
         return Worker(self, rank, generator)
 
-    def strategy(self, rank):
-        """What LMCache's connector derives from vLLM's parallel configuration."""
-        return ParallelStrategy(
-            mla_only=self.mla, vllm_world_size=self.ranks, vllm_worker_id=rank, tp_size=self.ranks, pp_size=1, n_servers=1
+    def adapter_arguments(self, adapter_class, rank):
+        """What LMCache's connector passes to an adapter."""
+        place = older.parallel(self.ranks, rank, self.mla)
+        return older.adapter_arguments(
+            adapter_class, self.url, self.context, self.model, layouts.BLOCK_TOKENS, place, self.extra_config
         )
 
     def group_infos(self):
         """The description of the layer groups sent at registration."""
+        if not older.TRAITS.groups:
+            return []
         infos, first = [], 0
         for group in self.groups:
             infos.append(
-                EngineGroupInfo(
+                older.EngineGroupInfo(
                     engine_group_id=group.engine_group,
                     layer_indices=tuple(range(first, first + group.layers)),
                     tokens_per_block=layouts.BLOCK_TOKENS,
@@ -235,7 +238,7 @@ class Engine:
     def lookup(self, prompt, request=None, salt=""):
         """(request id, hit tokens): submit a lookup and poll it as the scheduler does each step."""
         request = request or self.new_request()
-        self.scheduler.maybe_submit_lookup_request(request, prompt, cache_salt=salt)
+        self.scheduler.maybe_submit_lookup_request(request, prompt, **older.salted(salt))
         box = []
 
         def resolved():
@@ -255,7 +258,7 @@ class Engine:
     def abandon(self, request, prompt, salt=""):
         """Release what a lookup pinned and end the request, as for a hit that is not loaded."""
         whole = len(prompt) // self.chunk * self.chunk
-        self.scheduler.free_lookup_locks(prompt, 0, whole, request, cache_salt=salt)
+        self.scheduler.free_lookup_locks(prompt, 0, whole, request, **older.salted(salt))
         self.end(request)
 
     def hits(self, prompt, salt=""):
@@ -271,7 +274,7 @@ class Engine:
         blocks = self.blocks_for(whole, first)[start // layouts.BLOCK_TOKENS :]
         for worker in self.workers:
             verdict = worker.store(request, prompt, start, whole, blocks, salt)
-            assert verdict is (True if worker.adapter.is_kv_writer else None)
+            assert verdict is (True if older.has_verdict(worker.adapter) else None)
         self.end(request)
 
     def wait_hit(self, prompt, tokens, salt=""):
@@ -288,8 +291,8 @@ class Engine:
             return
         for worker in self.workers:
             worker.close()
-        self.scheduler.shutdown()
-        self.context.term()
+        older.shut_down(self.scheduler)
+        older.end(self.context)
 
 
 def _per_group(blocks):

@@ -30,6 +30,7 @@ MODES = {
     "engine_pickle": ["--supported-transfer-mode", "engine_driven", "--shm-name", ""],
     # Workers on a GPU, which is the fake CUDA driver.
     "cuda": ["--supported-transfer-mode", "lmcache_driven", "--cuda-driver", "{fake_driver}"],
+    "all": ["--supported-transfer-mode", "auto", "--shm-name", "{shm}", "--no-l1-use-lazy", "--cuda-driver", "{fake_driver}"],
     "both": ["--supported-transfer-mode", "auto", "--shm-name", "{shm}", "--no-l1-use-lazy"],
 }
 

@@ -96,33 +96,12 @@ class OnGpu:
 
 def lmcache_engine(url, name):
     """An engine with LMCache's adapters."""
-    from .engine import Engine, Group, Worker
+    from .engine import Group
     from .layouts import layout
-
-    class GpuWorker(Worker):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.gpu = OnGpu([tensor for tensor, _ in self.layers])
-
-        def register(self):
-            named = {f"layer.{i}": tensor for i, tensor in enumerate(self.gpu.tensors)}
-            self.adapter.register_kv_caches(named, self.engine.group_infos(), self.engine.groups[0].layout.hints)
-
-        def read(self, blocks, group=None):
-            self.gpu.pull()
-            return super().read(blocks, group)
-
-        def fill(self, blocks, value=0, group=None):
-            self.gpu.pull()
-            super().fill(blocks, value, group)
-            self.gpu.push()
-
-    class GpuEngine(Engine):
-        def make_worker(self, rank, generator):
-            return GpuWorker(self, rank, generator)
+    from .torch_gpu import TorchEngine
 
     server = SimpleNamespace(url=url, chunk=16)
-    return GpuEngine(server, "lmcache_driven", groups=[Group(layout(name))], mla=name == "mla", model=f"models/{name}")
+    return TorchEngine(server, "lmcache_driven", groups=[Group(layout(name))], mla=name == "mla", model=f"models/{name}")
 
 
 def run_lmcache(url, name):

@@ -15,6 +15,7 @@ mod status;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
 
 use kvtier_core::cache::Removed;
 use kvtier_memory::PrefaultEnd;
@@ -31,6 +32,12 @@ pub use prefetch_jobs::{PrefetchError, PrefetchJob, PrefetchResult};
 
 /// Objects evicted under one hold of the cache's lock: about a fifth of a millisecond.
 const EVICTION_SLICE: usize = 1024;
+
+/// Pause of the prefault while requests come, and the most of them after a step and in all: pages that are not touched yet cost
+/// stores more than the prefault does.
+const PREFAULT_PAUSE: Duration = Duration::from_millis(1);
+const MAX_PREFAULT_PAUSES: usize = 4;
+const ALL_PREFAULT_PAUSES: usize = 60_000;
 
 /// The service of administration.
 pub struct Admin {
@@ -168,12 +175,23 @@ impl Admin {
         }
     }
 
-    /// Touches all of L1, so that no store pays for a page's first use.
-    pub fn prefault(&self, stop: &AtomicBool) {
+    /// Touches all of L1, so that no store pays for a page's first use. `requests` is the number of requests so far: while they
+    /// come, it pauses after each step.
+    pub fn prefault(&self, stop: &AtomicBool, requests: impl Fn() -> u64) {
         // Requests come first. On Linux a nice value belongs to the thread; being refused one changes nothing.
         let _ = rustix::process::nice(10);
+        let (mut seen, mut pauses) = (requests(), 0);
         let result = self.context.l1.arena.prefault(stop, |progress| {
             self.prefaulted.store(progress.done, Ordering::Relaxed);
+            for _ in 0..MAX_PREFAULT_PAUSES {
+                let now = requests();
+                let is_idle = now == std::mem::replace(&mut seen, now);
+                if is_idle || pauses == ALL_PREFAULT_PAUSES || stop.load(Ordering::Relaxed) {
+                    break;
+                }
+                pauses += 1;
+                std::thread::sleep(PREFAULT_PAUSE);
+            }
         });
         match result {
             Ok(PrefaultEnd::Complete) => tracing::info!("L1 is pre-faulted"),

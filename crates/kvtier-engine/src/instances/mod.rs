@@ -98,6 +98,10 @@ pub struct Instance {
     pub unserved: Option<Unserved>,
     /// Releases of LMCache that its client may be of.
     pub releases: &'static str,
+    /// Whether it registered on a connection that began at an earlier server.
+    pub is_again: bool,
+    /// Whether the connection by which alone it is known has ended.
+    is_lost: AtomicBool,
     /// Its number in the world, known from its first transfer: a registration does not tell.
     worker: OnceLock<u32>,
     last_seen: AtomicU64,
@@ -125,6 +129,8 @@ impl Instance {
             layout: layout.with_page_bound_bit(),
             unserved: None,
             releases: "",
+            is_again: false,
+            is_lost: AtomicBool::new(false),
             worker: OnceLock::new(),
             last_seen: AtomicU64::new(millis(now)),
             pinged: AtomicBool::new(false),
@@ -215,6 +221,22 @@ impl Instance {
     /// To be held while a retrieve is in flight.
     pub fn retrieving(&self) -> Arc<()> {
         Arc::clone(&self.retrieves)
+    }
+
+    /// Notes that no client can name it any more.
+    pub fn lose(&self) {
+        self.is_lost.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether its objects are of one latent vector per token, which several ranks read.
+    pub fn is_mla(&self) -> bool {
+        match &self.mode {
+            Mode::LmcacheDriven { memory, .. } => {
+                let mut groups = memory.layout().kernel_groups().iter();
+                groups.any(|group| group.format.is_mla())
+            }
+            Mode::EngineDriven { layout, .. } => layout.use_mla,
+        }
     }
 
     /// Whether retrieves into its pages are in flight.
@@ -386,6 +408,12 @@ impl Instances {
         workers.map(one_per_layout).collect()
     }
 
+    /// A worker of a model.
+    pub fn any_of(&self, model_name: &Arc<str>, world_size: u32) -> Option<Arc<Instance>> {
+        let key = (Arc::clone(model_name), world_size);
+        self.tables.read().by_model.get(&key)?.last().cloned()
+    }
+
     /// Whether any worker of a model is registered.
     pub fn serves(&self, model_name: &Arc<str>, world_size: u32) -> bool {
         let key = (Arc::clone(model_name), world_size);
@@ -427,6 +455,14 @@ impl Instances {
         !*was_refused
     }
 
+    /// Whether retrieves of lost workers are in flight.
+    pub fn has_lost_retrieves(&self) -> bool {
+        let tables = self.tables.read();
+        let all = tables.by_id.values().chain(&tables.draining);
+        let mut lost = all.filter(|instance| instance.is_lost.load(Ordering::Relaxed));
+        lost.any(|instance| instance.is_retrieving())
+    }
+
     /// Notes a sign of life of all workers.
     pub fn all_seen(&self, now: Duration) {
         let tables = self.tables.read();
@@ -463,7 +499,8 @@ impl Instances {
         ids.into_iter().filter_map(|id| tables.remove(id)).collect()
     }
 
-    /// Removes and returns the workers whose process has ended, as far as that is detectable.
+    /// Removes and returns the workers whose process has ended, as far as that is detectable, and those that no client can
+    /// name any more.
     pub fn take_ended(&self) -> Vec<Arc<Instance>> {
         let all = self.all();
         let owned = all
@@ -472,8 +509,12 @@ impl Instances {
         let (owned, owners): (Vec<_>, Vec<_>) = owned.unzip();
         let ended = Owner::exited(&owners).unwrap_or_default();
         let ended = owned.into_iter().zip(ended).filter(|(_, ended)| *ended);
+        let lost = all
+            .iter()
+            .filter(|each| each.is_lost.load(Ordering::Relaxed));
         let ended: Vec<_> = ended
             .map(|(instance, _)| instance)
+            .chain(lost)
             .chain(
                 all.iter()
                     .filter(|each| each.pages().is_some_and(|pages| pages.has_ended())),

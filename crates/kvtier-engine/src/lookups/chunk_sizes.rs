@@ -130,6 +130,7 @@ mod tests {
             release: Release::Since0_5_5,
             releases: "0.5.6",
             knows_chunk_size,
+            registers_again: Some(true),
         }
     }
 

@@ -87,7 +87,7 @@ impl Lookups {
     fn try_lookup(&self, caller: Caller, key: &CacheKey<'_, Prompt>, tp_size: i64) -> Result<()> {
         let Context { l1, l2, .. } = &*self.context;
         let scope = self.context.short_scope(key)?;
-        let readers = key.readers(tp_size).min(MAX_READERS);
+        let readers = self.readers(key, tp_size);
         if readers < 1 {
             return Err(Error::refused(format!(
                 "num_kv_readers is {readers}; allowed: at least 1"
@@ -141,6 +141,20 @@ impl Lookups {
         Ok(())
     }
 
+    /// Workers that will read each object of a key. Engines up to vLLM 0.19 understate them for MLA, where several ranks share
+    /// an object, so what such a client does not say is more than it can have: its leases end with the session.
+    fn readers(&self, key: &CacheKey<'_, Prompt>, tp_size: i64) -> i64 {
+        let is_mla = || {
+            let model = key.model_name.into();
+            let one = self.context.instances.any_of(&model, key.world_size);
+            one.is_some_and(|instance| instance.is_mla())
+        };
+        match key.num_kv_readers {
+            None if is_mla() => MAX_READERS,
+            _ => key.readers(tp_size).min(MAX_READERS),
+        }
+    }
+
     /// The rows and chunks that a lookup is for; `None`, which is counted, if its client cannot have any.
     fn wanted<'k>(
         &self,
@@ -160,6 +174,14 @@ impl Lookups {
         };
         if let Some(unserved) = unserved(&instances) {
             return early_exit(unserved.name());
+        }
+        // After a restart its workers are unknown, and each retrieve would wait for a refused ping.
+        let mut all = instances.iter().flatten();
+        let registers_again = caller.registers_again;
+        if !caller.knows_chunk_size
+            && !registers_again.unwrap_or_else(|| all.any(|instance| instance.is_again))
+        {
+            return early_exit("not_registered_again");
         }
         let tokens = key.tokens.token_count;
         if !self.chunk_sizes.is_proven(caller, tokens as u64, key.end) {

@@ -121,7 +121,10 @@ impl Workers {
         let Context {
             config, instances, ..
         } = &*self.context;
-        self.abandon(instances.take_ended(), "a worker's process has ended");
+        self.abandon(
+            instances.take_ended(),
+            "a worker's process has ended, or its connection",
+        );
         if let Some(timeout) = config.worker_reap_timeout {
             let silent = instances.take_silent(now, timeout, config.registration_grace);
             self.abandon(silent, "a worker fell silent and is considered dead");

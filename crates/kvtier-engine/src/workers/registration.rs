@@ -125,6 +125,7 @@ impl Workers {
         Ok(Some(Newcomer {
             id: registration.instance,
             releases: caller.releases,
+            is_again: !caller.knows_chunk_size,
             model_name: registration.model_name.to_owned(),
             world_size: registration.world_size,
             layout,
@@ -137,6 +138,7 @@ impl Workers {
         let Newcomer {
             id,
             releases,
+            is_again,
             model_name,
             world_size,
             layout,
@@ -156,6 +158,7 @@ impl Workers {
         let now = self.context.now();
         let mut instance = Instance::new(id, &model_name, world_size, mode, model, now);
         (instance.unserved, instance.releases) = (unserved, releases);
+        instance.is_again = is_again;
         let device = instance.device();
         self.admit(instance)?;
         tracing::info!(
@@ -234,7 +237,8 @@ impl Workers {
                     model,
                     now,
                 );
-                instance.releases = caller.releases;
+                (instance.releases, instance.is_again) =
+                    (caller.releases, !caller.knows_chunk_size);
                 self.admit(instance)?;
                 tracing::info!(
                     model = context.model_name,
@@ -303,6 +307,7 @@ impl Workers {
 struct Newcomer {
     id: InstanceId,
     releases: &'static str,
+    is_again: bool,
     model_name: String,
     world_size: u32,
     layout: KvLayout,

@@ -234,22 +234,22 @@ fn other_mappings_see_the_same_bytes() {
 
 #[test]
 fn prefault_reports_and_stops() {
-    let arena = Arena::create(ArenaKind::Anonymous, 130 << 20).unwrap();
+    let arena = Arena::create(ArenaKind::Anonymous, 1_200 << 10).unwrap();
     let mut seen = Vec::new();
     let stop = AtomicBool::new(false);
     let end = arena
         .prefault(&stop, |progress| {
             seen.push(progress.done);
-            if progress.done == 64 << 20 {
+            if progress.done == 512 << 10 {
                 stop.store(true, Ordering::Relaxed);
             }
         })
         .unwrap();
-    assert_eq!(end, PrefaultEnd::Stopped { done: 64 << 20 });
+    assert_eq!(end, PrefaultEnd::Stopped { done: 512 << 10 });
     stop.store(false, Ordering::Relaxed);
     let end = arena.prefault(&stop, |p| seen.push(p.done)).unwrap();
     assert_eq!(end, PrefaultEnd::Complete);
-    assert_eq!(seen, [64 << 20, 64 << 20, 128 << 20, 130 << 20]);
+    assert_eq!(seen, [512 << 10, 512 << 10, 1_024 << 10, 1_200 << 10]);
 }
 
 #[test]

@@ -6,9 +6,11 @@
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 
-use super::{Generation, OperationSpec, Release};
+use super::{Field, Generation, OperationSpec, Release};
 use crate::frames::{OperationId, RequestFrames};
+use crate::key::{CacheKey, SkipTokens};
 use crate::operation::Operation;
+use crate::response::ResponseKind;
 use crate::wire::DecodeError;
 
 /// The uid frame of a client's first request.
@@ -40,6 +42,12 @@ pub struct Resolved {
     /// Whether every generation still possible reads it as the same operation with the same kind of response. If not, only
     /// an answer without a payload is safe: a client up to 0.5.4 stops receiving at a payload of another type than it expects.
     pub certain: bool,
+    /// Whether some generation still possible needs a payload in the answer: its worker ends without one.
+    pub needs_decision: bool,
+    /// Whether only one generation is possible.
+    pub is_decided: bool,
+    /// Whether the request may name its worker by a process id.
+    pub may_have_process_ids: bool,
     /// What is known of the client's release, this request included.
     pub release: Release,
     /// [`Candidates::knows_chunk_size`] of the connection, this request included.
@@ -47,10 +55,24 @@ pub struct Resolved {
 }
 
 impl Resolved {
+    /// Whether the client's workers register again after a restart of the server, which releases up to 0.4.4 never do;
+    /// nothing if that is not known.
+    #[must_use]
+    pub fn registers_again(&self) -> Option<bool> {
+        match self.generation {
+            _ if !self.is_decided => None,
+            Generation::G1 => Some(false),
+            // 0.4.5 does.
+            Generation::G2 => None,
+            _ => Some(true),
+        }
+    }
+
     /// The releases of LMCache that the client may be of, as far as that is known.
     #[must_use]
     pub fn releases(&self) -> &'static str {
         match (self.generation, self.release) {
+            _ if !self.is_decided => "unknown",
             (Generation::G6, Release::Before0_5_5) => "0.5.3 to 0.5.4",
             (Generation::G6, Release::Since0_5_5) => "0.5.5 to 0.5.6",
             (generation, _) => generation.releases(),
@@ -160,7 +182,7 @@ impl Candidates {
         let id = OperationId::decode(request.op)?;
         if let Some(generation) = self.decided() {
             let spec = decided(generation, id, &request.payloads)?;
-            return Ok(self.resolved(request, id, (generation, spec), true));
+            return Ok(self.resolved(request, id, (generation, spec), &[]));
         }
         let mut readings = self.readings(id, &request.payloads)?;
         self.drop_unsent(request, &mut readings);
@@ -173,10 +195,7 @@ impl Candidates {
         self.possible = readings
             .iter()
             .fold(0, |set, (generation, _)| set | bit(*generation));
-        let certain = readings
-            .iter()
-            .all(|(_, other)| (other.operation, other.response) == (spec.operation, spec.response));
-        Ok(self.resolved(request, id, (generation, spec), certain))
+        Ok(self.resolved(request, id, (generation, spec), &readings))
     }
 
     fn resolved(
@@ -184,8 +203,15 @@ impl Candidates {
         request: &RequestFrames<'_>,
         id: OperationId<'_>,
         (generation, spec): (Generation, &'static OperationSpec),
-        certain: bool,
+        readings: &[(Generation, &'static OperationSpec)],
     ) -> Resolved {
+        let same = |other: &OperationSpec| {
+            (other.operation, other.response) == (spec.operation, spec.response)
+        };
+        let certain = readings.iter().all(|(_, other)| same(other));
+        // A query that is answered with nothing is repeated.
+        let is_harmless = |kind| matches!(kind, ResponseKind::Nothing | ResponseKind::OptionalInt);
+        let needs_decision = !certain && readings.iter().any(|(_, it)| !is_harmless(it.response));
         let proved = match self.decided() {
             _ if !self.contains(Generation::G6) => Some(Release::Before0_5_5),
             Some(_) => Release::proved(spec, id, &request.payloads),
@@ -198,6 +224,11 @@ impl Candidates {
             generation,
             spec,
             certain,
+            needs_decision,
+            is_decided: self.decided().is_some(),
+            may_have_process_ids: generation.has_process_ids()
+                || spec.operation == Operation::RegisterKvCache
+                    && self.iter().any(Generation::has_process_ids),
             release: self.release,
             knows_chunk_size: self.knows_chunk_size,
         }
@@ -210,6 +241,11 @@ impl Candidates {
     /// get_chunk_size is no other generation's ping, and is what other clients send again.
     fn drop_unsent(&mut self, request: &RequestFrames<'_>, readings: &mut Readings) {
         use Operation::{Clear, EndSession, GetChunkSize, Noop, QueryPrefetchStatus};
+        if readings.len() > 1 && describes_tensors(request) {
+            keep_any(readings, |generation, operation| {
+                operation == Operation::RegisterKvCache && generation == Generation::G6
+            });
+        }
         if request.uid == FIRST_UID {
             keep_any(readings, |_, operation| operation == GetChunkSize);
             return;
@@ -219,6 +255,16 @@ impl Candidates {
             GetChunkSize => generation == Generation::G6,
             _ => true,
         });
+        // A key names its worker, or none if it is a scheduler's.
+        if readings.len() > 1
+            && let Some(has_worker) = names_worker(request)
+        {
+            keep_any(readings, |_, operation| {
+                let is_schedulers =
+                    matches!(operation, Operation::Lookup | Operation::FreeLookupLocks);
+                is_schedulers != has_worker
+            });
+        }
         let has = |wanted| readings.iter().any(|(_, spec)| spec.operation == wanted);
         if has(QueryPrefetchStatus) && has(EndSession) {
             // A session ends once; a query that was answered with nothing is repeated.
@@ -275,6 +321,20 @@ impl Candidates {
 
 fn bit(generation: Generation) -> u8 {
     1 << generation as u8
+}
+
+/// Whether the second payload is tensors that are not pickled, as 0.5.6 sends them.
+fn describes_tensors(request: &RequestFrames<'_>) -> bool {
+    let tensors = request.payloads.get(1);
+    tensors.is_some_and(|tensors| {
+        Release::proved_by(Field::Tensors, tensors) == Some(Release::Since0_5_5)
+    })
+}
+
+/// Whether the key of a request names a worker; nothing for a request without a key.
+fn names_worker(request: &RequestFrames<'_>) -> Option<bool> {
+    let key = CacheKey::decode(request.payloads.first()?, &mut SkipTokens).ok()?;
+    Some(key.worker_id.is_some())
 }
 
 /// Keeps the readings that `wanted` says yes to; all of them if there is no such reading.

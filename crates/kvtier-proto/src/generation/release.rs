@@ -79,7 +79,7 @@ impl Release {
         fields.find_map(|(field, payload)| Self::proved_by(*field, payload))
     }
 
-    fn proved_by(field: Field, payload: &[u8]) -> Option<Self> {
+    pub(super) fn proved_by(field: Field, payload: &[u8]) -> Option<Self> {
         let mut reader = Reader::new(payload);
         let (found, new, old) = match field {
             Field::Force => return Some(Self::Since0_5_5),

@@ -29,10 +29,14 @@ fn left(candidates: Candidates) -> Vec<Generation> {
 }
 
 fn key(form: KeyForm) -> Vec<u8> {
+    key_of(form, None)
+}
+
+fn key_of(form: KeyForm, worker_id: Option<u32>) -> Vec<u8> {
     let key = CacheKey {
         model_name: "m",
         world_size: 1,
-        worker_id: None,
+        worker_id,
         tokens: vec![1, 2],
         start: 0,
         end: 0,
@@ -273,6 +277,28 @@ fn tables_are_sound() {
             );
         }
     }
+}
+
+/// 12 prepares a store in 0.4.7, whose worker ends at an answer without a payload, and frees locks in the newest.
+#[test]
+fn keys_of_workers_and_schedulers_narrow_numbers() {
+    for (worker_id, operation, expected) in [
+        (Some(0), Operation::PrepareStore, G4),
+        (None, Operation::FreeLookupLocks, G6),
+    ] {
+        let mut candidates = Candidates::all();
+        let payloads: [&[u8]; 2] = [&key_of(KeyForm::Salted, worker_id), &[7]];
+        let resolved = ask(&mut candidates, 9, 12, &payloads, &[]).unwrap();
+        assert_eq!(resolved.spec.operation, operation);
+        assert_eq!(candidates.decided(), Some(expected));
+        assert!(resolved.certain && !resolved.needs_decision);
+    }
+    // 13 prepares a retrieve in 0.4.6 and a store in 0.5.0 to 0.5.2.
+    let mut candidates = Candidates::all();
+    let payloads: [&[u8]; 2] = [&key_of(KeyForm::Salted, Some(0)), &[7]];
+    let resolved = ask(&mut candidates, 9, 13, &payloads, &[]).unwrap();
+    assert!(!resolved.certain && resolved.needs_decision && !resolved.is_decided);
+    assert_eq!(resolved.releases(), "unknown");
 }
 
 /// 10 registers an engine-driven worker in 0.4.6, which expects nothing, and in 0.4.7, which expects a pool.

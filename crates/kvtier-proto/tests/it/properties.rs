@@ -323,8 +323,10 @@ proptest! {
                 prop_assert_eq!(resolved.spec.operation, spec.operation);
                 let mut open = Candidates::all();
                 open.resolve(&frames, &[]).unwrap();
-                // No adapter sends these but as request 0.
+                // No adapter sends these but as request 0, nor a worker's request without its number.
                 let unsent = matches!(spec.operation, Operation::GetChunkSize | Operation::Clear | Operation::Noop);
+                let is_schedulers = matches!(spec.operation, Operation::Lookup | Operation::FreeLookupLocks);
+                let unsent = unsent || parts.worker_id.is_some() == is_schedulers;
                 prop_assert!(unsent || open.contains(generation), "{:?} {}", generation, spec.operation);
             }
         }

@@ -1,6 +1,6 @@
 //! What the requests of a connection have in common: the client's release, order, and memory.
 
-use std::sync::atomic::{AtomicBool, AtomicI64};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
@@ -10,7 +10,7 @@ use super::lanes::Lane;
 use super::limits::{
     self, JOB_BYTES, MAX_UNDECIDED, MAX_UNDECIDED_BYTES, REPLY_SHARE, UNDECIDED_PART,
 };
-use super::names::{LookupNumbers, WorkerNames};
+use super::names::{LookupNumbers, RandomIds, WorkerNames};
 use super::request::Job;
 use crate::budget::Budget;
 use kvtier_engine::Engine;
@@ -23,22 +23,32 @@ pub struct Peer {
     pub requests: Arc<Budget>,
     /// Bytes of large replies to it that the system has not taken yet.
     pub replies: Arc<Budget>,
-    /// Workers that connections name by their process ids.
-    pub worker_names: Arc<WorkerNames>,
-    /// The worker that it named last, by its id here; 0 if there is none. Pings of old releases name none.
-    pub worker: AtomicI64,
-    /// Whether a ping of an unknown worker was refused on it.
-    pub has_refused_ping: AtomicBool,
+    /// Its workers, if they are named by process ids.
+    pub workers: WorkerNames,
     /// Its lookups, if its release asks for results by number.
     pub lookups: LookupNumbers,
+    is_closed: AtomicBool,
     engine: Weak<Engine>,
+}
+
+impl Peer {
+    /// Notes that the connection has ended. Its requests may still wait for their turn.
+    pub fn close(&self) {
+        self.is_closed.store(true, Ordering::Release);
+        let workers = self.workers.own();
+        if let Some(engine) = self.engine.upgrade().filter(|_| !workers.is_empty()) {
+            engine.lose_workers(&workers);
+        }
+    }
+
+    /// Whether the connection has ended.
+    pub fn is_closed(&self) -> bool {
+        self.is_closed.load(Ordering::Acquire)
+    }
 }
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        if *self.worker.get_mut() != 0 {
-            self.worker_names.connection_ended(self.id);
-        }
         if let Some(engine) = self.engine.upgrade() {
             engine.forget_connection(self.id);
         }
@@ -100,7 +110,7 @@ pub struct Budgets {
     replies: Arc<Budget>,
     /// A part of the requests', since these wait for long.
     undecided: Arc<Budget>,
-    worker_names: Arc<WorkerNames>,
+    worker_ids: Arc<RandomIds>,
     engine: Weak<Engine>,
 }
 
@@ -110,7 +120,7 @@ impl Budgets {
         let requests = Budget::new(request_bytes);
         Self {
             engine,
-            worker_names: Arc::default(),
+            worker_ids: Arc::default(),
             undecided: requests.share(request_bytes / UNDECIDED_PART),
             requests,
             replies: limits::reply_budget(),
@@ -124,9 +134,8 @@ impl Budgets {
                 id,
                 requests: self.requests.share(self.requests.limit() / 2),
                 replies: self.replies.share(REPLY_SHARE),
-                worker_names: Arc::clone(&self.worker_names),
-                worker: AtomicI64::default(),
-                has_refused_ping: AtomicBool::default(),
+                workers: WorkerNames::new(Arc::clone(&self.worker_ids)),
+                is_closed: AtomicBool::new(false),
                 lookups: LookupNumbers::default(),
                 engine: Weak::clone(&self.engine),
             }),

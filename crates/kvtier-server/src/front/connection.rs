@@ -40,6 +40,11 @@ const TURN_BYTES: usize = 256 << 10;
 /// Bytes of the buffer that all connections read small messages through.
 pub const SCRATCH_BYTES: usize = 8 << 10;
 
+/// Messages of one read above which a connection reads fewer bytes at a time, down to [`MIN_READ_BYTES`], so that a flood of
+/// tiny messages delays other connections by microseconds.
+const MANY_MESSAGES: usize = 16;
+const MIN_READ_BYTES: usize = 128;
+
 /// Why a connection ends.
 #[derive(Debug, thiserror::Error)]
 pub enum Closed {
@@ -78,6 +83,8 @@ pub struct Connection {
     output: Output,
     /// From its first request on.
     pub client: Option<Client>,
+    /// Bytes read at a time.
+    read_bytes: usize,
     /// What its socket is watched for.
     pub interest: Interest,
     /// Whether its output is about to be written.
@@ -107,6 +114,7 @@ impl Connection {
             session: Session::router(limits),
             output: Output::default(),
             client: None,
+            read_bytes: SCRATCH_BYTES,
             interest: Interest::READ,
             is_queued: false,
             counted_bytes: 0,
@@ -131,6 +139,7 @@ impl Connection {
         now: Instant,
     ) -> Result<(), Closed> {
         let before = messages.len();
+        let scratch = &mut scratch[..self.read_bytes];
         let mut taken = 0;
         loop {
             let (result, wanted, at) = match self.session.body(MIN_IN_PLACE_BYTES) {
@@ -160,6 +169,10 @@ impl Connection {
         if taken > 0 {
             self.heard = now;
         }
+        self.read_bytes = match messages.len() - before {
+            MANY_MESSAGES.. => (self.read_bytes / 2).max(MIN_READ_BYTES),
+            _ => (self.read_bytes * 2).min(SCRATCH_BYTES),
+        };
         self.partial_since = match self.session.is_amid_message() {
             false => None,
             true if messages.len() > before => Some(now),

@@ -424,6 +424,9 @@ impl Connections {
         let Some(connection) = self.open.remove(&id) else {
             return;
         };
+        if let Some(client) = &connection.client {
+            client.peer.close();
+        }
         self.strangers.remove(&id);
         self.ticks.remove(&(connection.next_tick, id));
         self.held_bytes -= connection.counted_bytes;

@@ -59,9 +59,12 @@ impl Front {
                 return;
             }
         };
-        let decided = resolved.certain.then(|| client.undecided.take()).flatten();
+        let decided = resolved
+            .is_decided
+            .then(|| client.undecided.take())
+            .flatten();
         if resolved.generation != Generation::G6
-            && resolved.certain
+            && resolved.is_decided
             && !std::mem::replace(&mut client.is_logged, true)
             && let Some(left_out) = LOG_LIMIT.permit(received)
         {
@@ -89,7 +92,7 @@ impl Front {
             },
             payloads,
         };
-        if needs_decision(&resolved) {
+        if resolved.needs_decision {
             match client.defer(job, now) {
                 None => return,
                 Some(refused) => job = refused,
@@ -166,16 +169,6 @@ fn log_older_client(resolved: &Resolved, left_out: u64) {
         "a client of LMCache {releases} reconnected; releases up to 0.4.4 do not register again, so restart its engine if it \
          has no hits from now on"
     );
-}
-
-/// Whether any answer now may be of a type that the client does not expect, or one that its worker does not survive. A
-/// query that is answered with nothing is repeated.
-fn needs_decision(resolved: &Resolved) -> bool {
-    let harmless = matches!(
-        resolved.spec.response,
-        ResponseKind::Nothing | ResponseKind::OptionalInt
-    );
-    !resolved.certain && !harmless
 }
 
 /// A request that no table knows is answered too, so that no caller waits for ever: a client that takes a text learns

@@ -36,8 +36,8 @@ pub const MAX_COMMAND: u64 = 4096;
 /// one, and the next ping decides.
 pub const MAX_UNDECIDED: usize = 16;
 
-/// Bytes of the largest request that may wait so. What is larger is answered without a payload.
-pub const MAX_UNDECIDED_BYTES: u64 = 256 << 10;
+/// Bytes of the largest request that may wait so: a prompt of 800,000 token ids. What is larger is answered without a payload.
+pub const MAX_UNDECIDED_BYTES: u64 = 4 << 20;
 
 /// Part of all requests' bytes that such requests may have together.
 pub const UNDECIDED_PART: u64 = 8;

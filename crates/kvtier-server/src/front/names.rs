@@ -6,143 +6,138 @@
 //! | up to 0.4.7 | a ping names no worker | it is of the last worker that its connection named |
 //! | 0.4.2, 0.4.3 | a lookup is answered with a number, which asks for its result | [`LookupNumbers`] |
 //!
-//! A worker whose connection was lost comes back on another one and does not register again. It keeps its id if no other
-//! worker has its name. Else it is unknown, and its pings are refused once, at which releases from 0.4.5 on register again:
-//! transfers into the pages of another engine are worse than misses.
+//! A worker whose connection was lost is unknown on its next one, whatever it calls itself: a transfer into the pages of another
+//! engine is worse than a miss. Its first ping is refused, at which releases from 0.4.5 on register again.
 //!
 //! Each mutex guards its table; nothing is acquired inside.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, VecDeque};
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use kvtier_proto::request::InstanceId;
 use kvtier_proto::wire::Reader;
 use kvtier_sync::Mutex;
 
-/// Process ids are smaller. What is larger is a random id, or one that a client chose with care.
+/// Process ids are smaller. What is larger is a random id.
 const PROCESS_IDS: std::ops::Range<i64> = 0..1 << 32;
 
-/// Names of workers known at most. Each is some 50 bytes.
-const MAX_NAMES: usize = 65_536;
-
-/// The same of one name: containers of a fleet that chose the same process id.
-const MAX_SAME: usize = 256;
+/// Workers of a connection that are known by their names; an adapter has one.
+const MAX_WORKERS: usize = 16;
 
 /// Lookups of a connection whose results can be asked for by number.
 const MAX_LOOKUPS: usize = 4096;
+
+/// Longest request id that is kept, bytes; the engine refuses lookups of longer ones.
+const MAX_REQUEST_ID: usize = 1024;
 
 /// Bits of the first number of a lookup: a client knows hits by number for as long as it lives, also over a restart of this
 /// server, so the numbers of two servers must not meet.
 const NUMBER_BITS: u32 = 40;
 
-struct Named {
-    id: InstanceId,
-    connection: u64,
-    is_connected: bool,
+/// Ids of workers that no client can guess, and that are no process ids.
+#[derive(Default)]
+pub struct RandomIds {
+    random: RandomState,
+    serial: AtomicU64,
+}
+
+impl RandomIds {
+    fn next(&self) -> InstanceId {
+        let serial = self.serial.fetch_add(1, Ordering::Relaxed);
+        let random = self.random.hash_one(serial) >> 2;
+        InstanceId(random as i64 | 1 << 62)
+    }
 }
 
 #[derive(Default)]
-struct Names {
-    by_name: HashMap<i64, Vec<Named>>,
-    len: usize,
-    serial: i64,
+struct Workers {
+    /// Oldest first.
+    known: VecDeque<(i64, InstanceId)>,
+    last: Option<InstanceId>,
 }
 
-impl Names {
-    fn own(&self, connection: u64, name: i64) -> Option<InstanceId> {
-        let same = self.by_name.get(&name)?;
-        let mine = same.iter().find(|it| it.connection == connection);
-        mine.map(|it| it.id)
-    }
-
-    fn remove(&mut self, name: i64, which: impl Fn(&Named) -> bool) {
-        if let Some(same) = self.by_name.get_mut(&name) {
-            let before = same.len();
-            same.retain(|it| !which(it));
-            self.len -= before - same.len();
-            if same.is_empty() {
-                self.by_name.remove(&name);
-            }
-        }
-    }
-
-    /// Keeps a name of a worker for the connection, taken over from the one that it had before if that is certain.
-    fn bind(&mut self, connection: u64, name: i64) -> InstanceId {
-        if let Some([only]) = self.by_name.get_mut(&name).map(Vec::as_mut_slice)
-            && !only.is_connected
-        {
-            (only.connection, only.is_connected) = (connection, true);
-            return only.id;
-        }
-        self.serial += 1;
-        let id = InstanceId((self.serial << 32) | name);
-        if self.len >= MAX_NAMES {
-            // Mostly workers that ended long ago. One that comes back is unknown.
-            self.by_name.retain(|_, same| {
-                same.retain(|it| it.is_connected);
-                !same.is_empty()
-            });
-            self.len = self.by_name.values().map(Vec::len).sum();
-        }
-        let is_full = self.len >= MAX_NAMES;
-        let same = self.by_name.entry(name).or_default();
-        // Beyond the bounds a worker is unknown.
-        if !is_full && same.len() < MAX_SAME {
-            same.push(Named {
-                id,
-                connection,
-                is_connected: true,
-            });
-            self.len += 1;
-        }
-        id
-    }
-}
-
-/// Ids of the workers that are named by process ids.
-#[derive(Default)]
+/// The workers of a connection.
 pub struct WorkerNames {
-    names: Mutex<Names>,
+    ids: Arc<RandomIds>,
+    workers: Mutex<Workers>,
+    may_have_worker: AtomicBool,
+    is_registering: AtomicBool,
 }
 
 impl WorkerNames {
-    /// The id of the worker that a connection calls `name`. `is_registered` is whether a worker is still known.
-    pub fn id(
-        &self,
-        connection: u64,
-        name: InstanceId,
-        is_registered: impl Fn(InstanceId) -> bool,
-    ) -> InstanceId {
-        if !PROCESS_IDS.contains(&name.0) {
-            return name;
+    /// None yet.
+    pub fn new(ids: Arc<RandomIds>) -> Self {
+        Self {
+            ids,
+            workers: Mutex::default(),
+            may_have_worker: AtomicBool::new(true),
+            is_registering: AtomicBool::new(false),
         }
-        let names = self.names.lock();
-        if let Some(id) = names.own(connection, name.0) {
-            return id;
-        }
-        let lost = names.by_name.get(&name.0).into_iter().flatten();
-        let lost = lost.filter(|it| !it.is_connected).map(|it| it.id);
-        let lost: Vec<_> = lost.collect();
-        drop(names);
-        let gone: Vec<_> = lost.into_iter().filter(|id| !is_registered(*id)).collect();
-        let mut names = self.names.lock();
-        names.remove(name.0, |it| !it.is_connected && gone.contains(&it.id));
-        names.bind(connection, name.0)
     }
 
-    /// Forgets the name of a worker that its connection unregisters.
-    pub fn forget(&self, connection: u64, name: InstanceId) {
-        let mut names = self.names.lock();
-        names.remove(name.0, |it| it.connection == connection);
+    /// The id of the worker that the connection calls `name`.
+    pub fn id(&self, name: InstanceId) -> InstanceId {
+        let mut workers = self.workers.lock();
+        let known = workers.known.iter().find(|(known, _)| *known == name.0);
+        let id = match known {
+            Some((_, id)) => *id,
+            None if !PROCESS_IDS.contains(&name.0) => name,
+            None => {
+                if workers.known.len() == MAX_WORKERS {
+                    workers.known.pop_front();
+                }
+                let id = self.ids.next();
+                workers.known.push_back((name.0, id));
+                id
+            }
+        };
+        workers.last = Some(id);
+        id
     }
 
-    /// Notes that a connection has ended.
-    pub fn connection_ended(&self, connection: u64) {
-        let mut names = self.names.lock();
-        let all = names.by_name.values_mut().flatten();
-        all.filter(|it| it.connection == connection)
-            .for_each(|it| it.is_connected = false);
+    /// Forgets a worker that its connection unregisters.
+    pub fn forget(&self, name: InstanceId) {
+        let mut workers = self.workers.lock();
+        workers.known.retain(|(known, _)| *known != name.0);
+        workers.last = None;
+    }
+
+    /// The worker that the connection named last.
+    pub fn last(&self) -> Option<InstanceId> {
+        self.workers.lock().last
+    }
+
+    /// Ids that only this connection knows.
+    pub fn own(&self) -> Vec<InstanceId> {
+        self.workers
+            .lock()
+            .known
+            .iter()
+            .map(|(_, id)| *id)
+            .collect()
+    }
+
+    /// Notes a request that only schedulers send: the connection has no worker.
+    pub fn is_scheduler(&self) {
+        self.may_have_worker.store(false, Ordering::Relaxed);
+    }
+
+    /// The id of an unknown worker, once, if the connection may have a worker that an earlier server knew.
+    pub fn unknown(&self) -> Option<InstanceId> {
+        let is_first = self.may_have_worker.swap(false, Ordering::Relaxed);
+        is_first.then(|| self.ids.next())
+    }
+
+    /// Notes that a registration begins or was answered. While it is in flight, the worker is not unknown.
+    pub fn registers(&self, begins: bool) {
+        self.is_registering.store(begins, Ordering::Relaxed);
+    }
+
+    /// Whether a registration is in flight.
+    pub fn is_registering(&self) -> bool {
+        self.is_registering.load(Ordering::Relaxed)
     }
 }
 
@@ -155,6 +150,9 @@ pub struct LookupNumbers {
 impl LookupNumbers {
     /// Notes which lookup a number is of. The oldest are forgotten beyond a bound: their results are 0.
     pub fn insert(&self, number: i64, request_id: &str) {
+        if request_id.len() > MAX_REQUEST_ID {
+            return;
+        }
         let mut by_number = self.by_number.lock();
         if by_number.len() >= MAX_LOOKUPS {
             by_number.pop_first();
@@ -192,72 +190,47 @@ mod tests {
 
     const PROCESS: InstanceId = InstanceId(77);
 
-    fn known(_: InstanceId) -> bool {
-        true
-    }
-
     #[test]
     fn equal_process_ids_of_two_connections_are_two_workers() {
-        let names = WorkerNames::default();
-        let [first, second] = [1, 2].map(|connection| names.id(connection, PROCESS, known));
-        assert_ne!(first, second);
-        assert!(first != PROCESS && second != PROCESS);
-        assert_eq!(names.id(1, PROCESS, known), first);
-        assert_eq!(names.id(2, PROCESS, known), second);
-        names.forget(1, PROCESS);
-        assert_eq!(names.id(2, PROCESS, known), second);
-    }
-
-    #[test]
-    fn reconnected_worker_keeps_its_id_if_its_name_is_unique() {
-        let names = WorkerNames::default();
-        let id = names.id(1, PROCESS, known);
-        names.connection_ended(1);
-        assert_eq!(names.id(2, PROCESS, known), id);
-        // Its first connection may have ended without that being noticed yet.
-        let unknown = names.id(3, PROCESS, known);
-        assert_ne!(unknown, id);
-    }
-
-    #[test]
-    fn reconnected_worker_is_unknown_if_another_has_its_name() {
-        let names = WorkerNames::default();
-        let ids = [1, 2].map(|connection| names.id(connection, PROCESS, known));
-        names.connection_ended(1);
-        assert!(!ids.contains(&names.id(3, PROCESS, known)));
-        names.connection_ended(2);
-        assert!(!ids.contains(&names.id(4, PROCESS, known)));
-        // Once the other has ended, which its registration shows, there is no doubt.
-        names.connection_ended(3);
-        names.connection_ended(4);
-        assert_eq!(names.id(5, PROCESS, |id| id == ids[0]), ids[0]);
+        let ids = Arc::<RandomIds>::default();
+        let [first, second] = [(); 2].map(|()| WorkerNames::new(Arc::clone(&ids)));
+        let id = first.id(PROCESS);
+        assert_ne!(id, second.id(PROCESS));
+        assert!(!PROCESS_IDS.contains(&id.0) && id.0 > 0);
+        assert_eq!((first.id(PROCESS), first.last()), (id, Some(id)));
+        assert_eq!(first.own(), [id]);
+        first.forget(PROCESS);
+        assert_eq!((first.last(), first.own()), (None, vec![]));
+        assert_ne!(first.id(PROCESS), id);
     }
 
     #[test]
     fn random_ids_stay_as_they_are() {
-        let names = WorkerNames::default();
+        let names = WorkerNames::new(Arc::default());
         for id in [1 << 32, i64::MAX, -1, i64::MIN].map(InstanceId) {
-            assert_eq!(names.id(1, id, known), id);
+            assert_eq!((names.id(id), names.last()), (id, Some(id)));
         }
-        assert_eq!(names.names.lock().len, 0);
+        assert_eq!(names.own(), []);
     }
 
     #[test]
-    fn names_are_bounded() {
-        let names = WorkerNames::default();
-        let len = || names.names.lock().len;
-        for connection in 0..=MAX_SAME as u64 {
-            names.id(connection, PROCESS, known);
+    fn workers_of_a_connection_are_bounded() {
+        let names = WorkerNames::new(Arc::default());
+        let first = names.id(InstanceId(0));
+        for process in 1..=MAX_WORKERS as i64 {
+            names.id(InstanceId(process));
         }
-        assert_eq!(len(), MAX_SAME);
-        for process in 0..=(MAX_NAMES - MAX_SAME) as i64 {
-            names.id(0, InstanceId(1000 + process), known);
-        }
-        assert_eq!(len(), MAX_NAMES);
-        // Those of ended connections give way.
-        names.connection_ended(0);
-        names.id(MAX_SAME as u64, InstanceId(1), known);
-        assert_eq!(len(), MAX_SAME);
+        assert_eq!(names.own().len(), MAX_WORKERS);
+        assert!(!names.own().contains(&first));
+    }
+
+    #[test]
+    fn unknown_worker_is_there_once_and_never_of_a_scheduler() {
+        let names = WorkerNames::new(Arc::default());
+        assert!(names.unknown().is_some() && names.unknown().is_none());
+        let names = WorkerNames::new(Arc::default());
+        names.is_scheduler();
+        assert_eq!(names.unknown(), None);
     }
 
     #[test]
@@ -274,6 +247,8 @@ mod tests {
         }
         assert_eq!(lookups.get(6), None);
         assert_eq!(lookups.by_number.lock().len(), MAX_LOOKUPS);
+        lookups.insert(0, &"x".repeat(MAX_REQUEST_ID + 1));
+        assert_eq!(lookups.get(0), None);
     }
 
     #[test]

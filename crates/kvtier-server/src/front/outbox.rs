@@ -5,7 +5,7 @@
 //! | [`Wake::state`] | set by | meaning |
 //! | --- | --- | --- |
 //! | `ASLEEP` | the socket's thread, before it waits | the sender writes the eventfd |
-//! | `AWAKE` | the socket's thread, after it waited | it drains the channel before its next sleep |
+//! | `AWAKE` | the socket's thread, after it waited and when it drains | it drains the channel before its next sleep |
 //! | `WOKEN` | the sender | the same; and there is something, so the thread does not sleep |
 //!
 //! Every change is a swap with acquire and release: it takes over what the previous one published, so a message sent
@@ -103,8 +103,9 @@ impl Inbox {
         self.wake.fd.as_fd()
     }
 
-    /// Takes the messages that wait.
+    /// Takes the messages that wait, and with them what they said of it: a later message wakes again.
     pub fn drain(&self) -> impl Iterator<Item = Outgoing> + '_ {
+        self.wake.state.swap(AWAKE, Ordering::AcqRel);
         self.messages.try_iter()
     }
 

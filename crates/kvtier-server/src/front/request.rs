@@ -2,12 +2,11 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use kvtier_proto::generation::{OperationSpec, Release, Resolved};
 use kvtier_proto::operation::Operation;
-use kvtier_proto::request::{InstanceId, JobRef, Request};
+use kvtier_proto::request::{JobRef, Request};
 use kvtier_proto::response::{Response, ResponseKind};
 
 use super::client::Peer;
@@ -103,6 +102,7 @@ impl RequestSender {
             release: self.resolved.release,
             releases: self.resolved.releases(),
             knows_chunk_size: self.resolved.knows_chunk_size,
+            registers_again: self.resolved.registers_again(),
         }
     }
 
@@ -130,6 +130,15 @@ struct RequestContext {
 }
 
 impl RequestContext {
+    /// Whether the request is a transfer of a worker whose connection has ended and was its only name.
+    fn is_of_lost_worker(&self) -> bool {
+        let is_transfer = matches!(
+            self.resolved.spec.operation,
+            Operation::Store | Operation::Retrieve | Operation::PrepareRetrieve
+        );
+        is_transfer && self.resolved.may_have_process_ids && self.peer.is_closed()
+    }
+
     /// Keeps the number of a lookup; returns the request id of the lookup that a request asks about by number.
     fn name_lookup<T>(&self, request: &Request<'_, T>) -> Option<Arc<str>> {
         let lookups = &self.peer.lookups;
@@ -261,6 +270,10 @@ impl Server {
         }
         let payloads: Vec<&[u8]> = payloads.iter().map(Vec::as_slice).collect();
         match Request::decode(spec, &payloads, &mut self.engine.prompt_reader()) {
+            // The worker is unknown on its next connection, and its pages may belong to other requests by now.
+            Ok(_) if context.is_of_lost_worker() => {
+                reply.answer(refusal("connection_lost"));
+            }
             Ok(mut request) => {
                 self.name_worker(context, &mut request);
                 let asked_about = context.name_lookup(&request);
@@ -283,47 +296,57 @@ impl Server {
 
     /// Replaces a worker's name by its id if it is one that only its connection understands, and completes pings without one.
     fn name_worker<T>(&self, context: &RequestContext, request: &mut Request<'_, T>) {
-        let RequestContext {
-            resolved,
-            caller,
-            peer,
-            ..
-        } = context;
-        if !resolved.generation.has_process_ids() {
+        let RequestContext { resolved, peer, .. } = context;
+        if !resolved.may_have_process_ids {
             return;
         }
-        if let Request::Ping { instance } = request
-            && resolved.spec.payloads.is_empty()
-        {
-            *instance = match peer.worker.load(Ordering::Relaxed) {
-                0 if caller.knows_chunk_size => None,
-                0 if peer.has_refused_ping.swap(true, Ordering::Relaxed) => None,
-                // It may be a worker of a server that was here before, which registers again if this is refused: no
-                // worker has a negative id.
-                0 => Some(InstanceId(!i64::try_from(peer.id).unwrap_or_default())),
-                id => Some(InstanceId(id)),
+        let workers = &peer.workers;
+        if let Request::Ping { instance } = request {
+            let named = match instance {
+                Some(name) => Some(workers.id(*name)),
+                None if !resolved.spec.payloads.is_empty() => None,
+                None => workers.last(),
+            };
+            *instance = match named {
+                Some(id) if self.engine.is_registered(id) => Some(id),
+                // Refused, the client would take its blocks for free while the server still writes some.
+                _ if self.engine.has_lost_retrieves() => None,
+                Some(_) if workers.is_registering() => None,
+                Some(id) => Some(id),
+                None if resolved.knows_chunk_size || !resolved.spec.payloads.is_empty() => None,
+                None => workers.unknown(),
             };
             return;
         }
-        let leaves = matches!(
-            request,
-            Request::UnregisterKvCache { .. } | Request::UnregisterEngineDriven { .. }
-        );
+        let operation = request.operation();
+        if request.job_mut().is_some()
+            || matches!(
+                operation,
+                Operation::Lookup | Operation::FreeLookupLocks | Operation::EndSession
+            )
+        {
+            workers.is_scheduler();
+        }
+        if registers(operation) {
+            workers.registers(true);
+        }
         let Some(instance) = request.instance_mut() else {
             return;
         };
         let name = *instance;
-        *instance = peer
-            .worker_names
-            .id(peer.id, name, |id| self.engine.is_registered(id));
-        peer.worker.store(instance.0, Ordering::Relaxed);
-        if leaves {
-            peer.worker_names.forget(peer.id, name);
-            peer.worker.store(0, Ordering::Relaxed);
+        *instance = workers.id(name);
+        if matches!(
+            operation,
+            Operation::UnregisterKvCache | Operation::UnregisterEngineDriven
+        ) {
+            workers.forget(name);
         }
     }
 
     fn send(&self, sender: RequestSender, answer: Answer) {
+        if registers(sender.spec().operation) {
+            sender.peer.workers.registers(false);
+        }
         let to_send = match answer.refused {
             Some(_) => self.report(sender, answer),
             None => Some((sender, answer)),
@@ -342,7 +365,9 @@ impl Server {
             return Some((sender, answer));
         }
         let held = match sender.spec().operation {
-            Operation::PrepareRetrieve => {
+            // One that generations read differently may be a retrieve's.
+            Operation::PrepareStore if sender.resolved.certain => return Some((sender, answer)),
+            Operation::PrepareRetrieve | Operation::PrepareStore => {
                 // What is held needs no memory of the request, and keeps neither its connection nor the server.
                 let outbox = self.outbox.clone();
                 let messages: Vec<_> = self.messages(sender, answer).collect();
@@ -410,6 +435,13 @@ impl Server {
         })
         .chain(end)
     }
+}
+
+fn registers(operation: Operation) -> bool {
+    matches!(
+        operation,
+        Operation::RegisterKvCache | Operation::RegisterEngineDriven
+    )
 }
 
 /// Whether it is the "no" of a transfer without an event, which clients up to 0.5.4 on a GPU do not survive.

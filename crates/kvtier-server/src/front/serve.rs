@@ -16,10 +16,6 @@ use super::request::{Job, Server};
 use super::socket::RequestSocket;
 use kvtier_l2::RateLimited;
 
-/// How long to look for more work before sleeping. A request that follows a reply, and a reply that a pool is about to
-/// send, come sooner than this; a wake-up for them costs more, most of all on virtual machines.
-const LINGER: Duration = Duration::from_micros(50);
-
 /// Longest sleep. Stopping wakes the thread.
 const IDLE: Duration = Duration::from_secs(1);
 
@@ -105,12 +101,13 @@ impl Front {
     }
 
     fn serve(&mut self) -> std::io::Result<()> {
+        let busy_poll = self.server.engine.config().busy_poll;
         let mut last_work = Instant::now();
         while !self.stop.load(Ordering::Acquire) {
-            let lingers = last_work.elapsed() < LINGER;
-            if self.turn(if lingers { Duration::ZERO } else { IDLE })? {
+            let polls = !busy_poll.is_zero() && last_work.elapsed() < busy_poll;
+            if self.turn(if polls { Duration::ZERO } else { IDLE })? {
                 last_work = Instant::now();
-            } else if lingers {
+            } else if polls {
                 std::thread::yield_now();
             }
         }
@@ -141,7 +138,10 @@ impl Front {
 
     /// Waits for the sockets and for replies.
     fn wait(&mut self, timeout: Duration, happened: &mut Vec<Happened>) -> std::io::Result<()> {
-        let sleeps = !timeout.is_zero() && self.inbox.begin_sleep();
+        // The stop's wake-up may have come before the last replies were drained.
+        let sleeps = !timeout.is_zero()
+            && self.inbox.begin_sleep()
+            && (timeout < IDLE || !self.stop.load(Ordering::Acquire));
         let timeout = if sleeps { timeout } else { Duration::ZERO };
         let waited = self.connections.wait(timeout, happened);
         self.inbox.end_sleep();

@@ -443,6 +443,12 @@ fn first_ping_of_a_reconnected_client_is_refused() {
         let mut pings = (5..9).map(|uid| ask(&client, uid, generation, &ping));
         assert_eq!(pings.next(), Some(no()), "{generation:?}");
         assert!(pings.all(|answer| answer == yes()));
+        // One that has sent a scheduler's request has no worker.
+        let client = server.raw();
+        let lookup = request(generation.spec(Operation::Lookup).unwrap());
+        ask(&client, 5, generation, &lookup);
+        let mut pings = (6..8).map(|uid| ask(&client, uid, generation, &ping));
+        assert!(pings.all(|answer| answer == yes()), "{generation:?}");
         // One that began here is known.
         let client = server.raw();
         hello(&client, generation);

@@ -103,7 +103,7 @@ fn engine_death_during_registration_leaves_nothing() {
     bed.called("cuIpcOpenMemHandle_v2", 1);
     engine.kill();
     bed.fake_driver.script("release");
-    worker.done(registered);
+    worker.refused(registered);
     assert!(!worker.has_stored(stored));
     assert_eq!(bed.open_allocations(), Some(0));
     let readings = bed.readings();
@@ -139,7 +139,7 @@ fn a_server_ends_during_a_trial() {
     let registered = worker.send_registration();
     bed.called("cuLaunchKernel", 1);
     bed.ends_with_a_hang();
-    worker.done(registered);
+    worker.refused(registered);
 }
 
 /// The metric of a GPU that cannot be taken into use says so as long as that is so, and no longer.
@@ -155,7 +155,7 @@ fn gpu_is_healthy_again_after_driver_recovers() {
     let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/back");
     bed.fake_driver.script("hold cuDevicePrimaryCtxRetain@1");
     let refused = worker.send_registration();
-    worker.done(refused);
+    worker.refused(refused);
     assert!(healthy(0));
     bed.fake_driver.script("release");
     wait(|| healthy(1));

@@ -6,7 +6,7 @@ use std::sync::MutexGuard;
 use kvtier_client::proto::descriptor::{Cuda, CudaHandle, Dtype, TensorDescriptor, TensorMetadata};
 use kvtier_client::proto::request::{EngineType, LayoutHints, Registration, Request, Store};
 use kvtier_client::proto::response::Response;
-use kvtier_client::{Connection, InstanceId, Scope, Ticket};
+use kvtier_client::{ClientError, Connection, InstanceId, Scope, Ticket};
 use kvtier_cuda_fake::fake_driver_path;
 use kvtier_device::cuda::GpuOptions;
 
@@ -181,6 +181,15 @@ impl Worker {
     /// Waits for the answer to a registration or an unregistration, which says nothing.
     pub fn done(&mut self, ticket: Ticket) {
         self.connection.receive(ticket).unwrap();
+    }
+
+    /// Waits for the text of a refused registration.
+    pub fn refused(&mut self, ticket: Ticket) {
+        let refused = self.connection.receive(ticket);
+        assert!(
+            matches!(refused, Err(ClientError::Server { .. })),
+            "{refused:?}"
+        );
     }
 
     /// Whether a store was.
