@@ -2,6 +2,7 @@
 # Make the Python environment and the models that the end-to-end tests use. Does nothing when all are there.
 #
 #   tests/setup.sh
+#   tests/setup.sh vllm-0.27.0   an earlier vLLM too (0.4 GiB); prints its folder
 #
 # They live in $KVTIER_E2E_HOME (default ~/.cache/kvtier-e2e): venv/ (6.4 GiB: vLLM for CPU, LMCache, torch),
 # model/ (a tiny random Llama), model-mla/ (a DeepSeek-V2) and clients/ (earlier LMCache and pyzmq releases, 0.7 GiB). First run: about
@@ -77,6 +78,25 @@ unpack_clients() {
   fingerprint "$here/clients.lock" >"$home/clients/.stamp"
 }
 
+# An earlier vLLM, of the lock beside it, for stages that ask for it by name; prints its folder.
+unpack_vllm() {
+  local folder=$home/pairs/$1
+  if [ ! -d "$folder" ]; then
+    rm -rf "$folder.part"
+    mkdir -p "$folder.part"
+    "$venv/bin/python" -m pip download --disable-pip-version-check --quiet --no-deps --require-hashes --only-binary :all: \
+      --retries 10 --timeout 60 --dest "$folder.part" -r "$here/vllm/$1.lock" </dev/null >&2
+    "$venv/bin/python" -m zipfile -e "$folder.part"/*.whl "$folder.part/wheel"
+    mv "$folder.part/wheel" "$folder"
+    rm -rf "$folder.part"
+  fi
+  echo "$folder"
+}
+
+if [ $# -gt 0 ]; then
+  unpack_vllm "$1"
+  exit
+fi
 began=$SECONDS
 if [ "$(cat "$venv/.stamp" 2>/dev/null)" != "$(fingerprint "$here/requirements.lock")" ]; then
   echo "tests/setup.sh: installing Python packages into $venv"

@@ -77,6 +77,7 @@ class Vllm:
             argv += events.flags()
         if options.connector == "kvtier" and server is not None:
             environment["WITNESS_DIRECTORY"] = str(server.witness)
+        modules += options.wheel
         if modules:
             environment["PYTHONPATH"] = os.pathsep.join(modules)
         log = os.path.join(options.logs, f"{name}.log")
@@ -231,7 +232,7 @@ def transfer_config(options, server):
         "kv_connector_extra_config": {
             "lmcache.mp.host": "tcp://127.0.0.1",
             "lmcache.mp.port": server.port,
-            "lmcache.mp.mp_transfer_mode": client_mode(server.mode),
+            "lmcache.mp.mp_transfer_mode": options.transfer_mode or client_mode(server.mode),
             "lmcache.mp.mq_timeout": options.mq_timeout,
             "lmcache.mp.heartbeat_interval": options.heartbeat,
         },

@@ -14,6 +14,7 @@
                                with --pipeline-parallel 2
   run.py ... --mla             a model with multi-head latent attention: hits behind which the model says the same as
                                behind vLLM's own prefix cache
+  run.py ... --wheel DIR       engines of an earlier vLLM or LMCache
   run.py ... --fresh           every engine is a new process, as an operator starts it, instead of a fork of one that has
                                imported vLLM; always so with several workers and with --mla
 
@@ -63,6 +64,9 @@ def options():
     parser.add_argument("--peer", action="store_true", help="test LMCache's own server")
     parser.add_argument("--connector", choices=["lmcache", "kvtier"], default="lmcache", help="vLLM's connector")
     parser.add_argument("--package", help="directory with the Python package kvtier, for its connector")
+    parser.add_argument("--wheel", action="append", default=[], metavar="DIR",
+                        help="an unpacked earlier vLLM or LMCache, in front of the engine's packages; may be repeated")  # fmt: skip
+    parser.add_argument("--transfer-mode", help="what the engine's LMCache calls the mode, if not as 0.5.6 does")
     parser.add_argument("--model", help="made by make_model.py; default: setup.sh's")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--block-size", type=int, default=128, help="16 with --mla, where vLLM's kernel has no other")
@@ -92,7 +96,7 @@ def main():
     report, prompts, began = Report(), Prompts(chosen.seed), time.monotonic()
     command = peer_command() if chosen.peer else our_command()
     settings = dict(vars(chosen))
-    patched = chosen.mla or chosen.tensor_parallel * chosen.pipeline_parallel > 1
+    patched = chosen.mla or chosen.tensor_parallel * chosen.pipeline_parallel > 1 or chosen.wheel
     chosen.fork_server = None if chosen.fresh or patched else fork_server(chosen)
     # With latent attention the same engine's own prefix cache is what is compared with.
     known = None if chosen.mla else baseline(chosen, prompts, report)

@@ -1,6 +1,7 @@
 //! Gate: counts the copies of a worker's pages, refuses new ones once it is closed, and can be waited for until it is drained.
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use kvtier_device::EngineMemory;
@@ -92,6 +93,7 @@ impl Drop for GateGuard {
 pub struct CopyGuard {
     pub(super) memory: Arc<dyn EngineMemory>,
     pub(super) instance: Arc<Instance>,
+    pub(super) dropped_stores: u64,
     // The last field: the waiting thread must be the last owner of the pages, which closes them.
     pub(super) _guard: GateGuard,
 }
@@ -100,6 +102,11 @@ impl CopyGuard {
     /// The instance.
     pub fn instance(&self) -> &Arc<Instance> {
         &self.instance
+    }
+
+    /// Whether the client has dropped its stores in flight since then.
+    pub fn is_dropped(&self) -> bool {
+        self.instance.dropped_stores.load(Ordering::Acquire) != self.dropped_stores
     }
 
     /// Its pages.

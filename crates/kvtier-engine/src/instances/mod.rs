@@ -100,8 +100,11 @@ pub struct Instance {
     pub releases: &'static str,
     /// Whether it registered on a connection that began at an earlier server.
     pub is_again: bool,
-    /// Whether the connection by which alone it is known has ended.
+    /// Whether the connection by which alone it is known has ended, and when.
     is_lost: AtomicBool,
+    lost: OnceLock<Instant>,
+    /// Counts the times at which the client dropped its stores in flight: their pages may belong to other requests.
+    dropped_stores: AtomicU64,
     /// Its number in the world, known from its first transfer: a registration does not tell.
     worker: OnceLock<u32>,
     last_seen: AtomicU64,
@@ -131,6 +134,8 @@ impl Instance {
             releases: "",
             is_again: false,
             is_lost: AtomicBool::new(false),
+            lost: OnceLock::new(),
+            dropped_stores: AtomicU64::new(0),
             worker: OnceLock::new(),
             last_seen: AtomicU64::new(millis(now)),
             pinged: AtomicBool::new(false),
@@ -150,7 +155,13 @@ impl Instance {
                 "the instance is registered for engine-driven transfers; allowed: prepare and commit",
             )
         })?;
+        // Read before the loss is looked for, which comes before its count.
+        let dropped_stores = self.dropped_stores.load(Ordering::Acquire);
+        if self.is_lost.load(Ordering::Acquire) {
+            return Err(Error::refused("the instance has lost its connection"));
+        }
         Ok(CopyGuard {
+            dropped_stores,
             memory: Arc::clone(pages),
             instance: Arc::clone(self),
             _guard: self.gate.enter()?,
@@ -225,7 +236,21 @@ impl Instance {
 
     /// Notes that no client can name it any more.
     pub fn lose(&self) {
-        self.is_lost.store(true, Ordering::Relaxed);
+        let _ = self.lost.set(Instant::now());
+        self.is_lost.store(true, Ordering::Release);
+        self.drop_stores();
+    }
+
+    /// Notes that the client drops its stores in flight: none of them may be committed.
+    pub fn drop_stores(&self) {
+        self.dropped_stores.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// Whether retrieves are in flight after the connection was lost, for at most [`DRAIN_TIMEOUT`]: a device that does not
+    /// respond must not keep other workers from registering.
+    fn is_lost_and_retrieving(&self) -> bool {
+        let lost = self.lost.get();
+        lost.is_some_and(|lost| lost.elapsed() < DRAIN_TIMEOUT) && self.is_retrieving()
     }
 
     /// Whether its objects are of one latent vector per token, which several ranks read.
@@ -408,10 +433,17 @@ impl Instances {
         workers.map(one_per_layout).collect()
     }
 
-    /// A worker of a model.
-    pub fn any_of(&self, model_name: &Arc<str>, world_size: u32) -> Option<Arc<Instance>> {
+    /// Whether a worker of a model is like that.
+    pub fn any_of(
+        &self,
+        model_name: &Arc<str>,
+        world_size: u32,
+        is_so: impl Fn(&Instance) -> bool,
+    ) -> bool {
         let key = (Arc::clone(model_name), world_size);
-        self.tables.read().by_model.get(&key)?.last().cloned()
+        let tables = self.tables.read();
+        let same = tables.by_model.get(&key);
+        same.is_some_and(|same| same.iter().any(|instance| is_so(instance)))
     }
 
     /// Whether any worker of a model is registered.
@@ -459,8 +491,8 @@ impl Instances {
     pub fn has_lost_retrieves(&self) -> bool {
         let tables = self.tables.read();
         let all = tables.by_id.values().chain(&tables.draining);
-        let mut lost = all.filter(|instance| instance.is_lost.load(Ordering::Relaxed));
-        lost.any(|instance| instance.is_retrieving())
+        all.into_iter()
+            .any(|instance| instance.is_lost_and_retrieving())
     }
 
     /// Notes a sign of life of all workers.

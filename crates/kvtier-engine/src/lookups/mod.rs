@@ -144,14 +144,16 @@ impl Lookups {
     /// Workers that will read each object of a key. Engines up to vLLM 0.19 understate them for MLA, where several ranks share
     /// an object, so what such a client does not say is more than it can have: its leases end with the session.
     fn readers(&self, key: &CacheKey<'_, Prompt>, tp_size: i64) -> i64 {
+        let readers = key.readers(tp_size).min(MAX_READERS);
         let is_mla = || {
-            let model = key.model_name.into();
-            let one = self.context.instances.any_of(&model, key.world_size);
-            one.is_some_and(|instance| instance.is_mla())
+            let (model, world_size) = (key.model_name.into(), key.world_size);
+            self.context
+                .instances
+                .any_of(&model, world_size, Instance::is_mla)
         };
         match key.num_kv_readers {
-            None if is_mla() => MAX_READERS,
-            _ => key.readers(tp_size).min(MAX_READERS),
+            None if readers == 1 && is_mla() => MAX_READERS,
+            _ => readers,
         }
     }
 
@@ -176,10 +178,13 @@ impl Lookups {
             return early_exit(unserved.name());
         }
         // After a restart its workers are unknown, and each retrieve would wait for a refused ping.
-        let mut all = instances.iter().flatten();
-        let registers_again = caller.registers_again;
+        let is_served = |it: &Instance| it.is_again || it.releases == caller.releases;
         if !caller.knows_chunk_size
-            && !registers_again.unwrap_or_else(|| all.any(|instance| instance.is_again))
+            && caller.registers_again != Some(true)
+            && !self
+                .context
+                .instances
+                .any_of(model, key.world_size, is_served)
         {
             return early_exit("not_registered_again");
         }

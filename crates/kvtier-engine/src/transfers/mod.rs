@@ -261,8 +261,16 @@ impl Transfers {
             Work::Store(_) => Direction::Store,
             Work::Retrieve { .. } => Direction::Retrieve,
         };
+        let moved = moved.map_err(|error| Error::refused(error.to_string()));
+        // What it read may be another request's by then.
+        let moved = moved.and_then(|_| match direction {
+            Direction::Store if in_flight.guard.is_dropped() => Err(Error::new(
+                ErrorKind::NotHeld,
+                "the client dropped the store meanwhile",
+            )),
+            _ => Ok(()),
+        });
         if let Err(error) = moved {
-            let error = Error::refused(error.to_string());
             let reason = self.failed(direction, instance, request_id, &error);
             return Answer::from(Response::transfer(event, false)).because(reason);
         }

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use kvtier_core::cache::{Reservation, ReserveRequest, Staged};
 use kvtier_core::{ChunkHash, Namespace};
 use kvtier_device::{BlockTable, ChunkCopy, ChunkRequest, Transfer};
-use kvtier_error::Result;
+use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_l1::L1Allocator;
 
 use super::super::context::Context;
@@ -59,6 +59,11 @@ impl Transfers {
         instance: &Arc<Instance>,
     ) -> Result<(Transfer, InFlight)> {
         let (mut transfer, range, guard) = self.begin(request, instance)?;
+        let connection = request.caller.connection;
+        if self.refused_retrieves.is_refusing(connection) {
+            let message = "the client drops its stores until it is healthy again";
+            return Err(Error::new(ErrorKind::NotHeld, message));
+        }
         let hashes = &request.key.tokens.hashes[range.chunks.clone()];
         let groups = self.group_chunks(&guard, &range, hashes, &transfer.blocks);
         let requests: Vec<_> = groups.iter().map(GroupChunks::request).collect();

@@ -49,11 +49,14 @@ impl Workers {
         let now = self.context.now();
         let instances = &self.context.instances;
         let known = instance.and_then(|id| instances.get(id));
-        let is_copying = || known.as_ref().is_some_and(|worker| worker.is_retrieving());
+        // Read before the lock of the refusals is taken.
+        let is_lost = instances.has_lost_retrieves();
+        let is_copying = || is_lost || known.as_ref().is_some_and(|worker| worker.is_retrieving());
         let refused = &self.transfers.refused_retrieves;
         if refused.refuses_ping(caller.connection, is_copying, now) {
             if let Some(worker) = &known {
                 worker.seen(now);
+                worker.drop_stores();
             }
             return Answer::from(Response::Bool(false)).because("refused_retrieve");
         }

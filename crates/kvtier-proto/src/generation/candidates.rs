@@ -16,6 +16,9 @@ use crate::wire::DecodeError;
 /// The uid frame of a client's first request.
 const FIRST_UID: &[u8] = &[0];
 
+/// Largest key that is read to find a generation: a prompt of 800,000 token ids.
+const MAX_KEY_BYTES: usize = 4 << 20;
+
 /// How each of some generations reads a request.
 type Readings = Vec<(Generation, &'static OperationSpec)>;
 
@@ -333,7 +336,9 @@ fn describes_tensors(request: &RequestFrames<'_>) -> bool {
 
 /// Whether the key of a request names a worker; nothing for a request without a key.
 fn names_worker(request: &RequestFrames<'_>) -> Option<bool> {
-    let key = CacheKey::decode(request.payloads.first()?, &mut SkipTokens).ok()?;
+    let key = request.payloads.first()?;
+    let key = (key.len() <= MAX_KEY_BYTES).then(|| CacheKey::decode(key, &mut SkipTokens));
+    let key = key?.ok()?;
     Some(key.worker_id.is_some())
 }
 

@@ -35,6 +35,11 @@ impl Peer {
     /// Notes that the connection has ended. Its requests may still wait for their turn.
     pub fn close(&self) {
         self.is_closed.store(true, Ordering::Release);
+        self.lose_workers();
+    }
+
+    /// Tells the engine that no client can name the workers of the connection any more.
+    pub fn lose_workers(&self) {
         let workers = self.workers.own();
         if let Some(engine) = self.engine.upgrade().filter(|_| !workers.is_empty()) {
             engine.lose_workers(&workers);

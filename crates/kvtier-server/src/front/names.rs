@@ -11,13 +11,15 @@
 //!
 //! Each mutex guards its table; nothing is acquired inside.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::BTreeMap;
 use std::hash::{BuildHasher, RandomState};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use kvtier_proto::request::InstanceId;
 use kvtier_proto::wire::Reader;
+
+use crate::budget::Charge;
 use kvtier_sync::Mutex;
 
 /// Process ids are smaller. What is larger is a random id.
@@ -28,9 +30,6 @@ const MAX_WORKERS: usize = 16;
 
 /// Lookups of a connection whose results can be asked for by number.
 const MAX_LOOKUPS: usize = 4096;
-
-/// Longest request id that is kept, bytes; the engine refuses lookups of longer ones.
-const MAX_REQUEST_ID: usize = 1024;
 
 /// Bits of the first number of a lookup: a client knows hits by number for as long as it lives, also over a restart of this
 /// server, so the numbers of two servers must not meet.
@@ -53,8 +52,7 @@ impl RandomIds {
 
 #[derive(Default)]
 struct Workers {
-    /// Oldest first.
-    known: VecDeque<(i64, InstanceId)>,
+    known: Vec<(i64, InstanceId)>,
     last: Option<InstanceId>,
 }
 
@@ -77,24 +75,24 @@ impl WorkerNames {
         }
     }
 
-    /// The id of the worker that the connection calls `name`.
-    pub fn id(&self, name: InstanceId) -> InstanceId {
+    /// The id of the worker that the connection calls `name`; nothing beyond a bound.
+    pub fn id(&self, name: InstanceId) -> Option<InstanceId> {
         let mut workers = self.workers.lock();
         let known = workers.known.iter().find(|(known, _)| *known == name.0);
         let id = match known {
             Some((_, id)) => *id,
-            None if !PROCESS_IDS.contains(&name.0) => name,
+            None if workers.known.len() == MAX_WORKERS => return None,
             None => {
-                if workers.known.len() == MAX_WORKERS {
-                    workers.known.pop_front();
-                }
-                let id = self.ids.next();
-                workers.known.push_back((name.0, id));
+                let id = match PROCESS_IDS.contains(&name.0) {
+                    true => self.ids.next(),
+                    false => name,
+                };
+                workers.known.push((name.0, id));
                 id
             }
         };
         workers.last = Some(id);
-        id
+        Some(id)
     }
 
     /// Forgets a worker that its connection unregisters.
@@ -109,7 +107,7 @@ impl WorkerNames {
         self.workers.lock().last
     }
 
-    /// Ids that only this connection knows.
+    /// The ids of all of them.
     pub fn own(&self) -> Vec<InstanceId> {
         self.workers
             .lock()
@@ -144,31 +142,30 @@ impl WorkerNames {
 /// Request ids of a connection's lookups by their numbers.
 #[derive(Default)]
 pub struct LookupNumbers {
-    by_number: Mutex<BTreeMap<i64, Arc<str>>>,
+    by_number: Mutex<BTreeMap<i64, (Arc<str>, Charge)>>,
 }
 
 impl LookupNumbers {
-    /// Notes which lookup a number is of. The oldest are forgotten beyond a bound: their results are 0.
-    pub fn insert(&self, number: i64, request_id: &str) {
-        if request_id.len() > MAX_REQUEST_ID {
-            return;
-        }
+    /// Notes which lookup a number is of, with the charge for its bytes. The oldest are forgotten beyond a bound: their
+    /// results are 0.
+    pub fn insert(&self, number: i64, request_id: &str, charge: Charge) {
         let mut by_number = self.by_number.lock();
         if by_number.len() >= MAX_LOOKUPS {
             by_number.pop_first();
         }
-        by_number.insert(number, request_id.into());
+        by_number.insert(number, (request_id.into(), charge));
     }
 
     /// The request id of a lookup.
     pub fn get(&self, number: i64) -> Option<Arc<str>> {
-        self.by_number.lock().get(&number).cloned()
+        let by_number = self.by_number.lock();
+        by_number.get(&number).map(|(id, _)| Arc::clone(id))
     }
 
     /// Forgets the lookups of a request that has ended.
     pub fn forget(&self, request_id: &str) {
         let mut by_number = self.by_number.lock();
-        by_number.retain(|_, known| **known != *request_id);
+        by_number.retain(|_, (known, _)| **known != *request_id);
     }
 }
 
@@ -187,6 +184,7 @@ pub fn lookup_number(first: i64, uid: &[u8]) -> i64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::budget::Budget;
 
     const PROCESS: InstanceId = InstanceId(77);
 
@@ -194,34 +192,34 @@ mod tests {
     fn equal_process_ids_of_two_connections_are_two_workers() {
         let ids = Arc::<RandomIds>::default();
         let [first, second] = [(); 2].map(|()| WorkerNames::new(Arc::clone(&ids)));
-        let id = first.id(PROCESS);
-        assert_ne!(id, second.id(PROCESS));
+        let id = first.id(PROCESS).unwrap();
+        assert_ne!(Some(id), second.id(PROCESS));
         assert!(!PROCESS_IDS.contains(&id.0) && id.0 > 0);
-        assert_eq!((first.id(PROCESS), first.last()), (id, Some(id)));
+        assert_eq!((first.id(PROCESS), first.last()), (Some(id), Some(id)));
         assert_eq!(first.own(), [id]);
         first.forget(PROCESS);
         assert_eq!((first.last(), first.own()), (None, vec![]));
-        assert_ne!(first.id(PROCESS), id);
+        assert_ne!(first.id(PROCESS), Some(id));
     }
 
     #[test]
     fn random_ids_stay_as_they_are() {
         let names = WorkerNames::new(Arc::default());
         for id in [1 << 32, i64::MAX, -1, i64::MIN].map(InstanceId) {
-            assert_eq!((names.id(id), names.last()), (id, Some(id)));
+            assert_eq!((names.id(id), names.last()), (Some(id), Some(id)));
+            assert!(names.own().contains(&id));
         }
-        assert_eq!(names.own(), []);
     }
 
     #[test]
     fn workers_of_a_connection_are_bounded() {
         let names = WorkerNames::new(Arc::default());
-        let first = names.id(InstanceId(0));
-        for process in 1..=MAX_WORKERS as i64 {
-            names.id(InstanceId(process));
+        for process in 0..MAX_WORKERS as i64 {
+            assert!(names.id(InstanceId(process)).is_some());
         }
+        assert_eq!(names.id(PROCESS), None);
+        assert!(names.id(InstanceId(0)).is_some());
         assert_eq!(names.own().len(), MAX_WORKERS);
-        assert!(!names.own().contains(&first));
     }
 
     #[test]
@@ -236,19 +234,19 @@ mod tests {
     #[test]
     fn lookups_are_known_by_number_until_their_request_ends() {
         let lookups = LookupNumbers::default();
-        lookups.insert(5, "a");
-        lookups.insert(6, "b");
+        let budget = Budget::new(1 << 20);
+        let charge = || budget.take(1).unwrap();
+        lookups.insert(5, "a", charge());
+        lookups.insert(6, "b", charge());
         assert_eq!(lookups.get(5).as_deref(), Some("a"));
         lookups.forget("a");
         assert_eq!(lookups.get(5), None);
         assert_eq!(lookups.get(6).as_deref(), Some("b"));
         for number in 7..7 + MAX_LOOKUPS as i64 {
-            lookups.insert(number, "c");
+            lookups.insert(number, "c", charge());
         }
         assert_eq!(lookups.get(6), None);
         assert_eq!(lookups.by_number.lock().len(), MAX_LOOKUPS);
-        lookups.insert(0, &"x".repeat(MAX_REQUEST_ID + 1));
-        assert_eq!(lookups.get(0), None);
     }
 
     #[test]

@@ -130,12 +130,12 @@ struct RequestContext {
 }
 
 impl RequestContext {
-    /// Whether the request is a transfer of a worker whose connection has ended and was its only name.
+    /// Whether the request is a transfer or registration of a worker whose connection has ended and was its only name.
     fn is_of_lost_worker(&self) -> bool {
         let is_transfer = matches!(
             self.resolved.spec.operation,
             Operation::Store | Operation::Retrieve | Operation::PrepareRetrieve
-        );
+        ) || registers(self.resolved.spec.operation);
         is_transfer && self.resolved.may_have_process_ids && self.peer.is_closed()
     }
 
@@ -143,7 +143,11 @@ impl RequestContext {
     fn name_lookup<T>(&self, request: &Request<'_, T>) -> Option<Arc<str>> {
         let lookups = &self.peer.lookups;
         match request {
-            Request::Lookup { key, .. } => lookups.insert(self.lookup_number?, key.request_id),
+            Request::Lookup { key, .. } => {
+                let (number, request_id) = (self.lookup_number?, key.request_id);
+                let charge = self.peer.requests.take(request_id.len() as u64 + JOB_BYTES);
+                lookups.insert(number, request_id, charge?);
+            }
             Request::EndSession { request_id } => lookups.forget(request_id),
             Request::QueryPrefetchStatus {
                 job: JobRef::Job(number),
@@ -275,7 +279,9 @@ impl Server {
                 reply.answer(refusal("connection_lost"));
             }
             Ok(mut request) => {
-                self.name_worker(context, &mut request);
+                if !self.name_worker(context, &mut request) {
+                    return reply.answer(refusal("too_many_workers"));
+                }
                 let asked_about = context.name_lookup(&request);
                 if let (Some(job), Some(request_id)) = (request.job_mut(), &asked_about) {
                     *job = JobRef::Request(request_id);
@@ -295,15 +301,16 @@ impl Server {
     }
 
     /// Replaces a worker's name by its id if it is one that only its connection understands, and completes pings without one.
-    fn name_worker<T>(&self, context: &RequestContext, request: &mut Request<'_, T>) {
+    /// Returns false if the connection has too many.
+    fn name_worker<T>(&self, context: &RequestContext, request: &mut Request<'_, T>) -> bool {
         let RequestContext { resolved, peer, .. } = context;
         if !resolved.may_have_process_ids {
-            return;
+            return true;
         }
         let workers = &peer.workers;
         if let Request::Ping { instance } = request {
             let named = match instance {
-                Some(name) => Some(workers.id(*name)),
+                Some(name) => workers.id(*name),
                 None if !resolved.spec.payloads.is_empty() => None,
                 None => workers.last(),
             };
@@ -316,7 +323,7 @@ impl Server {
                 None if resolved.knows_chunk_size || !resolved.spec.payloads.is_empty() => None,
                 None => workers.unknown(),
             };
-            return;
+            return true;
         }
         let operation = request.operation();
         if request.job_mut().is_some()
@@ -331,21 +338,29 @@ impl Server {
             workers.registers(true);
         }
         let Some(instance) = request.instance_mut() else {
-            return;
+            return true;
         };
         let name = *instance;
-        *instance = workers.id(name);
+        let Some(id) = workers.id(name) else {
+            return false;
+        };
+        *instance = id;
         if matches!(
             operation,
             Operation::UnregisterKvCache | Operation::UnregisterEngineDriven
         ) {
             workers.forget(name);
         }
+        true
     }
 
     fn send(&self, sender: RequestSender, answer: Answer) {
         if registers(sender.spec().operation) {
             sender.peer.workers.registers(false);
+            if sender.peer.is_closed() {
+                // It was registered after its connection had ended.
+                sender.peer.lose_workers();
+            }
         }
         let to_send = match answer.refused {
             Some(_) => self.report(sender, answer),
