@@ -38,7 +38,7 @@ impl Peer {
         self.lose_workers();
     }
 
-    /// Tells the engine that no client can name the workers of the connection any more.
+    /// Notes in the engine that no client can name the workers of the connection any more.
     pub fn lose_workers(&self) {
         let workers = self.workers.own();
         if let Some(engine) = self.engine.upgrade().filter(|_| !workers.is_empty()) {

@@ -90,6 +90,45 @@ fn idle(engine: &Engine) {
     }
 }
 
+fn objects(engine: &Engine) -> u64 {
+    engine.context.l1.cache.stats().objects as u64
+}
+
+/// An unhealthy client up to 0.5.4 drops its stores in flight, and vLLM may fill their blocks again.
+#[test]
+fn dropped_store_is_not_committed() {
+    let engine = engine(&[]);
+    let pages = [TestPages::new(16).register(&engine, 0)];
+    hold(&pages);
+    let dropped = store(&engine, 0, 0..1);
+    engine.refuse_by_ping(CALLER, None);
+    let ping = engine.workers.ping(CALLER, Some(InstanceId(0)));
+    assert_eq!(ping.refused, Some("refused_retrieve"));
+    // Until it is healthy again, what it had sent before is dropped too.
+    let later = store(&engine, 0, 1..2).try_recv().unwrap();
+    assert_eq!(later.refused, Some("not_held"));
+    assert_eq!(end(&pages), 1);
+    assert_eq!(dropped.try_recv().unwrap().refused, Some("not_held"));
+    assert_eq!(objects(&engine), 0);
+}
+
+#[test]
+fn lost_worker_stores_nothing_and_is_removed() {
+    let engine = engine(&[]);
+    let pages = [TestPages::new(16).register(&engine, 0)];
+    hold(&pages);
+    let dropped = store(&engine, 0, 0..1);
+    engine.lose_workers(&[InstanceId(0)]);
+    let later = store(&engine, 0, 1..2).try_recv().unwrap();
+    assert_eq!(later.refused, Some("store_failed"));
+    assert_eq!(end(&pages), 1);
+    assert_eq!(dropped.try_recv().unwrap().refused, Some("not_held"));
+    assert_eq!(objects(&engine), 0);
+    assert!(engine.is_registered(InstanceId(0)));
+    engine.workers.expire(engine.context.now());
+    assert!(!engine.is_registered(InstanceId(0)));
+}
+
 #[test]
 fn worker_on_a_slow_device_stages_most_of_the_limit_and_no_more() {
     let (engine, slow) = full();
