@@ -1,4 +1,4 @@
-//! Client of the LMCache MP protocol (0.5.3 to 0.5.6).
+//! Client of the LMCache MP protocol (the generation of 0.5.3 to 0.5.6).
 //!
 //! * [`Connection`]: for one thread; typed calls that block until the reply or a deadline, and pipelining.
 //! * [`Client`]: for many threads, with futures, heartbeats and recovery after a restart; it has two threads.

@@ -125,9 +125,8 @@ pub struct ServerArgs {
     /// Maximum lifetime of a request session in seconds
     #[arg(long, default_value_t = 600.0, help_heading = "Request server")]
     pub session_ttl_seconds: f64,
-    /// Microseconds for which the thread of the request port looks for more work before it sleeps: a wake-up for a request
-    /// that follows costs more than the default, most of all on virtual machines. 0 spares these cycles; large values give the
-    /// port a core. At most 1000000
+    /// Microseconds for which the thread of the request port looks for another request before it sleeps, since waking it costs
+    /// more; 0 spares the processor and adds a wake-up to each request, 1000000 keeps a core busy
     #[arg(
         long,
         default_value_t = 50,
