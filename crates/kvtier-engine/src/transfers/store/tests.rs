@@ -91,7 +91,7 @@ fn idle(engine: &Engine) {
 }
 
 fn objects(engine: &Engine) -> u64 {
-    engine.context.l1.cache.stats().objects as u64
+    engine.context.l1.cache.stats().objects
 }
 
 /// An unhealthy client up to 0.5.4 drops its stores in flight, and vLLM may fill their blocks again.
