@@ -342,7 +342,7 @@ def main():
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         report = {
-            "machine": platform.platform(), "cpus": os.cpu_count(), "kvtier": KVTIER,
+            "machine": platform.platform(), "cpus": os.cpu_count(), "kvtier": Path(KVTIER).name,
             "arguments": vars(args) | {"out": str(args.out)},
             "medians": rows, "rounds": rounds, "server_exit": status, "server_warnings": log,
         }  # fmt: skip
