@@ -100,8 +100,7 @@ pub struct Instance {
     pub releases: &'static str,
     /// Whether it registered on a connection that began at an earlier server.
     pub is_again: bool,
-    /// Whether the connection by which alone it is known has ended, and when.
-    is_lost: AtomicBool,
+    /// When the connection by which alone it is known has ended.
     lost: OnceLock<Instant>,
     /// Counts the times at which the client dropped its stores in flight: their pages may belong to other requests.
     dropped_stores: AtomicU64,
@@ -133,7 +132,6 @@ impl Instance {
             unserved: None,
             releases: "",
             is_again: false,
-            is_lost: AtomicBool::new(false),
             lost: OnceLock::new(),
             dropped_stores: AtomicU64::new(0),
             worker: OnceLock::new(),
@@ -157,7 +155,7 @@ impl Instance {
         })?;
         // Read before the loss is looked for, which comes before its count.
         let dropped_stores = self.dropped_stores.load(Ordering::Acquire);
-        if self.is_lost.load(Ordering::Acquire) {
+        if self.lost.get().is_some() {
             return Err(Error::refused("the instance has lost its connection"));
         }
         Ok(CopyGuard {
@@ -237,7 +235,6 @@ impl Instance {
     /// Notes that no client can name it any more.
     pub fn lose(&self) {
         let _ = self.lost.set(Instant::now());
-        self.is_lost.store(true, Ordering::Release);
         self.drop_stores();
     }
 
@@ -448,8 +445,7 @@ impl Instances {
 
     /// Whether any worker of a model is registered.
     pub fn serves(&self, model_name: &Arc<str>, world_size: u32) -> bool {
-        let key = (Arc::clone(model_name), world_size);
-        self.tables.read().by_model.contains_key(&key)
+        self.any_of(model_name, world_size, |_| true)
     }
 
     /// Notes the number of an instance's worker. The first time, returns another instance of this number with another layout.
@@ -541,9 +537,7 @@ impl Instances {
         let (owned, owners): (Vec<_>, Vec<_>) = owned.unzip();
         let ended = Owner::exited(&owners).unwrap_or_default();
         let ended = owned.into_iter().zip(ended).filter(|(_, ended)| *ended);
-        let lost = all
-            .iter()
-            .filter(|each| each.is_lost.load(Ordering::Relaxed));
+        let lost = all.iter().filter(|each| each.lost.get().is_some());
         let ended: Vec<_> = ended
             .map(|(instance, _)| instance)
             .chain(lost)

@@ -49,10 +49,10 @@ impl Workers {
         let now = self.context.now();
         let instances = &self.context.instances;
         let known = instance.and_then(|id| instances.get(id));
-        // Read before the lock of the refusals is taken.
-        let is_lost = instances.has_lost_retrieves();
-        let is_copying = || is_lost || known.as_ref().is_some_and(|worker| worker.is_retrieving());
         let refused = &self.transfers.refused_retrieves;
+        // Asked before the lock of the refusals is taken, and only for a ping that may be refused: it looks at all workers.
+        let is_lost = refused.is_refusing(caller.connection) && instances.has_lost_retrieves();
+        let is_copying = || is_lost || known.as_ref().is_some_and(|worker| worker.is_retrieving());
         if refused.refuses_ping(caller.connection, is_copying, now) {
             if let Some(worker) = &known {
                 worker.seen(now);
