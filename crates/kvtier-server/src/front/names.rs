@@ -118,7 +118,7 @@ impl WorkerNames {
     }
 
     /// Notes a request that only schedulers send: the connection has no worker.
-    pub fn is_scheduler(&self) {
+    pub fn note_scheduler(&self) {
         self.may_have_worker.store(false, Ordering::Relaxed);
     }
 
@@ -128,9 +128,14 @@ impl WorkerNames {
         is_first.then(|| self.ids.next())
     }
 
-    /// Notes that a registration begins or was answered. While it is in flight, the worker is not unknown.
-    pub fn registers(&self, begins: bool) {
-        self.is_registering.store(begins, Ordering::Relaxed);
+    /// Notes that a registration begins. Until it is answered, the worker is not unknown.
+    pub fn begin_registration(&self) {
+        self.is_registering.store(true, Ordering::Relaxed);
+    }
+
+    /// Notes that it was answered.
+    pub fn end_registration(&self) {
+        self.is_registering.store(false, Ordering::Relaxed);
     }
 
     /// Whether a registration is in flight.
@@ -227,7 +232,7 @@ mod tests {
         let names = WorkerNames::new(Arc::default());
         assert!(names.unknown().is_some() && names.unknown().is_none());
         let names = WorkerNames::new(Arc::default());
-        names.is_scheduler();
+        names.note_scheduler();
         assert_eq!(names.unknown(), None);
     }
 

@@ -332,10 +332,10 @@ impl Server {
                 Operation::Lookup | Operation::FreeLookupLocks | Operation::EndSession
             )
         {
-            workers.is_scheduler();
+            workers.note_scheduler();
         }
         if registers(operation) {
-            workers.registers(true);
+            workers.begin_registration();
         }
         let Some(instance) = request.instance_mut() else {
             return true;
@@ -356,7 +356,7 @@ impl Server {
 
     fn send(&self, sender: RequestSender, answer: Answer) {
         if registers(sender.spec().operation) {
-            sender.peer.workers.registers(false);
+            sender.peer.workers.end_registration();
             if sender.peer.is_closed() {
                 // It was registered after its connection had ended.
                 sender.peer.lose_workers();

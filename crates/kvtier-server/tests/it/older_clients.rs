@@ -246,12 +246,7 @@ fn requests_are_answered_in_their_releases_form() {
 /// 0.4.2 and 0.4.3.
 #[test]
 fn early_lookups_are_asked_for_by_number() {
-    let server = TestServer::start(&[]);
-    let scope = kvtier_client::Scope::new("older/model");
-    let mut worker = server.engine_driven(INSTANCE.0, &scope);
-    let (prompt, len) = (crate::support::prompt(1, 2), worker.chunk_bytes());
-    let stored = worker.store(&prompt, crate::support::range(0..2), "s", |_| vec![7; len]);
-    assert_eq!(stored.unwrap().chunks.len(), 2);
+    let (server, _, _worker, _) = crate::support::given_stored("older/model", 2);
     let generation = Generation::G1;
     let client = server.raw();
     hello(&client, generation);
@@ -296,12 +291,7 @@ fn early_lookups_are_asked_for_by_number() {
 
 #[test]
 fn hits_query_leaves_the_result_for_the_status_query() {
-    let server = TestServer::start(&[]);
-    let scope = kvtier_client::Scope::new("older/model");
-    let mut worker = server.engine_driven(INSTANCE.0, &scope);
-    let (prompt, len) = (crate::support::prompt(1, 2), worker.chunk_bytes());
-    let stored = worker.store(&prompt, crate::support::range(0..2), "s", |_| vec![7; len]);
-    assert_eq!(stored.unwrap().chunks.len(), 2);
+    let (server, _, _worker, _) = crate::support::given_stored("older/model", 2);
     for generation in [Generation::G2, Generation::G5] {
         let client = server.raw();
         hello(&client, generation);
