@@ -75,6 +75,8 @@ def check_refused(engine, prompt):
     request, hit = engine.lookup(prompt)
     assert hit == len(prompt)
     engine.scheduler.free_lookup_locks(prompt, 0, hit, request)
+    # The worker has a connection of its own: what it sends may overtake the scheduler's, which is answered in order.
+    assert engine.hits(tokens(CHUNK)) == 0
     lost = engine.worker.retrieve(request, prompt, 0, hit, target)
     assert lost.error_blocks == set(target), f"not noticed: {lost}"
     engine.end(request)
