@@ -35,17 +35,21 @@ def start(number, *flags):
     port, http = PORTS[number]
     command = [
         KVTIER, "server", "--port", str(port), "--http-port", str(http), "--prometheus-port", str(http + 10),
-        "--l1-size-gb", "0.5", "--shm-name", f"kvtier_bench_{port}", "--l2-drain-timeout-seconds", "0.1",
-        "--l2-min-free-gb", "0", "--log-level", "warn", *flags,
+        "--l1-size-gb", "0.5", "--shm-name", f"kvtier_bench_{port}", "--log-level", "warn", *flags,
     ]  # fmt: skip
     began = time.monotonic()
     process = subprocess.Popen(command)
     atexit.register(process.kill)
+    wait_until_it_answers(process, port)
+    return process, time.monotonic() - began
+
+
+def wait_until_it_answers(process, port):
+    """Waits for a server's first answer."""
     while subprocess.run([KVTIER, "ping", f"127.0.0.1:{port}"], capture_output=True, check=False).returncode:
         if process.poll() is not None:
             raise SystemExit(f"the server ended with {process.returncode}")
         time.sleep(0.002)
-    return process, time.monotonic() - began
 
 
 def stop(*processes):
@@ -77,7 +81,7 @@ def tell(run):
 
 def tier(**keys):
     """Returns the flags for one tier."""
-    return ["--l2-adapter", json.dumps(keys)]
+    return ["--l2-adapter", json.dumps(keys), "--l2-drain-timeout-seconds", "0.1", "--l2-min-free-gb", "0"]
 
 
 def stalled():

@@ -12,7 +12,7 @@ use crate::answers;
 use crate::backoff::Backoff;
 use crate::error::ClientError;
 use crate::message::{Incoming, Outgoing, Reply, Ticket};
-use crate::wire::{Address, Frames, Heartbeats, Wire, wait};
+use crate::wire::{Address, BUSY_POLL, Frames, Heartbeats, Wire, wait};
 
 /// Limit of requests that wait to be sent.
 const MAX_UNSENT: usize = 1000;
@@ -34,6 +34,9 @@ pub struct Options {
     pub reconnect: Duration,
     /// How long [`Drop`] may wait for the last requests to be sent. Default 500 ms.
     pub linger: Duration,
+    /// How long a call that waits for a reply looks for it before its thread sleeps. Default 50 us; zero spares the
+    /// processor.
+    pub busy_poll: Duration,
 }
 
 impl Default for Options {
@@ -42,6 +45,7 @@ impl Default for Options {
             timeout: Duration::from_secs(10),
             reconnect: Duration::from_millis(100),
             linger: Duration::from_millis(500),
+            busy_poll: BUSY_POLL,
         }
     }
 }
@@ -67,6 +71,7 @@ pub struct Connection {
     endpoint: String,
     timeout: Duration,
     linger: Duration,
+    busy_poll: Duration,
     /// None while there is no connection and no attempt to make one.
     wire: Option<Wire>,
     backoff: Backoff,
@@ -106,6 +111,7 @@ impl Connection {
             endpoint,
             timeout: options.timeout,
             linger: options.linger,
+            busy_poll: options.busy_poll,
             wire: None,
             backoff: Backoff::new(options.reconnect),
             reopen_at: now,
@@ -177,7 +183,7 @@ impl Connection {
             timeout,
         };
         self.in_flight.insert(uid, request);
-        self.turn(sent);
+        self.send_unsent();
         Ok(Ticket { uid, operation })
     }
 
@@ -287,7 +293,11 @@ impl Connection {
             .saturating_duration_since(now);
         if !left.is_zero() {
             let fd = self.wire.as_ref().and_then(Wire::poll_fd);
-            wait(&mut Vec::from_iter(fd), left);
+            let busy_poll = match self.in_flight.is_empty() {
+                true => Duration::ZERO,
+                false => self.busy_poll,
+            };
+            wait(&mut Vec::from_iter(fd), left, busy_poll);
         }
         let mut messages = Vec::new();
         let now = Instant::now();

@@ -38,6 +38,7 @@ struct Sent {
 pub(super) struct Io {
     shared: Arc<Shared>,
     linger: Duration,
+    busy_poll: Duration,
     /// None while there is no connection and no attempt to make one.
     wire: Option<Wire>,
     backoff: Backoff,
@@ -58,6 +59,7 @@ impl Io {
         Self {
             shared,
             linger: settings.linger,
+            busy_poll: settings.busy_poll,
             wire: None,
             backoff: Backoff::new(settings.reconnect),
             reopen_at: Instant::now(),
@@ -199,7 +201,11 @@ impl Io {
         let left = next.map_or(longest, |next| next.saturating_duration_since(now));
         let mut fds = vec![PollFd::new(&self.shared.wake, PollFlags::IN)];
         fds.extend(self.wire.as_ref().and_then(Wire::poll_fd));
-        wait(&mut fds, left.min(longest));
+        let busy_poll = match self.sent.is_empty() {
+            true => Duration::ZERO,
+            false => self.busy_poll,
+        };
+        wait(&mut fds, left.min(longest), busy_poll);
         self.shared.drain_wake();
     }
 

@@ -31,7 +31,7 @@ use crate::answers;
 use crate::calls::{Keyless, server_wait};
 use crate::error::ClientError;
 use crate::message::{Outgoing, Reply};
-use crate::wire::Address;
+use crate::wire::{Address, BUSY_POLL};
 
 /// Limit of requests in flight.
 pub const MAX_IN_FLIGHT: usize = 1 << 16;
@@ -57,6 +57,8 @@ pub struct Settings {
     pub reconnect: Duration,
     /// How long closing may wait for the last requests to be sent. Default 500 ms.
     pub linger: Duration,
+    /// How long the I/O thread looks for a reply before it sleeps. Default 50 us; zero spares the processor.
+    pub busy_poll: Duration,
     /// Usable chunk sizes. If given, each new server is asked for its chunk size before anything else depends on it, and
     /// one with another size leaves the client degraded. Default: none, nothing is asked.
     pub chunk: Option<ChunkTerms>,
@@ -69,6 +71,7 @@ impl Default for Settings {
             heartbeat: Duration::from_secs(5),
             reconnect: Duration::from_millis(100),
             linger: Duration::from_millis(500),
+            busy_poll: BUSY_POLL,
             chunk: None,
         }
     }

@@ -47,6 +47,9 @@ const TURN_BYTES: usize = 1 << 20;
 /// Most unread bytes that are discarded at the end.
 const MAX_DRAINED_BYTES: usize = 4 << 20;
 
+/// Default time for which a thread that waits for a reply does not sleep. A wake-up costs more than the rest of a request.
+pub(crate) const BUSY_POLL: Duration = Duration::from_micros(50);
+
 /// Bytes of the buffer that small messages are read through.
 const SCRATCH_BYTES: usize = 16 << 10;
 
@@ -372,8 +375,17 @@ fn start_connect(candidate: &SocketAddrAny) -> Result<OwnedFd, Errno> {
     }
 }
 
-/// Waits until one of these is ready, or for `timeout`.
-pub(crate) fn wait(fds: &mut [PollFd<'_>], timeout: Duration) {
+/// Waits until one of these is ready, or for `timeout`. The first `busy_poll` of it the thread does not sleep.
+pub(crate) fn wait(fds: &mut [PollFd<'_>], timeout: Duration, busy_poll: Duration) {
+    let begun = Instant::now();
+    let busy_poll = busy_poll.min(timeout);
+    while begun.elapsed() < busy_poll {
+        match poll(fds, Some(&Timespec::default())) {
+            Ok(0) => std::thread::yield_now(),
+            _ => return,
+        }
+    }
+    let timeout = timeout.saturating_sub(busy_poll);
     let timeout = Timespec::try_from(timeout).unwrap_or(Timespec {
         tv_sec: i64::MAX,
         tv_nsec: 0,
@@ -407,7 +419,7 @@ mod tests {
         while !wire.is_ready() {
             stream.write_all(session.output()).unwrap();
             session.output().clear();
-            wait(&mut Vec::from_iter(wire.poll_fd()), SECOND);
+            wait(&mut Vec::from_iter(wire.poll_fd()), SECOND, Duration::ZERO);
             wire.advance(now, &mut messages).unwrap();
             stream.set_nonblocking(true).unwrap();
             let mut bytes = [0; 200];
@@ -436,7 +448,7 @@ mod tests {
         }
         // An answer is a sign of life.
         stream.write_all(b"\x04\x05\x04PONG").unwrap();
-        wait(&mut Vec::from_iter(wire.poll_fd()), SECOND);
+        wait(&mut Vec::from_iter(wire.poll_fd()), SECOND, Duration::ZERO);
         wire.advance(asked, &mut messages).unwrap();
         assert_eq!(wire.due(), Some(asked + HEARTBEAT_INTERVAL));
         let asked = asked + HEARTBEAT_INTERVAL;
@@ -477,12 +489,21 @@ mod tests {
             .unwrap();
         let mut messages = Vec::new();
         let error = loop {
-            wait(&mut Vec::from_iter(wire.poll_fd()), SECOND);
+            wait(&mut Vec::from_iter(wire.poll_fd()), SECOND, Duration::ZERO);
             if let Err(error) = wire.advance(now, &mut messages) {
                 break error;
             }
         };
         assert_eq!(error.to_string(), "the peer does not speak ZMTP 3");
+    }
+
+    #[test]
+    fn busy_poll_lasts_no_longer_than_the_wait() {
+        let (wire, ..) = pair(Heartbeats::Off);
+        let mut connected = Vec::from_iter(wire.poll_fd());
+        wait(&mut connected, SECOND, Duration::MAX);
+        assert!(!connected[0].revents().is_empty());
+        wait(&mut [], Duration::from_millis(1), Duration::MAX);
     }
 
     #[test]
@@ -494,7 +515,7 @@ mod tests {
         let (mut wire, _, now) = pair(Heartbeats::On);
         wire.stage = stage;
         while !matches!(wire.stage, Stage::Connected(_)) {
-            wait(&mut Vec::from_iter(wire.poll_fd()), SECOND);
+            wait(&mut Vec::from_iter(wire.poll_fd()), SECOND, Duration::ZERO);
             wire.advance(now, &mut Vec::new()).unwrap();
         }
         listener.accept().unwrap();

@@ -5,6 +5,7 @@ use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use kvtier_proto::generation::Candidates;
+use kvtier_proto::operation::Operation;
 
 use super::lanes::Lane;
 use super::limits::{
@@ -74,6 +75,8 @@ pub struct Client {
     pub transfers: Arc<Lane<Job>>,
     /// Everything else.
     pub control: Arc<Lane<Job>>,
+    /// Bytes of its longest lookup.
+    longest_lookup: u64,
     /// Whether the log has its release, if that is an old one.
     pub is_logged: bool,
 }
@@ -87,6 +90,19 @@ pub struct Undecided {
 }
 
 impl Client {
+    /// Bytes that tell how many chunks a request of `bytes` is about. The end of a session names none, and gives back all
+    /// that its lookup has found.
+    pub fn weight(&mut self, operation: Operation, bytes: u64) -> u64 {
+        match operation {
+            Operation::Lookup => {
+                self.longest_lookup = self.longest_lookup.max(bytes);
+                bytes
+            }
+            Operation::EndSession => bytes.max(self.longest_lookup),
+            _ => bytes,
+        }
+    }
+
     /// Keeps a request until a later one shows the generation, and gives it back if too much waits.
     pub fn defer(&mut self, mut job: Job, now: Instant) -> Option<Job> {
         let waiting = self
@@ -149,6 +165,7 @@ impl Budgets {
             undecided: None,
             transfers: Arc::default(),
             control: Arc::default(),
+            longest_lookup: 0,
             is_logged: false,
         }
     }

@@ -1,7 +1,6 @@
 //! The front end of the request port: one thread that owns the sockets, moves frames and never waits for a request.
 //!
-//! It answers the requests that need next to no work at once ([`Job::is_quick`](request::Job::is_quick)), and queues the
-//! others in the lanes of their client. Pools decode and serve them and put the answers into the outbox, which wakes this
+//! It answers the requests that take microseconds at once, and queues the others in the lanes of their client. Pools decode and serve them and put the answers into the outbox, which wakes this
 //! thread.
 
 mod client;

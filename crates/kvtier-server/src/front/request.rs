@@ -47,10 +47,6 @@ pub struct RequestSender {
     pub received: Instant,
 }
 
-/// Payload bytes up to which a request may be served by the thread that owns the socket. About a thousand token ids:
-/// some ten microseconds to decode and hash, less than handing it to another thread and back costs.
-const QUICK_BYTES: u64 = 4096;
-
 /// What serves requests.
 pub struct Server {
     /// The cache.
@@ -66,21 +62,6 @@ pub struct Server {
 }
 
 impl Job {
-    /// Whether serving it takes microseconds at most: little to decode, and an operation that copies no KV data, maps no
-    /// memory and walks no long list.
-    pub fn is_quick(&self) -> bool {
-        matches!(
-            self.sender.spec().operation,
-            Operation::Lookup
-                | Operation::QueryPrefetchStatus
-                | Operation::WaitPrefetchStatus
-                | Operation::FreeLookupLocks
-                | Operation::PrepareStore
-                | Operation::CommitStore
-                | Operation::CommitRetrieve
-        ) && self.sender.bytes <= QUICK_BYTES
-    }
-
     /// The message it came as.
     pub fn into_frames(self) -> Vec<Vec<u8>> {
         [self.sender.uid, self.sender.op]

@@ -40,6 +40,8 @@ pub struct Front {
     pub(super) server: Arc<Server>,
     pub(super) stop: Arc<AtomicBool>,
     pub(super) happened: Vec<Happened>,
+    /// Whether one connection alone has something to be read.
+    pub(super) is_alone: bool,
     pub(super) messages: Vec<Message>,
 }
 
@@ -82,6 +84,7 @@ impl Front {
             server,
             stop: Arc::default(),
             happened: Vec::new(),
+            is_alone: false,
             messages: Vec::new(),
         })
     }
@@ -120,6 +123,8 @@ impl Front {
         let mut worked = self.send_replies();
         let mut happened = std::mem::take(&mut self.happened);
         self.wait(timeout, &mut happened)?;
+        let is_readable = |what: &&Happened| matches!(what, Happened::Readable(_));
+        self.is_alone = happened.iter().filter(is_readable).count() == 1;
         for what in happened.drain(..) {
             match what {
                 Happened::Wake => {

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use crossbeam_channel::{Sender, bounded};
 use kvtier_proto::frames::ClientMessage;
 use kvtier_proto::generation::Generation;
+use kvtier_proto::operation::Operation;
 
 use super::client::Client;
 use super::connections::Bounds;
@@ -190,27 +191,36 @@ fn error_text(text: &str) -> Vec<u8> {
 fn requests_beyond_the_budget_are_refused_at_once_and_later_ones_are_not() {
     // A connection may have half of it: two of these requests, not three.
     let mut server = ByHand::new(2 * 60_000);
-    let session = text(20_000);
+    let payload = text(20_000);
     for uid in 1..=3 {
-        server.send(&[&[uid], &[13], &session]);
+        server.send(&[&[uid], &[15], &payload]);
     }
-    assert_eq!(server.answers(), [[[3], [13]]]);
-    assert_eq!(server.refused("end_session", "queue_full"), 1);
+    assert_eq!(server.answers(), [[[3], [15]]]);
+    assert_eq!(
+        server.refused("unregister_kv_cache_engine_driven_context", "queue_full"),
+        1
+    );
     assert_eq!(server.run(2).len(), 2);
-    server.send(&[&[4], &[13], &session]);
+    server.send(&[&[4], &[15], &payload]);
     server.run(1);
-    assert_eq!(server.refused("end_session", "queue_full"), 1);
+    assert_eq!(
+        server.refused("unregister_kv_cache_engine_driven_context", "queue_full"),
+        1
+    );
 }
 
 #[test]
 fn many_small_requests_are_counted_by_what_they_hold() {
     let mut server = ByHand::new(2 * 10 * JOB_BYTES);
-    let session = text(3);
+    let payload = text(3);
     for uid in 1..=20 {
-        server.send(&[&[uid], &[13], &session]);
+        server.send(&[&[uid], &[15], &payload]);
     }
     assert_eq!(server.answers().len(), 11);
-    assert_eq!(server.refused("end_session", "queue_full"), 11);
+    assert_eq!(
+        server.refused("unregister_kv_cache_engine_driven_context", "queue_full"),
+        11
+    );
     server.run(9);
 }
 
@@ -239,6 +249,53 @@ fn only_a_commit_may_be_large() {
     server.send(&[&[2], &[17], b"\x80", &[1], &large]);
     assert_eq!(server.run(1), [[[2], [17], [0xc2]]]);
     assert_eq!(server.refused("commit_store", "undecodable"), 1);
+}
+
+/// Whether the last of these requests of one client waits for another thread.
+fn last_waits(is_alone: bool, requests: &[[&[u8]; 2]]) -> bool {
+    let mut server = ByHand::new(1 << 30);
+    let Front {
+        connections,
+        budgets,
+        ..
+    } = &mut server.front;
+    let is_known = |id: &u64| connections.client(*id, || budgets.client(*id)).is_some();
+    let id = (0..10).find(is_known).unwrap();
+    server.front.is_alone = is_alone;
+    for [op, payload] in requests {
+        let mut frames = vec![b"uid".to_vec(), op.to_vec(), payload.to_vec()];
+        // The second payload of a lookup.
+        frames.extend((op[0] == 8).then(|| vec![1]));
+        server.front.take(id, frames);
+    }
+    let client = server.front.connections.client(id, || unreachable!());
+    let waits = !client.unwrap().control.is_idle();
+    server.run(0);
+    waits
+}
+
+#[test]
+fn long_lookups_are_served_at_once_only_if_no_other_client_waits() {
+    // The keys are malformed.
+    let [short, long, longest] = [60, 200, 300].map(|kib| text(kib << 10));
+    let [short, long, longest]: [[&[u8]; 2]; 3] = [[&[8], &short], [&[8], &long], [&[8], &longest]];
+    assert!(!last_waits(false, &[short]));
+    assert!(!last_waits(true, &[long]));
+    assert!(last_waits(false, &[long]));
+    assert!(last_waits(true, &[longest]));
+    // The end of a session gives back what a lookup has found.
+    let end: [&[u8]; 2] = [&[13], b"\xa1x"];
+    assert!(!last_waits(false, &[short, end]));
+    assert!(!last_waits(true, &[long, end]));
+}
+
+#[test]
+fn end_of_a_session_waits_for_another_thread_after_a_long_lookup() {
+    let mut client = ByHand::new(1 << 30).another;
+    assert_eq!(client.weight(Operation::EndSession, 3), 3);
+    assert_eq!(client.weight(Operation::Lookup, 1000), 1000);
+    assert_eq!(client.weight(Operation::Lookup, 10), 10);
+    assert_eq!(client.weight(Operation::EndSession, 3), 1000);
 }
 
 #[test]
@@ -292,7 +349,7 @@ fn no_client_fills_the_log() {
             // No request; an unknown operation; one that has to wait, without memory for it; invalid payloads.
             server.send(&[&[1]]);
             server.send(&[&[2], &[99]]);
-            server.send(&[&[3], &[13], b"\xa1x"]);
+            server.send(&[&[3], &[15], b"\xa1x"]);
             server.send(&[&[4], &[9], b"\xc1"]);
             server.answers();
         }

@@ -201,6 +201,12 @@ impl<'c> Pace<'c> {
         }
     }
 
+    /// Begins later by `part` of the interval between two requests, so that clients do not all send at once.
+    pub(crate) fn shifted(mut self, part: f64) -> Self {
+        self.due += self.interval.unwrap_or_default().mul_f64(part);
+        self
+    }
+
     /// Waits until the next request is due; none at the end of the loop.
     pub(crate) fn next(&mut self) -> Option<Turn> {
         if self.context.is_stopped() {

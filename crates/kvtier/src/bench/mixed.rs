@@ -24,20 +24,22 @@ pub(crate) fn run(context: &Context, report: &mut Report) -> anyhow::Result<()> 
 
     let (lookups, writer) = std::thread::scope(|threads| {
         let readers: Vec<_> = (0..clients)
-            .map(|_| {
-                threads.spawn(|| {
+            .map(|client| {
+                let (start, bar, scope, prompts) = (&start, &bar, &scope, &prompts);
+                threads.spawn(move || {
                     let connection = context.connect();
                     start.wait();
                     let mut connection = connection?;
                     connection.get_chunk_size()?;
                     let mut recorder = Recorder::new();
-                    let mut pace = context.pace(&bar);
+                    let part = f64::from(client) / f64::from(clients);
+                    let mut pace = context.pace(bar).shifted(part);
                     lookups::repeat(
                         context,
                         &mut pace,
                         &mut connection,
-                        &scope,
-                        &prompts,
+                        scope,
+                        prompts,
                         &mut recorder,
                     )?;
                     Ok::<_, anyhow::Error>((recorder, pace.measured()))
