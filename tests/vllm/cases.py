@@ -388,15 +388,13 @@ class ModeCases:
             return log.read().count("entering degraded mode")
 
     def wait_until_degraded(self, before):
-        """Waits until scheduler and worker have noticed. A worker that copies by itself and has not, when the scheduler has,
+        """Waits until all that ping have noticed. A worker that copies by itself and has not, when the scheduler has,
         ends its engine: the connector does not catch the timeout of its store (docs/vllm.md)."""
-        wait_until(lambda: self.degraded() >= before + 2, 60, "scheduler and worker of LMCache without their server")
+        pinging = 1 if self.options.silent_scheduler else 2
+        wait_until(lambda: self.degraded() >= before + pinging, 60, "LMCache's client without its server")
 
     def server_restart(self, apc):
-        """The server is killed and started again: vLLM goes on and registers again.
-
-        Without a tier it stores and hits again; with one the first hit is from disk. Meanwhile files are damaged.
-        """
+        """The server is killed and started again, and vLLM goes on. Meanwhile files are damaged."""
         vllm, prompts, server = self.vllm, self.prompts, self.server
         if self.directory:
             tiers.settled(server)
@@ -416,6 +414,25 @@ class ModeCases:
         except Exception as problem:
             self.check("server-down-still-answers", False, repr(problem))
         server.start()
+        if self.options.silent_scheduler:
+            self.restarted_engine()
+        else:
+            self.registers_again(apc)
+
+    def restarted_engine(self):
+        """A scheduler that has missed an answer and never pings asks no more: all is computed until vLLM is started again."""
+        self.vllm.forget()
+        self.expect("no-hits-until-restarted", self.vllm.measured(self.prompts.main), "main", 0, local=0)
+        self.vllm.stop()
+        self.vllm = Vllm(self.options, self.log_name(3), self.server)
+        before = self.tier_tokens()
+        answer = self.vllm.measured(self.prompts.main)
+        self.from_the_tier("restarted-vllm", before + WHOLE)
+        self.expect("restarted-vllm-hits", answer, "main", WHOLE, local=0)
+
+    def registers_again(self, apc):
+        """The engine stores and hits again by itself; with a tier the first hit is from disk."""
+        vllm, prompts, server = self.vllm, self.prompts, self.server
         began, tries = time.monotonic(), 0
         # With a tier another prompt shows when the worker has registered again: the first tries miss, and store.
         # A prompt of another length, with a rest of most of a chunk, shows the server that the client's chunk size is its own.

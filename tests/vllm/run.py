@@ -14,7 +14,7 @@
                                with --pipeline-parallel 2
   run.py ... --mla             a model with multi-head latent attention: hits behind which the model says the same as
                                behind vLLM's own prefix cache
-  run.py ... --wheel DIR       engines of an earlier vLLM or LMCache
+  run.py ... --wheel DIR       engines of an earlier vLLM or LMCache; with --silent-scheduler for LMCache 0.5.0 to 0.5.5
   run.py ... --fresh           every engine is a new process, as an operator starts it, instead of a fork of one that has
                                imported vLLM; always so with several workers and with --mla
 
@@ -67,6 +67,8 @@ def options():
     parser.add_argument("--wheel", action="append", default=[], metavar="DIR",
                         help="an unpacked earlier vLLM or LMCache, in front of the engine's packages; may be repeated")  # fmt: skip
     parser.add_argument("--transfer-mode", help="what the engine's LMCache calls the mode, if not as 0.5.6 does")
+    parser.add_argument("--silent-scheduler", action="store_true",
+                        help="the scheduler of this LMCache never pings, so once a server was away it asks no more")  # fmt: skip
     parser.add_argument("--model", help="made by make_model.py; default: setup.sh's")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--block-size", type=int, default=128, help="16 with --mla, where vLLM's kernel has no other")
