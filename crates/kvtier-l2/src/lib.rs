@@ -16,6 +16,7 @@ mod object;
 mod rate_limited;
 pub mod redact;
 pub mod registry;
+pub mod resp;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod tier;

@@ -6,6 +6,7 @@
 //! * [`ForeignSegment`]: memory that a client created and shares with us.
 //! * [`copy_affine`] and [`copy_runs`]: the one copy between the two.
 //! * [`Arena::read_file`] and [`Arena::write_file`]: files straight to and from an arena.
+//! * [`Arena::receive`] and [`socket::send_slices`]: the same for sockets.
 //! * [`uring::Ring`]: the same, several at a time from one thread; it owns what the system still works on.
 //! * [`fault`]: a peer that truncates its segment gets an error, not our process.
 //!
@@ -35,6 +36,7 @@ mod prefault;
 mod process;
 pub mod segment;
 mod shm_file;
+pub mod socket;
 pub mod uring;
 
 pub use access::{AccessError, within};

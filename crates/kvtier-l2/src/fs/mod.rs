@@ -22,7 +22,7 @@ mod pool;
 mod store;
 #[cfg(test)]
 mod tests;
-mod trailer;
+pub(crate) mod trailer;
 mod unnamed;
 mod unreadable;
 mod walk;

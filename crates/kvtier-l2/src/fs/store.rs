@@ -483,11 +483,3 @@ impl Files {
         })
     }
 }
-
-impl Trailer {
-    /// Whether it belongs to this object, whatever its bytes.
-    pub(super) fn is_of(&self, object: &ObjectSpec, key: u128) -> bool {
-        self.version == trailer::VERSION
-            && (self.len, self.layout, self.key) == (object.len, object.layout, key)
-    }
-}

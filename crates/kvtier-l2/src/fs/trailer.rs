@@ -12,8 +12,10 @@
 //!
 //! A file of another version is a miss, and the next store of its object replaces it.
 
+use crate::object::ObjectSpec;
+
 /// Bytes of a trailer.
-pub(super) const LEN: usize = 64;
+pub(crate) const LEN: usize = 64;
 
 /// Unit of lengths and addresses of direct I/O, here and in LMCache.
 pub(super) const BLOCK: u64 = 4096;
@@ -21,11 +23,11 @@ pub(super) const BLOCK: u64 = 4096;
 const MAGIC: [u8; 4] = *b"kvtr";
 
 /// Version that is written. In the file it follows the magic bytes as a number of 16 bits.
-pub(super) const VERSION: u16 = 2;
+pub(crate) const VERSION: u16 = 2;
 
 /// The trailer of an object's file; all numbers are little-endian.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Trailer {
+pub(crate) struct Trailer {
     /// Version of the trailer. If it is not [`VERSION`], the layout has another meaning; in later ones perhaps all fields.
     pub version: u16,
     /// Bytes of the key's text before the trailer.
@@ -41,7 +43,7 @@ pub(super) struct Trailer {
 }
 
 impl Trailer {
-    pub(super) fn encode(&self) -> [u8; LEN] {
+    pub(crate) fn encode(&self) -> [u8; LEN] {
         let mut out = [0; LEN];
         out[..4].copy_from_slice(&MAGIC);
         out[4..6].copy_from_slice(&self.version.to_le_bytes());
@@ -55,8 +57,14 @@ impl Trailer {
         out
     }
 
+    /// Whether it belongs to this object, whatever its bytes.
+    pub(crate) fn is_of(&self, object: &ObjectSpec, key: u128) -> bool {
+        self.version == VERSION
+            && (self.len, self.layout, self.key) == (object.len, object.layout, key)
+    }
+
     /// Decodes the trailer at the end of `bytes`, if there is one and it is intact.
-    pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
+    pub(crate) fn decode(bytes: &[u8]) -> Option<Self> {
         let bytes: &[u8; LEN] = bytes.last_chunk()?;
         let sum = kvtier_memory::checksum::checksum64(&bytes[..56]);
         if bytes[..4] != MAGIC || bytes[56..] != sum.to_le_bytes() {

@@ -1,4 +1,4 @@
-//! LMCache's types that kvtier lacks, and their alternatives; `redis` is another name of `resp`.
+//! LMCache's types that kvtier lacks, and their alternatives.
 //!
 //! Registered types are found before these.
 
@@ -34,11 +34,9 @@ const ABSENT: &[(&str, &str)] = &[
     ("p2p", SHARED),
     ("plugin", IN_RUST),
     ("raw_block", SAME_DEVICE),
-    ("redis", ON_DISK),
-    ("resp", ON_DISK),
     ("s3", ON_DISK),
     ("sagemaker-hyperpod", ON_DISK),
-    ("valkey", ON_DISK),
+    ("valkey", "use \"resp\" for a server that is no cluster"),
 ];
 
 /// Returns the alternative to `name` if that is a type of LMCache.

@@ -19,10 +19,17 @@ use crate::config::{
     refuse_rest,
 };
 use crate::error::L2Error;
-use crate::{Adapter, fs, mock, redact, wrap};
+use crate::{Adapter, fs, mock, redact, resp, wrap};
 
 /// Built-in types in alphabetical order, which is the order of the documentation.
-const BUILT_IN: &[AdapterType] = &[wrap::fault::FAULT_INJECT, fs::FS, fs::FS_NATIVE, mock::MOCK];
+const BUILT_IN: &[AdapterType] = &[
+    wrap::fault::FAULT_INJECT,
+    fs::FS,
+    fs::FS_NATIVE,
+    mock::MOCK,
+    resp::REDIS,
+    resp::RESP,
+];
 
 /// Opens an adapter.
 pub type Open = fn(&AdapterConfig, &Registry) -> Result<Arc<dyn Adapter>, L2Error>;

@@ -1,0 +1,131 @@
+//! Commands of RESP2, as bytes and memory of L1 that are sent one after the other, and the replies that they have.
+
+use kvtier_memory::Extent;
+use kvtier_memory::socket::Slice;
+
+use super::reply::Value;
+use crate::error::L2Error;
+use crate::object::Buffer;
+
+/// Bytes to be sent.
+pub(super) enum Segment {
+    Bytes(Vec<u8>),
+    /// All of a buffer.
+    Object(Buffer),
+}
+
+impl Segment {
+    pub(super) fn len(&self) -> u64 {
+        match self {
+            Self::Bytes(bytes) => bytes.len() as u64,
+            Self::Object(buffer) => buffer.len(),
+        }
+    }
+
+    /// What is left behind the first `sent` bytes.
+    pub(super) fn rest(&self, sent: u64) -> Slice<'_> {
+        match self {
+            Self::Bytes(bytes) => Slice::Bytes(&bytes[sent as usize..]),
+            Self::Object(buffer) => {
+                let all = buffer.extent();
+                let rest = Extent::new(all.offset + sent, all.len - sent);
+                Slice::Extent(buffer.arena(), rest)
+            }
+        }
+    }
+}
+
+/// A reply that is expected.
+pub(super) enum Expected {
+    /// Kept whole.
+    Value,
+    /// The body of an object, of the buffer's length and read into it.
+    Object(Buffer),
+}
+
+/// A reply that has arrived.
+#[derive(Debug)]
+pub(super) enum Reply {
+    Value(Value),
+    /// The object is in its buffer, or the reason why it is not.
+    Object(Result<(), L2Error>),
+}
+
+/// Commands that are sent one after the other.
+#[derive(Default)]
+pub(super) struct Commands {
+    pub(super) segments: Vec<Segment>,
+    pub(super) expected: Vec<Expected>,
+}
+
+impl Commands {
+    /// Appends a command.
+    pub(super) fn push(&mut self, arguments: &[&[u8]]) {
+        self.begin(arguments, arguments.len());
+        self.expected.push(Expected::Value);
+    }
+
+    /// Appends GET of an object into its buffer.
+    pub(super) fn get(&mut self, key: &[u8], to: Buffer) {
+        self.begin(&[b"GET", key], 2);
+        self.expected.push(Expected::Object(to));
+    }
+
+    /// Appends SET of an object, with a time to live in seconds.
+    pub(super) fn set(&mut self, key: &[u8], from: Buffer, ttl: Option<u64>) {
+        let options: &[&[u8]] = match ttl {
+            Some(_) => &[b"EX"],
+            None => &[],
+        };
+        self.begin(&[b"SET", key], 3 + 2 * options.len());
+        let bytes = self.bytes();
+        bytes.extend_from_slice(format!("${}\r\n", from.len()).as_bytes());
+        self.segments.push(Segment::Object(from));
+        self.bytes().extend_from_slice(b"\r\n");
+        if let Some(ttl) = ttl {
+            self.argument(b"EX");
+            self.argument(ttl.to_string().as_bytes());
+        }
+        self.expected.push(Expected::Value);
+    }
+
+    /// All bytes.
+    pub(super) fn len(&self) -> u64 {
+        self.segments.iter().map(Segment::len).sum()
+    }
+
+    /// Bytes of the objects that are expected.
+    pub(super) fn expected_bytes(&self) -> u64 {
+        let bytes = |expected: &Expected| match expected {
+            Expected::Value => 0,
+            Expected::Object(to) => to.len(),
+        };
+        self.expected.iter().map(bytes).sum()
+    }
+
+    fn begin(&mut self, arguments: &[&[u8]], count: usize) {
+        let head = format!("*{count}\r\n");
+        self.bytes().extend_from_slice(head.as_bytes());
+        arguments
+            .iter()
+            .for_each(|argument| self.argument(argument));
+    }
+
+    fn argument(&mut self, argument: &[u8]) {
+        let bytes = self.bytes();
+        bytes.extend_from_slice(format!("${}\r\n", argument.len()).as_bytes());
+        bytes.extend_from_slice(argument);
+        bytes.extend_from_slice(b"\r\n");
+    }
+
+    /// The last segment, if it is of bytes, or a new one.
+    fn bytes(&mut self) -> &mut Vec<u8> {
+        if !matches!(self.segments.last(), Some(Segment::Bytes(_))) {
+            self.segments.push(Segment::Bytes(Vec::new()));
+        }
+        match self.segments.last_mut() {
+            Some(Segment::Bytes(bytes)) => bytes,
+            _ => unreachable!("one was pushed"),
+        }
+    }
+}

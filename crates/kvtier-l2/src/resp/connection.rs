@@ -1,0 +1,595 @@
+//! One connection, kept by a task of its own: it connects, serves calls in order, and connects again when it is lost.
+//!
+//! Many commands are in flight at once. Their replies come in the same order, and each is read to its end, so a reply
+//! belongs to the command that is the oldest. Where that is in doubt (a malformed reply, one without a command, no reply in
+//! time), the connection is closed, and everything that was in flight on it fails.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::time::Duration;
+
+use kvtier_core::random::SplitMix64;
+use kvtier_memory::Extent;
+use kvtier_memory::socket::{MAX_SLICES, SocketError, send_slices};
+use kvtier_sync::Mutex;
+use tokio::io::Interest;
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::{Instant, sleep_until, timeout};
+
+use super::command::{Commands, Expected, Reply, Segment};
+use super::endpoint::{Endpoint, Stream};
+use super::errors::{self, Fatal};
+use super::reply::{self, Head};
+use crate::error::{ErrorKind, L2Error};
+use crate::object::Buffer;
+
+/// Pause after the first failed attempt to connect, and the longest one; each is shortened at random by up to half.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const MAX_PAUSE: Duration = Duration::from_secs(5);
+
+/// Pause after the server has refused the credentials.
+const REFUSED_PAUSE: Duration = Duration::from_secs(30);
+
+/// Calls in flight, bytes of objects that are to come, and bytes to be sent at most, so that none of them is in the way of the
+/// others for long. A single call may exceed them.
+const MAX_CALLS: usize = 64;
+const MAX_EXPECTED_BYTES: u64 = 8 << 20;
+const MAX_UNSENT_BYTES: u64 = 4 << 20;
+
+/// Bytes read at once, but for bodies of objects.
+const READ_BYTES: usize = 16 << 10;
+
+/// Between two looks at whether the caller of the oldest call still waits.
+const GIVEN_UP_AFTER: Duration = Duration::from_secs(1);
+
+/// Commands and where their replies go.
+pub(super) struct Call {
+    pub(super) commands: Commands,
+    pub(super) answer: oneshot::Sender<Result<Vec<Reply>, L2Error>>,
+}
+
+impl Call {
+    /// Bytes that it moves.
+    fn size(&self) -> u64 {
+        self.commands.len() + self.commands.expected_bytes()
+    }
+}
+
+const UP: u8 = 1;
+const DOWN: u8 = 2;
+
+/// What others see of a connection.
+#[derive(Default)]
+pub(super) struct State {
+    /// `CONNECTING` only during the first attempt: calls wait for that one.
+    stage: AtomicU8,
+    /// Bytes of the calls that it has.
+    load: AtomicU64,
+    /// Why it is down.
+    error: Mutex<Option<L2Error>>,
+}
+
+impl State {
+    pub(super) fn is_up(&self) -> bool {
+        self.stage.load(Ordering::Acquire) == UP
+    }
+
+    pub(super) fn is_down(&self) -> bool {
+        self.stage.load(Ordering::Acquire) == DOWN
+    }
+
+    pub(super) fn error(&self) -> Option<L2Error> {
+        self.error.lock().clone()
+    }
+
+    pub(super) fn load(&self) -> u64 {
+        self.load.load(Ordering::Relaxed)
+    }
+
+    fn set(&self, error: Option<L2Error>) {
+        let stage = if error.is_some() { DOWN } else { UP };
+        *self.error.lock() = error;
+        self.stage.store(stage, Ordering::Release);
+    }
+}
+
+/// A connection, or the attempts to make one. Its task ends when this is dropped and all calls have ended.
+pub(super) struct Connection {
+    calls: mpsc::UnboundedSender<Call>,
+    pub(super) state: Arc<State>,
+}
+
+impl Connection {
+    /// Starts to connect. To be called within a tokio runtime.
+    pub(super) fn open(endpoint: Arc<Endpoint>) -> (Self, tokio::task::JoinHandle<()>) {
+        let (calls, taken) = mpsc::unbounded_channel();
+        let state = Arc::new(State::default());
+        let task = tokio::spawn(run(endpoint, Arc::clone(&state), taken));
+        (Self { calls, state }, task)
+    }
+
+    /// Sends a call behind those that it has.
+    pub(super) fn send(&self, call: Call) {
+        self.state.load.fetch_add(call.size(), Ordering::Relaxed);
+        // Fails only if the task has panicked: then the answer is dropped, which its receiver notices.
+        let _ = self.calls.send(call);
+    }
+}
+
+async fn run(endpoint: Arc<Endpoint>, state: Arc<State>, mut calls: mpsc::UnboundedReceiver<Call>) {
+    let mut attempts: u64 = 0;
+    loop {
+        let connected = timeout(endpoint.connection_timeout, endpoint.connect()).await;
+        let error = match connected {
+            Ok(Ok(stream)) => {
+                attempts = 0;
+                state.set(None);
+                let mut pipe = Pipe::new(&endpoint, &state, stream);
+                match pipe.serve(&mut calls).await {
+                    Ok(()) => return,
+                    Err(error) => {
+                        // Later calls are not sent here any more.
+                        state.set(Some(error.clone()));
+                        pipe.fail(&error);
+                        error
+                    }
+                }
+            }
+            Ok(Err(error)) => error,
+            Err(_) => L2Error::new(
+                ErrorKind::Unavailable,
+                format!(
+                    "{}: not connected within {:?}",
+                    endpoint.name(),
+                    endpoint.connection_timeout
+                ),
+            ),
+        };
+        state.set(Some(error.clone()));
+        let pause = match error.kind() {
+            ErrorKind::Refused => REFUSED_PAUSE,
+            _ => pause(attempts),
+        };
+        attempts += 1;
+        let until = Instant::now() + pause;
+        loop {
+            tokio::select! {
+                () = sleep_until(until) => break,
+                call = calls.recv() => match call {
+                    Some(call) => {
+                        let size = call.size();
+                        end(&state, size, call.answer, Err(error.clone()));
+                    }
+                    None => return,
+                },
+            }
+        }
+    }
+}
+
+/// The pause before another attempt to connect.
+fn pause(attempts: u64) -> Duration {
+    let longest = FIRST_PAUSE
+        .saturating_mul(1 << attempts.min(16))
+        .min(MAX_PAUSE);
+    let random = SplitMix64::nth(std::process::id().into(), attempts) % 512;
+    longest - longest.mul_f64(random as f64 / 1024.0)
+}
+
+fn end(
+    state: &State,
+    size: u64,
+    answer: oneshot::Sender<Result<Vec<Reply>, L2Error>>,
+    result: Result<Vec<Reply>, L2Error>,
+) {
+    state.load.fetch_sub(size, Ordering::Relaxed);
+    // The caller may have given up.
+    let _ = answer.send(result);
+}
+
+/// A call that was sent, or is being sent.
+struct Pending {
+    expected: VecDeque<Expected>,
+    replies: Vec<Reply>,
+    answer: oneshot::Sender<Result<Vec<Reply>, L2Error>>,
+    /// Its part of [`State::load`].
+    size: u64,
+    expected_bytes: u64,
+    /// [`Pipe::sent_bytes`] once it is sent.
+    sent_at: u64,
+}
+
+/// The body that is being read.
+enum Body {
+    /// Of the right length: `done` bytes are in the buffer.
+    Object { done: u64 },
+    /// Of another length: this much is left of it and its end.
+    Discarded { left: u64 },
+}
+
+/// An established connection.
+struct Pipe<'a> {
+    endpoint: &'a Endpoint,
+    state: &'a State,
+    stream: Stream,
+    unsent: VecDeque<Segment>,
+    /// Bytes of the first segment that are sent, of all that are not, and of all that were.
+    sent: u64,
+    unsent_bytes: u64,
+    sent_bytes: u64,
+    pending: VecDeque<Pending>,
+    expected_bytes: u64,
+    received: Vec<u8>,
+    body: Option<Body>,
+    /// When something was last sent or received, or the oldest call came.
+    moved: Instant,
+    /// When the oldest call became that.
+    oldest: Instant,
+}
+
+impl<'a> Pipe<'a> {
+    fn new(endpoint: &'a Endpoint, state: &'a State, stream: Stream) -> Self {
+        let now = Instant::now();
+        Self {
+            endpoint,
+            state,
+            stream,
+            unsent: VecDeque::new(),
+            sent: 0,
+            unsent_bytes: 0,
+            sent_bytes: 0,
+            pending: VecDeque::new(),
+            expected_bytes: 0,
+            received: Vec::new(),
+            body: None,
+            moved: now,
+            oldest: now,
+        }
+    }
+
+    /// Serves calls until there can be no more, or the connection is lost.
+    async fn serve(&mut self, calls: &mut mpsc::UnboundedReceiver<Call>) -> Result<(), L2Error> {
+        let mut is_open = true;
+        loop {
+            while is_open && self.has_capacity() {
+                match calls.try_recv() {
+                    Ok(call) => self.take(call),
+                    Err(mpsc::error::TryRecvError::Empty) => break,
+                    Err(mpsc::error::TryRecvError::Disconnected) => is_open = false,
+                }
+            }
+            if !is_open && self.pending.is_empty() {
+                return Ok(());
+            }
+            let moved = self.send()? | self.receive()?;
+            if moved {
+                self.moved = Instant::now();
+                // Others of the runtime get their turn.
+                tokio::task::yield_now().await;
+                continue;
+            }
+            let interest = match self.unsent.is_empty() {
+                true => Interest::READABLE,
+                false => Interest::READABLE | Interest::WRITABLE,
+            };
+            tokio::select! {
+                ready = self.stream.ready(interest) => { ready.map_err(|error| self.lost(&error))?; }
+                call = calls.recv(), if is_open && self.has_capacity() => match call {
+                    Some(call) => self.take(call),
+                    None => is_open = false,
+                },
+                () = sleep_until(self.due()), if !self.pending.is_empty() => self.check_time()?,
+            }
+        }
+    }
+
+    fn has_capacity(&self) -> bool {
+        self.pending.len() < MAX_CALLS
+            && self.unsent_bytes < MAX_UNSENT_BYTES
+            && self.expected_bytes < MAX_EXPECTED_BYTES
+    }
+
+    fn take(&mut self, call: Call) {
+        let Call { commands, answer } = call;
+        let (bytes, expected_bytes) = (commands.len(), commands.expected_bytes());
+        if answer.is_closed() {
+            // The caller has given up, and nothing is sent.
+            self.state
+                .load
+                .fetch_sub(bytes + expected_bytes, Ordering::Relaxed);
+            return;
+        }
+        if self.pending.is_empty() {
+            (self.moved, self.oldest) = (Instant::now(), Instant::now());
+        }
+        self.unsent_bytes += bytes;
+        self.expected_bytes += expected_bytes;
+        self.unsent.extend(commands.segments);
+        self.pending.push_back(Pending {
+            expected: commands.expected.into(),
+            replies: Vec::new(),
+            answer,
+            size: bytes + expected_bytes,
+            expected_bytes,
+            sent_at: self.sent_bytes + self.unsent_bytes,
+        });
+    }
+
+    /// When the oldest call is looked at next.
+    fn due(&self) -> Instant {
+        let silent = self.moved + self.endpoint.request_timeout;
+        let now = Instant::now();
+        silent.min(now.max(self.oldest) + GIVEN_UP_AFTER)
+    }
+
+    /// The connection is lost if nothing moves, or the caller of the oldest call has given up.
+    fn check_time(&self) -> Result<(), L2Error> {
+        let now = Instant::now();
+        let limit = self.endpoint.request_timeout;
+        let is_given_up = self
+            .pending
+            .front()
+            .is_some_and(|oldest| oldest.answer.is_closed());
+        let is_late =
+            now >= self.moved + limit || is_given_up && now >= self.oldest + GIVEN_UP_AFTER;
+        match is_late {
+            false => Ok(()),
+            true => Err(L2Error::new(
+                ErrorKind::Deadline,
+                format!("{}: no answer in time", self.endpoint.name()),
+            )),
+        }
+    }
+
+    /// Sends what the socket takes; returns whether it took anything.
+    fn send(&mut self) -> Result<bool, L2Error> {
+        let mut any = false;
+        while !self.unsent.is_empty() {
+            let slices: Vec<_> = self
+                .unsent
+                .iter()
+                .take(MAX_SLICES)
+                .enumerate()
+                .map(|(at, segment)| segment.rest(if at == 0 { self.sent } else { 0 }))
+                .collect();
+            let sent = self
+                .stream
+                .try_io(Interest::WRITABLE, |socket| send_slices(socket, &slices));
+            let Some(sent) = self.outcome(sent)? else {
+                break;
+            };
+            any = true;
+            self.unsent_bytes -= sent as u64;
+            self.sent_bytes += sent as u64;
+            self.sent += sent as u64;
+            while let Some(first) = self.unsent.front()
+                && self.sent >= first.len()
+            {
+                self.sent -= first.len();
+                self.unsent.pop_front();
+            }
+        }
+        Ok(any)
+    }
+
+    /// Receives what has arrived; returns whether anything had.
+    fn receive(&mut self) -> Result<bool, L2Error> {
+        let mut any = false;
+        loop {
+            self.read_replies()?;
+            let got = match (&self.body, self.oldest_object()) {
+                (Some(Body::Object { done }), Some(to))
+                    if self.received.is_empty() && *done < to.len() =>
+                {
+                    let extent = to.extent();
+                    let rest = Extent::new(extent.offset + done, extent.len - done);
+                    let arena = Arc::clone(to.arena());
+                    let got = self
+                        .stream
+                        .try_io(Interest::READABLE, |socket| arena.receive(rest, socket));
+                    let got = self.outcome(got)?;
+                    if let (Some(Body::Object { done }), Some(got)) = (&mut self.body, got) {
+                        *done += got as u64;
+                    }
+                    got
+                }
+                _ => self.receive_bytes()?,
+            };
+            match got {
+                Some(0) => {
+                    let message = format!("{}: it has closed the connection", self.endpoint.name());
+                    return Err(L2Error::new(ErrorKind::Unavailable, message));
+                }
+                Some(_) => any = true,
+                None => return Ok(any),
+            }
+        }
+    }
+
+    fn receive_bytes(&mut self) -> Result<Option<usize>, L2Error> {
+        let before = self.received.len();
+        self.received.resize(before + READ_BYTES, 0);
+        let space = &mut self.received[before..];
+        let got = self.stream.try_io(Interest::READABLE, |socket| {
+            let got = rustix::net::recv(socket, &mut *space, rustix::net::RecvFlags::DONTWAIT);
+            got.map(|(got, _)| got)
+                .map_err(|error| SocketError::System(error.into()))
+        });
+        let got = self.outcome(got);
+        let kept = got.as_ref().ok().copied().flatten().unwrap_or(0);
+        self.received.truncate(before + kept);
+        got
+    }
+
+    /// The number of bytes; none if the socket is not ready.
+    fn outcome(&self, moved: Result<usize, SocketError>) -> Result<Option<usize>, L2Error> {
+        match moved {
+            Ok(moved) => Ok(Some(moved)),
+            Err(SocketError::System(error))
+                if matches!(
+                    error.kind(),
+                    std::io::ErrorKind::WouldBlock | std::io::ErrorKind::Interrupted
+                ) =>
+            {
+                Ok(None)
+            }
+            Err(SocketError::System(error)) => Err(self.lost(&error)),
+            Err(error) => Err(L2Error::new(ErrorKind::Memory, error.to_string())),
+        }
+    }
+
+    fn lost(&self, error: &std::io::Error) -> L2Error {
+        let message = format!("{}: {error}", self.endpoint.name());
+        L2Error::new(ErrorKind::Unavailable, message)
+    }
+
+    /// The buffer of the object that is expected next.
+    fn oldest_object(&self) -> Option<&Buffer> {
+        match self.pending.front()?.expected.front()? {
+            Expected::Object(to) => Some(to),
+            Expected::Value => None,
+        }
+    }
+
+    /// Takes the replies that have arrived.
+    fn read_replies(&mut self) -> Result<(), L2Error> {
+        let mut at = 0;
+        let done = loop {
+            match self.next_reply(at) {
+                Ok(Some((used, reply))) => {
+                    at += used;
+                    if let Some(reply) = reply
+                        && let Err(error) = self.file(reply)
+                    {
+                        break Err(error);
+                    }
+                }
+                Ok(None) => break Ok(()),
+                Err(error) => break Err(error),
+            }
+        };
+        self.received.drain(..at.min(self.received.len()));
+        done
+    }
+
+    /// Reads from byte `at` of what was received on: the bytes used, and the reply, if it is complete. None if more has to
+    /// arrive.
+    fn next_reply(&mut self, at: usize) -> Result<Option<(usize, Option<Reply>)>, L2Error> {
+        let bytes = &self.received[at..];
+        let malformed = |error: reply::Malformed| {
+            let message = format!("{}: {error}", self.endpoint.name());
+            L2Error::new(ErrorKind::Unavailable, message)
+        };
+        let Some(expected) = self
+            .pending
+            .front()
+            .and_then(|oldest| oldest.expected.front())
+        else {
+            return match bytes.is_empty() {
+                true => Ok(None),
+                false => Err(malformed(reply::Malformed("a reply without a command"))),
+            };
+        };
+        let to = match expected {
+            Expected::Value => {
+                let value = reply::value(bytes).map_err(malformed)?;
+                return Ok(value.map(|(value, used)| (used, Some(Reply::Value(value)))));
+            }
+            Expected::Object(to) => to,
+        };
+        match &mut self.body {
+            Some(Body::Object { done }) if *done < to.len() => {
+                let used = bytes.len().min((to.len() - *done) as usize);
+                if used == 0 {
+                    return Ok(None);
+                }
+                to.write(*done, &bytes[..used])
+                    .map_err(|error| L2Error::new(ErrorKind::Memory, error.to_string()))?;
+                *done += used as u64;
+                Ok(Some((used, None)))
+            }
+            Some(Body::Object { .. }) => match bytes.first_chunk() {
+                Some(b"\r\n") => {
+                    self.body = None;
+                    Ok(Some((2, Some(Reply::Object(Ok(()))))))
+                }
+                Some(_) => Err(malformed(reply::Malformed("a body of another length"))),
+                None => Ok(None),
+            },
+            Some(Body::Discarded { left }) => {
+                let used = (bytes.len() as u64).min(*left);
+                *left -= used;
+                if *left > 0 {
+                    return Ok((used > 0).then_some((used as usize, None)));
+                }
+                self.body = None;
+                let error = L2Error::new(ErrorKind::Corrupt, "the value has another length");
+                Ok(Some((used as usize, Some(Reply::Object(Err(error))))))
+            }
+            None => {
+                let Some((head, used)) = reply::head(bytes).map_err(malformed)? else {
+                    return Ok(None);
+                };
+                let not_found = || L2Error::new(ErrorKind::NotFound, "there is no such key");
+                let reply = match head {
+                    Head::Bulk(Some(length)) if length == to.len() => {
+                        self.body = Some(Body::Object { done: 0 });
+                        None
+                    }
+                    // What is much longer takes longer to read than another connection.
+                    Head::Bulk(Some(length)) if length / 2 <= to.len().max(READ_BYTES as u64) => {
+                        self.body = Some(Body::Discarded { left: length + 2 });
+                        None
+                    }
+                    Head::Bulk(Some(_)) => {
+                        return Err(malformed(reply::Malformed("a value that is much longer")));
+                    }
+                    Head::Bulk(None) => Some(Reply::Object(Err(not_found()))),
+                    Head::Error(text) => {
+                        Some(Reply::Object(Err(errors::of_load(self.endpoint, &text)?)))
+                    }
+                    _ => return Err(malformed(reply::Malformed("another type than a body"))),
+                };
+                Ok(Some((used, reply)))
+            }
+        }
+    }
+
+    /// Files a reply under the oldest call.
+    fn file(&mut self, reply: Reply) -> Result<(), L2Error> {
+        let fatal = match &reply {
+            Reply::Value(reply::Value::Error(text)) => Fatal::of(self.endpoint, text),
+            _ => None,
+        };
+        let Some(oldest) = self.pending.front_mut() else {
+            return Ok(());
+        };
+        if oldest.expected.len() == 1 && self.sent_bytes < oldest.sent_at {
+            // Its buffers are not free yet.
+            let message = format!("{}: a reply came before its command", self.endpoint.name());
+            return Err(L2Error::new(ErrorKind::Unavailable, message));
+        }
+        oldest.expected.pop_front();
+        oldest.replies.push(reply);
+        if oldest.expected.is_empty()
+            && let Some(done) = self.pending.pop_front()
+        {
+            self.oldest = Instant::now();
+            self.expected_bytes -= done.expected_bytes;
+            end(self.state, done.size, done.answer, Ok(done.replies));
+        }
+        match fatal {
+            Some(Fatal(error)) => Err(error),
+            None => Ok(()),
+        }
+    }
+
+    /// Fails what is in flight.
+    fn fail(&mut self, error: &L2Error) {
+        self.unsent.clear();
+        for pending in self.pending.drain(..) {
+            end(self.state, pending.size, pending.answer, Err(error.clone()));
+        }
+    }
+}

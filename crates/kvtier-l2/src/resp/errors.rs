@@ -1,0 +1,51 @@
+//! What errors of a server mean.
+
+use super::endpoint::Endpoint;
+use crate::error::{ErrorKind, L2Error};
+
+/// An error after which the connection is of no use.
+pub(super) struct Fatal(pub(super) L2Error);
+
+impl Fatal {
+    /// Whether `text` is such an error: one of the credentials, or of a server that has become a replica.
+    pub(super) fn of(endpoint: &Endpoint, text: &str) -> Option<Self> {
+        let is_fatal = matches!(
+            code(text),
+            "NOAUTH" | "WRONGPASS" | "READONLY" | "MASTERDOWN"
+        );
+        is_fatal.then(|| Self(of(endpoint, text)))
+    }
+}
+
+/// The error of a command.
+pub(super) fn of(endpoint: &Endpoint, text: &str) -> L2Error {
+    let (kind, advice) = match code(text) {
+        "OOM" => (ErrorKind::Full, ""),
+        "READONLY" => (ErrorKind::Unavailable, ": the server is a replica"),
+        "LOADING" | "TRYAGAIN" | "CLUSTERDOWN" | "MASTERDOWN" | "BUSY" | "NOREPLICAS" => {
+            (ErrorKind::Unavailable, "")
+        }
+        "WRONGTYPE" => (ErrorKind::Corrupt, ": the key is not kvtier's"),
+        "MOVED" | "ASK" | "CROSSSLOT" => (
+            ErrorKind::Refused,
+            ": clusters are not supported by this type",
+        ),
+        _ => (ErrorKind::Refused, ""),
+    };
+    // Hostile bytes, in a log line.
+    let text: String = text.chars().take(200).filter(|c| !c.is_control()).collect();
+    L2Error::new(kind, format!("{}: {text}{advice}", endpoint.name()))
+}
+
+/// The error of a load, which costs the connection if it is [`Fatal`].
+pub(super) fn of_load(endpoint: &Endpoint, text: &str) -> Result<L2Error, L2Error> {
+    match Fatal::of(endpoint, text) {
+        Some(Fatal(error)) => Err(error),
+        None => Ok(of(endpoint, text)),
+    }
+}
+
+/// The first word.
+pub(super) fn code(text: &str) -> &str {
+    text.split(' ').next().unwrap_or_default()
+}

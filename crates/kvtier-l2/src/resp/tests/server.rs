@@ -1,0 +1,138 @@
+//! A real server for tests: `redis-server`, of Debian's package of that name.
+
+use std::io::{Read as _, Write as _};
+use std::net::{TcpListener, TcpStream};
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use tempfile::TempDir;
+
+use super::super::command::{Commands, Segment};
+use super::super::reply::{self, Value};
+use super::super::{Address, RespOptions};
+
+/// A server on loopback, which ends with this.
+pub(super) struct Redis {
+    process: Child,
+    pub(super) port: u16,
+    directory: TempDir,
+}
+
+impl Redis {
+    /// A server with these flags.
+    pub(super) fn start(flags: &[&str]) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let port = TcpListener::bind("127.0.0.1:0")
+            .unwrap()
+            .local_addr()
+            .unwrap()
+            .port();
+        let process = Self::spawn(port, &directory, flags);
+        Self {
+            process,
+            port,
+            directory,
+        }
+    }
+
+    fn spawn(port: u16, directory: &TempDir, flags: &[&str]) -> Child {
+        let mut process = Command::new("redis-server")
+            .args([
+                "--port",
+                &port.to_string(),
+                "--bind",
+                "127.0.0.1",
+                "--save",
+                "",
+            ])
+            .args(["--appendonly", "no", "--dir"])
+            .arg(directory.path())
+            .arg("--unixsocket")
+            .arg(directory.path().join("socket"))
+            .args(flags)
+            .stdout(Stdio::null())
+            .spawn()
+            .expect("redis-server, which is needed for these tests: apt-get install redis-server");
+        let until = Instant::now() + Duration::from_secs(30);
+        while TcpStream::connect(("127.0.0.1", port)).is_err() {
+            assert!(
+                process.try_wait().unwrap().is_none(),
+                "the server has ended"
+            );
+            assert!(Instant::now() < until, "the server does not listen");
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        process
+    }
+
+    /// Kills it without notice.
+    pub(super) fn kill(&mut self) {
+        self.process.kill().unwrap();
+        self.process.wait().unwrap();
+    }
+
+    /// Starts it again, empty.
+    pub(super) fn restart(&mut self) {
+        self.kill();
+        self.process = Self::spawn(self.port, &self.directory, &[]);
+    }
+
+    /// Stops it, or lets it go on.
+    pub(super) fn signal(&self, signal: rustix::process::Signal) {
+        let pid = rustix::process::Pid::from_child(&self.process);
+        rustix::process::kill_process(pid, signal).unwrap();
+    }
+
+    /// Options for an adapter of it.
+    pub(super) fn options(&self) -> RespOptions {
+        RespOptions::new(Address::Tcp("127.0.0.1".into(), self.port))
+    }
+
+    /// Options for an adapter that uses its socket in the file system.
+    pub(super) fn unix_options(&self) -> RespOptions {
+        RespOptions::new(Address::Unix(self.directory.path().join("socket")))
+    }
+
+    /// The reply to a command.
+    pub(super) fn ask(&self, arguments: &[&[u8]]) -> Value {
+        let mut stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
+        let mut commands = Commands::default();
+        commands.push(arguments);
+        for segment in &commands.segments {
+            let Segment::Bytes(bytes) = segment else {
+                panic!("an object")
+            };
+            stream.write_all(bytes).unwrap();
+        }
+        let mut bytes = Vec::new();
+        loop {
+            if let Some((value, _)) = reply::value(&bytes).unwrap() {
+                return value;
+            }
+            let mut part = [0; 65536];
+            let got = stream.read(&mut part).unwrap();
+            assert!(got > 0, "the server has closed the connection");
+            bytes.extend_from_slice(&part[..got]);
+        }
+    }
+
+    /// The bytes of a key.
+    pub(super) fn get(&self, key: &str) -> Option<Vec<u8>> {
+        match self.ask(&[b"GET", key.as_bytes()]) {
+            Value::Bulk(bytes) => bytes,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub(super) fn set(&self, key: &str, bytes: &[u8]) {
+        let set = self.ask(&[b"SET", key.as_bytes(), bytes]);
+        assert_eq!(set, Value::Simple("OK".into()));
+    }
+}
+
+impl Drop for Redis {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
