@@ -41,7 +41,7 @@ const MAX_UNSENT_BYTES: u64 = 4 << 20;
 const READ_BYTES: usize = 16 << 10;
 
 /// Between two looks at whether the caller of the oldest call still waits.
-const GIVEN_UP_AFTER: Duration = Duration::from_secs(1);
+const ABANDONED_AFTER: Duration = Duration::from_secs(1);
 
 /// Commands and where their replies go.
 pub(super) struct Call {
@@ -184,7 +184,7 @@ fn end(
     result: Result<Vec<Reply>, L2Error>,
 ) {
     state.load.fetch_sub(size, Ordering::Relaxed);
-    // The caller may have given up.
+    // The caller may wait no longer.
     let _ = answer.send(result);
 }
 
@@ -294,7 +294,7 @@ impl<'a> Pipe<'a> {
         let Call { commands, answer } = call;
         let (bytes, expected_bytes) = (commands.len(), commands.expected_bytes());
         if answer.is_closed() {
-            // The caller has given up, and nothing is sent.
+            // The caller waits no longer, and nothing is sent.
             self.state
                 .load
                 .fetch_sub(bytes + expected_bytes, Ordering::Relaxed);
@@ -320,19 +320,19 @@ impl<'a> Pipe<'a> {
     fn due(&self) -> Instant {
         let silent = self.moved + self.endpoint.request_timeout;
         let now = Instant::now();
-        silent.min(now.max(self.oldest) + GIVEN_UP_AFTER)
+        silent.min(now.max(self.oldest) + ABANDONED_AFTER)
     }
 
-    /// The connection is lost if nothing moves, or the caller of the oldest call has given up.
+    /// The connection is lost if nothing moves, or the caller of the oldest call waits no longer.
     fn check_time(&self) -> Result<(), L2Error> {
         let now = Instant::now();
         let limit = self.endpoint.request_timeout;
-        let is_given_up = self
+        let is_abandoned = self
             .pending
             .front()
             .is_some_and(|oldest| oldest.answer.is_closed());
         let is_late =
-            now >= self.moved + limit || is_given_up && now >= self.oldest + GIVEN_UP_AFTER;
+            now >= self.moved + limit || is_abandoned && now >= self.oldest + ABANDONED_AFTER;
         match is_late {
             false => Ok(()),
             true => Err(L2Error::new(

@@ -74,7 +74,7 @@ impl Endpoint {
         if self.database > 0 {
             greeting.push(&[b"SELECT", self.database.to_string().as_bytes()]);
         }
-        // Without a password this tells whether one is needed, and whether it has loaded its data.
+        // An error if it needs a password, or has not loaded its data yet.
         greeting.push(&[b"PING"]);
         for value in self.greet(&stream, &greeting).await? {
             if let Value::Error(text) = value {

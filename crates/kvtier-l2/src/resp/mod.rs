@@ -259,7 +259,7 @@ impl RespAdapter {
         })
     }
 
-    /// Replies none of which is an object, nor an error.
+    /// The values of replies without objects and errors.
     fn all_values(&self, replies: Vec<Reply>) -> Result<Vec<Value>, L2Error> {
         let value = |reply| match reply {
             Reply::Value(value) => Ok(value),

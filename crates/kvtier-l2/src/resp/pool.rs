@@ -1,4 +1,4 @@
-//! The connections to one server, and who gets which call.
+//! The connections to one server, and the choice of one for each call.
 
 use std::sync::Arc;
 

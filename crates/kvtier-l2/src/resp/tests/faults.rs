@@ -36,8 +36,8 @@ async fn adapter_of(said: Vec<u8>, closes: bool) -> RespAdapter {
     RespAdapter::open("resp", &options)
 }
 
-/// What a load of 1000 bytes is told.
-async fn told(said: &[u8], closes: bool) -> Option<ErrorKind> {
+/// The kind of error of a load of 1000 bytes.
+async fn error_of(said: &[u8], closes: bool) -> Option<ErrorKind> {
     let memory = Memory::new(1 << 20);
     let adapter = adapter_of(said.to_vec(), closes).await;
     let kind = kinds(load(&adapter, &memory, &[object(1, 1000)]).await)[0];
@@ -52,19 +52,22 @@ fn value(length: usize, bytes: usize) -> Vec<u8> {
 
 #[tokio::test]
 async fn whole_values_alone_are_loaded() {
-    assert_eq!(told(&value(1000, 1000), false).await, None);
+    assert_eq!(error_of(&value(1000, 1000), false).await, None);
     assert_eq!(
-        told(&value(999, 999), false).await,
+        error_of(&value(999, 999), false).await,
         Some(ErrorKind::Corrupt)
     );
     assert_eq!(
-        told(&value(1001, 1001), false).await,
+        error_of(&value(1001, 1001), false).await,
         Some(ErrorKind::Corrupt)
     );
-    assert_eq!(told(b"$-1\r\n", false).await, Some(ErrorKind::NotFound));
-    assert_eq!(told(b"-ERR no\r\n", false).await, Some(ErrorKind::Refused));
+    assert_eq!(error_of(b"$-1\r\n", false).await, Some(ErrorKind::NotFound));
     assert_eq!(
-        told(b"-LOADING wait\r\n", false).await,
+        error_of(b"-ERR no\r\n", false).await,
+        Some(ErrorKind::Refused)
+    );
+    assert_eq!(
+        error_of(b"-LOADING wait\r\n", false).await,
         Some(ErrorKind::Unavailable)
     );
 }
@@ -73,17 +76,20 @@ async fn whole_values_alone_are_loaded() {
 async fn cut_and_malformed_values_cost_the_connection() {
     // It stops inside of the body, or closes there, or behind the head.
     assert_eq!(
-        told(&value(1000, 500)[..400], false).await,
+        error_of(&value(1000, 500)[..400], false).await,
         Some(ErrorKind::Deadline)
     );
     assert_eq!(
-        told(&value(1000, 500)[..400], true).await,
+        error_of(&value(1000, 500)[..400], true).await,
         Some(ErrorKind::Unavailable)
     );
-    assert_eq!(told(b"$1000\r\n", true).await, Some(ErrorKind::Unavailable));
+    assert_eq!(
+        error_of(b"$1000\r\n", true).await,
+        Some(ErrorKind::Unavailable)
+    );
     // The body is longer than its head says.
     assert_eq!(
-        told(&value(1000, 1001), false).await,
+        error_of(&value(1000, 1001), false).await,
         Some(ErrorKind::Unavailable)
     );
     for said in [
@@ -94,7 +100,7 @@ async fn cut_and_malformed_values_cost_the_connection() {
         b"$99999999999\r\n",
     ] {
         assert_eq!(
-            told(said, false).await,
+            error_of(said, false).await,
             Some(ErrorKind::Unavailable),
             "{said:?}"
         );
