@@ -134,6 +134,8 @@ fn nested(bytes: &[u8], depth: usize) -> Result<Option<(Value, usize)>, Malforme
 
 #[cfg(test)]
 mod tests {
+    use kvtier_core::random::SplitMix64;
+
     use super::*;
 
     const REPLIES: &[u8] = b"+OK\r\n-ERR no\r\n:-7\r\n$3\r\na\r\n\r\n$-1\r\n$0\r\n\r\n*2\r\n$1\r\n0\r\n*1\r\n:1\r\n*-1\r\n";
@@ -182,6 +184,27 @@ mod tests {
                 );
             }
             at += length;
+        }
+    }
+
+    #[test]
+    fn changed_bytes_break_nothing_and_arrive_the_same_in_any_pieces() {
+        for seed in 0..20_000 {
+            let mut bytes = REPLIES.to_vec();
+            for change in 0..1 + SplitMix64::nth(seed, 0) % 4 {
+                let random = SplitMix64::nth(seed, 1 + change);
+                let at = random as usize % bytes.len();
+                bytes[at] = b"0123456789+-:$*\r\nx"[(random >> 32) as usize % 18];
+            }
+            let mut at = 0;
+            while let Ok(Some((whole, length))) = value(&bytes[at..]) {
+                // Nothing is read from a part.
+                for cut in 0..length {
+                    let part = value(&bytes[at..at + cut]);
+                    assert!(matches!(part, Ok(None)), "{whole:?} at {cut}: {part:?}");
+                }
+                at += length;
+            }
         }
     }
 
