@@ -127,7 +127,8 @@ pub trait Adapter: Send + Sync + 'static {
     /// Deletes objects; returns whether each was there.
     fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>>;
 
-    /// Lists about `limit` objects from `from` on (`None` is the start).
+    /// Lists about `limit` objects from `from` on (`None` is the start). An object that is there all the time is on a page, or
+    /// on several if the backend reorganises itself meanwhile.
     ///
     /// # Errors
     /// [`ErrorKind::Unsupported`](crate::ErrorKind::Unsupported) without the capability; others of the backend.

@@ -21,6 +21,7 @@ use super::command::{Commands, Expected, Reply, Segment};
 use super::endpoint::{Endpoint, Stream};
 use super::errors::{self, Fatal};
 use super::reply::{self, Head};
+use crate::RateLimited;
 use crate::error::{ErrorKind, L2Error};
 use crate::object::Buffer;
 
@@ -39,6 +40,9 @@ const MAX_UNSENT_BYTES: u64 = 4 << 20;
 
 /// Bytes read at once, but for bodies of objects.
 const READ_BYTES: usize = 16 << 10;
+
+/// Bytes of replies that are kept for one call, objects apart.
+const MAX_KEPT_BYTES: usize = 4 * reply::MAX_VALUE;
 
 /// Between two looks at whether the caller of the oldest call still waits.
 const ABANDONED_AFTER: Duration = Duration::from_secs(1);
@@ -118,54 +122,89 @@ impl Connection {
 }
 
 async fn run(endpoint: Arc<Endpoint>, state: Arc<State>, mut calls: mpsc::UnboundedReceiver<Call>) {
-    let mut attempts: u64 = 0;
+    let mut failures: u64 = 0;
+    // Calls that came before the connection.
+    let mut queued = VecDeque::new();
     loop {
-        let connected = timeout(endpoint.connection_timeout, endpoint.connect()).await;
-        let error = match connected {
+        let connecting = timeout(endpoint.connection_timeout, endpoint.connect());
+        tokio::pin!(connecting);
+        let connected = loop {
+            tokio::select! {
+                connected = &mut connecting => break connected,
+                call = calls.recv(), if !calls.is_closed() || queued.is_empty() => match call {
+                    Some(call) => queued.push_back(call),
+                    None if queued.is_empty() => return,
+                    None => {}
+                },
+            }
+        };
+        // With the calls that fail by it, unless it is one more failure of the same kind.
+        let (error, failed) = match connected {
             Ok(Ok(stream)) => {
-                attempts = 0;
+                if failures > 0 {
+                    tracing::info!(address = endpoint.name(), "connected again");
+                }
+                failures = 0;
                 state.set(None);
                 let mut pipe = Pipe::new(&endpoint, &state, stream);
-                match pipe.serve(&mut calls).await {
+                match pipe.serve(&mut queued, &mut calls).await {
                     Ok(()) => return,
                     Err(error) => {
                         // Later calls are not sent here any more.
                         state.set(Some(error.clone()));
+                        let failed = pipe.pending.len();
                         pipe.fail(&error);
-                        error
+                        (error, Some(failed))
                     }
                 }
             }
-            Ok(Err(error)) => error,
-            Err(_) => L2Error::new(
-                ErrorKind::Unavailable,
-                format!(
-                    "{}: not connected within {:?}",
-                    endpoint.name(),
-                    endpoint.connection_timeout
-                ),
-            ),
+            Ok(Err(error)) => (error, (failures == 0).then_some(queued.len())),
+            Err(_) => {
+                let limit = endpoint.connection_timeout;
+                let message = format!("{}: not connected within {limit:?}", endpoint.name());
+                let error = L2Error::new(ErrorKind::Unavailable, message);
+                (error, (failures == 0).then_some(queued.len()))
+            }
         };
         state.set(Some(error.clone()));
+        if let Some(failed) = failed {
+            log_loss(&endpoint, &error, failed);
+        }
         let pause = match error.kind() {
             ErrorKind::Refused => REFUSED_PAUSE,
-            _ => pause(attempts),
+            _ => pause(failures),
         };
-        attempts += 1;
+        failures += 1;
         let until = Instant::now() + pause;
+        for call in queued.drain(..) {
+            refuse(&state, call, &error);
+        }
         loop {
             tokio::select! {
                 () = sleep_until(until) => break,
                 call = calls.recv() => match call {
-                    Some(call) => {
-                        let size = call.size();
-                        end(&state, size, call.answer, Err(error.clone()));
-                    }
+                    Some(call) => refuse(&state, call, &error),
                     None => return,
                 },
             }
         }
     }
+}
+
+/// Logs why there is no connection. One that is idle may be closed by its server at any time.
+fn log_loss(endpoint: &Endpoint, error: &L2Error, calls: usize) {
+    static LOG_LIMIT: RateLimited = RateLimited::per_second();
+    let address = endpoint.name();
+    if calls == 0 && error.kind() == ErrorKind::Unavailable {
+        tracing::debug!(address, %error, "no connection to a second tier");
+    } else if let Some(left_out) = LOG_LIMIT.permit(std::time::Instant::now()) {
+        tracing::warn!(address, %error, calls, left_out, "no connection to a second tier; calls fail");
+    }
+}
+
+fn refuse(state: &State, call: Call, error: &L2Error) {
+    let size = call.size();
+    end(state, size, call.answer, Err(error.clone()));
 }
 
 /// The pause before another attempt to connect.
@@ -198,6 +237,8 @@ struct Pending {
     expected_bytes: u64,
     /// [`Pipe::sent_bytes`] once it is sent.
     sent_at: u64,
+    /// Bytes of replies that are kept.
+    kept_bytes: usize,
 }
 
 /// The body that is being read.
@@ -249,17 +290,26 @@ impl<'a> Pipe<'a> {
     }
 
     /// Serves calls until there can be no more, or the connection is lost.
-    async fn serve(&mut self, calls: &mut mpsc::UnboundedReceiver<Call>) -> Result<(), L2Error> {
+    async fn serve(
+        &mut self,
+        queued: &mut VecDeque<Call>,
+        calls: &mut mpsc::UnboundedReceiver<Call>,
+    ) -> Result<(), L2Error> {
         let mut is_open = true;
         loop {
-            while is_open && self.has_capacity() {
+            while self.has_capacity()
+                && let Some(call) = queued.pop_front()
+            {
+                self.take(call);
+            }
+            while is_open && queued.is_empty() && self.has_capacity() {
                 match calls.try_recv() {
                     Ok(call) => self.take(call),
                     Err(mpsc::error::TryRecvError::Empty) => break,
                     Err(mpsc::error::TryRecvError::Disconnected) => is_open = false,
                 }
             }
-            if !is_open && self.pending.is_empty() {
+            if !is_open && queued.is_empty() && self.pending.is_empty() {
                 return Ok(());
             }
             let moved = self.send()? | self.receive()?;
@@ -275,7 +325,7 @@ impl<'a> Pipe<'a> {
             };
             tokio::select! {
                 ready = self.stream.ready(interest) => { ready.map_err(|error| self.lost(&error))?; }
-                call = calls.recv(), if is_open && self.has_capacity() => match call {
+                call = calls.recv(), if is_open && queued.is_empty() && self.has_capacity() => match call {
                     Some(call) => self.take(call),
                     None => is_open = false,
                 },
@@ -313,6 +363,7 @@ impl<'a> Pipe<'a> {
             size: bytes + expected_bytes,
             expected_bytes,
             sent_at: self.sent_bytes + self.unsent_bytes,
+            kept_bytes: 0,
         });
     }
 
@@ -460,7 +511,7 @@ impl<'a> Pipe<'a> {
                 Ok(Some((used, reply))) => {
                     at += used;
                     if let Some(reply) = reply
-                        && let Err(error) = self.file(reply)
+                        && let Err(error) = self.file(reply, used)
                     {
                         break Err(error);
                     }
@@ -556,8 +607,8 @@ impl<'a> Pipe<'a> {
         }
     }
 
-    /// Files a reply under the oldest call.
-    fn file(&mut self, reply: Reply) -> Result<(), L2Error> {
+    /// Files a reply of `bytes` under the oldest call.
+    fn file(&mut self, reply: Reply, bytes: usize) -> Result<(), L2Error> {
         let fatal = match &reply {
             Reply::Value(reply::Value::Error(text)) => Fatal::of(self.endpoint, text),
             _ => None,
@@ -568,6 +619,11 @@ impl<'a> Pipe<'a> {
         if oldest.expected.len() == 1 && self.sent_bytes < oldest.sent_at {
             // Its buffers are not free yet.
             let message = format!("{}: a reply came before its command", self.endpoint.name());
+            return Err(L2Error::new(ErrorKind::Unavailable, message));
+        }
+        oldest.kept_bytes += bytes;
+        if oldest.kept_bytes > MAX_KEPT_BYTES {
+            let message = format!("{}: replies that are too long", self.endpoint.name());
             return Err(L2Error::new(ErrorKind::Unavailable, message));
         }
         oldest.expected.pop_front();

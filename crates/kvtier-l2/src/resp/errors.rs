@@ -30,6 +30,7 @@ pub(super) fn of(endpoint: &Endpoint, text: &str) -> L2Error {
             ErrorKind::Refused,
             ": clusters are not supported by this type",
         ),
+        _ if text.contains("max number of clients") => (ErrorKind::Unavailable, ""),
         _ => (ErrorKind::Refused, ""),
     };
     // Hostile bytes, in a log line.

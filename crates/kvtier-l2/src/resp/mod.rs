@@ -51,7 +51,7 @@ const MAX_VALUE: u64 = 512 << 20;
 
 /// Keys that one call asks about, and of one page of a listing at most.
 const KEYS_PER_CALL: usize = 512;
-const MAX_LIST_PAGE: usize = 10_000;
+const MAX_LIST_PAGE: usize = 2000;
 
 /// Adapter of a server.
 pub struct RespAdapter {
@@ -618,8 +618,12 @@ impl Adapter for RespAdapter {
         Box::pin(async move {
             let mut recovered = Recovered::default();
             let mut next = Some("0".to_owned());
+            // A scan may come by a key again while the server makes its table larger.
+            let mut seen = HashSet::new();
             while let Some(cursor) = next {
-                let (page, foreign) = self.page(&cursor, 1000).await?;
+                let (mut page, foreign) = self.page(&cursor, 1000).await?;
+                page.objects
+                    .retain(|object| seen.insert(key_digest(&object.key)));
                 recovered.foreign += foreign;
                 recovered.objects += page.objects.len() as u64;
                 recovered.bytes += page.objects.iter().map(|object| object.bytes).sum::<u64>();

@@ -5,7 +5,7 @@
 const MAX_LINE: usize = 64 << 10;
 
 /// Longest reply that is kept whole; bodies of objects are not.
-pub(super) const MAX_VALUE: usize = 16 << 20;
+pub(super) const MAX_VALUE: usize = 4 << 20;
 
 /// Arrays inside of arrays.
 const MAX_DEPTH: usize = 4;
