@@ -62,6 +62,11 @@ pub trait Subject: Send + Sync + 'static {
         let _ = (key, how);
         false
     }
+
+    /// Whether the store reorganises itself, so that a listing may have an object again on a later page.
+    fn may_list_twice(&self) -> bool {
+        false
+    }
 }
 
 impl<F, Opened> Subject for F

@@ -42,6 +42,10 @@ impl Subject for Part {
         })
     }
 
+    fn may_list_twice(&self) -> bool {
+        true
+    }
+
     fn damage(&self, key: &ObjectKey, how: Damage) -> bool {
         let name = format!(
             "{}@{}",
