@@ -385,7 +385,7 @@ pub(crate) fn wait(fds: &mut [PollFd<'_>], timeout: Duration, busy_poll: Duratio
             _ => return,
         }
     }
-    let timeout = timeout.saturating_sub(busy_poll);
+    let timeout = timeout.saturating_sub(begun.elapsed());
     let timeout = Timespec::try_from(timeout).unwrap_or(Timespec {
         tv_sec: i64::MAX,
         tv_nsec: 0,

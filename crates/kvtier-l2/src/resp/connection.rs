@@ -5,6 +5,7 @@
 //! time), the connection is closed, and everything that was in flight on it fails.
 
 use std::collections::VecDeque;
+use std::hash::{BuildHasher as _, RandomState};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::Duration;
@@ -44,8 +45,11 @@ const READ_BYTES: usize = 16 << 10;
 /// Bytes of replies that are kept for one call, objects apart.
 const MAX_KEPT_BYTES: usize = 4 * reply::MAX_VALUE;
 
-/// Between two looks at whether the caller of the oldest call still waits.
-const ABANDONED_AFTER: Duration = Duration::from_secs(1);
+/// Bytes of a call for which it may take [`Endpoint::request_timeout`] once more.
+const TIMEOUT_BYTES: u64 = 4 << 20;
+
+/// Bytes sent or received before others of the runtime get their turn.
+const TURN_BYTES: usize = 1 << 20;
 
 /// Commands and where their replies go.
 pub(super) struct Call {
@@ -98,6 +102,16 @@ impl State {
     }
 }
 
+/// Nothing is sent to a task that has ended, whatever ended it.
+struct Ended(Arc<State>);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        let ended = L2Error::new(ErrorKind::Unavailable, "the connection has ended");
+        self.0.set(Some(ended));
+    }
+}
+
 /// A connection, or the attempts to make one. Its task ends when this is dropped and all calls have ended.
 pub(super) struct Connection {
     calls: mpsc::UnboundedSender<Call>,
@@ -122,6 +136,9 @@ impl Connection {
 }
 
 async fn run(endpoint: Arc<Endpoint>, state: Arc<State>, mut calls: mpsc::UnboundedReceiver<Call>) {
+    let _ended = Ended(Arc::clone(&state));
+    // Servers that lost their connections at once come back at different times.
+    let seed = RandomState::new().hash_one(0);
     let mut failures: u64 = 0;
     // Calls that came before the connection.
     let mut queued = VecDeque::new();
@@ -172,7 +189,7 @@ async fn run(endpoint: Arc<Endpoint>, state: Arc<State>, mut calls: mpsc::Unboun
         }
         let pause = match error.kind() {
             ErrorKind::Refused => REFUSED_PAUSE,
-            _ => pause(failures),
+            _ => pause(seed, failures),
         };
         failures += 1;
         let until = Instant::now() + pause;
@@ -208,11 +225,11 @@ fn refuse(state: &State, call: Call, error: &L2Error) {
 }
 
 /// The pause before another attempt to connect.
-fn pause(attempts: u64) -> Duration {
+fn pause(seed: u64, attempts: u64) -> Duration {
     let longest = FIRST_PAUSE
         .saturating_mul(1 << attempts.min(16))
         .min(MAX_PAUSE);
-    let random = SplitMix64::nth(std::process::id().into(), attempts) % 512;
+    let random = SplitMix64::nth(seed, attempts) % 512;
     longest - longest.mul_f64(random as f64 / 1024.0)
 }
 
@@ -263,7 +280,11 @@ struct Pipe<'a> {
     expected_bytes: u64,
     received: Vec<u8>,
     body: Option<Body>,
-    /// When something was last sent or received, or the oldest call came.
+    /// Why the connection ends once the reply before is filed.
+    ending: Option<L2Error>,
+    /// Why it takes no more calls, and ends once those that it has are answered.
+    fatal: Option<L2Error>,
+    /// When something was last received, or sent of the oldest call, or that came.
     moved: Instant,
     /// When the oldest call became that.
     oldest: Instant,
@@ -284,6 +305,8 @@ impl<'a> Pipe<'a> {
             expected_bytes: 0,
             received: Vec::new(),
             body: None,
+            ending: None,
+            fatal: None,
             moved: now,
             oldest: now,
         }
@@ -312,9 +335,23 @@ impl<'a> Pipe<'a> {
             if !is_open && queued.is_empty() && self.pending.is_empty() {
                 return Ok(());
             }
-            let moved = self.send()? | self.receive()?;
-            if moved {
+            self.check_time()?;
+            if self.pending.is_empty()
+                && let Some(error) = self.fatal.take()
+            {
+                return Err(error);
+            }
+            // What is sent behind the oldest call is no sign of life.
+            let is_sending = self
+                .pending
+                .front()
+                .is_some_and(|it| self.sent_bytes < it.sent_at);
+            let has_sent = self.send()?;
+            let has_received = self.receive()?;
+            if has_received || has_sent && is_sending {
                 self.moved = Instant::now();
+            }
+            if has_sent || has_received {
                 // Others of the runtime get their turn.
                 tokio::task::yield_now().await;
                 continue;
@@ -329,13 +366,14 @@ impl<'a> Pipe<'a> {
                     Some(call) => self.take(call),
                     None => is_open = false,
                 },
-                () = sleep_until(self.due()), if !self.pending.is_empty() => self.check_time()?,
+                () = sleep_until(self.due()), if !self.pending.is_empty() => {}
             }
         }
     }
 
     fn has_capacity(&self) -> bool {
-        self.pending.len() < MAX_CALLS
+        self.fatal.is_none()
+            && self.pending.len() < MAX_CALLS
             && self.unsent_bytes < MAX_UNSENT_BYTES
             && self.expected_bytes < MAX_EXPECTED_BYTES
     }
@@ -367,24 +405,16 @@ impl<'a> Pipe<'a> {
         });
     }
 
-    /// When the oldest call is looked at next.
+    /// When the connection is lost unless something moves, or the oldest call is answered.
     fn due(&self) -> Instant {
-        let silent = self.moved + self.endpoint.request_timeout;
-        let now = Instant::now();
-        silent.min(now.max(self.oldest) + ABANDONED_AFTER)
+        let size = self.pending.front().map_or(0, |oldest| oldest.size);
+        let parts = 1 + u32::try_from(size / TIMEOUT_BYTES).unwrap_or(u32::MAX - 1);
+        let whole = self.oldest + self.endpoint.request_timeout.saturating_mul(parts);
+        whole.min(self.moved + self.endpoint.request_timeout)
     }
 
-    /// The connection is lost if nothing moves, or the caller of the oldest call waits no longer.
     fn check_time(&self) -> Result<(), L2Error> {
-        let now = Instant::now();
-        let limit = self.endpoint.request_timeout;
-        let is_abandoned = self
-            .pending
-            .front()
-            .is_some_and(|oldest| oldest.answer.is_closed());
-        let is_late =
-            now >= self.moved + limit || is_abandoned && now >= self.oldest + ABANDONED_AFTER;
-        match is_late {
+        match !self.pending.is_empty() && Instant::now() >= self.due() {
             false => Ok(()),
             true => Err(L2Error::new(
                 ErrorKind::Deadline,
@@ -395,8 +425,8 @@ impl<'a> Pipe<'a> {
 
     /// Sends what the socket takes; returns whether it took anything.
     fn send(&mut self) -> Result<bool, L2Error> {
-        let mut any = false;
-        while !self.unsent.is_empty() {
+        let mut turn = 0;
+        while !self.unsent.is_empty() && turn < TURN_BYTES {
             let slices: Vec<_> = self
                 .unsent
                 .iter()
@@ -410,7 +440,7 @@ impl<'a> Pipe<'a> {
             let Some(sent) = self.outcome(sent)? else {
                 break;
             };
-            any = true;
+            turn += sent;
             self.unsent_bytes -= sent as u64;
             self.sent_bytes += sent as u64;
             self.sent += sent as u64;
@@ -421,14 +451,17 @@ impl<'a> Pipe<'a> {
                 self.unsent.pop_front();
             }
         }
-        Ok(any)
+        Ok(turn > 0)
     }
 
     /// Receives what has arrived; returns whether anything had.
     fn receive(&mut self) -> Result<bool, L2Error> {
-        let mut any = false;
+        let mut turn = 0;
         loop {
             self.read_replies()?;
+            if turn >= TURN_BYTES {
+                return Ok(true);
+            }
             let got = match (&self.body, self.oldest_object()) {
                 (Some(Body::Object { done }), Some(to))
                     if self.received.is_empty() && *done < to.len() =>
@@ -452,8 +485,8 @@ impl<'a> Pipe<'a> {
                     let message = format!("{}: it has closed the connection", self.endpoint.name());
                     return Err(L2Error::new(ErrorKind::Unavailable, message));
                 }
-                Some(_) => any = true,
-                None => return Ok(any),
+                Some(got) => turn += got,
+                None => return Ok(turn > 0),
             }
         }
     }
@@ -594,12 +627,13 @@ impl<'a> Pipe<'a> {
                         None
                     }
                     Head::Bulk(Some(_)) => {
-                        return Err(malformed(reply::Malformed("a value that is much longer")));
+                        self.ending =
+                            Some(malformed(reply::Malformed("a value that is much longer")));
+                        let error = L2Error::new(ErrorKind::Corrupt, "the value is much longer");
+                        Some(Reply::Object(Err(error)))
                     }
                     Head::Bulk(None) => Some(Reply::Object(Err(not_found()))),
-                    Head::Error(text) => {
-                        Some(Reply::Object(Err(errors::of_load(self.endpoint, &text)?)))
-                    }
+                    Head::Error(text) => Some(Reply::Object(Err(errors::of(self.endpoint, &text)))),
                     _ => return Err(malformed(reply::Malformed("another type than a body"))),
                 };
                 Ok(Some((used, reply)))
@@ -635,17 +669,25 @@ impl<'a> Pipe<'a> {
             self.expected_bytes -= done.expected_bytes;
             end(self.state, done.size, done.answer, Ok(done.replies));
         }
-        match fatal {
-            Some(Fatal(error)) => Err(error),
+        if let Some(Fatal(error)) = fatal {
+            self.fatal = Some(error);
+        }
+        match self.ending.take() {
+            Some(error) => Err(error),
             None => Ok(()),
         }
     }
 
-    /// Fails what is in flight.
+    /// Fails what is in flight. What was sent and is no load may have been done, or may still be.
     fn fail(&mut self, error: &L2Error) {
         self.unsent.clear();
         for pending in self.pending.drain(..) {
-            end(self.state, pending.size, pending.answer, Err(error.clone()));
+            let may_be_done = pending.expected_bytes == 0 && self.sent_bytes >= pending.sent_at;
+            let error = match may_be_done {
+                true => L2Error::new(ErrorKind::Deadline, error.to_string()),
+                false => error.clone(),
+            };
+            end(self.state, pending.size, pending.answer, Err(error));
         }
     }
 }

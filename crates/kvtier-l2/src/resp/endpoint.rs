@@ -9,7 +9,8 @@ use kvtier_memory::AccessError;
 use kvtier_memory::socket::{Slice, SocketError, send_slices};
 use rustix::net::{RecvFlags, recv, sockopt};
 use tokio::io::{Interest, Ready};
-use tokio::net::{TcpStream, UnixStream};
+use tokio::net::{TcpStream, UnixStream, lookup_host};
+use tokio::time::timeout;
 
 use super::command::Commands;
 use super::errors;
@@ -58,9 +59,7 @@ impl Endpoint {
         let stream = match &self.address {
             Address::Unix(path) => Stream::Unix(UnixStream::connect(path).await.map_err(failed)?),
             Address::Tcp(host, port) => {
-                // All addresses of the name are tried.
-                let stream = TcpStream::connect((host.as_str(), *port)).await;
-                let stream = stream.map_err(failed)?;
+                let stream = self.connect_any(host, *port).await.map_err(failed)?;
                 self.tune(&stream).map_err(failed)?;
                 Stream::Tcp(stream)
             }
@@ -76,12 +75,35 @@ impl Endpoint {
         }
         // An error if it needs a password, or has not loaded its data yet.
         greeting.push(&[b"PING"]);
-        for value in self.greet(&stream, &greeting).await? {
+        let has_credentials = !self.password.is_empty();
+        for (at, value) in self.greet(&stream, &greeting).await?.iter().enumerate() {
             if let Value::Error(text) = value {
-                return Err(errors::of(self, &text));
+                // An unknown command may be repeated, with its arguments.
+                let is_of_credentials = at == 0 && has_credentials;
+                let text = if is_of_credentials {
+                    errors::code(text)
+                } else {
+                    text
+                };
+                return Err(errors::of(self, text));
             }
         }
         Ok(stream)
+    }
+
+    /// Tries the addresses of a name, each for its part of the time.
+    async fn connect_any(&self, host: &str, port: u16) -> io::Result<TcpStream> {
+        let addresses: Vec<_> = lookup_host((host, port)).await?.collect();
+        let part = self.connection_timeout / u32::try_from(addresses.len().max(1)).unwrap_or(1);
+        let mut failed = io::Error::from(io::ErrorKind::AddrNotAvailable);
+        for address in addresses {
+            match timeout(part, TcpStream::connect(address)).await {
+                Ok(Ok(stream)) => return Ok(stream),
+                Ok(Err(error)) => failed = error,
+                Err(_) => failed = io::ErrorKind::TimedOut.into(),
+            }
+        }
+        Err(failed)
     }
 
     fn tune(&self, stream: &TcpStream) -> io::Result<()> {

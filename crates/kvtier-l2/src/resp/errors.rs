@@ -38,14 +38,6 @@ pub(super) fn of(endpoint: &Endpoint, text: &str) -> L2Error {
     L2Error::new(kind, format!("{}: {text}{advice}", endpoint.name()))
 }
 
-/// The error of a load, which costs the connection if it is [`Fatal`].
-pub(super) fn of_load(endpoint: &Endpoint, text: &str) -> Result<L2Error, L2Error> {
-    match Fatal::of(endpoint, text) {
-        Some(Fatal(error)) => Err(error),
-        None => Ok(of(endpoint, text)),
-    }
-}
-
 /// The first word.
 pub(super) fn code(text: &str) -> &str {
     text.split(' ').next().unwrap_or_default()

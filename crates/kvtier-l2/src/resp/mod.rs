@@ -154,9 +154,11 @@ impl RespAdapter {
         }
     }
 
-    /// Whether bytes without a layout are none of this object's.
+    /// Whether bytes without a layout are none of this object's. A companion is lost more easily than a trailer of a file: its
+    /// server may evict it alone. So what has none may be kvtier's own, of another layout.
     fn needs_layout(&self, object: &ObjectSpec) -> bool {
-        object.is_page_bound() && !self.options.trust_missing_layout
+        let must_have = self.options.companion_sums || object.is_page_bound();
+        must_have && !self.options.trust_missing_layout || self.is_required()
     }
 
     fn companion(&self, object: &ObjectSpec, value: &Value) -> Result<Companion, L2Error> {
@@ -177,6 +179,12 @@ impl RespAdapter {
             }
             Some(_) => Companion::Other,
         })
+    }
+
+    /// Time to live of a companion, in seconds; each load renews it.
+    fn companion_ttl(&self) -> String {
+        let own = self.options.ttl_seconds.unwrap_or(0);
+        own.max(COMPANION_TTL).to_string()
     }
 
     fn send_store(&self, item: &StoreItem) -> Result<Waiting, L2Error> {
@@ -200,7 +208,7 @@ impl RespAdapter {
                 key: key_digest(&object.key),
                 data: sum,
             };
-            let lives = ttl.unwrap_or(0).max(COMPANION_TTL).to_string();
+            let lives = self.companion_ttl();
             commands.push(&[b"MULTI"]);
             commands.push(&[b"STRLEN", key.as_bytes()]);
             commands.push(&[b"GET", companion.as_bytes()]);
@@ -321,7 +329,7 @@ impl RespAdapter {
         };
         let is_loadable = match companion {
             Companion::Of(_) => true,
-            Companion::None => !self.needs_layout(object) && !self.is_required(),
+            Companion::None => !self.needs_layout(object),
             Companion::Other | Companion::Damaged => false,
         };
         if !is_loadable && matches!(companion, Companion::None) {
@@ -344,10 +352,13 @@ impl RespAdapter {
         }
         let (key, companion) = self.keys(&object.key);
         let mut commands = Commands::default();
-        if self.options.companion_sums {
-            commands.push(&[b"GET", companion.as_bytes()]);
-        }
+        // In this order: if both are replaced in between, the bytes are not those of the companion, which is noticed.
         commands.get(key.as_bytes(), to.clone());
+        if self.options.companion_sums {
+            let lives = self.companion_ttl();
+            commands.push(&[b"GET", companion.as_bytes()]);
+            commands.push(&[b"EXPIRE", companion.as_bytes(), lives.as_bytes()]);
+        }
         self.pool.send(Lane::Values, commands)
     }
 
@@ -356,19 +367,19 @@ impl RespAdapter {
         item: LoadItem,
         waiting: Result<Waiting, L2Error>,
     ) -> Result<Loaded, L2Error> {
-        let mut replies = replies(waiting).await?;
-        let Some(Reply::Object(read)) = replies.pop() else {
+        let mut replies = replies(waiting).await?.into_iter();
+        let Some(Reply::Object(read)) = replies.next() else {
             return Err(self.unexpected());
         };
         read?;
-        let companion = match replies.pop() {
+        let companion = match replies.next() {
             Some(Reply::Value(value)) => self.companion(&item.object, &value)?,
             Some(Reply::Object(_)) => return Err(self.unexpected()),
             None => Companion::None,
         };
         let sum = match companion {
             Companion::Of(sum) => sum,
-            Companion::None if self.is_required() || self.needs_layout(&item.object) => {
+            Companion::None if self.needs_layout(&item.object) => {
                 count(&self.counters.no_layout);
                 return Err(self.error(ErrorKind::NotFound, "the object has no layout"));
             }
@@ -458,17 +469,18 @@ impl RespAdapter {
         for part in known.chunks(KEYS_PER_CALL) {
             let mut commands = Commands::default();
             for (_, key) in part {
-                commands.push(&[b"STRLEN", key]);
+                // In this order: the other one is a use.
                 commands.push(&[b"OBJECT", b"IDLETIME", key]);
+                commands.push(&[b"STRLEN", key]);
             }
             let values = self.values(commands).await?;
             for ((key, _), values) in part.iter().zip(values.chunks_exact(2)) {
                 // Deleted meanwhile, or of another type.
-                let &Value::Integer(length @ 1..) = &values[0] else {
+                let &Value::Integer(length @ 1..) = &values[1] else {
                     continue;
                 };
                 // Servers that evict by frequency know no idle times.
-                let idle = match values[1] {
+                let idle = match values[0] {
                     Value::Integer(idle) => u64::try_from(idle).unwrap_or(0),
                     _ => 0,
                 };
@@ -577,8 +589,9 @@ impl Adapter for RespAdapter {
                 let mut commands = Commands::default();
                 for key in part {
                     let (key, companion) = self.keys(key);
-                    commands.push(&[b"UNLINK", key.as_bytes()]);
+                    // In this order: another server's store in between leaves no object without a companion.
                     commands.push(&[b"UNLINK", companion.as_bytes()]);
+                    commands.push(&[b"UNLINK", key.as_bytes()]);
                 }
                 match self.values(commands).await {
                     Err(error) => results.extend(part.iter().map(|_| Err(error.clone()))),
@@ -588,7 +601,7 @@ impl Adapter for RespAdapter {
                                 return Err(errors::of(&self.endpoint, text));
                             }
                         }
-                        match values[0] {
+                        match values[1] {
                             Value::Integer(deleted) => Ok(deleted > 0),
                             _ => Err(self.unexpected()),
                         }
@@ -664,8 +677,16 @@ impl Adapter for RespAdapter {
                         .ok()
                 })
             };
+            // A server that evicts makes space by itself, when something is stored.
+            let policy = text
+                .lines()
+                .find_map(|line| line.strip_prefix("maxmemory_policy:"));
+            let evicts = match policy.map(str::trim) {
+                None | Some("noeviction") => false,
+                Some(policy) => policy.starts_with("allkeys") || self.options.ttl_seconds.is_some(),
+            };
             Ok(match (field("maxmemory"), field("used_memory")) {
-                (Some(most @ 1..), Some(used)) => Some(most.saturating_sub(used)),
+                (Some(most @ 1..), Some(used)) if !evicts => Some(most.saturating_sub(used)),
                 _ => None,
             })
         })

@@ -138,14 +138,14 @@ const KEYS: &[Key] = &[
     Key::switch(
         "companion_sums",
         "Keep layout and checksum of each object beside it under a key of their own, kvtier.sum@ before the object's, and \
-         compare them at each load; without it objects of CPU engines are misses, and no other layout is noticed unless its \
-         objects have another length",
+         compare them at each load; without it another layout is noticed only by another length, and objects of CPU engines \
+         are misses",
     )
     .or(Fallback::Switch(true)),
     Key::switch(
         "trust_missing_layout",
-        "Load objects without a layout, such as those of LMCache, also for models whose pages depend on block size, \
-         processor or release of the engine (all of CPU engines); only if all engines that write there agree in these",
+        "Load objects that have no layout beside them, such as those of LMCache; only if all engines of a model that write \
+         there agree in type, block size and form of its pages, CPU engines also in processor and release",
     ),
     Key::number(
         "connection_timeout",

@@ -97,13 +97,77 @@ async fn cut_and_malformed_values_cost_the_connection() {
         b":1\r\n",
         b"*1\r\n$1\r\nx\r\n",
         b"HTTP/1.1 400\r\n",
-        b"$99999999999\r\n",
     ] {
         assert_eq!(
             error_of(said, false).await,
             Some(ErrorKind::Unavailable),
             "{said:?}"
         );
+    }
+}
+
+#[tokio::test]
+async fn value_that_is_much_longer_is_a_miss_and_costs_the_connection() {
+    let said = value(100_000, 100_000);
+    assert_eq!(error_of(&said, false).await, Some(ErrorKind::Corrupt));
+    assert_eq!(
+        error_of(b"$99999999999\r\n", false).await,
+        Some(ErrorKind::Corrupt)
+    );
+}
+
+#[tokio::test]
+async fn dripping_and_frozen_servers_are_left_whatever_else_is_asked() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    tokio::spawn(async move {
+        loop {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            tokio::spawn(async move {
+                let mut bytes = vec![0; 65536];
+                let _ = stream.read(&mut bytes).await;
+                let _ = stream.write_all(b"+PONG\r\n").await;
+                let _ = stream.read(&mut bytes).await;
+                let is_load = bytes.starts_with(b"*2\r\n$3\r\nGET");
+                let _ = stream
+                    .write_all(if is_load { b"$1000\r\n" } else { b"" })
+                    .await;
+                loop {
+                    // A byte of a body now and then, and nothing else.
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                    if is_load && stream.write_all(b"x").await.is_err() {
+                        return;
+                    }
+                }
+            });
+        }
+    });
+    let options = RespOptions {
+        num_workers: 1,
+        companion_sums: false,
+        request_timeout: Duration::from_millis(300),
+        ..RespOptions::new(Address::Tcp("127.0.0.1".into(), port))
+    };
+    let adapter = RespAdapter::open("resp", &options);
+    let memory = Memory::new(1 << 20);
+    let loaded = load(&adapter, &memory, &[object(1, 1000)]).await;
+    assert_eq!(kinds(loaded), [Some(ErrorKind::Deadline)]);
+    // Lookups keep coming, and none is answered.
+    let asked = || async {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+        adapter.lookup(vec![object(2, 10)]).await
+    };
+    let first = adapter.lookup(vec![object(1, 10)]);
+    let others = async {
+        loop {
+            tokio::time::timeout(Duration::from_millis(20), asked())
+                .await
+                .ok();
+        }
+    };
+    tokio::select! {
+        found = first => assert!(found.is_err()),
+        () = others => {}
     }
 }
 

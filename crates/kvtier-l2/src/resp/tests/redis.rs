@@ -105,7 +105,11 @@ fn lmcaches() -> (ObjectSpec, &'static str) {
 #[tokio::test]
 async fn keys_and_values_are_lmcaches_in_both_directions() {
     let (server, memory) = (Redis::start(&[]), Memory::new(1 << 20));
-    let adapter = RespAdapter::open("resp", &server.options());
+    let options = RespOptions {
+        trust_missing_layout: true,
+        ..server.options()
+    };
+    let adapter = RespAdapter::open("resp", &options);
     let (object, name) = lmcaches();
     let theirs = [7; 512];
     server.set(name, &theirs);
@@ -179,6 +183,74 @@ async fn page_bound_objects_without_a_layout_are_misses_unless_trusted() {
             assert_eq!(loaded[0].is_ok(), trust_missing_layout);
         }
     }
+}
+
+#[tokio::test]
+async fn object_that_lost_its_companion_is_a_miss_and_is_stored_again() {
+    let (server, memory) = (Redis::start(&[]), Memory::new(1 << 20));
+    let adapter = RespAdapter::open("resp", &server.options());
+    let objects = [object(1, 4000)];
+    assert_eq!(kinds(store(&adapter, &memory, &objects).await), [None]);
+    let name = objects[0].key.text().name(KeyShape::Grouped);
+    let companion = format!("{COMPANION}{name}");
+    // A load keeps it alive.
+    server.ask(&[b"EXPIRE", companion.as_bytes(), b"100"]);
+    assert_eq!(kinds(load(&adapter, &memory, &objects).await), [None]);
+    assert!(matches!(
+        server.ask(&[b"TTL", companion.as_bytes()]),
+        Value::Integer(101..)
+    ));
+    // The server has evicted it.
+    server.ask(&[b"DEL", companion.as_bytes()]);
+    assert_eq!(adapter.lookup(objects.to_vec()).await, Ok(vec![None]));
+    assert_eq!(
+        kinds(load(&adapter, &memory, &objects).await),
+        [Some(ErrorKind::NotFound)]
+    );
+    assert_eq!(kinds(store(&adapter, &memory, &objects).await), [None]);
+    assert_eq!(kinds(load(&adapter, &memory, &objects).await), [None]);
+}
+
+#[tokio::test]
+async fn server_that_evicts_is_never_full() {
+    let (server, memory) = (Redis::start(&[]), Memory::new(4 << 20));
+    let adapter = RespAdapter::open("resp", &server.options());
+    server.ask(&[b"CONFIG", b"SET", b"maxmemory", b"3mb"]);
+    assert!(matches!(adapter.free_bytes().await, Ok(Some(_))));
+    server.ask(&[b"CONFIG", b"SET", b"maxmemory-policy", b"allkeys-lru"]);
+    assert_eq!(adapter.free_bytes().await, Ok(None));
+    let objects: Vec<_> = (0..100).map(|number| object(number, 30_000)).collect();
+    assert_eq!(kinds(store(&adapter, &memory, &objects).await), [None; 100]);
+    let found = adapter.lookup(objects).await.unwrap();
+    assert!(found.iter().any(Option::is_none) && found.iter().any(Option::is_some));
+}
+
+#[tokio::test]
+async fn listing_tells_when_objects_were_used() {
+    let (server, memory) = (Redis::start(&[]), Memory::new(1 << 20));
+    let adapter = RespAdapter::open("resp", &server.options());
+    assert_eq!(
+        kinds(store(&adapter, &memory, &[object(1, 100)]).await),
+        [None]
+    );
+    let name = object(1, 100).key.text().name(KeyShape::Grouped);
+    let dump = match server.ask(&[b"DUMP", name.as_bytes()]) {
+        Value::Bulk(Some(dump)) => dump,
+        other => panic!("{other:?}"),
+    };
+    let restored = server.ask(&[
+        b"RESTORE",
+        name.as_bytes(),
+        b"0",
+        &dump,
+        b"REPLACE",
+        b"IDLETIME",
+        b"5000",
+    ]);
+    assert_eq!(restored, Value::Simple("OK".into()));
+    let listed = adapter.list(None, 100).await.unwrap().objects;
+    let now = SystemTime::UNIX_EPOCH.elapsed().unwrap().as_secs();
+    assert!(listed[0].used_at + 4000 < now, "{listed:?}");
 }
 
 #[tokio::test]
@@ -370,6 +442,7 @@ async fn server_that_is_a_replica_now_is_unavailable_for_stores() {
         kinds(store(&adapter, &memory, &objects).await),
         [Some(ErrorKind::Unavailable)]
     );
+    until(&adapter, false).await;
     server.ask(&[b"REPLICAOF", b"NO", b"ONE"]);
     until(&adapter, true).await;
     assert_eq!(kinds(store(&adapter, &memory, &objects).await), [None]);
