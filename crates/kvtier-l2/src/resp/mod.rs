@@ -12,6 +12,7 @@ mod connection;
 mod endpoint;
 mod errors;
 mod options;
+mod pipe;
 mod pool;
 mod reply;
 #[cfg(test)]
