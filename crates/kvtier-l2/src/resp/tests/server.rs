@@ -2,6 +2,7 @@
 
 use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -22,47 +23,46 @@ impl Redis {
     /// A server with these flags.
     pub(super) fn start(flags: &[&str]) -> Self {
         let directory = tempfile::tempdir().unwrap();
-        let port = TcpListener::bind("127.0.0.1:0")
-            .unwrap()
-            .local_addr()
-            .unwrap()
-            .port();
-        let process = Self::spawn(port, &directory, flags);
-        Self {
-            process,
-            port,
-            directory,
+        loop {
+            let free = TcpListener::bind("127.0.0.1:0").unwrap();
+            let port = free.local_addr().unwrap().port();
+            drop(free);
+            // Another process may have taken the port meanwhile.
+            if let Some(process) = Self::spawn(port, &directory, flags) {
+                return Self {
+                    process,
+                    port,
+                    directory,
+                };
+            }
         }
     }
 
-    fn spawn(port: u16, directory: &TempDir, flags: &[&str]) -> Child {
+    /// None if it has ended at once, as it does without its port.
+    fn spawn(port: u16, directory: &TempDir, flags: &[&str]) -> Option<Child> {
+        let socket = directory.path().join("socket");
         let mut process = Command::new("redis-server")
-            .args([
-                "--port",
-                &port.to_string(),
-                "--bind",
-                "127.0.0.1",
-                "--save",
-                "",
-            ])
-            .args(["--appendonly", "no", "--dir"])
+            .args(["--port", &port.to_string(), "--bind", "127.0.0.1"])
+            .args(["--save", "", "--appendonly", "no", "--dir"])
             .arg(directory.path())
             .arg("--unixsocket")
-            .arg(directory.path().join("socket"))
+            .arg(&socket)
             .args(flags)
             .stdout(Stdio::null())
             .spawn()
             .expect("redis-server, which is needed for these tests: apt-get install redis-server");
         let until = Instant::now() + Duration::from_secs(30);
-        while TcpStream::connect(("127.0.0.1", port)).is_err() {
-            assert!(
-                process.try_wait().unwrap().is_none(),
-                "the server has ended"
-            );
+        let listens = || {
+            TcpStream::connect(("127.0.0.1", port)).is_ok() && UnixStream::connect(&socket).is_ok()
+        };
+        while !listens() {
+            if process.try_wait().unwrap().is_some() {
+                return None;
+            }
             assert!(Instant::now() < until, "the server does not listen");
             std::thread::sleep(Duration::from_millis(5));
         }
-        process
+        Some(process)
     }
 
     /// Kills it without notice.
@@ -74,7 +74,8 @@ impl Redis {
     /// Starts it again, empty.
     pub(super) fn restart(&mut self) {
         self.kill();
-        self.process = Self::spawn(self.port, &self.directory, &[]);
+        let process = Self::spawn(self.port, &self.directory, &[]);
+        self.process = process.expect("its port is free");
     }
 
     /// Stops it, or lets it go on.
