@@ -11,6 +11,7 @@ mod command;
 mod connection;
 mod endpoint;
 mod errors;
+mod listing;
 mod options;
 mod pipe;
 mod pool;
@@ -21,7 +22,6 @@ mod tests;
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::SystemTime;
 
 use kvtier_core::object_key::{KeyShape, ObjectKey};
 use serde_json::{Value as Json, json};
@@ -50,9 +50,8 @@ const COMPANION_TTL: u64 = 7 * 24 * 3600;
 /// Longest value of a server by default.
 const MAX_VALUE: u64 = 512 << 20;
 
-/// Keys that one call asks about, and of one page of a listing at most.
+/// Keys that one call asks about at most.
 const KEYS_PER_CALL: usize = 512;
-const MAX_LIST_PAGE: usize = 2000;
 
 /// Adapter of a server.
 pub struct RespAdapter {
@@ -119,20 +118,6 @@ impl RespAdapter {
             format!("{prefix}{name}"),
             format!("{prefix}{COMPANION}{name}"),
         )
-    }
-
-    /// The object of a key; none if it is of something else.
-    fn parse(&self, key: &[u8]) -> Option<ObjectKey> {
-        let mut name = std::str::from_utf8(key).ok()?;
-        if !self.options.key_prefix.is_empty() {
-            name = name
-                .strip_prefix(&*self.options.key_prefix)?
-                .strip_prefix('@')?;
-        }
-        if name.starts_with(COMPANION) {
-            return None;
-        }
-        ObjectKey::parse_name(name, Some(KeyShape::Grouped)).ok()
     }
 
     fn error(&self, kind: ErrorKind, what: &str) -> L2Error {
@@ -270,13 +255,18 @@ impl RespAdapter {
 
     /// The values of replies without objects and errors.
     fn all_values(&self, replies: Vec<Reply>) -> Result<Vec<Value>, L2Error> {
+        let values = self.values_of(replies)?;
+        self.refuse_errors(&values)?;
+        Ok(values)
+    }
+
+    /// The values of replies without objects.
+    fn values_of(&self, replies: Vec<Reply>) -> Result<Vec<Value>, L2Error> {
         let value = |reply| match reply {
             Reply::Value(value) => Ok(value),
             Reply::Object(_) => Err(self.unexpected()),
         };
-        let values: Vec<_> = replies.into_iter().map(value).collect::<Result<_, _>>()?;
-        self.refuse_errors(&values)?;
-        Ok(values)
+        replies.into_iter().map(value).collect()
     }
 
     /// Of several errors the first is the reason for the others. A key of another type is none: it is replaced.
@@ -413,107 +403,12 @@ impl RespAdapter {
     /// One reply per command, none of them of an object.
     async fn values(&self, commands: Commands) -> Result<Vec<Value>, L2Error> {
         let count = commands.expected.len();
-        let replies = replies(self.pool.send(Lane::Keys, commands)).await?;
-        let value = |reply| match reply {
-            Reply::Value(value) => Some(value),
-            Reply::Object(_) => None,
-        };
-        let values: Vec<_> = replies.into_iter().filter_map(value).collect();
+        let values = self.values_of(replies(self.pool.send(Lane::Keys, commands)).await?)?;
         match values.len() == count {
             true => Ok(values),
             false => Err(self.unexpected()),
         }
     }
-
-    /// A page of a scan: objects with their lengths and idle times, the keys of others, and the next cursor.
-    async fn page(&self, cursor: &str, limit: usize) -> Result<(ListPage, u64), L2Error> {
-        let mut commands = Commands::default();
-        let count = limit.clamp(1, MAX_LIST_PAGE).to_string();
-        let pattern = match &*self.options.key_prefix {
-            "" => "*@*@*@*".to_owned(),
-            prefix => format!("{}@*@*@*@*", escaped(prefix)),
-        };
-        let arguments: [&[u8]; 6] = [
-            b"SCAN",
-            cursor.as_bytes(),
-            b"MATCH",
-            pattern.as_bytes(),
-            b"COUNT",
-            count.as_bytes(),
-        ];
-        commands.push(&arguments);
-        let mut values = self.values(commands).await?;
-        let (next, keys) = match values.pop() {
-            Some(Value::Error(text)) => return Err(errors::of(&self.endpoint, &text)),
-            Some(Value::Array(page)) => match <[Value; 2]>::try_from(page) {
-                Ok([Value::Bulk(Some(next)), Value::Array(keys)]) => (next, keys),
-                _ => return Err(self.unexpected()),
-            },
-            _ => return Err(self.unexpected()),
-        };
-        let (mut known, mut foreign, mut seen) = (Vec::new(), 0, HashSet::new());
-        for key in keys {
-            let Value::Bulk(Some(key)) = key else {
-                return Err(self.unexpected());
-            };
-            match self.parse(&key) {
-                Some(object) if seen.insert(object.clone()) => known.push((object, key)),
-                Some(_) => {}
-                None => foreign += u64::from(!self.is_companion(&key)),
-            }
-        }
-        let mut objects = Vec::with_capacity(known.len());
-        let now = SystemTime::UNIX_EPOCH
-            .elapsed()
-            .unwrap_or_default()
-            .as_secs();
-        for part in known.chunks(KEYS_PER_CALL) {
-            let mut commands = Commands::default();
-            for (_, key) in part {
-                // In this order: the other one is a use.
-                commands.push(&[b"OBJECT", b"IDLETIME", key]);
-                commands.push(&[b"STRLEN", key]);
-            }
-            let values = self.values(commands).await?;
-            for ((key, _), values) in part.iter().zip(values.chunks_exact(2)) {
-                // Deleted meanwhile, or of another type.
-                let &Value::Integer(length @ 1..) = &values[1] else {
-                    continue;
-                };
-                // Servers that evict by frequency know no idle times.
-                let idle = match values[0] {
-                    Value::Integer(idle) => u64::try_from(idle).unwrap_or(0),
-                    _ => 0,
-                };
-                objects.push(Listed {
-                    key: key.clone(),
-                    bytes: self.size_of(length.unsigned_abs()),
-                    used_at: now.saturating_sub(idle),
-                });
-            }
-        }
-        let next = String::from_utf8(next).map_err(|_| self.unexpected())?;
-        let next = (next != "0").then_some(next);
-        Ok((ListPage { objects, next }, foreign))
-    }
-
-    fn is_companion(&self, key: &[u8]) -> bool {
-        let name = String::from_utf8_lossy(key);
-        let name = match &*self.options.key_prefix {
-            "" => Some(&*name),
-            prefix => name
-                .strip_prefix(prefix)
-                .and_then(|name| name.strip_prefix('@')),
-        };
-        name.is_some_and(|name| name.starts_with(COMPANION))
-    }
-}
-
-/// `text` as a pattern that only `text` matches.
-fn escaped(text: &str) -> String {
-    let special = |c: char| matches!(c, '*' | '?' | '[' | ']' | '\\' | '^');
-    let escape = |c: char| special(c).then_some('\\').into_iter().chain([c]);
-    text.chars().flat_map(escape).collect()
 }
 
 impl Adapter for RespAdapter {

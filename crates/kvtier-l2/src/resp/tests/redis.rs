@@ -1,7 +1,7 @@
 //! A real server: the conformance suite, LMCache's objects, identity, and a server that dies, hangs, or refuses.
 
 use std::sync::atomic::AtomicU32;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use kvtier_core::ChunkHash;
 
