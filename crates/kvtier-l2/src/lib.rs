@@ -20,6 +20,7 @@ pub mod resp;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod tier;
+mod tls;
 pub mod wrap;
 
 pub use adapter::{Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored};
@@ -28,3 +29,4 @@ pub use error::{ErrorKind, L2Error};
 pub use object::{Buffer, LoadItem, ObjectSpec, PAGE_BOUND, StoreItem};
 pub use rate_limited::RateLimited;
 pub use registry::{AdapterType, Registry};
+pub use tls::ClientTls;

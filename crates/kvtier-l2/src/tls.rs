@@ -1,0 +1,197 @@
+//! TLS towards a backend: which authorities are trusted, and what this side proves itself with.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use tokio_rustls::rustls::crypto::ring;
+use tokio_rustls::rustls::pki_types::pem::PemObject as _;
+use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use tokio_rustls::rustls::{ClientConfig, RootCertStore};
+
+use crate::config::{ConfigError, Key, Options, Shape};
+use crate::error::{ErrorKind, L2Error};
+
+/// Key `tls_ca`.
+pub(crate) const CA: Key = Key::text(
+    "tls_ca",
+    "PEM file of the authorities that sign the server's certificate, instead of those of the system",
+);
+/// Key `tls_cert`.
+pub(crate) const CERT: Key = Key::text(
+    "tls_cert",
+    "PEM file of a certificate chain that the server asks for; needs tls_key",
+);
+/// Key `tls_key`.
+pub(crate) const KEY: Key = Key::text("tls_key", "PEM file of the key of tls_cert, not encrypted");
+/// Key `tls_server_name`.
+pub(crate) const SERVER_NAME: Key = Key::of(
+    "tls_server_name",
+    Shape::Text,
+    "Name in the server's certificate, if it is not the host",
+);
+
+/// How a connection is secured. Files are read for each connection, so that renewed ones are used.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct ClientTls {
+    /// PEM file of authorities; `None` is those of the system.
+    pub ca: Option<PathBuf>,
+    /// PEM files of a certificate chain and its key, if the server asks for one.
+    pub identity: Option<(PathBuf, PathBuf)>,
+    /// Name in the server's certificate; `None` is the host.
+    pub server_name: Option<String>,
+}
+
+impl ClientTls {
+    /// Returns the values of the keys of this module, those that the type has.
+    pub(crate) fn of(options: &Options) -> Self {
+        let path = |key| options.find::<&str>(key).map(PathBuf::from);
+        Self {
+            ca: path(CA.name),
+            identity: path(CERT.name).zip(path(KEY.name)),
+            server_name: options.find(SERVER_NAME.name),
+        }
+    }
+
+    /// Refuses keys of this module without their other half.
+    pub(crate) fn check(options: &Options) -> Result<(), ConfigError> {
+        let is_given = |key: Key| options.find::<&str>(key.name).is_some();
+        match (is_given(CERT), is_given(KEY)) {
+            (true, false) => Err(options.refuse(KEY.name, "the path of the key of tls_cert")),
+            (false, true) => {
+                Err(options.refuse(CERT.name, "the path of the certificate of tls_key"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Reads the files.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Refused`], with the key of the configuration and the path.
+    pub(crate) fn settings(&self) -> Result<Arc<ClientConfig>, L2Error> {
+        let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+            .with_safe_default_protocol_versions()
+            .map_err(|error| refused("TLS", &error.to_string()))?
+            .with_root_certificates(self.authorities()?);
+        let settings = match &self.identity {
+            None => builder.with_no_client_auth(),
+            Some((cert, key)) => {
+                let chain = certificates(CERT.name, cert)?;
+                // Its error is not repeated: it may hold a part of the key.
+                let private = PrivateKeyDer::from_pem_slice(&read(KEY.name, key)?).map_err(|_| {
+                    let what = "there is no private key in it; give PEM (PKCS#8, PKCS#1 or SEC1), not encrypted";
+                    refused_file(KEY.name, key, what)
+                })?;
+                let both = builder.with_client_auth_cert(chain, private);
+                both.map_err(|error| refused_file(KEY.name, key, &error.to_string()))?
+            }
+        };
+        Ok(Arc::new(settings))
+    }
+
+    /// The name that the certificate of the server at `host` has to have.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Refused`] if it is neither a DNS name nor an address.
+    pub(crate) fn name_of(&self, host: &str) -> Result<ServerName<'static>, L2Error> {
+        let name = self.server_name.as_deref().unwrap_or(host);
+        ServerName::try_from(name.to_owned()).map_err(|_| {
+            let what = format!("{name:?} is no DNS name or address; give tls_server_name");
+            refused(SERVER_NAME.name, &what)
+        })
+    }
+
+    fn authorities(&self) -> Result<RootCertStore, L2Error> {
+        let mut roots = RootCertStore::empty();
+        match &self.ca {
+            Some(path) => {
+                for certificate in certificates(CA.name, path)? {
+                    let added = roots.add(certificate);
+                    added.map_err(|error| refused_file(CA.name, path, &error.to_string()))?;
+                }
+            }
+            None => {
+                // Single ones that cannot be read are no reason to refuse the others.
+                let found = rustls_native_certs::load_native_certs().certs;
+                if roots.add_parsable_certificates(found).0 == 0 {
+                    let what = "the system has no certification authorities; install ca-certificates, or give tls_ca";
+                    return Err(refused(CA.name, what));
+                }
+            }
+        }
+        Ok(roots)
+    }
+}
+
+fn certificates(key: &str, path: &Path) -> Result<Vec<CertificateDer<'static>>, L2Error> {
+    let bytes = read(key, path)?;
+    let chain = CertificateDer::pem_slice_iter(&bytes).collect::<Result<Vec<_>, _>>();
+    match chain {
+        Ok(chain) if !chain.is_empty() => Ok(chain),
+        _ => Err(refused_file(
+            key,
+            path,
+            "there is no certificate in it; give PEM",
+        )),
+    }
+}
+
+fn read(key: &str, path: &Path) -> Result<Vec<u8>, L2Error> {
+    std::fs::read(path).map_err(|error| refused_file(key, path, &error.to_string()))
+}
+
+fn refused_file(key: &str, path: &Path, what: &str) -> L2Error {
+    refused(key, &format!("{}: {what}", path.display()))
+}
+
+fn refused(key: &str, what: &str) -> L2Error {
+    L2Error::new(ErrorKind::Refused, format!("{key}: {what}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bad_files_are_refused_by_key_and_path() {
+        let directory = tempfile::tempdir().unwrap();
+        let made = rcgen::generate_simple_self_signed(["localhost".to_owned()]).unwrap();
+        let file = |name: &str, text: &str| {
+            let path = directory.path().join(name);
+            std::fs::write(&path, text).unwrap();
+            path
+        };
+        let cert = file("cert.pem", &made.cert.pem());
+        let key = file("key.pem", &made.signing_key.serialize_pem());
+        let other = file("other.pem", "nothing");
+        let absent = directory.path().join("absent");
+        let told = |ca: &Path, cert: &Path, key: &Path| {
+            let tls = ClientTls {
+                ca: Some(ca.to_owned()),
+                identity: Some((cert.to_owned(), key.to_owned())),
+                server_name: None,
+            };
+            tls.settings()
+                .map_or_else(|error| error.to_string(), |_| String::new())
+        };
+        assert_eq!(told(&cert, &cert, &key), "");
+        for (ca, cert, key, name, path) in [
+            (&absent, &cert, &key, "tls_ca", "absent"),
+            (&other, &cert, &key, "tls_ca", "other.pem"),
+            (&cert, &other, &key, "tls_cert", "other.pem"),
+            (&cert, &cert, &other, "tls_key", "other.pem"),
+            (&cert, &cert, &cert, "tls_key", "cert.pem"),
+        ] {
+            let told = told(ca, cert, key);
+            assert!(told.starts_with(name) && told.contains(path), "{told}");
+        }
+    }
+
+    #[test]
+    fn names_are_checked() {
+        let tls = ClientTls::default();
+        assert!(tls.name_of("redis.example").is_ok() && tls.name_of("127.0.0.1").is_ok());
+        let told = tls.name_of("a b").unwrap_err().to_string();
+        assert!(told.contains("tls_server_name"), "{told}");
+    }
+}
