@@ -36,7 +36,6 @@ const ABSENT: &[(&str, &str)] = &[
     ("raw_block", SAME_DEVICE),
     ("s3", ON_DISK),
     ("sagemaker-hyperpod", ON_DISK),
-    ("valkey", "use \"resp\" for a server that is no cluster"),
 ];
 
 /// Returns the alternative to `name` if that is a type of LMCache.

@@ -29,6 +29,7 @@ const BUILT_IN: &[AdapterType] = &[
     mock::MOCK,
     resp::REDIS,
     resp::RESP,
+    resp::VALKEY,
 ];
 
 /// Opens an adapter.
@@ -68,6 +69,16 @@ impl AdapterType {
             check: |_| Ok(()),
             ineffective: |_, _| Vec::new(),
             open,
+        }
+    }
+
+    /// Returns the same type under another name.
+    #[must_use]
+    pub const fn named(self, name: &'static str, summary: &'static str) -> Self {
+        Self {
+            name,
+            summary,
+            ..self
         }
     }
 
