@@ -1,5 +1,5 @@
-//! A cluster: its primaries, and which of them serves which slot. A task of its own asks for that, at the start, when a node
-//! says that something has moved, and when one is away.
+//! A cluster: its primaries, and which of them serves which slot. A task of its own asks for that: at the start, after a
+//! redirect, and when a node is away.
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;

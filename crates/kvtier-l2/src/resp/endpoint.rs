@@ -169,8 +169,13 @@ impl Endpoint {
         // It reads files.
         let settings = tokio::task::spawn_blocking(move || tls.settings()).await;
         let settings = settings.map_err(|error| self.unavailable(&error))??;
-        let stream = Stream::secure(socket, settings, name).await;
-        stream.map_err(|error| self.unavailable(&format!("TLS: {error}")))
+        match timeout(limit / 2, Stream::secure(socket, settings, name)).await {
+            Ok(stream) => stream.map_err(|error| self.unavailable(&format_args!("TLS: {error}"))),
+            Err(_) => {
+                let what = "TLS: no answer to the handshake; does the server use TLS at this port?";
+                Err(self.unavailable(&what))
+            }
+        }
     }
 
     fn tune(&self, stream: &TcpStream) -> io::Result<()> {
@@ -244,7 +249,7 @@ async fn connect_any(host: &str, port: u16, limit: Duration) -> io::Result<TcpSt
     Err(failed)
 }
 
-/// Whether the reply to ROLE is that of a replica. A user who may not ask is taken to have a primary.
+/// Whether the reply to ROLE is that of a replica. Without an answer, as some users may not ask, it is none.
 fn is_replica(role: &[Value]) -> bool {
     match role {
         [Value::Array(role)] => {

@@ -133,7 +133,7 @@ impl Nodes {
         results.into_iter().map(unanswered).collect()
     }
 
-    /// The node of a key, and whether it has to be told that it is asked for a slot that is on its way.
+    /// The node of a key, and whether commands need ASKING there, as the slot is on its way to it.
     async fn node_of(
         &self,
         key: &str,

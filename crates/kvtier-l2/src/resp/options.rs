@@ -15,7 +15,7 @@ use crate::tls::{self, ClientTls};
 /// Options of a server.
 #[derive(Clone, PartialEq, Eq)]
 pub struct RespOptions {
-    /// Where it listens: one address, several of which one is the primary, or some nodes of a cluster.
+    /// Where it listens: one address, a primary and its replicas in any order, or some nodes of a cluster.
     pub addresses: Vec<Address>,
     /// Whether it is a cluster.
     pub cluster_mode: bool,
@@ -113,8 +113,8 @@ const KEYS: &[Key] = &[
     Key::integer("port", 1, 65535, "Port of the server; needed with host"),
     Key::text(
         "startup_nodes",
-        "Servers as host:port, with commas between them: some nodes of a cluster, or a server and its replicas, of which the \
-         one that is the primary is used",
+        "Servers as host:port, with commas between them: some nodes of a cluster, or a server and its replicas, \
+         in any order: the primary is used",
     ),
     Key::switch(
         "cluster_mode",
@@ -210,11 +210,10 @@ fn check(options: &Options) -> Result<(), ConfigError> {
         (false, true) => return Err(options.refuse("port", "it together with host only")),
         _ => {}
     }
-    if let Some(nodes) = options.find::<&str>("startup_nodes") {
-        if !nodes.split(',').all(|node| Address::parse(node).is_some()) {
-            let allowed = "host:port, and further ones behind commas";
-            return Err(options.refuse("startup_nodes", allowed));
-        }
+    let nodes = options.find::<&str>("startup_nodes").unwrap_or("any:1");
+    if !nodes.split(',').all(|node| Address::parse(node).is_some()) {
+        let allowed = "host:port, and further ones behind commas";
+        return Err(options.refuse("startup_nodes", allowed));
     }
     let is_cluster = options.get::<bool>("cluster_mode");
     if is_cluster && is_given("unix_socket") {

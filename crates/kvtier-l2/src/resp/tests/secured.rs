@@ -1,8 +1,8 @@
-//! TLS: the conformance suite, and servers or clients that are not whom they should be.
+//! TLS: the conformance suite, and servers or clients without a certificate to trust.
 
 use std::path::PathBuf;
 
-use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, IsCa, KeyPair};
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair};
 use tempfile::TempDir;
 
 use super::part::Part;
@@ -21,6 +21,11 @@ impl Files {
         let directory = tempfile::tempdir().unwrap();
         let mut of_authority = CertificateParams::default();
         of_authority.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        // Another name than that of certificates, which would be self-signed ones otherwise.
+        let common_name = format!("authority of {name}");
+        of_authority
+            .distinguished_name
+            .push(DnType::CommonName, common_name);
         let key = KeyPair::generate().unwrap();
         let authority = CertifiedIssuer::self_signed(of_authority, key).unwrap();
         let key = KeyPair::generate().unwrap();
@@ -125,7 +130,11 @@ async fn servers_and_clients_without_proof_are_refused() {
     assert!(told.contains("not valid for name"), "{told}");
     assert!(error_of(server.options()).await.is_some());
     let plain = Redis::start(&[]);
-    let told = error_of(secured(&plain, files.tls())).await.unwrap().1;
+    let impatient = RespOptions {
+        connection_timeout: Duration::from_millis(500),
+        ..secured(&plain, files.tls())
+    };
+    let told = error_of(impatient).await.unwrap().1;
     assert!(told.contains("TLS"), "{told}");
 
     let renamed = others.server(false);
