@@ -98,7 +98,7 @@ def stalled():
 
 
 def redis():
-    """Lookups with a Redis server that answers, one that hangs, and one that is gone."""
+    """Lookups with a Redis server that answers, one that hangs, and one that has ended."""
     runs = {}
     with tempfile.TemporaryDirectory() as directory:
         command = ["redis-server", "--port", "17590", "--bind", "127.0.0.1", "--save", "", "--dir", directory]

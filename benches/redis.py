@@ -65,7 +65,7 @@ class Bare:
         self.buffer = memoryview(bytearray(self.head + size + 2))
 
     def read(self, count):
-        """Exactly so many bytes."""
+        """Exactly `count` bytes."""
         got = 0
         while got < count:
             part = self.socket.recv_into(self.buffer[got:count])

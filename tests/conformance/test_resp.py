@@ -167,7 +167,7 @@ def test_server_starts_before_its_redis(redis, serve, engines):
 
 
 def test_cluster_serves_several_servers(tmp_path, serve, engines):
-    """A cluster of Valkey, of which only one node is configured."""
+    """A cluster of Valkey; only one of its nodes is configured."""
     cluster = Cluster(tmp_path / "cluster", valkey_server())
     try:
         node = f"127.0.0.1:{cluster.nodes[2].port}"

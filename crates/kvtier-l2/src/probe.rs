@@ -24,7 +24,7 @@ pub struct Probed {
     pub time: Duration,
 }
 
-/// Stores an object of 64 KiB of the model `kvtier/probe` under a random key, looks it up, loads it, compares its bytes, and
+/// Stores 64 KiB as an object of the model `kvtier/probe` with a random hash, looks it up, loads it, compares its bytes, and
 /// deletes it, as far as the adapter can.
 ///
 /// # Errors

@@ -3,6 +3,9 @@
 use std::fmt;
 use std::path::PathBuf;
 
+/// Longest name of a host.
+const MAX_HOST: usize = 253;
+
 /// Where a server listens.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Address {
@@ -16,11 +19,16 @@ impl Address {
     /// Reads `host:port`; `None` if it is something else. An IPv6 address may have brackets.
     pub(super) fn parse(text: &str) -> Option<Self> {
         let (host, port) = text.trim().rsplit_once(':')?;
-        let port = port.parse().ok().filter(|port| *port > 0)?;
         let unbracketed = host.strip_prefix('[').and_then(|it| it.strip_suffix(']'));
-        let host = unbracketed.unwrap_or(host);
-        let is_host = !host.is_empty() && !host.contains(['[', ']', ' ', '/', '@', ',']);
-        is_host.then(|| Self::Tcp(host.to_owned(), port))
+        Self::of(unbracketed.unwrap_or(host), port.parse().ok()?)
+    }
+
+    /// `None` if that is no host or no port.
+    pub(super) fn of(host: &str, port: u16) -> Option<Self> {
+        let is_of_host =
+            |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_' | ':' | '%');
+        let is_host = (1..=MAX_HOST).contains(&host.len()) && host.chars().all(is_of_host);
+        (is_host && port > 0).then(|| Self::Tcp(host.to_owned(), port))
     }
 }
 
@@ -51,6 +59,7 @@ mod tests {
             ("a:65536", None),
             ("redis://a:1", None),
             ("user@a:1", None),
+            ("a\nb:1", None),
         ] {
             let found = Address::parse(text).map(|address| address.to_string());
             assert_eq!(found.as_deref(), shown, "{text}");

@@ -3,12 +3,13 @@
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use kvtier_sync::Mutex;
 use tokio::sync::{Notify, watch};
-use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use super::RespOptions;
 use super::address::Address;
@@ -18,25 +19,36 @@ use super::errors;
 use super::pool::Pool;
 use super::reply::Value;
 use super::slots::{self, Range, Redirect, SLOTS, slot};
-use crate::RateLimited;
 use crate::error::{ErrorKind, L2Error};
 
 /// Primaries at most. Redis' own limit of recommendation is 1000 nodes.
 const MAX_PRIMARIES: usize = 1000;
 
+/// Nodes beside those that serve slots, by redirects.
+const MAX_OTHERS: usize = 16;
+
 /// Time between two questions for the slots at least, and at most.
 const MIN_INTERVAL: Duration = Duration::from_secs(1);
 const MAX_INTERVAL: Duration = Duration::from_secs(60);
 
+/// Longest pause after a question that no node answered, and the pause after one that was refused.
+const MAX_PAUSE: Duration = Duration::from_secs(5);
+const REFUSED_PAUSE: Duration = Duration::from_secs(30);
+
+/// Time after which another node is asked for the slots too.
+const NEXT_NODE: Duration = Duration::from_millis(500);
+
 /// A cluster.
 pub(super) struct Cluster {
     shared: Arc<Shared>,
-    task: JoinHandle<()>,
+    task: Mutex<Option<JoinHandle<()>>>,
 }
 
 struct Shared {
     options: Arc<RespOptions>,
     topology: Mutex<Topology>,
+    /// Number of questions for the slots.
+    questions: AtomicUsize,
     /// The outcome of the last question for the slots; none before the first.
     asked: watch::Sender<Option<Result<(), L2Error>>>,
     is_wanted: Notify,
@@ -46,8 +58,12 @@ struct Shared {
 #[derive(Default)]
 struct Topology {
     primaries: Vec<Arc<Pool>>,
+    /// How many of them serve slots; the others are there because of redirects.
+    serving: usize,
     /// Indices of them per slot, or `NONE`; empty before they are known.
     slots: Vec<u16>,
+    /// There will be no more nodes.
+    is_closed: bool,
 }
 
 const NONE: u16 = u16::MAX;
@@ -58,11 +74,15 @@ impl Cluster {
         let shared = Arc::new(Shared {
             options,
             topology: Mutex::new(Topology::default()),
+            questions: AtomicUsize::new(0),
             asked: watch::Sender::new(None),
             is_wanted: Notify::new(),
         });
         let task = tokio::spawn(keep(Arc::clone(&shared)));
-        Self { shared, task }
+        Self {
+            shared,
+            task: Mutex::new(Some(task)),
+        }
     }
 
     /// Waits until the slots were asked for once.
@@ -84,14 +104,28 @@ impl Cluster {
             return Ok(found);
         }
         self.refresh();
-        let what = format!("no node of the cluster serves slot {slot}");
+        Err(self.unknown())
+    }
+
+    /// Why there is no node.
+    pub(super) fn unknown(&self) -> L2Error {
+        let what = "no node of the cluster serves the slot";
         let error = self.error();
-        Err(error.unwrap_or_else(|| L2Error::new(ErrorKind::Unavailable, what)))
+        error.unwrap_or_else(|| L2Error::new(ErrorKind::Unavailable, what))
     }
 
     /// The node that another one sent a command to.
-    pub(super) fn redirected(&self, redirect: &Redirect) -> Arc<Pool> {
-        let node = self.shared.node_at(&redirect.to);
+    ///
+    /// # Errors
+    /// If there are too many such nodes.
+    pub(super) fn redirected(&self, redirect: &Redirect) -> Result<Arc<Pool>, L2Error> {
+        let Some(node) = self.shared.node_at(&redirect.to) else {
+            let what = format!(
+                "sent to {}, which is none of the cluster's nodes",
+                redirect.to
+            );
+            return Err(L2Error::new(ErrorKind::Unavailable, what));
+        };
         if redirect.is_for_good {
             self.shared
                 .topology
@@ -99,7 +133,7 @@ impl Cluster {
                 .assign(redirect.slot, redirect.slot, &node);
             self.refresh();
         }
-        node
+        Ok(node)
     }
 
     /// Asks for the slots as soon as it may.
@@ -141,8 +175,19 @@ impl Cluster {
 
     /// Ends the connections when their calls have ended.
     pub(super) async fn close(&self) {
-        self.task.abort();
-        let topology = std::mem::take(&mut *self.shared.topology.lock());
+        let task = self.task.lock().take();
+        if let Some(task) = task {
+            task.abort();
+            // It is not running any more then.
+            let _ = task.await;
+        }
+        let closed = L2Error::new(ErrorKind::Unavailable, "the adapter is closed");
+        self.shared.asked.send_replace(Some(Err(closed)));
+        let none = Topology {
+            is_closed: true,
+            ..Topology::default()
+        };
+        let topology = std::mem::replace(&mut *self.shared.topology.lock(), none);
         for pool in topology.primaries {
             pool.close().await;
         }
@@ -151,7 +196,9 @@ impl Cluster {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        self.task.abort();
+        if let Some(task) = &*self.task.lock() {
+            task.abort();
+        }
     }
 }
 
@@ -180,52 +227,73 @@ impl Topology {
 
 impl Shared {
     fn endpoint(&self, address: &Address) -> Endpoint {
-        Endpoint {
-            addresses: vec![address.clone()],
-            options: Arc::clone(&self.options),
-        }
+        Endpoint::new(vec![address.clone()], Arc::clone(&self.options))
     }
 
-    /// The node at an address; the first call about it begins to connect.
-    fn node_at(&self, address: &Address) -> Arc<Pool> {
-        let known = self.topology.lock().find(address);
-        if let Some(pool) = known {
-            return pool;
+    /// The node at an address; the first call about it begins to connect. None if there are too many.
+    fn node_at(&self, address: &Address) -> Option<Arc<Pool>> {
+        {
+            let topology = self.topology.lock();
+            let is_full = topology.primaries.len() >= topology.serving + MAX_OTHERS;
+            let known = topology.find(address);
+            if known.is_some() || is_full || topology.is_closed {
+                return known;
+            }
         }
         let opened = Arc::new(Pool::open(self.endpoint(address)));
         let mut topology = self.topology.lock();
-        match topology.find(address) {
-            Some(pool) => pool,
-            None => {
-                if topology.primaries.len() < MAX_PRIMARIES {
-                    topology.primaries.push(Arc::clone(&opened));
-                }
-                opened
-            }
+        if topology.is_closed {
+            return None;
         }
+        let known = topology.find(address);
+        if known.is_none() {
+            topology.primaries.push(Arc::clone(&opened));
+        }
+        Some(known.unwrap_or(opened))
     }
 
-    /// Asks nodes for the slots until one answers: those that are connected first.
-    async fn refresh(&self) -> Result<(), L2Error> {
-        let mut nodes = self.topology.lock().primaries.clone();
-        nodes.sort_by_key(|node| node.health().up == 0);
-        let known = nodes
-            .iter()
-            .filter_map(|node| node.endpoint.addresses.first());
-        let mut addresses: Vec<_> = known.chain(&self.options.addresses).cloned().collect();
+    /// Where the slots can be asked for: nodes that are connected, each in turn the first, then those of the configuration,
+    /// whose names may have other addresses now, then the others.
+    fn candidates(&self) -> Vec<Address> {
+        let nodes = self.topology.lock().primaries.clone();
+        let (mut up, down): (Vec<_>, Vec<_>) = nodes.iter().partition(|node| node.health().up > 0);
+        let turn = self.questions.fetch_add(1, Ordering::Relaxed);
+        let first = turn % up.len().max(1);
+        up.rotate_left(first);
+        let address = |node: &Arc<Pool>| node.endpoint.addresses.first().cloned();
+        let mut addresses: Vec<_> = up.into_iter().filter_map(address).collect();
+        addresses.extend(self.options.addresses.iter().cloned());
+        addresses.extend(down.into_iter().filter_map(address));
         let mut seen = HashSet::new();
         addresses.retain(|address| seen.insert(address.clone()));
+        addresses
+    }
+
+    /// Asks nodes for the slots until one answers, the next one whenever one fails or takes long.
+    async fn refresh(self: &Arc<Self>) -> Result<(), L2Error> {
+        let mut candidates = self.candidates().into_iter();
+        let mut asked = JoinSet::new();
         let mut failed = L2Error::new(ErrorKind::Unavailable, "the cluster has no address");
-        for address in &addresses {
-            match self.ask(address).await {
-                Ok(ranges) => {
+        loop {
+            if let Some(address) = candidates.next() {
+                let shared = Arc::clone(self);
+                asked.spawn(async move { shared.ask(&address).await });
+            } else if asked.is_empty() {
+                return Err(failed);
+            }
+            let pause = match candidates.len() {
+                0 => MAX_INTERVAL,
+                _ => NEXT_NODE,
+            };
+            match timeout(pause, asked.join_next()).await {
+                Ok(Some(Ok(Ok(ranges)))) => {
                     self.apply(&ranges);
                     return Ok(());
                 }
-                Err(error) => failed = error,
+                Ok(Some(Ok(Err(error)))) => failed = error,
+                _ => {}
             }
         }
-        Err(failed)
     }
 
     async fn ask(&self, address: &Address) -> Result<Vec<Range>, L2Error> {
@@ -250,6 +318,7 @@ impl Shared {
         let mut next = Topology {
             primaries: Vec::new(),
             slots: vec![NONE; usize::from(SLOTS)],
+            ..Topology::default()
         };
         for range in ranges {
             let known = next.find(&range.primary);
@@ -266,6 +335,7 @@ impl Shared {
             };
             next.assign(range.first, range.last, &node);
         }
+        next.serving = next.primaries.len();
         let before = std::mem::replace(&mut *self.topology.lock(), next);
         // Connections to nodes that serve nothing any more end with their calls.
         drop(before);
@@ -274,26 +344,38 @@ impl Shared {
 
 /// Keeps the slots of a cluster known.
 async fn keep(shared: Arc<Shared>) {
-    let mut has_failed = false;
+    let mut failures = 0;
     loop {
         let asked_at = Instant::now();
         let asked = shared.refresh().await;
-        if let Err(error) = &asked {
-            static LOG_LIMIT: RateLimited = RateLimited::per_second();
-            if !has_failed && let Some(left_out) = LOG_LIMIT.permit(std::time::Instant::now()) {
-                tracing::warn!(%error, left_out, "no node of a second tier's cluster answers; calls fail");
+        let pause = match &asked {
+            Ok(()) => None,
+            Err(error) if error.kind() == ErrorKind::Refused => Some(REFUSED_PAUSE),
+            Err(_) => Some(
+                MIN_INTERVAL
+                    .saturating_mul(1 << failures.min(3))
+                    .min(MAX_PAUSE),
+            ),
+        };
+        match &asked {
+            Err(error) if failures == 0 => {
+                tracing::warn!(%error, "no node of a second tier's cluster answers; calls fail");
             }
-        } else if has_failed {
-            tracing::info!("the cluster of a second tier answers again");
+            Ok(()) if failures > 0 => {
+                tracing::info!("the cluster of a second tier answers again");
+            }
+            _ => {}
         }
-        has_failed = asked.is_err();
+        failures = if asked.is_err() { failures + 1 } else { 0 };
         shared.asked.send_replace(Some(asked));
-        if !has_failed {
-            tokio::select! {
-                () = shared.is_wanted.notified() => {}
-                () = sleep(MAX_INTERVAL) => {}
+        match pause {
+            Some(pause) => sleep(pause).await,
+            None => {
+                let wanted = timeout(MAX_INTERVAL, shared.is_wanted.notified());
+                // Either is a reason to ask again.
+                let _ = wanted.await;
+                sleep_until(asked_at + MIN_INTERVAL).await;
             }
         }
-        sleep_until(asked_at + MIN_INTERVAL).await;
     }
 }

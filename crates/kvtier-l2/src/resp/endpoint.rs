@@ -3,6 +3,7 @@
 use std::fmt::Display;
 use std::io;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use kvtier_memory::socket::SocketError;
@@ -28,9 +29,19 @@ pub(super) struct Endpoint {
     /// Where it is. Of several, it is the first one that is a primary.
     pub(super) addresses: Vec<Address>,
     pub(super) options: Arc<RespOptions>,
+    /// How often a connection found that the server has become a replica: all of them look for the primary again then.
+    pub(super) demotions: AtomicU64,
 }
 
 impl Endpoint {
+    pub(super) fn new(addresses: Vec<Address>, options: Arc<RespOptions>) -> Self {
+        Self {
+            addresses,
+            options,
+            demotions: AtomicU64::new(0),
+        }
+    }
+
     /// For logs.
     pub(super) fn name(&self) -> String {
         let names: Vec<_> = self.addresses.iter().map(Address::to_string).collect();
@@ -196,7 +207,7 @@ impl Endpoint {
         commands: &Commands,
     ) -> Result<Vec<Value>, L2Error> {
         let failed = |error: &dyn Display| self.unavailable(error);
-        let is_not_ready = |error: &SocketError| matches!(error, SocketError::System(error) if error.kind() == io::ErrorKind::WouldBlock);
+        let is_not_ready = |error: &SocketError| matches!(error, SocketError::System(error) if matches!(error.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted));
         // A few bytes, which a new connection takes at once.
         let mut unsent: Vec<_> = commands.segments.iter().map(|it| it.rest(0)).collect();
         while !unsent.is_empty() || stream.has_unsent() {
@@ -211,8 +222,10 @@ impl Endpoint {
             }
         }
         let (mut bytes, mut values) = (Vec::new(), Vec::new());
+        let mut part = vec![0; 64 << 10];
         while values.len() < commands.expected.len() {
-            let mut part = [0; 4096];
+            // A server may never stop sending.
+            tokio::task::yield_now().await;
             match stream.receive(&mut part) {
                 Ok(0) => return Err(failed(&"it has closed the connection")),
                 Ok(got) => bytes.extend_from_slice(&part[..got]),

@@ -4,7 +4,11 @@ use super::endpoint::Endpoint;
 use crate::error::{ErrorKind, L2Error};
 
 /// An error after which the connection is of no use.
-pub(super) struct Fatal(pub(super) L2Error);
+pub(super) struct Fatal {
+    pub(super) error: L2Error,
+    /// Whether the other connections are of no use either.
+    pub(super) is_demotion: bool,
+}
 
 impl Fatal {
     /// Whether `text` is such an error: one of the credentials, or of a server that has become a replica.
@@ -13,7 +17,10 @@ impl Fatal {
             code(text),
             "NOAUTH" | "WRONGPASS" | "READONLY" | "MASTERDOWN"
         );
-        is_fatal.then(|| Self(of(endpoint, text)))
+        is_fatal.then(|| Self {
+            error: of(endpoint, text),
+            is_demotion: code(text) == "READONLY",
+        })
     }
 }
 

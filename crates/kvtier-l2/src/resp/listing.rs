@@ -11,8 +11,9 @@ use super::names::{is_companion, unprefixed};
 use super::pool::Pool;
 use super::reply::Value;
 use super::{KEYS_PER_CALL, RespAdapter, errors};
-use crate::adapter::{Adapter as _, ListPage, Listed};
+use crate::adapter::{Adapter as _, ListPage, Listed, Recovered};
 use crate::error::{ErrorKind, L2Error};
+use crate::object::key_digest;
 
 /// Keys of one page at most.
 const MAX_LIST_PAGE: usize = 2000;
@@ -25,14 +26,12 @@ impl RespAdapter {
         position: Option<&str>,
         limit: usize,
     ) -> Result<(ListPage, u64), L2Error> {
-        let nodes = self.nodes.primaries().await;
+        let nodes = self.nodes.primaries().await?;
         let (at, cursor) = match position {
             None => (0, "0"),
             Some(position) => self.start(&nodes, position)?,
         };
-        let Some(node) = nodes.get(at) else {
-            return Err(self.error(ErrorKind::Unavailable, "no node is known"));
-        };
+        let node = &nodes[at];
         let (objects, next, foreign) = self.page_of(node, cursor, limit).await?;
         let next = match (&*next, nodes.get(at + 1)) {
             ("0", None) => None,
@@ -60,8 +59,8 @@ impl RespAdapter {
         {
             Some(at) => Ok((at, cursor)),
             None => {
-                let what = format!("{address} is no node any more; begin the listing again");
-                Err(self.error(ErrorKind::Unavailable, &what))
+                let what = format!("{position:?}: that node has left; begin the listing again");
+                Err(self.error(ErrorKind::Refused, &what))
             }
         }
     }
@@ -145,14 +144,37 @@ impl RespAdapter {
         Ok((objects, next, foreign))
     }
 
-    /// Free bytes of one node, if it has a bound.
-    pub(super) async fn free_bytes_of(&self, node: &Pool) -> Result<Option<u64>, L2Error> {
-        let mut commands = Commands::default();
-        commands.push(&[b"INFO", b"memory"]);
-        let values = node.values(commands).await?;
+    /// Passes all objects of a node to `found`; returns whether that wants more.
+    pub(super) async fn recover_from(
+        &self,
+        node: &Pool,
+        found: &(dyn Fn(Vec<Listed>) -> bool + Send + Sync),
+        seen: &mut HashSet<u128>,
+        recovered: &mut Recovered,
+    ) -> Result<bool, L2Error> {
+        let mut cursor = "0".to_owned();
+        loop {
+            let (mut objects, next, foreign) = self.page_of(node, &cursor, 1000).await?;
+            // A scan may come by a key again while the server makes its table larger, or a slot moves.
+            objects.retain(|object| seen.insert(key_digest(&object.key)));
+            recovered.foreign += foreign;
+            recovered.objects += objects.len() as u64;
+            recovered.bytes += objects.iter().map(|object| object.bytes).sum::<u64>();
+            if !found(objects) {
+                return Ok(false);
+            }
+            if next == "0" {
+                return Ok(true);
+            }
+            cursor = next;
+        }
+    }
+
+    /// Free bytes of one node by its reply to `INFO memory`, if it has a bound.
+    pub(super) fn free_bytes_of(&self, values: &[Value]) -> Option<u64> {
         let Some(Value::Bulk(Some(text))) = values.first() else {
             // It may not be allowed.
-            return Ok(None);
+            return None;
         };
         let text = String::from_utf8_lossy(text);
         let field = |name: &str| {
@@ -172,10 +194,10 @@ impl RespAdapter {
             None | Some("noeviction") => false,
             Some(policy) => policy.starts_with("allkeys") || self.options.ttl_seconds.is_some(),
         };
-        Ok(match (number("maxmemory"), number("used_memory")) {
+        match (number("maxmemory"), number("used_memory")) {
             (Some(most @ 1..), Some(used)) if !evicts => Some(most.saturating_sub(used)),
             _ => None,
-        })
+        }
     }
 
     /// The object of a key; none if it is of something else.

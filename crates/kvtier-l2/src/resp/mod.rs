@@ -96,6 +96,7 @@ struct Counters {
     corrupt: AtomicU64,
     other_layout: AtomicU64,
     no_layout: AtomicU64,
+    failed_lookups: AtomicU64,
 }
 
 fn count(counter: &AtomicU64) {
@@ -149,17 +150,6 @@ impl RespAdapter {
         }
     }
 
-    /// Whether one node has the object and its companion.
-    fn check_slot<T>(&self, named: &Named<'_, T>) -> Result<(), L2Error> {
-        match !self.options.cluster_mode || named.has_one_slot() {
-            true => Ok(()),
-            false => Err(self.error(
-                ErrorKind::Refused,
-                "braces in model or salt that are no pair; a cluster may keep key and checksum on two nodes",
-            )),
-        }
-    }
-
     fn companion(
         &self,
         object: &ObjectSpec,
@@ -210,16 +200,11 @@ impl Adapter for RespAdapter {
     fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
         Box::pin(async move {
             let items = self.named(&batch, |item| &item.object.key);
-            let write = |named: &Named<'_, _>, commands: &mut Commands| {
-                self.check_slot(named)?;
-                self.write_store(named, commands)
-            };
+            let write = |named: &_, commands: &mut _| self.write_store(named, commands);
             let read = |named: &Named<'_, _>, node: &Endpoint, replies| {
                 self.read_store(named, node, node.values_of(replies)?)
             };
-            let ask = self
-                .nodes
-                .ask(Lane::Values, 1, &items, |named| &named.key, write, read);
+            let ask = self.nodes.ask(Lane::Values, 1, &items, write, read);
             ask.await
         })
     }
@@ -228,46 +213,39 @@ impl Adapter for RespAdapter {
         Box::pin(async move {
             let items = self.named(&batch, |object| &object.key);
             let write = |named: &Named<'_, _>, commands: &mut Commands| {
-                self.check_slot(named)?;
                 self.write_lookup(named, commands);
                 Ok(())
             };
             let read = |named: &Named<'_, ObjectSpec>, node: &Endpoint, replies| {
                 self.read_lookup(named.item, node, &node.values_of(replies)?)
             };
-            let ask = self.nodes.ask(
-                Lane::Keys,
-                KEYS_PER_CALL,
-                &items,
-                |named| &named.key,
-                write,
-                read,
-            );
+            let ask = self
+                .nodes
+                .ask(Lane::Keys, KEYS_PER_CALL, &items, write, read);
             let found = ask.await;
-            // A node that is away, or a key that cannot be there, costs no others.
-            match found.iter().any(Result::is_ok) || found.is_empty() {
-                true => Ok(found
-                    .into_iter()
-                    .map(|found| found.unwrap_or(None))
-                    .collect()),
-                false => found.into_iter().collect(),
+            if !found.is_empty() && found.iter().all(Result::is_err) {
+                return found.into_iter().collect();
             }
+            // A node that is away, or a key that cannot be there, costs no others.
+            let failed = found.iter().filter(|found| found.is_err()).count() as u64;
+            self.counters
+                .failed_lookups
+                .fetch_add(failed, Ordering::Relaxed);
+            Ok(found
+                .into_iter()
+                .map(|found| found.unwrap_or(None))
+                .collect())
         })
     }
 
     fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>> {
         Box::pin(async move {
             let items = self.named(&batch, |item| &item.object.key);
-            let write = |named: &Named<'_, _>, commands: &mut Commands| {
-                self.check_slot(named)?;
-                self.write_load(named, commands)
-            };
+            let write = |named: &_, commands: &mut _| self.write_load(named, commands);
             let read = |named: &Named<'_, LoadItem>, node: &Endpoint, replies| {
                 self.read_load(named.item, node, replies)
             };
-            let ask = self
-                .nodes
-                .ask(Lane::Values, 1, &items, |named| &named.key, write, read);
+            let ask = self.nodes.ask(Lane::Values, 1, &items, write, read);
             ask.await
         })
     }
@@ -276,7 +254,6 @@ impl Adapter for RespAdapter {
         Box::pin(async move {
             let items = self.named(&keys, |key| key);
             let write = |named: &Named<'_, _>, commands: &mut Commands| {
-                self.check_slot(named)?;
                 // In this order: another server's store in between leaves no object without a companion.
                 commands.push(&[b"UNLINK", named.companion.as_bytes()]);
                 commands.push(&[b"UNLINK", named.key.as_bytes()]);
@@ -294,14 +271,9 @@ impl Adapter for RespAdapter {
                     _ => Err(node.unexpected()),
                 }
             };
-            let ask = self.nodes.ask(
-                Lane::Keys,
-                KEYS_PER_CALL,
-                &items,
-                |named| &named.key,
-                write,
-                read,
-            );
+            let ask = self
+                .nodes
+                .ask(Lane::Keys, KEYS_PER_CALL, &items, write, read);
             ask.await
         })
     }
@@ -316,19 +288,18 @@ impl Adapter for RespAdapter {
     ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
         Box::pin(async move {
             let mut recovered = Recovered::default();
-            let mut position = None;
-            // A scan may come by a key again while the server makes its table larger.
-            let mut seen = HashSet::new();
-            loop {
-                let (mut page, foreign) = self.page(position.as_deref(), 1000).await?;
-                page.objects
-                    .retain(|object| seen.insert(key_digest(&object.key)));
-                recovered.foreign += foreign;
-                recovered.objects += page.objects.len() as u64;
-                recovered.bytes += page.objects.iter().map(|object| object.bytes).sum::<u64>();
-                position = page.next;
-                if !found(page.objects) || position.is_none() {
-                    break;
+            let (mut failures, mut seen) = (0, HashSet::new());
+            let nodes = self.nodes.primaries().await?;
+            for node in &nodes {
+                let scan = self.recover_from(node, found, &mut seen, &mut recovered);
+                match scan.await {
+                    Ok(true) => {}
+                    Ok(false) => break,
+                    Err(error) if failures + 1 == nodes.len() => return Err(error),
+                    Err(error) => {
+                        tracing::warn!(%error, "a node of a second tier was not scanned; its objects count once they are found");
+                        failures += 1;
+                    }
                 }
             }
             Ok(recovered)
@@ -345,14 +316,28 @@ impl Adapter for RespAdapter {
 
     fn free_bytes(&self) -> BoxFuture<'_, Result<Option<u64>, L2Error>> {
         Box::pin(async move {
-            let nodes = self.nodes.primaries().await;
-            let mut least = None;
-            for node in &nodes {
-                let free = self.free_bytes_of(node).await?;
-                least = free.into_iter().chain(least).min();
+            let question = || {
+                let mut commands = Commands::default();
+                commands.push(&[b"INFO", b"memory"]);
+                commands
+            };
+            let answers = self.nodes.values_of_all(question).await?;
+            let count = answers.len() as u64;
+            let (mut least, mut failed) = (None, None);
+            for answer in answers {
+                match answer {
+                    Ok(values) => {
+                        least = self.free_bytes_of(&values).into_iter().chain(least).min()
+                    }
+                    Err(error) => failed = Some(error),
+                }
             }
-            // Objects are spread evenly, so the fullest node is the bound of all.
-            Ok(least.map(|free| free.saturating_mul(nodes.len() as u64)))
+            match failed {
+                // Of the others there is nothing to be said.
+                Some(error) if count == 1 => Err(error),
+                // Objects are spread evenly, so the fullest node is the bound of all.
+                _ => Ok(least.map(|free| free.saturating_mul(count))),
+            }
         })
     }
 
@@ -376,6 +361,7 @@ impl Adapter for RespAdapter {
             "corrupt_objects": count(&counters.corrupt),
             "other_layout_loads": count(&counters.other_layout),
             "missing_layout_lookups": count(&counters.no_layout),
+            "failed_lookups": count(&counters.failed_lookups),
         })
     }
 

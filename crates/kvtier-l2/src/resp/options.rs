@@ -197,6 +197,26 @@ const KEYS: &[Key] = &[
 ];
 
 fn check(options: &Options) -> Result<(), ConfigError> {
+    let has_variable = std::env::var_os("LMCACHE_RESP_PASSWORD").is_some();
+    check_password(options, has_variable)?;
+    check_all(options)
+}
+
+/// Of a type without LMCache's variables.
+fn check_valkey(options: &Options) -> Result<(), ConfigError> {
+    check_password(options, false)?;
+    check_all(options)
+}
+
+fn check_password(options: &Options, has_variable: bool) -> Result<(), ConfigError> {
+    let is_empty = |key| options.get::<&str>(key).is_empty();
+    match is_empty("password") && !is_empty("username") && !has_variable {
+        true => Err(options.refuse("password", "the user's password")),
+        false => Ok(()),
+    }
+}
+
+fn check_all(options: &Options) -> Result<(), ConfigError> {
     let is_given = |key: &str| options.find::<&str>(key).is_some();
     let ways = ["host", "startup_nodes", "unix_socket"];
     let mut given = ways.into_iter().filter(|way| is_given(way));
@@ -228,12 +248,6 @@ fn check(options: &Options) -> Result<(), ConfigError> {
     }
     if options.get::<&str>("key_prefix").contains(['@', '\0']) {
         return Err(options.refuse("key_prefix", "a text without @, which ends it"));
-    }
-    if options.get::<&str>("password").is_empty() && !options.get::<&str>("username").is_empty() {
-        let has_variable = std::env::var_os("LMCACHE_RESP_PASSWORD").is_some();
-        if !has_variable {
-            return Err(options.refuse("password", "the user's password"));
-        }
     }
     Ok(())
 }
@@ -281,4 +295,4 @@ pub(crate) const RESP: AdapterType = AdapterType::new(
 pub(crate) const REDIS: AdapterType = RESP.named("redis", "The same as resp");
 
 /// LMCache's `valkey`.
-pub(crate) const VALKEY: AdapterType = RESP.named("valkey", "The same as resp");
+pub(crate) const VALKEY: AdapterType = RESP.named("valkey", "The same as resp").check(check_valkey);

@@ -5,6 +5,7 @@
 //! time), the connection ends, and everything that was in flight on it fails.
 
 use std::collections::VecDeque;
+use std::sync::atomic::Ordering;
 
 use kvtier_memory::socket::{MAX_SLICES, SocketError};
 use tokio::io::Interest;
@@ -74,6 +75,8 @@ pub(super) struct Pipe<'a> {
     expected_bytes: u64,
     received: Vec<u8>,
     body: Option<Body>,
+    /// [`Endpoint::demotions`] at its beginning.
+    demotions: u64,
     /// Why the connection ends once the reply before is filed.
     ending: Option<L2Error>,
     /// Why it takes no more calls, and ends once those that it has are answered.
@@ -99,6 +102,7 @@ impl<'a> Pipe<'a> {
             expected_bytes: 0,
             received: Vec::new(),
             body: None,
+            demotions: endpoint.demotions.load(Ordering::Relaxed),
             ending: None,
             fatal: None,
             moved: now,
@@ -130,6 +134,12 @@ impl<'a> Pipe<'a> {
                 return Ok(());
             }
             self.check_time()?;
+            if self.fatal.is_none()
+                && self.demotions != self.endpoint.demotions.load(Ordering::Relaxed)
+            {
+                let what = &"the server has become a replica";
+                self.fatal = Some(self.endpoint.error(ErrorKind::Unavailable, what));
+            }
             if self.pending.is_empty()
                 && let Some(error) = self.fatal.take()
             {
@@ -457,8 +467,11 @@ impl<'a> Pipe<'a> {
             self.expected_bytes -= done.expected_bytes;
             self.state.end(done.size, done.answer, Ok(done.replies));
         }
-        if let Some(Fatal(error)) = fatal {
+        if let Some(Fatal { error, is_demotion }) = fatal {
             self.fatal = Some(error);
+            if is_demotion {
+                self.endpoint.demotions.fetch_add(1, Ordering::Relaxed);
+            }
         }
         match self.ending.take() {
             Some(error) => Err(error),

@@ -150,6 +150,6 @@ pub(super) async fn replies(waiting: Result<Waiting, L2Error>) -> Result<Vec<Rep
     waiting?.await.unwrap_or_else(|_| Err(ended()))
 }
 
-fn ended() -> L2Error {
+pub(super) fn ended() -> L2Error {
     L2Error::new(ErrorKind::Unavailable, "the connection has ended")
 }

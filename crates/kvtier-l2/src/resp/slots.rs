@@ -65,13 +65,17 @@ pub(super) fn ranges(reply: &Value, asked: &Address) -> Option<Vec<Range>> {
         else {
             return None;
         };
-        let [host, Value::Integer(port), ..] = &primary[..] else {
+        let [host, Value::Integer(port), facts @ ..] = &primary[..] else {
             return None;
         };
         let host = match host {
-            Value::Bulk(Some(host)) => std::str::from_utf8(host).ok()?,
-            Value::Bulk(None) => "",
+            Value::Bulk(host) => std::str::from_utf8(host.as_deref().unwrap_or_default()).ok()?,
             _ => return None,
+        };
+        // A node that was not told its name.
+        let host = match host {
+            "?" => ip(facts)?,
+            host => host,
         };
         let (first, last) = (u16::try_from(*first).ok()?, u16::try_from(*last).ok()?);
         let port = u16::try_from(*port).ok()?;
@@ -82,6 +86,18 @@ pub(super) fn ranges(reply: &Value, asked: &Address) -> Option<Vec<Range>> {
         })
     };
     ranges.iter().map(range).collect()
+}
+
+/// The address of a node, which is among what is known of it behind its identity.
+fn ip(facts: &[Value]) -> Option<&str> {
+    let Some(Value::Array(facts)) = facts.get(1) else {
+        return None;
+    };
+    let is_ip = |pair: &&[Value]| matches!(&pair[0], Value::Bulk(Some(name)) if name == b"ip");
+    match facts.chunks_exact(2).find(is_ip)? {
+        [_, Value::Bulk(Some(ip))] => std::str::from_utf8(ip).ok(),
+        _ => None,
+    }
 }
 
 /// Where another node sent a command: MOVED for good, or ASK for this time.
@@ -111,12 +127,11 @@ impl Redirect {
     }
 }
 
-/// A node; without a host, or with an unknown one, it is on the host of `asked`.
+/// A node; without a host it is on that of `asked`.
 fn beside(host: &str, port: u16, asked: &Address) -> Option<Address> {
     match (host, asked) {
-        ("" | "?", Address::Tcp(host, _)) => Some(Address::Tcp(host.clone(), port)),
-        ("" | "?", Address::Unix(_)) => None,
-        _ => Some(Address::Tcp(host.to_owned(), port)),
+        ("", Address::Tcp(host, _)) => Address::of(host, port),
+        _ => Address::of(host, port),
     }
 }
 
@@ -168,7 +183,16 @@ mod tests {
             (found[1].last, &found[1].primary),
             (16383, &at("10.0.0.9:7001"))
         );
+        let text = |text: &str| Value::Bulk(Some(text.as_bytes().to_vec()));
+        let facts = Value::Array(vec![text("ip"), text("10.0.0.3")]);
+        let nameless = vec![text("?"), Value::Integer(7002), text("id"), facts];
+        let reply = Value::Array(vec![range(0, 5, Value::Array(nameless))]);
+        let found = ranges(&reply, &asked).unwrap();
+        assert_eq!(found[0].primary, at("10.0.0.3:7002"));
         for wrong in [
+            range(0, 5, node(Some("?"), 1)),
+            range(0, 5, node(Some("a\n\u{1b}b"), 1)),
+            range(0, 5, node(Some("a"), 0)),
             range(5, 4, node(Some("a"), 1)),
             range(0, 16384, node(Some("a"), 1)),
             range(-1, 5, node(Some("a"), 1)),

@@ -15,6 +15,9 @@ use crate::object::Buffer;
 /// Bytes that TLS encrypts before they are sent, and receives before they are decrypted.
 const TLS_BYTES: usize = 128 << 10;
 
+/// Parts without a byte for us before others of the runtime get their turn.
+const MAX_RECEIVES: usize = 16;
+
 /// A connection. Nothing here waits but [`ready`](Self::ready).
 pub(super) struct Stream {
     socket: Socket,
@@ -54,6 +57,8 @@ impl Stream {
             scratch: Vec::new(),
         });
         while session.connection.is_handshaking() {
+            // A server may never stop sending.
+            tokio::task::yield_now().await;
             let moved = match session.flush(&socket) {
                 Ok(()) => session.decrypt(&socket).map(|_| ()),
                 Err(error) => Err(error),
@@ -166,7 +171,8 @@ impl Session {
 
     /// What has arrived, decrypted; empty at the end.
     fn arrived(&mut self, socket: &Socket) -> Result<&[u8], SocketError> {
-        loop {
+        // Records may hold nothing, and there may be no end of them.
+        for _ in 0..MAX_RECEIVES {
             let state = self.connection.process_new_packets();
             let state = state.map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
             if state.plaintext_bytes_to_read() > 0 {
@@ -176,6 +182,7 @@ impl Session {
                 return Ok(&[]);
             }
         }
+        Err(io::Error::from(io::ErrorKind::Interrupted).into())
     }
 
     /// Passes on what was received, or else receives something; 0 at the end.

@@ -110,7 +110,8 @@ pub(super) trait Answer: Send + 'static {
     /// Whether it answers for `items` items.
     fn fits(&self, items: usize) -> bool;
 
-    /// Returns the positions of items with a transient error.
+    /// Returns the positions of items with a transient error. What was not sent, while others are answered, is for the caller
+    /// to send again.
     fn transient(&self) -> Vec<usize>;
 
     /// Replaces the items at these positions by the answer to [`Call::only`].
@@ -131,7 +132,7 @@ impl<T: Send + 'static> Answer for Vec<Result<T, L2Error>> {
 
     fn transient(&self) -> Vec<usize> {
         (0..self.len())
-            .filter(|&at| is_transient(&self[at]))
+            .filter(|&at| is_transient(&self[at]) && !is_busy(&self[at]))
             .collect()
     }
 

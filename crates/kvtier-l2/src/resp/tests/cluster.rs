@@ -175,6 +175,135 @@ async fn objects_of_a_slot_on_its_way_are_found_on_both_nodes() {
     assert_eq!(to.get(&named.key), None);
 }
 
+/// Moves one key of a slot on its way.
+fn migrate(from: &Redis, to: &Redis, key: &str) {
+    let port = to.port.to_string();
+    from.told(&["MIGRATE", "127.0.0.1", &port, key, "0", "5000"]);
+}
+
+#[tokio::test]
+async fn object_and_companion_on_two_nodes_are_still_one() {
+    let (nodes, memory) = (cluster(0).0, Memory::new(4 << 20));
+    let adapter = RespAdapter::open("valkey", &options(&nodes));
+    for (number, moves_companion) in [(1, true), (2, false)] {
+        let objects = [object(number, 3000)];
+        assert_eq!(kinds(store(&adapter, &memory, &objects).await), [None]);
+        let named = Named::new("", &objects[0].key, &());
+        let from = node_of(&nodes, &named.key);
+        let to = nodes.iter().find(|node| node.port != from.port).unwrap();
+        begin_to_move(from, to, &named.key);
+        let (first, second) = match moves_companion {
+            true => (&named.companion, &named.key),
+            false => (&named.key, &named.companion),
+        };
+        migrate(from, to, first);
+        let found = adapter.lookup(objects.to_vec()).await;
+        assert_eq!(found, Ok(vec![Some(3064)]));
+        let loaded = load(&adapter, &memory, &objects).await;
+        assert_eq!(loaded, [Ok(content(&objects[0]))]);
+        // A copy at the other node would be in the way of the rest.
+        let stored = kinds(store(&adapter, &memory, &objects).await);
+        assert_eq!(stored, [Some(ErrorKind::Unavailable)]);
+        migrate(from, to, second);
+        let loaded = load(&adapter, &memory, &objects).await;
+        assert_eq!(loaded, [Ok(content(&objects[0]))]);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn primary_without_a_replica_costs_only_its_own_objects() {
+    let (mut nodes, _) = cluster(0);
+    let memory = Memory::new(8 << 20);
+    let config = serde_json::json!({
+        "type": "valkey", "cluster_mode": true, "num_workers": 2, "max_capacity_gb": 1,
+        "startup_nodes": format!("127.0.0.1:{}", nodes[1].port), "retry_pause_ms": 1,
+    });
+    let registry = crate::Registry::built_in();
+    let config = registry.parse(&config).unwrap();
+    let adapter = registry.open(&config).unwrap();
+    let objects: Vec<_> = (0..60).map(|number| object(number, 2000)).collect();
+    let items = |objects: &[ObjectSpec]| -> Vec<StoreItem> {
+        let item = |object: &ObjectSpec| StoreItem {
+            object: object.clone(),
+            from: memory.filled(&content(object)),
+        };
+        objects.iter().map(item).collect()
+    };
+    assert_eq!(kinds(adapter.store(items(&objects)).await), [None; 60]);
+    let first = nodes[0].port;
+    nodes[0].kill();
+    let is_of_first = |object: &ObjectSpec| node_of(&nodes, &key_of(object)).port == first;
+    // More of them than open a breaker.
+    for _ in 0..20 {
+        assert!(matches!(adapter.free_bytes().await, Ok(None)));
+        let found = adapter.lookup(objects.clone()).await.unwrap();
+        let stored = adapter.store(items(&objects)).await;
+        for ((object, found), stored) in objects.iter().zip(found).zip(stored) {
+            assert_eq!(
+                (found.is_some(), stored.is_ok()),
+                (!is_of_first(object), !is_of_first(object))
+            );
+        }
+        // Batches of its objects alone are no sign that the others do not answer.
+        let its: Vec<_> = objects
+            .iter()
+            .filter(|object| is_of_first(object))
+            .cloned()
+            .collect();
+        assert!(adapter.store(items(&its)).await.iter().all(Result::is_err));
+    }
+    let recovered = adapter.recover(&|_| true).await.unwrap();
+    let left = objects.iter().filter(|object| !is_of_first(object)).count();
+    assert_eq!(recovered.objects, left as u64);
+}
+
+#[tokio::test]
+async fn nodes_that_do_not_answer_are_not_waited_for() {
+    let (nodes, memory) = (cluster(0).0, Memory::new(1 << 20));
+    // It takes connections, and says nothing.
+    let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let silent = Address::Tcp("127.0.0.1".into(), silent.local_addr().unwrap().port());
+    let options = RespOptions {
+        addresses: vec![silent, nodes[0].address()],
+        ..options(&nodes)
+    };
+    let adapter = RespAdapter::open("valkey", &options);
+    let objects = [object(1, 100)];
+    let stored = tokio::time::timeout(Duration::from_secs(5), store(&adapter, &memory, &objects));
+    assert_eq!(kinds(stored.await.expect("the other node answers")), [None]);
+    // One that hangs makes lookups of its own keys fail, and of no others.
+    let objects: Vec<_> = (0..20).map(|number| object(number, 100)).collect();
+    assert_eq!(kinds(store(&adapter, &memory, &objects).await), [None; 20]);
+    let frozen = node_of(&nodes, &key_of(&objects[0]));
+    frozen.signal(rustix::process::Signal::STOP);
+    let lookup = tokio::time::timeout(Duration::from_secs(3), adapter.lookup(objects.clone()));
+    let found = lookup.await.expect("the other nodes answer").unwrap();
+    frozen.signal(rustix::process::Signal::CONT);
+    for (object, found) in objects.iter().zip(found) {
+        let is_of_frozen = node_of(&nodes, &key_of(object)).port == frozen.port;
+        assert_eq!(found.is_some(), !is_of_frozen);
+    }
+}
+
+#[tokio::test]
+async fn calls_end_when_the_adapter_is_closed_before_a_node_has_answered() {
+    let silent = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let options = RespOptions {
+        cluster_mode: true,
+        ..RespOptions::new(Address::Tcp(
+            "127.0.0.1".into(),
+            silent.local_addr().unwrap().port(),
+        ))
+    };
+    let adapter = RespAdapter::open("valkey", &options);
+    let closed = async {
+        tokio::task::yield_now().await;
+        adapter.close().await;
+    };
+    let (found, ()) = tokio::join!(adapter.lookup(vec![object(1, 100)]), closed);
+    assert_eq!(found.unwrap_err().kind(), ErrorKind::Unavailable);
+}
+
 fn hex(number: u8) -> String {
     [number; 32].map(|byte| format!("{byte:02x}")).concat()
 }
