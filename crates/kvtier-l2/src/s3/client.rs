@@ -8,10 +8,11 @@ use std::time::{Duration, Instant};
 
 use kvtier_sync::Mutex;
 
+use super::content::Content;
 use super::credentials::{Provider, Variables};
 use super::errors;
-use super::http::{Content, Http, Outbound, Response, Server};
-use super::limit::{Limit, Permit};
+use super::http::{Http, Outbound, Response, Server};
+use super::limit::{Lane, Limit, Permit};
 use super::options::{Place, S3Options};
 use super::{name, sign, time};
 use crate::error::{ErrorKind, L2Error};
@@ -61,6 +62,7 @@ pub(super) struct Call {
     pub(super) query: Vec<(&'static str, String)>,
     pub(super) headers: Vec<(&'static str, String)>,
     pub(super) content: Content,
+    pub(super) lane: Lane,
     /// Whether it must not be sent twice.
     pub(super) is_unique: bool,
 }
@@ -77,6 +79,7 @@ impl Call {
     pub(super) fn of_bucket(method: &'static str) -> Self {
         Self {
             method,
+            lane: Lane::Keys,
             ..Self::default()
         }
     }
@@ -137,7 +140,7 @@ impl Client {
     /// If there is no response, or nothing is sent because the backend has just refused a request.
     pub(super) async fn send(&self, call: &Call) -> Result<Answer<'_>, L2Error> {
         self.suspended()?;
-        let permit = self.limit.acquire().await;
+        let permit = self.limit.acquire(call.lane).await;
         // It may have been a long wait.
         self.suspended()?;
         let (mut may_move, mut may_shift) = (true, true);

@@ -9,7 +9,8 @@ use kvtier_core::object_key::ObjectKey;
 use md5::{Digest as _, Md5};
 
 use super::client::Call;
-use super::http::Content;
+use super::content::Content;
+use super::limit::Lane;
 use super::{MAX_ANSWER, S3Adapter, Shared, xml};
 use crate::error::{ErrorKind, L2Error};
 
@@ -121,6 +122,7 @@ impl Shared {
                 ("content-type", "application/xml".to_owned()),
             ],
             content: Content::Bytes(Bytes::from(body)),
+            lane: Lane::Objects,
             ..Call::of_bucket("POST")
         };
         let answer = self.client.send(&call).await?;

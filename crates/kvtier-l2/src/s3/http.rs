@@ -7,10 +7,9 @@
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use hyper::body::{Body as _, Bytes, Frame, Incoming, SizeHint};
+use hyper::body::{Body as _, Bytes, Incoming};
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper::http::response::Parts;
 use hyper_util::rt::TokioIo;
@@ -21,12 +20,9 @@ use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::rustls::ClientConfig;
 
+use super::content::{Content, Outgoing};
 use crate::error::{ErrorKind, L2Error};
-use crate::object::Buffer;
 use crate::tls::ClientTls;
-
-/// Bytes of an object per frame of a request.
-const FRAME: u64 = 256 << 10;
 
 /// How long a connection is kept without use: servers close theirs after 5 to 60 s.
 const IDLE: Duration = Duration::from_secs(20);
@@ -42,74 +38,6 @@ pub(super) struct Server {
     pub(super) port: u16,
     /// `None` is plain HTTP.
     pub(super) tls: Option<ClientTls>,
-}
-
-/// Body of a request. It owns what it reads from.
-#[derive(Debug, Clone, Default)]
-pub(super) enum Content {
-    #[default]
-    None,
-    Bytes(Bytes),
-    /// Bytes of an object in L1 from an offset on.
-    Object(Buffer, u64, u64),
-}
-
-impl Content {
-    pub(super) fn len(&self) -> u64 {
-        match self {
-            Self::None => 0,
-            Self::Bytes(bytes) => bytes.len() as u64,
-            Self::Object(_, _, len) => *len,
-        }
-    }
-}
-
-/// A [`Content`] on its way; `sent` counts its bytes.
-struct Outgoing {
-    content: Content,
-    sent: Arc<AtomicU64>,
-}
-
-impl hyper::body::Body for Outgoing {
-    type Data = Bytes;
-    type Error = L2Error;
-
-    fn poll_frame(
-        mut self: Pin<&mut Self>,
-        _: &mut Context<'_>,
-    ) -> Poll<Option<Result<Frame<Bytes>, L2Error>>> {
-        let bytes = match &mut self.content {
-            Content::None => return Poll::Ready(None),
-            Content::Bytes(bytes) if bytes.is_empty() => return Poll::Ready(None),
-            Content::Bytes(bytes) => std::mem::take(bytes),
-            Content::Object(_, _, 0) => return Poll::Ready(None),
-            Content::Object(buffer, at, left) => {
-                let len = FRAME.min(*left);
-                let mut part = Vec::with_capacity(usize::try_from(len).unwrap_or_default());
-                if let Err(error) = buffer.read_into(*at, len, &mut part) {
-                    return Poll::Ready(Some(Err(memory(&error))));
-                }
-                *at += len;
-                *left -= len;
-                Bytes::from(part)
-            }
-        };
-        self.sent.fetch_add(bytes.len() as u64, Ordering::Relaxed);
-        Poll::Ready(Some(Ok(Frame::data(bytes))))
-    }
-
-    fn is_end_stream(&self) -> bool {
-        self.content.len() == 0
-    }
-
-    fn size_hint(&self) -> SizeHint {
-        SizeHint::with_exact(self.content.len())
-    }
-}
-
-/// The error of L1's memory.
-pub(super) fn memory(error: &kvtier_memory::AccessError) -> L2Error {
-    L2Error::new(ErrorKind::Memory, error.to_string())
 }
 
 /// One connection. Dropping it closes it.
@@ -146,7 +74,7 @@ pub(super) struct Outbound {
     pub(super) is_idempotent: bool,
 }
 
-/// A response of which the head was read.
+/// A response whose head was read.
 pub(super) struct Response<'a> {
     pub(super) head: Parts,
     body: Incoming,
@@ -293,10 +221,7 @@ impl Http {
         for (name, value) in &request.headers {
             outgoing = outgoing.header(*name, value.as_str());
         }
-        let outgoing = outgoing.body(Outgoing {
-            content: request.content.clone(),
-            sent: Arc::clone(&sent),
-        });
+        let outgoing = outgoing.body(Outgoing::new(request.content.clone(), &sent));
         let outgoing = outgoing.map_err(|error| {
             Failed::Other(self.error(ErrorKind::Refused, &format!("request: {error}")))
         })?;

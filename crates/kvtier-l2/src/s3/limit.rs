@@ -8,8 +8,20 @@ use std::sync::Arc;
 use kvtier_sync::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
+/// What a request is about.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) enum Lane {
+    /// An object that is stored, loaded or deleted. These have three quarters of the limit, so that lookups do not wait
+    /// behind all of them.
+    #[default]
+    Objects,
+    /// Lookups, listings, probes.
+    Keys,
+}
+
 /// The limit of one backend.
 pub(super) struct Limit {
+    objects: Arc<Semaphore>,
     permits: Arc<Semaphore>,
     max: usize,
     state: Mutex<State>,
@@ -26,6 +38,8 @@ struct State {
 /// Permission for one request.
 pub(super) struct Permit<'a> {
     of: &'a Limit,
+    #[expect(dead_code, reason = "held until the end of the request")]
+    object: Option<OwnedSemaphorePermit>,
     permit: Option<OwnedSemaphorePermit>,
     halvings: u64,
 }
@@ -34,6 +48,7 @@ impl Limit {
     pub(super) fn new(max: usize) -> Self {
         let max = max.clamp(1, Semaphore::MAX_PERMITS);
         Self {
+            objects: Arc::new(Semaphore::new((max * 3 / 4).max(1))),
             permits: Arc::new(Semaphore::new(max)),
             max,
             state: Mutex::new(State {
@@ -45,12 +60,17 @@ impl Limit {
     }
 
     /// Waits for a permit.
-    pub(super) async fn acquire(&self) -> Permit<'_> {
-        // The semaphore is never closed.
+    pub(super) async fn acquire(&self, lane: Lane) -> Permit<'_> {
+        // The semaphores are never closed.
+        let object = match lane {
+            Lane::Objects => Arc::clone(&self.objects).acquire_owned().await.ok(),
+            Lane::Keys => None,
+        };
         let permit = Arc::clone(&self.permits).acquire_owned().await.ok();
         let halvings = self.state.lock().halvings;
         Permit {
             of: self,
+            object,
             permit,
             halvings,
         }
@@ -109,17 +129,32 @@ mod tests {
     use super::*;
 
     #[tokio::test]
+    async fn lookups_do_not_wait_behind_all_objects() {
+        let limit = Limit::new(4);
+        let mut objects = Vec::new();
+        for _ in 0..3 {
+            objects.push(limit.acquire(Lane::Objects).await);
+        }
+        let fourth = crate::conformance::poll_once(limit.acquire(Lane::Objects)).await;
+        assert!(fourth.is_none());
+        let key = crate::conformance::poll_once(limit.acquire(Lane::Keys)).await;
+        assert!(key.is_some());
+        drop(objects);
+        assert_eq!(limit.now(), (4, 1));
+    }
+
+    #[tokio::test]
     async fn limit_halves_once_per_burst_and_grows_by_one_per_success() {
         let limit = Limit::new(8);
         let permits = [
-            limit.acquire().await,
-            limit.acquire().await,
-            limit.acquire().await,
+            limit.acquire(Lane::Keys).await,
+            limit.acquire(Lane::Keys).await,
+            limit.acquire(Lane::Keys).await,
         ];
         permits.iter().for_each(Permit::overloaded);
         assert_eq!(limit.now(), (4, 3));
         for (expected, left) in [(2, 4), (1, 4), (1, 4)] {
-            let permit = limit.acquire().await;
+            let permit = limit.acquire(Lane::Keys).await;
             permit.overloaded();
             assert_eq!(limit.now(), (expected, left));
             drop(permit);
@@ -131,7 +166,7 @@ mod tests {
         drop(permits);
         assert_eq!(limit.now(), (lowest, 0));
         for more in 1..=20 {
-            let permit = limit.acquire().await;
+            let permit = limit.acquire(Lane::Keys).await;
             assert_eq!(limit.now().1, 1);
             permit.succeeded();
             assert_eq!(limit.now().0, (lowest + more).min(8));

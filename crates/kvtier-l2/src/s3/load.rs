@@ -6,7 +6,7 @@ use hyper::body::Bytes;
 use tokio::task::JoinSet;
 
 use super::client::{Answer, Call};
-use super::http::memory;
+use super::content::memory;
 use super::metadata::Metadata;
 use super::{MAX_ANSWER, Shared, count};
 use crate::adapter::Loaded;

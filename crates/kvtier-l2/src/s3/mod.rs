@@ -10,6 +10,7 @@
 //! ask in growing slices and stop behind gaps themselves.
 
 mod client;
+mod content;
 mod credentials;
 mod delete;
 mod errors;
@@ -45,6 +46,7 @@ use crate::error::{ErrorKind, L2Error};
 use crate::object::{Buffer, LoadItem, ObjectSpec, StoreItem, key_digest};
 use client::{Call, Client};
 use credentials::Variables;
+use limit::Lane;
 use metadata::Metadata;
 
 pub(crate) use options::S3;
@@ -121,7 +123,7 @@ impl Shared {
         }
         match buffer.arena().address(buffer.extent(), 0, buffer.len()) {
             Ok(_) => Ok(()),
-            Err(error) => Err(http::memory(&error)),
+            Err(error) => Err(content::memory(&error)),
         }
     }
 
@@ -136,7 +138,11 @@ impl Shared {
         let Ok(key) = self.key(object) else {
             return Ok(None);
         };
-        let answer = self.client.send(&Call::new("HEAD", &key)).await?;
+        let call = Call {
+            lane: Lane::Keys,
+            ..Call::new("HEAD", &key)
+        };
+        let answer = self.client.send(&call).await?;
         let response = &answer.response;
         let found = match response.status() {
             404 => None,

@@ -7,7 +7,7 @@ use hyper::body::Bytes;
 use tokio::task::JoinSet;
 
 use super::client::{Call, Client};
-use super::http::{Content, memory};
+use super::content::{Content, memory};
 use super::metadata::{self, Metadata};
 use super::{MAX_ANSWER, Shared, count, xml};
 use crate::adapter::Stored;

@@ -139,15 +139,14 @@ pub(super) fn listing(bytes: &[u8]) -> Result<Listing, Malformed> {
     }
 }
 
-/// Reads the id of a new upload in parts.
+/// Reads the id of a new upload in parts. Servers name the element around it differently.
 pub(super) fn upload_id(bytes: &[u8]) -> Result<String, Malformed> {
-    let mut id = String::new();
-    read(bytes, |path, text| {
-        if path == "InitiateMultipartUploadResult/UploadId" {
-            id = text;
-        }
+    let (mut id, mut is_error) = (String::new(), false);
+    read(bytes, |path, text| match path.split_once('/') {
+        Some((_, "UploadId")) => id = text,
+        _ => is_error |= path == "Error",
     })?;
-    match id.is_empty() {
+    match id.is_empty() || is_error {
         true => Err(Malformed),
         false => Ok(id),
     }
@@ -155,11 +154,9 @@ pub(super) fn upload_id(bytes: &[u8]) -> Result<String, Malformed> {
 
 /// Reads the answer to the completion of an upload, which may be an error although its status is not.
 pub(super) fn is_complete(bytes: &[u8]) -> Result<bool, Malformed> {
-    let mut is_complete = false;
-    read(bytes, |path, _| {
-        is_complete |= path == "CompleteMultipartUploadResult";
-    })?;
-    Ok(is_complete)
+    let mut is_error = false;
+    read(bytes, |path, _| is_error |= path == "Error")?;
+    Ok(!is_error)
 }
 
 /// Reads the credentials of an assumed role.

@@ -24,9 +24,12 @@ const RENEWED_BEFORE: u64 = 5 * 60;
 /// Pause after a renewal that failed, while the old credentials are valid.
 const PAUSE: Duration = Duration::from_secs(10);
 
+/// Returns the value of a variable.
+type GetVariable = dyn Fn(&str) -> Option<String> + Send + Sync;
+
 /// Variables of the environment.
 #[derive(Clone)]
-pub(super) struct Variables(Arc<dyn Fn(&str) -> Option<String> + Send + Sync>);
+pub(super) struct Variables(Arc<GetVariable>);
 
 impl Variables {
     /// Those of the process.

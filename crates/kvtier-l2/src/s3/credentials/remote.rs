@@ -5,7 +5,8 @@ use std::time::Duration;
 use hyper::body::Bytes;
 use serde::Deserialize;
 
-use super::super::http::{Content, Http, Outbound, Server};
+use super::super::content::Content;
+use super::super::http::{Http, Outbound, Server};
 use super::super::{name, time, xml};
 use super::{Credentials, Variables, refused};
 use crate::error::{ErrorKind, L2Error};

@@ -1,5 +1,6 @@
 mod config;
 mod faults;
+mod objects;
 mod server;
 mod suite;
 
@@ -11,6 +12,7 @@ use super::options::Place;
 use super::sign::Credentials;
 use super::*;
 use crate::conformance::{Memory, content};
+use server::Server;
 
 /// Options for the bucket of a server on loopback.
 fn options(port: u16) -> S3Options {
@@ -41,6 +43,25 @@ fn options(port: u16) -> S3Options {
         require_checksum: false,
         connection_timeout: Duration::from_secs(5),
         request_timeout: Duration::from_secs(10),
+    }
+}
+
+/// A server, and an adapter of its bucket.
+struct Bed {
+    server: Server,
+    memory: Memory,
+    adapter: S3Adapter,
+}
+
+async fn bed(change: impl FnOnce(&mut S3Options)) -> Bed {
+    let server = Server::start().await;
+    let mut options = options(server.port);
+    options.request_timeout = Duration::from_millis(300);
+    change(&mut options);
+    Bed {
+        adapter: S3Adapter::open(&options),
+        memory: Memory::new(1 << 22),
+        server,
     }
 }
 
