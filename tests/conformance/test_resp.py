@@ -4,7 +4,7 @@ import signal
 
 import pytest
 from kvrig import tiers
-from kvrig.redis import Redis
+from kvrig.redis import Cluster, Redis, valkey_server
 from kvrig.server import Server, peer_command
 from kvrig.waiting import wait_until
 
@@ -75,8 +75,18 @@ def test_objects_of_lmcache_are_not_loaded_for_cpu_pages_unless_trusted(redis, l
     assert tiers.tier(server)["missing_layout_lookups"] == 4
 
 
-def test_another_server_hits_what_this_one_stored(redis, serve, engines):
+@pytest.mark.parametrize("program", ["redis-server", "valkey-server"])
+def test_another_server_hits_what_this_one_stored(tmp_path, serve, engines, program):
     """A fleet: a server that never saw the prompt, also after a restart of the first."""
+    redis = Redis(tmp_path / "redis", valkey_server() if program == "valkey-server" else program)
+    try:
+        check_other_server(redis, serve, engines)
+    finally:
+        redis.stop()
+
+
+def check_other_server(redis, serve, engines):
+    """Hits of a server that never saw the prompt; none of what was evicted."""
     first = serve(flags=resp(redis))
     tiers.store(engines(first), 1)
     tiers.store(engines(first), 2, salt="alice")
@@ -154,3 +164,23 @@ def test_server_starts_before_its_redis(redis, serve, engines):
     assert tiers.recall(engine, 1) == 64
     redis.start()
     wait_until(lambda: tiers.tier(server)["is_healthy"], 30, "the tier to be healthy")
+
+
+def test_cluster_serves_several_servers(tmp_path, serve, engines):
+    """A cluster of Valkey, of which only one node is configured."""
+    cluster = Cluster(tmp_path / "cluster", valkey_server())
+    try:
+        node = f"127.0.0.1:{cluster.nodes[2].port}"
+        flags = tiers.adapter("valkey", startup_nodes=node, cluster_mode=True)
+        first, second = serve(flags=flags), serve(flags=flags)
+        writer, reader = engines(first), engines(second)
+        tiers.store(writer, 1)
+        tiers.store(writer, 2, salt="alice")
+        wait_keys(cluster, 8)
+        assert sum(bool(node.keys()) for node in cluster.nodes) > 1
+        assert tiers.recall(reader, 1) == tiers.recall(reader, 2, salt="alice") == 64
+        assert tiers.recall(reader, 2) == tiers.recall(reader, 1, salt="bob") == 0
+        # One that starts now finds all of them.
+        assert tiers.adopted(serve(flags=flags))["objects"] == 8
+    finally:
+        cluster.stop()

@@ -85,7 +85,7 @@ def run_name(options, mode):
     ours = "-ours" if options.connector == "kvtier" else ""
     tensor, stages = options.tensor_parallel, options.pipeline_parallel
     workers = f"{f'-tp{tensor}' if tensor > 1 else ''}{f'-pp{stages}' if stages > 1 else ''}"
-    return f"{mode}{ours}{'-mla' if options.mla else ''}{workers}"
+    return f"{mode}{ours}{'-mla' if options.mla else ''}{workers}{f'-{options.remote}' if options.remote else ''}"
 
 
 class ModeCases:
@@ -337,7 +337,7 @@ class ModeCases:
     def from_the_tier(self, name, tokens):
         """Exactly `tokens` were hits because of the tier."""
         found = self.tier_tokens()
-        self.check(f"{name}-hits-from-disk", found == tokens or self.server.peer, f"{found:.0f} of {tokens:.0f} tokens")
+        self.check(f"{name}-hits-from-tier", found == tokens or self.server.peer, f"{found:.0f} of {tokens:.0f} tokens")
 
     def damaged_files(self):
         """Files damaged while the server was down are misses, and the model still says the same.

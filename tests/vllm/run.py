@@ -14,6 +14,8 @@
                                with --pipeline-parallel 2
   run.py ... --mla             a model with multi-head latent attention: hits behind which the model says the same as
                                behind vLLM's own prefix cache
+  run.py ... --remote resp     two servers that share a tier of this type: an engine at the second hits what one at the first
+                               has stored
   run.py ... --wheel DIR       engines of an earlier vLLM or LMCache; with --silent-scheduler for LMCache 0.5.0 to 0.5.5
   run.py ... --fresh           every engine is a new process, as an operator starts it, instead of a fork of one that has
                                imported vLLM; always so with several workers and with --mla
@@ -43,6 +45,7 @@ from kvrig.proxy import Proxy
 from kvrig.report import Report
 from kvrig.server import Server, free_port, our_command, peer_command
 from mla import MlaCases
+from remote import RemoteCases, RemoteTier
 
 MODES = ["lmcache_driven", "engine_shm", "engine_pickle"]
 # In these the server has a second tier; in the others a restart forgets everything.
@@ -64,6 +67,7 @@ def options():
     parser.add_argument("--peer", action="store_true", help="test LMCache's own server")
     parser.add_argument("--connector", choices=["lmcache", "kvtier"], default="lmcache", help="vLLM's connector")
     parser.add_argument("--package", help="directory with the Python package kvtier, for its connector")
+    parser.add_argument("--remote", choices=["resp"], help="type of the tier that two servers share")
     parser.add_argument("--wheel", action="append", default=[], metavar="DIR",
                         help="an unpacked earlier vLLM or LMCache, in front of the engine's packages; may be repeated")  # fmt: skip
     parser.add_argument("--transfer-mode", help="what the engine's LMCache calls the mode, if not as 0.5.6 does")
@@ -107,8 +111,11 @@ def main():
         ours = chosen.connector == "kvtier"
         log = Path(chosen.logs) / f"server-{run_name(chosen, mode)}.log"
         log.unlink(missing_ok=True)
-        directory = Path(chosen.logs) / f"tier-{mode}" if mode in WITH_TIER and not ours else None
+        directory = Path(chosen.logs) / f"tier-{mode}" if mode in WITH_TIER and not ours and not chosen.remote else None
         flags = []
+        remote = chosen.remote and RemoteTier(chosen.remote, Path(chosen.logs) / f"{chosen.remote}-{mode}")
+        if remote:
+            flags = remote.flags
         if directory:
             shutil.rmtree(directory, ignore_errors=True)
             flags = tiers.adapter("fs", base_path=directory) if chosen.peer else tiers.fs(directory)
@@ -124,7 +131,14 @@ def main():
         try:
             print(f"# server[{mode}] up after {server.start():.2f} s", flush=True)
             cases = ModeCases(chosen, prompts, known, server, report, directory)
-            if chosen.mla:
+            if remote:
+                second = Server(command, log.with_suffix(".second.log"), mode, chunk=256, l1_gb=chosen.l1_gb, flags=flags)
+                second.start()
+                try:
+                    RemoteCases(chosen, prompts, known, server, report).run_remote(second)
+                finally:
+                    finish(second, report, f"{run_name(chosen, mode)}-second")
+            elif chosen.mla:
                 MlaCases(chosen, prompts, known, server, report).run_mla()
             elif chosen.tensor_parallel * chosen.pipeline_parallel > 1:
                 cases.run_with_workers()
@@ -137,6 +151,8 @@ def main():
             print(server.tail(), flush=True)
         finally:
             finish(server, report, run_name(chosen, mode))
+            if remote:
+                remote.stop()
         if ours:
             blocks, wrong = pages_as_stored(server.witness)
             detail = f"{blocks} blocks were loaded, {len(wrong)} wrong {wrong[:3]}"

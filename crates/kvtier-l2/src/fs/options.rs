@@ -226,12 +226,9 @@ fn ineffective(config: &AdapterConfig, given: &dyn Fn(&str) -> bool) -> Vec<&'st
     ineffective.map(|(_, line)| line).collect()
 }
 
-fn open(
-    kind: &'static str,
-    config: &AdapterConfig,
-    _: &Registry,
-) -> Result<Arc<dyn Adapter>, L2Error> {
-    Ok(Arc::new(FsAdapter::open(kind, &FsOptions::of(config))?))
+fn open(config: &AdapterConfig, _: &Registry) -> Result<Arc<dyn Adapter>, L2Error> {
+    let options = FsOptions::of(config);
+    Ok(Arc::new(FsAdapter::open(config.kind, &options)?))
 }
 
 /// LMCache's `fs`.
@@ -239,15 +236,10 @@ pub(crate) const FS: AdapterType = AdapterType::new(
     "fs",
     "Keeps each object as a file of a directory; other servers and LMCache can use it at the same time",
     KEYS,
-    |config, registry| open("fs", config, registry),
+    open,
 )
 .check(check)
 .ineffective(ineffective);
 
 /// LMCache's `fs_native`.
-pub(crate) const FS_NATIVE: AdapterType =
-    AdapterType::new("fs_native", "The same as fs", KEYS, |config, registry| {
-        open("fs_native", config, registry)
-    })
-    .check(check)
-    .ineffective(ineffective);
+pub(crate) const FS_NATIVE: AdapterType = FS.named("fs_native", "The same as fs");

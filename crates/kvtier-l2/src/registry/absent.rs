@@ -35,7 +35,6 @@ const ABSENT: &[(&str, &str)] = &[
     ("plugin", IN_RUST),
     ("raw_block", SAME_DEVICE),
     ("sagemaker-hyperpod", ON_DISK),
-    ("valkey", "use \"resp\" for a server that is no cluster"),
 ];
 
 /// Returns the alternative to `name` if that is a type of LMCache.

@@ -30,6 +30,7 @@ const BUILT_IN: &[AdapterType] = &[
     resp::REDIS,
     resp::RESP,
     s3::S3,
+    resp::VALKEY,
 ];
 
 /// Opens an adapter.
@@ -69,6 +70,16 @@ impl AdapterType {
             check: |_| Ok(()),
             ineffective: |_, _| Vec::new(),
             open,
+        }
+    }
+
+    /// Returns the same type under another name.
+    #[must_use]
+    pub const fn named(self, name: &'static str, summary: &'static str) -> Self {
+        Self {
+            name,
+            summary,
+            ..self
         }
     }
 

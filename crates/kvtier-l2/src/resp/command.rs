@@ -39,6 +39,8 @@ impl Segment {
 pub(super) enum Expected {
     /// Kept whole.
     Value,
+    /// That to ASKING, which is left out.
+    Asking,
     /// The body of an object, of the buffer's length and read into it.
     Object(Buffer),
 }
@@ -46,6 +48,7 @@ pub(super) enum Expected {
 /// A reply that has arrived.
 #[derive(Debug)]
 pub(super) enum Reply {
+    /// A value, or the error of a command.
     Value(Value),
     /// The object is in its buffer, or the reason why it is not.
     Object(Result<(), L2Error>),
@@ -56,19 +59,30 @@ pub(super) enum Reply {
 pub(super) struct Commands {
     pub(super) segments: Vec<Segment>,
     pub(super) expected: Vec<Expected>,
+    /// Number of the replies that are not left out.
+    pub(super) replies: usize,
+    /// Each has ASKING before it: its slot is on its way to the node that is asked.
+    pub(super) asking: bool,
 }
 
 impl Commands {
     /// Appends a command.
     pub(super) fn push(&mut self, arguments: &[&[u8]]) {
         self.begin(arguments, arguments.len());
-        self.expected.push(Expected::Value);
+        self.expect(Expected::Value);
+    }
+
+    /// Appends other commands.
+    pub(super) fn append(&mut self, other: Self) {
+        self.segments.extend(other.segments);
+        self.expected.extend(other.expected);
+        self.replies += other.replies;
     }
 
     /// Appends GET of an object into its buffer.
     pub(super) fn get(&mut self, key: &[u8], to: Buffer) {
         self.begin(&[b"GET", key], 2);
-        self.expected.push(Expected::Object(to));
+        self.expect(Expected::Object(to));
     }
 
     /// Appends SET of an object, with a time to live in seconds.
@@ -86,7 +100,7 @@ impl Commands {
             self.argument(b"EX");
             self.argument(ttl.to_string().as_bytes());
         }
-        self.expected.push(Expected::Value);
+        self.expect(Expected::Value);
     }
 
     /// All bytes.
@@ -97,13 +111,22 @@ impl Commands {
     /// Bytes of the objects that are expected.
     pub(super) fn expected_bytes(&self) -> u64 {
         let bytes = |expected: &Expected| match expected {
-            Expected::Value => 0,
+            Expected::Value | Expected::Asking => 0,
             Expected::Object(to) => to.len(),
         };
         self.expected.iter().map(bytes).sum()
     }
 
+    fn expect(&mut self, expected: Expected) {
+        self.expected.push(expected);
+        self.replies += 1;
+    }
+
     fn begin(&mut self, arguments: &[&[u8]], count: usize) {
+        if self.asking {
+            self.bytes().extend_from_slice(b"*1\r\n$6\r\nASKING\r\n");
+            self.expected.push(Expected::Asking);
+        }
         let head = format!("*{count}\r\n");
         self.bytes().extend_from_slice(head.as_bytes());
         arguments

@@ -129,7 +129,7 @@ async fn run(endpoint: Arc<Endpoint>, state: Arc<State>, mut calls: mpsc::Unboun
     // Calls that came before the connection.
     let mut queued = VecDeque::new();
     loop {
-        let connecting = timeout(endpoint.connection_timeout, endpoint.connect());
+        let connecting = timeout(endpoint.options.connection_timeout, endpoint.connect());
         tokio::pin!(connecting);
         let connected = loop {
             tokio::select! {
@@ -164,7 +164,7 @@ async fn run(endpoint: Arc<Endpoint>, state: Arc<State>, mut calls: mpsc::Unboun
             }
             Ok(Err(error)) => (error, (failures == 0).then_some(queued.len())),
             Err(_) => {
-                let limit = endpoint.connection_timeout;
+                let limit = endpoint.options.connection_timeout;
                 let message = format!("{}: not connected within {limit:?}", endpoint.name());
                 let error = L2Error::new(ErrorKind::Unavailable, message);
                 (error, (failures == 0).then_some(queued.len()))

@@ -1,85 +1,143 @@
-//! Where a server is, how it is reached, and how a connection begins.
+//! How a server is reached, and how a connection begins.
 
+use std::fmt::Display;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
-use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
-use kvtier_memory::AccessError;
-use kvtier_memory::socket::{Slice, SocketError, send_slices};
-use rustix::net::{RecvFlags, recv, sockopt};
-use tokio::io::{Interest, Ready};
+use kvtier_memory::socket::SocketError;
+use rustix::net::sockopt;
+use tokio::io::Interest;
 use tokio::net::{TcpStream, UnixStream, lookup_host};
 use tokio::time::timeout;
 
-use super::command::Commands;
+use super::RespOptions;
+use super::address::Address;
+use super::command::{Commands, Reply};
 use super::errors;
 use super::reply::{self, Value};
+use super::socket::Socket;
+use super::stream::Stream;
 use crate::error::{ErrorKind, L2Error};
 
 /// TCP keepalive: silence before the first probe, and time between two probes.
 const KEEPALIVE: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(10));
 
-/// Where a server listens.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Address {
-    /// Host name or address, IPv6 without brackets.
-    Tcp(String, u16),
-    /// A socket in the file system.
-    Unix(PathBuf),
-}
-
 /// A server, and what a connection to it needs.
-#[derive(Clone)]
 pub(super) struct Endpoint {
-    pub(super) address: Address,
-    pub(super) username: String,
-    pub(super) password: String,
-    pub(super) database: u32,
-    pub(super) connection_timeout: Duration,
-    pub(super) request_timeout: Duration,
+    /// Where it is. Of several, it is the first one that is a primary.
+    pub(super) addresses: Vec<Address>,
+    pub(super) options: Arc<RespOptions>,
 }
 
 impl Endpoint {
     /// For logs.
     pub(super) fn name(&self) -> String {
-        match &self.address {
-            Address::Tcp(host, port) if host.contains(':') => format!("[{host}]:{port}"),
-            Address::Tcp(host, port) => format!("{host}:{port}"),
-            Address::Unix(path) => path.display().to_string(),
+        let names: Vec<_> = self.addresses.iter().map(Address::to_string).collect();
+        names.join(",")
+    }
+
+    /// An error of this server.
+    pub(super) fn error(&self, kind: ErrorKind, what: &dyn Display) -> L2Error {
+        L2Error::new(kind, format!("{}: {what}", self.name()))
+    }
+
+    /// An error for replies that no server sends.
+    pub(super) fn unexpected(&self) -> L2Error {
+        self.unavailable(&"an unexpected reply")
+    }
+
+    /// The values of replies without objects.
+    pub(super) fn values_of(&self, replies: Vec<Reply>) -> Result<Vec<Value>, L2Error> {
+        let value = |reply| match reply {
+            Reply::Value(value) => Ok(value),
+            Reply::Object(_) => Err(self.unexpected()),
+        };
+        replies.into_iter().map(value).collect()
+    }
+
+    /// Of several errors the first is the reason for the others. A key of another type is none: it is replaced.
+    pub(super) fn refuse_errors(&self, values: &[Value]) -> Result<(), L2Error> {
+        for value in values {
+            if let Value::Error(text) = value
+                && errors::code(text) != "WRONGTYPE"
+            {
+                return Err(errors::of(self, text));
+            }
+        }
+        Ok(())
+    }
+
+    fn unavailable(&self, what: &dyn Display) -> L2Error {
+        self.error(ErrorKind::Unavailable, what)
+    }
+
+    /// A connection on which commands can be sent. To be given [`RespOptions::connection_timeout`].
+    pub(super) async fn connect(&self) -> Result<Stream, L2Error> {
+        let [address] = &self.addresses[..] else {
+            return self.connect_to_primary().await;
+        };
+        let part = self.options.connection_timeout;
+        Ok(self.greeted(address, part, Commands::default()).await?.0)
+    }
+
+    /// A connection to the first address that is no replica.
+    async fn connect_to_primary(&self) -> Result<Stream, L2Error> {
+        let parts = u32::try_from(self.addresses.len()).unwrap_or(1);
+        let part = self.options.connection_timeout / parts.max(1);
+        let mut failed = self.unavailable(&"none of them is a primary");
+        for address in &self.addresses {
+            let mut role = Commands::default();
+            role.push(&[b"ROLE"]);
+            let greeted = timeout(part, self.greeted(address, part, role)).await;
+            match greeted {
+                Ok(Ok((stream, role))) if !is_replica(&role) => return Ok(stream),
+                Ok(Ok(_)) => {}
+                Ok(Err(error)) => failed = error,
+                Err(_) => failed = self.unavailable(&format!("{address} does not answer")),
+            }
+        }
+        Err(failed)
+    }
+
+    /// The replies to `commands` on a connection that is closed then.
+    pub(super) async fn ask_once(&self, commands: Commands) -> Result<Vec<Value>, L2Error> {
+        let part = self.options.connection_timeout;
+        let address = &self.addresses[0];
+        match timeout(part, self.greeted(address, part, commands)).await {
+            Ok(greeted) => Ok(greeted?.1),
+            Err(_) => Err(self.unavailable(&"it does not answer")),
         }
     }
 
-    /// A connection on which commands can be sent.
-    pub(super) async fn connect(&self) -> Result<Stream, L2Error> {
-        let failed = |error: io::Error| {
-            let message = format!("{}: {error}", self.name());
-            L2Error::new(ErrorKind::Unavailable, message)
-        };
-        let stream = match &self.address {
-            Address::Unix(path) => Stream::Unix(UnixStream::connect(path).await.map_err(failed)?),
-            Address::Tcp(host, port) => {
-                let stream = self.connect_any(host, *port).await.map_err(failed)?;
-                self.tune(&stream).map_err(failed)?;
-                Stream::Tcp(stream)
-            }
-        };
+    /// A connection to `address`, and the replies to `commands`, which are sent behind the greeting.
+    async fn greeted(
+        &self,
+        address: &Address,
+        limit: Duration,
+        commands: Commands,
+    ) -> Result<(Stream, Vec<Value>), L2Error> {
+        let mut stream = self.open(address, limit).await?;
+        let options = &self.options;
         let mut greeting = Commands::default();
-        match (&*self.username, &*self.password) {
+        match (&*options.username, &*options.password) {
             (_, "") => {}
             ("", password) => greeting.push(&[b"AUTH", password.as_bytes()]),
             (user, password) => greeting.push(&[b"AUTH", user.as_bytes(), password.as_bytes()]),
         }
-        if self.database > 0 {
-            greeting.push(&[b"SELECT", self.database.to_string().as_bytes()]);
+        if options.database > 0 && !options.cluster_mode {
+            greeting.push(&[b"SELECT", options.database.to_string().as_bytes()]);
         }
         // An error if it needs a password, or has not loaded its data yet.
         greeting.push(&[b"PING"]);
-        let has_credentials = !self.password.is_empty();
-        for (at, value) in self.greet(&stream, &greeting).await?.iter().enumerate() {
+        let own = greeting.expected.len();
+        greeting.append(commands);
+        let mut values = self.exchange(&mut stream, &greeting).await?;
+        let asked = values.split_off(own);
+        for (at, value) in values.iter().enumerate() {
             if let Value::Error(text) = value {
                 // An unknown command may be repeated, with its arguments.
-                let is_of_credentials = at == 0 && has_credentials;
+                let is_of_credentials = at == 0 && !options.password.is_empty();
                 let text = if is_of_credentials {
                     errors::code(text)
                 } else {
@@ -88,22 +146,36 @@ impl Endpoint {
                 return Err(errors::of(self, text));
             }
         }
-        Ok(stream)
+        Ok((stream, asked))
     }
 
-    /// Tries the addresses of a name, each for its part of the time.
-    async fn connect_any(&self, host: &str, port: u16) -> io::Result<TcpStream> {
-        let addresses: Vec<_> = lookup_host((host, port)).await?.collect();
-        let part = self.connection_timeout / u32::try_from(addresses.len().max(1)).unwrap_or(1);
-        let mut failed = io::Error::from(io::ErrorKind::AddrNotAvailable);
-        for address in addresses {
-            match timeout(part, TcpStream::connect(address)).await {
-                Ok(Ok(stream)) => return Ok(stream),
-                Ok(Err(error)) => failed = error,
-                Err(_) => failed = io::ErrorKind::TimedOut.into(),
+    async fn open(&self, address: &Address, limit: Duration) -> Result<Stream, L2Error> {
+        let failed = |error: io::Error| self.unavailable(&error);
+        let (host, socket) = match address {
+            Address::Unix(path) => {
+                let socket = UnixStream::connect(path).await.map_err(failed)?;
+                ("localhost", Socket::Unix(socket))
+            }
+            Address::Tcp(host, port) => {
+                let socket = connect_any(host, *port, limit).await.map_err(failed)?;
+                self.tune(&socket).map_err(failed)?;
+                (&**host, Socket::Tcp(socket))
+            }
+        };
+        let Some(tls) = self.options.tls.clone() else {
+            return Ok(Stream::plain(socket));
+        };
+        let name = tls.name_of(host)?;
+        // It reads files.
+        let settings = tokio::task::spawn_blocking(move || tls.settings()).await;
+        let settings = settings.map_err(|error| self.unavailable(&error))??;
+        match timeout(limit / 2, Stream::secure(socket, settings, name)).await {
+            Ok(stream) => stream.map_err(|error| self.unavailable(&format_args!("TLS: {error}"))),
+            Err(_) => {
+                let what = "TLS: no answer to the handshake; does the server use TLS at this port?";
+                Err(self.unavailable(&what))
             }
         }
-        Err(failed)
     }
 
     fn tune(&self, stream: &TcpStream) -> io::Result<()> {
@@ -112,43 +184,42 @@ impl Endpoint {
         sockopt::set_socket_keepalive(stream, true)?;
         sockopt::set_tcp_keepidle(stream, idle)?;
         sockopt::set_tcp_keepintvl(stream, interval)?;
-        let millis = u32::try_from(self.request_timeout.as_millis()).unwrap_or(u32::MAX);
+        let millis = u32::try_from(self.options.request_timeout.as_millis()).unwrap_or(u32::MAX);
         sockopt::set_tcp_user_timeout(stream, millis)?;
         Ok(())
     }
 
     /// Sends commands without objects, and waits for their replies.
-    async fn greet(&self, stream: &Stream, commands: &Commands) -> Result<Vec<Value>, L2Error> {
-        let failed = |error: &dyn std::fmt::Display| {
-            let message = format!("{}: {error}", self.name());
-            L2Error::new(ErrorKind::Unavailable, message)
-        };
+    async fn exchange(
+        &self,
+        stream: &mut Stream,
+        commands: &Commands,
+    ) -> Result<Vec<Value>, L2Error> {
+        let failed = |error: &dyn Display| self.unavailable(error);
         let is_not_ready = |error: &SocketError| matches!(error, SocketError::System(error) if error.kind() == io::ErrorKind::WouldBlock);
-        let unsent: Vec<Slice<'_>> = commands.segments.iter().map(|it| it.rest(0)).collect();
         // A few bytes, which a new connection takes at once.
-        loop {
-            let ready = stream.ready(Interest::WRITABLE).await;
-            ready.map_err(|error| failed(&error))?;
-            match stream.try_io(Interest::WRITABLE, |socket| send_slices(socket, &unsent)) {
-                Ok(sent) if sent as u64 == commands.len() => break,
+        let mut unsent: Vec<_> = commands.segments.iter().map(|it| it.rest(0)).collect();
+        while !unsent.is_empty() || stream.has_unsent() {
+            match stream.send(&unsent) {
+                Ok(sent) if unsent.is_empty() || sent as u64 == commands.len() => unsent.clear(),
                 Ok(_) => return Err(failed(&"it does not take a greeting")),
-                Err(error) if is_not_ready(&error) => {}
+                Err(error) if is_not_ready(&error) => {
+                    let ready = stream.ready(Interest::WRITABLE).await;
+                    ready.map_err(|error| failed(&error))?;
+                }
                 Err(error) => return Err(failed(&error)),
             }
         }
         let (mut bytes, mut values) = (Vec::new(), Vec::new());
         while values.len() < commands.expected.len() {
-            let mut part = [0; 1024];
-            let ready = stream.ready(Interest::READABLE).await;
-            ready.map_err(|error| failed(&error))?;
-            let got = stream.try_io(Interest::READABLE, |socket| {
-                let got = recv(socket, &mut part, RecvFlags::DONTWAIT).map_err(io::Error::from)?;
-                Ok(got.0)
-            });
-            match got {
+            let mut part = [0; 4096];
+            match stream.receive(&mut part) {
                 Ok(0) => return Err(failed(&"it has closed the connection")),
                 Ok(got) => bytes.extend_from_slice(&part[..got]),
-                Err(error) if is_not_ready(&error) => {}
+                Err(error) if is_not_ready(&error) => {
+                    let ready = stream.ready(Interest::READABLE).await;
+                    ready.map_err(|error| failed(&error))?;
+                }
                 Err(error) => return Err(failed(&error)),
             }
             while let Some((value, used)) = reply::value(&bytes).map_err(|error| failed(&error))? {
@@ -163,45 +234,27 @@ impl Endpoint {
     }
 }
 
-/// A socket that is connected.
-pub(super) enum Stream {
-    Tcp(TcpStream),
-    Unix(UnixStream),
-}
-
-impl Stream {
-    /// Waits until it may be ready.
-    pub(super) async fn ready(&self, interest: Interest) -> io::Result<Ready> {
-        match self {
-            Self::Tcp(stream) => stream.ready(interest).await,
-            Self::Unix(stream) => stream.ready(interest).await,
+/// Tries the addresses of a name, each for its part of the time.
+async fn connect_any(host: &str, port: u16, limit: Duration) -> io::Result<TcpStream> {
+    let addresses: Vec<_> = lookup_host((host, port)).await?.collect();
+    let part = limit / u32::try_from(addresses.len().max(1)).unwrap_or(1);
+    let mut failed = io::Error::from(io::ErrorKind::AddrNotAvailable);
+    for address in addresses {
+        match timeout(part, TcpStream::connect(address)).await {
+            Ok(Ok(stream)) => return Ok(stream),
+            Ok(Err(error)) => failed = error,
+            Err(_) => failed = io::ErrorKind::TimedOut.into(),
         }
     }
+    Err(failed)
+}
 
-    /// Does `work` if it is ready, and notes when it is not any more.
-    pub(super) fn try_io(
-        &self,
-        interest: Interest,
-        mut work: impl FnMut(BorrowedFd<'_>) -> Result<usize, SocketError>,
-    ) -> Result<usize, SocketError> {
-        let mut memory: Option<AccessError> = None;
-        let mut work = |socket: BorrowedFd<'_>| match work(socket) {
-            Ok(moved) => Ok(moved),
-            Err(SocketError::System(error)) => Err(error),
-            Err(SocketError::Memory(error)) => {
-                let told = io::Error::other(error.clone());
-                memory = Some(error);
-                Err(told)
-            }
-            Err(error) => Err(io::Error::other(error)),
-        };
-        let done = match self {
-            Self::Tcp(stream) => stream.try_io(interest, || work(stream.as_fd())),
-            Self::Unix(stream) => stream.try_io(interest, || work(stream.as_fd())),
-        };
-        match memory {
-            Some(error) => Err(error.into()),
-            None => Ok(done?),
+/// Whether the reply to ROLE is that of a replica. Without an answer, as some users may not ask, it is none.
+fn is_replica(role: &[Value]) -> bool {
+    match role {
+        [Value::Array(role)] => {
+            matches!(role.first(), Some(Value::Bulk(Some(name))) if name == b"slave" || name == b"replica")
         }
+        _ => false,
     }
 }

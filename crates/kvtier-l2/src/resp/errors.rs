@@ -26,16 +26,18 @@ pub(super) fn of(endpoint: &Endpoint, text: &str) -> L2Error {
             (ErrorKind::Unavailable, "")
         }
         "WRONGTYPE" => (ErrorKind::Corrupt, ": the key is not kvtier's"),
-        "MOVED" | "ASK" | "CROSSSLOT" => (
+        // In a cluster these were followed.
+        "MOVED" | "ASK" => (ErrorKind::Refused, ": a cluster needs cluster_mode"),
+        "CROSSSLOT" => (
             ErrorKind::Refused,
-            ": clusters are not supported by this type",
+            ": the braces in its model, salt or key_prefix put its keys into several slots",
         ),
         _ if text.contains("max number of clients") => (ErrorKind::Unavailable, ""),
         _ => (ErrorKind::Refused, ""),
     };
     // Hostile bytes, in a log line.
     let text: String = text.chars().take(200).filter(|c| !c.is_control()).collect();
-    L2Error::new(kind, format!("{}: {text}{advice}", endpoint.name()))
+    endpoint.error(kind, &format_args!("{text}{advice}"))
 }
 
 /// The first word.

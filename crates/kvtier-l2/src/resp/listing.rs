@@ -1,26 +1,78 @@
-//! Listings: pages of a scan of all keys.
+//! What nodes hold: pages of a scan of all keys, and their memory.
 
 use std::collections::HashSet;
+use std::sync::Arc;
 use std::time::SystemTime;
 
 use kvtier_core::object_key::{KeyShape, ObjectKey};
 
 use super::command::Commands;
+use super::names::{is_companion, unprefixed};
+use super::pool::Pool;
 use super::reply::Value;
-use super::{COMPANION, KEYS_PER_CALL, RespAdapter, errors};
+use super::{KEYS_PER_CALL, RespAdapter, errors};
 use crate::adapter::{Adapter as _, ListPage, Listed};
-use crate::error::L2Error;
+use crate::error::{ErrorKind, L2Error};
 
 /// Keys of one page at most.
 const MAX_LIST_PAGE: usize = 2000;
 
 impl RespAdapter {
-    /// A page of a scan: objects with their lengths and idle times, the keys of others, and the next cursor.
+    /// A page of a scan from a position on: objects with their lengths and idle times, the number of keys of others, and the
+    /// next position. That is the cursor of a node and its address, as in `17@10.0.0.1:6379`; nodes come by address.
     pub(super) async fn page(
         &self,
-        cursor: &str,
+        position: Option<&str>,
         limit: usize,
     ) -> Result<(ListPage, u64), L2Error> {
+        let nodes = self.nodes.primaries().await;
+        let (at, cursor) = match position {
+            None => (0, "0"),
+            Some(position) => self.start(&nodes, position)?,
+        };
+        let Some(node) = nodes.get(at) else {
+            return Err(self.error(ErrorKind::Unavailable, "no node is known"));
+        };
+        let (objects, next, foreign) = self.page_of(node, cursor, limit).await?;
+        let next = match (&*next, nodes.get(at + 1)) {
+            ("0", None) => None,
+            ("0", Some(next)) => Some(format!("0@{}", next.endpoint.name())),
+            (cursor, _) => Some(format!("{cursor}@{}", node.endpoint.name())),
+        };
+        Ok((ListPage { objects, next }, foreign))
+    }
+
+    /// The node of a position, and the cursor there.
+    fn start<'a>(
+        &self,
+        nodes: &[Arc<Pool>],
+        position: &'a str,
+    ) -> Result<(usize, &'a str), L2Error> {
+        let is_cursor = |text: &str| text.parse::<u64>().is_ok();
+        let Some((cursor, address)) = position.split_once('@').filter(|it| is_cursor(it.0)) else {
+            let what =
+                format!("{position:?} is no position of a listing; give one that it returned");
+            return Err(self.error(ErrorKind::Refused, &what));
+        };
+        match nodes
+            .iter()
+            .position(|node| node.endpoint.name() == address)
+        {
+            Some(at) => Ok((at, cursor)),
+            None => {
+                let what = format!("{address} is no node any more; begin the listing again");
+                Err(self.error(ErrorKind::Unavailable, &what))
+            }
+        }
+    }
+
+    /// A page of one node.
+    async fn page_of(
+        &self,
+        node: &Pool,
+        cursor: &str,
+        limit: usize,
+    ) -> Result<(Vec<Listed>, String, u64), L2Error> {
         let mut commands = Commands::default();
         let count = limit.clamp(1, MAX_LIST_PAGE).to_string();
         let pattern = match &*self.options.key_prefix {
@@ -36,24 +88,27 @@ impl RespAdapter {
             count.as_bytes(),
         ];
         commands.push(&arguments);
-        let mut values = self.values(commands).await?;
+        let mut values = node.values(commands).await?;
         let (next, keys) = match values.pop() {
-            Some(Value::Error(text)) => return Err(errors::of(&self.endpoint, &text)),
+            Some(Value::Error(text)) => return Err(errors::of(&node.endpoint, &text)),
             Some(Value::Array(page)) => match <[Value; 2]>::try_from(page) {
                 Ok([Value::Bulk(Some(next)), Value::Array(keys)]) => (next, keys),
-                _ => return Err(self.unexpected()),
+                _ => return Err(node.endpoint.unexpected()),
             },
-            _ => return Err(self.unexpected()),
+            _ => return Err(node.endpoint.unexpected()),
         };
         let (mut known, mut foreign, mut seen) = (Vec::new(), 0, HashSet::new());
         for key in keys {
             let Value::Bulk(Some(key)) = key else {
-                return Err(self.unexpected());
+                return Err(node.endpoint.unexpected());
             };
             match self.parse(&key) {
                 Some(object) if seen.insert(object.clone()) => known.push((object, key)),
                 Some(_) => {}
-                None => foreign += u64::from(!self.is_companion(&key)),
+                None => {
+                    let name = unprefixed(&self.options.key_prefix, &key);
+                    foreign += u64::from(!name.is_some_and(is_companion));
+                }
             }
         }
         let mut objects = Vec::with_capacity(known.len());
@@ -68,7 +123,7 @@ impl RespAdapter {
                 commands.push(&[b"OBJECT", b"IDLETIME", key]);
                 commands.push(&[b"STRLEN", key]);
             }
-            let values = self.values(commands).await?;
+            let values = node.values(commands).await?;
             for ((key, _), values) in part.iter().zip(values.chunks_exact(2)) {
                 // Deleted meanwhile, or of another type.
                 let &Value::Integer(length @ 1..) = &values[1] else {
@@ -86,30 +141,50 @@ impl RespAdapter {
                 });
             }
         }
-        let next = String::from_utf8(next).map_err(|_| self.unexpected())?;
-        let next = (next != "0").then_some(next);
-        Ok((ListPage { objects, next }, foreign))
+        let next = String::from_utf8(next).map_err(|_| node.endpoint.unexpected())?;
+        Ok((objects, next, foreign))
     }
 
-    /// A key without the prefix; none if it has another one.
-    fn unprefixed<'a>(&self, key: &'a [u8]) -> Option<&'a [u8]> {
-        match self.options.key_prefix.as_bytes() {
-            b"" => Some(key),
-            prefix => key.strip_prefix(prefix)?.strip_prefix(b"@"),
-        }
-    }
-
-    fn is_companion(&self, key: &[u8]) -> bool {
-        let name = self.unprefixed(key);
-        name.is_some_and(|name| name.starts_with(COMPANION.as_bytes()))
+    /// Free bytes of one node, if it has a bound.
+    pub(super) async fn free_bytes_of(&self, node: &Pool) -> Result<Option<u64>, L2Error> {
+        let mut commands = Commands::default();
+        commands.push(&[b"INFO", b"memory"]);
+        let values = node.values(commands).await?;
+        let Some(Value::Bulk(Some(text))) = values.first() else {
+            // It may not be allowed.
+            return Ok(None);
+        };
+        let text = String::from_utf8_lossy(text);
+        let field = |name: &str| {
+            let value = |line: &'_ str| {
+                Some(
+                    line.strip_prefix(name)?
+                        .strip_prefix(':')?
+                        .trim()
+                        .to_owned(),
+                )
+            };
+            text.lines().find_map(value)
+        };
+        let number = |name| field(name)?.parse::<u64>().ok();
+        // A server that evicts makes space by itself, when something is stored.
+        let evicts = match field("maxmemory_policy").as_deref() {
+            None | Some("noeviction") => false,
+            Some(policy) => policy.starts_with("allkeys") || self.options.ttl_seconds.is_some(),
+        };
+        Ok(match (number("maxmemory"), number("used_memory")) {
+            (Some(most @ 1..), Some(used)) if !evicts => Some(most.saturating_sub(used)),
+            _ => None,
+        })
     }
 
     /// The object of a key; none if it is of something else.
     fn parse(&self, key: &[u8]) -> Option<ObjectKey> {
-        if self.is_companion(key) {
+        let name = unprefixed(&self.options.key_prefix, key)?;
+        if is_companion(name) {
             return None;
         }
-        let name = std::str::from_utf8(self.unprefixed(key)?).ok()?;
+        let name = std::str::from_utf8(name).ok()?;
         ObjectKey::parse_name(name, Some(KeyShape::Grouped)).ok()
     }
 }

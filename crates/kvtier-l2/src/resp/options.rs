@@ -1,22 +1,27 @@
-//! Options of a server of Redis' protocol.
+//! Options of a server or cluster of Redis' protocol.
 
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use super::RespAdapter;
-use super::endpoint::Address;
+use super::address::Address;
 use crate::adapter::Adapter;
 use crate::config::{AdapterConfig, ConfigError, Fallback, Interval, Key, Options, Shape};
 use crate::error::L2Error;
 use crate::registry::{AdapterType, Registry};
+use crate::tls::{self, ClientTls};
 
 /// Options of a server.
 #[derive(Clone, PartialEq, Eq)]
 pub struct RespOptions {
-    /// Where it listens.
-    pub address: Address,
-    /// Connections for values; one more is for everything else.
+    /// Where it listens: one address, a primary and its replicas in any order, or some nodes of a cluster.
+    pub addresses: Vec<Address>,
+    /// Whether it is a cluster.
+    pub cluster_mode: bool,
+    /// How connections are secured, if they are.
+    pub tls: Option<ClientTls>,
+    /// Connections for values; one more is for everything else. A cluster has as many for each primary.
     pub num_workers: usize,
     /// User of its access lists; empty is the default user.
     pub username: String,
@@ -45,7 +50,9 @@ impl RespOptions {
     #[must_use]
     pub fn new(address: Address) -> Self {
         Self {
-            address,
+            addresses: vec![address],
+            cluster_mode: false,
+            tls: None,
             num_workers: 8,
             username: String::new(),
             password: String::new(),
@@ -62,24 +69,22 @@ impl RespOptions {
 
     fn of(config: &AdapterConfig) -> Self {
         let options = &config.options;
-        // LMCache's variables, where the configuration has no value.
+        // LMCache's variables, which its resp has, where the configuration has no value.
         let secret = |key: &str, variable: &str| match options.get::<&str>(key) {
-            "" => std::env::var(variable).unwrap_or_default(),
+            "" if config.kind != "valkey" => std::env::var(variable).unwrap_or_default(),
             given => given.to_owned(),
         };
         let seconds = |key| Duration::from_secs_f64(options.get(key));
         Self {
-            address: match options.find::<&str>("unix_socket") {
-                Some(path) => Address::Unix(PathBuf::from(path)),
-                None => Address::Tcp(
-                    options.get("host"),
-                    u16::try_from(options.get::<u32>("port")).unwrap_or_default(),
-                ),
-            },
+            addresses: addresses(options),
+            cluster_mode: options.get("cluster_mode"),
+            tls: options
+                .get::<bool>("tls_enable")
+                .then(|| ClientTls::of(options)),
             num_workers: options.get("num_workers"),
             username: secret("username", "LMCACHE_RESP_USERNAME"),
             password: secret("password", "LMCACHE_RESP_PASSWORD"),
-            database: options.get("db"),
+            database: options.get("database_id"),
             key_prefix: options.get("key_prefix"),
             ttl_seconds: options.find("ttl_seconds"),
             companion_sums: options.get("companion_sums"),
@@ -91,30 +96,58 @@ impl RespOptions {
     }
 }
 
+/// The addresses of a configuration, which were checked.
+fn addresses(options: &Options) -> Vec<Address> {
+    if let Some(path) = options.find::<&str>("unix_socket") {
+        return vec![Address::Unix(PathBuf::from(path))];
+    }
+    if let Some(nodes) = options.find::<&str>("startup_nodes") {
+        return nodes.split(',').filter_map(Address::parse).collect();
+    }
+    let port = u16::try_from(options.get::<u32>("port")).unwrap_or_default();
+    vec![Address::Tcp(options.get("host"), port)]
+}
+
 const KEYS: &[Key] = &[
-    Key::text("host", "Host of the server; needed without unix_socket"),
-    Key::integer("port", 1, 65535, "Port of the server; needed without unix_socket"),
-    Key::text("unix_socket", "Path of the server's socket, instead of host and port"),
+    Key::text("host", "Host of the server; or give startup_nodes or unix_socket"),
+    Key::integer("port", 1, 65535, "Port of the server; needed with host"),
+    Key::text(
+        "startup_nodes",
+        "Servers as host:port, with commas between them: some nodes of a cluster, or a server and its replicas, \
+         in any order: the primary is used",
+    ),
+    Key::switch(
+        "cluster_mode",
+        "The servers are a cluster: each key is kept by the node that serves its slot",
+    ),
+    Key::text("unix_socket", "Path of the server's socket in the file system"),
     Key::integer(
         "num_workers",
         1,
         256,
-        "Connections for objects, with several commands in flight on each; one more is for lookups and deletes",
+        "Connections for objects, with several commands in flight on each; one more is for lookups and deletes. A cluster has as \
+         many to each primary",
     )
     .or(Fallback::Integer(8)),
     Key::of(
         "username",
         Shape::AnyText,
-        "User of the server's access lists; if empty, LMCACHE_RESP_USERNAME",
+        "User of the server's access lists; if empty, LMCACHE_RESP_USERNAME, but for valkey",
     )
     .or(Fallback::Text("")),
     Key::of(
         "password",
         Shape::AnyText,
-        "Password; if empty, LMCACHE_RESP_PASSWORD, and without that none",
+        "Password; if empty, LMCACHE_RESP_PASSWORD, but for valkey, and without that none",
     )
     .or(Fallback::Text("")),
-    Key::integer("db", 0, 1_000_000, "Number of the database").or(Fallback::Integer(0)),
+    Key::integer("database_id", 0, 1_000_000, "Number of the database; a cluster has only 0")
+        .or(Fallback::Integer(0)),
+    Key::switch("tls_enable", "Use TLS; the server needs a certificate for its host that is trusted"),
+    tls::CA,
+    tls::CERT,
+    tls::KEY,
+    tls::SERVER_NAME,
     Key::of(
         "key_prefix",
         Shape::AnyText,
@@ -165,17 +198,33 @@ const KEYS: &[Key] = &[
 
 fn check(options: &Options) -> Result<(), ConfigError> {
     let is_given = |key: &str| options.find::<&str>(key).is_some();
-    let has_port = options.find::<u32>("port").is_some();
-    match (is_given("unix_socket"), is_given("host"), has_port) {
-        (true, false, false) | (false, true, true) => {}
-        (true, ..) => {
-            let allowed = "either unix_socket or host and port";
-            return Err(options.refuse("unix_socket", allowed));
-        }
-        (false, false, _) => {
-            return Err(options.refuse("host", "the server's host, or unix_socket"));
-        }
-        (false, true, false) => return Err(options.refuse("port", "the server's port")),
+    let ways = ["host", "startup_nodes", "unix_socket"];
+    let mut given = ways.into_iter().filter(|way| is_given(way));
+    let (first, second) = (given.next(), given.next());
+    if let (None, _) | (_, Some(_)) = (first, second) {
+        let allowed = "one of host and port, startup_nodes, and unix_socket";
+        return Err(options.refuse(second.unwrap_or("host"), allowed));
+    }
+    match (is_given("host"), options.find::<u32>("port").is_some()) {
+        (true, false) => return Err(options.refuse("port", "the server's port")),
+        (false, true) => return Err(options.refuse("port", "it together with host only")),
+        _ => {}
+    }
+    let nodes = options.find::<&str>("startup_nodes").unwrap_or("any:1");
+    if !nodes.split(',').all(|node| Address::parse(node).is_some()) {
+        let allowed = "host:port, and further ones behind commas";
+        return Err(options.refuse("startup_nodes", allowed));
+    }
+    let is_cluster = options.get::<bool>("cluster_mode");
+    if is_cluster && is_given("unix_socket") {
+        return Err(options.refuse("cluster_mode", "it with host or startup_nodes only"));
+    }
+    ClientTls::check(options)?;
+    let of_tls = [tls::CA, tls::CERT, tls::SERVER_NAME];
+    if let Some(key) = of_tls.iter().find(|key| is_given(key.name))
+        && !options.get::<bool>("tls_enable")
+    {
+        return Err(options.refuse(key.name, "it together with tls_enable only"));
     }
     if options.get::<&str>("key_prefix").contains(['@', '\0']) {
         return Err(options.refuse("key_prefix", "a text without @, which ends it"));
@@ -199,33 +248,37 @@ fn ineffective(config: &AdapterConfig, given: &dyn Fn(&str) -> bool) -> Vec<&'st
             given("checksums") && config.options.get("companion_sums"),
             "checksums changes nothing with companion_sums: each object has a checksum beside it",
         ),
+        (
+            given("database_id") && config.options.get("cluster_mode"),
+            "database_id changes nothing with cluster_mode: a cluster has one database",
+        ),
     ];
     let ineffective = lines.into_iter().filter(|(applies, _)| *applies);
     ineffective.map(|(_, line)| line).collect()
 }
 
-fn open(
-    kind: &'static str,
-    config: &AdapterConfig,
-    _: &Registry,
-) -> Result<Arc<dyn Adapter>, L2Error> {
-    Ok(Arc::new(RespAdapter::open(kind, &RespOptions::of(config))))
+fn open(config: &AdapterConfig, _: &Registry) -> Result<Arc<dyn Adapter>, L2Error> {
+    let options = RespOptions::of(config);
+    if let Some(tls) = &options.tls {
+        // Told at the start; connections read the files again.
+        tls.settings()?;
+    }
+    Ok(Arc::new(RespAdapter::open(config.kind, &options)))
 }
 
 /// LMCache's `resp`.
 pub(crate) const RESP: AdapterType = AdapterType::new(
     "resp",
-    "Keeps each object under a key of one Redis or Valkey server; other servers and LMCache can use it at the same time",
+    "Keeps each object under a key of a Redis or Valkey server or cluster; other servers and LMCache can use it at the same \
+     time",
     KEYS,
-    |config, registry| open("resp", config, registry),
+    open,
 )
 .check(check)
 .ineffective(ineffective);
 
 /// Another name of it.
-pub(crate) const REDIS: AdapterType =
-    AdapterType::new("redis", "The same as resp", KEYS, |config, registry| {
-        open("redis", config, registry)
-    })
-    .check(check)
-    .ineffective(ineffective);
+pub(crate) const REDIS: AdapterType = RESP.named("redis", "The same as resp");
+
+/// LMCache's `valkey`.
+pub(crate) const VALKEY: AdapterType = RESP.named("valkey", "The same as resp");

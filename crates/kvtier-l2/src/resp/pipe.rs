@@ -5,19 +5,18 @@
 //! time), the connection ends, and everything that was in flight on it fails.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
 
-use kvtier_memory::Extent;
-use kvtier_memory::socket::{MAX_SLICES, SocketError, send_slices};
+use kvtier_memory::socket::{MAX_SLICES, SocketError};
 use tokio::io::Interest;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep_until};
 
 use super::command::{Expected, Reply, Segment};
 use super::connection::{Call, State};
-use super::endpoint::{Endpoint, Stream};
-use super::errors::{self, Fatal};
+use super::endpoint::Endpoint;
+use super::errors::Fatal;
 use super::reply::{self, Head};
+use super::stream::Stream;
 use crate::error::{ErrorKind, L2Error};
 use crate::object::Buffer;
 
@@ -33,7 +32,7 @@ const READ_BYTES: usize = 16 << 10;
 /// Bytes of replies that are kept for one call, objects apart.
 const MAX_KEPT_BYTES: usize = 4 * reply::MAX_VALUE;
 
-/// Bytes of a call for which it may take [`Endpoint::request_timeout`] once more.
+/// Bytes of a call for which it may take [`RespOptions::request_timeout`](super::RespOptions) once more.
 const TIMEOUT_BYTES: u64 = 4 << 20;
 
 /// Bytes sent or received before others of the runtime get their turn.
@@ -151,7 +150,7 @@ impl<'a> Pipe<'a> {
                 tokio::task::yield_now().await;
                 continue;
             }
-            let interest = match self.unsent.is_empty() {
+            let interest = match self.unsent.is_empty() && !self.stream.has_unsent() {
                 true => Interest::READABLE,
                 false => Interest::READABLE | Interest::WRITABLE,
             };
@@ -202,8 +201,8 @@ impl<'a> Pipe<'a> {
     fn due(&self) -> Instant {
         let size = self.pending.front().map_or(0, |oldest| oldest.size);
         let parts = 1 + u32::try_from(size / TIMEOUT_BYTES).unwrap_or(u32::MAX - 1);
-        let whole = self.oldest + self.endpoint.request_timeout.saturating_mul(parts);
-        whole.min(self.moved + self.endpoint.request_timeout)
+        let whole = self.oldest + self.endpoint.options.request_timeout.saturating_mul(parts);
+        whole.min(self.moved + self.endpoint.options.request_timeout)
     }
 
     fn check_time(&self) -> Result<(), L2Error> {
@@ -219,6 +218,10 @@ impl<'a> Pipe<'a> {
     /// Sends what the socket takes; returns whether it took anything.
     fn send(&mut self) -> Result<bool, L2Error> {
         let mut turn = 0;
+        if self.unsent.is_empty() && self.stream.has_unsent() {
+            let sent = self.stream.send(&[]);
+            return Ok(self.outcome(sent)?.is_some());
+        }
         while !self.unsent.is_empty() && turn < TURN_BYTES {
             let slices: Vec<_> = self
                 .unsent
@@ -227,9 +230,7 @@ impl<'a> Pipe<'a> {
                 .enumerate()
                 .map(|(at, segment)| segment.rest(if at == 0 { self.sent } else { 0 }))
                 .collect();
-            let sent = self
-                .stream
-                .try_io(Interest::WRITABLE, |socket| send_slices(socket, &slices));
+            let sent = self.stream.send(&slices);
             let Some(sent) = self.outcome(sent)? else {
                 break;
             };
@@ -259,12 +260,8 @@ impl<'a> Pipe<'a> {
                 (Some(Body::Object { done }), Some(to))
                     if self.received.is_empty() && *done < to.len() =>
                 {
-                    let extent = to.extent();
-                    let rest = Extent::new(extent.offset + done, extent.len - done);
-                    let arena = Arc::clone(to.arena());
-                    let got = self
-                        .stream
-                        .try_io(Interest::READABLE, |socket| arena.receive(rest, socket));
+                    let (to, done) = (to.clone(), *done);
+                    let got = self.stream.receive_object(&to, done);
                     let got = self.outcome(got)?;
                     if let (Some(Body::Object { done }), Some(got)) = (&mut self.body, got) {
                         *done += got as u64;
@@ -288,11 +285,7 @@ impl<'a> Pipe<'a> {
         let before = self.received.len();
         self.received.resize(before + READ_BYTES, 0);
         let space = &mut self.received[before..];
-        let got = self.stream.try_io(Interest::READABLE, |socket| {
-            let got = rustix::net::recv(socket, &mut *space, rustix::net::RecvFlags::DONTWAIT);
-            got.map(|(got, _)| got)
-                .map_err(|error| SocketError::System(error.into()))
-        });
+        let got = self.stream.receive(space);
         let got = self.outcome(got);
         let kept = got.as_ref().ok().copied().flatten().unwrap_or(0);
         self.received.truncate(before + kept);
@@ -325,7 +318,7 @@ impl<'a> Pipe<'a> {
     fn oldest_object(&self) -> Option<&Buffer> {
         match self.pending.front()?.expected.front()? {
             Expected::Object(to) => Some(to),
-            Expected::Value => None,
+            Expected::Value | Expected::Asking => None,
         }
     }
 
@@ -369,7 +362,7 @@ impl<'a> Pipe<'a> {
             };
         };
         let to = match expected {
-            Expected::Value => {
+            Expected::Value | Expected::Asking => {
                 let value = reply::value(bytes).map_err(malformed)?;
                 return Ok(value.map(|(value, used)| (used, Some(Reply::Value(value)))));
             }
@@ -426,7 +419,7 @@ impl<'a> Pipe<'a> {
                         Some(Reply::Object(Err(error)))
                     }
                     Head::Bulk(None) => Some(Reply::Object(Err(not_found()))),
-                    Head::Error(text) => Some(Reply::Object(Err(errors::of(self.endpoint, &text)))),
+                    Head::Error(text) => Some(Reply::Value(reply::Value::Error(text))),
                     _ => return Err(malformed(reply::Malformed("another type than a body"))),
                 };
                 Ok(Some((used, reply)))
@@ -453,8 +446,10 @@ impl<'a> Pipe<'a> {
             let message = format!("{}: replies that are too long", self.endpoint.name());
             return Err(L2Error::new(ErrorKind::Unavailable, message));
         }
-        oldest.expected.pop_front();
-        oldest.replies.push(reply);
+        match oldest.expected.pop_front() {
+            Some(Expected::Asking) => {}
+            _ => oldest.replies.push(reply),
+        }
         if oldest.expected.is_empty()
             && let Some(done) = self.pending.pop_front()
         {

@@ -9,6 +9,7 @@ use tokio::task::JoinHandle;
 use super::command::{Commands, Reply};
 use super::connection::{Call, Connection, State};
 use super::endpoint::Endpoint;
+use super::reply::Value;
 use crate::error::{ErrorKind, L2Error};
 
 /// What a call moves: values are not in the way of everything else.
@@ -28,6 +29,7 @@ struct Connections {
 
 /// The connections to one server. The mutex guards whether they are there: calls take it to be queued.
 pub(super) struct Pool {
+    pub(super) endpoint: Arc<Endpoint>,
     open: Mutex<Option<Connections>>,
     tasks: Mutex<Vec<JoinHandle<()>>>,
 }
@@ -47,19 +49,22 @@ pub(super) struct Health {
 pub(super) type Waiting = oneshot::Receiver<Result<Vec<Reply>, L2Error>>;
 
 impl Pool {
-    /// Starts to connect `values` times for values, and once for everything else.
-    pub(super) fn open(endpoint: &Arc<Endpoint>, values: usize) -> Self {
+    /// Starts to connect [`RespOptions::num_workers`](super::RespOptions) times for values, and once for everything else.
+    pub(super) fn open(endpoint: Endpoint) -> Self {
+        let endpoint = Arc::new(endpoint);
         let mut tasks = Vec::new();
         let mut connection = || {
-            let (connection, task) = Connection::open(Arc::clone(endpoint));
+            let (connection, task) = Connection::open(Arc::clone(&endpoint));
             tasks.push(task);
             connection
         };
+        let values = endpoint.options.num_workers.max(1);
         let open = Connections {
-            values: (0..values.max(1)).map(|_| connection()).collect(),
+            values: (0..values).map(|_| connection()).collect(),
             keys: connection(),
         };
         Self {
+            endpoint,
             open: Mutex::new(Some(open)),
             tasks: Mutex::new(tasks),
         }
@@ -93,6 +98,18 @@ impl Pool {
         let (answer, waiting) = oneshot::channel();
         idlest.send(Call { commands, answer });
         Ok(waiting)
+    }
+
+    /// The values of commands without objects, one each.
+    pub(super) async fn values(&self, commands: Commands) -> Result<Vec<Value>, L2Error> {
+        let count = commands.replies;
+        let values = self
+            .endpoint
+            .values_of(replies(self.send(Lane::Keys, commands)).await?)?;
+        match values.len() == count {
+            true => Ok(values),
+            false => Err(self.endpoint.unexpected()),
+        }
     }
 
     /// What is to be shown of the connections.

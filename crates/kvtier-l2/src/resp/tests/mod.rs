@@ -1,8 +1,12 @@
+mod cluster;
 mod faults;
+mod part;
 mod redis;
+mod secured;
 mod server;
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::*;
 use crate::conformance::{Memory, content};
@@ -49,4 +53,11 @@ async fn load(
 fn kinds<T>(results: Vec<Result<T, L2Error>>) -> Vec<Option<ErrorKind>> {
     let kind = |result: Result<T, L2Error>| result.err().map(|error| error.kind());
     results.into_iter().map(kind).collect()
+}
+
+/// Waits until the adapter is as it should be.
+async fn until(adapter: &RespAdapter, is_healthy: bool) {
+    while adapter.status()["is_healthy"] != is_healthy {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
 }

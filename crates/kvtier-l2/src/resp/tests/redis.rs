@@ -1,90 +1,32 @@
 //! A real server: the conformance suite, LMCache's objects, identity, and a server that dies, hangs, or refuses.
 
-use std::sync::atomic::AtomicU32;
 use std::time::{Duration, SystemTime};
 
 use kvtier_core::ChunkHash;
+use kvtier_core::object_key::KeyShape;
 
+use super::super::names::COMPANION;
+use super::part::Part;
 use super::server::Redis;
 use super::*;
-use crate::conformance::{Damage, Subject, check_some, object, run};
+use crate::conformance::{check_some, object, run};
 use crate::object::PAGE_BOUND;
-
-/// The part of a server that has a prefix of its own.
-struct Part {
-    server: Arc<Redis>,
-    options: RespOptions,
-    can_notice: bool,
-}
-
-impl Part {
-    /// Makes parts of one server.
-    fn maker(options: impl Fn(&Redis) -> RespOptions) -> impl FnMut() -> Self {
-        static PARTS: AtomicU32 = AtomicU32::new(0);
-        let server = Arc::new(Redis::start(&[]));
-        move || {
-            let mut options = options(&server);
-            options.key_prefix = format!("part*{}", PARTS.fetch_add(1, Ordering::Relaxed));
-            Self {
-                server: Arc::clone(&server),
-                can_notice: options.companion_sums,
-                options,
-            }
-        }
-    }
-}
-
-impl Subject for Part {
-    fn open(&self) -> BoxFuture<'_, Arc<dyn Adapter>> {
-        Box::pin(async {
-            let adapter: Arc<dyn Adapter> = Arc::new(RespAdapter::open("resp", &self.options));
-            adapter
-        })
-    }
-
-    fn may_list_twice(&self) -> bool {
-        true
-    }
-
-    fn damage(&self, key: &ObjectKey, how: Damage) -> bool {
-        let name = format!(
-            "{}@{}",
-            self.options.key_prefix,
-            key.text().name(KeyShape::Grouped)
-        );
-        let mut bytes = self.server.get(&name).unwrap();
-        match how {
-            Damage::Flip if !self.can_notice => return false,
-            Damage::Flip => {
-                let at = bytes.len() / 3;
-                bytes[at] ^= 0x10;
-            }
-            Damage::Truncate => drop(bytes.pop()),
-            Damage::Extend => bytes.push(1),
-            Damage::Empty => bytes.clear(),
-            Damage::Remove => {
-                let gone = self.server.ask(&[b"DEL", name.as_bytes()]);
-                assert_eq!(gone, Value::Integer(1));
-                return true;
-            }
-        }
-        self.server.set(&name, &bytes);
-        true
-    }
-}
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_passes() {
-    run(Part::maker(Redis::options)).await;
+    run(Part::maker(vec![Redis::start(&[])], |nodes| {
+        nodes[0].options()
+    }))
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_without_companions_passes_on_one_connection_of_a_unix_socket() {
-    let make = Part::maker(|server| RespOptions {
+    let make = Part::maker(vec![Redis::start(&[])], |nodes| RespOptions {
         companion_sums: false,
         num_workers: 1,
         ttl_seconds: Some(1000),
-        ..server.unix_options()
+        ..nodes[0].unix_options()
     });
     // Only a companion tells the layout of an object.
     let report = check_some(make, |case| case != "other_layouts_are_never_ok").await;
@@ -125,7 +67,7 @@ async fn keys_and_values_are_lmcaches_in_both_directions() {
     assert_eq!(stored, [Ok(Stored::AlreadyThere(576))]);
     assert_eq!(server.get(name), Some(content(&object)));
     assert_eq!(server.ask(&[b"TTL", name.as_bytes()]), Value::Integer(-1));
-    let companion = format!("{COMPANION}{name}");
+    let companion = format!("{COMPANION}{{{name}}}");
     assert!(matches!(
         server.ask(&[b"TTL", companion.as_bytes()]),
         Value::Integer(1..)
@@ -192,7 +134,7 @@ async fn object_that_lost_its_companion_is_a_miss_and_is_stored_again() {
     let objects = [object(1, 4000)];
     assert_eq!(kinds(store(&adapter, &memory, &objects).await), [None]);
     let name = objects[0].key.text().name(KeyShape::Grouped);
-    let companion = format!("{COMPANION}{name}");
+    let companion = format!("{COMPANION}{{{name}}}");
     // A load keeps it alive.
     server.ask(&[b"EXPIRE", companion.as_bytes(), b"100"]);
     assert_eq!(kinds(load(&adapter, &memory, &objects).await), [None]);
@@ -330,13 +272,6 @@ async fn values_of_other_types_are_misses_until_replaced() {
     );
 }
 
-/// Waits until the adapter is as it should be.
-async fn until(adapter: &RespAdapter, is_healthy: bool) {
-    while adapter.status()["is_healthy"] != is_healthy {
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
-}
-
 #[tokio::test]
 async fn server_that_dies_and_returns_is_used_again() {
     let (mut server, memory) = (Redis::start(&[]), Memory::new(1 << 20));
@@ -446,4 +381,42 @@ async fn server_that_is_a_replica_now_is_unavailable_for_stores() {
     server.ask(&[b"REPLICAOF", b"NO", b"ONE"]);
     until(&adapter, true).await;
     assert_eq!(kinds(store(&adapter, &memory, &objects).await), [None]);
+}
+
+#[tokio::test]
+async fn of_a_server_and_its_replica_the_primary_is_used() {
+    let (mut primary, replica) = (Redis::start(&[]), Redis::start(&[]));
+    let memory = Memory::new(1 << 20);
+    let port = primary.port.to_string();
+    replica.told(&["REPLICAOF", "127.0.0.1", &port]);
+    let options = RespOptions {
+        addresses: vec![replica.address(), primary.address()],
+        connection_timeout: Duration::from_secs(2),
+        ..primary.options()
+    };
+    let adapter = RespAdapter::open("valkey", &options);
+    let objects = [object(1, 5000)];
+    let name = objects[0].key.text().name(KeyShape::Grouped);
+    assert_eq!(kinds(store(&adapter, &memory, &objects).await), [None]);
+    assert!(primary.get(&name).is_some());
+    while replica.get(&name).is_none() {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    // The other one takes over, and has what was stored.
+    primary.kill();
+    until(&adapter, false).await;
+    assert_eq!(
+        kinds(load(&adapter, &memory, &objects).await),
+        [Some(ErrorKind::Unavailable)]
+    );
+    replica.told(&["REPLICAOF", "NO", "ONE"]);
+    until(&adapter, true).await;
+    assert_eq!(
+        load(&adapter, &memory, &objects).await,
+        [Ok(content(&objects[0]))]
+    );
+    assert_eq!(
+        kinds(store(&adapter, &memory, &[object(2, 100)]).await),
+        [None]
+    );
 }

@@ -12,34 +12,48 @@ use super::super::command::{Commands, Segment};
 use super::super::reply::{self, Value};
 use super::super::{Address, RespOptions};
 
+/// A port that was free a moment ago.
+pub(super) fn free_port() -> u16 {
+    let free = TcpListener::bind("127.0.0.1:0").unwrap();
+    free.local_addr().unwrap().port()
+}
+
 /// A server on loopback, which ends with this.
 pub(super) struct Redis {
     process: Child,
     pub(super) port: u16,
+    /// Of the bus of a cluster.
+    pub(super) bus: u16,
     directory: TempDir,
+    flags: Vec<String>,
 }
 
 impl Redis {
-    /// A server with these flags.
+    /// A server with these flags, in which `{port}` and `{bus}` are its own.
     pub(super) fn start(flags: &[&str]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         loop {
-            let free = TcpListener::bind("127.0.0.1:0").unwrap();
-            let port = free.local_addr().unwrap().port();
-            drop(free);
-            // Another process may have taken the port meanwhile.
-            if let Some(process) = Self::spawn(port, &directory, flags) {
+            let (port, bus) = (free_port(), free_port());
+            let own = |flag: &&str| {
+                let flag = flag.replace("{port}", &port.to_string());
+                flag.replace("{bus}", &bus.to_string())
+            };
+            let flags: Vec<_> = flags.iter().map(own).collect();
+            // Another process may have taken a port meanwhile.
+            if let Some(process) = Self::spawn(port, &directory, &flags) {
                 return Self {
                     process,
                     port,
+                    bus,
                     directory,
+                    flags,
                 };
             }
         }
     }
 
     /// None if it has ended at once, as it does without its port.
-    fn spawn(port: u16, directory: &TempDir, flags: &[&str]) -> Option<Child> {
+    fn spawn(port: u16, directory: &TempDir, flags: &[String]) -> Option<Child> {
         let socket = directory.path().join("socket");
         let mut process = Command::new("redis-server")
             .args(["--port", &port.to_string(), "--bind", "127.0.0.1"])
@@ -74,7 +88,7 @@ impl Redis {
     /// Starts it again, empty.
     pub(super) fn restart(&mut self) {
         self.kill();
-        let process = Self::spawn(self.port, &self.directory, &[]);
+        let process = Self::spawn(self.port, &self.directory, &self.flags);
         self.process = process.expect("its port is free");
     }
 
@@ -84,9 +98,14 @@ impl Redis {
         rustix::process::kill_process(pid, signal).unwrap();
     }
 
+    /// Where it listens.
+    pub(super) fn address(&self) -> Address {
+        Address::Tcp("127.0.0.1".into(), self.port)
+    }
+
     /// Options for an adapter of it.
     pub(super) fn options(&self) -> RespOptions {
-        RespOptions::new(Address::Tcp("127.0.0.1".into(), self.port))
+        RespOptions::new(self.address())
     }
 
     /// Options for an adapter that uses its socket in the file system.
@@ -96,7 +115,8 @@ impl Redis {
 
     /// The reply to a command.
     pub(super) fn ask(&self, arguments: &[&[u8]]) -> Value {
-        let mut stream = TcpStream::connect(("127.0.0.1", self.port)).unwrap();
+        // Not the port, which may be one of TLS.
+        let mut stream = UnixStream::connect(self.directory.path().join("socket")).unwrap();
         let mut commands = Commands::default();
         commands.push(arguments);
         for segment in &commands.segments {
@@ -114,6 +134,16 @@ impl Redis {
             let got = stream.read(&mut part).unwrap();
             assert!(got > 0, "the server has closed the connection");
             bytes.extend_from_slice(&part[..got]);
+        }
+    }
+
+    /// What a command says, as a text.
+    pub(super) fn told(&self, arguments: &[&str]) -> String {
+        let arguments: Vec<_> = arguments.iter().map(|it| it.as_bytes()).collect();
+        match self.ask(&arguments) {
+            Value::Bulk(Some(bytes)) => String::from_utf8(bytes).unwrap(),
+            Value::Simple(text) => text,
+            other => panic!("{arguments:?}: {other:?}"),
         }
     }
 

@@ -2,7 +2,6 @@
 
 use serde_json::{Value as Json, json};
 
-use super::*;
 use crate::config::AdapterConfig;
 use crate::registry::Registry;
 use crate::s3::options::place;

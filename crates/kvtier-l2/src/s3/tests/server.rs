@@ -61,10 +61,6 @@ impl Reply {
         let body = format!("<Error><Code>{code}</Code><Message>m</Message></Error>");
         Self::new(status, &[], body.as_bytes())
     }
-
-    pub(super) fn then(self, then: Then) -> Self {
-        Self { then, ..self }
-    }
 }
 
 #[derive(Debug, Clone, Default)]

@@ -224,6 +224,38 @@ fn check_config_checks_tiers_and_creates_nothing() {
 }
 
 #[test]
+fn check_config_tries_out_the_tiers() {
+    let directory = tempfile::tempdir().unwrap();
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = free.local_addr().unwrap().port();
+    drop(free);
+    let check = |adapter: &str| {
+        let flags = ["server", "--check-config", "--l1-size-gb", "0.05"];
+        let ports = ["--port", "0", "--http-port", "0", "--l2-adapter", adapter];
+        kvtier(&[&flags[..], &ports].concat())
+    };
+    let base = directory.path();
+    let output = check(&format!(r#"{{"type":"fs","base_path":{base:?}}}"#));
+    let text = lines(&output.stdout).join("\n");
+    let expected = "\nL2 tier fs-0: stored, found, loaded and deleted an object in ";
+    assert!(output.status.success() && text.contains(expected), "{text}");
+    let files = std::fs::read_dir(base).unwrap().flatten();
+    assert!(files.into_iter().all(|entry| entry.path().is_dir()));
+    // Nothing listens there.
+    let output = check(&format!(
+        r#"{{"type":"resp","host":"127.0.0.1","port":{port},"name":"cache"}}"#
+    ));
+    let line = complaint(&output, 1);
+    for part in [
+        "L2 tier cache: store: ",
+        &format!("127.0.0.1:{port}"),
+        "refused",
+    ] {
+        assert!(line.contains(part), "{line}");
+    }
+}
+
+#[test]
 fn unusable_quota_file_is_refused_before_start() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("quotas");

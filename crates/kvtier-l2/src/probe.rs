@@ -1,0 +1,162 @@
+//! Trial of a backend: one object is stored, found, loaded and deleted.
+
+use std::hash::{BuildHasher as _, RandomState};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvtier_core::ChunkHash;
+use kvtier_core::object_key::ObjectKey;
+use kvtier_memory::{Arena, ArenaKind, Extent};
+
+use crate::adapter::Adapter;
+use crate::error::{ErrorKind, L2Error};
+use crate::object::{Buffer, LoadItem, ObjectSpec, StoreItem};
+
+/// Bytes of the object.
+const LEN: u64 = 64 << 10;
+
+/// A trial that has succeeded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Probed {
+    /// Whether an object was written; one that is only read was only asked for one.
+    pub was_written: bool,
+    /// From the first call to the answer to the last.
+    pub time: Duration,
+}
+
+/// Stores an object of 64 KiB of the model `kvtier/probe` under a random key, looks it up, loads it, compares its bytes, and
+/// deletes it, as far as the adapter can.
+///
+/// # Errors
+/// The first step that fails, and why.
+pub async fn probe(adapter: &dyn Adapter) -> Result<Probed, L2Error> {
+    let started = Instant::now();
+    let capabilities = adapter.capabilities();
+    let probed = |was_written| Probed {
+        was_written,
+        time: started.elapsed(),
+    };
+    let (object, stored, loaded) = object().map_err(|error| {
+        let what = format!("memory for an object: {error}");
+        L2Error::new(ErrorKind::Memory, what)
+    })?;
+    if capabilities.read_only {
+        let found = adapter.lookup(vec![object]).await;
+        found.map_err(|error| failed("lookup", &error))?;
+        return Ok(probed(false));
+    }
+    let item = StoreItem {
+        object: object.clone(),
+        from: stored.clone(),
+    };
+    one(adapter.store(vec![item]).await).map_err(|error| failed("store", &error))?;
+    // What was stored is deleted, whatever comes of it.
+    let read = read(adapter, &object, &stored, &loaded).await;
+    if capabilities.delete {
+        let deleted = one(adapter.delete(vec![object.key]).await);
+        deleted.map_err(|error| failed("delete", &error))?;
+    }
+    read.map(|()| probed(true))
+}
+
+async fn read(
+    adapter: &dyn Adapter,
+    object: &ObjectSpec,
+    stored: &Buffer,
+    loaded: &Buffer,
+) -> Result<(), L2Error> {
+    let found = adapter.lookup(vec![object.clone()]).await;
+    let found = found.map_err(|error| failed("lookup", &error))?;
+    if found != [Some(adapter.size_of(LEN))] {
+        let what = "the object that was stored is not found";
+        return Err(L2Error::new(ErrorKind::NotFound, format!("lookup: {what}")));
+    }
+    let item = LoadItem {
+        object: object.clone(),
+        to: loaded.clone(),
+    };
+    one(adapter.load(vec![item]).await).map_err(|error| failed("load", &error))?;
+    match (stored.checksum(), loaded.checksum()) {
+        (Ok(stored), Ok(loaded)) if stored == loaded => Ok(()),
+        (Err(error), _) | (_, Err(error)) => Err(failed(
+            "load",
+            &L2Error::new(ErrorKind::Memory, error.to_string()),
+        )),
+        _ => Err(L2Error::new(
+            ErrorKind::Corrupt,
+            "load: the bytes are not those that were stored",
+        )),
+    }
+}
+
+/// An object with a random key, memory with its bytes, and memory for them.
+fn object() -> Result<(ObjectSpec, Buffer, Buffer), Box<dyn std::error::Error>> {
+    let random = RandomState::new();
+    let mut hash = [0; 32];
+    let mut bytes = Vec::with_capacity(LEN as usize);
+    for (at, part) in hash.chunks_mut(8).enumerate() {
+        part.copy_from_slice(&random.hash_one(at).to_le_bytes());
+    }
+    while (bytes.len() as u64) < LEN {
+        bytes.extend_from_slice(&random.hash_one(bytes.len()).to_le_bytes());
+    }
+    let arena = Arc::new(Arena::create(ArenaKind::Anonymous, 2 * LEN)?);
+    let part = |at| Buffer::new(Arc::clone(&arena), Extent::new(at, LEN), Arc::new(()));
+    let (stored, loaded) = (part(0), part(LEN));
+    stored.write(0, &bytes)?;
+    let object = ObjectSpec {
+        key: ObjectKey::new(ChunkHash(hash), "kvtier/probe", 0x0100_0100, 0, "")?,
+        len: LEN,
+        layout: 1,
+    };
+    Ok((object, stored, loaded))
+}
+
+fn one<T>(results: Vec<Result<T, L2Error>>) -> Result<T, L2Error> {
+    let none = || L2Error::new(ErrorKind::Unavailable, "no result");
+    results.into_iter().next().unwrap_or_else(|| Err(none()))
+}
+
+fn failed(step: &str, error: &L2Error) -> L2Error {
+    L2Error::new(error.kind(), format!("{step}: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+    use crate::Registry;
+
+    async fn probed(config: serde_json::Value) -> Result<bool, String> {
+        let registry = Registry::built_in();
+        let config = registry.parse(&config).unwrap();
+        let adapter = registry.open(&config).unwrap();
+        let probed = probe(&*adapter).await;
+        adapter.close().await;
+        probed
+            .map(|probed| probed.was_written)
+            .map_err(|error| error.to_string())
+    }
+
+    #[tokio::test]
+    async fn trial_leaves_nothing_and_names_the_step_that_fails() {
+        let directory = tempfile::tempdir().unwrap();
+        let fs = json!({"type": "fs", "base_path": directory.path()});
+        assert_eq!(probed(fs.clone()).await, Ok(true));
+        let left: Vec<_> = std::fs::read_dir(directory.path()).unwrap().collect();
+        assert!(
+            left.iter().flatten().all(|entry| entry.path().is_dir()),
+            "{left:?}"
+        );
+        let read_only = json!({"type": "fs", "base_path": directory.path(), "read_only": true});
+        assert_eq!(probed(read_only).await, Ok(false));
+        for (operation, kind) in [("store", "fail"), ("lookup", "fail"), ("load", "corrupt")] {
+            let faults = [json!({"kind": kind, "operation": operation})];
+            let faulty =
+                json!({"type": "fault_inject", "inner": fs, "faults": faults, "retries": 0});
+            let told = probed(faulty).await.unwrap_err();
+            assert!(told.starts_with(operation), "{told}");
+        }
+    }
+}
