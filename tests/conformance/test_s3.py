@@ -148,14 +148,39 @@ def test_bytes_under_other_keys_are_no_hits(rclone, serve, engines):
     tiers.store(engine, 1, salt="bob")
     wait_objects(rclone, engine, 8)
     tiers.settled(server)
-    objects = rclone.objects()
-    alices = [key for key in objects if key.endswith("@alice")]
+    alices = [key for key in rclone.objects() if key.endswith("@alice")]
     assert len(alices) == 4
     for key in alices:
-        objects[key].write_bytes(objects[key.replace("@alice", "@bob")].read_bytes())
+        rclone.file(key).write_bytes(rclone.file(key.replace("@alice", "@bob")).read_bytes())
     tiers.forget(engine)
     assert tiers.recall(engine, 1, salt="alice") == 0
     assert tiers.recall(engine, 1, salt="bob") == 64
+
+
+@pytest.mark.parametrize("kind", ["rclone", "seaweed"])
+def test_evicted_objects_are_deleted_from_the_bucket(request, serve, engines, kind):
+    """A tier of ten objects keeps ten at most, and those are found again."""
+    place = request.getfixturevalue(kind)
+    first = engines(serve(flags=bucket(place)))
+    tiers.store(first, 1)
+    wait_objects(place, first, 4)
+    size = next(size for key, size in place.objects().items() if first.model in key)
+    prefix = "evicted"
+    flags = bucket(place, max_capacity_gb=10.5 * size / (1 << 30), key_prefix=prefix)
+    server = serve(flags=flags)
+    engine = engines(server)
+
+    def own():
+        return [key for key in place.objects() if key.startswith(f"{prefix}@")]
+
+    for seed in range(2, 8):
+        tiers.store(engine, seed)
+        tiers.settled(server)
+        wait_until(lambda: len(own()) <= 10, 30, "ten objects", interval=0.05)
+    assert len(own()) >= 8
+    tiers.forget(engine)
+    assert tiers.recall(engine, 7) == 64
+    assert tiers.recall(engine, 2) == 0
 
 
 @pytest.mark.parametrize("kind", ["rclone", "seaweed"])
@@ -170,8 +195,7 @@ def test_large_objects_are_moved_in_parts(request, serve, engines, kind):
     reader = engines(serve(**options), groups=big)
     assert tiers.recall(reader, 1) == 64
     assert tiers.tier(reader.server)["unverified_loads"] == 0
-    if kind == "seaweed":
-        assert all(size > 5 << 20 for key, size in place.objects().items() if writer.model in key)
+    assert all(size > 5 << 20 for key, size in place.objects().items() if writer.model in key)
 
 
 @pytest.mark.parametrize("fault", ["killed", "frozen"])

@@ -86,9 +86,19 @@ class Rclone(Process):
         self.run([program("rclone"), "serve", "s3", *flags, *config, str(self.directory)])
 
     def objects(self):
-        """The files of objects by key."""
-        base = self.directory / BUCKET
-        return {str(path.relative_to(base)): path for path in sorted(base.rglob("*")) if path.is_file()}
+        """The keys of objects and their sizes."""
+        base, found = self.directory / BUCKET, {}
+        for path in sorted(base.rglob("*")):
+            try:
+                if path.is_file():
+                    found[str(path.relative_to(base))] = path.stat().st_size
+            except FileNotFoundError:
+                pass
+        return found
+
+    def file(self, key):
+        """The file of an object."""
+        return self.directory / BUCKET / key
 
 
 class Seaweed(Process):

@@ -294,6 +294,11 @@ impl Response<'_> {
         self.head.status.as_u16()
     }
 
+    /// Whether the body is a range of what was asked for.
+    pub(super) fn is_partial(&self) -> bool {
+        self.status() == 206 || self.head.headers.contains_key("content-range")
+    }
+
     /// Bytes of the body by its head, also if it has none as the answer to `HEAD`.
     pub(super) fn content_length(&self) -> Option<u64> {
         self.header("content-length")?.parse().ok()

@@ -37,13 +37,14 @@ impl Shared {
         }
         let answer = self.client.send(&call).await?;
         let status = answer.response.status();
-        // A server may ignore ranges.
+        // A server may ignore ranges, and rclone answers them by 200.
+        let is_partial = answer.response.is_partial();
         let span = match status {
+            200 | 206 if is_split && is_partial => first,
             200 => Span {
                 at: 0,
                 len: object.len,
             },
-            206 if is_split => first,
             _ => {
                 let error = answer.failure("load").await;
                 return Err(error);
@@ -120,7 +121,8 @@ impl Shared {
             tasks.spawn(async move {
                 let answer = shared.client.send(&call).await?;
                 match answer.response.status() {
-                    206 => {}
+                    200 | 206 if answer.response.is_partial() => {}
+                    200 => return Ok(false),
                     412 => {
                         answer.whole(MAX_ANSWER).await?;
                         return Ok(false);
@@ -162,7 +164,7 @@ impl Shared {
         if is_encoded {
             return corrupt("load: the object has an encoding".to_owned());
         }
-        if response.status() == 206 {
+        if response.is_partial() {
             let expected = format!(
                 "bytes {}-{}/{}",
                 span.at,
