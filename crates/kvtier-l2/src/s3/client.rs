@@ -290,6 +290,7 @@ impl Client {
 
     /// Asks for the bucket if the last request failed or is long ago, and logs a change of its health.
     pub(super) async fn check(&self) {
+        self.http.prune();
         let is_due = {
             let health = self.health.lock();
             let recent = health
@@ -353,10 +354,10 @@ impl Client {
     pub(super) fn failure_of(&self, status: u16, body: &[u8], what: &str) -> L2Error {
         let failure = errors::Failure::of(status, body);
         let error = self.error(failure.kind, &format!("{what}: {}", failure.text));
+        if failure.is_of_credentials {
+            self.provider.forget();
+        }
         if failure.is_of_backend {
-            if failure.is_of_credentials {
-                self.provider.forget();
-            }
             self.failed(&error);
         }
         error

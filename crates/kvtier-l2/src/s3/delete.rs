@@ -128,10 +128,12 @@ impl Shared {
         let answer = self.client.send(&call).await?;
         match answer.response.status() {
             200 => {}
-            400 | 405 | 501 => {
+            status @ (400 | 405 | 501) => {
                 let error = answer.failure("delete").await;
-                tracing::debug!(%error, "deleting one object per request from now on");
-                self.deletes_singly.store(true, Ordering::Relaxed);
+                tracing::debug!(%error, "deleting one object per request");
+                // 400 may be of this request alone.
+                self.deletes_singly
+                    .fetch_or(status != 400, Ordering::Relaxed);
                 return Ok(None);
             }
             _ => return Err(answer.failure("delete").await),

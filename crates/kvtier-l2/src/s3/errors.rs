@@ -41,7 +41,8 @@ impl Failure {
             kind,
             is_of_backend: is_missing_bucket
                 || matches!(status, 401 | 403 | 429 | 500 | 502..=504 | 300..=399),
-            is_of_credentials: matches!(status, 401 | 403) || code == "ExpiredToken",
+            is_of_credentials: matches!(status, 401 | 403)
+                || matches!(code, "ExpiredToken" | "TokenRefreshRequired"),
             text,
         }
     }
@@ -53,6 +54,8 @@ fn kind(status: u16, code: &str) -> ErrorKind {
         (507, _) | (_, "QuotaExceeded" | "XMinioStorageFull" | "InsufficientStorage") => {
             ErrorKind::Full
         }
+        // New credentials are looked for before the next try.
+        (_, "ExpiredToken" | "TokenRefreshRequired") => ErrorKind::Unavailable,
         (_, "SlowDown" | "RequestTimeout" | "OperationAborted" | "TooManyRequests") => {
             ErrorKind::Unavailable
         }

@@ -112,6 +112,15 @@ impl Http {
         self.idle.lock().len()
     }
 
+    /// Closes the connections that were not used for long.
+    pub(super) fn prune(&self) {
+        let is_old = |connection: &mut Connection| {
+            connection.sender.is_closed() || connection.idle_since.elapsed() >= IDLE
+        };
+        let old: Vec<_> = self.idle.lock().extract_if(.., is_old).collect();
+        drop(old);
+    }
+
     /// Closes the idle connections.
     pub(super) fn close(&self) {
         let idle = std::mem::take(&mut *self.idle.lock());

@@ -180,8 +180,7 @@ impl Chain {
             return Ok(found);
         }
         Err(refused(
-            "no credentials: neither keys in the configuration, nor AWS_ACCESS_KEY_ID, a web identity, a profile, \
-             a container's or an instance's",
+            "no access key was found; give aws_access_key_id, or one in the environment, a profile, or a role",
         ))
     }
 

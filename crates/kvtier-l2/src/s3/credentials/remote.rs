@@ -98,7 +98,10 @@ impl Service {
     }
 
     fn error(&self, kind: ErrorKind, what: &str) -> L2Error {
-        L2Error::new(kind, format!("credentials: {}: {what}", self.authority))
+        L2Error::new(
+            kind,
+            format!("service of access keys at {}: {what}", self.authority),
+        )
     }
 
     fn read(&self, body: &[u8]) -> Result<Credentials, L2Error> {

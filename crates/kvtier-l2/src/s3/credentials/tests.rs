@@ -100,7 +100,7 @@ async fn environment_comes_first_and_a_named_profile_before_it() {
     let refused = id(provider(Some("absent"), &both)).await;
     assert!(refused.contains("absent"), "{refused}");
     let refused = id(provider(None, &[off])).await;
-    assert!(refused.contains("no credentials"), "{refused}");
+    assert!(refused.contains("give aws_access_key_id"), "{refused}");
 }
 
 #[tokio::test]

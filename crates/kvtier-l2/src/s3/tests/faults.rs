@@ -148,6 +148,7 @@ async fn statuses_have_their_kinds() {
         (301, "PermanentRedirect", ErrorKind::Refused),
         (400, "InvalidArgument", ErrorKind::Refused),
         (400, "RequestTimeout", ErrorKind::Unavailable),
+        (400, "ExpiredToken", ErrorKind::Unavailable),
     ] {
         let bed = bed(|_| {}).await;
         assert_eq!(

@@ -1,6 +1,7 @@
 mod config;
 mod faults;
 mod objects;
+mod secured;
 mod server;
 mod suite;
 

@@ -5,8 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kvtier_sync::Mutex;
-use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+use tokio::net::TcpListener;
+use tokio_rustls::TlsAcceptor;
 
 use super::super::{name, time, xml};
 
@@ -99,6 +100,11 @@ impl Server {
     }
 
     pub(super) fn on(listener: TcpListener) -> Self {
+        Self::secured_on(listener, None)
+    }
+
+    /// With TLS, if `tls` is there.
+    pub(super) fn secured_on(listener: TcpListener, tls: Option<TlsAcceptor>) -> Self {
         let port = listener.local_addr().unwrap().port();
         let state = Arc::new(State {
             bucket: Mutex::default(),
@@ -110,7 +116,17 @@ impl Server {
         tokio::spawn(async move {
             while let Ok((stream, _)) = listener.accept().await {
                 let number = of_task.connections.fetch_add(1, Ordering::SeqCst);
-                tokio::spawn(serve(stream, Arc::clone(&of_task), number));
+                let (state, tls) = (Arc::clone(&of_task), tls.clone());
+                tokio::spawn(async move {
+                    match tls {
+                        None => serve(stream, state, number).await,
+                        Some(tls) => {
+                            if let Ok(stream) = tls.accept(stream).await {
+                                serve(stream, state, number).await;
+                            }
+                        }
+                    }
+                });
             }
         });
         Self { port, state }
@@ -147,7 +163,11 @@ impl Server {
     }
 }
 
-async fn serve(mut stream: TcpStream, state: Arc<State>, connection: usize) {
+async fn serve(
+    mut stream: impl AsyncRead + AsyncWrite + Unpin,
+    state: Arc<State>,
+    connection: usize,
+) {
     let mut bytes = Vec::new();
     while let Some(mut request) = read(&mut stream, &mut bytes).await {
         request.connection = connection;
@@ -175,7 +195,7 @@ async fn serve(mut stream: TcpStream, state: Arc<State>, connection: usize) {
     }
 }
 
-async fn read(stream: &mut TcpStream, bytes: &mut Vec<u8>) -> Option<Request> {
+async fn read(stream: &mut (impl AsyncRead + Unpin), bytes: &mut Vec<u8>) -> Option<Request> {
     let end = loop {
         if let Some(end) = bytes.windows(4).position(|part| part == b"\r\n\r\n") {
             break end;
