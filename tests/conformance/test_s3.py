@@ -1,6 +1,7 @@
 """One bucket, LMCache's server and ours: each finds what the other stored, tenants stay apart, and no fault is a wrong hit."""
 
 import signal
+import uuid
 
 import pytest
 from kvrig import s3, tiers
@@ -81,6 +82,20 @@ def test_objects_are_exchanged_with_lmcache(seaweed, lmcache, serve, engines, mo
     tiers.forget(ours)
     assert tiers.recall(ours, 3) == tiers.recall(ours, 4, salt="bob") == 64
     assert tiers.tier(server)["unverified_loads"] == 16
+
+
+def test_models_by_their_path_are_exchanged_with_lmcache(seaweed, lmcache, serve, engines):
+    """Their keys begin with a slash, so the paths of requests begin with two."""
+    model = f"/models/{uuid.uuid4().hex}"
+    server = serve("both", flags=bucket(seaweed, **TRUST))
+    theirs, ours = (engines(each, "lmcache_driven", model=model) for each in (lmcache, server))
+    tiers.store(theirs, 1)
+    # The file system below the bucket has one slash.
+    wait_until(lambda: sum(model[1:] in key for key in seaweed.objects()) == 4, 60, "4 objects", interval=0.05)
+    assert tiers.recall(ours, 1) == 64
+    tiers.store(ours, 2)
+    tiers.settled(server)
+    assert tiers.recall(theirs, 2) == 64
 
 
 def test_objects_of_lmcache_are_not_loaded_for_cpu_pages_unless_trusted(seaweed, lmcache, serve, engines):

@@ -20,10 +20,12 @@ impl Failure {
         let kind = kind(status, code);
         let is_missing_bucket = code == "NoSuchBucket";
         let advice = match (status, code) {
-            (_, "NoSuchBucket") => ": the bucket does not exist; it is not created here",
-            (_, "RequestTimeTooSkewed") => ": set the clock",
-            (403, "") => ": the credentials may not do this (s3:ListBucket is needed for lookups)",
-            (301 | 307, _) => ": set s3_endpoint and s3_region to those of the bucket",
+            (_, "NoSuchBucket") => "; create the bucket",
+            (_, "RequestTimeTooSkewed") => "; set the clock",
+            (403, "") => {
+                ", the credentials are wrong or may not do this (lookups need s3:ListBucket)"
+            }
+            (301 | 307, _) => "; set s3_endpoint and s3_region to those of the bucket",
             _ => "",
         };
         // Hostile bytes, in a log line.
