@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Cost of a feature for requests that do not need it: a server with it and one without, in turn.
 
-    benches/beside.py stalled|fs|adopt|tenants [--rounds 3] [--out benches/runs/DATE] [--files 1000000]
+    benches/beside.py stalled|redis|fs|adopt|tenants [--rounds 3] [--out benches/runs/DATE] [--files 1000000]
 
 stalled   lookups that L1 answers whole, with a tier that never answers
+redis     lookups that L1 answers whole, with a Redis server as a tier: as it should be, stopped by SIGSTOP, and killed
 fs        lookups of 4096 chunks, all in L1, with a tier of files
 adopt     lookups that L1 answers whole, while the server adopts this number of existing files
 tenants   stores of 100 000 tenants: LRU without quotas, and IsolatedLRU with one quota per tenant
@@ -16,6 +17,8 @@ import atexit
 import http.client as http_client
 import json
 import os
+import signal
+import socket
 import statistics
 import subprocess
 import tempfile
@@ -94,6 +97,35 @@ def stalled():
     return run
 
 
+def redis():
+    """Lookups with a Redis server that answers, one that hangs, and one that is gone."""
+    runs = {}
+    with tempfile.TemporaryDirectory() as directory:
+        command = ["redis-server", "--port", "17590", "--bind", "127.0.0.1", "--save", "", "--dir", directory]
+        server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        atexit.register(server.kill)
+        wait_until_listening(17590)
+        servers = [start(0)[0], start(1, *tier(type="resp", host="127.0.0.1", port=17590, request_timeout=1))[0]]
+        for state, signal_number in [("up", None), ("frozen", signal.SIGSTOP), ("killed", signal.SIGKILL)]:
+            if signal_number:
+                server.send_signal(signal_number)
+            runs[state] = lookups("--prompt-tokens", "32768", "--duration", "3s")
+            print(f"{state:7}", end="")
+            tell(runs[state])
+        stop(*servers)
+        server.wait(30)
+    return runs
+
+
+def wait_until_listening(port):
+    """Waits until something listens there."""
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), 1).close()
+        except OSError:
+            time.sleep(0.01)
+
+
 def fs():
     """Lookups of 4096 chunks of 16 tokens with a tier of files."""
     with tempfile.TemporaryDirectory() as directory:
@@ -158,13 +190,13 @@ def tenants(count=100_000, turns=5):
 def main():
     """Runs the rounds and keeps their results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["stalled", "fs", "adopt", "tenants"])
+    parser.add_argument("what", choices=["stalled", "redis", "fs", "adopt", "tenants"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--files", type=int, default=1_000_000)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     for number in range(1, args.rounds + 1):
-        found = {"stalled": stalled, "fs": fs, "adopt": lambda: adopt(args.files), "tenants": tenants}[args.what]()
+        found = {"stalled": stalled, "redis": redis, "fs": fs, "adopt": lambda: adopt(args.files), "tenants": tenants}[args.what]()
         if args.out:
             args.out.mkdir(parents=True, exist_ok=True)
             (args.out / f"beside-{args.what}-{number}.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -68,3 +68,12 @@ for first in (0, 1, 14, 15, 254, 255):
         # The second bit makes us the DEALER.
         peer = b"ROUTER" if first & 2 else b"DEALER"
         seed("zmtp", bytes([first]) + greeting + traffic.replace(b"DEALER", peer))
+
+# Replies of a Redis server, of every type.
+for reply in [
+    b"+OK\r\n:4096\r\n$-1\r\n$3\r\nabc\r\n*-1\r\n",
+    b"*2\r\n*3\r\n:0\r\n:8191\r\n*3\r\n$9\r\n127.0.0.1\r\n:7000\r\n$2\r\nid\r\n*3\r\n:8192\r\n:16383\r\n*2\r\n$-1\r\n:7001\r\n",
+    b"-MOVED 3999 127.0.0.1:6381\r\n-ASK 1 ::1:7000\r\n-OOM command not allowed\r\n",
+    b"*2\r\n$2\r\n17\r\n*2\r\n$1\r\na\r\n$1\r\nb\r\n",
+]:
+    seed("resp", reply)

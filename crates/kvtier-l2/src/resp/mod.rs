@@ -53,6 +53,26 @@ pub use address::Address;
 pub use options::RespOptions;
 pub(crate) use options::{REDIS, RESP, VALKEY};
 
+/// Reads what a server sends: each reply to its end, slots and redirects among them. Panics if a part of a reply is taken for
+/// a whole one.
+#[cfg(feature = "fuzzing")]
+pub fn read_replies(mut bytes: &[u8]) {
+    let asked = Address::Tcp("host".to_owned(), 1);
+    while let Ok(Some((value, length))) = reply::value(bytes) {
+        assert!(length > 0 && length <= bytes.len());
+        // Each cut costs as much as the reply itself.
+        for cut in [1, length / 2, length - 1] {
+            assert!(cut >= length || !matches!(reply::value(&bytes[..cut]), Ok(Some(_))));
+        }
+        slots::ranges(&value, &asked);
+        if let Value::Error(text) = &value {
+            slots::Redirect::read(text, &asked);
+            errors::code(text);
+        }
+        bytes = &bytes[length..];
+    }
+}
+
 /// Time to live of a companion: LMCache, which may delete the object, does not know it.
 const COMPANION_TTL: u64 = 7 * 24 * 3600;
 

@@ -1,0 +1,250 @@
+#!/usr/bin/env python3
+"""The Redis tier beside other clients of the same server, in turn, with the same number of connections.
+
+    benches/redis.py [--rounds 5] [--connections 4] [--out benches/runs/DATE/redis.json]
+
+bare             threads of this program with a socket each, from one buffer and into one buffer
+redis-benchmark  of Redis' own package: SET and GET of random keys
+lmcache          the native client of LMCache's resp, if this is run by a Python that has it
+kvtier           `kvtier bench l2` with and without companion_sums: with all limits, and each loaded byte compared
+
+Values of 2 MiB and of 512 KiB, in GB/s; a lookup of 512 keys, in ms: EXISTS of LMCache, a pipeline of STRLEN (bare), STRLEN and
+GET of the companion (kvtier). Medians, and the ratio of kvtier to the others of the same round. Needs redis-server and
+`cargo build --profile dist -p kvtier`, or KVTIER_BIN. Servers listen on loopback and end with this program.
+"""
+
+import argparse
+import atexit
+import json
+import os
+import re
+import socket
+import statistics
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+TARGET = Path(os.environ.get("CARGO_TARGET_DIR") or REPOSITORY / "target")
+KVTIER = os.environ.get("KVTIER_BIN") or str(TARGET / "dist" / "kvtier")
+PORT = 17591
+SIZES = [2 << 20, 512 << 10]
+BYTES = 512 << 20
+LOOKUP = 512
+
+
+def start_redis():
+    """An empty server."""
+    directory = tempfile.mkdtemp()
+    command = ["redis-server", "--port", str(PORT), "--bind", "127.0.0.1", "--save", "", "--dir", directory]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    atexit.register(process.kill)
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", PORT), 1).close()
+        except OSError:
+            time.sleep(0.01)
+
+
+def command(*parts):
+    """A command of RESP2."""
+    parts = [part if isinstance(part, bytes) else str(part).encode() for part in parts]
+    return b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%s\r\n" % (len(part), part) for part in parts)
+
+
+class Bare:
+    """A connection that reads into one buffer."""
+
+    def __init__(self, size):
+        self.socket = socket.create_connection(("127.0.0.1", PORT))
+        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.head = len(b"$%d\r\n" % size)
+        self.value = memoryview(bytearray(os.urandom(size)))
+        self.buffer = memoryview(bytearray(self.head + size + 2))
+
+    def read(self, count):
+        """Exactly so many bytes."""
+        got = 0
+        while got < count:
+            part = self.socket.recv_into(self.buffer[got:count])
+            assert part, "closed"
+            got += part
+
+    def store(self, key):
+        """SET."""
+        head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(key), key, len(self.value))
+        parts = [memoryview(head), self.value, memoryview(b"\r\n")]
+        while parts:
+            sent = self.socket.sendmsg(parts)
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
+            if parts:
+                parts[0] = parts[0][sent:]
+        self.read(5)
+
+    def load(self, key):
+        """GET."""
+        self.socket.sendall(command("GET", key))
+        self.read(self.head + len(self.value) + 2)
+
+
+def bare(size, connections):
+    """Stores and loads, one after the other on each connection; GB/s."""
+    clients = [Bare(size) for _ in range(connections)]
+    count = BYTES // size
+    keys = [b"bare-%d" % number for number in range(count)]
+
+    def timed(name):
+        def work(number):
+            for key in keys[number::connections]:
+                getattr(clients[number], name)(key)
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(connections)]
+        began = time.monotonic()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return BYTES / (time.monotonic() - began) / 1e9
+
+    return {"store": timed("store"), "load": timed("load")}
+
+
+def bare_lookup():
+    """A pipeline of STRLEN; ms."""
+    with socket.create_connection(("127.0.0.1", PORT)) as connection:
+        asked = b"".join(command("STRLEN", f"bare-{number}") for number in range(LOOKUP))
+        began = time.monotonic()
+        connection.sendall(asked)
+        answer = b""
+        while answer.count(b"\r\n") < LOOKUP:
+            answer += connection.recv(65536)
+        return (time.monotonic() - began) * 1e3
+
+
+def redis_benchmark(size, connections):
+    """Redis' own; GB/s."""
+    count = BYTES // size
+    arguments = ["-p", str(PORT), "-c", str(connections), "-n", str(count), "-d", str(size), "--csv", "-t", "set,get"]
+    # So few keys that each is stored before it is loaded, but for one of some thousand.
+    arguments += ["-r", str(count // 8)]
+    text = subprocess.run(["redis-benchmark", *arguments], capture_output=True, text=True, check=True).stdout
+    rates = dict(re.findall(r'"(SET|GET)","([0-9.]+)"', text))
+    return {"store": float(rates["SET"]) * size / 1e9, "load": float(rates["GET"]) * size / 1e9}
+
+
+def lmcache_client(connections):
+    """The native client; None if there is none."""
+    try:
+        from lmcache.lmcache_redis import LMCacheRedisClient
+    except ImportError:
+        return None
+    return LMCacheRedisClient("127.0.0.1", PORT, connections, "", "")
+
+
+def lmcache(client, size):
+    """Batches as its adapter submits them; GB/s."""
+    count = min(BYTES // size, 64)
+    keys = [f"lmcache-{size}-{number}" for number in range(count)]
+    buffers = [memoryview(bytearray(os.urandom(size))) for _ in range(count)]
+    found = {}
+    for name, submit in [("store", client.submit_batch_set), ("load", client.submit_batch_get)]:
+        began = time.monotonic()
+        submit(keys, buffers)
+        wait(client)
+        found[name] = count * size / (time.monotonic() - began) / 1e9
+    return found
+
+
+def lmcache_lookup(client):
+    """EXISTS of each key; ms."""
+    began = time.monotonic()
+    client.submit_batch_exists([f"bare-{number}" for number in range(LOOKUP)])
+    wait(client)
+    return (time.monotonic() - began) * 1e3
+
+
+def wait(client):
+    """Waits for the one call in flight."""
+    while not client.drain_completions():
+        time.sleep(0.0001)
+
+
+def kvtier(size, connections, companion_sums, keys=None):
+    """Our tier, whole; GB/s, and ms of a lookup of all its keys."""
+    count = keys or BYTES // size
+    adapter = {"type": "resp", "host": "127.0.0.1", "port": PORT, "num_workers": connections}
+    adapter["companion_sums"] = companion_sums
+    with tempfile.NamedTemporaryFile() as report:
+        arguments = ["--num-keys", str(count), "--data-size-kb", str(size >> 10), "--rounds", "1", "--json", report.name]
+        subprocess.run(
+            [KVTIER, "bench", "l2", "--l2-adapter", json.dumps(adapter), *arguments], check=True, stdout=subprocess.DEVNULL
+        )
+        rows = {row["step"]: row for row in json.load(report)["steps"]}
+    rates = {step: rows[step]["gb_per_second"] for step in ("store", "load")}
+    return {**rates, "lookup_ms": rows["lookup"]["us_per_object"] * count / 1e3}
+
+
+def main():
+    """Rounds in which each client has its turn."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--connections", type=int, default=4)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    start_redis()
+    client = lmcache_client(args.connections)
+    rounds = []
+    for number in range(args.rounds):
+        found = {"lookup_ms": {}}
+        for size in SIZES:
+            flush()
+            found[size] = {"bare": bare(size, args.connections)}
+            if client:
+                found[size]["lmcache"] = lmcache(client, size)
+            if size == SIZES[-1]:
+                found["lookup_ms"]["bare"] = bare_lookup()
+                if client:
+                    found["lookup_ms"]["lmcache"] = lmcache_lookup(client)
+            flush()
+            found[size]["redis-benchmark"] = redis_benchmark(size, args.connections)
+            flush()
+            found[size]["kvtier"] = kvtier(size, args.connections, False)
+            flush()
+            found[size]["kvtier with sums"] = kvtier(size, args.connections, True)
+        found["lookup_ms"]["kvtier"] = kvtier(4096, args.connections, False, LOOKUP)["lookup_ms"]
+        found["lookup_ms"]["kvtier with sums"] = kvtier(4096, args.connections, True, LOOKUP)["lookup_ms"]
+        rounds.append(found)
+        print(f"round {number + 1} of {args.rounds}", flush=True)
+    tell(rounds)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(json.dumps({"connections": args.connections, "rounds": rounds}, indent=1) + "\n")
+
+
+def flush():
+    """Empties the server."""
+    with socket.create_connection(("127.0.0.1", PORT)) as connection:
+        connection.sendall(command("FLUSHALL"))
+        assert connection.recv(5) == b"+OK\r\n"
+
+
+def tell(rounds):
+    """Medians, and ratios within the rounds."""
+    for size in SIZES:
+        for step in ("store", "load"):
+            print(f"{step} of {size >> 10} KiB, GB/s")
+            clients = rounds[0][size]
+            for name in clients:
+                rate = statistics.median(found[size][name][step] for found in rounds)
+                ratio = statistics.median(found[size]["kvtier"][step] / found[size][name][step] for found in rounds)
+                print(f"  {name:17} {rate:5.2f}   kvtier / this {ratio:5.2f}")
+    print(f"lookup of {LOOKUP} keys, ms")
+    for name in rounds[0]["lookup_ms"]:
+        print(f"  {name:17} {statistics.median(found['lookup_ms'][name] for found in rounds):6.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,7 @@
+//! What a Redis server sends: replies, slots of a cluster, redirects.
+
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|data: &[u8]| kvtier_l2::resp::read_replies(data));
