@@ -1,13 +1,15 @@
 """One bucket, LMCache's server and ours: each finds what the other stored, tenants stay apart, and no fault is a wrong hit."""
 
+import json
 import signal
+import subprocess
 import uuid
 
 import pytest
 from kvrig import s3, tiers
 from kvrig.engine import Group
 from kvrig.layouts import layout
-from kvrig.server import Server, peer_command
+from kvrig.server import Server, our_command, peer_command
 from kvrig.waiting import wait_until
 
 pytestmark = pytest.mark.ours("it is the other side of these tests")
@@ -244,6 +246,18 @@ def test_lookups_of_l1_do_not_wait_for_a_server_that_is_away(rclone, serve, engi
         return len(rclone.objects()) == before + 4
 
     wait_until(stores_again, 30, "a store in the tier", interval=0.2)
+
+
+def test_bench_measures_a_bucket_and_hides_its_keys(rclone, tmp_path):
+    """Its report has the adapter as it was given, without the secret."""
+    report = tmp_path / "report.json"
+    command = [our_command()[0], "bench", "l2", *bucket(rclone), "--num-keys", "10", "--rounds", "1", "--json", report]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    steps = json.loads(report.read_text())["steps"]
+    assert [step["step"] for step in steps] == ["store", "lookup", "load"]
+    assert s3.BUCKET in report.read_text()
+    assert not any(key in report.read_text() for key in s3.KEYS.values())
+    assert rclone.objects() == {}
 
 
 def test_server_starts_before_its_bucket(rclone, serve, engines):

@@ -243,6 +243,7 @@ pub(super) fn escaped(text: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use kvtier_core::random::SplitMix64;
 
     #[test]
     fn listings_are_read_quoted_or_not() {
@@ -300,6 +301,40 @@ mod tests {
         );
         assert_eq!(error(b"<html></html>"), None);
         assert_eq!(listing(b"<ListBucketResult/>"), Ok(Listing::default()));
+    }
+
+    #[test]
+    fn damaged_bodies_never_panic() {
+        let bodies: [&[u8]; 4] = [
+            b"<?xml version=\"1.0\"?><ListBucketResult xmlns=\"x\"><EncodingType>url</EncodingType><IsTruncated>true</IsTruncated>\
+              <NextContinuationToken>a&amp;&#x3D;</NextContinuationToken><Contents><Key>a%20b</Key><Size>1</Size>\
+              <LastModified>2026-11-22T14:04:06.000Z</LastModified></Contents></ListBucketResult>",
+            b"<DeleteResult><Error><Key><![CDATA[a]]></Key><Code>b</Code></Error><!-- c --></DeleteResult>",
+            b"<InitiateMultipartUploadResult><UploadId>a</UploadId></InitiateMultipartUploadResult>",
+            b"<Error><Code>SlowDown</Code><Message>&lt;</Message></Error>",
+        ];
+        let mut draws = 0;
+        let mut draw = |bound: usize| {
+            draws += 1;
+            SplitMix64::nth(7, draws) as usize % bound
+        };
+        for _ in 0..20_000 {
+            let mut body = bodies[draw(bodies.len())].to_vec();
+            for _ in 0..=draw(4) {
+                let at = draw(body.len());
+                match draw(4) {
+                    0 => body[at] = draw(256) as u8,
+                    1 => body.truncate(at + 1),
+                    2 => body.insert(at, b"<>&;/\"%!?["[draw(10)]),
+                    _ => drop(body.remove(at)),
+                }
+                if body.is_empty() {
+                    break;
+                }
+            }
+            let _ = (listing(&body), not_deleted(&body), upload_id(&body));
+            let _ = (error(&body), is_complete(&body), assumed_role(&body));
+        }
     }
 
     #[test]
