@@ -118,6 +118,7 @@ impl Shared {
             call.headers.push(("range", range(span)));
             call.headers.push(("if-match", etag.to_owned()));
             let (shared, object, to) = (Arc::clone(self), object.clone(), to.clone());
+            let etag = etag.to_owned();
             tasks.spawn(async move {
                 let answer = shared.client.send(&call).await?;
                 match answer.response.status() {
@@ -128,6 +129,10 @@ impl Shared {
                         return Ok(false);
                     }
                     _ => return Err(answer.failure("load of a part").await),
+                }
+                // A server may ignore `If-Match`.
+                if answer.response.header("etag") != Some(&*etag) {
+                    return Ok(false);
                 }
                 shared.check_length(&answer, &object, span)?;
                 shared.receive(answer, &to, span).await?;
