@@ -18,6 +18,7 @@ mod rate_limited;
 pub mod redact;
 pub mod registry;
 pub mod resp;
+pub mod s3;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod tier;

@@ -34,7 +34,6 @@ const ABSENT: &[(&str, &str)] = &[
     ("p2p", SHARED),
     ("plugin", IN_RUST),
     ("raw_block", SAME_DEVICE),
-    ("s3", ON_DISK),
     ("sagemaker-hyperpod", ON_DISK),
 ];
 

@@ -19,7 +19,7 @@ use crate::config::{
     refuse_rest,
 };
 use crate::error::L2Error;
-use crate::{Adapter, fs, mock, redact, resp, wrap};
+use crate::{Adapter, fs, mock, redact, resp, s3, wrap};
 
 /// Built-in types in alphabetical order, which is the order of the documentation.
 const BUILT_IN: &[AdapterType] = &[
@@ -29,6 +29,7 @@ const BUILT_IN: &[AdapterType] = &[
     mock::MOCK,
     resp::REDIS,
     resp::RESP,
+    s3::S3,
     resp::VALKEY,
 ];
 

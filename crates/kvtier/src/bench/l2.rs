@@ -309,8 +309,11 @@ fn report(
     )?;
     writeln!(out, "{table}")?;
     if let Some(path) = &args.json {
+        // As it was given, but for its secrets.
+        let adapter = serde_json::from_str(&args.l2_adapter).unwrap_or_default();
+        let adapter = kvtier_l2::redact::value(&adapter).to_string();
         let report = json!({
-            "adapter": args.l2_adapter, "objects": objects.specs.len(), "bytes": objects.len, "rounds": args.rounds,
+            "adapter": adapter, "objects": objects.specs.len(), "bytes": objects.len, "rounds": args.rounds,
             "steps": rows,
         });
         std::fs::write(path, format!("{report:#}\n"))

@@ -1,0 +1,175 @@
+"""S3 servers for tests: rclone and SeaweedFS of PyPI, on loopback, which end with the test."""
+
+import http.client
+import json
+import subprocess
+import sys
+import time
+import urllib.parse
+from pathlib import Path
+
+from .server import free_port
+
+KEYS = {"aws_access_key_id": "kvkey", "aws_secret_access_key": "kvsecret"}
+BUCKET = "kvtier-test"
+
+# What `*.localhost` is, for a process of its own mount namespace.
+WITH_HOSTS = 'mount --bind "$0" /etc/hosts && exec "$@"'
+
+
+def program(name):
+    """A program of the Python environment that runs the tests."""
+    return str(Path(sys.prefix) / "bin" / name)
+
+
+def can_mount():
+    """Whether a process may have an `/etc/hosts` of its own."""
+    try:
+        return subprocess.run(["unshare", "--mount", "true"], capture_output=True, timeout=10).returncode == 0
+    except OSError:
+        return False
+
+
+class Process:
+    """One server process."""
+
+    def __init__(self, directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory, self.port, self.process = directory, free_port(), None
+
+    def run(self, command):
+        """Starts it and waits until it answers requests, if only by a refusal."""
+        with open(self.directory.parent / f"{self.directory.name}.log", "ab") as log:
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        until = time.monotonic() + 60
+        while not self.is_up():
+            assert self.process.poll() is None and time.monotonic() < until, f"{command[0]} does not answer"
+            time.sleep(0.05)
+
+    def is_up(self):
+        """Whether it answers."""
+        try:
+            return request(self.port, "GET", "/")[0] < 500
+        except (OSError, http.client.HTTPException):
+            return False
+
+    def stop(self):
+        """Kills it."""
+        if self.process:
+            self.process.kill()
+            self.process.wait()
+
+    def keys(self, **more):
+        """The keys of a configuration for the bucket."""
+        return {
+            "s3_endpoint": f"127.0.0.1:{self.port}",
+            "s3_bucket": BUCKET,
+            "s3_region": "us-east-1",
+            "disable_tls": True,
+            **KEYS,
+            **more,
+        }
+
+
+class Rclone(Process):
+    """`rclone serve s3`: objects are files, so tests can change them. It keeps metadata in memory."""
+
+    def __init__(self, directory):
+        super().__init__(directory)
+        (directory / BUCKET).mkdir()
+        self.start()
+
+    def start(self):
+        """Starts it with what is in its directory."""
+        flags = ["--addr", f"127.0.0.1:{self.port}", "--auth-key", "kvkey,kvsecret", "--vfs-cache-mode", "off"]
+        config = ["--config", str(self.directory.parent / "no-rclone.conf"), "--dir-cache-time", "0"]
+        self.run([program("rclone"), "serve", "s3", *flags, *config, str(self.directory)])
+
+    def objects(self):
+        """The keys of objects and their sizes."""
+        base, found = self.directory / BUCKET, {}
+        for path in sorted(base.rglob("*")):
+            try:
+                if path.is_file():
+                    found[str(path.relative_to(base))] = path.stat().st_size
+            except FileNotFoundError:
+                pass
+        return found
+
+    def file(self, key):
+        """The file of an object."""
+        return self.directory / BUCKET / key
+
+
+class Seaweed(Process):
+    """A whole SeaweedFS, whose buckets are also names of hosts below `s3.localhost`."""
+
+    def __init__(self, directory):
+        super().__init__(directory)
+        self.filer = free_port()
+        identity = {
+            "name": "kv",
+            "credentials": [{"accessKey": "kvkey", "secretKey": "kvsecret"}],
+            "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+        }
+        config = directory / "identities.json"
+        config.write_text(json.dumps({"identities": [identity]}))
+        ports = {"s3": self.port, "filer": self.filer, "master": free_port(), "volume": free_port()}
+        flags = [f"-{part}.port={port}" for part, port in ports.items()]
+        flags += [f"-{part}.port.grpc={free_port()}" for part in ports]
+        flags += [f"-s3.config={config}", "-s3.domainName=s3.localhost", "-volume.max=20"]
+        flags += ["-master.volumeSizeLimitMB=128", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={directory}"]
+        self.run([program("weed"), "server", "-filer", "-s3", *flags])
+        until = time.monotonic() + 60
+        while not self.make_bucket():
+            assert time.monotonic() < until, "SeaweedFS makes no bucket"
+            time.sleep(0.1)
+
+    def make_bucket(self):
+        """Makes the bucket, which is a directory of the filer; whether it is there."""
+        try:
+            return request(self.filer, "POST", f"/buckets/{BUCKET}/")[0] < 300
+        except (OSError, http.client.HTTPException):
+            return False
+
+    def objects(self, path=None):
+        """The keys of objects and their sizes."""
+        path = path or f"/buckets/{BUCKET}"
+        status, body = request(self.filer, "GET", urllib.parse.quote(path) + "/?limit=10000", {"Accept": "application/json"})
+        assert status == 200, (status, body[:200])
+        found = {}
+        for entry in json.loads(body)["Entries"] or []:
+            # The filer marks directories in the mode of a file.
+            if entry["Mode"] & 1 << 31:
+                found |= self.objects(entry["FullPath"])
+            else:
+                found[entry["FullPath"].removeprefix(f"/buckets/{BUCKET}/")] = entry["FileSize"]
+        return found
+
+    def peer_keys(self):
+        """The keys of LMCache's configuration, which knows buckets in names of hosts only."""
+        return {
+            "s3_endpoint": f"{BUCKET}.s3.localhost:{self.port}",
+            "s3_region": "us-east-1",
+            "disable_tls": True,
+            "s3_prefer_http2": False,
+            "s3_num_io_threads": 2,
+            **KEYS,
+        }
+
+    def with_host(self, command):
+        """The command, for a process that finds the bucket's host."""
+        hosts = self.directory / "hosts"
+        hosts.write_text(f"127.0.0.1 localhost s3.localhost {BUCKET}.s3.localhost\n")
+        return ["unshare", "--mount", "sh", "-c", WITH_HOSTS, str(hosts), *command]
+
+
+def request(port, method, path, headers=None):
+    """Status and body of an answer."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    try:
+        connection.request(method, path, headers=headers or {})
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+    finally:
+        connection.close()
