@@ -1,23 +1,27 @@
 """A second tier that several servers share: an engine at one of them hits what an engine at the other has stored."""
 
+import shutil
 from pathlib import Path
 
 from cases import CHUNK, WHOLE, ModeCases
 from engine import Vllm
 from kvrig import tiers
 from kvrig.redis import Redis
+from kvrig.s3 import Seaweed
 
 
 class RemoteTier:
-    """A tier of its own for one run: the flags of its servers, and its end."""
+    """An empty tier for one run: the flags of its servers, and its end."""
 
     def __init__(self, kind, directory):
-        self.redis = Redis(Path(directory))
-        self.flags = tiers.adapter(kind, host="127.0.0.1", port=self.redis.port)
+        shutil.rmtree(directory, ignore_errors=True)
+        self.backend = {"resp": Redis, "s3": Seaweed}[kind](Path(directory))
+        keys = self.backend.keys() if kind == "s3" else {"host": "127.0.0.1", "port": self.backend.port}
+        self.flags = tiers.adapter(kind, **keys)
 
     def stop(self):
         """Ends it, with all that it holds."""
-        self.redis.stop()
+        self.backend.stop()
 
 
 class RemoteCases(ModeCases):

@@ -67,7 +67,7 @@ def options():
     parser.add_argument("--peer", action="store_true", help="test LMCache's own server")
     parser.add_argument("--connector", choices=["lmcache", "kvtier"], default="lmcache", help="vLLM's connector")
     parser.add_argument("--package", help="directory with the Python package kvtier, for its connector")
-    parser.add_argument("--remote", choices=["resp"], help="type of the tier that two servers share")
+    parser.add_argument("--remote", choices=["resp", "s3"], help="type of the tier that two servers share")
     parser.add_argument("--wheel", action="append", default=[], metavar="DIR",
                         help="an unpacked earlier vLLM or LMCache, in front of the engine's packages; may be repeated")  # fmt: skip
     parser.add_argument("--transfer-mode", help="what the engine's LMCache calls the mode, if not as 0.5.6 does")

@@ -166,7 +166,7 @@ fn check(config: &ServerConfig) -> anyhow::Result<ExitCode> {
         match try_out(adapter) {
             Ok(probed) => writeln!(out, "L2 tier {name}: {probed}")?,
             Err(error) => {
-                complain("server", &format_args!("L2 tier {name}: {error}"));
+                complain("server", format_args!("L2 tier {name}: {error}"));
                 return Ok(ExitCode::FAILURE);
             }
         }
