@@ -147,6 +147,16 @@ fn check(config: &ServerConfig) -> anyhow::Result<ExitCode> {
             return Ok(ExitCode::FAILURE);
         }
     };
+    let mut tried = Vec::new();
+    for (name, adapter) in l2.into_iter().flat_map(|l2| l2.existing()) {
+        match try_out(adapter) {
+            Ok(probed) => tried.push(format!("L2 tier {name}: {probed}")),
+            Err(error) => {
+                complain("server", format_args!("L2 tier {name}: {error}"));
+                return Ok(ExitCode::FAILURE);
+            }
+        }
+    }
     writeln!(
         out,
         "configuration OK: L1 of {:.2} GiB ({}), chunks of {} tokens",
@@ -162,14 +172,8 @@ fn check(config: &ServerConfig) -> anyhow::Result<ExitCode> {
     for tier in l2.into_iter().flat_map(|l2| l2.tiers()) {
         writeln!(out, "{tier}")?;
     }
-    for (name, adapter) in l2.into_iter().flat_map(|l2| l2.existing()) {
-        match try_out(adapter) {
-            Ok(probed) => writeln!(out, "L2 tier {name}: {probed}")?,
-            Err(error) => {
-                complain("server", format_args!("L2 tier {name}: {error}"));
-                return Ok(ExitCode::FAILURE);
-            }
-        }
+    for line in tried {
+        writeln!(out, "{line}")?;
     }
     match found.gpus {
         Ok(names) => writeln!(out, "{} GPUs: {}", names.len(), names.join(", "))?,
