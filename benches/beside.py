@@ -101,11 +101,11 @@ def redis():
     """Lookups with a Redis server that answers, one that hangs, and one that has ended."""
     runs = {}
     with tempfile.TemporaryDirectory() as directory:
-        command = ["redis-server", "--port", "17590", "--bind", "127.0.0.1", "--save", "", "--dir", directory]
+        command = ["redis-server", "--port", "17595", "--bind", "127.0.0.1", "--save", "", "--dir", directory]
         server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         atexit.register(server.kill)
-        wait_until_listening(17590)
-        servers = [start(0)[0], start(1, *tier(type="resp", host="127.0.0.1", port=17590, request_timeout=1))[0]]
+        wait_until_listening(17595)
+        servers = [start(0)[0], start(1, *tier(type="resp", host="127.0.0.1", port=17595, request_timeout=1))[0]]
         for state, signal_number in [("up", None), ("frozen", signal.SIGSTOP), ("killed", signal.SIGKILL)]:
             if signal_number:
                 server.send_signal(signal_number)

@@ -90,6 +90,8 @@ pub(super) struct Answer<'a> {
     pub(super) response: Response<'a>,
     client: &'a Client,
     permit: Permit<'a>,
+    /// Whether it is about the bucket itself.
+    is_of_bucket: bool,
 }
 
 /// Whether this is the name of a region, from a configuration or a server.
@@ -162,24 +164,25 @@ impl Client {
                 403 if may_shift && self.adopt_clock(&response, now) => may_shift = false,
                 429 | 500 | 502 | 503 | 504 => {
                     permit.overloaded();
-                    return Ok(self.answer(response, permit));
+                    return Ok(self.answer(call, response, permit));
                 }
                 status => {
                     permit.succeeded();
                     if !matches!(status, 300..=399 | 401 | 403 | 500..) {
                         self.answered();
                     }
-                    return Ok(self.answer(response, permit));
+                    return Ok(self.answer(call, response, permit));
                 }
             }
         }
     }
 
-    fn answer<'a>(&'a self, response: Response<'a>, permit: Permit<'a>) -> Answer<'a> {
+    fn answer<'a>(&'a self, call: &Call, response: Response<'a>, permit: Permit<'a>) -> Answer<'a> {
         Answer {
             response,
             client: self,
             permit,
+            is_of_bucket: call.key.is_none(),
         }
     }
 
@@ -336,11 +339,12 @@ impl Answer<'_> {
             response,
             client,
             permit,
+            is_of_bucket,
         } = self;
         let status = response.status();
         let body = response.whole(MAX_ERROR).await.unwrap_or_default();
         drop(permit);
-        client.failure_of(status, &body, what)
+        client.failure_of((status, &body), what, is_of_bucket)
     }
 
     /// Reads the body to its end.
@@ -351,9 +355,19 @@ impl Answer<'_> {
 
 impl Client {
     /// The error of a status and the body with it, which the health of the backend depends on.
-    pub(super) fn failure_of(&self, status: u16, body: &[u8], what: &str) -> L2Error {
+    pub(super) fn failure_of(
+        &self,
+        (status, body): (u16, &[u8]),
+        what: &str,
+        is_of_bucket: bool,
+    ) -> L2Error {
         let failure = errors::Failure::of(status, body);
         let error = self.error(failure.kind, &format!("{what}: {}", failure.text));
+        if failure.is_denial && !is_of_bucket {
+            // The next check asks for the bucket, and then everything stops if that is denied too.
+            self.health.lock().answered_at = None;
+            return error;
+        }
         if failure.is_of_credentials {
             self.provider.forget();
         }

@@ -8,6 +8,8 @@ pub(super) struct Failure {
     pub(super) kind: ErrorKind,
     /// Whether other requests would fail too.
     pub(super) is_of_backend: bool,
+    /// Whether it may be about the one object: policies may allow the others.
+    pub(super) is_denial: bool,
     /// Whether other credentials may be accepted.
     pub(super) is_of_credentials: bool,
     pub(super) text: String,
@@ -43,6 +45,8 @@ impl Failure {
             kind,
             is_of_backend: is_missing_bucket
                 || matches!(status, 401 | 403 | 429 | 500 | 502..=504 | 300..=399),
+            // An answer to HEAD has no code.
+            is_denial: status == 403 && matches!(code, "" | "AccessDenied" | "AllAccessDisabled"),
             is_of_credentials: matches!(status, 401 | 403)
                 || matches!(code, "ExpiredToken" | "TokenRefreshRequired"),
             text,

@@ -275,7 +275,15 @@ impl Adapter for S3Adapter {
             let look = |shared: Arc<Shared>, object: ObjectSpec| async move {
                 shared.lookup(&object).await
             };
-            self.each(batch, look).await.into_iter().collect()
+            let found = self.each(batch, look).await;
+            let is_denied = |found: &Result<_, L2Error>| matches!(found, Err(error) if error.kind() == ErrorKind::Refused);
+            let are_all_denied = found.iter().all(is_denied);
+            // A policy may deny single objects.
+            let found = found.into_iter().map(|found| match found {
+                denied if is_denied(&denied) && !are_all_denied => Ok(None),
+                found => found,
+            });
+            found.collect()
         })
     }
 

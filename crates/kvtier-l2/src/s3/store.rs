@@ -160,7 +160,9 @@ impl Shared {
         // The status is sent before the parts were put together.
         let body = answer.whole(MAX_ANSWER).await?;
         if !xml::is_complete(&body).map_err(malformed)? {
-            return Err(self.client.failure_of(500, &body, "end of an upload"));
+            return Err(self
+                .client
+                .failure_of((500, &body), "end of an upload", false));
         }
         upload.is_complete = true;
         Ok(())

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::server::{Reply, Request, Server, Then, date};
+use super::server::{Bucket, Reply, Request, Server, Then, date};
 use super::*;
 use crate::conformance::object;
 use crate::s3::metadata::{HEADER, encode};
@@ -157,6 +157,41 @@ async fn statuses_have_their_kinds() {
             "{status} {code}"
         );
     }
+}
+
+#[tokio::test]
+async fn denied_object_is_no_reason_to_stop_unless_the_bucket_is_denied_too() {
+    let bed = bed(|_| {}).await;
+    let objects = [object(1, 1000), object(2, 1000)];
+    assert_eq!(
+        kinds(store(&bed.adapter, &bed.memory, &objects).await),
+        [None, None]
+    );
+    let first = name::of("", &objects[0].key);
+    let denies = |denied: Option<String>| {
+        move |request: &Request, _: &mut Bucket| {
+            let is_denied = denied.as_ref().is_none_or(|key| request.key() == *key);
+            is_denied.then(|| Reply::new(403, &[], b""))
+        }
+    };
+    bed.server.answers(denies(Some(first)));
+    let found = bed.adapter.lookup(objects.to_vec()).await;
+    assert_eq!(found, Ok(vec![None, Some(1000)]));
+    let loaded = load(&bed.adapter, &bed.memory, &objects).await;
+    assert_eq!(kinds(loaded), [Some(ErrorKind::Refused), None]);
+    bed.adapter.check().await;
+    assert_eq!(bed.adapter.status()["is_healthy"], true);
+    let loaded = load(&bed.adapter, &bed.memory, &objects[1..]).await;
+    assert_eq!(kinds(loaded), [None]);
+    // All of it.
+    bed.server.answers(denies(None));
+    let loaded = load(&bed.adapter, &bed.memory, &objects).await;
+    assert_eq!(kinds(loaded), [Some(ErrorKind::Refused); 2]);
+    bed.adapter.check().await;
+    assert_eq!(bed.adapter.status()["is_healthy"], false);
+    bed.server.forget_requests();
+    assert!(bed.adapter.lookup(objects.to_vec()).await.is_err());
+    assert!(bed.server.requests().is_empty());
 }
 
 #[tokio::test]
