@@ -30,6 +30,9 @@ const IDLE: Duration = Duration::from_secs(20);
 /// How long settings of TLS are used before their files are read again.
 const TLS_LIFE: Duration = Duration::from_secs(60);
 
+/// Bytes for which a request, or a response, may take the time of a silence once more: no connection is slower for long.
+const TIMEOUT_BYTES: u64 = 4 << 20;
+
 /// Where the backend listens.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Server {
@@ -83,6 +86,8 @@ pub(super) struct Response<'a> {
     /// Whether the request was sent and the response read, both to their ends.
     is_sent: bool,
     is_read: bool,
+    /// When its body has to be read.
+    until: Instant,
 }
 
 /// Why there is no response.
@@ -237,13 +242,15 @@ impl Http {
         let response = connection.sender.send_request(outgoing);
         let mut response = std::pin::pin!(response);
         let mut before = 0;
+        let until = self.until(request.content.len());
         let response = loop {
             // Silence is a time without a byte in either direction.
             match timeout(self.request_timeout, &mut response).await {
                 Ok(response) => break response,
                 Err(_) => {
                     let now = sent.load(Ordering::Relaxed);
-                    if std::mem::replace(&mut before, now) == now {
+                    let is_silent = std::mem::replace(&mut before, now) == now;
+                    if is_silent || Instant::now() >= until {
                         return Err(Failed::Other(self.silent()));
                     }
                 }
@@ -252,7 +259,9 @@ impl Http {
         match response {
             Ok(response) => {
                 let (head, body) = response.into_parts();
+                let announced = body.size_hint().upper().unwrap_or(0);
                 Ok(Response {
+                    until: self.until(announced),
                     is_sent: sent.load(Ordering::Relaxed) == request.content.len(),
                     is_read: body.is_end_stream(),
                     head,
@@ -287,9 +296,16 @@ impl Http {
         Failed::Other(what)
     }
 
+    /// When a body of `bytes` has to be moved.
+    fn until(&self, bytes: u64) -> Instant {
+        let parts = 1 + u32::try_from(bytes / TIMEOUT_BYTES).unwrap_or(u32::MAX - 1);
+        Instant::now() + self.request_timeout.saturating_mul(parts)
+    }
+
     fn silent(&self) -> L2Error {
         let seconds = self.request_timeout.as_secs_f64();
-        self.error(ErrorKind::Deadline, &format!("silent for {seconds} s"))
+        let what = format!("silent for {seconds} s, or slower than 4 MiB in that time");
+        self.error(ErrorKind::Deadline, &what)
     }
 }
 
@@ -318,7 +334,8 @@ impl Response<'_> {
         loop {
             let body = &mut self.body;
             let frame = std::future::poll_fn(|context| Pin::new(&mut *body).poll_frame(context));
-            let frame = timeout(self.http.request_timeout, frame).await;
+            let left = self.until.saturating_duration_since(Instant::now());
+            let frame = timeout(left.min(self.http.request_timeout), frame).await;
             match frame.map_err(|_| self.http.silent())? {
                 None => {
                     self.is_read = true;

@@ -52,6 +52,8 @@ async fn only_whole_objects_are_loaded() {
     assert_eq!(bed.load_error(cut(1100, Then::Close)).await, unavailable);
     let deadline = Some(ErrorKind::Deadline);
     assert_eq!(bed.load_error(cut(500, Then::Stall)).await, deadline);
+    // Never silent, and never done within any time.
+    assert_eq!(bed.load_error(cut(900, Then::Drip)).await, deadline);
     assert_eq!(bed.load_error(cut(1100, Then::Stall)).await, deadline);
     for garbage in [
         "",

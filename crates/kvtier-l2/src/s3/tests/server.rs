@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use kvtier_sync::Mutex;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
@@ -31,6 +32,8 @@ pub(super) enum Then {
     Close,
     /// Nothing more, and the connection stays open.
     Stall,
+    /// A byte now and then, without an end.
+    Drip,
 }
 
 /// The bytes of a reply.
@@ -186,6 +189,12 @@ async fn serve(
         match reply.then {
             Then::KeepAlive => {}
             Then::Close => return,
+            Then::Drip => {
+                while stream.write_all(b"x").await.is_ok() {
+                    tokio::time::sleep(Duration::from_millis(20)).await;
+                }
+                return;
+            }
             Then::Stall => {
                 let mut rest = [0; 1024];
                 while stream.read(&mut rest).await.is_ok_and(|got| got > 0) {}
