@@ -6,7 +6,8 @@
 bare             threads of this program with a socket each, from one buffer and into one buffer
 redis-benchmark  of Redis' own package: SET and GET of random keys
 lmcache          the native client of LMCache's resp, if this is run by a Python that has it
-kvtier           `kvtier bench l2` with and without companion_sums: with all limits, and each loaded byte compared
+kvtier           `kvtier bench l2`, with all its limits: as configured by default (companion_sums: each loaded byte is compared
+                 with a checksum beside the object), and "bare", without any checksum, as the others are
 
 Values of 2 MiB and of 512 KiB, in GB/s; a lookup of 512 keys, in ms: EXISTS of LMCache, a pipeline of STRLEN (bare), STRLEN and
 GET of the companion (kvtier). Medians, and the ratio of kvtier to the others of the same round. Needs redis-server and
@@ -172,11 +173,12 @@ def wait(client):
         time.sleep(0.0001)
 
 
-def kvtier(size, connections, companion_sums, keys=None):
+def kvtier(size, connections, sums, keys=None):
     """Our tier, whole; GB/s, and ms of a lookup of all its keys."""
     count = keys or BYTES // size
     adapter = {"type": "resp", "host": "127.0.0.1", "port": PORT, "num_workers": connections}
-    adapter["companion_sums"] = companion_sums
+    if not sums:
+        adapter |= {"companion_sums": False, "checksums": 0}
     with tempfile.NamedTemporaryFile() as report:
         arguments = ["--num-keys", str(count), "--data-size-kb", str(size >> 10), "--rounds", "1", "--json", report.name]
         subprocess.run(
@@ -211,11 +213,11 @@ def main():
             flush()
             found[size]["redis-benchmark"] = redis_benchmark(size, args.connections)
             flush()
-            found[size]["kvtier"] = kvtier(size, args.connections, False)
+            found[size]["kvtier"] = kvtier(size, args.connections, True)
             flush()
-            found[size]["kvtier with sums"] = kvtier(size, args.connections, True)
-        found["lookup_ms"]["kvtier"] = kvtier(4096, args.connections, False, LOOKUP)["lookup_ms"]
-        found["lookup_ms"]["kvtier with sums"] = kvtier(4096, args.connections, True, LOOKUP)["lookup_ms"]
+            found[size]["kvtier bare"] = kvtier(size, args.connections, False)
+        found["lookup_ms"]["kvtier"] = kvtier(4096, args.connections, True, LOOKUP)["lookup_ms"]
+        found["lookup_ms"]["kvtier bare"] = kvtier(4096, args.connections, False, LOOKUP)["lookup_ms"]
         rounds.append(found)
         print(f"round {number + 1} of {args.rounds}", flush=True)
     tell(rounds)
@@ -232,15 +234,18 @@ def flush():
 
 
 def tell(rounds):
-    """Medians, and ratios within the rounds."""
+    """Medians, and ratios within the rounds: of kvtier, and of kvtier without checksums."""
     for size in SIZES:
         for step in ("store", "load"):
             print(f"{step} of {size >> 10} KiB, GB/s")
             clients = rounds[0][size]
             for name in clients:
                 rate = statistics.median(found[size][name][step] for found in rounds)
-                ratio = statistics.median(found[size]["kvtier"][step] / found[size][name][step] for found in rounds)
-                print(f"  {name:17} {rate:5.2f}   kvtier / this {ratio:5.2f}")
+                whole, bare = (
+                    statistics.median(found[size][ours][step] / found[size][name][step] for found in rounds)
+                    for ours in ("kvtier", "kvtier bare")
+                )
+                print(f"  {name:17} {rate:5.2f}   kvtier / this {whole:5.2f}   kvtier bare / this {bare:5.2f}")
     print(f"lookup of {LOOKUP} keys, ms")
     for name in rounds[0]["lookup_ms"]:
         print(f"  {name:17} {statistics.median(found['lookup_ms'][name] for found in rounds):6.2f}")

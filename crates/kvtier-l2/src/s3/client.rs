@@ -148,7 +148,8 @@ impl Client {
         let (mut may_move, mut may_shift) = (true, true);
         loop {
             let now = self.now();
-            let response = match self.signed(call, now).await {
+            let region = self.region.lock().clone();
+            let response = match self.signed(call, &region, now).await {
                 Ok(request) => self.http.send(&request).await,
                 Err(error) => Err(error),
             };
@@ -160,7 +161,8 @@ impl Client {
                 }
             };
             match response.status() {
-                301 | 307 | 400 if may_move && self.adopt_region(&response) => may_move = false,
+                // Not 301: another region's host answers so, whatever the signature is.
+                307 | 400 if may_move && self.adopt_region(&response, &region) => may_move = false,
                 403 if may_shift && self.adopt_clock(&response, now) => may_shift = false,
                 429 | 500 | 502 | 503 | 504 => {
                     permit.overloaded();
@@ -168,7 +170,7 @@ impl Client {
                 }
                 status => {
                     permit.succeeded();
-                    if !matches!(status, 300..=399 | 401 | 403 | 500..) {
+                    if !matches!(status, 300..=401 | 403 | 500..) {
                         self.answered();
                     }
                     return Ok(self.answer(call, response, permit));
@@ -191,7 +193,7 @@ impl Client {
         time::now().saturating_add_signed(self.clock_offset.load(Ordering::Relaxed))
     }
 
-    async fn signed(&self, call: &Call, now: u64) -> Result<Outbound, L2Error> {
+    async fn signed(&self, call: &Call, region: &str, now: u64) -> Result<Outbound, L2Error> {
         let credentials = self.provider.get().await?;
         let key = call.key.as_deref().map_or_else(String::new, name::quoted);
         let path = format!("{}/{key}", self.place.base);
@@ -200,9 +202,8 @@ impl Client {
         if matches!(call.method, "PUT" | "POST") {
             headers.push(("content-length", call.content.len().to_string()));
         }
-        let region = self.region.lock().clone();
         let parts = (call.method, path.as_str(), call.query.as_slice());
-        sign::sign(parts, &mut headers, &credentials, &region, now);
+        sign::sign(parts, &mut headers, &credentials, region, now);
         let mut target = path;
         for (number, (name, value)) in call.query.iter().enumerate() {
             target.push(if number == 0 { '?' } else { '&' });
@@ -219,17 +220,18 @@ impl Client {
         })
     }
 
-    /// Whether the response names another region than requests were signed for, which is used from now on.
-    fn adopt_region(&self, response: &Response<'_>) -> bool {
-        let Some(named) = response.header("x-amz-bucket-region") else {
+    /// Whether the response names another region than the request was signed for, which is used from now on.
+    fn adopt_region(&self, response: &Response<'_>, signed: &str) -> bool {
+        let named = response.header("x-amz-bucket-region");
+        let Some(named) = named.filter(|named| is_region(named) && *named != signed) else {
             return false;
         };
         let mut region = self.region.lock();
-        if !is_region(named) || *region == named {
-            return false;
+        // Another answer may have said so already.
+        if *region != named {
+            tracing::warn!(bucket = %self.place.bucket, region = %named, "the bucket is in another region; set s3_region");
+            named.clone_into(&mut region);
         }
-        tracing::warn!(bucket = %self.place.bucket, region = %named, "the bucket is in another region; set s3_region");
-        named.clone_into(&mut region);
         true
     }
 

@@ -3,6 +3,16 @@
 use super::xml;
 use crate::error::ErrorKind;
 
+/// Codes of credentials that no request may be signed with.
+const CREDENTIALS: &[&str] = &[
+    "ExpiredToken",
+    "InvalidAccessKeyId",
+    "InvalidToken",
+    "RequestTimeTooSkewed",
+    "SignatureDoesNotMatch",
+    "TokenRefreshRequired",
+];
+
 /// An error response.
 pub(super) struct Failure {
     pub(super) kind: ErrorKind,
@@ -21,6 +31,7 @@ impl Failure {
         let code = body.code.as_str();
         let kind = kind(status, code);
         let is_missing_bucket = code == "NoSuchBucket";
+        let is_of_credentials = CREDENTIALS.contains(&code);
         let advice = match (status, code) {
             (_, "NoSuchBucket") => "; create the bucket",
             (_, "RequestTimeTooSkewed") => "; set the clock",
@@ -44,11 +55,17 @@ impl Failure {
         Self {
             kind,
             is_of_backend: is_missing_bucket
-                || matches!(status, 401 | 403 | 429 | 500 | 502..=504 | 300..=399),
-            // An answer to HEAD has no code.
-            is_denial: status == 403 && matches!(code, "" | "AccessDenied" | "AllAccessDisabled"),
-            is_of_credentials: matches!(status, 401 | 403)
-                || matches!(code, "ExpiredToken" | "TokenRefreshRequired"),
+                || is_of_credentials
+                || matches!(status, 401 | 403 | 429 | 500 | 502..=504 | 300..=399)
+                || matches!((status, code), (400, "" | "AuthorizationHeaderMalformed")),
+            is_denial: match status {
+                403 => !is_of_credentials,
+                // An answer to HEAD has no code: an expired token, or a wrong region.
+                400 => code.is_empty(),
+                _ => false,
+            },
+            is_of_credentials: is_of_credentials
+                || matches!(status, 400 | 401 | 403) && code.is_empty(),
             text,
         }
     }
@@ -67,6 +84,10 @@ fn kind(status: u16, code: &str) -> ErrorKind {
         }
         (429 | 500 | 502 | 503 | 504, _) => ErrorKind::Unavailable,
         (404, _) => ErrorKind::NotFound,
+        // As with an expired token: others are looked for before the next try.
+        (400, "") => ErrorKind::Unavailable,
+        // In an archive.
+        (403, "InvalidObjectState") => ErrorKind::Unreadable,
         // Replaced, or deleted and stored again, between two parts of a load.
         (409 | 412, _) => ErrorKind::Unavailable,
         // Fewer bytes than the range asks for.

@@ -6,7 +6,7 @@
 
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use hyper::body::{Body as _, Bytes, Incoming};
@@ -32,6 +32,9 @@ const TLS_LIFE: Duration = Duration::from_secs(60);
 
 /// Bytes for which a request, or a response, may take the time of a silence once more: no connection is slower for long.
 const TIMEOUT_BYTES: u64 = 4 << 20;
+
+/// Bytes of a response that does not say how many it has, for its time.
+const UNKNOWN_BYTES: u64 = 64 << 20;
 
 /// Where the backend listens.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -62,6 +65,7 @@ pub(super) struct Http {
     connection_timeout: Duration,
     request_timeout: Duration,
     idle: Mutex<Vec<Connection>>,
+    is_closed: AtomicBool,
     tls: Mutex<Option<(Instant, Arc<ClientConfig>)>>,
 }
 
@@ -108,6 +112,7 @@ impl Http {
             connection_timeout,
             request_timeout,
             idle: Mutex::new(Vec::new()),
+            is_closed: AtomicBool::new(false),
             tls: Mutex::new(None),
         }
     }
@@ -126,8 +131,9 @@ impl Http {
         drop(old);
     }
 
-    /// Closes the idle connections.
+    /// Closes the idle connections; no more are kept.
     pub(super) fn close(&self) {
+        self.is_closed.store(true, Ordering::Release);
         let idle = std::mem::take(&mut *self.idle.lock());
         drop(idle);
     }
@@ -259,7 +265,7 @@ impl Http {
         match response {
             Ok(response) => {
                 let (head, body) = response.into_parts();
-                let announced = body.size_hint().upper().unwrap_or(0);
+                let announced = body.size_hint().upper().unwrap_or(UNKNOWN_BYTES);
                 Ok(Response {
                     until: self.until(announced),
                     is_sent: sent.load(Ordering::Relaxed) == request.content.len(),
@@ -298,8 +304,8 @@ impl Http {
 
     /// When a body of `bytes` has to be moved.
     fn until(&self, bytes: u64) -> Instant {
-        let parts = 1 + u32::try_from(bytes / TIMEOUT_BYTES).unwrap_or(u32::MAX - 1);
-        Instant::now() + self.request_timeout.saturating_mul(parts)
+        let parts = u32::try_from(bytes / TIMEOUT_BYTES).unwrap_or(u32::MAX);
+        Instant::now() + self.request_timeout.saturating_mul(parts.saturating_add(1))
     }
 
     fn silent(&self) -> L2Error {
@@ -364,7 +370,8 @@ impl Response<'_> {
             is_read,
             ..
         } = self;
-        if is_sent && is_read && !connection.sender.is_closed() {
+        let is_kept = !http.is_closed.load(Ordering::Acquire);
+        if is_kept && is_sent && is_read && !connection.sender.is_closed() {
             connection.idle_since = Instant::now();
             http.idle.lock().push(connection);
         }
@@ -373,10 +380,18 @@ impl Response<'_> {
     /// Reads the body to its end if it has at most `limit` bytes.
     pub(super) async fn whole(mut self, limit: usize) -> Result<Vec<u8>, L2Error> {
         let mut out = Vec::new();
+        let too_long = |http: &Http| {
+            let what = format!("a response of more than {limit} bytes");
+            Err(http.error(ErrorKind::Unavailable, &what))
+        };
+        if self.body.size_hint().lower() > limit as u64 {
+            return too_long(self.http);
+        }
+        // Whatever its length is said to be.
+        self.until = self.until.min(self.http.until(limit as u64));
         while let Some(bytes) = self.frame().await? {
             if out.len() + bytes.len() > limit {
-                let what = format!("a response of more than {limit} bytes");
-                return Err(self.http.error(ErrorKind::Unavailable, &what));
+                return too_long(self.http);
             }
             out.extend_from_slice(&bytes);
         }

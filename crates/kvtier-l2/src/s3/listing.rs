@@ -83,7 +83,9 @@ impl Shared {
             let (page, foreign) = self.page(next.as_deref(), MAX_PAGE).await?;
             recovered.foreign += foreign;
             recovered.objects += page.objects.len() as u64;
-            recovered.bytes += page.objects.iter().map(|object| object.bytes).sum::<u64>();
+            for object in &page.objects {
+                recovered.bytes = recovered.bytes.saturating_add(object.bytes);
+            }
             next = page.next;
             if !found(page.objects) {
                 return Ok(recovered);

@@ -173,7 +173,7 @@ impl Shared {
             let expected = format!(
                 "bytes {}-{}/{}",
                 span.at,
-                span.at + span.len - 1,
+                (span.at + span.len).saturating_sub(1),
                 object.len
             );
             let found = response.header("content-range").unwrap_or_default();

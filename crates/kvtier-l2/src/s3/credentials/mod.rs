@@ -21,6 +21,9 @@ use crate::error::{ErrorKind, L2Error};
 /// How long before their end credentials are renewed.
 const RENEWED_BEFORE: u64 = 5 * 60;
 
+/// How long a search without credentials stands for the next one.
+const FAILURE_COUNTS: Duration = Duration::from_secs(1);
+
 /// Pause after a renewal that failed, while the old credentials are valid.
 const PAUSE: Duration = Duration::from_secs(10);
 
@@ -53,7 +56,7 @@ impl fmt::Debug for Variables {
 pub(super) struct Provider {
     source: Source,
     current: Mutex<Option<Current>>,
-    renewal: tokio::sync::Mutex<()>,
+    renewal: tokio::sync::Mutex<Option<(Instant, L2Error)>>,
 }
 
 enum Source {
@@ -93,7 +96,7 @@ impl Provider {
         Self {
             source,
             current: Mutex::new(None),
-            renewal: tokio::sync::Mutex::new(()),
+            renewal: tokio::sync::Mutex::new(None),
         }
     }
 
@@ -109,9 +112,15 @@ impl Provider {
         if let Some(fresh) = self.fresh() {
             return Ok(fresh);
         }
-        let _one = self.renewal.lock().await;
+        let mut last_failure = self.renewal.lock().await;
         if let Some(fresh) = self.fresh() {
             return Ok(fresh);
+        }
+        // Of those that waited for the same answer each would ask again, one after the other.
+        if let Some((at, error)) = &*last_failure
+            && at.elapsed() < FAILURE_COUNTS
+        {
+            return Err(error.clone());
         }
         match chain.find().await {
             Ok(found) => {
@@ -129,6 +138,7 @@ impl Provider {
                     end.is_none_or(|end| end > time::now())
                 });
                 let Some(current) = valid else {
+                    *last_failure = Some((Instant::now(), error.clone()));
                     return Err(error);
                 };
                 current.next_renewal = Some(Instant::now() + PAUSE);
