@@ -116,7 +116,12 @@ class Seaweed(Process):
         config.write_text(json.dumps({"identities": [identity]}))
         ports = {"s3": self.port, "filer": self.filer, "master": free_port(), "volume": free_port()}
         flags = [f"-{part}.port={port}" for part, port in ports.items()]
-        flags += [f"-{part}.port.grpc={free_port()}" for part in ports]
+        grpc = {part: free_port() for part in ports}
+        flags += [f"-{part}.port.grpc={port}" for part, port in grpc.items()]
+        # Services that nothing here asks, on ports that two of it would share.
+        flags += ["-s3.port.iceberg=0", "-s3.port.lance=0"]
+        self.sockets = [Path(f"/tmp/seaweedfs-{part}-{port}.sock") for part, port in ports.items()]
+        self.sockets += [Path(f"/tmp/seaweedfs-{part}-grpc-{port}.sock") for part, port in grpc.items()]
         flags += [f"-s3.config={config}", "-s3.domainName=s3.localhost", "-volume.max=20"]
         flags += ["-master.volumeSizeLimitMB=128", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={directory}"]
         self.run([program("weed"), "server", "-filer", "-s3", *flags])
@@ -124,6 +129,12 @@ class Seaweed(Process):
         while not self.make_bucket():
             assert time.monotonic() < until, "SeaweedFS makes no bucket"
             time.sleep(0.1)
+
+    def stop(self):
+        """Kills it, and removes the sockets that it leaves behind."""
+        super().stop()
+        for socket in self.sockets:
+            socket.unlink(missing_ok=True)
 
     def make_bucket(self):
         """Makes the bucket, which is a directory of the filer; whether it is there."""
