@@ -9,6 +9,7 @@ mod adapter;
 pub mod config;
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
+mod connect;
 mod error;
 pub mod fs;
 pub mod mock;

@@ -2,7 +2,9 @@
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
+use kvtier_sync::Mutex;
 use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::pem::PemObject as _;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
@@ -30,7 +32,10 @@ pub(crate) const SERVER_NAME: Key = Key::of(
     "Name in the server's certificate, if it is not the host",
 );
 
-/// How a connection is secured. Files are read for each connection, so that renewed ones are used.
+/// How long [`Settings`] are used before their files are read again.
+const SETTINGS_LIFE: Duration = Duration::from_secs(60);
+
+/// How connections are secured.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct ClientTls {
     /// PEM file of authorities; `None` is those of the system.
@@ -64,7 +69,7 @@ impl ClientTls {
         }
     }
 
-    /// Reads the files.
+    /// Reads the files, which blocks; see [`Settings`].
     ///
     /// # Errors
     /// [`ErrorKind::Refused`], with the key of the configuration and the path.
@@ -120,6 +125,50 @@ impl ClientTls {
             }
         }
         Ok(roots)
+    }
+}
+
+/// What connections are secured by: files read a minute ago at most, so that renewed ones are used.
+#[derive(Debug)]
+pub(crate) struct Settings {
+    tls: ClientTls,
+    read: Mutex<Option<(Instant, Arc<ClientConfig>)>>,
+}
+
+impl Settings {
+    pub(crate) fn new(tls: ClientTls) -> Self {
+        Self {
+            tls,
+            read: Mutex::new(None),
+        }
+    }
+
+    /// Returns the settings of a connection to `host`, and the name in the server's certificate.
+    ///
+    /// # Errors
+    /// Those of [`ClientTls::settings`] and [`ClientTls::name_of`].
+    pub(crate) async fn of(
+        &self,
+        host: &str,
+    ) -> Result<(Arc<ClientConfig>, ServerName<'static>), L2Error> {
+        let name = self.tls.name_of(host)?;
+        if let Some((since, settings)) = &*self.read.lock()
+            && since.elapsed() < SETTINGS_LIFE
+        {
+            return Ok((Arc::clone(settings), name));
+        }
+        let tls = self.tls.clone();
+        let read = tokio::task::spawn_blocking(move || tls.settings()).await;
+        let settings = read.map_err(|error| {
+            L2Error::new(ErrorKind::Unavailable, format!("settings of TLS: {error}"))
+        })??;
+        *self.read.lock() = Some((Instant::now(), Arc::clone(&settings)));
+        Ok((settings, name))
+    }
+
+    /// Reads the files for the next connection, as a handshake has failed: they may have been renewed.
+    pub(crate) fn expire(&self) {
+        *self.read.lock() = None;
     }
 }
 
@@ -185,6 +234,25 @@ mod tests {
             let told = told(ca, cert, key);
             assert!(told.starts_with(name) && told.contains(path), "{told}");
         }
+    }
+
+    #[tokio::test]
+    async fn settings_are_read_again_after_failed_handshake() {
+        let directory = tempfile::tempdir().unwrap();
+        let made = rcgen::generate_simple_self_signed(["localhost".to_owned()]).unwrap();
+        let path = directory.path().join("ca.pem");
+        std::fs::write(&path, made.cert.pem()).unwrap();
+        let settings = Settings::new(ClientTls {
+            ca: Some(path.clone()),
+            ..ClientTls::default()
+        });
+        let first = settings.of("localhost").await.unwrap().0;
+        std::fs::remove_file(&path).unwrap();
+        let second = settings.of("localhost").await.unwrap().0;
+        assert!(Arc::ptr_eq(&first, &second));
+        settings.expire();
+        let told = settings.of("localhost").await.unwrap_err().to_string();
+        assert!(told.contains("ca.pem"), "{told}");
     }
 
     #[test]

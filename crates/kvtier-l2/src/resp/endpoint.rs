@@ -9,7 +9,7 @@ use std::time::Duration;
 use kvtier_memory::socket::SocketError;
 use rustix::net::sockopt;
 use tokio::io::Interest;
-use tokio::net::{TcpStream, UnixStream, lookup_host};
+use tokio::net::{TcpStream, UnixStream};
 use tokio::time::timeout;
 
 use super::RespOptions;
@@ -19,7 +19,9 @@ use super::errors;
 use super::reply::{self, Value};
 use super::socket::Socket;
 use super::stream::Stream;
+use crate::connect::connect_any;
 use crate::error::{ErrorKind, L2Error};
+use crate::tls::Settings;
 
 /// TCP keepalive: silence before the first probe, and time between two probes.
 const KEEPALIVE: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(10));
@@ -29,6 +31,7 @@ pub(super) struct Endpoint {
     /// Where it is. Of several, it is the first one that is a primary.
     pub(super) addresses: Vec<Address>,
     pub(super) options: Arc<RespOptions>,
+    tls: Option<Settings>,
     /// How often a connection found that the server has become a replica: all of them look for the primary again then.
     pub(super) demotions: AtomicU64,
 }
@@ -37,6 +40,7 @@ impl Endpoint {
     pub(super) fn new(addresses: Vec<Address>, options: Arc<RespOptions>) -> Self {
         Self {
             addresses,
+            tls: options.tls.clone().map(Settings::new),
             options,
             demotions: AtomicU64::new(0),
         }
@@ -173,14 +177,15 @@ impl Endpoint {
                 (&**host, Socket::Tcp(socket))
             }
         };
-        let Some(tls) = self.options.tls.clone() else {
+        let Some(tls) = &self.tls else {
             return Ok(Stream::plain(socket));
         };
-        let name = tls.name_of(host)?;
-        // It reads files.
-        let settings = tokio::task::spawn_blocking(move || tls.settings()).await;
-        let settings = settings.map_err(|error| self.unavailable(&error))??;
-        match timeout(limit / 2, Stream::secure(socket, settings, name)).await {
+        let (settings, name) = tls.of(host).await?;
+        let secured = timeout(limit / 2, Stream::secure(socket, settings, name)).await;
+        if !matches!(secured, Ok(Ok(_))) {
+            tls.expire();
+        }
+        match secured {
             Ok(stream) => stream.map_err(|error| self.unavailable(&format_args!("TLS: {error}"))),
             Err(_) => {
                 let what = "TLS: no answer to the handshake; does the server use TLS at this port?";
@@ -245,21 +250,6 @@ impl Endpoint {
             false => Err(failed(&"a reply without a command")),
         }
     }
-}
-
-/// Tries the addresses of a name, each for its part of the time.
-async fn connect_any(host: &str, port: u16, limit: Duration) -> io::Result<TcpStream> {
-    let addresses: Vec<_> = lookup_host((host, port)).await?.collect();
-    let part = limit / u32::try_from(addresses.len().max(1)).unwrap_or(1);
-    let mut failed = io::Error::from(io::ErrorKind::AddrNotAvailable);
-    for address in addresses {
-        match timeout(part, TcpStream::connect(address)).await {
-            Ok(Ok(stream)) => return Ok(stream),
-            Ok(Err(error)) => failed = error,
-            Err(_) => failed = io::ErrorKind::TimedOut.into(),
-        }
-    }
-    Err(failed)
 }
 
 /// Whether the reply to ROLE is that of a replica. Without an answer, as some users may not ask, it is none.

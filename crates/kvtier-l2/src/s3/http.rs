@@ -14,21 +14,17 @@ use hyper::client::conn::http1::{self, SendRequest};
 use hyper::http::response::Parts;
 use hyper_util::rt::TokioIo;
 use kvtier_sync::Mutex;
-use tokio::net::TcpStream;
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
-use tokio_rustls::rustls::ClientConfig;
 
 use super::content::{Content, Outgoing};
+use crate::connect::connect_any;
 use crate::error::{ErrorKind, L2Error};
-use crate::tls::ClientTls;
+use crate::tls::{ClientTls, Settings};
 
 /// How long a connection is kept without use: servers close theirs after 5 to 60 s.
 const IDLE: Duration = Duration::from_secs(20);
-
-/// How long settings of TLS are used before their files are read again.
-const TLS_LIFE: Duration = Duration::from_secs(60);
 
 /// Bytes for which a request, or a response, may take the time of a silence once more: no connection is slower for long.
 const TIMEOUT_BYTES: u64 = 4 << 20;
@@ -66,7 +62,7 @@ pub(super) struct Http {
     request_timeout: Duration,
     idle: Mutex<Vec<Connection>>,
     is_closed: AtomicBool,
-    tls: Mutex<Option<(Instant, Arc<ClientConfig>)>>,
+    tls: Option<Settings>,
 }
 
 /// A request as it is sent.
@@ -108,12 +104,12 @@ impl Http {
         request_timeout: Duration,
     ) -> Self {
         Self {
+            tls: server.tls.clone().map(Settings::new),
             server,
             connection_timeout,
             request_timeout,
             idle: Mutex::new(Vec::new()),
             is_closed: AtomicBool::new(false),
-            tls: Mutex::new(None),
         }
     }
 
@@ -185,32 +181,17 @@ impl Http {
         let failed = |error: std::io::Error| {
             self.error(ErrorKind::Unavailable, &format!("connection: {error}"))
         };
-        let Server { host, port, tls } = &self.server;
-        let stream = TcpStream::connect((host.as_str(), *port)).await;
+        let Server { host, port, .. } = &self.server;
+        let stream = connect_any(host, *port, self.connection_timeout).await;
         let stream = stream.map_err(failed)?;
         stream.set_nodelay(true).map_err(failed)?;
-        let Some(tls) = tls else {
+        let Some(tls) = &self.tls else {
             return self.greeted(TokioIo::new(stream)).await;
         };
-        let connector = TlsConnector::from(self.tls_settings(tls).await?);
-        let stream = connector.connect(tls.name_of(host)?, stream).await;
+        let (settings, name) = tls.of(host).await?;
+        let stream = TlsConnector::from(settings).connect(name, stream).await;
+        let stream = stream.inspect_err(|_| tls.expire());
         self.greeted(TokioIo::new(stream.map_err(failed)?)).await
-    }
-
-    /// Settings of TLS, read from their files if they are not recent.
-    async fn tls_settings(&self, tls: &ClientTls) -> Result<Arc<ClientConfig>, L2Error> {
-        if let Some((since, settings)) = &*self.tls.lock()
-            && since.elapsed() < TLS_LIFE
-        {
-            return Ok(Arc::clone(settings));
-        }
-        let tls = tls.clone();
-        let read = tokio::task::spawn_blocking(move || tls.settings()).await;
-        let settings = read.map_err(|error| {
-            self.error(ErrorKind::Unavailable, &format!("settings of TLS: {error}"))
-        })??;
-        *self.tls.lock() = Some((Instant::now(), Arc::clone(&settings)));
-        Ok(settings)
     }
 
     async fn greeted<S>(&self, stream: TokioIo<S>) -> Result<Connection, L2Error>
