@@ -1,6 +1,6 @@
 //! Names of files and the keys of their objects.
 //!
-//! Names are those of LMCache: [`Naming`] says of which of its adapters. If a name would be too long for a file system, or
+//! Names are those of an adapter of LMCache, which [`Naming`] selects. If a name would be too long for a file system, or
 //! does not read back as its key, the file is named by [`HASHED`] and the hash of its key, and the key is stored in the
 //! file. So no two keys share a name.
 
