@@ -1,5 +1,6 @@
 //! Definitions of configuration keys, for their checks and their documentation.
 
+use std::collections::BTreeMap;
 use std::fmt;
 
 use serde_json::{Map, Value};
@@ -54,6 +55,8 @@ pub enum Shape {
     Adapter,
     /// An object whose keys are defined elsewhere.
     Object,
+    /// An object of texts, numbers and switches, which are taken as texts: parameters of another program.
+    Texts,
     /// A list of objects with these keys.
     Tables(&'static [Key]),
 }
@@ -142,6 +145,7 @@ pub(super) enum Setting {
     Numbers(Vec<f64>),
     Adapter(Box<super::AdapterConfig>),
     Tables(Vec<super::Options>),
+    Texts(BTreeMap<String, String>),
 }
 
 impl Key {
@@ -217,6 +221,7 @@ impl Key {
             Shape::Numbers(interval) => format!("a list of numbers {interval}"),
             Shape::Adapter => "an adapter's object with a \"type\"".into(),
             Shape::Object => "an object".into(),
+            Shape::Texts => "an object of texts, numbers, true and false".into(),
             Shape::Tables(_) => "a list of objects".into(),
         }
     }
@@ -229,6 +234,7 @@ impl Key {
             (Fallback::Nothing, Shape::Integers { .. } | Shape::Numbers(_) | Shape::Tables(_)) => {
                 "[]".into()
             }
+            (Fallback::Nothing, Shape::Texts) => "{}".into(),
             (Fallback::Nothing, _) => "unset".into(),
             (Fallback::Switch(on), _) => on.to_string(),
             (Fallback::Integer(number), _) => number.to_string(),
@@ -243,6 +249,7 @@ impl Key {
             (_, Shape::Integers { .. }) => Setting::Integers(Vec::new()),
             (_, Shape::Numbers(_)) => Setting::Numbers(Vec::new()),
             (_, Shape::Tables(_)) => Setting::Tables(Vec::new()),
+            (Fallback::Nothing, Shape::Texts) => Setting::Texts(BTreeMap::new()),
             (Fallback::Required | Fallback::Nothing, _) => return None,
             (Fallback::Switch(on), _) => Setting::Switch(on),
             (Fallback::Integer(number), _) => Setting::Integer(number),
@@ -283,8 +290,24 @@ impl Key {
                 .map(|value| number(value, interval))
                 .collect::<Option<_>>()
                 .map(Setting::Numbers),
+            Shape::Texts => value
+                .as_object()?
+                .iter()
+                .map(|(key, value)| Some((key.clone(), as_text(value)?)))
+                .collect::<Option<_>>()
+                .map(Setting::Texts),
             Shape::Adapter | Shape::Object | Shape::Tables(_) => None,
         }
+    }
+}
+
+/// Returns a value of [`Shape::Texts`] as text.
+fn as_text(value: &Value) -> Option<String> {
+    match value {
+        Value::String(text) => Some(text.clone()),
+        Value::Number(number) => Some(number.to_string()),
+        Value::Bool(on) => Some(on.to_string()),
+        Value::Null | Value::Array(_) | Value::Object(_) => None,
     }
 }
 

@@ -4,14 +4,14 @@ use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use kvtier_core::object_key::{KeyShape, ObjectKey, shown_path};
+use kvtier_core::object_key::{ObjectKey, shown_path};
 use rustix::fs::{OFlags, Stat};
 use rustix::io::Errno;
 
 use super::base::{Base, Quarantined, is_file};
 use super::beneath;
 use super::io::{self, Engine};
-use super::names::{Layout, Place, other_shape};
+use super::names::{Layout, Naming, Place};
 use super::options::Fsync;
 use super::trailer::{self, Form, Trailer, form_of};
 use super::unnamed::Unnamed;
@@ -62,8 +62,10 @@ pub(super) struct Files {
     /// Whether files cannot be renamed across directories, because of quotas or mounts, and so are created in their own.
     pub create_in_place: AtomicBool,
     pub engine: Box<dyn Engine>,
-    /// Shape of the names that are written.
-    pub shape: KeyShape,
+    /// Names that are written.
+    pub naming: Naming,
+    /// What the bytes of objects are padded to in files.
+    pub align: u64,
     pub layout: Layout,
     pub direct: bool,
     pub fsync: Fsync,
@@ -77,7 +79,7 @@ pub(super) struct Files {
 
 /// Names and layouts to look for beside those that kvtier is configured to write.
 pub(super) struct Others {
-    shape: AtomicBool,
+    naming: AtomicBool,
     layout: AtomicBool,
     opened: Instant,
     /// Seconds after `opened` at which all names are looked for again.
@@ -88,7 +90,7 @@ impl Default for Others {
     /// All of them until the first scan.
     fn default() -> Self {
         Self {
-            shape: AtomicBool::new(true),
+            naming: AtomicBool::new(true),
             layout: AtomicBool::new(true),
             opened: Instant::now(),
             probe_at: AtomicU64::new(PROBE_INTERVAL.as_secs()),
@@ -98,14 +100,14 @@ impl Default for Others {
 
 impl Others {
     /// Sets the result of a scan of the whole directory.
-    pub(super) fn set(&self, shape: bool, layout: bool) {
-        self.shape.store(shape, Ordering::Relaxed);
+    pub(super) fn set(&self, naming: bool, layout: bool) {
+        self.naming.store(naming, Ordering::Relaxed);
         self.layout.store(layout, Ordering::Relaxed);
     }
 
     pub(super) fn get(&self) -> (bool, bool) {
         (
-            self.shape.load(Ordering::Relaxed),
+            self.naming.load(Ordering::Relaxed),
             self.layout.load(Ordering::Relaxed),
         )
     }
@@ -131,23 +133,23 @@ impl Others {
 /// Names and layouts to look up for one batch.
 #[derive(Clone, Copy)]
 pub(super) struct LookupScope {
-    shapes: bool,
+    namings: bool,
     layouts: bool,
 }
 
 impl LookupScope {
     /// Whether there is only one place to look at.
     pub(super) fn is_single(self) -> bool {
-        !self.shapes && !self.layouts
+        !self.namings && !self.layouts
     }
 }
 
 impl Files {
     pub(super) fn lookup_scope(&self) -> LookupScope {
         let is_due = self.others.is_due();
-        let (shape, layout) = self.others.get();
+        let (naming, layout) = self.others.get();
         LookupScope {
-            shapes: shape || is_due,
+            namings: (naming || is_due) && self.naming.other().is_some(),
             layouts: layout || is_due,
         }
     }
@@ -158,18 +160,19 @@ impl Files {
         key: &'a ObjectKey,
         scope: LookupScope,
     ) -> (Place, impl Iterator<Item = Place> + use<'a>) {
-        let (shape, layout) = (self.shape, self.layout);
-        // Keys of other groups have the same name in both shapes.
-        let shapes = scope.shapes && key.object_group_id() == 0;
-        let in_shape = shapes.then_some((other_shape(shape), layout));
-        let in_layout = scope.layouts.then_some((shape, layout.other()));
-        let in_both = in_shape
-            .and(in_layout)
-            .map(|_| (other_shape(shape), layout.other()));
-        let others = [in_shape, in_layout, in_both].into_iter().flatten();
+        let (naming, layout) = (self.naming, self.layout);
+        // Keys of other groups have the same name in both releases.
+        let is_in_other = scope.namings && key.object_group_id() == 0;
+        let other = naming.other().filter(|_| is_in_other);
+        let in_naming = other.map(|other| (other, layout));
+        let in_layout = scope.layouts.then_some((naming, layout.other()));
+        let in_both = other
+            .filter(|_| scope.layouts)
+            .map(|other| (other, layout.other()));
+        let others = [in_naming, in_layout, in_both].into_iter().flatten();
         (
-            Place::of(key, shape, layout),
-            others.map(|(shape, layout)| Place::of(key, shape, layout)),
+            Place::of(key, naming, layout),
+            others.map(|(naming, layout)| Place::of(key, naming, layout)),
         )
     }
 
@@ -192,8 +195,8 @@ impl Files {
 
     /// Looks for names and layouts of this place from now on.
     pub(super) fn found_at(&self, place: &Place) {
-        if place.shape != self.shape {
-            self.others.shape.store(true, Ordering::Relaxed);
+        if place.naming != self.naming {
+            self.others.naming.store(true, Ordering::Relaxed);
         }
         if place.layout != self.layout {
             self.others.layout.store(true, Ordering::Relaxed);
@@ -210,7 +213,7 @@ impl Files {
                     continue;
                 };
                 let size = size(&stat);
-                let form = form_of(size, object.len, place.text_len());
+                let form = form_of(size, object.len, place.text_len(), self.align);
                 if is_file(&stat) && form.is_some_and(|form| self.accepts(form, object)) {
                     self.found_at(&place);
                     return Ok(Some(size));
@@ -226,7 +229,7 @@ impl Files {
         let dir = self.base.current();
         let mut was_there = false;
         let everywhere = LookupScope {
-            shapes: true,
+            namings: true,
             layouts: true,
         };
         let (place, others) = self.places(key, everywhere);

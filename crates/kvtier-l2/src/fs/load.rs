@@ -196,7 +196,7 @@ impl Files {
         if !is_file(&seen) {
             return Ok(None);
         }
-        let form = match form_of(size(&seen), item.object.len, place.text_len()) {
+        let form = match form_of(size(&seen), item.object.len, place.text_len(), self.align) {
             Some(form) if !self.accepts(form, &item.object) => return Ok(None),
             Some(form) => form,
             None => {
@@ -368,7 +368,11 @@ impl Files {
         item: &LoadItem,
     ) -> Result<Verdict, L2Error> {
         let key = key_digest(place, &item.object);
-        let is_other = |trailer: Trailer| trailer.key == key && !trailer.is_of(&item.object, key);
+        // A padded one may be the object itself, padded for another alignment.
+        let is_padded = self.align > 1;
+        let is_other = |trailer: Trailer| {
+            trailer.key == key && (is_padded || !trailer.is_of(&item.object, key))
+        };
         Ok(match self.trailer_at_end(file, size(seen)) {
             Err(Errno::IO) => Verdict::Unreadable,
             Err(error) => return Err(io::refused("read", &place.path, error)),

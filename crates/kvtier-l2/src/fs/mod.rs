@@ -17,6 +17,7 @@ mod io_choice;
 mod io_uring;
 mod load;
 mod names;
+mod nixl;
 mod options;
 mod pool;
 mod store;
@@ -50,7 +51,8 @@ use unnamed::Unnamed;
 use unreadable::Unreadable;
 use walk::{Page, Position, no_position};
 
-pub use names::Layout;
+pub use names::{Layout, Naming};
+pub(crate) use nixl::{NIXL_NATIVE, NIXL_STORE, NIXL_STORE_DYNAMIC};
 pub(crate) use options::{FS, FS_NATIVE};
 pub use options::{FsOptions, Fsync, IoEngine};
 
@@ -115,7 +117,8 @@ impl FsAdapter {
             create_in_place: AtomicBool::new(false),
             base,
             engine,
-            shape: options.names,
+            naming: options.names,
+            align: options.padding(),
             layout: options.layout,
             direct: options.use_odirect,
             fsync: options.fsync,
@@ -314,7 +317,7 @@ impl Adapter for FsAdapter {
                 return Err(self.lost(why));
             }
             let mut recovered = Recovered::default();
-            let (mut other_shape, mut other_layout) = (false, false);
+            let (mut other_naming, mut other_layout) = (false, false);
             let mut pages = self.walk()?;
             let (mut temporary, mut is_whole) = (Vec::new(), false);
             while let Some(page) = pages.recv().await {
@@ -322,7 +325,7 @@ impl Adapter for FsAdapter {
                 recovered.foreign += page.foreign;
                 recovered.objects += page.objects.len() as u64;
                 recovered.bytes += page.objects.iter().map(|object| object.bytes).sum::<u64>();
-                other_shape |= page.other_shape;
+                other_naming |= page.other_naming;
                 other_layout |= page.other_layout;
                 temporary.extend(page.temporary);
                 is_whole = page.next.is_none();
@@ -334,7 +337,7 @@ impl Adapter for FsAdapter {
                 let message = "the scan ended early";
                 return Err(L2Error::new(ErrorKind::Unavailable, message));
             }
-            self.files.others.set(other_shape, other_layout);
+            self.files.others.set(other_naming, other_layout);
             if self.files.base.is_read_only() {
                 return Ok(recovered);
             }
@@ -351,7 +354,7 @@ impl Adapter for FsAdapter {
     }
 
     fn size_of(&self, len: u64) -> u64 {
-        trailer::file_len(len, 0, self.files.direct)
+        trailer::file_len(len, 0, self.files.align, self.files.direct)
     }
 
     fn free_bytes(&self) -> BoxFuture<'_, Result<Option<u64>, L2Error>> {

@@ -1,8 +1,10 @@
 //! Names of files and the keys of their objects.
 //!
-//! Names are those of LMCache. If a name would be too long for a file system, or would be parsed as that of another object,
-//! the file is named by [`HASHED`] and the hash of its key, and the key is stored in the file.
+//! Names are those of an adapter of LMCache, which [`Naming`] selects. If a name would be too long for a file system, or
+//! does not read back as its key, the file is named by [`HASHED`] and the hash of its key, and the key is stored in the
+//! file. So no two keys share a name.
 
+use kvtier_core::hashing::ChunkHash;
 use kvtier_core::object_key::{KeyShape, ObjectKey};
 
 /// First character of a name that is a hash.
@@ -16,8 +18,98 @@ pub(super) const QUARANTINE: &str = ".quarantine";
 
 const EXTENSION: &str = ".data";
 
+/// Extension of [`Naming::Nixl`].
+const NIXL_EXTENSION: &str = ".bin";
+
+/// Text for `/` in the model of a name.
+const SLASH: &str = "-SEP-";
+const NIXL_SLASH: &str = "--";
+
 /// Longest name in Linux file systems, in bytes.
 const NAME_MAX: usize = 255;
+
+/// Names of the files of objects: which program finds them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Naming {
+    /// `model@0x02010201@0@hash[@salt].data`: `fs` and `nixl_native` of LMCache 0.5.
+    #[default]
+    Grouped,
+    /// `model@0x02010201@hash[@salt].data`: `fs` of LMCache 0.4. Keys of other groups than 0 are written grouped.
+    Ungrouped,
+    /// `model_02010201_0_hash[@salt].bin`: `nixl_store_dynamic` of LMCache.
+    Nixl,
+}
+
+impl Naming {
+    /// All of them.
+    const ALL: [Self; 3] = [Self::Grouped, Self::Ungrouped, Self::Nixl];
+
+    /// Returns the naming of other releases of the same adapter, whose files are read too.
+    pub(super) fn other(self) -> Option<Self> {
+        match self {
+            Self::Grouped => Some(Self::Ungrouped),
+            Self::Ungrouped => Some(Self::Grouped),
+            Self::Nixl => None,
+        }
+    }
+
+    /// Whether this model's names read back as those of another model. The other fields of a key always read back.
+    fn is_ambiguous(self, model: &str) -> bool {
+        let slash = match self {
+            Self::Grouped | Self::Ungrouped => SLASH,
+            Self::Nixl => NIXL_SLASH,
+        };
+        model.replace('/', slash).replace(slash, "/") != model
+    }
+
+    /// Writes a key as a name, which is that of other keys too if its model [is ambiguous](Self::is_ambiguous).
+    fn write(self, key: &ObjectKey) -> String {
+        match self {
+            Self::Grouped => key.text().file_name(KeyShape::Grouped),
+            Self::Ungrouped => key.text().file_name(KeyShape::Ungrouped),
+            Self::Nixl => nixl_name(key),
+        }
+    }
+
+    /// Reads a name as a key, leniently: the key may be written as another name.
+    fn read(self, name: &str) -> Option<ObjectKey> {
+        let shape = match self {
+            Self::Grouped => KeyShape::Grouped,
+            // Names of other groups than 0 are grouped.
+            Self::Ungrouped => return ObjectKey::parse_file_name(name, None).ok(),
+            Self::Nixl => return nixl_key(name),
+        };
+        ObjectKey::parse_file_name(name, Some(shape)).ok()
+    }
+}
+
+/// Returns the name of a key's file in a directory of LMCache's `nixl_store_dynamic`.
+fn nixl_name(key: &ObjectKey) -> String {
+    let model = key.model_name().replace('/', NIXL_SLASH);
+    let (rank, group) = (key.kv_rank(), key.object_group_id());
+    let hash = hex::encode(key.chunk_hash().0);
+    let salt = match &**key.cache_salt() {
+        "" => String::new(),
+        salt => format!("@{salt}"),
+    };
+    format!("{model}_{rank:08x}_{group:x}_{hash}{salt}{NIXL_EXTENSION}")
+}
+
+/// Reads [`nixl_name`] back. A model name may have `_` in it; the fields behind it have none, and only salts have `@`.
+fn nixl_key(name: &str) -> Option<ObjectKey> {
+    let name = name.strip_suffix(NIXL_EXTENSION)?;
+    let (name, salt) = match name.split_once('@') {
+        Some((name, salt)) => (name, salt),
+        None => (name, ""),
+    };
+    let mut fields = name.rsplitn(4, '_');
+    let mut hash = [0; ChunkHash::LEN];
+    hex::decode_to_slice(fields.next()?, &mut hash).ok()?;
+    let group = u32::from_str_radix(fields.next()?, 16).ok()?;
+    let rank = u64::from_str_radix(fields.next()?, 16).ok()?;
+    let model = fields.next()?.replace(NIXL_SLASH, "/");
+    ObjectKey::new(ChunkHash(hash), model, rank, group, salt).ok()
+}
 
 /// Layout of the directory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -36,7 +128,7 @@ pub(super) struct Place {
     pub path: String,
     /// Text of the key if the name is a hash.
     pub text: Option<String>,
-    pub shape: KeyShape,
+    pub naming: Naming,
     pub layout: Layout,
 }
 
@@ -45,8 +137,8 @@ impl Place {
         self.text.as_ref().map_or(0, String::len)
     }
 
-    pub(super) fn of(key: &ObjectKey, shape: KeyShape, layout: Layout) -> Self {
-        let (name, text) = name(key, shape);
+    pub(super) fn of(key: &ObjectKey, naming: Naming, layout: Layout) -> Self {
+        let (name, text) = name(key, naming);
         let path = match layout {
             Layout::Flat => name,
             Layout::Sharded => format!("{}/{name}", shard_path(shard(key))),
@@ -54,7 +146,7 @@ impl Place {
         Self {
             path,
             text,
-            shape,
+            naming,
             layout,
         }
     }
@@ -66,13 +158,12 @@ pub(super) fn key_text(key: &ObjectKey) -> String {
 }
 
 /// Returns the name of a key's file, and the key's text if the name is a hash.
-fn name(key: &ObjectKey, shape: KeyShape) -> (String, Option<String>) {
-    let model = key.model_name();
-    let name = key.text().file_name(shape);
-    // The last two would be parsed as something else; a zero byte ends a name.
+fn name(key: &ObjectKey, naming: Naming) -> (String, Option<String>) {
+    let name = naming.write(key);
+    // A zero byte ends a name.
     let is_odd = name.len() > NAME_MAX
-        || model.contains("-SEP-")
-        || model.contains('\0')
+        || naming.is_ambiguous(key.model_name())
+        || name.contains('\0')
         || name.starts_with(TEMPORARY);
     if !is_odd {
         return (name, None);
@@ -104,14 +195,6 @@ impl Layout {
     }
 }
 
-/// Returns the other shape.
-pub(super) fn other_shape(shape: KeyShape) -> KeyShape {
-    match shape {
-        KeyShape::Grouped => KeyShape::Ungrouped,
-        KeyShape::Ungrouped => KeyShape::Grouped,
-    }
-}
-
 /// Returns the number of the directory of a key's file.
 pub(super) fn shard(key: &ObjectKey) -> u16 {
     let hash = key.chunk_hash();
@@ -133,7 +216,7 @@ pub(super) fn is_shard_dir(name: &str) -> bool {
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Named {
     /// An object; only names that kvtier would write are accepted.
-    Object(Box<ObjectKey>, KeyShape),
+    Object(Box<ObjectKey>, Naming),
     /// An object whose key is in its file.
     Hashed,
     /// A temporary file or a leftover.
@@ -152,12 +235,11 @@ pub(super) fn parse(file_name: &str) -> Named {
             return Named::Hashed;
         }
     }
-    let Ok(key) = ObjectKey::parse_file_name(file_name, None) else {
-        return Named::Foreign;
-    };
-    for shape in [KeyShape::Grouped, KeyShape::Ungrouped] {
-        if name(&key, shape).0 == file_name {
-            return Named::Object(Box::new(key), shape);
+    for naming in Naming::ALL {
+        if let Some(key) = naming.read(file_name)
+            && name(&key, naming).0 == file_name
+        {
+            return Named::Object(Box::new(key), naming);
         }
     }
     Named::Foreign
@@ -178,19 +260,19 @@ mod tests {
         let hash = "ab".repeat(32);
         for (shape, group, salt, expected) in [
             (
-                KeyShape::Grouped,
+                Naming::Grouped,
                 0,
                 "",
                 format!("m-SEP-x@0x01020102@0@{hash}.data"),
             ),
             (
-                KeyShape::Grouped,
+                Naming::Grouped,
                 18,
                 "s",
                 format!("m-SEP-x@0x01020102@12@{hash}@s.data"),
             ),
             (
-                KeyShape::Ungrouped,
+                Naming::Ungrouped,
                 0,
                 "s",
                 format!("m-SEP-x@0x01020102@{hash}@s.data"),
@@ -212,23 +294,74 @@ mod tests {
     }
 
     #[test]
+    fn nixl_names_are_lmcaches() {
+        let hash = "ab".repeat(32);
+        let (naming, org) = (Naming::Nixl, "org/tiny_Model-1_0");
+        for (group, salt, expected) in [
+            (0, "", format!("org--tiny_Model-1_0_01020102_0_{hash}.bin")),
+            (
+                18,
+                "a_b.bin",
+                format!("org--tiny_Model-1_0_01020102_12_{hash}@a_b.bin.bin"),
+            ),
+        ] {
+            let key = key(org, group, salt);
+            let place = Place::of(&key, naming, Layout::Sharded);
+            assert_eq!(
+                (place.path, place.text),
+                (format!("ab/ab/{expected}"), None)
+            );
+            assert_eq!(parse(&expected), Named::Object(Box::new(key), naming));
+        }
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn keys_never_share_a_name(
+            models in proptest::array::uniform2("[-/_S@EP0a.]{0,9}|-SEP-|/SEP-x|-SEP/x|a-/b|a/-b|m_01020102_0"),
+            salts in proptest::array::uniform2("[-_.a0bin]{0,5}|\\.bin|0x1"),
+            groups in proptest::array::uniform2(0..3_u32),
+            ranks in proptest::array::uniform2(proptest::prop_oneof![0..3_u64, proptest::num::u64::ANY]),
+        ) {
+            let keys = [0, 1].map(|at| {
+                let model = models[at].replace('@', "");
+                let hash = ChunkHash([groups[1 - at] as u8; 32]);
+                ObjectKey::new(hash, model, ranks[at], groups[at], salts[at].as_str()).unwrap()
+            });
+            for naming in Naming::ALL {
+                let [one, other] = [0, 1].map(|at| Place::of(&keys[at], naming, Layout::Flat));
+                proptest::prop_assert_eq!(one.path == other.path, keys[0] == keys[1]);
+                let found = match parse(&one.path) {
+                    Named::Object(key, _) => *key,
+                    // Its key is in the file.
+                    Named::Hashed => ObjectKey::parse_name(&one.text.unwrap(), Some(KeyShape::Grouped)).unwrap(),
+                    other => panic!("{}: {other:?}", one.path),
+                };
+                proptest::prop_assert_eq!(&found, &keys[0]);
+            }
+        }
+    }
+
+    #[test]
     fn overlong_or_ambiguous_names_are_hashed() {
         let salt = "s".repeat(128);
         let long = "m".repeat(44);
         for odd in [
             key(&long, 0, &salt),
             key("a-SEP-b", 0, ""),
+            // The name of this one would be that of "/SEP-x".
+            key("-SEP/x", 0, ""),
             key("a\0b", 0, ""),
             key(".kvtier-tmp-1", 0, ""),
             key("x", 0, &"é".repeat(128)),
         ] {
-            let place = Place::of(&odd, KeyShape::Grouped, Layout::Flat);
+            let place = Place::of(&odd, Naming::Grouped, Layout::Flat);
             assert_eq!(place.text.as_deref(), Some(key_text(&odd).as_str()));
             assert!(place.path.starts_with('#') && place.path.len() <= NAME_MAX);
             assert_eq!(parse(&place.path), Named::Hashed);
         }
         let fits = key(&"m".repeat(40), 0, &salt);
-        let place = Place::of(&fits, KeyShape::Grouped, Layout::Flat);
+        let place = Place::of(&fits, Naming::Grouped, Layout::Flat);
         assert_eq!((place.path.len() <= NAME_MAX, place.text), (true, None));
     }
 
@@ -240,7 +373,7 @@ mod tests {
         // Longer than any that the server takes.
         let key = key(&"m".repeat(4096), u32::MAX, &salt);
         for layout in [Layout::Flat, Layout::Sharded] {
-            let place = Place::of(&key, KeyShape::Grouped, layout);
+            let place = Place::of(&key, Naming::Grouped, layout);
             assert!(place.path.rsplit('/').all(|part| part.len() <= NAME_MAX));
             // It has to fit a number of 16 bits in the trailer.
             assert!(u16::try_from(place.text_len()).is_ok());
@@ -258,6 +391,13 @@ mod tests {
             "m@0x01020102@0@abcd.data",
             &format!("m@0x01020102@0@{hash}"),
             &format!("m@0x01020102@0@{hash}.tmp"),
+            &format!("m_01020102_0_{hash}"),
+            &format!("m_01020102_0_{hash}.bin.tmp.0af3"),
+            &format!("m_1020102_0_{hash}.bin"),
+            &format!("m_+1020102_0_{hash}.bin"),
+            &format!("m_01020102_00_{hash}.bin"),
+            &format!("m_01020102_0_{hash}@.bin"),
+            &format!("01020102_0_{hash}.bin"),
             // They mean an object, but it is not looked up under these names.
             &format!("m@01020102@0@{hash}.data"),
             &format!("m@0x01020102@00@{hash}.data"),

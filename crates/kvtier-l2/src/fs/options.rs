@@ -3,14 +3,15 @@
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
-use kvtier_core::object_key::KeyShape;
-
 use super::FsAdapter;
-use super::names::Layout;
+use super::names::{Layout, Naming};
 use crate::adapter::Adapter;
 use crate::config::{AdapterConfig, ConfigError, Fallback, Interval, Key, Options, Shape};
 use crate::error::L2Error;
 use crate::registry::{AdapterType, Registry};
+
+/// Default of LMCache's `--l1-align-bytes`.
+const ALIGN_BYTES: u64 = 4096;
 
 /// Durability of stores on a loss of power.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -51,8 +52,10 @@ pub struct FsOptions {
     pub num_workers: usize,
     /// Layout of the directory.
     pub layout: Layout,
-    /// Shape of the names that are written.
-    pub names: KeyShape,
+    /// Names that are written.
+    pub names: Naming,
+    /// Alignment of objects in memory of the LMCache servers that read files of [`Naming::Nixl`].
+    pub align_bytes: u64,
     /// Durability of stores on a loss of power.
     pub fsync: Fsync,
     /// I/O engine.
@@ -75,12 +78,21 @@ impl FsOptions {
             use_odirect: false,
             num_workers: 4,
             layout: Layout::Flat,
-            names: KeyShape::Grouped,
+            names: Naming::Grouped,
+            align_bytes: ALIGN_BYTES,
             fsync: Fsync::Never,
             io_engine: IoEngine::Auto,
             require_checksum: false,
             trust_missing_layout: false,
             read_only: false,
+        }
+    }
+
+    /// What the bytes of an object are padded to: such readers load whole pages of their memory.
+    pub(super) fn padding(&self) -> u64 {
+        match self.names {
+            Naming::Nixl => self.align_bytes.max(1),
+            Naming::Grouped | Naming::Ungrouped => 1,
         }
     }
 
@@ -97,9 +109,11 @@ impl FsOptions {
                 _ => Layout::Flat,
             },
             names: match options.get("names") {
-                "0.4" => KeyShape::Ungrouped,
-                _ => KeyShape::Grouped,
+                "0.4" => Naming::Ungrouped,
+                "nixl" => Naming::Nixl,
+                _ => Naming::Grouped,
             },
+            align_bytes: options.get("align_bytes"),
             fsync: match options.get("fsync") {
                 "file" => Fsync::File,
                 "file+dir" => Fsync::FileAndDir,
@@ -154,10 +168,20 @@ const KEYS: &[Key] = &[
     .or(Fallback::Text("flat")),
     Key::of(
         "names",
-        Shape::OneOf(&["auto", "0.5", "0.4"]),
-        "Release of LMCache that finds the written files; both are read, auto is the newest",
+        Shape::OneOf(&["auto", "0.5", "0.4", "nixl"]),
+        "Release of LMCache that finds the written files; both are read, auto is the newest. nixl: its type \
+         nixl_store_dynamic finds and writes them, and only its names are read",
     )
     .or(Fallback::Text("auto")),
+    Key::integer(
+        "align_bytes",
+        64,
+        2 << 20,
+        "With names nixl: --l1-align-bytes of the LMCache servers that use the directory, whose files are of this unit; \
+         a power of two",
+    )
+    .unit("bytes")
+    .or(Fallback::Integer(ALIGN_BYTES as i64)),
     Key::of(
         "fsync",
         Shape::OneOf(&["never", "file", "file+dir"]),
@@ -182,16 +206,26 @@ const KEYS: &[Key] = &[
     .or(Fallback::Text("auto")),
 ];
 
-fn check(options: &Options) -> Result<(), ConfigError> {
+const NO_NUL: &str = "a path without the character NUL";
+
+/// Returns what is allowed if this path is not.
+pub(super) fn path_allowed(path: &str) -> Option<&'static str> {
     // A shell's abbreviation, which none has replaced inside of JSON: a directory named ~ would be made.
-    if options.get::<&str>("base_path").starts_with('~') {
-        let allowed = "the directory written out: ~ does not stand for a home directory here";
+    if path.starts_with('~') {
+        return Some("the directory written out: ~ does not stand for a home directory here");
+    }
+    path.contains('\0').then_some(NO_NUL)
+}
+
+fn check(options: &Options) -> Result<(), ConfigError> {
+    if let Some(allowed) = path_allowed(options.get("base_path")) {
         return Err(options.refuse("base_path", allowed));
     }
-    for key in ["base_path", "relative_tmp_dir"] {
-        if options.get::<&str>(key).contains('\0') {
-            return Err(options.refuse(key, "a path without the character NUL"));
-        }
+    if options.get::<&str>("relative_tmp_dir").contains('\0') {
+        return Err(options.refuse("relative_tmp_dir", NO_NUL));
+    }
+    if !options.get::<u64>("align_bytes").is_power_of_two() {
+        return Err(options.refuse("align_bytes", "a power of two"));
     }
     if options.get::<f64>("max_capacity_gb") > 0.0 && options.gib("max_capacity_gb") < 4096 {
         let allowed = "0 for no bound, or at least 0.000004 (4 KiB)";
@@ -216,6 +250,10 @@ fn ineffective(config: &AdapterConfig, given: &dyn Fn(&str) -> bool) -> Vec<&'st
         (
             given("checksums"),
             "checksums changes nothing: each file has a checksum of its own",
+        ),
+        (
+            given("align_bytes") && FsOptions::of(config).padding() == 1,
+            "align_bytes changes nothing without names \"nixl\": no other files are padded",
         ),
         (
             is_bounded && options.get("read_only"),

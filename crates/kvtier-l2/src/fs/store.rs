@@ -338,7 +338,7 @@ impl Files {
             false => 0,
         };
         let body = object.len - rest;
-        tail.resize((file_len(object.len, text.len(), direct) - body) as usize);
+        tail.resize((file_len(object.len, text.len(), self.align, direct) - body) as usize);
         tail.fill(0);
         let mut unaligned = Vec::new();
         item.from
@@ -454,7 +454,7 @@ impl Files {
         if self.unreadable.remove(&seen) {
             return Ok(There::Other);
         }
-        let Some(form) = form_of(size(&seen), object.len, place.text_len()) else {
+        let Some(form) = form_of(size(&seen), object.len, place.text_len(), self.align) else {
             return Ok(There::Other);
         };
         let refused = |error| io::refused("read", &place.path, error);

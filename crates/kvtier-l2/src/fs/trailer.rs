@@ -85,9 +85,9 @@ fn part<const N: usize>(bytes: &[u8; LEN], at: usize) -> [u8; N] {
     std::array::from_fn(|i| bytes[at + i])
 }
 
-/// Rounds up to a multiple of [`BLOCK`].
-pub(super) fn round_up(len: u64) -> u64 {
-    len.checked_next_multiple_of(BLOCK).unwrap_or(u64::MAX)
+/// Rounds up to a multiple of `unit`.
+pub(super) fn round_up(len: u64, unit: u64) -> u64 {
+    len.checked_next_multiple_of(unit).unwrap_or(u64::MAX)
 }
 
 /// Form of a file by its length.
@@ -99,13 +99,15 @@ pub(super) enum Form {
     Trailed,
 }
 
-/// Returns the length of the file of an object of `len` bytes: a multiple of [`BLOCK`] for direct I/O only.
-pub(super) fn file_len(len: u64, text_len: usize, direct: bool) -> u64 {
+/// Returns the length of the file of an object of `len` bytes, which zeroes pad to a multiple of `align`: a multiple of
+/// [`BLOCK`] for direct I/O only.
+pub(super) fn file_len(len: u64, text_len: usize, align: u64, direct: bool) -> u64 {
     let tail = (LEN + text_len) as u64;
+    let padded = round_up(len, align);
     if direct {
-        return round_up(len).saturating_add(round_up(tail));
+        return round_up(padded, BLOCK).saturating_add(round_up(tail, BLOCK));
     }
-    let total = len.saturating_add(tail);
+    let total = padded.saturating_add(tail);
     match total % BLOCK {
         // A bare file might have this length.
         0 => total.saturating_add(LEN as u64),
@@ -114,13 +116,18 @@ pub(super) fn file_len(len: u64, text_len: usize, direct: bool) -> u64 {
 }
 
 /// Returns the form of a file of `size` bytes for an object of `len` bytes. `text_len` is the length of the key's text if
-/// it must be in the file, else 0.
-pub(super) fn form_of(size: u64, len: u64, text_len: usize) -> Option<Form> {
-    if size == file_len(len, text_len, false) || size == file_len(len, text_len, true) {
+/// it must be in the file, else 0. With an `align` above 1 a bare file has exactly the padded length; else the object's, or
+/// that padded for direct I/O.
+pub(super) fn form_of(size: u64, len: u64, text_len: usize, align: u64) -> Option<Form> {
+    let trailed = |direct| size == file_len(len, text_len, align, direct);
+    if trailed(false) || trailed(true) {
         return Some(Form::Trailed);
     }
-    let bare = text_len == 0 && (size == len || size == round_up(len));
-    bare.then_some(Form::Bare)
+    let bare = match align {
+        1 => size == len || size == round_up(len, BLOCK),
+        _ => size == round_up(len, align),
+    };
+    (bare && text_len == 0).then_some(Form::Bare)
 }
 
 #[cfg(test)]
@@ -155,23 +162,38 @@ mod tests {
     fn trailed_length_is_never_a_bare_one() {
         let lens = (0..20_000).chain([1 << 21, (1 << 21) - 64, u64::MAX, u64::MAX - 5000]);
         for len in lens {
-            for text_len in [0, 1, 500, 4031, 4032, 4033] {
+            for (text_len, align) in [0, 1, 500, 4031, 4032, 4033]
+                .into_iter()
+                .flat_map(|text_len| [1, 512, BLOCK, 1 << 16].map(|align| (text_len, align)))
+            {
                 for direct in [false, true] {
-                    let size = file_len(len, text_len, direct);
-                    assert!(size == u64::MAX || (size != len && size != round_up(len)));
-                    assert_eq!(form_of(size, len, text_len), Some(Form::Trailed));
+                    let size = file_len(len, text_len, align, direct);
+                    let is_bare = match align {
+                        1 => size == len || size == round_up(len, BLOCK),
+                        _ => size == round_up(len, align),
+                    };
+                    assert!(size == u64::MAX || !is_bare);
+                    assert_eq!(form_of(size, len, text_len, align), Some(Form::Trailed));
                     assert!(!direct || size == u64::MAX || size.is_multiple_of(BLOCK));
+                    // A reader of whole pages finds them all.
+                    assert!(size >= round_up(len, align));
                 }
             }
             assert_eq!(
-                form_of(len, len, 100),
+                form_of(len, len, 100, 1),
                 (len == u64::MAX).then_some(Form::Trailed)
             );
         }
-        assert_eq!(form_of(4096, 4000, 0), Some(Form::Bare));
-        assert_eq!(form_of(4000, 4000, 0), Some(Form::Bare));
+        assert_eq!(form_of(4096, 4000, 0, 1), Some(Form::Bare));
+        assert_eq!(form_of(4000, 4000, 0, 1), Some(Form::Bare));
         for size in [0, 3999, 4001, 4063, 4065, 4097, 8191, 8193, 12288] {
-            assert_eq!(form_of(size, 4000, 0), None, "{size}");
+            assert_eq!(form_of(size, 4000, 0, 1), None, "{size}");
+        }
+        for (align, padded) in [(512, 4096), (4096, 4096), (1 << 16, 1 << 16)] {
+            assert_eq!(form_of(padded, 4000, 0, align), Some(Form::Bare));
+            for size in [0, 4000, padded - 1, padded + 1, 3 * padded] {
+                assert_eq!(form_of(size, 4000, 0, align), None, "{size} of {align}");
+            }
         }
     }
 }

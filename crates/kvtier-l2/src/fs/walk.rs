@@ -86,7 +86,7 @@ pub(super) struct Page {
     pub temporary: Vec<String>,
     pub foreign: u64,
     /// Whether there are names or places other than those that are written.
-    pub other_shape: bool,
+    pub other_naming: bool,
     pub other_layout: bool,
     pub next: Option<Position>,
 }
@@ -208,24 +208,27 @@ impl Files {
                 return;
             }
             Named::Foreign => None,
-            Named::Object(key, shape) => self.examine(dir, name).map(|stat| (*key, shape, stat)),
+            Named::Object(key, naming) => self
+                .examine(dir, name)
+                .filter(|_| naming == self.naming || Some(naming) == self.naming.other())
+                .map(|stat| (*key, naming, stat)),
             Named::Hashed => self.examine(dir, name).and_then(|stat| {
                 let key = hashed_key(dir, name, &stat)?;
-                // Its name is the same in both shapes.
-                Some((key, self.shape, stat))
+                // Its name is the same in all namings.
+                Some((key, self.naming, stat))
             }),
         };
         let found =
             found.filter(|(key, ..)| shard_number.is_none_or(|number| shard(key) == number));
-        let Some((key, shape, stat)) = found else {
+        let Some((key, naming, stat)) = found else {
             page.foreign += 1;
             return;
         };
-        let is_other_shape = shape != self.shape && key.object_group_id() == 0;
+        let is_other_naming = naming != self.naming && key.object_group_id() == 0;
         let is_other_layout = layout != self.layout;
-        page.other_shape |= is_other_shape;
+        page.other_naming |= is_other_naming;
         page.other_layout |= is_other_layout;
-        if (is_other_shape || is_other_layout) && self.is_shadowed(base, &key) {
+        if (is_other_naming || is_other_layout) && self.is_shadowed(base, &key) {
             return;
         }
         page.objects.push(Listed {
@@ -249,7 +252,7 @@ impl Files {
 
     /// Whether the key has a file in the place that is looked up first.
     fn is_shadowed(&self, base: &OwnedFd, key: &ObjectKey) -> bool {
-        let place = Place::of(key, self.shape, self.layout);
+        let place = Place::of(key, self.naming, self.layout);
         stat(base, &place.path).is_ok_and(|stat| stat.is_some_and(|stat| is_file(&stat)))
     }
 

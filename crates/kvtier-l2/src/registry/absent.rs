@@ -19,18 +19,6 @@ const ABSENT: &[(&str, &str)] = &[
     ("hfbucket", ON_DISK),
     ("mooncake_store", SHARED),
     ("native_plugin", IN_RUST),
-    (
-        "nixl_native",
-        "use \"fs\" on the same directory with \"use_odirect\": true",
-    ),
-    (
-        "nixl_store",
-        "use \"fs\" on the same file system with \"use_odirect\": true",
-    ),
-    (
-        "nixl_store_dynamic",
-        "use \"fs\" on the same file system with \"use_odirect\": true",
-    ),
     ("p2p", SHARED),
     ("plugin", IN_RUST),
     ("raw_block", SAME_DEVICE),

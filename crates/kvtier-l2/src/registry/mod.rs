@@ -7,6 +7,7 @@ mod absent;
 mod reference;
 #[cfg(test)]
 mod tests;
+mod translation;
 
 use std::fmt;
 use std::sync::Arc;
@@ -21,12 +22,17 @@ use crate::config::{
 use crate::error::L2Error;
 use crate::{Adapter, fs, mock, redact, resp, s3, wrap};
 
+pub use translation::{Translated, Translation};
+
 /// Built-in types in alphabetical order, which is the order of the documentation.
 const BUILT_IN: &[AdapterType] = &[
     wrap::fault::FAULT_INJECT,
     fs::FS,
     fs::FS_NATIVE,
     mock::MOCK,
+    fs::NIXL_NATIVE,
+    fs::NIXL_STORE,
+    fs::NIXL_STORE_DYNAMIC,
     resp::REDIS,
     resp::RESP,
     s3::S3,
@@ -42,6 +48,7 @@ pub struct AdapterType {
     name: &'static str,
     summary: &'static str,
     keys: &'static [Key],
+    translation: Translation,
     check: fn(&Options) -> Result<(), ConfigError>,
     ineffective: Ineffective,
     open: Open,
@@ -67,6 +74,7 @@ impl AdapterType {
             name,
             summary,
             keys,
+            translation: Translation::NONE,
             check: |_| Ok(()),
             ineffective: |_, _| Vec::new(),
             open,
@@ -79,6 +87,15 @@ impl AdapterType {
         Self {
             name,
             summary,
+            ..self
+        }
+    }
+
+    /// Takes configurations of another program too.
+    #[must_use]
+    pub const fn translating(self, translation: Translation) -> Self {
+        Self {
+            translation,
             ..self
         }
     }
@@ -110,10 +127,12 @@ impl AdapterType {
         self.summary
     }
 
-    /// Its keys beyond [`COMMON`].
-    #[must_use]
-    pub fn keys(&self) -> &'static [Key] {
-        self.keys
+    /// Its keys beyond [`COMMON`], as a configuration may have them.
+    pub fn keys(&self) -> impl Iterator<Item = &'static Key> + use<> {
+        let Translation { keys, hidden, .. } = self.translation;
+        let own = self.keys.iter();
+        keys.iter()
+            .chain(own.filter(move |key| !hidden.contains(&key.name)))
     }
 }
 
@@ -155,7 +174,11 @@ impl Registry {
                 new.name
             )));
         }
-        let mut names: Vec<_> = COMMON.iter().chain(new.keys).map(|key| key.name).collect();
+        let mut names: Vec<_> = COMMON
+            .iter()
+            .chain(new.keys())
+            .map(|key| key.name)
+            .collect();
         names.sort_unstable();
         if let Some(twice) = names.windows(2).find(|pair| pair[0] == pair[1]) {
             return Err(ConfigError::new(format!(
@@ -210,7 +233,8 @@ impl Registry {
         self.inherit(kind, &mut map);
         let common = Common::take(&owner, &mut map)?;
         // First, since a misspelt key is a missing one too.
-        refuse_rest(&owner, &map, COMMON.iter().chain(kind.keys))?;
+        refuse_rest(&owner, &map, COMMON.iter().chain(kind.keys()))?;
+        let translated = kind.translation.apply(&owner, &mut map)?;
         let options = Options::take_with(&owner, kind.keys, &mut map, &|inner| self.parse(inner))?;
         (kind.check)(&options)?;
         let mut config = AdapterConfig {
@@ -229,8 +253,9 @@ impl Registry {
             ));
         }
         let ineffective = (kind.ineffective)(&config, &given).into_iter();
-        let ineffective = ineffective.map(|line| format!("{owner}: {line}"));
-        config.warnings.extend(ineffective);
+        let lines = translated.into_iter().chain(ineffective.map(Into::into));
+        let lines = lines.map(|line| format!("{owner}: {line}"));
+        config.warnings.extend(lines);
         Ok(config)
     }
 

@@ -15,8 +15,8 @@ impl Registry {
         table(&mut out, EVICTION);
         for kind in &self.types {
             let _ = write!(out, "\n### `{}`\n\n{}.\n\n", kind.name, kind.summary);
-            table(&mut out, kind.keys);
-            for key in kind.keys {
+            table(&mut out, kind.keys());
+            for key in kind.keys() {
                 if let Shape::Tables(keys) = key.shape {
                     let _ = write!(out, "\nEach of `{}`:\n\n", key.name);
                     table(&mut out, keys);
@@ -27,7 +27,7 @@ impl Registry {
     }
 }
 
-fn table(out: &mut String, keys: &[Key]) {
+fn table<'a>(out: &mut String, keys: impl IntoIterator<Item = &'a Key>) {
     out.push_str("| key | default | allowed | meaning |\n| --- | --- | --- | --- |\n");
     for key in keys {
         let unit = match key.unit {

@@ -5,6 +5,7 @@ mod crash;
 mod damage;
 mod engines;
 mod faults;
+mod nixl;
 mod places;
 mod scan;
 mod suite;
@@ -162,10 +163,10 @@ impl Fixture {
     }
 
     /// Writes a file as LMCache does.
-    fn write_bare(&self, object: &ObjectSpec, shape: KeyShape, padded_to: usize) {
+    fn write_bare(&self, object: &ObjectSpec, naming: Naming, padded_to: usize) {
         let mut bytes = bytes(object);
         bytes.resize(bytes.len().max(padded_to), 0);
-        let place = Place::of(&object.key, shape, Layout::Flat);
+        let place = Place::of(&object.key, naming, Layout::Flat);
         std::fs::write(self.base().join(place.path), bytes).unwrap();
     }
 
@@ -304,7 +305,8 @@ async fn configuration_opens_both_types_and_names_errors() {
             use_odirect: true,
             num_workers: 3,
             layout: Layout::Sharded,
-            names: KeyShape::Ungrouped,
+            names: Naming::Ungrouped,
+            align_bytes: 4096,
             fsync: Fsync::FileAndDir,
             io_engine: IoEngine::Posix,
             require_checksum: true,

@@ -12,7 +12,7 @@ fn files_of_lmcache_are_read_without_a_checksum() {
         // As written through the page cache, and past it.
         for (number, padded_to) in [(1, 0), (2, 12_288)] {
             let object = object(number);
-            fixture.write_bare(&object, KeyShape::Grouped, padded_to);
+            fixture.write_bare(&object, Naming::Grouped, padded_to);
             let size = (LEN as usize).max(padded_to) as u64;
             let found = block_on(fixture.adapter.lookup(vec![object.clone()])).unwrap();
             assert_eq!(found, [Some(size)]);
@@ -21,7 +21,7 @@ fn files_of_lmcache_are_read_without_a_checksum() {
         }
         assert_eq!(fixture.status("unverified_loads"), 2);
         // Other lengths are not the object, and not found.
-        fixture.write_bare(&object(3), KeyShape::Grouped, LEN as usize + 1);
+        fixture.write_bare(&object(3), Naming::Grouped, LEN as usize + 1);
         assert!(!fixture.has(&object(3)));
         assert_eq!(fixture.load(&object(3)), Err(ErrorKind::Corrupt));
     }
@@ -31,7 +31,7 @@ fn files_of_lmcache_are_read_without_a_checksum() {
 fn require_checksum_makes_bare_files_misses() {
     let fixture = Fixture::with(|options| options.require_checksum = true);
     // LMCache's, and one of ours cut off right behind the object.
-    fixture.write_bare(&object(1), KeyShape::Grouped, 0);
+    fixture.write_bare(&object(1), Naming::Grouped, 0);
     fixture.store(&object(2)).unwrap();
     let cut = fs::OpenOptions::new()
         .write(true)
@@ -50,8 +50,8 @@ fn require_checksum_makes_bare_files_misses() {
 #[test]
 fn both_generations_are_found_configured_one_is_written() {
     for (names, other) in [
-        (KeyShape::Grouped, KeyShape::Ungrouped),
-        (KeyShape::Ungrouped, KeyShape::Grouped),
+        (Naming::Grouped, Naming::Ungrouped),
+        (Naming::Ungrouped, Naming::Grouped),
     ] {
         let fixture = Fixture::with(|options| options.names = names);
         let salted = ObjectSpec {
@@ -84,7 +84,7 @@ fn both_generations_are_found_configured_one_is_written() {
 fn other_groups_have_one_name_in_both_generations() {
     let key = ObjectKey::new(ChunkHash([5; 32]), "m", 1, 2, "").unwrap();
     let object = ObjectSpec { key, ..object(5) };
-    let old = Fixture::with(|options| options.names = KeyShape::Ungrouped);
+    let old = Fixture::with(|options| options.names = Naming::Ungrouped);
     old.store(&object).unwrap();
     let new = Fixture::with(|options| options.base_path = old.base().to_owned());
     assert_eq!(new.load(&object), Ok(true));
@@ -132,7 +132,7 @@ fn foreign_file_does_not_hide_another_place() {
     let fixture = || {
         let fixture = Fixture::new();
         fixture.store(&other).unwrap();
-        fixture.write_bare(&wanted, KeyShape::Ungrouped, 0);
+        fixture.write_bare(&wanted, Naming::Ungrouped, 0);
         assert_eq!(fixture.load(&wanted), Ok(false));
         fixture
     };
@@ -152,13 +152,13 @@ fn unused_names_are_probed_once_per_interval() {
     assert_eq!(fixture.adapter.files.others.get(), (true, true));
     fixture.recover();
     assert_eq!(fixture.adapter.files.others.get(), (false, false));
-    fixture.write_bare(&object(1), KeyShape::Ungrouped, 0);
+    fixture.write_bare(&object(1), Naming::Ungrouped, 0);
     assert!(!fixture.has(&object(1)));
     fixture.adapter.files.others.make_due();
     assert!(fixture.has(&object(1)));
     assert_eq!(fixture.adapter.files.others.get(), (true, false));
     // From then on at once.
-    fixture.write_bare(&object(2), KeyShape::Ungrouped, 0);
+    fixture.write_bare(&object(2), Naming::Ungrouped, 0);
     assert!(fixture.has(&object(2)));
 }
 
@@ -166,7 +166,7 @@ fn unused_names_are_probed_once_per_interval() {
 fn object_in_two_places_is_listed_once_deleted_twice() {
     let fixture = Fixture::new();
     fixture.store(&object(1)).unwrap();
-    fixture.write_bare(&object(1), KeyShape::Ungrouped, 0);
+    fixture.write_bare(&object(1), Naming::Ungrouped, 0);
     let (listed, recovered) = fixture.recover();
     assert_eq!((listed.len(), recovered.objects), (1, 1));
     assert_eq!(
@@ -365,7 +365,7 @@ fn page_bound(number: u8) -> ObjectSpec {
 fn page_bound_object_without_layout_misses_until_replaced() {
     let fixture = Fixture::new();
     for object in [page_bound(1), object(2)] {
-        fixture.write_bare(&object, KeyShape::Grouped, 0);
+        fixture.write_bare(&object, Naming::Grouped, 0);
     }
     assert!(!fixture.has(&page_bound(1)));
     assert_eq!(fixture.load(&page_bound(1)), Err(ErrorKind::NotFound));
@@ -381,7 +381,7 @@ fn page_bound_object_without_layout_misses_until_replaced() {
 #[test]
 fn page_bound_object_without_layout_loads_if_trusted() {
     let fixture = Fixture::with(|options| options.trust_missing_layout = true);
-    fixture.write_bare(&page_bound(1), KeyShape::Grouped, 0);
+    fixture.write_bare(&page_bound(1), Naming::Grouped, 0);
     assert!(fixture.has(&page_bound(1)));
     assert_eq!(fixture.load(&page_bound(1)), Ok(false));
     assert!(matches!(

@@ -64,7 +64,7 @@ async fn sharded_direct_files_with_old_names_pass() {
     let make = || {
         Directory::new(|options| {
             options.layout = Layout::Sharded;
-            options.names = KeyShape::Ungrouped;
+            options.names = Naming::Ungrouped;
             options.use_odirect = true;
             options.relative_tmp_dir = "tmp".into();
             options.num_workers = 1;
@@ -73,4 +73,20 @@ async fn sharded_direct_files_with_old_names_pass() {
     // The case of ten thousand keys would only make ten thousand directories.
     let report = check_some(make, |case| case != "ten_thousand_keys").await;
     assert!(report.failed().next().is_none(), "\n{report}");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn directories_of_nixl_pass() {
+    for direct in [false, true] {
+        let make = || {
+            Directory::new(|options| {
+                options.names = Naming::Nixl;
+                options.align_bytes = 1 << 16;
+                options.layout = Layout::Sharded;
+                options.use_odirect = direct;
+            })
+        };
+        let report = check_some(make, |case| case != "ten_thousand_keys").await;
+        assert!(report.failed().next().is_none(), "\n{report}");
+    }
 }
