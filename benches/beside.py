@@ -109,7 +109,7 @@ def redis():
         for state, signal_number in [("up", None), ("frozen", signal.SIGSTOP), ("killed", signal.SIGKILL)]:
             if signal_number:
                 server.send_signal(signal_number)
-            runs[state] = lookups("--prompt-tokens", "32768", "--duration", "3s")
+            runs[state] = lookups("--prompt-tokens", "8192", "--duration", "10s")
             print(f"{state:7}", end="")
             tell(runs[state])
         stop(*servers)
