@@ -16,6 +16,7 @@ pub mod mock;
 mod object;
 mod probe;
 mod rate_limited;
+pub mod raw_block;
 pub mod redact;
 pub mod registry;
 pub mod resp;

@@ -62,11 +62,13 @@ impl std::ops::DerefMut for Tail {
     }
 }
 
-/// Bytes to be moved between a file, from its start on, and first an extent, then a tail.
+/// Bytes to be moved between a file and first an extent, then a tail.
 #[derive(Debug)]
 pub struct Transfer<H> {
     /// The file.
     pub file: OwnedFd,
+    /// Where they are in it.
+    pub at: u64,
     /// Where the extent is.
     pub arena: Arc<Arena>,
     /// Part of it.
@@ -89,11 +91,11 @@ impl<H> Transfer<H> {
         match self.enough {
             Some(enough) => {
                 self.arena
-                    .read_rest(self.extent, &mut self.tail, file, 0, enough, done)
+                    .read_rest(self.extent, &mut self.tail, file, self.at, enough, done)
             }
             None => {
                 self.arena
-                    .write_rest(self.extent, &self.tail, file, 0, done)?;
+                    .write_rest(self.extent, &self.tail, file, self.at, done)?;
                 Ok(self.extent.len + self.tail.len() as u64)
             }
         }
@@ -201,10 +203,10 @@ impl<H> Ring<H> {
             transfer,
         }));
         let file = types::Fd(slot.transfer.file.as_raw_fd());
-        let vectors = slot.vectors.as_ptr();
+        let (vectors, at) = (slot.vectors.as_ptr(), slot.transfer.at);
         let entry = match slot.transfer.enough {
-            Some(_) => opcode::Readv::new(file, vectors, 2).offset(0).build(),
-            None => opcode::Writev::new(file, vectors, 2).offset(0).build(),
+            Some(_) => opcode::Readv::new(file, vectors, 2).offset(at).build(),
+            None => opcode::Writev::new(file, vectors, 2).offset(at).build(),
         };
         let entry = entry.user_data(number as u64);
         // SAFETY: file, vectors and the memory they name belong to the slot. It is freed only when the completion with its

@@ -10,24 +10,26 @@ use rustix::io::Errno;
 use crate::error::{ErrorKind, L2Error};
 use crate::object::Buffer;
 
-/// Transfer between a file, from its start, and a buffer with a tail behind it. It owns all that is accessed meanwhile.
-pub(super) struct Move {
+/// Transfer between a file and a buffer with a tail behind it. It owns all that is accessed meanwhile.
+pub(crate) struct Move {
     /// Identifies it for its [`Work`].
     pub number: usize,
     pub file: OwnedFd,
+    /// Where its bytes are in the file.
+    pub at: u64,
     pub buffer: Buffer,
     /// Bytes of the buffer.
     pub body: u64,
     pub tail: Tail,
-    /// Bytes of a file to read; `None` for a file to write.
+    /// Bytes to read; `None` for a write.
     pub size: Option<u64>,
 }
 
 /// Result of [`Engine::read`]; empty for [`Engine::write`].
-pub(super) type Moved = Result<(u64, Option<u128>), FileError>;
+pub(crate) type Moved = Result<(u64, Option<u128>), FileError>;
 
 /// Transfers of one thread.
-pub(super) trait Work {
+pub(crate) trait Work {
     /// Prepares the next transfer, while others are in flight if the engine runs several at a time.
     fn next(&mut self) -> Option<Move>;
 
@@ -40,14 +42,14 @@ pub(super) trait Work {
 
 /// Moves bytes between files and arenas. A call ends when its bytes are moved; several threads call at once. By default
 /// transfers run one at a time by POSIX calls.
-pub(super) trait Engine: Send + Sync + 'static {
+pub(crate) trait Engine: Send + Sync + 'static {
     /// Its name in `/status`.
     fn name(&self) -> &'static str;
 
     /// Runs all transfers.
     fn run(&self, work: &mut dyn Work) {
         while let Some(mut one) = work.next() {
-            let (file, tail) = (one.file.as_fd(), &mut one.tail);
+            let (file, tail) = ((one.file.as_fd(), one.at), &mut one.tail);
             let moved = match one.size {
                 Some(size) => self.read(file, &one.buffer, one.body, tail, size),
                 None => self
@@ -58,11 +60,11 @@ pub(super) trait Engine: Send + Sync + 'static {
         }
     }
 
-    /// Reads a file from its start: the first `body` bytes of `to`, then `tail`. Returns the bytes read, at least `size`
+    /// Reads a file from a place: the first `body` bytes of `to`, then `tail`. Returns the bytes read, at least `size`
     /// unless the file is shorter, and the checksum of those in `to` if it was computed.
     fn read(
         &self,
-        file: BorrowedFd<'_>,
+        (file, at): (BorrowedFd<'_>, u64),
         to: &Buffer,
         body: u64,
         tail: &mut [u8],
@@ -71,21 +73,21 @@ pub(super) trait Engine: Send + Sync + 'static {
         let (arena, extent) = (to.arena(), part(to, body));
         if is_direct(file) {
             // In one call, so that the disk is never idle.
-            return Ok((arena.read_file(extent, tail, file, 0, size)?, None));
+            return Ok((arena.read_file(extent, tail, file, at, size)?, None));
         }
-        let (read, sum) = arena.read_file_summed(extent, tail, file, 0, size)?;
+        let (read, sum) = arena.read_file_summed(extent, tail, file, at, size)?;
         Ok((read, Some(sum)))
     }
 
-    /// Writes a file from its start: the first `body` bytes of `from`, then `tail`.
+    /// Writes a file from a place: the first `body` bytes of `from`, then `tail`.
     fn write(
         &self,
-        file: BorrowedFd<'_>,
+        (file, at): (BorrowedFd<'_>, u64),
         from: &Buffer,
         body: u64,
         tail: &[u8],
     ) -> Result<(), FileError> {
-        from.arena().write_file(part(from, body), tail, file, 0)
+        from.arena().write_file(part(from, body), tail, file, at)
     }
 
     /// Makes a file or directory survive a power loss.
@@ -95,9 +97,9 @@ pub(super) trait Engine: Send + Sync + 'static {
 }
 
 /// `preadv` and `pwritev`, one at a time: the defaults.
-pub(super) struct Posix;
+pub(crate) struct Posix;
 
-pub(super) fn part(buffer: &Buffer, body: u64) -> Extent {
+pub(crate) fn part(buffer: &Buffer, body: u64) -> Extent {
     let extent = buffer.extent();
     Extent::new(extent.offset, body.min(extent.len))
 }
@@ -114,12 +116,12 @@ pub(super) fn close(file: OwnedFd) -> Result<(), Errno> {
 }
 
 /// Whether a file is open for direct I/O.
-pub(super) fn is_direct(file: impl AsFd) -> bool {
+pub(crate) fn is_direct(file: impl AsFd) -> bool {
     rustix::fs::fcntl_getfl(file).is_ok_and(|flags| flags.contains(rustix::fs::OFlags::DIRECT))
 }
 
 /// Whether direct I/O was refused as such.
-pub(super) fn refuses_direct(error: &FileError) -> bool {
+pub(crate) fn refuses_direct(error: &FileError) -> bool {
     matches!(error, FileError::System { done: 0, source } if errno(source) == Errno::INVAL)
 }
 
@@ -134,7 +136,7 @@ fn errno(error: &std::io::Error) -> Errno {
 }
 
 /// Returns the error of the system, if there is one.
-pub(super) fn reason(error: &FileError) -> Option<Errno> {
+pub(crate) fn reason(error: &FileError) -> Option<Errno> {
     match error {
         FileError::System { source, .. } => Some(errno(source)),
         _ => None,
@@ -142,7 +144,7 @@ pub(super) fn reason(error: &FileError) -> Option<Errno> {
 }
 
 /// Error of a transfer whose outcome is lost.
-pub(super) fn lost() -> L2Error {
+pub(crate) fn lost() -> L2Error {
     L2Error::new(
         ErrorKind::Unavailable,
         "the system does not say what became of the file",
@@ -156,7 +158,7 @@ pub(super) fn refused(action: &str, path: &str, error: Errno) -> L2Error {
 }
 
 /// Returns the error of a transfer.
-pub(super) fn failed(action: &str, path: &str, error: &FileError) -> L2Error {
+pub(crate) fn failed(action: &str, path: &str, error: &FileError) -> L2Error {
     let kind = match error {
         FileError::Memory(_) => ErrorKind::Memory,
         FileError::System { source, .. } => kind(errno(source)),

@@ -9,7 +9,7 @@ use super::options::IoEngine;
 use crate::error::{ErrorKind, L2Error};
 
 /// An I/O engine and the reason for it.
-pub(super) struct Choice {
+pub(crate) struct Choice {
     pub engine: Box<dyn Engine>,
     pub reason: String,
 }
@@ -27,7 +27,7 @@ impl Choice {
 ///
 /// # Errors
 /// If io_uring is configured and not available.
-pub(super) fn choose(configured: IoEngine, use_odirect: bool) -> Result<Choice, L2Error> {
+pub(crate) fn choose(configured: IoEngine, use_odirect: bool) -> Result<Choice, L2Error> {
     choose_from(configured, use_odirect, Uring::new)
 }
 

@@ -105,6 +105,7 @@ impl Engine for Uring {
 fn transfer(one: Move) -> Transfer<Held> {
     Transfer {
         file: one.file,
+        at: one.at,
         arena: Arc::clone(one.buffer.arena()),
         extent: part(&one.buffer, one.body),
         tail: one.tail,
@@ -126,6 +127,7 @@ fn done(work: &mut dyn Work, ended: Transfer<Held>, moved: Result<u64, FileError
     let one = Move {
         number,
         file: ended.file,
+        at: ended.at,
         buffer,
         body,
         tail: ended.tail,

@@ -68,6 +68,7 @@ impl Work for Loads<'_> {
                     return Some(Move {
                         number,
                         file,
+                        at: 0,
                         buffer: item.to.clone(),
                         body,
                         tail,
@@ -134,7 +135,7 @@ impl Files {
         loop {
             let (reading, file) = self.find(item, scope, from, miss, tail)?;
             let moved = self.engine.read(
-                file.as_fd(),
+                (file.as_fd(), 0),
                 &item.to,
                 reading.body,
                 tail,
@@ -240,7 +241,7 @@ impl Files {
                     Ok(()) => {
                         let size = size(&reading.seen);
                         let (to, body) = (&item.to, reading.body);
-                        self.engine.read(file.as_fd(), to, body, tail, size)
+                        self.engine.read((file.as_fd(), 0), to, body, tail, size)
                     }
                     Err(_) => Err(error),
                 }

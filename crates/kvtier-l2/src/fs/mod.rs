@@ -12,14 +12,14 @@ mod base;
 mod batch;
 mod beneath;
 mod files;
-mod io;
-mod io_choice;
+pub(crate) mod io;
+pub(crate) mod io_choice;
 mod io_uring;
 mod load;
 mod names;
 mod nixl;
 mod options;
-mod pool;
+pub(crate) mod pool;
 mod store;
 #[cfg(test)]
 mod tests;
@@ -53,7 +53,7 @@ use walk::{Page, Position, no_position};
 
 pub use names::{Layout, Naming};
 pub(crate) use nixl::{NIXL_NATIVE, NIXL_STORE, NIXL_STORE_DYNAMIC};
-pub(crate) use options::{FS, FS_NATIVE};
+pub(crate) use options::{FS, FS_NATIVE, path_allowed};
 pub use options::{FsOptions, Fsync, IoEngine};
 
 /// Names per page of a scan.

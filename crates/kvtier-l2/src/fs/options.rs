@@ -209,7 +209,7 @@ const KEYS: &[Key] = &[
 const NO_NUL: &str = "a path without the character NUL";
 
 /// Returns what is allowed if this path is not.
-pub(super) fn path_allowed(path: &str) -> Option<&'static str> {
+pub(crate) fn path_allowed(path: &str) -> Option<&'static str> {
     // A shell's abbreviation, which none has replaced inside of JSON: a directory named ~ would be made.
     if path.starts_with('~') {
         return Some("the directory written out: ~ does not stand for a home directory here");

@@ -19,7 +19,7 @@ const MAX_QUEUED: usize = 1024;
 const MAX_OVERTAKING_READS: u32 = 64;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Lane {
+pub(crate) enum Lane {
     Read,
     Store,
 }
@@ -71,7 +71,7 @@ struct Shared {
 }
 
 /// Threads and their queue. When it is dropped or closed, the threads finish the queue and end.
-pub(super) struct Pool {
+pub(crate) struct Pool {
     shared: Arc<Shared>,
     places: Arc<Semaphore>,
     threads: usize,
@@ -79,11 +79,11 @@ pub(super) struct Pool {
 
 /// The work did not run to its end: the pool is closed, or the work panicked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct NotDone;
+pub(crate) struct NotDone;
 
 impl Pool {
     /// Starts `threads` threads, and one more for reads only.
-    pub(super) fn start(name: &str, threads: usize) -> Result<Self, std::io::Error> {
+    pub(crate) fn start(name: &str, threads: usize) -> Result<Self, std::io::Error> {
         Self::start_with(name, threads + 1, threads)
     }
 
@@ -109,12 +109,12 @@ impl Pool {
         Ok(pool)
     }
 
-    pub(super) fn is_closed(&self) -> bool {
+    pub(crate) fn is_closed(&self) -> bool {
         self.shared.queue.lock().closed
     }
 
     /// Runs `work` on the pool. It is skipped if the receiver of its result was dropped before it starts.
-    pub(super) async fn run<R: Send + 'static>(
+    pub(crate) async fn run<R: Send + 'static>(
         &self,
         lane: Lane,
         work: impl FnOnce() -> R + Send + 'static,
@@ -143,7 +143,7 @@ impl Pool {
     }
 
     /// Runs `work` for all `items` on the pool, in jobs of `least` to `most` items; one result per item, in order.
-    pub(super) async fn map<T, R>(
+    pub(crate) async fn map<T, R>(
         &self,
         lane: Lane,
         items: Vec<T>,
@@ -174,7 +174,7 @@ impl Pool {
     }
 
     /// Refuses new work and waits until all threads have finished.
-    pub(super) async fn close(&self) {
+    pub(crate) async fn close(&self) {
         self.stop();
         let mut running = self.shared.running.subscribe();
         // Cannot fail: the pool has the sender.

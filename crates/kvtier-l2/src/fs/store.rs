@@ -95,6 +95,7 @@ impl Work for Stores<'_> {
                     return Some(Move {
                         number,
                         file,
+                        at: 0,
                         buffer: item.from.clone(),
                         body,
                         tail,
@@ -254,7 +255,7 @@ impl Files {
             };
             let written = self
                 .engine
-                .write(file.as_fd(), &item.from, storing.body, tail);
+                .write((file.as_fd(), 0), &item.from, storing.body, tail);
             moved = written.map(|()| (0, None));
         }
     }
@@ -370,7 +371,7 @@ impl Files {
         {
             self.note_not_direct(error);
             io::leave_direct(file).map_err(refused)?;
-            written = self.engine.write(file.as_fd(), &item.from, body, tail);
+            written = self.engine.write((file.as_fd(), 0), &item.from, body, tail);
         }
         written.map_err(|error| io::failed("write", &place.path, &error))?;
         if self.fsync != Fsync::Never {

@@ -21,7 +21,6 @@ const ABSENT: &[(&str, &str)] = &[
     ("native_plugin", IN_RUST),
     ("p2p", SHARED),
     ("plugin", IN_RUST),
-    ("raw_block", SAME_DEVICE),
     ("sagemaker-hyperpod", ON_DISK),
 ];
 

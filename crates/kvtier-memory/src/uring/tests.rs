@@ -36,6 +36,7 @@ fn transfer<H>(
 ) -> Transfer<H> {
     Transfer {
         file: file.try_clone().unwrap().into(),
+        at: 0,
         arena: Arc::clone(arena),
         extent: Extent::new(slot * SLOT, 10_000),
         tail: tail(&[slot as u8; 100]),

@@ -161,6 +161,7 @@ fn full_file_system_is_reported_by_both_engines() {
             let full = rustix::fs::open("/dev/full", flags, rustix::fs::Mode::empty()).unwrap();
             (!std::mem::replace(&mut self.1, true)).then(|| Move {
                 number: 0,
+                at: 0,
                 file: full,
                 buffer: self.0.buffer(0, LEN),
                 body: LEN,

@@ -38,7 +38,7 @@ impl Engine for Faulty {
 
     fn read(
         &self,
-        file: BorrowedFd<'_>,
+        file: (BorrowedFd<'_>, u64),
         to: &Buffer,
         body: u64,
         tail: &mut [u8],
@@ -50,7 +50,7 @@ impl Engine for Faulty {
 
     fn write(
         &self,
-        file: BorrowedFd<'_>,
+        file: (BorrowedFd<'_>, u64),
         from: &Buffer,
         body: u64,
         tail: &[u8],
@@ -164,23 +164,23 @@ fn refused_direct_io_uses_page_cache() {
         }
         fn read(
             &self,
-            file: BorrowedFd<'_>,
+            file: (BorrowedFd<'_>, u64),
             to: &Buffer,
             body: u64,
             tail: &mut [u8],
             size: u64,
         ) -> Result<(u64, Option<u128>), FileError> {
-            is_direct(file)?;
+            is_direct(file.0)?;
             Posix.read(file, to, body, tail, size)
         }
         fn write(
             &self,
-            file: BorrowedFd<'_>,
+            file: (BorrowedFd<'_>, u64),
             from: &Buffer,
             body: u64,
             tail: &[u8],
         ) -> Result<(), FileError> {
-            is_direct(file)?;
+            is_direct(file.0)?;
             Posix.write(file, from, body, tail)
         }
     }

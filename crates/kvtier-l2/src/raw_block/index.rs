@@ -1,0 +1,209 @@
+//! Objects and free space of a device, in memory. The device belongs to this process, so what is not here is not there.
+//!
+//! The mutex guards both; no other lock is acquired inside, and no I/O is done.
+
+use std::collections::BTreeMap;
+use std::ops::Bound;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
+
+use kvtier_core::object_key::ObjectKey;
+use kvtier_sync::Mutex;
+
+use super::format::{Geometry, Record, span};
+use super::space::Space;
+
+/// The index of a device.
+pub(super) struct Index {
+    state: Mutex<State>,
+    /// Bytes whose records could not be erased: they are not used again before the next start.
+    leaked: AtomicU64,
+}
+
+struct State {
+    objects: BTreeMap<ObjectKey, Arc<Object>>,
+    space: Space,
+    /// Numbers of unused records, the next one last.
+    records: Vec<u64>,
+    sequence: u64,
+}
+
+/// An object of the device.
+pub(super) struct Object {
+    pub(super) record: Record,
+    /// A load has found that its bytes are not there any more.
+    pub(super) is_damaged: AtomicBool,
+    pub(super) place: Place,
+}
+
+/// Space and record of an object. When it is dropped, after the last load, others may use them.
+pub(super) struct Place {
+    index: Weak<Index>,
+    pub(super) number: u64,
+    pub(super) offset: u64,
+    span: u64,
+    /// Whether the device may have a record of it.
+    is_recorded: AtomicBool,
+}
+
+impl Place {
+    /// Its record is about to be written.
+    pub(super) fn recording(&self) {
+        self.is_recorded.store(true, Ordering::Release);
+    }
+
+    /// Its record was erased.
+    pub(super) fn erased(&self) {
+        self.is_recorded.store(false, Ordering::Release);
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let Some(index) = self.index.upgrade() else {
+            return;
+        };
+        if *self.is_recorded.get_mut() {
+            index.leaked.fetch_add(self.span, Ordering::Relaxed);
+            return;
+        }
+        let mut state = index.state.lock();
+        state.space.put(self.offset, self.span);
+        state.records.push(self.number);
+    }
+}
+
+/// Numbers for `/status`.
+pub(super) struct Usage {
+    pub(super) objects: usize,
+    pub(super) free_bytes: u64,
+    pub(super) free_records: usize,
+    pub(super) leaked_bytes: u64,
+}
+
+impl Index {
+    /// Returns the index of a device that was not scanned yet: nothing is there, and nothing is free.
+    pub(super) fn new() -> Arc<Self> {
+        Arc::new(Self {
+            state: Mutex::new(State {
+                objects: BTreeMap::new(),
+                space: Space::default(),
+                records: Vec::new(),
+                sequence: 0,
+            }),
+            leaked: AtomicU64::new(0),
+        })
+    }
+
+    /// Takes what a scan has found. Of two records that contradict each other, the one written later counts; returns the
+    /// numbers of the others, which have to be erased before their space is used.
+    ///
+    /// `unreadable` are numbers of records that are not used.
+    pub(super) fn fill(
+        self: &Arc<Self>,
+        geometry: Geometry,
+        mut found: Vec<Record>,
+        unreadable: &[u64],
+    ) -> Vec<u64> {
+        found.sort_unstable_by_key(|record| std::cmp::Reverse(record.sequence));
+        let mut used = vec![false; geometry.records as usize];
+        let mut is_used = |number: u64| {
+            if let Some(used) = used.get_mut(number as usize) {
+                *used = true;
+            }
+        };
+        unreadable.iter().for_each(|number| is_used(*number));
+        let mut space = Space::new(geometry.data_bytes);
+        let (mut objects, mut superseded) = (BTreeMap::new(), Vec::new());
+        let sequence = found.first().map_or(0, |record| record.sequence);
+        for record in found {
+            is_used(record.number);
+            let span = span(record.len);
+            if objects.contains_key(&record.key) || !space.take_at(record.offset, span) {
+                superseded.push(record.number);
+                continue;
+            }
+            let place = self.place(record.number, record.offset, span, true);
+            let object = Object {
+                is_damaged: AtomicBool::new(false),
+                place,
+                record,
+            };
+            objects.insert(object.record.key.clone(), Arc::new(object));
+        }
+        let numbers = (0..geometry.records).rev();
+        let records = numbers.filter(|number| !used[*number as usize]).collect();
+        *self.state.lock() = State {
+            objects,
+            space,
+            records,
+            sequence,
+        };
+        superseded
+    }
+
+    /// Adds a record that was erased to the unused ones.
+    pub(super) fn add_record(&self, number: u64) {
+        self.state.lock().records.push(number);
+    }
+
+    fn place(self: &Arc<Self>, number: u64, offset: u64, span: u64, is_recorded: bool) -> Place {
+        Place {
+            index: Arc::downgrade(self),
+            number,
+            offset,
+            span,
+            is_recorded: AtomicBool::new(is_recorded),
+        }
+    }
+
+    /// Takes space and a record for an object of `len` bytes, and the next sequence number; `None` if there is none.
+    pub(super) fn reserve(self: &Arc<Self>, len: u64) -> Option<(Place, u64)> {
+        let span = span(len);
+        let mut state = self.state.lock();
+        let number = *state.records.last()?;
+        let offset = state.space.take(span)?;
+        state.records.pop();
+        state.sequence += 1;
+        Some((self.place(number, offset, span, false), state.sequence))
+    }
+
+    /// Adds an object whose record is written. Returns the one that it replaces: the older of both.
+    pub(super) fn insert(&self, object: Arc<Object>) -> Option<Arc<Object>> {
+        let mut state = self.state.lock();
+        let there = state.objects.get(&object.record.key);
+        if there.is_some_and(|there| there.record.sequence > object.record.sequence) {
+            return Some(object);
+        }
+        state.objects.insert(object.record.key.clone(), object)
+    }
+
+    pub(super) fn get(&self, key: &ObjectKey) -> Option<Arc<Object>> {
+        self.state.lock().objects.get(key).cloned()
+    }
+
+    pub(super) fn remove(&self, key: &ObjectKey) -> Option<Arc<Object>> {
+        self.state.lock().objects.remove(key)
+    }
+
+    /// At most `limit` objects behind a key.
+    pub(super) fn page(&self, behind: Option<&ObjectKey>, limit: usize) -> Vec<Arc<Object>> {
+        let from = behind.map_or(Bound::Unbounded, Bound::Excluded);
+        let state = self.state.lock();
+        let range = state.objects.range((from, Bound::Unbounded));
+        range
+            .take(limit)
+            .map(|(_, object)| Arc::clone(object))
+            .collect()
+    }
+
+    pub(super) fn usage(&self) -> Usage {
+        let state = self.state.lock();
+        Usage {
+            objects: state.objects.len(),
+            free_bytes: state.space.free(),
+            free_records: state.records.len(),
+            leaked_bytes: self.leaked.load(Ordering::Relaxed),
+        }
+    }
+}

@@ -1,0 +1,207 @@
+//! Crashes at each step, and records that are not what was written.
+
+use super::*;
+
+/// The device as it is now, as another device.
+fn copy(device: &Device) -> Device {
+    let copy = Device::new(|options| {
+        *options = RawOptions {
+            device_path: options.device_path.clone(),
+            ..device.options.clone()
+        }
+    });
+    std::fs::copy(device.path(), copy.path()).unwrap();
+    copy
+}
+
+#[tokio::test]
+async fn replacement_is_old_or_new_at_each_step() {
+    let (device, memory) = (
+        Device::new(|options| options.capacity_bytes = 1 << 20),
+        Memory::new(1 << 22),
+    );
+    let (old, new) = (object(1, 9000), object(1, 20_000));
+    assert_eq!(old.key, new.key);
+    let adapter = device.open();
+    store(&adapter, &memory, &old).await.unwrap();
+    let before = copy(&device);
+    store(&adapter, &memory, &new).await.unwrap();
+    adapter.close().await;
+    let (record, at) = device.place(&new.key);
+    let bytes = content(&new);
+
+    // The bytes without a record, and a part of them.
+    for len in [5000, bytes.len()] {
+        let crashed = copy(&before);
+        crashed.file().write_all_at(&bytes[..len], at).unwrap();
+        let adapter = crashed.open();
+        assert_eq!(load(&adapter, &memory, &old).await, Ok(()));
+        assert_eq!(
+            load(&adapter, &memory, &new).await,
+            Err(ErrorKind::NotFound)
+        );
+        adapter.close().await;
+    }
+    let superblock = device.superblock();
+    let block = device.block(superblock.geometry.record_at(record.number));
+    // Both records: the later one counts, the other is erased. Without its bytes, as after a loss of power, it is damaged.
+    for has_bytes in [true, false] {
+        let crashed = copy(&before);
+        let file = crashed.file();
+        file.write_all_at(&block, superblock.geometry.record_at(record.number))
+            .unwrap();
+        if has_bytes {
+            file.write_all_at(&bytes, at).unwrap();
+        }
+        assert_eq!(crashed.records().len(), 2);
+        let adapter = crashed.open();
+        let recovered = adapter.recover(&|_| true).await.unwrap();
+        assert_eq!((recovered.objects, recovered.removed), (1, 1));
+        assert_eq!(
+            load(&adapter, &memory, &old).await,
+            Err(ErrorKind::NotFound)
+        );
+        match has_bytes {
+            true => assert_eq!(load(&adapter, &memory, &new).await, Ok(())),
+            false => {
+                assert_eq!(load(&adapter, &memory, &new).await, Err(ErrorKind::Corrupt));
+                assert!(!is_there(&adapter, &new).await);
+                // It is written again, although the record has its checksum.
+                assert!(matches!(
+                    store(&adapter, &memory, &new).await,
+                    Ok(Stored::Written(_))
+                ));
+                assert_eq!(load(&adapter, &memory, &new).await, Ok(()));
+            }
+        }
+        adapter.close().await;
+        assert_eq!(crashed.records().len(), 1);
+    }
+}
+
+#[tokio::test]
+async fn records_of_the_same_space_are_never_both_used() {
+    let (device, memory) = (
+        Device::new(|options| options.capacity_bytes = 1 << 20),
+        Memory::new(1 << 22),
+    );
+    let (first, second) = (object(1, 30_000), object(2, 40_000));
+    let adapter = device.open();
+    store(&adapter, &memory, &first).await.unwrap();
+    let (stale, _) = device.place(&first.key);
+    let block = device.block(device.superblock().geometry.record_at(stale.number));
+    adapter.delete(vec![first.key.clone()]).await[0]
+        .as_ref()
+        .unwrap();
+    // One that a loss of power brought back, in another place of the table.
+    store(&adapter, &memory, &second).await.unwrap();
+    adapter.close().await;
+    let mut other = stale.clone();
+    other.number = 9;
+    let superblock = device.superblock();
+    let moved = other.encode(&superblock.id).unwrap();
+    for (number, block) in [(8, &block), (9, &moved)] {
+        device
+            .file()
+            .write_all_at(block, superblock.geometry.record_at(number))
+            .unwrap();
+    }
+    // Of these, the first has another place's number.
+    assert_eq!(device.records().len(), 2);
+    let adapter = device.open();
+    assert_eq!(load(&adapter, &memory, &second).await, Ok(()));
+    assert_eq!(
+        load(&adapter, &memory, &first).await,
+        Err(ErrorKind::NotFound)
+    );
+    assert_eq!(adapter.recover(&|_| true).await.unwrap().objects, 1);
+    adapter.close().await;
+    assert_eq!(device.records().len(), 1);
+}
+
+#[tokio::test]
+async fn no_damaged_record_is_used() {
+    let (device, memory) = (
+        Device::new(|options| options.capacity_bytes = 1 << 20),
+        Memory::new(1 << 22),
+    );
+    let one = object(1, 10_000);
+    let adapter = device.open();
+    store(&adapter, &memory, &one).await.unwrap();
+    adapter.close().await;
+    let (record, _) = device.place(&one.key);
+    let superblock = device.superblock();
+    let at = superblock.geometry.record_at(record.number);
+    let block = device.block(at);
+    for byte in (0..200).chain([4000, 4063, 4064, 4095]) {
+        let mut damaged = block.clone();
+        damaged[byte] ^= 1;
+        assert_eq!(
+            Record::decode(&damaged, record.number, &superblock),
+            None,
+            "{byte}"
+        );
+    }
+    // Not that of another device or format either.
+    let other = Superblock {
+        id: [9; 32],
+        ..superblock
+    };
+    assert_eq!(Record::decode(&block, record.number, &other), None);
+    assert_eq!(Record::decode(&block, record.number + 1, &superblock), None);
+    // Whole records with impossible places.
+    let end = superblock.geometry.data_bytes;
+    for change in [
+        |record: &mut Record, end: u64| record.offset = end - 4096,
+        |record: &mut Record, _| record.offset = 1,
+        |record: &mut Record, _| record.len = u64::MAX,
+        |record: &mut Record, _| record.offset = u64::MAX - 4095,
+    ] {
+        let mut impossible = record.clone();
+        change(&mut impossible, end);
+        let block = impossible.encode(&superblock.id).unwrap();
+        assert_eq!(
+            Record::decode(&block, record.number, &superblock),
+            None,
+            "{impossible:?}"
+        );
+    }
+    assert_eq!(
+        Record::decode(&block, record.number, &superblock),
+        Some(record.clone())
+    );
+    device.file().write_all_at(&[0xff; 4096], at).unwrap();
+    let adapter = device.open();
+    assert!(!is_there(&adapter, &one).await);
+    store(&adapter, &memory, &one).await.unwrap();
+    assert_eq!(load(&adapter, &memory, &one).await, Ok(()));
+    adapter.close().await;
+}
+
+#[tokio::test]
+async fn replaced_device_is_unhealthy() {
+    let device = Device::new(|options| options.capacity_bytes = 1 << 20);
+    let adapter = device.open();
+    adapter.check().await;
+    assert_eq!(adapter.status()["is_healthy"], true);
+    device.file().write_all_at(&[0; 4096], 0).unwrap();
+    adapter.check().await;
+    assert_eq!(adapter.status()["is_healthy"], false);
+    adapter.close().await;
+}
+
+proptest::proptest! {
+    #[test]
+    fn hostile_blocks_are_no_records(mut bytes in proptest::collection::vec(proptest::num::u8::ANY, 0..5000), number in 0..9_u64) {
+        let superblock = Superblock { id: [3; 32], geometry: format::Geometry { records: 9, data_bytes: 1 << 20 } };
+        proptest::prop_assert_eq!(Record::decode(&bytes, number, &superblock), None);
+        Superblock::decode(&bytes);
+        format::foreign(&bytes);
+        // With its hash right.
+        bytes.resize(BLOCK as usize, 0);
+        let body = bytes.len() - 32;
+        let hash = blake3::keyed_hash(&superblock.id, &bytes[..body]);
+        bytes[body..].copy_from_slice(hash.as_bytes());
+        proptest::prop_assert_eq!(Record::decode(&bytes, number, &superblock), None);
+    }
+}
