@@ -1,4 +1,4 @@
-//! The device or file, its superblock, and who may use it.
+//! The device or file, its superblock, and its lock.
 
 use std::fs::{File, OpenOptions};
 use std::io::Read as _;

@@ -11,7 +11,7 @@ use crate::error::L2Error;
 use crate::fs::IoEngine;
 use crate::registry::{AdapterType, Registry};
 
-/// Part of the capacity that there is beyond it: objects of unlike lengths leave gaps.
+/// Part of the capacity that there is beyond it: objects of different lengths leave gaps.
 const SLACK: u64 = 20;
 
 /// Default of `slot_bytes`.

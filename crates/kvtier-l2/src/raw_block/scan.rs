@@ -28,7 +28,7 @@ pub(super) fn start(shared: Arc<Shared>) -> Result<watch::Receiver<Scan>, L2Erro
     let (done, scan) = watch::channel(Scan::Running);
     let work = move || {
         let result = shared.scan();
-        // Nobody waits if the adapter is closed.
+        // An adapter that is closed does not wait.
         let _ = done.send(match result {
             Ok(recovered) => Scan::Done(recovered),
             Err(error) => {

@@ -45,7 +45,7 @@ impl Space {
         true
     }
 
-    /// Gives a piece back.
+    /// Frees a piece.
     pub(super) fn put(&mut self, mut at: u64, mut len: u64) {
         if let Some((&before, &its)) = self.by_place.range(..at).next_back()
             && before + its == at

@@ -1,4 +1,4 @@
-//! What a device may be, who may use it, and what is done with its space.
+//! What a device may be, its lock, and its space.
 
 use super::*;
 
