@@ -11,6 +11,8 @@ mod error;
 mod handles;
 mod library;
 mod table;
+#[cfg(any(test, feature = "testing"))]
+pub mod testing;
 #[cfg(test)]
 mod tests;
 

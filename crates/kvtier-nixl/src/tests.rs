@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
 use std::os::fd::OwnedFd;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use kvtier_extent::Extent;
@@ -14,25 +14,8 @@ use super::*;
 
 const LEN: u64 = 1 << 20;
 
-/// The library of the wheel that `tests/setup.sh` unpacks, or `KVTIER_NIXL_LIBRARY`.
 fn installed(test: &str) -> Option<Arc<Library>> {
-    let given = std::env::var_os("KVTIER_NIXL_LIBRARY").map(PathBuf::from);
-    let Some(path) = given.or_else(unpacked) else {
-        println!("skipped: {test}: no NIXL here; run tests/setup.sh or set KVTIER_NIXL_LIBRARY");
-        return None;
-    };
-    Some(Library::load(Some(&path)).unwrap())
-}
-
-fn unpacked() -> Option<PathBuf> {
-    let home = std::env::var_os("KVTIER_E2E_HOME").map(PathBuf::from);
-    let home =
-        home.or_else(|| Some(Path::new(&std::env::var_os("HOME")?).join(".cache/kvtier-e2e")))?;
-    let clients = std::fs::read_dir(home.join("clients")).ok()?;
-    clients.flatten().map(|entry| entry.path()).find(|path| {
-        path.file_name()
-            .is_some_and(|name| name.to_string_lossy().starts_with("nixl-cu12-"))
-    })
+    Some(Library::load(Some(&testing::library(test)?)).unwrap())
 }
 
 fn params(params: &[(&str, &str)]) -> BTreeMap<String, String> {

@@ -14,6 +14,7 @@ mod beneath;
 mod files;
 mod io;
 mod io_choice;
+mod io_nixl;
 mod io_uring;
 mod load;
 mod names;
@@ -51,6 +52,7 @@ use unnamed::Unnamed;
 use unreadable::Unreadable;
 use walk::{Page, Position, no_position};
 
+pub use io_nixl::NixlOptions;
 pub use names::{Layout, Naming};
 pub(crate) use nixl::{NIXL_NATIVE, NIXL_STORE, NIXL_STORE_DYNAMIC};
 pub(crate) use options::{FS, FS_NATIVE};
@@ -104,7 +106,7 @@ impl FsAdapter {
         let base = base.map_err(failed)?;
         let Choice { engine, reason } = match engine {
             Some(given) => given,
-            None => io_choice::choose(options.io_engine, options.use_odirect)?,
+            None => io_choice::choose(options.io_engine, options.use_odirect, &options.nixl)?,
         };
         tracing::debug!(
             base_path = redact::text(&options.base_path.display().to_string()),

@@ -12,12 +12,28 @@ use crate::fs::io_uring::Uring;
 /// Environment variable with the engine that the tests use.
 const ENGINE: &str = "KVTIER_FS_TEST_ENGINE";
 
-/// The engine of this run.
-pub(super) fn tested() -> IoEngine {
-    match std::env::var_os(ENGINE) {
+/// Whether this run is one of another engine.
+fn is_rerun() -> bool {
+    std::env::var_os(ENGINE).is_some()
+}
+
+/// Sets the engine of this run.
+pub(super) fn set(options: &mut FsOptions) {
+    options.io_engine = match std::env::var_os(ENGINE) {
         Some(name) if name == "io_uring" => IoEngine::Uring,
+        Some(name) if name == "nixl" => {
+            options.nixl = nixl().expect("the outer run has found it");
+            IoEngine::Nixl
+        }
         _ => IoEngine::Posix,
-    }
+    };
+}
+
+fn nixl() -> Option<NixlOptions> {
+    Some(NixlOptions {
+        library: Some(kvtier_nixl::testing::library("tests of io_engine nixl")?),
+        ..NixlOptions::default()
+    })
 }
 
 /// Whether there is io_uring, and a word if not.
@@ -27,19 +43,30 @@ fn has_uring() -> bool {
         .is_ok()
 }
 
-#[test]
-fn adapter_tests_pass_with_io_uring() {
-    if tested() == IoEngine::Uring || !has_uring() {
-        return;
-    }
+/// Runs the tests of the adapter with another engine.
+fn rerun(engine: &str) {
     let ran = Command::new(std::env::current_exe().unwrap())
         .args(["fs::tests::", "--test-threads=2"])
-        .env(ENGINE, "io_uring")
+        .env(ENGINE, engine)
         .output()
         .unwrap();
     let said = String::from_utf8_lossy(&ran.stdout);
     assert!(ran.status.success(), "{said}");
     assert!(!said.contains("running 0 tests"), "{said}");
+}
+
+#[test]
+fn adapter_tests_pass_with_io_uring() {
+    if !is_rerun() && has_uring() {
+        rerun("io_uring");
+    }
+}
+
+#[test]
+fn adapter_tests_pass_with_nixl() {
+    if !is_rerun() && nixl().is_some() {
+        rerun("nixl");
+    }
 }
 
 /// A batch larger than what a ring holds, of every kind of object at once.
@@ -335,4 +362,62 @@ fn short_write_is_reported_by_both_engines() {
     }
     let ended = Command::new("umount").arg(small.path()).status();
     assert!(ended.unwrap().success());
+}
+
+#[test]
+fn nixl_moves_objects_and_leaves_the_rest() {
+    let Some(nixl) = nixl() else { return };
+    for (use_odirect, use_uring) in [(false, false), (true, false), (true, true)] {
+        let fixture = Fixture::with(|options| {
+            options.io_engine = IoEngine::Nixl;
+            options.nixl = NixlOptions {
+                params: [("use_uring".into(), use_uring.to_string())].into(),
+                ..nixl.clone()
+            };
+            options.use_odirect = use_odirect;
+        });
+        let status = fixture.adapter.status();
+        assert_eq!(status["io_engine"], "nixl");
+        let reason = status["io_engine_reason"].as_str().unwrap();
+        assert!(
+            reason.contains("POSIX") && reason.contains("libnixl_capi.so"),
+            "{reason}"
+        );
+        for len in [0, 1, 4095, 4096, LEN, 60_000] {
+            let object = ObjectSpec {
+                len,
+                ..object(len as u8)
+            };
+            fixture.store(&object).unwrap();
+            assert_eq!(fixture.load(&object), Ok(true), "{len}");
+        }
+    }
+}
+
+#[test]
+fn missing_nixl_is_refused_with_advice() {
+    let dir = tempfile::tempdir().unwrap();
+    let open = |library: &Path, backend: &str| {
+        let mut options = FsOptions::new(dir.path());
+        options.io_engine = IoEngine::Nixl;
+        options.nixl.library = Some(library.to_owned());
+        options.nixl.backend = backend.into();
+        let error = FsAdapter::open("fs", &options).err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::Refused);
+        error.to_string()
+    };
+    let absent = dir.path().join("libnixl_capi.so");
+    let line = open(&absent, "POSIX");
+    for word in [
+        "io_engine",
+        "nixl_library",
+        "pip install nixl-cu12",
+        absent.to_str().unwrap(),
+    ] {
+        assert!(line.contains(word), "{word}: {line}");
+    }
+    if let Some(NixlOptions { library, .. }) = nixl() {
+        let line = open(&library.unwrap(), "NO_SUCH");
+        assert!(line.contains("\"NO_SUCH\""), "{line}");
+    }
 }
