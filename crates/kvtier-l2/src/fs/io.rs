@@ -7,6 +7,7 @@ use kvtier_core::object_key::shown_path;
 use kvtier_memory::uring::{Tail, Transfer};
 use kvtier_memory::{Extent, FileError};
 use rustix::io::Errno;
+use serde_json::Value;
 
 use crate::error::{ErrorKind, L2Error};
 use crate::object::Buffer;
@@ -44,6 +45,11 @@ pub(super) trait Work {
 pub(super) trait Engine: Send + Sync + 'static {
     /// Its name in `/status`.
     fn name(&self) -> &'static str;
+
+    /// Its part of `/status`, if it has one.
+    fn status(&self) -> Value {
+        Value::Null
+    }
 
     /// Runs all transfers.
     fn run(&self, work: &mut dyn Work) {

@@ -8,10 +8,12 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvtier_nixl::{Agent, Library, NixlError, Outcome};
 use kvtier_sync::Mutex;
+use serde_json::{Value, json};
 
 use super::io::{Engine, Posix, Work, done, transfer};
 use crate::rate_limited::RateLimited;
@@ -47,7 +49,10 @@ pub(super) struct Nixl {
     options: NixlOptions,
     /// Agents that no thread uses now.
     agents: Mutex<Vec<Agent>>,
-    failures: RateLimited,
+    /// Transfers that it has ended, and those that were left to system calls.
+    moved: AtomicU64,
+    failed: AtomicU64,
+    log: RateLimited,
 }
 
 impl Nixl {
@@ -60,7 +65,9 @@ impl Nixl {
             library,
             options: options.clone(),
             agents: Mutex::new(vec![first]),
-            failures: RateLimited::new(LOG_INTERVAL),
+            moved: AtomicU64::new(0),
+            failed: AtomicU64::new(0),
+            log: RateLimited::new(LOG_INTERVAL),
         })
     }
 
@@ -74,13 +81,14 @@ impl Nixl {
         let kept = self.agents.lock().pop();
         kept.or_else(|| {
             Agent::start(&self.library, &self.options.backend, &self.options.params)
-                .inspect_err(|error| self.warn(error))
+                .inspect_err(|error| self.fail(error))
                 .ok()
         })
     }
 
-    fn warn(&self, error: &dyn std::fmt::Display) {
-        if let Some(suppressed) = self.failures.permit(Instant::now()) {
+    fn fail(&self, error: &dyn std::fmt::Display) {
+        self.failed.fetch_add(1, Ordering::Relaxed);
+        if let Some(suppressed) = self.log.permit(Instant::now()) {
             let backend = &self.options.backend;
             tracing::warn!(%error, backend, suppressed, "NIXL failed; the file is moved with plain system calls");
         }
@@ -90,6 +98,16 @@ impl Nixl {
 impl Engine for Nixl {
     fn name(&self) -> &'static str {
         "nixl"
+    }
+
+    fn status(&self) -> Value {
+        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        json!({
+            "backend": self.options.backend,
+            "library": self.library.path(),
+            "transfers": count(&self.moved),
+            "failed_transfers": count(&self.failed),
+        })
     }
 
     fn run(&self, work: &mut dyn Work) {
@@ -103,9 +121,12 @@ impl Engine for Nixl {
                 match agent.run(transfer(one)) {
                     Outcome::Ended(mut ended, moved) => {
                         let moved = match moved {
-                            Ok(()) => ended.extent.len,
+                            Ok(()) => {
+                                self.moved.fetch_add(1, Ordering::Relaxed);
+                                ended.extent.len
+                            }
                             Err(error) => {
-                                self.warn(&error);
+                                self.fail(&error);
                                 0
                             }
                         };
@@ -113,7 +134,7 @@ impl Engine for Nixl {
                         done(work, ended, moved);
                     }
                     Outcome::Lost => {
-                        self.warn(&"a transfer does not end");
+                        self.fail(&"a transfer does not end");
                         work.lost(number);
                         // It still has that transfer.
                         std::mem::forget(agent);

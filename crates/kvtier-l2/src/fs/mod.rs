@@ -402,6 +402,7 @@ impl Adapter for FsAdapter {
             "layout": files.layout.name(),
             "io_engine": files.engine.name(),
             "io_engine_reason": self.engine_reason,
+            "io_engine_status": files.engine.status(),
             "quarantined_files": count(&counters.quarantined),
             "discarded_files": count(&counters.discarded),
             "replaced_files": count(&counters.replaced),

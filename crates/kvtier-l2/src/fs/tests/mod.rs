@@ -5,6 +5,7 @@ mod crash;
 mod damage;
 mod engines;
 mod faults;
+mod io_nixl;
 mod nixl;
 mod places;
 mod scan;
