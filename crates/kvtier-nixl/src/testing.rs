@@ -3,8 +3,8 @@
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
-/// Returns `KVTIER_NIXL_LIBRARY`, or the wheel that `tests/setup.sh` unpacks. Without either `test` is skipped, and a line
-/// says so.
+/// Returns `KVTIER_NIXL_LIBRARY`, or the wheel that `tests/setup.sh` unpacks. Without either it prints that `test` is
+/// skipped.
 #[must_use]
 pub fn library(test: &str) -> Option<PathBuf> {
     let given = std::env::var_os("KVTIER_NIXL_LIBRARY").map(PathBuf::from);

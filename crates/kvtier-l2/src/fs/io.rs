@@ -47,8 +47,8 @@ pub(super) trait Engine: Send + Sync + 'static {
     fn name(&self) -> &'static str;
 
     /// Its part of `/status`, if it has one.
-    fn status(&self) -> Value {
-        Value::Null
+    fn status(&self) -> Option<Value> {
+        None
     }
 
     /// Runs all transfers.

@@ -100,14 +100,14 @@ impl Engine for Nixl {
         "nixl"
     }
 
-    fn status(&self) -> Value {
+    fn status(&self) -> Option<Value> {
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        json!({
+        Some(json!({
             "backend": self.options.backend,
             "library": self.library.path(),
             "transfers": count(&self.moved),
             "failed_transfers": count(&self.failed),
-        })
+        }))
     }
 
     fn run(&self, work: &mut dyn Work) {

@@ -389,7 +389,7 @@ impl Adapter for FsAdapter {
         let files = &self.files;
         let count = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
         let counters = &files.counters;
-        json!({
+        let mut status = json!({
             "is_healthy": !self.pool.is_closed()
                 && !self.is_failing.load(Ordering::Relaxed)
                 && files.base.lost().is_none(),
@@ -402,7 +402,6 @@ impl Adapter for FsAdapter {
             "layout": files.layout.name(),
             "io_engine": files.engine.name(),
             "io_engine_reason": self.engine_reason,
-            "io_engine_status": files.engine.status(),
             "quarantined_files": count(&counters.quarantined),
             "discarded_files": count(&counters.discarded),
             "replaced_files": count(&counters.replaced),
@@ -412,7 +411,11 @@ impl Adapter for FsAdapter {
             "unreadable_files": count(&counters.unreadable),
             "unverified_loads": count(&counters.unverified),
             "not_direct_files": count(&counters.not_direct),
-        })
+        });
+        if let Some(engine) = files.engine.status() {
+            status["io_engine_status"] = engine;
+        }
+        status
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {

@@ -59,7 +59,8 @@ impl Naming {
             Self::Grouped | Self::Ungrouped => SLASH,
             Self::Nixl => NIXL_SLASH,
         };
-        model.replace('/', slash).replace(slash, "/") != model
+        // Without a hyphen in the model, all hyphens are those of slashes.
+        model.contains('-') && model.replace('/', slash).replace(slash, "/") != model
     }
 
     /// Writes a key as a name, which is that of other keys too if its model [is ambiguous](Self::is_ambiguous).

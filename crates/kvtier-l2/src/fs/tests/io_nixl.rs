@@ -75,7 +75,7 @@ fn transfers_that_nixl_fails_are_left_to_the_system() {
     assert_eq!(read(LEN), LEN);
     file.set_len(LEN / 2).unwrap();
     assert_eq!(read(whole), LEN / 2);
-    let status = reader.status();
+    let status = reader.status().unwrap();
     assert_eq!(
         (&status["transfers"], &status["failed_transfers"]),
         (&1.into(), &1.into())
