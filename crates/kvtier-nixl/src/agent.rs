@@ -15,7 +15,10 @@ use crate::library::Library;
 use crate::table::{DRAM, FILE, READ, Raw, Table, WRITE};
 
 /// Time after which a request that cannot be released is abandoned.
-const RELEASE_TIMEOUT: Duration = Duration::from_secs(10);
+const RELEASE_TIMEOUT: Duration = match cfg!(test) {
+    true => Duration::from_millis(50),
+    false => Duration::from_secs(10),
+};
 
 /// Queries of a transfer's state without a pause, and pauses after that.
 const SPINS: u32 = 64;
@@ -153,7 +156,7 @@ impl Agent {
             None => WRITE,
         };
         match self.transfer(operation, memory, file) {
-            Moved::Ended(Ok(())) if operation == READ => Moved::Ended(is_whole(transfer)),
+            Moved::Ended(Ok(())) => Moved::Ended(is_whole(transfer)),
             moved => moved,
         }
     }
@@ -187,7 +190,7 @@ enum Moved {
     Lost,
 }
 
-/// Backends do not report how much they read: a file that became shorter must be noticed by its length.
+/// Backends do not report how much they moved: a file that became shorter, or was not written, is noticed by its length.
 fn is_whole<H>(transfer: &Transfer<H>) -> Result<(), NixlError> {
     let size = rustix::fs::fstat(&transfer.file)?.st_size;
     let size = u64::try_from(size).unwrap_or(0);

@@ -41,7 +41,7 @@ pub enum NixlError {
     /// The arena has no such memory.
     #[error(transparent)]
     Memory(#[from] kvtier_memory::AccessError),
-    /// The file ends before the last byte that was to be read.
+    /// The file ends before the last byte that was to be moved.
     #[error("the file has only {0} bytes")]
     Short(u64),
     /// The system cannot say how long the file is.

@@ -49,6 +49,12 @@ impl Library {
         Err(NixlError::Library { library, tried })
     }
 
+    /// A library with these functions.
+    #[cfg(test)]
+    pub(crate) fn of(table: Table, path: PathBuf) -> Self {
+        Self { table, path }
+    }
+
     fn open(path: &Path) -> Result<Table, String> {
         // SAFETY: the path is the operator's or NIXL's own name; initialisers of shared libraries have no conditions.
         let library = unsafe { libloading::Library::new(path) }.map_err(|error| {

@@ -12,6 +12,8 @@ use kvtier_memory::{Arena, ArenaKind};
 
 use super::*;
 
+mod fake;
+
 const LEN: u64 = 1 << 20;
 
 fn installed(test: &str) -> Option<Arc<Library>> {
