@@ -18,6 +18,7 @@ mod io_nixl;
 mod io_uring;
 mod load;
 mod names;
+mod naming;
 mod nixl;
 mod options;
 mod pool;
@@ -53,7 +54,8 @@ use unreadable::Unreadable;
 use walk::{Page, Position, no_position};
 
 pub use io_nixl::NixlOptions;
-pub use names::{Layout, Naming};
+pub use names::Layout;
+pub use naming::Naming;
 pub(crate) use nixl::{NIXL_NATIVE, NIXL_STORE, NIXL_STORE_DYNAMIC};
 pub(crate) use options::{FS, FS_NATIVE};
 pub use options::{FsOptions, Fsync, IoEngine};

@@ -6,7 +6,8 @@ use std::sync::Arc;
 
 use super::FsAdapter;
 use super::io_nixl::NixlOptions;
-use super::names::{Layout, Naming};
+use super::names::Layout;
+use super::naming::Naming;
 use crate::adapter::Adapter;
 use crate::config::{AdapterConfig, ConfigError, Fallback, Interval, Key, Options, Shape};
 use crate::error::L2Error;
