@@ -151,6 +151,30 @@ def test_missing_nixl_stops_the_start(command, tmp_path):
             assert word in ended.stderr, (word, ended.stderr)
 
 
+def test_both_servers_write_at_once(lmcache, serve, engines):
+    """The same prompts stored by both in one moment: what is there in the end is whole for both."""
+    keys = {"io_engine": "nixl", "nixl_library": nixl.library(), **TRUST}
+    server = serve("both", flags=ours(lmcache.sharded, "sharded", **keys))
+    writers = [engines(each, "lmcache_driven", **PAGES) for each in (lmcache.server, server)]
+    seeds = range(12)
+    for seed in seeds:
+        prompt, requests = tiers.tokens(64, seed), []
+        # Which one begins takes turns.
+        for writer in writers if seed % 2 else reversed(writers):
+            tiers.paint(writer.worker, writer.blocks_for(64), f"{seed}/")
+            requests.append((writer, request := writer.new_request()))
+            writer.worker.submit_store(request, prompt, 0, 64, writer.blocks_for(64))
+        for writer, request in requests:
+            assert writer.worker.finish_store(request) is True
+            writer.end(request)
+    wait_of_model(lmcache.sharded, writers[1], 4 * len(seeds))
+    tiers.settled(server)
+    tiers.forget(writers[1])
+    for writer in writers:
+        assert [tiers.recall(writer, seed) for seed in seeds] == [64] * len(seeds)
+    assert tiers.tier(server)["quarantined_files"] == 0
+
+
 def test_a_restarted_server_adopts_files_of_both(lmcache, serve, engines):
     """What is listed at a start is what both wrote, and nothing else."""
     theirs = engines(lmcache.server, "lmcache_driven", **PAGES)

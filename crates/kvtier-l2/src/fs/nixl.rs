@@ -150,8 +150,8 @@ pub(crate) const NIXL_STORE: AdapterType = FS
             params.directory()?;
             params.pool()?;
             params.warn(
-                "objects are kept as files of fs and are not exchanged with LMCache: its files are unnamed slots, and \
-                 the index of what is in them is in its server's memory only",
+                "objects are kept as files of fs and are not exchanged with LMCache: its files are numbered slots, \
+                 and only its server's memory has which object is in which",
             );
             Ok(params.end())
         },
