@@ -1,5 +1,6 @@
 """Directories of LMCache's types that use NIXL: its server and ours read what the other wrote."""
 
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -115,6 +116,63 @@ def test_lmcache_reads_what_we_wrote(lmcache, serve, engines, kind, mode):
     assert tiers.recall(reader, 1) == 64
     assert tiers.recall(reader, 2, salt="alice") == 64
     assert tiers.recall(reader, 2) == 0
+
+
+@pytest.mark.parametrize("kind", DIRECTORIES)
+def test_nixl_moves_bytes_both_ways(lmcache, serve, engines, kind):
+    """The library at run time: our server writes and reads by it what LMCache reads and wrote."""
+    directory = getattr(lmcache, kind)
+    by_nixl = {"io_engine": "nixl", "nixl_library": nixl.library(), **TRUST}
+    server = serve("both", flags=ours(directory, kind, **by_nixl))
+    mine, theirs = engines(server, **PAGES), engines(lmcache.server, **PAGES)
+    tiers.store(mine, 1)
+    tiers.store(theirs, 2)
+    wait_of_model(directory, mine, 8)
+    tiers.settled(server)
+    assert tiers.recall(theirs, 1) == 64
+    assert tiers.recall(mine, 2) == 64
+    tiers.forget(mine)
+    assert tiers.recall(mine, 1) == 64
+    status = tiers.tier(server)
+    assert status["io_engine"] == "nixl" and str(nixl.library()) in status["io_engine_reason"]
+    engine = status["io_engine_status"]
+    assert engine["failed_transfers"] == 0 and engine["transfers"] == 12
+    assert status["unverified_loads"] == 4
+
+
+def test_missing_nixl_stops_the_start(command, tmp_path):
+    """The line names the library, what was tried, and what to install; another library does not crash the server."""
+    for library, why in ((tmp_path / "libnixl_capi.so", "No such file"), (nixl.library().parent / "libnixl_common.so", "nixl_capi_")):
+        flags = ours(tmp_path / "tier", "flat", io_engine="nixl", nixl_library=library)
+        run = [*command, "--port", "0", "--l1-size-gb", "0.25", *flags]
+        ended = subprocess.run(run, capture_output=True, text=True, timeout=60)
+        assert ended.returncode > 0, ended
+        for word in (str(library), why, "nixl_library", "pip install nixl-cu12"):
+            assert word in ended.stderr, (word, ended.stderr)
+
+
+def test_both_servers_write_at_once(lmcache, serve, engines):
+    """The same prompts stored by both in one moment: what is there in the end is whole for both."""
+    keys = {"io_engine": "nixl", "nixl_library": nixl.library(), **TRUST}
+    server = serve("both", flags=ours(lmcache.sharded, "sharded", **keys))
+    writers = [engines(each, "lmcache_driven", **PAGES) for each in (lmcache.server, server)]
+    seeds = range(12)
+    for seed in seeds:
+        prompt, requests = tiers.tokens(64, seed), []
+        # Which one begins takes turns.
+        for writer in writers if seed % 2 else reversed(writers):
+            tiers.paint(writer.worker, writer.blocks_for(64), f"{seed}/")
+            requests.append((writer, request := writer.new_request()))
+            writer.worker.submit_store(request, prompt, 0, 64, writer.blocks_for(64))
+        for writer, request in requests:
+            assert writer.worker.finish_store(request) is True
+            writer.end(request)
+    wait_of_model(lmcache.sharded, writers[1], 4 * len(seeds))
+    tiers.settled(server)
+    tiers.forget(writers[1])
+    for writer in writers:
+        assert [tiers.recall(writer, seed) for seed in seeds] == [64] * len(seeds)
+    assert tiers.tier(server)["quarantined_files"] == 0
 
 
 def test_a_restarted_server_adopts_files_of_both(lmcache, serve, engines):

@@ -1,11 +1,13 @@
 //! I/O engines: one implementation per way of moving the bytes of open files.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 
 use kvtier_core::object_key::shown_path;
-use kvtier_memory::uring::Tail;
+use kvtier_memory::uring::{Tail, Transfer};
 use kvtier_memory::{Extent, FileError};
 use rustix::io::Errno;
+use serde_json::Value;
 
 use crate::error::{ErrorKind, L2Error};
 use crate::object::Buffer;
@@ -45,6 +47,11 @@ pub(crate) trait Work {
 pub(crate) trait Engine: Send + Sync + 'static {
     /// Its name in `/status`.
     fn name(&self) -> &'static str;
+
+    /// Its part of `/status`, if it has one.
+    fn status(&self) -> Option<Value> {
+        None
+    }
 
     /// Runs all transfers.
     fn run(&self, work: &mut dyn Work) {
@@ -108,6 +115,50 @@ impl Engine for Posix {
     fn name(&self) -> &'static str {
         "posix"
     }
+}
+
+/// Data of a transfer in flight; it keeps the buffer in place.
+pub(super) struct Held {
+    pub number: usize,
+    buffer: Buffer,
+    body: u64,
+}
+
+/// Returns a transfer that owns all that is accessed.
+pub(super) fn transfer(one: Move) -> Transfer<Held> {
+    Transfer {
+        file: one.file,
+        at: one.at,
+        arena: Arc::clone(one.buffer.arena()),
+        extent: part(&one.buffer, one.body),
+        tail: one.tail,
+        enough: one.size,
+        hold: Held {
+            number: one.number,
+            buffer: one.buffer,
+            body: one.body,
+        },
+    }
+}
+
+/// A transfer has ended.
+pub(super) fn done(work: &mut dyn Work, ended: Transfer<Held>, moved: Result<u64, FileError>) {
+    let Held {
+        number,
+        buffer,
+        body,
+    } = ended.hold;
+    let one = Move {
+        number,
+        file: ended.file,
+        at: ended.at,
+        buffer,
+        body,
+        tail: ended.tail,
+        size: ended.enough,
+    };
+    let moved: Moved = moved.map(|bytes| (bytes, None));
+    work.done(one, moved);
 }
 
 /// Closes a written file: some file systems report a lack of space only then.

@@ -4,6 +4,7 @@
 //! with direct I/O large ones are (`benches/README.md`, "A second tier").
 
 use super::io::{Engine, Posix};
+use super::io_nixl::{Nixl, NixlOptions};
 use super::io_uring::Uring;
 use super::options::IoEngine;
 use crate::error::{ErrorKind, L2Error};
@@ -26,33 +27,50 @@ impl Choice {
 /// Chooses the engine for the configured value and `use_odirect`.
 ///
 /// # Errors
-/// If io_uring is configured and not available.
-pub(crate) fn choose(configured: IoEngine, use_odirect: bool) -> Result<Choice, L2Error> {
-    choose_from(configured, use_odirect, Uring::new)
+/// If io_uring or NIXL is configured and not available.
+pub(crate) fn choose(
+    configured: IoEngine,
+    use_odirect: bool,
+    nixl: &NixlOptions,
+) -> Result<Choice, L2Error> {
+    choose_from(configured, use_odirect, Uring::new, || by_nixl(nixl))
 }
 
 fn choose_from<U: Engine + 'static>(
     configured: IoEngine,
     use_odirect: bool,
     uring: impl FnOnce() -> std::io::Result<U>,
+    nixl: impl FnOnce() -> Result<Choice, L2Error>,
 ) -> Result<Choice, L2Error> {
     match (configured, use_odirect) {
         (IoEngine::Posix, _) => Ok(Choice::new(Posix, "io_engine is \"posix\"")),
         (IoEngine::Uring, _) => match uring() {
             Ok(uring) => Ok(Choice::new(uring, "io_engine is \"io_uring\"")),
-            Err(error) => {
-                let message = format!(
-                    "io_engine is \"io_uring\", which is not available on this system: {error}; set \"posix\" or \"auto\""
-                );
-                Err(L2Error::new(ErrorKind::Refused, message))
-            }
+            Err(error) => Err(refused(format!(
+                "io_engine is \"io_uring\", which is not available on this system: {error}; set \"posix\" or \"auto\""
+            ))),
         },
+        (IoEngine::Nixl, _) => nixl(),
         (IoEngine::Auto, false) => Ok(Choice::new(Posix, "use_odirect is off")),
         (IoEngine::Auto, true) => Ok(match uring() {
             Ok(uring) => Choice::new(uring, "use_odirect is on"),
             Err(error) => Choice::new(Posix, format!("io_uring is not available: {error}")),
         }),
     }
+}
+
+fn by_nixl(options: &NixlOptions) -> Result<Choice, L2Error> {
+    let nixl = Nixl::new(options).map_err(|error| {
+        refused(format!(
+            "io_engine is \"nixl\", which is not available: {error}. Its path is the key nixl_library; without NIXL set \"auto\""
+        ))
+    })?;
+    let reason = format!("io_engine is \"nixl\": {}", nixl.description());
+    Ok(Choice::new(nixl, reason))
+}
+
+fn refused(message: String) -> L2Error {
+    L2Error::new(ErrorKind::Refused, message)
 }
 
 #[cfg(test)]
@@ -70,6 +88,10 @@ mod tests {
         }
     }
 
+    fn no_nixl() -> Result<Choice, L2Error> {
+        panic!("it is not configured")
+    }
+
     fn unavailable() -> std::io::Result<FakeUring> {
         Err(Errno::NOSYS.into())
     }
@@ -80,7 +102,8 @@ mod tests {
             (false, "posix", "use_odirect is off"),
             (true, "io_uring", "use_odirect is on"),
         ] {
-            let choice = choose_from(IoEngine::Auto, use_odirect, || Ok(FakeUring)).unwrap();
+            let choice =
+                choose_from(IoEngine::Auto, use_odirect, || Ok(FakeUring), no_nixl).unwrap();
             assert_eq!((choice.engine.name(), &*choice.reason), (name, reason));
         }
     }
@@ -89,7 +112,8 @@ mod tests {
     fn configured_engine_is_used_with_and_without_odirect() {
         for (configured, name) in [(IoEngine::Uring, "io_uring"), (IoEngine::Posix, "posix")] {
             for use_odirect in [false, true] {
-                let choice = choose_from(configured, use_odirect, || Ok(FakeUring)).unwrap();
+                let choice =
+                    choose_from(configured, use_odirect, || Ok(FakeUring), no_nixl).unwrap();
                 assert_eq!(choice.engine.name(), name);
                 assert!(choice.reason.contains("io_engine"), "{}", choice.reason);
             }
@@ -98,10 +122,10 @@ mod tests {
 
     #[test]
     fn missing_io_uring_is_posix_or_refused() {
-        let choice = choose_from(IoEngine::Auto, true, unavailable).unwrap();
+        let choice = choose_from(IoEngine::Auto, true, unavailable, no_nixl).unwrap();
         assert_eq!(choice.engine.name(), "posix");
         assert!(choice.reason.contains("not available"), "{}", choice.reason);
-        let error = choose_from(IoEngine::Uring, false, unavailable).err();
+        let error = choose_from(IoEngine::Uring, false, unavailable, no_nixl).err();
         let error = error.unwrap();
         assert_eq!(error.kind(), ErrorKind::Refused);
         assert!(error.to_string().contains("io_engine"), "{error}");

@@ -2,15 +2,12 @@
 //!
 //! The mutex guards the rings that no thread uses; no other lock is acquired inside.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use kvtier_memory::FileError;
-use kvtier_memory::uring::{Ring, Transfer};
+use kvtier_memory::uring::Ring;
 use kvtier_sync::Mutex;
 
-use super::io::{Engine, Move, Moved, Posix, Work, part};
-use crate::object::Buffer;
+use super::io::{Engine, Held, Posix, Work, done, transfer};
 
 /// Transfers in flight per thread.
 const MAX_IN_FLIGHT: usize = 16;
@@ -20,13 +17,6 @@ pub(super) struct Uring {
     /// Rings that no thread uses now.
     rings: Mutex<Vec<Ring<Held>>>,
     has_failed: AtomicBool,
-}
-
-/// Data of a transfer in flight; it keeps the buffer in place.
-struct Held {
-    number: usize,
-    buffer: Buffer,
-    body: u64,
 }
 
 impl Uring {
@@ -100,39 +90,4 @@ impl Engine for Uring {
         // The rest, if a ring failed.
         Posix.run(work);
     }
-}
-
-fn transfer(one: Move) -> Transfer<Held> {
-    Transfer {
-        file: one.file,
-        at: one.at,
-        arena: Arc::clone(one.buffer.arena()),
-        extent: part(&one.buffer, one.body),
-        tail: one.tail,
-        enough: one.size,
-        hold: Held {
-            number: one.number,
-            buffer: one.buffer,
-            body: one.body,
-        },
-    }
-}
-
-fn done(work: &mut dyn Work, ended: Transfer<Held>, moved: Result<u64, FileError>) {
-    let Held {
-        number,
-        buffer,
-        body,
-    } = ended.hold;
-    let one = Move {
-        number,
-        file: ended.file,
-        at: ended.at,
-        buffer,
-        body,
-        tail: ended.tail,
-        size: ended.enough,
-    };
-    let moved: Moved = moved.map(|bytes| (bytes, None));
-    work.done(one, moved);
 }

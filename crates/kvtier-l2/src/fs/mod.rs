@@ -14,9 +14,11 @@ mod beneath;
 mod files;
 pub(crate) mod io;
 pub(crate) mod io_choice;
+mod io_nixl;
 mod io_uring;
 mod load;
 mod names;
+mod naming;
 mod nixl;
 mod options;
 pub(crate) mod pool;
@@ -51,7 +53,9 @@ use unnamed::Unnamed;
 use unreadable::Unreadable;
 use walk::{Page, Position, no_position};
 
-pub use names::{Layout, Naming};
+pub use io_nixl::NixlOptions;
+pub use names::Layout;
+pub use naming::Naming;
 pub(crate) use nixl::{NIXL_NATIVE, NIXL_STORE, NIXL_STORE_DYNAMIC};
 pub(crate) use options::{FS, FS_NATIVE, path_allowed};
 pub use options::{FsOptions, Fsync, IoEngine};
@@ -104,7 +108,7 @@ impl FsAdapter {
         let base = base.map_err(failed)?;
         let Choice { engine, reason } = match engine {
             Some(given) => given,
-            None => io_choice::choose(options.io_engine, options.use_odirect)?,
+            None => io_choice::choose(options.io_engine, options.use_odirect, &options.nixl)?,
         };
         tracing::debug!(
             base_path = redact::text(&options.base_path.display().to_string()),
@@ -387,7 +391,7 @@ impl Adapter for FsAdapter {
         let files = &self.files;
         let count = |counter: &std::sync::atomic::AtomicU64| counter.load(Ordering::Relaxed);
         let counters = &files.counters;
-        json!({
+        let mut status = json!({
             "is_healthy": !self.pool.is_closed()
                 && !self.is_failing.load(Ordering::Relaxed)
                 && files.base.lost().is_none(),
@@ -409,7 +413,11 @@ impl Adapter for FsAdapter {
             "unreadable_files": count(&counters.unreadable),
             "unverified_loads": count(&counters.unverified),
             "not_direct_files": count(&counters.not_direct),
-        })
+        });
+        if let Some(engine) = files.engine.status() {
+            status["io_engine_status"] = engine;
+        }
+        status
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {

@@ -88,6 +88,8 @@ pub(crate) const NIXL_STORE_DYNAMIC: AdapterType = FS
             "layout",
             "names",
             "max_capacity_gb",
+            "nixl_backend",
+            "nixl_params",
         ],
         translate: |options| {
             let mut params = Params::of(options)?;
@@ -114,6 +116,8 @@ pub(crate) const NIXL_NATIVE: AdapterType = FS
             "names",
             "align_bytes",
             "max_capacity_gb",
+            "nixl_backend",
+            "nixl_params",
         ],
         translate: |options| {
             let mut params = Params::of(options)?;
@@ -138,14 +142,16 @@ pub(crate) const NIXL_STORE: AdapterType = FS
             "names",
             "align_bytes",
             "max_capacity_gb",
+            "nixl_backend",
+            "nixl_params",
         ],
         translate: |options| {
             let mut params = Params::of(options)?;
             params.directory()?;
             params.pool()?;
             params.warn(
-                "objects are kept as files of fs and are not exchanged with LMCache: its files are unnamed slots, and \
-                 the index of what is in them is in its server's memory only",
+                "objects are kept as files of fs and are not exchanged with LMCache: its files are numbered slots, \
+                 and only its server's memory has which object is in which",
             );
             Ok(params.end())
         },
@@ -267,19 +273,10 @@ impl<'a> Params<'a> {
     }
 
     fn end(mut self) -> Translated {
-        let backend = self.options.get::<&str>("backend");
-        if backend != "POSIX" {
-            self.warn(format!(
-                "backend {backend:?} changes nothing: objects are moved by system calls, from and to host memory"
-            ));
-        }
-        if !self.left.is_empty() {
-            let names: Vec<_> = self.left.keys().copied().collect();
-            self.warn(format!(
-                "{} of backend_params changes nothing: NIXL is not used",
-                names.join(", ")
-            ));
-        }
+        let left = std::mem::take(&mut self.left);
+        let left: BTreeMap<_, _> = left.into_iter().collect();
+        self.set("nixl_params", serde_json::json!(left));
+        self.set("nixl_backend", self.options.get::<&str>("backend"));
         self.translated
     }
 }

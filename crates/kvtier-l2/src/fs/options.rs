@@ -1,10 +1,13 @@
 //! Options of the file system adapters.
 
+use std::collections::BTreeMap;
 use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
 use super::FsAdapter;
-use super::names::{Layout, Naming};
+use super::io_nixl::NixlOptions;
+use super::names::Layout;
+use super::naming::Naming;
 use crate::adapter::Adapter;
 use crate::config::{AdapterConfig, ConfigError, Fallback, Interval, Key, Options, Shape};
 use crate::error::L2Error;
@@ -35,6 +38,8 @@ pub enum IoEngine {
     Posix,
     /// Several operations in flight per thread.
     Uring,
+    /// NIXL, which has to be installed.
+    Nixl,
 }
 
 /// Options of a directory.
@@ -60,6 +65,8 @@ pub struct FsOptions {
     pub fsync: Fsync,
     /// I/O engine.
     pub io_engine: IoEngine,
+    /// NIXL, with [`IoEngine::Nixl`].
+    pub nixl: NixlOptions,
     /// Files without a checksum are misses.
     pub require_checksum: bool,
     /// Files without a layout are loaded for page-bound objects too.
@@ -82,6 +89,7 @@ impl FsOptions {
             align_bytes: ALIGN_BYTES,
             fsync: Fsync::Never,
             io_engine: IoEngine::Auto,
+            nixl: NixlOptions::default(),
             require_checksum: false,
             trust_missing_layout: false,
             read_only: false,
@@ -122,7 +130,13 @@ impl FsOptions {
             io_engine: match options.get("io_engine") {
                 "posix" => IoEngine::Posix,
                 "io_uring" => IoEngine::Uring,
+                "nixl" => IoEngine::Nixl,
                 _ => IoEngine::Auto,
+            },
+            nixl: NixlOptions {
+                library: options.find::<&str>("nixl_library").map(Into::into),
+                backend: options.get("nixl_backend"),
+                params: options.get::<&BTreeMap<_, _>>("nixl_params").clone(),
             },
             require_checksum: config.guards.require_checksum,
             trust_missing_layout: options.get("trust_missing_layout"),
@@ -199,11 +213,27 @@ const KEYS: &[Key] = &[
     ),
     Key::of(
         "io_engine",
-        Shape::OneOf(&["auto", "posix", "io_uring"]),
-        "How bytes are moved: by one POSIX call per thread at a time, or by io_uring with several operations in flight per \
-         thread; auto is io_uring if use_odirect is set and the system allows it, else posix",
+        Shape::OneOf(&["auto", "posix", "io_uring", "nixl"]),
+        "How bytes are moved: by one POSIX call per thread at a time, by io_uring with several operations in flight per \
+         thread, or by a backend of NIXL, one transfer per thread; auto is io_uring if use_odirect is set and the system \
+         allows it, else posix",
     )
     .or(Fallback::Text("auto")),
+    Key::text(
+        "nixl_library",
+        "With io_engine nixl: path of libnixl_capi.so, or of the site-packages directory that nixl-cu12 or nixl-cu13 is in; \
+         unset is where it is installed",
+    ),
+    Key::text(
+        "nixl_backend",
+        "With io_engine nixl: the backend, one that keeps objects in files",
+    )
+    .or(Fallback::Text("POSIX")),
+    Key::of(
+        "nixl_params",
+        Shape::Texts,
+        "With io_engine nixl: parameters of the backend, such as use_uring of POSIX",
+    ),
 ];
 
 const NO_NUL: &str = "a path without the character NUL";
@@ -242,6 +272,7 @@ fn check(options: &Options) -> Result<(), ConfigError> {
 fn ineffective(config: &AdapterConfig, given: &dyn Fn(&str) -> bool) -> Vec<&'static str> {
     let options = &config.options;
     let is_bounded = options.get::<f64>("max_capacity_gb") > 0.0;
+    let by_nixl = options.get::<&str>("io_engine") == "nixl";
     let lines = [
         (
             !config.persist_enabled,
@@ -250,6 +281,18 @@ fn ineffective(config: &AdapterConfig, given: &dyn Fn(&str) -> bool) -> Vec<&'st
         (
             given("checksums"),
             "checksums changes nothing: each file has a checksum of its own",
+        ),
+        (
+            !by_nixl && given("nixl_library"),
+            "nixl_library changes nothing without io_engine \"nixl\"",
+        ),
+        (
+            !by_nixl && options.get::<&str>("nixl_backend") != "POSIX",
+            "the backend of NIXL changes nothing without io_engine \"nixl\": objects are moved by system calls",
+        ),
+        (
+            !by_nixl && !options.get::<&BTreeMap<_, _>>("nixl_params").is_empty(),
+            "the parameters of NIXL's backend change nothing without io_engine \"nixl\"",
         ),
         (
             given("align_bytes") && FsOptions::of(config).padding() == 1,

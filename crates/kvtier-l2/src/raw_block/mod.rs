@@ -32,6 +32,7 @@ use crate::adapter::{
     Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
 };
 use crate::error::{ErrorKind, L2Error};
+use crate::fs::NixlOptions;
 use crate::fs::io::Engine;
 use crate::fs::io_choice::{self, Choice};
 use crate::fs::pool::{Lane, NotDone, Pool};
@@ -156,7 +157,11 @@ impl RawBlockAdapter {
     /// # Errors
     /// If it cannot be used: it is missing, too small, in use, or holds something else.
     pub fn open(options: &RawOptions) -> Result<Self, L2Error> {
-        let Choice { engine, reason } = io_choice::choose(options.io_engine, options.use_odirect)?;
+        let Choice { engine, reason } = io_choice::choose(
+            options.io_engine,
+            options.use_odirect,
+            &NixlOptions::default(),
+        )?;
         let shared = Arc::new(Shared {
             device: Device::open(options)?,
             index: Index::new(),

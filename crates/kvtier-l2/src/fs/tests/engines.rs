@@ -12,12 +12,29 @@ use crate::fs::io_uring::Uring;
 /// Environment variable with the engine that the tests use.
 const ENGINE: &str = "KVTIER_FS_TEST_ENGINE";
 
-/// The engine of this run.
-pub(super) fn tested() -> IoEngine {
-    match std::env::var_os(ENGINE) {
+/// Whether this run is one of another engine.
+fn is_rerun() -> bool {
+    std::env::var_os(ENGINE).is_some()
+}
+
+/// Sets the engine of this run.
+pub(super) fn set(options: &mut FsOptions) {
+    options.io_engine = match std::env::var_os(ENGINE) {
         Some(name) if name == "io_uring" => IoEngine::Uring,
+        Some(name) if name == "nixl" => {
+            options.nixl = nixl().expect("the outer run has found it");
+            IoEngine::Nixl
+        }
         _ => IoEngine::Posix,
-    }
+    };
+}
+
+/// NIXL, if it is here.
+pub(super) fn nixl() -> Option<NixlOptions> {
+    Some(NixlOptions {
+        library: Some(kvtier_nixl::testing::library("tests of io_engine nixl")?),
+        ..NixlOptions::default()
+    })
 }
 
 /// Whether there is io_uring, and a word if not.
@@ -27,19 +44,38 @@ fn has_uring() -> bool {
         .is_ok()
 }
 
-#[test]
-fn adapter_tests_pass_with_io_uring() {
-    if tested() == IoEngine::Uring || !has_uring() {
-        return;
-    }
+/// Runs the tests of the adapter with another engine.
+fn rerun(engine: &str, tests: &[&str]) {
     let ran = Command::new(std::env::current_exe().unwrap())
-        .args(["fs::tests::", "--test-threads=2"])
-        .env(ENGINE, "io_uring")
+        .args(tests)
+        .arg("--test-threads=2")
+        .env(ENGINE, engine)
         .output()
         .unwrap();
     let said = String::from_utf8_lossy(&ran.stdout);
     assert!(ran.status.success(), "{said}");
     assert!(!said.contains("running 0 tests"), "{said}");
+}
+
+#[test]
+fn adapter_tests_pass_with_io_uring() {
+    if !is_rerun() && has_uring() {
+        rerun("io_uring", &["fs::tests::"]);
+    }
+}
+
+#[test]
+fn adapter_tests_pass_with_nixl() {
+    if !is_rerun() && nixl().is_some() {
+        // Those of what moves bytes; an agent of NIXL takes a while to start.
+        let tests = [
+            "fs::tests::damage",
+            "fs::tests::faults",
+            "fs::tests::nixl",
+            "fs::tests::suite",
+        ];
+        rerun("nixl", &tests);
+    }
 }
 
 /// A batch larger than what a ring holds, of every kind of object at once.

@@ -5,6 +5,7 @@ mod crash;
 mod damage;
 mod engines;
 mod faults;
+mod io_nixl;
 mod nixl;
 mod places;
 mod scan;
@@ -83,7 +84,7 @@ impl Fixture {
     fn with(change: impl FnOnce(&mut FsOptions)) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let mut options = FsOptions::new(dir.path().join("objects"));
-        options.io_engine = engines::tested();
+        engines::set(&mut options);
         options.num_workers = 2;
         change(&mut options);
         Self {
@@ -307,6 +308,7 @@ async fn configuration_opens_both_types_and_names_errors() {
             layout: Layout::Sharded,
             names: Naming::Ungrouped,
             align_bytes: 4096,
+            nixl: NixlOptions::default(),
             fsync: Fsync::FileAndDir,
             io_engine: IoEngine::Posix,
             require_checksum: true,

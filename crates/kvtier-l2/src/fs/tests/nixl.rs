@@ -154,14 +154,22 @@ fn keys_of_lmcache_are_those_of_a_directory() {
         "backend_params": {"file_path": "/x", "threads": 8},
     }))
     .unwrap();
-    assert_eq!(FsOptions::of(&config), FsOptions::new("/x"));
+    let expected = FsOptions {
+        nixl: NixlOptions {
+            backend: "GDS_MT".into(),
+            params: [("threads".into(), "8".into())].into(),
+            ..NixlOptions::default()
+        },
+        ..FsOptions::new("/x")
+    };
+    assert_eq!(FsOptions::of(&config), expected);
     assert_eq!(config.capacity_bytes(), Some(2 << 30));
     assert_eq!(
         config.warnings,
         [
-            "type \"nixl_native\": backend \"GDS_MT\" changes nothing: objects are moved by system calls, from and to \
-             host memory",
-            "type \"nixl_native\": threads of backend_params changes nothing: NIXL is not used",
+            "type \"nixl_native\": the backend of NIXL changes nothing without io_engine \"nixl\": objects are moved by \
+             system calls",
+            "type \"nixl_native\": the parameters of NIXL's backend change nothing without io_engine \"nixl\"",
         ]
     );
 

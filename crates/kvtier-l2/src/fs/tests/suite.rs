@@ -16,7 +16,7 @@ impl Directory {
     fn new(change: impl FnOnce(&mut FsOptions)) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let mut options = FsOptions::new(dir.path());
-        options.io_engine = engines::tested();
+        engines::set(&mut options);
         change(&mut options);
         Self { _dir: dir, options }
     }
