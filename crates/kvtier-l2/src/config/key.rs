@@ -56,7 +56,7 @@ pub enum Shape {
     /// An object whose keys are defined elsewhere.
     Object,
     /// An object of texts, numbers and switches, which are taken as texts: parameters of another program.
-    Texts,
+    Params,
     /// A list of objects with these keys.
     Tables(&'static [Key]),
 }
@@ -145,7 +145,7 @@ pub(super) enum Setting {
     Numbers(Vec<f64>),
     Adapter(Box<super::AdapterConfig>),
     Tables(Vec<super::Options>),
-    Texts(BTreeMap<String, String>),
+    Params(BTreeMap<String, String>),
 }
 
 impl Key {
@@ -221,7 +221,7 @@ impl Key {
             Shape::Numbers(interval) => format!("a list of numbers {interval}"),
             Shape::Adapter => "an adapter's object with a \"type\"".into(),
             Shape::Object => "an object".into(),
-            Shape::Texts => "an object of texts, numbers, true and false".into(),
+            Shape::Params => "an object of texts, numbers, true and false".into(),
             Shape::Tables(_) => "a list of objects".into(),
         }
     }
@@ -234,7 +234,7 @@ impl Key {
             (Fallback::Nothing, Shape::Integers { .. } | Shape::Numbers(_) | Shape::Tables(_)) => {
                 "[]".into()
             }
-            (Fallback::Nothing, Shape::Texts) => "{}".into(),
+            (Fallback::Nothing, Shape::Params) => "{}".into(),
             (Fallback::Nothing, _) => "unset".into(),
             (Fallback::Switch(on), _) => on.to_string(),
             (Fallback::Integer(number), _) => number.to_string(),
@@ -249,7 +249,7 @@ impl Key {
             (_, Shape::Integers { .. }) => Setting::Integers(Vec::new()),
             (_, Shape::Numbers(_)) => Setting::Numbers(Vec::new()),
             (_, Shape::Tables(_)) => Setting::Tables(Vec::new()),
-            (Fallback::Nothing, Shape::Texts) => Setting::Texts(BTreeMap::new()),
+            (Fallback::Nothing, Shape::Params) => Setting::Params(BTreeMap::new()),
             (Fallback::Required | Fallback::Nothing, _) => return None,
             (Fallback::Switch(on), _) => Setting::Switch(on),
             (Fallback::Integer(number), _) => Setting::Integer(number),
@@ -290,18 +290,18 @@ impl Key {
                 .map(|value| number(value, interval))
                 .collect::<Option<_>>()
                 .map(Setting::Numbers),
-            Shape::Texts => value
+            Shape::Params => value
                 .as_object()?
                 .iter()
                 .map(|(key, value)| Some((key.clone(), as_text(value)?)))
                 .collect::<Option<_>>()
-                .map(Setting::Texts),
+                .map(Setting::Params),
             Shape::Adapter | Shape::Object | Shape::Tables(_) => None,
         }
     }
 }
 
-/// Returns a value of [`Shape::Texts`] as text.
+/// Returns a value of [`Shape::Params`] as text.
 fn as_text(value: &Value) -> Option<String> {
     match value {
         Value::String(text) => Some(text.clone()),

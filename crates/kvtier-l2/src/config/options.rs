@@ -61,7 +61,7 @@ from_setting! {
     &'a [f64]: Setting::Numbers(list) => Some(list);
     &'a AdapterConfig: Setting::Adapter(config) => Some(config);
     &'a [Options]: Setting::Tables(list) => Some(list);
-    &'a BTreeMap<String, String>: Setting::Texts(texts) => Some(texts);
+    &'a BTreeMap<String, String>: Setting::Params(params) => Some(params);
 }
 
 impl Options {
@@ -167,7 +167,7 @@ impl Options {
             Some(Setting::Integers(list)) => list.as_slice().into(),
             Some(Setting::Numbers(list)) => list.as_slice().into(),
             Some(Setting::Adapter(config)) => config.kind.into(),
-            Some(Setting::Texts(texts)) => serde_json::json!(texts),
+            Some(Setting::Params(params)) => serde_json::json!(params),
             Some(Setting::Tables(list)) => format!("{} objects", list.len()).into(),
         };
         ConfigError::value(&self.owner, key, &value, allowed)

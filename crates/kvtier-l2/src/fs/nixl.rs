@@ -33,7 +33,7 @@ const DYNAMIC_KEYS: &[Key] = &[
     BACKEND,
     Key::of(
         "backend_params",
-        Shape::Texts,
+        Shape::Params,
         "file_path (the directory), use_direct_io, shard_dirs (files in directories by the hash of their chunk) and \
          max_capacity_gb; what else there is is for NIXL's backend",
     )
@@ -44,7 +44,7 @@ const STORE_KEYS: &[Key] = &[
     BACKEND,
     Key::of(
         "backend_params",
-        Shape::Texts,
+        Shape::Params,
         "file_path (the directory), use_direct_io and file_size; what else there is is for NIXL's backend",
     )
     .required(),
@@ -61,7 +61,7 @@ const NATIVE_KEYS: &[Key] = &[
     BACKEND,
     Key::of(
         "backend_params",
-        Shape::Texts,
+        Shape::Params,
         "file_path (the directory), use_direct_io and shard_dirs; what else there is is for NIXL's backend",
     )
     .required(),

@@ -231,7 +231,7 @@ const KEYS: &[Key] = &[
     .or(Fallback::Text("POSIX")),
     Key::of(
         "nixl_params",
-        Shape::Texts,
+        Shape::Params,
         "With io_engine nixl: parameters of the backend, such as use_uring of POSIX",
     ),
 ];
