@@ -14,6 +14,7 @@ pub mod fs;
 pub mod mock;
 mod object;
 mod probe;
+pub mod process;
 mod rate_limited;
 pub mod redact;
 pub mod registry;

@@ -19,7 +19,7 @@ use crate::config::{
     refuse_rest,
 };
 use crate::error::L2Error;
-use crate::{Adapter, fs, mock, redact, resp, s3, wrap};
+use crate::{Adapter, fs, mock, process, redact, resp, s3, wrap};
 
 /// Built-in types in alphabetical order, which is the order of the documentation.
 const BUILT_IN: &[AdapterType] = &[
@@ -27,6 +27,7 @@ const BUILT_IN: &[AdapterType] = &[
     fs::FS,
     fs::FS_NATIVE,
     mock::MOCK,
+    process::PROCESS,
     resp::REDIS,
     resp::RESP,
     s3::S3,
