@@ -92,12 +92,7 @@ impl SharedSegment {
 }
 
 /// Copies between two extents of one length.
-fn copy(
-    from: &Mapping,
-    source: Extent,
-    to: &Mapping,
-    target: Extent,
-) -> Result<u128, AccessError> {
+fn copy(from: &Mapping, source: Extent, to: &Mapping, target: Extent) -> Result<u128, AccessError> {
     let first = from.locate(source.offset, source.len)?;
     let last = to.locate(target.offset, source.len)?;
     let len = source.len as usize;
@@ -137,14 +132,21 @@ mod tests {
         let arena = Arena::create(ArenaKind::Anonymous, 1 << 20).unwrap();
         let segment = SharedSegment::create(1 << 20).unwrap();
         for len in [0, 1, PIECE - 1, PIECE, PIECE + 1, 100_000] {
-            let (from, to) = (Extent::new(4096, len as u64), Extent::new(500_000, len as u64));
+            let (from, to) = (
+                Extent::new(4096, len as u64),
+                Extent::new(500_000, len as u64),
+            );
             arena.write(from, 0, &bytes(len)).unwrap();
-            arena.write(Extent::new(499_999, 200_002), 0, &[7; 200_002]).unwrap();
+            arena
+                .write(Extent::new(499_999, 200_002), 0, &[7; 200_002])
+                .unwrap();
             let sum = segment.copy_in(12_345, &arena, from).unwrap();
             assert_eq!(sum, checksum128(&bytes(len)));
             assert_eq!(segment.copy_out(12_345, &arena, to), Ok(sum));
             let mut read = Vec::new();
-            arena.read_into(Extent::new(499_999, 200_002), 0, len as u64 + 2, &mut read).unwrap();
+            arena
+                .read_into(Extent::new(499_999, 200_002), 0, len as u64 + 2, &mut read)
+                .unwrap();
             assert_eq!(read[1..=len], bytes(len));
             assert_eq!((read[0], read[len + 1]), (7, 7));
         }

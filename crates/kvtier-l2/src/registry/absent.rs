@@ -2,23 +2,25 @@
 //!
 //! Registered types are found before these.
 
-const ON_DISK: &str = "keep objects on a disk by \"fs\"";
 const SAME_DEVICE: &str =
     "put a file system on the device and use \"fs\" with \"use_odirect\": true";
-const IN_RUST: &str = "write the adapter in Rust and register it (kvtier_l2::Registry::add)";
+const OWN: &str = "write it as a program of its own and use \"process\": docs/tier-protocol.md, in Python kvtier.tier.Tier";
+const OWN_OR_DISK: &str = "serve it by a program of your own and \"process\" (docs/tier-protocol.md), or keep objects on a disk by \"fs\"";
+const OWN_OR_SHARED: &str = "serve it by a program of your own and \"process\" (docs/tier-protocol.md), or give all servers one \
+     network file system by \"fs\" with \"shared\": true";
 const SHARED: &str = "give all servers one network file system by \"fs\" with \"shared\": true";
 
 const ABSENT: &[(&str, &str)] = &[
-    ("aerospike", ON_DISK),
-    ("bigtable", ON_DISK),
+    ("aerospike", OWN_OR_DISK),
+    ("bigtable", OWN_OR_DISK),
     ("dax", SAME_DEVICE),
     (
         "hf3fs",
         "use \"fs\" with \"base_path\" below the mount point",
     ),
-    ("hfbucket", ON_DISK),
-    ("mooncake_store", SHARED),
-    ("native_plugin", IN_RUST),
+    ("hfbucket", OWN_OR_DISK),
+    ("mooncake_store", OWN_OR_SHARED),
+    ("native_plugin", OWN),
     (
         "nixl_native",
         "use \"fs\" on the same directory with \"use_odirect\": true",
@@ -32,9 +34,9 @@ const ABSENT: &[(&str, &str)] = &[
         "use \"fs\" on the same file system with \"use_odirect\": true",
     ),
     ("p2p", SHARED),
-    ("plugin", IN_RUST),
+    ("plugin", OWN),
     ("raw_block", SAME_DEVICE),
-    ("sagemaker-hyperpod", ON_DISK),
+    ("sagemaker-hyperpod", OWN_OR_DISK),
 ];
 
 /// Returns the alternative to `name` if that is a type of LMCache.

@@ -43,6 +43,13 @@ impl Bed {
         }
     }
 
+    /// Stores objects, again if the connection ends meanwhile: a fault is answered before the connection is closed for it.
+    async fn stores_at_last(&self, objects: &[ObjectSpec]) {
+        while kinds(store(&self.adapter, &self.memory, objects).await) != [None; 2] {
+            until_connected(&self.adapter).await;
+        }
+    }
+
     /// Kinds of the errors of a load of two stored objects while loads are answered by `reply`. After it the tier is used
     /// again.
     async fn load_errors(
@@ -50,9 +57,7 @@ impl Bed {
         reply: impl Fn(&Asked<'_>, Value) -> Vec<Then> + Send + 'static,
     ) -> Vec<Option<ErrorKind>> {
         let two = [object(1, 10_000), object(2, 70_000)];
-        self.fake.does(|good, asked| good.then(&asked));
-        until_connected(&self.adapter).await;
-        self.stores(&two).await;
+        self.stores_at_last(&two).await;
         self.fake.does(move |good, asked| match asked.op() {
             "load" => {
                 let answer = good.answer(&asked);
@@ -63,9 +68,7 @@ impl Bed {
         let kinds = kinds(load(&self.adapter, &self.memory, &two).await);
         self.memory.until_unused().await;
         self.fake.does(|good, asked| good.then(&asked));
-        until_connected(&self.adapter).await;
-        self.stores(&two).await;
-        self.loads(&two).await;
+        self.stores_at_last(&two).await;
         kinds
     }
 }
@@ -104,12 +107,29 @@ async fn answers_that_break_the_protocol_fail_and_the_tier_is_used_again() {
         };
         assert_eq!(bed.load_errors(reply).await, UNAVAILABLE);
     }
-    // The second answer is to no request.
-    let twice = |asked: &Asked<'_>, answer: Value| {
-        let again = Then::Answer(asked.id, answer.clone());
-        vec![Then::Answer(asked.id, answer), again]
-    };
-    bed.load_errors(twice).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn second_answer_to_a_request_ends_the_connection() {
+    let bed = bed(|_| {}).await;
+    let connections = Arc::new(Mutex::new(0));
+    bed.fake.does({
+        let connections = Arc::clone(&connections);
+        move |good, asked| {
+            *connections.lock() = asked.connection + 1;
+            let answers = [good.answer(&asked), json!({"results": []})];
+            let is_bad = asked.connection == 0;
+            let answers = answers.into_iter().take(1 + usize::from(is_bad));
+            answers
+                .map(|answer| Then::Answer(asked.id, answer))
+                .collect()
+        }
+    });
+    let _ = bed.adapter.lookup(vec![object(1, 100)]).await;
+    while *connections.lock() < 2 {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    bed.stores(&[object(1, 100)]).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
