@@ -15,7 +15,7 @@ use kvtier_extent::Extent;
 /// Bytes that are hashed and copied at a time, by way of private memory in the first-level cache.
 const PIECE: usize = 16 << 10;
 
-/// Shared memory of a size that nobody can change. The other process may write it at any moment, so bytes are checked by
+/// Shared memory of a fixed size. The other process may write it at any moment, so bytes are checked by
 /// what was copied, never by what lies there.
 #[derive(Debug)]
 pub struct SharedSegment {

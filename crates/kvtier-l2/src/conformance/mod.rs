@@ -178,7 +178,7 @@ pub fn names() -> impl Iterator<Item = &'static str> {
     cases::ALL.iter().map(|case| case.name)
 }
 
-/// Returns why a case says nothing about a subject with these capabilities that nobody can damage, if it does not.
+/// Returns why a case says nothing about a subject with these capabilities whose stored bytes the suite cannot damage, if it does not.
 #[must_use]
 pub fn skipped(case: &str, can: Capabilities) -> Option<&'static str> {
     match case {

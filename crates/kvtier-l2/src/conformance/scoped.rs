@@ -53,7 +53,7 @@ impl Scope {
     }
 }
 
-/// A store of which the suite uses a part.
+/// A store that the suite uses a part of.
 pub struct Scoped<S> {
     inner: S,
     scope: Arc<Scope>,

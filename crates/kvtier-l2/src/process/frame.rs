@@ -9,7 +9,7 @@ pub(super) const HEADER: usize = 16;
 /// Longest body in either direction.
 pub(super) const MAX_BODY: usize = 4 << 20;
 
-/// What the tier sent that is none of the protocol. Its connection is closed.
+/// Something that the tier sent and the protocol does not allow. Its connection is closed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
 pub(super) struct Violation(String);

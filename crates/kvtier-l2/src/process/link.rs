@@ -282,8 +282,8 @@ impl Shared {
         let welcome = Welcome::decode(&body).map_err(|error| refused(&error))?;
         let welcome = welcome.map_err(|error| self.error(error.kind(), &error.to_string()))?;
         if !welcome.features.metadata && !self.options.trust_missing_layout {
-            let what = "the tier keeps no metadata, so that objects of another layout cannot be told apart; give \
-                trust_missing_layout true if all engines that use it agree in the form of their pages";
+            let what = "the tier keeps no metadata, so that layouts cannot be compared; give trust_missing_layout \
+                true if all engines that use it agree in the form of their pages";
             return Err(self.error(ErrorKind::Refused, what));
         }
         let name = self.options.socket_path.display().to_string();

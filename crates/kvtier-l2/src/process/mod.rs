@@ -96,6 +96,9 @@ struct Item<T> {
     item: T,
 }
 
+/// Items of one request.
+type Group<T> = Vec<Item<T>>;
+
 /// Results of some items, by their place in the batch.
 type Results<R> = Vec<(usize, Result<R, L2Error>)>;
 
@@ -306,7 +309,7 @@ impl ProcessAdapter {
     async fn each<T, R, F>(
         &self,
         items: Vec<T>,
-        work: fn(Arc<Shared>, Arc<Session>, u64, Vec<Item<T>>) -> F,
+        work: fn(Arc<Shared>, Arc<Session>, u64, Group<T>) -> F,
     ) -> Vec<Result<R, L2Error>>
     where
         T: About,

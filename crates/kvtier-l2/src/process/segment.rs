@@ -1,6 +1,6 @@
 //! The segment of one connection: where the bytes of objects lie while a request for them is in flight.
 //!
-//! The mutex guards which parts are free. A part stays allocated until the tier has answered, whoever still waits for that.
+//! The mutex guards which parts are free. A part stays allocated until the tier has answered, also if no caller waits.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -19,7 +19,7 @@ pub(super) struct Segment {
     memory: SharedSegment,
     free: Mutex<FreeExtents>,
     freed: Notify,
-    /// Those who wait for memory wait here first, in order, so that small requests do not starve a large one.
+    /// Requests that wait for memory wait here first, in order, so that small requests do not starve a large one.
     turn: tokio::sync::Mutex<()>,
     is_closed: AtomicBool,
 }

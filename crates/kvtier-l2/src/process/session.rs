@@ -1,7 +1,7 @@
 //! One connection that was greeted: its requests in flight, by id, and the frames that come and go.
 //!
 //! The mutex guards the requests in flight; no other lock is acquired inside. A request stays there until its answer or the
-//! end of the session, whoever still waits for it, and with it its part of the segment and its permit: a tier may still write
+//! end of the session, also if no caller waits for it any more, and with it its part of the segment and its permit: a tier may still write
 //! there. So an answer to an unknown id is always the tier's fault.
 
 use std::collections::HashMap;

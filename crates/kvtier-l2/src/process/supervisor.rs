@@ -125,6 +125,8 @@ impl Supervisor {
         group: Group,
         stop: &mut watch::Receiver<bool>,
     ) -> bool {
+        // A wait would close it, and its end is the sign that kvtier has ended.
+        let input = child.stdin.take();
         let mut logs = JoinSet::new();
         if let Some(output) = child.stdout.take() {
             logs.spawn(log(output));
@@ -149,7 +151,7 @@ impl Supervisor {
             }
         };
         // What it has started itself ends with it, also if it crashed.
-        drop(group);
+        drop((group, input));
         let last = async { while logs.join_next().await.is_some() {} };
         let _ = timeout(LAST_OUTPUT_TIMEOUT, last).await;
         is_stopped
@@ -185,7 +187,7 @@ async fn terminate(child: &mut Child, group: &Group) {
     }
 }
 
-/// Logs lines, so many per interval.
+/// Logs lines, at most [`MAX_LINES`] per interval.
 async fn log(mut output: impl AsyncRead + Unpin) {
     let mut buffer = vec![0; 4096];
     let mut text = Vec::new();

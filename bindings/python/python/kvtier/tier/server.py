@@ -8,6 +8,7 @@ import mmap
 import os
 import signal
 import socket
+import stat
 import struct
 import sys
 import threading
@@ -276,13 +277,16 @@ def serve(socket_path: str | os.PathLike[str], tier: Tier, *, stop: threading.Ev
     """Serves ``tier`` on a unix socket until SIGTERM, SIGINT or ``stop``, then closes it.
 
     The socket is usable only by this user and root. One that an earlier process left is replaced; one that a process listens
-    on is an error. Signals are handled only if this is the main thread.
+    on is an error. Signals are handled only if this is the main thread. A program that kvtier has started also ends when its
+    standard input does, which is when kvtier has ended.
     """
     path = os.fspath(socket_path)
     stop = stop or threading.Event()
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: stop.set())
+    if os.environ.get("KVTIER_SOCKET") == path and _is_pipe(sys.stdin):
+        threading.Thread(target=_await_end, args=(stop,), name="kvtier-end", daemon=True).start()
     listener = _listen(path)
     inode = os.stat(path).st_ino
     connections: dict[threading.Thread, Connection] = {}
@@ -308,6 +312,21 @@ def serve(socket_path: str | os.PathLike[str], tier: Tier, *, stop: threading.Ev
         for thread in connections:
             thread.join()
         tier.close()
+
+
+def _is_pipe(stream: Any) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
+    except (AttributeError, OSError, ValueError):
+        return False
+
+
+def _await_end(stop: threading.Event) -> None:
+    """Waits for the end of kvtier, which holds the other end of our standard input."""
+    with suppress(OSError):
+        while os.read(0, 4096):
+            pass
+    stop.set()
 
 
 def _listen(path: str) -> socket.socket:

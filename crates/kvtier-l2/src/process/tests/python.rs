@@ -27,8 +27,13 @@ struct Directory {
 impl Directory {
     fn new() -> Self {
         let place = tempfile::tempdir().unwrap();
+        let objects = place.path().join("objects");
+        Self::start(place, &arguments(&objects))
+    }
+
+    fn start(place: TempDir, arguments: &[String]) -> Self {
         let process = Command::new("python3")
-            .args(arguments(&place.path().join("objects")))
+            .args(arguments)
             .env("PYTHONPATH", PACKAGE)
             .env("KVTIER_SOCKET", place.path().join("socket"))
             .stdin(Stdio::null())
@@ -85,6 +90,32 @@ impl Subject for Directory {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn directory_in_python_passes() {
     run(Directory::new).await;
+}
+
+/// The program of `docs/tier-protocol.md`, which keeps objects in memory.
+struct Example(Directory);
+
+impl Example {
+    fn new() -> Self {
+        const PAGE: &str = include_str!("../../../../../docs/tier-protocol.md");
+        let program = PAGE.split("```python\n").nth(1).unwrap();
+        let program = program.split("```").next().unwrap();
+        let place = tempfile::tempdir().unwrap();
+        let socket = place.path().join("socket").to_str().unwrap().to_owned();
+        let words = ["-c".to_owned(), program.to_owned(), socket];
+        Self(Directory::start(place, &words))
+    }
+}
+
+impl Subject for Example {
+    fn open(&self) -> BoxFuture<'_, Arc<dyn Adapter>> {
+        self.0.open()
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn example_of_the_page_passes() {
+    run(Example::new).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
