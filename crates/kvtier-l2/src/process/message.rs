@@ -1,10 +1,11 @@
 //! Bodies of frames: requests are written, answers are read. No I/O; everything in an answer is hostile.
 
-use serde::de::DeserializeOwned;
+use serde::de::{DeserializeOwned, DeserializeSeed as _};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::frame::{MAX_BODY, Violation};
+use super::results::Results;
 use crate::error::{ErrorKind, L2Error};
 
 /// Version that is spoken.
@@ -25,7 +26,7 @@ pub(super) const MAX_CURSOR: usize = 8 << 10;
 
 /// Bytes that an answer may have beside its results, and per result.
 const ANSWER_BASE: usize = 4 << 10;
-const ANSWER_EACH: usize = 1 << 10;
+const ANSWER_EACH: usize = 4 << 10;
 
 /// Largest [`Welcome::overhead_bytes`].
 const MAX_OVERHEAD: u64 = 1 << 20;
@@ -283,20 +284,22 @@ pub(super) fn results<T: DeserializeOwned>(
     body: &[u8],
     count: usize,
 ) -> Result<Result<Vec<T>, L2Error>, Violation> {
-    #[derive(Deserialize)]
-    struct Results<T> {
-        results: Option<Vec<T>>,
-    }
     if let Err(error) = nothing(what, body)? {
         return Ok(Err(error));
     }
-    let results: Results<T> = parse(body)?;
-    let results = results.results.unwrap_or_default();
+    // What follows the object was refused above.
+    let mut reader = serde_json::Deserializer::from_slice(body);
+    let results = Results::new(count).deserialize(&mut reader);
+    let results = results.map_err(|error| malformed(&error))?;
     if results.len() != count {
         let what = format!("{what}: {} results instead of {count}", results.len());
         return Err(Violation::new(what));
     }
     Ok(Ok(results))
+}
+
+fn malformed(error: &serde_json::Error) -> Violation {
+    Violation::new(format!("a body is not of its form: {error}"))
 }
 
 /// Reads a page of a listing.
@@ -346,8 +349,7 @@ fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, Violation> {
     if body.iter().find(|byte| !byte.is_ascii_whitespace()) != Some(&b'{') {
         return Err(Violation::new("a body is not a JSON object"));
     }
-    serde_json::from_slice(body)
-        .map_err(|error| Violation::new(format!("a body is not of its form: {error}")))
+    serde_json::from_slice(body).map_err(|error| malformed(&error))
 }
 
 /// Returns the error of a tier.

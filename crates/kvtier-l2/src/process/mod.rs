@@ -15,6 +15,7 @@ mod load;
 mod message;
 mod metadata;
 mod options;
+mod results;
 mod segment;
 mod session;
 mod store;
@@ -140,6 +141,29 @@ fn name_of(key: &ObjectKey) -> String {
 
 fn memory(error: &kvtier_memory::AccessError) -> L2Error {
     L2Error::new(ErrorKind::Memory, error.to_string())
+}
+
+/// Reads what a tier could send, as each kind of answer.
+#[cfg(feature = "fuzzing")]
+pub fn read_answers(bytes: &[u8]) {
+    let Some((head, body)) = bytes.split_first_chunk() else {
+        return;
+    };
+    let _ = frame::Head::decode(head);
+    let _ = Welcome::decode(body);
+    let count = usize::from(head[0] % 4);
+    if let Ok(Ok(entries)) = message::results::<Option<message::Entry>>("load", body, count) {
+        assert_eq!(entries.len(), count);
+        for entry in entries.into_iter().flatten() {
+            let _ = entry.failure("load");
+            hex::decode(entry.meta().unwrap_or_default()).ok();
+        }
+    }
+    let _ = message::results::<message::Deleted>("delete", body, count);
+    let _ = message::free_bytes(body);
+    if let Ok(Ok(page)) = message::page(body) {
+        assert!(page.objects.len() <= message::MAX_BATCH);
+    }
 }
 
 /// Runs `work`, which copies `bytes`, where it blocks no other task.

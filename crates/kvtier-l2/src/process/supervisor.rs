@@ -94,6 +94,8 @@ impl Supervisor {
         loop {
             let started = Instant::now();
             self.starting.send_replace(Some(started));
+            // A wish to end the one before.
+            let _ = timeout(Duration::ZERO, self.restart.notified()).await;
             match start(options) {
                 Err(error) => {
                     let command = options.command.first();

@@ -1,3 +1,4 @@
+mod config;
 mod fake;
 mod faults;
 mod python;
