@@ -157,3 +157,75 @@ fn process_of(path: &Path) -> rustix::process::Pid {
     let peer = rustix::net::sockopt::socket_peercred(&socket).unwrap();
     peer.pid
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn frozen_command_is_killed_and_started_again() {
+    let place = tempfile::tempdir().unwrap();
+    let mut options = options(&place.path().join("socket"));
+    options.request_timeout = Duration::from_millis(300);
+    let words = ["env".to_owned(), format!("PYTHONPATH={PACKAGE}")];
+    options.command = words.into();
+    options.command.push("python3".into());
+    let objects = place.path().join("objects");
+    options.command.extend(arguments(&objects));
+    let adapter = ProcessAdapter::open(&options);
+    until_connected(&adapter).await;
+    let process = process_of(&options.socket_path);
+    rustix::process::kill_process(process, rustix::process::Signal::STOP).unwrap();
+    let (memory, one) = (Memory::new(1 << 20), [object(1, 100_000)]);
+    let stored = kinds(store(&adapter, &memory, &one).await);
+    assert_eq!(stored, [Some(ErrorKind::Unavailable)]);
+    while kinds(store(&adapter, &memory, &one).await) != [None] {
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert_ne!(process_of(&options.socket_path), process);
+    assert!(rustix::process::test_kill_process(process).is_err());
+    adapter.close().await;
+}
+
+#[tokio::test]
+async fn command_that_cannot_start_is_an_unhealthy_tier() {
+    let place = tempfile::tempdir().unwrap();
+    for command in [&["/none"][..], &["false"], &["sh", "-c", "exit 3"]] {
+        let mut options = options(&place.path().join("socket"));
+        options.command = command.iter().map(|word| (*word).to_owned()).collect();
+        let adapter = ProcessAdapter::open(&options);
+        let error = adapter.connected().await.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+        assert_eq!(adapter.status()["is_healthy"], false);
+        adapter.close().await;
+    }
+}
+
+/// Also what a command has started itself ends, if the adapter is dropped and not closed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn dropped_adapter_leaves_no_process() {
+    let place = tempfile::tempdir().unwrap();
+    let mut options = options(&place.path().join("socket"));
+    let inner = arguments(&place.path().join("objects"));
+    let script = format!(
+        "PYTHONPATH={PACKAGE} python3 {} < /dev/null & wait",
+        inner.join(" ")
+    );
+    options.command = ["sh", "-c", &script].map(str::to_owned).into();
+    let adapter = ProcessAdapter::open(&options);
+    until_connected(&adapter).await;
+    let process = process_of(&options.socket_path);
+    drop(adapter);
+    while rustix::process::test_kill_process(process).is_ok() && is_running(process) {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+/// Whether a process is neither gone nor waiting for its parent to ask how it ended.
+fn is_running(process: rustix::process::Pid) -> bool {
+    let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.as_raw_pid()));
+    stat.is_ok_and(|stat| {
+        !stat
+            .rsplit(')')
+            .next()
+            .unwrap()
+            .trim_start()
+            .starts_with('Z')
+    })
+}
