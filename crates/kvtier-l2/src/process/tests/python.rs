@@ -92,17 +92,18 @@ async fn directory_in_python_passes() {
     run(Directory::new).await;
 }
 
-/// The program of `docs/tier-protocol.md`, which keeps objects in memory.
+/// A program of a page, which keeps objects in memory.
 struct Example(Directory);
 
 impl Example {
-    fn new() -> Self {
-        const PAGE: &str = include_str!("../../../../../docs/tier-protocol.md");
-        let program = PAGE.split("```python\n").nth(1).unwrap();
+    /// Starts the first program of a text, which listens on its first argument or this path.
+    fn of(text: &str, path: &str) -> Self {
+        let program = text.split("```python\n").nth(1).unwrap();
         let program = program.split("```").next().unwrap();
         let place = tempfile::tempdir().unwrap();
         let socket = place.path().join("socket").to_str().unwrap().to_owned();
-        let words = ["-c".to_owned(), program.to_owned(), socket];
+        let program = program.replace(path, &socket);
+        let words = ["-c".to_owned(), program, socket];
         Self(Directory::start(place, &words))
     }
 }
@@ -115,7 +116,15 @@ impl Subject for Example {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn example_of_the_page_passes() {
-    run(Example::new).await;
+    const PAGE: &str = include_str!("../../../../../docs/tier-protocol.md");
+    run(|| Example::of(PAGE, "/no/path")).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn example_of_the_python_page_passes() {
+    const PAGE: &str = include_str!("../../../../../docs/python.md");
+    let part = PAGE.split("\n## Second tiers\n").nth(1).unwrap();
+    run(|| Example::of(part, "/run/kvtier/mine.sock")).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
