@@ -77,3 +77,14 @@ for reply in [
     b"*2\r\n$2\r\n17\r\n*2\r\n$1\r\na\r\n$1\r\nb\r\n",
 ]:
     seed("resp", reply)
+
+# Answers of a tier in a process of its own; the first byte of the header is the number of results.
+for count, answer in [
+    (1, b'{"results":[{"len":4096,"meta":"6b7674720200"}]}'),
+    (2, b'{"results":[null,{"error":"full","message":"no space"}]}'),
+    (3, b'{"results":[true,false,{"error":"busy"}]}'),
+    (0, b'{"objects":[{"key":"m@01000100@0@' + b"ab" * 32 + b'","len":1,"used_at":7}],"next":"x"}'),
+    (0, b'{"version":1,"tier":"t","capabilities":{"delete":true},"overhead_bytes":64,"max_batch":9}'),
+    (0, b'{"free_bytes":123}'),
+]:
+    seed("tier", bytes([count]) + bytes(15) + answer)

@@ -15,6 +15,7 @@ pub mod fs;
 pub mod mock;
 mod object;
 mod probe;
+pub mod process;
 mod rate_limited;
 pub mod raw_block;
 pub mod redact;

@@ -4,6 +4,7 @@
 //! * [`FreeExtents`]: which byte ranges ([`Extent`]) of an arena are free. All of its bookkeeping
 //!   lies outside the arena, so a process that writes to shared memory cannot corrupt it.
 //! * [`ForeignSegment`]: memory that a client created and shares with us.
+//! * [`SharedSegment`]: memory that we create and share with one process by its descriptor.
 //! * [`copy_affine`] and [`copy_runs`]: the one copy between the two.
 //! * [`Arena::read_file`] and [`Arena::write_file`]: files straight to and from an arena.
 //! * [`Arena::receive`] and [`socket::send_slices`]: the same for sockets.
@@ -31,6 +32,7 @@ mod error;
 pub mod fault;
 mod file;
 mod mapping;
+mod memfd;
 mod numa;
 mod prefault;
 mod process;
@@ -45,6 +47,7 @@ pub use copy::{AffineCopy, CopyLoop, Direction, MAX_LOOPS, Run, copy_affine, cop
 pub use error::ArenaError;
 pub use file::{FileError, close_file};
 pub use kvtier_extent::{Extent, FreeExtents};
+pub use memfd::SharedSegment;
 pub use numa::NumaError;
 pub use prefault::{PrefaultEnd, PrefaultError, PrefaultProgress};
 pub use process::{exit_at_once, has_mapped};

@@ -11,6 +11,7 @@ mod quota;
 mod server;
 mod signals;
 mod status;
+mod tier_test;
 mod units;
 mod version;
 mod web;
@@ -42,6 +43,8 @@ enum Command {
     Quota(quota::QuotaArgs),
     /// Measure the round trip to a server.
     Ping(ping::PingArgs),
+    /// Check a second tier in a process of its own by the conformance suite.
+    TierTest(tier_test::TierTestArgs),
     /// Print the version, commit and target, and the clients it serves.
     Version,
 }
@@ -55,6 +58,7 @@ impl Command {
             Self::Status(_) => "status",
             Self::Quota(_) => "quota",
             Self::Ping(_) => "ping",
+            Self::TierTest(_) => "tier-test",
             Self::Version => "version",
         }
     }
@@ -76,6 +80,7 @@ fn main() -> ExitCode {
         Command::Status(args) => status::run(&args),
         Command::Quota(args) => quota::run(&args),
         Command::Ping(args) => ping::run(&args),
+        Command::TierTest(args) => tier_test::run(&args),
         Command::Version => version::print(),
     };
     outcome.unwrap_or_else(|error| {

@@ -51,6 +51,8 @@ pub enum Shape {
     },
     /// A list of numbers of an interval.
     Numbers(Interval),
+    /// A list of texts, each with at least one character.
+    Texts,
     /// The configuration of another adapter, with its own `type`.
     Adapter,
     /// An object whose keys are defined elsewhere.
@@ -143,6 +145,8 @@ pub(super) enum Setting {
     Text(String),
     Integers(Vec<i64>),
     Numbers(Vec<f64>),
+    Texts(Vec<String>),
+    Object(Map<String, Value>),
     Adapter(Box<super::AdapterConfig>),
     Tables(Vec<super::Options>),
     Params(BTreeMap<String, String>),
@@ -219,6 +223,7 @@ impl Key {
             Shape::OneOf(words) => one_of(words),
             Shape::Integers { min } => format!("a list of whole numbers {}", Whole(min, i64::MAX)),
             Shape::Numbers(interval) => format!("a list of numbers {interval}"),
+            Shape::Texts => "a list of texts that are not empty".into(),
             Shape::Adapter => "an adapter's object with a \"type\"".into(),
             Shape::Object => "an object".into(),
             Shape::Params => "an object of texts, numbers, true and false".into(),
@@ -231,9 +236,10 @@ impl Key {
     pub fn default_text(&self) -> String {
         match (self.fallback, self.shape) {
             (Fallback::Required, _) => "required".into(),
-            (Fallback::Nothing, Shape::Integers { .. } | Shape::Numbers(_) | Shape::Tables(_)) => {
-                "[]".into()
-            }
+            (
+                Fallback::Nothing,
+                Shape::Integers { .. } | Shape::Numbers(_) | Shape::Texts | Shape::Tables(_),
+            ) => "[]".into(),
             (Fallback::Nothing, Shape::Params) => "{}".into(),
             (Fallback::Nothing, _) => "unset".into(),
             (Fallback::Switch(on), _) => on.to_string(),
@@ -248,6 +254,7 @@ impl Key {
         Some(match (self.fallback, self.shape) {
             (_, Shape::Integers { .. }) => Setting::Integers(Vec::new()),
             (_, Shape::Numbers(_)) => Setting::Numbers(Vec::new()),
+            (_, Shape::Texts) => Setting::Texts(Vec::new()),
             (_, Shape::Tables(_)) => Setting::Tables(Vec::new()),
             (Fallback::Nothing, Shape::Params) => Setting::Params(BTreeMap::new()),
             (Fallback::Required | Fallback::Nothing, _) => return None,
@@ -258,8 +265,8 @@ impl Key {
         })
     }
 
-    /// Returns `value` as a setting if it is allowed. Not for [`Shape::Adapter`], [`Shape::Object`] and [`Shape::Tables`], only
-    /// for what they contain.
+    /// Returns `value` as a setting if it is allowed. Not for [`Shape::Adapter`] and [`Shape::Tables`], only for what they
+    /// contain.
     pub(super) fn read(&self, value: &Value) -> Option<Setting> {
         let integer =
             |value: &Value, min, max| value.as_i64().filter(|number| (min..=max).contains(number));
@@ -296,7 +303,17 @@ impl Key {
                 .map(|(key, value)| Some((key.clone(), as_text(value)?)))
                 .collect::<Option<_>>()
                 .map(Setting::Params),
-            Shape::Adapter | Shape::Object | Shape::Tables(_) => None,
+            Shape::Texts => value
+                .as_array()?
+                .iter()
+                .map(|value| {
+                    let text = value.as_str().filter(|text| !text.is_empty());
+                    text.map(str::to_owned)
+                })
+                .collect::<Option<_>>()
+                .map(Setting::Texts),
+            Shape::Object => value.as_object().cloned().map(Setting::Object),
+            Shape::Adapter | Shape::Tables(_) => None,
         }
     }
 }

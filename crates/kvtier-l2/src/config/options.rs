@@ -19,9 +19,13 @@ pub struct Options {
 
 impl fmt::Debug for Options {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let shown = |(key, setting): (&&str, &Setting)| match redact::is_secret(key) {
-            true => format!("{key}: {}", redact::HIDDEN),
-            false => format!("{key}: {}", redact::text(&format!("{setting:?}"))),
+        let shown = |(key, setting): (&&str, &Setting)| match setting {
+            _ if redact::is_secret(key) => format!("{key}: {}", redact::HIDDEN),
+            Setting::Object(map) => {
+                let shown = redact::value(&Value::Object(map.clone()));
+                format!("{key}: {shown}")
+            }
+            _ => format!("{key}: {}", redact::text(&format!("{setting:?}"))),
         };
         f.debug_list()
             .entries(self.settings.iter().map(shown))
@@ -59,6 +63,8 @@ from_setting! {
     String: Setting::Text(text) => Some(text.clone());
     &'a [i64]: Setting::Integers(list) => Some(list);
     &'a [f64]: Setting::Numbers(list) => Some(list);
+    &'a [String]: Setting::Texts(list) => Some(list);
+    &'a Map<String, Value>: Setting::Object(map) => Some(map);
     &'a AdapterConfig: Setting::Adapter(config) => Some(config);
     &'a [Options]: Setting::Tables(list) => Some(list);
     &'a BTreeMap<String, String>: Setting::Params(params) => Some(params);
@@ -166,6 +172,8 @@ impl Options {
             Some(Setting::Text(text)) => text.as_str().into(),
             Some(Setting::Integers(list)) => list.as_slice().into(),
             Some(Setting::Numbers(list)) => list.as_slice().into(),
+            Some(Setting::Texts(list)) => list.as_slice().into(),
+            Some(Setting::Object(map)) => Value::Object(map.clone()),
             Some(Setting::Adapter(config)) => config.kind.into(),
             Some(Setting::Params(params)) => serde_json::json!(params),
             Some(Setting::Tables(list)) => format!("{} objects", list.len()).into(),

@@ -29,6 +29,7 @@ mod cases;
 mod context;
 mod memory;
 mod objects;
+mod scoped;
 #[cfg(test)]
 mod tests;
 
@@ -39,11 +40,12 @@ use std::time::Duration;
 
 use kvtier_core::object_key::ObjectKey;
 
-use crate::adapter::{Adapter, BoxFuture};
+use crate::adapter::{Adapter, BoxFuture, Capabilities};
 
 pub use context::poll_once;
 pub use memory::Memory;
 pub use objects::{content, object, object_with};
+pub use scoped::{Cleanup, Scoped};
 
 use context::TestContext;
 
@@ -169,6 +171,33 @@ pub async fn check_some<S: Subject>(
         results.push((case.name, result));
     }
     Report(results)
+}
+
+/// Returns the names of all cases, in their order.
+pub fn names() -> impl Iterator<Item = &'static str> {
+    cases::ALL.iter().map(|case| case.name)
+}
+
+/// Returns why a case says nothing about a subject with these capabilities whose stored bytes the suite cannot damage, if it does not.
+#[must_use]
+pub fn skipped(case: &str, can: Capabilities) -> Option<&'static str> {
+    match case {
+        "a_listing_in_pages_is_complete"
+        | "odd_cursors_are_harmless"
+        | "recovers_what_was_stored"
+        | "recovery_stops_when_requested"
+        | "recovers_while_used" => (!can.list).then_some("it cannot list"),
+        "delete_while_loading" => (!can.delete).then_some("it cannot delete"),
+        "damaged_objects_are_never_ok"
+        | "damage_while_closed_is_never_ok"
+        | "damaged_objects_can_be_stored_again" => {
+            Some("the suite cannot damage what is stored there")
+        }
+        "other_layouts_are_never_ok" => {
+            (!can.verifies).then_some("it keeps no metadata, so layouts are not told apart")
+        }
+        _ => None,
+    }
 }
 
 /// Returns the message of a panic.

@@ -357,3 +357,63 @@ async fn a_case_is_reported_by_its_name() {
         )
     );
 }
+
+/// A part of a store that has objects of others.
+struct Shared(Arc<MemoryStore>);
+
+impl Subject for Shared {
+    fn open(&self) -> BoxFuture<'_, Arc<dyn Adapter>> {
+        let mock: Arc<dyn Adapter> = Arc::new(Mock::new(self.0.clone(), 1e11));
+        let sums = Arc::new(ChecksumCache::new(1 << 10));
+        let checked = Checksums::new(mock, sums, false);
+        Box::pin(async move { Arc::new(checked) as _ })
+    }
+}
+
+#[tokio::test]
+async fn part_of_a_store_passes_and_is_cleaned() {
+    let store = Arc::new(MemoryStore::new(1 << 30));
+    let adapter = Shared(store.clone()).open().await;
+    let memory = Memory::new(1 << 20);
+    // Also one that another part could have.
+    let others = [
+        object(1, 4096),
+        object_with(2, 4096, "other/org/model", "tenant"),
+    ];
+    for object in &others {
+        let item = StoreItem {
+            object: object.clone(),
+            from: memory.filled(&content(object)),
+        };
+        assert!(adapter.store(vec![item]).await[0].is_ok());
+    }
+    let mut cleanups = Vec::new();
+    let mut number = 0;
+    let make = || {
+        number += 1;
+        let part = Scoped::new(Shared(store.clone()), &format!("part/{number}/"));
+        cleanups.push(part.cleanup());
+        part
+    };
+    // This mock forgets checksums when it is opened again.
+    let chosen = |name: &str| {
+        matches!(
+            name,
+            "round_trip"
+                | "tenants_and_models_are_apart"
+                | "odd_keys_are_kept_or_refused"
+                | "a_listing_in_pages_is_complete"
+                | "bytes_agree_at_every_step"
+                | "recovers_what_was_stored"
+                | "recovery_stops_when_requested"
+        )
+    };
+    let report = check_some(make, chosen).await;
+    assert!(report.failed().next().is_none(), "\n{report}");
+    for cleanup in cleanups {
+        assert_eq!(cleanup.run(&*adapter).await, 0);
+    }
+    let left = adapter.list(None, 10_000).await.unwrap();
+    let left: BTreeSet<_> = left.objects.into_iter().map(|listed| listed.key).collect();
+    assert_eq!(left, others.map(|object| object.key).into());
+}

@@ -2,26 +2,26 @@
 //!
 //! Registered types are found before these.
 
-const ON_DISK: &str = "keep objects on a disk by \"fs\"";
-const SAME_DEVICE: &str =
-    "put a file system on the device and use \"fs\" with \"use_odirect\": true";
-const IN_RUST: &str = "write the adapter in Rust and register it (kvtier_l2::Registry::add)";
+const SAME_DEVICE: &str = "use \"raw_block\" on the device";
+const OWN: &str = "write it as a program of its own and use \"process\": docs/tier-protocol.md, in Python kvtier.tier.Tier";
+const OWN_OR_DISK: &str = "serve it by a program of your own and \"process\" (docs/tier-protocol.md), or keep objects on a disk by \"fs\"";
+const MOONCAKE: &str = "run kvtier.tier.mooncake of the Python package and use \"process\" with its socket (docs/l2.md)";
 const SHARED: &str = "give all servers one network file system by \"fs\" with \"shared\": true";
 
 const ABSENT: &[(&str, &str)] = &[
-    ("aerospike", ON_DISK),
-    ("bigtable", ON_DISK),
+    ("aerospike", OWN_OR_DISK),
+    ("bigtable", OWN_OR_DISK),
     ("dax", SAME_DEVICE),
     (
         "hf3fs",
         "use \"fs\" with \"base_path\" below the mount point",
     ),
-    ("hfbucket", ON_DISK),
-    ("mooncake_store", SHARED),
-    ("native_plugin", IN_RUST),
+    ("hfbucket", OWN_OR_DISK),
+    ("mooncake_store", MOONCAKE),
+    ("native_plugin", OWN),
     ("p2p", SHARED),
-    ("plugin", IN_RUST),
-    ("sagemaker-hyperpod", ON_DISK),
+    ("plugin", OWN),
+    ("sagemaker-hyperpod", OWN_OR_DISK),
 ];
 
 /// Returns the alternative to `name` if that is a type of LMCache.

@@ -20,7 +20,7 @@ use crate::config::{
     refuse_rest,
 };
 use crate::error::L2Error;
-use crate::{Adapter, fs, mock, raw_block, redact, resp, s3, wrap};
+use crate::{Adapter, fs, mock, process, raw_block, redact, resp, s3, wrap};
 
 pub use translation::{Translated, Translation};
 
@@ -33,6 +33,7 @@ const BUILT_IN: &[AdapterType] = &[
     fs::NIXL_NATIVE,
     fs::NIXL_STORE,
     fs::NIXL_STORE_DYNAMIC,
+    process::PROCESS,
     raw_block::RAW_BLOCK,
     resp::REDIS,
     resp::RESP,

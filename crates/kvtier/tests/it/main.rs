@@ -12,3 +12,4 @@ mod limits;
 mod locks;
 mod log;
 mod shm;
+mod tier_test;

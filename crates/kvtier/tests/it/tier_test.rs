@@ -1,0 +1,66 @@
+//! `kvtier tier-test`: tiers in Python, a right one and a wrong one.
+
+use assert_cmd::Command;
+
+const PACKAGE: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../../bindings/python/python");
+
+fn tier_test(case: &str) -> Command {
+    let mut command = Command::cargo_bin("kvtier").unwrap();
+    command.env("PYTHONPATH", PACKAGE);
+    command.args(["tier-test", "--case", case, "--command", "python3", "-B"]);
+    command
+}
+
+#[test]
+fn right_tier_passes_and_is_left_empty() {
+    let directory = tempfile::tempdir().unwrap();
+    let objects = directory.path().join("objects");
+    let output = tier_test("round_trip")
+        .args(["-m", "kvtier.tier.directory", "--path"])
+        .arg(&objects)
+        .assert()
+        .success();
+    let text = String::from_utf8(output.get_output().stdout.clone()).unwrap();
+    assert_eq!(
+        text,
+        "tier directory: delete, list, shared, metadata\nok      round_trip\n1 passed, 0 failed, 0 skipped\n"
+    );
+    let shards = std::fs::read_dir(&objects).unwrap();
+    let left = shards.map(|shard| std::fs::read_dir(shard.unwrap().path()).unwrap().count());
+    assert_eq!(left.sum::<usize>(), 0);
+}
+
+#[test]
+fn wrong_tier_fails_with_the_reason() {
+    let program = r#"
+from kvtier.tier import Found, Tier, serve
+import os
+class Wrong(Tier):
+    def store(self, objects): return [True] * len(objects)
+    def lookup(self, keys): return [None] * len(keys)
+    def load(self, objects): return [Found(len(one.data), "") for one in objects]
+serve(os.environ["KVTIER_SOCKET"], Wrong())
+"#;
+    let output = tier_test("round_trip")
+        .args(["-c", program])
+        .assert()
+        .code(1);
+    let text = String::from_utf8(output.get_output().stdout.clone()).unwrap();
+    assert!(text.contains("FAILED  round_trip: after a store"), "{text}");
+    assert!(text.contains("0 passed, 1 failed, 0 skipped"), "{text}");
+}
+
+#[test]
+fn tier_that_is_not_there_is_an_error() {
+    let directory = tempfile::tempdir().unwrap();
+    let mut command = Command::cargo_bin("kvtier").unwrap();
+    command.args(["tier-test", "--timeout", "100ms", "--socket"]);
+    let output = command.arg(directory.path().join("none")).assert().code(1);
+    let text = String::from_utf8(output.get_output().stderr.clone()).unwrap();
+    assert!(text.contains("the tier does not answer"), "{text}");
+    Command::cargo_bin("kvtier")
+        .unwrap()
+        .arg("tier-test")
+        .assert()
+        .code(2);
+}

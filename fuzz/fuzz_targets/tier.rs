@@ -1,0 +1,7 @@
+//! What a tier in a process of its own sends: headers and bodies of answers.
+
+#![no_main]
+
+use libfuzzer_sys::fuzz_target;
+
+fuzz_target!(|data: &[u8]| kvtier_l2::process::read_answers(data));
