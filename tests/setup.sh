@@ -5,7 +5,7 @@
 #   tests/setup.sh vllm-0.27.0   an earlier vLLM too (0.4 GiB); prints its folder
 #
 # They live in $KVTIER_E2E_HOME (default ~/.cache/kvtier-e2e): venv/ (6.4 GiB: vLLM for CPU, LMCache, torch),
-# model/ (a tiny random Llama), model-mla/ (a DeepSeek-V2) and clients/ (earlier LMCache and pyzmq releases, Valkey and NIXL, 0.9 GiB). First run: about
+# model/ (a tiny random Llama), model-mla/ (a DeepSeek-V2) and clients/ (earlier LMCache and pyzmq releases, Valkey, NIXL and Mooncake, 1.0 GiB). First run: about
 # 3 minutes and 4 GB of downloads. Needs Python 3.11 with venv.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
@@ -103,7 +103,7 @@ if [ "$(cat "$venv/.stamp" 2>/dev/null)" != "$(fingerprint "$here/requirements.l
   install_packages
 fi
 if [ "$(cat "$home/clients/.stamp" 2>/dev/null)" != "$(fingerprint "$here/clients.lock")" ]; then
-  echo "tests/setup.sh: unpacking earlier releases of LMCache and pyzmq, Valkey and NIXL into $home/clients"
+  echo "tests/setup.sh: unpacking earlier releases of LMCache and pyzmq, Valkey, NIXL and Mooncake into $home/clients"
   rm -rf "$home/clients"
   mkdir -p "$home/clients"
   unpack_clients

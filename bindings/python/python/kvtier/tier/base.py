@@ -152,6 +152,15 @@ class Tier(ABC):
     def connected(self, hello: Hello) -> None:
         """Called once per connection, before anything else. Raise :class:`TierError` to refuse it."""
 
+    def mapped(self, segment: memoryview) -> None:
+        """Called once per connection, after :meth:`connected`, with all of its shared memory.
+
+        For backends that transfer only from memory they know. Keep no view of it. Raise :class:`TierError` to refuse it.
+        """
+
+    def unmapped(self, segment: memoryview) -> None:
+        """Called after the last call of a connection whose memory was :meth:`mapped`."""
+
     @abstractmethod
     def store(self, objects: Sequence[StoreObject]) -> Sequence[bool | TierError]:
         """Stores objects, each in place of what is under its key.

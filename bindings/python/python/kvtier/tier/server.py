@@ -43,6 +43,7 @@ class Connection:
         self._segment: mmap.mmap | None = None
         self._view = memoryview(b"")
         self._read_only = memoryview(b"")
+        self._is_mapped = False
         self._max_batch = tier.capabilities.max_batch
         self._ops: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
             "ping": lambda _: {},
@@ -68,6 +69,8 @@ class Connection:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
             self._sock.close()
+            if self._is_mapped:
+                self._tier.unmapped(self._view)
             self._unmap()
 
     def stop(self) -> None:
@@ -104,6 +107,8 @@ class Connection:
         options = hello.get("options") or {}
         try:
             self._tier.connected(Hello(str(hello.get("client")), str(hello.get("instance")), options))
+            self._tier.mapped(self._view)
+            self._is_mapped = True
         except TierError as error:
             self._send(request_id, _error(error))
             return False

@@ -1,0 +1,79 @@
+"""Mooncake Store for tests, on loopback, which ends with the test: unpacked by tests/setup.sh."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import time
+import urllib.request
+
+from .server import free_port
+
+
+def package():
+    """The folder to import Mooncake from."""
+    home = pathlib.Path(os.environ.get("KVTIER_E2E_HOME") or pathlib.Path.home() / ".cache/kvtier-e2e")
+    [folder] = home.glob("clients/mooncake-transfer-engine-non-cuda-*")
+    return folder
+
+
+class Mooncake:
+    """A master and its metadata server. The memory is that of the tiers that are set up with it."""
+
+    # Objects that were looked up may be removed so soon.
+    LEASE_MS = 50
+
+    def __init__(self, directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory, self.process = directory, None
+        self.port, self.metadata, self.metrics = free_port(), free_port(), free_port()
+        self.start()
+
+    def start(self):
+        """Starts it, empty, and waits until it answers."""
+        program = package() / "mooncake" / "mooncake_master"
+        program.chmod(0o755)
+        flags = {
+            "rpc_port": self.port,
+            "rpc_address": "127.0.0.1",
+            "enable_http_metadata_server": "true",
+            "http_metadata_server_host": "127.0.0.1",
+            "http_metadata_server_port": self.metadata,
+            "metrics_port": self.metrics,
+            "default_kv_lease_ttl": self.LEASE_MS,
+        }
+        with open(self.directory / "master.log", "ab") as log:
+            command = [program, *(f"--{name}={value}" for name, value in flags.items())]
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        until = time.monotonic() + 60
+        while not self.is_up():
+            assert self.process.poll() is None and time.monotonic() < until, "mooncake_master does not answer"
+            time.sleep(0.02)
+
+    def is_up(self):
+        """Whether it answers."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics}/health", timeout=5) as answer:
+                return answer.status == 200
+        except OSError:
+            return False
+
+    def stop(self):
+        """Kills it."""
+        self.process.kill()
+        self.process.wait()
+
+    def command(self, memory="64MiB"):
+        """The command of a tier that gives this much memory to it."""
+        flags = {
+            "local-hostname": f"127.0.0.1:{free_port()}",
+            "metadata-server": f"http://127.0.0.1:{self.metadata}/metadata",
+            "master-server-addr": f"127.0.0.1:{self.port}",
+            "global-segment-size": memory,
+        }
+        return [sys.executable, "-m", "kvtier.tier.mooncake", *(f"--{name}={value}" for name, value in flags.items())]
+
+    @staticmethod
+    def environment():
+        """The variables that the command needs beside those of the tests."""
+        return {"PYTHONPATH": os.pathsep.join([str(package()), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
