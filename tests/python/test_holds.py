@@ -1,4 +1,4 @@
-"""Blocks of stores in flight are kept by references in vLLM's block pool: nobody waits, nothing leaks, nothing is freed twice."""
+"""Blocks of stores in flight are kept by references in vLLM's block pool: no request waits, nothing leaks, nothing is freed twice."""
 
 import random
 from types import SimpleNamespace
@@ -52,7 +52,7 @@ def test_held_blocks_are_never_given_away(seed):
             held = {block for blocks in stores.values() for block in blocks}
             assert held.isdisjoint(ids(running[number])), "a store reads it"
         elif action == "store" and running:
-            blocks = ids(running[source.choice(list(running))])[: holds.room]
+            blocks = ids(running[source.choice(list(running))])[: holds.free_capacity]
             number += 1
             # The null block needs no hold.
             holds.take(number, f"r{number}", [[0, *blocks], [0]])
@@ -196,7 +196,7 @@ def test_end_and_preemption_wait_for_nothing(place, engines):
     assert not any(pooled.waited)
     held = set(mine[: 2 * PER_CHUNK]) | set(theirs[:PER_CHUNK])
     assert pooled.pool.get_num_free_blocks() == pooled.free - len(held)
-    # Whoever gets all the rest writes over no block that is read.
+    # A request that gets all the rest writes over no block that is read.
     rest = pooled.pool.get_new_blocks(pooled.pool.get_num_free_blocks())
     assert held.isdisjoint(ids(rest))
     assert engine.scheduler.has_pending_push_work()

@@ -52,11 +52,12 @@ def _groups(kv_cache_config: KVCacheConfig) -> tuple[list[Group], bool]:
         specs = list(several.values()) if several else [spec]
         kinds = {type(each).__name__ for each in specs}
         if any(kind.startswith("SlidingWindow") for kind in kinds):
-            # Stores run behind the step, and nothing tells vLLM to keep single blocks of a running request for them.
+            # Blocks that have left a window are null in the request's table, which `Tracked.block_ids` does not follow.
             raise ValueError(
-                f"KvTierConnector does not serve sliding windows, and {group.layer_names[0]} has {', '.join(sorted(kinds))}: "
-                "vLLM gives the blocks that leave a window to other requests while they are still being stored. Run such "
-                "models without a KV connector; LMCache's (LMCacheMPConnector) has the same fault, and its hits can be wrong"
+                f"KvTierConnector does not serve sliding windows, and {group.layer_names[0]} has {', '.join(sorted(kinds))}. If the "
+                "model also has layers with full attention, --disable-hybrid-kv-cache-manager makes vLLM keep all blocks, and it is "
+                "served; the windows then save no memory. Otherwise run it without a KV connector: LMCache's (LMCacheMPConnector) "
+                "stores blocks that vLLM has given to other requests, and its hits can be wrong"
             )
         if not kinds.issubset(_SERVED):
             raise ValueError(
@@ -240,7 +241,7 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @falls_back(by="_fail_step_stores")
     def wait_for_save(self) -> None:
-        """Starts this step's stores. Nobody overwrites their blocks until they have ended."""
+        """Starts this step's stores. Their blocks are not overwritten until they have ended."""
         stores = self._step().stores
         event = self._event() if stores and not self._is_off else None
         for move in stores:

@@ -32,7 +32,7 @@ class Holds:
     """References to blocks of a pool, by the number of the store that reads them.
 
     A block returns to the pool when its request and all stores have released it. So neither a request's end nor a preemption
-    waits for a store, and no block is overwritten while a store reads it. Each hold is released once, whoever asks.
+    waits for a store, and no block is overwritten while a store reads it. Each hold is released once, however often that is asked for.
     """
 
     def __init__(self, pool: Any, clock: Callable[[], float] = time.monotonic) -> None:
@@ -68,7 +68,7 @@ class Holds:
         return len(self._held)
 
     @property
-    def room(self) -> int:
+    def free_capacity(self) -> int:
         """Number of blocks that may be held in addition."""
         return max(0, self.limit - len(self._counts))
 

@@ -290,7 +290,7 @@ class Scheduling:
         """Returns the end of the chunks whose blocks may be held now; the rest is put off to the request's next step."""
         if self.holds is None:
             return end
-        chunks = self.holds.room // sum(self.chunk // size for size in self.block_tokens)
+        chunks = self.holds.free_capacity // sum(self.chunk // size for size in self.block_tokens)
         holdable = min(end, start + chunks * self.chunk)
         # Counted once, although each step tries again.
         late = max(holdable, tracked.put_off_tokens)
