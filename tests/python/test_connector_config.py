@@ -133,7 +133,7 @@ def test_unsupported_models_are_refused(place):
         hybrid = cache_config(["layer.0"])
         hybrid.kv_cache_groups.append(SimpleNamespace(layer_names=["layer.1"], kv_cache_spec=spec))
         for role in KVConnectorRole:
-            with pytest.raises(ValueError, match="sliding windows, and layer.1 has .*SlidingWindowSpec.* without a KV connector"):
+            with pytest.raises(ValueError, match="sliding windows, and layer.1 has .*SlidingWindowSpec.*--disable-hybrid-kv-cache-manager.* without a KV connector"):
                 KvTierConnector(vllm_config(server), role, hybrid)
     for more, error in (({"non_causal": True}, "non_causal is False"), ({"tokens_per_state": 4}, "tokens_per_state is 1")):
         altered = cache_config(["layer.0"])

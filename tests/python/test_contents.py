@@ -191,11 +191,11 @@ def test_unknown_contents_are_not_stored_or_looked_up(place):
     engine.close()
 
 
-def vllm_pool():
+def vllm_pool(count=4):
     """Returns vLLM's own block pool."""
     from vllm.v1.core.block_pool import BlockPool
 
-    return BlockPool(num_gpu_blocks=4, enable_caching=True, hash_block_size=16)
+    return BlockPool(num_gpu_blocks=count, enable_caching=True, hash_block_size=16)
 
 
 def test_resets_of_vllm_pool_are_detected():
@@ -223,13 +223,17 @@ def test_pool_without_detectable_resets_is_logged(caplog):
 def test_reset_without_connector_renews_keys(place, follows):
     """As after an update of the weights, unless kvtier.follow_resets is false."""
     engine = Vllm(place.server(), **{"kvtier.follow_resets": follows, "kvtier.reset_server": False})
-    pool, prompt = vllm_pool(), tokens(CHUNK + 1, "plain reset")
+    pool, prompt = vllm_pool(32), tokens(CHUNK + 1, "plain reset")
     engine.scheduler.bind_gpu_block_pool(pool)
-    engine.prefill(request("a", prompt), range(1, 6))
+    blocks = pool.get_new_blocks(5)
+    engine.prefill(request("a", prompt), [block.block_id for block in blocks])
+    engine.wait_for_stores()
     assert engine.match(request("b", prompt)) == (CHUNK, True)
+    pool.free_blocks(blocks)
     assert pool.reset_prefix_cache()
     assert engine.match(request("c", prompt)) == ((0, False) if follows else (CHUNK, True))
     if follows:
-        engine.prefill(request("d", prompt), range(1, 6))
+        engine.prefill(request("d", prompt), [block.block_id for block in pool.get_new_blocks(5)])
+        engine.wait_for_stores()
         assert engine.match(request("e", prompt)) == (CHUNK, True)
     engine.close()

@@ -214,6 +214,38 @@ class Inside:
         external = self.external() - before
         return [Answer(answers[number], external) for number in sorted(answers)]
 
+    def ask_frozen(self, prompts, server, count=TOKENS):
+        """`ask` beside a server (its process id) that hangs from the first store to the last answer; what the stores held."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        connector = self.engine.engine_core.engine_core.scheduler.connector
+        pool = self.engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        holds, worker = connector._scheduling.holds, get_kv_transfer_group()
+        found = {"held": 0, "limit": holds.limit, "free_before": pool.get_num_free_blocks()}
+        preempted, waits, take = self.metric("vllm:num_preemptions"), [], holds.take
+        save, wait = worker.wait_for_save, worker._adapter.wait_for_stores
+
+        def freezes():
+            if worker._step().stores:
+                os.kill(server, signal.SIGSTOP)
+            save()
+
+        def takes(*arguments):
+            take(*arguments)
+            found["held"] = max(found["held"], len(holds._counts))
+
+        holds.take, worker.wait_for_save = takes, freezes
+        worker._adapter.wait_for_stores = lambda names, patience: waits.append(names) or wait(names, patience)
+        try:
+            found["ids"] = [answer.ids for answer in self.ask(prompts, count=count, settles=False)]
+        finally:
+            holds.take, worker.wait_for_save, worker._adapter.wait_for_stores = take, save, wait
+            os.kill(server, signal.SIGCONT)
+        found["in_flight"] = len(holds)
+        self.settle()
+        preempted = int(self.metric("vllm:num_preemptions") - preempted)
+        return found | {"waited": len(waits), "preempted": preempted, "free": pool.get_num_free_blocks()}
+
     def _add(self, request_id, prompt, salt, lora, pictures, uuids, count):
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest

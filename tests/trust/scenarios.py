@@ -205,9 +205,9 @@ def window_blocks_allowed(case):
     case.note("prefixes", f"{wrong} of {len(asked)} answers wrong")
 
 
-def windowed_engine(case, server):
+def windowed_engine(case, server, **options):
     """Steps of 512 tokens."""
-    return case.engine("windows", server, max_num_batched_tokens=512, num_gpu_blocks_override=100)
+    return case.engine("windows", server, max_num_batched_tokens=512, num_gpu_blocks_override=100, **options)
 
 
 def prefixes(engine):
@@ -235,3 +235,46 @@ def resets(case):
     case.compare("after-a-pause-carol", other, [prompts["carol"]], salt="carol", hit=WHOLE)
     newer = case.engine("llama", server)
     case.compare("a-new-engine", newer, [prompts["alice"]], salt="alice", hit=WHOLE)
+
+
+@scenario(*each(connectors=["kvtier"]))
+def held_blocks(case):
+    """Few blocks, so that requests are preempted while their stores are slow or the server hangs: no step waits for a store."""
+    server = case.server(l1_gb=1)
+    # Eight prompts of 3 blocks, whose answers need a fourth: not all have one.
+    for caching in (False, True):
+        name = f"caching-{caching}".lower()
+        engine = case.engine(
+            "llama", server, num_gpu_blocks_override=24, enable_prefix_caching=caching, max_num_batched_tokens=512,
+            extra={"kvtier.timeout": 60, "kvtier.store_timeout": 60, "kvtier.heartbeat": 30, "kvtier.follow_resets": False},
+        )  # fmt: skip
+        prompts = [prompt_of(f"{name}-{number}", 290 + 10 * number) for number in range(8)]
+        alone = [engine.alone(prompt, count=160).ids for prompt in prompts]
+        found = engine.call("ask_frozen", prompts, server.process.pid, count=160)
+        wrong = sum(one != other for one, other in zip(found["ids"], alone, strict=True))
+        case.check(f"{name}-answers", not wrong, f"{wrong} of {len(prompts)} answers wrong beside a server that hangs")
+        case.check(f"{name}-crowded", found["preempted"] > 0, f"{found['preempted']} preemptions")
+        case.check(f"{name}-no-wait", found["waited"] == 0, f"{found['waited']} waits for stores")
+        in_flight = f"{found['in_flight']} stores in flight at the last answer"
+        well = 0 < found["held"] <= found["limit"] and found["in_flight"] > 0
+        case.check(f"{name}-held", well, f"at most {found['held']} of {found['limit']} blocks held, {in_flight}")
+        case.check(f"{name}-no-leak", found["free"] == found["free_before"], f"{found['free']} of {found['free_before']} blocks free")
+        if not caching:
+            case.recovered(engine)
+        case.check(f"{name}-reset", engine.call("reset"), "vLLM's own prefix cache")
+        before = engine.call("external")
+        case.compare(f"{name}-later", engine, prompts, count=160)
+        loaded = engine.call("external") - before
+        case.check(f"{name}-stored", loaded > 0, f"{loaded} tokens of what was stored meanwhile")
+
+
+@scenario(*each(connectors=["kvtier"]))
+def windows_kept(case):
+    """Layers with windows whose blocks vLLM keeps (`--disable-hybrid-kv-cache-manager`), and prompts prefilled in steps."""
+    server = case.server(l1_gb=1)
+    engine = windowed_engine(case, server, disable_hybrid_kv_cache_manager=True)
+    asked = prefixes(engine)
+    before = engine.call("external")
+    case.compare("prefixes", engine, asked)
+    loaded, wanted = engine.call("external") - before, sum(len(prompt) // CHUNK * CHUNK for prompt in asked)
+    case.check("loaded", loaded == wanted, f"{loaded} of {wanted} tokens")

@@ -52,11 +52,12 @@ def _groups(kv_cache_config: KVCacheConfig) -> tuple[list[Group], bool]:
         specs = list(several.values()) if several else [spec]
         kinds = {type(each).__name__ for each in specs}
         if any(kind.startswith("SlidingWindow") for kind in kinds):
-            # Stores run behind the step, and nothing tells vLLM to keep single blocks of a running request for them.
+            # Blocks that have left a window are null in the request's table, which `Tracked.block_ids` does not follow.
             raise ValueError(
-                f"KvTierConnector does not serve sliding windows, and {group.layer_names[0]} has {', '.join(sorted(kinds))}: "
-                "vLLM gives the blocks that leave a window to other requests while they are still being stored. Run such "
-                "models without a KV connector; LMCache's (LMCacheMPConnector) has the same fault, and its hits can be wrong"
+                f"KvTierConnector does not serve sliding windows, and {group.layer_names[0]} has {', '.join(sorted(kinds))}. If the "
+                "model also has layers with full attention, --disable-hybrid-kv-cache-manager makes vLLM keep all blocks, and it is "
+                "served; the windows then save no memory. Otherwise run it without a KV connector: LMCache's (LMCacheMPConnector) "
+                "stores blocks that vLLM has given to other requests, and its hits can be wrong"
             )
         if not kinds.issubset(_SERVED):
             raise ValueError(
@@ -120,6 +121,8 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._failed_stores: set[int] = set()
         # Finished requests whose blocks vLLM keeps until this worker reports that no store reads them.
         self._held: set[str] = set()
+        # Stores that the scheduler asks for.
+        self._asked: set[int] = set()
         self._is_off = False
         self._scheduling: Scheduling | None = None
         self._adapter: WorkerAdapter | None = None
@@ -238,7 +241,7 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @falls_back(by="_fail_step_stores")
     def wait_for_save(self) -> None:
-        """Starts this step's stores. Their blocks stay with their requests until they have ended."""
+        """Starts this step's stores. Their blocks are not overwritten until they have ended."""
         stores = self._step().stores
         event = self._event() if stores and not self._is_off else None
         for move in stores:
@@ -263,7 +266,8 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @falls_back(by="_turn_off")
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Waits until no store reads the blocks of preempted requests, which are overwritten afterwards."""
+        """Waits until no store reads the blocks that are overwritten afterwards: of preempted requests where vLLM's pool cannot
+        hold single blocks, and of stores that a reset of the prefix cache has overtaken."""
         # vLLM 0.18 passes the requests' ids.
         preempted = getattr(kv_connector_metadata, "preempted", kv_connector_metadata)
         if preempted and not self._is_off:
@@ -273,6 +277,7 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Returns requests whose blocks no store reads any more, and requests whose load has ended."""
         self._held |= self._step().held
+        self._asked = self._step().asked
         if self._is_off:
             return self._end_all(finished_req_ids)
         stored, loaded = self._worker.get_finished(self._held)
@@ -334,7 +339,10 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
             self._stores.discard(number)
             report.ended[number] += 1
             report.stored.update((number, chunk) for chunk in chunks)
-        return report if report.ended else None
+        asked, self._asked = self._asked, set()
+        if self._is_writer:
+            report.unknown.update(asked - self._stores)
+        return report if report.ended or report.unknown else None
 
     @falls_back()
     def get_kv_connector_stats(self) -> KvTierStats | None:
@@ -352,14 +360,25 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._adapter is not None:
             self._adapter.shutdown()
         if self._scheduling is not None:
-            self._scheduling.adapter.shutdown()
+            self._scheduling.shutdown()
 
     # -- scheduler ---------------------------------------------------------------------------
 
     @falls_back(lambda: None)
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
-        """Follows resets of vLLM's prefix cache; see the option ``kvtier.follow_resets``."""
-        self._scheduler.follow_resets(gpu_block_pool)
+        """Holds the blocks of stores in vLLM's pool, and follows resets of its prefix cache (``kvtier.follow_resets``)."""
+        self._scheduler.bind_pool(gpu_block_pool)
+
+    @falls_back(lambda: False)
+    def has_pending_push_work(self) -> bool:
+        """Whether blocks are held: an idle engine then makes steps, so that the ends of stores arrive."""
+        return bool(self._scheduler.holds)
+
+    @falls_back(lambda: False)
+    def has_pending_block_frees(self) -> bool:
+        """Whether held blocks are about to be free, so that no running request must be preempted."""
+        holds = self._scheduler.holds
+        return holds is not None and holds.soon_free()
 
     @falls_back(lambda: (0, False), by="_bypass_cache")
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

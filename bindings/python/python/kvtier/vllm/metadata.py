@@ -35,7 +35,10 @@ class StepMetadata(KVConnectorMetadata):
     loads: list[Move] = field(default_factory=list)
     stores: list[Move] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
-    """Requests whose blocks are about to be reused."""
+    """Requests whose blocks are about to be reused although stores may read them."""
+
+    asked: set[int] = field(default_factory=set)
+    """Numbers of stores that should have ended: every worker that stores says which of them it does not have."""
 
     failed: dict[str, list[list[int]]] = field(default_factory=dict)
     """Requests whose load could not start, with their blocks: every worker reports it as failed."""
@@ -54,7 +57,10 @@ class WorkerReport(KVConnectorWorkerMetadata):
     stored: Counter[tuple[int, int]] = field(default_factory=Counter)
     """Number of a store, and a chunk's position in it -> count of workers that have stored their piece of it."""
 
+    unknown: Counter[int] = field(default_factory=Counter)
+    """Number of a store that was asked for -> count of workers that have no such store in flight."""
+
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Returns the sum of the reports of several workers."""
         assert isinstance(other, WorkerReport)
-        return WorkerReport(self.ended + other.ended, self.stored + other.stored)
+        return WorkerReport(self.ended + other.ended, self.stored + other.stored, self.unknown + other.unknown)

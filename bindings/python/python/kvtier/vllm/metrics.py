@@ -18,6 +18,7 @@ COUNTERS = {
     "stores": "Stores that succeeded, counted by every worker",
     "failed_stores": "Stores that failed, or were skipped while the server was away",
     "skipped_stores": "Stores from which the server took nothing, since it has all chunks or no space",
+    "put_off_tokens": "Tokens whose store was put off, since stores in flight held too many blocks of vLLM's cache",
     "stored_tokens": "Tokens of successful stores",
     "store_seconds": "Seconds from submission to end of successful stores",
     "retrieves": "Retrieves that succeeded, counted by every worker",

@@ -34,6 +34,9 @@ class Tracked:
     stored_tokens: int = 0
     """Tokens that are cached, or whose store is in flight."""
 
+    put_off_tokens: int = 0
+    """Tokens up to which stores were counted as put off."""
+
     wants_load: bool = False
     """Whether its load goes into the next step's metadata."""
 

@@ -15,6 +15,7 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from ..scheduler import SchedulerAdapter
 from .contents import Contents
 from .guard import Errors, falls_back
+from .holds import Holds
 from .metadata import Move, StepMetadata, WorkerReport
 from .metrics import KvTierStats
 from .options import Identity, Options
@@ -22,6 +23,9 @@ from .requests import Keys, Tracked, blocks_of_range
 from .resets import PoolResets
 
 logger = logging.getLogger(__name__)
+
+# Seconds behind the last deadline of a store after which its end counts as lost, and the workers are asked for it.
+_LATE = 2
 
 
 @dataclass
@@ -71,6 +75,8 @@ class Scheduling:
         self.in_flight_stores: dict[int, InFlightStore] = {}
         self.was_reset = False
         self.pool_resets: PoolResets | None = None
+        # None: vLLM's pool counts no references, or is not known. Then ended requests and preemptions wait for stores.
+        self.holds: Holds | None = None
         self.events: list[KVCacheEvent] = []
         # Loads that vLLM waits for and that could not start, with their blocks.
         self.failed_loads: dict[str, list[list[int]]] = {}
@@ -170,10 +176,15 @@ class Scheduling:
     def step(self, scheduled: Any) -> StepMetadata:
         """Returns the workers' part of a step."""
         self.metadata = metadata = StepMetadata()
-        metadata.preempted = set(scheduled.preempted_req_ids or ())
+        preempted = set(scheduled.preempted_req_ids or ())
+        if self.holds is None:
+            metadata.preempted = preempted
+        else:
+            metadata.preempted = self.holds.take_dropped()
+            metadata.asked = self.holds.older_than(max(self.options.timeout, self.options.store_timeout) + _LATE)
         metadata.held, self.held = self.held, set()
         metadata.failed, self.failed_loads = self.failed_loads, {}
-        for request_id in metadata.preempted:
+        for request_id in preempted:
             if tracked := self.tracked.get(request_id):
                 # Its blocks may already be the new ones: a reset preempts and resumes in one step.
                 tracked.bypass = False
@@ -255,6 +266,9 @@ class Scheduling:
         start = tracked.stored_tokens
         if end <= start or not self.keys.can_identify(request):
             return
+        end = self._holdable(tracked, start, end)
+        if end == start:
+            return
         move = Move(
             request.request_id,
             self.keys.prompt(request, end),
@@ -265,10 +279,25 @@ class Scheduling:
         )
         events = self._events(request, start, end) if self.wants_events else []
         move.number, self.next_number = self.next_number, self.next_number + 1
+        if self.holds is not None:
+            self.holds.take(move.number, move.request_id, move.block_ids)
         self.in_flight_stores[move.number] = InFlightStore(events=events)
         tracked.stored_tokens = end
         tracked.stores += 1
         metadata.stores.append(move)
+
+    def _holdable(self, tracked: Tracked, start: int, end: int) -> int:
+        """Returns the end of the chunks whose blocks may be held now; the rest is put off to the request's next step."""
+        if self.holds is None:
+            return end
+        chunks = self.holds.free_capacity // sum(self.chunk // size for size in self.block_tokens)
+        holdable = min(end, start + chunks * self.chunk)
+        # Counted once, although each step tries again.
+        late = max(holdable, tracked.put_off_tokens)
+        if late < end:
+            self.stats.add(put_off_tokens=end - late)
+            tracked.put_off_tokens = end
+        return holdable
 
     # -- workers have answered ---------------------------------------------------------------
 
@@ -300,14 +329,27 @@ class Scheduling:
     def _apply_report(self, report: WorkerReport) -> None:
         """Applies ended stores, and chunks whose pieces are stored by every worker."""
         for (number, chunk), workers in report.stored.items():
-            store = self.in_flight_stores[number]
+            store = self.in_flight_stores.get(number)
+            if store is None:
+                continue
             store.stored[chunk] += workers
             if store.events and store.stored[chunk] == self.pieces:
                 self.events.append(store.events[chunk])
         for number, workers in report.ended.items():
-            self.in_flight_stores[number].ended += workers
-            if self.in_flight_stores[number].ended == self.pieces:
-                del self.in_flight_stores[number]
+            store = self.in_flight_stores.get(number)
+            if store is not None:
+                store.ended += workers
+                if store.ended >= self.pieces:
+                    self._end_store(number)
+        for number, workers in report.unknown.items():
+            # All workers' answers to one question: none reads these blocks, though a report of that was lost.
+            if workers >= self.pieces:
+                self._end_store(number)
+
+    def _end_store(self, number: int) -> None:
+        self.in_flight_stores.pop(number, None)
+        if self.holds is not None:
+            self.holds.release(number)
 
     def _events(self, request: Any, start: int, end: int) -> list[BlockStored]:
         """Returns one event per chunk, with vLLM's own hashes of its blocks."""
@@ -351,8 +393,8 @@ class Scheduling:
         """Whether the request's blocks wait for the workers' report before they are reused."""
         request_id = request.request_id
         tracked = self.tracked.pop(request_id, None)
-        # vLLM itself waits for the end of a load.
-        if tracked is not None and tracked.stores and not tracked.loading:
+        # Held blocks do not wait for their request's end. vLLM itself waits for the end of a load.
+        if self.holds is None and tracked is not None and tracked.stores and not tracked.loading:
             self.held.add(request_id)
         self.keys.forget(request_id)
         if tracked is not None:
@@ -361,10 +403,20 @@ class Scheduling:
 
     # -- vLLM's prefix cache is reset --------------------------------------------------------
 
-    def follow_resets(self, pool: Any) -> None:
-        """Makes a reset of vLLM's own prefix cache, after which weights may differ, a reset of this cache too."""
+    def bind_pool(self, pool: Any) -> None:
+        """Holds blocks of stores in vLLM's pool, and makes a reset of its prefix cache, after which weights may differ, one of this
+        cache too."""
         if self.options.follow_resets:
             self.pool_resets = PoolResets(pool)
+        self.holds = Holds.of(pool)
+        if self.holds is None:
+            logger.info("the blocks of this vLLM cannot be held one by one: ended requests keep theirs until they are stored")
+
+    def shutdown(self) -> None:
+        """Releases all blocks, and disconnects."""
+        if self.holds is not None:
+            self.holds.release_all()
+        self.adapter.shutdown()
 
     def reset_cache(self) -> bool:
         """Renews the keys, so that no earlier object is found any more; returns true. Never waits.
