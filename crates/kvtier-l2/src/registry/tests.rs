@@ -175,7 +175,7 @@ fn errors_name_key_value_and_allowed_values() {
         ),
         (
             with("serde", json!({"type": "fp8"})),
-            r#"type "disk": serde: type "fp8" is not built into kvtier, as a tier does not know the types of an object's elements; give aesgcm, or no serde"#,
+            r#"type "disk": serde: type "fp8" is not built into kvtier, as a tier does not know the types of an object's elements; give aesgcm, compress, or no serde"#,
         ),
         (
             with("eviction", json!({})),

@@ -22,7 +22,7 @@ const MAX_UNREADABLE: usize = 1 << 16;
 
 /// An adapter whose objects are transformed.
 ///
-/// A batch larger than the scratch memory is processed in slices, each of which is one call of the adapter. While it
+/// A batch larger than the scratch memory is processed in slices; each slice is one call of the adapter. While it
 /// waits for scratch memory a call holds none, and stores and loads have their own, so waiting always ends.
 ///
 /// An object whose bytes cannot be transformed back is not deleted, as the cause may be a wrong key file; the next store of

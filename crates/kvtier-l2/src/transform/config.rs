@@ -6,6 +6,7 @@ use serde_json::Value;
 
 use super::Transform;
 use super::aesgcm::{AesGcm, Bits, Frame};
+use super::compress::Compress;
 use crate::config::{ConfigError, Fallback, Interval, Key, Options, Shape, clip, refuse_rest};
 use crate::error::L2Error;
 use crate::redact;
@@ -63,10 +64,23 @@ pub(crate) const AESGCM_KEYS: &[Key] = &[
     Key::of(
         "frame",
         Shape::OneOf(&["lmcache", "bound"]),
-        "Form of the stored bytes: LMCache's (29 bytes more), or one that is bound to its object (37 bytes more), so that no \
+        "Form of the stored bytes: LMCache's (29 bytes more), or one that is bound to its object (25 bytes more, and 16 per 64 KiB), so that no \
          object can be put in the place of another",
     )
     .or(Fallback::Text("lmcache")),
+    workers(),
+    scratch(),
+];
+
+/// Keys of `compress`.
+pub(crate) const COMPRESS_KEYS: &[Key] = &[
+    kind(),
+    Key::of(
+        "element",
+        Shape::OneOf(&["bfloat16"]),
+        "Type of the values; objects of other types are not stored, as a rule",
+    )
+    .or(Fallback::Text("bfloat16")),
     workers(),
     scratch(),
 ];
@@ -81,6 +95,7 @@ pub struct SerdeConfig {
 
 #[derive(Debug, Clone, PartialEq)]
 enum Kind {
+    Compress,
     AesGcm {
         frame: Frame,
         bits: Bits,
@@ -95,13 +110,17 @@ impl SerdeConfig {
     /// # Errors
     /// The first mistake in it.
     pub(crate) fn parse_all(owner: &str, value: &Value) -> Result<Vec<Self>, ConfigError> {
-        match value {
-            Value::Array(list) => list
-                .iter()
-                .enumerate()
-                .map(|(at, value)| Self::parse(&format!("{owner}: serde[{at}]"), value))
-                .collect(),
-            value => Ok(vec![Self::parse(&format!("{owner}: serde"), value)?]),
+        let Value::Array(list) = value else {
+            return Ok(vec![Self::parse(&format!("{owner}: serde"), value)?]);
+        };
+        let one = |(at, value)| Self::parse(&format!("{owner}: serde[{at}]"), value);
+        let all: Vec<_> = list.iter().enumerate().map(one).collect::<Result<_, _>>()?;
+        let others = all.iter().skip(1);
+        match others.into_iter().any(|one| one.kind == Kind::Compress) {
+            true => Err(ConfigError::new(format!(
+                "{owner}: serde: compress behind another type finds no values to compress; give it first, and once"
+            ))),
+            false => Ok(all),
         }
     }
 
@@ -116,19 +135,30 @@ impl SerdeConfig {
         let given = map.get("type").unwrap_or(&Value::Null);
         match given.as_str() {
             Some("aesgcm") => Self::aesgcm(owner, map.clone()),
+            Some("compress") => Self::compress(owner, map.clone()),
             Some("turboquant") => Err(ConfigError::new(format!(
                 "{owner}: type \"turboquant\" is not built into kvtier, as LMCache computes it on a GPU with torch's random \
-                 numbers; give aesgcm, or no serde"
+                 numbers; give aesgcm, compress, or no serde"
             ))),
             Some("fp8") => Err(ConfigError::new(format!(
                 "{owner}: type \"fp8\" is not built into kvtier, as a tier does not know the types of an object's elements; \
-                 give aesgcm, or no serde"
+                 give aesgcm, compress, or no serde"
             ))),
             _ => Err(ConfigError::new(format!(
-                "{owner}: key \"type\": {} is not allowed; give aesgcm",
+                "{owner}: key \"type\": {} is not allowed; give aesgcm or compress",
                 shown(given)
             ))),
         }
+    }
+
+    fn compress(owner: &str, mut map: serde_json::Map<String, Value>) -> Result<Self, ConfigError> {
+        refuse_rest(owner, &map, COMPRESS_KEYS)?;
+        let options = Options::take(owner, COMPRESS_KEYS, &mut map)?;
+        Ok(Self {
+            kind: Kind::Compress,
+            workers: options.get("max_workers"),
+            scratch_bytes: options.gib("scratch_gb"),
+        })
     }
 
     fn aesgcm(owner: &str, mut map: serde_json::Map<String, Value>) -> Result<Self, ConfigError> {
@@ -161,6 +191,7 @@ impl SerdeConfig {
     /// Whether it detects all changes of the bytes that it loads.
     pub(super) fn verifies(&self) -> bool {
         match &self.kind {
+            Kind::Compress => true,
             Kind::AesGcm { frame, .. } => *frame == Frame::Bound,
         }
     }
@@ -168,6 +199,7 @@ impl SerdeConfig {
     /// Reads the key files.
     pub(super) fn open(&self) -> Result<Arc<dyn Transform>, L2Error> {
         match &self.kind {
+            Kind::Compress => Ok(Arc::new(Compress)),
             Kind::AesGcm { frame, bits, paths } => {
                 let paths: Vec<_> = paths.iter().map(String::as_str).collect();
                 Ok(Arc::new(AesGcm::open(*frame, *bits, &paths)?))

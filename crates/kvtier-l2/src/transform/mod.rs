@@ -9,6 +9,7 @@
 
 mod adapter;
 mod aesgcm;
+mod compress;
 mod config;
 mod scratch;
 #[cfg(test)]
@@ -21,7 +22,7 @@ use kvtier_memory::checksum::checksum64;
 use serde_json::{Map, Value};
 
 pub use config::SerdeConfig;
-pub(crate) use config::{AESGCM_KEYS, EARLIER_KEYS};
+pub(crate) use config::{AESGCM_KEYS, COMPRESS_KEYS, EARLIER_KEYS};
 
 use crate::Adapter;
 use crate::error::L2Error;

@@ -18,7 +18,7 @@ const MAX_PIECES: u64 = 256;
 /// Granularity of arenas: a page.
 const PAGE: u64 = 4096;
 
-/// Bounded scratch memory; who needs more waits in order of arrival.
+/// Bounded scratch memory; calls that need more wait in order of arrival.
 #[derive(Clone)]
 pub(super) struct Scratch(Arc<Shared>);
 
@@ -41,7 +41,7 @@ pub(super) struct Piece {
 }
 
 impl Scratch {
-    /// Returns scratch memory of `bytes`, none of which is allocated yet.
+    /// Returns scratch memory of `bytes`, without allocating any.
     pub(super) fn new(bytes: u64) -> Self {
         let unit = (bytes / MAX_PIECES).max(PAGE);
         let units = u32::try_from((bytes / unit).max(1)).unwrap_or(u32::MAX);

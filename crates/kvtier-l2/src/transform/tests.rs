@@ -140,10 +140,8 @@ async fn mock_with_two_serdes_and_little_scratch_conforms() {
     .await;
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn fs_with_aesgcm_conforms() {
-    let keys = tempfile::tempdir().unwrap();
-    let serde = aesgcm(&key_file(keys.path(), "a"), "bound");
+/// Runs the suite with an `fs` tier.
+async fn fs_conforms(serde: Value) {
     conformance::run(|| {
         let directory = Arc::new(tempfile::tempdir().unwrap());
         let serde = serde.clone();
@@ -160,6 +158,57 @@ async fn fs_with_aesgcm_conforms() {
     .await;
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn fs_with_aesgcm_conforms() {
+    let keys = tempfile::tempdir().unwrap();
+    fs_conforms(aesgcm(&key_file(keys.path(), "a"), "bound")).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn fs_with_compress_conforms() {
+    fs_conforms(json!({"type": "compress"})).await;
+}
+
+#[tokio::test]
+async fn list_is_applied_in_its_order() {
+    let context = Context::new();
+    let aesgcm = aesgcm(&context.key("a"), "bound");
+    let one = [object(1, 100_000)];
+    let adapter = context.open(&json!([{"type": "compress"}, aesgcm]));
+    context.store(&*adapter, &one).await.remove(0).unwrap();
+    assert_eq!(context.store.used(), (1, 77_401 + 25 + 2 * 16));
+    assert_eq!(context.load(&*adapter, &one).await, [Ok(true)]);
+    let types = |at: usize| adapter.status()["serde"][at]["type"].clone();
+    assert_eq!([types(0), types(1)], ["compress", "aesgcm"]);
+    // What is encrypted first cannot be compressed.
+    let other = context.open(&json!([aesgcm, {"type": "compress"}]));
+    assert_eq!(
+        context.store(&*other, &one).await,
+        [Err(ErrorKind::Refused)]
+    );
+}
+
+#[tokio::test]
+async fn incompressible_object_is_not_stored() {
+    let context = Context::new();
+    let adapter = context.open(&json!({"type": "compress"}));
+    let one = object(1, 100_000);
+    let noise = kvtier_core::random::SplitMix64::new(1).bytes(100_000);
+    let from = context.memory.filled(&noise);
+    let stored = adapter
+        .store(vec![StoreItem {
+            object: one.clone(),
+            from,
+        }])
+        .await;
+    assert_eq!(stored[0].as_ref().unwrap_err().kind(), ErrorKind::Refused);
+    assert_eq!(context.store.used(), (0, 0));
+    assert_eq!(adapter.status()["serde"][0]["store_failures"], 1);
+    context.store(&*adapter, &[one]).await.remove(0).unwrap();
+    assert_eq!(context.store.used(), (1, 77_401));
+    assert!(adapter.status()["serde"][0]["ratio"].as_f64().unwrap() < 0.775);
+}
+
 #[tokio::test]
 async fn lengths_are_those_of_the_backend() {
     let context = Context::new();
@@ -168,23 +217,23 @@ async fn lengths_are_those_of_the_backend() {
     let stored = context.store(&*adapter, &objects).await;
     assert_eq!(
         stored,
-        [Ok(Stored::Written(1037)), Ok(Stored::Written(50_037))]
+        [Ok(Stored::Written(1041)), Ok(Stored::Written(50_041))]
     );
-    assert_eq!(context.store.used(), (2, 51_074));
+    assert_eq!(context.store.used(), (2, 51_082));
     let found = adapter.lookup(objects.to_vec()).await.unwrap();
-    assert_eq!(found, [Some(1037), Some(50_037)]);
-    assert_eq!(adapter.size_of(1000), 1037);
+    assert_eq!(found, [Some(1041), Some(50_041)]);
+    assert_eq!(adapter.size_of(1000), 1041);
     assert_eq!(adapter.size_of(u64::MAX), u64::MAX);
     let too_long = ObjectSpec {
         len: u64::MAX - 3,
         ..object(1, 0)
     };
     let found = adapter.lookup(vec![too_long, objects[1].clone()]).await;
-    assert_eq!(found.unwrap(), [None, Some(50_037)]);
+    assert_eq!(found.unwrap(), [None, Some(50_041)]);
     let page = adapter.list(None, 10).await.unwrap();
     assert_eq!(
         page.objects.iter().map(|listed| listed.bytes).sum::<u64>(),
-        51_074
+        51_082
     );
 }
 
@@ -217,7 +266,7 @@ async fn status_shows_ratio_time_and_failures() {
     );
     assert_eq!(
         (&inner["stored_bytes"], &inner["transformed_bytes"]),
-        (&json!(10_029), &json!(10_066))
+        (&json!(10_029), &json!(10_070))
     );
     assert_eq!(outer["ratio"], json!(1.0029));
     assert_eq!(

@@ -5,7 +5,6 @@ use std::fs::File;
 use std::io::Read;
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 
-use kvtier_core::object_key::{KeyShape, ObjectKey};
 use ring::aead::{AES_128_GCM, AES_256_GCM, Algorithm, LessSafeKey, UnboundKey};
 use ring::hkdf::{HKDF_SHA256, KeyType, Prk, Salt};
 use zeroize::Zeroizing;
@@ -112,10 +111,9 @@ impl MasterKey {
         self.derive(&[b"lmcache-l2-aesgcm-v1", salt.as_bytes()], bits)
     }
 
-    /// Key of one object. Its name has the tenant.
-    pub(super) fn of_object(&self, key: &ObjectKey, bits: Bits) -> LessSafeKey {
-        let name = key.text().name(KeyShape::Grouped);
-        self.derive(&[b"kvtier-l2-aesgcm-v2\0", name.as_bytes()], bits)
+    /// Key of one store of the object of this name, which has the tenant, by `random` bytes.
+    pub(super) fn of_object(&self, name: &str, random: &[u8], bits: Bits) -> LessSafeKey {
+        self.derive(&[b"kvtier-l2-aesgcm-v2", random, name.as_bytes()], bits)
     }
 
     fn derive(&self, info: &[&[u8]], bits: Bits) -> LessSafeKey {

@@ -30,7 +30,7 @@ fn tenant_a(len: usize) -> ObjectSpec {
 }
 
 fn encoded(aes: &AesGcm, object: &ObjectSpec, plain: &[u8]) -> Vec<u8> {
-    let memory = Memory::new(1 << 20);
+    let memory = Memory::new(plain.len().max(1) as u64);
     let mut stored = vec![0; aes.stored_len(object.len).unwrap() as usize];
     aes.encode(object, &memory.filled(plain), &mut stored)
         .unwrap();
@@ -38,7 +38,7 @@ fn encoded(aes: &AesGcm, object: &ObjectSpec, plain: &[u8]) -> Vec<u8> {
 }
 
 fn decoded(aes: &AesGcm, object: &ObjectSpec, stored: &[u8]) -> Result<Vec<u8>, ErrorKind> {
-    let to = Memory::new(1 << 20).buffer(object.len);
+    let to = Memory::new(object.len.max(1)).buffer(object.len);
     let mut plain = Vec::new();
     let result = aes.decode(object, &mut stored.to_vec(), &to);
     to.read_into(0, object.len, &mut plain).unwrap();
@@ -53,9 +53,9 @@ fn lmcache_frame_matches_the_recorded_bytes() {
     let aes = with(Frame::Lmcache, Bits::Aes128, &[&master()]);
     let object = tenant_a(PLAIN.len());
     let mut stored = vec![0; PLAIN.len() + 29];
-    let iv = std::array::from_fn(|at| 0xa0 + at as u8);
+    let iv: [u8; NONCE_LEN] = std::array::from_fn(|at| 0xa0 + at as u8);
     let from = Memory::new(1 << 20).filled(PLAIN);
-    aes.seal(&object, &from, &mut stored, iv).unwrap();
+    aes.seal(&object, &from, &mut stored, &iv).unwrap();
     assert_eq!(hex::encode(&stored), hex::encode(&recorded));
     assert_eq!(decoded(&aes, &object, &recorded), Ok(PLAIN.to_vec()));
 }
@@ -82,7 +82,7 @@ fn every_changed_bit_and_length_is_detected() {
         let aes = with(frame, Bits::Aes256, &[&master()]);
         let object = tenant_a(PLAIN.len());
         let stored = encoded(&aes, &object, PLAIN);
-        assert_eq!(stored.len(), PLAIN.len() + frame.overhead());
+        assert_eq!(stored.len(), frame.stored_len(object.len).unwrap() as usize);
         assert_eq!(decoded(&aes, &object, &stored), Ok(PLAIN.to_vec()));
         for bit in 0..stored.len() * 8 {
             let mut flipped = stored.clone();
@@ -136,6 +136,36 @@ fn bound_frame_is_of_one_object_only() {
         decoded(&bound, &other_tenant, &tied),
         Err(ErrorKind::Corrupt)
     );
+}
+
+#[test]
+fn segments_cannot_be_swapped_or_cut() {
+    let bound = with(Frame::Bound, Bits::Aes128, &[&master()]);
+    let step = SEGMENT + TAG_LEN;
+    for len in [1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 3 * SEGMENT] {
+        let object = tenant_a(len);
+        let plain = content(&object);
+        let stored = encoded(&bound, &object, &plain);
+        let tags = len.div_ceil(SEGMENT).max(1);
+        assert_eq!(stored.len(), 25 + len + 16 * tags);
+        assert_eq!(decoded(&bound, &object, &stored), Ok(plain));
+    }
+    let object = tenant_a(3 * SEGMENT);
+    let stored = encoded(&bound, &object, &content(&object));
+    let (head, segments) = stored.split_at(25);
+    let [one, two, three] = [0, 1, 2].map(|at| &segments[at * step..(at + 1) * step]);
+    for order in [[two, one, three], [one, one, three], [one, three, two]] {
+        let swapped = [&[head], &order[..]].concat().concat();
+        assert_eq!(decoded(&bound, &object, &swapped), Err(ErrorKind::Corrupt));
+    }
+    // Of another store of the same object.
+    let other = encoded(&bound, &object, &content(&object));
+    let mixed = [head, one, &other[25 + step..]].concat();
+    assert_eq!(decoded(&bound, &object, &mixed), Err(ErrorKind::Corrupt));
+    // A shorter object of the same name.
+    let cut = [head, one, two].concat();
+    let shorter = tenant_a(2 * SEGMENT);
+    assert_eq!(decoded(&bound, &shorter, &cut), Err(ErrorKind::Corrupt));
 }
 
 #[test]
