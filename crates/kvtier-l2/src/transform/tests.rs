@@ -181,10 +181,11 @@ async fn list_is_applied_in_its_order() {
     let types = |at: usize| adapter.status()["serde"][at]["type"].clone();
     assert_eq!([types(0), types(1)], ["compress", "aesgcm"]);
     // What is encrypted first cannot be compressed.
-    let other = context.open(&json!([aesgcm, {"type": "compress"}]));
-    assert_eq!(
-        context.store(&*other, &one).await,
-        [Err(ErrorKind::Refused)]
+    let swapped = json!([aesgcm, {"type": "compress"}]);
+    let line = SerdeConfig::parse_all("a tier", &swapped).unwrap_err();
+    assert!(
+        line.to_string().ends_with("give it first, and once"),
+        "{line}"
     );
 }
 
