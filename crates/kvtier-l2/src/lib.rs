@@ -26,6 +26,7 @@ pub mod s3;
 pub mod testing;
 pub mod tier;
 mod tls;
+pub mod transform;
 pub mod wrap;
 
 pub use adapter::{Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored};

@@ -100,6 +100,14 @@ impl Buffer {
         self.arena.read_into(self.extent, at, len, out)
     }
 
+    /// Copies bytes from offset `at` to `out`, whose bytes are undefined on error.
+    ///
+    /// # Errors
+    /// See [`AccessError`].
+    pub fn read(&self, at: u64, out: &mut [u8]) -> Result<(), AccessError> {
+        self.arena.read(self.extent, at, out)
+    }
+
     /// The 128-bit xxh3 of the bytes.
     ///
     /// # Errors

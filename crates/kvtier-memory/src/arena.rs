@@ -188,6 +188,28 @@ impl Arena {
         self.mapping.write(offset, bytes)
     }
 
+    /// Copies bytes from offset `at` of `extent` to `out`, whose bytes are undefined on error.
+    ///
+    /// # Errors
+    /// [`AccessError::OutOfBounds`], [`AccessError::Poisoned`].
+    pub fn read(&self, extent: Extent, at: u64, out: &mut [u8]) -> Result<(), AccessError> {
+        let offset = self.offset(extent, at, out.len() as u64)?;
+        self.mapping.read(offset, out)
+    }
+
+    /// All bytes of an anonymous arena, for work in place; `None` for an arena that other processes can map, or whose
+    /// pages can get lost.
+    pub fn bytes_mut(&mut self) -> Option<&mut [u8]> {
+        match self.kind {
+            ArenaKind::Anonymous | ArenaKind::Hugepages => {
+                // SAFETY: the memory is private to this process; transfers in flight hold a share of the arena, so there
+                // are none while it is borrowed exclusively.
+                Some(unsafe { self.mapping.bytes_mut() })
+            }
+            ArenaKind::Shm { .. } | ArenaKind::File { .. } => None,
+        }
+    }
+
     /// Appends `len` bytes from offset `at` of `extent` to `buffer`, which stays as it was on
     /// error.
     ///

@@ -19,7 +19,8 @@
 //! Arenas in shared memory and foreign segments are mapped by other processes, which may write
 //! them at any moment whatever was agreed. Rust references promise that this does not happen, so
 //! this crate never makes a `&[u8]` or `&mut [u8]` over such memory: bytes move through raw
-//! pointers into or out of private buffers, and nothing is ever parsed in place. A racing writer
+//! pointers into or out of private buffers, and nothing is ever parsed in place. (The one exception,
+//! [`Arena::bytes_mut`], is for anonymous memory that nothing else can reach while it is borrowed.) A racing writer
 //! can thus give torn bytes, never a broken program. That the bytes are *not* torn is the
 //! promise of the cache above: an extent is not read before it is committed, nor written
 //! afterwards.

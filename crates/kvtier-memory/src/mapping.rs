@@ -27,7 +27,7 @@ pub(crate) struct Mapping {
 // SAFETY: the mapping belongs to no thread; `base` is valid until drop, and all access is
 // by raw-pointer copies that tolerate concurrent access by others (see the crate's notes).
 unsafe impl Send for Mapping {}
-// SAFETY: as above; no method hands out a reference into the mapped bytes.
+// SAFETY: as above; the only method that hands out a reference into the mapped bytes asks for the mapping alone.
 unsafe impl Sync for Mapping {}
 
 /// Why a mapping could not be made.
@@ -148,9 +148,29 @@ impl Mapping {
         let len = bytes.len() as u64;
         let to = self.locate(offset, len)?;
         // SAFETY: `to` has `len` bytes (checked above); `bytes` is private memory and
-        // cannot overlap, since there are no references into a mapping.
+        // cannot overlap, since references into a mapping exist only while nothing else can reach it.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to.as_ptr(), bytes.len()) };
         self.check_poison(Extent::new(offset, len))
+    }
+
+    /// Copies bytes at `offset` to `out`, whose bytes are undefined on error.
+    pub(crate) fn read(&self, offset: u64, out: &mut [u8]) -> Result<(), AccessError> {
+        let len = out.len() as u64;
+        let from = self.locate(offset, len)?;
+        // SAFETY: `from` has `len` bytes (checked above); `out` is memory that this call has alone and that cannot overlap,
+        // since references into a mapping exist only while nothing else can reach it.
+        unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), out.as_mut_ptr(), out.len()) };
+        self.check_poison(Extent::new(offset, len))
+    }
+
+    /// All bytes of a mapping of private memory.
+    ///
+    /// # Safety
+    /// No other process maps this memory, and the system has no transfer in flight from or to it.
+    pub(crate) unsafe fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: `base` has `len` initialised bytes until drop; `&mut self` excludes all copies of this process, and the
+        // caller all others.
+        unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr(), self.len) }
     }
 
     /// Appends `len` bytes at `offset` to `buffer`, which is left as it was on error.

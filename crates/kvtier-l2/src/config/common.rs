@@ -8,6 +8,7 @@ use serde_json::{Map, Value};
 use super::error::ConfigError;
 use super::key::{Fallback, Interval, Key, Shape, refuse_rest};
 use super::options::Options;
+use crate::transform::SerdeConfig;
 use crate::wrap::Guards;
 
 /// Longest configurable timeout: a day.
@@ -48,7 +49,8 @@ pub const COMMON: &[Key] = &[
     Key::of(
         "serde",
         Shape::Object,
-        "Transformation of objects; refused, as objects are kept unchanged",
+        "Transformation of objects between the tier and its adapter, or a list of them in the order of a store: see Keys of \
+         `serde`",
     ),
     Key::of(
         "eviction",
@@ -154,6 +156,7 @@ pub(crate) struct Common {
     pub name: Option<String>,
     pub shared: bool,
     pub persist_enabled: bool,
+    pub serde: Vec<SerdeConfig>,
     pub eviction: Option<EvictionConfig>,
     pub guards: Guards,
     pub warnings: Vec<String>,
@@ -162,14 +165,10 @@ pub(crate) struct Common {
 impl Common {
     /// Removes them from `map`.
     pub(crate) fn take(owner: &str, map: &mut Map<String, Value>) -> Result<Self, ConfigError> {
-        if let Some(value) = map.remove("serde").filter(|value| !value.is_null()) {
-            return Err(ConfigError::value(
-                owner,
-                "serde",
-                &value,
-                "no serde: objects are not transformed yet, they are kept as the engine wrote them",
-            ));
-        }
+        let serde = match map.remove("serde").filter(|value| !value.is_null()) {
+            None => Vec::new(),
+            Some(value) => SerdeConfig::parse_all(owner, &value)?,
+        };
         let eviction = match map.remove("eviction").filter(|value| !value.is_null()) {
             None => None,
             Some(value) => Some(eviction(owner, value)?),
@@ -216,6 +215,7 @@ impl Common {
             name,
             shared: values.get("shared"),
             persist_enabled: values.get("persist_enabled"),
+            serde,
             eviction,
             guards,
             warnings,

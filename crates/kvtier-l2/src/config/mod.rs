@@ -21,6 +21,7 @@ pub(crate) use error::clip;
 
 use kvtier_core::eviction::EvictionKind;
 
+use crate::transform::SerdeConfig;
 use crate::wrap::Guards;
 
 /// Bytes per "GB" of a configuration: LMCache's sizes are GiB under that name.
@@ -37,6 +38,8 @@ pub struct AdapterConfig {
     pub shared: bool,
     /// Stored objects are kept when the server stops. Adapters that always keep them ignore this, as LMCache's do.
     pub persist_enabled: bool,
+    /// Transformations of its objects, in the order of a store.
+    pub serde: Vec<SerdeConfig>,
     /// Eviction ahead of demand; with `None` only stores evict.
     pub eviction: Option<EvictionConfig>,
     /// Limits of its calls.

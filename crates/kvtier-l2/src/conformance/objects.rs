@@ -33,14 +33,20 @@ pub fn object_with(number: u64, len: u64, model: &str, salt: &str) -> ObjectSpec
     }
 }
 
-/// Returns the bytes of `object`, which depend on its key, layout and length.
+/// Exponents of four bfloat16 values; three more bits of each are random.
+const EXPONENTS: u64 = 0x3800_3800_3800_3800;
+const NOISE: u64 = 0x83ff_83ff_83ff_83ff;
+
+/// Returns the bytes of `object`, which depend on its key, layout and length. They are bfloat16 values of similar sizes, as KV
+/// is, so that they can be compressed.
 #[must_use]
 pub fn content(object: &ObjectSpec) -> Vec<u8> {
     let text = format!("{:?} {} {}", object.key, object.layout, object.len);
     let seed = kvtier_memory::checksum::checksum64(text.as_bytes());
     let mut bytes = Vec::with_capacity(object.len as usize + 8);
     for at in 0..object.len.div_ceil(8) {
-        bytes.extend_from_slice(&SplitMix64::nth(seed, at).to_le_bytes());
+        let values = SplitMix64::nth(seed, at) & NOISE | EXPONENTS;
+        bytes.extend_from_slice(&values.to_le_bytes());
     }
     bytes.truncate(object.len as usize);
     bytes

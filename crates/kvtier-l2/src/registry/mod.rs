@@ -20,7 +20,7 @@ use crate::config::{
     refuse_rest,
 };
 use crate::error::L2Error;
-use crate::{Adapter, fs, mock, process, raw_block, redact, resp, s3, wrap};
+use crate::{Adapter, fs, mock, process, raw_block, redact, resp, s3, transform, wrap};
 
 pub use translation::{Translated, Translation};
 
@@ -239,11 +239,20 @@ impl Registry {
         let translated = kind.translation.apply(&owner, &mut map)?;
         let options = Options::take_with(&owner, kind.keys, &mut map, &|inner| self.parse(inner))?;
         (kind.check)(&options)?;
+        if let Some(inner) = options.find::<&AdapterConfig>("inner")
+            && !inner.serde.is_empty()
+            && inner.serde != common.serde
+        {
+            return Err(ConfigError::new(format!(
+                "{owner}: key \"serde\" differs from that of its inner adapter; give it once"
+            )));
+        }
         let mut config = AdapterConfig {
             kind: kind.name,
             name: common.name,
             shared: common.shared,
             persist_enabled: common.persist_enabled,
+            serde: common.serde,
             eviction: common.eviction,
             guards: common.guards,
             options,
@@ -315,16 +324,25 @@ impl Registry {
         }
     }
 
-    /// Opens an adapter with its guards: [`wrap::guard`]. To be called within a tokio runtime.
+    /// Opens an adapter with its transformations and its guards: [`wrap::guard`]. To be called within a tokio runtime.
     ///
     /// # Errors
     /// Those of the adapter's constructor.
     pub fn open(&self, config: &AdapterConfig) -> Result<Arc<dyn Adapter>, L2Error> {
         let adapter = self.open_bare(config)?;
-        Ok(wrap::guard(adapter, &config.guards))
+        if config.serde.is_empty() {
+            return Ok(wrap::guard(adapter, &config.guards));
+        }
+        // Checksums are those of the transformed bytes, which may be all that can be compared.
+        let checked = match transform::verifies(&config.serde) {
+            true => adapter,
+            false => wrap::checked(adapter, &config.guards),
+        };
+        let transformed = transform::transformed(checked, &config.serde)?;
+        Ok(wrap::limited(transformed, &config.guards))
     }
 
-    /// Opens an adapter without guards, to be wrapped by another one.
+    /// Opens an adapter without guards and transformations, to be wrapped by another one.
     ///
     /// # Errors
     /// Those of the adapter's constructor.

@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 
 use super::Registry;
 use crate::config::{COMMON, EVICTION, Key, Shape};
+use crate::transform::{AESGCM_KEYS, COMPRESS_KEYS, EARLIER_KEYS};
 
 impl Registry {
     /// Returns Markdown with one table of keys per type, the common keys first. Headings are of the third level.
@@ -11,6 +12,12 @@ impl Registry {
     pub fn reference_markdown(&self) -> String {
         let mut out = String::from("### Keys of every type\n\n");
         table(&mut out, COMMON);
+        out.push_str("\n### Keys of `serde` of type `aesgcm`\n\n");
+        table(&mut out, AESGCM_KEYS);
+        out.push_str("\nEach of `earlier_keys`:\n\n");
+        table(&mut out, EARLIER_KEYS);
+        out.push_str("\n### Keys of `serde` of type `compress`\n\n");
+        table(&mut out, COMPRESS_KEYS);
         out.push_str("\n### Keys of `eviction`\n\n");
         table(&mut out, EVICTION);
         for kind in &self.types {

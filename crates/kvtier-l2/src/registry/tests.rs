@@ -86,6 +86,7 @@ fn common_defaults_are_those_documented() {
     let config = registry().parse(&with("serde", Value::Null)).unwrap();
     assert!(!config.shared);
     assert!(config.persist_enabled);
+    assert_eq!(config.serde, Vec::new());
     assert_eq!(config.eviction, None);
     assert_eq!(config.guards, crate::wrap::Guards::default());
     assert_eq!(config.warnings, Vec::<String>::new());
@@ -174,7 +175,7 @@ fn errors_name_key_value_and_allowed_values() {
         ),
         (
             with("serde", json!({"type": "fp8"})),
-            r#"type "disk": key "serde": {"type":"fp8"} is not allowed; give no serde: objects are not transformed yet, they are kept as the engine wrote them"#,
+            r#"type "disk": serde: type "fp8" is not built into kvtier, as a tier does not know the types of an object's elements; give aesgcm, compress, or no serde"#,
         ),
         (
             with("eviction", json!({})),

@@ -91,6 +91,8 @@ impl Default for Guards {
 ///    bytes are no failure of a backend: neither retries nor the breaker see them. A corrupt object is deleted under the
 ///    permit of its load.
 ///
+/// Transformations (`serde`) are between the limit and the checksums, which are those of the transformed bytes.
+///
 /// A caller that stops waiting before the deadline hides from the breaker that there was no answer, so its own timeout has
 /// to be longer.
 ///
@@ -98,14 +100,23 @@ impl Default for Guards {
 /// place; a retry elsewhere uses other buffers.
 #[must_use]
 pub fn guard(adapter: Arc<dyn Adapter>, guards: &Guards) -> Arc<dyn Adapter> {
-    let checked = match adapter.capabilities().verifies {
+    limited(checked(adapter, guards), guards)
+}
+
+/// Returns `adapter` with the innermost of its guards.
+pub(crate) fn checked(adapter: Arc<dyn Adapter>, guards: &Guards) -> Arc<dyn Adapter> {
+    match adapter.capabilities().verifies {
         false if guards.checksums > 0 || guards.require_checksum => {
             let sums = Arc::new(ChecksumCache::new(guards.checksums));
             Arc::new(Checksums::new(adapter, sums, guards.require_checksum))
         }
         _ => adapter,
-    };
-    let mut guarded = around(Limit::new(guards.max_in_flight), checked);
+    }
+}
+
+/// Returns `adapter` with its other guards.
+pub(crate) fn limited(adapter: Arc<dyn Adapter>, guards: &Guards) -> Arc<dyn Adapter> {
+    let mut guarded = around(Limit::new(guards.max_in_flight), adapter);
     if guards.retries > 0 {
         let retry = Retry::new(guards.retries, guards.retry_pause, guards.jitter_seed);
         guarded = around(retry, guarded);

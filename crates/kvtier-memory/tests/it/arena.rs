@@ -301,3 +301,22 @@ proptest! {
         prop_assert_eq!(arena.checksum(extent).is_ok(), fits(offset, len, 16384));
     }
 }
+
+#[test]
+fn bytes_in_place_only_of_private_memory() {
+    let mut arena = Arena::create(ArenaKind::Anonymous, 8192).unwrap();
+    let extent = Extent::new(4096, 100);
+    arena.bytes_mut().unwrap()[4096..4101].copy_from_slice(b"hello");
+    let mut read = [0; 5];
+    arena.read(extent, 0, &mut read).unwrap();
+    assert_eq!(&read, b"hello");
+    let beyond = arena.read(extent, 96, &mut read);
+    assert!(matches!(beyond, Err(AccessError::OutOfBounds { .. })));
+    assert_eq!(arena.bytes_mut().unwrap().len() as u64, arena.len());
+
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().to_owned();
+    for kind in [shm(&unique_name()), ArenaKind::File { path }] {
+        assert!(Arena::create(kind, 8192).unwrap().bytes_mut().is_none());
+    }
+}

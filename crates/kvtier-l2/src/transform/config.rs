@@ -1,0 +1,209 @@
+//! Configuration of transformations.
+
+use std::sync::Arc;
+
+use serde_json::Value;
+
+use super::Transform;
+use super::aesgcm::{AesGcm, Bits, Frame};
+use super::compress::Compress;
+use crate::config::{ConfigError, Fallback, Interval, Key, Options, Shape, clip, refuse_rest};
+use crate::error::L2Error;
+use crate::redact;
+
+const fn workers() -> Key {
+    Key::integer(
+        "max_workers",
+        1,
+        1024,
+        "Objects that are transformed at once",
+    )
+    .or(Fallback::Integer(1))
+}
+
+const fn scratch() -> Key {
+    Key::number(
+        "scratch_gb",
+        Interval::above(0.0).up_to(1024.0),
+        "Memory for transformed objects beside L1, half of it for stores and half for loads; calls wait when it is used. A \
+         larger object is transformed alone",
+    )
+    .unit("GiB")
+    .or(Fallback::Number(0.25))
+}
+
+const fn kind() -> Key {
+    Key::text("type", "Type of the transformation").required()
+}
+
+/// Keys of an earlier master key.
+pub(crate) const EARLIER_KEYS: &[Key] = &[Key::text("path", "File with the key").required()];
+
+/// Keys of `aesgcm`.
+pub(crate) const AESGCM_KEYS: &[Key] = &[
+    kind(),
+    Key::of(
+        "key_provider",
+        Shape::OneOf(&["hkdf"]),
+        "Origin of the keys: derived from a master key",
+    )
+    .or(Fallback::Text("hkdf")),
+    Key::text(
+        "master_key_path",
+        "File with the master key: all of its bytes, at best 32 random ones, readable by the server only",
+    )
+    .required(),
+    Key::of(
+        "earlier_keys",
+        Shape::Tables(EARLIER_KEYS),
+        "Former master keys, for loads of what was stored with them; needs the frame bound, which names its key",
+    ),
+    Key::integer("aes_bits", 128, 256, "Length of the derived keys: 128 or 256")
+        .unit("bits")
+        .or(Fallback::Integer(128)),
+    Key::of(
+        "frame",
+        Shape::OneOf(&["lmcache", "bound"]),
+        "Form of the stored bytes: LMCache's (29 bytes more), or one that is bound to its object (25 bytes more, and 16 per 64 KiB), so that no \
+         object can be put in the place of another",
+    )
+    .or(Fallback::Text("lmcache")),
+    workers(),
+    scratch(),
+];
+
+/// Keys of `compress`.
+pub(crate) const COMPRESS_KEYS: &[Key] = &[
+    kind(),
+    Key::of(
+        "element",
+        Shape::OneOf(&["bfloat16"]),
+        "Type of the values; objects of other types are not stored, as a rule",
+    )
+    .or(Fallback::Text("bfloat16")),
+    workers(),
+    scratch(),
+];
+
+/// A checked transformation.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SerdeConfig {
+    kind: Kind,
+    pub(super) workers: u32,
+    pub(super) scratch_bytes: u64,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+enum Kind {
+    Compress,
+    AesGcm {
+        frame: Frame,
+        bits: Bits,
+        /// Key files, the current one first.
+        paths: Vec<String>,
+    },
+}
+
+impl SerdeConfig {
+    /// Parses the key `serde`: an object, or a list of them in the order of a store.
+    ///
+    /// # Errors
+    /// The first mistake in it.
+    pub(crate) fn parse_all(owner: &str, value: &Value) -> Result<Vec<Self>, ConfigError> {
+        let Value::Array(list) = value else {
+            return Ok(vec![Self::parse(&format!("{owner}: serde"), value)?]);
+        };
+        let one = |(at, value)| Self::parse(&format!("{owner}: serde[{at}]"), value);
+        let all: Vec<_> = list.iter().enumerate().map(one).collect::<Result<_, _>>()?;
+        let others = all.iter().skip(1);
+        match others.into_iter().any(|one| one.kind == Kind::Compress) {
+            true => Err(ConfigError::new(format!(
+                "{owner}: serde: compress behind another type finds no values to compress; give it first, and once"
+            ))),
+            false => Ok(all),
+        }
+    }
+
+    fn parse(owner: &str, value: &Value) -> Result<Self, ConfigError> {
+        let shown = |value: &Value| clip(&redact::value(value).to_string());
+        let Value::Object(map) = value else {
+            return Err(ConfigError::new(format!(
+                "{owner}: {} is not allowed; give an object with a \"type\"",
+                shown(value)
+            )));
+        };
+        let given = map.get("type").unwrap_or(&Value::Null);
+        match given.as_str() {
+            Some("aesgcm") => Self::aesgcm(owner, map.clone()),
+            Some("compress") => Self::compress(owner, map.clone()),
+            Some("turboquant") => Err(ConfigError::new(format!(
+                "{owner}: type \"turboquant\" is not built into kvtier, as LMCache computes it on a GPU with torch's random \
+                 numbers; give aesgcm, compress, or no serde"
+            ))),
+            Some("fp8") => Err(ConfigError::new(format!(
+                "{owner}: type \"fp8\" is not built into kvtier, as a tier does not know the types of an object's elements; \
+                 give aesgcm, compress, or no serde"
+            ))),
+            _ => Err(ConfigError::new(format!(
+                "{owner}: key \"type\": {} is not allowed; give aesgcm or compress",
+                shown(given)
+            ))),
+        }
+    }
+
+    fn compress(owner: &str, mut map: serde_json::Map<String, Value>) -> Result<Self, ConfigError> {
+        refuse_rest(owner, &map, COMPRESS_KEYS)?;
+        let options = Options::take(owner, COMPRESS_KEYS, &mut map)?;
+        Ok(Self {
+            kind: Kind::Compress,
+            workers: options.get("max_workers"),
+            scratch_bytes: options.gib("scratch_gb"),
+        })
+    }
+
+    fn aesgcm(owner: &str, mut map: serde_json::Map<String, Value>) -> Result<Self, ConfigError> {
+        refuse_rest(owner, &map, AESGCM_KEYS)?;
+        let options = Options::take(owner, AESGCM_KEYS, &mut map)?;
+        let bits = match options.get::<u32>("aes_bits") {
+            128 => Bits::Aes128,
+            256 => Bits::Aes256,
+            _ => return Err(options.refuse("aes_bits", "128 or 256")),
+        };
+        let frame = match options.get::<&str>("frame") {
+            "bound" => Frame::Bound,
+            _ => Frame::Lmcache,
+        };
+        let earlier: &[Options] = options.get("earlier_keys");
+        if frame == Frame::Lmcache && !earlier.is_empty() {
+            let allowed =
+                "none with the frame lmcache, which does not name its key, or \"frame\": \"bound\"";
+            return Err(options.refuse("earlier_keys", allowed));
+        }
+        let mut paths = vec![options.get::<String>("master_key_path")];
+        paths.extend(earlier.iter().map(|options| options.get::<String>("path")));
+        Ok(Self {
+            kind: Kind::AesGcm { frame, bits, paths },
+            workers: options.get("max_workers"),
+            scratch_bytes: options.gib("scratch_gb"),
+        })
+    }
+
+    /// Whether it detects all changes of the bytes that it loads.
+    pub(super) fn verifies(&self) -> bool {
+        match &self.kind {
+            Kind::Compress => true,
+            Kind::AesGcm { frame, .. } => *frame == Frame::Bound,
+        }
+    }
+
+    /// Reads the key files.
+    pub(super) fn open(&self) -> Result<Arc<dyn Transform>, L2Error> {
+        match &self.kind {
+            Kind::Compress => Ok(Arc::new(Compress)),
+            Kind::AesGcm { frame, bits, paths } => {
+                let paths: Vec<_> = paths.iter().map(String::as_str).collect();
+                Ok(Arc::new(AesGcm::open(*frame, *bits, &paths)?))
+            }
+        }
+    }
+}
