@@ -141,7 +141,7 @@ class Mooncake(Tier):
         return [found_of(lengths[key], texts[key]) if key in lengths else None for key in keys]
 
     def _remove(self, keys: list[str]) -> dict[str, bool | TierError]:
-        """Removes objects and their texts, each as soon as nobody has leased it; whether they were there."""
+        """Removes objects and their texts, each as soon as its lease has ended; whether they were there."""
         results: dict[str, bool | TierError] = {}
         until = time.monotonic() + LEASE_WAIT
         left = keys
