@@ -146,7 +146,7 @@ fn values_that_cannot_work_are_refused_by_flag_value_and_range() {
         ),
         (
             vec!["--l2-adapter", r#"{"type":"dax"}"#],
-            vec!["--l2-adapter", "dax", "not built into kvtier", "fs"],
+            vec!["--l2-adapter", "dax", "not built into kvtier", "raw_block"],
         ),
         (
             vec!["--l2-adapter", r#"{"type":"fs","base_path":"~/kv"}"#],

@@ -20,8 +20,8 @@ def package():
 class Mooncake:
     """A master and its metadata server. The memory is that of the tiers that are set up with it."""
 
-    # Objects that were looked up may be removed so soon.
-    LEASE_MS = 50
+    # Objects that were looked up may be removed so soon; reads that take longer may see the next object in their place.
+    LEASE_MS = 400
 
     def __init__(self, directory):
         directory.mkdir(parents=True, exist_ok=True)

@@ -6,8 +6,21 @@
 use super::io::{Engine, Posix};
 use super::io_nixl::{Nixl, NixlOptions};
 use super::io_uring::Uring;
-use super::options::IoEngine;
 use crate::error::{ErrorKind, L2Error};
+
+/// I/O engine between files and memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum IoEngine {
+    /// io_uring with `use_odirect` if it is available, else POSIX calls.
+    #[default]
+    Auto,
+    /// One POSIX call per thread at a time.
+    Posix,
+    /// Several operations in flight per thread.
+    Uring,
+    /// NIXL, which has to be installed.
+    Nixl,
+}
 
 /// An I/O engine and the reason for it.
 pub(crate) struct Choice {

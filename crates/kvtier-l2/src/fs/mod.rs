@@ -14,7 +14,7 @@ mod beneath;
 mod files;
 pub(crate) mod io;
 pub(crate) mod io_choice;
-mod io_nixl;
+pub(crate) mod io_nixl;
 mod io_uring;
 mod load;
 mod names;
@@ -53,12 +53,13 @@ use unnamed::Unnamed;
 use unreadable::Unreadable;
 use walk::{Page, Position, no_position};
 
+pub use io_choice::IoEngine;
 pub use io_nixl::NixlOptions;
 pub use names::Layout;
 pub use naming::Naming;
 pub(crate) use nixl::{NIXL_NATIVE, NIXL_STORE, NIXL_STORE_DYNAMIC};
 pub(crate) use options::{FS, FS_NATIVE, path_allowed};
-pub use options::{FsOptions, Fsync, IoEngine};
+pub use options::{FsOptions, Fsync};
 
 /// Names per page of a scan.
 const SCAN_PAGE: usize = 4096;

@@ -5,6 +5,7 @@ use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
 use super::FsAdapter;
+use super::io_choice::IoEngine;
 use super::io_nixl::NixlOptions;
 use super::names::Layout;
 use super::naming::Naming;
@@ -26,20 +27,6 @@ pub enum Fsync {
     File,
     /// Each object whose store was answered.
     FileAndDir,
-}
-
-/// I/O engine between files and memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum IoEngine {
-    /// io_uring with `use_odirect` if it is available, else POSIX calls.
-    #[default]
-    Auto,
-    /// One POSIX call per thread at a time.
-    Posix,
-    /// Several operations in flight per thread.
-    Uring,
-    /// NIXL, which has to be installed.
-    Nixl,
 }
 
 /// Options of a directory.

@@ -32,9 +32,9 @@ use crate::adapter::{
     Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
 };
 use crate::error::{ErrorKind, L2Error};
-use crate::fs::NixlOptions;
 use crate::fs::io::Engine;
 use crate::fs::io_choice::{self, Choice};
+use crate::fs::io_nixl::NixlOptions;
 use crate::fs::pool::{Lane, NotDone, Pool};
 use crate::object::{LoadItem, ObjectSpec, StoreItem};
 use device::Device;

@@ -8,7 +8,7 @@ use super::format::{BLOCK, Geometry};
 use crate::adapter::Adapter;
 use crate::config::{AdapterConfig, ConfigError, Fallback, GIB, Interval, Key, Options, Shape};
 use crate::error::L2Error;
-use crate::fs::IoEngine;
+use crate::fs::io_choice::IoEngine;
 use crate::registry::{AdapterType, Registry};
 
 /// Part of the capacity that there is beyond it: objects of different lengths leave gaps.

@@ -17,11 +17,15 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import hashlib
 import os
 import re
 import sys
+import threading
 import time
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from .base import Capabilities, Found, LoadObject, StoreObject, Tier, TierError
@@ -41,6 +45,12 @@ UNREACHABLE = -900
 LEASE_WAIT = 1.0
 LEASE_PAUSE = 0.02
 
+#: Locks of keys: an object and its text are written one after the other.
+LOCKS = 256
+
+#: How often a load reads an object that is replaced meanwhile.
+ATTEMPTS = 4
+
 
 class Mooncake(Tier):
     """Objects in Mooncake Store, through one client that this process has."""
@@ -52,6 +62,7 @@ class Mooncake(Tier):
     def __init__(self, store: Any) -> None:
         """Takes a ``MooncakeDistributedStore`` that is set up."""
         self._store = store
+        self._locks = [threading.Lock() for _ in range(LOCKS)]
 
     def mapped(self, segment: memoryview) -> None:
         if code := self._store.register_buffer(address(segment), len(segment)):
@@ -61,6 +72,10 @@ class Mooncake(Tier):
         self._store.unregister_buffer(address(segment))
 
     def store(self, objects: Sequence[StoreObject]) -> Sequence[bool | TierError]:
+        with self._locked([one.key for one in objects]):
+            return self._store_locked(objects)
+
+    def _store_locked(self, objects: Sequence[StoreObject]) -> Sequence[bool | TierError]:
         there = self._found([one.key for one in objects])
         results: list[bool | TierError] = [False] * len(objects)
         # Of several under one key, the last stays.
@@ -87,7 +102,7 @@ class Mooncake(Tier):
         written = [(number, one) for number, one in writes if codes[number] == 0]
         if written:
             keys = [META + one.key for _, one in written]
-            texts = [f"{len(one.data)} {one.meta}".encode() for _, one in written]
+            texts = [text_of(one.key, len(one.data), one.meta) for _, one in written]
             if code := self._store.upsert_batch(keys, texts):
                 codes.update((number, code) for number, _ in written)
         for number, _ in writes:
@@ -99,6 +114,23 @@ class Mooncake(Tier):
         return self._found(keys)
 
     def load(self, objects: Sequence[LoadObject]) -> Sequence[Found | TierError]:
+        results: list[Found | TierError] = [TierError("busy", "it is being replaced")] * len(objects)
+        left = list(range(len(objects)))
+        for _ in range(ATTEMPTS):
+            found = self._load([objects[number] for number in left])
+            # Bytes and text are of one object if the text is the same before and after the bytes were read.
+            again = self._found([objects[number].key for number in left])
+            moved = []
+            for number, one, then in zip(left, found, again, strict=True):
+                if isinstance(one, TierError) or one == then:
+                    results[number] = one
+                else:
+                    moved.append(number)
+            if not (left := moved):
+                break
+        return results
+
+    def _load(self, objects: Sequence[LoadObject]) -> Sequence[Found | TierError]:
         found = self._found([one.key for one in objects])
         results: list[Found | TierError] = [one or TierError("not_found") for one in found]
         wanted = [
@@ -120,8 +152,25 @@ class Mooncake(Tier):
 
     def delete(self, keys: Sequence[str]) -> Sequence[bool | TierError]:
         # Without a lookup, which would lease them.
-        removed = self._remove(list(dict.fromkeys(keys)))
-        return [removed[key] for key in keys]
+        unique = list(dict.fromkeys(keys))
+        with self._locked(unique):
+            removed = self._remove(unique)
+        results = []
+        for key in keys:
+            results.append(removed[key])
+            # Of several of one key, the first has removed it.
+            if removed[key] is True:
+                removed[key] = False
+        return results
+
+    @contextmanager
+    def _locked(self, keys: Sequence[str]) -> Iterator[None]:
+        """Excludes other stores and deletes of these keys in this process."""
+        numbers = sorted({zlib.crc32(key.encode()) % LOCKS for key in keys})
+        with ExitStack() as stack:
+            for number in numbers:
+                stack.enter_context(self._locks[number])
+            yield
 
     def close(self) -> None:
         self._store.close()
@@ -138,7 +187,7 @@ class Mooncake(Tier):
         lengths = {key: length for key, replicas in described.items() if (length := length_of(replicas)) is not None}
         there = list(lengths)
         texts = dict(zip(there, self._store.get_batch([META + key for key in there]), strict=True)) if there else {}
-        return [found_of(lengths[key], texts[key]) if key in lengths else None for key in keys]
+        return [found_of(key, lengths[key], texts[key]) if key in lengths else None for key in keys]
 
     def _remove(self, keys: list[str]) -> dict[str, bool | TierError]:
         """Removes objects and their texts, each as soon as its lease has ended; whether they were there."""
@@ -172,10 +221,21 @@ def length_of(replicas: Sequence[Any]) -> int | None:
     return None
 
 
-def found_of(length: int, text: bytes) -> Found:
+def text_of(key: str, length: int, meta: str) -> bytes:
+    """The text beside an object. It names its key: what is read while it is removed may be the text of another object."""
+    return f"{digest(key)} {length} {meta}".encode()
+
+
+def digest(key: str) -> str:
+    """A short name of a key."""
+    return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+
+
+def found_of(key: str, length: int, text: bytes) -> Found:
     """An object of this length with this text beside it, which anyone may have written."""
-    if match := re.fullmatch(rb"(\d{1,20}) ([ -~]{0,256})", text):
-        told, meta = int(match[1]), match[2].decode()
+    match = re.fullmatch(rb"([0-9a-f]{32}) (\d{1,20}) ([ -~]{0,256})", text)
+    if match and match[1].decode() == digest(key):
+        told, meta = int(match[2]), match[3].decode()
         if told == length or (told, length) == (0, 1):
             return Found(told, meta)
     return Found(length)
