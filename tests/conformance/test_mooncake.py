@@ -45,6 +45,7 @@ def tier(mooncake, path):
     return tiers.adapter("process", socket_path=str(path), command=mooncake.command())
 
 
+@pytest.mark.beside_the_gate
 def test_suite_passes(mooncake, tmp_path):
     """`kvtier tier-test`, which is the suite that every adapter passes. Mooncake may return other bytes of an object that is removed
     while it is read, which kvtier notices: a miss, as its last case finds."""
@@ -53,7 +54,8 @@ def test_suite_passes(mooncake, tmp_path):
     failed = [line for line in done.stdout.splitlines() if "FAILED" in line]
     torn = [line for line in failed if "many_tasks_at_once" in line and line.endswith("Some(Corrupt)")]
     assert failed == torn and done.returncode == (1 if failed else 0), done.stdout + done.stderr
-    assert done.stdout.count("  ok ") >= 20 - len(torn), done.stdout
+    passed = [line for line in done.stdout.splitlines() if line.startswith("ok ")]
+    assert len(passed) >= 20, done.stdout
 
 
 def test_another_server_hits_what_this_one_stored(mooncake, serve, engines, tmp_path):

@@ -36,6 +36,7 @@ META = "kvtier.meta@"
 
 #: Mooncake's numbers of errors (``ErrorCode`` in its ``types.h``), and ours.
 NOT_FOUND = -704
+NOT_READY = -707
 LEASED = -706
 NO_SPACE = -200
 UNREACHABLE = -900
@@ -243,7 +244,7 @@ def found_of(key: str, length: int, text: bytes) -> Found:
 
 def error_of(code: int, what: str) -> TierError:
     """The error of a number of Mooncake."""
-    kinds = {NOT_FOUND: "not_found", LEASED: "busy", NO_SPACE: "full"}
+    kinds = {NOT_FOUND: "not_found", NOT_READY: "not_found", LEASED: "busy", NO_SPACE: "full"}
     reason = "the master does not answer" if code == UNREACHABLE else f"Mooncake's error {code}"
     return TierError(kinds.get(code, "unavailable"), f"{what}: {reason}")
 
