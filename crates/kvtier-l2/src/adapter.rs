@@ -17,10 +17,12 @@
 //! [`ErrorKind::Deadline`](crate::ErrorKind::Deadline) the work may still write to the buffers of a load: they are neither
 //! read nor reused until their holds are dropped.
 
+use std::collections::HashSet;
 use std::future::Future;
 use std::pin::Pin;
 
 use kvtier_core::object_key::ObjectKey;
+use kvtier_memory::checksum::checksum128;
 use serde_json::Value;
 
 use crate::error::L2Error;
@@ -168,4 +170,37 @@ pub trait Adapter: Send + Sync + 'static {
 
     /// Ends its threads and connections after the calls in flight.
     fn close(&self) -> BoxFuture<'_, ()>;
+}
+
+/// Passes the objects of all pages of a backend to `found`, until that returns false. `page` returns the page at a position,
+/// and the number of entries in it that are not kvtier's.
+///
+/// # Errors
+/// Those of `page`, and `circles` if a position comes again.
+pub(crate) async fn recover_pages<'a>(
+    page: impl Fn(Option<String>) -> BoxFuture<'a, Result<(ListPage, u64), L2Error>>,
+    found: &(dyn Fn(Vec<Listed>) -> bool + Send + Sync),
+    circles: impl Fn() -> L2Error,
+) -> Result<Recovered, L2Error> {
+    let (mut recovered, mut next) = (Recovered::default(), None);
+    let mut seen = HashSet::new();
+    loop {
+        let (page, foreign) = page(next).await?;
+        recovered.foreign += foreign;
+        recovered.objects += page.objects.len() as u64;
+        for object in &page.objects {
+            recovered.bytes = recovered.bytes.saturating_add(object.bytes);
+        }
+        if !found(page.objects) {
+            return Ok(recovered);
+        }
+        next = page.next;
+        match &next {
+            None => return Ok(recovered),
+            Some(position) if !seen.insert(checksum128(position.as_bytes())) => {
+                return Err(circles());
+            }
+            Some(_) => {}
+        }
+    }
 }

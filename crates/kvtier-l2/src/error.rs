@@ -1,5 +1,7 @@
 //! Errors of an object or a backend.
 
+use kvtier_memory::AccessError;
+
 use crate::redact;
 
 /// Kind of an error, as far as callers act differently.
@@ -52,6 +54,12 @@ impl ErrorKind {
             Self::Memory => "memory",
             Self::Unsupported => "unsupported",
         }
+    }
+}
+
+impl From<AccessError> for L2Error {
+    fn from(error: AccessError) -> Self {
+        Self::new(ErrorKind::Memory, error.to_string())
     }
 }
 

@@ -6,12 +6,15 @@
 #![cfg_attr(not(test), forbid(unsafe_code))]
 
 mod adapter;
+mod backoff;
 pub mod config;
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
 mod connect;
 mod error;
 pub mod fs;
+mod key_set;
+mod metadata;
 pub mod mock;
 mod object;
 mod probe;

@@ -8,6 +8,8 @@ use kvtier_core::object_key::{KeyShape, ObjectKey};
 use kvtier_memory::checksum::checksum128;
 use kvtier_memory::{AccessError, Arena, Extent};
 
+use crate::error::{ErrorKind, L2Error};
+
 /// Digest that binds a checksum to a key: the xxh3-128 of the key's text.
 pub(crate) fn key_digest(key: &ObjectKey) -> u128 {
     checksum128(key.text().name(KeyShape::Grouped).as_bytes())
@@ -70,6 +72,20 @@ impl Buffer {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.extent.len == 0
+    }
+
+    /// Checks that it is as long as its object.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Refused`] if it is not.
+    pub(crate) fn check_len(&self, len: u64) -> Result<(), L2Error> {
+        match self.len() {
+            own if own == len => Ok(()),
+            own => {
+                let message = format!("a buffer of {own} bytes for {len}");
+                Err(L2Error::new(ErrorKind::Refused, message))
+            }
+        }
     }
 
     /// Its arena, for I/O directly from and to it.

@@ -78,10 +78,7 @@ async fn read(
     one(adapter.load(vec![item]).await).map_err(|error| failed("load", &error))?;
     match (stored.checksum(), loaded.checksum()) {
         (Ok(stored), Ok(loaded)) if stored == loaded => Ok(()),
-        (Err(error), _) | (_, Err(error)) => Err(failed(
-            "load",
-            &L2Error::new(ErrorKind::Memory, error.to_string()),
-        )),
+        (Err(error), _) | (_, Err(error)) => Err(failed("load", &error.into())),
         _ => Err(L2Error::new(
             ErrorKind::Corrupt,
             "load: the bytes are not those that were stored",

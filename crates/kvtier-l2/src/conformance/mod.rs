@@ -25,6 +25,7 @@
 //! Its memory is reused as L1's is: once the last hold of a buffer is dropped, its bytes become garbage and then those of
 //! another buffer, which shows an adapter that reads or writes too late.
 
+mod calls;
 mod cases;
 mod context;
 mod memory;
@@ -42,6 +43,7 @@ use kvtier_core::object_key::ObjectKey;
 
 use crate::adapter::{Adapter, BoxFuture, Capabilities};
 
+pub use calls::{kinds, load, store};
 pub use context::poll_once;
 pub use memory::Memory;
 pub use objects::{content, object, object_with};
@@ -105,6 +107,19 @@ impl Damage {
         Self::Empty,
         Self::Remove,
     ];
+
+    /// Damages bytes; those of a removed object do not exist.
+    pub fn apply(self, bytes: &mut Vec<u8>) {
+        match self {
+            Self::Flip => {
+                let at = bytes.len() / 3;
+                bytes[at] ^= 0x10;
+            }
+            Self::Truncate => drop(bytes.pop()),
+            Self::Extend => bytes.push(1),
+            Self::Empty | Self::Remove => bytes.clear(),
+        }
+    }
 }
 
 /// Results of the cases by name.

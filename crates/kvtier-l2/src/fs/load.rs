@@ -51,13 +51,8 @@ impl Work for Loads<'_> {
         while let Some(item) = self.items.get(self.begun) {
             let number = self.begun;
             self.begun += 1;
-            if item.to.len() != item.object.len {
-                let message = format!(
-                    "a buffer of {} bytes for {}",
-                    item.to.len(),
-                    item.object.len
-                );
-                self.results[number] = Err(L2Error::new(ErrorKind::Refused, message));
+            if let Err(error) = item.to.check_len(item.object.len) {
+                self.results[number] = Err(error);
                 continue;
             }
             let mut tail = self.tails.pop().unwrap_or_default();
@@ -304,10 +299,8 @@ impl Files {
             }
             Err(error) => return Err(io::failed("read", &place.path, &error)),
         };
-        let memory =
-            |error: kvtier_memory::AccessError| L2Error::new(ErrorKind::Memory, error.to_string());
         let rest = (len - body) as usize;
-        item.to.write(*body, &tail[..rest]).map_err(memory)?;
+        item.to.write(*body, &tail[..rest])?;
         if *form == Form::Bare {
             return self.judge_bare(file, size, place, item);
         }
@@ -327,7 +320,7 @@ impl Files {
         }
         let sum = match sum {
             Some(sum) if rest == 0 => sum,
-            _ => item.to.checksum().map_err(memory)?,
+            _ => item.to.checksum()?,
         };
         if trailer.data != sum {
             return Ok(Verdict::Damaged("does not have the bytes that were stored"));

@@ -16,7 +16,7 @@ use super::files::{Files, LookupScope, READ_FLAGS, count, read_end, size, stat};
 use super::io::{self, Move, Moved, Work};
 use super::names::Place;
 use super::options::Fsync;
-use super::trailer::{self, BLOCK, Form, LEN, Trailer, file_len, form_of};
+use super::trailer::{BLOCK, Form, LEN, Trailer, file_len, form_of};
 use crate::adapter::Stored;
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{ObjectSpec, StoreItem};
@@ -148,10 +148,7 @@ enum Begun {
 impl Files {
     fn storing(&self, item: &StoreItem, scope: LookupScope) -> Result<Storing, L2Error> {
         let object = &item.object;
-        if item.from.len() != object.len {
-            let message = format!("a buffer of {} bytes for {}", item.from.len(), object.len);
-            return Err(L2Error::new(ErrorKind::Refused, message));
-        }
+        item.from.check_len(object.len)?;
         let (place, others) = self.places(&object.key, scope);
         // Writing a small object is cheaper than a lookup.
         let is_blind =
@@ -324,15 +321,10 @@ impl Files {
             let message = format!("a key of {} bytes is too long", text.len());
             L2Error::new(ErrorKind::Refused, message)
         })?;
-        let memory =
-            |error: kvtier_memory::AccessError| L2Error::new(ErrorKind::Memory, error.to_string());
         let trailer = Trailer {
-            version: trailer::VERSION,
             text_len,
-            len: object.len,
-            layout: object.layout,
             key: key_digest(place, object),
-            data: item.from.checksum().map_err(memory)?,
+            ..Trailer::new(object, item.from.checksum()?)
         };
         let rest = match direct {
             true => object.len % BLOCK,
@@ -342,9 +334,7 @@ impl Files {
         tail.resize((file_len(object.len, text.len(), self.align, direct) - body) as usize);
         tail.fill(0);
         let mut unaligned = Vec::new();
-        item.from
-            .read_into(body, rest, &mut unaligned)
-            .map_err(memory)?;
+        item.from.read_into(body, rest, &mut unaligned)?;
         tail[..unaligned.len()].copy_from_slice(&unaligned);
         let end_at = tail.len() - LEN;
         let (before, end) = tail.split_at_mut(end_at);

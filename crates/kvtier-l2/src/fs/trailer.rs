@@ -12,7 +12,7 @@
 //!
 //! A file of another version is a miss, and the next store of its object replaces it.
 
-use crate::object::ObjectSpec;
+use crate::object::{ObjectSpec, key_digest};
 
 /// Bytes of a trailer.
 pub(crate) const LEN: usize = 64;
@@ -43,6 +43,18 @@ pub(crate) struct Trailer {
 }
 
 impl Trailer {
+    /// Returns the trailer of an object with this checksum, without a text before it.
+    pub(crate) fn new(object: &ObjectSpec, data: u128) -> Self {
+        Self {
+            version: VERSION,
+            text_len: 0,
+            len: object.len,
+            layout: object.layout,
+            key: key_digest(&object.key),
+            data,
+        }
+    }
+
     pub(crate) fn encode(&self) -> [u8; LEN] {
         let mut out = [0; LEN];
         out[..4].copy_from_slice(&MAGIC);

@@ -1,18 +1,16 @@
 //! Requests without bytes of objects: lookups, deletes, listings, free space.
 
-use std::collections::HashSet;
 use std::sync::Arc;
 
 use kvtier_core::object_key::{KeyShape, ObjectKey};
-use kvtier_memory::checksum::checksum128;
 use serde::de::DeserializeOwned;
 use tokio::task::JoinSet;
 
 use super::message::{self, Deleted, Entry, MAX_BATCH, MAX_CURSOR, Request};
-use super::metadata::Metadata;
+use super::metadata::{self, Metadata};
 use super::session::{Lane, Session};
 use super::{Shared, count, name_of};
-use crate::adapter::{ListPage, Listed, Recovered};
+use crate::adapter::{BoxFuture, ListPage, Listed, Recovered, recover_pages};
 use crate::error::{ErrorKind, L2Error};
 use crate::object::ObjectSpec;
 
@@ -70,7 +68,7 @@ impl Shared {
         if entry.len != Some(object.len) {
             return Ok(false);
         }
-        Ok(match Metadata::decode(entry.meta(), object) {
+        Ok(match metadata::of(entry.meta(), object) {
             Metadata::Of(_) => true,
             Metadata::None if !self.needs_layout() => true,
             Metadata::None => {
@@ -219,30 +217,18 @@ impl Shared {
         session: Arc<Session>,
         found: &(dyn Fn(Vec<Listed>) -> bool + Send + Sync),
     ) -> Result<Recovered, L2Error> {
-        let (mut recovered, mut next) = (Recovered::default(), None);
         if !session.welcome.features.list {
-            return Ok(recovered);
+            return Ok(Recovered::default());
         }
-        let mut seen = HashSet::new();
-        loop {
-            let (page, foreign) = self.page(&session, next.as_deref(), MAX_BATCH).await?;
-            recovered.foreign += foreign;
-            recovered.objects += page.objects.len() as u64;
-            for object in &page.objects {
-                recovered.bytes = recovered.bytes.saturating_add(object.bytes);
-            }
-            next = page.next;
-            if !found(page.objects) {
-                return Ok(recovered);
-            }
-            let Some(position) = &next else {
-                return Ok(recovered);
-            };
-            if !seen.insert(checksum128(position.as_bytes())) {
-                let what = "list: the tier goes round in circles";
-                return Err(self.link.error(ErrorKind::Unavailable, what));
-            }
-        }
+        let page = |from: Option<String>| -> BoxFuture<'_, _> {
+            let session = &session;
+            Box::pin(async move { self.page(session, from.as_deref(), MAX_BATCH).await })
+        };
+        let circles = || {
+            let what = "list: the tier goes round in circles";
+            self.link.error(ErrorKind::Unavailable, what)
+        };
+        recover_pages(page, found, circles).await
     }
 
     pub(super) async fn free_bytes(&self, session: Arc<Session>) -> Result<Option<u64>, L2Error> {

@@ -7,7 +7,6 @@ use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvtier_core::random::SplitMix64;
 use kvtier_sync::Mutex;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, Interest};
@@ -23,11 +22,8 @@ use super::segment::Segment;
 use super::session::{End, Session, Wire};
 use super::supervisor::Supervisor;
 use crate::RateLimited;
+use crate::backoff::{FIRST_PAUSE, pause};
 use crate::error::{ErrorKind, L2Error};
-
-/// Pause after the first failed attempt to connect, and the longest one; each is shortened at random by up to half.
-const FIRST_PAUSE: Duration = Duration::from_millis(50);
-const MAX_PAUSE: Duration = Duration::from_secs(5);
 
 /// Pause after a refused hello.
 const REFUSED_PAUSE: Duration = Duration::from_secs(30);
@@ -321,13 +317,4 @@ fn log_loss(error: &L2Error, requests: usize) {
     if let Some(left_out) = LOG_LIMIT.permit(std::time::Instant::now()) {
         tracing::warn!(%error, requests, left_out, "no connection to a tier in a process of its own; requests fail");
     }
-}
-
-/// The pause before another attempt to connect.
-fn pause(seed: u64, attempts: u64) -> Duration {
-    let longest = FIRST_PAUSE
-        .saturating_mul(1 << attempts.min(16))
-        .min(MAX_PAUSE);
-    let random = SplitMix64::nth(seed, attempts) % 512;
-    longest - longest.mul_f64(random as f64 / 1024.0)
 }

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 
 use super::message::{self, Entry, LoadEntry, Request};
-use super::metadata::Metadata;
+use super::metadata::{self, Metadata};
 use super::session::{Lane, Session};
-use super::{Item, Results, Shared, copying, count, footprint, memory};
+use super::{Item, Results, Shared, copying, count, footprint};
 use crate::adapter::Loaded;
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{LoadItem, ObjectSpec};
@@ -24,22 +24,6 @@ impl Shared {
     pub(super) async fn load(
         self: Arc<Self>,
         session: Arc<Session>,
-        bytes: u64,
-        group: Vec<Item<LoadItem>>,
-    ) -> Results<Loaded> {
-        let numbers: Vec<_> = group.iter().map(|item| item.number).collect();
-        match self.load_group(&session, bytes, group).await {
-            Ok(results) => results,
-            Err(error) => numbers
-                .into_iter()
-                .map(|number| (number, Err(error.clone())))
-                .collect(),
-        }
-    }
-
-    async fn load_group(
-        &self,
-        session: &Session,
         bytes: u64,
         group: Vec<Item<LoadItem>>,
     ) -> Result<Results<Loaded>, L2Error> {
@@ -97,7 +81,7 @@ impl Shared {
         };
         for (written, found) in copying(bytes, work).await? {
             let result = match (found, written.sum) {
-                (Err(error), _) => Err(memory(&error)),
+                (Err(error), _) => Err(error.into()),
                 (Ok(_), None) => {
                     count(&self.counters.unverified);
                     Ok(Loaded { verified: false })
@@ -134,7 +118,7 @@ impl Shared {
             let what = format!("load: the object has {len} bytes instead of {}", object.len);
             return error(ErrorKind::NotFound, &what);
         }
-        match Metadata::decode(entry.meta(), object) {
+        match metadata::of(entry.meta(), object) {
             Metadata::Of(sum) => Ok(Some(sum)),
             Metadata::None if !self.needs_layout() => Ok(None),
             Metadata::None => {

@@ -23,14 +23,12 @@ mod supervisor;
 #[cfg(test)]
 mod tests;
 
-use std::collections::HashSet;
 use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use kvtier_core::object_key::{KeyShape, ObjectKey};
-use kvtier_sync::Mutex;
 use serde_json::{Value, json};
 use tokio::sync::RwLock;
 use tokio::task::JoinSet;
@@ -40,7 +38,8 @@ use crate::adapter::{
     Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
 };
 use crate::error::{ErrorKind, L2Error};
-use crate::object::{Buffer, LoadItem, ObjectSpec, StoreItem, key_digest};
+use crate::key_set::KeySet;
+use crate::object::{Buffer, LoadItem, ObjectSpec, StoreItem};
 use link::Link;
 use message::Welcome;
 use segment::ALIGNMENT;
@@ -56,9 +55,6 @@ const GROUP_OBJECTS: usize = 128;
 /// Bytes from which a copy has a thread of its own.
 const MIN_BLOCKING: u64 = 64 << 10;
 
-/// Damaged objects that are remembered.
-const MAX_DAMAGED: usize = 65_536;
-
 /// Time for the calls in flight at the end; then they fail.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
@@ -73,8 +69,8 @@ pub struct ProcessAdapter {
 struct Shared {
     link: Link,
     options: ProcessOptions,
-    /// Digests of the keys whose objects were found to be damaged: the next store replaces them.
-    damaged: Mutex<HashSet<u128>>,
+    /// Objects that were found to be damaged: the next store replaces them.
+    damaged: KeySet,
     counters: Counters,
 }
 
@@ -139,10 +135,6 @@ fn name_of(key: &ObjectKey) -> String {
     key.text().name(KeyShape::Grouped)
 }
 
-fn memory(error: &kvtier_memory::AccessError) -> L2Error {
-    L2Error::new(ErrorKind::Memory, error.to_string())
-}
-
 /// Reads what a tier could send, as each kind of answer.
 #[cfg(feature = "fuzzing")]
 pub fn read_answers(bytes: &[u8]) {
@@ -191,22 +183,7 @@ impl Shared {
 
     fn set_damaged(&self, key: &ObjectKey) {
         count(&self.counters.corrupt);
-        let mut damaged = self.damaged.lock();
-        if damaged.len() < MAX_DAMAGED {
-            damaged.insert(key_digest(key));
-        }
-    }
-
-    fn is_damaged(&self, key: &ObjectKey) -> bool {
-        let damaged = self.damaged.lock();
-        !damaged.is_empty() && damaged.contains(&key_digest(key))
-    }
-
-    fn forget_damage(&self, key: &ObjectKey) {
-        let mut damaged = self.damaged.lock();
-        if !damaged.is_empty() {
-            damaged.remove(&key_digest(key));
-        }
+        self.damaged.insert(key);
     }
 
     fn check_name(&self, welcome: &Welcome, name: &str) -> Result<(), L2Error> {
@@ -247,7 +224,7 @@ impl Shared {
             return refused(what);
         }
         let address = buffer.arena().address(buffer.extent(), 0, buffer.len());
-        address.map(|_| ()).map_err(|error| memory(&error))
+        Ok(address.map(|_| ())?)
     }
 
     /// Divides items into groups, of one request each; results of those that cannot be moved are among `refused`.
@@ -293,7 +270,7 @@ impl ProcessAdapter {
         let shared = Shared {
             link: Link::open(options),
             options: options.clone(),
-            damaged: Mutex::default(),
+            damaged: KeySet::default(),
             counters: Counters::default(),
         };
         Self {
@@ -336,9 +313,9 @@ impl ProcessAdapter {
         work: fn(Arc<Shared>, Arc<Session>, u64, Group<T>) -> F,
     ) -> Vec<Result<R, L2Error>>
     where
-        T: About,
+        T: About + Send + 'static,
         R: Send + 'static,
-        F: Future<Output = Results<R>> + Send + 'static,
+        F: Future<Output = Result<Results<R>, L2Error>> + Send + 'static,
     {
         let count = items.len();
         let moved = self.with(async |session| {
@@ -346,7 +323,15 @@ impl ProcessAdapter {
             let mut tasks = JoinSet::new();
             for (bytes, group) in self.shared.groups(&session, items, &mut results) {
                 let (shared, session) = (Arc::clone(&self.shared), Arc::clone(&session));
-                tasks.spawn(work(shared, session, bytes, group));
+                let numbers: Vec<_> = group.iter().map(|item| item.number).collect();
+                let moved = work(shared, session, bytes, group);
+                tasks.spawn(async move {
+                    let fail = |error: L2Error| {
+                        let failed = numbers.into_iter();
+                        failed.map(|number| (number, Err(error.clone()))).collect()
+                    };
+                    moved.await.unwrap_or_else(fail)
+                });
             }
             while let Some(ended) = tasks.join_next().await {
                 results.extend(ended.unwrap_or_default());

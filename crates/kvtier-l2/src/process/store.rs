@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::message::{self, Entry, Request, StoreEntry};
 use super::session::{Lane, Session};
-use super::{Item, Results, Shared, copying, footprint, memory, metadata};
+use super::{Item, Results, Shared, copying, footprint, metadata};
 use crate::adapter::Stored;
 use crate::error::{ErrorKind, L2Error};
 use crate::object::StoreItem;
@@ -25,22 +25,6 @@ impl Shared {
         session: Arc<Session>,
         bytes: u64,
         group: Vec<Item<StoreItem>>,
-    ) -> Results<Stored> {
-        let numbers: Vec<_> = group.iter().map(|item| item.number).collect();
-        match self.store_group(&session, bytes, group).await {
-            Ok(results) => results,
-            Err(error) => numbers
-                .into_iter()
-                .map(|number| (number, Err(error.clone())))
-                .collect(),
-        }
-    }
-
-    async fn store_group(
-        &self,
-        session: &Session,
-        bytes: u64,
-        group: Vec<Item<StoreItem>>,
     ) -> Result<Results<Stored>, L2Error> {
         let permit = session.permit(Lane::Data).await?;
         let slot = session.slot(bytes).await?;
@@ -57,7 +41,7 @@ impl Shared {
                         sum,
                         item,
                     }),
-                    Err(error) => results.push((number, Err(memory(&error)))),
+                    Err(error) => results.push((number, Err(error.into()))),
                 }
                 at += footprint(len);
             }
@@ -74,7 +58,7 @@ impl Shared {
                 len: copied.item.object.len,
                 at: copied.at,
                 meta: metadata::encode(&copied.item.object, copied.sum),
-                replace: self.is_damaged(&copied.item.object.key),
+                replace: self.damaged.contains(&copied.item.object.key),
             })
             .collect();
         let request = Request::Store { objects: &objects };
@@ -99,7 +83,7 @@ impl Shared {
                 }
             };
             if result.is_ok() {
-                self.forget_damage(key);
+                self.damaged.remove(key);
             }
             results.push((copied.number, result));
         }

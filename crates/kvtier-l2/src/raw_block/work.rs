@@ -3,7 +3,6 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use kvtier_memory::AccessError;
 use kvtier_memory::uring::Tail;
 use rustix::io::Errno;
 
@@ -87,18 +86,6 @@ fn is_aligned(buffer: &Buffer) -> bool {
     start.is_ok_and(|start| start.as_ptr().addr().is_multiple_of(BLOCK as usize))
 }
 
-fn memory(error: AccessError) -> L2Error {
-    L2Error::new(ErrorKind::Memory, error.to_string())
-}
-
-fn check_len(buffer: &Buffer, len: u64) -> Result<(), L2Error> {
-    if buffer.len() == len {
-        return Ok(());
-    }
-    let message = format!("a buffer of {} bytes for {len}", buffer.len());
-    Err(L2Error::new(ErrorKind::Refused, message))
-}
-
 impl Work for Stores<'_> {
     fn next(&mut self) -> Option<Move> {
         while let Some(item) = self.items.get(self.begun) {
@@ -145,8 +132,8 @@ enum Begun {
 impl Shared {
     fn begin_store(&self, item: &StoreItem, tail: &mut Tail) -> Result<Begun, L2Error> {
         let StoreItem { object, from } = item;
-        check_len(from, object.len)?;
-        let sum = from.checksum().map_err(memory)?;
+        from.check_len(object.len)?;
+        let sum = from.checksum()?;
         let is_there = |there: &Arc<Object>| {
             there.record.is_of(object)
                 && there.record.sum == sum
@@ -181,8 +168,7 @@ impl Shared {
         tail.resize(tail_len as usize);
         tail.fill(0);
         let mut rest = Vec::new();
-        from.read_into(shape.body, object.len - shape.body, &mut rest)
-            .map_err(memory)?;
+        from.read_into(shape.body, object.len - shape.body, &mut rest)?;
         tail[..rest.len()].copy_from_slice(&rest);
         let one = Move {
             number: 0,
@@ -301,7 +287,7 @@ impl Work for Loads<'_> {
 impl Shared {
     fn begin_load(&self, item: &LoadItem, tail: &mut Tail) -> Result<(Arc<Object>, Move), L2Error> {
         let LoadItem { object, to } = item;
-        check_len(to, object.len)?;
+        to.check_len(object.len)?;
         let found = self.find(object).ok_or_else(|| {
             L2Error::new(ErrorKind::NotFound, "there is no such object on the device")
         })?;
@@ -349,10 +335,10 @@ impl Shared {
             return damaged(ErrorKind::Corrupt, "the device has become smaller");
         }
         let rest = (item.object.len - body) as usize;
-        item.to.write(body, &tail[..rest]).map_err(memory)?;
+        item.to.write(body, &tail[..rest])?;
         let sum = match sum {
             Some(sum) if rest == 0 => sum,
-            _ => item.to.checksum().map_err(memory)?,
+            _ => item.to.checksum()?,
         };
         if sum != object.record.sum {
             return damaged(

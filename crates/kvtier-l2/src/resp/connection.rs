@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::time::Duration;
 
-use kvtier_core::random::SplitMix64;
 use kvtier_sync::Mutex;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep_until, timeout};
@@ -16,11 +15,8 @@ use super::command::{Commands, Reply};
 use super::endpoint::Endpoint;
 use super::pipe::Pipe;
 use crate::RateLimited;
+use crate::backoff::pause;
 use crate::error::{ErrorKind, L2Error};
-
-/// Pause after the first failed attempt to connect, and the longest one; each is shortened at random by up to half.
-const FIRST_PAUSE: Duration = Duration::from_millis(50);
-const MAX_PAUSE: Duration = Duration::from_secs(5);
 
 /// Pause after the server has refused the credentials.
 const REFUSED_PAUSE: Duration = Duration::from_secs(30);
@@ -206,13 +202,4 @@ fn log_loss(endpoint: &Endpoint, error: &L2Error, calls: usize) {
 
 fn refuse(state: &State, call: Call, error: &L2Error) {
     state.end(call.size(), call.answer, Err(error.clone()));
-}
-
-/// The pause before another attempt to connect.
-fn pause(seed: u64, attempts: u64) -> Duration {
-    let longest = FIRST_PAUSE
-        .saturating_mul(1 << attempts.min(16))
-        .min(MAX_PAUSE);
-    let random = SplitMix64::nth(seed, attempts) % 512;
-    longest - longest.mul_f64(random as f64 / 1024.0)
 }

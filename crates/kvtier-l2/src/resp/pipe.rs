@@ -384,8 +384,7 @@ impl<'a> Pipe<'a> {
                 if used == 0 {
                     return Ok(None);
                 }
-                to.write(*done, &bytes[..used])
-                    .map_err(|error| L2Error::new(ErrorKind::Memory, error.to_string()))?;
+                to.write(*done, &bytes[..used])?;
                 *done += used as u64;
                 Ok(Some((used, None)))
             }

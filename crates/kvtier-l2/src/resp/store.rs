@@ -7,8 +7,8 @@ use super::reply::Value;
 use super::{Companion, MAX_VALUE, RespAdapter};
 use crate::adapter::{Adapter as _, Stored};
 use crate::error::{ErrorKind, L2Error};
-use crate::fs::trailer::{self, Trailer};
-use crate::object::{StoreItem, key_digest};
+use crate::fs::trailer::Trailer;
+use crate::object::StoreItem;
 
 impl RespAdapter {
     pub(super) fn write_store(
@@ -31,14 +31,7 @@ impl RespAdapter {
         }
         let sum = from.checksum();
         let sum = sum.map_err(|error| self.error(ErrorKind::Memory, &error.to_string()))?;
-        let trailer = Trailer {
-            version: trailer::VERSION,
-            text_len: 0,
-            len: object.len,
-            layout: object.layout,
-            key: key_digest(&object.key),
-            data: sum,
-        };
+        let trailer = Trailer::new(object, sum);
         let lives = self.companion_ttl();
         // A slot on its way to another node takes no transactions. Two stores at once may leave the companion of one beside
         // the object of the other then: no hit until the next store.

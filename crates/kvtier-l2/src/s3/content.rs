@@ -7,7 +7,7 @@ use std::task::{Context, Poll};
 
 use hyper::body::{Bytes, Frame, SizeHint};
 
-use crate::error::{ErrorKind, L2Error};
+use crate::error::L2Error;
 use crate::object::Buffer;
 
 /// Bytes of an object per frame of a request.
@@ -65,7 +65,7 @@ impl hyper::body::Body for Outgoing {
                 let len = FRAME.min(*left);
                 let mut part = Vec::with_capacity(usize::try_from(len).unwrap_or_default());
                 if let Err(error) = buffer.read_into(*at, len, &mut part) {
-                    return Poll::Ready(Some(Err(memory(&error))));
+                    return Poll::Ready(Some(Err(error.into())));
                 }
                 *at += len;
                 *left -= len;
@@ -83,9 +83,4 @@ impl hyper::body::Body for Outgoing {
     fn size_hint(&self) -> SizeHint {
         SizeHint::with_exact(self.content.len())
     }
-}
-
-/// The error of L1's memory.
-pub(super) fn memory(error: &kvtier_memory::AccessError) -> L2Error {
-    L2Error::new(ErrorKind::Memory, error.to_string())
 }

@@ -1,10 +1,8 @@
 //! Listings: pages of up to a thousand objects.
 
-use std::collections::HashSet;
-
 use super::client::Call;
 use super::{Shared, name, xml};
-use crate::adapter::{ListPage, Listed, Recovered};
+use crate::adapter::{BoxFuture, ListPage, Listed, Recovered, recover_pages};
 use crate::error::{ErrorKind, L2Error};
 
 /// Objects per page at most.
@@ -77,26 +75,9 @@ impl Shared {
         &self,
         found: &(dyn Fn(Vec<Listed>) -> bool + Send + Sync),
     ) -> Result<Recovered, L2Error> {
-        let (mut recovered, mut next) = (Recovered::default(), None);
-        let mut tokens = HashSet::new();
-        loop {
-            let (page, foreign) = self.page(next.as_deref(), MAX_PAGE).await?;
-            recovered.foreign += foreign;
-            recovered.objects += page.objects.len() as u64;
-            for object in &page.objects {
-                recovered.bytes = recovered.bytes.saturating_add(object.bytes);
-            }
-            next = page.next;
-            if !found(page.objects) {
-                return Ok(recovered);
-            }
-            let Some(token) = &next else {
-                return Ok(recovered);
-            };
-            // A server that goes round in circles.
-            if !tokens.insert(kvtier_memory::checksum::checksum128(token.as_bytes())) {
-                return Err(self.malformed("listing"));
-            }
-        }
+        let page = |from: Option<String>| -> BoxFuture<'_, _> {
+            Box::pin(async move { self.page(from.as_deref(), MAX_PAGE).await })
+        };
+        recover_pages(page, found, || self.malformed("listing")).await
     }
 }

@@ -6,8 +6,7 @@ use hyper::body::Bytes;
 use tokio::task::JoinSet;
 
 use super::client::{Answer, Call};
-use super::content::memory;
-use super::metadata::Metadata;
+use super::metadata::{self, Metadata};
 use super::{MAX_ANSWER, Shared, count};
 use crate::adapter::Loaded;
 use crate::error::{ErrorKind, L2Error};
@@ -197,7 +196,7 @@ impl Shared {
         answer: &Answer<'_>,
         object: &ObjectSpec,
     ) -> Result<Option<u128>, L2Error> {
-        let (counter, kind, what) = match Metadata::of(&answer.response, object) {
+        let (counter, kind, what) = match metadata::of(&answer.response, object) {
             Metadata::Of(sum) => return Ok(Some(sum)),
             Metadata::None if !self.needs_layout() => return Ok(None),
             Metadata::None => (
@@ -231,8 +230,7 @@ impl Shared {
                 let what = format!("load: more than {} bytes", span.len);
                 return Err(self.client.error(ErrorKind::Corrupt, &what));
             }
-            to.write(span.at + written, &bytes)
-                .map_err(|error| memory(&error))?;
+            to.write(span.at + written, &bytes)?;
             written += len;
         }
         if written < span.len {
@@ -249,7 +247,7 @@ impl Shared {
             count(&self.counters.unverified);
             return Ok(Loaded { verified: false });
         };
-        if to.checksum().map_err(|error| memory(&error))? != sum {
+        if to.checksum()? != sum {
             count(&self.counters.corrupt);
             let what = "load: the object is not what was stored";
             return Err(self.client.error(ErrorKind::Corrupt, what));

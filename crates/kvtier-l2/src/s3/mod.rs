@@ -28,13 +28,11 @@ mod tests;
 mod time;
 mod xml;
 
-use std::collections::HashSet;
 use std::future::Future;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvtier_core::object_key::ObjectKey;
-use kvtier_sync::Mutex;
 use serde_json::{Value as Json, json};
 use tokio::sync::RwLock;
 use tokio::task::JoinSet;
@@ -43,7 +41,8 @@ use crate::adapter::{
     Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
 };
 use crate::error::{ErrorKind, L2Error};
-use crate::object::{Buffer, LoadItem, ObjectSpec, StoreItem, key_digest};
+use crate::key_set::KeySet;
+use crate::object::{Buffer, LoadItem, ObjectSpec, StoreItem};
 use client::{Call, Client};
 use credentials::Variables;
 use limit::Lane;
@@ -54,9 +53,6 @@ pub use options::S3Options;
 
 /// Longest answer to a request of one object, beside its bytes.
 const MAX_ANSWER: usize = 64 << 10;
-
-/// Keys of damaged objects that are remembered.
-const MAX_DAMAGED: usize = 65_536;
 
 /// Adapter of a bucket.
 pub struct S3Adapter {
@@ -75,8 +71,8 @@ struct Shared {
     require_checksum: bool,
     /// Whether the server deletes one object per request only.
     deletes_singly: std::sync::atomic::AtomicBool,
-    /// Digests of the keys whose objects were found to be damaged: the next store replaces them.
-    damaged: Mutex<HashSet<u128>>,
+    /// Objects that were found to be damaged: the next store replaces them.
+    damaged: KeySet,
     counters: Counters,
 }
 
@@ -123,7 +119,7 @@ impl Shared {
         }
         match buffer.arena().address(buffer.extent(), 0, buffer.len()) {
             Ok(_) => Ok(()),
-            Err(error) => Err(content::memory(&error)),
+            Err(error) => Err(error.into()),
         }
     }
 
@@ -147,7 +143,7 @@ impl Shared {
         let found = match response.status() {
             404 => None,
             200 if response.content_length() != Some(object.len) => None,
-            200 => match Metadata::of(response, object) {
+            200 => match metadata::of(response, object) {
                 Metadata::Of(_) => Some(object.len),
                 Metadata::None if !self.needs_layout() => Some(object.len),
                 Metadata::None => {
@@ -160,14 +156,6 @@ impl Shared {
         };
         answer.response.end();
         Ok(found)
-    }
-
-    /// Remembers a damaged object.
-    fn set_damaged(&self, object: &ObjectSpec) {
-        let mut damaged = self.damaged.lock();
-        if damaged.len() < MAX_DAMAGED {
-            damaged.insert(key_digest(&object.key));
-        }
     }
 
     fn closed(&self) -> L2Error {
@@ -192,7 +180,7 @@ impl S3Adapter {
             trust_missing_layout: options.trust_missing_layout,
             require_checksum: options.require_checksum,
             deletes_singly: false.into(),
-            damaged: Mutex::default(),
+            damaged: KeySet::default(),
             counters: Counters::default(),
         };
         Self {
@@ -291,7 +279,7 @@ impl Adapter for S3Adapter {
         Box::pin(self.each(batch, |shared, item| async move {
             let loaded = shared.load(&item).await;
             if matches!(&loaded, Err(error) if error.kind() == ErrorKind::Corrupt) {
-                shared.set_damaged(&item.object);
+                shared.damaged.insert(&item.object.key);
             }
             loaded
         }))

@@ -7,12 +7,12 @@ use hyper::body::Bytes;
 use tokio::task::JoinSet;
 
 use super::client::{Call, Client};
-use super::content::{Content, memory};
+use super::content::Content;
 use super::metadata::{self, Metadata};
 use super::{MAX_ANSWER, Shared, count, xml};
 use crate::adapter::Stored;
 use crate::error::{ErrorKind, L2Error};
-use crate::object::{StoreItem, key_digest};
+use crate::object::StoreItem;
 
 /// Most parts of an upload.
 const MAX_PARTS: u64 = 10_000;
@@ -77,11 +77,10 @@ impl Shared {
         let StoreItem { object, from } = item;
         self.check(object, from)?;
         let key = self.key(object)?;
-        let sum = from.checksum().map_err(|error| memory(&error))?;
-        let digest = key_digest(&object.key);
+        let sum = from.checksum()?;
         let before = self.before(&key, item, sum).await?;
         // What a load has found to be damaged has the right metadata.
-        if matches!(before, Before::Equal) && !self.damaged.lock().contains(&digest) {
+        if matches!(before, Before::Equal) && !self.damaged.contains(&object.key) {
             count(&self.counters.skipped);
             return Ok(Stored::AlreadyThere(object.len));
         }
@@ -102,7 +101,7 @@ impl Shared {
             }
             answer.whole(MAX_ANSWER).await?;
         }
-        self.damaged.lock().remove(&digest);
+        self.damaged.remove(&object.key);
         Ok(match before {
             Before::Absent => Stored::Written(object.len),
             Before::Equal | Before::Similar => Stored::AlreadyThere(object.len),
@@ -115,7 +114,7 @@ impl Shared {
         let before = match response.status() {
             404 => Before::Absent,
             200 if response.content_length() != Some(item.object.len) => Before::Absent,
-            200 if Metadata::of(response, &item.object) == Metadata::Of(sum) => Before::Equal,
+            200 if metadata::of(response, &item.object) == Metadata::Of(sum) => Before::Equal,
             200 => Before::Similar,
             _ => return Err(answer.failure("lookup before a store").await),
         };

@@ -1,11 +1,9 @@
 //! An adapter with a transformation in front of it.
 
-use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvtier_core::object_key::ObjectKey;
-use kvtier_sync::Mutex;
 use serde_json::{Map, Value};
 
 use super::scratch::{Piece, Scratch, buffer};
@@ -15,10 +13,8 @@ use crate::adapter::{
     Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
 };
 use crate::error::{ErrorKind, L2Error};
-use crate::object::{Buffer, LoadItem, ObjectSpec, StoreItem, key_digest};
-
-/// Keys of objects that could not be read that are remembered.
-const MAX_UNREADABLE: usize = 1 << 16;
+use crate::key_set::KeySet;
+use crate::object::{Buffer, LoadItem, ObjectSpec, StoreItem};
 
 /// An adapter whose objects are transformed.
 ///
@@ -34,9 +30,8 @@ pub(super) struct Transformed {
     workers: Workers,
     for_stores: Scratch,
     for_loads: Scratch,
-    /// Digests of the keys of objects that could not be read; the next store replaces them. No other lock is acquired
-    /// inside.
-    unreadable: Mutex<HashSet<u128>>,
+    /// Objects that could not be read; the next store replaces them.
+    unreadable: KeySet,
     counters: Counters,
 }
 
@@ -73,7 +68,7 @@ impl Transformed {
             workers: Workers::new(workers),
             for_stores: Scratch::new(scratch_bytes / 2),
             for_loads: Scratch::new(scratch_bytes / 2),
-            unreadable: Mutex::default(),
+            unreadable: KeySet::default(),
             counters: Counters::default(),
         }
     }
@@ -89,24 +84,31 @@ impl Transformed {
 
     /// [`Self::stored`] of an object with a buffer.
     fn checked(&self, object: &ObjectSpec, buffer: &Buffer) -> Result<ObjectSpec, L2Error> {
-        let refused = |line| L2Error::new(ErrorKind::Refused, line);
-        if buffer.len() != object.len {
-            let len = buffer.len();
-            return Err(refused(format!(
-                "a buffer of {len} bytes for {}",
-                object.len
-            )));
-        }
-        let too_long = || refused(format!("{} bytes are too many", object.len));
+        buffer.check_len(object.len)?;
+        let too_long = || {
+            let line = format!("{} bytes are too many", object.len);
+            L2Error::new(ErrorKind::Refused, line)
+        };
         self.stored(object).ok_or_else(too_long)
     }
 
-    /// Takes scratch memory for another object of a slice; `None` if the slice ends before it.
-    async fn piece(scratch: &Scratch, len: u64, is_first: bool) -> Option<Result<Piece, L2Error>> {
-        match is_first {
-            true => Some(scratch.take(len).await),
-            false => scratch.try_take(len),
-        }
+    /// Returns the next object of a slice as the adapter knows it, and scratch memory for it; `None` if the slice ends before
+    /// it.
+    async fn admitted(
+        &self,
+        scratch: &Scratch,
+        (object, buffer): (&ObjectSpec, &Buffer),
+        is_first: bool,
+    ) -> Option<Result<(ObjectSpec, Piece), L2Error>> {
+        let stored = match self.checked(object, buffer) {
+            Ok(stored) => stored,
+            Err(error) => return Some(Err(error)),
+        };
+        let piece = match is_first {
+            true => scratch.take(stored.len).await,
+            false => scratch.try_take(stored.len)?,
+        };
+        Some(piece.map(|piece| (stored, piece)))
     }
 
     async fn store_all(&self, batch: Vec<StoreItem>) -> Vec<Result<Stored, L2Error>> {
@@ -116,16 +118,10 @@ impl Transformed {
             let mut jobs = Vec::new();
             while let Some((at, item)) = rest.peek() {
                 let at = *at;
-                let stored = match self.checked(&item.object, &item.from) {
-                    Ok(stored) => stored,
-                    Err(error) => {
-                        results[at] = Err(error);
-                        rest.next();
-                        continue;
-                    }
-                };
-                let piece = match Self::piece(&self.for_stores, stored.len, jobs.is_empty()).await {
-                    Some(Ok(piece)) => piece,
+                let parts = (&item.object, &item.from);
+                let admitted = self.admitted(&self.for_stores, parts, jobs.is_empty());
+                let (stored, piece) = match admitted.await {
+                    Some(Ok(admitted)) => admitted,
                     Some(Err(error)) => {
                         results[at] = Err(error);
                         rest.next();
@@ -175,44 +171,29 @@ impl Transformed {
         if !can.delete {
             return;
         }
-        let found: Vec<_> = {
-            let mut unreadable = self.unreadable.lock();
-            if unreadable.is_empty() {
-                return;
-            }
-            let digest = |item: &StoreItem| (key_digest(&item.object.key), item.object.key.clone());
-            let all = items.iter().map(digest);
-            all.filter(|(digest, _)| unreadable.remove(digest))
-                .collect()
-        };
-        if found.is_empty() {
+        let keys = items.iter().map(|item| &item.object.key);
+        let keys: Vec<_> = keys
+            .filter(|key| self.unreadable.remove(key))
+            .cloned()
+            .collect();
+        if keys.is_empty() {
             return;
         }
-        let (digests, keys): (Vec<_>, Vec<_>) = found.into_iter().unzip();
-        let deleted = self.inner.delete(keys).await;
-        let failed = digests.into_iter().zip(deleted);
-        let failed = failed.filter_map(|(digest, result)| result.is_err().then_some(digest));
-        self.unreadable.lock().extend(failed);
+        let deleted = self.inner.delete(keys.clone()).await;
+        for (key, result) in keys.iter().zip(deleted) {
+            if result.is_err() {
+                self.unreadable.insert(key);
+            }
+        }
     }
 
     /// Makes misses of objects that could not be read, unless another server may have replaced them.
     fn without_unreadable(&self, objects: &[ObjectSpec], found: &mut [Option<u64>]) {
-        if self.inner.capabilities().shared {
-            return;
-        }
-        let unreadable = self.unreadable.lock();
-        if unreadable.is_empty() {
+        if self.inner.capabilities().shared || self.unreadable.is_empty() {
             return;
         }
         for (object, found) in objects.iter().zip(found) {
-            *found = found.filter(|_| !unreadable.contains(&key_digest(&object.key)));
-        }
-    }
-
-    fn set_unreadable(&self, object: &ObjectSpec) {
-        let mut unreadable = self.unreadable.lock();
-        if unreadable.len() < MAX_UNREADABLE {
-            unreadable.insert(key_digest(&object.key));
+            *found = found.filter(|_| !self.unreadable.contains(&object.key));
         }
     }
 
@@ -223,17 +204,10 @@ impl Transformed {
             let (mut slice, mut items) = (Vec::new(), Vec::new());
             while let Some((at, item)) = rest.peek() {
                 let at = *at;
-                let stored = match self.checked(&item.object, &item.to) {
-                    Ok(stored) => stored,
-                    Err(error) => {
-                        results[at] = Err(error);
-                        rest.next();
-                        continue;
-                    }
-                };
-                let len = stored.len;
-                let piece = match Self::piece(&self.for_loads, len, slice.is_empty()).await {
-                    Some(Ok(piece)) => Arc::new(piece),
+                let parts = (&item.object, &item.to);
+                let admitted = self.admitted(&self.for_loads, parts, slice.is_empty());
+                let (stored, piece) = match admitted.await {
+                    Some(Ok(admitted)) => admitted,
                     Some(Err(error)) => {
                         results[at] = Err(error);
                         rest.next();
@@ -241,6 +215,7 @@ impl Transformed {
                     }
                     None => break,
                 };
+                let (piece, len) = (Arc::new(piece), stored.len);
                 let Some((_, item)) = rest.next() else { break };
                 let Some(to) = buffer(&piece, len) else { break };
                 items.push(LoadItem { object: stored, to });
@@ -283,13 +258,13 @@ impl Transformed {
         match error.kind() {
             ErrorKind::Corrupt => {
                 count(&self.counters.corrupt_loads, 1);
-                self.set_unreadable(object);
+                self.unreadable.insert(&object.key);
             }
             ErrorKind::Refused => {
                 count(&self.counters.refused_loads, 1);
                 // In a tier of several servers it may be one that another can read.
                 if !self.inner.capabilities().shared {
-                    self.set_unreadable(object);
+                    self.unreadable.insert(&object.key);
                 }
             }
             _ => {}
@@ -356,17 +331,16 @@ fn decode(
     mut piece: Arc<Piece>,
     len: u64,
 ) -> Result<(), L2Error> {
-    let memory = |line: String| L2Error::new(ErrorKind::Memory, line);
     if let Some(bytes) = Arc::get_mut(&mut piece).and_then(Piece::bytes_mut)
         && let Some(bytes) = bytes.get_mut(..len as usize)
     {
         return transform.decode(&item.object, bytes, &item.to);
     }
     // The adapter still holds the buffer, although it has answered.
-    let buffer = buffer(&piece, len).ok_or_else(|| memory("there is no buffer".into()))?;
+    let buffer =
+        buffer(&piece, len).ok_or_else(|| L2Error::new(ErrorKind::Memory, "there is no buffer"))?;
     let mut bytes = Vec::new();
-    let read = buffer.read_into(0, len, &mut bytes);
-    read.map_err(|error| memory(error.to_string()))?;
+    buffer.read_into(0, len, &mut bytes)?;
     transform.decode(&item.object, &mut bytes, &item.to)
 }
 

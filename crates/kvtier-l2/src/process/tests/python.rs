@@ -69,19 +69,11 @@ impl Subject for Directory {
         let path = self.place.path().join("objects");
         let path = path.join(&name[..2]).join(&name);
         let mut bytes = std::fs::read(&path).unwrap();
-        match how {
-            Damage::Flip => {
-                let at = bytes.len() / 3;
-                bytes[at] ^= 0x10;
-            }
-            Damage::Truncate => drop(bytes.pop()),
-            Damage::Extend => bytes.push(1),
-            Damage::Empty => bytes.clear(),
-            Damage::Remove => {
-                std::fs::remove_file(&path).unwrap();
-                return true;
-            }
+        if how == Damage::Remove {
+            std::fs::remove_file(&path).unwrap();
+            return true;
         }
+        how.apply(&mut bytes);
         std::fs::write(&path, bytes).unwrap();
         true
     }

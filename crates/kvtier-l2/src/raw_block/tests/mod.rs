@@ -11,7 +11,7 @@ use tempfile::TempDir;
 
 use super::format::{BLOCK, First, Record, Superblock};
 use super::*;
-use crate::conformance::{Memory, content, object};
+use crate::conformance::{self, Memory, content, object};
 
 /// Capacity of the files of tests: sparse, so they cost nothing.
 const CAPACITY: u64 = 64 << 20;
@@ -92,11 +92,8 @@ async fn store(
     memory: &Memory,
     object: &ObjectSpec,
 ) -> Result<Stored, L2Error> {
-    let item = StoreItem {
-        object: object.clone(),
-        from: memory.filled(&content(object)),
-    };
-    adapter.store(vec![item]).await.pop().unwrap()
+    let stored = conformance::store(adapter, memory, std::slice::from_ref(object)).await;
+    stored.into_iter().next().unwrap()
 }
 
 /// Loads an object; its bytes have to be right if it is there.

@@ -59,18 +59,12 @@ impl Subject for Part {
         let mut bytes = node.get(&name).unwrap();
         match how {
             Damage::Flip if !self.options.companion_sums => return false,
-            Damage::Flip => {
-                let at = bytes.len() / 3;
-                bytes[at] ^= 0x10;
-            }
-            Damage::Truncate => drop(bytes.pop()),
-            Damage::Extend => bytes.push(1),
-            Damage::Empty => bytes.clear(),
             Damage::Remove => {
                 let gone = node.ask(&[b"DEL", name.as_bytes()]);
                 assert_eq!(gone, Value::Integer(1));
                 return true;
             }
+            _ => how.apply(&mut bytes),
         }
         node.set(&name, &bytes);
         true

@@ -12,7 +12,7 @@ use super::http;
 use super::options::Place;
 use super::sign::Credentials;
 use super::*;
-use crate::conformance::{Memory, content};
+use crate::conformance::{Memory, content, kinds, load, store};
 use server::Server;
 
 /// Options for the bucket of a server on loopback.
@@ -64,48 +64,4 @@ async fn bed(change: impl FnOnce(&mut S3Options)) -> Bed {
         memory: Memory::new(1 << 22),
         server,
     }
-}
-
-/// Stores objects with their [`content`]; one result each.
-async fn store(
-    adapter: &S3Adapter,
-    memory: &Memory,
-    objects: &[ObjectSpec],
-) -> Vec<Result<Stored, L2Error>> {
-    let item = |object: &ObjectSpec| StoreItem {
-        object: object.clone(),
-        from: memory.filled(&content(object)),
-    };
-    adapter.store(objects.iter().map(item).collect()).await
-}
-
-/// Loads objects; the bytes of each, or its error.
-async fn load(
-    adapter: &S3Adapter,
-    memory: &Memory,
-    objects: &[ObjectSpec],
-) -> Vec<Result<Vec<u8>, L2Error>> {
-    let buffers: Vec<_> = objects
-        .iter()
-        .map(|object| memory.buffer(object.len))
-        .collect();
-    let item = |(object, to): (&ObjectSpec, &Buffer)| LoadItem {
-        object: object.clone(),
-        to: to.clone(),
-    };
-    let results = adapter
-        .load(objects.iter().zip(&buffers).map(item).collect())
-        .await;
-    let bytes = |(result, buffer): (Result<Loaded, L2Error>, &Buffer)| {
-        let mut bytes = Vec::new();
-        buffer.read_into(0, buffer.len(), &mut bytes).unwrap();
-        result.map(|_| bytes)
-    };
-    results.into_iter().zip(&buffers).map(bytes).collect()
-}
-
-/// The kinds of errors.
-fn kinds<T>(results: Vec<Result<T, L2Error>>) -> Vec<Option<ErrorKind>> {
-    let kind = |result: Result<T, L2Error>| result.err().map(|error| error.kind());
-    results.into_iter().map(kind).collect()
 }

@@ -21,16 +21,10 @@ impl Subject for Own {
     fn damage(&self, key: &ObjectKey, how: Damage) -> bool {
         let name = name::of(&self.options.key_prefix, key);
         self.server.with(|bucket| {
-            let bytes = &mut bucket.objects.get_mut(&name).unwrap().bytes;
-            match how {
-                Damage::Flip => {
-                    let at = bytes.len() / 3;
-                    bytes[at] ^= 0x10;
-                }
-                Damage::Truncate => drop(bytes.pop()),
-                Damage::Extend => bytes.push(1),
-                Damage::Empty => bytes.clear(),
-                Damage::Remove => drop(bucket.objects.remove(&name)),
+            if how == Damage::Remove {
+                bucket.objects.remove(&name);
+            } else {
+                how.apply(&mut bucket.objects.get_mut(&name).unwrap().bytes);
             }
         });
         true

@@ -173,7 +173,7 @@ impl AesGcm {
             let (tag_at, behind) = behind
                 .split_first_chunk_mut::<TAG_LEN>()
                 .ok_or_else(impossible)?;
-            from.read(at, segment).map_err(|error| memory(&error))?;
+            from.read(at, segment)?;
             let nonce = self.nonce(random, number);
             let tag = key.seal_in_place_separate_tag(nonce, Aad::from(&aad), segment);
             tag_at.copy_from_slice(tag.map_err(|_| impossible())?.as_ref());
@@ -185,10 +185,6 @@ impl AesGcm {
         }
         Ok(())
     }
-}
-
-fn memory(error: &kvtier_memory::AccessError) -> L2Error {
-    L2Error::new(ErrorKind::Memory, error.to_string())
 }
 
 impl Transform for AesGcm {
@@ -251,7 +247,7 @@ impl Transform for AesGcm {
             let tag = Tag::from(*tag);
             let opened = key.open_in_place_separate_tag(nonce, Aad::from(&aad), tag, segment, 0..);
             let plain = opened.map_err(|_| corrupt(what))?;
-            to.write(at, plain).map_err(|error| memory(&error))?;
+            to.write(at, plain)?;
             at += len as u64;
             rest = behind;
             if rest.is_empty() {

@@ -58,10 +58,6 @@ impl Sum {
     }
 }
 
-fn memory(error: &kvtier_memory::AccessError) -> L2Error {
-    L2Error::new(ErrorKind::Memory, error.to_string())
-}
-
 fn head(len: u64, escapes: u64, sum: u128) -> [u8; HEAD] {
     let mut head = [0; HEAD];
     head[..4].copy_from_slice(MAGIC);
@@ -108,8 +104,7 @@ impl Transform for Compress {
         let mut escapes = 0;
         for at in (0..len).step_by(CHUNK) {
             let plain = &mut chunk[..CHUNK.min(len - at)];
-            from.read(at as u64, plain)
-                .map_err(|error| memory(&error))?;
+            from.read(at as u64, plain)?;
             sum.add(plain);
             let (values, last) = plain.split_at(plain.len() / 2 * 2);
             odd[..last.len()].copy_from_slice(last);
@@ -143,7 +138,7 @@ impl Transform for Compress {
             escapes = codec::decode(&planes, at / 128, values, escapes).ok_or_else(damaged)?;
             last.copy_from_slice(&odd[..last.len()]);
             sum.add(plain);
-            to.write(at as u64, plain).map_err(|error| memory(&error))?;
+            to.write(at as u64, plain)?;
         }
         if *seen != head(object.len, escapes as u64, sum.0) {
             return Err(damaged());
