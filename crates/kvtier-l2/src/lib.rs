@@ -13,6 +13,7 @@ pub mod conformance;
 mod connect;
 mod error;
 pub mod fs;
+mod io;
 mod key_set;
 mod metadata;
 pub mod mock;

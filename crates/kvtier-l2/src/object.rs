@@ -88,6 +88,12 @@ impl Buffer {
         }
     }
 
+    /// Whether its memory begins at a multiple of `unit`, as I/O past the page cache needs.
+    pub(crate) fn is_aligned(&self, unit: u64) -> bool {
+        let start = self.arena.address(self.extent, 0, 0);
+        start.is_ok_and(|start| (start.as_ptr().addr() as u64).is_multiple_of(unit))
+    }
+
     /// Its arena, for I/O directly from and to it.
     #[must_use]
     pub fn arena(&self) -> &Arc<Arena> {

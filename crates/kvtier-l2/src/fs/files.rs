@@ -10,7 +10,6 @@ use rustix::io::Errno;
 
 use super::base::{Base, Quarantined, is_file};
 use super::beneath;
-use super::io::{self, Engine};
 use super::names::{Layout, Place};
 use super::naming::Naming;
 use super::options::Fsync;
@@ -18,6 +17,7 @@ use super::trailer::{self, Form, Trailer, form_of};
 use super::unnamed::Unnamed;
 use super::unreadable::Unreadable;
 use crate::error::{ErrorKind, L2Error};
+use crate::io::{self, Engine};
 use crate::object::{Buffer, ObjectSpec};
 
 /// Interval of looking for names that no file had so far, as another program may start to use them.
@@ -138,6 +138,12 @@ pub(super) struct LookupScope {
     layouts: bool,
 }
 
+/// Files in which the objects of a batch are, and where they are looked up.
+pub(super) struct InFiles<'a> {
+    pub files: &'a Files,
+    pub scope: LookupScope,
+}
+
 impl LookupScope {
     /// Whether there is only one place to look at.
     pub(super) fn is_single(self) -> bool {
@@ -146,6 +152,14 @@ impl LookupScope {
 }
 
 impl Files {
+    /// The files of a batch of objects.
+    pub(super) fn of_batch(&self) -> InFiles<'_> {
+        InFiles {
+            files: self,
+            scope: self.lookup_scope(),
+        }
+    }
+
     pub(super) fn lookup_scope(&self) -> LookupScope {
         let is_due = self.others.is_due();
         let (naming, layout) = self.others.get();
@@ -282,16 +296,7 @@ impl Files {
 
     /// Whether direct I/O is possible with this memory.
     pub(super) fn is_direct(&self, buffer: &Buffer) -> bool {
-        let is_aligned = || {
-            let start = buffer.arena().address(buffer.extent(), 0, 0);
-            start.is_ok_and(|start| {
-                start
-                    .as_ptr()
-                    .addr()
-                    .is_multiple_of(trailer::BLOCK as usize)
-            })
-        };
-        self.direct && is_aligned()
+        self.direct && buffer.is_aligned(trailer::BLOCK)
     }
 
     /// Counts a file that has to use the page cache; the first one is logged.

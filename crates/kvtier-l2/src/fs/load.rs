@@ -9,14 +9,13 @@ use rustix::fs::{Advice, Mode, Stat};
 use rustix::io::Errno;
 
 use super::base::{is_file, open_direct};
-use super::batch::Batch;
-use super::files::{Files, LookupScope, READ_FLAGS, count, read_end, size};
-use super::io::{self, Move, Moved, Work};
+use super::files::{Files, InFiles, LookupScope, READ_FLAGS, count, read_end, size};
 use super::names::Place;
 use super::store::key_digest;
 use super::trailer::{self, BLOCK, Form, LEN, Trailer, form_of};
 use crate::adapter::Loaded;
 use crate::error::{ErrorKind, L2Error};
+use crate::io::{self, Batch, Move, Moved, Work};
 use crate::object::LoadItem;
 
 /// Result of verifying a file.
@@ -44,7 +43,14 @@ pub(super) struct Reading {
     wanted: usize,
 }
 
-pub(super) type Loads<'a> = Batch<'a, LoadItem, Reading, Loaded>;
+type Loads<'a> = Batch<InFiles<'a>, LoadItem, Reading, Loaded>;
+
+impl Files {
+    /// Loads objects; one result each.
+    pub(super) fn load_all(&self, items: Vec<LoadItem>) -> Vec<Result<Loaded, L2Error>> {
+        Loads::new(self.of_batch(), items).run(&*self.engine)
+    }
+}
 
 impl Work for Loads<'_> {
     fn next(&mut self) -> Option<Move> {
@@ -56,7 +62,11 @@ impl Work for Loads<'_> {
                 continue;
             }
             let mut tail = self.tails.pop().unwrap_or_default();
-            match self.files.find(item, self.scope, 0, not_found(), &mut tail) {
+            match self
+                .place
+                .files
+                .find(item, self.place.scope, 0, not_found(), &mut tail)
+            {
                 Ok((reading, file)) => {
                     let (body, size) = (reading.body, Some(size(&reading.seen)));
                     self.in_flight[number] = Some(reading);
@@ -89,11 +99,11 @@ impl Work for Loads<'_> {
         let Some(reading) = self.in_flight[number].take() else {
             return;
         };
-        let (files, item) = (self.files, &self.items[number]);
+        let (files, item) = (self.place.files, &self.items[number]);
         let read = files.judge(&reading, &file, &mut tail, item, moved);
         self.results[number] = match read {
             Err(error) if is_miss(&error) => {
-                files.load_from(item, self.scope, reading.at + 1, error, &mut tail)
+                files.load_from(item, self.place.scope, reading.at + 1, error, &mut tail)
             }
             read => read,
         };

@@ -9,19 +9,13 @@
 //! read stays until a store replaces it.
 
 mod base;
-mod batch;
 mod beneath;
 mod files;
-pub(crate) mod io;
-pub(crate) mod io_choice;
-pub(crate) mod io_nixl;
-mod io_uring;
 mod load;
 mod names;
 mod naming;
 mod nixl;
 mod options;
-pub(crate) mod pool;
 mod store;
 #[cfg(test)]
 mod tests;
@@ -41,20 +35,18 @@ use crate::adapter::{
     Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
 };
 use crate::error::{ErrorKind, L2Error};
+use crate::io::choice::{self, Choice};
+use crate::io::pool::{Lane, NotDone, Pool};
 use crate::object::{LoadItem, ObjectSpec, StoreItem};
 use crate::redact;
 use base::Base;
 use files::{Counters, Files, Others};
-use io_choice::Choice;
-use load::Loads;
-use pool::{Lane, NotDone, Pool};
-use store::Stores;
 use unnamed::Unnamed;
 use unreadable::Unreadable;
 use walk::{Page, Position, no_position};
 
-pub use io_choice::IoEngine;
-pub use io_nixl::NixlOptions;
+pub use crate::io::choice::IoEngine;
+pub use crate::io::nixl::NixlOptions;
 pub use names::Layout;
 pub use naming::Naming;
 pub(crate) use nixl::{NIXL_NATIVE, NIXL_STORE, NIXL_STORE_DYNAMIC};
@@ -77,8 +69,6 @@ pub struct FsAdapter {
     engine_reason: String,
     /// Whether the last store could not reach the directory.
     is_failing: Arc<AtomicBool>,
-    /// Whether a check is queued or running: one that hangs is not repeated.
-    is_checking: Arc<AtomicBool>,
 }
 
 impl FsAdapter {
@@ -109,7 +99,7 @@ impl FsAdapter {
         let base = base.map_err(failed)?;
         let Choice { engine, reason } = match engine {
             Some(given) => given,
-            None => io_choice::choose(options.io_engine, options.use_odirect, &options.nixl)?,
+            None => choice::choose(options.io_engine, options.use_odirect, &options.nixl)?,
         };
         tracing::debug!(
             base_path = redact::text(&options.base_path.display().to_string()),
@@ -142,7 +132,6 @@ impl FsAdapter {
             files: Arc::new(files),
             pool: Pool::start("kvtier-fs", workers).map_err(failed)?,
             is_failing: Arc::default(),
-            is_checking: Arc::default(),
         })
     }
 
@@ -203,15 +192,6 @@ impl FsAdapter {
     }
 }
 
-/// A check that is queued or running.
-struct Checking(Arc<AtomicBool>);
-
-impl Drop for Checking {
-    fn drop(&mut self) {
-        self.0.store(false, Ordering::Relaxed);
-    }
-}
-
 fn read_only() -> L2Error {
     L2Error::new(ErrorKind::Unsupported, "the tier is read_only")
 }
@@ -244,7 +224,7 @@ impl Adapter for FsAdapter {
         }
         let is_failing = Arc::clone(&self.is_failing);
         Box::pin(self.each(Lane::Store, batch, (1, 16), move |files, items| {
-            let stored = Stores::new(files, items).run();
+            let stored = files.store_all(items);
             for stored in &stored {
                 let is_refused = |error: &L2Error| {
                     matches!(error.kind(), ErrorKind::Unavailable | ErrorKind::Refused)
@@ -277,9 +257,7 @@ impl Adapter for FsAdapter {
     }
 
     fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>> {
-        Box::pin(self.each(Lane::Read, batch, (1, 16), |files, items| {
-            Loads::new(files, items).run()
-        }))
+        Box::pin(self.each(Lane::Read, batch, (1, 16), Files::load_all))
     }
 
     fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
@@ -372,20 +350,8 @@ impl Adapter for FsAdapter {
     }
 
     fn check(&self) -> BoxFuture<'_, ()> {
-        Box::pin(async move {
-            if self.is_checking.swap(true, Ordering::Relaxed) {
-                return;
-            }
-            // Dropped with the work, whether it ran or not.
-            let checking = Checking(Arc::clone(&self.is_checking));
-            let files = Arc::clone(&self.files);
-            let check = self.pool.run(Lane::Read, move || {
-                let _checking = checking;
-                files.base.check();
-            });
-            // A closed adapter is not checked.
-            let _ = check.await.await;
-        })
+        let files = Arc::clone(&self.files);
+        Box::pin(self.pool.check(move || files.base.check()))
     }
 
     fn status(&self) -> Value {

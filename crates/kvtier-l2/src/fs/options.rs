@@ -5,13 +5,13 @@ use std::path::{Component, Path, PathBuf};
 use std::sync::Arc;
 
 use super::FsAdapter;
-use super::io_choice::IoEngine;
-use super::io_nixl::NixlOptions;
 use super::names::Layout;
 use super::naming::Naming;
 use crate::adapter::Adapter;
 use crate::config::{AdapterConfig, ConfigError, Fallback, Interval, Key, Options, Shape};
 use crate::error::L2Error;
+use crate::io::choice::IoEngine;
+use crate::io::nixl::NixlOptions;
 use crate::registry::{AdapterType, Registry};
 
 /// Default of LMCache's `--l1-align-bytes`.
@@ -114,12 +114,7 @@ impl FsOptions {
                 "file+dir" => Fsync::FileAndDir,
                 _ => Fsync::Never,
             },
-            io_engine: match options.get("io_engine") {
-                "posix" => IoEngine::Posix,
-                "io_uring" => IoEngine::Uring,
-                "nixl" => IoEngine::Nixl,
-                _ => IoEngine::Auto,
-            },
+            io_engine: IoEngine::of(options.get("io_engine")),
             nixl: NixlOptions {
                 library: options.find::<&str>("nixl_library").map(Into::into),
                 backend: options.get("nixl_backend"),

@@ -10,15 +10,14 @@ use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
 use super::base::{self, Temporary, is_file};
-use super::batch::Batch;
 use super::beneath;
-use super::files::{Files, LookupScope, READ_FLAGS, count, read_end, size, stat};
-use super::io::{self, Move, Moved, Work};
+use super::files::{Files, InFiles, LookupScope, READ_FLAGS, count, read_end, size, stat};
 use super::names::Place;
 use super::options::Fsync;
 use super::trailer::{BLOCK, Form, LEN, Trailer, file_len, form_of};
 use crate::adapter::Stored;
 use crate::error::{ErrorKind, L2Error};
+use crate::io::{self, Batch, Move, Moved, Work};
 use crate::object::{ObjectSpec, StoreItem};
 
 /// Largest object that is written without a lookup before, if naming the file shows whether it was there.
@@ -73,7 +72,14 @@ pub(super) struct Storing {
     body: u64,
 }
 
-pub(super) type Stores<'a> = Batch<'a, StoreItem, Storing, Stored>;
+type Stores<'a> = Batch<InFiles<'a>, StoreItem, Storing, Stored>;
+
+impl Files {
+    /// Stores objects; one result each.
+    pub(super) fn store_all(&self, items: Vec<StoreItem>) -> Vec<Result<Stored, L2Error>> {
+        Stores::new(self.of_batch(), items).run(&*self.engine)
+    }
+}
 
 impl Work for Stores<'_> {
     fn next(&mut self) -> Option<Move> {
@@ -82,10 +88,11 @@ impl Work for Stores<'_> {
             self.begun += 1;
             let mut tail = self.tails.pop().unwrap_or_default();
             let begun = self
+                .place
                 .files
-                .storing(item, self.scope)
+                .storing(item, self.place.scope)
                 .and_then(|mut storing| {
-                    let begun = self.files.begin(&mut storing, item, &mut tail)?;
+                    let begun = self.place.files.begin(&mut storing, item, &mut tail)?;
                     Ok((storing, begun))
                 });
             let result = match begun {
@@ -121,7 +128,7 @@ impl Work for Stores<'_> {
         let Some(mut storing) = self.in_flight[number].take() else {
             return;
         };
-        let (files, item) = (self.files, &self.items[number]);
+        let (files, item) = (self.place.files, &self.items[number]);
         self.results[number] = files.store(&mut storing, item, &mut tail, file, moved);
         self.tails.push(tail);
     }

@@ -15,12 +15,12 @@ use rustix::io::Errno;
 use super::base::{DIR_FLAGS, is_file};
 use super::beneath;
 use super::files::{Files, READ_FLAGS, read_end, size, stat};
-use super::io::refused;
 use super::names::{
     self, Layout, Named, Place, QUARANTINE, TEMPORARY, hashed_name, is_shard_dir, shard, shard_path,
 };
 use crate::adapter::Listed;
 use crate::error::{ErrorKind, L2Error};
+use crate::io::refused;
 
 /// Buffer of `getdents`, in bytes.
 const NAMES: usize = 64 << 10;

@@ -1,12 +1,13 @@
 //! The device or file, its superblock, and its lock.
 
 use std::fs::{File, OpenOptions};
-use std::io::Read as _;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
+use std::io::{Seek as _, SeekFrom};
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{FileExt as _, FileTypeExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use kvtier_memory::uring::Tail;
+use ring::rand::{SecureRandom as _, SystemRandom};
 use rustix::fs::{FallocateFlags, FlockOperation, OFlags};
 use rustix::io::Errno;
 
@@ -19,8 +20,8 @@ pub(super) struct Device {
     path: PathBuf,
     pub(super) superblock: Superblock,
     /// Past the page cache, if that is wanted and possible.
-    direct: Option<OwnedFd>,
-    buffered: OwnedFd,
+    direct: Option<File>,
+    buffered: File,
 }
 
 impl Device {
@@ -70,7 +71,7 @@ impl Device {
             path: path.clone(),
             superblock,
             direct: direct.ok(),
-            buffered: file.into(),
+            buffered: file,
         })
     }
 
@@ -96,42 +97,26 @@ impl Device {
             Some(direct) if is_aligned => direct,
             _ => &self.buffered,
         };
-        file.try_clone().map_err(|error| {
+        file.try_clone().map(OwnedFd::from).map_err(|error| {
             let what = format!("{}: no further descriptor: {error}", self.path.display());
             L2Error::new(ErrorKind::Unavailable, what)
         })
     }
 
-    fn blocks(&self) -> BorrowedFd<'_> {
-        self.direct.as_ref().unwrap_or(&self.buffered).as_fd()
+    fn blocks(&self) -> &File {
+        self.direct.as_ref().unwrap_or(&self.buffered)
     }
 
     /// Reads blocks.
     pub(super) fn read(&self, to: &mut Tail, at: u64) -> Result<(), Errno> {
-        let (file, mut done) = (self.blocks(), 0);
-        while done < to.len() {
-            match rustix::io::pread(file, &mut to[done..], at + done as u64) {
-                Ok(0) => return Err(Errno::IO),
-                Ok(read) => done += read,
-                Err(Errno::INTR) => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
+        let read = self.blocks().read_exact_at(to, at);
+        read.map_err(|error| errno(&error))
     }
 
     /// Writes blocks.
     pub(super) fn write(&self, from: &Tail, at: u64) -> Result<(), Errno> {
-        let (file, mut done) = (self.blocks(), 0);
-        while done < from.len() {
-            match rustix::io::pwrite(file, &from[done..], at + done as u64) {
-                Ok(0) => return Err(Errno::NOSPC),
-                Ok(written) => done += written,
-                Err(Errno::INTR) => {}
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
+        let written = self.blocks().write_all_at(from, at);
+        written.map_err(|error| errno(&error))
     }
 
     /// Makes what was written survive a loss of power.
@@ -181,12 +166,16 @@ fn open(path: &Path) -> std::io::Result<File> {
     options.open(path)
 }
 
-fn direct(path: &Path) -> Result<OwnedFd, Errno> {
-    rustix::fs::open(
-        path,
-        OFlags::RDWR | OFlags::DIRECT | OFlags::CLOEXEC,
-        rustix::fs::Mode::empty(),
-    )
+fn direct(path: &Path) -> Result<File, Errno> {
+    let mut options = OpenOptions::new();
+    options.read(true).write(true);
+    options.custom_flags(OFlags::DIRECT.bits() as i32);
+    options.open(path).map_err(|error| errno(&error))
+}
+
+/// The error of the system; a device that ends too early is one of I/O.
+fn errno(error: &std::io::Error) -> Errno {
+    Errno::from_io_error(error).unwrap_or(Errno::IO)
 }
 
 fn lock(path: &Path, file: &File) -> Result<(), L2Error> {
@@ -212,7 +201,6 @@ fn reserve(file: &File, bytes: u64) -> Result<(), Errno> {
 }
 
 fn size(file: &File) -> std::io::Result<u64> {
-    use std::io::{Seek as _, SeekFrom};
     // Unlike its metadata, right for devices too.
     let mut file = file;
     file.seek(SeekFrom::End(0))
@@ -269,14 +257,9 @@ fn superblock(
         }
     }
     let mut id = [0; 32];
-    File::open("/dev/urandom")
-        .and_then(|mut random| random.read_exact(&mut id))
-        .map_err(|error| {
-            refused(
-                path,
-                &format!("cannot be formatted: no random bytes: {error}"),
-            )
-        })?;
+    SystemRandom::new()
+        .fill(&mut id)
+        .map_err(|_| refused(path, "cannot be formatted: the system has no random bytes"))?;
     let superblock = Superblock { id, geometry };
     write(path, file, &superblock)?;
     tracing::info!(
@@ -289,7 +272,6 @@ fn superblock(
 }
 
 fn read_start(file: &File, to: &mut [u8]) -> std::io::Result<()> {
-    use std::os::unix::fs::FileExt as _;
     let mut done = 0;
     while done < to.len() {
         // A small file ends earlier; the rest is zero.
@@ -302,7 +284,6 @@ fn read_start(file: &File, to: &mut [u8]) -> std::io::Result<()> {
 }
 
 fn write(path: &Path, file: &File, superblock: &Superblock) -> Result<(), L2Error> {
-    use std::os::unix::fs::FileExt as _;
     let block = superblock.encode();
     let written = SUPERBLOCKS
         .iter()

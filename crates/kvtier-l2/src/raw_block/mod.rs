@@ -32,10 +32,10 @@ use crate::adapter::{
     Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
 };
 use crate::error::{ErrorKind, L2Error};
-use crate::fs::io::Engine;
-use crate::fs::io_choice::{self, Choice};
-use crate::fs::io_nixl::NixlOptions;
-use crate::fs::pool::{Lane, NotDone, Pool};
+use crate::io::Engine;
+use crate::io::choice::{self, Choice};
+use crate::io::nixl::NixlOptions;
+use crate::io::pool::{Lane, NotDone, Pool};
 use crate::object::{LoadItem, ObjectSpec, StoreItem};
 use device::Device;
 use index::{Index, Object};
@@ -90,7 +90,7 @@ impl Shared {
     }
 
     fn store(&self, items: Vec<StoreItem>) -> Vec<Result<Stored, L2Error>> {
-        let mut results = Stores::new(self, items).run();
+        let mut results = Stores::new(self, items).run(&*self.engine);
         if self.fsync
             && let Err(error) = self.device.sync()
         {
@@ -157,7 +157,7 @@ impl RawBlockAdapter {
     /// # Errors
     /// If it cannot be used: it is missing, too small, in use, or holds something else.
     pub fn open(options: &RawOptions) -> Result<Self, L2Error> {
-        let Choice { engine, reason } = io_choice::choose(
+        let Choice { engine, reason } = choice::choose(
             options.io_engine,
             options.use_odirect,
             &NixlOptions::default(),
@@ -184,12 +184,12 @@ impl RawBlockAdapter {
         })
     }
 
-    /// Waits for the end of the scan.
-    async fn scanned(&self) -> Result<Recovered, L2Error> {
+    /// Waits for the end of the scan; returns the number of records that it has erased.
+    async fn scanned(&self) -> Result<u64, L2Error> {
         let mut scan = self.scan.clone();
         let ended = scan.wait_for(|scan| !matches!(scan, Scan::Running)).await;
         match ended.as_deref() {
-            Ok(Scan::Done(recovered)) => Ok(*recovered),
+            Ok(Scan::Done(erased)) => Ok(*erased),
             Ok(Scan::Failed(error)) => Err(error.clone()),
             _ => Err(not_done()),
         }
@@ -272,7 +272,7 @@ impl Adapter for RawBlockAdapter {
                 return all(&batch, &error);
             }
             self.each(Lane::Read, batch, (1, 16), |shared, items| {
-                Loads::new(shared, items).run()
+                Loads::new(shared, items).run(&*shared.engine)
             })
             .await
         })
@@ -320,9 +320,8 @@ impl Adapter for RawBlockAdapter {
     ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
         Box::pin(async move {
             let mut recovered = Recovered {
-                objects: 0,
-                bytes: 0,
-                ..self.scanned().await?
+                removed: self.scanned().await?,
+                ..Recovered::default()
             };
             let mut last = None;
             loop {
@@ -346,21 +345,17 @@ impl Adapter for RawBlockAdapter {
     }
 
     fn check(&self) -> BoxFuture<'_, ()> {
-        Box::pin(async move {
-            let shared = Arc::clone(&self.shared);
-            let checked = self.pool.run(Lane::Read, move || {
-                let found = shared.device.check();
-                let was_lost = shared.is_lost.swap(found.is_err(), Ordering::Relaxed);
-                if let Err(error) = found
-                    && !was_lost
-                {
-                    let device_path = shared.device.path().display();
-                    tracing::warn!(%device_path, error, "a device is not usable; trying again in the background");
-                }
-            });
-            // A closed adapter is not checked.
-            let _ = checked.await.await;
-        })
+        let shared = Arc::clone(&self.shared);
+        Box::pin(self.pool.check(move || {
+            let found = shared.device.check();
+            let was_lost = shared.is_lost.swap(found.is_err(), Ordering::Relaxed);
+            if let Err(error) = found
+                && !was_lost
+            {
+                let device_path = shared.device.path().display();
+                tracing::warn!(%device_path, error, "a device is not usable; trying again in the background");
+            }
+        }))
     }
 
     fn status(&self) -> Value {

@@ -8,7 +8,7 @@ use super::format::{BLOCK, Geometry};
 use crate::adapter::Adapter;
 use crate::config::{AdapterConfig, ConfigError, Fallback, GIB, Interval, Key, Options, Shape};
 use crate::error::L2Error;
-use crate::fs::io_choice::IoEngine;
+use crate::io::choice::IoEngine;
 use crate::registry::{AdapterType, Registry};
 
 /// Part of the capacity that there is beyond it: objects of different lengths leave gaps.
@@ -66,11 +66,7 @@ impl RawOptions {
             slot_bytes: options.get("slot_bytes"),
             use_odirect: options.get("use_odirect"),
             num_workers: options.get("num_workers"),
-            io_engine: match options.get("io_engine") {
-                "posix" => IoEngine::Posix,
-                "io_uring" => IoEngine::Uring,
-                _ => IoEngine::Auto,
-            },
+            io_engine: IoEngine::of(options.get("io_engine")),
             fsync: options.get("fsync"),
             force: options.get("force"),
         }

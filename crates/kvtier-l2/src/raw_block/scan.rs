@@ -9,7 +9,6 @@ use tokio::sync::watch;
 
 use super::Shared;
 use super::format::{BLOCK, Record};
-use crate::adapter::Recovered;
 use crate::error::{ErrorKind, L2Error};
 
 /// Records per read.
@@ -19,7 +18,8 @@ const PIECE: u64 = 256;
 #[derive(Debug, Clone)]
 pub(super) enum Scan {
     Running,
-    Done(Recovered),
+    /// The number of records that were superseded and erased.
+    Done(u64),
     Failed(L2Error),
 }
 
@@ -30,9 +30,12 @@ pub(super) fn start(shared: Arc<Shared>) -> Result<watch::Receiver<Scan>, L2Erro
         let result = shared.scan();
         // An adapter that is closed does not wait.
         let _ = done.send(match result {
-            Ok(recovered) => Scan::Done(recovered),
+            Ok(erased) => Scan::Done(erased),
             Err(error) => {
-                tracing::error!(%error, "a device cannot be used: its table could not be read");
+                // One that was closed meanwhile is not to be used.
+                if !shared.is_closed.load(Ordering::Acquire) {
+                    tracing::error!(%error, "a device cannot be used: its table could not be read");
+                }
                 Scan::Failed(error)
             }
         });
@@ -46,7 +49,7 @@ pub(super) fn start(shared: Arc<Shared>) -> Result<watch::Receiver<Scan>, L2Erro
 }
 
 impl Shared {
-    fn scan(&self) -> Result<Recovered, L2Error> {
+    fn scan(&self) -> Result<u64, L2Error> {
         let geometry = self.device.geometry();
         let (mut found, mut unreadable) = (Vec::new(), Vec::new());
         let mut blocks = Tail::default();
@@ -79,23 +82,13 @@ impl Shared {
             return Err(self.device.error("read the table of", Errno::IO));
         }
         let superseded = self.index.fill(geometry, found, &unreadable);
-        let mut recovered = Recovered::default();
+        let mut erased = 0;
         for number in superseded {
             // One that stays loses against the later one after the next start, too.
             if self.erase(number).is_ok() {
                 self.index.add_record(number);
-                recovered.removed += 1;
+                erased += 1;
             }
-        }
-        let mut last = None;
-        loop {
-            let page = self.index.page(last.as_ref(), PIECE as usize);
-            let Some(object) = page.last() else {
-                break;
-            };
-            last = Some(object.record.key.clone());
-            recovered.objects += page.len() as u64;
-            recovered.bytes += page.iter().map(|object| object.bytes()).sum::<u64>();
         }
         if !unreadable.is_empty() {
             tracing::warn!(
@@ -104,7 +97,7 @@ impl Shared {
                 "records of a device could not be read; their objects are lost"
             );
         }
-        Ok(recovered)
+        Ok(erased)
     }
 
     fn read_records(

@@ -11,19 +11,8 @@ use super::format::{BLOCK, Record, span};
 use super::index::{Object, Place};
 use crate::adapter::{Loaded, Stored};
 use crate::error::{ErrorKind, L2Error};
-use crate::fs::io::{self, Move, Moved, Work};
+use crate::io::{self, Batch, Move, Moved, Work};
 use crate::object::{Buffer, LoadItem, StoreItem};
-
-/// Items, those of them in flight, and their results.
-pub(super) struct Batch<'a, Item, InFlight, Done> {
-    shared: &'a Shared,
-    items: Vec<Item>,
-    begun: usize,
-    in_flight: Vec<Option<InFlight>>,
-    results: Vec<Result<Done, L2Error>>,
-    /// Tails that are not in use.
-    tails: Vec<Tail>,
-}
 
 /// An object that is being written.
 pub(super) struct Writing {
@@ -32,30 +21,8 @@ pub(super) struct Writing {
     place: Place,
 }
 
-pub(super) type Stores<'a> = Batch<'a, StoreItem, Writing, Stored>;
-pub(super) type Loads<'a> = Batch<'a, LoadItem, Arc<Object>, Loaded>;
-
-impl<'a, Item, InFlight, Done> Batch<'a, Item, InFlight, Done> {
-    pub(super) fn new(shared: &'a Shared, items: Vec<Item>) -> Self {
-        Self {
-            shared,
-            begun: 0,
-            in_flight: items.iter().map(|_| None).collect(),
-            results: items.iter().map(|_| Err(io::lost())).collect(),
-            tails: Vec::new(),
-            items,
-        }
-    }
-
-    /// Returns one result per item, in order.
-    pub(super) fn run(mut self) -> Vec<Result<Done, L2Error>>
-    where
-        Self: Work,
-    {
-        self.shared.engine.run(&mut self);
-        self.results
-    }
-}
+pub(super) type Stores<'a> = Batch<&'a Shared, StoreItem, Writing, Stored>;
+pub(super) type Loads<'a> = Batch<&'a Shared, LoadItem, Arc<Object>, Loaded>;
 
 /// How an object is moved: the bytes of its memory, those of the tail behind, and by which descriptor.
 struct Shape {
@@ -66,7 +33,7 @@ struct Shape {
 
 impl Shared {
     fn shape(&self, buffer: &Buffer, len: u64) -> Shape {
-        let is_aligned = self.device.is_direct() && is_aligned(buffer);
+        let is_aligned = self.device.is_direct() && buffer.is_aligned(BLOCK);
         let rest = if is_aligned { len % BLOCK } else { 0 };
         Shape {
             body: len - rest,
@@ -81,18 +48,13 @@ impl Shared {
     }
 }
 
-fn is_aligned(buffer: &Buffer) -> bool {
-    let start = buffer.arena().address(buffer.extent(), 0, 0);
-    start.is_ok_and(|start| start.as_ptr().addr().is_multiple_of(BLOCK as usize))
-}
-
 impl Work for Stores<'_> {
     fn next(&mut self) -> Option<Move> {
         while let Some(item) = self.items.get(self.begun) {
             let number = self.begun;
             self.begun += 1;
             let mut tail = self.tails.pop().unwrap_or_default();
-            match self.shared.begin_store(item, &mut tail) {
+            match self.place.begin_store(item, &mut tail) {
                 Ok(Begun::Writing(writing, mut one)) => {
                     self.in_flight[number] = Some(*writing);
                     one.number = number;
@@ -111,7 +73,7 @@ impl Work for Stores<'_> {
         let Move { number, tail, .. } = one;
         self.tails.push(tail);
         if let Some(writing) = self.in_flight[number].take() {
-            self.results[number] = self.shared.end_store(writing, moved);
+            self.results[number] = self.place.end_store(writing, moved);
         }
     }
 
@@ -142,12 +104,8 @@ impl Shared {
         if let Some(there) = self.index.get(&object.key).filter(is_there) {
             return Ok(Begun::There(there.bytes()));
         }
-        let (place, sequence) = self.index.reserve(object.len).ok_or_else(|| {
-            let Some(usage) = self.is_full(object.len) else {
-                return L2Error::new(ErrorKind::Full, "no piece of the device is large enough");
-            };
-            L2Error::new(ErrorKind::Full, usage)
-        })?;
+        let reserved = self.index.reserve(object.len);
+        let (place, sequence) = reserved.ok_or_else(|| self.full(object.len))?;
         let record = Record {
             number: place.number,
             sequence,
@@ -187,13 +145,17 @@ impl Shared {
         Ok(Begun::Writing(Box::new(writing), one))
     }
 
-    /// What is used up, `None` if it is only in too small pieces.
-    fn is_full(&self, len: u64) -> Option<&'static str> {
+    /// Why there is no place for an object.
+    fn full(&self, len: u64) -> L2Error {
         let usage = self.index.usage();
-        if usage.free_records == 0 {
-            return Some("no record is free; slot_bytes is the size of the smaller objects");
-        }
-        (usage.free_bytes < span(len)).then_some("the device is full")
+        let what = if usage.free_records == 0 {
+            "no record is free; slot_bytes is the size of the smaller objects"
+        } else if usage.free_bytes < span(len) {
+            "the device is full"
+        } else {
+            "no piece of the device is large enough"
+        };
+        L2Error::new(ErrorKind::Full, what)
     }
 
     fn end_store(&self, writing: Writing, moved: Moved) -> Result<Stored, L2Error> {
@@ -252,7 +214,7 @@ impl Work for Loads<'_> {
             let number = self.begun;
             self.begun += 1;
             let mut tail = self.tails.pop().unwrap_or_default();
-            match self.shared.begin_load(item, &mut tail) {
+            match self.place.begin_load(item, &mut tail) {
                 Ok((object, mut one)) => {
                     self.in_flight[number] = Some(object);
                     one.number = number;
@@ -274,7 +236,7 @@ impl Work for Loads<'_> {
         } = one;
         if let Some(object) = self.in_flight[number].take() {
             let item = &self.items[number];
-            self.results[number] = self.shared.end_load(&object, item, body, &tail, moved);
+            self.results[number] = self.place.end_load(&object, item, body, &tail, moved);
         }
         self.tails.push(tail);
     }

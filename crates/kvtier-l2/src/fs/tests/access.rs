@@ -26,7 +26,7 @@ fn load_here(fixture: &Fixture, object: &ObjectSpec) -> Result<bool, ErrorKind> 
         to: fixture.buffer(1, object.len),
     };
     let files = &fixture.adapter.files;
-    let loaded = Loads::new(files, vec![item]).run().remove(0);
+    let loaded = files.load_all(vec![item]).remove(0);
     loaded
         .map(|loaded| loaded.verified)
         .map_err(|error| error.kind())
@@ -43,7 +43,7 @@ fn file_without_permission_is_replaced_by_store() {
     assert!(path.exists(), "it may be another's");
     let files = &fixture.adapter.files;
     let item = fixture.item(&object(1));
-    let stored = Stores::new(files, vec![item]).run().remove(0);
+    let stored = files.store_all(vec![item]).remove(0);
     assert!(matches!(stored, Ok(Stored::Written(_))), "{stored:?}");
     assert_eq!(load_here(&fixture, &object(1)), Ok(true));
 }

@@ -6,8 +6,8 @@ use kvtier_memory::uring::Ring;
 use rustix::io::Errno;
 
 use super::*;
-use crate::fs::io::{self, Engine, Move, Moved, Work};
-use crate::fs::io_uring::Uring;
+use crate::io::uring::Uring;
+use crate::io::{self, Engine, Move, Moved, Work};
 
 /// Environment variable with the engine that the tests use.
 const ENGINE: &str = "KVTIER_FS_TEST_ENGINE";

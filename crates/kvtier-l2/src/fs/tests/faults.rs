@@ -8,7 +8,7 @@ use kvtier_memory::FileError;
 use rustix::io::Errno;
 
 use super::*;
-use crate::fs::io::{Engine, Posix};
+use crate::io::{Engine, Posix};
 
 /// Fails in a chosen way until it is repaired; a write fails behind its first bytes.
 struct Faulty {

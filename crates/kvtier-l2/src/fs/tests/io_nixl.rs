@@ -2,8 +2,8 @@
 
 use super::engines::nixl;
 use super::*;
-use crate::fs::io::{Engine, Move, Moved, Work};
-use crate::fs::io_nixl::Nixl;
+use crate::io::nixl::Nixl;
+use crate::io::{Engine, Move, Moved, Work};
 
 #[test]
 fn nixl_moves_objects_and_leaves_the_rest() {

@@ -8,6 +8,7 @@
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvtier_sync::{Condvar, Mutex};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
@@ -75,6 +76,17 @@ pub(crate) struct Pool {
     shared: Arc<Shared>,
     places: Arc<Semaphore>,
     threads: usize,
+    /// Whether a check is queued or running.
+    is_checking: Arc<AtomicBool>,
+}
+
+/// A check that is queued or running.
+struct Checking(Arc<AtomicBool>);
+
+impl Drop for Checking {
+    fn drop(&mut self) {
+        self.0.store(false, Ordering::Relaxed);
+    }
 }
 
 /// The work did not run to its end: the pool is closed, or the work panicked.
@@ -97,6 +109,7 @@ impl Pool {
             }),
             places: Arc::new(Semaphore::new(MAX_QUEUED)),
             threads,
+            is_checking: Arc::default(),
         };
         for number in 0..threads {
             let shared = Arc::clone(&pool.shared);
@@ -140,6 +153,21 @@ impl Pool {
         drop(queue);
         self.shared.work.notify_one();
         result
+    }
+
+    /// Runs a check, unless the last one is still queued or running: one that hangs is not repeated. A closed pool checks
+    /// nothing.
+    pub(crate) async fn check(&self, work: impl FnOnce() + Send + 'static) {
+        if self.is_checking.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        // Dropped with the work, whether it ran or not.
+        let checking = Checking(Arc::clone(&self.is_checking));
+        let checked = self.run(Lane::Read, move || {
+            let _checking = checking;
+            work();
+        });
+        let _ = checked.await.await;
     }
 
     /// Runs `work` for all `items` on the pool, in jobs of `least` to `most` items; one result per item, in order.

@@ -15,7 +15,7 @@ use kvtier_nixl::{Agent, Library, NixlError, Outcome};
 use kvtier_sync::Mutex;
 use serde_json::{Value, json};
 
-use super::io::{Engine, Posix, Work, done, transfer};
+use super::{Engine, Posix, Work, done, transfer};
 use crate::rate_limited::RateLimited;
 
 /// Interval of the line about failures.
@@ -44,7 +44,7 @@ impl Default for NixlOptions {
 }
 
 /// I/O engine of NIXL: one agent per thread, one transfer at a time.
-pub(super) struct Nixl {
+pub(crate) struct Nixl {
     library: Arc<Library>,
     options: NixlOptions,
     /// Agents that no thread uses now.
@@ -58,7 +58,7 @@ pub(super) struct Nixl {
 impl Nixl {
     /// # Errors
     /// If the library cannot be loaded, or has no such backend.
-    pub(super) fn new(options: &NixlOptions) -> Result<Self, NixlError> {
+    pub(crate) fn new(options: &NixlOptions) -> Result<Self, NixlError> {
         let library = Library::load(options.library.as_deref())?;
         let first = Agent::start(&library, &options.backend, &options.params)?;
         Ok(Self {
@@ -72,7 +72,7 @@ impl Nixl {
     }
 
     /// The backend and where the library is.
-    pub(super) fn description(&self) -> String {
+    pub(crate) fn description(&self) -> String {
         let (backend, path) = (&self.options.backend, self.library.path().display());
         format!("backend {backend} of {path}")
     }

@@ -3,9 +3,9 @@
 //! `auto` is io_uring past the page cache and POSIX calls through it: there, small files are no faster with io_uring, and
 //! with direct I/O large ones are (`benches/README.md`, "A second tier").
 
-use super::io::{Engine, Posix};
-use super::io_nixl::{Nixl, NixlOptions};
-use super::io_uring::Uring;
+use super::nixl::{Nixl, NixlOptions};
+use super::uring::Uring;
+use super::{Engine, Posix};
 use crate::error::{ErrorKind, L2Error};
 
 /// I/O engine between files and memory.
@@ -33,6 +33,18 @@ impl Choice {
         Self {
             engine: Box::new(engine),
             reason: reason.into(),
+        }
+    }
+}
+
+impl IoEngine {
+    /// Returns the engine of a word in a configuration.
+    pub(crate) fn of(word: &str) -> Self {
+        match word {
+            "posix" => Self::Posix,
+            "io_uring" => Self::Uring,
+            "nixl" => Self::Nixl,
+            _ => Self::Auto,
         }
     }
 }

@@ -1,4 +1,11 @@
-//! I/O engines: one implementation per way of moving the bytes of open files.
+//! I/O of the adapters that keep objects in files or on a device: engines, one per way of moving the bytes of open files, and the
+//! threads that run them.
+
+mod batch;
+pub(crate) mod choice;
+pub(crate) mod nixl;
+pub(crate) mod pool;
+pub(crate) mod uring;
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -11,6 +18,8 @@ use serde_json::Value;
 
 use crate::error::{ErrorKind, L2Error};
 use crate::object::Buffer;
+
+pub(crate) use batch::Batch;
 
 /// Transfer between a file and a buffer with a tail behind it. It owns all that is accessed meanwhile.
 pub(crate) struct Move {
@@ -118,14 +127,14 @@ impl Engine for Posix {
 }
 
 /// Data of a transfer in flight; it keeps the buffer in place.
-pub(super) struct Held {
+pub(crate) struct Held {
     pub number: usize,
     buffer: Buffer,
     body: u64,
 }
 
 /// Returns a transfer that owns all that is accessed.
-pub(super) fn transfer(one: Move) -> Transfer<Held> {
+pub(crate) fn transfer(one: Move) -> Transfer<Held> {
     Transfer {
         file: one.file,
         at: one.at,
@@ -142,7 +151,7 @@ pub(super) fn transfer(one: Move) -> Transfer<Held> {
 }
 
 /// A transfer has ended.
-pub(super) fn done(work: &mut dyn Work, ended: Transfer<Held>, moved: Result<u64, FileError>) {
+pub(crate) fn done(work: &mut dyn Work, ended: Transfer<Held>, moved: Result<u64, FileError>) {
     let Held {
         number,
         buffer,
@@ -162,7 +171,7 @@ pub(super) fn done(work: &mut dyn Work, ended: Transfer<Held>, moved: Result<u64
 }
 
 /// Closes a written file: some file systems report a lack of space only then.
-pub(super) fn close(file: OwnedFd) -> Result<(), Errno> {
+pub(crate) fn close(file: OwnedFd) -> Result<(), Errno> {
     kvtier_memory::close_file(file).map_err(|error| errno(&error))
 }
 
@@ -177,7 +186,7 @@ pub(crate) fn refuses_direct(error: &FileError) -> bool {
 }
 
 /// Switches a file to the page cache.
-pub(super) fn leave_direct(file: &OwnedFd) -> Result<(), Errno> {
+pub(crate) fn leave_direct(file: &OwnedFd) -> Result<(), Errno> {
     let flags = rustix::fs::fcntl_getfl(file.as_fd())?;
     rustix::fs::fcntl_setfl(file.as_fd(), flags - rustix::fs::OFlags::DIRECT)
 }
@@ -203,7 +212,7 @@ pub(crate) fn lost() -> L2Error {
 }
 
 /// Returns the error of a system call on a file.
-pub(super) fn refused(action: &str, path: &str, error: Errno) -> L2Error {
+pub(crate) fn refused(action: &str, path: &str, error: Errno) -> L2Error {
     let path = shown_path(path);
     L2Error::new(kind(error), format!("cannot {action} {path:?}: {error}"))
 }

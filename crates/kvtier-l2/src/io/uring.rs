@@ -7,13 +7,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use kvtier_memory::uring::Ring;
 use kvtier_sync::Mutex;
 
-use super::io::{Engine, Held, Posix, Work, done, transfer};
+use super::{Engine, Held, Posix, Work, done, transfer};
 
 /// Transfers in flight per thread.
 const MAX_IN_FLIGHT: usize = 16;
 
 /// I/O engine of io_uring. Operations that rings do not have are POSIX calls.
-pub(super) struct Uring {
+pub(crate) struct Uring {
     /// Rings that no thread uses now.
     rings: Mutex<Vec<Ring<Held>>>,
     has_failed: AtomicBool,
@@ -22,7 +22,7 @@ pub(super) struct Uring {
 impl Uring {
     /// # Errors
     /// If io_uring is not available.
-    pub(super) fn new() -> std::io::Result<Self> {
+    pub(crate) fn new() -> std::io::Result<Self> {
         Ok(Self {
             rings: Mutex::new(vec![Ring::new(MAX_IN_FLIGHT)?]),
             has_failed: AtomicBool::new(false),

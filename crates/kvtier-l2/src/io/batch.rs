@@ -2,14 +2,13 @@
 
 use kvtier_memory::uring::Tail;
 
-use super::files::{Files, LookupScope};
-use super::io::{self, Work};
+use super::{Engine, Work, lost};
 use crate::error::L2Error;
 
 /// Objects, those of them that are in flight, and their results.
-pub(super) struct Batch<'a, Item, InFlight, Done> {
-    pub files: &'a Files,
-    pub scope: LookupScope,
+pub(crate) struct Batch<Place, Item, InFlight, Done> {
+    /// Where the objects are.
+    pub place: Place,
     pub items: Vec<Item>,
     pub begun: usize,
     pub in_flight: Vec<Option<InFlight>>,
@@ -18,25 +17,24 @@ pub(super) struct Batch<'a, Item, InFlight, Done> {
     pub tails: Vec<Tail>,
 }
 
-impl<'a, Item, InFlight, Done> Batch<'a, Item, InFlight, Done> {
-    pub(super) fn new(files: &'a Files, items: Vec<Item>) -> Self {
+impl<Place, Item, InFlight, Done> Batch<Place, Item, InFlight, Done> {
+    pub(crate) fn new(place: Place, items: Vec<Item>) -> Self {
         Self {
-            files,
-            scope: files.lookup_scope(),
+            place,
             begun: 0,
             in_flight: items.iter().map(|_| None).collect(),
-            results: items.iter().map(|_| Err(io::lost())).collect(),
+            results: items.iter().map(|_| Err(lost())).collect(),
             tails: Vec::new(),
             items,
         }
     }
 
     /// Returns one result per object, in order.
-    pub(super) fn run(mut self) -> Vec<Result<Done, L2Error>>
+    pub(crate) fn run(mut self, engine: &dyn Engine) -> Vec<Result<Done, L2Error>>
     where
         Self: Work,
     {
-        self.files.engine.run(&mut self);
+        engine.run(&mut self);
         self.results
     }
 }
