@@ -22,6 +22,7 @@ import socket
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -101,10 +102,7 @@ def redis():
     """Lookups with a Redis server that answers, one that hangs, and one that has ended."""
     runs = {}
     with tempfile.TemporaryDirectory() as directory:
-        command = ["redis-server", "--port", "17595", "--bind", "127.0.0.1", "--save", "", "--dir", directory]
-        server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        atexit.register(server.kill)
-        wait_until_listening(17595)
+        server = start_redis(17595, directory)
         servers = [start(0)[0], start(1, *tier(type="resp", host="127.0.0.1", port=17595, request_timeout=1))[0]]
         for state, signal_number in [("up", None), ("frozen", signal.SIGSTOP), ("killed", signal.SIGKILL)]:
             if signal_number:
@@ -115,6 +113,26 @@ def redis():
         stop(*servers)
         server.wait(30)
     return runs
+
+
+def start_redis(port, directory):
+    """Starts an empty Redis."""
+    command = ["redis-server", "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", directory]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    atexit.register(process.kill)
+    wait_until_listening(port)
+    return process
+
+
+def seconds_of(count, work):
+    """The time of this number of threads, each of which is given its number."""
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+    began = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return time.monotonic() - began
 
 
 def wait_until_listening(port):

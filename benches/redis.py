@@ -15,7 +15,6 @@ GET of the companion (kvtier). Medians, and the ratio of kvtier to the others of
 """
 
 import argparse
-import atexit
 import json
 import os
 import re
@@ -23,30 +22,15 @@ import socket
 import statistics
 import subprocess
 import tempfile
-import threading
 import time
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[1]
-TARGET = Path(os.environ.get("CARGO_TARGET_DIR") or REPOSITORY / "target")
-KVTIER = os.environ.get("KVTIER_BIN") or str(TARGET / "dist" / "kvtier")
+from beside import KVTIER, seconds_of, start_redis
+
 PORT = 17591
 SIZES = [2 << 20, 512 << 10]
 BYTES = 512 << 20
 LOOKUP = 512
-
-
-def start_redis():
-    """An empty server."""
-    directory = tempfile.mkdtemp()
-    command = ["redis-server", "--port", str(PORT), "--bind", "127.0.0.1", "--save", "", "--dir", directory]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    atexit.register(process.kill)
-    while True:
-        try:
-            return socket.create_connection(("127.0.0.1", PORT), 1).close()
-        except OSError:
-            time.sleep(0.01)
 
 
 def command(*parts):
@@ -102,13 +86,7 @@ def bare(size, connections):
             for key in keys[number::connections]:
                 getattr(clients[number], name)(key)
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(connections)]
-        began = time.monotonic()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return BYTES / (time.monotonic() - began) / 1e9
+        return BYTES / seconds_of(connections, work) / 1e9
 
     return {"store": timed("store"), "load": timed("load")}
 
@@ -196,7 +174,7 @@ def main():
     parser.add_argument("--connections", type=int, default=4)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    start_redis()
+    start_redis(PORT, tempfile.mkdtemp())
     client = lmcache_client(args.connections)
     rounds = []
     for number in range(args.rounds):

@@ -24,7 +24,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import urllib.parse
 from io import BytesIO
@@ -33,7 +32,7 @@ from pathlib import Path
 import awscrt.io
 from awscrt import auth, s3
 from awscrt.http import HttpHeaders, HttpRequest
-from beside import KVTIER
+from beside import KVTIER, seconds_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "harness"))
 from kvrig.s3 import BUCKET, KEYS, Seaweed  # noqa: E402
@@ -103,13 +102,7 @@ def bare(port, in_flight):
             for path in paths[number::in_flight]:
                 getattr(clients[number], step)(path)
 
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(in_flight)]
-        began = time.monotonic()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        rates[step] = count * SIZE / (time.monotonic() - began) / 1e9
+        rates[step] = count * SIZE / seconds_of(in_flight, work) / 1e9
     return rates
 
 
@@ -153,13 +146,7 @@ class Crt:
                     options = {"on_body": on_body} if method == "GET" else {}
                     self.request(method, f"crt-{key}", **options).result(60)
 
-            threads = [threading.Thread(target=work, args=(number,)) for number in range(in_flight)]
-            began = time.monotonic()
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            rates[step] = count * SIZE / (time.monotonic() - began) / 1e9
+            rates[step] = count * SIZE / seconds_of(in_flight, work) / 1e9
         return rates
 
 

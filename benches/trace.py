@@ -21,7 +21,7 @@ import tempfile
 import urllib.request
 from pathlib import Path
 
-from beside import KVTIER, PORTS, start, stop, wait_until_listening
+from beside import KVTIER, PORTS, start, start_redis, stop
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "harness"))
 from kvrig.s3 import Seaweed  # noqa: E402
@@ -44,14 +44,6 @@ def best(path, requests):
             hit += min(prefix * TOKENS_PER_BLOCK, tokens // TOKENS_PER_CHUNK * TOKENS_PER_CHUNK)
             seen.update(blocks)
     return {"hit_rate": hit / asked, "blocks": len(seen)}
-
-
-def start_redis(directory):
-    """An empty Redis."""
-    command = ["redis-server", "--port", str(REDIS_PORT), "--bind", "127.0.0.1", "--save", "", "--dir", directory]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    wait_until_listening(REDIS_PORT)
-    return process
 
 
 def metrics():
@@ -96,7 +88,7 @@ def main():
     eviction = {"eviction_policy": "LRU", "trigger_watermark": 0.95, "eviction_ratio": 0.1}
     for names in [[], ["redis"], ["redis", "s3"]]:
         with tempfile.TemporaryDirectory() as directory:
-            redis, seaweed = start_redis(directory), Seaweed(Path(directory) / "seaweed")
+            redis, seaweed = start_redis(REDIS_PORT, directory), Seaweed(Path(directory) / "seaweed")
             capacity = args.redis_blocks * BLOCK_BYTES / (1 << 30)
             tiers = {
                 "redis": {

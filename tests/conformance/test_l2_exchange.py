@@ -231,13 +231,7 @@ def test_both_servers_write_at_once(lmcache, serve, engines):
     reader = engines(third, groups=big)
     seeds = range(24)
     for seed in seeds:
-        prompt, requests = tiers.tokens(64, seed), []
-        # Which one begins takes turns.
-        for writer in writers if seed % 2 else reversed(writers):
-            tiers.paint(writer.worker, writer.blocks_for(64), f"{seed}/")
-            requests.append((writer, request := writer.new_request()))
-            writer.worker.submit_store(request, prompt, 0, 64, writer.blocks_for(64))
-        for writer, request in requests:
+        for writer, request in tiers.begin_stores(writers, seed):
             while request in writer.worker.stores:
                 tiers.recall(reader, seed)
                 if writer.worker.stores[request].query():

@@ -158,13 +158,7 @@ def test_both_servers_write_at_once(lmcache, serve, engines):
     writers = [engines(each, "lmcache_driven", **PAGES) for each in (lmcache.server, server)]
     seeds = range(12)
     for seed in seeds:
-        prompt, requests = tiers.tokens(64, seed), []
-        # Which one begins takes turns.
-        for writer in writers if seed % 2 else reversed(writers):
-            tiers.paint(writer.worker, writer.blocks_for(64), f"{seed}/")
-            requests.append((writer, request := writer.new_request()))
-            writer.worker.submit_store(request, prompt, 0, 64, writer.blocks_for(64))
-        for writer, request in requests:
+        for writer, request in tiers.begin_stores(writers, seed):
             assert writer.worker.finish_store(request) is True
             writer.end(request)
     wait_of_model(lmcache.sharded, writers[1], 4 * len(seeds))

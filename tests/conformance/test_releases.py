@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 from kvrig import torch_cuda
+from kvrig.packages import HOME
 from kvrig.waiting import wait_until
 
 pytestmark = pytest.mark.ours("each release is tested with its own server elsewhere")
 
-HOME = Path(os.environ.get("KVTIER_E2E_HOME") or Path.home() / ".cache/kvtier-e2e")
 HARNESS = Path(__file__).parents[1] / "harness"
 
 # The modes that CPU workers of a release have; a GPU worker has `cuda`.

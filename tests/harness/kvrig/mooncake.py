@@ -1,20 +1,17 @@
 """Mooncake Store for tests, on loopback, which ends with the test: unpacked by tests/setup.sh."""
 
-import os
-import pathlib
 import subprocess
 import sys
 import time
 import urllib.request
 
+from .packages import unpacked
 from .server import free_port
 
 
 def package():
     """The folder to import Mooncake from."""
-    home = pathlib.Path(os.environ.get("KVTIER_E2E_HOME") or pathlib.Path.home() / ".cache/kvtier-e2e")
-    [folder] = home.glob("clients/mooncake-transfer-engine-non-cuda-*")
-    return folder
+    return unpacked("mooncake-transfer-engine-non-cuda")
 
 
 class Mooncake:
@@ -72,8 +69,3 @@ class Mooncake:
             "global-segment-size": memory,
         }
         return [sys.executable, "-m", "kvtier.tier.mooncake", *(f"--{name}={value}" for name, value in flags.items())]
-
-    @staticmethod
-    def environment():
-        """The variables that the command needs beside those of the tests."""
-        return {"PYTHONPATH": os.pathsep.join([str(package()), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}

@@ -3,12 +3,12 @@
 import os
 from pathlib import Path
 
+from .packages import unpacked
+
 
 def wheel():
     """The folder of the wheel."""
-    home = Path(os.environ.get("KVTIER_E2E_HOME") or Path.home() / ".cache" / "kvtier-e2e")
-    [folder] = home.glob("clients/nixl-cu12-*")
-    return folder
+    return unpacked("nixl-cu12")
 
 
 def library():

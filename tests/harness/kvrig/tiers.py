@@ -151,6 +151,17 @@ def store_in_order(engine, seed, directory, count=64, salt=""):
     return found
 
 
+def begin_stores(writers, seed, count=64):
+    """Stores of the same prompt by several engines, all in flight: pairs of engine and request."""
+    prompt, requests = tokens(count, seed), []
+    # Which one begins takes turns.
+    for writer in writers if seed % 2 else reversed(writers):
+        paint(writer.worker, writer.blocks_for(count), f"{seed}/")
+        requests.append((writer, request := writer.new_request()))
+        writer.worker.submit_store(request, prompt, 0, count, writer.blocks_for(count))
+    return requests
+
+
 def flip(path, place):
     """Change one bit of a file, `place` bytes from its start or its end."""
     content = bytearray(path.read_bytes())
