@@ -125,7 +125,7 @@ def start_redis(port, directory):
 
 
 def seconds_of(count, work):
-    """The time of this number of threads, each of which is given its number."""
+    """The time of this number of threads, which are given their numbers."""
     threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
     began = time.monotonic()
     for thread in threads:

@@ -20,6 +20,15 @@ const fn timeout(name: &'static str, default: i64, help: &'static str) -> Key {
         .or(Fallback::Integer(default))
 }
 
+/// Key `max_capacity_gb` of a backend without a bound of its own.
+pub(crate) const MAX_CAPACITY_GB: Key = Key::number(
+    "max_capacity_gb",
+    Interval::from(0.0),
+    "Capacity for objects; 0 is unbounded",
+)
+.unit("GiB")
+.or(Fallback::Number(0.0));
+
 /// Keys common to all types.
 ///
 /// `type` and the five after `name` are LMCache's. An adapter that wraps another one inherits those that are set only

@@ -16,7 +16,7 @@ pub use key::{Fallback, Interval, Key, Shape};
 pub(crate) use key::{one_of, refuse_rest};
 pub use options::{FromSetting, Options};
 
-pub(crate) use common::Common;
+pub(crate) use common::{Common, MAX_CAPACITY_GB};
 pub(crate) use error::clip;
 
 use kvtier_core::eviction::EvictionKind;

@@ -10,8 +10,8 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 
-use super::options::{FS, path_allowed};
-use crate::config::{ConfigError, Fallback, GIB, Interval, Key, Options, Shape};
+use super::options::{FS, MAX_CAPACITY_GB, path_allowed};
+use crate::config::{ConfigError, GIB, Key, Options, Shape};
 use crate::registry::{AdapterType, Translated, Translation};
 
 /// Backends of NIXL that keep objects in files.
@@ -65,13 +65,7 @@ const NATIVE_KEYS: &[Key] = &[
         "file_path (the directory), use_direct_io and shard_dirs; what else there is is for NIXL's backend",
     )
     .required(),
-    Key::number(
-        "max_capacity_gb",
-        Interval::from(0.0),
-        "Capacity for objects; 0 is bounded by the disk only",
-    )
-    .unit("GiB")
-    .or(Fallback::Number(0.0)),
+    MAX_CAPACITY_GB,
 ];
 
 /// LMCache's `nixl_store_dynamic`.

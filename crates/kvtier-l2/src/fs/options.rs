@@ -127,6 +127,15 @@ impl FsOptions {
     }
 }
 
+/// Key `max_capacity_gb`.
+pub(super) const MAX_CAPACITY_GB: Key = Key::number(
+    "max_capacity_gb",
+    Interval::from(0.0),
+    "Capacity for objects; 0 is bounded by the disk only",
+)
+.unit("GiB")
+.or(Fallback::Number(0.0));
+
 const KEYS: &[Key] = &[
     Key::text("base_path", "The directory; it is created if it is missing").required(),
     Key::of(
@@ -148,13 +157,7 @@ const KEYS: &[Key] = &[
     ),
     Key::integer("num_workers", 1, 1024, "Threads of the file I/O; one more is for reads only")
         .or(Fallback::Integer(4)),
-    Key::number(
-        "max_capacity_gb",
-        Interval::from(0.0),
-        "Capacity for objects; 0 is bounded by the disk only",
-    )
-    .unit("GiB")
-    .or(Fallback::Number(0.0)),
+    MAX_CAPACITY_GB,
     Key::of(
         "layout",
         Shape::OneOf(&["flat", "sharded"]),

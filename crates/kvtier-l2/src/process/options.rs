@@ -8,7 +8,9 @@ use serde_json::{Map, Value};
 
 use super::ProcessAdapter;
 use crate::adapter::Adapter;
-use crate::config::{AdapterConfig, ConfigError, Fallback, Interval, Key, Options, Shape};
+use crate::config::{
+    AdapterConfig, ConfigError, Fallback, Interval, Key, MAX_CAPACITY_GB, Options, Shape,
+};
 use crate::error::L2Error;
 use crate::registry::{AdapterType, Registry};
 
@@ -69,13 +71,7 @@ const KEYS: &[Key] = &[
         Shape::Object,
         "Passed to the tier as it is; kvtier looks at nothing in it",
     ),
-    Key::number(
-        "max_capacity_gb",
-        Interval::from(0.0),
-        "Capacity for objects; 0 is unbounded",
-    )
-    .unit("GiB")
-    .or(Fallback::Number(0.0)),
+    MAX_CAPACITY_GB,
     Key::integer(
         "shared_memory_mb",
         1,

@@ -8,7 +8,9 @@ use super::S3Adapter;
 use super::http::Server;
 use super::sign::Credentials;
 use crate::adapter::Adapter;
-use crate::config::{AdapterConfig, ConfigError, Fallback, Interval, Key, Options, Shape};
+use crate::config::{
+    AdapterConfig, ConfigError, Fallback, Interval, Key, MAX_CAPACITY_GB, Options, Shape,
+};
 use crate::error::L2Error;
 use crate::registry::{AdapterType, Registry};
 use crate::tls::{self, ClientTls};
@@ -214,13 +216,7 @@ const KEYS: &[Key] = &[
     Key::text("aws_secret_access_key", "Its secret"),
     Key::text("aws_session_token", "Token of temporary ones"),
     Key::text("aws_profile", "Profile of the chain; if unset, AWS_PROFILE, and without that default"),
-    Key::number(
-        "max_capacity_gb",
-        Interval::from(0.0),
-        "Capacity for objects; 0 is unbounded",
-    )
-    .unit("GiB")
-    .or(Fallback::Number(0.0)),
+    MAX_CAPACITY_GB,
     Key::integer(
         "max_connections",
         1,
