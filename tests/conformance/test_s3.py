@@ -10,7 +10,7 @@ from kvrig import s3, tiers
 from kvrig.engine import Group
 from kvrig.layouts import layout
 from kvrig.server import Server, our_command, peer_command
-from kvrig.waiting import wait_until
+from kvrig.waiting import TimedOut, wait_until
 
 pytestmark = pytest.mark.ours("it is the other side of these tests")
 
@@ -218,7 +218,7 @@ def test_large_objects_are_moved_in_parts(request, serve, engines, kind):
 @pytest.mark.parametrize("fault", ["killed", "frozen"])
 def test_lookups_of_l1_do_not_wait_for_a_server_that_is_away(rclone, serve, engines, fault):
     """Its objects are misses meanwhile; when it is back it is used again."""
-    server = serve(flags=bucket(rclone, request_timeout=0.5, lookup_timeout_ms=300))
+    server = serve(flags=bucket(rclone, request_timeout=2, lookup_timeout_ms=300))
     server.expect_trouble(r"s3|127\.0\.0\.1")
     engine = engines(server)
     tiers.store(engine, 1)
@@ -237,15 +237,19 @@ def test_lookups_of_l1_do_not_wait_for_a_server_that_is_away(rclone, serve, engi
     else:
         rclone.process.send_signal(signal.SIGCONT)
     wait_until(lambda: tiers.tier(server)["is_healthy"], 30, "the tier to be healthy")
-    seeds = iter(range(10, 100))
+    seeds, counts = iter(range(10, 1000)), []
 
     def stores_again():
         before = len(rclone.objects())
         tiers.store(engine, next(seeds))
         tiers.settled(server)
-        return len(rclone.objects()) == before + 4
+        counts.append(len(rclone.objects()) - before)
+        return counts[-1] == 4
 
-    wait_until(stores_again, 30, "a store in the tier", interval=0.2)
+    try:
+        wait_until(stores_again, 30, "a store in the tier", interval=0.2)
+    except TimedOut as error:
+        raise AssertionError(f"objects of each store: {counts}; the tier: {tiers.tier(server)}") from error
 
 
 def test_bench_measures_a_bucket_and_hides_its_keys(rclone, tmp_path):
