@@ -2,6 +2,7 @@
 
 mod address;
 mod bench;
+mod definitions;
 mod demo;
 mod latencies;
 mod out;
@@ -45,6 +46,10 @@ enum Command {
     Ping(ping::PingArgs),
     /// Check a second tier in a process of its own by the conformance suite.
     TierTest(tier_test::TierTestArgs),
+    /// Print a shell's completions of commands and flags.
+    Completions(definitions::CompletionsArgs),
+    /// Write a man page per command.
+    Man(definitions::ManArgs),
     /// Print the version, commit and target, and the clients it serves.
     Version,
 }
@@ -59,6 +64,8 @@ impl Command {
             Self::Quota(_) => "quota",
             Self::Ping(_) => "ping",
             Self::TierTest(_) => "tier-test",
+            Self::Completions(_) => "completions",
+            Self::Man(_) => "man",
             Self::Version => "version",
         }
     }
@@ -81,6 +88,8 @@ fn main() -> ExitCode {
         Command::Quota(args) => quota::run(&args),
         Command::Ping(args) => ping::run(&args),
         Command::TierTest(args) => tier_test::run(&args),
+        Command::Completions(args) => definitions::complete(&args),
+        Command::Man(args) => definitions::man(&args),
         Command::Version => version::print(),
     };
     outcome.unwrap_or_else(|error| {

@@ -1,6 +1,7 @@
 //! The commands as their user runs them.
 
 mod asking;
+mod definitions;
 mod demo;
 mod quotas;
 mod signals;
@@ -124,7 +125,16 @@ fn help_names_every_command() {
     let output = kvtier(&["--help"]);
     let text = lines(&output.stdout).join("\n");
     for command in [
-        "server", "bench", "demo", "status", "quota", "ping", "version",
+        "server",
+        "bench",
+        "demo",
+        "status",
+        "quota",
+        "ping",
+        "tier-test",
+        "completions",
+        "man",
+        "version",
     ] {
         assert!(
             output.status.success() && text.contains(&format!("\n  {command} ")),
