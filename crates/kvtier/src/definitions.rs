@@ -48,8 +48,11 @@ pub(crate) fn complete(args: &CompletionsArgs) -> anyhow::Result<ExitCode> {
 /// Writes a page per command, or prints the one of `kvtier`.
 pub(crate) fn man(args: &ManArgs) -> anyhow::Result<ExitCode> {
     let Some(directory) = &args.directory else {
+        // As the generator of all pages has it.
+        let mut command = definitions().disable_help_subcommand(true);
+        command.build();
         let mut page = Vec::new();
-        clap_mangen::Man::new(definitions()).render(&mut page)?;
+        clap_mangen::Man::new(command).render(&mut page)?;
         out::stdout().write_all(&page)?;
         return Ok(ExitCode::SUCCESS);
     };

@@ -5,6 +5,7 @@ mod bench;
 mod definitions;
 mod demo;
 mod latencies;
+mod notify;
 mod out;
 mod pattern;
 mod ping;

@@ -3,6 +3,7 @@
 mod asking;
 mod definitions;
 mod demo;
+mod notify;
 mod quotas;
 mod signals;
 mod starting;
