@@ -9,6 +9,7 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::time::{Duration, Instant};
 
+use kvtier_server::engine::HOUSEKEEPING_INTERVAL;
 use rustix::time::{ClockId, clock_gettime};
 
 /// Interval of reports where the manager allows more than the clock can express.
@@ -142,18 +143,21 @@ impl Watchdog {
     /// Reports, unless the server is unhealthy or its housekeeping, `rounds` so far, has stopped.
     pub(crate) fn report(&mut self, notifier: &Notifier, is_healthy: bool, rounds: u64) {
         let now = Instant::now();
-        if self.is_alive(is_healthy, rounds, now) {
+        let wait = if self.is_alive(is_healthy, rounds, now) {
             notifier.alive();
-        }
-        // No manager allows more than centuries; the next report is then far away.
-        self.due = now.checked_add(self.interval).unwrap_or(now + FAR_AWAY);
+            self.interval
+        } else {
+            // A process that was stopped for long makes its next round soon.
+            self.interval.min(HOUSEKEEPING_INTERVAL)
+        };
+        self.due = now.checked_add(wait).unwrap_or(now + FAR_AWAY);
     }
 
     fn is_alive(&mut self, is_healthy: bool, rounds: u64, now: Instant) -> bool {
         if rounds != self.rounds {
             (self.rounds, self.grew) = (rounds, now);
         }
-        let allowed = self.interval + 2 * kvtier_server::engine::HOUSEKEEPING_INTERVAL;
+        let allowed = self.interval + 2 * HOUSEKEEPING_INTERVAL;
         is_healthy && now.duration_since(self.grew) <= allowed
     }
 }
@@ -192,6 +196,16 @@ mod tests {
         assert!(at(33, true, 20));
         assert!(!at(34, true, 20) && !at(60, true, 20));
         assert!(at(61, true, 21), "they run again");
+    }
+
+    #[test]
+    fn silent_watchdog_asks_again_soon() {
+        let mut watchdog = Watchdog::parse(Some("20000000".into()), None).unwrap();
+        let silent = Notifier::default();
+        watchdog.report(&silent, true, 1);
+        let regular = watchdog.due;
+        watchdog.report(&silent, false, 2);
+        assert!(watchdog.due < regular);
     }
 
     #[test]
