@@ -2,6 +2,7 @@
 
 mod address;
 mod bench;
+mod config;
 mod definitions;
 mod demo;
 mod latencies;
@@ -43,6 +44,8 @@ enum Command {
     Status(status::StatusArgs),
     /// Manage tenant quotas.
     Quota(quota::QuotaArgs),
+    /// Show the configuration of a server, or what a file would change.
+    Config(config::ConfigArgs),
     /// Measure the round trip to a server.
     Ping(ping::PingArgs),
     /// Check a second tier in a process of its own by the conformance suite.
@@ -63,6 +66,7 @@ impl Command {
             Self::Demo(_) => "demo",
             Self::Status(_) => "status",
             Self::Quota(_) => "quota",
+            Self::Config(_) => "config",
             Self::Ping(_) => "ping",
             Self::TierTest(_) => "tier-test",
             Self::Completions(_) => "completions",
@@ -87,6 +91,7 @@ fn main() -> ExitCode {
         Command::Demo(args) => demo::run(&args),
         Command::Status(args) => status::run(&args),
         Command::Quota(args) => quota::run(&args),
+        Command::Config(args) => config::run(&args),
         Command::Ping(args) => ping::run(&args),
         Command::TierTest(args) => tier_test::run(&args),
         Command::Completions(args) => definitions::complete(&args),

@@ -1,6 +1,7 @@
 //! The commands as their user runs them.
 
 mod asking;
+mod config;
 mod definitions;
 mod demo;
 mod notify;
@@ -131,6 +132,7 @@ fn help_names_every_command() {
         "demo",
         "status",
         "quota",
+        "config",
         "ping",
         "tier-test",
         "completions",
