@@ -31,6 +31,7 @@ mod values;
 use std::ffi::OsString;
 use std::time::Duration;
 
+pub use command::server_command;
 pub use docs::reference_markdown;
 pub use flags::ServerArgs;
 pub use gpu::{GpuReply, NumaNodes};

@@ -2,7 +2,7 @@
 //!
 //! The mutex guards the list of failed components; no other lock is acquired inside.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use kvtier_sync::Mutex;
 
@@ -11,6 +11,8 @@ use kvtier_sync::Mutex;
 pub struct Health {
     ready: AtomicBool,
     stopping: AtomicBool,
+    /// Rounds of housekeeping so far.
+    rounds: AtomicU64,
     /// Guards the list of failed components, nothing else.
     poisoned: Mutex<Vec<String>>,
 }
@@ -24,6 +26,16 @@ impl Health {
     /// The server is shutting down.
     pub fn set_stopping(&self) {
         self.stopping.store(true, Ordering::Release);
+    }
+
+    /// A round of housekeeping is done.
+    pub(crate) fn count_round(&self) {
+        self.rounds.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Rounds of housekeeping so far; while the server works, the number grows every second.
+    pub fn rounds(&self) -> u64 {
+        self.rounds.load(Ordering::Relaxed)
     }
 
     /// A component failed and does not work as it should any more.

@@ -243,6 +243,7 @@ fn spawn_housekeeping(
             if let Some(error) = engine.broken_gpu() {
                 state.poison(&format!("GPU ({error})"));
             }
+            state.count_round();
             std::thread::park_timeout(kvtier_engine::HOUSEKEEPING_INTERVAL);
         }
     })

@@ -2,8 +2,11 @@
 
 mod address;
 mod bench;
+mod config;
+mod definitions;
 mod demo;
 mod latencies;
+mod notify;
 mod out;
 mod pattern;
 mod ping;
@@ -41,10 +44,16 @@ enum Command {
     Status(status::StatusArgs),
     /// Manage tenant quotas.
     Quota(quota::QuotaArgs),
+    /// Show the configuration of a server, or what a file would change.
+    Config(config::ConfigArgs),
     /// Measure the round trip to a server.
     Ping(ping::PingArgs),
     /// Check a second tier in a process of its own by the conformance suite.
     TierTest(tier_test::TierTestArgs),
+    /// Print a shell's completions of commands and flags.
+    Completions(definitions::CompletionsArgs),
+    /// Write a man page per command.
+    Man(definitions::ManArgs),
     /// Print the version, commit and target, and the clients it serves.
     Version,
 }
@@ -57,8 +66,11 @@ impl Command {
             Self::Demo(_) => "demo",
             Self::Status(_) => "status",
             Self::Quota(_) => "quota",
+            Self::Config(_) => "config",
             Self::Ping(_) => "ping",
             Self::TierTest(_) => "tier-test",
+            Self::Completions(_) => "completions",
+            Self::Man(_) => "man",
             Self::Version => "version",
         }
     }
@@ -79,8 +91,11 @@ fn main() -> ExitCode {
         Command::Demo(args) => demo::run(&args),
         Command::Status(args) => status::run(&args),
         Command::Quota(args) => quota::run(&args),
+        Command::Config(args) => config::run(&args),
         Command::Ping(args) => ping::run(&args),
         Command::TierTest(args) => tier_test::run(&args),
+        Command::Completions(args) => definitions::complete(&args),
+        Command::Man(args) => definitions::man(&args),
         Command::Version => version::print(),
     };
     outcome.unwrap_or_else(|error| {

@@ -14,6 +14,7 @@ use kvtier_server::config::in_gib;
 use kvtier_server::{Parsed, Server, ServerConfig, preflight};
 
 use crate::USAGE;
+use crate::notify::Notifier;
 use crate::out::{self, complain};
 use crate::signals::ServerSignals;
 
@@ -85,8 +86,16 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
         version = env!("CARGO_PKG_VERSION"),
         "serving"
     );
-    let signal = signals.wait(&server);
+    let notifier = Arc::new(Notifier::from_environment(format!(
+        "serving on {}, {}://{}",
+        server.endpoint(),
+        server.access().scheme(),
+        server.http_address()
+    )));
+    notifier.ready();
+    let signal = signals.wait(&server, &notifier);
     tracing::info!(signal, "stopping");
+    notifier.stopping(server.stop_limit());
     end_in_time(&server).context("no thread to watch the stop")?;
     server.stop();
     tracing::info!("stopped");

@@ -8,6 +8,11 @@ use kvtier_server::Server;
 use tokio::runtime::Runtime;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
+use crate::notify::{Notifier, Watchdog};
+
+/// Among the signals: a report to the service manager is due.
+const WATCHDOG: &str = "watchdog";
+
 /// Exit code of a command that was interrupted, as in shells.
 pub(crate) const INTERRUPTED: u8 = 130;
 
@@ -93,11 +98,13 @@ impl ServerSignals {
         })
     }
 
-    /// Waits for a signal that ends the server; serves the others meanwhile.
-    pub(crate) fn wait(&mut self, server: &Server) -> &'static str {
+    /// Waits for a signal that ends the server; serves the others and the service manager meanwhile.
+    pub(crate) fn wait(&mut self, server: &Server, notifier: &Arc<Notifier>) -> &'static str {
+        let mut watchdog = Watchdog::from_environment();
         loop {
             let signal = self.runtime.block_on(async {
                 tokio::select! {
+                    () = due(watchdog.as_ref()) => WATCHDOG,
                     _ = self.term.recv() => "SIGTERM",
                     _ = self.int.recv() => "SIGINT",
                     _ = self.hup.recv() => "SIGHUP",
@@ -106,7 +113,13 @@ impl ServerSignals {
                 }
             });
             match signal {
-                "SIGHUP" => reload(server),
+                WATCHDOG => {
+                    let health = server.health();
+                    if let Some(watchdog) = &mut watchdog {
+                        watchdog.report(notifier, health.reason().is_none(), health.rounds());
+                    }
+                }
+                "SIGHUP" => reload(server, notifier),
                 "SIGUSR1" | "SIGUSR2" => log_state(server, signal),
                 signal => return signal,
             }
@@ -114,9 +127,19 @@ impl ServerSignals {
     }
 }
 
+/// Waits until the service manager's watchdog is due, if there is one.
+async fn due(watchdog: Option<&Watchdog>) {
+    match watchdog {
+        Some(watchdog) => watchdog.wait().await,
+        None => std::future::pending().await,
+    }
+}
+
 /// Reloads on a thread of its own: a hanging file system must not delay a stop.
-fn reload(server: &Server) {
+fn reload(server: &Server, notifier: &Arc<Notifier>) {
+    notifier.reloading();
     let access = Arc::clone(server.access());
+    let reported = Arc::clone(notifier);
     let reload = move || {
         let looked_at = access.reload().join(", ");
         tracing::info!(
@@ -124,10 +147,12 @@ fn reload(server: &Server) {
             looked_at,
             "reloaded what can be; other settings need a restart"
         );
+        reported.ready();
     };
     let thread = std::thread::Builder::new().name("kvtier-reload".into());
     if let Err(error) = thread.spawn(reload) {
         tracing::error!(%error, "reload failed: no thread for it; tokens and certificate are looked at every second anyway");
+        notifier.ready();
     }
 }
 

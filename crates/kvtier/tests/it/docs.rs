@@ -307,3 +307,100 @@ fn links_between_pages_lead_somewhere() {
         }
     }
 }
+
+/// Texts of a page in code spans, outside of blocks.
+fn code_spans(page: &str) -> Vec<String> {
+    let outside = page.split("\n```").step_by(2);
+    outside
+        .flat_map(|text| text.split('`').skip(1).step_by(2))
+        .map(str::to_owned)
+        .collect()
+}
+
+/// Flags and metrics are known from their generated or checked pages.
+#[test]
+fn pages_of_operation_name_what_exists() {
+    let (flags, metrics) = (page("docs/flags.md"), page("docs/metrics.md"));
+    // Of Docker, and of `docker run`.
+    let foreign = ["--gpus", "--ipc", "--pid", "--health-cmd"];
+    let mut checked = 0;
+    for name in ["docs/operate.md", "docs/migrate.md"] {
+        for span in code_spans(&page(name)) {
+            let word = span.split(' ').next().unwrap();
+            if word.starts_with("--") && !foreign.contains(&word) {
+                assert!(
+                    flags.contains(&format!("`{word}`")),
+                    "{name}: no flag {word}"
+                );
+                checked += 1;
+            } else if word.starts_with("kvtier_") {
+                assert!(
+                    metrics.contains(&format!("`{word}`")),
+                    "{name}: no metric {word}"
+                );
+                checked += 1;
+            }
+        }
+    }
+    assert!(checked > 40, "{checked} names were checked");
+}
+
+#[test]
+fn defaults_of_the_migration_page_are_true() {
+    let (migrate, flags) = (page("docs/migrate.md"), page("docs/flags.md"));
+    let rows: Vec<_> = migrate
+        .lines()
+        .filter_map(|line| line.strip_prefix("| `--"))
+        .map(|row| row.split(" | ").collect::<Vec<_>>())
+        .collect();
+    assert!(rows.len() > 10, "{rows:?}");
+    for row in rows {
+        let defined = flags
+            .lines()
+            .find_map(|line| line.strip_prefix(&format!("| `--{} | ", row[0])))
+            .unwrap_or_else(|| panic!("no flag --{}", row[0]));
+        let defined = defined.split(" | ").next().unwrap().trim();
+        // In words where the default is not a value.
+        match row[2]
+            .strip_prefix('`')
+            .and_then(|cell| cell.strip_suffix('`'))
+        {
+            Some(default) => assert_eq!(default, defined, "default of --{}", row[0]),
+            None => assert_eq!(
+                "",
+                defined.trim_end_matches('|').trim(),
+                "default of --{}",
+                row[0]
+            ),
+        }
+    }
+}
+
+#[test]
+fn metrics_and_routes_that_migration_misses_do_not_exist() {
+    let (migrate, metrics) = (page("docs/migrate.md"), page("docs/metrics.md"));
+    let table = migrate.split_once("| LMCache's metric |").unwrap().1;
+    let missing = table
+        .lines()
+        .skip(2)
+        .take_while(|line| line.starts_with('|'));
+    let missing: Vec<_> = missing
+        .flat_map(|row| code_spans(row.split(" | ").next().unwrap()))
+        .collect();
+    assert!(missing.len() > 8, "{missing:?}");
+    for name in missing {
+        assert!(!metrics.contains(&format!("`{name}`")), "{name} is served");
+    }
+    let paths = kvtier_server::http::openapi().paths.paths;
+    let routes = migrate
+        .lines()
+        .filter(|line| line.ends_with("| not there |"));
+    let routes: Vec<_> = routes.flat_map(code_spans).collect();
+    assert!(routes.len() > 6, "{routes:?}");
+    for route in routes {
+        assert!(
+            !paths.keys().any(|path| path.starts_with(&route)),
+            "{route} is served"
+        );
+    }
+}

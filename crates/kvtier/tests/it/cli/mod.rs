@@ -1,7 +1,10 @@
 //! The commands as their user runs them.
 
 mod asking;
+mod config;
+mod definitions;
 mod demo;
+mod notify;
 mod quotas;
 mod signals;
 mod starting;
@@ -124,7 +127,17 @@ fn help_names_every_command() {
     let output = kvtier(&["--help"]);
     let text = lines(&output.stdout).join("\n");
     for command in [
-        "server", "bench", "demo", "status", "quota", "ping", "version",
+        "server",
+        "bench",
+        "demo",
+        "status",
+        "quota",
+        "config",
+        "ping",
+        "tier-test",
+        "completions",
+        "man",
+        "version",
     ] {
         assert!(
             output.status.success() && text.contains(&format!("\n  {command} ")),

@@ -1,0 +1,112 @@
+//! `kvtier config`: the configuration that a server runs with, and what a file would change.
+
+use std::collections::BTreeMap;
+use std::io::Write as _;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use clap::{Args, Subcommand};
+use kvtier_server::{Parsed, ServerConfig};
+use serde_json::Value;
+
+use crate::address::HttpArgs;
+use crate::out;
+use crate::units::duration;
+use crate::web::{AccessArgs, Client, refusal};
+
+/// Exit code of a comparison that found differences.
+const DIFFERENT: u8 = 3;
+
+/// Arguments of `kvtier config`.
+#[derive(Debug, Args)]
+pub struct ConfigArgs {
+    #[command(subcommand)]
+    command: ConfigCommand,
+}
+
+#[derive(Debug, Subcommand)]
+enum ConfigCommand {
+    /// Print the value of each flag that a server runs with; secrets are hidden.
+    Show(ServerArgs),
+    /// Print what a restart with a configuration file would change; exit code 3 if anything.
+    Diff(DiffArgs),
+}
+
+/// Arguments for the server.
+#[derive(Debug, Args)]
+struct ServerArgs {
+    #[command(flatten)]
+    address: HttpArgs,
+    /// Timeout of the request, in seconds or as in 500ms, 30s, 2m
+    #[arg(long, default_value = "10", value_parser = duration)]
+    timeout: Duration,
+    #[command(flatten)]
+    access: AccessArgs,
+}
+
+#[derive(Debug, Args)]
+struct DiffArgs {
+    /// Configuration file, as for `kvtier server`
+    #[arg(long, value_name = "FILE")]
+    config: PathBuf,
+    #[command(flatten)]
+    server: ServerArgs,
+}
+
+/// Values by flag, without the dashes in front.
+type Flags = BTreeMap<String, Value>;
+
+/// Prints the configuration of a server, or its differences from a file.
+pub(crate) fn run(args: &ConfigArgs) -> anyhow::Result<ExitCode> {
+    let mut out = out::stdout();
+    match &args.command {
+        ConfigCommand::Show(server) => {
+            for (flag, value) in running(server)? {
+                writeln!(out, "{flag} = {value}")?;
+            }
+            Ok(ExitCode::SUCCESS)
+        }
+        ConfigCommand::Diff(args) => {
+            let file = args.config.as_os_str().to_owned();
+            let parsed = ServerConfig::parse(vec!["--config".into(), file])?;
+            let Parsed::Run { config, .. } = parsed else {
+                bail!("--config {}: is no configuration", args.config.display());
+            };
+            let (mut running, wanted) = (running(&args.server)?, flags(&config.shown));
+            let mut is_different = false;
+            for (flag, wanted) in wanted {
+                // One that an older server does not have.
+                let now = running.remove(&flag).unwrap_or_default();
+                if now != wanted {
+                    is_different = true;
+                    writeln!(out, "{flag}: {now} -> {}", out::shown(&wanted))?;
+                }
+            }
+            Ok(ExitCode::from(if is_different { DIFFERENT } else { 0 }))
+        }
+    }
+}
+
+/// What a server runs with.
+fn running(args: &ServerArgs) -> anyhow::Result<Flags> {
+    let url = args.address.url();
+    let client = Client::new(url, &args.access, args.timeout)?;
+    let (status, body) = client.get("/config")?;
+    if status != 200 {
+        bail!("{url}: {}", refusal(status, &body));
+    }
+    let answer: Value = serde_json::from_str(&body)
+        .with_context(|| format!("the answer of {url} is not a configuration"))?;
+    Ok(flags(&out::shown(&answer)))
+}
+
+/// The flags of all sections.
+fn flags(config: &Value) -> Flags {
+    let sections = config.as_object().into_iter().flat_map(|all| all.values());
+    let flags = sections.filter_map(Value::as_object).flatten();
+    flags
+        .map(|(name, value)| (name.replace('_', "-"), value.clone()))
+        .collect()
+}

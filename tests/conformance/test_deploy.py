@@ -1,0 +1,229 @@
+"""What is in deploy/ fits the server: flags, ports, paths; and unit and manifests are accepted by their own tools."""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from kvrig.server import REPOSITORY, our_command
+
+pytestmark = pytest.mark.ours("these files are ours")
+
+DEPLOY = REPOSITORY / "deploy"
+UNIT = DEPLOY / "systemd" / "kvtier.service"
+
+# Whatever the files say, this check disturbs no server and needs nothing of the machine. Later flags win.
+HARMLESS = ["--port", "0", "--http-port", "0", "--l1-size-gb", "0.05", "--shm-name", "", "--check-config", "--strict-flags"]
+
+
+def check_flags(arguments, replace):
+    """`kvtier server` accepts these arguments, with `replace` for what is installed with them; what it answers."""
+    for name, here in replace.items():
+        assert name in arguments, f"{name} is not in {arguments}"
+        arguments = [here if argument == name else argument for argument in arguments]
+    known = subprocess.run([*our_command(), "--help"], capture_output=True, text=True, check=True).stdout
+    for argument in arguments:
+        assert not argument.startswith("--") or f" {argument}" in known, f"no flag {argument}"
+    done = subprocess.run([*our_command(), *arguments, *HARMLESS], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def documents(path):
+    """The documents of a YAML file, by kind."""
+    return {document["kind"]: document for document in yaml.safe_load_all(path.read_text())}
+
+
+def manifests():
+    """All documents of the Kubernetes base."""
+    found = {}
+    for path in sorted((DEPLOY / "kubernetes" / "base").glob("*.yaml")):
+        found.update(documents(path))
+    return found
+
+
+def token_file(tmp_path):
+    """A file as the Secret has it."""
+    path = tmp_path / "tokens"
+    path.write_text("admin ops 0123456789abcdef\nread prometheus fedcba9876543210\n")
+    path.chmod(0o600)
+    return str(path)
+
+
+def unit_values(key):
+    """Values of a key of the unit."""
+    return re.findall(rf"^{key}=(.*)$", UNIT.read_text(), re.MULTILINE)
+
+
+def stop_seconds():
+    """Seconds that a stop may take by default: what any supervisor must wait for."""
+    known = subprocess.run([*our_command(), "--help"], capture_output=True, text=True, check=True).stdout
+    flags = ("stop-timeout-seconds", "l2-drain-timeout-seconds")
+    return sum(float(re.search(rf"--{flag} .*?\[default: (\d+)\]", known, re.DOTALL)[1]) for flag in flags)
+
+
+# -- systemd ------------------------------------------------------------------------------------
+
+
+def test_unit_starts_the_server_with_its_own_flags(tmp_path):
+    """The command of the unit and the file it names are accepted, also with every key that is commented out."""
+    [command] = unit_values("ExecStart")
+    program, subcommand, *arguments = shlex.split(command)
+    assert (Path(program).name, subcommand) == ("kvtier", "server")
+    assert unit_values("Type") == ["notify"] and unit_values("ExecReload") == ["/bin/kill -HUP $MAINPID"]
+    assert float(unit_values("TimeoutStopSec")[0]) > stop_seconds()
+    state = tmp_path / "state"
+    state.mkdir()
+    shipped = (UNIT.parent / "kvtier.toml").read_text()
+    text = shipped.replace("/var/lib/kvtier", str(state)).replace("/etc/kvtier/tokens", token_file(tmp_path))
+    every_key = re.sub(r"^# ([a-z0-9-]+ = )", r"\1", text, flags=re.MULTILINE)
+    assert every_key.count("\n# ") < text.count("\n# ")
+    for content in (text, every_key):
+        config = tmp_path / "kvtier.toml"
+        config.write_text(content)
+        answer = check_flags(arguments, {"/etc/kvtier/kvtier.toml": str(config)})
+        assert answer.startswith("configuration OK")
+
+
+def test_systemd_accepts_the_unit(tmp_path):
+    """`systemd-analyze verify` finds nothing, and `systemd-analyze security` calls the hardening OK."""
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("systemd-analyze is not installed: the unit is not verified")
+    [binary, *_] = our_command()
+    unit = tmp_path / "kvtier.service"
+    unit.write_text(UNIT.read_text().replace("/usr/bin/kvtier", binary))
+    done = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True, timeout=60, check=False
+    )
+    ours = [line for line in done.stderr.splitlines() if "kvtier" in line]
+    assert done.returncode == 0 and not ours, done.stderr
+    # Exposure above 3.5 of 10 is an error.
+    security = ["systemd-analyze", "security", "--offline=yes", "--threshold=35", "--no-pager", str(unit)]
+    done = subprocess.run(security, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# -- Docker -------------------------------------------------------------------------------------
+
+
+def test_image_has_the_ports_and_the_health_of_the_server(serve):
+    """The default ports are exposed, and the command of HEALTHCHECK succeeds with a server, and not without."""
+    text = (DEPLOY / "docker" / "Dockerfile").read_text().replace("\\\n", " ")
+    assert re.findall(r"^EXPOSE (.*)$", text, re.MULTILINE) == ["5555 8080"]
+    assert re.findall(r"^USER (\S+)$", text, re.MULTILINE) == ["65532:65532"]
+    [command] = re.findall(r"^HEALTHCHECK .*CMD (\[.*\])$", text, re.MULTILINE)
+    program, *arguments = json.loads(command)
+    assert program == "kvtier" and arguments[-1] == "http://127.0.0.1:8080"
+    server = serve()
+    [binary, _] = our_command()
+    for address, status in [(server.http, 0), ("http://127.0.0.1:1", 1)]:
+        done = subprocess.run([binary, *arguments[:-1], address], capture_output=True, timeout=60, check=False)
+        assert done.returncode == status, done.stderr
+
+
+def test_compose_starts_the_server_with_its_own_flags(tmp_path):
+    """Flags, the time to stop, the pool's space, and what the other services use of the server."""
+    services = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())["services"]
+    server = services["kvtier"]
+    subcommand, *arguments = server["command"]
+    assert subcommand == "server" and server["build"]["target"] == "server"
+    check_flags(arguments, {"/var/lib/kvtier/quotas": str(tmp_path / "quotas")})
+    assert float(server["stop_grace_period"].removesuffix("s")) > stop_seconds()
+    l1 = float(arguments[arguments.index("--l1-size-gb") + 1])
+    assert float(server["shm_size"].removesuffix("gb")) >= 2 * l1, "two pools after a restart"
+    engine = services["vllm"]
+    assert engine["network_mode"] == "service:kvtier" and engine["ipc"] == "service:kvtier"
+    transfer = json.loads(engine["command"][engine["command"].index("--kv-transfer-config") + 1])
+    assert transfer["kv_connector_extra_config"] == {"kvtier.url": "tcp://localhost:5555"}
+    prometheus = yaml.safe_load((DEPLOY / "docker" / "prometheus.yml").read_text())
+    [job] = prometheus["scrape_configs"]
+    assert job == {"job_name": "kvtier", "static_configs": [{"targets": ["localhost:8080"]}]}
+    for service in services.values():
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            assert not source.startswith(".") or (DEPLOY / "docker" / source).exists(), source
+
+
+# -- Kubernetes ---------------------------------------------------------------------------------
+
+
+def test_manifests_start_the_server_with_its_own_flags(tmp_path):
+    """Flags and ports of the DaemonSet; memory for L1; the time to stop."""
+    pod = manifests()["DaemonSet"]["spec"]["template"]["spec"]
+    [container] = pod["containers"]
+    subcommand, *arguments = container["args"]
+    assert subcommand == "server"
+    replace = {"/etc/kvtier/tokens/tokens": token_file(tmp_path), "/var/lib/kvtier/quotas": str(tmp_path / "quotas")}
+    check_flags(arguments, replace)
+    given = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"requests": int(given["--port"]), "http": int(given["--http-port"])}
+    memory = float(container["resources"]["limits"]["memory"].removesuffix("Gi"))
+    assert memory >= float(given["--l1-size-gb"]) + 2
+    assert pod["terminationGracePeriodSeconds"] > stop_seconds()
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    used = [value for value in given.values() if value.startswith("/")]
+    assert all(any(value.startswith(f"{mount}/") for mount in mounts) for value in used), "a path is not mounted"
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
+    assert volumes["shm"]["hostPath"]["path"] == "/dev/shm"
+    assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
+
+
+def test_manifests_find_each_other():
+    """Selectors, ports and labels agree, and kustomize builds both variants where kubectl is installed."""
+    found = manifests()
+    label = {"app.kubernetes.io/name": "kvtier"}
+    daemon = found["DaemonSet"]["spec"]
+    selectors = [
+        daemon["selector"]["matchLabels"],
+        daemon["template"]["metadata"]["labels"],
+        found["Service"]["spec"]["selector"],
+        found["Service"]["metadata"]["labels"],
+        found["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"],
+        found["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
+        found["ServiceMonitor"]["spec"]["selector"]["matchLabels"],
+    ]
+    assert selectors == [label] * len(selectors)
+    names = {port["name"] for port in daemon["template"]["spec"]["containers"][0]["ports"]}
+    assert {port["targetPort"] for port in found["Service"]["spec"]["ports"]} == names
+    rules = found["NetworkPolicy"]["spec"]["ingress"]
+    assert {port["port"] for rule in rules for port in rule["ports"]} == names
+    [scrape] = found["ServiceMonitor"]["spec"]["endpoints"]
+    assert scrape["port"] in {port["name"] for port in found["Service"]["spec"]["ports"]}
+    folder = DEPLOY / "kubernetes" / "base"
+    listed = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
+    assert sorted(listed) == sorted(path.name for path in folder.glob("*.yaml") if path.name != "kustomization.yaml")
+
+
+@pytest.mark.parametrize("variant", ["base", "gpu"])
+def test_kustomize_builds_the_manifests(variant):
+    """`kubectl kustomize` accepts them; on GPUs the namespaces of the node are shared."""
+    if not shutil.which("kubectl"):
+        pytest.skip("kubectl is not installed: the manifests are not built")
+    folder = DEPLOY / "kubernetes" / variant
+    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    built = {document["kind"]: document for document in yaml.safe_load_all(done.stdout)}
+    assert set(built) == set(manifests()) - {"Kustomization"}
+    pod = built["DaemonSet"]["spec"]["template"]["spec"]
+    assert [pod.get("hostIPC", False), pod.get("hostPID", False)] == [variant == "gpu"] * 2
+
+
+def test_probes_and_scrapes_are_answered(serve, tmp_path):
+    """Probes need no token; the scrape needs the one of the Secret that is called prometheus."""
+    found = manifests()
+    server = serve(flags=["--http-token-file", token_file(tmp_path)])
+    server.expect_trouble("refused: no token that is known")
+    [container] = found["DaemonSet"]["spec"]["template"]["spec"]["containers"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["port"] == "http"
+        assert server.get(container[probe]["httpGet"]["path"])[0] == 200
+    [scrape] = found["ServiceMonitor"]["spec"]["endpoints"]
+    assert server.get(scrape["path"])[0] == 401
+    command = ["curl", "-sS", "-H", "Authorization: Bearer fedcba9876543210", server.http + scrape["path"]]
+    scraped = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "kvtier_build_info" in scraped
