@@ -178,6 +178,7 @@ pub fn copies_itself(engine: &Engine, id: i64) {
         groups: Vec::new(),
         fingerprint: 0,
         page_bound: false,
+        element: None,
     };
     let instance = Instance::new(
         InstanceId(id),

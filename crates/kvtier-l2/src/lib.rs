@@ -26,6 +26,7 @@ pub mod redact;
 pub mod registry;
 pub mod resp;
 pub mod s3;
+pub mod sample;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod tier;
@@ -36,7 +37,7 @@ pub mod wrap;
 pub use adapter::{Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored};
 pub use config::{AdapterConfig, ConfigError};
 pub use error::{ErrorKind, L2Error};
-pub use object::{Buffer, LoadItem, ObjectSpec, PAGE_BOUND, StoreItem};
+pub use object::{Buffer, Element, LoadItem, ObjectSpec, PAGE_BOUND, StoreItem};
 pub use probe::{Probed, probe};
 pub use rate_limited::RateLimited;
 pub use registry::{AdapterType, Registry};

@@ -20,6 +20,46 @@ pub(crate) fn key_digest(key: &ObjectKey) -> u128 {
 /// by their length alone.
 pub const PAGE_BOUND: u64 = 1 << 63;
 
+/// Type of all values of an object, in bits 59 to 62 of [`ObjectSpec::layout`]; 0 there is another type, or several.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Element {
+    /// `torch.bfloat16`.
+    BFloat16 = 1,
+    /// `torch.float16`.
+    Float16 = 2,
+}
+
+impl Element {
+    const SHIFT: u32 = 59;
+    const BITS: u64 = 0xf << Self::SHIFT;
+    const ALL: [Self; 2] = [Self::BFloat16, Self::Float16];
+
+    /// Its name in torch.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::BFloat16 => "bfloat16",
+            Self::Float16 => "float16",
+        }
+    }
+
+    /// Returns the type of that name in torch, if it is one of these.
+    #[must_use]
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|element| element.name() == name)
+    }
+
+    /// Returns `layout` for objects whose values all have this type; `None` is another type, or several.
+    #[must_use]
+    pub const fn in_layout(layout: u64, element: Option<Self>) -> u64 {
+        let number = match element {
+            Some(element) => element as u64,
+            None => 0,
+        };
+        layout & !Self::BITS | number << Self::SHIFT
+    }
+}
+
 /// Expected identity, length and layout of one object.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ObjectSpec {
@@ -27,8 +67,8 @@ pub struct ObjectSpec {
     pub key: ObjectKey,
     /// Its length in bytes.
     pub len: u64,
-    /// Fingerprint of shape and type of its arrays, with [`PAGE_BOUND`]. It is not part of the key, so equal keys can have
-    /// different layouts; bytes of another layout must not be loaded.
+    /// Fingerprint of shape and type of its arrays, with [`PAGE_BOUND`] and [`Element`]. It is not part of the key, so equal
+    /// keys can have different layouts; bytes of another layout must not be loaded.
     pub layout: u64,
 }
 
@@ -37,6 +77,14 @@ impl ObjectSpec {
     #[must_use]
     pub fn is_page_bound(&self) -> bool {
         self.layout & PAGE_BOUND != 0
+    }
+
+    /// Type of all of its values, if it is one of [`Element`].
+    #[must_use]
+    pub fn element(&self) -> Option<Element> {
+        let number = (self.layout & Element::BITS) >> Element::SHIFT;
+        let mut all = Element::ALL.into_iter();
+        all.find(|element| *element as u64 == number)
     }
 }
 

@@ -11,6 +11,7 @@ use kvtier_memory::{Arena, ArenaKind, Extent};
 use crate::adapter::Adapter;
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{Buffer, LoadItem, ObjectSpec, StoreItem};
+use crate::sample;
 
 /// Bytes of the object.
 const LEN: u64 = 64 << 10;
@@ -90,21 +91,17 @@ async fn read(
 fn object() -> Result<(ObjectSpec, Buffer, Buffer), Box<dyn std::error::Error>> {
     let random = RandomState::new();
     let mut hash = [0; 32];
-    let mut bytes = Vec::with_capacity(LEN as usize);
     for (at, part) in hash.chunks_mut(8).enumerate() {
         part.copy_from_slice(&random.hash_one(at).to_le_bytes());
-    }
-    while (bytes.len() as u64) < LEN {
-        bytes.extend_from_slice(&random.hash_one(bytes.len()).to_le_bytes());
     }
     let arena = Arc::new(Arena::create(ArenaKind::Anonymous, 2 * LEN)?);
     let part = |at| Buffer::new(Arc::clone(&arena), Extent::new(at, LEN), Arc::new(()));
     let (stored, loaded) = (part(0), part(LEN));
-    stored.write(0, &bytes)?;
+    stored.write(0, &sample::values(random.hash_one(LEN), LEN as usize))?;
     let object = ObjectSpec {
         key: ObjectKey::new(ChunkHash(hash), "kvtier/probe", 0x0100_0100, 0, "")?,
         len: LEN,
-        layout: 1,
+        layout: sample::LAYOUT,
     };
     Ok((object, stored, loaded))
 }

@@ -2,7 +2,7 @@
 
 use kvtier_device::KvLayout;
 use kvtier_error::{Error, Result};
-use kvtier_l2::PAGE_BOUND;
+use kvtier_l2::{Element, PAGE_BOUND};
 use kvtier_proto::descriptor::Dtype;
 use kvtier_proto::request::EngineDrivenContext;
 
@@ -30,13 +30,16 @@ pub struct ModelLayout {
     /// Whether objects fit only pages like those they were stored from. One without a fingerprint, as LMCache's files
     /// are, must then not be loaded: its pages are unknown.
     pub page_bound: bool,
+    /// Type of all values of all objects, where tiers can use it.
+    pub element: Option<Element>,
 }
 
 impl ModelLayout {
-    /// With [`PAGE_BOUND`] in the fingerprint as `page_bound` says, so that tiers know it wherever the fingerprint is.
+    /// With [`PAGE_BOUND`] in the fingerprint as `page_bound` says, and the type of the values, so that tiers know both
+    /// wherever the fingerprint is.
     #[must_use]
-    pub fn with_page_bound_bit(mut self) -> Self {
-        self.fingerprint &= !PAGE_BOUND;
+    pub fn for_tiers(mut self) -> Self {
+        self.fingerprint = Element::in_layout(self.fingerprint & !PAGE_BOUND, self.element);
         if self.page_bound {
             self.fingerprint |= PAGE_BOUND;
         }
@@ -58,8 +61,18 @@ impl ModelLayout {
             groups: groups.collect(),
             fingerprint: fingerprint::of_pages(layout, Processor::of_host()),
             page_bound: kernels.any(|group| layout.is_page_bound(group)),
+            element: element_of(layout),
         }
     }
+}
+
+/// Recurrent states are added to step by step, so a tier that rounds must not take them.
+fn element_of(layout: &KvLayout) -> Option<Element> {
+    let mut groups = layout.kernel_groups().iter();
+    let element = Element::from_name(&groups.as_slice().first()?.dtype_name)?;
+    groups
+        .all(|group| group.dtype_name == element.name() && !group.recurrent_state)
+        .then_some(element)
 }
 
 /// Objects of a worker that copies by itself.
@@ -139,6 +152,7 @@ impl EngineDrivenLayout {
             }],
             fingerprint: fingerprint::of_engine_driven(self, Processor::of_host()),
             page_bound: true,
+            element: Element::from_name(self.dtype.name()),
         }
     }
 }

@@ -128,7 +128,7 @@ impl Instance {
             model_name: model_name.into(),
             world_size,
             mode,
-            layout: layout.with_page_bound_bit(),
+            layout: layout.for_tiers(),
             unserved: None,
             releases: "",
             is_again: false,

@@ -4,10 +4,8 @@ use kvtier_core::ChunkHash;
 use kvtier_core::object_key::{ObjectKey, kv_rank};
 
 use crate::object::ObjectSpec;
+use crate::sample;
 use kvtier_core::random::SplitMix64;
-
-/// Layout of objects without a particular one.
-const LAYOUT: u64 = 1;
 
 /// Returns object `number` with this length.
 #[must_use]
@@ -29,13 +27,9 @@ pub fn object_with(number: u64, len: u64, model: &str, salt: &str) -> ObjectSpec
     ObjectSpec {
         key: key.expect("a valid model and salt"),
         len,
-        layout: LAYOUT,
+        layout: sample::LAYOUT,
     }
 }
-
-/// Exponents of four bfloat16 values; three more bits of each are random.
-const EXPONENTS: u64 = 0x3800_3800_3800_3800;
-const NOISE: u64 = 0x83ff_83ff_83ff_83ff;
 
 /// Returns the bytes of `object`, which depend on its key, layout and length. They are bfloat16 values of similar sizes, as KV
 /// is, so that they can be compressed.
@@ -43,11 +37,5 @@ const NOISE: u64 = 0x83ff_83ff_83ff_83ff;
 pub fn content(object: &ObjectSpec) -> Vec<u8> {
     let text = format!("{:?} {} {}", object.key, object.layout, object.len);
     let seed = kvtier_memory::checksum::checksum64(text.as_bytes());
-    let mut bytes = Vec::with_capacity(object.len as usize + 8);
-    for at in 0..object.len.div_ceil(8) {
-        let values = SplitMix64::nth(seed, at) & NOISE | EXPONENTS;
-        bytes.extend_from_slice(&values.to_le_bytes());
-    }
-    bytes.truncate(object.len as usize);
-    bytes
+    sample::values(seed, object.len as usize)
 }

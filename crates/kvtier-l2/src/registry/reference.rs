@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use super::Registry;
 use crate::config::{COMMON, EVICTION, Key, Shape};
-use crate::transform::{AESGCM_KEYS, COMPRESS_KEYS, EARLIER_KEYS};
+use crate::transform::{AESGCM_KEYS, COMPRESS_KEYS, EARLIER_KEYS, FP8_KEYS};
 
 impl Registry {
     /// Returns Markdown with one table of keys per type, the common keys first. Headings are of the third level.
@@ -18,6 +18,8 @@ impl Registry {
         table(&mut out, EARLIER_KEYS);
         out.push_str("\n### Keys of `serde` of type `compress`\n\n");
         table(&mut out, COMPRESS_KEYS);
+        out.push_str("\n### Keys of `serde` of type `fp8`\n\n");
+        table(&mut out, FP8_KEYS);
         out.push_str("\n### Keys of `eviction`\n\n");
         table(&mut out, EVICTION);
         for kind in &self.types {

@@ -174,8 +174,8 @@ fn errors_name_key_value_and_allowed_values() {
             r#"type "disk": key "relative_tmp_dir": "/tmp" is not allowed; give a relative path"#,
         ),
         (
-            with("serde", json!({"type": "fp8"})),
-            r#"type "disk": serde: type "fp8" is not built into kvtier, as a tier does not know the types of an object's elements; give aesgcm, compress, or no serde"#,
+            with("serde", json!({"type": "fp8", "fp8_dtype": "float8_e4m3"})),
+            r#"type "disk": serde: key "fp8_dtype": "float8_e4m3" is not allowed; give float8_e4m3fn or float8_e5m2"#,
         ),
         (
             with("eviction", json!({})),

@@ -74,10 +74,19 @@ impl Transformed {
     }
 
     /// Returns the transformed object as the adapter knows it.
-    fn stored(&self, object: &ObjectSpec) -> Option<ObjectSpec> {
-        Some(ObjectSpec {
+    fn stored(&self, object: &ObjectSpec) -> Result<ObjectSpec, L2Error> {
+        self.transform.check(object)?;
+        let kind = self.transform.kind();
+        let wrong_len = || {
+            let line = format!("{kind} cannot store objects of {} bytes", object.len);
+            L2Error::new(ErrorKind::Refused, line)
+        };
+        Ok(ObjectSpec {
             key: object.key.clone(),
-            len: self.transform.stored_len(object.len)?,
+            len: self
+                .transform
+                .stored_len(object.len)
+                .ok_or_else(wrong_len)?,
             layout: stored_layout(object.layout, &self.fingerprint),
         })
     }
@@ -85,11 +94,7 @@ impl Transformed {
     /// [`Self::stored`] of an object with a buffer.
     fn checked(&self, object: &ObjectSpec, buffer: &Buffer) -> Result<ObjectSpec, L2Error> {
         buffer.check_len(object.len)?;
-        let too_long = || {
-            let line = format!("{} bytes are too many", object.len);
-            L2Error::new(ErrorKind::Refused, line)
-        };
-        self.stored(object).ok_or_else(too_long)
+        self.stored(object)
     }
 
     /// Returns the next object of a slice as the adapter knows it, and scratch memory for it; `None` if the slice ends before
@@ -123,6 +128,7 @@ impl Transformed {
                 let (stored, piece) = match admitted.await {
                     Some(Ok(admitted)) => admitted,
                     Some(Err(error)) => {
+                        count(&self.counters.store_failures, 1);
                         results[at] = Err(error);
                         rest.next();
                         continue;
@@ -363,7 +369,10 @@ impl Adapter for Transformed {
 
     fn lookup(&self, batch: Vec<ObjectSpec>) -> BoxFuture<'_, Result<Vec<Option<u64>>, L2Error>> {
         Box::pin(async move {
-            let stored: Vec<_> = batch.iter().map(|object| self.stored(object)).collect();
+            let stored: Vec<_> = batch
+                .iter()
+                .map(|object| self.stored(object).ok())
+                .collect();
             let known = stored.iter().flatten().cloned().collect();
             let mut found = self.inner.lookup(known).await?.into_iter();
             let one = |stored: Option<ObjectSpec>| stored.and_then(|_| found.next().flatten());

@@ -7,6 +7,7 @@ use serde_json::Value;
 use super::Transform;
 use super::aesgcm::{AesGcm, Bits, Frame};
 use super::compress::Compress;
+use super::fp8::{Format, Fp8};
 use crate::config::{ConfigError, Fallback, Interval, Key, Options, Shape, clip, refuse_rest};
 use crate::error::L2Error;
 use crate::redact;
@@ -85,6 +86,19 @@ pub(crate) const COMPRESS_KEYS: &[Key] = &[
     scratch(),
 ];
 
+/// Keys of `fp8`.
+pub(crate) const FP8_KEYS: &[Key] = &[
+    kind(),
+    Key::of(
+        "fp8_dtype",
+        Shape::OneOf(&["float8_e4m3fn", "float8_e5m2"]),
+        "Type of the stored values",
+    )
+    .or(Fallback::Text("float8_e4m3fn")),
+    workers(),
+    scratch(),
+];
+
 /// A checked transformation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SerdeConfig {
@@ -96,12 +110,24 @@ pub struct SerdeConfig {
 #[derive(Debug, Clone, PartialEq)]
 enum Kind {
     Compress,
+    Fp8(Format),
     AesGcm {
         frame: Frame,
         bits: Bits,
         /// Key files, the current one first.
         paths: Vec<String>,
     },
+}
+
+impl Kind {
+    /// Its name, if it takes values rather than bytes.
+    fn of_values(&self) -> Option<&'static str> {
+        match self {
+            Self::Compress => Some("compress"),
+            Self::Fp8(_) => Some("fp8"),
+            Self::AesGcm { .. } => None,
+        }
+    }
 }
 
 impl SerdeConfig {
@@ -115,12 +141,11 @@ impl SerdeConfig {
         };
         let one = |(at, value)| Self::parse(&format!("{owner}: serde[{at}]"), value);
         let all: Vec<_> = list.iter().enumerate().map(one).collect::<Result<_, _>>()?;
-        let others = all.iter().skip(1);
-        match others.into_iter().any(|one| one.kind == Kind::Compress) {
-            true => Err(ConfigError::new(format!(
-                "{owner}: serde: compress behind another type finds no values to compress; give it first, and once"
+        match all.iter().skip(1).find_map(|one| one.kind.of_values()) {
+            Some(kind) => Err(ConfigError::new(format!(
+                "{owner}: serde: {kind} behind another type finds no values; give one of compress and fp8 first, and once"
             ))),
-            false => Ok(all),
+            None => Ok(all),
         }
     }
 
@@ -136,16 +161,13 @@ impl SerdeConfig {
         match given.as_str() {
             Some("aesgcm") => Self::aesgcm(owner, map.clone()),
             Some("compress") => Self::compress(owner, map.clone()),
+            Some("fp8") => Self::fp8(owner, map.clone()),
             Some("turboquant") => Err(ConfigError::new(format!(
                 "{owner}: type \"turboquant\" is not built into kvtier, as LMCache computes it on a GPU with torch's random \
-                 numbers; give aesgcm, compress, or no serde"
-            ))),
-            Some("fp8") => Err(ConfigError::new(format!(
-                "{owner}: type \"fp8\" is not built into kvtier, as a tier does not know the types of an object's elements; \
-                 give aesgcm, compress, or no serde"
+                 numbers; give aesgcm, compress, fp8, or no serde"
             ))),
             _ => Err(ConfigError::new(format!(
-                "{owner}: key \"type\": {} is not allowed; give aesgcm or compress",
+                "{owner}: key \"type\": {} is not allowed; give aesgcm, compress or fp8",
                 shown(given)
             ))),
         }
@@ -156,6 +178,20 @@ impl SerdeConfig {
         let options = Options::take(owner, COMPRESS_KEYS, &mut map)?;
         Ok(Self {
             kind: Kind::Compress,
+            workers: options.get("max_workers"),
+            scratch_bytes: options.gib("scratch_gb"),
+        })
+    }
+
+    fn fp8(owner: &str, mut map: serde_json::Map<String, Value>) -> Result<Self, ConfigError> {
+        refuse_rest(owner, &map, FP8_KEYS)?;
+        let options = Options::take(owner, FP8_KEYS, &mut map)?;
+        let format = match options.get::<&str>("fp8_dtype") {
+            "float8_e5m2" => Format::E5M2,
+            _ => Format::E4M3,
+        };
+        Ok(Self {
+            kind: Kind::Fp8(format),
             workers: options.get("max_workers"),
             scratch_bytes: options.gib("scratch_gb"),
         })
@@ -192,6 +228,7 @@ impl SerdeConfig {
     pub(super) fn verifies(&self) -> bool {
         match &self.kind {
             Kind::Compress => true,
+            Kind::Fp8(_) => false,
             Kind::AesGcm { frame, .. } => *frame == Frame::Bound,
         }
     }
@@ -200,6 +237,7 @@ impl SerdeConfig {
     pub(super) fn open(&self) -> Result<Arc<dyn Transform>, L2Error> {
         match &self.kind {
             Kind::Compress => Ok(Arc::new(Compress)),
+            Kind::Fp8(format) => Ok(Arc::new(Fp8::new(*format))),
             Kind::AesGcm { frame, bits, paths } => {
                 let paths: Vec<_> = paths.iter().map(String::as_str).collect();
                 Ok(Arc::new(AesGcm::open(*frame, *bits, &paths)?))

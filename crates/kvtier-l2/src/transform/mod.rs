@@ -5,12 +5,13 @@
 //!
 //! The adapter sees objects of another length and another layout: a fingerprint of the object's layout and of the
 //! transformation, so that bytes of another transformation are never taken for these where the adapter keeps layouts.
-//! [`PAGE_BOUND`] stays as it is.
+//! [`PAGE_BOUND`] stays as it is; the values have no [`Element`] any more.
 
 mod adapter;
 mod aesgcm;
 mod compress;
 mod config;
+mod fp8;
 mod scratch;
 #[cfg(test)]
 mod tests;
@@ -22,11 +23,11 @@ use kvtier_memory::checksum::checksum64;
 use serde_json::{Map, Value};
 
 pub use config::SerdeConfig;
-pub(crate) use config::{AESGCM_KEYS, COMPRESS_KEYS, EARLIER_KEYS};
+pub(crate) use config::{AESGCM_KEYS, COMPRESS_KEYS, EARLIER_KEYS, FP8_KEYS};
 
 use crate::Adapter;
 use crate::error::L2Error;
-use crate::object::{Buffer, ObjectSpec, PAGE_BOUND};
+use crate::object::{Buffer, Element, ObjectSpec, PAGE_BOUND};
 
 /// Transformation of the bytes of one object. Its calls block; they run on workers.
 trait Transform: Send + Sync + 'static {
@@ -39,7 +40,16 @@ trait Transform: Send + Sync + 'static {
     /// Whether its loads detect every change of the bytes, and bytes of another object.
     fn verifies(&self) -> bool;
 
-    /// Returns the length of the transformed object of `len` bytes, `None` if it is too long.
+    /// Refuses an object that it cannot transform, whatever its bytes; such an object is also a miss.
+    ///
+    /// # Errors
+    /// [`Refused`](crate::ErrorKind::Refused), with the reason.
+    fn check(&self, _object: &ObjectSpec) -> Result<(), L2Error> {
+        Ok(())
+    }
+
+    /// Returns the length of the transformed object of `len` bytes, `None` if there is none:
+    /// it is too long, or is not whole values. Objects of different lengths have different ones.
     fn stored_len(&self, len: u64) -> Option<u64>;
 
     /// Transforms the bytes of `from` into `to`, which has [`Self::stored_len`] bytes.
@@ -87,5 +97,6 @@ fn stored_layout(layout: u64, fingerprint: &str) -> u64 {
         "kvtier transform {fingerprint} {:016x}",
         layout & !PAGE_BOUND
     );
-    (checksum64(text.as_bytes()) & !PAGE_BOUND) | (layout & PAGE_BOUND)
+    let stored = (checksum64(text.as_bytes()) & !PAGE_BOUND) | (layout & PAGE_BOUND);
+    Element::in_layout(stored, None)
 }

@@ -12,6 +12,7 @@ use crate::error::ErrorKind;
 use crate::mock::{MemoryStore, Mock};
 use crate::object::{LoadItem, StoreItem};
 use crate::registry::Registry;
+use crate::sample;
 use crate::{BoxFuture, Loaded, Stored};
 use kvtier_core::object_key::ObjectKey;
 
@@ -168,6 +169,30 @@ async fn fs_with_compress_conforms() {
 }
 
 #[tokio::test]
+async fn values_of_a_type_that_fp8_does_not_know_are_misses() {
+    let context = Context::new();
+    let adapter = context.open(&json!([{"type": "fp8"}, aesgcm(&context.key("a"), "lmcache")]));
+    let known = object(1, 4000);
+    let unknown = ObjectSpec {
+        layout: Element::in_layout(known.layout, None),
+        ..known.clone()
+    };
+    let half = ObjectSpec {
+        layout: Element::in_layout(known.layout, Some(Element::Float16)),
+        ..known.clone()
+    };
+    let both = [unknown.clone(), known.clone()];
+    let stored = context.store(&*adapter, &both).await;
+    assert_eq!(stored, [Err(ErrorKind::Refused), Ok(Stored::Written(2029))]);
+    assert_eq!(adapter.status()["serde"][0]["store_failures"], 1);
+    let found = adapter.lookup(vec![unknown.clone(), known.clone(), half.clone()]);
+    assert_eq!(found.await.unwrap(), [None, Some(2029), None]);
+    let loaded = context.load(&*adapter, &[unknown, known, half]).await;
+    assert_eq!(loaded[..2], [Err(ErrorKind::Refused), Ok(false)]);
+    assert!(loaded[2].is_err(), "other values: {loaded:?}");
+}
+
+#[tokio::test]
 async fn list_is_applied_in_its_order() {
     let context = Context::new();
     let aesgcm = aesgcm(&context.key("a"), "bound");
@@ -178,13 +203,19 @@ async fn list_is_applied_in_its_order() {
     assert_eq!(context.load(&*adapter, &one).await, [Ok(true)]);
     let types = |at: usize| adapter.status()["serde"][at]["type"].clone();
     assert_eq!([types(0), types(1)], ["compress", "aesgcm"]);
-    // What is encrypted first cannot be compressed.
-    let swapped = json!([aesgcm, {"type": "compress"}]);
-    let line = SerdeConfig::parse_all("a tier", &swapped).unwrap_err();
-    assert!(
-        line.to_string().ends_with("give it first, and once"),
-        "{line}"
-    );
+    // What is encrypted, or was converted, has no values any more.
+    for kind in ["compress", "fp8"] {
+        for first in [
+            aesgcm.clone(),
+            json!({"type": "compress"}),
+            json!({"type": "fp8"}),
+        ] {
+            let serde = json!([first, {"type": kind}]);
+            let line = SerdeConfig::parse_all("a tier", &serde).unwrap_err();
+            let expected = format!("a tier: serde: {kind} behind another type finds no values");
+            assert!(line.to_string().starts_with(&expected), "{line}");
+        }
+    }
 }
 
 #[tokio::test]
@@ -288,7 +319,7 @@ async fn moved_object_fails_only_if_bound() {
         }
         // The bytes of one below the key of the other.
         let bare = Mock::new(context.store.clone(), 1e11);
-        let layout = stored_layout(1, &format!("aesgcm {frame} 128"));
+        let layout = stored_layout(sample::LAYOUT, &format!("aesgcm {frame} 128"));
         let len = adapter.size_of(5000);
         let stored = |number| ObjectSpec {
             layout,

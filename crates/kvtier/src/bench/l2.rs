@@ -12,13 +12,14 @@ use std::time::Instant;
 use anyhow::{Context as _, bail, ensure};
 use comfy_table::Table;
 use kvtier_core::{ChunkHash, ObjectKey};
-use kvtier_l2::{Adapter, AdapterConfig, Buffer, LoadItem, ObjectSpec, Registry, StoreItem};
+use kvtier_l2::{
+    Adapter, AdapterConfig, Buffer, LoadItem, ObjectSpec, Registry, StoreItem, sample,
+};
 use kvtier_memory::{Arena, ArenaKind, Extent};
 use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 use serde_json::json;
 
 use super::args::L2Args;
-use crate::pattern;
 
 /// Alignment of objects in the arena.
 const ALIGNMENT: u64 = 4096;
@@ -48,7 +49,7 @@ impl Objects {
         let arena = Arena::create(ArenaKind::Anonymous, bytes).context("memory for the objects")?;
         const PIECE: usize = 1 << 20;
         for at in (0..arena.len()).step_by(PIECE) {
-            let piece = pattern::chunk(at, PIECE.min((arena.len() - at) as usize));
+            let piece = sample::values(at, PIECE.min((arena.len() - at) as usize));
             arena.write(Extent::new(at, piece.len() as u64), 0, &piece)?;
         }
         let specs = (0..u64::from(args.num_keys))
@@ -60,7 +61,7 @@ impl Objects {
                 Ok(ObjectSpec {
                     key,
                     len,
-                    layout: 1,
+                    layout: sample::LAYOUT,
                 })
             })
             .collect::<anyhow::Result<_>>()?;
