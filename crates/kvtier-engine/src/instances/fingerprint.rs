@@ -1,7 +1,8 @@
 //! The layout fingerprint: everything a registration says that changes the bytes of an object or their order.
 //!
 //! It is part of every key in memory and of the trailer of every file, so objects of different fingerprints are
-//! different objects. It is the first eight bytes, little-endian, of the BLAKE3 hash of the encoding below.
+//! different objects. It is the first eight bytes, little-endian, of the BLAKE3 hash of the encoding below; in keys and
+//! trailers its highest five bits are those of [`ModelLayout::for_tiers`](super::ModelLayout::for_tiers).
 //! `docs/identity.md` names the test of each field.
 //!
 //! # Encoding, version 2

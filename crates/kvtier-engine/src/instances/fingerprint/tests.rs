@@ -4,6 +4,7 @@ use kvtier_device::{
     CudaAllocation, CudaStorage, Engine, GroupSpec, KvAxisOrder, KvLayout, KvListLayout,
     LayoutHints, MemorySpec, TensorSpec,
 };
+use kvtier_l2::Element;
 use kvtier_proto::descriptor::Dtype;
 use kvtier_proto::request::{EngineDrivenContext, InstanceId};
 
@@ -324,6 +325,36 @@ fn engine_driven_differs_by_every_field_that_moves_bytes() {
     // The same geometry, said in other words.
     let spelled = of(256, avx512(), |c| c.num_physical_slots = Some(256));
     assert_eq!(spelled, all[0]);
+}
+
+#[test]
+fn tiers_know_the_type_of_values_that_they_may_round() {
+    let of = |change: fn(&mut Registered)| {
+        let mut registered = registered(true);
+        change(&mut registered);
+        let layout = ModelLayout::of_pages(&registered.layout()).for_tiers();
+        let element = layout.element;
+        assert_eq!(
+            Element::in_layout(layout.fingerprint, element),
+            layout.fingerprint
+        );
+        element
+    };
+    assert_eq!(of(|_| {}), Some(Element::BFloat16));
+    assert_eq!(of(|r| r.dtype = ("float16", 2)), Some(Element::Float16));
+    assert_eq!(of(|r| r.dtype = ("float32", 4)), None);
+    assert_eq!(of(|r| r.dtype = ("uint8", 1)), None);
+    assert_eq!(of(|r| r.groups[0].recurrent_state = true), None);
+    let copied = |dtype| {
+        let mut context = engine_driven();
+        context.dtype = dtype;
+        EngineDrivenLayout::new(&context, 256)
+            .unwrap()
+            .model()
+            .element
+    };
+    assert_eq!(copied("float16"), Some(Element::Float16));
+    assert_eq!(copied("float8_e4m3fn"), None);
 }
 
 /// Objects in tiers have these values in their trailers: a change of one needs another [`VERSION`]. They were computed
