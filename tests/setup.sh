@@ -5,8 +5,8 @@
 #   tests/setup.sh vllm-0.27.0   an earlier vLLM too (0.4 GiB); prints its folder
 #
 # They live in $KVTIER_E2E_HOME (default ~/.cache/kvtier-e2e): venv/ (6.4 GiB: vLLM for CPU, LMCache, torch),
-# model/ (a tiny random Llama), model-mla/ (a DeepSeek-V2) and clients/ (earlier LMCache and pyzmq releases, Valkey, NIXL and Mooncake, 1.0 GiB). First run: about
-# 3 minutes and 4 GB of downloads. Needs Python 3.11 with venv.
+# model/ (a tiny random Llama), model-mla/ (a DeepSeek-V2), clients/ (earlier LMCache and pyzmq releases, Valkey, NIXL and Mooncake, 1.0 GiB)
+# and tools/ (Prometheus on a Debian). First run: about 3 minutes and 4 GB of downloads. Needs Python 3.11 with venv.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 home=${KVTIER_E2E_HOME:-$HOME/.cache/kvtier-e2e}
@@ -78,6 +78,19 @@ unpack_clients() {
   fingerprint "$here/clients.lock" >"$home/clients/.stamp"
 }
 
+# Debian's Prometheus, unpacked: one that is installed starts a server of its own. Without it tests skip themselves.
+unpack_prometheus() {
+  local folder=$home/tools/prometheus part=$home/tools/.part-prometheus
+  rm -rf "$part"
+  mkdir -p "$part/tree"
+  (
+    cd "$part"
+    apt-get download -qq prometheus 2>/dev/null || { apt-get update -qq && apt-get download -qq prometheus; }
+    dpkg -x prometheus_*.deb tree
+  ) && mv "$part/tree" "$folder"
+  rm -rf "$part"
+}
+
 # An earlier vLLM, of the lock beside it, for stages that ask for it by name; prints its folder.
 unpack_vllm() {
   local folder=$home/pairs/$1
@@ -107,6 +120,10 @@ if [ "$(cat "$home/clients/.stamp" 2>/dev/null)" != "$(fingerprint "$here/client
   rm -rf "$home/clients"
   mkdir -p "$home/clients"
   unpack_clients
+fi
+if [ ! -x "$home/tools/prometheus/usr/bin/prometheus" ] && command -v apt-get dpkg >/dev/null; then
+  echo "tests/setup.sh: unpacking Prometheus into $home/tools"
+  unpack_prometheus || echo "tests/setup.sh: no package prometheus was found: its tests will be skipped" >&2
 fi
 for kind in "" -mla; do
   if [ "$(cat "$model$kind/.stamp" 2>/dev/null)" != "$(fingerprint "$here/vllm/make_model.py")" ]; then
