@@ -78,7 +78,7 @@ def pair(lmcache, serve, engines, writes, name, dtype):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("writes", ["lmcache", "ours"])
 def test_fp8_is_exchanged(lmcache, serve, engines, writes, name, dtype):
-    """Each value is the one that torch rounds it to, whoever stored it; files have half of the bytes."""
+    """Each value is the one that torch rounds it to, for either direction; files have half of the bytes."""
     (writer, reader), ours = pair(lmcache, serve, engines, writes, name, dtype)
     before, after = stored_and_loaded(writer, reader, dtype, lmcache.kinds[name]["path"], 1)
     rounded = before.to(FORMATS[name]).to(dtype)
