@@ -38,7 +38,7 @@ def start(number, *flags):
     """Starts a server and waits for its first answer; returns the process and the seconds."""
     port, http = PORTS[number]
     command = [
-        KVTIER, "server", "--port", str(port), "--http-port", str(http), "--prometheus-port", str(http + 10),
+        KVTIER, "server", "--state-dir", "none", "--port", str(port), "--http-port", str(http), "--prometheus-port", str(http + 10),
         "--l1-size-gb", "0.5", "--shm-name", f"kvtier_bench_{port}", "--log-level", "warn", *flags,
     ]  # fmt: skip
     began = time.monotonic()

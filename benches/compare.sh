@@ -26,7 +26,7 @@ export LMCACHE_TRACK_USAGE=false
 shm="kvtier_bench_$$"
 peer=("$peer_program" server --host 127.0.0.1 --port "$peer_port" --http-port "$((peer_port + 100))"
   --l1-size-gb "$gib" --eviction-policy LRU --supported-transfer-mode auto --shm-name "${shm}_peer" --no-l1-use-lazy)
-ours=("$kvtier" server --host 127.0.0.1 --port "$our_port" --http-port "$((our_port + 100))"
+ours=("$kvtier" server --state-dir none --host 127.0.0.1 --port "$our_port" --http-port "$((our_port + 100))"
   --l1-size-gb "$gib" --eviction-policy LRU --supported-transfer-mode auto --shm-name "${shm}_ours")
 
 # The one running server; it is always stopped by its id.

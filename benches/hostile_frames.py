@@ -201,7 +201,7 @@ class Server:
         flags += ["--l1-size-gb", "0.5", "--no-l1-prefault"]
         self.log = log
         with open(log, "wb") as out:
-            self.process = subprocess.Popen([KVTIER, "server", *flags], stderr=out)
+            self.process = subprocess.Popen([KVTIER, "server", "--state-dir", "none", *flags], stderr=out)
         while not (found := re.search(r"tcp://127.0.0.1:(\d+)", log.read_text())):
             if self.process.poll() is not None:
                 raise SystemExit(f"the server ended:\n{log.read_text()}")

@@ -65,7 +65,7 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         flags = ["--l1-size-gb", "0.05", "--no-l1-prefault", "--shm-name", "", "--port", "0", "--http-port", str(self.port), "--log-level", "warn"]
-        self.process = subprocess.Popen([binary, "server", *flags])
+        self.process = subprocess.Popen([binary, "server", "--state-dir", "none", *flags])
         while self.probe() is None:
             time.sleep(0.05)
         time.sleep(0.5)

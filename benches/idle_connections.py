@@ -119,7 +119,7 @@ def main(kvtier, count):
     with tempfile.TemporaryDirectory() as directory:
         tier = json.dumps({"type": "fs", "base_path": directory})
         flags = ["--port", "0", "--http-port", "0", "--l1-size-gb", "0.25", "--shm-name", "", "--l2-adapter", tier]
-        server = subprocess.Popen([kvtier, "server", *flags], stderr=subprocess.PIPE, text=True)
+        server = subprocess.Popen([kvtier, "server", "--state-dir", "none", *flags], stderr=subprocess.PIPE, text=True)
         log, found = [], None
         while not found:
             log.append(server.stderr.readline().rstrip())

@@ -12,7 +12,7 @@ work=$(mktemp -d)
 trap 'kill $holders $server 2>/dev/null || true; wait; rm -rf "$work"' EXIT
 holders='' server=''
 tier="{\"type\":\"fs\",\"base_path\":\"$work\"}"
-"$kvtier" server --port 0 --http-port 0 --l1-size-gb 0.25 --shm-name "" --l2-adapter "$tier" 2>"$work/log" &
+"$kvtier" server --state-dir none --port 0 --http-port 0 --l1-size-gb 0.25 --shm-name "" --l2-adapter "$tier" 2>"$work/log" &
 server=$!
 until grep -q 'L1 is pre-faulted' "$work/log" && grep -q 'serving' "$work/log"; do sleep 0.2; done
 port=$(sed -n 's|.*tcp://127.0.0.1:\([0-9]*\).*|\1|p' "$work/log" | head -n 1)

@@ -25,7 +25,7 @@ pub use read::from_value;
 pub use status::{
     EngineDrivenInstance, EvictionStatus, KernelGroup, KvCacheLayout, KvEvents, L1EvictionStatus,
     L1Status, L2EvictionStatus, LmcacheDrivenInstance, MemoryPart, PrefetchStatus, QuotaStatus,
-    RequestPortStatus, Status, StorageManagerStatus, StoreStatus, WorkerLiveness,
+    RequestPortStatus, StateStatus, Status, StorageManagerStatus, StoreStatus, WorkerLiveness,
 };
 pub use tiers::{BreakerStatus, CallsInFlight, Recovery, TierEvictionStatus, TierStatus};
 

@@ -39,6 +39,8 @@ pub struct Status {
     pub withheld_bytes: u64,
     /// L1 and the tiers below it.
     pub storage_manager: StorageManagerStatus,
+    /// What outlives the process, and where.
+    pub state: StateStatus,
     /// Limits of tenants.
     pub quotas: QuotaStatus,
     /// Lookup results that no client has read.
@@ -278,6 +280,16 @@ pub struct L2EvictionStatus {
     pub thread_alive: bool,
     /// The tiers that evict.
     pub adapters: Vec<TierEvictionStatus>,
+}
+
+/// What outlives the process, and where.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct StateStatus {
+    /// Folder of this instance in `--state-dir`; `null` without one.
+    pub directory: Option<String>,
+    /// Why there is none.
+    pub reason: Option<String>,
 }
 
 /// Limits of tenants.

@@ -38,6 +38,17 @@ pub struct ServerArgs {
     /// Identity of this server in logs and metrics [default: kvtier-<port>]
     #[arg(long, help_heading = "Request server")]
     pub instance_id: Option<String>,
+    /// Directory of what outlives the process, such as quotas; a server has the folder of its instance id there, alone, and
+    /// none keeps nothing [default: $STATE_DIRECTORY of systemd, else /var/lib/kvtier for root, else
+    /// $XDG_STATE_HOME/kvtier or ~/.local/state/kvtier; with --port 0 and no instance id: none]
+    #[arg(
+        long,
+        env = "KVTIER_STATE_DIR",
+        hide_env = true,
+        value_name = "DIR",
+        help_heading = "Request server"
+    )]
+    pub(super) state_dir: Option<PathBuf>,
     /// Transport of the request protocol
     #[arg(
         long,
@@ -232,8 +243,8 @@ pub struct ServerArgs {
         help_heading = "Tenants"
     )]
     pub(super) quota_default: Limit,
-    /// File for the quotas set over HTTP; created if it does not exist [default: none, quotas end with the process, as
-    /// LMCache's do]
+    /// File for the quotas set over HTTP; created if it does not exist [default: in the folder of --state-dir; LMCache keeps
+    /// none]
     #[arg(long, value_name = "FILE", help_heading = "Tenants")]
     pub(super) quota_file: Option<PathBuf>,
     #[command(flatten)]

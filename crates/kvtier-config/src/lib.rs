@@ -25,6 +25,7 @@ mod quota;
 mod request;
 mod resolve;
 mod show;
+mod state;
 mod tenants;
 mod values;
 
@@ -40,6 +41,7 @@ pub use l2::L2Config;
 pub use limit::{Limit, MAX_BYTES, parse_size};
 pub use memory::{HostMemory, L1Origin};
 pub use quota::{Place, QuotaSettings};
+pub use state::StateSettings;
 pub use tenants::TenantSettings;
 pub use values::{
     EvictionPolicyName, LogFormat, PrefetchPolicy, StorePolicy, TransferMode, WindowedClients,
@@ -138,6 +140,8 @@ pub struct ServerConfig {
     pub eviction_trigger_watermark: f64,
     /// Share of the bytes in use that such a pass frees, [0, 1].
     pub eviction_ratio: f64,
+    /// Where is kept what outlives the process.
+    pub state: StateSettings,
     /// What tenants may have.
     pub quotas: QuotaSettings,
     /// How tenants are named, and how much is reported per tenant.
@@ -182,12 +186,14 @@ impl ServerConfig {
         parsed.map_err(|error| error.map_text(redact::text))
     }
 
-    /// The configuration of `kvtier server` with these flags, for tests and embedding.
+    /// The configuration of `kvtier server` with these flags, for tests and embedding. Without `--state-dir` it keeps no
+    /// state.
     ///
     /// # Errors
     /// As [`ServerConfig::parse`]; asking for help is an error here.
     pub fn from_flags(args: &[&str]) -> Result<Self> {
-        match Self::parse(args.iter().map(OsString::from))? {
+        let all = ["--state-dir", "none"].iter().chain(args);
+        match Self::parse(all.map(OsString::from))? {
             Parsed::Run { config, .. } => Ok(*config),
             Parsed::Print(_) => Err(Error::refused("help is not a configuration")),
         }

@@ -20,7 +20,7 @@ pub struct QuotaSettings {
     pub mode: QuotaMode,
     /// What tenants without a quota of their own may have.
     pub default_limit: Limit,
-    /// Where quotas are kept; `None` keeps them no longer than the process.
+    /// The value of `--quota-file`; without one they are in the state directory.
     pub file: Option<PathBuf>,
 }
 
@@ -132,9 +132,12 @@ impl ServerConfig {
         };
         match self.isolates() {
             false => without_effect(),
-            true => quotas.file.is_none().then(|| {
-                "no --quota-file: quotas that are set over HTTP end with this process".to_owned()
-            }),
+            true => match (&quotas.file, &self.state.base) {
+                (None, Err(why)) => Some(format!(
+                    "quotas that are set over HTTP end with this process: {why}, and no --quota-file"
+                )),
+                _ => None,
+            },
         }
     }
 }

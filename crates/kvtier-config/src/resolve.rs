@@ -11,7 +11,9 @@ use super::http::{HttpConfig, TOKENS_VARIABLE};
 use super::memory::default_l1;
 use super::request::check_host;
 use super::values::is_log_filter;
-use super::{GIB, HostMemory, L1Origin, L2Config, QuotaSettings, ServerConfig, l1_manager};
+use super::{
+    GIB, HostMemory, L1Origin, L2Config, QuotaSettings, ServerConfig, StateSettings, l1_manager,
+};
 
 impl ServerArgs {
     /// Name of the pool, if one is wanted, and whether it was asked for.
@@ -125,6 +127,7 @@ impl ServerArgs {
         }
         check_host(&self.host)?;
         let quotas = QuotaSettings::of(&self);
+        let state = StateSettings::of(&self)?;
         let http = HttpConfig {
             host: self.http_host,
             token_file: self.http_token_file,
@@ -166,6 +169,7 @@ impl ServerArgs {
             eviction_policy: self.eviction_policy,
             eviction_trigger_watermark: watermark,
             eviction_ratio: self.eviction_ratio,
+            state,
             quotas,
             tenants: self.tenants,
             cuda: self.gpu.options()?,

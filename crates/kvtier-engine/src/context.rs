@@ -10,6 +10,7 @@ use kvtier_error::{Error, Result};
 use kvtier_l1::{Clock, L1};
 use kvtier_metrics::Metrics;
 use kvtier_proto::key::CacheKey;
+use kvtier_state::StateDir;
 use kvtier_tenants::Salts;
 use kvtier_tiers::L2;
 
@@ -28,6 +29,8 @@ pub struct Context {
     /// The tiers below L1, if there are any.
     pub l2: Option<Arc<L2>>,
     pub salts: Salts,
+    /// What outlives the process is there, or why it is nowhere.
+    pub state: Result<StateDir, String>,
     /// Only [`super::workers`] inserts and removes them.
     pub instances: Instances,
     /// Transfers on a GPU keep them open to their end.

@@ -40,7 +40,7 @@ use std::time::Duration;
 pub use admin::{Admin, ChecksumError, PrefetchError, PrefetchJob, PrefetchResult};
 pub use answer::Answer;
 pub use housekeeping::INTERVAL as HOUSEKEEPING_INTERVAL;
-pub use kvtier_error::{Error, Result};
+pub use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_l1::Clock;
 pub use preflight::{Preflight, preflight};
 pub use reply::{Reply, ReplyTarget};
@@ -54,6 +54,7 @@ use kvtier_proto::generation::Release;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{InstanceId, Request};
 use kvtier_proto::response::Response;
+use kvtier_state::StateDir;
 use kvtier_sync::Mutex;
 use kvtier_tenants::{Opened, QuotaTier, Quotas, Salts};
 use kvtier_tiers::L2;
@@ -81,6 +82,26 @@ pub struct Caller {
     pub knows_chunk_size: bool,
     /// Whether its workers register again after a restart of the server, if that is known.
     pub registers_again: Option<bool>,
+}
+
+/// Opens the state directory, or returns why nothing is kept.
+///
+/// # Errors
+/// Another server has it.
+fn open_state(config: &ServerConfig) -> Result<Result<StateDir, String>> {
+    let settings = &config.state;
+    let base = match &settings.base {
+        Ok(base) => base,
+        Err(why) => return Ok(Err(why.clone())),
+    };
+    match StateDir::open(base, &settings.instance) {
+        Ok(state) => Ok(Ok(state)),
+        Err(error) if error.kind() == ErrorKind::InUse => Err(error.context("--state-dir")),
+        Err(error) => {
+            tracing::warn!(%error, "--state-dir cannot be used; what is set at run time ends with this process");
+            Ok(Err(error.to_string()))
+        }
+    }
 }
 
 /// The cache engine.
@@ -111,7 +132,8 @@ impl Engine {
         let chunk_size = NonZeroUsize::new(config.chunk_size as usize)
             .ok_or_else(|| Error::refused("--chunk-size: 0 is not allowed"))?;
         let salts = Salts::open(&config.tenants)?;
-        let quotas = Opened::open(&config, &salts)?;
+        let state = open_state(&config)?;
+        let quotas = Opened::open(&config, state.as_ref().ok(), &salts)?;
         let arena = Arc::new(create_arena(&config)?);
         let devices = Devices::find(&config, &arena)?;
         if let Some(warning) = devices.warning(&config) {
@@ -138,6 +160,7 @@ impl Engine {
             l1,
             l2,
             salts,
+            state,
             instances: Instances::default(),
             devices,
             metrics,
@@ -378,6 +401,10 @@ impl Engine {
         self.is_drained.store(true, Ordering::Release);
         self.workers.driver_threads.finish();
         self.context.devices.close();
+        // The next server may have it from here on: quotas change only by requests, and there are none any more.
+        if let Ok(state) = &self.context.state {
+            state.release();
+        }
     }
 
     /// Whether nothing is lost when the process ends now, as far as [`Engine::close`] has come: all requests are answered and

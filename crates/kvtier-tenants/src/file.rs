@@ -32,6 +32,48 @@ const NO_NAME: &str = "it is no name of a file";
 /// Which file it is, as far as the file system tells: device, number, size, and time of the last change.
 type Identity = (u64, u64, u64, i64, i64);
 
+/// Where a table is on disk, and by which flag.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct QuotaPlace {
+    /// The file, which exists or not.
+    pub path: PathBuf,
+    /// `--quota-file` or `--state-dir`, for messages.
+    pub flag: &'static str,
+}
+
+impl QuotaPlace {
+    /// Name of the file in a state directory.
+    pub const FILE: &'static str = "quotas";
+
+    /// The file of `--quota-file`.
+    pub fn given(path: &Path) -> Self {
+        Self {
+            path: path.to_owned(),
+            flag: "--quota-file",
+        }
+    }
+
+    /// The file in a state directory.
+    pub fn in_state(path: PathBuf) -> Self {
+        Self {
+            path,
+            flag: "--state-dir",
+        }
+    }
+}
+
+impl<P: AsRef<Path>> From<P> for QuotaPlace {
+    fn from(path: P) -> Self {
+        Self::given(path.as_ref())
+    }
+}
+
+impl std::fmt::Display for QuotaPlace {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} {}", self.flag, self.path.display())
+    }
+}
+
 /// A place for a table on disk.
 #[derive(Debug)]
 pub struct QuotaFile {
@@ -51,8 +93,9 @@ impl QuotaFile {
     ///
     /// # Errors
     /// One line with the file, what is wrong, and what to do.
-    pub fn open(path: &Path) -> Result<(Self, Table)> {
-        Self::load(path).map_err(|error| about(path, error))
+    pub fn open(place: impl Into<QuotaPlace>) -> Result<(Self, Table)> {
+        let place = place.into();
+        Self::load(&place.path).map_err(|error| about(&place, error))
     }
 
     fn load(path: &Path) -> Result<(Self, Table)> {
@@ -79,13 +122,14 @@ impl QuotaFile {
     ///
     /// # Errors
     /// As [`QuotaFile::open`].
-    pub fn peek(path: &Path) -> Result<Table> {
-        let content = resolve(path).and_then(|path| read(&path));
+    pub fn peek(place: impl Into<QuotaPlace>) -> Result<Table> {
+        let place = place.into();
+        let content = resolve(&place.path).and_then(|path| read(&path));
         let table = content.and_then(|content| match content {
             Some((content, _)) => decode(&content),
             None => Ok(Table::default()),
         });
-        table.map_err(|error| about(path, error))
+        table.map_err(|error| about(&place, error))
     }
 
     /// Where it is.
@@ -143,9 +187,9 @@ impl QuotaFile {
     }
 }
 
-fn about(path: &Path, error: Error) -> Error {
+fn about(place: &QuotaPlace, error: Error) -> Error {
     error
-        .context(format!("--quota-file {}", path.display()))
+        .context(place)
         .hint("put a good copy in its place, or remove it to start without quotas")
 }
 

@@ -11,7 +11,7 @@ mod salts;
 mod table;
 mod tier;
 
-pub use file::QuotaFile;
+pub use file::{QuotaFile, QuotaPlace};
 pub use listing::only_set;
 pub use look::{InTier, Look};
 pub use quotas::{Changes, Opened, Quotas, preflight};

@@ -9,16 +9,18 @@
 //! | `waiting` | changes that the next writer takes along | none |
 
 use std::io;
+use std::path::Path;
 use std::sync::Arc;
 
 use crossbeam_channel::{Sender, bounded};
 use kvtier_core::quota::{Grant, QuotaConfig, QuotaMode};
 use kvtier_error::{Error, ErrorKind, Result};
+use kvtier_state::{StateDir, existing_file};
 use kvtier_sync::{Mutex, RwLock};
 
 use kvtier_config::{Limit, Place, QuotaSettings, ServerConfig};
 
-use crate::{Entry, Look, MAX_TENANTS, QuotaFile, QuotaTier, Salts, Table};
+use crate::{Entry, Look, MAX_TENANTS, QuotaFile, QuotaPlace, QuotaTier, Salts, Table};
 
 /// The table as it was read, for the code that opens the tiers.
 pub struct Opened {
@@ -29,17 +31,24 @@ pub struct Opened {
 }
 
 impl Opened {
-    /// Reads the file, if there is to be one.
+    /// Reads the file of `--quota-file`, or else the one in the state directory, if there is one.
     ///
     /// # Errors
     /// One line: the file cannot be used, or shares are unavailable.
-    pub fn open(config: &ServerConfig, salts: &Salts) -> Result<Self> {
-        let (file, table) = match &config.quotas.file {
+    pub fn open(config: &ServerConfig, state: Option<&StateDir>, salts: &Salts) -> Result<Self> {
+        let in_state = |state: &StateDir| state.file(QuotaPlace::FILE).map(QuotaPlace::in_state);
+        let place = match (&config.quotas.file, state) {
+            (Some(path), _) => Some(QuotaPlace::given(path)),
+            (None, state) => state.map(in_state).transpose()?,
+        };
+        let (file, table) = match &place {
             None => (None, Table::default()),
-            Some(path) => {
-                let (file, read) = QuotaFile::open(path)?;
-                tracing::info!(tenants = read.len(), file = %file.path().display(), "read the quotas");
-                let table = prepared(config, salts, read.clone())?;
+            Some(place) => {
+                let (file, read) = QuotaFile::open(place.clone())?;
+                if place.path.exists() || config.quotas.file.is_some() {
+                    tracing::info!(tenants = read.len(), file = %file.path().display(), "read the quotas");
+                }
+                let table = prepared(config, place, salts, read.clone())?;
                 // At once: salts in clear must not stay, nor limits without the place they are for.
                 if table != read {
                     file.save(&table).map_err(|error| {
@@ -47,7 +56,7 @@ impl Opened {
                             "what was read there has to be written again, and cannot be",
                             error,
                         )
-                        .context(format!("--quota-file {}", path.display()))
+                        .context(place)
                         .hint("make it writable")
                     })?;
                 }
@@ -92,21 +101,33 @@ impl Opened {
 /// # Errors
 /// As [`Opened::open`], or a secret that cannot be read.
 pub fn preflight(config: &ServerConfig) -> Result<()> {
-    let Some(path) = &config.quotas.file else {
+    let state = &config.state;
+    let in_state = || existing_file(state.base.as_ref().ok()?, &state.instance, QuotaPlace::FILE);
+    let place = match &config.quotas.file {
+        Some(path) => Some(QuotaPlace::given(path)),
+        None => in_state().map(QuotaPlace::in_state),
+    };
+    let Some(place) = place else {
         return Ok(());
     };
     let salts = Salts::of(config.tenants.salt_key()?);
-    prepared(config, &salts, QuotaFile::peek(path)?).map(drop)
+    prepared(config, &place, &salts, QuotaFile::peek(place.clone())?).map(drop)
 }
 
 /// The table as it holds now: by the names that tenants have, and for the tiers it was meant for.
-fn prepared(config: &ServerConfig, salts: &Salts, table: Table) -> Result<Table> {
+fn prepared(
+    config: &ServerConfig,
+    place: &QuotaPlace,
+    salts: &Salts,
+    table: Table,
+) -> Result<Table> {
     // What was set before salts were hashed still holds.
     let table = table
         .renamed(|salt| salts.of_operator(salt).into())
         .map_err(|name| {
             Error::refused(format!(
-                "--quota-file: {name} has an entry, and so has the salt that it is the hash of"
+                "{}: {name} has an entry, and so has the salt that it is the hash of",
+                place.flag
             ))
             .hint("start without --hash-salts and delete one of them")
         })?;
@@ -117,13 +138,14 @@ fn prepared(config: &ServerConfig, salts: &Salts, table: Table) -> Result<Table>
     for (tier, then) in table.places() {
         if let Some(now) = now(tier).filter(|now| now != then) {
             return Err(Error::refused(format!(
-                "--quota-file: it has limits of its own for tier {tier}, which was in {then} and is in {now} now; give that \
-                 adapter another \"name\", and \"name\": {tier:?} to the one in {then} if there still is one"
+                "{}: it has limits of its own for tier {tier}, which was in {then} and is in {now} now; give that \
+                 adapter another \"name\", and \"name\": {tier:?} to the one in {then} if there still is one",
+                place.flag
             )));
         }
     }
     let table = table.placed(now);
-    check_reserved(config, &table)?;
+    check_reserved(config, place, &table)?;
     Ok(table)
 }
 
@@ -134,11 +156,11 @@ fn place_of(places: &[Place], tier: &str) -> Option<String> {
 }
 
 /// Tiers may have become smaller since shares were reserved.
-fn check_reserved(config: &ServerConfig, table: &Table) -> Result<()> {
+fn check_reserved(config: &ServerConfig, kept: &QuotaPlace, table: &Table) -> Result<()> {
     for place in config.places() {
         let checked = place.check_reserved(table.reserved(&place.name));
         checked.map_err(|what| {
-            what.context("--quota-file")
+            what.context(kept.flag)
                 .hint("enlarge the tier, or reserve less while it is large enough")
         })?;
     }
@@ -218,6 +240,11 @@ impl Quotas {
     /// The tiers, L1 first.
     pub fn places(&self) -> &[Place] {
         &self.places
+    }
+
+    /// Where the table is kept.
+    pub fn file(&self) -> Option<&Path> {
+        self.file.as_ref().map(QuotaFile::path)
     }
 
     /// Whether what is set outlives the process.

@@ -21,6 +21,9 @@ from pathlib import Path
 
 from .waiting import wait_until
 
+# Servers of tests keep no state on the machine, unless a flag names a directory.
+os.environ.setdefault("KVTIER_STATE_DIR", "none")
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 # Name of a server mode -> the flags that select it, and what a client must ask for.

@@ -6,7 +6,8 @@ use std::sync::atomic::Ordering;
 use kvtier_api::{
     DevicesStatus, EngineDrivenInstance, EvictionStatus, KernelGroup, KvCacheLayout, KvEvents,
     L1EvictionStatus, L1Status, L2EvictionStatus, LmcacheDrivenInstance, MemoryPart,
-    PrefetchStatus, QuotaStatus, Status, StorageManagerStatus, StoreStatus, WorkerLiveness,
+    PrefetchStatus, QuotaStatus, StateStatus, Status, StorageManagerStatus, StoreStatus,
+    WorkerLiveness,
 };
 use kvtier_core::cache::FreeSpace;
 use kvtier_device::{Axis, KvLayout};
@@ -231,15 +232,24 @@ impl Admin {
                 l1_usage: [stats.used_bytes, stats.capacity_bytes],
                 l1_capacity_bytes_by_backend: by_backend,
             },
+            state: match &self.context.state {
+                Ok(state) => StateStatus {
+                    directory: Some(state.path().to_string_lossy().into_owned()),
+                    reason: None,
+                },
+                Err(why) => StateStatus {
+                    directory: None,
+                    reason: Some(why.clone()),
+                },
+            },
             quotas: QuotaStatus {
                 mode: quota_settings.mode_name().to_owned(),
                 default_limit_bytes: quota_settings.default_limit.0,
                 enforced_by: enforced_by.map(|place| place.name.to_string()).collect(),
                 num_tenants: quotas.table().len(),
                 persisted: quotas.is_persistent(),
-                file: quota_settings
-                    .file
-                    .as_ref()
+                file: quotas
+                    .file()
                     .map(|file| file.to_string_lossy().into_owned()),
             },
             active_prefetch_jobs: unread,

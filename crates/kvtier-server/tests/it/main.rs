@@ -25,6 +25,7 @@ mod restart;
 mod segments;
 mod sessions;
 mod staging;
+mod state;
 mod support;
 mod tenants;
 mod transfers;

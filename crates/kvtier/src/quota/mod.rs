@@ -244,7 +244,7 @@ fn changed(
     if change.persisted == Some(false) {
         out::complain(
             "quota",
-            "the server has no --quota-file; a restart forgets this",
+            "the server has neither --state-dir nor --quota-file; a restart forgets this",
         );
     }
     let has_effect = change.enforced != Some(false);

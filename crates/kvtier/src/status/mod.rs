@@ -10,7 +10,9 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::Args;
 use indicatif::{HumanBytes, HumanCount, HumanDuration};
-use kvtier_api::{Health, QuotaStatus, Recovery, Status, StorageManagerStatus, TierStatus};
+use kvtier_api::{
+    Health, QuotaStatus, Recovery, StateStatus, Status, StorageManagerStatus, TierStatus,
+};
 use serde_json::Value;
 
 use crate::address::HttpArgs;
@@ -130,6 +132,18 @@ fn summary(url: &str, status: &Status) -> String {
         gpus::write(&mut out, cuda);
     }
     quotas(&mut out, &status.quotas);
+    match &status.state {
+        StateStatus {
+            directory: Some(directory),
+            ..
+        } => line(&mut out, "state", &format!("in {directory}"), []),
+        StateStatus {
+            reason: Some(reason),
+            ..
+        } => line(&mut out, "state", &format!("none is kept: {reason}"), []),
+        // Another server's status.
+        _ => {}
+    }
     if let Some(tokens) = status.chunk_size {
         let hash = or(&status.hash_algorithm, "unknown hash").to_owned();
         line(

@@ -47,7 +47,9 @@ fn quotas_are_set_shown_listed_and_removed() {
     let warned = lines(&quota(&["set", "_default", "unlimited"]).stderr);
     assert_eq!(
         warned,
-        ["kvtier quota: the server has no --quota-file; a restart forgets this"]
+        [
+            "kvtier quota: the server has neither --state-dir nor --quota-file; a restart forgets this"
+        ]
     );
     let one: Value = serde_json::from_str(&stdout(&["get", "a b", "--json"])).unwrap();
     assert_eq!(
