@@ -207,6 +207,43 @@ def test_program_ends_by_signal_and_with_kvtier(tmp_path, end):
     assert not Path(path).exists()
 
 
+STUCK = """
+import argparse, sys, threading
+from kvtier.tier import Tier, main, server
+
+server.STOP_WAIT = 0.2
+
+class Stuck(Tier):
+    def store(self, objects):
+        return []
+    def lookup(self, keys):
+        print("called", flush=True)
+        threading.Event().wait()
+    def load(self, objects):
+        return []
+
+sys.exit(main(lambda _: Stuck(), argparse.ArgumentParser()))
+"""
+
+
+def test_program_ends_though_a_call_hangs(tmp_path):
+    """A backend that never answers does not keep the program from ending."""
+    path = str(tmp_path / "socket")
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([sys.executable, "-c", STUCK, "--socket", path], text=True, **pipes)
+    try:
+        client = Client(path)
+        client.read()
+        client.sock.sendall(client.frame(1, {"op": "lookup", "keys": ["a"]}))
+        assert process.stdout.readline() == "called\n"
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 1
+    assert "did not end within 0.2 s" in told
+
+
 def test_keys_read_back():
     """The parts of a key make its text again."""
     text = f"org/m@02000200@1f@{'ab' * 32}@tenant"

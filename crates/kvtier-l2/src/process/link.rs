@@ -199,7 +199,9 @@ impl Shared {
                     let error = self.error(ErrorKind::Unavailable, &end.to_string());
                     // Later calls are not sent there any more.
                     self.state.send_replace(State::Down(error.clone()));
-                    if let (End::Silent(_), Some(supervisor)) = (&end, &self.supervisor) {
+                    if let (End::Silent(_) | End::Unanswered(_), Some(supervisor)) =
+                        (&end, &self.supervisor)
+                    {
                         supervisor.restart();
                     }
                     let failed = session.end(&error);

@@ -20,6 +20,10 @@ use super::message::{Request, Welcome};
 use super::segment::{Segment, Slot};
 use crate::error::{ErrorKind, L2Error};
 
+/// Longest silences for which one request may wait while others are answered: its part of the segment and its permit are of no
+/// use to others meanwhile.
+const MAX_SILENCES: u32 = 4;
+
 /// What a request is about; each lane has requests in flight of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Lane {
@@ -85,6 +89,8 @@ pub(super) enum End {
     Violated(Violation),
     /// The tier has not answered anything for this long.
     Silent(Duration),
+    /// The tier has not answered a request for this long, and answered others meanwhile.
+    Unanswered(Duration),
 }
 
 impl std::fmt::Display for End {
@@ -93,6 +99,9 @@ impl std::fmt::Display for End {
             Self::Closed(how) => write!(f, "the tier closed the connection{how}"),
             Self::Violated(what) => write!(f, "the tier broke the protocol: {what}"),
             Self::Silent(time) => write!(f, "the tier answered nothing for {time:?}"),
+            Self::Unanswered(time) => {
+                write!(f, "the tier left a request without an answer for {time:?}")
+            }
         }
     }
 }
@@ -286,20 +295,28 @@ impl Session {
                 end = &mut writing => return end,
                 Some(what) = violations.recv() => return End::Violated(what),
                 _ = ticks.tick() => {
-                    if self.silence(Instant::now()) > timeout {
-                        return End::Silent(timeout);
+                    if let Some(end) = self.overdue(Instant::now(), timeout) {
+                        return end;
                     }
                 }
             }
         }
     }
 
-    /// Time since the last answer in which there was a request to answer.
-    fn silence(&self, now: Instant) -> Duration {
+    /// Whether a request has waited for too long.
+    fn overdue(&self, now: Instant, timeout: Duration) -> Option<End> {
         let pending = self.pending.lock();
-        let oldest = pending.requests.values().map(|request| request.since).min();
-        let since = oldest.map(|oldest| oldest.max(pending.last_answer));
-        since.map_or(Duration::ZERO, |since| now.saturating_duration_since(since))
+        let oldest = pending
+            .requests
+            .values()
+            .map(|request| request.since)
+            .min()?;
+        let since = |then: Instant| now.saturating_duration_since(then);
+        let longest = timeout.saturating_mul(MAX_SILENCES);
+        if since(oldest.max(pending.last_answer)) > timeout {
+            return Some(End::Silent(timeout));
+        }
+        (since(oldest) > longest).then_some(End::Unanswered(longest))
     }
 
     async fn read(&self, mut reader: OwnedReadHalf) -> Result<std::convert::Infallible, End> {

@@ -12,6 +12,7 @@ import stat
 import struct
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,10 +28,16 @@ MAX_FRAME = 4 << 20
 MAX_META = 256
 #: Longest error message that is sent, in characters.
 MAX_MESSAGE = 500
+#: Seconds that calls have to end when the server stops.
+STOP_WAIT = 10.0
 
 
 class ProtocolError(Exception):
     """The other side broke the protocol; its connection is closed."""
+
+
+class CallsLeft(Exception):
+    """Calls of the tier did not end when the server stopped. Only the end of the process ends them."""
 
 
 class Connection:
@@ -283,7 +290,7 @@ def serve(socket_path: str | os.PathLike[str], tier: Tier, *, stop: threading.Ev
 
     The socket is usable only by this user and root. One that an earlier process left is replaced; one that a process listens
     on is an error. Signals are handled only if this is the main thread. A program that kvtier has started also ends when its
-    standard input does, which is when kvtier has ended.
+    standard input does, which is when kvtier has ended. Calls in flight have 10 s to end, else :class:`CallsLeft` is raised.
     """
     path = os.fspath(socket_path)
     stop = stop or threading.Event()
@@ -314,8 +321,11 @@ def serve(socket_path: str | os.PathLike[str], tier: Tier, *, stop: threading.Ev
                 os.unlink(path)
         for connection in connections.values():
             connection.stop()
+        until = time.monotonic() + STOP_WAIT
         for thread in connections:
-            thread.join()
+            thread.join(max(until - time.monotonic(), 0.0))
+        if any(thread.is_alive() for thread in connections):
+            raise CallsLeft(f"calls of the tier did not end within {STOP_WAIT:g} s")
         tier.close()
 
 
@@ -372,4 +382,8 @@ def main(make: Callable[[argparse.Namespace], Tier], parser: argparse.ArgumentPa
     except OSError as error:
         _log(str(error))
         return 1
+    except CallsLeft as error:
+        _log(f"{error}; ending without them")
+        # Python's own end waits for their threads.
+        os._exit(1)
     return 0

@@ -308,6 +308,36 @@ async fn silent_tier_is_left_and_connected_to_again() {
     bed.loads(&one).await;
 }
 
+/// Signs of life are no reason to wait for one request for ever, whose memory and permit others need.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn request_left_unanswered_by_a_live_tier_ends_the_connection() {
+    let bed = bed(|options| options.request_timeout = Duration::from_millis(100)).await;
+    bed.fake.does(|good, asked| match asked.op() {
+        "load" if asked.connection == 0 => Vec::new(),
+        _ => good.then(&asked),
+    });
+    let one = [object(1, 1000)];
+    bed.stores(&one).await;
+    let loading = async { load(&bed.adapter, &bed.memory, &one).await };
+    let pinging = async {
+        loop {
+            bed.adapter.check().await;
+            tokio::time::sleep(Duration::from_millis(10)).await;
+        }
+    };
+    let loaded = tokio::select! {
+        loaded = loading => loaded,
+        () = pinging => unreachable!("it has no end"),
+    };
+    let error = loaded[0].as_ref().unwrap_err();
+    assert!(
+        error.to_string().contains("without an answer for 400ms"),
+        "{error}"
+    );
+    until_connected(&bed.adapter).await;
+    bed.loads(&one).await;
+}
+
 /// A sign of life that is not given ends the connection too.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn frozen_idle_tier_is_noticed() {
