@@ -28,6 +28,7 @@
 mod calls;
 mod cases;
 mod context;
+mod evicting;
 mod memory;
 mod objects;
 mod scoped;
@@ -45,6 +46,7 @@ use crate::adapter::{Adapter, BoxFuture, Capabilities};
 
 pub use calls::{kinds, load, store};
 pub use context::poll_once;
+pub use evicting::evicted_by_the_backend_leaves_the_index;
 pub use memory::Memory;
 pub use objects::{content, object, object_with};
 pub use scoped::{Cleanup, Scoped};

@@ -39,7 +39,7 @@ impl S3Adapter {
             .map(|(_, key)| key)
             .collect();
         let there = self
-            .each(first.clone(), |shared, key| async move {
+            .each(first.clone(), |shared, key, _open| async move {
                 shared.is_there(&key).await
             })
             .await;
@@ -54,7 +54,7 @@ impl S3Adapter {
             .partition(|key| xml::can_hold(key) && !self.shared.deletes_singly());
         let parts: Vec<_> = together.chunks(MAX_KEYS).map(<[String]>::to_vec).collect();
         let deleted = self
-            .each(parts.clone(), |shared, keys| async move {
+            .each(parts.clone(), |shared, keys, _open| async move {
                 shared.delete_together(&keys).await
             })
             .await;
@@ -74,7 +74,7 @@ impl S3Adapter {
             }
         }
         let deleted = self
-            .each(singly.clone(), |shared, key| async move {
+            .each(singly.clone(), |shared, key, _open| async move {
                 shared.delete_one(&key).await
             })
             .await;

@@ -38,6 +38,8 @@ impl Shared {
             query.push(("continuation-token", name::quoted_in_query(from)));
         }
         query.sort_unstable();
+        // A long listing is not waited for at the end.
+        let _open = self.opened().await?;
         let call = Call {
             query,
             ..Call::of_bucket("GET")

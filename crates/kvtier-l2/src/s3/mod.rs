@@ -34,7 +34,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvtier_core::object_key::ObjectKey;
 use serde_json::{Value as Json, json};
-use tokio::sync::RwLock;
+use tokio::sync::{OwnedRwLockReadGuard, RwLock};
 use tokio::task::JoinSet;
 
 use crate::adapter::{
@@ -57,13 +57,16 @@ const MAX_ANSWER: usize = 64 << 10;
 /// Adapter of a bucket.
 pub struct S3Adapter {
     shared: Arc<Shared>,
-    /// Whether it is open. Calls in flight hold it for reading, and the end waits for them.
-    open: Arc<RwLock<bool>>,
 }
+
+/// Held by what is in flight: the end of the adapter waits for it.
+type Open = Arc<OwnedRwLockReadGuard<bool>>;
 
 /// What the tasks of calls share.
 struct Shared {
     client: Client,
+    /// Whether the adapter is open. What is in flight holds it for reading, and the end waits for that.
+    open: Arc<RwLock<bool>>,
     key_prefix: String,
     multipart_bytes: u64,
     object_headers: Vec<(&'static str, String)>,
@@ -158,9 +161,18 @@ impl Shared {
         Ok(found)
     }
 
-    fn closed(&self) -> L2Error {
-        self.client
-            .error(ErrorKind::Unavailable, "the adapter is closed")
+    /// Keeps the adapter open.
+    ///
+    /// # Errors
+    /// If it is closed.
+    async fn opened(&self) -> Result<Open, L2Error> {
+        let open = Arc::clone(&self.open).read_owned().await;
+        match *open {
+            true => Ok(Arc::new(open)),
+            false => Err(self
+                .client
+                .error(ErrorKind::Unavailable, "the adapter is closed")),
+        }
     }
 }
 
@@ -174,6 +186,7 @@ impl S3Adapter {
     fn open_with(options: &S3Options, variables: Variables) -> Self {
         let shared = Shared {
             client: Client::new(options, variables),
+            open: Arc::new(RwLock::new(true)),
             key_prefix: options.key_prefix.clone(),
             multipart_bytes: options.multipart_bytes.max(1),
             object_headers: options.object_headers.clone(),
@@ -185,7 +198,6 @@ impl S3Adapter {
         };
         Self {
             shared: Arc::new(shared),
-            open: Arc::new(RwLock::new(true)),
         }
     }
 
@@ -194,7 +206,7 @@ impl S3Adapter {
     async fn each<T, R, F>(
         &self,
         items: Vec<T>,
-        work: fn(Arc<Shared>, T) -> F,
+        work: fn(Arc<Shared>, T, Open) -> F,
     ) -> Vec<Result<R, L2Error>>
     where
         T: Send + 'static,
@@ -202,19 +214,14 @@ impl S3Adapter {
         F: Future<Output = Result<R, L2Error>> + Send + 'static,
     {
         let count = items.len();
-        let open = Arc::clone(&self.open).read_owned().await;
-        if !*open {
-            return (0..count).map(|_| Err(self.shared.closed())).collect();
-        }
-        let open = Arc::new(open);
+        let open = match self.shared.opened().await {
+            Ok(open) => open,
+            Err(error) => return (0..count).map(|_| Err(error.clone())).collect(),
+        };
         let mut tasks = JoinSet::new();
         for (number, item) in items.into_iter().enumerate() {
             let (shared, open) = (Arc::clone(&self.shared), Arc::clone(&open));
-            tasks.spawn(async move {
-                let result = work(shared, item).await;
-                drop(open);
-                (number, result)
-            });
+            tasks.spawn(async move { (number, work(shared, item, open).await) });
         }
         let mut results: Vec<Option<Result<R, L2Error>>> = (0..count).map(|_| None).collect();
         while let Some(ended) = tasks.join_next().await {
@@ -252,15 +259,14 @@ impl Adapter for S3Adapter {
     }
 
     fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
-        Box::pin(self.each(
-            batch,
-            |shared, item| async move { shared.store(&item).await },
-        ))
+        Box::pin(self.each(batch, |shared, item, open| async move {
+            shared.store(&item, &open).await
+        }))
     }
 
     fn lookup(&self, batch: Vec<ObjectSpec>) -> BoxFuture<'_, Result<Vec<Option<u64>>, L2Error>> {
         Box::pin(async move {
-            let look = |shared: Arc<Shared>, object: ObjectSpec| async move {
+            let look = |shared: Arc<Shared>, object: ObjectSpec, _open: Open| async move {
                 shared.lookup(&object).await
             };
             let found = self.each(batch, look).await;
@@ -276,7 +282,7 @@ impl Adapter for S3Adapter {
     }
 
     fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>> {
-        Box::pin(self.each(batch, |shared, item| async move {
+        Box::pin(self.each(batch, |shared, item, _open| async move {
             let loaded = shared.load(&item).await;
             if matches!(&loaded, Err(error) if error.kind() == ErrorKind::Corrupt) {
                 shared.damaged.insert(&item.object.key);
@@ -301,7 +307,11 @@ impl Adapter for S3Adapter {
     }
 
     fn check(&self) -> BoxFuture<'_, ()> {
-        Box::pin(self.shared.client.check())
+        Box::pin(async {
+            if let Ok(_open) = self.shared.opened().await {
+                self.shared.client.check().await;
+            }
+        })
     }
 
     fn status(&self) -> Json {
@@ -331,7 +341,7 @@ impl Adapter for S3Adapter {
 
     fn close(&self) -> BoxFuture<'_, ()> {
         Box::pin(async {
-            *self.open.write().await = false;
+            *self.shared.open.write().await = false;
             self.shared.client.close();
         })
     }

@@ -2,14 +2,17 @@
 //! or not at all.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use hyper::body::Bytes;
+use tokio::runtime::Handle;
 use tokio::task::JoinSet;
+use tokio::time::timeout;
 
 use super::client::{Call, Client};
 use super::content::Content;
 use super::metadata::{self, Metadata};
-use super::{MAX_ANSWER, Shared, count, xml};
+use super::{MAX_ANSWER, Open, Shared, count, xml};
 use crate::adapter::Stored;
 use crate::error::{ErrorKind, L2Error};
 use crate::object::StoreItem;
@@ -27,9 +30,13 @@ enum Before {
     Absent,
 }
 
+/// Time for the removal of an upload; the end of the adapter waits for it.
+const REMOVAL_TIMEOUT: Duration = Duration::from_secs(10);
+
 /// An upload in parts that was not completed: dropping it removes it from the server, in a task of its own.
 struct Upload {
     shared: Arc<Shared>,
+    open: Open,
     key: String,
     id: String,
     is_complete: bool,
@@ -41,21 +48,30 @@ impl Drop for Upload {
             return;
         }
         let (shared, call) = (Arc::clone(&self.shared), self.call("DELETE", None));
+        let open = Arc::clone(&self.open);
         let remove = async move {
-            let removed = shared.client.send(&call).await;
-            let failure = match removed {
-                Ok(answer) if matches!(answer.response.status(), 200..300 | 404) => {
-                    answer.response.end();
-                    return;
-                }
-                Ok(answer) => answer.failure("removal of an upload").await,
-                Err(error) => error,
+            let removed = timeout(REMOVAL_TIMEOUT, remove(&shared.client, &call)).await;
+            let late = || {
+                shared
+                    .client
+                    .error(ErrorKind::Deadline, "no answer in time")
             };
-            tracing::debug!(error = %failure, "an incomplete upload stays in the bucket");
+            if let Err(error) = removed.unwrap_or_else(|_| Err(late())) {
+                tracing::debug!(%error, "an incomplete upload stays in the bucket");
+            }
+            drop(open);
         };
-        if let Ok(runtime) = tokio::runtime::Handle::try_current() {
+        if let Ok(runtime) = Handle::try_current() {
             runtime.spawn(remove);
         }
+    }
+}
+
+async fn remove(client: &Client, call: &Call) -> Result<(), L2Error> {
+    let answer = client.send(call).await?;
+    match answer.response.status() {
+        200..300 | 404 => answer.whole(MAX_ANSWER).await.map(drop),
+        _ => Err(answer.failure("removal of an upload").await),
     }
 }
 
@@ -73,7 +89,11 @@ impl Upload {
 
 impl Shared {
     /// Writes one object.
-    pub(super) async fn store(self: &Arc<Self>, item: &StoreItem) -> Result<Stored, L2Error> {
+    pub(super) async fn store(
+        self: &Arc<Self>,
+        item: &StoreItem,
+        open: &Open,
+    ) -> Result<Stored, L2Error> {
         let StoreItem { object, from } = item;
         self.check(object, from)?;
         let key = self.key(object)?;
@@ -88,7 +108,7 @@ impl Shared {
         headers.push((metadata::HEADER, metadata::encode(object, sum)));
         headers.push(("content-type", "application/octet-stream".to_owned()));
         if object.len > self.multipart_bytes {
-            self.upload(&key, item, headers).await?;
+            self.upload(&key, item, headers, open).await?;
         } else {
             let call = Call {
                 headers,
@@ -127,6 +147,7 @@ impl Shared {
         key: &str,
         item: &StoreItem,
         headers: Vec<(&'static str, String)>,
+        open: &Open,
     ) -> Result<(), L2Error> {
         let malformed = |_| self.malformed("upload");
         let begin = Call {
@@ -142,6 +163,7 @@ impl Shared {
         let id = xml::upload_id(&answer.whole(MAX_ANSWER).await?).map_err(malformed)?;
         let mut upload = Upload {
             shared: Arc::clone(self),
+            open: Arc::clone(open),
             key: key.to_owned(),
             id,
             is_complete: false,

@@ -1,5 +1,6 @@
 //! A real server: the conformance suite, LMCache's objects, identity, and a server that dies, hangs, or refuses.
 
+use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use kvtier_core::ChunkHash;
@@ -9,7 +10,9 @@ use super::super::names::COMPANION;
 use super::part::Part;
 use super::server::Redis;
 use super::*;
-use crate::conformance::{check_some, object, run};
+use crate::conformance::{
+    check_some, evicted_by_the_backend_leaves_the_index, object, poll_once, run,
+};
 use crate::object::PAGE_BOUND;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -295,6 +298,54 @@ async fn server_that_dies_and_returns_is_used_again() {
         [Some(ErrorKind::NotFound)]
     );
     assert_eq!(kinds(store(&adapter, &memory, &objects).await), [None]);
+}
+
+#[tokio::test]
+async fn object_evicted_by_the_server_leaves_the_index() {
+    let (server, memory) = (Redis::start(&[]), Memory::new(1 << 20));
+    let adapter = Arc::new(RespAdapter::open("resp", &server.options()));
+    evicted_by_the_backend_leaves_the_index(adapter, &memory, |_| {
+        server.ask(&[b"FLUSHALL"]);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn server_killed_during_a_store_has_all_of_it_or_nothing() {
+    let (mut server, memory) = (Redis::start(&[]), Memory::new(16 << 20));
+    let options = RespOptions {
+        request_timeout: Duration::from_secs(20),
+        ..server.options()
+    };
+    let adapter = RespAdapter::open("resp", &options);
+    let objects = [object(1, 8 << 20)];
+    assert_eq!(adapter.lookup(objects.to_vec()).await, Ok(vec![None]));
+    // Its sockets take a part of the value.
+    server.signal(rustix::process::Signal::STOP);
+    let storing = async { kinds(store(&adapter, &memory, &objects).await) };
+    let mut storing = std::pin::pin!(storing);
+    for _ in 0..20 {
+        assert!(poll_once(&mut storing).await.is_none());
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    server.kill();
+    let stored = storing.await;
+    assert!(
+        matches!(
+            stored[..],
+            [Some(ErrorKind::Unavailable | ErrorKind::Deadline)]
+        ),
+        "{stored:?}"
+    );
+    memory.until_unused().await;
+    server.restart();
+    until(&adapter, true).await;
+    assert_eq!(adapter.lookup(objects.to_vec()).await, Ok(vec![None]));
+    assert_eq!(kinds(store(&adapter, &memory, &objects).await), [None]);
+    assert_eq!(
+        load(&adapter, &memory, &objects).await,
+        [Ok(content(&objects[0]))]
+    );
 }
 
 #[tokio::test]

@@ -1,8 +1,8 @@
 //! Objects of other writers, of other layouts, damaged, large, and those that are deleted.
 
-use super::server::{Reply, Request, Stored};
+use super::server::{Reply, Request, Stored, Then};
 use super::*;
-use crate::conformance::object;
+use crate::conformance::{evicted_by_the_backend_leaves_the_index, object, poll_once};
 use crate::object::PAGE_BOUND;
 use crate::s3::metadata::{HEADER, encode};
 
@@ -226,6 +226,85 @@ async fn ranges_of_two_versions_are_not_mixed_where_nothing_verifies_them() {
     });
     let loaded = load(&bed.adapter, &bed.memory, &one).await;
     assert_eq!(loaded, [Ok(vec![2; 1000])]);
+}
+
+#[tokio::test]
+async fn object_deleted_in_the_bucket_leaves_the_index() {
+    let bed = bed(|_| {}).await;
+    evicted_by_the_backend_leaves_the_index(Arc::new(bed.adapter), &bed.memory, |_| {
+        bed.server.with(|bucket| bucket.objects.clear());
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn closing_removes_uploads_in_flight() {
+    let bed = bed(|options| {
+        options.multipart_bytes = 300;
+        options.request_timeout = Duration::from_secs(60);
+    })
+    .await;
+    bed.server.answers(|request, _| {
+        (request.query.contains_key("partNumber")).then(|| Reply {
+            bytes: Vec::new(),
+            then: Then::Stall,
+        })
+    });
+    let one = object(1, 1000);
+    let item = StoreItem {
+        from: bed.memory.filled(&content(&one)),
+        object: one,
+    };
+    let mut storing = bed.adapter.store(vec![item]);
+    while bed.server.with(|bucket| bucket.uploads.is_empty()) {
+        assert!(poll_once(&mut storing).await.is_none());
+        tokio::time::sleep(Duration::from_millis(1)).await;
+    }
+    drop(storing);
+    bed.adapter.close().await;
+    assert!(bed.server.with(|bucket| bucket.uploads.is_empty()));
+}
+
+#[tokio::test]
+async fn closed_adapter_sends_nothing() {
+    let bed = bed(|_| {}).await;
+    bed.adapter.close().await;
+    bed.server.forget_requests();
+    bed.adapter.check().await;
+    for error in [
+        bed.adapter.list(None, 10).await.map(drop),
+        bed.adapter.recover(&|_| true).await.map(drop),
+        bed.adapter.lookup(vec![object(1, 10)]).await.map(drop),
+    ] {
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains("closed"), "{error}");
+    }
+    assert!(bed.server.requests().is_empty());
+}
+
+#[tokio::test]
+async fn closing_waits_for_one_page_of_a_listing() {
+    let bed = bed(|_| {}).await;
+    let objects: Vec<_> = (0..3).map(|number| object(number, 100)).collect();
+    store(&bed.adapter, &bed.memory, &objects).await;
+    // Pages without an end.
+    bed.server.answers(|request, _| {
+        let number = request.query.get("continuation-token");
+        let next = number.map_or(1, |number| number.parse::<u64>().unwrap() + 1);
+        let body = format!(
+            "<ListBucketResult><IsTruncated>true</IsTruncated><NextContinuationToken>{next}</NextContinuationToken></ListBucketResult>"
+        );
+        (request.method == "GET").then(|| Reply::new(200, &[], body.as_bytes()))
+    });
+    let recovering = bed.adapter.recover(&|_| true);
+    let (recovered, ()) = tokio::join!(recovering, async {
+        while bed.server.requests().len() < 10 {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        bed.adapter.close().await;
+    });
+    let error = recovered.unwrap_err().to_string();
+    assert!(error.contains("closed"), "{error}");
 }
 
 #[tokio::test]
