@@ -106,26 +106,40 @@ impl ClientTls {
         })
     }
 
-    fn authorities(&self) -> Result<RootCertStore, L2Error> {
+    fn authorities(&self) -> Result<Arc<RootCertStore>, L2Error> {
+        let Some(path) = &self.ca else {
+            return system_authorities();
+        };
         let mut roots = RootCertStore::empty();
-        match &self.ca {
-            Some(path) => {
-                for certificate in certificates(CA.name, path)? {
-                    let added = roots.add(certificate);
-                    added.map_err(|error| refused_file(CA.name, path, &error.to_string()))?;
-                }
-            }
-            None => {
-                // Single ones that cannot be read are no reason to refuse the others.
-                let found = rustls_native_certs::load_native_certs().certs;
-                if roots.add_parsable_certificates(found).0 == 0 {
-                    let what = "the system has no certification authorities; install ca-certificates, or give tls_ca";
-                    return Err(refused(CA.name, what));
-                }
-            }
+        for certificate in certificates(CA.name, path)? {
+            let added = roots.add(certificate);
+            added.map_err(|error| refused_file(CA.name, path, &error.to_string()))?;
         }
-        Ok(roots)
+        Ok(Arc::new(roots))
     }
+}
+
+/// The authorities of the system, which are some hundred files to parse.
+static SYSTEM: Mutex<Option<(Instant, Arc<RootCertStore>)>> = Mutex::new(None);
+
+/// Returns the authorities of the system, read a minute ago at most.
+fn system_authorities() -> Result<Arc<RootCertStore>, L2Error> {
+    if let Some((since, roots)) = &*SYSTEM.lock()
+        && since.elapsed() < SETTINGS_LIFE
+    {
+        return Ok(Arc::clone(roots));
+    }
+    let mut roots = RootCertStore::empty();
+    // Single ones that cannot be read are no reason to refuse the others.
+    let found = rustls_native_certs::load_native_certs().certs;
+    if roots.add_parsable_certificates(found).0 == 0 {
+        let what =
+            "the system has no certification authorities; install ca-certificates, or give tls_ca";
+        return Err(refused(CA.name, what));
+    }
+    let roots = Arc::new(roots);
+    *SYSTEM.lock() = Some((Instant::now(), Arc::clone(&roots)));
+    Ok(roots)
 }
 
 /// What connections are secured by: files read a minute ago at most, so that renewed ones are used.

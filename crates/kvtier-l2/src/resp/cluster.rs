@@ -7,14 +7,14 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use kvtier_sync::Mutex;
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, Semaphore, watch};
 use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use super::RespOptions;
 use super::address::Address;
 use super::command::Commands;
-use super::endpoint::Endpoint;
+use super::endpoint::{Endpoint, MAX_CONNECTING};
 use super::errors;
 use super::pool::Pool;
 use super::reply::Value;
@@ -46,6 +46,7 @@ pub(super) struct Cluster {
 
 struct Shared {
     options: Arc<RespOptions>,
+    connecting: Arc<Semaphore>,
     topology: Mutex<Topology>,
     /// Number of questions for the slots.
     questions: AtomicUsize,
@@ -73,6 +74,7 @@ impl Cluster {
     pub(super) fn open(options: Arc<RespOptions>) -> Self {
         let shared = Arc::new(Shared {
             options,
+            connecting: Arc::new(Semaphore::new(MAX_CONNECTING)),
             topology: Mutex::new(Topology::default()),
             questions: AtomicUsize::new(0),
             asked: watch::Sender::new(None),
@@ -227,7 +229,8 @@ impl Topology {
 
 impl Shared {
     fn endpoint(&self, address: &Address) -> Endpoint {
-        Endpoint::new(vec![address.clone()], Arc::clone(&self.options))
+        let connecting = Arc::clone(&self.connecting);
+        Endpoint::new(vec![address.clone()], Arc::clone(&self.options), connecting)
     }
 
     /// The node at an address; the first call about it begins to connect. None if there are too many.

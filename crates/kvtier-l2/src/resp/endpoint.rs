@@ -10,6 +10,7 @@ use kvtier_memory::socket::SocketError;
 use rustix::net::sockopt;
 use tokio::io::Interest;
 use tokio::net::{TcpStream, UnixStream};
+use tokio::sync::Semaphore;
 use tokio::time::timeout;
 
 use super::RespOptions;
@@ -26,20 +27,30 @@ use crate::tls::Settings;
 /// TCP keepalive: silence before the first probe, and time between two probes.
 const KEEPALIVE: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(10));
 
+/// Connections of an adapter that are being made at once: each server accepts them one after the other, and each takes a file.
+pub(super) const MAX_CONNECTING: usize = 64;
+
 /// A server, and what a connection to it needs.
 pub(super) struct Endpoint {
     /// Where it is. Of several, it is the first one that is a primary.
     pub(super) addresses: Vec<Address>,
     pub(super) options: Arc<RespOptions>,
+    connecting: Arc<Semaphore>,
     tls: Option<Settings>,
     /// How often a connection found that the server has become a replica: all of them look for the primary again then.
     pub(super) demotions: AtomicU64,
 }
 
 impl Endpoint {
-    pub(super) fn new(addresses: Vec<Address>, options: Arc<RespOptions>) -> Self {
+    /// Returns a server of an adapter, all of whose servers share `connecting`.
+    pub(super) fn new(
+        addresses: Vec<Address>,
+        options: Arc<RespOptions>,
+        connecting: Arc<Semaphore>,
+    ) -> Self {
         Self {
             addresses,
+            connecting,
             tls: options.tls.clone().map(Settings::new),
             options,
             demotions: AtomicU64::new(0),
@@ -89,6 +100,8 @@ impl Endpoint {
 
     /// A connection on which commands can be sent. To be given [`RespOptions::connection_timeout`].
     pub(super) async fn connect(&self) -> Result<Stream, L2Error> {
+        // Never closed.
+        let _turn = self.connecting.acquire().await;
         let [address] = &self.addresses[..] else {
             return self.connect_to_primary().await;
         };
@@ -227,6 +240,7 @@ impl Endpoint {
             }
         }
         let (mut bytes, mut values) = (Vec::new(), Vec::new());
+        let mut progress = reply::Progress::default();
         let mut part = vec![0; 64 << 10];
         while values.len() < commands.expected.len() {
             // A server may never stop sending.
@@ -240,7 +254,9 @@ impl Endpoint {
                 }
                 Err(error) => return Err(failed(&error)),
             }
-            while let Some((value, used)) = reply::value(&bytes).map_err(|error| failed(&error))? {
+            while let Some((value, used)) =
+                progress.value(&bytes).map_err(|error| failed(&error))?
+            {
                 bytes.drain(..used);
                 values.push(value);
             }

@@ -6,12 +6,13 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
+use tokio::sync::Semaphore;
 use tokio::time::{Sleep, sleep};
 
 use super::RespOptions;
 use super::cluster::Cluster;
 use super::command::{Commands, Reply};
-use super::endpoint::Endpoint;
+use super::endpoint::{Endpoint, MAX_CONNECTING};
 use super::errors;
 use super::names::Named;
 use super::pool::{Health, Lane, Pool, Waiting, ended};
@@ -70,7 +71,8 @@ impl Nodes {
         match options.cluster_mode {
             true => Self::Cluster(Cluster::open(options)),
             false => {
-                let endpoint = Endpoint::new(options.addresses.clone(), options);
+                let connecting = Arc::new(Semaphore::new(MAX_CONNECTING));
+                let endpoint = Endpoint::new(options.addresses.clone(), options, connecting);
                 Self::One(Arc::new(Pool::open(endpoint)))
             }
         }

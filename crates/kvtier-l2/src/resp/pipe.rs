@@ -74,6 +74,8 @@ pub(super) struct Pipe<'a> {
     pending: VecDeque<Pending>,
     expected_bytes: u64,
     received: Vec<u8>,
+    /// How far the first reply of those was read.
+    progress: reply::Progress,
     body: Option<Body>,
     /// [`Endpoint::demotions`] at its beginning.
     demotions: u64,
@@ -101,6 +103,7 @@ impl<'a> Pipe<'a> {
             pending: VecDeque::new(),
             expected_bytes: 0,
             received: Vec::new(),
+            progress: reply::Progress::default(),
             body: None,
             demotions: endpoint.demotions.load(Ordering::Relaxed),
             ending: None,
@@ -373,7 +376,7 @@ impl<'a> Pipe<'a> {
         };
         let to = match expected {
             Expected::Value | Expected::Asking => {
-                let value = reply::value(bytes).map_err(malformed)?;
+                let value = self.progress.value(bytes).map_err(malformed)?;
                 return Ok(value.map(|(value, used)| (used, Some(Reply::Value(value)))));
             }
             Expected::Object(to) => to,

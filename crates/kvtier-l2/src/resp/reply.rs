@@ -80,13 +80,89 @@ fn length(line: &[u8]) -> Result<Option<u64>, Malformed> {
     }
 }
 
-/// The first reply of `bytes` and its length; none if it is incomplete.
-pub(super) fn value(bytes: &[u8]) -> Result<Option<(Value, usize)>, Malformed> {
-    let value = nested(bytes, MAX_DEPTH)?;
-    match value {
-        None if bytes.len() >= MAX_VALUE => Err(Malformed("a reply that is too long")),
-        value => Ok(value),
+/// How far an incomplete reply was read, so that what has arrived is not read again with each piece that arrives.
+#[derive(Debug, Default)]
+pub(super) struct Progress {
+    /// Bytes of complete parts.
+    at: usize,
+    /// Replies left of each array around them.
+    left: Vec<u64>,
+    /// Parts read in all.
+    #[cfg(test)]
+    parts: usize,
+}
+
+impl Progress {
+    /// The first reply of `bytes` and its length; none if it is incomplete: then the next call has the same bytes and more.
+    pub(super) fn value(&mut self, bytes: &[u8]) -> Result<Option<(Value, usize)>, Malformed> {
+        let is_new = self.at == 0;
+        if is_new && let Some(value) = nested(bytes, MAX_DEPTH)? {
+            return Ok(Some(value));
+        }
+        if self.is_complete(bytes)? {
+            self.at = 0;
+            return nested(bytes, MAX_DEPTH);
+        }
+        match bytes.len() >= MAX_VALUE {
+            true => Err(Malformed("a reply that is too long")),
+            false => Ok(None),
+        }
     }
+
+    fn is_complete(&mut self, bytes: &[u8]) -> Result<bool, Malformed> {
+        while let Some((head, used)) = head(bytes.get(self.at..).unwrap_or_default())? {
+            let mut end = self.at + used;
+            match head {
+                Head::Bulk(Some(length)) => {
+                    end = end.saturating_add(body_len(length)?).saturating_add(2);
+                    if bytes.len() < end {
+                        return Ok(false);
+                    }
+                }
+                Head::Array(Some(count)) => {
+                    if self.left.len() == MAX_DEPTH {
+                        return Err(Malformed("arrays inside of arrays"));
+                    }
+                    if count > 0 {
+                        self.left.push(count);
+                        self.at = end;
+                        continue;
+                    }
+                }
+                _ => {}
+            }
+            self.at = end;
+            #[cfg(test)]
+            {
+                self.parts += 1;
+            }
+            // An array ends with the last of its replies.
+            loop {
+                match self.left.last_mut() {
+                    None => return Ok(true),
+                    Some(1) => self.left.truncate(self.left.len() - 1),
+                    Some(left) => {
+                        *left -= 1;
+                        break;
+                    }
+                }
+            }
+        }
+        Ok(false)
+    }
+}
+
+/// The first reply of `bytes` and its length; none if it is incomplete.
+#[cfg(any(test, feature = "fuzzing"))]
+pub(super) fn value(bytes: &[u8]) -> Result<Option<(Value, usize)>, Malformed> {
+    Progress::default().value(bytes)
+}
+
+/// The length of a body that is kept whole.
+fn body_len(length: u64) -> Result<usize, Malformed> {
+    let length = usize::try_from(length).ok();
+    let length = length.filter(|length| *length <= MAX_VALUE);
+    length.ok_or(Malformed("a reply that is too long"))
 }
 
 fn nested(bytes: &[u8], depth: usize) -> Result<Option<(Value, usize)>, Malformed> {
@@ -99,10 +175,7 @@ fn nested(bytes: &[u8], depth: usize) -> Result<Option<(Value, usize)>, Malforme
         Head::Integer(number) => Value::Integer(number),
         Head::Bulk(None) => Value::Bulk(None),
         Head::Bulk(Some(length)) => {
-            let length = usize::try_from(length)
-                .ok()
-                .filter(|length| *length <= MAX_VALUE);
-            let end = at + length.ok_or(Malformed("a reply that is too long"))?;
+            let end = at + body_len(length)?;
             let Some(rest) = bytes.get(end..end + 2) else {
                 return Ok(None);
             };
@@ -188,6 +261,33 @@ mod tests {
     }
 
     #[test]
+    fn long_reply_in_pieces_is_read_once() {
+        let count = 20_000;
+        let mut bytes = format!("*{count}\r\n").into_bytes();
+        for number in 0..count {
+            bytes.extend_from_slice(format!("*2\r\n$3\r\nabc\r\n:{number}\r\n").as_bytes());
+        }
+        let mut progress = Progress::default();
+        for end in (1..bytes.len()).step_by(997) {
+            assert_eq!(progress.value(&bytes[..end]), Ok(None));
+        }
+        let (value, length) = progress.value(&bytes).unwrap().unwrap();
+        assert_eq!(length, bytes.len());
+        assert_eq!(progress.parts, 2 * count);
+        let Value::Array(values) = value else {
+            panic!("{value:?}")
+        };
+        let last = [
+            Value::Bulk(Some(b"abc".to_vec())),
+            Value::Integer(count as i64 - 1),
+        ];
+        assert_eq!(values.last(), Some(&Value::Array(last.to_vec())));
+        assert_eq!(values.len(), count);
+        // The next one is read from its start.
+        assert_eq!(progress.value(b":7\r\n"), Ok(Some((Value::Integer(7), 4))));
+    }
+
+    #[test]
     fn changed_bytes_break_nothing_and_arrive_the_same_in_any_pieces() {
         for seed in 0..20_000 {
             let mut bytes = REPLIES.to_vec();
@@ -199,10 +299,17 @@ mod tests {
             let mut at = 0;
             while let Ok(Some((whole, length))) = value(&bytes[at..]) {
                 // Nothing is read from a part.
+                let mut progress = Progress::default();
                 for cut in 0..length {
-                    let part = value(&bytes[at..at + cut]);
-                    assert!(matches!(part, Ok(None)), "{whole:?} at {cut}: {part:?}");
+                    let parts = [
+                        value(&bytes[at..at + cut]),
+                        progress.value(&bytes[at..at + cut]),
+                    ];
+                    let is_none = |part| matches!(part, &Ok(None));
+                    assert!(parts.iter().all(is_none), "{whole:?} at {cut}: {parts:?}");
                 }
+                let read = progress.value(&bytes[at..]);
+                assert_eq!(read, Ok(Some((whole, length))));
                 at += length;
             }
         }

@@ -5,6 +5,7 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpListener;
 
+use super::super::endpoint::MAX_CONNECTING;
 use super::*;
 use crate::conformance::object;
 
@@ -193,6 +194,55 @@ async fn error_inside_of_a_pipeline_costs_its_own_item() {
     let objects: Vec<_> = (0..3).map(|number| object(number, 1000)).collect();
     let loaded = kinds(load(&adapter, &memory, &objects).await);
     assert_eq!(loaded, [None, Some(ErrorKind::Refused), None]);
+}
+
+#[tokio::test]
+async fn errors_have_their_kinds() {
+    for (error, kind) in [
+        ("OOM command not allowed", ErrorKind::Full),
+        ("LOADING it is", ErrorKind::Unavailable),
+        ("TRYAGAIN Multiple keys", ErrorKind::Unavailable),
+        ("CLUSTERDOWN Hash slot", ErrorKind::Unavailable),
+        ("MASTERDOWN Link", ErrorKind::Unavailable),
+        ("BUSY a script", ErrorKind::Unavailable),
+        ("READONLY a replica", ErrorKind::Unavailable),
+        ("ERR max number of clients reached", ErrorKind::Unavailable),
+        ("NOAUTH Authentication required", ErrorKind::Refused),
+        ("WRONGPASS invalid", ErrorKind::Refused),
+        ("NOPERM this user", ErrorKind::Refused),
+        ("MOVED 1 127.0.0.1:2", ErrorKind::Refused),
+        ("WRONGTYPE Operation", ErrorKind::Corrupt),
+        ("", ErrorKind::Refused),
+    ] {
+        let said = format!("-{error}\r\n");
+        assert_eq!(
+            error_of(said.as_bytes(), false).await,
+            Some(kind),
+            "{error}"
+        );
+    }
+}
+
+#[tokio::test]
+async fn connections_are_made_a_few_at_once() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    let options = RespOptions {
+        num_workers: 200,
+        connection_timeout: Duration::from_secs(60),
+        ..RespOptions::new(Address::Tcp("127.0.0.1".into(), port))
+    };
+    let _adapter = RespAdapter::open("resp", &options);
+    // The server does not answer their greetings.
+    let mut greeting = Vec::new();
+    for _ in 0..MAX_CONNECTING {
+        greeting.push(listener.accept().await.unwrap());
+    }
+    let more = tokio::time::timeout(Duration::from_millis(100), listener.accept());
+    assert!(more.await.is_err());
+    // One that has ended makes space for another.
+    drop(greeting.pop());
+    listener.accept().await.unwrap();
 }
 
 #[tokio::test]
