@@ -304,7 +304,7 @@ impl Files {
         let (tail, sum) = match moved {
             Ok((read, sum)) if read >= size => (&tail[..reading.wanted], sum),
             Ok(_) => return Ok(Verdict::Damaged("became shorter while it was read")),
-            Err(error) if io::reason(&error) == Some(Errno::IO) => {
+            Err(error) if io::reason(&error).is_some_and(io::is_unreadable) => {
                 return Ok(Verdict::Unreadable);
             }
             Err(error) => return Err(io::failed("read", &place.path, &error)),
@@ -347,7 +347,7 @@ impl Files {
         item: &LoadItem,
     ) -> Result<Verdict, L2Error> {
         Ok(match self.trailer_at_end(file, size) {
-            Err(Errno::IO) => Verdict::Unreadable,
+            Err(error) if io::is_unreadable(error) => Verdict::Unreadable,
             Err(error) => return Err(io::refused("read", &place.path, error)),
             Ok(None) => {
                 count(&self.counters.unverified);
@@ -378,7 +378,7 @@ impl Files {
             trailer.key == key && (is_padded || !trailer.is_of(&item.object, key))
         };
         Ok(match self.trailer_at_end(file, size(seen)) {
-            Err(Errno::IO) => Verdict::Unreadable,
+            Err(error) if io::is_unreadable(error) => Verdict::Unreadable,
             Err(error) => return Err(io::refused("read", &place.path, error)),
             Ok(Some(trailer)) if trailer.version != trailer::VERSION => {
                 Verdict::OtherVersion(trailer.version)

@@ -215,6 +215,7 @@ impl Adapter for FsAdapter {
             shared: true,
             read_only: self.files.base.is_read_only(),
             verifies: true,
+            owns_space: false,
         }
     }
 

@@ -464,7 +464,7 @@ impl Files {
             Err(error) => return Err(refused(error)),
         };
         let end = match read_end(&file, size(&seen), place.text_len()) {
-            Err(Errno::IO) => return Ok(There::Other),
+            Err(error) if io::is_unreadable(error) => return Ok(There::Other),
             end => end.map_err(refused)?,
         };
         let is_object = match (form, end) {

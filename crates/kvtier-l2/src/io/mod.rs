@@ -191,6 +191,15 @@ pub(crate) fn leave_direct(file: &OwnedFd) -> Result<(), Errno> {
     rustix::fs::fcntl_setfl(file.as_fd(), flags - rustix::fs::OFlags::DIRECT)
 }
 
+/// Whether the medium lacks what was written, so that other places may be readable: past the page cache an error of the medium
+/// is not `EIO` but what the device reported.
+pub(crate) fn is_unreadable(error: Errno) -> bool {
+    matches!(
+        error,
+        Errno::IO | Errno::NODATA | Errno::ILSEQ | Errno::BADMSG | Errno::UCLEAN
+    )
+}
+
 fn errno(error: &std::io::Error) -> Errno {
     Errno::from_io_error(error).unwrap_or(Errno::IO)
 }

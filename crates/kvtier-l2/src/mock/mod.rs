@@ -108,6 +108,7 @@ impl Adapter for Mock {
             list: true,
             shared: false,
             verifies: false,
+            owns_space: false,
             read_only: false,
         }
     }

@@ -375,6 +375,7 @@ impl Adapter for ProcessAdapter {
             shared: can.is_none_or(|can| can.shared || !can.list),
             read_only: false,
             verifies: !self.shared.options.trust_missing_layout,
+            owns_space: false,
         }
     }
 

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use kvtier_memory::uring::Tail;
 use ring::rand::{SecureRandom as _, SystemRandom};
-use rustix::fs::{FallocateFlags, FlockOperation, OFlags};
+use rustix::fs::{FallocateFlags, FileType, FlockOperation, OFlags};
 use rustix::io::Errno;
 
 use super::format::{BLOCK, First, Geometry, START, SUPERBLOCKS, Superblock, foreign};
@@ -22,6 +22,9 @@ pub(super) struct Device {
     /// Past the page cache, if that is wanted and possible.
     direct: Option<File>,
     buffered: File,
+    /// How often it was synced.
+    #[cfg(test)]
+    pub(super) syncs: std::sync::atomic::AtomicU64,
 }
 
 impl Device {
@@ -59,7 +62,7 @@ impl Device {
         }
         let superblock = superblock(path, &file, geometry, options.force)?;
         let direct = match options.use_odirect {
-            true => direct(path).inspect_err(|error| {
+            true => direct(path, &file).inspect_err(|error| {
                 tracing::warn!(
                     device_path = %path.display(), %error,
                     "direct I/O is not possible there; using the page cache"
@@ -72,6 +75,8 @@ impl Device {
             superblock,
             direct: direct.ok(),
             buffered: file,
+            #[cfg(test)]
+            syncs: Default::default(),
         })
     }
 
@@ -121,6 +126,9 @@ impl Device {
 
     /// Makes what was written survive a loss of power.
     pub(super) fn sync(&self) -> Result<(), Errno> {
+        #[cfg(test)]
+        self.syncs
+            .fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         rustix::fs::fdatasync(&self.buffered)
     }
 
@@ -131,8 +139,16 @@ impl Device {
         self.read(&mut block, SUPERBLOCKS[0])
             .map_err(|error| format!("cannot be read: {error}"))?;
         match Superblock::decode(&block) {
-            First::Ours(found) if found.id == self.superblock.id => Ok(()),
-            _ => Err("has other contents than when it was opened".into()),
+            First::Ours(found) if found.id == self.superblock.id => {}
+            _ => return Err("has other contents than when it was opened".into()),
+        }
+        // After a restart, what is stored now would not be there.
+        let there =
+            rustix::fs::stat(&self.path).map_err(|error| format!("is not there: {error}"))?;
+        let own = rustix::fs::fstat(&self.buffered).map_err(|error| error.to_string())?;
+        match identity(&there) == identity(&own) {
+            true => Ok(()),
+            false => Err("is another device or file than the one that was opened".into()),
         }
     }
 
@@ -166,11 +182,31 @@ fn open(path: &Path) -> std::io::Result<File> {
     options.open(path)
 }
 
-fn direct(path: &Path) -> Result<File, Errno> {
+/// Opens the same device past the page cache.
+fn direct(path: &Path, opened: &File) -> Result<File, Errno> {
     let mut options = OpenOptions::new();
     options.read(true).write(true);
     options.custom_flags(OFlags::DIRECT.bits() as i32);
-    options.open(path).map_err(|error| errno(&error))
+    let file = options.open(path).map_err(|error| errno(&error))?;
+    let both = (rustix::fs::fstat(&file)?, rustix::fs::fstat(opened)?);
+    if identity(&both.0) != identity(&both.1) {
+        // The path leads to another one by now, which is not locked.
+        return Err(Errno::STALE);
+    }
+    // A device may take larger blocks only.
+    let mut block = Tail::default();
+    block.resize(BLOCK as usize);
+    file.read_exact_at(&mut block, 0)
+        .map_err(|error| errno(&error))?;
+    Ok(file)
+}
+
+/// What tells devices and files apart, whatever leads to them.
+fn identity(stat: &rustix::fs::Stat) -> (u64, u64, u64) {
+    match FileType::from_raw_mode(stat.st_mode) {
+        FileType::BlockDevice => (stat.st_rdev, 0, 0),
+        _ => (0, stat.st_dev, stat.st_ino),
+    }
 }
 
 /// The error of the system; a device that ends too early is one of I/O.
@@ -261,6 +297,9 @@ fn superblock(
         .fill(&mut id)
         .map_err(|_| refused(path, "cannot be formatted: the system has no random bytes"))?;
     let superblock = Superblock { id, geometry };
+    // Other programs recognise what was there by more than the first blocks.
+    file.write_all_at(&vec![0; START as usize], 0)
+        .map_err(|error| refused(path, &format!("cannot be formatted: {error}")))?;
     write(path, file, &superblock)?;
     tracing::info!(
         device_path = %path.display(),

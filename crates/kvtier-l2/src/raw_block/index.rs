@@ -31,8 +31,8 @@ struct State {
 /// An object of the device.
 pub(super) struct Object {
     pub(super) record: Record,
-    /// A load has found that its bytes are not there any more.
-    pub(super) is_damaged: AtomicBool,
+    /// The device could not read its bytes. It keeps its space until it is replaced or deleted: others would fail there too.
+    pub(super) is_unreadable: AtomicBool,
     pub(super) place: Place,
 }
 
@@ -125,7 +125,7 @@ impl Index {
             }
             let place = self.place(record.number, record.offset, span, true);
             let object = Object {
-                is_damaged: AtomicBool::new(false),
+                is_unreadable: AtomicBool::new(false),
                 place,
                 record,
             };
@@ -184,6 +184,17 @@ impl Index {
 
     pub(super) fn remove(&self, key: &ObjectKey) -> Option<Arc<Object>> {
         self.state.lock().objects.remove(key)
+    }
+
+    /// Removes this object; returns whether it was still there.
+    pub(super) fn remove_this(&self, object: &Arc<Object>) -> bool {
+        let mut state = self.state.lock();
+        let there = state.objects.get(&object.record.key);
+        let is_there = there.is_some_and(|there| Arc::ptr_eq(there, object));
+        if is_there {
+            state.objects.remove(&object.record.key);
+        }
+        is_there
     }
 
     /// At most `limit` objects behind a key.

@@ -9,6 +9,7 @@
 //! | store | bytes into free space, then the record |
 //! | replacement | the new object as in a store, then the old record is erased; until then the later one counts |
 //! | delete | the record is erased; then, and after the last load, the space is free |
+//! | start | all erasures of earlier runs are synced, so that no record of them comes back with a later number |
 
 mod device;
 mod format;
@@ -78,11 +79,11 @@ struct Shared {
 }
 
 impl Shared {
-    /// The object that is asked for, unless it is damaged.
+    /// The object that is asked for, unless it cannot be read.
     fn find(&self, object: &ObjectSpec) -> Option<Arc<Object>> {
         let found = self.index.get(&object.key)?;
-        let is_whole = !found.is_damaged.load(Ordering::Relaxed);
-        (is_whole && found.record.is_of(object)).then_some(found)
+        let is_readable = !found.is_unreadable.load(Ordering::Relaxed);
+        (is_readable && found.record.is_of(object)).then_some(found)
     }
 
     fn count_damaged(&self) {
@@ -102,6 +103,21 @@ impl Shared {
         let is_failure = |result: &Result<_, L2Error>| matches!(result, Err(error) if error.kind() == ErrorKind::Unavailable);
         if let Some(last) = results.last() {
             self.is_failing.store(is_failure(last), Ordering::Relaxed);
+        }
+        results
+    }
+
+    /// Deletes objects, which do not come back then.
+    fn delete_all(&self, keys: &[ObjectKey]) -> Vec<Result<bool, L2Error>> {
+        let mut results: Vec<_> = keys.iter().map(|key| self.delete(key)).collect();
+        if self.fsync
+            && results.contains(&Ok(true))
+            && let Err(error) = self.device.sync()
+        {
+            // They come back if power is lost now.
+            let error = self.device.error("sync", error);
+            let deleted = results.iter_mut().filter(|result| **result == Ok(true));
+            deleted.for_each(|result| *result = Err(error.clone()));
         }
         results
     }
@@ -243,6 +259,7 @@ impl Adapter for RawBlockAdapter {
             shared: false,
             read_only: false,
             verifies: true,
+            owns_space: true,
         }
     }
 
@@ -284,7 +301,7 @@ impl Adapter for RawBlockAdapter {
                 return all(&keys, &error);
             }
             self.each(Lane::Read, keys, (8, 64), |shared, keys| {
-                keys.iter().map(|key| shared.delete(key)).collect()
+                shared.delete_all(&keys)
             })
             .await
         })

@@ -10,6 +10,7 @@ use tokio::sync::watch;
 use super::Shared;
 use super::format::{BLOCK, Record};
 use crate::error::{ErrorKind, L2Error};
+use crate::io;
 
 /// Records per read.
 const PIECE: u64 = 256;
@@ -64,7 +65,7 @@ impl Shared {
             let count = PIECE.min(geometry.records - first);
             match self.read_records(&mut blocks, first, count, &mut found) {
                 Ok(()) => {}
-                Err(Errno::IO) => {
+                Err(error) if io::is_unreadable(error) => {
                     for number in first..first + count {
                         if self
                             .read_records(&mut blocks, number, 1, &mut found)
@@ -81,6 +82,11 @@ impl Shared {
         if unreadable.len() as u64 == geometry.records {
             return Err(self.device.error("read the table of", Errno::IO));
         }
+        // What earlier runs have erased must not come back after a loss of power: its numbers may be higher than those that
+        // are given from now on.
+        self.device
+            .sync()
+            .map_err(|error| self.device.error("sync", error))?;
         let superseded = self.index.fill(geometry, found, &unreadable);
         let mut erased = 0;
         for number in superseded {

@@ -99,7 +99,7 @@ impl Shared {
         let is_there = |there: &Arc<Object>| {
             there.record.is_of(object)
                 && there.record.sum == sum
-                && !there.is_damaged.load(Ordering::Relaxed)
+                && !there.is_unreadable.load(Ordering::Relaxed)
         };
         if let Some(there) = self.index.get(&object.key).filter(is_there) {
             return Ok(Begun::There(there.bytes()));
@@ -175,7 +175,7 @@ impl Shared {
             .map_err(|error| self.device.error("write a record of", error))?;
         let object = Arc::new(Object {
             record,
-            is_damaged: AtomicBool::new(false),
+            is_unreadable: AtomicBool::new(false),
             place,
         });
         let bytes = object.bytes();
@@ -269,17 +269,21 @@ impl Shared {
         Ok((found, one))
     }
 
-    fn end_load(
+    pub(super) fn end_load(
         &self,
-        object: &Object,
+        object: &Arc<Object>,
         item: &LoadItem,
         body: u64,
         tail: &[u8],
         moved: Moved,
     ) -> Result<Loaded, L2Error> {
         let damaged = |kind, what: &str| {
-            object.is_damaged.store(true, Ordering::Relaxed);
             self.count_damaged();
+            if kind == ErrorKind::Unreadable {
+                object.is_unreadable.store(true, Ordering::Relaxed);
+            } else if self.index.remove_this(object) {
+                self.release(object);
+            }
             let path = self.device.path().display();
             Err(L2Error::new(
                 kind,
@@ -288,7 +292,7 @@ impl Shared {
         };
         let (read, sum) = match moved {
             Ok(moved) => moved,
-            Err(error) if io::reason(&error) == Some(Errno::IO) => {
+            Err(error) if io::reason(&error).is_some_and(io::is_unreadable) => {
                 return damaged(ErrorKind::Unreadable, "the device failed to read it");
             }
             Err(error) => return Err(self.failed("read from", &error)),

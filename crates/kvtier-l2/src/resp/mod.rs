@@ -194,6 +194,7 @@ impl Adapter for RespAdapter {
             shared: true,
             read_only: false,
             verifies: self.options.companion_sums,
+            owns_space: false,
         }
     }
 

@@ -255,6 +255,7 @@ impl Adapter for S3Adapter {
             shared: true,
             read_only: false,
             verifies: true,
+            owns_space: false,
         }
     }
 

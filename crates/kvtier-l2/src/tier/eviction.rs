@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use kvtier_core::cache::ResidentObject;
@@ -16,6 +17,12 @@ use crate::error::L2Error;
 /// Objects evicted per hold of the index's lock, and deleted per call.
 const SLICE: usize = 1024;
 
+/// Objects in the index of a backend without a capacity that others change too: some 150 MiB.
+const MAX_INDEXED: u64 = 1 << 20;
+
+/// Part of the used bytes that is evicted if a backend has no piece of space that is large enough.
+const PART: u64 = 64;
+
 impl Tier {
     /// Runs one eviction pass: deletes what is pending, then evicts from the watermark down unless the first recovery is
     /// still running. Ends at the first failed delete.
@@ -23,6 +30,7 @@ impl Tier {
         if self.delete_all_pending().await.is_err() {
             return;
         }
+        self.trim_index(MAX_INDEXED);
         let Some(eviction) = self.config.eviction else {
             return;
         };
@@ -43,10 +51,45 @@ impl Tier {
         }
     }
 
+    /// Removes the least recently used objects beyond `most` from the index of a backend that has no capacity here and that
+    /// others change too, and leaves them in it: a lookup finds them there, and what it has evicted would stay in the index until a
+    /// load. Not if tenants have limits, whose bytes the index counts.
+    fn trim_index(&self, most: u64) {
+        let is_open = self.adapter.capabilities().shared && self.config.capacity_bytes.is_none();
+        let has_limits =
+            self.config.quota_default.is_some() || self.has_grants.load(Ordering::Relaxed);
+        if !is_open || has_limits {
+            return;
+        }
+        loop {
+            let beyond = self.index.stats().objects.saturating_sub(most);
+            let beyond = usize::try_from(beyond).map_or(SLICE, |beyond| beyond.min(SLICE));
+            if beyond == 0 || self.index.evict(self.now(), u64::MAX, beyond).objects == 0 {
+                return;
+            }
+            drop(self.index.take_evicted());
+        }
+    }
+
+    /// Evicts objects of twice `bytes`, or of a small part of all if that is more, and deletes them. Returns whether any was
+    /// deleted.
+    pub(super) async fn evict_some(&self, bytes: u64) -> bool {
+        if self.is_first_recovery() || !self.may_evict() {
+            return false;
+        }
+        let used = self.index.usage().used_bytes;
+        let wanted = bytes.saturating_mul(2).max(used / PART);
+        let evicted = self.index.evict(self.now(), wanted, SLICE);
+        evicted.objects > 0 && self.delete_all_pending().await.is_ok()
+    }
+
     /// Sets the grant of a tenant, or removes it: [`Cache::set_grant`].
     ///
     /// [`Cache::set_grant`]: kvtier_core::cache::Cache::set_grant
     pub fn set_grant(&self, salt: &str, grant: Option<Grant>) {
+        if grant.is_some() {
+            self.has_grants.store(true, Ordering::Relaxed);
+        }
         self.index.set_grant(salt, grant);
     }
 
@@ -175,6 +218,73 @@ impl Tier {
                 Err(error)
             }
             None => Ok(true),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Capabilities;
+    use crate::conformance::{Memory, content, object};
+    use crate::object::StoreItem;
+    use crate::testing::TestAdapter;
+    use crate::tier::TierConfig;
+
+    async fn tier(shared: bool, capacity_bytes: Option<u64>) -> Tier {
+        let capabilities = Capabilities {
+            shared,
+            delete: true,
+            ..Capabilities::default()
+        };
+        let config = TierConfig {
+            name: "tier-0".into(),
+            capacity_bytes,
+            eviction: None,
+            quota_mode: QuotaMode::Soft,
+            quota_default: None,
+            reserve_bytes: 0,
+        };
+        let tier = Tier::new(Arc::new(TestAdapter::new(capabilities, 0)), config);
+        let memory = Memory::new(1 << 20);
+        for number in 0..9 {
+            let object = object(number, 100);
+            let item = StoreItem {
+                from: memory.filled(&content(&object)),
+                object,
+            };
+            assert!(tier.store(vec![item]).await[0].is_ok());
+        }
+        tier
+    }
+
+    #[tokio::test]
+    async fn index_of_open_backend_is_bounded_and_its_objects_stay() {
+        let open = tier(true, None).await;
+        open.trim_index(5);
+        assert_eq!(open.stats().objects, 5);
+        // What it has left out is found where it is, and nothing is deleted.
+        open.evict().await;
+        let all: Vec<_> = (0..9).map(|number| object(number, 100)).collect();
+        let found = open.lookup(all).await.unwrap();
+        assert!(found.iter().all(Option::is_some));
+        assert_eq!(open.counters().evicted_objects.get(), 0);
+        // What the index counts for others stays.
+        let limited = tier(true, None).await;
+        limited.set_grant(
+            "other",
+            Some(Grant {
+                limit: Some(1 << 20),
+                reserved: 0,
+            }),
+        );
+        for tier in [
+            limited,
+            tier(true, Some(1 << 20)).await,
+            tier(false, None).await,
+        ] {
+            tier.trim_index(5);
+            assert_eq!(tier.stats().objects, 9);
         }
     }
 }

@@ -19,6 +19,7 @@ mod usage;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 pub use counters::{Counter, Failures, TierCounters};
@@ -118,6 +119,8 @@ pub struct Tier {
     config: TierConfig,
     counters: TierCounters,
     evicted_by_salt: Mutex<BTreeMap<Arc<str>, u64>>,
+    /// Whether a tenant was ever granted anything.
+    has_grants: AtomicBool,
     started: Instant,
     recovery: watch::Sender<Recovery>,
     /// Error of the last store, or of a part of it.
@@ -161,6 +164,7 @@ impl Tier {
             config,
             counters: TierCounters::default(),
             evicted_by_salt: Mutex::default(),
+            has_grants: AtomicBool::new(false),
             started: Instant::now(),
             recovery: watch::Sender::new(recovery),
             store_error: Mutex::new(None),

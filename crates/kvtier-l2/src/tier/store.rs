@@ -13,6 +13,9 @@ use crate::adapter::Stored;
 use crate::error::{ErrorKind, L2Error};
 use crate::object::StoreItem;
 
+/// Evictions for the objects of one store that a backend has no space for.
+const MAX_EVICTIONS: usize = 4;
+
 /// Free bytes of the backend, and the bytes whose writes had ended when they were read.
 #[derive(Debug, Clone, Copy)]
 struct FreeSpace {
@@ -165,12 +168,40 @@ impl Tier {
             object.sent = Sent::Unanswered;
             object.unsent = None;
         }
-        let stored = self.adapter.store(items).await;
+        let stored = self.write(items).await;
         for (object, result) in staged.into_iter().zip(stored) {
             let position = object.position;
             object.finish(&result);
             results[position] = Some(result);
         }
+    }
+
+    /// Writes objects. A backend with space of its own has none for some of them if its free space is in small pieces: then
+    /// others are evicted, and those are written again.
+    async fn write(&self, items: Vec<StoreItem>) -> Vec<Result<Stored, L2Error>> {
+        if !self.adapter.capabilities().owns_space {
+            return self.adapter.store(items).await;
+        }
+        let mut results = self.adapter.store(items.clone()).await;
+        for _ in 0..MAX_EVICTIONS {
+            let is_full = |result: &Result<_, L2Error>| matches!(result, Err(error) if error.kind() == ErrorKind::Full);
+            let full: Vec<_> = (0..results.len())
+                .filter(|at| is_full(&results[*at]))
+                .collect();
+            let sizes = full.iter().filter_map(|at| items.get(*at));
+            let bytes: u64 = sizes
+                .map(|item| self.adapter.size_of(item.object.len))
+                .sum();
+            if full.is_empty() || !self.evict_some(bytes).await {
+                break;
+            }
+            let again = full.iter().filter_map(|at| items.get(*at).cloned());
+            let again = self.adapter.store(again.collect()).await;
+            for (at, result) in full.into_iter().zip(again) {
+                results[at] = result;
+            }
+        }
+        results
     }
 
     /// Removes the objects from the store that would exceed a strict limit of their tenant: nothing is written before what

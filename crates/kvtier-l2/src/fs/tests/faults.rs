@@ -119,8 +119,9 @@ fn failing_writes_show_in_status() {
 fn unreadable_file_stays_until_replaced() {
     let (fixture, error) = faulty(false);
     fixture.store(&object(1)).unwrap();
-    for reads in 1..=2 {
-        error.store(Errno::IO.raw_os_error() as u32, Ordering::Relaxed);
+    // Through the page cache and past it.
+    for (reads, errno) in [(1, Errno::IO), (2, Errno::NODATA)] {
+        error.store(errno.raw_os_error() as u32, Ordering::Relaxed);
         assert_eq!(fixture.load(&object(1)), Err(ErrorKind::Unreadable));
         assert_eq!(fixture.status("unreadable_files"), reads);
         error.store(0, Ordering::Relaxed);

@@ -1,6 +1,9 @@
 //! What a device may be, its lock, and its space.
 
+use kvtier_core::quota::QuotaMode;
+
 use super::*;
+use crate::tier::{Tier, TierConfig};
 
 #[tokio::test]
 async fn devices_with_other_data_are_refused_unless_forced() {
@@ -10,6 +13,7 @@ async fn devices_with_other_data_are_refused_unless_forced() {
         (0, b"LUKS\xba\xbe", "LUKS"),
         (0x200, b"EFI PART", "GPT"),
         (510, &[0x55, 0xaa], "MBR"),
+        (0x1_0040, b"_BHRfS_M", "Btrfs"),
         (99_999, b"x", "other data"),
     ] {
         let mut device = Device::new(|_| {});
@@ -22,6 +26,9 @@ async fn devices_with_other_data_are_refused_unless_forced() {
         assert_eq!(found, bytes, "a refused device was written to");
         device.options.force = true;
         device.open().close().await;
+        // Nothing of it is left that other programs recognise.
+        device.file().read_exact_at(&mut found, at).unwrap();
+        assert_ne!(found, bytes, "{what}");
         device.options.force = false;
         device.open().close().await;
     }
@@ -108,6 +115,60 @@ async fn full_device_has_space_again_after_deletes() {
         assert_eq!(load(&adapter, &memory, object).await, expected);
     }
     adapter.close().await;
+}
+
+/// A tier of the device; its index is complete.
+async fn tier(device: &Device) -> Tier {
+    let config = TierConfig {
+        name: "raw_block-0".into(),
+        capacity_bytes: Some(device.options.capacity_bytes),
+        eviction: None,
+        quota_mode: QuotaMode::default(),
+        quota_default: None,
+        reserve_bytes: 0,
+    };
+    let tier = Tier::new(Arc::new(device.open()), config);
+    tier.recover(&AtomicBool::new(false)).await;
+    tier
+}
+
+async fn store_in(tier: &Tier, memory: &Memory, object: &ObjectSpec) -> Result<Stored, L2Error> {
+    let item = StoreItem {
+        object: object.clone(),
+        from: memory.filled(&content(object)),
+    };
+    tier.store(vec![item]).await.pop().unwrap()
+}
+
+#[tokio::test]
+async fn tier_evicts_if_records_or_pieces_of_space_are_missing() {
+    let memory = Memory::new(1 << 22);
+    // Four records.
+    let device = Device::new(|options| {
+        options.capacity_bytes = 1 << 20;
+        options.slot_bytes = 256 << 10;
+    });
+    let in_tier = tier(&device).await;
+    for number in 0..20 {
+        let stored = store_in(&in_tier, &memory, &object(number, 64 << 10)).await;
+        assert!(matches!(stored, Ok(Stored::Written(_))), "{stored:?}");
+    }
+    let last = in_tier.lookup(vec![object(19, 64 << 10)]).await.unwrap();
+    assert!(last[0].is_some());
+    in_tier.adapter().close().await;
+    // Every second object is evicted first, so that free space is in pieces of one.
+    let device = Device::new(|options| options.capacity_bytes = 1 << 20);
+    let in_tier = tier(&device).await;
+    let small: Vec<_> = (0..17).map(|number| object(number, 60 << 10)).collect();
+    for object in &small {
+        store_in(&in_tier, &memory, object).await.unwrap();
+    }
+    let used = small.iter().step_by(2).cloned().collect();
+    in_tier.lookup(used).await.unwrap();
+    let large = object(100, 120 << 10);
+    let stored = store_in(&in_tier, &memory, &large).await;
+    assert!(matches!(stored, Ok(Stored::Written(_))), "{stored:?}");
+    in_tier.adapter().close().await;
 }
 
 #[tokio::test]
