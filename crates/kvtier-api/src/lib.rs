@@ -27,7 +27,9 @@ pub use status::{
     L1Status, L2EvictionStatus, LmcacheDrivenInstance, MemoryPart, PrefetchStatus, QuotaStatus,
     RequestPortStatus, StateStatus, Status, StorageManagerStatus, StoreStatus, WorkerLiveness,
 };
-pub use tiers::{BreakerStatus, CallsInFlight, Recovery, TierEvictionStatus, TierStatus};
+pub use tiers::{
+    BreakerStatus, CallsInFlight, Recovery, SerdeStatus, TierEvictionStatus, TierStatus,
+};
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;

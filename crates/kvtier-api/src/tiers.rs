@@ -78,6 +78,32 @@ pub struct TierStatus {
     /// Objects that were retried, by the same.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub retried_items: BTreeMap<String, u64>,
+    /// Transformations of its objects, in the order of a store.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub serde: Vec<SerdeStatus>,
+    /// Fields of its type.
+    #[serde(flatten)]
+    pub more: BTreeMap<String, Value>,
+}
+
+/// A transformation of the objects of a tier.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(default)]
+pub struct SerdeStatus {
+    /// Its type in the configuration.
+    pub r#type: String,
+    /// Bytes of stored objects before it.
+    pub stored_bytes: u64,
+    /// Their bytes behind it.
+    pub transformed_bytes: u64,
+    /// Processor time of stores and loads.
+    pub cpu_seconds: f64,
+    /// Objects that it could not transform.
+    pub store_failures: u64,
+    /// Loaded objects that are not what was stored.
+    pub corrupt_loads: u64,
+    /// Loaded objects that it cannot read with this configuration.
+    pub refused_loads: u64,
     /// Fields of its type.
     #[serde(flatten)]
     pub more: BTreeMap<String, Value>,

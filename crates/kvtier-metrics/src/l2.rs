@@ -17,6 +17,7 @@ use super::labels::{
     StoreAdaptersLabels, TierFailureLabels, TierLabels,
 };
 use super::names::Names;
+use super::serde::{SerdeMetrics, SerdeReadings};
 use super::{Prefix, Readings, latency};
 
 /// Upper bounds in GB/s: a slow network to the memory of a host.
@@ -75,7 +76,7 @@ impl PrefetchPhase {
 }
 
 /// Figures of one tier, since start.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct TierReadings {
     /// Its type and number.
     pub name: String,
@@ -133,6 +134,8 @@ pub struct TierReadings {
     pub accounting_errors: u64,
     /// Its guards, as [`TierCall::ALL`]; none where they are switched off.
     pub guards: Vec<GuardReadings>,
+    /// Its transformations, one per type.
+    pub serdes: Vec<SerdeReadings>,
 }
 
 /// What the guards of one kind of call have done.
@@ -281,6 +284,7 @@ pub struct L2Metrics {
     breaker_open: Family<CallLabels, Gauge>,
     store_failures: Family<TierFailureLabels, Counter>,
     load_failures: Family<TierFailureLabels, Counter>,
+    serdes: SerdeMetrics,
 }
 
 #[derive(Clone)]
@@ -379,6 +383,7 @@ impl L2Metrics {
             ),
             store_failures: own.add("l2_store_failures", "Objects that could not be written"),
             load_failures: own.add("l2_load_failures", "Objects that could not be read"),
+            serdes: SerdeMetrics::new(own),
         }
     }
 
@@ -514,6 +519,7 @@ impl L2Metrics {
         let labels = TierLabels {
             l2_name: Arc::clone(&l2_name),
         };
+        self.serdes.read(tier);
         set(&self.usage_bytes, &labels, tier.used_bytes);
         for (family, (.., value)) in self.gauges.iter().zip(GAUGES) {
             set(family, &labels, value(tier));

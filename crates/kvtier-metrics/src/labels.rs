@@ -49,6 +49,8 @@ label_sets! {
     AdapterLabels { adapter_index: u64, l2_name: Arc<str> }
     /// A kind of call of a tier.
     CallLabels { call: &'static str, l2_name: Arc<str> }
+    /// A transformation of a tier.
+    SerdeLabels { l2_name: Arc<str>, serde: Arc<str> }
     /// Failures of a tier.
     TierFailureLabels { l2_name: Arc<str>, reason: &'static str }
     /// Labels of LMCache's failed prefetches.

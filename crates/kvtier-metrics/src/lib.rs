@@ -10,6 +10,7 @@ mod gpu;
 mod l2;
 mod labels;
 mod names;
+mod serde;
 mod tenants;
 #[cfg(test)]
 mod tenants_tests;
@@ -33,6 +34,7 @@ use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Metric, Registry};
+pub use serde::SerdeReadings;
 pub use tenants::TenantMetrics;
 
 /// Tenants with a label value of their own.

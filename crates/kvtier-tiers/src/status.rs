@@ -7,7 +7,7 @@ use kvtier_l2::redact;
 use kvtier_l2::tier::{Failures, Tier};
 
 use super::L2;
-use kvtier_metrics::{GuardReadings, Metrics, TierCall, TierReadings};
+use kvtier_metrics::{GuardReadings, Metrics, SerdeReadings, TierCall, TierReadings};
 
 /// Types whose name in LMCache 0.5.6's `/status` is another one than in its configuration.
 const CLASSES: [(&str, &str); 4] = [
@@ -104,6 +104,7 @@ impl L2 {
                 .iter()
                 .map(|call| guard(&status, *call))
                 .collect(),
+            serdes: serdes(&status),
         }
     }
 
@@ -188,9 +189,104 @@ fn guard(status: &TierStatus, call: TierCall) -> GuardReadings {
     }
 }
 
+/// Readings of the transformations that a tier has, added up per type.
+fn serdes(status: &TierStatus) -> Vec<SerdeReadings> {
+    let mut readings: Vec<SerdeReadings> = Vec::new();
+    for serde in &status.serde {
+        let at = readings.iter().position(|it| it.name == serde.r#type);
+        let at = at.unwrap_or_else(|| {
+            readings.push(SerdeReadings {
+                name: serde.r#type.clone(),
+                ..SerdeReadings::default()
+            });
+            readings.len() - 1
+        });
+        let of_type = &mut readings[at];
+        of_type.original_bytes += serde.stored_bytes;
+        of_type.stored_bytes += serde.transformed_bytes;
+        of_type.cpu_seconds += serde.cpu_seconds;
+        of_type.store_failures += serde.store_failures;
+        of_type.load_failures += serde.corrupt_loads + serde.refused_loads;
+    }
+    readings
+}
+
 /// Counts what a tier has evicted since the last time.
 pub fn count_evicted(tier: &Tier, metrics: &Metrics) {
     for (salt, objects) in tier.take_evicted_by_salt() {
         metrics.l2.evicted(&salt, objects);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvtier_api::SerdeStatus;
+    use kvtier_core::quota::QuotaMode;
+    use kvtier_l2::tier::TierConfig;
+
+    use super::*;
+
+    #[test]
+    fn transformations_are_read_by_type() {
+        let part = |kind: &str, refused_loads: u64| SerdeStatus {
+            r#type: kind.to_owned(),
+            stored_bytes: 100,
+            transformed_bytes: 60,
+            cpu_seconds: 0.5,
+            store_failures: 1,
+            corrupt_loads: 2,
+            refused_loads,
+            ..SerdeStatus::default()
+        };
+        let status = TierStatus {
+            serde: vec![part("compress", 0), part("aesgcm", 3), part("aesgcm", 4)],
+            ..TierStatus::default()
+        };
+        let once = SerdeReadings {
+            name: "compress".into(),
+            original_bytes: 100,
+            stored_bytes: 60,
+            cpu_seconds: 0.5,
+            store_failures: 1,
+            load_failures: 2,
+        };
+        let twice = SerdeReadings {
+            name: "aesgcm".into(),
+            original_bytes: 200,
+            stored_bytes: 120,
+            cpu_seconds: 1.0,
+            store_failures: 2,
+            load_failures: 11,
+        };
+        assert_eq!(serdes(&status), [once, twice]);
+    }
+
+    #[test]
+    fn status_of_transformations_has_the_fields_that_are_read() {
+        let registry = kvtier_l2::Registry::built_in();
+        let config = r#"{"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 1, "serde": {"type": "compress"}}"#;
+        let config = registry.parse_json(config).unwrap();
+        let tier = TierConfig {
+            name: "mock-0".into(),
+            capacity_bytes: None,
+            eviction: None,
+            quota_mode: QuotaMode::Soft,
+            quota_default: None,
+            reserve_bytes: 0,
+        };
+        let tier = Tier::new(registry.open(&config).unwrap(), tier);
+        let status = of_adapter(&tier);
+        let kinds: Vec<_> = status.serde.iter().map(|serde| &*serde.r#type).collect();
+        assert_eq!(kinds, ["compress"]);
+        // What is read by its own field is not left over.
+        let left: Vec<_> = status.serde[0].more.keys().map(String::as_str).collect();
+        for field in [
+            "stored_bytes",
+            "transformed_bytes",
+            "cpu_seconds",
+            "refused_loads",
+        ] {
+            assert!(!left.contains(&field), "{left:?}");
+        }
     }
 }

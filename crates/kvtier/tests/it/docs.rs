@@ -9,7 +9,8 @@ use kvtier_core::cache::{KeyOutcome, Page, SaltUsage, Stats};
 use kvtier_device::Direction;
 use kvtier_device::cuda::{Executor, GpuReadings, Moved, Profile};
 use kvtier_server::metrics::{
-    GpuFigures, GuardReadings, Metrics, PrefetchPhase, Readings, TierCall, TierReadings,
+    GpuFigures, GuardReadings, Metrics, PrefetchPhase, Readings, SerdeReadings, TierCall,
+    TierReadings,
 };
 use kvtier_server::quota::TenantSource;
 
@@ -101,6 +102,7 @@ fn readings() -> Readings {
         store_failures: vec![("full", 1)],
         load_failures: vec![("corrupt", 1)],
         guards: vec![GuardReadings::default()],
+        serdes: vec![SerdeReadings::default()],
         ..TierReadings::default()
     };
     let moved = Moved {
