@@ -60,10 +60,14 @@ pub fn read_replies(mut bytes: &[u8]) {
     let asked = Address::Tcp("host".to_owned(), 1);
     while let Ok(Some((value, length))) = reply::value(bytes) {
         assert!(length > 0 && length <= bytes.len());
-        // Each cut costs as much as the reply itself.
+        // Each cut costs as much as the reply itself. In pieces it is the same.
+        let mut progress = reply::Progress::default();
         for cut in [1, length / 2, length - 1] {
             assert!(cut >= length || !matches!(reply::value(&bytes[..cut]), Ok(Some(_))));
+            let part = progress.value(&bytes[..cut.min(length - 1)]);
+            assert!(matches!(part, Ok(None)));
         }
+        assert_eq!(progress.value(bytes), Ok(Some((value.clone(), length))));
         slots::ranges(&value, &asked);
         if let Value::Error(text) = &value {
             slots::Redirect::read(text, &asked);

@@ -148,6 +148,40 @@ async fn crash_inside_a_load_fails_that_load_only() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn crash_in_any_request_fails_it_and_the_tier_is_used_again() {
+    for op in ["store", "lookup", "load", "delete", "ping"] {
+        let bed = bed(|_| {}).await;
+        let (one, other) = ([object(1, 10_000)], [object(2, 70_000)]);
+        bed.stores(&one).await;
+        bed.fake.does(move |good, asked| {
+            let is_last = asked.connection == 0 && asked.op() == op;
+            match is_last {
+                true => vec![Then::Close],
+                false => good.then(&asked),
+            }
+        });
+        let failed = match op {
+            "store" => kinds(store(&bed.adapter, &bed.memory, &other).await),
+            "load" => kinds(load(&bed.adapter, &bed.memory, &one).await),
+            "lookup" => kinds(vec![bed.adapter.lookup(one.to_vec()).await]),
+            "delete" => kinds(bed.adapter.delete(vec![other[0].key.clone()]).await),
+            _ => {
+                bed.adapter.check().await;
+                while bed.adapter.status()["is_healthy"] == true {
+                    tokio::time::sleep(Duration::from_millis(1)).await;
+                }
+                vec![Some(ErrorKind::Unavailable)]
+            }
+        };
+        assert_eq!(failed, [Some(ErrorKind::Unavailable)], "{op}");
+        bed.memory.until_unused().await;
+        until_connected(&bed.adapter).await;
+        bed.loads(&one).await;
+        bed.stores(&other).await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn objects_of_wrong_bytes_length_or_metadata_are_no_hits() {
     let bed = bed(|_| {}).await;
     let corrupt = Some(ErrorKind::Corrupt);

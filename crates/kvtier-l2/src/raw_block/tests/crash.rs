@@ -226,6 +226,41 @@ async fn damaged_object_gives_its_space_back() {
 }
 
 #[tokio::test]
+async fn file_that_is_cut_costs_what_was_cut() {
+    let (device, memory) = (Device::new(|_| {}), Memory::new(1 << 20));
+    let (one, other) = (object(1, 100_000), object(2, 100_000));
+    for is_open in [true, false] {
+        let adapter = device.open();
+        for object in [&one, &other] {
+            store(&adapter, &memory, object).await.unwrap();
+        }
+        let (first, second) = (device.place(&one.key).1, device.place(&other.key).1);
+        let (kept, lost) = match first < second {
+            true => (&one, &other),
+            false => (&other, &one),
+        };
+        let cut = |bytes| device.file().set_len(first.max(second) + bytes).unwrap();
+        let adapter = match is_open {
+            true => {
+                cut(50_000);
+                adapter
+            }
+            false => {
+                adapter.close().await;
+                cut(50_000);
+                device.open()
+            }
+        };
+        assert_eq!(load(&adapter, &memory, kept).await, Ok(()));
+        assert_eq!(load(&adapter, &memory, lost).await, Err(ErrorKind::Corrupt));
+        assert!(!is_there(&adapter, lost).await);
+        store(&adapter, &memory, lost).await.unwrap();
+        assert_eq!(load(&adapter, &memory, lost).await, Ok(()));
+        adapter.close().await;
+    }
+}
+
+#[tokio::test]
 async fn failure_of_the_medium_costs_one_object() {
     let (device, memory) = (Device::new(|_| {}), Memory::new(1 << 20));
     let adapter = device.open();
