@@ -207,6 +207,28 @@ def test_program_ends_by_signal_and_with_kvtier(tmp_path, end):
     assert not Path(path).exists()
 
 
+@pytest.mark.parametrize(
+    "header", [b"[" * 60_000, b'{"key":"a","meta":"m","len":3.0}', b'{"key":"a","meta":"m","len":"3"}', b'{"len":3}', b"[]", b"3"]
+)
+def test_damaged_file_costs_its_object_only(served, tmp_path, header):
+    """A header that is anything is a miss; the object beside it in the batch is found."""
+    client = Client(served(Directory(tmp_path / "objects")))
+    client.read()
+    client.memory[:3] = b"abc"
+    items = [{"key": key, "len": 3, "at": 0, "meta": "m"} for key in ("a", "b")]
+    assert client.ask(op="store", objects=items)["results"] == [{"new": True}] * 2
+    files = [path for path in (tmp_path / "objects").rglob("*") if path.is_file()]
+    damaged = next(path for path in files if b'"key": "a"' in path.read_bytes())
+    damaged.write_bytes(struct.pack("<8sI", b"kvdir 1\n", len(header)) + header + b"abc")
+    found = {"len": 3, "meta": "m"}
+    assert client.ask(op="lookup", keys=["a", "b"])["results"] == [None, found]
+    failed, loaded = client.ask(op="load", objects=[{**item, "at": 9} for item in items])["results"]
+    assert (failed["error"], loaded) == ("corrupt", found)
+    # A store replaces it.
+    assert client.ask(op="store", objects=items)["results"] == [{"new": True}, {"new": False}]
+    assert client.ask(op="lookup", keys=["a"])["results"] == [found]
+
+
 STUCK = """
 import argparse, sys, threading
 from kvtier.tier import Tier, main, server

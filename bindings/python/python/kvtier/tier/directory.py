@@ -187,8 +187,9 @@ def _header(file: BinaryIO) -> dict | None:
         header = json.loads(file.read(size))
         expected = HEAD.size + size + header["len"]
         is_whole = os.fstat(file.fileno()).st_size == expected
-        return header if is_whole and isinstance(header["key"], str) and isinstance(header["meta"], str) else None
-    except (ValueError, TypeError, KeyError):
+        types = {"key": str, "meta": str, "len": int}
+        return header if is_whole and all(type(header[name]) is kind for name, kind in types.items()) else None
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
 
 
