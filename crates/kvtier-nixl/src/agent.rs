@@ -14,6 +14,12 @@ use crate::handles::{Bytes, Handle, Registered, check, listed, params};
 use crate::library::Library;
 use crate::table::{DRAM, FILE, READ, Raw, Table, WRITE};
 
+/// Time after which a transfer that does not end is abandoned.
+const TRANSFER_TIMEOUT: Duration = match cfg!(test) {
+    true => Duration::from_secs(1),
+    false => Duration::from_secs(60),
+};
+
 /// Time after which a request that cannot be released is abandoned.
 const RELEASE_TIMEOUT: Duration = match cfg!(test) {
     true => Duration::from_millis(50),
@@ -43,8 +49,8 @@ unsafe impl Send for Agent {}
 pub enum Outcome<H> {
     /// It has ended: the extent was moved, or an error.
     Ended(Transfer<H>, Result<(), NixlError>),
-    /// It cannot be ended, so its memory may be accessed at any time: the transfer is leaked, with all that it holds. The
-    /// agent must not be used again.
+    /// It does not end, or cannot be ended, so its memory may be accessed at any time: the transfer is leaked, with all that it
+    /// holds. The agent must not be used again.
     Lost,
 }
 
@@ -173,7 +179,11 @@ impl Agent {
             Ok(begun) => begun,
             Err(error) => return Moved::Ended(Err(error)),
         };
-        let moved = request.run();
+        let Some(moved) = request.run() else {
+            // A release could free what the backend accesses.
+            std::mem::forget((request, memory, file));
+            return Moved::Lost;
+        };
         match request.release() {
             true => Moved::Ended(moved),
             false => {
@@ -233,8 +243,9 @@ impl<'a> Request<'a> {
         Ok(Self { agent, request })
     }
 
-    /// Moves the bytes, or fails.
-    fn run(&self) -> Result<(), NixlError> {
+    /// Moves the bytes, or fails. `None` if it does not end in time.
+    fn run(&self) -> Option<Result<(), NixlError>> {
+        let until = Instant::now() + TRANSFER_TIMEOUT;
         let (table, agent, request) = (self.agent.table(), self.agent.raw(), self.request.raw());
         // SAFETY: all are live. The memory and the file are accessible until the request is released, which the caller
         // of `Agent::transfer` promises; the library only accesses what the lists have.
@@ -243,13 +254,16 @@ impl<'a> Request<'a> {
         while Code(status) == Code::IN_PROGRESS {
             spins += 1;
             if spins > SPINS {
+                if Instant::now() >= until {
+                    return None;
+                }
                 std::thread::sleep(pause);
                 pause = (pause * 2).min(LONGEST_PAUSE);
             }
             // SAFETY: both are live.
             status = unsafe { (table.get_xfer_status)(agent, request) };
         }
-        check("move the bytes", status)
+        Some(check("move the bytes", status))
     }
 
     /// Ends the request; returns whether nothing accesses its bytes any more.

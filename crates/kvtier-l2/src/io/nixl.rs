@@ -3,12 +3,14 @@
 //! Only the bytes of objects are its part. What stands behind them in files, files that it fails to move, and the second
 //! attempts of stores and loads are POSIX calls, which also tell why a file cannot be moved: NIXL does not.
 //!
+//! If a transfer does not end, its memory is lost, and all others are POSIX calls from then on: one per thread is lost at most.
+//!
 //! The mutex guards the agents that no thread uses; no other lock is acquired inside.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvtier_nixl::{Agent, Library, NixlError, Outcome};
@@ -52,6 +54,8 @@ pub(crate) struct Nixl {
     /// Transfers that it has ended, and those that were left to system calls.
     moved: AtomicU64,
     failed: AtomicU64,
+    /// A transfer did not end.
+    is_abandoned: AtomicBool,
     log: RateLimited,
 }
 
@@ -67,6 +71,7 @@ impl Nixl {
             agents: Mutex::new(vec![first]),
             moved: AtomicU64::new(0),
             failed: AtomicU64::new(0),
+            is_abandoned: AtomicBool::new(false),
             log: RateLimited::new(LOG_INTERVAL),
         })
     }
@@ -78,6 +83,9 @@ impl Nixl {
     }
 
     fn take(&self) -> Option<Agent> {
+        if self.is_abandoned.load(Ordering::Relaxed) {
+            return None;
+        }
         let kept = self.agents.lock().pop();
         kept.or_else(|| {
             Agent::start(&self.library, &self.options.backend, &self.options.params)
@@ -95,9 +103,25 @@ impl Nixl {
     }
 }
 
+impl Nixl {
+    fn abandon(&self) {
+        self.failed.fetch_add(1, Ordering::Relaxed);
+        if !self.is_abandoned.swap(true, Ordering::Relaxed) {
+            let backend = &self.options.backend;
+            tracing::error!(
+                backend,
+                "a transfer of NIXL does not end; its memory is lost until a restart, and files are moved with plain system calls"
+            );
+        }
+    }
+}
+
 impl Engine for Nixl {
     fn name(&self) -> &'static str {
-        "nixl"
+        match self.is_abandoned.load(Ordering::Relaxed) {
+            true => "posix",
+            false => "nixl",
+        }
     }
 
     fn status(&self) -> Option<Value> {
@@ -134,7 +158,7 @@ impl Engine for Nixl {
                         done(work, ended, moved);
                     }
                     Outcome::Lost => {
-                        self.fail(&"a transfer does not end");
+                        self.abandon();
                         work.lost(number);
                         // It still has that transfer.
                         std::mem::forget(agent);

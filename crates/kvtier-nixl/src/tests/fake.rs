@@ -11,8 +11,9 @@ use crate::table::{Raw, Table};
 #[derive(Default)]
 struct Fake {
     post: c_int,
-    /// Of `get_xfer_status` in turn; then success.
+    /// Of `get_xfer_status` in turn; then success, or in progress for ever.
     statuses: VecDeque<c_int>,
+    is_endless: bool,
     /// Of `release_xfer_req` in turn; the last one for ever.
     releases: VecDeque<c_int>,
     /// Of `register_mem` for files.
@@ -124,7 +125,10 @@ unsafe extern "C" fn post(_: Raw, _: Raw, _: Raw) -> c_int {
 }
 
 unsafe extern "C" fn status(_: Raw, _: Raw) -> c_int {
-    fake(|fake| fake.statuses.pop_front().unwrap_or_default())
+    fake(|fake| match fake.is_endless {
+        true => 1,
+        false => fake.statuses.pop_front().unwrap_or_default(),
+    })
 }
 
 unsafe extern "C" fn release(_: Raw, _: Raw) -> c_int {
@@ -241,13 +245,21 @@ fn success_on_a_short_file_is_an_error() {
 
 #[test]
 fn transfer_that_does_not_end_keeps_its_memory() {
-    let with = Fake {
+    let cannot_be_released = Fake {
         post: -2,
         releases: [-3].into(),
         ..Fake::default()
     };
-    let (outcome, holders) = read(LEN, with);
-    assert!(matches!(outcome, Outcome::Lost));
-    assert_eq!(holders, 1, "the transfer is leaked with its arena");
-    assert_eq!(fake(|fake| fake.registered), 2);
+    // A release would succeed, and the backend may still write.
+    let is_endless = Fake {
+        post: 1,
+        is_endless: true,
+        ..Fake::default()
+    };
+    for with in [cannot_be_released, is_endless] {
+        let (outcome, holders) = read(LEN, with);
+        assert!(matches!(outcome, Outcome::Lost));
+        assert_eq!(holders, 1, "the transfer is leaked with its arena");
+        assert_eq!(fake(|fake| fake.registered), 2);
+    }
 }
