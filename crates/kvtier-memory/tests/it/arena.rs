@@ -44,6 +44,46 @@ fn round_trip(arena: &Arena) {
     assert_eq!(arena.poisoned(), None);
 }
 
+/// Stored objects have them: they are the same in every release and on every processor.
+#[test]
+fn sums_are_those_of_xxh3_whole_and_in_pieces() {
+    let arena = Arena::create(ArenaKind::Anonymous, 1 << 20).unwrap();
+    for (len, short, long) in [
+        (
+            0,
+            0x2d06_8005_38d3_94c2,
+            0x99aa_06d3_0147_98d8_6001_c324_468d_497f,
+        ),
+        (
+            1,
+            0xc44b_dff4_074e_ecdb,
+            0xa6cd_5e93_9200_0f6a_c44b_dff4_074e_ecdb,
+        ),
+        (
+            100,
+            0x1efb_aa65_2af7_dfb7,
+            0x2701_f07d_2c26_abff_94b1_9615_20a1_1588,
+        ),
+        (
+            300,
+            0x2536_56b9_aabf_8ead,
+            0xe265_8505_5626_3cb1_2536_56b9_aabf_8ead,
+        ),
+        (
+            100_000,
+            0x02df_1e98_5a77_6b74,
+            0x2868_4b2a_d44c_d4a4_02df_1e98_5a77_6b74_u128,
+        ),
+    ] {
+        let bytes: Vec<u8> = (0..len).map(|at| (at * 31 % 251) as u8).collect();
+        assert_eq!((checksum64(&bytes), checksum128(&bytes)), (short, long));
+        let extent = Extent::new(4096, len as u64);
+        arena.write(extent, 0, &bytes).unwrap();
+        assert_eq!(arena.checksum64(extent), Ok(short));
+        assert_eq!(arena.checksum(extent), Ok(long));
+    }
+}
+
 #[test]
 fn every_kind_keeps_bytes() {
     let folder = tempfile::tempdir().unwrap();
