@@ -59,7 +59,6 @@ const RECOVERY_BATCH: usize = 4096;
 pub struct RawBlockAdapter {
     shared: Arc<Shared>,
     pool: Pool,
-    scan: watch::Receiver<Scan>,
     /// Reason for the I/O engine.
     engine_reason: String,
 }
@@ -70,6 +69,9 @@ struct Shared {
     index: Arc<Index>,
     engine: Box<dyn Engine>,
     fsync: bool,
+    scan: watch::Sender<Scan>,
+    /// Whether the last scan that has ended has failed.
+    has_failed_scan: AtomicBool,
     damaged: AtomicU64,
     /// Whether the last store failed.
     is_failing: AtomicBool,
@@ -183,6 +185,8 @@ impl RawBlockAdapter {
             index: Index::new(),
             engine,
             fsync: options.fsync,
+            scan: watch::Sender::new(Scan::Running),
+            has_failed_scan: AtomicBool::new(false),
             damaged: AtomicU64::new(0),
             is_failing: AtomicBool::new(false),
             is_lost: AtomicBool::new(false),
@@ -192,8 +196,8 @@ impl RawBlockAdapter {
         let pool = pool.map_err(|error| {
             L2Error::new(ErrorKind::Refused, format!("cannot start threads: {error}"))
         })?;
+        scan::start(Arc::clone(&shared))?;
         Ok(Self {
-            scan: scan::start(Arc::clone(&shared))?,
             shared,
             pool,
             engine_reason: reason,
@@ -202,11 +206,11 @@ impl RawBlockAdapter {
 
     /// Waits for the end of the scan; returns the number of records that it has erased.
     async fn scanned(&self) -> Result<u64, L2Error> {
-        let mut scan = self.scan.clone();
+        let mut scan = self.shared.scan.subscribe();
         let ended = scan.wait_for(|scan| !matches!(scan, Scan::Running)).await;
         match ended.as_deref() {
             Ok(Scan::Done(erased)) => Ok(*erased),
-            Ok(Scan::Failed(error)) => Err(error.clone()),
+            Ok(Scan::Failed(error, _)) => Err(error.clone()),
             _ => Err(not_done()),
         }
     }
@@ -364,6 +368,7 @@ impl Adapter for RawBlockAdapter {
     fn check(&self) -> BoxFuture<'_, ()> {
         let shared = Arc::clone(&self.shared);
         Box::pin(self.pool.check(move || {
+            scan::retry(&shared);
             let found = shared.device.check();
             let was_lost = shared.is_lost.swap(found.is_err(), Ordering::Relaxed);
             if let Err(error) = found
@@ -378,12 +383,12 @@ impl Adapter for RawBlockAdapter {
     fn status(&self) -> Value {
         let shared = &self.shared;
         let usage = shared.index.usage();
-        let scan = match &*self.scan.borrow() {
+        let scan = match &*shared.scan.borrow() {
             Scan::Running => "running".to_owned(),
             Scan::Done(_) => "done".to_owned(),
-            Scan::Failed(error) => error.to_string(),
+            Scan::Failed(error, _) => error.to_string(),
         };
-        let is_usable = !matches!(&*self.scan.borrow(), Scan::Failed(_));
+        let is_usable = !matches!(&*shared.scan.borrow(), Scan::Failed(..));
         json!({
             "is_healthy": is_usable
                 && !self.pool.is_closed()
@@ -407,7 +412,7 @@ impl Adapter for RawBlockAdapter {
         Box::pin(async {
             self.shared.is_closed.store(true, Ordering::Release);
             self.pool.close().await;
-            let mut scan = self.scan.clone();
+            let mut scan = self.shared.scan.subscribe();
             // An error is the end of its thread, too.
             let _ = scan.wait_for(|scan| !matches!(scan, Scan::Running)).await;
             self.shared.device.unlock();

@@ -1,11 +1,11 @@
-//! Scan of the table after a start.
+//! Scan of the table after a start. One that fails is tried again, as the device may come back.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 use kvtier_memory::uring::Tail;
 use rustix::io::Errno;
-use tokio::sync::watch;
 
 use super::Shared;
 use super::format::{BLOCK, Record};
@@ -15,42 +15,74 @@ use crate::io;
 /// Records per read.
 const PIECE: u64 = 256;
 
+/// Pause after a scan that failed.
+const RETRY_PAUSE: Duration = match cfg!(test) {
+    true => Duration::ZERO,
+    false => Duration::from_secs(30),
+};
+
 /// How far the scan is.
 #[derive(Debug, Clone)]
 pub(super) enum Scan {
     Running,
     /// The number of records that were superseded and erased.
     Done(u64),
-    Failed(L2Error),
+    Failed(L2Error, Instant),
 }
 
 /// Starts the scan on a thread of its own.
-pub(super) fn start(shared: Arc<Shared>) -> Result<watch::Receiver<Scan>, L2Error> {
-    let (done, scan) = watch::channel(Scan::Running);
-    let work = move || {
-        let result = shared.scan();
-        // An adapter that is closed does not wait.
-        let _ = done.send(match result {
-            Ok(erased) => Scan::Done(erased),
-            Err(error) => {
-                // One that was closed meanwhile is not to be used.
-                if !shared.is_closed.load(Ordering::Acquire) {
-                    tracing::error!(%error, "a device cannot be used: its table could not be read");
-                }
-                Scan::Failed(error)
-            }
-        });
-    };
+///
+/// # Errors
+/// If there is no thread.
+pub(super) fn start(shared: Arc<Shared>) -> Result<(), L2Error> {
+    shared.scan.send_replace(Scan::Running);
+    let scanned = Arc::clone(&shared);
+    let work = move || scanned.end_scan(scanned.scan_table());
     let thread = std::thread::Builder::new().name("kvtier-raw-scan".into());
-    thread.spawn(work).map_err(|error| {
+    thread.spawn(work).map(drop).map_err(|error| {
         let what = format!("cannot start a thread for a scan: {error}");
-        L2Error::new(ErrorKind::Unavailable, what)
-    })?;
-    Ok(scan)
+        let error = L2Error::new(ErrorKind::Unavailable, what);
+        shared.end_scan(Err(error.clone()));
+        error
+    })
+}
+
+/// Starts the scan again if the last one has failed a while ago. Nothing was found then, so nothing is in use.
+pub(super) fn retry(shared: &Arc<Shared>) {
+    let is_due = match &*shared.scan.borrow() {
+        Scan::Failed(_, since) => since.elapsed() >= RETRY_PAUSE,
+        _ => false,
+    };
+    if is_due && !shared.is_closed.load(Ordering::Acquire) {
+        // Its failure is the state of the scan.
+        let _ = start(Arc::clone(shared));
+    }
 }
 
 impl Shared {
-    fn scan(&self) -> Result<u64, L2Error> {
+    fn end_scan(&self, result: Result<u64, L2Error>) {
+        let device_path = self.device.path().display();
+        match &result {
+            Ok(_) if self.has_failed_scan.swap(false, Ordering::Relaxed) => {
+                tracing::info!(%device_path, "the table of a device was read again");
+            }
+            // One that was closed meanwhile is not to be used.
+            Err(error) if !self.is_closed.load(Ordering::Acquire) => {
+                if !self.has_failed_scan.swap(true, Ordering::Relaxed) {
+                    tracing::error!(%device_path, %error, "the table of a device could not be read; trying again in the background");
+                }
+            }
+            _ => {}
+        }
+        self.scan.send_replace(match result {
+            Ok(erased) => Scan::Done(erased),
+            Err(error) => Scan::Failed(error, Instant::now()),
+        });
+    }
+}
+
+impl Shared {
+    fn scan_table(&self) -> Result<u64, L2Error> {
         let geometry = self.device.geometry();
         let (mut found, mut unreadable) = (Vec::new(), Vec::new());
         let mut blocks = Tail::default();

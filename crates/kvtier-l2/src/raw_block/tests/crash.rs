@@ -226,6 +226,32 @@ async fn damaged_object_gives_its_space_back() {
 }
 
 #[tokio::test]
+async fn table_that_could_not_be_read_is_read_again() {
+    let (device, memory) = (Device::new(|_| {}), Memory::new(1 << 20));
+    let one = object(1, 9000);
+    let adapter = device.open();
+    store(&adapter, &memory, &one).await.unwrap();
+    adapter.close().await;
+    let adapter = device.open();
+    adapter.recover(&|_| true).await.unwrap();
+    // As if the device had not answered.
+    let index = &adapter.shared.index;
+    index.remove(&one.key).unwrap();
+    let failed = L2Error::new(ErrorKind::Unavailable, "no answer");
+    let failed = Scan::Failed(failed, std::time::Instant::now());
+    adapter.shared.scan.send_replace(failed);
+    assert_eq!(adapter.status()["is_healthy"], false);
+    assert_eq!(
+        store(&adapter, &memory, &one).await.unwrap_err().kind(),
+        ErrorKind::Unavailable
+    );
+    adapter.check().await;
+    assert_eq!(load(&adapter, &memory, &one).await, Ok(()));
+    assert_eq!(adapter.status()["is_healthy"], true);
+    adapter.close().await;
+}
+
+#[tokio::test]
 async fn file_that_is_cut_costs_what_was_cut() {
     let (device, memory) = (Device::new(|_| {}), Memory::new(1 << 20));
     let (one, other) = (object(1, 100_000), object(2, 100_000));
