@@ -66,11 +66,12 @@ impl Shared {
             Ok(_) if self.has_failed_scan.swap(false, Ordering::Relaxed) => {
                 tracing::info!(%device_path, "the table of a device was read again");
             }
-            // One that was closed meanwhile is not to be used.
-            Err(error) if !self.is_closed.load(Ordering::Acquire) => {
-                if !self.has_failed_scan.swap(true, Ordering::Relaxed) {
-                    tracing::error!(%device_path, %error, "the table of a device could not be read; trying again in the background");
-                }
+            // One that was closed meanwhile is not to be used. Each failure is logged once.
+            Err(error)
+                if !self.is_closed.load(Ordering::Acquire)
+                    && !self.has_failed_scan.swap(true, Ordering::Relaxed) =>
+            {
+                tracing::error!(%device_path, %error, "the table of a device could not be read; trying again in the background");
             }
             _ => {}
         }
