@@ -11,6 +11,7 @@ use std::time::Duration;
 use kvtier_core::cache::{Cache, CacheConfig, Extent, ExtentAllocator, ReserveRequest};
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::hashing::{ChunkHasher, HashAlgorithm};
+use kvtier_core::ledger::{Identity, Ledger, Words};
 use kvtier_core::prompt::PromptMemory;
 use kvtier_core::quota::Grant;
 use kvtier_core::{ChunkHash, GroupRow, Namespace};
@@ -43,6 +44,33 @@ impl ExtentAllocator for Pieces {
     fn used(&self) -> u64 {
         self.capacity() - self.0.len() as u64 * OBJECT
     }
+}
+
+/// Words in memory.
+struct Memory(Vec<u64>);
+
+impl Words for Memory {
+    fn get(&self, at: u64) -> u64 {
+        self.0[place(at)]
+    }
+
+    fn set(&mut self, at: u64, word: u64) {
+        let at = place(at);
+        self.0[at] = word;
+    }
+
+    fn end(&self) -> u64 {
+        0
+    }
+
+    fn reach(&mut self, _: std::ops::Range<u64>) -> bool {
+        true
+    }
+}
+
+/// Header, first names and records without the space between them.
+fn place(at: u64) -> usize {
+    (at & 0x3_ffff) as usize
 }
 
 fn tokens(prompt: u32) -> Vec<u32> {
@@ -91,7 +119,21 @@ fn main() {
         },
         ..CacheConfig::default()
     };
-    let cache = Cache::new(Pieces(pieces), config);
+    let cache = match scenario.starts_with("ledger-") {
+        false => Cache::new(Pieces(pieces), config),
+        true => {
+            let identity = Identity {
+                arena: [1, 2],
+                chunk_size: CHUNK as u64,
+                hash_algorithm: 3,
+                tenants: 4,
+                instance: 5,
+                origin: 6,
+            };
+            let ledger = Ledger::create(Memory(vec![0; 1 << 18]), 7, &identity);
+            Cache::with_ledger(Pieces(pieces), config, ledger.expect("words"))
+        }
+    };
     for tenant in 0..if has_tenants { TENANTS } else { 0 } {
         let grant = Grant {
             limit: Some(u64::MAX / 2),
@@ -133,7 +175,7 @@ fn main() {
             }
         }
         // A full cache: each object evicts one.
-        "store" | "tenants-store" => {
+        "store" | "tenants-store" | "ledger-store" => {
             let prompts: Vec<_> = (0..CAPACITY_PROMPTS as u32 + 64).map(hashes).collect();
             let (fill, more) = prompts.split_at(CAPACITY_PROMPTS);
             fill.iter().for_each(|prompt| store(prompt));
@@ -166,7 +208,7 @@ fn main() {
             }
         }
         other => panic!(
-            "no scenario {other:?}; allowed: lookup, store, tenants-store, tenants-pass, prompt-known, prompt-new"
+            "no scenario {other:?}; allowed: lookup, store, ledger-store, tenants-store, tenants-pass, prompt-known, prompt-new"
         ),
     }
 }

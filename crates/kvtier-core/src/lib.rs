@@ -9,6 +9,7 @@ pub mod cache;
 pub mod eviction;
 mod group_row;
 pub mod hashing;
+pub mod ledger;
 pub mod object_key;
 pub mod prefetch;
 pub mod prompt;

@@ -200,6 +200,41 @@ impl FreeExtents {
         Ok(Extent::new(self.bytes(offset), bytes))
     }
 
+    /// Takes these extents, each with its owner, in an allocator that has none taken. They are sorted by offset. Returns for
+    /// each whether it was taken: not those that overlap an earlier one, begin between two units, or end outside.
+    pub fn take_all(&mut self, extents: &[(Extent, u32)]) -> Vec<bool> {
+        debug_assert_eq!(self.used, 0, "extents are taken already");
+        let mut blocks = Vec::with_capacity(2 * extents.len() + 1);
+        let mut end = 0;
+        let mut take = |extent: &Extent, owner| {
+            let (offset, units) = (self.unit_of(extent.offset)?, self.units(extent.len)?);
+            let after = offset.checked_add(units)?;
+            if offset < end || after > self.capacity {
+                return None;
+            }
+            if offset > end {
+                blocks.push((end, Block::free(offset - end)));
+            }
+            blocks.push((offset, Block::taken(units, owner)));
+            end = after;
+            Some(units)
+        };
+        let taken: Vec<_> = extents
+            .iter()
+            .map(|(extent, owner)| take(extent, *owner))
+            .collect();
+        if end < self.capacity {
+            blocks.push((end, Block::free(self.capacity - end)));
+        }
+        self.used = taken.iter().flatten().sum();
+        let free = blocks.iter().filter(|(_, block)| !block.is_taken());
+        self.free = free
+            .map(|(offset, block)| (block.size(), *offset))
+            .collect();
+        self.blocks = blocks.into_iter().collect();
+        taken.iter().map(Option::is_some).collect()
+    }
+
     /// Frees an extent returned by [`allocate`](Self::allocate).
     ///
     /// # Errors

@@ -197,3 +197,39 @@ proptest! {
         prop_assert_eq!(allocator.largest_free(), allocator.capacity());
     }
 }
+
+#[test]
+fn taken_extents_are_as_if_allocated_there() {
+    let unit = 4096;
+    let extent = |offset: u64, bytes| Extent::new(offset * unit, bytes);
+    let mut allocator = FreeExtents::new(10 * unit).unwrap();
+    let wanted = [
+        (extent(1, unit), 7),
+        (extent(1, unit), 8),
+        (extent(2, unit + 1), 9),
+        (extent(3, 1), 10),
+        (Extent::new(4 * unit + 1, 1), 11),
+        (extent(5, 0), 12),
+        (extent(8, 2 * unit), 13),
+        (extent(9, unit + 1), 14),
+        (extent(10, 1), 15),
+        (Extent::new(u64::MAX - unit + 1, 1), 16),
+    ];
+    let taken = allocator.take_all(&wanted);
+    let owners = wanted.iter().zip(&taken).filter(|(_, taken)| **taken);
+    let owners: Vec<_> = owners.map(|((_, owner), _)| *owner).collect();
+    assert_eq!(owners, [7, 9, 13]);
+    allocator.check_invariants().unwrap();
+    assert_eq!(allocator.used(), 5 * unit);
+    // What is free is found, and what was taken can be freed.
+    assert_eq!(allocator.allocate(4 * unit), Ok(extent(4, 4 * unit)));
+    assert_eq!(allocator.allocate(unit), Ok(extent(0, unit)));
+    assert!(allocator.allocate(1).is_err());
+    for at in [0, 2, 6] {
+        allocator.free(wanted[at].0).unwrap();
+        allocator.check_invariants().unwrap();
+    }
+    let mut all = FreeExtents::new(2 * unit).unwrap();
+    assert_eq!(all.take_all(&[(extent(0, 2 * unit), 1)]), [true]);
+    all.check_invariants().unwrap();
+}

@@ -124,6 +124,22 @@ impl cache::ExtentAllocator for L1Allocator {
             .or_else(|| self.allocate_in(bytes, owner, |part| part.extents.capacity() / SPARE))
     }
 
+    fn take_all(&mut self, extents: &[(Extent, u32)]) -> Vec<bool> {
+        let mut taken = Vec::with_capacity(extents.len());
+        let mut rest = extents;
+        for part in &mut self.parts {
+            let end = part.start + part.extents.capacity();
+            let (own, others) = rest.split_at(rest.partition_point(|(it, _)| it.offset < end));
+            rest = others;
+            let in_part =
+                |(it, owner): &(Extent, u32)| (Extent::new(it.offset - part.start, it.len), *owner);
+            let own: Vec<_> = own.iter().map(in_part).collect();
+            taken.extend(part.extents.take_all(&own));
+        }
+        taken.resize(extents.len(), false);
+        taken
+    }
+
     fn free(&mut self, extent: Extent) {
         let part = self.part_at(extent.offset);
         let part = &mut self.parts[part];

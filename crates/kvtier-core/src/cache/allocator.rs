@@ -33,6 +33,12 @@ pub trait ExtentAllocator: Send {
         self.allocate(bytes, owner)
     }
 
+    /// Takes these extents, which are sorted by offset and do not overlap, in memory that is entirely free. Returns for each
+    /// whether it was taken; one that lies outside the memory, or in two parts of it, is not.
+    fn take_all(&mut self, extents: &[(Extent, u32)]) -> Vec<bool> {
+        vec![false; extents.len()]
+    }
+
     /// Frees an extent.
     fn free(&mut self, extent: Extent);
 
@@ -88,6 +94,10 @@ impl<A: ExtentAllocator + ?Sized> ExtentAllocator for Box<A> {
 
     fn allocate_near(&mut self, bytes: u64, part: u32, owner: u32) -> Option<Extent> {
         (**self).allocate_near(bytes, part, owner)
+    }
+
+    fn take_all(&mut self, extents: &[(Extent, u32)]) -> Vec<bool> {
+        (**self).take_all(extents)
     }
 
     fn free(&mut self, extent: Extent) {

@@ -49,11 +49,30 @@ impl<T> Interner<T> {
             Some(entry) => *entry = Some(value),
             None => self.entries.push(Some(value)),
         }
+        self.index(hash, number, rehash);
+        number
+    }
+
+    fn index(&mut self, hash: u64, number: u32, rehash: impl Fn(&T) -> u64) {
         let entries = &self.entries;
         self.table.insert_unique(hash, number, |&other| {
             entries[other as usize].as_ref().map_or(0, &rehash)
         });
-        number
+    }
+
+    /// Adds the next number, with a value or free. For a table that has had no removal.
+    pub(super) fn append(&mut self, entry: Option<(u64, T)>, rehash: impl Fn(&T) -> u64) {
+        let number = self.entries.len() as u32;
+        match entry {
+            Some((hash, value)) => {
+                self.entries.push(Some(value));
+                self.index(hash, number, rehash);
+            }
+            None => {
+                self.entries.push(None);
+                self.free.push(number);
+            }
+        }
     }
 
     pub(super) fn remove(&mut self, hash: u64, number: u32) -> Option<T> {

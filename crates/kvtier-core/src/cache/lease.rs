@@ -195,6 +195,13 @@ impl<A: ExtentAllocator> ReadLease<A> {
         Self { cache, hold }
     }
 
+    /// Notes in the ledger that a client reads this memory by itself, so that a next process keeps it as it is. Call it before
+    /// the client learns of the memory.
+    pub fn grant(&self) {
+        self.cache
+            .locked(|state| state.grant(self.hold.slots.iter().copied()));
+    }
+
     /// The objects' extents, in the order requested.
     pub fn extents(&self) -> &[Extent] {
         &self.hold.extents

@@ -21,6 +21,7 @@ mod refusal;
 mod removal;
 mod reservation;
 mod reserve;
+mod restore;
 mod run;
 mod slab;
 mod state;
@@ -33,11 +34,13 @@ pub use lease::{Counted, Lookup, PrefixLease, ReadLease};
 pub use reservation::{
     Committed, KeyOutcome, Reservation, ReserveError, ReserveRequest, Reserved, Staged,
 };
+pub use restore::Restored;
 pub use stats::{Page, SaltUsage, Stats, Usage};
 
 use crate::eviction::EvictionKind;
 use crate::group_row::GroupRow;
 use crate::hashing::ChunkHash;
+use crate::ledger::{Ledger, Words};
 use crate::object_key::Namespace;
 use crate::quota::{Grant, QuotaConfig};
 use kvtier_sync::Mutex;
@@ -140,13 +143,44 @@ impl<A: ExtentAllocator> fmt::Debug for Cache<A> {
 impl<A: ExtentAllocator> Cache<A> {
     /// An empty cache over this memory, which must be entirely free.
     pub fn new(allocator: A, config: CacheConfig) -> Self {
+        Self::over(State::new(allocator, config), config)
+    }
+
+    fn over(state: State<A>, config: CacheConfig) -> Self {
         Self {
             shared: Arc::new(Shared {
-                state: Mutex::new(State::new(allocator, config)),
+                state: Mutex::new(state),
                 check_every: config.check_invariants_every,
                 calls: AtomicU32::new(0),
             }),
         }
+    }
+
+    /// An empty cache over this memory, which must be entirely free, that records its objects in a ledger.
+    pub fn with_ledger<W: Words + 'static>(
+        allocator: A,
+        config: CacheConfig,
+        ledger: Ledger<W>,
+    ) -> Self {
+        let mut state = State::new(allocator, config);
+        state.journal = Some(Box::new(ledger));
+        Self::over(state, config)
+    }
+
+    /// Writes nothing to the ledger from here on: its objects are the next process's.
+    pub fn detach_ledger(&self) {
+        let journal = self.locked(|state| state.journal.take());
+        drop(journal);
+    }
+
+    /// Objects that the ledger could not record so far.
+    pub fn unrecorded(&self) -> u64 {
+        self.locked(|state| {
+            state
+                .journal
+                .as_ref()
+                .map_or(0, |journal| journal.unrecorded())
+        })
     }
 
     /// Runs one step under the lock.

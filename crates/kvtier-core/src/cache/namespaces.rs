@@ -65,6 +65,26 @@ impl NamespaceTable {
     }
 
     fn insert(&mut self, namespace: &Namespace) -> u32 {
+        let entry = self.entry(namespace);
+        self.namespaces
+            .insert(entry.hash, entry, |entry| entry.hash)
+    }
+
+    /// Inserts the namespaces of an earlier process under their numbers, with one user each. One that is there already is left out.
+    pub(super) fn restore(&mut self, namespaces: &[Option<Arc<Namespace>>]) {
+        for namespace in namespaces {
+            let is_new = |namespace: &&Arc<Namespace>| self.find(namespace).is_none();
+            let namespace = namespace.as_ref().filter(is_new);
+            let entry = namespace.map(|namespace| {
+                let mut entry = self.entry(namespace);
+                entry.users = 1;
+                (entry.hash, entry)
+            });
+            self.namespaces.append(entry, |entry| entry.hash);
+        }
+    }
+
+    fn entry(&mut self, namespace: &Namespace) -> Entry {
         let seed = &self.seed;
         let name = namespace.model_name();
         let hash = seed.hash_one(&**name);
@@ -85,15 +105,13 @@ impl NamespaceTable {
             model.namespaces += 1;
             model_name = &model.name;
         }
-        let entry = Entry {
+        Entry {
             namespace: Arc::new(namespace.with_names(model_name, &cache_salt)),
             model,
             tenant,
             users: 0,
             hash: seed.hash_one(namespace),
-        };
-        self.namespaces
-            .insert(entry.hash, entry, |entry| entry.hash)
+        }
     }
 
     pub(super) fn add_user(&mut self, number: u32) {

@@ -106,6 +106,13 @@ impl<A: ExtentAllocator> Reservation<A> {
         self.staged.iter().map(|staged| staged.extent)
     }
 
+    /// Notes in the ledger that a client writes this memory by itself, so that a next process keeps it from others. Call it
+    /// before the client learns of the memory.
+    pub fn grant(&self) {
+        self.cache
+            .locked(|state| state.grant(self.staged.iter().map(|staged| staged.slot)));
+    }
+
     /// Number of objects to write.
     pub fn len(&self) -> usize {
         self.staged.len()

@@ -92,8 +92,7 @@ impl<A: ExtentAllocator> State<A> {
                     slot,
                 });
             }
-            self.namespaces
-                .drop_user(namespace, &mut self.accounting_errors);
+            self.drop_user(namespace);
         }
         // Last chunk first, across all requests: the chunk that is worth least alone becomes the oldest.
         let longest = requests.iter().map(|request| request.hashes.len()).max();

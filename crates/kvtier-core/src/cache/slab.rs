@@ -25,7 +25,8 @@ pub(super) struct Slot {
     pub(super) extent: Extent,
     /// Number of the namespace; the next free slot while this one is free.
     pub(super) namespace: u32,
-    /// The state in the low two bits, whether it was used in the next, above them how often the slot was freed.
+    /// The state in the low two bits, whether it was used and whether it is granted in the next, above them how often the
+    /// slot was freed.
     life: u32,
     /// How many leases are held.
     pub(super) leases: u32,
@@ -35,9 +36,10 @@ pub(super) struct Slot {
 
 const _: () = assert!(size_of::<Slot>() == 64);
 
-/// The state, and whether the object was used.
-const FACT_BITS: u32 = 3;
+/// The state, whether the object was used, and whether a client may be copying its memory.
+const FACT_BITS: u32 = 4;
 const USED: u32 = 0b100;
+const GRANTED: u32 = 0b1000;
 
 impl Slot {
     pub(super) fn state(&self) -> SlotState {
@@ -63,6 +65,22 @@ impl Slot {
         let was_used = self.life & USED != 0;
         self.life &= !USED;
         was_used
+    }
+
+    /// Records that a client may be copying the object's memory by itself.
+    pub(super) fn grant(&mut self) {
+        self.life |= GRANTED;
+    }
+
+    pub(super) fn is_granted(&self) -> bool {
+        self.life & GRANTED != 0
+    }
+
+    /// Whether a client was granted the memory; it is not any more.
+    pub(super) fn take_grant(&mut self) -> bool {
+        let was_granted = self.is_granted();
+        self.life &= !GRANTED;
+        was_granted
     }
 
     pub(super) fn generation(&self) -> u32 {
@@ -166,6 +184,30 @@ impl Slab {
         });
         self.known += 1;
         Some(number)
+    }
+
+    /// Puts an object of an earlier process into its slot, which must be free, and stages it. Call
+    /// [`link_free`](Self::link_free) after the last one.
+    pub(super) fn place(&mut self, number: u32, hash: ChunkHash, namespace: u32, extent: Extent) {
+        while self.known <= number && self.grow().is_some() {}
+        let slot = self.at_mut(number);
+        slot.hash = hash;
+        slot.extent = extent;
+        slot.namespace = namespace;
+        slot.leases = 0;
+        slot.set_state(SlotState::Staged);
+        self.live += 1;
+    }
+
+    /// Makes the free list of all slots without an object, the lowest first.
+    pub(super) fn link_free(&mut self) {
+        self.first_free = NO_SLOT;
+        for number in (0..self.known).rev() {
+            if self.at(number).state() == SlotState::Free {
+                self.at_mut(number).namespace = self.first_free;
+                self.first_free = number;
+            }
+        }
     }
 
     /// The slot of this number, which must have been used once.

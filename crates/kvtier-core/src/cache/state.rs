@@ -8,10 +8,14 @@ use super::slab::{Slab, Slot, SlotRef, SlotState};
 use super::{CacheConfig, Extent, ExtentAllocator, ResidentObject};
 use crate::eviction::{Candidate, EvictionPolicy};
 use crate::hashing::ChunkHash;
+use crate::ledger::{Journal, Object, ObjectState};
 use std::time::Duration;
 
 /// Ticks of the cache's clock per second; a `u32` of them lasts 13 years.
 pub(super) const TICKS_PER_SECOND: u32 = 10;
+
+/// Bits of an object's last use, in ticks, that may be out of date in the ledger: 6.4 seconds.
+const COARSE_BITS: u32 = 6;
 
 /// Most victims fetched from memory at once.
 pub(super) const MAX_WARM: usize = 32;
@@ -38,6 +42,8 @@ pub(super) struct State<A> {
     pub(super) hand: u64,
     /// Evicted objects that were not taken yet; `None` unless they are reported.
     pub(super) evicted: Option<Vec<ResidentObject>>,
+    /// What the next process finds, if anything survives this one.
+    pub(super) journal: Option<Box<dyn Journal>>,
 }
 
 impl<A: ExtentAllocator> State<A> {
@@ -57,6 +63,7 @@ impl<A: ExtentAllocator> State<A> {
             upcoming: Vec::with_capacity(MAX_WARM),
             hand: 0,
             evicted: config.report_evicted.then(Vec::new),
+            journal: None,
         }
     }
 
@@ -101,7 +108,8 @@ impl<A: ExtentAllocator> State<A> {
             slot: number,
             generation: slot.generation(),
         };
-        slot.used_at = self.clock;
+        self.note_time(number);
+        let slot = self.slab.at_mut(number);
         match slot.leases.checked_add(1) {
             Some(leases) => slot.leases = leases,
             // The count is full: the object will be freed early or never, and the error count shows it.
@@ -130,8 +138,12 @@ impl<A: ExtentAllocator> State<A> {
         if slot.leases > 0 {
             return;
         }
-        slot.used_at = self.clock;
-        if slot.state() == SlotState::Resident {
+        let was_granted = slot.state() == SlotState::Resident && slot.take_grant();
+        self.note_time(number);
+        if was_granted {
+            self.record_life(number);
+        }
+        if self.slab.at(number).state() == SlotState::Resident {
             let bytes = self.footprint(number);
             self.leased.sub(bytes, &mut self.accounting_errors);
             let was_used = self.slab.at_mut(number).take_use();
@@ -140,6 +152,79 @@ impl<A: ExtentAllocator> State<A> {
             self.policy.insert(candidate, was_used);
         } else {
             self.free(number);
+        }
+    }
+
+    /// Notes that an object is used now; the ledger has its last use roughly.
+    #[inline]
+    fn note_time(&mut self, number: u32) {
+        let slot = self.slab.at_mut(number);
+        let before = std::mem::replace(&mut slot.used_at, self.clock);
+        if before >> COARSE_BITS != self.clock >> COARSE_BITS {
+            self.record_life(number);
+        }
+    }
+
+    /// Updates a resident object in the ledger.
+    #[cold]
+    fn record_life(&mut self, number: u32) {
+        let slot = self.slab.at(number);
+        if let Some(journal) = &mut self.journal
+            && slot.state() == SlotState::Resident
+        {
+            let state = match slot.is_granted() {
+                true => ObjectState::Read,
+                false => ObjectState::Resident,
+            };
+            journal.update(number, state, slot.used_at);
+        }
+    }
+
+    /// Records an object in the ledger.
+    #[inline]
+    fn record(&mut self, number: u32, state: ObjectState) {
+        let slot = self.slab.at(number);
+        if let Some(journal) = &mut self.journal
+            && let Some(namespace) = self.namespaces.get(slot.namespace)
+        {
+            let object = Object {
+                hash: slot.hash,
+                number: slot.namespace,
+                namespace,
+                extent: slot.extent,
+                used_at: slot.used_at,
+            };
+            journal.insert(number, &object, state);
+        }
+    }
+
+    /// Notes that a client may copy the memory of these objects by itself, until they are committed, aborted or released.
+    pub(super) fn grant(&mut self, slots: impl Iterator<Item = SlotRef>) {
+        if self.journal.is_none() {
+            return;
+        }
+        for reference in slots {
+            let number = reference.slot;
+            if self.slab.get(reference).is_none() || self.slab.at(number).is_granted() {
+                continue;
+            }
+            let slot = self.slab.at_mut(number);
+            slot.grant();
+            match slot.state() {
+                SlotState::Resident => self.record_life(number),
+                _ => self.record(number, ObjectState::Withheld),
+            }
+        }
+    }
+
+    /// Drops one user of a namespace.
+    pub(super) fn drop_user(&mut self, namespace: u32) {
+        self.namespaces
+            .drop_user(namespace, &mut self.accounting_errors);
+        if let Some(journal) = &mut self.journal
+            && self.namespaces.get(namespace).is_none()
+        {
+            journal.forget_namespace(namespace);
         }
     }
 
@@ -153,8 +238,8 @@ impl<A: ExtentAllocator> State<A> {
 
     /// Records a use of a resident object.
     pub(super) fn touch(&mut self, number: u32) {
+        self.note_time(number);
         let slot = self.slab.at_mut(number);
-        slot.used_at = self.clock;
         if slot.leases > 0 {
             slot.note_use();
             return;
@@ -164,7 +249,7 @@ impl<A: ExtentAllocator> State<A> {
     }
 
     /// Moves bytes from one tally to another, in the sums and for the tenant.
-    fn account(&mut self, namespace: u32, bytes: u64, from: SlotState, to: SlotState) {
+    pub(super) fn account(&mut self, namespace: u32, bytes: u64, from: SlotState, to: SlotState) {
         let errors = &mut self.accounting_errors;
         let mut apply = |counters: &mut Counters| {
             match from {
@@ -219,10 +304,13 @@ impl<A: ExtentAllocator> State<A> {
         let slot = self.slab.at(number);
         let (namespace, extent, state) = (slot.namespace, slot.extent, slot.state());
         self.account(namespace, self.footprint(number), state, SlotState::Free);
+        // Before its memory can be another's.
+        if let Some(journal) = &mut self.journal {
+            journal.remove(number);
+        }
         self.allocator.free(extent);
         self.slab.free(number);
-        self.namespaces
-            .drop_user(namespace, &mut self.accounting_errors);
+        self.drop_user(namespace);
     }
 
     /// Whether the reference is to a staged object; if not, it counts as an error.
@@ -265,6 +353,8 @@ impl<A: ExtentAllocator> State<A> {
         let slot = self.slab.at_mut(number);
         slot.set_state(SlotState::Resident);
         slot.used_at = self.clock;
+        slot.take_grant();
+        self.record(number, ObjectState::Resident);
         let candidate = self.candidate(number, self.slab.at(number));
         if let Some(tenant) = self.namespaces.tenants.get_mut(candidate.tenant) {
             tenant.totals.committed.add(bytes);
@@ -291,7 +381,16 @@ impl<A: ExtentAllocator> State<A> {
             self.leased.sub(bytes, &mut self.accounting_errors);
             self.count_leased(candidate.tenant, |leased| leased.checked_sub(bytes));
             self.account(namespace, bytes, SlotState::Resident, SlotState::Doomed);
-            self.slab.at_mut(number).set_state(SlotState::Doomed);
+            let slot = self.slab.at_mut(number);
+            slot.set_state(SlotState::Doomed);
+            let (is_granted, used_at) = (slot.is_granted(), slot.used_at);
+            match &mut self.journal {
+                Some(journal) if is_granted => {
+                    journal.update(number, ObjectState::Withheld, used_at);
+                }
+                Some(journal) => journal.remove(number),
+                None => {}
+            }
         }
         bytes
     }

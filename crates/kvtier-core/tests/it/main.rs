@@ -11,5 +11,6 @@ mod fragmentation;
 mod hash_vectors;
 mod key_parsing;
 mod key_vectors;
+mod ledger;
 mod tenant_rules;
 mod window;

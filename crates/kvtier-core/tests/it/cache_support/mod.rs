@@ -52,6 +52,21 @@ impl ExtentAllocator for FirstFit {
         Some(extent)
     }
 
+    fn take_all(&mut self, extents: &[(Extent, u32)]) -> Vec<bool> {
+        let mut end = 0;
+        let mut take = |(extent, owner): &(Extent, u32)| {
+            let after = extent.offset + extent.len.next_multiple_of(self.align);
+            let fits = extent.offset >= end && after <= self.capacity;
+            if fits {
+                self.taken.push((*extent, *owner));
+                self.used += after - extent.offset;
+                end = after;
+            }
+            fits
+        };
+        extents.iter().map(&mut take).collect()
+    }
+
     fn free(&mut self, extent: Extent) {
         let at = self.taken.binary_search_by_key(&extent, |taken| taken.0);
         self.taken

@@ -1,0 +1,166 @@
+//! A cache with the objects of an earlier process.
+
+use super::lease::OrderedHold;
+use super::reservation::Staged;
+use super::slab::{SlotRef, SlotState};
+use super::state::State;
+use super::{Cache, CacheConfig, ExtentAllocator, ReadLease, Reservation};
+use crate::ledger::{Fault, Found, Ledger, ObjectState, Rejected, Snapshot, Words};
+
+/// What a cache has of an earlier process.
+#[derive(Debug)]
+pub struct Restored<A: ExtentAllocator> {
+    /// Readable objects.
+    pub objects: u64,
+    /// Their bytes, rounding included.
+    pub bytes: u64,
+    /// Objects left out.
+    pub rejected: Rejected,
+    /// Memory that clients of the earlier process may still copy, and that is no readable object.
+    pub withheld: Reservation<A>,
+    /// Readable objects that such clients may still read: they must not be evicted.
+    pub read: ReadLease<A>,
+}
+
+/// Objects with memory that clients may still copy.
+#[derive(Default)]
+struct Granted {
+    withheld: Vec<Staged>,
+    read: OrderedHold,
+}
+
+impl<A: ExtentAllocator> Cache<A> {
+    /// A cache over this memory, which must be entirely free, with the objects of a snapshot and its ledger. They have the order
+    /// of their last uses, as exactly as the ledger knows them, and of equally old ones that of their commits, so that a
+    /// prefix loses its end first. Writes to the ledger only what is left out.
+    pub fn restore<W: Words + 'static>(
+        allocator: A,
+        config: CacheConfig,
+        mut ledger: Ledger<W>,
+        mut snapshot: Snapshot,
+    ) -> (Self, Restored<A>) {
+        let mut state = State::new(allocator, config);
+        let found = state.admit_all(&mut ledger, &mut snapshot);
+        state.journal = Some(Box::new(ledger));
+        let granted = state.restore(&found);
+        for (number, namespace) in (0..).zip(&snapshot.namespaces) {
+            if namespace.is_some() {
+                // The table's own use ends: namespaces without objects are forgotten.
+                state.drop_user(number);
+            }
+        }
+        let resident = state.counters.resident;
+        let cache = Self::over(state, config);
+        let restored = Restored {
+            objects: resident.objects,
+            bytes: resident.bytes,
+            rejected: snapshot.rejected,
+            withheld: Reservation::new(cache.clone(), granted.withheld),
+            read: ReadLease::new(cache.clone(), granted.read),
+        };
+        (cache, restored)
+    }
+}
+
+impl<A: ExtentAllocator> State<A> {
+    /// Takes the memory and the namespaces of a snapshot's objects. Returns those that have both, in eviction order.
+    fn admit_all<W: Words>(
+        &mut self,
+        ledger: &mut Ledger<W>,
+        snapshot: &mut Snapshot,
+    ) -> Vec<Found> {
+        self.namespaces.restore(&snapshot.namespaces);
+        for (number, namespace) in (0..).zip(&mut snapshot.namespaces) {
+            if self.namespaces.get(number).is_none() {
+                *namespace = None;
+            }
+        }
+        let mut objects = std::mem::take(&mut snapshot.objects);
+        let has_namespace = |found: &Found| {
+            let known = snapshot.namespaces.get(found.namespace as usize);
+            known.is_some_and(Option::is_some)
+        };
+        let (mut kept, orphans): (Vec<_>, Vec<_>) = objects.drain(..).partition(has_namespace);
+        for found in orphans {
+            ledger.leave_out(snapshot, found.slot, Fault::Namespace);
+        }
+        let extents: Vec<_> = kept
+            .iter()
+            .map(|found| (found.extent, found.slot))
+            .collect();
+        let mut taken = self.allocator.take_all(&extents).into_iter();
+        kept.retain(|found| {
+            let is_taken = taken.next().unwrap_or(false);
+            if !is_taken {
+                ledger.leave_out(snapshot, found.slot, Fault::Bounds);
+            }
+            is_taken
+        });
+        kept.sort_unstable_by_key(|found| (found.used_at, found.sequence));
+        // Of two objects with one key the one used last is kept; its memory is not known to be freed, so it is freed here.
+        let mut unique = Vec::with_capacity(kept.len());
+        for found in kept.iter().rev() {
+            self.slab
+                .place(found.slot, found.hash, found.namespace, found.extent);
+            let slot = self.slab.at_mut(found.slot);
+            slot.used_at = found.used_at;
+            let is_readable = found.state != ObjectState::Withheld;
+            if is_readable && self.find(found.namespace, &found.hash).is_some() {
+                self.allocator.free(found.extent);
+                self.slab.free(found.slot);
+                ledger.leave_out(snapshot, found.slot, Fault::Duplicate);
+                continue;
+            }
+            if is_readable {
+                let key = self.index.fingerprint(found.namespace, &found.hash);
+                self.index.insert(key, found.slot);
+            }
+            unique.push(*found);
+        }
+        self.slab.link_free();
+        unique.reverse();
+        unique
+    }
+
+    /// Accounts for objects that have their slots, their memory and their namespaces, and puts them in the eviction order.
+    fn restore(&mut self, objects: &[Found]) -> Granted {
+        let mut granted = Granted::default();
+        for found in objects {
+            let (number, namespace) = (found.slot, found.namespace);
+            self.namespaces.add_user(namespace);
+            let bytes = self.footprint(number);
+            self.clock = self.clock.max(found.used_at);
+            if found.state == ObjectState::Withheld {
+                self.account(namespace, bytes, SlotState::Free, SlotState::Staged);
+                self.slab.at_mut(number).grant();
+                granted.withheld.push(Staged {
+                    request: 0,
+                    position: 0,
+                    extent: found.extent,
+                    slot: self.slab.reference(number),
+                });
+                continue;
+            }
+            self.account(namespace, bytes, SlotState::Free, SlotState::Resident);
+            self.slab.at_mut(number).set_state(SlotState::Resident);
+            let candidate = self.candidate(number, self.slab.at(number));
+            let identity = self.namespaces.identity(namespace, &found.hash);
+            self.policy.admit(candidate, identity);
+            self.policy.insert(candidate, false);
+            if found.state == ObjectState::Read {
+                granted.read.extents.push(found.extent);
+                granted.read.slots.push(self.slab.reference(number));
+            }
+        }
+        for held in &granted.read.slots {
+            self.hold_granted(*held);
+        }
+        granted
+    }
+
+    /// Leases an object whose ledger says already that a client may be reading it.
+    fn hold_granted(&mut self, reference: SlotRef) {
+        self.slab.at_mut(reference.slot).grant();
+        self.hold(reference.slot);
+    }
+}

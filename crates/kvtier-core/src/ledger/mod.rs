@@ -1,0 +1,222 @@
+//! The ledger: the cache's objects as the next process finds them, in memory that survives this one.
+//!
+//! It is an array of 64-bit words beside the arena. The cache writes it under its lock, the bytes of objects are elsewhere.
+//! A process may be killed between any two words, so their order is the promise:
+//!
+//! * a record is valid only from its last word on, which is written when the object's bytes are in place
+//! * it is invalid before the object's memory can be written again
+//!
+//! Reading believes nothing: see [`Snapshot`] for the checks, and `docs/failures.md` for what each case means.
+
+mod format;
+mod snapshot;
+
+use crate::hashing::ChunkHash;
+use crate::object_key::Namespace;
+use format::{HEADER, Life, NAME, NAMES, RECORD, Record, name_at, record_at};
+use kvtier_extent::Extent;
+use std::fmt;
+use std::ops::Range;
+
+pub use format::{FORMAT_VERSION, Identity, RECORD_BYTES, max_words};
+pub(crate) use snapshot::Found;
+pub use snapshot::{Fault, LedgerError, Rejected, Snapshot};
+
+/// Words that survive the process.
+///
+/// The implementer guarantees that a killed process leaves a prefix of its [`set`](Self::set) calls, each whole.
+pub trait Words: Send {
+    /// A word; 0 where none was written.
+    fn get(&self, at: u64) -> u64;
+
+    /// Writes a word that was [reached](Self::reach).
+    fn set(&mut self, at: u64, word: u64);
+
+    /// Where the last words end that were reached, by an earlier process too.
+    fn end(&self) -> u64;
+
+    /// Allocates memory for the words from one place to another; returns whether there was some.
+    fn reach(&mut self, words: Range<u64>) -> bool;
+}
+
+/// State of an object with memory, as far as the next process has to know it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ObjectState {
+    /// Readable.
+    Resident,
+    /// Readable, and a client may be reading its memory.
+    Read,
+    /// Not readable; a client may be writing or reading its memory.
+    Withheld,
+}
+
+/// An object as the cache records it.
+#[derive(Clone, Copy, Debug)]
+pub struct Object<'a> {
+    /// The chunk.
+    pub hash: ChunkHash,
+    /// Number of the namespace, which is another's after [`Journal::forget_namespace`].
+    pub number: u32,
+    /// The rest of the key.
+    pub namespace: &'a Namespace,
+    /// Its memory.
+    pub extent: Extent,
+    /// Its last use, in ticks of the cache's clock.
+    pub used_at: u32,
+}
+
+/// What a cache writes while it runs. Slots are the cache's; each has at most one object.
+pub trait Journal: Send + fmt::Debug {
+    /// Records an object in a slot that has none.
+    fn insert(&mut self, slot: u32, object: &Object<'_>, state: ObjectState);
+
+    /// Updates state and last use of a slot's object.
+    fn update(&mut self, slot: u32, state: ObjectState, used_at: u32);
+
+    /// Removes a slot's object, if it has one.
+    fn remove(&mut self, slot: u32);
+
+    /// The number will be another namespace's.
+    fn forget_namespace(&mut self, number: u32);
+
+    /// Objects that could not be recorded so far: the next process does not have them.
+    fn unrecorded(&self) -> u64;
+}
+
+/// A ledger in some words.
+pub struct Ledger<W> {
+    words: W,
+    /// Mixed into every checksum, so that the words of another ledger are not believed.
+    id: u64,
+    /// Low half of each recorded namespace's checksum, 0 for none.
+    names: Vec<u32>,
+    /// Slots below this number have memory for their records.
+    slots: u32,
+    sequence: u64,
+    unrecorded: u64,
+}
+
+impl<W> fmt::Debug for Ledger<W> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Ledger")
+            .field("names", &self.names.len())
+            .field("sequence", &self.sequence)
+            .field("unrecorded", &self.unrecorded)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<W: Words> Ledger<W> {
+    /// Makes an empty ledger, whatever the words held. `id` should never have been used before.
+    ///
+    /// # Errors
+    /// The words cannot grow to the size of an empty ledger.
+    pub fn create(mut words: W, id: u64, identity: &Identity) -> Result<Self, LedgerError> {
+        if !words.reach(0..NAMES) {
+            return Err(LedgerError::Memory);
+        }
+        format::write_header(&mut words, id, identity);
+        Ok(Self {
+            words,
+            id,
+            names: Vec::new(),
+            slots: 0,
+            sequence: 0,
+            unrecorded: 0,
+        })
+    }
+
+    /// Allocates memory for the record of a slot, and for those before it; returns whether it has some.
+    #[inline]
+    fn reach(&mut self, slot: u32) -> bool {
+        slot < self.slots || self.grow(slot)
+    }
+
+    #[cold]
+    fn grow(&mut self, slot: u32) -> bool {
+        let wanted = record_at(self.slots)..record_at(slot) + RECORD;
+        let is_reached = self.words.reach(wanted);
+        if is_reached {
+            self.slots = slot + 1;
+        }
+        is_reached
+    }
+
+    /// The reference to a namespace in records, written first if it is new; `None` if it cannot be recorded.
+    fn refer(&mut self, number: u32, namespace: &Namespace) -> Option<u32> {
+        let known = self.names.get(number as usize).copied().unwrap_or(0);
+        if known != 0 {
+            return Some(known);
+        }
+        let at = name_at(number)?;
+        if !self.words.reach(at..at + NAME) {
+            return None;
+        }
+        let reference = format::write_name(&mut self.words, at, self.id, number, namespace)?;
+        let number = number as usize;
+        if self.names.len() <= number {
+            self.names.resize(number + 1, 0);
+            format::write_names_len(&mut self.words, self.id, self.names.len() as u64);
+        }
+        self.names[number] = reference;
+        Some(reference)
+    }
+}
+
+impl<W: Words> Journal for Ledger<W> {
+    #[inline]
+    fn insert(&mut self, slot: u32, object: &Object<'_>, state: ObjectState) {
+        if !self.reach(slot) {
+            self.unrecorded += 1;
+            return;
+        }
+        let at = record_at(slot);
+        let Some(reference) = self.refer(object.number, object.namespace) else {
+            format::invalidate(&mut self.words, at);
+            self.unrecorded += 1;
+            return;
+        };
+        self.sequence += 1;
+        let record = Record {
+            hash: object.hash,
+            extent: object.extent,
+            namespace: object.number,
+            reference,
+            sequence: self.sequence,
+        };
+        let life = Life {
+            state,
+            used_at: object.used_at,
+        };
+        format::write_record(&mut self.words, at, self.id, slot, &record, life);
+    }
+
+    #[inline]
+    fn update(&mut self, slot: u32, state: ObjectState, used_at: u32) {
+        if slot < self.slots {
+            format::write_life(&mut self.words, record_at(slot), Life { state, used_at });
+        }
+    }
+
+    #[inline]
+    fn remove(&mut self, slot: u32) {
+        if slot < self.slots {
+            format::remove_record(&mut self.words, record_at(slot));
+        }
+    }
+
+    fn forget_namespace(&mut self, number: u32) {
+        if let Some(known) = self.names.get_mut(number as usize)
+            && std::mem::replace(known, 0) != 0
+            && let Some(at) = name_at(number)
+        {
+            format::remove_name(&mut self.words, at);
+        }
+    }
+
+    fn unrecorded(&self) -> u64 {
+        self.unrecorded
+    }
+}
+
+const _: () = assert!(HEADER < NAMES && RECORD_BYTES < 160);
