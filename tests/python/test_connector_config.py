@@ -15,7 +15,7 @@ from vllm_rig import (  # skips without vLLM
 )
 
 from kvtier import Prompt
-from kvtier.vllm import KvTierConnector
+from kvtier.vllm import KvTierConnector, kinds
 from kvtier.vllm.options import Identity, Options
 from kvtier.vllm.requests import with_pictures
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -121,7 +121,7 @@ def test_identities():
         Identity.of(context, False)
 
 
-def test_unsupported_models_are_refused(place):
+def test_unsupported_models_are_refused(place, monkeypatch):
     """The start fails with the cause."""
     server = place.server()
     for role in KVConnectorRole:
@@ -129,12 +129,19 @@ def test_unsupported_models_are_refused(place):
             KvTierConnector(vllm_config(server), role, cache_config(["layer.0"], MambaSpec))
     window = SlidingWindowSpec(block_size=BLOCK, sliding_window=2 * CHUNK)
     mixed = {"layer.0": FullAttentionSpec(block_size=BLOCK), "layer.1": window}
-    for spec in (window, UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=mixed)):
-        hybrid = cache_config(["layer.0"])
-        hybrid.kv_cache_groups.append(SimpleNamespace(layer_names=["layer.1"], kv_cache_spec=spec))
-        for role in KVConnectorRole:
-            with pytest.raises(ValueError, match="sliding windows, and layer.1 has .*SlidingWindowSpec.*--disable-hybrid-kv-cache-manager.* without a KV connector"):
-                KvTierConnector(vllm_config(server), role, hybrid)
+    hybrid = cache_config(["layer.0"])
+    spec = UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=mixed)
+    hybrid.kv_cache_groups.append(SimpleNamespace(layer_names=["layer.1"], kv_cache_spec=spec))
+    for role in KVConnectorRole:
+        with pytest.raises(ValueError, match="groups with one window; the group of layer.1"):
+            KvTierConnector(vllm_config(server), role, hybrid)
+    # Releases that do not report failed loads by request.
+    hybrid.kv_cache_groups[1].kv_cache_spec = window
+    monkeypatch.setattr(kinds, "reports_failed_requests", lambda: False)
+    for role in KVConnectorRole:
+        with pytest.raises(ValueError, match="from vLLM 0.30 on, and layer.1 has SlidingWindowSpec.*--disable-hybrid-kv-cache-manager"):
+            KvTierConnector(vllm_config(server), role, hybrid)
+    monkeypatch.undo()
     for more, error in (({"non_causal": True}, "non_causal is False"), ({"tokens_per_state": 4}, "tokens_per_state is 1")):
         altered = cache_config(["layer.0"])
         vars(altered.kv_cache_groups[0].kv_cache_spec).update(more)

@@ -214,8 +214,9 @@ class Inside:
         external = self.external() - before
         return [Answer(answers[number], external) for number in sorted(answers)]
 
-    def ask_frozen(self, prompts, server, count=TOKENS):
-        """`ask` beside a server (its process id) that hangs from the first store to the last answer; what the stores held."""
+    def ask_broken(self, prompts, server, number, count=TOKENS):
+        """`ask` beside a server (its process id) that gets a signal at the first store; what the stores held. One that is only
+        stopped continues after the last answer."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         connector = self.engine.engine_core.engine_core.scheduler.connector
@@ -225,21 +226,22 @@ class Inside:
         preempted, waits, take = self.metric("vllm:num_preemptions"), [], holds.take
         save, wait = worker.wait_for_save, worker._adapter.wait_for_stores
 
-        def freezes():
+        def breaks():
             if worker._step().stores:
-                os.kill(server, signal.SIGSTOP)
+                os.kill(server, number)
             save()
 
         def takes(*arguments):
             take(*arguments)
             found["held"] = max(found["held"], len(holds._counts))
 
-        holds.take, worker.wait_for_save = takes, freezes
+        holds.take, worker.wait_for_save = takes, breaks
         worker._adapter.wait_for_stores = lambda names, patience: waits.append(names) or wait(names, patience)
         try:
             found["ids"] = [answer.ids for answer in self.ask(prompts, count=count, settles=False)]
         finally:
             holds.take, worker.wait_for_save, worker._adapter.wait_for_stores = take, save, wait
+            # One that was killed stays a process until its parent has noticed.
             os.kill(server, signal.SIGCONT)
         found["in_flight"] = len(holds)
         self.settle()

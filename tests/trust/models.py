@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Tiny models with random weights, one for each way in which KV may differ. Nothing is downloaded.
 
-  models.py --out DIR     all of them, from fixed seeds: DIR/llama, llama-other-weights, windows, pictures, adapter-a, adapter-b
+  models.py --out DIR     all of them, from fixed seeds: DIR/llama, llama-other-weights, windows, sinks,
+                          windows-only, pictures, adapter-a, adapter-b
 
 Weights of queries and keys are large on purpose: with the usual scale a random model hardly attends to its context, and
 an answer could not show wrong KV.
@@ -40,6 +41,26 @@ def windows():
     kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
     own = {"num_hidden_layers": 6, "sliding_window": 128, "layer_types": kinds, "query_pre_attn_scalar": 64}
     return Gemma3ForCausalLM(Gemma3TextConfig(**TEXT | own))
+
+
+def sinks():
+    """Experts, sinks of attention, and every second layer attends to the last 128 tokens only."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    kinds = ["sliding_attention", "full_attention"] * 2
+    own = {"sliding_window": 128, "layer_types": kinds, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 256}
+    model = GptOssForCausalLM(GptOssConfig(**TEXT | own))
+    for name, weight in model.named_parameters():
+        if name.endswith("sinks"):
+            weight.data.normal_(0.0, 0.5)
+    return model
+
+
+def windows_only():
+    """All layers attend to the last 384 tokens only."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM(MistralConfig(**TEXT | {"sliding_window": 384}))
 
 
 def pictures(token):
@@ -133,7 +154,8 @@ def main():
     import torch
 
     kinds = {
-        "llama": (llama, 1), "llama-other-weights": (llama, 2), "windows": (windows, 3),
+        "llama": (llama, 1), "llama-other-weights": (llama, 2), "windows": (windows, 3), "sinks": (sinks, 5),
+        "windows-only": (windows_only, 6),
         "pictures": (lambda: pictures(VOCABULARY - 1), 4),
     }  # fmt: skip
     for name, (make, seed) in kinds.items():

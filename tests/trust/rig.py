@@ -1,9 +1,11 @@
 """What a scenario has: servers and engines that are stopped with it, and named checks."""
 
 import contextlib
+import os
 import shutil
 
 import forked
+from evidence import pages_as_stored
 from kvrig import tiers
 from kvrig.server import Server, client_mode, our_command
 from kvrig.waiting import wait_until
@@ -23,6 +25,7 @@ class Case:
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir(parents=True)
         self.engines, self.servers = [], []
+        self.connector_module, self.connector_class = "kvtier.vllm", "KvTierConnector"
 
     def check(self, name, ok, detail):
         """Note one result."""
@@ -58,7 +61,7 @@ class Case:
         if self.connector == "kvtier":
             own = {"kvtier.url": server.url, "kvtier.transfer_mode": client_mode(self.mode)}
             return {
-                "kv_connector": "KvTierConnector", "kv_role": "kv_both", "kv_connector_module_path": "kvtier.vllm",
+                "kv_connector": self.connector_class, "kv_role": "kv_both", "kv_connector_module_path": self.connector_module,
                 "kv_connector_extra_config": own | extra,
             }  # fmt: skip
         own = {
@@ -69,6 +72,18 @@ class Case:
             "kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_module_path": LMCACHE,
             "kv_connector_extra_config": own | extra,
         }  # fmt: skip
+
+    def witness(self):
+        """From here on engines write down what their pages hold; `pages_as_stored` compares."""
+        self.connector_module, self.connector_class = "kv_witness", "WitnessConnector"
+        self.witnessed = self.logs / "witness"
+        self.witnessed.mkdir()
+        os.environ["WITNESS_DIRECTORY"] = str(self.witnessed)
+
+    def pages_as_stored(self):
+        """What was loaded is, byte for byte, what was stored."""
+        blocks, wrong = pages_as_stored(self.witnessed)
+        self.check("bytes", blocks and not wrong, f"{len(wrong)} of {blocks} loaded blocks are not as stored: {wrong[:3]}")
 
     def stored(self, server, count):
         """Wait until that many chunks are in L1; engines store after their answers."""

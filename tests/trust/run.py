@@ -17,10 +17,11 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "harness"))
+sys.path[:0] = [str(HERE.parent / each) for each in ("harness", "vllm", "vllm/witness")]
 
 import forked
 import scenarios
+import windowed  # noqa: F401
 from kvrig.report import Report
 from rig import Case
 

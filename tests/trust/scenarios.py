@@ -186,38 +186,6 @@ def silent_server(case):
     case.compare("after-its-return", engine, [known])
 
 
-@scenario(("lmcache", "lmcache_driven"))
-def window_blocks(case):
-    """Layers with windows and prompts that are prefilled in steps: prefixes of them, asked later."""
-    server = case.server(l1_gb=1)
-    engine = windowed_engine(case, server)
-    said = [line for line in server.lines() if "window" in line]
-    case.check("is-named", said, (said or ["nothing about windows in the log"])[0][-200:])
-    case.compare("prefixes", engine, prefixes(engine))
-
-
-@scenario(("lmcache", "lmcache_driven"))
-def window_blocks_allowed(case):
-    """The same where the operator allows it: what is documented as wrong."""
-    engine = windowed_engine(case, case.server(flags=["--windowed-clients", "allow"], l1_gb=1))
-    asked = prefixes(engine)
-    wrong = sum(engine.ask(prompt).ids != engine.alone(prompt).ids for prompt in asked)
-    case.note("prefixes", f"{wrong} of {len(asked)} answers wrong")
-
-
-def windowed_engine(case, server, **options):
-    """Steps of 512 tokens."""
-    return case.engine("windows", server, max_num_batched_tokens=512, num_gpu_blocks_override=100, **options)
-
-
-def prefixes(engine):
-    """Ask six prompts; then seven prefixes of each, as prompts of their own."""
-    prompts = [prompt_of(f"window-{number}", 1900) for number in range(6)]
-    for prompt in prompts:
-        engine.ask(prompt)
-    return [prompt[: CHUNK * chunks + 60] for prompt in prompts for chunks in range(1, 8)]
-
-
 @scenario(("kvtier", "engine_shm"))
 def resets(case):
     """One engine resets its caches with its connector, and pauses: other engines lose nothing."""
@@ -250,7 +218,7 @@ def held_blocks(case):
         )  # fmt: skip
         prompts = [prompt_of(f"{name}-{number}", 290 + 10 * number) for number in range(8)]
         alone = [engine.alone(prompt, count=160).ids for prompt in prompts]
-        found = engine.call("ask_frozen", prompts, server.process.pid, count=160)
+        found = engine.call("ask_broken", prompts, server.process.pid, signal.SIGSTOP, count=160)
         wrong = sum(one != other for one, other in zip(found["ids"], alone, strict=True))
         case.check(f"{name}-answers", not wrong, f"{wrong} of {len(prompts)} answers wrong beside a server that hangs")
         case.check(f"{name}-crowded", found["preempted"] > 0, f"{found['preempted']} preemptions")
@@ -266,15 +234,3 @@ def held_blocks(case):
         case.compare(f"{name}-later", engine, prompts, count=160)
         loaded = engine.call("external") - before
         case.check(f"{name}-stored", loaded > 0, f"{loaded} tokens of what was stored meanwhile")
-
-
-@scenario(*each(connectors=["kvtier"]))
-def windows_kept(case):
-    """Layers with windows whose blocks vLLM keeps (`--disable-hybrid-kv-cache-manager`), and prompts prefilled in steps."""
-    server = case.server(l1_gb=1)
-    engine = windowed_engine(case, server, disable_hybrid_kv_cache_manager=True)
-    asked = prefixes(engine)
-    before = engine.call("external")
-    case.compare("prefixes", engine, asked)
-    loaded, wanted = engine.call("external") - before, sum(len(prompt) // CHUNK * CHUNK for prompt in asked)
-    case.check("loaded", loaded == wanted, f"{loaded} of {wanted} tokens")

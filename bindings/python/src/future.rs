@@ -1,6 +1,6 @@
 //! Futures for Python.
 //!
-//! The mutex guards the result; no other lock is acquired inside.
+//! The mutex guards the result; that of the client's future is acquired inside.
 
 use std::time::{Duration, Instant};
 

@@ -5,7 +5,7 @@ use std::ops::Range;
 use kvtier_memory::OwnSegment;
 use kvtier_proto::descriptor::{CpuShm, Dtype, TensorDescriptor, TensorMetadata};
 use kvtier_proto::request::{
-    EngineGroupInfo, EngineType, InstanceId, KvLayoutName, LayoutHints, Registration,
+    EngineGroupInfo, EngineType, HELD_BLOCKS, InstanceId, KvLayoutName, LayoutHints, Registration,
 };
 
 use crate::calls::Keyless;
@@ -41,6 +41,8 @@ pub struct LmcacheDrivenSpec {
     pub window_tokens: Option<i64>,
     /// Whether the layers keep a state instead of the KV of every token.
     pub recurrent_state: bool,
+    /// Whether no block is changed while it is stored, and -1 stands for blocks that the worker does not have.
+    pub holds_blocks: bool,
 }
 
 impl LmcacheDrivenSpec {
@@ -66,6 +68,7 @@ impl LmcacheDrivenSpec {
             dtype: Dtype::BFloat16,
             window_tokens: None,
             recurrent_state: false,
+            holds_blocks: false,
         }
     }
 
@@ -319,6 +322,7 @@ fn registration<'a>(
         engine: EngineType::Vllm,
         hints: LayoutHints {
             kv_layout: Some(KvLayoutName::Nhd),
+            held_blocks: spec.holds_blocks.then_some(HELD_BLOCKS),
             ..LayoutHints::default()
         },
         groups: vec![EngineGroupInfo {

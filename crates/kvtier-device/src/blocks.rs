@@ -3,7 +3,10 @@
 use crate::error::PlanError;
 use crate::layout::KvLayout;
 
-/// Block ids of whole chunks, per kernel group, every one below the number of blocks.
+/// A block that the engine does not have. No block has this number, as there are at most as many.
+pub(crate) const NO_BLOCK: u32 = u32::MAX;
+
+/// Block ids of whole chunks, per kernel group, every one below the number of blocks, or [`NO_BLOCK`].
 #[derive(Debug, Clone)]
 pub struct BlockTable {
     pub(crate) layout_id: u64,
@@ -67,14 +70,14 @@ impl BlockTable {
         for (group, list) in layout.kernel_groups().iter().zip(block_ids) {
             let needed = chunks * group.blocks_per_chunk;
             for (position, id) in list.as_ref()[..needed].iter().enumerate() {
-                ids.push(
-                    checked_id(*id, group.num_blocks).ok_or(PlanError::BlockOutOfRange {
-                        group: group.index,
-                        position,
-                        id: *id,
-                        num_blocks: group.num_blocks,
-                    })?,
-                );
+                let lacks = (*id == -1 && group.may_lack_blocks).then_some(NO_BLOCK);
+                let checked = lacks.or_else(|| checked_id(*id, group.num_blocks));
+                ids.push(checked.ok_or(PlanError::BlockOutOfRange {
+                    group: group.index,
+                    position,
+                    id: *id,
+                    num_blocks: group.num_blocks,
+                })?);
             }
         }
         Ok(Self {
@@ -113,16 +116,16 @@ impl BlockTable {
         chunk: usize,
         null_block_id: i64,
     ) -> bool {
-        let Ok(null) = u32::try_from(null_block_id) else {
-            return true;
-        };
+        // Without a null block only blocks that the engine does not have are holes.
+        let null = u32::try_from(null_block_id).unwrap_or(NO_BLOCK);
         let Some(object) = layout.object_groups().get(object_group) else {
             return true;
         };
         object.kernel_groups.iter().all(|index| {
-            let ids = self.chunk(*index, chunk);
-            let mut nulls = ids.iter().map(|id| *id == null);
             let group = &layout.kernel_groups()[*index];
+            let ids = self.chunk(*index, chunk);
+            let ids = ids.get(group.unneeded_blocks..).unwrap_or_default();
+            let mut nulls = ids.iter().map(|id| *id == null || *id == NO_BLOCK);
             match (group.recurrent_state, group.window_tokens) {
                 // The last block holds the state after the chunk.
                 (true, _) => !nulls.next_back().unwrap_or(false),

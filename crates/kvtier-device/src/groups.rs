@@ -35,9 +35,14 @@ pub struct KernelGroup {
     pub tokens_per_block: u64,
     /// Blocks of every layer of the group.
     pub num_blocks: u64,
-    /// Blocks of one chunk.
+    /// Blocks of one chunk, in the lists of block ids.
     pub blocks_per_chunk: usize,
-    /// Slots of one chunk: rows of one (plane, layer) in an object.
+    /// Blocks at the start of a chunk that no object has: no hit at its end needs them. Only where blocks are
+    /// [held](crate::LayoutHints::held_blocks).
+    pub unneeded_blocks: usize,
+    /// Whether the id -1 stands for a block that the engine does not have.
+    pub may_lack_blocks: bool,
+    /// Slots of one chunk in an object: rows of one (plane, layer).
     pub slots_per_chunk: u64,
     /// Sliding window in tokens.
     pub window_tokens: Option<u64>,
@@ -67,6 +72,21 @@ impl KernelGroup {
             self.slots_per_chunk,
             self.hidden_size(),
         ]
+    }
+
+    /// Leaves only the blocks of a chunk that a hit at its end needs: the last of a window shorter than a chunk, or the state.
+    fn keep_needed_blocks(&mut self) {
+        let needed = match (self.recurrent_state, self.window_tokens) {
+            (true, _) => 1,
+            (false, Some(tokens)) => usize::try_from(tokens.div_ceil(self.tokens_per_block))
+                .map_or(self.blocks_per_chunk, |blocks| {
+                    blocks.min(self.blocks_per_chunk)
+                }),
+            (false, None) => return,
+        };
+        self.may_lack_blocks = true;
+        self.unneeded_blocks = self.blocks_per_chunk - needed;
+        self.slots_per_chunk = needed as u64 * self.slots_per_block;
     }
 
     /// Bytes of one slot of one plane.
@@ -168,6 +188,7 @@ pub(crate) fn kernel_groups(
     layers: &[Layer],
     infos: &[(GroupSpec, Vec<usize>)],
     chunk_tokens: u64,
+    held_blocks: bool,
 ) -> Result<Vec<KernelGroup>, LayoutError> {
     let mut groups: Vec<KernelGroup> = Vec::with_capacity(infos.len());
     let mut previous_start = None;
@@ -207,7 +228,11 @@ pub(crate) fn kernel_groups(
             ));
         }
         previous_start = start;
-        groups.push(kernel_group(at, info, indices, layers, chunk_tokens)?);
+        let mut group = kernel_group(at, info, indices, layers, chunk_tokens)?;
+        if held_blocks {
+            group.keep_needed_blocks();
+        }
+        groups.push(group);
     }
     Ok(groups)
 }
@@ -299,6 +324,8 @@ fn kernel_group(
             .min()
             .unwrap_or(0),
         blocks_per_chunk: usize::try_from(blocks_per_chunk).map_err(|_| too_large())?,
+        unneeded_blocks: 0,
+        may_lack_blocks: false,
         slots_per_chunk,
         window_tokens,
         recurrent_state: info.recurrent_state,
@@ -312,8 +339,8 @@ fn kernel_group(
 /// Assigns kernel groups to objects and fixes their offsets.
 ///
 /// By default everything is one object, which needs every chunk of a prefix. Separated, there is one object per (extra
-/// tag, recurrent, window in chunks), ordered by first kernel group, tagged ones last. A window shorter than a chunk does
-/// not shrink the object: as in the CPU context of LMCache's server, the whole chunk is stored.
+/// tag, recurrent, window in chunks), ordered by first kernel group, tagged ones last. Unless blocks are held, a window shorter
+/// than a chunk does not shrink the object: as in the CPU context of LMCache's server, the whole chunk is stored.
 pub(crate) fn object_groups(
     groups: &mut [KernelGroup],
     infos: &[(GroupSpec, Vec<usize>)],

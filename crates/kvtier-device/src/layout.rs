@@ -52,12 +52,13 @@ impl KvLayout {
         }
         let detected = detect(tensors, engine, hints)?;
         let infos = checked_infos(groups, detected.layers.len(), detected.one_tensor)?;
-        let mut kernel_groups = kernel_groups(&detected.layers, &infos, chunk_tokens)?;
+        let mut kernel_groups =
+            kernel_groups(&detected.layers, &infos, chunk_tokens, hints.held_blocks)?;
         let object_groups = object_groups(
             &mut kernel_groups,
             &infos,
             chunk_tokens,
-            separate_object_groups,
+            separate_object_groups || hints.held_blocks,
         )?;
         let mut layers = vec![None; detected.layers.len()];
         for group in &kernel_groups {

@@ -5,7 +5,7 @@
 
 use kvtier_memory::{AffineCopy, CopyLoop, MAX_LOOPS};
 
-use crate::blocks::BlockTable;
+use crate::blocks::{BlockTable, NO_BLOCK};
 use crate::error::PlanError;
 use crate::geometry::{Part, Plane, adjoins};
 use crate::groups::KernelGroup;
@@ -134,6 +134,7 @@ impl KvLayout {
             let group = &self.kernel_groups()[*kernel];
             let ids = blocks.chunk(*kernel, request.chunk);
             let skip = skipped_blocks(self.chunk_tokens(), group, request);
+            let skip = skip.max(group.unneeded_blocks);
             let Some(ids) = ids.get(skip..).filter(|ids| !ids.is_empty()) else {
                 continue;
             };
@@ -250,7 +251,8 @@ impl Span<'_> {
     }
 }
 
-/// Visits the spans of one kernel group: for every plane, its runs of consecutive blocks.
+/// Visits the spans of one kernel group: for every plane, its runs of consecutive blocks. Blocks that the engine does not have
+/// are left out. `first_block` is the place in the chunk of the first of `ids`, at least that of the first needed one.
 fn visit_group<E>(
     group: &KernelGroup,
     ids: &[u32],
@@ -260,11 +262,17 @@ fn visit_group<E>(
     let row = group.row_bytes();
     let block = group.slots_per_block * row;
     let plane_bytes = group.slots_per_chunk * row;
+    let first_row = (first_block - group.unneeded_blocks) as u64 * block;
     let mut plane_offset = group.object_offset;
     for plane in &group.planes {
         let mut rest = ids;
-        let mut object_offset = plane_offset + first_block as u64 * block;
+        let mut object_offset = plane_offset + first_row;
         while let Some(first) = rest.first() {
+            if *first == NO_BLOCK {
+                object_offset += block;
+                rest = &rest[1..];
+                continue;
+            }
             let length = consecutive(rest);
             let count = length as u64;
             for part in &plane.parts {
@@ -289,6 +297,6 @@ fn visit_group<E>(
 fn consecutive(ids: &[u32]) -> usize {
     let breaks = ids
         .windows(2)
-        .position(|pair| pair[0].checked_add(1) != Some(pair[1]));
+        .position(|pair| pair[0].checked_add(1) != Some(pair[1]) || pair[1] == NO_BLOCK);
     breaks.map_or(ids.len(), |at| at + 1)
 }

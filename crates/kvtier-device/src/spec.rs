@@ -117,6 +117,9 @@ pub struct LayoutHints {
     pub kv_list_layout: Option<KvListLayout>,
     /// `head_dim` (TensorRT-LLM).
     pub head_dim: Option<u64>,
+    /// `kvtier.held_blocks`: the engine reuses no block while it is copied, and says which blocks of a window it does not have.
+    /// Each window is then an object group, of the blocks that a hit can use.
+    pub held_blocks: bool,
 }
 
 /// Memory of a tensor's storage.

@@ -52,7 +52,7 @@ use kvtier_l1::{L1, L1Tenants, create_arena};
 use kvtier_metrics::{Metrics, Readings};
 use kvtier_proto::generation::Release;
 use kvtier_proto::operation::Operation;
-use kvtier_proto::request::{InstanceId, Request};
+use kvtier_proto::request::{HELD_BLOCKS_FEATURE, InstanceId, Request};
 use kvtier_proto::response::Response;
 use kvtier_state::StateDir;
 use kvtier_sync::Mutex;
@@ -255,7 +255,9 @@ impl Engine {
             Request::GetChunkSize => {
                 Answer::from(Response::Int(i64::from(self.config().chunk_size)))
             }
-            Request::GetExperimental => Answer::from(Response::Texts(Vec::new())),
+            Request::GetExperimental => {
+                Answer::from(Response::Texts(vec![HELD_BLOCKS_FEATURE.into()]))
+            }
             Request::Noop => Answer::from(Response::Text("OK".into())),
             Request::Ping { instance } => self.workers.ping(caller, *instance),
             Request::ReportBlockAllocation(_) => Answer::nothing(),

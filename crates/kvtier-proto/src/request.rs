@@ -11,9 +11,9 @@ mod types;
 pub use encode::EncodeError;
 pub(crate) use types::write_ints;
 pub use types::{
-    AllocationRecord, EngineDrivenContext, EngineGroupInfo, EngineType, InstanceId, JobRef,
-    KvLayoutName, KvListLayout, LayoutDescriptor, LayoutHints, MatchedSegment, ObjectKeyParts,
-    Seconds,
+    AllocationRecord, EngineDrivenContext, EngineGroupInfo, EngineType, HELD_BLOCKS,
+    HELD_BLOCKS_FEATURE, InstanceId, JobRef, KvLayoutName, KvListLayout, LayoutDescriptor,
+    LayoutHints, MatchedSegment, ObjectKeyParts, Seconds,
 };
 pub use types::{MAX_GROUPS, MAX_TENSORS};
 

@@ -39,6 +39,7 @@ pub const ORDER: &[(&str, &str)] = &[
     ("bindings/python/src/worker/mod.rs", "Threads"),
     ("bindings/python/src/worker/mod.rs", "InstanceIds"),
     ("bindings/python/src/worker/mod.rs", "Finished>"),
+    ("bindings/python/src/future.rs", ""),
     ("crates/kvtier-metrics/src/tenants.rs", ""),
     ("crates/kvtier-server/src/http/waiting.rs", "u64"),
     ("crates/kvtier-client/src/client/health.rs", "WatchState"),

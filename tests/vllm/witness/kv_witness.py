@@ -1,7 +1,7 @@
 """kvtier's connector, which also writes down what the pages hold: when they are stored, and behind each load.
 
-A line for each block: `S` or `L`, the piece and the prefix that it is of, a digest of its bytes in all layers. What is
-loaded must be what was stored, byte for byte, which tokens alone can only make likely.
+A line for each block: `S` or `L`, the piece, the group and the prefix that it is of, a digest of its bytes in all layers of the
+group. What is loaded must be what was stored, byte for byte, which tokens alone can only make likely.
 """
 
 import hashlib
@@ -19,10 +19,11 @@ class WitnessConnector(KvTierConnector):
     def register_kv_caches(self, kv_caches):
         """Remember the tensors; they may move to other memory behind this, in place."""
         super().register_kv_caches(kv_caches)
-        (group,) = self._groups
-        self._block_tokens, self._tensors = group.block_tokens, list(kv_caches.values())
         blocks = self._kv_cache_config.num_blocks
-        self._axes = [tensor.shape.index(blocks) for tensor in self._tensors]
+        self._pages = [
+            [(kv_caches[name], kv_caches[name].shape.index(blocks)) for name in group.layer_names if name in kv_caches]
+            for group in self._groups
+        ]
         directory = os.environ["WITNESS_DIRECTORY"]
         self._piece = f"{self._worker.world_size}-{self._worker.worker_id}"
         self._file = open(os.path.join(directory, f"{os.getpid()}.log"), "a", buffering=1)  # noqa: SIM115
@@ -30,18 +31,20 @@ class WitnessConnector(KvTierConnector):
 
     def _note(self, kind, move, skip=0):
         """A line for each block of the move, behind its first `skip` tokens."""
-        (ids,) = move.block_ids
-        for position, block in enumerate(ids):
-            start = position * self._block_tokens
-            if start < skip:
-                continue
-            end = move.start + start + self._block_tokens
-            prefix = hashlib.sha1(pickle.dumps(move.prompt.prefix(end))).hexdigest()
-            content = hashlib.sha1()
-            for tensor, axis in zip(self._tensors, self._axes, strict=True):
-                page = tensor.select(axis, block).contiguous()
-                content.update(page.view(-1).view(torch.uint8).numpy())
-            self._file.write(f"{kind} {self._piece}/{prefix} {content.hexdigest()}\n")
+        for number, (ids, group) in enumerate(zip(move.block_ids, self._groups, strict=True)):
+            for position, block in enumerate(ids):
+                start = position * group.block_tokens
+                # A hit needs the end of a window only, whatever else its chunks have.
+                needed = kind == "S" or group.sliding_window < 0 or move.start + start >= move.end - group.sliding_window
+                if start < skip or block < 0 or not needed:
+                    continue
+                end = move.start + start + group.block_tokens
+                prefix = hashlib.sha1(pickle.dumps(move.prompt.prefix(end))).hexdigest()
+                content = hashlib.sha1()
+                for tensor, axis in self._pages[number]:
+                    page = tensor.select(axis, block).contiguous()
+                    content.update(page.view(-1).view(torch.uint8).numpy())
+                self._file.write(f"{kind} {self._piece}/{number}/{prefix} {content.hexdigest()}\n")
 
     def start_load_kv(self, forward_context, **kwargs):
         """Remember what is loaded where."""
@@ -55,16 +58,9 @@ class WitnessConnector(KvTierConnector):
         super().wait_for_save()
 
     def get_finished(self, finished_req_ids):
-        """Which loads have ended."""
+        """Which loads have ended, and did not fail: no step has used their blocks yet."""
         sent, loaded = super().get_finished(finished_req_ids)
-        self._loaded = [self._loading.pop(each) for each in loaded or ()]
-        return sent, loaded
-
-    def get_block_ids_with_load_errors(self):
-        """Of those loads, the ones that did not fail: no step has used their blocks yet."""
-        failed = super().get_block_ids_with_load_errors()
-        for move in self._loaded:
-            if failed.isdisjoint(move.block_ids[0]):
+        for move in [self._loading.pop(each) for each in loaded or ()]:
+            if move.request_id not in self._failed:
                 self._note("L", move, move.skip)
-        self._loaded = []
-        return failed
+        return sent, loaded

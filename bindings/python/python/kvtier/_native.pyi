@@ -244,6 +244,7 @@ class Worker:
         kv_layout: str | None,
         mode: str,
         chunk_tokens: int,
+        holds_blocks: bool,
         instance: int,
         model_name: str,
         world_size: int = 1,
@@ -268,6 +269,7 @@ class Worker:
         kv_layout: str | None,
         mode: str,
         chunk_tokens: int,
+        holds_blocks: bool,
     ) -> None:
         """Checks the arguments of a worker, without a server.
 

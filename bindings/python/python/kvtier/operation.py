@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from ._native import Prompt
 
 
+# Stands for a block that the engine does not have: one that has left its window, or that no hit needs. Only for windows whose
+# blocks are held.
+NO_BLOCK = -1
+
+
 @dataclass
 class LoadStoreOp:
     """A range of a prompt, and the engine's blocks for it.

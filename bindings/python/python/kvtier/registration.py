@@ -44,13 +44,18 @@ class Registration:
         return self._layout is not None
 
     def start(
-        self, modes: Sequence[str], tensors: list[Any], groups: list[dict[str, Any]], kv_layout: str | None
+        self,
+        modes: Sequence[str],
+        tensors: list[Any],
+        groups: list[dict[str, Any]],
+        kv_layout: str | None,
+        holds_blocks: bool = False,
     ) -> None:
         """Registers in the first of these modes that the tensors and the server allow, now or with a later server."""
         for mode in modes:
             is_last = mode == modes[-1]
             try:
-                self._describe(mode, tensors, groups, kv_layout)
+                self._describe(mode, tensors, groups, kv_layout, holds_blocks)
             except ValueError as error:
                 if is_last:
                     raise
@@ -70,11 +75,14 @@ class Registration:
             self._register_later()
             return
 
-    def _describe(self, mode: str, tensors: list[Any], groups: list[dict[str, Any]], kv_layout: str | None) -> None:
+    def _describe(
+        self, mode: str, tensors: list[Any], groups: list[dict[str, Any]], kv_layout: str | None, holds_blocks: bool
+    ) -> None:
         """Keeps the worker's layout if it can be served."""
         self._storages = storages = Storages(shared=mode == "lmcache_driven")
         try:
             layout: dict[str, Any] = {"tensors": storages.views(tensors), "groups": groups, "kv_layout": kv_layout, "mode": mode}
+            layout["holds_blocks"] = holds_blocks
             layout["storages"] = storages.described
             Worker.check(**layout, chunk_tokens=self._client.chunk_tokens or self._block_tokens)
         except BaseException:

@@ -23,7 +23,7 @@ from .connecting import (
     connect,
 )
 from .limited import RateLimited
-from .operation import LoadStoreOp, to_prompt
+from .operation import NO_BLOCK, LoadStoreOp, to_prompt
 from .registration import Registration
 from .transfer import Counters, Group, Transfer
 
@@ -201,6 +201,8 @@ class WorkerAdapter:
         kv_caches: Mapping[str, Any],
         groups: Sequence[Group] | None = None,
         kv_layout: str | None = None,
+        *,
+        holds_blocks: bool = False,
     ) -> None:
         """Registers the KV tensors with the server. A later or restarted server gets the registration by itself.
 
@@ -210,6 +212,9 @@ class WorkerAdapter:
                 moved to shared memory, in place.
             groups: layers that share block ids; None for one group of all layers.
             kv_layout: the order of the dimensions inside a block: ``NHD``, ``HND``, ``BLHNC`` or ``BLNHC``.
+            holds_blocks: whether the engine reuses no block while a transfer of it is in flight, also those that have left a
+                window. Without it the server serves no groups with windows. Lists of blocks then have -1 for blocks of a
+                window that the engine does not have, or that a hit at the end of their chunk does not need.
 
         Raises:
             KvTierError: the server refused, or did not answer within the timeout; never with ``wait_for_server=None``.
@@ -239,7 +244,7 @@ class WorkerAdapter:
             modes = ["engine_driven", "lmcache_driven"] if simple else ["lmcache_driven"]
         else:
             modes = [self._mode]
-        self._registration.start(modes, tensors, described, kv_layout)
+        self._registration.start(modes, tensors, described, kv_layout, holds_blocks)
 
     # -- submitting --------------------------------------------------------------------------
 
@@ -318,7 +323,7 @@ class WorkerAdapter:
         """Returns the blocks that a retrieve writes."""
         sizes = itertools.chain(self._block_tokens_of_groups, itertools.repeat(self.block_tokens))
         groups = zip(op.blocks_of_groups(), sizes, strict=False)
-        return [block for ids, size in groups for block in ids[op.skip_first_n_tokens // size :]]
+        return [block for ids, size in groups for block in ids[op.skip_first_n_tokens // size :] if block != NO_BLOCK]
 
     def _is_ready(self) -> bool:
         if not self._registration.is_described:

@@ -75,6 +75,8 @@ pub struct Geometry {
     pub descriptors: Vec<TensorDescriptor>,
     pub hint: Option<KvLayoutName>,
     pub groups: Vec<EngineGroupInfo>,
+    /// Whether the engine reuses no block while a transfer of it is in flight.
+    pub holds_blocks: bool,
     /// None if some page is not in this process's CPU memory.
     pub pages: Option<Pages>,
 }
@@ -104,6 +106,7 @@ impl Geometry {
         groups: Vec<Group>,
         kv_layout: Option<&str>,
         chunk_tokens: u64,
+        holds_blocks: bool,
     ) -> PyResult<Self> {
         let (hint, order) = match kv_layout {
             None => (None, None),
@@ -202,6 +205,7 @@ impl Geometry {
             .collect();
         let hints = LayoutHints {
             kv_layout: order,
+            held_blocks: holds_blocks,
             ..LayoutHints::default()
         };
         // Also for pages that the server copies: it would refuse an unknown layout without an error text.
@@ -247,6 +251,7 @@ impl Geometry {
             descriptors,
             hint,
             groups,
+            holds_blocks,
             pages: memories.map(|memories| Pages::new(layout, memories)),
         })
     }

@@ -61,7 +61,7 @@ impl Worker {
     ///
     /// The tensors of `storages` must stay in place until `shutdown` has returned. `keep` is held as long.
     #[new]
-    #[pyo3(signature = (client, *, storages, tensors, groups, kv_layout, mode, chunk_tokens, instance, model_name,
+    #[pyo3(signature = (client, *, storages, tensors, groups, kv_layout, mode, chunk_tokens, holds_blocks, instance, model_name,
         world_size=1, worker_id=0, num_kv_readers=1, force_pickle=false, keep=None))]
     #[expect(clippy::too_many_arguments, reason = "named arguments in Python")]
     fn new(
@@ -73,6 +73,7 @@ impl Worker {
         kv_layout: Option<String>,
         mode: &str,
         chunk_tokens: u64,
+        holds_blocks: bool,
         instance: i64,
         model_name: String,
         world_size: u32,
@@ -88,6 +89,7 @@ impl Worker {
             groups,
             kv_layout.as_deref(),
             chunk_tokens,
+            holds_blocks,
         )?;
         let native = client.native().clone();
         let core = Arc::new(Core {
@@ -149,7 +151,7 @@ impl Worker {
 
     /// Checks the arguments of a worker, without a server.
     #[staticmethod]
-    #[pyo3(signature = (*, storages, tensors, groups, kv_layout, mode, chunk_tokens))]
+    #[pyo3(signature = (*, storages, tensors, groups, kv_layout, mode, chunk_tokens, holds_blocks))]
     fn check(
         storages: Vec<Storage>,
         tensors: Vec<Tensor>,
@@ -157,9 +159,19 @@ impl Worker {
         kv_layout: Option<String>,
         mode: &str,
         chunk_tokens: u64,
+        holds_blocks: bool,
     ) -> PyResult<()> {
         let layout = kv_layout.as_deref();
-        parse_mode_and_geometry(mode, &storages, &tensors, groups, layout, chunk_tokens).map(drop)
+        parse_mode_and_geometry(
+            mode,
+            &storages,
+            &tensors,
+            groups,
+            layout,
+            chunk_tokens,
+            holds_blocks,
+        )
+        .map(drop)
     }
 
     /// The way of the bytes: `pool`, `pickle`, or `server` if the server copies; none while not registered.

@@ -3,6 +3,8 @@
 use std::sync::Arc;
 
 use kvtier_client::{Client as Native, ClientError, InstanceId};
+use kvtier_proto::operation::Operation;
+use kvtier_proto::request::HELD_BLOCKS_FEATURE;
 
 use super::instance_ids::InstanceIds;
 use super::state::{Core, Mode, Registered};
@@ -18,7 +20,7 @@ pub fn register(core: &Core, client: &Native) -> Result<(), ClientError> {
     *core.registered.lock() = None;
     loop {
         let connections = client.connections();
-        accept_refusal_texts(client)?;
+        check_features(core, client)?;
         let instance = ids.next();
         let pool = match core.mode {
             Mode::Engine => engine_driven::register(core, client, instance)?,
@@ -76,12 +78,25 @@ fn unregister(
     Ok(())
 }
 
-/// Notifies the server that this client accepts a refusal's text. Without it a refused registration of pages looks like
-/// an accepted one, since clients of releases before 0.5.5 accept no text.
-fn accept_refusal_texts(client: &Native) -> Result<(), ClientError> {
-    match client.get_experimental().join() {
-        Err(error @ (ClientError::Timeout { .. } | ClientError::Disconnected { .. })) => Err(error),
-        // The request matters, not its answer.
-        _ => Ok(()),
+/// Asks for the server's optional features. Held blocks need one of them.
+///
+/// The question also notifies the server that this client accepts a refusal's text. Without it a refused registration of pages
+/// looks like an accepted one, since clients of releases before 0.5.5 accept no text.
+fn check_features(core: &Core, client: &Native) -> Result<(), ClientError> {
+    let features = match client.get_experimental().join() {
+        Err(error @ (ClientError::Timeout { .. } | ClientError::Disconnected { .. })) => {
+            return Err(error);
+        }
+        features => features.unwrap_or_default(),
+    };
+    if core.geometry.holds_blocks && !features.iter().any(|it| it == HELD_BLOCKS_FEATURE) {
+        return Err(ClientError::Unexpected {
+            operation: Operation::GetExperimental,
+            message: format!(
+                "the server does not have {HELD_BLOCKS_FEATURE}, which models with sliding windows need; use kvtier's server in a \
+                 version that has it"
+            ),
+        });
     }
+    Ok(())
 }

@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 use kvtier_client::{Client as Native, ClientError, InstanceId, SharedPool};
 use kvtier_proto::deadline;
 use kvtier_proto::key::EncodedTokens;
-use kvtier_proto::request::{EngineType, LayoutHints, Registration, Request, Retrieve, Store};
+use kvtier_proto::request::{
+    EngineType, HELD_BLOCKS, LayoutHints, Registration, Request, Retrieve, Store,
+};
 use kvtier_proto::response::Response;
 use rustix::time::{ClockId, clock_gettime};
 
@@ -30,6 +32,7 @@ pub fn register(
             engine: EngineType::Vllm,
             hints: LayoutHints {
                 kv_layout: core.geometry.hint,
+                held_blocks: core.geometry.holds_blocks.then_some(HELD_BLOCKS),
                 ..LayoutHints::default()
             },
             groups: core.geometry.groups.clone(),

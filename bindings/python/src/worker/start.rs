@@ -19,6 +19,7 @@ pub fn parse_mode_and_geometry(
     groups: Vec<Group>,
     kv_layout: Option<&str>,
     chunk_tokens: u64,
+    holds_blocks: bool,
 ) -> PyResult<(Mode, Geometry)> {
     let mode = match mode {
         "engine_driven" => Mode::Engine,
@@ -29,7 +30,14 @@ pub fn parse_mode_and_geometry(
             )));
         }
     };
-    let geometry = Geometry::new(storages, tensors, groups, kv_layout, chunk_tokens)?;
+    let geometry = Geometry::new(
+        storages,
+        tensors,
+        groups,
+        kv_layout,
+        chunk_tokens,
+        holds_blocks,
+    )?;
     if mode == Mode::Engine {
         engine_driven::check(&geometry)?;
     }

@@ -5,6 +5,8 @@ use kvtier_device::{
     KvFormat, KvLayout, LayoutError, LayoutHints, MemorySpec, PlanError, TensorSpec,
 };
 
+use kvtier_memory::AffineCopy;
+
 use crate::model::row_major;
 
 pub fn tensor(index: usize, dtype: (&str, u64), shape: &[u64]) -> TensorSpec {
@@ -369,6 +371,113 @@ fn chunk_with_null_blocks_has_no_data() {
         assert_eq!(data(&together, group, 16, 0), [vec![false], vec![true]]);
     }
     assert!(windows.contains(&true) && windows.contains(&false));
+}
+
+/// Two groups of 5 layers with blocks of 16 tokens in chunks of 256: full attention, and a window or a state.
+fn held(window: i64, recurrent_state: bool) -> KvLayout {
+    let groups = [
+        GroupSpec::full_attention(vec![0, 1], 16),
+        GroupSpec {
+            engine_group_id: 1,
+            sliding_window_tokens: window,
+            recurrent_state,
+            ..GroupSpec::full_attention(vec![2, 3, 4], 16)
+        },
+    ];
+    let hints = LayoutHints {
+        held_blocks: true,
+        ..nhd()
+    };
+    let tensors = layers(5, &[2, 64, 16, 2, 4]);
+    KvLayout::detect(&tensors, Engine::Vllm, &hints, &groups, 256, false).unwrap()
+}
+
+#[test]
+fn held_windows_store_what_a_hit_needs() {
+    let block = 16 * 2 * 4 * 2;
+    let object = |window, state| {
+        let layout = held(window, state);
+        let [full, windowed] = layout.object_groups() else {
+            panic!("an object group per window")
+        };
+        assert_eq!(
+            (full.window_chunks, full.object_bytes),
+            (None, 2 * 2 * 16 * block)
+        );
+        assert_eq!(layout.kernel_groups()[1].blocks_per_chunk, 16);
+        (
+            windowed.window_chunks.unwrap(),
+            windowed.object_bytes / (2 * 3 * block),
+        )
+    };
+    // Chunks, and blocks of each in an object.
+    assert_eq!(object(16, false), (1, 1));
+    assert_eq!(object(48, false), (1, 3));
+    assert_eq!(object(256, false), (1, 16));
+    assert_eq!(object(272, false), (2, 16));
+    assert_eq!(object(-1, true), (1, 1));
+}
+
+#[test]
+fn held_windows_leave_out_missing_blocks() {
+    let layout = held(48, false);
+    let mut ids = vec![(1..33).collect::<Vec<i64>>(); 2];
+    ids[1][..13].fill(-1);
+    ids[1][30] = -1;
+    let table = BlockTable::check(&layout, &ids, 2).unwrap();
+    // Only the last three blocks of a chunk are needed.
+    for null_block in [0, -1] {
+        let has_data = |group, chunk| table.has_data(&layout, group, chunk, null_block);
+        assert_eq!([has_data(1, 0), has_data(1, 1)], [true, false]);
+        assert_eq!([has_data(0, 0), has_data(0, 1)], [true, true]);
+    }
+    // Of each plane: first block and number of blocks on the engine's side, and the first block in the object.
+    let block = 16 * 2 * 4 * 2;
+    let runs = |chunk, skip_tokens| {
+        let request = ChunkRequest {
+            object_group: 1,
+            chunk,
+            skip_tokens,
+        };
+        let mut copies = Vec::new();
+        layout.plan_chunk(&table, request, &mut copies).unwrap();
+        let run = |copy: &kvtier_device::PlannedCopy| {
+            let AffineCopy {
+                segment_offset,
+                arena_offset,
+                ..
+            } = copy.copy;
+            (
+                segment_offset / block % 64,
+                copy.bytes() / block,
+                arena_offset / block,
+            )
+        };
+        copies.iter().map(run).collect::<Vec<_>>()
+    };
+    let planes = 0..6;
+    let whole: Vec<_> = planes.clone().map(|plane| (14, 3, 3 * plane)).collect();
+    assert_eq!(runs(0, 0), whole);
+    let around: Vec<_> = planes
+        .clone()
+        .flat_map(|plane| [(30, 1, 3 * plane), (32, 1, 3 * plane + 2)])
+        .collect();
+    assert_eq!(runs(1, 0), around);
+    let behind_skip: Vec<_> = planes.map(|plane| (32, 1, 3 * plane + 2)).collect();
+    assert_eq!(runs(1, 256 + 15 * 16), behind_skip);
+    // Layers with full attention have all blocks, and so have engines that do not hold theirs.
+    let mut lacking = ids.clone();
+    lacking[0][3] = -1;
+    let refused = |layout: &KvLayout, ids: &[Vec<i64>]| {
+        matches!(
+            BlockTable::check(layout, ids, 2),
+            Err(PlanError::BlockOutOfRange { id: -1, .. })
+        )
+    };
+    assert!(refused(&layout, &lacking));
+    let not_held = detect(&layers(5, &[2, 64, 16, 2, 4]), &windowed(), true).unwrap();
+    let lacking = vec![vec![-1; 32]; not_held.kernel_groups().len()];
+    assert!(refused(&not_held, &lacking));
 }
 
 #[test]

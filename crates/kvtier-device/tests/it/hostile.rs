@@ -263,9 +263,12 @@ prop_compose! {
             KvListLayout::Unified,
         ])),
         numbers in prop::array::uniform3(prop::option::of(size())),
+        held_blocks in any::<bool>(),
     ) -> LayoutHints {
         let [num_kv_heads, tokens_per_block, head_dim] = numbers;
-        LayoutHints { kv_layout, num_kv_heads, tokens_per_block, kv_list_layout, head_dim }
+        LayoutHints {
+            kv_layout, num_kv_heads, tokens_per_block, kv_list_layout, head_dim, held_blocks,
+        }
     }
 }
 
@@ -292,7 +295,9 @@ proptest! {
             let per_chunk = group.blocks_per_chunk.min(4096);
             let last = group.num_blocks as i64 - 1;
             // Two chunks: the highest block there is, and whatever came, made to fit.
-            let wild = ids.iter().chain(std::iter::repeat(&last)).map(|id| (*id).clamp(0, last));
+            let first = if group.may_lack_blocks { -1 } else { 0 };
+            let wild = ids.iter().chain(std::iter::repeat(&last));
+            let wild = wild.map(|id| (*id).clamp(first, last));
             rows.push(std::iter::repeat_n(last, per_chunk).chain(wild.take(per_chunk)).collect());
         }
         let Ok(table) = BlockTable::check(&layout, &rows, 2) else { return Ok(()) };

@@ -11,7 +11,9 @@ use kvtier_error::{Error, Result};
 use kvtier_proto::descriptor::TensorDescriptor;
 use kvtier_proto::generation::Release;
 use kvtier_proto::operation::Operation;
-use kvtier_proto::request::{EngineDrivenContext, EngineGroupInfo, InstanceId, Registration};
+use kvtier_proto::request::{
+    EngineDrivenContext, EngineGroupInfo, HELD_BLOCKS, InstanceId, Registration,
+};
 use kvtier_proto::response::{EngineDriven, Response, ResponseKind};
 
 use super::super::context::check_name;
@@ -146,9 +148,12 @@ impl Workers {
         } = newcomer;
         let model = ModelLayout::of_pages(&layout);
         let layers = layout.num_layers();
+        let is_held = holds_blocks(&registered.hints);
         let unserved = match self.context.config.windowed_clients {
-            WindowedClients::Refuse => has_windows(&layout).then_some(Unserved::Windowed),
-            WindowedClients::Allow => None,
+            WindowedClients::Refuse if !is_held => {
+                has_windows(&layout).then_some(Unserved::Windowed)
+            }
+            WindowedClients::Refuse | WindowedClients::Allow => None,
         };
         let mode = Mode::LmcacheDriven {
             memory: self.context.devices.open(layout)?,
@@ -392,5 +397,12 @@ fn hints(hints: &kvtier_proto::request::LayoutHints) -> LayoutHints {
             .kv_list_layout
             .and_then(|layout| KvListLayout::from_name(layout.name())),
         head_dim: positive(hints.head_dim),
+        held_blocks: holds_blocks(hints),
     }
+}
+
+/// Whether the client reuses no block while a transfer of it is in flight. Other versions of that promise are not known here,
+/// so they are none.
+fn holds_blocks(hints: &kvtier_proto::request::LayoutHints) -> bool {
+    hints.held_blocks == Some(HELD_BLOCKS)
 }

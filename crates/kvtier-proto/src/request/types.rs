@@ -6,7 +6,10 @@
 mod layout;
 mod records;
 
-pub use layout::{EngineGroupInfo, EngineType, KvLayoutName, KvListLayout, LayoutHints};
+pub use layout::{
+    EngineGroupInfo, EngineType, HELD_BLOCKS, HELD_BLOCKS_FEATURE, KvLayoutName, KvListLayout,
+    LayoutHints,
+};
 pub use records::{AllocationRecord, LayoutDescriptor, MatchedSegment, ObjectKeyParts};
 
 use crate::wire::fields::read_fields;

@@ -49,7 +49,11 @@ const EVENTS: &str = "there is no stream of events: the first batch says so and 
 
 /// The two files of errors, with and without a pool, differ in this from the peer.
 const ERRORS: Differences = &[
-    ("get_experimental", Is("90"), "no optional feature is on"),
+    (
+        "get_experimental",
+        Is("91b46b76746965722e68656c645f626c6f636b732e31"),
+        "only kvtier.held_blocks.1 is on",
+    ),
     (
         "ping_unknown_instance",
         FALSE,

@@ -17,9 +17,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from ..operation import LoadStoreOp
-from ..worker import Group, WorkerAdapter
+from ..worker import WorkerAdapter
 from .fingerprint import unknown_weights
 from .guard import Errors, falls_back
+from .kinds import has_windows, served_groups
 from .logs import use_vllm_log
 from .metadata import Move, StepMetadata, WorkerReport
 from .metrics import KvTierPromMetrics, KvTierStats
@@ -35,45 +36,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# vLLM's kinds of cache whose blocks hold the KV of their tokens and keep it until their request ends.
-_MLA = "MLAAttentionSpec"
-_SERVED = ("FullAttentionSpec", _MLA)
-
 # vLLM's name of a dimension order (layers, blocks, heads, tokens, content) -> the protocol's.
 _LAYOUTS = {"LBNHC": "NHD", "LBHNC": "HND", "NHD": "NHD", "HND": "HND", "BLHNC": "BLHNC", "BLNHC": "BLNHC"}
-
-
-def _groups(kv_cache_config: KVCacheConfig) -> tuple[list[Group], bool]:
-    """Returns vLLM's groups of layers, and whether all are MLA's; ValueError for kinds of cache that cannot be served."""
-    groups, all_kinds = [], set()
-    for group in kv_cache_config.kv_cache_groups:
-        spec = group.kv_cache_spec
-        several = getattr(spec, "kv_cache_specs", None)
-        specs = list(several.values()) if several else [spec]
-        kinds = {type(each).__name__ for each in specs}
-        if any(kind.startswith("SlidingWindow") for kind in kinds):
-            # Blocks that have left a window are null in the request's table, which `Tracked.block_ids` does not follow.
-            raise ValueError(
-                f"KvTierConnector does not serve sliding windows, and {group.layer_names[0]} has {', '.join(sorted(kinds))}. If the "
-                "model also has layers with full attention, --disable-hybrid-kv-cache-manager makes vLLM keep all blocks, and it is "
-                "served; the windows then save no memory. Otherwise run it without a KV connector: LMCache's (LMCacheMPConnector) "
-                "stores blocks that vLLM has given to other requests, and its hits can be wrong"
-            )
-        if not kinds.issubset(_SERVED):
-            raise ValueError(
-                f"KvTierConnector serves {', '.join(_SERVED)}; {group.layer_names[0]} has {', '.join(sorted(kinds))}"
-            )
-        for field, allowed in (("non_causal", False), ("tokens_per_state", 1)):
-            # KV that depends on later tokens, or blocks without the KV of their own tokens.
-            found = {getattr(each, field, allowed) for each in specs}
-            if found != {allowed}:
-                raise ValueError(
-                    f"KvTierConnector serves caches whose {field} is {allowed}; {group.layer_names[0]} has {found}"
-                )
-        # A full-attention spec may also have a window, but keeps all blocks.
-        groups.append(Group(list(group.layer_names), spec.block_size))
-        all_kinds |= kinds
-    return groups, all_kinds == {_MLA}
 
 
 class _AlwaysFalse:
@@ -105,13 +69,9 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         self._options = Options.read(transfer.kv_connector_extra_config or {})
-        self._groups, is_mla = _groups(kv_cache_config)
-        self._is_multi_group = len(self._groups) > 1
-        if self._is_multi_group and not hasattr(KVConnectorBase_V1, "get_transfer_results"):
-            raise ValueError(
-                "KvTierConnector serves models with several groups of layers from vLLM 0.30 on: this release has no way to report "
-                "which request's load failed"
-            )
+        self._groups, is_mla = served_groups(kv_cache_config)
+        # Block ids repeat across groups, and the blocks before a window were freed: vLLM then computes the whole request.
+        self._fails_whole_requests = len(self._groups) > 1 or has_windows(self._groups)
         # Of a worker, by request: blocks of loads in the adapter, of loads that failed without it, and of failed ones to report.
         self._loads: dict[str, list[int]] = {}
         self._local_failures: dict[str, list[int]] = {}
@@ -130,12 +90,11 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.SCHEDULER:
             if self._options.recompute_failed_loads:
                 transfer.kv_load_failure_policy = "recompute"
-            sizes = [group.block_tokens for group in self._groups]
             identity = Identity.of(vllm_config, is_mla, model_name=self._options.model_name, pages=pages)
             logger.info("kvtier server %s: the model's name in keys is %s", self._options.url, identity.model_name)
             if not self._options.model_name and (reason := unknown_weights(vllm_config)):
                 logger.warning("replaced weights of the same name are not noticed (%s); change kvtier.model_name with them", reason)
-            self._scheduling = Scheduling(vllm_config, kv_cache_config, self._options, identity, sizes)
+            self._scheduling = Scheduling(vllm_config, kv_cache_config, self._options, identity, self._groups)
         else:
             rank = vllm_config.parallel_config.rank
             identity = Identity.of(vllm_config, is_mla, rank, self._options.model_name, pages)
@@ -184,7 +143,7 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
             layout = get_kv_cache_layout()
         if layout not in _LAYOUTS:
             raise ValueError(f"KvTierConnector serves the KV layouts {', '.join(_LAYOUTS)}; this engine has {layout}")
-        self._worker.register_kv_caches(kv_caches, self._groups, _LAYOUTS[layout])
+        self._worker.register_kv_caches(kv_caches, self._groups, _LAYOUTS[layout], holds_blocks=has_windows(self._groups))
 
     def _step(self) -> StepMetadata:
         metadata = self._get_connector_metadata()
@@ -314,9 +273,9 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @falls_back(lambda: base.KVConnectorTransferResults())
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Returns the results with failed loads by request, for models with several groups of layers."""
+        """Returns the results with failed loads by request, for models with windows or several groups of layers."""
         results = super().get_transfer_results(finished_req_ids)
-        if self._is_multi_group:
+        if self._fails_whole_requests:
             results.failed_recving = set(self._failed)
             self._failed.clear()
         return results
@@ -324,7 +283,7 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
     @falls_back(set)
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Returns blocks whose load has failed; vLLM computes them."""
-        if self._is_multi_group:
+        if self._fails_whole_requests:
             return set()
         failed, self._failed = self._failed, {}
         return {block for blocks in failed.values() for block in blocks}

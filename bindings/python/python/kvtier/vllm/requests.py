@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -154,22 +153,3 @@ def _whole_chunks(start: int, end: int, chunk: int) -> list[tuple[int, int]]:
     first, last = start // chunk * chunk, -(-end // chunk) * chunk
     bounds = sorted({first, min(first + chunk, last), max(first, last - chunk), last})
     return list(itertools.pairwise(bounds))
-
-
-def blocks_of_range(
-    block_ids: Sequence[Sequence[int]], block_tokens: Sequence[int], start: int, end: int
-) -> list[list[int]]:
-    """Returns each group's blocks for ``[start, end)``, which lies on block boundaries.
-
-    Raises:
-        RuntimeError: the request has fewer blocks.
-    """
-    chosen = []
-    for ids, size in zip(block_ids, block_tokens, strict=True):
-        blocks = list(ids[start // size : end // size])
-        if len(blocks) != (end - start) // size:
-            raise RuntimeError(
-                f"tokens {start} to {end} need blocks {start // size} to {end // size}; the request has {len(ids)}"
-            )
-        chosen.append(blocks)
-    return chosen

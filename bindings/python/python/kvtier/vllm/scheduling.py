@@ -12,14 +12,17 @@ from typing import Any
 from vllm.distributed.kv_events import BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
+from ..operation import NO_BLOCK
 from ..scheduler import SchedulerAdapter
+from ..transfer import Group
 from .contents import Contents
 from .guard import Errors, falls_back
 from .holds import Holds
+from .kinds import blocks_of_range, blocks_per_chunk, check_windows, has_windows
 from .metadata import Move, StepMetadata, WorkerReport
 from .metrics import KvTierStats
 from .options import Identity, Options
-from .requests import Keys, Tracked, blocks_of_range
+from .requests import Keys, Tracked
 from .resets import PoolResets
 
 logger = logging.getLogger(__name__)
@@ -45,7 +48,8 @@ class InFlightStore:
 class Scheduling:
     """Follows requests from their arrival to their end."""
 
-    def __init__(self, vllm_config: Any, kv_cache_config: Any, options: Options, identity: Identity, block_tokens: list[int]) -> None:
+    def __init__(self, vllm_config: Any, kv_cache_config: Any, options: Options, identity: Identity, groups: list[Group]) -> None:
+        block_tokens = [group.block_tokens for group in groups]
         hash_block = getattr(kv_cache_config, "hash_block_size", None) or block_tokens[0]
         self.adapter = SchedulerAdapter(
             options.url,
@@ -60,7 +64,8 @@ class Scheduling:
             chunk_tokens=options.chunk_tokens or None,
         )
         self.errors = Errors(logger)
-        self.options, self.block_tokens = options, block_tokens
+        self.options, self.groups, self.block_tokens = options, groups, block_tokens
+        self.has_windows = has_windows(groups)
         self.keys = Keys(self.adapter, options.key_mode, hash_block, Contents(vllm_config))
         self.hash_block_tokens = hash_block
         transfer, events = vllm_config.kv_transfer_config, vllm_config.kv_events_config
@@ -81,6 +86,8 @@ class Scheduling:
         # Loads that vLLM waits for and that could not start, with their blocks.
         self.failed_loads: dict[str, list[list[int]]] = {}
         self.metadata = StepMetadata()
+        # vLLM's current block tables, in a step.
+        self.block_state: Any = None
 
     @property
     def chunk(self) -> int:
@@ -104,8 +111,9 @@ class Scheduling:
             # A new or preempted request: its earlier stores may have failed, or their objects may be evicted, or older than a reset.
             self.keys.begin(request.request_id)
             tracked.stored_tokens, tracked.is_stale = 0, False
-        # The last token is always computed, to sample the next. With blocks of one token its block must not be loaded.
-        loadable = request.num_tokens - 1 if 1 in self.block_tokens else request.num_tokens
+        # The last token is always computed, to sample the next. With blocks of one token its block must not be loaded, and a
+        # window loaded for the end of the prompt may lack the first token of the one before.
+        loadable = request.num_tokens - 1 if 1 in self.block_tokens or self.has_windows else request.num_tokens
         chunk = self.chunk
         end = loadable // chunk * chunk if chunk else 0
         skips = getattr(request, "skip_reading_prefix_cache", False)
@@ -148,6 +156,8 @@ class Scheduling:
         # Neither vLLM's own prefix is read nor tokens that it computes.
         start = tracked.local_tokens // self.chunk * self.chunk if tracked.wants_load else found
         end = min(found, -(-(tracked.local_tokens + external_tokens) // self.chunk) * self.chunk)
+        if tracked.wants_load and self.has_windows and end != found:
+            raise RuntimeError(f"windows were found for a hit of {found} tokens, and vLLM loads {end}")
         if tracked.wants_load:
             tracked.cached_tokens = end
         for first, last in ((0, start), (max(start, end), found)):
@@ -176,6 +186,7 @@ class Scheduling:
     def step(self, scheduled: Any) -> StepMetadata:
         """Returns the workers' part of a step."""
         self.metadata = metadata = StepMetadata()
+        self.block_state = getattr(scheduled, "kv_connector_block_state", None)
         preempted = set(scheduled.preempted_req_ids or ())
         if self.holds is None:
             metadata.preempted = preempted
@@ -225,6 +236,9 @@ class Scheduling:
         self, metadata: StepMetadata, tracked: Tracked, block_ids: Any, is_whole: bool, computed: int
     ) -> None:
         """Notes a request's blocks (``is_whole``: all of them, otherwise additional ones), and stores complete chunks."""
+        if self.has_windows:
+            # Blocks that have left a window are null in the current table only.
+            return self._store(metadata, tracked, computed)
         if is_whole:
             tracked.block_ids = [list(ids) for ids in block_ids or ()]
         elif block_ids and tracked.block_ids:
@@ -239,18 +253,11 @@ class Scheduling:
     @falls_back(by="_fail_load")
     def _load(self, metadata: StepMetadata, tracked: Tracked) -> None:
         request, end = tracked.request, tracked.cached_tokens
-        start = tracked.local_tokens // self.chunk * self.chunk
-        metadata.loads.append(
-            Move(
-                request.request_id,
-                self.keys.prompt(request, end),
-                start,
-                end,
-                blocks_of_range(tracked.block_ids, self.block_tokens, start, end),
-                tracked.salt,
-                skip=tracked.local_tokens - start,
-            )
-        )
+        local, start = tracked.local_tokens, tracked.local_tokens // self.chunk * self.chunk
+        blocks = blocks_of_range(tracked.block_ids, self.groups, self.chunk, start, end)
+        check_windows(blocks, self.groups, start, local, end)
+        prompt = self.keys.prompt(request, end)
+        metadata.loads.append(Move(request.request_id, prompt, start, end, blocks, tracked.salt, skip=local - start))
 
     def _fail_load(self, metadata: StepMetadata, tracked: Tracked) -> None:
         metadata.failed[tracked.request.request_id] = self._external(tracked, tracked.block_ids)
@@ -259,6 +266,8 @@ class Scheduling:
         """Adds stores of the chunks that this step completes."""
         request, chunk = tracked.request, self.chunk
         if not chunk or not self.can_store or not self.adapter.is_healthy or tracked.is_stale:
+            return
+        if self.has_windows and self.holds is None:
             return
         # Speculated tokens, and tokens not sampled yet, are no part of the request.
         known = request.num_tokens if self.options.save_decode else request.num_prompt_tokens
@@ -269,18 +278,14 @@ class Scheduling:
         end = self._holdable(tracked, start, end)
         if end == start:
             return
-        move = Move(
-            request.request_id,
-            self.keys.prompt(request, end),
-            start,
-            end,
-            blocks_of_range(tracked.block_ids, self.block_tokens, start, end),
-            tracked.salt,
-        )
+        table = self.block_state.get_block_ids(request.request_id) if self.has_windows else tracked.block_ids
+        blocks = blocks_of_range(table, self.groups, chunk, start, end)
+        move = Move(request.request_id, self.keys.prompt(request, end), start, end, blocks, tracked.salt)
         events = self._events(request, start, end) if self.wants_events else []
         move.number, self.next_number = self.next_number, self.next_number + 1
         if self.holds is not None:
-            self.holds.take(move.number, move.request_id, move.block_ids)
+            held = [[block for block in ids if block != NO_BLOCK] for ids in blocks]
+            self.holds.take(move.number, move.request_id, held)
         self.in_flight_stores[move.number] = InFlightStore(events=events)
         tracked.stored_tokens = end
         tracked.stores += 1
@@ -290,7 +295,7 @@ class Scheduling:
         """Returns the end of the chunks whose blocks may be held now; the rest is put off to the request's next step."""
         if self.holds is None:
             return end
-        chunks = self.holds.free_capacity // sum(self.chunk // size for size in self.block_tokens)
+        chunks = self.holds.free_capacity // blocks_per_chunk(self.groups, self.chunk)
         holdable = min(end, start + chunks * self.chunk)
         # Counted once, although each step tries again.
         late = max(holdable, tracked.put_off_tokens)
@@ -409,7 +414,9 @@ class Scheduling:
         if self.options.follow_resets:
             self.pool_resets = PoolResets(pool)
         self.holds = Holds.of(pool)
-        if self.holds is None:
+        if self.holds is None and self.has_windows:
+            logger.error("the blocks of this vLLM cannot be held one by one: a model with sliding windows stores nothing")
+        elif self.holds is None:
             logger.info("the blocks of this vLLM cannot be held one by one: ended requests keep theirs until they are stored")
 
     def shutdown(self) -> None:

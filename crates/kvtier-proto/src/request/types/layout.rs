@@ -80,6 +80,13 @@ text_enum! {
     }
 }
 
+/// Version of [`LayoutHints::held_blocks`] that this build reads and writes.
+pub const HELD_BLOCKS: i64 = 1;
+
+/// Name of the optional feature by which a client recognizes a server that reads [`HELD_BLOCKS`]. Other servers would take the
+/// registration for one whose blocks are not held, and the id -1 for a block.
+pub const HELD_BLOCKS_FEATURE: &str = "kvtier.held_blocks.1";
+
 /// What an engine knows about its tensors' layout. Absent fields are unknown.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct LayoutHints {
@@ -96,7 +103,18 @@ pub struct LayoutHints {
     /// Tokens in one of the engine's blocks, which may take several pages. Only 0.4.5 and 0.4.6 send it; later releases
     /// describe groups.
     pub logical_block_tokens: Option<i64>,
+    /// Version of the promise that the engine reuses no block while a transfer of it is in flight; absent if it may. Only
+    /// kvtier's clients send it. Version 1:
+    ///
+    /// * The block id -1 stands for a block that the engine does not have: one that has left its window. A chunk is not stored
+    ///   for a group that lacks a needed block, and a retrieve writes nothing for it.
+    /// * Each window is an object group of its own, of the last blocks of a chunk that a window shorter than it needs.
+    /// * A recurrent state is the last block of a chunk.
+    pub held_blocks: Option<i64>,
 }
+
+/// Wire name of [`LayoutHints::held_blocks`].
+const HELD_BLOCKS_NAME: &str = "kvtier.held_blocks";
 
 impl LayoutHints {
     pub(crate) fn read(reader: &mut Reader<'_>) -> Result<Self, DecodeError> {
@@ -111,6 +129,7 @@ impl LayoutHints {
                 "inference_engine_logical_block_size" => {
                     hints.logical_block_tokens = Some(value.int()?);
                 }
+                HELD_BLOCKS_NAME => hints.held_blocks = Some(value.int()?),
                 _ => value.skip()?,
             }
             Ok(())
@@ -132,6 +151,7 @@ impl LayoutHints {
             self.tokens_per_block,
             self.head_dim,
             self.logical_block_tokens,
+            self.held_blocks,
         ];
         let count = known.iter().flatten().count()
             + texts.iter().filter(|(_, text)| text.is_some()).count();
@@ -155,6 +175,7 @@ impl LayoutHints {
         int(out, "head_dim", self.head_dim);
         let logical = "inference_engine_logical_block_size";
         int(out, logical, self.logical_block_tokens);
+        int(out, HELD_BLOCKS_NAME, self.held_blocks);
     }
 }
 

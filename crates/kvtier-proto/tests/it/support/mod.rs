@@ -100,6 +100,7 @@ pub fn hints_json(hints: &LayoutHints) -> Value {
         hints.kv_list_layout.map(|v| json!(v.name())),
     );
     push("head_dim", hints.head_dim.map(|v| json!(v)));
+    push("kvtier.held_blocks", hints.held_blocks.map(|v| json!(v)));
     json!({ "map": pairs })
 }
 

@@ -1,0 +1,133 @@
+"""Kinds of cache: vLLM's groups of layers, and which of their blocks a hit needs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from ..operation import NO_BLOCK
+from ..transfer import Group
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+# vLLM's kinds of cache whose blocks hold the KV of their tokens.
+_MLA = "MLAAttentionSpec"
+_WINDOW = "SlidingWindowSpec"
+_SERVED = ("FullAttentionSpec", _MLA, _WINDOW)
+
+# vLLM's block for places whose block a request does not have.
+_NULL_BLOCK = 0
+
+
+def reports_failed_requests() -> bool:
+    """Whether this vLLM takes reports of failed loads by request; before 0.30 only by block."""
+    return hasattr(KVConnectorBase_V1, "get_transfer_results")
+
+
+def _serves_windows() -> bool:
+    """Whether this vLLM has what windows need: the current blocks of a request, and failed loads by request."""
+    fields = {field.name for field in dataclasses.fields(SchedulerOutput)}
+    return "kv_connector_block_state" in fields and reports_failed_requests()
+
+
+def served_groups(kv_cache_config: KVCacheConfig) -> tuple[list[Group], bool]:
+    """Returns vLLM's groups of layers, and whether all are MLA's; ValueError for kinds of cache that cannot be served."""
+    groups, all_kinds = [], set()
+    for group in kv_cache_config.kv_cache_groups:
+        spec, layer = group.kv_cache_spec, group.layer_names[0]
+        several = getattr(spec, "kv_cache_specs", None)
+        specs = list(several.values()) if several else [spec]
+        kinds = {type(each).__name__ for each in specs}
+        if _WINDOW in kinds and not _serves_windows():
+            raise ValueError(
+                f"KvTierConnector serves sliding windows from vLLM 0.30 on, and {layer} has {', '.join(sorted(kinds))}. If the "
+                "model also has layers with full attention, --disable-hybrid-kv-cache-manager makes vLLM keep all blocks, and it is "
+                "served; the windows then save no memory. Otherwise run it without a KV connector: LMCache's (LMCacheMPConnector) "
+                "stores blocks that vLLM has given to other requests, and its hits can be wrong"
+            )
+        if not kinds.issubset(_SERVED):
+            raise ValueError(f"KvTierConnector serves {', '.join(_SERVED)}; {layer} has {', '.join(sorted(kinds))}")
+        for field, allowed in (("non_causal", False), ("tokens_per_state", 1)):
+            # KV that depends on later tokens, or blocks without the KV of their own tokens.
+            found = {getattr(each, field, allowed) for each in specs}
+            if found != {allowed}:
+                raise ValueError(f"KvTierConnector serves caches whose {field} is {allowed}; {layer} has {found}")
+        # A full-attention spec may also have a window, but keeps all blocks.
+        windows = {_window(each) for each in specs}
+        if len(windows) > 1:
+            raise ValueError(f"KvTierConnector serves groups with one window; the group of {layer} has {sorted(windows)}")
+        groups.append(Group(list(group.layer_names), spec.block_size, windows.pop()))
+        all_kinds |= kinds
+    if len(groups) > 1 and not reports_failed_requests():
+        raise ValueError(
+            "KvTierConnector serves models with several groups of layers from vLLM 0.30 on: this release has no way to report "
+            "which request's load failed"
+        )
+    return groups, all_kinds == {_MLA}
+
+
+def _window(spec: Any) -> int:
+    """Returns the tokens before any one that its layers need, in whole blocks; -1 for all of them."""
+    if type(spec).__name__ != _WINDOW:
+        return -1
+    tokens = max(1, spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0))
+    return int(-(-tokens // spec.block_size) * spec.block_size)
+
+
+def has_windows(groups: Sequence[Group]) -> bool:
+    """Whether some layers do not need all tokens."""
+    return any(group.sliding_window >= 0 for group in groups)
+
+
+def _needed_per_chunk(group: Group, chunk: int) -> int:
+    """Returns the tokens at the end of a chunk that a hit at its end, or at a later one's, can need."""
+    return chunk if group.sliding_window < 0 else min(group.sliding_window, chunk)
+
+
+def blocks_per_chunk(groups: Sequence[Group], chunk: int) -> int:
+    """Returns the number of blocks that a store of one chunk reads."""
+    return sum(_needed_per_chunk(group, chunk) // group.block_tokens for group in groups)
+
+
+def blocks_of_range(
+    block_ids: Sequence[Sequence[int]], groups: Sequence[Group], chunk: int, start: int, end: int
+) -> list[list[int]]:
+    """Returns each group's blocks for ``[start, end)``, which lies on chunk boundaries.
+
+    ``NO_BLOCK`` stands for blocks of a window that no hit needs, or that have left it.
+
+    Raises:
+        RuntimeError: the request has fewer blocks.
+    """
+    chosen = []
+    for ids, group in zip(block_ids, groups, strict=True):
+        size = group.block_tokens
+        blocks = list(ids[start // size : end // size])
+        if len(blocks) != (end - start) // size:
+            raise RuntimeError(
+                f"tokens {start} to {end} need blocks {start // size} to {end // size}; the request has {len(ids)}"
+            )
+        if group.sliding_window >= 0:
+            unneeded, per_chunk = (chunk - _needed_per_chunk(group, chunk)) // size, chunk // size
+            blocks = [
+                NO_BLOCK if block == _NULL_BLOCK or place % per_chunk < unneeded else block for place, block in enumerate(blocks)
+            ]
+        chosen.append(blocks)
+    return chosen
+
+
+def check_windows(blocks: Sequence[Sequence[int]], groups: Sequence[Group], start: int, local: int, end: int) -> None:
+    """Checks that ``blocks``, those of ``[start, end)``, have what each window needs at ``end`` after the ``local`` tokens.
+
+    Raises:
+        RuntimeError: a block is missing, so the window could not be loaded.
+    """
+    for ids, group in zip(blocks, groups, strict=True):
+        first = max(start, local, end - group.sliding_window)
+        if group.sliding_window >= 0 and NO_BLOCK in ids[(first - start) // group.block_tokens :]:
+            raise RuntimeError(f"a window of {group.sliding_window} tokens before token {end} lacks blocks")

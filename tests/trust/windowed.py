@@ -1,0 +1,141 @@
+"""The scenarios of models whose layers attend to a window: their blocks are reused while their requests run.
+
+With LMCache's connector such models have no cache. kvtier's holds the blocks of its stores in vLLM's pool.
+"""
+
+import signal
+
+from forked import prompt_of
+from rig import CHUNK
+from scenarios import each, scenario
+
+SERVER_COPIES = ("lmcache_driven",)
+
+# Six layers of Gemma's kind, four of GPT-OSS's with sinks, and windows only, of more than a chunk.
+MODELS = ("windows", "sinks", "windows-only")
+# Shorter than the last token of each model's hit.
+LENGTHS = (2 * CHUNK, 3 * CHUNK + 1, 5 * CHUNK - 1, 7 * CHUNK + 90)
+
+
+@scenario(("lmcache", "lmcache_driven"))
+def window_blocks(case):
+    """Layers with windows and prompts that are prefilled in steps: prefixes of them, asked later."""
+    server = case.server(l1_gb=1)
+    engine = windowed_engine(case, server)
+    said = [line for line in server.lines() if "window" in line]
+    case.check("is-named", said, (said or ["nothing about windows in the log"])[0][-200:])
+    case.compare("prefixes", engine, prefixes(engine))
+
+
+@scenario(("lmcache", "lmcache_driven"))
+def window_blocks_allowed(case):
+    """The same where the operator allows it: what is documented as wrong."""
+    engine = windowed_engine(case, case.server(flags=["--windowed-clients", "allow"], l1_gb=1))
+    asked = prefixes(engine)
+    wrong = sum(engine.ask(prompt).ids != engine.alone(prompt).ids for prompt in asked)
+    case.note("prefixes", f"{wrong} of {len(asked)} answers wrong")
+
+
+@scenario(*each(connectors=["kvtier"]))
+def windows_kept(case):
+    """Layers with windows whose blocks vLLM keeps (`--disable-hybrid-kv-cache-manager`), and prompts prefilled in steps."""
+    server = case.server(l1_gb=1)
+    engine = windowed_engine(case, server, disable_hybrid_kv_cache_manager=True)
+    asked = prefixes(engine)
+    before = engine.call("external")
+    case.compare("prefixes", engine, asked)
+    loaded, wanted = engine.call("external") - before, sum(len(prompt) // CHUNK * CHUNK for prompt in asked)
+    case.check("loaded", loaded == wanted, f"{loaded} of {wanted} tokens")
+
+
+@scenario(*each(connectors=["kvtier"], modes=SERVER_COPIES))
+def windows_held(case):
+    """Layers with windows whose blocks vLLM reuses, and prompts prefilled in steps: prefixes, next turns, both caches, tenants."""
+    server = case.server(l1_gb=1)
+    case.witness()
+    for model in MODELS:
+        engine = windowed_engine(case, server, model)
+        prompts = [prompt_of(f"{model}-{number}", 1900) for number in range(3)]
+        for prompt in prompts:
+            engine.ask(prompt)
+        for length in LENGTHS:
+            asked = [prompt[:length] for prompt in prompts]
+            # The last token is computed: a window at the end of a whole hit lacks its first one.
+            case.compare(f"{model}-first-{length}", engine, asked, hit=(length - 1) // CHUNK * CHUNK)
+        turn = [prompt + prompt_of(f"turn-{model}-{number}", 100) for number, prompt in enumerate(prompts)]
+        case.compare(f"{model}-next-turn", engine, turn, hit=1900 // CHUNK * CHUNK)
+        case.compare(f"{model}-other-tenant", engine, prompts[:1], hit=0, salt=f"alice-{model}")
+        case.compare(f"{model}-tenant", engine, prompts[:1], hit=1900 // CHUNK * CHUNK, salt=f"alice-{model}")
+        engine.stop()
+        # vLLM's own cache has the first 640 tokens, of a window its end only.
+        both = windowed_engine(case, server, model, enable_prefix_caching=True, num_gpu_blocks_override=240)
+        for number, prompt in enumerate(prompts):
+            both.ask(prompt[:640], salt=f"both-{number}")
+        for number, prompt in enumerate(prompts):
+            alone = both.alone(prompt).ids
+            other = windowed_engine(case, server, model) if number == 0 else other
+            other.ask(prompt, salt=f"both-{number}")
+            answer = both.ask(prompt, salt=f"both-{number}")
+            # vLLM's own hit ends at one of its last blocks.
+            right = answer.ids == alone and 1900 // CHUNK * CHUNK - 640 <= answer.external < 1900 // CHUNK * CHUNK - CHUNK
+            case.check(f"{model}-local-and-loaded-{number}", right, f"{answer}, alone {alone}")
+        other.stop()
+        before, together = both.call("external"), both.call("ask", prompts)
+        loaded = both.call("external") - before
+        right = [answer.ids for answer in together] == [both.alone(prompt).ids for prompt in prompts]
+        case.check(f"{model}-together", right and loaded == 3 * (1900 // CHUNK * CHUNK), f"three at once, {loaded} tokens loaded")
+        both.stop()
+    case.pages_as_stored()
+
+
+@scenario(*each(connectors=["kvtier"], modes=SERVER_COPIES))
+def windows_held_crowded(case):
+    """Few blocks, so that requests are preempted and windows' blocks reused at once, while the server is frozen or killed."""
+    server = case.server(l1_gb=1)
+    case.witness()
+    for caching in (False,):
+        name = f"caching-{caching}".lower()
+        engine = case.engine(
+            "windows", server, num_gpu_blocks_override=40, max_model_len=1024, enable_prefix_caching=caching,
+            max_num_batched_tokens=256,
+            extra={"kvtier.timeout": 60, "kvtier.store_timeout": 60, "kvtier.heartbeat": 30, "kvtier.follow_resets": False},
+        )  # fmt: skip
+        prompts = [prompt_of(f"{name}-{number}", 530 + 10 * number) for number in range(8)]
+        alone = [engine.alone(prompt, count=130).ids for prompt in prompts]
+        found = engine.call("ask_broken", prompts, server.process.pid, signal.SIGSTOP, count=130)
+        wrong = sum(one != other for one, other in zip(found["ids"], alone, strict=True))
+        case.check(f"{name}-answers", not wrong, f"{wrong} of {len(prompts)} answers wrong beside a server that hangs")
+        case.check(f"{name}-crowded", found["preempted"] > 0, f"{found['preempted']} preemptions")
+        case.check(f"{name}-no-wait", found["waited"] == 0, f"{found['waited']} waits for stores")
+        in_flight = f"{found['in_flight']} stores in flight at the last answer"
+        well = 0 < found["held"] <= found["limit"] and found["in_flight"] > 0
+        case.check(f"{name}-held", well, f"at most {found['held']} of {found['limit']} blocks held, {in_flight}")
+        case.check(f"{name}-no-leak", found["free"] == found["free_before"], f"{found['free']} of {found['free_before']} blocks free")
+        case.recovered(engine)
+        case.check(f"{name}-reset", engine.call("reset"), "vLLM's own prefix cache")
+        before = engine.call("external")
+        case.compare(f"{name}-later", engine, prompts, count=130)
+        loaded = engine.call("external") - before
+        case.check(f"{name}-stored", loaded > 0, f"{loaded} tokens of what was stored meanwhile")
+        # The same beside a server that dies.
+        prompts = [prompt_of(f"{name}-killed-{number}", 530 + 10 * number) for number in range(8)]
+        alone = [engine.alone(prompt, count=130).ids for prompt in prompts]
+        found = engine.call("ask_broken", prompts, server.process.pid, signal.SIGKILL, count=130)
+        server.kill()
+        wrong = sum(one != other for one, other in zip(found["ids"], alone, strict=True))
+        case.check(f"{name}-killed", not wrong, f"{wrong} of {len(prompts)} answers wrong beside a server that was killed")
+        engine.stop()
+    case.pages_as_stored()
+
+
+def windowed_engine(case, server, model="windows", **options):
+    """Steps of 512 tokens."""
+    return case.engine(model, server, **{"max_num_batched_tokens": 512, "num_gpu_blocks_override": 100} | options)
+
+
+def prefixes(engine):
+    """Ask six prompts; then seven prefixes of each, as prompts of their own."""
+    prompts = [prompt_of(f"window-{number}", 1900) for number in range(6)]
+    for prompt in prompts:
+        engine.ask(prompt)
+    return [prompt[: CHUNK * chunks + 60] for prompt in prompts for chunks in range(1, 8)]
