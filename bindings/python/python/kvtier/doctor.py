@@ -271,6 +271,7 @@ class Doctor:
             kv_layout="NHD",
             mode=mode,
             chunk_tokens=chunk,
+            holds_blocks=False,
             instance=instance,
             model_name=f"{MODEL}-{mode}",
         )
