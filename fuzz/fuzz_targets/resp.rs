@@ -4,4 +4,4 @@
 
 use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|data: &[u8]| kvtier_l2::resp::read_replies(data));
+fuzz_target!(|data: &[u8]| kvtier_l2_resp::read_replies(data));

@@ -4,4 +4,4 @@
 
 use libfuzzer_sys::fuzz_target;
 
-fuzz_target!(|data: &[u8]| kvtier_l2::process::read_answers(data));
+fuzz_target!(|data: &[u8]| kvtier_l2_process::read_answers(data));

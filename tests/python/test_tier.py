@@ -1,5 +1,5 @@
 """The server of tiers in a process of their own: what it refuses, and how it starts and ends. The suite of adapters runs the
-directory (`crates/kvtier-l2/src/process/tests/python.rs`)."""
+directory (`crates/kvtier-l2-process/src/tests/python.rs`)."""
 
 import array
 import json

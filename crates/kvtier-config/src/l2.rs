@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use kvtier_error::{Error, Result};
-use kvtier_l2::{AdapterConfig, Registry, redact};
+use kvtier_l2::{AdapterConfig, redact};
 use rustix::fs::{Access, access};
 
 use super::GIB;
@@ -277,7 +277,7 @@ fn is_same(one: &Path, other: &Path) -> bool {
 
 /// Checks the adapters; warnings of theirs are logged at the start.
 fn adapters(specs: &[String]) -> Result<Vec<AdapterConfig>> {
-    let registry = Registry::built_in();
+    let registry = kvtier_adapters::registry();
     specs
         .iter()
         .map(|spec| {

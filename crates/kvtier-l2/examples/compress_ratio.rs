@@ -12,7 +12,7 @@ use std::time::Instant;
 use kvtier_core::ChunkHash;
 use kvtier_core::object_key::ObjectKey;
 use kvtier_core::random::SplitMix64;
-use kvtier_l2::{Buffer, LoadItem, ObjectSpec, Registry, StoreItem};
+use kvtier_l2::{Buffer, LoadItem, ObjectSpec, StoreItem};
 use kvtier_memory::{Arena, ArenaKind, Extent};
 
 type Error = Box<dyn std::error::Error>;
@@ -140,7 +140,7 @@ fn measure(codec: &Codec, plain: &[u8]) -> Result<(f64, f64, f64), Error> {
 /// Stores and loads `plain` through a tier with `"serde": {"type": "compress"}`: ratio, and GB/s of processor time of both.
 async fn of_kvtier(plain: &[u8]) -> Result<(f64, f64), Error> {
     const ROUNDS: u64 = 50;
-    let registry = Registry::built_in();
+    let registry = kvtier_l2::testing::registry();
     let config = serde_json::json!({
         "type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 1000, "serde": {"type": "compress"}});
     let adapter = registry.open(&registry.parse(&config)?)?;

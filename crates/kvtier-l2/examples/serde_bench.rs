@@ -135,7 +135,7 @@ async fn main() -> Result<(), Error> {
     std::fs::create_dir(&directory)?;
     let path = directory.join("key");
     std::fs::write(&path, [5; 32])?;
-    let mut registry = Registry::built_in();
+    let mut registry = kvtier_l2::testing::registry();
     registry.add(AdapterType::new("memory", "Objects in memory", &[], open))?;
     let mut plain = SplitMix64::new(1).bytes(BYTES as usize);
     for value in plain.chunks_exact_mut(2) {

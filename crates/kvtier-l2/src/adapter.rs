@@ -180,7 +180,7 @@ pub trait Adapter: Send + Sync + 'static {
 ///
 /// # Errors
 /// Those of `page`, and `circles` if a position comes again.
-pub(crate) async fn recover_pages<'a>(
+pub async fn recover_pages<'a>(
     page: impl Fn(Option<String>) -> BoxFuture<'a, Result<(ListPage, u64), L2Error>>,
     found: &(dyn Fn(Vec<Listed>) -> bool + Send + Sync),
     circles: impl Fn() -> L2Error,

@@ -5,11 +5,11 @@ use std::time::Duration;
 use kvtier_core::random::SplitMix64;
 
 /// Pause after the first failed attempt, and the longest one; each is shortened at random by up to half.
-pub(crate) const FIRST_PAUSE: Duration = Duration::from_millis(50);
+pub const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const MAX_PAUSE: Duration = Duration::from_secs(5);
 
 /// The pause before another attempt, behind `attempts` failed ones in a row. Clients with other seeds come back at other times.
-pub(crate) fn pause(seed: u64, attempts: u64) -> Duration {
+pub fn pause(seed: u64, attempts: u64) -> Duration {
     let longest = FIRST_PAUSE
         .saturating_mul(1 << attempts.min(16))
         .min(MAX_PAUSE);

@@ -7,7 +7,7 @@ use tokio::net::{TcpStream, lookup_host};
 use tokio::time::timeout;
 
 /// Tries the addresses of a name, each for its part of the time.
-pub(crate) async fn connect_any(host: &str, port: u16, limit: Duration) -> io::Result<TcpStream> {
+pub async fn connect_any(host: &str, port: u16, limit: Duration) -> io::Result<TcpStream> {
     let addresses: Vec<_> = lookup_host((host, port)).await?.collect();
     let part = limit / u32::try_from(addresses.len().max(1)).unwrap_or(1);
     let mut failed = io::Error::from(io::ErrorKind::AddrNotAvailable);

@@ -14,12 +14,13 @@ const MAX_KEYS: usize = 65_536;
 
 /// A bounded set of keys; those beyond its bound are not remembered.
 #[derive(Debug, Default)]
-pub(crate) struct KeySet {
+pub struct KeySet {
     digests: Mutex<HashSet<u128>>,
 }
 
 impl KeySet {
-    pub(crate) fn insert(&self, key: &ObjectKey) {
+    /// Remembers a key.
+    pub fn insert(&self, key: &ObjectKey) {
         let digest = key_digest(key);
         let mut digests = self.digests.lock();
         if digests.len() < MAX_KEYS {
@@ -27,18 +28,20 @@ impl KeySet {
         }
     }
 
-    pub(crate) fn is_empty(&self) -> bool {
+    /// Whether no key is remembered.
+    pub fn is_empty(&self) -> bool {
         self.digests.lock().is_empty()
     }
 
-    pub(crate) fn contains(&self, key: &ObjectKey) -> bool {
+    /// Whether a key is remembered.
+    pub fn contains(&self, key: &ObjectKey) -> bool {
         let digests = self.digests.lock();
         // Usually there is none, and nothing to hash.
         !digests.is_empty() && digests.contains(&key_digest(key))
     }
 
     /// Returns whether it was there.
-    pub(crate) fn remove(&self, key: &ObjectKey) -> bool {
+    pub fn remove(&self, key: &ObjectKey) -> bool {
         let mut digests = self.digests.lock();
         !digests.is_empty() && digests.remove(&key_digest(key))
     }

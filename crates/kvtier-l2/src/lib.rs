@@ -6,38 +6,36 @@
 #![cfg_attr(not(test), forbid(unsafe_code))]
 
 mod adapter;
-mod backoff;
+pub mod backoff;
 pub mod config;
 #[cfg(any(test, feature = "conformance"))]
 pub mod conformance;
-mod connect;
+pub mod connect;
 mod error;
-pub mod fs;
-mod io;
 mod key_set;
-mod metadata;
+pub mod metadata;
 pub mod mock;
 mod object;
 mod probe;
-pub mod process;
 mod rate_limited;
-pub mod raw_block;
 pub mod redact;
 pub mod registry;
-pub mod resp;
-pub mod s3;
 pub mod sample;
 #[cfg(any(test, feature = "testing"))]
 pub mod testing;
 pub mod tier;
-mod tls;
+pub mod tls;
+pub mod trailer;
 pub mod transform;
 pub mod wrap;
 
-pub use adapter::{Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored};
+pub use adapter::{
+    Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored, recover_pages,
+};
 pub use config::{AdapterConfig, ConfigError};
 pub use error::{ErrorKind, L2Error};
-pub use object::{Buffer, Element, LoadItem, ObjectSpec, PAGE_BOUND, StoreItem};
+pub use key_set::KeySet;
+pub use object::{Buffer, Element, LoadItem, ObjectSpec, PAGE_BOUND, StoreItem, key_digest};
 pub use probe::{Probed, probe};
 pub use rate_limited::RateLimited;
 pub use registry::{AdapterType, Registry};

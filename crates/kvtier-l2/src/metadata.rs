@@ -1,11 +1,11 @@
 //! Layout and checksum of an object as text that a backend keeps beside it: the trailer of `fs` in hexadecimal digits.
 
-use crate::fs::trailer::{self, Trailer};
 use crate::object::{ObjectSpec, key_digest};
+use crate::trailer::{self, Trailer};
 
 /// What is known of a stored object beside its bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Metadata {
+pub enum Metadata {
     /// Nothing.
     None,
     /// The checksum of its bytes.
@@ -17,13 +17,13 @@ pub(crate) enum Metadata {
 }
 
 /// Returns the metadata of an object with this checksum.
-pub(crate) fn encode(object: &ObjectSpec, sum: u128) -> String {
+pub fn encode(object: &ObjectSpec, sum: u128) -> String {
     hex::encode(Trailer::new(object, sum).encode())
 }
 
 impl Metadata {
     /// Reads what a backend has beside an object.
-    pub(crate) fn decode(text: &[u8], object: &ObjectSpec) -> Self {
+    pub fn decode(text: &[u8], object: &ObjectSpec) -> Self {
         let mut bytes = [0; trailer::LEN];
         if hex::decode_to_slice(text, &mut bytes).is_err() {
             return Self::Damaged;

@@ -11,7 +11,7 @@ use kvtier_memory::{AccessError, Arena, Extent};
 use crate::error::{ErrorKind, L2Error};
 
 /// Digest that binds a checksum to a key: the xxh3-128 of the key's text.
-pub(crate) fn key_digest(key: &ObjectKey) -> u128 {
+pub fn key_digest(key: &ObjectKey) -> u128 {
     checksum128(key.text().name(KeyShape::Grouped).as_bytes())
 }
 
@@ -126,7 +126,7 @@ impl Buffer {
     ///
     /// # Errors
     /// [`ErrorKind::Refused`] if it is not.
-    pub(crate) fn check_len(&self, len: u64) -> Result<(), L2Error> {
+    pub fn check_len(&self, len: u64) -> Result<(), L2Error> {
         match self.len() {
             own if own == len => Ok(()),
             own => {
@@ -137,7 +137,7 @@ impl Buffer {
     }
 
     /// Whether its memory begins at a multiple of `unit`, as I/O past the page cache needs.
-    pub(crate) fn is_aligned(&self, unit: u64) -> bool {
+    pub fn is_aligned(&self, unit: u64) -> bool {
         let start = self.arena.address(self.extent, 0, 0);
         start.is_ok_and(|start| (start.as_ptr().addr() as u64).is_multiple_of(unit))
     }

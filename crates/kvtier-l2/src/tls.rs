@@ -14,19 +14,19 @@ use crate::config::{ConfigError, Key, Options, Shape};
 use crate::error::{ErrorKind, L2Error};
 
 /// Key `tls_ca`.
-pub(crate) const CA: Key = Key::text(
+pub const CA: Key = Key::text(
     "tls_ca",
     "PEM file of the authorities that sign the server's certificate, instead of those of the system",
 );
 /// Key `tls_cert`.
-pub(crate) const CERT: Key = Key::text(
+pub const CERT: Key = Key::text(
     "tls_cert",
     "PEM file of a certificate chain that the server asks for; needs tls_key",
 );
 /// Key `tls_key`.
-pub(crate) const KEY: Key = Key::text("tls_key", "PEM file of the key of tls_cert, not encrypted");
+pub const KEY: Key = Key::text("tls_key", "PEM file of the key of tls_cert, not encrypted");
 /// Key `tls_server_name`.
-pub(crate) const SERVER_NAME: Key = Key::of(
+pub const SERVER_NAME: Key = Key::of(
     "tls_server_name",
     Shape::Text,
     "Name in the server's certificate, if it is not the host",
@@ -48,7 +48,7 @@ pub struct ClientTls {
 
 impl ClientTls {
     /// Returns the values of the keys of this module, those that the type has.
-    pub(crate) fn of(options: &Options) -> Self {
+    pub fn of(options: &Options) -> Self {
         let path = |key| options.find::<&str>(key).map(PathBuf::from);
         Self {
             ca: path(CA.name),
@@ -58,7 +58,7 @@ impl ClientTls {
     }
 
     /// Refuses keys of this module without their other half.
-    pub(crate) fn check(options: &Options) -> Result<(), ConfigError> {
+    pub fn check(options: &Options) -> Result<(), ConfigError> {
         let is_given = |key: Key| options.find::<&str>(key.name).is_some();
         match (is_given(CERT), is_given(KEY)) {
             (true, false) => Err(options.refuse(KEY.name, "the path of the key of tls_cert")),
@@ -73,7 +73,7 @@ impl ClientTls {
     ///
     /// # Errors
     /// [`ErrorKind::Refused`], with the key of the configuration and the path.
-    pub(crate) fn settings(&self) -> Result<Arc<ClientConfig>, L2Error> {
+    pub fn settings(&self) -> Result<Arc<ClientConfig>, L2Error> {
         let builder = ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
             .with_safe_default_protocol_versions()
             .map_err(|error| refused("TLS", &error.to_string()))?
@@ -98,7 +98,7 @@ impl ClientTls {
     ///
     /// # Errors
     /// [`ErrorKind::Refused`] if it is neither a DNS name nor an address.
-    pub(crate) fn name_of(&self, host: &str) -> Result<ServerName<'static>, L2Error> {
+    pub fn name_of(&self, host: &str) -> Result<ServerName<'static>, L2Error> {
         let name = self.server_name.as_deref().unwrap_or(host);
         ServerName::try_from(name.to_owned()).map_err(|_| {
             let what = format!("{name:?} is no DNS name or address; give tls_server_name");
@@ -144,13 +144,14 @@ fn system_authorities() -> Result<Arc<RootCertStore>, L2Error> {
 
 /// What connections are secured by: files read a minute ago at most, so that renewed ones are used.
 #[derive(Debug)]
-pub(crate) struct Settings {
+pub struct Settings {
     tls: ClientTls,
     read: Mutex<Option<(Instant, Arc<ClientConfig>)>>,
 }
 
 impl Settings {
-    pub(crate) fn new(tls: ClientTls) -> Self {
+    /// Returns settings whose files are not read yet.
+    pub fn new(tls: ClientTls) -> Self {
         Self {
             tls,
             read: Mutex::new(None),
@@ -161,7 +162,7 @@ impl Settings {
     ///
     /// # Errors
     /// Those of [`ClientTls::settings`] and [`ClientTls::name_of`].
-    pub(crate) async fn of(
+    pub async fn of(
         &self,
         host: &str,
     ) -> Result<(Arc<ClientConfig>, ServerName<'static>), L2Error> {
@@ -181,7 +182,7 @@ impl Settings {
     }
 
     /// Reads the files for the next connection, as a handshake has failed: they may have been renewed.
-    pub(crate) fn expire(&self) {
+    pub fn expire(&self) {
         *self.read.lock() = None;
     }
 }

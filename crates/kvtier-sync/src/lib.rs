@@ -56,7 +56,7 @@ pub const ORDER: &[(&str, &str)] = &[
     ("crates/kvtier-tiers/src/pending.rs", "Holds"),
     ("crates/kvtier-l2/src/tier/key_states.rs", ""),
     (
-        "crates/kvtier-l2/src/fs/base.rs",
+        "crates/kvtier-l2-files/src/fs/base.rs",
         "Option<std::os::fd::owned::OwnedFd>",
     ),
 ];

@@ -25,7 +25,7 @@ use std::time::Duration;
 use kvtier_core::cache::{Cache, Extent};
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_l2::tier::{Tier, TierConfig, TierEviction};
-use kvtier_l2::{AdapterConfig, Buffer, Registry};
+use kvtier_l2::{AdapterConfig, Buffer};
 use kvtier_memory::Arena;
 use kvtier_sync::Mutex;
 use tokio::runtime::{Handle, Runtime};
@@ -228,7 +228,7 @@ fn soon() -> tokio::time::Instant {
 }
 
 fn open(config: &L2Config, quotas: &Opened) -> Result<Vec<Arc<Tier>>> {
-    let registry = Registry::built_in();
+    let registry = kvtier_adapters::registry();
     let open = |(number, adapter): (usize, &AdapterConfig)| {
         for warning in &adapter.warnings {
             tracing::warn!("--l2-adapter: {warning}");

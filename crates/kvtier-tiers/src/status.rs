@@ -263,7 +263,7 @@ mod tests {
 
     #[test]
     fn status_of_transformations_has_the_fields_that_are_read() {
-        let registry = kvtier_l2::Registry::built_in();
+        let registry = kvtier_l2::testing::registry();
         let config = r#"{"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 1, "serde": {"type": "compress"}}"#;
         let config = registry.parse_json(config).unwrap();
         let tier = TierConfig {

@@ -9,7 +9,7 @@ use std::time::Duration;
 use anyhow::Context;
 use clap::Args;
 use kvtier_error::{Error, ErrorKind};
-use kvtier_l2::{AdapterConfig, Registry};
+use kvtier_l2::AdapterConfig;
 use kvtier_server::config::in_gib;
 use kvtier_server::{Parsed, Server, ServerConfig, preflight};
 
@@ -212,7 +212,7 @@ fn try_out(adapter: &AdapterConfig) -> anyhow::Result<String> {
         .enable_all()
         .build()?;
     let probed = runtime.block_on(async {
-        let adapter = Registry::built_in().open(adapter)?;
+        let adapter = kvtier_adapters::registry().open(adapter)?;
         let probed = kvtier_l2::probe(&*adapter).await;
         adapter.close().await;
         probed

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, anyhow, ensure};
 use clap::Args;
 use kvtier_l2::conformance::{self, Scoped, Subject};
-use kvtier_l2::process::{ProcessAdapter, ProcessOptions};
-use kvtier_l2::{Adapter, BoxFuture, Registry};
+use kvtier_l2::{Adapter, BoxFuture};
+use kvtier_l2_process::{ProcessAdapter, ProcessOptions};
 use kvtier_server::escape::escape;
 use serde_json::json;
 
@@ -55,7 +55,7 @@ impl TierTestArgs {
             "options": options,
             "shared_memory_mb": self.shared_memory_mb,
         });
-        let config = Registry::built_in().parse(&config);
+        let config = kvtier_adapters::registry().parse(&config);
         Ok(ProcessOptions::of(
             &config.map_err(|error| anyhow!("{error}"))?,
         ))

@@ -21,7 +21,7 @@ const fn timeout(name: &'static str, default: i64, help: &'static str) -> Key {
 }
 
 /// Key `max_capacity_gb` of a backend without a bound of its own.
-pub(crate) const MAX_CAPACITY_GB: Key = Key::number(
+pub const MAX_CAPACITY_GB: Key = Key::number(
     "max_capacity_gb",
     Interval::from(0.0),
     "Capacity for objects; 0 is unbounded",

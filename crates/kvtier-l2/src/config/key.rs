@@ -342,7 +342,8 @@ impl fmt::Display for Whole {
 }
 
 /// Returns a choice of words as text.
-pub(crate) fn one_of(words: &[&str]) -> String {
+#[must_use]
+pub fn one_of(words: &[&str]) -> String {
     match words.split_last() {
         Some((last, others)) if !others.is_empty() => format!("{} or {last}", others.join(", ")),
         _ => words.concat(),

@@ -10,13 +10,13 @@ pub(crate) mod json;
 mod key;
 mod options;
 
-pub use common::{COMMON, EVICTION, EvictionConfig};
+pub use common::{COMMON, EVICTION, EvictionConfig, MAX_CAPACITY_GB};
 pub use error::ConfigError;
-pub use key::{Fallback, Interval, Key, Shape};
-pub(crate) use key::{one_of, refuse_rest};
+pub(crate) use key::refuse_rest;
+pub use key::{Fallback, Interval, Key, Shape, one_of};
 pub use options::{FromSetting, Options};
 
-pub(crate) use common::{Common, MAX_CAPACITY_GB};
+pub(crate) use common::Common;
 pub(crate) use error::clip;
 
 use kvtier_core::eviction::EvictionKind;

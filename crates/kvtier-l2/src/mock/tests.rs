@@ -6,6 +6,7 @@ use tokio::time::{Duration, Instant};
 
 use super::*;
 use crate::conformance::{self, Damage, Memory, Subject, content, object};
+use crate::testing;
 use crate::wrap::checksum::{ChecksumCache, Checksums};
 
 /// A store, what was stored there, and the adapter on it.
@@ -97,7 +98,7 @@ async fn all_callers_share_the_speed_of_the_link() {
 #[tokio::test]
 async fn opens_by_its_configuration() {
     let config = json!({"type": "mock", "max_size_gb": 0.5, "mock_bandwidth_gb": 2});
-    let registry = Registry::built_in();
+    let registry = testing::registry();
     let adapter = registry.open(&registry.parse(&config).unwrap()).unwrap();
     assert_eq!(adapter.free_bytes().await, Ok(Some(1 << 29)));
     for (key, value) in [

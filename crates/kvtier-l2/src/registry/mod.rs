@@ -1,7 +1,6 @@
 //! Registry of adapters by the name of their type.
 //!
-//! A new adapter is one folder with an [`AdapterType`], and one line in `BUILT_IN`. An adapter outside of this crate is
-//! added by [`Registry::add`] instead.
+//! Which types are built in is said in `kvtier-adapters`; one of another program is added by [`Registry::add`].
 
 mod absent;
 mod reference;
@@ -20,26 +19,9 @@ use crate::config::{
     refuse_rest,
 };
 use crate::error::L2Error;
-use crate::{Adapter, fs, mock, process, raw_block, redact, resp, s3, transform, wrap};
+use crate::{Adapter, redact, transform, wrap};
 
 pub use translation::{Translated, Translation};
-
-/// Built-in types in alphabetical order, which is the order of the documentation.
-const BUILT_IN: &[AdapterType] = &[
-    wrap::fault::FAULT_INJECT,
-    fs::FS,
-    fs::FS_NATIVE,
-    mock::MOCK,
-    fs::NIXL_NATIVE,
-    fs::NIXL_STORE,
-    fs::NIXL_STORE_DYNAMIC,
-    process::PROCESS,
-    raw_block::RAW_BLOCK,
-    resp::REDIS,
-    resp::RESP,
-    s3::S3,
-    resp::VALKEY,
-];
 
 /// Opens an adapter.
 pub type Open = fn(&AdapterConfig, &Registry) -> Result<Arc<dyn Adapter>, L2Error>;
@@ -150,18 +132,12 @@ pub struct Registry {
     types: Vec<AdapterType>,
 }
 
-impl Default for Registry {
-    fn default() -> Self {
-        Self::built_in()
-    }
-}
-
 impl Registry {
-    /// Returns a registry of the built-in types.
+    /// Returns a registry of these types. No two may have one name.
     #[must_use]
-    pub fn built_in() -> Self {
+    pub fn of(types: &[AdapterType]) -> Self {
         Self {
-            types: BUILT_IN.to_vec(),
+            types: types.to_vec(),
         }
     }
 

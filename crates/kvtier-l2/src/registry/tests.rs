@@ -1,8 +1,8 @@
 use serde_json::{Value, json};
 
 use super::*;
-use crate::ErrorKind;
 use crate::config::Interval;
+use crate::{ErrorKind, testing};
 use kvtier_core::eviction::EvictionKind;
 
 const KEYS: &[Key] = &[
@@ -322,54 +322,14 @@ fn type_is_added_once_without_common_keys() {
 }
 
 #[test]
-fn the_built_in_types_are_sound() {
-    let mut again = Registry { types: Vec::new() };
-    for kind in BUILT_IN {
-        again.add(*kind).unwrap();
-    }
-    let names: Vec<_> = BUILT_IN.iter().map(AdapterType::name).collect();
+fn absent_types_have_an_alternative() {
+    let names: Vec<_> = absent::names().collect();
     assert!(names.is_sorted(), "{names:?}");
-}
-
-#[test]
-fn lmcache_type_is_registered_or_refused_with_alternative() {
-    const LMCACHE: &[&str] = &[
-        "aerospike",
-        "bigtable",
-        "dax",
-        "fault_inject",
-        "fs",
-        "fs_native",
-        "hf3fs",
-        "hfbucket",
-        "mock",
-        "mooncake_store",
-        "native_plugin",
-        "nixl_native",
-        "nixl_store",
-        "nixl_store_dynamic",
-        "p2p",
-        "plugin",
-        "raw_block",
-        "resp",
-        "s3",
-        "sagemaker-hyperpod",
-        "valkey",
-    ];
-    let registry = Registry::built_in();
-    for name in LMCACHE {
-        let there = registry.find(name).is_some();
-        let absent = absent::alternative_to(name).is_some();
-        assert!(there != absent, "{name}: there {there}, absent {absent}");
-    }
-    for name in absent::names() {
-        assert!(LMCACHE.contains(&name), "{name} is no type of LMCache");
-        let line = registry
-            .parse(&json!({"type": name}))
-            .unwrap_err()
-            .to_string();
+    for name in names {
+        let line = refused(json!({"type": name}));
+        let start = format!("type {name:?} is not built into kvtier; ");
         assert!(
-            line.starts_with(&format!("type {name:?} is not built into kvtier; ")),
+            line.len() > start.len() && line.starts_with(&start),
             "{line}"
         );
     }
@@ -431,7 +391,7 @@ fn key_given_twice_is_refused_by_name() {
         r#"{"type":"fault_inject","inner":{"type":"fs","base_path":"/x","base_path":"/y"}}"#,
         r#"{"type":"fault_inject","faults":[{"base_path":1,"base_path":2}]}"#,
     ] {
-        let line = Registry::built_in()
+        let line = testing::registry()
             .parse_json(text)
             .unwrap_err()
             .to_string();
@@ -445,57 +405,4 @@ fn key_given_twice_is_refused_by_name() {
     let plain: Value = serde_json::from_str(text).unwrap();
     assert_eq!(json::parse(text).unwrap(), plain);
     assert!(json::parse("{} x").is_err());
-}
-
-/// The error or the warnings of an `fs` with this key.
-fn fs(key: &str, value: Value) -> Result<Vec<String>, String> {
-    let mut spec = json!({"type": "fs", "base_path": "/x", "num_workers": 2});
-    spec[key] = value;
-    let parsed = Registry::built_in().parse(&spec);
-    parsed
-        .map(|config| config.warnings)
-        .map_err(|error| error.to_string())
-}
-
-#[test]
-fn fs_capacity_of_less_than_a_block_is_refused() {
-    assert_eq!(
-        fs("max_capacity_gb", json!(1e-12)).unwrap_err(),
-        r#"type "fs": key "max_capacity_gb": 1e-12 is not allowed; give 0 for no bound, or at least 0.000004 (4 KiB)"#
-    );
-    assert_eq!(fs("max_capacity_gb", json!(0.000_004)), Ok(vec![]));
-}
-
-#[test]
-fn fs_path_with_nul_is_refused() {
-    for key in ["base_path", "relative_tmp_dir"] {
-        let line = fs(key, json!("a\0b")).unwrap_err();
-        assert!(line.contains(key), "{line}");
-        assert!(
-            line.ends_with("give a path without the character NUL"),
-            "{line}"
-        );
-    }
-}
-
-#[test]
-fn fs_keys_without_effect_are_named() {
-    assert_eq!(
-        fs("persist_enabled", json!(false)).unwrap(),
-        [r#"type "fs": persist_enabled changes nothing: files stay when the server stops"#]
-    );
-    assert_eq!(
-        fs("checksums", json!(1_000_000)).unwrap(),
-        [r#"type "fs": checksums changes nothing: each file has a checksum of its own"#]
-    );
-    assert_eq!(fs("read_only", json!(true)), Ok(vec![]));
-    let spec = json!({"type": "fs", "base_path": "/x", "read_only": true, "max_capacity_gb": 1});
-    let config = Registry::built_in().parse(&spec).unwrap();
-    assert_eq!(
-        config.warnings,
-        [
-            r#"type "fs": max_capacity_gb changes nothing with read_only: nothing is stored or evicted there"#
-        ]
-    );
-    assert_eq!(config.capacity_bytes(), None);
 }

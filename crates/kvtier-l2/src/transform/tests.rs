@@ -11,9 +11,8 @@ use crate::conformance::{self, Damage, Memory, Subject, content, object};
 use crate::error::ErrorKind;
 use crate::mock::{MemoryStore, Mock};
 use crate::object::{LoadItem, StoreItem};
-use crate::registry::Registry;
-use crate::sample;
 use crate::{BoxFuture, Loaded, Stored};
+use crate::{sample, testing};
 use kvtier_core::object_key::ObjectKey;
 
 fn key_file(directory: &Path, name: &str) -> String {
@@ -137,35 +136,6 @@ async fn mock_with_two_serdes_and_little_scratch_conforms() {
         InMemory { context, serde }
     })
     .await;
-}
-
-/// Runs the suite with an `fs` tier.
-async fn fs_conforms(serde: Value) {
-    conformance::run(|| {
-        let directory = Arc::new(tempfile::tempdir().unwrap());
-        let serde = serde.clone();
-        move || {
-            let directory = Arc::clone(&directory);
-            let config = json!({"type": "fs", "base_path": directory.path(), "serde": serde});
-            async move {
-                let _directory = &directory;
-                let registry = Registry::built_in();
-                registry.open(&registry.parse(&config).unwrap()).unwrap()
-            }
-        }
-    })
-    .await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn fs_with_aesgcm_conforms() {
-    let keys = tempfile::tempdir().unwrap();
-    fs_conforms(aesgcm(&key_file(keys.path(), "a"), "bound")).await;
-}
-
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn fs_with_compress_conforms() {
-    fs_conforms(json!({"type": "compress"})).await;
 }
 
 #[tokio::test]
@@ -501,7 +471,7 @@ async fn fault_below_the_transformation_is_detected() {
     let serde = aesgcm(&key_file(directory.path(), "a"), "bound");
     let inner = json!({"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 100, "serde": serde});
     let faults = json!([{"kind": "corrupt", "operation": "load", "every": 2}]);
-    let registry = Registry::built_in();
+    let registry = testing::registry();
     let config = json!({"type": "fault_inject", "inner": inner, "faults": faults});
     let adapter = registry.open(&registry.parse(&config).unwrap()).unwrap();
     assert_eq!(adapter.status()["serde"][0]["frame"], "bound", "inherited");

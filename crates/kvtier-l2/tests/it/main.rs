@@ -1,6 +1,5 @@
-//! The tier over its adapters, and the page about them.
+//! The tier over its adapters.
 
 #![expect(clippy::unwrap_used, reason = "tests")]
 
-mod docs;
 mod tier;

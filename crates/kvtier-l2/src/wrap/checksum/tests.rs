@@ -5,7 +5,7 @@ use serde_json::json;
 use super::*;
 use crate::conformance::{Damage, Memory, content, object};
 use crate::mock::{MemoryStore, Mock};
-use crate::registry::Registry;
+use crate::testing;
 use crate::wrap::fault::{Corruption, Fault, Faulty, Operation, Pattern, Rule, Wait};
 
 const CORRUPT: Option<ErrorKind> = Some(ErrorKind::Corrupt);
@@ -336,7 +336,7 @@ async fn loads_through(faults: serde_json::Value, count: u64) -> Vec<Option<Erro
         "inner": {"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 100},
         "faults": faults,
     });
-    let registry = Registry::built_in();
+    let registry = testing::registry();
     let adapter = registry.open(&registry.parse(&config).unwrap()).unwrap();
     context.store(&*adapter, 0..count).await;
     kinds(&context.load(&*adapter, &objects(0..count)).await)
@@ -361,40 +361,13 @@ async fn wrong_bytes_from_below_never_pass() {
     }
 }
 
-#[tokio::test]
-async fn verifying_adapter_is_trusted_unless_faults_injected() {
-    let directory = tempfile::tempdir().unwrap();
-    let fs = json!({"type": "fs", "base_path": directory.path()});
-    let registry = Registry::built_in();
-    let open = |config| registry.open(&registry.parse(&config).unwrap()).unwrap();
-    let plain = open(fs.clone());
-    assert!(plain.status().get("checksums").is_none());
-    let harmless = json!([{"kind": "fail"}]);
-    let none = open(json!({"type": "fault_inject", "inner": fs, "faults": harmless}));
-    assert!(none.status().get("checksums").is_none());
-
-    let faults = json!([{"kind": "corrupt", "limit": 2}]);
-    let adapter = open(json!({"type": "fault_inject", "inner": fs, "faults": faults}));
-    let context = TestContext::new();
-    context.store(&*adapter, 0..1).await;
-    assert_eq!(
-        kinds(&context.load(&*adapter, &objects(0..1)).await),
-        [CORRUPT]
-    );
-    context.store(&*adapter, 0..1).await;
-    assert_eq!(
-        verified(&context.load(&*adapter, &objects(0..1)).await),
-        [true]
-    );
-}
-
 #[test]
 fn require_checksum_needs_checksums() {
     let config = json!({
         "type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 1,
         "require_checksum": true, "checksums": 0,
     });
-    let line = Registry::built_in().parse(&config).unwrap_err().to_string();
+    let line = testing::registry().parse(&config).unwrap_err().to_string();
     assert_eq!(
         line,
         r#"type "mock": key "checksums": 0 is not allowed; give at least 1 with require_checksum"#

@@ -6,9 +6,10 @@ use tokio::time::{Duration, Instant};
 use super::*;
 use crate::conformance::{self, Memory, content, object};
 use crate::mock::{MemoryStore, Mock};
+use crate::testing;
 
 fn open_json(config: Value) -> Arc<dyn Adapter> {
-    let registry = Registry::built_in();
+    let registry = testing::registry();
     registry.open(&registry.parse(&config).unwrap()).unwrap()
 }
 
@@ -83,7 +84,7 @@ async fn failing_keys_depend_on_seed_only() {
 fn inner_configuration_is_checked() {
     let mut config = around_mock();
     config["inner"]["max_size_gb"] = json!(-1);
-    let line = Registry::built_in().parse(&config).unwrap_err().to_string();
+    let line = testing::registry().parse(&config).unwrap_err().to_string();
     assert_eq!(
         line,
         r#"type "fault_inject": key "inner": type "mock": key "max_size_gb": -1 is not allowed; give a number above 0"#
@@ -108,7 +109,7 @@ const UNAVAILABLE: Option<ErrorKind> = Some(ErrorKind::Unavailable);
 fn bare(faults: Value) -> Arc<dyn Adapter> {
     let mut config = around_mock();
     config["faults"] = faults;
-    let registry = Registry::built_in();
+    let registry = testing::registry();
     registry
         .open_bare(&registry.parse(&config).unwrap())
         .unwrap()
@@ -437,7 +438,7 @@ fn invalid_rule_is_refused_by_position_and_key() {
     for (faults, expected) in cases {
         let mut config = around_mock();
         config["faults"] = faults;
-        let line = Registry::built_in().parse(&config).unwrap_err().to_string();
+        let line = testing::registry().parse(&config).unwrap_err().to_string();
         assert_eq!(line, format!("type \"fault_inject\": {expected}"));
     }
 }

@@ -1,0 +1,420 @@
+//! A block device, or one large file, as a second tier.
+//!
+//! The format is kvtier's own ([`format`]). The index is in memory and is rebuilt after each start by a scan of the table,
+//! so a device belongs to one server at a time. Each load compares the bytes with the checksum of their record: after a
+//! crash or a loss of power an object is either whole or a miss.
+//!
+//! | event | on the device |
+//! | --- | --- |
+//! | store | bytes into free space, then the record |
+//! | replacement | the new object as in a store, then the old record is erased; until then the later one counts |
+//! | delete | the record is erased; then, and after the last load, the space is free |
+//! | start | all erasures of earlier runs are synced, so that no record of them comes back with a later number |
+
+mod device;
+mod format;
+mod index;
+mod options;
+mod scan;
+mod space;
+#[cfg(test)]
+mod tests;
+mod work;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, SystemTime};
+
+use kvtier_core::object_key::{KeyShape, ObjectKey};
+use serde_json::{Value, json};
+use tokio::sync::watch;
+
+use crate::io::Engine;
+use crate::io::choice::{self, Choice};
+use crate::io::nixl::NixlOptions;
+use crate::io::pool::{Lane, NotDone, Pool};
+use device::Device;
+use index::{Index, Object};
+use kvtier_l2::{
+    Adapter, BoxFuture, Capabilities, ErrorKind, L2Error, ListPage, Listed, LoadItem, Loaded,
+    ObjectSpec, Recovered, StoreItem, Stored,
+};
+use scan::Scan;
+use work::{Loads, Stores};
+
+pub use options::RAW_BLOCK;
+pub use options::RawOptions;
+
+/// How long lookups and loads wait for the scan; after that what is on the device is a miss.
+const SCAN_WAIT: Duration = Duration::from_millis(250);
+
+/// Largest page of a listing.
+const MAX_LIST_PAGE: usize = 65_536;
+
+/// Objects per batch of a recovery.
+const RECOVERY_BATCH: usize = 4096;
+
+/// Adapter of a device.
+pub struct RawBlockAdapter {
+    shared: Arc<Shared>,
+    pool: Pool,
+    /// Reason for the I/O engine.
+    engine_reason: String,
+}
+
+/// What the threads share.
+struct Shared {
+    device: Device,
+    index: Arc<Index>,
+    engine: Box<dyn Engine>,
+    fsync: bool,
+    scan: watch::Sender<Scan>,
+    /// Whether the last scan that has ended has failed.
+    has_failed_scan: AtomicBool,
+    damaged: AtomicU64,
+    /// Whether the last store failed.
+    is_failing: AtomicBool,
+    /// What the last check has found.
+    is_lost: AtomicBool,
+    is_closed: AtomicBool,
+}
+
+impl Shared {
+    /// The object that is asked for, unless it cannot be read.
+    fn find(&self, object: &ObjectSpec) -> Option<Arc<Object>> {
+        let found = self.index.get(&object.key)?;
+        let is_readable = !found.is_unreadable.load(Ordering::Relaxed);
+        (is_readable && found.record.is_of(object)).then_some(found)
+    }
+
+    fn count_damaged(&self) {
+        self.damaged.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn store(&self, items: Vec<StoreItem>) -> Vec<Result<Stored, L2Error>> {
+        let mut results = Stores::new(self, items).run(&*self.engine);
+        if self.fsync
+            && let Err(error) = self.device.sync()
+        {
+            let error = self.device.error("sync", error);
+            results
+                .iter_mut()
+                .for_each(|result| *result = Err(error.clone()));
+        }
+        let is_failure = |result: &Result<_, L2Error>| matches!(result, Err(error) if error.kind() == ErrorKind::Unavailable);
+        if let Some(last) = results.last() {
+            self.is_failing.store(is_failure(last), Ordering::Relaxed);
+        }
+        results
+    }
+
+    /// Deletes objects, which do not come back then.
+    fn delete_all(&self, keys: &[ObjectKey]) -> Vec<Result<bool, L2Error>> {
+        let mut results: Vec<_> = keys.iter().map(|key| self.delete(key)).collect();
+        if self.fsync
+            && results.contains(&Ok(true))
+            && let Err(error) = self.device.sync()
+        {
+            // They come back if power is lost now.
+            let error = self.device.error("sync", error);
+            let deleted = results.iter_mut().filter(|result| **result == Ok(true));
+            deleted.for_each(|result| *result = Err(error.clone()));
+        }
+        results
+    }
+
+    fn delete(&self, key: &ObjectKey) -> Result<bool, L2Error> {
+        let Some(object) = self.index.remove(key) else {
+            return Ok(false);
+        };
+        if self.release(&object) {
+            return Ok(true);
+        }
+        // It would be there again after a restart.
+        if let Some(older) = self.index.insert(object) {
+            self.release(&older);
+        }
+        Err(self
+            .device
+            .error("erase a record of", rustix::io::Errno::IO))
+    }
+}
+
+impl Object {
+    /// Its bytes on the device.
+    fn bytes(&self) -> u64 {
+        format::span(self.record.len)
+    }
+
+    fn listed(&self) -> Listed {
+        Listed {
+            key: self.record.key.clone(),
+            bytes: self.bytes(),
+            used_at: self.record.stored_at,
+        }
+    }
+}
+
+/// Seconds since the Unix epoch.
+fn now() -> u64 {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    now.map_or(0, |now| now.as_secs())
+}
+
+fn not_done() -> L2Error {
+    L2Error::new(
+        ErrorKind::Unavailable,
+        "the adapter is closed, or failed at this object",
+    )
+}
+
+impl RawBlockAdapter {
+    /// Opens the device, formats it if it is empty, and starts to scan it.
+    ///
+    /// # Errors
+    /// If it cannot be used: it is missing, too small, in use, or holds something else.
+    pub fn open(options: &RawOptions) -> Result<Self, L2Error> {
+        let Choice { engine, reason } = choice::choose(
+            options.io_engine,
+            options.use_odirect,
+            &NixlOptions::default(),
+        )?;
+        let shared = Arc::new(Shared {
+            device: Device::open(options)?,
+            index: Index::new(),
+            engine,
+            fsync: options.fsync,
+            scan: watch::Sender::new(Scan::Running),
+            has_failed_scan: AtomicBool::new(false),
+            damaged: AtomicU64::new(0),
+            is_failing: AtomicBool::new(false),
+            is_lost: AtomicBool::new(false),
+            is_closed: AtomicBool::new(false),
+        });
+        let pool = Pool::start("kvtier-raw", options.num_workers.max(1));
+        let pool = pool.map_err(|error| {
+            L2Error::new(ErrorKind::Refused, format!("cannot start threads: {error}"))
+        })?;
+        scan::start(Arc::clone(&shared))?;
+        Ok(Self {
+            shared,
+            pool,
+            engine_reason: reason,
+        })
+    }
+
+    /// Waits for the end of the scan; returns the number of records that it has erased.
+    async fn scanned(&self) -> Result<u64, L2Error> {
+        let mut scan = self.shared.scan.subscribe();
+        let ended = scan.wait_for(|scan| !matches!(scan, Scan::Running)).await;
+        match ended.as_deref() {
+            Ok(Scan::Done(erased)) => Ok(*erased),
+            Ok(Scan::Failed(error, _)) => Err(error.clone()),
+            _ => Err(not_done()),
+        }
+    }
+
+    /// Waits for the end of the scan for a short time.
+    async fn scanned_soon(&self) -> Result<(), L2Error> {
+        match tokio::time::timeout(SCAN_WAIT, self.scanned()).await {
+            Ok(scanned) => scanned.map(drop),
+            Err(_) => Ok(()),
+        }
+    }
+
+    /// Runs `work` for all items on the pool; an item whose work panicked or was not started fails alone.
+    async fn each<T, R>(
+        &self,
+        lane: Lane,
+        items: Vec<T>,
+        pieces: (usize, usize),
+        work: impl Fn(&Shared, Vec<T>) -> Vec<Result<R, L2Error>> + Send + Sync + 'static,
+    ) -> Vec<Result<R, L2Error>>
+    where
+        T: Send + 'static,
+        R: Send + 'static,
+    {
+        let shared = Arc::clone(&self.shared);
+        let done = self
+            .pool
+            .map(lane, items, pieces, move |items| work(&shared, items))
+            .await;
+        done.into_iter()
+            .map(|result| result.unwrap_or_else(|NotDone| Err(not_done())))
+            .collect()
+    }
+}
+
+/// The same error for all items.
+fn all<T, R>(items: &[T], error: &L2Error) -> Vec<Result<R, L2Error>> {
+    items.iter().map(|_| Err(error.clone())).collect()
+}
+
+impl Adapter for RawBlockAdapter {
+    fn kind(&self) -> &'static str {
+        RAW_BLOCK.name()
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            delete: true,
+            list: true,
+            shared: false,
+            read_only: false,
+            verifies: true,
+            owns_space: true,
+        }
+    }
+
+    fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
+        Box::pin(async move {
+            match self.scanned().await {
+                Ok(_) => self.each(Lane::Store, batch, (1, 16), Shared::store).await,
+                Err(error) => all(&batch, &error),
+            }
+        })
+    }
+
+    fn lookup(&self, batch: Vec<ObjectSpec>) -> BoxFuture<'_, Result<Vec<Option<u64>>, L2Error>> {
+        Box::pin(async move {
+            self.scanned_soon().await?;
+            if self.pool.is_closed() {
+                return Err(not_done());
+            }
+            let found = batch.iter().map(|object| self.shared.find(object));
+            Ok(found.map(|found| Some(found?.bytes())).collect())
+        })
+    }
+
+    fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>> {
+        Box::pin(async move {
+            if let Err(error) = self.scanned_soon().await {
+                return all(&batch, &error);
+            }
+            self.each(Lane::Read, batch, (1, 16), |shared, items| {
+                Loads::new(shared, items).run(&*shared.engine)
+            })
+            .await
+        })
+    }
+
+    fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
+        Box::pin(async move {
+            if let Err(error) = self.scanned().await {
+                return all(&keys, &error);
+            }
+            self.each(Lane::Read, keys, (8, 64), |shared, keys| {
+                shared.delete_all(&keys)
+            })
+            .await
+        })
+    }
+
+    fn list(&self, from: Option<String>, limit: usize) -> BoxFuture<'_, Result<ListPage, L2Error>> {
+        Box::pin(async move {
+            let behind = match &from {
+                None => None,
+                Some(text) => Some(
+                    ObjectKey::parse_name(text, Some(KeyShape::Grouped)).map_err(|error| {
+                        L2Error::new(
+                            ErrorKind::Refused,
+                            format!("no place of a listing: {error}"),
+                        )
+                    })?,
+                ),
+            };
+            self.scanned().await?;
+            let limit = limit.clamp(1, MAX_LIST_PAGE);
+            let page = self.shared.index.page(behind.as_ref(), limit);
+            let next = (page.len() == limit).then(|| page.last()).flatten();
+            Ok(ListPage {
+                next: next.map(|object| object.record.key.text().name(KeyShape::Grouped)),
+                objects: page.iter().map(|object| object.listed()).collect(),
+            })
+        })
+    }
+
+    fn recover<'a>(
+        &'a self,
+        found: &'a (dyn Fn(Vec<Listed>) -> bool + Send + Sync),
+    ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
+        Box::pin(async move {
+            let mut recovered = Recovered {
+                removed: self.scanned().await?,
+                ..Recovered::default()
+            };
+            let mut last = None;
+            loop {
+                let page = self.shared.index.page(last.as_ref(), RECOVERY_BATCH);
+                let Some(object) = page.last() else {
+                    return Ok(recovered);
+                };
+                last = Some(object.record.key.clone());
+                let page: Vec<_> = page.iter().map(|object| object.listed()).collect();
+                recovered.objects += page.len() as u64;
+                recovered.bytes += page.iter().map(|object| object.bytes).sum::<u64>();
+                if !found(page) {
+                    return Ok(recovered);
+                }
+            }
+        })
+    }
+
+    fn size_of(&self, len: u64) -> u64 {
+        format::span(len)
+    }
+
+    fn check(&self) -> BoxFuture<'_, ()> {
+        let shared = Arc::clone(&self.shared);
+        Box::pin(self.pool.check(move || {
+            scan::retry(&shared);
+            let found = shared.device.check();
+            let was_lost = shared.is_lost.swap(found.is_err(), Ordering::Relaxed);
+            if let Err(error) = found
+                && !was_lost
+            {
+                let device_path = shared.device.path().display();
+                tracing::warn!(%device_path, error, "a device is not usable; trying again in the background");
+            }
+        }))
+    }
+
+    fn status(&self) -> Value {
+        let shared = &self.shared;
+        let usage = shared.index.usage();
+        let scan = match &*shared.scan.borrow() {
+            Scan::Running => "running".to_owned(),
+            Scan::Done(_) => "done".to_owned(),
+            Scan::Failed(error, _) => error.to_string(),
+        };
+        let is_usable = !matches!(&*shared.scan.borrow(), Scan::Failed(..));
+        json!({
+            "is_healthy": is_usable
+                && !self.pool.is_closed()
+                && !shared.is_failing.load(Ordering::Relaxed)
+                && !shared.is_lost.load(Ordering::Relaxed),
+            "type": RAW_BLOCK.name(),
+            "device_path": shared.device.path().to_string_lossy(),
+            "use_odirect": shared.device.is_direct(),
+            "io_engine": shared.engine.name(),
+            "io_engine_reason": self.engine_reason,
+            "scan": scan,
+            "objects": usage.objects,
+            "free_bytes": usage.free_bytes,
+            "free_records": usage.free_records,
+            "leaked_bytes": usage.leaked_bytes,
+            "damaged_objects": shared.damaged.load(Ordering::Relaxed),
+        })
+    }
+
+    fn close(&self) -> BoxFuture<'_, ()> {
+        Box::pin(async {
+            self.shared.is_closed.store(true, Ordering::Release);
+            self.pool.close().await;
+            let mut scan = self.shared.scan.subscribe();
+            // An error is the end of its thread, too.
+            let _ = scan.wait_for(|scan| !matches!(scan, Scan::Running)).await;
+            self.shared.device.unlock();
+        })
+    }
+}

@@ -1,0 +1,229 @@
+//! The command of a tier that kvtier starts: started again when it ends, ended with kvtier, its output in the log.
+
+use std::process::Stdio;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process_group};
+use tokio::io::{AsyncRead, AsyncReadExt as _};
+use tokio::process::{Child, Command};
+use tokio::sync::{Notify, watch};
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+
+use super::link::stopped;
+use super::message::line;
+use super::options::ProcessOptions;
+
+/// Variable with the path of the socket.
+const SOCKET_VARIABLE: &str = "KVTIER_SOCKET";
+
+/// Time in which calls wait for a command that was started.
+const START_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Time between SIGTERM and SIGKILL.
+const STOP_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Pause before the first start after an end, and the longest one.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+const MAX_PAUSE: Duration = Duration::from_secs(30);
+
+/// Time after which a command that ends is started again as if for the first time.
+const STEADY_TIME: Duration = Duration::from_secs(60);
+
+/// Longest line of its output that is logged, in bytes, and lines per [`LOG_INTERVAL`].
+const MAX_LINE: usize = 1000;
+const MAX_LINES: u32 = 50;
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Time for the last output after the end of the command.
+const LAST_OUTPUT_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// A command that is kept running.
+#[derive(Default)]
+pub(super) struct Supervisor {
+    /// Since when it has been starting.
+    starting: watch::Sender<Option<Instant>>,
+    restart: Notify,
+    restarts: AtomicU64,
+}
+
+/// Process group of a command. All of it is killed when this is dropped.
+struct Group(Option<Pid>);
+
+impl Group {
+    fn signal(&self, signal: Signal) {
+        if let Some(group) = self.0 {
+            // There may be no process in it any more.
+            let _ = kill_process_group(group, signal);
+        }
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        self.signal(Signal::KILL);
+    }
+}
+
+impl Supervisor {
+    /// Whether the command was started a moment ago and has not answered yet.
+    pub(super) fn is_starting(&self) -> bool {
+        let starting = *self.starting.borrow();
+        starting.is_some_and(|since| since.elapsed() < START_TIMEOUT)
+    }
+
+    /// It has answered.
+    pub(super) fn has_started(&self) {
+        self.starting.send_replace(None);
+    }
+
+    /// Ends it and starts it again.
+    pub(super) fn restart(&self) {
+        self.restart.notify_one();
+    }
+
+    /// How often it was started again.
+    pub(super) fn restarts(&self) -> u64 {
+        self.restarts.load(Ordering::Relaxed)
+    }
+
+    /// Keeps it running until `stop`.
+    pub(super) async fn run(&self, options: &ProcessOptions, mut stop: watch::Receiver<bool>) {
+        let mut pause = FIRST_PAUSE;
+        loop {
+            let started = Instant::now();
+            self.starting.send_replace(Some(started));
+            // A wish to end the one before.
+            let _ = timeout(Duration::ZERO, self.restart.notified()).await;
+            match start(options) {
+                Err(error) => {
+                    let command = options.command.first();
+                    tracing::warn!(?command, %error, "a tier's command could not be started");
+                }
+                Ok((child, group)) => {
+                    if self.watch(child, group, &mut stop).await {
+                        return;
+                    }
+                }
+            }
+            self.starting.send_replace(None);
+            if started.elapsed() > STEADY_TIME {
+                pause = FIRST_PAUSE;
+            }
+            tokio::select! {
+                () = sleep(pause) => {}
+                () = stopped(&mut stop) => return,
+            }
+            pause = (pause * 2).min(MAX_PAUSE);
+            self.restarts.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Logs the output of a command until its end. Returns whether it was stopped.
+    async fn watch(
+        &self,
+        mut child: Child,
+        group: Group,
+        stop: &mut watch::Receiver<bool>,
+    ) -> bool {
+        // A wait would close it, and its end is the sign that kvtier has ended.
+        let input = child.stdin.take();
+        let mut logs = JoinSet::new();
+        if let Some(output) = child.stdout.take() {
+            logs.spawn(log(output));
+        }
+        if let Some(output) = child.stderr.take() {
+            logs.spawn(log(output));
+        }
+        let is_stopped = tokio::select! {
+            status = child.wait() => {
+                let status = status.map_or_else(|error| error.to_string(), |status| status.to_string());
+                tracing::warn!(status, "a tier's command has ended; it is started again");
+                false
+            }
+            () = self.restart.notified() => {
+                tracing::warn!("a tier's command does not answer; it is ended and started again");
+                terminate(&mut child, &group).await;
+                false
+            }
+            () = stopped(stop) => {
+                terminate(&mut child, &group).await;
+                true
+            }
+        };
+        // What it has started itself ends with it, also if it crashed.
+        drop((group, input));
+        let last = async { while logs.join_next().await.is_some() {} };
+        let _ = timeout(LAST_OUTPUT_TIMEOUT, last).await;
+        is_stopped
+    }
+}
+
+fn start(options: &ProcessOptions) -> std::io::Result<(Child, Group)> {
+    let (program, arguments) = match options.command.split_first() {
+        Some((program, arguments)) => (program.as_str(), arguments),
+        None => ("", [].as_slice()),
+    };
+    let child = Command::new(program)
+        .args(arguments)
+        .env(SOCKET_VARIABLE, &options.socket_path)
+        // Ends when kvtier does, however that ends.
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .process_group(0)
+        .kill_on_drop(true)
+        .spawn()?;
+    let group = child.id().and_then(|id| Pid::from_raw(id.cast_signed()));
+    Ok((child, Group(group)))
+}
+
+/// Asks a command to end, then makes it.
+async fn terminate(child: &mut Child, group: &Group) {
+    group.signal(Signal::TERM);
+    if timeout(STOP_TIMEOUT, child.wait()).await.is_err() {
+        tracing::warn!("a tier's command did not end within {STOP_TIMEOUT:?}; killed it");
+        group.signal(Signal::KILL);
+        let _ = child.wait().await;
+    }
+}
+
+/// Logs lines, at most [`MAX_LINES`] per interval.
+async fn log(mut output: impl AsyncRead + Unpin) {
+    let mut buffer = vec![0; 4096];
+    let mut text = Vec::new();
+    let (mut window, mut lines, mut left_out) = (Instant::now(), 0, 0_u64);
+    let mut write = |text: &mut Vec<u8>| {
+        let whole = String::from_utf8_lossy(text);
+        let shown = kvtier_l2::redact::text(&line(whole.trim_end(), MAX_LINE));
+        text.clear();
+        if shown.is_empty() {
+            return;
+        }
+        if window.elapsed() > LOG_INTERVAL {
+            (window, lines) = (Instant::now(), 0);
+        }
+        if lines == MAX_LINES {
+            left_out += 1;
+            return;
+        }
+        lines += 1;
+        tracing::info!(line = shown, left_out, "output of a tier's command");
+        left_out = 0;
+    };
+    loop {
+        let read = match output.read(&mut buffer).await {
+            Ok(0) | Err(_) => break,
+            Ok(read) => read,
+        };
+        for &byte in buffer.get(..read).unwrap_or_default() {
+            if byte == b'\n' {
+                write(&mut text);
+            } else if text.len() < MAX_LINE {
+                text.push(byte);
+            }
+        }
+    }
+    write(&mut text);
+}

@@ -1,0 +1,203 @@
+//! One connection, kept by a task of its own: it connects, serves calls by a [`Pipe`], and connects again when that has
+//! ended.
+
+use std::collections::VecDeque;
+use std::hash::{BuildHasher as _, RandomState};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::time::Duration;
+
+use kvtier_sync::Mutex;
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::{Instant, sleep_until, timeout};
+
+use super::command::{Commands, Reply};
+use super::endpoint::Endpoint;
+use super::pipe::Pipe;
+use kvtier_l2::{ErrorKind, L2Error, RateLimited, backoff::pause};
+
+/// Pause after the server has refused the credentials.
+const REFUSED_PAUSE: Duration = Duration::from_secs(30);
+
+/// Commands and where their replies go.
+pub(super) struct Call {
+    pub(super) commands: Commands,
+    pub(super) answer: oneshot::Sender<Result<Vec<Reply>, L2Error>>,
+}
+
+impl Call {
+    /// Bytes that it moves.
+    pub(super) fn size(&self) -> u64 {
+        self.commands.len() + self.commands.expected_bytes()
+    }
+}
+
+const UP: u8 = 1;
+const DOWN: u8 = 2;
+
+/// What others see of a connection.
+#[derive(Default)]
+pub(super) struct State {
+    /// `CONNECTING` only during the first attempt: calls wait for that one.
+    stage: AtomicU8,
+    /// Bytes of the calls that it has.
+    load: AtomicU64,
+    /// Why it is down.
+    error: Mutex<Option<L2Error>>,
+}
+
+impl State {
+    pub(super) fn is_up(&self) -> bool {
+        self.stage.load(Ordering::Acquire) == UP
+    }
+
+    pub(super) fn is_down(&self) -> bool {
+        self.stage.load(Ordering::Acquire) == DOWN
+    }
+
+    pub(super) fn error(&self) -> Option<L2Error> {
+        self.error.lock().clone()
+    }
+
+    pub(super) fn load(&self) -> u64 {
+        self.load.load(Ordering::Relaxed)
+    }
+
+    /// Answers a call of `size`.
+    pub(super) fn end(
+        &self,
+        size: u64,
+        answer: oneshot::Sender<Result<Vec<Reply>, L2Error>>,
+        result: Result<Vec<Reply>, L2Error>,
+    ) {
+        self.load.fetch_sub(size, Ordering::Relaxed);
+        // The caller may wait no longer.
+        let _ = answer.send(result);
+    }
+
+    fn set(&self, error: Option<L2Error>) {
+        let stage = if error.is_some() { DOWN } else { UP };
+        *self.error.lock() = error;
+        self.stage.store(stage, Ordering::Release);
+    }
+}
+
+/// Nothing is sent to a task that has ended, whatever ended it.
+struct Ended(Arc<State>);
+
+impl Drop for Ended {
+    fn drop(&mut self) {
+        let ended = L2Error::new(ErrorKind::Unavailable, "the connection has ended");
+        self.0.set(Some(ended));
+    }
+}
+
+/// A connection, or the attempts to make one. Its task ends when this is dropped and all calls have ended.
+pub(super) struct Connection {
+    calls: mpsc::UnboundedSender<Call>,
+    pub(super) state: Arc<State>,
+}
+
+impl Connection {
+    /// Starts to connect. To be called within a tokio runtime.
+    pub(super) fn open(endpoint: Arc<Endpoint>) -> (Self, tokio::task::JoinHandle<()>) {
+        let (calls, taken) = mpsc::unbounded_channel();
+        let state = Arc::new(State::default());
+        let task = tokio::spawn(run(endpoint, Arc::clone(&state), taken));
+        (Self { calls, state }, task)
+    }
+
+    /// Sends a call behind those that it has.
+    pub(super) fn send(&self, call: Call) {
+        self.state.load.fetch_add(call.size(), Ordering::Relaxed);
+        // Fails only if the task has panicked: then the answer is dropped, which its receiver notices.
+        let _ = self.calls.send(call);
+    }
+}
+
+async fn run(endpoint: Arc<Endpoint>, state: Arc<State>, mut calls: mpsc::UnboundedReceiver<Call>) {
+    let _ended = Ended(Arc::clone(&state));
+    // Servers that lost their connections at once come back at different times.
+    let seed = RandomState::new().hash_one(0);
+    let mut failures: u64 = 0;
+    // Calls that came before the connection.
+    let mut queued = VecDeque::new();
+    loop {
+        let connecting = timeout(endpoint.options.connection_timeout, endpoint.connect());
+        tokio::pin!(connecting);
+        let connected = loop {
+            tokio::select! {
+                connected = &mut connecting => break connected,
+                call = calls.recv(), if !calls.is_closed() || queued.is_empty() => match call {
+                    Some(call) => queued.push_back(call),
+                    None if queued.is_empty() => return,
+                    None => {}
+                },
+            }
+        };
+        // With the calls that fail by it, unless it is one more failure of the same kind.
+        let (error, failed) = match connected {
+            Ok(Ok(stream)) => {
+                if failures > 0 {
+                    tracing::info!(address = endpoint.name(), "connected again");
+                }
+                failures = 0;
+                state.set(None);
+                let mut pipe = Pipe::new(&endpoint, &state, stream);
+                match pipe.serve(&mut queued, &mut calls).await {
+                    Ok(()) => return,
+                    Err(error) => {
+                        // Later calls are not sent here any more.
+                        state.set(Some(error.clone()));
+                        let failed = pipe.fail(&error);
+                        // One that is idle may be closed by its server at any time.
+                        let is_idle = failed == 0 && error.kind() == ErrorKind::Unavailable;
+                        (error, (!is_idle).then_some(failed))
+                    }
+                }
+            }
+            Ok(Err(error)) => (error, (failures == 0).then_some(queued.len())),
+            Err(_) => {
+                let limit = endpoint.options.connection_timeout;
+                let message = format!("{}: not connected within {limit:?}", endpoint.name());
+                let error = L2Error::new(ErrorKind::Unavailable, message);
+                (error, (failures == 0).then_some(queued.len()))
+            }
+        };
+        state.set(Some(error.clone()));
+        if let Some(failed) = failed {
+            log_loss(&endpoint, &error, failed);
+        }
+        let pause = match error.kind() {
+            ErrorKind::Refused => REFUSED_PAUSE,
+            _ => pause(seed, failures),
+        };
+        failures += 1;
+        let until = Instant::now() + pause;
+        for call in queued.drain(..) {
+            refuse(&state, call, &error);
+        }
+        loop {
+            tokio::select! {
+                () = sleep_until(until) => break,
+                call = calls.recv() => match call {
+                    Some(call) => refuse(&state, call, &error),
+                    None => return,
+                },
+            }
+        }
+    }
+}
+
+/// Logs why there is no connection.
+fn log_loss(endpoint: &Endpoint, error: &L2Error, calls: usize) {
+    static LOG_LIMIT: RateLimited = RateLimited::per_second();
+    if let Some(left_out) = LOG_LIMIT.permit(std::time::Instant::now()) {
+        let address = endpoint.name();
+        tracing::warn!(address, %error, calls, left_out, "no connection to a second tier; calls fail");
+    }
+}
+
+fn refuse(state: &State, call: Call, error: &L2Error) {
+    state.end(call.size(), call.answer, Err(error.clone()));
+}

@@ -1,0 +1,53 @@
+//! What errors of a server mean.
+
+use super::endpoint::Endpoint;
+use kvtier_l2::{ErrorKind, L2Error};
+
+/// An error after which the connection is of no use.
+pub(super) struct Fatal {
+    pub(super) error: L2Error,
+    /// Whether the other connections are of no use either.
+    pub(super) is_demotion: bool,
+}
+
+impl Fatal {
+    /// Whether `text` is such an error: one of the credentials, or of a server that has become a replica.
+    pub(super) fn of(endpoint: &Endpoint, text: &str) -> Option<Self> {
+        let is_fatal = matches!(
+            code(text),
+            "NOAUTH" | "WRONGPASS" | "READONLY" | "MASTERDOWN"
+        );
+        is_fatal.then(|| Self {
+            error: of(endpoint, text),
+            is_demotion: code(text) == "READONLY",
+        })
+    }
+}
+
+/// The error of a command.
+pub(super) fn of(endpoint: &Endpoint, text: &str) -> L2Error {
+    let (kind, advice) = match code(text) {
+        "OOM" => (ErrorKind::Full, ""),
+        "READONLY" => (ErrorKind::Unavailable, ": the server is a replica"),
+        "LOADING" | "TRYAGAIN" | "CLUSTERDOWN" | "MASTERDOWN" | "BUSY" | "NOREPLICAS" => {
+            (ErrorKind::Unavailable, "")
+        }
+        "WRONGTYPE" => (ErrorKind::Corrupt, ": the key is not kvtier's"),
+        // In a cluster these were followed.
+        "MOVED" | "ASK" => (ErrorKind::Refused, ": a cluster needs cluster_mode"),
+        "CROSSSLOT" => (
+            ErrorKind::Refused,
+            ": the braces in its model, salt or key_prefix put its keys into several slots",
+        ),
+        _ if text.contains("max number of clients") => (ErrorKind::Unavailable, ""),
+        _ => (ErrorKind::Refused, ""),
+    };
+    // Hostile bytes, in a log line.
+    let text: String = text.chars().take(200).filter(|c| !c.is_control()).collect();
+    endpoint.error(kind, &format_args!("{text}{advice}"))
+}
+
+/// The first word.
+pub(super) fn code(text: &str) -> &str {
+    text.split(' ').next().unwrap_or_default()
+}

@@ -1,0 +1,375 @@
+//! Redis or Valkey as a second tier: `resp`, `redis` and `valkey`, which are one adapter for a single server, one that has
+//! replicas, and a cluster.
+//!
+//! One string per object. Key and value are those of LMCache, so both can use one server at the same time. Layout and
+//! checksum of each object are in a key of their own beside it (`companion_sums`), written in one transaction with it;
+//! LMCache ignores it, so it has a time to live.
+//!
+//! The server is the only index: objects of other writers are found, and those that it has evicted are misses. An object of
+//! another length is a miss, and the next store replaces it.
+
+mod address;
+mod cluster;
+mod command;
+mod connection;
+mod endpoint;
+mod errors;
+mod listing;
+mod load;
+mod names;
+mod nodes;
+mod options;
+mod pipe;
+mod pool;
+mod reply;
+mod slots;
+mod socket;
+mod store;
+mod stream;
+#[cfg(test)]
+mod tests;
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use kvtier_core::object_key::ObjectKey;
+use serde_json::{Value as Json, json};
+
+use command::Commands;
+use endpoint::Endpoint;
+use kvtier_l2::{
+    Adapter, BoxFuture, Buffer, Capabilities, ErrorKind, L2Error, ListPage, Listed, LoadItem,
+    Loaded, ObjectSpec, Recovered, StoreItem, Stored, key_digest,
+    trailer::{self, Trailer},
+};
+use names::Named;
+use nodes::Nodes;
+use pool::Lane;
+use reply::Value;
+
+pub use address::Address;
+pub use options::RespOptions;
+pub use options::{REDIS, RESP, VALKEY};
+
+/// Reads what a server sends: each reply to its end, slots and redirects among them. Panics if a part of a reply is taken for
+/// a whole one.
+#[cfg(feature = "fuzzing")]
+pub fn read_replies(mut bytes: &[u8]) {
+    let asked = Address::Tcp("host".to_owned(), 1);
+    while let Ok(Some((value, length))) = reply::value(bytes) {
+        assert!(length > 0 && length <= bytes.len());
+        // Each cut costs as much as the reply itself. In pieces it is the same.
+        let mut progress = reply::Progress::default();
+        for cut in [1, length / 2, length - 1] {
+            assert!(cut >= length || !matches!(reply::value(&bytes[..cut]), Ok(Some(_))));
+            let part = progress.value(&bytes[..cut.min(length - 1)]);
+            assert!(matches!(part, Ok(None)));
+        }
+        assert_eq!(progress.value(bytes), Ok(Some((value.clone(), length))));
+        slots::ranges(&value, &asked);
+        if let Value::Error(text) = &value {
+            slots::Redirect::read(text, &asked);
+            errors::code(text);
+        }
+        bytes = &bytes[length..];
+    }
+}
+
+/// Time to live of a companion: LMCache, which may delete the object, does not know it.
+const COMPANION_TTL: u64 = 7 * 24 * 3600;
+
+/// Longest value of a server by default.
+const MAX_VALUE: u64 = 512 << 20;
+
+/// Keys that one call asks about at most.
+const KEYS_PER_CALL: usize = 512;
+
+/// Adapter of a server or a cluster.
+pub struct RespAdapter {
+    kind: &'static str,
+    options: Arc<RespOptions>,
+    nodes: Nodes,
+    counters: Counters,
+}
+
+#[derive(Default)]
+struct Counters {
+    unverified: AtomicU64,
+    corrupt: AtomicU64,
+    other_layout: AtomicU64,
+    no_layout: AtomicU64,
+    failed_lookups: AtomicU64,
+}
+
+fn count(counter: &AtomicU64) {
+    counter.fetch_add(1, Ordering::Relaxed);
+}
+
+/// What is known of a stored object beside its bytes.
+enum Companion {
+    /// Nothing.
+    None,
+    /// The checksum of its bytes.
+    Of(u128),
+    /// It belongs to another layout.
+    Other,
+    /// It is damaged.
+    Damaged,
+}
+
+impl RespAdapter {
+    /// Starts to connect to the server. `kind` is its type in the configuration. To be called within a tokio runtime.
+    #[must_use]
+    pub fn open(kind: &'static str, options: &RespOptions) -> Self {
+        let options = Arc::new(options.clone());
+        Self {
+            kind,
+            nodes: Nodes::open(&options),
+            options,
+            counters: Counters::default(),
+        }
+    }
+
+    fn named<'a, T>(&self, items: &'a [T], key: impl Fn(&T) -> &ObjectKey) -> Vec<Named<'a, T>> {
+        let named = |item| Named::new(&self.options.key_prefix, key(item), item);
+        items.iter().map(named).collect()
+    }
+
+    fn error(&self, kind: ErrorKind, what: &str) -> L2Error {
+        let name = self.options.addresses.first().map(Address::to_string);
+        L2Error::new(kind, format!("{}: {what}", name.unwrap_or_default()))
+    }
+
+    /// Whether the buffer is one for the object: a connection is lost if it cannot move what it has to.
+    fn check(&self, object: &ObjectSpec, buffer: &Buffer) -> Result<(), L2Error> {
+        if buffer.len() != object.len {
+            let what = format!("a buffer of {} bytes for {}", buffer.len(), object.len);
+            return Err(self.error(ErrorKind::Refused, &what));
+        }
+        match buffer.arena().address(buffer.extent(), 0, buffer.len()) {
+            Ok(_) => Ok(()),
+            Err(error) => Err(self.error(ErrorKind::Memory, &error.to_string())),
+        }
+    }
+
+    fn companion(
+        &self,
+        object: &ObjectSpec,
+        node: &Endpoint,
+        value: &Value,
+    ) -> Result<Companion, L2Error> {
+        let bytes = match value {
+            Value::Bulk(None) => return Ok(Companion::None),
+            Value::Bulk(Some(bytes)) => bytes,
+            Value::Error(text) if errors::code(text) == "WRONGTYPE" => return Ok(Companion::None),
+            Value::Error(text) => return Err(errors::of(node, text)),
+            _ => return Err(node.unexpected()),
+        };
+        if bytes.len() != trailer::LEN {
+            return Ok(Companion::Damaged);
+        }
+        Ok(match Trailer::decode(bytes) {
+            None => Companion::Damaged,
+            Some(found) if found.is_of(object, key_digest(&object.key)) => {
+                Companion::Of(found.data)
+            }
+            Some(_) => Companion::Other,
+        })
+    }
+
+    /// Time to live of a companion, in seconds; each load renews it.
+    fn companion_ttl(&self) -> String {
+        let own = self.options.ttl_seconds.unwrap_or(0);
+        own.max(COMPANION_TTL).to_string()
+    }
+}
+
+impl Adapter for RespAdapter {
+    fn kind(&self) -> &'static str {
+        self.kind
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            delete: true,
+            list: true,
+            shared: true,
+            read_only: false,
+            verifies: self.options.companion_sums,
+            owns_space: false,
+        }
+    }
+
+    fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
+        Box::pin(async move {
+            let items = self.named(&batch, |item| &item.object.key);
+            let write = |named: &_, commands: &mut _| self.write_store(named, commands);
+            let read = |named: &Named<'_, _>, node: &Endpoint, replies| {
+                self.read_store(named, node, node.values_of(replies)?)
+            };
+            let ask = self.nodes.ask(Lane::Values, 1, &items, write, read);
+            ask.await
+        })
+    }
+
+    fn lookup(&self, batch: Vec<ObjectSpec>) -> BoxFuture<'_, Result<Vec<Option<u64>>, L2Error>> {
+        Box::pin(async move {
+            let items = self.named(&batch, |object| &object.key);
+            let write = |named: &Named<'_, _>, commands: &mut Commands| {
+                self.write_lookup(named, commands);
+                Ok(())
+            };
+            let read = |named: &Named<'_, ObjectSpec>, node: &Endpoint, replies| {
+                self.read_lookup(named.item, node, &node.values_of(replies)?)
+            };
+            let ask = self
+                .nodes
+                .ask(Lane::Keys, KEYS_PER_CALL, &items, write, read);
+            let found = ask.await;
+            if !found.is_empty() && found.iter().all(Result::is_err) {
+                return found.into_iter().collect();
+            }
+            // A node that is away, or a key that cannot be there, costs no others.
+            let failed = found.iter().filter(|found| found.is_err()).count() as u64;
+            self.counters
+                .failed_lookups
+                .fetch_add(failed, Ordering::Relaxed);
+            Ok(found
+                .into_iter()
+                .map(|found| found.unwrap_or(None))
+                .collect())
+        })
+    }
+
+    fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>> {
+        Box::pin(async move {
+            let items = self.named(&batch, |item| &item.object.key);
+            let write = |named: &_, commands: &mut _| self.write_load(named, commands);
+            let read = |named: &Named<'_, LoadItem>, node: &Endpoint, replies| {
+                self.read_load(named.item, node, replies)
+            };
+            let ask = self.nodes.ask(Lane::Values, 1, &items, write, read);
+            ask.await
+        })
+    }
+
+    fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
+        Box::pin(async move {
+            let items = self.named(&keys, |key| key);
+            let write = |named: &Named<'_, _>, commands: &mut Commands| {
+                // In this order: another server's store in between leaves no object without a companion.
+                commands.push(&[b"UNLINK", named.companion.as_bytes()]);
+                commands.push(&[b"UNLINK", named.key.as_bytes()]);
+                Ok(())
+            };
+            let read = |_: &Named<'_, _>, node: &Endpoint, replies| {
+                let values = node.values_of(replies)?;
+                for value in &values {
+                    if let Value::Error(text) = value {
+                        return Err(errors::of(node, text));
+                    }
+                }
+                match values.last() {
+                    Some(Value::Integer(deleted)) => Ok(*deleted > 0),
+                    _ => Err(node.unexpected()),
+                }
+            };
+            let ask = self
+                .nodes
+                .ask(Lane::Keys, KEYS_PER_CALL, &items, write, read);
+            ask.await
+        })
+    }
+
+    fn list(&self, from: Option<String>, limit: usize) -> BoxFuture<'_, Result<ListPage, L2Error>> {
+        Box::pin(async move { Ok(self.page(from.as_deref(), limit).await?.0) })
+    }
+
+    fn recover<'a>(
+        &'a self,
+        found: &'a (dyn Fn(Vec<Listed>) -> bool + Send + Sync),
+    ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
+        Box::pin(async move {
+            let mut recovered = Recovered::default();
+            let (mut failures, mut seen) = (0, HashSet::new());
+            let nodes = self.nodes.primaries().await?;
+            for node in &nodes {
+                let scan = self.recover_from(node, found, &mut seen, &mut recovered);
+                match scan.await {
+                    Ok(true) => {}
+                    Ok(false) => break,
+                    Err(error) if failures + 1 == nodes.len() => return Err(error),
+                    Err(error) => {
+                        tracing::warn!(%error, "a node of a second tier was not scanned; its objects count once they are found");
+                        failures += 1;
+                    }
+                }
+            }
+            Ok(recovered)
+        })
+    }
+
+    fn size_of(&self, len: u64) -> u64 {
+        let companion = match self.options.companion_sums {
+            true => trailer::LEN as u64,
+            false => 0,
+        };
+        len.saturating_add(companion)
+    }
+
+    fn free_bytes(&self) -> BoxFuture<'_, Result<Option<u64>, L2Error>> {
+        Box::pin(async move {
+            let question = || {
+                let mut commands = Commands::default();
+                commands.push(&[b"INFO", b"memory"]);
+                commands
+            };
+            let answers = self.nodes.values_of_all(question).await?;
+            let count = answers.len() as u64;
+            let (mut least, mut failed) = (None, None);
+            for answer in answers {
+                match answer {
+                    Ok(values) => {
+                        least = self.free_bytes_of(&values).into_iter().chain(least).min()
+                    }
+                    Err(error) => failed = Some(error),
+                }
+            }
+            match failed {
+                // Of the others there is nothing to be said.
+                Some(error) if count == 1 => Err(error),
+                // Objects are spread evenly, so the fullest node is the bound of all.
+                _ => Ok(least.map(|free| free.saturating_mul(count))),
+            }
+        })
+    }
+
+    fn status(&self) -> Json {
+        let health = self.nodes.health();
+        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let counters = &self.counters;
+        json!({
+            "is_healthy": health.all > 0 && health.down == 0,
+            "type": self.kind,
+            "addresses": self.options.addresses.iter().map(Address::to_string).collect::<Vec<_>>(),
+            "tls": self.options.tls.is_some(),
+            "cluster_mode": self.options.cluster_mode,
+            "database_id": self.options.database,
+            "key_prefix": self.options.key_prefix,
+            "connections": health.all,
+            "connected": health.up,
+            "error": health.error.map(|error| error.to_string()),
+            "companion_sums": self.options.companion_sums,
+            "unverified_loads": count(&counters.unverified),
+            "corrupt_objects": count(&counters.corrupt),
+            "other_layout_loads": count(&counters.other_layout),
+            "missing_layout_lookups": count(&counters.no_layout),
+            "failed_lookups": count(&counters.failed_lookups),
+        })
+    }
+
+    fn close(&self) -> BoxFuture<'_, ()> {
+        Box::pin(self.nodes.close())
+    }
+}

@@ -1,0 +1,400 @@
+//! The servers behind an adapter: a single one, or those of a cluster. Commands about keys go to the node of each key.
+
+use std::future::{Future as _, poll_fn};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+
+use tokio::sync::Semaphore;
+use tokio::time::{Sleep, sleep};
+
+use super::RespOptions;
+use super::cluster::Cluster;
+use super::command::{Commands, Reply};
+use super::endpoint::{Endpoint, MAX_CONNECTING};
+use super::errors;
+use super::names::Named;
+use super::pool::{Health, Lane, Pool, Waiting, ended};
+use super::reply::Value;
+use super::slots::Redirect;
+use kvtier_l2::{ErrorKind, L2Error};
+
+/// How often the commands about one key are sent on to another node.
+const MAX_REDIRECTS: usize = 5;
+
+/// How long the other nodes of a cluster have to answer a lookup once one of them has.
+const GRACE: Duration = Duration::from_millis(250);
+
+/// The servers behind an adapter.
+pub(super) enum Nodes {
+    One(Arc<Pool>),
+    Cluster(Cluster),
+}
+
+/// Commands about some keys, for one node.
+struct Call {
+    node: Arc<Pool>,
+    commands: Commands,
+    /// The positions of the items, and the numbers of their replies.
+    items: Vec<(usize, usize)>,
+}
+
+/// The answer to a call.
+enum Answer {
+    Waiting(Waiting),
+    Got(Result<Vec<Reply>, L2Error>),
+}
+
+/// What is left to be asked about an item.
+struct Left {
+    at: usize,
+    redirect: Option<Redirect>,
+    /// The replies of the node before, if it has a part of the keys.
+    known: Vec<Reply>,
+}
+
+/// What the replies of a node say about where the keys are.
+enum Found {
+    /// There.
+    Here(Vec<Reply>),
+    /// At another node, or on their way to it; replies of the keys that are still here are kept.
+    Elsewhere(Redirect, Vec<Reply>),
+    /// On their way, one before the other.
+    Divided,
+}
+
+impl Nodes {
+    /// Starts to connect. To be called within a tokio runtime.
+    pub(super) fn open(options: &Arc<RespOptions>) -> Self {
+        let options = Arc::clone(options);
+        match options.cluster_mode {
+            true => Self::Cluster(Cluster::open(options)),
+            false => {
+                let connecting = Arc::new(Semaphore::new(MAX_CONNECTING));
+                let endpoint = Endpoint::new(options.addresses.clone(), options, connecting);
+                Self::One(Arc::new(Pool::open(endpoint)))
+            }
+        }
+    }
+
+    /// Sends the commands about each item, those of up to `per_call` items at once, and returns what was read from the
+    /// replies to each.
+    ///
+    /// `write` appends the commands about an item, or nothing and returns an error; it is called again if the item's key was
+    /// moved to another node. `read` is called as soon as the replies about an item are there, as many as it has commands.
+    pub(super) async fn ask<'a, I, T>(
+        &self,
+        lane: Lane,
+        per_call: usize,
+        items: &[Named<'a, I>],
+        write: impl Fn(&Named<'a, I>, &mut Commands) -> Result<(), L2Error>,
+        read: impl Fn(&Named<'a, I>, &Endpoint, Vec<Reply>) -> Result<T, L2Error>,
+    ) -> Vec<Result<T, L2Error>> {
+        let mut results: Vec<Option<Result<T, L2Error>>> = items.iter().map(|_| None).collect();
+        let new = |at| Left {
+            at,
+            redirect: None,
+            known: Vec::new(),
+        };
+        let mut left: Vec<Left> = (0..items.len()).map(new).collect();
+        for _ in 0..=MAX_REDIRECTS {
+            let mut known: Vec<Vec<Reply>> = items.iter().map(|_| Vec::new()).collect();
+            let mut unsent: Vec<Call> = Vec::new();
+            let mut sent: Vec<(Call, Answer)> = Vec::new();
+            for Left {
+                at,
+                redirect,
+                known: replies,
+            } in left.drain(..)
+            {
+                known[at] = replies;
+                let (node, asking) = match self.node_of(&items[at], redirect.as_ref()).await {
+                    Ok(node) => node,
+                    Err(error) => {
+                        results[at] = Some(Err(error));
+                        continue;
+                    }
+                };
+                let is_same =
+                    |call: &Call| Arc::ptr_eq(&call.node, &node) && call.commands.asking == asking;
+                let of_node = unsent.iter().position(is_same).unwrap_or_else(|| {
+                    unsent.push(Call::new(&node, asking));
+                    unsent.len() - 1
+                });
+                let call = &mut unsent[of_node];
+                let before = call.commands.replies;
+                if let Err(error) = write(&items[at], &mut call.commands) {
+                    results[at] = Some(Err(error));
+                    continue;
+                }
+                call.items.push((at, call.commands.replies - before));
+                if call.items.len() == per_call {
+                    sent.push(unsent.swap_remove(of_node).send(lane));
+                    // A checksum takes as long as a copy.
+                    tokio::task::yield_now().await;
+                }
+            }
+            unsent.retain(|call| !call.items.is_empty());
+            sent.extend(unsent.into_iter().map(|call| call.send(lane)));
+            if lane == Lane::Keys && matches!(self, Self::Cluster(_)) {
+                settle(&mut sent).await;
+            }
+            for (call, answer) in sent {
+                let mut replies = match answer.get().await {
+                    Ok(replies) => replies.into_iter(),
+                    Err(error) => {
+                        let error = self.lost(&call.node, error);
+                        for (at, _) in call.items {
+                            results[at] = Some(Err(error.clone()));
+                        }
+                        continue;
+                    }
+                };
+                for (at, count) in call.items {
+                    let own: Vec<_> = replies.by_ref().take(count).collect();
+                    let own = merged(std::mem::take(&mut known[at]), own);
+                    let endpoint = &call.node.endpoint;
+                    match self.found(own, endpoint) {
+                        Found::Elsewhere(redirect, known) => left.push(Left {
+                            at,
+                            redirect: Some(redirect),
+                            known,
+                        }),
+                        Found::Here(own) => results[at] = Some(read(&items[at], endpoint, own)),
+                        Found::Divided => {
+                            let what =
+                                &"an object and its companion are on their way to another node";
+                            results[at] = Some(Err(endpoint.error(ErrorKind::Unavailable, what)));
+                        }
+                    }
+                    tokio::task::yield_now().await;
+                }
+            }
+            if left.is_empty() {
+                break;
+            }
+        }
+        let unanswered = |result: Option<_>| {
+            result.unwrap_or_else(|| {
+                let what = "the nodes of the cluster send a key to each other";
+                Err(L2Error::new(ErrorKind::Unavailable, what))
+            })
+        };
+        results.into_iter().map(unanswered).collect()
+    }
+
+    /// The node of a key, and whether commands need ASKING there, as the slot is on its way to it.
+    async fn node_of<I>(
+        &self,
+        named: &Named<'_, I>,
+        redirect: Option<&Redirect>,
+    ) -> Result<(Arc<Pool>, bool), L2Error> {
+        match (self, redirect) {
+            (Self::One(pool), _) => Ok((Arc::clone(pool), false)),
+            (Self::Cluster(cluster), Some(redirect)) => {
+                Ok((cluster.redirected(redirect)?, !redirect.is_for_good))
+            }
+            (Self::Cluster(cluster), None) => {
+                if !named.has_one_slot() {
+                    let what = "braces in model or salt that are no pair; a cluster may keep key and checksum on two nodes";
+                    return Err(L2Error::new(ErrorKind::Refused, what));
+                }
+                Ok((cluster.primary_of(named.key.as_bytes()).await?, false))
+            }
+        }
+    }
+
+    /// Where the keys are, by the replies of a node.
+    fn found(&self, replies: Vec<Reply>, node: &Endpoint) -> Found {
+        let (Self::Cluster(cluster), Some(asked)) = (self, node.addresses.first()) else {
+            return Found::Here(replies);
+        };
+        let error = |reply: &Reply| match reply {
+            Reply::Value(Value::Error(text)) => Some(text.clone()),
+            _ => None,
+        };
+        let mut redirect = None;
+        for text in replies.iter().filter_map(error) {
+            redirect = redirect.or_else(|| Redirect::read(&text, asked));
+            if matches!(errors::code(&text), "CLUSTERDOWN" | "MOVED") {
+                cluster.refresh();
+            }
+        }
+        let is_queued =
+            |reply: &Reply| matches!(reply, Reply::Value(Value::Simple(text)) if text == "QUEUED");
+        match redirect {
+            None => Found::Here(replies),
+            Some(redirect) if redirect.is_for_good => Found::Elsewhere(redirect, Vec::new()),
+            // A transaction is executed by one node.
+            Some(_) if replies.iter().any(is_queued) => Found::Divided,
+            Some(redirect) => Found::Elsewhere(redirect, replies),
+        }
+    }
+
+    /// The error of a call without an answer. In a cluster whose other nodes answer, it is no reason to stop asking them.
+    fn lost(&self, node: &Pool, error: L2Error) -> L2Error {
+        let Self::Cluster(cluster) = self else {
+            return error;
+        };
+        cluster.refresh();
+        let is_other = |other: &&Arc<Pool>| !std::ptr::eq(&***other, node);
+        let others = cluster.primaries();
+        let answers = others
+            .iter()
+            .filter(is_other)
+            .any(|other| other.health().up > 0);
+        match error.kind() {
+            ErrorKind::Unavailable if answers => L2Error::new(ErrorKind::Busy, error.to_string()),
+            _ => error,
+        }
+    }
+
+    /// All nodes that have objects, by address.
+    ///
+    /// # Errors
+    /// If none is known.
+    pub(super) async fn primaries(&self) -> Result<Vec<Arc<Pool>>, L2Error> {
+        if let Self::Cluster(cluster) = self {
+            cluster.until_asked().await;
+        }
+        let known = self.known();
+        match (self, known.is_empty()) {
+            (Self::Cluster(cluster), true) => Err(cluster.unknown()),
+            _ => Ok(known),
+        }
+    }
+
+    fn known(&self) -> Vec<Arc<Pool>> {
+        match self {
+            Self::One(pool) => vec![Arc::clone(pool)],
+            Self::Cluster(cluster) => cluster.primaries(),
+        }
+    }
+
+    /// The replies of all nodes to the same commands.
+    pub(super) async fn values_of_all(
+        &self,
+        commands: impl Fn() -> Commands,
+    ) -> Result<Vec<Result<Vec<Value>, L2Error>>, L2Error> {
+        let nodes = self.primaries().await?;
+        let send = |node: &Arc<Pool>| {
+            Call {
+                commands: commands(),
+                ..Call::new(node, false)
+            }
+            .send(Lane::Keys)
+        };
+        let mut sent: Vec<_> = nodes.iter().map(send).collect();
+        settle(&mut sent).await;
+        let mut values = Vec::with_capacity(sent.len());
+        for (call, answer) in sent {
+            let replies = answer.get().await;
+            values.push(replies.and_then(|replies| call.node.endpoint.values_of(replies)));
+        }
+        Ok(values)
+    }
+
+    /// What is to be shown of the connections, of all nodes together.
+    pub(super) fn health(&self) -> Health {
+        let mut all = Health::default();
+        for node in self.known() {
+            let health = node.health();
+            all.all += health.all;
+            all.up += health.up;
+            all.down += health.down;
+            all.error = all.error.or(health.error);
+        }
+        if let Self::Cluster(cluster) = self {
+            // The first connection, which asks for the slots.
+            all.all += usize::from(cluster.is_new());
+            if let Some(error) = cluster.error() {
+                all.down += 1;
+                all.error = Some(error);
+            }
+        }
+        all
+    }
+
+    /// Ends the connections when their calls have ended.
+    pub(super) async fn close(&self) {
+        match self {
+            Self::One(pool) => pool.close().await,
+            Self::Cluster(cluster) => cluster.close().await,
+        }
+    }
+}
+
+impl Call {
+    fn new(node: &Arc<Pool>, asking: bool) -> Self {
+        Self {
+            node: Arc::clone(node),
+            commands: Commands {
+                asking,
+                ..Commands::default()
+            },
+            items: Vec::new(),
+        }
+    }
+
+    fn send(mut self, lane: Lane) -> (Self, Answer) {
+        let sent = self.node.send(lane, std::mem::take(&mut self.commands));
+        let answer = sent.map_or_else(|error| Answer::Got(Err(error)), Answer::Waiting);
+        (self, answer)
+    }
+}
+
+/// The replies of a node to which a slot is on its way, but for the keys that the node before still has.
+fn merged(known: Vec<Reply>, asked: Vec<Reply>) -> Vec<Reply> {
+    if known.len() != asked.len() {
+        return asked;
+    }
+    let is_asked = |reply: &Reply| matches!(reply, Reply::Value(Value::Error(text)) if errors::code(text) == "ASK");
+    let both = known.into_iter().zip(asked);
+    both.map(|(known, asked)| if is_asked(&known) { asked } else { known })
+        .collect()
+}
+
+impl Answer {
+    async fn get(self) -> Result<Vec<Reply>, L2Error> {
+        match self {
+            Self::Waiting(waiting) => waiting.await.unwrap_or_else(|_| Err(ended())),
+            Self::Got(answer) => answer,
+        }
+    }
+}
+
+/// Waits for all answers: once one node has answered the others have [`GRACE`], then their calls fail.
+async fn settle(sent: &mut [(Call, Answer)]) {
+    let mut grace: Option<Pin<Box<Sleep>>> = None;
+    poll_fn(|context| {
+        let (mut waits, mut has_answer) = (false, false);
+        for (_, answer) in sent.iter_mut() {
+            if let Answer::Waiting(waiting) = answer
+                && let Poll::Ready(got) = Pin::new(waiting).poll(context)
+            {
+                *answer = Answer::Got(got.unwrap_or_else(|_| Err(ended())));
+            }
+            waits |= matches!(answer, Answer::Waiting(_));
+            has_answer |= matches!(answer, Answer::Got(Ok(_)));
+        }
+        if !waits {
+            return Poll::Ready(());
+        }
+        if !has_answer {
+            return Poll::Pending;
+        }
+        let grace = grace.get_or_insert_with(|| Box::pin(sleep(GRACE)));
+        if grace.as_mut().poll(context).is_pending() {
+            return Poll::Pending;
+        }
+        for (call, answer) in sent.iter_mut() {
+            if matches!(answer, Answer::Waiting(_)) {
+                let what = &"no answer, while other nodes of the cluster answer";
+                *answer = Answer::Got(Err(call.node.endpoint.error(ErrorKind::Deadline, what)));
+            }
+        }
+        Poll::Ready(())
+    })
+    .await;
+}

@@ -1,0 +1,347 @@
+//! A bucket of S3 as a second tier.
+//!
+//! One object of the bucket per object. Key and value are those of LMCache, so both can use one bucket at the same time. Layout
+//! and checksum are in the metadata of the object, which is written with it; LMCache ignores it.
+//!
+//! The bucket is the only index: objects of other writers are found, and those that were deleted are misses. An object of
+//! another length or layout is a miss, and the next store replaces it.
+//!
+//! Lookups ask about all their keys, since one behind a gap may be needed: another tier can have what is missing here. Callers
+//! ask in growing slices and stop behind gaps themselves.
+
+mod client;
+mod content;
+mod credentials;
+mod delete;
+mod errors;
+mod http;
+mod limit;
+mod listing;
+mod load;
+mod metadata;
+mod name;
+mod options;
+mod sign;
+mod store;
+#[cfg(test)]
+mod tests;
+mod time;
+mod xml;
+
+use std::future::Future;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use kvtier_core::object_key::ObjectKey;
+use serde_json::{Value as Json, json};
+use tokio::sync::{OwnedRwLockReadGuard, RwLock};
+use tokio::task::JoinSet;
+
+use client::{Call, Client};
+use credentials::Variables;
+use kvtier_l2::{
+    Adapter, BoxFuture, Buffer, Capabilities, ErrorKind, KeySet, L2Error, ListPage, Listed,
+    LoadItem, Loaded, ObjectSpec, Recovered, StoreItem, Stored,
+};
+use limit::Lane;
+use metadata::Metadata;
+
+pub use options::S3;
+pub use options::S3Options;
+
+/// Longest answer to a request of one object, beside its bytes.
+const MAX_ANSWER: usize = 64 << 10;
+
+/// Adapter of a bucket.
+pub struct S3Adapter {
+    shared: Arc<Shared>,
+}
+
+/// Held by what is in flight: the end of the adapter waits for it.
+type Open = Arc<OwnedRwLockReadGuard<bool>>;
+
+/// What the tasks of calls share.
+struct Shared {
+    client: Client,
+    /// Whether the adapter is open. What is in flight holds it for reading, and the end waits for that.
+    open: Arc<RwLock<bool>>,
+    key_prefix: String,
+    multipart_bytes: u64,
+    object_headers: Vec<(&'static str, String)>,
+    trust_missing_layout: bool,
+    require_checksum: bool,
+    /// Whether the server deletes one object per request only.
+    deletes_singly: std::sync::atomic::AtomicBool,
+    /// Objects that were found to be damaged: the next store replaces them.
+    damaged: KeySet,
+    counters: Counters,
+}
+
+#[derive(Default)]
+struct Counters {
+    unverified: AtomicU64,
+    corrupt: AtomicU64,
+    other_layout: AtomicU64,
+    no_layout: AtomicU64,
+    skipped: AtomicU64,
+}
+
+fn count(counter: &AtomicU64) {
+    counter.fetch_add(1, Ordering::Relaxed);
+}
+
+impl Shared {
+    /// The key of an object in the bucket.
+    fn key(&self, object: &ObjectSpec) -> Result<String, L2Error> {
+        self.key_of(&object.key)
+    }
+
+    fn key_of(&self, key: &ObjectKey) -> Result<String, L2Error> {
+        let key = name::of(&self.key_prefix, key);
+        match key.len() {
+            0..=name::MAX_KEY => Ok(key),
+            len => {
+                let what = format!("a key of {len} bytes; S3 has at most {}", name::MAX_KEY);
+                Err(self.client.error(ErrorKind::Refused, &what))
+            }
+        }
+    }
+
+    fn malformed(&self, what: &str) -> L2Error {
+        let what = format!("{what}: an unexpected answer");
+        self.client.error(ErrorKind::Unavailable, &what)
+    }
+
+    /// Whether the buffer is one for the object.
+    fn check(&self, object: &ObjectSpec, buffer: &Buffer) -> Result<(), L2Error> {
+        if buffer.len() != object.len {
+            let what = format!("a buffer of {} bytes for {}", buffer.len(), object.len);
+            return Err(self.client.error(ErrorKind::Refused, &what));
+        }
+        match buffer.arena().address(buffer.extent(), 0, buffer.len()) {
+            Ok(_) => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// Whether bytes without a layout are no object's. Copies of a bucket may lose metadata, so what has none may be kvtier's
+    /// own, of another layout.
+    fn needs_layout(&self) -> bool {
+        !self.trust_missing_layout || self.require_checksum
+    }
+
+    /// The bytes of an object in the bucket, if it can be loaded.
+    async fn lookup(&self, object: &ObjectSpec) -> Result<Option<u64>, L2Error> {
+        let Ok(key) = self.key(object) else {
+            return Ok(None);
+        };
+        let call = Call {
+            lane: Lane::Keys,
+            ..Call::new("HEAD", &key)
+        };
+        let answer = self.client.send(&call).await?;
+        let response = &answer.response;
+        let found = match response.status() {
+            404 => None,
+            200 if response.content_length() != Some(object.len) => None,
+            200 => match metadata::of(response, object) {
+                Metadata::Of(_) => Some(object.len),
+                Metadata::None if !self.needs_layout() => Some(object.len),
+                Metadata::None => {
+                    count(&self.counters.no_layout);
+                    None
+                }
+                Metadata::Other | Metadata::Damaged => None,
+            },
+            _ => return Err(answer.failure("lookup").await),
+        };
+        answer.response.end();
+        Ok(found)
+    }
+
+    /// Keeps the adapter open.
+    ///
+    /// # Errors
+    /// If it is closed.
+    async fn opened(&self) -> Result<Open, L2Error> {
+        let open = Arc::clone(&self.open).read_owned().await;
+        match *open {
+            true => Ok(Arc::new(open)),
+            false => Err(self
+                .client
+                .error(ErrorKind::Unavailable, "the adapter is closed")),
+        }
+    }
+}
+
+impl S3Adapter {
+    /// Returns an adapter; it connects with the first call. To be called within a tokio runtime.
+    #[must_use]
+    pub fn open(options: &S3Options) -> Self {
+        Self::open_with(options, Variables::of_process())
+    }
+
+    fn open_with(options: &S3Options, variables: Variables) -> Self {
+        let shared = Shared {
+            client: Client::new(options, variables),
+            open: Arc::new(RwLock::new(true)),
+            key_prefix: options.key_prefix.clone(),
+            multipart_bytes: options.multipart_bytes.max(1),
+            object_headers: options.object_headers.clone(),
+            trust_missing_layout: options.trust_missing_layout,
+            require_checksum: options.require_checksum,
+            deletes_singly: false.into(),
+            damaged: KeySet::default(),
+            counters: Counters::default(),
+        };
+        Self {
+            shared: Arc::new(shared),
+        }
+    }
+
+    /// Runs `work` on each item, each in a task of its own; one result each, in order. The tasks own the items, and end if the
+    /// returned future is dropped.
+    async fn each<T, R, F>(
+        &self,
+        items: Vec<T>,
+        work: fn(Arc<Shared>, T, Open) -> F,
+    ) -> Vec<Result<R, L2Error>>
+    where
+        T: Send + 'static,
+        R: Send + 'static,
+        F: Future<Output = Result<R, L2Error>> + Send + 'static,
+    {
+        let count = items.len();
+        let open = match self.shared.opened().await {
+            Ok(open) => open,
+            Err(error) => return (0..count).map(|_| Err(error.clone())).collect(),
+        };
+        let mut tasks = JoinSet::new();
+        for (number, item) in items.into_iter().enumerate() {
+            let (shared, open) = (Arc::clone(&self.shared), Arc::clone(&open));
+            tasks.spawn(async move { (number, work(shared, item, open).await) });
+        }
+        let mut results: Vec<Option<Result<R, L2Error>>> = (0..count).map(|_| None).collect();
+        while let Some(ended) = tasks.join_next().await {
+            if let Ok((number, result)) = ended
+                && let Some(slot) = results.get_mut(number)
+            {
+                *slot = Some(result);
+            }
+        }
+        let lost = || {
+            self.shared
+                .client
+                .error(ErrorKind::Unavailable, "the call has ended early")
+        };
+        let results = results.into_iter();
+        results
+            .map(|result| result.unwrap_or_else(|| Err(lost())))
+            .collect()
+    }
+}
+
+impl Adapter for S3Adapter {
+    fn kind(&self) -> &'static str {
+        "s3"
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities {
+            delete: true,
+            list: true,
+            shared: true,
+            read_only: false,
+            verifies: true,
+            owns_space: false,
+        }
+    }
+
+    fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
+        Box::pin(self.each(batch, |shared, item, open| async move {
+            shared.store(&item, &open).await
+        }))
+    }
+
+    fn lookup(&self, batch: Vec<ObjectSpec>) -> BoxFuture<'_, Result<Vec<Option<u64>>, L2Error>> {
+        Box::pin(async move {
+            let look = |shared: Arc<Shared>, object: ObjectSpec, _open: Open| async move {
+                shared.lookup(&object).await
+            };
+            let found = self.each(batch, look).await;
+            let is_denied = |found: &Result<_, L2Error>| matches!(found, Err(error) if error.kind() == ErrorKind::Refused);
+            let are_all_denied = found.iter().all(is_denied);
+            // A policy may deny single objects.
+            let found = found.into_iter().map(|found| match found {
+                denied if is_denied(&denied) && !are_all_denied => Ok(None),
+                found => found,
+            });
+            found.collect()
+        })
+    }
+
+    fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>> {
+        Box::pin(self.each(batch, |shared, item, _open| async move {
+            let loaded = shared.load(&item).await;
+            if matches!(&loaded, Err(error) if error.kind() == ErrorKind::Corrupt) {
+                shared.damaged.insert(&item.object.key);
+            }
+            loaded
+        }))
+    }
+
+    fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
+        Box::pin(self.delete_all(keys))
+    }
+
+    fn list(&self, from: Option<String>, limit: usize) -> BoxFuture<'_, Result<ListPage, L2Error>> {
+        Box::pin(async move { Ok(self.shared.page(from.as_deref(), limit).await?.0) })
+    }
+
+    fn recover<'a>(
+        &'a self,
+        found: &'a (dyn Fn(Vec<Listed>) -> bool + Send + Sync),
+    ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
+        Box::pin(self.shared.recover(found))
+    }
+
+    fn check(&self) -> BoxFuture<'_, ()> {
+        Box::pin(async {
+            if let Ok(_open) = self.shared.opened().await {
+                self.shared.client.check().await;
+            }
+        })
+    }
+
+    fn status(&self) -> Json {
+        let Shared {
+            client, counters, ..
+        } = &*self.shared;
+        let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        let (limit, in_flight) = client.limit.now();
+        let problem = client.problem();
+        json!({
+            "is_healthy": problem.is_none(),
+            "type": "s3",
+            "endpoint": client.place.authority,
+            "bucket": client.place.bucket,
+            "key_prefix": self.shared.key_prefix,
+            "error": problem.map(|error| error.to_string()),
+            "requests_in_flight": in_flight,
+            "requests_limit": limit,
+            "idle_connections": client.idle(),
+            "skipped_stores": count(&counters.skipped),
+            "unverified_loads": count(&counters.unverified),
+            "corrupt_objects": count(&counters.corrupt),
+            "other_layout_loads": count(&counters.other_layout),
+            "missing_layout_lookups": count(&counters.no_layout),
+        })
+    }
+
+    fn close(&self) -> BoxFuture<'_, ()> {
+        Box::pin(async {
+            *self.shared.open.write().await = false;
+            self.shared.client.close();
+        })
+    }
+}
