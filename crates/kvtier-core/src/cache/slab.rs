@@ -36,6 +36,9 @@ pub(super) struct Slot {
 
 const _: () = assert!(size_of::<Slot>() == 64);
 
+/// Bits of an object's last use, in ticks, that may be out of date in the ledger: 6.4 seconds.
+const COARSE_BITS: u32 = 6;
+
 /// The state, whether the object was used, and whether a client may be copying its memory.
 const FACT_BITS: u32 = 4;
 const USED: u32 = 0b100;
@@ -53,6 +56,13 @@ impl Slot {
 
     pub(super) fn set_state(&mut self, state: SlotState) {
         self.life = self.life & !0b11 | state as u32;
+    }
+
+    /// Sets the time of the last use, in ticks. Returns whether the ledger's, which it has roughly, is out of date now.
+    #[inline]
+    pub(super) fn use_at(&mut self, tick: u32) -> bool {
+        let before = std::mem::replace(&mut self.used_at, tick);
+        before >> COARSE_BITS != tick >> COARSE_BITS
     }
 
     /// Records a use of a leased object, for its return to the eviction order.

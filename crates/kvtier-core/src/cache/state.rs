@@ -14,9 +14,6 @@ use std::time::Duration;
 /// Ticks of the cache's clock per second; a `u32` of them lasts 13 years.
 pub(super) const TICKS_PER_SECOND: u32 = 10;
 
-/// Bits of an object's last use, in ticks, that may be out of date in the ledger: 6.4 seconds.
-const COARSE_BITS: u32 = 6;
-
 /// Most victims fetched from memory at once.
 pub(super) const MAX_WARM: usize = 32;
 
@@ -108,14 +105,17 @@ impl<A: ExtentAllocator> State<A> {
             slot: number,
             generation: slot.generation(),
         };
-        self.note_time(number);
-        let slot = self.slab.at_mut(number);
+        let is_stale = slot.use_at(self.clock);
         match slot.leases.checked_add(1) {
             Some(leases) => slot.leases = leases,
             // The count is full: the object will be freed early or never, and the error count shows it.
             None => self.accounting_errors += 1,
         }
-        if slot.leases == 1 && slot.state() == SlotState::Resident {
+        let is_first = slot.leases == 1 && slot.state() == SlotState::Resident;
+        if is_stale {
+            self.record_life(number);
+        }
+        if is_first {
             let bytes = self.footprint(number);
             self.leased.add(bytes);
             let candidate = self.candidate(number, self.slab.at(number));
@@ -138,30 +138,19 @@ impl<A: ExtentAllocator> State<A> {
         if slot.leases > 0 {
             return;
         }
-        let was_granted = slot.state() == SlotState::Resident && slot.take_grant();
-        self.note_time(number);
-        if was_granted {
-            self.record_life(number);
-        }
-        if self.slab.at(number).state() == SlotState::Resident {
+        let is_stale = slot.use_at(self.clock);
+        if slot.state() == SlotState::Resident {
+            let (was_granted, was_used) = (slot.take_grant(), slot.take_use());
+            if is_stale || was_granted {
+                self.record_life(number);
+            }
             let bytes = self.footprint(number);
             self.leased.sub(bytes, &mut self.accounting_errors);
-            let was_used = self.slab.at_mut(number).take_use();
             let candidate = self.candidate(number, self.slab.at(number));
             self.count_leased(candidate.tenant, |leased| leased.checked_sub(bytes));
             self.policy.insert(candidate, was_used);
         } else {
             self.free(number);
-        }
-    }
-
-    /// Notes that an object is used now; the ledger has its last use roughly.
-    #[inline]
-    fn note_time(&mut self, number: u32) {
-        let slot = self.slab.at_mut(number);
-        let before = std::mem::replace(&mut slot.used_at, self.clock);
-        if before >> COARSE_BITS != self.clock >> COARSE_BITS {
-            self.record_life(number);
         }
     }
 
@@ -238,10 +227,16 @@ impl<A: ExtentAllocator> State<A> {
 
     /// Records a use of a resident object.
     pub(super) fn touch(&mut self, number: u32) {
-        self.note_time(number);
         let slot = self.slab.at_mut(number);
-        if slot.leases > 0 {
+        let is_stale = slot.use_at(self.clock);
+        let is_leased = slot.leases > 0;
+        if is_leased {
             slot.note_use();
+        }
+        if is_stale {
+            self.record_life(number);
+        }
+        if is_leased {
             return;
         }
         let candidate = self.candidate(number, self.slab.at(number));
