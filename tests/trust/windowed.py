@@ -96,13 +96,14 @@ def windows_held_crowded(case):
     for caching in (False,):
         name = f"caching-{caching}".lower()
         engine = case.engine(
-            "windows", server, num_gpu_blocks_override=40, max_model_len=1024, enable_prefix_caching=caching,
+            "windows", server, num_gpu_blocks_override=38, max_model_len=1024, enable_prefix_caching=caching,
             max_num_batched_tokens=256,
             extra={"kvtier.timeout": 60, "kvtier.store_timeout": 60, "kvtier.heartbeat": 30, "kvtier.follow_resets": False},
         )  # fmt: skip
         prompts = [prompt_of(f"{name}-{number}", 530 + 10 * number) for number in range(8)]
-        alone = [engine.alone(prompt, count=130).ids for prompt in prompts]
-        found = engine.call("ask_broken", prompts, server.process.pid, signal.SIGSTOP, count=130)
+        # Answers that grow by several blocks each, so that requests are preempted whatever the stores hold.
+        alone = [engine.alone(prompt, count=400).ids for prompt in prompts]
+        found = engine.call("ask_broken", prompts, server.process.pid, signal.SIGSTOP, count=400)
         wrong = sum(one != other for one, other in zip(found["ids"], alone, strict=True))
         case.check(f"{name}-answers", not wrong, f"{wrong} of {len(prompts)} answers wrong beside a server that hangs")
         case.check(f"{name}-crowded", found["preempted"] > 0, f"{found['preempted']} preemptions")
