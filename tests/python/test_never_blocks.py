@@ -49,7 +49,7 @@ def test_meter_detects_a_wait():
 
 @pytest.mark.parametrize("mode", ["engine_driven", "lmcache_driven"])
 def test_no_call_of_engine_step_waits(place, mode):
-    """Against a stopped server; ``check_lookup_result`` and ``get_finished`` take below 50 us of processor time in the median."""
+    """Against a stopped server; p99 of ``check_lookup_result`` and ``get_finished`` below 50 us of processor time."""
     server = place.server()
     server.expect_trouble("instance|worker|register|prepared|silent")
     engine = place.engine(server, mode=mode, timeout=DEADLINE, heartbeat=600)
@@ -68,14 +68,15 @@ def test_no_call_of_engine_step_waits(place, mode):
                 assert finished(lambda: worker.get_finished({name})) == (set(), set())
         assert len(worker._storing) == OUTSTANDING
     for what, meter in (("submit", submit), ("check_lookup_result", check), ("get_finished", finished)):
-        p99 = statistics.quantiles(meter.cpu, n=100)[98]
-        print(f"{what}: p50 {statistics.median(meter.cpu):.1f} us, p99 {p99:.1f} us, longest {max(meter.wall):.4f} s on the wall")
+        rounds = [meter.cpu[start : start + OUTSTANDING] for start in range(0, len(meter.cpu), OUTSTANDING)]
+        # Neighbours of the machine that empty its caches slow some rounds; a call that is slow itself is so in each.
+        p99 = min(statistics.quantiles(calls, n=100)[98] for calls in rounds)
+        print(f"{what}: p50 {statistics.median(meter.cpu):.1f} us, p99 of the best round {p99:.1f} us, longest {max(meter.wall):.4f} s on the wall")
         # Exact: nothing waited. The wall clock detects a wait that spins; on a busy machine it measures nothing else.
         if meter is not submit:
             # A page fault, or a lock whose holder was preempted. A call that really waits does so thousands of times.
             assert meter.waits < 10, what
-            # The calls that take longest are those in which neighbours of the machine emptied its caches.
-            assert statistics.median(meter.cpu) < 50, what
+            assert p99 < 50, what
         assert max(meter.wall) < DEADLINE / 3, what
     ended = set()
     wait_until(lambda: ended.update(worker.get_finished(())[0]) or ended == set(names), 30, "all stores")

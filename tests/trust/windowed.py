@@ -101,7 +101,7 @@ def windows_held_crowded(case):
             extra={"kvtier.timeout": 60, "kvtier.store_timeout": 60, "kvtier.heartbeat": 30, "kvtier.follow_resets": False},
         )  # fmt: skip
         prompts = [prompt_of(f"{name}-{number}", 530 + 10 * number) for number in range(8)]
-        # Answers that grow by several blocks each, so that requests are preempted whatever the stores hold.
+        # Answers that grow by several blocks each, so that requests are preempted.
         alone = [engine.alone(prompt, count=400).ids for prompt in prompts]
         found = engine.call("ask_broken", prompts, server.process.pid, signal.SIGSTOP, count=400)
         wrong = sum(one != other for one, other in zip(found["ids"], alone, strict=True))

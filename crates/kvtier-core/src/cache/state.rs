@@ -227,16 +227,12 @@ impl<A: ExtentAllocator> State<A> {
 
     /// Records a use of a resident object.
     pub(super) fn touch(&mut self, number: u32) {
-        let slot = self.slab.at_mut(number);
-        let is_stale = slot.use_at(self.clock);
-        let is_leased = slot.leases > 0;
-        if is_leased {
-            slot.note_use();
-        }
-        if is_stale {
+        if self.slab.at_mut(number).use_at(self.clock) {
             self.record_life(number);
         }
-        if is_leased {
+        let slot = self.slab.at_mut(number);
+        if slot.leases > 0 {
+            slot.note_use();
             return;
         }
         let candidate = self.candidate(number, self.slab.at(number));
