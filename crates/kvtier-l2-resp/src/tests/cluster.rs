@@ -15,6 +15,9 @@ use kvtier_l2::conformance::{object, run};
 
 /// Three primaries with equal parts of the slots, and `replicas` of the first one.
 fn cluster(replicas: usize) -> (Vec<Redis>, Vec<Redis>) {
+    // A node that is not scheduled for this long is taken for a dead one, and the cluster is down; only a replica that is to
+    // take over needs that soon.
+    let node_timeout = if replicas > 0 { "500" } else { "5000" };
     let flags = [
         "--cluster-enabled",
         "yes",
@@ -23,7 +26,7 @@ fn cluster(replicas: usize) -> (Vec<Redis>, Vec<Redis>) {
         "--cluster-config-file",
         "nodes.conf",
         "--cluster-node-timeout",
-        "500",
+        node_timeout,
         "--cluster-require-full-coverage",
         "no",
         "--cluster-replica-validity-factor",

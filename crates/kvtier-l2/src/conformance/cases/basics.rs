@@ -2,7 +2,7 @@
 
 use super::super::context::{TestContext, keys, name};
 use super::super::object;
-use crate::error::ErrorKind;
+use crate::error::{ErrorKind, L2Error};
 use crate::object::{LoadItem, StoreItem};
 
 /// Store, lookup, load and delete of some objects.
@@ -11,8 +11,9 @@ pub(super) async fn round_trip(context: TestContext) {
     let objects: Vec<_> = (0..5).map(|number| object(number, 4096)).collect();
     assert_eq!(context.lookup(&*adapter, &objects).await, [None; 5]);
     for (object, loaded) in objects.iter().zip(context.load(&*adapter, &objects).await) {
-        let kind = loaded.err().map(|error| error.kind());
-        assert_eq!(kind, Some(ErrorKind::NotFound), "before: {}", name(object));
+        let kind = loaded.as_ref().err().map(L2Error::kind);
+        let what = || format!("before: {}: {:?}", name(object), loaded.as_ref().err());
+        assert_eq!(kind, Some(ErrorKind::NotFound), "{}", what());
     }
     context.store(&*adapter, &objects).await;
     let found = context.lookup(&*adapter, &objects).await;
