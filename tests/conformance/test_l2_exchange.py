@@ -16,12 +16,14 @@ MODES = ["lmcache_driven", "engine_driven"]
 # Both servers split hybrid models by window; it is our default and LMCache's option.
 SPLIT = "--separate-object-groups"
 
+TEMPORARY = "tmp"
+
 # What LMCache's server writes: every store goes to all four directories.
 PEER_TIERS = {
     "fs": {"kind": "fs"},
     "fs_native": {"kind": "fs_native"},
-    "fs_direct": {"kind": "fs", "use_odirect": True, "relative_tmp_dir": "tmp"},
-    "fs_native_direct": {"kind": "fs_native", "use_odirect": True, "relative_tmp_dir": "tmp"},
+    "fs_direct": {"kind": "fs", "use_odirect": True, "relative_tmp_dir": TEMPORARY},
+    "fs_native_direct": {"kind": "fs_native", "use_odirect": True, "relative_tmp_dir": TEMPORARY},
 }
 
 
@@ -58,8 +60,10 @@ def hybrid():
 
 
 def of_model(directory, engine):
-    """The files of an engine's model: other tests use the directory too."""
-    return [path for path in tiers.files(directory) if engine.model.rsplit("/")[-1] in path.name]
+    """The files of an engine's model: other tests use the directory too. What LMCache still writes has its name already,
+    in the directory for that."""
+    name = engine.model.rsplit("/")[-1]
+    return [path for path in tiers.files(directory) if name in path.name and path.parent.name != TEMPORARY]
 
 
 def wait_of_model(directory, engine, count):
