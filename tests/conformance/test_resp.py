@@ -1,11 +1,12 @@
 """One Redis, LMCache's server and ours: each finds what the other stored, tenants stay apart, and no fault is a wrong hit."""
 
 import signal
+import subprocess
 
 import pytest
 from kvrig import tiers
 from kvrig.redis import Cluster, Redis, valkey_server
-from kvrig.server import Server, peer_command
+from kvrig.server import Server, our_command, peer_command
 from kvrig.waiting import wait_until
 
 pytestmark = pytest.mark.ours("it is the other side of these tests")
@@ -138,6 +139,12 @@ def test_lookups_of_l1_do_not_wait_for_a_server_that_is_away(redis, serve, engin
     assert tiers.recall(engine, 1) == 64
     assert tiers.recall(engine, 2) == 0
     wait_until(lambda: not tiers.tier(server)["is_healthy"], 30, "the tier to be unhealthy")
+    # What is stored meanwhile is counted as lost to the tier; the log has each kind of trouble once.
+    tiers.store(engine, 3)
+    wait_until(lambda: tiers.metric(server, "kvtier_l2_store_failures_total") == 4, 30, "the failures to be counted")
+    assert tiers.recall(engine, 3) == 64
+    told = [line.partition(" WARN ")[2].partition(" error=")[0] for line in server.lines() if " WARN " in line]
+    assert told and len(set(told)) == len(told), told
     if fault == "killed":
         redis.start()
     else:
@@ -152,6 +159,15 @@ def test_lookups_of_l1_do_not_wait_for_a_server_that_is_away(redis, serve, engin
         return len(redis.keys()) == before + 4
 
     wait_until(stores_again, 30, "a store in the tier", interval=0.2)
+
+
+def test_check_config_tries_out_the_tier(redis):
+    """It stores, finds, loads and deletes an object, and leaves nothing."""
+    command = [our_command()[0], "server", "--check-config", "--l1-size-gb", "0.05", "--port", "0", "--http-port", "0", *resp(redis)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "stored, found, loaded and deleted an object in " in done.stdout
+    assert redis.ask("DBSIZE") == 0
 
 
 def test_server_starts_before_its_redis(redis, serve, engines):

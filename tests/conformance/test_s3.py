@@ -232,6 +232,12 @@ def test_lookups_of_l1_do_not_wait_for_a_server_that_is_away(rclone, serve, engi
     assert tiers.recall(engine, 1) == 64
     assert tiers.recall(engine, 2) == 0
     wait_until(lambda: not tiers.tier(server)["is_healthy"], 30, "the tier to be unhealthy")
+    # What is stored meanwhile is counted as lost to the tier; the log has each kind of trouble once.
+    tiers.store(engine, 3)
+    wait_until(lambda: tiers.metric(server, "kvtier_l2_store_failures_total") == 4, 30, "the failures to be counted")
+    assert tiers.recall(engine, 3) == 64
+    told = [line.partition(" WARN ")[2].partition(" error=")[0] for line in server.lines() if " WARN " in line]
+    assert told and len(set(told)) == len(told), told
     if fault == "killed":
         rclone.start()
     else:
@@ -261,6 +267,15 @@ def test_bench_measures_a_bucket_and_hides_its_keys(rclone, tmp_path):
     assert [step["step"] for step in steps] == ["store", "lookup", "load"]
     assert s3.BUCKET in report.read_text()
     assert not any(key in report.read_text() for key in s3.KEYS.values())
+    assert rclone.objects() == {}
+
+
+def test_check_config_tries_out_the_tier(rclone):
+    """It stores, finds, loads and deletes an object, and leaves nothing."""
+    command = [our_command()[0], "server", "--check-config", "--l1-size-gb", "0.05", "--port", "0", "--http-port", "0", *bucket(rclone)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "stored, found, loaded and deleted an object in " in done.stdout
     assert rclone.objects() == {}
 
 

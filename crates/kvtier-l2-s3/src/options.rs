@@ -56,7 +56,7 @@ pub struct S3Options {
 }
 
 impl S3Options {
-    fn of(config: &AdapterConfig) -> Result<Self, ConfigError> {
+    pub(super) fn of(config: &AdapterConfig) -> Result<Self, ConfigError> {
         let options = &config.options;
         let text = |key| options.find::<&str>(key).map(str::to_owned);
         let seconds = |key| Duration::from_secs_f64(options.get(key));

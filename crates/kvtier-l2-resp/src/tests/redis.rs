@@ -417,6 +417,31 @@ async fn credentials_are_sent_and_a_refusal_is_told() {
 }
 
 #[tokio::test]
+async fn objects_are_in_the_database_and_for_the_time_that_are_configured() {
+    let (server, memory) = (Redis::start(&[]), Memory::new(1 << 20));
+    let options = RespOptions {
+        database: 3,
+        ttl_seconds: Some(1000),
+        ..server.options()
+    };
+    let adapter = RespAdapter::open("resp", &options);
+    let one = [object(1, 100)];
+    assert_eq!(kinds(store(&adapter, &memory, &one).await), [None]);
+    let keyspace = server.told(&["INFO", "keyspace"]);
+    assert!(
+        keyspace.contains("db3:keys=2,expires=2") && !keyspace.contains("db0"),
+        "{keyspace}"
+    );
+    server.told(&["SWAPDB", "0", "3"]);
+    let key = one[0].key.text().name(KeyShape::Grouped);
+    let left = server.ask(&[b"TTL", key.as_bytes()]);
+    assert!(
+        matches!(left, Value::Integer(900..=1000)),
+        "{left:?} seconds"
+    );
+}
+
+#[tokio::test]
 async fn server_that_is_a_replica_now_is_unavailable_for_stores() {
     let (server, memory) = (Redis::start(&[]), Memory::new(1 << 20));
     let adapter = RespAdapter::open("resp", &server.options());

@@ -7,7 +7,7 @@ use kvtier_l2::{AdapterConfig, Registry};
 use crate::S3;
 use crate::options::place;
 
-fn parse(keys: Json) -> Result<AdapterConfig, String> {
+pub(super) fn parse(keys: Json) -> Result<AdapterConfig, String> {
     let mut all = json!({"type": "s3", "s3_endpoint": "kv.s3.example", "s3_region": "eu-west-1"});
     for (key, value) in keys.as_object().unwrap() {
         all[key] = value.clone();

@@ -310,6 +310,36 @@ async fn closing_waits_for_one_page_of_a_listing() {
 }
 
 #[tokio::test]
+async fn objects_whole_and_in_parts_are_stored_in_the_class_and_encryption_that_are_configured() {
+    let keys = serde_json::json!({
+        "storage_class": "ONEZONE_IA", "server_side_encryption": "aws:kms", "kms_key_id": "key-7",
+    });
+    let configured = S3Options::of(&config::parse(keys).unwrap()).unwrap();
+    let bed = bed(|options| {
+        options.object_headers = configured.object_headers;
+        options.multipart_bytes = 300;
+    })
+    .await;
+    for (objects, method) in [([object(1, 200)], "PUT"), ([object(2, 1000)], "POST")] {
+        bed.server.forget_requests();
+        let stored = store(&bed.adapter, &bed.memory, &objects).await;
+        assert_eq!(kinds(stored), [None]);
+        let requests = bed.server.requests();
+        // The one that makes the object, or begins its upload.
+        let makes = requests.iter().find(|request| request.method == method);
+        let makes = &makes.unwrap().headers;
+        for (name, value) in [
+            ("x-amz-storage-class", "ONEZONE_IA"),
+            ("x-amz-server-side-encryption", "aws:kms"),
+            ("x-amz-server-side-encryption-aws-kms-key-id", "key-7"),
+        ] {
+            assert_eq!(makes[name], value, "{method}");
+            assert!(makes["authorization"].contains(name), "{name} is signed");
+        }
+    }
+}
+
+#[tokio::test]
 async fn failed_uploads_are_removed() {
     let bed = bed(|options| options.multipart_bytes = 300).await;
     let one = [object(1, 1000)];
