@@ -51,6 +51,7 @@ use kvtier_core::prompt::{Prompt, PromptReader};
 use kvtier_l1::{L1, L1Tenants, create_arena};
 use kvtier_metrics::{Metrics, Readings};
 use kvtier_proto::generation::Release;
+use kvtier_proto::key::KeyHead;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{HELD_BLOCKS_FEATURE, InstanceId, Request};
 use kvtier_proto::response::Response;
@@ -205,6 +206,19 @@ impl Engine {
     /// Reads token ids for [`Engine::handle`]: remembered prompts are neither decoded nor hashed.
     pub fn prompt_reader(&self) -> PromptReader<'_> {
         self.lookups.prompts.reader()
+    }
+
+    /// Keys of objects that a request with this key is about, at most: chunks of its prompt, times ranks, times object groups.
+    pub fn objects(&self, key: &KeyHead<'_>) -> u64 {
+        let chunks = key.token_count / self.context.chunk_size;
+        let ranks = key.worker_id.map_or(key.world_size, |_| 1);
+        let groups = self
+            .context
+            .instances
+            .groups(key.model_name, key.world_size);
+        (chunks as u64)
+            .saturating_mul(ranks.into())
+            .saturating_mul(groups as u64)
     }
 
     /// Its clock.

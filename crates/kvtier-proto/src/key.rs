@@ -38,6 +38,47 @@ pub struct CacheKey<'a, T> {
     pub num_kv_readers: Option<i64>,
 }
 
+/// The part of a key in front of its token ids, and their number.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KeyHead<'a> {
+    /// As in [`CacheKey`].
+    pub model_name: &'a str,
+    /// As in [`CacheKey`].
+    pub world_size: u32,
+    /// As in [`CacheKey`].
+    pub worker_id: Option<u32>,
+    /// Token ids that are announced; at most the bytes that follow.
+    pub token_count: usize,
+}
+
+impl<'a> KeyHead<'a> {
+    /// Reads the head of a key that is a whole payload, without its token ids. `None` if it is malformed, or its fields are in
+    /// another order than clients send them.
+    #[must_use]
+    pub fn peek(payload: &'a [u8]) -> Option<Self> {
+        let mut reader = Reader::new(payload);
+        let fields = reader.map_len().ok()?;
+        let (mut model_name, mut world_size, mut worker_id) = (None, None, None);
+        for _ in 0..fields {
+            match reader.str().ok()? {
+                "model_name" => model_name = Some(reader.str().ok()?),
+                "world_size" => world_size = Some(reader.int().ok()?),
+                "worker_id" => worker_id = Some(reader.optional_int().ok()?),
+                "token_ids" => {
+                    return Some(Self {
+                        model_name: model_name?,
+                        world_size: world_size?,
+                        worker_id: worker_id?,
+                        token_count: reader.array_len().ok()?,
+                    });
+                }
+                _ => return None,
+            }
+        }
+        None
+    }
+}
+
 /// The fields of a key that a release sends.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum KeyForm {

@@ -58,6 +58,7 @@ pub struct Session {
     message: Message,
     /// Bytes of the frames in `message`.
     message_bytes: u64,
+    stray_frames: u64,
     output: Vec<u8>,
     knows_ping: bool,
     ttl: Option<Duration>,
@@ -89,6 +90,7 @@ impl Session {
             decoder: Decoder::default(),
             message: Message::default(),
             message_bytes: 0,
+            stray_frames: 0,
             output: greeting::own(version).to_vec(),
             knows_ping: false,
             ttl: None,
@@ -210,14 +212,25 @@ impl Session {
         usize::try_from(self.message_bytes).unwrap_or(usize::MAX) + self.decoder.held_bytes()
     }
 
+    /// Number of received frames that are part of no message: commands, and discarded frames.
+    pub fn stray_frames(&self) -> u64 {
+        self.stray_frames
+    }
+
     fn frame(&mut self, frame: Frame) -> Result<Option<Event>, Error> {
         self.ttl = None;
         let more = match frame.kind {
-            Kind::Command => return self.command(&frame.body),
+            Kind::Command => {
+                self.stray_frames += 1;
+                return self.command(&frame.body);
+            }
             Kind::Message { more } => more,
         };
         match frame.disposition {
-            Body::Discard => self.message.discarded_frames += 1,
+            Body::Discard => {
+                self.stray_frames += 1;
+                self.message.discarded_frames += 1;
+            }
             Body::Keep => {
                 self.message_bytes += frame.body.len() as u64;
                 self.message.frames.push(frame.body);

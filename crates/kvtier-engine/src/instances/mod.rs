@@ -286,11 +286,29 @@ fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
+/// Registrations of one model and world size.
+#[derive(Default)]
+struct SameModel {
+    /// Oldest first.
+    instances: Vec<Arc<Instance>>,
+    /// Object groups of all their layouts.
+    groups: usize,
+}
+
+impl SameModel {
+    fn count_groups(&mut self) {
+        let mut layouts: Vec<_> = self.instances.iter().map(|it| &it.layout).collect();
+        layouts.sort_unstable_by_key(|layout| layout.fingerprint);
+        layouts.dedup_by_key(|layout| layout.fingerprint);
+        self.groups = layouts.iter().map(|layout| layout.groups.len()).sum();
+    }
+}
+
 #[derive(Default)]
 struct Tables {
     by_id: HashMap<InstanceId, Arc<Instance>>,
-    /// Registrations of each model and world size, oldest first.
-    by_model: HashMap<(Arc<str>, u32), Vec<Arc<Instance>>>,
+    /// Registrations of each model and world size.
+    by_model: HashMap<(Arc<str>, u32), SameModel>,
     /// Instances that pinged and are unknown: whether the last answer was "no".
     unknown: HashMap<InstanceId, bool>,
     /// Instances that have left, were replaced or fell silent, and whose pages may still be copied.
@@ -302,8 +320,9 @@ impl Tables {
         let instance = self.by_id.remove(&id)?;
         let key = (Arc::clone(&instance.model_name), instance.world_size);
         if let Some(same) = self.by_model.get_mut(&key) {
-            same.retain(|other| other.id != id);
-            if same.is_empty() {
+            same.instances.retain(|other| other.id != id);
+            same.count_groups();
+            if same.instances.is_empty() {
                 self.by_model.remove(&key);
             }
         }
@@ -336,11 +355,9 @@ impl Instances {
         let earlier = tables.remove(instance.id);
         tables.unknown.remove(&instance.id);
         let key = (Arc::clone(&instance.model_name), instance.world_size);
-        tables
-            .by_model
-            .entry(key)
-            .or_default()
-            .push(Arc::clone(&instance));
+        let same = tables.by_model.entry(key).or_default();
+        same.instances.push(Arc::clone(&instance));
+        same.count_groups();
         tables.by_id.insert(instance.id, instance);
         Ok(earlier)
     }
@@ -410,6 +427,7 @@ impl Instances {
         let tables = self.tables.read();
         // The key is built only to look it up; a reference count is all it costs.
         let same = tables.by_model.get(&(Arc::clone(model_name), world_size))?;
+        let same = &same.instances;
         let one_per_layout = |worker| {
             let mut layouts: Vec<Arc<Instance>> = Vec::new();
             for instance in same.iter().rev().filter(|instance| instance.may_be(worker)) {
@@ -440,7 +458,14 @@ impl Instances {
         let key = (Arc::clone(model_name), world_size);
         let tables = self.tables.read();
         let same = tables.by_model.get(&key);
-        same.is_some_and(|same| same.iter().any(|instance| is_so(instance)))
+        same.is_some_and(|same| same.instances.iter().any(|instance| is_so(instance)))
+    }
+
+    /// Object groups of all layouts that workers of a model are registered with: at least the rows per rank of its lookups.
+    pub fn groups(&self, model_name: &str, world_size: u32) -> usize {
+        let tables = self.tables.read();
+        let same = tables.by_model.get(&(model_name.into(), world_size));
+        same.map_or(0, |same| same.groups)
     }
 
     /// Whether any worker of a model is registered.
@@ -455,7 +480,7 @@ impl Instances {
         }
         let key = (Arc::clone(&instance.model_name), instance.world_size);
         let tables = self.tables.read();
-        let mut same = tables.by_model.get(&key)?.iter();
+        let mut same = tables.by_model.get(&key)?.instances.iter();
         let differs = |other: &&Arc<Instance>| {
             other.worker.get() == Some(&worker)
                 && other.layout.fingerprint != instance.layout.fingerprint

@@ -70,6 +70,27 @@ fn instances() -> (Instances, Arc<Instance>) {
 const ID: InstanceId = InstanceId(7);
 
 #[test]
+fn groups_are_those_of_all_layouts_of_a_model() {
+    let (instances, first) = instances();
+    let groups = |instances: &Instances| instances.groups("model", 1);
+    assert_eq!(groups(&instances), 1);
+    // The same layout again, and another one with three groups.
+    for (id, fingerprint, count) in [(8, first.layout.fingerprint, 1), (9, 1, 3)] {
+        let mut other = Arc::new(pages()).instance(id, Duration::ZERO);
+        other.layout.fingerprint = fingerprint;
+        let group = other.layout.groups[0].clone();
+        other.layout.groups = vec![group; count];
+        instances.insert(other).unwrap();
+    }
+    assert_eq!(groups(&instances), 4);
+    assert_eq!(instances.groups("model", 2), 0);
+    instances.remove(InstanceId(8)).unwrap();
+    assert_eq!(groups(&instances), 4);
+    instances.remove(InstanceId(9)).unwrap();
+    assert_eq!(groups(&instances), 1);
+}
+
+#[test]
 fn an_instance_has_left_when_its_last_copy_has_ended_and_no_other_begins() {
     let (instances, instance) = instances();
     let has_copied = AtomicBool::new(false);

@@ -2,7 +2,7 @@
 
 use kvtier_proto::frames::{ClientMessage, OperationId, RequestFrames};
 use kvtier_proto::generation::{Candidates, Field, Generation, OperationSpec};
-use kvtier_proto::key::{CacheKey, KeyForm, SkipTokens, TokenReader, VecTokens};
+use kvtier_proto::key::{CacheKey, KeyForm, KeyHead, SkipTokens, TokenReader, VecTokens};
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{
     AllocationRecord, BlockAllocation, EngineGroupInfo, EngineType, InstanceId, JobRef,
@@ -295,6 +295,13 @@ proptest! {
             prop_assert_eq!(&CacheKey::decode(&bytes, &mut VecTokens).unwrap(), &key);
             let skipped = CacheKey::decode(&bytes, &mut SkipTokens).unwrap();
             prop_assert_eq!(skipped.tokens, key.tokens.len());
+            let head = KeyHead {
+                model_name: key.model_name,
+                world_size: key.world_size,
+                worker_id: key.worker_id,
+                token_count: key.tokens.len(),
+            };
+            prop_assert_eq!(KeyHead::peek(&bytes), Some(head));
             // Any field missing at the end is an error or a default, never a panic.
             for end in 0..bytes.len() {
                 prop_assert!(CacheKey::decode(&bytes[..end], &mut VecTokens).is_err());

@@ -75,7 +75,7 @@ pub struct Client {
     pub transfers: Arc<Lane<Job>>,
     /// Everything else.
     pub control: Arc<Lane<Job>>,
-    /// Bytes of its longest lookup.
+    /// Work of its longest lookup.
     longest_lookup: u64,
     /// Whether the log has its release, if that is an old one.
     pub is_logged: bool,
@@ -90,16 +90,16 @@ pub struct Undecided {
 }
 
 impl Client {
-    /// Bytes that tell how many chunks a request of `bytes` is about. The end of a session names none, and gives back all
-    /// that its lookup has found.
-    pub fn weight(&mut self, operation: Operation, bytes: u64) -> u64 {
+    /// The work of a request that is `work` by what it names. The end of a session names no chunk, and releases all that its
+    /// lookup has found.
+    pub fn work(&mut self, operation: Operation, work: u64) -> u64 {
         match operation {
             Operation::Lookup => {
-                self.longest_lookup = self.longest_lookup.max(bytes);
-                bytes
+                self.longest_lookup = self.longest_lookup.max(work);
+                work
             }
-            Operation::EndSession => bytes.max(self.longest_lookup),
-            _ => bytes,
+            Operation::EndSession => work.max(self.longest_lookup),
+            _ => work,
         }
     }
 

@@ -8,6 +8,7 @@ use rustix::buffer::spare_capacity;
 use rustix::io::{Errno, ioctl_fionread, read};
 use rustix::net::{Shutdown, shutdown};
 
+use super::allowance::Allowance;
 use super::client::Client;
 use super::limits::MAX_SMALL_OUTPUT;
 use super::outbox::Outgoing;
@@ -40,10 +41,16 @@ const TURN_BYTES: usize = 256 << 10;
 /// Bytes of the buffer that all connections read small messages through.
 pub const SCRATCH_BYTES: usize = 8 << 10;
 
-/// Messages of one read above which a connection reads fewer bytes at a time, down to [`MIN_READ_BYTES`], so that a flood of
-/// tiny messages delays other connections by microseconds.
-const MANY_MESSAGES: usize = 16;
+/// Messages and stray frames of one read above which a connection reads fewer bytes at a time, down to [`MIN_READ_BYTES`], so
+/// that a flood of tiny ones delays other connections by microseconds.
+const MANY_FRAMES: u64 = 16;
 const MIN_READ_BYTES: usize = 128;
+
+/// Bytes of a new connection's first read: the handshake and a request.
+const FIRST_READ_BYTES: usize = 512;
+
+/// Stray frames per second beyond which a connection is read in turns. Heartbeats are a few per second.
+const STRAY_FRAMES_PER_SECOND: u32 = 256;
 
 /// Why a connection ends.
 #[derive(Debug, thiserror::Error)]
@@ -85,6 +92,10 @@ pub struct Connection {
     pub client: Option<Client>,
     /// Bytes read at a time.
     read_bytes: usize,
+    /// Of stray frames.
+    pub strays: Allowance,
+    /// Whether it waits for its turn to be read.
+    pub is_parked: bool,
     /// What its socket is watched for.
     pub interest: Interest,
     /// Whether its output is about to be written.
@@ -114,7 +125,9 @@ impl Connection {
             session: Session::router(limits),
             output: Output::default(),
             client: None,
-            read_bytes: SCRATCH_BYTES,
+            read_bytes: FIRST_READ_BYTES,
+            strays: Allowance::new(STRAY_FRAMES_PER_SECOND, now),
+            is_parked: false,
             interest: Interest::READ,
             is_queued: false,
             counted_bytes: 0,
@@ -139,6 +152,7 @@ impl Connection {
         now: Instant,
     ) -> Result<(), Closed> {
         let before = messages.len();
+        let strays_before = self.session.stray_frames();
         let scratch = &mut scratch[..self.read_bytes];
         let mut taken = 0;
         loop {
@@ -169,8 +183,10 @@ impl Connection {
         if taken > 0 {
             self.heard = now;
         }
-        self.read_bytes = match messages.len() - before {
-            MANY_MESSAGES.. => (self.read_bytes / 2).max(MIN_READ_BYTES),
+        let strays = self.session.stray_frames() - strays_before;
+        self.strays.count(strays, now);
+        self.read_bytes = match (messages.len() - before) as u64 + strays {
+            MANY_FRAMES.. => (self.read_bytes / 2).max(MIN_READ_BYTES),
             _ => (self.read_bytes * 2).min(SCRATCH_BYTES),
         };
         self.partial_since = match self.session.is_amid_message() {
@@ -179,6 +195,12 @@ impl Connection {
             true => self.partial_since.or(Some(now)),
         };
         Ok(())
+    }
+
+    /// Does not read it until its turn, and then only a little.
+    pub fn park(&mut self) {
+        self.is_parked = true;
+        self.read_bytes = MIN_READ_BYTES;
     }
 
     /// Queues a reply.

@@ -2,14 +2,19 @@
 //!
 //! When there are as many as allowed, the oldest one that has never sent a request gives way to a new one. If all have, no
 //! connection is accepted until one ends: new ones wait in the system's queue.
+//!
+//! What serves no request has its turns, one per [`TURN_INTERVAL`] for all such connections together, and its senders wait:
+//! a connection with more stray frames than allowed is parked, which means not read until its turn, and while more
+//! connections end without a request than allowed, one is accepted per turn.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvtier_zmtp::{Limits, Message};
 use rustix::io::Errno;
 
+use super::allowance::Allowance;
 use super::client::Client;
 use super::connection::{Closed, Connection, SCRATCH_BYTES};
 use super::outbox::Outgoing;
@@ -25,6 +30,13 @@ const WAKE: u64 = u64::MAX - 1;
 
 /// Connections accepted before those that are there get their turn.
 const MAX_ACCEPTS: usize = 64;
+
+/// Time between two turns of the parked connections, and between two connections accepted while too many end without a
+/// request.
+pub(super) const TURN_INTERVAL: Duration = Duration::from_millis(1);
+
+/// Connections per second that may end without a request. Probes of orchestrators and a restart of a large engine stay below it.
+const VAIN_CONNECTIONS_PER_SECOND: u32 = 256;
 
 /// How long no connection is accepted after the system had none to give.
 const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
@@ -58,6 +70,12 @@ pub struct Connections {
     ticks: BTreeSet<(Instant, u64)>,
     /// Those whose output is about to be written.
     queued: Vec<u64>,
+    /// Those that are not read until their turn, in this order.
+    parked: VecDeque<u64>,
+    /// When the next of them is read.
+    next_turn: Instant,
+    /// Of connections that end without a request.
+    vain: Allowance,
     next_id: u64,
     bounds: Bounds,
     held_bytes: usize,
@@ -112,6 +130,9 @@ impl Connections {
             strangers: BTreeSet::new(),
             ticks: BTreeSet::new(),
             queued: Vec::new(),
+            parked: VecDeque::new(),
+            next_turn: clock.now(),
+            vain: Allowance::new(VAIN_CONNECTIONS_PER_SECOND, clock.now()),
             next_id: 0,
             bounds,
             held_bytes: 0,
@@ -151,6 +172,7 @@ impl Connections {
     /// The system's.
     pub fn wait(&mut self, timeout: Duration, happened: &mut Vec<Happened>) -> std::io::Result<()> {
         let mut ready = std::mem::take(&mut self.ready);
+        let timeout = timeout.min(self.until_turn());
         self.poller.wait(timeout, &mut ready)?;
         self.clock.advance();
         for Ready {
@@ -167,14 +189,100 @@ impl Connections {
                         self.queue(id);
                     }
                     if readable {
-                        happened.push(Happened::Readable(id));
+                        self.readable(id, happened);
                     }
                 }
             }
         }
         self.ready = ready;
         self.pass_time(happened);
+        self.unpark(happened);
         Ok(())
+    }
+
+    /// Reports a connection that has something to read, or parks it.
+    fn readable(&mut self, id: u64, happened: &mut Vec<Happened>) {
+        let now = self.clock.now();
+        let Some(connection) = self.open.get_mut(&id) else {
+            return;
+        };
+        if connection.is_parked {
+            // It is not watched for reading, so both sides have ended it.
+            return self.close(id, Closed::ByClient);
+        }
+        if !connection.strays.is_exceeded(now) {
+            return happened.push(Happened::Readable(id));
+        }
+        connection.park();
+        let interest = connection.interest;
+        self.watch(
+            id,
+            Interest {
+                read: false,
+                ..interest
+            },
+        );
+        self.parked.push_back(id);
+        static LOG_LIMIT: RateLimited = RateLimited::new(Duration::from_secs(60));
+        if let Some(left_out) = LOG_LIMIT.permit(Instant::now()) {
+            tracing::info!(
+                connection = id,
+                left_out,
+                "a client sent many frames that are part of no request; reading it slowly"
+            );
+        }
+    }
+
+    /// Time until the next turn; the longest there is if none waits for it.
+    fn until_turn(&self) -> Duration {
+        let paused = match self.accept {
+            Accept::Paused(until) if self.open.len() < self.bounds.connections => Some(until),
+            _ => None,
+        };
+        let parked = (!self.parked.is_empty()).then_some(self.next_turn);
+        let next = paused.into_iter().chain(parked).min();
+        next.map_or(Duration::MAX, |at| {
+            at.saturating_duration_since(self.clock.now())
+        })
+    }
+
+    /// Reports the parked connection whose turn it is.
+    fn unpark(&mut self, happened: &mut Vec<Happened>) {
+        let now = self.clock.now();
+        if now < self.next_turn {
+            return;
+        }
+        while let Some(id) = self.parked.pop_front() {
+            let Some(connection) = self.open.get_mut(&id) else {
+                continue;
+            };
+            connection.is_parked = false;
+            let interest = connection.interest;
+            self.watch(
+                id,
+                Interest {
+                    read: true,
+                    ..interest
+                },
+            );
+            self.next_turn = now + TURN_INTERVAL;
+            return happened.push(Happened::Readable(id));
+        }
+    }
+
+    /// Counts frames of a connection that are part of no request.
+    pub fn count_strays(&mut self, id: u64, frames: usize) {
+        let now = self.clock.now();
+        if let Some(connection) = self.open.get_mut(&id) {
+            connection.strays.count(frames as u64, now);
+        }
+    }
+
+    /// Whether a connection has sent more stray frames than allowed.
+    pub fn has_excess(&mut self, id: u64) -> bool {
+        let now = self.clock.now();
+        let connection = self.open.get_mut(&id);
+        connection.is_some_and(|connection| connection.strays.is_exceeded(now))
     }
 
     /// Reads from a connection, and appends its messages. Returns why it has to be closed after they were served, if so.
@@ -237,6 +345,18 @@ impl Connections {
         self.open.values_mut().any(Connection::has_output)
     }
 
+    /// Connections that wait for their turn to be read.
+    #[cfg(test)]
+    pub fn parked(&self) -> usize {
+        self.parked.len()
+    }
+
+    /// Counts connections that have ended without a request.
+    #[cfg(test)]
+    pub fn count_vain(&mut self, connections: u64) {
+        self.vain.count(connections, self.clock.now());
+    }
+
     /// The clock of the deadlines.
     #[cfg(test)]
     pub fn clock(&mut self) -> &mut Clock {
@@ -278,7 +398,10 @@ impl Connections {
     }
 
     fn accept(&mut self) {
-        for _ in 0..MAX_ACCEPTS {
+        for accepted in 0..MAX_ACCEPTS {
+            if accepted > 0 && self.vain.is_exceeded(self.clock.now()) {
+                return self.stop_accepting(TURN_INTERVAL);
+            }
             let is_full = self.open.len() >= self.bounds.connections;
             let displaced = is_full.then(|| self.strangers.first().copied());
             if displaced == Some(None) {
@@ -312,10 +435,14 @@ impl Connections {
         }
     }
 
-    fn pause_accepting(&mut self, cause: &str, pause: Duration) {
+    fn stop_accepting(&mut self, pause: Duration) {
         if self.poller.remove(&*self.listener).is_ok() {
             self.accept = Accept::Paused(self.clock.now() + pause);
         }
+    }
+
+    fn pause_accepting(&mut self, cause: &str, pause: Duration) {
+        self.stop_accepting(pause);
         static LOG_LIMIT: RateLimited = RateLimited::new(Duration::from_secs(60));
         if let Some(left_out) = LOG_LIMIT.permit(Instant::now()) {
             tracing::warn!(
@@ -427,7 +554,9 @@ impl Connections {
         if let Some(client) = &connection.client {
             client.peer.close();
         }
-        self.strangers.remove(&id);
+        if self.strangers.remove(&id) {
+            self.vain.count(1, self.clock.now());
+        }
         self.ticks.remove(&(connection.next_tick, id));
         self.held_bytes -= connection.counted_bytes;
         self.metrics.request_connections.set(self.open.len() as i64);

@@ -4,7 +4,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvtier_proto::frames::{ClientMessage, OperationId, RequestFrames};
-use kvtier_proto::generation::{Generation, Resolved, Unresolved};
+use kvtier_proto::generation::{Field, Generation, Resolved, Unresolved};
+use kvtier_proto::key::KeyHead;
 use kvtier_proto::operation::{Lane as LaneKind, Operation};
 use kvtier_proto::response::ResponseKind;
 use kvtier_proto::wire::DecodeError;
@@ -15,14 +16,19 @@ use super::names::lookup_number;
 use super::outbox::Outgoing;
 use super::request::{Job, RequestSender, Server, error_frame};
 use super::serve::Front;
-use kvtier_engine::Answer;
+use kvtier_engine::{Answer, Engine};
 use kvtier_l2::RateLimited;
 
-/// Payload bytes up to which this thread serves a quick request itself, while other clients wait for it and while none do.
-/// To hand one over to another thread and back costs about 50 us. The token ids of 64 KiB, some 16,000, take 15 us if they
-/// are known, and 200 us to decode and hash if they are not.
-const QUICK_BYTES: u64 = 64 << 10;
-const QUICK_BYTES_ALONE: u64 = 256 << 10;
+/// Work up to which this thread serves a quick request itself, while other clients wait for it and while none do. To hand
+/// one over to another thread and back costs about 50 us.
+///
+/// The unit is a byte of a prompt that is decoded and hashed: 64 KiB, some 16,000 token ids, take 200 us, or 15 us if the
+/// prompt is remembered.
+const QUICK_WORK: u64 = 64 << 10;
+const QUICK_WORK_ALONE: u64 = 256 << 10;
+
+/// Work per object key that is looked up, leased or released, by the instructions of both.
+const WORK_PER_OBJECT: u64 = 20;
 
 /// Whether an operation takes microseconds for a short prompt: it copies no KV data and maps no memory.
 fn is_quick(operation: Operation) -> bool {
@@ -39,6 +45,18 @@ fn is_quick(operation: Operation) -> bool {
     )
 }
 
+/// The work of a request, at most: its bytes, and what it does per object key.
+fn work(engine: &Engine, job: &Job) -> u64 {
+    let has_key = matches!(job.sender.spec().payloads.first(), Some(Field::Key(_)));
+    let objects = match job.payloads.first() {
+        Some(key) if has_key => KeyHead::peek(key).map_or(u64::MAX, |key| engine.objects(&key)),
+        _ => 0,
+    };
+    job.sender
+        .bytes
+        .saturating_add(objects.saturating_mul(WORK_PER_OBJECT))
+}
+
 impl Front {
     /// Serves a message of connection `id`, or queues it.
     pub(super) fn take(&mut self, id: u64, frames: Vec<Vec<u8>>) {
@@ -53,8 +71,11 @@ impl Front {
         let message = match parsed {
             Ok(ClientMessage::Request(request)) => request,
             // No stream stays open here: the only one ends with its first batch.
-            Ok(ClientMessage::Stream { .. }) => return,
+            Ok(ClientMessage::Stream { .. }) => {
+                return self.connections.count_strays(id, frames.len());
+            }
             Err(error) => {
+                self.connections.count_strays(id, frames.len());
                 self.server.engine.metrics().malformed_messages.inc();
                 static LOG_LIMIT: RateLimited = RateLimited::per_second();
                 if let Some(left_out) = LOG_LIMIT.permit(received) {
@@ -77,6 +98,7 @@ impl Front {
                     // Behind what was answered before.
                     self.server.outbox.send(reply);
                 }
+                self.connections.count_strays(id, frames.len());
                 return;
             }
         };
@@ -129,18 +151,21 @@ impl Front {
         if bytes > limits::max_payload(operation) {
             return self.refuse(job, "request_too_large");
         }
-        let weight = client.weight(operation, bytes);
+        let work = match is_quick(operation) {
+            true => client.work(operation, work(&self.server.engine, &job)),
+            false => u64::MAX,
+        };
         let (pool, lane) = match operation.lane() {
             LaneKind::Inline => return self.serve_now(job),
             LaneKind::Transfer => (&self.transfers, &client.transfers),
             LaneKind::Control => (&self.control, &client.control),
         };
         // Only this thread puts jobs into lanes, so an idle one stays idle and no order is broken.
-        let quick_bytes = match self.is_alone {
-            true => QUICK_BYTES_ALONE,
-            false => QUICK_BYTES,
+        let quick_work = match self.is_alone {
+            true => QUICK_WORK_ALONE,
+            false => QUICK_WORK,
         };
-        if is_quick(operation) && weight <= quick_bytes && lane.is_idle() {
+        if work <= quick_work && lane.is_idle() {
             return self.serve_now(job);
         }
         if !job.sender.take_memory() {

@@ -3,6 +3,7 @@
 //! It answers the requests that take microseconds at once, and queues the others in the lanes of their client. Pools decode and serve them and put the answers into the outbox, which wakes this
 //! thread.
 
+mod allowance;
 mod client;
 mod connection;
 mod connections;

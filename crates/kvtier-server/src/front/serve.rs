@@ -154,7 +154,7 @@ impl Front {
     }
 
     /// Serves or queues what a connection has sent. Returns whether more is likely to follow at once: not after a
-    /// heartbeat.
+    /// heartbeat, nor from a connection that waits for its turn.
     fn read(&mut self, id: u64) -> bool {
         let mut messages = std::mem::take(&mut self.messages);
         let ended = self.connections.read(id, &mut messages);
@@ -166,7 +166,7 @@ impl Front {
         if let Some(why) = ended {
             self.connections.close(id, why);
         }
-        is_busy
+        is_busy && !self.connections.has_excess(id)
     }
 
     /// Sends the replies that wait. Returns whether there were any.

@@ -7,9 +7,13 @@ use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Sender, bounded};
+use kvtier_core::prompt::Prompt;
+use kvtier_engine::{Answer, Caller, Reply};
 use kvtier_proto::frames::ClientMessage;
-use kvtier_proto::generation::Generation;
+use kvtier_proto::generation::{Generation, Release};
+use kvtier_proto::key::{CacheKey, KeyForm};
 use kvtier_proto::operation::Operation;
+use kvtier_proto::request::{EngineDrivenContext, InstanceId, Request};
 
 use super::client::Client;
 use super::connections::Bounds;
@@ -251,9 +255,50 @@ fn only_a_commit_may_be_large() {
     assert_eq!(server.refused("commit_store", "undecodable"), 1);
 }
 
-/// Whether the last of these requests of one client waits for another thread.
+/// A lookup of `count` one-byte token ids by the scheduler of a model with this world size.
+fn lookup(count: usize, world_size: u32) -> Vec<u8> {
+    let key = CacheKey {
+        model_name: "wide",
+        world_size,
+        worker_id: None,
+        tokens: vec![1_u32; count],
+        start: 0,
+        end: count as u64,
+        request_id: "r",
+        cache_salt: "",
+        request_configs: None,
+        num_kv_readers: Some(1),
+    };
+    let mut payload = Vec::new();
+    key.write(KeyForm::Full, &mut payload);
+    payload
+}
+
+/// Whether the last of these requests of one client waits for another thread. A worker of a world of 64 is registered.
 fn last_waits(is_alone: bool, requests: &[[&[u8]; 2]]) -> bool {
     let mut server = ByHand::new(1 << 30);
+    let worker = Request::<Prompt>::RegisterEngineDriven(EngineDrivenContext {
+        instance: InstanceId(1),
+        model_name: "wide",
+        world_size: 64,
+        block_size: 16,
+        num_layers: 1,
+        hidden_dim_size: 1,
+        dtype: "float32",
+        use_mla: false,
+        num_physical_slots: None,
+        takes_pool: false,
+    });
+    let engine = Arc::clone(&server.front.server.engine);
+    let caller = Caller {
+        connection: 0,
+        release: Release::Since0_5_5,
+        releases: "0.5.6",
+        knows_chunk_size: true,
+        registers_again: Some(true),
+    };
+    engine.handle(caller, &worker, Reply::new(|_: Option<Answer>| {}));
+    assert!(engine.is_registered(InstanceId(1)));
     let Front {
         connections,
         budgets,
@@ -275,27 +320,36 @@ fn last_waits(is_alone: bool, requests: &[[&[u8]; 2]]) -> bool {
 }
 
 #[test]
-fn long_lookups_are_served_at_once_only_if_no_other_client_waits() {
-    // The keys are malformed.
-    let [short, long, longest] = [60, 200, 300].map(|kib| text(kib << 10));
-    let [short, long, longest]: [[&[u8]; 2]; 3] = [[&[8], &short], [&[8], &long], [&[8], &longest]];
-    assert!(!last_waits(false, &[short]));
-    assert!(!last_waits(true, &[long]));
-    assert!(last_waits(false, &[long]));
-    assert!(last_waits(true, &[longest]));
-    // The end of a session gives back what a lookup has found.
-    let end: [&[u8]; 2] = [&[13], b"\xa1x"];
-    assert!(!last_waits(false, &[short, end]));
-    assert!(!last_waits(true, &[long, end]));
+fn lookups_are_served_at_once_by_their_work() {
+    // Token ids, and ranks of one object group each: whether they wait beside others, and without.
+    for (count, ranks, beside, alone) in [
+        (60_000, 1, false, false),
+        (80_000, 1, true, false),
+        (300_000, 1, true, true),
+        // 64 and 240 chunks of 64 objects.
+        (16_384, 64, true, false),
+        (61_440, 64, true, true),
+        (1024, 64, false, false),
+    ] {
+        let payload = lookup(count, ranks);
+        let request: [&[u8]; 2] = [&[8], &payload];
+        let waits = [false, true].map(|is_alone| last_waits(is_alone, &[request]));
+        assert_eq!(waits, [beside, alone], "{count} token ids, {ranks} ranks");
+    }
+    // The end of a session releases what a lookup has found.
+    let end: [&[u8]; 2] = [&[13], b"\xa1r"];
+    let [short, long] = [1024, 16_384].map(|count| lookup(count, 64));
+    assert!(!last_waits(false, &[[&[8], &short], end]));
+    assert!(!last_waits(true, &[[&[8], &long], end]));
 }
 
 #[test]
-fn end_of_a_session_waits_for_another_thread_after_a_long_lookup() {
+fn end_of_a_session_is_the_work_of_its_longest_lookup() {
     let mut client = ByHand::new(1 << 30).another;
-    assert_eq!(client.weight(Operation::EndSession, 3), 3);
-    assert_eq!(client.weight(Operation::Lookup, 1000), 1000);
-    assert_eq!(client.weight(Operation::Lookup, 10), 10);
-    assert_eq!(client.weight(Operation::EndSession, 3), 1000);
+    assert_eq!(client.work(Operation::EndSession, 3), 3);
+    assert_eq!(client.work(Operation::Lookup, 1000), 1000);
+    assert_eq!(client.work(Operation::Lookup, 10), 10);
+    assert_eq!(client.work(Operation::EndSession, 3), 1000);
 }
 
 #[test]

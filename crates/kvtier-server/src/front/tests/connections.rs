@@ -10,7 +10,7 @@ use kvtier_proto::generation::Release;
 use kvtier_zmtp::write_frame_header;
 
 use super::super::connection::{Closed, Connection, SCRATCH_BYTES};
-use super::super::connections::Bounds;
+use super::super::connections::{Bounds, TURN_INTERVAL};
 use super::super::{outbox, serve};
 use super::{Arc, ByHand};
 use kvtier_engine::{Caller, Reply};
@@ -402,4 +402,105 @@ fn undecided_requests_leave_most_memory_to_others() {
     let another = server.front.budgets.client(1000);
     assert!(another.peer.requests.take(512 << 10).is_some());
     drop(streams);
+}
+
+/// Turns that have passed by the server's clock since `start`, the one that was due then included.
+fn turns_since(server: &mut ByHand, start: Instant) -> u64 {
+    let passed = server.front.connections.now() - start;
+    1 + passed.as_micros() as u64 / TURN_INTERVAL.as_micros() as u64
+}
+
+#[test]
+fn senders_of_stray_frames_share_one_turn() {
+    let mut server = ByHand::new(1 << 20);
+    let mut floods: Vec<_> = (0..3).map(|_| shaken(&mut server)).collect();
+    let stray = message(&[b"x"]).repeat(10_000);
+    for flood in &mut floods {
+        write_all(&mut server, flood, &stray);
+    }
+    while server.front.connections.parked() < floods.len() {
+        server.front.turn(Duration::ZERO).unwrap();
+    }
+    let read = |server: &ByHand| server.metrics().malformed_messages.get();
+    let (start, before) = (server.front.connections.now(), read(&server));
+    for _ in 0..300 {
+        server.front.turn(Duration::ZERO).unwrap();
+    }
+    let turns = turns_since(&mut server, start);
+    // A turn reads 128 bytes.
+    assert!(read(&server) - before <= turns * 43, "{turns} turns");
+    server.send(&[&[1], &[24]]);
+    assert_eq!(server.answers().len(), 1, "others are served");
+
+    // Requests behind stray frames are answered too, and so are heartbeats.
+    drop(floods.split_off(1));
+    let clock = server.front.connections.clock();
+    clock.skip(Duration::from_secs(1));
+    let request = message(&[&[1], &[24]]);
+    let reply = message(&[&[1], &[24], b"\xa2OK"]);
+    for (command, answer) in [(&request[..], &reply[..]), (PING, PONG)] {
+        write_all(&mut server, &mut floods[0], command);
+        read_until(&mut server, &mut floods[0], answer);
+    }
+}
+
+#[test]
+fn commands_and_discarded_frames_are_stray() {
+    for stray in [PONG.repeat(1000), b"\x01\x01x".repeat(1000)] {
+        let mut server = ByHand::new(1 << 20);
+        let mut flood = shaken(&mut server);
+        write_all(&mut server, &mut flood, &stray);
+        while server.front.connections.parked() == 0 {
+            server.front.turn(Duration::ZERO).unwrap();
+        }
+    }
+}
+
+#[test]
+fn parked_connection_that_was_reset_is_closed() {
+    let mut server = ByHand::new(1 << 20);
+    let mut flood = shaken(&mut server);
+    write_all(&mut server, &mut flood, &message(&[b"x"]).repeat(10_000));
+    while server.front.connections.parked() == 0 {
+        server.front.turn(Duration::ZERO).unwrap();
+    }
+    rustix::net::sockopt::set_socket_linger(&flood, Some(Duration::ZERO)).unwrap();
+    drop(flood);
+    while server.front.connections.counts()[0] > 1 {
+        server.front.turn(Duration::from_millis(1)).unwrap();
+    }
+    assert_eq!(server.front.connections.counts(), [1, 0, 1]);
+}
+
+#[test]
+fn connections_are_accepted_singly_while_many_end_without_a_request() {
+    let mut server = ByHand::bounded(100, 1 << 20);
+    server.front.connections.count_vain(512);
+    let start = server.front.connections.now();
+    let waiting: Vec<_> = (0..30).map(|_| server.connect()).collect();
+    while server.front.connections.counts()[0] < 1 + waiting.len() {
+        server.front.turn(Duration::from_millis(1)).unwrap();
+        let accepted = server.front.connections.counts()[0] as u64 - 1;
+        assert!(accepted <= turns_since(&mut server, start));
+    }
+}
+
+#[test]
+fn connections_that_end_without_a_request_are_counted() {
+    let mut server = ByHand::bounded(100, 1 << 20);
+    while server.front.connections.is_accepting() {
+        let mut ended: Vec<_> = (0..50).map(|_| server.connect()).collect();
+        for stream in &mut ended {
+            stream.write_all(b"GET /").unwrap();
+        }
+        while server.front.connections.counts()[0] > 1 {
+            server.front.turn(Duration::ZERO).unwrap();
+        }
+        ended.clear();
+        server.connect();
+        server.front.turn(Duration::from_millis(1)).unwrap();
+    }
+    // It goes on by itself.
+    let mut late = server.connect();
+    assert_eq!(server.read(&mut late)[0], 0xff);
 }
