@@ -1,0 +1,77 @@
+"""Models with sliding windows, whose blocks vLLM reuses while their requests run: its own scheduler beside the connector."""
+
+import random
+from contextlib import closing
+
+import pytest
+from conftest import CHUNK
+from rig import tokens
+from simulated import Simulation, full, window
+
+# Groups of one model: blocks of different sizes, windows shorter and longer than a chunk, and not of whole blocks.
+MODELS = {
+    "short": [window(4, 8), full(4)],
+    "gemma": [window(4, 5), window(4, 5), full(4)],
+    "long": [full(4), window(4, 40)],
+    "uneven": [window(8, 23), full(4), window(4, 2)],
+    "only": [window(4, 24)],
+    "larger-than-a-chunk": [full(16), window(16, 50)],
+}
+# Answers as long as prompts, so that requests outgrow few blocks and are preempted.
+LONGEST, ANSWER = 4 * CHUNK, 60
+
+
+def prompts(source, count):
+    """Prompts that begin alike, of up to four chunks."""
+    trunk = tokens(LONGEST, source.random())
+    made = []
+    for _ in range(count):
+        shared = source.choice([0, source.randrange(LONGEST), LONGEST])
+        length = max(1, source.choice([source.randrange(1, LONGEST), source.randrange(1, 5) * CHUNK]))
+        made.append([each % 4000 for each in (trunk[:shared] + tokens(LONGEST, source.random()))[:length]])
+    return made
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_hit_has_the_kv_of_its_tokens(place, model):
+    """Random prompts, steps, caches, tenants and numbers of blocks, with preemptions: no layer attends to wrong KV."""
+    server, loaded, preempted, left = place.server("lmcache_driven"), 0, 0, 0
+    # Blocks of the longest request at its end, with those that its windows have left.
+    whole = sum(-(-(LONGEST + ANSWER) // spec.block_size) for spec in MODELS[model])
+    for seed in range(3):
+        source = random.Random(f"{model}-{seed}")
+        engine = Simulation(
+            server, model, MODELS[model], blocks=whole + [2, 6, 4 * whole][seed], caching=seed % 2 == 0,
+            step_tokens=source.choice([12, 32, 100, 1024]), seed=seed,
+        )  # fmt: skip
+        with closing(engine):
+            free = engine.free_blocks()
+            for number, prompt in enumerate(prompts(random.Random(model), 14)):
+                engine.add(f"{seed}-{number}", prompt, source.choice([None, "alice"]), answer=source.choice([1, ANSWER]))
+                for _ in range(source.choice([0, 1, 4])):
+                    engine.step()
+            engine.run()
+            assert engine.free_blocks() == free
+            assert engine.errors == 0
+            loaded, preempted, left = loaded + engine.external, preempted + engine.preempted, left + engine.left
+    print(f"{model}: {loaded} tokens loaded, {preempted} preemptions, {left} requests left")
+    assert loaded > 12 * CHUNK
+    # A model of windows alone fits into few blocks.
+    assert preempted > 0 or model == "only"
+    assert left < 12
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_hits_are_as_long_as_they_can_be(place, model):
+    """Of what another engine has stored all whole chunks before the last token are loaded."""
+    server, made = place.server("lmcache_driven"), prompts(random.Random(f"{model}-whole"), 8)
+    for caching, name in ((True, "first"), (False, "second")):
+        with closing(Simulation(server, model, MODELS[model], blocks=600, caching=caching, step_tokens=64)) as engine:
+            found = []
+            for number, prompt in enumerate(made):
+                before = engine.external
+                engine.add(f"{name}-{number}", prompt, answer=1)
+                engine.run()
+                found.append(engine.external - before)
+            assert engine.errors == 0 and engine.left == 0
+    assert found == [(len(prompt) - 1) // CHUNK * CHUNK for prompt in made]
