@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from vllm import __version__
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -26,6 +27,7 @@ from .metadata import Move, StepMetadata, WorkerReport
 from .metrics import KvTierPromMetrics, KvTierStats
 from .options import Identity, Options
 from .pages import page_format
+from .releases import note_untested
 from .scheduling import Scheduling
 
 if TYPE_CHECKING:
@@ -88,6 +90,7 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._adapter: WorkerAdapter | None = None
         pages = page_format(vllm_config, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
+            note_untested(__version__)
             if self._options.recompute_failed_loads:
                 transfer.kv_load_failure_policy = "recompute"
             identity = Identity.of(vllm_config, is_mla, model_name=self._options.model_name, pages=pages)
