@@ -1,4 +1,4 @@
-//! A real server for tests: `redis-server`, of Debian's package of that name.
+//! A real server for tests: `redis-server`, of Debian's package of that name, or the program `KVTIER_REDIS_SERVER`.
 
 use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
@@ -32,7 +32,7 @@ impl Redis {
     /// A server with these flags, in which `{port}` and `{bus}` are its own.
     pub(super) fn start(flags: &[&str]) -> Self {
         let directory = tempfile::tempdir().unwrap();
-        loop {
+        for _ in 0..20 {
             let (port, bus) = (free_port(), free_port());
             let own = |flag: &&str| {
                 let flag = flag.replace("{port}", &port.to_string());
@@ -50,12 +50,14 @@ impl Redis {
                 };
             }
         }
+        panic!("the server does not start with {flags:?}");
     }
 
     /// None if it has ended at once, as it does without its port.
     fn spawn(port: u16, directory: &TempDir, flags: &[String]) -> Option<Child> {
         let socket = directory.path().join("socket");
-        let mut process = Command::new("redis-server")
+        let program = std::env::var_os("KVTIER_REDIS_SERVER");
+        let mut process = Command::new(program.unwrap_or_else(|| "redis-server".into()))
             .args(["--port", &port.to_string(), "--bind", "127.0.0.1"])
             .args(["--save", "", "--appendonly", "no", "--dir"])
             .arg(directory.path())
