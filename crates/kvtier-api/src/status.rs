@@ -157,6 +157,14 @@ pub struct L1Status {
     pub bookkeeping_bytes: u64,
     /// Accounting errors found; anything but 0 is a bug.
     pub accounting_errors: u64,
+    /// Readable objects at the start that the server before had left.
+    pub restored_objects: u64,
+    /// Their bytes.
+    pub restored_bytes: u64,
+    /// Objects of that server that were left out, by reason.
+    pub left_out_objects: BTreeMap<String, u64>,
+    /// Objects that the next server will not have, since there was no memory to record them.
+    pub unrecorded_objects: u64,
 }
 
 /// Free space of one NUMA part of L1.

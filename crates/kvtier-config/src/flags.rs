@@ -6,8 +6,8 @@ use clap::Parser;
 use kvtier_core::hashing::HashAlgorithm;
 
 use super::values::{
-    EngineType, EvictionPolicyName, LogFormat, PrefetchPolicy, QuotaModeName, StorePolicy,
-    TransferMode, Transport, WindowedClients, parse_mode,
+    EngineType, EvictionPolicyName, L1Restore, LogFormat, PrefetchPolicy, QuotaModeName,
+    StorePolicy, TransferMode, Transport, WindowedClients, parse_mode,
 };
 use super::{TenantSettings, gpu::GpuSettings};
 use crate::limit::Limit;
@@ -173,6 +173,10 @@ pub struct ServerArgs {
     pub no_l1_prefault: bool,
     #[arg(long, hide = true)]
     l1_prefault: bool,
+    /// Whether L1 stays in /dev/shm when the server ends, for the next server of the same instance (needs --state-dir); off
+    /// removes it
+    #[arg(long, value_enum, default_value = "off", help_heading = "L1")]
+    pub l1_restore: L1Restore,
     /// Seconds after which an uncommitted reservation expires
     #[arg(long, default_value_t = 600.0, help_heading = "L1")]
     pub l1_write_ttl_seconds: f64,

@@ -44,7 +44,8 @@ pub use quota::{Place, QuotaSettings};
 pub use state::StateSettings;
 pub use tenants::TenantSettings;
 pub use values::{
-    EvictionPolicyName, LogFormat, PrefetchPolicy, StorePolicy, TransferMode, WindowedClients,
+    EvictionPolicyName, L1Restore, LogFormat, PrefetchPolicy, StorePolicy, TransferMode,
+    WindowedClients,
 };
 
 use kvtier_core::hashing::HashAlgorithm;
@@ -126,6 +127,8 @@ pub struct ServerConfig {
     pub l1_align_bytes: u64,
     /// Take L1 from the 2 MiB hugepage pool.
     pub l1_hugepages: bool,
+    /// Whether the next server of this instance goes on with L1.
+    pub l1_restore: bool,
     /// Touch all of L1 in the background after start.
     pub l1_prefault: bool,
     /// Life of a reservation whose client never commits.

@@ -89,6 +89,15 @@ pub(super) enum EngineType {
     Default,
 }
 
+/// Whether L1 outlives the process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum L1Restore {
+    /// The next server of the instance goes on with it.
+    On,
+    /// It ends with the process.
+    Off,
+}
+
 /// What becomes of an object of L1 once every tier has it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 #[value(rename_all = "snake_case")]

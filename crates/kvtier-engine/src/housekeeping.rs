@@ -18,6 +18,7 @@ impl Engine {
         self.workers.expire(now);
         self.lookups.expire(now);
         self.transfers.expire(now);
+        self.context.l1.expire(now);
         self.admin.evict();
     }
 

@@ -48,7 +48,7 @@ pub use reply::{Reply, ReplyTarget};
 use kvtier_config::ServerConfig;
 use kvtier_core::cache::Removed;
 use kvtier_core::prompt::{Prompt, PromptReader};
-use kvtier_l1::{L1, L1Tenants, create_arena};
+use kvtier_l1::{Instance, L1, L1Tenants, open_arena};
 use kvtier_metrics::{Metrics, Readings};
 use kvtier_proto::generation::Release;
 use kvtier_proto::key::KeyHead;
@@ -135,13 +135,18 @@ impl Engine {
         let salts = Salts::open(&config.tenants)?;
         let state = open_state(&config)?;
         let quotas = Opened::open(&config, state.as_ref().ok(), &salts)?;
-        let arena = Arc::new(create_arena(&config)?);
+        let instance = state.as_ref().ok().map(|_| Instance {
+            name: &config.state.instance,
+            tenants: salts.number(),
+        });
+        let (arena, kept) = open_arena(&config, instance)?;
+        let arena = Arc::new(arena);
         let devices = Devices::find(&config, &arena)?;
         if let Some(warning) = devices.warning(&config) {
             tracing::warn!("{warning}");
         }
-        let l1 = L1::create(&config, &quotas, arena, &devices.numa_nodes())?;
-        let clock = Arc::new(Clock::start());
+        let l1 = L1::create(&config, &quotas, arena, kept, &devices.numa_nodes())?;
+        let clock = Arc::new(Clock::start(l1.heritage.age));
         let start = |l2| {
             let (cache, arena) = (l1.cache.clone(), Arc::clone(&l1.arena));
             let (clock, metrics) = (Arc::clone(&clock), Arc::clone(&metrics));
@@ -406,7 +411,7 @@ impl Engine {
         self.context.devices.stop();
     }
 
-    /// Stores what waits to be stored, unlinks the pool, so that no segment outlives the server, ends the work on driver threads,
+    /// Stores what waits to be stored, unlinks the pool unless the next server goes on with it, ends the work on driver threads,
     /// and unpins the arena. To be called after the last request.
     pub fn close(&self) {
         // Before anything that a driver may hold up.
@@ -417,7 +422,8 @@ impl Engine {
         self.is_drained.store(true, Ordering::Release);
         self.workers.driver_threads.finish();
         self.context.devices.close();
-        // The next server may have it from here on: quotas change only by requests, and there are none any more.
+        // From here on the next server may have them: both change only by requests, and there are none any more.
+        self.context.l1.close();
         if let Ok(state) = &self.context.state {
             state.release();
         }
@@ -429,7 +435,7 @@ impl Engine {
         self.is_drained.load(Ordering::Acquire)
     }
 
-    /// Unlinks the name of the pool. May be called at any time.
+    /// Unlinks the name of a pool that ends with this server. May be called at any time.
     pub fn unlink_pool(&self) {
         self.context.l1.arena.unlink();
     }

@@ -3,25 +3,34 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-/// Time since the engine was made: the system's monotonic clock, and what a test has skipped.
+/// Time since the engine was made, or the first of those whose L1 it goes on with: the system's monotonic clock, and what a
+/// test has skipped.
 #[derive(Debug)]
 pub struct Clock {
     started: Instant,
+    /// Age of L1 then.
+    before: Duration,
     /// Nanoseconds.
     skipped: AtomicU64,
 }
 
 impl Clock {
-    /// Starts now.
-    pub fn start() -> Self {
+    /// Starts now, with an L1 of this age.
+    pub fn start(before: Duration) -> Self {
         Self {
             started: Instant::now(),
+            before,
             skipped: AtomicU64::new(0),
         }
     }
 
-    /// Time since the start.
+    /// The time.
     pub fn now(&self) -> Duration {
+        self.before + self.uptime()
+    }
+
+    /// Time since the engine was made.
+    pub fn uptime(&self) -> Duration {
         self.started.elapsed() + Duration::from_nanos(self.skipped.load(Ordering::Relaxed))
     }
 

@@ -5,10 +5,14 @@
 
 mod allocator;
 mod clock;
+mod heritage;
+mod kept;
 mod memory;
 mod tenants;
 
 pub use allocator::L1Allocator;
 pub use clock::Clock;
-pub use memory::{L1, create_arena, divide, preflight_arena};
+pub use heritage::Heritage;
+pub use kept::{Instance, Kept, open_arena};
+pub use memory::{L1, divide, preflight_arena};
 pub use tenants::L1Tenants;

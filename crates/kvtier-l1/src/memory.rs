@@ -3,6 +3,7 @@
 use std::fmt::Display;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvtier_core::cache::{Cache, CacheConfig};
 use kvtier_core::quota::QuotaConfig;
@@ -10,6 +11,8 @@ use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_memory::{Arena, ArenaError, ArenaKind};
 
 use super::allocator::{L1Allocator, parts};
+use super::heritage::Heritage;
+use super::kept::Kept;
 use kvtier_config::{NumaNodes, ServerConfig, in_gib};
 use kvtier_tenants::Opened;
 
@@ -28,12 +31,14 @@ pub struct L1 {
     pub arena: Arc<Arena>,
     /// Which objects they are.
     pub cache: Cache<L1Allocator>,
+    /// What it has of the server before.
+    pub heritage: Heritage,
     /// The NUMA node of each part of the arena; none when it has no parts.
     nodes: Vec<u32>,
 }
 
 impl L1 {
-    /// The cache over an untouched arena. `nodes` are the nodes that its memory comes from; with several, each has a
+    /// The cache over an untouched arena, or the objects of the server before. `nodes` are the nodes that its memory comes from; with several, each has a
     /// part of it.
     ///
     /// # Errors
@@ -42,27 +47,29 @@ impl L1 {
         config: &ServerConfig,
         quotas: &Opened,
         arena: Arc<Arena>,
+        kept: Kept,
         nodes: &[u32],
     ) -> Result<Self> {
         let (nodes, allocator) = divide(&arena, config, nodes)?;
-        let cache = Cache::new(
-            allocator,
-            CacheConfig {
-                eviction: config.eviction_policy.kind(),
-                quotas: QuotaConfig {
-                    watermark: config.eviction_trigger_watermark,
-                    ratio: config.eviction_ratio,
-                    ..quotas.config("l1")
-                },
-                ..CacheConfig::default()
+        let cache_config = CacheConfig {
+            eviction: config.eviction_policy.kind(),
+            quotas: QuotaConfig {
+                watermark: config.eviction_trigger_watermark,
+                ratio: config.eviction_ratio,
+                ..quotas.config("l1")
             },
-        );
+            ..CacheConfig::default()
+        };
+        let (cache, restored) = kept.begin(allocator, cache_config);
+        let heritage = Heritage::new(restored, config.write_ttl);
+        heritage.release_unreachable(&arena);
         for (salt, grant) in quotas.grants("l1") {
             cache.set_grant(salt, Some(grant));
         }
         Ok(Self {
             arena,
             cache,
+            heritage,
             nodes,
         })
     }
@@ -77,6 +84,18 @@ impl L1 {
             nodes: nodes.to_vec(),
             ..self
         }
+    }
+
+    /// Frees memory that clients of the server before may have copied until now, when no client can any more.
+    pub fn expire(&self, now: Duration) {
+        self.heritage.expire(now, &self.arena);
+    }
+
+    /// Leaves L1 to the next server: nothing of it may be written any more. Without a ledger it ends with the process.
+    pub fn close(&self) {
+        self.cache.detach_ledger();
+        self.arena.unlink();
+        self.arena.release();
     }
 
     /// Bytes that may be staged at once.

@@ -13,7 +13,7 @@ use crate::checksum;
 use crate::error::ArenaError;
 use crate::mapping::{HUGE_PAGE, MapError, Mapping};
 use crate::prefault::{self, PrefaultEnd, PrefaultError, PrefaultProgress};
-use crate::shm_file::ShmFile;
+use crate::shm_file::{FileId, ShmFile};
 use kvtier_extent::Extent;
 
 pub use crate::shm_file::SHM_PREFIX;
@@ -62,6 +62,8 @@ pub struct Arena {
     mapping: Mapping,
     kind: ArenaKind,
     shm: Option<ShmFile>,
+    /// Whether the name is for later processes of this server only.
+    is_private: bool,
 }
 
 impl Arena {
@@ -113,7 +115,12 @@ impl Arena {
                 (mapped.map_err(|e| map_error(e, &place))?, None)
             }
         };
-        let arena = Self { mapping, kind, shm };
+        let arena = Self {
+            mapping,
+            kind,
+            shm,
+            is_private: false,
+        };
         if options.exclude_from_core_dumps {
             arena.advise(Advice::LinuxDontDump);
         }
@@ -121,6 +128,75 @@ impl Arena {
             arena.advise(Advice::LinuxHugepage);
         }
         Ok(arena)
+    }
+
+    /// Opens the shared arena of this name that an earlier process has [kept](Self::keep), with `bytes` bytes, and says how many
+    /// of them it had: these are as they were, later ones are 0. `None` if there is none that can be trusted.
+    ///
+    /// # Errors
+    /// See [`ArenaError`]; the segment stays as it was.
+    pub fn find(name: &str, bytes: u64) -> Result<Option<(Self, u64)>, ArenaError> {
+        let Some(shm) = ShmFile::find(name)? else {
+            return Ok(None);
+        };
+        let page = rustix::param::page_size();
+        let len = usize::try_from(bytes)
+            .ok()
+            .and_then(|len| len.checked_next_multiple_of(page))
+            .filter(|len| *len > 0 && *len <= isize::MAX as usize)
+            .ok_or(ArenaError::Size { bytes })?;
+        let (size, backed) = shm.sizes().unwrap_or_default();
+        if size < len as u64 {
+            check_space(shm.file(), (len as u64).saturating_sub(backed), "/dev/shm")?;
+            resize(shm.file(), len as u64, "/dev/shm")?;
+        }
+        let mapped = Mapping::shared(shm.file().as_fd(), len, "arena");
+        let arena = Self {
+            mapping: mapped.map_err(|e| map_error(e, shm.name()))?,
+            kind: ArenaKind::Shm {
+                name: name.to_owned(),
+            },
+            shm: Some(shm),
+            is_private: false,
+        };
+        arena.advise(Advice::LinuxDontDump);
+        Ok(Some((arena, size.min(len as u64))))
+    }
+
+    /// Lets the segment of a shared arena stay when this process ends, for [`find`](Self::find).
+    pub fn keep(&self) {
+        if let Some(shm) = &self.shm {
+            shm.keep();
+        }
+    }
+
+    /// Lets another process [find](Self::find) the arena. This one must not write it any more.
+    pub fn release(&self) {
+        if let Some(shm) = &self.shm {
+            shm.release();
+        }
+    }
+
+    /// Identity of the segment of a shared arena.
+    #[must_use]
+    pub fn file_id(&self) -> Option<FileId> {
+        self.shm.as_ref()?.id()
+    }
+
+    /// Whether it is known that no other process can reach the arena.
+    #[must_use]
+    pub fn is_alone(&self) -> bool {
+        self.shm.as_ref().is_none_or(ShmFile::is_alone)
+    }
+
+    /// Frees the memory of the rest of an arena that was larger, if no other process can reach it.
+    pub fn trim(&self) {
+        let Some(shm) = &self.shm else { return };
+        let (size, _) = shm.sizes().unwrap_or_default();
+        if size > self.len() && shm.is_alone() {
+            // Nothing but memory is lost if it fails.
+            let _ = rustix::fs::ftruncate(shm.file(), self.len());
+        }
     }
 
     /// Advice is a wish: a kernel that does not know it loses nothing but speed.
@@ -152,7 +228,22 @@ impl Arena {
     /// Name of its shared memory segment, as clients receive it: prefixed, without a slash.
     #[must_use]
     pub fn shm_name(&self) -> Option<&str> {
+        self.segment_name().filter(|_| !self.is_private)
+    }
+
+    /// The same, also where clients do not receive it.
+    #[must_use]
+    pub fn segment_name(&self) -> Option<&str> {
         self.shm.as_ref().map(ShmFile::name)
+    }
+
+    /// The same arena, whose name clients do not receive.
+    #[must_use]
+    pub fn into_private(self) -> Self {
+        Self {
+            is_private: true,
+            ..self
+        }
     }
 
     /// Removes the name of a shared arena, so that no later process finds it; those that map it
@@ -293,31 +384,45 @@ impl std::fmt::Debug for Arena {
 /// Sets the size of the new `file`, after checking that the file system has that much: touching a
 /// page that it cannot back would be a fault, long after start.
 fn size_file(file: &OwnedFd, bytes: u64, place: &str, reserve: bool) -> Result<(), ArenaError> {
-    let system = |action, e: rustix::io::Errno| ArenaError::System {
-        action,
-        place: place.to_owned(),
-        source: e.into(),
-    };
-    let stat = rustix::fs::fstatvfs(file).map_err(|e| system("ask for the free space of", e))?;
-    let available = stat.f_bavail.saturating_mul(stat.f_frsize);
-    // A file system without a limit says it has no blocks at all.
-    if stat.f_blocks > 0 && available < bytes {
-        return Err(ArenaError::OutOfMemory {
-            bytes,
-            available,
-            place: place.to_owned(),
-        });
-    }
-    rustix::fs::ftruncate(file, bytes).map_err(|e| system("size", e))?;
+    check_space(file, bytes, place)?;
+    resize(file, bytes, place)?;
     if reserve {
         // Disk file systems set the blocks aside without writing them; those that cannot
         // are covered by the fault guard. (On /dev/shm this would touch every page.)
         match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes) {
             Ok(()) | Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => {}
-            Err(e) => return Err(system("reserve space for", e)),
+            Err(e) => return Err(system_error("reserve space for", place, e)),
         }
     }
     Ok(())
+}
+
+fn system_error(action: &'static str, place: &str, error: rustix::io::Errno) -> ArenaError {
+    ArenaError::System {
+        action,
+        place: place.to_owned(),
+        source: error.into(),
+    }
+}
+
+/// Checks that the file system has `bytes` free bytes.
+fn check_space(file: &OwnedFd, bytes: u64, place: &str) -> Result<(), ArenaError> {
+    let stat = rustix::fs::fstatvfs(file)
+        .map_err(|e| system_error("ask for the free space of", place, e))?;
+    let available = stat.f_bavail.saturating_mul(stat.f_frsize);
+    // A file system without a limit says it has no blocks at all.
+    match stat.f_blocks > 0 && available < bytes {
+        true => Err(ArenaError::OutOfMemory {
+            bytes,
+            available,
+            place: place.to_owned(),
+        }),
+        false => Ok(()),
+    }
+}
+
+fn resize(file: &OwnedFd, bytes: u64, place: &str) -> Result<(), ArenaError> {
+    rustix::fs::ftruncate(file, bytes).map_err(|e| system_error("size", place, e))
 }
 
 /// A new file without a name: in the directory `path`, or at `path` and then unlinked.

@@ -3,6 +3,7 @@
 //! * [`Arena`]: one large block of memory (anonymous, POSIX shared memory, huge pages or a file).
 //! * [`FreeExtents`]: which byte ranges ([`Extent`]) of an arena are free. All of its bookkeeping
 //!   lies outside the arena, so a process that writes to shared memory cannot corrupt it.
+//! * [`SharedWords`]: 64-bit words in shared memory that outlive the process.
 //! * [`ForeignSegment`]: memory that a client created and shares with us.
 //! * [`SharedSegment`]: memory that we create and share with one process by its descriptor.
 //! * [`copy_affine`] and [`copy_runs`]: the one copy between the two.
@@ -41,6 +42,7 @@ pub mod segment;
 mod shm_file;
 pub mod socket;
 pub mod uring;
+mod words;
 
 pub use access::{AccessError, within};
 pub use arena::{Arena, ArenaKind, ArenaOptions};
@@ -53,4 +55,5 @@ pub use numa::NumaError;
 pub use prefault::{PrefaultEnd, PrefaultError, PrefaultProgress};
 pub use process::{exit_at_once, has_mapped};
 pub use segment::{ForeignSegment, OwnSegment, SegmentError};
-pub use shm_file::{FileId, PoolRoom, remove_stale_pools};
+pub use shm_file::{FileId, PoolRoom, remove_kept, remove_stale_pools};
+pub use words::SharedWords;

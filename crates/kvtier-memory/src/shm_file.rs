@@ -1,7 +1,7 @@
 //! The shared memory segment of an arena: its name, and the lock that says its server lives.
 
 use std::ffi::CString;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd as _, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -24,6 +24,9 @@ pub(crate) const NO_FOLLOW: OFlags = OFlags::from_bits_retain(rustix::fs::OFlags
 /// Opening a pipe there does not wait for its other end.
 const NO_WAIT: OFlags = OFlags::from_bits_retain(rustix::fs::OFlags::NONBLOCK.bits());
 
+/// Chooses the signal by which a lease is broken, as fcntl(2) has it on Linux.
+const F_SETSIG: libc::c_int = 10;
+
 /// Identity of a file, whatever its name. Valid as long as the file is held, as by a mapping.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct FileId {
@@ -35,6 +38,12 @@ impl FileId {
     /// Of the file with this number on this device.
     pub(crate) fn new(device: u64, inode: u64) -> Self {
         Self { device, inode }
+    }
+
+    /// Device and number.
+    #[must_use]
+    pub fn numbers(&self) -> [u64; 2] {
+        [self.device, self.inode]
     }
 
     /// Of a file that was examined.
@@ -55,6 +64,7 @@ pub(crate) struct ShmFile {
     name: String,
     c_name: CString,
     file: OwnedFd,
+    /// Whether the name is to be removed.
     linked: AtomicBool,
 }
 
@@ -128,7 +138,94 @@ impl ShmFile {
         Err(ArenaError::NameInUse { name })
     }
 
-    /// Removes the name, once, if it is still ours.
+    /// Opens the segment of this name that an earlier process has kept, and locks it. `None` if there is none, or it belongs to
+    /// another user or can be opened by others.
+    ///
+    /// # Errors
+    /// [`ArenaError::NameInUse`] while a process has it; the system's.
+    pub(crate) fn find(name: &str) -> Result<Option<Self>, ArenaError> {
+        let name = full_name(name)?;
+        let c_name = CString::new(name.as_str()).map_err(|_| ArenaError::Name {
+            name: name.clone(),
+            reason: "has a zero byte in it",
+        })?;
+        let flags = OFlags::RDWR | NO_FOLLOW | NO_WAIT;
+        let file = match shm::open(c_name.as_c_str(), flags, Mode::empty()) {
+            Ok(file) => file,
+            // Absent, a link, a directory, or of another user: a new one takes its place, if it can.
+            Err(_) => return Ok(None),
+        };
+        let is_trusted = rustix::fs::fstat(&file).is_ok_and(|stat| {
+            rustix::fs::FileType::from_raw_mode(stat.st_mode) == rustix::fs::FileType::RegularFile
+                && stat.st_uid == rustix::process::geteuid().as_raw()
+                && stat.st_mode & 0o077 == 0
+                && stat.st_nlink == 1
+        });
+        if !is_trusted {
+            return Ok(None);
+        }
+        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::WOULDBLOCK) => return Err(ArenaError::NameInUse { name }),
+            Err(_) => return Ok(None),
+        }
+        let found = Self {
+            name,
+            c_name,
+            file,
+            linked: AtomicBool::new(false),
+        };
+        Ok(found.is_still_ours().then_some(found))
+    }
+
+    /// Lets the name stay when this process ends.
+    pub(crate) fn keep(&self) {
+        self.linked.store(false, Ordering::Release);
+    }
+
+    /// Lets another process have the segment, which this one must not write any more.
+    pub(crate) fn release(&self) {
+        // Fails for a bad descriptor only. The end of the process releases it too.
+        let _ = rustix::fs::flock(&self.file, FlockOperation::Unlock);
+    }
+
+    /// Its identity.
+    pub(crate) fn id(&self) -> Option<FileId> {
+        rustix::fs::fstat(&self.file)
+            .ok()
+            .map(|stat| FileId::of(&stat))
+    }
+
+    /// Bytes of the segment, and of the pages behind it.
+    pub(crate) fn sizes(&self) -> Option<(u64, u64)> {
+        let stat = rustix::fs::fstat(&self.file).ok()?;
+        let size = u64::try_from(stat.st_size).ok()?;
+        Some((
+            size,
+            u64::try_from(stat.st_blocks).ok()?.saturating_mul(512),
+        ))
+    }
+
+    /// Whether it is known that no other process has the segment open or mapped, whatever namespace it is in. The system grants
+    /// a lease for writing only then.
+    pub(crate) fn is_alone(&self) -> bool {
+        let fd = self.file.as_raw_fd();
+        // The lease is broken by a signal if another process opens the file in the meantime: one that is ignored by default.
+        // SAFETY: the calls take numbers only, and the descriptor is open.
+        unsafe {
+            libc::fcntl(fd, F_SETSIG, libc::SIGURG) == 0
+                && libc::fcntl(fd, libc::F_SETLEASE, libc::F_WRLCK) == 0
+                && libc::fcntl(fd, libc::F_SETLEASE, libc::F_UNLCK) == 0
+        }
+    }
+
+    /// Removes the name if it is ours, kept or not.
+    pub(crate) fn remove(&self) {
+        self.linked.store(true, Ordering::Release);
+        self.unlink();
+    }
+
+    /// Removes the name, once, if it is still ours and not kept.
     pub(crate) fn unlink(&self) {
         if self.linked.swap(false, Ordering::AcqRel) && self.is_still_ours() {
             // Nothing can be done about a failure, and a second try would not help.
@@ -170,6 +267,12 @@ pub fn remove_stale_pools(prefix: &str) -> usize {
         .filter_map(|entry| entry.file_name().into_string().ok())
         .filter(|name| name.starts_with(&prefix) && is_removed(name).is_ok())
         .count()
+}
+
+/// Removes the segment of this name that an earlier process has kept; returns whether there was one.
+pub fn remove_kept(name: &str) -> bool {
+    let found = ShmFile::find(name).ok().flatten();
+    found.inspect(ShmFile::remove).is_some()
 }
 
 /// What `/dev/shm` has for a pool.

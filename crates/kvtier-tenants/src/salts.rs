@@ -32,6 +32,13 @@ impl Salts {
         Ok(Self(key))
     }
 
+    /// A number that stands for these names: other names have another, as far as 32 bits allow.
+    pub fn number(&self) -> u64 {
+        let text = self.0.as_ref().map(SaltKey::fingerprint);
+        let number = text.and_then(|text| u64::from_str_radix(&text, 16).ok());
+        number.map_or(0, |number| number | 1 << 32)
+    }
+
     /// The name of the tenant of a client. One whose salt looks like a hash is no other tenant.
     pub fn of_client<'a>(&self, salt: &'a str) -> Cow<'a, str> {
         match &self.0 {

@@ -115,6 +115,8 @@ pub struct Snapshot {
     /// By number, as far as objects have them.
     pub(crate) namespaces: Vec<Option<Arc<Namespace>>>,
     pub(crate) rejected: Rejected,
+    /// Whether clients may still copy memory of an object that was left out.
+    has_lost_granted: bool,
     /// Moment of tick 0.
     origin: u64,
 }
@@ -133,6 +135,12 @@ impl Snapshot {
     /// Whether no object is.
     pub fn is_empty(&self) -> bool {
         self.objects.is_empty()
+    }
+
+    /// Whether clients of the earlier process may still copy memory of objects that were left out, which so could be granted to
+    /// others. A damaged record says nothing about that.
+    pub fn has_lost_granted(&self) -> bool {
+        self.has_lost_granted
     }
 
     /// Objects left out so far.
@@ -195,6 +203,7 @@ impl<W: Words> Ledger<W> {
             objects: Vec::new(),
             namespaces: vec![None; header.names as usize],
             rejected: Rejected::default(),
+            has_lost_granted: false,
             origin: found.origin,
         };
         ledger.read_names(&mut snapshot);
@@ -255,6 +264,9 @@ impl<W: Words> Ledger<W> {
     /// Leaves out an object, for later processes too.
     pub(crate) fn leave_out(&mut self, snapshot: &mut Snapshot, slot: u32, fault: Fault) {
         snapshot.rejected.add(fault);
+        if let Some(Ok((_, life))) = format::read_record(&self.words, self.id, slot) {
+            snapshot.has_lost_granted |= life.state != ObjectState::Resident;
+        }
         self.remove(slot);
     }
 

@@ -474,6 +474,34 @@ fn left_out_objects_are_counted_by_reason() {
     assert_eq!(open(2 * CAPACITY, ALIGN), (3, [0; 6]));
 }
 
+/// Memory that clients may still copy must not be granted to others only because its object is left out.
+#[test]
+fn left_out_memory_that_clients_may_copy_is_told() {
+    let lost = |memory: &Memory, capacity, align| {
+        let now = IDENTITY.origin + 1000 * SECOND;
+        let opened = Ledger::open(Shared::of(memory), &IDENTITY, now, capacity, align);
+        let (_, snapshot) = opened.map_err(|(error, _)| error).unwrap();
+        assert_eq!(snapshot.is_empty(), capacity < 8);
+        snapshot.has_lost_granted()
+    };
+    let words = Shared::default();
+    let cache = recorded(&words, EvictionKind::Lru);
+    let wanted = [hash(0)];
+    let wanted = request(space(0), &wanted, 8);
+    let reserved = cache.reserve(Duration::ZERO, &wanted).unwrap();
+    reserved.reservation.grant();
+    let granted = words.0.lock().unwrap().clone();
+    assert_eq!(
+        [CAPACITY, 4].map(|it| lost(&granted, it, ALIGN)),
+        [false, true]
+    );
+    // No client copies memory of what was only stored.
+    assert_eq!(
+        [CAPACITY, 4].map(|it| lost(&stored(), it, ALIGN)),
+        [false; 2]
+    );
+}
+
 /// Records that only a bug or an attack could write: sound, and contradicting each other.
 #[test]
 fn contradicting_objects_are_left_out() {

@@ -10,6 +10,7 @@ use kvtier_api::{
     WorkerLiveness,
 };
 use kvtier_core::cache::FreeSpace;
+use kvtier_core::ledger::Fault;
 use kvtier_device::{Axis, KvLayout};
 
 use super::super::instances::Mode;
@@ -76,6 +77,8 @@ impl Admin {
         let stats = self.context.l1.cache.stats();
         let (lookups, unread) = self.lookups.held.counts();
         let (transfers, quarantined, quarantined_bytes) = self.transfers.prepared.counts();
+        let heritage = &self.context.l1.heritage;
+        let (of_before, bytes_of_before) = heritage.withheld();
         let config = &self.context.config;
         let memory_healthy =
             self.context.l1.arena.poisoned().is_none() && stats.accounting_errors == 0;
@@ -104,6 +107,14 @@ impl Admin {
             prefaulted_bytes: Some(self.prefaulted.load(Ordering::Relaxed)),
             bookkeeping_bytes: stats.bookkeeping_bytes,
             accounting_errors: stats.accounting_errors,
+            restored_objects: heritage.objects,
+            restored_bytes: heritage.bytes,
+            left_out_objects: Fault::ALL
+                .into_iter()
+                .map(|fault| (fault.name().to_owned(), heritage.rejected.get(fault)))
+                .filter(|(_, count)| *count > 0)
+                .collect(),
+            unrecorded_objects: self.context.l1.cache.unrecorded(),
         };
         let quotas = &self.quotas;
         let enforced_by = quotas.places().iter().filter(|place| place.isolates);
@@ -191,13 +202,13 @@ impl Admin {
             server: "kvtier".to_owned(),
             version: Some(env!("CARGO_PKG_VERSION").to_owned()),
             instance_id: Some(config.instance_id.clone()),
-            uptime_seconds: Some(self.context.now().as_secs()),
+            uptime_seconds: Some(self.context.clock.uptime().as_secs()),
             chunk_size: Some(config.chunk_size),
             hash_algorithm: config.hash_algorithm.name().to_owned(),
             active_sessions: Some(lookups),
             pending_transfers: Some(transfers),
-            withheld_transfers: quarantined,
-            withheld_bytes: quarantined_bytes,
+            withheld_transfers: quarantined + of_before,
+            withheld_bytes: quarantined_bytes + bytes_of_before,
             storage_manager: StorageManagerStatus {
                 is_healthy: healthy && memory_healthy,
                 l1_managers: tagged(&l1),

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvtier_core::Namespace;
-use kvtier_core::cache::{Extent, Reservation, ReserveRequest, Staged};
+use kvtier_core::cache::{Extent, ReadLease, Reservation, ReserveRequest, Staged};
 use kvtier_core::prompt::Prompt;
 use kvtier_device::Direction;
 use kvtier_error::Error;
@@ -176,6 +176,7 @@ impl Transfers {
             slots: reservation.extents().map(|it| copy.slot(it)).collect(),
             chunk_indices: staged.map(|staged| staged.position.into()).collect(),
         }));
+        reservation.grant();
         let grant = Grant::Store(reservation, charge);
         self.grant(&copy.instance, &transfer_id, grant)?;
         Ok(answer)
@@ -342,7 +343,8 @@ impl Transfers {
                 data: (&[][..]).into(),
                 slots: Some(extents.map(|extent| copy.slot(*extent)).collect()),
             }));
-            let leases = leases.into_iter().map(|group| group.lease).collect();
+            let leases: Vec<_> = leases.into_iter().map(|group| group.lease).collect();
+            leases.iter().for_each(ReadLease::grant);
             let grant = Grant::Retrieve(leases, vec![charge]);
             self.grant(&copy.instance, &transfer_id, grant)
                 .map_err(missed)?;

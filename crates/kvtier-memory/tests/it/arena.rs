@@ -360,3 +360,53 @@ fn bytes_in_place_only_of_private_memory() {
         assert!(Arena::create(kind, 8192).unwrap().bytes_mut().is_none());
     }
 }
+
+#[test]
+fn kept_arena_is_found_with_its_bytes() {
+    let name = format!("kvtier_kept_{}", std::process::id());
+    let kind = ArenaKind::Shm { name: name.clone() };
+    assert!(Arena::find(&name, 8192).unwrap().is_none());
+    let first = Arena::create(kind, 16_384).unwrap();
+    first.keep();
+    let id = first.file_id();
+    let extent = Extent::new(4096, 3);
+    first.write(extent, 0, b"abc").unwrap();
+    // Locked while its process has it.
+    assert!(matches!(
+        Arena::find(&name, 8192),
+        Err(ArenaError::NameInUse { .. })
+    ));
+    first.unlink();
+    first.release();
+    let read = |arena: &Arena| {
+        let mut found = [0; 3];
+        arena.read(extent, 0, &mut found).unwrap();
+        found
+    };
+    let (second, old) = Arena::find(&name, 32_768).unwrap().unwrap();
+    assert_eq!((second.file_id(), second.len(), old), (id, 32_768, 16_384));
+    assert_eq!(read(&second), *b"abc");
+    // Both have it open.
+    assert!(!second.is_alone());
+    drop(first);
+    assert!(second.is_alone());
+    second.write(Extent::new(20_480, 1), 0, b"x").unwrap();
+    drop(second);
+    let (third, old) = Arena::find(&name, 8192).unwrap().unwrap();
+    assert_eq!(old, 8192);
+    assert_eq!(read(&third), *b"abc");
+    let size = || {
+        std::fs::metadata(format!("/dev/shm/{SHM_PREFIX}{name}"))
+            .unwrap()
+            .len()
+    };
+    assert_eq!(size(), 32_768, "other processes may map the rest");
+    third.trim();
+    assert_eq!(size(), 8192);
+    assert_eq!(third.shm_name(), third.segment_name());
+    let private = third.into_private();
+    assert!(private.shm_name().is_none() && private.segment_name().is_some());
+    drop(private);
+    assert!(kvtier_memory::remove_kept(&name));
+    assert!(!kvtier_memory::remove_kept(&name));
+}

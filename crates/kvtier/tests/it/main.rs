@@ -8,6 +8,7 @@ mod bench;
 mod bench_l2;
 mod cli;
 mod docs;
+mod kills;
 mod limits;
 mod locks;
 mod log;

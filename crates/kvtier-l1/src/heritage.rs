@@ -1,0 +1,110 @@
+//! What L1 has of the server before: its objects, and memory that its clients may still copy.
+//!
+//! A client that maps the pool copies by itself, and does not stop when the server does. Memory that it was granted, to write
+//! or to read, stays withheld until no other process can reach the arena, or one write TTL has passed since the start, as
+//! for an instance that has left ([`expire`](Heritage::expire)).
+//!
+//! The mutex guards what is withheld; nothing is acquired inside, and it is dropped outside.
+
+use std::time::Duration;
+
+use kvtier_core::cache::{ReadLease, Reservation, Restored};
+use kvtier_core::ledger::{Fault, Rejected};
+use kvtier_memory::Arena;
+use kvtier_sync::Mutex;
+
+use super::allocator::L1Allocator;
+
+/// Memory of the server before that its clients may still copy.
+struct Withheld {
+    memory: Reservation<L1Allocator>,
+    objects: ReadLease<L1Allocator>,
+    until: Duration,
+}
+
+/// What L1 has of the server before.
+#[derive(Default)]
+pub struct Heritage {
+    /// Age of L1 at the start.
+    pub age: Duration,
+    /// Readable objects at the start.
+    pub objects: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// Objects that were left out.
+    pub rejected: Rejected,
+    withheld: Mutex<Option<Withheld>>,
+}
+
+impl Heritage {
+    pub(super) fn new(
+        restored: Option<(Restored<L1Allocator>, Duration)>,
+        write_ttl: Duration,
+    ) -> Self {
+        let Some((restored, age)) = restored else {
+            return Self::default();
+        };
+        let rejected = restored.rejected;
+        let left_out = Fault::ALL
+            .into_iter()
+            .filter(|fault| rejected.get(*fault) > 0);
+        let left_out = left_out.map(|fault| format!("{} {}", rejected.get(fault), fault.name()));
+        let withheld = restored.withheld.len() + restored.read.len();
+        tracing::info!(
+            objects = restored.objects,
+            bytes = restored.bytes,
+            left_out = left_out.collect::<Vec<_>>().join(", "),
+            withheld,
+            "restored L1"
+        );
+        let held = Withheld {
+            memory: restored.withheld,
+            objects: restored.read,
+            until: age + write_ttl,
+        };
+        Self {
+            age,
+            objects: restored.objects,
+            bytes: restored.bytes,
+            rejected,
+            withheld: Mutex::new((withheld > 0).then_some(held)),
+        }
+    }
+
+    /// Frees what no client can reach, and memory of an arena that was larger.
+    pub(super) fn release_unreachable(&self, arena: &Arena) {
+        if self.age > Duration::ZERO && arena.is_alone() {
+            let held = self.withheld.lock().take();
+            drop(held);
+            arena.trim();
+        }
+    }
+
+    /// Frees what is withheld when its time has come, or no client can reach it any more.
+    pub(super) fn expire(&self, now: Duration, arena: &Arena) {
+        let until = self.withheld.lock().as_ref().map(|held| held.until);
+        let Some(until) = until else { return };
+        if until > now && !arena.is_alone() {
+            return;
+        }
+        let held = self.withheld.lock().take();
+        if held.is_some() {
+            drop(held);
+            tracing::info!("memory that clients of the server before may have copied is free");
+            arena.trim();
+        }
+    }
+
+    /// Number of objects with memory that is withheld, and their bytes.
+    pub fn withheld(&self) -> (usize, u64) {
+        let held = self.withheld.lock();
+        held.as_ref().map_or((0, 0), |held| {
+            let memory = held.memory.extents().map(|extent| extent.len);
+            let objects = held.objects.extents().iter().map(|extent| extent.len);
+            (
+                held.memory.len() + held.objects.len(),
+                memory.chain(objects).sum(),
+            )
+        })
+    }
+}

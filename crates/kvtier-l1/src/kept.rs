@@ -1,0 +1,250 @@
+//! L1 that outlives the process: the arena in a segment that keeps its name, and the ledger in another one beside it.
+//!
+//! | what the start finds | what it does |
+//! | --- | --- |
+//! | both segments, and a ledger of this instance about this arena | goes on with its objects |
+//! | anything else | takes new segments: clients that still map the old ones keep those |
+//! | `/dev/shm` without the space, hugepages, `--l1-restore off` | L1 ends with the process |
+
+use std::fmt;
+use std::hash::{BuildHasher as _, Hasher as _, RandomState};
+use std::ops::Range;
+use std::time::Duration;
+
+use kvtier_config::ServerConfig;
+use kvtier_core::cache::{Cache, CacheConfig, Restored};
+use kvtier_core::ledger::{Identity, Ledger, Snapshot, Words, max_words};
+use kvtier_error::{Error, ErrorKind, Result};
+use kvtier_memory::checksum::checksum128;
+use kvtier_memory::{Arena, ArenaError, ArenaKind, SharedWords, remove_kept};
+use rustix::time::{ClockId, clock_gettime};
+
+use super::allocator::L1Allocator;
+use super::memory::create_arena;
+
+/// Ends the name of a ledger, behind the arena's.
+const LEDGER: &str = ".ledger";
+
+/// Words in a segment.
+struct SegmentWords(SharedWords);
+
+impl Words for SegmentWords {
+    #[inline]
+    fn get(&self, at: u64) -> u64 {
+        self.0.get(at)
+    }
+
+    #[inline]
+    fn set(&mut self, at: u64, word: u64) {
+        self.0.set(at, word);
+    }
+
+    fn end(&self) -> u64 {
+        self.0.end()
+    }
+
+    fn reach(&mut self, words: Range<u64>) -> bool {
+        self.0.reach(words)
+    }
+}
+
+/// The server whose L1 it is.
+#[derive(Clone, Copy, Debug)]
+pub struct Instance<'a> {
+    /// Its name in the state directory, which it has alone.
+    pub name: &'a str,
+    /// Number that stands for the names of tenants.
+    pub tenants: u64,
+}
+
+/// What is beside an arena.
+pub struct Kept(Ledgers);
+
+enum Ledgers {
+    /// Nothing.
+    None,
+    /// An empty ledger.
+    New(Ledger<SegmentWords>),
+    /// The objects of the server before.
+    Old(Ledger<SegmentWords>, Snapshot),
+}
+
+impl Instance<'_> {
+    /// Stands for the name.
+    fn number(&self) -> u64 {
+        checksum128(self.name.as_bytes()) as u64
+    }
+}
+
+impl fmt::Debug for Kept {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = match &self.0 {
+            Ledgers::None => "None",
+            Ledgers::New(_) => "New",
+            Ledgers::Old(..) => "Old",
+        };
+        f.debug_tuple("Kept").field(&name).finish()
+    }
+}
+
+/// Nanoseconds of a clock that runs on from process to process, also while the machine sleeps.
+fn boot_time() -> u64 {
+    let now = clock_gettime(ClockId::Boottime);
+    let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
+    seconds * 1_000_000_000 + u64::try_from(now.tv_nsec).unwrap_or(0)
+}
+
+/// Opens the arena of the server before, or makes the one that the configuration asks for. Touches no page of it. `instance` is
+/// `None` for a server that keeps nothing.
+///
+/// # Errors
+/// As [`create_arena`]; another server has the segments.
+pub fn open_arena(config: &ServerConfig, instance: Option<Instance<'_>>) -> Result<(Arena, Kept)> {
+    let unkept = || Ok((create_arena(config)?, Kept(Ledgers::None)));
+    let Some(instance) = instance else {
+        return unkept();
+    };
+    // Memory that clients do not map has a name all the same, for the next server.
+    let private = format!("kvtier_private_{:016x}", instance.number());
+    let name = config.shm_name.as_ref().unwrap_or(&private);
+    let reason = match () {
+        () if !config.l1_restore => "--l1-restore off".to_owned(),
+        () if config.l1_hugepages => "hugepages end with the process".to_owned(),
+        () => match find(config, name, instance) {
+            Ok((arena, kept)) => return Ok((with_privacy(config, arena), kept)),
+            Err(error) if error.kind() == ErrorKind::InUse => return Err(error),
+            Err(error) => error.to_string(),
+        },
+    };
+    tracing::info!(reason, "L1 starts empty");
+    for old in [
+        name,
+        &format!("{name}{LEDGER}"),
+        &private,
+        &format!("{private}{LEDGER}"),
+    ] {
+        remove_kept(old);
+    }
+    if !config.l1_restore || config.l1_hugepages {
+        return unkept();
+    }
+    let arena = match &config.shm_name {
+        Some(_) => create_arena(config)?,
+        None => {
+            let kind = ArenaKind::Shm { name: private };
+            match Arena::create(kind, config.l1_bytes) {
+                Ok(arena) => arena.into_private(),
+                Err(error) => {
+                    tracing::info!(%error, "L1 ends with this process");
+                    return unkept();
+                }
+            }
+        }
+    };
+    match create_ledger(config, &arena, instance) {
+        Ok(ledger) => {
+            arena.keep();
+            Ok((arena, Kept(Ledgers::New(ledger))))
+        }
+        Err(error) => {
+            tracing::info!(%error, "L1 ends with this process");
+            Ok((arena, Kept(Ledgers::None)))
+        }
+    }
+}
+
+/// The arena as clients may know it.
+fn with_privacy(config: &ServerConfig, arena: Arena) -> Arena {
+    match config.shm_name {
+        Some(_) => arena,
+        None => arena.into_private(),
+    }
+}
+
+/// The arena and the ledger of the server before.
+///
+/// # Errors
+/// Why there are none; [`ErrorKind::InUse`] if another server has them.
+fn find(config: &ServerConfig, name: &str, instance: Instance<'_>) -> Result<(Arena, Kept)> {
+    let absent = |why: &str| Error::new(ErrorKind::Unavailable, why);
+    let failed = |error: ArenaError| match error {
+        ArenaError::NameInUse { .. } => Error::new(ErrorKind::InUse, error),
+        error => Error::new(ErrorKind::Unavailable, error),
+    };
+    let arena = Arena::find(name, config.l1_bytes).map_err(failed)?;
+    let (arena, old) = arena.ok_or_else(|| absent("no earlier server has left one"))?;
+    let len = max_words(arena.len() / config.l1_align_bytes);
+    let words = SharedWords::find(&format!("{name}{LEDGER}"), len).map_err(failed)?;
+    let words = words.ok_or_else(|| absent("the earlier one has no ledger"))?;
+    let now = boot_time();
+    let identity = identity(config, &arena, instance, now)?;
+    let align = config.l1_align_bytes;
+    // Of an arena that was cut off, or is larger now, only what was there is believed.
+    let opened = Ledger::open(SegmentWords(words), &identity, now, old, align);
+    let (ledger, snapshot) = opened
+        .map_err(|(error, _)| absent("the earlier one's ledger is not used").source(error))?;
+    if snapshot.has_lost_granted() && !arena.is_alone() {
+        return Err(absent(
+            "clients may still copy memory that this configuration has another use for",
+        ));
+    }
+    Ok((arena, Kept(Ledgers::Old(ledger, snapshot))))
+}
+
+/// What a ledger has to be about.
+fn identity(
+    config: &ServerConfig,
+    arena: &Arena,
+    instance: Instance<'_>,
+    origin: u64,
+) -> Result<Identity> {
+    let file = arena.file_id();
+    let file =
+        file.ok_or_else(|| Error::new(ErrorKind::Unavailable, "the arena has no segment"))?;
+    Ok(Identity {
+        arena: file.numbers(),
+        chunk_size: config.chunk_size.into(),
+        hash_algorithm: checksum128(config.hash_algorithm.name().as_bytes()) as u64,
+        tenants: instance.tenants,
+        instance: instance.number(),
+        origin,
+    })
+}
+
+/// An empty ledger about this arena.
+fn create_ledger(
+    config: &ServerConfig,
+    arena: &Arena,
+    instance: Instance<'_>,
+) -> Result<Ledger<SegmentWords>> {
+    let identity = identity(config, arena, instance, boot_time())?;
+    let unavailable = |error: &dyn std::error::Error| Error::new(ErrorKind::Unavailable, error);
+    let name = format!("{}{LEDGER}", arena.segment_name().unwrap_or_default());
+    let len = max_words(arena.len() / config.l1_align_bytes);
+    let words = SharedWords::create(&name, len).map_err(|error| unavailable(&error))?;
+    // Seeded by the system, so that no two ledgers have the same.
+    let id = RandomState::new().build_hasher().finish();
+    Ledger::create(SegmentWords(words), id, &identity).map_err(|error| unavailable(&error))
+}
+
+impl Kept {
+    /// The cache, with what is kept; of an earlier server also what it had and the age of its L1.
+    pub(super) fn begin(
+        self,
+        allocator: L1Allocator,
+        config: CacheConfig,
+    ) -> (
+        Cache<L1Allocator>,
+        Option<(Restored<L1Allocator>, Duration)>,
+    ) {
+        match self.0 {
+            Ledgers::None => (Cache::new(allocator, config), None),
+            Ledgers::New(ledger) => (Cache::with_ledger(allocator, config, ledger), None),
+            Ledgers::Old(ledger, snapshot) => {
+                let age = Duration::from_nanos(boot_time().saturating_sub(snapshot.origin()));
+                let (cache, restored) = Cache::restore(allocator, config, ledger, snapshot);
+                (cache, Some((restored, age)))
+            }
+        }
+    }
+}

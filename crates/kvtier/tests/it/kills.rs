@@ -1,0 +1,691 @@
+//! A server that is killed at any moment, and the next one: every byte that it serves is right, and what was answered is there.
+//!
+//! `KVTIER_KILLS=10000 cargo test -p kvtier --all-features --test it kills::killed -- --nocapture` kills as often as that.
+
+use std::collections::BTreeSet;
+use std::io::{BufRead as _, BufReader};
+use std::ops::Range;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::Duration;
+
+use kvtier_client::{
+    Connection, EngineDrivenSpec, EngineDrivenWorker, InstanceId, LmcacheDrivenSpec,
+    LmcacheDrivenWorker, Options, Prompt, Scope,
+};
+use kvtier_core::random::SplitMix64;
+
+const KVTIER: &str = env!("CARGO_BIN_EXE_kvtier");
+
+/// Tokens of a chunk.
+const CHUNK: usize = 16;
+/// Chunks of a prompt.
+const CHUNKS: u64 = 4;
+
+/// How long a reply may take before the test fails.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// The same for a request that a kill may leave without one: clients wait for the next server. One that comes later counts as none.
+const BRIEF: Duration = Duration::from_millis(200);
+
+/// Kills in the gate.
+const KILLS: u64 = 20;
+
+struct Server {
+    child: Child,
+    endpoint: String,
+    log: String,
+}
+
+impl Server {
+    /// Starts a server of the instance that keeps its state below `base`.
+    fn start(base: &Path, l1: &str, more: &[&str]) -> Self {
+        let pool = format!("kvtier_kills_{}", std::process::id());
+        let mut child = Command::new(KVTIER)
+            .args([
+                "server",
+                "--port",
+                "0",
+                "--http-port",
+                "0",
+                "--l1-size-gb",
+                l1,
+            ])
+            .args([
+                "--chunk-size",
+                "16",
+                "--no-l1-prefault",
+                "--instance-id",
+                "kills",
+            ])
+            .args([
+                "--l1-restore",
+                "on",
+                "--eviction-trigger-watermark",
+                "1",
+                "--cuda-driver",
+                "off",
+            ])
+            .arg("--state-dir")
+            .arg(base)
+            .args(["--shm-name", &pool])
+            .args(more)
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (mut log, mut endpoint) = (String::new(), None);
+        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+        for line in lines.by_ref().map_while(Result::ok) {
+            log += &line;
+            log.push('\n');
+            if let Some((_, rest)) = line.split_once("endpoint=\"") {
+                endpoint = rest
+                    .split_once('"')
+                    .map(|(endpoint, _)| endpoint.to_owned());
+                break;
+            }
+        }
+        // Read to its end, so that the server never waits for it.
+        std::thread::spawn(move || lines.map_while(Result::ok).for_each(drop));
+        let endpoint = endpoint.unwrap_or_else(|| panic!("the server does not serve: {log}"));
+        Self {
+            child,
+            endpoint,
+            log,
+        }
+    }
+
+    fn connect(&self) -> Connection {
+        let options = Options {
+            timeout: PATIENCE,
+            ..Options::default()
+        };
+        Connection::connect_with(&self.endpoint, options).unwrap()
+    }
+
+    /// A worker that copies by itself, with 8 KiB per chunk.
+    fn worker(&self, instance: i64, salt: &str) -> EngineDrivenWorker {
+        let mut spec = EngineDrivenSpec::new(InstanceId(instance), scope(salt), 2, 64);
+        spec.block_tokens = 4;
+        EngineDrivenWorker::register(self.connect(), spec).unwrap()
+    }
+
+    /// A worker whose pages the server copies, with 4 KiB per chunk.
+    fn pages(&self, instance: i64) -> LmcacheDrivenWorker {
+        let mut spec = LmcacheDrivenSpec::new(InstanceId(instance), scope("pages"), 2, 2, 16, 64);
+        spec.block_tokens = 4;
+        LmcacheDrivenWorker::register(self.connect(), spec).unwrap()
+    }
+
+    /// Number of objects that the start has found.
+    fn restored(&self) -> Option<u64> {
+        let line = self.log.lines().find(|line| line.contains("restored L1"))?;
+        let (_, rest) = line.split_once("objects=")?;
+        rest.split(' ').next()?.parse().ok()
+    }
+
+    /// The answer of a route.
+    fn http(&self, path: &str, body: Option<&str>) -> serde_json::Value {
+        let (_, rest) = self.log.split_once("http=\"").unwrap();
+        let url = format!("{}{path}", rest.split('"').next().unwrap());
+        let answer = match body {
+            None => ureq::get(url).call(),
+            Some(body) => ureq::put(url).send(body),
+        };
+        let text = answer.unwrap().body_mut().read_to_string().unwrap();
+        serde_json::from_str(&text).unwrap()
+    }
+
+    fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+
+    fn stop(mut self) {
+        let pid = rustix::process::Pid::from_child(&self.child);
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+        assert!(self.child.wait().unwrap().success());
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Removes what the last server has left in /dev/shm.
+struct Segments;
+
+impl Drop for Segments {
+    fn drop(&mut self) {
+        for name in ["", ".ledger"] {
+            let pid = std::process::id();
+            let path = format!("/dev/shm/lmcache_l1_pool_kvtier_kills_{pid}{name}");
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+fn scope(salt: &str) -> Scope {
+    Scope {
+        cache_salt: salt.to_owned(),
+        ..Scope::new("kills/model")
+    }
+}
+
+fn prompt(number: u64) -> Prompt {
+    let first = u32::try_from(number).unwrap() * 1000;
+    let tokens: Vec<_> = (0..CHUNKS as u32 * CHUNK as u32)
+        .map(|token| first + token)
+        .collect();
+    Prompt::new(&tokens)
+}
+
+fn whole() -> Range<u64> {
+    0..CHUNKS * CHUNK as u64
+}
+
+/// Bytes of a chunk that nothing else has.
+fn bytes(salt: &str, number: u64, chunk: u64, len: usize) -> Vec<u8> {
+    let tenant = salt.bytes().fold(0, |sum, byte| sum * 31 + u64::from(byte));
+    SplitMix64::new(tenant << 32 ^ number << 8 ^ chunk).bytes(len)
+}
+
+/// Chunks of a prompt that a worker reads, all of them right.
+fn read(worker: &mut EngineDrivenWorker, salt: &str, number: u64) -> Result<u64, String> {
+    let (prompt, request) = (prompt(number), format!("r{number}"));
+    let hit = worker
+        .lookup(&prompt, &request)
+        .map_err(|error| error.to_string())?;
+    let len = worker.chunk_bytes();
+    let mut wrong = None;
+    if hit > 0 {
+        let range = 0..hit * CHUNK as u64;
+        let check = |chunk, found: &[u8]| {
+            if found != bytes(salt, number, chunk, len) {
+                wrong = Some(chunk);
+            }
+        };
+        let read = worker.retrieve(&prompt, range, &request, check);
+        read.map_err(|error| error.to_string())?;
+    }
+    assert_eq!(
+        wrong, None,
+        "wrong bytes in a chunk of prompt {number} of {salt:?}"
+    );
+    Ok(hit)
+}
+
+/// Stores and reads until the server is killed. Returns the prompts whose store was answered.
+fn work(
+    mut worker: EngineDrivenWorker,
+    salt: &str,
+    mut random: SplitMix64,
+    prompts: u64,
+    answered: &AtomicU64,
+    is_killed: &AtomicBool,
+) -> Vec<u64> {
+    // Without an answer a prompt may be there or not, or be being written for as long as the server lives.
+    let (mut stored, mut unsure) = (BTreeSet::new(), BTreeSet::new());
+    let len = worker.chunk_bytes();
+    worker.connection().set_timeout(BRIEF);
+    while !is_killed.load(Ordering::Relaxed) {
+        let number = random.below(prompts);
+        let is_answered = if random.below(3) == 0 {
+            read(&mut worker, salt, number).is_ok()
+        } else {
+            let source = |chunk| bytes(salt, number, chunk, len);
+            let answer = worker.store(&prompt(number), whole(), "s", source);
+            let set = if answer.is_ok() {
+                &mut stored
+            } else {
+                &mut unsure
+            };
+            set.insert(number);
+            answer.is_ok()
+        };
+        answered.fetch_add(is_answered.into(), Ordering::Relaxed);
+    }
+    stored.difference(&unsure).copied().collect()
+}
+
+#[test]
+fn killed_server_loses_nothing_it_answered() {
+    let kills = std::env::var("KVTIER_KILLS")
+        .ok()
+        .and_then(|kills| kills.parse().ok());
+    let kills = kills.unwrap_or(KILLS);
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments;
+    let mut random = SplitMix64::new(17);
+    let (mut server, mut reads, mut objects) = (Server::start(base.path(), "0.008", &[]), 0, 0);
+    for kill in 0..kills {
+        // In every other round nothing is evicted: 8 MiB hold 256 prompts, and each tenant has 40. Else 10 times as many.
+        let fits = kill % 2 == 0;
+        let prompts = if fits { 40 } else { 1000 };
+        let workers = ["a", "b"].map(|salt| (salt, server.worker(1, salt)));
+        let mut clear = server.connect();
+        if fits {
+            clear.clear(true).unwrap();
+        }
+        let (answered, is_killed) = (AtomicU64::new(0), AtomicBool::new(false));
+        let target = random.below(60);
+        let stored: Vec<_> = std::thread::scope(|scope| {
+            let threads: Vec<_> = workers
+                .into_iter()
+                .map(|(salt, worker)| {
+                    let random = SplitMix64::new(random.next());
+                    let (answered, is_killed) = (&answered, &is_killed);
+                    scope.spawn(move || {
+                        let stored = work(worker, salt, random, prompts, answered, is_killed);
+                        (salt, stored)
+                    })
+                })
+                .collect();
+            while answered.load(Ordering::Relaxed) < target {
+                std::thread::yield_now();
+            }
+            server.kill();
+            is_killed.store(true, Ordering::Relaxed);
+            threads
+                .into_iter()
+                .map(|thread| thread.join().unwrap())
+                .collect()
+        });
+        server = Server::start(base.path(), "0.008", &[]);
+        assert!(server.restored().is_some(), "kill {kill}: {}", server.log);
+        objects += server.restored().unwrap();
+        for (salt, stored) in stored {
+            let mut worker = server.worker(2, salt);
+            for number in stored {
+                let hit = read(&mut worker, salt, number).unwrap();
+                assert!(
+                    !fits || hit == CHUNKS,
+                    "kill {kill}: {hit} chunks of prompt {number}"
+                );
+                reads += hit;
+            }
+            // Others may have been stored without an answer; their bytes are right, too.
+            for number in 0..prompts.min(60) {
+                reads += read(&mut worker, salt, number).unwrap();
+            }
+        }
+    }
+    eprintln!("{kills} kills, {objects} objects restored, {reads} chunks read, all right");
+    assert!(reads > kills && objects > kills);
+}
+
+#[test]
+fn stopped_server_leaves_l1_to_the_next() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments;
+    let server = Server::start(base.path(), "0.03125", &[]);
+    assert!(server.log.contains("L1 starts empty"), "{}", server.log);
+    let mut worker = server.worker(1, "a");
+    let len = worker.chunk_bytes();
+    let store = |worker: &mut EngineDrivenWorker, number| {
+        worker
+            .store(&prompt(number), whole(), "s", |chunk| {
+                bytes("a", number, chunk, len)
+            })
+            .unwrap()
+            .chunks
+            .len()
+    };
+    assert_eq!(store(&mut worker, 1), 4);
+    // Copied by the server.
+    let mut pages = server.pages(3);
+    let blocks: Vec<i64> = (0..16).collect();
+    for chunk in 0..CHUNKS {
+        let own = &blocks[chunk as usize * 4..][..4];
+        pages
+            .write_chunk(own, &bytes("pages", 2, chunk, pages.chunk_bytes()))
+            .unwrap();
+    }
+    assert!(pages.store(&prompt(2), whole(), "s", &blocks).unwrap());
+    server.stop();
+    // Larger and smaller: what fits is there.
+    for (size, objects) in [("0.03125", 8), ("0.0625", 8), ("0.015625", 8)] {
+        let server = Server::start(base.path(), size, &[]);
+        assert_eq!(server.restored(), Some(objects), "{}", server.log);
+        assert_eq!(read(&mut server.worker(1, "a"), "a", 1), Ok(CHUNKS));
+        let mut pages = server.pages(3);
+        assert_eq!(pages.lookup(&prompt(2), "r").unwrap(), CHUNKS);
+        let target: Vec<i64> = (16..32).collect();
+        assert!(
+            pages
+                .retrieve(&prompt(2), whole(), "r", &target, 0)
+                .unwrap()
+        );
+        for chunk in 0..CHUNKS {
+            let (mut found, own) = (Vec::new(), &target[chunk as usize * 4..][..4]);
+            pages.read_chunk(own, &mut found).unwrap();
+            assert_eq!(found, bytes("pages", 2, chunk, found.len()));
+        }
+        server.stop();
+    }
+    // Another chunk size, another instance, none: nothing is believed.
+    for (flags, told) in [
+        (&["--chunk-size", "32"][..], "another chunk size"),
+        (&["--instance-id", "other"], "another chunk size"),
+        (&["--l1-restore", "off"], "--l1-restore off"),
+    ] {
+        let server = Server::start(base.path(), "0.03125", flags);
+        assert_eq!(server.restored(), None);
+        let line = server
+            .log
+            .lines()
+            .find(|line| line.contains("L1 starts empty"));
+        assert!(
+            line.is_some_and(|line| line.contains(told)),
+            "{}",
+            server.log
+        );
+        server.stop();
+    }
+    let server = Server::start(base.path(), "0.03125", &[]);
+    assert!(
+        server.log.contains("no earlier server has left one"),
+        "{}",
+        server.log
+    );
+}
+
+/// Stores prompts of a tenant.
+fn store(server: &Server, salt: &str, prompts: Range<u64>) {
+    let mut worker = server.worker(1, salt);
+    let len = worker.chunk_bytes();
+    for number in prompts {
+        worker
+            .store(&prompt(number), whole(), "s", |chunk| {
+                bytes(salt, number, chunk, len)
+            })
+            .unwrap();
+    }
+}
+
+#[test]
+fn usage_and_quotas_are_exact_after_a_kill() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments;
+    let start = || {
+        let flags = ["--eviction-policy", "IsolatedLRU"];
+        Server::start(base.path(), "0.0078125", &flags)
+    };
+    let mut server = start();
+    let body = r#"{"limit_gb": "1MiB", "reserved_gb": "512KiB"}"#;
+    assert_eq!(server.http("/quota/a", Some(body))["status"], "ok");
+    store(&server, "a", 0..10);
+    store(&server, "b", 0..5);
+    let told = |server: &Server| {
+        ["a", "b"].map(|salt| {
+            let told = server.http(&format!("/quota/{salt}"), None);
+            let l1 = &told["tiers"]["l1"];
+            let keys = ["limit_bytes", "reserved_bytes", "usage_bytes", "objects"];
+            keys.map(|key| l1[key].as_u64())
+        })
+    };
+    let chunk = 8192;
+    let expected = [
+        [
+            Some(1 << 20),
+            Some(1 << 19),
+            Some(10 * CHUNKS * chunk),
+            Some(10 * CHUNKS),
+        ],
+        [None, Some(0), Some(5 * CHUNKS * chunk), Some(5 * CHUNKS)],
+    ];
+    assert_eq!(told(&server), expected);
+    server.kill();
+    let server = start();
+    assert_eq!(server.restored(), Some(15 * CHUNKS), "{}", server.log);
+    assert_eq!(told(&server), expected, "before the first request");
+    for (salt, prompts) in [("a", 10), ("b", 5)] {
+        let mut worker = server.worker(2, salt);
+        for number in 0..prompts {
+            assert_eq!(read(&mut worker, salt, number), Ok(CHUNKS));
+        }
+    }
+    assert_eq!(told(&server), expected);
+}
+
+/// What a smaller server leaves out is absent for a larger one after it: that memory was given back, or was another object's since.
+#[test]
+fn larger_server_after_a_smaller_one_believes_no_stale_record() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments;
+    let server = Server::start(base.path(), "0.0625", &[]);
+    // More records than the ledger of the smaller one has.
+    store(&server, "a", 0..700);
+    server.stop();
+    let small = Server::start(base.path(), "0.0078125", &[]);
+    let fit = small.restored().unwrap();
+    assert!((1..2800).contains(&fit), "{}", small.log);
+    small.stop();
+    let server = Server::start(base.path(), "0.0625", &[]);
+    // It was full, so some may have been evicted.
+    let kept = server.restored().unwrap();
+    assert!((1..=fit).contains(&kept), "{}", server.log);
+    let mut worker = server.worker(2, "a");
+    let hits = (0..700).map(|number| read(&mut worker, "a", number).unwrap());
+    assert!((1..=kept).contains(&hits.sum()));
+}
+
+/// Damage to the files of a server that has ended.
+#[derive(Clone, Copy, Debug)]
+enum Damage {
+    None,
+    /// The pool ends after the first prompt.
+    ShortPool,
+    EmptyPool,
+    /// A pool with the same bytes that is another file.
+    CopiedPool,
+    NoPool,
+    OpenPool,
+    ForeignPool,
+    NoLedger,
+    EmptyLedger,
+    /// Ends within the header.
+    ShortLedger,
+    /// Ends within the records' first piece.
+    ShortRecords,
+    ZeroedLedger,
+    Version,
+    Header,
+    OpenLedger,
+    ForeignLedger,
+    LinkedLedger,
+}
+
+impl Damage {
+    fn inflict(self, pool: &str, ledger: &str) {
+        use std::os::unix::fs::{FileExt as _, PermissionsExt as _};
+        let write = |path: &str| std::fs::File::options().write(true).open(path).unwrap();
+        let cut = |path: &str, len| write(path).set_len(len).unwrap();
+        let open_to_others = |path: &str| {
+            std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o644)).unwrap();
+        };
+        let give_away = |path: &str| std::os::unix::fs::chown(path, Some(65_534), None).unwrap();
+        let len = |path: &str| std::fs::metadata(path).unwrap().len();
+        match self {
+            Self::None => {}
+            Self::ShortPool => cut(pool, CHUNKS * 8192),
+            Self::EmptyPool => cut(pool, 0),
+            Self::CopiedPool => {
+                let copy = format!("{pool}.copy");
+                std::fs::copy(pool, &copy).unwrap();
+                std::fs::rename(copy, pool).unwrap();
+            }
+            Self::NoPool => std::fs::remove_file(pool).unwrap(),
+            Self::OpenPool => open_to_others(pool),
+            Self::ForeignPool => give_away(pool),
+            Self::NoLedger => std::fs::remove_file(ledger).unwrap(),
+            Self::EmptyLedger => cut(ledger, 0),
+            Self::ShortLedger => cut(ledger, 100),
+            Self::ShortRecords => cut(ledger, len(ledger) - 4096),
+            Self::ZeroedLedger => {
+                let size = len(ledger);
+                cut(ledger, 0);
+                cut(ledger, size);
+            }
+            Self::Version => write(ledger).write_all_at(&[2], 8).unwrap(),
+            Self::Header => write(ledger).write_all_at(&[0xff; 4], 80).unwrap(),
+            Self::OpenLedger => open_to_others(ledger),
+            Self::ForeignLedger => give_away(ledger),
+            Self::LinkedLedger => {
+                let other = format!("{ledger}.other");
+                std::fs::rename(ledger, &other).unwrap();
+                std::os::unix::fs::symlink(&other, ledger).unwrap();
+            }
+        }
+    }
+
+    /// Objects of the eight that the next server has, or what its log says.
+    fn expected(self) -> Result<u64, &'static str> {
+        match self {
+            Self::None => Ok(2 * CHUNKS),
+            Self::ShortPool => Ok(CHUNKS),
+            Self::EmptyPool | Self::ShortRecords => Ok(0),
+            Self::CopiedPool => Err("another arena"),
+            Self::NoPool | Self::OpenPool | Self::ForeignPool => Err("no earlier server has left"),
+            Self::NoLedger | Self::OpenLedger | Self::ForeignLedger | Self::LinkedLedger => {
+                Err("has no ledger")
+            }
+            Self::EmptyLedger | Self::ShortLedger | Self::ZeroedLedger => Err("there is none"),
+            Self::Version => Err("format version 2"),
+            Self::Header => Err("its header is damaged"),
+        }
+    }
+}
+
+#[test]
+fn damaged_segments_are_not_believed() {
+    let is_root = rustix::process::geteuid().is_root();
+    if !is_root {
+        eprintln!("skipped: files of other users, since only root can give files away");
+    }
+    for damage in [
+        Damage::None,
+        Damage::ShortPool,
+        Damage::EmptyPool,
+        Damage::CopiedPool,
+        Damage::NoPool,
+        Damage::OpenPool,
+        Damage::ForeignPool,
+        Damage::NoLedger,
+        Damage::EmptyLedger,
+        Damage::ShortLedger,
+        Damage::ShortRecords,
+        Damage::ZeroedLedger,
+        Damage::Version,
+        Damage::Header,
+        Damage::OpenLedger,
+        Damage::ForeignLedger,
+        Damage::LinkedLedger,
+    ] {
+        if matches!(damage, Damage::ForeignPool | Damage::ForeignLedger) && !is_root {
+            continue;
+        }
+        let base = tempfile::tempdir().unwrap();
+        let segments = Segments;
+        let server = Server::start(base.path(), "0.0078125", &[]);
+        store(&server, "a", 0..2);
+        server.stop();
+        let pool = format!(
+            "/dev/shm/lmcache_l1_pool_kvtier_kills_{}",
+            std::process::id()
+        );
+        let ledger = format!("{pool}.ledger");
+        damage.inflict(&pool, &ledger);
+        let server = Server::start(base.path(), "0.0078125", &[]);
+        match damage.expected() {
+            Ok(objects) => {
+                assert_eq!(
+                    server.restored(),
+                    Some(objects),
+                    "{damage:?}: {}",
+                    server.log
+                );
+            }
+            Err(told) => {
+                assert_eq!(server.restored(), None, "{damage:?}: {}", server.log);
+                assert!(server.log.contains(told), "{damage:?}: {}", server.log);
+            }
+        }
+        // What it has is right, and it goes on.
+        let mut worker = server.worker(2, "a");
+        let hits: u64 = (0..2)
+            .map(|number| read(&mut worker, "a", number).unwrap())
+            .sum();
+        assert_eq!(hits, damage.expected().unwrap_or(0), "{damage:?}");
+        store(&server, "a", 0..3);
+        for number in 0..3 {
+            assert_eq!(read(&mut worker, "a", number), Ok(CHUNKS), "{damage:?}");
+        }
+        server.stop();
+        let _ = std::fs::remove_file(format!("{ledger}.other"));
+        drop(segments);
+    }
+}
+
+/// A client that has its memory from the server before, and goes on.
+#[test]
+fn memory_of_living_clients_is_kept_from_others() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments;
+    let mut server = Server::start(base.path(), "0.0078125", &[]);
+    let mut worker = server.worker(1, "a");
+    let len = worker.chunk_bytes();
+    worker
+        .store(&prompt(1), whole(), "s", |chunk| bytes("a", 1, chunk, len))
+        .unwrap();
+    // Prepared and not committed: the client may write for as long as it lives.
+    let unfinished = prompt(2);
+    let scope = scope("a");
+    let key = scope.worker_key(0, &unfinished, whole(), "s");
+    let slots = worker
+        .connection()
+        .prepare_store(&key, InstanceId(1))
+        .unwrap();
+    let slots: Vec<_> = slots
+        .target
+        .unwrap()
+        .slots
+        .into_iter()
+        .map(|slot| (slot.offset, slot.length))
+        .collect();
+    assert_eq!(slots.len() as u64, CHUNKS);
+    server.kill();
+    let server = Server::start(base.path(), "0.0078125", &[]);
+    assert_eq!(server.restored(), Some(CHUNKS), "{}", server.log);
+    assert!(server.log.contains("withheld=4"), "{}", server.log);
+    // Everything is overwritten but these.
+    let mut other = server.worker(2, "b");
+    for number in 0..600 {
+        other
+            .store(&prompt(number), whole(), "s", |chunk| {
+                bytes("b", number, chunk, len)
+            })
+            .unwrap();
+    }
+    let pool = format!(
+        "/dev/shm/lmcache_l1_pool_kvtier_kills_{}",
+        std::process::id()
+    );
+    let pool = std::fs::File::options().write(true).open(pool).unwrap();
+    use std::os::unix::fs::FileExt as _;
+    for (offset, length) in slots {
+        pool.write_all_at(&vec![0xee; length as usize], offset)
+            .unwrap();
+    }
+    for number in 500..600 {
+        let hit = read(&mut other, "b", number).unwrap();
+        assert!(hit > 0, "the last stores are there");
+    }
+    // What was not committed is not readable.
+    assert_eq!(server.worker(3, "a").lookup(&unfinished, "y").unwrap(), 0);
+}
