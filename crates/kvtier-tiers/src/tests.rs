@@ -100,7 +100,7 @@ fn bed_with(
         Arc::new(Tier::new(Arc::clone(adapter) as _, config))
     };
     let tiers = adapters.iter().map(tier).collect();
-    let clock = Arc::new(Clock::start());
+    let clock = Arc::new(Clock::start(Duration::ZERO));
     let l2 = L2::start_with(
         &config,
         || Ok(tiers),
