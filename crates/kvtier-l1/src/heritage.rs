@@ -8,7 +8,7 @@
 
 use std::time::Duration;
 
-use kvtier_core::cache::{ReadLease, Reservation, Restored};
+use kvtier_core::cache::{Cache, ReadLease, Reservation, Restored};
 use kvtier_core::ledger::{Fault, Rejected};
 use kvtier_memory::Arena;
 use kvtier_sync::Mutex;
@@ -17,6 +17,8 @@ use super::allocator::L1Allocator;
 
 /// Memory of the server before that its clients may still copy.
 struct Withheld {
+    /// Of both.
+    cache: Cache<L1Allocator>,
     memory: Reservation<L1Allocator>,
     objects: ReadLease<L1Allocator>,
     until: Duration,
@@ -40,6 +42,7 @@ impl Heritage {
     pub(super) fn new(
         restored: Option<(Restored<L1Allocator>, Duration)>,
         write_ttl: Duration,
+        cache: &Cache<L1Allocator>,
     ) -> Self {
         let Some((restored, age)) = restored else {
             return Self::default();
@@ -58,6 +61,7 @@ impl Heritage {
             "restored L1"
         );
         let held = Withheld {
+            cache: cache.clone(),
             memory: restored.withheld,
             objects: restored.read,
             until: age + write_ttl,
@@ -106,5 +110,17 @@ impl Heritage {
                 memory.chain(objects).sum(),
             )
         })
+    }
+}
+
+impl Drop for Heritage {
+    /// A start that fails frees nothing in the ledger: for the next one, clients may still copy.
+    fn drop(&mut self) {
+        let held = self.withheld.lock();
+        let cache = held.as_ref().map(|held| held.cache.clone());
+        drop(held);
+        if let Some(cache) = cache {
+            cache.detach_ledger();
+        }
     }
 }

@@ -61,7 +61,7 @@ impl L1 {
             ..CacheConfig::default()
         };
         let (cache, restored) = kept.begin(allocator, cache_config);
-        let heritage = Heritage::new(restored, config.write_ttl);
+        let heritage = Heritage::new(restored, config.write_ttl, &cache);
         heritage.release_unreachable(&arena);
         for (salt, grant) in quotas.grants("l1") {
             cache.set_grant(salt, Some(grant));

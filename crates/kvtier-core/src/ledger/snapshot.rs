@@ -1,6 +1,6 @@
 //! Reading a ledger: what is believed, and why the rest is not.
 
-use super::format::{self, FORMAT_VERSION, Identity, slots};
+use super::format::{self, FORMAT_VERSION, Identity, record_at, slots};
 use super::{Journal, Ledger, ObjectState, Words};
 use crate::hashing::ChunkHash;
 use crate::object_key::Namespace;
@@ -161,7 +161,7 @@ impl<W: Words> Ledger<W> {
     /// # Errors
     /// See [`LedgerError`], with the words.
     pub fn open(
-        words: W,
+        mut words: W,
         identity: &Identity,
         now: u64,
         capacity: u64,
@@ -190,10 +190,15 @@ impl<W: Words> Ledger<W> {
         if let Some(error) = error {
             return Err((error, words));
         }
+        let slots = slots(&words);
+        // Also those that no process has written: what is written from here on has to be readable.
+        if slots > 0 && !words.reach(record_at(0)..record_at(slots)) {
+            return Err((LedgerError::Memory, words));
+        }
         let mut ledger = Self {
             id: header.id,
             names: vec![0; header.names as usize],
-            slots: slots(&words),
+            slots,
             sequence: 0,
             unrecorded: 0,
             words,

@@ -236,7 +236,7 @@ impl Connections {
     /// Time until the next turn; the longest there is if none waits for it.
     fn until_turn(&self) -> Duration {
         let paused = match self.accept {
-            Accept::Paused(until) if self.open.len() < self.bounds.connections => Some(until),
+            Accept::Paused(until) if self.has_place() => Some(until),
             _ => None,
         };
         let parked = (!self.parked.is_empty()).then_some(self.next_turn);
@@ -345,10 +345,14 @@ impl Connections {
         self.open.values_mut().any(Connection::has_output)
     }
 
-    /// Connections that wait for their turn to be read.
+    /// Connections that have sent more stray frames than allowed, and are read in turns.
     #[cfg(test)]
-    pub fn parked(&self) -> usize {
-        self.parked.len()
+    pub fn excessive(&mut self) -> usize {
+        let now = self.clock.now();
+        let connections = self.open.values_mut();
+        connections
+            .filter_map(|connection| connection.strays.is_exceeded(now).then_some(()))
+            .count()
     }
 
     /// Counts connections that have ended without a request.
@@ -435,6 +439,11 @@ impl Connections {
         }
     }
 
+    /// Whether a new connection would have a place: a free one, or that of one without a request.
+    fn has_place(&self) -> bool {
+        self.open.len() < self.bounds.connections || !self.strangers.is_empty()
+    }
+
     fn stop_accepting(&mut self, pause: Duration) {
         if self.poller.remove(&*self.listener).is_ok() {
             self.accept = Accept::Paused(self.clock.now() + pause);
@@ -459,7 +468,7 @@ impl Connections {
         let now = self.clock.now();
         if let Accept::Paused(until) = self.accept
             && now >= until
-            && self.open.len() < self.bounds.connections
+            && self.has_place()
         {
             match self.poller.add(&*self.listener, LISTENER) {
                 Ok(()) => self.accept = Accept::Now,

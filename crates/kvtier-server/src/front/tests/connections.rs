@@ -418,7 +418,7 @@ fn senders_of_stray_frames_share_one_turn() {
     for flood in &mut floods {
         write_all(&mut server, flood, &stray);
     }
-    while server.front.connections.parked() < floods.len() {
+    while server.front.connections.excessive() < floods.len() {
         server.front.turn(Duration::ZERO).unwrap();
     }
     let read = |server: &ByHand| server.metrics().malformed_messages.get();
@@ -450,7 +450,7 @@ fn commands_and_discarded_frames_are_stray() {
         let mut server = ByHand::new(1 << 20);
         let mut flood = shaken(&mut server);
         write_all(&mut server, &mut flood, &stray);
-        while server.front.connections.parked() == 0 {
+        while server.front.connections.excessive() == 0 {
             server.front.turn(Duration::ZERO).unwrap();
         }
     }
@@ -461,9 +461,10 @@ fn parked_connection_that_was_reset_is_closed() {
     let mut server = ByHand::new(1 << 20);
     let mut flood = shaken(&mut server);
     write_all(&mut server, &mut flood, &message(&[b"x"]).repeat(10_000));
-    while server.front.connections.parked() == 0 {
+    while server.front.connections.excessive() == 0 {
         server.front.turn(Duration::ZERO).unwrap();
     }
+    server.front.turn(Duration::ZERO).unwrap();
     rustix::net::sockopt::set_socket_linger(&flood, Some(Duration::ZERO)).unwrap();
     drop(flood);
     while server.front.connections.counts()[0] > 1 {
@@ -483,6 +484,19 @@ fn connections_are_accepted_singly_while_many_end_without_a_request() {
         let accepted = server.front.connections.counts()[0] as u64 - 1;
         assert!(accepted <= turns_since(&mut server, start));
     }
+}
+
+#[test]
+fn full_port_has_a_place_for_the_next_one_while_many_end_without_a_request() {
+    let mut server = ByHand::bounded(3, 1 << 20);
+    let mut silent: Vec<_> = (0..2).map(|_| server.connect()).collect();
+    for stream in &mut silent {
+        assert_eq!(server.read(stream)[0], 0xff);
+    }
+    server.front.connections.count_vain(512);
+    // They displace those, and each other, in turns.
+    let mut next: Vec<_> = (0..4).map(|_| server.connect()).collect();
+    assert_eq!(server.read(next.last_mut().unwrap())[0], 0xff);
 }
 
 #[test]
