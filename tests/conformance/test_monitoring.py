@@ -10,7 +10,7 @@ import urllib.request
 import pytest
 import yaml
 from kvrig import tiers
-from kvrig.server import REPOSITORY, free_port, listening
+from kvrig.server import REPOSITORY, free_port
 from kvrig.waiting import wait_until
 
 pytestmark = pytest.mark.ours("these files are ours")
@@ -158,6 +158,14 @@ def test_prometheus_evaluates_rules_and_boards(serve, engines, tmp_path):
         with urllib.request.urlopen(url, timeout=10) as answer:
             return json.load(answer)["data"]
 
+    def is_ready():
+        """It listens before it has its data, and answers 503 until then."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/-/ready", timeout=10):
+                return True
+        except OSError:
+            return False
+
     def raised():
         return {alert["labels"]["alertname"] for alert in ask("alerts")["alerts"]}
 
@@ -169,7 +177,7 @@ def test_prometheus_evaluates_rules_and_boards(serve, engines, tmp_path):
         return "unknown" not in found and ratio and ratio[0]["value"][1] != "NaN" and (found, ratio[0]["value"][1])
 
     try:
-        wait_until(lambda: listening(port), 30, "Prometheus listens")
+        wait_until(is_ready, 60, "Prometheus is ready")
         states, ratio = wait_until(evaluated, 60, "all rules are evaluated")
         assert set(states) == {"ok"} and len(states) == len(list(rules()))
         assert 0.5 < float(ratio) <= 1.1, "all that is asked for is found"
