@@ -236,7 +236,7 @@ def test_lookups_of_l1_do_not_wait_for_a_server_that_is_away(rclone, serve, engi
     tiers.store(engine, 3)
     wait_until(lambda: tiers.metric(server, "kvtier_l2_store_failures_total") == 4, 30, "the failures to be counted")
     assert tiers.recall(engine, 3) == 64
-    told = [line.partition(" WARN ")[2].partition(" error=")[0] for line in server.lines() if " WARN " in line]
+    told = tiers.warnings(server)
     assert told and len(set(told)) == len(told), told
     if fault == "killed":
         rclone.start()

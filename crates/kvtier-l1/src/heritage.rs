@@ -9,7 +9,7 @@
 use std::time::Duration;
 
 use kvtier_core::cache::{Cache, ReadLease, Reservation, Restored};
-use kvtier_core::ledger::{Fault, Rejected};
+use kvtier_core::ledger::Rejected;
 use kvtier_memory::Arena;
 use kvtier_sync::Mutex;
 
@@ -48,10 +48,8 @@ impl Heritage {
             return Self::default();
         };
         let rejected = restored.rejected;
-        let left_out = Fault::ALL
-            .into_iter()
-            .filter(|fault| rejected.get(*fault) > 0);
-        let left_out = left_out.map(|fault| format!("{} {}", rejected.get(fault), fault.name()));
+        let left_out = rejected.reasons();
+        let left_out = left_out.map(|(fault, count)| format!("{count} {}", fault.name()));
         let withheld = restored.withheld.len() + restored.read.len();
         tracing::info!(
             objects = restored.objects,

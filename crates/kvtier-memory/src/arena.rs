@@ -461,7 +461,7 @@ fn free_hugepages() -> u64 {
         .unwrap_or(0)
 }
 
-fn map_error(error: MapError, place: &str) -> ArenaError {
+pub(crate) fn map_error(error: MapError, place: &str) -> ArenaError {
     match error {
         MapError::System(e) => ArenaError::System {
             action: "map",

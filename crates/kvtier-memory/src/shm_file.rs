@@ -68,6 +68,18 @@ pub(crate) struct ShmFile {
     linked: AtomicBool,
 }
 
+/// The whole name of a segment, and as the system takes it.
+fn names(name: &str) -> Result<(String, CString), ArenaError> {
+    let name = full_name(name)?;
+    match CString::new(name.as_str()) {
+        Ok(c_name) => Ok((name, c_name)),
+        Err(_) => Err(ArenaError::Name {
+            name,
+            reason: "has a zero byte in it",
+        }),
+    }
+}
+
 impl ShmFile {
     /// Its name, without a slash.
     pub(crate) fn name(&self) -> &str {
@@ -81,11 +93,7 @@ impl ShmFile {
 
     /// Creates the segment, in place of one that a dead process left behind.
     pub(crate) fn create(name: &str) -> Result<Self, ArenaError> {
-        let name = full_name(name)?;
-        let c_name = CString::new(name.as_str()).map_err(|_| ArenaError::Name {
-            name: name.clone(),
-            reason: "has a zero byte in it",
-        })?;
+        let (name, c_name) = names(name)?;
         let system = |action, e: rustix::io::Errno| ArenaError::System {
             action,
             place: format!("shared memory {name:?}"),
@@ -144,11 +152,7 @@ impl ShmFile {
     /// # Errors
     /// [`ArenaError::NameInUse`] while a process has it; the system's.
     pub(crate) fn find(name: &str) -> Result<Option<Self>, ArenaError> {
-        let name = full_name(name)?;
-        let c_name = CString::new(name.as_str()).map_err(|_| ArenaError::Name {
-            name: name.clone(),
-            reason: "has a zero byte in it",
-        })?;
+        let (name, c_name) = names(name)?;
         let flags = OFlags::RDWR | NO_FOLLOW | NO_WAIT;
         let file = match shm::open(c_name.as_c_str(), flags, Mode::empty()) {
             Ok(file) => file,

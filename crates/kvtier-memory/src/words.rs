@@ -10,8 +10,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{FallocateFlags, SeekFrom};
 
+use crate::arena::map_error;
 use crate::error::ArenaError;
-use crate::mapping::{MapError, Mapping};
+use crate::mapping::Mapping;
 use crate::shm_file::ShmFile;
 
 /// Words of a piece: 64 KiB.
@@ -59,14 +60,7 @@ impl SharedWords {
             .map_err(|_| ArenaError::Size { bytes })
             .and_then(|bytes| {
                 let mapped = Mapping::shared(shm.file().as_fd(), bytes, "ledger");
-                mapped.map_err(|error| match error {
-                    MapError::System(error) => ArenaError::System {
-                        action: "map",
-                        place: shm.name().to_owned(),
-                        source: error.into(),
-                    },
-                    MapError::Guard(full) => ArenaError::Guard(full),
-                })
+                mapped.map_err(|error| map_error(error, shm.name()))
             });
         let pieces = usize::try_from(len.div_ceil(PIECE).div_ceil(64)).unwrap_or(usize::MAX);
         Ok(Self {

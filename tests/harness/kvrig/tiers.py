@@ -127,6 +127,11 @@ def forget(engine):
     assert engine.scheduler.reset_cache() is True
 
 
+def warnings(server):
+    """What the server's log has warned of, a text for each line, without the error."""
+    return [line.partition(" WARN ")[2].partition(" error=")[0] for line in server.lines() if " WARN " in line]
+
+
 def metric(server, name, **labels):
     """Sum of a metric over all series with these labels; 0 when it was never counted."""
     status, text = server.get("/metrics")

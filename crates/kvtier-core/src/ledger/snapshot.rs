@@ -85,6 +85,12 @@ impl Rejected {
         self.0[fault as usize]
     }
 
+    /// The reasons that there were, and the number for each.
+    pub fn reasons(&self) -> impl Iterator<Item = (Fault, u64)> {
+        let all = Fault::ALL.into_iter().map(|fault| (fault, self.get(fault)));
+        all.filter(|(_, count)| *count > 0)
+    }
+
     /// All of them.
     pub fn total(&self) -> u64 {
         self.0.iter().sum()

@@ -10,7 +10,6 @@ use kvtier_api::{
     WorkerLiveness,
 };
 use kvtier_core::cache::FreeSpace;
-use kvtier_core::ledger::Fault;
 use kvtier_device::{Axis, KvLayout};
 
 use super::super::instances::Mode;
@@ -109,10 +108,10 @@ impl Admin {
             accounting_errors: stats.accounting_errors,
             restored_objects: heritage.objects,
             restored_bytes: heritage.bytes,
-            left_out_objects: Fault::ALL
-                .into_iter()
-                .map(|fault| (fault.name().to_owned(), heritage.rejected.get(fault)))
-                .filter(|(_, count)| *count > 0)
+            left_out_objects: heritage
+                .rejected
+                .reasons()
+                .map(|(fault, count)| (fault.name().to_owned(), count))
                 .collect(),
             unrecorded_objects: self.context.l1.cache.unrecorded(),
         };
