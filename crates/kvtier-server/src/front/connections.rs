@@ -214,14 +214,11 @@ impl Connections {
             return happened.push(Happened::Readable(id));
         }
         connection.park();
-        let interest = connection.interest;
-        self.watch(
-            id,
-            Interest {
-                read: false,
-                ..interest
-            },
-        );
+        let interest = Interest {
+            read: false,
+            ..connection.interest
+        };
+        self.watch(id, interest);
         self.parked.push_back(id);
         static LOG_LIMIT: RateLimited = RateLimited::new(Duration::from_secs(60));
         if let Some(left_out) = LOG_LIMIT.permit(Instant::now()) {
@@ -257,14 +254,11 @@ impl Connections {
                 continue;
             };
             connection.is_parked = false;
-            let interest = connection.interest;
-            self.watch(
-                id,
-                Interest {
-                    read: true,
-                    ..interest
-                },
-            );
+            let interest = Interest {
+                read: true,
+                ..connection.interest
+            };
+            self.watch(id, interest);
             self.next_turn = now + TURN_INTERVAL;
             return happened.push(Happened::Readable(id));
         }
@@ -351,8 +345,8 @@ impl Connections {
         let now = self.clock.now();
         let connections = self.open.values_mut();
         connections
-            .filter_map(|connection| connection.strays.is_exceeded(now).then_some(()))
-            .count()
+            .map(|connection| usize::from(connection.strays.is_exceeded(now)))
+            .sum()
     }
 
     /// Counts connections that have ended without a request.
