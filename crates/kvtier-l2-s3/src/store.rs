@@ -1,11 +1,13 @@
 //! Stores: one request, or an upload in parts for a large object. An object is there with all of its bytes and its metadata,
 //! or not at all.
 
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use hyper::body::Bytes;
 use tokio::runtime::Handle;
+use tokio::sync::oneshot;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
@@ -148,24 +150,7 @@ impl Shared {
         open: &Open,
     ) -> Result<(), L2Error> {
         let malformed = |_| self.malformed("upload");
-        let begin = Call {
-            query: vec![("uploads", String::new())],
-            headers,
-            is_unique: true,
-            ..Call::new("POST", key)
-        };
-        let answer = self.client.send(&begin).await?;
-        if answer.response.status() != 200 {
-            return Err(answer.failure("start of an upload").await);
-        }
-        let id = xml::upload_id(&answer.whole(MAX_ANSWER).await?).map_err(malformed)?;
-        let mut upload = Upload {
-            shared: Arc::clone(self),
-            open: Arc::clone(open),
-            key: key.to_owned(),
-            id,
-            is_complete: false,
-        };
+        let mut upload = self.begin_upload(key, headers, open).await?;
         let etags = self.upload_parts(&upload, item).await?;
         let complete = Call {
             content: Content::Bytes(Bytes::from(xml::complete(&etags))),
@@ -185,6 +170,53 @@ impl Shared {
         }
         upload.is_complete = true;
         Ok(())
+    }
+
+    /// Begins an upload, in a task of its own: a store that is dropped meanwhile still learns the upload's id, and removes it.
+    async fn begin_upload(
+        self: &Arc<Self>,
+        key: &str,
+        headers: Vec<(&'static str, String)>,
+        open: &Open,
+    ) -> Result<Upload, L2Error> {
+        let call = Call {
+            query: vec![("uploads", String::new())],
+            headers,
+            is_unique: true,
+            ..Call::new("POST", key)
+        };
+        let (shared, open, key) = (Arc::clone(self), Arc::clone(open), key.to_owned());
+        let begin = async move {
+            let answer = shared.client.send(&call).await?;
+            if answer.response.status() != 200 {
+                return Err(answer.failure("start of an upload").await);
+            }
+            let id = xml::upload_id(&answer.whole(MAX_ANSWER).await?)
+                .map_err(|_| shared.malformed("upload"))?;
+            Ok(Upload {
+                shared,
+                open,
+                key,
+                id,
+                is_complete: false,
+            })
+        };
+        let (begun, upload) = oneshot::channel();
+        tokio::spawn(async move {
+            let (mut begin, mut begun) = (pin!(begin), begun);
+            let result = tokio::select! {
+                result = &mut begin => result,
+                () = begun.closed() => match timeout(REMOVAL_TIMEOUT, begin).await {
+                    Ok(result) => result,
+                    Err(_) => return,
+                },
+            };
+            // What nobody receives is dropped, and an upload with it.
+            let _ = begun.send(result);
+        });
+        upload
+            .await
+            .unwrap_or_else(|_| Err(self.malformed("upload")))
     }
 
     /// Sends all parts, as many at a time as requests may be in flight; returns the `ETag` of each.

@@ -40,10 +40,7 @@ async fn only_whole_objects_are_loaded() {
     let cut = |bytes: usize, then| {
         move |reply: Reply| {
             let left = reply.bytes.len() - bytes;
-            Reply {
-                bytes: reply.bytes[..left].to_vec(),
-                then,
-            }
+            Reply::raw(reply.bytes[..left].to_vec(), then)
         }
     };
     let unavailable = Some(ErrorKind::Unavailable);
@@ -61,15 +58,14 @@ async fn only_whole_objects_are_loaded() {
         "x\r\n\r\n",
         "HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
     ] {
-        let said = move |_| Reply {
-            bytes: garbage.into(),
-            then: Then::Close,
-        };
+        let said = move |_| Reply::raw(garbage, Then::Close);
         assert_eq!(bed.load_error(said).await, unavailable, "{garbage}");
     }
-    let endless = |_| Reply {
-        bytes: [b"HTTP/1.1 200 OK\r\n".to_vec(), b"a: b\r\n".repeat(100_000)].concat(),
-        then: Then::Close,
+    let endless = |_| {
+        Reply::raw(
+            [b"HTTP/1.1 200 OK\r\n".to_vec(), b"a: b\r\n".repeat(100_000)].concat(),
+            Then::Close,
+        )
     };
     assert_eq!(bed.load_error(endless).await, unavailable);
 }
@@ -118,9 +114,11 @@ async fn other_lengths_are_corrupt_before_a_byte_is_written() {
                 "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n{HEADER}: {}\r\n\r\n{length:x}\r\n",
                 encode(&wanted, sum)
             );
-            (request.method == "GET").then(|| Reply {
-                bytes: [head.as_bytes(), &bytes, b"\r\n0\r\n\r\n"].concat(),
-                then: Then::KeepAlive,
+            (request.method == "GET").then(|| {
+                Reply::raw(
+                    [head.as_bytes(), &bytes, b"\r\n0\r\n\r\n"].concat(),
+                    Then::KeepAlive,
+                )
             })
         };
         bed.server.answers(chunked);
@@ -226,10 +224,10 @@ async fn bad_request_without_a_code_makes_the_tier_unhealthy_until_it_is_over() 
 async fn response_that_announces_too_much_is_not_waited_for() {
     let bed = bed(|_| {}).await;
     bed.server.answers(|_, _| {
-        Some(Reply {
-            bytes: b"HTTP/1.1 500 Status\r\ncontent-length: 1152921504606846976\r\n\r\n".to_vec(),
-            then: Then::Drip,
-        })
+        Some(Reply::raw(
+            b"HTTP/1.1 500 Status\r\ncontent-length: 1152921504606846976\r\n\r\n".to_vec(),
+            Then::Drip,
+        ))
     });
     let one = [object(1, 1000)];
     let loaded = tokio::time::timeout(
@@ -328,10 +326,7 @@ async fn kept_connections_that_the_server_closed_are_replaced() {
         let answer = bucket.answer(request);
         Some(match is_first {
             true => answer,
-            false => Reply {
-                bytes: Vec::new(),
-                then: Then::Close,
-            },
+            false => Reply::raw(Vec::new(), Then::Close),
         })
     });
     for _ in 0..4 {
@@ -339,12 +334,8 @@ async fn kept_connections_that_the_server_closed_are_replaced() {
     }
     // One that does so on a new connection too has no third try.
     bed.server.forget_requests();
-    bed.server.answers(|_, _| {
-        Some(Reply {
-            bytes: Vec::new(),
-            then: Then::Close,
-        })
-    });
+    bed.server
+        .answers(|_, _| Some(Reply::raw(Vec::new(), Then::Close)));
     let loaded = load(&bed.adapter, &bed.memory, &one).await;
     assert_eq!(kinds(loaded), [Some(ErrorKind::Unavailable)]);
     assert!(bed.server.requests().len() <= 2);

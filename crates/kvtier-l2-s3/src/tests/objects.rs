@@ -1,6 +1,8 @@
 //! Objects of other writers, of other layouts, damaged, large, and those that are deleted.
 
-use super::server::{Reply, Request, Stored, Then};
+use tokio::sync::Notify;
+
+use super::server::{Reply, Request, Stored};
 use super::*;
 use crate::metadata::{HEADER, encode};
 use kvtier_l2::{
@@ -239,32 +241,52 @@ async fn object_deleted_in_the_bucket_leaves_the_index() {
     .await;
 }
 
-#[tokio::test]
-async fn closing_removes_uploads_in_flight() {
-    let bed = bed(|options| {
-        options.multipart_bytes = 300;
-        options.request_timeout = Duration::from_secs(60);
-    })
-    .await;
-    bed.server.answers(|request, _| {
-        (request.query.contains_key("partNumber")).then(|| Reply {
-            bytes: Vec::new(),
-            then: Then::Stall,
-        })
-    });
+/// Drops a store once its upload has come as far as `is_begun` says, calls `then`, and closes the adapter.
+async fn upload_is_removed(bed: Bed, is_begun: impl Fn(&Request) -> bool, then: impl FnOnce()) {
     let one = object(1, 1000);
     let item = StoreItem {
         from: bed.memory.filled(&content(&one)),
         object: one,
     };
     let mut storing = bed.adapter.store(vec![item]);
-    while bed.server.with(|bucket| bucket.uploads.is_empty()) {
+    while !bed.server.requests().iter().any(&is_begun) {
         assert!(poll_once(&mut storing).await.is_none());
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
+    assert_eq!(bed.server.with(|bucket| bucket.uploads.len()), 1);
     drop(storing);
+    then();
     bed.adapter.close().await;
-    assert!(bed.server.with(|bucket| bucket.uploads.is_empty()));
+    assert_eq!(bed.server.with(|bucket| bucket.uploads.len()), 0);
+}
+
+fn in_parts(options: &mut S3Options) {
+    options.multipart_bytes = 300;
+    options.request_timeout = Duration::from_secs(60);
+}
+
+#[tokio::test]
+async fn closing_removes_uploads_in_flight() {
+    let bed = bed(in_parts).await;
+    let is_part = |request: &Request| request.query.contains_key("partNumber");
+    bed.server
+        .answers(move |request, _| is_part(request).then(Reply::none));
+    upload_is_removed(bed, is_part, || ()).await;
+}
+
+#[tokio::test]
+async fn closing_removes_an_upload_whose_id_was_on_its_way() {
+    let bed = bed(in_parts).await;
+    let begins = |request: &Request| request.query.contains_key("uploads");
+    let sent = Arc::new(Notify::new());
+    let held = Arc::clone(&sent);
+    bed.server.answers(move |request, bucket| {
+        begins(request).then(|| Reply {
+            held: Some(Arc::clone(&held)),
+            ..bucket.answer(request)
+        })
+    });
+    upload_is_removed(bed, begins, || sent.notify_one()).await;
 }
 
 #[tokio::test]

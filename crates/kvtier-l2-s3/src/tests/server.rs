@@ -8,6 +8,7 @@ use std::time::Duration;
 use kvtier_sync::Mutex;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::TcpListener;
+use tokio::sync::Notify;
 use tokio_rustls::TlsAcceptor;
 
 use super::super::{name, time, xml};
@@ -41,9 +42,24 @@ pub(super) enum Then {
 pub(super) struct Reply {
     pub(super) bytes: Vec<u8>,
     pub(super) then: Then,
+    /// What is waited for before it is sent.
+    pub(super) held: Option<Arc<Notify>>,
 }
 
 impl Reply {
+    pub(super) fn raw(bytes: impl Into<Vec<u8>>, then: Then) -> Self {
+        Self {
+            bytes: bytes.into(),
+            then,
+            held: None,
+        }
+    }
+
+    /// No byte of a reply, and the connection stays open.
+    pub(super) fn none() -> Self {
+        Self::raw(b"", Then::Stall)
+    }
+
     pub(super) fn new(status: u16, headers: &[(&str, &str)], body: &[u8]) -> Self {
         let mut head = format!("HTTP/1.1 {status} Status\r\n");
         for (name, value) in headers {
@@ -55,10 +71,7 @@ impl Reply {
         {
             head.push_str(&format!("Content-Length: {}\r\n", body.len()));
         }
-        Self {
-            bytes: [head.as_bytes(), b"\r\n", body].concat(),
-            then: Then::KeepAlive,
-        }
+        Self::raw([head.as_bytes(), b"\r\n", body].concat(), Then::KeepAlive)
     }
 
     pub(super) fn error(status: u16, code: &str) -> Self {
@@ -183,6 +196,9 @@ async fn serve(
                 .and_then(|instead| instead(&request, &mut bucket));
             instead.unwrap_or_else(|| bucket.answer(&request))
         };
+        if let Some(held) = &reply.held {
+            held.notified().await;
+        }
         if stream.write_all(&reply.bytes).await.is_err() {
             return;
         }
