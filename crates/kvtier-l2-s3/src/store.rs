@@ -211,7 +211,7 @@ impl Shared {
                     Err(_) => return,
                 },
             };
-            // What nobody receives is dropped, and an upload with it.
+            // Without a receiver it is dropped, and an upload with it.
             let _ = begun.send(result);
         });
         upload

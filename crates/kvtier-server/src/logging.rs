@@ -15,9 +15,9 @@ use tracing::Subscriber;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::util::SubscriberInitExt as _;
 
-use crate::budget::{Budget, Charge};
 use crate::escape::escape;
 use kvtier_config::{LogFormat, ServerConfig};
+use kvtier_sync::budget::{Budget, Charge};
 
 /// Bytes of lines that may wait: some 20,000 of them.
 const WAITING: u64 = 4 << 20;

@@ -7,8 +7,8 @@ use kvtier_config::ServerConfig;
 use kvtier_engine::Preflight;
 use kvtier_error::{Error, Result};
 
-use crate::access::Access;
 use crate::front::RequestSocket;
+use kvtier_http::{Access, cannot_bind};
 
 /// Checks that a server could start; leaves and changes nothing. What others may take meanwhile, such as a port, is not
 /// checked.
@@ -62,14 +62,6 @@ fn bind_ports(config: &ServerConfig) -> Result<()> {
         .filter_map(bind)
         .collect::<Result<_, _>>()?;
     Ok(())
-}
-
-/// Returns the error of a port of HTTP.
-pub(crate) fn cannot_bind(host: &str, flag: &str, port: u16, error: std::io::Error) -> Error {
-    Error::io(
-        format!("--http-host, --{flag}: {host}:{port} cannot be bound"),
-        error,
-    )
 }
 
 fn check_ports(config: &ServerConfig) -> Result<()> {

@@ -14,15 +14,14 @@ use kvtier_error::{Error, Result};
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
 
-use crate::access::Access;
 use crate::clock::Clock;
 use crate::descriptors::Descriptors;
 use crate::front::{FrontEnd, RequestSocket};
-use crate::health::Health;
-use crate::http::{self, Api};
 use crate::preflight;
 use kvtier_config::ServerConfig;
 use kvtier_engine::Engine;
+use kvtier_http::Health;
+use kvtier_http::{self as http, Access, Api};
 use kvtier_metrics::Metrics;
 
 /// Threads of the HTTP runtime; a scrape or a health probe is all they serve.

@@ -1,4 +1,4 @@
-//! Locks and channels of all crates, so that tests can check them.
+//! Locks and channels of all crates, so that tests can check them; and budgets of bytes.
 //!
 //! | build | locks |
 //! | --- | --- |
@@ -9,6 +9,8 @@
 //! This crate must never know what a lock guards.
 
 #![forbid(unsafe_code)]
+
+pub mod budget;
 
 #[cfg(all(debug_assertions, not(shuttle)))]
 mod checked;
@@ -41,7 +43,7 @@ pub const ORDER: &[(&str, &str)] = &[
     ("bindings/python/src/worker/mod.rs", "Finished>"),
     ("bindings/python/src/future.rs", ""),
     ("crates/kvtier-metrics/src/tenants.rs", ""),
-    ("crates/kvtier-server/src/http/waiting.rs", "u64"),
+    ("crates/kvtier-http/src/waiting.rs", "u64"),
     ("crates/kvtier-client/src/client/health.rs", "WatchState"),
     ("crates/kvtier-tenants/src/quotas.rs", "Vec<u128>"),
     ("crates/kvtier-device/src/cuda/gpu_slot.rs", "()"),

@@ -18,7 +18,7 @@ use kvtier_sync::atomic::{AtomicU8, Ordering};
 use kvtier_sync::channel::{Receiver, Sender, unbounded};
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::budget::Charge;
+use kvtier_sync::budget::Charge;
 
 /// One message to a client.
 pub struct Outgoing {

@@ -10,7 +10,7 @@ use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
 
 use super::outbox::Outgoing;
-use crate::budget::Charge;
+use kvtier_sync::budget::Charge;
 
 /// Bytes written for one client before others get their turn.
 const TURN_BYTES: usize = 1 << 20;
@@ -77,7 +77,7 @@ mod tests {
     fn replies_arrive_in_order_and_charges_end_with_the_last_byte() {
         let (socket, mut peer) = UnixStream::pair().unwrap();
         socket.set_nonblocking(true).unwrap();
-        let budget = crate::budget::Budget::new(1 << 30);
+        let budget = kvtier_sync::budget::Budget::new(1 << 30);
         let mut output = Output::default();
         let mut expected = Vec::new();
         for byte in 0..100_u8 {

@@ -14,10 +14,10 @@ use super::lanes::Turn;
 use super::limits::{JOB_BYTES, SMALL_REPLY, answers_much};
 use super::names::first_number;
 use super::outbox::{Outbox, Outgoing};
-use crate::budget::Charge;
-use crate::health::Health;
 use kvtier_engine::{Answer, Caller, Engine, Reply, ReplyTarget};
+use kvtier_http::Health;
 use kvtier_l2::RateLimited;
+use kvtier_sync::budget::Charge;
 
 /// A request whose frames are still undecoded.
 pub struct Job {

@@ -15,7 +15,7 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Access {
     /// Checks the files again and again. Tokens and certificates apart, as one file system may hang and the other not.
-    pub(crate) async fn watch(&self, health: &Health) {
+    pub async fn watch(&self, health: &Health) {
         let (tokens, tls) = (self.tokens.clone(), self.tls.clone());
         tokio::join!(watch(tokens, health), watch(tls, health));
     }

@@ -29,7 +29,7 @@ impl Health {
     }
 
     /// A round of housekeeping is done.
-    pub(crate) fn count_round(&self) {
+    pub fn count_round(&self) {
         self.rounds.fetch_add(1, Ordering::Relaxed);
     }
 

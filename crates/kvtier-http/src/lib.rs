@@ -1,12 +1,17 @@
-//! The HTTP API: health, status, metrics and administration.
+//! The HTTP API: health, status, metrics and administration, with its access rules.
 //!
 //! Paths, bodies and the three error shapes are those of LMCache 0.5.6's HTTP server where it has the route; what it
 //! lacks is added beside them. The socket opens before the engine does, so that a probe is answered from the start.
+//!
+//! This crate must never know the request port, nor how an operation works: it asks the engine.
+#![forbid(unsafe_code)]
 
+mod access;
 mod audit;
 mod body;
 mod cache;
 mod gate;
+mod health;
 mod info;
 mod json;
 mod listen;
@@ -35,11 +40,11 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use self::body::Invalid;
-use crate::access::Access;
-use crate::health::Health;
-use crate::preflight::cannot_bind;
 use kvtier_engine::Engine;
+use kvtier_error::{Error, Result};
 
+pub use access::Access;
+pub use health::Health;
 pub use payload::Bodies;
 
 /// Largest request body, bytes, where a route has no other limit. The largest real one is a list of block ids.
@@ -211,7 +216,7 @@ fn gated(router: Router<Arc<Api>>, api: Arc<Api>) -> Router {
 }
 
 /// Serves the API on `listener` until `stop` resolves.
-pub(crate) async fn serve(
+pub async fn serve(
     listener: tokio::net::TcpListener,
     api: Arc<Api>,
     stop: impl Future<Output = ()> + Send + 'static,
@@ -221,7 +226,7 @@ pub(crate) async fn serve(
 }
 
 /// Serves only `/metrics`, for `--prometheus-port`.
-pub(crate) async fn serve_metrics(
+pub async fn serve_metrics(
     listener: tokio::net::TcpListener,
     api: Arc<Api>,
     stop: impl Future<Output = ()> + Send + 'static,
@@ -232,15 +237,23 @@ pub(crate) async fn serve_metrics(
     listen::serve(listener, access, router, listen::CONNECTIONS, stop).await;
 }
 
+/// Returns the error of a port of HTTP.
+pub fn cannot_bind(host: &str, flag: &str, port: u16, error: std::io::Error) -> Error {
+    Error::io(
+        format!("--http-host, --{flag}: {host}:{port} cannot be bound"),
+        error,
+    )
+}
+
 /// Binds the host and `port`.
 ///
 /// # Errors
 /// One line that names the flags: the system's error, or that other hosts could reach it without a token.
-pub(crate) async fn bind(
+pub async fn bind(
     access: &Access,
     flag: &str,
     port: u16,
-) -> kvtier_error::Result<(tokio::net::TcpListener, SocketAddr)> {
+) -> Result<(tokio::net::TcpListener, SocketAddr)> {
     let host = access.host();
     let failed = |error| cannot_bind(host, flag, port, error);
     let listener = tokio::net::TcpListener::bind((host, port)).await;

@@ -32,7 +32,7 @@ impl Access {
     ///
     /// # Errors
     /// One line that names the flag: a bad file, or a host beyond loopback without tokens.
-    pub(crate) fn open(config: &HttpConfig) -> Result<Self> {
+    pub fn open(config: &HttpConfig) -> Result<Self> {
         // A refused value may be a secret, or contain one.
         Self::read(config).map_err(|error| error.map_text(redact::text))
     }
@@ -94,7 +94,7 @@ impl Access {
     }
 
     /// `--http-host`.
-    pub(crate) fn host(&self) -> &str {
+    pub fn host(&self) -> &str {
         &self.host
     }
 
@@ -102,7 +102,7 @@ impl Access {
     ///
     /// # Errors
     /// Other hosts reach it, and there is no token.
-    pub(crate) fn check_bound(&self, bound: SocketAddr) -> Result<()> {
+    pub fn check_bound(&self, bound: SocketAddr) -> Result<()> {
         match is_loopback(bound.ip()) {
             true => Ok(()),
             false => self.check_reachable_from_others(&bound.ip()),
