@@ -10,6 +10,16 @@ from rig import BLOCK, tokens
 from test_failures import works
 
 
+def logged(caplog, text, count):
+    """The levels of the log lines with a text, once there are `count`: a client's state is set before its line is written."""
+
+    def levels():
+        return [each.levelname for each in list(caplog.records) if text in each.getMessage()]
+
+    wait_until(lambda: len(levels()) >= count, 30, f"{count} lines")
+    return levels()
+
+
 def test_engine_starts_without_server(place, mode, fresh):
     """It computes until then, and uses the server as soon as it is there."""
     server = place.server(start=False)
@@ -51,8 +61,7 @@ def test_later_refusal_of_worker_is_logged(place, caplog):
     wait_until(lambda: engine.worker.client.obstacle, 30, "a reason")
     assert "--supported-transfer-mode" in engine.worker.client.obstacle
     assert not engine.worker.is_healthy and engine.scheduler.client.wait_healthy(30)
-    lines = [each for each in caplog.records if "--supported-transfer-mode" in each.getMessage()]
-    assert [each.levelname for each in lines] == ["ERROR"]
+    assert logged(caplog, "--supported-transfer-mode", 1) == ["ERROR"]
 
 
 def test_server_with_other_chunk_size_is_unused(place, mode, fresh, caplog):
@@ -73,8 +82,7 @@ def test_server_with_other_chunk_size_is_unused(place, mode, fresh, caplog):
     assert not engine.store(request, prompt, 0, 2 * CHUNK, list(range(1, 9)))
     assert engine.lookup(request, prompt) == 0
     assert server.get("/status")[1]["storage_manager"]["l1_manager"]["total_object_count"] == 0
-    lines = [each for each in caplog.records if text in each.getMessage()]
-    assert [each.levelname for each in lines] == ["ERROR", "ERROR"], "once for each side"
+    assert logged(caplog, text, 2) == ["ERROR", "ERROR"], "once for each side"
     server.kill()
     server.chunk = CHUNK
     server.start()
