@@ -143,20 +143,22 @@ async fn connect(stream: TcpStream, access: Arc<Access>, served: Served, watcher
     let _ = stream.set_nodelay(true);
     let peer = served.peer;
     let Some(settings) = access.tls() else {
-        return talk(stream, served, watcher).await;
+        return talk(Box::new(stream), served, watcher).await;
     };
     match timeout(HANDSHAKE, TlsAcceptor::from(settings).accept(stream)).await {
-        Ok(Ok(stream)) => talk(stream, served, watcher).await,
+        Ok(Ok(stream)) => talk(Box::new(stream), served, watcher).await,
         Ok(Err(error)) => tracing::debug!(%peer, %error, "no TLS with this client"),
         Err(_) => tracing::debug!(%peer, "the TLS handshake took too long"),
     }
 }
 
+/// A connection, with or without TLS: hyper is compiled for one type.
+trait Stream: AsyncRead + AsyncWrite + Unpin + Send {}
+
+impl<S: AsyncRead + AsyncWrite + Unpin + Send> Stream for S {}
+
 /// Serves one connection.
-async fn talk<S>(stream: S, served: Served, watcher: Watcher)
-where
-    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
-{
+async fn talk(stream: Box<dyn Stream>, served: Served, watcher: Watcher) {
     let peer = served.peer;
     let service = service_fn(move |mut request: Request<Incoming>| {
         let handling = served.seat.begin();
@@ -191,14 +193,14 @@ fn crowded() -> Response {
 }
 
 /// A stream that fails if the peer does not read what was written in time.
-struct Patient<S> {
-    stream: S,
+struct Patient {
+    stream: Box<dyn Stream>,
     /// Runs from when something could not be written until all has been.
     stalled: Option<Pin<Box<Sleep>>>,
 }
 
-impl<S> Patient<S> {
-    fn new(stream: S) -> Self {
+impl Patient {
+    fn new(stream: Box<dyn Stream>) -> Self {
         Self {
             stream,
             stalled: None,
@@ -221,7 +223,7 @@ impl<S> Patient<S> {
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Patient<S> {
+impl AsyncRead for Patient {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -231,7 +233,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Patient<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for Patient<S> {
+impl AsyncWrite for Patient {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -294,7 +296,7 @@ mod tests {
             requests: Arc::new(Semaphore::new(1)),
             seat: Arc::new(Waiting::default()).add(),
         };
-        tokio::spawn(talk(theirs, served, watcher));
+        tokio::spawn(talk(Box::new(theirs), served, watcher));
         (ours, running)
     }
 
