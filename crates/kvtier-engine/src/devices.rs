@@ -137,7 +137,7 @@ impl Devices {
         left
     }
 
-    /// Calls [`Devices::stop`], then releases the pinned arena.
+    /// Calls [`Devices::stop`], then releases the pinned arena if every transfer has ended.
     pub fn close(&self) {
         let Ok(cuda) = &self.cuda else {
             return;

@@ -412,13 +412,15 @@ impl Engine {
     }
 
     /// Stores what waits to be stored, unlinks the pool unless the next server goes on with it, ends the work on driver threads,
-    /// and unpins the arena. To be called after the last request.
+    /// and unpins the arena. L1 is left to the next server only if no tier and no GPU can write it any more. To be called after
+    /// the last request.
     pub fn close(&self) {
         // Before anything that a driver may hold up.
-        if let Some(l2) = self.l2() {
-            l2.close();
+        let tiers_have_ended = self.l2().is_none_or(|l2| l2.close());
+        self.context.l1.arena.unlink();
+        if !tiers_have_ended || !self.context.devices.stop().is_empty() {
+            self.context.l1.discard();
         }
-        self.unlink_pool();
         self.is_drained.store(true, Ordering::Release);
         self.workers.driver_threads.finish();
         self.context.devices.close();
@@ -435,8 +437,12 @@ impl Engine {
         self.is_drained.load(Ordering::Acquire)
     }
 
-    /// Unlinks the name of a pool that ends with this server. May be called at any time.
-    pub fn unlink_pool(&self) {
+    /// For a process that ends before [`Engine::close`] has: unlinks the name of the pool, which the next server gets only if
+    /// the engine [is drained](Engine::is_drained). May be called at any time, and waits for nothing.
+    pub fn abandon(&self) {
         self.context.l1.arena.unlink();
+        if !self.is_drained() {
+            self.context.l1.discard();
+        }
     }
 }

@@ -3,6 +3,7 @@
 use std::fmt::Display;
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use kvtier_core::cache::{Cache, CacheConfig};
@@ -35,6 +36,8 @@ pub struct L1 {
     pub heritage: Heritage,
     /// The NUMA node of each part of the arena; none when it has no parts.
     nodes: Vec<u32>,
+    /// Whether it was left to the next server or discarded, which happens once.
+    is_closed: AtomicBool,
 }
 
 impl L1 {
@@ -71,6 +74,7 @@ impl L1 {
             cache,
             heritage,
             nodes,
+            is_closed: AtomicBool::new(false),
         })
     }
 
@@ -91,11 +95,28 @@ impl L1 {
         self.heritage.expire(now, &self.arena);
     }
 
-    /// Leaves L1 to the next server: nothing of it may be written any more. Without a ledger it ends with the process.
+    /// Leaves L1 to the next server, unless it was [discarded](L1::discard): nothing of it may be written any more. Without a
+    /// ledger it ends with the process.
     pub fn close(&self) {
         self.cache.detach_ledger();
+        if self.is_closed.swap(true, Ordering::AcqRel) {
+            return;
+        }
         self.arena.unlink();
         self.arena.release();
+    }
+
+    /// Ends L1 with the process, since something that hangs may still write it: no later server finds it. Takes no lock, and
+    /// does nothing after [`L1::close`].
+    pub fn discard(&self) {
+        if self.is_closed.swap(true, Ordering::AcqRel) {
+            return;
+        }
+        if self.arena.remove() {
+            tracing::warn!(
+                "what hangs may still write L1: it ends with this process, and the next server starts empty"
+            );
+        }
     }
 
     /// Bytes that may be staged at once.

@@ -255,6 +255,12 @@ impl Arena {
         }
     }
 
+    /// Removes the name of a shared arena also if it was [kept](Self::keep), under the conditions of [`unlink`](Self::unlink).
+    /// Returns whether it was kept.
+    pub fn remove(&self) -> bool {
+        self.shm.as_ref().is_some_and(ShmFile::remove)
+    }
+
     /// Address of the first byte: for registering the arena with a device, and for I/O straight
     /// from or to it. Valid as long as the arena lives.
     #[must_use]

@@ -223,10 +223,11 @@ impl ShmFile {
         }
     }
 
-    /// Removes the name if it is ours, kept or not.
-    pub(crate) fn remove(&self) {
-        self.linked.store(true, Ordering::Release);
+    /// Removes the name if it is ours, kept or not; returns whether it was kept.
+    pub(crate) fn remove(&self) -> bool {
+        let was_kept = !self.linked.swap(true, Ordering::AcqRel) && self.is_still_ours();
         self.unlink();
+        was_kept
     }
 
     /// Removes the name, once, if it is still ours and not kept.
@@ -276,7 +277,7 @@ pub fn remove_stale_pools(prefix: &str) -> usize {
 /// Removes the segment of this name that an earlier process has kept; returns whether there was one.
 pub fn remove_kept(name: &str) -> bool {
     let found = ShmFile::find(name).ok().flatten();
-    found.inspect(ShmFile::remove).is_some()
+    found.is_some_and(|found| found.remove())
 }
 
 /// What `/dev/shm` has for a pool.

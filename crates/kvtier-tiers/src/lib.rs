@@ -52,6 +52,9 @@ const THREADS: usize = 2;
 /// How often full tiers are looked at.
 const EVICTION_INTERVAL: Duration = Duration::from_secs(1);
 
+/// How long an adapter with nothing left to do, and the threads of the tasks, may take to end.
+const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
+
 /// L2: the tiers behind L1, and the tasks that store to them and load from them.
 pub struct L2 {
     config: L2Config,
@@ -69,6 +72,8 @@ pub struct L2 {
     lookups: Semaphore,
     /// Capacity for loads, in units of [`LOAD_UNIT`].
     loads: Arc<Semaphore>,
+    /// All of it.
+    load_units: usize,
     handle: Handle,
     runtime: Mutex<Option<Runtime>>,
     stop: Arc<AtomicBool>,
@@ -115,9 +120,11 @@ impl L2 {
         };
         let (stores, receivers) = StoreQueue::new(tiers.len(), config.store_queue_bytes);
         let units = usize::try_from(config.load_bytes / LOAD_UNIT).unwrap_or(usize::MAX);
+        let load_units = units.clamp(1, Semaphore::MAX_PERMITS);
         let l2 = Arc::new(Self {
             lookups: Semaphore::new(config.prefetch_max_in_flight.max(1)),
-            loads: Arc::new(Semaphore::new(units.clamp(1, Semaphore::MAX_PERMITS))),
+            loads: Arc::new(Semaphore::new(load_units)),
+            load_units,
             flights: Flights::default(),
             pending: Pending::default(),
             calls: Calls::new(Arc::clone(&metrics), tiers.iter().map(|tier| tier.name())),
@@ -196,10 +203,11 @@ impl L2 {
         Buffer::new(Arc::clone(&self.arena), extent, hold)
     }
 
-    /// Ends: what waits to be stored is still stored, as long as the configuration allows.
-    pub fn close(&self) {
+    /// Ends: what waits to be stored is still stored, as long as the configuration allows. Returns whether no tier can read or
+    /// write L1 any more.
+    pub fn close(&self) -> bool {
         let Some(runtime) = self.runtime.lock().take() else {
-            return;
+            return self.has_released_l1();
         };
         self.stores.end();
         self.stop.store(true, Ordering::Relaxed);
@@ -214,17 +222,25 @@ impl L2 {
                 );
             }
             for tier in &self.tiers {
-                // What it is still doing ends with the process.
+                // What it is still doing has its buffers.
                 let _ = timeout_at(until.max(soon()), tier.adapter().close()).await;
             }
         });
-        runtime.shutdown_background();
+        // Drops the tasks, and with them the buffers of calls that only wait.
+        runtime.shutdown_timeout(CLOSE_TIMEOUT);
+        self.has_released_l1()
+    }
+
+    /// Whether no buffer of a store or of a load is left, whose last owner may be a thread, a process or a device that hangs.
+    fn has_released_l1(&self) -> bool {
+        let is_loading = self.loads.available_permits() < self.load_units;
+        !is_loading && self.stores.counts().queued_bytes == 0
     }
 }
 
 /// When an adapter should be done that has nothing left to do.
 fn soon() -> tokio::time::Instant {
-    tokio::time::Instant::now() + Duration::from_millis(500)
+    tokio::time::Instant::now() + CLOSE_TIMEOUT
 }
 
 fn open(config: &L2Config, quotas: &Opened) -> Result<Vec<Arc<Tier>>> {

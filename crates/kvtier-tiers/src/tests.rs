@@ -261,6 +261,30 @@ fn what_a_late_store_still_reads_stays_leased_and_counted() {
 }
 
 #[test]
+fn close_reports_whether_a_tier_still_uses_l1() {
+    let late = late(66);
+    let loading = bed(&[Arc::clone(&late)], Duration::from_secs(60));
+    loading.prefetch();
+    assert!(!loading.l2.close(), "it may still write");
+    late.kept.lock().clear();
+    assert!(loading.l2.close());
+    let storing = bed(&[Arc::clone(&late)], Duration::from_secs(60));
+    storing.store([1]);
+    while late.kept.lock().is_empty() {
+        std::thread::yield_now();
+    }
+    assert!(!storing.l2.close(), "it may still read");
+    late.kept.lock().clear();
+    assert!(storing.l2.close());
+    // A call that only waits ends with its task.
+    let waiting = bed(&[gated(1)], Duration::from_millis(1));
+    waiting.prefetch();
+    wait_for_load(&waiting);
+    waiting.store([9]);
+    assert!(waiting.l2.close());
+}
+
+#[test]
 fn what_was_stored_too_late_does_not_leave_l1() {
     let late = late(0);
     let policy = StorePolicy::SkipL1;

@@ -113,7 +113,7 @@ fn end_in_time(server: &Server) -> std::io::Result<()> {
         std::thread::sleep(limit);
         let engine = engine.upgrade();
         let drained = engine.is_some_and(|engine| {
-            engine.unlink_pool();
+            engine.abandon();
             engine.is_drained()
         });
         let limit = limit.as_secs_f64();

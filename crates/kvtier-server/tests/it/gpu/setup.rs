@@ -31,10 +31,15 @@ impl Bed {
 
     /// With what no flag says of how GPUs are used.
     pub fn with(options: impl FnOnce(&mut GpuOptions)) -> Self {
+        Self::with_flags(&[], options)
+    }
+
+    /// The same, with more flags.
+    pub fn with_flags(more: &[&str], options: impl FnOnce(&mut GpuOptions)) -> Self {
         let (fake_driver, alone) = FakeDriver::alone();
         fake_driver.script("reset; clear; devices=2");
         let driver = fake_driver_path().unwrap();
-        let flags = [
+        let own = [
             "--cuda-driver",
             driver.to_str().unwrap(),
             "--max-gpu-workers",
@@ -43,7 +48,7 @@ impl Bed {
             "600",
         ];
         Self {
-            server: TestServer::start_with(&flags, |config| {
+            server: TestServer::start_with(&[&own, more].concat(), |config| {
                 options(&mut config.cuda.as_mut().unwrap().gpu);
             }),
             fake_driver,
