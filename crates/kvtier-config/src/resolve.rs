@@ -162,7 +162,7 @@ impl ServerArgs {
             memory,
             l1_align_bytes: self.l1_align_bytes,
             l1_hugepages: self.l1_use_hugepages,
-            l1_restore: self.l1_restore == L1Restore::On && state.base.is_ok(),
+            l1_restore: self.l1_restore == L1Restore::On,
             l1_prefault: !self.no_l1_prefault,
             write_ttl: seconds("l1-write-ttl-seconds", self.l1_write_ttl_seconds, 1.0)?,
             read_ttl: seconds("l1-read-ttl-seconds", self.l1_read_ttl_seconds, 1.0)?,

@@ -7,6 +7,7 @@ use kvtier_error::Result;
 
 use super::checks::refuse;
 use super::flags::ServerArgs;
+use super::values::L1Restore;
 
 /// Where a server keeps what outlives its process.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -47,7 +48,14 @@ impl StateSettings {
         };
         let has_name = args.instance_id.is_some() || ipc.is_some() || args.port != 0;
         let base = match &args.state_dir {
-            Some(given) if given.as_os_str() == "none" => Err("--state-dir none".to_owned()),
+            Some(given) if given.as_os_str() == "none" => match args.l1_restore {
+                L1Restore::On => {
+                    let allowed =
+                        "give --state-dir a directory: with none nothing outlives the process";
+                    return Err(refuse("l1-restore", "on", allowed));
+                }
+                L1Restore::Off => Err("--state-dir none".to_owned()),
+            },
             Some(given) => Ok(given.clone()),
             None if !has_name => {
                 Err("with --port 0 and no --instance-id no later server is the same".to_owned())
@@ -161,6 +169,21 @@ mod tests {
             base(&["--port", "0", "--state-dir", "/s"], true, |_| None),
             "/s"
         );
+    }
+
+    #[test]
+    fn l1_that_is_to_be_restored_needs_a_directory() {
+        let with = |flags: &[&str]| {
+            let flags = [&["--l1-size-gb", "1", "--l1-restore", "on"], flags].concat();
+            crate::ServerConfig::from_flags(&flags)
+        };
+        let error = with(&["--state-dir", "none"]).unwrap_err().to_string();
+        for part in ["--l1-restore on", "--state-dir", "none"] {
+            assert!(error.contains(part), "{error}");
+        }
+        let config = with(&["--state-dir", "/s"]).unwrap();
+        assert!(config.l1_restore);
+        assert_eq!(config.state.base, Ok("/s".into()));
     }
 
     #[test]

@@ -130,6 +130,46 @@ fn directory_that_cannot_be_used_is_one_warning() {
 }
 
 #[test]
+fn l1_that_cannot_be_kept_is_one_warning_with_reason() {
+    let base = tempfile::tempdir().unwrap();
+    let restore = ["--l1-restore", "on"];
+    let with_directory = flags(Path::new("/proc/no"), "x", &restore);
+    let usable = flags(base.path(), "x", &restore);
+    for (flags, base, reason) in [
+        (&with_directory, None, Some("/proc/no/x: cannot be created")),
+        (
+            &usable,
+            Some("as the test has it"),
+            Some("as the test has it"),
+        ),
+        (&usable, None, None),
+    ] {
+        let log = Log::listen();
+        let server = TestServer::start_with(flags, |config| {
+            if let Some(reason) = base {
+                config.state.base = Err(reason.to_owned());
+            }
+        });
+        let text = log.text();
+        let warnings = text
+            .lines()
+            .filter(|line| line.contains("WARN") && line.contains("L1"));
+        let warnings: Vec<_> = warnings.collect();
+        assert_eq!(warnings.len(), usize::from(reason.is_some()), "{text}");
+        assert!(
+            warnings.iter().all(|line| line.contains(reason.unwrap())),
+            "{text}"
+        );
+        let pool = server.engine().config().shm_name.clone().unwrap();
+        drop(server);
+        for end in ["", ".ledger"] {
+            let is_kept = std::fs::remove_file(format!("/dev/shm/lmcache_l1_pool_{pool}{end}"));
+            assert_eq!(is_kept.is_ok(), reason.is_none());
+        }
+    }
+}
+
+#[test]
 fn damaged_quotas_stop_the_start_by_name() {
     let base = tempfile::tempdir().unwrap();
     limit(&TestServer::start(&flags(base.path(), "a", &[])), "alice");
