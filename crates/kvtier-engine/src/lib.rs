@@ -93,13 +93,26 @@ fn open_state(config: &ServerConfig) -> Result<Result<StateDir, String>> {
     let settings = &config.state;
     let base = match &settings.base {
         Ok(base) => base,
-        Err(why) => return Ok(Err(why.clone())),
+        Err(reason) => {
+            if config.l1_restore {
+                tracing::warn!(
+                    reason,
+                    "--l1-restore on has no effect without a state directory; L1 ends with this process"
+                );
+            }
+            return Ok(Err(reason.clone()));
+        }
     };
     match StateDir::open(base, &settings.instance) {
         Ok(state) => Ok(Ok(state)),
         Err(error) if error.kind() == ErrorKind::InUse => Err(error.context("--state-dir")),
         Err(error) => {
-            tracing::warn!(%error, "--state-dir cannot be used; what is set at run time ends with this process");
+            let also = if config.l1_restore {
+                ", and L1 (--l1-restore on),"
+            } else {
+                ""
+            };
+            tracing::warn!(%error, "--state-dir cannot be used; what is set at run time{also} ends with this process");
             Ok(Err(error.to_string()))
         }
     }
@@ -135,8 +148,9 @@ impl Engine {
         let salts = Salts::open(&config.tenants)?;
         let state = open_state(&config)?;
         let quotas = Opened::open(&config, state.as_ref().ok(), &salts)?;
-        let instance = state.as_ref().ok().map(|_| Instance {
+        let instance = state.as_ref().ok().map(|state| Instance {
             name: &config.state.instance,
+            folder: state.id(),
             tenants: salts.number(),
         });
         let (arena, kept) = open_arena(&config, instance)?;

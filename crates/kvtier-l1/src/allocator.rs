@@ -93,6 +93,12 @@ impl L1Allocator {
         after.saturating_sub(1)
     }
 
+    /// Whether all of an extent is in the same part.
+    pub fn is_in_one_part(&self, extent: Extent) -> bool {
+        let last = extent.offset + extent.len.saturating_sub(1);
+        self.part_at(extent.offset) == self.part_at(last)
+    }
+
     /// Allocates in the part with the most free space that keeps the free bytes `spare` returns for it. If the
     /// allocation fails there, parts with less follow.
     fn allocate_in(

@@ -15,6 +15,7 @@ use kvtier_config::ServerConfig;
 use kvtier_core::cache::{Cache, CacheConfig, Restored};
 use kvtier_core::ledger::{Identity, Ledger, Snapshot, Words, max_words};
 use kvtier_error::{Error, ErrorKind, Result};
+use kvtier_extent::Extent;
 use kvtier_memory::checksum::checksum128;
 use kvtier_memory::{Arena, ArenaError, ArenaKind, SharedWords, remove_kept};
 use rustix::time::{ClockId, clock_gettime};
@@ -53,6 +54,8 @@ impl Words for SegmentWords {
 pub struct Instance<'a> {
     /// Its name in the state directory, which it has alone.
     pub name: &'a str,
+    /// Identity of its folder there: another state directory may have the name too, and the same `/dev/shm`.
+    pub folder: &'a str,
     /// Number that stands for the names of tenants.
     pub tenants: u64,
 }
@@ -70,9 +73,9 @@ enum Ledgers {
 }
 
 impl Instance<'_> {
-    /// Stands for the name.
+    /// Stands for the name and the folder.
     fn number(&self) -> u64 {
-        checksum128(self.name.as_bytes()) as u64
+        checksum128(format!("{}\0{}", self.name, self.folder).as_bytes()) as u64
     }
 }
 
@@ -181,13 +184,19 @@ fn find(config: &ServerConfig, name: &str, instance: Instance<'_>) -> Result<(Ar
     let align = config.l1_align_bytes;
     // Of an arena that was cut off, or is larger now, only what was there is believed.
     let opened = Ledger::open(SegmentWords(words), &identity, now, old, align);
-    let (ledger, snapshot) = opened
+    let (mut ledger, snapshot) = opened
         .map_err(|(error, _)| absent("the earlier one's ledger is not used").source(error))?;
-    if snapshot.has_lost_granted() && !arena.is_alone() {
-        return Err(absent(
-            "clients may still copy memory that this configuration has another use for",
-        ));
+    let lost = match () {
+        () if snapshot.has_unrecorded_grant() => Some("whose grant could not be recorded"),
+        () if snapshot.has_lost_granted() => Some("that this configuration has another use for"),
+        () => None,
+    };
+    if let Some(lost) = lost.filter(|_| !arena.is_alone()) {
+        return Err(absent(&format!("clients may still copy memory {lost}")));
     }
+    ledger.forget_unrecorded_grants();
+    // Only now, when no record names bytes that were not there.
+    arena.grow().map_err(failed)?;
     Ok((arena, Kept(Ledgers::Old(ledger, snapshot))))
 }
 
@@ -228,6 +237,15 @@ fn create_ledger(
 }
 
 impl Kept {
+    /// Memory that clients of the server before may still copy.
+    pub(super) fn granted(&self) -> impl Iterator<Item = Extent> {
+        let snapshot = match &self.0 {
+            Ledgers::Old(_, snapshot) => Some(snapshot),
+            Ledgers::None | Ledgers::New(_) => None,
+        };
+        snapshot.into_iter().flat_map(Snapshot::granted)
+    }
+
     /// The cache, with what is kept; of an earlier server also what it had and the age of its L1.
     pub(super) fn begin(
         self,

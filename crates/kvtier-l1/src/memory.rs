@@ -9,6 +9,7 @@ use std::time::Duration;
 use kvtier_core::cache::{Cache, CacheConfig};
 use kvtier_core::quota::QuotaConfig;
 use kvtier_error::{Error, ErrorKind, Result};
+use kvtier_extent::Extent;
 use kvtier_memory::{Arena, ArenaError, ArenaKind};
 
 use super::allocator::{L1Allocator, parts};
@@ -53,7 +54,8 @@ impl L1 {
         kept: Kept,
         nodes: &[u32],
     ) -> Result<Self> {
-        let (nodes, allocator) = divide(&arena, config, nodes)?;
+        let divided = divide(&arena, config, nodes)?;
+        let (nodes, allocator) = keep_whole(divided, kept.granted(), &arena, config)?;
         let cache_config = CacheConfig {
             eviction: config.eviction_policy.kind(),
             quotas: QuotaConfig {
@@ -157,10 +159,33 @@ pub fn divide(
     if parts.is_empty() {
         parts.push(0..arena.len());
     }
-    let allocator = L1Allocator::over(parts, config.l1_align_bytes).map_err(|error| {
+    Ok((nodes, allocate_in(parts, arena, config)?))
+}
+
+fn allocate_in(
+    parts: Vec<Range<u64>>,
+    arena: &Arena,
+    config: &ServerConfig,
+) -> Result<L1Allocator> {
+    L1Allocator::over(parts, config.l1_align_bytes).map_err(|error| {
         Error::refused(format!("L1 of {:.2} GiB", in_gib(arena.len()))).source(error)
-    })?;
-    Ok((nodes, allocator))
+    })
+}
+
+/// Undoes a division that cuts memory which clients of the server before may still copy: in no part it could be kept from others.
+fn keep_whole(
+    (nodes, allocator): (Vec<u32>, L1Allocator),
+    mut granted: impl Iterator<Item = Extent>,
+    arena: &Arena,
+    config: &ServerConfig,
+) -> Result<(Vec<u32>, L1Allocator)> {
+    match granted.all(|extent| allocator.is_in_one_part(extent)) {
+        true => Ok((nodes, allocator)),
+        false => Ok((
+            Vec::new(),
+            allocate_in(vec![0..arena.len()], arena, config)?,
+        )),
+    }
 }
 
 /// Places the arena on the requested NUMA nodes; returns those that have a part each, and which.
@@ -252,7 +277,28 @@ pub fn create_arena(config: &ServerConfig) -> Result<Arena> {
 
 #[cfg(test)]
 mod tests {
+    use kvtier_core::cache::ExtentAllocator as _;
+
     use super::*;
+
+    #[test]
+    fn division_that_cuts_granted_memory_is_undone() {
+        let flags = ["--shm-name", "", "--l1-size-gb", "0.001"];
+        let config = ServerConfig::from_flags(&flags).unwrap();
+        let arena = create_arena(&config).unwrap();
+        let border = arena.len() / 2;
+        let nodes = |granted: &[(u64, u64)]| {
+            let parts = vec![0..border, border..arena.len()];
+            let divided = (vec![0, 1], L1Allocator::over(parts, 4096).unwrap());
+            let granted = granted.iter().map(|(at, len)| Extent::new(*at, *len));
+            let (nodes, allocator) = keep_whole(divided, granted, &arena, &config).unwrap();
+            assert_eq!(allocator.capacity(), arena.len());
+            nodes
+        };
+        let beside = (border - 4096, 4096);
+        assert_eq!(nodes(&[beside, (border, 4096)]), [0, 1]);
+        assert_eq!(nodes(&[beside, (border - 4096, 8192)]), [0; 0]);
+    }
 
     #[test]
     fn pool_of_a_killed_server_is_removed_before_check() {

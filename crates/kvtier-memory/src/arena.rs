@@ -130,8 +130,9 @@ impl Arena {
         Ok(arena)
     }
 
-    /// Opens the shared arena of this name that an earlier process has [kept](Self::keep), with `bytes` bytes, and says how many
-    /// of them it had: these are as they were, later ones are 0. `None` if there is none that can be trusted.
+    /// Opens the shared arena of this name that an earlier process has [kept](Self::keep), with `bytes` bytes, and returns how many
+    /// of them it has: these are as they were, later ones are there after [`grow`](Self::grow). `None` if there is none that can
+    /// be trusted.
     ///
     /// # Errors
     /// See [`ArenaError`]; the segment stays as it was.
@@ -145,11 +146,7 @@ impl Arena {
             .and_then(|len| len.checked_next_multiple_of(page))
             .filter(|len| *len > 0 && *len <= isize::MAX as usize)
             .ok_or(ArenaError::Size { bytes })?;
-        let (size, backed) = shm.sizes().unwrap_or_default();
-        if size < len as u64 {
-            check_space(shm.file(), (len as u64).saturating_sub(backed), "/dev/shm")?;
-            resize(shm.file(), len as u64, "/dev/shm")?;
-        }
+        let (size, _) = shm.sizes().unwrap_or_default();
         let mapped = Mapping::shared(shm.file().as_fd(), len, "arena");
         let arena = Self {
             mapping: mapped.map_err(|e| map_error(e, shm.name()))?,
@@ -161,6 +158,21 @@ impl Arena {
         };
         arena.advise(Advice::LinuxDontDump);
         Ok(Some((arena, size.min(len as u64))))
+    }
+
+    /// Makes the segment of an arena that was [found](Self::find) as long as the arena. Bytes behind its former end are 0, so what
+    /// names them must have been removed before: a later process cannot tell.
+    ///
+    /// # Errors
+    /// See [`ArenaError`]; the segment stays as it was.
+    pub fn grow(&self) -> Result<(), ArenaError> {
+        let Some(shm) = &self.shm else { return Ok(()) };
+        let (size, backed) = shm.sizes().unwrap_or_default();
+        if size < self.len() {
+            check_space(shm.file(), self.len().saturating_sub(backed), "/dev/shm")?;
+            resize(shm.file(), self.len(), "/dev/shm")?;
+        }
+        Ok(())
     }
 
     /// Lets the segment of a shared arena stay when this process ends, for [`find`](Self::find).

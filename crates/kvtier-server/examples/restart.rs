@@ -21,6 +21,7 @@ use kvtier_core::cache::ReserveRequest;
 use kvtier_core::{ChunkHash, Namespace};
 use kvtier_l1::{Instance, L1, open_arena};
 use kvtier_server::ServerConfig;
+use kvtier_state::StateDir;
 use kvtier_tenants::{Opened, Salts};
 
 const CHUNK: usize = 16;
@@ -70,8 +71,11 @@ impl Setup<'_> {
         let flags = self.flags();
         let flags: Vec<_> = flags.iter().map(String::as_str).collect();
         let config = ServerConfig::from_flags(&flags).unwrap();
+        let base = config.state.base.as_ref().expect("a state directory");
+        let state = StateDir::open(base, &config.state.instance).unwrap();
         let instance = Instance {
             name: &config.state.instance,
+            folder: state.id(),
             tenants: 0,
         };
         let (arena, kept) = open_arena(&config, Some(instance)).unwrap();

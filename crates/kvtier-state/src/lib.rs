@@ -4,6 +4,7 @@
 //! BASE/                 --state-dir
 //!   INSTANCE/           mode 0700, of this user
 //!     lock              held (flock) while a server runs; its process id
+//!     id                32 random hex digits, from the first use on
 //!     ...               files of other crates
 //! ```
 //!
@@ -13,6 +14,7 @@
 #![forbid(unsafe_code)]
 
 use std::fs::{DirBuilder, File};
+use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::io::Write as _;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt as _, FileExt as _};
@@ -23,6 +25,11 @@ use rustix::fs::{AtFlags, FileType, FlockOperation, Mode, OFlags, Stat};
 
 /// Name of the lock's file.
 const LOCK: &str = "lock";
+
+/// Name of the file with the random part of a folder's [id](StateDir::id).
+const ID: &str = "id";
+/// Bytes in it.
+const ID_LEN: usize = 32;
 
 /// Write permission of the group and of others.
 const FOREIGN_WRITE: u32 = 0o022;
@@ -36,6 +43,7 @@ pub struct StateDir {
     path: PathBuf,
     directory: OwnedFd,
     lock: File,
+    id: String,
 }
 
 impl StateDir {
@@ -58,7 +66,7 @@ impl StateDir {
             Err(error) => return Err(Error::io("cannot be created", error)),
         }
         let directory = open_folder(&base, name)?;
-        let lock = open_lock(&directory)?;
+        let lock = open_own(&directory, LOCK).map_err(|error| error.context(LOCK))?;
         match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => {}
             Err(rustix::io::Errno::WOULDBLOCK) => return Err(in_use(&lock)),
@@ -69,11 +77,20 @@ impl StateDir {
             .set_len(0)
             .and_then(|()| (&lock).write_all(format!("{}\n", std::process::id()).as_bytes()));
         written.map_err(|error| Error::io("cannot be written", error))?;
+        let stat = stat(&directory)?;
+        let random = random_id(&directory).map_err(|error| error.context(ID))?;
         Ok(Self {
             path: path.to_owned(),
             directory,
             lock,
+            id: format!("{:x}:{:x}:{random}", stat.st_dev, stat.st_ino),
         })
+    }
+
+    /// Identity of the folder on this machine. Its device and inode tell it from a copy, its random part from a later folder
+    /// that has both again; so one that was copied back is another folder.
+    pub fn id(&self) -> &str {
+        &self.id
     }
 
     /// Where it is.
@@ -160,13 +177,36 @@ fn open_folder(base: &OwnedFd, name: &std::ffi::OsStr) -> Result<OwnedFd> {
     Ok(directory)
 }
 
-fn open_lock(directory: &OwnedFd) -> Result<File> {
-    check_file(directory.as_fd(), LOCK).map_err(|error| error.context(LOCK))?;
+/// Opens a file in the folder, made if it does not exist.
+fn open_own(directory: &OwnedFd, name: &str) -> Result<File> {
+    check_file(directory.as_fd(), name)?;
     let flags = OFlags::CREATE | OFlags::RDWR | OFlags::NOFOLLOW | OFlags::CLOEXEC;
     let mode = Mode::RUSR | Mode::WUSR;
-    let lock = rustix::fs::openat(directory, LOCK, flags, mode);
-    let lock = lock.map_err(|error| Error::io("cannot be written", error))?;
-    Ok(File::from(lock))
+    let file = rustix::fs::openat(directory, name, flags, mode);
+    let file = file.map_err(|error| Error::io("cannot be written", error))?;
+    Ok(File::from(file))
+}
+
+/// The random part of a folder's id, written if it is not there. The folder is locked.
+fn random_id(directory: &OwnedFd) -> Result<String> {
+    let file = open_own(directory, ID)?;
+    let mut found = [0; ID_LEN + 1];
+    let len = file.read_at(&mut found, 0).unwrap_or(0);
+    // A server that was killed here has left a part of it.
+    if let Ok(known) = std::str::from_utf8(&found[..len])
+        && len == ID_LEN
+        && known.bytes().all(|byte| byte.is_ascii_hexdigit())
+    {
+        return Ok(known.to_owned());
+    }
+    // Seeded by the system.
+    let random = || RandomState::new().build_hasher().finish();
+    let id = format!("{:016x}{:016x}", random(), random());
+    let written = file
+        .set_len(0)
+        .and_then(|()| file.write_all_at(id.as_bytes(), 0));
+    written.map_err(|error| Error::io("cannot be written", error))?;
+    Ok(id)
 }
 
 fn check_file(directory: std::os::fd::BorrowedFd<'_>, name: &str) -> Result<()> {

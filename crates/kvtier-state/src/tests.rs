@@ -53,6 +53,33 @@ fn second_server_learns_the_process_id_of_the_first() {
 }
 
 #[test]
+fn id_is_of_one_folder_and_no_copy_of_it() {
+    let base = tempfile::tempdir().unwrap();
+    let id = |instance: &str| StateDir::open(base.path(), instance).unwrap().id;
+    let own = id("a");
+    assert_eq!(id("a"), own, "for as long as the folder is there");
+    assert_ne!(id("b"), own);
+    let file = base.path().join("a/id");
+    let random = std::fs::read_to_string(&file).unwrap();
+    assert!(own.ends_with(&random) && random.len() == ID_LEN, "{random}");
+    // Copied, and copied back.
+    std::fs::create_dir(base.path().join("copy")).unwrap();
+    std::fs::set_permissions(base.path().join("copy"), Permissions::from_mode(0o700)).unwrap();
+    std::fs::copy(&file, base.path().join("copy/id")).unwrap();
+    let copy = id("copy");
+    assert!(copy.ends_with(&random) && copy != own);
+    // A later folder may have the inode of one that was removed.
+    std::fs::remove_file(&file).unwrap();
+    assert_ne!(id("a"), own);
+    for torn in ["", &random[1..], &format!("{random}0"), &"z".repeat(ID_LEN)] {
+        std::fs::write(&file, torn).unwrap();
+        let renewed = id("a");
+        assert!(!renewed.ends_with(&format!(":{torn}")), "{renewed}");
+        assert_eq!(id("a"), renewed);
+    }
+}
+
+#[test]
 fn lock_without_a_process_id_is_a_lock_too() {
     let base = tempfile::tempdir().unwrap();
     let first = StateDir::open(base.path(), "a").unwrap();

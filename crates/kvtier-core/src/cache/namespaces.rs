@@ -70,12 +70,10 @@ impl NamespaceTable {
             .insert(entry.hash, entry, |entry| entry.hash)
     }
 
-    /// Inserts the namespaces of an earlier process under their numbers, with one user each. One that is there already is left out.
+    /// Inserts the namespaces of an earlier process, all of them different, under their numbers and with one user each.
     pub(super) fn restore(&mut self, namespaces: &[Option<Arc<Namespace>>]) {
         for namespace in namespaces {
-            let is_new = |namespace: &&Arc<Namespace>| self.find(namespace).is_none();
-            let namespace = namespace.as_ref().filter(is_new);
-            let entry = namespace.map(|namespace| {
+            let entry = namespace.as_ref().map(|namespace| {
                 let mut entry = self.entry(namespace);
                 entry.users = 1;
                 (entry.hash, entry)

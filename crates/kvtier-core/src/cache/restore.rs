@@ -70,20 +70,7 @@ impl<A: ExtentAllocator> State<A> {
         snapshot: &mut Snapshot,
     ) -> Vec<Found> {
         self.namespaces.restore(&snapshot.namespaces);
-        for (number, namespace) in (0..).zip(&mut snapshot.namespaces) {
-            if self.namespaces.get(number).is_none() {
-                *namespace = None;
-            }
-        }
-        let mut objects = std::mem::take(&mut snapshot.objects);
-        let has_namespace = |found: &Found| {
-            let known = snapshot.namespaces.get(found.namespace as usize);
-            known.is_some_and(Option::is_some)
-        };
-        let (mut kept, orphans): (Vec<_>, Vec<_>) = objects.drain(..).partition(has_namespace);
-        for found in orphans {
-            ledger.leave_out(snapshot, found.slot, Fault::Namespace);
-        }
+        let mut kept = std::mem::take(&mut snapshot.objects);
         let extents: Vec<_> = kept
             .iter()
             .map(|found| (found.extent, found.slot))

@@ -2,7 +2,7 @@
 //!
 //! | words | what |
 //! | --- | --- |
-//! | 0 to 511 | header: mark, version, id, identity, checksum; number of names |
+//! | 0 to 511 | header: mark, version, id, identity, checksum; number of names; whether a grant could not be recorded |
 //! | 256 for each of [`MAX_NAMES`] namespaces | checksum, lengths, rank, group, layout, model, salt |
 //! | 10 for each slot | checksum, hash (4), offset, length, namespace, sequence, life |
 //!
@@ -23,6 +23,8 @@ const MARK: u64 = u64::from_le_bytes(*b"kvledger");
 pub(super) const HEADER: u64 = 16;
 /// Place of the number of names.
 const NAMES_LEN: u64 = HEADER;
+/// Place of the word that is not 0 once a grant could not be recorded.
+const UNRECORDED_GRANT: u64 = HEADER + 1;
 /// Place of the first name.
 pub(super) const NAMES: u64 = 512;
 /// Words per name.
@@ -122,7 +124,17 @@ pub(super) fn write_header(words: &mut impl Words, id: u64, identity: &Identity)
         words.set(at, word);
     }
     write_names_len(words, id, 0);
+    set_unrecorded_grant(words, false);
     words.set(0, MARK);
+}
+
+/// Notes whether memory may have been granted that no record names. No flipped bit makes a yes a no.
+pub(super) fn set_unrecorded_grant(words: &mut impl Words, is_unrecorded: bool) {
+    words.set(UNRECORDED_GRANT, if is_unrecorded { u64::MAX } else { 0 });
+}
+
+pub(super) fn has_unrecorded_grant(words: &impl Words) -> bool {
+    words.get(UNRECORDED_GRANT) != 0
 }
 
 /// All but the mark: version, id, identity, checksum.
@@ -360,13 +372,15 @@ pub(super) fn write_record(
     words.set(at + LIFE, life.word(sum));
 }
 
-/// Updates the life of a record, if there is one.
+/// Updates the life of a record; returns whether there is one.
 #[inline]
-pub(super) fn write_life(words: &mut impl Words, at: u64, life: Life) {
+pub(super) fn write_life(words: &mut impl Words, at: u64, life: Life) -> bool {
     let sum = words.get(at);
-    if sum != 0 && words.get(at + LIFE) != 0 {
+    let is_recorded = sum != 0 && words.get(at + LIFE) != 0;
+    if is_recorded {
         words.set(at + LIFE, life.word(sum));
     }
+    is_recorded
 }
 
 #[inline]

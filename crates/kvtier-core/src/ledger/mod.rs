@@ -132,6 +132,28 @@ impl<W: Words> Ledger<W> {
         slot < self.slots || self.grow(slot)
     }
 
+    /// Counts an object without a record.
+    #[cold]
+    fn leave_unrecorded(&mut self, state: ObjectState) {
+        self.unrecorded += 1;
+        self.note_grant(state);
+    }
+
+    /// Notes that an object in this state has no record. To the next process its memory is free, and a client may be copying it.
+    #[cold]
+    fn note_grant(&mut self, state: ObjectState) {
+        if state != ObjectState::Resident {
+            format::set_unrecorded_grant(&mut self.words, true);
+        }
+    }
+
+    /// Forgets that grants could not be recorded, when the clients of the earlier process are known to have ended.
+    pub fn forget_unrecorded_grants(&mut self) {
+        if format::has_unrecorded_grant(&self.words) {
+            format::set_unrecorded_grant(&mut self.words, false);
+        }
+    }
+
     #[cold]
     fn grow(&mut self, slot: u32) -> bool {
         let wanted = record_at(self.slots)..record_at(slot) + RECORD;
@@ -167,13 +189,13 @@ impl<W: Words> Journal for Ledger<W> {
     #[inline]
     fn insert(&mut self, slot: u32, object: &Object<'_>, state: ObjectState) {
         if !self.reach(slot) {
-            self.unrecorded += 1;
+            self.leave_unrecorded(state);
             return;
         }
         let at = record_at(slot);
         let Some(reference) = self.refer(object.number, object.namespace) else {
             format::invalidate(&mut self.words, at);
-            self.unrecorded += 1;
+            self.leave_unrecorded(state);
             return;
         };
         self.sequence += 1;
@@ -193,8 +215,11 @@ impl<W: Words> Journal for Ledger<W> {
 
     #[inline]
     fn update(&mut self, slot: u32, state: ObjectState, used_at: u32) {
-        if slot < self.slots {
-            format::write_life(&mut self.words, record_at(slot), Life { state, used_at });
+        let life = Life { state, used_at };
+        let is_recorded =
+            slot < self.slots && format::write_life(&mut self.words, record_at(slot), life);
+        if !is_recorded {
+            self.note_grant(state);
         }
     }
 

@@ -5,6 +5,7 @@ use super::{Journal, Ledger, ObjectState, Words};
 use crate::hashing::ChunkHash;
 use crate::object_key::Namespace;
 use kvtier_extent::Extent;
+use std::collections::HashSet;
 use std::sync::Arc;
 
 /// Why a ledger is not read at all.
@@ -123,6 +124,8 @@ pub struct Snapshot {
     pub(crate) rejected: Rejected,
     /// Whether clients may still copy memory of an object that was left out.
     has_lost_granted: bool,
+    /// Whether clients may still copy memory that no record names.
+    has_unrecorded_grant: bool,
     /// Moment of tick 0.
     origin: u64,
 }
@@ -138,6 +141,13 @@ impl Snapshot {
         self.objects.len()
     }
 
+    /// Memory that clients of the earlier process may still copy.
+    pub fn granted(&self) -> impl Iterator<Item = Extent> {
+        let granted = self.objects.iter();
+        let granted = granted.filter(|found| found.state != ObjectState::Resident);
+        granted.map(|found| found.extent)
+    }
+
     /// Whether no object is.
     pub fn is_empty(&self) -> bool {
         self.objects.is_empty()
@@ -147,6 +157,11 @@ impl Snapshot {
     /// others. A damaged record says nothing about that.
     pub fn has_lost_granted(&self) -> bool {
         self.has_lost_granted
+    }
+
+    /// Whether clients of the earlier process may still copy memory whose grant it could not record, so that it is unknown which.
+    pub fn has_unrecorded_grant(&self) -> bool {
+        self.has_unrecorded_grant
     }
 
     /// Objects left out so far.
@@ -215,6 +230,7 @@ impl<W: Words> Ledger<W> {
             namespaces: vec![None; header.names as usize],
             rejected: Rejected::default(),
             has_lost_granted: false,
+            has_unrecorded_grant: format::has_unrecorded_grant(&ledger.words),
             origin: found.origin,
         };
         ledger.read_names(&mut snapshot);
@@ -223,16 +239,20 @@ impl<W: Words> Ledger<W> {
         Ok((ledger, snapshot))
     }
 
+    /// Reads the names. The objects of one that is damaged, or is another number's too, are left out, one by one: the number
+    /// will be another namespace's.
     fn read_names(&mut self, snapshot: &mut Snapshot) {
+        let mut known = HashSet::new();
         for (number, namespace) in (0..).zip(&mut snapshot.namespaces) {
-            match format::read_name(&self.words, self.id, number) {
-                None => {}
-                Some(Ok((found, reference))) => {
-                    *namespace = Some(Arc::new(found));
-                    self.names[number as usize] = reference;
-                }
-                // Its objects are left out, one by one.
-                Some(Err(())) => {}
+            let Some(Ok((found, reference))) = format::read_name(&self.words, self.id, number)
+            else {
+                continue;
+            };
+            let found = Arc::new(found);
+            self.names[number as usize] = reference;
+            match known.insert(Arc::clone(&found)) {
+                true => *namespace = Some(found),
+                false => self.forget_namespace(number),
             }
         }
     }
@@ -246,6 +266,7 @@ impl<W: Words> Ledger<W> {
                 .map_err(|()| Fault::Checksum)
                 .and_then(|(record, life)| {
                     let known = self.names.get(record.namespace as usize);
+                    let known = known.filter(|reference| **reference != 0);
                     let is_inside = record.extent.end().is_some_and(|end| end <= capacity);
                     match () {
                         () if known != Some(&record.reference) => Err(Fault::Namespace),

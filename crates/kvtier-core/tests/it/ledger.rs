@@ -24,7 +24,7 @@ const IDENTITY: Identity = Identity {
 };
 
 /// Words that remember each of their writes.
-#[derive(Clone, Default)]
+#[derive(Clone, Debug, Default)]
 struct Memory {
     len: u64,
     words: HashMap<u64, u64>,
@@ -40,7 +40,7 @@ impl Memory {
     }
 }
 
-#[derive(Clone, Default)]
+#[derive(Clone, Debug, Default)]
 struct Shared(Arc<Mutex<Memory>>);
 
 impl Shared {
@@ -500,6 +500,86 @@ fn left_out_memory_that_clients_may_copy_is_told() {
         [CAPACITY, 4].map(|it| lost(&stored(), it, ALIGN)),
         [false; 2]
     );
+}
+
+/// Memory that was granted and has no record is unknown to the next process, which so must not use any of it.
+#[test]
+fn grant_without_record_is_known_to_next_process() {
+    let long = Arc::new(Namespace::new("m".repeat(3000), 0, 0, 0, "").unwrap());
+    let has_unrecorded = |space: &Arc<Namespace>, grant: Option<bool>| {
+        let words = Shared::default();
+        let cache = recorded(&words, EvictionKind::Lru);
+        let wanted = [hash(0)];
+        let wanted = request(space, &wanted, 8);
+        let reserved = cache.reserve(Duration::ZERO, &wanted).unwrap().reservation;
+        if grant == Some(true) {
+            reserved.grant();
+        } else {
+            reserved.commit(Duration::ZERO);
+            let lease = cache.hold(Duration::ZERO, space, &[hash(0)]).unwrap();
+            if grant.is_some() {
+                lease.grant();
+            }
+        }
+        let memory = words.0.lock().unwrap().clone();
+        // Until the next process says otherwise.
+        let words = Shared::of(&memory);
+        let now = IDENTITY.origin + 1000 * SECOND;
+        let opened = Ledger::open(words.clone(), &IDENTITY, now, CAPACITY, ALIGN);
+        let (mut ledger, snapshot) = opened.unwrap();
+        ledger.forget_unrecorded_grants();
+        let memory = words.0.lock().unwrap().clone();
+        assert!(!open(&memory).unwrap().1.has_unrecorded_grant());
+        snapshot.has_unrecorded_grant()
+    };
+    for (space, is_recorded) in [(space(0), true), (&long, false)] {
+        assert!(!has_unrecorded(space, None), "readable only");
+        for is_written in [true, false] {
+            assert_eq!(has_unrecorded(space, Some(is_written)), !is_recorded);
+        }
+    }
+}
+
+/// A number whose namespace is another number's too is free, and its reference is not the next namespace's.
+#[test]
+fn duplicate_namespace_leaves_no_reference_to_its_number() {
+    use kvtier_core::ledger::{Journal as _, Object, ObjectState};
+    let words = Shared::default();
+    let mut ledger = Ledger::create(words.clone(), ID, &IDENTITY).unwrap();
+    for (slot, state) in [(0, ObjectState::Resident), (1, ObjectState::Withheld)] {
+        let object = Object {
+            hash: hash(slot),
+            number: slot,
+            namespace: space(0),
+            extent: Extent {
+                offset: 8 * u64::from(slot),
+                len: 8,
+            },
+            used_at: 1,
+        };
+        ledger.insert(slot, &object, state);
+    }
+    let memory = words.0.lock().unwrap().clone();
+    assert!(open(&memory).unwrap().1.has_lost_granted());
+    assert_eq!(rejected(&memory), [("namespace", 1)]);
+    let words = Shared::of(&memory);
+    let now = IDENTITY.origin + 1000 * SECOND;
+    let (ledger, snapshot) = Ledger::open(words.clone(), &IDENTITY, now, CAPACITY, ALIGN).unwrap();
+    let allocator = FirstFit::new(CAPACITY, ALIGN);
+    let (cache, _restored) = Cache::restore(allocator, config(EvictionKind::Lru), ledger, snapshot);
+    // Of another tenant, under the number that is free.
+    let wanted = [hash(5)];
+    let reserved = cache.reserve(Duration::ZERO, &request(space(1), &wanted, 8));
+    assert_eq!(
+        reserved
+            .unwrap()
+            .reservation
+            .commit(Duration::ZERO)
+            .inserted,
+        1
+    );
+    let memory = words.0.lock().unwrap().clone();
+    assert_eq!(keys(&memory), [(0, 0), (1, 5)]);
 }
 
 /// Records that only a bug or an attack could write: sound, and contradicting each other.

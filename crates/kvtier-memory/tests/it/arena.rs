@@ -383,7 +383,15 @@ fn kept_arena_is_found_with_its_bytes() {
         arena.read(extent, 0, &mut found).unwrap();
         found
     };
+    let size = || {
+        std::fs::metadata(format!("/dev/shm/{SHM_PREFIX}{name}"))
+            .unwrap()
+            .len()
+    };
     let (second, old) = Arena::find(&name, 32_768).unwrap().unwrap();
+    assert_eq!(size(), 16_384, "what names later bytes is still there");
+    second.grow().unwrap();
+    assert_eq!(size(), 32_768);
     assert_eq!((second.file_id(), second.len(), old), (id, 32_768, 16_384));
     assert_eq!(read(&second), *b"abc");
     // Both have it open.
@@ -395,11 +403,6 @@ fn kept_arena_is_found_with_its_bytes() {
     let (third, old) = Arena::find(&name, 8192).unwrap().unwrap();
     assert_eq!(old, 8192);
     assert_eq!(read(&third), *b"abc");
-    let size = || {
-        std::fs::metadata(format!("/dev/shm/{SHM_PREFIX}{name}"))
-            .unwrap()
-            .len()
-    };
     assert_eq!(size(), 32_768, "other processes may map the rest");
     third.trim();
     assert_eq!(size(), 8192);
