@@ -43,4 +43,7 @@ pub struct Health {
     /// Cause, if the server is unhealthy.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
+    /// Names of the tiers that fail, as in `/status`; absent if all work. They do not make the server unhealthy.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub failed_tiers: Vec<String>,
 }

@@ -409,6 +409,11 @@ impl Engine {
         self.admin.status(healthy)
     }
 
+    /// Names of the tiers that fail.
+    pub fn failed_tiers(&self) -> Vec<String> {
+        self.admin.failed_tiers()
+    }
+
     /// [`Admin::scrape`].
     pub fn scrape(&self) -> String {
         self.admin.scrape()

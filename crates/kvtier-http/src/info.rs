@@ -31,7 +31,8 @@ pub(super) async fn root() -> Answer<Service> {
     })
 }
 
-/// True readiness: 200 when requests are served and no component has failed, 503 with the reason otherwise.
+/// True readiness: 200 when requests are served and no component has failed, 503 with the reason otherwise. A tier that
+/// fails is named and changes nothing else, since L1 serves without it.
 #[utoipa::path(get, path = "/healthcheck", responses(
     (status = 200, description = "Serving", body = Health),
     (status = 503, description = "Not serving; `reason` has the cause", body = Health),
@@ -42,8 +43,13 @@ pub(super) async fn healthcheck(api: State) -> (StatusCode, Answer<Health>) {
         None => (StatusCode::OK, "healthy"),
         Some(_) => (StatusCode::SERVICE_UNAVAILABLE, "unhealthy"),
     };
-    let status = status.to_owned();
-    (code, Answer(Health { status, reason }))
+    let tiers = api.engine.get().map(|engine| engine.failed_tiers());
+    let health = Health {
+        status: status.to_owned(),
+        reason,
+        failed_tiers: tiers.unwrap_or_default(),
+    };
+    (code, Answer(health))
 }
 
 /// Everything about the server's state, in the shape of LMCache's `/status`.

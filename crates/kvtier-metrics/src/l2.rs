@@ -86,6 +86,8 @@ pub struct TierReadings {
     pub capacity_bytes: u64,
     /// Objects in it now.
     pub objects: u64,
+    /// Its adapter works and its breakers are closed.
+    pub is_healthy: bool,
     /// It had no free space at the last store.
     pub is_full: bool,
     /// It is only loaded from.
@@ -201,7 +203,7 @@ const COUNTERS: [Figure<TierReadings, u64>; 13] = [
 ];
 
 /// What a tier is like now, by name.
-const GAUGES: [Figure<TierReadings, u64>; 6] = [
+const GAUGES: [Figure<TierReadings, u64>; 7] = [
     (
         "l2_capacity_bytes",
         "Bytes the objects may take; 0 is no bound",
@@ -216,6 +218,11 @@ const GAUGES: [Figure<TierReadings, u64>; 6] = [
     ("l2_queued_bytes", "Bytes of those", |tier| {
         tier.queued_bytes
     }),
+    (
+        "l2_healthy",
+        "1 while the backend answers and no breaker is open",
+        |tier| u64::from(tier.is_healthy),
+    ),
     ("l2_full", "1 while there is no free space", |tier| {
         u64::from(tier.is_full)
     }),

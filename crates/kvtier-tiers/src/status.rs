@@ -43,6 +43,15 @@ impl L2 {
             .collect()
     }
 
+    /// Names of the tiers whose adapter does not work, or whose breaker is open. No I/O, so a health probe may ask.
+    pub fn failed_tiers(&self) -> Vec<String> {
+        let failed = self
+            .tiers
+            .iter()
+            .filter(|tier| !of_adapter(tier).is_healthy);
+        failed.map(|tier| tier.name().to_owned()).collect()
+    }
+
     /// Eviction of the tiers that evict.
     pub fn eviction_status(&self) -> Vec<TierEvictionStatus> {
         let tiers = self.tiers.iter().filter_map(|tier| {
@@ -77,6 +86,7 @@ impl L2 {
             used_bytes: stats.used_bytes,
             capacity_bytes: tier.config().capacity_bytes.unwrap_or(0),
             objects: stats.objects,
+            is_healthy: status.is_healthy,
             is_full: tier.is_full(),
             is_recovering: tier.is_recovering(),
             is_read_only: tier.is_read_only(),

@@ -71,6 +71,12 @@ impl Admin {
         parts.into_iter().zip(nodes).map(part).collect()
     }
 
+    /// Names of the tiers that fail.
+    pub fn failed_tiers(&self) -> Vec<String> {
+        let l2 = self.context.l2.as_ref();
+        l2.map_or_else(Vec::new, |l2| l2.failed_tiers())
+    }
+
     /// The whole state.
     pub fn status(&self, healthy: bool) -> Status {
         let stats = self.context.l1.cache.stats();

@@ -198,6 +198,7 @@ fn tier_operations_are_counted() {
         ("kvtier_l2_dropped_objects_total", fs, 0.0),
         ("kvtier_l2_queued_bytes", fs, 0.0),
         ("kvtier_l2_capacity_bytes", mock, f64::from(1 << 30)),
+        ("kvtier_l2_healthy", fs, 1.0),
         ("kvtier_l2_full", fs, 0.0),
         ("kvtier_l2_prefetches", r#"phase="load""#, 0.0),
         (
@@ -256,4 +257,33 @@ fn tier_failures_are_counted() {
         !tier["load_failures"].as_object().unwrap().is_empty(),
         "{tier}"
     );
+}
+
+#[test]
+fn health_names_failed_tier_and_stays_200() {
+    let directory = tempfile::tempdir().unwrap();
+    let absent = directory.path().join("absent");
+    let failed = format!(r#"{{"type":"resp","unix_socket":"{}"}}"#, absent.display());
+    let server = with_tiers(&[MOCK, &failed], &[]);
+    let healthy = json!({ "status": "healthy" });
+    let started = Instant::now();
+    loop {
+        let (code, health) = json_of(&server, "GET", "/healthcheck", "");
+        assert_eq!(code, 200);
+        // The first connection may not have been tried yet.
+        if health != healthy {
+            assert_eq!(
+                health,
+                json!({ "status": "healthy", "failed_tiers": ["resp-1"] })
+            );
+            break;
+        }
+        assert!(started.elapsed() < PATIENCE, "the tier is not named");
+        std::thread::yield_now();
+    }
+    let scraped = parse_metrics(&request(&server, "GET", "/metrics", "").2);
+    for (tier, is_healthy) in [("mock-0", 1.0), ("resp-1", 0.0)] {
+        let labels = format!(r#"l2_name="{tier}""#);
+        assert_eq!(value_of(&scraped, "kvtier_l2_healthy", &labels), is_healthy);
+    }
 }
