@@ -226,6 +226,11 @@ impl Nodes {
         match redirect {
             None => Found::Here(replies),
             Some(redirect) if redirect.is_for_good => Found::Elsewhere(redirect, Vec::new()),
+            // Valkey queues commands about keys that it lacks, and sends the whole transaction to the other node at EXEC.
+            // If it has a part of the keys, it answers TRYAGAIN instead.
+            Some(redirect) if replies.last().is_some_and(is_ask) => {
+                Found::Elsewhere(redirect, replies)
+            }
             // A transaction is executed by one node.
             Some(_) if replies.iter().any(is_queued) => Found::Divided,
             Some(redirect) => Found::Elsewhere(redirect, replies),
@@ -349,10 +354,14 @@ fn merged(known: Vec<Reply>, asked: Vec<Reply>) -> Vec<Reply> {
     if known.len() != asked.len() {
         return asked;
     }
-    let is_asked = |reply: &Reply| matches!(reply, Reply::Value(Value::Error(text)) if errors::code(text) == "ASK");
     let both = known.into_iter().zip(asked);
-    both.map(|(known, asked)| if is_asked(&known) { asked } else { known })
+    both.map(|(known, asked)| if is_ask(&known) { asked } else { known })
         .collect()
+}
+
+/// Whether a reply sends its command to another node for this time.
+fn is_ask(reply: &Reply) -> bool {
+    matches!(reply, Reply::Value(Value::Error(text)) if errors::code(text) == "ASK")
 }
 
 impl Answer {

@@ -1,5 +1,6 @@
 //! Clusters: the conformance suite, slots on their way, a primary that dies, and nodes that send keys in circles.
 
+use std::path::Path;
 use std::time::Instant;
 
 use kvtier_core::object_key::KeyShape;
@@ -9,12 +10,17 @@ use tokio::net::TcpListener;
 use super::super::names::Named;
 use super::super::slots::{SLOTS, slot};
 use super::part::{Part, node_of};
-use super::server::Redis;
+use super::server::{Redis, redis, valkey};
 use super::*;
 use kvtier_l2::conformance::{object, run};
 
 /// Three primaries with equal parts of the slots, and `replicas` of the first one.
 fn cluster(replicas: usize) -> (Vec<Redis>, Vec<Redis>) {
+    cluster_of(&redis(), replicas)
+}
+
+/// The same with another program.
+fn cluster_of(program: &Path, replicas: usize) -> (Vec<Redis>, Vec<Redis>) {
     // A node that is not scheduled for this long is taken for a dead one, and the cluster is down; only a replica that is to
     // take over needs that soon.
     let node_timeout = if replicas > 0 { "500" } else { "5000" };
@@ -32,8 +38,9 @@ fn cluster(replicas: usize) -> (Vec<Redis>, Vec<Redis>) {
         "--cluster-replica-validity-factor",
         "0",
     ];
-    let primaries: Vec<_> = (0..3).map(|_| Redis::start(&flags)).collect();
-    let replicas: Vec<_> = (0..replicas).map(|_| Redis::start(&flags)).collect();
+    let start = |_| Redis::start_program(program, &flags);
+    let primaries: Vec<_> = (0..3).map(start).collect();
+    let replicas: Vec<_> = (0..replicas).map(start).collect();
     let part = |at: usize| (at * usize::from(SLOTS)).div_ceil(3).to_string();
     for (at, node) in primaries.iter().enumerate() {
         let last = (part(at + 1).parse::<usize>().unwrap() - 1).to_string();
@@ -123,8 +130,20 @@ fn begin_to_move(from: &Redis, to: &Redis, key: &str) {
 
 #[tokio::test]
 async fn objects_of_a_slot_on_its_way_are_found_on_both_nodes() {
-    let (nodes, memory) = (cluster(0).0, Memory::new(4 << 20));
-    let adapter = RespAdapter::open("valkey", &options(&nodes));
+    check_migration(&cluster(0).0).await;
+}
+
+#[tokio::test]
+async fn valkey_objects_of_migrating_slot_are_found() {
+    if let Some(program) = valkey("valkey_objects_of_migrating_slot_are_found") {
+        check_migration(&cluster_of(&program, 0).0).await;
+    }
+}
+
+/// Stores and loads objects of a slot before, while and after it is moved.
+async fn check_migration(nodes: &[Redis]) {
+    let memory = Memory::new(4 << 20);
+    let adapter = RespAdapter::open("valkey", &options(nodes));
     // Two objects of one slot: by the tag of their model.
     let of = |number: u8| {
         let key = format!("{{m}}@01000100@0@{}", hex(number));
@@ -137,7 +156,7 @@ async fn objects_of_a_slot_on_its_way_are_found_on_both_nodes() {
     let (old, new) = ([of(1)], [of(2)]);
     assert_eq!(kinds(store(&adapter, &memory, &old).await), [None]);
     let named = Named::new("", &old[0].key, &());
-    let from = node_of(&nodes, &named.key);
+    let from = node_of(nodes, &named.key);
     let to = nodes.iter().find(|node| node.port != from.port).unwrap();
     begin_to_move(from, to, &named.key);
     // Not moved yet; what is new goes to the other node.

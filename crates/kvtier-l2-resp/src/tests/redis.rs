@@ -8,7 +8,7 @@ use kvtier_core::object_key::KeyShape;
 
 use super::super::names::COMPANION;
 use super::part::Part;
-use super::server::Redis;
+use super::server::{Redis, valkey};
 use super::*;
 use kvtier_l2::{
     PAGE_BOUND,
@@ -21,6 +21,14 @@ async fn a_server_passes() {
         nodes[0].options()
     }))
     .await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn valkey_server_passes() {
+    if let Some(program) = valkey("valkey_server_passes") {
+        let server = Redis::start_program(&program, &[]);
+        run(Part::maker(vec![server], |nodes| nodes[0].options())).await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -47,34 +55,94 @@ fn lmcaches() -> (ObjectSpec, &'static str) {
     (object, name)
 }
 
+/// Objects that a server of LMCache 0.5.6 left in Redis, with their bytes.
+fn recorded() -> Vec<(ObjectSpec, String, Vec<u8>)> {
+    let text = include_str!("../../tests/vectors/resp_objects.json");
+    let vectors: serde_json::Value = serde_json::from_str(text).unwrap();
+    let object = |case: &serde_json::Value| {
+        let (name, fields) = (case["key"].as_str().unwrap(), &case["fields"]);
+        let key = ObjectKey::parse_name(name, Some(KeyShape::Grouped)).unwrap();
+        let field = |name: &str| fields[name].as_str().unwrap();
+        let number = |name: &str| u32::try_from(fields[name].as_u64().unwrap()).unwrap();
+        let mut hash = [0; 32];
+        for (at, byte) in hash.iter_mut().enumerate() {
+            *byte = u8::from_str_radix(&field("chunk_hash")[2 * at..2 * at + 2], 16).unwrap();
+        }
+        let of_fields = ObjectKey::new(
+            ChunkHash(hash),
+            field("model_name"),
+            number("kv_rank"),
+            number("object_group_id"),
+            field("cache_salt"),
+        );
+        assert_eq!(key, of_fields.unwrap(), "{name}");
+        let value = base64(case["value_base64"].as_str().unwrap());
+        assert_eq!(Some(value.len() as u64), case["value_len"].as_u64());
+        let len = value.len() as u64;
+        let object = ObjectSpec {
+            key,
+            len,
+            layout: 77,
+        };
+        (object, name.to_owned(), value)
+    };
+    vectors["objects"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(object)
+        .collect()
+}
+
+fn base64(text: &str) -> Vec<u8> {
+    let digits = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let digit = |byte: u8| digits.iter().position(|digit| *digit == byte).unwrap() as u32;
+    let (mut bytes, mut bits, mut count) = (Vec::new(), 0_u32, 0);
+    for byte in text.bytes().filter(|byte| *byte != b'=') {
+        bits = ((bits << 6) | digit(byte)) & 0xffff;
+        count += 6;
+        if count >= 8 {
+            count -= 8;
+            bytes.push(((bits >> count) & 0xff) as u8);
+        }
+    }
+    bytes
+}
+
 #[tokio::test]
 async fn keys_and_values_are_lmcaches_in_both_directions() {
-    let (server, memory) = (Redis::start(&[]), Memory::new(1 << 20));
-    let options = RespOptions {
-        trust_missing_layout: true,
-        ..server.options()
-    };
-    let adapter = RespAdapter::open("resp", &options);
-    let (object, name) = lmcaches();
-    let theirs = [7; 512];
-    server.set(name, &theirs);
-    assert_eq!(
-        adapter.lookup(vec![object.clone()]).await,
-        Ok(vec![Some(576)])
-    );
-    let loaded = load(&adapter, &memory, std::slice::from_ref(&object)).await;
-    assert_eq!(loaded, [Ok(theirs.to_vec())]);
-    assert_eq!(adapter.status()["unverified_loads"], 1);
-    // And ours are where it looks, with nothing behind them and no time to live.
-    let stored = store(&adapter, &memory, std::slice::from_ref(&object)).await;
-    assert_eq!(stored, [Ok(Stored::AlreadyThere(576))]);
-    assert_eq!(server.get(name), Some(content(&object)));
-    assert_eq!(server.ask(&[b"TTL", name.as_bytes()]), Value::Integer(-1));
-    let companion = format!("{COMPANION}{{{name}}}");
-    assert!(matches!(
-        server.ask(&[b"TTL", companion.as_bytes()]),
-        Value::Integer(1..)
-    ));
+    let memory = Memory::new(1 << 20);
+    let recorded = recorded();
+    assert_eq!(recorded.len(), 6);
+    for (object, name, value) in recorded {
+        let server = Redis::start(&[]);
+        let options = RespOptions {
+            trust_missing_layout: true,
+            ..server.options()
+        };
+        let adapter = RespAdapter::open("resp", &options);
+        server.set(&name, &value);
+        let found = adapter.lookup(vec![object.clone()]).await;
+        assert_eq!(found, Ok(vec![Some(object.len + 64)]));
+        let loaded = load(&adapter, &memory, std::slice::from_ref(&object)).await;
+        assert_eq!(loaded, [Ok(value.clone())]);
+        assert_eq!(adapter.status()["unverified_loads"], 1);
+        // And ours are where it looks, with nothing behind them and no time to live.
+        server.ask(&[b"DEL", name.as_bytes()]);
+        let item = StoreItem {
+            object: object.clone(),
+            from: memory.filled(&value),
+        };
+        let stored = adapter.store(vec![item]).await;
+        assert_eq!(stored, [Ok(Stored::Written(object.len + 64))]);
+        assert_eq!(server.get(&name), Some(value));
+        assert_eq!(server.ask(&[b"TTL", name.as_bytes()]), Value::Integer(-1));
+        let companion = format!("{COMPANION}{{{name}}}");
+        assert!(matches!(
+            server.ask(&[b"TTL", companion.as_bytes()]),
+            Value::Integer(1..)
+        ));
+    }
 }
 
 #[tokio::test]

