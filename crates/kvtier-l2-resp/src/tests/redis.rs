@@ -71,7 +71,7 @@ fn recorded() -> Vec<(ObjectSpec, String, Vec<u8>)> {
         let of_fields = ObjectKey::new(
             ChunkHash(hash),
             field("model_name"),
-            number("kv_rank"),
+            number("kv_rank").into(),
             number("object_group_id"),
             field("cache_salt"),
         );
