@@ -9,6 +9,7 @@ os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
 os.environ.update(LMCACHE_TRACK_USAGE="false", LMCACHE_DISABLE_BANNER="1", DO_NOT_TRACK="1")
 
 import pytest
+from kvrig import logs
 from kvrig.server import Server, our_command, peer_command
 
 
@@ -24,6 +25,14 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason=f"peer: {marker.args[0]}"))
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    """A failed test's report has the ends of its servers' logs."""
+    report = yield
+    logs.add_to(report)
+    return report
+
+
 @pytest.fixture(scope="session")
 def peer(request):
     """Whether LMCache's own server is under test."""
@@ -36,6 +45,10 @@ def command(peer):
     return peer_command() if peer else our_command()
 
 
+# Seconds of a stop after which a server ends without waiting for what is in flight, by default.
+STOP_TIMEOUT = 20
+
+
 def check_and_stop(server):
     """A server must stop cleanly, leave nothing in shared memory, and have logged nothing unexpected."""
     if server.running():
@@ -44,7 +57,7 @@ def check_and_stop(server):
         assert status == 0 or server.peer, f"exit status {status} after SIGTERM\n{server.tail()}"
         left = [path for path in leftovers if os.path.exists(path)]
         assert not left, f"left in shared memory: {left}"
-        assert seconds < 10 or server.peer, f"took {seconds:.1f} s to stop"
+        assert seconds < STOP_TIMEOUT or server.peer, f"took {seconds:.1f} s to stop"
     else:
         assert server.process is None, f"server died:\n{server.tail()}"
     trouble = server.unexpected_trouble()

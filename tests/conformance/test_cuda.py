@@ -51,7 +51,7 @@ def gpu_state(server):
 def wait_in_flight(server, count):
     """Wait until `count` stores are in flight on the GPU's thread."""
     in_flight = lambda: gpu_state(server)["state"]["transfers_under_way"]["store"] == count  # noqa: E731
-    wait_until(in_flight, 30, f"{count} stores in flight")
+    wait_until(in_flight, 60, f"{count} stores in flight")
 
 
 HANDLES = {
@@ -139,7 +139,7 @@ def test_an_engine_that_dies_in_a_store(serve, engines):
     assert same(load(other, before), stored), "what it had stored is there for others"
     wait_in_flight(server, 0)
     open_allocations = lambda: gpu_state(server)["state"]["open_allocations"]  # noqa: E731
-    wait_until(lambda: open_allocations() == 2, 30, "the dead engine's memory is closed")
+    wait_until(lambda: open_allocations() == 2, 60, "the dead engine's memory is closed")
     assert server.get("/status")[1]["devices"]["instances_of_known_processes"] == [other.worker.adapter.instance_id]
     prompt = tokens(32)
     assert same(store(other, prompt), load(other, prompt))
@@ -158,7 +158,7 @@ def begin_waiting_store(server, engine):
 
 def assert_refused(engine):
     """That store was answered with "no"; the engine gets on again."""
-    wait_until(engine.worker.stores["waits"].query, 3, "the answer")
+    wait_until(engine.worker.stores["waits"].query, 60, "the answer")
     assert engine.worker.finish_store("waits") is False
     engine.worker.gpu.script("release")
 
@@ -170,7 +170,7 @@ def test_a_stop_ends_what_is_with_the_gpu_and_answers_the_rest(serve, engines):
     engine = engines(server)
     begin_waiting_store(server, engine)
     status, seconds = server.stop()
-    assert (status, seconds < 5) == (0, True), server.tail()
+    assert (status, seconds < 20) == (0, True), server.tail()
     assert_refused(engine)
 
 
@@ -187,7 +187,7 @@ def test_a_stop_with_a_driver_that_does_not_answer_ends_in_time(serve, engines, 
         assert gpu_state(server)["in_use"]
     expected = 0 if held.startswith("cuMemHostUnregister") else 1
     status, seconds = server.stop()
-    assert (status, 1.9 < seconds < 8) == (expected, True), server.tail()
+    assert (status, 1.9 < seconds < 18) == (expected, True), server.tail()
 
 
 def test_stop_answers_engines_not_waiting_for_the_driver(serve, engines):
@@ -282,7 +282,7 @@ class TestRefusals:
         with pytest.raises(ValueError, match="error: "):
             engine.worker.register()
         said = lambda: [line for line in server.lines() if "registration refused" in line]  # noqa: E731
-        (line,) = wait_until(said, 30, "a line about it in the log")
+        (line,) = wait_until(said, 60, "a line about it in the log")
         for word in words:
             assert word in line, line
         assert gpu_state(server)["state"] is None or gpu_state(server)["state"]["open_allocations"] == 0
@@ -364,8 +364,8 @@ def test_status_and_metrics(serve, engines):
     assert tiers.metric(server, "kvtier_gpu_open_allocations", gpu="0") == 2
     assert server.get("/healthcheck")[0] == 200
     pinned = lambda: tiers.metric(server, "kvtier_l1_pinned_bytes") == 0.25 * (1 << 30)  # noqa: E731
-    wait_until(pinned, 30, "all of L1 is pinned")
-    done = subprocess.run([our_command()[0], "status", server.http], capture_output=True, text=True, timeout=20, check=True)
+    wait_until(pinned, 60, "all of L1 is pinned")
+    done = subprocess.run([our_command()[0], "status", server.http], capture_output=True, text=True, timeout=60, check=True)
     lines = done.stdout.splitlines()
     assert "GPUs      1, CUDA 12.8, 256.00 MiB of 256.00 MiB of L1 pinned" in lines
     (line,) = [line for line in lines if line.startswith("  0: kvtier fake GPU, healthy, 2 allocations open, ")]

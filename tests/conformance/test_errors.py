@@ -14,7 +14,7 @@ from lmcache.v1.multiprocess.group_view import EngineGroupInfo
 from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 from lmcache.v1.platform.devices.cpu.shm import CpuShmTensorWrapper
 
-SOON = 30.0  # seconds; a client without an answer waits 300
+SOON = 60.0  # seconds; a client without an answer waits 300
 
 
 @pytest.fixture

@@ -192,7 +192,7 @@ def test_prefetch_policies(serve, engines, tmp_path, policy):
     for again in (1, 2):
         assert tiers.recall(engine, 1) == 64
         left = 4 if policy == "retain" else 0
-        wait_until(lambda left=left: in_l1(server) == left, 30, f"{left} objects in L1")
+        wait_until(lambda left=left: in_l1(server) == left, 60, f"{left} objects in L1")
         loaded = 64 if policy == "retain" else 64 * again
         assert tiers.metric(server, "lmcache_mp_lookup_hit_l2_tokens_total") == loaded
 
@@ -204,7 +204,7 @@ def test_store_policy_skip_l1(serve, engines, tmp_path):
     engine = engines(server)
     tiers.store(engine, 1)
     tiers.wait_files(directory, 4)
-    wait_until(lambda: in_l1(server) == 0, 30, "an empty L1")
+    wait_until(lambda: in_l1(server) == 0, 60, "an empty L1")
     assert tiers.recall(engine, 1) == 64
 
 
@@ -252,7 +252,7 @@ def test_capacity_is_kept_by_eviction_and_after_a_restart(serve, engines, tmp_pa
         # Eviction ahead of demand may delete meanwhile.
         return tiers.tier(server)["stored_object_count"] == len(tiers.files(directory))
 
-    wait_until(is_counted, 30, "as many objects counted as there are files", interval=0.05)
+    wait_until(is_counted, 60, "as many objects counted as there are files", interval=0.05)
     assert tiers.metric(server, "kvtier_accounting_errors_total") == 0
 
 

@@ -68,7 +68,7 @@ def of_model(directory, engine):
 
 def wait_of_model(directory, engine, count):
     """Wait until a model has `count` files, and no more."""
-    wait_until(lambda: len(of_model(directory, engine)) >= count, 30, f"{count} files in {directory}", interval=0.02)
+    wait_until(lambda: len(of_model(directory, engine)) >= count, 60, f"{count} files in {directory}", interval=0.02)
     found = of_model(directory, engine)
     assert len(found) == count, found
     return found

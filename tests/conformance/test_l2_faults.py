@@ -258,7 +258,7 @@ def test_kill_in_the_middle_of_stores(serve, engines, tmp_path, mode, options):
     flags = [*tiers.fs(directory, **options), "--l2-store-queue-gb", str(12 * MIB)]
     server = serve(mode, l1_gb=24 * MIB, flags=flags)
     server.expect_trouble(r"instance")
-    engine, found, caught = engines(server, groups=huge, mq_timeout=2), {}, 0
+    engine, found, caught = engines(server, groups=huge, mq_timeout=10), {}, 0
     # A disk may be faster than a kill; then more are tried.
     while len(found) < 3 * rounds or (not caught and len(found) < 15 * rounds):
         seeds = range(len(found), len(found) + 3)
@@ -269,7 +269,7 @@ def test_kill_in_the_middle_of_stores(serve, engines, tmp_path, mode, options):
         wait_for_a_write(engine, directory)
         server.kill()
         server.start()
-        last, engine = engine, engines(server, groups=huge, mq_timeout=2)
+        last, engine = engine, engines(server, groups=huge, mq_timeout=10)
         last.close()
         tiers.adopted(server)
         assert tiers.being_written(directory) == [], "left by the killed server"

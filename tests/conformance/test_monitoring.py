@@ -9,7 +9,7 @@ import urllib.request
 
 import pytest
 import yaml
-from kvrig import tiers
+from kvrig import logs, tiers
 from kvrig.server import REPOSITORY, free_port
 from kvrig.waiting import wait_until
 
@@ -150,12 +150,14 @@ def test_prometheus_evaluates_rules_and_boards(serve, engines, tmp_path):
     }
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
     command = ["prometheus", f"--config.file={tmp_path}/prometheus.yml", f"--storage.tsdb.path={tmp_path}/data"]
-    with (tmp_path / "prometheus.log").open("w") as log:
+    log_path = tmp_path / "prometheus.log"
+    logs.opened(log_path)
+    with log_path.open("w") as log:
         process = subprocess.Popen([*command, f"--web.listen-address=127.0.0.1:{port}"], stdout=log, stderr=log)
 
     def ask(path, **parameters):
         url = f"http://127.0.0.1:{port}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
-        with urllib.request.urlopen(url, timeout=10) as answer:
+        with urllib.request.urlopen(url, timeout=60) as answer:
             return json.load(answer)["data"]
 
     def is_ready():
@@ -177,8 +179,11 @@ def test_prometheus_evaluates_rules_and_boards(serve, engines, tmp_path):
         return "unknown" not in found and ratio and ratio[0]["value"][1] != "NaN" and (found, ratio[0]["value"][1])
 
     try:
-        wait_until(is_ready, 60, "Prometheus is ready")
-        states, ratio = wait_until(evaluated, 60, "all rules are evaluated")
+        try:
+            wait_until(is_ready, 60, "Prometheus is ready")
+            states, ratio = wait_until(evaluated, 60, "all rules are evaluated")
+        except AssertionError as error:
+            raise AssertionError(f"{error}; {logs.tail(log_path)}") from None
         assert set(states) == {"ok"} and len(states) == len(list(rules()))
         assert 0.5 < float(ratio) <= 1.1, "all that is asked for is found"
         for name, expression in board():
@@ -186,7 +191,8 @@ def test_prometheus_evaluates_rules_and_boards(serve, engines, tmp_path):
         assert raised() == set()
         engine.close()
         server.stop()
-        wait_until(lambda: raised() == {"KvtierDown"}, 30, "the alert is raised")
+        wait_until(lambda: raised() == {"KvtierDown"}, 60, "the alert is raised")
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(60)
+        logs.closed(log_path)

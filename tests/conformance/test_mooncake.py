@@ -93,5 +93,5 @@ def test_values_are_those_of_lmcache(mooncake, serve, engines, tmp_path):
     value = lambda: subprocess.run(  # noqa: E731
         [sys.executable, "-c", READ, *places, key], capture_output=True, check=True, timeout=60
     ).stdout
-    found = wait_until(value, 30, "the value")
+    found = wait_until(value, 60, "the value")
     assert found == file.read_bytes()[: len(found)] and len(found) > 1000

@@ -69,7 +69,7 @@ def send(server, method, path, raw):
     """Status and JSON of a request whose body may be anything."""
     import http.client
 
-    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=10)
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
     connection.request(method, path, raw, {"Content-Type": "application/json"})
     response = connection.getresponse()
     report = json.loads(response.read())
@@ -97,7 +97,7 @@ def test_a_limit_lowered_under_load(serve, engines, tmp_path):
 
     thread = threading.Thread(target=load)
     thread.start()
-    assert stored.wait(30)
+    assert stored.wait(60)
     tiers.settled(server)
     kept = usage(server, "steady")
     chunk = kept // 4
@@ -106,7 +106,7 @@ def test_a_limit_lowered_under_load(serve, engines, tmp_path):
     assert not failures, failures
     tiers.settled(server)
     for tier in ("l1", "fs-0"):
-        wait_until(lambda: usage(server, "greedy", tier) < 0.8 * 20 * chunk, 30, f"eviction from {tier}")
+        wait_until(lambda: usage(server, "greedy", tier) < 0.8 * 20 * chunk, 60, f"eviction from {tier}")
     report = server.get("/quota/greedy")[1]
     assert all(report["tiers"][tier]["evicted_objects"] > 0 for tier in ("l1", "fs-0")), report
     assert usage(server, "steady") == kept
@@ -126,7 +126,7 @@ def test_a_restart_keeps_quotas_and_usage(serve, engines, tmp_path):
     tiers.store(before, 1, salt="known")
     tiers.store(before, 2, salt="stranger")
     tiers.settled(server)
-    wait_until(lambda: usage(server, "stranger") == 0, 30, "the stranger's objects to go")
+    wait_until(lambda: usage(server, "stranger") == 0, 60, "the stranger's objects to go")
     kept, row = usage(server, "known"), server.get("/quota")[1]["users"]["known"]
     assert kept > 0 and len(tiers.files(tmp_path / "tier")) == 4
     server.kill()

@@ -17,7 +17,7 @@ def raw(path, **keys):
 
 def stored(server, count):
     """Waits until the tier has this number of objects."""
-    wait_until(lambda: tiers.tier(server)["objects"] == count, 30, f"{count} objects on the device")
+    wait_until(lambda: tiers.tier(server)["objects"] == count, 60, f"{count} objects on the device")
 
 
 @pytest.mark.parametrize("options", [{}, {"use_odirect": False, "io_engine": "posix", "fsync": True}], ids=["direct", "cached"])

@@ -31,7 +31,7 @@ def resp(redis, kind="resp", **keys):
 
 def wait_keys(redis, count):
     """Wait until that many objects are there."""
-    wait_until(lambda: len(redis.keys()) >= count, 30, f"{count} keys", interval=0.02)
+    wait_until(lambda: len(redis.keys()) >= count, 60, f"{count} keys", interval=0.02)
     assert len(redis.keys()) == count
 
 
@@ -125,7 +125,7 @@ def test_values_under_other_keys_are_no_hits(redis, serve, engines):
 @pytest.mark.parametrize("fault", ["killed", "frozen"])
 def test_lookups_of_l1_do_not_wait_for_a_server_that_is_away(redis, serve, engines, fault):
     """Its objects are misses meanwhile; when it is back it is used again."""
-    server = serve(flags=resp(redis, request_timeout=0.5, lookup_timeout_ms=300))
+    server = serve(flags=resp(redis, request_timeout=3, lookup_timeout_ms=300))
     server.expect_trouble(r"resp|127\.0\.0\.1")
     engine = engines(server)
     tiers.store(engine, 1)
@@ -138,10 +138,10 @@ def test_lookups_of_l1_do_not_wait_for_a_server_that_is_away(redis, serve, engin
     # Whole hits of L1 ask no tier.
     assert tiers.recall(engine, 1) == 64
     assert tiers.recall(engine, 2) == 0
-    wait_until(lambda: not tiers.tier(server)["is_healthy"], 30, "the tier to be unhealthy")
+    wait_until(lambda: not tiers.tier(server)["is_healthy"], 60, "the tier to be unhealthy")
     # What is stored meanwhile is counted as lost to the tier; the log has each kind of trouble once.
     tiers.store(engine, 3)
-    wait_until(lambda: tiers.metric(server, "kvtier_l2_store_failures_total") == 4, 30, "the failures to be counted")
+    wait_until(lambda: tiers.metric(server, "kvtier_l2_store_failures_total") == 4, 60, "the failures to be counted")
     assert tiers.recall(engine, 3) == 64
     told = tiers.warnings(server)
     assert told and len(set(told)) == len(told), told
@@ -149,7 +149,7 @@ def test_lookups_of_l1_do_not_wait_for_a_server_that_is_away(redis, serve, engin
         redis.start()
     else:
         redis.process.send_signal(signal.SIGCONT)
-    wait_until(lambda: tiers.tier(server)["is_healthy"], 30, "the tier to be healthy")
+    wait_until(lambda: tiers.tier(server)["is_healthy"], 60, "the tier to be healthy")
     seeds = iter(range(10, 100))
 
     def stores_again():
@@ -158,7 +158,7 @@ def test_lookups_of_l1_do_not_wait_for_a_server_that_is_away(redis, serve, engin
         tiers.settled(server)
         return len(redis.keys()) == before + 4
 
-    wait_until(stores_again, 30, "a store in the tier", interval=0.2)
+    wait_until(stores_again, 60, "a store in the tier", interval=0.2)
 
 
 def test_check_config_tries_out_the_tier(redis):
@@ -179,7 +179,7 @@ def test_server_starts_before_its_redis(redis, serve, engines):
     tiers.store(engine, 1)
     assert tiers.recall(engine, 1) == 64
     redis.start()
-    wait_until(lambda: tiers.tier(server)["is_healthy"], 30, "the tier to be healthy")
+    wait_until(lambda: tiers.tier(server)["is_healthy"], 60, "the tier to be healthy")
 
 
 def test_cluster_serves_several_servers(tmp_path, serve, engines):

@@ -149,7 +149,7 @@ def test_credentials_come_from_the_environment(rclone, serve, engines):
     engine = engines(server)
     tiers.store(engine, 2)
     assert tiers.recall(engine, 2) == 64
-    wait_until(lambda: not tiers.tier(server)["is_healthy"], 30, "the tier to be unhealthy")
+    wait_until(lambda: not tiers.tier(server)["is_healthy"], 60, "the tier to be unhealthy")
     assert "SignatureDoesNotMatch" in tiers.tier(server)["error"] or "403" in tiers.tier(server)["error"]
     assert tiers.recall(engine, 1) == 0
     assert "another" not in str(server.get("/status")[1])
@@ -193,7 +193,7 @@ def test_evicted_objects_are_deleted_from_the_bucket(request, serve, engines, ki
     for seed in range(2, 8):
         tiers.store(engine, seed)
         tiers.settled(server)
-        wait_until(lambda: len(own()) <= 10, 30, "ten objects", interval=0.05)
+        wait_until(lambda: len(own()) <= 10, 60, "ten objects", interval=0.05)
     assert len(own()) >= 8
     tiers.forget(engine)
     assert tiers.recall(engine, 7) == 64
@@ -231,10 +231,10 @@ def test_lookups_of_l1_do_not_wait_for_a_server_that_is_away(rclone, serve, engi
     # Whole hits of L1 ask no tier.
     assert tiers.recall(engine, 1) == 64
     assert tiers.recall(engine, 2) == 0
-    wait_until(lambda: not tiers.tier(server)["is_healthy"], 30, "the tier to be unhealthy")
+    wait_until(lambda: not tiers.tier(server)["is_healthy"], 60, "the tier to be unhealthy")
     # What is stored meanwhile is counted as lost to the tier; the log has each kind of trouble once.
     tiers.store(engine, 3)
-    wait_until(lambda: tiers.metric(server, "kvtier_l2_store_failures_total") == 4, 30, "the failures to be counted")
+    wait_until(lambda: tiers.metric(server, "kvtier_l2_store_failures_total") == 4, 60, "the failures to be counted")
     assert tiers.recall(engine, 3) == 64
     told = tiers.warnings(server)
     assert told and len(set(told)) == len(told), told
@@ -242,7 +242,7 @@ def test_lookups_of_l1_do_not_wait_for_a_server_that_is_away(rclone, serve, engi
         rclone.start()
     else:
         rclone.process.send_signal(signal.SIGCONT)
-    wait_until(lambda: tiers.tier(server)["is_healthy"], 30, "the tier to be healthy")
+    wait_until(lambda: tiers.tier(server)["is_healthy"], 60, "the tier to be healthy")
     seeds, counts = iter(range(10, 1000)), []
 
     def stores_again():
@@ -253,7 +253,7 @@ def test_lookups_of_l1_do_not_wait_for_a_server_that_is_away(rclone, serve, engi
         return counts[-1] == 4
 
     try:
-        wait_until(stores_again, 30, "a store in the tier", interval=0.2)
+        wait_until(stores_again, 60, "a store in the tier", interval=0.2)
     except TimedOut as error:
         raise AssertionError(f"objects of each store: {counts}; the tier: {tiers.tier(server)}") from error
 
@@ -288,4 +288,4 @@ def test_server_starts_before_its_bucket(rclone, serve, engines):
     tiers.store(engine, 1)
     assert tiers.recall(engine, 1) == 64
     rclone.start()
-    wait_until(lambda: tiers.tier(server)["is_healthy"], 30, "the tier to be healthy")
+    wait_until(lambda: tiers.tier(server)["is_healthy"], 60, "the tier to be healthy")

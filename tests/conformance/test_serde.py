@@ -50,7 +50,7 @@ def stored_and_loaded(writer, reader, dtype, path, seed, salt=""):
     prompt = tiers.tokens(64, seed)
     fill(writer, dtype, seed)
     writer.store_prompt(prompt, first=1, salt=salt)
-    wait_until(lambda: len(of(writer, path)) >= 4, 30, f"4 files in {path}", interval=0.02)
+    wait_until(lambda: len(of(writer, path)) >= 4, 60, f"4 files in {path}", interval=0.02)
     request, hit = reader.lookup(prompt, salt=salt)
     assert hit == 64
     blocks = reader.blocks_for(64, 20)

@@ -223,7 +223,7 @@ def test_end_of_session_gives_back_its_pins(server, engines):
     request, hit = engine.lookup(prompt)
     assert hit == 32
     engine.end(request)
-    wait_until(lambda: engine.scheduler.reset_cache() and engine.hits(prompt) == 0, 30, "release of the pins")
+    wait_until(lambda: engine.scheduler.reset_cache() and engine.hits(prompt) == 0, 60, "release of the pins")
 
 
 def test_retrieve_without_lookup_fails(server, engines):

@@ -122,9 +122,9 @@ def test_a_quota_lowered_under_load_costs_only_its_tenant(serve, engines, quota_
         tiers.store(engine, next(after), count=48, salt="lowered")
         return in_l1(server, "lowered")["usage_bytes"] <= limit
 
-    wait_until(is_down, 30, "the tenant's way down to its quota")
+    wait_until(is_down, 60, "the tenant's way down to its quota")
     if quota_mode == "soft":
-        wait_until(lambda: in_l1(server, "lowered")["usage_bytes"] < limit * 0.8, 30, "the end below the watermark")
+        wait_until(lambda: in_l1(server, "lowered")["usage_bytes"] < limit * 0.8, 60, "the end below the watermark")
     assert in_l1(server, "other")["usage_bytes"] == 60 * CHUNK_BYTES
     assert all(tiers.recall(engine, seed, count=48, salt="other") == 48 for seed in range(20))
 
@@ -138,8 +138,8 @@ def test_unlisted_tenants_are_cleaned_where_only_a_list_is_allowed(serve, engine
     engine = engines(server, groups=[Group(BIG)])
     for salt in ["listed", "unlisted", ""]:
         tiers.store(engine, 1, count=48, salt=salt)
-    wait_until(lambda: in_l1(server, "unlisted")["usage_bytes"] == 0, 30, "the end of the unlisted tenant's chunks")
-    wait_until(lambda: in_l1(server, "_default")["usage_bytes"] == 0, 30, "the end of the chunks of no tenant")
+    wait_until(lambda: in_l1(server, "unlisted")["usage_bytes"] == 0, 60, "the end of the unlisted tenant's chunks")
+    wait_until(lambda: in_l1(server, "_default")["usage_bytes"] == 0, 60, "the end of the chunks of no tenant")
     assert tiers.recall(engine, 1, count=48, salt="listed") == 48
     assert tiers.recall(engine, 1, count=48, salt="unlisted") == 0
 
@@ -169,7 +169,7 @@ def test_ten_thousand_tenants_with_quotas(serve, quota_mode, tmp_path):
         usage = [in_l1(server, salt)["usage_bytes"] for salt in some]
         return usage if max(usage) <= limit else None
 
-    assert any(wait_until(within, 30, "every tenant within the quota"))
+    assert any(wait_until(within, 60, "every tenant within the quota"))
 
 
 def says(answer, shown):

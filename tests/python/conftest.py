@@ -4,6 +4,7 @@ import itertools
 import os
 
 import pytest
+from kvrig import logs
 from kvrig.server import Server, our_command
 from rig import Engine
 
@@ -50,16 +51,19 @@ class Place:
             assert not server.unexpected_trouble()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    """A failed test's report has the ends of its servers' logs."""
+    report = yield
+    logs.add_to(report)
+    return report
+
+
 @pytest.fixture
 def place(tmp_path):
     """The test's servers and engines."""
     place = Place(tmp_path)
-    try:
-        yield place
-    except BaseException:
-        for server in place.servers:
-            print(server.tail())
-        raise
+    yield place
     place.close()
 
 

@@ -1,6 +1,7 @@
 """An engine without a model: KV tensors of random bytes behind the adapters under test."""
 
 import random
+from contextlib import contextmanager
 
 import torch
 from kvrig import layouts
@@ -10,7 +11,8 @@ from kvtier import LoadStoreOp, SchedulerAdapter, WorkerAdapter
 torch.set_num_threads(1)
 
 BLOCK = layouts.BLOCK_TOKENS
-TIMEOUT = 10.0
+# Seconds for what takes milliseconds on an idle machine.
+TIMEOUT = 60.0
 
 
 def tokens(count, seed=None):
@@ -22,7 +24,7 @@ def tokens(count, seed=None):
 class Engine:
     """A scheduler and its one worker, in this process."""
 
-    def __init__(self, url, mode="engine_driven", layout="fused_hnd", layers=3, seed=1, timeout=TIMEOUT, heartbeat=3.0,
+    def __init__(self, url, mode="engine_driven", layout="fused_hnd", layers=3, seed=1, timeout=TIMEOUT, heartbeat=10.0,
                  model="test/model", register=True, store_timeout=None, **options):  # fmt: skip
         """``mode``: engine_driven, lmcache_driven, or pickle; ``timeout``: of everything except the set-up."""
         patience = max(timeout, TIMEOUT)
@@ -40,7 +42,21 @@ class Engine:
         if register:
             named = {f"layer.{i}": tensor for i, tensor in enumerate(self.tensors)}
             self.worker.register_kv_caches(named, kv_layout=self.layout.hints["kv_layout"])
+        self.set_timeout(timeout)
+
+    def set_timeout(self, timeout):
+        """Bounds the requests from now on."""
         self.scheduler.client.timeout = self.worker.client.timeout = timeout
+
+    @contextmanager
+    def timeout(self, seconds):
+        """Bounds requests that are submitted meanwhile."""
+        before = self.worker.client.timeout
+        self.set_timeout(seconds)
+        try:
+            yield
+        finally:
+            self.set_timeout(before)
 
     def read(self, blocks):
         """Returns the bytes of these blocks in every layer."""
@@ -106,7 +122,7 @@ class Engine:
         wait_until(done, patience, f"retrieve of {request}", interval=0.001)
         return self.worker.get_block_ids_with_load_errors()
 
-    def healthy(self, patience=30):
+    def healthy(self, patience=60):
         """Waits until both sides are healthy."""
         wait_until(lambda: self.scheduler.is_healthy and self.worker.is_healthy, patience, "healthy again")
 

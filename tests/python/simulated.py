@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kvrig.waiting import wait_until
 
 pytest.importorskip("vllm")
 
@@ -78,7 +79,7 @@ class Simulation:
         config.scheduler_config.max_num_seqs = 4
         config.scheduler_config.async_scheduling = False
         extra = {
-            "kvtier.url": server.url, "kvtier.model_name": name, "kvtier.start": "wait 10", "kvtier.lookup_timeout": 10,
+            "kvtier.url": server.url, "kvtier.model_name": name, "kvtier.start": "wait 60", "kvtier.lookup_timeout": 60,
             "kvtier.transfer_mode": "lmcache_driven", "kvtier.follow_resets": False, **options,
         }  # fmt: skip
         config.kv_transfer_config = KVTransferConfig(
@@ -195,6 +196,11 @@ class Simulation:
             if idle == 200:
                 self._leave()
                 idle = 0
+
+    def finish_stores(self):
+        """Steps until no store is in flight."""
+        state = self.scheduler.connector._scheduling
+        wait_until(lambda: self.step() or not state.in_flight_stores, 60, "the stores")
 
     @property
     def is_busy(self):

@@ -46,7 +46,7 @@ def test_store_and_load(place, engines, transfer):
         text = server.get("/metrics")[1]
         return next(line for line in text.splitlines() if line.startswith("kvtier_l1_leased_objects ")).split()[1]
 
-    wait_until(lambda: leased() == "0", 30, "no leases")
+    wait_until(lambda: leased() == "0", 60, "no leases")
 
 
 def test_chunked_prefill_stores_each_chunk(place, engines):

@@ -25,7 +25,7 @@ def test_request_aborted_while_loading_is_reported_once(place, engines):
     held, _ = engine.scheduler.request_finished_all_groups(req, ([],))
     assert held is False
     steps.append(engine.step(finished=["b"]))
-    wait_until(lambda: steps.append(engine.step()) or any("b" in ids for step in steps for ids in step.received), 30, "the load's end")
+    wait_until(lambda: steps.append(engine.step()) or any("b" in ids for step in steps for ids in step.received), 60, "the load's end")
     assert sum("b" in ids for step in steps for ids in step.received) == 1
     assert not any("b" in ids for step in steps for ids in step.sent)
 
@@ -69,7 +69,7 @@ def test_load_failed_in_one_rank_fails(place, engines):
     its_own, slow.get_finished = slow.get_finished, lambda ids: (set(), set())
     engine.allocate(req, range(11, 16), CHUNK)
     failed = set()
-    wait_until(lambda: failed.update(engine.step().failed) or failed, 30, "the first rank's word")
+    wait_until(lambda: failed.update(engine.step().failed) or failed, 60, "the first rank's word")
     slow.get_finished, slow.get_block_ids_with_load_errors = its_own, set
     engine.wait_for_load()
     engine.prefill(request("c", prompt), range(21, 26))
@@ -164,7 +164,7 @@ def test_groups_of_layers(place, engines):
         )  # fmt: skip
 
     def matched(scheduler, req):
-        wait_until(lambda: scheduler.get_num_new_matched_tokens(req, 0)[0] is not None, 30, "lookup")
+        wait_until(lambda: scheduler.get_num_new_matched_tokens(req, 0)[0] is not None, 60, "lookup")
         return scheduler.get_num_new_matched_tokens(req, 0)
 
     def read(tensors, ids):
@@ -176,7 +176,7 @@ def test_groups_of_layers(place, engines):
     assert matched(scheduler, req) == (0, False)
     scheduler.update_state_after_alloc(req, SimpleNamespace(get_block_ids=lambda: ids), 0)
     step(scheduler, worker, new=(req, ids))
-    wait_until(lambda: step(scheduler, worker) and worker.get_kv_connector_stats(), 30, "the store")
+    wait_until(lambda: step(scheduler, worker) and worker.get_kv_connector_stats(), 60, "the store")
     expected = read(tensors, [group[:4] for group in ids])
     scheduler, worker, tensors = made[1]
     for number, there in enumerate((True, False)):
@@ -186,7 +186,7 @@ def test_groups_of_layers(place, engines):
         if not there:
             scheduler._scheduling.adapter.client.clear(True).result()
         ended = []
-        wait_until(lambda: ended.append(step(scheduler, worker)) or ended[-1].finished_recving, 30, "the load")
+        wait_until(lambda: ended.append(step(scheduler, worker)) or ended[-1].finished_recving, 60, "the load")
         assert ended[-1].finished_recving == {req.request_id}
         assert ended[-1].failed_recving == (set() if there else {req.request_id})
         if there:

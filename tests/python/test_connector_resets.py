@@ -36,7 +36,7 @@ def test_reset_and_stats(place, engines, caplog):
     assert same(careful.read([11, 12, 13, 14]), careful.read([1, 2, 3, 4]))
     careful.finish(own)
     assert engine.scheduler.reset_cache() is True
-    wait_until(lambda: engine.match(request("g", prompt)) == (0, False) and objects(server) <= 1, 30, "the server is emptied, too")
+    wait_until(lambda: engine.match(request("g", prompt)) == (0, False) and objects(server) <= 1, 60, "the server is emptied, too")
 
 
 def objects(server):
@@ -56,20 +56,20 @@ def test_reset_in_block_hashes_mode_finds_nothing(place, engines):
 def test_reset_never_waits(place, engines):
     """The scheduler's thread continues while the server hangs; nothing from before is found when the server resumes."""
     server, prompt = place.server(), tokens(CHUNK + 1, "away")
-    engine = engines(server)
+    engine = engines(server, **{"kvtier.heartbeat": 3})
     engine.prefill(request("a", prompt), range(1, 6))
     client = engine.scheduler._scheduling.adapter.client
-    assert client.timeout == 10
+    assert client.timeout == 60
     with server.frozen():
         began = time.monotonic()
         assert engine.scheduler.reset_cache() is True
         assert time.monotonic() - began < client.timeout / 2
-        wait_until(lambda: not client.is_healthy, 30, "the missed heartbeat")
+        wait_until(lambda: not client.is_healthy, 60, "the missed heartbeat")
         # The adapter's reset_cache clears the server's memory, and returns false at once.
         began = time.monotonic()
         assert engine.scheduler._scheduling.adapter.reset_cache() is False
         assert time.monotonic() - began < client.timeout / 2
-    wait_until(lambda: client.is_healthy, 30, "the server goes on")
+    wait_until(lambda: client.is_healthy, 60, "the server goes on")
     assert engine.match(request("b", prompt)) == (0, False)
 
 

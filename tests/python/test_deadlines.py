@@ -34,7 +34,7 @@ class Context:
             self.number, Prompt(prompt), 0, len(prompt), request, "", [BLOCKS], is_store=is_store, timeout=timeout
         )
 
-    def end(self, patience=30):
+    def end(self, patience=60):
         """Returns its error, or None."""
         ended = []
         wait_until(lambda: ended.extend(self.native.take_finished(0.1)) or ended, patience, "its end")
@@ -78,7 +78,7 @@ def test_no_chunk_is_copied_after_deadline(context, fresh, is_store):
         assert context.end() is None
     # Long enough for the answer, too short to copy all. Found by trying, since machines differ.
     timeout, errors = 0.01, []
-    for attempt in range(40):
+    for attempt in range(200):
         prompt = tokens(CHUNKS * CHUNK, f"late {attempt}") if is_store else cached
         request = fresh() if is_store else looked_up(context, prompt, fresh)
         before = context.proxy.seen.count((prepare, True))
@@ -90,7 +90,7 @@ def test_no_chunk_is_copied_after_deadline(context, fresh, is_store):
         timeout *= 0.7 if errors[-1] is None else 1.3
     else:
         pytest.fail(f"none ended between two chunks: {errors}")
-    wait_until(lambda: context.granted() == (0, 0), 30, "nothing to be granted")
+    wait_until(lambda: context.granted() == (0, 0), 60, "nothing to be granted")
     if is_store:
         context.engine.healthy()
         assert context.engine.lookup(fresh(), prompt) == 0
@@ -104,13 +104,13 @@ def test_wait_for_commit_is_bounded(context, fresh, is_store):
         context.submit(fresh(), prompt, True, 30.0)
         assert context.end() is None
         request = looked_up(context, prompt, fresh)
-    context.engine.worker.client.timeout = 60.0
+    context.engine.worker.client.timeout = 600.0
     commit = "commit_store" if is_store else "commit_retrieve"
     context.proxy.at(commit)
-    context.submit(request, prompt, is_store, 2.0)
-    assert context.end(20) == f"{commit}: no reply within the deadline"
+    context.submit(request, prompt, is_store, 5.0)
+    assert context.end(60) == f"{commit}: no reply within the deadline"
     assert (commit, False) in context.proxy.seen
     if is_store:
         # The server receives the abandoned store. Of a retrieve, it frees what it granted to the worker's old id.
-        wait_until(lambda: context.granted() == (0, 0), 30, "nothing to be granted")
+        wait_until(lambda: context.granted() == (0, 0), 60, "nothing to be granted")
     context.engine.worker.client.timeout = 10.0

@@ -274,11 +274,11 @@ def test_sleep_mode_is_not_supported():
 def test_connector_starts_without_server(place):
     """Once there is a server, it finds hits, with requests computed before."""
     server = place.server(start=False)
-    engine = Vllm(server, **{"kvtier.start": "without", "kvtier.heartbeat": 0.5})
+    engine = Vllm(server, **{"kvtier.start": "without"})
     prompt = tokens(CHUNK + 1, "first")
     engine.prefill(request("a", prompt), range(1, 6))
     server.start()
-    wait_until(lambda: engine.scheduler._scheduling.adapter.is_healthy and engine.workers[0]._adapter.is_healthy, 30, "healthy")
+    wait_until(lambda: engine.scheduler._scheduling.adapter.is_healthy and engine.workers[0]._adapter.is_healthy, 60, "healthy")
     engine.prefill(request("b", prompt), range(1, 6))
     assert engine.match(request("c", prompt)) == (CHUNK, True)
     engine.close()

@@ -174,7 +174,7 @@ class Pooled:
     def all_free(self):
         """Steps until nothing is in flight; then all blocks are where they were."""
         scheduler = self.engine.scheduler
-        wait_until(lambda: not scheduler.has_pending_push_work() or self.engine.step() and False, 30, "the stores' ends")
+        wait_until(lambda: not scheduler.has_pending_push_work() or self.engine.step() and False, 60, "the stores' ends")
         assert self.pool.get_num_free_blocks() == self.free
         assert self.engine.scheduler.errors.take() == 0
 
@@ -234,7 +234,7 @@ def test_lost_report_of_an_end(place, engines, monkeypatch):
     adapter.take_ended_stores = list
     req, mine = pooled.prefill("a", tokens(CHUNK + 1, "lost"))
     first = engine.workers[0]
-    wait_until(lambda: engine.step().metadata.asked == {0} and not first._stores, 15, "the first worker's end")
+    wait_until(lambda: engine.step().metadata.asked == {0} and not first._stores, 60, "the first worker's end")
     for _ in range(3):
         assert engine.step().metadata.asked == {0}, "asked again"
     assert engine.scheduler.has_pending_push_work()

@@ -14,7 +14,7 @@ from rig import tokens
 
 OUTSTANDING = 1000
 MOST_CALLS = 12  # of functions, by one call of a step
-DEADLINE = 30.0  # of each request; a call that waited for one would take as long
+DEADLINE = 120.0  # of each request; a call that waited for one would take as long
 
 
 @dataclass
@@ -103,4 +103,4 @@ def test_no_call_of_engine_step_waits(place, mode):
             assert meter.waits < 10, what
         assert max(meter.wall) < DEADLINE / 3, what
     ended = set()
-    wait_until(lambda: ended.update(worker.get_finished(())[0]) or ended == set(names), 30, "all stores")
+    wait_until(lambda: ended.update(worker.get_finished(())[0]) or ended == set(names), 60, "all stores")

@@ -187,11 +187,11 @@ def test_cuda_descriptors_match_lmcache(monkeypatch):
 def test_client_requests(place):
     """The request protocol without adapters."""
     server = place.server()
-    client = Client(server.url.removeprefix("tcp://"), timeout=5)
-    assert client.wait_healthy(5) and client.health == "healthy" and client.connections == 1
+    client = Client(server.url.removeprefix("tcp://"), timeout=60)
+    assert client.wait_healthy(60) and client.health == "healthy" and client.connections == 1
     assert client.noop().result() == "OK"
     future = client.get_chunk_size()
-    wait_until(future.done, 30, "an answer")
+    wait_until(future.done, 60, "an answer")
     assert future.result(0) == future.result() == CHUNK
     assert client.ping().result() is True and client.get_experimental().result() == ["kvtier.held_blocks.1"]
     client.report_block_allocation(1, "m", [("r", [1, 2], [3, 4])]).result()
@@ -288,6 +288,6 @@ def test_scheduler_of_other_model_finds_nothing(place):
     assert engine.store("a", prompt, 0, CHUNK, [1, 2, 3, 4])
     other = SchedulerAdapter(server.url, "other/model", block_tokens=BLOCK)
     other.maybe_submit_lookup_request("b", token_ids=prompt)
-    wait_until(lambda: other.check_lookup_result("b") is not None, 30, "lookup")
+    wait_until(lambda: other.check_lookup_result("b") is not None, 60, "lookup")
     assert other.check_lookup_result("b") == 0
     other.shutdown()

@@ -47,8 +47,8 @@ calls = {
     "worker": lambda: kvtier.WorkerAdapter(url, **adapter),
     "register": register,
 }
-threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
 try:
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     calls[sys.argv[2]]()
 except KeyboardInterrupt:
     print("heard", flush=True)
@@ -75,7 +75,7 @@ def in_a_fork(check):
         os._exit(0)
     ended = []
     try:
-        wait_until(lambda: ended.extend(os.waitpid(child, os.WNOHANG)) or ended[-2:] != [0, 0] and ended, 30, "the child")
+        wait_until(lambda: ended.extend(os.waitpid(child, os.WNOHANG)) or ended[-2:] != [0, 0] and ended, 60, "the child")
     except BaseException:
         os.kill(child, 9)
         os.waitpid(child, 0)
@@ -156,7 +156,7 @@ def test_segments_of_killed_process_are_removed(place, kind):
     server = place.server()
     server.expect_trouble("process has ended")
     done = python(ENDING, server.url, kind)
-    wait_until(lambda: segments_of(done) == [], 30, "no segments")
+    wait_until(lambda: segments_of(done) == [], 60, "no segments")
 
 
 def test_orphaned_segments_are_removed_at_next_start(place):

@@ -16,14 +16,14 @@ def logged(caplog, text, count):
     def levels():
         return [each.levelname for each in list(caplog.records) if text in each.getMessage()]
 
-    wait_until(lambda: len(levels()) >= count, 30, f"{count} lines")
+    wait_until(lambda: len(levels()) >= count, 60, f"{count} lines")
     return levels()
 
 
 def test_engine_starts_without_server(place, mode, fresh):
     """It computes until then, and uses the server as soon as it is there."""
     server = place.server(start=False)
-    engine = place.engine(server, mode=mode, heartbeat=0.5, wait_for_server=None)
+    engine = place.engine(server, mode=mode, wait_for_server=None)
     prompt, request = tokens(CHUNK, "early"), fresh()
     assert engine.scheduler.chunk_tokens is None and engine.scheduler.num_blocks_per_chunk() == 0
     assert engine.lookup(request, prompt) == 0
@@ -56,11 +56,11 @@ def test_later_refusal_of_worker_is_logged(place, caplog):
     """Without a server only the model decided the mode."""
     server = place.server("lmcache_driven", start=False)
     server.expect_trouble("registration refused")
-    engine = place.engine(server, mode="auto", heartbeat=0.2, wait_for_server=None)
+    engine = place.engine(server, mode="auto", wait_for_server=None)
     server.start()
-    wait_until(lambda: engine.worker.client.obstacle, 30, "a reason")
+    wait_until(lambda: engine.worker.client.obstacle, 60, "a reason")
     assert "--supported-transfer-mode" in engine.worker.client.obstacle
-    assert not engine.worker.is_healthy and engine.scheduler.client.wait_healthy(30)
+    assert not engine.worker.is_healthy and engine.scheduler.client.wait_healthy(60)
     assert logged(caplog, "--supported-transfer-mode", 1) == ["ERROR"]
 
 
@@ -68,13 +68,13 @@ def test_server_with_other_chunk_size_is_unused(place, mode, fresh, caplog):
     """A smaller chunk would make an engine count twice the tokens."""
     server = place.server()
     server.expect_trouble("instance|worker|register")
-    engine = place.engine(server, mode=mode, heartbeat=0.5)
+    engine = place.engine(server, mode=mode)
     works(engine, fresh)
     server.kill()
     server.chunk = CHUNK // 2
     server.start()
     sides = (engine.scheduler.client, engine.worker.client)
-    wait_until(lambda: all(side.obstacle for side in sides), 30, "a reason on both sides")
+    wait_until(lambda: all(side.obstacle for side in sides), 60, "a reason on both sides")
     text = f"chunks of {CHUNK // 2} tokens and this engine works with chunks of {CHUNK}: start the server with --chunk-size {CHUNK}"
     assert all(text in side.obstacle for side in sides)
     prompt, request = tokens(2 * CHUNK, "other"), fresh()
@@ -96,7 +96,7 @@ def test_required_chunk_size_is_checked(place):
     with pytest.raises(ValueError, match=f"chunks of {CHUNK} tokens and this engine works with chunks of {4 * CHUNK}"):
         SchedulerAdapter(server.url, "m", block_tokens=BLOCK, chunk_tokens=4 * CHUNK)
     scheduler = SchedulerAdapter(server.url, "m", block_tokens=BLOCK, chunk_tokens=4 * CHUNK, wait_for_server=None)
-    wait_until(lambda: scheduler.client.obstacle, 30, "a reason")
+    wait_until(lambda: scheduler.client.obstacle, 60, "a reason")
     assert not scheduler.is_healthy
     scheduler.shutdown()
     with pytest.raises(ValueError, match="chunk_tokens: 10; allowed are multiples of the engine's block of 4 tokens"):
@@ -125,9 +125,9 @@ def test_lookup_does_not_wait_for_frozen_server(place, fresh, bound):
     with server.frozen():
         request = fresh()
         scheduler.maybe_submit_lookup_request(request, token_ids=tokens(CHUNK))
-        wait_until(lambda: scheduler.check_lookup_result(request) == 0, 30, "a failed lookup")
+        wait_until(lambda: scheduler.check_lookup_result(request) == 0, 60, "a failed lookup")
         assert scheduler.failed_lookups <= 1
-    assert scheduler.client.wait_healthy(30)
+    assert scheduler.client.wait_healthy(60)
     scheduler.shutdown()
 
 

@@ -26,7 +26,7 @@ class Client:
 
     def __init__(self, path, hello=None, descriptors=1):
         self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(30)
+        self.sock.settimeout(60)
         while True:
             try:
                 self.sock.connect(path)
@@ -89,7 +89,7 @@ def served(tmp_path):
     for stop in stops:
         stop.set()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -203,7 +203,7 @@ def test_program_ends_by_signal_and_with_kvtier(tmp_path, end):
         process.send_signal(signal.SIGTERM)
     else:
         process.stdin.close()
-    assert process.wait(30) == 0
+    assert process.wait(60) == 0
     assert not Path(path).exists()
 
 
@@ -259,7 +259,7 @@ def test_program_ends_though_a_call_hangs(tmp_path):
         client.sock.sendall(client.frame(1, {"op": "lookup", "keys": ["a"]}))
         assert process.stdout.readline() == "called\n"
         process.send_signal(signal.SIGTERM)
-        _, told = process.communicate(timeout=30)
+        _, told = process.communicate(timeout=60)
     finally:
         process.kill()
     assert process.returncode == 1

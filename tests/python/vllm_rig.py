@@ -44,8 +44,8 @@ def vllm_config(server, tensor=1, stages=1, rank=0, mla=False, events=False, rol
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
             kv_connector_extra_config={
-                "kvtier.url": server.url, "kvtier.heartbeat": 3, "kvtier.store_timeout": 10, "kvtier.lookup_timeout": 10,
-                "kvtier.start": "wait 10", **extra,
+                "kvtier.url": server.url, "kvtier.heartbeat": 10, "kvtier.timeout": 60, "kvtier.store_timeout": 60,
+                "kvtier.lookup_timeout": 60, "kvtier.start": "wait 60", **extra,
             },  # fmt: skip
             kv_load_failure_policy="fail",
             is_kv_producer=role != "kv_consumer",
@@ -105,7 +105,7 @@ class Vllm:
             answer[:] = self.scheduler.get_num_new_matched_tokens(req, computed)
             return answer[0] is not None
 
-        wait_until(known, 15, "a lookup")
+        wait_until(known, 60, "a lookup")
         return tuple(answer)
 
     def allocate(self, req, blocks, external):
@@ -172,7 +172,7 @@ class Vllm:
             failed.update(step.failed)
             return what(sent, received)
 
-        wait_until(enough, 15, "the workers' answer")
+        wait_until(enough, 60, "the workers' answer")
         return failed
 
     def prefill(self, req, blocks):
@@ -190,11 +190,11 @@ class Vllm:
 
     def wait_for_stores(self):
         """Runs steps until no store is in flight."""
-        wait_until(lambda: self.step() and self.scheduler._scheduling.in_flight_stores == {}, 30, "the stores")
+        wait_until(lambda: self.step() and self.scheduler._scheduling.in_flight_stores == {}, 60, "the stores")
 
     def wait_for_load(self):
         """Runs steps until one reports the end of a load."""
-        wait_until(lambda: self.step().ended, 30, "the load")
+        wait_until(lambda: self.step().ended, 60, "the load")
 
     def finish(self, req):
         """Ends a request in the engine."""

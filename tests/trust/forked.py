@@ -122,7 +122,7 @@ class Engine:
         except OSError:
             pass
         try:
-            wait_until(self._reaped, 20, f"end of engine {self.name}")
+            wait_until(self._reaped, 60, f"end of engine {self.name}")
         except TimedOut:
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)

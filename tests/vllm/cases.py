@@ -242,7 +242,7 @@ class ModeCases:
     def events_published(self):
         """Each chunk was published once, by vLLM's hashes of its blocks, and not again when it was loaded; none was lost."""
         events, wanted = self.vllm.events, (self.prompts.main, CHUNK, self.options.block_size)
-        wait_until(lambda: all(events.published(*wanted)), 20, "events of what was stored")
+        wait_until(lambda: all(events.published(*wanted)), 60, "events of what was stored")
         numbers, counts = events.sequence, events.published(*wanted)
         whole = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         once = counts == [1] * (WHOLE // CHUNK)

@@ -11,7 +11,7 @@ from .waiting import wait_until
 
 READ_BYTES = 1 << 16
 # Seconds within which the other end reads what it was sent.
-DEADLINE = 20.0
+DEADLINE = 60.0
 TO_SERVER, TO_CLIENT = "to_server", "to_client"
 
 # Of linux/sock_diag.h and linux/inet_diag.h: an exact query of one TCP socket.

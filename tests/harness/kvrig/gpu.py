@@ -163,7 +163,7 @@ class IpcEvents:
 
     def synchronize_event(self, event, _device):
         """Wait until it is."""
-        wait_until(lambda: self.query_event(event), 10, "the server's event")
+        wait_until(lambda: self.query_event(event), 60, "the server's event")
 
 
 class TimelineEvents(IpcEvents):

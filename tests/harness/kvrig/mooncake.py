@@ -5,6 +5,7 @@ import sys
 import time
 import urllib.request
 
+from . import logs
 from .packages import unpacked
 from .server import free_port
 
@@ -22,7 +23,7 @@ class Mooncake:
 
     def __init__(self, directory):
         directory.mkdir(parents=True, exist_ok=True)
-        self.directory, self.process = directory, None
+        self.log, self.process = directory / "master.log", None
         self.port, self.metadata, self.metrics = free_port(), free_port(), free_port()
         self.start()
 
@@ -39,12 +40,13 @@ class Mooncake:
             "metrics_port": self.metrics,
             "default_kv_lease_ttl": self.LEASE_MS,
         }
-        with open(self.directory / "master.log", "ab") as log:
+        logs.opened(self.log)
+        with open(self.log, "ab") as log:
             command = [program, *(f"--{name}={value}" for name, value in flags.items())]
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         until = time.monotonic() + 60
         while not self.is_up():
-            assert self.process.poll() is None and time.monotonic() < until, "mooncake_master does not answer"
+            assert self.process.poll() is None and time.monotonic() < until, f"mooncake_master does not answer; {logs.tail(self.log)}"
             time.sleep(0.02)
 
     def is_up(self):
@@ -59,6 +61,7 @@ class Mooncake:
         """Kills it."""
         self.process.kill()
         self.process.wait()
+        logs.closed(self.log)
 
     def command(self, memory="64MiB"):
         """The command of a tier that gives this much memory to it."""

@@ -8,7 +8,7 @@ from . import older
 from .engine import tokens
 from .waiting import wait_until
 
-TIMEOUT = 10
+TIMEOUT = 60
 
 
 def ask(client, name, *payloads):

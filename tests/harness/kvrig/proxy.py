@@ -29,7 +29,7 @@ class Proxy:
         self.context = zmq.Context()
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
-        assert self.is_open.wait(10)
+        assert self.is_open.wait(60)
 
     def at(self, operation, action=lambda: None, reply=False):
         """See the class."""
@@ -44,7 +44,7 @@ class Proxy:
     def mend(self):
         """Accept connections (again)."""
         self.wanted = True
-        assert self.is_open.wait(10)
+        assert self.is_open.wait(60)
 
     def close(self):
         """End it."""

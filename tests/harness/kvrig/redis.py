@@ -4,6 +4,7 @@ import socket
 import subprocess
 import time
 
+from . import logs
 from .packages import unpacked
 from .server import free_port
 
@@ -21,22 +22,22 @@ class Redis:
     def __init__(self, directory, program="redis-server", flags=()):
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.program, self.flags, self.port = directory, program, flags, free_port()
-        self.process = None
+        self.log, self.process = directory / "server.log", None
         self.start()
 
     def start(self):
         """Starts it, empty, and waits until it answers."""
         command = [self.program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-        self.process = subprocess.Popen(
-            [*command, "--dir", str(self.directory), *self.flags], stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT
-        )
-        until = time.monotonic() + 30
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen([*command, "--dir", str(self.directory), *self.flags], stdout=log, stderr=log)
+        logs.opened(self.log)
+        until = time.monotonic() + 60
         while True:
             try:
                 assert self.ask("PING") == "PONG"
                 return
             except OSError:
-                assert self.process.poll() is None and time.monotonic() < until, f"{self.program} does not answer"
+                assert self.process.poll() is None and time.monotonic() < until, f"{self.program} does not answer; {logs.tail(self.log)}"
                 time.sleep(0.01)
 
     def ask(self, *arguments):
@@ -55,6 +56,7 @@ class Redis:
         """Kills it."""
         self.process.kill()
         self.process.wait()
+        logs.closed(self.log)
 
 
 class Cluster:
@@ -79,7 +81,7 @@ class Cluster:
             assert self.nodes[0].ask("CLUSTER", "MEET", "127.0.0.1", node.port, node.flags[-1]) == "OK"
         until = time.monotonic() + 60
         while not all(b"cluster_state:ok" in node.ask("CLUSTER", "INFO") for node in self.nodes):
-            assert time.monotonic() < until, "the cluster does not come up"
+            assert time.monotonic() < until, f"the cluster does not come up; {logs.tail(self.nodes[0].log)}"
             time.sleep(0.02)
 
     def keys(self):

@@ -81,7 +81,7 @@ def check_refused(engine, prompt):
     assert lost.error_blocks == set(target), f"not noticed: {lost}"
     engine.end(request)
     assert all((rows == 0xEE).all() for rows in engine.worker.read(target))
-    wait_until(lambda: engine.worker.adapter.is_healthy, 10 * HEARTBEAT + 3, "healthy again")
+    wait_until(lambda: engine.worker.adapter.is_healthy, 60, "healthy again")
 
 
 def check_salts(engine):
@@ -177,10 +177,10 @@ def restart(engine, began, server, chunk=CHUNK):
         may_be_refused = chunk != CHUNK and engine.mode == "engine_driven"
         return len(began) > before and (adapter.is_healthy or may_be_refused)
 
-    wait_until(registered, 12 * HEARTBEAT + 4, "registered again")
+    wait_until(registered, 60, "registered again")
     engine.worker.stores.pop("lost", None)
     # Schedulers up to 0.4.7 ping too, and notice.
-    wait_until(lambda: engine.scheduler.is_healthy, 12 * HEARTBEAT + 4, "the scheduler healthy")
+    wait_until(lambda: engine.scheduler.is_healthy, 60, "the scheduler healthy")
     # A prompt of another length shows the new server in what the client counts.
     engine.hits(tokens(4 * CHUNK - 1))
 
@@ -217,8 +217,8 @@ def check_lost_registration(connect, engine, _, server, prompt):
             assert engine.hits(prompt) == 0
             return asked and scheduler.is_healthy
 
-        wait_until(answered, 12 * HEARTBEAT + 4, "the store answered or dropped")
-        wait_until(missed, 12 * HEARTBEAT + 4, "a lookup answered")
+        wait_until(answered, 60, "the store answered or dropped")
+        wait_until(missed, 60, "a lookup answered")
 
     check_miss(prompt)
     for _ in range(2):
@@ -275,7 +275,7 @@ def conversation(folder, mode):
         engine = ENGINE(server, client_mode(mode), **{**usual, **options})
         opened.append(engine)
         # Workers of 0.4.2 ping before they register.
-        wait_until(lambda: all(worker.adapter.is_healthy for worker in engine.workers), 3 * HEARTBEAT + 3, "healthy")
+        wait_until(lambda: all(worker.adapter.is_healthy for worker in engine.workers), 60, "healthy")
         return engine
 
     try:

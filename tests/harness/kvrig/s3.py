@@ -2,13 +2,15 @@
 
 import http.client
 import json
+import os
 import subprocess
 import sys
-import time
 import urllib.parse
 from pathlib import Path
 
+from . import logs
 from .server import free_port
+from .waiting import wait_until
 
 KEYS = {"aws_access_key_id": "kvkey", "aws_secret_access_key": "kvsecret"}
 BUCKET = "kvtier-test"
@@ -36,15 +38,23 @@ class Process:
     def __init__(self, directory):
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.port, self.process = directory, free_port(), None
+        self.log = directory.parent / f"{directory.name}.log"
 
     def run(self, command):
         """Starts it and waits until it answers requests, if only by a refusal."""
-        with open(self.directory.parent / f"{self.directory.name}.log", "ab") as log:
+        logs.opened(self.log)
+        with open(self.log, "ab") as log:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        until = time.monotonic() + 60
-        while not self.is_up():
-            assert self.process.poll() is None and time.monotonic() < until, f"{command[0]} does not answer"
-            time.sleep(0.05)
+        self.wait_for(self.is_up, "an answer to a request")
+
+    def wait_for(self, condition, what):
+        """Waits for a step of the start. A failure kills the server, and has the end of its log."""
+        try:
+            wait_until(lambda: self.process.poll() is not None or condition(), 120, what, interval=0.05)
+            assert self.process.poll() is None, f"it ended with status {self.process.returncode}"
+        except AssertionError as error:
+            self.stop()
+            raise AssertionError(f"{Path(self.process.args[0]).name}: {error}; {logs.tail(self.log)}") from None
 
     def is_up(self):
         """Whether it answers."""
@@ -58,6 +68,7 @@ class Process:
         if self.process:
             self.process.kill()
             self.process.wait()
+            logs.closed(self.log)
 
     def keys(self, **more):
         """The keys of a configuration for the bucket."""
@@ -123,12 +134,17 @@ class Seaweed(Process):
         self.sockets = [Path(f"/tmp/seaweedfs-{part}-{port}.sock") for part, port in ports.items()]
         self.sockets += [Path(f"/tmp/seaweedfs-{part}-grpc-{port}.sock") for part, port in grpc.items()]
         flags += [f"-s3.config={config}", "-s3.domainName=s3.localhost", "-volume.max=20"]
+        # By default no volume is written to if less than 1 % of the disk is free, and usage is reported to its makers.
+        flags += ["-volume.minFreeSpace=64MiB", "-master.telemetry=false"]
         flags += ["-master.volumeSizeLimitMB=128", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={directory}"]
         self.run([program("weed"), "server", "-filer", "-s3", *flags])
-        until = time.monotonic() + 60
-        while not self.make_bucket():
-            assert time.monotonic() < until, "SeaweedFS makes no bucket"
-            time.sleep(0.1)
+        self.wait_for(self.make_bucket, "a bucket")
+        # The bucket is only an entry of the filer: objects need a volume, whose server joins the master later.
+        self.trials = []
+        try:
+            self.wait_for(self.keeps_an_object, "an object that is stored and read back through S3")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\nthe last trial: {self.trials[-1:]}") from None
 
     def stop(self):
         """Kills it, and removes the sockets that it leaves behind."""
@@ -143,11 +159,25 @@ class Seaweed(Process):
         except (OSError, http.client.HTTPException):
             return False
 
+    def keeps_an_object(self):
+        """Whether another client of S3 stores, reads and deletes an object."""
+        names = {"TYPE": "s3", "PROVIDER": "SeaweedFS", "ENDPOINT": f"http://127.0.0.1:{self.port}", "REGION": "us-east-1"}
+        names |= {"ACCESS_KEY_ID": KEYS["aws_access_key_id"], "SECRET_ACCESS_KEY": KEYS["aws_secret_access_key"]}
+        env = {**os.environ, **{f"RCLONE_CONFIG_TRIAL_{name}": value for name, value in names.items()}}
+        for verb, given, wanted in (("rcat", b"trial", b""), ("cat", b"", b"trial"), ("deletefile", b"", b"")):
+            flags = ["--config", str(self.directory / "no-rclone.conf"), "--retries", "1", "--low-level-retries", "1"]
+            command = [program("rclone"), verb, f"trial:{BUCKET}/trial", *flags]
+            done = subprocess.run(command, env=env, input=given, capture_output=True, timeout=60, check=False)
+            if (done.returncode, done.stdout) != (0, wanted):
+                self.trials.append((verb, done.returncode, done.stdout[-200:], done.stderr[-500:]))
+                return False
+        return True
+
     def objects(self, path=None):
         """The keys of objects and their sizes."""
         path = path or f"/buckets/{BUCKET}"
         status, body = request(self.filer, "GET", urllib.parse.quote(path) + "/?limit=10000", {"Accept": "application/json"})
-        assert status == 200, (status, body[:200])
+        assert status == 200, (status, body[:200], logs.tail(self.log))
         found = {}
         for entry in json.loads(body)["Entries"] or []:
             # The filer marks directories in the mode of a file.

@@ -19,7 +19,8 @@ import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
-from .waiting import wait_until
+from . import logs
+from .waiting import TimedOut, wait_until
 
 # Servers of tests keep no state on the machine, unless a flag names a directory.
 os.environ.setdefault("KVTIER_STATE_DIR", "none")
@@ -157,6 +158,7 @@ class Server:
         began = time.monotonic()
         env = dict(os.environ, LMCACHE_TRACK_USAGE="false", LMCACHE_DISABLE_BANNER="1", LMCACHE_LOG_LEVEL="INFO")
         env |= {"KVTIER_CUDA_FAKE_LOUD": "1", **self.env}
+        logs.opened(self.log)
         with open(self.log, "ab") as out:
             self.process = subprocess.Popen(
                 self.argv(), stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
@@ -172,16 +174,19 @@ class Server:
 
         try:
             wait_until(ready, timeout, "server start")
-        except BaseException:
+        except BaseException as error:
             self.kill()
+            if isinstance(error, TimedOut):
+                raise TimedOut(f"{error}\n{self.tail()}") from None
             raise
         return time.monotonic() - began
 
-    def stop(self, timeout=20):
+    def stop(self, timeout=60):
         """SIGTERM; returns (exit status, seconds). Kills and fails when it takes longer than `timeout`."""
         began = time.monotonic()
         process, self.process = self.process, None
         process.send_signal(signal.SIGTERM)
+        logs.closed(self.log)
         try:
             return process.wait(timeout), time.monotonic() - began
         except subprocess.TimeoutExpired:
@@ -195,6 +200,7 @@ class Server:
             process, self.process = self.process, None
             process.kill()
             process.wait()
+            logs.closed(self.log)
 
     @contextmanager
     def frozen(self):
@@ -206,7 +212,7 @@ class Server:
 
         process.send_signal(signal.SIGSTOP)
         try:
-            wait_until(stopped, 30, "all threads to stop")
+            wait_until(stopped, 60, "all threads to stop")
             yield
         finally:
             process.send_signal(signal.SIGCONT)
@@ -248,7 +254,7 @@ class Server:
 
     # -- admin API ---------------------------------------------------------------------------
 
-    def request(self, method, path, body=None, timeout=10):
+    def request(self, method, path, body=None, timeout=60):
         """(status, decoded JSON or text) of one admin call; HTTP errors are returned, not raised."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(

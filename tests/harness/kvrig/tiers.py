@@ -36,12 +36,12 @@ def is_settled(server):
     return controller if controller["pending_keys_count"] + controller["in_flight_task_count"] == 0 else None
 
 
-def settled(server, timeout=30):
+def settled(server, timeout=60):
     """Wait for that."""
     return wait_until(lambda: is_settled(server), timeout, "end of the stores", interval=0.02)
 
 
-def adopted(server, timeout=30):
+def adopted(server, timeout=60):
     """Wait until the server knows what was there before it; the figures."""
 
     def done():
@@ -68,7 +68,7 @@ def being_written(directory):
     return [path for path in temporary(directory) if not re.fullmatch(r"\.kvtier-tmp-[0-9a-f]+", path.name)]
 
 
-def wait_files(directory, count, timeout=30):
+def wait_files(directory, count, timeout=60):
     """Wait until `count` objects are in a directory; returns their files."""
 
     def there():
