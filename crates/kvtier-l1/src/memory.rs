@@ -155,18 +155,19 @@ pub fn divide(
     gpus: &[u32],
 ) -> Result<(Vec<u32>, L1Allocator)> {
     let placed = place(arena, config, gpus)?;
-    let (nodes, mut parts): (Vec<_>, Vec<_>) = placed.into_iter().unzip();
-    if parts.is_empty() {
-        parts.push(0..arena.len());
-    }
+    let (nodes, parts) = placed.into_iter().unzip();
     Ok((nodes, allocate_in(parts, arena, config)?))
 }
 
+/// Without parts, the arena is one.
 fn allocate_in(
-    parts: Vec<Range<u64>>,
+    mut parts: Vec<Range<u64>>,
     arena: &Arena,
     config: &ServerConfig,
 ) -> Result<L1Allocator> {
+    if parts.is_empty() {
+        parts.push(0..arena.len());
+    }
     L1Allocator::over(parts, config.l1_align_bytes).map_err(|error| {
         Error::refused(format!("L1 of {:.2} GiB", in_gib(arena.len()))).source(error)
     })
@@ -181,10 +182,7 @@ fn keep_whole(
 ) -> Result<(Vec<u32>, L1Allocator)> {
     match granted.all(|extent| allocator.is_in_one_part(extent)) {
         true => Ok((nodes, allocator)),
-        false => Ok((
-            Vec::new(),
-            allocate_in(vec![0..arena.len()], arena, config)?,
-        )),
+        false => Ok((Vec::new(), allocate_in(Vec::new(), arena, config)?)),
     }
 }
 
