@@ -362,6 +362,8 @@ pub struct LmcacheDrivenInstance {
     pub world_size: u32,
     /// Releases of LMCache that its client may be of, such as `0.5.3 to 0.5.4`; kvtier's own clients count as the newest.
     pub client_releases: String,
+    /// Tokens per chunk.
+    pub chunk_size: u64,
     /// Its pages.
     pub kv_cache_layout: KvCacheLayout,
 }
@@ -376,6 +378,8 @@ pub struct EngineDrivenInstance {
     pub world_size: u32,
     /// Releases of LMCache that its client may be of, such as `0.5.3 to 0.5.4`; kvtier's own clients count as the newest.
     pub client_releases: String,
+    /// Tokens per chunk.
+    pub chunk_size: u64,
     /// Tokens per block.
     pub block_size: i64,
     /// What the worker registered; engines with fused K and V set it too.

@@ -79,7 +79,7 @@ impl From<&[u32]> for Prompt {
     }
 }
 
-/// The part of keys that is the same for all requests of an engine: model, world and tenant.
+/// The part of keys that is the same for all requests of an engine: model, world, tenant and chunk size.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Scope {
     /// Model name; must not contain `@`.
@@ -90,6 +90,9 @@ pub struct Scope {
     pub cache_salt: String,
     /// Number of workers that read each object: 1, or several for MLA with tensor parallelism.
     pub num_kv_readers: i64,
+    /// Tokens per chunk; none for the server's default. Only for servers with
+    /// [`CHUNK_TOKENS_FEATURE`](kvtier_proto::chunk::CHUNK_TOKENS_FEATURE).
+    pub chunk_tokens: Option<u32>,
 }
 
 impl Scope {
@@ -101,6 +104,7 @@ impl Scope {
             world_size: 1,
             cache_salt: String::new(),
             num_kv_readers: 1,
+            chunk_tokens: None,
         }
     }
 
@@ -109,6 +113,12 @@ impl Scope {
     pub fn with_salt(mut self, salt: impl Into<String>) -> Self {
         self.cache_salt = salt.into();
         self
+    }
+
+    /// Tokens per chunk, where `default` is the server's.
+    #[must_use]
+    pub fn chunk_size(&self, default: usize) -> usize {
+        self.chunk_tokens.map_or(default, |tokens| tokens as usize)
     }
 
     /// A scheduler's key, which means all workers. `range` is in tokens from the prompt's start.
@@ -145,6 +155,7 @@ impl Scope {
             model_name: &self.model_name,
             world_size: self.world_size,
             worker_id,
+            chunk_tokens: self.chunk_tokens,
             tokens: prompt.encoded(),
             start: range.start,
             end: range.end,

@@ -130,12 +130,13 @@ impl LmcacheDrivenWorker {
         mut connection: Connection,
         spec: LmcacheDrivenSpec,
     ) -> Result<Self, ClientError> {
-        let chunk_tokens = connection.get_chunk_size()?;
+        let default = connection.get_chunk_size()?;
+        let chunk_tokens = spec.scope.chunk_size(default);
         if spec.block_tokens == 0 || !(chunk_tokens as u64).is_multiple_of(spec.block_tokens) {
             return Err(ClientError::Argument {
                 field: "block_tokens",
                 message: format!(
-                    "{} does not divide the server's chunk of {chunk_tokens} tokens",
+                    "{} does not divide the chunk of {chunk_tokens} tokens",
                     spec.block_tokens
                 ),
             });
@@ -323,6 +324,7 @@ fn registration<'a>(
         hints: LayoutHints {
             kv_layout: Some(KvLayoutName::Nhd),
             held_blocks: spec.holds_blocks.then_some(HELD_BLOCKS),
+            chunk_tokens: spec.scope.chunk_tokens,
             ..LayoutHints::default()
         },
         groups: vec![EngineGroupInfo {

@@ -23,7 +23,7 @@ const MAX_NAME_BYTES: usize = 1024;
 /// The configuration, the memory, and the workers of this server.
 pub struct Context {
     pub config: Arc<ServerConfig>,
-    /// Tokens.
+    /// Tokens per chunk of a client that asks for no other size.
     pub chunk_size: NonZeroUsize,
     pub l1: L1,
     /// The tiers below L1, if there are any.
@@ -43,6 +43,12 @@ impl Context {
     /// The time of all tables.
     pub fn now(&self) -> Duration {
         self.clock.now()
+    }
+
+    /// Tokens per chunk of a client that asks for `asked`.
+    pub fn chunk_size(&self, asked: Option<u32>) -> NonZeroUsize {
+        let asked = asked.and_then(|tokens| usize::try_from(tokens).ok());
+        asked.and_then(NonZeroUsize::new).unwrap_or(self.chunk_size)
     }
 
     /// The objects that a key names.

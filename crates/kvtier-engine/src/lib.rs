@@ -50,6 +50,7 @@ use kvtier_core::cache::Removed;
 use kvtier_core::prompt::{Prompt, PromptReader};
 use kvtier_l1::{Instance, L1, L1Tenants, open_arena};
 use kvtier_metrics::{Metrics, Readings};
+use kvtier_proto::chunk::CHUNK_TOKENS_FEATURE;
 use kvtier_proto::generation::Release;
 use kvtier_proto::key::KeyHead;
 use kvtier_proto::operation::Operation;
@@ -229,7 +230,7 @@ impl Engine {
 
     /// Keys of objects that a request with this key is about, at most: chunks of its prompt, times ranks, times object groups.
     pub fn objects(&self, key: &KeyHead<'_>) -> u64 {
-        let chunks = key.token_count / self.context.chunk_size;
+        let chunks = key.token_count / self.context.chunk_size(key.chunk_tokens);
         let ranks = key.worker_id.map_or(key.world_size, |_| 1);
         let groups = self
             .context
@@ -288,9 +289,10 @@ impl Engine {
             Request::GetChunkSize => {
                 Answer::from(Response::Int(i64::from(self.config().chunk_size)))
             }
-            Request::GetExperimental => {
-                Answer::from(Response::Texts(vec![HELD_BLOCKS_FEATURE.into()]))
-            }
+            Request::GetExperimental => Answer::from(Response::Texts(vec![
+                HELD_BLOCKS_FEATURE.into(),
+                CHUNK_TOKENS_FEATURE.into(),
+            ])),
             Request::Noop => Answer::from(Response::Text("OK".into())),
             Request::Ping { instance } => self.workers.ping(caller, *instance),
             Request::ReportBlockAllocation(_) => Answer::nothing(),

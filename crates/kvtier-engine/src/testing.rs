@@ -1,6 +1,7 @@
 //! For tests: an engine, and workers whose pages are nowhere.
 
 use std::any::Any;
+use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -177,6 +178,7 @@ pub fn copies_itself(engine: &Engine, id: i64) {
     let layout = ModelLayout {
         groups: Vec::new(),
         fingerprint: 0,
+        chunk_tokens: 1,
         page_bound: false,
         element: None,
     };
@@ -197,10 +199,12 @@ pub fn key(chunks: Range<u8>) -> CacheKey<'static, Prompt> {
         model_name: "model",
         world_size: 1,
         worker_id: Some(0),
+        chunk_tokens: None,
         start: 0,
         end: chunks.len() as u64,
         tokens: Prompt {
             token_count: chunks.len(),
+            chunk_size: NonZeroUsize::MIN,
             hashes: chunks.map(|chunk| ChunkHash([chunk; 32])).collect(),
         },
         request_id: "request",

@@ -1,5 +1,6 @@
 //! The key of a request: its tokens, model, worker and tenant.
 
+use crate::chunk::{self, CHUNK_TOKENS};
 use crate::wire::{self, DecodeError, InField, Reader};
 
 /// Most code points a cache salt may have (LMCache 0.5.6).
@@ -10,6 +11,9 @@ pub const MAX_SALT_BYTES: usize = 4 * MAX_SALT_CHARS;
 
 /// Fields of a key in its full form.
 pub(crate) const FULL_KEY_FIELDS: usize = 10;
+
+/// The same with the chunk size that only kvtier's own clients ask for.
+pub(crate) const OWN_KEY_FIELDS: usize = FULL_KEY_FIELDS + 1;
 
 /// The key of every lookup, store and retrieve (`IPCCacheServerKey` of LMCache 0.5.6).
 ///
@@ -22,6 +26,8 @@ pub struct CacheKey<'a, T> {
     pub world_size: u32,
     /// The worker; absent in keys of a scheduler, which mean all workers.
     pub worker_id: Option<u32>,
+    /// Tokens per chunk, if the client asks for another size than the server's default; see [`chunk`].
+    pub chunk_tokens: Option<u32>,
     /// The whole prompt known so far, not only the range.
     pub tokens: T,
     /// First token of the range, counted from the prompt's start.
@@ -47,6 +53,8 @@ pub struct KeyHead<'a> {
     pub world_size: u32,
     /// As in [`CacheKey`].
     pub worker_id: Option<u32>,
+    /// As in [`CacheKey`].
+    pub chunk_tokens: Option<u32>,
     /// Token ids that are announced; at most the bytes that follow.
     pub token_count: usize,
 }
@@ -59,16 +67,19 @@ impl<'a> KeyHead<'a> {
         let mut reader = Reader::new(payload);
         let fields = reader.map_len().ok()?;
         let (mut model_name, mut world_size, mut worker_id) = (None, None, None);
+        let mut chunk_tokens = None;
         for _ in 0..fields {
             match reader.str().ok()? {
                 "model_name" => model_name = Some(reader.str().ok()?),
                 "world_size" => world_size = Some(reader.int().ok()?),
                 "worker_id" => worker_id = Some(reader.optional_int().ok()?),
+                CHUNK_TOKENS => chunk_tokens = Some(chunk::read(&mut reader).ok()?),
                 "token_ids" => {
                     return Some(Self {
                         model_name: model_name?,
                         world_size: world_size?,
                         worker_id: worker_id?,
+                        chunk_tokens,
                         token_count: reader.array_len().ok()?,
                     });
                 }
@@ -96,6 +107,9 @@ pub enum KeyForm {
 pub trait TokenReader {
     /// What becomes of the token ids.
     type Output;
+
+    /// Notes the chunk size that the key asks for, before its token ids are read.
+    fn set_chunk_tokens(&mut self, _tokens: u32) {}
 
     /// Reads `count` token ids from the start of `data`, which is all that is left of the payload, and
     /// returns the result with the number of bytes the ids took.
@@ -206,6 +220,7 @@ impl<'a, T> CacheKey<'a, T> {
         let mut model_name = None;
         let mut world_size = None;
         let mut worker_id = None;
+        let mut chunk_tokens = None;
         let mut token_ids = None;
         let mut start = None;
         let mut end = None;
@@ -218,6 +233,16 @@ impl<'a, T> CacheKey<'a, T> {
                 "model_name" => model_name = Some(value.str()?),
                 "world_size" => world_size = Some(value.int()?),
                 "worker_id" => worker_id = Some(value.optional_int()?),
+                CHUNK_TOKENS if token_ids.is_some() => {
+                    return Err(DecodeError::new(
+                        "the field stands behind token_ids; allowed: in front of them",
+                    ));
+                }
+                CHUNK_TOKENS => {
+                    let asked = chunk::read(value)?;
+                    tokens.set_chunk_tokens(asked);
+                    chunk_tokens = Some(asked);
+                }
                 "token_ids" => token_ids = Some(read_tokens(value, tokens)?),
                 "start" => start = Some(value.int()?),
                 "end" => end = Some(value.int()?),
@@ -236,6 +261,7 @@ impl<'a, T> CacheKey<'a, T> {
             model_name: required(model_name, "model_name")?,
             world_size: required(world_size, "world_size")?,
             worker_id: required(worker_id, "worker_id")?,
+            chunk_tokens,
             tokens: required(token_ids, "token_ids")?,
             start: required(start, "start")?,
             end: required(end, "end")?,
@@ -252,14 +278,12 @@ impl<T: TokenWriter> CacheKey<'_, T> {
     ///
     /// A form without a salt or a reader count drops them; a full form writes 0 for an absent count.
     pub fn write(&self, form: KeyForm, out: &mut Vec<u8>) {
-        wire::write_map_len(
-            out,
-            match form {
-                KeyForm::Unsalted => 7,
-                KeyForm::Salted => 8,
-                KeyForm::Full => FULL_KEY_FIELDS,
-            },
-        );
+        let fields = match form {
+            KeyForm::Unsalted => 7,
+            KeyForm::Salted => 8,
+            KeyForm::Full => FULL_KEY_FIELDS,
+        };
+        wire::write_map_len(out, fields + usize::from(self.chunk_tokens.is_some()));
         wire::write_str(out, "model_name");
         wire::write_str(out, self.model_name);
         wire::write_str(out, "world_size");
@@ -269,6 +293,7 @@ impl<T: TokenWriter> CacheKey<'_, T> {
             Some(worker) => wire::write_uint(out, u64::from(worker)),
             None => wire::write_nil(out),
         }
+        chunk::write(out, self.chunk_tokens);
         wire::write_str(out, "token_ids");
         self.tokens.write(out);
         wire::write_str(out, "start");

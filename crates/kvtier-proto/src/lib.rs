@@ -43,6 +43,7 @@
 //! [`request::MAX_GROUPS`]). Limiting the size of frames is the front end's part.
 #![forbid(unsafe_code)]
 
+pub mod chunk;
 pub mod deadline;
 pub mod descriptor;
 pub mod frames;

@@ -100,6 +100,7 @@ impl EngineDrivenSpec {
                 .slots_per_chunk
                 .map(|slots| signed("slots_per_chunk", slots))
                 .transpose()?,
+            chunk_tokens: self.scope.chunk_tokens,
             takes_pool: true,
         })
     }
@@ -175,7 +176,8 @@ impl EngineDrivenWorker {
         mut connection: Connection,
         spec: EngineDrivenSpec,
     ) -> Result<Self, ClientError> {
-        let chunk_tokens = connection.get_chunk_size()?;
+        let default = connection.get_chunk_size()?;
+        let chunk_tokens = spec.scope.chunk_size(default);
         let format = spec.format(chunk_tokens as u64)?;
         let registered = connection.register_engine_driven(spec.context()?)?;
         let pool = SharedPool::open(&registered, spec.force_pickle);

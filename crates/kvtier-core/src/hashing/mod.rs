@@ -157,8 +157,14 @@ impl ChunkHasher {
 
     /// The hashes of all full chunks of a prompt; a shorter rest at its end has none.
     pub fn hash_prompt(&self, tokens: &[u32]) -> Vec<ChunkHash> {
+        self.hash_chunks(self.chunk_size, tokens)
+    }
+
+    /// The same in chunks of another size, in tokens. Equal hashes mean equal chunk sizes: the number of tokens is
+    /// part of what is hashed, and so is the hash before.
+    pub fn hash_chunks(&self, chunk_size: NonZeroUsize, tokens: &[u32]) -> Vec<ChunkHash> {
         let mut previous = self.none_hash;
-        let chunks = tokens.chunks_exact(self.chunk_size.get());
+        let chunks = tokens.chunks_exact(chunk_size.get());
         chunks
             .map(|chunk| {
                 previous = self.hash_chunk(&previous, chunk);

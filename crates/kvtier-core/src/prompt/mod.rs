@@ -24,6 +24,7 @@ use kvtier_sync::atomic::{AtomicU64, Ordering::Relaxed};
 use kvtier_sync::{Mutex, RwLock};
 use std::fmt;
 use std::hash::{BuildHasher, Hasher};
+use std::num::NonZeroUsize;
 
 /// Entries of a retired generation that an insertion frees for each one it makes. More than one, because entries
 /// differ in size and a young generation may fill with fewer than the retired one has.
@@ -38,6 +39,8 @@ const CHUNKS_PER_LOCK: usize = 1024;
 pub struct Prompt {
     /// Token ids in the request.
     pub token_count: usize,
+    /// Tokens per chunk.
+    pub chunk_size: NonZeroUsize,
     /// The hashes of all full chunks, in order.
     pub hashes: Vec<ChunkHash>,
 }
@@ -89,6 +92,16 @@ impl fmt::Debug for PromptMemory {
     }
 }
 
+/// How a prompt is cut into chunks.
+#[derive(Debug, Clone, Copy)]
+struct Cut {
+    /// Tokens per chunk.
+    size: NonZeroUsize,
+    /// What the entry of a first chunk stands behind. It differs by `size`, and each later entry stands behind the hash of a
+    /// chunk of its own size, so no walk finds an entry of another size.
+    start: ChunkHash,
+}
+
 /// How far a prompt is known.
 struct Walk {
     hashes: Vec<ChunkHash>,
@@ -96,6 +109,13 @@ struct Walk {
     at: usize,
     /// Filled as far as the walk went; its `fresh` entries come from decoding.
     arrivals: Arrivals,
+}
+
+impl Walk {
+    /// The hash of the last chunk; `none` before the first.
+    fn last_hash(&self, none: ChunkHash) -> ChunkHash {
+        self.hashes.last().copied().unwrap_or(none)
+    }
 }
 
 impl PromptMemory {
@@ -127,7 +147,13 @@ impl PromptMemory {
 
     /// A reader for the token ids of one request.
     pub fn reader(&self) -> PromptReader<'_> {
-        PromptReader { memory: self }
+        PromptReader {
+            memory: self,
+            cut: Cut {
+                size: self.hasher.chunk_size(),
+                start: self.hasher.none_hash(),
+            },
+        }
     }
 
     /// Counters and size.
@@ -143,11 +169,14 @@ impl PromptMemory {
         }
     }
 
-    fn read(&self, count: usize, data: &[u8]) -> Result<(Prompt, usize), DecodeError> {
-        let mut walk = self.walk(count, data);
+    fn read(&self, cut: &Cut, count: usize, data: &[u8]) -> Result<(Prompt, usize), DecodeError> {
+        let mut walk = self.walk(cut, count, data);
         let known = walk.hashes.len();
-        let tokens_known = known * self.hasher.chunk_size().get();
-        if self.decode(count - tokens_known, data, &mut walk).is_err() {
+        let tokens_known = known * cut.size.get();
+        if self
+            .decode(cut, count - tokens_known, data, &mut walk)
+            .is_err()
+        {
             // Nothing is remembered. Decoding again names the token by its place in the whole prompt.
             return Err(self.explain(count, data));
         }
@@ -168,6 +197,7 @@ impl PromptMemory {
         Ok((
             Prompt {
                 token_count: count,
+                chunk_size: cut.size,
                 hashes,
             },
             at,
@@ -175,9 +205,9 @@ impl PromptMemory {
     }
 
     /// Follows the prompt through the memory up to the first unknown chunk.
-    fn walk(&self, count: usize, data: &[u8]) -> Walk {
+    fn walk(&self, cut: &Cut, count: usize, data: &[u8]) -> Walk {
         // A token id takes at least one byte, whatever `count` claims.
-        let chunks = count.min(data.len()) / self.hasher.chunk_size().get();
+        let chunks = count.min(data.len()) / cut.size.get();
         let mut walk = Walk {
             hashes: Vec::with_capacity(chunks),
             at: 0,
@@ -186,7 +216,7 @@ impl PromptMemory {
         let mut next = self.first.load(Relaxed);
         while walk.hashes.len() < chunks {
             let end = chunks.min(walk.hashes.len() + CHUNKS_PER_LOCK);
-            match self.walk_some(&mut walk, end, next, data) {
+            match self.walk_some(cut, &mut walk, end, next, data) {
                 Some(hint) => next = hint,
                 None => break,
             }
@@ -196,16 +226,23 @@ impl PromptMemory {
 
     /// Goes on to the chunk `end` under one lock. `next` is where the next chunk may be found; returns the same for the
     /// chunk `end`, or nothing when a chunk before it is unknown.
-    fn walk_some(&self, walk: &mut Walk, end: usize, next: u64, data: &[u8]) -> Option<u64> {
+    fn walk_some(
+        &self,
+        cut: &Cut,
+        walk: &mut Walk,
+        end: usize,
+        next: u64,
+        data: &[u8],
+    ) -> Option<u64> {
         let generations = self.generations.read();
         let resumed = AtomicU64::new(next);
         let mut hint = match walk.hashes.is_empty() {
             true => &self.first,
             false => &resumed,
         };
-        let mut previous = self.last_hash(walk);
+        let mut previous = walk.last_hash(cut.start);
         while walk.hashes.len() < end {
-            let found = self.find(&generations, hint, &previous, &data[walk.at..])?;
+            let found = self.find(cut, &generations, hint, &previous, &data[walk.at..])?;
             walk.arrivals.use_entry(&found);
             walk.hashes.push(found.hash);
             walk.at += found.length;
@@ -215,15 +252,10 @@ impl PromptMemory {
         Some(hint.load(Relaxed))
     }
 
-    /// What the next chunk is hashed with.
-    fn last_hash(&self, walk: &Walk) -> ChunkHash {
-        let last = walk.hashes.last().copied();
-        last.unwrap_or_else(|| self.hasher.none_hash())
-    }
-
     /// The chunk at the start of `data`, if it is known behind `previous`.
     fn find<'a>(
         &self,
+        cut: &Cut,
         generations: &'a Generations,
         hint: &AtomicU64,
         previous: &ChunkHash,
@@ -234,7 +266,7 @@ impl PromptMemory {
             return hinted;
         }
         // Another prompt came this way last time, or none.
-        let length = wire::skip_tokens(self.hasher.chunk_size().get(), data).ok()?;
+        let length = wire::skip_tokens(cut.size.get(), data).ok()?;
         let key = self.search_key(previous, &data[..length]);
         let found = generations.find(key, previous, data)?;
         hint.store(key, Relaxed);
@@ -250,9 +282,16 @@ impl PromptMemory {
     }
 
     /// Decodes and hashes the `count` tokens behind the known chunks and makes entries of them.
-    fn decode(&self, mut count: usize, data: &[u8], walk: &mut Walk) -> Result<(), DecodeError> {
-        let chunk_size = self.hasher.chunk_size().get();
-        let mut previous = self.last_hash(walk);
+    fn decode(
+        &self,
+        cut: &Cut,
+        mut count: usize,
+        data: &[u8],
+        walk: &mut Walk,
+    ) -> Result<(), DecodeError> {
+        let chunk_size = cut.size.get();
+        let mut previous = walk.last_hash(self.hasher.none_hash());
+        let mut behind = walk.last_hash(cut.start);
         let mut tokens = Vec::new();
         let mut remembering = true;
         while count > 0 {
@@ -267,12 +306,12 @@ impl PromptMemory {
             let hash = self.hasher.hash_chunk(&previous, &tokens);
             if remembering {
                 let raw = &data[..length];
-                let entry = Entry::new(self.search_key(&previous, raw), &previous, &hash, raw);
+                let entry = Entry::new(self.search_key(&behind, raw), &behind, &hash, raw);
                 // Of a prompt too long, the start is kept: that is what others may share.
                 remembering = walk.arrivals.push(entry, &self.limits);
             }
             walk.hashes.push(hash);
-            previous = hash;
+            (previous, behind) = (hash, hash);
         }
         Ok(())
     }
@@ -323,12 +362,30 @@ impl PromptMemory {
 #[derive(Debug)]
 pub struct PromptReader<'m> {
     memory: &'m PromptMemory,
+    cut: Cut,
 }
 
 impl TokenReader for PromptReader<'_> {
     type Output = Prompt;
 
+    fn set_chunk_tokens(&mut self, tokens: u32) {
+        let hasher = &self.memory.hasher;
+        let size = usize::try_from(tokens).ok().and_then(NonZeroUsize::new);
+        let size = size.unwrap_or(hasher.chunk_size());
+        let start = match size == hasher.chunk_size() {
+            true => hasher.none_hash(),
+            // No chunk hash is made like this.
+            false => {
+                let mut start = blake3::Hasher::new_derive_key("kvtier prompt memory, first chunk");
+                start.update(hasher.none_hash().as_bytes());
+                start.update(&(size.get() as u64).to_le_bytes());
+                ChunkHash(start.finalize().into())
+            }
+        };
+        self.cut = Cut { size, start };
+    }
+
     fn read(&mut self, count: usize, data: &[u8]) -> Result<(Prompt, usize), DecodeError> {
-        self.memory.read(count, data)
+        self.memory.read(&self.cut, count, data)
     }
 }

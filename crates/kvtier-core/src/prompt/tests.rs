@@ -21,6 +21,7 @@ fn plain(memory: &PromptMemory, count: usize, data: &[u8]) -> Result<(Prompt, us
     Ok((
         Prompt {
             token_count: count,
+            chunk_size: memory.hasher.chunk_size(),
             hashes,
         },
         consumed,

@@ -4,6 +4,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::hash::{BuildHasher, RandomState};
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -178,11 +179,14 @@ impl Admin {
         let workers = workers.filter(|workers| (1..=MAX_WORLD_SIZE).contains(workers));
         let instances = workers.and_then(|workers| {
             let model = Arc::from(model_name);
-            self.context
-                .instances
-                .of_workers(&model, workers, 0..workers)
+            let newest = self.context.instances.newest(&model, workers)?;
+            let chunk_size = usize::try_from(newest.layout.chunk_tokens).ok();
+            let chunk_size = chunk_size.and_then(NonZeroUsize::new)?;
+            let instances = &self.context.instances;
+            let found = instances.of_workers(&model, workers, 0..workers, chunk_size);
+            found.map(|instances| (instances, chunk_size))
         });
-        let (Some(workers), Some(instances)) = (workers, instances) else {
+        let (Some(workers), Some((instances, chunk_size))) = (workers, instances) else {
             return Err(PrefetchError::NoLayout {
                 model_name: model_name.into(),
                 world_size,
@@ -201,11 +205,12 @@ impl Admin {
         if token_ids.len() > MAX_TOKENS {
             return Err(PrefetchError::TooManyTokens(token_ids.len()));
         }
-        if token_ids.len() < self.context.chunk_size.get() {
+        if token_ids.len() < chunk_size.get() {
             return Ok(None);
         }
         let entry = self.prefetch_jobs.enter(self.context.now())?;
-        let hashes = self.lookups.prompts.hasher().hash_prompt(token_ids);
+        let hasher = self.lookups.prompts.hasher();
+        let hashes = hasher.hash_chunks(chunk_size, token_ids);
         let begun = (entry.id.clone(), hashes.len());
         let request = Arc::new(PrefetchRequest {
             rows: lookups::rows(&scope, &instances),

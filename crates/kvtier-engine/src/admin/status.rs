@@ -178,6 +178,7 @@ impl Admin {
                         model_name,
                         world_size,
                         client_releases,
+                        chunk_size: instance.layout.chunk_tokens,
                         kv_cache_layout: kv_cache_layout(memory.layout()),
                     };
                     pages.insert(id, instance);
@@ -187,6 +188,7 @@ impl Admin {
                         model_name,
                         world_size,
                         client_releases,
+                        chunk_size: instance.layout.chunk_tokens,
                         block_size: layout.block_size,
                         use_mla: layout.use_mla,
                     };

@@ -3,6 +3,7 @@
 use kvtier_device::KvLayout;
 use kvtier_error::{Error, Result};
 use kvtier_l2::{Element, PAGE_BOUND};
+use kvtier_proto::chunk::CHUNK_TOKENS;
 use kvtier_proto::descriptor::Dtype;
 use kvtier_proto::request::EngineDrivenContext;
 
@@ -27,6 +28,8 @@ pub struct ModelLayout {
     /// [Fingerprint](fingerprint) of everything that changes the bytes of an object or their order. Two workers of different
     /// fingerprints never see each other's objects, even under one model name.
     pub fingerprint: u64,
+    /// Tokens of a chunk; in the fingerprint too.
+    pub chunk_tokens: u64,
     /// Whether objects fit only pages like those they were stored from. One without a fingerprint, as LMCache's files
     /// are, must then not be loaded: its pages are unknown.
     pub page_bound: bool,
@@ -60,6 +63,7 @@ impl ModelLayout {
         Self {
             groups: groups.collect(),
             fingerprint: fingerprint::of_pages(layout, Processor::of_host()),
+            chunk_tokens: layout.chunk_tokens(),
             page_bound: kernels.any(|group| layout.is_page_bound(group)),
             element: element_of(layout),
         }
@@ -116,6 +120,16 @@ impl EngineDrivenLayout {
             Some(slots) => positive("num_physical_slots", slots)?,
             None => chunk_size,
         };
+        // A chunk of the default size may be smaller than a block; one that is asked for is whole blocks.
+        if context.chunk_tokens.is_some()
+            && !u64::try_from(context.block_size)
+                .is_ok_and(|block| block > 0 && chunk_size.is_multiple_of(block))
+        {
+            return Err(Error::refused(format!(
+                "{CHUNK_TOKENS} is {chunk_size}; allowed: a multiple of block_size, {}",
+                context.block_size
+            )));
+        }
         let planes = if context.use_mla { 1 } else { 2 };
         let object_bytes = [planes, layers, slots, hidden]
             .iter()
@@ -151,6 +165,7 @@ impl EngineDrivenLayout {
                 object_bytes: self.object_bytes,
             }],
             fingerprint: fingerprint::of_engine_driven(self, Processor::of_host()),
+            chunk_tokens: self.chunk_tokens,
             page_bound: true,
             element: Element::from_name(self.dtype.name()),
         }

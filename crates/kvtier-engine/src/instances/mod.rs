@@ -11,6 +11,7 @@ mod layout;
 mod tests;
 
 use std::collections::HashMap;
+use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -423,14 +424,18 @@ impl Instances {
         model_name: &Arc<str>,
         world_size: u32,
         workers: Range<u32>,
+        chunk_tokens: NonZeroUsize,
     ) -> Option<Vec<Vec<Arc<Instance>>>> {
         let tables = self.tables.read();
         // The key is built only to look it up; a reference count is all it costs.
         let same = tables.by_model.get(&(Arc::clone(model_name), world_size))?;
         let same = &same.instances;
+        let of_size = |it: &&Arc<Instance>| it.layout.chunk_tokens == chunk_tokens.get() as u64;
+        let newest = same.iter().rev().find(of_size)?;
         let one_per_layout = |worker| {
             let mut layouts: Vec<Arc<Instance>> = Vec::new();
-            for instance in same.iter().rev().filter(|instance| instance.may_be(worker)) {
+            let of_worker = |it: &&Arc<Instance>| it.may_be(worker) && of_size(it);
+            for instance in same.iter().rev().filter(of_worker) {
                 let known =
                     |other: &Arc<Instance>| other.layout.fingerprint == instance.layout.fingerprint;
                 if !layouts.iter().any(known) {
@@ -441,7 +446,7 @@ impl Instances {
                 }
             }
             if layouts.is_empty() {
-                layouts.extend(same.last().cloned());
+                layouts.push(Arc::clone(newest));
             }
             Some(layouts)
         };
@@ -468,6 +473,13 @@ impl Instances {
         same.map_or(0, |same| same.groups)
     }
 
+    /// The worker of a model that registered last.
+    pub fn newest(&self, model_name: &Arc<str>, world_size: u32) -> Option<Arc<Instance>> {
+        let tables = self.tables.read();
+        let same = tables.by_model.get(&(Arc::clone(model_name), world_size))?;
+        same.instances.last().cloned()
+    }
+
     /// Whether any worker of a model is registered.
     pub fn serves(&self, model_name: &Arc<str>, world_size: u32) -> bool {
         self.any_of(model_name, world_size, |_| true)
@@ -483,6 +495,7 @@ impl Instances {
         let mut same = tables.by_model.get(&key)?.instances.iter();
         let differs = |other: &&Arc<Instance>| {
             other.worker.get() == Some(&worker)
+                && other.layout.chunk_tokens == instance.layout.chunk_tokens
                 && other.layout.fingerprint != instance.layout.fingerprint
         };
         same.find(differs).cloned()

@@ -176,7 +176,8 @@ fn lookups_are_for_one_registration_per_layout() {
         assert!(instances.insert(instance).unwrap().is_none());
     };
     let found = |worker| {
-        let found = instances.of_workers(&"model".into(), 1, worker..worker + 1)?;
+        let found =
+            instances.of_workers(&"model".into(), 1, worker..worker + 1, NonZeroUsize::MIN)?;
         let ids = found[0].iter().map(|instance| instance.id.0);
         Some(ids.collect::<Vec<_>>())
     };

@@ -11,6 +11,7 @@ mod chunk_sizes;
 mod held;
 
 use std::collections::{HashMap, HashSet};
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -99,7 +100,7 @@ impl Lookups {
         let now = self.context.now();
         let found = l1.cache.lookup(now, &rows, hashes);
         if !hashes.is_empty() {
-            let tokens = |chunks: usize| (chunks * self.context.chunk_size.get()) as u64;
+            let tokens = |chunks: usize| (chunks * key.tokens.chunk_size.get()) as u64;
             let (asked, hit) = (tokens(hashes.len()), tokens(found.hit_chunks));
             let (model, salt) = (scope.model_name(), scope.cache_salt());
             let held = found.lease.held() as u64;
@@ -132,7 +133,8 @@ impl Lookups {
                     hashes: hashes.into(),
                     counted,
                 };
-                self.prefetch(Arc::clone(l2), key.request_id, lookup, request);
+                let chunk_size = key.tokens.chunk_size;
+                self.prefetch(Arc::clone(l2), key.request_id, chunk_size, lookup, request);
             }
             _ => {
                 self.held.insert(key.request_id, lookup, None);
@@ -171,7 +173,12 @@ impl Lookups {
             None
         };
         let instances = &self.context.instances;
-        let Some(instances) = instances.of_workers(model, key.world_size, scope.workers()) else {
+        let Some(instances) = instances.of_workers(
+            model,
+            key.world_size,
+            scope.workers(),
+            key.tokens.chunk_size,
+        ) else {
             return early_exit("no_gpu_context");
         };
         if let Some(unserved) = unserved(&instances) {
@@ -189,11 +196,13 @@ impl Lookups {
             return early_exit("not_registered_again");
         }
         let tokens = key.tokens.token_count;
-        if !self.chunk_sizes.is_proven(caller, tokens as u64, key.end) {
+        // A client that names its chunk size has it.
+        if key.chunk_tokens.is_none() && !self.chunk_sizes.is_proven(caller, tokens as u64, key.end)
+        {
             metrics.unproven_lookups.inc();
             return None;
         }
-        let chunks = lookup_chunks(self.context.chunk_size, tokens, 0, key.end);
+        let chunks = lookup_chunks(key.tokens.chunk_size, tokens, 0, key.end);
         if chunks.is_empty() {
             return early_exit("empty_chunk_hashes");
         }
@@ -205,11 +214,12 @@ impl Lookups {
         &self,
         l2: Arc<L2>,
         request_id: &str,
+        chunk_size: NonZeroUsize,
         lookup: HeldLookup,
         request: PrefetchRequest,
     ) {
         let (done, pending) = watch::channel(());
-        let (in_l1, chunk_size) = (lookup.hit_chunks(), self.context.chunk_size.get());
+        let in_l1 = lookup.hit_chunks();
         let keys_in_l1 = lookup.lease.held();
         let serial = self.held.insert(request_id, lookup, Some(pending));
         let (held, metrics) = (Arc::clone(&self.held), Arc::clone(&self.context.metrics));
@@ -229,7 +239,7 @@ impl Lookups {
             metrics.prefetched(
                 request.scope.model_name(),
                 request.scope.cache_salt(),
-                (from_tiers * chunk_size) as u64,
+                (from_tiers * chunk_size.get()) as u64,
                 found.lease.held().saturating_sub(keys_in_l1) as u64,
             );
             held.complete(&request_id, serial, &request.hashes, prefetched);
@@ -303,7 +313,7 @@ impl Lookups {
         match self.context.scope(key) {
             Ok(scope) => {
                 let tokens = key.tokens.token_count;
-                let chunks = lookup_chunks(self.context.chunk_size, tokens, key.start, key.end);
+                let chunks = lookup_chunks(key.tokens.chunk_size, tokens, key.start, key.end);
                 self.held
                     .free(key.request_id, caller.connection, &scope, chunks);
                 Answer::nothing()

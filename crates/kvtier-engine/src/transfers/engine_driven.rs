@@ -223,7 +223,7 @@ impl Transfers {
     ) -> usize {
         let mut staged = self.to_write_behind(&reservation);
         staged.retain(&is_written);
-        let tokens = reservation.len() * self.context.chunk_size.get();
+        let tokens = reservation.len() * copy.range.chunk_size.get();
         let committed = reservation.commit_subset(self.context.now(), is_written);
         self.admitted(&copy.range, committed.inserted, &copy.objects(), &staged);
         self.context.metrics.store(DEVICE, true);

@@ -279,7 +279,7 @@ impl Transfers {
             Work::Retrieve { .. } => ("Retrieved", self.count_loaded(range)),
         };
         self.count_end(direction, instance);
-        let tokens = chunks * self.context.chunk_size.get();
+        let tokens = chunks * range.chunk_size.get();
         let seconds = (self.context.now() - in_flight.started).as_secs_f64();
         tracing::info!(
             request = request_id,

@@ -1,5 +1,6 @@
 //! The objects and chunks that a worker's key names, and the leases that a transfer of them takes.
 
+use std::num::NonZeroUsize;
 use std::ops::Range;
 
 use kvtier_core::cache::ReadLease;
@@ -21,6 +22,8 @@ pub struct WorkerRange {
     pub kv_rank: u64,
     pub worker: u32,
     pub chunks: Range<usize>,
+    /// Tokens per chunk.
+    pub chunk_size: NonZeroUsize,
 }
 
 /// A lease on the chunks of one object group that a transfer needs.
@@ -39,6 +42,13 @@ impl Transfers {
         key: &CacheKey<'_, Prompt>,
     ) -> Result<WorkerRange> {
         let range = self.key_range(key)?;
+        let registered = instance.layout.chunk_tokens;
+        if range.chunk_size.get() as u64 != registered {
+            return Err(Error::refused(format!(
+                "the key is in chunks of {} tokens; allowed: {registered}, as the worker registered",
+                range.chunk_size
+            )));
+        }
         if let Some(other) = self.context.instances.learn(instance, range.worker) {
             tracing::warn!(
                 instance = instance.id.0,
@@ -58,7 +68,7 @@ impl Transfers {
             .worker_id
             .ok_or_else(|| Error::refused("worker_id is nil; allowed: the number of a worker"))?;
         let scope = self.context.short_scope(key)?;
-        let (chunk_size, tokens) = (self.context.chunk_size, key.tokens.token_count);
+        let (chunk_size, tokens) = (key.tokens.chunk_size, key.tokens.token_count);
         let chunks =
             store_chunks(chunk_size, tokens, key.start, key.end).map_err(Error::refused)?;
         Ok(WorkerRange {
@@ -66,6 +76,7 @@ impl Transfers {
             kv_rank: kvtier_core::kv_rank(key.world_size, worker),
             worker,
             chunks,
+            chunk_size,
         })
     }
 

@@ -119,7 +119,9 @@ impl Workers {
             engine,
             &layout_hints,
             &groups,
-            u64::from(self.context.config.chunk_size),
+            self.context
+                .chunk_size(registration.hints.chunk_tokens)
+                .get() as u64,
             self.context.config.separate_object_groups,
         )
         .map_err(Error::refused)?;
@@ -212,7 +214,10 @@ impl Workers {
             ));
         }
         check_model(context.model_name, context.world_size)?;
-        let layout = EngineDrivenLayout::new(context, u64::from(self.context.config.chunk_size))?;
+        let layout = EngineDrivenLayout::new(
+            context,
+            self.context.chunk_size(context.chunk_tokens).get() as u64,
+        )?;
         let may_map = self.may_map_pool(caller, context)?;
         let now = self.context.now();
         let same = self.context.instances.get(context.instance).filter(|instance| {
@@ -269,13 +274,13 @@ impl Workers {
     /// Whether a worker may write into slots of the pool: one of another chunk size would write past their ends, and one that
     /// does not learn of the pool takes slots for a miss.
     ///
-    /// A client that has the chunk size from this process has the right one, whatever its pages are like. Another one is checked by
+    /// A client that has the chunk size from this process, or names its own, has the right one, whatever its pages are like. Another one is checked by
     /// `num_physical_slots`; if its release does not send that, by the shapes of pickled data at each store.
     fn may_map_pool(&self, caller: Caller, context: &EngineDrivenContext<'_>) -> Result<bool> {
         let chunk_size = i64::from(self.context.config.chunk_size);
         match context.num_physical_slots {
             _ if !context.takes_pool => Ok(false),
-            _ if caller.knows_chunk_size => Ok(true),
+            _ if caller.knows_chunk_size || context.chunk_tokens.is_some() => Ok(true),
             None => Ok(false),
             Some(slots) if slots == chunk_size => Ok(true),
             Some(slots) => Err(Error::refused(format!(

@@ -1,7 +1,7 @@
 //! What the fields of the tables are called and what they look like on the wire.
 
 use super::{BlockForm, Field};
-use crate::key::{FULL_KEY_FIELDS, KeyForm};
+use crate::key::{FULL_KEY_FIELDS, KeyForm, OWN_KEY_FIELDS};
 use crate::wire::{Reader, is_int};
 
 impl Field {
@@ -103,7 +103,8 @@ impl KeyForm {
         match fields {
             7 => self == Self::Unsalted,
             8 => self != Self::Unsalted,
-            FULL_KEY_FIELDS => self == Self::Full,
+            // Eleven fields: only kvtier's own clients ask for a chunk size.
+            FULL_KEY_FIELDS | OWN_KEY_FIELDS => self == Self::Full,
             _ => true,
         }
     }

@@ -5,7 +5,7 @@
 
 use super::{Field, OperationSpec};
 use crate::frames::OperationId;
-use crate::key::{FULL_KEY_FIELDS, KeyForm};
+use crate::key::{FULL_KEY_FIELDS, KeyForm, OWN_KEY_FIELDS};
 use crate::wire::Reader;
 
 /// First byte of a pickle of protocol 2 and later.
@@ -81,23 +81,26 @@ impl Release {
 
     pub(super) fn proved_by(field: Field, payload: &[u8]) -> Option<Self> {
         let mut reader = Reader::new(payload);
-        let (found, new, old) = match field {
+        // With the chunk size that only kvtier's own clients ask for, there is one more.
+        let (found, new, own, old) = match field {
             Field::Force => return Some(Self::Since0_5_5),
             Field::Tensors => {
                 let count = reader.array_len().ok()?;
                 let (_, body) = (count > 0).then(|| reader.ext().ok())??;
                 return (body.first() != Some(&PICKLE)).then_some(Self::Since0_5_5);
             }
-            Field::Key(KeyForm::Full) => (reader.map_len().ok()?, FULL_KEY_FIELDS, 8),
-            Field::EngineDrivenContext { slots: true } => (reader.map_len().ok()?, 9, 8),
+            Field::Key(KeyForm::Full) => {
+                (reader.map_len().ok()?, FULL_KEY_FIELDS, OWN_KEY_FIELDS, 8)
+            }
+            Field::EngineDrivenContext { slots: true } => (reader.map_len().ok()?, 9, 10, 8),
             Field::GroupInfos => {
                 let count = reader.array_len().ok()?;
-                ((count > 0).then(|| reader.map_len().ok())??, 6, 4)
+                ((count > 0).then(|| reader.map_len().ok())??, 6, 6, 4)
             }
             _ => return None,
         };
         match found {
-            found if found == new => Some(Self::Since0_5_5),
+            found if found == new || found == own => Some(Self::Since0_5_5),
             found if found == old => Some(Self::Before0_5_5),
             _ => None,
         }

@@ -12,6 +12,7 @@ pub use layout::{
 };
 pub use records::{AllocationRecord, LayoutDescriptor, MatchedSegment, ObjectKeyParts};
 
+use crate::chunk;
 use crate::wire::fields::read_fields;
 use crate::wire::{self, DecodeError, Reader};
 
@@ -97,6 +98,8 @@ pub struct EngineDrivenContext<'a> {
     pub use_mla: bool,
     /// Token slots of one chunk; absent means one per token.
     pub num_physical_slots: Option<i64>,
+    /// Tokens per chunk, if the client asks for another size than the server's default; see [`chunk`].
+    pub chunk_tokens: Option<u32>,
     /// Whether the worker learns of the shared pool by the answer; 0.4.6 does not, and pickles. Not on the wire.
     pub takes_pool: bool,
 }
@@ -113,6 +116,7 @@ impl<'a> EngineDrivenContext<'a> {
             dtype, "dtype_str" => value.str()?;
             use_mla, "use_mla" => value.bool()?;
             num_physical_slots = None, "num_physical_slots" => value.optional_int()?;
+            chunk_tokens = None, "kvtier.chunk_tokens" => chunk::read(value).map(Some)?;
         });
         Ok(Self {
             instance: InstanceId(instance),
@@ -124,13 +128,16 @@ impl<'a> EngineDrivenContext<'a> {
             dtype,
             use_mla,
             num_physical_slots,
+            chunk_tokens,
             takes_pool: true,
         })
     }
 
-    /// Writes eight fields, or nine with `num_physical_slots`, which releases before 0.5.5 do not have.
+    /// Writes eight fields, or nine with `num_physical_slots`, which releases before 0.5.5 do not have; and the chunk size, if
+    /// there is one.
     pub(crate) fn write(&self, with_slots: bool, out: &mut Vec<u8>) {
-        wire::write_map_len(out, if with_slots { 9 } else { 8 });
+        let fields = if with_slots { 9 } else { 8 };
+        wire::write_map_len(out, fields + usize::from(self.chunk_tokens.is_some()));
         wire::write_str(out, "instance_id");
         wire::write_int(out, self.instance.0);
         wire::write_str(out, "model_name");
@@ -154,6 +161,7 @@ impl<'a> EngineDrivenContext<'a> {
                 None => wire::write_nil(out),
             }
         }
+        chunk::write(out, self.chunk_tokens);
     }
 }
 

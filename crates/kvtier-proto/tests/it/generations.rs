@@ -40,6 +40,7 @@ fn key_of(form: KeyForm, worker_id: Option<u32>) -> Vec<u8> {
         tokens: vec![1, 2],
         start: 0,
         end: 0,
+        chunk_tokens: None,
         request_id: "r",
         cache_salt: "",
         request_configs: None,

@@ -38,6 +38,7 @@ impl Parts {
             tokens: self.tokens.clone(),
             start: self.range.0,
             end: self.range.1,
+            chunk_tokens: None,
             request_id: &self.texts[1],
             cache_salt: if form == KeyForm::Unsalted {
                 ""
@@ -299,6 +300,7 @@ proptest! {
                 model_name: key.model_name,
                 world_size: key.world_size,
                 worker_id: key.worker_id,
+                chunk_tokens: key.chunk_tokens,
                 token_count: key.tokens.len(),
             };
             prop_assert_eq!(KeyHead::peek(&bytes), Some(head));

@@ -264,6 +264,7 @@ fn lookup(count: usize, world_size: u32) -> Vec<u8> {
         tokens: vec![1_u32; count],
         start: 0,
         end: count as u64,
+        chunk_tokens: None,
         request_id: "r",
         cache_salt: "",
         request_configs: None,
@@ -286,6 +287,7 @@ fn last_waits(is_alone: bool, requests: &[[&[u8]; 2]]) -> bool {
         hidden_dim_size: 1,
         dtype: "float32",
         use_mla: false,
+        chunk_tokens: None,
         num_physical_slots: None,
         takes_pool: false,
     });

@@ -185,6 +185,7 @@ pub fn context(instance: i64, scope: &Scope) -> EngineDrivenContext<'_> {
         hidden_dim_size: 64,
         dtype: "bfloat16",
         use_mla: false,
+        chunk_tokens: None,
         num_physical_slots: None,
         takes_pool: true,
     }

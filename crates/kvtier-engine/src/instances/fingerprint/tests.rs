@@ -294,6 +294,7 @@ fn engine_driven() -> EngineDrivenContext<'static> {
         hidden_dim_size: 256,
         dtype: "bfloat16",
         use_mla: false,
+        chunk_tokens: None,
         num_physical_slots: None,
         takes_pool: true,
     }

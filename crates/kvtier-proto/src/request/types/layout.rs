@@ -1,6 +1,7 @@
 //! Description of the tensors of a registration: engine, layout hints, groups of layers.
 
 use super::write_ints;
+use crate::chunk::{self, CHUNK_TOKENS};
 use crate::key::required;
 use crate::wire::fields::write_fields;
 use crate::wire::{self, DecodeError, Reader, name_shown};
@@ -111,6 +112,8 @@ pub struct LayoutHints {
     /// * Each window is an object group of its own, of the last blocks of a chunk that a window shorter than it needs.
     /// * A recurrent state is the last block of a chunk.
     pub held_blocks: Option<i64>,
+    /// Tokens per chunk, if the client asks for another size than the server's default; see [`chunk`].
+    pub chunk_tokens: Option<u32>,
 }
 
 /// Wire name of [`LayoutHints::held_blocks`].
@@ -130,6 +133,7 @@ impl LayoutHints {
                     hints.logical_block_tokens = Some(value.int()?);
                 }
                 HELD_BLOCKS_NAME => hints.held_blocks = Some(value.int()?),
+                CHUNK_TOKENS => hints.chunk_tokens = Some(chunk::read(value)?),
                 _ => value.skip()?,
             }
             Ok(())
@@ -154,7 +158,8 @@ impl LayoutHints {
             self.held_blocks,
         ];
         let count = known.iter().flatten().count()
-            + texts.iter().filter(|(_, text)| text.is_some()).count();
+            + texts.iter().filter(|(_, text)| text.is_some()).count()
+            + usize::from(self.chunk_tokens.is_some());
         let text = |out: &mut Vec<u8>, (name, text): (&str, Option<&str>)| {
             if let Some(text) = text {
                 wire::write_str(out, name);
@@ -176,6 +181,7 @@ impl LayoutHints {
         let logical = "inference_engine_logical_block_size";
         int(out, logical, self.logical_block_tokens);
         int(out, HELD_BLOCKS_NAME, self.held_blocks);
+        chunk::write(out, self.chunk_tokens);
     }
 }
 

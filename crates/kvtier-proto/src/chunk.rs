@@ -1,0 +1,38 @@
+//! The chunk size that a client of kvtier's own asks for, instead of the server's default.
+//!
+//! It travels as a field of its own in the layout hints or the context of a registration, and in every key, in front of
+//! the token ids, which are hashed by it. LMCache's clients never send it and count in chunks of `get_chunk_size`. A
+//! server that does not know the field skips it, so a client sends it only to one that has [`CHUNK_TOKENS_FEATURE`].
+
+use crate::wire::{self, DecodeError, Reader};
+
+/// Wire name of the field.
+pub const CHUNK_TOKENS: &str = "kvtier.chunk_tokens";
+
+/// Name of the optional feature by which a client recognizes a server that reads the field.
+pub const CHUNK_TOKENS_FEATURE: &str = "kvtier.chunk_tokens.1";
+
+/// Fewest tokens of a chunk that a client may ask for. Hashes and objects of smaller ones would outweigh their KV.
+pub const MIN_CHUNK_TOKENS: u32 = 16;
+/// Most tokens of a chunk, as of `--chunk-size`.
+pub const MAX_CHUNK_TOKENS: u32 = 65_536;
+
+pub(crate) fn read(reader: &mut Reader<'_>) -> Result<u32, DecodeError> {
+    let tokens: i64 = reader.int()?;
+    u32::try_from(tokens)
+        .ok()
+        .filter(|tokens| (MIN_CHUNK_TOKENS..=MAX_CHUNK_TOKENS).contains(tokens))
+        .ok_or_else(|| {
+            DecodeError::new(format!(
+                "{tokens} tokens per chunk; allowed: {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS}"
+            ))
+        })
+}
+
+/// Writes the field, name first, if it is there.
+pub(crate) fn write(out: &mut Vec<u8>, tokens: Option<u32>) {
+    if let Some(tokens) = tokens {
+        wire::write_str(out, CHUNK_TOKENS);
+        wire::write_uint(out, tokens.into());
+    }
+}
