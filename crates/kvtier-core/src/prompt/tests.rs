@@ -318,3 +318,27 @@ proptest! {
         prop_assert!(memory.stats().bytes <= budget / 3 * 2);
     }
 }
+
+#[test]
+fn chunk_sizes_share_a_memory_and_no_hash() {
+    let memory = memory(2, 1 << 20);
+    let data = prompt(3, 512);
+    let tokens = VecTokens.read(512, &data).unwrap().0;
+    // Twice, and in turns: what the walk for one size has left is the hint of the other.
+    for _ in 0..2 {
+        let mut seen = std::collections::HashSet::new();
+        for size in [2, 16, 24, 32, 64, 512] {
+            let mut reader = memory.reader();
+            reader.set_chunk_tokens(size);
+            let (found, consumed) = reader.read(512, &data).unwrap();
+            let size = NonZeroUsize::new(size as usize).unwrap();
+            assert_eq!(found.chunk_size, size);
+            assert_eq!(found.hashes, memory.hasher.hash_chunks(size, &tokens));
+            assert_eq!(consumed, data.len());
+            assert!(found.hashes.iter().all(|hash| seen.insert(*hash)), "{size}");
+        }
+    }
+    // 512 tokens are 21 whole chunks of 24 tokens.
+    assert_eq!(memory.stats().chunks_known, 256 + 32 + 21 + 16 + 8 + 1);
+    memory.generations.read().check_invariants();
+}

@@ -247,3 +247,47 @@ fn decode_p2p(
         .map(show)
         .map_err(|error| error.to_string())
 }
+
+#[test]
+fn chunk_size_of_a_key_is_bounded_and_in_front() {
+    let key = |tokens: Option<u32>| {
+        let mut bytes = Vec::new();
+        let key = kvtier_proto::key::CacheKey {
+            model_name: "m",
+            world_size: 1,
+            worker_id: None,
+            chunk_tokens: tokens,
+            tokens: vec![1u32, 2],
+            start: 0,
+            end: 2,
+            request_id: "r",
+            cache_salt: "",
+            request_configs: None,
+            num_kv_readers: Some(1),
+        };
+        key.write(kvtier_proto::key::KeyForm::Full, &mut bytes);
+        bytes
+    };
+    let read = |bytes: &[u8]| {
+        kvtier_proto::key::CacheKey::decode(bytes, &mut kvtier_proto::key::VecTokens)
+            .map(|key| key.chunk_tokens)
+            .map_err(|error| error.to_string())
+    };
+    for allowed in [None, Some(16), Some(1568), Some(65_536)] {
+        assert_eq!(read(&key(allowed)), Ok(allowed));
+    }
+    for refused in [0, 15, 65_537, u32::MAX] {
+        let error = read(&key(Some(refused))).unwrap_err();
+        let wanted = format!("{refused} tokens per chunk; allowed: 16 to 65536");
+        assert!(
+            error.contains("kvtier.chunk_tokens") && error.contains(&wanted),
+            "{error}"
+        );
+    }
+    // The tokens are hashed by it, so it has to be known before them.
+    let mut late = key(None);
+    late[0] += 1;
+    late.extend_from_slice(b"\xb3kvtier.chunk_tokens\x20");
+    let error = read(&late).unwrap_err();
+    assert!(error.contains("in front of"), "{error}");
+}

@@ -460,3 +460,76 @@ fn names_of_any_length_are_not_kept() {
     assert_eq!((readings.sessions, readings.instances), (0, 0));
     server.assert_sound();
 }
+
+#[test]
+fn chunk_sizes_of_one_model_share_a_server_and_no_object() {
+    let server = TestServer::start(&[]);
+    let sizes = [None, Some(32), Some(48)];
+    let prompt = prompt(1, 6);
+    let mut workers: Vec<_> = (1..)
+        .zip(sizes)
+        .map(|(instance, size)| {
+            let mut scope = Scope::new("sessions/chunks");
+            scope.chunk_tokens = size;
+            server.engine_driven(instance, &scope)
+        })
+        .collect();
+    let chunks = |worker: &EngineDrivenWorker| 96 / worker.chunk_tokens() as u64;
+    assert_eq!(workers.iter().map(chunks).collect::<Vec<_>>(), [6, 3, 2]);
+    for at in 0..workers.len() {
+        // Nothing of those before, under the same name and for the same tokens.
+        for worker in &mut workers[at..] {
+            assert_eq!(worker.lookup(&prompt, "before").unwrap(), 0);
+        }
+        let (worker, seed) = (&mut workers[at], at as u32);
+        let (count, len) = (chunks(worker), worker.chunk_bytes());
+        let stored = worker.store(&prompt, 0..96, "s", |chunk| bytes(seed, chunk, len));
+        assert_eq!(stored.unwrap().chunks, (0..count).collect::<Vec<_>>());
+    }
+    for (seed, worker) in (0..).zip(&mut workers) {
+        let (count, len) = (chunks(worker), worker.chunk_bytes());
+        let request = format!("r{seed}");
+        assert_eq!(worker.lookup(&prompt, &request).unwrap(), count);
+        let mut read = 0;
+        let take = |chunk, found: &[u8]| {
+            assert_eq!(found, bytes(seed, chunk, len));
+            read += 1;
+        };
+        assert!(
+            worker
+                .retrieve(&prompt, 0..96, &request, take)
+                .unwrap()
+                .is_some()
+        );
+        assert_eq!(read, count);
+    }
+}
+
+#[test]
+fn transfer_in_chunks_that_were_not_registered_is_refused() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("sessions/other_chunks");
+    let mut worker = server.engine_driven(1, &scope);
+    let mut other = scope.clone();
+    other.chunk_tokens = Some(32);
+    let prompt = prompt(1, 2);
+    let key = other.worker_key(0, &prompt, 0..32, "r");
+    let error = worker
+        .connection()
+        .prepare_store(&key, InstanceId(1))
+        .unwrap_err();
+    let wanted = "the key is in chunks of 32 tokens; allowed: 16, as the worker registered";
+    assert!(error.to_string().contains(wanted), "{error}");
+    assert_eq!(worker.stored(&prompt, 0..2, 1), [0, 1]);
+}
+
+#[test]
+fn chunk_that_is_no_multiple_of_the_block_is_refused() {
+    let server = TestServer::start(&[]);
+    let mut scope = Scope::new("sessions/uneven");
+    scope.chunk_tokens = Some(50);
+    let error =
+        EngineDrivenWorker::register(server.connect(), engine_driven(1, &scope)).unwrap_err();
+    let wanted = "kvtier.chunk_tokens is 50; allowed: a multiple of block_size, 4";
+    assert!(error.to_string().contains(wanted), "{error}");
+}
