@@ -7,6 +7,7 @@ use kvtier_client::proto::operation::Operation;
 use kvtier_client::proto::pickle::{
     Limits, TensorToWrite, WriteError, read_tensors, write_tensors,
 };
+use kvtier_client::proto::chunk::CHUNK_TOKENS_FEATURE;
 use kvtier_client::proto::request::HELD_BLOCKS_FEATURE;
 use kvtier_client::proto::response::{PrepareRetrieve, PrepareStore, Response, ResponseKind, Slot};
 use kvtier_client::proto::wire;
@@ -86,7 +87,10 @@ fn compare(request: &Frames, ours: Option<Vec<u8>>, theirs: Option<Vec<u8>>, con
         Operation::GetExperimental => {
             assert_eq!(
                 read(ResponseKind::Texts, &ours),
-                Response::Texts(vec![HELD_BLOCKS_FEATURE.into()]),
+                Response::Texts(vec![
+                    HELD_BLOCKS_FEATURE.into(),
+                    CHUNK_TOKENS_FEATURE.into(),
+                ]),
                 "{context}"
             );
         }
