@@ -2,12 +2,12 @@
 
 use std::collections::HashMap;
 
+use kvtier_client::proto::chunk::CHUNK_TOKENS_FEATURE;
 use kvtier_client::proto::descriptor::Dtype;
 use kvtier_client::proto::operation::Operation;
 use kvtier_client::proto::pickle::{
     Limits, TensorToWrite, WriteError, read_tensors, write_tensors,
 };
-use kvtier_client::proto::chunk::CHUNK_TOKENS_FEATURE;
 use kvtier_client::proto::request::HELD_BLOCKS_FEATURE;
 use kvtier_client::proto::response::{PrepareRetrieve, PrepareStore, Response, ResponseKind, Slot};
 use kvtier_client::proto::wire;

@@ -51,8 +51,10 @@ const EVENTS: &str = "there is no stream of events: the first batch says so and 
 const ERRORS: Differences = &[
     (
         "get_experimental",
-        Is("91b46b76746965722e68656c645f626c6f636b732e31"),
-        "only kvtier.held_blocks.1 is on",
+        Is(
+            "92b46b76746965722e68656c645f626c6f636b732e31b56b76746965722e6368756e6b5f746f6b656e732e31",
+        ),
+        "only kvtier.held_blocks.1 and kvtier.chunk_tokens.1 are on",
     ),
     (
         "ping_unknown_instance",
