@@ -481,7 +481,7 @@ fn chunk_sizes_of_one_model_share_a_server_and_no_object() {
         for worker in &mut workers[at..] {
             assert_eq!(worker.lookup(&prompt, "before").unwrap(), 0);
         }
-        let (worker, seed) = (&mut workers[at], at as u32);
+        let (worker, seed) = (&mut workers[at], at as u64);
         let (count, len) = (chunks(worker), worker.chunk_bytes());
         let stored = worker.store(&prompt, 0..96, "s", |chunk| bytes(seed, chunk, len));
         assert_eq!(stored.unwrap().chunks, (0..count).collect::<Vec<_>>());
