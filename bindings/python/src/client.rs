@@ -29,6 +29,7 @@ fn scope(model_name: String, world_size: u32, num_kv_readers: i64, cache_salt: S
         model_name,
         world_size,
         cache_salt,
+        chunk_tokens: None,
         num_kv_readers,
     }
 }

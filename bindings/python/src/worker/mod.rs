@@ -98,6 +98,7 @@ impl Worker {
                 model_name,
                 world_size,
                 cache_salt: String::new(),
+                chunk_tokens: None,
                 num_kv_readers,
             },
             worker_id,
