@@ -51,7 +51,7 @@ impl StateSettings {
             Some(given) if given.as_os_str() == "none" => match args.l1_restore {
                 L1Restore::On => {
                     let allowed =
-                        "give --state-dir a directory: with none nothing outlives the process";
+                        "with --state-dir none nothing outlives the process; give it a directory";
                     return Err(refuse("l1-restore", "on", allowed));
                 }
                 L1Restore::Off => Err("--state-dir none".to_owned()),
@@ -178,7 +178,7 @@ mod tests {
             crate::ServerConfig::from_flags(&flags)
         };
         let error = with(&["--state-dir", "none"]).unwrap_err().to_string();
-        for part in ["--l1-restore on", "--state-dir", "none"] {
+        for part in ["--l1-restore: on", "--state-dir none"] {
             assert!(error.contains(part), "{error}");
         }
         let config = with(&["--state-dir", "/s"]).unwrap();

@@ -514,12 +514,13 @@ fn transfer_in_chunks_that_were_not_registered_is_refused() {
     other.chunk_tokens = Some(32);
     let prompt = prompt(1, 2);
     let key = other.worker_key(0, &prompt, 0..32, "r");
-    let error = worker
+    let answer = worker
         .connection()
         .prepare_store(&key, InstanceId(1))
-        .unwrap_err();
-    let wanted = "the key is in chunks of 32 tokens; allowed: 16, as the worker registered";
-    assert!(error.to_string().contains(wanted), "{error}");
+        .unwrap();
+    assert_eq!(answer.target.map(|target| target.slots.len()), Some(0));
+    let metrics = server.engine().metrics().encode(&server.readings());
+    assert!(metrics.contains("kvtier_refused_requests_total{operation=\"prepare_store\""));
     assert_eq!(worker.stored(&prompt, 0..2, 1), [0, 1]);
 }
 

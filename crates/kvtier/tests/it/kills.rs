@@ -415,8 +415,9 @@ fn stopped_server_leaves_l1_to_the_next() {
 }
 
 /// Stores prompts of a tenant.
-fn store(server: &Server, salt: &str, prompts: Range<u64>) {
-    let mut worker = server.worker(1, salt);
+/// By a worker of its own: with an id of another one it would lose its registration when that one ends.
+fn store(server: &Server, instance: i64, salt: &str, prompts: Range<u64>) {
+    let mut worker = server.worker(instance, salt);
     let len = worker.chunk_bytes();
     for number in prompts {
         worker
@@ -438,8 +439,8 @@ fn usage_and_quotas_are_exact_after_a_kill() {
     let mut server = start();
     let body = r#"{"limit_gb": "1MiB", "reserved_gb": "512KiB"}"#;
     assert_eq!(server.http("/quota/a", Some(body))["status"], "ok");
-    store(&server, "a", 0..10);
-    store(&server, "b", 0..5);
+    store(&server, 1, "a", 0..10);
+    store(&server, 2, "b", 0..5);
     let told = |server: &Server| {
         ["a", "b"].map(|salt| {
             let told = server.http(&format!("/quota/{salt}"), None);
@@ -479,7 +480,7 @@ fn larger_server_after_a_smaller_one_believes_no_stale_record() {
     let _segments = Segments::new();
     let server = Server::start(base.path(), "0.0625", &[]);
     // More records than the ledger of the smaller one has.
-    store(&server, "a", 0..700);
+    store(&server, 1, "a", 0..700);
     server.stop();
     let small = Server::start(base.path(), "0.0078125", &[]);
     let fit = small.restored().unwrap();
@@ -612,7 +613,7 @@ fn damaged_segments_are_not_believed() {
         let base = tempfile::tempdir().unwrap();
         let segments = Segments::new();
         let server = Server::start(base.path(), "0.0078125", &[]);
-        store(&server, "a", 0..2);
+        store(&server, 1, "a", 0..2);
         server.stop();
         let pool = format!(
             "/dev/shm/lmcache_l1_pool_kvtier_kills_{}",
@@ -641,7 +642,7 @@ fn damaged_segments_are_not_believed() {
             .map(|number| read(&mut worker, "a", number).unwrap())
             .sum();
         assert_eq!(hits, damage.expected().unwrap_or(0), "{damage:?}");
-        store(&server, "a", 0..3);
+        store(&server, 1, "a", 0..3);
         for number in 0..3 {
             assert_eq!(read(&mut worker, "a", number), Ok(CHUNKS), "{damage:?}");
         }
