@@ -3,8 +3,11 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use kvtier_proto::chunk::CHUNK_TOKENS_FEATURE;
 use kvtier_proto::key::{CacheKey, EncodedTokens};
 use kvtier_proto::wire;
+
+use crate::{ClientError, Connection};
 
 /// A key over a [`Prompt`].
 pub type Key<'a> = CacheKey<'a, EncodedTokens<'a>>;
@@ -90,8 +93,8 @@ pub struct Scope {
     pub cache_salt: String,
     /// Number of workers that read each object: 1, or several for MLA with tensor parallelism.
     pub num_kv_readers: i64,
-    /// Tokens per chunk; none for the server's default. Only for servers with
-    /// [`CHUNK_TOKENS_FEATURE`](kvtier_proto::chunk::CHUNK_TOKENS_FEATURE).
+    /// Tokens per chunk; none for the server's default. Only for servers with [`CHUNK_TOKENS_FEATURE`]: others skip the field,
+    /// and would keep chunks of one size under hashes of another. Workers register only with those.
     pub chunk_tokens: Option<u32>,
 }
 
@@ -115,10 +118,21 @@ impl Scope {
         self
     }
 
-    /// Tokens per chunk, where `default` is the server's.
-    #[must_use]
-    pub fn chunk_size(&self, default: usize) -> usize {
-        self.chunk_tokens.map_or(default, |tokens| tokens as usize)
+    /// Tokens per chunk, with a server that has them.
+    pub(crate) fn agree(&self, connection: &mut Connection) -> Result<usize, ClientError> {
+        let Some(named) = self.chunk_tokens else {
+            return connection.get_chunk_size();
+        };
+        let features = connection.get_experimental()?;
+        if !features.iter().any(|known| known == CHUNK_TOKENS_FEATURE) {
+            return Err(ClientError::Argument {
+                field: "chunk_tokens",
+                message: format!(
+                    "{named}; this server has chunks of one size, none is to be named"
+                ),
+            });
+        }
+        Ok(named as usize)
     }
 
     /// A scheduler's key, which means all workers. `range` is in tokens from the prompt's start.

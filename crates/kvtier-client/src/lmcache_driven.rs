@@ -130,8 +130,7 @@ impl LmcacheDrivenWorker {
         mut connection: Connection,
         spec: LmcacheDrivenSpec,
     ) -> Result<Self, ClientError> {
-        let default = connection.get_chunk_size()?;
-        let chunk_tokens = spec.scope.chunk_size(default);
+        let chunk_tokens = spec.scope.agree(&mut connection)?;
         if spec.block_tokens == 0 || !(chunk_tokens as u64).is_multiple_of(spec.block_tokens) {
             return Err(ClientError::Argument {
                 field: "block_tokens",

@@ -228,8 +228,12 @@ impl Nodes {
             Some(redirect) if redirect.is_for_good => Found::Elsewhere(redirect, Vec::new()),
             // Valkey queues commands about keys that it lacks, and sends the whole transaction to the other node at EXEC.
             // If it has a part of the keys, it answers TRYAGAIN instead.
+            // What it queued has not run.
             Some(redirect) if replies.last().is_some_and(is_ask) => {
-                Found::Elsewhere(redirect, replies)
+                match replies.iter().any(is_queued) {
+                    true => Found::Elsewhere(redirect, Vec::new()),
+                    false => Found::Elsewhere(redirect, replies),
+                }
             }
             // A transaction is executed by one node.
             Some(_) if replies.iter().any(is_queued) => Found::Divided,

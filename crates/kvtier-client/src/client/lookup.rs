@@ -32,12 +32,13 @@ impl Client {
         timeout: Duration,
     ) -> Future<u64> {
         let (promise, future) = channel(Operation::Lookup);
+        let named = key.chunk_tokens.map(u64::from);
         let poll = LookupPoll {
             client: Self::internal(Arc::clone(&self.shared)),
             request_id: key.request_id.to_owned(),
             deadline: Instant::now() + timeout,
             timeout,
-            limit: key.end / self.chunk_tokens().unwrap_or(1),
+            limit: key.end / named.or_else(|| self.chunk_tokens()).unwrap_or(1),
             promise,
         };
         let request = Request::Lookup {

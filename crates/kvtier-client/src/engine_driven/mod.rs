@@ -176,8 +176,7 @@ impl EngineDrivenWorker {
         mut connection: Connection,
         spec: EngineDrivenSpec,
     ) -> Result<Self, ClientError> {
-        let default = connection.get_chunk_size()?;
-        let chunk_tokens = spec.scope.chunk_size(default);
+        let chunk_tokens = spec.scope.agree(&mut connection)?;
         let format = spec.format(chunk_tokens as u64)?;
         let registered = connection.register_engine_driven(spec.context()?)?;
         let pool = SharedPool::open(&registered, spec.force_pickle);

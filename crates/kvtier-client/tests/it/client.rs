@@ -300,6 +300,35 @@ fn lookup_with_too_many_hits_fails_and_ends_session() {
 }
 
 #[test]
+fn lookup_counts_chunks_of_the_size_that_its_key_names() {
+    let server = Server::typed(|request| match request {
+        Request::GetChunkSize => Some(Response::Int(48)),
+        Request::Lookup { .. } => Some(Response::Nothing),
+        Request::WaitPrefetchStatus { .. } => Some(Response::Int(3)),
+        request => default_answers(request),
+    });
+    let terms = ChunkTerms {
+        block_tokens: 16,
+        chunk_tokens: None,
+    };
+    let client = connect(
+        &server,
+        Settings {
+            chunk: Some(terms),
+            ..settings()
+        },
+    );
+    assert!(client.wait_healthy(MAX_TEST));
+    let (mut scope, prompt) = (Scope::new("model"), Prompt::new(&[1; 48]));
+    let key = scope.scheduler_key(&prompt, 0..48, "default");
+    let error = client.lookup_hits(&key).join().unwrap_err();
+    assert!(error.to_string().contains("1 were asked"), "{error}");
+    scope.chunk_tokens = Some(16);
+    let key = scope.scheduler_key(&prompt, 0..48, "named");
+    assert_eq!(client.lookup_hits(&key).join().unwrap(), 3);
+}
+
+#[test]
 fn withdrawn_registration_is_renewed_on_same_connection() {
     let server = Server::typed(default_answers);
     let client = connect(&server, settings());

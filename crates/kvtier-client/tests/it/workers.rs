@@ -434,3 +434,31 @@ fn dropped_worker_unregisters() {
         [InstanceId(5), InstanceId(9)]
     );
 }
+
+/// It would skip the size, and keep these chunks under hashes of its own.
+#[test]
+fn chunk_size_is_named_only_to_a_server_that_reads_it() {
+    let server = Server::typed(|request| match request {
+        Request::GetExperimental => Some(Response::Texts(vec!["another".into()])),
+        _ => None,
+    });
+    let mut scope = Scope::new("model");
+    scope.chunk_tokens = Some(32);
+    let spec = EngineDrivenSpec::new(InstanceId(1), scope.clone(), 3, 5);
+    let copies = EngineDrivenWorker::register(connect(&server), spec).map(drop);
+    let spec = LmcacheDrivenSpec::new(InstanceId(1), scope, 2, 2, 16, 64);
+    let is_copied = LmcacheDrivenWorker::register(connect(&server), spec).map(drop);
+    for refused in [copies, is_copied] {
+        let error = refused.unwrap_err();
+        assert!(
+            matches!(
+                error,
+                ClientError::Argument {
+                    field: "chunk_tokens",
+                    ..
+                }
+            ),
+            "{error}"
+        );
+    }
+}
