@@ -9,7 +9,7 @@ os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
 os.environ.update(LMCACHE_TRACK_USAGE="false", LMCACHE_DISABLE_BANNER="1", DO_NOT_TRACK="1")
 
 import pytest
-from kvrig import logs
+from kvrig.log_reports import pytest_runtest_makereport as pytest_runtest_makereport
 from kvrig.server import Server, our_command, peer_command
 
 
@@ -23,14 +23,6 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if marker := item.get_closest_marker("ours"):
             item.add_marker(pytest.mark.skip(reason=f"peer: {marker.args[0]}"))
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport():
-    """A failed test's report has the ends of its servers' logs."""
-    report = yield
-    logs.add_to(report)
-    return report
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ import itertools
 import os
 
 import pytest
-from kvrig import logs
+from kvrig.log_reports import pytest_runtest_makereport as pytest_runtest_makereport
 from kvrig.server import Server, our_command
 from rig import Engine
 
@@ -49,14 +49,6 @@ class Place:
             assert status == 0, server.tail()
             assert not [path for path in files if os.path.exists(path)]
             assert not server.unexpected_trouble()
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport():
-    """A failed test's report has the ends of its servers' logs."""
-    report = yield
-    logs.add_to(report)
-    return report
 
 
 @pytest.fixture

@@ -73,7 +73,7 @@ enum Ledgers {
 }
 
 impl Instance<'_> {
-    /// Stands for the name and the folder.
+    /// A number that no other name or folder has.
     fn number(&self) -> u64 {
         checksum128(format!("{}\0{}", self.name, self.folder).as_bytes()) as u64
     }

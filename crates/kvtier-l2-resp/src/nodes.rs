@@ -226,18 +226,13 @@ impl Nodes {
         match redirect {
             None => Found::Here(replies),
             Some(redirect) if redirect.is_for_good => Found::Elsewhere(redirect, Vec::new()),
-            // Valkey queues commands about keys that it lacks, and sends the whole transaction to the other node at EXEC.
-            // If it has a part of the keys, it answers TRYAGAIN instead.
-            // What it queued has not run.
+            Some(redirect) if !replies.iter().any(is_queued) => Found::Elsewhere(redirect, replies),
+            // A transaction is executed by one node. Valkey queues commands about keys that it lacks, and sends all of them to
+            // the other node at EXEC; what it queued has not run. If it has a part of the keys, it answers TRYAGAIN instead.
             Some(redirect) if replies.last().is_some_and(is_ask) => {
-                match replies.iter().any(is_queued) {
-                    true => Found::Elsewhere(redirect, Vec::new()),
-                    false => Found::Elsewhere(redirect, replies),
-                }
+                Found::Elsewhere(redirect, Vec::new())
             }
-            // A transaction is executed by one node.
-            Some(_) if replies.iter().any(is_queued) => Found::Divided,
-            Some(redirect) => Found::Elsewhere(redirect, replies),
+            Some(_) => Found::Divided,
         }
     }
 

@@ -72,7 +72,7 @@ pub struct L2 {
     lookups: Semaphore,
     /// Capacity for loads, in units of [`LOAD_UNIT`].
     loads: Arc<Semaphore>,
-    /// All of it.
+    /// Units that are free while nothing is loaded.
     load_units: usize,
     handle: Handle,
     runtime: Mutex<Option<Runtime>>,

@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
-import time
 import urllib.request
 
 from . import logs
 from .packages import unpacked
 from .server import free_port
+from .waiting import wait_started
 
 
 def package():
@@ -44,10 +44,7 @@ class Mooncake:
         with open(self.log, "ab") as log:
             command = [program, *(f"--{name}={value}" for name, value in flags.items())]
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        until = time.monotonic() + 60
-        while not self.is_up():
-            assert self.process.poll() is None and time.monotonic() < until, f"mooncake_master does not answer; {logs.tail(self.log)}"
-            time.sleep(0.02)
+        wait_started(self, self.is_up, "an answer to a request")
 
     def is_up(self):
         """Whether it answers."""

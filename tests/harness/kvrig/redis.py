@@ -2,11 +2,11 @@
 
 import socket
 import subprocess
-import time
 
 from . import logs
 from .packages import unpacked
 from .server import free_port
+from .waiting import wait_started
 
 
 def valkey_server():
@@ -31,14 +31,14 @@ class Redis:
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen([*command, "--dir", str(self.directory), *self.flags], stdout=log, stderr=log)
         logs.opened(self.log)
-        until = time.monotonic() + 60
-        while True:
-            try:
-                assert self.ask("PING") == "PONG"
-                return
-            except OSError:
-                assert self.process.poll() is None and time.monotonic() < until, f"{self.program} does not answer; {logs.tail(self.log)}"
-                time.sleep(0.01)
+        wait_started(self, self.is_up, "an answer to a request")
+
+    def is_up(self):
+        """Whether it answers."""
+        try:
+            return self.ask("PING") == "PONG"
+        except OSError:
+            return False
 
     def ask(self, *arguments):
         """The reply to a command: a string, a number, bytes, None, or a list of them."""
@@ -79,10 +79,8 @@ class Cluster:
             assert self.nodes[number].ask("CLUSTER", "ADDSLOTSRANGE", first, last) == "OK"
         for node in self.nodes[1:]:
             assert self.nodes[0].ask("CLUSTER", "MEET", "127.0.0.1", node.port, node.flags[-1]) == "OK"
-        until = time.monotonic() + 60
-        while not all(b"cluster_state:ok" in node.ask("CLUSTER", "INFO") for node in self.nodes):
-            assert time.monotonic() < until, f"the cluster does not come up; {logs.tail(self.nodes[0].log)}"
-            time.sleep(0.02)
+        for node in self.nodes:
+            wait_started(node, lambda node=node: b"cluster_state:ok" in node.ask("CLUSTER", "INFO"), "a whole cluster")
 
     def keys(self):
         """The keys of objects of all nodes."""

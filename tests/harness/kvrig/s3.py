@@ -10,7 +10,7 @@ from pathlib import Path
 
 from . import logs
 from .server import free_port
-from .waiting import wait_until
+from .waiting import wait_started
 
 KEYS = {"aws_access_key_id": "kvkey", "aws_secret_access_key": "kvsecret"}
 BUCKET = "kvtier-test"
@@ -45,16 +45,7 @@ class Process:
         logs.opened(self.log)
         with open(self.log, "ab") as log:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-        self.wait_for(self.is_up, "an answer to a request")
-
-    def wait_for(self, condition, what):
-        """Waits for a step of the start. A failure kills the server, and has the end of its log."""
-        try:
-            wait_until(lambda: self.process.poll() is not None or condition(), 120, what, interval=0.05)
-            assert self.process.poll() is None, f"it ended with status {self.process.returncode}"
-        except AssertionError as error:
-            self.stop()
-            raise AssertionError(f"{Path(self.process.args[0]).name}: {error}; {logs.tail(self.log)}") from None
+        wait_started(self, self.is_up, "an answer to a request")
 
     def is_up(self):
         """Whether it answers."""
@@ -138,11 +129,11 @@ class Seaweed(Process):
         flags += ["-volume.minFreeSpace=64MiB", "-master.telemetry=false"]
         flags += ["-master.volumeSizeLimitMB=128", "-ip=127.0.0.1", "-ip.bind=127.0.0.1", f"-dir={directory}"]
         self.run([program("weed"), "server", "-filer", "-s3", *flags])
-        self.wait_for(self.make_bucket, "a bucket")
+        wait_started(self, self.make_bucket, "a bucket")
         # The bucket is only an entry of the filer: objects need a volume, whose server joins the master later.
         self.trials = []
         try:
-            self.wait_for(self.keeps_an_object, "an object that is stored and read back through S3")
+            wait_started(self, self.keeps_an_object, "an object that is stored and read back through S3")
         except AssertionError as error:
             raise AssertionError(f"{error}\nthe last trial: {self.trials[-1:]}") from None
 

@@ -296,13 +296,10 @@ impl<W: Words> Ledger<W> {
     /// Leaves out an object, for later processes too.
     pub(crate) fn leave_out(&mut self, snapshot: &mut Snapshot, slot: u32, fault: Fault) {
         snapshot.rejected.add(fault);
-        let record = format::read_record(&self.words, self.id, slot);
-        if record
-            .is_some_and(|read| read.is_ok_and(|(_, life)| life.state != ObjectState::Resident))
-        {
-            snapshot.has_lost_granted = true;
+        if let Some(Ok((_, life))) = format::read_record(&self.words, self.id, slot) {
+            snapshot.has_lost_granted |= life.state != ObjectState::Resident;
             // Before the record is removed: this process may end before it has made another arena.
-            format::set_unrecorded_grant(&mut self.words, true);
+            self.note_grant(life.state);
         }
         self.remove(slot);
     }

@@ -274,8 +274,9 @@ impl Workers {
     /// Whether a worker may write into slots of the pool: one of another chunk size would write past their ends, and one that
     /// does not learn of the pool takes slots for a miss.
     ///
-    /// A client that has the chunk size from this process, or names its own, has the right one, whatever its pages are like. Another one is checked by
-    /// `num_physical_slots`; if its release does not send that, by the shapes of pickled data at each store.
+    /// A client that has the chunk size from this process, or names its own, has the right one, whatever its pages are like.
+    /// Another one is checked by `num_physical_slots`; if its release does not send that, by the shapes of pickled data at each
+    /// store.
     fn may_map_pool(&self, caller: Caller, context: &EngineDrivenContext<'_>) -> Result<bool> {
         let chunk_size = i64::from(self.context.config.chunk_size);
         match context.num_physical_slots {

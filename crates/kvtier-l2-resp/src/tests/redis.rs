@@ -65,9 +65,7 @@ fn recorded() -> Vec<(ObjectSpec, String, Vec<u8>)> {
         let field = |name: &str| fields[name].as_str().unwrap();
         let number = |name: &str| u32::try_from(fields[name].as_u64().unwrap()).unwrap();
         let mut hash = [0; 32];
-        for (at, byte) in hash.iter_mut().enumerate() {
-            *byte = u8::from_str_radix(&field("chunk_hash")[2 * at..2 * at + 2], 16).unwrap();
-        }
+        hex::decode_to_slice(field("chunk_hash"), &mut hash).unwrap();
         let of_fields = ObjectKey::new(
             ChunkHash(hash),
             field("model_name"),
