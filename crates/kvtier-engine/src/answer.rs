@@ -4,6 +4,7 @@
 //! form in which that operation says "no". Where it has none, and the client waits for it with a handler around, the
 //! error travels as text in place of the operation's frame.
 
+use super::payload::Payload;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::response::{
     EngineDriven, EventBatch, PrepareRetrieve, PrepareStore, Response, ResponseKind, StoreTarget,
@@ -11,10 +12,10 @@ use kvtier_proto::response::{
 };
 
 /// What goes back to a client.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, PartialEq)]
 pub struct Answer {
     /// The third frame; nothing is no third frame.
-    pub payload: Option<Vec<u8>>,
+    pub payload: Option<Payload>,
     /// Text for the operation's frame. Only clients that take one get it; others get the payload alone.
     pub error: Option<String>,
     /// Why this is a failure answer, for the metrics.
@@ -26,7 +27,7 @@ pub struct Answer {
 impl From<Response<'_>> for Answer {
     fn from(response: Response<'_>) -> Self {
         Self {
-            payload: response.encode(),
+            payload: response.encode().map(Payload::from),
             error: None,
             refused: None,
             ends_stream: false,

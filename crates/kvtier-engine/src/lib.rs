@@ -25,6 +25,7 @@ mod devices;
 mod housekeeping;
 mod instances;
 mod lookups;
+mod payload;
 mod preflight;
 mod reply;
 #[cfg(test)]
@@ -42,6 +43,7 @@ pub use answer::Answer;
 pub use housekeeping::INTERVAL as HOUSEKEEPING_INTERVAL;
 pub use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_l1::Clock;
+pub use payload::{Part, Payload};
 pub use preflight::{Preflight, preflight};
 pub use reply::{Reply, ReplyTarget};
 

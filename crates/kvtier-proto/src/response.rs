@@ -9,7 +9,7 @@ mod encode;
 use std::borrow::Cow;
 
 pub use crate::request::MatchedSegment;
-pub use encode::prepare_retrieve_hit;
+pub use encode::PickledHit;
 
 /// What kind of response an operation has; part of each row of a generation's table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -27,6 +27,6 @@ mod session;
 
 pub use error::Error;
 pub use frame::write_frame_header;
-pub use output::Output;
+pub use output::{Output, Piece, Slice};
 pub use role::Version;
 pub use session::{Event, Limits, Message, Session};

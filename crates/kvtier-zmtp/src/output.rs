@@ -1,14 +1,10 @@
 //! Bytes on their way to a peer.
 //!
-//! Small frames are gathered in one buffer; a large one is written from where it is.
+//! Small frames are gathered in one buffer; large ones are written from where they are, in one piece or in several.
 
 use std::collections::VecDeque;
-use std::io::IoSlice;
 
 use crate::frame::write_frame_header;
-
-/// Buffers handed to the system at once.
-const MAX_SLICES: usize = 16;
 
 /// Bytes of a buffer of small frames after which the next one begins: a buffer is freed when all of it is written.
 const MAX_BUFFER_BYTES: usize = 64 << 10;
@@ -16,52 +12,91 @@ const MAX_BUFFER_BYTES: usize = 64 << 10;
 /// Largest buffer that is kept for the next frames.
 const KEPT_BUFFER_BYTES: usize = 4 << 10;
 
-#[derive(Debug)]
-struct Segment<C> {
-    bytes: Vec<u8>,
-    /// Of a large frame.
-    charge: Option<C>,
+/// Bytes that are written from where they are, and are dropped then.
+pub trait Piece {
+    /// Their number; it never changes.
+    fn len(&self) -> usize;
+
+    /// Whether there are none.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
 }
 
-/// A queue of bytes. The charge `C` of a large frame is dropped when the last of its bytes is written.
+impl Piece for Vec<u8> {
+    fn len(&self) -> usize {
+        self.len()
+    }
+}
+
+/// What is written next.
 #[derive(Debug)]
-pub struct Output<C = ()> {
-    segments: VecDeque<Segment<C>>,
+pub enum Slice<'a, P> {
+    /// Bytes of small frames and of headers.
+    Small(&'a [u8]),
+    /// A piece, from this byte on.
+    Piece(&'a P, usize),
+}
+
+#[derive(Debug)]
+enum Segment<P> {
+    Small(Vec<u8>),
+    Piece(P),
+}
+
+impl<P: Piece> Segment<P> {
+    fn len(&self) -> usize {
+        match self {
+            Self::Small(bytes) => bytes.len(),
+            Self::Piece(piece) => piece.len(),
+        }
+    }
+
+    fn slice(&self, from: usize) -> Slice<'_, P> {
+        match self {
+            Self::Small(bytes) => Slice::Small(&bytes[from..]),
+            Self::Piece(piece) => Slice::Piece(piece, from),
+        }
+    }
+}
+
+/// A queue of bytes, with pieces of type `P`.
+#[derive(Debug)]
+pub struct Output<P = Vec<u8>> {
+    segments: VecDeque<Segment<P>>,
     /// Bytes of the first segment that are written.
     written: usize,
-    /// Bytes of the segments without a charge.
     small_bytes: usize,
-    /// Bytes of those with one.
-    large_bytes: usize,
+    piece_bytes: usize,
     spare: Vec<u8>,
 }
 
-impl<C> Default for Output<C> {
+impl<P> Default for Output<P> {
     fn default() -> Self {
         Self {
             segments: VecDeque::new(),
             written: 0,
             small_bytes: 0,
-            large_bytes: 0,
+            piece_bytes: 0,
             spare: Vec::new(),
         }
     }
 }
 
-impl<C> Output<C> {
+impl<P: Piece> Output<P> {
     /// Whether nothing waits.
     pub fn is_empty(&self) -> bool {
         self.segments.is_empty()
     }
 
-    /// Bytes that wait and have no charge; those of the first buffer count until all of it is written.
+    /// Bytes that wait outside of pieces; those of the first buffer count until all of it is written.
     pub fn small_bytes(&self) -> usize {
         self.small_bytes
     }
 
     /// All bytes that wait, counted in the same way.
     pub fn bytes(&self) -> usize {
-        self.small_bytes + self.large_bytes
+        self.small_bytes + self.piece_bytes
     }
 
     /// Appends a session's own output, and empties it.
@@ -77,34 +112,32 @@ impl<C> Output<C> {
         });
     }
 
-    /// Appends a frame that is written from where it is.
-    pub fn push_large_frame(&mut self, bytes: Vec<u8>, more: bool, charge: C) {
-        self.small(|buffer| write_frame_header(buffer, bytes.len(), more));
-        self.large_bytes += bytes.len();
-        let charge = Some(charge);
-        self.segments.push_back(Segment { bytes, charge });
+    /// Appends a frame that consists of pieces, of `len` bytes together.
+    pub fn push_pieces(&mut self, len: usize, pieces: impl IntoIterator<Item = P>, more: bool) {
+        self.small(|buffer| write_frame_header(buffer, len, more));
+        let before = self.piece_bytes;
+        for piece in pieces {
+            self.piece_bytes += piece.len();
+            self.segments.push_back(Segment::Piece(piece));
+        }
+        debug_assert_eq!(self.piece_bytes - before, len, "the frame's length");
     }
 
-    /// Writes with `write`, which returns the number of bytes that the system took, up to some `limit` bytes or until it
-    /// fails. Returns the number of bytes.
+    /// Writes with `write`, which returns the number of bytes that the system took of the slices in order, up to some `limit`
+    /// bytes or until it fails. Returns the number of bytes.
     ///
     /// # Errors
     /// That of `write`, unless bytes were written before it.
     pub fn write_with<E>(
         &mut self,
         limit: usize,
-        mut write: impl FnMut(&[IoSlice<'_>]) -> Result<usize, E>,
+        mut write: impl FnMut(&mut dyn Iterator<Item = Slice<'_, P>>) -> Result<usize, E>,
     ) -> Result<usize, E> {
         let mut total = 0;
         while !self.is_empty() && total < limit {
-            let mut slices = [IoSlice::new(&[]); MAX_SLICES];
             let mut from = self.written;
-            let mut used = 0;
-            for (slice, segment) in slices.iter_mut().zip(&self.segments) {
-                *slice = IoSlice::new(&segment.bytes[std::mem::take(&mut from)..]);
-                used += 1;
-            }
-            match write(&slices[..used]) {
+            let slice = |segment| Segment::slice(segment, std::mem::take(&mut from));
+            match write(&mut self.segments.iter().map(slice)) {
                 Ok(written) => {
                     total += written;
                     self.advance(written);
@@ -117,16 +150,12 @@ impl<C> Output<C> {
     }
 
     fn small(&mut self, write: impl FnOnce(&mut Vec<u8>)) {
-        let fits = |segment: &Segment<C>| {
-            segment.charge.is_none() && segment.bytes.len() < MAX_BUFFER_BYTES
-        };
-        if !self.segments.back().is_some_and(fits) {
-            self.segments.push_back(Segment {
-                bytes: std::mem::take(&mut self.spare),
-                charge: None,
-            });
+        let has_space = matches!(self.segments.back(), Some(Segment::Small(bytes)) if bytes.len() < MAX_BUFFER_BYTES);
+        if !has_space {
+            let spare = std::mem::take(&mut self.spare);
+            self.segments.push_back(Segment::Small(spare));
         }
-        if let Some(Segment { bytes, .. }) = self.segments.back_mut() {
+        if let Some(Segment::Small(bytes)) = self.segments.back_mut() {
             let before = bytes.len();
             write(bytes);
             self.small_bytes += bytes.len() - before;
@@ -137,20 +166,19 @@ impl<C> Output<C> {
     fn advance(&mut self, written: usize) {
         self.written += written;
         while let Some(first) = self.segments.front()
-            && self.written >= first.bytes.len()
+            && self.written >= first.len()
         {
-            self.written -= first.bytes.len();
-            let Some(Segment { mut bytes, charge }) = self.segments.pop_front() else {
-                return;
-            };
-            if charge.is_some() {
-                self.large_bytes -= bytes.len();
-                continue;
-            }
-            self.small_bytes -= bytes.len();
-            if bytes.capacity() <= KEPT_BUFFER_BYTES {
-                bytes.clear();
-                self.spare = bytes;
+            self.written -= first.len();
+            match self.segments.pop_front() {
+                Some(Segment::Small(mut bytes)) => {
+                    self.small_bytes -= bytes.len();
+                    if bytes.capacity() <= KEPT_BUFFER_BYTES {
+                        bytes.clear();
+                        self.spare = bytes;
+                    }
+                }
+                Some(Segment::Piece(piece)) => self.piece_bytes -= piece.len(),
+                None => return,
             }
         }
     }
@@ -162,45 +190,61 @@ mod tests {
 
     use super::*;
 
+    struct Counted(Vec<u8>, #[expect(dead_code, reason = "counts")] Rc<()>);
+
+    impl Piece for Counted {
+        fn len(&self) -> usize {
+            self.0.len()
+        }
+    }
+
     #[test]
-    fn frames_are_written_in_order_and_charges_end_with_their_last_byte() {
-        let charge = Rc::new(());
+    fn frames_are_written_in_order_and_pieces_end_with_their_last_byte() {
+        let counter = Rc::new(());
         let mut output = Output::default();
         let mut expected = Vec::new();
         for byte in 0..40_u8 {
             let frame = vec![byte; if byte % 3 == 0 { 100_000 } else { 100 }];
-            write_frame_header(&mut expected, frame.len(), byte % 2 == 0);
+            let more = byte % 2 == 0;
+            write_frame_header(&mut expected, frame.len(), more);
             expected.extend_from_slice(&frame);
             match frame.len() {
-                100 => output.push_frame(&frame, byte % 2 == 0),
-                _ => output.push_large_frame(frame, byte % 2 == 0, Rc::clone(&charge)),
+                100 => output.push_frame(&frame, more),
+                len => {
+                    let pieces = frame.chunks(30_000 + usize::from(byte) * 2000);
+                    let piece = |bytes: &[u8]| Counted(bytes.to_vec(), Rc::clone(&counter));
+                    output.push_pieces(len, pieces.map(piece), more);
+                }
             }
         }
         assert_eq!(output.bytes(), expected.len());
         let mut got = Vec::new();
         while !output.is_empty() {
-            let left = Rc::strong_count(&charge);
+            let left = Rc::strong_count(&counter);
             let taken = output.write_with(1, |slices| {
-                let bytes: Vec<u8> = slices
-                    .iter()
-                    .flat_map(|slice| slice.iter().copied())
-                    .collect();
+                let mut bytes = Vec::new();
+                for slice in slices {
+                    match slice {
+                        Slice::Small(small) => bytes.extend_from_slice(small),
+                        Slice::Piece(piece, from) => bytes.extend_from_slice(&piece.0[from..]),
+                    }
+                }
                 let taken = bytes.len().min(7777);
                 got.extend_from_slice(&bytes[..taken]);
                 Ok::<_, ()>(taken)
             });
-            assert!(taken.unwrap() > 0 && Rc::strong_count(&charge) <= left);
+            assert!(taken.unwrap() > 0 && Rc::strong_count(&counter) <= left);
         }
         assert!(got == expected);
-        assert_eq!((output.bytes(), Rc::strong_count(&charge)), (0, 1));
+        assert_eq!((output.bytes(), Rc::strong_count(&counter)), (0, 1));
     }
 
     #[test]
     fn error_is_returned_unless_bytes_were_written_before() {
-        let mut output = Output::<()>::default();
+        let mut output = Output::<Vec<u8>>::default();
         output.push_frame(b"abc", false);
         let mut answers = [Ok(2), Err("full"), Err("full")].into_iter();
-        let mut write = |_: &[IoSlice<'_>]| answers.next().unwrap();
+        let mut write = |_: &mut dyn Iterator<Item = Slice<'_, _>>| answers.next().unwrap();
         assert_eq!(output.write_with(100, &mut write), Ok(2));
         assert_eq!(output.write_with(100, &mut write), Err("full"));
         assert_eq!(output.bytes(), 5);

@@ -8,11 +8,12 @@
 
 mod address;
 
+use std::io::IoSlice;
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use kvtier_zmtp::{Limits, Message, Output, Session, Version};
+use kvtier_zmtp::{Limits, Message, Output, Session, Slice, Version};
 use rustix::buffer::spare_capacity;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, read, retry_on_intr};
@@ -40,6 +41,9 @@ const MIN_LARGE_BYTES: usize = 4 << 10;
 
 /// Bytes that may wait to be written before no more messages are taken.
 const MAX_WAITING_BYTES: usize = 1 << 20;
+
+/// Buffers handed to the system at once.
+const MAX_SLICES: usize = 16;
 
 /// Bytes read before what they complete is handed on.
 const TURN_BYTES: usize = 1 << 20;
@@ -156,7 +160,7 @@ impl Wire {
         for (number, frame) in frames.into_iter().enumerate() {
             match frame.len() < MIN_LARGE_BYTES {
                 true => self.output.push_frame(&frame, number < last),
-                false => self.output.push_large_frame(frame, number < last, ()),
+                false => self.output.push_pieces(frame.len(), [frame], number < last),
             }
         }
     }
@@ -279,8 +283,17 @@ impl Wire {
         let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
         let mut no_control: [MaybeUninit<u8>; 0] = [];
         let mut no_control = SendAncillaryBuffer::new(&mut no_control);
-        let written = self.output.write_with(usize::MAX, |slices| {
-            retry_on_intr(|| sendmsg(socket, slices, &mut no_control, flags))
+        let written = self.output.write_with(usize::MAX, |waiting| {
+            let mut slices = [IoSlice::new(&[]); MAX_SLICES];
+            let mut used = 0;
+            for (slice, next) in slices.iter_mut().zip(waiting) {
+                *slice = IoSlice::new(match next {
+                    Slice::Small(bytes) => bytes,
+                    Slice::Piece(frame, from) => &frame[from..],
+                });
+                used += 1;
+            }
+            retry_on_intr(|| sendmsg(socket, &slices[..used], &mut no_control, flags))
         });
         if let Err(error) = written
             && error != Errno::AGAIN

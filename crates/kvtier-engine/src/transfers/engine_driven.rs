@@ -10,13 +10,14 @@ use kvtier_device::Direction;
 use kvtier_error::Error;
 use kvtier_l1::L1Allocator;
 use kvtier_proto::key::CacheKey;
-use kvtier_proto::pickle::{self, Limits, PickledTensor, TensorToWrite};
+use kvtier_proto::pickle::{self, Limits, PickledTensor, TensorToWrite, WriteError};
 use kvtier_proto::request::{ABORT_STORE, InstanceId};
 use kvtier_proto::response::{
-    PrepareRetrieve, PrepareStore, Response, Slot, StoreTarget, prepare_retrieve_hit,
+    PickledHit, PrepareRetrieve, PrepareStore, Response, Slot, StoreTarget,
 };
 
 use super::super::instances::{EngineDrivenLayout, Instance, Mode};
+use super::super::payload::{LeasedChunks, Payload};
 use super::super::{Answer, Caller};
 use super::prepared::{Finish, Grant, TransferId};
 use super::staging::{Charge, WorkerShare};
@@ -350,8 +351,7 @@ impl Transfers {
                 .map_err(missed)?;
             return Ok(answer);
         }
-        let extents: Vec<_> = extents.copied().collect();
-        match self.pickled(copy.layout(), &extents) {
+        match self.pickled(copy.layout(), leases, charge) {
             Ok(Some(payload)) => {
                 metrics.retrieve(DEVICE, true);
                 Ok(Answer {
@@ -383,26 +383,33 @@ impl Transfers {
             .lease(&worker, bytes, || cache.stats().leased_bytes)
     }
 
-    /// The answer with the chunks pickled, copied once from the arena into the frame; `None` if they are too large for one.
+    /// The answer with the chunks pickled, leased until it is sent; `None` if they are too large for a frame.
     fn pickled(
         &self,
         layout: &EngineDrivenLayout,
-        extents: &[Extent],
-    ) -> Result<Option<Vec<u8>>, PickleError> {
-        let tensor = |_: &Extent| TensorToWrite {
+        leases: Vec<GroupLease>,
+        charge: Charge,
+    ) -> Result<Option<Payload>, WriteError> {
+        let leases: Vec<_> = leases.into_iter().map(|group| group.lease).collect();
+        let extents: Vec<_> = leases
+            .iter()
+            .flat_map(ReadLease::extents)
+            .copied()
+            .collect();
+        let form = TensorToWrite {
             dtype: layout.dtype,
             shape: &layout.shape,
         };
-        let tensors: Vec<_> = extents.iter().map(tensor).collect();
-        let size = pickle::written_size(&tensors)?;
-        prepare_retrieve_hit(size, |out| {
-            pickle::write_tensors_into(out, &tensors, |index, out| {
-                let (arena, extent) = (&self.context.l1.arena, extents[index]);
-                arena
-                    .read_into(extent, 0, extent.len, out)
-                    .map_err(PickleError::Read)
-            })
-        })
+        let Some(hit) = PickledHit::new(&vec![form; extents.len()])? else {
+            return Ok(None);
+        };
+        let chunks = LeasedChunks {
+            arena: Arc::clone(&self.context.l1.arena),
+            places: hit.places.into_iter().zip(extents).collect(),
+            leases,
+            charge,
+        };
+        Ok(Some(Payload::with_chunks(hit.text, chunks)))
     }
 
     /// Ends a retrieve. The answer is whether no other request had the memory until now. LMCache's server always answers yes, and
@@ -427,13 +434,4 @@ impl Transfers {
 
 fn store_target(target: Option<StoreTarget<'_>>) -> Answer {
     Answer::from(Response::PrepareStore(PrepareStore { target }))
-}
-
-/// Why chunks could not be pickled.
-#[derive(Debug, thiserror::Error)]
-enum PickleError {
-    #[error(transparent)]
-    Write(#[from] pickle::WriteError),
-    #[error(transparent)]
-    Read(kvtier_memory::AccessError),
 }

@@ -37,6 +37,7 @@ use super::lookups::Lookups;
 use super::{Answer, Caller, Reply};
 use prepared::PreparedTransfers;
 use refused_retrieves::RefusedRetrieves;
+pub use staging::Charge;
 use staging::StagingBudget;
 use store::CopiedStore;
 use worker_range::{GroupLease, WorkerRange};
@@ -391,13 +392,13 @@ mod tests {
     #[test]
     fn a_transfer_has_one_answer_whenever_it_is_given() {
         let ok = |event: &[u8]| Answer::from(Response::transfer(event, true));
-        let failed = Answer::from(Response::transfer(&[][..], false)).because("store_failed");
+        let failed = || Answer::from(Response::transfer(&[][..], false)).because("store_failed");
         assert_eq!(answers("done", false, None), [Some(ok(b""))]);
-        assert_eq!(answers("done", true, None), [Some(failed.clone())]);
+        assert_eq!(answers("done", true, None), [Some(failed())]);
         assert_eq!(answers("event", false, None), [Some(ok(b"event"))]);
         assert_eq!(
             answers("event", true, Some(Instant::now())),
-            [Some(failed.clone())]
+            [Some(failed())]
         );
         // The answer was sent before the failure.
         assert_eq!(answers("event", true, None), [Some(ok(b"event"))]);

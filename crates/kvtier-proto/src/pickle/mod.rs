@@ -21,7 +21,7 @@ mod writer;
 
 pub use registration::read_registration;
 pub use tensors::{PickledTensor, read_tensors};
-pub use writer::{TensorToWrite, WriteError, write_tensors, write_tensors_into, written_size};
+pub use writer::{TensorToWrite, WriteError, write_around_elements, write_tensors};
 
 /// What a reader accepts at most.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

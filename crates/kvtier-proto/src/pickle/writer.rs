@@ -1,8 +1,8 @@
 //! Writes a pickled list of tensors: what `pickle.dumps` of contiguous CPU tensors says, without its memo.
 //!
 //! The pickle has protocol 4 and calls what PyTorch's own pickles call, so a client that only trusts those can read it.
-//! The caller writes the elements straight into the message, whose exact size is known beforehand: each byte is copied
-//! once.
+//! The caller writes the elements straight into the message, whose exact size is known beforehand, or sends them between its
+//! parts from where they are.
 
 use super::globals::storage_class;
 use super::storage::PREAMBLE;
@@ -91,54 +91,58 @@ impl Frame {
     }
 }
 
-/// Exact size in bytes of what [`write_tensors`] writes.
-pub fn written_size(tensors: &[TensorToWrite<'_>]) -> Result<usize, WriteError> {
-    Ok(frames(tensors)?.1)
-}
-
-/// Writes the tensors into a buffer of exactly [`written_size`] bytes; see [`write_tensors_into`].
-pub fn write_tensors<E: From<WriteError>>(
-    tensors: &[TensorToWrite<'_>],
-    elements: impl FnMut(usize, &mut Vec<u8>) -> Result<(), E>,
-) -> Result<Vec<u8>, E> {
-    let mut out = Vec::new();
-    write_tensors_into(&mut out, tensors, elements)?;
-    Ok(out)
-}
-
-/// Appends the pickle of a list of tensors to `out`: [`written_size`] bytes, reserved at once.
+/// Writes a list of tensors into a buffer of exactly its size.
 ///
 /// `elements` is called once for each tensor, in order, with its position; it must append exactly the tensor's bytes
-/// ([`TensorToWrite::byte_len`]) to the buffer. After an error `out` is as long as before.
-pub fn write_tensors_into<E: From<WriteError>>(
-    out: &mut Vec<u8>,
+/// ([`TensorToWrite::byte_len`]) to the buffer.
+pub fn write_tensors<E: From<WriteError>>(
     tensors: &[TensorToWrite<'_>],
     mut elements: impl FnMut(usize, &mut Vec<u8>) -> Result<(), E>,
-) -> Result<(), E> {
+) -> Result<Vec<u8>, E> {
     let (frames, size) = frames(tensors)?;
-    let before = out.len();
-    out.reserve_exact(size);
+    let mut out = Vec::with_capacity(size);
     out.extend_from_slice(LIST_START);
     for (index, frame) in frames.iter().enumerate() {
         out.extend_from_slice(&frame.head);
         let start = out.len();
-        let outcome = elements(index, out).and_then(|()| match out.len().saturating_sub(start) {
-            written if written == frame.elements => Ok(()),
-            written => Err(WriteError::Elements {
+        elements(index, &mut out)?;
+        let written = out.len().saturating_sub(start);
+        if written != frame.elements {
+            return Err(WriteError::Elements {
                 index,
                 expected: frame.elements,
                 written,
             }
-            .into()),
-        });
-        if let Err(error) = outcome {
-            out.truncate(before);
-            return Err(error);
+            .into());
         }
         out.extend_from_slice(&frame.tail);
     }
     out.extend_from_slice(LIST_END);
-    Ok(())
+    Ok(out)
+}
+
+/// Appends what [`write_tensors`] writes but for the tensors' elements. Returns the places in `out` where they belong, one for each
+/// tensor, and the size of the whole pickle.
+///
+/// # Errors
+/// [`WriteError`]; nothing is appended then.
+pub fn write_around_elements(
+    out: &mut Vec<u8>,
+    tensors: &[TensorToWrite<'_>],
+) -> Result<(Vec<usize>, usize), WriteError> {
+    let (frames, size) = frames(tensors)?;
+    out.extend_from_slice(LIST_START);
+    let places = frames
+        .iter()
+        .map(|frame| {
+            out.extend_from_slice(&frame.head);
+            let place = out.len();
+            out.extend_from_slice(&frame.tail);
+            place
+        })
+        .collect();
+    out.extend_from_slice(LIST_END);
+    Ok((places, size))
 }
 
 /// Protocol 4, a list, and a mark for its members.

@@ -5,6 +5,7 @@ use std::borrow::Cow;
 use super::{
     EventBatch, EventRecord, MatchedSegment, PrepareRetrieve, PrepareStore, Response, Slot,
 };
+use crate::pickle::{TensorToWrite, WriteError, write_around_elements};
 use crate::request::write_ints;
 use crate::wire;
 use crate::wire::fields::write_fields;
@@ -76,33 +77,40 @@ impl Response<'_> {
     }
 }
 
-/// The third frame of a prepare_retrieve hit without a shared pool, its data written in place.
-///
-/// `fill` appends the pickled chunks to the frame, so that bytes of the cache are copied once; about
-/// `data_len` bytes are reserved for it. Fails when `fill` does, or when it writes 4 GiB or more, which
-/// no frame can hold: the answer is a miss then.
-pub fn prepare_retrieve_hit<E>(
-    data_len: usize,
-    fill: impl FnOnce(&mut Vec<u8>) -> Result<(), E>,
-) -> Result<Option<Vec<u8>>, E> {
-    let mut out = Vec::with_capacity(data_len + 64);
-    wire::write_map_len(&mut out, 3);
-    wire::write_str(&mut out, "success");
-    wire::write_bool(&mut out, true);
-    wire::write_str(&mut out, "data");
-    // The length is known when the data is written; readers take it in any width.
-    out.push(0xc6);
-    let length_at = out.len();
-    out.extend_from_slice(&[0; 4]);
-    let data_at = out.len();
-    fill(&mut out)?;
-    let Ok(len) = u32::try_from(out.len() - data_at) else {
-        return Ok(None);
-    };
-    out[length_at..data_at].copy_from_slice(&len.to_be_bytes());
-    wire::write_str(&mut out, "context");
-    wire::write_map_len(&mut out, 0);
-    Ok(Some(out))
+/// The third frame of a prepare_retrieve hit without a shared pool, but for the bytes of its chunks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PickledHit {
+    /// All other bytes.
+    pub text: Vec<u8>,
+    /// Where in `text` the bytes of each chunk belong.
+    pub places: Vec<usize>,
+}
+
+impl PickledHit {
+    /// The frame for chunks of this form; `None` if it would be larger than a frame can be, 4 GiB.
+    ///
+    /// # Errors
+    /// A form that cannot be pickled.
+    pub fn new(chunks: &[TensorToWrite<'_>]) -> Result<Option<Self>, WriteError> {
+        let mut text = Vec::new();
+        wire::write_map_len(&mut text, 3);
+        wire::write_str(&mut text, "success");
+        wire::write_bool(&mut text, true);
+        wire::write_str(&mut text, "data");
+        // The length is known when the data is written; readers take it in any width.
+        text.push(0xc6);
+        let length_at = text.len();
+        text.extend_from_slice(&[0; 4]);
+        let data_at = text.len();
+        let (places, size) = write_around_elements(&mut text, chunks)?;
+        let Ok(size) = u32::try_from(size) else {
+            return Ok(None);
+        };
+        text[length_at..data_at].copy_from_slice(&size.to_be_bytes());
+        wire::write_str(&mut text, "context");
+        wire::write_map_len(&mut text, 0);
+        Ok(Some(Self { text, places }))
+    }
 }
 
 fn write_slots(out: &mut Vec<u8>, slots: &[Slot<'_>]) {

@@ -1,16 +1,18 @@
 //! What holds for all inputs: values survive both ways, and no bytes make anything panic.
 
+use kvtier_proto::descriptor::Dtype;
 use kvtier_proto::frames::{ClientMessage, OperationId, RequestFrames};
 use kvtier_proto::generation::{Candidates, Field, Generation, OperationSpec};
 use kvtier_proto::key::{CacheKey, KeyForm, KeyHead, SkipTokens, TokenReader, VecTokens};
 use kvtier_proto::operation::Operation;
+use kvtier_proto::pickle::{TensorToWrite, WriteError, write_tensors};
 use kvtier_proto::request::{
     AllocationRecord, BlockAllocation, EngineGroupInfo, EngineType, InstanceId, JobRef,
     KvLayoutName, LayoutHints, Registration, Request, Retrieve, Seconds, Store, Subscription,
 };
 use kvtier_proto::response::{
-    EngineDriven, PrepareRetrieve, PrepareStore, Response, ResponseKind, Slot, StoreTarget,
-    prepare_retrieve_hit,
+    EngineDriven, PickledHit, PrepareRetrieve, PrepareStore, Response, ResponseKind, Slot,
+    StoreTarget,
 };
 use kvtier_proto::wire::{self, Reader};
 use proptest::collection::vec;
@@ -407,13 +409,19 @@ proptest! {
             prop_assert_eq!(Response::decode(kind, Some(&bytes)).unwrap(), response);
         }
 
-        let hit = prepare_retrieve_hit(data.len(), |out| {
+        let shape = [data.len() as u64];
+        let chunks = [TensorToWrite { dtype: Dtype::UInt8, shape: &shape }; 2];
+        let PickledHit { mut text, places } = PickledHit::new(&chunks).unwrap().unwrap();
+        for place in places.into_iter().rev() {
+            text.splice(place..place, data.iter().copied());
+        }
+        let pickled = write_tensors::<WriteError>(&chunks, |_, out| {
             out.extend_from_slice(&data);
-            Ok::<_, std::convert::Infallible>(())
-        }).unwrap().unwrap();
-        let expected = PrepareRetrieve { success: true, data: data.as_slice().into(), slots: None };
+            Ok(())
+        }).unwrap();
+        let expected = PrepareRetrieve { success: true, data: pickled.into(), slots: None };
         prop_assert_eq!(
-            Response::decode(ResponseKind::PrepareRetrieve, Some(&hit)).unwrap(),
+            Response::decode(ResponseKind::PrepareRetrieve, Some(&text)).unwrap(),
             Response::PrepareRetrieve(expected)
         );
     }

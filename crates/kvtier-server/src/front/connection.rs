@@ -3,6 +3,7 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
+use kvtier_memory::socket::SocketError;
 use kvtier_zmtp::{Error, Limits, Message, Session};
 use rustix::buffer::spare_capacity;
 use rustix::io::{Errno, ioctl_fionread, read};
@@ -61,6 +62,9 @@ pub enum Closed {
     /// The system's error.
     #[error("{0}")]
     Failed(#[from] Errno),
+    /// A reply could not be written.
+    #[error("{0}")]
+    Unwritten(#[from] SocketError),
     /// The client broke the protocol or a bound.
     #[error(transparent)]
     Protocol(#[from] Error),

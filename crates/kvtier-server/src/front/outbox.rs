@@ -18,6 +18,7 @@ use kvtier_sync::atomic::{AtomicU8, Ordering};
 use kvtier_sync::channel::{Receiver, Sender, unbounded};
 use rustix::event::{EventfdFlags, eventfd};
 
+use kvtier_engine::Payload;
 use kvtier_sync::budget::Charge;
 
 /// One message to a client.
@@ -29,8 +30,8 @@ pub struct Outgoing {
     /// The request's operation frame, or an error text in its place.
     pub op: Vec<u8>,
     /// The response; nothing is no third frame.
-    pub payload: Option<Vec<u8>>,
-    /// Its bytes in the budget of the connection, if it is large.
+    pub payload: Option<Payload>,
+    /// Its bytes in the budget of the connection, if it is large or has chunks.
     pub charge: Option<Charge>,
 }
 

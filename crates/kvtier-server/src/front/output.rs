@@ -1,22 +1,43 @@
 //! Bytes on their way to one client.
 //!
-//! Small replies are gathered; the payload of a large one is written from where it is, with its charge, which ends when
-//! the system has taken its last byte.
+//! Small replies are gathered; the payload of a large one is written from where it is, with its charge and its leases, which
+//! end when the system has taken its last byte.
 
-use std::mem::MaybeUninit;
 use std::os::fd::AsFd;
+use std::sync::Arc;
 
-use rustix::io::{Errno, retry_on_intr};
-use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
+use kvtier_engine::{Part, Payload};
+use kvtier_memory::socket::{self, SocketError, send_slices};
+use kvtier_sync::budget::Charge;
+use kvtier_zmtp::Slice;
 
 use super::outbox::Outgoing;
-use kvtier_sync::budget::Charge;
 
 /// Bytes written for one client before others get their turn.
 const TURN_BYTES: usize = 1 << 20;
 
+/// Slices handed to the system at once.
+const MAX_SLICES: usize = 16;
+
+/// A part of a large payload.
+pub struct Piece {
+    sent: Arc<LargePayload>,
+    part: Part,
+}
+
+struct LargePayload {
+    payload: Payload,
+    _charge: Option<Charge>,
+}
+
+impl kvtier_zmtp::Piece for Piece {
+    fn len(&self) -> usize {
+        self.part.len()
+    }
+}
+
 /// A queue of bytes.
-pub type Output = kvtier_zmtp::Output<Charge>;
+pub type Output = kvtier_zmtp::Output<Piece>;
 
 /// Appends a reply.
 pub fn push_reply(output: &mut Output, reply: Outgoing) {
@@ -29,26 +50,45 @@ pub fn push_reply(output: &mut Output, reply: Outgoing) {
     } = reply;
     output.push_frame(&uid, true);
     output.push_frame(&op, payload.is_some());
-    match (payload, charge) {
-        (Some(payload), Some(charge)) => output.push_large_frame(payload, false, charge),
-        (Some(payload), None) => output.push_frame(&payload, false),
-        (None, _) => {}
+    let Some(payload) = payload else {
+        return;
+    };
+    match payload.as_text() {
+        Some(text) if charge.is_none() => output.push_frame(text, false),
+        _ => {
+            let (len, parts) = (payload.len(), payload.parts());
+            let sent = Arc::new(LargePayload {
+                payload,
+                _charge: charge,
+            });
+            let piece = |part| Piece {
+                sent: Arc::clone(&sent),
+                part,
+            };
+            output.push_pieces(len, parts.into_iter().map(piece), false);
+        }
     }
 }
 
 /// Writes as much as the socket takes, up to a turn's worth. Returns the number of bytes.
 ///
 /// # Errors
-/// The system's, but for a socket that is full.
-pub fn write_to(output: &mut Output, socket: impl AsFd) -> Result<usize, Errno> {
-    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-    let mut no_control: [MaybeUninit<u8>; 0] = [];
-    let mut no_control = SendAncillaryBuffer::new(&mut no_control);
-    let written = output.write_with(TURN_BYTES, |slices| {
-        retry_on_intr(|| sendmsg(&socket, slices, &mut no_control, flags))
+/// The system's, but for a socket that is full, and lost memory of L1.
+pub fn write_to(output: &mut Output, socket: impl AsFd) -> Result<usize, SocketError> {
+    let written = output.write_with(TURN_BYTES, |waiting| {
+        let mut slices = [socket::Slice::Bytes(&[]); MAX_SLICES];
+        let mut used = 0;
+        for (slice, next) in slices.iter_mut().zip(waiting) {
+            *slice = match next {
+                Slice::Small(bytes) => socket::Slice::Bytes(bytes),
+                Slice::Piece(piece, from) => piece.sent.payload.slice(&piece.part, from),
+            };
+            used += 1;
+        }
+        send_slices(socket.as_fd(), &slices[..used])
     });
     match written {
-        Err(Errno::AGAIN) => Ok(0),
+        Err(SocketError::System(error)) if error.kind() == std::io::ErrorKind::WouldBlock => Ok(0),
         written => written,
     }
 }
@@ -68,7 +108,7 @@ mod tests {
             connection: 0,
             uid: vec![byte],
             op: vec![byte],
-            payload: Some(vec![byte; payload]),
+            payload: Some(vec![byte; payload].into()),
             charge,
         }
     }

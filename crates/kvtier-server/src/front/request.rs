@@ -14,7 +14,7 @@ use super::lanes::Turn;
 use super::limits::{JOB_BYTES, SMALL_REPLY, answers_much};
 use super::names::first_number;
 use super::outbox::{Outbox, Outgoing};
-use kvtier_engine::{Answer, Caller, Engine, Reply, ReplyTarget};
+use kvtier_engine::{Answer, Caller, Engine, Payload, Reply, ReplyTarget};
 use kvtier_http::Health;
 use kvtier_l2::RateLimited;
 use kvtier_sync::budget::Charge;
@@ -402,7 +402,7 @@ impl Server {
         let takes_text = sender.resolved.release.takes_text_op();
         // Whatever became of a lookup is the answer to the next question; a release that expects nothing gets nothing.
         let payload = match (sender.lookup_number, sender.spec().response) {
-            (Some(number), _) => Response::Int(number).encode(),
+            (Some(number), _) => Response::Int(number).encode().map(Payload::from),
             (None, ResponseKind::Nothing) => None,
             (None, _) => answer.payload,
         };
@@ -420,7 +420,11 @@ impl Server {
         });
         let charge = payload
             .as_ref()
-            .filter(|payload| payload.len() > SMALL_REPLY)
+            .filter(|payload| {
+                payload
+                    .as_text()
+                    .is_none_or(|text| text.len() > SMALL_REPLY)
+            })
             .map(|payload| peer.replies.take_anyway(payload.len() as u64));
         std::iter::once(Outgoing {
             connection: peer.id,
@@ -442,7 +446,8 @@ fn registers(operation: Operation) -> bool {
 
 /// Whether it is the "no" of a transfer without an event, which clients up to 0.5.4 on a GPU do not survive.
 fn lacks_event(answer: &Answer) -> bool {
-    answer.payload == Response::transfer(&[][..], false).encode()
+    let payload = answer.payload.as_ref().and_then(Payload::as_text);
+    payload == Response::transfer(&[][..], false).encode().as_deref()
 }
 
 /// An error text as an operation frame. Texts repeat what clients sent, so they are cut.

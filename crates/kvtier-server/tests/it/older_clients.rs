@@ -383,8 +383,7 @@ fn pickled_chunks_of_early_workers_are_found_by_others() {
         dtype: Dtype::BFloat16,
         shape: &shape,
     };
-    let mut data = Vec::new();
-    pickle::write_tensors_into(&mut data, &[tensor, tensor], |index, out| {
+    let data = pickle::write_tensors(&[tensor, tensor], |index, out| {
         out.extend(std::iter::repeat_n(index as u8 + 1, len));
         Ok::<_, pickle::WriteError>(())
     })

@@ -107,7 +107,7 @@ fn client_that_takes_nothing_for_a_minute_is_closed() {
         connection: 0,
         uid: vec![1],
         op: vec![1],
-        payload: Some(vec![0; 1000]),
+        payload: Some(vec![0; 1000].into()),
         charge: None,
     };
     while deaf.held_bytes() < 1 << 20 {
@@ -336,7 +336,7 @@ fn client_that_has_read_meanwhile_is_written_to() {
             connection: 0,
             uid: vec![1],
             op: vec![1],
-            payload: Some(vec![0; 1000]),
+            payload: Some(vec![0; 1000].into()),
             charge: None,
         });
         slow.write(start).unwrap();

@@ -1,0 +1,118 @@
+//! The third frame of an answer. Chunks of L1 in it stay where they are, leased, until they are sent.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use kvtier_core::cache::{Extent, ReadLease};
+use kvtier_l1::L1Allocator;
+use kvtier_memory::Arena;
+use kvtier_memory::socket::Slice;
+
+use super::transfers::Charge;
+
+/// A frame: bytes of its own, and between them chunks of L1.
+pub struct Payload {
+    text: Vec<u8>,
+    chunks: Option<Box<LeasedChunks>>,
+}
+
+/// Chunks of a frame. Their memory is neither freed nor changed before this is dropped.
+pub struct LeasedChunks {
+    /// Where they are.
+    pub arena: Arc<Arena>,
+    /// Where in the frame's own bytes each belongs, in order, and its memory.
+    pub places: Vec<(usize, Extent)>,
+    /// What keeps them.
+    pub leases: Vec<ReadLease<L1Allocator>>,
+    /// Their bytes in the staging budget.
+    pub charge: Charge,
+}
+
+/// A contiguous part of a frame.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Part {
+    /// Of its own bytes.
+    Text(Range<usize>),
+    /// A chunk.
+    Chunk(Extent),
+}
+
+impl Part {
+    /// Bytes.
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Text(range) => range.len(),
+            Self::Chunk(extent) => extent.len as usize,
+        }
+    }
+}
+
+impl std::fmt::Debug for Payload {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let chunks = self.chunks.as_ref().map_or(0, |chunks| chunks.places.len());
+        write!(f, "Payload({:02x?}, {chunks} chunks)", self.text)
+    }
+}
+
+/// One with chunks equals none.
+impl PartialEq for Payload {
+    fn eq(&self, other: &Self) -> bool {
+        self.chunks.is_none() && other.chunks.is_none() && self.text == other.text
+    }
+}
+
+impl From<Vec<u8>> for Payload {
+    fn from(text: Vec<u8>) -> Self {
+        let chunks = None;
+        Self { text, chunks }
+    }
+}
+
+impl Payload {
+    /// With chunks.
+    pub fn with_chunks(text: Vec<u8>, chunks: LeasedChunks) -> Self {
+        let chunks = Some(Box::new(chunks));
+        Self { text, chunks }
+    }
+
+    /// Bytes of the frame.
+    pub fn len(&self) -> usize {
+        self.text.len() + self.places().map(|(_, part)| part.len()).sum::<usize>()
+    }
+
+    /// All of it, unless it has chunks.
+    pub fn as_text(&self) -> Option<&[u8]> {
+        self.chunks.is_none().then_some(&self.text)
+    }
+
+    /// Its parts, in order.
+    pub fn parts(&self) -> Vec<Part> {
+        let mut parts = Vec::new();
+        let mut from = 0;
+        for (place, chunk) in self.places() {
+            parts.push(Part::Text(from..place));
+            parts.push(chunk);
+            from = place;
+        }
+        parts.push(Part::Text(from..self.text.len()));
+        parts
+    }
+
+    /// The bytes of one of its parts, from `from` on.
+    pub fn slice(&self, part: &Part, from: usize) -> Slice<'_> {
+        match (part, &self.chunks) {
+            (Part::Text(range), _) => Slice::Bytes(&self.text[range.clone()][from..]),
+            (Part::Chunk(extent), Some(chunks)) => {
+                let from = from as u64;
+                let rest = Extent::new(extent.offset + from, extent.len - from);
+                Slice::Extent(&chunks.arena, rest)
+            }
+            (Part::Chunk(_), None) => Slice::Bytes(&[]),
+        }
+    }
+
+    fn places(&self) -> impl Iterator<Item = (usize, Part)> {
+        let places = self.chunks.iter().flat_map(|chunks| &chunks.places);
+        places.map(|(place, extent)| (*place, Part::Chunk(*extent)))
+    }
+}
