@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Requests without copies, on the request port: kvtier beside LMCache's server, and kvtier by itself.
 
-    benches/wire.py rounds|crowd|prefault|syscalls [--rounds 5] [--out benches/runs/DATE]
+    benches/wire.py rounds|crowd|front|prefault|syscalls [--rounds 5] [--out benches/runs/DATE]
 
 rounds    ping, lookup and store bookkeeping by kvtier's client, and ping by libzmq (pyzmq): both servers in turn
 crowd     64 and 512 clients that look 8192 tokens up: as fast as possible, then at 60 % of that at fixed times
+front     the processor time of the thread that owns the sockets, per request of 64 and of 512 such clients, and of a ping
 prefault  lookups of 32,768 tokens while 8 GiB of L1 are being prefaulted, and afterwards
 syscalls  system calls of the server per ping, with and without busy polling (needs strace)
 
@@ -116,6 +117,38 @@ def crowd(count):
     return runs
 
 
+def front_seconds(server):
+    """Processor time that the thread which owns the sockets has used."""
+    for task in Path(f"/proc/{server.pid}/task").iterdir():
+        if (task / "comm").read_text().strip() == "kvtier-front":
+            # In nanoseconds, the first of three numbers.
+            return int((task / "schedstat").read_text().split()[0]) / 1e9
+    raise SystemExit("the server has no thread kvtier-front")
+
+
+def front(count):
+    """What one thread for all sockets can serve: the inverse of its processor time per request."""
+    runs = []
+    lookups = ["--scenario", "mixed", "--prompt-tokens", "8192", "--writer-rate", "0", "--requests", "200"]
+    cases = {
+        "ping": ["--scenario", "ping", "--requests", "50000"],
+        "lookup, 64 clients": [*lookups, "--clients", "64"],
+        "lookup, 512 clients": [*lookups, "--clients", "512"],
+    }
+    for _ in range(count):
+        server, _ = start(0)
+        run = {"load_1m": os.getloadavg()[0]}
+        for name, flags in cases.items():
+            before = front_seconds(server)
+            (row,) = bench(PORTS[0][0], *flags).values()
+            seconds = front_seconds(server) - before
+            run[name] = {"requests": row["count"], "front_us": 1e6 * seconds / row["count"], "per_second": row["per_second"]}
+        stop(server)
+        print(json.dumps(run), flush=True)
+        runs.append(run)
+    return runs
+
+
 def prefault(count):
     """Lookups during and after the prefault of L1."""
     runs = []
@@ -157,11 +190,11 @@ def syscalls(_count):
 def main():
     """Runs one of them and keeps its result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["rounds", "crowd", "prefault", "syscalls"])
+    parser.add_argument("what", choices=["rounds", "crowd", "front", "prefault", "syscalls"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    found = {"rounds": rounds, "crowd": crowd, "prefault": prefault, "syscalls": syscalls}[args.what](args.rounds)
+    found = {"rounds": rounds, "crowd": crowd, "front": front, "prefault": prefault, "syscalls": syscalls}[args.what](args.rounds)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         (args.out / f"wire-{args.what}.json").write_text(json.dumps(found, indent=1) + "\n")
