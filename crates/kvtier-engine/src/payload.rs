@@ -39,7 +39,7 @@ pub enum Part {
 
 impl Part {
     /// Bytes.
-    pub fn len(&self) -> usize {
+    pub fn byte_len(&self) -> usize {
         match self {
             Self::Text(range) => range.len(),
             Self::Chunk(extent) => extent.len as usize,
@@ -76,8 +76,12 @@ impl Payload {
     }
 
     /// Bytes of the frame.
-    pub fn len(&self) -> usize {
-        self.text.len() + self.places().map(|(_, part)| part.len()).sum::<usize>()
+    pub fn byte_len(&self) -> usize {
+        self.text.len()
+            + self
+                .places()
+                .map(|(_, part)| part.byte_len())
+                .sum::<usize>()
     }
 
     /// All of it, unless it has chunks.

@@ -32,7 +32,7 @@ struct LargePayload {
 
 impl kvtier_zmtp::Piece for Piece {
     fn len(&self) -> usize {
-        self.part.len()
+        self.part.byte_len()
     }
 }
 
@@ -56,7 +56,7 @@ pub fn push_reply(output: &mut Output, reply: Outgoing) {
     match payload.as_text() {
         Some(text) if charge.is_none() => output.push_frame(text, false),
         _ => {
-            let (len, parts) = (payload.len(), payload.parts());
+            let (len, parts) = (payload.byte_len(), payload.parts());
             let sent = Arc::new(LargePayload {
                 payload,
                 _charge: charge,

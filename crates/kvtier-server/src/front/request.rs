@@ -425,7 +425,7 @@ impl Server {
                     .as_text()
                     .is_none_or(|text| text.len() > SMALL_REPLY)
             })
-            .map(|payload| peer.replies.take_anyway(payload.len() as u64));
+            .map(|payload| peer.replies.take_anyway(payload.byte_len() as u64));
         std::iter::once(Outgoing {
             connection: peer.id,
             uid,
