@@ -17,16 +17,21 @@ pub const MIN_CHUNK_TOKENS: u32 = 16;
 /// Most tokens of a chunk, as of `--chunk-size`.
 pub const MAX_CHUNK_TOKENS: u32 = 65_536;
 
-pub(crate) fn read(reader: &mut Reader<'_>) -> Result<u32, DecodeError> {
-    let tokens: i64 = reader.int()?;
+/// A number of tokens as a client may ask for it; none outside the bounds.
+#[must_use]
+pub fn allowed(tokens: u64) -> Option<u32> {
     u32::try_from(tokens)
         .ok()
         .filter(|tokens| (MIN_CHUNK_TOKENS..=MAX_CHUNK_TOKENS).contains(tokens))
-        .ok_or_else(|| {
-            DecodeError::new(format!(
-                "{tokens} tokens per chunk; allowed: {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS}"
-            ))
-        })
+}
+
+pub(crate) fn read(reader: &mut Reader<'_>) -> Result<u32, DecodeError> {
+    let tokens: i64 = reader.int()?;
+    u64::try_from(tokens).ok().and_then(allowed).ok_or_else(|| {
+        DecodeError::new(format!(
+            "{tokens} tokens per chunk; allowed: {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS}"
+        ))
+    })
 }
 
 /// Writes the field, name first, if it is there.

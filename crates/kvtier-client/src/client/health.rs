@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use kvtier_sync::{Condvar, Mutex};
 
+use super::chunk::Offer;
 use super::{Client, Shared};
 use crate::error::ClientError;
 
@@ -234,12 +235,32 @@ fn degrade(shared: &Shared, obstacle: Option<String>) {
     }
 }
 
-/// Agrees on the chunk size and registers again. The error is why the server cannot be used, if it has answered.
-fn recover(shared: &Shared, client: &Client) -> Result<(), Option<String>> {
+/// Agrees on the chunk size with the server of a connection. The error is why it cannot be used, if it has answered.
+fn agree(shared: &Shared, client: &Client, connection: u64) -> Result<(), Option<String>> {
+    let (chunk_tokens, features) = (client.get_chunk_size(), client.get_experimental());
+    let chunk_tokens = chunk_tokens.join().map_err(|error| error.obstacle())?;
+    // A server that answers with an error has none.
+    let features = features.join().or_else(|error| match error.obstacle() {
+        Some(_) => Ok(Vec::new()),
+        None => Err(None),
+    })?;
+    if shared.link.connections() != connection {
+        // One of the answers may be another server's.
+        return Err(None);
+    }
+    let offer = Offer {
+        endpoint: client.endpoint(),
+        connection,
+        chunk_tokens: chunk_tokens as u64,
+        features: &features,
+    };
+    Ok(shared.agreement.accept(&offer)?)
+}
+
+/// Agrees with the server of a connection and registers again. The error is why it cannot be used, if it has answered.
+fn recover(shared: &Shared, client: &Client, connection: u64) -> Result<(), Option<String>> {
     if shared.agreement.is_wanted() {
-        let chunk_tokens = client.get_chunk_size().join();
-        let chunk_tokens = chunk_tokens.map_err(|error| error.obstacle())? as u64;
-        shared.agreement.accept(client.endpoint(), chunk_tokens)?;
+        agree(shared, client, connection)?;
     }
     shared.watch.change(Health::Recovering, 0, None);
     let hook = shared.watch.recover.lock().clone();
@@ -291,7 +312,7 @@ pub(super) fn run(shared: &Arc<Shared>, interval: Duration) {
                 shared.watch.set_healthy(link.connections)
             }
             // A server on a new connection may be another one. One that answers no does not know the worker (any more).
-            Ok(_) => match recover(shared, &client) {
+            Ok(_) => match recover(shared, &client, link.connections) {
                 Ok(()) => {
                     registered_on = Some(link.connections);
                     shared.watch.set_healthy(link.connections);

@@ -59,8 +59,9 @@ pub struct Settings {
     pub linger: Duration,
     /// How long the I/O thread looks for a reply before it sleeps. Default 50 us; zero spares the processor.
     pub busy_poll: Duration,
-    /// Usable chunk sizes. If given, each new server is asked for its chunk size before anything else depends on it, and
-    /// one with another size leaves the client degraded. Default: none, nothing is asked.
+    /// Usable chunk sizes. If given, each new server is asked for its chunk size and for its optional features before
+    /// anything else depends on it, and one that cannot serve the size leaves the client degraded. Default: none, nothing is
+    /// asked.
     pub chunk: Option<ChunkTerms>,
 }
 
@@ -344,6 +345,13 @@ impl Client {
     #[must_use]
     pub fn chunk_tokens(&self) -> Option<u64> {
         self.shared.agreement.chunk_tokens()
+    }
+
+    /// What [`Scope::chunk_tokens`](crate::Scope::chunk_tokens) may be for the connected server: the agreed size if that
+    /// server reads it; none for one that has only its own size, or with which the client has not agreed yet.
+    #[must_use]
+    pub fn named_chunk_tokens(&self) -> Option<u32> {
+        self.shared.agreement.named_chunk_tokens(self.connections())
     }
 
     /// Why the server cannot be used although it answers, and what to do; none while it can be, or does not answer.

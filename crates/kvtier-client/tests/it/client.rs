@@ -7,6 +7,7 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use crate::support::{Server, reply};
+use kvtier_client::proto::chunk::CHUNK_TOKENS_FEATURE;
 use kvtier_client::proto::key::EncodedTokens;
 use kvtier_client::proto::request::Request;
 use kvtier_client::proto::response::Response;
@@ -33,6 +34,7 @@ fn default_answers(request: &Request<'_, Vec<u32>>) -> Option<Response<'static>>
     match request {
         Request::Ping { .. } => Some(Response::Bool(true)),
         Request::GetChunkSize => Some(Response::Int(16)),
+        Request::GetExperimental => Some(Response::Texts(Vec::new())),
         _ => None,
     }
 }
@@ -264,6 +266,72 @@ fn server_with_other_chunk_size_is_not_used() {
     assert!(client.wait_healthy(MAX_TEST));
     assert_eq!(client.obstacle(), None);
     hooks.recv().unwrap();
+}
+
+/// The same for a server that reads a named size.
+fn with_named_chunks(
+    tokens: i64,
+) -> impl FnMut(&Request<'_, Vec<u32>>) -> Option<Response<'static>> + Send + 'static {
+    let mut default = with_chunk(tokens);
+    move |request| match request {
+        Request::GetExperimental => Some(Response::Texts(vec![CHUNK_TOKENS_FEATURE.into()])),
+        request => default(request),
+    }
+}
+
+#[test]
+fn chunk_size_is_named_while_server_reads_it() {
+    let settings = Settings {
+        chunk: Some(ChunkTerms {
+            block_tokens: 4,
+            chunk_tokens: None,
+        }),
+        ..settings()
+    };
+    let server = Server::typed(with_named_chunks(16));
+    let endpoint = server.endpoint().to_owned();
+    let client = connect(&server, settings);
+    assert!(client.wait_healthy(MAX_TEST));
+    assert_eq!(client.named_chunk_tokens(), Some(16));
+    drop(server);
+    // The default of the next one does not matter.
+    let server = Server::typed_at(&endpoint, with_named_chunks(24));
+    while !(client.connections() == 2 && client.wait_healthy(MAX_TEST)) {}
+    assert_eq!(client.named_chunk_tokens(), Some(16));
+    let (sender, states) = mpsc::channel();
+    client.on_health(Box::new(move |health| sender.send(health).unwrap()));
+    drop(server);
+    // This one reads no size, and has another.
+    let server = Server::typed_at(&endpoint, with_chunk(24));
+    assert_eq!(states.recv().unwrap(), Health::Degraded);
+    assert_eq!(states.recv().unwrap(), Health::Degraded);
+    assert!(client.obstacle().unwrap().contains(CHUNK_TOKENS_FEATURE));
+    assert_eq!(client.named_chunk_tokens(), None);
+    drop(server);
+    // Nor does this one, and it has the same.
+    let _server = Server::typed_at(&endpoint, with_chunk(16));
+    assert!(client.wait_healthy(MAX_TEST));
+    assert_eq!(client.named_chunk_tokens(), None);
+    assert_eq!(client.chunk_tokens(), Some(16));
+}
+
+#[test]
+fn server_without_operation_of_features_has_none() {
+    let settings = Settings {
+        chunk: Some(ChunkTerms {
+            block_tokens: 4,
+            chunk_tokens: None,
+        }),
+        ..settings()
+    };
+    let server = Server::typed(|request| match request {
+        Request::GetExperimental => Some(Response::Text("error: no such operation".into())),
+        request => default_answers(request),
+    });
+    let client = connect(&server, settings);
+    assert!(client.wait_healthy(MAX_TEST));
+    assert_eq!(client.chunk_tokens(), Some(16));
+    assert_eq!(client.named_chunk_tokens(), None);
 }
 
 #[test]
