@@ -21,16 +21,22 @@ impl Client {
     pub fn native(&self) -> &Native {
         &self.native
     }
-}
 
-/// The scope of keys: model, world, tenant.
-fn scope(model_name: String, world_size: u32, num_kv_readers: i64, cache_salt: String) -> Scope {
-    Scope {
-        model_name,
-        world_size,
-        cache_salt,
-        chunk_tokens: None,
-        num_kv_readers,
+    /// The scope of a scheduler's keys: model, world, tenant, and the agreed chunk size where the server reads it.
+    fn scope(
+        &self,
+        model_name: String,
+        world_size: u32,
+        num_kv_readers: i64,
+        cache_salt: String,
+    ) -> Scope {
+        Scope {
+            model_name,
+            world_size,
+            cache_salt,
+            chunk_tokens: self.native.named_chunk_tokens(),
+            num_kv_readers,
+        }
     }
 }
 
@@ -136,6 +142,11 @@ impl Client {
     }
 
     #[getter]
+    fn named_chunk_tokens(&self) -> Option<u32> {
+        self.native.named_chunk_tokens()
+    }
+
+    #[getter]
     fn obstacle(&self) -> Option<String> {
         self.native.obstacle()
     }
@@ -238,7 +249,7 @@ impl Client {
         check_salt(&cache_salt)
             .map_err(|error| PyValueError::new_err(format!("cache_salt: {error}")))?;
         let timeout = timeout.map_or_else(|| self.native.timeout(), seconds);
-        let scope = scope(model_name, world_size, num_kv_readers, cache_salt);
+        let scope = self.scope(model_name, world_size, num_kv_readers, cache_salt);
         let key = scope.scheduler_key(prompt.encoded(), 0..end, request_id);
         Ok(Future::new(self.native.lookup_hits_within(&key, timeout)))
     }
@@ -256,7 +267,7 @@ impl Client {
         num_kv_readers: i64,
         cache_salt: String,
     ) -> Future {
-        let scope = scope(model_name, world_size, num_kv_readers, cache_salt);
+        let scope = self.scope(model_name, world_size, num_kv_readers, cache_salt);
         let key = scope.scheduler_key(prompt.encoded(), start..end, request_id);
         Future::new(self.native.free_lookup_locks(&key))
     }

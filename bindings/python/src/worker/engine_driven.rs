@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use kvtier_client::{
     ChunkSink, ChunkSource, Client as Native, ClientError, EngineDrivenSpec, EngineDrivenTransfer,
-    InstanceId, Prompt, Reply, Retrieval, SharedPool, TransferServer, whole_chunks,
+    InstanceId, Prompt, Reply, Retrieval, Scope, SharedPool, TransferServer, whole_chunks,
 };
 use kvtier_device::{BlockTable, KernelGroup};
 use kvtier_proto::descriptor::Dtype;
@@ -80,13 +80,13 @@ fn only_group(core: &Core) -> Result<(&Pages, &KernelGroup), ClientError> {
 }
 
 /// The registration of the worker under an instance id.
-fn spec(core: &Core, instance: InstanceId) -> Result<EngineDrivenSpec, ClientError> {
+fn spec(core: &Core, instance: InstanceId, scope: &Scope) -> Result<EngineDrivenSpec, ClientError> {
     let (_, group) = only_group(core)?;
     let dtype = Dtype::from_name(&group.dtype_name)
         .ok_or_else(|| invalid(format!("{} is no type of the protocol", group.dtype_name)))?;
     Ok(EngineDrivenSpec {
         instance,
-        scope: core.scope.clone(),
+        scope: scope.clone(),
         worker_id: core.worker_id,
         block_tokens: group.tokens_per_block,
         layers: group.layer_indices.len() as u64,
@@ -103,12 +103,13 @@ pub fn register(
     core: &Core,
     client: &Native,
     instance: InstanceId,
+    scope: &Scope,
 ) -> Result<SharedPool, ClientError> {
-    let spec = spec(core, instance)?;
+    let spec = spec(core, instance, scope)?;
     let registered = client.register_engine_driven(spec.context()?).join()?;
     let pool = SharedPool::open(&registered, spec.force_pickle);
     if let SharedPool::Unused { .. } = pool {
-        report_unused_pool(core, client, instance)?;
+        report_unused_pool(core, client, instance, scope)?;
     }
     Ok(pool)
 }
@@ -121,11 +122,10 @@ fn report_unused_pool(
     core: &Core,
     client: &Native,
     instance: InstanceId,
+    scope: &Scope,
 ) -> Result<(), ClientError> {
     let prompt = Prompt::new(&[]);
-    let key = core
-        .scope
-        .worker_key(core.worker_id, &prompt, 0..0, "kvtier-no-pool");
+    let key = scope.worker_key(core.worker_id, &prompt, 0..0, "kvtier-no-pool");
     let nothing = pickle::write_tensors(&[], |_, _| Ok::<(), ClientError>(()))?;
     match client.commit_store(&key, instance, &nothing).join() {
         Err(error @ (ClientError::Timeout { .. } | ClientError::Disconnected { .. })) => Err(error),
@@ -162,14 +162,14 @@ fn try_copy(core: &Arc<Core>, transfer: &Transfer) -> Result<Option<Vec<u64>>, C
         deadline: transfer.deadline,
     };
     server.check_deadline()?;
-    let scope = core.scope_of(transfer);
+    let scope = registered.scope_of(transfer);
     let key = scope.worker_key(
         core.worker_id,
         &transfer.prompt,
         transfer.range.clone(),
         &transfer.request_id,
     );
-    let format = spec(core, registered.instance)?.format(core.chunk_tokens)?;
+    let format = spec(core, registered.instance, &scope)?.format(core.chunk_tokens)?;
     let steps = EngineDrivenTransfer {
         format: &format,
         pool: &registered.pool,

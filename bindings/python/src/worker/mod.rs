@@ -95,11 +95,9 @@ impl Worker {
         let core = Arc::new(Core {
             client: native.clone(),
             scope: Scope {
-                model_name,
                 world_size,
-                cache_salt: String::new(),
-                chunk_tokens: None,
                 num_kv_readers,
+                ..Scope::new(model_name)
             },
             worker_id,
             instance_ids: Mutex::new(InstanceIds::new(instance)),

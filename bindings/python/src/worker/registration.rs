@@ -2,7 +2,8 @@
 
 use std::sync::Arc;
 
-use kvtier_client::{Client as Native, ClientError, InstanceId};
+use kvtier_client::{Client as Native, ClientError, InstanceId, Scope};
+use kvtier_proto::chunk::{self, CHUNK_TOKENS_FEATURE};
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::HELD_BLOCKS_FEATURE;
 
@@ -20,11 +21,11 @@ pub fn register(core: &Core, client: &Native) -> Result<(), ClientError> {
     *core.registered.lock() = None;
     loop {
         let connections = client.connections();
-        check_features(core, client)?;
+        let scope = scope(core, client)?;
         let instance = ids.next();
         let pool = match core.mode {
-            Mode::Engine => engine_driven::register(core, client, instance)?,
-            Mode::Server => server_driven::register(core, client, instance)?,
+            Mode::Engine => engine_driven::register(core, client, instance, &scope)?,
+            Mode::Server => server_driven::register(core, client, instance, &scope)?,
         };
         // In this order: lookups are answered for a model that has a worker.
         unregister(core, client, &mut ids, Some(instance))?;
@@ -34,6 +35,7 @@ pub fn register(core: &Core, client: &Native) -> Result<(), ClientError> {
             client.set_instance(Some(instance));
             *core.registered.lock() = Some(Arc::new(Registered {
                 instance,
+                scope,
                 connections,
                 pool,
             }));
@@ -78,18 +80,20 @@ fn unregister(
     Ok(())
 }
 
-/// Asks for the server's optional features. Held blocks need one of them.
+/// Returns the scope of a registration with this server: it names the chunk size if the server reads that. Asks for the
+/// server's optional features; held blocks and a chunk size other than its default need one each.
 ///
 /// The question also notifies the server that this client accepts a refusal's text. Without it a refused registration of pages
 /// looks like an accepted one, since clients of releases before 0.5.5 accept no text.
-fn check_features(core: &Core, client: &Native) -> Result<(), ClientError> {
+fn scope(core: &Core, client: &Native) -> Result<Scope, ClientError> {
     let features = match client.get_experimental().join() {
         Err(error @ (ClientError::Timeout { .. } | ClientError::Disconnected { .. })) => {
             return Err(error);
         }
         features => features.unwrap_or_default(),
     };
-    if core.geometry.holds_blocks && !features.iter().any(|it| it == HELD_BLOCKS_FEATURE) {
+    let has = |feature: &str| features.iter().any(|it| it == feature);
+    if core.geometry.holds_blocks && !has(HELD_BLOCKS_FEATURE) {
         return Err(ClientError::Unexpected {
             operation: Operation::GetExperimental,
             message: format!(
@@ -98,5 +102,21 @@ fn check_features(core: &Core, client: &Native) -> Result<(), ClientError> {
             ),
         });
     }
-    Ok(())
+    let named = chunk::allowed(core.chunk_tokens).filter(|_| has(CHUNK_TOKENS_FEATURE));
+    if named.is_none() {
+        let default = client.get_chunk_size().join()? as u64;
+        if default != core.chunk_tokens {
+            return Err(ClientError::Argument {
+                field: "chunk_tokens",
+                message: format!(
+                    "{}; the server has chunks of {default} tokens",
+                    core.chunk_tokens
+                ),
+            });
+        }
+    }
+    Ok(Scope {
+        chunk_tokens: named,
+        ..core.scope.clone()
+    })
 }

@@ -6,7 +6,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvtier_client::{Client as Native, ClientError, InstanceId, SharedPool};
+use kvtier_client::{Client as Native, ClientError, InstanceId, Scope, SharedPool};
 use kvtier_proto::deadline;
 use kvtier_proto::key::EncodedTokens;
 use kvtier_proto::request::{
@@ -22,16 +22,18 @@ pub fn register(
     core: &Core,
     client: &Native,
     instance: InstanceId,
+    scope: &Scope,
 ) -> Result<SharedPool, ClientError> {
     client
         .register_kv_cache(Registration {
             instance,
             tensors: core.geometry.descriptors.clone(),
-            model_name: &core.scope.model_name,
-            world_size: core.scope.world_size,
+            model_name: &scope.model_name,
+            world_size: scope.world_size,
             engine: EngineType::Vllm,
             hints: LayoutHints {
                 kv_layout: core.geometry.hint,
+                chunk_tokens: scope.chunk_tokens,
                 held_blocks: core.geometry.holds_blocks.then_some(HELD_BLOCKS),
                 ..LayoutHints::default()
             },
@@ -55,7 +57,7 @@ pub fn submit(core: &Arc<Core>, transfer: &Transfer) {
         return core.finish(id, Err("the worker is not registered".to_owned()));
     };
     let instance = registered.instance;
-    let scope = core.scope_of(transfer);
+    let scope = registered.scope_of(transfer);
     // A server that was stopped meanwhile must not start a transfer past its deadline.
     let left = || transfer.deadline.saturating_duration_since(Instant::now());
     let settings = deadline::encode(deadline::from_left(monotonic, left));

@@ -59,14 +59,24 @@ pub struct Done {
 /// The current registration.
 pub struct Registered {
     pub instance: InstanceId,
+    /// The scope of its keys, with the chunk size if the registration names one; without a salt.
+    pub scope: Scope,
     /// [`Native::connections`] at its time: later ones lead to a server that may not know it.
     pub connections: u64,
     pub pool: SharedPool,
 }
 
+impl Registered {
+    /// The scope of a transfer's keys.
+    pub fn scope_of(&self, transfer: &Transfer) -> Scope {
+        self.scope.clone().with_salt(transfer.cache_salt.clone())
+    }
+}
+
 /// Shared by the Python object and the threads.
 pub struct Core {
     pub client: Native,
+    /// Model and world; each registration adds its chunk size.
     pub scope: Scope,
     pub worker_id: u32,
     pub instance_ids: Mutex<InstanceIds>,
@@ -160,10 +170,5 @@ impl Core {
                 None => self.changed.wait(&mut finished),
             }
         }
-    }
-
-    /// The scope of a transfer's keys.
-    pub fn scope_of(&self, transfer: &Transfer) -> Scope {
-        self.scope.clone().with_salt(transfer.cache_salt.clone())
     }
 }
