@@ -5,7 +5,8 @@ import os
 
 import pytest
 from kvrig.log_reports import pytest_runtest_makereport as pytest_runtest_makereport
-from kvrig.server import Server, our_command
+from kvrig.proxy import Proxy
+from kvrig.server import Server, free_port, our_command
 from rig import Engine
 
 CHUNK = 16
@@ -18,7 +19,7 @@ class Place:
     """Factory of one test's servers and engines, which end with it."""
 
     def __init__(self, directory):
-        self.directory, self.servers, self.engines = directory, [], []
+        self.directory, self.servers, self.engines, self.proxies = directory, [], [], []
         self.mode = "both"
 
     def server(self, mode=None, start=True, **options):
@@ -31,6 +32,11 @@ class Place:
             server.start()
         return server
 
+    def older(self, server):
+        """Returns a proxy of a server that reads no chunk size but its own, as kvtier's first ones and LMCache's."""
+        self.proxies.append(Proxy(server.url, free_port(), hidden=["kvtier.chunk_tokens.1"]))
+        return self.proxies[-1]
+
     def engine(self, server, **options):
         """Returns an engine that is connected and registered."""
         engine = Engine(server.url, **options)
@@ -41,6 +47,8 @@ class Place:
         """Ends all; servers must have logged no trouble and left no segment."""
         for engine in self.engines:
             engine.close()
+        for proxy in self.proxies:
+            proxy.close()
         for server in self.servers:
             if server.process is None:
                 continue

@@ -549,7 +549,7 @@ def test_shutdown_unregisters_and_removes_segments(place, mode):
 
 def test_wrong_chunk_size_and_missing_server_raise(place):
     """The errors say what to do."""
-    server = place.server()
+    server = place.older(place.server())
     for make in (SchedulerAdapter, WorkerAdapter):
         with pytest.raises(ValueError, match="does not divide the server's chunk of 16 tokens"):
             make(server.url, "m", block_tokens=12)

@@ -88,7 +88,7 @@ def test_options():
         ({"kvtier.start": "later"}, "kvtier.start: 'later'; allowed are without, and seconds"),
         ({"kvtier.start": -1}, "kvtier.start: -1.0; a positive number"),
         ({"kvtier.chunk_tokens": "big"}, "a whole number is needed"),
-        ({"kvtier.chunk_tokens": -1}, "allowed are whole numbers from 0"),
+        ({"kvtier.chunk_tokens": -1}, "allowed are whole numbers from 0 to 65536"),
         ({"kvtier.model_name": "a@b"}, "kvtier.model_name: 'a@b'; allowed is a printable text without @"),
         ({"kvtier.preemption_patience": -1}, "preemption_patience: -1.0; a positive number"),
         ({"kvtier.save_decode": 2}, "allowed are true and false"),
@@ -147,18 +147,32 @@ def test_unsupported_models_are_refused(place, monkeypatch):
         vars(altered.kv_cache_groups[0].kv_cache_spec).update(more)
         with pytest.raises(ValueError, match=error):
             KvTierConnector(vllm_config(server), KVConnectorRole.WORKER, altered)
-    uneven = cache_config(["layer.0"])
-    uneven.kv_cache_groups.append(SimpleNamespace(layer_names=["layer.1"], kv_cache_spec=FullAttentionSpec(block_size=3)))
-    for role in KVConnectorRole:
-        with pytest.raises(ValueError, match="does not divide the server's chunk"):
-            KvTierConnector(vllm_config(server), role, uneven)
-    uneven_size = cache_config(["layer.0"])
-    uneven_size.kv_cache_groups[0].kv_cache_spec.block_size = 5
-    with pytest.raises(ValueError, match="does not divide the server's chunk"):
-        KvTierConnector(vllm_config(server), KVConnectorRole.SCHEDULER, uneven_size)
     layout = cache_config(["layer.0"])
     layout.kv_cache_layout = "LHBNC"
     worker = KvTierConnector(vllm_config(server), KVConnectorRole.WORKER, layout)
     with pytest.raises(ValueError, match="KV layouts"):
         worker.register_kv_caches({})
     worker.shutdown()
+
+
+def test_chunk_size_follows_blocks_of_all_groups(place):
+    """Alike in scheduler and worker. A server with chunks of only one size must have one that suits, unless one is set."""
+    server = place.server()
+    older, sizes = place.older(server), {}
+    for size, expected in ((BLOCK, CHUNK), (3, 264), (48, 288), (300, 300)):
+        config = cache_config(["layer.0"])
+        config.kv_cache_groups.append(SimpleNamespace(layer_names=["layer.1"], kv_cache_spec=FullAttentionSpec(block_size=size)))
+        for role in KVConnectorRole:
+            if expected != CHUNK:
+                with pytest.raises(ValueError, match="does not divide the server's chunk of 16 tokens"):
+                    KvTierConnector(vllm_config(older), role, config)
+            connector = KvTierConnector(vllm_config(server), role, config)
+            client = (connector._adapter or connector._scheduling.adapter).client
+            sizes.setdefault(size, set()).add((client.chunk_tokens, client.named_chunk_tokens))
+            connector.shutdown()
+        assert sizes[size] == {(expected, expected)}
+        with pytest.raises(ValueError, match=f"chunk_tokens: {2 * size - 1}; allowed are multiples of the engine's block"):
+            KvTierConnector(vllm_config(server, **{"kvtier.chunk_tokens": 2 * size - 1}), KVConnectorRole.WORKER, config)
+    chosen = KvTierConnector(vllm_config(server, **{"kvtier.chunk_tokens": 12 * BLOCK}), KVConnectorRole.SCHEDULER, cache_config(["layer.0"]))
+    assert chosen._scheduling.chunk == 12 * BLOCK
+    chosen.shutdown()

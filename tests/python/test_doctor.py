@@ -20,7 +20,7 @@ from kvtier import doctor
 from rig import tokens
 
 NUMBERS = {name: number for number, name in OPERATIONS.items()} | {
-    "unregister": 2, "unregister_engine_driven": 15, "noop": 24, "get_experimental": 32,
+    "unregister": 2, "unregister_engine_driven": 15, "noop": 24,
 }  # fmt: skip
 REFUSED = "error: this server runs with --supported-transfer-mode lmcache_driven"
 

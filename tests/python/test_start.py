@@ -65,14 +65,21 @@ def test_later_refusal_of_worker_is_logged(place, caplog):
 
 
 def test_server_with_other_chunk_size_is_unused(place, mode, fresh, caplog):
-    """A smaller chunk would make an engine count twice the tokens."""
+    """If it reads no other than its own: a smaller chunk would make an engine count twice the tokens."""
     server = place.server()
     server.expect_trouble("instance|worker|register")
-    engine = place.engine(server, mode=mode)
+    older = place.older(server)
+    engine = place.engine(older, mode=mode)
     works(engine, fresh)
-    server.kill()
-    server.chunk = CHUNK // 2
-    server.start()
+
+    def restart(chunk):
+        older.cut()
+        server.kill()
+        server.chunk = chunk
+        server.start()
+        older.mend()
+
+    restart(CHUNK // 2)
     sides = (engine.scheduler.client, engine.worker.client)
     wait_until(lambda: all(side.obstacle for side in sides), 60, "a reason on both sides")
     text = f"chunks of {CHUNK // 2} tokens and this engine works with chunks of {CHUNK}: start the server with --chunk-size {CHUNK}"
@@ -83,16 +90,15 @@ def test_server_with_other_chunk_size_is_unused(place, mode, fresh, caplog):
     assert engine.lookup(request, prompt) == 0
     assert server.get("/status")[1]["storage_manager"]["l1_manager"]["total_object_count"] == 0
     assert logged(caplog, text, 2) == ["ERROR", "ERROR"], "once for each side"
-    server.kill()
-    server.chunk = CHUNK
-    server.start()
+    restart(CHUNK)
     engine.healthy()
     works(engine, fresh)
+    assert older.named == set()
 
 
 def test_required_chunk_size_is_checked(place):
-    """With another size a start that waits fails, and a start that does not wait leaves the server unused."""
-    server = place.server()
+    """Without a server that reads it a start that waits fails, and a start that does not wait leaves the server unused."""
+    server = place.older(place.server())
     with pytest.raises(ValueError, match=f"chunks of {CHUNK} tokens and this engine works with chunks of {4 * CHUNK}"):
         SchedulerAdapter(server.url, "m", block_tokens=BLOCK, chunk_tokens=4 * CHUNK)
     scheduler = SchedulerAdapter(server.url, "m", block_tokens=BLOCK, chunk_tokens=4 * CHUNK, wait_for_server=None)
@@ -101,6 +107,8 @@ def test_required_chunk_size_is_checked(place):
     scheduler.shutdown()
     with pytest.raises(ValueError, match="chunk_tokens: 10; allowed are multiples of the engine's block of 4 tokens"):
         SchedulerAdapter(server.url, "m", block_tokens=BLOCK, chunk_tokens=10)
+    with pytest.raises(ValueError, match="chunk_tokens: 65540; allowed are whole numbers from 1 to 65536"):
+        SchedulerAdapter(server.url, "m", block_tokens=BLOCK, chunk_tokens=65540)
 
 
 def test_lookup_result_beyond_request_fails(place):

@@ -10,6 +10,7 @@ OPERATIONS = {
     1: "register_kv_cache", 6: "store", 7: "retrieve", 8: "lookup", 10: "wait_prefetch_status", 12: "free_lookup_locks",
     13: "end_session", 14: "register_kv_cache_engine_driven_context", 16: "prepare_store", 17: "commit_store",
     18: "prepare_retrieve", 19: "commit_retrieve", 20: "clear", 21: "get_chunk_size", 22: "ping",
+    32: "get_experimental",
 }  # fmt: skip
 
 
@@ -17,12 +18,14 @@ class Proxy:
     """Forwards messages; each engine's connection is one connection to the server.
 
     ``at(operation, action)``: the next request (or, with ``reply=True``, the next reply) of that operation is dropped,
-    and ``action()`` is called. ``cut()`` ends all connections, as the death of a server does; ``mend()`` listens again.
+    and ``action()`` is called. Optional features in ``hidden`` are not announced, as by an earlier server; ``named`` has the
+    operations whose requests named a chunk size. ``cut()`` ends all connections, as the death of a server does; ``mend()`` listens again.
     """
 
-    def __init__(self, server_url, port):
+    def __init__(self, server_url, port, hidden=()):
         self.server_url, self.url = server_url, f"tcp://127.0.0.1:{port}"
         self.seen = []
+        self.hidden, self.named = set(hidden), set()
         self.actions, self.lock = {}, threading.Lock()
         self.wanted, self.is_open = True, threading.Event()
         self.stopping = False
@@ -53,13 +56,18 @@ class Proxy:
         self.context.destroy(linger=0)
 
     def _drops(self, frames, reply):
-        """Whether a message is dropped; does what was to be done at it."""
+        """Whether a message is dropped; does what was to be done at it. Hides features from its frames."""
         try:
             number = msgspec.msgpack.decode(frames[1])
         except (IndexError, msgspec.DecodeError):
             return False
         operation = OPERATIONS.get(number)
         self.seen.append((operation, reply))
+        if not reply and any(b"kvtier.chunk_tokens" in frame for frame in frames):
+            self.named.add(operation)
+        if reply and operation == "get_experimental":
+            features = msgspec.msgpack.decode(frames[2])
+            frames[2] = msgspec.msgpack.encode([name for name in features if name not in self.hidden])
         with self.lock:
             action = self.actions.pop((operation, reply), None)
         if action is None:

@@ -114,9 +114,11 @@ class Client:
         Args:
             timeout: seconds from the submission of a request to its result.
             heartbeat: seconds between two heartbeats, and for the answer to one.
-            block_tokens: tokens in a block of the engine. With it the client first asks each new server for its chunk size. A
-                server whose chunk is no multiple of the block, or differs from before, is not used.
-            chunk_tokens: the chunk size that a server must have; by default that of the first one.
+            block_tokens: tokens in a block of the engine. With it the client first agrees with each new server on the chunk
+                size. A server that cannot serve it is not used.
+            chunk_tokens: the chunk size. By default that of the first server if it is a multiple of the block, else the
+                smallest multiple of at least 256 tokens. Servers with the feature ``kvtier.chunk_tokens.1`` serve any size,
+                others only their own.
 
         Raises:
             ValueError: the address is invalid, or a timeout is not above 0 and at most a day.
@@ -150,6 +152,10 @@ class Client:
         """Tokens in a chunk, as agreed with the server; None until then, and without ``block_tokens``."""
 
     @property
+    def named_chunk_tokens(self) -> int | None:
+        """The chunk size that keys name to the connected server; None for a server that has only its own size."""
+
+    @property
     def obstacle(self) -> str | None:
         """Why the server cannot be used, and what to do; None while it can, or none answers."""
 
@@ -176,7 +182,7 @@ class Client:
         """Closes the connection: requests in flight fail with :class:`Disconnected`."""
 
     def get_chunk_size(self) -> Future[int]:
-        """Returns the tokens in a chunk."""
+        """Returns the server's default number of tokens in a chunk."""
 
     def get_experimental(self) -> Future[list[str]]:
         """Returns the names of the server's enabled optional features."""

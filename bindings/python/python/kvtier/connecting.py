@@ -19,6 +19,7 @@ DEFAULT_HEARTBEAT = 5.0
 DEFAULT_PREEMPTION_PATIENCE = 1.0
 
 MAX_SECONDS = 24 * 3600.0
+MAX_CHUNK_TOKENS = 65536
 
 # Seconds between two checks whether to keep waiting.
 _POLL_INTERVAL = 0.05
@@ -77,17 +78,17 @@ def connect(
     chunk_tokens: int | None,
     wait_for_server: float | None,
 ) -> Client:
-    """Returns a client that uses servers with chunks of ``chunk_tokens`` tokens, or of the first server's size.
+    """Returns a client that works in chunks of ``chunk_tokens`` tokens, or of the size that the first server suggests.
 
     Raises:
         ConnectionError: no server answered within ``wait_for_server`` seconds.
-        ValueError: the server has another chunk size, or an argument is not allowed.
+        ValueError: the server cannot serve the chunk size, or an argument is not allowed.
     """
     check_seconds("timeout", timeout)
     check_seconds("heartbeat", heartbeat)
     check_count("block_tokens", block_tokens, 1)
     if chunk_tokens is not None:
-        check_count("chunk_tokens", chunk_tokens, 1)
+        check_count("chunk_tokens", chunk_tokens, 1, MAX_CHUNK_TOKENS)
         if chunk_tokens % block_tokens:
             raise ValueError(f"chunk_tokens: {chunk_tokens}; allowed are multiples of the engine's block of {block_tokens} tokens")
     if wait_for_server is not None:

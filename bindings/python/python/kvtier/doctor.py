@@ -28,6 +28,8 @@ from ._native import Worker
 from .tensors import Segment, Storages
 
 MODEL = "kvtier-doctor"
+# By which a server says that clients may ask for another chunk size than its default.
+CHUNK_TOKENS_FEATURE = "kvtier.chunk_tokens.1"
 # The LMCache release whose messages the client sends.
 PROTOCOL = "0.5.6"
 BLOCKS, HEADS, HEAD_SIZE = 4, 1, 8
@@ -114,7 +116,10 @@ class Doctor:
             chunk = client.get_chunk_size().result()
             if not 1 <= chunk <= 65536:
                 raise failure(f"{chunk} tokens; a chunk has 1 to 65536", not_ours)
-            ok(f"{chunk} tokens; vLLM's --block-size must divide it")
+            if CHUNK_TOKENS_FEATURE in client.get_experimental().result():
+                ok(f"{chunk} tokens for LMCache's connector, whose --block-size must divide it; kvtier's own asks for what it needs")
+            else:
+                ok(f"{chunk} tokens; vLLM's --block-size must divide it")
         with self.check("round trip", "look at the server's log") as ok:
             ok(_round_trips(client))
         self._shared_memory()

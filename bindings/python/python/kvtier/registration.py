@@ -127,7 +127,7 @@ class Registration:
                 return
             chunk_tokens = self._client.chunk_tokens
             if chunk_tokens is None:
-                raise KvTierError("the chunk size of the server is not known")
+                raise KvTierError("no server has agreed on the chunk size yet")
             self.worker = Worker(
                 self._client,
                 **layout,

@@ -61,19 +61,19 @@ class SchedulerAdapter:
         Args:
             server_url: ``tcp://host:port``, ``ipc://path``, or ``host:port``.
             model_name: part of every key; without ``@``.
-            block_tokens: tokens in one block of the engine; divides the server's chunk.
+            block_tokens: tokens in one block of the engine; divides the chunk.
             world_size: number of pieces that the KV of a token is split into (ranks; for MLA without tensor parallelism).
             num_kv_readers: number of workers that read each piece: 1, or for MLA the tensor-parallel size.
             timeout: seconds each request may take.
             lookup_timeout: seconds a lookup may take, if that is less.
             heartbeat: seconds between two heartbeats.
             wait_for_server: seconds to wait for a server. None: the server may start later, and until then nothing is found.
-            chunk_tokens: the server's chunk size, a multiple of ``block_tokens``. None: that of the first server. A server
-                with another chunk size is not used.
+            chunk_tokens: tokens in a chunk, a multiple of ``block_tokens``. None: the first server's default if it is one, else
+                the smallest multiple of at least 256 tokens. A server that cannot serve it is not used.
 
         Raises:
             ConnectionError: no server answered within ``wait_for_server``.
-            ValueError: the chunk is no multiple of the block, the address is invalid, or an argument is not allowed.
+            ValueError: the server cannot serve the chunk size, the address is invalid, or an argument is not allowed.
         """
         check_model_name(model_name)
         check_count("world_size", world_size, 1)

@@ -82,7 +82,7 @@ class WorkerAdapter:
         Args:
             server_url: ``tcp://host:port``, ``ipc://path``, or ``host:port``.
             model_name: part of every key; without ``@``.
-            block_tokens: tokens in one block of the engine; divides the server's chunk.
+            block_tokens: tokens in one block of the engine; divides the chunk.
             world_size: number of pieces that the KV of a token is split into.
             worker_id: index of this worker's piece.
             num_kv_readers: number of workers with the same piece: 1, or for MLA the tensor-parallel size.
@@ -97,12 +97,12 @@ class WorkerAdapter:
             instance_id: this worker's id, unique among the server's workers. Default: a random one.
             force_pickle: send chunks in messages even if the server has a shared pool.
             wait_for_server: seconds to wait for a server. None: the server may start later, and the worker registers then.
-            chunk_tokens: the server's chunk size, a multiple of ``block_tokens``. None: that of the first server. A server
-                with another chunk size is not used.
+            chunk_tokens: tokens in a chunk, a multiple of ``block_tokens``. None: the first server's default if it is one, else
+                the smallest multiple of at least 256 tokens. A server that cannot serve it is not used.
 
         Raises:
             ConnectionError: no server answered within ``wait_for_server``.
-            ValueError: the chunk is no multiple of the block, or an argument is not allowed.
+            ValueError: the server cannot serve the chunk size, or an argument is not allowed.
         """
         if mode not in TRANSFER_MODES:
             raise ValueError(f"mode: {mode!r}; allowed are {', '.join(TRANSFER_MODES)}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from ..operation import LoadStoreOp
 from ..worker import WorkerAdapter
 from .fingerprint import unknown_weights
 from .guard import Errors, falls_back
-from .kinds import has_windows, served_groups
+from .kinds import chunk_unit, has_windows, served_groups
 from .logs import use_vllm_log
 from .metadata import Move, StepMetadata, WorkerReport
 from .metrics import KvTierPromMetrics, KvTierStats
@@ -107,7 +106,7 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
         return WorkerAdapter(
             self._options.url,
             identity.model_name,
-            block_tokens=math.lcm(*(group.block_tokens for group in self._groups)),
+            block_tokens=chunk_unit(self._kv_cache_config, self._groups),
             world_size=identity.world_size,
             worker_id=identity.worker_id,
             num_kv_readers=identity.num_kv_readers,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +78,17 @@ def _window(spec: Any) -> int:
         return -1
     tokens = max(1, spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0))
     return int(-(-tokens // spec.block_size) * spec.block_size)
+
+
+def hash_block_tokens(kv_cache_config: KVCacheConfig, groups: Sequence[Group]) -> int:
+    """Returns the tokens that one of vLLM's block hashes covers."""
+    return getattr(kv_cache_config, "hash_block_size", None) or groups[0].block_tokens
+
+
+def chunk_unit(kv_cache_config: KVCacheConfig, groups: Sequence[Group]) -> int:
+    """Returns the tokens of which a chunk is a multiple: whole blocks of every group, and whole hashes. The same in all processes
+    of an engine."""
+    return math.lcm(hash_block_tokens(kv_cache_config, groups), *(group.block_tokens for group in groups))
 
 
 def has_windows(groups: Sequence[Group]) -> bool:

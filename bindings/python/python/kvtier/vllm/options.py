@@ -14,6 +14,7 @@ from ..connecting import (
     DEFAULT_PREEMPTION_PATIENCE,
     DEFAULT_STORE_TIMEOUT,
     DEFAULT_TIMEOUT,
+    MAX_CHUNK_TOKENS,
     check_count,
     check_model_name,
     check_seconds,
@@ -49,8 +50,8 @@ class Options:
     the start waits that long for the server, and fails without it."""
 
     chunk_tokens: int = 0
-    """The server's chunk size, a multiple of the block size. 0: that of the first server. A server with another chunk size is
-    not used."""
+    """Tokens in a chunk, a multiple of the block sizes of all groups of layers. 0: the first server's default if it is one, else
+    the smallest multiple of at least 256 tokens. A server that cannot serve it is not used."""
 
     store_timeout: float = DEFAULT_STORE_TIMEOUT
     """Seconds a store by the server may take, if that is less than ``timeout``: a preemption waits for it."""
@@ -117,7 +118,7 @@ class Options:
                 raise ValueError(f"{PREFIX}{name}: {getattr(options, name)!r}; allowed are {', '.join(allowed)}")
         for name in ("timeout", "lookup_timeout", "store_timeout", "heartbeat", "preemption_patience"):
             check_seconds(PREFIX + name, getattr(options, name), zero=name == "preemption_patience")
-        check_count(f"{PREFIX}chunk_tokens", options.chunk_tokens, 0)
+        check_count(f"{PREFIX}chunk_tokens", options.chunk_tokens, 0, MAX_CHUNK_TOKENS)
         return options
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from ..transfer import Group
 from .contents import Contents
 from .guard import Errors, falls_back
 from .holds import Holds
-from .kinds import blocks_of_range, blocks_per_chunk, check_windows, has_windows
+from .kinds import blocks_of_range, blocks_per_chunk, check_windows, chunk_unit, has_windows, hash_block_tokens
 from .metadata import Move, StepMetadata, WorkerReport
 from .metrics import KvTierStats
 from .options import Identity, Options
@@ -50,11 +49,11 @@ class Scheduling:
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any, options: Options, identity: Identity, groups: list[Group]) -> None:
         block_tokens = [group.block_tokens for group in groups]
-        hash_block = getattr(kv_cache_config, "hash_block_size", None) or block_tokens[0]
+        hash_block = hash_block_tokens(kv_cache_config, groups)
         self.adapter = SchedulerAdapter(
             options.url,
             identity.model_name,
-            block_tokens=math.lcm(hash_block, *block_tokens),
+            block_tokens=chunk_unit(kv_cache_config, groups),
             world_size=identity.world_size,
             num_kv_readers=identity.num_kv_readers,
             timeout=options.timeout,
