@@ -86,8 +86,8 @@ def hash_block_tokens(kv_cache_config: KVCacheConfig, groups: Sequence[Group]) -
 
 
 def chunk_unit(kv_cache_config: KVCacheConfig, groups: Sequence[Group]) -> int:
-    """Returns the tokens of which a chunk is a multiple: whole blocks of every group, and whole hashes. The same in all processes
-    of an engine."""
+    """Returns the least chunk, in tokens: whole blocks of every group, and of vLLM's hashes. All processes of an engine have the
+    same."""
     return math.lcm(hash_block_tokens(kv_cache_config, groups), *(group.block_tokens for group in groups))
 
 
