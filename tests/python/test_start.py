@@ -20,6 +20,17 @@ def logged(caplog, text, count):
     return levels()
 
 
+def replace(server, proxy, engine, chunk):
+    """Replaces the server behind a proxy by one of another default size, after the engine has lost its connections."""
+    proxy.cut()
+    wait_until(lambda: not engine.scheduler.is_healthy and not engine.worker.is_healthy, 60, "lost connections")
+    server.kill()
+    server.chunk = chunk
+    server.start()
+    proxy.named.clear()
+    proxy.mend()
+
+
 def test_engine_starts_without_server(place, mode, fresh):
     """It computes until then, and uses the server as soon as it is there."""
     server = place.server(start=False)
@@ -72,14 +83,7 @@ def test_server_with_other_chunk_size_is_unused(place, mode, fresh, caplog):
     engine = place.engine(older, mode=mode)
     works(engine, fresh)
 
-    def restart(chunk):
-        older.cut()
-        server.kill()
-        server.chunk = chunk
-        server.start()
-        older.mend()
-
-    restart(CHUNK // 2)
+    replace(server, older, engine, CHUNK // 2)
     sides = (engine.scheduler.client, engine.worker.client)
     wait_until(lambda: all(side.obstacle for side in sides), 60, "a reason on both sides")
     text = f"chunks of {CHUNK // 2} tokens and this engine works with chunks of {CHUNK}: start the server with --chunk-size {CHUNK}"
@@ -90,7 +94,7 @@ def test_server_with_other_chunk_size_is_unused(place, mode, fresh, caplog):
     assert engine.lookup(request, prompt) == 0
     assert server.get("/status")[1]["storage_manager"]["l1_manager"]["total_object_count"] == 0
     assert logged(caplog, text, 2) == ["ERROR", "ERROR"], "once for each side"
-    restart(CHUNK)
+    replace(server, older, engine, CHUNK)
     engine.healthy()
     works(engine, fresh)
     assert older.named == set()
