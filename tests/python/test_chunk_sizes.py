@@ -148,7 +148,7 @@ def test_model_gets_the_chunk_that_it_needs(place, model):
     server, source = place.server("lmcache_driven"), random.Random(model)
     asked = [[source.randrange(4000) for _ in range(length)] for length in (255, 257, 512, 600)]
     for name in ("first", "second"):
-        # So many blocks that no store is put off.
+        # Enough blocks that no store is put off.
         with closing(Simulation(server, model, specs, blocks=2000, caching=False, step_tokens=100)) as engine:
             assert engine.scheduler.connector._scheduling.chunk == 256
             found = []
