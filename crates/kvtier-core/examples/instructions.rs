@@ -59,6 +59,11 @@ impl Words for Memory {
         self.0[at] = word;
     }
 
+    fn set_all(&mut self, at: u64, words: &[u64]) {
+        let at = place(at);
+        self.0[at..at + words.len()].copy_from_slice(words);
+    }
+
     fn end(&self) -> u64 {
         0
     }

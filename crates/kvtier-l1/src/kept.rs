@@ -40,6 +40,11 @@ impl Words for SegmentWords {
         self.0.set(at, word);
     }
 
+    #[inline]
+    fn set_all(&mut self, at: u64, words: &[u64]) {
+        self.0.set_all(at, words);
+    }
+
     fn end(&self) -> u64 {
         self.0.end()
     }

@@ -125,6 +125,28 @@ impl SharedWords {
         }
     }
 
+    /// Writes words that were reached together, in their order; others are dropped.
+    #[inline]
+    pub fn set_all(&mut self, at: u64, words: &[u64]) {
+        let (first, count) = (at.saturating_mul(8), words.len() as u64);
+        let has_memory = at.checked_add(count).is_some_and(|end| end <= self.end);
+        let Some(place) = self
+            .mapping
+            .locate(first, count * 8)
+            .ok()
+            .filter(|_| has_memory)
+        else {
+            return;
+        };
+        // SAFETY: these bytes lie in the mapping, which is aligned to pages and lives as long as `self`, and they are only
+        // accessed atomically.
+        let places =
+            unsafe { std::slice::from_raw_parts(place.as_ptr().cast::<AtomicU64>(), words.len()) };
+        for (place, word) in places.iter().zip(words) {
+            place.store(*word, Ordering::Release);
+        }
+    }
+
     /// Where the last piece with memory ends.
     #[must_use]
     pub fn end(&self) -> u64 {

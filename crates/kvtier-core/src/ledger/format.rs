@@ -120,9 +120,7 @@ pub(super) fn write_header(words: &mut impl Words, id: u64, identity: &Identity)
     // Nothing is believed until the mark is there again.
     words.set(0, 0);
     let content = header(id, identity);
-    for (at, word) in (1..).zip(content) {
-        words.set(at, word);
-    }
+    words.set_all(1, &content);
     write_names_len(words, id, 0);
     set_unrecorded_grant(words, false);
     words.set(0, MARK);
@@ -246,9 +244,7 @@ pub(super) fn write_name(
     // The low half is the reference, so it must not be 0 either.
     let sum = checksum(id, u64::from(number) | 1 << 63, &content) | 1;
     words.set(at, 0);
-    for (place, word) in (at + 1..).zip(content) {
-        words.set(place, word);
-    }
+    words.set_all(at + 1, &content);
     words.set(at, sum);
     Some(sum as u32)
 }
@@ -312,11 +308,13 @@ pub(super) struct Record {
 }
 
 impl Record {
+    /// The words of the record up to its life, with a 0 in place of the checksum.
     #[inline]
-    fn words(&self) -> [u64; 8] {
+    fn words(&self) -> [u64; LIFE as usize] {
         let (hash, _) = self.hash.0.as_chunks::<8>();
         let hash = |at: usize| u64::from_le_bytes(hash[at]);
         [
+            0,
             hash(0),
             hash(1),
             hash(2),
@@ -363,12 +361,10 @@ pub(super) fn write_record(
     if words.get(at + LIFE) != 0 {
         words.set(at + LIFE, 0);
     }
-    let content = record.words();
-    for (place, word) in (at + 1..).zip(content) {
-        words.set(place, word);
-    }
-    let sum = checksum(id, u64::from(slot), &content);
-    words.set(at, sum);
+    let mut content = record.words();
+    let sum = checksum(id, u64::from(slot), &content[1..]);
+    content[0] = sum;
+    words.set_all(at, &content);
     words.set(at + LIFE, life.word(sum));
 }
 

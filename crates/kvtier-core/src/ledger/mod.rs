@@ -24,13 +24,21 @@ pub use snapshot::{Fault, LedgerError, Rejected, Snapshot};
 
 /// Words that survive the process.
 ///
-/// The implementer guarantees that a killed process leaves a prefix of its [`set`](Self::set) calls, each whole.
+/// The implementer guarantees that a killed process leaves a prefix of the words that it has set, each whole.
 pub trait Words: Send {
     /// A word; 0 where none was written.
     fn get(&self, at: u64) -> u64;
 
     /// Writes a word that was [reached](Self::reach).
     fn set(&mut self, at: u64, word: u64);
+
+    /// Writes words that were reached together, in their order.
+    #[inline]
+    fn set_all(&mut self, at: u64, words: &[u64]) {
+        for (at, word) in (at..).zip(words) {
+            self.set(at, *word);
+        }
+    }
 
     /// Where the last words end that were reached, by an earlier process too.
     fn end(&self) -> u64;
