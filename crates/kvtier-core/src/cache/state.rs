@@ -177,7 +177,7 @@ impl<A: ExtentAllocator> State<A> {
             && let Some(namespace) = self.namespaces.get(slot.namespace)
         {
             let object = Object {
-                hash: slot.hash,
+                hash: &slot.hash,
                 number: slot.namespace,
                 namespace,
                 extent: slot.extent,

@@ -14,7 +14,7 @@ use crate::object_key::Namespace;
 use kvtier_extent::Extent;
 
 /// Version of the format. A ledger of another one is not read.
-pub const FORMAT_VERSION: u64 = 1;
+pub const FORMAT_VERSION: u64 = 2;
 
 /// "kvledger", little-endian. Written last of a header.
 const MARK: u64 = u64::from_le_bytes(*b"kvledger");
@@ -90,23 +90,23 @@ impl Identity {
     }
 }
 
-/// Two words to one that depends on all their bits.
+/// Two words to one that depends on all their bits, unless one of them is 0.
 #[inline]
-fn mix(a: u64, b: u64) -> u64 {
-    let product = u128::from(a ^ 0xa076_1d64_78bd_642f) * u128::from(b ^ 0xe703_7ed1_a0b4_28db);
+fn fold(a: u64, b: u64) -> u64 {
+    let product = u128::from(a) * u128::from(b);
     product as u64 ^ (product >> 64) as u64
 }
 
-/// Checksum of words at a place; never 0, which stands for none.
+/// Checksum of words at a place; never 0, which stands for none. `id` has random bits.
 #[inline]
 fn checksum(id: u64, place: u64, words: &[u64]) -> u64 {
-    let mut sum = mix(id, place);
+    let mut sum = id ^ place.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     let (pairs, rest) = words.as_chunks::<2>();
     for [a, b] in pairs {
-        sum = mix(sum ^ a, sum.rotate_left(32) ^ b);
+        sum = fold(sum ^ a, sum.rotate_left(32) ^ b);
     }
     for word in rest {
-        sum = mix(sum ^ word, sum.rotate_left(32));
+        sum = fold(sum ^ word, sum.rotate_left(32));
     }
     sum.max(1)
 }
@@ -344,7 +344,7 @@ impl Life {
             ObjectState::Withheld => 3,
         };
         let content = u64::from(self.used_at) << 8 | state;
-        content << 24 | mix(sum, content) >> 40
+        content << 24 | fold(sum, content) >> 40
     }
 }
 
@@ -357,10 +357,8 @@ pub(super) fn write_record(
     record: &Record,
     life: Life,
 ) {
-    // It was removed with the slot's last object; a slot that was not must never show its life with another's words.
-    if words.get(at + LIFE) != 0 {
-        words.set(at + LIFE, 0);
-    }
+    // A slot whose last object was not removed must never show its life with another's words.
+    words.set(at + LIFE, 0);
     let mut content = record.words();
     let sum = checksum(id, u64::from(slot), &content[1..]);
     content[0] = sum;

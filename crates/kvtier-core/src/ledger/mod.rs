@@ -62,7 +62,7 @@ pub enum ObjectState {
 #[derive(Clone, Copy, Debug)]
 pub struct Object<'a> {
     /// The chunk.
-    pub hash: ChunkHash,
+    pub hash: &'a ChunkHash,
     /// Number of the namespace, which is another's after [`Journal::forget_namespace`].
     pub number: u32,
     /// The rest of the key.
@@ -173,11 +173,16 @@ impl<W: Words> Ledger<W> {
     }
 
     /// The reference to a namespace in records, written first if it is new; `None` if it cannot be recorded.
+    #[inline]
     fn refer(&mut self, number: u32, namespace: &Namespace) -> Option<u32> {
-        let known = self.names.get(number as usize).copied().unwrap_or(0);
-        if known != 0 {
-            return Some(known);
+        match self.names.get(number as usize) {
+            Some(&known) if known != 0 => Some(known),
+            _ => self.write_name(number, namespace),
         }
+    }
+
+    #[cold]
+    fn write_name(&mut self, number: u32, namespace: &Namespace) -> Option<u32> {
         let at = name_at(number)?;
         if !self.words.reach(at..at + NAME) {
             return None;
@@ -208,7 +213,7 @@ impl<W: Words> Journal for Ledger<W> {
         };
         self.sequence += 1;
         let record = Record {
-            hash: object.hash,
+            hash: *object.hash,
             extent: object.extent,
             namespace: object.number,
             reference,
