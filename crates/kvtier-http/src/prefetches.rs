@@ -28,6 +28,8 @@ struct PrefetchRequest {
     token_ids: Vec<u32>,
     /// The tenant; none by default.
     cache_salt: Option<String>,
+    /// Tokens per chunk of the engine; may be left out if all workers of the model have the same.
+    chunk_size: Option<u32>,
     /// Only `l2`.
     #[serde(default = "TierName::l2")]
     #[schema(value_type = Option<String>)]
@@ -96,13 +98,21 @@ fn begin(engine: &Engine, bytes: &[u8]) -> Result<(Option<(String, usize)>, Stri
         hidden(cache_salt)
     );
     let admin = engine.admin();
-    let begun = admin.start_prefetch(model_name, request.world_size, cache_salt, token_ids);
+    let begun = admin.start_prefetch(
+        model_name,
+        request.world_size,
+        cache_salt,
+        token_ids,
+        request.chunk_size,
+    );
     begun.map(|begun| (begun, what)).map_err(|error| {
         let status = match error {
             PrefetchError::NoLayout { .. }
             | PrefetchError::NotServed { .. }
             | PrefetchError::NoTiers => StatusCode::SERVICE_UNAVAILABLE,
-            PrefetchError::Key(_) | PrefetchError::TooManyTokens(_) => StatusCode::BAD_REQUEST,
+            PrefetchError::Key(_)
+            | PrefetchError::TooManyTokens(_)
+            | PrefetchError::ChunkSize { .. } => StatusCode::BAD_REQUEST,
             PrefetchError::TooManyPending => StatusCode::TOO_MANY_REQUESTS,
         };
         detail(status, error.to_string())

@@ -2,7 +2,7 @@
 //!
 //! The mutex guards the table of jobs; only reads and writes of the table run under it.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::hash::{BuildHasher, RandomState};
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -50,6 +50,20 @@ pub enum PrefetchError {
         model_name: String,
         /// As asked for.
         world_size: i64,
+    },
+    /// No worker of the model has this chunk size, or none was asked for and they have several.
+    #[error(
+        "chunk_size is {}; allowed for model_name='{model_name}': {}, the chunk sizes of its workers",
+        asked.map_or_else(|| "left out".to_owned(), |asked| asked.to_string()),
+        sizes.iter().map(u64::to_string).collect::<Vec<_>>().join(", ")
+    )]
+    ChunkSize {
+        /// As asked for.
+        model_name: String,
+        /// As asked for.
+        asked: Option<u32>,
+        /// Those of the model's workers.
+        sizes: BTreeSet<u64>,
     },
     /// There is nothing below L1.
     #[error("no L2 adapters configured")]
@@ -165,6 +179,7 @@ fn random() -> u64 {
 
 impl Admin {
     /// Starts to load a prompt; returns the id of the job and the number of chunks, or nothing if there is no whole chunk.
+    /// `chunk_size` is in tokens; it may be left out if all workers of the model have the same.
     ///
     /// # Errors
     /// See [`PrefetchError`].
@@ -174,17 +189,30 @@ impl Admin {
         world_size: i64,
         cache_salt: &str,
         token_ids: &[u32],
+        chunk_size: Option<u32>,
     ) -> Result<Option<(String, usize)>, PrefetchError> {
         let workers = u32::try_from(world_size).ok();
         let workers = workers.filter(|workers| (1..=MAX_WORLD_SIZE).contains(workers));
-        let instances = workers.and_then(|workers| {
-            let model = Arc::from(model_name);
-            let newest = self.context.instances.newest(&model, workers)?;
-            let chunk_size = usize::try_from(newest.layout.chunk_tokens).ok();
-            let chunk_size = chunk_size.and_then(NonZeroUsize::new)?;
-            let instances = &self.context.instances;
-            let found = instances.of_workers(&model, workers, 0..workers, chunk_size);
-            found.map(|instances| (instances, chunk_size))
+        let instances = &self.context.instances;
+        let model = Arc::from(model_name);
+        let sizes = workers
+            .map(|workers| instances.chunk_sizes(&model, workers))
+            .unwrap_or_default();
+        let chosen = match chunk_size {
+            Some(asked) => sizes.get(&asked.into()),
+            None => sizes.first().filter(|_| sizes.len() == 1),
+        };
+        if chosen.is_none() && !sizes.is_empty() {
+            return Err(PrefetchError::ChunkSize {
+                model_name: model_name.into(),
+                asked: chunk_size,
+                sizes,
+            });
+        }
+        let chunk_size = chosen.and_then(|size| NonZeroUsize::new(usize::try_from(*size).ok()?));
+        let instances = workers.zip(chunk_size).and_then(|(workers, chunk_size)| {
+            let found = instances.of_workers(&model, workers, 0..workers, chunk_size)?;
+            Some((found, chunk_size))
         });
         let (Some(workers), Some((instances, chunk_size))) = (workers, instances) else {
             return Err(PrefetchError::NoLayout {

@@ -10,7 +10,7 @@ mod layout;
 #[cfg(test)]
 mod tests;
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -473,11 +473,17 @@ impl Instances {
         same.map_or(0, |same| same.groups)
     }
 
-    /// The worker of a model that registered last.
-    pub fn newest(&self, model_name: &Arc<str>, world_size: u32) -> Option<Arc<Instance>> {
+    /// Tokens per chunk of the workers of a model: each size once, in order.
+    pub fn chunk_sizes(&self, model_name: &Arc<str>, world_size: u32) -> BTreeSet<u64> {
         let tables = self.tables.read();
-        let same = tables.by_model.get(&(Arc::clone(model_name), world_size))?;
-        same.instances.last().cloned()
+        let same = tables.by_model.get(&(Arc::clone(model_name), world_size));
+        let sizes = |same: &SameModel| {
+            same.instances
+                .iter()
+                .map(|it| it.layout.chunk_tokens)
+                .collect()
+        };
+        same.map(sizes).unwrap_or_default()
     }
 
     /// Whether any worker of a model is registered.

@@ -302,3 +302,59 @@ fn impossible_prefetch_is_refused_with_reason() {
     let answer = json_of(&alone, "POST", PREFETCHES, &body(json!({})).to_string());
     assert_eq!(answer, (503, detail("no L2 adapters configured")));
 }
+
+#[test]
+fn prefetch_is_for_one_chunk_size_of_its_model() {
+    let directory = tempfile::tempdir().unwrap();
+    let server = with_tiers(&[&fs(directory.path())], &[]);
+    let register = |instance, size| {
+        let mut scope = Scope::new("sizes");
+        scope.chunk_tokens = size;
+        server.engine_driven(instance, &scope)
+    };
+    let submit = |chunk_size: Value| {
+        let mut body = json!({ "model_name": "sizes", "world_size": 1, "token_ids": tokens(1, 6) });
+        if !chunk_size.is_null() {
+            body["chunk_size"] = chunk_size;
+        }
+        json_of(&server, "POST", PREFETCHES, &body.to_string())
+    };
+    let mut small = register(1, Some(32));
+    // The only size may be left out.
+    let (status, answer) = submit(Value::Null);
+    assert_eq!((status, &answer["chunks"]), (202, &json!(3)), "{answer}");
+    completed(&server, &answer);
+    let mut default = register(2, None);
+    for (worker, seed) in [(&mut small, 1), (&mut default, 2)] {
+        let len = worker.chunk_bytes();
+        let stored = worker.store(&prompt(1, 6), 0..96, "s", |chunk| bytes(seed, chunk, len));
+        assert!(!stored.unwrap().chunks.is_empty());
+    }
+    settle(&server);
+    for (asked, text) in [
+        (Value::Null, "left out"),
+        (json!(48), "48"),
+        (json!(0), "0"),
+    ] {
+        let (status, answer) = submit(asked);
+        let text = format!("chunk_size is {text}; allowed for model_name='sizes': {CHUNK}, 32,");
+        assert_eq!(status, 400, "{answer}");
+        assert!(
+            answer["detail"].as_str().unwrap().starts_with(&text),
+            "{answer}"
+        );
+    }
+    assert_eq!(submit(json!(-1)).0, 422);
+    for (size, chunks) in [(32, 3), (CHUNK, 6)] {
+        server.engine().clear(true);
+        let (status, answer) = submit(json!(size));
+        assert_eq!(status, 202, "{answer}");
+        let result = completed(&server, &answer);
+        assert_eq!(
+            (&result["chunks"], &result["loaded_keys"]),
+            (&json!(chunks), &json!(chunks)),
+            "{size}"
+        );
+        assert_eq!(server.readings().objects, chunks);
+    }
+}

@@ -79,11 +79,13 @@ fn deletion_and_prefetch_affect_only_named_tenant() {
     assert_eq!(status, 200, "{answer}");
     assert_eq!(files(directory.path()).len(), 4);
     server.engine().clear(true);
-    let warm =
-        server
-            .engine()
-            .admin()
-            .start_prefetch("others", 1, "a", &crate::support::tokens(1, 2));
+    let warm = server.engine().admin().start_prefetch(
+        "others",
+        1,
+        "a",
+        &crate::support::tokens(1, 2),
+        None,
+    );
     assert!(warm.unwrap().is_some());
     assert_eq!(lookup(&mut worker, "a", &prompt, "r"), 0);
     assert_eq!(read(&mut worker, "b", &prompt, 1, "r"), 2);
