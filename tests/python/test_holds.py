@@ -10,6 +10,7 @@ from kvrig.waiting import wait_until
 from rig import BLOCK, tokens
 from vllm_rig import request, same  # skips without vLLM
 
+from kvtier.vllm import holds as holds_module
 from kvtier.vllm import scheduling
 from kvtier.vllm.holds import Holds
 from vllm.v1.core.block_pool import BlockPool
@@ -52,7 +53,7 @@ def test_held_blocks_are_never_given_away(seed):
             held = {block for blocks in stores.values() for block in blocks}
             assert held.isdisjoint(ids(running[number])), "a store reads it"
         elif action == "store" and running:
-            blocks = ids(running[source.choice(list(running))])[: holds.free_capacity]
+            blocks = ids(running[source.choice(list(running))])[: holds.free_capacity(0)]
             number += 1
             # The null block needs no hold.
             holds.take(number, f"r{number}", [[0, *blocks], [0]])
@@ -122,8 +123,12 @@ def test_soon_free():
 
 @pytest.mark.parametrize(("count", "limit"), [(16, 8), (100, 50), (500, 64), (5000, 500)])
 def test_limit(count, limit):
-    """A tenth of the pool; of small ones up to 64 blocks, and at most half."""
-    assert Holds(block_pool(count)).limit == limit
+    """A tenth of the pool; of small ones up to 64 blocks, and at most half. One chunk fits in any case, up to half."""
+    holds = Holds(pool := block_pool(count))
+    assert holds.limit == holds.free_capacity(1) == limit
+    assert holds.free_capacity(count // 2) == holds.free_capacity(count) == count // 2
+    holds.take(1, "a", [ids(pool.get_new_blocks(3))])
+    assert (holds.free_capacity(1), holds.free_capacity(count)) == (limit - 3, count // 2 - 3)
 
 
 def test_pools_that_cannot_hold():
@@ -298,6 +303,23 @@ def test_stores_beyond_the_limit_are_put_off(place, engines):
     blocks = ids(pooled.pool.get_new_blocks(5 * PER_CHUNK + 1))
     assert engine.load(again, blocks, 0, 5 * CHUNK) == set()
     assert same(engine.read(blocks[: 5 * PER_CHUNK]), expected)
+
+
+def test_chunk_beyond_the_limit_is_stored_alone(place, engines, monkeypatch, caplog):
+    """Up to half of the pool; beyond that the log has why nothing is stored."""
+    monkeypatch.setattr(holds_module, "_SMALL", PER_CHUNK)
+    large = {"kvtier.chunk_tokens": 2 * CHUNK}
+    pooled = Pooled(engine := engines(place.server(), **large), count=5 * PER_CHUNK)
+    assert engine.scheduler._scheduling.holds.limit == PER_CHUNK
+    prompt = tokens(2 * CHUNK + 1, "large")
+    pooled.prefill("a", prompt)
+    engine.wait_for_stores()
+    assert engine.match(request("b", prompt)) == (2 * CHUNK, True)
+    assert "nothing is stored" not in caplog.text
+    pooled = Pooled(engine := engines(place.servers[0], **large), count=4 * PER_CHUNK - 1)
+    pooled.prefill("c", tokens(2 * CHUNK + 1, "larger"))
+    assert engine.scheduler._scheduling.in_flight_stores == {}
+    assert f"a chunk of {2 * CHUNK} tokens has {2 * PER_CHUNK} blocks" in caplog.text
 
 
 def test_shutdown_releases_all(place, engines):

@@ -92,6 +92,9 @@ def chunk_sizes(case):
         newer = case.engine("llama", server)
         newer.ask(prompt)
         case.stored(server, PROMPT // chunk)
+        if case.connector == "kvtier":
+            # It keeps its chunk size, and names it.
+            case.recovered(engine)
         # Through its reconnection, and with stores of its own.
         answers = [engine.ask(prompt) for _ in range(8)]
         wrong = sum(answer.ids != alone for answer in answers)

@@ -11,7 +11,8 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-# Of the pool's blocks, at most this part is held; small pools hold up to _SMALL blocks, and never more than half.
+# Of the pool's blocks, at most this part is held; small pools hold up to _SMALL blocks, all at least one chunk, and never more than
+# half.
 _PART = 10
 _SMALL = 64
 
@@ -42,7 +43,8 @@ class Holds:
         self._counts: Counter[int] = Counter()
         self._dropped: set[str] = set()
         count = pool.num_gpu_blocks
-        self.limit = max(count // _PART, min(count // 2, _SMALL))
+        self.most = count // 2
+        self.limit = max(count // _PART, min(self.most, _SMALL))
         self._give_way_to_resets()
 
     @classmethod
@@ -67,10 +69,9 @@ class Holds:
     def __len__(self) -> int:
         return len(self._held)
 
-    @property
-    def free_capacity(self) -> int:
-        """Number of blocks that may be held in addition."""
-        return max(0, self.limit - len(self._counts))
+    def free_capacity(self, per_chunk: int) -> int:
+        """Returns the number of blocks that may be held in addition; if none are held, those of one chunk."""
+        return max(0, max(self.limit, min(per_chunk, self.most)) - len(self._counts))
 
     def take(self, number: int, request_id: str, block_ids: Iterable[Sequence[int]]) -> None:
         """Holds a store's blocks, by group; null blocks need no hold.

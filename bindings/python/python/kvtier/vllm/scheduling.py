@@ -11,6 +11,7 @@ from typing import Any
 from vllm.distributed.kv_events import BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
+from ..limited import RateLimited
 from ..operation import NO_BLOCK
 from ..scheduler import SchedulerAdapter
 from ..transfer import Group
@@ -62,7 +63,7 @@ class Scheduling:
             wait_for_server=options.wait_for_server,
             chunk_tokens=options.chunk_tokens or None,
         )
-        self.errors = Errors(logger)
+        self.errors, self.warnings = Errors(logger), RateLimited(logger)
         self.options, self.groups, self.block_tokens = options, groups, block_tokens
         self.has_windows = has_windows(groups)
         self.keys = Keys(self.adapter, options.key_mode, hash_block, Contents(vllm_config))
@@ -294,7 +295,17 @@ class Scheduling:
         """Returns the end of the chunks whose blocks may be held now; the rest is put off to the request's next step."""
         if self.holds is None:
             return end
-        chunks = self.holds.free_capacity // blocks_per_chunk(self.groups, self.chunk)
+        per_chunk = blocks_per_chunk(self.groups, self.chunk)
+        if per_chunk > self.holds.most:
+            self.warnings.warning(
+                "chunk",
+                "nothing is stored: a chunk of %d tokens has %d blocks, and a store may hold half of vLLM's blocks, %d; make its cache "
+                "larger, or kvtier.chunk_tokens smaller",
+                self.chunk,
+                per_chunk,
+                self.holds.most,
+            )
+        chunks = self.holds.free_capacity(per_chunk) // per_chunk
         holdable = min(end, start + chunks * self.chunk)
         # Counted once, although each step tries again.
         late = max(holdable, tracked.put_off_tokens)
