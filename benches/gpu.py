@@ -12,14 +12,13 @@ Needed: numpy, PyTorch (not with --fake-driver), the kvtier package, the server 
 for speed, the example `gpu` ($KVTIER_GPU_EXAMPLE or target/dist/examples/gpu). For a machine without a network and
 without Rust, made before and carried along (some 30 MiB), in the repository's root:
 
-    cargo build --profile dist -p kvtier && cargo build --profile dist -p kvtier-device --example gpu
-    (cd bindings/python && maturin build --profile dist --out ../../.gpu)
-    cp target/dist/kvtier .gpu/kvtier && cp target/dist/examples/gpu .gpu/speed && strip .gpu/kvtier .gpu/speed
+    deploy/release/build --out .gpu && cargo build --profile dist -p kvtier-device --example gpu
+    cp target/dist/examples/gpu .gpu/speed && strip .gpu/speed
 
 (.gpu is to be ignored by git: a line in .git/info/exclude) and there, in the repository's root with .gpu (takes some 5 minutes):
 
     python3 -m pip install -q --no-index --no-deps --target /tmp/site .gpu/kvtier-*.whl
-    PYTHONPATH=/tmp/site KVTIER_BIN=.gpu/kvtier KVTIER_GPU_EXAMPLE=.gpu/speed PYTHONUNBUFFERED=1 \\
+    PYTHONPATH=/tmp/site KVTIER_BIN=/tmp/site/bin/kvtier KVTIER_GPU_EXAMPLE=.gpu/speed PYTHONUNBUFFERED=1 \\
         python3 benches/gpu.py --out "$OUT"
 """
 

@@ -1,0 +1,33 @@
+"""``python -m kvtier``: the command ``kvtier``, which the wheel installs as a binary.
+
+The binary replaces the interpreter, so signals, exit status and process id are its own.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+
+def binaries(package: Path) -> list[Path]:
+    """Paths at which an installer puts the binary of a package in this folder."""
+    site = package.parent
+    # PREFIX/lib/python3.x/site-packages, and the folder of `pip install --target`.
+    prefixes = [*site.parents[2:3], site]
+    return [prefix / "bin" / "kvtier" for prefix in prefixes]
+
+
+def main() -> None:
+    """Replaces this process by the binary.
+
+    Raises SystemExit, with the paths, if there is no binary.
+    """
+    paths = binaries(Path(__file__).resolve().parent)
+    for path in paths:
+        if os.access(path, os.X_OK):
+            os.execv(path, [str(path), *sys.argv[1:]])
+    places = " or ".join(map(str, paths))
+    raise SystemExit(f"kvtier: no command at {places}; install the wheel with pip, or run the command itself")
+
+
+if __name__ == "__main__":
+    main()
