@@ -15,6 +15,7 @@ pytestmark = pytest.mark.ours("these files are ours")
 
 DEPLOY = REPOSITORY / "deploy"
 UNIT = DEPLOY / "systemd" / "kvtier.service"
+SOCKETS = UNIT.with_name("kvtier.socket")
 
 # Whatever the files say, this check disturbs no server and needs nothing of the machine. Later flags win.
 HARMLESS = ["--port", "0", "--http-port", "0", "--l1-size-gb", "0.05", "--shm-name", "", "--check-config", "--strict-flags"]
@@ -54,9 +55,9 @@ def token_file(tmp_path):
     return str(path)
 
 
-def unit_values(key):
-    """Values of a key of the unit."""
-    return re.findall(rf"^{key}=(.*)$", UNIT.read_text(), re.MULTILINE)
+def unit_values(key, unit=UNIT):
+    """Values of a key of a unit."""
+    return re.findall(rf"^{key}=(.*)$", unit.read_text(), re.MULTILINE)
 
 
 def stop_seconds():
@@ -89,6 +90,17 @@ def test_unit_starts_the_server_with_its_own_flags(tmp_path):
         assert answer.startswith("configuration OK")
 
 
+def test_socket_unit_has_the_server_s_addresses(tmp_path):
+    """A server without other flags than the unit's takes both sockets of kvtier.socket."""
+    known = subprocess.run([*our_command(), "--help"], capture_output=True, text=True, check=True).stdout
+    defaults = {flag: re.search(rf"--{flag} .*?\[default: (\S+)\]", known, re.DOTALL)[1] for flag in
+                ("host", "port", "http-host", "http-port")}  # fmt: skip
+    addresses = [f"{defaults[prefix + 'host']}:{defaults[prefix + 'port']}" for prefix in ("", "http-")]
+    assert unit_values("ListenStream", SOCKETS) == [each.replace("localhost", "127.0.0.1") for each in addresses]
+    shipped = (UNIT.parent / "kvtier.toml").read_text()
+    assert not re.search(r"^(http-)?(host|port) =", shipped, re.MULTILINE)
+
+
 def test_systemd_accepts_the_unit(tmp_path):
     """`systemd-analyze verify` finds nothing, and `systemd-analyze security` calls the hardening OK."""
     if not shutil.which("systemd-analyze"):
@@ -96,8 +108,10 @@ def test_systemd_accepts_the_unit(tmp_path):
     [binary, *_] = our_command()
     unit = tmp_path / "kvtier.service"
     unit.write_text(UNIT.read_text().replace("/usr/bin/kvtier", binary))
+    sockets = tmp_path / SOCKETS.name
+    shutil.copy(SOCKETS, sockets)
     done = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", str(unit)], capture_output=True, text=True, timeout=60, check=False
+        ["systemd-analyze", "verify", "--man=no", str(unit), str(sockets)], capture_output=True, text=True, timeout=60, check=False
     )
     ours = [line for line in done.stderr.splitlines() if "kvtier" in line]
     assert done.returncode == 0 and not ours, done.stderr

@@ -245,7 +245,7 @@ pub fn cannot_bind(host: &str, flag: &str, port: u16, error: std::io::Error) -> 
     )
 }
 
-/// Binds the host and `port`.
+/// Binds the host and `port`, or takes the listener `bound`, which is bound to them.
 ///
 /// # Errors
 /// One line that names the flags: the system's error, or that other hosts could reach it without a token.
@@ -253,10 +253,14 @@ pub async fn bind(
     access: &Access,
     flag: &str,
     port: u16,
+    bound: Option<std::net::TcpListener>,
 ) -> Result<(tokio::net::TcpListener, SocketAddr)> {
     let host = access.host();
     let failed = |error| cannot_bind(host, flag, port, error);
-    let listener = tokio::net::TcpListener::bind((host, port)).await;
+    let listener = match bound {
+        Some(bound) => tokio::net::TcpListener::from_std(bound),
+        None => tokio::net::TcpListener::bind((host, port)).await,
+    };
     let listener = listener.map_err(failed)?;
     let address = listener.local_addr().map_err(failed)?;
     access.check_bound(address)?;

@@ -9,10 +9,12 @@ mod clock;
 mod descriptors;
 pub mod escape;
 pub mod front;
+mod inherited;
 pub mod logging;
 pub mod preflight;
 mod server;
 
+pub use inherited::Inherited;
 pub use kvtier_config::{self as config, Parsed, ServerConfig};
 pub use kvtier_engine as engine;
 pub use kvtier_http as http;

@@ -8,6 +8,7 @@ use kvtier_engine::Preflight;
 use kvtier_error::{Error, Result};
 
 use crate::front::RequestSocket;
+use crate::inherited::Inherited;
 use kvtier_http::{Access, cannot_bind};
 
 /// Checks that a server could start; leaves and changes nothing. What others may take meanwhile, such as a port, is not
@@ -46,7 +47,9 @@ pub fn reserve(config: &ServerConfig) -> Result<Preflight> {
 fn bind_ports(config: &ServerConfig) -> Result<()> {
     // A path is taken over from a server that has ended, so binding it would change something.
     let requests = config.ipc_path().is_none();
-    let _requests = requests.then(|| RequestSocket::bind(config)).transpose()?;
+    let _requests = requests
+        .then(|| RequestSocket::bind(config, &mut Inherited::default()))
+        .transpose()?;
     let host = config.http.host.as_str();
     let http = [
         ("http-port", Some(config.http_port)),

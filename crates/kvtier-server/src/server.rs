@@ -4,7 +4,7 @@
 //! pool that has the port in its name. For the same reason the request port is given back last: a server that can bind it
 //! can also create the pool.
 
-use std::net::SocketAddr;
+use std::net::{SocketAddr, ToSocketAddrs as _};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -17,6 +17,7 @@ use tokio::sync::watch;
 use crate::clock::Clock;
 use crate::descriptors::Descriptors;
 use crate::front::{FrontEnd, RequestSocket};
+use crate::inherited::Inherited;
 use crate::preflight;
 use kvtier_config::ServerConfig;
 use kvtier_engine::Engine;
@@ -53,6 +54,14 @@ impl Server {
     /// # Errors
     /// If a port is taken, memory is unavailable, or the system is out of threads.
     pub fn start(config: ServerConfig) -> Result<Self> {
+        Self::start_on(config, Inherited::default())
+    }
+
+    /// Likewise, on sockets that are bound already where there are some.
+    ///
+    /// # Errors
+    /// Also for a socket at an address that no flag names.
+    pub fn start_on(config: ServerConfig, mut inherited: Inherited) -> Result<Self> {
         let config = Arc::new(config);
         preflight::check(&config)?;
         let access = Arc::new(Access::open(&config.http)?);
@@ -60,7 +69,7 @@ impl Server {
             tracing::warn!("{warning}");
         }
         let descriptors = Descriptors::raise()?;
-        let socket = RequestSocket::bind(&config)?;
+        let socket = RequestSocket::bind(&config, &mut inherited)?;
         let health = Arc::new(Health::default());
         let api = Arc::new(Api {
             engine: std::sync::OnceLock::new(),
@@ -69,7 +78,8 @@ impl Server {
             bodies: Arc::default(),
         });
         let (stop_http, _) = watch::channel(false);
-        let (http, http_address) = start_http(&config, &api, &stop_http)?;
+        let (http, http_address) = start_http(&config, &api, &mut inherited, &stop_http)?;
+        inherited.is_used_up()?;
 
         let metrics = Arc::new(Metrics::new());
         metrics.has_descriptors(descriptors.limit, descriptors.connections);
@@ -170,6 +180,7 @@ impl Drop for Server {
 fn start_http(
     config: &ServerConfig,
     api: &Arc<Api>,
+    inherited: &mut Inherited,
     stop: &watch::Sender<bool>,
 ) -> Result<(Runtime, SocketAddr)> {
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -178,7 +189,12 @@ fn start_http(
         .enable_all()
         .build()
         .map_err(|error| Error::io("no HTTP runtime", error))?;
-    let bind = |flag: &str, port: u16| runtime.block_on(http::bind(&api.access, flag, port));
+    let mut bind = |flag: &str, port: u16| {
+        // A host that cannot be resolved is an error of binding it.
+        let addresses = (api.access.host(), port).to_socket_addrs();
+        let bound = inherited.take_first(addresses.into_iter().flatten());
+        runtime.block_on(http::bind(&api.access, flag, port, bound))
+    };
     let stopped = || {
         let mut stop = stop.subscribe();
         async move {

@@ -5,6 +5,7 @@ mod bench;
 mod config;
 mod definitions;
 mod demo;
+mod inherited;
 mod latencies;
 mod notify;
 mod out;

@@ -11,9 +11,10 @@ use clap::Args;
 use kvtier_error::{Error, ErrorKind};
 use kvtier_l2::AdapterConfig;
 use kvtier_server::config::in_gib;
-use kvtier_server::{Parsed, Server, ServerConfig, preflight};
+use kvtier_server::{Inherited, Parsed, Server, ServerConfig, preflight};
 
 use crate::USAGE;
+use crate::inherited;
 use crate::notify::Notifier;
 use crate::out::{self, complain};
 use crate::signals::ServerSignals;
@@ -36,6 +37,8 @@ const LAST_WORDS: Duration = Duration::from_millis(200);
 
 /// Runs the server. Ends with SIGTERM or SIGINT, exit code 0, or 1 when that took too long.
 pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
+    // First: so far this process has opened nothing.
+    let sockets = inherited::sockets();
     let config = match ServerConfig::parse(command.flags) {
         Ok(Parsed::Run {
             config,
@@ -56,9 +59,13 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
             return Ok(ExitCode::from(USAGE));
         }
     };
-    if let Err(error) = preflight::check(&config) {
-        return Ok(refuse(&error));
-    }
+    let sockets = match preflight::check(&config)
+        .and(sockets)
+        .and_then(Inherited::new)
+    {
+        Ok(sockets) => sockets,
+        Err(error) => return Ok(refuse(&error)),
+    };
     let log = kvtier_server::logging::init(&config).context("no thread for the log")?;
     if !config.ignored.is_empty() {
         tracing::warn!(
@@ -68,7 +75,7 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
     }
     // Before anything is created that a signal would have to clean up.
     let mut signals = ServerSignals::listen().context("cannot listen for signals")?;
-    let server = match Server::start(config) {
+    let server = match Server::start_on(config, sockets) {
         Ok(server) => server,
         Err(error) => {
             // What the log has to say comes first.

@@ -12,6 +12,7 @@ use rustix::net::{
 
 use super::interface::ipv4_address;
 use super::ipc::{self, SocketFile};
+use crate::inherited::Inherited;
 use kvtier_config::ServerConfig;
 use kvtier_error::{Error, Result};
 
@@ -45,16 +46,24 @@ impl RequestSocket {
             port: 0,
             ..config.clone()
         };
-        Self::bind(&any_port).map(drop)
+        Self::bind(&any_port, &mut Inherited::default()).map(drop)
     }
 
-    /// Binds the socket.
+    /// Takes the inherited socket at the address of the configuration, or binds one.
     ///
     /// # Errors
     /// One line that names the address.
-    pub fn bind(config: &ServerConfig) -> Result<Self> {
+    pub fn bind(config: &ServerConfig, inherited: &mut Inherited) -> Result<Self> {
         let address = config.bind_address();
         if let Some(path) = config.ipc_path() {
+            // Its file belongs to the service manager.
+            if let Some(socket) = inherited.take_path(path) {
+                return Ok(Self {
+                    socket,
+                    endpoint: address,
+                    _file: None,
+                });
+            }
             let (socket, file) = ipc::listen_at(path, config.ipc_mode)
                 .map_err(|error| cannot_bind(config, error))?;
             return Ok(Self {
@@ -70,7 +79,11 @@ impl RequestSocket {
                 config.host
             )));
         };
-        let socket = listen_tcp(host).map_err(|error| {
+        let socket = match inherited.take_ip(host) {
+            Some(socket) => set_options(&socket).map(|()| socket),
+            None => listen_tcp(host),
+        };
+        let socket = socket.map_err(|error| {
             Error::io(format!("--host, --port: {address} cannot be bound"), error)
         })?;
         let bound = getsockname(&socket)
@@ -150,15 +163,19 @@ fn listen_tcp(address: SocketAddr) -> Result<OwnedFd, Errno> {
         // `::` is every address, of IPv4 too.
         sockopt::set_ipv6_v6only(&socket, false)?;
     }
-    // Connections inherit these.
-    sockopt::set_tcp_nodelay(&socket, true)?;
-    sockopt::set_socket_keepalive(&socket, true)?;
-    sockopt::set_tcp_keepidle(&socket, KEEPALIVE_IDLE)?;
-    sockopt::set_tcp_keepintvl(&socket, KEEPALIVE_INTERVAL)?;
-    sockopt::set_tcp_keepcnt(&socket, KEEPALIVE_COUNT)?;
+    set_options(&socket)?;
     bind(&socket, &address)?;
     listen(&socket, BACKLOG)?;
     Ok(socket)
+}
+
+/// Sets what connections inherit.
+fn set_options(socket: &OwnedFd) -> Result<(), Errno> {
+    sockopt::set_tcp_nodelay(socket, true)?;
+    sockopt::set_socket_keepalive(socket, true)?;
+    sockopt::set_tcp_keepidle(socket, KEEPALIVE_IDLE)?;
+    sockopt::set_tcp_keepintvl(socket, KEEPALIVE_INTERVAL)?;
+    sockopt::set_tcp_keepcnt(socket, KEEPALIVE_COUNT)
 }
 
 #[cfg(test)]

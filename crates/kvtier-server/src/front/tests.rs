@@ -20,6 +20,7 @@ use super::connections::Bounds;
 use super::limits::{JOB_BYTES, MAX_HEAD};
 use super::request::{Job, RequestSender, error_frame};
 use super::*;
+use crate::inherited::Inherited;
 use kvtier_metrics::Metrics;
 
 struct ByHand {
@@ -51,7 +52,7 @@ impl ByHand {
         let flags = ["--port", "0", "--http-port", "0", "--l1-size-gb", "0.0625"];
         let pickled = ["--no-l1-prefault", "--shm-name", ""];
         let config = ServerConfig::from_flags(&[&flags[..], &pickled[..]].concat()).unwrap();
-        let socket = RequestSocket::bind(&config).unwrap();
+        let socket = RequestSocket::bind(&config, &mut Inherited::default()).unwrap();
         let engine = Engine::new(Arc::new(config), Arc::new(Metrics::new())).unwrap();
         let (outbox, inbox) = outbox::outbox().unwrap();
         let server = Arc::new(Server::new(Arc::new(engine), Arc::default(), outbox));
