@@ -29,9 +29,10 @@ class Environment:
 
     def __init__(self, directory):
         self.prefix, self.binary = directory, directory / "bin" / "kvtier"
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", directory], check=True)
-        pip = [sys.executable, "-m", "pip", "--python", str(directory / "bin" / "python"), "--disable-pip-version-check"]
-        subprocess.run([*pip, "install", "--quiet", "--no-index", str(one("*.whl"))], check=True)
+        self.run(sys.executable, "-m", "venv", "--without-pip", directory)
+        pip = [sys.executable, "-m", "pip", "--python", directory / "bin" / "python", "--disable-pip-version-check"]
+        done = self.run(*pip, "install", "--quiet", "--no-index", one("*.whl"))
+        assert done.returncode == 0, done
 
     def command(self, way):
         """Returns the command line of `kvtier` or `python -m kvtier`."""
@@ -72,7 +73,7 @@ def test_wheel_has_package_command_and_documents(environment):
 @pytest.mark.parametrize("way", WAYS)
 def test_installed_server_serves_until_sigterm(environment, tmp_path, way):
     """The process that was started is the server: it answers a ping, and SIGTERM ends it with its own exit status."""
-    server = Server([*environment.command(way), "server"], tmp_path / "log")
+    server = Server([*environment.command(way), "server"], tmp_path / "log", env={"PYTHONPATH": ""})
     server.start()
     try:
         assert Path(f"/proc/{server.process.pid}/exe").samefile(environment.binary)
