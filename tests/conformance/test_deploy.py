@@ -93,9 +93,11 @@ def test_unit_starts_the_server_with_its_own_flags(tmp_path):
 def test_socket_unit_has_the_server_s_addresses(tmp_path):
     """A server without other flags than the unit's takes both sockets of kvtier.socket."""
     known = subprocess.run([*our_command(), "--help"], capture_output=True, text=True, check=True).stdout
-    defaults = {flag: re.search(rf"--{flag} .*?\[default: (\S+)\]", known, re.DOTALL)[1] for flag in
-                ("host", "port", "http-host", "http-port")}  # fmt: skip
-    addresses = [f"{defaults[prefix + 'host']}:{defaults[prefix + 'port']}" for prefix in ("", "http-")]
+
+    def default(flag):
+        return re.search(rf"^ +--{flag} .*?\[default: (\S+)\]", known, re.DOTALL | re.MULTILINE)[1]
+
+    addresses = [f"{default(prefix + 'host')}:{default(prefix + 'port')}" for prefix in ("", "http-")]
     assert unit_values("ListenStream", SOCKETS) == [each.replace("localhost", "127.0.0.1") for each in addresses]
     shipped = (UNIT.parent / "kvtier.toml").read_text()
     assert not re.search(r"^(http-)?(host|port) =", shipped, re.MULTILINE)
