@@ -76,6 +76,13 @@ def test_objects_of_lmcache_are_not_loaded_for_cpu_pages_unless_trusted(redis, l
     assert tiers.tier(server)["missing_layout_lookups"] == 4
 
 
+@pytest.mark.beside_the_gate
+def test_suite_passes(redis):
+    """`kvtier tier-test`."""
+    assert tiers.failed_cases(resp(redis)) == []
+    assert redis.ask("DBSIZE") == 0
+
+
 @pytest.mark.parametrize("program", ["redis-server", "valkey-server"])
 def test_another_server_hits_what_this_one_stored(tmp_path, serve, engines, program):
     """A fleet: a server that never saw the prompt, also after a restart of the first."""

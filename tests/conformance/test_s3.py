@@ -110,6 +110,24 @@ def test_objects_of_lmcache_are_not_loaded_for_cpu_pages_unless_trusted(seaweed,
     assert tiers.tier(server)["missing_layout_lookups"] == 4
 
 
+@pytest.mark.beside_the_gate
+def test_suite_passes(seaweed):
+    """`kvtier tier-test`. SeaweedFS takes "//" for "/", so it lists the model "/absolute" of the suite under another name."""
+    assert tiers.failed_cases(bucket(seaweed)) == ["odd_keys_are_kept_or_refused"]
+
+
+@pytest.mark.beside_the_gate
+def test_suite_passes_but_for_odd_listings(tmp_path):
+    """As `test_suite_passes`. rclone replaces control characters in keys, refuses pages that it did not name itself, and may list a
+    key twice that is being written."""
+    server = s3.Rclone(tmp_path / "rclone", dir_cache="5m")
+    try:
+        odd = {"odd_keys_are_kept_or_refused", "odd_cursors_are_harmless", "same_key_by_many_callers"}
+        assert set(tiers.failed_cases(bucket(server))) <= odd
+    finally:
+        server.stop()
+
+
 @pytest.mark.parametrize("kind", ["rclone", "seaweed"])
 def test_another_server_hits_what_this_one_stored(request, serve, engines, kind):
     """A fleet: a server that never saw the prompt, with the bucket's objects adopted at its start."""

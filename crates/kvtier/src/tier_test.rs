@@ -1,4 +1,4 @@
-//! `kvtier tier-test`: the conformance suite for a tier in a process of its own.
+//! `kvtier tier-test`: the conformance suite for a tier in a process of its own, or for a configured one with its store.
 
 use std::hash::{BuildHasher as _, RandomState};
 use std::io::Write as _;
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, anyhow, ensure};
 use clap::Args;
 use kvtier_l2::conformance::{self, Scoped, Subject};
-use kvtier_l2::{Adapter, BoxFuture};
+use kvtier_l2::{Adapter, AdapterConfig, BoxFuture, Capabilities};
 use kvtier_l2_process::{ProcessAdapter, ProcessOptions};
 use kvtier_server::escape::escape;
 use serde_json::json;
@@ -21,11 +21,17 @@ use crate::units::duration;
 /// Put before the model's name of each object that is stored.
 const MODEL: &str = "kvtier-tier-test";
 
+/// Least deadline of a lookup in a configured tier.
+const LOOKUP_TIMEOUT: Duration = Duration::from_secs(60);
+
 /// Arguments of `kvtier tier-test`.
 #[derive(Debug, Args)]
 pub(crate) struct TierTestArgs {
+    /// A configured tier instead, as for `kvtier server --l2-adapter`
+    #[arg(long, value_name = "JSON", conflicts_with_all = ["socket", "options", "shared_memory_mb", "command"])]
+    l2_adapter: Option<String>,
     /// Unix socket that the tier listens on [default: with --command, one in a new directory]
-    #[arg(long, value_name = "PATH", required_unless_present = "command")]
+    #[arg(long, value_name = "PATH", required_unless_present_any = ["command", "l2_adapter"])]
     socket: Option<PathBuf>,
     /// Object that is passed to the tier at the hello, as "options" of an --l2-adapter
     #[arg(long, value_name = "JSON", default_value = "{}")]
@@ -62,27 +68,19 @@ impl TierTestArgs {
     }
 }
 
-/// The tier, by connections of its own.
+/// The tier, opened anew for each case.
 #[derive(Clone)]
-struct Tier {
-    options: ProcessOptions,
-    timeout: Duration,
+enum Tier {
+    /// A program that runs, and the time to connect to it.
+    Process(ProcessOptions, Duration),
+    Configured(AdapterConfig),
 }
 
 impl Tier {
-    /// Connects; tries again until there is no time left.
-    async fn connect(&self) -> anyhow::Result<ProcessAdapter> {
-        let adapter = ProcessAdapter::open(&self.options);
-        let started = Instant::now();
-        loop {
-            let Err(error) = adapter.connected().await else {
-                return Ok(adapter);
-            };
-            if started.elapsed() > self.timeout || error.kind() == kvtier_l2::ErrorKind::Refused {
-                adapter.close().await;
-                return Err(anyhow!("{error}"));
-            }
-            tokio::time::sleep(Duration::from_millis(20)).await;
+    async fn open(&self) -> anyhow::Result<Arc<dyn Adapter>> {
+        match self {
+            Self::Process(options, timeout) => Ok(Arc::new(connect(options, *timeout).await?)),
+            Self::Configured(config) => Ok(kvtier_adapters::registry().open(config)?),
         }
     }
 }
@@ -90,11 +88,88 @@ impl Tier {
 impl Subject for Tier {
     fn open(&self) -> BoxFuture<'_, Arc<dyn Adapter>> {
         Box::pin(async {
-            match self.connect().await {
-                Ok(adapter) => Arc::new(adapter) as Arc<dyn Adapter>,
+            match Self::open(self).await {
+                Ok(adapter) => adapter,
                 // What the suite takes for the failure of the case.
-                Err(error) => panic!("no connection: {error:#}"),
+                Err(error) => panic!("it cannot be opened: {error:#}"),
             }
+        })
+    }
+}
+
+/// Connects to a program; tries again until there is no time left.
+async fn connect(options: &ProcessOptions, timeout: Duration) -> anyhow::Result<ProcessAdapter> {
+    let adapter = ProcessAdapter::open(options);
+    let started = Instant::now();
+    loop {
+        let Err(error) = adapter.connected().await else {
+            return Ok(adapter);
+        };
+        if started.elapsed() > timeout || error.kind() == kvtier_l2::ErrorKind::Refused {
+            adapter.close().await;
+            return Err(anyhow!("{error}"));
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+/// A tier to be tested.
+struct Tested {
+    tier: Tier,
+    name: String,
+    can: Capabilities,
+    /// What keeps its program running.
+    program: Option<ProcessAdapter>,
+}
+
+impl Tested {
+    /// A program, which is started if there is a command.
+    async fn process(args: &TierTestArgs, socket: &str) -> anyhow::Result<Self> {
+        let mut options = args.adapter(socket, &args.command)?;
+        // Without metadata a tier is used only so; with it, objects without are misses.
+        options.trust_missing_layout = true;
+        let program = connect(&options, args.timeout).await;
+        let program = program.context("the tier does not answer")?;
+        options.command.clear();
+        options.trust_missing_layout = program.keeps_metadata() == Some(false);
+        let probe = connect(&options, args.timeout).await?;
+        let can = probe.capabilities();
+        probe.close().await;
+        let name = program.status()["tier"]
+            .as_str()
+            .unwrap_or_default()
+            .to_owned();
+        Ok(Self {
+            tier: Tier::Process(options, args.timeout),
+            name,
+            can,
+            program: Some(program),
+        })
+    }
+
+    /// A configured tier that works.
+    async fn configured(json: &str) -> anyhow::Result<Self> {
+        let config = kvtier_adapters::registry().parse_json(json);
+        let mut config = config.map_err(|error| anyhow!("--l2-adapter: {error}"))?;
+        // Cases ask for more objects at once than a server does.
+        let guards = &mut config.guards;
+        guards.lookup_timeout = guards.lookup_timeout.max(LOOKUP_TIMEOUT);
+        let (name, tier) = (config.kind.to_owned(), Tier::Configured(config));
+        let adapter = tier.open().await?;
+        let can = adapter.capabilities();
+        let probed = kvtier_l2::probe(&*adapter).await;
+        adapter.close().await;
+        probed.context("the tier does not work")?;
+        ensure!(
+            !can.read_only,
+            "the tier is read-only; the suite has to store"
+        );
+        let program = None;
+        Ok(Self {
+            tier,
+            name,
+            can,
+            program,
         })
     }
 }
@@ -108,51 +183,52 @@ impl Drop for Place {
     }
 }
 
+/// The socket of the program, in a directory of its own if none is given.
+fn socket(args: &TierTestArgs, random: u64) -> anyhow::Result<(PathBuf, Option<Place>)> {
+    if let Some(path) = &args.socket {
+        return Ok((std::path::absolute(path)?, None));
+    }
+    let directory = std::env::temp_dir().join(format!("{MODEL}-{random:016x}"));
+    std::fs::create_dir(&directory)
+        .with_context(|| format!("directory {}", directory.display()))?;
+    Ok((directory.join("tier.sock"), Some(Place(directory))))
+}
+
 pub(crate) fn run(args: &TierTestArgs) -> anyhow::Result<ExitCode> {
     let random = RandomState::new().hash_one(0);
-    let mut place = None;
-    let socket = match &args.socket {
-        Some(path) => std::path::absolute(path)?,
-        None => {
-            let directory = std::env::temp_dir().join(format!("{MODEL}-{random:016x}"));
-            std::fs::create_dir(&directory)
-                .with_context(|| format!("directory {}", directory.display()))?;
-            place.insert(Place(directory)).0.join("tier.sock")
-        }
-    };
-    let socket = socket.to_str().context("--socket is not UTF-8")?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()
         .build()?;
+    let (socket, _place) = match args.l2_adapter {
+        Some(_) => Default::default(),
+        None => socket(args, random)?,
+    };
+    let tested = runtime.block_on(async {
+        match &args.l2_adapter {
+            Some(json) => Tested::configured(json).await,
+            None => {
+                let socket = socket.to_str().context("--socket is not UTF-8")?;
+                Tested::process(args, socket).await
+            }
+        }
+    })?;
     // A case fails by a panic, whose message is shown.
     std::panic::set_hook(Box::new(|_| {}));
-    let outcome = runtime.block_on(test(args, socket, &format!("{MODEL}/{random:016x}")));
+    let prefix = format!("{MODEL}/{random:016x}");
+    let outcome = runtime.block_on(test(tested, args.case.as_deref(), &prefix));
     let _ = std::panic::take_hook();
     outcome
 }
 
-async fn test(args: &TierTestArgs, socket: &str, prefix: &str) -> anyhow::Result<ExitCode> {
-    let mut tier = Tier {
-        options: args.adapter(socket, &args.command)?,
-        timeout: args.timeout,
-    };
-    // Without metadata a tier is used only so; with it, objects without are misses.
-    tier.options.trust_missing_layout = true;
-    let first = tier.connect().await.context("the tier does not answer")?;
-    tier.options.command.clear();
-    tier.options.trust_missing_layout = first.keeps_metadata() == Some(false);
-    let can = {
-        let probe = tier.connect().await?;
-        let can = probe.capabilities();
-        probe.close().await;
-        can
-    };
+async fn test(tested: Tested, case: Option<&str>, prefix: &str) -> anyhow::Result<ExitCode> {
+    let Tested {
+        tier,
+        name,
+        can,
+        program,
+    } = tested;
     let mut out = out::stdout();
-    let name = first.status()["tier"]
-        .as_str()
-        .unwrap_or_default()
-        .to_owned();
     let has = |can: bool, word: &'static str| can.then_some(word);
     let words = [
         has(can.delete, "delete"),
@@ -162,7 +238,7 @@ async fn test(args: &TierTestArgs, socket: &str, prefix: &str) -> anyhow::Result
     ];
     let words: Vec<_> = words.into_iter().flatten().collect();
     writeln!(out, "tier {}: {}", escape(&name), words.join(", "))?;
-    let chosen = |case: &&str| args.case.as_ref().is_none_or(|text| case.contains(text));
+    let chosen = |name: &&str| case.is_none_or(|text| name.contains(text));
     let (mut passed, mut failed, mut skipped, mut left) = (0, 0, 0, 0);
     for (number, case) in conformance::names().filter(chosen).enumerate() {
         if let Some(why) = conformance::skipped(case, can) {
@@ -189,12 +265,14 @@ async fn test(args: &TierTestArgs, socket: &str, prefix: &str) -> anyhow::Result
             }
         }
         out.flush()?;
-        if let (Some(cleanup), Ok(adapter)) = (cleanup, tier.connect().await) {
-            left += cleanup.run(&adapter).await;
+        if let (Some(cleanup), Ok(adapter)) = (cleanup, tier.open().await) {
+            left += cleanup.run(&*adapter).await;
             adapter.close().await;
         }
     }
-    first.close().await;
+    if let Some(program) = program {
+        program.close().await;
+    }
     ensure!(
         passed + failed + skipped > 0,
         "no case has that in its name"

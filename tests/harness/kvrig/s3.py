@@ -76,15 +76,17 @@ class Process:
 class Rclone(Process):
     """`rclone serve s3`: objects are files, so tests can change them. It keeps metadata in memory."""
 
-    def __init__(self, directory):
+    def __init__(self, directory, dir_cache="0"):
+        """`dir_cache` is how long it may not notice other changes of its directories; without, it hangs in deep ones."""
         super().__init__(directory)
+        self.dir_cache = dir_cache
         (directory / BUCKET).mkdir()
         self.start()
 
     def start(self):
         """Starts it with what is in its directory."""
         flags = ["--addr", f"127.0.0.1:{self.port}", "--auth-key", "kvkey,kvsecret", "--vfs-cache-mode", "off"]
-        config = ["--config", str(self.directory.parent / "no-rclone.conf"), "--dir-cache-time", "0"]
+        config = ["--config", str(self.directory.parent / "no-rclone.conf"), "--dir-cache-time", self.dir_cache]
         self.run([program("rclone"), "serve", "s3", *flags, *config, str(self.directory)])
 
     def objects(self):

@@ -64,3 +64,40 @@ fn tier_that_is_not_there_is_an_error() {
         .assert()
         .code(2);
 }
+
+#[test]
+fn configured_tier_passes_all_cases() {
+    let directory = tempfile::tempdir().unwrap();
+    let tier = format!(r#"{{"type":"fs","base_path":{:?}}}"#, directory.path());
+    let mut command = Command::cargo_bin("kvtier").unwrap();
+    let output = command
+        .args(["tier-test", "--l2-adapter", &tier])
+        .assert()
+        .success();
+    let text = String::from_utf8(output.get_output().stdout.clone()).unwrap();
+    assert!(
+        text.starts_with("tier fs: delete, list, shared, metadata\n"),
+        "{text}"
+    );
+    assert!(text.contains("ok      round_trip\n"), "{text}");
+    assert!(text.contains(" passed, 0 failed, "), "{text}");
+}
+
+#[test]
+fn configured_tier_that_does_not_work_is_an_error() {
+    for (tier, told) in [
+        (
+            r#"{"type":"resp","host":"127.0.0.1","port":1}"#,
+            "the tier does not work",
+        ),
+        (r#"{"type":"none"}"#, "--l2-adapter: "),
+    ] {
+        let mut command = Command::cargo_bin("kvtier").unwrap();
+        let output = command
+            .args(["tier-test", "--l2-adapter", tier])
+            .assert()
+            .code(1);
+        let text = String::from_utf8(output.get_output().stderr.clone()).unwrap();
+        assert!(text.contains(told), "{text}");
+    }
+}
