@@ -68,7 +68,7 @@ impl TierTestArgs {
     }
 }
 
-/// The tier, opened anew for each case.
+/// The tier, opened again for each case.
 #[derive(Clone)]
 enum Tier {
     /// A program that runs, and the time to connect to it.
