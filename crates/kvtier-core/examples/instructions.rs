@@ -6,6 +6,7 @@
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use kvtier_core::cache::{Cache, CacheConfig, Extent, ExtentAllocator, ReserveRequest};
@@ -47,21 +48,24 @@ impl ExtentAllocator for Pieces {
 }
 
 /// Words in memory.
-struct Memory(Vec<u64>);
+struct Memory(Vec<AtomicU64>);
 
 impl Words for Memory {
     fn get(&self, at: u64) -> u64 {
-        self.0[place(at)]
+        self.0[place(at)].load(Ordering::Relaxed)
     }
 
     fn set(&mut self, at: u64, word: u64) {
         let at = place(at);
-        self.0[at] = word;
+        self.0[at].store(word, Ordering::Release);
     }
 
     fn set_all(&mut self, at: u64, words: &[u64]) {
         let at = place(at);
-        self.0[at..at + words.len()].copy_from_slice(words);
+        // As the words of a segment, which are set one by one.
+        for (place, word) in self.0[at..at + words.len()].iter().zip(words) {
+            place.store(*word, Ordering::Release);
+        }
     }
 
     fn end(&self) -> u64 {
@@ -135,7 +139,11 @@ fn main() {
                 instance: 5,
                 origin: 6,
             };
-            let ledger = Ledger::create(Memory(vec![0; 1 << 18]), 7, &identity);
+            let ledger = Ledger::create(
+                Memory((0..1 << 18).map(|_| AtomicU64::new(0)).collect()),
+                7,
+                &identity,
+            );
             Cache::with_ledger(Pieces(pieces), config, ledger.expect("words"))
         }
     };

@@ -12,17 +12,17 @@ use super::transfers::Charge;
 
 /// A frame: bytes of its own, and between them chunks of L1.
 pub struct Payload {
-    text: Vec<u8>,
+    own: Vec<u8>,
     chunks: Option<Box<LeasedChunks>>,
 }
 
 /// Chunks of a frame. Their memory is neither freed nor changed before this is dropped.
 pub struct LeasedChunks {
-    /// Where they are.
+    /// The memory that they are in.
     pub arena: Arc<Arena>,
     /// Where in the frame's own bytes each belongs, in order, and its memory.
     pub places: Vec<(usize, Extent)>,
-    /// What keeps them.
+    /// The leases that keep them.
     pub leases: Vec<ReadLease<L1Allocator>>,
     /// Their bytes in the staging budget.
     pub charge: Charge,
@@ -31,8 +31,8 @@ pub struct LeasedChunks {
 /// A contiguous part of a frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Part {
-    /// Of its own bytes.
-    Text(Range<usize>),
+    /// Some of its own bytes.
+    Own(Range<usize>),
     /// A chunk.
     Chunk(Extent),
 }
@@ -41,7 +41,7 @@ impl Part {
     /// Bytes.
     pub fn byte_len(&self) -> usize {
         match self {
-            Self::Text(range) => range.len(),
+            Self::Own(range) => range.len(),
             Self::Chunk(extent) => extent.len as usize,
         }
     }
@@ -50,43 +50,43 @@ impl Part {
 impl std::fmt::Debug for Payload {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let chunks = self.chunks.as_ref().map_or(0, |chunks| chunks.places.len());
-        write!(f, "Payload({:02x?}, {chunks} chunks)", self.text)
+        write!(f, "Payload({:02x?}, {chunks} chunks)", self.own)
     }
 }
 
-/// One with chunks equals none.
+/// Frames with chunks are never equal.
 impl PartialEq for Payload {
     fn eq(&self, other: &Self) -> bool {
-        self.chunks.is_none() && other.chunks.is_none() && self.text == other.text
+        self.chunks.is_none() && other.chunks.is_none() && self.own == other.own
     }
 }
 
 impl From<Vec<u8>> for Payload {
-    fn from(text: Vec<u8>) -> Self {
+    fn from(own: Vec<u8>) -> Self {
         let chunks = None;
-        Self { text, chunks }
+        Self { own, chunks }
     }
 }
 
 impl Payload {
-    /// With chunks.
-    pub fn with_chunks(text: Vec<u8>, chunks: LeasedChunks) -> Self {
+    /// A frame with chunks.
+    pub fn with_chunks(own: Vec<u8>, chunks: LeasedChunks) -> Self {
         let chunks = Some(Box::new(chunks));
-        Self { text, chunks }
+        Self { own, chunks }
     }
 
     /// Bytes of the frame.
     pub fn byte_len(&self) -> usize {
-        self.text.len()
+        self.own.len()
             + self
                 .places()
                 .map(|(_, part)| part.byte_len())
                 .sum::<usize>()
     }
 
-    /// All of it, unless it has chunks.
-    pub fn as_text(&self) -> Option<&[u8]> {
-        self.chunks.is_none().then_some(&self.text)
+    /// The frame's bytes; `None` if it has chunks.
+    pub fn without_chunks(&self) -> Option<&[u8]> {
+        self.chunks.is_none().then_some(&self.own)
     }
 
     /// Its parts, in order.
@@ -94,18 +94,18 @@ impl Payload {
         let mut parts = Vec::new();
         let mut from = 0;
         for (place, chunk) in self.places() {
-            parts.push(Part::Text(from..place));
+            parts.push(Part::Own(from..place));
             parts.push(chunk);
             from = place;
         }
-        parts.push(Part::Text(from..self.text.len()));
+        parts.push(Part::Own(from..self.own.len()));
         parts
     }
 
     /// The bytes of one of its parts, from `from` on.
     pub fn slice(&self, part: &Part, from: usize) -> Slice<'_> {
         match (part, &self.chunks) {
-            (Part::Text(range), _) => Slice::Bytes(&self.text[range.clone()][from..]),
+            (Part::Own(range), _) => Slice::Bytes(&self.own[range.clone()][from..]),
             (Part::Chunk(extent), Some(chunks)) => {
                 let from = from as u64;
                 let rest = Extent::new(extent.offset + from, extent.len - from);

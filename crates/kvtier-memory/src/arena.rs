@@ -335,6 +335,15 @@ impl Arena {
         self.mapping.read_into(offset, len, buffer)
     }
 
+    /// Brings the pages of `extent` into memory, so that reading them waits for nothing. Kernels before 5.14 do not.
+    ///
+    /// # Errors
+    /// [`AccessError::OutOfBounds`], [`AccessError::Poisoned`].
+    pub fn populate(&self, extent: Extent) -> Result<(), AccessError> {
+        let offset = self.offset(extent, 0, extent.len)?;
+        prefault::populate_read(&self.mapping, Extent::new(offset, extent.len))
+    }
+
     /// The 128-bit xxh3 of the bytes of `extent`.
     ///
     /// # Errors

@@ -138,9 +138,14 @@ impl Mapping {
     pub(crate) fn check_poison(&self, range: Extent) -> Result<(), AccessError> {
         fence(Ordering::SeqCst);
         match self.poisoned() {
-            Some(lost) if lost.overlaps(&range) => Err(AccessError::Poisoned { what: self.what }),
+            Some(lost) if lost.overlaps(&range) => Err(self.lost()),
             _ => Ok(()),
         }
+    }
+
+    /// The error of a page that was lost.
+    pub(crate) fn lost(&self) -> AccessError {
+        AccessError::Poisoned { what: self.what }
     }
 
     /// Copies `bytes` into the mapping at `offset`.

@@ -6,6 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
 use rustix::io::Errno;
 use rustix::mm::Advice;
 
+use crate::access::AccessError;
 use crate::mapping::Mapping;
 use kvtier_extent::Extent;
 
@@ -59,7 +60,7 @@ pub(crate) fn run(
         }
         let step = STEP.min(total - done);
         let result = if can_populate {
-            match populate(mapping, done, step) {
+            match populate(mapping, done, step, Advice::LinuxPopulateWrite) {
                 Err(Errno::INVAL | Errno::NOSYS) if done == 0 => {
                     can_populate = false;
                     continue;
@@ -82,15 +83,31 @@ pub(crate) fn run(
     Ok(PrefaultEnd::Complete)
 }
 
-/// Faults the pages in as writes would, without writing: contents do not change, so this is
+/// Brings the pages of a range into memory for readers, where the kernel can.
+///
+/// # Errors
+/// [`AccessError::Poisoned`] if some were lost.
+pub(crate) fn populate_read(mapping: &Mapping, range: Extent) -> Result<(), AccessError> {
+    mapping.locate(range.offset, range.len)?;
+    let page = mapping.page();
+    let first = range.offset as usize / page * page;
+    let end = ((range.offset + range.len) as usize).next_multiple_of(page);
+    let end = end.min(mapping.len() as usize);
+    match populate(mapping, first, end - first, Advice::LinuxPopulateRead) {
+        Ok(()) | Err(Errno::INVAL | Errno::NOSYS) => mapping.check_poison(range),
+        Err(_) => Err(mapping.lost()),
+    }
+}
+
+/// Faults the pages in as reads or writes would, without either: contents do not change, so this is
 /// safe beside any use.
-fn populate(mapping: &Mapping, offset: usize, len: usize) -> Result<(), Errno> {
+fn populate(mapping: &Mapping, offset: usize, len: usize, how: Advice) -> Result<(), Errno> {
     loop {
         // SAFETY: the range lies inside the mapping, which outlives the call; populating leaves
         // contents as they are.
         let result = unsafe {
             let start = mapping.base().as_ptr().add(offset);
-            rustix::mm::madvise(start.cast(), len, Advice::LinuxPopulateWrite)
+            rustix::mm::madvise(start.cast(), len, how)
         };
         match result {
             Err(Errno::INTR | Errno::AGAIN) => {}
@@ -127,7 +144,7 @@ mod tests {
         let bytes: Vec<u8> = (0..1 << 20).map(|i: u32| (i % 251) as u8).collect();
         mapping.write(0, &bytes).unwrap();
         touch(&mapping, 0, 1 << 20).unwrap();
-        populate(&mapping, 0, 1 << 20).unwrap();
+        populate(&mapping, 0, 1 << 20, Advice::LinuxPopulateWrite).unwrap();
         let mut read = Vec::new();
         mapping.read_into(0, 1 << 20, &mut read).unwrap();
         assert_eq!(read, bytes);

@@ -125,7 +125,7 @@ impl SharedWords {
         }
     }
 
-    /// Writes words that were reached together, in their order; others are dropped.
+    /// Writes words that were reached together, in their order; if one was not, all are dropped.
     #[inline]
     pub fn set_all(&mut self, at: u64, words: &[u64]) {
         let (first, count) = (at.saturating_mul(8), words.len() as u64);
@@ -208,6 +208,12 @@ mod tests {
         assert!(words.reach(far + 1..far + 2) && words.reach(0..1));
         words.set(far + 1, u64::MAX);
         words.set(0, 7);
+        words.set_all(PIECE - 2, &[8, 9]);
+        assert_eq!([words.get(PIECE - 2), words.get(PIECE - 1)], [8, 9]);
+        let end = words.end();
+        words.set_all(end - 1, &[5, 5]);
+        words.set_all(u64::MAX, &[5]);
+        assert_eq!([words.get(end - 1), words.get(end)], [0, 0], "all or none");
         assert!(!words.reach(u64::MAX - 1..u64::MAX), "outside");
         // Locked while it is open.
         let error = SharedWords::find(&name, 100).err();

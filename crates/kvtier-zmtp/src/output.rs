@@ -123,28 +123,33 @@ impl<P: Piece> Output<P> {
         debug_assert_eq!(self.piece_bytes - before, len, "the frame's length");
     }
 
-    /// Writes with `write`, which returns the number of bytes that the system took of the slices in order, up to some `limit`
-    /// bytes or until it fails. Returns the number of bytes.
+    /// The oldest piece that waits.
+    pub fn first_piece(&self) -> Option<&P> {
+        self.segments.iter().find_map(|segment| match segment {
+            Segment::Piece(piece) => Some(piece),
+            Segment::Small(_) => None,
+        })
+    }
+
+    /// Writes with `write`, which returns the number of bytes that the system took of the slices in order, or `None` if it
+    /// takes no more now. Ends after some `limit` bytes. Returns the number of bytes.
     ///
     /// # Errors
-    /// That of `write`, unless bytes were written before it.
+    /// That of `write`; some of what waits may have been written then, so nothing more can follow it.
     pub fn write_with<E>(
         &mut self,
         limit: usize,
-        mut write: impl FnMut(&mut dyn Iterator<Item = Slice<'_, P>>) -> Result<usize, E>,
+        mut write: impl FnMut(&mut dyn Iterator<Item = Slice<'_, P>>) -> Result<Option<usize>, E>,
     ) -> Result<usize, E> {
         let mut total = 0;
         while !self.is_empty() && total < limit {
             let mut from = self.written;
             let slice = |segment| Segment::slice(segment, std::mem::take(&mut from));
-            match write(&mut self.segments.iter().map(slice)) {
-                Ok(written) => {
-                    total += written;
-                    self.advance(written);
-                }
-                Err(_) if total > 0 => break,
-                Err(error) => return Err(error),
-            }
+            let Some(written) = write(&mut self.segments.iter().map(slice))? else {
+                break;
+            };
+            total += written;
+            self.advance(written);
         }
         Ok(total)
     }
@@ -231,7 +236,7 @@ mod tests {
                 }
                 let taken = bytes.len().min(7777);
                 got.extend_from_slice(&bytes[..taken]);
-                Ok::<_, ()>(taken)
+                Ok::<_, ()>(Some(taken))
             });
             assert!(taken.unwrap() > 0 && Rc::strong_count(&counter) <= left);
         }
@@ -240,13 +245,12 @@ mod tests {
     }
 
     #[test]
-    fn error_is_returned_unless_bytes_were_written_before() {
+    fn full_system_ends_a_write_and_an_error_is_returned_at_once() {
         let mut output = Output::<Vec<u8>>::default();
         output.push_frame(b"abc", false);
-        let mut answers = [Ok(2), Err("full"), Err("full")].into_iter();
+        let mut answers = [Ok(Some(2)), Ok(None), Ok(Some(1)), Err("lost")].into_iter();
         let mut write = |_: &mut dyn Iterator<Item = Slice<'_, _>>| answers.next().unwrap();
         assert_eq!(output.write_with(100, &mut write), Ok(2));
-        assert_eq!(output.write_with(100, &mut write), Err("full"));
-        assert_eq!(output.bytes(), 5);
+        assert_eq!(output.write_with(100, &mut write), Err("lost"));
     }
 }

@@ -293,11 +293,13 @@ impl Wire {
                 });
                 used += 1;
             }
-            retry_on_intr(|| sendmsg(socket, &slices[..used], &mut no_control, flags))
+            match retry_on_intr(|| sendmsg(socket, &slices[..used], &mut no_control, flags)) {
+                Ok(written) => Ok(Some(written)),
+                Err(Errno::AGAIN) => Ok(None),
+                Err(error) => Err(error),
+            }
         });
-        if let Err(error) = written
-            && error != Errno::AGAIN
-        {
+        if let Err(error) = written {
             self.output = Output::default();
             self.write_error = Some(error);
         }

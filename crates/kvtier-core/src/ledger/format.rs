@@ -338,12 +338,7 @@ impl Life {
     /// Bound to the record by its checksum, so that the life of an earlier object in the slot is none of a later one.
     #[inline]
     fn word(self, sum: u64) -> u64 {
-        let state = match self.state {
-            ObjectState::Resident => 1,
-            ObjectState::Read => 2,
-            ObjectState::Withheld => 3,
-        };
-        let content = u64::from(self.used_at) << 8 | state;
+        let content = u64::from(self.used_at) << 8 | self.state as u64;
         content << 24 | fold(sum, content) >> 40
     }
 }

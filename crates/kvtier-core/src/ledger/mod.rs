@@ -47,15 +47,15 @@ pub trait Words: Send {
     fn reach(&mut self, words: Range<u64>) -> bool;
 }
 
-/// State of an object with memory, as far as the next process has to know it.
+/// State of an object with memory, as far as the next process has to know it, by its number in the ledger.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ObjectState {
     /// Readable.
-    Resident,
+    Resident = 1,
     /// Readable, and a client may be reading its memory.
-    Read,
+    Read = 2,
     /// Not readable; a client may be writing or reading its memory.
-    Withheld,
+    Withheld = 3,
 }
 
 /// An object as the cache records it.

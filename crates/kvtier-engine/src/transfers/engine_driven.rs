@@ -9,6 +9,7 @@ use kvtier_core::prompt::Prompt;
 use kvtier_device::Direction;
 use kvtier_error::Error;
 use kvtier_l1::L1Allocator;
+use kvtier_memory::AccessError;
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::pickle::{self, Limits, PickledTensor, TensorToWrite, WriteError};
 use kvtier_proto::request::{ABORT_STORE, InstanceId};
@@ -277,11 +278,7 @@ impl Transfers {
         }
     }
 
-    fn write(
-        &self,
-        tensor: &PickledTensor<'_>,
-        extent: Extent,
-    ) -> Result<(), kvtier_memory::AccessError> {
+    fn write(&self, tensor: &PickledTensor<'_>, extent: Extent) -> Result<(), AccessError> {
         let mut at = 0;
         let mut result = Ok(());
         tensor.for_each_run(|run| {
@@ -389,7 +386,7 @@ impl Transfers {
         layout: &EngineDrivenLayout,
         leases: Vec<GroupLease>,
         charge: Charge,
-    ) -> Result<Option<Payload>, WriteError> {
+    ) -> Result<Option<Payload>, PickleError> {
         let leases: Vec<_> = leases.into_iter().map(|group| group.lease).collect();
         let extents: Vec<_> = leases
             .iter()
@@ -403,8 +400,16 @@ impl Transfers {
         let Some(hit) = PickledHit::new(&vec![form; extents.len()])? else {
             return Ok(None);
         };
+        let arena = &self.context.l1.arena;
+        for extent in &extents {
+            if form.byte_len() != Some(extent.len as usize) {
+                return Err(PickleError::Length(extent.len));
+            }
+            // The thread that sends them must not wait for the disk, nor meet lost pages in the middle of a frame.
+            arena.populate(*extent)?;
+        }
         let chunks = LeasedChunks {
-            arena: Arc::clone(&self.context.l1.arena),
+            arena: Arc::clone(arena),
             places: hit.places.into_iter().zip(extents).collect(),
             leases,
             charge,
@@ -434,4 +439,15 @@ impl Transfers {
 
 fn store_target(target: Option<StoreTarget<'_>>) -> Answer {
     Answer::from(Response::PrepareStore(PrepareStore { target }))
+}
+
+/// Why chunks could not be pickled.
+#[derive(Debug, thiserror::Error)]
+enum PickleError {
+    #[error(transparent)]
+    Form(#[from] WriteError),
+    #[error("a chunk of {0} bytes has another length than registered")]
+    Length(u64),
+    #[error(transparent)]
+    Memory(#[from] AccessError),
 }

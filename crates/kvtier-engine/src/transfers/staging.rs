@@ -19,7 +19,8 @@
 //! Retrieves have a ledger of their own, without tenants: they evict nothing, and what they lease stays readable. Several
 //! may lease the same object, so one is refused only if its instance has others and more than the limit is leased in all.
 //! The first one may be as large as L1, as a prompt may; if it is not committed, its leases end after two write TTLs
-//! ([`super::prepared`]).
+//! ([`super::prepared`]). Chunks that are sent pickled stay in the ledger until they are sent, or their connection ends; their charge
+//! stays with the instance's id, whatever becomes of the instance.
 //!
 //! The mutex guards the ledgers. A store reserves its memory while it is held, so that no two stores take the same
 //! share; the cache's lock is taken inside it, never around it.

@@ -13,7 +13,7 @@ use super::allowance::Allowance;
 use super::client::Client;
 use super::limits::MAX_SMALL_OUTPUT;
 use super::outbox::Outgoing;
-use super::output::{Output, push_reply, write_to};
+use super::output::{Output, oldest, push_reply, write_to};
 use super::poll::Interest;
 
 /// How long a new connection has for the handshake.
@@ -25,6 +25,9 @@ const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How long a client may take none of the bytes that wait for it.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// How long a client may take to read a large reply, whose chunks stay leased: after that time clients of LMCache ask no more.
+const LARGE_REPLY_TIMEOUT: Duration = Duration::from_secs(300);
 
 /// How long requests wait for one that shows the generation of their client: a worker pings every 10 s and times
 /// out after 300 s.
@@ -208,8 +211,8 @@ impl Connection {
     }
 
     /// Queues a reply.
-    pub fn push(&mut self, reply: Outgoing) {
-        push_reply(&mut self.output, reply);
+    pub fn push(&mut self, reply: Outgoing, now: Instant) {
+        push_reply(&mut self.output, reply, now);
     }
 
     /// Writes a turn's worth of what waits.
@@ -287,7 +290,8 @@ impl Connection {
         let undecided = self
             .undecided_since()
             .map(|since| since + UNDECIDED_TIMEOUT);
-        let others = [silent, unread, undecided].into_iter().flatten();
+        let large = oldest(&self.output).map(|queued| queued + LARGE_REPLY_TIMEOUT);
+        let others = [silent, unread, undecided, large].into_iter().flatten();
         others.fold(heartbeat, Instant::min)
     }
 
@@ -303,8 +307,11 @@ impl Connection {
     }
 
     fn is_unread(&self, now: Instant) -> bool {
-        self.unread_since
-            .is_some_and(|since| now.duration_since(since) >= WRITE_TIMEOUT)
+        let is_over = |since: Option<Instant>, timeout| {
+            since.is_some_and(|since| now.duration_since(since) >= timeout)
+        };
+        is_over(self.unread_since, WRITE_TIMEOUT)
+            || is_over(oldest(&self.output), LARGE_REPLY_TIMEOUT)
     }
 
     /// Whether something has arrived that is not read yet.

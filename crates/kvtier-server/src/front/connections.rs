@@ -303,7 +303,7 @@ impl Connections {
         let Some(connection) = self.open.get_mut(&id) else {
             return false;
         };
-        connection.push(reply);
+        connection.push(reply, self.clock.now());
         self.queue(id);
         true
     }

@@ -3,7 +3,7 @@
 //! | what | bound |
 //! | --- | --- |
 //! | requests that wait for a thread, or for what they ask for | [`request_budget`], a connection half of it; a lane's number of jobs |
-//! | large replies until the system has taken their bytes | [`reply_budget`], a connection [`REPLY_SHARE`]; beyond it by one reply for each thread that makes them |
+//! | large replies until the system has taken their bytes | [`reply_budget`], a connection [`REPLY_SHARE`]; beyond it by one reply for each thread that makes them; a time |
 //! | small replies until then | [`MAX_SMALL_OUTPUT`] per connection, which is closed then |
 //! | frames of a message | as many as an operation has; the rest is discarded as it arrives |
 //! | a message that is arriving | the message limit and a prompt |

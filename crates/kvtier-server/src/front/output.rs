@@ -3,8 +3,10 @@
 //! Small replies are gathered; the payload of a large one is written from where it is, with its charge and its leases, which
 //! end when the system has taken its last byte.
 
+use std::io::ErrorKind;
 use std::os::fd::AsFd;
 use std::sync::Arc;
+use std::time::Instant;
 
 use kvtier_engine::{Part, Payload};
 use kvtier_memory::socket::{self, SocketError, send_slices};
@@ -27,7 +29,13 @@ pub struct Piece {
 
 struct LargePayload {
     payload: Payload,
+    queued: Instant,
     _charge: Option<Charge>,
+}
+
+/// When the oldest large payload was queued that waits.
+pub fn oldest(output: &Output) -> Option<Instant> {
+    output.first_piece().map(|piece| piece.sent.queued)
 }
 
 impl kvtier_zmtp::Piece for Piece {
@@ -40,7 +48,7 @@ impl kvtier_zmtp::Piece for Piece {
 pub type Output = kvtier_zmtp::Output<Piece>;
 
 /// Appends a reply.
-pub fn push_reply(output: &mut Output, reply: Outgoing) {
+pub fn push_reply(output: &mut Output, reply: Outgoing, now: Instant) {
     let Outgoing {
         uid,
         op,
@@ -53,12 +61,13 @@ pub fn push_reply(output: &mut Output, reply: Outgoing) {
     let Some(payload) = payload else {
         return;
     };
-    match payload.as_text() {
-        Some(text) if charge.is_none() => output.push_frame(text, false),
+    match payload.without_chunks() {
+        Some(bytes) if charge.is_none() => output.push_frame(bytes, false),
         _ => {
             let (len, parts) = (payload.byte_len(), payload.parts());
             let sent = Arc::new(LargePayload {
                 payload,
+                queued: now,
                 _charge: charge,
             });
             let piece = |part| Piece {
@@ -75,22 +84,28 @@ pub fn push_reply(output: &mut Output, reply: Outgoing) {
 /// # Errors
 /// The system's, but for a socket that is full, and lost memory of L1.
 pub fn write_to(output: &mut Output, socket: impl AsFd) -> Result<usize, SocketError> {
-    let written = output.write_with(TURN_BYTES, |waiting| {
+    output.write_with(TURN_BYTES, |waiting| {
         let mut slices = [socket::Slice::Bytes(&[]); MAX_SLICES];
-        let mut used = 0;
+        let (mut used, mut has_chunk) = (0, false);
         for (slice, next) in slices.iter_mut().zip(waiting) {
             *slice = match next {
                 Slice::Small(bytes) => socket::Slice::Bytes(bytes),
                 Slice::Piece(piece, from) => piece.sent.payload.slice(&piece.part, from),
             };
+            // Whether a chunk's pages were lost is known when it was sent: before that no frame may be complete.
+            let is_chunk = matches!(slice, socket::Slice::Extent(..));
+            if has_chunk && !is_chunk {
+                break;
+            }
+            has_chunk = is_chunk;
             used += 1;
         }
-        send_slices(socket.as_fd(), &slices[..used])
-    });
-    match written {
-        Err(SocketError::System(error)) if error.kind() == std::io::ErrorKind::WouldBlock => Ok(0),
-        written => written,
-    }
+        match send_slices(socket.as_fd(), &slices[..used]) {
+            Ok(written) => Ok(Some(written)),
+            Err(SocketError::System(error)) if error.kind() == ErrorKind::WouldBlock => Ok(None),
+            Err(error) => Err(error),
+        }
+    })
 }
 
 #[cfg(test)]
@@ -124,7 +139,7 @@ mod tests {
             let large = byte % 3 == 0;
             let len = if large { 100_000 } else { 100 };
             let charge = large.then(|| budget.take_anyway(len as u64));
-            push_reply(&mut output, reply(byte, len, charge));
+            push_reply(&mut output, reply(byte, len, charge), Instant::now());
             for (frame, more) in [(1, true), (1, true), (len, false)] {
                 write_frame_header(&mut expected, frame, more);
                 expected.resize(expected.len() + frame, byte);
@@ -151,7 +166,7 @@ mod tests {
         socket.set_nonblocking(true).unwrap();
         let mut output = Output::default();
         while output.small_bytes() < 1 << 20 {
-            push_reply(&mut output, reply(1, 1000, None));
+            push_reply(&mut output, reply(1, 1000, None), Instant::now());
             write_to(&mut output, &socket).unwrap();
         }
         drop(peer);

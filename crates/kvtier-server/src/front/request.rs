@@ -422,7 +422,7 @@ impl Server {
             .as_ref()
             .filter(|payload| {
                 payload
-                    .as_text()
+                    .without_chunks()
                     .is_none_or(|text| text.len() > SMALL_REPLY)
             })
             .map(|payload| peer.replies.take_anyway(payload.byte_len() as u64));
@@ -446,7 +446,7 @@ fn registers(operation: Operation) -> bool {
 
 /// Whether it is the "no" of a transfer without an event, which clients up to 0.5.4 on a GPU do not survive.
 fn lacks_event(answer: &Answer) -> bool {
-    let payload = answer.payload.as_ref().and_then(Payload::as_text);
+    let payload = answer.payload.as_ref().and_then(Payload::without_chunks);
     payload == Response::transfer(&[][..], false).encode().as_deref()
 }
 

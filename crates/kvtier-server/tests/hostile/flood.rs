@@ -2,7 +2,9 @@
 
 use kvtier_client::proto::generation::Generation;
 use kvtier_client::proto::operation::Operation;
+use kvtier_client::proto::pickle::{self, PickledTensor};
 use kvtier_client::proto::request::Request;
+use kvtier_client::proto::response::{PrepareRetrieve, Response, ResponseKind};
 use kvtier_client::{EngineDrivenSpec, EngineDrivenWorker, InstanceId, Scope};
 
 use crate::good::{GOOD, pages, round, worker};
@@ -88,8 +90,17 @@ fn unread_chunks_hold_back_further_chunks() {
     assert_eq!(worker.chunk_bytes(), 1 << 20);
     let stored = prompt(1, chunks);
     let all = range(0..chunks as u64);
+    let data: Vec<Vec<u8>> = (0..chunks)
+        .map(|chunk| {
+            (0..1 << 20)
+                .map(|at| (at / 251 + at + 7 * chunk) as u8)
+                .collect()
+        })
+        .collect();
     worker
-        .store(&stored, all.clone(), "s", |_| vec![1; 1 << 20])
+        .store(&stored, all.clone(), "s", |chunk| {
+            data[chunk as usize].clone()
+        })
         .unwrap();
 
     // Its socket takes one message at a time from the system.
@@ -108,7 +119,27 @@ fn unread_chunks_hold_back_further_chunks() {
         let frames = head.into_iter().chain(prepare.encode(spec).unwrap());
         greedy.send_multipart(frames, 0).unwrap();
     };
-    let hit = |frames: Frames| frames[2].len() > 48 << 20;
+    // They were sent in pieces.
+    let hit = |frames: Frames| {
+        let answer = Response::decode(ResponseKind::PrepareRetrieve, Some(&frames[2])).unwrap();
+        let Response::PrepareRetrieve(PrepareRetrieve {
+            success,
+            data: pickled,
+            ..
+        }) = answer
+        else {
+            panic!("{answer:?}");
+        };
+        if success {
+            let tensors = pickle::read_tensors(&pickled, &pickle::Limits::default()).unwrap();
+            assert_eq!(tensors.len(), chunks);
+            let is_equal = |(tensor, data): (&PickledTensor<'_>, &Vec<u8>)| {
+                tensor.contiguous_bytes().unwrap() == data.as_slice()
+            };
+            assert!(tensors.iter().zip(&data).all(is_equal));
+        }
+        success
+    };
 
     let before = own_memory();
     let asked = 20;

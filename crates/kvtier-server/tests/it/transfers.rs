@@ -415,6 +415,27 @@ fn pickled_store_leaves_no_slots() {
 }
 
 #[test]
+fn chunk_on_lost_pages_is_no_hit() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("transfers/lost");
+    let mut spec = engine_driven(1, &scope);
+    spec.force_pickle = true;
+    let mut worker = EngineDrivenWorker::register(server.connect(), spec).unwrap();
+    let prompt = prompt(1, 2);
+    worker.stored(&prompt, 0..2, 1);
+    assert_eq!(worker.lookup(&prompt, "r").unwrap(), 2);
+    worker.assert_reads(&prompt, 0..2, "r", 1);
+    pool(&server, &scope).set_len(0).unwrap();
+    // Again, when the pages have been replaced.
+    for request in ["lost", "replaced"] {
+        assert_eq!(worker.lookup(&prompt, request).unwrap(), 2);
+        let read = worker.retrieve(&prompt, range(0..2), request, |_, _| panic!("a chunk"));
+        assert!(read.unwrap().is_none(), "{request}");
+    }
+    assert_eq!(server.readings().leased_objects, 0);
+}
+
+#[test]
 fn reregistered_worker_is_offered_the_pool() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/again");

@@ -111,7 +111,7 @@ fn client_that_takes_nothing_for_a_minute_is_closed() {
         charge: None,
     };
     while deaf.held_bytes() < 1 << 20 {
-        deaf.push(reply());
+        deaf.push(reply(), start);
         deaf.write(start).unwrap();
     }
     // It goes on sending.
@@ -120,9 +120,41 @@ fn client_that_takes_nothing_for_a_minute_is_closed() {
     deaf.tick(after(59)).unwrap();
     assert!(matches!(deaf.tick(after(60)), Err(Closed::Unread)));
     while deaf.write(start).is_ok() {
-        deaf.push(reply());
+        deaf.push(reply(), start);
     }
     assert!(deaf.held_bytes() < 20 << 20, "what is not read is bounded");
+}
+
+#[test]
+fn client_that_takes_a_large_reply_slowly_is_closed() {
+    let start = Instant::now();
+    let after = |seconds| start + Duration::from_secs(seconds);
+    let (mut slow, mut peer) = connection(start);
+    let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
+    peer.write_all(&handshake()).unwrap();
+    slow.read(&mut scratch, &mut messages, start).unwrap();
+    let budget = kvtier_sync::budget::Budget::new(1 << 30);
+    let reply = outbox::Outgoing {
+        connection: 0,
+        uid: vec![1],
+        op: vec![1],
+        payload: Some(vec![0; 64 << 20].into()),
+        charge: Some(budget.take_anyway(64 << 20)),
+    };
+    slow.push(reply, start);
+    let mut bytes = vec![0; 1 << 20];
+    for seconds in (0..300).step_by(20) {
+        // It lives, and reads some.
+        peer.write_all(b"\x00\x01x").unwrap();
+        slow.read(&mut scratch, &mut messages, after(seconds))
+            .unwrap();
+        slow.write(after(seconds)).unwrap();
+        assert!(peer.read(&mut bytes).unwrap() > 0);
+        slow.tick(after(seconds)).unwrap();
+    }
+    slow.write(after(299)).unwrap();
+    assert!(slow.due() <= after(300));
+    assert!(matches!(slow.tick(after(300)), Err(Closed::Unread)));
 }
 
 #[test]
@@ -332,13 +364,14 @@ fn client_that_has_read_meanwhile_is_written_to() {
     peer.write_all(&handshake()).unwrap();
     slow.read(&mut scratch, &mut messages, start).unwrap();
     while slow.held_bytes() < 1 << 20 {
-        slow.push(outbox::Outgoing {
+        let reply = outbox::Outgoing {
             connection: 0,
             uid: vec![1],
             op: vec![1],
             payload: Some(vec![0; 1000].into()),
             charge: None,
-        });
+        };
+        slow.push(reply, start);
         slow.write(start).unwrap();
     }
     let before = slow.held_bytes();
