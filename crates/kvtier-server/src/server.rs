@@ -86,7 +86,7 @@ impl Server {
         tracing::info!(
             limit = descriptors.limit,
             request_connections = descriptors.connections,
-            "file descriptors shared out: what the request port does not use is for files and HTTP"
+            "divided the file descriptors that the system allows: some for the request port, the others for files and HTTP"
         );
         let engine = Engine::new(Arc::clone(&config), metrics)?;
         let engine = Arc::new(engine);

@@ -196,6 +196,12 @@ fn socket(args: &TierTestArgs, random: u64) -> anyhow::Result<(PathBuf, Option<P
 
 pub(crate) fn run(args: &TierTestArgs) -> anyhow::Result<ExitCode> {
     let random = RandomState::new().hash_one(0);
+    // What a program prints, and how it ends.
+    tracing_subscriber::fmt()
+        .with_env_filter("kvtier_l2_process=info")
+        .with_writer(std::io::stderr)
+        .without_time()
+        .init();
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
         .enable_all()

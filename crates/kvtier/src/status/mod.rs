@@ -199,7 +199,14 @@ fn quotas(out: &mut String, quotas: &QuotaStatus) {
         Some(file) => format!("in {file}"),
     };
     let more = [
-        Some(format!("{tenants} tenants with one, all others {default}")),
+        Some(format!(
+            "{tenants} {} one, all others {default}",
+            if tenants.0 == 1 {
+                "tenant has"
+            } else {
+                "tenants have"
+            }
+        )),
         Some(format!("kept {file}")),
     ];
     let (mode, tiers) = (

@@ -552,7 +552,7 @@ impl Damage {
                 cut(ledger, 0);
                 cut(ledger, size);
             }
-            Self::Version => write(ledger).write_all_at(&[2], 8).unwrap(),
+            Self::Version => write(ledger).write_all_at(&[99], 8).unwrap(),
             Self::Header => write(ledger).write_all_at(&[0xff; 4], 80).unwrap(),
             Self::OpenLedger => open_to_others(ledger),
             Self::ForeignLedger => give_away(ledger),
@@ -576,7 +576,7 @@ impl Damage {
                 Err("has no ledger")
             }
             Self::EmptyLedger | Self::ShortLedger | Self::ZeroedLedger => Err("there is none"),
-            Self::Version => Err("format version 2"),
+            Self::Version => Err("format version 99"),
             Self::Header => Err("its header is damaged"),
         }
     }

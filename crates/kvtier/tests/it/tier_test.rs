@@ -101,3 +101,14 @@ fn configured_tier_that_does_not_work_is_an_error() {
         assert!(text.contains(told), "{text}");
     }
 }
+
+#[test]
+fn what_a_program_prints_before_it_ends_is_shown() {
+    let output = tier_test("round_trip")
+        .args(["-c", "raise SystemExit('no such store')"])
+        .assert()
+        .code(1);
+    let text = String::from_utf8(output.get_output().stderr.clone()).unwrap();
+    assert!(text.contains("no such store"), "{text}");
+    assert!(text.contains("the tier does not answer"), "{text}");
+}

@@ -82,7 +82,7 @@ fn quotas_are_set_shown_listed_and_removed() {
     let all: Value = serde_json::from_str(&stdout(&["list", "--all", "--json"])).unwrap();
     assert_eq!(all["users"].as_object().unwrap().len(), 2);
     let status = kvtier(&["status", &server.http]);
-    let expected = "quotas    soft, of l1, 2 tenants with one, all others unlimited, kept until the server ends";
+    let expected = "quotas    soft, of l1, 2 tenants have one, all others unlimited, kept until the server ends";
     assert!(
         lines(&status.stdout).contains(&expected.to_owned()),
         "{:?}",
