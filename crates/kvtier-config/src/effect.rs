@@ -62,7 +62,7 @@ mod tests {
         );
         let tier = [
             "--l2-adapter",
-            r#"{"type": "mock", "max_size_gb": 1}"#,
+            r#"{"type": "fs", "base_path": "/tier"}"#,
             "--l2-store-policy",
             "skip_l1",
         ];
