@@ -443,7 +443,7 @@ def test_read_only_from_the_start(unprivileged, serve):
     directory.chmod(0o500)
     with pytest.raises(RuntimeError) as refused:
         serve("engine_pickle", command=command, flags=tiers.fs(directory))
-    line = f"base_path {directory} cannot be used: {directory} is no directory that can be written to"
+    line = f"base_path {directory} cannot be used: {directory} is no directory that the server's user can write to"
     assert line in str(refused.value)
 
 

@@ -181,7 +181,7 @@ fn check_directory(path: &Path, read_only: bool) -> Result<()> {
     match is_good {
         true => Ok(()),
         false => Err(Error::refused(format!(
-            "{} is no directory that can be written to; read_only has it only read",
+            "{} is no directory that the server's user can write to (under systemd it also needs ReadWritePaths=); a tier with read_only is only read",
             there.display()
         ))),
     }
