@@ -99,6 +99,9 @@ def test_socket_unit_has_the_server_s_addresses(tmp_path):
 
     addresses = [f"{default(prefix + 'host')}:{default(prefix + 'port')}" for prefix in ("", "http-")]
     assert unit_values("ListenStream", SOCKETS) == [each.replace("localhost", "127.0.0.1") for each in addresses]
+    # With a path instead no more users may connect than by the server's own flag, and the path outlives the service.
+    assert unit_values("SocketMode", SOCKETS) == [default("ipc-mode")]
+    assert unit_values("SocketUser", SOCKETS) == unit_values("User") and unit_values("RuntimeDirectoryPreserve") == ["yes"]
     shipped = (UNIT.parent / "kvtier.toml").read_text()
     assert not re.search(r"^(http-)?(host|port) =", shipped, re.MULTILINE)
 

@@ -72,6 +72,12 @@ impl Inherited {
         addresses.find_map(|address| self.take_ip(address).map(Into::into))
     }
 
+    /// Whether a socket at a path is left.
+    pub(crate) fn has_path(&self, path: &Path) -> bool {
+        let mut left = self.sockets.iter();
+        left.any(|(address, _)| matches!(address, Address::Path(its) if its == path))
+    }
+
     /// Returns the socket at a path.
     pub(crate) fn take_path(&mut self, path: &Path) -> Option<OwnedFd> {
         self.take(&Address::Path(path.to_owned()))
@@ -86,7 +92,7 @@ impl Inherited {
     ///
     /// # Errors
     /// Names the address of a socket that no flag names.
-    pub(crate) fn is_used_up(&self) -> Result<()> {
+    pub(crate) fn check_used_up(&self) -> Result<()> {
         let Some((address, _)) = self.sockets.first() else {
             return Ok(());
         };

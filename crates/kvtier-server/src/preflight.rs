@@ -5,7 +5,7 @@ use std::net::{TcpListener, ToSocketAddrs as _};
 
 use kvtier_config::ServerConfig;
 use kvtier_engine::Preflight;
-use kvtier_error::{Error, Result};
+use kvtier_error::{Error, ErrorKind, Result};
 
 use crate::front::RequestSocket;
 use crate::inherited::Inherited;
@@ -17,11 +17,11 @@ use kvtier_http::{Access, cannot_bind};
 /// # Errors
 /// The line with which the start would end; [`ErrorKind::InUse`](kvtier_error::ErrorKind::InUse) if a server that runs is
 /// in the way.
-pub fn check(config: &ServerConfig) -> Result<()> {
+pub fn check(config: &ServerConfig, inherited: &Inherited) -> Result<()> {
     let access = Access::open(&config.http)?;
     check_ports(config)?;
     config.tenants.salt_key()?;
-    RequestSocket::preflight(config)?;
+    RequestSocket::preflight(config, inherited)?;
     check_http_host(&access)?;
     config.l2.as_ref().map_or(Ok(()), |l2| l2.preflight())?;
     kvtier_tenants::preflight(config)
@@ -34,21 +34,26 @@ pub fn warnings(config: &ServerConfig) -> Vec<String> {
     config.warnings().chain(access).collect()
 }
 
-/// Reserves the ports, the memory and the GPUs that a start would, and releases them. A server that runs may have what the
-/// next one needs.
+/// Reserves the ports that are not inherited, the memory and the GPUs that a start would, and releases them. A server that
+/// runs may have what the next one needs.
 ///
 /// # Errors
 /// The line with which the start would end.
-pub fn reserve(config: &ServerConfig) -> Result<Preflight> {
-    bind_ports(config)?;
+pub fn reserve(config: &ServerConfig, inherited: Inherited) -> Result<Preflight> {
+    bind_ports(config, inherited).map_err(|error| match error.kind() {
+        ErrorKind::InUse => error.hint(
+            "a server that runs has it, or systemd for one (kvtier.socket): stop both for this check, or give it another port",
+        ),
+        _ => error,
+    })?;
     kvtier_engine::preflight(config)
 }
 
-fn bind_ports(config: &ServerConfig) -> Result<()> {
+fn bind_ports(config: &ServerConfig, mut inherited: Inherited) -> Result<()> {
     // A path is taken over from a server that has ended, so binding it would change something.
     let requests = config.ipc_path().is_none();
     let _requests = requests
-        .then(|| RequestSocket::bind(config, &mut Inherited::default()))
+        .then(|| RequestSocket::bind(config, &mut inherited))
         .transpose()?;
     let host = config.http.host.as_str();
     let http = [
@@ -57,7 +62,9 @@ fn bind_ports(config: &ServerConfig) -> Result<()> {
     ];
     let bind = |(flag, port): (&str, Option<u16>)| {
         let port = port?;
-        let bound = TcpListener::bind((host, port));
+        let addresses = (host, port).to_socket_addrs();
+        let taken = inherited.take_first(addresses.into_iter().flatten());
+        let bound = taken.map_or_else(|| TcpListener::bind((host, port)), Ok);
         Some(bound.map_err(|error| cannot_bind(host, flag, port, error)))
     };
     let _http: Vec<_> = http
@@ -112,7 +119,8 @@ mod tests {
         let free = ["--port", "0", "--http-port", "0", "--shm-name", ""];
         // Later ones win.
         let config = ServerConfig::from_flags(&[&free[..], flags].concat()).unwrap();
-        check(&config).map_or_else(|error| error.to_string(), |()| String::new())
+        check(&config, &Inherited::default())
+            .map_or_else(|error| error.to_string(), |()| String::new())
     }
 
     #[test]

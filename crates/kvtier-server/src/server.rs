@@ -2,7 +2,8 @@
 //!
 //! The ports come first because they tell servers apart: a second one on the same port ends there, before it asks for the
 //! pool that has the port in its name. For the same reason the request port is given back last: a server that can bind it
-//! can also create the pool.
+//! can also create the pool. Inherited sockets tell no servers apart: the service manager is assumed to run one server on
+//! them at a time, as systemd does for a unit, and the next one only after that has ended.
 
 use std::net::{SocketAddr, ToSocketAddrs as _};
 use std::sync::Arc;
@@ -57,13 +58,13 @@ impl Server {
         Self::start_on(config, Inherited::default())
     }
 
-    /// Likewise, on sockets that are bound already where there are some.
+    /// Starts everything, on inherited sockets where their addresses are those of the configuration.
     ///
     /// # Errors
-    /// Also for a socket at an address that no flag names.
+    /// As [`Server::start`], or if a socket is at an address that no flag names.
     pub fn start_on(config: ServerConfig, mut inherited: Inherited) -> Result<Self> {
         let config = Arc::new(config);
-        preflight::check(&config)?;
+        preflight::check(&config, &inherited)?;
         let access = Arc::new(Access::open(&config.http)?);
         for warning in config.warnings().chain(access.warnings()) {
             tracing::warn!("{warning}");
@@ -79,7 +80,7 @@ impl Server {
         });
         let (stop_http, _) = watch::channel(false);
         let (http, http_address) = start_http(&config, &api, &mut inherited, &stop_http)?;
-        inherited.is_used_up()?;
+        inherited.check_used_up()?;
 
         let metrics = Arc::new(Metrics::new());
         metrics.has_descriptors(descriptors.limit, descriptors.connections);

@@ -49,7 +49,7 @@ enum Command {
     Config(config::ConfigArgs),
     /// Measure the round trip to a server.
     Ping(ping::PingArgs),
-    /// Check a second tier in a process of its own by the conformance suite.
+    /// Check a second tier by the conformance suite: a configured one, or a program that is one.
     TierTest(tier_test::TierTestArgs),
     /// Print a shell's completions of commands and flags.
     Completions(definitions::CompletionsArgs),

@@ -37,8 +37,8 @@ const LAST_WORDS: Duration = Duration::from_millis(200);
 
 /// Runs the server. Ends with SIGTERM or SIGINT, exit code 0, or 1 when that took too long.
 pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
-    // First: so far this process has opened nothing.
-    let sockets = inherited::sockets();
+    // First: so far this process has opened nothing, and no program that it starts may have them.
+    let sockets = inherited::sockets().and_then(Inherited::new);
     let config = match ServerConfig::parse(command.flags) {
         Ok(Parsed::Run {
             config,
@@ -48,7 +48,7 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
             config,
             check_only: true,
         }) => {
-            return check(&config);
+            return check(&config, sockets);
         }
         Ok(Parsed::Print(text)) => {
             write!(out::stdout(), "{text}")?;
@@ -59,10 +59,7 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
             return Ok(ExitCode::from(USAGE));
         }
     };
-    let sockets = match preflight::check(&config)
-        .and(sockets)
-        .and_then(Inherited::new)
-    {
+    let sockets = match checked(&config, sockets) {
         Ok(sockets) => sockets,
         Err(error) => return Ok(refuse(&error)),
     };
@@ -139,6 +136,16 @@ fn end_in_time(server: &Server) -> std::io::Result<()> {
     thread.spawn(end).map(drop)
 }
 
+/// Returns the inherited sockets of a configuration with which a server could start.
+fn checked(
+    config: &ServerConfig,
+    sockets: kvtier_error::Result<Inherited>,
+) -> kvtier_error::Result<Inherited> {
+    let sockets = sockets?;
+    preflight::check(config, &sockets)?;
+    Ok(sockets)
+}
+
 /// Prints why there is no start; bad usage, unless another server has the socket.
 fn refuse(error: &Error) -> ExitCode {
     complain("server", error);
@@ -149,14 +156,18 @@ fn refuse(error: &Error) -> ExitCode {
 }
 
 /// `--check-config`: says what a server would do, and what is against it.
-fn check(config: &ServerConfig) -> anyhow::Result<ExitCode> {
+fn check(
+    config: &ServerConfig,
+    sockets: kvtier_error::Result<Inherited>,
+) -> anyhow::Result<ExitCode> {
     let mut out = out::stdout();
     let shortage = config.shm_shortage();
     let l2 = config.l2.as_ref();
-    if let Err(error) = preflight::check(config) {
-        return Ok(refuse(&error));
-    }
-    let found = match preflight::reserve(config) {
+    let sockets = match checked(config, sockets) {
+        Ok(sockets) => sockets,
+        Err(error) => return Ok(refuse(&error)),
+    };
+    let found = match preflight::reserve(config, sockets) {
         Ok(found) => found,
         Err(error) => {
             complain("server", error);

@@ -235,14 +235,26 @@ fn degrade(shared: &Shared, obstacle: Option<String>) {
     }
 }
 
+/// The obstacle of a server that has answered a heartbeat, but not an operation in time.
+fn unanswered(error: &ClientError) -> Option<String> {
+    matches!(error, ClientError::Timeout { .. }).then(|| {
+        format!(
+            "{error}, although the server answers pings: it is busy, or of another protocol; LMCache's servers before 0.5.5 cannot \
+             be used"
+        )
+    })
+}
+
 /// Agrees on the chunk size with the server of a connection. The error is why it cannot be used, if it has answered.
 fn agree(shared: &Shared, client: &Client, connection: u64) -> Result<(), Option<String>> {
     let (chunk_tokens, features) = (client.get_chunk_size(), client.get_experimental());
-    let chunk_tokens = chunk_tokens.join().map_err(|error| error.obstacle())?;
+    let chunk_tokens = chunk_tokens
+        .join()
+        .map_err(|error| unanswered(&error).or_else(|| error.obstacle()))?;
     // A server that answers with an error has none.
     let features = features.join().or_else(|error| match error.obstacle() {
         Some(_) => Ok(Vec::new()),
-        None => Err(None),
+        None => Err(unanswered(&error)),
     })?;
     if shared.link.connections() != connection {
         // One of the answers may be another server's.

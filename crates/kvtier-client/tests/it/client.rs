@@ -335,6 +335,38 @@ fn server_without_operation_of_features_has_none() {
 }
 
 #[test]
+fn unanswered_question_for_terms_is_an_obstacle() {
+    for silent in ["get_chunk_size", "get_experimental"] {
+        let settings = Settings {
+            timeout: Duration::from_millis(200),
+            chunk: Some(ChunkTerms {
+                block_tokens: 4,
+                chunk_tokens: None,
+            }),
+            ..settings()
+        };
+        // Of another generation: it does not know the operation, and drops it.
+        let server = Server::typed(move |request| match request {
+            request if request.operation().name() == silent => None,
+            request => default_answers(request),
+        });
+        let client = connect(&server, settings);
+        let (sender, states) = mpsc::channel();
+        client.on_health(Box::new(move |health| sender.send(health).unwrap()));
+        let mut obstacle = client.obstacle();
+        while obstacle.is_none() {
+            assert_eq!(states.recv().unwrap(), Health::Degraded);
+            obstacle = client.obstacle();
+        }
+        let obstacle = obstacle.unwrap();
+        assert!(
+            obstacle.contains(silent) && obstacle.contains("before 0.5.5"),
+            "{obstacle}"
+        );
+    }
+}
+
+#[test]
 fn lookup_with_too_many_hits_fails_and_ends_session() {
     let (sender, ended) = mpsc::channel();
     let server = Server::typed(move |request| match request {

@@ -59,6 +59,28 @@ pub(super) fn preflight(path: &Path) -> Result<()> {
     })
 }
 
+/// Checks the file of a socket that a service manager has bound at `path`: clients reach it, and no others than with `mode`.
+///
+/// # Errors
+/// The file is no socket any more, or its mode allows more than `mode`.
+pub(super) fn check_inherited(path: &Path, mode: u32) -> Result<()> {
+    let data = std::fs::symlink_metadata(path).ok();
+    let Some(data) = data.filter(|data| data.file_type().is_socket()) else {
+        return Err(Error::refused(
+            "the service manager's socket is not there any more, so no client can connect; restart its socket unit, and set \
+             RuntimeDirectoryPreserve=yes if the socket is in a RuntimeDirectory= of the service",
+        ));
+    };
+    let found = data.mode() & 0o777;
+    if found & !mode != 0 {
+        return Err(Error::refused(format!(
+            "the service manager's socket has mode {found:04o}, more than --ipc-mode {mode:04o} allows; set SocketMode={mode:04o} \
+             in its socket unit, or change --ipc-mode"
+        )));
+    }
+    Ok(())
+}
+
 fn check_directory(directory: &Path) -> Result<()> {
     let opened = std::fs::File::open(directory).and_then(|file| file.metadata());
     match opened.map_err(|error| Error::io(UNOPENED, error))?.is_dir() {

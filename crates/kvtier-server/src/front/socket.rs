@@ -38,8 +38,12 @@ impl RequestSocket {
     ///
     /// # Errors
     /// As [`RequestSocket::bind`]; [`ErrorKind::InUse`](kvtier_error::ErrorKind::InUse) for a path where a server listens.
-    pub(crate) fn preflight(config: &ServerConfig) -> Result<()> {
+    pub(crate) fn preflight(config: &ServerConfig, inherited: &Inherited) -> Result<()> {
         if let Some(path) = config.ipc_path() {
+            if inherited.has_path(path) {
+                return ipc::check_inherited(path, config.ipc_mode)
+                    .map_err(|error| error.context(format!("--host: {}", config.bind_address())));
+            }
             return ipc::preflight(path).map_err(|error| cannot_bind(config, error));
         }
         let any_port = ServerConfig {
