@@ -210,6 +210,13 @@ def test_operations_of_other_release_fail(scripted, examine, answer):
     fails(examine(scripted(get_chunk_size=answer).url), "chunk size", "no kvtier server", doctor.PROTOCOL)
 
 
+@pytest.mark.parametrize("answer", ["error: no such operation", "a text"])
+def test_server_without_features_passes(scripted, examine, answer):
+    """The connector works with it in its own chunk size."""
+    _, checks = examine(scripted(get_experimental=answer).url)
+    assert checks["chunk size"] == ("ok", f"{CHUNK} tokens; vLLM's --block-size must divide it")
+
+
 # -- versions ------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
@@ -70,6 +71,14 @@ def test_wheel_has_package_command_and_documents(environment):
     assert "The Rust Standard Library" in (share / "doc/kvtier/rust-standard-library.html").read_text()
 
 
+def test_build_without_the_script_has_the_package_alone():
+    """`maturin build` in bindings/python, as pip calls it: nothing of the script is needed, and nothing it left is in the wheel."""
+    [wheel] = (PACKAGES.parent / "wheels").glob("*.whl")
+    alone, whole = (set(zipfile.ZipFile(each).namelist()) for each in (wheel, one("*.whl")))
+    assert "kvtier/__main__.py" in alone and not [name for name in alone if ".data/" in name]
+    assert {name for name in whole if ".data/" not in name} == alone
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_installed_server_serves_until_sigterm(environment, tmp_path, way):
     """The process that was started is the server: it answers a ping, and SIGTERM ends it with its own exit status."""
@@ -101,6 +110,35 @@ def test_module_finds_the_command_beside_a_target_folder():
     folder = Path(kvtier.__file__).parents[1]
     done = subprocess.run([sys.executable, "-m", "kvtier", "version"], capture_output=True, text=True, check=True)
     assert done.stdout == subprocess.run([folder / "bin" / "kvtier", "version"], capture_output=True, text=True).stdout
+
+
+def test_module_runs_the_command_of_its_own_installation(tmp_path):
+    """A command beside the package comes first; one above it counts only from lib/python3.x/site-packages, also through a link."""
+    import kvtier
+
+    def place(prefix):
+        command = prefix / "bin" / "kvtier"
+        command.parent.mkdir()
+        command.write_text('#!/bin/sh\necho "$0"')
+        command.chmod(0o755)
+        return command
+
+    def run(folder):
+        environment = dict(os.environ, PYTHONPATH=str(folder))
+        done = subprocess.run([sys.executable, "-m", "kvtier"], capture_output=True, text=True, env=environment, check=False)
+        return done.stdout.strip()
+
+    target, site, venv = (tmp_path / name for name in ("a/b/c/target", "a/lib/python3.11/site-packages", "venv/lib/python3.11/site-packages"))
+    shutil.copytree(Path(kvtier.__file__).parent, target / "kvtier")
+    for link in site, venv:
+        link.mkdir(parents=True)
+        (link / "kvtier").symlink_to(target / "kvtier")
+    above, linked = place(tmp_path / "a"), place(tmp_path / "venv")
+    assert run(target) == "", "three folders up is another program's"
+    assert run(site) == str(above)
+    assert run(venv) == str(linked)
+    beside = place(site)
+    assert run(site) == str(beside)
 
 
 def test_image_copies_what_the_wheel_installs():
@@ -169,6 +207,15 @@ def test_crate_without_licence_is_refused(tmp_path):
     assert "one 1.0.0, two 1.0.0\n" in document and document.index("one 1.0.0") < document.index("two 1.0.0")
     with pytest.raises(SystemExit, match="without a licence file: three 1.0.0$"):
         licenses().collect([one, crate(tmp_path, "three", **{"license.rs": "code"})])
+
+
+def test_build_names_a_missing_tool(tmp_path):
+    """Before the long build."""
+    for tool in ("bash", "dirname", "realpath", "rustc", "sed", "head", "git", "cargo", "cc", "objcopy", "python3"):
+        (tmp_path / tool).symlink_to(shutil.which(tool))
+    build = [REPOSITORY / "deploy/release/build", "--native"]
+    done = subprocess.run(build, capture_output=True, text=True, check=False, env=dict(os.environ, PATH=str(tmp_path)))
+    assert done.returncode == 2 and "objdump is not installed" in done.stderr, done
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ from pathlib import Path
 def binaries(package: Path) -> list[Path]:
     """Paths at which an installer puts the binary of a package in this folder."""
     site = package.parent
-    # PREFIX/lib/python3.x/site-packages, and the folder of `pip install --target`.
-    prefixes = [*site.parents[2:3], site]
+    # The folder of `pip install --target`, or PREFIX/lib/python3.x/site-packages. Above another folder, bin/ is not the package's.
+    prefixes = [site]
+    if site.match("lib*/python3*/*-packages"):
+        prefixes.append(site.parents[2])
     return [prefix / "bin" / "kvtier" for prefix in prefixes]
 
 
@@ -21,7 +23,7 @@ def main() -> None:
 
     Raises SystemExit, with the paths, if there is no binary.
     """
-    paths = binaries(Path(__file__).resolve().parent)
+    paths = binaries(Path(__file__).absolute().parent)
     for path in paths:
         if os.access(path, os.X_OK):
             os.execv(path, [str(path), *sys.argv[1:]])

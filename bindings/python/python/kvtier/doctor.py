@@ -23,7 +23,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from . import Client, KvTierError, Prompt, __version__
+from . import Client, Disconnected, KvTierError, Prompt, TimedOut, __version__
 from ._native import Worker
 from .tensors import Segment, Storages
 
@@ -116,7 +116,7 @@ class Doctor:
             chunk = client.get_chunk_size().result()
             if not 1 <= chunk <= 65536:
                 raise failure(f"{chunk} tokens; a chunk has 1 to 65536", not_ours)
-            if CHUNK_TOKENS_FEATURE in client.get_experimental().result():
+            if CHUNK_TOKENS_FEATURE in _features(client):
                 ok(f"{chunk} tokens for LMCache's connector, whose --block-size must divide it; kvtier's own asks for what it needs")
             else:
                 ok(f"{chunk} tokens; vLLM's --block-size must divide it")
@@ -364,6 +364,16 @@ class Doctor:
                         f"the server must support CUDA, run on this host, and see the same GPU; {remedy}",
                     ) from error
             ok(f"the server opens memory of {name}")
+
+
+def _features(client: Client) -> list[str]:
+    """Returns the server's optional features; a server that answers with an error has none, as for the connector."""
+    try:
+        return client.get_experimental().result()
+    except (TimedOut, Disconnected):
+        raise
+    except KvTierError:
+        return []
 
 
 def _describe_error(error: Exception) -> str:

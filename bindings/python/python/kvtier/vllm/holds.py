@@ -43,8 +43,8 @@ class Holds:
         self._counts: Counter[int] = Counter()
         self._dropped: set[str] = set()
         count = pool.num_gpu_blocks
-        self.most = count // 2
-        self.limit = max(count // _PART, min(self.most, _SMALL))
+        self.max_held = count // 2
+        self.limit = max(count // _PART, min(self.max_held, _SMALL))
         self._give_way_to_resets()
 
     @classmethod
@@ -71,7 +71,7 @@ class Holds:
 
     def free_capacity(self, per_chunk: int) -> int:
         """Returns the number of blocks that may be held in addition; if none are held, those of one chunk."""
-        return max(0, max(self.limit, min(per_chunk, self.most)) - len(self._counts))
+        return max(0, max(self.limit, min(per_chunk, self.max_held)) - len(self._counts))
 
     def take(self, number: int, request_id: str, block_ids: Iterable[Sequence[int]]) -> None:
         """Holds a store's blocks, by group; null blocks need no hold.

@@ -296,14 +296,14 @@ class Scheduling:
         if self.holds is None:
             return end
         per_chunk = blocks_per_chunk(self.groups, self.chunk)
-        if per_chunk > self.holds.most:
+        if per_chunk > self.holds.max_held:
             self.warnings.warning(
                 "chunk",
                 "nothing is stored: a chunk of %d tokens has %d blocks, and a store may hold half of vLLM's blocks, %d; make its cache "
                 "larger, or kvtier.chunk_tokens smaller",
                 self.chunk,
                 per_chunk,
-                self.holds.most,
+                self.holds.max_held,
             )
         chunks = self.holds.free_capacity(per_chunk) // per_chunk
         holdable = min(end, start + chunks * self.chunk)
