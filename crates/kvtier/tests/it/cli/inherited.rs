@@ -121,28 +121,44 @@ fn inherited_path_is_served_and_stays() {
 }
 
 #[test]
-fn check_keeps_inherited_sockets_from_command_of_tier() {
-    let directory = tempfile::tempdir().unwrap();
-    let at = |name: &str| directory.path().join(name).display().to_string();
-    let ((requests, port), (http, http_port)) = (listener(), listener());
-    let script = format!("ls -l /proc/$$/fd >{}", at("descriptors"));
-    let tier = serde_json::json!({
-        "type": "process",
-        "socket_path": at("tier"),
-        "command": ["sh", "-c", script],
-    });
-    let flags = ["--port", &port, "--http-port", &http_port, "--check-config"];
-    let mut command = server([requests.as_fd(), http.as_fd()], &flags);
-    let (code, line) = refusal(command.args(["--l2-adapter", &tier.to_string()]));
-    assert!(
-        code == Some(1) && line.contains("L2 tier"),
-        "{code:?} {line}"
-    );
-    let seen = std::fs::read_to_string(at("descriptors")).unwrap();
-    assert!(seen.contains("pipe:["), "{seen}");
-    for socket in [requests.as_fd(), http.as_fd()] {
-        let inode = rustix::fs::fstat(socket).unwrap().st_ino;
-        assert!(!seen.contains(&format!("socket:[{inode}]")), "{seen}");
+fn command_of_tier_does_not_inherit_sockets() {
+    for mode in [&[][..], &["--check-config"]] {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name).display().to_string();
+        let ((requests, port), (http, http_port)) = (listener(), listener());
+        let (part, whole) = (at("part"), at("descriptors"));
+        let script = format!("ls -l /proc/$$/fd >{part}; mv {part} {whole}");
+        let tier = serde_json::json!({
+            "type": "process",
+            "socket_path": at("tier"),
+            "command": ["sh", "-c", script],
+        });
+        let tier = tier.to_string();
+        let flags = [
+            "--port",
+            &port,
+            "--http-port",
+            &http_port,
+            "--l2-adapter",
+            &tier,
+        ];
+        let mut command = server([requests.as_fd(), http.as_fd()], &flags);
+        let command = command.args(mode).stderr(Stdio::null());
+        let mut started = Started(command.spawn().unwrap());
+        // The check ends only after the command, as a failure: it is no tier.
+        while !Path::new(&whole).exists() {
+            assert!(started.0.try_wait().unwrap().is_none() || Path::new(&whole).exists());
+            std::thread::yield_now();
+        }
+        let seen = std::fs::read_to_string(whole).unwrap();
+        assert!(seen.contains("pipe:["), "{seen}");
+        for socket in [requests.as_fd(), http.as_fd()] {
+            let inode = rustix::fs::fstat(socket).unwrap().st_ino;
+            assert!(
+                !seen.contains(&format!("socket:[{inode}]")),
+                "{mode:?}: {seen}"
+            );
+        }
     }
 }
 
