@@ -45,6 +45,8 @@ fn cluster_of(program: &Path, replicas: usize) -> (Vec<Redis>, Vec<Redis>) {
     for (at, node) in primaries.iter().enumerate() {
         let last = (part(at + 1).parse::<usize>().unwrap() - 1).to_string();
         node.told(&["CLUSTER", "ADDSLOTSRANGE", &part(at), &last]);
+        // Nodes of the same epoch resolve that later, and may undo the move of a slot with it.
+        node.told(&["CLUSTER", "SET-CONFIG-EPOCH", &(at + 1).to_string()]);
     }
     let first = &primaries[0];
     for node in primaries.iter().skip(1).chain(&replicas) {

