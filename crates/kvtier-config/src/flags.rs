@@ -35,7 +35,7 @@ pub struct ServerArgs {
     #[arg(long, help_heading = "Configuration")]
     pub strict_flags: bool,
 
-    /// Identity of this server in logs and metrics [default: kvtier-<port>]
+    /// Identity of this server in logs and metrics [default: kvtier-<port>, or the path of an ipc:// host]
     #[arg(long, help_heading = "Request server")]
     pub instance_id: Option<String>,
     /// Directory of what outlives the process, such as quotas; a server has the folder of its instance id there, alone, and

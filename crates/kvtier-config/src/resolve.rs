@@ -136,9 +136,7 @@ impl ServerArgs {
             tls_key: self.http_tls_key,
         };
         ServerConfig {
-            instance_id: self
-                .instance_id
-                .unwrap_or_else(|| format!("kvtier-{}", self.port)),
+            instance_id: state.instance.clone(),
             host: self.host,
             ipc_mode: self.ipc_mode,
             port: self.port,

@@ -30,6 +30,9 @@ fn no_flag_at_all_is_a_sensible_server() {
     assert_eq!(config.write_ttl.as_secs(), 600);
     assert_eq!(config.read_ttl.as_secs(), 300);
     assert_eq!(config.worker_reap_timeout.unwrap().as_secs(), 120);
+    assert_eq!(config.instance_id, "kvtier-5555");
+    let on_path = ServerConfig::from_flags(&["--shm-name", "", "--host", "ipc:///run/k"]).unwrap();
+    assert_eq!(on_path.instance_id, "/run/k");
     // However small /dev/shm is here.
     let config = ServerConfig::from_flags(&["--shm-name", ""]).unwrap();
     let quarter = config.memory.bytes / 4;
