@@ -13,6 +13,13 @@ use crate::support::{
     slots,
 };
 
+/// A worker that sends and receives its chunks pickled.
+fn pickling(server: &TestServer, scope: &Scope) -> EngineDrivenWorker {
+    let mut spec = engine_driven(1, scope);
+    spec.force_pickle = true;
+    EngineDrivenWorker::register(server.connect(), spec).unwrap()
+}
+
 /// The server's pool, as a worker of its own opens it.
 fn pool(server: &TestServer, scope: &Scope) -> File {
     let mut connection = server.connect();
@@ -403,9 +410,7 @@ fn load_only_worker_without_pool_receives_chunks() {
 fn pickled_store_leaves_no_slots() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/pickled");
-    let mut spec = engine_driven(1, &scope);
-    spec.force_pickle = true;
-    let mut worker = EngineDrivenWorker::register(server.connect(), spec).unwrap();
+    let mut worker = pickling(&server, &scope);
     let prompt = prompt(1, 2);
     worker.stored(&prompt, 0..2, 1);
     assert_eq!(server.readings().staged_bytes, 0);
@@ -418,9 +423,7 @@ fn pickled_store_leaves_no_slots() {
 fn chunk_on_lost_pages_is_no_hit() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/lost");
-    let mut spec = engine_driven(1, &scope);
-    spec.force_pickle = true;
-    let mut worker = EngineDrivenWorker::register(server.connect(), spec).unwrap();
+    let mut worker = pickling(&server, &scope);
     let prompt = prompt(1, 2);
     worker.stored(&prompt, 0..2, 1);
     assert_eq!(worker.lookup(&prompt, "r").unwrap(), 2);
@@ -439,9 +442,7 @@ fn chunk_on_lost_pages_is_no_hit() {
 fn reregistered_worker_is_offered_the_pool() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("transfers/again");
-    let mut spec = engine_driven(1, &scope);
-    spec.force_pickle = true;
-    let mut worker = EngineDrivenWorker::register(server.connect(), spec).unwrap();
+    let mut worker = pickling(&server, &scope);
     let prompt = prompt(1, 4);
     worker.stored(&prompt, 0..2, 1);
     let key = scope.worker_key(0, &prompt, range(2..4), "t");

@@ -1,5 +1,6 @@
 //! Connections: how many there are, what they may hold, and what time does to them.
 
+use kvtier_sync::budget::{Budget, Charge};
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
@@ -68,6 +69,17 @@ fn connection(now: Instant) -> (Connection, UnixStream) {
     (Connection::new(socket.into(), limits, now), peer)
 }
 
+/// A reply with a payload of that length.
+fn reply(len: usize, charge: Option<Charge>) -> outbox::Outgoing {
+    outbox::Outgoing {
+        connection: 0,
+        uid: vec![1],
+        op: vec![1],
+        payload: Some(vec![0; len].into()),
+        charge,
+    }
+}
+
 #[test]
 fn connection_ends_without_a_handshake_and_without_a_sign_of_life() {
     let start = Instant::now();
@@ -103,15 +115,8 @@ fn client_that_takes_nothing_for_a_minute_is_closed() {
     let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
     peer.write_all(&handshake()).unwrap();
     deaf.read(&mut scratch, &mut messages, start).unwrap();
-    let reply = || outbox::Outgoing {
-        connection: 0,
-        uid: vec![1],
-        op: vec![1],
-        payload: Some(vec![0; 1000].into()),
-        charge: None,
-    };
     while deaf.held_bytes() < 1 << 20 {
-        deaf.push(reply(), start);
+        deaf.push(reply(1000, None), start);
         deaf.write(start).unwrap();
     }
     // It goes on sending.
@@ -120,7 +125,7 @@ fn client_that_takes_nothing_for_a_minute_is_closed() {
     deaf.tick(after(59)).unwrap();
     assert!(matches!(deaf.tick(after(60)), Err(Closed::Unread)));
     while deaf.write(start).is_ok() {
-        deaf.push(reply(), start);
+        deaf.push(reply(1000, None), start);
     }
     assert!(deaf.held_bytes() < 20 << 20, "what is not read is bounded");
 }
@@ -133,15 +138,9 @@ fn client_that_takes_a_large_reply_slowly_is_closed() {
     let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
     peer.write_all(&handshake()).unwrap();
     slow.read(&mut scratch, &mut messages, start).unwrap();
-    let budget = kvtier_sync::budget::Budget::new(1 << 30);
-    let reply = outbox::Outgoing {
-        connection: 0,
-        uid: vec![1],
-        op: vec![1],
-        payload: Some(vec![0; 64 << 20].into()),
-        charge: Some(budget.take_anyway(64 << 20)),
-    };
-    slow.push(reply, start);
+    let budget = Budget::new(1 << 30);
+    let charge = budget.take_anyway(64 << 20);
+    slow.push(reply(64 << 20, Some(charge)), start);
     let mut bytes = vec![0; 1 << 20];
     for seconds in (0..300).step_by(20) {
         // It lives, and reads some.
@@ -364,14 +363,7 @@ fn client_that_has_read_meanwhile_is_written_to() {
     peer.write_all(&handshake()).unwrap();
     slow.read(&mut scratch, &mut messages, start).unwrap();
     while slow.held_bytes() < 1 << 20 {
-        let reply = outbox::Outgoing {
-            connection: 0,
-            uid: vec![1],
-            op: vec![1],
-            payload: Some(vec![0; 1000].into()),
-            charge: None,
-        };
-        slow.push(reply, start);
+        slow.push(reply(1000, None), start);
         slow.write(start).unwrap();
     }
     let before = slow.held_bytes();
