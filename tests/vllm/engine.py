@@ -223,6 +223,7 @@ def transfer_config(options, server):
                 "kvtier.heartbeat": options.heartbeat,
                 # Resets are there to see hits of this cache.
                 "kvtier.follow_resets": False,
+                **options.engine_config,
             },
         }
     return {
@@ -235,5 +236,6 @@ def transfer_config(options, server):
             "lmcache.mp.mp_transfer_mode": options.transfer_mode or client_mode(server.mode),
             "lmcache.mp.mq_timeout": options.mq_timeout,
             "lmcache.mp.heartbeat_interval": options.heartbeat,
+            **options.engine_config,
         },
     }

@@ -77,6 +77,8 @@ def options():
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--block-size", type=int, default=128, help="16 with --mla, where vLLM's kernel has no other")
     parser.add_argument("--kv-blocks", type=int, default=48, help="paged blocks of vLLM, which `Prompts.fillers` overwrite")
+    parser.add_argument("--server-flag", action="append", default=[], metavar="FLAG", help="of the server; may be repeated")
+    parser.add_argument("--engine-config", type=json.loads, default={}, metavar="JSON", help="more of kv_connector_extra_config")
     parser.add_argument("--l1-gb", type=float, default=1.0)
     parser.add_argument("--mq-timeout", type=float, default=15)
     # It is also how long LMCache's client waits for a ping; one missed ends its engine if a load runs.
@@ -112,13 +114,13 @@ def main():
         log = Path(chosen.logs) / f"server-{run_name(chosen, mode)}.log"
         log.unlink(missing_ok=True)
         directory = Path(chosen.logs) / f"tier-{mode}" if mode in WITH_TIER and not ours and not chosen.remote else None
-        flags = []
+        flags = chosen.server_flag
         remote = chosen.remote and RemoteTier(chosen.remote, Path(chosen.logs) / f"{chosen.remote}-{mode}")
         if remote:
-            flags = remote.flags
+            flags = flags + remote.flags
         if directory:
             shutil.rmtree(directory, ignore_errors=True)
-            flags = tiers.adapter("fs", base_path=directory) if chosen.peer else tiers.fs(directory)
+            flags = flags + (tiers.adapter("fs", base_path=directory) if chosen.peer else tiers.fs(directory))
         kind = ProxiedServer if ours else Server
         server = kind(command, log, mode, chunk=256, l1_gb=chosen.l1_gb, flags=flags, peer=chosen.peer)
         if ours:

@@ -223,7 +223,7 @@ class Server:
 
     def shm_files(self):
         """Shared-memory files of the server's own (not its clients') that it has mapped."""
-        found, clients = set(), re.compile(rf"/lmcache_kv_|/torch_|/kvtier-cuda-fake-(?!{self.process.pid}-)")
+        found, clients = set(), re.compile(rf"/lmcache_kv_|/torch_|/cuda\.shm\.(?!\d+\.{self.process.pid:x}\.)|/kvtier-cuda-fake-(?!{self.process.pid}-)")
         for line in Path(f"/proc/{self.process.pid}/maps").read_text().splitlines():
             path = line.split(maxsplit=5)[5:]
             if path and path[0].startswith("/dev/shm/") and not clients.search(path[0]):

@@ -43,7 +43,7 @@ class WitnessConnector(KvTierConnector):
                 content = hashlib.sha1()
                 for tensor, axis in self._pages[number]:
                     page = tensor.select(axis, block).contiguous()
-                    content.update(page.view(-1).view(torch.uint8).numpy())
+                    content.update(page.view(-1).view(torch.uint8).cpu().numpy())
                 self._file.write(f"{kind} {self._piece}/{number}/{prefix} {content.hexdigest()}\n")
 
     def start_load_kv(self, forward_context, **kwargs):

@@ -8,6 +8,8 @@
 //! link's own limit, plain copies between pinned memory and the GPU. Everything is a median. `--out` gets all of it as
 //! JSON; stdout a table and the figures that are to be reached.
 //!
+//! Each row goes to stderr as it is measured.
+//!
 //! `--dry-run` does the same with few bytes, for a run over the fake driver; its speeds are meaningless. The exit status
 //! is 0 if everything was measured and every byte was right, at any speed.
 
@@ -105,6 +107,21 @@ struct Measured {
     /// Seconds of this process's processors for a chunk, one way.
     cpu: f64,
     json: Value,
+}
+
+impl Measured {
+    /// Progress, for people.
+    fn line(&self) -> String {
+        format!(
+            "{}, {} KiB, {} ids: store {:.2} GB/s, retrieve {:.2}, both {:.2}",
+            self.executor,
+            self.page >> 10,
+            self.ids.name(),
+            self.store / 1e9,
+            self.retrieve / 1e9,
+            self.both / 1e9,
+        )
+    }
 }
 
 /// Of an uneven number of values the one in the middle.
@@ -284,7 +301,9 @@ fn measure(settings: &Settings) -> Result<(Value, String)> {
         names.push(rig.name.clone());
         for shape in settings.shapes() {
             for ids in Ids::ALL {
-                measured.push(rig.measure(&mut engine, shape, ids, settings.repeats)?);
+                let row = rig.measure(&mut engine, shape, ids, settings.repeats)?;
+                eprintln!("{}", row.line());
+                measured.push(row);
             }
         }
         if executor.is_none() {
