@@ -278,19 +278,36 @@ fn first_cells(page: &str, heading: &str) -> Vec<String> {
 }
 
 #[test]
-fn claims_of_the_readme_have_tests() {
+fn claims_of_the_pages_have_tests() {
     let claims = page("docs/claims.md");
     let known = first_cells(&claims, "## What the table claims");
-    for row in first_cells(&page("README.md"), "## What works today") {
+    let features = first_cells(&page("docs/features.md"), "# What works");
+    assert!(features.len() > 10, "{} features", features.len());
+    for row in features {
         assert!(
             known.iter().any(|claim| row.starts_with(claim.as_str())),
-            "docs/claims.md has no row for README's {row:?}"
+            "docs/claims.md has no row for {row:?} of docs/features.md"
         );
     }
     for row in claims.lines().filter(|line| line.starts_with("| ")).skip(1) {
         let header = row.starts_with("| Row") || row.starts_with("| ---");
         assert!(header || row.contains("::"), "no test is named: {row}");
     }
+}
+
+#[test]
+fn the_book_has_every_page_once() {
+    let contents = page("docs/SUMMARY.md");
+    let linked = contents.split("](").skip(1);
+    let mut linked: Vec<_> = linked.map(|link| link.split(')').next().unwrap()).collect();
+    linked.retain(|target| !target.is_empty());
+    linked.sort_unstable();
+    let folder = std::fs::read_dir(root().join("docs")).unwrap();
+    let mut there: Vec<_> = folder.map(|entry| entry.unwrap().file_name()).collect();
+    there.retain(|name| name != "SUMMARY.md");
+    there.sort_unstable();
+    assert_eq!(there, linked);
+    assert!(page("book.toml").contains("\nsrc = \"docs\"\n"));
 }
 
 #[test]
