@@ -11,6 +11,7 @@
 mod devices;
 mod quota;
 mod read;
+mod reload;
 mod status;
 mod tiers;
 
@@ -22,6 +23,7 @@ pub use quota::{
     TierUsage, Unlimited,
 };
 pub use read::from_value;
+pub use reload::{ChangedFlag, Reloaded};
 pub use status::{
     EngineDrivenInstance, EvictionStatus, KernelGroup, KvCacheLayout, KvEvents, L1EvictionStatus,
     L1Status, L2EvictionStatus, LmcacheDrivenInstance, MemoryPart, PrefetchStatus, QuotaStatus,

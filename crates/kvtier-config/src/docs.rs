@@ -62,6 +62,13 @@ pub fn reference_markdown() -> String {
             .collect::<Vec<_>>()
             .join(", ")
     };
+    let live = super::reload::LIVE.iter().map(|name| (*name).to_owned());
+    let _ = writeln!(
+        out,
+        "\n## Changed by a reload\n\n\
+         These may change in the file while the server runs (docs/operate.md); the others need a restart.\n\n{}",
+        list(live.collect())
+    );
     let _ = writeln!(
         out,
         "\n## Known, without effect\n\n\

@@ -8,9 +8,11 @@ use clap::error::ErrorKind;
 use clap::{ArgMatches, Command, FromArgMatches as _};
 
 use kvtier_error::{Error, Result};
+use kvtier_l2::redact;
 
 use super::command::command;
 use super::flags::ServerArgs;
+use super::reload::Given;
 use super::{Parsed, ServerConfig, effect, gpu, peer, show};
 
 /// Keys that are named for one that is unknown.
@@ -56,15 +58,19 @@ pub(super) fn parse_with_file(args: Vec<OsString>) -> Result<Parsed> {
         }
         Err(error) => return Err(one_line(&error)),
     };
+    let mut has_file = false;
     let merged = match given.get_one::<std::path::PathBuf>("config") {
         None => given,
         Some(path) => {
+            has_file = true;
             let mut all = flags_of_file(path, &given)?;
-            all.extend(args);
+            all.extend(args.iter().cloned());
             matches(&all).map_err(|error| one_line(&error).context(path.display().to_string()))?
         }
     };
     let ignored = [peer::ignored(&merged), effect::without_effect(&merged)].concat();
+    let values = show::values(&merged);
+    let given = Given::new(args, has_file, &values);
     let args = ServerArgs::from_arg_matches(&merged).map_err(|error| one_line(&error))?;
     if args.strict_flags && !ignored.is_empty() {
         let flags = ignored.join(", ");
@@ -75,7 +81,8 @@ pub(super) fn parse_with_file(args: Vec<OsString>) -> Result<Parsed> {
     let check_only = args.check_config;
     Ok(Parsed::Run {
         config: Box::new(ServerConfig {
-            shown: show::effective(&merged),
+            shown: redact::value(&values),
+            given,
             gpu_flags: gpu::given(&merged),
             ..args.resolve(ignored)?
         }),

@@ -22,6 +22,7 @@ mod limit;
 mod memory;
 mod peer;
 mod quota;
+mod reload;
 mod request;
 mod resolve;
 mod show;
@@ -41,6 +42,7 @@ pub use l2::L2Config;
 pub use limit::{Limit, MAX_BYTES, parse_size};
 pub use memory::{HostMemory, L1Origin};
 pub use quota::{Place, QuotaSettings};
+pub use reload::{Change, Given};
 pub use state::StateSettings;
 pub use tenants::TenantSettings;
 pub use values::{
@@ -173,6 +175,8 @@ pub struct ServerConfig {
     pub ignored: Vec<String>,
     /// All flags as given, by section, for `GET /config`; without secrets.
     pub shown: serde_json::Value,
+    /// What was given, for [`ServerConfig::read_again`].
+    pub given: Given,
 }
 
 impl ServerConfig {

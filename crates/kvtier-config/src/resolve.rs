@@ -183,6 +183,7 @@ impl ServerArgs {
             log_format: self.log_format,
             ignored,
             shown: serde_json::Value::Null,
+            given: Default::default(),
         }
         .check_quotas()
     }

@@ -2,7 +2,6 @@
 
 use clap::ArgMatches;
 use clap::parser::ValueSource;
-use kvtier_l2::redact;
 use serde_json::{Map, Value};
 
 use super::command::command;
@@ -17,8 +16,8 @@ const SECTIONS: &[(&str, &str)] = &[
 ];
 
 /// Every flag's value by section and name, with `_` for `-`; null where a flag without a default is not given. Flags that
-/// are only known and those about the command itself are left out.
-pub(super) fn effective(given: &ArgMatches) -> Value {
+/// are only known and those about the command itself are left out. Secrets are in it.
+pub(super) fn values(given: &ArgMatches) -> Value {
     let mut all = Map::new();
     for arg in command().get_arguments().filter(|arg| !arg.is_hide_set()) {
         let (Some(name), Some(heading)) = (arg.get_long(), arg.get_help_heading()) else {
@@ -49,7 +48,7 @@ pub(super) fn effective(given: &ArgMatches) -> Value {
         let section = all.entry(section).or_insert_with(|| Map::new().into());
         section[name.replace('-', "_")] = shown;
     }
-    redact::value(&Value::Object(all))
+    Value::Object(all)
 }
 
 /// JSON where the text is that, as numbers and adapters are.

@@ -1,4 +1,6 @@
 //! What all services read: immutable, or with a lock of its own that is taken after the services' locks.
+//!
+//! The lock here guards which configuration is the current one; no other lock is acquired inside.
 
 use std::num::NonZeroUsize;
 use std::sync::Arc;
@@ -11,6 +13,7 @@ use kvtier_l1::{Clock, L1};
 use kvtier_metrics::Metrics;
 use kvtier_proto::key::CacheKey;
 use kvtier_state::StateDir;
+use kvtier_sync::RwLock;
 use kvtier_tenants::Salts;
 use kvtier_tiers::L2;
 
@@ -22,7 +25,8 @@ const MAX_NAME_BYTES: usize = 1024;
 
 /// The configuration, the memory, and the workers of this server.
 pub struct Context {
-    pub config: Arc<ServerConfig>,
+    /// The current one: a reload replaces it.
+    pub config: RwLock<Arc<ServerConfig>>,
     /// Tokens per chunk of a client that asks for no other size.
     pub chunk_size: NonZeroUsize,
     pub l1: L1,
@@ -40,6 +44,11 @@ pub struct Context {
 }
 
 impl Context {
+    /// The configuration. Of what a reload may change, take it each time.
+    pub fn config(&self) -> Arc<ServerConfig> {
+        Arc::clone(&self.config.read())
+    }
+
     /// The time of all tables.
     pub fn now(&self) -> Duration {
         self.clock.now()

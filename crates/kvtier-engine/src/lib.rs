@@ -47,7 +47,7 @@ pub use payload::{Part, Payload};
 pub use preflight::{Preflight, preflight};
 pub use reply::{Reply, ReplyTarget};
 
-use kvtier_config::ServerConfig;
+use kvtier_config::{Change, ServerConfig};
 use kvtier_core::cache::Removed;
 use kvtier_core::prompt::{Prompt, PromptReader};
 use kvtier_l1::{Instance, L1, L1Tenants, open_arena};
@@ -59,7 +59,7 @@ use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{HELD_BLOCKS_FEATURE, InstanceId, Request};
 use kvtier_proto::response::Response;
 use kvtier_state::StateDir;
-use kvtier_sync::Mutex;
+use kvtier_sync::{Mutex, RwLock};
 use kvtier_tenants::{Opened, QuotaTier, Quotas, Salts};
 use kvtier_tiers::L2;
 
@@ -178,7 +178,7 @@ impl Engine {
         let tiers = tiers.chain(l2.iter().flat_map(|l2| l2.tenants()));
         let quotas = Quotas::new(quotas, tiers.collect());
         let context = Context {
-            config,
+            config: RwLock::new(config),
             chunk_size,
             l1,
             l2,
@@ -211,8 +211,17 @@ impl Engine {
     }
 
     /// The configuration it runs with.
-    pub fn config(&self) -> &ServerConfig {
-        &self.context.config
+    pub fn config(&self) -> Arc<ServerConfig> {
+        self.context.config()
+    }
+
+    /// Reads the file of `--config` again and applies it; returns what has changed. Reloads run one at a time: the caller sees
+    /// to that.
+    ///
+    /// # Errors
+    /// The file is invalid, or changes what needs a restart; then nothing has changed.
+    pub fn reload(&self) -> Result<Vec<Change>> {
+        self.admin.reload()
     }
 
     /// What it counts.

@@ -5,7 +5,6 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use kvtier_api::{Health, Status};
 use serde::Serialize;
-use serde_json::Value;
 use utoipa::ToSchema;
 
 use super::{Answer, ApiError, ErrorBody, NO_ENGINE, State, error, run_blocking};
@@ -64,17 +63,6 @@ pub(super) async fn status(api: State) -> Result<Answer<Status>, ApiError> {
     run_blocking(move || engine.status(is_healthy))
         .await
         .map(Answer)
-}
-
-/// The configuration: every flag with its value, secrets hidden.
-#[utoipa::path(get, path = "/config", responses(
-    (status = 200, description = "Flags by section", body = std::collections::HashMap<String, Value>),
-    (status = 503, description = "The engine is not there yet", body = ErrorBody),
-))]
-pub(super) async fn config(api: State) -> Result<Answer<Value>, ApiError> {
-    let none = || error(StatusCode::SERVICE_UNAVAILABLE, "configs not initialized");
-    let engine = api.engine.get().ok_or_else(none)?;
-    Ok(Answer(engine.config().shown.clone()))
 }
 
 /// Version of this server.

@@ -10,6 +10,7 @@ mod access;
 mod audit;
 mod body;
 mod cache;
+mod config;
 mod gate;
 mod health;
 mod info;
@@ -25,7 +26,7 @@ mod quota_body;
 mod waiting;
 
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use axum::Router;
@@ -40,6 +41,7 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use self::body::Invalid;
+use kvtier_api::Reloaded;
 use kvtier_engine::Engine;
 use kvtier_error::{Error, Result};
 
@@ -53,10 +55,15 @@ const BODY_LIMIT: usize = 8 << 20;
 /// Longest time one request may take.
 const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// Reads again what may change while the server runs.
+pub type Reload = Arc<dyn Fn() -> Result<Reloaded> + Send + Sync>;
+
 /// What the routes read.
 pub struct Api {
     /// The engine, once it is there.
-    pub engine: std::sync::OnceLock<Arc<Engine>>,
+    pub engine: OnceLock<Arc<Engine>>,
+    /// Reload, from then on too.
+    pub reload: OnceLock<Reload>,
     /// Readiness and poisoned components.
     pub health: Arc<Health>,
     /// Access of clients.
@@ -172,7 +179,8 @@ fn api() -> OpenApiRouter<Arc<Api>> {
         .routes(routes!(info::root))
         .routes(routes!(info::healthcheck))
         .routes(routes!(info::status))
-        .routes(routes!(info::config))
+        .routes(routes!(config::config))
+        .routes(routes!(config::reload))
         .routes(routes!(info::version))
         .routes(routes!(info::release))
         .routes(routes!(info::metrics))

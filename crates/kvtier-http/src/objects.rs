@@ -244,7 +244,8 @@ async fn list_tier(
         leases: None,
         used_at: Some(object.used_at),
     });
-    let config = l2.config().adapters.get(number);
+    let config = l2.config();
+    let config = config.adapters.get(number);
     Ok(ObjectPage {
         adapter: kind,
         name: tier.name().to_owned(),

@@ -215,6 +215,7 @@ mod tests {
         let config = ServerConfig::from_flags(&["--l1-size-gb", "0.01"]).unwrap();
         Arc::new(Api {
             engine: OnceLock::new(),
+            reload: OnceLock::new(),
             health: Arc::new(Health::default()),
             access: Arc::new(Access::open(&config.http).unwrap()),
             bodies: Arc::new(Bodies::new(received)),

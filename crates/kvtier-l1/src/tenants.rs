@@ -39,6 +39,11 @@ impl QuotaTier for L1Tenants {
         self.cache.set_grant(salt, grant);
     }
 
+    fn set_default_limit(&self, limit: Option<u64>) {
+        self.cache
+            .configure_quotas(|quotas| quotas.default_limit = limit);
+    }
+
     fn enforce(&self) -> usize {
         let mut total = 0;
         loop {

@@ -12,6 +12,7 @@ pub mod front;
 mod inherited;
 pub mod logging;
 pub mod preflight;
+mod reload;
 mod server;
 
 pub use inherited::Inherited;
@@ -22,4 +23,5 @@ pub use kvtier_http as http;
 pub use kvtier_memory::remove_stale_pools;
 pub use kvtier_metrics as metrics;
 pub use kvtier_tenants as quota;
+pub use reload::Reloader;
 pub use server::Server;

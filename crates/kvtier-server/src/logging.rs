@@ -6,8 +6,8 @@
 //! reader leaves waiting is bounded; lines beyond are lost, and the log says how many.
 
 use std::io::{IsTerminal, Write};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
@@ -37,24 +37,53 @@ pub fn init(config: &ServerConfig) -> std::io::Result<Log> {
     lines.colored = config.log_format == LogFormat::Text
         && std::io::stderr().is_terminal()
         && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+    let (subscriber, set_filter) = subscriber(config.log_format, filter, lines);
     // Fails only when a logger is set already, which is what the caller wanted.
-    let _ = subscriber(config.log_format, filter, lines).try_init();
+    if subscriber.try_init().is_ok() {
+        let _ = SET_FILTER.set(set_filter);
+    }
     Ok(log)
+}
+
+/// Replaces the filter of the process's logger, if [`init`] has set it.
+type SetFilter = Box<dyn Fn(EnvFilter) + Send + Sync>;
+
+static SET_FILTER: OnceLock<SetFilter> = OnceLock::new();
+
+/// Logs by this filter from here on; one that is invalid changes nothing.
+pub fn set_level(level: &str) {
+    if let (Some(set), Ok(filter)) = (SET_FILTER.get(), EnvFilter::try_new(level)) {
+        set(filter);
+    }
 }
 
 fn subscriber(
     format: LogFormat,
     filter: EnvFilter,
     lines: Lines,
-) -> Box<dyn Subscriber + Send + Sync> {
+) -> (Box<dyn Subscriber + Send + Sync>, SetFilter) {
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
         // Of a line as a whole, once it is escaped.
         .with_ansi(false)
         .with_writer(Arc::new(lines));
     match format {
-        LogFormat::Json => Box::new(builder.json().finish()),
-        LogFormat::Text => Box::new(builder.finish()),
+        LogFormat::Json => {
+            let builder = builder.json().with_filter_reloading();
+            let handle = builder.reload_handle();
+            (
+                Box::new(builder.finish()),
+                Box::new(move |filter| drop(handle.reload(filter))),
+            )
+        }
+        LogFormat::Text => {
+            let builder = builder.with_filter_reloading();
+            let handle = builder.reload_handle();
+            (
+                Box::new(builder.finish()),
+                Box::new(move |filter| drop(handle.reload(filter))),
+            )
+        }
     }
 }
 
@@ -217,7 +246,7 @@ mod tests {
         let (mut lines, log) = start(Slow { reader, read }, WAITING, |_| {}).unwrap();
         lines.colored = colored;
         drop(reads);
-        let subscriber = subscriber(format, EnvFilter::new("info"), lines);
+        let (subscriber, _) = subscriber(format, EnvFilter::new("info"), lines);
         tracing::subscriber::with_default(subscriber, || {
             let _span = tracing::info_span!("request", id = %name).entered();
             tracing::warn!(model = %name, salt = name, "refused: {name}");

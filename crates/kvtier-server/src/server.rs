@@ -6,8 +6,8 @@
 //! them at a time, as systemd does for a unit, and the next one only after that has ended.
 
 use std::net::{SocketAddr, ToSocketAddrs as _};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -20,6 +20,7 @@ use crate::descriptors::Descriptors;
 use crate::front::{FrontEnd, RequestSocket};
 use crate::inherited::Inherited;
 use crate::preflight;
+use crate::reload::Reloader;
 use kvtier_config::ServerConfig;
 use kvtier_engine::Engine;
 use kvtier_http::Health;
@@ -42,6 +43,7 @@ pub struct Server {
     front: FrontEnd,
     health: Arc<Health>,
     access: Arc<Access>,
+    reloader: Arc<Reloader>,
     http: Option<Runtime>,
     http_address: SocketAddr,
     stop_http: watch::Sender<bool>,
@@ -73,7 +75,8 @@ impl Server {
         let socket = RequestSocket::bind(&config, &mut inherited)?;
         let health = Arc::new(Health::default());
         let api = Arc::new(Api {
-            engine: std::sync::OnceLock::new(),
+            engine: OnceLock::new(),
+            reload: OnceLock::new(),
             health: Arc::clone(&health),
             access: Arc::clone(&access),
             bodies: Arc::default(),
@@ -106,12 +109,16 @@ impl Server {
         }
         // The routes find the engine from here on; a second engine cannot be set, and there is none.
         let _ = api.engine.set(Arc::clone(&engine));
+        let reloader = Arc::new(Reloader::new(&engine, &access));
+        let by_http = Arc::clone(&reloader);
+        let _ = api.reload.set(Arc::new(move || by_http.reload()));
         health.set_ready();
         Ok(Self {
             engine,
             front,
             health,
             access,
+            reloader,
             http: Some(http),
             http_address,
             stop_http,
@@ -133,6 +140,11 @@ impl Server {
     /// Access to HTTP.
     pub fn access(&self) -> &Arc<Access> {
         &self.access
+    }
+
+    /// Reads again what may change.
+    pub fn reloader(&self) -> &Arc<Reloader> {
+        &self.reloader
     }
 
     /// The engine, for programs that run a server in their own process.

@@ -55,7 +55,7 @@ impl Look<'_> {
     pub fn tenant(&self, salt: &str) -> Vec<InTier<'_>> {
         let entry = self.table.get(salt);
         let default = Grant {
-            limit: self.quotas.settings().default_limit.0,
+            limit: self.quotas.default_limit().0,
             reserved: 0,
         };
         let in_tier = |(place, tier): (_, &dyn QuotaTier)| {

@@ -7,6 +7,7 @@
 //! | `turn` | the file and the quotas of the tiers, one writer at a time | the others, and those of the tiers' caches |
 //! | `table` | which table is the current one | none |
 //! | `waiting` | changes that the next writer takes along | none |
+//! | `default_limit` | the limit of tenants without a quota | none |
 
 use std::io;
 use std::path::Path;
@@ -195,6 +196,8 @@ pub struct Quotas {
     settings: QuotaSettings,
     places: Vec<Place>,
     file: Option<QuotaFile>,
+    /// What tenants without a quota of their own may have.
+    default_limit: RwLock<Limit>,
     /// The tier of each place.
     tiers: Vec<Box<dyn QuotaTier>>,
     /// Guards which table is the current one, no longer than that takes to read or to set.
@@ -223,6 +226,7 @@ impl Quotas {
         let reserved = places.iter().map(|place| table.reserved(&place.name));
         Self {
             turn: Mutex::new(reserved.collect()),
+            default_limit: RwLock::new(settings.default_limit),
             settings,
             places,
             file,
@@ -232,9 +236,25 @@ impl Quotas {
         }
     }
 
-    /// How limits are meant, and where they are kept.
-    pub fn settings(&self) -> &QuotaSettings {
-        &self.settings
+    /// What a limit means: `soft` or `strict`.
+    pub fn mode_name(&self) -> &'static str {
+        self.settings.mode_name()
+    }
+
+    /// What tenants without a quota of their own may have.
+    pub fn default_limit(&self) -> Limit {
+        *self.default_limit.read()
+    }
+
+    /// Sets what tenants without a quota of their own may have, in each tier that keeps tenants apart. L1 has evicted what
+    /// has become too much when this returns; the tiers below have begun to.
+    pub fn set_default_limit(&self, limit: Limit) {
+        *self.default_limit.write() = limit;
+        let isolating = self.places.iter().zip(&self.tiers);
+        for (_, tier) in isolating.filter(|(place, _)| place.isolates) {
+            tier.set_default_limit(limit.0);
+            tier.enforce();
+        }
     }
 
     /// The tiers, L1 first.

@@ -23,6 +23,9 @@ pub trait QuotaTier: TenantSource + Send + Sync {
     /// Sets what a tenant is granted; `None` leaves it the default.
     fn set_grant(&self, salt: &str, grant: Option<Grant>);
 
+    /// Sets the limit of tenants without a grant; `None` = unlimited.
+    fn set_default_limit(&self, limit: Option<u64>);
+
     /// Evicts what exceeds quotas. Returns the number of objects; a tier that evicts in the background only begins, and
     /// returns 0.
     fn enforce(&self) -> usize;

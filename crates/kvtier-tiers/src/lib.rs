@@ -3,7 +3,8 @@
 //! It runs on threads of its own, so that no tier, however slow, delays what L1 can answer. It knows L1's cache and
 //! memory; requests, sessions and connections it never sees.
 //!
-//! The mutex guards the threads until they are stopped; no other lock is acquired inside.
+//! The mutex guards the threads until they are stopped, the other lock which configuration is the current one; no other lock is
+//! acquired inside.
 
 #![forbid(unsafe_code)]
 
@@ -27,7 +28,7 @@ use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_l2::tier::{Tier, TierConfig, TierEviction};
 use kvtier_l2::{AdapterConfig, Buffer};
 use kvtier_memory::Arena;
-use kvtier_sync::Mutex;
+use kvtier_sync::{Mutex, RwLock};
 use tokio::runtime::{Handle, Runtime};
 use tokio::sync::{Notify, Semaphore};
 use tokio::time::timeout_at;
@@ -57,7 +58,8 @@ const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// L2: the tiers behind L1, and the tasks that store to them and load from them.
 pub struct L2 {
-    config: L2Config,
+    /// The current one: a reload replaces it.
+    config: RwLock<Arc<L2Config>>,
     tiers: Vec<Arc<Tier>>,
     /// Wakes a tier's eviction: some tenant may be over quota now.
     quotas_changed: Vec<Arc<Notify>>,
@@ -131,7 +133,7 @@ impl L2 {
             stop: Arc::default(),
             handle: runtime.handle().clone(),
             runtime: Mutex::new(Some(runtime)),
-            config: config.clone(),
+            config: RwLock::new(Arc::new(config.clone())),
             quotas_changed: tiers.iter().map(|_| Arc::default()).collect(),
             tiers,
             cache,
@@ -176,8 +178,13 @@ impl L2 {
     }
 
     /// How the tiers are used.
-    pub fn config(&self) -> &L2Config {
-        &self.config
+    pub fn config(&self) -> Arc<L2Config> {
+        Arc::clone(&self.config.read())
+    }
+
+    /// Uses these deadlines from here on. Anything else of it must be as before.
+    pub fn set_config(&self, config: L2Config) {
+        *self.config.write() = Arc::new(config);
     }
 
     /// Where its tasks run.
@@ -212,7 +219,7 @@ impl L2 {
         self.stores.end();
         self.stop.store(true, Ordering::Relaxed);
         runtime.block_on(async {
-            let until = tokio::time::Instant::now() + self.config.drain_timeout;
+            let until = tokio::time::Instant::now() + self.config().drain_timeout;
             if timeout_at(until, self.stores.drained()).await.is_err() {
                 let left = self.stores.counts();
                 tracing::warn!(

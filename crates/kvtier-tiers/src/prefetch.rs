@@ -98,7 +98,7 @@ impl L2 {
         request: &Arc<PrefetchRequest>,
         cancelled: impl Fn() -> bool,
     ) -> Prefetched {
-        let asked_until = Instant::now() + self.config.lookup_timeout;
+        let asked_until = Instant::now() + self.config().lookup_timeout;
         let mut holds = Vec::new();
         let mut loaded = Vec::new();
         let mut phase = self.calls.queue();
@@ -126,7 +126,7 @@ impl L2 {
                 let sources = missing
                     .into_iter()
                     .filter_map(|cell| Some((cell, sources.remove(&cell)?)));
-                let load_until = Instant::now() + self.config.load_timeout;
+                let load_until = Instant::now() + self.config().load_timeout;
                 loaded = self
                     .load(request, sources.collect(), load_until, &mut holds)
                     .await;
@@ -301,7 +301,7 @@ impl L2 {
             // A load that has not begun when its lookup times out does not begin: there may be many of them.
             let units = u32::try_from(bytes.div_ceil(LOAD_UNIT)).unwrap_or(u32::MAX);
             // An object larger than the whole capacity is loaded alone.
-            let most = u32::try_from(l2.config.load_bytes / LOAD_UNIT).unwrap_or(u32::MAX);
+            let most = u32::try_from(l2.config().load_bytes / LOAD_UNIT).unwrap_or(u32::MAX);
             let permit = Arc::clone(&l2.loads).acquire_many_owned(units.clamp(1, most.max(1)));
             let Ok(Ok(permit)) = timeout_at(until, permit).await else {
                 return Default::default();

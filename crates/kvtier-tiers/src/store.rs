@@ -51,7 +51,7 @@ impl Drop for Shared {
         drop(self.lease.take());
         let Some(l2) = self.l2.upgrade() else { return };
         let is_complete = self.tiers > 0 && *self.complete.get_mut() == self.tiers;
-        if l2.config.store_policy == StorePolicy::SkipL1 && is_complete {
+        if l2.config().store_policy == StorePolicy::SkipL1 && is_complete {
             let Objects {
                 namespace, hashes, ..
             } = &self.objects;

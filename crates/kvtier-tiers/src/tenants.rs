@@ -35,6 +35,10 @@ impl QuotaTier for TierTenants {
         self.tier.set_grant(salt, grant);
     }
 
+    fn set_default_limit(&self, limit: Option<u64>) {
+        self.tier.set_default_limit(limit);
+    }
+
     fn enforce(&self) -> usize {
         self.quotas_changed.notify_one();
         0

@@ -1,4 +1,4 @@
-//! `kvtier config`: the configuration that a server runs with, and what a file would change.
+//! `kvtier config`: the configuration that a server runs with, what a file would change, and reload.
 
 use std::collections::BTreeMap;
 use std::io::Write as _;
@@ -8,6 +8,8 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use clap::{Args, Subcommand};
+use kvtier_api::{ChangedFlag, Reloaded};
+use kvtier_server::escape::escape;
 use kvtier_server::{Parsed, ServerConfig};
 use serde_json::Value;
 
@@ -30,6 +32,8 @@ pub struct ConfigArgs {
 enum ConfigCommand {
     /// Print the value of each flag that a server runs with; secrets are hidden.
     Show(ServerArgs),
+    /// Make a server read its configuration file, tokens and certificate again; print what has changed.
+    Reload(ServerArgs),
     /// Print what a restart with a configuration file would change; exit code 3 if anything.
     Diff(DiffArgs),
 }
@@ -68,6 +72,19 @@ pub(crate) fn run(args: &ConfigArgs) -> anyhow::Result<ExitCode> {
             }
             Ok(ExitCode::SUCCESS)
         }
+        ConfigCommand::Reload(server) => {
+            let reloaded = reload(server)?;
+            for ChangedFlag { flag, from, to } in &reloaded.changed {
+                writeln!(out, "{flag}: {} -> {}", out::shown(from), out::shown(to))?;
+            }
+            for what in &reloaded.checked {
+                writeln!(out, "read again: {}", escape(what))?;
+            }
+            if reloaded == Reloaded::default() {
+                writeln!(out, "nothing to read again")?;
+            }
+            Ok(ExitCode::SUCCESS)
+        }
         ConfigCommand::Diff(args) => {
             let file = args.config.as_os_str().to_owned();
             let parsed = ServerConfig::parse(vec!["--config".into(), file])?;
@@ -100,6 +117,19 @@ fn running(args: &ServerArgs) -> anyhow::Result<Flags> {
     let answer: Value = serde_json::from_str(&body)
         .with_context(|| format!("the answer of {url} is not a configuration"))?;
     Ok(flags(&out::shown(&answer)))
+}
+
+/// Reloads a server; returns what has changed.
+fn reload(args: &ServerArgs) -> anyhow::Result<Reloaded> {
+    let url = args.address.url();
+    let client = Client::new(url, &args.access, args.timeout)?;
+    let (status, body) = client.request("POST", "/config/reload", None)?;
+    if status != 200 {
+        bail!("{url}: {}", refusal(status, &body));
+    }
+    let answer: Value = serde_json::from_str(&body)
+        .with_context(|| format!("the answer of {url} is not that of a reload"))?;
+    Ok(kvtier_api::from_value(answer)?)
 }
 
 /// The flags of all sections.

@@ -55,7 +55,7 @@ pub(crate) fn stop_flag() -> anyhow::Result<Arc<AtomicBool>> {
 /// | signal | effect |
 /// | --- | --- |
 /// | SIGTERM, SIGINT | stop |
-/// | SIGHUP | read tokens and certificate again |
+/// | SIGHUP | read the file of `--config`, tokens and certificate again |
 /// | SIGUSR1, SIGUSR2 | log the state |
 /// | SIGXFSZ | none: the write above a file size limit fails |
 pub(crate) struct ServerSignals {
@@ -138,15 +138,15 @@ async fn due(watchdog: Option<&Watchdog>) {
 /// Reloads on a thread of its own: a hanging file system must not delay a stop.
 fn reload(server: &Server, notifier: &Arc<Notifier>) {
     notifier.reloading();
-    let access = Arc::clone(server.access());
+    let reloader = Arc::clone(server.reloader());
     let reported = Arc::clone(notifier);
     let reload = move || {
-        let looked_at = access.reload().join(", ");
-        tracing::info!(
-            signal = "SIGHUP",
-            looked_at,
-            "reloaded what can be; other settings need a restart"
-        );
+        // A failure is in the log.
+        if let Ok(reloaded) = reloader.reload() {
+            let changed = reloaded.changed.len();
+            let checked = reloaded.checked.join(", ");
+            tracing::info!(signal = "SIGHUP", changed, checked, "reloaded");
+        }
         reported.ready();
     };
     let thread = std::thread::Builder::new().name("kvtier-reload".into());

@@ -428,6 +428,17 @@ impl<A: ExtentAllocator> Cache<A> {
         self.locked(|state| state.set_grant(salt, grant));
     }
 
+    /// Changes how limits are enforced, for all tenants at once; takes time by their number. Nothing is evicted by this
+    /// call, as with [`set_grant`](Self::set_grant).
+    pub fn configure_quotas(&self, change: impl FnOnce(&mut QuotaConfig)) {
+        self.locked(|state| state.namespaces.tenants.configure(change));
+    }
+
+    /// How limits are enforced.
+    pub fn quotas(&self) -> QuotaConfig {
+        self.locked(|state| state.namespaces.tenants.config())
+    }
+
     /// Takes the list of objects evicted since the last call, in order; always empty without
     /// [`CacheConfig::report_evicted`]. With it, call this after each `reserve` and `evict`: the list grows until then.
     pub fn take_evicted(&self) -> Vec<ResidentObject> {

@@ -207,6 +207,27 @@ impl Tenants {
         Some((number, protected?))
     }
 
+    /// Changes how limits are enforced; limits of tenants without a grant follow.
+    pub(super) fn configure(&mut self, change: impl FnOnce(&mut QuotaConfig)) {
+        change(&mut self.config);
+        for number in 0..self.known.entries.len() as u32 {
+            let Some(tenant) = self.known.get_mut(number) else {
+                continue;
+            };
+            let holds = tenant.grant.unwrap_or(Grant {
+                limit: self.config.default_limit,
+                reserved: 0,
+            });
+            tenant.limit = holds.limit;
+            tenant.marks = self.config.marks(holds);
+            self.update_over(number);
+        }
+    }
+
+    pub(super) fn config(&self) -> QuotaConfig {
+        self.config
+    }
+
     /// Applies `change` to the counters of a tenant for an object of `bytes` bytes. Returns whether the tenant is
     /// protected, if that changed.
     ///

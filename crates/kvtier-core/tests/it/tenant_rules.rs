@@ -164,6 +164,33 @@ fn the_default_limit_has_three_meanings() {
 }
 
 #[test]
+fn changed_default_holds_for_tenants_without_a_grant() {
+    for (mode, left, half) in [(QuotaMode::Soft, 6, 4), (QuotaMode::Strict, 10, 10)] {
+        let cache = tenants(mode, None);
+        cache.set_grant("listed", limit(1000));
+        for salt in ["listed", "unlisted"] {
+            put(&cache, salt, 0..20);
+        }
+        cache.configure_quotas(|quotas| quotas.default_limit = Some(10));
+        assert_eq!(bytes(&cache, "unlisted"), 20, "nothing is evicted at once");
+        cache.evict_over_quota(NOW, 1000);
+        // A tenant that comes afterwards.
+        put(&cache, "new", 0..20);
+        cache.evict_over_quota(NOW, 1000);
+        let now = ["listed", "unlisted", "new"].map(|salt| bytes(&cache, salt));
+        assert_eq!(now, [20, left, left], "{mode:?}");
+        // Soft limits depend on watermark and ratio.
+        cache.configure_quotas(|quotas| (quotas.watermark, quotas.ratio) = (0.5, 0.2));
+        cache.evict_over_quota(NOW, 1000);
+        assert_eq!(bytes(&cache, "new"), half, "{mode:?}");
+        cache.configure_quotas(|quotas| quotas.default_limit = None);
+        assert_eq!(cache.evict_over_quota(NOW, 1000).objects, 0);
+        assert_eq!(put(&cache, "new", 100..130), 30, "{mode:?}");
+        assert_eq!(cache.evict_over_quota(NOW, 1000).objects, 0);
+    }
+}
+
+#[test]
 fn lowered_limit_is_enforced_by_next_pass() {
     for mode in [QuotaMode::Soft, QuotaMode::Strict] {
         let cache = tenants(mode, None);

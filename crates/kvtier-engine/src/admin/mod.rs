@@ -11,6 +11,7 @@ mod objects;
 mod prefetch_jobs;
 #[cfg(test)]
 mod quota_tests;
+mod reload;
 mod status;
 
 use std::sync::Arc;
@@ -131,7 +132,7 @@ impl Admin {
     pub fn scrape(&self) -> String {
         let tiers = self.quotas.tiers();
         let tiers: Vec<_> = tiers.map(|tier| tier as &dyn TenantSource).collect();
-        let limit = usize::from(self.context.config.tenants.tenant_metrics);
+        let limit = usize::from(self.context.config().tenants.tenant_metrics);
         let metrics = &self.context.metrics;
         let _read = metrics.tenants.read(limit, &tiers);
         metrics.encode(&self.readings())
@@ -143,12 +144,8 @@ impl Admin {
         if over_quota > 0 {
             tracing::debug!(objects = over_quota, "evicted from tenants over quota");
         }
-        let Context {
-            config,
-            l1,
-            metrics,
-            ..
-        } = &*self.context;
+        let Context { l1, metrics, .. } = &*self.context;
+        let config = self.context.config();
         metrics.eviction_ticks.inc();
         let usage = l1.cache.usage();
         // No eviction frees what stores have staged, so the watermark and the ratio are of the rest.

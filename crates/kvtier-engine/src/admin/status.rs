@@ -84,7 +84,7 @@ impl Admin {
         let (transfers, quarantined, quarantined_bytes) = self.transfers.prepared.counts();
         let heritage = &self.context.l1.heritage;
         let (of_before, bytes_of_before) = heritage.withheld();
-        let config = &self.context.config;
+        let config = self.context.config();
         let memory_healthy =
             self.context.l1.arena.poisoned().is_none() && stats.accounting_errors == 0;
         let by_backend = BTreeMap::from([("dram".to_owned(), stats.capacity_bytes)]);
@@ -123,7 +123,6 @@ impl Admin {
         };
         let quotas = &self.quotas;
         let enforced_by = quotas.places().iter().filter(|place| place.isolates);
-        let quota_settings = quotas.settings();
         let eviction = L1EvictionStatus {
             is_healthy: healthy,
             thread_alive: healthy,
@@ -261,8 +260,8 @@ impl Admin {
                 },
             },
             quotas: QuotaStatus {
-                mode: quota_settings.mode_name().to_owned(),
-                default_limit_bytes: quota_settings.default_limit.0,
+                mode: quotas.mode_name().to_owned(),
+                default_limit_bytes: quotas.default_limit().0,
                 enforced_by: enforced_by.map(|place| place.name.to_string()).collect(),
                 num_tenants: quotas.table().len(),
                 persisted: quotas.is_persistent(),

@@ -61,7 +61,7 @@ pub struct Lookups {
 impl Lookups {
     pub fn new(context: &Arc<Context>) -> Self {
         let seed = std::env::var("PYTHONHASHSEED").unwrap_or_else(|_| HASH_SEED.into());
-        let hasher = ChunkHasher::new(context.config.hash_algorithm, context.chunk_size, &seed);
+        let hasher = ChunkHasher::new(context.config().hash_algorithm, context.chunk_size, &seed);
         Self {
             held: Arc::default(),
             prompts: PromptMemory::new(hasher, PROMPT_MEMORY_BYTES),
@@ -366,7 +366,7 @@ impl Lookups {
     pub fn scheduler_pinged(&self, connection: u64) {
         self.held.heard(connection);
         // Without a timeout they would never be forgotten.
-        if self.context.config.worker_reap_timeout.is_some() {
+        if self.context.config().worker_reap_timeout.is_some() {
             let now = self.context.now();
             self.scheduler_pings.lock().insert(connection, now);
         }
@@ -380,7 +380,7 @@ impl Lookups {
 
     /// Releases what has expired: lookups of schedulers that fell silent, that were not read, and of sessions that did not end.
     pub fn expire(&self, now: Duration) {
-        let config = &self.context.config;
+        let config = self.context.config();
         if let Some(timeout) = config.worker_reap_timeout {
             let is_dead = |_: &u64, last: &mut Duration| now.saturating_sub(*last) > timeout;
             let mut pings = self.scheduler_pings.lock();

@@ -101,7 +101,7 @@ impl Transfers {
     /// Abandons the prepared transfers of an instance that has left, was replaced or fell silent; returns their number. Its
     /// process may only be stopped and wake up again, so memory that it may still write is quarantined for one more write TTL.
     pub fn abandon(&self, instance: InstanceId) -> usize {
-        let until = self.context.now() + self.context.config.write_ttl;
+        let until = self.context.now() + self.context.config().write_ttl;
         self.prepared.abandon(instance, until)
     }
 
@@ -109,7 +109,7 @@ impl Transfers {
     pub fn expire(&self, now: Duration) {
         // Dropped, each is answered.
         drop(self.refused_retrieves.due(now));
-        let abandoned = self.prepared.expire(self.context.config.write_ttl, now);
+        let abandoned = self.prepared.expire(self.context.config().write_ttl, now);
         if abandoned > 0 {
             let metrics = &self.context.metrics;
             metrics.expired_transfers.inc_by(abandoned as u64);
@@ -224,7 +224,7 @@ impl Transfers {
         let pages = Arc::clone(in_flight.guard.pages());
         let transfers = Arc::clone(self);
         // With a deadline the client asks whether the transfer has ended, which only its end tells.
-        if self.context.config.gpu_reply == GpuReply::Done || transfer.deadline.is_some() {
+        if self.context.config().gpu_reply == GpuReply::Done || transfer.deadline.is_some() {
             let done = move |moved| reply.answer(transfers.finish(in_flight, moved));
             return pages.transfer(transfer, Box::new(done));
         }

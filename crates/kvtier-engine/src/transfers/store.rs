@@ -96,7 +96,7 @@ impl Transfers {
         hashes: &[ChunkHash],
         blocks: &BlockTable,
     ) -> Vec<GroupChunks> {
-        let null_block_id = self.context.config.null_block_id;
+        let null_block_id = self.context.config().null_block_id;
         let (layout, model) = (guard.pages().layout(), &guard.instance().layout);
         let groups = model.groups.iter().map(|group| {
             let has_data =

@@ -121,9 +121,8 @@ impl Workers {
 
     /// Removes the workers whose process has ended, those that fell silent, and what is left of those that are drained.
     pub fn expire(&self, now: Duration) {
-        let Context {
-            config, instances, ..
-        } = &*self.context;
+        let instances = &self.context.instances;
+        let config = self.context.config();
         self.abandon(
             instances.take_ended(),
             "a worker's process has ended, or its connection",

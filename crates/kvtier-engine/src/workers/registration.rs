@@ -79,7 +79,7 @@ impl Workers {
         caller: Caller,
         registration: &Registration<'_>,
     ) -> Result<Option<Newcomer>> {
-        if !self.context.config.transfer_mode.allows_lmcache_driven() {
+        if !self.context.config().transfer_mode.allows_lmcache_driven() {
             return Err(Error::refused(
                 "this server runs with --supported-transfer-mode engine_driven; lmcache_driven workers cannot register",
             ));
@@ -122,7 +122,7 @@ impl Workers {
             self.context
                 .chunk_size(registration.hints.chunk_tokens)
                 .get() as u64,
-            self.context.config.separate_object_groups,
+            self.context.config().separate_object_groups,
         )
         .map_err(Error::refused)?;
         check_block_tokens(&layout, registration.hints.logical_block_tokens)?;
@@ -151,7 +151,7 @@ impl Workers {
         let model = ModelLayout::of_pages(&layout);
         let layers = layout.num_layers();
         let is_held = holds_blocks(&registered.hints);
-        let unserved = match self.context.config.windowed_clients {
+        let unserved = match self.context.config().windowed_clients {
             WindowedClients::Refuse if !is_held => {
                 has_windows(&layout).then_some(Unserved::Windowed)
             }
@@ -208,7 +208,7 @@ impl Workers {
         caller: Caller,
         context: &EngineDrivenContext<'_>,
     ) -> Result<EngineDriven<'static>> {
-        if !self.context.config.transfer_mode.allows_engine_driven() {
+        if !self.context.config().transfer_mode.allows_engine_driven() {
             return Err(Error::refused(
                 "this server runs with --supported-transfer-mode lmcache_driven; engine_driven workers cannot register",
             ));
@@ -278,7 +278,7 @@ impl Workers {
     /// Another one is checked by `num_physical_slots`; if its release does not send that, by the shapes of pickled data at each
     /// store.
     fn may_map_pool(&self, caller: Caller, context: &EngineDrivenContext<'_>) -> Result<bool> {
-        let chunk_size = i64::from(self.context.config.chunk_size);
+        let chunk_size = i64::from(self.context.config().chunk_size);
         match context.num_physical_slots {
             _ if !context.takes_pool => Ok(false),
             _ if caller.knows_chunk_size || context.chunk_tokens.is_some() => Ok(true),

@@ -57,7 +57,7 @@ impl Tier {
     fn trim_index(&self, most: u64) {
         let is_open = self.adapter.capabilities().shared && self.config.capacity_bytes.is_none();
         let has_limits =
-            self.config.quota_default.is_some() || self.has_grants.load(Ordering::Relaxed);
+            self.index.quotas().default_limit.is_some() || self.has_grants.load(Ordering::Relaxed);
         if !is_open || has_limits {
             return;
         }
@@ -91,6 +91,14 @@ impl Tier {
             self.has_grants.store(true, Ordering::Relaxed);
         }
         self.index.set_grant(salt, grant);
+    }
+
+    /// Sets the limit of tenants without a grant. A tier that is only loaded from has none.
+    pub fn set_default_limit(&self, limit: Option<u64>) {
+        if !self.is_read_only() {
+            self.index
+                .configure_quotas(|quotas| quotas.default_limit = limit);
+        }
     }
 
     /// Runs one pass that deletes objects of tenants over quota, unless the first recovery is still running. Ends at the
@@ -148,7 +156,7 @@ impl Tier {
             Some(usage) => {
                 limit = usage
                     .grant
-                    .map_or(self.config.quota_default, |grant| grant.limit);
+                    .map_or(self.index.quotas().default_limit, |grant| grant.limit);
                 usage.counted_bytes
             }
             None => 0,

@@ -369,6 +369,7 @@ fn description_lists_every_existing_route() {
         "/cache/prefetches/{request_id}",
         "/config",
         "/config/adapters",
+        "/config/reload",
         "/quota",
         "/quota/{salt}",
         "/api/quota",
@@ -417,7 +418,7 @@ fn bodies_of_every_route_have_described_schemas() {
             let place = format!("{method} {path}");
             let takes_body = !matches!(
                 (method.as_str(), path.trim_start_matches("/api")),
-                ("get", _) | ("delete", "/quota/{salt}")
+                ("get", _) | ("delete", "/quota/{salt}") | ("post", "/config/reload")
             );
             if takes_body {
                 check(&operation["requestBody"], &place);

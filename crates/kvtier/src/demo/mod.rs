@@ -154,7 +154,7 @@ fn play(args: &DemoArgs, server: &Server, stop: Arc<AtomicBool>) -> anyhow::Resu
         .map(|(kind, number)| EngineGroup::start(&setup, *kind, number, max_chunks))
         .collect::<Result<Vec<_>, _>>()
         .context("an engine could not register")?;
-    let mut report = Report::new(args.seed, config, groups[0].chunk_bytes());
+    let mut report = Report::new(args.seed, &config, groups[0].chunk_bytes());
     let display = Display::new(
         args.seconds,
         groups.iter().map(|group| group.latencies.kind),

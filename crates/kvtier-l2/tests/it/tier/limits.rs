@@ -222,6 +222,32 @@ async fn no_eviction_before_recovery_knows_the_oldest() {
 }
 
 #[tokio::test]
+async fn changed_default_limit_holds_from_then_on() {
+    let (memory, bytes) = (shared_adapter(), Bytes::new());
+    let tier = tier_of(&memory, QuotaMode::Strict, None, None);
+    assert!(
+        store_of(&tier, &bytes, "a", 0..5)
+            .await
+            .iter()
+            .all(Result::is_ok)
+    );
+    tier.set_default_limit(Some(2 * SIZE));
+    tier.evict_over_quota().await;
+    assert_eq!(has(&memory, "a"), [3, 4]);
+    store_of(&tier, &bytes, "b", 10..13).await;
+    assert_eq!(has(&memory, "b").len(), 2);
+    tier.set_default_limit(None);
+    assert!(
+        store_of(&tier, &bytes, "a", 5..9)
+            .await
+            .iter()
+            .all(Result::is_ok)
+    );
+    assert_eq!(has(&memory, "a").len(), 6);
+    assert_accounting(&tier, &memory);
+}
+
+#[tokio::test]
 async fn recovery_over_capacity_keeps_reserved_shares() {
     let (a, b) = (
         (0..10).map(|number| (number, "a")),

@@ -63,6 +63,72 @@ fn diff_names_what_a_restart_would_change() {
 }
 
 #[test]
+fn reload_applies_what_may_change_and_refuses_the_rest() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("kvtier.toml");
+    let written = |more: &str| {
+        let text = format!("l1-size-gb = 0.05\neviction-policy = \"IsolatedLRU\"\n{more}");
+        std::fs::write(&file, text).unwrap();
+    };
+    written("");
+    let server = Server::start_with(&["--shm-name", "", "--config", file.to_str().unwrap()]);
+    let reload = || kvtier(&["config", "reload", &server.http]);
+    let shown = |flag: &str| {
+        let found = lines(&kvtier(&["config", "show", &server.http]).stdout);
+        found
+            .into_iter()
+            .find(|line| line.starts_with(flag))
+            .unwrap()
+    };
+    let status = || {
+        let output = kvtier(&["status", "--json", &server.http]);
+        serde_json::from_slice::<serde_json::Value>(&output.stdout).unwrap()
+    };
+    let output = reload();
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(lines(&output.stdout), ["nothing to read again"]);
+    let live = "eviction-ratio = 0.5\neviction-trigger-watermark = 0.6\nquota-default = \"1MiB\"\n\
+                worker-reap-timeout-seconds = 40\nl1-read-ttl-seconds = 77\nlog-level = \"debug\"\n";
+    written(live);
+    let output = reload();
+    assert!(output.status.success(), "{output:?}");
+    let mut changed = lines(&output.stdout);
+    changed.sort();
+    let expected = [
+        "eviction-ratio: 0.2 -> 0.5",
+        "eviction-trigger-watermark: 0.8 -> 0.6",
+        "l1-read-ttl-seconds: 300 -> 77",
+        r#"log-level: "info" -> "debug""#,
+        r#"quota-default: "unlimited" -> "1MiB""#,
+        "worker-reap-timeout-seconds: 120 -> 40",
+    ];
+    assert_eq!(changed, expected);
+    assert_eq!(shown("eviction-ratio"), "eviction-ratio = 0.5");
+    let now = status();
+    let eviction = &now["storage_manager"]["eviction_controller"];
+    assert_eq!(eviction["trigger_watermark"], 0.6);
+    assert_eq!(now["storage_manager"]["l1_manager"]["read_ttl_seconds"], 77);
+    assert_eq!(now["quotas"]["default_limit_bytes"], 1 << 20);
+    assert_eq!(now["worker_liveness"]["reap_timeout_seconds"], 40.0);
+    assert_eq!(lines(&reload().stdout), ["nothing to read again"]);
+    // One that needs a restart: none of them changes.
+    written(&format!("{live}chunk-size = 512\n").replace("0.5", "0.4"));
+    let line = complaint(&reload(), 1);
+    assert!(
+        line.contains("chunk-size can be changed only by a restart"),
+        "{line}"
+    );
+    assert_eq!(shown("eviction-ratio"), "eviction-ratio = 0.5");
+    written("eviction-ratio = 7\n");
+    let line = complaint(&reload(), 1);
+    assert!(line.contains("eviction-ratio"), "{line}");
+    std::fs::remove_file(&file).unwrap();
+    let line = complaint(&reload(), 1);
+    assert!(line.contains("kvtier.toml"), "{line}");
+    assert_eq!(shown("eviction-ratio"), "eviction-ratio = 0.5");
+}
+
+#[test]
 fn bad_file_and_absent_server_are_errors() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("kvtier.toml");

@@ -73,8 +73,8 @@ fn hangup_reloads_tokens_and_ends_nothing() {
     std::fs::write(&tokens, "admin b 0123456789abcdeX\n").unwrap();
     for _ in 0..2 {
         server.signal("HUP");
-        let line = server.expect("reloaded what can be");
-        assert!(line.contains("looked_at=\"the tokens of HTTP\""), "{line}");
+        let line = server.expect("reloaded signal=");
+        assert!(line.contains("checked=\"the tokens of HTTP\""), "{line}");
     }
     assert!(
         server
@@ -97,7 +97,7 @@ fn user_signals_log_the_state_and_end_nothing() {
         );
     }
     server.signal("HUP");
-    server.expect("reloaded what can be");
+    server.expect("reloaded signal=");
     server.stop();
 }
 

@@ -1,0 +1,191 @@
+//! What a reload may change: the file of `--config` is read again, beside the same command line.
+
+use std::collections::BTreeMap;
+use std::ffi::OsString;
+use std::fmt;
+
+use kvtier_error::{Error, Result};
+use serde_json::Value;
+
+use super::{Parsed, ServerConfig};
+
+/// Flags that a running server can change. Anything else needs a restart, among it `--l1-write-ttl-seconds`: memory that
+/// was granted for longer must not be freed earlier.
+pub(super) const LIVE: &[&str] = &[
+    "eviction-ratio",
+    "eviction-trigger-watermark",
+    "l1-read-ttl-seconds",
+    "l2-drain-timeout-seconds",
+    "l2-load-timeout-seconds",
+    "l2-lookup-timeout-seconds",
+    "log-level",
+    "quota-default",
+    "session-ttl-seconds",
+    "stop-timeout-seconds",
+    "tenant-metrics",
+    "worker-reap-timeout-seconds",
+    "worker-registration-grace-seconds",
+];
+
+/// Values by flag, without the dashes in front.
+type Values = BTreeMap<String, Value>;
+
+/// The command line, and the value of each flag, secrets included.
+#[derive(Clone, Default)]
+pub struct Given {
+    arguments: Vec<OsString>,
+    has_file: bool,
+    values: Values,
+}
+
+impl fmt::Debug for Given {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Given").finish_non_exhaustive()
+    }
+}
+
+impl Given {
+    /// `values` by section and name, as [`super::show::values`] has them.
+    pub(super) fn new(arguments: Vec<OsString>, has_file: bool, values: &Value) -> Self {
+        Self {
+            arguments,
+            has_file,
+            values: flat(values),
+        }
+    }
+}
+
+/// A flag with another value.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Change {
+    /// Without the dashes in front.
+    pub flag: String,
+    /// Value before; null without one. Secrets are hidden in both.
+    pub from: Value,
+    /// Value afterwards.
+    pub to: Value,
+}
+
+impl ServerConfig {
+    /// Reads the file of `--config` again, and returns the configuration with it and what it changes.
+    ///
+    /// # Errors
+    /// As [`ServerConfig::parse`], or there is no such file, or it changes flags that need a restart: these are named.
+    pub fn read_again(&self) -> Result<(Self, Vec<Change>)> {
+        if !self.given.has_file {
+            return Ok((self.clone(), Vec::new()));
+        }
+        let parsed = Self::parse(self.given.arguments.iter().cloned())?;
+        let Parsed::Run { config, .. } = parsed else {
+            return Err(Error::refused("--config: is no configuration"));
+        };
+        let changes = self.changes(&config);
+        let fixed = changes.iter().map(|change| change.flag.as_str());
+        let fixed: Vec<_> = fixed.filter(|flag| !LIVE.contains(flag)).collect();
+        if !fixed.is_empty() {
+            return Err(Error::refused(format!(
+                "{} can be changed only by a restart; allowed: {}",
+                fixed.join(", "),
+                LIVE.join(", ")
+            ))
+            .hint("nothing was changed"));
+        }
+        Ok((*config, changes))
+    }
+
+    fn changes(&self, newer: &Self) -> Vec<Change> {
+        let (mut before, mut after) = (flat(&self.shown), flat(&newer.shown));
+        let is_other =
+            |flag: &&String| self.given.values.get(*flag) != newer.given.values.get(*flag);
+        let flags = newer.given.values.keys().filter(is_other);
+        let change = |flag: &String| Change {
+            flag: flag.clone(),
+            from: before.remove(flag).unwrap_or_default(),
+            to: after.remove(flag).unwrap_or_default(),
+        };
+        flags.map(change).collect()
+    }
+}
+
+/// The flags of all sections.
+fn flat(sections: &Value) -> Values {
+    let sections = sections.as_object().into_iter();
+    let sections = sections.flat_map(|all| all.values());
+    let flags = sections.filter_map(Value::as_object).flatten();
+    flags
+        .map(|(name, value)| (name.replace('_', "-"), value.clone()))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::server_command;
+    use serde_json::json;
+
+    fn config(file: &std::path::Path, more: &[&str]) -> ServerConfig {
+        let file = file.to_str().unwrap();
+        ServerConfig::from_flags(&[&["--config", file], more].concat()).unwrap()
+    }
+
+    #[test]
+    fn every_live_flag_exists() {
+        let command = server_command();
+        let flags: Vec<_> = command
+            .get_arguments()
+            .filter_map(|arg| arg.get_long())
+            .collect();
+        for live in LIVE {
+            assert!(flags.contains(live), "{live}");
+        }
+    }
+
+    #[test]
+    fn changed_values_are_taken_and_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("kvtier.toml");
+        std::fs::write(&file, "eviction-ratio = 0.1\nl1-size-gb = 1\n").unwrap();
+        let before = config(&file, &["--log-level", "warn"]);
+        let text = "eviction-ratio = 0.3\nl1-size-gb = 1\nlog-level = \"debug\"\n";
+        std::fs::write(&file, text).unwrap();
+        let (after, changes) = before.read_again().unwrap();
+        // The command line still wins.
+        assert_eq!(after.log_level, "warn");
+        assert_eq!(after.eviction_ratio, 0.3);
+        let change = Change {
+            flag: "eviction-ratio".into(),
+            from: json!(0.1),
+            to: json!(0.3),
+        };
+        assert_eq!(changes, [change]);
+        assert_eq!(after.read_again().unwrap().1, []);
+    }
+
+    #[test]
+    fn flags_that_need_a_restart_are_refused_by_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("kvtier.toml");
+        let adapter = |secret: &str| {
+            format!(
+                "l1-size-gb = 1\n[[l2-adapter]]\ntype = \"resp\"\nhost = \"localhost\"\nport = 6379\npassword = \"{secret}\"\n"
+            )
+        };
+        std::fs::write(&file, adapter("MARK1")).unwrap();
+        let before = config(&file, &[]);
+        assert!(!format!("{before:?}").contains("MARK"), "a secret is shown");
+        let text = format!(
+            "eviction-ratio = 0.3\nchunk-size = 512\n{}",
+            adapter("MARK2")
+        );
+        std::fs::write(&file, text).unwrap();
+        let error = before.read_again().unwrap_err().to_string();
+        assert!(
+            error.starts_with("chunk-size, l2-adapter can be changed only by a restart"),
+            "{error}"
+        );
+        assert!(!error.contains("MARK"), "{error}");
+        std::fs::write(&file, "eviction-ratio = 3\n").unwrap();
+        let error = before.read_again().unwrap_err().to_string();
+        assert!(error.contains("eviction-ratio"), "{error}");
+    }
+}

@@ -1,0 +1,59 @@
+//! Reload: the file of `--config`, tokens and certificate are read again.
+//!
+//! The mutex is the turn to reload, held while files are read; the locks of what is changed are taken inside. Requests do
+//! not wait for it.
+
+use std::sync::Arc;
+
+use kvtier_api::{ChangedFlag, Reloaded};
+use kvtier_config::Change;
+use kvtier_engine::Engine;
+use kvtier_error::Result;
+use kvtier_http::Access;
+use kvtier_sync::Mutex;
+
+use crate::logging;
+
+/// What a reload reaches.
+pub struct Reloader {
+    engine: Arc<Engine>,
+    access: Arc<Access>,
+    turn: Mutex<()>,
+}
+
+impl Reloader {
+    pub(crate) fn new(engine: &Arc<Engine>, access: &Arc<Access>) -> Self {
+        Self {
+            engine: Arc::clone(engine),
+            access: Arc::clone(access),
+            turn: Mutex::new(()),
+        }
+    }
+
+    /// Reads everything again. What has changed is used from here on; returns what that is, and logs it.
+    ///
+    /// # Errors
+    /// The file of `--config` is invalid, or changes flags that need a restart; then none of its flags changes. Tokens and
+    /// certificate are taken in any case.
+    pub fn reload(&self) -> Result<Reloaded> {
+        let _turn = self.turn.lock();
+        let checked = self.access.reload();
+        let reloaded = self.engine.reload();
+        let changes = reloaded.inspect_err(|error| {
+            tracing::error!(%error, "reload of the configuration failed; keeping the previous one");
+        })?;
+        for Change { flag, from, to } in &changes {
+            tracing::info!(flag, %from, %to, "changed by a reload");
+        }
+        logging::set_level(&self.engine.config().log_level);
+        let changed = changes.into_iter().map(|change| ChangedFlag {
+            flag: change.flag,
+            from: change.from,
+            to: change.to,
+        });
+        Ok(Reloaded {
+            changed: changed.collect(),
+            checked: checked.into_iter().map(str::to_owned).collect(),
+        })
+    }
+}
