@@ -102,7 +102,7 @@ pub struct ServerArgs {
     )]
     pub supported_transfer_mode: TransferMode,
     /// POSIX shared memory segment that holds L1, for engine-driven workers; "" switches it off
-    /// [default: lmcache_l1_pool_kvtier_<port>, if /dev/shm is large enough; LMCache: off]
+    /// [default: lmcache_l1_pool_kvtier_<port>, with an ipc:// host a hash of its path for the port, if /dev/shm is large enough; LMCache: off]
     #[arg(long, help_heading = "Request server")]
     pub shm_name: Option<String>,
     /// One object group for all layers, even if their sliding windows differ (LMCache's default): a chunk is stored

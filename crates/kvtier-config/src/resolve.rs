@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use kvtier_error::{Error, Result};
 use kvtier_memory::PoolRoom;
+use kvtier_memory::checksum::checksum64;
 
 use super::checks::{gib, refuse, seconds};
 use super::flags::ServerArgs;
@@ -29,7 +30,11 @@ impl ServerArgs {
             !self.l1_use_hugepages && self.supported_transfer_mode.allows_engine_driven();
         let name = match given {
             Some(name) => Some(name).filter(|name| !name.is_empty()),
-            None => is_useful.then(|| format!("kvtier_{}", self.port)),
+            // Servers on a path may have the same port, which is none.
+            None => is_useful.then(|| match self.host.strip_prefix("ipc://") {
+                Some(path) => format!("kvtier_{:016x}", checksum64(path.as_bytes())),
+                None => format!("kvtier_{}", self.port),
+            }),
         };
         if let Some(name) = &name
             && (name.len() > 200

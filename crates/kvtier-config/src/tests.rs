@@ -33,6 +33,14 @@ fn no_flag_at_all_is_a_sensible_server() {
     assert_eq!(config.instance_id, "kvtier-5555");
     let on_path = ServerConfig::from_flags(&["--shm-name", "", "--host", "ipc:///run/k"]).unwrap();
     assert_eq!(on_path.instance_id, "/run/k");
+    let pool = |host| {
+        ServerConfig::from_flags(&["--host", host])
+            .unwrap()
+            .shm_name
+    };
+    let (one, other) = (pool("ipc:///run/k"), pool("ipc:///run/l"));
+    assert!(one.is_some() && one == pool("ipc:///run/k"));
+    assert_ne!(one, other, "two servers on paths have a pool each");
     // However small /dev/shm is here.
     let config = ServerConfig::from_flags(&["--shm-name", ""]).unwrap();
     let quarter = config.memory.bytes / 4;
