@@ -55,7 +55,7 @@ impl Drop for Shared {
             let Objects {
                 namespace, hashes, ..
             } = &self.objects;
-            l2.cache.remove(namespace, hashes, false);
+            l2.cache.unload(namespace, hashes);
         }
     }
 }

@@ -6,6 +6,7 @@
 //! 2. objects that the policy names, as far as the shares of other tenants allow it
 //! 3. objects of the storing tenant
 
+use super::losses::LossCause;
 use super::refusal::Refusal;
 use super::slab::{Slot, SlotState};
 use super::state::{MAX_WARM, State};
@@ -53,7 +54,7 @@ impl<A: ExtentAllocator> State<A> {
             && let Some(own) = self.policy.victim_of(tenant)
         {
             self.warm_up(Some(tenant), more + 1);
-            self.evict_slot(own);
+            self.evict_slot(own, LossCause::Quota);
         }
         Ok(extent)
     }
@@ -97,7 +98,10 @@ impl<A: ExtentAllocator> State<A> {
                 return Ok(extent);
             }
             match self.next_victim(tenant, kept, more) {
-                Some(victim) if self.is_enough(victim, bytes) => self.evict_slot(victim),
+                Some(victim) if self.is_enough(victim, bytes) => {
+                    let cause = self.cause(tenant, kept);
+                    self.evict_slot(victim, cause)
+                }
                 // Free space elsewhere is used before the tenant's own objects, and before smaller ones, are evicted.
                 victim => {
                     let extent = near.and_then(|_| self.allocator.allocate(bytes, owner));
@@ -126,9 +130,10 @@ impl<A: ExtentAllocator> State<A> {
         let capacity = self.allocator.capacity();
         let (mut run, mut small_victims) = (None, 0);
         loop {
+            let cause = self.cause(tenant, kept);
             let next = victim.or_else(|| self.policy.victim_of(tenant));
             if let Some(next) = next.filter(|next| self.is_enough(*next, bytes)) {
-                self.evict_slot(next);
+                self.evict_slot(next, cause);
             } else {
                 if run.is_none() {
                     next.ok_or(Refusal::Memory)?;
@@ -143,14 +148,14 @@ impl<A: ExtentAllocator> State<A> {
                     for member in run.unwrap_or_default() {
                         // Some of them may have been evicted already.
                         if self.slab.at(member).state() == SlotState::Resident {
-                            self.evict_slot(member);
+                            self.evict_slot(member, cause);
                         }
                     }
                     let extent = self.allocator.allocate(bytes, owner);
                     return extent.ok_or(Refusal::Memory);
                 };
                 small_victims += 1;
-                self.evict_slot(next);
+                self.evict_slot(next, cause);
             }
             if let Some(extent) = self.allocator.allocate(bytes, owner) {
                 return Ok(extent);
@@ -235,7 +240,7 @@ impl<A: ExtentAllocator> State<A> {
             };
             match self.policy.victim_of(tenant) {
                 Some(victim) => {
-                    evicted.bytes += self.evict_slot(victim);
+                    evicted.bytes += self.evict_slot(victim, LossCause::Quota);
                     evicted.objects += 1;
                 }
                 None => skipped += 1,
@@ -253,7 +258,7 @@ impl<A: ExtentAllocator> State<A> {
             let Some(victim) = self.policy.victim() else {
                 break;
             };
-            evicted.bytes += self.evict_slot(victim);
+            evicted.bytes += self.evict_slot(victim, LossCause::Watermark);
             evicted.objects += 1;
         }
         evicted
@@ -284,8 +289,16 @@ impl<A: ExtentAllocator> State<A> {
         }
     }
 
-    /// Evicts one object; returns the bytes that it took.
-    fn evict_slot(&mut self, number: u32) -> u64 {
+    /// Why a store of this tenant evicts, unless its victim's tenant is over quota.
+    fn cause(&self, tenant: u32, kept: u64) -> LossCause {
+        match self.is_over(tenant, kept) {
+            true => LossCause::Quota,
+            false => LossCause::Space,
+        }
+    }
+
+    /// Evicts one object; returns the bytes that it took. Of a tenant over quota, that is the cause.
+    fn evict_slot(&mut self, number: u32, mut cause: LossCause) -> u64 {
         let bytes = self.footprint(number);
         let slot = self.slab.at(number);
         let Slot {
@@ -306,9 +319,13 @@ impl<A: ExtentAllocator> State<A> {
         }
         if let Some(tenant) = self.namespaces.tenants.get_mut(candidate.tenant) {
             tenant.totals.evicted.add(bytes);
+            if tenant.is_over() {
+                cause = LossCause::Quota;
+            }
         }
         self.totals.evicted.add(bytes);
         let identity = self.namespaces.identity(namespace, &hash);
+        self.losses.record(identity, self.clock, cause);
         self.remove_object(number);
         self.policy.evicted(candidate, identity);
         bytes

@@ -16,6 +16,7 @@ mod interner;
 mod invariants;
 mod lease;
 mod lookup;
+mod losses;
 mod namespaces;
 mod refusal;
 mod removal;
@@ -31,6 +32,7 @@ mod tenant;
 pub use allocator::{ExtentAllocator, FreeSpace};
 pub use kvtier_extent::{Extent, Piece};
 pub use lease::{Counted, Lookup, PrefixLease, ReadLease};
+pub use losses::{Loss, LossCause};
 pub use reservation::{
     Committed, KeyOutcome, Reservation, ReserveError, ReserveRequest, Reserved, Staged,
 };
@@ -387,7 +389,36 @@ impl<A: ExtentAllocator> Cache<A> {
     /// Removes these objects. With `force` also leased ones: they disappear at once, their memory is freed with the last
     /// lease.
     pub fn remove(&self, namespace: &Namespace, hashes: &[ChunkHash], force: bool) -> Removed {
-        self.locked(|state| state.remove(namespace, hashes, force))
+        let cause = Some(LossCause::Removed);
+        self.locked(|state| state.remove(namespace, hashes, force, cause))
+    }
+
+    /// [`Cache::remove`] without `force`, of objects that a tier below has: nothing is lost, so nothing is noted for
+    /// [`Cache::losses`].
+    pub fn unload(&self, namespace: &Namespace, hashes: &[ChunkHash]) -> Removed {
+        self.locked(|state| state.remove(namespace, hashes, false, None))
+    }
+
+    /// The last loss of each of these objects, as far as it is remembered: the ring has the latest 65,536 of all objects. An
+    /// object that is resident again may still have one. The lock is held for a slice of the ring at a time.
+    pub fn losses(&self, namespace: &Namespace, hashes: &[ChunkHash]) -> Vec<Option<Loss>> {
+        let (keys, clock, total) = self.locked(|state| {
+            let keys = state.loss_keys(namespace, hashes);
+            (keys, state.clock, state.losses.total())
+        });
+        let mut question = losses::Question::new(&keys);
+        let oldest = total.saturating_sub(losses::ENTRIES as u64);
+        for from in (oldest..total).step_by(losses::SLICE as usize) {
+            let to = total.min(from + losses::SLICE);
+            self.locked(|state| state.read_losses(from, to, &mut question));
+        }
+        let answer = |key| question.answer(key, clock);
+        keys.into_iter().map(answer).collect()
+    }
+
+    /// How far back [`Cache::losses`] remembers; `None` if nothing was forgotten yet.
+    pub fn losses_since(&self) -> Option<Duration> {
+        self.locked(|state| state.losses_since())
     }
 
     /// Removes everything that is resident at the call, in slices, so that other calls get in between; objects that they

@@ -26,6 +26,11 @@ struct Entry {
     hash: u64,
 }
 
+fn first_word(hash: &ChunkHash) -> u64 {
+    let (words, _) = hash.0.as_chunks::<8>();
+    u64::from_le_bytes(words[0])
+}
+
 /// All namespaces that have objects, and the names they share. A namespace is removed with its last user, a name with
 /// its last namespace.
 #[derive(Debug, Default)]
@@ -151,8 +156,14 @@ impl NamespaceTable {
     /// A hash of an object's key that stays the same if its namespace was removed and inserted again in between.
     pub(super) fn identity(&self, namespace: u32, hash: &ChunkHash) -> u64 {
         let entry = self.namespaces.get(namespace);
-        let (words, _) = hash.0.as_chunks::<8>();
-        entry.map_or(0, |entry| entry.hash) ^ u64::from_le_bytes(words[0])
+        entry.map_or(0, |entry| entry.hash) ^ first_word(hash)
+    }
+
+    /// [`identity`](Self::identity) of keys of one namespace, which may have no objects.
+    pub(super) fn identities(&self, namespace: &Namespace, hashes: &[ChunkHash]) -> Vec<u64> {
+        let of_namespace = self.seed.hash_one(namespace);
+        let identity = |hash: &ChunkHash| of_namespace ^ first_word(hash);
+        hashes.iter().map(identity).collect()
     }
 
     /// The tenant of a namespace.

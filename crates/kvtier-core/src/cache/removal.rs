@@ -1,5 +1,6 @@
 //! Removal on request, and listings.
 
+use super::losses::LossCause;
 use super::slab::SlotState;
 use super::state::State;
 use super::{ExtentAllocator, Page, Removed, ResidentObject};
@@ -9,29 +10,41 @@ use std::ops::Range;
 use std::sync::Arc;
 
 impl<A: ExtentAllocator> State<A> {
-    /// See [`super::Cache::remove`].
+    /// See [`super::Cache::remove`] and [`super::Cache::unload`].
     pub(super) fn remove(
         &mut self,
         namespace: &Namespace,
         hashes: &[ChunkHash],
         force: bool,
+        cause: Option<LossCause>,
     ) -> Removed {
         let mut removed = Removed::default();
         for hash in hashes {
             // The namespace is removed with its last object, so it is looked up again for each.
             let number = self.namespaces.find(namespace);
             match number.and_then(|namespace| self.find(namespace, hash)) {
-                Some(number) => self.remove_one(number, force, &mut removed),
+                Some(number) => self.remove_one(number, force, cause, &mut removed),
                 None => removed.missing += 1,
             }
         }
         removed
     }
 
-    fn remove_one(&mut self, number: u32, force: bool, removed: &mut Removed) {
-        if self.slab.at(number).leases > 0 && !force {
+    fn remove_one(
+        &mut self,
+        number: u32,
+        force: bool,
+        cause: Option<LossCause>,
+        removed: &mut Removed,
+    ) {
+        let slot = self.slab.at(number);
+        if slot.leases > 0 && !force {
             removed.kept += 1;
             return;
+        }
+        if let Some(cause) = cause {
+            let (namespace, hash) = (slot.namespace, slot.hash);
+            self.lose(namespace, &hash, cause);
         }
         removed.bytes += self.remove_object(number);
         removed.objects += 1;
@@ -42,7 +55,7 @@ impl<A: ExtentAllocator> State<A> {
     pub(super) fn clear(&mut self, slots: Range<u32>, force: bool, removed: &mut Removed) {
         for number in slots {
             if self.slab.at(number).state() == SlotState::Resident {
-                self.remove_one(number, force, removed);
+                self.remove_one(number, force, Some(LossCause::Removed), removed);
             }
         }
     }

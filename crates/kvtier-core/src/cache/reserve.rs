@@ -78,6 +78,7 @@ impl<A: ExtentAllocator> State<A> {
                     Ok(staged) => staged,
                     Err(refusal) => {
                         refused = Some(refusal);
+                        self.lose(namespace, hash, refusal.into());
                         batch.outcomes.push(self.refuse(namespace, refusal));
                         continue;
                     }

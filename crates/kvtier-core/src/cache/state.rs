@@ -2,6 +2,7 @@
 
 use super::counters::{Counters, Tally, Totals};
 use super::index::Index;
+use super::losses::Losses;
 use super::namespaces::NamespaceTable;
 use super::refusal::Refusal;
 use super::slab::{Slab, Slot, SlotRef, SlotState};
@@ -41,6 +42,8 @@ pub(super) struct State<A> {
     pub(super) evicted: Option<Vec<ResidentObject>>,
     /// What the next process finds, if anything survives this one.
     pub(super) journal: Option<Box<dyn Journal>>,
+    /// What was evicted, removed or refused.
+    pub(super) losses: Losses,
 }
 
 impl<A: ExtentAllocator> State<A> {
@@ -61,6 +64,7 @@ impl<A: ExtentAllocator> State<A> {
             hand: 0,
             evicted: config.report_evicted.then(Vec::new),
             journal: None,
+            losses: Losses::default(),
         }
     }
 

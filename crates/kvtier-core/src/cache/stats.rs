@@ -65,7 +65,7 @@ pub struct Stats {
     pub removed_total: u64,
     /// Accounting errors of counters and leases: bugs in the cache. 0 in a healthy one.
     pub accounting_errors: u64,
-    /// Bytes of bookkeeping: slots, index, eviction order and interned names, the allocator's excluded.
+    /// Bytes of bookkeeping: slots, index, eviction order, interned names and recent evictions, the allocator's excluded.
     pub bookkeeping_bytes: u64,
 }
 
@@ -158,7 +158,8 @@ impl<A: ExtentAllocator> State<A> {
         let bookkeeping = self.slab.bookkeeping_bytes()
             + self.index.bookkeeping_bytes()
             + self.policy.bookkeeping_bytes()
-            + self.namespaces.bookkeeping_bytes();
+            + self.namespaces.bookkeeping_bytes()
+            + self.losses.bookkeeping_bytes();
         Stats {
             capacity_bytes: self.allocator.capacity(),
             used_bytes: self.allocator.used(),

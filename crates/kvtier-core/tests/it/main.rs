@@ -12,5 +12,6 @@ mod hash_vectors;
 mod key_parsing;
 mod key_vectors;
 mod ledger;
+mod losses;
 mod tenant_rules;
 mod window;

@@ -357,7 +357,7 @@ impl Lookups {
         for Cell { row, chunk } in loaded {
             if let (Some(row), Some(hash)) = (rows.get(row), hashes.get(chunk)) {
                 let hash = std::slice::from_ref(hash);
-                l1.cache.remove(&row.namespace, hash, false);
+                l1.cache.unload(&row.namespace, hash);
             }
         }
     }
