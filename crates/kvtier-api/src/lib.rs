@@ -9,6 +9,7 @@
 #![forbid(unsafe_code)]
 
 mod devices;
+mod explanation;
 mod quota;
 mod read;
 mod reload;
@@ -17,6 +18,9 @@ mod tiers;
 
 pub use devices::{
     ByDirection, CudaStatus, DevicesStatus, Gpu, GpuState, Gpus, MovedBytes, Pinning,
+};
+pub use explanation::{
+    ChunkRun, ExplainRequest, ExplainedLookup, ExplainedRow, Explanation,
 };
 pub use quota::{
     Activity, Limit, NewQuota, NewTierQuota, QuotaChange, Tenant, TenantInTier, TenantPage,

@@ -38,7 +38,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-pub use admin::{Admin, ChecksumError, PrefetchError, PrefetchJob, PrefetchResult};
+pub use admin::{
+    Admin, ChecksumError, ExplainError, PrefetchError, PrefetchJob, PrefetchResult, TenantView,
+};
 pub use answer::Answer;
 pub use housekeeping::INTERVAL as HOUSEKEEPING_INTERVAL;
 pub use kvtier_error::{Error, ErrorKind, Result};

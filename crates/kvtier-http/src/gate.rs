@@ -1,7 +1,7 @@
 //! Decides, before anything else looks at a request, whether it may be answered.
 //!
-//! Reading (GET and HEAD) takes any token, everything else an admin's; so a new route is closed unless it only reads. One
-//! path is open: `/healthcheck`, for probes that carry no token. Without tokens, every client on loopback may do
+//! Reading (GET and HEAD, and one question that is too long for a GET) takes any token, everything else an admin's; so a
+//! new route is closed unless it only reads. One path is open: `/healthcheck`, for probes that carry no token. Without tokens, every client on loopback may do
 //! everything.
 //!
 //! The mutex guards when refusals were last logged; no other lock is acquired inside.
@@ -21,6 +21,9 @@ use crate::access::{Access, Role};
 
 /// The path that takes no token, and no turn.
 pub(super) const OPEN: &str = "/healthcheck";
+
+/// The path whose POST only reads.
+const QUESTION: &str = "/cache/explain";
 
 /// Interval between two lines about requests without a token: a client that tries many should not fill the log.
 const QUIET: Duration = Duration::from_secs(1);
@@ -55,10 +58,10 @@ impl Gate {
     fn admit(&self, request: &Request) -> Result<Caller, Box<Response>> {
         let peer = request.extensions().get();
         let peer = peer.map_or_else(|| "-".to_owned(), |Peer(address)| address.to_string());
-        let needed = needed(request.method());
+        let needed = needed(request);
         let Some(tokens) = self.access.tokens() else {
-            let foreign =
-                origin::foreign(request.headers(), self.access.host(), needed == Role::Admin);
+            let reads = is_read(request.method());
+            let foreign = origin::foreign(request.headers(), self.access.host(), !reads);
             return match foreign {
                 Some(reason) => Err(refuse(StatusCode::FORBIDDEN, reason).into()),
                 None => Ok(Caller {
@@ -103,7 +106,7 @@ pub(super) async fn gate(
     mut request: Request,
     next: Next,
 ) -> Response {
-    let reads = needed(request.method()) == Role::Read;
+    let reads = needed(&request) == Role::Read;
     if reads && request.uri().path() == OPEN && gate.access.tokens().is_some() {
         return next.run(request).await;
     }
@@ -111,6 +114,7 @@ pub(super) async fn gate(
         Ok(caller) => caller,
         Err(refused) => return *refused,
     };
+    request.extensions_mut().insert(caller.role);
     if reads {
         return next.run(request).await;
     }
@@ -120,11 +124,16 @@ pub(super) async fn gate(
     answer
 }
 
-fn needed(method: &Method) -> Role {
-    match *method {
-        Method::GET | Method::HEAD => Role::Read,
-        _ => Role::Admin,
+fn needed(request: &Request) -> Role {
+    let is_question = request.method() == Method::POST && request.uri().path() == QUESTION;
+    match is_question || is_read(request.method()) {
+        true => Role::Read,
+        false => Role::Admin,
     }
+}
+
+fn is_read(method: &Method) -> bool {
+    matches!(*method, Method::GET | Method::HEAD)
 }
 
 /// The token of a request that has exactly one.

@@ -11,6 +11,7 @@ mod audit;
 mod body;
 mod cache;
 mod config;
+mod explain;
 mod gate;
 mod health;
 mod info;
@@ -186,6 +187,7 @@ fn api() -> OpenApiRouter<Arc<Api>> {
         .routes(routes!(info::metrics))
         .routes(routes!(cache::clear))
         .routes(routes!(cache::checksums))
+        .routes(routes!(explain::explain))
         .routes(routes!(objects::adapters))
         .routes(routes!(objects::list, objects::delete))
         .routes(routes!(prefetches::result))

@@ -12,10 +12,10 @@ use super::{Answer, ApiError, DetailBody, InvalidBody, State, detail, engine};
 use kvtier_engine::{Engine, PrefetchError, PrefetchJob};
 
 /// Largest body: as many tokens as are allowed, of ten digits each, with space for commas and blanks.
-const BODY_LIMIT: usize = 16 << 20;
+pub(super) const BODY_LIMIT: usize = 16 << 20;
 
 /// Bytes that they may take parsed.
-const PARSED: usize = 48 << 20;
+pub(super) const PARSED: usize = 48 << 20;
 
 /// A prompt to load.
 #[derive(Deserialize, ToSchema)]

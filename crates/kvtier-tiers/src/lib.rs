@@ -10,6 +10,7 @@
 
 mod calls;
 mod flights;
+mod locate;
 mod objects;
 mod pending;
 mod prefetch;
@@ -33,6 +34,7 @@ use tokio::runtime::{Handle, Runtime};
 use tokio::sync::{Notify, Semaphore};
 use tokio::time::timeout_at;
 
+pub use locate::Located;
 pub use objects::Cursor;
 pub use prefetch::{PrefetchRequest, Prefetched};
 pub use store::StoreCounts;

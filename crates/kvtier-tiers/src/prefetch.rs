@@ -26,8 +26,8 @@ use kvtier_metrics::{PrefetchPhase, TierCall};
 
 /// Chunks that are asked for first, and at most at once. The rest behind a gap is not asked for, and most prompts that
 /// miss do so at their first chunk.
-const FIRST_SLICE: usize = 16;
-const LAST_SLICE: usize = 1024;
+pub(super) const FIRST_SLICE: usize = 16;
+pub(super) const LAST_SLICE: usize = 1024;
 
 /// Bytes that are loaded by one task: several of them overlap, and each becomes readable on its own.
 const LOAD_BATCH: u64 = 16 << 20;
@@ -167,7 +167,7 @@ impl L2 {
             (from, slice) = (asked.end, LAST_SLICE.min(4 * slice));
             for (number, tier) in self.tiers.iter().enumerate() {
                 let wanted = plan.wanted(asked.clone());
-                let objects = self.objects(request, &wanted);
+                let objects = objects(&request.rows, &request.hashes, &wanted);
                 if objects.is_empty() {
                     break;
                 }
@@ -202,24 +202,6 @@ impl L2 {
         (plan, sources)
     }
 
-    fn objects(&self, request: &PrefetchRequest, cells: &[Cell]) -> Vec<(Cell, ObjectSpec)> {
-        let namespaces = request
-            .rows
-            .iter()
-            .map(|row| row.namespace.without_layout());
-        let namespaces: Vec<_> = namespaces.collect();
-        let object = |cell: &Cell| {
-            let (row, hash) = (&request.rows[cell.row], request.hashes[cell.chunk]);
-            let object = ObjectSpec {
-                key: ObjectKey::of(&namespaces[cell.row], hash),
-                len: row.object_bytes,
-                layout: row.namespace.layout(),
-            };
-            (*cell, object)
-        };
-        cells.iter().map(object).collect()
-    }
-
     /// Holds on what of these objects is in L1.
     fn pin_cells(&self, request: &PrefetchRequest, cells: &[Cell]) -> Vec<ReadLease<L1Allocator>> {
         let rows = request.rows.iter().enumerate();
@@ -241,7 +223,7 @@ impl L2 {
         holds: &mut Vec<ReadLease<L1Allocator>>,
     ) -> Vec<Cell> {
         let cells: Vec<_> = sources.iter().map(|(cell, _)| *cell).collect();
-        let objects = self.objects(request, &cells);
+        let objects = objects(&request.rows, &request.hashes, &cells);
         let (mut tasks, mut joined) = (JoinSet::new(), Vec::new());
         let (mut batch, mut bytes) = (Vec::new(), 0);
         for ((cell, object), (_, source)) in objects.into_iter().zip(sources) {
@@ -426,4 +408,24 @@ impl L2 {
         drop(flights);
         loaded
     }
+}
+
+/// The objects of these cells, as tiers name them.
+pub(super) fn objects(
+    rows: &[GroupRow],
+    hashes: &[ChunkHash],
+    cells: &[Cell],
+) -> Vec<(Cell, ObjectSpec)> {
+    let namespaces = rows.iter().map(|row| row.namespace.without_layout());
+    let namespaces: Vec<_> = namespaces.collect();
+    let object = |cell: &Cell| {
+        let (row, hash) = (&rows[cell.row], hashes[cell.chunk]);
+        let object = ObjectSpec {
+            key: ObjectKey::of(&namespaces[cell.row], hash),
+            len: row.object_bytes,
+            layout: row.namespace.layout(),
+        };
+        (*cell, object)
+    };
+    cells.iter().map(object).collect()
 }

@@ -5,6 +5,7 @@ mod bench;
 mod config;
 mod definitions;
 mod demo;
+mod explain;
 mod inherited;
 mod latencies;
 mod notify;
@@ -43,6 +44,8 @@ enum Command {
     Demo(demo::DemoArgs),
     /// Show server status: health, memory, tiers, GPUs, workers, sessions.
     Status(status::StatusArgs),
+    /// Say why a lookup misses: where each chunk of a prompt is, or what became of it.
+    Explain(explain::ExplainArgs),
     /// Manage tenant quotas.
     Quota(quota::QuotaArgs),
     /// Show the configuration of a server, or what a file would change.
@@ -66,6 +69,7 @@ impl Command {
             Self::Bench(_) => "bench",
             Self::Demo(_) => "demo",
             Self::Status(_) => "status",
+            Self::Explain(_) => "explain",
             Self::Quota(_) => "quota",
             Self::Config(_) => "config",
             Self::Ping(_) => "ping",
@@ -91,6 +95,7 @@ fn main() -> ExitCode {
         Command::Bench(args) => bench::run(*args),
         Command::Demo(args) => demo::run(&args),
         Command::Status(args) => status::run(&args),
+        Command::Explain(args) => explain::run(&args),
         Command::Quota(args) => quota::run(&args),
         Command::Config(args) => config::run(&args),
         Command::Ping(args) => ping::run(&args),

@@ -7,6 +7,7 @@
 //! | bytes of L1 that are pre-faulted | atomic |
 
 mod checksums;
+mod explain;
 mod objects;
 mod prefetch_jobs;
 #[cfg(test)]
@@ -28,6 +29,7 @@ use super::lookups::Lookups;
 use super::transfers::Transfers;
 use super::workers::Workers;
 pub use checksums::ChecksumError;
+pub use explain::{ExplainError, TenantView};
 use prefetch_jobs::PrefetchJobs;
 pub use prefetch_jobs::{PrefetchError, PrefetchJob, PrefetchResult};
 

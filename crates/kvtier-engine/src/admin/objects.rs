@@ -8,7 +8,7 @@ use kvtier_core::{ChunkHash, ObjectKey};
 use super::Admin;
 
 /// Namespaces or objects that are examined per hold of the cache's lock.
-const SLICE: usize = 1024;
+pub(super) const SLICE: usize = 1024;
 
 /// Slots that one call examines, once it has an object.
 const MAX_EXAMINED: usize = 100_000;

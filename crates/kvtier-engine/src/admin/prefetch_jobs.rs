@@ -18,7 +18,7 @@ use super::Admin;
 use kvtier_tiers::{L2, PrefetchRequest};
 
 /// Most tokens of a prompt.
-const MAX_TOKENS: usize = 1_000_000;
+pub(super) const MAX_TOKENS: usize = 1_000_000;
 
 /// Prefetches that are running or queued.
 const MAX_PENDING: usize = 16;

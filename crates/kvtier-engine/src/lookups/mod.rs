@@ -3,12 +3,13 @@
 //! | state | guarded by |
 //! | --- | --- |
 //! | [`HeldLookups`]: lookups in flight and what they lease | its mutex; the cache's lock is taken inside it |
-//! | [`ChunkSizes`] of reconnected clients; when schedulers last pinged; [`PromptMemory`] | a mutex each; nothing is taken inside |
+//! | [`ChunkSizes`] of reconnected clients; when schedulers last pinged; [`PromptMemory`]; [`RecentLookups`] | a mutex each; nothing is taken inside |
 //!
 //! A lookup is `pending` while the tiers are asked, `unread` until its result was asked for, and known until its session ends.
 
 mod chunk_sizes;
 mod held;
+mod recent;
 
 use std::collections::{HashMap, HashSet};
 use std::num::NonZeroUsize;
@@ -34,6 +35,7 @@ use super::instances::{Instance, Unserved};
 use super::{Answer, Caller, Reply};
 use chunk_sizes::ChunkSizes;
 use held::{HeldLookup, HeldLookups, LookupOutcome};
+pub use recent::{RecentLookup, RecentLookups};
 
 /// Most workers that may read one object; LMCache clamps there too.
 const MAX_READERS: i64 = 128;
@@ -52,6 +54,8 @@ pub struct Lookups {
     pub held: Arc<HeldLookups>,
     pub prompts: PromptMemory,
     pub chunk_sizes: ChunkSizes,
+    /// Shared with the tasks that ask the tiers.
+    pub recent: Arc<RecentLookups>,
     /// When each scheduler's connection last pinged. Bounded by forgetting the dead ones.
     scheduler_pings: Mutex<HashMap<u64, Duration>>,
     /// Whether requests that wait for a tier are answered with what is known.
@@ -66,6 +70,7 @@ impl Lookups {
             held: Arc::default(),
             prompts: PromptMemory::new(hasher, PROMPT_MEMORY_BYTES),
             chunk_sizes: ChunkSizes::new(context.chunk_size),
+            recent: Arc::default(),
             scheduler_pings: Mutex::default(),
             waits_ended: watch::Sender::new(false),
             context: Arc::clone(context),
@@ -96,12 +101,23 @@ impl Lookups {
         }
         // A lookup of nothing is held too. Its result is 0, whatever an earlier lookup of the request or one of another
         // engine under the same id has found.
-        let (rows, hashes) = self.wanted(caller, key, &scope).unwrap_or_default();
+        let wanted = self.wanted(caller, key, &scope);
+        let refused = wanted.as_ref().err().copied();
+        let (rows, hashes) = wanted.unwrap_or_default();
         let now = self.context.now();
         let found = l1.cache.lookup(now, &rows, hashes);
+        let tokens = |chunks: usize| (chunks * key.tokens.chunk_size.get()) as u64;
+        let (asked, hit) = (tokens(hashes.len()), tokens(found.hit_chunks));
+        let outcome = RecentLookup {
+            at: now,
+            model_name: Arc::clone(scope.model_name()),
+            cache_salt: Arc::clone(scope.cache_salt()),
+            first: hashes.first().copied(),
+            tokens: asked,
+            hit_tokens: hit,
+            refused,
+        };
         if !hashes.is_empty() {
-            let tokens = |chunks: usize| (chunks * key.tokens.chunk_size.get()) as u64;
-            let (asked, hit) = (tokens(hashes.len()), tokens(found.hit_chunks));
             let (model, salt) = (scope.model_name(), scope.cache_salt());
             let held = found.lease.held() as u64;
             self.context.metrics.lookup(model, salt, asked, hit, held);
@@ -134,9 +150,11 @@ impl Lookups {
                     counted,
                 };
                 let chunk_size = key.tokens.chunk_size;
-                self.prefetch(Arc::clone(l2), key.request_id, chunk_size, lookup, request);
+                let l2 = Arc::clone(l2);
+                self.prefetch(l2, key.request_id, chunk_size, lookup, request, outcome);
             }
             _ => {
+                self.recent.push(outcome);
                 self.held.insert(key.request_id, lookup, None);
             }
         }
@@ -159,18 +177,21 @@ impl Lookups {
         }
     }
 
-    /// The rows and chunks that a lookup is for; `None`, which is counted, if its client cannot have any.
+    /// The rows and chunks that a lookup is for.
+    ///
+    /// # Errors
+    /// Its client cannot have any; the reason is counted.
     fn wanted<'k>(
         &self,
         caller: Caller,
         key: &'k CacheKey<'_, Prompt>,
         scope: &KeyScope,
-    ) -> Option<(Arc<[GroupRow]>, &'k [ChunkHash])> {
+    ) -> Result<(Arc<[GroupRow]>, &'k [ChunkHash]), &'static str> {
         let metrics = &self.context.metrics;
         let model = scope.model_name();
         let early_exit = |reason| {
             metrics.early_exit(model, scope.cache_salt(), reason);
-            None
+            Err(reason)
         };
         let instances = &self.context.instances;
         let Some(instances) = instances.of_workers(
@@ -200,13 +221,13 @@ impl Lookups {
         if key.chunk_tokens.is_none() && !self.chunk_sizes.is_proven(caller, tokens as u64, key.end)
         {
             metrics.unproven_lookups.inc();
-            return None;
+            return Err("unproven_chunk_size");
         }
         let chunks = lookup_chunks(key.tokens.chunk_size, tokens, 0, key.end);
         if chunks.is_empty() {
             return early_exit("empty_chunk_hashes");
         }
-        Some((rows(scope, &instances), &key.tokens.hashes[chunks]))
+        Ok((rows(scope, &instances), &key.tokens.hashes[chunks]))
     }
 
     /// Asks the tiers for what L1 lacks; the result of the lookup waits for it.
@@ -217,12 +238,14 @@ impl Lookups {
         chunk_size: NonZeroUsize,
         lookup: HeldLookup,
         request: PrefetchRequest,
+        mut outcome: RecentLookup,
     ) {
         let (done, pending) = watch::channel(());
         let in_l1 = lookup.hit_chunks();
         let keys_in_l1 = lookup.lease.held();
         let serial = self.held.insert(request_id, lookup, Some(pending));
         let (held, metrics) = (Arc::clone(&self.held), Arc::clone(&self.context.metrics));
+        let recent = Arc::clone(&self.recent);
         let (request, request_id) = (Arc::new(request), Box::<str>::from(request_id));
         let handle = l2.handle().clone();
         handle.spawn(async move {
@@ -242,6 +265,8 @@ impl Lookups {
                 (from_tiers * chunk_size.get()) as u64,
                 found.lease.held().saturating_sub(keys_in_l1) as u64,
             );
+            outcome.hit_tokens = (found.hit_chunks * chunk_size.get()) as u64;
+            recent.push(outcome);
             held.complete(&request_id, serial, &request.hashes, prefetched);
             // Wakes the waiting requests.
             drop(done);

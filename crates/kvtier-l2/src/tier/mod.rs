@@ -11,6 +11,7 @@ mod budget;
 mod counters;
 mod deletes;
 mod eviction;
+mod inspection;
 mod key_states;
 mod recovery;
 mod store;
@@ -252,7 +253,7 @@ impl Tier {
     /// If the lookup in the backend fails.
     pub async fn lookup(&self, batch: Vec<ObjectSpec>) -> Result<Vec<Option<TierLease>>, L2Error> {
         self.counters.looked_up.add(batch.len() as u64);
-        let may_have_more = self.adapter.capabilities().shared || self.is_recovering();
+        let may_have_more = self.may_have_more();
         let (mut held, mut unknown) = (Vec::with_capacity(batch.len()), Vec::new());
         for (position, object) in batch.iter().enumerate() {
             let is_indeterminate = self.states.is_indeterminate(&object.key);

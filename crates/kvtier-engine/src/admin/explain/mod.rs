@@ -1,0 +1,441 @@
+//! Why a lookup misses: where each chunk of a prompt is, or what became of it.
+//!
+//! Nothing here counts as a use. What a chunk lacks in L1 and the tiers is looked for, in this order: losses that the caches
+//! remember; other layouts; other chunk sizes, models and world sizes of the same tenant; other tenants, only for a caller
+//! that may see them all. A caller that may not sees nothing of other tenants, and no step depends on them.
+
+mod place;
+mod resolve;
+mod words;
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvtier_api::{ExplainRequest, ExplainedLookup, Explanation};
+use kvtier_core::cache::Loss;
+use kvtier_core::object_key::{KeyError, KeyScope};
+use kvtier_core::window::{ChunkBitmap, longest_prefix};
+use kvtier_core::{ChunkHash, GroupRow, Namespace};
+use kvtier_error::Error;
+use kvtier_tiers::Located;
+
+use super::Admin;
+use super::prefetch_jobs::MAX_TOKENS;
+use place::Place;
+use resolve::Subject;
+
+/// Most objects of one prompt: its chunks, times object groups, ranks and layouts.
+const MAX_OBJECTS: usize = 1 << 18;
+
+/// Lookups of an answer.
+const MAX_LOOKUPS: usize = 16;
+
+/// Tenants that a caller may see.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TenantView {
+    /// The tenant that it names.
+    One,
+    /// All of them.
+    All,
+}
+
+/// Why there is no explanation.
+#[derive(Debug, thiserror::Error)]
+pub enum ExplainError {
+    /// Names that no object can have.
+    #[error("{0}")]
+    Key(#[from] KeyError),
+    /// A name that is too long.
+    #[error("{0}")]
+    Name(Error),
+    /// The prompt is too long.
+    #[error("too many token_ids in a single request (limit={MAX_TOKENS}, got={0})")]
+    TooManyTokens(usize),
+    /// The prompt has too many objects.
+    #[error(
+        "token_ids make {chunks} chunks of each of {rows} ranks and object groups; allowed: at most {MAX_OBJECTS} objects \
+         together"
+    )]
+    TooManyObjects {
+        /// Chunks of the prompt.
+        chunks: usize,
+        /// Objects per chunk.
+        rows: usize,
+    },
+    /// A field must be given, or has a value that nothing has.
+    #[error(
+        "{field} is {}; allowed for model_name='{model_name}': {}",
+        asked.as_deref().unwrap_or("left out"),
+        allowed.join(", ")
+    )]
+    Choice {
+        /// Name of the field.
+        field: &'static str,
+        /// Its value.
+        asked: Option<String>,
+        /// As asked for.
+        model_name: String,
+        /// What is allowed.
+        allowed: Vec<String>,
+    },
+}
+
+/// Where an object is.
+#[derive(Debug, Clone, PartialEq)]
+enum Found {
+    L1,
+    /// In the tier of this number.
+    Tier(usize),
+    Missing(Missing),
+}
+
+/// Why an object is missing.
+#[derive(Debug, Clone, PartialEq)]
+enum Missing {
+    /// The place of this number lost or refused it.
+    Lost(usize, Loss),
+    /// It is there in this layout.
+    Layout(u64),
+    Other(Other),
+    NotAsked,
+    NeverSeen,
+}
+
+/// How else a chunk is stored.
+#[derive(Debug, Clone, PartialEq)]
+enum Other {
+    ChunkSize(usize),
+    Model(Arc<str>),
+    WorldSize(u32),
+    Salt(Arc<str>),
+}
+
+/// A namespace that is searched for chunks, and their hashes there.
+struct Search<'a> {
+    other: Other,
+    place: &'a Place<'a>,
+    namespace: &'a Namespace,
+    hashes: &'a [ChunkHash],
+    chunk_size: usize,
+}
+
+impl Admin {
+    /// Explains what a lookup of a prompt would find.
+    ///
+    /// # Errors
+    /// See [`ExplainError`].
+    pub fn explain(
+        &self,
+        request: &ExplainRequest,
+        view: TenantView,
+    ) -> Result<Explanation, ExplainError> {
+        let places = self.places();
+        let subject = self.resolve(request, view, &places)?;
+        let tokens = &request.token_ids;
+        let hasher = self.lookups.prompts.hasher();
+        let hashes: Arc<[ChunkHash]> = hasher.hash_chunks(subject.chunk_size, tokens).into();
+        let (chunks, rows) = (hashes.len(), subject.rows.len());
+        if chunks.saturating_mul(rows) > MAX_OBJECTS {
+            return Err(ExplainError::TooManyObjects { chunks, rows });
+        }
+        let in_l1: Vec<_> = subject
+            .rows
+            .iter()
+            .map(|row| places[0].contains(&row.namespace, &hashes))
+            .collect();
+        let located = self.locate(&subject, &hashes, &in_l1);
+        let mut found = states(&in_l1, &located);
+        let (hit_l1, hit) = match subject.refused {
+            Some(_) => (0, 0),
+            None => hits(&subject.rows, &found),
+        };
+        self.find_losses(&subject, &places, &hashes, &mut found);
+        find_layouts(&subject, &places, &hashes, &mut found);
+        self.find_others(&subject, &places, &hashes, tokens, &mut found);
+        mark_unasked(&located, &mut found);
+
+        let tokens_of = |chunks: usize| (chunks * subject.chunk_size.get()) as u64;
+        let tiers = &places[1..];
+        let failed = located.failed.iter();
+        let failed = failed.map(|(tier, error)| (tiers[*tier].name().to_owned(), error.clone()));
+        let remembered = places.iter().map(|place| {
+            let seconds = place.losses_since().map(|since| since.as_secs());
+            (place.name().to_owned(), seconds)
+        });
+        let mut explanation = Explanation {
+            summary: String::new(),
+            model_name: subject.scope.model_name().to_string(),
+            model_names: subject.names.iter().map(ToString::to_string).collect(),
+            world_size: subject.scope.world_size(),
+            chunk_size: tokens_of(1),
+            tokens: tokens.len() as u64,
+            chunks: chunks as u64,
+            hit_tokens: tokens_of(hit),
+            hit_tokens_l1: tokens_of(hit_l1),
+            refused: subject.refused.map(str::to_owned),
+            rows: words::rows(&subject, &places, &found),
+            failed_tiers: failed.collect(),
+            remembered_seconds: remembered.collect(),
+            recent_lookups: self.recent_lookups(&subject, hashes.first()),
+        };
+        explanation.summary = words::summary(&explanation);
+        Ok(explanation)
+    }
+
+    /// L1, then the tiers.
+    fn places(&self) -> Vec<Place<'_>> {
+        let l1 = Place::L1(&self.context.l1.cache, self.context.config.eviction_policy);
+        let tiers = self.context.l2.iter().flat_map(|l2| l2.tiers());
+        let tiers = tiers.map(|tier| Place::Tier(tier));
+        std::iter::once(l1).chain(tiers).collect()
+    }
+
+    fn locate(&self, subject: &Subject, hashes: &Arc<[ChunkHash]>, in_l1: &[Vec<bool>]) -> Located {
+        let Some(l2) = &self.context.l2 else {
+            return Located {
+                tiers: vec![vec![None; hashes.len()]; subject.rows.len()],
+                asked: hashes.len(),
+                failed: Vec::new(),
+            };
+        };
+        let indexed = || l2.indexed(&subject.rows, hashes, in_l1);
+        if subject.refused.is_some() {
+            // What the backends would be asked for is unknown: the layout is that of a worker.
+            return indexed();
+        }
+        let (asking, rows, in_l1) = (Arc::clone(l2), Arc::clone(&subject.rows), in_l1.to_vec());
+        let hashes_asked = Arc::clone(hashes);
+        let task = async move { asking.locate(&rows, &hashes_asked, &in_l1).await };
+        // Where adapters live; cancelled if the server stops meanwhile.
+        let task = l2.handle().spawn(task);
+        l2.handle().block_on(task).unwrap_or_else(|_| indexed())
+    }
+
+    fn find_losses(
+        &self,
+        subject: &Subject,
+        places: &[Place<'_>],
+        hashes: &[ChunkHash],
+        found: &mut [Vec<Found>],
+    ) {
+        for (row, states) in subject.rows.iter().zip(found) {
+            let missing = missing(states);
+            let lost: Vec<_> = missing.iter().map(|chunk| hashes[*chunk]).collect();
+            if lost.is_empty() {
+                continue;
+            }
+            let losses = |place: &Place<'_>| place.losses(&row.namespace, &lost);
+            let by_place: Vec<_> = places.iter().map(losses).collect();
+            for (at, chunk) in missing.into_iter().enumerate() {
+                let losses = by_place.iter().enumerate();
+                let losses = losses.filter_map(|(place, losses)| Some((place, losses[at]?)));
+                if let Some((place, loss)) = losses.min_by_key(|(_, loss)| loss.ago) {
+                    states[chunk] = Found::Missing(Missing::Lost(place, loss));
+                }
+            }
+        }
+    }
+
+    fn find_others(
+        &self,
+        subject: &Subject,
+        places: &[Place<'_>],
+        hashes: &[ChunkHash],
+        tokens: &[u32],
+        found: &mut [Vec<Found>],
+    ) {
+        let unexplained: BTreeSet<_> = found.iter().flat_map(|states| never_seen(states)).collect();
+        let hasher = self.lookups.prompts.hasher();
+        let of_size = |size: &std::num::NonZeroUsize| (*size, hasher.hash_chunks(*size, tokens));
+        let by_size: Vec<_> = subject.other_sizes.iter().map(of_size).collect();
+        let own_size = subject.chunk_size.get();
+        let mut searches = Vec::new();
+        let known = || subject.known.iter().map(|(at, it)| (&places[*at], &**it));
+        let of_tenant = || known().filter(|(_, it)| it.cache_salt() == subject.scope.cache_salt());
+        for (size, hashes) in &by_size {
+            let of_model = of_tenant().filter(|(_, it)| subject.names.contains(it.model_name()));
+            searches.extend(of_model.map(|(place, namespace)| Search {
+                other: Other::ChunkSize(size.get()),
+                place,
+                namespace,
+                hashes,
+                chunk_size: size.get(),
+            }));
+        }
+        let mut search = |(place, namespace), other| {
+            searches.push(Search {
+                other,
+                place,
+                namespace,
+                hashes,
+                chunk_size: own_size,
+            });
+        };
+        for it in of_tenant() {
+            if it.1.model_name() != subject.scope.model_name() {
+                search(it, Other::Model(Arc::clone(it.1.model_name())));
+            }
+        }
+        for it in of_tenant() {
+            let world_size = resolve::world_size(it.1);
+            if it.1.model_name() == subject.scope.model_name()
+                && world_size != subject.scope.world_size()
+            {
+                search(it, Other::WorldSize(world_size));
+            }
+        }
+        for it in known() {
+            if it.1.cache_salt() != subject.scope.cache_salt()
+                && it.1.model_name() == subject.scope.model_name()
+            {
+                search(it, Other::Salt(Arc::clone(it.1.cache_salt())));
+            }
+        }
+        let others = searched(&searches, own_size, unexplained);
+        for states in found {
+            for chunk in never_seen(states) {
+                if let Some(other) = others.get(&chunk) {
+                    states[chunk] = Found::Missing(Missing::Other(other.clone()));
+                }
+            }
+        }
+    }
+
+    fn recent_lookups(&self, subject: &Subject, first: Option<&ChunkHash>) -> Vec<ExplainedLookup> {
+        let of_subject = |lookup: &crate::lookups::RecentLookup| {
+            lookup.cache_salt == *subject.scope.cache_salt()
+                && resolve::is_named(&lookup.model_name, &subject.plain_name)
+        };
+        let now = self.context.now();
+        let shown = |lookup: crate::lookups::RecentLookup| ExplainedLookup {
+            seconds_ago: now.saturating_sub(lookup.at).as_secs(),
+            model_name: lookup.model_name.to_string(),
+            tokens: lookup.tokens,
+            hit_tokens: lookup.hit_tokens,
+            same_start: first.is_some() && lookup.first.as_ref() == first,
+            refused: lookup.refused.map(str::to_owned),
+        };
+        let latest = self.lookups.recent.latest(MAX_LOOKUPS, of_subject);
+        latest.into_iter().map(shown).collect()
+    }
+}
+
+fn states(in_l1: &[Vec<bool>], located: &Located) -> Vec<Vec<Found>> {
+    let state = |(in_l1, tier): (&bool, &Option<usize>)| match (in_l1, tier) {
+        (true, _) => Found::L1,
+        (false, Some(tier)) => Found::Tier(*tier),
+        (false, None) => Found::Missing(Missing::NeverSeen),
+    };
+    let rows = in_l1.iter().zip(&located.tiers);
+    rows.map(|(in_l1, tiers)| in_l1.iter().zip(tiers).map(state).collect())
+        .collect()
+}
+
+/// Chunks of the prefix that L1 serves, and of the one that L1 and the tiers serve together.
+fn hits(rows: &[GroupRow], found: &[Vec<Found>]) -> (usize, usize) {
+    let hit = |is_there: fn(&Found) -> bool| {
+        let bitmap = |states: &Vec<Found>| {
+            let mut bitmap = ChunkBitmap::with_capacity(states.len());
+            let present = states.iter().enumerate().filter(|(_, it)| is_there(it));
+            present.for_each(|(chunk, _)| bitmap.set(chunk));
+            bitmap
+        };
+        let present: Vec<_> = found.iter().map(bitmap).collect();
+        longest_prefix(rows, &present)
+    };
+    (
+        hit(|it| *it == Found::L1),
+        hit(|it| !matches!(it, Found::Missing(_))),
+    )
+}
+
+fn missing(states: &[Found]) -> Vec<usize> {
+    let chunks = states.iter().enumerate();
+    let chunks = chunks.filter(|(_, it)| matches!(it, Found::Missing(_)));
+    chunks.map(|(chunk, _)| chunk).collect()
+}
+
+/// The missing chunks without a reason so far.
+fn never_seen(states: &[Found]) -> Vec<usize> {
+    let chunks = states.iter().enumerate();
+    let chunks = chunks.filter(|(_, it)| **it == Found::Missing(Missing::NeverSeen));
+    chunks.map(|(chunk, _)| chunk).collect()
+}
+
+/// Objects of L1 in other layouts.
+fn find_layouts(
+    subject: &Subject,
+    places: &[Place<'_>],
+    hashes: &[ChunkHash],
+    found: &mut [Vec<Found>],
+) {
+    for (row, states) in subject.rows.iter().zip(found) {
+        let own = &row.namespace;
+        let in_l1 = subject.known.iter().filter(|(place, _)| *place == 0);
+        let others = in_l1.map(|(_, it)| it).filter(|it| {
+            it.layout() != own.layout() && it.without_layout() == own.without_layout()
+        });
+        for other in others {
+            let open = never_seen(states);
+            let wanted: Vec<_> = open.iter().map(|chunk| hashes[*chunk]).collect();
+            let resident = places[0].contains(other, &wanted);
+            for (chunk, _) in open.into_iter().zip(resident).filter(|(_, is)| *is) {
+                states[chunk] = Found::Missing(Missing::Layout(other.layout()));
+            }
+        }
+    }
+}
+
+/// How chunks are stored elsewhere, as far as they are. A namespace without the first of them is passed over: prefixes are
+/// stored from their start.
+fn searched(
+    searches: &[Search<'_>],
+    own_size: usize,
+    mut open: BTreeSet<usize>,
+) -> HashMap<usize, Other> {
+    let mut others = HashMap::new();
+    for search in searches {
+        let hash = |chunk: usize| {
+            let at = chunk * own_size / search.chunk_size;
+            Some((chunk, *search.hashes.get(at)?))
+        };
+        let Some((_, first)) = open.first().and_then(|chunk| hash(*chunk)) else {
+            continue;
+        };
+        if search.place.contains(search.namespace, &[first]) != [true] {
+            continue;
+        }
+        let wanted = open.iter().filter_map(|chunk| hash(*chunk));
+        let (chunks, hashes): (Vec<_>, Vec<_>) = wanted.unzip();
+        let there = search.place.contains(search.namespace, &hashes);
+        for (chunk, _) in chunks.into_iter().zip(there).filter(|(_, is)| *is) {
+            open.remove(&chunk);
+            others.insert(chunk, search.other.clone());
+        }
+    }
+    others
+}
+
+/// Marks chunks that a tier may have which was not asked or did not answer.
+fn mark_unasked(located: &Located, found: &mut [Vec<Found>]) {
+    let from = match located.failed.is_empty() {
+        true => located.asked,
+        false => 0,
+    };
+    for states in found {
+        for chunk in never_seen(states).into_iter().filter(|it| *it >= from) {
+            states[chunk] = Found::Missing(Missing::NotAsked);
+        }
+    }
+}
+
+/// Seconds, minutes, hours or days, for people.
+fn ago(ago: Duration) -> String {
+    match ago.as_secs() {
+        seconds @ 0..120 => format!("{seconds} s ago"),
+        seconds @ 120..7200 => format!("{} min ago", seconds / 60),
+        seconds @ 7200..172_800 => format!("{} h ago", seconds / 3600),
+        seconds => format!("{} days ago", seconds / 86_400),
+    }
+}

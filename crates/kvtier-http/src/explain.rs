@@ -1,0 +1,50 @@
+//! The route that explains why a lookup misses.
+
+use std::sync::Arc;
+
+use axum::Extension;
+use axum::http::StatusCode;
+use kvtier_api::{ExplainRequest, Explanation};
+use kvtier_engine::TenantView;
+use tokio::sync::Semaphore;
+
+use super::access::Role;
+use super::body::required;
+use super::payload::Payload;
+use super::prefetches::{BODY_LIMIT, PARSED};
+use super::{Answer, ApiError, DetailBody, InvalidBody, State, detail, engine, run_blocking};
+
+/// An explanation reads what the cache remembers, so one runs at a time.
+static EXPLANATIONS: Semaphore = Semaphore::const_new(1);
+
+/// Where each chunk of a prompt is, and why a lookup of it would miss.
+///
+/// Changes nothing, so a token that reads may ask. Only an admin learns what is stored under another salt.
+#[utoipa::path(post, path = "/cache/explain", request_body = ExplainRequest, responses(
+    (status = 200, description = "Where the chunks are", body = Explanation),
+    (status = 400, description = "A value is not allowed, or must be given", body = DetailBody),
+    (status = 422, description = "Body of the wrong shape", body = InvalidBody),
+    (status = 503, description = "The engine is not there yet", body = DetailBody),
+))]
+pub(super) async fn explain(
+    api: State,
+    Extension(role): Extension<Role>,
+    body: Payload<BODY_LIMIT>,
+) -> Result<Answer<Explanation>, ApiError> {
+    let engine = Arc::clone(engine(&api)?);
+    // Before the body is parsed: a waiting body counts in the budget, its values do not. Never closed.
+    let turn = EXPLANATIONS.acquire().await;
+    let request: ExplainRequest = body.read(|bytes| required(bytes, PARSED)).await??;
+    let view = match role {
+        Role::Read => TenantView::One,
+        Role::Admin => TenantView::All,
+    };
+    let explained = run_blocking(move || {
+        // Held until the end, also after the client has disconnected.
+        let _turn = turn;
+        engine.admin().explain(&request, view)
+    });
+    let refused =
+        |error: kvtier_engine::ExplainError| detail(StatusCode::BAD_REQUEST, error.to_string());
+    explained.await?.map(Answer).map_err(refused)
+}
