@@ -19,9 +19,7 @@ mod tiers;
 pub use devices::{
     ByDirection, CudaStatus, DevicesStatus, Gpu, GpuState, Gpus, MovedBytes, Pinning,
 };
-pub use explanation::{
-    ChunkRun, ExplainRequest, ExplainedLookup, ExplainedRow, Explanation,
-};
+pub use explanation::{ChunkRun, ExplainRequest, ExplainedLookup, ExplainedRow, Explanation};
 pub use quota::{
     Activity, Limit, NewQuota, NewTierQuota, QuotaChange, Tenant, TenantInTier, TenantPage,
     TierUsage, Unlimited,

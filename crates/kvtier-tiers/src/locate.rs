@@ -83,12 +83,7 @@ impl L2 {
     }
 
     /// [`L2::locate`] in the indexes alone.
-    pub fn indexed(
-        &self,
-        rows: &[GroupRow],
-        hashes: &[ChunkHash],
-        in_l1: &[Vec<bool>],
-    ) -> Located {
+    pub fn indexed(&self, rows: &[GroupRow], hashes: &[ChunkHash], in_l1: &[Vec<bool>]) -> Located {
         let mut tiers = vec![vec![None; hashes.len()]; rows.len()];
         for ((row, in_l1), places) in rows.iter().zip(in_l1).zip(&mut tiers) {
             let namespace = row.namespace.without_layout();

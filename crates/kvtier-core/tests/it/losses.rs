@@ -31,7 +31,9 @@ fn evictions_are_remembered_with_cause_and_time() {
     let space = Some(LossCause::Space);
     assert_eq!(causes(&cache, "", 7..12), [None, space, space, None, None]);
     assert_eq!(
-        cache.evict(NOW + Duration::from_secs(5), u64::MAX, 1).objects,
+        cache
+            .evict(NOW + Duration::from_secs(5), u64::MAX, 1)
+            .objects,
         1
     );
     let later = NOW + Duration::from_secs(7);

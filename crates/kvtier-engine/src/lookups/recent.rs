@@ -49,11 +49,7 @@ impl RecentLookups {
     }
 
     /// At most `limit` of those that `which` accepts, the latest first.
-    pub fn latest(
-        &self,
-        limit: usize,
-        which: impl Fn(&RecentLookup) -> bool,
-    ) -> Vec<RecentLookup> {
+    pub fn latest(&self, limit: usize, which: impl Fn(&RecentLookup) -> bool) -> Vec<RecentLookup> {
         let ring = self.0.lock();
         let latest = ring.iter().rev().filter(|lookup| which(lookup));
         latest.take(limit).cloned().collect()

@@ -1,7 +1,7 @@
 //! Why a lookup misses: where each chunk of a prompt is, or what became of it.
 //!
 //! Nothing here counts as a use. What a chunk lacks in L1 and the tiers is looked for, in this order: losses that the caches
-//! remember; other layouts; other chunk sizes, models and world sizes of the same tenant; other tenants, only for a caller
+//! remember; other layouts, chunk sizes and world sizes; other models of the same tenant; other tenants, only for a caller
 //! that may see them all. A caller that may not sees nothing of other tenants, and no step depends on them.
 
 mod place;
@@ -254,7 +254,8 @@ impl Admin {
         let known = || subject.known.iter().map(|(at, it)| (&places[*at], &**it));
         let of_tenant = || known().filter(|(_, it)| it.cache_salt() == subject.scope.cache_salt());
         for (size, hashes) in &by_size {
-            let of_model = of_tenant().filter(|(_, it)| subject.names.contains(it.model_name()));
+            let of_model =
+                of_tenant().filter(|(_, it)| it.model_name() == subject.scope.model_name());
             searches.extend(of_model.map(|(place, namespace)| Search {
                 other: Other::ChunkSize(size.get()),
                 place,
@@ -273,16 +274,16 @@ impl Admin {
             });
         };
         for it in of_tenant() {
-            if it.1.model_name() != subject.scope.model_name() {
-                search(it, Other::Model(Arc::clone(it.1.model_name())));
-            }
-        }
-        for it in of_tenant() {
             let world_size = resolve::world_size(it.1);
             if it.1.model_name() == subject.scope.model_name()
                 && world_size != subject.scope.world_size()
             {
                 search(it, Other::WorldSize(world_size));
+            }
+        }
+        for it in of_tenant() {
+            if it.1.model_name() != subject.scope.model_name() {
+                search(it, Other::Model(Arc::clone(it.1.model_name())));
             }
         }
         for it in known() {

@@ -69,9 +69,8 @@ impl Admin {
         let salt = request.cache_salt.as_deref().unwrap_or_default();
         check_cache_salt(salt)?;
         let salt = self.context.salts.of_operator(salt);
-        let sees = |namespace: &Namespace| {
-            view == TenantView::All || **namespace.cache_salt() == *salt
-        };
+        let sees =
+            |namespace: &Namespace| view == TenantView::All || **namespace.cache_salt() == *salt;
         let places = places.iter().enumerate();
         let known = places.flat_map(|(at, place)| {
             let all = place.namespaces(sees).into_iter();
@@ -134,12 +133,10 @@ impl Admin {
             .chain([self.context.chunk_size])
             .collect();
         other_sizes.remove(&chunk_size);
-        let served = self.context.instances.of_workers(
-            &model,
-            world_size,
-            scope.workers(),
-            chunk_size,
-        );
+        let served =
+            self.context
+                .instances
+                .of_workers(&model, world_size, scope.workers(), chunk_size);
         let (rows, refused) = match served {
             Some(served) => {
                 let refused = lookups::unserved(&served).map(|unserved| unserved.name());
@@ -180,7 +177,9 @@ fn one_of<T: Clone + Ord + ToString>(
         false => registered,
     };
     // A full name is also the beginning of others.
-    let exact = values.iter().find(|it| it.to_string() == request.model_name);
+    let exact = values
+        .iter()
+        .find(|it| it.to_string() == request.model_name);
     let chosen = match &asked {
         Some(asked) => values.get(asked),
         None => exact.or_else(|| values.first().filter(|_| values.len() == 1)),

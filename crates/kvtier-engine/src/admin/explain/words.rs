@@ -172,11 +172,7 @@ fn lost(place: &Place<'_>, loss: &Loss) -> ChunkRun {
                 Place::L1(..) => "on request",
                 Place::Tier(_) => "on request, or since it was lost or damaged there",
             };
-            (
-                "removed",
-                None,
-                format!("removed from {shown} {ago} {why}"),
-            )
+            ("removed", None, format!("removed from {shown} {ago} {why}"))
         }
         LossCause::RefusedSpace => (
             "store_refused",
