@@ -6,10 +6,10 @@ use serde_json::{Map, Value, json};
 use crate::http::{json_of, request};
 use crate::l2::{fs, store, with_tiers};
 use crate::replay::load;
-use crate::support::{TestServer, prompt, range};
+use crate::support::{TestServer, prompt, range, tokens};
 
 /// Fields whose value depends on the machine or the moment.
-const VARYING: [&str; 16] = [
+const VARYING: [&str; 18] = [
     "base_path",
     "bookkeeping_bytes",
     "connections_max",
@@ -20,10 +20,12 @@ const VARYING: [&str; 16] = [
     "instance_id",
     "io_engine",
     "io_engine_reason",
+    "layout_fingerprint",
     "memory_parts",
     "memory_usage_ratio",
     "open_files_max",
     "request_id",
+    "seconds_ago",
     "usage_fraction",
     "used_at",
 ];
@@ -101,6 +103,10 @@ fn answers_have_the_recorded_fields() {
     while is_busy() {
         std::thread::yield_now();
     }
+    let question = json!({
+        "model_name": "answers", "cache_salt": "alice", "token_ids": tokens(1, 4), "world_size": 1, "chunk_size": 16,
+    });
+    let found = format!("POST /cache/explain {question}");
     let mut answers = Vec::new();
     for line in [
         r#"PUT /quota/alice {"limit_gb": 1, "reserved_gb": "8MiB", "tiers": {"fs-0": {"limit_gb": "unlimited"}}}"#,
@@ -123,8 +129,11 @@ fn answers_have_the_recorded_fields() {
         r#"POST /cache/checksums {"instance_id": 2, "block_ids": [0, 1, 2, 3, 8], "chunk_size": 4}"#,
         r#"POST /cache/checksums {"instance_id": 2, "block_ids": [0, 1], "chunk_size": 2, "layerwise": true}"#,
         r#"POST /cache/prefetches {"model_name": "answers", "world_size": 1, "token_ids": [1, 2]}"#,
+        &found,
+        r#"POST /cache/explain {"model_name": "answers", "token_ids": [1, 2]}"#,
         r#"DELETE /cache/objects {"keys": [], "tier": "all"}"#,
         "POST /cache/clear",
+        &found,
         // Refused.
         "GET /nothing",
         "GET /cache/prefetches/1",
@@ -153,6 +162,10 @@ fn answers_have_the_recorded_fields() {
         r#"POST /cache/prefetches {"model_name": "m", "world_size": 1, "token_ids": [4294967296]}"#,
         r#"POST /cache/prefetches {"model_name": "m", "world_size": 1, "token_ids": [1], "source_tier": "l1"}"#,
         r#"POST /cache/prefetches {"model_name": "m", "world_size": 1, "token_ids": [1], "cache_salt": 3}"#,
+        "POST /cache/explain",
+        r#"POST /cache/explain {"model_name": "m"}"#,
+        r#"POST /cache/explain {"model_name": "m", "token_ids": [-1]}"#,
+        r#"POST /cache/explain {"model_name": "answers", "token_ids": [1], "chunk_size": 7}"#,
         "DELETE /cache/objects",
         r#"DELETE /cache/objects {"keys": 7}"#,
         r#"DELETE /cache/objects {"keys": [7]}"#,

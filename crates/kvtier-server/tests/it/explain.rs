@@ -117,13 +117,15 @@ fn present_chunks_and_unknown_ones_are_told_apart() {
 
 #[test]
 fn evictions_have_their_policy_and_time() {
-    let server = TestServer::start(&["--l1-size-gb", "0.00032"]);
+    let server = TestServer::start(&["--l1-size-gb", "0.001953125"]);
     let scope = Scope::new("explain/evicted");
     let mut worker = server.engine_driven(1, &scope);
     store(&mut worker, &prompt(1, 4), 1);
     server.pass(Duration::from_secs(3));
-    for seed in 2..7 {
-        store(&mut worker, &prompt(seed, 8), seed);
+    // Two chunks more than fit.
+    let fits = server.readings().capacity_bytes / worker.chunk_bytes() as u64;
+    for chunk in 0..fits - 2 {
+        worker.stored(&prompt(2 + chunk as u32, 1), 0..1, 2);
     }
     server.pass(Duration::from_secs(200));
     let answer = explain(&server, &body("explain/evicted", "", 1, 5));
@@ -141,7 +143,7 @@ fn evictions_have_their_policy_and_time() {
     assert_eq!(lost["text"], text);
     let summary = answer["summary"].as_str().unwrap();
     assert!(summary.contains(text), "{summary}");
-    assert_eq!(answer["hit_tokens"], first * 16);
+    assert_eq!(answer["hit_tokens"], 32);
     // It is stored again, and the memory of its eviction does not hide that.
     store(&mut worker, &prompt(1, 4), 1);
     let answer = explain(&server, &body("explain/evicted", "", 1, 4));

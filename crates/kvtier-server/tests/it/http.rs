@@ -364,6 +364,7 @@ fn description_lists_every_existing_route() {
         "/metrics",
         "/cache/clear",
         "/cache/checksums",
+        "/cache/explain",
         "/cache/objects",
         "/cache/prefetches",
         "/cache/prefetches/{request_id}",
