@@ -129,14 +129,14 @@ fn evictions_have_their_policy_and_time() {
     }
     server.pass(Duration::from_secs(200));
     let answer = explain(&server, &body("explain/evicted", "", 1, 5));
-    let found = runs(&answer);
-    let lost = found
-        .iter()
-        .find(|(_, _, state)| state.starts_with("missing"));
-    let (first, _, state) = lost.unwrap();
-    assert_eq!(state, "missing l1 evicted space", "{answer}");
-    assert_eq!(found.last().unwrap().2, "missing never_seen");
-    let lost = &answer["rows"][0]["runs"][found.len() - 2];
+    // The last chunk of a prompt is the first to be evicted.
+    let expected = [
+        run(0, 2, "l1"),
+        run(2, 2, "missing l1 evicted space"),
+        run(4, 1, "missing never_seen"),
+    ];
+    assert_eq!(runs(&answer), expected);
+    let lost = &answer["rows"][0]["runs"][1];
     let seconds = lost["seconds_ago"].as_u64().unwrap();
     assert!((200..260).contains(&seconds), "{seconds}");
     let text = "evicted from L1 3 min ago to make space (policy LRU)";

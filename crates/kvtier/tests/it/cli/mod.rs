@@ -4,6 +4,7 @@ mod asking;
 mod config;
 mod definitions;
 mod demo;
+mod explain;
 mod inherited;
 mod notify;
 mod quotas;
