@@ -64,7 +64,7 @@ pub struct ExplainedRow {
     pub object_group_id: u32,
     /// Fingerprint of the layout, in hexadecimal digits; zeros where it is unknown.
     pub layout_fingerprint: String,
-    /// Workers of which all this is true.
+    /// Workers for which it is the same.
     pub workers: Vec<u32>,
     /// Chunks that it needs at the end of a prefix; `null` is all of them.
     pub window: Option<u32>,

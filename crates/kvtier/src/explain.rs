@@ -132,7 +132,7 @@ fn report(explanation: &Explanation) -> String {
     } = explanation;
     line(
         "model",
-        format!("{model_name}, {world_size} workers, chunks of {chunk_size} tokens"),
+        format!("{model_name}, world size {world_size}, chunks of {chunk_size} tokens"),
     );
     let others = explanation.model_names.iter();
     let others: Vec<_> = others.filter(|name| *name != model_name).collect();

@@ -1,4 +1,4 @@
-//! Why a lookup misses: each reason made for real, and who may learn it.
+//! Why a lookup misses: each reason made for real, and what a reader may learn.
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;

@@ -46,7 +46,7 @@ fn misses_are_explained_for_people_and_programs() {
     );
     assert_eq!(
         text[1],
-        "model     cli/explain#1, 1 workers, chunks of 16 tokens"
+        "model     cli/explain#1, world size 1, chunks of 16 tokens"
     );
     for line in [
         "          chunks 0 to 1 (tokens 0 to 31): in L1",
