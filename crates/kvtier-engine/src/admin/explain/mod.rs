@@ -187,7 +187,7 @@ impl Admin {
     fn places(&self) -> Vec<Place<'_>> {
         let l1 = Place::L1(&self.context.l1.cache, self.context.config.eviction_policy);
         let tiers = self.context.l2.iter().flat_map(|l2| l2.tiers());
-        let tiers = tiers.map(|tier| Place::Tier(tier));
+        let tiers = tiers.map(Place::Tier);
         std::iter::once(l1).chain(tiers).collect()
     }
 
