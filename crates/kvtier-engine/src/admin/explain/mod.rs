@@ -185,7 +185,8 @@ impl Admin {
 
     /// L1, then the tiers.
     fn places(&self) -> Vec<Place<'_>> {
-        let l1 = Place::L1(&self.context.l1.cache, self.context.config.eviction_policy);
+        let policy = self.context.config().eviction_policy;
+        let l1 = Place::L1(&self.context.l1.cache, policy);
         let tiers = self.context.l2.iter().flat_map(|l2| l2.tiers());
         let tiers = tiers.map(Place::Tier);
         std::iter::once(l1).chain(tiers).collect()
