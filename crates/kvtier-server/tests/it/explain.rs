@@ -4,7 +4,9 @@ use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::time::Duration;
 
-use kvtier_client::{EngineDrivenWorker, Scope};
+use kvtier_client::{
+    EngineDrivenWorker, InstanceId, LmcacheDrivenSpec, LmcacheDrivenWorker, Scope,
+};
 use serde_json::{Value, json};
 
 use crate::http::json_of;
@@ -209,7 +211,7 @@ fn chunks_are_found_in_their_tier() {
     let answer = explain(&server, &body("explain/tier", "", 1, 6));
     assert_eq!(answer["recent_lookups"][0]["hit_tokens"], 64);
     // Deleted from the tier, it is remembered there.
-    drop(worker);
+    worker.close().unwrap();
     let (_, listed) = json_of(&server, "GET", "/cache/objects", "");
     let keys = listed["entries"].as_array().unwrap().iter();
     let keys: Vec<_> = keys.map(|entry| entry["key"].clone()).collect();
@@ -266,7 +268,7 @@ fn same_tokens_under_another_identity_are_found() {
     large.chunk_tokens = Some(32);
     let _large = stored(1, &large, |_| {});
     let small = Scope::new("explain/other#a");
-    let mut worker = server.engine_driven(2, &small);
+    let worker = server.engine_driven(2, &small);
     let mut ask = body("explain/other", "", 1, 5);
     let sizes = "chunk_size is left out; allowed for model_name='explain/other': 16, 32";
     assert_eq!(refused(&server, &ask), sizes);
@@ -293,10 +295,10 @@ fn same_tokens_under_another_identity_are_found() {
         run(0, 4, "missing other_model explain/other#b")
     );
     // Another layout, whose worker has left.
-    let _ = worker.lookup(&prompt(1, 1), "r");
-    drop(worker);
+    worker.close().unwrap();
     let scope = Scope::new("explain/layout");
-    drop(stored(4, &scope, |spec| spec.layers = 4));
+    let other = stored(4, &scope, |spec| spec.layers = 4);
+    other.close().unwrap();
     let _now = server.engine_driven(5, &scope);
     let answer = explain(&server, &body("explain/layout", "", 1, 4));
     let [(0, 4, state)] = &runs(&answer)[..] else {
@@ -329,7 +331,7 @@ fn without_a_worker_it_says_so_and_shows_what_is_stored() {
     let scope = Scope::new("explain/left#d");
     let mut worker = server.engine_driven(1, &scope);
     store(&mut worker, &prompt(1, 2), 1);
-    drop(worker);
+    worker.close().unwrap();
     let answer = explain(&server, &body("explain/left", "", 1, 3));
     assert_eq!(answer["refused"], "no_gpu_context");
     assert_eq!(
@@ -341,6 +343,36 @@ fn without_a_worker_it_says_so_and_shows_what_is_stored() {
         runs(&answer),
         [run(0, 2, "l1"), run(2, 1, "missing never_seen")]
     );
+}
+
+#[test]
+fn rows_with_windows_hit_as_in_a_lookup() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("explain/windows");
+    let mut spec = LmcacheDrivenSpec::new(InstanceId(1), scope, 2, 2, 16, 32);
+    spec.block_tokens = 4;
+    spec.window_tokens = Some(8);
+    spec.holds_blocks = true;
+    let mut worker = LmcacheDrivenWorker::register(server.connect(), spec).unwrap();
+    let (mut hits, prompt) = (Vec::new(), prompt(1, 2));
+    for deleted in 0..2 {
+        let blocks = [1, 2, 3, 4, 5, 6, 7, 8];
+        worker.store(&prompt, 0..32, "s", &blocks).unwrap();
+        let (_, listed) = json_of(&server, "GET", "/cache/objects?tier=l1", "");
+        let mut keys: Vec<_> = listed["entries"].as_array().unwrap().clone();
+        assert_eq!(keys.len(), 2);
+        keys.sort_by_key(|entry| entry["key"]["chunk_hash_hex"].to_string());
+        let delete = json!({ "keys": [keys[deleted]["key"]], "tier": "l1", "force": true });
+        json_of(&server, "DELETE", "/cache/objects", &delete.to_string());
+        let answer = explain(&server, &body("explain/windows", "", 1, 2));
+        assert_eq!(answer["rows"][0]["window"], 1);
+        let found = worker.lookup(&prompt, &deleted.to_string()).unwrap();
+        assert_eq!(answer["hit_tokens"], 16 * found, "{answer}");
+        hits.push(found);
+    }
+    // The window needs no chunk but the last.
+    hits.sort_unstable();
+    assert_eq!(hits, [1, 2]);
 }
 
 /// Status and body for a client with this token.
@@ -388,11 +420,7 @@ fn reader_learns_nothing_of_other_salts() {
         let mut worker = server.engine_driven(instance, scope);
         store(&mut worker, &prompt(1, 4), 1);
         assert_eq!(worker.lookup(&prompt(1, 4), "r").unwrap(), 4);
-        if scope.model_name.contains('#') {
-            drop(worker);
-        } else {
-            std::mem::forget(worker);
-        }
+        worker.close().unwrap();
     }
     assert_eq!(ask_as(&server, READER, &ask), before);
     // The admin sees where they are, and nothing else of it.
