@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context as _, anyhow, ensure};
+use anyhow::{Context as _, anyhow, bail, ensure};
 use clap::Args;
 use kvtier_l2::conformance::{self, Scoped, Subject};
 use kvtier_l2::{Adapter, AdapterConfig, BoxFuture, Capabilities};
@@ -109,9 +109,19 @@ async fn connect(options: &ProcessOptions, timeout: Duration) -> anyhow::Result<
             adapter.close().await;
             return Err(anyhow!("{error}"));
         }
+        let restarts = adapter.status()["command_restarts"].as_u64();
+        if restarts >= Some(MAX_RESTARTS) {
+            adapter.close().await;
+            bail!(
+                "the program has ended {MAX_RESTARTS} times without an answer; its output is above"
+            );
+        }
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
 }
+
+/// A program that has ended this often never answers.
+const MAX_RESTARTS: u64 = 3;
 
 /// A tier to be tested.
 struct Tested {

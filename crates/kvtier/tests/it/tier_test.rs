@@ -112,3 +112,16 @@ fn what_a_program_prints_before_it_ends_is_shown() {
     assert!(text.contains("no such store"), "{text}");
     assert!(text.contains("the tier does not answer"), "{text}");
 }
+
+#[test]
+fn program_that_ends_at_once_fails_without_waiting() {
+    // A wait for the timeout would be ended as a hang.
+    let mut command = Command::cargo_bin("kvtier").unwrap();
+    command.args(["tier-test", "--timeout", "1440m", "--command", "false"]);
+    let output = command.assert().code(1);
+    let text = String::from_utf8(output.get_output().stderr.clone()).unwrap();
+    assert!(
+        text.contains("the program has ended 3 times without an answer"),
+        "{text}"
+    );
+}
