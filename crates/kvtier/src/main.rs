@@ -17,6 +17,7 @@ mod server;
 mod signals;
 mod status;
 mod tier_test;
+mod top;
 mod units;
 mod version;
 mod web;
@@ -44,6 +45,8 @@ enum Command {
     Demo(demo::DemoArgs),
     /// Show server status: health, memory, tiers, GPUs, workers, sessions.
     Status(status::StatusArgs),
+    /// Show a server's load on the terminal: hit rate, requests, memory, tiers, tenants.
+    Top(top::TopArgs),
     /// Say why a lookup misses: where each chunk of a prompt is, or what became of it.
     Explain(explain::ExplainArgs),
     /// Manage tenant quotas.
@@ -69,6 +72,7 @@ impl Command {
             Self::Bench(_) => "bench",
             Self::Demo(_) => "demo",
             Self::Status(_) => "status",
+            Self::Top(_) => "top",
             Self::Explain(_) => "explain",
             Self::Quota(_) => "quota",
             Self::Config(_) => "config",
@@ -95,6 +99,7 @@ fn main() -> ExitCode {
         Command::Bench(args) => bench::run(*args),
         Command::Demo(args) => demo::run(&args),
         Command::Status(args) => status::run(&args),
+        Command::Top(args) => top::run(&args),
         Command::Explain(args) => explain::run(&args),
         Command::Quota(args) => quota::run(&args),
         Command::Config(args) => config::run(&args),

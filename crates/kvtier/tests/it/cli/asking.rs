@@ -161,3 +161,26 @@ fn invalid_addresses_are_usage_errors() {
         assert!(said.contains(allowed), "{args:?}: {said}");
     }
 }
+
+#[test]
+fn top_shows_the_load_once_or_needs_a_terminal() {
+    let server = Server::start_with(&["--shm-name", ""]);
+    let ping = kvtier(&["ping", "--url", &server.requests, "--count", "50"]);
+    assert!(ping.status.success());
+    let shown = kvtier(&["top", "--once", "--interval", "100ms", &server.http]);
+    let text = lines(&shown.stdout).join("\n");
+    assert!(shown.status.success(), "{shown:?}");
+    for part in [
+        &format!("kvtier  {}  healthy  ", server.http),
+        "L1 [",
+        "hit rate ",
+        "stores 0.0/s",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in {text}");
+    }
+    let line = complaint(&kvtier(&["top", &server.http]), 1);
+    assert!(line.contains("stdout is no terminal; --once"), "{line}");
+    let url = format!("127.0.0.1:{}", free_port());
+    let line = complaint(&kvtier(&["top", "--once", &url]), 1);
+    assert!(line.contains("nothing answers at"), "{line}");
+}

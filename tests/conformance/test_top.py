@@ -1,0 +1,91 @@
+"""`kvtier top` on a terminal."""
+
+import fcntl
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import termios
+import time
+
+import pytest
+from kvrig.engine import tokens
+from kvrig.server import our_command
+
+SIZE = struct.pack("HHHH", 30, 100, 0, 0)
+
+
+class Terminal:
+    """A program on a terminal of its own, of 30 lines and 100 columns."""
+
+    def __init__(self, *arguments):
+        self.ours, theirs = pty.openpty()
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, SIZE)
+        self.process = subprocess.Popen(
+            [our_command()[0], *arguments], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+        )
+        self.before, self.seen = termios.tcgetattr(self.ours), b""
+        os.close(theirs)
+
+    def expect(self, text, patience=20):
+        """Reads until the text was written."""
+        until = time.monotonic() + patience
+        while text not in self.seen:
+            assert time.monotonic() < until, f"{text} is not in {self.seen[-2000:]}"
+            if select.select([self.ours], [], [], 0.1)[0]:
+                self.seen += os.read(self.ours, 65536)
+
+    def press(self, key):
+        """Presses a key."""
+        self.seen = b""
+        os.write(self.ours, key)
+
+    def end(self):
+        """Waits for its end; returns the exit status. The terminal must be as before."""
+        try:
+            status = self.process.wait(20)
+            assert termios.tcgetattr(self.ours) == self.before, "the terminal was left in another mode"
+            return status
+        finally:
+            os.close(self.ours)
+
+
+@pytest.mark.parametrize("key", [b"q", b"\x1b", b"\x03"], ids=["q", "escape", "ctrl-c"])
+def test_shows_the_load_until_a_key(serve, engines, key):
+    """It draws what the server does, pauses, and leaves the terminal as it was."""
+    server = serve()
+    engine = engines(server)
+    prompt = tokens(48)
+    engine.store_prompt(prompt)
+    terminal = Terminal("top", "--interval", "200ms", server.http)
+    try:
+        terminal.expect(b"hit rate")
+        engine.wait_hit(prompt, 48)
+        terminal.expect(b"lookup")
+        terminal.press(b"p")
+        terminal.expect(b"PAUSED")
+        terminal.press(key)
+        assert terminal.end() == 0
+    finally:
+        if terminal.process.poll() is None:
+            terminal.process.send_signal(signal.SIGKILL)
+            terminal.process.wait()
+
+
+def test_server_that_ends_is_named(serve):
+    """It goes on without an answer, and says so."""
+    server = serve(fresh=True)
+    terminal = Terminal("top", "--interval", "200ms", server.http)
+    try:
+        terminal.expect(b"hit rate")
+        server.kill()
+        terminal.expect(b"no answer")
+        terminal.press(b"q")
+        assert terminal.end() == 0
+    finally:
+        if terminal.process.poll() is None:
+            terminal.process.kill()
+            terminal.process.wait()
+        server.start()
