@@ -277,16 +277,17 @@ fn each_tenant_sees_results_as_if_alone() {
 #[test]
 fn eviction_mixes_no_tenants_and_spares_leases() {
     let directory = tempfile::tempdir().unwrap();
-    // 8 KiB per object: 40 of them in L1 and 30 in the tier, for 90 that are stored in a round at most.
+    // 8 KiB per object: 256 of them in L1, which has at least 2 MiB, and 30 in the tier.
     let tier = format!(
         r#"{{"type":"fs","base_path":"{}","max_capacity_gb":0.00025,"eviction":{{"eviction_policy":"LRU"}}}}"#,
         directory.path().display()
     );
     for policy in ["LRU", "IsolatedLRU", "ARC"] {
-        let l1 = ["--l1-size-gb", "0.00032", "--eviction-policy", policy];
+        let l1 = ["--l1-size-gb", "0.001", "--eviction-policy", policy];
         let flags = [&l1[..], &["--l2-min-free-gb", "0", "--l2-adapter", &tier]].concat();
-        run(60, &TestServer::start(&flags), |round, op| {
-            round.run_with_eviction(op)
-        });
+        let server = TestServer::start(&flags);
+        run(60, &server, |round, op| round.run_with_eviction(op));
+        let evicted = server.engine().readings().evicted_objects;
+        assert!(evicted > 100, "{policy}: {evicted} objects were evicted");
     }
 }
