@@ -1,11 +1,13 @@
 """The server dies and comes back; the unmodified client recovers by itself."""
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
 from kvrig import gpu, tiers
 from kvrig.engine import tokens
+from kvrig.server import our_command
 from kvrig.waiting import wait_until
 
 MODES = ["lmcache_driven", "engine_shm", "engine_pickle", gpu.MODE]
@@ -56,6 +58,102 @@ def test_restart_faster_than_a_heartbeat(serve, engines, mode):
     )
     print(f"registered again after {time.monotonic() - restarted:.2f} s, heartbeat {HEARTBEAT} s")
     round_trip(engine)
+
+
+def kept_flags(tmp_path):
+    """Flags of a server whose next process goes on with its L1 and its workers."""
+    return ["--state-dir", str(tmp_path / "state"), "--instance-id", "kept", "--l1-restore", "on"]
+
+
+def forget(server):
+    """Leave nothing in shared memory: the last process of the server removes what the earlier ones have kept."""
+    server.kill()
+    server.command[server.command.index("on")] = "off"
+    server.start()
+
+
+def await_pings(server, tmp_path):
+    """Until the worker's registration has two pings of it: their interval is not 0."""
+    (state,) = (tmp_path / "state" / "kept").glob("id")
+    (folder,) = Path("/dev/shm").glob(f"kvtier_*_{state.read_text()}")
+    (file,) = folder.iterdir()
+    wait_until(lambda: any(file.read_bytes()[16:24]), 60, "two pings")
+
+
+def prove_chunk_size(engine):
+    """Two prompts of different lengths: a restarted server serves no lookup before."""
+    for length in (63, 47):
+        assert engine.hits(tokens(length)) == 0
+
+
+@pytest.mark.ours("it forgets its workers")
+@pytest.mark.parametrize("mode", MODES)
+def test_first_requests_after_a_kill_are_served(serve, engines, mode, tmp_path):
+    """SIGKILL and immediate start: before the client notices anything, its first store and its first retrieve are served
+    with the right bytes. Its next ping is refused, since it waits for ever for what was lost; then it registers again."""
+    server = serve(mode, command=[*our_command(), *kept_flags(tmp_path)])
+    server.expect_trouble(r"instance")
+    engine = engines(server, heartbeat=8.0, mq_timeout=300)
+    prompt = round_trip(engine)
+    stored = engine.worker.read(engine.blocks_for(32))
+    adapter = engine.worker.adapter
+    before = adapter.transfer_ctx
+    await_pings(server, tmp_path)
+
+    server.kill()
+    server.start()
+    state = server.get("/status")[1]["state"]
+    assert (state["restored_workers"], state["left_out_workers"]) == (1, {}), state
+    # The first store, of other blocks than before.
+    other, blocks = tokens(32), engine.blocks_for(32, 20)
+    engine.worker.fill(blocks, 5)
+    written = engine.worker.read(blocks)
+    request = engine.new_request()
+    assert engine.worker.store(request, other, 0, 32, blocks)
+    engine.end(request)
+    prove_chunk_size(engine)
+    # What the earlier process had, and what this one has.
+    for wanted, content in ((prompt, stored), (other, written)):
+        request, hit = engine.lookup(wanted)
+        assert hit == 32
+        target = engine.blocks_for(32, 30)
+        engine.worker.fill(target)
+        assert engine.worker.retrieve(request, wanted, 0, hit, target).ok
+        engine.end(request)
+        loaded = engine.worker.read(target)
+        assert all(torch.equal(a, b) for a, b in zip(loaded, content, strict=True))
+    assert adapter.transfer_ctx is before, "the client has noticed nothing"
+    wait_until(
+        lambda: adapter.transfer_ctx is not before and adapter.is_healthy, 60, "registration again"
+    )
+    round_trip(engine)
+    forget(server)
+
+
+@pytest.mark.ours("it forgets its workers")
+def test_requests_that_a_client_has_abandoned_are_not_served(serve, engines, tmp_path):
+    """The client notices the kill, abandons a store that still waits in its socket, and uses the blocks for other data: the
+    next process must not read them for that store."""
+    server = serve("lmcache_driven", command=[*our_command(), *kept_flags(tmp_path)])
+    server.expect_trouble(r"instance")
+    engine = engines(server, heartbeat=2.0, mq_timeout=300)
+    round_trip(engine)
+    await_pings(server, tmp_path)
+    server.kill()
+    lost, blocks = tokens(32), engine.blocks_for(32)
+    engine.worker.submit_store(engine.new_request(), lost, 0, 32, blocks)
+    wait_until(lambda: not engine.worker.adapter.is_healthy, 60, "degraded mode")
+    engine.worker.adapter.get_finished(set())
+    # As another request has it.
+    engine.worker.fill(blocks, 9)
+    server.start()
+    state = server.get("/status")[1]["state"]
+    assert (state["restored_workers"], state["left_out_workers"]) == (0, {"silent": 1}), state
+    wait_until(lambda: engine.scheduler.is_healthy and engine.worker.adapter.is_healthy, 60, "recovery")
+    prove_chunk_size(engine)
+    assert engine.hits(lost) == 0
+    round_trip(engine)
+    forget(server)
 
 
 @pytest.mark.parametrize("mode", MODES)

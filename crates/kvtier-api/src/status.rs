@@ -298,6 +298,10 @@ pub struct StateStatus {
     pub directory: Option<String>,
     /// Why there is none.
     pub reason: Option<String>,
+    /// Workers whose registrations the start took over from the server before.
+    pub restored_workers: u64,
+    /// Registrations of that server that were left out, by reason.
+    pub left_out_workers: BTreeMap<String, u64>,
 }
 
 /// Limits of tenants.

@@ -74,6 +74,13 @@ impl EngineMemory for CpuMemory {
         self.segments.iter().all(ForeignSegment::is_current)
     }
 
+    fn identity(&self) -> Vec<u64> {
+        self.segments
+            .iter()
+            .flat_map(ForeignSegment::identity)
+            .collect()
+    }
+
     /// Tests one segment: all have the same creator.
     fn has_ended(&self) -> bool {
         let first = self.segments.first();

@@ -85,6 +85,13 @@ pub trait EngineMemory: Send + Sync {
     /// same names for other memory.
     fn is_current(&self) -> bool;
 
+    /// What distinguishes this memory from other memory under the same names, until the next boot.
+    fn identity(&self) -> Vec<u64>;
+
+    /// Leaves to another process of the server what it owes to the engine for the memory, such as the decrement of a reference
+    /// counter. To be called when that process will open it again.
+    fn leave(&self) {}
+
     /// The process that owns the memory, if proven: when it exits, the engine has ended.
     fn owner(&self) -> Option<Owner> {
         None

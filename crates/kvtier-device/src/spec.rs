@@ -1,5 +1,7 @@
 //! An engine's description of its tensors, as plain, unchecked values.
 
+use crate::cuda::handle::{SegmentHandles, ShareableHandle};
+
 /// Kind of the engine, which decides how [`crate::KvLayout::detect`] interprets the shapes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Engine {
@@ -150,6 +152,30 @@ impl MemorySpec {
             Self::Unsupported { kind } => kind,
         }
     }
+
+    /// Whether another process of the server can open it again by the same description. File descriptors of the engine's
+    /// process are named by numbers that it may have given to others since.
+    pub fn is_lasting(&self) -> bool {
+        let storage = match self {
+            Self::CpuShm { .. } => return true,
+            Self::Cuda(storage) => storage,
+            Self::Unsupported { .. } => return false,
+        };
+        match &storage.allocation {
+            CudaAllocation::Raw { .. } => true,
+            CudaAllocation::Vmm { fabric, .. } => fabric.is_some(),
+            CudaAllocation::Torch { handle, .. } => {
+                let handle = handle.as_deref().map(ShareableHandle::parse);
+                handle.is_some_and(|handle| match handle {
+                    Ok(ShareableHandle::Legacy(_)) => true,
+                    Ok(ShareableHandle::Expandable { handles, .. }) => {
+                        matches!(handles, SegmentHandles::Fabric(_))
+                    }
+                    Err(_) => false,
+                })
+            }
+        }
+    }
 }
 
 /// A storage in GPU memory: part of an allocation of another process. Several storages may share an allocation, and
@@ -248,6 +274,59 @@ impl GroupSpec {
             sliding_window_tokens: -1,
             extra_object_group_tag: 0,
             recurrent_state: false,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cuda(allocation: CudaAllocation) -> bool {
+        let memory = MemorySpec::Cuda(Box::new(CudaStorage {
+            device_uuid: String::new(),
+            allocation,
+            offset: 0,
+            bytes: 1,
+        }));
+        memory.is_lasting()
+    }
+
+    fn torch(handle: Option<Vec<u8>>) -> bool {
+        cuda(CudaAllocation::Torch {
+            handle,
+            ref_counter: None,
+            event: None,
+        })
+    }
+
+    /// An expandable segment of version 3 with one piece of 2 MiB.
+    fn expandable(kind: i32, piece: &[u8]) -> Vec<u8> {
+        let mut handle = b"\x03e".to_vec();
+        handle.extend(7_i32.to_le_bytes());
+        handle.extend([0; 4]);
+        handle.extend((2_u64 << 20).to_le_bytes());
+        handle.extend(1_u64.to_le_bytes());
+        handle.extend(kind.to_le_bytes());
+        handle.extend([0; 4]);
+        handle.extend(piece);
+        handle
+    }
+
+    #[test]
+    fn descriptors_of_an_engine_do_not_last() {
+        let segment = MemorySpec::CpuShm {
+            name: "/lmcache_kv_1_0".into(),
+            nbytes: 1,
+        };
+        assert!(segment.is_lasting());
+        assert!(cuda(CudaAllocation::Raw { handle: [1; 64] }));
+        assert!(torch(Some(vec![1; 64])));
+        assert!(torch(Some(expandable(2, &[1; 64]))));
+        assert!(!torch(Some(expandable(1, &3_i32.to_le_bytes()))));
+        assert!(!torch(Some(vec![1; 3])) && !torch(None));
+        for (fabric, lasts) in [(Some(vec![1; 64]), true), (None, false)] {
+            assert_eq!(cuda(CudaAllocation::Vmm { fabric, bytes: 1 }), lasts);
         }
     }
 }

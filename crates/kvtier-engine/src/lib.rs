@@ -88,6 +88,8 @@ pub struct Caller {
     pub knows_chunk_size: bool,
     /// Whether its workers register again after a restart of the server, if that is known.
     pub registers_again: Option<bool>,
+    /// Whether a worker has the id that its client names, on every connection.
+    pub names_workers: bool,
 }
 
 /// Opens the state directory, or returns why nothing is kept.
@@ -358,6 +360,12 @@ impl Engine {
         Answer::unserved(operation)
     }
 
+    /// Takes over the registrations of an earlier process of the server. To be called before the first request; returns within
+    /// some seconds.
+    pub fn restore_workers(&self) {
+        self.workers.restore();
+    }
+
     /// Whether a worker is registered under this id.
     pub fn is_registered(&self, id: InstanceId) -> bool {
         self.context.instances.get(id).is_some()
@@ -457,6 +465,7 @@ impl Engine {
         }
         self.is_drained.store(true, Ordering::Release);
         self.workers.driver_threads.finish();
+        self.workers.close();
         self.context.devices.close();
         // From here on the next server may have them: both change only by requests, and there are none any more.
         self.context.l1.close();

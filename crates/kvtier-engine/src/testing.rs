@@ -31,6 +31,7 @@ pub const CALLER: Caller = Caller {
     releases: "0.5.6",
     knows_chunk_size: true,
     registers_again: Some(true),
+    names_workers: true,
 };
 
 /// An engine with 12 MiB of L1, chunks of one token, and these flags.
@@ -117,6 +118,10 @@ impl EngineMemory for TestPages {
 
     fn is_current(&self) -> bool {
         true
+    }
+
+    fn identity(&self) -> Vec<u64> {
+        Vec::new()
     }
 
     fn remove_orphans(&self) -> Vec<Result<String, SegmentError>> {

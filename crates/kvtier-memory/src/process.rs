@@ -39,6 +39,12 @@ impl SeenProcess {
         has_mapped(number, vec![file]).then_some(seen)
     }
 
+    /// Its number, and its start in clock ticks since boot, 0 if that is not known.
+    pub(crate) fn numbers(&self) -> [u64; 2] {
+        let number = self.pid.as_raw_nonzero().get().unsigned_abs();
+        [number.into(), self.started.unwrap_or(0)]
+    }
+
     /// Whether it is known to have ended, as a zombie has.
     pub(crate) fn has_ended(&self) -> bool {
         let is_other = |now: &Status| self.started.is_some_and(|ticks| ticks != now.started);

@@ -78,6 +78,8 @@ pub enum SegmentError {
 pub struct ForeignSegment {
     name: String,
     file: FileId,
+    /// Bytes of the whole file.
+    file_bytes: u64,
     /// The process in the name, if it was seen to have the segment mapped when we mapped it.
     creator: Option<SeenProcess>,
     mapping: Mapping,
@@ -143,6 +145,7 @@ impl ForeignSegment {
         Ok(Self {
             name: name.to_owned(),
             file,
+            file_bytes: actual,
             creator: creator_of(name).and_then(|process| SeenProcess::find_mapper(process, file)),
             mapping,
         })
@@ -153,6 +156,16 @@ impl ForeignSegment {
     #[must_use]
     pub fn is_current(&self) -> bool {
         !self.is_poisoned() && FileId::named(&self.name) == Some(self.file)
+    }
+
+    /// Device, inode and size of its file; number and start time of the process that created it, or zeroes if that was not seen to
+    /// have it mapped at the time of our mapping. Until the next boot, what has all of these again is the same segment of the same
+    /// process.
+    #[must_use]
+    pub fn identity(&self) -> [u64; 5] {
+        let [device, inode] = self.file.numbers();
+        let [process, started] = self.creator.map_or([0; 2], |seen| seen.numbers());
+        [device, inode, self.file_bytes, process, started]
     }
 
     /// Whether the process that created it has ended. False if that process was not seen to have it mapped at the time of
@@ -285,6 +298,7 @@ impl OwnSegment {
                     segment: ForeignSegment {
                         name,
                         file: FileId::of(&stat),
+                        file_bytes: bytes,
                         creator: SeenProcess::find(process),
                         mapping,
                     },

@@ -94,6 +94,8 @@ impl Server {
         );
         let engine = Engine::new(Arc::clone(&config), metrics)?;
         let engine = Arc::new(engine);
+        // Before a client could ask for a worker that is not known yet.
+        engine.restore_workers();
         let connections = usize::try_from(descriptors.connections).unwrap_or(usize::MAX);
         let front = FrontEnd::start(
             &config,

@@ -23,6 +23,10 @@ use std::path::{Path, PathBuf};
 use kvtier_error::{Error, ErrorKind, Result};
 use rustix::fs::{AtFlags, FileType, FlockOperation, Mode, OFlags, Stat};
 
+mod volatile;
+
+pub use volatile::VolatileDir;
+
 /// Name of the lock's file.
 const LOCK: &str = "lock";
 

@@ -218,7 +218,7 @@ impl Device for CudaDevice {
             on_gpu: Arc::clone(gpu.in_flight()),
             retrieves: Mutex::default(),
             events: ForeignEvents::new(Arc::clone(&gpu.allocations), None),
-            _storages: storages,
+            storages,
         };
         Ok(Box::new(CudaMemory {
             pages: Arc::new(pages),
@@ -247,6 +247,16 @@ impl EngineMemory for CudaMemory {
     /// new for each allocation.
     fn is_current(&self) -> bool {
         true
+    }
+
+    /// Whether its process is proven. Handles identify the rest: one is opened while its process lives, and the random names of
+    /// the reference counters prove which that is.
+    fn identity(&self) -> Vec<u64> {
+        vec![u64::from(self.owner.is_some())]
+    }
+
+    fn leave(&self) {
+        self.pages.storages.leave();
     }
 
     fn owner(&self) -> Option<Owner> {

@@ -7,6 +7,7 @@
 //! The lock makes decrements of this process take turns; no other is acquired inside.
 
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvtier_memory::FileId;
 use kvtier_sync::Mutex;
@@ -38,6 +39,7 @@ static DECREMENT_LOCK: Mutex<()> = Mutex::new(());
 pub struct RefCounter {
     name: String,
     index: u64,
+    is_left: AtomicBool,
 }
 
 impl RefCounter {
@@ -64,7 +66,13 @@ impl RefCounter {
         Ok(Self {
             name: text.to_owned(),
             index,
+            is_left: AtomicBool::new(false),
         })
+    }
+
+    /// Leaves the decrement to another process of the server, which uses the storage after this one.
+    pub fn leave(&self) {
+        self.is_left.store(true, Ordering::Relaxed);
     }
 
     /// Decrements the counter; returns whether it was above 0.
@@ -120,8 +128,10 @@ fn read(file: &OwnedFd, at: u64) -> Result<i64, Errno> {
 
 impl Drop for RefCounter {
     fn drop(&mut self) {
-        // Without the file there is no counter: the owner has exited, or frees its memory when it exits.
-        let _ = self.decrement();
+        if !self.is_left.load(Ordering::Relaxed) {
+            // Without the file there is no counter: the owner has exited, or frees its memory when it exits.
+            let _ = self.decrement();
+        }
     }
 }
 
@@ -130,7 +140,7 @@ mod tests {
     use std::fs::{self, File};
     use std::os::unix::fs::{FileExt, symlink};
     use std::path::PathBuf;
-    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::sync::atomic::AtomicU32;
 
     use super::*;
 
@@ -197,6 +207,11 @@ mod tests {
         // Not decremented below 0.
         drop(counters.counter(9_999));
         assert_eq!(counters.get(9_999), 0);
+        // Left to the next process.
+        let left = counters.counter(7);
+        left.leave();
+        drop(left);
+        assert_eq!(counters.get(7), 1);
         counters.set(3, 2);
         drop(counters.counter(3));
         assert_eq!(counters.get(3), 1);

@@ -33,7 +33,7 @@ pub struct Storage {
     start: DevicePtr,
     bytes: u64,
     mapped: Arc<Mapped>,
-    _counter: Option<RefCounter>,
+    counter: Option<RefCounter>,
 }
 
 impl Storage {
@@ -104,6 +104,12 @@ impl Storages {
     /// The storages, by index of [`crate::KvLayout::memories`].
     pub fn all(&self) -> &[Storage] {
         &self.all
+    }
+
+    /// Decrements no reference counter at the end: the next process of the server will.
+    pub fn leave(&self) {
+        let counters = self.all.iter().filter_map(|it| it.counter.as_ref());
+        counters.for_each(RefCounter::leave);
     }
 
     /// Whether the engine's work on the storages from before the registration is done. Does not wait.
@@ -228,7 +234,7 @@ impl<'a> Opening<'a> {
             start: DevicePtr(mapped.base().0 + spec.offset),
             bytes: spec.bytes,
             mapped,
-            _counter: counter,
+            counter,
         };
         Ok((storage, event.flatten()))
     }

@@ -82,6 +82,7 @@ impl Admin {
         let stats = self.context.l1.cache.stats();
         let (lookups, unread) = self.lookups.held.counts();
         let (transfers, quarantined, quarantined_bytes) = self.transfers.prepared.counts();
+        let workers = self.workers.restored();
         let heritage = &self.context.l1.heritage;
         let (of_before, bytes_of_before) = heritage.withheld();
         let config = self.context.config();
@@ -249,15 +250,20 @@ impl Admin {
                 l1_usage: [stats.used_bytes, stats.capacity_bytes],
                 l1_capacity_bytes_by_backend: by_backend,
             },
-            state: match &self.context.state {
-                Ok(state) => StateStatus {
-                    directory: Some(state.path().to_string_lossy().into_owned()),
-                    reason: None,
-                },
-                Err(why) => StateStatus {
-                    directory: None,
-                    reason: Some(why.clone()),
-                },
+            state: StateStatus {
+                directory: self
+                    .context
+                    .state
+                    .as_ref()
+                    .ok()
+                    .map(|state| state.path().to_string_lossy().into_owned()),
+                reason: self.context.state.as_ref().err().cloned(),
+                restored_workers: workers.restored,
+                left_out_workers: workers
+                    .left_out
+                    .into_iter()
+                    .map(|(reason, count)| (reason.to_owned(), count))
+                    .collect(),
             },
             quotas: QuotaStatus {
                 mode: quotas.mode_name().to_owned(),

@@ -83,6 +83,24 @@ impl Unserved {
     }
 }
 
+/// A worker that registered with an earlier process of the server, and whose client does not notice that the answers to some of
+/// its requests went with that one. It is served until its next ping, which is answered "no": the client then drops what it
+/// waits for, and registers again.
+#[derive(Debug, Clone, Copy)]
+pub struct Provisional {
+    /// When the client may have dropped transfers that are still on their way, so that their pages are another request's.
+    /// `None` for a worker that copies by itself.
+    pub until: Option<Duration>,
+}
+
+/// Pings of a worker.
+struct Pings {
+    /// Milliseconds.
+    last: AtomicU64,
+    /// The shortest time between two, milliseconds; `u64::MAX` before the second.
+    gap: AtomicU64,
+}
+
 /// A registered worker.
 pub struct Instance {
     /// Chosen by the worker.
@@ -101,6 +119,8 @@ pub struct Instance {
     pub releases: &'static str,
     /// Whether it registered on a connection that began at an earlier server.
     pub is_again: bool,
+    /// That it has not registered with this process, and its client has to.
+    pub provisional: Option<Provisional>,
     /// When the connection by which alone it is known has ended.
     lost: OnceLock<Instant>,
     /// Counts the times at which the client dropped its stores in flight: their pages may belong to other requests.
@@ -109,6 +129,7 @@ pub struct Instance {
     worker: OnceLock<u32>,
     last_seen: AtomicU64,
     pinged: AtomicBool,
+    pings: Pings,
     /// One reference for each retrieve in flight into its pages, and one of its own.
     retrieves: Arc<()>,
     gate: Arc<Gate>,
@@ -133,11 +154,16 @@ impl Instance {
             unserved: None,
             releases: "",
             is_again: false,
+            provisional: None,
             lost: OnceLock::new(),
             dropped_stores: AtomicU64::new(0),
             worker: OnceLock::new(),
             last_seen: AtomicU64::new(millis(now)),
             pinged: AtomicBool::new(false),
+            pings: Pings {
+                last: AtomicU64::new(0),
+                gap: AtomicU64::new(u64::MAX),
+            },
             retrieves: Arc::default(),
             gate: Arc::default(),
         }
@@ -193,8 +219,51 @@ impl Instance {
         }
     }
 
+    /// Time within which its client has abandoned no transfer; `None` if that is not bounded.
+    ///
+    /// # Errors
+    /// It has passed.
+    pub fn patience(&self, now: Duration) -> Result<Option<Duration>> {
+        match self.provisional.and_then(|provisional| provisional.until) {
+            Some(until) if until <= now => Err(Error::refused(
+                "the worker registered with an earlier process of the server, and its client may have abandoned the request",
+            )),
+            until => Ok(until.map(|until| until - now)),
+        }
+    }
+
+    /// Whether it copies by itself and cannot map the pool.
+    pub fn pickles(&self) -> bool {
+        match &self.mode {
+            Mode::EngineDriven { pickles, .. } => pickles.load(Ordering::Relaxed),
+            Mode::LmcacheDriven { .. } => false,
+        }
+    }
+
+    /// Counts as one that pings, from now on.
+    pub fn expect_pings(&self) {
+        self.pinged.store(true, Ordering::Relaxed);
+    }
+
+    /// When it last pinged, and the shortest time between two pings; `None` before the first.
+    pub fn pings(&self) -> Option<(Duration, Option<Duration>)> {
+        let last = self.pings.last.load(Ordering::Relaxed);
+        let gap = self.pings.gap.load(Ordering::Relaxed);
+        let gap = (gap < u64::MAX).then(|| Duration::from_millis(gap));
+        (last > 0).then(|| (Duration::from_millis(last), gap))
+    }
+
+    fn ping(&self, now: Duration) {
+        self.expect_pings();
+        self.seen(now);
+        let last = self.pings.last.swap(millis(now), Ordering::Relaxed);
+        if last > 0 {
+            let gap = millis(now).saturating_sub(last);
+            self.pings.gap.fetch_min(gap, Ordering::Relaxed);
+        }
+    }
+
     /// Whether it has left and nothing is copied.
-    #[cfg(test)]
     pub fn is_drained(&self) -> bool {
         self.gate.is_drained()
     }
@@ -513,8 +582,7 @@ impl Instances {
     /// next "yes". Answering "no" again would only keep it unhealthy, so the answers alternate.
     pub fn ping(&self, id: InstanceId, now: Duration) -> bool {
         if let Some(instance) = self.tables.read().by_id.get(&id) {
-            instance.pinged.store(true, Ordering::Relaxed);
-            instance.seen(now);
+            instance.ping(now);
             return true;
         }
         let mut tables = self.tables.write();
@@ -569,6 +637,26 @@ impl Instances {
         let mut tables = self.tables.write();
         let ids = dead_ids(&tables);
         ids.into_iter().filter_map(|id| tables.remove(id)).collect()
+    }
+
+    /// Removes and returns the worker of this id if it is [provisional](Provisional).
+    pub fn take_provisional(&self, id: InstanceId) -> Option<Arc<Instance>> {
+        let is_provisional = |tables: &Tables| {
+            let instance = tables.by_id.get(&id);
+            instance.is_some_and(|it| it.provisional.is_some())
+        };
+        if !is_provisional(&self.tables.read()) {
+            return None;
+        }
+        let mut tables = self.tables.write();
+        is_provisional(&tables).then(|| tables.remove(id))?
+    }
+
+    /// Whether pages of a worker of this id that has left may still be copied.
+    pub fn is_draining(&self, id: InstanceId) -> bool {
+        let tables = self.tables.read();
+        let mut draining = tables.draining.iter().filter(|it| it.id == id);
+        draining.any(|instance| !instance.is_drained())
     }
 
     /// Removes and returns the workers whose process has ended, as far as that is detectable, and those that no client can

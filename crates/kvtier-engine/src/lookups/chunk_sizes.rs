@@ -131,6 +131,7 @@ mod tests {
             releases: "0.5.6",
             knows_chunk_size,
             registers_again: Some(true),
+            names_workers: true,
         }
     }
 

@@ -19,7 +19,7 @@ mod store;
 mod worker_range;
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvtier_config::GpuReply;
 use kvtier_core::prompt::Prompt;
@@ -199,7 +199,9 @@ impl Transfers {
         instance: &Arc<Instance>,
     ) -> Result<(Transfer, WorkerRange, CopyGuard)> {
         let guard = instance.copying()?;
-        let deadline = deadline::of(request.key)?;
+        let patience = instance.patience(request.started)?;
+        let patience = patience.and_then(|left| Instant::now().checked_add(left));
+        let deadline = deadline::of(request.key)?.into_iter().chain(patience).min();
         let range = self.worker_range(instance, request.key)?;
         let layout = guard.pages().layout();
         let blocks = BlockTable::check(layout, request.block_ids, range.chunks.len())
@@ -345,7 +347,6 @@ fn is_trouble(error: &Error) -> bool {
 mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
     use std::sync::mpsc;
-    use std::time::Instant;
 
     use super::super::Engine;
     use super::super::ReplyTarget;

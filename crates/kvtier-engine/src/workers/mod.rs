@@ -4,12 +4,15 @@
 //! | --- | --- |
 //! | the table of instances, [`super::context`]'s; changed only here | its lock; nothing is taken inside |
 //! | [`DriverThreads`]: work that waits for a GPU's driver | its mutex; nothing is taken inside |
+//! | [`KeptRegistrations`]: files from which the next process restores workers | its mutex; the table is locked inside |
 //!
 //! An instance that leaves is removed from the table first, so that no transfer begins for it. Then its last copies end, its
 //! prepared transfers are abandoned, and the lookups that no worker can read any more are released.
 
 mod driver_threads;
+mod kept;
 mod registration;
+mod restore;
 mod tensors;
 
 use std::sync::Arc;
@@ -25,6 +28,8 @@ use super::lookups::Lookups;
 use super::transfers::Transfers;
 use super::{Answer, Caller, Reply};
 use driver_threads::DriverThreads;
+use kept::KeptRegistrations;
+pub use kept::RestoredWorkers;
 
 /// The service of workers.
 pub struct Workers {
@@ -32,6 +37,7 @@ pub struct Workers {
     transfers: Arc<Transfers>,
     lookups: Arc<Lookups>,
     pub driver_threads: DriverThreads,
+    kept: KeptRegistrations,
 }
 
 impl Workers {
@@ -41,6 +47,7 @@ impl Workers {
             transfers: Arc::clone(transfers),
             lookups: Arc::clone(lookups),
             driver_threads: DriverThreads::default(),
+            kept: KeptRegistrations::new(context),
         }
     }
 
@@ -64,7 +71,9 @@ impl Workers {
             self.lookups.scheduler_pinged(caller.connection);
             return Answer::from(Response::Bool(true));
         };
-        let is_known = instances.ping(id, now);
+        self.end_provisional(id);
+        // A "no" lets the client use the pages for other requests.
+        let is_known = instances.is_draining(id) || instances.ping(id, now);
         if !is_known {
             tracing::info!(
                 instance = id.0,
@@ -72,6 +81,32 @@ impl Workers {
             );
         }
         Answer::from(Response::Bool(is_known))
+    }
+
+    /// Ends a registration of an earlier process whose client has to register again: what that had sent to the earlier process is
+    /// never answered, and only a ping that is refused makes it wait no longer.
+    fn end_provisional(&self, id: InstanceId) {
+        let Some(instance) = self.context.instances.take_provisional(id) else {
+            return;
+        };
+        tracing::info!(
+            instance = id.0,
+            "first ping of a restored worker; its client registers again"
+        );
+        self.end([instance].into());
+    }
+
+    /// Ends what provisional workers have in flight, which are in no table any more.
+    fn end(&self, instances: Vec<Arc<Instance>>) {
+        self.kept.forget(&instances);
+        for instance in &instances {
+            // The client drops them by the same "no".
+            instance.drop_stores();
+            instance.stop();
+            self.transfers.abandon(instance.id);
+            self.release_unreadable(instance);
+        }
+        self.release(instances);
     }
 
     /// Unregisters a worker. Its prepared transfers are abandoned, and their memory is freed once its copies must have ended. The
@@ -84,7 +119,7 @@ impl Workers {
 
     fn remove(&self, operation: Operation, id: InstanceId) -> Answer {
         // In this order: no transfer begins for an instance that was removed.
-        let instance = self.context.instances.remove(id);
+        let instance = self.kept.remove(&self.context.instances, id);
         let drained = self.context.instances.drain(id);
         let transfers = self.transfers.abandon(id);
         if let Some(instance) = instance {
@@ -123,6 +158,12 @@ impl Workers {
     pub fn expire(&self, now: Duration) {
         let instances = &self.context.instances;
         let config = self.context.config();
+        let all = instances.all();
+        self.kept.record(&all, now);
+        let overdue = all.iter().filter(|it| it.patience(now).is_err());
+        let overdue = overdue.filter_map(|it| instances.take_provisional(it.id));
+        self.end(overdue.collect());
+        self.release(all);
         self.abandon(
             instances.take_ended(),
             "a worker's process has ended, or its connection",
@@ -135,6 +176,7 @@ impl Workers {
     }
 
     fn abandon(&self, instances: Vec<Arc<Instance>>, why: &str) {
+        self.kept.forget(&instances);
         for instance in &instances {
             instance.stop();
             let transfers = self.transfers.abandon(instance.id);
@@ -159,6 +201,23 @@ impl Workers {
         self.release(instances);
     }
 
+    /// What came of the registrations of an earlier process.
+    pub fn restored(&self) -> RestoredWorkers {
+        self.kept.outcome()
+    }
+
+    /// Leaves the workers whose registrations are kept to the next process. To be called after the last request.
+    pub fn close(&self) {
+        for instance in self.context.instances.all() {
+            if self.kept.has(instance.id)
+                && let Some(pages) = instance.pages()
+            {
+                pages.leave();
+            }
+        }
+        self.kept.close();
+    }
+
     /// Drops instances. The last owner of an instance releases its pages, and may have to wait for a driver.
     pub fn release(&self, instances: Vec<Arc<Instance>>) {
         let is_last = |instance: &Arc<Instance>| Arc::strong_count(instance) == 1;
@@ -176,5 +235,34 @@ impl Workers {
                 lookup.scope.model_name() == model && lookup.scope.world_size() == world_size
             });
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::instances::Provisional;
+    use super::super::testing::{CALLER, TestPages, engine};
+    use super::*;
+
+    const ID: InstanceId = InstanceId(7);
+
+    /// A "no" lets the client use its pages for other requests.
+    #[test]
+    fn first_ping_is_refused_once_nothing_is_copied() {
+        let engine = engine(&[]);
+        let pages = Arc::new(TestPages::new(16));
+        let mut instance = pages.instance(ID.0, engine.context.now());
+        instance.provisional = Some(Provisional { until: None });
+        let instances = &engine.context.instances;
+        instances.insert(instance).unwrap();
+        let copying = instances.get(ID).unwrap().copying().unwrap();
+        let ping = || engine.workers.ping(CALLER, Some(ID));
+        let answer = |is_known| Answer::from(Response::Bool(is_known));
+        assert_eq!(ping(), answer(true));
+        // Nothing further begins, and its stores are dropped.
+        assert!(instances.get(ID).is_none() && copying.is_dropped());
+        assert_eq!(ping(), answer(true));
+        drop(copying);
+        assert_eq!([ping(), ping()], [answer(false), answer(true)]);
     }
 }

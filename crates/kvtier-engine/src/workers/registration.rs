@@ -23,6 +23,7 @@ use super::super::instances::{
 };
 use super::super::{Answer, Caller, Reply};
 use super::Workers;
+use super::kept::{KeptMemory, KeptRequest};
 use super::tensors::tensor_spec;
 use kvtier_config::WindowedClients;
 
@@ -54,8 +55,16 @@ impl Workers {
         registration: &Registration<'_>,
         reply: Reply,
     ) {
-        let newcomer = match self.newcomer(caller, registration) {
-            Ok(Some(newcomer)) => newcomer,
+        let (newcomer, request) = match self.newcomer(caller, registration) {
+            Ok(Some(newcomer)) => {
+                let is_lasting = newcomer
+                    .layout
+                    .memories()
+                    .iter()
+                    .all(MemorySpec::is_lasting);
+                let request = KeptRequest::of_pages(caller, registration);
+                (newcomer, request.filter(|_| is_lasting))
+            }
             Ok(None) => return reply.answer(Answer::nothing()),
             Err(error) => {
                 let (id, model_name) = (registration.instance, registration.model_name);
@@ -66,7 +75,8 @@ impl Workers {
             self.context.instances.is_on_gpu(newcomer.id) || Devices::is_on_gpu(&newcomer.layout);
         self.answer_with(on_gpu, reply, move |workers| {
             let (id, model_name) = (newcomer.id, newcomer.model_name.clone());
-            match workers.open(newcomer) {
+            let instance = workers.open(newcomer);
+            match instance.and_then(|instance| workers.admit(instance, request)) {
                 Ok(()) => Answer::nothing(),
                 Err(error) => refused(PAGES, id, &model_name, &error),
             }
@@ -74,7 +84,7 @@ impl Workers {
     }
 
     /// Checks a registration, without touching the worker's memory; returns nothing if the worker is registered like this already.
-    fn newcomer(
+    pub(super) fn newcomer(
         &self,
         caller: Caller,
         registration: &Registration<'_>,
@@ -88,8 +98,14 @@ impl Workers {
         if let Some(instance) = self.context.instances.get(registration.instance)
             && is_same(&instance, registration)
         {
-            instance.seen(self.context.now());
-            return Ok(None);
+            if instance.provisional.is_none() {
+                instance.seen(self.context.now());
+                return Ok(None);
+            }
+            // Registered by its client now: the same memory is opened once more, for the same use of it.
+            if let Some(pages) = instance.pages() {
+                pages.leave();
+            }
         }
         if registration.tensors.is_empty() {
             return Err(Error::refused(
@@ -137,8 +153,8 @@ impl Workers {
         }))
     }
 
-    /// Opens a worker's pages and inserts it.
-    fn open(&self, newcomer: Newcomer) -> Result<()> {
+    /// Opens a worker's pages.
+    pub(super) fn open(&self, newcomer: Newcomer) -> Result<Instance> {
         let Newcomer {
             id,
             releases,
@@ -149,7 +165,6 @@ impl Workers {
             registered,
         } = newcomer;
         let model = ModelLayout::of_pages(&layout);
-        let layers = layout.num_layers();
         let is_held = holds_blocks(&registered.hints);
         let unserved = match self.context.config().windowed_clients {
             WindowedClients::Refuse if !is_held => {
@@ -166,29 +181,7 @@ impl Workers {
         let mut instance = Instance::new(id, &model_name, world_size, mode, model, now);
         (instance.unserved, instance.releases) = (unserved, releases);
         instance.is_again = is_again;
-        let device = instance.device();
-        self.admit(instance)?;
-        tracing::info!(
-            model = model_name,
-            world_size,
-            device,
-            "Registered KV cache for {} {id} with {layers} layers",
-            if device == "cpu" {
-                "CPU worker"
-            } else {
-                "GPU ID"
-            },
-        );
-        if unserved == Some(Unserved::Windowed) {
-            tracing::warn!(
-                instance = id.0,
-                model = model_name,
-                "registered without a cache: some of its layers have sliding windows or recurrent states, and its \
-                 connector has blocks of such layers stored that the engine may have reused by then, so hits could be \
-                 wrong; nothing of it is stored or served unless --windowed-clients allow is given"
-            );
-        }
-        Ok(())
+        Ok(instance)
     }
 
     /// Registers a worker that copies by itself.
@@ -203,11 +196,12 @@ impl Workers {
         }
     }
 
-    fn try_register_engine_driven(
+    /// Checks the registration of a worker that copies by itself; also returns whether it may map the pool.
+    pub(super) fn engine_driven(
         &self,
         caller: Caller,
         context: &EngineDrivenContext<'_>,
-    ) -> Result<EngineDriven<'static>> {
+    ) -> Result<(Instance, bool)> {
         if !self.context.config().transfer_mode.allows_engine_driven() {
             return Err(Error::refused(
                 "this server runs with --supported-transfer-mode lmcache_driven; engine_driven workers cannot register",
@@ -219,44 +213,52 @@ impl Workers {
             self.context.chunk_size(context.chunk_tokens).get() as u64,
         )?;
         let may_map = self.may_map_pool(caller, context)?;
-        let now = self.context.now();
-        let same = self.context.instances.get(context.instance).filter(|instance| {
-            *instance.model_name == *context.model_name
-                && instance.world_size == context.world_size
-                && matches!(&instance.mode, Mode::EngineDriven { layout: known, .. } if *known == layout)
-        });
+        let model = layout.model();
+        let mode = Mode::EngineDriven {
+            layout,
+            pickles: AtomicBool::new(!may_map),
+        };
+        let mut instance = Instance::new(
+            context.instance,
+            context.model_name,
+            context.world_size,
+            mode,
+            model,
+            self.context.now(),
+        );
+        (instance.releases, instance.is_again) = (caller.releases, !caller.knows_chunk_size);
+        Ok((instance, may_map))
+    }
+
+    fn try_register_engine_driven(
+        &self,
+        caller: Caller,
+        context: &EngineDrivenContext<'_>,
+    ) -> Result<EngineDriven<'static>> {
+        let (instance, may_map) = self.engine_driven(caller, context)?;
+        let request = KeptRequest::of_engine_driven(caller, context);
+        let same = self
+            .context
+            .instances
+            .get(context.instance)
+            .filter(|known| {
+                known.provisional.is_none()
+                    && known.model_name == instance.model_name
+                    && known.world_size == instance.world_size
+                    && engine_driven_layout(known) == engine_driven_layout(&instance)
+            });
         match same {
             Some(instance) => {
-                instance.seen(now);
+                instance.seen(self.context.now());
                 if let Mode::EngineDriven { pickles, .. } = &instance.mode {
                     // It may be able to map the pool now.
                     pickles.store(!may_map, Ordering::Relaxed);
                 }
+                let memory = self.kept_memory(&instance);
+                let kept = request.map(|request| (request, memory));
+                self.kept.replace(instance.id, kept);
             }
-            None => {
-                let model = layout.model();
-                let mode = Mode::EngineDriven {
-                    layout,
-                    pickles: AtomicBool::new(!may_map),
-                };
-                let mut instance = Instance::new(
-                    context.instance,
-                    context.model_name,
-                    context.world_size,
-                    mode,
-                    model,
-                    now,
-                );
-                (instance.releases, instance.is_again) =
-                    (caller.releases, !caller.knows_chunk_size);
-                self.admit(instance)?;
-                tracing::info!(
-                    model = context.model_name,
-                    world_size = context.world_size,
-                    "Registered non-GPU context for instance {}",
-                    context.instance
-                );
-            }
+            None => self.admit(instance, request)?,
         }
         let arena = &self.context.l1.arena;
         Ok(match arena.shm_name().filter(|_| may_map) {
@@ -291,9 +293,36 @@ impl Workers {
         }
     }
 
-    fn admit(&self, instance: Instance) -> Result<()> {
+    /// Device, inode and bytes of the pool, for a worker that may map it.
+    pub(super) fn pool(&self, may_map: bool) -> Vec<u64> {
+        let arena = &self.context.l1.arena;
+        let file = arena.shm_name().filter(|_| may_map);
+        let file = file.and_then(|_| arena.file_id());
+        let numbers = file.map(|file| file.numbers());
+        numbers.map_or_else(Vec::new, |[device, inode]| vec![device, inode, arena.len()])
+    }
+
+    fn kept_memory(&self, instance: &Instance) -> KeptMemory {
+        match &instance.mode {
+            Mode::LmcacheDriven { memory, .. } => KeptMemory {
+                pages: memory.identity(),
+                ..KeptMemory::default()
+            },
+            Mode::EngineDriven { pickles, .. } => KeptMemory {
+                pool: self.pool(!pickles.load(Ordering::Relaxed)),
+                ..KeptMemory::default()
+            },
+        }
+    }
+
+    fn admit(&self, instance: Instance, request: Option<KeptRequest>) -> Result<()> {
         let (id, on_gpu) = (instance.id, instance.is_on_gpu());
-        if let Some(earlier) = self.context.instances.insert(instance)? {
+        let kept = request.map(|request| (request, self.kept_memory(&instance)));
+        let earlier = self.kept.insert(&self.context.instances, instance, kept)?;
+        if let Some(instance) = self.context.instances.get(id) {
+            log_registered(&instance);
+        }
+        if let Some(earlier) = earlier {
             // Another process, or the same one with other memory. The earlier one may still be copying by itself.
             if let Err(error) = self.context.instances.drain(earlier.id) {
                 tracing::error!("{error}");
@@ -315,14 +344,55 @@ impl Workers {
 }
 
 /// A checked registration of a worker whose pages the server copies.
-struct Newcomer {
+pub(super) struct Newcomer {
     id: InstanceId,
     releases: &'static str,
     is_again: bool,
     model_name: String,
     world_size: u32,
-    layout: KvLayout,
+    pub(super) layout: KvLayout,
     registered: RegisteredPages,
+}
+
+fn engine_driven_layout(instance: &Instance) -> Option<&EngineDrivenLayout> {
+    match &instance.mode {
+        Mode::EngineDriven { layout, .. } => Some(layout),
+        Mode::LmcacheDriven { .. } => None,
+    }
+}
+
+/// Logs a worker that is in the table.
+pub(super) fn log_registered(instance: &Instance) {
+    let (id, model, world_size) = (instance.id, &*instance.model_name, instance.world_size);
+    let Some(pages) = instance.pages() else {
+        tracing::info!(
+            model,
+            world_size,
+            "Registered non-GPU context for instance {id}"
+        );
+        return;
+    };
+    let (device, layers) = (pages.device(), pages.layout().num_layers());
+    tracing::info!(
+        model,
+        world_size,
+        device,
+        "Registered KV cache for {} {id} with {layers} layers",
+        if device == "cpu" {
+            "CPU worker"
+        } else {
+            "GPU ID"
+        },
+    );
+    if instance.unserved == Some(Unserved::Windowed) {
+        tracing::warn!(
+            instance = id.0,
+            model,
+            "registered without a cache: some of its layers have sliding windows or recurrent states, and its \
+             connector has blocks of such layers stored that the engine may have reused by then, so hits could be \
+             wrong; nothing of it is stored or served unless --windowed-clients allow is given"
+        );
+    }
 }
 
 fn registered(registration: &Registration<'_>) -> RegisteredPages {

@@ -84,6 +84,7 @@ impl RequestSender {
             releases: self.resolved.releases(),
             knows_chunk_size: self.resolved.knows_chunk_size,
             registers_again: self.resolved.registers_again(),
+            names_workers: !self.resolved.may_have_process_ids,
         }
     }
 

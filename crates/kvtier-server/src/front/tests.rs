@@ -299,6 +299,7 @@ fn last_waits(is_alone: bool, requests: &[[&[u8]; 2]]) -> bool {
         releases: "0.5.6",
         knows_chunk_size: true,
         registers_again: Some(true),
+        names_workers: true,
     };
     engine.handle(caller, &worker, Reply::new(|_: Option<Answer>| {}));
     assert!(engine.is_registered(InstanceId(1)));

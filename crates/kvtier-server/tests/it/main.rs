@@ -21,6 +21,7 @@ mod older_clients;
 mod order;
 mod quota;
 mod quota_kills;
+mod registrations;
 mod replay;
 mod restart;
 mod segments;

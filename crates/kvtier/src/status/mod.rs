@@ -136,7 +136,21 @@ fn summary(url: &str, status: &Status) -> String {
         StateStatus {
             directory: Some(directory),
             ..
-        } => line(&mut out, "state", &format!("in {directory}"), []),
+        } => {
+            let restored = &status.state;
+            let left_out: u64 = restored.left_out_workers.values().sum();
+            let reasons: Vec<_> = restored
+                .left_out_workers
+                .keys()
+                .map(String::as_str)
+                .collect();
+            let workers = [
+                (restored.restored_workers > 0)
+                    .then(|| format!("{} workers restored", restored.restored_workers)),
+                (left_out > 0).then(|| format!("{left_out} left out ({})", reasons.join(", "))),
+            ];
+            line(&mut out, "state", &format!("in {directory}"), workers);
+        }
         StateStatus {
             reason: Some(reason),
             ..

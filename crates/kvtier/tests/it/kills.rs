@@ -709,3 +709,101 @@ fn memory_of_living_clients_is_kept_from_others() {
     // What was not committed is not readable.
     assert_eq!(server.worker(3, "a").lookup(&unfinished, "y").unwrap(), 0);
 }
+
+/// Of a client of kvtier's own, which names its chunk size.
+fn own_scope() -> Scope {
+    Scope {
+        chunk_tokens: Some(CHUNK as u32),
+        ..scope("registered")
+    }
+}
+
+/// Kills a server while its workers noticed nothing, and starts the next one at the same address: the first retrieve and the first
+/// store of each are served.
+#[test]
+fn first_requests_after_a_kill_are_served_without_registration() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let host = format!("ipc://{}/socket", base.path().display());
+    let flags = ["--host", &host];
+    let mut server = Server::start(base.path(), "0.03125", &flags);
+    let mut spec = EngineDrivenSpec::new(InstanceId(11), own_scope(), 2, 64);
+    spec.block_tokens = 4;
+    let mut copying = EngineDrivenWorker::register(server.connect(), spec).unwrap();
+    let mut spec = LmcacheDrivenSpec::new(InstanceId(12), own_scope(), 2, 2, 16, 64);
+    spec.block_tokens = 4;
+    spec.scope.model_name = "kills/pages".to_owned();
+    let mut pages = LmcacheDrivenWorker::register(server.connect(), spec).unwrap();
+    let (own, target): (Vec<i64>, Vec<i64>) = ((0..16).collect(), (16..32).collect());
+    let write = |pages: &mut LmcacheDrivenWorker, number| {
+        for (chunk, blocks) in (0..CHUNKS).zip(own.chunks(4)) {
+            let content = bytes("pages", number, chunk, pages.chunk_bytes());
+            pages.write_chunk(blocks, &content).unwrap();
+        }
+    };
+    for round in 0..5 {
+        let (first, last) = (round, round + 1);
+        if round == 0 {
+            write(&mut pages, first);
+            assert!(pages.store(&prompt(first), whole(), "s", &own).unwrap());
+            let len = copying.chunk_bytes();
+            let source = |chunk| bytes("registered", first, chunk, len);
+            copying.store(&prompt(first), whole(), "s", source).unwrap();
+        }
+        server.kill();
+        server = Server::start(base.path(), "0.03125", &flags);
+        let state = &server.http("/status", None)["state"];
+        assert_eq!(state["restored_workers"], 2, "{}", server.log);
+        // What the earlier process had.
+        assert_eq!(read(&mut copying, "registered", first), Ok(CHUNKS));
+        let request = format!("p{round}");
+        assert_eq!(pages.lookup(&prompt(first), &request).unwrap(), CHUNKS);
+        assert!(
+            pages
+                .retrieve(&prompt(first), whole(), &request, &target, 0)
+                .unwrap()
+        );
+        for (chunk, blocks) in (0..CHUNKS).zip(target.chunks(4)) {
+            let mut found = Vec::new();
+            pages.read_chunk(blocks, &mut found).unwrap();
+            assert_eq!(found, bytes("pages", first, chunk, found.len()));
+        }
+        // What the next one will have.
+        write(&mut pages, last);
+        assert!(pages.store(&prompt(last), whole(), "s", &own).unwrap());
+        let len = copying.chunk_bytes();
+        let source = |chunk| bytes("registered", last, chunk, len);
+        let stored = copying.store(&prompt(last), whole(), "s", source).unwrap();
+        assert_eq!(stored.chunks.len() as u64, CHUNKS);
+    }
+    drop(copying.close().unwrap());
+    drop(pages.close().unwrap());
+    server.stop();
+}
+
+/// A registration is answered when the next process would restore it, and an unregistration when it would not.
+#[test]
+fn kill_right_behind_an_answer_keeps_what_was_answered() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let host = format!("ipc://{}/socket", base.path().display());
+    let flags = ["--host", &host];
+    let mut server = Server::start(base.path(), "0.008", &flags);
+    for _ in 0..5 {
+        let restored = |server: &Server| {
+            let state = &server.http("/status", None)["state"];
+            assert_eq!(state["left_out_workers"], serde_json::json!({}));
+            state["restored_workers"].as_u64().unwrap()
+        };
+        let spec = EngineDrivenSpec::new(InstanceId(11), own_scope(), 2, 64);
+        let worker = EngineDrivenWorker::register(server.connect(), spec).unwrap();
+        server.kill();
+        server = Server::start(base.path(), "0.008", &flags);
+        assert_eq!(restored(&server), 1, "{}", server.log);
+        drop(worker.close().unwrap());
+        server.kill();
+        server = Server::start(base.path(), "0.008", &flags);
+        assert_eq!(restored(&server), 0, "{}", server.log);
+    }
+    server.stop();
+}

@@ -35,7 +35,7 @@ pub(in super::super) struct Pages {
     pub retrieves: Mutex<Retrieves>,
     pub events: ForeignEvents,
     /// Keeps the memories mapped.
-    pub _storages: Storages,
+    pub storages: Storages,
 }
 
 /// The retrieves of a worker in flight. All are on one thread of the GPU, so that pages are written in request order.

@@ -321,6 +321,7 @@ fn engine_forgets_a_connection_that_ends() {
         releases: "0.5.4",
         knows_chunk_size: false,
         registers_again: Some(true),
+        names_workers: true,
     };
     let is_sent = Arc::new(AtomicBool::new(false));
     let held = Arc::clone(&is_sent);

@@ -2,6 +2,7 @@
 
 mod death;
 mod registration;
+mod restart;
 mod setup;
 mod status;
 mod stopping;

@@ -38,21 +38,19 @@ impl Bed {
     pub fn with_flags(more: &[&str], options: impl FnOnce(&mut GpuOptions)) -> Self {
         let (fake_driver, alone) = FakeDriver::alone();
         fake_driver.script("reset; clear; devices=2");
-        let driver = fake_driver_path().unwrap();
-        let own = [
-            "--cuda-driver",
-            driver.to_str().unwrap(),
-            "--max-gpu-workers",
-            "1",
-            "--gpu-event-timeout-seconds",
-            "600",
-        ];
         Self {
-            server: TestServer::start_with(&[&own, more].concat(), |config| {
-                options(&mut config.cuda.as_mut().unwrap().gpu);
-            }),
+            server: serve(more, options),
             fake_driver,
             _alone: alone,
+        }
+    }
+
+    /// The next process of the server, with these flags.
+    pub fn restart(self, more: &[&str]) -> Self {
+        drop(self.server);
+        Self {
+            server: serve(more, |_| {}),
+            ..self
         }
     }
 
@@ -92,6 +90,21 @@ impl Bed {
             assert_eq!(self.fake_driver.count(&format!("live.{what}")), 0, "{what}");
         }
     }
+}
+
+fn serve(more: &[&str], options: impl FnOnce(&mut GpuOptions)) -> TestServer {
+    let driver = fake_driver_path().unwrap();
+    let own = [
+        "--cuda-driver",
+        driver.to_str().unwrap(),
+        "--max-gpu-workers",
+        "1",
+        "--gpu-event-timeout-seconds",
+        "600",
+    ];
+    TestServer::start_with(&[&own, more].concat(), |config| {
+        options(&mut config.cuda.as_mut().unwrap().gpu);
+    })
 }
 
 impl Deref for Bed {
@@ -159,7 +172,10 @@ impl Worker {
             model_name: &self.scope.model_name,
             world_size: self.scope.world_size,
             engine: EngineType::Vllm,
-            hints: LayoutHints::default(),
+            hints: LayoutHints {
+                chunk_tokens: self.scope.chunk_tokens,
+                ..LayoutHints::default()
+            },
             groups: Vec::new(),
         };
         let request: Request<'_, Vec<u32>> = Request::RegisterKvCache(registration);

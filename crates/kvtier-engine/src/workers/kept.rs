@@ -1,0 +1,627 @@
+//! Registrations that the next process of the server takes over: one file per worker, in memory of the system
+//! ([`VolatileDir`]), as a request is handled. No disk is asked, so no request waits for one.
+//!
+//! | a kill comes | the next process |
+//! | --- | --- |
+//! | before the file is in place | does not know the worker, whose client has no answer yet |
+//! | behind it | has what the client registered last |
+//!
+//! The file of a worker changes before its registration or unregistration is answered, and with the table of workers, so that a
+//! client never goes on with other memory than the file names. What cannot be written is removed.
+//!
+//! A number is a little-endian `u64`, a text its length as a number and its bytes, a list its length and its items.
+//!
+//! | at | what |
+//! | --- | --- |
+//! | 0 | [`MAGIC`] |
+//! | 8 | when the last ping came that is known to be answered, nanoseconds since boot; 0 if there is none |
+//! | 16 | the shortest time between two pings, nanoseconds; 0 if there is none |
+//! | 24 | 1 if the worker cannot map the pool that it learned of, else 0 |
+//! | 32 | checksum of the rest, 16 bytes |
+//! | 48 | texts boot and state folder; number chunk size; [`KeptRequest`]: numbers operation and whether the chunk size is known, list of frames; lists pool and memory |
+//!
+//! The mutex guards the files; the table of workers is locked inside.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvtier_error::{Error, Result};
+use kvtier_l2::RateLimited;
+use kvtier_memory::checksum::checksum128;
+use kvtier_proto::generation::{Generation, Release};
+use kvtier_proto::key::SkipTokens;
+use kvtier_proto::operation::Operation;
+use kvtier_proto::request::{EngineDrivenContext, InstanceId, Registration, Request};
+use kvtier_state::VolatileDir;
+use kvtier_sync::Mutex;
+use rustix::time::{ClockId, clock_gettime};
+
+use super::super::Caller;
+use super::super::context::Context;
+use super::super::instances::{Instance, Instances};
+
+/// The format and its version.
+const MAGIC: &[u8; 8] = b"kvtreg01";
+/// Where that begins which changes while a worker is registered.
+const SEEN_AT: u64 = 8;
+const CHECKSUM_AT: usize = 32;
+const BODY_AT: usize = 48;
+
+/// Most bytes of one file. A registration has some hundred per tensor.
+const MAX_FILE_BYTES: u64 = 1 << 20;
+/// Most bytes of all files.
+const MAX_BYTES: u64 = 64 << 20;
+/// Most files that are looked at: twice as many as there may be workers.
+const MAX_FILES: usize = 8192;
+
+/// A ping is answered within this time. Younger ones are not recorded.
+const ANSWERED_AFTER: Duration = Duration::from_secs(1);
+
+/// Releases of the clients whose registrations are kept.
+const RELEASES: &str = "0.5.5 to 0.5.6";
+
+/// A registration as its client has sent it, in the form of the newest release.
+pub struct KeptRequest {
+    operation: Operation,
+    knows_chunk_size: bool,
+    frames: Vec<Vec<u8>>,
+}
+
+impl KeptRequest {
+    /// The registration of pages, if its worker can be known again: by an id of its own, and memory that can be opened again.
+    pub fn of_pages(caller: Caller, registration: &Registration<'_>) -> Option<Self> {
+        Self::encode(caller, Request::RegisterKvCache(registration.clone()))
+    }
+
+    /// The registration of a worker that copies by itself.
+    pub fn of_engine_driven(caller: Caller, context: &EngineDrivenContext<'_>) -> Option<Self> {
+        Self::encode(caller, Request::RegisterEngineDriven(context.clone()))
+    }
+
+    fn encode(caller: Caller, request: Request<'_, Vec<u32>>) -> Option<Self> {
+        if !caller.names_workers || caller.release != Release::Since0_5_5 {
+            return None;
+        }
+        let operation = request.operation();
+        Some(Self {
+            operation,
+            knows_chunk_size: caller.knows_chunk_size,
+            frames: request.encode(Generation::G6.spec(operation)?).ok()?,
+        })
+    }
+
+    /// The request again.
+    ///
+    /// # Errors
+    /// One line, if it is no registration.
+    pub fn decode(&self) -> Result<Request<'_, usize>> {
+        let frames: Vec<_> = self.frames.iter().map(Vec::as_slice).collect();
+        let spec = Generation::G6.spec(self.operation);
+        let spec = spec.ok_or_else(|| Error::refused("no such operation"))?;
+        Request::decode(spec, &frames, &mut SkipTokens).map_err(Error::refused)
+    }
+
+    /// As the client was when it registered.
+    pub fn caller(&self) -> Caller {
+        Caller {
+            connection: 0,
+            release: Release::Since0_5_5,
+            releases: RELEASES,
+            knows_chunk_size: self.knows_chunk_size,
+            registers_again: Some(true),
+            names_workers: true,
+        }
+    }
+}
+
+/// What the memory of a registration was.
+#[derive(Default, PartialEq, Eq, Debug)]
+pub struct KeptMemory {
+    /// Device, inode and bytes of the pool that the worker learned of; empty if of none.
+    pub pool: Vec<u64>,
+    /// [`EngineMemory::identity`](kvtier_device::EngineMemory::identity) of its pages; empty if it copies by itself.
+    pub pages: Vec<u64>,
+}
+
+/// A registration of an earlier process.
+pub struct Kept {
+    pub id: InstanceId,
+    pub request: KeptRequest,
+    pub memory: KeptMemory,
+    /// It cannot map the pool that it learned of.
+    pub pickles: bool,
+    /// Until when its client has certainly abandoned no transfer, by the engine's clock; `None` if its pings do not tell.
+    pub patient_until: Option<Duration>,
+}
+
+/// Why a registration of an earlier process is not taken over.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum LeftOut {
+    /// The file is truncated, changed, or of another version.
+    Damaged,
+    /// It is of another boot, folder, or chunk size.
+    Foreign,
+    /// Its memory is other memory by now, cannot be opened, or its process has ended.
+    Memory,
+    /// Its pool is not the one of this process.
+    Pool,
+    /// Its client may have abandoned transfers that it sent, and cannot be known not to have.
+    Silent,
+    /// This configuration refuses it.
+    Refused,
+    /// A driver did not answer in time.
+    Timeout,
+}
+
+impl LeftOut {
+    /// For `/status` and the log.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Damaged => "damaged",
+            Self::Foreign => "foreign",
+            Self::Memory => "memory",
+            Self::Pool => "pool",
+            Self::Silent => "silent",
+            Self::Refused => "refused",
+            Self::Timeout => "timeout",
+        }
+    }
+}
+
+/// What came of the registrations of an earlier process.
+#[derive(Debug, Default, Clone)]
+pub struct RestoredWorkers {
+    pub restored: u64,
+    pub left_out: BTreeMap<&'static str, u64>,
+}
+
+/// The files.
+pub struct KeptRegistrations {
+    files: Mutex<Files>,
+}
+
+struct Files {
+    /// `None` if nothing is kept.
+    dir: Option<VolatileDir>,
+    /// What each file begins with.
+    head: Vec<u8>,
+    entries: HashMap<InstanceId, Entry>,
+    bytes: u64,
+    outcome: RestoredWorkers,
+    /// No further registration of an earlier process is taken over.
+    is_restored: bool,
+}
+
+#[derive(Default)]
+struct Entry {
+    bytes: u64,
+    /// The ping that the file has, and whether the worker cannot map the pool.
+    recorded: (Option<Duration>, bool),
+}
+
+/// Nanoseconds since boot, time asleep included.
+fn boot_nanos() -> u64 {
+    let now = clock_gettime(ClockId::Boottime);
+    let now = Duration::new(
+        u64::try_from(now.tv_sec).unwrap_or(0),
+        u32::try_from(now.tv_nsec).unwrap_or(0),
+    );
+    nanos(now)
+}
+
+fn nanos(time: Duration) -> u64 {
+    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
+}
+
+fn file_name(id: InstanceId) -> String {
+    format!("worker-{:016x}", id.0)
+}
+
+fn id_of(name: &str) -> Option<InstanceId> {
+    let digits = name.strip_prefix("worker-")?;
+    let id = u64::from_str_radix(digits, 16).ok()?;
+    let id = InstanceId(id.cast_signed());
+    (file_name(id) == name).then_some(id)
+}
+
+impl KeptRegistrations {
+    pub fn new(context: &Context) -> Self {
+        let mut head = Vec::new();
+        let mut dir = None;
+        if let Ok(state) = &context.state {
+            let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
+            write_bytes(&mut head, boot.unwrap_or_default().trim().as_bytes());
+            write_bytes(&mut head, state.id().as_bytes());
+            write_number(&mut head, context.chunk_size.get() as u64);
+            dir = Some(state.volatile());
+        }
+        Self {
+            files: Mutex::new(Files {
+                dir,
+                head,
+                entries: HashMap::new(),
+                bytes: 0,
+                outcome: RestoredWorkers::default(),
+                is_restored: false,
+            }),
+        }
+    }
+
+    /// Inserts a worker into the table, and its registration into the files; returns the earlier registration under its id.
+    ///
+    /// # Errors
+    /// As [`Instances::insert`].
+    pub fn insert(
+        &self,
+        instances: &Instances,
+        instance: Instance,
+        request: Option<(KeptRequest, KeptMemory)>,
+    ) -> Result<Option<Arc<Instance>>> {
+        let id = instance.id;
+        let mut files = self.files.lock();
+        let earlier = instances.insert(instance)?;
+        files.remove(id);
+        if let Some((request, memory)) = request {
+            files.write(id, &request, &memory);
+        }
+        Ok(earlier)
+    }
+
+    /// Keeps a registration in place of the one under its id.
+    pub fn replace(&self, id: InstanceId, request: Option<(KeptRequest, KeptMemory)>) {
+        let mut files = self.files.lock();
+        files.remove(id);
+        if let Some((request, memory)) = request {
+            files.write(id, &request, &memory);
+        }
+    }
+
+    /// Inserts a worker of an earlier process into the table, whose file stays. Returns `None` if it is too late, or the id
+    /// has registered meanwhile.
+    ///
+    /// # Errors
+    /// As [`Instances::insert`].
+    pub fn insert_restored(
+        &self,
+        instances: &Instances,
+        instance: Instance,
+    ) -> Result<Option<Arc<Instance>>> {
+        let id = instance.id;
+        let mut files = self.files.lock();
+        if files.is_restored || instances.get(id).is_some() {
+            return Ok(None);
+        }
+        instances.insert(instance)?;
+        files.outcome.restored += 1;
+        Ok(instances.get(id))
+    }
+
+    /// Removes a worker from the files and then from the table.
+    pub fn remove(&self, instances: &Instances, id: InstanceId) -> Option<Arc<Instance>> {
+        let mut files = self.files.lock();
+        files.remove(id);
+        instances.remove(id)
+    }
+
+    /// Forgets workers that have left the table.
+    pub fn forget(&self, left: &[Arc<Instance>]) {
+        if left.is_empty() {
+            return;
+        }
+        let mut files = self.files.lock();
+        left.iter().for_each(|instance| files.remove(instance.id));
+    }
+
+    /// Records what workers have shown since they registered: their last pings, once those are answered, and that they cannot map
+    /// the pool.
+    pub fn record(&self, all: &[Arc<Instance>], now: Duration) {
+        for instance in all {
+            let answered = |last: &Duration| now.saturating_sub(*last) >= ANSWERED_AFTER;
+            let pings = instance.pings();
+            let last = pings.map(|(last, _)| last).filter(answered);
+            let seen = (last, instance.pickles());
+            let mut files = self.files.lock();
+            let Files { dir, entries, .. } = &mut *files;
+            let Some((entry, dir)) = entries.get_mut(&instance.id).zip(dir.as_mut()) else {
+                continue;
+            };
+            // A restored worker that has not pinged yet keeps what is known of its earlier pings.
+            if entry.recorded == seen || (last.is_none() && seen.1 == entry.recorded.1) {
+                continue;
+            }
+            entry.recorded = seen;
+            let mut words = Vec::new();
+            if let Some(last) = last {
+                let age = nanos(now.saturating_sub(last));
+                write_number(&mut words, boot_nanos().saturating_sub(age));
+                let gap = pings.and_then(|(_, gap)| gap);
+                write_number(&mut words, gap.map_or(0, nanos));
+            }
+            write_number(&mut words, seen.1.into());
+            let at = SEEN_AT + if last.is_some() { 0 } else { 16 };
+            if let Err(error) = dir.write_at(&file_name(instance.id), at, &words) {
+                unkept(&error);
+                files.remove(instance.id);
+            }
+        }
+    }
+
+    /// The registrations of an earlier process that can be read. Files of others are removed.
+    pub fn read(&self, now: Duration) -> Vec<Kept> {
+        let mut files = self.files.lock();
+        let names = match &mut files.dir {
+            Some(dir) => dir.names(MAX_FILES),
+            None => return Vec::new(),
+        };
+        let names = names.unwrap_or_else(|error| {
+            unkept(&error);
+            files.dir = None;
+            Vec::new()
+        });
+        let mut kept = Vec::new();
+        for name in names {
+            let Some(dir) = &mut files.dir else { break };
+            let Some(id) = id_of(&name) else {
+                let _ = dir.remove(&name);
+                files.left_out(LeftOut::Damaged);
+                continue;
+            };
+            let content = dir.read(&name, MAX_FILE_BYTES);
+            let bytes = content.as_ref().map_or(0, |content| content.len() as u64);
+            files.bytes += bytes;
+            let entry = Entry {
+                bytes,
+                ..Entry::default()
+            };
+            files.entries.insert(id, entry);
+            let found = content
+                .map_err(|error| (LeftOut::Damaged, error))
+                .and_then(|content| files.parse(id, &content, now));
+            match found {
+                Ok(found) => kept.push(found),
+                Err((reason, error)) => files.leave_out(id, reason, &error),
+            }
+        }
+        kept
+    }
+
+    /// Removes the registration of an earlier process that is not taken over, unless the id has registered meanwhile.
+    pub fn leave_out(&self, instances: &Instances, id: InstanceId, reason: LeftOut, error: &Error) {
+        let mut files = self.files.lock();
+        if instances.get(id).is_none() {
+            files.leave_out(id, reason, error);
+        }
+    }
+
+    /// Takes no further registration over: `late` ones are left out.
+    pub fn end_restoring(&self, instances: &Instances, late: &[InstanceId]) -> RestoredWorkers {
+        let mut files = self.files.lock();
+        files.is_restored = true;
+        let error = Error::refused("its driver has not answered in time");
+        for id in late {
+            if instances.get(*id).is_none() {
+                files.leave_out(*id, LeftOut::Timeout, &error);
+            }
+        }
+        files.outcome.clone()
+    }
+
+    /// What came of the registrations of an earlier process.
+    pub fn outcome(&self) -> RestoredWorkers {
+        self.files.lock().outcome.clone()
+    }
+
+    /// Whether the registration of a worker is kept.
+    pub fn has(&self, id: InstanceId) -> bool {
+        self.files.lock().entries.contains_key(&id)
+    }
+
+    /// Changes nothing from now on: the next process may have the files.
+    pub fn close(&self) {
+        let mut files = self.files.lock();
+        files.dir = None;
+        files.is_restored = true;
+    }
+}
+
+impl Files {
+    fn write(&mut self, id: InstanceId, request: &KeptRequest, memory: &KeptMemory) {
+        let Some(dir) = &mut self.dir else { return };
+        let content = content(&self.head, request, memory);
+        let bytes = content.len() as u64;
+        let written = match bytes <= MAX_FILE_BYTES && self.bytes + bytes <= MAX_BYTES {
+            true => dir.write(&file_name(id), &content),
+            false => Err(Error::refused(format!(
+                "{bytes} bytes beside {}; allowed: at most {MAX_FILE_BYTES} of one, and {MAX_BYTES} of all",
+                self.bytes
+            ))),
+        };
+        match written {
+            Ok(()) => {
+                self.bytes += bytes;
+                let entry = Entry {
+                    bytes,
+                    ..Entry::default()
+                };
+                self.entries.insert(id, entry);
+            }
+            Err(error) => unkept(&error),
+        }
+    }
+
+    fn remove(&mut self, id: InstanceId) {
+        let (Some(entry), Some(dir)) = (self.entries.remove(&id), &mut self.dir) else {
+            return;
+        };
+        self.bytes = self.bytes.saturating_sub(entry.bytes);
+        let name = file_name(id);
+        if let Err(error) = dir.remove(&name) {
+            tracing::error!(name, %error, "the registration of a worker that has left cannot be removed");
+        }
+    }
+
+    fn left_out(&mut self, reason: LeftOut) {
+        *self.outcome.left_out.entry(reason.name()).or_default() += 1;
+    }
+
+    fn leave_out(&mut self, id: InstanceId, reason: LeftOut, error: &Error) {
+        self.left_out(reason);
+        self.remove(id);
+        let reason = reason.name();
+        tracing::info!(instance = id.0, reason, %error, "a registration was not restored; its client registers again");
+    }
+
+    fn parse(
+        &self,
+        id: InstanceId,
+        content: &[u8],
+        now: Duration,
+    ) -> Result<Kept, (LeftOut, Error)> {
+        let damaged = |why: &str| (LeftOut::Damaged, Error::refused(why));
+        let body = content.get(BODY_AT..);
+        let body = body.ok_or_else(|| damaged("it is truncated"))?;
+        if !content.starts_with(MAGIC) {
+            return Err(damaged("it is of another version, or no registration"));
+        }
+        if content[CHECKSUM_AT..BODY_AT] != checksum128(body).to_le_bytes() {
+            return Err(damaged("its checksum is wrong"));
+        }
+        let Some(body) = body.strip_prefix(self.head.as_slice()) else {
+            let why = "it is of another boot, folder or chunk size";
+            return Err((LeftOut::Foreign, Error::refused(why)));
+        };
+        let mut reader = Reader(body);
+        let mut read = || {
+            let operation = match reader.number()? {
+                0 => Operation::RegisterKvCache,
+                1 => Operation::RegisterEngineDriven,
+                _ => return None,
+            };
+            let knows_chunk_size = reader.number()? == 1;
+            let frames = reader.list(|reader| reader.bytes().map(<[u8]>::to_vec))?;
+            let memory = KeptMemory {
+                pool: reader.list(Reader::number)?,
+                pages: reader.list(Reader::number)?,
+            };
+            let request = KeptRequest {
+                operation,
+                knows_chunk_size,
+                frames,
+            };
+            reader.0.is_empty().then_some((request, memory))
+        };
+        let (request, memory) = read().ok_or_else(|| damaged("it ends early, or late"))?;
+        let mut seen = Reader(&content[SEEN_AT as usize..CHECKSUM_AT]);
+        let [last, gap, pickles] = [(); 3].map(|()| seen.number().unwrap_or(0));
+        Ok(Kept {
+            id,
+            request,
+            memory,
+            pickles: pickles != 0,
+            patient_until: patient_until(last, gap, boot_nanos(), now),
+        })
+    }
+}
+
+/// Until when a client of LMCache has certainly abandoned no transfer, by the engine's clock.
+///
+/// Its next ping leaves an interval after the answer to the last one, and it waits as long for the answer to that, before it
+/// abandons anything. The shortest time between two pings is that interval, up to delays; a quarter of the two is left for those.
+fn patient_until(last: u64, gap: u64, boot: u64, now: Duration) -> Option<Duration> {
+    // Bounded, as whatever is read from a file.
+    let gap = gap.min(nanos(Duration::from_secs(600)));
+    let age = boot.checked_sub(last)?;
+    let left = (gap + gap / 2).checked_sub(age).filter(|left| *left > 0)?;
+    Some(now + Duration::from_nanos(left))
+}
+
+fn content(head: &[u8], request: &KeptRequest, memory: &KeptMemory) -> Vec<u8> {
+    let mut content = vec![0; BODY_AT];
+    content[..MAGIC.len()].copy_from_slice(MAGIC);
+    content.extend(head);
+    let operation = u64::from(request.operation == Operation::RegisterEngineDriven);
+    write_number(&mut content, operation);
+    write_number(&mut content, request.knows_chunk_size.into());
+    write_number(&mut content, request.frames.len() as u64);
+    for frame in &request.frames {
+        write_bytes(&mut content, frame);
+    }
+    for numbers in [&memory.pool, &memory.pages] {
+        write_number(&mut content, numbers.len() as u64);
+        for number in numbers {
+            write_number(&mut content, *number);
+        }
+    }
+    let checksum = checksum128(&content[BODY_AT..]).to_le_bytes();
+    content[CHECKSUM_AT..BODY_AT].copy_from_slice(&checksum);
+    content
+}
+
+fn write_number(out: &mut Vec<u8>, number: u64) {
+    out.extend(number.to_le_bytes());
+}
+
+fn write_bytes(out: &mut Vec<u8>, bytes: &[u8]) {
+    write_number(out, bytes.len() as u64);
+    out.extend(bytes);
+}
+
+/// Reads what is left; `None` at its end.
+struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    fn number(&mut self) -> Option<u64> {
+        let (number, rest) = self.0.split_first_chunk()?;
+        self.0 = rest;
+        Some(u64::from_le_bytes(*number))
+    }
+
+    fn bytes(&mut self) -> Option<&'a [u8]> {
+        let len = usize::try_from(self.number()?).ok()?;
+        let (bytes, rest) = self.0.split_at_checked(len)?;
+        self.0 = rest;
+        Some(bytes)
+    }
+
+    fn list<T>(&mut self, mut item: impl FnMut(&mut Self) -> Option<T>) -> Option<Vec<T>> {
+        let len = self.number()?;
+        let mut items = Vec::new();
+        for _ in 0..len {
+            items.push(item(self)?);
+        }
+        Some(items)
+    }
+}
+
+fn unkept(error: &Error) {
+    static LOG_LIMIT: RateLimited = RateLimited::new(Duration::from_secs(60));
+    if let Some(left_out) = LOG_LIMIT.permit(Instant::now()) {
+        tracing::warn!(%error, left_out, "a registration cannot be kept; its client has to register again after a restart");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn client_is_patient_for_one_and_a_half_heartbeats() {
+        const SECOND: u64 = 1_000_000_000;
+        let now = Duration::from_secs(5);
+        // The last ping at 100 s, by a client that pings every 10 s.
+        let until = |boot| patient_until(100 * SECOND, 10 * SECOND, boot * SECOND, now);
+        assert_eq!(until(100), Some(now + Duration::from_secs(15)));
+        assert_eq!(until(114), Some(now + Duration::from_secs(1)));
+        for boot in [99, 115, 1000] {
+            assert_eq!(until(boot), None, "{boot}");
+        }
+        // No ping, or one alone; and numbers that no server has written.
+        for (last, gap) in [(0, 0), (100 * SECOND, 0)] {
+            assert_eq!(patient_until(last, gap, 101 * SECOND, now), None);
+        }
+        let longest = patient_until(7, u64::MAX, 7, now);
+        assert_eq!(longest, Some(now + Duration::from_secs(900)));
+        assert_eq!(patient_until(u64::MAX, u64::MAX, 7, now), None);
+    }
+}
