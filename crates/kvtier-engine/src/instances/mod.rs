@@ -89,8 +89,7 @@ impl Unserved {
 #[derive(Debug, Clone, Copy)]
 pub struct Provisional {
     /// When the client may have dropped transfers that are still on their way, so that their pages are another request's.
-    /// `None` for a worker that copies by itself.
-    pub until: Option<Duration>,
+    pub until: Duration,
 }
 
 /// Pings of a worker.
@@ -224,7 +223,7 @@ impl Instance {
     /// # Errors
     /// It has passed.
     pub fn patience(&self, now: Duration) -> Result<Option<Duration>> {
-        match self.provisional.and_then(|provisional| provisional.until) {
+        match self.provisional.map(|provisional| provisional.until) {
             Some(until) if until <= now => Err(Error::refused(
                 "the worker registered with an earlier process of the server, and its client may have abandoned the request",
             )),

@@ -81,8 +81,11 @@ impl Transfers {
         key: &'a CacheKey<'a, Prompt>,
         id: InstanceId,
     ) -> Result<WorkerCopy<'a>, &'static str> {
-        let instance = self.context.instances.get(id).ok_or("unknown_instance")?;
-        instance.seen(self.context.now());
+        let now = self.context.now();
+        let instance = self.context.instances.get(id);
+        let instance = instance.filter(|instance| instance.patience(now).is_ok());
+        let instance = instance.ok_or("unknown_instance")?;
+        instance.seen(now);
         let range = match &instance.mode {
             Mode::EngineDriven { .. } => self.worker_range(&instance, key),
             Mode::LmcacheDriven { .. } => Err(Error::refused(

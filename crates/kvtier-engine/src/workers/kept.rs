@@ -14,7 +14,7 @@
 //! | at | what |
 //! | --- | --- |
 //! | 0 | [`MAGIC`] |
-//! | 8 | when the last ping came that is known to be answered, nanoseconds since boot; 0 if there is none |
+//! | 8 | when the last ping came that is known to be answered, or the registration, nanoseconds since boot |
 //! | 16 | the shortest time between two pings, nanoseconds; 0 if there is none |
 //! | 24 | 1 if the worker cannot map the pool that it learned of, else 0 |
 //! | 32 | checksum of the rest, 16 bytes |
@@ -131,6 +131,8 @@ pub struct Kept {
     pub memory: KeptMemory,
     /// It cannot map the pool that it learned of.
     pub pickles: bool,
+    /// Time since its last ping, or its registration.
+    pub silent_for: Duration,
     /// Until when its client has certainly abandoned no transfer, by the engine's clock; `None` if its pings do not tell.
     pub patient_until: Option<Duration>,
 }
@@ -514,12 +516,16 @@ impl Files {
         let (request, memory) = read().ok_or_else(|| damaged("it ends early, or late"))?;
         let mut seen = Reader(&content[SEEN_AT as usize..CHECKSUM_AT]);
         let [last, gap, pickles] = [(); 3].map(|()| seen.number().unwrap_or(0));
+        let boot = boot_nanos();
+        // One in the future is none that a server has written.
+        let silent_for = boot.checked_sub(last).unwrap_or(u64::MAX);
         Ok(Kept {
             id,
             request,
             memory,
             pickles: pickles != 0,
-            patient_until: patient_until(last, gap, boot_nanos(), now),
+            silent_for: Duration::from_nanos(silent_for),
+            patient_until: patient_until(last, gap, boot, now),
         })
     }
 }
@@ -539,6 +545,7 @@ fn patient_until(last: u64, gap: u64, boot: u64, now: Duration) -> Option<Durati
 fn content(head: &[u8], request: &KeptRequest, memory: &KeptMemory) -> Vec<u8> {
     let mut content = vec![0; BODY_AT];
     content[..MAGIC.len()].copy_from_slice(MAGIC);
+    content[SEEN_AT as usize..][..8].copy_from_slice(&boot_nanos().to_le_bytes());
     content.extend(head);
     let operation = u64::from(request.operation == Operation::RegisterEngineDriven);
     write_number(&mut content, operation);

@@ -252,7 +252,9 @@ mod tests {
         let engine = engine(&[]);
         let pages = Arc::new(TestPages::new(16));
         let mut instance = pages.instance(ID.0, engine.context.now());
-        instance.provisional = Some(Provisional { until: None });
+        instance.provisional = Some(Provisional {
+            until: Duration::MAX,
+        });
         let instances = &engine.context.instances;
         instances.insert(instance).unwrap();
         let copying = instances.get(ID).unwrap().copying().unwrap();

@@ -2,13 +2,13 @@
 //!
 //! | client | its worker is served |
 //! | --- | --- |
-//! | of kvtier's own: it names its chunk size, knows which requests were lost with a connection, and gives each transfer a deadline | for good |
-//! | of LMCache, copying by itself | until its first ping |
-//! | of LMCache, pages copied by the server | until its first ping, and no longer than it has certainly abandoned no transfer |
+//! | of kvtier's own: it names its chunk size, has an id per registration, knows which requests were lost with a connection, and gives each transfer a deadline | for good |
+//! | of LMCache | until its first ping, and no longer than it has certainly abandoned no transfer and registered nowhere else |
 //!
 //! A client of LMCache waits for ever for what it had sent to the earlier process, unless a ping is refused. It may also have
 //! noticed the loss, abandoned requests that still wait in its socket, and given their pages to others: those requests
-//! arrive here, and must not be served.
+//! arrive here, and must not be served. Nor must one that has registered with another server meanwhile: it has one id for all, and
+//! writes where that server's pool has free slots.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -28,6 +28,10 @@ use super::registration::{Newcomer, log_registered};
 
 /// How long a start waits for the drivers of GPUs.
 const TIMEOUT: Duration = Duration::from_secs(10);
+
+/// After this silence a worker that copies by itself counts as dead if no worker is to be removed for its silence: it has no memory
+/// that shows whether its process lives.
+const SILENCE: Duration = Duration::from_secs(120);
 
 /// Why a registration is left out.
 type Obstacle = (LeftOut, Error);
@@ -100,16 +104,7 @@ impl Workers {
         kept: &Kept,
         registration: &Registration<'_>,
     ) -> Result<Restoring, Obstacle> {
-        let provisional = match registration.hints.chunk_tokens {
-            Some(_) => None,
-            None if kept.patient_until.is_none() => {
-                let error = Error::refused("its client may have abandoned transfers by now");
-                return Err((LeftOut::Silent, error));
-            }
-            None => Some(Provisional {
-                until: kept.patient_until,
-            }),
-        };
+        let provisional = provisional(kept, registration.hints.chunk_tokens)?;
         let newcomer = self.newcomer(kept.request.caller(), registration);
         let newcomer = newcomer.map_err(refused)?;
         let newcomer = newcomer.ok_or_else(|| refused(Error::refused("it is registered")))?;
@@ -157,6 +152,13 @@ impl Workers {
         kept: &Kept,
         context: &EngineDrivenContext<'_>,
     ) -> Result<Restoring, Obstacle> {
+        let provisional = provisional(kept, context.chunk_tokens)?;
+        let limit = self.context.config().worker_reap_timeout;
+        let limit = limit.unwrap_or(SILENCE);
+        if kept.silent_for > limit {
+            let error = format!("it was silent for more than {limit:?}");
+            return Err((LeftOut::Silent, Error::refused(error)));
+        }
         let mut context = context.clone();
         context.takes_pool = !kept.memory.pool.is_empty();
         let (mut instance, may_map) = self
@@ -170,9 +172,7 @@ impl Workers {
             let error = Error::refused("its pool is not this server's");
             return Err((LeftOut::Pool, error));
         }
-        if context.chunk_tokens.is_none() {
-            instance.provisional = Some(Provisional { until: None });
-        }
+        instance.provisional = provisional;
         Ok(Restoring::Ready(instance))
     }
 
@@ -189,6 +189,20 @@ impl Workers {
         });
         if let Err((reason, error)) = inserted {
             self.kept.leave_out(instances, id, reason, &error);
+        }
+    }
+}
+
+/// How long a worker is served that names this chunk size; `None` for good.
+fn provisional(kept: &Kept, chunk_tokens: Option<u32>) -> Result<Option<Provisional>, Obstacle> {
+    match (chunk_tokens, kept.patient_until) {
+        (Some(_), _) => Ok(None),
+        (None, Some(until)) => Ok(Some(Provisional { until })),
+        (None, None) => {
+            let error = Error::refused(
+                "its client may have abandoned transfers by now, or registered with another server",
+            );
+            Err((LeftOut::Silent, error))
         }
     }
 }

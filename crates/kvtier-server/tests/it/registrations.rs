@@ -2,11 +2,13 @@
 //! bytes, and leaves out what may be other memory, or another request's pages, by now.
 
 use std::collections::BTreeMap;
+use std::os::unix::fs::FileExt as _;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use kvtier_client::{
-    EngineDrivenSpec, EngineDrivenWorker, InstanceId, LmcacheDrivenSpec, LmcacheDrivenWorker, Scope,
+    Connection, EngineDrivenSpec, EngineDrivenWorker, InstanceId, LmcacheDrivenSpec,
+    LmcacheDrivenWorker, Scope,
 };
 use kvtier_server::ServerConfig;
 use tempfile::TempDir;
@@ -89,6 +91,20 @@ impl Bed {
         assert_eq!(files.len(), 1, "{files:?}");
         files[0].clone()
     }
+
+    /// The number there in the only registration.
+    fn recorded(&self, at: usize) -> u64 {
+        let content = std::fs::read(self.file()).unwrap();
+        u64::from_le_bytes(content[at..at + 8].try_into().unwrap())
+    }
+
+    /// Changes it.
+    fn record(&self, at: u64, number: u64) {
+        let file = std::fs::File::options().write(true).open(self.file());
+        file.unwrap()
+            .write_all_at(&number.to_le_bytes(), at)
+            .unwrap();
+    }
 }
 
 impl Drop for Bed {
@@ -169,9 +185,9 @@ fn prove_chunk_size(worker: &mut LmcacheDrivenWorker) {
 }
 
 /// Two pings. The second is known to be answered.
-fn ping_twice(server: &TestServer, worker: &mut LmcacheDrivenWorker) {
+fn ping_twice(server: &TestServer, connection: &mut Connection) {
     for pause in [HEARTBEAT, Duration::from_secs(2)] {
-        assert!(worker.connection().ping(Some(ID)).unwrap());
+        assert!(connection.ping(Some(ID)).unwrap());
         server.pass(pause);
     }
 }
@@ -256,7 +272,7 @@ fn client_that_may_wait_for_lost_answers_is_served_until_its_ping() {
     let server = bed.start();
     let mut worker = pages(&server, Scope::new("kept/provisional"));
     assert!(store(&mut worker, 1));
-    ping_twice(&server, &mut worker);
+    ping_twice(&server, worker.connection());
     drop(server);
     let server = bed.start();
     assert_eq!(outcome(&server), (1, BTreeMap::new()));
@@ -291,13 +307,11 @@ fn client_that_may_have_timed_out_is_not_served() {
     let bed = Bed::new("late");
     let server = bed.start();
     let mut worker = pages(&server, Scope::new("kept/late"));
-    ping_twice(&server, &mut worker);
+    ping_twice(&server, worker.connection());
     drop(server);
     // It could have abandoned transfers before the start.
-    let mut content = std::fs::read(bed.file()).unwrap();
-    let last = u64::from_le_bytes(content[8..16].try_into().unwrap());
-    content[16..24].copy_from_slice(&1_000_u64.to_le_bytes());
-    std::fs::write(bed.file(), &content).unwrap();
+    let last = bed.recorded(8);
+    bed.record(16, 1_000);
     let server = bed.start();
     assert_eq!(outcome(&server), left_out("silent"));
     assert!(!store(&mut worker, 1) && last > 0);
@@ -307,7 +321,7 @@ fn client_that_may_have_timed_out_is_not_served() {
     let bed = Bed::new("overdue");
     let server = bed.start();
     let mut worker = pages(&server, Scope::new("kept/overdue"));
-    ping_twice(&server, &mut worker);
+    ping_twice(&server, worker.connection());
     drop(server);
     let server = bed.start();
     assert!(store(&mut worker, 1));
@@ -318,6 +332,57 @@ fn client_that_may_have_timed_out_is_not_served() {
     assert!(!worker.connection().ping(Some(ID)).unwrap());
 }
 
+/// Its offsets would be of the other server's pool.
+#[test]
+fn worker_that_another_server_may_have_registered_meanwhile_is_not_served() {
+    for force_pickle in [false, true] {
+        let bed = Bed::new(&format!("between_{force_pickle}"));
+        let scope = Scope::new("kept/between");
+        let server = bed.start();
+        let mut worker = copying(&server, scope.clone(), force_pickle);
+        worker.stored(&prompt(1, 1), 0..1, 1);
+        ping_twice(&server, worker.connection());
+        drop(server);
+        // Its client has missed two heartbeats.
+        bed.record(16, 1_000);
+        let pool = format!("{}_b", bed.pool);
+        let between = bed.start_on(Some(pool), &["--instance-id", "b"]);
+        let mut elsewhere = copying(&between, scope, force_pickle);
+        elsewhere.stored(&prompt(2, 1), 0..1, 2);
+        drop(between);
+        let server = bed.start();
+        assert_eq!(outcome(&server), left_out("silent"));
+        assert_eq!(server.readings().instances, 0);
+        assert!(!worker.connection().ping(Some(ID)).unwrap());
+        server.assert_sound();
+    }
+}
+
+/// Nothing else shows that its process has ended.
+#[test]
+fn worker_that_copies_and_was_silent_for_long_is_not_restored() {
+    const SECOND: u64 = 1_000_000_000;
+    for (flags, limit) in [
+        (&[][..], 120),
+        (&["--worker-reap-timeout-seconds", "0"][..], 120),
+        (&["--worker-reap-timeout-seconds", "40"][..], 40),
+    ] {
+        let bed = Bed::new(&format!("dead_{limit}_{}", flags.len()));
+        let flags = [&["--l1-restore", "on", "--instance-id", "a"], flags].concat();
+        let server = bed.start_with(&flags);
+        let _worker = copying(&server, own("kept/dead"), true);
+        drop(server);
+        let registered = bed.recorded(8);
+        bed.record(8, registered - (limit - 20) * SECOND);
+        let server = bed.start_with(&flags);
+        assert_eq!(outcome(&server), (1, BTreeMap::new()));
+        drop(server);
+        bed.record(8, registered - limit * SECOND);
+        let server = bed.start_with(&flags);
+        assert_eq!(outcome(&server), left_out("silent"));
+    }
+}
+
 #[test]
 fn registration_of_its_client_makes_a_restored_worker_lasting() {
     let bed = Bed::new("again");
@@ -325,6 +390,7 @@ fn registration_of_its_client_makes_a_restored_worker_lasting() {
     let scope = Scope::new("kept/again");
     let mut worker = copying(&server, scope.clone(), false);
     worker.stored(&prompt(1, 1), 0..1, 1);
+    ping_twice(&server, worker.connection());
     drop(server);
     let server = bed.start();
     assert_eq!(outcome(&server), (1, BTreeMap::new()));
