@@ -63,7 +63,9 @@ def test_shows_the_load_until_a_key(serve, engines, key):
     try:
         terminal.expect(b"hit rate")
         engine.wait_hit(prompt, 48)
-        terminal.expect(b"lookup")
+        # All of the prompt, of the tenant without a name. Of a number, cells that stay are not drawn again.
+        terminal.expect(b"100.0")
+        terminal.expect(b"(none)")
         terminal.press(b"p")
         terminal.expect(b"PAUSED")
         terminal.press(key)
@@ -71,6 +73,20 @@ def test_shows_the_load_until_a_key(serve, engines, key):
     finally:
         if terminal.process.poll() is None:
             terminal.process.send_signal(signal.SIGKILL)
+            terminal.process.wait()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["term", "hup"])
+def test_signal_leaves_the_terminal_as_it_was(serve, number):
+    """It ends as with a key."""
+    terminal = Terminal("top", "--interval", "200ms", serve().http)
+    try:
+        terminal.expect(b"hit rate")
+        terminal.process.send_signal(number)
+        assert terminal.end() == 0
+    finally:
+        if terminal.process.poll() is None:
+            terminal.process.kill()
             terminal.process.wait()
 
 

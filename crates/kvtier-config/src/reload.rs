@@ -7,7 +7,7 @@ use std::fmt;
 use kvtier_error::{Error, Result};
 use serde_json::Value;
 
-use super::{Parsed, ServerConfig};
+use super::{L2Config, Parsed, ServerConfig};
 
 /// Flags that a running server can change. Anything else needs a restart, among it `--l1-write-ttl-seconds`: memory that
 /// was granted for longer must not be freed earlier.
@@ -88,9 +88,40 @@ impl ServerConfig {
                 fixed.join(", "),
                 LIVE.join(", ")
             ))
-            .hint("nothing was changed"));
+            .hint("no flag was changed"));
         }
-        Ok((*config, changes))
+        Ok((self.with_live_values(*config), changes))
+    }
+
+    /// This configuration with the live values of another. What is derived from the machine stays: a default of L1's size
+    /// would be another one now.
+    fn with_live_values(&self, newer: Self) -> Self {
+        let mut quotas = self.quotas.clone();
+        quotas.default_limit = newer.quotas.default_limit;
+        let mut tenants = self.tenants.clone();
+        tenants.tenant_metrics = newer.tenants.tenant_metrics;
+        let l2 = self.l2.clone().zip(newer.l2).map(|(own, newer)| L2Config {
+            drain_timeout: newer.drain_timeout,
+            load_timeout: newer.load_timeout,
+            lookup_timeout: newer.lookup_timeout,
+            ..own
+        });
+        Self {
+            eviction_ratio: newer.eviction_ratio,
+            eviction_trigger_watermark: newer.eviction_trigger_watermark,
+            read_ttl: newer.read_ttl,
+            l2,
+            log_level: newer.log_level,
+            quotas,
+            session_ttl: newer.session_ttl,
+            stop_timeout: newer.stop_timeout,
+            tenants,
+            worker_reap_timeout: newer.worker_reap_timeout,
+            registration_grace: newer.registration_grace,
+            shown: newer.shown,
+            given: newer.given,
+            ..self.clone()
+        }
     }
 
     fn changes(&self, newer: &Self) -> Vec<Change> {
@@ -122,6 +153,7 @@ mod tests {
     use super::*;
     use crate::server_command;
     use serde_json::json;
+    use std::time::Duration;
 
     fn config(file: &std::path::Path, more: &[&str]) -> ServerConfig {
         let file = file.to_str().unwrap();
@@ -159,6 +191,56 @@ mod tests {
         };
         assert_eq!(changes, [change]);
         assert_eq!(after.read_again().unwrap().1, []);
+    }
+
+    #[test]
+    fn every_live_value_is_taken_and_no_other() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("kvtier.toml");
+        let fixed = format!(
+            "l1-size-gb = 1\nl2-adapter = [{{type = \"fs\", base_path = {:?}}}]\n",
+            folder.path()
+        );
+        std::fs::write(&file, &fixed).unwrap();
+        let mut before = config(&file, &[]);
+        // As if the machine had given this at the start.
+        before.l1_bytes = 3 << 30;
+        let values = LIVE.iter().map(|flag| match *flag {
+            "eviction-ratio" | "eviction-trigger-watermark" => format!("{flag} = 0.55\n"),
+            "log-level" => format!("{flag} = \"error\"\n"),
+            "quota-default" => format!("{flag} = \"5MiB\"\n"),
+            "worker-registration-grace-seconds" => format!("{flag} = 5000\n"),
+            _ => format!("{flag} = 55\n"),
+        });
+        std::fs::write(&file, fixed + &values.collect::<String>()).unwrap();
+        let (after, changes) = before.read_again().unwrap();
+        let changed: Vec<_> = changes.iter().map(|change| change.flag.as_str()).collect();
+        assert_eq!(changed, LIVE);
+        assert_eq!(after.l1_bytes, 3 << 30);
+        let seconds = Duration::from_secs;
+        let l2 = after.l2.unwrap();
+        assert_eq!(
+            (after.eviction_ratio, after.eviction_trigger_watermark),
+            (0.55, 0.55)
+        );
+        assert_eq!(
+            [
+                l2.drain_timeout,
+                l2.load_timeout,
+                l2.lookup_timeout,
+                after.read_ttl,
+                after.session_ttl,
+                after.stop_timeout
+            ],
+            [seconds(55); 6]
+        );
+        assert_eq!(
+            (after.log_level.as_str(), after.tenants.tenant_metrics),
+            ("error", 55)
+        );
+        assert_eq!(after.quotas.default_limit.0, Some(5 << 20));
+        assert_eq!(after.worker_reap_timeout, Some(seconds(55)));
+        assert_eq!(after.registration_grace, seconds(5000));
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use kvtier_api::{ChangedFlag, Reloaded};
 use kvtier_config::Change;
 use kvtier_engine::Engine;
-use kvtier_error::Result;
+use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_http::Access;
 use kvtier_sync::Mutex;
 
@@ -34,18 +34,21 @@ impl Reloader {
     ///
     /// # Errors
     /// The file of `--config` is invalid, or changes flags that need a restart; then none of its flags changes. Tokens and
-    /// certificate are taken in any case.
+    /// certificate are taken in any case. Or another reload is running.
     pub fn reload(&self) -> Result<Reloaded> {
-        let _turn = self.turn.lock();
+        let Some(_turn) = self.turn.try_lock() else {
+            return Err(Error::new(ErrorKind::InUse, "another reload is running"));
+        };
         let checked = self.access.reload();
         let reloaded = self.engine.reload();
         let changes = reloaded.inspect_err(|error| {
-            tracing::error!(%error, "reload of the configuration failed; keeping the previous one");
+            let checked = checked.join(", ");
+            tracing::error!(%error, checked, "reload of the configuration failed; no flag was changed");
         })?;
+        logging::set_level(&self.engine.config().log_level);
         for Change { flag, from, to } in &changes {
             tracing::info!(flag, %from, %to, "changed by a reload");
         }
-        logging::set_level(&self.engine.config().log_level);
         let changed = changes.into_iter().map(|change| ChangedFlag {
             flag: change.flag,
             from: change.from,

@@ -414,6 +414,22 @@ fn loads_in_flight_and_timeouts_are_counted() {
 }
 
 #[test]
+fn replaced_deadline_holds_for_the_next_prefetch() {
+    let gated = gated(5);
+    // The test would hang without the other one.
+    let bed = bed(&[Arc::clone(&gated)], Duration::from_secs(86_400));
+    let config = L2Config {
+        load_timeout: Duration::from_millis(1),
+        ..(*bed.l2.config()).clone()
+    };
+    bed.l2.set_config(config);
+    bed.prefetch();
+    let timeouts = counted(&bed, "kvtier_l2_prefetch_timeouts_total");
+    assert_eq!(timeouts, [r#"{phase="load"} 1"#]);
+    gated.gate.add_permits(1);
+}
+
+#[test]
 fn why_an_object_did_not_come_into_l1_is_counted() {
     let failures = "lmcache_mp_l2_prefetch_failure_chunks_total";
     let late = bed(&[late(1)], Duration::from_secs(60));

@@ -81,7 +81,7 @@ pub(crate) fn run(args: &ConfigArgs) -> anyhow::Result<ExitCode> {
                 writeln!(out, "read again: {}", escape(what))?;
             }
             if reloaded == Reloaded::default() {
-                writeln!(out, "nothing to read again")?;
+                writeln!(out, "nothing has changed")?;
             }
             Ok(ExitCode::SUCCESS)
         }

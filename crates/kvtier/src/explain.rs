@@ -141,7 +141,7 @@ fn report(explanation: &Explanation) -> String {
     }
     for row in &explanation.rows {
         line("", String::new());
-        line("workers", row_name(row));
+        line("ranks", row_name(row));
         for run in &row.runs {
             line("", run_line(run, *chunks));
         }

@@ -45,13 +45,13 @@ enum Command {
     Demo(demo::DemoArgs),
     /// Show server status: health, memory, tiers, GPUs, workers, sessions.
     Status(status::StatusArgs),
-    /// Show a server's load on the terminal: hit rate, requests, memory, tiers, tenants.
+    /// Show a server's load on the terminal: hit rate, requests, memory, tiers, GPUs, tenants.
     Top(top::TopArgs),
     /// Say why a lookup misses: where each chunk of a prompt is, or what became of it.
     Explain(explain::ExplainArgs),
     /// Manage tenant quotas.
     Quota(quota::QuotaArgs),
-    /// Show the configuration of a server, or what a file would change.
+    /// Show or reload the configuration of a server, or show what a file would change.
     Config(config::ConfigArgs),
     /// Measure the round trip to a server.
     Ping(ping::PingArgs),

@@ -16,38 +16,38 @@ const WATCHDOG: &str = "watchdog";
 /// Exit code of a command that was interrupted, as in shells.
 pub(crate) const INTERRUPTED: u8 = 130;
 
-/// A flag that the first signal sets; a second signal ends the process at once.
+/// A flag that the first SIGINT or SIGTERM sets; the second ends the process.
 pub(crate) fn stop_flag() -> anyhow::Result<Arc<AtomicBool>> {
-    let stop = Arc::new(AtomicBool::new(false));
-    let flag = Arc::clone(&stop);
+    flag_at(
+        &[SignalKind::interrupt(), SignalKind::terminate()],
+        |is_again| {
+            if is_again {
+                std::process::exit(i32::from(INTERRUPTED));
+            }
+            eprintln!("stopping; repeat to stop at once");
+        },
+    )
+}
+
+/// A flag that these signals set. `seen` is called at each, with whether it was set already.
+pub(crate) fn flag_at(kinds: &[SignalKind], seen: fn(bool)) -> anyhow::Result<Arc<AtomicBool>> {
+    let flag = Arc::new(AtomicBool::new(false));
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_io()
         .build()
         .context("cannot wait for signals")?;
-    let (mut interrupt, mut terminate) = {
+    for kind in kinds {
         let _inside = runtime.enter();
-        (
-            signal(SignalKind::interrupt())?,
-            signal(SignalKind::terminate())?,
-        )
-    };
-    std::thread::Builder::new()
-        .name("signals".to_owned())
-        .spawn(move || {
-            runtime.block_on(async {
-                loop {
-                    tokio::select! {
-                        _ = interrupt.recv() => {}
-                        _ = terminate.recv() => {}
-                    }
-                    if flag.swap(true, Ordering::Relaxed) {
-                        std::process::exit(i32::from(INTERRUPTED));
-                    }
-                    eprintln!("stopping; repeat to stop at once");
-                }
-            });
-        })?;
-    Ok(stop)
+        let (mut signal, flag) = (signal(*kind)?, Arc::clone(&flag));
+        runtime.spawn(async move {
+            while signal.recv().await.is_some() {
+                seen(flag.swap(true, Ordering::Relaxed));
+            }
+        });
+    }
+    let thread = std::thread::Builder::new().name("signals".to_owned());
+    thread.spawn(move || runtime.block_on(std::future::pending::<()>()))?;
+    Ok(flag)
 }
 
 /// The signals of a server.

@@ -6,6 +6,7 @@ mod view;
 
 use std::io::{IsTerminal as _, Write as _};
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
 use std::time::Duration;
 
@@ -14,11 +15,12 @@ use clap::Args;
 use ratatui::DefaultTerminal;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 use ratatui::text::Text;
+use tokio::signal::unix::SignalKind;
 
 use crate::address::HttpArgs;
-use crate::out;
 use crate::units::duration;
 use crate::web::{AccessArgs, Client};
+use crate::{out, signals};
 use sample::Sample;
 use view::View;
 
@@ -72,8 +74,14 @@ pub(crate) fn run(args: &TopArgs) -> anyhow::Result<ExitCode> {
     thread
         .spawn(move || sample(&client, interval, &send))
         .context("no thread for samples")?;
+    let kinds = [
+        SignalKind::terminate(),
+        SignalKind::hangup(),
+        SignalKind::interrupt(),
+    ];
+    let stop = signals::flag_at(&kinds, |_| {})?;
     let mut terminal = ratatui::try_init().context("the terminal cannot be used")?;
-    let outcome = show(&mut terminal, &mut view, &samples);
+    let outcome = show(&mut terminal, &mut view, &samples, &stop);
     ratatui::restore();
     outcome.map(|()| ExitCode::SUCCESS)
 }
@@ -85,14 +93,15 @@ fn sample(client: &Client, interval: Duration, samples: &SyncSender<anyhow::Resu
     }
 }
 
-/// Draws what changes, until a key ends it.
+/// Draws what changes, until a key or a signal ends it.
 fn show(
     terminal: &mut DefaultTerminal,
     view: &mut View,
     samples: &Receiver<anyhow::Result<Sample>>,
+    stop: &AtomicBool,
 ) -> anyhow::Result<()> {
     let mut is_new = true;
-    loop {
+    while !stop.load(Ordering::Relaxed) {
         match samples.try_recv() {
             Ok(outcome) => {
                 view.update(outcome);
@@ -126,4 +135,5 @@ fn show(
             _ => {}
         }
     }
+    Ok(())
 }

@@ -115,7 +115,7 @@ impl View {
             spans.extend([version, uptime].into_iter().flatten().map(Span::raw));
             let (workers, sessions) = (workers(status), status.active_sessions.unwrap_or(0));
             spans.push(Span::raw(format!(
-                "  {workers} workers, {sessions} sessions"
+                "  workers {workers}, sessions {sessions}"
             )));
         }
         if self.is_paused {
@@ -229,9 +229,6 @@ fn transfers(rates: &Rates<'_>) -> Line<'static> {
 
 fn operations(rates: &Rates<'_>) -> Vec<Line<'static>> {
     let operations = rates.operations();
-    if operations.is_empty() {
-        return Vec::new();
-    }
     let head = format!(
         "{:<34}{:>12}{:>12}{:>12}",
         "requests", "per second", "p50 below", "p99 below"
@@ -411,7 +408,7 @@ mod tests {
         view.update(Ok(sample(status(), &metrics(101))));
         let shown = text(&view);
         for part in [
-            "kvtier  http://h  healthy  0.1.0  up 2 hours  3 workers, 3 sessions",
+            "kvtier  http://h  healthy  0.1.0  up 2 hours  workers 3, sessions 3",
             "L1 [######------------------] 1.00 GiB of 4.00 GiB (25 %), 1,234 objects",
             "hit rate  75.0 % of",
             "lookup",

@@ -86,7 +86,7 @@ fn reload_applies_what_may_change_and_refuses_the_rest() {
     };
     let output = reload();
     assert!(output.status.success(), "{output:?}");
-    assert_eq!(lines(&output.stdout), ["nothing to read again"]);
+    assert_eq!(lines(&output.stdout), ["nothing has changed"]);
     let live = "eviction-ratio = 0.5\neviction-trigger-watermark = 0.6\nquota-default = \"1MiB\"\n\
                 worker-reap-timeout-seconds = 40\nl1-read-ttl-seconds = 77\nlog-level = \"debug\"\n";
     written(live);
@@ -110,7 +110,7 @@ fn reload_applies_what_may_change_and_refuses_the_rest() {
     assert_eq!(now["storage_manager"]["l1_manager"]["read_ttl_seconds"], 77);
     assert_eq!(now["quotas"]["default_limit_bytes"], 1 << 20);
     assert_eq!(now["worker_liveness"]["reap_timeout_seconds"], 40.0);
-    assert_eq!(lines(&reload().stdout), ["nothing to read again"]);
+    assert_eq!(lines(&reload().stdout), ["nothing has changed"]);
     // One that needs a restart: none of them changes.
     written(&format!("{live}chunk-size = 512\n").replace("0.5", "0.4"));
     let line = complaint(&reload(), 1);

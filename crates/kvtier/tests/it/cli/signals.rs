@@ -86,6 +86,36 @@ fn hangup_reloads_tokens_and_ends_nothing() {
 }
 
 #[test]
+fn hangup_changes_the_log_filter() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("kvtier.toml");
+    std::fs::write(&file, "log-level = \"info\"\n").unwrap();
+    let mut server = Logged::start(&["--config", file.to_str().unwrap()]);
+    server.signal("HUP");
+    server.expect("reloaded signal=");
+    std::fs::write(
+        &file,
+        "log-level = \"info,kvtier_http=trace,kvtier_server=warn\"\n",
+    )
+    .unwrap();
+    server.signal("HUP");
+    server.expect("reloaded signal=");
+    let changed = |server: &Logged| {
+        let lines = server.seen.iter();
+        lines
+            .filter(|line| line.contains("changed by a reload"))
+            .count()
+    };
+    // That line is of the target that the new filter silences.
+    assert_eq!(changed(&server), 0);
+    std::fs::write(&file, "log-level = \"info\"\n").unwrap();
+    server.signal("HUP");
+    server.expect("reloaded signal=");
+    assert_eq!(changed(&server), 1);
+    server.stop();
+}
+
+#[test]
 fn user_signals_log_the_state_and_end_nothing() {
     let mut server = Logged::start(&[]);
     for signal in ["USR1", "USR2", "USR1"] {
