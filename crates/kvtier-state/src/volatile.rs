@@ -16,7 +16,7 @@ use std::path::{Path, PathBuf};
 use kvtier_error::{Error, Result};
 use rustix::fs::{AtFlags, Mode, OFlags};
 
-use super::{StateDir, check_file, open_base, open_folder};
+use super::{StateDir, check_file, open_base, open_folder, stat};
 
 /// Where it is.
 const BASE: &str = "/dev/shm";
@@ -54,6 +54,9 @@ impl VolatileDir {
     /// # Errors
     /// It is a symbolic link, belongs to another user, or others may write it.
     fn open(&mut self) -> Result<Option<&OwnedFd>> {
+        // Removed while the server runs: it is made again.
+        let is_removed = |it: &mut OwnedFd| stat(it).is_ok_and(|found| found.st_nlink == 0);
+        let _ = self.directory.take_if(is_removed);
         if self.directory.is_none() {
             let base = open_base(&self.base)?;
             let name = OsStr::new(&self.name);
@@ -210,6 +213,19 @@ mod tests {
         assert!(!next.path().exists());
         next.write("b", b"").unwrap();
         assert_eq!(next.names(9).unwrap(), ["b"]);
+    }
+
+    #[test]
+    fn removed_folder_is_made_again() {
+        let base = tempfile::tempdir().unwrap();
+        let mut dir = volatile(base.path());
+        for name in ["a", "b"] {
+            dir.write(name, b"x").unwrap();
+            assert_eq!(dir.names(9).unwrap(), [name]);
+            std::fs::remove_dir_all(dir.path()).unwrap();
+            assert!(dir.read(name, 9).is_err() && dir.write_at(name, 0, b"y").is_err());
+            dir.remove(name).unwrap();
+        }
     }
 
     #[test]

@@ -249,8 +249,9 @@ impl EngineMemory for CudaMemory {
         true
     }
 
-    /// Whether its process is proven. Handles identify the rest: one is opened while its process lives, and the random names of
-    /// the reference counters prove which that is.
+    /// Whether its process is proven. The rest is in the handles: the driver opens one only while the allocation exists that it was made
+    /// for. Memory of PyTorch's allocator also has a reference counter in a file of a random name, which may not exist any more; raw
+    /// and fabric memory has none.
     fn identity(&self) -> Vec<u64> {
         vec![u64::from(self.owner.is_some())]
     }

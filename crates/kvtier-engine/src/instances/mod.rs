@@ -122,6 +122,8 @@ pub struct Instance {
     pub provisional: Option<Provisional>,
     /// When the connection by which alone it is known has ended.
     lost: OnceLock<Instant>,
+    /// When it left the table.
+    left: OnceLock<Instant>,
     /// Counts the times at which the client dropped its stores in flight: their pages may belong to other requests.
     dropped_stores: AtomicU64,
     /// Its number in the world, known from its first transfer: a registration does not tell.
@@ -155,6 +157,7 @@ impl Instance {
             is_again: false,
             provisional: None,
             lost: OnceLock::new(),
+            left: OnceLock::new(),
             dropped_stores: AtomicU64::new(0),
             worker: OnceLock::new(),
             last_seen: AtomicU64::new(millis(now)),
@@ -265,6 +268,13 @@ impl Instance {
     /// Whether it has left and nothing is copied.
     pub fn is_drained(&self) -> bool {
         self.gate.is_drained()
+    }
+
+    /// Whether it has left and its pages may still be copied, for at most [`DRAIN_TIMEOUT`]: a device that does not respond must not
+    /// keep its client from registering again.
+    fn is_draining(&self) -> bool {
+        let left = self.left.get();
+        left.is_some_and(|left| left.elapsed() < DRAIN_TIMEOUT) && !self.is_drained()
     }
 
     /// Whether the driver of a GPU is needed to release its pages.
@@ -387,6 +397,7 @@ struct Tables {
 impl Tables {
     fn remove(&mut self, id: InstanceId) -> Option<Arc<Instance>> {
         let instance = self.by_id.remove(&id)?;
+        let _ = instance.left.set(Instant::now());
         let key = (Arc::clone(&instance.model_name), instance.world_size);
         if let Some(same) = self.by_model.get_mut(&key) {
             same.instances.retain(|other| other.id != id);
@@ -584,6 +595,10 @@ impl Instances {
             instance.ping(now);
             return true;
         }
+        // A "no" lets the client use the pages for other requests.
+        if self.is_draining(id) {
+            return true;
+        }
         let mut tables = self.tables.write();
         if tables.unknown.len() >= MAX_UNKNOWN && !tables.unknown.contains_key(&id) {
             // Which ones are forgotten does not matter: at worst one of them is answered "no" again.
@@ -652,10 +667,10 @@ impl Instances {
     }
 
     /// Whether pages of a worker of this id that has left may still be copied.
-    pub fn is_draining(&self, id: InstanceId) -> bool {
+    fn is_draining(&self, id: InstanceId) -> bool {
         let tables = self.tables.read();
         let mut draining = tables.draining.iter().filter(|it| it.id == id);
-        draining.any(|instance| !instance.is_drained())
+        draining.any(|instance| instance.is_draining())
     }
 
     /// Removes and returns the workers whose process has ended, as far as that is detectable, and those that no client can

@@ -141,6 +141,18 @@ fn every_wait_for_a_departed_instance_lasts_until_drained() {
 }
 
 #[test]
+fn copy_that_hangs_does_not_keep_its_client_from_registering_again() {
+    for (since, is_known) in [(Duration::ZERO, true), (DRAIN_TIMEOUT, false)] {
+        let (instances, instance) = instances();
+        let _copying = instance.copying().unwrap();
+        let left = Instant::now().checked_sub(since).unwrap();
+        instance.left.set(left).unwrap();
+        instances.remove(ID).unwrap();
+        assert_eq!(instances.ping(ID, Duration::ZERO), is_known, "{since:?}");
+    }
+}
+
+#[test]
 fn an_unregistration_that_cannot_promise_free_pages_is_refused_with_a_text() {
     let (engine, instance) = engine_and_instance();
     let unregister = || {

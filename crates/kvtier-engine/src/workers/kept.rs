@@ -306,13 +306,14 @@ impl KeptRegistrations {
         instances.remove(id)
     }
 
-    /// Forgets workers that have left the table.
-    pub fn forget(&self, left: &[Arc<Instance>]) {
+    /// Forgets workers that have left the table, unless their ids have registered since.
+    pub fn forget(&self, instances: &Instances, left: &[Arc<Instance>]) {
         if left.is_empty() {
             return;
         }
         let mut files = self.files.lock();
-        left.iter().for_each(|instance| files.remove(instance.id));
+        let gone = left.iter().filter(|it| instances.get(it.id).is_none());
+        gone.for_each(|instance| files.remove(instance.id));
     }
 
     /// Records what workers have shown since they registered: their last pings, once those are answered, and that they cannot map
@@ -363,13 +364,14 @@ impl KeptRegistrations {
         });
         let mut kept = Vec::new();
         for name in names {
+            let left = MAX_BYTES.saturating_sub(files.bytes);
             let Some(dir) = &mut files.dir else { break };
             let Some(id) = id_of(&name) else {
                 let _ = dir.remove(&name);
                 files.left_out(LeftOut::Damaged);
                 continue;
             };
-            let content = dir.read(&name, MAX_FILE_BYTES);
+            let content = dir.read(&name, left.min(MAX_FILE_BYTES));
             let bytes = content.as_ref().map_or(0, |content| content.len() as u64);
             files.bytes += bytes;
             let entry = Entry {
@@ -468,6 +470,10 @@ impl Files {
     }
 
     fn leave_out(&mut self, id: InstanceId, reason: LeftOut, error: &Error) {
+        if !self.entries.contains_key(&id) {
+            // Left out already, while its driver did not answer.
+            return;
+        }
         self.left_out(reason);
         self.remove(id);
         let reason = reason.name();
@@ -610,7 +616,114 @@ fn unkept(error: &Error) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::super::Engine;
+    use super::super::super::testing::{TestPages, engine};
     use super::*;
+
+    /// An engine that keeps registrations, whose folder goes with the test.
+    struct Bed {
+        engine: Engine,
+        _base: tempfile::TempDir,
+    }
+
+    impl Bed {
+        fn new() -> Self {
+            let base = tempfile::tempdir().unwrap();
+            let state = base.path().to_str().unwrap();
+            let engine = engine(&["--state-dir", state, "--instance-id", "a"]);
+            Self {
+                engine,
+                _base: base,
+            }
+        }
+
+        fn kept(&self) -> &KeptRegistrations {
+            &self.engine.workers.kept
+        }
+
+        fn folder(&self) -> std::path::PathBuf {
+            self.kept().files.lock().dir.as_ref().unwrap().path()
+        }
+    }
+
+    impl Drop for Bed {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_dir_all(self.folder());
+        }
+    }
+
+    /// A registration whose file is so long.
+    fn request(bytes: usize) -> KeptRequest {
+        KeptRequest {
+            operation: Operation::RegisterKvCache,
+            knows_chunk_size: true,
+            frames: vec![vec![0; bytes]],
+        }
+    }
+
+    #[test]
+    fn newer_registration_is_not_forgotten_with_the_earlier() {
+        let bed = Bed::new();
+        let instances = &bed.engine.context.instances;
+        let pages = Arc::new(TestPages::new(16));
+        let register = || {
+            let kept = (request(0), KeptMemory::default());
+            let instance = pages.instance(7, Duration::ZERO);
+            bed.kept().insert(instances, instance, Some(kept)).unwrap()
+        };
+        register();
+        let left = instances.remove(InstanceId(7)).unwrap();
+        register();
+        bed.kept().forget(instances, &[Arc::clone(&left)]);
+        assert!(bed.kept().has(InstanceId(7)));
+        instances.remove(InstanceId(7)).unwrap();
+        bed.kept().forget(instances, &[left]);
+        assert!(!bed.kept().has(InstanceId(7)) && !bed.folder().exists());
+    }
+
+    #[test]
+    fn files_are_read_up_to_the_bytes_that_a_server_keeps() {
+        let bed = Bed::new();
+        let mut files = bed.kept().files.lock();
+        let memory = KeptMemory::default();
+        let overhead = content(&files.head, &request(0), &memory).len();
+        let content = content(
+            &files.head,
+            &request(MAX_FILE_BYTES as usize - overhead),
+            &memory,
+        );
+        // Files of zeros behind their beginnings take no memory.
+        let end = content.iter().rposition(|byte| *byte != 0).unwrap() + 1;
+        let most = MAX_BYTES / MAX_FILE_BYTES;
+        for id in 0..=most {
+            let name = file_name(InstanceId(id.cast_signed()));
+            let dir = files.dir.as_mut().unwrap();
+            dir.write(&name, &content[..end]).unwrap();
+            let path = dir.path().join(name);
+            let file = std::fs::File::options().write(true).open(path);
+            file.unwrap().set_len(MAX_FILE_BYTES).unwrap();
+        }
+        drop(files);
+        assert_eq!(bed.kept().read(Duration::ZERO).len() as u64, most);
+        assert_eq!(bed.kept().outcome().left_out.values().sum::<u64>(), 1);
+        let left = std::fs::read_dir(bed.folder()).unwrap().count();
+        assert_eq!(left as u64, most);
+    }
+
+    #[test]
+    fn late_registration_is_left_out_once() {
+        let bed = Bed::new();
+        let instances = &bed.engine.context.instances;
+        let id = InstanceId(7);
+        let mut files = bed.kept().files.lock();
+        files.write(id, &request(0), &KeptMemory::default());
+        drop(files);
+        bed.kept().end_restoring(instances, &[id]);
+        let error = Error::refused("opened too late");
+        bed.kept().leave_out(instances, id, LeftOut::Memory, &error);
+        let left_out = BTreeMap::from([("timeout", 1)]);
+        assert_eq!(bed.kept().outcome().left_out, left_out);
+    }
 
     #[test]
     fn client_is_patient_for_one_and_a_half_heartbeats() {

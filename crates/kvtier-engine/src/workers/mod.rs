@@ -72,8 +72,7 @@ impl Workers {
             return Answer::from(Response::Bool(true));
         };
         self.end_provisional(id);
-        // A "no" lets the client use the pages for other requests.
-        let is_known = instances.is_draining(id) || instances.ping(id, now);
+        let is_known = instances.ping(id, now);
         if !is_known {
             tracing::info!(
                 instance = id.0,
@@ -98,7 +97,7 @@ impl Workers {
 
     /// Ends what provisional workers have in flight, which are in no table any more.
     fn end(&self, instances: Vec<Arc<Instance>>) {
-        self.kept.forget(&instances);
+        self.kept.forget(&self.context.instances, &instances);
         for instance in &instances {
             // The client drops them by the same "no".
             instance.drop_stores();
@@ -176,7 +175,7 @@ impl Workers {
     }
 
     fn abandon(&self, instances: Vec<Arc<Instance>>, why: &str) {
-        self.kept.forget(&instances);
+        self.kept.forget(&self.context.instances, &instances);
         for instance in &instances {
             instance.stop();
             let transfers = self.transfers.abandon(instance.id);
@@ -266,5 +265,20 @@ mod tests {
         assert_eq!(ping(), answer(true));
         drop(copying);
         assert_eq!([ping(), ping()], [answer(false), answer(true)]);
+    }
+
+    #[test]
+    fn pings_beside_a_copy_of_an_earlier_registration_are_noted() {
+        let engine = engine(&[]);
+        let pages = Arc::new(TestPages::new(16));
+        let instances = &engine.context.instances;
+        let register = || instances.insert(pages.instance(ID.0, engine.context.now()));
+        register().unwrap();
+        let _hangs = instances.get(ID).unwrap().copying().unwrap();
+        register().unwrap();
+        engine.clock().skip(Duration::from_secs(1));
+        let answer = engine.workers.ping(CALLER, Some(ID));
+        assert_eq!(answer, Answer::from(Response::Bool(true)));
+        assert!(instances.get(ID).unwrap().pings().is_some());
     }
 }

@@ -96,16 +96,16 @@ impl Workers {
         }
         check_model(registration.model_name, registration.world_size)?;
         if let Some(instance) = self.context.instances.get(registration.instance)
-            && is_same(&instance, registration)
+            && instance.provisional.is_none()
+            && has_pages(
+                &instance,
+                registration.model_name,
+                registration.world_size,
+                &registered(registration),
+            )
         {
-            if instance.provisional.is_none() {
-                instance.seen(self.context.now());
-                return Ok(None);
-            }
-            // Registered by its client now: the same memory is opened once more, for the same use of it.
-            if let Some(pages) = instance.pages() {
-                pages.leave();
-            }
+            instance.seen(self.context.now());
+            return Ok(None);
         }
         if registration.tensors.is_empty() {
             return Err(Error::refused(
@@ -318,11 +318,23 @@ impl Workers {
     fn admit(&self, instance: Instance, request: Option<KeptRequest>) -> Result<()> {
         let (id, on_gpu) = (instance.id, instance.is_on_gpu());
         let kept = request.map(|request| (request, self.kept_memory(&instance)));
+        let is_restored = self
+            .context
+            .instances
+            .get(id)
+            .is_some_and(|known| known.provisional.is_some() && is_same(&known, &instance));
         let earlier = self.kept.insert(&self.context.instances, instance, kept)?;
         if let Some(instance) = self.context.instances.get(id) {
             log_registered(&instance);
         }
         if let Some(earlier) = earlier {
+            // Registered by its client now: the same memory was opened once more, for the same use of it.
+            if is_restored
+                && earlier.provisional.is_some()
+                && let Some(pages) = earlier.pages()
+            {
+                pages.leave();
+            }
             // Another process, or the same one with other memory. The earlier one may still be copying by itself.
             if let Err(error) = self.context.instances.drain(earlier.id) {
                 tracing::error!("{error}");
@@ -440,14 +452,29 @@ fn refused(kind: Kind, id: InstanceId, model: &str, error: &Error) -> Answer {
     Answer::refusal_with(kind.0, kind.1, "bad_registration", error)
 }
 
-fn is_same(instance: &Instance, registration: &Registration<'_>) -> bool {
-    *instance.model_name == *registration.model_name
-        && instance.world_size == registration.world_size
+/// Whether a worker is registered with these pages.
+fn has_pages(
+    instance: &Instance,
+    model_name: &str,
+    world_size: u32,
+    registered: &RegisteredPages,
+) -> bool {
+    *instance.model_name == *model_name
+        && instance.world_size == world_size
         && matches!(
             &instance.mode,
-            Mode::LmcacheDriven { memory, registered: known }
-                if *known == registered(registration) && memory.is_current()
+            Mode::LmcacheDriven { memory, registered: known } if known == registered && memory.is_current()
         )
+}
+
+/// Whether both are registered with the same pages.
+fn is_same(known: &Instance, instance: &Instance) -> bool {
+    match &instance.mode {
+        Mode::LmcacheDriven { registered, .. } => {
+            has_pages(known, &instance.model_name, instance.world_size, registered)
+        }
+        Mode::EngineDriven { .. } => false,
+    }
 }
 
 fn group_spec(info: &EngineGroupInfo) -> GroupSpec {

@@ -310,11 +310,10 @@ fn client_that_may_have_timed_out_is_not_served() {
     ping_twice(&server, worker.connection());
     drop(server);
     // It could have abandoned transfers before the start.
-    let last = bed.recorded(8);
     bed.record(16, 1_000);
     let server = bed.start();
     assert_eq!(outcome(&server), left_out("silent"));
-    assert!(!store(&mut worker, 1) && last > 0);
+    assert!(!store(&mut worker, 1));
     drop((worker, server));
 
     // It can abandon transfers meanwhile.
