@@ -65,7 +65,7 @@ def test_shows_the_load_until_a_key(serve, engines, key):
         engine.wait_hit(prompt, 48)
         # All of the prompt, of the tenant without a name. Of a number, cells that stay are not drawn again.
         terminal.expect(b"100.0")
-        terminal.expect(b"(none)")
+        terminal.expect(b"_default")
         terminal.press(b"p")
         terminal.expect(b"PAUSED")
         terminal.press(key)

@@ -350,10 +350,9 @@ fn tenants(sample: &Sample, rates: &Rates<'_>) -> Vec<Line<'static>> {
         );
         let rate = rates.part(hit, asked, &labels);
         let rate = rate.map_or("-".to_owned(), |rate| format!("{:.1} %", 100.0 * rate));
-        let shown = if salt.is_empty() { "(none)" } else { &salt };
         let per_second = count(rates.per_second(asked, &labels));
         Line::raw(format!(
-            "{shown:<20}{:>24}{per_second:>14}{rate:>14}",
+            "{salt:<20}{:>24}{per_second:>14}{rate:>14}",
             bytes(used)
         ))
     });
@@ -393,7 +392,7 @@ mod tests {
              kvtier_request_duration_seconds_bucket{{operation=\"lookup\",le=\"0.0001\"}} {n}\n\
              kvtier_request_duration_seconds_bucket{{operation=\"lookup\",le=\"+Inf\"}} {n}\n\
              kvtier_gpu_copied_bytes_total{{gpu=\"0\",direction=\"store\"}} {n}\n\
-             kvtier_tenant_bytes{{cache_salt=\"a\",tier=\"l1\"}} 1048576\nkvtier_tenant_bytes{{cache_salt=\"\",tier=\"l1\"}} 5\n\
+             kvtier_tenant_bytes{{cache_salt=\"a\",tier=\"l1\"}} 1048576\nkvtier_tenant_bytes{{cache_salt=\"_default\",tier=\"l1\"}} 5\n\
              kvtier_tenant_requested_chunks_total{{cache_salt=\"a\",tier=\"l1\"}} {n}\n",
             1000 * n,
             750 * n
@@ -418,7 +417,7 @@ mod tests {
             "5 queued",
             "GPUs",
             "a                                   1.00 MiB",
-            "(none)",
+            "_default",
         ] {
             assert!(shown.contains(part), "{part:?} is not in\n{shown}");
         }
