@@ -63,9 +63,7 @@ def test_shows_the_load_until_a_key(serve, engines, key):
     try:
         terminal.expect(b"hit rate")
         engine.wait_hit(prompt, 48)
-        # All of the prompt, of the tenant without a name. Of a number, cells that stay are not drawn again.
-        terminal.expect(b"100.0")
-        terminal.expect(b"_default")
+        terminal.expect(b"lookup")
         terminal.press(b"p")
         terminal.expect(b"PAUSED")
         terminal.press(key)
@@ -74,6 +72,25 @@ def test_shows_the_load_until_a_key(serve, engines, key):
         if terminal.process.poll() is None:
             terminal.process.send_signal(signal.SIGKILL)
             terminal.process.wait()
+
+
+def test_once_prints_rates(serve, engines):
+    """The hit rate, operations and tenants of an interval in which everything is found."""
+    server = serve()
+    engine = engines(server)
+    prompt = tokens(48)
+    engine.store_prompt(prompt)
+    engine.wait_hit(prompt, 48)
+    command = [our_command()[0], "top", "--once", "--interval", "1s", server.http]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as top:
+        while top.poll() is None:
+            engine.wait_hit(prompt, 48)
+        text = top.stdout.read()
+    assert top.returncode == 0
+    lines = {line.split()[0]: line.split() for line in text.splitlines() if line.strip()}
+    assert lines["hit"][2:4] == ["100.0", "%"], text
+    assert float(lines["lookup"][1].replace(",", "")) > 0, text
+    assert lines["_default"][-2:] == ["100.0", "%"], text
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["term", "hup"])
