@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use axum::Extension;
+use axum::extract::{FromRequest as _, Request};
 use axum::http::StatusCode;
 use kvtier_api::{ExplainRequest, Explanation};
 use kvtier_engine::TenantView;
@@ -10,12 +11,16 @@ use tokio::sync::Semaphore;
 
 use super::access::Role;
 use super::body::required;
-use super::payload::Payload;
+use super::payload::{Payload, is_small};
 use super::prefetches::{BODY_LIMIT, PARSED};
 use super::{Answer, ApiError, DetailBody, InvalidBody, State, detail, engine, run_blocking};
 
 /// An explanation reads what the cache remembers, so one runs at a time.
 static EXPLANATIONS: Semaphore = Semaphore::const_new(1);
+
+/// Large bodies are received one at a time: those that wait for their turn would take the budget of all routes. Not the turn
+/// itself, which a slow client would keep from small bodies.
+static LARGE_BODY: Semaphore = Semaphore::const_new(1);
 
 /// Where each chunk of a prompt is, and why a lookup of it would miss.
 ///
@@ -29,12 +34,19 @@ static EXPLANATIONS: Semaphore = Semaphore::const_new(1);
 pub(super) async fn explain(
     api: State,
     Extension(role): Extension<Role>,
-    body: Payload<BODY_LIMIT>,
+    request: Request,
 ) -> Result<Answer<Explanation>, ApiError> {
+    // Never closed, like the other.
+    let alone = match is_small(request.body()) {
+        true => None,
+        false => LARGE_BODY.acquire().await.ok(),
+    };
+    let body = Payload::<BODY_LIMIT>::from_request(request, &api).await?;
     let engine = Arc::clone(engine(&api)?);
-    // Before the body is parsed: a waiting body counts in the budget, its values do not. Never closed.
+    // Before the body is parsed: a waiting body counts in the budget, its values do not.
     let turn = EXPLANATIONS.acquire().await;
     let request: ExplainRequest = body.read(|bytes| required(bytes, PARSED)).await??;
+    drop(alone);
     let view = match role {
         Role::Read => TenantView::One,
         Role::Admin => TenantView::All,

@@ -119,6 +119,12 @@ impl<const LIMIT: usize> Payload<LIMIT> {
     }
 }
 
+/// Whether a body says that it is small enough to be outside the budget.
+pub(super) fn is_small(body: &Body) -> bool {
+    let most = body.size_hint().upper();
+    most.is_some_and(|most| most <= SMALL as u64)
+}
+
 impl<const LIMIT: usize> FromRequest<Arc<Api>> for Payload<LIMIT> {
     type Rejection = ApiError;
 
@@ -172,10 +178,11 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::{OnceLock, mpsc};
 
+    use axum::Extension;
     use tokio_stream_of::stream_of;
 
     use super::*;
-    use crate::access::Access;
+    use crate::access::{Access, Role};
     use crate::health::Health;
     use kvtier_config::ServerConfig;
 
@@ -260,6 +267,38 @@ mod tests {
             status(receive(&api, Body::from(half())).await),
             StatusCode::OK
         );
+    }
+
+    #[tokio::test]
+    async fn large_explanations_wait_before_their_body_is_received() {
+        async fn explain(api: Arc<Api>, body: Body) -> String {
+            let (api, role) = (axum::extract::State(api), Extension(Role::Read));
+            match crate::explain::explain(api, role, Request::new(body)).await {
+                Err(ApiError::Detail(_, text)) => text,
+                Err(other) => panic!("{other:?}"),
+                Ok(_) => panic!("there is no engine"),
+            }
+        }
+        let api = api((1 << 20) - SMALL as u64);
+        let (sender, body) = stream_of();
+        let first = tokio::spawn(explain(Arc::clone(&api), body));
+        let half = || Bytes::from(vec![b' '; 600 << 10]);
+        sender.send(half()).unwrap();
+        while !api.bodies.received.is_full() {
+            yield_now().await;
+        }
+        let second = explain(Arc::clone(&api), Body::from(half()));
+        let last = async {
+            // Beside them.
+            let small = Body::from(vec![b' '; SMALL]);
+            let small = explain(Arc::clone(&api), small).await;
+            drop(sender);
+            small
+        };
+        let (second, small) = tokio::join!(second, last);
+        assert_eq!(second, crate::NO_ENGINE, "it was not refused for the first");
+        assert_eq!(small, crate::NO_ENGINE);
+        assert_eq!(first.await.unwrap(), crate::NO_ENGINE);
     }
 
     #[tokio::test(start_paused = true)]

@@ -1,21 +1,24 @@
 //! What a cache has recently evicted, removed or refused, and why: the memory behind the question why a lookup missed.
 //!
 //! A ring of fixed size, written with every eviction, so it stores the hash of a key and no key; an index would cost more
-//! than the evictions that it describes. A question reads the ring once, in slices, for all of its keys.
+//! than the evictions that it describes. A question reads the ring once for all of its keys: under the lock it only copies
+//! entries, a slice at a time.
 
 use super::ExtentAllocator;
+use super::namespaces::identities;
 use super::refusal::Refusal;
 use super::state::{State, TICKS_PER_SECOND};
 use crate::hashing::ChunkHash;
 use crate::object_key::Namespace;
+use foldhash::quality::RandomState;
 use hashbrown::HashMap;
 use std::time::Duration;
 
-/// Entries of the ring, 16 bytes each.
+/// Entries of the ring.
 pub(super) const ENTRIES: usize = 1 << 16;
 
-/// Entries that are read under one hold of the lock.
-pub(super) const SLICE: u64 = 1 << 13;
+/// Entries that are copied under one hold of the lock.
+pub(super) const SLICE: usize = 1 << 13;
 
 /// Bits of an entry's second word that hold the cause.
 const CAUSE_BITS: u32 = 8;
@@ -70,10 +73,13 @@ pub struct Loss {
     pub ago: Duration,
 }
 
-/// The ring. An entry is a key's hash, then time (in ticks) and cause.
+/// A key's hash, then time (in ticks) and cause.
+pub(super) type Entry = [u64; 2];
+
+/// The ring.
 #[derive(Debug)]
 pub(super) struct Losses {
-    ring: Box<[[u64; 2]; ENTRIES]>,
+    ring: Box<[Entry; ENTRIES]>,
     /// Losses recorded so far.
     total: u64,
 }
@@ -99,7 +105,7 @@ impl Losses {
 
     /// Bytes of the ring that were written.
     pub(super) fn bookkeeping_bytes(&self) -> usize {
-        ENTRIES.min(self.total as usize) * size_of::<[u64; 2]>()
+        ENTRIES.min(self.total as usize) * size_of::<Entry>()
     }
 
     pub(super) fn total(&self) -> u64 {
@@ -112,39 +118,30 @@ impl Losses {
         (self.total > ENTRIES as u64).then_some((word >> CAUSE_BITS) as u32)
     }
 
-    /// Fills in the latest of the losses numbered `from..to` for each of these keys; those overwritten meanwhile are skipped.
-    fn read(&self, from: u64, to: u64, latest: &mut HashMap<u64, Option<(u32, LossCause)>>) {
-        for number in from.max(self.total.saturating_sub(ENTRIES as u64))..to {
-            let [key, word] = self.ring[number as usize % ENTRIES];
-            if let Some(known) = latest.get_mut(&key) {
-                let cause = (word & ((1 << CAUSE_BITS) - 1)) as usize;
-                let cause = LossCause::ALL.get(cause);
-                *known = cause.map(|cause| ((word >> CAUSE_BITS) as u32, *cause));
-            }
-        }
+    /// Number of the oldest loss that is still known.
+    pub(super) fn first(&self) -> u64 {
+        self.total.saturating_sub(ENTRIES as u64)
+    }
+
+    /// Copies the losses numbered `from..to`; those overwritten meanwhile are skipped.
+    pub(super) fn copy(&self, from: u64, to: u64, copied: &mut Vec<Entry>) {
+        let numbers = from.max(self.first())..to;
+        copied.extend(numbers.map(|number| self.ring[number as usize % ENTRIES]));
     }
 }
 
-/// A question to the ring.
+/// A question to the ring, about keys of several namespaces.
 pub(super) struct Question {
+    keys: Vec<Vec<u64>>,
     latest: HashMap<u64, Option<(u32, LossCause)>>,
 }
 
 impl<A: ExtentAllocator> State<A> {
-    /// The ring's hashes of these keys.
-    pub(super) fn loss_keys(&self, namespace: &Namespace, hashes: &[ChunkHash]) -> Vec<u64> {
-        self.namespaces.identities(namespace, hashes)
-    }
-
     /// Notes that an object of a namespace that is known was not stored, or was removed.
     #[cold]
     pub(super) fn lose(&mut self, namespace: u32, hash: &ChunkHash, cause: LossCause) {
         let key = self.namespaces.identity(namespace, hash);
         self.losses.record(key, self.clock, cause);
-    }
-
-    pub(super) fn read_losses(&self, from: u64, to: u64, question: &mut Question) {
-        self.losses.read(from, to, &mut question.latest);
     }
 
     /// Age of the oldest loss that is known, if older ones were forgotten.
@@ -154,21 +151,97 @@ impl<A: ExtentAllocator> State<A> {
 }
 
 impl Question {
-    pub(super) fn new(keys: &[u64]) -> Self {
+    pub(super) fn new(seed: &RandomState, asked: &[(&Namespace, &[ChunkHash])]) -> Self {
+        let keys = asked
+            .iter()
+            .map(|(namespace, hashes)| identities(seed, namespace, hashes));
+        let keys: Vec<_> = keys.collect();
         Self {
-            latest: keys.iter().map(|key| (*key, None)).collect(),
+            latest: keys.iter().flatten().map(|key| (*key, None)).collect(),
+            keys,
         }
     }
 
-    pub(super) fn answer(&self, key: u64, clock: u32) -> Option<Loss> {
-        let (ticks, cause) = self.latest.get(&key).copied().flatten()?;
-        Some(Loss {
-            cause,
-            ago: ago(clock, ticks),
-        })
+    /// Notes what these entries, later than those before, say of the keys.
+    pub(super) fn note(&mut self, entries: &[Entry]) {
+        for [key, word] in entries {
+            if let Some(known) = self.latest.get_mut(key) {
+                let cause = (word & ((1 << CAUSE_BITS) - 1)) as usize;
+                let cause = LossCause::ALL.get(cause);
+                *known = cause.map(|cause| ((word >> CAUSE_BITS) as u32, *cause));
+            }
+        }
+    }
+
+    /// The last loss of each key, at this time in ticks.
+    pub(super) fn answer(&self, clock: u32) -> Vec<Vec<Option<Loss>>> {
+        let answer = |key: &u64| {
+            let (ticks, cause) = self.latest.get(key).copied().flatten()?;
+            let ago = ago(clock, ticks);
+            Some(Loss { cause, ago })
+        };
+        let of_keys = |keys: &Vec<u64>| keys.iter().map(answer).collect();
+        self.keys.iter().map(of_keys).collect()
     }
 }
 
 fn ago(clock: u32, ticks: u32) -> Duration {
     Duration::from_secs(clock.saturating_sub(ticks).into()) / TICKS_PER_SECOND
+}
+
+// Steps under the lock are counted only with debug assertions.
+#[cfg(all(test, debug_assertions))]
+mod tests {
+    use super::super::{Cache, CacheConfig, Extent};
+    use super::*;
+    use std::sync::atomic::Ordering;
+
+    struct NoMemory;
+
+    impl ExtentAllocator for NoMemory {
+        fn allocate(&mut self, _bytes: u64, _owner: u32) -> Option<Extent> {
+            None
+        }
+
+        fn free(&mut self, _extent: Extent) {}
+
+        fn capacity(&self) -> u64 {
+            0
+        }
+
+        fn used(&self) -> u64 {
+            0
+        }
+    }
+
+    #[test]
+    fn ring_is_read_once_for_all_namespaces() {
+        let config = CacheConfig {
+            check_invariants_every: u32::MAX,
+            ..CacheConfig::default()
+        };
+        let cache = Cache::new(NoMemory, config);
+        let of_rank = |rank| Namespace::new("m", rank, 0, 0, "").unwrap();
+        let namespaces: Vec<_> = (0..256).map(of_rank).collect();
+        let hashes: Vec<_> = (0..4).map(|number| ChunkHash([number; 32])).collect();
+        cache.locked(|state| {
+            for namespace in namespaces.iter().cycle().take(ENTRIES + 1) {
+                let key = identities(&state.namespaces.seed, namespace, &hashes[1..2])[0];
+                state.losses.record(key, 0, LossCause::Space);
+            }
+        });
+        let steps = || cache.shared.calls.load(Ordering::Relaxed);
+        let before = steps();
+        let asked: Vec<_> = namespaces.iter().map(|it| (it, &hashes[..])).collect();
+        let losses = cache.losses(&asked);
+        assert_eq!(steps() - before, 1 + (ENTRIES / SLICE) as u32);
+        assert_eq!(losses.len(), namespaces.len());
+        let loss = Some(Loss {
+            cause: LossCause::Space,
+            ago: Duration::ZERO,
+        });
+        for of_namespace in losses {
+            assert_eq!(of_namespace, [None, loss, None, None]);
+        }
+    }
 }

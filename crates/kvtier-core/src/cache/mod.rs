@@ -400,20 +400,24 @@ impl<A: ExtentAllocator> Cache<A> {
     }
 
     /// The last loss of each of these objects, as far as it is remembered: the ring has the latest 65,536 of all objects. An
-    /// object that is resident again may still have one. The lock is held for a slice of the ring at a time.
-    pub fn losses(&self, namespace: &Namespace, hashes: &[ChunkHash]) -> Vec<Option<Loss>> {
-        let (keys, clock, total) = self.locked(|state| {
-            let keys = state.loss_keys(namespace, hashes);
-            (keys, state.clock, state.losses.total())
+    /// object that is resident again may still have one.
+    ///
+    /// The ring is read once, however many objects and namespaces are asked for: ask for all in one call. The lock is held
+    /// while a slice of the ring is copied; keys are computed and compared without it.
+    pub fn losses(&self, asked: &[(&Namespace, &[ChunkHash])]) -> Vec<Vec<Option<Loss>>> {
+        let (seed, clock, known) = self.locked(|state| {
+            let known = state.losses.first()..state.losses.total();
+            (state.namespaces.seed.clone(), state.clock, known)
         });
-        let mut question = losses::Question::new(&keys);
-        let oldest = total.saturating_sub(losses::ENTRIES as u64);
-        for from in (oldest..total).step_by(losses::SLICE as usize) {
-            let to = total.min(from + losses::SLICE);
-            self.locked(|state| state.read_losses(from, to, &mut question));
+        let mut question = losses::Question::new(&seed, asked);
+        let mut copied = Vec::with_capacity(losses::SLICE);
+        for from in known.clone().step_by(losses::SLICE) {
+            let to = known.end.min(from + losses::SLICE as u64);
+            self.locked(|state| state.losses.copy(from, to, &mut copied));
+            question.note(&copied);
+            copied.clear();
         }
-        let answer = |key| question.answer(key, clock);
-        keys.into_iter().map(answer).collect()
+        question.answer(clock)
     }
 
     /// How far back [`Cache::losses`] remembers; `None` if nothing was forgotten yet.

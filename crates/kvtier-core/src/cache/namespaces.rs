@@ -31,11 +31,22 @@ fn first_word(hash: &ChunkHash) -> u64 {
     u64::from_le_bytes(words[0])
 }
 
+/// [`NamespaceTable::identity`] of keys of one namespace, which may have no objects, in the table with this seed.
+pub(super) fn identities(
+    seed: &RandomState,
+    namespace: &Namespace,
+    hashes: &[ChunkHash],
+) -> Vec<u64> {
+    let of_namespace = seed.hash_one(namespace);
+    let identity = |hash: &ChunkHash| of_namespace ^ first_word(hash);
+    hashes.iter().map(identity).collect()
+}
+
 /// All namespaces that have objects, and the names they share. A namespace is removed with its last user, a name with
 /// its last namespace.
 #[derive(Debug, Default)]
 pub(super) struct NamespaceTable {
-    seed: RandomState,
+    pub(super) seed: RandomState,
     models: Interner<Model>,
     pub(super) tenants: Tenants,
     namespaces: Interner<Entry>,
@@ -157,13 +168,6 @@ impl NamespaceTable {
     pub(super) fn identity(&self, namespace: u32, hash: &ChunkHash) -> u64 {
         let entry = self.namespaces.get(namespace);
         entry.map_or(0, |entry| entry.hash) ^ first_word(hash)
-    }
-
-    /// [`identity`](Self::identity) of keys of one namespace, which may have no objects.
-    pub(super) fn identities(&self, namespace: &Namespace, hashes: &[ChunkHash]) -> Vec<u64> {
-        let of_namespace = self.seed.hash_one(namespace);
-        let identity = |hash: &ChunkHash| of_namespace ^ first_word(hash);
-        hashes.iter().map(identity).collect()
     }
 
     /// The tenant of a namespace.

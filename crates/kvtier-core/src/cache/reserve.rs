@@ -77,8 +77,10 @@ impl<A: ExtentAllocator> State<A> {
                 let (extent, slot) = match staged {
                     Ok(staged) => staged,
                     Err(refusal) => {
-                        refused = Some(refusal);
-                        self.lose(namespace, hash, refusal.into());
+                        // Only the first: engines repeat what was refused, and the ring is of all tenants.
+                        if refused.replace(refusal).is_none() {
+                            self.lose(namespace, hash, refusal.into());
+                        }
                         batch.outcomes.push(self.refuse(namespace, refusal));
                         continue;
                     }

@@ -10,13 +10,21 @@ fn put(cache: &Cache<FirstFit>, salt: &str, chunks: std::ops::Range<u32>) -> usi
     store(cache, namespace(0, salt), &hashes(chunks), 1)
 }
 
+fn losses(
+    cache: &Cache<FirstFit>,
+    salt: &str,
+    chunks: std::ops::Range<u32>,
+) -> Vec<Option<Loss>> {
+    let asked = [(&**namespace(0, salt), &hashes(chunks)[..])];
+    cache.losses(&asked).remove(0)
+}
+
 fn causes(
     cache: &Cache<FirstFit>,
     salt: &str,
     chunks: std::ops::Range<u32>,
 ) -> Vec<Option<LossCause>> {
-    let losses = cache.losses(namespace(0, salt), &hashes(chunks));
-    losses
+    losses(cache, salt, chunks)
         .into_iter()
         .map(|loss| loss.map(|loss| loss.cause))
         .collect()
@@ -38,7 +46,7 @@ fn evictions_are_remembered_with_cause_and_time() {
     );
     let later = NOW + Duration::from_secs(7);
     cache.touch(later, namespace(0, ""), &hashes(0..1));
-    let at_watermark = cache.losses(namespace(0, ""), &hashes(7..8))[0];
+    let at_watermark = losses(&cache, "", 7..8)[0];
     let expected = Loss {
         cause: LossCause::Watermark,
         ago: Duration::from_secs(2),
@@ -108,6 +116,24 @@ fn quotas_are_causes_of_evictions_and_refusals() {
     assert_eq!(put(&full, "", 2..3), 0);
     assert!(held.is_some());
     assert_eq!(causes(&full, "", 2..3), [Some(LossCause::RefusedSpace)]);
+}
+
+#[test]
+fn refused_request_is_remembered_by_its_first_chunk() {
+    let cache = cache(2);
+    put(&cache, "", 0..2);
+    put(&cache, "b", 0..1);
+    assert_eq!(causes(&cache, "", 1..2), [Some(LossCause::Space)]);
+    let held = [("", 0..1), ("b", 0..1)]
+        .map(|(salt, chunks)| cache.pin(NOW, namespace(0, salt), &hashes(chunks)));
+    assert!(held.iter().all(Option::is_some));
+    // As often as an engine repeats it.
+    for _ in 0..1 << 10 {
+        assert_eq!(put(&cache, "", 0..1 << 7), 0);
+    }
+    let refused = Some(LossCause::RefusedSpace);
+    assert_eq!(causes(&cache, "", 0..4), [None, refused, None, None]);
+    assert_eq!(cache.losses_since(), None, "nothing is overwritten");
 }
 
 #[test]

@@ -30,9 +30,9 @@ impl Tier {
         Ok(found.iter().map(Option::is_some).collect())
     }
 
-    /// The last loss of each of these objects, as far as it is remembered.
-    pub fn losses(&self, namespace: &Namespace, hashes: &[ChunkHash]) -> Vec<Option<Loss>> {
-        self.index.losses(namespace, hashes)
+    /// The last loss of each of these objects, as far as it is remembered; ask for all in one call.
+    pub fn losses(&self, asked: &[(&Namespace, &[ChunkHash])]) -> Vec<Vec<Option<Loss>>> {
+        self.index.losses(asked)
     }
 
     /// How far back [`Tier::losses`] remembers; `None` if nothing was forgotten yet.

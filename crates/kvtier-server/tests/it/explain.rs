@@ -326,6 +326,18 @@ fn same_tokens_under_another_identity_are_found() {
 }
 
 #[test]
+fn numbers_are_not_compared_with_the_name_of_the_model() {
+    let server = TestServer::start(&[]);
+    let one = Scope::new("2");
+    let mut two = Scope::new("2");
+    two.world_size = 2;
+    let _one = server.engine_driven(1, &one);
+    let _two = server.engine_driven(2, &two);
+    let sizes = "world_size is left out; allowed for model_name='2': 1, 2";
+    assert_eq!(refused(&server, &body("2", "", 1, 1)), sizes);
+}
+
+#[test]
 fn without_a_worker_it_says_so_and_shows_what_is_stored() {
     let server = TestServer::start(&[]);
     let scope = Scope::new("explain/left#d");

@@ -150,7 +150,7 @@ impl Admin {
             Some(_) => (0, 0),
             None => hits(&subject.rows, &found),
         };
-        self.find_losses(&subject, &places, &hashes, &mut found);
+        find_losses(&subject, &places, &hashes, &mut found);
         find_layouts(&subject, &places, &hashes, &mut found);
         self.find_others(&subject, &places, &hashes, tokens, &mut found);
         mark_unasked(&located, &mut found);
@@ -211,31 +211,6 @@ impl Admin {
         // Where adapters live; cancelled if the server stops meanwhile.
         let task = l2.handle().spawn(task);
         l2.handle().block_on(task).unwrap_or_else(|_| indexed())
-    }
-
-    fn find_losses(
-        &self,
-        subject: &Subject,
-        places: &[Place<'_>],
-        hashes: &[ChunkHash],
-        found: &mut [Vec<Found>],
-    ) {
-        for (row, states) in subject.rows.iter().zip(found) {
-            let missing = missing(states);
-            let lost: Vec<_> = missing.iter().map(|chunk| hashes[*chunk]).collect();
-            if lost.is_empty() {
-                continue;
-            }
-            let losses = |place: &Place<'_>| place.losses(&row.namespace, &lost);
-            let by_place: Vec<_> = places.iter().map(losses).collect();
-            for (at, chunk) in missing.into_iter().enumerate() {
-                let losses = by_place.iter().enumerate();
-                let losses = losses.filter_map(|(place, losses)| Some((place, losses[at]?)));
-                if let Some((place, loss)) = losses.min_by_key(|(_, loss)| loss.ago) {
-                    states[chunk] = Found::Missing(Missing::Lost(place, loss));
-                }
-            }
-        }
     }
 
     fn find_others(
@@ -363,6 +338,37 @@ fn never_seen(states: &[Found]) -> Vec<usize> {
     let chunks = states.iter().enumerate();
     let chunks = chunks.filter(|(_, it)| **it == Found::Missing(Missing::NeverSeen));
     chunks.map(|(chunk, _)| chunk).collect()
+}
+
+/// The last loss of each missing chunk, of all places.
+fn find_losses(
+    subject: &Subject,
+    places: &[Place<'_>],
+    hashes: &[ChunkHash],
+    found: &mut [Vec<Found>],
+) {
+    let missing: Vec<_> = found.iter().map(|states| missing(states)).collect();
+    let hashes_of = |chunks: &Vec<usize>| chunks.iter().map(|chunk| hashes[*chunk]).collect();
+    let hashes: Vec<Vec<_>> = missing.iter().map(hashes_of).collect();
+    let asked = subject.rows.iter().zip(&hashes);
+    let asked: Vec<_> = asked
+        .map(|(row, hashes)| (&*row.namespace, &hashes[..]))
+        .collect();
+    for (number, place) in places.iter().enumerate() {
+        let rows = found.iter_mut().zip(&missing).zip(place.losses(&asked));
+        for ((states, chunks), losses) in rows {
+            for (chunk, loss) in chunks.iter().zip(losses) {
+                let Some(loss) = loss else { continue };
+                let is_later = match &states[*chunk] {
+                    Found::Missing(Missing::Lost(_, known)) => loss.ago < known.ago,
+                    _ => true,
+                };
+                if is_later {
+                    states[*chunk] = Found::Missing(Missing::Lost(number, loss));
+                }
+            }
+        }
+    }
 }
 
 /// Objects of L1 in other layouts.

@@ -48,15 +48,17 @@ impl Place<'_> {
         hashes.chunks(SLICE).flat_map(contains).collect()
     }
 
-    /// What it remembers of these objects.
-    pub(super) fn losses(
-        &self,
-        namespace: &Arc<Namespace>,
-        hashes: &[ChunkHash],
-    ) -> Vec<Option<Loss>> {
+    /// What it remembers of these objects. Reads all that it remembers, so it is asked once.
+    pub(super) fn losses(&self, asked: &[(&Namespace, &[ChunkHash])]) -> Vec<Vec<Option<Loss>>> {
         match self {
-            Self::L1(cache, _) => cache.losses(namespace, hashes),
-            Self::Tier(tier) => tier.losses(&namespace.without_layout(), hashes),
+            Self::L1(cache, _) => cache.losses(asked),
+            Self::Tier(tier) => {
+                let namespaces = asked.iter().map(|(it, _)| it.without_layout());
+                let namespaces: Vec<_> = namespaces.collect();
+                let asked = namespaces.iter().zip(asked);
+                let asked: Vec<_> = asked.map(|(it, (_, hashes))| (&**it, *hashes)).collect();
+                tier.losses(&asked)
+            }
         }
     }
 

@@ -88,7 +88,10 @@ impl Admin {
         };
         let registered: BTreeSet<_> = of_workers().map(|it| Arc::clone(&it.model_name)).collect();
         let names: BTreeSet<_> = stored().map(|it| Arc::clone(it.model_name())).collect();
-        let model = one_of("model_name", request, None, &registered, &names)?;
+        let models = either(&registered, &names);
+        // A full name is also the beginning of others.
+        let exact = models.get(asked.as_str()).cloned();
+        let model = one_of("model_name", request, exact, models)?;
         let model = model.unwrap_or_else(|| asked.as_str().into());
         let registered_sizes: BTreeSet<_> = of_workers()
             .filter(|it| it.model_name == model)
@@ -98,26 +101,16 @@ impl Admin {
         let stored_sizes = of_model.map(|it| world_size(it)).collect();
         let world_size = match request.world_size {
             Some(asked) => asked,
-            None => one_of(
-                "world_size",
-                request,
-                None,
-                &registered_sizes,
-                &stored_sizes,
-            )?
-            .unwrap_or(1),
+            None => {
+                let sizes = either(&registered_sizes, &stored_sizes);
+                one_of("world_size", request, None, sizes)?.unwrap_or(1)
+            }
         };
         let scope = KeyScope::new(&model, &salt, world_size, None)?;
         let sizes = self.context.instances.chunk_sizes(&model, world_size);
         let chunk_size = match sizes.is_empty() {
             true => request.chunk_size,
-            false => one_of(
-                "chunk_size",
-                request,
-                request.chunk_size,
-                &sizes,
-                &BTreeSet::new(),
-            )?,
+            false => one_of("chunk_size", request, request.chunk_size, &sizes)?,
         };
         let chunk_size = match chunk_size {
             None => self.context.chunk_size,
@@ -161,7 +154,15 @@ fn size_of(tokens: u64) -> Option<NonZeroUsize> {
     NonZeroUsize::new(usize::try_from(tokens).ok()?)
 }
 
-/// The value asked for, or the only one that workers have, or that stored objects have; `None` without any.
+/// The values that workers have, or else those that stored objects have.
+fn either<'a, T>(registered: &'a BTreeSet<T>, stored: &'a BTreeSet<T>) -> &'a BTreeSet<T> {
+    match registered.is_empty() {
+        true => stored,
+        false => registered,
+    }
+}
+
+/// The value asked for, or the only one; `None` without any.
 ///
 /// # Errors
 /// There are several, or others than asked for.
@@ -169,20 +170,11 @@ fn one_of<T: Clone + Ord + ToString>(
     field: &'static str,
     request: &ExplainRequest,
     asked: Option<T>,
-    registered: &BTreeSet<T>,
-    stored: &BTreeSet<T>,
+    values: &BTreeSet<T>,
 ) -> Result<Option<T>, ExplainError> {
-    let values = match registered.is_empty() {
-        true => stored,
-        false => registered,
-    };
-    // A full name is also the beginning of others.
-    let exact = values
-        .iter()
-        .find(|it| it.to_string() == request.model_name);
     let chosen = match &asked {
         Some(asked) => values.get(asked),
-        None => exact.or_else(|| values.first().filter(|_| values.len() == 1)),
+        None => values.first().filter(|_| values.len() == 1),
     };
     if chosen.is_none() && !values.is_empty() {
         let allowed = values.iter().map(ToString::to_string);
