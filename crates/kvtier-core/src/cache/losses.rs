@@ -12,6 +12,7 @@ use crate::hashing::ChunkHash;
 use crate::object_key::Namespace;
 use foldhash::quality::RandomState;
 use hashbrown::HashMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// Entries of the ring.
@@ -151,7 +152,7 @@ impl<A: ExtentAllocator> State<A> {
 }
 
 impl Question {
-    pub(super) fn new(seed: &RandomState, asked: &[(&Namespace, &[ChunkHash])]) -> Self {
+    pub(super) fn new(seed: &RandomState, asked: &[(&Arc<Namespace>, &[ChunkHash])]) -> Self {
         let keys = asked
             .iter()
             .map(|(namespace, hashes)| identities(seed, namespace, hashes));
@@ -221,7 +222,7 @@ mod tests {
             ..CacheConfig::default()
         };
         let cache = Cache::new(NoMemory, config);
-        let of_rank = |rank| Namespace::new("m", rank, 0, 0, "").unwrap();
+        let of_rank = |rank| Arc::new(Namespace::new("m", rank, 0, 0, "").unwrap());
         let namespaces: Vec<_> = (0..256).map(of_rank).collect();
         let hashes: Vec<_> = (0..4).map(|number| ChunkHash([number; 32])).collect();
         cache.locked(|state| {

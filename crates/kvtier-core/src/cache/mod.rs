@@ -404,7 +404,7 @@ impl<A: ExtentAllocator> Cache<A> {
     ///
     /// The ring is read once, however many objects and namespaces are asked for: ask for all in one call. The lock is held
     /// while a slice of the ring is copied; keys are computed and compared without it.
-    pub fn losses(&self, asked: &[(&Namespace, &[ChunkHash])]) -> Vec<Vec<Option<Loss>>> {
+    pub fn losses(&self, asked: &[(&Arc<Namespace>, &[ChunkHash])]) -> Vec<Vec<Option<Loss>>> {
         let (seed, clock, known) = self.locked(|state| {
             let known = state.losses.first()..state.losses.total();
             (state.namespaces.seed.clone(), state.clock, known)

@@ -10,12 +10,8 @@ fn put(cache: &Cache<FirstFit>, salt: &str, chunks: std::ops::Range<u32>) -> usi
     store(cache, namespace(0, salt), &hashes(chunks), 1)
 }
 
-fn losses(
-    cache: &Cache<FirstFit>,
-    salt: &str,
-    chunks: std::ops::Range<u32>,
-) -> Vec<Option<Loss>> {
-    let asked = [(&**namespace(0, salt), &hashes(chunks)[..])];
+fn losses(cache: &Cache<FirstFit>, salt: &str, chunks: std::ops::Range<u32>) -> Vec<Option<Loss>> {
+    let asked = [(namespace(0, salt), &hashes(chunks)[..])];
     cache.losses(&asked).remove(0)
 }
 

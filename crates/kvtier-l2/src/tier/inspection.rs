@@ -31,7 +31,7 @@ impl Tier {
     }
 
     /// The last loss of each of these objects, as far as it is remembered; ask for all in one call.
-    pub fn losses(&self, asked: &[(&Namespace, &[ChunkHash])]) -> Vec<Vec<Option<Loss>>> {
+    pub fn losses(&self, asked: &[(&Arc<Namespace>, &[ChunkHash])]) -> Vec<Vec<Option<Loss>>> {
         self.index.losses(asked)
     }
 

@@ -352,7 +352,7 @@ fn find_losses(
     let hashes: Vec<Vec<_>> = missing.iter().map(hashes_of).collect();
     let asked = subject.rows.iter().zip(&hashes);
     let asked: Vec<_> = asked
-        .map(|(row, hashes)| (&*row.namespace, &hashes[..]))
+        .map(|(row, hashes)| (&row.namespace, &hashes[..]))
         .collect();
     for (number, place) in places.iter().enumerate() {
         let rows = found.iter_mut().zip(&missing).zip(place.losses(&asked));

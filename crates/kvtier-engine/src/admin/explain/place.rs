@@ -49,14 +49,17 @@ impl Place<'_> {
     }
 
     /// What it remembers of these objects. Reads all that it remembers, so it is asked once.
-    pub(super) fn losses(&self, asked: &[(&Namespace, &[ChunkHash])]) -> Vec<Vec<Option<Loss>>> {
+    pub(super) fn losses(
+        &self,
+        asked: &[(&Arc<Namespace>, &[ChunkHash])],
+    ) -> Vec<Vec<Option<Loss>>> {
         match self {
             Self::L1(cache, _) => cache.losses(asked),
             Self::Tier(tier) => {
                 let namespaces = asked.iter().map(|(it, _)| it.without_layout());
                 let namespaces: Vec<_> = namespaces.collect();
                 let asked = namespaces.iter().zip(asked);
-                let asked: Vec<_> = asked.map(|(it, (_, hashes))| (&**it, *hashes)).collect();
+                let asked: Vec<_> = asked.map(|(it, (_, hashes))| (it, *hashes)).collect();
                 tier.losses(&asked)
             }
         }
