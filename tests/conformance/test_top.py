@@ -23,10 +23,10 @@ class Terminal:
     def __init__(self, *arguments):
         self.ours, theirs = pty.openpty()
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, SIZE)
+        self.before, self.seen = termios.tcgetattr(self.ours), b""
         self.process = subprocess.Popen(
             [our_command()[0], *arguments], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
         )
-        self.before, self.seen = termios.tcgetattr(self.ours), b""
         os.close(theirs)
 
     def expect(self, text, patience=20):
