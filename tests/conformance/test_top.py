@@ -29,6 +29,14 @@ class Terminal:
         )
         os.close(theirs)
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
     def expect(self, text, patience=20):
         """Reads until the text was written."""
         until = time.monotonic() + patience
@@ -59,8 +67,7 @@ def test_shows_the_load_until_a_key(serve, engines, key):
     engine = engines(server)
     prompt = tokens(48)
     engine.store_prompt(prompt)
-    terminal = Terminal("top", "--interval", "200ms", server.http)
-    try:
+    with Terminal("top", "--interval", "200ms", server.http) as terminal:
         terminal.expect(b"hit rate")
         engine.wait_hit(prompt, 48)
         terminal.expect(b"lookup")
@@ -68,10 +75,6 @@ def test_shows_the_load_until_a_key(serve, engines, key):
         terminal.expect(b"PAUSED")
         terminal.press(key)
         assert terminal.end() == 0
-    finally:
-        if terminal.process.poll() is None:
-            terminal.process.send_signal(signal.SIGKILL)
-            terminal.process.wait()
 
 
 def test_once_prints_rates(serve, engines):
@@ -96,29 +99,21 @@ def test_once_prints_rates(serve, engines):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["term", "hup"])
 def test_signal_leaves_the_terminal_as_it_was(serve, number):
     """It ends as with a key."""
-    terminal = Terminal("top", "--interval", "200ms", serve().http)
-    try:
+    with Terminal("top", "--interval", "200ms", serve().http) as terminal:
         terminal.expect(b"hit rate")
         terminal.process.send_signal(number)
         assert terminal.end() == 0
-    finally:
-        if terminal.process.poll() is None:
-            terminal.process.kill()
-            terminal.process.wait()
 
 
 def test_server_that_ends_is_named(serve):
     """It goes on without an answer, and says so."""
     server = serve(fresh=True)
-    terminal = Terminal("top", "--interval", "200ms", server.http)
-    try:
+    with Terminal("top", "--interval", "200ms", server.http) as terminal:
         terminal.expect(b"hit rate")
         server.kill()
-        terminal.expect(b"no answer")
-        terminal.press(b"q")
-        assert terminal.end() == 0
-    finally:
-        if terminal.process.poll() is None:
-            terminal.process.kill()
-            terminal.process.wait()
-        server.start()
+        try:
+            terminal.expect(b"no answer")
+            terminal.press(b"q")
+            assert terminal.end() == 0
+        finally:
+            server.start()

@@ -50,7 +50,7 @@ impl Given {
         Self {
             arguments,
             has_file,
-            values: flat(values),
+            values: flags_by_name(values),
         }
     }
 }
@@ -125,7 +125,7 @@ impl ServerConfig {
     }
 
     fn changes(&self, newer: &Self) -> Vec<Change> {
-        let (mut before, mut after) = (flat(&self.shown), flat(&newer.shown));
+        let (mut before, mut after) = (flags_by_name(&self.shown), flags_by_name(&newer.shown));
         let is_other =
             |flag: &&String| self.given.values.get(*flag) != newer.given.values.get(*flag);
         let flags = newer.given.values.keys().filter(is_other);
@@ -138,8 +138,8 @@ impl ServerConfig {
     }
 }
 
-/// The flags of all sections.
-fn flat(sections: &Value) -> Values {
+/// The flags of all sections of a configuration as `GET /config` has it.
+pub fn flags_by_name(sections: &Value) -> BTreeMap<String, Value> {
     let sections = sections.as_object().into_iter();
     let sections = sections.flat_map(|all| all.values());
     let flags = sections.filter_map(Value::as_object).flatten();

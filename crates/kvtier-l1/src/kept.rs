@@ -96,7 +96,7 @@ impl fmt::Debug for Kept {
 }
 
 /// Nanoseconds of a clock that runs on from process to process, also while the machine sleeps.
-fn boot_time() -> u64 {
+pub fn boot_time() -> u64 {
     let now = clock_gettime(ClockId::Boottime);
     let seconds = u64::try_from(now.tv_sec).unwrap_or(0);
     seconds * 1_000_000_000 + u64::try_from(now.tv_nsec).unwrap_or(0)

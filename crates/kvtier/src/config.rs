@@ -9,6 +9,7 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use clap::{Args, Subcommand};
 use kvtier_api::{ChangedFlag, Reloaded};
+use kvtier_server::config::flags_by_name;
 use kvtier_server::escape::escape;
 use kvtier_server::{Parsed, ServerConfig};
 use serde_json::Value;
@@ -91,7 +92,7 @@ pub(crate) fn run(args: &ConfigArgs) -> anyhow::Result<ExitCode> {
             let Parsed::Run { config, .. } = parsed else {
                 bail!("--config {}: is no configuration", args.config.display());
             };
-            let (mut running, wanted) = (running(&args.server)?, flags(&config.shown));
+            let (mut running, wanted) = (running(&args.server)?, flags_by_name(&config.shown));
             let mut is_different = false;
             for (flag, wanted) in wanted {
                 // One that an older server does not have.
@@ -116,7 +117,7 @@ fn running(args: &ServerArgs) -> anyhow::Result<Flags> {
     }
     let answer: Value = serde_json::from_str(&body)
         .with_context(|| format!("the answer of {url} is not a configuration"))?;
-    Ok(flags(&out::shown(&answer)))
+    Ok(flags_by_name(&out::shown(&answer)))
 }
 
 /// Reloads a server; returns what has changed.
@@ -130,13 +131,4 @@ fn reload(args: &ServerArgs) -> anyhow::Result<Reloaded> {
     let answer: Value = serde_json::from_str(&body)
         .with_context(|| format!("the answer of {url} is not that of a reload"))?;
     Ok(kvtier_api::from_value(answer)?)
-}
-
-/// The flags of all sections.
-fn flags(config: &Value) -> Flags {
-    let sections = config.as_object().into_iter().flat_map(|all| all.values());
-    let flags = sections.filter_map(Value::as_object).flatten();
-    flags
-        .map(|(name, value)| (name.replace('_', "-"), value.clone()))
-        .collect()
 }

@@ -194,15 +194,9 @@ impl Tenants {
             None => self.find(name)?,
         };
         let tenant = self.known.get_mut(number)?;
-        let holds = grant.unwrap_or(Grant {
-            limit: self.config.default_limit,
-            reserved: 0,
-        });
         tenant.grant = grant;
-        tenant.limit = holds.limit;
-        tenant.marks = self.config.marks(holds);
         let protected = tenant.protect();
-        self.update_over(number);
+        self.apply_limit(number);
         self.remove_if_idle(number);
         Some((number, protected?))
     }
@@ -211,17 +205,22 @@ impl Tenants {
     pub(super) fn configure(&mut self, change: impl FnOnce(&mut QuotaConfig)) {
         change(&mut self.config);
         for number in 0..self.known.entries.len() as u32 {
-            let Some(tenant) = self.known.get_mut(number) else {
-                continue;
-            };
-            let holds = tenant.grant.unwrap_or(Grant {
-                limit: self.config.default_limit,
-                reserved: 0,
-            });
-            tenant.limit = holds.limit;
-            tenant.marks = self.config.marks(holds);
-            self.update_over(number);
+            self.apply_limit(number);
         }
+    }
+
+    /// Sets a tenant's limit and marks by its grant, or by the default.
+    fn apply_limit(&mut self, number: u32) {
+        let Some(tenant) = self.known.get_mut(number) else {
+            return;
+        };
+        let holds = tenant.grant.unwrap_or(Grant {
+            limit: self.config.default_limit,
+            reserved: 0,
+        });
+        tenant.limit = holds.limit;
+        tenant.marks = self.config.marks(holds);
+        self.update_over(number);
     }
 
     pub(super) fn config(&self) -> QuotaConfig {

@@ -27,6 +27,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvtier_error::{Error, Result};
+use kvtier_l1::boot_time;
 use kvtier_l2::RateLimited;
 use kvtier_memory::checksum::checksum128;
 use kvtier_proto::generation::{Generation, Release};
@@ -35,7 +36,6 @@ use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{EngineDrivenContext, InstanceId, Registration, Request};
 use kvtier_state::VolatileDir;
 use kvtier_sync::Mutex;
-use rustix::time::{ClockId, clock_gettime};
 
 use super::super::Caller;
 use super::super::context::Context;
@@ -202,16 +202,6 @@ struct Entry {
     recorded: (Option<Duration>, bool),
 }
 
-/// Nanoseconds since boot, time asleep included.
-fn boot_nanos() -> u64 {
-    let now = clock_gettime(ClockId::Boottime);
-    let now = Duration::new(
-        u64::try_from(now.tv_sec).unwrap_or(0),
-        u32::try_from(now.tv_nsec).unwrap_or(0),
-    );
-    nanos(now)
-}
-
 fn nanos(time: Duration) -> u64 {
     u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
@@ -263,20 +253,13 @@ impl KeptRegistrations {
         let id = instance.id;
         let mut files = self.files.lock();
         let earlier = instances.insert(instance)?;
-        files.remove(id);
-        if let Some((request, memory)) = request {
-            files.write(id, &request, &memory);
-        }
+        files.replace(id, request);
         Ok(earlier)
     }
 
     /// Keeps a registration in place of the one under its id.
     pub fn replace(&self, id: InstanceId, request: Option<(KeptRequest, KeptMemory)>) {
-        let mut files = self.files.lock();
-        files.remove(id);
-        if let Some((request, memory)) = request {
-            files.write(id, &request, &memory);
-        }
+        self.files.lock().replace(id, request);
     }
 
     /// Inserts a worker of an earlier process into the table, whose file stays. Returns `None` if it is too late, or the id
@@ -337,7 +320,7 @@ impl KeptRegistrations {
             let mut words = Vec::new();
             if let Some(last) = last {
                 let age = nanos(now.saturating_sub(last));
-                write_number(&mut words, boot_nanos().saturating_sub(age));
+                write_number(&mut words, boot_time().saturating_sub(age));
                 let gap = pings.and_then(|(_, gap)| gap);
                 write_number(&mut words, gap.map_or(0, nanos));
             }
@@ -430,6 +413,13 @@ impl KeptRegistrations {
 }
 
 impl Files {
+    fn replace(&mut self, id: InstanceId, request: Option<(KeptRequest, KeptMemory)>) {
+        self.remove(id);
+        if let Some((request, memory)) = request {
+            self.write(id, &request, &memory);
+        }
+    }
+
     fn write(&mut self, id: InstanceId, request: &KeptRequest, memory: &KeptMemory) {
         let Some(dir) = &mut self.dir else { return };
         let content = content(&self.head, request, memory);
@@ -522,7 +512,7 @@ impl Files {
         let (request, memory) = read().ok_or_else(|| damaged("it ends early, or late"))?;
         let mut seen = Reader(&content[SEEN_AT as usize..CHECKSUM_AT]);
         let [last, gap, pickles] = [(); 3].map(|()| seen.number().unwrap_or(0));
-        let boot = boot_nanos();
+        let boot = boot_time();
         // One in the future is none that a server has written.
         let silent_for = boot.checked_sub(last).unwrap_or(u64::MAX);
         Ok(Kept {
@@ -551,7 +541,7 @@ fn patient_until(last: u64, gap: u64, boot: u64, now: Duration) -> Option<Durati
 fn content(head: &[u8], request: &KeptRequest, memory: &KeptMemory) -> Vec<u8> {
     let mut content = vec![0; BODY_AT];
     content[..MAGIC.len()].copy_from_slice(MAGIC);
-    content[SEEN_AT as usize..][..8].copy_from_slice(&boot_nanos().to_le_bytes());
+    content[SEEN_AT as usize..][..8].copy_from_slice(&boot_time().to_le_bytes());
     content.extend(head);
     let operation = u64::from(request.operation == Operation::RegisterEngineDriven);
     write_number(&mut content, operation);

@@ -327,17 +327,19 @@ fn hits(rows: &[GroupRow], found: &[Vec<Found>]) -> (usize, usize) {
     )
 }
 
-fn missing(states: &[Found]) -> Vec<usize> {
+fn chunks_that(states: &[Found], is_meant: fn(&Found) -> bool) -> Vec<usize> {
     let chunks = states.iter().enumerate();
-    let chunks = chunks.filter(|(_, it)| matches!(it, Found::Missing(_)));
+    let chunks = chunks.filter(|(_, state)| is_meant(state));
     chunks.map(|(chunk, _)| chunk).collect()
+}
+
+fn missing(states: &[Found]) -> Vec<usize> {
+    chunks_that(states, |state| matches!(state, Found::Missing(_)))
 }
 
 /// The missing chunks without a reason so far.
 fn never_seen(states: &[Found]) -> Vec<usize> {
-    let chunks = states.iter().enumerate();
-    let chunks = chunks.filter(|(_, it)| **it == Found::Missing(Missing::NeverSeen));
-    chunks.map(|(chunk, _)| chunk).collect()
+    chunks_that(states, |state| *state == Found::Missing(Missing::NeverSeen))
 }
 
 /// The last loss of each missing chunk, of all places.
