@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Checks that only a GPU can show, with a torch engine and the server as two processes; then speed.
 
-    benches/gpu.py [--out DIR] [--only NAME ...] [--server-flag FLAG ...] [--fake-driver LIBRARY]
+    benches/gpu.py [--out DIR] [--only NAME ...] [--l1-gb GIB] [--server-flag FLAG ...] [--fake-driver LIBRARY]
 
 Each check runs in a process of its own, an engine with the kvtier package, against one server, and prints PASS, FAIL or
 SKIP with the reason. The exit status is 0 when nothing failed. Everything is written to --out
@@ -33,6 +33,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.request
@@ -56,11 +57,11 @@ PATIENCE = 90
 class Engine:
     """An engine's pages and adapters."""
 
-    def __init__(self, pages, url, memory, instance=None):
+    def __init__(self, pages, url, memory, instance=None, heartbeat=0.5):
         from kvtier import SchedulerAdapter, WorkerAdapter
 
         self.pages, self.memory, self.model = pages, memory, f"gpu/{random.getrandbits(60):x}"
-        options = {"block_tokens": 16, "timeout": 60.0, "heartbeat": 0.5}
+        options = {"block_tokens": 16, "timeout": 60.0, "heartbeat": heartbeat}
         self.scheduler = SchedulerAdapter(url, self.model, **options)
         self.worker = WorkerAdapter(url, self.model, mode="lmcache_driven", instance_id=instance, store_timeout=60.0, **options)
         try:
@@ -171,11 +172,14 @@ class Place:
         if self.memory.name != "torch":
             raise self.module.NotHere(why)
 
+    def status(self, name):
+        """Returns the value of a name in /status, at any depth."""
+        with urllib.request.urlopen(self.http + "/status", timeout=10) as answer:
+            return find(json.load(answer), name)
+
     def open_allocations(self):
         """Returns the number of allocations that the server has open."""
-        with urllib.request.urlopen(self.http + "/status", timeout=10) as answer:
-            status = json.load(answer)
-        return sum((gpu["state"] or {}).get("open_allocations", 0) for gpu in find(status, "gpus"))
+        return sum((gpu["state"] or {}).get("open_allocations", 0) for gpu in self.status("gpus"))
 
     def soon(self, ask, what, patience=20.0):
         """Waits until the condition holds."""
@@ -379,18 +383,78 @@ def ref_counter(place):
     place.soon(freed, "PyTorch keeps memory that no process has open")
 
 
-# Of `beside-a-model`: layers with pages of 8 KiB, and tokens of a prompt, whose KV has 128 MiB.
+# A large model: layers with pages of 8 KiB, and tokens of a prompt, whose KV has 128 MiB.
 MODEL_LAYERS, MODEL_PAGE, MODEL_PROMPT = 64, (16, 2, 128), 4096
+MODEL_BYTES = MODEL_LAYERS * MODEL_PROMPT // 16 * 2 * MODEL_PAGE[0] * MODEL_PAGE[1] * MODEL_PAGE[2]
+
+
+def model_pages(torch):
+    """Pages of a large model for two prompts and the null block."""
+    blocks = 1 + 2 * MODEL_PROMPT // 16
+    tensors = {
+        f"layer.{n}": torch.zeros((blocks, *MODEL_PAGE), dtype=torch.bfloat16, device="cuda") for n in range(MODEL_LAYERS)
+    }
+    return SimpleNamespace(tensors=tensors, hint="NHD", blocks=blocks)
+
+
+def whole_l1(place):
+    """Fills L1 while it is being pinned, then retrieves everything: pinned or not, and across borders of pinned pieces."""
+    place.only_torch("128 MiB a prompt, made and compared on a GPU")
+    torch = place.memory.torch
+    pages = model_pages(torch)
+    engine = place.engine(pages)
+    capacity, began = place.status("total_capacity_bytes"), time.monotonic()
+    prompts = int(0.75 * capacity) // MODEL_BYTES
+    ids = list(range(1, pages.blocks))
+    random.shuffle(ids)
+    stored, written = ids[: MODEL_PROMPT // 16], ids[MODEL_PROMPT // 16 :]
+
+    def bytes_of(number, layer):
+        """A prompt's KV in a layer, made again from a seed."""
+        generator = torch.Generator(device="cuda").manual_seed(number * MODEL_LAYERS + layer)
+        shape = (len(stored), *MODEL_PAGE)
+        return torch.randint(-30000, 30000, shape, dtype=torch.int16, device="cuda", generator=generator).view(torch.bfloat16)
+
+    def prompt(number):
+        return [number, *range(1, MODEL_PROMPT)]
+
+    def speed(seconds, count):
+        return f"{count * MODEL_BYTES / seconds / 1e9:.1f} GB/s"
+
+    moving, pinned_after = 0.0, None
+    for number in range(prompts):
+        for layer, tensor in enumerate(pages.tensors.values()):
+            tensor[stored] = bytes_of(number, layer)
+        event, start = place.memory.event(), time.monotonic()
+        assert engine.store(prompt(number), stored, event), f"store {number} failed"
+        moving += time.monotonic() - start
+        pinning = place.status("pinning")
+        if pinned_after is None and pinning["pinned_bytes"] == pinning["total_bytes"]:
+            pinned_after = time.monotonic() - began
+            print(f"  {capacity >> 30} GiB of L1 pinned {pinned_after:.1f} s after the registration; until then {speed(moving, number + 1)}")
+    print(f"  {prompts} prompts of 128 MiB stored at {speed(moving, prompts)}")
+    place.soon(lambda: place.status("pinning")["pinned_bytes"] == capacity, "L1 is not pinned", 120)
+    if pinned_after is None:
+        print(f"  {capacity >> 30} GiB of L1 pinned {time.monotonic() - began:.1f} s after the registration, after all stores")
+    moving = 0.0
+    for number in random.sample(range(prompts), prompts):
+        start = time.monotonic()
+        assert engine.retrieve(prompt(number), written), f"retrieve {number} failed"
+        moving += time.monotonic() - start
+        for layer, tensor in enumerate(pages.tensors.values()):
+            same_bytes = torch.equal(tensor[written].view(torch.int16), bytes_of(number, layer).view(torch.int16))
+            assert same_bytes, f"wrong bytes of prompt {number} in layer {layer}"
+    print(f"  {prompts} prompts retrieved at {speed(moving, prompts)}, each byte as stored")
+    engine.close()
 
 
 def beside_a_model(place):
     """What transfers cost kernels of another process on the same GPU: prints medians alone and beside transfers."""
     place.only_torch("the fake driver has no kernels of a model")
-    torch, blocks = place.memory.torch, 2 + 2 * MODEL_PROMPT // 16
-    shape = (blocks, *MODEL_PAGE)
-    tensors = {f"layer.{n}": torch.randn(shape, device="cuda").to(torch.bfloat16) for n in range(MODEL_LAYERS)}
-    engine = place.engine(SimpleNamespace(tensors=tensors, hint="NHD"))
-    ids = random.sample(range(1, blocks), MODEL_PROMPT // 16)
+    torch = place.memory.torch
+    pages = model_pages(torch)
+    engine = place.engine(pages)
+    ids = random.sample(range(1, pages.blocks), MODEL_PROMPT // 16)
     prompt, numbers = [random.randrange(1 << 17) for _ in range(MODEL_PROMPT)], itertools.count()
     # Complete, and recorded without waiting for the model.
     free = place.memory.event(torch.cuda.Stream())
@@ -425,8 +489,6 @@ def beside_a_model(place):
     def median(kernel, count):
         return sorted(microseconds(kernel, count) for _ in range(5))[2]
 
-    page = 2 * shape[1] * shape[2] * shape[3]
-    moved = MODEL_LAYERS * len(ids) * page
     for name, (kernel, count) in kernels.items():
         microseconds(kernel, count)
         alone = median(kernel, count)
@@ -450,7 +512,7 @@ def beside_a_model(place):
             thread.join()
             assert not failed, failed[0]
             assert len(transfers) > 1, "no transfers beside a model"
-            speed = moved * (len(transfers) - 1) / (transfers[-1] - transfers[0]) / 1e9
+            speed = MODEL_BYTES * (len(transfers) - 1) / (transfers[-1] - transfers[0]) / 1e9
             print(f"  {name}: {beside:.2f} us beside {transfer.__name__}s ({beside / alone:.3f} of alone), these at {speed:.1f} GB/s")
     engine.close()
 
@@ -503,13 +565,38 @@ def expandable(place):
         layout(name)(place)
 
 
+def restart(place):
+    """A server that was killed serves an engine that noticed nothing: first retrieve, then a store."""
+    from kvrig.server import Server, our_command
+
+    with tempfile.TemporaryDirectory() as directory:
+        flags = ["--cuda-driver", place.fake_driver or "auto", "--state-dir", directory]
+        server = Server(our_command(), Path(directory, "server.log"), "lmcache_driven", chunk=CHUNK, l1_gb=1, flags=flags)
+        server.start()
+        try:
+            engine = Engine(place.pages(), server.url, place.memory, heartbeat=60.0)
+            (stored, written), prompt = choose("random"), tokens()
+            source, other = engine.pages.noise(8), engine.pages.noise(9)
+            engine.pages.write(source)
+            assert engine.store(prompt, stored), "the store failed"
+            engine.pages.write(other)
+            server.kill()
+            print(f"  up again {server.start():.2f} s after kill -9")
+            assert engine.retrieve(prompt, written), "the first retrieve failed"
+            assert same(engine.pages.read(), engine.pages.moved(source, stored, other, written)), "wrong bytes in the pages"
+            engine.round_trip()
+            engine.close()
+        finally:
+            server.kill()
+
+
 CHECKS = {
     **{f"layout-{name}": layout(name) for name in (
         "packed-nhd", "packed-hnd", "kv-first-nhd", "kv-first-hnd", "blocks-first-nhd", "blocks-first-hnd", "mla",
         "cross-layer-nhd", "cross-layer-hnd", "padded", "interleaved")},
     "handles": handles, "refusals": refusals, "ordering": ordering, "stuck-event": stuck_event, "closing": closing,
-    "memory-returns": memory_returns, "ref-counter": ref_counter, "killed-engine": killed_engine,
-    "expandable": expandable, "beside-a-model": beside_a_model,
+    "memory-returns": memory_returns, "ref-counter": ref_counter, "killed-engine": killed_engine, "restart": restart,
+    "expandable": expandable, "whole-l1": whole_l1, "beside-a-model": beside_a_model,
 }  # fmt: skip
 
 
@@ -615,8 +702,7 @@ def everything(arguments):
     out.mkdir(parents=True, exist_ok=True)
     flags = ["--cuda-driver", arguments.fake_driver or "auto", "--gpu-event-timeout-seconds", str(EVENT_TIMEOUT),
              "--worker-reap-timeout-seconds", "30", *arguments.server_flag]  # fmt: skip
-    # Pinned in several pieces.
-    server = Server(our_command(), out / "server.log", "lmcache_driven", chunk=CHUNK, l1_gb=2, flags=flags)
+    server = Server(our_command(), out / "server.log", "lmcache_driven", chunk=CHUNK, l1_gb=arguments.l1_gb, flags=flags)
     results, log = [], []
 
     def tell(name, verdict, why="", seconds=0.0, output=""):
@@ -662,6 +748,8 @@ def main():
     parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
     parser.add_argument("--out", metavar="DIR", help="where results go [default: benches/runs/<date>/gpu]")
     parser.add_argument("--only", nargs="+", choices=list(CHECKS), metavar="NAME", help="only these checks, no speed")
+    # Pinned in several pieces.
+    parser.add_argument("--l1-gb", type=float, default=2, metavar="GIB", help="size of L1 [default: 2]")
     parser.add_argument("--server-flag", action="append", default=[], metavar="FLAG", help="of the server; may be repeated")
     parser.add_argument("--fake-driver", metavar="LIBRARY", help="the fake driver, instead of a GPU")
     for internal in ("--child", "--url", "--http"):

@@ -9,7 +9,7 @@ from pathlib import Path
 from kvrig.server import REPOSITORY, fake_driver_library
 
 # Checks that need PyTorch on a GPU; a Rust test dry-runs speed.
-NEEDS_A_GPU = {"memory-returns", "expandable", "beside-a-model", "speed"}
+NEEDS_A_GPU = {"memory-returns", "expandable", "whole-l1", "beside-a-model", "speed"}
 
 
 def counters():

@@ -6,7 +6,7 @@ import re
 import sys
 import time
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from children import Child, ForkServer
@@ -38,6 +38,7 @@ class Answer:
     external: int = 0  # prompt tokens that came from the cache server
     local: int = 0  # ... from vLLM's own prefix cache
     computed: int = 0
+    arrivals: list = field(default_factory=list)  # seconds from the request to each event with tokens
 
     def __str__(self):
         return f"external={self.external} local={self.local} computed={self.computed} ttft={self.ttft:.3f}s"
@@ -128,7 +129,7 @@ class Vllm:
         request = urllib.request.Request(
             self.base + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        began, first, ids = time.monotonic(), None, []
+        began, arrivals, ids = time.monotonic(), [], []
         with urllib.request.urlopen(request, timeout=180) as response:
             for line in response:
                 if cancelled_after is not None and len(ids) >= cancelled_after:
@@ -140,9 +141,9 @@ class Vllm:
                     raise RuntimeError(event["error"])
                 for choice in event.get("choices", []):
                     if choice.get("token_ids"):
-                        first = first or time.monotonic() - began
+                        arrivals.append(time.monotonic() - began)
                         ids += choice["token_ids"]
-        return Answer(ids, first)
+        return Answer(ids, arrivals[0] if arrivals else None, arrivals=arrivals)
 
     def counters(self):
         """(external hits, local hits, computed) prompt tokens since start."""

@@ -1,0 +1,282 @@
+#!/usr/bin/env python3
+"""What a cache is worth to a real vLLM: conversations with several turns, with each way to keep KV in turn.
+
+    benches/engine.py [--setup NAME ...] [--rounds 3] [--device cpu|gpu] [--out DIR] [--package DIR]
+
+Every turn sends the whole conversation so far: a system prompt that all users share, the user's earlier turns with the answers,
+and new words. Users take turns, so the KV of a user's earlier turns has left vLLM's own small cache when the next one comes. Tokens
+are random, the same in every setup, new in every round. The weights are random too, and answers are greedy: bytes and answers are
+compared by tests/vllm, not here.
+
+    none            vLLM alone with its own prefix cache
+    offloading      vLLM's own OffloadingConnector (needs a GPU)
+    lmcache         LMCache's server and connector
+    kvtier-lmcache  kvtier's server, LMCache's connector
+    kvtier          kvtier's server and connector
+
+All engines run from the beginning to the end; one at a time has requests, and the order changes from round to round. Reported
+for each setup, as median of the rounds and for each round:
+
+    ttft_first, ttft_later    milliseconds to the first token of a user's first turn and of later ones, p50 and p99
+    gap                       milliseconds between tokens of an answer, p50 and p99, beside prompts of others and stores
+    tokens_per_s              prompt tokens a second
+    hit_tokens, own_hits      share of prompt tokens from the cache, and from vLLM's own prefix cache
+    server_cpu, engine_cpu    CPU seconds a million prompt tokens, of all processes of the server and of the engine
+
+--device gpu takes a model of the shape of Llama 3 8B in bfloat16 with random weights (16 GB per setup), cpu one that fits two
+cores. Needed: vLLM, for lmcache LMCache with its CUDA extension, the kvtier package (--package, or importable), the server
+(KVTIER_BIN or target/release/kvtier). Everything listens on loopback and ends with this program.
+"""
+
+import argparse
+import concurrent.futures
+import datetime
+import json
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "tests" / "harness"), str(ROOT / "tests" / "vllm")]
+
+import children  # noqa: E402
+from engine import CONNECTOR, Vllm  # noqa: E402
+from kvrig.server import Server, our_command  # noqa: E402
+
+# Of a model and its load. `blocks` of vLLM's cache hold fewer tokens than the users' conversations.
+DEVICES = {
+    "cpu": SimpleNamespace(
+        dtype="float32", block_size=128, blocks=40, mode="engine_driven", l1_gb=1.0, length=4096, start_timeout=240,
+        users=6, turns=3, concurrency=2, system=512, first=900, later=400, answer=16,
+        flags=[],
+        shape={"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,
+               "num_key_value_heads": 4, "head_dim": 64},
+    ),
+    "gpu": SimpleNamespace(
+        dtype="bfloat16", block_size=16, blocks=4096, mode="lmcache_driven", l1_gb=18.0, length=32768, start_timeout=240,
+        users=8, turns=4, concurrency=4, system=1024, first=4000, later=2500, answer=64,
+        # vLLM refuses to start where less than this share of the GPU is free.
+        flags=["--gpu-memory-utilization", "0.2"],
+        shape={"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+               "num_key_value_heads": 8, "head_dim": 128},
+    ),
+}  # fmt: skip
+CHUNK = 256
+VOCABULARY = 8192
+SETUPS = ("none", "offloading", "lmcache", "kvtier-lmcache", "kvtier")
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def main():
+    """Runs the command line."""
+    parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
+    parser.add_argument("--setup", action="append", choices=SETUPS, help="may be repeated; default: all that the device can run")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--device", choices=list(DEVICES), default="cpu")
+    parser.add_argument("--package", action="append", default=[], metavar="DIR", help="in front of the engines' packages")
+    parser.add_argument("--tokenizer", metavar="DIR", help="model with a tokenizer [default: that of tests/setup.sh]")
+    parser.add_argument("--out", metavar="DIR", help="where results go [default: benches/runs/<date>/engine-<device>]")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="of the load or the model, as in DEVICES")
+    arguments = parser.parse_args()
+    load = DEVICES[arguments.device]
+    for setting in arguments.set:
+        name, _, value = setting.partition("=")
+        if not hasattr(load, name):
+            parser.error(f"--set: '{name}' is not one of {', '.join(sorted(vars(load)))}")
+        setattr(load, name, type(getattr(load, name))(value))
+    home = os.environ.get("KVTIER_E2E_HOME") or os.path.expanduser("~/.cache/kvtier-e2e")
+    setups = arguments.setup or [s for s in SETUPS if s != "offloading" or arguments.device == "gpu"]
+    out = Path(arguments.out or ROOT / "benches" / "runs" / datetime.date.today().isoformat() / f"engine-{arguments.device}")
+    out.mkdir(parents=True, exist_ok=True)
+    # A signal that ends this program ends what it started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    model = make_model(out / "model", Path(arguments.tokenizer or Path(home) / "model"), load)
+    with ExitStack() as stack:
+        running = start(stack, setups, model, load, out, arguments.package)
+        rounds = [measure(running, load, number) for number in range(arguments.rounds)]
+    report(rounds, load, arguments, out)
+
+
+def make_model(directory, tokenizer, load):
+    """A directory with a tokenizer, and the configuration of a model, whose weights vLLM makes up."""
+    directory.mkdir(exist_ok=True)
+    for file in tokenizer.glob("*token*"):
+        (directory / file.name).write_bytes(file.read_bytes())
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY, "hidden_act": "silu",
+        "max_position_embeddings": load.length, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False,
+        "bos_token_id": 0, "eos_token_id": 1, "torch_dtype": load.dtype, **load.shape,
+    }  # fmt: skip
+    (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    return directory
+
+
+# -- what is compared --------------------------------------------------------------------------
+
+
+def start(stack, setups, model, load, out, packages):
+    """Starts servers, then all engines at once; returns (setup, server, engine) of each."""
+    servers = {name: start_server(stack, name, load, out) for name in setups}
+    logs = out / "logs"
+    logs.mkdir(exist_ok=True)
+    options = SimpleNamespace(
+        model=str(model), block_size=load.block_size, dtype=load.dtype, kv_blocks=load.blocks, tensor_parallel=1,
+        pipeline_parallel=1, connector="lmcache", mla=False, wheel=packages, logs=str(logs), fork_server=None,
+        start_timeout=load.start_timeout,
+    )  # fmt: skip
+    # Behind those of tests/vllm, of which the last counts.
+    flags = ["--load-format", "dummy", "--max-model-len", str(load.length), "--max-num-seqs", str(4 * load.concurrency), *load.flags]
+
+    def engine(name):
+        config = transfer_config(name, servers[name], load)
+        return Vllm(options, name, flags=flags + (["--kv-transfer-config", json.dumps(config)] if config else []))
+
+    running = []
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for name, started in [(name, pool.submit(engine, name)) for name in setups]:
+            running.append((name, servers[name], started.result()))
+            stack.callback(running[-1][2].stop)
+    return running
+
+
+def start_server(stack, name, load, out):
+    """The server of a setup, or None."""
+    if name in ("none", "offloading"):
+        return None
+    peer = name == "lmcache"
+    command = [sys.executable, "-m", "lmcache.cli.main", "server"] if peer else our_command()
+    mode = "engine_shm" if load.mode == "engine_driven" else load.mode
+    server = Server(command, out / f"server-{name}.log", mode, chunk=CHUNK, l1_gb=load.l1_gb, peer=peer)
+    stack.callback(server.kill)
+    server.start()
+    return server
+
+
+def transfer_config(name, server, load):
+    """vLLM's --kv-transfer-config, or None."""
+    if name == "none":
+        return None
+    if name == "offloading":
+        extra = {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": {"cpu_bytes_to_use": int(load.l1_gb * (1 << 30))}}
+    elif name == "kvtier":
+        extra = {
+            "kv_connector": "KvTierConnector", "kv_connector_module_path": "kvtier.vllm",
+            "kv_connector_extra_config": {"kvtier.url": server.url, "kvtier.transfer_mode": load.mode},
+        }  # fmt: skip
+    else:
+        extra = {
+            "kv_connector": "LMCacheMPConnector", "kv_connector_module_path": CONNECTOR,
+            "kv_connector_extra_config": {
+                "lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": server.port, "lmcache.mp.mp_transfer_mode": load.mode,
+            },
+        }  # fmt: skip
+    return {"kv_role": "kv_both", **extra}
+
+
+# -- the load ----------------------------------------------------------------------------------
+
+
+def tokens(seed, count):
+    """Returns random token ids."""
+    generator = random.Random(seed)
+    return [generator.randrange(300, VOCABULARY - 100) for _ in range(count)]
+
+
+def measure(running, load, number):
+    """One round: each setup once. Returns the figures by setup."""
+    figures = {}
+    turn = number % len(running)
+    for name, server, engine in running[turn:] + running[:turn]:
+        figures[name] = converse(server, engine, load, number)
+        shown = ", ".join(f"{key} {value}" for key, value in figures[name].items() if not isinstance(value, list))
+        print(f"round {number} {name}: {shown}", flush=True)
+    return figures
+
+
+def converse(server, engine, load, seed):
+    """All conversations of a round with one engine; returns its figures."""
+    talks = {user: tokens(f"{seed} system", load.system) for user in range(load.users)}
+    counters, cpu, began = engine.counters(), cpu_seconds(server, engine), time.monotonic()
+    answers = []
+    for turn in range(load.turns):
+
+        def ask(user, turn=turn):
+            talks[user] += tokens(f"{seed} {user} {turn}", load.later if turn else load.first)
+            prompt = list(talks[user])
+            answer = engine.ask(prompt, count=load.answer)
+            # What goes on is the same in every setup.
+            talks[user] += tokens(f"{seed} {user} {turn} answer", load.answer)
+            return turn, len(prompt), answer
+
+        with concurrent.futures.ThreadPoolExecutor(load.concurrency) as pool:
+            answers += pool.map(ask, range(load.users))
+    wall = time.monotonic() - began
+    external, own, _ = (after - before for after, before in zip(engine.counters(), counters, strict=True))
+    used = [after - before for after, before in zip(cpu_seconds(server, engine), cpu, strict=True)]
+    prompts = sum(length for _, length, _ in answers)
+    first, later = ([a.ttft for turn, _, a in answers if bool(turn) is of] for of in (False, True))
+    gaps = [b - a for _, _, answer in answers for a, b in zip(answer.arrivals, answer.arrivals[1:], strict=False)]
+    return {
+        "ttft_first_p50": milliseconds(first, 0.5), "ttft_first_p99": milliseconds(first, 0.99),
+        "ttft_later_p50": milliseconds(later, 0.5), "ttft_later_p99": milliseconds(later, 0.99),
+        "gap_p50": milliseconds(gaps, 0.5), "gap_p99": milliseconds(gaps, 0.99),
+        "tokens_per_s": round(prompts / wall), "hit_tokens": round(external / prompts, 3), "own_hits": round(own / prompts, 3),
+        "server_cpu": round(1e6 * used[0] / prompts, 2), "engine_cpu": round(1e6 * used[1] / prompts, 2),
+        "ttft": [[turn, length, round(1000 * answer.ttft, 2)] for turn, length, answer in answers],
+    }  # fmt: skip
+
+
+def milliseconds(values, share):
+    """A percentile."""
+    ordered = sorted(values)
+    return round(1000 * ordered[min(len(ordered) - 1, int(share * len(ordered)))], 2)
+
+
+def cpu_seconds(server, engine):
+    """CPU seconds of all processes of the server and of the engine so far."""
+    return [
+        sum(cpu_of(pid) for pid in children.session_members(session)) if session else 0.0
+        for session in (server and server.process.pid, engine.child.pid)
+    ]
+
+
+def cpu_of(pid):
+    """CPU seconds of a process so far; 0 if it has ended."""
+    try:
+        # User and system time are the 14th and 15th field (proc(5)); the second may have spaces.
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+# -- the report --------------------------------------------------------------------------------
+
+
+def report(rounds, load, arguments, out):
+    """Prints a table of medians, and writes everything."""
+    setups = list(rounds[0])
+    names = [name for name, value in rounds[0][setups[0]].items() if not isinstance(value, list)]
+    medians = {s: {n: statistics.median(r[s][n] for r in rounds) for n in names} for s in setups}
+    width = max(map(len, names))
+    lines = [" " * width + "".join(f"{setup:>16}" for setup in setups)]
+    for name in names:
+        lines.append(f"{name:<{width}}" + "".join(f"{medians[setup][name]:>16}" for setup in setups))
+    text = "\n".join(lines)
+    print(text)
+    facts = {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(), "cpus": os.cpu_count(), "device": arguments.device,
+        "load": vars(load), "chunk": CHUNK, "medians": medians, "rounds": rounds,
+    }  # fmt: skip
+    (out / "engine.json").write_text(json.dumps(facts) + "\n")
+    (out / "engine.txt").write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
