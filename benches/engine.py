@@ -19,9 +19,9 @@ for each setup, as median of the rounds and for each round:
 
     ttft_first, ttft_later    milliseconds to the first token of a user's first turn and of later ones, p50 and p99
     gap                       milliseconds between tokens of an answer, p50 and p99, beside prompts of others and stores
-    tokens_per_s              prompt tokens a second
+    tokens_per_s              prompt tokens per second
     hit_tokens, own_hits      share of prompt tokens from the cache, and from vLLM's own prefix cache
-    server_cpu, engine_cpu    CPU seconds a million prompt tokens, of all processes of the server and of the engine
+    server_cpu, engine_cpu    CPU seconds per million prompt tokens, of all processes of the server and of the engine
 
 --device gpu takes a model of the shape of Llama 3 8B in bfloat16 with random weights (16 GB per setup), cpu one that fits two
 cores. Needed: vLLM, for lmcache LMCache with its CUDA extension, the kvtier package (--package, or importable), the server
@@ -130,7 +130,7 @@ def start(stack, setups, model, load, out, packages):
         pipeline_parallel=1, connector="lmcache", mla=False, wheel=packages, logs=str(logs), fork_server=None,
         start_timeout=load.start_timeout,
     )  # fmt: skip
-    # Behind those of tests/vllm, of which the last counts.
+    # They override those of tests/vllm.
     flags = ["--load-format", "dummy", "--max-model-len", str(load.length), "--max-num-seqs", str(4 * load.concurrency), *load.flags]
 
     def engine(name):

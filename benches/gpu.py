@@ -57,11 +57,11 @@ PATIENCE = 90
 class Engine:
     """An engine's pages and adapters."""
 
-    def __init__(self, pages, url, memory, instance=None, heartbeat=0.5):
+    def __init__(self, pages, url, memory, instance=None):
         from kvtier import SchedulerAdapter, WorkerAdapter
 
         self.pages, self.memory, self.model = pages, memory, f"gpu/{random.getrandbits(60):x}"
-        options = {"block_tokens": 16, "timeout": 60.0, "heartbeat": heartbeat}
+        options = {"block_tokens": 16, "timeout": 60.0, "heartbeat": 0.5}
         self.scheduler = SchedulerAdapter(url, self.model, **options)
         self.worker = WorkerAdapter(url, self.model, mode="lmcache_driven", instance_id=instance, store_timeout=60.0, **options)
         try:
@@ -566,7 +566,7 @@ def expandable(place):
 
 
 def restart(place):
-    """A server that was killed serves an engine that noticed nothing: first retrieve, then a store."""
+    """A server that was killed opens the memory of its workers again, and what they stored is right."""
     from kvrig.server import Server, our_command
 
     with tempfile.TemporaryDirectory() as directory:
@@ -574,7 +574,7 @@ def restart(place):
         server = Server(our_command(), Path(directory, "server.log"), "lmcache_driven", chunk=CHUNK, l1_gb=1, flags=flags)
         server.start()
         try:
-            engine = Engine(place.pages(), server.url, place.memory, heartbeat=60.0)
+            engine = Engine(place.pages(), server.url, place.memory)
             (stored, written), prompt = choose("random"), tokens()
             source, other = engine.pages.noise(8), engine.pages.noise(9)
             engine.pages.write(source)
@@ -582,6 +582,10 @@ def restart(place):
             engine.pages.write(other)
             server.kill()
             print(f"  up again {server.start():.2f} s after kill -9")
+            restored = find(server.get("/status")[1], "restored_workers")
+            assert restored == 1, f"{restored} workers were restored"
+            # The scheduler asks nothing before it knows that the server is back.
+            place.soon(lambda: engine.scheduler.is_healthy, "the scheduler does not find the server")
             assert engine.retrieve(prompt, written), "the first retrieve failed"
             assert same(engine.pages.read(), engine.pages.moved(source, stored, other, written)), "wrong bytes in the pages"
             engine.round_trip()
