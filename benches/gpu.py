@@ -92,15 +92,26 @@ class Engine:
         self.submit_store(f"store-{random.getrandbits(60)}", prompt, blocks, event)
         return self.stored()
 
-    def retrieve(self, prompt, blocks, skip=0, event=None, patience=40.0):
-        """Looks up and retrieves. Whether all chunks were loaded."""
-        from kvtier import LoadStoreOp
-
+    def lookup(self, prompt, patience=40.0):
+        """Looks up; returns the name of the request and the tokens found."""
         name, until = f"retrieve-{random.getrandbits(60)}", time.monotonic() + patience
         self.scheduler.maybe_submit_lookup_request(name, token_ids=prompt)
         while (found := self.scheduler.check_lookup_result(name)) is None:
             assert time.monotonic() < until, "a lookup does not end"
             time.sleep(0.001)
+        return name, found
+
+    def finds(self, prompt):
+        """Whether all tokens are found."""
+        name, found = self.lookup(prompt)
+        self.scheduler.cleanup_lookup_result(name)
+        return found == len(prompt)
+
+    def retrieve(self, prompt, blocks, skip=0, event=None, patience=40.0):
+        """Looks up and retrieves. Whether all chunks were loaded."""
+        from kvtier import LoadStoreOp
+
+        (name, found), until = self.lookup(prompt, patience), time.monotonic() + patience
         assert found == len(prompt), f"{found} tokens found of {len(prompt)}"
         op = LoadStoreOp(blocks, token_ids=prompt, start=0, end=found, skip_first_n_tokens=skip)
         self.worker.submit_retrieve_request(name, op, event or self.memory.event())
@@ -570,7 +581,7 @@ def restart(place):
     from kvrig.server import Server, our_command
 
     with tempfile.TemporaryDirectory() as directory:
-        flags = ["--cuda-driver", place.fake_driver or "auto", "--state-dir", directory]
+        flags = ["--cuda-driver", place.fake_driver or "auto", "--state-dir", directory, "--l1-restore", "on"]
         server = Server(our_command(), Path(directory, "server.log"), "lmcache_driven", chunk=CHUNK, l1_gb=1, flags=flags)
         server.start()
         try:
@@ -585,7 +596,7 @@ def restart(place):
             restored = find(server.get("/status")[1], "restored_workers")
             assert restored == 1, f"{restored} workers were restored"
             # The scheduler asks nothing before it knows that the server is back.
-            place.soon(lambda: engine.scheduler.is_healthy, "the scheduler does not find the server")
+            place.soon(lambda: engine.finds(prompt), "the prompt is not found")
             assert engine.retrieve(prompt, written), "the first retrieve failed"
             assert same(engine.pages.read(), engine.pages.moved(source, stored, other, written)), "wrong bytes in the pages"
             engine.round_trip()
