@@ -595,9 +595,9 @@ def restart(place):
             print(f"  up again {server.start():.2f} s after kill -9")
             restored = find(server.get("/status")[1], "restored_workers")
             assert restored == 1, f"{restored} workers were restored"
-            # The scheduler asks nothing before it knows that the server is back.
-            place.soon(lambda: engine.finds(prompt), "the prompt is not found")
-            assert engine.retrieve(prompt, written), "the first retrieve failed"
+            # Scheduler and worker use the cache again when they have noticed that the server is back.
+            place.soon(lambda: engine.worker.is_healthy and engine.finds(prompt), "the prompt is not found")
+            assert engine.retrieve(prompt, written), "the retrieve failed"
             assert same(engine.pages.read(), engine.pages.moved(source, stored, other, written)), "wrong bytes in the pages"
             engine.round_trip()
             engine.close()
