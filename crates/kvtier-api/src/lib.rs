@@ -4,18 +4,27 @@
 //! A reader ([`from_value`]) ignores unknown fields, and one that is missing or of another type has its default. So a command works with an older or newer server,
 //! and with LMCache's own. A field that is an `Option` without `null` in its comment is absent there.
 //!
+//! What clients of the API make of its answers is here too where several do: [`Metrics`] reads the text of `/metrics` again,
+//! [`Rates`] is what happened between two of them.
+//!
 //! The crate never knows how a value is found or shown.
 
 #![forbid(unsafe_code)]
 
+mod dashboard;
 mod devices;
 mod explanation;
 mod quota;
+mod rates;
 mod read;
 mod reload;
+mod series;
 mod status;
 mod tiers;
 
+pub use dashboard::{
+    DashboardHistory, DashboardTick, LogLine, RecentLookup, Refusals, TenantList, TierTraffic, Traffic,
+};
 pub use devices::{
     ByDirection, CudaStatus, DevicesStatus, Gpu, GpuState, Gpus, MovedBytes, Pinning,
 };
@@ -24,8 +33,10 @@ pub use quota::{
     Activity, Limit, NewQuota, NewTierQuota, QuotaChange, Tenant, TenantInTier, TenantPage,
     TierUsage, Unlimited,
 };
+pub use rates::{OperationRate, Rates};
 pub use read::from_value;
 pub use reload::{ChangedFlag, Reloaded};
+pub use series::{Metrics, Series};
 pub use status::{
     EngineDrivenInstance, EvictionStatus, KernelGroup, KvCacheLayout, KvEvents, L1EvictionStatus,
     L1Status, L2EvictionStatus, LmcacheDrivenInstance, MemoryPart, PrefetchStatus, QuotaStatus,

@@ -1,8 +1,8 @@
 //! Decides, before anything else looks at a request, whether it may be answered.
 //!
 //! Reading (GET and HEAD, and one question that is too long for a GET) takes any token, everything else an admin's; so a
-//! new route is closed unless it only reads. One path is open: `/healthcheck`, for probes that carry no token. Without tokens, every client on loopback may do
-//! everything.
+//! new route is closed unless it only reads. Open are `/healthcheck`, for probes that carry no token, and the files of the
+//! dashboard, which hold nothing of the server. Without tokens, every client on loopback may do everything.
 //!
 //! The mutex guards when refusals were last logged; no other lock is acquired inside.
 
@@ -16,7 +16,7 @@ use axum::middleware::Next;
 use axum::response::{IntoResponse as _, Response};
 use kvtier_sync::Mutex;
 
-use super::{audit, detail, origin};
+use super::{audit, detail, origin, ui};
 use crate::access::{Access, Role};
 
 /// The path that takes no token, and no turn.
@@ -107,7 +107,9 @@ pub(super) async fn gate(
     next: Next,
 ) -> Response {
     let reads = needed(&request) == Role::Read;
-    if reads && request.uri().path() == OPEN && gate.access.tokens().is_some() {
+    let path = request.uri().path();
+    let is_open = reads && (path == OPEN || ui::is_asset(path));
+    if is_open && gate.access.tokens().is_some() {
         return next.run(request).await;
     }
     let caller = match gate.admit(&request) {
@@ -115,6 +117,7 @@ pub(super) async fn gate(
         Err(refused) => return *refused,
     };
     request.extensions_mut().insert(caller.role);
+    request.extensions_mut().insert(caller.clone());
     if reads {
         return next.run(request).await;
     }

@@ -7,7 +7,7 @@ use kvtier_api::{Health, Status};
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use super::{Answer, ApiError, ErrorBody, NO_ENGINE, State, error, run_blocking};
+use super::{Answer, Api, ApiError, ErrorBody, NO_ENGINE, State, error, run_blocking};
 
 /// The release of LMCache whose HTTP API this one answers like; clients compare it.
 const LMCACHE_RELEASE: &str = "0.5.6";
@@ -37,18 +37,27 @@ pub(super) async fn root() -> Answer<Service> {
     (status = 503, description = "Not serving; `reason` has the cause", body = Health),
 ))]
 pub(super) async fn healthcheck(api: State) -> (StatusCode, Answer<Health>) {
+    let health = health(&api);
+    let code = match health.reason {
+        None => StatusCode::OK,
+        Some(_) => StatusCode::SERVICE_UNAVAILABLE,
+    };
+    (code, Answer(health))
+}
+
+/// The server's health.
+pub(super) fn health(api: &Api) -> Health {
     let reason = api.health.reason();
-    let (code, status) = match reason {
-        None => (StatusCode::OK, "healthy"),
-        Some(_) => (StatusCode::SERVICE_UNAVAILABLE, "unhealthy"),
+    let status = match reason {
+        None => "healthy",
+        Some(_) => "unhealthy",
     };
     let tiers = api.engine.get().map(|engine| engine.failed_tiers());
-    let health = Health {
+    Health {
         status: status.to_owned(),
         reason,
         failed_tiers: tiers.unwrap_or_default(),
-    };
-    (code, Answer(health))
+    }
 }
 
 /// Everything about the server's state, in the shape of LMCache's `/status`.

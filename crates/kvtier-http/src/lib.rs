@@ -24,6 +24,8 @@ mod prefetches;
 mod query;
 mod quota;
 mod quota_body;
+mod tenants;
+mod ui;
 mod waiting;
 
 use std::net::SocketAddr;
@@ -49,6 +51,7 @@ use kvtier_error::{Error, Result};
 pub use access::Access;
 pub use health::Health;
 pub use payload::Bodies;
+pub use ui::Dashboard;
 
 /// Largest request body, bytes, where a route has no other limit. The largest real one is a list of block ids.
 const BODY_LIMIT: usize = 8 << 20;
@@ -71,6 +74,8 @@ pub struct Api {
     pub access: Arc<Access>,
     /// What request bodies may hold.
     pub bodies: Arc<Bodies>,
+    /// What viewers of the dashboard share.
+    pub dashboard: Arc<Dashboard>,
 }
 
 type State = axum::extract::State<Arc<Api>>;
@@ -169,10 +174,13 @@ impl<T: Serialize> IntoResponse for Answer<T> {
 }
 
 #[derive(OpenApi)]
-#[openapi(info(
-    title = "kvtier HTTP API",
-    description = "Health, status, metrics and administration of a kvtier server."
-))]
+#[openapi(
+    info(
+        title = "kvtier HTTP API",
+        description = "Health, status, metrics and administration of a kvtier server."
+    ),
+    components(schemas(kvtier_api::DashboardHistory))
+)]
 struct Description;
 
 fn api() -> OpenApiRouter<Arc<Api>> {
@@ -192,6 +200,8 @@ fn api() -> OpenApiRouter<Arc<Api>> {
         .routes(routes!(objects::list, objects::delete))
         .routes(routes!(prefetches::result))
         .routes(routes!(prefetches::submit))
+        .routes(routes!(tenants::tenants))
+        .routes(routes!(ui::events))
         .merge(quota::quota_routes())
 }
 
@@ -209,6 +219,7 @@ fn router(api_state: Arc<Api>) -> Router {
     let (router, description) = api().split_for_parts();
     let router = router
         .route("/openapi.json", get(async move || axum::Json(description)))
+        .merge(ui::files())
         .fallback(async || detail(StatusCode::NOT_FOUND, "Not Found"))
         .method_not_allowed_fallback(async || {
             detail(StatusCode::METHOD_NOT_ALLOWED, "Method Not Allowed")
@@ -231,8 +242,17 @@ pub async fn serve(
     api: Arc<Api>,
     stop: impl Future<Output = ()> + Send + 'static,
 ) {
-    let access = Arc::clone(&api.access);
-    listen::serve(listener, access, router(api), listen::CONNECTIONS, stop).await;
+    let (access, dashboard) = (Arc::clone(&api.access), Arc::clone(&api.dashboard));
+    let stop = async {
+        stop.await;
+        // Its streams would not end by themselves.
+        dashboard.end();
+    };
+    let router = router(Arc::clone(&api));
+    tokio::select! {
+        () = listen::serve(listener, access, router, listen::CONNECTIONS, stop) => {}
+        () = api.dashboard.run(&api) => {}
+    }
 }
 
 /// Serves only `/metrics`, for `--prometheus-port`.

@@ -226,6 +226,7 @@ mod tests {
             health: Arc::new(Health::default()),
             access: Arc::new(Access::open(&config.http).unwrap()),
             bodies: Arc::new(Bodies::new(received)),
+            dashboard: Arc::default(),
         })
     }
 

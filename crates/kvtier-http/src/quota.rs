@@ -92,7 +92,8 @@ fn tenant(engine: &Engine, name: &str) -> Result<String, Error> {
     Ok(engine.salts().of_operator(salt).into_owned())
 }
 
-fn shown(salt: &str) -> &str {
+/// The tenant in paths and answers.
+pub(super) fn shown(salt: &str) -> &str {
     match salt {
         "" => DEFAULT,
         DEFAULT => CALLED_DEFAULT,
@@ -380,7 +381,7 @@ fn head(look: &Look<'_>, salt: &str, tiers: &[InTier<'_>]) -> Tenant {
 }
 
 /// All fields of a tenant.
-fn whole(look: &Look<'_>, salt: &str) -> Tenant {
+pub(super) fn whole(look: &Look<'_>, salt: &str) -> Tenant {
     let tiers = look.tenant(salt);
     let sum = |count: fn(&SaltUsage) -> u64| {
         let usages = tiers.iter().filter_map(|tier| tier.usage.as_ref());

@@ -3,20 +3,29 @@
 //! An event is one line whatever its fields hold: what clients choose, such as names of models, is escaped in every line.
 //!
 //! A thread of its own writes them to stderr, so that no other thread ever waits for the reader of stderr. What a slow
-//! reader leaves waiting is bounded; lines beyond are lost, and the log says how many.
+//! reader leaves waiting is bounded; lines beyond are lost, and the log says how many. The latest warnings and
+//! errors are also kept for the dashboard.
+//!
+//! `WARNINGS` guards those that were asked for; no other lock is acquired inside.
 
+use std::collections::VecDeque;
 use std::io::{IsTerminal, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::sync::{Arc, LazyLock, OnceLock};
+use std::time::{Duration, SystemTime};
 
-use crossbeam_channel::{Receiver, Sender, bounded, unbounded};
-use tracing::Subscriber;
-use tracing_subscriber::EnvFilter;
+use crossbeam_channel::{Receiver, Sender, TrySendError, bounded, unbounded};
+use tracing::{Event, Level, Subscriber};
+use tracing_subscriber::fmt::FormatFields as _;
+use tracing_subscriber::fmt::format::{DefaultFields, Writer};
+use tracing_subscriber::layer::{self, SubscriberExt as _};
 use tracing_subscriber::util::SubscriberInitExt as _;
+use tracing_subscriber::{EnvFilter, Layer};
 
 use crate::escape::escape;
+use kvtier_api::LogLine;
 use kvtier_config::{LogFormat, ServerConfig};
+use kvtier_sync::Mutex;
 use kvtier_sync::budget::{Budget, Charge};
 
 /// Bytes of lines that may wait: some 20,000 of them.
@@ -24,6 +33,35 @@ const WAITING: u64 = 4 << 20;
 
 /// How long the end of the process waits for the last lines.
 const FLUSH: Duration = Duration::from_secs(1);
+
+/// Warnings and errors that are kept, and bytes of each.
+const MAX_WARNINGS: usize = 50;
+const MAX_WARNING_BYTES: usize = 512;
+
+/// Those that were asked for, the oldest first.
+static WARNINGS: Mutex<VecDeque<LogLine>> = Mutex::new(VecDeque::new());
+
+/// Those since then: an event may come from inside any lock, so none is acquired for it.
+static NEW_WARNINGS: LazyLock<(Sender<LogLine>, Receiver<LogLine>)> =
+    LazyLock::new(|| bounded(MAX_WARNINGS));
+
+/// The latest warnings and errors of the process's logger, the latest first.
+pub fn latest_warnings() -> Vec<LogLine> {
+    let mut warnings = WARNINGS.lock();
+    warnings.extend(NEW_WARNINGS.1.try_iter());
+    let superfluous = warnings.len().saturating_sub(MAX_WARNINGS);
+    warnings.drain(..superfluous);
+    warnings.iter().rev().cloned().collect()
+}
+
+/// Adds one; the oldest is forgotten for it.
+fn keep(mut line: LogLine) {
+    let (sender, receiver) = &*NEW_WARNINGS;
+    while let Err(TrySendError::Full(again)) = sender.try_send(line) {
+        let _ = receiver.try_recv();
+        line = again;
+    }
+}
 
 /// Sets the process's logger. A second call changes nothing.
 ///
@@ -38,6 +76,7 @@ pub fn init(config: &ServerConfig) -> std::io::Result<Log> {
         && std::io::stderr().is_terminal()
         && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
     let (subscriber, set_filter) = subscriber(config.log_format, filter, lines);
+    let subscriber = subscriber.with(Warnings);
     // Fails only when a logger is set already, which is what the caller wanted.
     if subscriber.try_init().is_ok() {
         let _ = SET_FILTER.set(set_filter);
@@ -106,6 +145,32 @@ struct Lines {
     waiting: Arc<Budget>,
     lost: Arc<AtomicU64>,
     colored: bool,
+}
+
+/// Keeps warnings and errors, cut at [`MAX_WARNING_BYTES`].
+struct Warnings;
+
+impl<S: Subscriber> Layer<S> for Warnings {
+    fn on_event(&self, event: &Event<'_>, _: layer::Context<'_, S>) {
+        let metadata = event.metadata();
+        if *metadata.level() > Level::WARN {
+            return;
+        }
+        let mut text = String::new();
+        // Writing to a String cannot fail.
+        let _ = DefaultFields::new().format_fields(Writer::new(&mut text), event);
+        let mut text = escape(&text).into_owned();
+        while text.len() > MAX_WARNING_BYTES {
+            text.pop();
+        }
+        let at = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+        keep(LogLine {
+            at: at.map_or(0, |at| u64::try_from(at.as_millis()).unwrap_or(u64::MAX)),
+            level: metadata.level().to_string(),
+            target: metadata.target().to_owned(),
+            text,
+        });
+    }
 }
 
 /// With the time dimmed and the level in its colour.
@@ -278,6 +343,32 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn latest_warnings_are_kept_and_bounded() {
+        let (subscriber, _) = {
+            let (lines, _log) = start(std::io::sink(), WAITING, |_| {}).unwrap();
+            subscriber(LogFormat::Json, EnvFilter::new("info"), lines)
+        };
+        tracing::subscriber::with_default(subscriber.with(Warnings), || {
+            tracing::info!("not kept");
+            for number in 0..MAX_WARNINGS {
+                tracing::warn!(number, "a warning");
+            }
+            assert_eq!(latest_warnings().len(), MAX_WARNINGS);
+            let name = "m\n\u{1b}[2J";
+            tracing::error!(name, "failed: {}", "ü".repeat(MAX_WARNING_BYTES));
+            tracing::error!(name, "failed");
+        });
+        let kept = latest_warnings();
+        assert_eq!(kept.len(), MAX_WARNINGS);
+        assert_eq!(kept[0].level, "ERROR");
+        assert_eq!(kept[0].target, module_path!());
+        assert_eq!(kept[0].text, "failed name=\"m\\n\\u{1b}[2J\"");
+        assert!(kept[1].text.starts_with("failed: ü") && kept[1].text.len() <= MAX_WARNING_BYTES);
+        assert_eq!(kept[2].text, format!("a warning number={}", MAX_WARNINGS - 1));
+        assert!(kept.iter().all(|line| !line.text.contains("not kept")));
     }
 
     #[test]

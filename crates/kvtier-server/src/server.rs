@@ -19,12 +19,13 @@ use crate::clock::Clock;
 use crate::descriptors::Descriptors;
 use crate::front::{FrontEnd, RequestSocket};
 use crate::inherited::Inherited;
+use crate::logging;
 use crate::preflight;
 use crate::reload::Reloader;
 use kvtier_config::ServerConfig;
 use kvtier_engine::Engine;
 use kvtier_http::Health;
-use kvtier_http::{self as http, Access, Api};
+use kvtier_http::{self as http, Access, Api, Dashboard};
 use kvtier_metrics::Metrics;
 
 /// Threads of the HTTP runtime; a scrape or a health probe is all they serve.
@@ -80,6 +81,7 @@ impl Server {
             health: Arc::clone(&health),
             access: Arc::clone(&access),
             bodies: Arc::default(),
+            dashboard: Arc::new(Dashboard::new(logging::latest_warnings)),
         });
         let (stop_http, _) = watch::channel(false);
         let (http, http_address) = start_http(&config, &api, &mut inherited, &stop_http)?;

@@ -21,7 +21,7 @@ use kvtier_core::hashing::{ChunkHasher, lookup_chunks};
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prefetch::Cell;
 use kvtier_core::prompt::{Prompt, PromptMemory};
-use kvtier_core::{ChunkHash, GroupRow};
+use kvtier_core::{ChunkHash, GroupRow, Namespace};
 use kvtier_error::{Error, Result};
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::JobRef;
@@ -115,6 +115,7 @@ impl Lookups {
             first: hashes.first().copied(),
             tokens: asked,
             hit_tokens: hit,
+            missing: first_missing(&rows, hashes, found.hit_chunks),
             refused,
         };
         if !hashes.is_empty() {
@@ -266,6 +267,7 @@ impl Lookups {
                 found.lease.held().saturating_sub(keys_in_l1) as u64,
             );
             outcome.hit_tokens = (found.hit_chunks * chunk_size.get()) as u64;
+            outcome.missing = first_missing(&request.rows, &request.hashes, found.hit_chunks);
             recent.push(outcome);
             held.complete(&request_id, serial, &request.hashes, prefetched);
             // Wakes the waiting requests.
@@ -451,6 +453,16 @@ pub fn rows(scope: &KeyScope, instances: &[Vec<Arc<Instance>>]) -> Arc<[GroupRow
         }
     }
     rows.into()
+}
+
+/// The chunk behind a hit, in the namespace of the first row.
+fn first_missing(
+    rows: &[GroupRow],
+    hashes: &[ChunkHash],
+    hit_chunks: usize,
+) -> Option<(Arc<Namespace>, ChunkHash)> {
+    let missing = hashes.get(hit_chunks)?;
+    Some((Arc::clone(&rows.first()?.namespace), *missing))
 }
 
 /// Why lookups of these instances find nothing, if they do not.

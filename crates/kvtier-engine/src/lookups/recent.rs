@@ -6,7 +6,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvtier_core::ChunkHash;
+use kvtier_core::{ChunkHash, Namespace};
 use kvtier_sync::Mutex;
 
 /// Lookups that are remembered, of all tenants together.
@@ -27,6 +27,8 @@ pub struct RecentLookup {
     pub tokens: u64,
     /// Tokens found.
     pub hit_tokens: u64,
+    /// The first chunk that was not found, in the namespace of its first rank and object group.
+    pub missing: Option<(Arc<Namespace>, ChunkHash)>,
     /// Why nothing was looked for, as the metrics name it.
     pub refused: Option<&'static str>,
 }
@@ -71,6 +73,7 @@ mod tests {
                 first: None,
                 tokens,
                 hit_tokens: 0,
+                missing: None,
                 refused: None,
             });
         }

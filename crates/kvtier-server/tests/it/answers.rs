@@ -118,6 +118,7 @@ fn answers_have_the_recorded_fields() {
         "GET /quota?all=true&page_size=2",
         "GET /quota/alice",
         "GET /quota/carol",
+        "GET /tenants?limit=2",
         "GET /status",
         "GET /healthcheck",
         "GET /",

@@ -6,6 +6,7 @@
 mod answers;
 mod captures;
 mod checksums;
+mod dashboard;
 mod explain;
 #[path = "../../../kvtier-device/tests/it/exporter.rs"]
 #[expect(dead_code, reason = "the rest is for the tests of the device")]

@@ -1,6 +1,5 @@
 //! `kvtier top`: a server's load on the terminal, again and again.
 
-mod rates;
 mod sample;
 mod view;
 

@@ -3,11 +3,10 @@
 use std::collections::VecDeque;
 
 use indicatif::{HumanBytes, HumanCount, HumanDuration};
-use kvtier_api::{Status, TierStatus};
+use kvtier_api::{Metrics, Rates, Status, TierStatus};
 use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 
-use super::rates::Rates;
 use super::sample::Sample;
 
 /// Characters of the bar that shows how full something is.
@@ -53,7 +52,7 @@ impl View {
                 self.error = None;
                 self.before = self.last.replace(sample);
                 if let Some(rates) = self.rates() {
-                    let rate = hit_rate(&rates);
+                    let rate = rates.hit_rate();
                     self.hit_rates.push_back(rate);
                 }
                 if self.hit_rates.len() > HISTORY {
@@ -75,7 +74,10 @@ impl View {
     }
 
     fn rates(&self) -> Option<Rates<'_>> {
-        Some(Rates::between(self.before.as_ref()?, self.last.as_ref()?))
+        Some(Rates::between(
+            &self.before.as_ref()?.metrics,
+            &self.last.as_ref()?.metrics,
+        ))
     }
 
     /// The lines, the most important ones first.
@@ -94,8 +96,8 @@ impl View {
         lines.extend([Line::default(), self.traffic(&rates), transfers(&rates)]);
         lines.extend(operations(&rates));
         lines.extend(tiers(&sample.status, &rates));
-        lines.extend(gpus(sample, &rates));
-        lines.extend(tenants(sample, &rates));
+        lines.extend(gpus(&sample.metrics, &rates));
+        lines.extend(tenants(&sample.metrics, &rates));
         lines
     }
 
@@ -126,21 +128,13 @@ impl View {
 
     fn traffic(&self, rates: &Rates<'_>) -> Line<'static> {
         let asked = rates.per_second("lmcache_mp_lookup_requested_tokens_total", &[]);
-        let rate = hit_rate(rates).map_or("-".to_owned(), |rate| format!("{:.1} %", 100.0 * rate));
+        let rate = rates.hit_rate().map_or("-".to_owned(), |rate| format!("{:.1} %", 100.0 * rate));
         Line::from(vec![
             bold("hit rate "),
             Span::raw(format!("{rate:>7} of {} tokens/s  ", count(asked))),
             Span::styled(sparkline(&self.hit_rates), Style::new().fg(Color::Cyan)),
         ])
     }
-}
-
-fn hit_rate(rates: &Rates<'_>) -> Option<f64> {
-    let (hit, asked) = (
-        "lmcache_mp_lookup_hit_tokens_total",
-        "lmcache_mp_lookup_requested_tokens_total",
-    );
-    rates.part(hit, asked, &[])
 }
 
 fn bold(text: &'static str) -> Span<'static> {
@@ -300,9 +294,9 @@ fn one_tier(tier: &TierStatus, rates: &Rates<'_>) -> Line<'static> {
     ])
 }
 
-fn gpus(sample: &Sample, rates: &Rates<'_>) -> Vec<Line<'static>> {
+fn gpus(metrics: &Metrics, rates: &Rates<'_>) -> Vec<Line<'static>> {
     let name = "kvtier_gpu_copied_bytes_total";
-    let gpus = sample.values(name, "gpu");
+    let gpus = metrics.values(name, "gpu");
     let rows: Vec<_> = gpus
         .into_iter()
         .map(|gpu| {
@@ -324,13 +318,13 @@ fn gpus(sample: &Sample, rates: &Rates<'_>) -> Vec<Line<'static>> {
     title(head).into_iter().chain(rows).collect()
 }
 
-fn tenants(sample: &Sample, rates: &Rates<'_>) -> Vec<Line<'static>> {
+fn tenants(metrics: &Metrics, rates: &Rates<'_>) -> Vec<Line<'static>> {
     let name = "kvtier_tenant_bytes";
-    let mut tenants: Vec<_> = sample
+    let mut tenants: Vec<_> = metrics
         .values(name, "cache_salt")
         .into_iter()
         .map(|salt| {
-            let used = sample.sum(name, &[("cache_salt", &salt), ("tier", "l1")]);
+            let used = metrics.sum(name, &[("cache_salt", &salt), ("tier", "l1")]);
             (salt, used)
         })
         .collect();

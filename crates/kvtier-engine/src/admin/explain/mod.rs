@@ -4,6 +4,7 @@
 //! remember; other layouts, chunk sizes and world sizes; other models of the same tenant; other tenants, only for a caller
 //! that may see them all. A caller that may not sees nothing of other tenants, and no step depends on them.
 
+mod latest;
 mod place;
 mod resolve;
 mod words;
@@ -360,14 +361,7 @@ fn find_losses(
         let rows = found.iter_mut().zip(&missing).zip(place.losses(&asked));
         for ((states, chunks), losses) in rows {
             for (chunk, loss) in chunks.iter().zip(losses) {
-                let Some(loss) = loss else { continue };
-                let is_later = match &states[*chunk] {
-                    Found::Missing(Missing::Lost(_, known)) => loss.ago < known.ago,
-                    _ => true,
-                };
-                if is_later {
-                    states[*chunk] = Found::Missing(Missing::Lost(number, loss));
-                }
+                latest::note_loss(&mut states[*chunk], number, loss);
             }
         }
     }

@@ -83,6 +83,14 @@ fn is_alike(one: &ChunkRun, other: &ChunkRun) -> bool {
     state(one) == state(other)
 }
 
+/// One state in words.
+pub(super) fn text(places: &[Place<'_>], state: &Found) -> String {
+    match state {
+        Found::L1 | Found::Tier(_) => format!("{} by now", described(places, state).text),
+        Found::Missing(_) => described(places, state).text,
+    }
+}
+
 fn described(places: &[Place<'_>], state: &Found) -> ChunkRun {
     let missing = |reason: &str, text: String| ChunkRun {
         state: "missing".into(),

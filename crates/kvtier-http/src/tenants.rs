@@ -1,0 +1,119 @@
+//! The route that lists tenants in an order, some at a time.
+
+use std::cmp::Ordering;
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use axum::extract;
+use axum::http::StatusCode;
+use kvtier_api::{Tenant, TenantList};
+use kvtier_core::cache::SaltUsage;
+use kvtier_tenants::{InTier, Look};
+
+use super::query::Query;
+use super::quota::{shown, whole};
+use super::{Answer, ApiError, ErrorBody, InvalidBody, NO_ENGINE, State, error, run_blocking};
+
+/// What tenants are sorted by.
+const KEYS: [&str; 6] = [
+    "name",
+    "usage",
+    "share",
+    "hit_rate",
+    "requested_chunks",
+    "refused",
+];
+
+/// Most tenants of an answer.
+const LIMIT: i64 = 500;
+
+/// Tenants that have a quota or objects, in an order.
+///
+/// Each has all fields of `GET /quota/{salt}`.
+#[utoipa::path(get, path = "/tenants",
+    params(
+        ("sort" = Option<String>, Query, description = "`usage` (bytes in all tiers, by default), `share` (the fullest tier's part of its limit), `hit_rate`, `requested_chunks`, `refused` (objects that were not stored) or `name`"),
+        ("order" = Option<String>, Query, description = "`desc` or `asc`; by default `asc` for names and `desc` for the rest"),
+        ("search" = Option<String>, Query, description = "Only tenants whose names contain this, in any case"),
+        ("offset" = Option<i64>, Query, description = "Tenants to leave out at the start; 0 by default"),
+        ("limit" = Option<i64>, Query, description = "Most tenants of the answer, 1 to 500; 50 by default"),
+    ),
+    responses(
+        (status = 200, description = "The tenants", body = TenantList),
+        (status = 422, description = "A parameter is not allowed", body = InvalidBody),
+        (status = 503, description = "The engine is not there yet", body = ErrorBody),
+    ))]
+pub(super) async fn tenants(
+    api: State,
+    extract::Query(query): extract::Query<HashMap<String, String>>,
+) -> Result<Answer<TenantList>, ApiError> {
+    let query = Query(query);
+    let sort = query.one_of("sort", &KEYS, "usage")?;
+    let usual = if sort == "name" { "asc" } else { "desc" };
+    let is_descending = query.one_of("order", &["asc", "desc"], usual)? == "desc";
+    let search = query.text("search").unwrap_or_default().to_lowercase();
+    let offset = query.int("offset", 0..=i64::from(u32::MAX), 0)?;
+    let limit = query.int("limit", 1..=LIMIT, 50)?;
+    let none = || error(StatusCode::SERVICE_UNAVAILABLE, NO_ENGINE);
+    let quotas = Arc::clone(api.engine.get().ok_or_else(none)?.quotas());
+    let list = run_blocking(move || {
+        let look = quotas.look();
+        let known = look.known();
+        let matching = known.iter();
+        let matching = matching.filter(|salt| shown(salt).to_lowercase().contains(&search));
+        let mut matching: Vec<_> = matching.map(|salt| (key(&look, salt, sort), salt)).collect();
+        // Names are in order already.
+        matching.sort_by(|(a, _), (b, _)| match is_descending {
+            true => b.total_cmp(a),
+            false => a.total_cmp(b),
+        });
+        if sort == "name" && is_descending {
+            matching.reverse();
+        }
+        let (offset, limit) = (
+            usize::try_from(offset).unwrap_or(usize::MAX),
+            usize::try_from(limit).unwrap_or(0),
+        );
+        let tenants = matching.iter().skip(offset).take(limit);
+        let tenant = |(_, salt): &(f64, &Arc<str>)| Tenant {
+            cache_salt: Some(shown(salt).to_owned()),
+            ..whole(&look, salt)
+        };
+        TenantList {
+            total: known.len(),
+            matching: matching.len(),
+            tenants: tenants.map(tenant).collect(),
+        }
+    });
+    list.await.map(Answer)
+}
+
+/// What a tenant is sorted by.
+fn key(look: &Look<'_>, salt: &str, sort: &str) -> f64 {
+    if sort == "name" {
+        return 0.0;
+    }
+    let tiers = look.tenant(salt);
+    let sum = |count: fn(&SaltUsage) -> u64| {
+        let usages = tiers.iter().filter_map(|tier| tier.usage.as_ref());
+        usages.map(count).sum::<u64>() as f64
+    };
+    let requested = || sum(|usage| usage.requested_chunks_total);
+    match sort {
+        "share" => tiers.iter().map(share).max_by(f64::total_cmp).unwrap_or(0.0),
+        // Behind those without a hit.
+        "hit_rate" => match requested().partial_cmp(&0.0) {
+            Some(Ordering::Greater) => sum(|usage| usage.hit_chunks_total) / requested(),
+            _ => -1.0,
+        },
+        "requested_chunks" => requested(),
+        "refused" => sum(|usage| usage.over_quota_total + usage.refused_total),
+        _ => tiers.iter().map(|tier| tier.bytes as f64).sum(),
+    }
+}
+
+/// The used part of a limit that has an effect.
+fn share(tier: &InTier<'_>) -> f64 {
+    let limit = tier.grant.limit.filter(|_| tier.place.isolates);
+    limit.map_or(0.0, |limit| tier.bytes as f64 / limit.max(1) as f64)
+}

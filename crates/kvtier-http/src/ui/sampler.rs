@@ -1,0 +1,87 @@
+//! Reads the counters and the state of the server.
+
+use std::collections::BTreeMap;
+use std::time::{Instant, SystemTime};
+
+use kvtier_api::{DashboardTick, Metrics, Rates, RecentLookup, Status, Traffic};
+use kvtier_engine::Engine;
+
+use super::history::Point;
+use super::traffic;
+use crate::Api;
+use crate::info::health;
+use crate::quota::shown;
+
+/// Lookups of a tick.
+const LOOKUPS: usize = 20;
+
+/// Prefixes of the series that are read.
+const READ: [&str; 6] = [
+    "lmcache_mp_lookup",
+    "lmcache_mp_num_finished",
+    "kvtier_request_duration_seconds_bucket",
+    "kvtier_refused_requests",
+    "kvtier_l1_evicted",
+    "kvtier_gpu_copied_bytes",
+];
+
+/// What was read last.
+#[derive(Default)]
+pub(super) struct Sampler {
+    last: Option<Metrics>,
+    tiers: traffic::Tiers,
+    pub(super) traffic: Option<Traffic>,
+}
+
+impl Sampler {
+    /// Reads the counters; returns what has happened since they were last read.
+    pub(super) fn read(&mut self, engine: &Engine) -> Point {
+        let readings = engine.readings();
+        let at = Instant::now();
+        let now = Metrics::parse(at, &engine.metrics().encode(&readings), &READ);
+        let tiers = traffic::Tiers::of(at, &readings.tiers);
+        let last = self.last.as_ref();
+        self.traffic = last.map(|last| {
+            let rates = Rates::between(last, &now);
+            traffic::of(&rates, &now, tiers.since(&self.tiers))
+        });
+        (self.last, self.tiers) = (Some(now), tiers);
+        traffic::point(self.traffic.as_ref(), &readings)
+    }
+}
+
+/// The state now.
+pub(super) fn state(api: &Api) -> DashboardTick {
+    let engine = api.engine.get();
+    let at = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    let at = at.map_or(0, |at| at.as_millis());
+    let health = health(api);
+    let status = engine.map(|engine| brief(engine.status(health.reason.is_none())));
+    let lookups = engine.map_or_else(Vec::new, |engine| engine.admin().latest_lookups(LOOKUPS));
+    DashboardTick {
+        at: u64::try_from(at).unwrap_or(u64::MAX),
+        status,
+        health,
+        lookups: lookups.into_iter().map(named).collect(),
+        ..DashboardTick::default()
+    }
+}
+
+fn named(lookup: RecentLookup) -> RecentLookup {
+    RecentLookup {
+        cache_salt: shown(&lookup.cache_salt).to_owned(),
+        ..lookup
+    }
+}
+
+/// Without what is there twice, and without the layers of workers.
+fn brief(mut status: Status) -> Status {
+    let storage = &mut status.storage_manager;
+    storage.l1_managers = BTreeMap::new();
+    storage.store_controllers = BTreeMap::new();
+    storage.l1_eviction_controllers = BTreeMap::new();
+    for instance in status.cache_context_meta.values_mut() {
+        instance.kv_cache_layout.kernel_groups.clear();
+    }
+    status
+}
