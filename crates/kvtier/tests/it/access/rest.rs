@@ -129,4 +129,5 @@ scenarios! {
     without_tokens_web_pages_of_others_are_kept_out: "open.toml";
     what_is_absent_by_design_is_absent: "absent.toml";
     hostile_salts_have_exact_answers: "salts.toml";
+    dashboard_needs_a_token_for_what_it_shows: "dashboard.toml";
 }
