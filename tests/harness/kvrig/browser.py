@@ -41,7 +41,7 @@ class Browser:
                        "start of the browser")  # fmt: skip
             assert self.process.poll() is None, f"the browser ended: {log.read_text()[-2000:]}"
             port, path = place.read_text().split("\n")[:2]
-            self.socket = connect(f"ws://127.0.0.1:{port}{path}", max_size=None, compression=None, proxy=None)
+            self.socket = connect(f"ws://127.0.0.1:{port}{path}", max_size=None, compression=None, proxy=None, ping_interval=None)
         except BaseException:
             self.close()
             raise
@@ -125,8 +125,9 @@ class Page:
         return result["result"].get("value")
 
     def wait(self, expression, patience=PATIENCE):
-        """The first true value of an expression."""
-        return wait_until(lambda: self.run(expression), patience, expression, interval=0.05)
+        """Waits until an expression is true. An error, such as for what is not there yet, is not."""
+        tried = f"(() => {{ try {{ return !!({expression}); }} catch {{ return false; }} }})()"
+        wait_until(lambda: self.run(tried), patience, expression, interval=0.05)
 
     def text(self, selector):
         """The text that is seen there; none without such an element."""

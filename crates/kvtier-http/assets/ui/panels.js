@@ -97,8 +97,9 @@ function tile(title, value, detail, part) {
     element("p", { class: "quiet" }, detail));
 }
 
-function flow(title, name, rates) {
-  return tile(title, rate(rates?.per_second), `p50 below ${rates ? bound(rates, "p50") : NONE}, p99 below ${rates ? bound(rates, "p99") : NONE}`);
+function flow(title, rates) {
+  const isIdle = !rates || bound(rates, "p50") === NONE;
+  return tile(title, rate(rates?.per_second), isIdle ? "none in the last seconds" : `p50 below ${bound(rates, "p50")}, p99 below ${bound(rates, "p99")}`);
 }
 
 function tiles({ status, traffic }) {
@@ -107,9 +108,9 @@ function tiles({ status, traffic }) {
   const shown = [traffic, l1, status?.active_sessions, status?.request_port];
   replace(byId("tiles"), shown, () => [
     tile("Hit rate", percent(traffic?.hit_rate), `of ${rate(asked)} tokens/s; ${rate(traffic?.hit_tokens_l2 ?? 0)} from tiers`),
-    flow("Lookups per second", "lookups", traffic?.lookups),
-    flow("Stores per second", "stores", traffic?.stores),
-    flow("Retrieves per second", "retrieves", traffic?.retrieves),
+    flow("Lookups per second", traffic?.lookups),
+    flow("Stores per second", traffic?.stores),
+    flow("Retrieves per second", traffic?.retrieves),
     tile("L1", l1 ? percent(l1.memory_usage_ratio) : NONE, l1 ? `${bytes(l1.memory_used_bytes)} of ${bytes(l1.memory_total_bytes)}` : "", l1?.memory_usage_ratio),
     tile("Sessions", count(status?.active_sessions), status ? `${count(l1.read_locked_count)} objects leased, ${count(l1.write_locked_count)} being written` : ""),
   ]);

@@ -1,0 +1,366 @@
+"""The dashboard at /ui, in a headless Chromium."""
+
+import json
+import os
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+from kvrig.browser import Browser, find
+from kvrig.engine import tokens
+from kvrig.waiting import wait_until
+
+pytestmark = pytest.mark.ours("it has no dashboard")
+
+HOSTILE = "<img src=x onerror=document.title='hacked'>"
+ADMIN, READER = "admin-0123456789abcdef", "reader-0123456789abcdef"
+IS_LIVE = "document.querySelector('#live').textContent === 'live' && !document.querySelector('#dashboard').hidden"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    """One browser for all tests; each page has cookies and storage of its own."""
+    command = find()
+    if command is None:
+        pytest.skip("there is no chromium (tests/setup.sh, or KVTIER_CHROMIUM)")
+    browser = Browser(command, tmp_path_factory.mktemp("chromium"))
+    yield browser
+    browser.close()
+
+
+@pytest.fixture
+def visit(browser):
+    """Opens the dashboard of a server: visit(server, ...) -> Page. Its console must stay empty, but for refusals by status."""
+    pages = []
+
+    def open_page(server, expected=(), **view):
+        page = browser.open(f"{server.http}/ui", **view)
+        pages.append((page, server, expected))
+        return page
+
+    yield open_page
+    for page, server, expected in pages:
+        page.run("1")
+        unexpected = [error for error in page.errors if not any(part in error for part in expected)]
+        assert not unexpected, unexpected
+        places = {urlsplit(request["url"])[:2] for request in page.requests}
+        assert places <= {urlsplit(server.http)[:2], ("about", "")}, places
+        assert not any(token in request["url"] for request in page.requests for token in (ADMIN, READER))
+
+
+def give_tokens(tmp_path):
+    """Flags of a server with an admin's and a reader's token."""
+    file = tmp_path / "tokens"
+    file.write_text(f"admin ops {ADMIN}\nread watcher {READER}\n")
+    file.chmod(0o600)
+    return ["--http-token-file", str(file)]
+
+
+def with_token(server, method, path, token, body=None):
+    """Status and answer of a request with a token."""
+    headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(server.http + path, data, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.load(answer)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def facts(page, place, title):
+    """What the card of this title says, by name."""
+    return page.run(
+        f"Object.fromEntries([...[...document.querySelectorAll('{place} article')].find(it =>"
+        f" it.querySelector('h3').textContent.startsWith({json.dumps(title)})).querySelectorAll('dl div')].map(it =>"
+        " [it.querySelector('dt').textContent, it.querySelector('dd').textContent]))"
+    )
+
+
+def cells(page, table):
+    """The rows of a table as texts."""
+    return page.run(f"[...document.querySelectorAll('{table} tbody tr')].map(row => [...row.children].map(it => it.textContent))")
+
+
+def wait_for_text(page, selector, text):
+    """Waits until an element has this in its text."""
+    page.wait(f"document.querySelector({json.dumps(selector)})?.textContent.includes({json.dumps(text)})")
+
+
+def count(number):
+    """A number as the page shows it."""
+    return f"{number:,}"
+
+
+def test_page_says_what_status_says(serve, engines, visit, tmp_path):
+    """Memory, tiers, workers, lookups, requests and flags, from files that are small; nothing is asked of another server."""
+    tier = json.dumps({"type": "fs", "base_path": str(tmp_path / "tier")})
+    (tmp_path / "tier").mkdir()
+    server = serve("engine_shm", flags=["--l2-adapter", tier, "--instance-id", "node-7"])
+    engine = engines(server)
+    prompt = tokens(64)
+    engine.store_prompt(prompt)
+    page = visit(server)
+    page.wait(IS_LIVE)
+
+    def is_stored():
+        status = server.get("/status")[1]["storage_manager"]
+        return status if status["l2_adapters"][0]["stored_object_count"] == 4 else None
+
+    status = wait_until(is_stored, 30, "the objects in the tier")
+    page.wait("document.querySelector('#places').textContent.includes('fs-0')")
+    page.wait("[...document.querySelectorAll('#places article')][1].querySelector('dd').textContent === '4'")
+    l1, tier = facts(page, "#places", "L1"), facts(page, "#places", "fs-0")
+    assert l1["Objects"] == count(status["l1_manager"]["total_object_count"])
+    assert l1["Leased"] == count(status["l1_manager"]["read_locked_count"])
+    assert l1["Policy"].startswith(status["l1_eviction_controller"]["eviction_policy"])
+    assert tier["Objects"] == "4" and tier["Failed stores"] == "none"
+    assert "closed" in tier["Breakers"]
+    used = status["l1_manager"]["memory_used_bytes"]
+    assert f"{used / 1024:.0f} KiB" in page.text("#places .usage")
+    assert page.text("#health") == "healthy"
+    assert page.text("#instance") == "node-7"
+    [worker] = cells(page, "#worker-table")
+    assert worker[1:3] == [engine.model, "copies by itself"]
+    engine.wait_hit(prompt, 64)
+    page.wait("document.querySelectorAll('#lookup-table tbody tr').length > 0")
+    [lookup, *_] = cells(page, "#lookup-table")
+    assert lookup[1:4] == [engine.model, "_default", "64 of 64"] and lookup[4] == "all found"
+    while not page.run("document.querySelector('#operations').textContent.includes('lookup')"):
+        engine.wait_hit(prompt, 64)
+    page.click("#configuration summary")
+    wait_for_text(page, "#flags", "instance_id")
+    assert not page.run("document.querySelector('#caller:not([hidden])')")
+    paths = {urlsplit(request["url"]).path for request in page.requests}
+    files = [path for path in paths if path == "/ui" or path.startswith("/ui/") and path != "/ui/events"]
+    sizes = [len(urllib.request.urlopen(server.http + path).read()) for path in files]
+    assert len(files) == 11 and sum(sizes) < 300 * 1024, (files, sum(sizes))
+
+
+def test_charts_have_the_past(serve, engines, visit):
+    """What happened before the page was opened is drawn, and a cursor names the values of a moment."""
+    server = serve()
+    engine = engines(server)
+    prompt = tokens(48)
+    engine.store_prompt(prompt)
+    until = time.monotonic() + 5
+    while time.monotonic() < until:
+        engine.wait_hit(prompt, 48)
+    page = visit(server)
+    page.wait(IS_LIVE)
+    page.wait("document.querySelectorAll('.chart').length === 6")
+    drawn = "document.querySelectorAll('.chart .line')[%d].getAttribute('d').length"
+    page.wait(f"{drawn % 0} > 10 && {drawn % 1} > 10")
+    assert "Hit rate of tokens, now: found" in page.run("document.querySelector('.chart svg').getAttribute('aria-label')")
+    page.click("[name=span][value='300']")
+    wait_for_text(page, ".times", "5 min ago")
+    page.run(
+        "(() => { const it = document.querySelector('.plot'); const at = it.getBoundingClientRect();"
+        " it.dispatchEvent(new PointerEvent('pointermove', {clientX: at.right - 2, bubbles: true})); })()"
+    )
+    page.wait("/\\d\\d:\\d\\d:\\d\\d/.test(document.querySelector('.chart h3').textContent)")
+
+
+def test_hostile_names_stay_text(serve, engines, visit):
+    """A tenant and a model that are markup are shown as such."""
+    server = serve("engine_shm", eviction="IsolatedLRU")
+    engine = engines(server, model="<b>model</b>")
+    prompt = tokens(48)
+    engine.store_prompt(prompt, salt=HOSTILE)
+    engine.hits(prompt, HOSTILE)
+    page = visit(server)
+    page.wait(IS_LIVE)
+    wait_for_text(page, "#tenant-table", HOSTILE)
+    wait_for_text(page, "#lookup-table", HOSTILE)
+    wait_for_text(page, "#worker-table", "<b>model</b>")
+    page.click("#tenant-table td button")
+    wait_for_text(page, "#quota-title", HOSTILE)
+    assert page.run("document.querySelectorAll('img').length") == 1
+    assert page.run("document.querySelectorAll('td b, th b').length") == 0
+    assert page.run("document.title") == "kvtier"
+    page.fill("#quota-limit", "64MiB")
+    page.click("#quota [value=save]")
+    wait_for_text(page, "#toast", HOSTILE)
+    assert server.get("/tenants")[1]["tenants"][0]["tiers"]["l1"]["limit_bytes"] == 64 * 2**20
+
+
+def test_quotas_are_edited(serve, engines, visit):
+    """An operator sets, changes and removes limits, and reads why one is refused."""
+    server = serve("engine_shm", eviction="IsolatedLRU")
+    engine = engines(server)
+    engine.store_prompt(tokens(48), salt="alice")
+    page = visit(server, expected=["status of 400"])
+    page.wait(IS_LIVE)
+    wait_for_text(page, "#tenant-table", "alice")
+    quota = lambda name: server.get(f"/quota/{name}")[1]
+    page.click("#tenant-table td button")
+    page.wait("document.querySelector('#quota').open")
+    page.fill("#quota-limit", "much")
+    page.click("#quota [value=save]")
+    wait_for_text(page, "#quota .error", "users.alice: limit_gb")
+    page.fill("#quota-limit", "512MiB")
+    page.run("document.querySelector('#quota details').open = true")
+    page.fill("#quota-reserved-0", "1MiB")
+    page.click("#quota [value=save]")
+    wait_for_text(page, "#toast", "Set the quota of alice.")
+    assert quota("alice")["limit_gb"] == 0.5
+    assert quota("alice")["tiers"]["l1"]["reserved_bytes"] == 2**20
+    wait_for_text(page, "#tenant-table", "of 512 MiB in l1")
+    # What was set for one tier alone stays.
+    page.click("#tenant-table td button")
+    page.wait("document.querySelector('#quota').open")
+    page.fill("#quota-limit", "unlimited")
+    page.click("#quota [value=save]")
+    page.wait("!document.querySelector('#quota').open")
+    assert quota("alice")["limit_gb"] == "unlimited" and quota("alice")["tiers"]["l1"]["reserved_bytes"] == 2**20
+    page.click("#tenant-add")
+    page.fill("#quota-name", "__proto__")
+    page.fill("#quota-limit", "2")
+    page.click("#quota [value=save]")
+    wait_for_text(page, "#tenant-table", "__proto__")
+    assert quota("__proto__")["limit_gb"] == 2.0
+    wait_for_text(page, "#tenant-table tbody tr:first-child button", "Edit")
+    page.click("#tenant-table td button")
+    page.click("#quota [value=remove]")
+    wait_for_text(page, "#toast", "Removed the quota of alice.")
+    assert not quota("alice")["exists"]
+
+
+def test_tokens_decide_what_is_shown_and_changed(serve, visit, tmp_path):
+    """The page asks for a token, keeps it in its tab, and offers a reader no change; the route refuses one by hand."""
+    server = serve("engine_shm", eviction="IsolatedLRU", flags=give_tokens(tmp_path), fresh=True)
+    page = visit(server, expected=["status of 401", "status of 403"])
+    sign_in = "document.querySelector('#sign-in')"
+    page.wait(f"!{sign_in}.hidden && document.activeElement.id === 'token'")
+    assert page.run("document.querySelector('#dashboard').hidden")
+    page.fill("#token", "wrong-0123456789abcdef")
+    page.click("#sign-in button")
+    wait_for_text(page, "#sign-in .error", "no token known here")
+    page.fill("#token", READER)
+    page.click("#sign-in button")
+    page.wait(IS_LIVE)
+    wait_for_text(page, "#caller", "watcher (read)")
+    assert with_token(server, "PUT", "/quota/alice", ADMIN, {"limit_gb": 1})[0] == 200
+    page.fill("#tenant-search", "alice")
+    wait_for_text(page, "#tenant-table", "alice")
+    assert page.run("document.querySelector('#tenant-add').hidden")
+    assert page.run("document.querySelectorAll('#tenant-table td button').length") == 0
+    by_hand = (
+        "fetch('quota/alice', {method: 'PUT', body: '{\"limit_gb\": 9}',"
+        " headers: {authorization: 'Bearer ' + sessionStorage.getItem('kvtier-token')}}).then(it => it.status)"
+    )
+    assert page.run(by_hand) == 403
+    assert with_token(server, "GET", "/quota/alice", READER)[1]["limit_gb"] == 1.0
+    page.call("Page.reload")
+    page.wait("performance.getEntriesByType('navigation')[0].type === 'reload'")
+    page.wait(IS_LIVE)
+    page.click("#caller button")
+    page.wait(f"!{sign_in}.hidden")
+    assert page.run("sessionStorage.length + localStorage.length + document.cookie.length") == 0
+    assert "alice" not in page.run("document.body.innerText")
+    page.fill("#token", ADMIN)
+    page.click("#sign-in button")
+    wait_for_text(page, "#caller", "ops (admin)")
+    page.wait("document.querySelectorAll('#tenant-table td button').length > 0")
+    assert page.run(by_hand) == 200
+    # A token that was revoked ends the stream, and the page asks again.
+    file = tmp_path / "tokens"
+    file.write_text(f"admin other {'x' * 32}\n")
+    page.wait(f"!{sign_in}.hidden")
+    file.write_text(f"admin ops {ADMIN}\n")
+    wait_until(lambda: with_token(server, "GET", "/", ADMIN)[0] == 200, 30, "the token again")
+    server.expect_trouble("refused: no token that is known")
+    server.expect_trouble("refused: that takes the role admin")
+
+
+def test_server_that_returns_is_followed(serve, visit):
+    """The page says that the connection is lost and that its values are old, and goes on by itself."""
+    server = serve(fresh=True)
+    page = visit(server, expected=["net::ERR_"])
+    page.wait(IS_LIVE)
+    server.kill()
+    page.wait("!document.querySelector('#trouble').hidden")
+    assert "Trying again" in page.text("#trouble") and "Values are from" in page.text("#trouble")
+    assert page.run("document.body.classList.contains('stale')")
+    assert page.text("#live") == "no connection"
+    server.start()
+    page.click("#trouble button")
+    page.wait(IS_LIVE)
+    assert page.run("document.querySelector('#trouble').hidden && !document.body.classList.contains('stale')")
+
+
+def test_stop_does_not_wait_for_open_pages(serve, visit):
+    """A server with open dashboards ends at once."""
+    server = serve(fresh=True)
+    pages = [visit(server, expected=["net::ERR_"]) for _ in range(3)]
+    for page in pages:
+        page.wait(IS_LIVE)
+    status, seconds = server.stop()
+    # Connections that do not end hold it up for 2 s.
+    assert status == 0 and seconds < 1.5, seconds
+    server.start()
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_phone_has_no_sideways_scrolling(serve, engines, visit, dark):
+    """All fits a small screen, in the colours that its user prefers."""
+    server = serve("engine_shm", eviction="IsolatedLRU")
+    engine = engines(server, model="models/" + "long-" * 20)
+    engine.store_prompt(tokens(48), salt="tenant-" * 15)
+    engine.hits(tokens(48), "tenant-" * 15)
+    page = visit(server, width=360, height=740, phone=True, dark=dark)
+    page.wait(IS_LIVE)
+    wait_for_text(page, "#tenant-table", "tenant-")
+    wait_for_text(page, "#lookup-table", "tenant-")
+    assert page.run("[document.documentElement.scrollWidth, innerWidth]") == [360, 360]
+    brightness = lambda it, what: sum(
+        int(part) for part in page.run(f"getComputedStyle(document.querySelector('{it}')).{what}.match(/\\d+/g).slice(0, 3)")
+    )
+    back, text = brightness("body", "backgroundColor"), brightness("body", "color")
+    assert (back < 150 and text > 600) if dark else (back > 600 and text < 150), (back, text)
+
+
+def test_ten_thousand_tenants_stay_usable(serve, visit):
+    """They are sorted and searched by the server, and few of them are in the page at a time."""
+    server = serve(eviction="IsolatedLRU")
+    users = {f"tenant-{number:05}": {"limit_gb": number} for number in range(10_000)}
+    assert server.request("PUT", "/quota", {"users": users})[0] == 200
+    page = visit(server)
+    page.wait(IS_LIVE)
+    wait_for_text(page, "#tenant-range", "1 to 50 of 10,000")
+    page.click("[data-sort=name]")
+    page.wait("document.querySelector('#tenant-table tbody th').textContent === 'tenant-00000'")
+    assert page.run("document.querySelector('#tenant-table th[aria-sort=ascending]').textContent").startswith("Tenant")
+    page.click("[data-sort=name]")
+    page.wait("document.querySelector('#tenant-table tbody th').textContent === 'tenant-09999'")
+    page.click("#tenant-next")
+    wait_for_text(page, "#tenant-range", "51 to 100 of 10,000")
+    page.fill("#tenant-search", "0123")
+    wait_for_text(page, "#tenant-range", "1 to 11 of 11")
+    page.fill("#tenant-search", "absent")
+    wait_for_text(page, "#tenant-table", "No tenant has that in its name.")
+    page.fill("#tenant-search", "")
+    wait_for_text(page, "#tenant-range", "1 to 50 of 10,000")
+    assert page.run("document.querySelectorAll('*').length") < 2500
+
+
+def test_prompt_is_explained(serve, engines, visit):
+    """The form asks why a prompt misses, and takes what vLLM answers to /tokenize."""
+    server = serve("engine_shm")
+    engine = engines(server)
+    prompt = tokens(48)
+    engine.store_prompt(prompt[:32])
+    page = visit(server)
+    page.wait(IS_LIVE)
+    page.fill("#explain-model", engine.model)
+    page.fill("#explain-tokens", "no numbers")
+    page.click("#explain [type=submit]")
+    wait_for_text(page, "#explain .error", "Give token ids")
+    page.fill("#explain-tokens", json.dumps({"count": 48, "tokens": list(prompt)}))
+    page.click("#explain [type=submit]")
+    page.wait("document.querySelectorAll('#explain tbody tr').length === 2")
+    assert cells(page, "#explain") == [["0 to 1", "in L1"], ["2", "never stored, as far back as the server remembers"]]
+    assert page.text("#explain .error") == ""
