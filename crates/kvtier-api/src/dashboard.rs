@@ -5,11 +5,11 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
+use crate::Health;
 use crate::devices::ByDirection;
 use crate::quota::Tenant;
 use crate::rates::OperationRate;
 use crate::status::Status;
-use crate::Health;
 
 /// What a viewer needs once: the data of the event `history`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]

@@ -23,7 +23,8 @@ mod status;
 mod tiers;
 
 pub use dashboard::{
-    DashboardHistory, DashboardTick, LogLine, RecentLookup, Refusals, TenantList, TierTraffic, Traffic,
+    DashboardHistory, DashboardTick, LogLine, RecentLookup, Refusals, TenantList, TierTraffic,
+    Traffic,
 };
 pub use devices::{
     ByDirection, CudaStatus, DevicesStatus, Gpu, GpuState, Gpus, MovedBytes, Pinning,

@@ -61,7 +61,9 @@ pub(super) async fn tenants(
         let known = look.known();
         let matching = known.iter();
         let matching = matching.filter(|salt| shown(salt).to_lowercase().contains(&search));
-        let mut matching: Vec<_> = matching.map(|salt| (key(&look, salt, sort), salt)).collect();
+        let mut matching: Vec<_> = matching
+            .map(|salt| (key(&look, salt, sort), salt))
+            .collect();
         // Names are in order already.
         matching.sort_by(|(a, _), (b, _)| match is_descending {
             true => b.total_cmp(a),
@@ -100,7 +102,11 @@ fn key(look: &Look<'_>, salt: &str, sort: &str) -> f64 {
     };
     let requested = || sum(|usage| usage.requested_chunks_total);
     match sort {
-        "share" => tiers.iter().map(share).max_by(f64::total_cmp).unwrap_or(0.0),
+        "share" => tiers
+            .iter()
+            .map(share)
+            .max_by(f64::total_cmp)
+            .unwrap_or(0.0),
         // Behind those without a hit.
         "hit_rate" => match requested().partial_cmp(&0.0) {
             Some(Ordering::Greater) => sum(|usage| usage.hit_chunks_total) / requested(),

@@ -367,7 +367,10 @@ mod tests {
         assert_eq!(kept[0].target, module_path!());
         assert_eq!(kept[0].text, "failed name=\"m\\n\\u{1b}[2J\"");
         assert!(kept[1].text.starts_with("failed: ü") && kept[1].text.len() <= MAX_WARNING_BYTES);
-        assert_eq!(kept[2].text, format!("a warning number={}", MAX_WARNINGS - 1));
+        assert_eq!(
+            kept[2].text,
+            format!("a warning number={}", MAX_WARNINGS - 1)
+        );
         assert!(kept.iter().all(|line| !line.text.contains("not kept")));
     }
 

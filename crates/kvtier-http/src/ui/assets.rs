@@ -122,7 +122,14 @@ mod tests {
         for asset in &ASSETS {
             let text = std::str::from_utf8(asset.bytes).unwrap();
             let text = text.replace("http://www.w3.org/2000/svg", "");
-            for part in ["http:", "https:", "innerHTML", "insertAdjacentHTML", "eval(", "style="] {
+            for part in [
+                "http:",
+                "https:",
+                "innerHTML",
+                "insertAdjacentHTML",
+                "eval(",
+                "style=",
+            ] {
                 assert!(!text.contains(part), "{} has {part}", asset.path);
             }
         }

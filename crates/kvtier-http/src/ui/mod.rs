@@ -357,6 +357,9 @@ mod tests {
         let Poll::Ready(Some(tick)) = poll(&mut body) else {
             panic!("no tick");
         };
-        assert!(tick.contains("\"reason\":\"engine not initialized\"") && tick.contains("\"status\":null"));
+        assert!(
+            tick.contains("\"reason\":\"engine not initialized\"")
+                && tick.contains("\"status\":null")
+        );
     }
 }

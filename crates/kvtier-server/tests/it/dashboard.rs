@@ -2,7 +2,6 @@
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::TcpStream;
-use std::time::Duration;
 
 use kvtier_client::Scope;
 use serde_json::{Value, json};
@@ -12,14 +11,21 @@ use crate::l2::{store, with_tiers};
 use crate::support::{PATIENCE, TestServer, given_stored, prompt};
 
 /// A stream of events.
-struct Events(BufReader<TcpStream>);
+struct Events {
+    stream: BufReader<TcpStream>,
+    /// Whether its end was read.
+    is_complete: bool,
+}
 
 impl Events {
     fn open(server: &TestServer) -> Self {
         let mut stream = TcpStream::connect(server.http_address()).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
         write!(stream, "GET /ui/events HTTP/1.1\r\nhost: localhost\r\n\r\n").unwrap();
-        let mut events = Self(BufReader::new(stream));
+        let mut events = Self {
+            stream: BufReader::new(stream),
+            is_complete: false,
+        };
         let head = events.line().unwrap();
         assert_eq!(head, "HTTP/1.1 200 OK");
         while !events.line().unwrap().is_empty() {}
@@ -29,7 +35,7 @@ impl Events {
     /// None at the end.
     fn line(&mut self) -> Option<String> {
         let mut line = String::new();
-        let length = self.0.read_line(&mut line).unwrap();
+        let length = self.stream.read_line(&mut line).unwrap();
         (length > 0).then(|| line.trim_end().to_owned())
     }
 
@@ -37,21 +43,12 @@ impl Events {
     fn next(&mut self, name: &str) -> Option<Value> {
         let length = usize::from_str_radix(&self.line()?, 16).unwrap();
         let mut chunk = vec![0; length + 2];
-        self.0.read_exact(&mut chunk).unwrap();
+        self.stream.read_exact(&mut chunk).unwrap();
+        self.is_complete = length == 0;
         let text = String::from_utf8(chunk).unwrap();
         let event = text.strip_prefix(&format!("event: {name}\ndata: "));
         let data = event.map(|event| event.strip_suffix("\n\n\r\n").unwrap());
         (length > 0).then(|| serde_json::from_str(data.unwrap()).unwrap())
-    }
-
-    /// The first tick that has this.
-    fn tick(&mut self, has: impl Fn(&Value) -> bool) -> Value {
-        loop {
-            let tick = self.next("tick").unwrap();
-            if has(&tick) {
-                return tick;
-            }
-        }
     }
 }
 
@@ -73,7 +70,10 @@ fn events_have_the_history_and_the_state() {
     }
     assert_eq!(tick["health"], json!({ "status": "healthy" }));
     assert_eq!(shown["l1_manager"]["total_object_count"], 3);
-    assert_eq!(tick["status"]["non_cuda_context_meta"]["1"]["model_name"], *scope.model_name);
+    assert_eq!(
+        tick["status"]["non_cuda_context_meta"]["1"]["model_name"],
+        *scope.model_name
+    );
     assert_eq!(shown["l1_managers"], json!({}));
     // What happens is in a later one, and in the history.
     let mut lookups = 0;
@@ -90,7 +90,10 @@ fn events_have_the_history_and_the_state() {
     let again = Events::open(&server).next("history").unwrap();
     let points = again["series"]["lookups"].as_array().unwrap();
     assert_eq!(json!(points.len()), again["sequence"]);
-    assert!(points.iter().any(|point| point.as_f64() > Some(0.0)), "{points:?}");
+    assert!(
+        points.iter().any(|point| point.as_f64() > Some(0.0)),
+        "{points:?}"
+    );
     worker.close().unwrap();
     server.assert_sound();
 }
@@ -110,10 +113,16 @@ fn latest_lookups_say_what_they_missed() {
     let lookups = tick["lookups"].as_array().unwrap();
     let seen: Vec<_> = lookups.iter().map(|lookup| &lookup["missing"]).collect();
     assert!(
-        seen[0].as_str().unwrap().starts_with("removed from L1 0 s ago"),
+        seen[0]
+            .as_str()
+            .unwrap()
+            .starts_with("removed from L1 0 s ago"),
         "{seen:?}"
     );
-    assert_eq!(*seen[1], "never stored, as far back as the server remembers");
+    assert_eq!(
+        *seen[1],
+        "never stored, as far back as the server remembers"
+    );
     assert_eq!(*seen[2], Value::Null);
     assert_eq!(lookups[2]["hit_tokens"], 48);
     assert_eq!(lookups[2]["cache_salt"], "_default");
@@ -126,11 +135,10 @@ fn stop_ends_streams_at_once() {
     let mut events = Events::open(&server);
     events.next("history").unwrap();
     events.next("tick").unwrap();
-    let began = std::time::Instant::now();
     drop(server);
     while events.next("tick").is_some() {}
-    // Less than the time that open connections may hold up a stop.
-    assert!(began.elapsed() < Duration::from_secs(60));
+    // The stream has its end: it was not cut off after the time that connections may hold up a stop.
+    assert!(events.is_complete);
 }
 
 /// Names of the tenants of an answer.
@@ -138,7 +146,9 @@ fn listed(server: &TestServer, query: &str) -> (Value, Vec<String>) {
     let (status, list) = json_of(server, "GET", &format!("/tenants{query}"), "");
     assert_eq!(status, 200, "{list}");
     let tenants = list["tenants"].as_array().unwrap();
-    let names = tenants.iter().map(|tenant| tenant["cache_salt"].as_str().unwrap().to_owned());
+    let names = tenants
+        .iter()
+        .map(|tenant| tenant["cache_salt"].as_str().unwrap().to_owned());
     let counts = json!([list["total"], list["matching"]]);
     (counts, names.collect())
 }
@@ -156,23 +166,42 @@ fn tenants_are_listed_in_the_order_asked_for() {
     }
     for (name, limit) in [("empty", "1MiB"), ("small", "16KiB"), ("Large", "1GiB")] {
         let body = json!({ "limit_gb": limit }).to_string();
-        assert_eq!(request(&server, "PUT", &format!("/quota/{name}"), &body).0, 200);
+        assert_eq!(
+            request(&server, "PUT", &format!("/quota/{name}"), &body).0,
+            200
+        );
     }
     let all = json!([4, 4]);
     for (query, expected) in [
         ("", ["Large", hostile, "small", "empty"]),
         ("?order=asc", ["empty", "small", hostile, "Large"]),
         ("?sort=name", [hostile, "Large", "empty", "small"]),
-        ("?sort=name&order=desc", ["small", "empty", "Large", hostile]),
+        (
+            "?sort=name&order=desc",
+            ["small", "empty", "Large", hostile],
+        ),
     ] {
         let (counts, names) = listed(&server, query);
-        assert_eq!((&counts, &names[..]), (&all, &expected.map(str::to_owned)[..]), "{query}");
+        assert_eq!(
+            (&counts, &names[..]),
+            (&all, &expected.map(str::to_owned)[..]),
+            "{query}"
+        );
     }
     assert_eq!(listed(&server, "?sort=share").1[0], "small");
-    assert_eq!(listed(&server, "?search=LARGE"), (json!([4, 1]), vec!["Large".to_owned()]));
+    assert_eq!(
+        listed(&server, "?search=LARGE"),
+        (json!([4, 1]), vec!["Large".to_owned()])
+    );
     assert_eq!(listed(&server, "?offset=1&limit=2").1, [hostile, "small"]);
     assert_eq!(listed(&server, "?offset=4").1, [""; 0]);
-    for query in ["?sort=bytes", "?order=up", "?limit=0", "?limit=501", "?offset=-1"] {
+    for query in [
+        "?sort=bytes",
+        "?order=up",
+        "?limit=0",
+        "?limit=501",
+        "?offset=-1",
+    ] {
         let (status, answer) = json_of(&server, "GET", &format!("/tenants{query}"), "");
         assert_eq!(status, 422, "{query}: {answer}");
     }

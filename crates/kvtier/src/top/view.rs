@@ -128,7 +128,9 @@ impl View {
 
     fn traffic(&self, rates: &Rates<'_>) -> Line<'static> {
         let asked = rates.per_second("lmcache_mp_lookup_requested_tokens_total", &[]);
-        let rate = rates.hit_rate().map_or("-".to_owned(), |rate| format!("{:.1} %", 100.0 * rate));
+        let rate = rates
+            .hit_rate()
+            .map_or("-".to_owned(), |rate| format!("{:.1} %", 100.0 * rate));
         Line::from(vec![
             bold("hit rate "),
             Span::raw(format!("{rate:>7} of {} tokens/s  ", count(asked))),

@@ -37,7 +37,9 @@ impl Admin {
 
 /// Where these chunks are, or what became of them.
 fn states(places: &[Place<'_>], chunks: &[&(Arc<Namespace>, ChunkHash)]) -> Vec<Found> {
-    let asked = chunks.iter().map(|(it, hash)| (it, std::slice::from_ref(hash)));
+    let asked = chunks
+        .iter()
+        .map(|(it, hash)| (it, std::slice::from_ref(hash)));
     let asked: Vec<_> = asked.collect();
     let mut found = vec![Found::Missing(Missing::NeverSeen); chunks.len()];
     if chunks.is_empty() {
