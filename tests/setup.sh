@@ -6,7 +6,7 @@
 #
 # They live in $KVTIER_E2E_HOME (default ~/.cache/kvtier-e2e): venv/ (6.4 GiB: vLLM for CPU, LMCache, torch),
 # model/ (a tiny random Llama), model-mla/ (a DeepSeek-V2), clients/ (earlier LMCache and pyzmq releases, Valkey, NIXL and Mooncake, 1.0 GiB)
-# and tools/ (Prometheus on a Debian). First run: about 3 minutes and 4 GB of downloads. Needs Python 3.11 with venv.
+# and tools/ (Prometheus on a Debian). As root on a Debian it also installs chromium. First run: about 3 minutes and 4 GB of downloads. Needs Python 3.11 with venv.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 home=${KVTIER_E2E_HOME:-$HOME/.cache/kvtier-e2e}
@@ -91,6 +91,13 @@ unpack_prometheus() {
   rm -rf "$part"
 }
 
+# Debian's Chromium, for the tests of the dashboard; it needs libraries of the system. Without it they skip themselves.
+install_chromium() {
+  [ "$(id -u)" = 0 ] || return 1
+  DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null 2>&1 ||
+    { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
+}
+
 # An earlier vLLM, of the lock beside it, for stages that ask for it by name; prints its folder.
 unpack_vllm() {
   local folder=$home/pairs/$1
@@ -124,6 +131,10 @@ fi
 if [ ! -x "$home/tools/prometheus/usr/bin/prometheus" ] && command -v apt-get dpkg >/dev/null; then
   echo "tests/setup.sh: unpacking Prometheus into $home/tools"
   unpack_prometheus || echo "tests/setup.sh: no package prometheus was found: its tests will be skipped" >&2
+fi
+if [ -z "${KVTIER_CHROMIUM:-}" ] && ! command -v chromium >/dev/null && command -v apt-get >/dev/null; then
+  echo "tests/setup.sh: installing Chromium"
+  install_chromium || echo "tests/setup.sh: Chromium cannot be installed: the tests of the dashboard will be skipped" >&2
 fi
 for kind in "" -mla; do
   if [ "$(cat "$model$kind/.stamp" 2>/dev/null)" != "$(fingerprint "$here/vllm/make_model.py")" ]; then

@@ -1,7 +1,9 @@
 """The dashboard at /ui, in a headless Chromium."""
 
 import json
+import math
 import os
+import random
 import time
 import urllib.error
 import urllib.request
@@ -11,6 +13,7 @@ from urllib.parse import urlsplit
 import pytest
 from kvrig.browser import Browser, find
 from kvrig.engine import tokens
+from kvrig.layouts import BLOCK_TOKENS
 from kvrig.waiting import wait_until
 
 pytestmark = pytest.mark.ours("it has no dashboard")
@@ -362,3 +365,54 @@ def test_prompt_is_explained(serve, engines, visit):
     page.wait("document.querySelectorAll('#explain tbody tr').length === 2")
     assert cells(page, "#explain") == [["0 to 1", "in L1"], ["2", "never stored, as far back as the server remembers"]]
     assert page.text("#explain .error") == ""
+
+
+@pytest.mark.skipif(not os.environ.get("KVTIER_SCREENSHOTS"), reason="pictures for docs/images: only with KVTIER_SCREENSHOTS=FOLDER")
+def test_screenshots(serve, engines, visit, tmp_path):
+    """Pictures of a server with some minutes of load, small enough for the repository."""
+    from PIL import Image
+
+    folder = Path(os.environ["KVTIER_SCREENSHOTS"])
+    (tmp_path / "nvme").mkdir()
+    tier = {"type": "fs", "name": "nvme", "base_path": str(tmp_path / "nvme"), "max_capacity_gb": 0.05,
+            "eviction": {"eviction_policy": "IsolatedLRU"}}  # fmt: skip
+    flags = ["--l2-adapter", json.dumps(tier), "--instance-id", "node-7", "--quota-file", str(tmp_path / "quotas")]
+    server = serve("lmcache_driven", l1_gb=0.03, eviction="IsolatedLRU", flags=flags)
+    models = ["meta-llama/Llama-3.1-70B-Instruct", "Qwen/Qwen3-32B"]
+    busy = [engines(server, model=model) for model in models]
+    tenants = ["search", "support-chat", "code-review", "batch-eval", "internal-docs", "mobile"]
+    for salt, limit in zip(tenants, ["8MiB", "24MiB", "16MiB", "unlimited", "12MiB", "4MiB"], strict=True):
+        assert server.request("PUT", f"/quota/{salt}", {"limit_gb": limit})[0] == 200
+    until, chance = time.monotonic() + float(os.environ.get("KVTIER_SCREENSHOT_SECONDS", 240)), random.Random(18)
+    while (left := until - time.monotonic()) > 0:
+        salt = chance.choices(tenants, [6, 5, 4, 3, 2, 1])[0]
+        # Some prompts return often, and those of one tenant hardly ever.
+        seed = chance.randrange(5000) if salt == "batch-eval" else int(chance.paretovariate(0.8)) % 200
+        prompt, engine = tokens(96 + 16 * (seed % 4), seed), busy[seed % 2]
+        request, hit = engine.lookup(prompt, salt=salt)
+        blocks, first = engine.blocks_for(len(prompt)), hit // BLOCK_TOKENS
+        if hit > 0:
+            assert engine.worker.retrieve(request, prompt, 0, hit, blocks[:first], salt).ok
+        if hit < len(prompt):
+            engine.worker.store(request, prompt, hit, len(prompt), blocks[first:], salt)
+        engine.end(request)
+        time.sleep(0.005 + 0.015 * abs(math.sin(left / 25)))
+
+    def save(name, page, width, height, **view):
+        page.show(width, height, **view)
+        page.wait(IS_LIVE)
+        page.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        page.picture(folder / name)
+        with Image.open(folder / name) as picture:
+            picture.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(folder / name, optimize=True)
+        assert (folder / name).stat().st_size < 150 * 1024
+
+    page = visit(server, width=1280, height=860)
+    page.wait(IS_LIVE)
+    page.click("[name=span][value='300']")
+    page.wait("document.querySelectorAll('#lookup-table tbody tr').length > 10")
+    save("dashboard.png", page, 1280, 860)
+    save("dashboard-dark.png", page, 1280, 860, dark=True)
+    save("dashboard-phone.png", page, 390, 844, phone=True)
+    page.run("document.querySelector('#tenants').scrollIntoView()")
+    save("dashboard-tenants.png", page, 1280, 620)

@@ -45,13 +45,13 @@ function take(name, data) {
   live();
 }
 
-/** Draws once per frame, and not while nobody looks. */
+/** Draws once per frame, and not while the page is hidden. */
 function draw() {
   if (isDrawn || tick === null) return;
   isDrawn = true;
   requestAnimationFrame(() => {
     isDrawn = false;
-    showPanels(tick);
+    showPanels(tick, history);
     drawCharts(history, tick.status, span_);
     if (tick.status) knowModels(tick.status);
   });

@@ -42,10 +42,10 @@ export function drawCharts(history, status, seconds) {
   for (const chart of charts) chart.draw(history, seconds);
 }
 
-/** @param {Object} tick */
-export function showPanels(tick) {
+/** @param {Object} tick @param {import("./chart.js").History} history */
+export function showPanels(tick, history) {
   head(tick);
-  tiles(tick);
+  tiles(tick, history);
   const { status, traffic } = tick;
   if (!status) return;
   places(status, traffic);
@@ -102,12 +102,23 @@ function flow(title, rates) {
   return tile(title, rate(rates?.per_second), isIdle ? "none in the last seconds" : `p50 below ${bound(rates, "p50")}, p99 below ${bound(rates, "p99")}`);
 }
 
-function tiles({ status, traffic }) {
+/** Tokens found of those that were asked for in the last minute. */
+function lastMinute(history) {
+  const points = Math.round(60 / history.interval);
+  const asked = history.series.requested_tokens.slice(-points);
+  const hits = history.series.hit_rate.slice(-points);
+  const all = asked.reduce((sum, tokens) => sum + (tokens ?? 0), 0);
+  const found = asked.reduce((sum, tokens, at) => sum + (tokens ?? 0) * (hits[at] ?? 0), 0);
+  return all > 0 ? found / all : null;
+}
+
+function tiles({ status, traffic }, history) {
   const l1 = status?.storage_manager.l1_manager;
   const asked = traffic?.requested_tokens ?? 0;
-  const shown = [traffic, l1, status?.active_sessions, status?.request_port];
+  const hitRate = lastMinute(history);
+  const shown = [traffic, hitRate, l1, status?.active_sessions];
   replace(byId("tiles"), shown, () => [
-    tile("Hit rate", percent(traffic?.hit_rate), `of ${rate(asked)} tokens/s; ${rate(traffic?.hit_tokens_l2 ?? 0)} from tiers`),
+    tile("Hit rate of the last minute", percent(hitRate), `now ${rate(asked)} tokens/s asked for, ${rate(traffic?.hit_tokens_l2 ?? 0)} found in tiers`),
     flow("Lookups per second", traffic?.lookups),
     flow("Stores per second", traffic?.stores),
     flow("Retrieves per second", traffic?.retrieves),
