@@ -9,7 +9,7 @@ use axum::{Extension, extract};
 use kvtier_core::object_key::ShownSalt;
 
 use super::Answer;
-use super::gate::Caller;
+use super::access::Caller;
 
 /// Longest method that is logged in full; no honest client sends a longer one.
 const METHOD: usize = 16;

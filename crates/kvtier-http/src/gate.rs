@@ -17,7 +17,7 @@ use axum::response::{IntoResponse as _, Response};
 use kvtier_sync::Mutex;
 
 use super::{audit, detail, origin, ui};
-use crate::access::{Access, Role};
+use crate::access::{Access, Caller, Role};
 
 /// The path that takes no token, and no turn.
 pub(super) const OPEN: &str = "/healthcheck";
@@ -31,14 +31,6 @@ const QUIET: Duration = Duration::from_secs(1);
 /// Where a request came from; every connection adds it to its requests.
 #[derive(Clone, Copy)]
 pub(super) struct Peer(pub(super) SocketAddr);
-
-/// Whose request it is.
-#[derive(Clone)]
-pub(super) struct Caller {
-    pub(super) name: String,
-    pub(super) role: Role,
-    pub(super) peer: String,
-}
 
 /// What the gate knows.
 pub(super) struct Gate {

@@ -1,10 +1,10 @@
 // The page: signs in, follows the stream of events, and passes each one to the panels.
 
 import { History } from "./chart.js";
-import { span } from "./format.js";
+import { clock, span } from "./format.js";
 import { byId } from "./dom.js";
 import { ask, hasToken, Refused, setToken, Stream } from "./server.js";
-import { drawCharts, lastSeen, showFlags, showPanels } from "./panels.js";
+import { drawCharts, showFlags, showPanels } from "./panels.js";
 import { startTenants, stopTenants } from "./tenants.js";
 import { knowModels, makeExplain } from "./explain.js";
 
@@ -73,7 +73,7 @@ function live() {
   if (document.body.dataset.state === "signed-out") return;
   const place = byId("live");
   const trouble = byId("trouble");
-  const since = received && tick ? ` Values are from ${lastSeen(tick.at)}.` : "";
+  const since = received && tick ? ` Values are from ${clock(tick.at)}.` : "";
   const isOld = problem !== null || (received > 0 && Date.now() - received > STALE);
   document.body.classList.toggle("stale", isOld && tick !== null);
   place.textContent = isOld ? "no connection" : received ? "live" : "connecting";

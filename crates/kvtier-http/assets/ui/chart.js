@@ -61,9 +61,11 @@ function columns(values, points, largest) {
   return made;
 }
 
-function line(values, top) {
+/** @param {Array<number|null>} values @param {number} top @param {number} [least]  the lower end of a logarithmic axis */
+function line(values, top, least) {
   const x = (at) => ((WIDTH * at) / Math.max(1, values.length - 1)).toFixed(1);
-  const y = (value) => (HEIGHT * (1 - Math.min(value, top) / top)).toFixed(1);
+  const part = (value) => (least ? Math.log(Math.max(value, least) / least) / Math.log(top / least) : value / top);
+  const y = (value) => (HEIGHT * (1 - Math.min(1, part(value)))).toFixed(1);
   let path = "";
   let area = "";
   values.forEach((value, at) => {
@@ -87,6 +89,7 @@ export class Chart {
    * @param {(value: number) => string} options.format
    * @param {number} [options.top]  a fixed upper end
    * @param {boolean} [options.bytes]
+   * @param {number} [options.least]  the lower end, of a logarithmic axis
    * @param {boolean} [options.largest]  of several points in a column */
   constructor(options) {
     this.options = options;
@@ -105,7 +108,7 @@ export class Chart {
     this.picture.append(...(options.series.length === 1 ? this.areas : []), ...this.lines, this.cursor);
     const legend = options.series.map(({ label }, at) =>
       element("li", {}, element("i", { class: `s${at}` }), `${label} `, this.values[at]));
-    this.plot = element("div", { class: "plot" }, this.picture, this.top, element("span", { class: "zero" }, options.format(0)));
+    this.plot = element("div", { class: "plot" }, this.picture, this.top, element("span", { class: "zero" }, options.format(options.least ?? 0)));
     this.element = element("figure", { class: "card chart" },
       element("figcaption", {}, element("h3", {}, options.title, " ", this.when), element("ul", { class: "legend" }, legend)),
       this.plot,
@@ -120,17 +123,17 @@ export class Chart {
 
   /** @param {History} history @param {number} seconds */
   draw(history, seconds) {
-    const { series, top, largest, bytes } = this.options;
+    const { series, top, largest, bytes, least } = this.options;
     const points = Math.round(seconds / history.interval);
     this.drawn = series.map(({ name }) => columns(history.series[name] ?? [], points, largest));
     this.history = history;
     this.seconds = seconds;
     const most = Math.max(0, ...this.drawn.flat().filter(known));
-    const end = top ?? ceiling(most, bytes);
+    const end = top ?? (least ? 10 ** Math.ceil(Math.log10(Math.max(most, 100 * least)) - 1e-6) : ceiling(most, bytes));
     this.top.textContent = this.options.format(end);
     this.start.textContent = `${seconds / 60} min ago`;
     this.drawn.forEach((values, at) => {
-      const { path, area } = line(values, end);
+      const { path, area } = line(values, end, least);
       this.lines[at].setAttribute("d", path);
       this.areas[at].setAttribute("d", area);
     });

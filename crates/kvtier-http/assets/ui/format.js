@@ -52,7 +52,7 @@ export function percent(part) {
 /** A latency. @param {number} seconds */
 export function latency(seconds) {
   if (!known(seconds)) return NONE;
-  if (seconds >= 10) return "> 10 s";
+  if (seconds > 10) return "> 10 s";
   if (seconds >= 1) return `${seconds.toFixed(seconds < 2 ? 1 : 0)} s`;
   if (seconds >= 1e-3) return `${+(seconds * 1e3).toPrecision(3)} ms`;
   return `${+(seconds * 1e6).toPrecision(3)} µs`;

@@ -1,6 +1,6 @@
 // The panels that follow the stream. Each takes a tick.
 
-import { bound, byteRate, bytes, clock, count, known, latency, moment, NONE, percent, rate, span } from "./format.js";
+import { bound, byteRate, bytes, count, known, latency, moment, NONE, percent, rate, span } from "./format.js";
 import { byId, element, facts, meter, pill, replace, table } from "./dom.js";
 import { Chart } from "./chart.js";
 
@@ -12,14 +12,15 @@ const CHARTS = [
     format: rate,
   },
   {
-    title: "Latency, 99 of 100 below",
+    title: "Latency, p99 below",
     series: [{ name: "lookup_p99", label: "lookups" }, { name: "store_p99", label: "stores" }, { name: "retrieve_p99", label: "retrieves" }],
     format: latency,
     largest: true,
+    least: 1e-5,
   },
   { title: "L1 in use", series: [{ name: "l1_used_bytes", label: "used" }], format: bytes, bytes: true, top: "l1" },
   {
-    title: "Evicted from L1, stored below, loaded",
+    title: "Eviction of L1, and tiers",
     series: [{ name: "l1_evicted_bytes", label: "evicted" }, { name: "l2_stored_bytes", label: "stored" }, { name: "l2_loaded_bytes", label: "loaded" }],
     format: byteRate,
     bytes: true,
@@ -99,7 +100,7 @@ function tile(title, value, detail, part) {
 
 function flow(title, rates) {
   const isIdle = !rates || bound(rates, "p50") === NONE;
-  return tile(title, rate(rates?.per_second), isIdle ? "none in the last seconds" : `p50 below ${bound(rates, "p50")}, p99 below ${bound(rates, "p99")}`);
+  return tile(title, rate(rates?.per_second), isIdle ? "none in the last seconds" : `p50 < ${bound(rates, "p50")}, p99 < ${bound(rates, "p99")}`);
 }
 
 /** Tokens found of those that were asked for in the last minute. */
@@ -118,7 +119,7 @@ function tiles({ status, traffic }, history) {
   const hitRate = lastMinute(history);
   const shown = [traffic, hitRate, l1, status?.active_sessions];
   replace(byId("tiles"), shown, () => [
-    tile("Hit rate of the last minute", percent(hitRate), `now ${rate(asked)} tokens/s asked for, ${rate(traffic?.hit_tokens_l2 ?? 0)} found in tiers`),
+    tile("Hit rate, last minute", percent(hitRate), `of ${rate(asked)} tokens/s now, ${rate(traffic?.hit_tokens_l2 ?? 0)} from tiers`),
     flow("Lookups per second", traffic?.lookups),
     flow("Stores per second", traffic?.stores),
     flow("Retrieves per second", traffic?.retrieves),
@@ -316,9 +317,4 @@ export function showFlags(sections) {
   byId("flags").replaceChildren(...Object.entries(sections).map(([section, flags]) => element("div", {},
     element("h3", {}, section),
     facts(Object.entries(flags ?? {}).map(([flag, value]) => [flag, shown(value)])))));
-}
-
-/** @param {number} at  milliseconds since 1970 of the last tick */
-export function lastSeen(at) {
-  return clock(at);
 }

@@ -19,6 +19,14 @@ use tokio_rustls::rustls;
 pub(crate) use tokens::{Role, Tokens};
 use watched::Watched;
 
+/// Whose request it is.
+#[derive(Clone)]
+pub(crate) struct Caller {
+    pub(crate) name: String,
+    pub(crate) role: Role,
+    pub(crate) peer: String,
+}
+
 /// Tokens and certificates; both are read again when their files have changed.
 pub struct Access {
     host: String,

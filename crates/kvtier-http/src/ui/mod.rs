@@ -23,7 +23,7 @@ use kvtier_sync::Mutex;
 use tokio::sync::{Notify, Semaphore, watch};
 use tokio::time::MissedTickBehavior;
 
-use super::gate::Caller;
+use super::access::Caller;
 use super::{Api, ApiError, DetailBody, detail};
 pub(crate) use assets::is_asset;
 use events::Viewer;

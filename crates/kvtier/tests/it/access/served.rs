@@ -283,7 +283,18 @@ impl Answer {
 fn talk(mut stream: impl Read + Write, request: &[u8]) -> Answer {
     stream.write_all(request).unwrap();
     let mut bytes = Vec::new();
-    stream.read_to_end(&mut bytes).unwrap();
+    // The dashboard's events have no end: as far as the first tick.
+    let is_complete = |bytes: &[u8]| {
+        let text = String::from_utf8_lossy(bytes);
+        text.contains("event: tick\ndata: ") && text.ends_with("\n\n\r\n")
+    };
+    let mut part = [0; 16 << 10];
+    while !is_complete(&bytes) {
+        match stream.read(&mut part).unwrap() {
+            0 => break,
+            length => bytes.extend_from_slice(&part[..length]),
+        }
+    }
     let text = String::from_utf8(bytes).unwrap();
     let (head, body) = text
         .split_once("\r\n\r\n")
