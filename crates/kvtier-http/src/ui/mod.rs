@@ -362,4 +362,30 @@ mod tests {
                 && tick.contains("\"status\":null")
         );
     }
+
+    #[tokio::test]
+    async fn serving_ends_although_a_dashboard_is_open() {
+        use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let address = listener.local_addr().unwrap();
+        let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+        let serving = crate::serve(listener, api(None), async { drop(stopped.await) });
+        let serving = tokio::spawn(serving);
+        let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
+        stream
+            .write_all(b"GET /ui/events HTTP/1.1\r\nhost: localhost\r\n\r\n")
+            .await
+            .unwrap();
+        let (mut text, mut part) = (String::new(), [0; 1024]);
+        while !text.contains("event: tick") {
+            let length = stream.read(&mut part).await.unwrap();
+            text += std::str::from_utf8(&part[..length]).unwrap();
+        }
+        stop.send(()).unwrap();
+        // Requests in flight are finished, and this is one.
+        serving.await.unwrap();
+        stream.read_to_string(&mut text).await.unwrap();
+        assert!(text.ends_with("0\r\n\r\n"), "{text}");
+    }
 }

@@ -375,13 +375,17 @@ fn description_lists_every_existing_route() {
         "/quota/{salt}",
         "/api/quota",
         "/api/quota/{salt}",
+        "/tenants",
+        "/ui/events",
     ];
     let mut described: Vec<_> = paths.keys().map(String::as_str).collect();
     described.sort_unstable();
     let mut expected_sorted = expected.to_vec();
     expected_sorted.sort_unstable();
     assert_eq!(described, expected_sorted);
-    for (path, methods) in paths {
+    // Its answer has no end; `dashboard.rs` reads it.
+    let finite = paths.iter().filter(|(path, _)| *path != "/ui/events");
+    for (path, methods) in finite {
         for (method, operation) in methods.as_object().unwrap() {
             let (status, ..) = request(&server, &method.to_uppercase(), path, "");
             assert!(
