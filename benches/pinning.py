@@ -22,7 +22,7 @@ from pathlib import Path
 PORTABLE_AND_MAPPED = 3
 MADV_HUGEPAGE, MADV_NOHUGEPAGE, MADV_POPULATE_WRITE = 14, 15, 23
 MIB = 1 << 20
-# What is done with the memory: touched before, way (threads, MiB a piece, pause in ms), huge pages; pinned or only touched.
+# What is done with the memory: touched before, way (threads, MiB of a piece, pause in ms), huge pages; pinned or only touched.
 WAYS = {
     "nothing": None,
     "touch, 1 thread": dict(pin=False, threads=1, piece=0.5),
