@@ -48,6 +48,11 @@ def check_and_stop(server):
         status, seconds = server.stop()
         assert status == 0 or server.peer, f"exit status {status} after SIGTERM\n{server.tail()}"
         left = [path for path in leftovers if os.path.exists(path)]
+        if "--l1-restore" in server.flags:
+            # For the next server of the instance, and there is none.
+            for path in left:
+                os.unlink(path)
+            left = []
         assert not left, f"left in shared memory: {left}"
         assert seconds < STOP_TIMEOUT or server.peer, f"took {seconds:.1f} s to stop"
     else:

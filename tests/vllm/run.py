@@ -16,6 +16,7 @@
                                behind vLLM's own prefix cache
   run.py ... --remote resp     two servers that share a tier of this type: an engine at the second hits what one at the first
                                has stored
+  run.py ... --take-over       servers that take over from each other while an engine serves 20 requests at once
   run.py ... --wheel DIR       engines of an earlier vLLM or LMCache; with --silent-scheduler for LMCache 0.5.0 to 0.5.5
   run.py ... --fresh           every engine is a new process, as an operator starts it, instead of a fork of one that has
                                imported vLLM; always so with several workers and with --mla
@@ -46,6 +47,8 @@ from kvrig.report import Report
 from kvrig.server import Server, free_port, our_command, peer_command
 from mla import MlaCases
 from remote import RemoteCases, RemoteTier
+from take_over import TakeOverCases
+from take_over import flags as take_over_flags
 
 MODES = ["lmcache_driven", "engine_shm", "engine_pickle"]
 # In these the server has a second tier; in the others a restart forgets everything.
@@ -68,6 +71,7 @@ def options():
     parser.add_argument("--connector", choices=["lmcache", "kvtier"], default="lmcache", help="vLLM's connector")
     parser.add_argument("--package", help="directory with the Python package kvtier, for its connector")
     parser.add_argument("--remote", choices=["resp", "s3"], help="type of the tier that two servers share")
+    parser.add_argument("--take-over", action="store_true", help="servers take over from each other under load")
     parser.add_argument("--wheel", action="append", default=[], metavar="DIR",
                         help="an unpacked earlier vLLM or LMCache, in front of the engine's packages; may be repeated")  # fmt: skip
     parser.add_argument("--transfer-mode", help="what the engine's LMCache calls the mode, if not as 0.5.6 does")
@@ -93,6 +97,8 @@ def options():
         parser.error("--brief, --mla, --tensor-parallel and --pipeline-parallel need --connector kvtier")
     if chosen.mla:
         chosen.block_size = 16
+    if chosen.take_over:
+        chosen.kv_blocks = max(chosen.kv_blocks, 160)
     chosen.model = chosen.model or os.path.join(home, "model-mla" if chosen.mla else "model")
     return chosen
 
@@ -113,11 +119,13 @@ def main():
         ours = chosen.connector == "kvtier"
         log = Path(chosen.logs) / f"server-{run_name(chosen, mode)}.log"
         log.unlink(missing_ok=True)
-        directory = Path(chosen.logs) / f"tier-{mode}" if mode in WITH_TIER and not ours and not chosen.remote else None
+        directory = Path(chosen.logs) / f"tier-{mode}" if mode in WITH_TIER and not ours and not chosen.remote and not chosen.take_over else None
         flags = chosen.server_flag
         remote = chosen.remote and RemoteTier(chosen.remote, Path(chosen.logs) / f"{chosen.remote}-{mode}")
         if remote:
             flags = flags + remote.flags
+        if chosen.take_over:
+            flags = flags + take_over_flags(Path(chosen.logs) / f"state-{run_name(chosen, mode)}")
         if directory:
             shutil.rmtree(directory, ignore_errors=True)
             flags = flags + (tiers.adapter("fs", base_path=directory) if chosen.peer else tiers.fs(directory))
@@ -140,6 +148,8 @@ def main():
                     RemoteCases(chosen, prompts, known, server, report).run_remote(second)
                 finally:
                     finish(second, report, f"{run_name(chosen, mode)}-second")
+            elif chosen.take_over:
+                TakeOverCases(chosen, prompts, known, server, report).run_take_over()
             elif chosen.mla:
                 MlaCases(chosen, prompts, known, server, report).run_mla()
             elif chosen.tensor_parallel * chosen.pipeline_parallel > 1:
@@ -200,6 +210,11 @@ def finish(server, report, name):
     files = server.shm_files()
     status, seconds = server.stop()
     left = [path for path in files if os.path.exists(path)]
+    if "--l1-restore" in server.flags:
+        # For the next server of the instance, and there is none.
+        for path in left:
+            os.unlink(path)
+        left = []
     ok = (status == 0 or server.peer) and not left
     report.check(f"{name}/server-stops", ok, f"exit status {status} after {seconds:.1f} s, left: {left}")
     trouble = server.unexpected_trouble()

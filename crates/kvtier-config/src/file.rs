@@ -13,10 +13,13 @@ use kvtier_l2::redact;
 use super::command::command;
 use super::flags::ServerArgs;
 use super::reload::Given;
-use super::{Parsed, ServerConfig, effect, gpu, peer, show};
+use super::{Parsed, RunMode, ServerConfig, effect, gpu, peer, show};
 
 /// Keys that are named for one that is unknown.
 const SUGGESTIONS: usize = 3;
+
+/// What a command line has and no file: how the process runs.
+const ONLY_ARGUMENTS: &[&str] = &["config", "check-config", "take-over", "help", "version"];
 
 /// How much they look like it at least, of 1.
 const LIKENESS: f64 = 0.7;
@@ -78,7 +81,11 @@ pub(super) fn parse_with_file(args: Vec<OsString>) -> Result<Parsed> {
             "--strict-flags: without effect: {flags}"
         )));
     }
-    let check_only = args.check_config;
+    let mode = match (args.check_config, args.take_over) {
+        (true, _) => RunMode::Check,
+        (false, true) => RunMode::TakeOver,
+        (false, false) => RunMode::Start,
+    };
     Ok(Parsed::Run {
         config: Box::new(ServerConfig {
             shown: redact::value(&values),
@@ -86,7 +93,7 @@ pub(super) fn parse_with_file(args: Vec<OsString>) -> Result<Parsed> {
             gpu_flags: gpu::given(&merged),
             ..args.resolve(ignored)?
         }),
-        check_only,
+        mode,
     })
 }
 
@@ -116,9 +123,9 @@ fn flags_in_file(path: &Path, given: &ArgMatches) -> Result<Vec<OsString>> {
                 "keys {other:?} and {key:?} are the same; give one of them"
             )));
         }
-        let known = command.get_arguments().find(|arg| {
-            arg.get_long() == Some(&name) && name != "config" && name != "check-config"
-        });
+        let known = command
+            .get_arguments()
+            .find(|arg| arg.get_long() == Some(&name) && !ONLY_ARGUMENTS.contains(&name.as_str()));
         let negated = command
             .get_arguments()
             .find(|arg| arg.get_long() == Some(&format!("no-{name}")));
@@ -177,7 +184,7 @@ fn nearest<'a>(command: &'a Command, name: &str) -> Vec<&'a str> {
         .get_arguments()
         .filter(|arg| !arg.is_hide_set())
         .filter_map(|arg| arg.get_long())
-        .filter(|name| !["config", "check-config", "help", "version"].contains(name))
+        .filter(|name| !ONLY_ARGUMENTS.contains(name))
         .collect();
     let likeness = |other: &&str| strsim::jaro_winkler(other, name);
     names.retain(|name| likeness(name) > LIKENESS);

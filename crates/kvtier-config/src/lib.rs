@@ -64,6 +64,17 @@ pub fn in_gib(bytes: u64) -> f64 {
     bytes as f64 / GIB as f64
 }
 
+/// What to do with a configuration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RunMode {
+    /// Start a server.
+    Start,
+    /// `--take-over`: take over from the one that runs.
+    TakeOver,
+    /// `--check-config`: report and stop.
+    Check,
+}
+
 /// What a command line asks for.
 #[derive(Debug)]
 pub enum Parsed {
@@ -71,8 +82,8 @@ pub enum Parsed {
     Run {
         /// The checked configuration.
         config: Box<ServerConfig>,
-        /// `--check-config`: report and stop.
-        check_only: bool,
+        /// What to do with it.
+        mode: RunMode,
     },
     /// `--help` or `--version`: text to print, then stop.
     Print(String),

@@ -5,6 +5,7 @@ use std::ffi::OsString;
 use std::fmt;
 
 use kvtier_error::{Error, Result};
+use kvtier_memory::checksum::checksum128;
 use serde_json::Value;
 
 use super::{L2Config, Parsed, ServerConfig};
@@ -26,6 +27,9 @@ pub(super) const LIVE: &[&str] = &[
     "worker-reap-timeout-seconds",
     "worker-registration-grace-seconds",
 ];
+
+/// Flags that may differ between a server and the one that takes over from it, besides [`LIVE`] ones.
+const FREE_IN_TAKE_OVER: &[&str] = &["control-workers", "log-format", "transfer-workers"];
 
 /// Values by flag, without the dashes in front.
 type Values = BTreeMap<String, Value>;
@@ -91,6 +95,30 @@ impl ServerConfig {
             .hint("no flag was changed"));
         }
         Ok((self.with_live_values(*config), changes))
+    }
+
+    /// Checksums of the flags that a server and the one which takes over from it have in common, secrets among them, and of the
+    /// seed of hashes, which is no flag.
+    pub fn lasting_flags(&self) -> BTreeMap<String, String> {
+        let is_free = |flag: &str| LIVE.contains(&flag) || FREE_IN_TAKE_OVER.contains(&flag);
+        let flags = self.given.values.iter();
+        let flags = flags.filter(|(flag, _)| !is_free(flag));
+        let flags = flags.map(|(flag, value)| (format!("--{flag}"), value.to_string()));
+        let seed = std::env::var("PYTHONHASHSEED").unwrap_or_default();
+        flags
+            .chain([("PYTHONHASHSEED".to_owned(), seed)])
+            .map(|(flag, value)| (flag, format!("{:032x}", checksum128(value.as_bytes()))))
+            .collect()
+    }
+
+    /// The value of a flag for people: secrets are hidden.
+    pub fn shown_flag(&self, flag: &str) -> Option<String> {
+        let shown = flags_by_name(&self.shown);
+        let value = shown.get(flag.strip_prefix("--")?)?;
+        Some(match value {
+            Value::Null => "its default".to_owned(),
+            value => value.to_string(),
+        })
     }
 
     /// This configuration with the live values of another. What is derived from the machine stays: a default of L1's size

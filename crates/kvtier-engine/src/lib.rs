@@ -22,6 +22,8 @@ mod admin;
 mod answer;
 mod context;
 mod devices;
+mod hand_over;
+mod handed;
 mod housekeeping;
 mod instances;
 mod lookups;
@@ -34,6 +36,7 @@ mod transfers;
 mod workers;
 
 use std::num::NonZeroUsize;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -42,6 +45,7 @@ pub use admin::{
     Admin, ChecksumError, ExplainError, PrefetchError, PrefetchJob, PrefetchResult, TenantView,
 };
 pub use answer::Answer;
+pub use hand_over::EngineState;
 pub use housekeeping::INTERVAL as HOUSEKEEPING_INTERVAL;
 pub use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_l1::Clock;
@@ -52,7 +56,7 @@ pub use reply::{Reply, ReplyTarget};
 use kvtier_config::{Change, ServerConfig};
 use kvtier_core::cache::Removed;
 use kvtier_core::prompt::{Prompt, PromptReader};
-use kvtier_l1::{Instance, L1, L1Tenants, open_arena};
+use kvtier_l1::{Instance, L1, L1Tenants, Succession, open_arena};
 use kvtier_metrics::{Metrics, Readings};
 use kvtier_proto::chunk::CHUNK_TOKENS_FEATURE;
 use kvtier_proto::generation::Release;
@@ -96,8 +100,12 @@ pub struct Caller {
 ///
 /// # Errors
 /// Another server has it.
-fn open_state(config: &ServerConfig) -> Result<Result<StateDir, String>> {
+fn open_state(config: &ServerConfig, lock: Option<OwnedFd>) -> Result<Result<StateDir, String>> {
     let settings = &config.state;
+    if let (Ok(base), Some(lock)) = (&settings.base, lock) {
+        let state = StateDir::adopt(base, &settings.instance, lock);
+        return state.map(Ok).map_err(|error| error.context("--state-dir"));
+    }
     let base = match &settings.base {
         Ok(base) => base,
         Err(reason) => {
@@ -145,22 +153,31 @@ impl Engine {
     /// # Errors
     /// One line with what is unavailable and the flag that asks for it.
     pub fn new(config: Arc<ServerConfig>, metrics: Arc<Metrics>) -> Result<Self> {
-        let (context, quotas) = Self::open(config, metrics)?;
+        let (context, quotas) = Self::open(config, metrics, None)?;
         Ok(Self::over(context, quotas))
     }
 
-    fn open(config: Arc<ServerConfig>, metrics: Arc<Metrics>) -> Result<(Context, Quotas)> {
+    /// With the lock of the state directory of a process that hands over.
+    fn open(
+        config: Arc<ServerConfig>,
+        metrics: Arc<Metrics>,
+        lock: Option<OwnedFd>,
+    ) -> Result<(Context, Quotas)> {
+        let succession = match lock {
+            Some(_) => Succession::TakeOver,
+            None => Succession::Restart,
+        };
         let chunk_size = NonZeroUsize::new(config.chunk_size as usize)
             .ok_or_else(|| Error::refused("--chunk-size: 0 is not allowed"))?;
         let salts = Salts::open(&config.tenants)?;
-        let state = open_state(&config)?;
+        let state = open_state(&config, lock)?;
         let quotas = Opened::open(&config, state.as_ref().ok(), &salts)?;
         let instance = state.as_ref().ok().map(|state| Instance {
             name: &config.state.instance,
             folder: state.id(),
             tenants: salts.number(),
         });
-        let (arena, kept) = open_arena(&config, instance)?;
+        let (arena, kept) = open_arena(&config, instance, succession)?;
         let arena = Arc::new(arena);
         let devices = Devices::find(&config, &arena)?;
         if let Some(warning) = devices.warning(&config) {

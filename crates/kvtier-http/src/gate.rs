@@ -18,6 +18,7 @@ use kvtier_sync::Mutex;
 
 use super::{audit, detail, origin, ui};
 use crate::access::{Access, Caller, Role};
+use crate::changes::Changes;
 
 /// The path that takes no token, and no turn.
 pub(super) const OPEN: &str = "/healthcheck";
@@ -36,12 +37,14 @@ pub(super) struct Peer(pub(super) SocketAddr);
 pub(super) struct Gate {
     access: Arc<Access>,
     strangers: Strangers,
+    changes: Changes,
 }
 
 impl Gate {
-    pub(super) fn new(access: Arc<Access>) -> Arc<Self> {
+    pub(super) fn new(access: Arc<Access>, changes: Changes) -> Arc<Self> {
         Arc::new(Self {
             access,
+            changes,
             strangers: Strangers::default(),
         })
     }
@@ -113,6 +116,10 @@ pub(super) async fn gate(
     if reads {
         return next.run(request).await;
     }
+    let Some(_running) = gate.changes.enter().await else {
+        let text = "another process of the server has taken over; ask again";
+        return refuse(StatusCode::SERVICE_UNAVAILABLE, text);
+    };
     let entry = audit::Entry::of(&mut request, caller).await;
     let answer = next.run(request).await;
     entry.end(&answer);

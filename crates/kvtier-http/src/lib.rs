@@ -10,6 +10,7 @@ mod access;
 mod audit;
 mod body;
 mod cache;
+mod changes;
 mod config;
 mod explain;
 mod gate;
@@ -49,6 +50,7 @@ use kvtier_engine::Engine;
 use kvtier_error::{Error, Result};
 
 pub use access::Access;
+pub use changes::{Changes, PausedChanges};
 pub use health::Health;
 pub use payload::Bodies;
 pub use ui::Dashboard;
@@ -76,6 +78,8 @@ pub struct Api {
     pub bodies: Arc<Bodies>,
     /// What viewers of the dashboard share.
     pub dashboard: Arc<Dashboard>,
+    /// Requests that change something.
+    pub changes: Changes,
 }
 
 type State = axum::extract::State<Arc<Api>>;
@@ -230,7 +234,7 @@ fn router(api_state: Arc<Api>) -> Router {
 
 /// With the gate around all of it.
 fn gated(router: Router<Arc<Api>>, api: Arc<Api>) -> Router {
-    let gate = gate::Gate::new(Arc::clone(&api.access));
+    let gate = gate::Gate::new(Arc::clone(&api.access), api.changes.clone());
     router
         .layer(from_fn_with_state(gate, gate::gate))
         .with_state(api)

@@ -175,6 +175,7 @@ fn check_len<const LIMIT: usize>(len: u64) -> Result<(), ApiError> {
 
 #[cfg(test)]
 mod tests {
+    use crate::changes::Changes;
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::{OnceLock, mpsc};
 
@@ -227,6 +228,7 @@ mod tests {
             access: Arc::new(Access::open(&config.http).unwrap()),
             bodies: Arc::new(Bodies::new(received)),
             dashboard: Arc::default(),
+            changes: Changes::default(),
         })
     }
 

@@ -6,6 +6,7 @@
 //!
 //! The mutex guards what is withheld; nothing is acquired inside, and it is dropped outside.
 
+use std::collections::HashSet;
 use std::time::Duration;
 
 use kvtier_core::cache::{Cache, ReadLease, Reservation, Restored};
@@ -95,6 +96,31 @@ impl Heritage {
             tracing::info!("memory that clients of the server before may have copied is free");
             arena.trim();
         }
+    }
+
+    /// Splits off the memory in these slots, each with its position in a request; `None` unless all of it is withheld.
+    pub fn claim_store(&self, places: &[(u32, u32)]) -> Option<Reservation<L1Allocator>> {
+        self.with_withheld(|held| held.memory.split_off(places))?
+    }
+
+    /// A lease on the readable objects in these slots that are withheld.
+    pub fn claim_retrieve(&self, slots: &[u32]) -> Option<ReadLease<L1Allocator>> {
+        self.with_withheld(|held| held.objects.claim(slots))
+    }
+
+    /// Withholds the objects in these slots no longer: they have leases of their own.
+    pub fn release_claimed(&self, slots: &HashSet<u32>) {
+        self.with_withheld(|held| held.objects.release(slots));
+        let is_empty = |held: &mut Withheld| held.memory.is_empty() && held.objects.is_empty();
+        drop(self.withheld.lock().take_if(is_empty));
+    }
+
+    /// Outside of the lock, before other threads look.
+    fn with_withheld<T>(&self, work: impl FnOnce(&mut Withheld) -> T) -> Option<T> {
+        let mut held = self.withheld.lock().take()?;
+        let done = work(&mut held);
+        *self.withheld.lock() = Some(held);
+        Some(done)
     }
 
     /// Number of objects with memory that is withheld, and their bytes.

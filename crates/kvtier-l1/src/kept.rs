@@ -12,12 +12,14 @@ use std::ops::Range;
 use std::time::Duration;
 
 use kvtier_config::ServerConfig;
-use kvtier_core::cache::{Cache, CacheConfig, Restored};
+use kvtier_core::cache::{Cache, CacheConfig, DetachedLedger, Restored};
 use kvtier_core::ledger::{Identity, Ledger, Snapshot, Words, max_words};
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_extent::Extent;
 use kvtier_memory::checksum::checksum128;
-use kvtier_memory::{Arena, ArenaError, ArenaKind, SharedWords, remove_kept};
+use kvtier_memory::{
+    Arena, ArenaError, ArenaKind, Ownership, SegmentLock, SharedWords, remove_kept,
+};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::allocator::L1Allocator;
@@ -65,6 +67,15 @@ pub struct Instance<'a> {
     pub tenants: u64,
 }
 
+/// How an arena comes from the server before.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Succession {
+    /// That server has ended, or there was none.
+    Restart,
+    /// It runs, and hands the arena over or goes on with it: there is no other arena.
+    TakeOver,
+}
+
 /// What is beside an arena.
 pub struct Kept(Ledgers);
 
@@ -75,6 +86,15 @@ enum Ledgers {
     New(Ledger<SegmentWords>),
     /// The objects of the server before.
     Old(Ledger<SegmentWords>, Snapshot),
+    /// Those of a server that still runs, and the locks of its segments.
+    Pending(Ledger<SegmentWords>, Snapshot, Vec<SegmentLock>),
+}
+
+/// What a server takes over once the one before has let it go.
+#[derive(Debug)]
+pub struct Pending {
+    pub(super) ledger: DetachedLedger,
+    pub(super) locks: Vec<SegmentLock>,
 }
 
 impl Instance<'_> {
@@ -90,6 +110,7 @@ impl fmt::Debug for Kept {
             Ledgers::None => "None",
             Ledgers::New(_) => "New",
             Ledgers::Old(..) => "Old",
+            Ledgers::Pending(..) => "Pending",
         };
         f.debug_tuple("Kept").field(&name).finish()
     }
@@ -106,11 +127,18 @@ pub fn boot_time() -> u64 {
 /// `None` for a server that keeps nothing.
 ///
 /// # Errors
-/// As [`create_arena`]; another server has the segments.
-pub fn open_arena(config: &ServerConfig, instance: Option<Instance<'_>>) -> Result<(Arena, Kept)> {
+/// As [`create_arena`]; another server has the segments. A server that takes over gets the arena of the one before or an error.
+pub fn open_arena(
+    config: &ServerConfig,
+    instance: Option<Instance<'_>>,
+    succession: Succession,
+) -> Result<(Arena, Kept)> {
     let unkept = || Ok((create_arena(config)?, Kept(Ledgers::None)));
     let Some(instance) = instance else {
-        return unkept();
+        return match succession {
+            Succession::Restart => unkept(),
+            Succession::TakeOver => Err(Error::refused("there is no state directory")),
+        };
     };
     // Memory that clients do not map has a name all the same, for the next server.
     let private = format!("kvtier_private_{:016x}", instance.number());
@@ -118,12 +146,15 @@ pub fn open_arena(config: &ServerConfig, instance: Option<Instance<'_>>) -> Resu
     let reason = match () {
         () if !config.l1_restore => "--l1-restore off".to_owned(),
         () if config.l1_hugepages => "hugepages end with the process".to_owned(),
-        () => match find(config, name, instance) {
+        () => match find(config, name, instance, succession) {
             Ok((arena, kept)) => return Ok((with_privacy(config, arena), kept)),
             Err(error) if error.kind() == ErrorKind::InUse => return Err(error),
             Err(error) => error.to_string(),
         },
     };
+    if succession == Succession::TakeOver {
+        return Err(Error::new(ErrorKind::Unavailable, reason).context("L1"));
+    }
     tracing::info!(reason, "L1 starts empty");
     for old in [
         name,
@@ -173,17 +204,34 @@ fn with_privacy(config: &ServerConfig, arena: Arena) -> Arena {
 ///
 /// # Errors
 /// Why there are none; [`ErrorKind::InUse`] if another server has them.
-fn find(config: &ServerConfig, name: &str, instance: Instance<'_>) -> Result<(Arena, Kept)> {
+fn find(
+    config: &ServerConfig,
+    name: &str,
+    instance: Instance<'_>,
+    succession: Succession,
+) -> Result<(Arena, Kept)> {
+    let ownership = match succession {
+        Succession::Restart => Ownership::Locked,
+        Succession::TakeOver => Ownership::Pending,
+    };
     let absent = |why: &str| Error::new(ErrorKind::Unavailable, why);
     let failed = |error: ArenaError| match error {
         ArenaError::NameInUse { .. } => Error::new(ErrorKind::InUse, error),
         error => Error::new(ErrorKind::Unavailable, error),
     };
-    let arena = Arena::find(name, config.l1_bytes).map_err(failed)?;
+    let arena = Arena::find(name, config.l1_bytes, ownership).map_err(failed)?;
     let (arena, old) = arena.ok_or_else(|| absent("no earlier server has left one"))?;
     let len = max_words(arena.len() / config.l1_align_bytes);
-    let words = SharedWords::find(&format!("{name}{LEDGER}"), len).map_err(failed)?;
+    let words = SharedWords::find(&format!("{name}{LEDGER}"), len, ownership).map_err(failed)?;
     let words = words.ok_or_else(|| absent("the earlier one has no ledger"))?;
+    let locks = match succession {
+        Succession::Restart => Ok(Vec::new()),
+        Succession::TakeOver => arena.lock().and_then(|of_arena| {
+            let of_ledger = words.lock()?;
+            Ok(of_arena.into_iter().chain([of_ledger]).collect::<Vec<_>>())
+        }),
+    };
+    let locks = locks.map_err(|error| Error::io("its locks", error))?;
     let now = boot_time();
     let identity = identity(config, &arena, instance, now)?;
     let align = config.l1_align_bytes;
@@ -191,6 +239,12 @@ fn find(config: &ServerConfig, name: &str, instance: Instance<'_>) -> Result<(Ar
     let opened = Ledger::open(SegmentWords(words), &identity, now, old, align);
     let (mut ledger, snapshot) = opened
         .map_err(|(error, _)| absent("the earlier one's ledger is not used").source(error))?;
+    if succession == Succession::TakeOver {
+        if snapshot.rejected().total() > 0 || snapshot.has_unrecorded_grant() {
+            return Err(absent("its ledger is not complete"));
+        }
+        return Ok((arena, Kept(Ledgers::Pending(ledger, snapshot, locks))));
+    }
     let lost = match () {
         () if snapshot.has_unrecorded_grant() => Some("whose grant could not be recorded"),
         () if snapshot.has_lost_granted() => Some("that this configuration has another use for"),
@@ -245,29 +299,51 @@ impl Kept {
     /// Memory that clients of the server before may still copy.
     pub(super) fn granted(&self) -> impl Iterator<Item = Extent> {
         let snapshot = match &self.0 {
-            Ledgers::Old(_, snapshot) => Some(snapshot),
+            Ledgers::Old(_, snapshot) | Ledgers::Pending(_, snapshot, _) => Some(snapshot),
             Ledgers::None | Ledgers::New(_) => None,
         };
         snapshot.into_iter().flat_map(Snapshot::granted)
     }
 
-    /// The cache, with what is kept; of an earlier server also what it had and the age of its L1.
-    pub(super) fn begin(
-        self,
-        allocator: L1Allocator,
-        config: CacheConfig,
-    ) -> (
-        Cache<L1Allocator>,
-        Option<(Restored<L1Allocator>, Duration)>,
-    ) {
+    /// The cache, with what is kept.
+    pub(super) fn begin(self, allocator: L1Allocator, config: CacheConfig) -> Begun {
+        let age = |snapshot: &Snapshot| {
+            Duration::from_nanos(boot_time().saturating_sub(snapshot.origin()))
+        };
+        let begun = |cache| Begun {
+            cache,
+            restored: None,
+            pending: None,
+        };
         match self.0 {
-            Ledgers::None => (Cache::new(allocator, config), None),
-            Ledgers::New(ledger) => (Cache::with_ledger(allocator, config, ledger), None),
+            Ledgers::None => begun(Cache::new(allocator, config)),
+            Ledgers::New(ledger) => begun(Cache::with_ledger(allocator, config, ledger)),
             Ledgers::Old(ledger, snapshot) => {
-                let age = Duration::from_nanos(boot_time().saturating_sub(snapshot.origin()));
+                let age = age(&snapshot);
                 let (cache, restored) = Cache::restore(allocator, config, ledger, snapshot);
-                (cache, Some((restored, age)))
+                Begun {
+                    restored: Some((restored, age)),
+                    ..begun(cache)
+                }
+            }
+            Ledgers::Pending(ledger, snapshot, locks) => {
+                let age = age(&snapshot);
+                let (cache, restored, ledger) = Cache::adopt(allocator, config, ledger, snapshot);
+                Begun {
+                    restored: Some((restored, age)),
+                    pending: Some(Pending { ledger, locks }),
+                    ..begun(cache)
+                }
             }
         }
     }
+}
+
+/// A cache, and what it has of the server before.
+pub(super) struct Begun {
+    pub(super) cache: Cache<L1Allocator>,
+    /// Its objects, and the age of its L1.
+    pub(super) restored: Option<(Restored<L1Allocator>, Duration)>,
+    /// What that server still has.
+    pub(super) pending: Option<Pending>,
 }

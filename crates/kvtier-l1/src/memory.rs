@@ -4,17 +4,18 @@ use std::fmt::Display;
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvtier_core::cache::{Cache, CacheConfig};
 use kvtier_core::quota::QuotaConfig;
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_extent::Extent;
 use kvtier_memory::{Arena, ArenaError, ArenaKind};
+use kvtier_sync::Mutex;
 
 use super::allocator::{L1Allocator, parts};
 use super::heritage::Heritage;
-use super::kept::Kept;
+use super::kept::{Begun, Kept, Pending};
 use kvtier_config::{NumaNodes, ServerConfig, in_gib};
 use kvtier_tenants::Opened;
 
@@ -23,6 +24,9 @@ const LEAST_PART: u64 = 4 << 30;
 
 /// Part of L1 (a quarter) that may be staged at once.
 const STAGING_PART: u64 = 4;
+
+/// Between two tries to lock a segment whose server is about to end.
+const LOCK_PAUSE: Duration = Duration::from_millis(1);
 
 /// Bytes of the arena of a preflight check, in place of a pool.
 const PREFLIGHT_BYTES: u64 = 2 << 20;
@@ -39,6 +43,8 @@ pub struct L1 {
     nodes: Vec<u32>,
     /// Whether it was left to the next server or discarded, which happens once.
     is_closed: AtomicBool,
+    /// What the server before has until it hands over.
+    pending: Mutex<Option<Pending>>,
 }
 
 impl L1 {
@@ -65,9 +71,17 @@ impl L1 {
             },
             ..CacheConfig::default()
         };
-        let (cache, restored) = kept.begin(allocator, cache_config);
+        let Begun {
+            cache,
+            restored,
+            pending,
+        } = kept.begin(allocator, cache_config);
         let heritage = Heritage::new(restored, config.write_ttl, &cache);
-        heritage.release_unreachable(&arena);
+        if pending.is_none() {
+            heritage.release_unreachable(&arena);
+        } else if heritage.rejected.total() > 0 {
+            return Err(unavailable("L1: its ledger contradicts itself"));
+        }
         for (salt, grant) in quotas.grants("l1") {
             cache.set_grant(salt, Some(grant));
         }
@@ -77,7 +91,30 @@ impl L1 {
             heritage,
             nodes,
             is_closed: AtomicBool::new(false),
+            pending: Mutex::new(pending),
         })
+    }
+
+    /// Takes L1 from the server before, which has let it go or has ended: it is this one's from here on.
+    ///
+    /// # Errors
+    /// That server still has the lock of a segment after `timeout`.
+    pub fn take(&self, timeout: Duration) -> Result<()> {
+        let pending = self.pending.lock().take();
+        let Some(Pending { ledger, locks }) = pending else {
+            return Ok(());
+        };
+        self.cache.attach_ledger(ledger);
+        let until = Instant::now() + timeout;
+        for lock in locks {
+            while let Err(error) = lock.acquire() {
+                if Instant::now() >= until {
+                    return Err(unavailable("L1").source(error));
+                }
+                std::thread::sleep(LOCK_PAUSE);
+            }
+        }
+        Ok(())
     }
 
     /// With a part for each of these nodes, whatever the machine has.
@@ -89,6 +126,22 @@ impl L1 {
             cache: Cache::new(allocator, CacheConfig::default()),
             nodes: nodes.to_vec(),
             ..self
+        }
+    }
+
+    /// Whether the next server finds all objects, so that it can go on while their leases last.
+    ///
+    /// # Errors
+    /// Why not, in one line.
+    pub fn check_complete(&self) -> Result<()> {
+        let unrecorded = self.cache.unrecorded();
+        match self.cache.has_ledger() {
+            false => Err(unavailable("L1 ends with the process")
+                .hint("--l1-restore on keeps it where /dev/shm has the space")),
+            true if unrecorded > 0 => Err(unavailable(format!(
+                "L1 has {unrecorded} objects that its ledger had no space for"
+            ))),
+            true => Ok(()),
         }
     }
 

@@ -13,7 +13,7 @@ use crate::checksum;
 use crate::error::ArenaError;
 use crate::mapping::{HUGE_PAGE, MapError, Mapping};
 use crate::prefault::{self, PrefaultEnd, PrefaultError, PrefaultProgress};
-use crate::shm_file::{FileId, ShmFile};
+use crate::shm_file::{FileId, Ownership, SegmentLock, ShmFile};
 use kvtier_extent::Extent;
 
 pub use crate::shm_file::SHM_PREFIX;
@@ -136,8 +136,12 @@ impl Arena {
     ///
     /// # Errors
     /// See [`ArenaError`]; the segment stays as it was.
-    pub fn find(name: &str, bytes: u64) -> Result<Option<(Self, u64)>, ArenaError> {
-        let Some(shm) = ShmFile::find(name)? else {
+    pub fn find(
+        name: &str,
+        bytes: u64,
+        ownership: Ownership,
+    ) -> Result<Option<(Self, u64)>, ArenaError> {
+        let Some(shm) = ShmFile::find(name, ownership)? else {
             return Ok(None);
         };
         let page = rustix::param::page_size();
@@ -180,6 +184,14 @@ impl Arena {
         if let Some(shm) = &self.shm {
             shm.keep();
         }
+    }
+
+    /// The lock of a shared arena that was found while another process had it.
+    ///
+    /// # Errors
+    /// The system's, out of file descriptors.
+    pub fn lock(&self) -> std::io::Result<Option<SegmentLock>> {
+        self.shm.as_ref().map(ShmFile::lock).transpose()
     }
 
     /// Lets another process [find](Self::find) the arena. This one must not write it any more.

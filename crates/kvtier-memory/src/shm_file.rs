@@ -58,6 +58,45 @@ impl FileId {
     }
 }
 
+/// Whether another process may have a segment that is opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ownership {
+    /// No: it is locked for this process.
+    Locked,
+    /// One has it locked, and may hand it over: this process locks it [later](SegmentLock::acquire).
+    Pending,
+}
+
+/// The lock of a segment that was opened as [`Ownership::Pending`].
+#[derive(Debug)]
+pub struct SegmentLock {
+    name: String,
+    file: OwnedFd,
+}
+
+impl SegmentLock {
+    /// Takes the lock, once the other process has released it or ended.
+    ///
+    /// # Errors
+    /// [`ArenaError::NameInUse`] while it has not; the system's.
+    pub fn acquire(&self) -> Result<(), ArenaError> {
+        lock(&self.file).map_err(|error| match error {
+            rustix::io::Errno::WOULDBLOCK => ArenaError::NameInUse {
+                name: self.name.clone(),
+            },
+            error => ArenaError::System {
+                action: "lock",
+                place: format!("shared memory {:?}", self.name),
+                source: error.into(),
+            },
+        })
+    }
+}
+
+fn lock(file: &OwnedFd) -> rustix::io::Result<()> {
+    rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive)
+}
+
 /// The name and file of a shared arena; the file also holds the lock that says "alive".
 pub(crate) struct ShmFile {
     /// Without a slash.
@@ -146,12 +185,12 @@ impl ShmFile {
         Err(ArenaError::NameInUse { name })
     }
 
-    /// Opens the segment of this name that an earlier process has kept, and locks it. `None` if there is none, or it belongs to
-    /// another user or can be opened by others.
+    /// Opens the segment of this name that an earlier process has kept, and locks it unless that still has it. `None` if there
+    /// is none, or it belongs to another user or can be opened by others.
     ///
     /// # Errors
     /// [`ArenaError::NameInUse`] while a process has it; the system's.
-    pub(crate) fn find(name: &str) -> Result<Option<Self>, ArenaError> {
+    pub(crate) fn find(name: &str, ownership: Ownership) -> Result<Option<Self>, ArenaError> {
         let (name, c_name) = names(name)?;
         let flags = OFlags::RDWR | NO_FOLLOW | NO_WAIT;
         let file = match shm::open(c_name.as_c_str(), flags, Mode::empty()) {
@@ -168,10 +207,13 @@ impl ShmFile {
         if !is_trusted {
             return Ok(None);
         }
-        match rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => {}
-            Err(rustix::io::Errno::WOULDBLOCK) => return Err(ArenaError::NameInUse { name }),
-            Err(_) => return Ok(None),
+        match ownership {
+            Ownership::Pending => {}
+            Ownership::Locked => match lock(&file) {
+                Ok(()) => {}
+                Err(rustix::io::Errno::WOULDBLOCK) => return Err(ArenaError::NameInUse { name }),
+                Err(_) => return Ok(None),
+            },
         }
         let found = Self {
             name,
@@ -180,6 +222,14 @@ impl ShmFile {
             linked: AtomicBool::new(false),
         };
         Ok(found.is_still_ours().then_some(found))
+    }
+
+    /// Its lock, to be taken later.
+    pub(crate) fn lock(&self) -> std::io::Result<SegmentLock> {
+        Ok(SegmentLock {
+            name: self.name.clone(),
+            file: self.file.try_clone()?,
+        })
     }
 
     /// Lets the name stay when this process ends.
@@ -276,7 +326,7 @@ pub fn remove_stale_pools(prefix: &str) -> usize {
 
 /// Removes the segment of this name that an earlier process has kept; returns whether there was one.
 pub fn remove_kept(name: &str) -> bool {
-    let found = ShmFile::find(name).ok().flatten();
+    let found = ShmFile::find(name, Ownership::Locked).ok().flatten();
     found.is_some_and(|found| found.remove())
 }
 

@@ -10,7 +10,7 @@ mod field;
 mod release;
 mod tables;
 
-pub use candidates::{Candidates, Resolved, Unresolved};
+pub use candidates::{Candidates, KnownClient, Resolved, Unresolved};
 pub use release::Release;
 
 use crate::frames::OperationId;

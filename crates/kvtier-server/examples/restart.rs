@@ -1,4 +1,5 @@
-//! Time from the start of a server to its first hit, with an L1 that the server before has left.
+//! Time from the start of a server to its first hit, with an L1 that the server before has left; and the longest pause of a client
+//! while one server takes over from another.
 //!
 //! ```text
 //! cargo build --profile dist -p kvtier
@@ -14,12 +15,13 @@ use std::io::{BufRead as _, BufReader};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use kvtier_client::{Connection, EngineDrivenSpec, EngineDrivenWorker, InstanceId, Prompt, Scope};
 use kvtier_core::cache::ReserveRequest;
 use kvtier_core::{ChunkHash, Namespace};
-use kvtier_l1::{Instance, L1, open_arena};
+use kvtier_l1::{Instance, L1, Succession, open_arena};
 use kvtier_server::ServerConfig;
 use kvtier_state::StateDir;
 use kvtier_tenants::{Opened, Salts};
@@ -48,11 +50,12 @@ impl Setup<'_> {
     }
 
     /// A server that serves, where, and the time until then.
-    fn start(&self) -> (Child, String, Duration) {
+    fn start(&self, more: &[&str]) -> (Child, String, Duration) {
         let began = Instant::now();
         let mut child = Command::new(self.binary)
             .arg("server")
             .args(self.flags())
+            .args(more)
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
@@ -78,7 +81,7 @@ impl Setup<'_> {
             folder: state.id(),
             tenants: 0,
         };
-        let (arena, kept) = open_arena(&config, Some(instance)).unwrap();
+        let (arena, kept) = open_arena(&config, Some(instance), Succession::Restart).unwrap();
         let quotas = Opened::open(&config, None, &Salts::of(None)).unwrap();
         let l1 = L1::create(&config, &quotas, Arc::new(arena), kept, &[]).unwrap();
         let namespace = Arc::new(Namespace::new("many", 0, 0, 0, "").unwrap());
@@ -110,6 +113,52 @@ fn kill(mut child: Child) {
     child.wait().unwrap();
 }
 
+/// A client asks all the time; each of its pauses is the time of one answer.
+fn take_over(setup: &Setup<'_>, objects: u64, prompt: &Prompt, rounds: usize) {
+    let (mut child, endpoint, _) = setup.start(&[]);
+    let mut asking = Connection::connect(&endpoint).unwrap();
+    let mut connection = worker(&endpoint);
+    let mut pauses = Vec::new();
+    for round in 0..rounds {
+        assert_eq!(connection.lookup(prompt, "before").unwrap(), 1);
+        let is_over = AtomicBool::new(false);
+        let (pause, usual, new) = std::thread::scope(|scope| {
+            let asks = scope.spawn(|| {
+                let mut answers = Vec::new();
+                while !is_over.load(Ordering::Relaxed) {
+                    let asked = Instant::now();
+                    asking.noop().unwrap();
+                    answers.push(asked.elapsed());
+                }
+                answers.sort_unstable();
+                (answers[answers.len() - 1], answers[answers.len() / 2])
+            });
+            let (new, again, _) = setup.start(&["--take-over"]);
+            assert_eq!(endpoint, again);
+            is_over.store(true, Ordering::Relaxed);
+            let (pause, usual) = asks.join().unwrap();
+            (pause, usual, new)
+        });
+        assert!(std::mem::replace(&mut child, new).wait().unwrap().success());
+        // Leased by the lookup before.
+        let read = connection.retrieve(prompt, 0..CHUNK as u64, "before", |_, _| {});
+        assert!(read.unwrap().is_some());
+        println!(
+            "{{\"objects\": {objects}, \"take_over\": {round}, \"pause_ms\": {:.1}, \"usual_answer_ms\": {:.3}}}",
+            pause.as_secs_f64() * 1e3,
+            usual.as_secs_f64() * 1e3
+        );
+        pauses.push(pause);
+    }
+    kill(child);
+    pauses.sort_unstable();
+    println!(
+        "{{\"objects\": {objects}, \"pause_ms_median\": {:.1}, \"pause_ms_longest\": {:.1}}}",
+        pauses[pauses.len() / 2].as_secs_f64() * 1e3,
+        pauses[pauses.len() - 1].as_secs_f64() * 1e3
+    );
+}
+
 fn main() {
     let args: Vec<_> = std::env::args().skip(1).collect();
     let [binary, objects, rounds @ ..] = &args[..] else {
@@ -125,7 +174,7 @@ fn main() {
         pool: format!("kvtier_restart_{}", std::process::id()),
     };
     let prompt = Prompt::new(&(0..CHUNK as u32).collect::<Vec<_>>());
-    let (child, endpoint, empty) = setup.start();
+    let (child, endpoint, empty) = setup.start(&[]);
     let stored = worker(&endpoint).store(&prompt, 0..CHUNK as u64, "s", |_| vec![7; 8192]);
     assert_eq!(stored.unwrap().chunks, [0]);
     kill(child);
@@ -133,7 +182,7 @@ fn main() {
     let mut all = Vec::new();
     for round in 0..rounds {
         let began = Instant::now();
-        let (child, endpoint, serving) = setup.start();
+        let (child, endpoint, serving) = setup.start(&[]);
         let mut connection = worker(&endpoint);
         assert_eq!(connection.lookup(&prompt, "r").unwrap(), 1);
         let hit = began.elapsed();
@@ -151,6 +200,7 @@ fn main() {
         empty.as_secs_f64() * 1e3,
         all[all.len() / 2].as_secs_f64() * 1e3
     );
+    take_over(&setup, objects, &prompt, rounds);
     for name in ["", ".ledger"] {
         let _ = std::fs::remove_file(format!("/dev/shm/lmcache_l1_pool_{}{name}", setup.pool));
     }

@@ -9,6 +9,7 @@ mod clock;
 mod descriptors;
 pub mod escape;
 pub mod front;
+mod hand_over;
 mod inherited;
 pub mod logging;
 pub mod preflight;
@@ -16,7 +17,7 @@ mod reload;
 mod server;
 
 pub use inherited::Inherited;
-pub use kvtier_config::{self as config, Parsed, ServerConfig};
+pub use kvtier_config::{self as config, Parsed, RunMode, ServerConfig};
 pub use kvtier_engine as engine;
 pub use kvtier_http as http;
 /// For programs that start servers whose pools have names that are never used again.

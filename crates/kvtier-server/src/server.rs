@@ -5,11 +5,12 @@
 //! can also create the pool. Inherited sockets tell no servers apart: the service manager is assumed to run one server on
 //! them at a time, as systemd does for a unit, and the next one only after that has ended.
 
-use std::net::{SocketAddr, ToSocketAddrs as _};
+use std::net::{SocketAddr, TcpListener, ToSocketAddrs as _};
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvtier_error::{Error, Result};
 use tokio::runtime::Runtime;
@@ -17,15 +18,16 @@ use tokio::sync::watch;
 
 use crate::clock::Clock;
 use crate::descriptors::Descriptors;
-use crate::front::{FrontEnd, RequestSocket};
+use crate::front::{FrontEnd, PreparedFront, RequestSocket};
+use crate::hand_over::{self, Giver, GivingParts, Rounds, Taken};
 use crate::inherited::Inherited;
 use crate::logging;
 use crate::preflight;
 use crate::reload::Reloader;
 use kvtier_config::ServerConfig;
-use kvtier_engine::Engine;
+use kvtier_engine::{Engine, EngineState};
 use kvtier_http::Health;
-use kvtier_http::{self as http, Access, Api, Dashboard};
+use kvtier_http::{self as http, Access, Api, Changes, Dashboard};
 use kvtier_metrics::Metrics;
 
 /// Threads of the HTTP runtime; a scrape or a health probe is all they serve.
@@ -33,6 +35,9 @@ const HTTP_THREADS: usize = 1;
 
 /// How long open HTTP connections may hold up a shutdown.
 const HTTP_GRACE: Duration = Duration::from_secs(2);
+
+/// How long the last line of a log may take.
+const LAST_WORDS: Duration = Duration::from_millis(200);
 
 /// Time between two rounds of housekeeping from which on the process itself was stopped.
 const MAX_PAUSE: Duration = Duration::from_secs(10);
@@ -42,6 +47,8 @@ pub struct Server {
     engine: Arc<Engine>,
     /// After the engine: dropping it closes the request port.
     front: FrontEnd,
+    /// Hands everything to the next server, where one can find this one.
+    giver: Option<Giver>,
     health: Arc<Health>,
     access: Arc<Access>,
     reloader: Arc<Reloader>,
@@ -65,15 +72,36 @@ impl Server {
     ///
     /// # Errors
     /// As [`Server::start`], or if a socket is at an address that no flag names.
-    pub fn start_on(config: ServerConfig, mut inherited: Inherited) -> Result<Self> {
+    pub fn start_on(config: ServerConfig, inherited: Inherited) -> Result<Self> {
+        Self::start_from(config, Source::Sockets(inherited))
+    }
+
+    /// Takes over from the server of the same instance that runs; `None` if none does.
+    ///
+    /// # Errors
+    /// Why it could not; that server goes on. Or this one cannot go on with what it has taken.
+    pub fn take_over(mut config: ServerConfig) -> Result<Option<Self>> {
+        let Some(taken) = hand_over::ask(&mut config)? else {
+            return Ok(None);
+        };
+        let stream = taken.stream()?;
+        let server = Self::start_from(config, Source::Server(Box::new(taken)));
+        let server = server.inspect_err(|error| Taken::refuse(&stream, error))?;
+        Ok(Some(server))
+    }
+
+    fn start_from(config: ServerConfig, mut source: Source) -> Result<Self> {
+        let started = Instant::now();
         let config = Arc::new(config);
-        preflight::check(&config, &inherited)?;
+        if let Source::Sockets(inherited) = &source {
+            preflight::check(&config, inherited)?;
+        }
         let access = Arc::new(Access::open(&config.http)?);
         for warning in config.warnings().chain(access.warnings()) {
             tracing::warn!("{warning}");
         }
         let descriptors = Descriptors::raise()?;
-        let socket = RequestSocket::bind(&config, &mut inherited)?;
+        let socket = source.request_socket(&config)?;
         let health = Arc::new(Health::default());
         let api = Arc::new(Api {
             engine: OnceLock::new(),
@@ -82,10 +110,15 @@ impl Server {
             access: Arc::clone(&access),
             bodies: Arc::default(),
             dashboard: Arc::new(Dashboard::new(logging::latest_warnings)),
+            changes: Changes::default(),
         });
         let (stop_http, _) = watch::channel(false);
-        let (http, http_address) = start_http(&config, &api, &mut inherited, &stop_http)?;
-        inherited.check_used_up()?;
+        let mut http = Http::bind(&config, &api, &mut source)?;
+        if let Source::Sockets(inherited) = &source {
+            inherited.check_used_up()?;
+            // A probe is answered from here on.
+            http.serve(&api, &stop_http);
+        }
 
         let metrics = Arc::new(Metrics::new());
         metrics.has_descriptors(descriptors.limit, descriptors.connections);
@@ -94,20 +127,51 @@ impl Server {
             request_connections = descriptors.connections,
             "divided the file descriptors that the system allows: some for the request port, the others for files and HTTP"
         );
-        let engine = Engine::new(Arc::clone(&config), metrics)?;
+        let engine = match source.lock_and_state() {
+            None => Engine::new(Arc::clone(&config), metrics)?,
+            Some((lock, state)) => Engine::adopt(Arc::clone(&config), metrics, lock, state)?,
+        };
         let engine = Arc::new(engine);
-        // Before a client could ask for a worker that is not known yet.
-        engine.restore_workers();
         let connections = usize::try_from(descriptors.connections).unwrap_or(usize::MAX);
-        let front = FrontEnd::start(
+        let mut front = PreparedFront::new(
             &config,
             socket,
             Arc::clone(&engine),
             Arc::clone(&health),
             connections,
         )?;
+        match source {
+            // Before a client could ask for a worker that is not known yet.
+            Source::Sockets(_) => engine.restore_workers(),
+            Source::Server(taken) => {
+                let stream = taken.stream()?;
+                let (process, release, owns_path) = (taken.process, taken.release, taken.owns_path);
+                let clients = taken.front.state.count();
+                front.resume(taken.front)?;
+                Taken::commit(&stream)?;
+                engine.take();
+                if owns_path {
+                    front.take_path(&config);
+                }
+                http.serve(&api, &stop_http);
+                tracing::info!(
+                    process,
+                    release,
+                    connections = clients,
+                    milliseconds = started.elapsed().as_secs_f64() * 1e3,
+                    "took over from another server"
+                );
+            }
+        }
+        let front = front.start()?;
         let stop_background = Arc::new(AtomicBool::new(false));
-        let mut background = vec![spawn_housekeeping(&engine, &health, &stop_background)?];
+        let rounds = Rounds::new();
+        let mut background = vec![spawn_housekeeping(
+            &engine,
+            &health,
+            &stop_background,
+            &rounds,
+        )?];
         if config.l1_prefault {
             background.push(spawn_prefault(&engine, &health, &stop_background)?);
         }
@@ -116,15 +180,26 @@ impl Server {
         let reloader = Arc::new(Reloader::new(&engine, &access));
         let by_http = Arc::clone(&reloader);
         let _ = api.reload.set(Arc::new(move || by_http.reload()));
+        let giver = Giver::start(GivingParts {
+            engine: Arc::clone(&engine),
+            reloader: Arc::clone(&reloader),
+            rounds,
+            changes: api.changes.clone(),
+            runtime: http.runtime.handle().clone(),
+            socket: Arc::clone(front.socket()),
+            http: http.sockets,
+            pause: Box::new(front.pauses()),
+        });
         health.set_ready();
         Ok(Self {
             engine,
             front,
+            giver,
             health,
             access,
             reloader,
-            http: Some(http),
-            http_address,
+            http_address: http.address,
+            http: Some(http.runtime),
             stop_http,
             stop_background,
             background,
@@ -168,7 +243,12 @@ impl Server {
         config.stop_timeout + drain.unwrap_or_default()
     }
 
-    /// Answers the requests in flight and stops.
+    /// Becomes true when another server has everything; never without a state directory.
+    pub fn handed_over(&self) -> Option<watch::Receiver<bool>> {
+        self.giver.as_ref().map(Giver::over)
+    }
+
+    /// Answers the requests in flight and stops. A process that has handed over ends in it.
     pub fn stop(self) {
         drop(self);
     }
@@ -176,6 +256,14 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
+        // A hand-over in flight ends first. From here on there is none.
+        if let Some(giver) = &mut self.giver {
+            giver.stop();
+            if giver.is_over() {
+                self.front.stop();
+                self.leave();
+            }
+        }
         self.health.set_stopping();
         self.front.stop();
         self.stop_background.store(true, Ordering::Release);
@@ -194,48 +282,124 @@ impl Drop for Server {
     }
 }
 
-fn start_http(
-    config: &ServerConfig,
-    api: &Arc<Api>,
-    inherited: &mut Inherited,
-    stop: &watch::Sender<bool>,
-) -> Result<(Runtime, SocketAddr)> {
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(HTTP_THREADS)
-        .thread_name("kvtier-http")
-        .enable_all()
-        .build()
-        .map_err(|error| Error::io("no HTTP runtime", error))?;
-    let mut bind = |flag: &str, port: u16| {
-        // A host that cannot be resolved is an error of binding it.
-        let addresses = (api.access.host(), port).to_socket_addrs();
-        let bound = inherited.take_first(addresses.into_iter().flatten());
-        runtime.block_on(http::bind(&api.access, flag, port, bound))
-    };
-    let stopped = || {
-        let mut stop = stop.subscribe();
-        async move {
-            // Also ends when the sender was dropped.
-            let _ = stop.wait_for(|stop| *stop).await;
+impl Server {
+    /// Ends the process, which has handed over: answers over HTTP that are on the way are sent, and nothing else is touched.
+    fn leave(&mut self) {
+        let _ = self.stop_http.send(true);
+        if let Some(http) = self.http.take() {
+            http.shutdown_timeout(HTTP_GRACE);
         }
-    };
-    let (listener, address) = bind("http-port", config.http_port)?;
-    let metrics = config
-        .prometheus_port
-        .map(|port| bind("prometheus-port", port))
-        .transpose()?;
-    runtime.spawn(http::serve(listener, Arc::clone(api), stopped()));
-    let (access, health, stop) = (Arc::clone(&api.access), Arc::clone(&api.health), stopped());
-    runtime.spawn(async move {
-        tokio::select! {
-            () = stop => {}
-            () = access.watch(&health) => {}
-        }
-    });
-    if let Some((listener, _)) = metrics {
-        runtime.spawn(http::serve_metrics(listener, Arc::clone(api), stopped()));
+        tracing::info!("stopped");
+        // For the line above.
+        std::thread::sleep(LAST_WORDS);
+        kvtier_memory::exit_at_once(0);
     }
-    Ok((runtime, address))
+}
+
+/// Where a server has its sockets from.
+enum Source {
+    /// Bound by itself or a service manager.
+    Sockets(Inherited),
+    /// A server that hands over, with all else.
+    Server(Box<Taken>),
+}
+
+impl Source {
+    fn request_socket(&mut self, config: &ServerConfig) -> Result<RequestSocket> {
+        match self {
+            Self::Sockets(inherited) => RequestSocket::bind(config, inherited),
+            Self::Server(taken) => {
+                let socket = taken.socket.take();
+                let socket = socket.ok_or_else(|| Error::refused("there is no request socket"))?;
+                RequestSocket::handed_over(config, socket)
+            }
+        }
+    }
+
+    fn lock_and_state(&mut self) -> Option<(OwnedFd, &EngineState)> {
+        match self {
+            Self::Sockets(_) => None,
+            Self::Server(taken) => Some((taken.lock.take()?, &taken.engine)),
+        }
+    }
+}
+
+/// HTTP, which serves from [`Http::serve`] on.
+struct Http {
+    runtime: Runtime,
+    address: SocketAddr,
+    listener: Option<tokio::net::TcpListener>,
+    metrics: Option<tokio::net::TcpListener>,
+    /// The same sockets, to be handed over.
+    sockets: Vec<TcpListener>,
+}
+
+impl Http {
+    fn bind(config: &ServerConfig, api: &Arc<Api>, source: &mut Source) -> Result<Self> {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(HTTP_THREADS)
+            .thread_name("kvtier-http")
+            .enable_all()
+            .build()
+            .map_err(|error| Error::io("no HTTP runtime", error))?;
+        let mut sockets = Vec::new();
+        let mut bind = |flag: &str, port: u16| {
+            let bound = match source {
+                Source::Server(taken) if taken.http.is_empty() => None,
+                Source::Server(taken) => Some(taken.http.remove(0)),
+                Source::Sockets(inherited) => {
+                    // A host that cannot be resolved is an error of binding it.
+                    let addresses = (api.access.host(), port).to_socket_addrs();
+                    inherited.take_first(addresses.into_iter().flatten())
+                }
+            };
+            let bound = runtime.block_on(http::bind(&api.access, flag, port, bound))?;
+            let socket = bound.0.as_fd().try_clone_to_owned();
+            sockets.push(
+                socket
+                    .map_err(|error| Error::io("no HTTP socket", error))?
+                    .into(),
+            );
+            Ok::<_, Error>(bound)
+        };
+        let (listener, address) = bind("http-port", config.http_port)?;
+        let metrics = config
+            .prometheus_port
+            .map(|port| bind("prometheus-port", port))
+            .transpose()?;
+        Ok(Self {
+            address,
+            listener: Some(listener),
+            metrics: metrics.map(|(listener, _)| listener),
+            sockets,
+            runtime,
+        })
+    }
+
+    fn serve(&mut self, api: &Arc<Api>, stop: &watch::Sender<bool>) {
+        let stopped = || {
+            let mut stop = stop.subscribe();
+            async move {
+                // Also ends when the sender was dropped.
+                let _ = stop.wait_for(|stop| *stop).await;
+            }
+        };
+        if let Some(listener) = self.listener.take() {
+            self.runtime
+                .spawn(http::serve(listener, Arc::clone(api), stopped()));
+        }
+        if let Some(listener) = self.metrics.take() {
+            self.runtime
+                .spawn(http::serve_metrics(listener, Arc::clone(api), stopped()));
+        }
+        let (access, health, stop) = (Arc::clone(&api.access), Arc::clone(&api.health), stopped());
+        self.runtime.spawn(async move {
+            tokio::select! {
+                () = stop => {}
+                () = access.watch(&health) => {}
+            }
+        });
+    }
 }
 
 /// Runs a background task; a panic poisons it in the health instead of passing unnoticed.
@@ -259,12 +423,14 @@ fn spawn_housekeeping(
     engine: &Arc<Engine>,
     health: &Arc<Health>,
     stop: &Arc<AtomicBool>,
+    rounds: &Arc<Rounds>,
 ) -> Result<JoinHandle<()>> {
-    let (engine, stop) = (Arc::clone(engine), Arc::clone(stop));
+    let (engine, stop, rounds) = (Arc::clone(engine), Arc::clone(stop), Arc::clone(rounds));
     let state = Arc::clone(health);
     spawn_background("housekeeping", health, move || {
         let mut clock = Clock::start(MAX_PAUSE);
         while !stop.load(Ordering::Acquire) {
+            let round = rounds.begin();
             if clock.advance() {
                 engine.forgive_silence();
             }
@@ -275,6 +441,7 @@ fn spawn_housekeeping(
             if let Some(error) = engine.broken_gpu() {
                 state.poison(&format!("GPU ({error})"));
             }
+            drop(round);
             state.count_round();
             std::thread::park_timeout(kvtier_engine::HOUSEKEEPING_INTERVAL);
         }

@@ -14,7 +14,11 @@ const MIN_GROWTH_BYTES: usize = 16 << 10;
 
 /// Appends the header of a message's frame; `more` frames of the message follow it.
 pub fn write_frame_header(out: &mut Vec<u8>, len: usize, more: bool) {
-    write_header(out, if more { MORE } else { 0 }, len);
+    write_header(out, more_flag(more), len);
+}
+
+fn more_flag(more: bool) -> u8 {
+    if more { MORE } else { 0 }
 }
 
 pub(crate) fn write_command_header(out: &mut Vec<u8>, len: usize) {
@@ -22,11 +26,15 @@ pub(crate) fn write_command_header(out: &mut Vec<u8>, len: usize) {
 }
 
 fn write_header(out: &mut Vec<u8>, flags: u8, len: usize) {
+    write_header_of(out, flags, len as u64);
+}
+
+fn write_header_of(out: &mut Vec<u8>, flags: u8, len: u64) {
     match u8::try_from(len) {
         Ok(len) => out.extend_from_slice(&[flags, len]),
         Err(_) => {
             out.push(flags | LONG);
-            out.extend_from_slice(&(len as u64).to_be_bytes());
+            out.extend_from_slice(&len.to_be_bytes());
         }
     }
 }
@@ -159,6 +167,23 @@ impl Decoder {
     pub fn held_bytes(&self) -> usize {
         let partial = self.partial.as_ref();
         partial.map_or(0, |partial| partial.frame.body.capacity())
+    }
+
+    /// Appends the bytes of the incomplete frame as they arrived, but for a discarded body: its frame begins with the rest.
+    pub fn write_partial(&self, out: &mut Vec<u8>) {
+        match &self.partial {
+            None => out.extend_from_slice(&self.header[..self.header_len]),
+            Some(partial) => {
+                let body = &partial.frame.body;
+                let len = partial.missing.saturating_add(body.len() as u64);
+                let flags = match partial.frame.kind {
+                    Kind::Command => COMMAND,
+                    Kind::Message { more } => more_flag(more),
+                };
+                write_header_of(out, flags, len);
+                out.extend_from_slice(body);
+            }
+        }
     }
 
     fn take_complete(&mut self) -> Option<Frame> {

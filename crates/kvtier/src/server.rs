@@ -11,13 +11,13 @@ use clap::Args;
 use kvtier_error::{Error, ErrorKind};
 use kvtier_l2::AdapterConfig;
 use kvtier_server::config::in_gib;
-use kvtier_server::{Inherited, Parsed, Server, ServerConfig, preflight};
+use kvtier_server::{Inherited, Parsed, RunMode, Server, ServerConfig, preflight};
 
 use crate::USAGE;
 use crate::inherited;
 use crate::notify::Notifier;
 use crate::out::{self, complain};
-use crate::signals::ServerSignals;
+use crate::signals::{HANDED_OVER, ServerSignals};
 
 /// Arguments of `kvtier server`; the library parses them, together with the file behind `--config`.
 #[derive(Debug, Args)]
@@ -39,17 +39,14 @@ const LAST_WORDS: Duration = Duration::from_millis(200);
 pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
     // First: so far this process has opened nothing, and no program that it starts may have them.
     let sockets = inherited::sockets().and_then(Inherited::new);
-    let config = match ServerConfig::parse(command.flags) {
+    let (config, mode) = match ServerConfig::parse(command.flags) {
         Ok(Parsed::Run {
             config,
-            check_only: false,
-        }) => *config,
-        Ok(Parsed::Run {
-            config,
-            check_only: true,
+            mode: RunMode::Check,
         }) => {
             return check(&config, sockets);
         }
+        Ok(Parsed::Run { config, mode }) => (*config, mode),
         Ok(Parsed::Print(text)) => {
             write!(out::stdout(), "{text}")?;
             return Ok(ExitCode::SUCCESS);
@@ -72,7 +69,11 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
     }
     // Before anything is created that a signal would have to clean up.
     let mut signals = ServerSignals::listen().context("cannot listen for signals")?;
-    let server = match Server::start_on(config, sockets) {
+    let started = match mode {
+        RunMode::TakeOver => take_over(config, sockets),
+        RunMode::Start | RunMode::Check => Server::start_on(config, sockets),
+    };
+    let server = match started {
         Ok(server) => server,
         Err(error) => {
             // What the log has to say comes first.
@@ -98,12 +99,28 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
     )));
     notifier.ready();
     let signal = signals.wait(&server, &notifier);
+    if signal == HANDED_OVER {
+        // Ends the process.
+        server.stop();
+        return Ok(ExitCode::SUCCESS);
+    }
     tracing::info!(signal, "stopping");
     notifier.stopping(server.stop_limit());
     end_in_time(&server).context("no thread to watch the stop")?;
     server.stop();
     tracing::info!("stopped");
     Ok(ExitCode::SUCCESS)
+}
+
+/// Takes over from the server that runs, or starts if there is none. Sockets of a service manager are the ones that the other server has.
+fn take_over(config: ServerConfig, sockets: Inherited) -> kvtier_error::Result<Server> {
+    match Server::take_over(config.clone())? {
+        Some(server) => Ok(server),
+        None => {
+            tracing::info!("no server of this instance runs (--take-over); starting as usual");
+            Server::start_on(config, sockets)
+        }
+    }
 }
 
 /// Ends the process if its stop takes too long, the exit handlers of libraries included: a call to a GPU driver that

@@ -1,9 +1,11 @@
 //! Leases: while one is held, its objects are not evicted and keep their memory.
 
-use super::slab::SlotRef;
+use super::slab::{SlotRef, SlotState};
 use super::state::State;
 use super::{Cache, Extent, ExtentAllocator};
 use crate::group_row::GroupRow;
+use crate::hashing::ChunkHash;
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -46,6 +48,15 @@ pub struct PrefixLease<A: ExtentAllocator> {
     held: usize,
 }
 
+/// Chunks that a lookup pinned for a row, and which of them are still held.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct HeldRow {
+    /// The first of them.
+    pub start: usize,
+    /// For each, whether it is held.
+    pub held: Vec<bool>,
+}
+
 /// The slots that one row holds: `slots[i]` is chunk `start + i`, [`SlotRef::NONE`] once released.
 #[derive(Debug)]
 pub(super) struct HeldChunks {
@@ -69,7 +80,8 @@ impl HeldChunks {
 
 impl<A: ExtentAllocator> PrefixLease<A> {
     pub(super) fn new(cache: Cache<A>, rows: Arc<[GroupRow]>, holds: Vec<HeldChunks>) -> Self {
-        let held = holds.iter().map(|hold| hold.slots.len()).sum();
+        let slots = holds.iter().flat_map(|hold| &hold.slots);
+        let held = slots.filter(|slot| **slot != SlotRef::NONE).count();
         Self {
             cache,
             rows,
@@ -86,6 +98,28 @@ impl<A: ExtentAllocator> PrefixLease<A> {
     /// The chunks that the lookup pinned for a row; some may have been released since. `None` for an unknown row.
     pub fn pinned(&self, row: usize) -> Option<Range<usize>> {
         self.holds.get(row).map(HeldChunks::chunks)
+    }
+
+    /// What the lookup pinned for a row and is still held, for [`Cache::hold_rows`]. An object that was removed meanwhile
+    /// is left out: no key leads to it.
+    pub fn held_chunks(&self, row: usize) -> HeldRow {
+        let Some(hold) = self.holds.get(row) else {
+            return HeldRow::default();
+        };
+        let is_resident = |state: &State<A>, reference: &SlotRef| {
+            let slot = state.slab.get(*reference);
+            slot.is_some_and(|slot| slot.state() == SlotState::Resident)
+        };
+        let held = self.cache.locked(|state| {
+            let slots = hold.slots.iter();
+            slots
+                .map(|reference| is_resident(state, reference))
+                .collect()
+        });
+        HeldRow {
+            start: hold.start,
+            held,
+        }
     }
 
     /// Whether nothing is held (any more).
@@ -143,6 +177,50 @@ impl<A: ExtentAllocator> PrefixLease<A> {
             self.held -= released;
         }
         released
+    }
+}
+
+impl<A: ExtentAllocator> Cache<A> {
+    /// The lease of a lookup of an earlier process, which found the prefix of these chunks and holds these of them, one entry per
+    /// row; `None` if one is not resident, or lies behind the prefix.
+    pub fn hold_rows(
+        &self,
+        rows: Arc<[GroupRow]>,
+        hashes: &[ChunkHash],
+        held: &[HeldRow],
+    ) -> Option<PrefixLease<A>> {
+        if held.len() != rows.len() {
+            return None;
+        }
+        let find = |state: &State<A>, row: &GroupRow, held: &HeldRow| {
+            let namespace = state.namespaces.find(&row.namespace);
+            let end = held.start.checked_add(held.held.len())?;
+            let hashes = hashes.get(held.start..end)?;
+            let slots = hashes.iter().zip(&held.held).map(|(hash, is_held)| {
+                if !is_held {
+                    return Some(SlotRef::NONE);
+                }
+                Some(state.slab.reference(state.find(namespace?, hash)?))
+            });
+            Some(HeldChunks {
+                start: held.start,
+                slots: slots.collect::<Option<_>>()?,
+            })
+        };
+        let holds = self.locked(|state| {
+            let holds = rows
+                .iter()
+                .zip(held)
+                .map(|(row, held)| find(state, row, held));
+            let holds: Vec<HeldChunks> = holds.collect::<Option<_>>()?;
+            for reference in holds.iter().flat_map(|hold| &hold.slots) {
+                if *reference != SlotRef::NONE {
+                    state.pin(reference.slot);
+                }
+            }
+            Some(holds)
+        })?;
+        Some(PrefixLease::new(self.clone(), rows, holds))
     }
 }
 
@@ -205,6 +283,43 @@ impl<A: ExtentAllocator> ReadLease<A> {
     /// The objects' extents, in the order requested.
     pub fn extents(&self) -> &[Extent] {
         &self.hold.extents
+    }
+
+    /// Numbers of the objects' slots, which are the same in the ledger.
+    pub fn slots(&self) -> impl Iterator<Item = u32> + '_ {
+        self.hold.slots.iter().map(|reference| reference.slot)
+    }
+
+    /// A further lease on those of its objects that are in these slots; others are left out.
+    pub fn claim(&self, slots: &[u32]) -> Self {
+        let own: HashMap<u32, usize> = self.slots().zip(0..).collect();
+        let mut hold = OrderedHold::default();
+        for at in slots.iter().filter_map(|slot| own.get(slot)) {
+            hold.slots.push(self.hold.slots[*at]);
+            hold.extents.push(self.hold.extents[*at]);
+        }
+        if !hold.slots.is_empty() {
+            self.cache.locked(|state| {
+                for reference in &hold.slots {
+                    state.pin(reference.slot);
+                }
+            });
+        }
+        Self::new(self.cache.clone(), hold)
+    }
+
+    /// Releases its objects in these slots.
+    pub fn release(&mut self, slots: &HashSet<u32>) {
+        let hold = std::mem::take(&mut self.hold);
+        let all = hold.slots.into_iter().zip(hold.extents);
+        let is_released = |(reference, _): &(SlotRef, Extent)| slots.contains(&reference.slot);
+        let (released, kept): (Vec<_>, Vec<_>) = all.partition(is_released);
+        (self.hold.slots, self.hold.extents) = kept.into_iter().unzip();
+        let (slots, extents) = released.into_iter().unzip();
+        drop(Self::new(
+            self.cache.clone(),
+            OrderedHold { slots, extents },
+        ));
     }
 
     /// Number of objects held.

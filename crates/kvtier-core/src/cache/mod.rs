@@ -31,12 +31,12 @@ mod tenant;
 
 pub use allocator::{ExtentAllocator, FreeSpace};
 pub use kvtier_extent::{Extent, Piece};
-pub use lease::{Counted, Lookup, PrefixLease, ReadLease};
+pub use lease::{Counted, HeldRow, Lookup, PrefixLease, ReadLease};
 pub use losses::{Loss, LossCause};
 pub use reservation::{
     Committed, KeyOutcome, Reservation, ReserveError, ReserveRequest, Reserved, Staged,
 };
-pub use restore::Restored;
+pub use restore::{DetachedLedger, Restored};
 pub use stats::{Page, SaltUsage, Stats, Usage};
 
 use crate::eviction::EvictionKind;
@@ -173,6 +173,11 @@ impl<A: ExtentAllocator> Cache<A> {
     pub fn detach_ledger(&self) {
         let journal = self.locked(|state| state.journal.take());
         drop(journal);
+    }
+
+    /// Whether objects are recorded.
+    pub fn has_ledger(&self) -> bool {
+        self.locked(|state| state.journal.is_some())
     }
 
     /// Objects that the ledger could not record so far.

@@ -5,7 +5,7 @@ use super::reservation::Staged;
 use super::slab::{SlotRef, SlotState};
 use super::state::State;
 use super::{Cache, CacheConfig, ExtentAllocator, ReadLease, Reservation};
-use crate::ledger::{Fault, Found, Ledger, ObjectState, Rejected, Snapshot, Words};
+use crate::ledger::{Fault, Found, Journal, Ledger, ObjectState, Rejected, Snapshot, Words};
 
 /// What a cache has of an earlier process.
 #[derive(Debug)]
@@ -22,6 +22,14 @@ pub struct Restored<A: ExtentAllocator> {
     pub read: ReadLease<A>,
 }
 
+/// A ledger that a cache does not write: the process before may still write it.
+#[derive(Debug)]
+pub struct DetachedLedger {
+    journal: Box<dyn Journal>,
+    /// Number of namespaces that it names.
+    names: u32,
+}
+
 /// Objects with memory that clients may still copy.
 #[derive(Default)]
 struct Granted {
@@ -36,12 +44,24 @@ impl<A: ExtentAllocator> Cache<A> {
     pub fn restore<W: Words + 'static>(
         allocator: A,
         config: CacheConfig,
+        ledger: Ledger<W>,
+        snapshot: Snapshot,
+    ) -> (Self, Restored<A>) {
+        let (cache, restored, ledger) = Self::adopt(allocator, config, ledger, snapshot);
+        cache.attach_ledger(ledger);
+        (cache, restored)
+    }
+
+    /// [`restore`](Self::restore) while the earlier process still runs, and may go on: the ledger is written only from
+    /// [`attach_ledger`](Self::attach_ledger) on, except for what is left out.
+    pub fn adopt<W: Words + 'static>(
+        allocator: A,
+        config: CacheConfig,
         mut ledger: Ledger<W>,
         mut snapshot: Snapshot,
-    ) -> (Self, Restored<A>) {
+    ) -> (Self, Restored<A>, DetachedLedger) {
         let mut state = State::new(allocator, config);
         let found = state.admit_all(&mut ledger, &mut snapshot);
-        state.journal = Some(Box::new(ledger));
         let granted = state.restore(&found);
         for (number, namespace) in (0..).zip(&snapshot.namespaces) {
             if namespace.is_some() {
@@ -58,7 +78,24 @@ impl<A: ExtentAllocator> Cache<A> {
             withheld: Reservation::new(cache.clone(), granted.withheld),
             read: ReadLease::new(cache.clone(), granted.read),
         };
-        (cache, restored)
+        let ledger = DetachedLedger {
+            journal: Box::new(ledger),
+            names: u32::try_from(snapshot.namespaces.len()).unwrap_or(u32::MAX),
+        };
+        (cache, restored, ledger)
+    }
+
+    /// Writes the ledger from here on. Names of namespaces without objects are forgotten: their numbers will be others'.
+    pub fn attach_ledger(&self, ledger: DetachedLedger) {
+        let DetachedLedger { mut journal, names } = ledger;
+        self.locked(|state| {
+            for number in 0..names {
+                if state.namespaces.get(number).is_none() {
+                    journal.forget_namespace(number);
+                }
+            }
+            state.journal = Some(journal);
+        });
     }
 }
 

@@ -540,6 +540,95 @@ fn grant_without_record_is_known_to_next_process() {
     }
 }
 
+/// A cache that takes over from one that still runs writes no word before it attaches the ledger, whatever becomes of it, and has
+/// all leases and reservations.
+#[test]
+fn adopted_cache_leaves_ledger_to_the_earlier_one() {
+    use kvtier_core::GroupRow;
+    let words = Shared::default();
+    let cache = recorded(&words, EvictionKind::Lru);
+    let now = Duration::from_secs(1);
+    let store = |number: u32| {
+        let wanted = [hash(number)];
+        let reserved = cache.reserve(now, &request(space(0), &wanted, 8)).unwrap();
+        reserved.reservation
+    };
+    for number in 0..3 {
+        assert_eq!(store(number).commit(now).inserted, 1);
+    }
+    // A namespace that has no object any more.
+    let gone = [hash(9)];
+    let gone = cache.reserve(now, &request(space(1), &gone, 8)).unwrap();
+    gone.reservation.grant();
+    drop(gone);
+    let rows: Arc<[GroupRow]> = [GroupRow {
+        namespace: Arc::clone(space(0)),
+        window: None,
+        object_bytes: 8,
+    }]
+    .into();
+    let hashes = [hash(0), hash(1), hash(2)];
+    let mut lookup = cache.lookup(now, &rows, &hashes).lease;
+    assert_eq!(lookup.release_range(0..1, 0..1), 1);
+    let read = cache.pin(now, space(0), &hashes[1..2]).unwrap();
+    read.grant();
+    let written = store(3);
+    written.grant();
+    let held = lookup.held_chunks(0);
+    assert_eq!(held.held, [false, true, true]);
+    let (places, slots): (Vec<_>, Vec<_>) = (written.places().collect(), read.slots().collect());
+    let at = words.position();
+    for goes_on in [false, true] {
+        let later = IDENTITY.origin + 2000 * SECOND;
+        let opened = Ledger::open(words.clone(), &IDENTITY, later, CAPACITY, ALIGN);
+        let (ledger, snapshot) = opened.unwrap();
+        let allocator = FirstFit::new(CAPACITY, ALIGN);
+        let (adopted, restored, ledger) =
+            Cache::adopt(allocator, config(EvictionKind::Lru), ledger, snapshot);
+        let Restored {
+            mut withheld,
+            mut read,
+            ..
+        } = restored;
+        let hold = |held: &[kvtier_core::cache::HeldRow]| {
+            adopted.hold_rows(Arc::clone(&rows), &hashes, held)
+        };
+        let lease = hold(std::slice::from_ref(&held)).unwrap();
+        assert_eq!(lease.held(), 2);
+        assert!(hold(&[]).is_none());
+        let mut behind = held.clone();
+        behind.start = usize::MAX;
+        assert!(hold(&[behind]).is_none());
+        assert!(withheld.split_off(&[places[0], places[0]]).is_none());
+        let stored = withheld.split_off(&places).unwrap();
+        assert!(withheld.is_empty());
+        assert!(read.claim(&[places[0].0]).is_empty());
+        let claimed = read.claim(&slots);
+        read.release(&slots.iter().copied().collect());
+        assert_eq!((claimed.len(), read.len()), (1, 0));
+        assert_eq!(adopted.stats().leased_objects, 2);
+        if goes_on {
+            adopted.attach_ledger(ledger);
+            assert_eq!(stored.commit(now).inserted, 1);
+            drop((claimed, lease));
+            let wanted = [hash(4)];
+            let other = adopted
+                .reserve(now, &request(space(1), &wanted, 8))
+                .unwrap();
+            assert_eq!(other.reservation.commit(now).inserted, 1);
+            let memory = words.0.lock().unwrap().clone();
+            let (_, snapshot) = open(&memory).unwrap();
+            assert_eq!((snapshot.len(), snapshot.granted().count()), (5, 0));
+            assert_eq!(snapshot.rejected().total(), 0);
+        } else {
+            drop((claimed, lease, stored, read, withheld, adopted));
+        }
+        assert_eq!(words.position() > at, goes_on);
+    }
+    // The earlier process ends without a word.
+    std::mem::forget((lookup, read, written, cache));
+}
+
 /// A number whose namespace is another number's too is free, and its reference is not the next namespace's.
 #[test]
 fn duplicate_namespace_leaves_no_reference_to_its_number() {

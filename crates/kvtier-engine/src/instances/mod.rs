@@ -24,6 +24,7 @@ use kvtier_proto::descriptor::TensorDescriptor;
 use kvtier_proto::generation::Release;
 use kvtier_proto::request::{EngineGroupInfo, InstanceId, LayoutHints};
 use kvtier_sync::RwLock;
+use serde::{Deserialize, Serialize};
 
 pub use gate::CopyGuard;
 use gate::Gate;
@@ -363,6 +364,64 @@ impl Instance {
 
 fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// What the next process needs of a worker beyond its registration. Times are milliseconds before or after the hand-over.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct WorkerState {
+    pub id: i64,
+    /// Its number in the world, if it is known.
+    pub worker: Option<u32>,
+    /// Time since its last sign of life.
+    pub silent_for: u64,
+    pub has_pinged: bool,
+    /// Time since its last ping, and the shortest time between two.
+    pub last_ping: Option<u64>,
+    pub ping_interval: Option<u64>,
+    /// How long it is still served if it has to register again.
+    pub provisional_for: Option<u64>,
+    /// It cannot map the pool.
+    pub pickles: bool,
+}
+
+impl Instance {
+    /// Its state for the next process.
+    pub fn state(&self, now: Duration) -> WorkerState {
+        let pings = self.pings();
+        WorkerState {
+            id: self.id.0,
+            worker: self.worker.get().copied(),
+            silent_for: millis(self.silent_for(now)),
+            has_pinged: self.pinged.load(Ordering::Relaxed),
+            last_ping: pings.map(|(last, _)| millis(now.saturating_sub(last))),
+            ping_interval: pings.and_then(|(_, interval)| interval).map(millis),
+            provisional_for: self
+                .provisional
+                .map(|provisional| millis(provisional.until.saturating_sub(now))),
+            pickles: self.pickles(),
+        }
+    }
+
+    /// Goes on as the earlier process has left it.
+    pub fn resume(&mut self, state: &WorkerState, now: Duration) {
+        let before = |age: u64| now.saturating_sub(Duration::from_millis(age));
+        if let Some(worker) = state.worker {
+            self.worker = worker.into();
+        }
+        self.last_seen = millis(before(state.silent_for)).into();
+        self.pinged = state.has_pinged.into();
+        self.pings = Pings {
+            last: state.last_ping.map_or(0, |age| millis(before(age))).into(),
+            gap: state.ping_interval.unwrap_or(u64::MAX).into(),
+        };
+        self.provisional = state.provisional_for.map(|left| Provisional {
+            until: now.saturating_add(Duration::from_millis(left)),
+        });
+        if let Mode::EngineDriven { pickles, .. } = &self.mode {
+            pickles.store(state.pickles, Ordering::Relaxed);
+        }
+    }
 }
 
 /// Registrations of one model and world size.
@@ -711,6 +770,21 @@ impl Instances {
         let mut all: Vec<_> = self.tables.read().by_id.values().cloned().collect();
         all.sort_by_key(|instance| instance.id);
         all
+    }
+
+    /// Every worker; those of one model in the order of their registrations.
+    pub fn in_order(&self) -> Vec<Arc<Instance>> {
+        let tables = self.tables.read();
+        let same = tables.by_model.values();
+        same.flat_map(|same| same.instances.iter().cloned())
+            .collect()
+    }
+
+    /// Whether pages of a worker, or of one that has left, are being copied.
+    pub fn are_copying(&self) -> bool {
+        let tables = self.tables.read();
+        let all = tables.by_id.values().chain(&tables.draining);
+        all.into_iter().any(|instance| instance.gate.is_entered())
     }
 
     /// How many workers are registered.

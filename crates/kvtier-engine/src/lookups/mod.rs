@@ -31,9 +31,12 @@ use kvtier_tiers::{L2, PrefetchRequest};
 use tokio::sync::watch;
 
 use super::context::Context;
+use super::handed::millis;
 use super::instances::{Instance, Unserved};
 use super::{Answer, Caller, Reply};
 use chunk_sizes::ChunkSizes;
+pub use chunk_sizes::SeenState;
+pub use held::LookupsState;
 use held::{HeldLookup, HeldLookups, LookupOutcome};
 pub use recent::{RecentLookup, RecentLookups};
 
@@ -387,6 +390,23 @@ impl Lookups {
                 l1.cache.unload(&row.namespace, hash);
             }
         }
+    }
+
+    /// Connections of schedulers and the milliseconds since their last pings.
+    pub fn scheduler_ages(&self, now: Duration) -> Vec<(u64, u64)> {
+        let pings = self.scheduler_pings.lock();
+        let ages = pings.iter();
+        ages.map(|(connection, last)| (*connection, millis(now.saturating_sub(*last))))
+            .collect()
+    }
+
+    /// Goes on with what the earlier process knew of schedulers' pings.
+    pub fn resume_schedulers(&self, ages: &[(u64, u64)], now: Duration) {
+        let last = |age: &u64| now.saturating_sub(Duration::from_millis(*age));
+        let pings = ages
+            .iter()
+            .map(|(connection, age)| (*connection, last(age)));
+        self.scheduler_pings.lock().extend(pings);
     }
 
     /// Notes a scheduler's ping.

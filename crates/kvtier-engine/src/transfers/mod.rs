@@ -36,6 +36,7 @@ use super::instances::{CopyGuard, Instance};
 use super::lookups::Lookups;
 use super::{Answer, Caller, Reply};
 use prepared::PreparedTransfers;
+pub use prepared::{Grant, MemoryState, TransferState};
 use refused_retrieves::RefusedRetrieves;
 pub use staging::Charge;
 use staging::StagingBudget;

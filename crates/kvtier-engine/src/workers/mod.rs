@@ -205,6 +205,11 @@ impl Workers {
         self.kept.outcome()
     }
 
+    /// Whether the next process finds the registration of a worker.
+    pub fn is_kept(&self, id: InstanceId) -> bool {
+        self.kept.has(id)
+    }
+
     /// Leaves the workers whose registrations are kept to the next process. To be called after the last request.
     pub fn close(&self) {
         for instance in self.context.instances.all() {

@@ -10,7 +10,7 @@
 //! arrive here, and must not be served. Nor must one that has registered with another server meanwhile: it has one id for all, and
 //! writes where that server's pool has free slots.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc;
@@ -21,7 +21,7 @@ use kvtier_error::{Error, Result};
 use kvtier_proto::request::{EngineDrivenContext, InstanceId, Registration, Request};
 
 use super::super::devices::Devices;
-use super::super::instances::{Instance, Mode, Provisional};
+use super::super::instances::{Instance, Mode, Provisional, WorkerState};
 use super::Workers;
 use super::kept::{Kept, KeptMemory, LeftOut};
 use super::registration::{Newcomer, log_registered};
@@ -41,6 +41,42 @@ fn refused(error: Error) -> Obstacle {
 }
 
 impl Workers {
+    /// Takes over the workers of a process that still runs: all of these, as they are.
+    ///
+    /// # Errors
+    /// Why one cannot be.
+    pub fn take_over(&self, states: &[WorkerState]) -> Result<()> {
+        let instances = &self.context.instances;
+        let now = self.context.now();
+        let mut kept: HashMap<_, _> = self
+            .kept
+            .read(now)
+            .into_iter()
+            .map(|it| (it.id, it))
+            .collect();
+        for state in states {
+            let id = InstanceId(state.id);
+            let of = |error: Error| error.context(format!("worker {id}"));
+            let absent = || of(Error::refused("its registration is not kept"));
+            let mut kept = kept.remove(&id).ok_or_else(absent)?;
+            kept.is_continued = true;
+            let instance = self
+                .begin_restore(&kept)
+                .and_then(|restoring| match restoring {
+                    Restoring::Ready(instance) => Ok(instance),
+                    Restoring::OnGpu(..) => Err(refused(Error::refused("it is on a GPU"))),
+                });
+            let mut instance = instance.map_err(|(_, error)| of(error))?;
+            instance.resume(state, now);
+            let inserted = self.kept.insert_restored(instances, instance).map_err(of)?;
+            if inserted.is_none() {
+                return Err(of(Error::refused("it is registered twice")));
+            }
+        }
+        self.kept.end_restoring(instances, &[]);
+        Ok(())
+    }
+
     /// Restores the workers of an earlier process.
     pub fn restore(self: &Arc<Self>) {
         let instances = &self.context.instances;
@@ -155,7 +191,7 @@ impl Workers {
         let provisional = provisional(kept, context.chunk_tokens)?;
         let limit = self.context.config().worker_reap_timeout;
         let limit = limit.unwrap_or(SILENCE);
-        if kept.silent_for > limit {
+        if kept.silent_for > limit && !kept.is_continued {
             let error = format!("it was silent for more than {limit:?}");
             return Err((LeftOut::Silent, Error::refused(error)));
         }
@@ -196,6 +232,7 @@ impl Workers {
 /// How long a worker is served that names this chunk size; `None` for good.
 fn provisional(kept: &Kept, chunk_tokens: Option<u32>) -> Result<Option<Provisional>, Obstacle> {
     match (chunk_tokens, kept.patient_until) {
+        _ if kept.is_continued => Ok(None),
         (Some(_), _) => Ok(None),
         (None, Some(until)) => Ok(Some(Provisional { until })),
         (None, None) => {

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use kvtier_memory::arena::SHM_PREFIX;
 use kvtier_memory::checksum::{checksum64, checksum128};
 use kvtier_memory::{
-    AccessError, Arena, ArenaError, ArenaKind, ArenaOptions, Extent, PrefaultEnd,
+    AccessError, Arena, ArenaError, ArenaKind, ArenaOptions, Extent, Ownership, PrefaultEnd,
     remove_stale_pools,
 };
 use proptest::prelude::*;
@@ -365,7 +365,11 @@ fn bytes_in_place_only_of_private_memory() {
 fn kept_arena_is_found_with_its_bytes() {
     let name = format!("kvtier_kept_{}", std::process::id());
     let kind = ArenaKind::Shm { name: name.clone() };
-    assert!(Arena::find(&name, 8192).unwrap().is_none());
+    assert!(
+        Arena::find(&name, 8192, Ownership::Locked)
+            .unwrap()
+            .is_none()
+    );
     let first = Arena::create(kind, 16_384).unwrap();
     first.keep();
     let id = first.file_id();
@@ -373,11 +377,21 @@ fn kept_arena_is_found_with_its_bytes() {
     first.write(extent, 0, b"abc").unwrap();
     // Locked while its process has it.
     assert!(matches!(
-        Arena::find(&name, 8192),
+        Arena::find(&name, 8192, Ownership::Locked),
         Err(ArenaError::NameInUse { .. })
     ));
+    // One that is handed over is opened before, and locked once it is released.
+    let (pending, _) = Arena::find(&name, 16_384, Ownership::Pending)
+        .unwrap()
+        .unwrap();
+    let lock = pending.lock().unwrap().unwrap();
+    assert!(matches!(lock.acquire(), Err(ArenaError::NameInUse { .. })));
+    assert!(!pending.is_alone() && pending.file_id() == id);
     first.unlink();
     first.release();
+    lock.acquire().unwrap();
+    assert!(Arena::find(&name, 8192, Ownership::Locked).is_err());
+    drop((lock, pending));
     let read = |arena: &Arena| {
         let mut found = [0; 3];
         arena.read(extent, 0, &mut found).unwrap();
@@ -388,7 +402,9 @@ fn kept_arena_is_found_with_its_bytes() {
             .unwrap()
             .len()
     };
-    let (second, old) = Arena::find(&name, 32_768).unwrap().unwrap();
+    let (second, old) = Arena::find(&name, 32_768, Ownership::Locked)
+        .unwrap()
+        .unwrap();
     assert_eq!(size(), 16_384, "what names later bytes is still there");
     second.grow().unwrap();
     assert_eq!(size(), 32_768);
@@ -400,7 +416,9 @@ fn kept_arena_is_found_with_its_bytes() {
     assert!(second.is_alone());
     second.write(Extent::new(20_480, 1), 0, b"x").unwrap();
     drop(second);
-    let (third, old) = Arena::find(&name, 8192).unwrap().unwrap();
+    let (third, old) = Arena::find(&name, 8192, Ownership::Locked)
+        .unwrap()
+        .unwrap();
     assert_eq!(old, 8192);
     assert_eq!(read(&third), *b"abc");
     assert_eq!(size(), 32_768, "other processes may map the rest");

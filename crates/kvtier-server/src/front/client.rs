@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Instant;
 
-use kvtier_proto::generation::Candidates;
+use kvtier_proto::generation::{Candidates, KnownClient};
 use kvtier_proto::operation::Operation;
 
 use super::lanes::Lane;
@@ -12,6 +12,7 @@ use super::limits::{
     self, JOB_BYTES, MAX_UNDECIDED, MAX_UNDECIDED_BYTES, REPLY_SHARE, UNDECIDED_PART,
 };
 use super::names::{LookupNumbers, RandomIds, WorkerNames};
+use super::pause::ClientState;
 use super::request::Job;
 use kvtier_engine::Engine;
 use kvtier_sync::budget::Budget;
@@ -101,6 +102,46 @@ impl Client {
             Operation::EndSession => work.max(self.longest_lookup),
             _ => work,
         }
+    }
+
+    /// Whether none of its requests waits or runs.
+    pub fn is_idle(&self) -> bool {
+        self.transfers.is_idle() && self.control.is_idle()
+    }
+
+    /// Its state for the next process; `None` if it names workers or lookups in a way that only this process understands.
+    pub fn state(&self) -> Option<ClientState> {
+        let peer = &self.peer;
+        if peer.workers.are_in_use() || !peer.lookups.is_empty() {
+            return None;
+        }
+        let known = self.candidates.known();
+        Some(ClientState {
+            generations: known.generations,
+            release: known.release,
+            knows_chunk_size: known.knows_chunk_size,
+            last_query: known.last_query,
+            may_have_worker: peer.workers.may_have_worker(),
+            longest_lookup: self.longest_lookup,
+            is_logged: self.is_logged,
+        })
+    }
+
+    /// Goes on as the process before has left it; returns whether it can.
+    pub fn resume(&mut self, state: &ClientState) -> bool {
+        let known = KnownClient {
+            generations: state.generations,
+            release: state.release,
+            knows_chunk_size: state.knows_chunk_size,
+            last_query: state.last_query,
+        };
+        if !state.may_have_worker {
+            self.peer.workers.note_scheduler();
+        }
+        (self.longest_lookup, self.is_logged) = (state.longest_lookup, state.is_logged);
+        let candidates = Candidates::of_known(known);
+        self.candidates = candidates.unwrap_or_default();
+        candidates.is_some()
     }
 
     /// Keeps a request until a later one shows the generation, and gives it back if too much waits.

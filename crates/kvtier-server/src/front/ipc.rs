@@ -34,6 +34,16 @@ pub(super) struct SocketFile {
     id: (u64, u64),
 }
 
+impl SocketFile {
+    /// The file at a path, if there is one.
+    pub(super) fn existing(path: &Path) -> Option<Self> {
+        Some(Self {
+            id: id(path)?,
+            path: path.to_owned(),
+        })
+    }
+}
+
 impl Drop for SocketFile {
     fn drop(&mut self) {
         if id(&self.path) == Some(self.id) {

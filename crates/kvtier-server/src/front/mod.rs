@@ -8,6 +8,7 @@ mod client;
 mod connection;
 mod connections;
 mod dispatch;
+mod hand_over;
 mod interface;
 mod ipc;
 pub mod lanes;
@@ -15,6 +16,7 @@ mod limits;
 mod names;
 mod outbox;
 mod output;
+mod pause;
 mod poll;
 mod request;
 mod serve;
@@ -25,6 +27,7 @@ mod tests;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use kvtier_config::ServerConfig;
 use kvtier_engine::Engine;
@@ -32,9 +35,19 @@ use kvtier_error::{Error, Result};
 use kvtier_http::Health;
 use lanes::Pool;
 use outbox::Outbox;
+use pause::Pauses;
+pub use pause::{FrontState, HandedFront, Paused};
 use request::Server;
 use serve::Front;
 pub use socket::RequestSocket;
+
+/// A front end that does not serve yet.
+pub struct PreparedFront {
+    front: Front,
+    socket: Arc<RequestSocket>,
+    outbox: Outbox,
+    pauses: Pauses,
+}
 
 /// The running front end.
 pub struct FrontEnd {
@@ -42,15 +55,16 @@ pub struct FrontEnd {
     socket: Arc<RequestSocket>,
     stop: Arc<AtomicBool>,
     outbox: Outbox,
+    pauses: Pauses,
     thread: Option<JoinHandle<()>>,
 }
 
-impl FrontEnd {
-    /// Starts serving, at most `connections` clients at once.
+impl PreparedFront {
+    /// Prepares to serve, at most `connections` clients at once.
     ///
     /// # Errors
     /// A system out of threads or file descriptors, in one line.
-    pub fn start(
+    pub fn new(
         config: &ServerConfig,
         socket: RequestSocket,
         engine: Arc<Engine>,
@@ -74,6 +88,7 @@ impl FrontEnd {
         let bounds = serve::bounds(connections, config.max_message_bytes);
         let request_bytes = limits::request_bytes(config.max_message_bytes);
         let accepted = Arc::clone(&socket);
+        let (pauses, requests) = Pauses::new();
         let front = Front::new(
             accepted,
             Arc::clone(&server),
@@ -81,19 +96,66 @@ impl FrontEnd {
             pools,
             bounds,
             request_bytes,
+            requests,
         )
         .map_err(|error| Error::io("no epoll", error))?;
+        Ok(Self {
+            front,
+            socket,
+            outbox,
+            pauses,
+        })
+    }
+
+    /// Takes the connections of the process before, which still has them.
+    ///
+    /// # Errors
+    /// What of it makes no sense here.
+    pub fn resume(&mut self, front: HandedFront) -> Result<()> {
+        self.front.resume(front)
+    }
+
+    /// Removes the path of the socket at the end, as the process before would have.
+    pub fn take_path(&self, config: &ServerConfig) {
+        self.socket.take_path(config);
+    }
+
+    /// Starts to serve.
+    ///
+    /// # Errors
+    /// A system out of threads, in one line.
+    pub fn start(self) -> Result<FrontEnd> {
+        let Self {
+            front,
+            socket,
+            outbox,
+            pauses,
+        } = self;
         let stop = Arc::clone(&front.stop);
         let thread = std::thread::Builder::new()
             .name("kvtier-front".into())
             .spawn(move || front.run())
             .map_err(|error| Error::io("no thread", error))?;
-        Ok(Self {
+        Ok(FrontEnd {
             socket,
             stop,
             outbox,
+            pauses,
             thread: Some(thread),
         })
+    }
+}
+
+impl FrontEnd {
+    /// The listening socket.
+    pub fn socket(&self) -> &Arc<RequestSocket> {
+        &self.socket
+    }
+
+    /// Asks for pauses: its thread answers.
+    pub fn pauses(&self) -> impl Fn(Instant) -> Result<Paused> + Send + use<> {
+        let (pauses, outbox) = (self.pauses.clone(), self.outbox.clone());
+        move |until| pauses.pause(until, || outbox.wake())
     }
 
     /// Where it listens, such as `tcp://127.0.0.1:5555`.

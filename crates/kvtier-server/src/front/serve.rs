@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use crossbeam_channel::Receiver;
 use kvtier_proto::frames::MAX_PAYLOADS;
 use kvtier_zmtp::{Limits, Message};
 
@@ -12,6 +13,7 @@ use super::connections::{Bounds, Connections, Happened};
 use super::lanes::Pool;
 use super::limits;
 use super::outbox::{Inbox, Outgoing};
+use super::pause::PauseRequest;
 use super::request::{Job, Server};
 use super::socket::RequestSocket;
 use kvtier_l2::RateLimited;
@@ -43,6 +45,10 @@ pub struct Front {
     /// Whether one connection alone has something to be read.
     pub(super) is_alone: bool,
     pub(super) messages: Vec<Message>,
+    /// Where pauses are asked for.
+    pub(super) pauses: Receiver<PauseRequest>,
+    /// Messages that the process before had read and not served, with their connections.
+    pub(super) resumed: Vec<(u64, Message)>,
 }
 
 /// Bounds of the connections, for messages of at most `max_message_bytes`.
@@ -73,6 +79,7 @@ impl Front {
         [transfers, control]: [Pool<Job>; 2],
         bounds: Bounds,
         request_bytes: u64,
+        pauses: Receiver<PauseRequest>,
     ) -> std::io::Result<Self> {
         let metrics = Arc::clone(server.engine.metrics());
         Ok(Self {
@@ -86,6 +93,8 @@ impl Front {
             happened: Vec::new(),
             is_alone: false,
             messages: Vec::new(),
+            pauses,
+            resumed: Vec::new(),
         })
     }
 
@@ -106,7 +115,13 @@ impl Front {
     fn serve(&mut self) -> std::io::Result<()> {
         let busy_poll = self.server.engine.config().busy_poll;
         let mut last_work = Instant::now();
-        while !self.stop.load(Ordering::Acquire) {
+        for (id, message) in std::mem::take(&mut self.resumed) {
+            self.take(id, message.frames);
+        }
+        while !self.is_stopping() {
+            if self.serve_pause() {
+                return Ok(());
+            }
             let polls = !busy_poll.is_zero() && last_work.elapsed() < busy_poll;
             if self.turn(if polls { Duration::ZERO } else { IDLE })? {
                 last_work = Instant::now();
@@ -115,6 +130,11 @@ impl Front {
             }
         }
         self.end()
+    }
+
+    /// Whether the stop flag is set.
+    pub(super) fn is_stopping(&self) -> bool {
+        self.stop.load(Ordering::Acquire)
     }
 
     /// Sends the replies that wait, then serves or queues what arrives within `timeout`. Returns whether there was
@@ -143,10 +163,10 @@ impl Front {
 
     /// Waits for the sockets and for replies.
     fn wait(&mut self, timeout: Duration, happened: &mut Vec<Happened>) -> std::io::Result<()> {
-        // The stop's wake-up may have come before the last replies were drained.
+        // Their wake-up may have come before the last replies were drained.
         let sleeps = !timeout.is_zero()
             && self.inbox.begin_sleep()
-            && (timeout < IDLE || !self.stop.load(Ordering::Acquire));
+            && (timeout < IDLE || !self.is_stopping() && self.pauses.is_empty());
         let timeout = if sleeps { timeout } else { Duration::ZERO };
         let waited = self.connections.wait(timeout, happened);
         self.inbox.end_sleep();
@@ -170,7 +190,7 @@ impl Front {
     }
 
     /// Sends the replies that wait. Returns whether there were any.
-    fn send_replies(&mut self) -> bool {
+    pub(super) fn send_replies(&mut self) -> bool {
         let replies: Vec<_> = self.inbox.drain().collect();
         let any = !replies.is_empty();
         replies.into_iter().for_each(|reply| self.send(reply));

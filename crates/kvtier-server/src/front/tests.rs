@@ -77,6 +77,7 @@ impl ByHand {
             pools,
             bounds,
             request_bytes,
+            crossbeam_channel::never(),
         )
         .unwrap();
         let mut by_hand = Self {

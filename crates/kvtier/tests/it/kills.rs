@@ -3,10 +3,10 @@
 //! `KVTIER_KILLS=10000 cargo test -p kvtier --all-features --test it kills::killed -- --nocapture` kills as often as that.
 
 use std::collections::BTreeSet;
-use std::io::{BufRead as _, BufReader};
+use std::io::{BufRead as _, BufReader, Lines};
 use std::ops::Range;
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStderr, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -17,12 +17,12 @@ use kvtier_client::{
 };
 use kvtier_core::random::SplitMix64;
 
-const KVTIER: &str = env!("CARGO_BIN_EXE_kvtier");
+pub(crate) const KVTIER: &str = env!("CARGO_BIN_EXE_kvtier");
 
 /// Tokens of a chunk.
-const CHUNK: usize = 16;
+pub(crate) const CHUNK: usize = 16;
 /// Chunks of a prompt.
-const CHUNKS: u64 = 4;
+pub(crate) const CHUNKS: u64 = 4;
 
 /// How long a reply may take before the test fails.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -36,15 +36,31 @@ const MAX_UNSURE: usize = 8;
 /// Kills in the gate.
 const KILLS: u64 = 20;
 
-struct Server {
-    child: Child,
-    endpoint: String,
-    log: String,
+pub(crate) struct Server {
+    pub(crate) child: Child,
+    pub(crate) endpoint: String,
+    pub(crate) log: String,
+    lines: Option<Lines<BufReader<ChildStderr>>>,
 }
 
 impl Server {
     /// Starts a server of the instance that keeps its state below `base`.
-    fn start(base: &Path, l1: &str, more: &[&str]) -> Self {
+    pub(crate) fn start(base: &Path, l1: &str, more: &[&str]) -> Self {
+        let started = Self::try_start(base, l1, more);
+        started.unwrap_or_else(|log| panic!("the server does not serve: {log}"))
+    }
+
+    /// The same, or the log of a server that ends before it serves.
+    pub(crate) fn try_start(base: &Path, l1: &str, more: &[&str]) -> Result<Self, String> {
+        let mut server = Self::spawn(base, l1, more);
+        match server.wait_until_served() {
+            true => Ok(server),
+            false => Err(std::mem::take(&mut server.log)),
+        }
+    }
+
+    /// The same, which does not serve yet.
+    pub(crate) fn spawn(base: &Path, l1: &str, more: &[&str]) -> Self {
         let pool = format!("kvtier_kills_{}", std::process::id());
         let mut child = Command::new(KVTIER)
             .args([
@@ -79,29 +95,36 @@ impl Server {
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
-        let (mut log, mut endpoint) = (String::new(), None);
-        let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
-        for line in lines.by_ref().map_while(Result::ok) {
-            log += &line;
-            log.push('\n');
-            if let Some((_, rest)) = line.split_once("endpoint=\"") {
-                endpoint = rest
-                    .split_once('"')
-                    .map(|(endpoint, _)| endpoint.to_owned());
-                break;
-            }
-        }
-        // Read to its end, so that the server never waits for it.
-        std::thread::spawn(move || lines.map_while(Result::ok).for_each(drop));
-        let endpoint = endpoint.unwrap_or_else(|| panic!("the server does not serve: {log}"));
+        let lines = BufReader::new(child.stderr.take().unwrap()).lines();
         Self {
             child,
-            endpoint,
-            log,
+            endpoint: String::new(),
+            log: String::new(),
+            lines: Some(lines),
         }
     }
 
-    fn connect(&self) -> Connection {
+    /// Reads the log until the server serves; returns whether it does, and has not ended.
+    pub(crate) fn wait_until_served(&mut self) -> bool {
+        let Some(mut lines) = self.lines.take() else {
+            return true;
+        };
+        for line in lines.by_ref().map_while(Result::ok) {
+            self.log += &line;
+            self.log.push('\n');
+            if let Some((_, rest)) = line.split_once("endpoint=\"") {
+                let endpoint = rest.split_once('"').unwrap().0;
+                self.endpoint = endpoint.to_owned();
+                // Read to its end, so that the server never waits for it.
+                std::thread::spawn(move || lines.map_while(Result::ok).for_each(drop));
+                return true;
+            }
+        }
+        self.child.wait().unwrap();
+        false
+    }
+
+    pub(crate) fn connect(&self) -> Connection {
         let options = Options {
             timeout: PATIENCE,
             ..Options::default()
@@ -110,28 +133,28 @@ impl Server {
     }
 
     /// A worker that copies by itself, with 8 KiB per chunk.
-    fn worker(&self, instance: i64, salt: &str) -> EngineDrivenWorker {
+    pub(crate) fn worker(&self, instance: i64, salt: &str) -> EngineDrivenWorker {
         let mut spec = EngineDrivenSpec::new(InstanceId(instance), scope(salt), 2, 64);
         spec.block_tokens = 4;
         EngineDrivenWorker::register(self.connect(), spec).unwrap()
     }
 
     /// A worker whose pages the server copies, with 4 KiB per chunk.
-    fn pages(&self, instance: i64) -> LmcacheDrivenWorker {
+    pub(crate) fn pages(&self, instance: i64) -> LmcacheDrivenWorker {
         let mut spec = LmcacheDrivenSpec::new(InstanceId(instance), scope("pages"), 2, 2, 16, 64);
         spec.block_tokens = 4;
         LmcacheDrivenWorker::register(self.connect(), spec).unwrap()
     }
 
     /// Number of objects that the start has found.
-    fn restored(&self) -> Option<u64> {
+    pub(crate) fn restored(&self) -> Option<u64> {
         let line = self.log.lines().find(|line| line.contains("restored L1"))?;
         let (_, rest) = line.split_once("objects=")?;
         rest.split(' ').next()?.parse().ok()
     }
 
     /// The answer of a route.
-    fn http(&self, path: &str, body: Option<&str>) -> serde_json::Value {
+    pub(crate) fn http(&self, path: &str, body: Option<&str>) -> serde_json::Value {
         let (_, rest) = self.log.split_once("http=\"").unwrap();
         let url = format!("{}{path}", rest.split('"').next().unwrap());
         let answer = match body {
@@ -142,12 +165,12 @@ impl Server {
         serde_json::from_str(&text).unwrap()
     }
 
-    fn kill(&mut self) {
+    pub(crate) fn kill(&mut self) {
         self.child.kill().unwrap();
         self.child.wait().unwrap();
     }
 
-    fn stop(mut self) {
+    pub(crate) fn stop(mut self) {
         let pid = rustix::process::Pid::from_child(&self.child);
         rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
         assert!(self.child.wait().unwrap().success());
@@ -162,12 +185,12 @@ impl Drop for Server {
 }
 
 /// Segments of this process's name, one test at a time. Removes what the last server has left in /dev/shm.
-struct Segments {
+pub(crate) struct Segments {
     _turn: MutexGuard<'static, ()>,
 }
 
 impl Segments {
-    fn new() -> Self {
+    pub(crate) fn new() -> Self {
         static TURN: Mutex<()> = Mutex::new(());
         let turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
         Self { _turn: turn }
@@ -184,14 +207,14 @@ impl Drop for Segments {
     }
 }
 
-fn scope(salt: &str) -> Scope {
+pub(crate) fn scope(salt: &str) -> Scope {
     Scope {
         cache_salt: salt.to_owned(),
         ..Scope::new("kills/model")
     }
 }
 
-fn prompt(number: u64) -> Prompt {
+pub(crate) fn prompt(number: u64) -> Prompt {
     let first = u32::try_from(number).unwrap() * 1000;
     let tokens: Vec<_> = (0..CHUNKS as u32 * CHUNK as u32)
         .map(|token| first + token)
@@ -199,18 +222,22 @@ fn prompt(number: u64) -> Prompt {
     Prompt::new(&tokens)
 }
 
-fn whole() -> Range<u64> {
+pub(crate) fn whole() -> Range<u64> {
     0..CHUNKS * CHUNK as u64
 }
 
 /// Bytes of a chunk that nothing else has.
-fn bytes(salt: &str, number: u64, chunk: u64, len: usize) -> Vec<u8> {
+pub(crate) fn bytes(salt: &str, number: u64, chunk: u64, len: usize) -> Vec<u8> {
     let tenant = salt.bytes().fold(0, |sum, byte| sum * 31 + u64::from(byte));
     SplitMix64::new(tenant << 32 ^ number << 8 ^ chunk).bytes(len)
 }
 
 /// Chunks of a prompt that a worker reads, all of them right.
-fn read(worker: &mut EngineDrivenWorker, salt: &str, number: u64) -> Result<u64, String> {
+pub(crate) fn read(
+    worker: &mut EngineDrivenWorker,
+    salt: &str,
+    number: u64,
+) -> Result<u64, String> {
     let (prompt, request) = (prompt(number), format!("r{number}"));
     let hit = worker
         .lookup(&prompt, &request)

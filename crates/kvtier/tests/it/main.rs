@@ -13,4 +13,5 @@ mod limits;
 mod locks;
 mod log;
 mod shm;
+mod take_over;
 mod tier_test;

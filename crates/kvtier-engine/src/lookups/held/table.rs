@@ -57,6 +57,26 @@ pub(super) struct Schedulers {
 }
 
 impl Schedulers {
+    /// First and last word of each connection.
+    pub(super) fn state(&self) -> Vec<(u64, u64, u64)> {
+        let words = self.words.iter();
+        words
+            .map(|(connection, (first, last))| (*connection, *first, *last))
+            .collect()
+    }
+
+    /// Words of all of them.
+    pub(super) fn said(&self) -> u64 {
+        self.said
+    }
+
+    /// Goes on after these words.
+    pub(super) fn resume(&mut self, words: &[(u64, u64, u64)], said: u64) {
+        let words = words.iter().take(MAX_SCHEDULERS);
+        let words = words.map(|(connection, first, last)| (*connection, (*first, *last)));
+        (self.words, self.said) = (words.collect(), said);
+    }
+
     pub(super) fn heard(&mut self, connection: u64) {
         self.said += 1;
         let said = self.said;

@@ -1,0 +1,248 @@
+//! The side of the old server: a thread that waits for the next one.
+
+use std::net::TcpListener;
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use kvtier_engine::Engine;
+use kvtier_error::{Error, ErrorKind, Result};
+use kvtier_http::Changes;
+use kvtier_sync::{Mutex, MutexGuard};
+use rustix::net::{Shutdown, shutdown};
+use tokio::runtime::Handle;
+use tokio::sync::watch;
+
+use super::SOCKET;
+use super::wire::{
+    FORMAT, Hello, Kind, State, receive, receive_json, send, send_descriptors, send_json,
+};
+use crate::front::{HandedFront, Paused, RequestSocket};
+use crate::reload::Reloader;
+
+/// How long what is in flight may take to end.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// How long changes over HTTP may take to end.
+const CHANGES_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// How long the new server may take for each of its steps.
+const STEP_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Rounds of the housekeeping: the lock is held for each, and for a hand-over.
+pub struct Rounds(Mutex<()>);
+
+impl Rounds {
+    /// Of one server.
+    pub fn new() -> Arc<Self> {
+        Arc::new(Self(Mutex::new(())))
+    }
+
+    /// Begins a round, or keeps others from beginning.
+    pub fn begin(&self) -> MutexGuard<'_, ()> {
+        self.0.lock()
+    }
+}
+
+/// What is paused and handed over.
+pub struct GivingParts {
+    pub engine: Arc<Engine>,
+    pub reloader: Arc<Reloader>,
+    pub rounds: Arc<Rounds>,
+    pub changes: Changes,
+    pub runtime: Handle,
+    pub socket: Arc<RequestSocket>,
+    /// Listening sockets of HTTP.
+    pub http: Vec<TcpListener>,
+    /// Pauses the front end.
+    pub pause: Box<dyn Fn(Instant) -> Result<Paused> + Send>,
+}
+
+/// Waits for a server that takes over.
+pub struct Giver {
+    listener: Arc<UnixListener>,
+    is_over: Arc<AtomicBool>,
+    over: watch::Receiver<bool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Giver {
+    /// Starts to wait; `None`, with a line in the log, where no server can take over.
+    pub fn start(parts: GivingParts) -> Option<Self> {
+        let started = Self::try_start(parts);
+        match started {
+            Ok(giver) => giver,
+            Err(error) => {
+                tracing::warn!(%error, "no other server can take over from this one (--take-over)");
+                None
+            }
+        }
+    }
+
+    fn try_start(parts: GivingParts) -> Result<Option<Self>> {
+        let Some(listener) = parts.engine.listen(SOCKET)? else {
+            return Ok(None);
+        };
+        let listener = Arc::new(listener);
+        let is_over = Arc::<AtomicBool>::default();
+        let (sender, over) = watch::channel(false);
+        let (accepted, is_set) = (Arc::clone(&listener), Arc::clone(&is_over));
+        let wait = move || {
+            // Fails once the socket is shut down.
+            while let Ok((stream, _)) = accepted.accept() {
+                if give(&parts, &stream) {
+                    is_set.store(true, Ordering::Release);
+                    let _ = sender.send(true);
+                    return;
+                }
+            }
+        };
+        let thread = std::thread::Builder::new().name("kvtier-take-over".into());
+        let thread = thread.spawn(wait);
+        Ok(Some(Self {
+            listener,
+            is_over,
+            over,
+            thread: Some(thread.map_err(|error| Error::io("no thread", error))?),
+        }))
+    }
+
+    /// Whether another server has everything.
+    pub fn is_over(&self) -> bool {
+        self.is_over.load(Ordering::Acquire)
+    }
+
+    /// Becomes true when another server has everything.
+    pub fn over(&self) -> watch::Receiver<bool> {
+        self.over.clone()
+    }
+
+    /// Waits no longer. A hand-over that runs ends first.
+    pub fn stop(&mut self) {
+        let _ = shutdown(&*self.listener, Shutdown::Both);
+        if let Some(thread) = self.thread.take() {
+            // A panic of it is printed, and nothing was handed over.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for Giver {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+/// Serves a server that asks; returns whether it has everything now.
+fn give(parts: &GivingParts, stream: &UnixStream) -> bool {
+    let started = Instant::now();
+    match try_give(parts, stream) {
+        Ok(process) => {
+            tracing::info!(
+                process,
+                milliseconds = started.elapsed().as_millis() as u64,
+                "handed over to another server; this process ends"
+            );
+            true
+        }
+        Err(error) => {
+            tracing::warn!(%error, milliseconds = started.elapsed().as_millis() as u64, "nothing was handed over; serving on");
+            // Nothing is handed over from here on. It may have gone.
+            let _ = send(stream, Kind::Refused, error.to_string().as_bytes());
+            false
+        }
+    }
+}
+
+/// Hands over; returns the process that has everything.
+///
+/// # Errors
+/// Nothing was handed over.
+fn try_give(parts: &GivingParts, stream: &UnixStream) -> Result<u32> {
+    let failed = |error| Error::io("the socket", error);
+    stream
+        .set_read_timeout(Some(STEP_TIMEOUT))
+        .map_err(failed)?;
+    stream
+        .set_write_timeout(Some(STEP_TIMEOUT))
+        .map_err(failed)?;
+    let hello: Hello = receive_json(stream, Kind::Hello)?;
+    let process = hello.process;
+    tracing::info!(
+        process,
+        release = hello.release,
+        "another server asks to take over"
+    );
+    check(parts, &hello)?;
+    let unavailable = |what: &str| Error::new(ErrorKind::Unavailable, what);
+    let reloads = parts.reloader.pause();
+    let reloads = reloads.ok_or_else(|| unavailable("the configuration is being reloaded"))?;
+    let round = parts.rounds.begin();
+    let changes = parts.changes.pause(&parts.runtime, CHANGES_TIMEOUT);
+    let changes = changes.ok_or_else(|| unavailable("a change over HTTP is in flight"))?;
+    let mut paused = (parts.pause)(Instant::now() + DRAIN_TIMEOUT)?;
+    send_all(parts, stream, std::mem::take(&mut paused.front))?;
+    // The point of no return: this is read, or a refusal is sent.
+    if receive(stream, Kind::Commit, 0)?.is_none() {
+        return Err(unavailable("the other server has ended"));
+    }
+    paused.hand_over();
+    parts.engine.release();
+    changes.end();
+    // For the rest of this process.
+    std::mem::forget((reloads, round));
+    if let Err(error) = send(stream, Kind::Done, &[]) {
+        tracing::error!(%error, "the other server has ended after it took everything");
+    }
+    Ok(process)
+}
+
+/// Checks what can be checked while requests are served.
+fn check(parts: &GivingParts, hello: &Hello) -> Result<()> {
+    if !hello.formats.contains(&FORMAT) {
+        return Err(Error::refused(format!(
+            "its release {} reads the state in formats {:?}; this one writes {FORMAT}",
+            hello.release, hello.formats
+        )));
+    }
+    let config = parts.engine.config();
+    for (flag, sum) in config.lasting_flags() {
+        if hello.flags.get(&flag) != Some(&sum) {
+            let shown = config.shown_flag(&flag).unwrap_or_else(|| "another".into());
+            return Err(Error::refused(format!(
+                "{flag} is {shown} in the running server, and something else in the other one"
+            )));
+        }
+    }
+    parts.engine.check_hand_over()
+}
+
+fn send_all(parts: &GivingParts, stream: &UnixStream, front: HandedFront) -> Result<()> {
+    let HandedFront {
+        state: front,
+        sockets,
+        bytes,
+    } = front;
+    let lock = parts.engine.state_lock()?;
+    let state = State {
+        format: FORMAT,
+        process: std::process::id(),
+        release: env!("CARGO_PKG_VERSION").to_owned(),
+        l1_bytes: parts.engine.config().l1_bytes,
+        owns_path: parts.socket.owns_path(),
+        bytes: bytes.len() as u64,
+        http_sockets: parts.http.len(),
+        front,
+        engine: parts.engine.state()?,
+    };
+    let listening = [lock.as_fd(), parts.socket.as_fd()].into_iter();
+    let listening = listening.chain(parts.http.iter().map(|it| it.as_fd()));
+    let all = listening.chain(sockets.iter().map(|it| it.as_fd()));
+    let all: Vec<BorrowedFd<'_>> = all.collect();
+    send_json(stream, Kind::State, &state)?;
+    send(stream, Kind::Bytes, &bytes)?;
+    send_descriptors(stream, &all)
+}

@@ -1,0 +1,21 @@
+//! Hand-over from a running server to the next one of its instance, over a socket in the state directory.
+//!
+//! | new server | old server |
+//! | --- | --- |
+//! | `Hello`: the formats it reads, its flags | refuses, or pauses: no request is read, those that were are answered |
+//! | builds everything of it, changing nothing | `State`, connections' bytes, descriptors |
+//! | `Commit`, if all of it makes sense | lets everything go: `Done`, and ends |
+//! | serves | |
+//!
+//! The point of no return is the old server's: it reads `Commit`, or goes on after a `Refused`, which it sends before. So a
+//! new server that has sent `Commit` serves at `Done`, and also if the old one ends without a word; at `Refused` it ends.
+
+mod giving;
+mod taking;
+mod wire;
+
+pub use giving::{Giver, GivingParts, Rounds};
+pub use taking::{Taken, ask};
+
+/// Name of the socket in the state directory, which no other user but root can reach.
+const SOCKET: &str = "take-over";

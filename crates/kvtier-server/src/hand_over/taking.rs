@@ -1,0 +1,162 @@
+//! The side of the new server.
+
+use std::net::TcpListener;
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use kvtier_config::{L1Origin, ServerConfig};
+use kvtier_engine::EngineState;
+use kvtier_error::{Error, Result};
+
+use super::SOCKET;
+use super::wire::{
+    FORMAT, Hello, Kind, State, receive, receive_descriptors, receive_json, send, send_json,
+};
+use crate::front::HandedFront;
+
+/// How long each step of the old server may take: more than it gives itself to end what is in flight.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// What the running server hands over, while it still may go on.
+pub struct Taken {
+    stream: UnixStream,
+    /// Its process.
+    pub process: u32,
+    /// Its release.
+    pub release: String,
+    /// The lock of the state directory.
+    pub lock: Option<OwnedFd>,
+    /// The request socket.
+    pub socket: Option<OwnedFd>,
+    /// Whether the path of that is the server's to remove.
+    pub owns_path: bool,
+    /// Listening sockets of HTTP, and of metrics if there is a port for them.
+    pub http: Vec<TcpListener>,
+    /// The connections.
+    pub front: HandedFront,
+    /// The engine.
+    pub engine: EngineState,
+}
+
+/// Asks the running server of the instance for everything; `None` if none runs. A default of L1's size is that server's then.
+///
+/// # Errors
+/// Why it hands nothing over. It goes on.
+pub fn ask(config: &mut ServerConfig) -> Result<Option<Taken>> {
+    let base = config.state.base.as_ref();
+    let base = base.map_err(|reason| {
+        Error::refused(format!(
+            "--take-over takes a state directory, where servers meet: {reason}"
+        ))
+    })?;
+    let Some(stream) = kvtier_state::connect(base, &config.state.instance, SOCKET)? else {
+        return Ok(None);
+    };
+    let taken = receive_all(config, stream);
+    taken
+        .map(Some)
+        .map_err(|error| error.context("--take-over: the running server goes on"))
+}
+
+fn receive_all(config: &mut ServerConfig, stream: UnixStream) -> Result<Taken> {
+    let failed = |error| Error::io("its socket", error);
+    stream.set_read_timeout(Some(PATIENCE)).map_err(failed)?;
+    stream.set_write_timeout(Some(PATIENCE)).map_err(failed)?;
+    let hello = Hello {
+        formats: vec![FORMAT],
+        process: std::process::id(),
+        release: env!("CARGO_PKG_VERSION").to_owned(),
+        flags: config.lasting_flags(),
+    };
+    send_json(&stream, Kind::Hello, &hello)?;
+    let taken = receive_state(config, &stream);
+    // The other one goes on at once, and its log has the reason.
+    let (state, bytes, mut descriptors) = taken.inspect_err(|error| refuse(&stream, error))?;
+    let mut take = |count| descriptors.drain(..count).collect::<Vec<_>>();
+    let (lock, socket) = (take(1).pop(), take(1).pop());
+    let http = take(state.http_sockets).into_iter().map(Into::into);
+    Ok(Taken {
+        process: state.process,
+        release: state.release,
+        lock,
+        socket,
+        owns_path: state.owns_path,
+        http: http.collect(),
+        front: HandedFront {
+            state: state.front,
+            sockets: descriptors,
+            bytes,
+        },
+        engine: state.engine,
+        stream,
+    })
+}
+
+fn receive_state(
+    config: &mut ServerConfig,
+    stream: &UnixStream,
+) -> Result<(State, Vec<u8>, Vec<OwnedFd>)> {
+    let state: State = receive_json(stream, Kind::State)?;
+    if state.format != FORMAT {
+        return Err(Error::refused(format!(
+            "its state has format {}; this server reads {FORMAT}",
+            state.format
+        )));
+    }
+    let bytes = receive(stream, Kind::Bytes, state.bytes)?;
+    let bytes = bytes.filter(|bytes| bytes.len() as u64 == state.bytes);
+    let bytes = bytes.ok_or_else(|| Error::refused("bytes of connections are missing"))?;
+    let descriptors = receive_descriptors(stream, state.descriptors())?;
+    let listeners = 1 + usize::from(config.prometheus_port.is_some());
+    if state.http_sockets != listeners {
+        return Err(Error::refused(format!(
+            "it has {} sockets for HTTP; this server needs {listeners}",
+            state.http_sockets
+        )));
+    }
+    if config.l1_origin != L1Origin::Given {
+        config.l1_bytes = state.l1_bytes;
+    }
+    Ok((state, bytes, descriptors))
+}
+
+fn refuse(stream: &UnixStream, error: &Error) {
+    // It may have ended, or refused by itself.
+    let _ = send(stream, Kind::Refused, error.to_string().as_bytes());
+}
+
+impl Taken {
+    /// Leaves everything to the old server, which goes on.
+    pub fn refuse(stream: &UnixStream, error: &Error) {
+        refuse(stream, error);
+    }
+
+    /// The way to the old server, apart from what it has handed over.
+    ///
+    /// # Errors
+    /// The system's, out of descriptors.
+    pub fn stream(&self) -> Result<UnixStream> {
+        let stream = self.stream.try_clone();
+        stream.map_err(|error| Error::io("its socket", error))
+    }
+
+    /// Takes everything: from here on this server has it, or an error says that the old one goes on.
+    ///
+    /// # Errors
+    /// The old server has gone on.
+    pub fn commit(stream: &UnixStream) -> Result<()> {
+        // One that has ended does not take it, and leaves everything all the same.
+        let _ = send(stream, Kind::Commit, &[]);
+        // No limit of time: it answers or ends, and until then the outcome is unknown.
+        let unlimited = stream.set_read_timeout(None);
+        unlimited.map_err(|error| Error::io("its socket", error))?;
+        match receive(stream, Kind::Done, 0)? {
+            Some(_) => {}
+            None => tracing::warn!(
+                "the server before has ended without an answer; this one has everything"
+            ),
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,383 @@
+//! Messages between a server and the one that takes over from it, on a stream socket.
+//!
+//! | at | what |
+//! | --- | --- |
+//! | 0 | [`Kind`] |
+//! | 1 | bytes of the body, a little-endian `u64` |
+//! | 9 | checksum of the body, 16 bytes, little-endian |
+//! | 25 | the body |
+//!
+//! Descriptors follow the message that says how many there are, in batches, each with one byte.
+
+use std::collections::BTreeMap;
+use std::io::{IoSlice, IoSliceMut, Read as _, Write as _};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+use kvtier_engine::EngineState;
+use kvtier_error::{Error, ErrorKind, Result};
+use kvtier_memory::checksum::checksum128;
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+};
+use serde::{Deserialize, Serialize};
+
+use crate::front::FrontState;
+
+/// Version of the format of [`State`]. It changes with every change of what is in it.
+pub const FORMAT: u32 = 1;
+
+/// Most descriptors of a batch, as the system allows.
+const BATCH: usize = 253;
+
+const HEAD: usize = 25;
+
+/// Most bytes of a message without connections' bytes.
+const MAX_TEXT: u64 = 256 << 20;
+
+/// What a message is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// [`Hello`], of the new server.
+    Hello = 1,
+    /// Why nothing is handed over, a text. Of either.
+    Refused = 2,
+    /// [`State`], of the old server. [`Kind::Bytes`] and the descriptors follow.
+    State = 3,
+    /// Input and output of the connections.
+    Bytes = 4,
+    /// The new server has checked everything and takes it.
+    Commit = 5,
+    /// The old server has let everything go.
+    Done = 6,
+}
+
+/// What the new server is.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Hello {
+    /// Formats of [`State`] that it reads.
+    pub formats: Vec<u32>,
+    /// Its process, for people.
+    pub process: u32,
+    /// Its release.
+    pub release: String,
+    /// Checksums of the flags that have to be the same.
+    pub flags: BTreeMap<String, String>,
+}
+
+/// All that is handed over, but for descriptors and bytes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct State {
+    pub format: u32,
+    /// For people.
+    pub process: u32,
+    pub release: String,
+    /// Bytes of L1, which may be a default.
+    pub l1_bytes: u64,
+    /// Whether the path of the request socket is the server's to remove.
+    pub owns_path: bool,
+    /// Bytes of the next message.
+    pub bytes: u64,
+    /// Listening sockets behind the lock of the state directory and the request socket: HTTP, and metrics if there is a port
+    /// for them.
+    pub http_sockets: usize,
+    pub front: FrontState,
+    pub engine: EngineState,
+}
+
+impl State {
+    /// Number of descriptors: the lock, the request socket, HTTP's, the connections.
+    pub fn descriptors(&self) -> usize {
+        2 + self.http_sockets + self.front.count()
+    }
+}
+
+fn broken(what: &str) -> Error {
+    Error::new(ErrorKind::Io, format!("the other server {what}"))
+}
+
+/// Sends a message.
+///
+/// # Errors
+/// The system's.
+pub fn send(mut stream: &UnixStream, kind: Kind, body: &[u8]) -> Result<()> {
+    let mut head = [0; HEAD];
+    head[0] = kind as u8;
+    head[1..9].copy_from_slice(&(body.len() as u64).to_le_bytes());
+    head[9..].copy_from_slice(&checksum128(body).to_le_bytes());
+    let sent = stream
+        .write_all(&head)
+        .and_then(|()| stream.write_all(body));
+    sent.map_err(|error| Error::io("the other server cannot be reached", error))
+}
+
+/// Sends a message in JSON.
+///
+/// # Errors
+/// The system's.
+pub fn send_json(stream: &UnixStream, kind: Kind, body: &impl Serialize) -> Result<()> {
+    let body = serde_json::to_vec(body);
+    let body = body.map_err(|error| Error::refused(error.to_string()))?;
+    send(stream, kind, &body)
+}
+
+/// Receives a message of one of these kinds; `None` if the other server has ended before.
+///
+/// # Errors
+/// What it sent instead; [`ErrorKind::Refused`] for a refusal, with its reason.
+pub fn receive(mut stream: &UnixStream, kind: Kind, max_bytes: u64) -> Result<Option<Vec<u8>>> {
+    let failed = |error: std::io::Error| match error.kind() {
+        std::io::ErrorKind::WouldBlock => broken("did not answer in time"),
+        std::io::ErrorKind::UnexpectedEof => broken("has ended in the middle of a message"),
+        _ => Error::io("the other server", error),
+    };
+    let mut head = [0; HEAD];
+    // An end before the first byte is a plain end.
+    let mut read = 0;
+    while read < HEAD {
+        match stream.read(&mut head[read..]) {
+            Ok(0) if read == 0 => return Ok(None),
+            Ok(0) => return Err(broken("has ended in the middle of a message")),
+            Ok(bytes) => read += bytes,
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) if error.kind() == std::io::ErrorKind::ConnectionReset && read == 0 => {
+                return Ok(None);
+            }
+            Err(error) => return Err(failed(error)),
+        }
+    }
+    let len = head[1..9].try_into().map_or(u64::MAX, u64::from_le_bytes);
+    let is_refusal = head[0] == Kind::Refused as u8;
+    if len > if is_refusal { MAX_TEXT } else { max_bytes } {
+        return Err(broken("has sent a message that is too long"));
+    }
+    // Grows with what arrives, not with what was said.
+    let mut body = Vec::new();
+    let got = stream.take(len).read_to_end(&mut body).map_err(failed)?;
+    if (got as u64) < len {
+        return Err(broken("has ended in the middle of a message"));
+    }
+    let sum = checksum128(&body).to_le_bytes();
+    if sum != head[9..] {
+        return Err(broken("has sent a message whose checksum is wrong"));
+    }
+    match head[0] {
+        found if found == kind as u8 => Ok(Some(body)),
+        found if found == Kind::Refused as u8 => {
+            Err(Error::refused(String::from_utf8_lossy(&body).into_owned()))
+        }
+        found => Err(broken(&format!(
+            "has sent a message of kind {found}; expected: {}",
+            kind as u8
+        ))),
+    }
+}
+
+/// Receives a message in JSON.
+///
+/// # Errors
+/// As [`receive`]; it is not of this shape.
+pub fn receive_json<T: for<'a> Deserialize<'a>>(stream: &UnixStream, kind: Kind) -> Result<T> {
+    let body = receive(stream, kind, MAX_TEXT)?.ok_or_else(|| broken("has ended"))?;
+    serde_json::from_slice(&body)
+        .map_err(|error| broken(&format!("has sent a message that cannot be read: {error}")))
+}
+
+/// Sends descriptors.
+///
+/// # Errors
+/// The system's.
+pub fn send_descriptors(stream: &UnixStream, all: &[impl AsFd]) -> Result<()> {
+    for batch in all.chunks(BATCH) {
+        let batch: Vec<_> = batch.iter().map(AsFd::as_fd).collect();
+        let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(BATCH))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        if !control.push(SendAncillaryMessage::ScmRights(&batch)) {
+            return Err(broken("cannot be sent that many descriptors"));
+        }
+        let sent = loop {
+            let byte = [IoSlice::new(&[0])];
+            match sendmsg(stream, &byte, &mut control, SendFlags::NOSIGNAL) {
+                Err(Errno::INTR) => {}
+                sent => break sent,
+            }
+        };
+        sent.map_err(|error| Error::io("descriptors", error))?;
+    }
+    Ok(())
+}
+
+/// Receives this many descriptors, which programs that this process starts do not have.
+///
+/// # Errors
+/// There are fewer, or the system's.
+pub fn receive_descriptors(stream: &UnixStream, count: usize) -> Result<Vec<OwnedFd>> {
+    let mut all = Vec::new();
+    while all.len() < count {
+        let mut byte = [0];
+        let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(BATCH))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut bytes = [IoSliceMut::new(&mut byte)];
+        let received = match recvmsg(stream, &mut bytes, &mut control, RecvFlags::CMSG_CLOEXEC) {
+            Err(Errno::INTR) => continue,
+            received => received.map_err(|error| Error::io("descriptors", error))?,
+        };
+        let before = all.len();
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(descriptors) = message {
+                all.extend(descriptors);
+            }
+        }
+        if received.bytes == 0 || all.len() == before {
+            return Err(broken(
+                "has not sent all descriptors, or this process may not open as many files (ulimit -n)",
+            ));
+        }
+    }
+    match all.len() == count {
+        true => Ok(all),
+        false => Err(broken("has sent too many descriptors")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As the first release that hands over has written it, with every variant. A release that reads the format must read it
+    /// whole, and one that writes the format must write it so.
+    const RECORDED: &str = include_str!("../../tests/vectors/take_over_1.json");
+
+    #[test]
+    fn recorded_state_is_read_and_written_alike() {
+        let recorded: serde_json::Value = serde_json::from_str(RECORDED).unwrap();
+        let state: State = serde_json::from_str(RECORDED).unwrap();
+        assert_eq!(state.format, FORMAT);
+        assert_eq!(state.descriptors(), 2 + 1 + 3);
+        assert_eq!(serde_json::to_value(&state).unwrap(), recorded);
+    }
+
+    /// What is not known would be lost.
+    #[test]
+    fn unknown_and_missing_fields_are_refused() {
+        let recorded: serde_json::Value = serde_json::from_str(RECORDED).unwrap();
+        let paths = [
+            "",
+            "/front",
+            "/front/connections/0",
+            "/front/connections/0/client",
+            "/engine",
+            "/engine/workers/0",
+            "/engine/lookups",
+            "/engine/lookups/lookups/0",
+            "/engine/lookups/lookups/0/rows/0",
+            "/engine/chunk_sizes/0",
+            "/engine/transfers/0",
+            "/engine/transfers/0/charges/0",
+            "/engine/transfers/0/phase/pending",
+        ];
+        let is_read =
+            |value: &serde_json::Value| serde_json::from_value::<State>(value.clone()).is_ok();
+        assert!(is_read(&recorded));
+        for path in paths {
+            let mut more = recorded.clone();
+            let object = more.pointer_mut(path).unwrap().as_object_mut().unwrap();
+            let fields: Vec<_> = object.keys().cloned().collect();
+            object.insert("later".into(), 1.into());
+            assert!(!is_read(&more), "{path}: an unknown field");
+            for field in &fields {
+                let mut less = recorded.clone();
+                let object = less.pointer_mut(path).unwrap().as_object_mut().unwrap();
+                let removed = object.remove(field);
+                // One that may be null may be absent.
+                if removed != Some(serde_json::Value::Null) {
+                    let is_optional = is_read(&less);
+                    assert!(
+                        !is_optional || OPTIONAL.contains(&field.as_str()),
+                        "{path}/{field}"
+                    );
+                }
+            }
+        }
+    }
+
+    const OPTIONAL: &[&str] = &[
+        "client",
+        "last_hash",
+        "last_ping",
+        "last_query",
+        "ping_interval",
+        "provisional_for",
+        "tenant",
+        "ttl",
+        "window",
+        "worker",
+        "worker_id",
+    ];
+
+    fn pair() -> (UnixStream, UnixStream) {
+        UnixStream::pair().unwrap()
+    }
+
+    #[test]
+    fn damaged_and_unexpected_messages_are_refused() {
+        let good = |kind| {
+            let (one, two) = pair();
+            send(&one, kind, b"body").unwrap();
+            drop(one);
+            let mut bytes = Vec::new();
+            (&two).read_to_end(&mut bytes).unwrap();
+            bytes
+        };
+        let received = |bytes: &[u8], kind| {
+            let (mut one, two) = pair();
+            one.write_all(bytes).unwrap();
+            drop(one);
+            receive(&two, kind, 4).map_err(|error| error.to_string())
+        };
+        let bytes = good(Kind::Bytes);
+        assert_eq!(received(&bytes, Kind::Bytes), Ok(Some(b"body".to_vec())));
+        assert_eq!(received(&[], Kind::Bytes), Ok(None));
+        for cut in 1..bytes.len() {
+            assert!(received(&bytes[..cut], Kind::Bytes).is_err(), "{cut}");
+        }
+        for at in 0..bytes.len() {
+            let mut damaged = bytes.clone();
+            damaged[at] ^= 0x40;
+            assert!(received(&damaged, Kind::Bytes).is_err(), "{at}");
+        }
+        let error = received(&bytes, Kind::Commit).unwrap_err();
+        assert!(error.contains("kind 4; expected: 5"), "{error}");
+        assert_eq!(
+            received(&good(Kind::Refused), Kind::State),
+            Err("body".into())
+        );
+        let (mut one, two) = pair();
+        one.write_all(&[4, 5, 0, 0, 0, 0, 0, 0, 0]).unwrap();
+        one.write_all(&[0; 16]).unwrap();
+        let error = receive(&two, Kind::Bytes, 4).unwrap_err().to_string();
+        assert!(error.contains("too long"), "{error}");
+    }
+
+    #[test]
+    fn descriptors_of_several_batches_arrive_in_order() {
+        use std::os::unix::fs::MetadataExt as _;
+        let (one, two) = pair();
+        let files: Vec<_> = (0..600)
+            .map(|_| rustix::fs::memfd_create("t", rustix::fs::MemfdFlags::empty()).unwrap())
+            .collect();
+        send_descriptors(&one, &files).unwrap();
+        let inode = |file: OwnedFd| std::fs::File::from(file).metadata().unwrap().ino();
+        let received = receive_descriptors(&two, 600).unwrap();
+        let received: Vec<_> = received.into_iter().map(inode).collect();
+        let sent: Vec<_> = files.into_iter().map(inode).collect();
+        assert_eq!(received, sent);
+        drop(one);
+        assert!(receive_descriptors(&two, 1).is_err());
+        assert_eq!(receive_descriptors(&two, 0).unwrap().len(), 0);
+    }
+}

@@ -1,0 +1,84 @@
+"""A server takes over from another one; the unmodified client notices nothing."""
+
+import threading
+
+import pytest
+import torch
+from kvrig.engine import tokens
+
+MODES = ["lmcache_driven", "engine_shm", "engine_pickle"]
+PROMPT = 32
+
+
+@pytest.fixture
+def lasting(serve, tmp_path):
+    """Starts a server that another one can take over from."""
+
+    def start(mode):
+        return serve(mode, flags=["--l1-restore", "on", "--state-dir", str(tmp_path), "--instance-id", "conformance"])
+
+    return start
+
+
+def load(engine, prompt, request, hit):
+    """Load a hit into other blocks, and compare."""
+    target = engine.blocks_for(PROMPT, 30)
+    engine.worker.fill(target)
+    assert engine.worker.retrieve(request, prompt, 0, hit, target).ok
+    loaded = engine.worker.read(target)
+    engine.end(request)
+    return loaded
+
+
+@pytest.mark.ours("LMCache's server cannot hand over")
+@pytest.mark.parametrize("mode", MODES)
+def test_client_notices_no_take_over(lasting, engines, mode):
+    """Lookups before and retrieves after, stores and hits, and no other registration."""
+    server = lasting(mode)
+    engine = engines(server, heartbeat=2.0, mq_timeout=60)
+    registered = engine.worker.adapter.transfer_ctx
+    for _ in range(4):
+        prompt = tokens(PROMPT)
+        engine.store_prompt(prompt)
+        engine.wait_hit(prompt, PROMPT)
+        stored = engine.worker.read(engine.blocks_for(PROMPT))
+        request, hit = engine.lookup(prompt)
+        assert hit == PROMPT
+        server.take_over()
+        loaded = load(engine, prompt, request, hit)
+        assert all(torch.equal(a, b) for a, b in zip(loaded, stored, strict=True))
+        assert engine.hits(prompt) == PROMPT
+        assert engine.worker.adapter.is_healthy
+    assert engine.worker.adapter.transfer_ctx is registered
+
+
+@pytest.mark.ours("LMCache's server cannot hand over")
+@pytest.mark.parametrize("mode", MODES)
+def test_every_answer_is_right_while_servers_take_over(lasting, engines, mode):
+    """An engine works on a thread of its own, all the time."""
+    server = lasting(mode)
+    engine = engines(server, heartbeat=2.0, mq_timeout=60)
+    stop, rounds, failed = threading.Event(), [], []
+
+    def work():
+        try:
+            while not stop.is_set():
+                prompt = tokens(PROMPT)
+                engine.store_prompt(prompt)
+                engine.wait_hit(prompt, PROMPT)
+                stored = engine.worker.read(engine.blocks_for(PROMPT))
+                request, hit = engine.lookup(prompt)
+                assert hit == PROMPT
+                loaded = load(engine, prompt, request, hit)
+                assert all(torch.equal(a, b) for a, b in zip(loaded, stored, strict=True))
+                rounds.append(prompt)
+        except BaseException as problem:  # noqa: BLE001
+            failed.append(problem)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    for _ in range(10):
+        server.take_over()
+    stop.set()
+    worker.join()
+    assert not failed and rounds, failed
