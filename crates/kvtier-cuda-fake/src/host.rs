@@ -141,19 +141,25 @@ impl Host {
 
 /// Whether all pages of a range are mapped in this process.
 pub(crate) fn is_mapped(base: u64, bytes: u64) -> bool {
+    untouched_pages(base, bytes).is_some()
+}
+
+/// Number of pages of a range that have no memory yet; `None` if not all of it is mapped.
+pub(crate) fn untouched_pages(base: u64, bytes: u64) -> Option<u64> {
     let page = 4096;
     let first = base / page * page;
-    let Some(end) = base
-        .checked_add(bytes)
-        .and_then(|end| end.checked_next_multiple_of(page))
-    else {
-        return false;
-    };
+    let end = base.checked_add(bytes)?.checked_next_multiple_of(page)?;
     // In pieces, so that the answers need little memory.
     let mut answers = vec![0_u8; 1 << 16];
     let step = (answers.len() as u64) * page;
-    (first..end).step_by(step as usize).all(|at| {
+    let mut untouched = 0;
+    for at in (first..end).step_by(step as usize) {
         let n = step.min(end - at) as usize;
-        unsafe { libc::mincore(at as *mut _, n, answers.as_mut_ptr()) == 0 }
-    })
+        if unsafe { libc::mincore(at as *mut _, n, answers.as_mut_ptr()) } != 0 {
+            return None;
+        }
+        let answers = &answers[..n / page as usize];
+        untouched += answers.iter().filter(|&answer| answer & 1 == 0).count() as u64;
+    }
+    Some(untouched)
 }

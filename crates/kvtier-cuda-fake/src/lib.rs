@@ -21,7 +21,8 @@
 //!   driver's do; `batched`: copies in batches; `queued.E`, `started.E` and `bytes.E`: work that came to engine E, work
 //!   it began, and bytes it did, where E is `h2d`, `d2h` or `kernel` (kernels, fills, and copies inside the device);
 //!   `overlaps`: work started while another engine was busy; and live objects: `live.memory` (allocations, openings
-//!   and reservations), `live.physical`, `live.host`, `live.streams`, `live.events`, `live.modules`, `live.contexts`.
+//!   and reservations), `live.physical`, `live.host`, `live.streams`, `live.events`, `live.modules`, `live.contexts`;
+//!   `registered.untouched`: pages that had no memory when they were registered, which the driver touches while its other calls wait.
 //! * `uint64_t fake_driver_violations(char *to, size_t bytes)`: their number; writes as many lines of their text as fit.
 //! * `int fake_driver_script(const char *text)`: the script below; 1, and a violation, if it cannot be read.
 //!   The variable `KVTIER_CUDA_FAKE` holds one that is read at the first call, and aborts the process if it is wrong.

@@ -56,7 +56,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     let arena = Arena::create(ArenaKind::Anonymous, bytes)?;
     println!("arena of {mib} MiB created in {:?}", started.elapsed());
     let started = Instant::now();
-    arena.prefault(&AtomicBool::new(false), |_| {})?;
+    arena.prefault(arena.whole(), &AtomicBool::new(false), |_| {})?;
     let rate = bytes as f64 / started.elapsed().as_secs_f64() / 1e9;
     println!("prefaulted at {rate:.2} GB/s");
     let own = OwnSegment::create(bytes)?;

@@ -379,19 +379,31 @@ impl Arena {
         self.mapping.poisoned()
     }
 
-    /// Has the system put memory behind every page now, front to back, so that no later store
+    /// Has the system put memory behind every page of `extent` now, front to back, so that no later store
     /// waits for it. Made for a thread of its own: the arena can be used meanwhile, by other
-    /// processes too, and no byte changes. `progress` is called after every 64 MiB; `stop` is
-    /// looked at more often.
+    /// processes too, and no byte changes. `progress` is called after each step, of some 100 µs; before it `stop` is
+    /// checked.
     ///
     /// # Errors
-    /// [`PrefaultError`] when the system has no more memory; the arena stays usable.
+    /// [`PrefaultError`] when the system has no more memory, or `extent` is not in the arena; the arena stays usable.
     pub fn prefault(
         &self,
+        extent: Extent,
         stop: &AtomicBool,
         progress: impl FnMut(PrefaultProgress),
     ) -> Result<PrefaultEnd, PrefaultError> {
-        prefault::run(&self.mapping, stop, progress)
+        if let Err(error) = self.mapping.locate(extent.offset, extent.len) {
+            return Err(PrefaultError {
+                done: extent.offset,
+                source: std::io::Error::other(error),
+            });
+        }
+        prefault::run(&self.mapping, extent, stop, progress)
+    }
+
+    /// All of it.
+    pub fn whole(&self) -> Extent {
+        Extent::new(0, self.len())
     }
 
     pub(crate) fn mapping(&self) -> &Mapping {

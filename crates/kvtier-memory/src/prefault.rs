@@ -17,9 +17,9 @@ const STEP: usize = 512 << 10;
 /// How far prefaulting has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PrefaultProgress {
-    /// Bytes from the start of the arena that have memory behind them.
+    /// Bytes from the start of the extent that have memory behind them.
     pub done: u64,
-    /// Bytes of the arena.
+    /// Bytes of the extent.
     pub total: u64,
 }
 
@@ -28,7 +28,7 @@ pub struct PrefaultProgress {
 pub enum PrefaultEnd {
     /// Every page has memory.
     Complete,
-    /// `stop` was set; the bytes before this offset have memory.
+    /// `stop` was set; this number of bytes from the start of the extent have memory.
     Stopped {
         /// Bytes done.
         done: u64,
@@ -37,20 +37,24 @@ pub enum PrefaultEnd {
 
 /// The system would not give more memory. Later stores may still get some.
 #[derive(Debug, thiserror::Error)]
-#[error("no memory for the arena beyond its first {done} bytes: {source}")]
+#[error("no memory for the arena beyond its byte {done}: {source}")]
 pub struct PrefaultError {
-    /// Bytes done.
+    /// Offset in the arena up to which the extent has memory.
     pub done: u64,
     /// What the system said.
     pub source: io::Error,
 }
 
+/// The extent is inside the mapping.
 pub(crate) fn run(
     mapping: &Mapping,
+    extent: Extent,
     stop: &AtomicBool,
     mut progress: impl FnMut(PrefaultProgress),
 ) -> Result<PrefaultEnd, PrefaultError> {
-    let total = mapping.len() as usize;
+    let page = mapping.page();
+    let first = extent.offset as usize / page * page;
+    let total = (extent.offset + extent.len) as usize - first;
     // Kernels before 5.14 cannot populate; found out once, at the first step.
     let mut can_populate = true;
     let mut done = 0;
@@ -60,7 +64,7 @@ pub(crate) fn run(
         }
         let step = STEP.min(total - done);
         let result = if can_populate {
-            match populate(mapping, done, step, Advice::LinuxPopulateWrite) {
+            match populate(mapping, first + done, step, Advice::LinuxPopulateWrite) {
                 Err(Errno::INVAL | Errno::NOSYS) if done == 0 => {
                     can_populate = false;
                     continue;
@@ -68,10 +72,10 @@ pub(crate) fn run(
                 other => other,
             }
         } else {
-            touch(mapping, done, step)
+            touch(mapping, first + done, step)
         };
         result.map_err(|e| PrefaultError {
-            done: done as u64,
+            done: (first + done) as u64,
             source: e.into(),
         })?;
         done += step;

@@ -92,9 +92,11 @@ exports! {
         let device = state.current()?;
         only(flags, 0xf)?;
         let base = at as u64;
-        if !host::is_mapped(base, bytes as u64) || state.space.covers(base) {
+        let untouched = host::untouched_pages(base, bytes as u64).filter(|_| !state.space.covers(base));
+        let Some(untouched) = untouched else {
             return Err(wrong!(ERROR_INVALID_VALUE, "{bytes} bytes at {base:#x} are not host memory"));
-        }
+        };
+        world().journal.add("registered.untouched", untouched);
         state.host.add(device, base, bytes as u64, flags, false)
     }
 

@@ -180,7 +180,8 @@ impl Admin {
         // Requests come first. On Linux a nice value belongs to the thread; being refused one changes nothing.
         let _ = rustix::process::nice(10);
         let (mut seen, mut pauses) = (requests(), 0);
-        let result = self.context.l1.arena.prefault(stop, |progress| {
+        let arena = &self.context.l1.arena;
+        let result = arena.prefault(arena.whole(), stop, |progress| {
             self.prefaulted.store(progress.done, Ordering::Relaxed);
             for _ in 0..MAX_PREFAULT_PAUSES {
                 let now = requests();

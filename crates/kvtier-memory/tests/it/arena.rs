@@ -278,7 +278,7 @@ fn prefault_reports_and_stops() {
     let mut seen = Vec::new();
     let stop = AtomicBool::new(false);
     let end = arena
-        .prefault(&stop, |progress| {
+        .prefault(arena.whole(), &stop, |progress| {
             seen.push(progress.done);
             if progress.done == 512 << 10 {
                 stop.store(true, Ordering::Relaxed);
@@ -287,7 +287,9 @@ fn prefault_reports_and_stops() {
         .unwrap();
     assert_eq!(end, PrefaultEnd::Stopped { done: 512 << 10 });
     stop.store(false, Ordering::Relaxed);
-    let end = arena.prefault(&stop, |p| seen.push(p.done)).unwrap();
+    let end = arena
+        .prefault(arena.whole(), &stop, |p| seen.push(p.done))
+        .unwrap();
     assert_eq!(end, PrefaultEnd::Complete);
     assert_eq!(seen, [512 << 10, 512 << 10, 1_024 << 10, 1_200 << 10]);
 }
@@ -298,7 +300,7 @@ fn prefault_runs_beside_writers() {
     let stop = AtomicBool::new(false);
     let extent = |index: u64| Extent::new(index << 16, 1 << 16);
     std::thread::scope(|scope| {
-        let prefault = scope.spawn(|| arena.prefault(&stop, |_| {}));
+        let prefault = scope.spawn(|| arena.prefault(arena.whole(), &stop, |_| {}));
         for index in (0..512).rev() {
             arena
                 .write(extent(index), 0, &[index as u8 | 1; 1 << 16])

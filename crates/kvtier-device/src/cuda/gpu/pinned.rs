@@ -1,8 +1,10 @@
 //! Pinning of the arena: memory registered with the driver, which GPUs access directly and at full speed.
 //!
-//! Pinning takes seconds for a large arena (the driver touches every page), so it runs in the background, piece by piece,
-//! while the server serves. Pieces that are not pinned are copied too, through the driver's buffers, and such a copy blocks
-//! the thread that starts it.
+//! Pinning takes seconds for a large arena, so it runs in the background, piece by piece, while the server serves. Pieces that
+//! are not pinned are copied too, through the driver's buffers, and such a copy blocks the thread that starts it.
+//!
+//! While the driver registers memory, its other calls wait, also those of transfers and of registrations of workers
+//! (`benches/pinning.py`). So one thread registers, only memory that is touched before, and rests after each piece.
 //!
 //! `pause_lock` is shared while a piece is pinned and exclusive while pinning is paused. `registered` (the pinned
 //! pieces), `error` (of the last one that failed) and `pinning` (progress) have no lock inside.
@@ -11,7 +13,7 @@ use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvtier_memory::{Arena, Extent};
 use kvtier_sync::{Mutex, RwLock, RwLockWriteGuard};
@@ -20,9 +22,12 @@ use super::super::device_copy::PinnedPieces;
 use super::super::driver::{Context, RegisteredHost};
 use super::executor::HostMemory;
 
-/// Threads that pin, and later unpin. The operating system does the work page by page; more threads gain little (LMCache
-/// uses one).
-const THREADS: usize = 4;
+/// Threads that pin: on an H200 four were slower than one (21.9 and 33.0 GB/s), and no other call of the driver returned before they
+/// had ended.
+const PIN_THREADS: usize = 1;
+
+/// Threads that unpin. Then no transfer is left to wait for them.
+const UNPIN_THREADS: usize = 4;
 
 /// Progress of pinning.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -91,7 +96,7 @@ impl PinnedArena {
             error: Mutex::default(),
             arena,
         });
-        let pinning = Shared::run_on_threads(&shared, "pin", count, {
+        let pinning = Shared::run_on_threads(&shared, "pin", PIN_THREADS.min(count), {
             let context = Arc::clone(context);
             move |shared: &Shared, progress: &_| shared.pin(&context, progress)
         });
@@ -125,7 +130,8 @@ impl PinnedArena {
                 piece.store(false, Ordering::Release);
             }
             let count = shared.registered.lock().len();
-            let unpinning = Shared::run_on_threads(shared, "unpin", count, Shared::unpin);
+            let threads = UNPIN_THREADS.min(count);
+            let unpinning = Shared::run_on_threads(shared, "unpin", threads, Shared::unpin);
             // Without a thread, unpin here.
             let unpinning = unpinning.unwrap_or_else(|_| {
                 let (progress, unpinning) = channel();
@@ -202,11 +208,11 @@ impl Shared {
     fn run_on_threads(
         this: &Arc<Self>,
         name: &str,
-        pieces: usize,
+        threads: usize,
         run: impl Fn(&Self, &Sender<()>) + Clone + Send + 'static,
     ) -> std::io::Result<Receiver<()>> {
         let (progress, receiver) = channel();
-        for number in 0..THREADS.min(pieces) {
+        for number in 0..threads {
             let (this, progress, run) = (Arc::clone(this), progress.clone(), run.clone());
             let run = move || {
                 run(&this, &progress);
@@ -244,14 +250,22 @@ impl Shared {
             if number >= self.pieces.len() || self.stop.load(Ordering::Relaxed) {
                 return;
             }
-            let _running = self.pause_lock.read();
+            let running = self.pause_lock.read();
             let offset = number as u64 * self.piece_bytes;
             let bytes = self.piece_bytes.min(self.arena.len() - offset);
+            // An error shows again below: the driver touches what is not yet.
+            let _ = self
+                .arena
+                .prefault(Extent::new(offset, bytes), &self.stop, |_| {});
+            let began = Instant::now();
             if let Err(error) = self.pin_piece(context, number, offset, bytes) {
                 *self.error.lock() = Some(format!("{bytes} bytes from {offset} on: {error}"));
             }
+            drop(running);
             self.left.fetch_sub(1, Ordering::Relaxed);
             let _ = progress.send(());
+            // Half of the time is for other calls of the driver: a lock of it favours the thread that has just released it.
+            std::thread::sleep(began.elapsed());
         }
     }
 

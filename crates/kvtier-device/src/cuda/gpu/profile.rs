@@ -2,6 +2,7 @@
 
 use std::convert::Infallible;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use kvtier_memory::{Arena, ArenaKind, CopyLoop};
@@ -185,6 +186,8 @@ impl TrialMemory {
             code: -1,
             name: error.to_string(),
         })?;
+        // Not by the driver, whose other calls would wait meanwhile. It shows whether there is no memory.
+        let _ = host.prefault(host.whole(), &AtomicBool::new(false), |_| {});
         // SAFETY: unregistered before the memory is freed, and the memory has no other user.
         let registered = unsafe { context.register_host(host.base(), BENCH_BYTES as usize) };
         let memory = match &registered {

@@ -39,6 +39,8 @@ fn arena_is_pinned_while_a_gpu_is_in_use() {
     // And the memory of a trial for each.
     assert_eq!(server.count("cuMemHostRegister_v2"), PIECES + 2);
     assert_eq!(server.count("cuMemHostUnregister"), 2);
+    // The driver would touch pages while its other calls wait.
+    assert_eq!(server.count("registered.untouched"), 0);
     drop(pages);
     other.run(other.store(&server, 1)).unwrap();
     assert_eq!(server.count("pageable"), 0);
@@ -310,7 +312,7 @@ fn hanging_unpin_is_abandoned_with_the_arena() {
                 // The first one is of what the GPU is tried with.
                 server.script(&format!("hold {held}@2+"));
                 drop(Pages::on(0, &server, &mut engine, [8, 64, 8]).unwrap());
-                wait(|| server.count(held) == 1 + PIECES);
+                wait(|| server.count(held) == 2);
                 0
             }
         };
@@ -318,8 +320,13 @@ fn hanging_unpin_is_abandoned_with_the_arena() {
         wait(|| server.cuda.stop().is_empty());
         assert_eq!(server.cuda.unpin(), Err(pinned_bytes), "{held}");
         // A second call neither waits nor tries again.
-        wait(|| server.count(held) >= PIECES);
         assert_eq!(server.cuda.unpin(), Err(pinned_bytes), "{held}");
+        // Pieces are pinned one by one, and unpinned by several threads.
+        let calls = match held {
+            "cuMemHostUnregister" => PIECES,
+            _ => 2,
+        };
+        assert_eq!(server.count(held), calls, "{held}");
         let rest = server.without_device();
         assert!(rest.count("live.contexts") > 0);
         rest.script("release");
