@@ -60,10 +60,10 @@ DEVICES = {
                "num_key_value_heads": 4, "head_dim": 64},
     ),
     "gpu": SimpleNamespace(
-        dtype="bfloat16", block_size=16, blocks=3072, mode="lmcache_driven", l1_gb=18.0, length=32768, start_timeout=240,
-        users=8, turns=4, concurrency=4, system=1024, first=4000, later=2500, answer=64,
+        dtype="bfloat16", block_size=16, blocks=2560, mode="lmcache_driven", l1_gb=20.0, length=32768, start_timeout=240,
+        users=8, turns=4, concurrency=2, system=1024, first=12000, later=300, answer=32,
         # Given, since an engine would count what others allocate while it measures. It starts where the share is free.
-        flags=["--kv-cache-memory-bytes", str(6 << 30), "--gpu-memory-utilization", "0.15"],
+        flags=["--kv-cache-memory-bytes", str(5 << 30), "--gpu-memory-utilization", "0.15"],
         shape={"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
                "num_key_value_heads": 8, "head_dim": 128},
     ),

@@ -139,11 +139,6 @@ impl Host {
     }
 }
 
-/// Whether all pages of a range are mapped in this process.
-pub(crate) fn is_mapped(base: u64, bytes: u64) -> bool {
-    untouched_pages(base, bytes).is_some()
-}
-
 /// Number of pages of a range that have no memory yet; `None` if not all of it is mapped.
 pub(crate) fn untouched_pages(base: u64, bytes: u64) -> Option<u64> {
     let page = 4096;
