@@ -398,8 +398,9 @@ def test_screenshots(serve, engines, visit, tmp_path):
         engine.end(request)
         time.sleep(0.005 + 0.015 * abs(math.sin(left / 25)))
 
-    def save(name, page, width, height, **view):
+    def save(name, page, width, height, section="overview", **view):
         page.show(width, height, **view)
+        page.run(f"document.querySelector('{'body' if section == 'overview' else '#' + section}').scrollIntoView()")
         page.wait(IS_LIVE)
         page.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
         page.picture(folder / name)
@@ -414,5 +415,4 @@ def test_screenshots(serve, engines, visit, tmp_path):
     save("dashboard.png", page, 1280, 860)
     save("dashboard-dark.png", page, 1280, 860, dark=True)
     save("dashboard-phone.png", page, 390, 844, phone=True)
-    page.run("document.querySelector('#tenants').scrollIntoView()")
-    save("dashboard-tenants.png", page, 1280, 620)
+    save("dashboard-tenants.png", page, 1280, 620, section="tenants")

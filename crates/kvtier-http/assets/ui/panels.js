@@ -120,9 +120,9 @@ function tiles({ status, traffic }, history) {
   const shown = [traffic, hitRate, l1, status?.active_sessions];
   replace(byId("tiles"), shown, () => [
     tile("Hit rate, last minute", percent(hitRate), `of ${rate(asked)} tokens/s now, ${rate(traffic?.hit_tokens_l2 ?? 0)} from tiers`),
-    flow("Lookups per second", traffic?.lookups),
-    flow("Stores per second", traffic?.stores),
-    flow("Retrieves per second", traffic?.retrieves),
+    flow("Lookups/s", traffic?.lookups),
+    flow("Stores/s", traffic?.stores),
+    flow("Retrieves/s", traffic?.retrieves),
     tile("L1", l1 ? percent(l1.memory_usage_ratio) : NONE, l1 ? `${bytes(l1.memory_used_bytes)} of ${bytes(l1.memory_total_bytes)}` : "", l1?.memory_usage_ratio),
     tile("Sessions", count(status?.active_sessions), status ? `${count(l1.read_locked_count)} objects leased, ${count(l1.write_locked_count)} being written` : ""),
   ]);

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::http::{json_of, request};
 use crate::l2::{store, with_tiers};
-use crate::support::{PATIENCE, TestServer, given_stored, prompt};
+use crate::support::{PATIENCE, Steps as _, TestServer, given_stored, prompt};
 
 /// A stream of events.
 struct Events(BufReader<TcpStream>);
@@ -99,25 +99,23 @@ fn latest_lookups_say_what_they_missed() {
     let cleared = request(&server, "POST", "/cache/clear", r#"{"force": true}"#);
     assert_eq!(cleared.0, 200);
     worker.lookup(&stored, "cleared").unwrap();
+    worker.lookup(&prompt(3, 1), "early").unwrap();
+    worker.stored(&prompt(3, 1), 0..1, 1);
     let mut events = Events::open(&server);
     events.next("history").unwrap();
     let tick = events.next("tick").unwrap();
     let lookups = tick["lookups"].as_array().unwrap();
     let seen: Vec<_> = lookups.iter().map(|lookup| &lookup["missing"]).collect();
-    assert!(
-        seen[0]
-            .as_str()
-            .unwrap()
-            .starts_with("removed from L1 0 s ago"),
-        "{seen:?}"
-    );
+    assert_eq!(*seen[0], "not there yet, in L1 by now");
+    let removed = seen[1].as_str().unwrap();
+    assert!(removed.starts_with("removed from L1 0 s ago"), "{seen:?}");
     assert_eq!(
-        *seen[1],
+        *seen[2],
         "never stored, as far back as the server remembers"
     );
-    assert_eq!(*seen[2], Value::Null);
-    assert_eq!(lookups[2]["hit_tokens"], 48);
-    assert_eq!(lookups[2]["cache_salt"], "_default");
+    assert_eq!(*seen[3], Value::Null);
+    assert_eq!(lookups[3]["hit_tokens"], 48);
+    assert_eq!(lookups[3]["cache_salt"], "_default");
     worker.close().unwrap();
 }
 

@@ -83,10 +83,12 @@ fn is_alike(one: &ChunkRun, other: &ChunkRun) -> bool {
     state(one) == state(other)
 }
 
-/// One state in words.
+/// What became of a chunk that a lookup missed, in words.
 pub(super) fn text(places: &[Place<'_>], state: &Found) -> String {
     match state {
-        Found::L1 | Found::Tier(_) => format!("{} by now", described(places, state).text),
+        Found::L1 | Found::Tier(_) => {
+            format!("not there yet, {} by now", described(places, state).text)
+        }
         Found::Missing(_) => described(places, state).text,
     }
 }

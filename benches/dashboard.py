@@ -1,0 +1,152 @@
+#!/usr/bin/env python3
+"""What the dashboard costs: lookups beside open ones, an idle server, the page's first paint.
+
+    benches/dashboard.py KVTIER [--dashboards 20] [--duration 60s] [--tenants 0] > benches/runs/DATE/dashboard.json
+
+The dashboards are connections that read the stream of /ui/events as the page does. For the first paint there must be a
+`chromium` (KVTIER_CHROMIUM), and Python's websockets.
+"""
+
+import argparse
+import json
+import os
+import re
+import selectors
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+IDLE_SECONDS = 30
+PAINTS = 5
+
+
+class Server:
+    """A server on ports that the system chooses."""
+
+    def __init__(self, kvtier, folder):
+        log = Path(folder, "log")
+        flags = ["--state-dir", "none", "--port", "0", "--http-port", "0", "--l1-size-gb", "0.5", "--shm-name", "",
+                 "--eviction-policy", "IsolatedLRU"]  # fmt: skip
+        with open(log, "wb") as out:
+            self.process = subprocess.Popen([kvtier, "server", *flags], stderr=out, stdout=out)
+        while "L1 is pre-faulted" not in log.read_text():
+            assert self.process.poll() is None, log.read_text()
+            time.sleep(0.05)
+        text = log.read_text()
+        self.address = re.search(r"tcp://(127\.0\.0\.1:\d+)", text)[1]
+        self.http = re.search(r"http://(127\.0\.0\.1:\d+)", text)[1]
+
+    def seconds(self):
+        """Processor time so far."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def private_bytes(self):
+        """Memory of its own, without the arena."""
+        rollup = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(re.search(r"RssAnon:\s+(\d+)", rollup)[1]) * 1024
+
+    def set_quotas(self, count):
+        """Makes this number of tenants known."""
+        users = {f"tenant-{number}": {"limit_gb": "unlimited"} for number in range(count)}
+        request = urllib.request.Request(f"http://{self.http}/quota", json.dumps({"users": users}).encode(), method="PUT")
+        urllib.request.urlopen(request).read()
+
+    def stop(self):
+        self.process.terminate()
+        self.process.wait()
+
+
+def watch(http, count, stop, counts):
+    """Reads `count` streams until `stop` is set; `counts` gets ticks and bytes."""
+    host, port = http.split(":")
+    selector = selectors.DefaultSelector()
+    for _ in range(count):
+        peer = socket.create_connection((host, int(port)))
+        peer.sendall(b"GET /ui/events HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        peer.setblocking(False)
+        selector.register(peer, selectors.EVENT_READ)
+    while not stop.is_set():
+        for key, _ in selector.select(0.2):
+            data = key.fileobj.recv(1 << 20)
+            assert data, "a stream has ended"
+            counts["bytes"] += len(data)
+            counts["ticks"] += data.count(b"event: tick")
+
+
+def lookups(kvtier, servers, duration):
+    """Rows of lookups at both servers, in turn."""
+    command = [kvtier, "bench", servers[0].address, "--beside", servers[1].address, "--scenario", "lookup-hit",
+               "--duration", duration, "--json", "-"]  # fmt: skip
+    return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+
+
+def first_paints(http):
+    """Milliseconds until something is seen, and until the values are there; a new profile each time."""
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests/harness"))
+    from kvrig.browser import Browser, find
+
+    if find() is None:
+        return "no chromium"
+    paints, values = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        browser = Browser(find(), folder)
+        browser.open("about:blank")
+        for _ in range(PAINTS):
+            page = browser.open(f"http://{http}/ui")
+            page.wait("document.querySelectorAll('#tiles .value').length > 0")
+            values.append(page.run("performance.now()"))
+            page.wait("performance.getEntriesByName('first-contentful-paint').length > 0")
+            paints.append(page.run("performance.getEntriesByName('first-contentful-paint')[0].startTime"))
+        browser.close()
+    return {"first_contentful_paint_ms": paints, "median_ms": statistics.median(paints), "values_shown_before_ms": values}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kvtier")
+    parser.add_argument("--dashboards", type=int, default=20)
+    parser.add_argument("--duration", default="60s")
+    parser.add_argument("--tenants", type=int, default=0)
+    arguments = parser.parse_args()
+    kvtier = shutil.which(arguments.kvtier) or arguments.kvtier
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+        servers = [Server(kvtier, one), Server(kvtier, other)]
+        try:
+            for server in servers:
+                server.set_quotas(arguments.tenants)
+            began = servers[0].seconds()
+            time.sleep(IDLE_SECONDS)
+            idle = {
+                "cpu_seconds_per_second": (servers[0].seconds() - began) / IDLE_SECONDS,
+                "private_bytes": servers[0].private_bytes(),
+            }
+            stop, counts = threading.Event(), {"ticks": 0, "bytes": 0}
+            watcher = threading.Thread(target=watch, args=(servers[1].http, arguments.dashboards, stop, counts))
+            watcher.start()
+            try:
+                rows = lookups(kvtier, servers, arguments.duration)
+            finally:
+                stop.set()
+                watcher.join()
+            result = {
+                "dashboards": arguments.dashboards, "tenants": arguments.tenants, "idle": idle, "received": counts,
+                "private_bytes": {"unwatched": servers[0].private_bytes(), "watched": servers[1].private_bytes()},
+                "lookups": rows, "page": first_paints(servers[0].http),
+            }  # fmt: skip
+        finally:
+            for server in servers:
+                server.stop()
+    json.dump(result, sys.stdout, indent=1)
+    print()
+
+
+if __name__ == "__main__":
+    main()
