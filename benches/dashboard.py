@@ -32,7 +32,7 @@ class Server:
 
     def __init__(self, kvtier, folder):
         log = Path(folder, "log")
-        flags = ["--state-dir", "none", "--port", "0", "--http-port", "0", "--l1-size-gb", "0.5", "--shm-name", "",
+        flags = ["--state-dir", "none", "--port", "0", "--http-port", "0", "--l1-size-gb", "0.5", "--shm-name", f"kvtier_dashboard_{os.getpid()}_{Path(folder).name}",
                  "--eviction-policy", "IsolatedLRU"]  # fmt: skip
         with open(log, "wb") as out:
             self.process = subprocess.Popen([kvtier, "server", *flags], stderr=out, stdout=out)
@@ -53,15 +53,17 @@ class Server:
         rollup = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(re.search(r"RssAnon:\s+(\d+)", rollup)[1]) * 1024
 
-    def set_quotas(self, count):
-        """Makes this number of tenants known."""
-        users = {f"tenant-{number}": {"limit_gb": "unlimited"} for number in range(count)}
-        request = urllib.request.Request(f"http://{self.http}/quota", json.dumps({"users": users}).encode(), method="PUT")
-        urllib.request.urlopen(request).read()
-
     def stop(self):
         self.process.terminate()
         self.process.wait()
+
+
+def serve_tenants(kvtier, server, count):
+    """Stores and lookups of this number of tenants, so that the metrics have series of each of them."""
+    command = [kvtier, "bench", server.address, "--scenario", "tenants", "--tenants", str(count), "--duration", "20s", "--json", "-"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    with urllib.request.urlopen(f"http://{server.http}/metrics") as answer:
+        return len(answer.read())
 
 
 def watch(http, count, stop, counts):
@@ -114,20 +116,22 @@ def main():
     parser.add_argument("kvtier")
     parser.add_argument("--dashboards", type=int, default=20)
     parser.add_argument("--duration", default="60s")
-    parser.add_argument("--tenants", type=int, default=0)
+    parser.add_argument("--tenants", type=int, default=0, help="with series of their own, at the server that is not watched")
+    parser.add_argument("--idle", action="store_true", help="only the idle server")
     arguments = parser.parse_args()
     kvtier = shutil.which(arguments.kvtier) or arguments.kvtier
-    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+    with tempfile.TemporaryDirectory(prefix="a") as one, tempfile.TemporaryDirectory(prefix="b") as other:
         servers = [Server(kvtier, one), Server(kvtier, other)]
         try:
-            for server in servers:
-                server.set_quotas(arguments.tenants)
+            metrics = serve_tenants(kvtier, servers[0], arguments.tenants) if arguments.tenants else None
             began = servers[0].seconds()
             time.sleep(IDLE_SECONDS)
             idle = {
                 "cpu_seconds_per_second": (servers[0].seconds() - began) / IDLE_SECONDS,
                 "private_bytes": servers[0].private_bytes(),
             }
+            if arguments.idle:
+                return print(json.dumps({"tenants": arguments.tenants, "metrics_bytes": metrics, "idle": idle}))
             stop, counts = threading.Event(), {"ticks": 0, "bytes": 0}
             watcher = threading.Thread(target=watch, args=(servers[1].http, arguments.dashboards, stop, counts))
             watcher.start()
@@ -137,7 +141,7 @@ def main():
                 stop.set()
                 watcher.join()
             result = {
-                "dashboards": arguments.dashboards, "tenants": arguments.tenants, "idle": idle, "received": counts,
+                "dashboards": arguments.dashboards, "tenants": arguments.tenants, "metrics_bytes": metrics, "idle": idle, "received": counts,
                 "private_bytes": {"unwatched": servers[0].private_bytes(), "watched": servers[1].private_bytes()},
                 "lookups": rows, "page": first_paints(servers[0].http),
             }  # fmt: skip

@@ -37,7 +37,7 @@ pub use quota::{
 pub use rates::{OperationRate, Rates};
 pub use read::from_value;
 pub use reload::{ChangedFlag, Reloaded};
-pub use series::{Metrics, Series};
+pub use series::{Metrics, MetricsReader, Series};
 pub use status::{
     EngineDrivenInstance, EvictionStatus, KernelGroup, KvCacheLayout, KvEvents, L1EvictionStatus,
     L1Status, L2EvictionStatus, LmcacheDrivenInstance, MemoryPart, PrefetchStatus, QuotaStatus,

@@ -1,6 +1,7 @@
 //! The text of `GET /metrics`, read again: series by name and labels.
 
 use std::collections::BTreeMap;
+use std::fmt::{self, Write as _};
 use std::time::Instant;
 
 /// One series: its labels and its value.
@@ -32,22 +33,82 @@ pub struct Metrics {
     by_name: BTreeMap<String, Vec<Series>>,
 }
 
-impl Metrics {
-    /// Reads the series whose name begins with one of these prefixes, of a text that was read at `at`. Lines of another form
-    /// are left out.
-    pub fn parse(at: Instant, text: &str, prefixes: &[&str]) -> Self {
-        let is_wanted = |line: &&str| prefixes.iter().any(|prefix| line.starts_with(prefix));
-        let mut by_name = BTreeMap::<String, Vec<Series>>::new();
-        for line in text.lines().filter(is_wanted) {
-            let Some((name, series)) = parse_line(line) else {
-                continue;
-            };
-            match by_name.get_mut(name) {
-                Some(known) => known.push(series),
-                None => drop(by_name.insert(name.to_owned(), vec![series])),
+/// Reads the text of `/metrics` as it is written, line by line. Lines of another form are left out.
+#[derive(Default)]
+pub struct MetricsReader<'a> {
+    /// Prefixes of the names that are read.
+    pub prefixes: &'a [&'a str],
+    /// Labels that are read; none for all of them. Series that differ in nothing else are summed.
+    pub labels: Option<&'a [&'a str]>,
+    line: String,
+    by_name: BTreeMap<String, Vec<Series>>,
+}
+
+impl<'a> MetricsReader<'a> {
+    /// Of the series whose names begin with one of these, with all labels or only these.
+    pub fn new(prefixes: &'a [&'a str], labels: Option<&'a [&'a str]>) -> Self {
+        Self {
+            prefixes,
+            labels,
+            ..Self::default()
+        }
+    }
+
+    /// What was read, of this moment.
+    #[must_use]
+    pub fn finish(self, at: Instant) -> Metrics {
+        Metrics {
+            at,
+            by_name: self.by_name,
+        }
+    }
+
+    fn take(&mut self) {
+        let is_wanted = |prefix: &&str| self.line.starts_with(prefix);
+        let parsed = self.prefixes.iter().any(is_wanted);
+        let Some((name, mut series)) = parsed.then(|| parse_line(&self.line)).flatten() else {
+            return;
+        };
+        let all = series.labels.len();
+        if let Some(read) = self.labels {
+            let labels = &mut series.labels;
+            labels.retain(|(label, _)| read.contains(&label.as_str()));
+        }
+        let Some(known) = self.by_name.get_mut(name) else {
+            self.by_name.insert(name.to_owned(), vec![series]);
+            return;
+        };
+        // One that has all its labels differs from all others.
+        let is_same = |other: &&mut Series| other.labels == series.labels;
+        let mut candidates = known.iter_mut().filter(|_| series.labels.len() < all);
+        match candidates.find(is_same) {
+            Some(same) => same.value += series.value,
+            None => known.push(series),
+        }
+    }
+}
+
+impl fmt::Write for MetricsReader<'_> {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        for part in text.split_inclusive('\n') {
+            self.line.push_str(part);
+            if part.ends_with('\n') {
+                self.take();
+                self.line.clear();
             }
         }
-        Self { at, by_name }
+        Ok(())
+    }
+}
+
+impl Metrics {
+    /// Reads the series whose names begin with one of these prefixes, of a text that was read at `at`.
+    pub fn parse(at: Instant, text: &str, prefixes: &[&str]) -> Self {
+        let mut reader = MetricsReader::new(prefixes, None);
+        // It takes any text.
+        let _ = reader.write_str(text);
+        reader.take();
+        reader.finish(at)
     }
 
     /// With other values of labels, such as for a terminal.
@@ -131,6 +192,19 @@ mod tests {
         assert_eq!(metrics.sum("a_total", &[("x", "2")]), 0.0);
         assert_eq!(metrics.values("a_total", "y"), ["q\"\\\n,}"]);
         assert!(metrics.series("broken").is_empty() && metrics.series("b").is_empty());
+        let mut reader = MetricsReader::new(&["a_"], Some(&["y"]));
+        // In any parts.
+        for part in [
+            "a_t{x=\"1\",y=\"2\"} 3\na_",
+            "t{x=\"2\",y=\"2\"} 4\n",
+            "a_t{y=\"3\"} 1\n",
+        ] {
+            reader.write_str(part).unwrap();
+        }
+        let summed = reader.finish(Instant::now());
+        assert_eq!(summed.series("a_t").len(), 2);
+        assert_eq!(summed.sum("a_t", &[("y", "2")]), 7.0);
+        assert!(summed.values("a_t", "x").is_empty());
         let replaced = metrics.with_labels(|value| value.replace('\n', " "));
         assert_eq!(replaced.values("a_total", "y"), ["q\"\\ ,}"]);
     }

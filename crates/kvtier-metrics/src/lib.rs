@@ -15,6 +15,7 @@ mod tenants;
 #[cfg(test)]
 mod tenants_tests;
 
+use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
@@ -524,6 +525,17 @@ impl Metrics {
 
     /// The text of `/metrics`.
     pub fn encode(&self, readings: &Readings) -> String {
+        let mut out = String::new();
+        // Writing to a String cannot fail.
+        let _ = self.encode_to(readings, &mut out);
+        out
+    }
+
+    /// Writes the text of `/metrics`.
+    ///
+    /// # Errors
+    /// Those of `out`.
+    pub fn encode_to(&self, readings: &Readings, out: &mut impl fmt::Write) -> fmt::Result {
         let set = |gauge: &Gauge, value: u64| {
             gauge.set(i64::try_from(value).unwrap_or(i64::MAX));
         };
@@ -557,12 +569,9 @@ impl Metrics {
         }
         self.gpus.read(&readings.gpus, readings.pinned_bytes);
         self.l2.read(readings);
-        let mut out = String::new();
-        // Writing to a String cannot fail.
         for registry in &self.registries {
-            let _ = text::encode_registry(&mut out, registry);
+            text::encode_registry(out, registry)?;
         }
-        let _ = text::encode_eof(&mut out);
-        out
+        text::encode_eof(out)
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::{Instant, SystemTime};
 
-use kvtier_api::{DashboardTick, Metrics, Rates, RecentLookup, Status, Traffic};
+use kvtier_api::{DashboardTick, Metrics, MetricsReader, Rates, RecentLookup, Status, Traffic};
 use kvtier_engine::Engine;
 
 use super::history::Point;
@@ -25,6 +25,9 @@ const READ: [&str; 6] = [
     "kvtier_gpu_copied_bytes",
 ];
 
+/// Labels of these series that are read: tenants and models are summed.
+const LABELS: [&str; 5] = ["operation", "reason", "le", "gpu", "direction"];
+
 /// What was read last.
 #[derive(Default)]
 pub(super) struct Sampler {
@@ -38,7 +41,11 @@ impl Sampler {
     pub(super) fn read(&mut self, engine: &Engine) -> Point {
         let readings = engine.readings();
         let at = Instant::now();
-        let now = Metrics::parse(at, &engine.metrics().encode(&readings), &READ);
+        // Read as it is written: with many tenants the text has some megabytes.
+        let mut reader = MetricsReader::new(&READ, Some(&LABELS));
+        // It takes any text.
+        let _ = engine.metrics().encode_to(&readings, &mut reader);
+        let now = reader.finish(at);
         let tiers = traffic::Tiers::of(at, &readings.tiers);
         let last = self.last.as_ref();
         self.traffic = last.map(|last| {
