@@ -20,7 +20,7 @@ for each setup, as median of the rounds and for each round:
     ttft_first, ttft_later    milliseconds to the first token of a user's first turn and of later ones, p50 and p99
     gap                       milliseconds between tokens of an answer, p50 and p99, beside prompts of others and stores
     tokens_per_s              prompt tokens per second
-    hit_tokens, own_hits      share of prompt tokens from the cache, and from vLLM's own prefix cache
+    hit_tokens, computed      share of prompt tokens that came from the cache, and that the engine computed
     server_cpu, engine_cpu    CPU seconds per million prompt tokens, of all processes of the server and of the engine
 
 --device gpu takes a model of the shape of Llama 3 8B in bfloat16 with random weights (16 GB per setup), cpu one that fits two
@@ -229,7 +229,7 @@ def converse(server, engine, load, seed):
         with concurrent.futures.ThreadPoolExecutor(load.concurrency) as pool:
             answers += pool.map(ask, range(load.users))
     wall = time.monotonic() - began
-    external, own, _ = (after - before for after, before in zip(engine.counters(), counters, strict=True))
+    external, _, computed = (after - before for after, before in zip(engine.counters(), counters, strict=True))
     used = [after - before for after, before in zip(cpu_seconds(server, engine), cpu, strict=True)]
     prompts = sum(length for _, length, _ in answers)
     first, later = ([a.ttft for turn, _, a in answers if bool(turn) is of] for of in (False, True))
@@ -238,7 +238,7 @@ def converse(server, engine, load, seed):
         "ttft_first_p50": milliseconds(first, 0.5), "ttft_first_p99": milliseconds(first, 0.99),
         "ttft_later_p50": milliseconds(later, 0.5), "ttft_later_p99": milliseconds(later, 0.99),
         "gap_p50": milliseconds(gaps, 0.5), "gap_p99": milliseconds(gaps, 0.99),
-        "tokens_per_s": round(prompts / wall), "hit_tokens": round(external / prompts, 3), "own_hits": round(own / prompts, 3),
+        "tokens_per_s": round(prompts / wall), "hit_tokens": round(external / prompts, 3), "computed": round(computed / prompts, 3),
         "server_cpu": round(1e6 * used[0] / prompts, 2), "engine_cpu": round(1e6 * used[1] / prompts, 2),
         "ttft": [[turn, length, round(1000 * answer.ttft, 2)] for turn, length, answer in answers],
     }  # fmt: skip
