@@ -184,7 +184,12 @@ fn try_give(parts: &GivingParts, stream: &UnixStream) -> Result<u32> {
     let changes = parts.changes.pause(&parts.runtime, CHANGES_TIMEOUT);
     let changes = changes.ok_or_else(|| unavailable("a change over HTTP is in flight"))?;
     let mut paused = (parts.pause)(Instant::now() + DRAIN_TIMEOUT)?;
-    send_all(parts, stream, std::mem::take(&mut paused.front))?;
+    let sent = send_all(parts, stream, std::mem::take(&mut paused.front));
+    // It may have refused meanwhile, and ended.
+    sent.map_err(|error| match receive(stream, Kind::Commit, 0) {
+        Err(refusal) if refusal.kind() == ErrorKind::Invalid => refusal,
+        _ => error,
+    })?;
     // The point of no return: this is read, or a refusal is sent.
     if receive(stream, Kind::Commit, 0)?.is_none() {
         return Err(unavailable("the other server has ended"));

@@ -128,7 +128,7 @@ pub fn send_json(stream: &UnixStream, kind: Kind, body: &impl Serialize) -> Resu
 /// Receives a message of one of these kinds; `None` if the other server has ended before.
 ///
 /// # Errors
-/// What it sent instead; [`ErrorKind::Refused`] for a refusal, with its reason.
+/// What it sent instead; [`ErrorKind::Invalid`] for a refusal, with its reason.
 pub fn receive(mut stream: &UnixStream, kind: Kind, max_bytes: u64) -> Result<Option<Vec<u8>>> {
     let failed = |error: std::io::Error| match error.kind() {
         std::io::ErrorKind::WouldBlock => broken("did not answer in time"),

@@ -476,13 +476,16 @@ impl Between {
     fn write_state(&self, (state, bytes, descriptors): (Vec<u8>, Vec<u8>, Vec<OwnedFd>)) {
         let mut new = &self.new;
         new.write_all(&state).unwrap();
-        new.write_all(&bytes).unwrap();
+        // One that refuses the state may not wait for the rest.
+        if new.write_all(&bytes).is_err() {
+            return;
+        }
         let descriptors: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         assert!(control.push(SendAncillaryMessage::ScmRights(&descriptors)));
         let slices = [IoSlice::new(&[0])];
-        sendmsg(&self.new, &slices, &mut control, SendFlags::NOSIGNAL).unwrap();
+        let _ = sendmsg(&self.new, &slices, &mut control, SendFlags::NOSIGNAL);
     }
 
     /// Passes everything on until the moment of a kill. Both ends are closed then, as by the death of either.
