@@ -182,6 +182,7 @@ impl Server {
         let _ = api.reload.set(Arc::new(move || by_http.reload()));
         let giver = Giver::start(GivingParts {
             engine: Arc::clone(&engine),
+            health: Arc::clone(&health),
             reloader: Arc::clone(&reloader),
             rounds,
             changes: api.changes.clone(),

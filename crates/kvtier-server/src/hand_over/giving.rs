@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use kvtier_engine::Engine;
 use kvtier_error::{Error, ErrorKind, Result};
-use kvtier_http::Changes;
+use kvtier_http::{Changes, Health};
 use kvtier_sync::{Mutex, MutexGuard};
 use rustix::net::{Shutdown, shutdown};
 use tokio::runtime::Handle;
@@ -50,6 +50,7 @@ impl Rounds {
 /// What is paused and handed over.
 pub struct GivingParts {
     pub engine: Arc<Engine>,
+    pub health: Arc<Health>,
     pub reloader: Arc<Reloader>,
     pub rounds: Arc<Rounds>,
     pub changes: Changes,
@@ -221,6 +222,19 @@ fn check(parts: &GivingParts, hello: &Hello) -> Result<()> {
                 "{flag} is {shown} in the running server, and something else in the other one"
             )));
         }
+    }
+    // What a panic has left half changed is not for another process.
+    let lost = || {
+        parts
+            .engine
+            .lost_memory()
+            .then(|| "L1 lost pages".to_owned())
+    };
+    if let Some(reason) = parts.health.reason().or_else(lost) {
+        return Err(Error::new(
+            ErrorKind::Unavailable,
+            format!("the running server is unhealthy, and has to be restarted: {reason}"),
+        ));
     }
     parts.engine.check_hand_over()
 }

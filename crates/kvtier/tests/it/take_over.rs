@@ -369,6 +369,36 @@ fn sockets_of_every_kind_are_handed_over() {
     assert!(!path.exists());
 }
 
+/// What a failure has left is not for another process.
+#[test]
+fn unhealthy_server_is_not_taken_over() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let mut server = Server::start(base.path(), L1, &[]);
+    let mut pages = server.pages(3);
+    let blocks: Vec<i64> = (0..16).collect();
+    assert!(pages.store(&prompt(1), whole(), "s", &blocks).unwrap());
+    // Pages of the pool are lost.
+    let pool = format!(
+        "/dev/shm/lmcache_l1_pool_kvtier_kills_{}",
+        std::process::id()
+    );
+    let pool = std::fs::File::options().write(true).open(pool).unwrap();
+    pool.set_len(0).unwrap();
+    assert_eq!(pages.lookup(&prompt(1), "r").unwrap(), CHUNKS);
+    assert!(
+        !pages
+            .retrieve(&prompt(1), whole(), "r", &blocks, 0)
+            .unwrap()
+    );
+    while server.http("/status", None)["is_healthy"] == true {
+        std::thread::yield_now();
+    }
+    let log = take_over(&mut server, base.path(), &[]).unwrap_err();
+    assert!(log.contains("unhealthy, and has to be restarted"), "{log}");
+    server.connect().noop().unwrap();
+}
+
 /// Which process is killed, and when.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kill {
@@ -732,5 +762,39 @@ fn state_that_is_not_understood_is_not_taken() {
     assert!(got.is_some() && right);
     take_over(&mut server, base.path(), &[]).unwrap();
     assert_eq!(read(&mut worker, "a", 0), Ok(CHUNKS));
+    server.stop();
+}
+
+/// The old server waits 10 s for each step, then goes on; the new one must not serve beside it.
+#[test]
+fn new_server_that_comes_too_late_ends() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let mut server = Server::start(base.path(), L1, &[]);
+    let mut worker = server.worker(1, "a");
+    let len = worker.chunk_bytes();
+    let source = |chunk| bytes("a", 0, chunk, len);
+    worker.store(&prompt(0), whole(), "s", source).unwrap();
+    assert_eq!(worker.lookup(&prompt(0), "held").unwrap(), CHUNKS);
+    let mut new = None;
+    let between = Between::new(base.path(), || {
+        new = Some(Server::spawn(base.path(), L1, &["--take-over"]));
+    });
+    let mut new = new.unwrap();
+    let hello = Between::read(&between.new);
+    (&between.old).write_all(&hello).unwrap();
+    between.write_state(between.read_state());
+    // It has sent its commit, which arrives too late.
+    assert_eq!(Between::read(&between.new)[0], 5);
+    let refusal = Between::read(&between.old);
+    assert_eq!(refusal[0], 2);
+    (&between.new).write_all(&refusal).unwrap();
+    assert!(!new.wait_until_served());
+    assert!(new.log.contains("did not answer in time"), "{}", new.log);
+    let mut right = true;
+    let check = |chunk, found: &[u8]| right &= found == bytes("a", 0, chunk, len);
+    let got = worker.retrieve(&prompt(0), whole(), "held", check).unwrap();
+    assert!(got.is_some() && right);
+    take_over(&mut server, base.path(), &[]).unwrap();
     server.stop();
 }
