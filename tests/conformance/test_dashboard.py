@@ -174,13 +174,39 @@ def test_charts_have_the_past(serve, engines, visit):
     drawn = "document.querySelectorAll('.chart .line')[%d].getAttribute('d').length"
     page.wait(f"{drawn % 0} > 10 && {drawn % 1} > 10")
     assert "Hit rate of tokens, now: found" in page.run("document.querySelector('.chart svg').getAttribute('aria-label')")
-    page.click("[name=span][value='300']")
-    wait_for_text(page, ".times", "5 min ago")
+    page.click("[name=span][value='3600']")
+    wait_for_text(page, ".times", "60 min ago")
     page.run(
         "(() => { const it = document.querySelector('.plot'); const at = it.getBoundingClientRect();"
         " it.dispatchEvent(new PointerEvent('pointermove', {clientX: at.right - 2, bubbles: true})); })()"
     )
     page.wait("/\\d\\d:\\d\\d:\\d\\d/.test(document.querySelector('.chart h3').textContent)")
+
+
+def test_failing_tier_is_named_with_its_cause(serve, engines, visit, tmp_path):
+    """A tier whose breaker opens makes the server degraded, and the page says which, and why."""
+    (tmp_path / "tier").mkdir()
+    faults = [{"kind": "fail", "operation": "store", "error": "unavailable"}]
+    tier = {"type": "fault_inject", "inner": {"type": "fs", "base_path": str(tmp_path / "tier")}, "rate": 0, "faults": faults}
+    server = serve("engine_shm", flags=["--l2-adapter", json.dumps(tier)])
+    server.expect_trouble("fault|breaker|could not be stored|unavailable")
+    engine = engines(server)
+    page = visit(server)
+    page.wait(IS_LIVE)
+    seed = 0
+    while not server.get("/healthcheck")[1].get("failed_tiers"):
+        engine.store_prompt(tokens(48, seed))
+        seed += 1
+    [name] = server.get("/healthcheck")[1]["failed_tiers"]
+    page.wait("document.querySelector('#health').textContent === 'degraded'")
+    # Open, or half open while it tries.
+    reason = page.text("#reasons")
+    assert reason.startswith(f"tier {name}: the breaker of store is ") and "fails on purpose" in reason, reason
+    card = facts(page, "#places", name)
+    assert "store closed" not in card["Breakers"] and "unavailable" in card["Failed stores"], card
+    wait_for_text(page, "#warnings", name)
+    if folder := os.environ.get("KVTIER_SCREENSHOTS"):
+        page.picture(Path(folder, "degraded.png"))
 
 
 def test_hostile_names_stay_text(with_quotas, engines, visit):
@@ -416,7 +442,6 @@ def test_screenshots(serve, engines, visit, tmp_path):
 
     page = visit(server, width=1280, height=860)
     page.wait(IS_LIVE)
-    page.click("[name=span][value='300']")
     page.wait("document.querySelectorAll('#lookup-table tbody tr').length > 10")
     save("dashboard.png", page, 1280, 860)
     save("dashboard-dark.png", page, 1280, 860, dark=True)
