@@ -205,8 +205,6 @@ def test_failing_tier_is_named_with_its_cause(serve, engines, visit, tmp_path):
     card = facts(page, "#places", name)
     assert "store closed" not in card["Breakers"] and "unavailable" in card["Failed stores"], card
     wait_for_text(page, "#warnings", name)
-    if folder := os.environ.get("KVTIER_SCREENSHOTS"):
-        page.picture(Path(folder, "degraded.png"))
 
 
 def test_hostile_names_stay_text(with_quotas, engines, visit):
