@@ -51,6 +51,8 @@ function draw() {
   isDrawn = true;
   requestAnimationFrame(() => {
     isDrawn = false;
+    // Signed out meanwhile.
+    if (tick === null) return;
     showPanels(tick, history);
     drawCharts(history, tick.status, span_);
     if (tick.status) knowModels(tick.status);
