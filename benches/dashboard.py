@@ -23,7 +23,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-IDLE_SECONDS = 30
+IDLE_SECONDS = int(os.environ.get("IDLE_SECONDS", 30))
 PAINTS = 5
 
 
