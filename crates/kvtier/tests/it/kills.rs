@@ -253,7 +253,9 @@ pub(crate) fn read(
         };
         let read = worker.retrieve(&prompt, range, &request, check);
         if read.map_err(|error| error.to_string())?.is_none() {
-            return Ok(0);
+            return Err(format!(
+                "{hit} chunks were found, and their retrieve was refused"
+            ));
         }
     }
     assert_eq!(
@@ -351,7 +353,9 @@ fn killed_server_loses_nothing_it_answered() {
                 let hit = read(&mut worker, salt, number).unwrap();
                 assert!(
                     !fits || hit == CHUNKS,
-                    "kill {kill}: {hit} chunks of prompt {number}"
+                    "kill {kill}: {hit} chunks of prompt {number} of {salt:?}; {}\n{}",
+                    server.http("/status", None)["storage_manager"]["l1_manager"],
+                    server.log
                 );
                 reads += hit;
             }
