@@ -88,8 +88,9 @@ def main():
     load = DEVICES[arguments.device]
     for setting in arguments.set:
         name, _, value = setting.partition("=")
-        if not hasattr(load, name):
-            parser.error(f"--set: '{name}' is not one of {', '.join(sorted(vars(load)))}")
+        allowed = sorted(name for name, now in vars(load).items() if isinstance(now, (int, float, str)))
+        if name not in allowed:
+            parser.error(f"--set: '{name}' is not one of {', '.join(allowed)}")
         setattr(load, name, type(getattr(load, name))(value))
     home = os.environ.get("KVTIER_E2E_HOME") or os.path.expanduser("~/.cache/kvtier-e2e")
     setups = arguments.setup or [s for s in SETUPS if s != "offloading" or arguments.device == "gpu"]
@@ -100,6 +101,8 @@ def main():
     model = make_model(out / "model", Path(arguments.tokenizer or Path(home) / "model"), load)
     with ExitStack() as stack:
         running = start(stack, setups, model, load, out, arguments.package)
+        if not running:
+            sys.exit("no setup has started")
         rounds = []
         for number in range(arguments.rounds):
             rounds.append(measure(running, load, number))
@@ -222,6 +225,8 @@ def converse(server, engine, load, seed):
             talks[user] += tokens(f"{seed} {user} {turn}", load.later if turn else load.first)
             prompt = list(talks[user])
             answer = engine.ask(prompt, count=load.answer)
+            if answer.ttft is None:
+                raise RuntimeError(f"an answer without a token; see {engine.child.log}")
             # What goes on is the same in every setup.
             talks[user] += tokens(f"{seed} {user} {turn} answer", load.answer)
             return turn, len(prompt), answer

@@ -29,6 +29,8 @@ WAYS = {
     "pin touched, 4 x 256 MiB": dict(touched=True, threads=4, piece=256),
     "pin touched, 1 x 256 MiB": dict(touched=True, threads=1, piece=256),
     "pin touched, 1 x 256 MiB, pause 2 ms": dict(touched=True, threads=1, piece=256, pause=0.002),
+    # As the server does.
+    "touch and pin, 1 x 256 MiB, rest": dict(touch=True, threads=1, piece=256, pause=None),
     "pin touched, 1 x 32 MiB": dict(touched=True, threads=1, piece=32),
     "pin touched, 1 x 32 MiB, pause 2 ms": dict(touched=True, threads=1, piece=32, pause=0.002),
     "pin touched, 4 x 32 MiB, pause 2 ms": dict(touched=True, threads=4, piece=32, pause=0.002),
@@ -123,8 +125,8 @@ class Calls:
         return {name: [len(v), round(sorted(v)[len(v) // 2], 3), round(max(v), 1)] for name, v in durations.items()}
 
 
-def run(driver, calls, size, pin=True, touched=False, threads=1, piece=256.0, pause=0.0, huge=False):
-    """One way; returns (GB/s, durations)."""
+def run(driver, calls, size, pin=True, touched=False, touch=False, threads=1, piece=256.0, pause=0.0, huge=False):
+    """One way; returns (GB/s, durations). Without a `pause` the thread rests as long as the piece took to pin."""
     libc = ctypes.CDLL(None, use_errno=True)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -141,9 +143,12 @@ def run(driver, calls, size, pin=True, touched=False, threads=1, piece=256.0, pa
                     at = next(numbers) * size_of_piece
                 if at >= size:
                     return
-                work(start + at, min(size_of_piece, size - at))
-                if pause:
-                    time.sleep(pause)
+                length = min(size_of_piece, size - at)
+                if touch:
+                    populate(start + at, length)
+                began = time.monotonic()
+                work(start + at, length)
+                time.sleep(time.monotonic() - began if pause is None else pause)
 
         return take
 
@@ -151,18 +156,18 @@ def run(driver, calls, size, pin=True, touched=False, threads=1, piece=256.0, pa
         driver.enter()
         driver("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(length), PORTABLE_AND_MAPPED)
 
-    def touch(address, length):
+    def populate(address, length):
         advise(address, length, MADV_POPULATE_WRITE)
 
     advise(start, size, MADV_HUGEPAGE if huge else MADV_NOHUGEPAGE)
     if touched:
-        workers = [threading.Thread(target=touch, args=(start + n * size // 8, size // 8)) for n in range(8)]
+        workers = [threading.Thread(target=populate, args=(start + n * size // 8, size // 8)) for n in range(8)]
         [worker.start() for worker in workers]
         [worker.join() for worker in workers]
     result = []
     sampler = threading.Thread(target=lambda: (driver.enter(), result.append(calls.until(done))))
     sampler.start()
-    work = each(registered if pin else touch, step)
+    work = each(registered if pin else populate, step)
     workers = [threading.Thread(target=work) for _ in range(threads)]
     began = time.monotonic()
     [worker.start() for worker in workers]

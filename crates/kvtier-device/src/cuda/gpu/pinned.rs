@@ -250,13 +250,16 @@ impl Shared {
             if number >= self.pieces.len() || self.stop.load(Ordering::Relaxed) {
                 return;
             }
-            let running = self.pause_lock.read();
             let offset = number as u64 * self.piece_bytes;
             let bytes = self.piece_bytes.min(self.arena.len() - offset);
-            // An error shows again below: the driver touches what is not yet.
+            // Without memory for it, the driver says so below.
             let _ = self
                 .arena
                 .prefault(Extent::new(offset, bytes), &self.stop, |_| {});
+            if self.stop.load(Ordering::Relaxed) {
+                return;
+            }
+            let running = self.pause_lock.read();
             let began = Instant::now();
             if let Err(error) = self.pin_piece(context, number, offset, bytes) {
                 *self.error.lock() = Some(format!("{bytes} bytes from {offset} on: {error}"));
@@ -265,7 +268,9 @@ impl Shared {
             self.left.fetch_sub(1, Ordering::Relaxed);
             let _ = progress.send(());
             // Half of the time is for other calls of the driver: a lock of it favours the thread that has just released it.
-            std::thread::sleep(began.elapsed());
+            if !self.stop.load(Ordering::Relaxed) {
+                std::thread::sleep(began.elapsed());
+            }
         }
     }
 
