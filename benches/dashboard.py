@@ -3,11 +3,13 @@
 
     benches/dashboard.py KVTIER [--dashboards 20] [--duration 60s] [--tenants 0] > benches/runs/DATE/dashboard.json
 
-The dashboards are connections that read the stream of /ui/events as the page does. For the first paint there must be a
+The dashboards read the stream of /ui/events and ask for /tenants every 5 s, as pages do that show the table of tenants; with
+--tenants both servers have series of that many. For the first paint there must be a
 `chromium` (KVTIER_CHROMIUM), and Python's websockets.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -25,6 +27,8 @@ from pathlib import Path
 
 IDLE_SECONDS = int(os.environ.get("IDLE_SECONDS", 30))
 PAINTS = 5
+# As assets/ui/tenants.js has it.
+TENANTS_REFRESH = 5
 
 
 class Server:
@@ -66,6 +70,16 @@ def serve_tenants(kvtier, server, count):
         return len(answer.read())
 
 
+def ask_for_tenants(http, count, stop, counts):
+    """Asks for the table as `count` pages do, evenly spread, until `stop` is set; `counts` gets answers, bytes and seconds."""
+    while not stop.wait(TENANTS_REFRESH / count):
+        began = time.monotonic()
+        with urllib.request.urlopen(f"http://{http}/tenants?sort=usage&order=desc&search=&offset=0&limit=50") as answer:
+            counts["tenants_bytes"] += len(answer.read())
+        counts["tenants_answers"] += 1
+        counts["tenants_seconds"] += time.monotonic() - began
+
+
 def watch(http, count, stop, counts):
     """Reads `count` streams until `stop` is set; `counts` gets ticks and bytes."""
     host, port = http.split(":")
@@ -99,15 +113,14 @@ def first_paints(http):
         return "no chromium"
     paints, values = [], []
     with tempfile.TemporaryDirectory() as folder:
-        browser = Browser(find(), folder)
-        browser.open("about:blank")
-        for _ in range(PAINTS):
-            page = browser.open(f"http://{http}/ui")
-            page.wait("document.querySelectorAll('#tiles .value').length > 0")
-            values.append(page.run("performance.now()"))
-            page.wait("performance.getEntriesByName('first-contentful-paint').length > 0")
-            paints.append(page.run("performance.getEntriesByName('first-contentful-paint')[0].startTime"))
-        browser.close()
+        with contextlib.closing(Browser(find(), folder)) as browser:
+            browser.open("about:blank")
+            for _ in range(PAINTS):
+                page = browser.open(f"http://{http}/ui")
+                page.wait("document.querySelectorAll('#tiles .value').length > 0")
+                values.append(page.run("performance.now()"))
+                page.wait("performance.getEntriesByName('first-contentful-paint').length > 0")
+                paints.append(page.run("performance.getEntriesByName('first-contentful-paint')[0].startTime"))
     return {"first_contentful_paint_ms": paints, "median_ms": statistics.median(paints), "values_shown_before_ms": values}
 
 
@@ -116,14 +129,17 @@ def main():
     parser.add_argument("kvtier")
     parser.add_argument("--dashboards", type=int, default=20)
     parser.add_argument("--duration", default="60s")
-    parser.add_argument("--tenants", type=int, default=0, help="with series of their own, at the server that is not watched")
+    parser.add_argument("--tenants", type=int, default=0, help="with series of their own, at both servers")
     parser.add_argument("--idle", action="store_true", help="only the idle server")
     arguments = parser.parse_args()
     kvtier = shutil.which(arguments.kvtier) or arguments.kvtier
     with tempfile.TemporaryDirectory(prefix="a") as one, tempfile.TemporaryDirectory(prefix="b") as other:
         servers = [Server(kvtier, one), Server(kvtier, other)]
         try:
-            metrics = serve_tenants(kvtier, servers[0], arguments.tenants) if arguments.tenants else None
+            metrics = None
+            # An idle server is measured alone.
+            for server in servers[: 1 if arguments.idle else 2] if arguments.tenants else []:
+                metrics = serve_tenants(kvtier, server, arguments.tenants)
             began = servers[0].seconds()
             time.sleep(IDLE_SECONDS)
             idle = {
@@ -132,14 +148,18 @@ def main():
             }
             if arguments.idle:
                 return print(json.dumps({"tenants": arguments.tenants, "metrics_bytes": metrics, "idle": idle}))
-            stop, counts = threading.Event(), {"ticks": 0, "bytes": 0}
-            watcher = threading.Thread(target=watch, args=(servers[1].http, arguments.dashboards, stop, counts))
-            watcher.start()
+            stop = threading.Event()
+            counts = {"ticks": 0, "bytes": 0, "tenants_answers": 0, "tenants_bytes": 0, "tenants_seconds": 0.0}
+            viewers = [threading.Thread(target=each, args=(servers[1].http, arguments.dashboards, stop, counts))
+                       for each in (watch, ask_for_tenants)]  # fmt: skip
+            for viewer in viewers:
+                viewer.start()
             try:
                 rows = lookups(kvtier, servers, arguments.duration)
             finally:
                 stop.set()
-                watcher.join()
+                for viewer in viewers:
+                    viewer.join()
             result = {
                 "dashboards": arguments.dashboards, "tenants": arguments.tenants, "metrics_bytes": metrics, "idle": idle, "received": counts,
                 "private_bytes": {"unwatched": servers[0].private_bytes(), "watched": servers[1].private_bytes()},

@@ -173,14 +173,27 @@ def test_charts_have_the_past(serve, engines, visit):
     page.wait("document.querySelectorAll('.chart').length === 6")
     drawn = "document.querySelectorAll('.chart .line')[%d].getAttribute('d').length"
     page.wait(f"{drawn % 0} > 10 && {drawn % 1} > 10")
-    assert "Hit rate of tokens, now: found" in page.run("document.querySelector('.chart svg').getAttribute('aria-label')")
+    said = "document.querySelector('.plot').getAttribute('aria-valuetext')"
+    page.wait(f"{said}.startsWith('now: found ')")
     page.click("[name=span][value='3600']")
     wait_for_text(page, ".times", "60 min ago")
     page.run(
         "(() => { const it = document.querySelector('.plot'); const at = it.getBoundingClientRect();"
         " it.dispatchEvent(new PointerEvent('pointermove', {clientX: at.right - 2, bubbles: true})); })()"
     )
-    page.wait("/\\d\\d:\\d\\d:\\d\\d/.test(document.querySelector('.chart h3').textContent)")
+    moment = "/\\d\\d:\\d\\d:\\d\\d/.test(document.querySelector('.chart h3').textContent)"
+    page.wait(moment)
+    # The same from the keyboard.
+    page.run("(() => { const it = document.querySelector('.plot'); it.dispatchEvent(new PointerEvent('pointerleave')); it.focus(); })()")
+    page.wait(f"!{moment}")
+    for key, steps in (("ArrowLeft", 1), ("ArrowLeft", 2), ("PageUp", 12), ("ArrowRight", 11)):
+        page.press(key)
+        assert page.run(moment) and page.run(f"/^\\d\\d:\\d\\d:\\d\\d: found /.test({said})")
+        assert page.run("(it => it.ariaValueMax - it.ariaValueNow)(document.querySelector('.plot'))") == steps
+    page.press("Home")
+    assert page.run("document.querySelector('.plot').ariaValueNow") == "0"
+    page.press("End")
+    assert not page.run(moment) and page.run(said).startswith("now: found ")
 
 
 def test_failing_tier_is_named_with_its_cause(serve, engines, visit, tmp_path):
@@ -272,6 +285,47 @@ def test_quotas_are_edited(with_quotas, engines, visit):
     assert not quota("alice")["exists"]
 
 
+def test_focus_stays_while_tenants_change(with_quotas, visit):
+    """What did not change is not replaced; else focus is where it was: on a button of a tenant, also after its dialog."""
+    server = with_quotas()
+    limit = lambda name, gib: server.request("PUT", f"/quota/{name}", {"limit_gb": gib})[0] == 200
+    assert limit("alice", 1) and limit("bob", 1)
+    page = visit(server)
+    page.wait(IS_LIVE)
+    wait_for_text(page, "#tenant-table", "bob")
+    page.run("document.querySelector('#tenants').scrollIntoView()")
+    page.run("window.table = document.querySelector('#tenant-table table')")
+    asked = lambda: sum(1 for request in page.requests if "/tenants?" in request["url"])
+    before = asked()
+    while asked() < before + 3:
+        page.run("new Promise(done => setTimeout(done, 100))")
+    assert page.run("table.isConnected")
+    focused = "document.activeElement.getAttribute('aria-label')"
+    page.run("[...document.querySelectorAll('#tenant-table td button')].find(it => it.ariaLabel.endsWith(' bob')).focus()")
+    assert limit("alice", 3)
+    wait_for_text(page, "#tenant-table", "of 3.00 GiB")
+    assert page.run(focused) == "Edit the quota of bob"
+    page.press("Enter")
+    page.wait("document.querySelector('#quota').open")
+    assert limit("alice", 4)
+    wait_for_text(page, "#tenant-table", "of 4.00 GiB")
+    page.click("#quota [value=cancel]")
+    page.wait(f"{focused} === 'Edit the quota of bob'")
+
+
+@pytest.mark.parametrize("name", [".", ".."])
+def test_quota_of_a_name_that_paths_resolve_is_removed(with_quotas, visit, name):
+    """A browser makes another path of these, so the page names them otherwise."""
+    server = with_quotas()
+    assert server.request("PUT", "/quota", {"users": {name: {"limit_gb": 1}}})[0] == 200
+    page = visit(server)
+    page.wait(IS_LIVE)
+    page.click("#tenant-table td button")
+    page.click("#quota [value=remove]")
+    wait_for_text(page, "#toast", f"Removed the quota of {name}.")
+    assert server.get("/quota")[1] == {"users": {}}
+
+
 def test_tokens_decide_what_is_shown_and_changed(with_quotas, visit, tmp_path):
     """The page asks for a token, keeps it in its tab, and offers a reader no change; the route refuses one by hand."""
     server = with_quotas(*give_tokens(tmp_path))
@@ -329,6 +383,17 @@ def test_server_that_returns_is_followed(serve, visit):
     assert "Trying again" in page.text("#trouble") and "Values are from" in page.text("#trouble")
     assert page.run("document.body.classList.contains('stale')")
     assert page.text("#live") == "no connection"
+    # The countdown is not announced, and the button stays the same one.
+    page.run(
+        "window.announced = []; document.querySelector('#trouble button').focus();"
+        " new MutationObserver(them => announced.push(...them)).observe("
+        "document.querySelector('#trouble [role=alert]'), {childList: true, characterData: true, subtree: true});"
+        " window.counted = 0; window.button = document.activeElement;"
+        " new MutationObserver(() => counted += 1).observe(document.querySelector('#trouble'), {childList: true, subtree: true})"
+    )
+    page.wait("counted >= 3")
+    assert page.run("announced.length") == 0
+    assert page.run("button === document.activeElement && button.isConnected && button.textContent === 'Try now'")
     server.start()
     page.click("#trouble button")
     page.wait(IS_LIVE)
@@ -362,10 +427,10 @@ def test_ten_thousand_tenants_stay_usable(with_quotas, visit):
     page = visit(server)
     page.wait(IS_LIVE)
     wait_for_text(page, "#tenant-range", "1 to 50 of 10,000")
-    page.click("[data-sort=name]")
+    page.click("[data-key='by name']")
     page.wait("document.querySelector('#tenant-table th[aria-sort=ascending]').textContent.startsWith('Tenant')")
     assert cells(page, "#tenant-table")[0][0] == "tenant-00000"
-    page.click("[data-sort=name]")
+    page.click("[data-key='by name']")
     page.wait("document.querySelector('#tenant-table tbody th').textContent === 'tenant-09999'")
     page.click("#tenant-next")
     wait_for_text(page, "#tenant-range", "51 to 100 of 10,000")

@@ -79,6 +79,9 @@ fn tenant(engine: &Engine, name: &str) -> Result<String, Error> {
     let salt = match name {
         DEFAULT => return Ok(String::new()),
         CALLED_DEFAULT => DEFAULT,
+        // Clients that resolve paths cannot name these in one.
+        "@." => ".",
+        "@.." => "..",
         "" => {
             return Err(Error::refused(format!(
                 "cache_salt: give {DEFAULT} for requests without one"

@@ -8,7 +8,7 @@ use axum::extract;
 use axum::http::StatusCode;
 use kvtier_api::{Tenant, TenantList};
 use kvtier_core::cache::SaltUsage;
-use kvtier_tenants::{InTier, Look};
+use kvtier_tenants::InTier;
 
 use super::query::Query;
 use super::quota::{shown, whole};
@@ -59,11 +59,15 @@ pub(super) async fn tenants(
     let list = run_blocking(move || {
         let look = quotas.look();
         let known = look.known();
-        let matching = known.iter();
-        let matching = matching.filter(|salt| shown(salt).to_lowercase().contains(&search));
-        let mut matching: Vec<_> = matching
-            .map(|salt| (key(&look, salt, sort), salt))
+        let matching = known.iter().map(|salt| &**salt);
+        let matching: Vec<_> = matching
+            .filter(|salt| shown(salt).to_lowercase().contains(&search))
             .collect();
+        let keys: Vec<_> = match sort {
+            "name" => vec![0.0; matching.len()],
+            _ => look.tenants(&matching).map(|it| key(&it, sort)).collect(),
+        };
+        let mut matching: Vec<_> = keys.into_iter().zip(matching).collect();
         // Names are in order already.
         matching.sort_by(|(a, _), (b, _)| match is_descending {
             true => b.total_cmp(a),
@@ -77,7 +81,7 @@ pub(super) async fn tenants(
             usize::try_from(limit).unwrap_or(0),
         );
         let tenants = matching.iter().skip(offset).take(limit);
-        let tenant = |(_, salt): &(f64, &Arc<str>)| Tenant {
+        let tenant = |(_, salt): &(f64, &str)| Tenant {
             cache_salt: Some(shown(salt).to_owned()),
             ..whole(&look, salt)
         };
@@ -91,11 +95,7 @@ pub(super) async fn tenants(
 }
 
 /// What a tenant is sorted by.
-fn key(look: &Look<'_>, salt: &str, sort: &str) -> f64 {
-    if sort == "name" {
-        return 0.0;
-    }
-    let tiers = look.tenant(salt);
+fn key(tiers: &[InTier<'_>], sort: &str) -> f64 {
     let sum = |count: fn(&SaltUsage) -> u64| {
         let usages = tiers.iter().filter_map(|tier| tier.usage.as_ref());
         usages.map(count).sum::<u64>() as f64

@@ -54,10 +54,13 @@ impl QuotaTier for L1Tenants {
         }
     }
 
-    fn tenant(&self, salt: &str) -> (Option<SaltUsage>, u64) {
-        let usage = self.cache.salt_usage(salt);
-        let bytes = usage.as_ref().map_or(0, |usage| usage.counted_bytes);
-        (usage, bytes)
+    fn usages(&self, salts: &[&str]) -> Vec<(Option<SaltUsage>, u64)> {
+        let usages = self.cache.stats_with(salts).1.into_iter();
+        let with_bytes = |usage: Option<SaltUsage>| {
+            let bytes = usage.as_ref().map_or(0, |usage| usage.counted_bytes);
+            (usage, bytes)
+        };
+        usages.map(with_bytes).collect()
     }
 
     fn deleting(&self) -> BTreeMap<Arc<str>, u64> {

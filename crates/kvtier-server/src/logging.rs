@@ -25,6 +25,7 @@ use tracing_subscriber::{EnvFilter, Layer};
 use crate::escape::escape;
 use kvtier_api::LogLine;
 use kvtier_config::{LogFormat, ServerConfig};
+use kvtier_l2::redact;
 use kvtier_sync::Mutex;
 use kvtier_sync::budget::{Budget, Charge};
 
@@ -159,7 +160,8 @@ impl<S: Subscriber> Layer<S> for Warnings {
         let mut text = String::new();
         // Writing to a String cannot fail.
         let _ = DefaultFields::new().format_fields(Writer::new(&mut text), event);
-        let mut text = escape(&text).into_owned();
+        // Whole, as half a URL has a password without its `@`. Errors are redacted when they are made; this is for the rest.
+        let mut text = redact::text(&escape(&text));
         while text.len() > MAX_WARNING_BYTES {
             text.pop();
         }
@@ -360,9 +362,16 @@ mod tests {
             let name = "m\n\u{1b}[2J";
             tracing::error!(name, "failed: {}", "ü".repeat(MAX_WARNING_BYTES));
             tracing::error!(name, "failed");
+            tracing::warn!(url = "redis://me:hunter2@host/0", "lost");
+            let long = "x".repeat(MAX_WARNING_BYTES - 20);
+            tracing::warn!("{long} redis://me:hunter2@{long}");
         });
-        let kept = latest_warnings();
+        let mut kept = latest_warnings();
         assert_eq!(kept.len(), MAX_WARNINGS);
+        // Readers of the dashboard learn no password, not even half of one.
+        assert!(kept.iter().all(|line| !line.text.contains("hunter")));
+        assert_eq!(kept[1].text, "lost url=\"redis://***@host/0\"");
+        kept.drain(..2);
         assert_eq!(kept[0].level, "ERROR");
         assert_eq!(kept[0].target, module_path!());
         assert_eq!(kept[0].text, "failed name=\"m\\n\\u{1b}[2J\"");

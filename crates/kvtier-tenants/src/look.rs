@@ -8,12 +8,12 @@ use kvtier_core::quota::Grant;
 
 use kvtier_config::Place;
 
-use crate::{QuotaTier, Quotas, Table};
+use crate::{Quotas, Table};
 
-/// Tenants asked for under one hold of a lock.
-const PAGE: usize = 1024;
+/// Tenants read under one hold of a lock: lookups wait for it.
+const PAGE: usize = 256;
 
-/// A look at the tenants. The table is that of one moment, what they have is asked for one by one.
+/// A look at the tenants. The table is that of one moment, what they have is read page by page.
 pub struct Look<'a> {
     quotas: &'a Quotas,
     table: Arc<Table>,
@@ -53,22 +53,36 @@ impl Look<'_> {
 
     /// A tenant in each tier, L1 first.
     pub fn tenant(&self, salt: &str) -> Vec<InTier<'_>> {
-        let entry = self.table.get(salt);
+        self.page(&[salt]).pop().unwrap_or_default()
+    }
+
+    /// Each of these tenants in each tier, L1 first.
+    pub fn tenants<'a>(&'a self, salts: &'a [&'a str]) -> impl Iterator<Item = Vec<InTier<'a>>> {
+        salts.chunks(PAGE).flat_map(|page| self.page(page))
+    }
+
+    fn page(&self, salts: &[&str]) -> Vec<Vec<InTier<'_>>> {
         let default = Grant {
             limit: self.quotas.default_limit().0,
             reserved: 0,
         };
-        let in_tier = |(place, tier): (_, &dyn QuotaTier)| {
-            let (usage, bytes) = tier.tenant(salt);
-            InTier {
-                place,
-                grant: entry.map_or(default, |entry| entry.of_tier(&place.name)),
-                bytes,
-                usage,
-            }
+        let usages = self.quotas.tiers().map(|tier| tier.usages(salts));
+        let mut usages: Vec<_> = usages.map(Vec::into_iter).collect();
+        let tenant = |salt: &&str| {
+            let entry = self.table.get(salt);
+            let places = self.quotas.places().iter().zip(&mut usages);
+            let in_tier = places.map(|(place, usages)| {
+                let (usage, bytes) = usages.next().unwrap_or_default();
+                InTier {
+                    place,
+                    grant: entry.map_or(default, |entry| entry.of_tier(&place.name)),
+                    bytes,
+                    usage,
+                }
+            });
+            in_tier.collect()
         };
-        let places = self.quotas.places().iter();
-        places.zip(self.quotas.tiers()).map(in_tier).collect()
+        salts.iter().map(tenant).collect()
     }
 
     /// All tenants that have an entry or anything anywhere, in order.
@@ -93,5 +107,72 @@ impl Look<'_> {
             known.extend(deleting.keys().cloned());
         }
         known
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use kvtier_config::ServerConfig;
+    use kvtier_core::cache::Stats;
+
+    use super::*;
+    use crate::{Opened, QuotaTier, Salts, TenantSource};
+
+    /// A tier whose tenants have as many bytes as their names; counts how often its lock would be acquired.
+    struct Counting(Arc<AtomicUsize>);
+
+    impl TenantSource for Counting {
+        fn name(&self) -> &str {
+            "l1"
+        }
+
+        fn tenants(&self, _: u32, _: usize) -> Page<SaltUsage> {
+            Page {
+                entries: Vec::new(),
+                next: None,
+            }
+        }
+
+        fn stats_with(&self, _: &[Arc<str>]) -> (Stats, Vec<Option<SaltUsage>>) {
+            (Stats::default(), Vec::new())
+        }
+    }
+
+    impl QuotaTier for Counting {
+        fn set_grant(&self, _: &str, _: Option<Grant>) {}
+
+        fn set_default_limit(&self, _: Option<u64>) {}
+
+        fn enforce(&self) -> usize {
+            0
+        }
+
+        fn usages(&self, salts: &[&str]) -> Vec<(Option<SaltUsage>, u64)> {
+            self.0.fetch_add(1, Ordering::Relaxed);
+            assert!(salts.len() <= PAGE);
+            salts.iter().map(|salt| (None, salt.len() as u64)).collect()
+        }
+
+        fn deleting(&self) -> BTreeMap<Arc<str>, u64> {
+            BTreeMap::new()
+        }
+    }
+
+    #[test]
+    fn many_tenants_are_read_page_by_page() {
+        let config = ServerConfig::from_flags(&["--l1-size-gb", "0.01"]).unwrap();
+        let opened = Opened::open(&config, None, &Salts::of(None)).unwrap();
+        let locked = Arc::new(AtomicUsize::new(0));
+        let quotas = Quotas::new(opened, vec![Box::new(Counting(Arc::clone(&locked)))]);
+        let names: Vec<_> = (0..3 * PAGE + 1).map(|length| "x".repeat(length)).collect();
+        let names: Vec<_> = names.iter().map(String::as_str).collect();
+        let look = quotas.look();
+        for (length, tiers) in (0..).zip(look.tenants(&names)) {
+            assert_eq!(tiers[0].bytes, length);
+        }
+        assert_eq!(locked.load(Ordering::Relaxed), 4);
+        assert_eq!(look.tenant("xx")[0].bytes, 2);
     }
 }

@@ -30,8 +30,9 @@ pub trait QuotaTier: TenantSource + Send + Sync {
     /// returns 0.
     fn enforce(&self) -> usize;
 
-    /// What it counts of a tenant, as long as it knows it, and its bytes, those being written and deleted included.
-    fn tenant(&self, salt: &str) -> (Option<SaltUsage>, u64);
+    /// What it counts of each of these tenants, as long as it knows it, and the tenant's bytes, those being written and
+    /// deleted included. All of them under one hold of its lock.
+    fn usages(&self, salts: &[&str]) -> Vec<(Option<SaltUsage>, u64)>;
 
     /// Bytes per tenant that were evicted and are not deleted yet.
     fn deleting(&self) -> BTreeMap<Arc<str>, u64>;

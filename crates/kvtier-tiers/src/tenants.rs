@@ -44,8 +44,8 @@ impl QuotaTier for TierTenants {
         0
     }
 
-    fn tenant(&self, salt: &str) -> (Option<SaltUsage>, u64) {
-        self.tier.tenant(salt)
+    fn usages(&self, salts: &[&str]) -> Vec<(Option<SaltUsage>, u64)> {
+        self.tier.usages(salts)
     }
 
     fn deleting(&self) -> BTreeMap<Arc<str>, u64> {

@@ -1,6 +1,7 @@
 """A headless Chromium, driven over its DevTools protocol."""
 
 import base64
+import contextlib
 import json
 import os
 import shutil
@@ -33,7 +34,8 @@ class Browser:
         ]  # fmt: skip
         with open(log, "wb") as out:
             self.process = subprocess.Popen(
-                [command, *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
+                # It ends with this process, however that ends.
+                ["setpriv", "--pdeathsig", "KILL", command, *arguments], stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True
             )
         place = profile / "DevToolsActivePort"
         try:
@@ -76,11 +78,12 @@ class Browser:
         """Ends the process and its children."""
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGTERM)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(10)
-            except subprocess.TimeoutExpired:
-                os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait()
+        # Children outlive a browser that crashed.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 class Page:
@@ -143,6 +146,14 @@ class Page:
             f"(() => {{ const it = document.querySelector({json.dumps(selector)}); it.value = {json.dumps(value)};"
             " it.dispatchEvent(new Event('input', {bubbles: true})); })()"
         )
+
+    def press(self, key):
+        """Presses and releases a key by its name, such as `ArrowLeft`."""
+        codes = {"Enter": 13, "PageUp": 33, "PageDown": 34, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowRight": 39}
+        text = {"text": "\r"} if key == "Enter" else {}
+        for kind in ("keyDown", "keyUp"):
+            typed = text if kind == "keyDown" else {}
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key], **typed)
 
     def picture(self, path, whole=False):
         """Writes what is seen, or the whole page, as PNG."""

@@ -2,7 +2,7 @@
 
 import { History } from "./chart.js";
 import { clock, span } from "./format.js";
-import { byId } from "./dom.js";
+import { byId, say } from "./dom.js";
 import { ask, hasToken, Refused, setToken, Stream } from "./server.js";
 import { drawCharts, showFlags, showPanels } from "./panels.js";
 import { startTenants, stopTenants } from "./tenants.js";
@@ -78,19 +78,13 @@ function live() {
   const since = received && tick ? ` Values are from ${clock(tick.at)}.` : "";
   const isOld = problem !== null || (received > 0 && Date.now() - received > STALE);
   document.body.classList.toggle("stale", isOld && tick !== null);
-  place.textContent = isOld ? "no connection" : received ? "live" : "connecting";
+  say(place, isOld ? "no connection" : received ? "live" : "connecting");
   trouble.hidden = !isOld;
-  if (!isOld) return;
-  const text = problem
-    ? `${problem.cause}.${since} Trying again in ${span(Math.max(0, Math.ceil((problem.until - Date.now()) / 1000)))}.`
-    : `The server has sent nothing for ${span((Date.now() - received) / 1000)}.${since}`;
-  if (trouble.firstChild?.nodeValue !== text) {
-    const again = document.createElement("button");
-    again.type = "button";
-    again.textContent = "Try now";
-    again.addEventListener("click", () => (problem ? stream.hurry() : stream.start()));
-    trouble.replaceChildren(text, " ", again);
-  }
+  const [alert, wait] = trouble.children;
+  say(alert, isOld ? `${problem ? problem.cause : "The server sends nothing"}.${since}` : "");
+  // Beside what is announced, as it changes each second.
+  const seconds = (time) => span(Math.max(0, Math.ceil(time / 1000)));
+  if (isOld) say(wait, problem ? `Trying again in ${seconds(problem.until - Date.now())}.` : `Silent for ${seconds(Date.now() - received)}.`);
 }
 
 function signOut(reason) {
@@ -129,6 +123,7 @@ document.querySelector("#sign-in form").addEventListener("submit", (event) => {
   document.body.dataset.state = "connecting";
   stream.start();
 });
+byId("trouble").querySelector("button").addEventListener("click", () => (problem ? stream.hurry() : stream.start()));
 byId("caller").querySelector("button").addEventListener("click", () => signOut(""));
 document.querySelector("#configuration details").addEventListener("toggle", loadFlags);
 for (const choice of document.querySelectorAll("[name=span]")) {

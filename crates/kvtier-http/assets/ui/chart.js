@@ -98,7 +98,7 @@ export class Chart {
     this.when = element("span", { class: "quiet" });
     this.top = element("span", { class: "top" });
     this.start = element("span");
-    this.picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" });
+    this.picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none" });
     for (const part of [0.25, 0.5, 0.75, 1]) {
       this.picture.append(svg("path", { class: "grid", d: `M0 ${HEIGHT * part}H${WIDTH}` }));
     }
@@ -108,17 +108,20 @@ export class Chart {
     this.picture.append(...(options.series.length === 1 ? this.areas : []), ...this.lines, this.cursor);
     const legend = options.series.map(({ label }, at) =>
       element("li", {}, element("i", { class: `s${at}` }), `${label} `, this.values[at]));
-    this.plot = element("div", { class: "plot" }, this.picture, this.top, element("span", { class: "zero" }, options.format(options.least ?? 0)));
+    this.plot = element("div", { class: "plot", tabindex: "0", role: "slider", "aria-label": options.title, "aria-readonly": "true", "aria-valuemin": "0" }, this.picture, this.top, element("span", { class: "zero" }, options.format(options.least ?? 0)));
     this.element = element("figure", { class: "card chart" },
       element("figcaption", {}, element("h3", {}, options.title, " ", this.when), element("ul", { class: "legend" }, legend)),
       this.plot,
       element("p", { class: "times quiet" }, this.start, element("span", {}, "now")));
     this.plot.addEventListener("pointermove", (event) => this.#point(event));
     this.plot.addEventListener("pointerdown", (event) => this.#point(event));
-    this.plot.addEventListener("pointerleave", () => {
-      this.at = null;
-      this.#show();
-    });
+    this.plot.addEventListener("keydown", (event) => this.#step(event));
+    for (const name of ["pointerleave", "blur"]) {
+      this.plot.addEventListener(name, () => {
+        this.at = null;
+        this.#show();
+      });
+    }
   }
 
   /** @param {History} history @param {number} seconds */
@@ -146,10 +149,22 @@ export class Chart {
     this.#show();
   }
 
-  /** The values at the cursor, or the latest ones. */
-  #show() {
+  /** Moves the cursor by keys; behind the last column it is now. */
+  #step(event) {
+    if (!this.drawn || event.ctrlKey || event.altKey || event.metaKey) return;
+    const last = this.drawn[0].length - 1;
+    const at = this.at === null ? last : Math.round(this.at * last);
+    const next = { ArrowLeft: at - 1, ArrowRight: at + 1, PageUp: at - 10, PageDown: at + 10, Home: 0, End: last, Escape: last }[event.key];
+    if (next === undefined) return;
+    event.preventDefault();
+    this.at = next >= last ? null : Math.max(0, next) / last;
+    this.#show(true);
+  }
+
+  /** The values at the cursor, or the latest ones. @param {boolean} [isAsked]  else nothing is announced of a focused chart */
+  #show(isAsked) {
     if (!this.drawn) return;
-    const { series, format, title } = this.options;
+    const { series, format } = this.options;
     const last = this.drawn[0].length - 1;
     const at = this.at === null ? last : Math.round(this.at * last);
     this.drawn.forEach((values, number) => {
@@ -158,7 +173,10 @@ export class Chart {
     const isNow = this.at === null;
     this.cursor.setAttribute("d", isNow ? "" : `M${(WIDTH * at) / Math.max(1, last)} 0V${HEIGHT}`);
     this.when.textContent = isNow ? "" : clock(this.history.at - ((last - at) / Math.max(1, last)) * this.seconds * 1000);
-    const now = series.map(({ label }, number) => `${label} ${format(this.drawn[number][last])}`);
-    this.picture.setAttribute("aria-label", `${title}, now: ${now.join(", ")}`);
+    if (!isAsked && document.activeElement === this.plot) return;
+    const values = series.map(({ label }, number) => `${label} ${format(this.drawn[number][at])}`);
+    this.plot.setAttribute("aria-valuemax", last);
+    this.plot.setAttribute("aria-valuenow", at);
+    this.plot.setAttribute("aria-valuetext", `${isNow ? "now" : this.when.textContent}: ${values.join(", ")}`);
   }
 }

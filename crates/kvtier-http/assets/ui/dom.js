@@ -18,15 +18,28 @@ export function element(tag, attributes = {}, ...children) {
   return made;
 }
 
+/** Sets a text unless it is there already: what is announced is announced once. @param {Element} place @param {string} text */
+export function say(place, text) {
+  if (place.textContent !== text) place.textContent = text;
+}
+
+/** The element below a place that has this `data-key`. @param {Element} place @param {string} key */
+export function keyed(place, key) {
+  return [...place.querySelectorAll("[data-key]")].find((it) => it.dataset.key === key);
+}
+
 const shown = new WeakMap();
 
-/** Replaces the children of a place if what they are made of has changed, so that selections and focus stay.
+/** Replaces the children of a place if what they are made of has changed, so that selections and focus stay. Focus also stays
+ * on an element whose successor has the same `data-key`.
  * @param {Element} place @param {any} data @param {() => any} make */
 export function replace(place, data, make) {
   const key = JSON.stringify(data);
   if (shown.get(place) === key) return;
   shown.set(place, key);
+  const focused = place.contains(document.activeElement) ? document.activeElement.dataset.key : undefined;
   place.replaceChildren(...[make()].flat());
+  if (focused !== undefined) keyed(place, focused)?.focus({ preventScroll: true });
 }
 
 /** A table. A column is {title, cell, number, narrow}: `narrow` is false for one that phones leave out.
@@ -38,7 +51,7 @@ export function table(caption, columns, rows, empty) {
     element("th", { scope: "col", class: names(column), "aria-sort": column.sorted ?? null }, column.head?.() ?? column.title));
   const line = (row) => element("tr", {}, columns.map((column, at) =>
     element(at === 0 ? "th" : "td", { class: names(column), scope: at === 0 ? "row" : null }, column.cell(row))));
-  return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption },
+  return element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": caption, "data-key": caption },
     element("table", {},
       element("caption", { class: "hidden" }, caption),
       element("thead", {}, element("tr", {}, head)),

@@ -1,7 +1,7 @@
 // The panels that follow the stream. Each takes a tick.
 
 import { bound, byteRate, bytes, count, known, latency, moment, NONE, percent, rate, span } from "./format.js";
-import { byId, element, facts, meter, pill, replace, table } from "./dom.js";
+import { byId, element, facts, meter, pill, replace, say, table } from "./dom.js";
 import { Chart } from "./chart.js";
 
 const CHARTS = [
@@ -60,7 +60,7 @@ function head({ health, status }) {
   const failed = health.failed_tiers ?? [];
   const isHealthy = health.status === "healthy" && status?.is_healthy !== false;
   const state = byId("health");
-  state.textContent = isHealthy ? (failed.length > 0 ? "degraded" : "healthy") : "not healthy";
+  say(state, isHealthy ? (failed.length > 0 ? "degraded" : "healthy") : "not healthy");
   state.className = `pill ${isHealthy ? (failed.length > 0 ? "warn" : "good") : "bad"}`;
   byId("instance").textContent = status?.instance_id ?? "";
   byId("about").textContent = status ? `version ${status.version}, up ${span(status.uptime_seconds)}` : "";

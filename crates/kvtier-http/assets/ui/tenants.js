@@ -2,7 +2,7 @@
 
 import { ask, Refused } from "./server.js";
 import { bytes, count, percent } from "./format.js";
-import { byId, element, meter, pill, table, toast } from "./dom.js";
+import { byId, element, keyed, meter, pill, replace, say, table, toast } from "./dom.js";
 
 const LIMIT = 50;
 const REFRESH = 5000;
@@ -92,19 +92,22 @@ function show(list) {
   if (isAdmin) {
     columns.push({
       title: "Quota",
-      cell: (it) => element("button", { type: "button", "aria-label": `Edit the quota of ${it.cache_salt}`, onclick: () => edit(it) }, it.exists ? "Edit" : "Set"),
+      cell: (it) => element("button", { type: "button", "data-key": opener(it), "aria-label": `Edit the quota of ${it.cache_salt}`, onclick: () => edit(it) }, it.exists ? "Edit" : "Set"),
     });
   }
   view.shown = list;
-  const focused = document.activeElement?.dataset?.sort;
   const empty = view.search ? "No tenant has that in its name." : "No tenant has objects or a quota yet.";
-  byId("tenant-table").replaceChildren(table("Tenants", columns, list.tenants, empty));
-  if (focused) byId("tenant-table").querySelector(`[data-sort="${focused}"]`)?.focus();
-  byId("tenant-counts").textContent = `${count(list.total)} known`;
+  replace(byId("tenant-table"), [list.tenants, view.sort, view.order, isAdmin, empty], () => table("Tenants", columns, list.tenants, empty));
+  say(byId("tenant-counts"), `${count(list.total)} known`);
   const end = view.offset + list.tenants.length;
-  byId("tenant-range").textContent = list.tenants.length > 0 ? `${count(view.offset + 1)} to ${count(end)} of ${count(list.matching)}` : "";
+  say(byId("tenant-range"), list.tenants.length > 0 ? `${count(view.offset + 1)} to ${count(end)} of ${count(list.matching)}` : "");
   byId("tenant-previous").disabled = view.offset === 0;
   byId("tenant-next").disabled = end >= list.matching;
+}
+
+/** The key of the button that opens the quota of a tenant. */
+function opener(tenant) {
+  return `quota of ${tenant.cache_salt}`;
 }
 
 function sorting({ key, title }) {
@@ -113,7 +116,7 @@ function sorting({ key, title }) {
   const order = view.order === "desc" ? "descending" : "ascending";
   return {
     sorted: isSorted ? order : "none",
-    head: () => element("button", { type: "button", class: "sort", "data-sort": key, onclick: () => sortBy(key) }, title, element("i", { "aria-hidden": "true" }, isSorted ? (view.order === "desc" ? "↓" : "↑") : "")),
+    head: () => element("button", { type: "button", class: "sort", "data-key": `by ${key}`, onclick: () => sortBy(key) }, title, element("i", { "aria-hidden": "true" }, isSorted ? (view.order === "desc" ? "↓" : "↑") : "")),
   };
 }
 
@@ -161,7 +164,9 @@ function edit(tenant) {
   failed.textContent = "";
   form.querySelector("[value=remove]").hidden = !tenant?.exists;
   form.querySelector("[value=remove]").onclick = () => attempt(dialog, failed, async () => {
-    const answer = await ask("DELETE", `quota/${encodeURIComponent(tenant.cache_salt)}`);
+    // The browser would resolve these two as parts of a path, encoded or not.
+    const name = [".", ".."].includes(tenant.cache_salt) ? `@${tenant.cache_salt}` : tenant.cache_salt;
+    const answer = await ask("DELETE", `quota/${encodeURIComponent(name)}`);
     return `Removed the quota of ${tenant.cache_salt}.${notes(answer)}`;
   });
   form.querySelector("[value=cancel]").onclick = () => dialog.close();
@@ -184,6 +189,8 @@ function edit(tenant) {
       return `Set the quota of ${name}.${notes(answer)}`;
     });
   };
+  // The button that opened it may have been replaced meanwhile.
+  dialog.onclose = () => (tenant ? keyed(byId("tenant-table"), opener(tenant)) : byId("tenant-add"))?.focus();
   dialog.showModal();
 }
 

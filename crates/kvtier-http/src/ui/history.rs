@@ -34,7 +34,7 @@ const POINTS: usize = 3600 / INTERVAL.as_secs() as usize;
 pub(super) type Point = [f32; SERIES.len()];
 
 /// The points, the oldest first.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub(super) struct History {
     points: VecDeque<Point>,
     sequence: u64,

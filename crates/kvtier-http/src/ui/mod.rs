@@ -24,7 +24,7 @@ use tokio::sync::{Notify, Semaphore, watch};
 use tokio::time::MissedTickBehavior;
 
 use super::access::Caller;
-use super::{Api, ApiError, DetailBody, detail};
+use super::{Api, ApiError, DetailBody, detail, run_blocking};
 pub(crate) use assets::is_asset;
 use events::Viewer;
 use history::History;
@@ -148,13 +148,12 @@ impl Dashboard {
             return Err(refused("shutting down".into()));
         }
         let tokens = api.access.tokens();
-        let history = {
-            let history = self.history.lock();
-            DashboardHistory {
-                caller: tokens.as_ref().map(|_| caller.name.clone()),
-                role: caller.role.as_str().to_owned(),
-                ..history.all()
-            }
+        // A copy, so that the sampler does not wait for its text.
+        let history = self.history.lock().clone();
+        let history = DashboardHistory {
+            caller: tokens.as_ref().map(|_| caller.name.clone()),
+            role: caller.role.as_str().to_owned(),
+            ..history.all()
         };
         Ok(Viewer {
             dashboard: Arc::clone(self),
@@ -198,7 +197,8 @@ pub(super) async fn events(
     Extracted(api): Extracted<Arc<Api>>,
     Extension(caller): Extension<Caller>,
 ) -> Result<Response, ApiError> {
-    let viewer = api.dashboard.view(&api, &caller)?;
+    // The text of an hour takes milliseconds.
+    let viewer = run_blocking(move || api.dashboard.view(&api, &caller)).await??;
     let head = [
         (header::CONTENT_TYPE, "text/event-stream"),
         (header::CACHE_CONTROL, "no-store"),
@@ -322,6 +322,19 @@ mod tests {
         let mut body = open(&api);
         assert!(poll(&mut body).is_ready());
         assert_eq!(api.dashboard.latest.receiver_count(), VIEWERS);
+    }
+
+    #[tokio::test]
+    async fn history_is_written_on_another_thread() {
+        let api = api(None);
+        let held = api.dashboard.history.lock();
+        let opened = events(Extracted(Arc::clone(&api)), Extension(caller()));
+        let mut opened = std::pin::pin!(opened);
+        // It waits, and the thread that serves every request does not.
+        let mut context = Context::from_waker(Waker::noop());
+        assert!(opened.as_mut().poll(&mut context).is_pending());
+        drop(held);
+        assert_eq!(opened.await.unwrap().status(), StatusCode::OK);
     }
 
     #[test]

@@ -234,6 +234,13 @@ impl Table {
         tenants.any(|tenant| !tenant.pending.is_empty())
     }
 
+    fn beside(&self, salt: Option<&str>) -> Beside {
+        Beside {
+            deleting: self.deleting_bytes(salt),
+            unsent: self.unsent_bytes(salt),
+        }
+    }
+
     fn deleting_bytes(&self, salt: Option<&str>) -> u64 {
         match salt {
             Some(salt) => self
@@ -330,13 +337,21 @@ impl KeyStates {
         }
     }
 
-    /// Returns a reading of the index and the bytes beside it, of all tenants or of one. No object is counted twice.
-    pub(super) fn read<T>(&self, salt: Option<&str>, index: impl FnOnce() -> T) -> (T, Beside) {
+    /// Returns a reading of the index and the bytes beside it, of all tenants. No object is counted twice.
+    pub(super) fn read<T>(&self, index: impl FnOnce() -> T) -> (T, Beside) {
         let table = self.table.lock();
-        let beside = Beside {
-            deleting: table.deleting_bytes(salt),
-            unsent: table.unsent_bytes(salt),
-        };
+        let beside = table.beside(None);
+        (index(), beside)
+    }
+
+    /// Returns a reading of the index and the bytes beside it of each of these tenants. No object is counted twice.
+    pub(super) fn read_each<T>(
+        &self,
+        salts: &[&str],
+        index: impl FnOnce() -> T,
+    ) -> (T, Vec<Beside>) {
+        let table = self.table.lock();
+        let beside = salts.iter().map(|salt| table.beside(Some(salt))).collect();
         (index(), beside)
     }
 
@@ -506,7 +521,7 @@ mod tests {
     }
 
     fn bytes(states: &KeyStates) -> u64 {
-        states.read(None, || ()).1.deleting
+        states.read(|| ()).1.deleting
     }
 
     #[test]

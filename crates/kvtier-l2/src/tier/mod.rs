@@ -407,7 +407,7 @@ impl Tier {
     /// Returns the statistics of its index, without those of single tenants. The used bytes are those that the backend
     /// may hold: with pending deletes, without stores that still wait for them.
     pub fn stats(&self) -> Stats {
-        let (mut stats, beside) = self.states.read(None, || self.index.stats());
+        let (mut stats, beside) = self.states.read(|| self.index.stats());
         stats.used_bytes = beside.held(stats.used_bytes);
         stats
     }

@@ -6,14 +6,20 @@ use std::sync::Arc;
 use kvtier_core::cache::{Page, SaltUsage, Stats};
 
 use super::Tier;
+use super::key_states::Beside;
 
 impl Tier {
-    /// Returns the usage that the index has of one tenant, `None` for an unknown one, and the bytes that the backend may
+    /// Returns the usage that the index has of each tenant, `None` for an unknown one, and the bytes that the backend may
     /// hold of it, as in [`Tier::stats`].
-    pub fn tenant(&self, salt: &str) -> (Option<SaltUsage>, u64) {
-        let (usage, beside) = self.states.read(Some(salt), || self.index.salt_usage(salt));
-        let indexed = usage.as_ref().map_or(0, |usage| usage.counted_bytes);
-        (usage, beside.held(indexed))
+    pub fn usages(&self, salts: &[&str]) -> Vec<(Option<SaltUsage>, u64)> {
+        let (usages, beside) = self
+            .states
+            .read_each(salts, || self.index.stats_with(salts).1);
+        let held = |(usage, beside): (Option<SaltUsage>, Beside)| {
+            let indexed = usage.as_ref().map_or(0, |usage| usage.counted_bytes);
+            (usage, beside.held(indexed))
+        };
+        usages.into_iter().zip(beside).map(held).collect()
     }
 
     /// Returns the statistics of the index and the usage of some tenants: [`Cache::stats_with`].

@@ -164,6 +164,8 @@ fn hostile_salts_have_exact_answers() {
         ("%25", "%"),
         ("%22", "\""),
         ("@_default", "@_default"),
+        ("@.", "."),
+        ("@..", ".."),
         (&*most, &*"é".repeat(128)),
         ("%F0%9F%A6%80", "🦀"),
     ] {

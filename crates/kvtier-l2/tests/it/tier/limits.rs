@@ -436,7 +436,7 @@ async fn strict_limit_holds_while_a_store_waits() {
     let used = || {
         let all = (tier.stats().used_bytes, tier.usage().total_bytes_used);
         let of_tenant = (
-            tier.tenant("a").1,
+            tier.usages(&["a"])[0].1,
             tier.usage().bytes_by_cache_salt.get("a").copied(),
         );
         assert_eq!(all, (3 * SIZE, 3 * SIZE));
