@@ -66,6 +66,11 @@ impl Bed {
         gpus[0].readings.as_ref().unwrap().in_flight[0]
     }
 
+    /// Waits until L1 is pinned: a copy of other memory waits in a call of the driver.
+    pub fn pinned(&self) {
+        wait(|| self.server.readings().pinned_bytes == self.server.readings().capacity_bytes);
+    }
+
     /// Waits until the driver was called so often.
     pub fn called(&self, function: &str, times: u64) {
         wait(|| self.fake_driver.count(function) >= times);

@@ -12,6 +12,7 @@ fn end_with_a_store(bed: Bed) {
     let mut worker = Worker::new(&bed, &mut engine, 1, "gpu/stopping");
     let registered = worker.send_registration();
     worker.done(registered);
+    bed.pinned();
     // The trial may have chosen copies or the kernel.
     bed.fake_driver.script("clear; hold d2h; hold kernel");
     let _stored = worker.send_store(1, b"");
