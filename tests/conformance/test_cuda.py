@@ -225,6 +225,9 @@ def test_every_executor(serve, engines, executor, name):
     engine = engines(server, groups=[Group(layout(name))])
     prompt = tokens(64)
     rest = engine.worker.read(engine.blocks_for(40, 50))
+    # Memory that is not pinned is copied by others.
+    pinning = lambda: server.get("/status")[1]["devices"]["cuda"]["pinning"]  # noqa: E731
+    wait_until(lambda: pinning()["pinned_bytes"] == pinning()["total_bytes"], 60, "L1 to be pinned")
     stored = store(engine, prompt)
     assert same(load(engine, prompt), stored)
     assert same(engine.worker.read(engine.blocks_for(40, 50)), rest)

@@ -184,14 +184,17 @@ impl Engine {
     }
 
     /// Takes what was [adopted](Engine::adopt): the process before has let it go, or has ended.
-    pub fn take(&self) {
-        if let Err(error) = self.context.l1.take(RELEASE_TIMEOUT) {
-            tracing::warn!(%error, "another server could take L1 while this one runs");
-        }
+    ///
+    /// # Errors
+    /// It has not: it still has L1. Nothing was taken, and nothing is written.
+    pub fn take(&self) -> Result<()> {
+        self.context.l1.take(RELEASE_TIMEOUT)?;
+        self.workers.take();
         if let Ok(state) = &self.context.state
             && let Err(error) = state.claim()
         {
             tracing::warn!(%error, "the state directory names the process before");
         }
+        Ok(())
     }
 }

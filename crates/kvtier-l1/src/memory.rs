@@ -98,13 +98,12 @@ impl L1 {
     /// Takes L1 from the server before, which has let it go or has ended: it is this one's from here on.
     ///
     /// # Errors
-    /// That server still has the lock of a segment after `timeout`.
+    /// That server still has the lock of a segment after `timeout`: nothing was taken, and nothing is written.
     pub fn take(&self, timeout: Duration) -> Result<()> {
         let pending = self.pending.lock().take();
         let Some(Pending { ledger, locks }) = pending else {
             return Ok(());
         };
-        self.cache.attach_ledger(ledger);
         let until = Instant::now() + timeout;
         for lock in locks {
             while let Err(error) = lock.acquire() {
@@ -114,6 +113,7 @@ impl L1 {
                 std::thread::sleep(LOCK_PAUSE);
             }
         }
+        self.cache.attach_ledger(ledger);
         Ok(())
     }
 

@@ -149,7 +149,8 @@ impl Server {
                 let clients = taken.front.state.count();
                 front.resume(taken.front)?;
                 Taken::commit(&stream)?;
-                engine.take();
+                // An end of its connection is no proof that the other server has ended; its locks are.
+                engine.take()?;
                 if owns_path {
                     front.take_path(&config);
                 }
@@ -163,17 +164,17 @@ impl Server {
                 );
             }
         }
-        let front = front.start()?;
+        // L1 is left to the next server if this one cannot start after all.
+        let close = |_: &Error| engine.close();
+        let front = front.start().inspect_err(close)?;
         let stop_background = Arc::new(AtomicBool::new(false));
         let rounds = Rounds::new();
-        let mut background = vec![spawn_housekeeping(
-            &engine,
-            &health,
-            &stop_background,
-            &rounds,
-        )?];
+        let mut background = vec![
+            spawn_housekeeping(&engine, &health, &stop_background, &rounds).inspect_err(close)?,
+        ];
         if config.l1_prefault {
-            background.push(spawn_prefault(&engine, &health, &stop_background)?);
+            let prefault = spawn_prefault(&engine, &health, &stop_background);
+            background.push(prefault.inspect_err(close)?);
         }
         // The routes find the engine from here on; a second engine cannot be set, and there is none.
         let _ = api.engine.set(Arc::clone(&engine));

@@ -195,6 +195,8 @@ struct Files {
     outcome: RestoredWorkers,
     /// No further registration of an earlier process is taken over.
     is_restored: bool,
+    /// Names to be removed once the process before has handed over; `None` if they are removed at once.
+    pending_removals: Option<Vec<String>>,
 }
 
 #[derive(Default)]
@@ -238,6 +240,7 @@ impl KeptRegistrations {
                 bytes: 0,
                 outcome: RestoredWorkers::default(),
                 is_restored: false,
+                pending_removals: None,
             }),
         }
     }
@@ -335,6 +338,20 @@ impl KeptRegistrations {
         }
     }
 
+    /// The registrations of a process that still runs and may go on. No file is removed until [`KeptRegistrations::take`].
+    pub fn read_pending(&self, now: Duration) -> Vec<Kept> {
+        self.files.lock().pending_removals = Some(Vec::new());
+        self.read(now)
+    }
+
+    /// Takes the files of a process that has handed over: removes those that were left out.
+    pub fn take(&self) {
+        let mut files = self.files.lock();
+        for name in files.pending_removals.take().unwrap_or_default() {
+            files.unlink(&name);
+        }
+    }
+
     /// The registrations of an earlier process that can be read. Files of others are removed.
     pub fn read(&self, now: Duration) -> Vec<Kept> {
         let mut files = self.files.lock();
@@ -350,12 +367,12 @@ impl KeptRegistrations {
         let mut kept = Vec::new();
         for name in names {
             let left = MAX_BYTES.saturating_sub(files.bytes);
-            let Some(dir) = &mut files.dir else { break };
             let Some(id) = id_of(&name) else {
-                let _ = dir.remove(&name);
+                files.unlink(&name);
                 files.left_out(LeftOut::Damaged);
                 continue;
             };
+            let Some(dir) = &mut files.dir else { break };
             let content = dir.read(&name, left.min(MAX_FILE_BYTES));
             let bytes = content.as_ref().map_or(0, |content| content.len() as u64);
             files.bytes += bytes;
@@ -447,12 +464,19 @@ impl Files {
     }
 
     fn remove(&mut self, id: InstanceId) {
-        let (Some(entry), Some(dir)) = (self.entries.remove(&id), &mut self.dir) else {
+        let Some(entry) = self.entries.remove(&id) else {
             return;
         };
         self.bytes = self.bytes.saturating_sub(entry.bytes);
-        let name = file_name(id);
-        if let Err(error) = dir.remove(&name) {
+        self.unlink(&file_name(id));
+    }
+
+    fn unlink(&mut self, name: &str) {
+        if let Some(pending) = &mut self.pending_removals {
+            return pending.push(name.to_owned());
+        }
+        let Some(dir) = &mut self.dir else { return };
+        if let Err(error) = dir.remove(name) {
             tracing::error!(name, %error, "the registration of a worker that has left cannot be removed");
         }
     }
@@ -701,6 +725,28 @@ mod tests {
         assert_eq!(bed.kept().outcome().left_out.values().sum::<u64>(), 1);
         let left = std::fs::read_dir(bed.folder()).unwrap().count();
         assert_eq!(left as u64, most);
+    }
+
+    #[test]
+    fn damaged_file_of_running_server_is_not_removed() {
+        let bed = Bed::new();
+        let names = [file_name(InstanceId(7)), "worker-x".to_owned()];
+        let mut files = bed.kept().files.lock();
+        for name in &names {
+            let dir = files.dir.as_mut().unwrap();
+            dir.write(name, b"damaged").unwrap();
+        }
+        drop(files);
+        assert!(bed.kept().read_pending(Duration::ZERO).is_empty());
+        assert_eq!(bed.kept().outcome().left_out["damaged"], 2);
+        let exist = || {
+            names
+                .each_ref()
+                .map(|name| bed.folder().join(name).exists())
+        };
+        assert_eq!(exist(), [true; 2]);
+        bed.kept().take();
+        assert_eq!(exist(), [false; 2]);
     }
 
     #[test]

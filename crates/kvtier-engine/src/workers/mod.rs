@@ -210,6 +210,11 @@ impl Workers {
         self.kept.has(id)
     }
 
+    /// Takes the registrations of a process that has handed over.
+    pub fn take(&self) {
+        self.kept.take();
+    }
+
     /// Leaves the workers whose registrations are kept to the next process. To be called after the last request.
     pub fn close(&self) {
         for instance in self.context.instances.all() {

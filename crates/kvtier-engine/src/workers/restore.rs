@@ -50,7 +50,7 @@ impl Workers {
         let now = self.context.now();
         let mut kept: HashMap<_, _> = self
             .kept
-            .read(now)
+            .read_pending(now)
             .into_iter()
             .map(|it| (it.id, it))
             .collect();

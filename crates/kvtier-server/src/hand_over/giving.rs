@@ -32,6 +32,9 @@ const CHANGES_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long the new server may take for each of its steps.
 const STEP_TIMEOUT: Duration = Duration::from_secs(10);
 
+/// How long a refusal may take to be sent, while clients wait.
+const REFUSAL_TIMEOUT: Duration = Duration::from_millis(100);
+
 /// Rounds of the housekeeping: the lock is held for each, and for a hand-over.
 pub struct Rounds(Mutex<()>);
 
@@ -187,14 +190,21 @@ fn try_give(parts: &GivingParts, stream: &UnixStream) -> Result<u32> {
     let mut paused = (parts.pause)(Instant::now() + DRAIN_TIMEOUT)?;
     let sent = send_all(parts, stream, std::mem::take(&mut paused.front));
     // It may have refused meanwhile, and ended.
-    sent.map_err(|error| match receive(stream, Kind::Commit, 0) {
+    let sent = sent.map_err(|error| match receive(stream, Kind::Commit, 0) {
         Err(refusal) if refusal.kind() == ErrorKind::Invalid => refusal,
         _ => error,
+    });
+    // The point of no return: this is read, or a refusal is sent while clients are still paused.
+    let committed = sent.and_then(|()| match receive(stream, Kind::Commit, 0)? {
+        Some(_) => Ok(()),
+        None => Err(unavailable("the other server has ended")),
+    });
+    committed.inspect_err(|error| {
+        let _ = stream.set_write_timeout(Some(REFUSAL_TIMEOUT));
+        let _ = send(stream, Kind::Refused, error.to_string().as_bytes());
     })?;
-    // The point of no return: this is read, or a refusal is sent.
-    if receive(stream, Kind::Commit, 0)?.is_none() {
-        return Err(unavailable("the other server has ended"));
-    }
+    // This server must not go on beside the other one.
+    let _aborting = AbortOnPanic;
     paused.hand_over();
     parts.engine.release();
     changes.end();
@@ -204,6 +214,17 @@ fn try_give(parts: &GivingParts, stream: &UnixStream) -> Result<u32> {
         tracing::error!(%error, "the other server has ended after it took everything");
     }
     Ok(process)
+}
+
+/// Ends the process at a panic of the thread that has it.
+struct AbortOnPanic;
+
+impl Drop for AbortOnPanic {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            std::process::abort();
+        }
+    }
 }
 
 /// Checks what can be checked while requests are served.

@@ -765,6 +765,34 @@ fn state_that_is_not_understood_is_not_taken() {
     server.stop();
 }
 
+/// An end of file behind a commit is no proof that the old server has ended.
+#[test]
+fn new_server_does_not_serve_beside_running_one() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let mut server = Server::start(base.path(), L1, &[]);
+    let mut worker = server.worker(1, "a");
+    let len = worker.chunk_bytes();
+    let source = |chunk| bytes("a", 0, chunk, len);
+    worker.store(&prompt(0), whole(), "s", source).unwrap();
+    let mut new = None;
+    let between = Between::new(base.path(), || {
+        new = Some(Server::spawn(base.path(), L1, &["--take-over"]));
+    });
+    let mut new = new.unwrap();
+    let hello = Between::read(&between.new);
+    (&between.old).write_all(&hello).unwrap();
+    between.write_state(between.read_state());
+    // Its commit is lost.
+    assert_eq!(Between::read(&between.new)[0], 5);
+    drop(between);
+    assert!(!new.wait_until_served(), "{}", new.log);
+    assert_eq!(read(&mut worker, "a", 0), Ok(CHUNKS));
+    take_over(&mut server, base.path(), &[]).unwrap();
+    assert_eq!(read(&mut worker, "a", 0), Ok(CHUNKS));
+    server.stop();
+}
+
 /// The old server waits 10 s for each step, then goes on; the new one must not serve beside it.
 #[test]
 fn new_server_that_comes_too_late_ends() {
