@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use kvtier_engine::Engine;
 use kvtier_error::{Error, ErrorKind, Result};
-use kvtier_http::{Changes, Health};
+use kvtier_http::{Changes, Health, PausedChanges};
 use kvtier_sync::{Mutex, MutexGuard};
 use rustix::net::{Shutdown, shutdown};
 use tokio::runtime::Handle;
@@ -154,8 +154,6 @@ fn give(parts: &GivingParts, stream: &UnixStream) -> bool {
         }
         Err(error) => {
             tracing::warn!(%error, milliseconds = started.elapsed().as_millis() as u64, "nothing was handed over; serving on");
-            // Nothing is handed over from here on. It may have gone.
-            let _ = send(stream, Kind::Refused, error.to_string().as_bytes());
             false
         }
     }
@@ -164,31 +162,17 @@ fn give(parts: &GivingParts, stream: &UnixStream) -> bool {
 /// Hands over; returns the process that has everything.
 ///
 /// # Errors
-/// Nothing was handed over.
+/// Nothing was handed over, and the other server has received the reason.
 fn try_give(parts: &GivingParts, stream: &UnixStream) -> Result<u32> {
-    let failed = |error| Error::io("the socket", error);
-    stream
-        .set_read_timeout(Some(STEP_TIMEOUT))
-        .map_err(failed)?;
-    stream
-        .set_write_timeout(Some(STEP_TIMEOUT))
-        .map_err(failed)?;
-    let hello: Hello = receive_json(stream, Kind::Hello)?;
-    let process = hello.process;
-    tracing::info!(
-        process,
-        release = hello.release,
-        "another server asks to take over"
-    );
-    check(parts, &hello)?;
-    let unavailable = |what: &str| Error::new(ErrorKind::Unavailable, what);
-    let reloads = parts.reloader.pause();
-    let reloads = reloads.ok_or_else(|| unavailable("the configuration is being reloaded"))?;
-    let round = parts.rounds.begin();
-    let changes = parts.changes.pause(&parts.runtime, CHANGES_TIMEOUT);
-    let changes = changes.ok_or_else(|| unavailable("a change over HTTP is in flight"))?;
-    let mut paused = (parts.pause)(Instant::now() + DRAIN_TIMEOUT)?;
-    let sent = send_all(parts, stream, std::mem::take(&mut paused.front));
+    let refuse = |error: &Error| refuse(stream, error);
+    let process = greet(parts, stream).inspect_err(refuse)?;
+    let PausedParts {
+        reloads,
+        round,
+        changes,
+        mut front,
+    } = pause(parts).inspect_err(refuse)?;
+    let sent = send_all(parts, stream, std::mem::take(&mut front.front));
     // It may have refused meanwhile, and ended.
     let sent = sent.map_err(|error| match receive(stream, Kind::Commit, 0) {
         Err(refusal) if refusal.kind() == ErrorKind::Invalid => refusal,
@@ -199,13 +183,10 @@ fn try_give(parts: &GivingParts, stream: &UnixStream) -> Result<u32> {
         Some(_) => Ok(()),
         None => Err(unavailable("the other server has ended")),
     });
-    committed.inspect_err(|error| {
-        let _ = stream.set_write_timeout(Some(REFUSAL_TIMEOUT));
-        let _ = send(stream, Kind::Refused, error.to_string().as_bytes());
-    })?;
+    committed.inspect_err(refuse)?;
     // This server must not go on beside the other one.
     let _aborting = AbortOnPanic;
-    paused.hand_over();
+    front.hand_over();
     parts.engine.release();
     changes.end();
     // For the rest of this process.
@@ -214,6 +195,57 @@ fn try_give(parts: &GivingParts, stream: &UnixStream) -> Result<u32> {
         tracing::error!(%error, "the other server has ended after it took everything");
     }
     Ok(process)
+}
+
+fn unavailable(what: &str) -> Error {
+    Error::new(ErrorKind::Unavailable, what)
+}
+
+/// Sends the other server the reason why nothing is handed over. It may have ended.
+fn refuse(stream: &UnixStream, error: &Error) {
+    let _ = stream.set_write_timeout(Some(REFUSAL_TIMEOUT));
+    let _ = send(stream, Kind::Refused, error.to_string().as_bytes());
+}
+
+/// What is paused. It goes on when this is dropped.
+struct PausedParts<'a> {
+    reloads: MutexGuard<'a, ()>,
+    round: MutexGuard<'a, ()>,
+    changes: PausedChanges,
+    front: Paused,
+}
+
+/// Receives what the other server is, and checks it; returns its process.
+fn greet(parts: &GivingParts, stream: &UnixStream) -> Result<u32> {
+    let failed = |error| Error::io("the socket", error);
+    stream
+        .set_read_timeout(Some(STEP_TIMEOUT))
+        .map_err(failed)?;
+    stream
+        .set_write_timeout(Some(STEP_TIMEOUT))
+        .map_err(failed)?;
+    let hello: Hello = receive_json(stream, Kind::Hello)?;
+    tracing::info!(
+        process = hello.process,
+        release = hello.release,
+        "another server asks to take over"
+    );
+    check(parts, &hello)?;
+    Ok(hello.process)
+}
+
+fn pause(parts: &GivingParts) -> Result<PausedParts<'_>> {
+    let reloads = parts.reloader.pause();
+    let reloads = reloads.ok_or_else(|| unavailable("the configuration is being reloaded"))?;
+    let round = parts.rounds.begin();
+    let changes = parts.changes.pause(&parts.runtime, CHANGES_TIMEOUT);
+    let changes = changes.ok_or_else(|| unavailable("a change over HTTP is in flight"))?;
+    Ok(PausedParts {
+        reloads,
+        round,
+        changes,
+        front: (parts.pause)(Instant::now() + DRAIN_TIMEOUT)?,
+    })
 }
 
 /// Ends the process at a panic of the thread that has it.
@@ -252,10 +284,9 @@ fn check(parts: &GivingParts, hello: &Hello) -> Result<()> {
             .then(|| "L1 lost pages".to_owned())
     };
     if let Some(reason) = parts.health.reason().or_else(lost) {
-        return Err(Error::new(
-            ErrorKind::Unavailable,
-            format!("the running server is unhealthy, and has to be restarted: {reason}"),
-        ));
+        return Err(unavailable(&format!(
+            "the running server is unhealthy, and has to be restarted: {reason}"
+        )));
     }
     parts.engine.check_hand_over()
 }
