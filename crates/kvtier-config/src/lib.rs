@@ -64,6 +64,14 @@ pub fn in_gib(bytes: u64) -> f64 {
     bytes as f64 / GIB as f64
 }
 
+/// The variable with the seed of hashes.
+pub(crate) const HASH_SEED: &str = "PYTHONHASHSEED";
+
+/// Seed of sha256_cbor's first hash. Where PYTHONHASHSEED is not set, the one of vLLM 0.32 and LMCache 0.5.6.
+pub fn hash_seed() -> String {
+    std::env::var(HASH_SEED).unwrap_or_else(|_| "vllm-none-hash".into())
+}
+
 /// What to do with a configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RunMode {

@@ -8,7 +8,7 @@ use kvtier_error::{Error, Result};
 use kvtier_memory::checksum::checksum128;
 use serde_json::Value;
 
-use super::{L2Config, Parsed, ServerConfig};
+use super::{HASH_SEED, L2Config, Parsed, ServerConfig, hash_seed};
 
 /// Flags that a running server can change. Anything else needs a restart, among it `--l1-write-ttl-seconds`: memory that
 /// was granted for longer must not be freed earlier.
@@ -104,9 +104,8 @@ impl ServerConfig {
         let flags = self.given.values.iter();
         let flags = flags.filter(|(flag, _)| !is_free(flag));
         let flags = flags.map(|(flag, value)| (format!("--{flag}"), value.to_string()));
-        let seed = std::env::var("PYTHONHASHSEED").unwrap_or_default();
         flags
-            .chain([("PYTHONHASHSEED".to_owned(), seed)])
+            .chain([(HASH_SEED.to_owned(), hash_seed())])
             .map(|(flag, value)| (flag, format!("{:032x}", checksum128(value.as_bytes()))))
             .collect()
     }

@@ -16,7 +16,7 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvtier_config::PrefetchPolicy;
+use kvtier_config::{PrefetchPolicy, hash_seed};
 use kvtier_core::hashing::{ChunkHasher, lookup_chunks};
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prefetch::Cell;
@@ -47,9 +47,6 @@ const MAX_READERS: i64 = 128;
 /// requests in flight.
 const PROMPT_MEMORY_BYTES: usize = 16 << 20;
 
-/// Seed of sha256_cbor's first hash where PYTHONHASHSEED is not set, as vLLM 0.32 and LMCache 0.5.6 have it.
-const HASH_SEED: &str = "vllm-none-hash";
-
 /// The service of lookups.
 pub struct Lookups {
     context: Arc<Context>,
@@ -67,7 +64,7 @@ pub struct Lookups {
 
 impl Lookups {
     pub fn new(context: &Arc<Context>) -> Self {
-        let seed = std::env::var("PYTHONHASHSEED").unwrap_or_else(|_| HASH_SEED.into());
+        let seed = hash_seed();
         let hasher = ChunkHasher::new(context.config().hash_algorithm, context.chunk_size, &seed);
         Self {
             held: Arc::default(),
