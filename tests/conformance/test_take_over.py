@@ -20,14 +20,22 @@ def lasting(serve, tmp_path):
     return start
 
 
-def load(engine, prompt, request, hit):
-    """Load a hit into other blocks, and compare."""
+def round_trip(engine, between=lambda: None):
+    """Stores a prompt, looks it up, and after `between` loads it into other blocks: the bytes are right. Returns the prompt."""
+    prompt = tokens(PROMPT)
+    engine.store_prompt(prompt)
+    engine.wait_hit(prompt, PROMPT)
+    stored = engine.worker.read(engine.blocks_for(PROMPT))
+    request, hit = engine.lookup(prompt)
+    assert hit == PROMPT
+    between()
     target = engine.blocks_for(PROMPT, 30)
     engine.worker.fill(target)
     assert engine.worker.retrieve(request, prompt, 0, hit, target).ok
     loaded = engine.worker.read(target)
     engine.end(request)
-    return loaded
+    assert all(torch.equal(a, b) for a, b in zip(loaded, stored, strict=True))
+    return prompt
 
 
 @pytest.mark.ours("LMCache's server cannot hand over")
@@ -38,15 +46,7 @@ def test_client_notices_no_take_over(lasting, engines, mode):
     engine = engines(server, heartbeat=2.0, mq_timeout=60)
     registered = engine.worker.adapter.transfer_ctx
     for _ in range(4):
-        prompt = tokens(PROMPT)
-        engine.store_prompt(prompt)
-        engine.wait_hit(prompt, PROMPT)
-        stored = engine.worker.read(engine.blocks_for(PROMPT))
-        request, hit = engine.lookup(prompt)
-        assert hit == PROMPT
-        server.take_over()
-        loaded = load(engine, prompt, request, hit)
-        assert all(torch.equal(a, b) for a, b in zip(loaded, stored, strict=True))
+        prompt = round_trip(engine, between=server.take_over)
         assert engine.hits(prompt) == PROMPT
         assert engine.worker.adapter.is_healthy
     assert engine.worker.adapter.transfer_ctx is registered
@@ -63,15 +63,7 @@ def test_every_answer_is_right_while_servers_take_over(lasting, engines, mode):
     def work():
         try:
             while not stop.is_set():
-                prompt = tokens(PROMPT)
-                engine.store_prompt(prompt)
-                engine.wait_hit(prompt, PROMPT)
-                stored = engine.worker.read(engine.blocks_for(PROMPT))
-                request, hit = engine.lookup(prompt)
-                assert hit == PROMPT
-                loaded = load(engine, prompt, request, hit)
-                assert all(torch.equal(a, b) for a, b in zip(loaded, stored, strict=True))
-                rounds.append(prompt)
+                rounds.append(round_trip(engine))
         except BaseException as problem:  # noqa: BLE001
             failed.append(problem)
 

@@ -3,6 +3,7 @@
 use std::io::{IoSlice, IoSliceMut, Read as _, Write as _};
 use std::mem::MaybeUninit;
 use std::net::TcpStream;
+use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -13,7 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
 use kvtier_client::proto::request::Request;
-use kvtier_client::{InstanceId, LmcacheDrivenSpec, LmcacheDrivenWorker};
+use kvtier_client::{EngineDrivenWorker, InstanceId, LmcacheDrivenSpec, LmcacheDrivenWorker};
 use kvtier_core::random::SplitMix64;
 use kvtier_memory::checksum::checksum128;
 use rustix::net::{
@@ -32,6 +33,25 @@ fn take_over(server: &mut Server, base: &Path, more: &[&str]) -> Result<(), Stri
     assert!(old.child.wait().unwrap().success());
     assert_eq!(old.endpoint, server.endpoint);
     Ok(())
+}
+
+/// A worker of tenant "a" that has stored these prompts.
+fn worker_with(server: &Server, prompts: Range<u64>) -> EngineDrivenWorker {
+    let mut worker = server.worker(1, "a");
+    let len = worker.chunk_bytes();
+    for number in prompts {
+        let source = |chunk| bytes("a", number, chunk, len);
+        worker.store(&prompt(number), whole(), "s", source).unwrap();
+    }
+    worker
+}
+
+/// Whether the lookup of a prompt under the request "held" still leads to its bytes.
+fn held_is_right(worker: &mut EngineDrivenWorker, number: u64) -> bool {
+    let (len, mut right) = (worker.chunk_bytes(), true);
+    let check = |chunk, found: &[u8]| right &= found == bytes("a", number, chunk, len);
+    let got = worker.retrieve(&prompt(number), whole(), "held", check);
+    got.unwrap().is_some() && right
 }
 
 /// A client in bytes.
@@ -456,18 +476,28 @@ struct Between {
 }
 
 impl Between {
-    /// Takes the place of the old server's socket.
-    fn new(base: &Path, spawn: impl FnOnce()) -> Self {
+    /// Takes the place of the old server's socket, and starts a new one.
+    fn start(base: &Path) -> (Self, Server) {
         let path = base.join("kills/take-over");
         let hidden = base.join("kills/hidden");
         std::fs::rename(&path, &hidden).unwrap();
         let listener = UnixListener::bind(&path).unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
-        spawn();
+        let server = Server::spawn(base, L1, &["--take-over"]);
         let (new, _) = listener.accept().unwrap();
         let old = UnixStream::connect(&hidden).unwrap();
         std::fs::rename(&hidden, &path).unwrap();
-        Self { new, old }
+        (Self { new, old }, server)
+    }
+
+    /// The same, up to the new server's commit, which the old one does not get.
+    fn start_with_lost_commit(base: &Path) -> (Self, Server) {
+        let (between, new) = Self::start(base);
+        let hello = Self::read(&between.new);
+        (&between.old).write_all(&hello).unwrap();
+        between.write_state(between.read_state());
+        assert_eq!(Self::read(&between.new)[0], 5);
+        (between, new)
     }
 
     fn read(mut from: &UnixStream) -> Vec<u8> {
@@ -571,21 +601,12 @@ fn kill_at_each_step_leaves_one_server_or_none() {
         let base = tempfile::tempdir().unwrap();
         let _segments = Segments::new();
         let mut server = Server::start(base.path(), L1, &[]);
-        let mut worker = server.worker(1, "a");
-        let len = worker.chunk_bytes();
-        for number in 0..3 {
-            let source = |chunk| bytes("a", number, chunk, len);
-            worker.store(&prompt(number), whole(), "s", source).unwrap();
-        }
+        let mut worker = worker_with(&server, 0..3);
         assert_eq!(worker.lookup(&prompt(1), "held").unwrap(), CHUNKS);
         let mut raw = Raw::connect(&server);
         let (request, answer) = Raw::exchange(0);
         raw.send(&request[..7]);
-        let mut new = None;
-        let between = Between::new(base.path(), || {
-            new = Some(Server::spawn(base.path(), L1, &["--take-over"]));
-        });
-        let mut new = new.unwrap();
+        let (between, mut new) = Between::start(base.path());
         between.run(kill, &mut new.child, &mut server.child);
         let mut check = |server: &Server| {
             raw.send(&request[7..]);
@@ -595,10 +616,7 @@ fn kill_at_each_step_leaves_one_server_or_none() {
                 "{kill:?}: {}",
                 server.log
             );
-            let mut right = true;
-            let check = |chunk, found: &[u8]| right &= found == bytes("a", 1, chunk, len);
-            let got = worker.retrieve(&prompt(1), whole(), "held", check).unwrap();
-            assert!(got.is_some() && right, "{kill:?}");
+            assert!(held_is_right(&mut worker, 1), "{kill:?}");
             for number in 0..3 {
                 assert_eq!(read(&mut worker, "a", number), Ok(CHUNKS), "{kill:?}");
             }
@@ -648,10 +666,7 @@ fn state_that_is_not_understood_is_not_taken() {
     let base = tempfile::tempdir().unwrap();
     let _segments = Segments::new();
     let mut server = Server::start(base.path(), L1, &[]);
-    let mut worker = server.worker(1, "a");
-    let len = worker.chunk_bytes();
-    let source = |chunk| bytes("a", 0, chunk, len);
-    worker.store(&prompt(0), whole(), "s", source).unwrap();
+    let mut worker = worker_with(&server, 0..1);
     assert_eq!(worker.lookup(&prompt(0), "held").unwrap(), CHUNKS);
     let scope = scope("a");
     let unfinished = prompt(1);
@@ -662,11 +677,7 @@ fn state_that_is_not_understood_is_not_taken() {
         .unwrap();
     let read_key = scope.worker_key(0, &unfinished, whole(), "s");
     let attempt = |hello: fn(&mut serde_json::Value), state: Option<fn(&mut serde_json::Value)>| {
-        let mut new = None;
-        let between = Between::new(base.path(), || {
-            new = Some(Server::spawn(base.path(), L1, &["--take-over"]));
-        });
-        let mut new = new.unwrap();
+        let (between, mut new) = Between::start(base.path());
         let greeting = with_body(&Between::read(&between.new), hello);
         (&between.old).write_all(&greeting).unwrap();
         let answer = match state {
@@ -756,10 +767,7 @@ fn state_that_is_not_understood_is_not_taken() {
         .connection()
         .commit_store(&read_key, InstanceId(1), b"");
     assert!(granted.unwrap());
-    let mut right = true;
-    let check = |chunk, found: &[u8]| right &= found == bytes("a", 0, chunk, len);
-    let got = worker.retrieve(&prompt(0), whole(), "held", check).unwrap();
-    assert!(got.is_some() && right);
+    assert!(held_is_right(&mut worker, 0));
     take_over(&mut server, base.path(), &[]).unwrap();
     assert_eq!(read(&mut worker, "a", 0), Ok(CHUNKS));
     server.stop();
@@ -771,20 +779,8 @@ fn new_server_does_not_serve_beside_running_one() {
     let base = tempfile::tempdir().unwrap();
     let _segments = Segments::new();
     let mut server = Server::start(base.path(), L1, &[]);
-    let mut worker = server.worker(1, "a");
-    let len = worker.chunk_bytes();
-    let source = |chunk| bytes("a", 0, chunk, len);
-    worker.store(&prompt(0), whole(), "s", source).unwrap();
-    let mut new = None;
-    let between = Between::new(base.path(), || {
-        new = Some(Server::spawn(base.path(), L1, &["--take-over"]));
-    });
-    let mut new = new.unwrap();
-    let hello = Between::read(&between.new);
-    (&between.old).write_all(&hello).unwrap();
-    between.write_state(between.read_state());
-    // Its commit is lost.
-    assert_eq!(Between::read(&between.new)[0], 5);
+    let mut worker = worker_with(&server, 0..1);
+    let (between, mut new) = Between::start_with_lost_commit(base.path());
     drop(between);
     assert!(!new.wait_until_served(), "{}", new.log);
     assert_eq!(read(&mut worker, "a", 0), Ok(CHUNKS));
@@ -799,30 +795,16 @@ fn new_server_that_comes_too_late_ends() {
     let base = tempfile::tempdir().unwrap();
     let _segments = Segments::new();
     let mut server = Server::start(base.path(), L1, &[]);
-    let mut worker = server.worker(1, "a");
-    let len = worker.chunk_bytes();
-    let source = |chunk| bytes("a", 0, chunk, len);
-    worker.store(&prompt(0), whole(), "s", source).unwrap();
+    let mut worker = worker_with(&server, 0..1);
     assert_eq!(worker.lookup(&prompt(0), "held").unwrap(), CHUNKS);
-    let mut new = None;
-    let between = Between::new(base.path(), || {
-        new = Some(Server::spawn(base.path(), L1, &["--take-over"]));
-    });
-    let mut new = new.unwrap();
-    let hello = Between::read(&between.new);
-    (&between.old).write_all(&hello).unwrap();
-    between.write_state(between.read_state());
-    // It has sent its commit, which arrives too late.
-    assert_eq!(Between::read(&between.new)[0], 5);
+    let (between, mut new) = Between::start_with_lost_commit(base.path());
+    // It arrives too late.
     let refusal = Between::read(&between.old);
     assert_eq!(refusal[0], 2);
     (&between.new).write_all(&refusal).unwrap();
     assert!(!new.wait_until_served());
     assert!(new.log.contains("did not answer in time"), "{}", new.log);
-    let mut right = true;
-    let check = |chunk, found: &[u8]| right &= found == bytes("a", 0, chunk, len);
-    let got = worker.retrieve(&prompt(0), whole(), "held", check).unwrap();
-    assert!(got.is_some() && right);
+    assert!(held_is_right(&mut worker, 0));
     take_over(&mut server, base.path(), &[]).unwrap();
     server.stop();
 }
