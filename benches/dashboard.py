@@ -25,6 +25,8 @@ import time
 import urllib.request
 from pathlib import Path
 
+from idle_connections import cpu_seconds
+
 IDLE_SECONDS = int(os.environ.get("IDLE_SECONDS", 30))
 PAINTS = 5
 # As assets/ui/tenants.js has it.
@@ -49,8 +51,7 @@ class Server:
 
     def seconds(self):
         """Processor time so far."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return cpu_seconds(self.process.pid)
 
     def private_bytes(self):
         """Memory of its own, without the arena."""

@@ -46,6 +46,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "harness"), str(ROOT / "tests" / "vllm")]
 
 import children  # noqa: E402
+import idle_connections  # noqa: E402
 from engine import CONNECTOR, Vllm  # noqa: E402
 from kvrig.server import Server, our_command  # noqa: E402
 from kvrig.waiting import TimedOut  # noqa: E402
@@ -71,7 +72,6 @@ DEVICES = {
 CHUNK = 256
 VOCABULARY = 8192
 SETUPS = ("none", "offloading", "lmcache", "kvtier-lmcache", "kvtier")
-TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def main():
@@ -258,19 +258,17 @@ def milliseconds(values, share):
 def cpu_seconds(server, engine):
     """CPU seconds of all processes of the server and of the engine so far."""
     return [
-        sum(cpu_of(pid) for pid in children.session_members(session)) if session else 0.0
+        sum(process_seconds(pid) for pid in children.session_members(session)) if session else 0.0
         for session in (server and server.process.pid, engine.child.pid)
     ]
 
 
-def cpu_of(pid):
+def process_seconds(pid):
     """CPU seconds of a process so far; 0 if it has ended."""
     try:
-        # User and system time are the 14th and 15th field (proc(5)); the second may have spaces.
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return idle_connections.cpu_seconds(pid)
     except OSError:
         return 0.0
-    return (int(fields[11]) + int(fields[12])) / TICKS
 
 
 # -- the report --------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 //! Data of the events of `GET /ui/events`, and the answer of `GET /tenants`.
 
 use std::collections::BTreeMap;
+use std::time::SystemTime;
 
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -10,6 +11,12 @@ use crate::devices::ByDirection;
 use crate::quota::Tenant;
 use crate::rates::OperationRate;
 use crate::status::Status;
+
+/// Milliseconds since 1970, as in [`DashboardTick::at`] and [`LogLine::at`].
+pub fn unix_millis() -> u64 {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    now.map_or(0, |now| u64::try_from(now.as_millis()).unwrap_or(u64::MAX))
+}
 
 /// What a viewer needs once: the data of the event `history`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]

@@ -24,7 +24,7 @@ mod tiers;
 
 pub use dashboard::{
     DashboardHistory, DashboardTick, LogLine, RecentLookup, Refusals, TenantList, TierTraffic,
-    Traffic,
+    Traffic, unix_millis,
 };
 pub use devices::{
     ByDirection, CudaStatus, DevicesStatus, Gpu, GpuState, Gpus, MovedBytes, Pinning,

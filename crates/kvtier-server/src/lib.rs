@@ -25,4 +25,4 @@ pub use kvtier_memory::remove_stale_pools;
 pub use kvtier_metrics as metrics;
 pub use kvtier_tenants as quota;
 pub use reload::Reloader;
-pub use server::Server;
+pub use server::{Server, end_process};

@@ -12,7 +12,7 @@ use std::collections::VecDeque;
 use std::io::{IsTerminal, Write};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock, OnceLock};
-use std::time::{Duration, SystemTime};
+use std::time::Duration;
 
 use crossbeam_channel::{Receiver, Sender, TrySendError, bounded, unbounded};
 use tracing::{Event, Level, Subscriber};
@@ -23,7 +23,7 @@ use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Layer};
 
 use crate::escape::escape;
-use kvtier_api::LogLine;
+use kvtier_api::{LogLine, unix_millis};
 use kvtier_config::{LogFormat, ServerConfig};
 use kvtier_l2::redact;
 use kvtier_sync::Mutex;
@@ -165,9 +165,8 @@ impl<S: Subscriber> Layer<S> for Warnings {
         while text.len() > MAX_WARNING_BYTES {
             text.pop();
         }
-        let at = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
         keep(LogLine {
-            at: at.map_or(0, |at| u64::try_from(at.as_millis()).unwrap_or(u64::MAX)),
+            at: unix_millis(),
             level: metadata.level().to_string(),
             target: metadata.target().to_owned(),
             text,

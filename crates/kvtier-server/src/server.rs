@@ -36,7 +36,7 @@ const HTTP_THREADS: usize = 1;
 /// How long open HTTP connections may hold up a shutdown.
 const HTTP_GRACE: Duration = Duration::from_secs(2);
 
-/// How long the last line of a log may take.
+/// How long the last lines of a log may take.
 const LAST_WORDS: Duration = Duration::from_millis(200);
 
 /// Time between two rounds of housekeeping from which on the process itself was stopped.
@@ -274,11 +274,7 @@ impl Drop for Server {
             // A panic of it has been noted in the health.
             let _ = thread.join();
         }
-        // Errors when no HTTP task listens any more.
-        let _ = self.stop_http.send(true);
-        if let Some(http) = self.http.take() {
-            http.shutdown_timeout(HTTP_GRACE);
-        }
+        self.end_http();
         self.engine.close();
         // The front end goes with the fields, and only then the request port.
     }
@@ -287,15 +283,24 @@ impl Drop for Server {
 impl Server {
     /// Ends the process, which has handed over: answers over HTTP that are on the way are sent, and nothing else is touched.
     fn leave(&mut self) {
+        self.end_http();
+        tracing::info!("stopped");
+        end_process(0);
+    }
+
+    fn end_http(&mut self) {
+        // Errors when no HTTP task listens any more.
         let _ = self.stop_http.send(true);
         if let Some(http) = self.http.take() {
             http.shutdown_timeout(HTTP_GRACE);
         }
-        tracing::info!("stopped");
-        // For the line above.
-        std::thread::sleep(LAST_WORDS);
-        kvtier_memory::exit_at_once(0);
     }
+}
+
+/// Ends this process whatever its threads do, with a little time for the last lines of the log: their reader may be stuck too.
+pub fn end_process(code: i32) -> ! {
+    std::thread::sleep(LAST_WORDS);
+    kvtier_memory::exit_at_once(code)
 }
 
 /// Where a server has its sockets from.

@@ -4,14 +4,13 @@ use std::ffi::OsString;
 use std::io::Write as _;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Duration;
 
 use anyhow::Context;
 use clap::Args;
 use kvtier_error::{Error, ErrorKind};
 use kvtier_l2::AdapterConfig;
 use kvtier_server::config::in_gib;
-use kvtier_server::{Inherited, Parsed, RunMode, Server, ServerConfig, preflight};
+use kvtier_server::{Inherited, Parsed, RunMode, Server, ServerConfig, end_process, preflight};
 
 use crate::USAGE;
 use crate::inherited;
@@ -31,9 +30,6 @@ pub struct ServerCommand {
     )]
     flags: Vec<OsString>,
 }
-
-/// How long the last line of a log may take.
-const LAST_WORDS: Duration = Duration::from_millis(200);
 
 /// Runs the server. Ends with SIGTERM or SIGINT, exit code 0, or 1 when that took too long.
 pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
@@ -145,9 +141,7 @@ fn end_in_time(server: &Server) -> std::io::Result<()> {
                 "not stopped in time (--stop-timeout-seconds): the process ends now"
             ),
         }
-        // For the line above. Its reader may be stuck too.
-        std::thread::sleep(LAST_WORDS);
-        kvtier_memory::exit_at_once(i32::from(!drained));
+        end_process(i32::from(!drained))
     };
     let thread = std::thread::Builder::new().name("kvtier-stop".into());
     thread.spawn(end).map(drop)

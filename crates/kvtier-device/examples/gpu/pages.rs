@@ -202,7 +202,7 @@ impl Pages {
 
     /// Stores, retrieves into other pages, and stores those: both times every byte must be right.
     pub fn check(&self) -> Result<()> {
-        let all = Extent::new(0, self.arena.len());
+        let all = self.arena.whole();
         let base = self.arena.address(all, 0, all.len)?;
         // SAFETY: the arena is private memory of this process, and nothing is in flight.
         unsafe { base.as_ptr().write_bytes(0xa5, all.len as usize) };

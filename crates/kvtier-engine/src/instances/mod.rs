@@ -26,6 +26,8 @@ use kvtier_proto::request::{EngineGroupInfo, InstanceId, LayoutHints};
 use kvtier_sync::RwLock;
 use serde::{Deserialize, Serialize};
 
+use super::handed::millis;
+
 pub use gate::CopyGuard;
 use gate::Gate;
 pub use layout::{EngineDrivenLayout, ModelLayout};
@@ -360,10 +362,6 @@ impl Instance {
             self.last_seen.load(Ordering::Relaxed),
         ))
     }
-}
-
-fn millis(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
 /// What the next process needs of a worker beyond its registration. Times are milliseconds before or after the hand-over.

@@ -1,9 +1,11 @@
 //! Reads the counters and the state of the server.
 
 use std::collections::BTreeMap;
-use std::time::{Instant, SystemTime};
+use std::time::Instant;
 
-use kvtier_api::{DashboardTick, Metrics, MetricsReader, Rates, RecentLookup, Status, Traffic};
+use kvtier_api::{
+    DashboardTick, Metrics, MetricsReader, Rates, RecentLookup, Status, Traffic, unix_millis,
+};
 use kvtier_engine::Engine;
 
 use super::history::Point;
@@ -60,13 +62,11 @@ impl Sampler {
 /// The state now.
 pub(super) fn state(api: &Api) -> DashboardTick {
     let engine = api.engine.get();
-    let at = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
-    let at = at.map_or(0, |at| at.as_millis());
     let health = health(api);
     let status = engine.map(|engine| brief(engine.status(health.reason.is_none())));
     let lookups = engine.map_or_else(Vec::new, |engine| engine.admin().latest_lookups(LOOKUPS));
     DashboardTick {
-        at: u64::try_from(at).unwrap_or(u64::MAX),
+        at: unix_millis(),
         status,
         health,
         lookups: lookups.into_iter().map(named).collect(),

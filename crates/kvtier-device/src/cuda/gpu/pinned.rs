@@ -281,10 +281,9 @@ impl Shared {
         offset: u64,
         bytes: u64,
     ) -> Result<(), String> {
-        let all = Extent::new(0, self.arena.len());
         let start: NonNull<u8> = self
             .arena
-            .address(all, offset, bytes)
+            .address(self.arena.whole(), offset, bytes)
             .map_err(|error| error.to_string())?;
         // SAFETY: the arena stays mapped until `registered`, which is declared before it, is empty; the owners of extents
         // coordinate writes.
