@@ -59,7 +59,10 @@ class Case:
     def connection(self, server, extra):
         """vLLM's `kv_transfer_config`."""
         if self.connector == "kvtier":
-            own = {"kvtier.url": server.url, "kvtier.transfer_mode": client_mode(self.mode)}
+            # As long as LMCache's client waits: what a stalled machine computes without the cache, says nothing about bytes.
+            own = {
+                "kvtier.url": server.url, "kvtier.transfer_mode": client_mode(self.mode), "kvtier.lookup_timeout": 10,
+            }  # fmt: skip
             return {
                 "kv_connector": self.connector_class, "kv_role": "kv_both", "kv_connector_module_path": self.connector_module,
                 "kv_connector_extra_config": own | extra,
