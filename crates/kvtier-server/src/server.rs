@@ -12,13 +12,14 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use crossbeam_channel::Receiver;
 use kvtier_error::{Error, Result};
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
 
 use crate::clock::Clock;
 use crate::descriptors::Descriptors;
-use crate::front::{FrontEnd, PreparedFront, RequestSocket};
+use crate::front::{FrontEnd, HandedFront, PreparedFront, RequestSocket};
 use crate::hand_over::{self, Giver, GivingParts, Rounds, Taken};
 use crate::inherited::Inherited;
 use crate::logging;
@@ -140,16 +141,38 @@ impl Server {
             Arc::clone(&health),
             connections,
         )?;
+        let handed = match &mut source {
+            Source::Sockets(_) => HandedFront::default(),
+            Source::Server(taken) => std::mem::take(&mut taken.front),
+        };
+        let clients = handed.state.count();
+        front.resume(handed)?;
+        // All threads, before anything is taken: the system may have none. Each begins at a message, and ends without one.
+        let (begin, begun) = crossbeam_channel::unbounded();
+        let front = front.start(begun.clone())?;
+        // Dropped before the front end, which joins its thread.
+        let begin = begin;
+        let stop_background = Arc::new(AtomicBool::new(false));
+        let rounds = Rounds::new();
+        let mut background = vec![spawn_housekeeping(
+            &engine,
+            &health,
+            &stop_background,
+            &rounds,
+            begun.clone(),
+        )?];
+        if config.l1_prefault {
+            let prefault = spawn_prefault(&engine, &health, &stop_background, begun.clone())?;
+            background.push(prefault);
+        }
         match source {
             // Before a client could ask for a worker that is not known yet.
             Source::Sockets(_) => engine.restore_workers(),
             Source::Server(taken) => {
                 let stream = taken.stream()?;
                 let (process, release, owns_path) = (taken.process, taken.release, taken.owns_path);
-                let clients = taken.front.state.count();
-                front.resume(taken.front)?;
                 Taken::commit(&stream)?;
-                // An end of its connection is no proof that the other server has ended; its locks are.
+                // The last step that can fail, before which nothing is written.
                 engine.take()?;
                 if owns_path {
                     front.take_path(&config);
@@ -164,17 +187,9 @@ impl Server {
                 );
             }
         }
-        // L1 is left to the next server if this one cannot start after all.
-        let close = |_: &Error| engine.close();
-        let front = front.start().inspect_err(close)?;
-        let stop_background = Arc::new(AtomicBool::new(false));
-        let rounds = Rounds::new();
-        let mut background = vec![
-            spawn_housekeeping(&engine, &health, &stop_background, &rounds).inspect_err(close)?,
-        ];
-        if config.l1_prefault {
-            let prefault = spawn_prefault(&engine, &health, &stop_background);
-            background.push(prefault.inspect_err(close)?);
+        for _ in 0..=background.len() {
+            // Cannot fail: this has a receiver too.
+            let _ = begin.send(());
         }
         // The routes find the engine from here on; a second engine cannot be set, and there is none.
         let _ = api.engine.set(Arc::clone(&engine));
@@ -409,16 +424,20 @@ impl Http {
     }
 }
 
-/// Runs a background task; a panic poisons it in the health instead of passing unnoticed.
+/// Runs a background task once `begun` has a message, and not without one; a panic poisons it in the health instead of passing unnoticed.
 fn spawn_background(
     name: &'static str,
     health: &Arc<Health>,
+    begun: Receiver<()>,
     run: impl FnOnce() + Send + 'static,
 ) -> Result<JoinHandle<()>> {
     let health = Arc::clone(health);
     std::thread::Builder::new()
         .name(format!("kvtier-{name}"))
         .spawn(move || {
+            if begun.recv().is_err() {
+                return;
+            }
             if std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).is_err() {
                 health.poison(name);
             }
@@ -431,10 +450,11 @@ fn spawn_housekeeping(
     health: &Arc<Health>,
     stop: &Arc<AtomicBool>,
     rounds: &Arc<Rounds>,
+    begun: Receiver<()>,
 ) -> Result<JoinHandle<()>> {
     let (engine, stop, rounds) = (Arc::clone(engine), Arc::clone(stop), Arc::clone(rounds));
     let state = Arc::clone(health);
-    spawn_background("housekeeping", health, move || {
+    spawn_background("housekeeping", health, begun, move || {
         let mut clock = Clock::start(MAX_PAUSE);
         while !stop.load(Ordering::Acquire) {
             let round = rounds.begin();
@@ -459,7 +479,8 @@ fn spawn_prefault(
     engine: &Arc<Engine>,
     health: &Arc<Health>,
     stop: &Arc<AtomicBool>,
+    begun: Receiver<()>,
 ) -> Result<JoinHandle<()>> {
     let (engine, stop) = (Arc::clone(engine), Arc::clone(stop));
-    spawn_background("prefault", health, move || engine.prefault(&stop))
+    spawn_background("prefault", health, begun, move || engine.prefault(&stop))
 }

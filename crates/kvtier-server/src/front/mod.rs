@@ -29,6 +29,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+use crossbeam_channel::Receiver;
 use kvtier_config::ServerConfig;
 use kvtier_engine::Engine;
 use kvtier_error::{Error, Result};
@@ -115,16 +116,11 @@ impl PreparedFront {
         self.front.resume(front)
     }
 
-    /// Removes the path of the socket at the end, as the process before would have.
-    pub fn take_path(&self, config: &ServerConfig) {
-        self.socket.take_path(config);
-    }
-
-    /// Starts to serve.
+    /// Starts the thread, which serves once `begun` has a message, and ends without one.
     ///
     /// # Errors
     /// A system out of threads, in one line.
-    pub fn start(self) -> Result<FrontEnd> {
+    pub fn start(self, begun: Receiver<()>) -> Result<FrontEnd> {
         let Self {
             front,
             socket,
@@ -134,7 +130,11 @@ impl PreparedFront {
         let stop = Arc::clone(&front.stop);
         let thread = std::thread::Builder::new()
             .name("kvtier-front".into())
-            .spawn(move || front.run())
+            .spawn(move || {
+                if begun.recv().is_ok() {
+                    front.run();
+                }
+            })
             .map_err(|error| Error::io("no thread", error))?;
         Ok(FrontEnd {
             socket,
@@ -147,6 +147,11 @@ impl PreparedFront {
 }
 
 impl FrontEnd {
+    /// Removes the path of the socket at the end, as the process before would have.
+    pub fn take_path(&self, config: &ServerConfig) {
+        self.socket.take_path(config);
+    }
+
     /// The listening socket.
     pub fn socket(&self) -> &Arc<RequestSocket> {
         &self.socket

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use kvtier_engine::Engine;
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_http::{Changes, Health, PausedChanges};
+use kvtier_l2::RateLimited;
 use kvtier_sync::{Mutex, MutexGuard};
 use rustix::net::{Shutdown, shutdown};
 use tokio::runtime::Handle;
@@ -18,7 +19,7 @@ use tokio::sync::watch;
 
 use super::SOCKET;
 use super::wire::{
-    FORMAT, Hello, Kind, State, receive, receive_json, send, send_descriptors, send_json,
+    FORMAT, Hello, Kind, Link, State, receive, receive_json, send, send_descriptors, send_json,
 };
 use crate::front::{HandedFront, Paused, RequestSocket};
 use crate::reload::Reloader;
@@ -29,11 +30,14 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long changes over HTTP may take to end.
 const CHANGES_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// How long the new server may take for each of its steps.
-const STEP_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a whole hand-over may take until the commit: clients wait no longer.
+const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long a refusal may take to be sent, while clients wait.
 const REFUSAL_TIMEOUT: Duration = Duration::from_millis(100);
+
+/// How long no server is accepted after the system could not accept one.
+const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
 
 /// Rounds of the housekeeping: the lock is held for each, and for a hand-over.
 pub struct Rounds(Mutex<()>);
@@ -68,9 +72,17 @@ pub struct GivingParts {
 /// Waits for a server that takes over.
 pub struct Giver {
     listener: Arc<UnixListener>,
-    is_over: Arc<AtomicBool>,
+    shared: Arc<Shared>,
     over: watch::Receiver<bool>,
     thread: Option<JoinHandle<()>>,
+}
+
+/// What the thread and those that stop it have in common. The mutex guards the connection to a server that asks.
+#[derive(Default)]
+struct Shared {
+    is_over: AtomicBool,
+    is_stopping: AtomicBool,
+    asking: Mutex<Option<UnixStream>>,
 }
 
 impl Giver {
@@ -91,24 +103,42 @@ impl Giver {
             return Ok(None);
         };
         let listener = Arc::new(listener);
-        let is_over = Arc::<AtomicBool>::default();
+        let shared = Arc::<Shared>::default();
         let (sender, over) = watch::channel(false);
-        let (accepted, is_set) = (Arc::clone(&listener), Arc::clone(&is_over));
+        let (accepted, state) = (Arc::clone(&listener), Arc::clone(&shared));
         let wait = move || {
-            // Fails once the socket is shut down.
-            while let Ok((stream, _)) = accepted.accept() {
-                if give(&parts, &stream) {
-                    is_set.store(true, Ordering::Release);
-                    let _ = sender.send(true);
-                    return;
+            while !state.is_stopping.load(Ordering::Acquire) {
+                // Fails once the socket is shut down.
+                let asked = accepted.accept().and_then(|(stream, _)| {
+                    *state.asking.lock() = Some(stream.try_clone()?);
+                    Ok(stream)
+                });
+                match asked {
+                    // After the connection is known to those that stop this.
+                    Ok(_) if state.is_stopping.load(Ordering::Acquire) => return,
+                    Ok(stream) if give(&parts, &stream) => {
+                        state.is_over.store(true, Ordering::Release);
+                        let _ = sender.send(true);
+                        return;
+                    }
+                    Ok(_) => {}
+                    Err(_) if state.is_stopping.load(Ordering::Acquire) => return,
+                    Err(error) => {
+                        static LOG_LIMIT: RateLimited = RateLimited::new(Duration::from_secs(60));
+                        if let Some(left_out) = LOG_LIMIT.permit(Instant::now()) {
+                            tracing::warn!(%error, left_out, "a server that takes over could not connect; waiting on");
+                        }
+                        std::thread::park_timeout(ACCEPT_PAUSE);
+                    }
                 }
+                *state.asking.lock() = None;
             }
         };
         let thread = std::thread::Builder::new().name("kvtier-take-over".into());
         let thread = thread.spawn(wait);
         Ok(Some(Self {
             listener,
-            is_over,
+            shared,
             over,
             thread: Some(thread.map_err(|error| Error::io("no thread", error))?),
         }))
@@ -116,7 +146,7 @@ impl Giver {
 
     /// Whether another server has everything.
     pub fn is_over(&self) -> bool {
-        self.is_over.load(Ordering::Acquire)
+        self.shared.is_over.load(Ordering::Acquire)
     }
 
     /// Becomes true when another server has everything.
@@ -124,10 +154,16 @@ impl Giver {
         self.over.clone()
     }
 
-    /// Waits no longer. A hand-over that runs ends first.
+    /// Waits no longer. A hand-over that has not been committed is refused; one that has been ends first.
     pub fn stop(&mut self) {
+        self.shared.is_stopping.store(true, Ordering::Release);
         let _ = shutdown(&*self.listener, Shutdown::Both);
+        if let Some(stream) = &*self.shared.asking.lock() {
+            // What has arrived is read all the same, a commit among it.
+            let _ = shutdown(stream, Shutdown::Both);
+        }
         if let Some(thread) = self.thread.take() {
+            thread.thread().unpark();
             // A panic of it is printed, and nothing was handed over.
             let _ = thread.join();
         }
@@ -143,7 +179,11 @@ impl Drop for Giver {
 /// Serves a server that asks; returns whether it has everything now.
 fn give(parts: &GivingParts, stream: &UnixStream) -> bool {
     let started = Instant::now();
-    match try_give(parts, stream) {
+    let link = Link {
+        stream,
+        until: Some(started + TIMEOUT),
+    };
+    match try_give(parts, &link) {
         Ok(process) => {
             tracing::info!(
                 process,
@@ -162,36 +202,39 @@ fn give(parts: &GivingParts, stream: &UnixStream) -> bool {
 /// Hands over; returns the process that has everything.
 ///
 /// # Errors
-/// Nothing was handed over, and the other server has received the reason.
-fn try_give(parts: &GivingParts, stream: &UnixStream) -> Result<u32> {
-    let refuse = |error: &Error| refuse(stream, error);
-    let process = greet(parts, stream).inspect_err(refuse)?;
+/// Nothing was handed over, and the other server cannot commit any more.
+fn try_give(parts: &GivingParts, link: &Link<'_>) -> Result<u32> {
+    let refuse = |error: &Error| refuse(link, error);
+    let process = greet(parts, link).inspect_err(refuse)?;
+    let mut paused = pause(parts, link).inspect_err(refuse)?;
+    // Once the state may be there, a panic must not let this server go on: the other one may have committed.
+    let _aborting = AbortOnPanic;
+    let front = std::mem::take(&mut paused.front.front);
+    let sent = send_all(parts, link, front);
+    // It may have refused meanwhile, and ended.
+    let sent = sent.map_err(|error| match receive(link, Kind::Commit, 0) {
+        Err(refusal) if refusal.kind() == ErrorKind::Invalid => refusal,
+        _ => error,
+    });
+    // While paused.
+    let committed = sent.and_then(|()| receive_commit(link));
+    committed.inspect_err(refuse)?;
     let PausedParts {
         reloads,
         round,
         changes,
-        mut front,
-    } = pause(parts).inspect_err(refuse)?;
-    let sent = send_all(parts, stream, std::mem::take(&mut front.front));
-    // It may have refused meanwhile, and ended.
-    let sent = sent.map_err(|error| match receive(stream, Kind::Commit, 0) {
-        Err(refusal) if refusal.kind() == ErrorKind::Invalid => refusal,
-        _ => error,
-    });
-    // The point of no return: this is read, or a refusal is sent while clients are still paused.
-    let committed = sent.and_then(|()| match receive(stream, Kind::Commit, 0)? {
-        Some(_) => Ok(()),
-        None => Err(unavailable("the other server has ended")),
-    });
-    committed.inspect_err(refuse)?;
-    // This server must not go on beside the other one.
-    let _aborting = AbortOnPanic;
+        front,
+    } = paused;
     front.hand_over();
     parts.engine.release();
     changes.end();
     // For the rest of this process.
     std::mem::forget((reloads, round));
-    if let Err(error) = send(stream, Kind::Done, &[]) {
+    let link = Link {
+        stream: link.stream,
+        until: Some(Instant::now() + TIMEOUT),
+    };
+    if let Err(error) = send(&link, Kind::Done, &[]) {
         tracing::error!(%error, "the other server has ended after it took everything");
     }
     Ok(process)
@@ -201,51 +244,39 @@ fn unavailable(what: &str) -> Error {
     Error::new(ErrorKind::Unavailable, what)
 }
 
-/// Sends the other server the reason why nothing is handed over. It may have ended.
-fn refuse(stream: &UnixStream, error: &Error) {
-    let _ = stream.set_write_timeout(Some(REFUSAL_TIMEOUT));
-    let _ = send(stream, Kind::Refused, error.to_string().as_bytes());
+/// The point of no return: receives the commit, or lets the other server send none any more.
+///
+/// # Errors
+/// It cannot commit.
+fn receive_commit(link: &Link<'_>) -> Result<()> {
+    let received = receive(link, Kind::Commit, 0);
+    if let Ok(Some(_)) = received {
+        return Ok(());
+    }
+    // The system lets the other one send nothing from here on. What it has sent before counts, whatever the time.
+    let _ = shutdown(link.stream, Shutdown::Read);
+    let unlimited = Link {
+        stream: link.stream,
+        until: None,
+    };
+    match receive(&unlimited, Kind::Commit, 0) {
+        Ok(Some(_)) => Ok(()),
+        Ok(None) | Err(_) => Err(match received {
+            Err(error) => error,
+            Ok(_) => unavailable("the other server has ended, or this one stops"),
+        }),
+    }
 }
 
-/// What is paused. It goes on when this is dropped.
-struct PausedParts<'a> {
-    reloads: MutexGuard<'a, ()>,
-    round: MutexGuard<'a, ()>,
-    changes: PausedChanges,
-    front: Paused,
-}
-
-/// Receives what the other server is, and checks it; returns its process.
-fn greet(parts: &GivingParts, stream: &UnixStream) -> Result<u32> {
-    let failed = |error| Error::io("the socket", error);
-    stream
-        .set_read_timeout(Some(STEP_TIMEOUT))
-        .map_err(failed)?;
-    stream
-        .set_write_timeout(Some(STEP_TIMEOUT))
-        .map_err(failed)?;
-    let hello: Hello = receive_json(stream, Kind::Hello)?;
-    tracing::info!(
-        process = hello.process,
-        release = hello.release,
-        "another server asks to take over"
-    );
-    check(parts, &hello)?;
-    Ok(hello.process)
-}
-
-fn pause(parts: &GivingParts) -> Result<PausedParts<'_>> {
-    let reloads = parts.reloader.pause();
-    let reloads = reloads.ok_or_else(|| unavailable("the configuration is being reloaded"))?;
-    let round = parts.rounds.begin();
-    let changes = parts.changes.pause(&parts.runtime, CHANGES_TIMEOUT);
-    let changes = changes.ok_or_else(|| unavailable("a change over HTTP is in flight"))?;
-    Ok(PausedParts {
-        reloads,
-        round,
-        changes,
-        front: (parts.pause)(Instant::now() + DRAIN_TIMEOUT)?,
-    })
+/// Lets the other server commit no more, and sends it the reason.
+fn refuse(link: &Link<'_>, error: &Error) {
+    let _ = shutdown(link.stream, Shutdown::Read);
+    let link = Link {
+        stream: link.stream,
+        until: Some(Instant::now() + REFUSAL_TIMEOUT),
+    };
+    // It may have ended, or not read: it cannot commit in any case.
+    let _ = send(&link, Kind::Refused, error.to_string().as_bytes());
 }
 
 /// Ends the process at a panic of the thread that has it.
@@ -257,6 +288,42 @@ impl Drop for AbortOnPanic {
             std::process::abort();
         }
     }
+}
+
+/// What is paused. It goes on when this is dropped.
+struct PausedParts<'a> {
+    reloads: MutexGuard<'a, ()>,
+    round: MutexGuard<'a, ()>,
+    changes: PausedChanges,
+    front: Paused,
+}
+
+/// Receives what the other server is, and checks it; returns its process.
+fn greet(parts: &GivingParts, link: &Link<'_>) -> Result<u32> {
+    let hello: Hello = receive_json(link, Kind::Hello)?;
+    tracing::info!(
+        process = hello.process,
+        release = hello.release,
+        "another server asks to take over"
+    );
+    check(parts, &hello)?;
+    Ok(hello.process)
+}
+
+fn pause<'a>(parts: &'a GivingParts, link: &Link<'_>) -> Result<PausedParts<'a>> {
+    let reloads = parts.reloader.pause();
+    let reloads = reloads.ok_or_else(|| unavailable("the configuration is being reloaded"))?;
+    let round = parts.rounds.begin();
+    let changes = parts.changes.pause(&parts.runtime, CHANGES_TIMEOUT);
+    let changes = changes.ok_or_else(|| unavailable("a change over HTTP is in flight"))?;
+    let drained = Instant::now() + DRAIN_TIMEOUT;
+    let until = link.until.map_or(drained, |until| until.min(drained));
+    Ok(PausedParts {
+        front: (parts.pause)(until)?,
+        reloads,
+        round,
+        changes,
+    })
 }
 
 /// Checks what can be checked while requests are served.
@@ -291,7 +358,7 @@ fn check(parts: &GivingParts, hello: &Hello) -> Result<()> {
     parts.engine.check_hand_over()
 }
 
-fn send_all(parts: &GivingParts, stream: &UnixStream, front: HandedFront) -> Result<()> {
+fn send_all(parts: &GivingParts, link: &Link<'_>, front: HandedFront) -> Result<()> {
     let HandedFront {
         state: front,
         sockets,
@@ -313,7 +380,7 @@ fn send_all(parts: &GivingParts, stream: &UnixStream, front: HandedFront) -> Res
     let listening = listening.chain(parts.http.iter().map(|it| it.as_fd()));
     let all = listening.chain(sockets.iter().map(|it| it.as_fd()));
     let all: Vec<BorrowedFd<'_>> = all.collect();
-    send_json(stream, Kind::State, &state)?;
-    send(stream, Kind::Bytes, &bytes)?;
-    send_descriptors(stream, &all)
+    send_json(link, Kind::State, &state)?;
+    send(link, Kind::Bytes, &bytes)?;
+    send_descriptors(link, &all)
 }

@@ -3,7 +3,7 @@
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvtier_config::{L1Origin, ServerConfig};
 use kvtier_engine::EngineState;
@@ -11,12 +11,15 @@ use kvtier_error::{Error, Result};
 
 use super::SOCKET;
 use super::wire::{
-    FORMAT, Hello, Kind, State, receive, receive_descriptors, receive_json, send, send_json,
+    FORMAT, Hello, Kind, Link, State, receive, receive_descriptors, receive_json, send, send_json,
 };
 use crate::front::HandedFront;
 
-/// How long each step of the old server may take: more than it gives itself to end what is in flight.
-const PATIENCE: Duration = Duration::from_secs(20);
+/// How long the old server may take until its state is here: more than it gives itself for a whole hand-over.
+const STATE_TIMEOUT: Duration = Duration::from_secs(20);
+
+/// How long a refusal may take to be sent.
+const REFUSAL_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// What the running server hands over, while it still may go on.
 pub struct Taken {
@@ -60,17 +63,18 @@ pub fn ask(config: &mut ServerConfig) -> Result<Option<Taken>> {
 }
 
 fn receive_all(config: &mut ServerConfig, stream: UnixStream) -> Result<Taken> {
-    let failed = |error| Error::io("its socket", error);
-    stream.set_read_timeout(Some(PATIENCE)).map_err(failed)?;
-    stream.set_write_timeout(Some(PATIENCE)).map_err(failed)?;
+    let link = Link {
+        stream: &stream,
+        until: Some(Instant::now() + STATE_TIMEOUT),
+    };
     let hello = Hello {
         formats: vec![FORMAT],
         process: std::process::id(),
         release: env!("CARGO_PKG_VERSION").to_owned(),
         flags: config.lasting_flags(),
     };
-    send_json(&stream, Kind::Hello, &hello)?;
-    let taken = receive_state(config, &stream);
+    send_json(&link, Kind::Hello, &hello)?;
+    let taken = receive_state(config, &link);
     // The other one goes on at once, and its log has the reason.
     let (state, bytes, mut descriptors) = taken.inspect_err(|error| refuse(&stream, error))?;
     let mut take = |count| descriptors.drain(..count).collect::<Vec<_>>();
@@ -95,19 +99,19 @@ fn receive_all(config: &mut ServerConfig, stream: UnixStream) -> Result<Taken> {
 
 fn receive_state(
     config: &mut ServerConfig,
-    stream: &UnixStream,
+    link: &Link<'_>,
 ) -> Result<(State, Vec<u8>, Vec<OwnedFd>)> {
-    let state: State = receive_json(stream, Kind::State)?;
+    let state: State = receive_json(link, Kind::State)?;
     if state.format != FORMAT {
         return Err(Error::refused(format!(
             "its state has format {}; this server reads {FORMAT}",
             state.format
         )));
     }
-    let bytes = receive(stream, Kind::Bytes, state.bytes)?;
+    let bytes = receive(link, Kind::Bytes, state.bytes)?;
     let bytes = bytes.filter(|bytes| bytes.len() as u64 == state.bytes);
     let bytes = bytes.ok_or_else(|| Error::refused("bytes of connections are missing"))?;
-    let descriptors = receive_descriptors(stream, state.descriptors())?;
+    let descriptors = receive_descriptors(link, state.descriptors())?;
     let listeners = 1 + usize::from(config.prometheus_port.is_some());
     if state.http_sockets != listeners {
         return Err(Error::refused(format!(
@@ -122,8 +126,12 @@ fn receive_state(
 }
 
 fn refuse(stream: &UnixStream, error: &Error) {
+    let link = Link {
+        stream,
+        until: Some(Instant::now() + REFUSAL_TIMEOUT),
+    };
     // It may have ended, or refused by itself.
-    let _ = send(stream, Kind::Refused, error.to_string().as_bytes());
+    let _ = send(&link, Kind::Refused, error.to_string().as_bytes());
 }
 
 impl Taken {
@@ -141,21 +149,23 @@ impl Taken {
         stream.map_err(|error| Error::io("its socket", error))
     }
 
-    /// Takes everything: from here on this server has it, or an error says that the old one goes on.
+    /// Takes everything: the old server has let it go, or has ended before it could go on.
     ///
     /// # Errors
-    /// The old server has gone on.
+    /// The old server goes on, or has ended before it could read this.
     pub fn commit(stream: &UnixStream) -> Result<()> {
-        // One that has ended does not take it, and leaves everything all the same.
-        let _ = send(stream, Kind::Commit, &[]);
         // No limit of time: it answers or ends, and until then the outcome is unknown.
-        let unlimited = stream.set_read_timeout(None);
-        unlimited.map_err(|error| Error::io("its socket", error))?;
-        match receive(stream, Kind::Done, 0)? {
-            Some(_) => {}
-            None => tracing::warn!(
-                "the server before has ended without an answer; this one has everything"
-            ),
+        let link = Link {
+            stream,
+            until: None,
+        };
+        let sent = send(&link, Kind::Commit, &[]);
+        // The reason, if it has refused.
+        let done = receive(&link, Kind::Done, 0)?;
+        // What was not sent it can have refused: it may go on, or have gone on until its end.
+        sent?;
+        if done.is_none() {
+            tracing::warn!("the server before has ended without an answer (--take-over)");
         }
         Ok(())
     }

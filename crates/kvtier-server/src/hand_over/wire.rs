@@ -14,6 +14,7 @@ use std::io::{IoSlice, IoSliceMut, Read as _, Write as _};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
 
 use kvtier_engine::EngineState;
 use kvtier_error::{Error, ErrorKind, Result};
@@ -100,18 +101,57 @@ fn broken(what: &str) -> Error {
     Error::new(ErrorKind::Io, format!("the other server {what}"))
 }
 
+/// The connection to the other server, with one deadline for all that is sent and received.
+pub struct Link<'a> {
+    pub stream: &'a UnixStream,
+    /// `None` for no limit.
+    pub until: Option<Instant>,
+}
+
+impl Link<'_> {
+    /// Lets the next call last no longer than the deadline.
+    fn limit(&self) -> std::io::Result<()> {
+        let left = self
+            .until
+            .map(|until| until.saturating_duration_since(Instant::now()));
+        if left == Some(Duration::ZERO) {
+            return Err(std::io::ErrorKind::WouldBlock.into());
+        }
+        self.stream.set_read_timeout(left)?;
+        self.stream.set_write_timeout(left)
+    }
+}
+
+impl std::io::Read for &Link<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> std::io::Result<usize> {
+        self.limit()?;
+        let mut stream = self.stream;
+        stream.read(bytes)
+    }
+}
+
+impl std::io::Write for &Link<'_> {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        self.limit()?;
+        let mut stream = self.stream;
+        stream.write(bytes)
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        Ok(())
+    }
+}
+
 /// Sends a message.
 ///
 /// # Errors
 /// The system's.
-pub fn send(mut stream: &UnixStream, kind: Kind, body: &[u8]) -> Result<()> {
+pub fn send(mut link: &Link<'_>, kind: Kind, body: &[u8]) -> Result<()> {
     let mut head = [0; HEAD];
     head[0] = kind as u8;
     head[1..9].copy_from_slice(&(body.len() as u64).to_le_bytes());
     head[9..].copy_from_slice(&checksum128(body).to_le_bytes());
-    let sent = stream
-        .write_all(&head)
-        .and_then(|()| stream.write_all(body));
+    let sent = link.write_all(&head).and_then(|()| link.write_all(body));
     sent.map_err(|error| Error::io("the other server cannot be reached", error))
 }
 
@@ -119,17 +159,17 @@ pub fn send(mut stream: &UnixStream, kind: Kind, body: &[u8]) -> Result<()> {
 ///
 /// # Errors
 /// The system's.
-pub fn send_json(stream: &UnixStream, kind: Kind, body: &impl Serialize) -> Result<()> {
+pub fn send_json(link: &Link<'_>, kind: Kind, body: &impl Serialize) -> Result<()> {
     let body = serde_json::to_vec(body);
     let body = body.map_err(|error| Error::refused(error.to_string()))?;
-    send(stream, kind, &body)
+    send(link, kind, &body)
 }
 
 /// Receives a message of one of these kinds; `None` if the other server has ended before.
 ///
 /// # Errors
 /// What it sent instead; [`ErrorKind::Invalid`] for a refusal, with its reason.
-pub fn receive(mut stream: &UnixStream, kind: Kind, max_bytes: u64) -> Result<Option<Vec<u8>>> {
+pub fn receive(mut link: &Link<'_>, kind: Kind, max_bytes: u64) -> Result<Option<Vec<u8>>> {
     let failed = |error: std::io::Error| match error.kind() {
         std::io::ErrorKind::WouldBlock => broken("did not answer in time"),
         std::io::ErrorKind::UnexpectedEof => broken("has ended in the middle of a message"),
@@ -139,7 +179,7 @@ pub fn receive(mut stream: &UnixStream, kind: Kind, max_bytes: u64) -> Result<Op
     // An end before the first byte is a plain end.
     let mut read = 0;
     while read < HEAD {
-        match stream.read(&mut head[read..]) {
+        match link.read(&mut head[read..]) {
             Ok(0) if read == 0 => return Ok(None),
             Ok(0) => return Err(broken("has ended in the middle of a message")),
             Ok(bytes) => read += bytes,
@@ -157,7 +197,7 @@ pub fn receive(mut stream: &UnixStream, kind: Kind, max_bytes: u64) -> Result<Op
     }
     // Grows with what arrives, not with what was said.
     let mut body = Vec::new();
-    let got = stream.take(len).read_to_end(&mut body).map_err(failed)?;
+    let got = link.take(len).read_to_end(&mut body).map_err(failed)?;
     if (got as u64) < len {
         return Err(broken("has ended in the middle of a message"));
     }
@@ -181,8 +221,8 @@ pub fn receive(mut stream: &UnixStream, kind: Kind, max_bytes: u64) -> Result<Op
 ///
 /// # Errors
 /// As [`receive`]; it is not of this shape.
-pub fn receive_json<T: for<'a> Deserialize<'a>>(stream: &UnixStream, kind: Kind) -> Result<T> {
-    let body = receive(stream, kind, MAX_TEXT)?.ok_or_else(|| broken("has ended"))?;
+pub fn receive_json<T: for<'a> Deserialize<'a>>(link: &Link<'_>, kind: Kind) -> Result<T> {
+    let body = receive(link, kind, MAX_TEXT)?.ok_or_else(|| broken("has ended"))?;
     serde_json::from_slice(&body)
         .map_err(|error| broken(&format!("has sent a message that cannot be read: {error}")))
 }
@@ -191,7 +231,7 @@ pub fn receive_json<T: for<'a> Deserialize<'a>>(stream: &UnixStream, kind: Kind)
 ///
 /// # Errors
 /// The system's.
-pub fn send_descriptors(stream: &UnixStream, all: &[impl AsFd]) -> Result<()> {
+pub fn send_descriptors(link: &Link<'_>, all: &[impl AsFd]) -> Result<()> {
     for batch in all.chunks(BATCH) {
         let batch: Vec<_> = batch.iter().map(AsFd::as_fd).collect();
         let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(BATCH))];
@@ -201,7 +241,9 @@ pub fn send_descriptors(stream: &UnixStream, all: &[impl AsFd]) -> Result<()> {
         }
         let sent = loop {
             let byte = [IoSlice::new(&[0])];
-            match sendmsg(stream, &byte, &mut control, SendFlags::NOSIGNAL) {
+            link.limit()
+                .map_err(|error| Error::io("descriptors", error))?;
+            match sendmsg(link.stream, &byte, &mut control, SendFlags::NOSIGNAL) {
                 Err(Errno::INTR) => {}
                 sent => break sent,
             }
@@ -215,14 +257,21 @@ pub fn send_descriptors(stream: &UnixStream, all: &[impl AsFd]) -> Result<()> {
 ///
 /// # Errors
 /// There are fewer, or the system's.
-pub fn receive_descriptors(stream: &UnixStream, count: usize) -> Result<Vec<OwnedFd>> {
+pub fn receive_descriptors(link: &Link<'_>, count: usize) -> Result<Vec<OwnedFd>> {
     let mut all = Vec::new();
     while all.len() < count {
         let mut byte = [0];
         let mut space = vec![MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(BATCH))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let mut bytes = [IoSliceMut::new(&mut byte)];
-        let received = match recvmsg(stream, &mut bytes, &mut control, RecvFlags::CMSG_CLOEXEC) {
+        link.limit()
+            .map_err(|error| Error::io("descriptors", error))?;
+        let received = match recvmsg(
+            link.stream,
+            &mut bytes,
+            &mut control,
+            RecvFlags::CMSG_CLOEXEC,
+        ) {
             Err(Errno::INTR) => continue,
             received => received.map_err(|error| Error::io("descriptors", error))?,
         };
@@ -323,11 +372,40 @@ mod tests {
         UnixStream::pair().unwrap()
     }
 
+    fn link(stream: &UnixStream) -> Link<'_> {
+        Link {
+            stream,
+            until: None,
+        }
+    }
+
+    /// Each call would be in time by itself.
+    #[test]
+    fn trickle_does_not_outlast_deadline() {
+        let (one, mut two) = pair();
+        let trickle = std::thread::spawn(move || {
+            let mut head = [0; HEAD];
+            (head[0], head[8]) = (Kind::Bytes as u8, 1);
+            two.write_all(&head).unwrap();
+            while two.write_all(&[0]).is_ok() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        });
+        let link = Link {
+            stream: &one,
+            until: Some(Instant::now() + Duration::from_millis(50)),
+        };
+        let error = receive(&link, Kind::Bytes, u64::MAX).unwrap_err();
+        assert!(error.to_string().contains("in time"), "{error}");
+        drop(one);
+        trickle.join().unwrap();
+    }
+
     #[test]
     fn damaged_and_unexpected_messages_are_refused() {
         let good = |kind| {
             let (one, two) = pair();
-            send(&one, kind, b"body").unwrap();
+            send(&link(&one), kind, b"body").unwrap();
             drop(one);
             let mut bytes = Vec::new();
             (&two).read_to_end(&mut bytes).unwrap();
@@ -337,7 +415,7 @@ mod tests {
             let (mut one, two) = pair();
             one.write_all(bytes).unwrap();
             drop(one);
-            receive(&two, kind, 4).map_err(|error| error.to_string())
+            receive(&link(&two), kind, 4).map_err(|error| error.to_string())
         };
         let bytes = good(Kind::Bytes);
         assert_eq!(received(&bytes, Kind::Bytes), Ok(Some(b"body".to_vec())));
@@ -359,7 +437,9 @@ mod tests {
         let (mut one, two) = pair();
         one.write_all(&[4, 5, 0, 0, 0, 0, 0, 0, 0]).unwrap();
         one.write_all(&[0; 16]).unwrap();
-        let error = receive(&two, Kind::Bytes, 4).unwrap_err().to_string();
+        let error = receive(&link(&two), Kind::Bytes, 4)
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("too long"), "{error}");
     }
 
@@ -370,14 +450,14 @@ mod tests {
         let files: Vec<_> = (0..600)
             .map(|_| rustix::fs::memfd_create("t", rustix::fs::MemfdFlags::empty()).unwrap())
             .collect();
-        send_descriptors(&one, &files).unwrap();
+        send_descriptors(&link(&one), &files).unwrap();
         let inode = |file: OwnedFd| std::fs::File::from(file).metadata().unwrap().ino();
-        let received = receive_descriptors(&two, 600).unwrap();
+        let received = receive_descriptors(&link(&two), 600).unwrap();
         let received: Vec<_> = received.into_iter().map(inode).collect();
         let sent: Vec<_> = files.into_iter().map(inode).collect();
         assert_eq!(received, sent);
         drop(one);
-        assert!(receive_descriptors(&two, 1).is_err());
-        assert_eq!(receive_descriptors(&two, 0).unwrap().len(), 0);
+        assert!(receive_descriptors(&link(&two), 1).is_err());
+        assert_eq!(receive_descriptors(&link(&two), 0).unwrap().len(), 0);
     }
 }

@@ -2,7 +2,7 @@
 
 use std::io::{IoSlice, IoSliceMut, Read as _, Write as _};
 use std::mem::MaybeUninit;
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt as _;
@@ -464,7 +464,9 @@ impl Kill {
             Self::NewAfterCommit => Survivor::Neither,
             // Nothing was handed over yet.
             Self::OldAfterHello => Survivor::Neither,
-            Self::OldAfterState | Self::OldBeforeCommit | Self::OldAfterCommit => Survivor::New,
+            // It could not commit.
+            Self::OldAfterState => Survivor::Neither,
+            Self::OldBeforeCommit | Self::OldAfterCommit => Survivor::New,
         }
     }
 }
@@ -568,7 +570,11 @@ impl Between {
         let state = self.read_state();
         match kill {
             Kill::NewAfterState => return end(new),
-            Kill::OldAfterState => end(old),
+            Kill::OldAfterState => {
+                end(old);
+                // The proxy still has its socket.
+                self.new.shutdown(Shutdown::Read).unwrap();
+            }
             _ => {}
         }
         self.write_state(state);
@@ -773,6 +779,19 @@ fn state_that_is_not_understood_is_not_taken() {
     server.stop();
 }
 
+/// Names of the threads of a process, once all have theirs: until then a thread has the main one's.
+fn threads(child: &Child) -> Vec<String> {
+    loop {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", child.id())).unwrap();
+        let names = tasks.map(|task| std::fs::read_to_string(task.unwrap().path().join("comm")));
+        let names: Vec<_> = names.map(|name| name.unwrap().trim().to_owned()).collect();
+        if names.iter().filter(|name| *name == "kvtier").count() == 1 {
+            return names;
+        }
+        std::thread::yield_now();
+    }
+}
+
 /// An end of file behind a commit is no proof that the old server has ended.
 #[test]
 fn new_server_does_not_serve_beside_running_one() {
@@ -781,15 +800,45 @@ fn new_server_does_not_serve_beside_running_one() {
     let mut server = Server::start(base.path(), L1, &[]);
     let mut worker = worker_with(&server, 0..1);
     let (between, mut new) = Between::start_with_lost_commit(base.path());
+    // Nothing that the system may refuse is left to be started by then.
+    let names = threads(&new.child);
+    for name in ["kvtier-front", "kvtier-housekee"] {
+        assert!(names.iter().any(|found| found == name), "{names:?}");
+    }
     drop(between);
     assert!(!new.wait_until_served(), "{}", new.log);
+    assert!(new.log.contains("L1"), "{}", new.log);
     assert_eq!(read(&mut worker, "a", 0), Ok(CHUNKS));
     take_over(&mut server, base.path(), &[]).unwrap();
     assert_eq!(read(&mut worker, "a", 0), Ok(CHUNKS));
     server.stop();
 }
 
-/// The old server waits 10 s for each step, then goes on; the new one must not serve beside it.
+/// The other server could still commit while the old one ends.
+#[test]
+fn stop_during_hand_over_refuses_it() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let mut server = Server::start(base.path(), L1, &[]);
+    let (between, mut new) = Between::start_with_lost_commit(base.path());
+    let pid = rustix::process::Pid::from_child(&server.child);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    // It is closed before the time of a hand-over ends, which a refusal would tell.
+    let mut rest = Vec::new();
+    (&between.old).read_to_end(&mut rest).unwrap();
+    assert!(rest.is_empty());
+    // The commit would come too late.
+    assert!((&between.old).write_all(&[5; 25]).is_err());
+    assert!(server.child.wait().unwrap().success());
+    new.child.kill().unwrap();
+    drop(between);
+    assert!(!new.wait_until_served(), "{}", new.log);
+    let server = Server::start(base.path(), L1, &[]);
+    assert!(server.log.contains("objects"), "{}", server.log);
+    server.stop();
+}
+
+/// The old server waits 10 s for all steps together, then goes on; the new one must not serve beside it.
 #[test]
 fn new_server_that_comes_too_late_ends() {
     let base = tempfile::tempdir().unwrap();
