@@ -14,14 +14,16 @@ compared by tests/vllm, not here.
     kvtier-lmcache  kvtier's server, LMCache's connector
     kvtier          kvtier's server and connector
 
-All engines run from the beginning to the end; one at a time has requests, and the order changes from round to round. Reported
-for each setup, as median of the rounds and for each round:
+All engines run from the beginning to the end; one at a time has requests, as many as run at once (`concurrency`), then the next
+has the same ones, in an order that changes: what slows the machine meets all setups. Reported for each setup, as median of the
+rounds and for each round:
 
     ttft_first, ttft_later    milliseconds to the first token of a user's first turn and of later ones, p50 and p99
     gap                       milliseconds between tokens of an answer, p50 and p99, beside prompts of others and stores
     tokens_per_s              prompt tokens per second
     hit_tokens, computed      share of prompt tokens that came from the cache, and that the engine computed
     server_cpu, engine_cpu    CPU seconds per million prompt tokens, of all processes of the server and of the engine
+    first_ratio, later_ratio  median of time to the first token over that of the same request with LMCache, if that runs
 
 --device gpu takes a model of the shape of Llama 3 8B in bfloat16 with random weights (16 GB per setup), cpu one that fits two
 cores. Needed: vLLM, for lmcache LMCache with its CUDA extension, the kvtier package (--package, or importable), the server
@@ -51,17 +53,18 @@ from engine import CONNECTOR, Vllm  # noqa: E402
 from kvrig.server import Server, our_command  # noqa: E402
 from kvrig.waiting import TimedOut  # noqa: E402
 
-# Of a model and its load. `blocks` of vLLM's cache hold fewer tokens than the users' conversations.
+# Of a model and its load. `blocks` of vLLM's cache hold fewer tokens than the users' conversations. `chunk_tokens`: of kvtier's
+# connector, 0: the server's.
 DEVICES = {
     "cpu": SimpleNamespace(
-        dtype="float32", block_size=128, blocks=40, mode="engine_driven", l1_gb=1.0, length=4096, start_timeout=240,
+        dtype="float32", block_size=128, blocks=40, mode="engine_driven", chunk_tokens=0, l1_gb=1.0, length=4096, start_timeout=240,
         users=6, turns=3, concurrency=2, system=512, first=900, later=400, answer=16,
         flags=[],
         shape={"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,
                "num_key_value_heads": 4, "head_dim": 64},
     ),
     "gpu": SimpleNamespace(
-        dtype="bfloat16", block_size=16, blocks=2560, mode="lmcache_driven", l1_gb=20.0, length=32768, start_timeout=240,
+        dtype="bfloat16", block_size=16, blocks=2560, mode="lmcache_driven", chunk_tokens=0, l1_gb=20.0, length=32768, start_timeout=240,
         users=8, turns=4, concurrency=2, system=1024, first=12000, later=300, answer=32,
         # Given, since an engine would count what others allocate while it measures. It starts where the share is free.
         flags=["--kv-cache-memory-bytes", str(5 << 30), "--gpu-memory-utilization", "0.15"],
@@ -104,6 +107,9 @@ def main():
         if not running:
             sys.exit("no setup has started")
         rounds = []
+        for _, server, engine in running:
+            # The first request of an engine takes seconds more.
+            Conversations("", server, engine, load, "warm-up").wave(0, range(load.concurrency))
         for number in range(arguments.rounds):
             rounds.append(measure(running, load, number))
             report(rounds, load, arguments, out)
@@ -182,7 +188,9 @@ def transfer_config(name, server, load):
     elif name == "kvtier":
         extra = {
             "kv_connector": "KvTierConnector", "kv_connector_module_path": "kvtier.vllm",
-            "kv_connector_extra_config": {"kvtier.url": server.url, "kvtier.transfer_mode": load.mode},
+            "kv_connector_extra_config": {
+                "kvtier.url": server.url, "kvtier.transfer_mode": load.mode, "kvtier.chunk_tokens": load.chunk_tokens,
+            },
         }  # fmt: skip
     else:
         extra = {
@@ -204,49 +212,65 @@ def tokens(seed, count):
 
 
 def measure(running, load, number):
-    """One round: each setup once. Returns the figures by setup."""
-    figures = {}
-    turn = number % len(running)
-    for name, server, engine in running[turn:] + running[:turn]:
-        figures[name] = converse(server, engine, load, number)
-        shown = ", ".join(f"{key} {value}" for key, value in figures[name].items() if not isinstance(value, list))
+    """One round: all conversations with each setup. Returns the figures by setup."""
+    talks = [Conversations(*each, load, number) for each in running]
+    waves = [(turn, first) for turn in range(load.turns) for first in range(0, load.users, load.concurrency)]
+    for index, (turn, first) in enumerate(waves):
+        shift = (number + index) % len(talks)
+        for each in talks[shift:] + talks[:shift]:
+            each.wave(turn, range(first, min(first + load.concurrency, load.users)))
+    figures = {each.name: each.figures() for each in talks}
+    for name, figure in figures.items():
+        shown = ", ".join(f"{key} {value}" for key, value in figure.items() if not isinstance(value, list))
         print(f"round {number} {name}: {shown}", flush=True)
     return figures
 
 
-def converse(server, engine, load, seed):
-    """All conversations of a round with one engine; returns its figures."""
-    talks = {user: tokens(f"{seed} system", load.system) for user in range(load.users)}
-    counters, cpu, began = engine.counters(), cpu_seconds(server, engine), time.monotonic()
-    answers = []
-    for turn in range(load.turns):
+class Conversations:
+    """The conversations of a round with one setup."""
 
-        def ask(user, turn=turn):
-            talks[user] += tokens(f"{seed} {user} {turn}", load.later if turn else load.first)
-            prompt = list(talks[user])
-            answer = engine.ask(prompt, count=load.answer)
-            if answer.ttft is None:
-                raise RuntimeError(f"an answer without a token; see {engine.child.log}")
-            # What goes on is the same in every setup.
-            talks[user] += tokens(f"{seed} {user} {turn} answer", load.answer)
-            return turn, len(prompt), answer
+    def __init__(self, name, server, engine, load, seed):
+        self.name, self.server, self.engine, self.load, self.seed = name, server, engine, load, seed
+        self.prompts = {user: tokens(f"{seed} system", load.system) for user in range(load.users)}
+        self.answers, self.spent = [], [0.0] * len(self.meters())
 
-        with concurrent.futures.ThreadPoolExecutor(load.concurrency) as pool:
-            answers += pool.map(ask, range(load.users))
-    wall = time.monotonic() - began
-    external, _, computed = (after - before for after, before in zip(engine.counters(), counters, strict=True))
-    used = [after - before for after, before in zip(cpu_seconds(server, engine), cpu, strict=True)]
-    prompts = sum(length for _, length, _ in answers)
-    first, later = ([a.ttft for turn, _, a in answers if bool(turn) is of] for of in (False, True))
-    gaps = [b - a for _, _, answer in answers for a, b in zip(answer.arrivals, answer.arrivals[1:], strict=False)]
-    return {
-        "ttft_first_p50": milliseconds(first, 0.5), "ttft_first_p99": milliseconds(first, 0.99),
-        "ttft_later_p50": milliseconds(later, 0.5), "ttft_later_p99": milliseconds(later, 0.99),
-        "gap_p50": milliseconds(gaps, 0.5), "gap_p99": milliseconds(gaps, 0.99),
-        "tokens_per_s": round(prompts / wall), "hit_tokens": round(external / prompts, 3), "computed": round(computed / prompts, 3),
-        "server_cpu": round(1e6 * used[0] / prompts, 2), "engine_cpu": round(1e6 * used[1] / prompts, 2),
-        "ttft": [[turn, length, round(1000 * answer.ttft, 2)] for turn, length, answer in answers],
-    }  # fmt: skip
+    def wave(self, turn, users):
+        """The turn of some users, at the same time."""
+        before = self.meters()
+        with concurrent.futures.ThreadPoolExecutor(len(users)) as pool:
+            self.answers += pool.map(lambda user: self.ask(turn, user), users)
+        self.spent = [spent + now - then for spent, now, then in zip(self.spent, self.meters(), before, strict=True)]
+
+    def ask(self, turn, user):
+        """One request; returns (turn, user, tokens of the prompt, answer)."""
+        load, prompt = self.load, self.prompts[user]
+        prompt += tokens(f"{self.seed} {user} {turn}", load.later if turn else load.first)
+        length, answer = len(prompt), self.engine.ask(list(prompt), count=load.answer)
+        if answer.ttft is None:
+            raise RuntimeError(f"an answer without a token; see {self.engine.child.log}")
+        # What goes on is the same in every setup.
+        prompt += tokens(f"{self.seed} {user} {turn} answer", load.answer)
+        return turn, user, length, answer
+
+    def meters(self):
+        """What is counted from wave to wave."""
+        external, _, computed = self.engine.counters()
+        return [time.monotonic(), external, computed, *cpu_seconds(self.server, self.engine)]
+
+    def figures(self):
+        """The round's."""
+        wall, external, computed, server_cpu, engine_cpu = self.spent
+        prompts = sum(length for _, _, length, _ in self.answers)
+        first, later = ([a.ttft for turn, _, _, a in self.answers if bool(turn) is of] for of in (False, True))
+        gaps = [b - a for *_, answer in self.answers for a, b in zip(answer.arrivals, answer.arrivals[1:], strict=False)]
+        return {
+            "ttft_first_p50": milliseconds(first, 0.5), "ttft_first_p99": milliseconds(first, 0.99),
+            "ttft_later_p50": milliseconds(later, 0.5), "ttft_later_p99": milliseconds(later, 0.99),
+            "gap_p50": milliseconds(gaps, 0.5), "gap_p99": milliseconds(gaps, 0.99),
+            "tokens_per_s": round(prompts / wall), "hit_tokens": round(external / prompts, 3), "computed": round(computed / prompts, 3),
+            "server_cpu": round(1e6 * server_cpu / prompts, 2), "engine_cpu": round(1e6 * engine_cpu / prompts, 2),
+            "ttft": [[turn, user, length, round(1000 * answer.ttft, 2)] for turn, user, length, answer in self.answers],
+        }  # fmt: skip
 
 
 def milliseconds(values, share):
@@ -274,11 +298,25 @@ def process_seconds(pid):
 # -- the report --------------------------------------------------------------------------------
 
 
+def ratios(rounds, setup, later):
+    """Median of the times to the first token of a setup, each over that of the same request with LMCache; 0 without LMCache."""
+
+    def times(name):
+        return [ttft for figures in rounds for turn, _, _, ttft in figures.get(name, {"ttft": []})["ttft"] if bool(turn) is later]
+
+    pairs = zip(times(setup), times("lmcache"), strict=False)
+    return round(statistics.median([ours / peer for ours, peer in pairs] or [0]), 3)
+
+
 def report(rounds, load, arguments, out):
     """Prints a table of medians, and writes everything."""
     setups = list(rounds[0])
     names = [name for name, value in rounds[0][setups[0]].items() if not isinstance(value, list)]
-    medians = {s: {n: statistics.median(r[s][n] for r in rounds) for n in names} for s in setups}
+    medians = {s: {n: round(statistics.median(r[s][n] for r in rounds), 3) for n in names} for s in setups}
+    for setup in setups:
+        for name, later in (("first_ratio", False), ("later_ratio", True)):
+            medians[setup][name] = ratios(rounds, setup, later)
+    names += ["first_ratio", "later_ratio"]
     width = max(map(len, names))
     lines = [" " * width + "".join(f"{setup:>16}" for setup in setups)]
     for name in names:
