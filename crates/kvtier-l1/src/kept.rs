@@ -236,7 +236,11 @@ fn find(
     let identity = identity(config, &arena, instance, now)?;
     let align = config.l1_align_bytes;
     // Of an arena that was cut off, or is larger now, only what was there is believed.
-    let opened = Ledger::open(SegmentWords(words), &identity, now, old, align);
+    let open = match succession {
+        Succession::Restart => Ledger::open,
+        Succession::TakeOver => Ledger::open_shared,
+    };
+    let opened = open(SegmentWords(words), &identity, now, old, align);
     let (mut ledger, snapshot) = opened
         .map_err(|(error, _)| absent("the earlier one's ledger is not used").source(error))?;
     if succession == Succession::TakeOver {

@@ -52,8 +52,8 @@ impl<A: ExtentAllocator> Cache<A> {
         (cache, restored)
     }
 
-    /// [`restore`](Self::restore) while the earlier process still runs, and may go on: the ledger is written only from
-    /// [`attach_ledger`](Self::attach_ledger) on, except for what is left out.
+    /// [`restore`](Self::restore) while the earlier process still runs, and may go on: a [shared](Ledger::open_shared) ledger is
+    /// written only from [`attach_ledger`](Self::attach_ledger) on.
     pub fn adopt<W: Words + 'static>(
         allocator: A,
         config: CacheConfig,
@@ -62,6 +62,8 @@ impl<A: ExtentAllocator> Cache<A> {
     ) -> (Self, Restored<A>, DetachedLedger) {
         let mut state = State::new(allocator, config);
         let found = state.admit_all(&mut ledger, &mut snapshot);
+        // Behind the last object that could be left out. Its next word is the one of `attach_ledger`.
+        ledger.end_sharing();
         let granted = state.restore(&found);
         for (number, namespace) in (0..).zip(&snapshot.namespaces) {
             if namespace.is_some() {

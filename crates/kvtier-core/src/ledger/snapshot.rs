@@ -176,17 +176,42 @@ fn ticks(origin: u64, now: u64) -> u32 {
 }
 
 impl<W: Words> Ledger<W> {
-    /// Opens the ledger of an earlier process. `now` is a moment of the identity's clock, `capacity` the bytes of the arena, and
+    /// Opens the ledger of an earlier process, which has ended. `now` is a moment of the identity's clock, `capacity` the bytes of the arena, and
     /// `align` the power of two at whose multiples objects begin. The identity's own origin is not compared.
     ///
     /// # Errors
     /// See [`LedgerError`], with the words.
     pub fn open(
+        words: W,
+        identity: &Identity,
+        now: u64,
+        capacity: u64,
+        align: u64,
+    ) -> Result<(Self, Snapshot), (LedgerError, W)> {
+        Self::read(words, identity, now, capacity, align, false)
+    }
+
+    /// The same of a process that still runs, and may go on: nothing is written.
+    ///
+    /// # Errors
+    /// As [`Ledger::open`].
+    pub fn open_shared(
+        words: W,
+        identity: &Identity,
+        now: u64,
+        capacity: u64,
+        align: u64,
+    ) -> Result<(Self, Snapshot), (LedgerError, W)> {
+        Self::read(words, identity, now, capacity, align, true)
+    }
+
+    fn read(
         mut words: W,
         identity: &Identity,
         now: u64,
         capacity: u64,
         align: u64,
+        is_shared: bool,
     ) -> Result<(Self, Snapshot), (LedgerError, W)> {
         let header = match format::read_header(&words) {
             None => return Err((LedgerError::Absent, words)),
@@ -219,6 +244,7 @@ impl<W: Words> Ledger<W> {
         let mut ledger = Self {
             id: header.id,
             names: vec![0; header.names as usize],
+            is_shared,
             slots,
             sequence: 0,
             unrecorded: 0,
@@ -293,15 +319,23 @@ impl<W: Words> Ledger<W> {
         }
     }
 
-    /// Leaves out an object, for later processes too.
+    /// Leaves out an object, for later processes too unless the earlier one still runs.
     pub(crate) fn leave_out(&mut self, snapshot: &mut Snapshot, slot: u32, fault: Fault) {
         snapshot.rejected.add(fault);
+        if self.is_shared {
+            return;
+        }
         if let Some(Ok((_, life))) = format::read_record(&self.words, self.id, slot) {
             snapshot.has_lost_granted |= life.state != ObjectState::Resident;
             // Before the record is removed: this process may end before it has made another arena.
             self.note_grant(life.state);
         }
         self.remove(slot);
+    }
+
+    /// The earlier process writes no more: this one may.
+    pub(crate) fn end_sharing(&mut self) {
+        self.is_shared = false;
     }
 
     /// Sorts objects by their memory, and leaves out those that share some: which of them has it is unknown.

@@ -580,7 +580,7 @@ fn adopted_cache_leaves_ledger_to_the_earlier_one() {
     let at = words.position();
     for goes_on in [false, true] {
         let later = IDENTITY.origin + 2000 * SECOND;
-        let opened = Ledger::open(words.clone(), &IDENTITY, later, CAPACITY, ALIGN);
+        let opened = Ledger::open_shared(words.clone(), &IDENTITY, later, CAPACITY, ALIGN);
         let (ledger, snapshot) = opened.unwrap();
         let allocator = FirstFit::new(CAPACITY, ALIGN);
         let (adopted, restored, ledger) =
@@ -627,6 +627,28 @@ fn adopted_cache_leaves_ledger_to_the_earlier_one() {
     }
     // The earlier process ends without a word.
     std::mem::forget((lookup, read, written, cache));
+}
+
+/// What a process leaves out, the one that still runs may have.
+#[test]
+fn ledger_of_running_process_is_not_written() {
+    let memory = stored();
+    let mut damaged = memory.clone();
+    damaged.write(record(0).start + 3, 7);
+    let mut nameless = memory.clone();
+    nameless.write(512, 0);
+    // The end of the arena is behind the second object.
+    for (memory, capacity) in [(&damaged, CAPACITY), (&nameless, CAPACITY), (&memory, 16)] {
+        let words = Shared::of(memory);
+        let now = IDENTITY.origin + 1000 * SECOND;
+        let opened = Ledger::open_shared(words.clone(), &IDENTITY, now, capacity, ALIGN);
+        let (ledger, snapshot) = opened.unwrap();
+        let allocator = FirstFit::new(capacity, ALIGN);
+        let adopted = Cache::adopt(allocator, config(EvictionKind::Lru), ledger, snapshot);
+        assert!(adopted.1.rejected.total() > 0);
+        drop(adopted);
+        assert_eq!(words.position(), memory.log.len());
+    }
 }
 
 /// A number whose namespace is another number's too is free, and its reference is not the next namespace's.
