@@ -50,7 +50,7 @@ pub use values::{
     WindowedClients,
 };
 
-use kvtier_core::hashing::HashAlgorithm;
+use kvtier_core::hashing::{DEFAULT_SEED, HashAlgorithm};
 use kvtier_device::cuda::CudaOptions;
 use kvtier_error::{Error, Result};
 use kvtier_l2::redact;
@@ -69,7 +69,7 @@ pub(crate) const HASH_SEED: &str = "PYTHONHASHSEED";
 
 /// Seed of sha256_cbor's first hash. Where PYTHONHASHSEED is not set, the one of vLLM 0.32 and LMCache 0.5.6.
 pub fn hash_seed() -> String {
-    std::env::var(HASH_SEED).unwrap_or_else(|_| "vllm-none-hash".into())
+    std::env::var(HASH_SEED).unwrap_or_else(|_| DEFAULT_SEED.into())
 }
 
 /// What to do with a configuration.
@@ -260,6 +260,15 @@ impl ServerConfig {
                 })
             })
         })
+    }
+
+    /// What a chunk hash depends on besides the tokens: the algorithm, and its seed if that is not the default.
+    pub fn hashing(&self) -> String {
+        let (algorithm, seed) = (self.hash_algorithm, hash_seed());
+        match algorithm.is_seeded() && seed != DEFAULT_SEED {
+            true => format!("{algorithm}\0{seed}"),
+            false => algorithm.to_string(),
+        }
     }
 
     /// What is wrong with an L1 that this process cannot keep in memory.

@@ -98,14 +98,16 @@ impl ServerConfig {
     }
 
     /// Checksums of the flags that a server and the one which takes over from it have in common, secrets among them, and of the
-    /// seed of hashes, which is no flag.
+    /// seed of hashes, which is no flag, if the algorithm has one.
     pub fn lasting_flags(&self) -> BTreeMap<String, String> {
         let is_free = |flag: &str| LIVE.contains(&flag) || FREE_IN_TAKE_OVER.contains(&flag);
         let flags = self.given.values.iter();
         let flags = flags.filter(|(flag, _)| !is_free(flag));
         let flags = flags.map(|(flag, value)| (format!("--{flag}"), value.to_string()));
+        let is_seeded = self.hash_algorithm.is_seeded();
+        let seed = is_seeded.then(|| (HASH_SEED.to_owned(), hash_seed()));
         flags
-            .chain([(HASH_SEED.to_owned(), hash_seed())])
+            .chain(seed)
             .map(|(flag, value)| (flag, format!("{:032x}", checksum128(value.as_bytes()))))
             .collect()
     }

@@ -276,7 +276,7 @@ fn identity(
     Ok(Identity {
         arena: file.numbers(),
         chunk_size: config.chunk_size.into(),
-        hash_algorithm: checksum128(config.hash_algorithm.name().as_bytes()) as u64,
+        hash_algorithm: checksum128(config.hashing().as_bytes()) as u64,
         tenants: instance.tenants,
         instance: instance.number(),
         origin,

@@ -63,6 +63,11 @@ impl HashAlgorithm {
             Self::Sha256Cbor => "sha256_cbor",
         }
     }
+
+    /// Whether hashes depend on a seed.
+    pub fn is_seeded(self) -> bool {
+        self == Self::Sha256Cbor
+    }
 }
 
 impl fmt::Display for HashAlgorithm {

@@ -58,7 +58,7 @@ pub struct Identity {
     pub arena: [u64; 2],
     /// Tokens per chunk.
     pub chunk_size: u64,
-    /// Number that stands for the hash algorithm.
+    /// Number that stands for the hash algorithm and its seed.
     pub hash_algorithm: u64,
     /// Number that stands for the names of tenants: the key that hashes them, or none.
     pub tenants: u64,

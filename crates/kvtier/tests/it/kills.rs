@@ -61,8 +61,13 @@ impl Server {
 
     /// The same, which does not serve yet.
     pub(crate) fn spawn(base: &Path, l1: &str, more: &[&str]) -> Self {
+        Self::spawn_by(Command::new(KVTIER), base, l1, more)
+    }
+
+    /// The same by a command that takes the server's arguments.
+    pub(crate) fn spawn_by(mut command: Command, base: &Path, l1: &str, more: &[&str]) -> Self {
         let pool = format!("kvtier_kills_{}", std::process::id());
-        let mut child = Command::new(KVTIER)
+        let mut child = command
             .args([
                 "server",
                 "--port",

@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::process::Child;
+use std::process::{Child, Command};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -22,7 +22,7 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
-use crate::kills::{CHUNKS, Segments, Server, bytes, prompt, read, scope, whole};
+use crate::kills::{CHUNKS, KVTIER, Segments, Server, bytes, prompt, read, scope, whole};
 
 const L1: &str = "0.03125";
 
@@ -389,6 +389,52 @@ fn sockets_of_every_kind_are_handed_over() {
     assert!(!path.exists());
 }
 
+/// Objects of another seed could only fill L1: no prompt has their hashes.
+#[test]
+fn l1_of_another_hash_seed_is_not_believed() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let seeded = |algorithm: &str, seed: &str, more: &[&str]| {
+        let mut command = Command::new(KVTIER);
+        command.env("PYTHONHASHSEED", seed);
+        let flags = [&["--hash-algorithm", algorithm], more].concat();
+        let mut server = Server::spawn_by(command, base.path(), L1, &flags);
+        let is_served = server.wait_until_served();
+        (server, is_served)
+    };
+    let (server, _) = seeded("sha256_cbor", "7", &[]);
+    let worker = worker_with(&server, 0..1);
+    let (refused, is_served) = seeded("sha256_cbor", "8", &["--take-over"]);
+    assert!(!is_served && refused.log.contains("PYTHONHASHSEED"));
+    drop(worker);
+    server.stop();
+    // Read and found by the next one of its own.
+    let (server, _) = seeded("sha256_cbor", "7", &[]);
+    assert_eq!(server.restored(), Some(CHUNKS));
+    assert_eq!(read(&mut server.worker(1, "a"), "a", 0), Ok(CHUNKS));
+    server.stop();
+    let (server, _) = seeded("sha256_cbor", "8", &[]);
+    assert_eq!(server.restored(), None);
+    assert!(server.log.contains("hash algorithm or seed"), "{}", server.log);
+    let mut worker = worker_with(&server, 0..1);
+    assert_eq!(read(&mut worker, "a", 0), Ok(CHUNKS));
+    let status = server.http("/status", None);
+    let l1 = &status["storage_manager"]["l1_manager"];
+    assert_eq!(l1["total_object_count"], CHUNKS, "{status:#}");
+    server.stop();
+    // The default algorithm has none.
+    let (mut server, _) = seeded("blake3", "7", &[]);
+    let mut worker = worker_with(&server, 0..1);
+    for seed in ["8", "9"] {
+        let (new, is_served) = seeded("blake3", seed, &["--take-over"]);
+        assert!(is_served, "{}", new.log);
+        server.child.wait().unwrap();
+        server = new;
+        assert_eq!(read(&mut worker, "a", 0), Ok(CHUNKS));
+    }
+    server.stop();
+}
+
 /// What a failure has left is not for another process.
 #[test]
 fn unhealthy_server_is_not_taken_over() {
@@ -717,8 +763,8 @@ fn state_that_is_not_understood_is_not_taken() {
             "cannot be read",
         ),
         (
-            |hello| hello["flags"]["PYTHONHASHSEED"] = "7".into(),
-            "PYTHONHASHSEED is another",
+            |hello| hello["flags"]["--chunk-size"] = "7".into(),
+            "--chunk-size is 16",
         ),
     ] {
         let refused = attempt(hello, None);
