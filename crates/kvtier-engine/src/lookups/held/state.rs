@@ -21,10 +21,10 @@ use super::{HeldLookup, HeldLookups, MAX_LOOKUPS};
 pub struct LookupsState {
     /// Oldest first.
     pub lookups: Vec<LookupState>,
-    /// First and last word of each scheduler's connection, counted in words of all of them.
+    /// Each scheduler's connection, and the numbers of its first and its last request.
     pub schedulers: Vec<(u64, u64, u64)>,
-    /// Words of all schedulers.
-    pub words: u64,
+    /// Requests of all schedulers, which are numbered together.
+    pub scheduler_requests: u64,
 }
 
 /// A lookup. Times are milliseconds before the hand-over.
@@ -89,7 +89,7 @@ impl HeldLookups {
         Ok(LookupsState {
             lookups: lookups.collect::<Result<_>>()?,
             schedulers: table.schedulers.state(),
-            words: table.schedulers.said(),
+            scheduler_requests: table.schedulers.requests(),
         })
     }
 
@@ -110,7 +110,9 @@ impl HeldLookups {
             )));
         }
         let mut resumed = Table::default();
-        resumed.schedulers.resume(&state.schedulers, state.words);
+        resumed
+            .schedulers
+            .resume(&state.schedulers, state.scheduler_requests);
         for lookup in &state.lookups {
             let of =
                 |error: Error| error.context(format!("lookup of request {:?}", lookup.request_id));

@@ -48,51 +48,53 @@ pub(super) struct Table {
     pub(super) schedulers: Schedulers,
 }
 
-/// When each scheduler's connection spoke, counted in words of all of them.
+/// Which scheduler's connection was there when, by the numbers of their requests.
 #[derive(Default)]
 pub(super) struct Schedulers {
-    /// Its first and its last word.
-    words: HashMap<u64, (u64, u64)>,
-    said: u64,
+    /// The first and the last request of each connection.
+    heard: HashMap<u64, (u64, u64)>,
+    /// Number of the last request.
+    requests: u64,
 }
 
 impl Schedulers {
-    /// First and last word of each connection.
+    /// First and last request of each connection.
     pub(super) fn state(&self) -> Vec<(u64, u64, u64)> {
-        let words = self.words.iter();
-        words
+        let heard = self.heard.iter();
+        heard
             .map(|(connection, (first, last))| (*connection, *first, *last))
             .collect()
     }
 
-    /// Words of all of them.
-    pub(super) fn said(&self) -> u64 {
-        self.said
+    /// Requests of all of them.
+    pub(super) fn requests(&self) -> u64 {
+        self.requests
     }
 
-    /// Goes on after these words.
-    pub(super) fn resume(&mut self, words: &[(u64, u64, u64)], said: u64) {
-        let words = words.iter().take(MAX_SCHEDULERS);
-        let words = words.map(|(connection, first, last)| (*connection, (*first, *last)));
-        (self.words, self.said) = (words.collect(), said);
+    /// Goes on after these requests.
+    pub(super) fn resume(&mut self, heard: &[(u64, u64, u64)], requests: u64) {
+        let heard = heard.iter().take(MAX_SCHEDULERS);
+        let heard = heard.map(|(connection, first, last)| (*connection, (*first, *last)));
+        (self.heard, self.requests) = (heard.collect(), requests);
     }
 
+    /// Counts a request.
     pub(super) fn heard(&mut self, connection: u64) {
-        self.said += 1;
-        let said = self.said;
-        self.words.entry(connection).or_insert((said, said)).1 = said;
-        if self.words.len() > MAX_SCHEDULERS {
+        self.requests += 1;
+        let request = self.requests;
+        self.heard.entry(connection).or_insert((request, request)).1 = request;
+        if self.heard.len() > MAX_SCHEDULERS {
             // The longest silent half; a forgotten scheduler counts as silent.
-            let mut last: Vec<_> = self.words.values().map(|words| words.1).collect();
+            let mut last: Vec<_> = self.heard.values().map(|(_, last)| *last).collect();
             let (_, &mut middle, _) = last.select_nth_unstable(MAX_SCHEDULERS / 2);
-            self.words.retain(|_, words| words.1 > middle);
+            self.heard.retain(|_, (_, last)| *last > middle);
         }
     }
 
     /// Whether `earlier` may be where the scheduler of `connection` was before it reconnected.
     pub(super) fn followed(&self, earlier: u64, connection: u64) -> bool {
-        let first = self.words.get(&connection).map_or(0, |words| words.0);
-        self.words.get(&earlier).is_none_or(|words| words.1 < first)
+        let first = self.heard.get(&connection).map_or(0, |(first, _)| *first);
+        self.heard.get(&earlier).is_none_or(|(_, last)| *last < first)
     }
 }
 
