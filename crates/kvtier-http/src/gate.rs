@@ -116,13 +116,16 @@ pub(super) async fn gate(
     if reads {
         return next.run(request).await;
     }
-    let Some(_running) = gate.changes.enter().await else {
-        let text = "another process of the server has taken over; ask again";
-        return refuse(StatusCode::SERVICE_UNAVAILABLE, text);
+    let change = match gate.changes.begin().await {
+        Ok(change) => change,
+        Err(refused) => return refused.into_response(),
     };
+    request.extensions_mut().insert(change.clone());
     let entry = audit::Entry::of(&mut request, caller).await;
     let answer = next.run(request).await;
     entry.end(&answer);
+    // It has run until here, whatever became of the request.
+    drop(change);
     answer
 }
 

@@ -20,6 +20,7 @@ use tokio::sync::Semaphore;
 use tokio::task::yield_now;
 use tokio::time::timeout;
 
+use super::changes::Change;
 use super::{Api, ApiError, BODY_LIMIT, detail, run_blocking};
 use kvtier_sync::budget::{Budget, Charge};
 
@@ -129,13 +130,14 @@ impl<const LIMIT: usize> FromRequest<Arc<Api>> for Payload<LIMIT> {
     type Rejection = ApiError;
 
     async fn from_request(request: Request, api: &Arc<Api>) -> Result<Self, ApiError> {
+        let change = Change::of(&request);
         let mut body = request.into_body();
         let mut payload = Self {
             bytes: Vec::new(),
             bodies: Arc::clone(&api.bodies),
             charges: Vec::new(),
         };
-        match payload.receive(&mut body).await {
+        match Change::wait_outside(change, payload.receive(&mut body)).await {
             Ok(()) => Ok(payload),
             Err(refused) => {
                 drop(payload);
