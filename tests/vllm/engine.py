@@ -145,6 +145,17 @@ class Vllm:
                         ids += choice["token_ids"]
         return Answer(ids, arrivals[0] if arrivals else None, arrivals=arrivals)
 
+    def likeliest(self, prompt, salt):
+        """The two likeliest next tokens, and the difference of their log-probabilities."""
+        body = {
+            "model": "tiny", "prompt": prompt, "max_tokens": 1, "temperature": 0, "ignore_eos": True, "logprobs": 2,
+            "return_tokens_as_token_ids": True, "cache_salt": salt,
+        }  # fmt: skip
+        answer = json.loads(self.call("POST", "/v1/completions", body))
+        found = answer["choices"][0]["logprobs"]["top_logprobs"][0]
+        (first, high), (second, low) = sorted(found.items(), key=lambda item: -item[1])[:2]
+        return {int(name.removeprefix("token_id:")) for name in (first, second)}, high - low
+
     def counters(self):
         """(external hits, local hits, computed) prompt tokens since start."""
         text = self.call("GET", "/metrics").decode()
