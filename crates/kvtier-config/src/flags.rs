@@ -32,8 +32,8 @@ pub struct ServerArgs {
     #[arg(long, help_heading = "Configuration")]
     pub check_config: bool,
     /// Take the connections of clients, L1 and all else from the server of the same instance that runs, without a gap for
-    /// clients; it ends then. If anything is against it, this server says what and ends, and the other one goes on. If none
-    /// runs, start as usual. Needs --l1-restore on and the same flags
+    /// clients; it ends then. If it refuses or cannot be taken over, this server ends with the reason, and the other one goes
+    /// on. If none runs, start as usual. Needs --l1-restore on and the same flags
     #[arg(long, help_heading = "Configuration")]
     pub take_over: bool,
     /// Refuse flags that have no effect; without this flag, one warning at start names them

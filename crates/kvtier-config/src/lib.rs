@@ -42,7 +42,7 @@ pub use l2::L2Config;
 pub use limit::{Limit, MAX_BYTES, parse_size};
 pub use memory::{HostMemory, L1Origin};
 pub use quota::{Place, QuotaSettings};
-pub use reload::{Change, Given, flags_by_name};
+pub use reload::{Change, Given, LastingValues, flags_by_name};
 pub use state::StateSettings;
 pub use tenants::TenantSettings;
 pub use values::{

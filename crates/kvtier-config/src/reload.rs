@@ -5,7 +5,9 @@ use std::ffi::OsString;
 use std::fmt;
 
 use kvtier_error::{Error, Result};
+use kvtier_l2::redact;
 use kvtier_memory::checksum::checksum128;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
 use super::{HASH_SEED, L2Config, Parsed, ServerConfig, hash_seed};
@@ -59,6 +61,39 @@ impl Given {
     }
 }
 
+/// A value that a server and the one which takes over from it have in common.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct LastingValue {
+    /// Its checksum, secrets among it.
+    sum: String,
+    /// For people: secrets are hidden.
+    shown: String,
+}
+
+/// Such values by flag, and the seed of hashes, which is no flag, if the algorithm has one.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LastingValues(BTreeMap<String, LastingValue>);
+
+impl LastingValues {
+    /// The flags that have another value in the other server, each with both.
+    pub fn differences(&self, other: &Self) -> Vec<String> {
+        let differs = |flag: &str, own: &LastingValue| match other.0.get(flag) {
+            None => Some("unknown".to_owned()),
+            Some(other) if other.sum == own.sum => None,
+            Some(other) if other.shown == own.shown => Some(format!("another {}", own.shown)),
+            Some(other) => Some(other.shown.clone()),
+        };
+        let flags = self.0.iter().filter_map(|(flag, own)| {
+            let other = differs(flag, own)?;
+            let own = &own.shown;
+            Some(format!(
+                "{flag} is {own} in the running server and {other} in the other one"
+            ))
+        });
+        flags.collect()
+    }
+}
+
 /// A flag with another value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Change {
@@ -97,29 +132,27 @@ impl ServerConfig {
         Ok((self.with_live_values(*config), changes))
     }
 
-    /// Checksums of the flags that a server and the one which takes over from it have in common, secrets among them, and of the
-    /// seed of hashes, which is no flag, if the algorithm has one.
-    pub fn lasting_flags(&self) -> BTreeMap<String, String> {
+    /// What a server and the one which takes over from it have in common.
+    pub fn lasting_values(&self) -> LastingValues {
         let is_free = |flag: &str| LIVE.contains(&flag) || FREE_IN_TAKE_OVER.contains(&flag);
+        let mut shown = flags_by_name(&self.shown);
         let flags = self.given.values.iter();
-        let flags = flags.filter(|(flag, _)| !is_free(flag));
-        let flags = flags.map(|(flag, value)| (format!("--{flag}"), value.to_string()));
-        let is_seeded = self.hash_algorithm.is_seeded();
-        let seed = is_seeded.then(|| (HASH_SEED.to_owned(), hash_seed()));
-        flags
-            .chain(seed)
-            .map(|(flag, value)| (flag, format!("{:032x}", checksum128(value.as_bytes()))))
-            .collect()
-    }
-
-    /// The value of a flag for people: secrets are hidden.
-    pub fn shown_flag(&self, flag: &str) -> Option<String> {
-        let shown = flags_by_name(&self.shown);
-        let value = shown.get(flag.strip_prefix("--")?)?;
-        Some(match value {
-            Value::Null => "its default".to_owned(),
-            value => value.to_string(),
-        })
+        let flags = flags
+            .filter(|(flag, _)| !is_free(flag))
+            .map(|(flag, value)| {
+                let shown = match shown.remove(flag) {
+                    None | Some(Value::Null) => "its default".to_owned(),
+                    Some(shown) => shown.to_string(),
+                };
+                (format!("--{flag}"), value.to_string(), shown)
+            });
+        let seed = self.hash_algorithm.is_seeded().then(hash_seed);
+        let seed = seed.map(|seed| (HASH_SEED.to_owned(), seed, redact::HIDDEN.to_owned()));
+        let values = flags.chain(seed).map(|(flag, value, shown)| {
+            let sum = format!("{:032x}", checksum128(value.as_bytes()));
+            (flag, LastingValue { sum, shown })
+        });
+        LastingValues(values.collect())
     }
 
     /// This configuration with the live values of another. What is derived from the machine stays: a default of L1's size
@@ -199,6 +232,35 @@ mod tests {
         for live in LIVE {
             assert!(flags.contains(live), "{live}");
         }
+    }
+
+    #[test]
+    fn lasting_values_differ_by_flag_without_secrets() {
+        let values = |flags: &[&str]| {
+            let config = ServerConfig::from_flags(&[&["--l1-size-gb", "1"], flags].concat());
+            config.unwrap().lasting_values()
+        };
+        let adapter = |secret: &str| {
+            format!(r#"{{"type":"resp","host":"localhost","port":6379,"password":"{secret}"}}"#)
+        };
+        let (one, two) = (adapter("MARK1"), adapter("MARK2"));
+        let own = values(&["--l2-adapter", &one, "--chunk-size", "16"]);
+        let other = ["--l2-adapter", &two, "--port", "7", "--log-level", "debug"];
+        let found = own.differences(&values(&other));
+        let [chunk_size, l2_adapter, port] = found.as_slice() else {
+            panic!("{found:?}");
+        };
+        let told = |flag: &str, own: &str, other: &str| {
+            format!("{flag} is {own} in the running server and {other} in the other one")
+        };
+        assert_eq!(*chunk_size, told("--chunk-size", "16", "256"));
+        assert!(l2_adapter.starts_with("--l2-adapter is [{"), "{l2_adapter}");
+        assert!(l2_adapter.contains(" and another [{"), "{l2_adapter}");
+        assert!(!l2_adapter.contains("MARK"), "{l2_adapter}");
+        assert_eq!(*port, told("--port", "5555", "7"));
+        assert_eq!(own.differences(&own.clone()), Vec::<String>::new());
+        let unknown = own.differences(&LastingValues::default());
+        assert!(unknown.contains(&told("--chunk-size", "16", "unknown")));
     }
 
     #[test]

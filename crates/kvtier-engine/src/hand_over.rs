@@ -20,7 +20,7 @@ use super::instances::WorkerState;
 use super::lookups::{LookupsState, SeenState};
 use super::transfers::{Grant, MemoryState, TransferState};
 
-/// How long the process before may take to let L1 go, after it has said so or ended.
+/// How long the process before may take to release L1, after it has announced that or ended.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// State of an engine between two requests. Times are milliseconds before or after the hand-over.
@@ -117,7 +117,7 @@ impl Engine {
         }
     }
 
-    /// Lets the next process have everything: this one changes nothing any more.
+    /// Releases everything to the next process: this one changes nothing any more.
     pub fn release(&self) {
         self.workers.close();
         self.context.l1.close();
@@ -183,7 +183,7 @@ impl Engine {
         Ok(())
     }
 
-    /// Takes what was [adopted](Engine::adopt): the process before has let it go, or has ended.
+    /// Takes what was [adopted](Engine::adopt): the process before has released it, or has ended.
     ///
     /// # Errors
     /// It has not: it still has L1. Nothing was taken, and nothing is written.

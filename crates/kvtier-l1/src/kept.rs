@@ -90,7 +90,7 @@ enum Ledgers {
     Pending(Ledger<SegmentWords>, Snapshot, Vec<SegmentLock>),
 }
 
-/// What a server takes over once the one before has let it go.
+/// What a server takes over once the one before has released it.
 #[derive(Debug)]
 pub struct Pending {
     pub(super) ledger: DetachedLedger,

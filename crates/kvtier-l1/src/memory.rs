@@ -95,7 +95,7 @@ impl L1 {
         })
     }
 
-    /// Takes L1 from the server before, which has let it go or has ended: it is this one's from here on.
+    /// Takes L1 from the server before, which has released it or has ended: it is this one's from here on.
     ///
     /// # Errors
     /// That server still has the lock of a segment after `timeout`: nothing was taken, and nothing is written.

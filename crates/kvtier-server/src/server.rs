@@ -10,7 +10,7 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use crossbeam_channel::Receiver;
 use kvtier_error::{Error, Result};
@@ -82,7 +82,9 @@ impl Server {
     /// # Errors
     /// Why it could not; that server goes on. Or this one cannot go on with what it has taken.
     pub fn take_over(mut config: ServerConfig) -> Result<Option<Self>> {
-        let Some(taken) = hand_over::ask(&mut config)? else {
+        // Before descriptors arrive: a shell's usual limit is low, and may be raised.
+        let connections = Descriptors::raise()?.connections;
+        let Some(taken) = hand_over::ask(&mut config, connections)? else {
             return Ok(None);
         };
         let stream = taken.stream()?;
@@ -92,7 +94,6 @@ impl Server {
     }
 
     fn start_from(config: ServerConfig, mut source: Source) -> Result<Self> {
-        let started = Instant::now();
         let config = Arc::new(config);
         if let Source::Sockets(inherited) = &source {
             preflight::check(&config, inherited)?;
@@ -165,12 +166,15 @@ impl Server {
             let prefault = spawn_prefault(&engine, &health, &stop_background, begun.clone())?;
             background.push(prefault);
         }
-        match source {
+        let taken_over = match source {
             // Before a client could ask for a worker that is not known yet.
-            Source::Sockets(_) => engine.restore_workers(),
+            Source::Sockets(_) => {
+                engine.restore_workers();
+                None
+            }
             Source::Server(taken) => {
                 let stream = taken.stream()?;
-                let (process, release, owns_path) = (taken.process, taken.release, taken.owns_path);
+                let owns_path = taken.owns_path;
                 Taken::commit(&stream)?;
                 // The last step that can fail, before which nothing is written.
                 engine.take()?;
@@ -178,18 +182,21 @@ impl Server {
                     front.take_path(&config);
                 }
                 http.serve(&api, &stop_http);
-                tracing::info!(
-                    process,
-                    release,
-                    connections = clients,
-                    milliseconds = started.elapsed().as_secs_f64() * 1e3,
-                    "took over from another server"
-                );
+                Some((taken.process, taken.release, taken.since))
             }
-        }
+        };
         for _ in 0..=background.len() {
             // Cannot fail: this has a receiver too.
             let _ = begin.send(());
+        }
+        if let Some((process, release, since)) = taken_over {
+            tracing::info!(
+                process,
+                release,
+                connections = clients,
+                milliseconds = hand_over::millis(since.elapsed()),
+                "took over from another server; clients have waited"
+            );
         }
         // The routes find the engine from here on; a second engine cannot be set, and there is none.
         let _ = api.engine.set(Arc::clone(&engine));

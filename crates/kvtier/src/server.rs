@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::io::Write as _;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Duration;
 
 use anyhow::Context;
 use clap::Args;
@@ -96,7 +97,12 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
     notifier.ready();
     let signal = signals.wait(&server, &notifier);
     if signal == HANDED_OVER {
-        // Ends the process.
+        // Ends the process, in any case: it has nothing left.
+        let end = || {
+            tracing::warn!("not ended in time after the hand-over: the process ends now");
+            0
+        };
+        end_after(server.stop_limit(), end).context("no thread to watch the stop")?;
         server.stop();
         return Ok(ExitCode::SUCCESS);
     }
@@ -110,13 +116,17 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
 
 /// Takes over from the server that runs, or starts if there is none. Sockets of a service manager are the ones that the other server has.
 fn take_over(config: ServerConfig, sockets: Inherited) -> kvtier_error::Result<Server> {
-    match Server::take_over(config.clone())? {
-        Some(server) => Ok(server),
-        None => {
-            tracing::info!("no server of this instance runs (--take-over); starting as usual");
-            Server::start_on(config, sockets)
-        }
+    if let Some(server) = Server::take_over(config.clone())? {
+        return Ok(server);
     }
+    tracing::info!("no server of this instance runs (--take-over); starting as usual");
+    let instance = config.state.instance.clone();
+    Server::start_on(config, sockets).map_err(|error| match error.kind() {
+        ErrorKind::InUse => error.hint(format!(
+            "no server of --instance-id {instance} is there in this --state-dir (--take-over); give those of the server that runs"
+        )),
+        _ => error,
+    })
 }
 
 /// Ends the process if its stop takes too long, the exit handlers of libraries included: a call to a GPU driver that
@@ -126,8 +136,7 @@ fn end_in_time(server: &Server) -> std::io::Result<()> {
     let limit = server.stop_limit();
     // The engine is not held: it is to end with the server.
     let engine = Arc::downgrade(server.engine());
-    let end = move || {
-        std::thread::sleep(limit);
+    end_after(limit, move || {
         let engine = engine.upgrade();
         let drained = engine.is_some_and(|engine| {
             engine.abandon();
@@ -141,10 +150,18 @@ fn end_in_time(server: &Server) -> std::io::Result<()> {
                 "not stopped in time (--stop-timeout-seconds): the process ends now"
             ),
         }
-        end_process(i32::from(!drained))
-    };
+        i32::from(!drained)
+    })
+}
+
+/// Ends the process after this time, with the code that `end` returns.
+fn end_after(limit: Duration, end: impl FnOnce() -> i32 + Send + 'static) -> std::io::Result<()> {
     let thread = std::thread::Builder::new().name("kvtier-stop".into());
-    thread.spawn(end).map(drop)
+    let wait = move || {
+        std::thread::sleep(limit);
+        end_process(end())
+    };
+    thread.spawn(wait).map(drop)
 }
 
 /// Returns the inherited sockets of a configuration with which a server could start.

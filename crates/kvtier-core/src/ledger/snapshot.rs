@@ -223,9 +223,9 @@ impl<W: Words> Ledger<W> {
             () if header.version != FORMAT_VERSION => Some(LedgerError::Version(header.version)),
             () if found.arena != identity.arena => Some(LedgerError::Other("arena")),
             () if found.chunk_size != identity.chunk_size => Some(LedgerError::Other("chunk size")),
-            () if found.hash_algorithm != identity.hash_algorithm => {
-                Some(LedgerError::Other("hash algorithm or seed (PYTHONHASHSEED)"))
-            }
+            () if found.hash_algorithm != identity.hash_algorithm => Some(LedgerError::Other(
+                "hash algorithm or seed (PYTHONHASHSEED)",
+            )),
             () if found.tenants != identity.tenants => {
                 Some(LedgerError::Other("naming of tenants (--hash-salts)"))
             }

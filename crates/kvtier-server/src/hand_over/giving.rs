@@ -17,10 +17,11 @@ use rustix::net::{Shutdown, shutdown};
 use tokio::runtime::Handle;
 use tokio::sync::watch;
 
-use super::SOCKET;
 use super::wire::{
     FORMAT, Hello, Kind, Link, State, receive, receive_json, send, send_descriptors, send_json,
 };
+use super::{SOCKET, millis};
+use crate::descriptors::Descriptors;
 use crate::front::{HandedFront, Paused, RequestSocket};
 use crate::reload::Reloader;
 
@@ -35,6 +36,12 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 
 /// How long a refusal may take to be sent, while clients wait.
 const REFUSAL_TIMEOUT: Duration = Duration::from_millis(100);
+
+/// How long other servers that ask may keep this one from its end, once it has handed over.
+const LATE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Descriptors of a hand-over besides the connections': listening sockets, locks, and requests over HTTP meanwhile.
+const SPARE_DESCRIPTORS: u64 = 32;
 
 /// How long no server is accepted after the system could not accept one.
 const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
@@ -116,12 +123,14 @@ impl Giver {
                 match asked {
                     // After the connection is known to those that stop this.
                     Ok(_) if state.is_stopping.load(Ordering::Acquire) => return,
-                    Ok(stream) if give(&parts, &stream) => {
-                        state.is_over.store(true, Ordering::Release);
-                        let _ = sender.send(true);
-                        return;
+                    Ok(stream) => {
+                        if let Some(successor) = give(&parts, &stream) {
+                            state.is_over.store(true, Ordering::Release);
+                            refuse_late(&accepted, successor);
+                            let _ = sender.send(true);
+                            return;
+                        }
                     }
-                    Ok(_) => {}
                     Err(_) if state.is_stopping.load(Ordering::Acquire) => return,
                     Err(error) => {
                         static LOG_LIMIT: RateLimited = RateLimited::new(Duration::from_secs(60));
@@ -176,41 +185,62 @@ impl Drop for Giver {
     }
 }
 
-/// Serves a server that asks; returns whether it has everything now.
-fn give(parts: &GivingParts, stream: &UnixStream) -> bool {
+/// Serves a server that asks; returns its process if it has everything now.
+fn give(parts: &GivingParts, stream: &UnixStream) -> Option<u32> {
     let started = Instant::now();
     let link = Link {
         stream,
         until: Some(started + TIMEOUT),
     };
     match try_give(parts, &link) {
-        Ok(process) => {
+        Ok((process, pause)) => {
             tracing::info!(
                 process,
-                milliseconds = started.elapsed().as_millis() as u64,
+                milliseconds = millis(pause),
                 "handed over to another server; this process ends"
             );
-            true
+            Some(process)
         }
         Err(error) => {
-            tracing::warn!(%error, milliseconds = started.elapsed().as_millis() as u64, "nothing was handed over; serving on");
-            false
+            tracing::warn!(%error, milliseconds = millis(started.elapsed()), "nothing was handed over; serving on");
+            None
         }
     }
 }
 
-/// Hands over; returns the process that has everything.
+/// Refuses the servers that have asked while another one took over.
+fn refuse_late(listener: &UnixListener, successor: u32) {
+    let until = Instant::now() + LATE_TIMEOUT;
+    let reason = format!("process {successor} has just taken over; start again to ask that one");
+    // Without it the first wait would last for ever.
+    if listener.set_nonblocking(true).is_err() {
+        return;
+    }
+    while let Ok((stream, _)) = listener.accept()
+        && Instant::now() < until
+    {
+        let link = Link {
+            stream: &stream,
+            until: Some(until),
+        };
+        // Else it might see the connection end while it asks.
+        let _ = receive_json::<Hello>(&link, Kind::Hello);
+        refuse(&link, &unavailable(&reason));
+    }
+}
+
+/// Hands over; returns the process that has everything, and how long clients have waited so far.
 ///
 /// # Errors
 /// Nothing was handed over, and the other server cannot commit any more.
-fn try_give(parts: &GivingParts, link: &Link<'_>) -> Result<u32> {
+fn try_give(parts: &GivingParts, link: &Link<'_>) -> Result<(u32, Duration)> {
     let refuse = |error: &Error| refuse(link, error);
     let process = greet(parts, link).inspect_err(refuse)?;
     let mut paused = pause(parts, link).inspect_err(refuse)?;
     // Once the state may be there, a panic must not let this server go on: the other one may have committed.
     let _aborting = AbortOnPanic;
     let front = std::mem::take(&mut paused.front.front);
-    let sent = send_all(parts, link, front);
+    let sent = send_all(parts, link, front, paused.since);
     // It may have refused meanwhile, and ended.
     let sent = sent.map_err(|error| match receive(link, Kind::Commit, 0) {
         Err(refusal) if refusal.kind() == ErrorKind::Invalid => refusal,
@@ -224,6 +254,7 @@ fn try_give(parts: &GivingParts, link: &Link<'_>) -> Result<u32> {
         round,
         changes,
         front,
+        since,
     } = paused;
     front.hand_over();
     parts.engine.release();
@@ -237,7 +268,7 @@ fn try_give(parts: &GivingParts, link: &Link<'_>) -> Result<u32> {
     if let Err(error) = send(&link, Kind::Done, &[]) {
         tracing::error!(%error, "the other server has ended after it took everything");
     }
-    Ok(process)
+    Ok((process, since.elapsed()))
 }
 
 fn unavailable(what: &str) -> Error {
@@ -296,6 +327,8 @@ struct PausedParts<'a> {
     round: MutexGuard<'a, ()>,
     changes: PausedChanges,
     front: Paused,
+    /// Clients wait from then on.
+    since: Instant,
 }
 
 /// Receives what the other server is, and checks it; returns its process.
@@ -316,10 +349,12 @@ fn pause<'a>(parts: &'a GivingParts, link: &Link<'_>) -> Result<PausedParts<'a>>
     let round = parts.rounds.begin();
     let changes = parts.changes.pause(&parts.runtime, CHANGES_TIMEOUT);
     let changes = changes.ok_or_else(|| unavailable("a change over HTTP is in flight"))?;
-    let drained = Instant::now() + DRAIN_TIMEOUT;
+    let since = Instant::now();
+    let drained = since + DRAIN_TIMEOUT;
     let until = link.until.map_or(drained, |until| until.min(drained));
     Ok(PausedParts {
         front: (parts.pause)(until)?,
+        since,
         reloads,
         round,
         changes,
@@ -334,15 +369,22 @@ fn check(parts: &GivingParts, hello: &Hello) -> Result<()> {
             hello.release, hello.formats
         )));
     }
-    let config = parts.engine.config();
-    for (flag, sum) in config.lasting_flags() {
-        if hello.flags.get(&flag) != Some(&sum) {
-            let shown = config.shown_flag(&flag).unwrap_or_else(|| "another".into());
-            return Err(Error::refused(format!(
-                "{flag} is {shown} in the running server, and something else in the other one"
-            )));
-        }
+    let own = parts.engine.config().lasting_values();
+    let differences = own.differences(&hello.flags);
+    if !differences.is_empty() {
+        return Err(Error::refused(differences.join("; ")));
     }
+    // Each connection is here twice until it is handed over.
+    let connections = parts.engine.metrics().request_connections.get();
+    let connections = u64::try_from(connections).unwrap_or_default();
+    if connections > hello.connections {
+        return Err(unavailable(&format!(
+            "{connections} clients are connected; the other server can have {} (ulimit -n)",
+            hello.connections
+        )));
+    }
+    Descriptors::check_free(connections + SPARE_DESCRIPTORS)
+        .map_err(|error| error.context("the running server"))?;
     // What a panic has left half changed is not for another process.
     let lost = || {
         parts
@@ -358,7 +400,12 @@ fn check(parts: &GivingParts, hello: &Hello) -> Result<()> {
     parts.engine.check_hand_over()
 }
 
-fn send_all(parts: &GivingParts, link: &Link<'_>, front: HandedFront) -> Result<()> {
+fn send_all(
+    parts: &GivingParts,
+    link: &Link<'_>,
+    front: HandedFront,
+    since: Instant,
+) -> Result<()> {
     let HandedFront {
         state: front,
         sockets,
@@ -372,6 +419,7 @@ fn send_all(parts: &GivingParts, link: &Link<'_>, front: HandedFront) -> Result<
         l1_bytes: parts.engine.config().l1_bytes,
         owns_path: parts.socket.owns_path(),
         bytes: bytes.len() as u64,
+        paused_micros: u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX),
         http_sockets: parts.http.len(),
         front,
         engine: parts.engine.state()?,

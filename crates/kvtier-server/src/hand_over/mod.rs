@@ -4,7 +4,7 @@
 //! | --- | --- |
 //! | `Hello`: the formats it reads, its flags | refuses, or pauses: no request is read, those that were are answered |
 //! | builds everything of it, changing nothing | `State`, connections' bytes, descriptors |
-//! | `Commit`, if all of it makes sense | lets everything go: `Done`, and ends |
+//! | `Commit`, if all of it makes sense | releases everything: `Done`, and ends |
 //! | serves | |
 //!
 //! The point of no return is the old server's: it reads `Commit`, or goes on after a `Refused`, which it sends before. So a
@@ -14,8 +14,15 @@ mod giving;
 mod taking;
 mod wire;
 
+use std::time::Duration;
+
 pub use giving::{Giver, GivingParts, Rounds};
 pub use taking::{Taken, ask};
 
 /// Name of the socket in the state directory, which no other user but root can reach.
 const SOCKET: &str = "take-over";
+
+/// Milliseconds with one decimal, for a line in the log.
+pub fn millis(time: Duration) -> f64 {
+    (time.as_secs_f64() * 1e4).round() / 10.0
+}

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use kvtier_config::{L1Origin, ServerConfig};
 use kvtier_engine::EngineState;
-use kvtier_error::{Error, Result};
+use kvtier_error::{Error, ErrorKind, Result};
 
 use super::SOCKET;
 use super::wire::{
@@ -28,6 +28,8 @@ pub struct Taken {
     pub process: u32,
     /// Its release.
     pub release: String,
+    /// Clients wait from then on.
+    pub since: Instant,
     /// The lock of the state directory.
     pub lock: Option<OwnedFd>,
     /// The request socket.
@@ -42,11 +44,12 @@ pub struct Taken {
     pub engine: EngineState,
 }
 
-/// Asks the running server of the instance for everything; `None` if none runs. A default of L1's size is that server's then.
+/// Asks the running server of the instance for everything, with at most this many connections; `None` if none runs. A default of
+/// L1's size is that server's then.
 ///
 /// # Errors
-/// Why it hands nothing over. It goes on.
-pub fn ask(config: &mut ServerConfig) -> Result<Option<Taken>> {
+/// Why it hands nothing over. It goes on, unless it has ended.
+pub fn ask(config: &mut ServerConfig, connections: u64) -> Result<Option<Taken>> {
     let base = config.state.base.as_ref();
     let base = base.map_err(|reason| {
         Error::refused(format!(
@@ -56,13 +59,16 @@ pub fn ask(config: &mut ServerConfig) -> Result<Option<Taken>> {
     let Some(stream) = kvtier_state::connect(base, &config.state.instance, SOCKET)? else {
         return Ok(None);
     };
-    let taken = receive_all(config, stream);
-    taken
-        .map(Some)
-        .map_err(|error| error.context("--take-over: the running server goes on"))
+    let taken = receive_all(config, stream, connections);
+    taken.map(Some).map_err(|error| match error.kind() {
+        ErrorKind::Io => error
+            .context("--take-over: nothing was taken over")
+            .hint("if it was stopped, or another server took over meanwhile, start again"),
+        _ => error.context("--take-over: the running server goes on"),
+    })
 }
 
-fn receive_all(config: &mut ServerConfig, stream: UnixStream) -> Result<Taken> {
+fn receive_all(config: &mut ServerConfig, stream: UnixStream, connections: u64) -> Result<Taken> {
     let link = Link {
         stream: &stream,
         until: Some(Instant::now() + STATE_TIMEOUT),
@@ -71,18 +77,23 @@ fn receive_all(config: &mut ServerConfig, stream: UnixStream) -> Result<Taken> {
         formats: vec![FORMAT],
         process: std::process::id(),
         release: env!("CARGO_PKG_VERSION").to_owned(),
-        flags: config.lasting_flags(),
+        flags: config.lasting_values(),
+        connections,
     };
     send_json(&link, Kind::Hello, &hello)?;
     let taken = receive_state(config, &link);
     // The other one goes on at once, and its log has the reason.
     let (state, bytes, mut descriptors) = taken.inspect_err(|error| refuse(&stream, error))?;
+    let paused = Duration::from_micros(state.paused_micros);
+    let now = Instant::now();
+    let since = now.checked_sub(paused).unwrap_or(now);
     let mut take = |count| descriptors.drain(..count).collect::<Vec<_>>();
     let (lock, socket) = (take(1).pop(), take(1).pop());
     let http = take(state.http_sockets).into_iter().map(Into::into);
     Ok(Taken {
         process: state.process,
         release: state.release,
+        since,
         lock,
         socket,
         owns_path: state.owns_path,
@@ -149,7 +160,7 @@ impl Taken {
         stream.map_err(|error| Error::io("its socket", error))
     }
 
-    /// Takes everything: the old server has let it go, or has ended before it could go on.
+    /// Takes everything: the old server has released it, or has ended before it could go on.
     ///
     /// # Errors
     /// The old server goes on, or has ended before it could read this.

@@ -9,13 +9,13 @@
 //!
 //! Descriptors follow the message that says how many there are, in batches, each with one byte.
 
-use std::collections::BTreeMap;
 use std::io::{IoSlice, IoSliceMut, Read as _, Write as _};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
+use kvtier_config::LastingValues;
 use kvtier_engine::EngineState;
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_memory::checksum::checksum128;
@@ -52,7 +52,7 @@ pub enum Kind {
     Bytes = 4,
     /// The new server has checked everything and takes it.
     Commit = 5,
-    /// The old server has let everything go.
+    /// The old server has released everything.
     Done = 6,
 }
 
@@ -65,8 +65,10 @@ pub struct Hello {
     pub process: u32,
     /// Its release.
     pub release: String,
-    /// Checksums of the flags that have to be the same.
-    pub flags: BTreeMap<String, String>,
+    /// What has to be the same.
+    pub flags: LastingValues,
+    /// Most connections that it can have.
+    pub connections: u64,
 }
 
 /// All that is handed over, but for descriptors and bytes.
@@ -83,6 +85,8 @@ pub struct State {
     pub owns_path: bool,
     /// Bytes of the next message.
     pub bytes: u64,
+    /// How long clients have waited so far.
+    pub paused_micros: u64,
     /// Listening sockets behind the lock of the state directory and the request socket: HTTP, and metrics if there is a port
     /// for them.
     pub http_sockets: usize,

@@ -25,7 +25,7 @@ pub(crate) const CHUNK: usize = 16;
 pub(crate) const CHUNKS: u64 = 4;
 
 /// How long a reply may take before the test fails.
-const PATIENCE: Duration = Duration::from_secs(60);
+const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The same for a request that a kill may leave without one: clients wait for the next server. One that comes later counts as none.
 const BRIEF: Duration = Duration::from_millis(200);
@@ -131,7 +131,7 @@ impl Server {
 
     pub(crate) fn connect(&self) -> Connection {
         let options = Options {
-            timeout: PATIENCE,
+            timeout: REPLY_TIMEOUT,
             ..Options::default()
         };
         Connection::connect_with(&self.endpoint, options).unwrap()

@@ -156,6 +156,10 @@ fn clients_notice_nothing_of_a_take_over() {
         take_over(&mut server, base.path(), &[]).unwrap();
 
         assert!(server.log.contains("connections=5"), "{}", server.log);
+        let (_, pause) = server.log.split_once("milliseconds=").unwrap();
+        let pause = pause.split_whitespace().next().unwrap();
+        let (_, decimals) = pause.split_once('.').unwrap();
+        assert_eq!(decimals.len(), 1, "{}", server.log);
         raw.send(&request_bytes[cut..]);
         assert_eq!(raw.receive(answer.len()), answer);
         for ticket in tickets {
@@ -317,7 +321,12 @@ fn refused_take_over_changes_nothing() {
     let stop = Arc::<AtomicBool>::default();
     let load = serve_load(&server, "a", Arc::clone(&stop));
     for (flags, told) in [
-        (&["--chunk-size", "32"][..], "--chunk-size is 16"),
+        (
+            &["--chunk-size", "32", "--l1-size-gb", "0.0625"][..],
+            "--chunk-size is 16 in the running server and 32 in the other one; \
+             --l1-size-gb is 0.03125 in the running server and 0.0625 in the other one",
+        ),
+        (&["--chunk-size", "32"], "--chunk-size is 16"),
         (&["--l1-size-gb", "0.0625"], "--l1-size-gb is 0.03125"),
         (&["--l1-align-bytes", "8192"], "--l1-align-bytes is"),
         (&["--max-message-gb", "1"], "--max-message-gb is"),
@@ -389,6 +398,100 @@ fn sockets_of_every_kind_are_handed_over() {
     assert!(!path.exists());
 }
 
+/// A body that never comes is no change in flight.
+#[test]
+fn request_without_body_delays_no_take_over() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let mut server = Server::start(base.path(), L1, &[]);
+    let (_, address) = server.log.split_once("http=\"http://").unwrap();
+    let mut stream = TcpStream::connect(address.split('"').next().unwrap()).unwrap();
+    let head = "PUT /quota/a HTTP/1.1\r\nhost: localhost\r\nexpect: 100-continue\r\n\
+                content-type: application/json\r\ncontent-length: 99\r\n\r\n";
+    stream.write_all(head.as_bytes()).unwrap();
+    // The body is waited for.
+    let mut answer = [0; 12];
+    stream.read_exact(&mut answer).unwrap();
+    assert_eq!(&answer, b"HTTP/1.1 100");
+    take_over(&mut server, base.path(), &[]).unwrap_or_else(|log| panic!("{log}"));
+    server.stop();
+}
+
+#[test]
+fn too_few_descriptors_are_noticed_before_pause() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let limited = |limit: &str, more: &[&str]| {
+        let mut command = Command::new("sh");
+        let script = format!("ulimit {limit} && exec \"$@\"");
+        command.args(["-c", &script, "sh", KVTIER]);
+        let mut server = Server::spawn_by(command, base.path(), L1, more);
+        let is_served = server.wait_until_served();
+        (server, is_served)
+    };
+    let server = Server::start(base.path(), L1, &[]);
+    let mut clients: Vec<_> = (0..70).map(|_| server.connect()).collect();
+    // Of both limits.
+    let (refused, is_served) = limited("-n 128", &["--take-over"]);
+    let told = "70 clients are connected; the other server can have 64 (ulimit -n)";
+    assert!(!is_served && refused.log.contains(told), "{}", refused.log);
+    // Of the soft one, which may be raised.
+    let (new, is_served) = limited("-S -n 64", &["--take-over"]);
+    assert!(is_served, "{}", new.log);
+    for client in &mut clients {
+        client.noop().unwrap();
+    }
+    drop((clients, server));
+    new.stop();
+    let (server, _) = limited("-n 128", &[]);
+    let mut clients: Vec<_> = (0..50).map(|_| server.connect()).collect();
+    let (refused, is_served) = limited("-n 1024", &["--take-over"]);
+    let told = "needs 82 more; it may open 128 (ulimit -n)";
+    assert!(!is_served && refused.log.contains(told), "{}", refused.log);
+    for client in &mut clients {
+        client.noop().unwrap();
+    }
+    server.stop();
+}
+
+#[test]
+fn second_new_server_learns_of_the_first() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let mut server = Server::start(base.path(), L1, &[]);
+    let (between, mut new) = Between::start(base.path());
+    let hello = Between::read(&between.new);
+    (&between.old).write_all(&hello).unwrap();
+    let second = UnixStream::connect(base.path().join("kills/take-over")).unwrap();
+    (&second).write_all(&hello).unwrap();
+    between.write_state(between.read_state());
+    let commit = Between::read(&between.new);
+    (&between.old).write_all(&commit).unwrap();
+    let done = Between::read(&between.old);
+    (&between.new).write_all(&done).unwrap();
+    let refusal = Between::read(&second);
+    assert_eq!(refusal[0], 2);
+    let told = String::from_utf8_lossy(&refusal[25..]).into_owned();
+    let first = format!("process {} has just taken over", new.child.id());
+    assert!(told.contains(&first), "{told}");
+    assert!(new.wait_until_served(), "{}", new.log);
+    assert!(server.child.wait().unwrap().success());
+    new.stop();
+}
+
+#[test]
+fn port_of_another_instance_is_named() {
+    let (base, other) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let _segments = Segments::new();
+    let server = Server::start(base.path(), L1, &[]);
+    let port = server.endpoint.rsplit(':').next().unwrap();
+    let flags = ["--port", port, "--take-over"];
+    let log = Server::try_start(other.path(), L1, &flags).err().unwrap();
+    let told = "no server of --instance-id kills is there in this --state-dir (--take-over)";
+    assert!(log.contains(told), "{log}");
+    server.stop();
+}
+
 /// Objects of another seed could only fill L1: no prompt has their hashes.
 #[test]
 fn l1_of_another_hash_seed_is_not_believed() {
@@ -415,7 +518,11 @@ fn l1_of_another_hash_seed_is_not_believed() {
     server.stop();
     let (server, _) = seeded("sha256_cbor", "8", &[]);
     assert_eq!(server.restored(), None);
-    assert!(server.log.contains("hash algorithm or seed"), "{}", server.log);
+    assert!(
+        server.log.contains("hash algorithm or seed"),
+        "{}",
+        server.log
+    );
     let mut worker = worker_with(&server, 0..1);
     assert_eq!(read(&mut worker, "a", 0), Ok(CHUNKS));
     let status = server.http("/status", None);
@@ -763,8 +870,8 @@ fn state_that_is_not_understood_is_not_taken() {
             "cannot be read",
         ),
         (
-            |hello| hello["flags"]["--chunk-size"] = "7".into(),
-            "--chunk-size is 16",
+            |hello| hello["flags"]["--chunk-size"]["sum"] = "7".into(),
+            "--chunk-size is 16 in the running server and another 16",
         ),
     ] {
         let refused = attempt(hello, None);

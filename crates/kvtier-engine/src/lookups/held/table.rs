@@ -94,7 +94,9 @@ impl Schedulers {
     /// Whether `earlier` may be where the scheduler of `connection` was before it reconnected.
     pub(super) fn followed(&self, earlier: u64, connection: u64) -> bool {
         let first = self.heard.get(&connection).map_or(0, |(first, _)| *first);
-        self.heard.get(&earlier).is_none_or(|(_, last)| *last < first)
+        self.heard
+            .get(&earlier)
+            .is_none_or(|(_, last)| *last < first)
     }
 }
 
