@@ -5,6 +5,7 @@ use std::time::Duration;
 use kvtier_client::{ChunkTerms, Client as Native, Health, InstanceId, Scope, Settings};
 use kvtier_proto::key::check_salt;
 use kvtier_proto::request::AllocationRecord;
+use kvtier_proto::traceparent;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -233,7 +234,7 @@ impl Client {
 
     /// Chunks of the longest cached prefix of `prompt[..end]`.
     #[pyo3(signature = (prompt, end, request_id, model_name, world_size=1, num_kv_readers=1, cache_salt=String::new(),
-        timeout=None))]
+        timeout=None, traceparent=None))]
     #[expect(clippy::too_many_arguments, reason = "named arguments in Python")]
     fn lookup(
         &self,
@@ -245,12 +246,15 @@ impl Client {
         num_kv_readers: i64,
         cache_salt: String,
         timeout: Option<f64>,
+        traceparent: Option<&str>,
     ) -> PyResult<Future> {
         check_salt(&cache_salt)
             .map_err(|error| PyValueError::new_err(format!("cache_salt: {error}")))?;
         let timeout = timeout.map_or_else(|| self.native.timeout(), seconds);
         let scope = self.scope(model_name, world_size, num_kv_readers, cache_salt);
-        let key = scope.scheduler_key(prompt.encoded(), 0..end, request_id);
+        let mut key = scope.scheduler_key(prompt.encoded(), 0..end, request_id);
+        let settings = traceparent.map(traceparent::encode);
+        key.request_configs = settings.as_deref();
         Ok(Future::new(self.native.lookup_hits_within(&key, timeout)))
     }
 

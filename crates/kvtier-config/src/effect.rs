@@ -33,6 +33,12 @@ pub(super) fn without_effect(given: &ArgMatches) -> Vec<String> {
         let background = ["eviction_trigger_watermark", "eviction_ratio"];
         need(&background, "an --eviction-policy that evicts");
     }
+    if !is_given("enable_tracing") {
+        need(
+            &["otlp_endpoint"],
+            "--enable-tracing; metrics are in /metrics and are sent nowhere",
+        );
+    }
     if is_given("max_gpu_workers") && is_given("max_cpu_workers") {
         need(
             &["max_workers"],
@@ -91,6 +97,12 @@ mod tests {
         assert_eq!(
             ignored(&["--eviction-policy", "NOOP", "--eviction-ratio", "0.5"]),
             ["--eviction-ratio (needs an --eviction-policy that evicts)"]
+        );
+        assert_eq!(
+            ignored(&["--otlp-endpoint", "http://collector:4317"]),
+            [
+                "--otlp-endpoint (needs --enable-tracing; metrics are in /metrics and are sent nowhere)"
+            ]
         );
     }
 

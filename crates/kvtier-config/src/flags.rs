@@ -282,6 +282,15 @@ pub struct ServerArgs {
     #[arg(long, value_name = "FILE", help_heading = "HTTP")]
     pub http_tls_key: Option<PathBuf>,
 
+    /// Send traces of requests to an OpenTelemetry collector; needs --otlp-endpoint (docs/metrics.md)
+    #[arg(long, help_heading = "Traces")]
+    pub enable_tracing: bool,
+    /// Collector that takes OTLP over gRPC, as http://HOST:4317, or https:// for TLS with the authorities of the system.
+    /// OTEL_EXPORTER_OTLP_HEADERS has the headers that it asks for, such as a token (LMCache sends metrics there too, and
+    /// has none in /metrics then; kvtier's stay in /metrics)
+    #[arg(long, value_name = "URL", help_heading = "Traces")]
+    pub otlp_endpoint: Option<String>,
+
     /// Log filter: error, warn, info, debug, trace, off, or per target as in info,kvtier=debug
     #[arg(
         long,

@@ -28,6 +28,7 @@ mod resolve;
 mod show;
 mod state;
 mod tenants;
+mod tracing;
 mod values;
 
 use std::ffi::OsString;
@@ -45,6 +46,7 @@ pub use quota::{Place, QuotaSettings};
 pub use reload::{Change, Given, LastingValues, flags_by_name};
 pub use state::StateSettings;
 pub use tenants::TenantSettings;
+pub use tracing::{OtlpEndpoint, Pairs, TracingConfig};
 pub use values::{
     EvictionPolicyName, L1Restore, LogFormat, PrefetchPolicy, StorePolicy, TransferMode,
     WindowedClients,
@@ -186,6 +188,8 @@ pub struct ServerConfig {
     pub prometheus_port: Option<u16>,
     /// Largest message a client may send, bytes.
     pub max_message_bytes: u64,
+    /// Where traces are sent; `None` without any.
+    pub tracing: Option<TracingConfig>,
     /// Log filter, in the syntax of `tracing`.
     pub log_level: String,
     /// Shape of log lines.

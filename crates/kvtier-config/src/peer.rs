@@ -51,8 +51,6 @@ const FLAGS: &[(&str, Values)] = &[
     ("disable-metrics", Switch),
     ("disable-grpc-metrics", Switch),
     ("disable-logging", Switch),
-    ("enable-tracing", Switch),
-    ("otlp-endpoint", One),
     ("event-bus-queue-size", One),
     ("metrics-sample-rate", One),
     ("lookup-hash-log-dir", One),

@@ -31,7 +31,13 @@ pub(super) const LIVE: &[&str] = &[
 ];
 
 /// Flags that may differ between a server and the one that takes over from it, besides [`LIVE`] ones.
-const FREE_IN_TAKE_OVER: &[&str] = &["control-workers", "log-format", "transfer-workers"];
+const FREE_IN_TAKE_OVER: &[&str] = &[
+    "control-workers",
+    "enable-tracing",
+    "log-format",
+    "otlp-endpoint",
+    "transfer-workers",
+];
 
 /// Values by flag, without the dashes in front.
 type Values = BTreeMap<String, Value>;

@@ -13,7 +13,8 @@ use super::memory::default_l1;
 use super::request::check_host;
 use super::values::{L1Restore, is_log_filter};
 use super::{
-    GIB, HostMemory, L1Origin, L2Config, QuotaSettings, ServerConfig, StateSettings, l1_manager,
+    GIB, HostMemory, L1Origin, L2Config, QuotaSettings, ServerConfig, StateSettings, TracingConfig,
+    l1_manager,
 };
 
 impl ServerArgs {
@@ -133,6 +134,7 @@ impl ServerArgs {
         check_host(&self.host)?;
         let quotas = QuotaSettings::of(&self);
         let state = StateSettings::of(&self)?;
+        let tracing = TracingConfig::of(&self)?;
         let http = HttpConfig {
             host: self.http_host,
             token_file: self.http_token_file,
@@ -184,6 +186,7 @@ impl ServerArgs {
             http_port: self.http_port,
             prometheus_port: self.prometheus_port,
             max_message_bytes,
+            tracing,
             log_level: self.log_level,
             log_format: self.log_format,
             ignored,

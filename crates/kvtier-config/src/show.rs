@@ -12,6 +12,7 @@ const SECTIONS: &[(&str, &str)] = &[
     ("L1", "storage_manager"),
     ("L2", "storage_manager"),
     ("HTTP", "http"),
+    ("Traces", "observability"),
     ("Logs", "observability"),
 ];
 

@@ -197,7 +197,7 @@ fn log_filters_are_levels_and_levels_of_targets() {
 fn flags_of_lmcache_without_effect_are_named_and_harmless_ones_are_not() {
     let config = ServerConfig::from_flags(&[
         "--l1-use-lazy",
-        "--enable-tracing",
+        "--disable-metrics",
         "--kv-event-log-size",
         "7",
         "--runtime-plugin-locations",
@@ -212,7 +212,7 @@ fn flags_of_lmcache_without_effect_are_named_and_harmless_ones_are_not() {
     assert_eq!(
         ignored,
         [
-            "--enable-tracing",
+            "--disable-metrics",
             "--kv-event-log-size",
             "--no-gds-l1-use-direct-io",
             "--runtime-plugin-locations"

@@ -16,6 +16,7 @@ use kvtier_state::StateDir;
 use kvtier_sync::RwLock;
 use kvtier_tenants::Salts;
 use kvtier_tiers::L2;
+use kvtier_trace::Tracer;
 
 use super::devices::Devices;
 use super::instances::Instances;
@@ -40,6 +41,7 @@ pub struct Context {
     /// Transfers on a GPU keep them open to their end.
     pub devices: Devices,
     pub metrics: Arc<Metrics>,
+    pub tracer: Tracer,
     pub clock: Arc<Clock>,
 }
 

@@ -68,6 +68,7 @@ use kvtier_state::StateDir;
 use kvtier_sync::{Mutex, RwLock};
 use kvtier_tenants::{Opened, QuotaTier, Quotas, Salts};
 use kvtier_tiers::L2;
+use kvtier_trace::Tracer;
 
 use context::Context;
 use devices::Devices;
@@ -167,6 +168,8 @@ impl Engine {
             Some(_) => Succession::TakeOver,
             None => Succession::Restart,
         };
+        let tracing = config.tracing.as_ref();
+        let tracer = Tracer::start(tracing, &config.instance_id, config.session_ttl, &metrics)?;
         let chunk_size = NonZeroUsize::new(config.chunk_size as usize)
             .ok_or_else(|| Error::refused("--chunk-size: 0 is not allowed"))?;
         let salts = Salts::open(&config.tenants)?;
@@ -208,6 +211,7 @@ impl Engine {
             instances: Instances::default(),
             devices,
             metrics,
+            tracer,
             clock,
         };
         Ok((context, quotas))
@@ -457,6 +461,11 @@ impl Engine {
     /// [`Admin::scrape`].
     pub fn scrape(&self) -> String {
         self.admin.scrape()
+    }
+
+    /// Sends the traces that wait for it, within some seconds. What is traced from here on is dropped.
+    pub fn end_traces(&self) {
+        self.context.tracer.stop();
     }
 
     /// Answers the requests that wait for a tier, now and from now on, with what is known by then.

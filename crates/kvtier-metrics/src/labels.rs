@@ -37,6 +37,8 @@ label_sets! {
     OperationLabels { operation: &'static str }
     /// Labels of requests that got their operation's failure answer.
     RefusedLabels { operation: &'static str, reason: &'static str }
+    /// Labels of lost spans.
+    SpanLossLabels { reason: &'static str }
     /// Labels of the version.
     BuildLabels { version: &'static str }
     /// Labels of LMCache's L1 gauges.

@@ -27,6 +27,7 @@ pub use l2::{GuardReadings, L2Metrics, PrefetchPhase, TierCall, TierReadings};
 use labels::{
     BuildLabels, DeviceLabels, EarlyExitLabels, FailureLabels, L1GaugeLabels, L1Labels,
     LoadedLabels, LookupLabels, OperationLabels, OverQuotaLabels, ReadFailureLabels, RefusedLabels,
+    SpanLossLabels,
 };
 use names::Names;
 use prometheus_client::encoding::text;
@@ -102,6 +103,9 @@ pub struct Metrics {
     pub expired_lookups: Counter,
     /// Lookups of clients that have not proved their chunk size.
     pub unproven_lookups: Counter,
+    /// Spans that a collector of traces has taken.
+    pub exported_spans: Counter,
+    lost_spans: Family<SpanLossLabels, Counter>,
     /// Background eviction passes, and those that evicted.
     pub eviction_ticks: Counter,
     /// Background eviction passes that evicted.
@@ -129,6 +133,31 @@ pub struct Metrics {
     accounting_errors: Counter,
     prompt_chunks_known: Counter,
     prompt_chunks_hashed: Counter,
+}
+
+/// Why spans of traces are lost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SpanLoss {
+    /// Work ended faster than spans were made of it.
+    QueueFull,
+    /// Too many spans waited for the collector.
+    BufferFull,
+    /// The collector would not take them.
+    Rejected,
+    /// The server stopped first.
+    Stopped,
+}
+
+impl SpanLoss {
+    /// Its metric label.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::QueueFull => "queue_full",
+            Self::BufferFull => "buffer_full",
+            Self::Rejected => "rejected",
+            Self::Stopped => "stopped",
+        }
+    }
 }
 
 /// Figures read from the engine at scrape time.
@@ -299,6 +328,11 @@ impl Metrics {
                 "unproven_lookups",
                 "Lookups of clients whose chunk size is not proven",
             ),
+            exported_spans: own.add(
+                "trace_exported_spans",
+                "Spans that the collector of traces has taken",
+            ),
+            lost_spans: own.add("trace_lost_spans", "Spans that no collector has"),
             request_connections: own.add("request_connections", "Connections to the request port"),
             request_connections_max: own.add(
                 "request_connections_max",
@@ -521,6 +555,14 @@ impl Metrics {
         self.refused
             .get_or_create(&RefusedLabels { operation, reason })
             .inc();
+    }
+
+    /// Spans, or records that would have become spans, were dropped.
+    pub fn spans_lost(&self, reason: SpanLoss, spans: u64) {
+        let reason = reason.name();
+        self.lost_spans
+            .get_or_create(&SpanLossLabels { reason })
+            .inc_by(spans);
     }
 
     /// The text of `/metrics`.

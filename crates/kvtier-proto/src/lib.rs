@@ -54,4 +54,5 @@ pub mod operation;
 pub mod pickle;
 pub mod request;
 pub mod response;
+pub mod traceparent;
 pub mod wire;

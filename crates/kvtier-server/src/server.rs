@@ -297,6 +297,7 @@ impl Drop for Server {
             let _ = thread.join();
         }
         self.end_http();
+        self.engine.end_traces();
         self.engine.close();
         // The front end goes with the fields, and only then the request port.
     }
@@ -306,6 +307,7 @@ impl Server {
     /// Ends the process, which has handed over: answers over HTTP that are on the way are sent, and nothing else is touched.
     fn leave(&mut self) {
         self.end_http();
+        self.engine.end_traces();
         tracing::info!("stopped");
         end_process(0);
     }

@@ -5,6 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use kvtier_metrics::{Metrics, PrefetchPhase, TierCall};
+use kvtier_trace::{LookupSpan, TierCall as TracedCall};
 
 /// Counts calls of tiers and phases of prefetches.
 pub struct Calls {
@@ -27,6 +28,15 @@ pub struct Call<'a> {
     call: TierCall,
     bytes: u64,
     started: Instant,
+    traced: Option<Traced>,
+}
+
+/// What of a call its trace has.
+struct Traced {
+    lookup: LookupSpan,
+    objects: usize,
+    /// Objects that were found or loaded, and bytes, once the tier has answered.
+    succeeded: Option<(usize, u64)>,
 }
 
 /// A prefetch that is in this phase until it is dropped.
@@ -55,7 +65,7 @@ impl Calls {
         &self.metrics
     }
 
-    /// A tier is given a batch.
+    /// A tier is given a batch, for a lookup if that is traced.
     pub fn begin(
         &self,
         call: TierCall,
@@ -63,6 +73,7 @@ impl Calls {
         salt: &str,
         objects: usize,
         bytes: u64,
+        lookup: Option<&LookupSpan>,
     ) -> Call<'_> {
         let tier = &self.tiers[tier];
         self.metrics.l2.began(call, salt, objects);
@@ -76,6 +87,11 @@ impl Calls {
             call,
             bytes,
             started: Instant::now(),
+            traced: lookup.map(|lookup| Traced {
+                lookup: lookup.clone(),
+                objects,
+                succeeded: None,
+            }),
         }
     }
 
@@ -112,10 +128,20 @@ fn values(counters: &[AtomicU64; 3]) -> [u64; 3] {
 
 impl Call<'_> {
     /// The tier has answered, with success for this many objects and bytes.
-    pub fn answered(self, salt: &str, objects: usize, bytes: u64) {
+    pub fn answered(mut self, salt: &str, objects: usize, bytes: u64) {
+        if let Some(traced) = &mut self.traced {
+            traced.succeeded = Some((objects, bytes));
+        }
         let (took, name) = (self.started.elapsed(), &self.tier.name);
         let metrics = &self.calls.metrics.l2;
         metrics.ended(self.call, name, salt, objects, bytes, took);
+    }
+
+    /// The tier has answered what it has of the batch.
+    pub fn found<T>(&mut self, objects: &[Option<T>]) {
+        if let Some(traced) = &mut self.traced {
+            traced.succeeded = Some((objects.iter().flatten().count(), 0));
+        }
     }
 }
 
@@ -127,6 +153,21 @@ impl Drop for Call<'_> {
         if self.call == TierCall::Load {
             let loading = &self.tier.loading_bytes;
             loading.fetch_sub(self.bytes, Ordering::Relaxed);
+        }
+        if let Some(traced) = &self.traced {
+            let (objects, bytes) = traced.succeeded.unzip();
+            let call = TracedCall {
+                name: match self.call {
+                    TierCall::Lookup => "l2.lookup",
+                    TierCall::Load => "l2.load",
+                    TierCall::Store => "l2.store",
+                },
+                tier: Arc::clone(&self.tier.name),
+                objects: traced.objects as u64,
+                succeeded: objects.map(|objects| objects as u64),
+                bytes: bytes.unwrap_or(0),
+            };
+            traced.lookup.tier_call(call, took);
         }
     }
 }

@@ -23,6 +23,7 @@ use super::flights::{Boarded, Flight, over};
 use super::{L2, LOAD_UNIT};
 use kvtier_l1::L1Allocator;
 use kvtier_metrics::{PrefetchPhase, TierCall};
+use kvtier_trace::LookupSpan;
 
 /// Chunks that are asked for first, and at most at once. The rest behind a gap is not asked for, and most prompts that
 /// miss do so at their first chunk.
@@ -43,6 +44,8 @@ pub struct PrefetchRequest {
     pub hashes: Arc<[ChunkHash]>,
     /// What of its lookup is counted already.
     pub counted: Counted,
+    /// Its lookup, if that is traced.
+    pub span: Option<LookupSpan>,
 }
 
 /// What came of it.
@@ -173,8 +176,12 @@ impl L2 {
                 }
                 let (cells, objects): (Vec<_>, Vec<_>) = objects.into_iter().unzip();
                 let call = TierCall::Lookup;
-                let call = self.calls.begin(call, number, salt, objects.len(), 0);
+                let span = request.span.as_ref();
+                let mut call = self.calls.begin(call, number, salt, objects.len(), 0, span);
                 let found = timeout_at(until, tier.lookup(objects)).await;
+                if let Ok(Ok(found)) = &found {
+                    call.found(found);
+                }
                 drop(call);
                 let found = match found {
                     Ok(Ok(found)) => found,
@@ -370,7 +377,10 @@ impl L2 {
             let items: Vec<_> = wanted.iter().map(|(_, _, item, _)| item.clone()).collect();
             let lens: Vec<_> = items.iter().map(|item| item.object.len).collect();
             let (call, bytes) = (TierCall::Load, lens.iter().sum());
-            let call = self.calls.begin(call, number, salt, lens.len(), bytes);
+            let span = request.span.as_ref();
+            let call = self
+                .calls
+                .begin(call, number, salt, lens.len(), bytes, span);
             let results = tier.load(items).await;
             let read = lens
                 .iter()

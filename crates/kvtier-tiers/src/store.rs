@@ -306,7 +306,7 @@ pub async fn serve(l2: Weak<L2>, number: usize, mut queue: mpsc::UnboundedReceiv
             let salt = shared.objects.namespace.cache_salt();
             let bytes = bytes_each * items.len() as u64;
             let call = TierCall::Store;
-            let call = l2.calls.begin(call, number, salt, items.len(), bytes);
+            let call = l2.calls.begin(call, number, salt, items.len(), bytes, None);
             let results = l2.tiers[number].store(items).await;
             let stored = results.iter().filter(|result| result.is_ok()).count();
             call.answered(salt, stored, bytes_each * stored as u64);

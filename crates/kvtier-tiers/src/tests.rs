@@ -120,6 +120,7 @@ fn bed_with(
         rows: [row].into(),
         hashes: [1, 2, 3].map(|byte| ChunkHash([byte; 32])).into(),
         counted: kvtier_core::cache::Counted::ALL,
+        span: None,
     };
     Bed {
         l2: l2.expect("threads"),

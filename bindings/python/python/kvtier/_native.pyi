@@ -214,10 +214,12 @@ class Client:
         num_kv_readers: int = 1,
         cache_salt: str = ...,
         timeout: float | None = None,
+        traceparent: str | None = None,
     ) -> Future[int]:
         """Returns the chunks of the longest cached prefix of the first ``end`` tokens, leased to the request.
 
-        It may take ``timeout`` seconds; default: as other requests.
+        It may take ``timeout`` seconds; default: as other requests. A server that traces requests puts this one below the
+        span that ``traceparent`` names (W3C Trace Context).
 
         Raises:
             ValueError: a ``cache_salt`` that no key can have.

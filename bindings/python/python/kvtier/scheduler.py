@@ -134,12 +134,14 @@ class SchedulerAdapter:
         cache_salt: str = "",
         *,
         prompt: Prompt | None = None,
+        traceparent: str | None = None,
     ) -> None:
         """Starts a lookup unless the request has one; its result is kept until :meth:`cleanup_lookup_result`.
 
         Objects that it finds are leased to the request until they are retrieved or freed, or the session ends. A prompt
         shorter than a chunk, and any prompt while the server is unhealthy, is not sent and has the result 0. A prompt that
         no request can carry (negative ids, a ``cache_salt`` that no key can have) has failed, with the result 0.
+        ``traceparent`` is the span that a server which traces requests puts this one below (W3C Trace Context).
 
         Raises:
             ValueError: not exactly one of ``token_ids``, ``block_hashes`` and ``prompt``.
@@ -165,6 +167,7 @@ class SchedulerAdapter:
                 self.num_kv_readers,
                 cache_salt,
                 min(self._lookup_timeout, self.client.timeout),
+                traceparent,
             )
             lookup.tokens, lookup.asked = None, end
         except (KvTierError, *_BAD_ARGUMENTS) as error:

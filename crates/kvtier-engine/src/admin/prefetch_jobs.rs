@@ -245,6 +245,7 @@ impl Admin {
             scope,
             hashes: hashes.into(),
             counted: Counted::ALL,
+            span: None,
         });
         let (l2, clock) = (Arc::clone(l2), Arc::clone(&self.context.clock));
         let handle = l2.handle().clone();

@@ -26,8 +26,10 @@ use kvtier_error::{Error, Result};
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::JobRef;
 use kvtier_proto::response::Response;
+use kvtier_proto::traceparent;
 use kvtier_sync::Mutex;
 use kvtier_tiers::{L2, PrefetchRequest};
+use kvtier_trace::{LookupOutcome as TracedOutcome, Session, TraceParent};
 use tokio::sync::watch;
 
 use super::context::Context;
@@ -91,8 +93,12 @@ impl Lookups {
     }
 
     fn try_lookup(&self, caller: Caller, key: &CacheKey<'_, Prompt>, tp_size: i64) -> Result<()> {
-        let Context { l1, l2, .. } = &*self.context;
+        let Context { l1, l2, tracer, .. } = &*self.context;
         let scope = self.context.short_scope(key)?;
+        let span = tracer.lookup(|| {
+            let parent = traceparent::decode(key.request_configs).and_then(TraceParent::parse);
+            Session::new(key.request_id, &scope, parent)
+        });
         let readers = self.readers(key, tp_size);
         if readers < 1 {
             return Err(Error::refused(format!(
@@ -149,12 +155,20 @@ impl Lookups {
                     rows,
                     hashes: hashes.into(),
                     counted,
+                    span,
                 };
                 let chunk_size = key.tokens.chunk_size;
                 let l2 = Arc::clone(l2);
                 self.prefetch(l2, key.request_id, chunk_size, lookup, request, outcome);
             }
             _ => {
+                if let Some(span) = span {
+                    span.end(TracedOutcome {
+                        found_chunks: lookup.hit_chunks() as u64,
+                        l1_hit_keys: lookup.lease.held() as u64,
+                        ..traced(&outcome)
+                    });
+                }
                 self.recent.push(outcome);
                 self.held.insert(key.request_id, lookup, None);
             }
@@ -260,12 +274,21 @@ impl Lookups {
                 "a prefetch has ended"
             );
             let from_tiers = found.hit_chunks.saturating_sub(in_l1);
-            metrics.prefetched(
-                request.scope.model_name(),
-                request.scope.cache_salt(),
+            let (tokens, keys) = (
                 (from_tiers * chunk_size.get()) as u64,
                 found.lease.held().saturating_sub(keys_in_l1) as u64,
             );
+            let (model, salt) = (request.scope.model_name(), request.scope.cache_salt());
+            metrics.prefetched(model, salt, tokens, keys);
+            if let Some(span) = &request.span {
+                span.clone().end(TracedOutcome {
+                    found_chunks: found.hit_chunks as u64,
+                    l2_hit_tokens: tokens,
+                    l1_hit_keys: keys_in_l1 as u64,
+                    l2_hit_keys: keys,
+                    ..traced(&outcome)
+                });
+            }
             outcome.hit_tokens = (found.hit_chunks * chunk_size.get()) as u64;
             outcome.missing = first_missing(&request.rows, &request.hashes, found.hit_chunks);
             recent.push(outcome);
@@ -356,6 +379,8 @@ impl Lookups {
     pub fn end_session(&self, caller: Caller, request_id: &str) -> Answer {
         let now = self.context.now();
         for lookup in self.held.end(request_id, caller.connection) {
+            let session = || Session::new(request_id, &lookup.scope, None);
+            self.context.tracer.end(session);
             for row in lookup.lease.rows().iter() {
                 let cache = &self.context.l1.cache;
                 cache.touch(now, &row.namespace, &lookup.hashes);
@@ -470,6 +495,16 @@ pub fn rows(scope: &KeyScope, instances: &[Vec<Arc<Instance>>]) -> Arc<[GroupRow
         }
     }
     rows.into()
+}
+
+/// What the span of a lookup has of its outcome in L1.
+fn traced(outcome: &RecentLookup) -> TracedOutcome {
+    TracedOutcome {
+        requested_tokens: outcome.tokens,
+        l1_hit_tokens: outcome.hit_tokens,
+        early_exit_reason: outcome.refused.unwrap_or_default(),
+        ..TracedOutcome::default()
+    }
 }
 
 /// The chunk behind a hit, in the namespace of the first row.

@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use kvtier_core::Namespace;
 use kvtier_core::cache::{Extent, ReadLease, Reservation, ReserveRequest, Staged};
@@ -22,6 +23,7 @@ use super::super::payload::{LeasedChunks, Payload};
 use super::super::{Answer, Caller};
 use super::prepared::{Finish, Grant, TransferId};
 use super::staging::{Charge, WorkerShare};
+use super::traced::Moved;
 use super::worker_range::{GroupLease, WorkerRange};
 use super::{Transfers, is_trouble, reason};
 
@@ -34,6 +36,8 @@ struct WorkerCopy<'a> {
     range: WorkerRange,
     /// Of its objects.
     namespace: Arc<Namespace>,
+    /// When it was asked for.
+    started: Duration,
 }
 
 impl WorkerCopy<'_> {
@@ -61,6 +65,14 @@ impl WorkerCopy<'_> {
             length: extent.len,
             shape: self.layout().shape.as_slice().into(),
             dtype: self.layout().dtype.name().into(),
+        }
+    }
+
+    /// All chunks of its range.
+    fn moved(&self, chunks: usize) -> Moved {
+        Moved {
+            chunks,
+            bytes: chunks as u64 * self.layout().object_bytes,
         }
     }
 
@@ -103,6 +115,7 @@ impl Transfers {
             instance,
             key,
             range,
+            started: now,
         })
     }
 
@@ -154,8 +167,10 @@ impl Transfers {
     /// Reserves slots for the chunks that are not resident; none at all for a worker that will send its data.
     pub fn prepare_store(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> Answer {
         // Empty lists are the one "no" a worker understands here: it sends nothing and commits nothing.
-        self.try_prepare_store(key, id)
-            .unwrap_or_else(|reason| store_target(Some(StoreTarget::default())).because(reason))
+        self.try_prepare_store(key, id).unwrap_or_else(|reason| {
+            self.trace_refused(Direction::Store, key, id, self.context.now(), reason);
+            store_target(Some(StoreTarget::default())).because(reason)
+        })
     }
 
     fn try_prepare_store(
@@ -173,6 +188,7 @@ impl Transfers {
         }
         let (reservation, charge) = self.stage_range("prepare_store", &copy)?;
         if reservation.is_empty() {
+            self.trace_copy(Direction::Store, &copy, copy.started, Ok(copy.moved(0)));
             return Ok(store_target(Some(StoreTarget::default())));
         }
         self.context.metrics.store(DEVICE, false);
@@ -193,7 +209,11 @@ impl Transfers {
             Err(reason) => Err(reason),
             Ok(copy) => {
                 let granted = self.prepared.finish(&copy.id(Direction::Store));
-                match data {
+                let started = match &granted {
+                    Finish::Last(_, since) => *since,
+                    _ => copy.started,
+                };
+                let committed = match data {
                     [] => self.commit_slots(&copy, granted),
                     // The slots stay unwritten.
                     ABORT_STORE => Err("aborted"),
@@ -201,22 +221,43 @@ impl Transfers {
                         drop(granted);
                         self.commit_pickled(&copy, data)
                     }
-                }
+                };
+                self.trace_copy(Direction::Store, &copy, started, committed);
+                committed
             }
         };
         match committed {
-            Ok(()) => Answer::from(Response::Bool(true)),
+            Ok(_) => Answer::from(Response::Bool(true)),
             Err(reason) => Answer::from(Response::Bool(false)).because(reason),
         }
     }
 
     /// The worker has written its slots.
-    fn commit_slots(&self, copy: &WorkerCopy<'_>, granted: Finish) -> Result<(), &'static str> {
-        let Finish::Last(Grant::Store(reservation, _charge)) = granted else {
+    fn commit_slots(&self, copy: &WorkerCopy<'_>, granted: Finish) -> Result<Moved, &'static str> {
+        let Finish::Last(Grant::Store(reservation, _charge), _) = granted else {
             return Err("not_prepared");
         };
+        let moved = copy.moved(reservation.len());
         self.commit_written(copy, reservation, |_| true);
-        Ok(())
+        Ok(moved)
+    }
+
+    fn trace_copy(
+        &self,
+        direction: Direction,
+        copy: &WorkerCopy<'_>,
+        started: Duration,
+        moved: Result<Moved, &'static str>,
+    ) {
+        let (range, instance) = (&copy.range, &copy.instance);
+        self.trace(
+            direction,
+            copy.key.request_id,
+            range,
+            instance,
+            started,
+            moved,
+        );
     }
 
     /// Commits what is written of a reservation; returns the number of objects that are not.
@@ -237,7 +278,7 @@ impl Transfers {
     }
 
     /// The worker sends all chunks of its range pickled.
-    fn commit_pickled(&self, copy: &WorkerCopy<'_>, data: &[u8]) -> Result<(), &'static str> {
+    fn commit_pickled(&self, copy: &WorkerCopy<'_>, data: &[u8]) -> Result<Moved, &'static str> {
         let (request, instance) = (copy.key.request_id, copy.instance.id.0);
         let tensors = pickle::read_tensors(data, &Limits::default()).map_err(|error| {
             tracing::warn!(request, instance, %error, "commit_store: the data was refused");
@@ -267,7 +308,7 @@ impl Transfers {
         let wanted = reservation.len();
         let is_written = |staged: &Staged| written[staged.position as usize];
         match self.commit_written(copy, reservation, is_written) {
-            0 => Ok(()),
+            0 => Ok(copy.moved(wanted)),
             missing => {
                 tracing::warn!(
                     request,
@@ -305,6 +346,7 @@ impl Transfers {
             false => self.try_prepare_retrieve(key, id),
         };
         prepared.unwrap_or_else(|reason| {
+            self.trace_refused(Direction::Retrieve, key, id, self.context.now(), reason);
             Answer::from(Response::PrepareRetrieve(PrepareRetrieve::miss())).because(reason)
         })
     }
@@ -354,6 +396,8 @@ impl Transfers {
         match self.pickled(copy.layout(), leases, charge) {
             Ok(Some(payload)) => {
                 metrics.retrieve(DEVICE, true);
+                let moved = copy.moved(range.chunks.len());
+                self.trace_copy(Direction::Retrieve, &copy, copy.started, Ok(moved));
                 Ok(Answer {
                     payload: Some(payload),
                     ..Answer::nothing()
@@ -428,7 +472,13 @@ impl Transfers {
             Err(reason) => return Answer::from(Response::Bool(false)).because(reason),
         };
         let was_held = match self.prepared.finish(&copy.id(Direction::Retrieve)) {
-            Finish::Last(_) | Finish::Earlier => {
+            Finish::Last(_, since) => {
+                self.context.metrics.retrieve(DEVICE, true);
+                let moved = copy.moved(copy.range.chunks.len());
+                self.trace_copy(Direction::Retrieve, &copy, since, Ok(moved));
+                true
+            }
+            Finish::Earlier => {
                 self.context.metrics.retrieve(DEVICE, true);
                 true
             }

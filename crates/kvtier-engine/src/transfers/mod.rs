@@ -16,6 +16,7 @@ mod refused_retrieves;
 mod retrieve;
 mod staging;
 mod store;
+mod traced;
 mod worker_range;
 
 use std::sync::Arc;
@@ -41,6 +42,7 @@ use refused_retrieves::RefusedRetrieves;
 pub use staging::Charge;
 use staging::StagingBudget;
 use store::CopiedStore;
+use traced::Moved;
 use worker_range::{GroupLease, WorkerRange};
 
 /// The service of transfers.
@@ -164,6 +166,14 @@ impl Transfers {
             if request.direction == Direction::Retrieve {
                 self.release_refused(request.instance, request.key);
             }
+            let CopyRequest {
+                direction,
+                instance,
+                key,
+                started,
+                ..
+            } = *request;
+            self.trace_refused(direction, key, instance, started, reason);
             Answer::from(Response::transfer(event, false)).because(reason)
         };
         let Some(instance) = instances.get(request.instance) else {
@@ -267,22 +277,31 @@ impl Transfers {
         };
         let moved = moved.map_err(|error| Error::refused(error.to_string()));
         // What it read may be another request's by then.
-        let moved = moved.and_then(|_| match direction {
+        let moved = moved.and_then(|bytes| match direction {
             Direction::Store if in_flight.guard.is_dropped() => Err(Error::new(
                 ErrorKind::NotHeld,
                 "the client dropped the store meanwhile",
             )),
-            _ => Ok(()),
+            _ => Ok(bytes),
         });
-        if let Err(error) = moved {
-            let reason = self.failed(direction, instance, request_id, &error);
-            return Answer::from(Response::transfer(event, false)).because(reason);
-        }
+        let trace = |moved| {
+            let started = in_flight.started;
+            self.trace(direction, request_id, range, instance, started, moved);
+        };
+        let bytes = match moved {
+            Ok(bytes) => bytes,
+            Err(error) => {
+                let reason = self.failed(direction, instance, request_id, &error);
+                trace(Err(reason));
+                return Answer::from(Response::transfer(event, false)).because(reason);
+            }
+        };
         let (has, chunks) = match in_flight.work {
             Work::Store(store) => ("Stored", self.commit_copied(range, store)),
             Work::Retrieve { .. } => ("Retrieved", self.count_loaded(range)),
         };
         self.count_end(direction, instance);
+        trace(Ok(Moved { chunks, bytes }));
         let tokens = chunks * range.chunk_size.get();
         let seconds = (self.context.now() - in_flight.started).as_secs_f64();
         tracing::info!(

@@ -170,8 +170,8 @@ impl Tables {
 
 /// What a COMMIT ends.
 pub enum Finish {
-    /// The transfer.
-    Last(Grant),
+    /// The transfer, and when it began.
+    Last(Grant, Duration),
     /// One of several retrieves of it.
     Earlier,
     /// One that was abandoned: there is nothing to commit, and no other transfer had its memory until now.
@@ -412,7 +412,7 @@ impl PreparedTransfers {
                 return Finish::Earlier;
             }
             return match tables.pending.remove(id) {
-                Some(pending) => Finish::Last(pending.grant),
+                Some(pending) => Finish::Last(pending.grant, pending.since),
                 None => Finish::Unknown,
             };
         }

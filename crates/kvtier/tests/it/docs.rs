@@ -9,7 +9,7 @@ use kvtier_core::cache::{KeyOutcome, Page, SaltUsage, Stats};
 use kvtier_device::Direction;
 use kvtier_device::cuda::{Executor, GpuReadings, Moved, Profile};
 use kvtier_server::metrics::{
-    GpuFigures, GuardReadings, Metrics, PrefetchPhase, Readings, SerdeReadings, TierCall,
+    GpuFigures, GuardReadings, Metrics, PrefetchPhase, Readings, SerdeReadings, SpanLoss, TierCall,
     TierReadings,
 };
 use kvtier_server::quota::TenantSource;
@@ -63,6 +63,7 @@ fn all_counted() -> Metrics {
     }
     metrics.answered("ping", Duration::from_micros(1));
     metrics.refused("store", "bad_key");
+    metrics.spans_lost(SpanLoss::Rejected, 1);
     let (tier, took) = (Arc::from("fs-0"), Duration::from_micros(1));
     metrics.l2.asked("s", 1);
     for call in TierCall::ALL {

@@ -121,8 +121,13 @@ class Scheduling:
             return 0, False
         request_id, adapter = request.request_id, self.adapter
         if not adapter.has_lookup(request_id):
+            # vLLM has them if it traces too.
+            traced = getattr(request, "trace_headers", None) or {}
             adapter.maybe_submit_lookup_request(
-                request_id, prompt=self.keys.prompt(request, end), cache_salt=tracked.salt
+                request_id,
+                prompt=self.keys.prompt(request, end),
+                cache_salt=tracked.salt,
+                traceparent=traced.get("traceparent"),
             )
         cached = adapter.check_lookup_result(request_id)
         if cached is None:

@@ -1,0 +1,64 @@
+//! The trace that a request belongs to, inside a key.
+//!
+//! Its client may name its own span, as W3C Trace Context writes it, in one of the key's free-form settings
+//! (`request_configs`), which servers that do not know it ignore.
+
+use crate::wire::{self, Reader};
+
+/// Name of the setting.
+const NAME: &str = "traceparent";
+
+/// Most bytes of a value that is read; today's have 55.
+const MAX_BYTES: usize = 256;
+
+/// The settings of a key with this span alone.
+#[must_use]
+pub fn encode(traceparent: &str) -> Vec<u8> {
+    let mut settings = Vec::new();
+    wire::write_map_len(&mut settings, 1);
+    wire::write_str(&mut settings, NAME);
+    wire::write_str(&mut settings, traceparent);
+    settings
+}
+
+/// The span among a key's settings, if one is named. It is not checked.
+#[must_use]
+pub fn decode(settings: Option<&[u8]>) -> Option<&str> {
+    let mut found = None;
+    Reader::new(settings?)
+        .map(|name, value| {
+            if name == NAME {
+                found = Some(value.str()?);
+                Ok(())
+            } else {
+                value.skip()
+            }
+        })
+        .ok()?;
+    found.filter(|text| text.len() <= MAX_BYTES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_span_is_read_as_it_was_written() {
+        let text = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+        assert_eq!(decode(Some(&encode(text))), Some(text));
+    }
+
+    #[test]
+    fn other_settings_are_no_span() {
+        let mut others = Vec::new();
+        wire::write_map_len(&mut others, 2);
+        wire::write_str(&mut others, "lmcache.priority");
+        wire::write_uint(&mut others, 3);
+        wire::write_str(&mut others, NAME);
+        wire::write_uint(&mut others, 3);
+        let long = encode(&"0".repeat(MAX_BYTES + 1));
+        for settings in [None, Some(&others[..]), Some(&[0xc1][..]), Some(&long)] {
+            assert_eq!(decode(settings), None, "{settings:?}");
+        }
+    }
+}

@@ -1,0 +1,274 @@
+//! A connection to a collector, and the one call on it: gRPC over HTTP/2.
+
+use std::fmt;
+use std::time::Duration;
+
+use bytes::{BufMut as _, Bytes, BytesMut};
+use h2::client::SendRequest;
+use h2::{RecvStream, client};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri, Version};
+use kvtier_config::{OtlpEndpoint, TracingConfig};
+use kvtier_l2::connect::connect_any;
+use kvtier_l2::tls::{ClientTls, Settings};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+use tokio_rustls::TlsConnector;
+
+use super::otlp;
+
+/// Longest time of a call, with the connection that it may need. A collector that does not answer is not asked meanwhile.
+const CALL_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Longest answer that is read, bytes; a longer one is cut off.
+const MAX_ANSWER: usize = 16 << 10;
+
+/// Longest text of a collector that is logged, bytes.
+const MAX_TEXT: usize = 200;
+
+const PATH: &str = "/opentelemetry.proto.collector.trace.v1.TraceService/Export";
+
+/// A collector, connected or not.
+pub struct Collector {
+    endpoint: OtlpEndpoint,
+    uri: Uri,
+    headers: HeaderMap,
+    tls: Option<Settings>,
+    link: Option<Link>,
+}
+
+/// An open connection.
+struct Link {
+    requests: SendRequest<Bytes>,
+    /// Drives it; ends with it.
+    _driver: JoinSet<()>,
+}
+
+/// Why spans were not taken.
+#[derive(Debug)]
+pub enum Failure {
+    /// The collector is unreachable, does not answer, or asks for a retry.
+    Unavailable(String),
+    /// It will not take these spans.
+    Rejected(String),
+}
+
+impl fmt::Display for Failure {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (Self::Unavailable(text) | Self::Rejected(text)) = self;
+        f.write_str(text)
+    }
+}
+
+fn unavailable(what: &'static str) -> impl Fn(&dyn fmt::Display) -> Failure {
+    move |error| Failure::Unavailable(format!("{what}: {error}"))
+}
+
+impl Collector {
+    pub fn new(config: &TracingConfig) -> Self {
+        let endpoint = config.endpoint.clone();
+        let uri = Uri::builder()
+            .scheme(if endpoint.tls { "https" } else { "http" })
+            .authority(endpoint.authority())
+            .path_and_query(PATH)
+            .build();
+        let mut headers = HeaderMap::new();
+        for (name, value) in config.headers.iter() {
+            let name = HeaderName::from_bytes(name.as_bytes());
+            // Both were checked as flags are.
+            if let (Ok(name), Ok(mut value)) = (name, HeaderValue::from_str(value)) {
+                value.set_sensitive(true);
+                headers.append(name, value);
+            }
+        }
+        headers.insert("content-type", HeaderValue::from_static("application/grpc"));
+        headers.insert("te", HeaderValue::from_static("trailers"));
+        let agent = concat!("kvtier/", env!("CARGO_PKG_VERSION"));
+        headers.insert("user-agent", HeaderValue::from_static(agent));
+        Self {
+            tls: endpoint.tls.then(|| Settings::new(ClientTls::default())),
+            // The parts were checked as flags are.
+            uri: uri.unwrap_or_default(),
+            endpoint,
+            headers,
+            link: None,
+        }
+    }
+
+    /// Sends an encoded request. Returns how many of its spans were not taken all the same, and why.
+    pub async fn export(&mut self, request: &[u8]) -> Result<(u64, String), Failure> {
+        // One that was idle may have been closed by the other side meanwhile.
+        let was_open = self.link.is_some();
+        match self.export_once(request).await {
+            Err(Failure::Unavailable(_)) if was_open => self.export_once(request).await,
+            done => done,
+        }
+    }
+
+    async fn export_once(&mut self, request: &[u8]) -> Result<(u64, String), Failure> {
+        // Removed while it is used: a call that fails or is cancelled leaves none behind.
+        let link = self.link.take();
+        let call = async {
+            let mut link = match link {
+                Some(link) => link,
+                None => self.connect().await?,
+            };
+            let answer = self.call(&mut link.requests, request).await;
+            Ok((link, answer))
+        };
+        let too_late = |_| Failure::Unavailable("no answer in time".to_owned());
+        let (link, answer) = timeout(CALL_TIMEOUT, call).await.map_err(too_late)??;
+        if !matches!(answer, Err(Failure::Unavailable(_))) {
+            self.link = Some(link);
+        }
+        answer
+    }
+
+    async fn connect(&self) -> Result<Link, Failure> {
+        let OtlpEndpoint { host, port, .. } = &self.endpoint;
+        let stream = connect_any(host, *port, CALL_TIMEOUT).await;
+        let stream = stream.map_err(|error| unavailable("connect")(&error))?;
+        // Batches are small, and each is waited for.
+        let _ = stream.set_nodelay(true);
+        let Some(settings) = &self.tls else {
+            return open(stream).await;
+        };
+        let (settings, name) = settings
+            .of(host)
+            .await
+            .map_err(|error| unavailable("TLS")(&error))?;
+        let mut settings = (*settings).clone();
+        settings.alpn_protocols = vec![b"h2".to_vec()];
+        let connector = TlsConnector::from(std::sync::Arc::new(settings));
+        let stream = connector.connect(name, stream).await;
+        open(stream.map_err(|error| unavailable("TLS")(&error))?).await
+    }
+
+    async fn call(
+        &self,
+        requests: &mut SendRequest<Bytes>,
+        message: &[u8],
+    ) -> Result<(u64, String), Failure> {
+        let failed = |error: h2::Error| unavailable("HTTP/2")(&error);
+        let mut request = Request::new(());
+        *request.method_mut() = Method::POST;
+        *request.uri_mut() = self.uri.clone();
+        *request.version_mut() = Version::HTTP_2;
+        *request.headers_mut() = self.headers.clone();
+        let mut requests = requests.clone().ready().await.map_err(failed)?;
+        let (answer, mut body) = requests.send_request(request, false).map_err(failed)?;
+        body.send_data(frame(message), true).map_err(failed)?;
+        let (head, mut body) = answer.await.map_err(failed)?.into_parts();
+        if head.status != http::StatusCode::OK {
+            let text = format!("HTTP status {}; OTLP/gRPC is expected", head.status);
+            return Err(match head.status.as_u16() {
+                429 | 502..=504 => Failure::Unavailable(text),
+                _ => Failure::Rejected(text),
+            });
+        }
+        // An answer without a body has its status in front.
+        if head.headers.contains_key("grpc-status") {
+            return status(&head.headers).map(|()| (0, String::new()));
+        }
+        let message = read(&mut body).await.map_err(failed)?;
+        let trailers = body.trailers().await.map_err(failed)?;
+        status(&trailers.unwrap_or_default())?;
+        // Behind the five bytes of its frame.
+        let (rejected, reason) = otlp::rejected(message.get(5..).unwrap_or_default());
+        Ok((rejected, shown(reason)))
+    }
+}
+
+async fn open(
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+) -> Result<Link, Failure> {
+    let mut builder = client::Builder::new();
+    builder
+        .enable_push(false)
+        .max_header_list_size(MAX_ANSWER as u32);
+    let opened = builder.handshake(stream).await;
+    let (requests, connection) = opened.map_err(|error| unavailable("HTTP/2")(&error))?;
+    let mut driver = JoinSet::new();
+    driver.spawn(async move {
+        // The calls on it fail too.
+        let _ = connection.await;
+    });
+    Ok(Link {
+        requests,
+        _driver: driver,
+    })
+}
+
+/// A message of gRPC, not compressed.
+fn frame(message: &[u8]) -> Bytes {
+    let mut frame = BytesMut::with_capacity(5 + message.len());
+    frame.put_u8(0);
+    // A batch has some megabytes at most.
+    frame.put_u32(u32::try_from(message.len()).unwrap_or(u32::MAX));
+    frame.put_slice(message);
+    frame.freeze()
+}
+
+/// The start of a body.
+async fn read(body: &mut RecvStream) -> Result<Vec<u8>, h2::Error> {
+    let mut read = Vec::new();
+    while let Some(part) = body.data().await {
+        let part = part?;
+        body.flow_control().release_capacity(part.len())?;
+        let space = MAX_ANSWER - read.len();
+        read.extend_from_slice(&part[..part.len().min(space)]);
+    }
+    Ok(read)
+}
+
+/// Whether a call has succeeded, by its trailers.
+fn status(trailers: &HeaderMap) -> Result<(), Failure> {
+    let code = trailers.get("grpc-status");
+    let code = code.and_then(|code| code.to_str().ok()?.parse::<u32>().ok());
+    let text = trailers.get("grpc-message");
+    let text = shown(text.map_or(&[][..], HeaderValue::as_bytes));
+    match code {
+        Some(0) => Ok(()),
+        None => Err(Failure::Rejected(
+            "an answer without grpc-status; OTLP/gRPC is expected".to_owned(),
+        )),
+        // Those that OTLP's specification calls retryable.
+        Some(code @ (1 | 4 | 10 | 11 | 14 | 15)) => {
+            Err(Failure::Unavailable(format!("gRPC status {code}: {text}")))
+        }
+        Some(code) => Err(Failure::Rejected(format!("gRPC status {code}: {text}"))),
+    }
+}
+
+/// The start of a collector's text.
+fn shown(text: &[u8]) -> String {
+    String::from_utf8_lossy(&text[..text.len().min(MAX_TEXT)]).into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn statuses_are_success_retry_or_rejection() {
+        let of = |code: &str| {
+            let mut trailers = HeaderMap::new();
+            trailers.insert("grpc-status", HeaderValue::from_str(code).unwrap());
+            trailers.insert("grpc-message", HeaderValue::from_static("why"));
+            match status(&trailers) {
+                Ok(()) => "taken".to_owned(),
+                Err(Failure::Unavailable(text)) => format!("retry {text}"),
+                Err(Failure::Rejected(text)) => format!("rejected {text}"),
+            }
+        };
+        assert_eq!(of("0"), "taken");
+        assert_eq!(of("14"), "retry gRPC status 14: why");
+        assert_eq!(of("16"), "rejected gRPC status 16: why");
+        assert!(of("x").starts_with("rejected an answer without"));
+    }
+
+    #[test]
+    fn long_texts_of_a_collector_are_cut() {
+        assert_eq!(shown(&[b'x'; 1000]).len(), MAX_TEXT);
+    }
+}

@@ -1,0 +1,273 @@
+//! The thread that makes spans of records and sends them.
+//!
+//! Two tasks share it: one takes records and makes spans, always; the other sends batches of spans, and tries again for as long as
+//! the collector is away. Spans that find [`MAX_SPANS`] waiting are dropped.
+
+use std::cell::{Cell, RefCell};
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvtier_config::TracingConfig;
+use kvtier_l2::RateLimited;
+use kvtier_metrics::{Metrics, SpanLoss};
+use tokio::sync::{Notify, mpsc, watch};
+use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
+
+use super::collector::{Collector, Failure};
+use super::otlp;
+use super::record::Record;
+use super::sessions::Sessions;
+use super::span::Span;
+
+/// Spans that wait to be sent, at most.
+const MAX_SPANS: usize = 4096;
+
+/// Spans of a batch, at most. With the longest names they have some 2 MB, and gRPC takes 4 by default.
+const BATCH: usize = 512;
+
+/// Records that are taken at once.
+const TAKEN: usize = 256;
+
+/// How long a span waits for its batch to fill.
+const INTERVAL: Duration = Duration::from_secs(1);
+
+/// First and longest pause before a batch is sent again.
+const PAUSES: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(30)];
+
+const LOG_INTERVAL: Duration = Duration::from_secs(60);
+
+pub struct Exporter {
+    collector: Collector,
+    /// Encoded.
+    resource: Vec<u8>,
+    session_ttl: Duration,
+    metrics: Arc<Metrics>,
+}
+
+/// Spans on their way from one task to the other.
+struct Waiting {
+    spans: RefCell<VecDeque<Span>>,
+    /// Whether those are sent although they fill no batch.
+    are_due: Cell<bool>,
+    /// Whether there will be no more.
+    is_stopping: Cell<bool>,
+    changed: Notify,
+    /// Spans that were taken and neither sent nor dropped.
+    in_flight: Cell<usize>,
+}
+
+impl Exporter {
+    pub fn new(
+        config: &TracingConfig,
+        instance_id: &str,
+        session_ttl: Duration,
+        metrics: &Arc<Metrics>,
+    ) -> Self {
+        let own = [
+            ("service.version", env!("CARGO_PKG_VERSION")),
+            ("service.instance.id", instance_id),
+        ];
+        let own = own.map(|(name, value)| (name.to_owned(), value.to_owned()));
+        // What the operator says wins.
+        let own = own
+            .into_iter()
+            .filter(|(name, _)| config.resource.iter().all(|(given, _)| given != name));
+        let attributes: Vec<_> = config.resource.iter().cloned().chain(own).collect();
+        Self {
+            collector: Collector::new(config),
+            resource: otlp::resource(&attributes),
+            session_ttl,
+            metrics: Arc::clone(metrics),
+        }
+    }
+
+    /// Runs until it is stopped, and up to `flush` longer.
+    pub async fn run(
+        self,
+        records: mpsc::Receiver<Record>,
+        mut stop: watch::Receiver<bool>,
+        flush: Duration,
+    ) {
+        let waiting = Waiting {
+            spans: RefCell::default(),
+            are_due: Cell::new(false),
+            is_stopping: Cell::new(false),
+            changed: Notify::new(),
+            in_flight: Cell::new(0),
+        };
+        let metrics = Arc::clone(&self.metrics);
+        let collect = collect(
+            records,
+            stop.clone(),
+            Sessions::new(self.session_ttl),
+            &waiting,
+            &metrics,
+        );
+        let both = async { tokio::join!(collect, self.send(&waiting)) };
+        let too_late = async {
+            // Also ends when the other end was dropped.
+            let _ = stop.wait_for(|stop| *stop).await;
+            sleep(flush).await;
+        };
+        tokio::select! {
+            _ = both => {}
+            () = too_late => {}
+        }
+        let left = waiting.spans.borrow().len() + waiting.in_flight.get();
+        if left > 0 {
+            metrics.spans_lost(SpanLoss::Stopped, left as u64);
+            tracing::warn!(
+                spans = left,
+                "stopped before the collector had all traces; the last ones are lost"
+            );
+        }
+    }
+
+    async fn send(mut self, waiting: &Waiting) {
+        let log = RateLimited::new(LOG_INTERVAL);
+        let mut failing_since = None;
+        loop {
+            let batch = waiting.next_batch().await;
+            if batch.is_empty() {
+                return;
+            }
+            let request = otlp::request(&self.resource, batch.iter());
+            let count = batch.len() as u64;
+            // Only their number is needed from here on.
+            drop(batch);
+            let mut pause = PAUSES[0];
+            loop {
+                match self.collector.export(&request).await {
+                    Ok((rejected, reason)) => {
+                        let rejected = rejected.min(count);
+                        self.metrics.exported_spans.inc_by(count - rejected);
+                        if rejected > 0 {
+                            self.reject(rejected, &reason, &log);
+                        }
+                        break;
+                    }
+                    Err(Failure::Rejected(reason)) => {
+                        self.reject(count, &reason, &log);
+                        break;
+                    }
+                    Err(Failure::Unavailable(_)) if waiting.is_stopping.get() => return,
+                    Err(Failure::Unavailable(error)) => {
+                        failing_since.get_or_insert_with(Instant::now);
+                        if log.permit(Instant::now()).is_some() {
+                            tracing::warn!(
+                                error,
+                                "traces could not be sent; trying again, and dropping those that do not fit"
+                            );
+                        }
+                        // A stop is worth another try.
+                        let _ = timeout(pause, waiting.stopping()).await;
+                        pause = PAUSES[1].min(2 * pause);
+                    }
+                }
+            }
+            waiting.in_flight.set(0);
+            if let Some(since) = failing_since.take() {
+                let seconds = since.elapsed().as_secs();
+                tracing::info!(seconds, "the collector of traces answers again");
+            }
+        }
+    }
+
+    fn reject(&self, spans: u64, reason: &str, log: &RateLimited) {
+        self.metrics.spans_lost(SpanLoss::Rejected, spans);
+        if log.permit(Instant::now()).is_some() {
+            tracing::warn!(
+                spans,
+                reason,
+                "the collector rejected traces; they are dropped"
+            );
+        }
+    }
+}
+
+/// Takes records and makes spans, until it is stopped.
+async fn collect(
+    mut records: mpsc::Receiver<Record>,
+    mut stop: watch::Receiver<bool>,
+    mut sessions: Sessions,
+    waiting: &Waiting,
+    metrics: &Metrics,
+) {
+    let mut tick = interval(INTERVAL);
+    tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let (mut taken, mut spans) = (Vec::with_capacity(TAKEN), Vec::new());
+    let mut is_stopped = false;
+    while !is_stopped {
+        let mut is_due = false;
+        tokio::select! {
+            _ = records.recv_many(&mut taken, TAKEN) => {}
+            _ = tick.tick() => {
+                sessions.sweep(Instant::now(), &mut spans);
+                is_due = true;
+            }
+            _ = stop.wait_for(|stop| *stop) => {
+                records.close();
+                while let Ok(record) = records.try_recv() {
+                    taken.push(record);
+                }
+                is_stopped = true;
+            }
+        }
+        for record in taken.drain(..) {
+            sessions.add(record, Instant::now(), &mut spans);
+        }
+        if is_stopped {
+            sessions.finish(&mut spans);
+        }
+        waiting.push(&mut spans, is_due, metrics);
+    }
+    waiting.is_stopping.set(true);
+    waiting.changed.notify_one();
+}
+
+impl Waiting {
+    fn push(&self, spans: &mut Vec<Span>, is_due: bool, metrics: &Metrics) {
+        let mut waiting = self.spans.borrow_mut();
+        let lost = spans.len().saturating_sub(MAX_SPANS - waiting.len());
+        spans.truncate(spans.len() - lost);
+        waiting.extend(spans.drain(..));
+        if lost > 0 {
+            metrics.spans_lost(SpanLoss::BufferFull, lost as u64);
+        }
+        if is_due && !waiting.is_empty() {
+            self.are_due.set(true);
+        }
+        if self.are_due.get() || waiting.len() >= BATCH {
+            self.changed.notify_one();
+        }
+    }
+
+    /// The spans that are sent next; none once there will be no more.
+    async fn next_batch(&self) -> Vec<Span> {
+        loop {
+            let mut spans = self.spans.borrow_mut();
+            let is_stopping = self.is_stopping.get();
+            if spans.len() >= BATCH || self.are_due.get() || is_stopping {
+                let len = spans.len().min(BATCH);
+                let batch: Vec<_> = spans.drain(..len).collect();
+                self.are_due.set(!spans.is_empty() && self.are_due.get());
+                self.in_flight.set(batch.len());
+                if is_stopping || !batch.is_empty() {
+                    return batch;
+                }
+            }
+            drop(spans);
+            self.changed.notified().await;
+        }
+    }
+
+    async fn stopping(&self) {
+        while !self.is_stopping.get() {
+            self.changed.notified().await;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

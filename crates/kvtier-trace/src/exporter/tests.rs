@@ -1,0 +1,142 @@
+use super::*;
+use crate::record::{Session, Transfer, TransferKind};
+use crate::span::Ids;
+use crate::{LookupOutcome, Tracer};
+use kvtier_config::ServerConfig;
+use std::net::TcpListener;
+
+fn spans(count: usize) -> Vec<Span> {
+    let ids = Ids::new();
+    let span = |_| Span {
+        trace: ids.trace(),
+        id: ids.span(),
+        parent: None,
+        is_parent_remote: false,
+        name: "request",
+        start: 0,
+        end: 0,
+        attributes: Vec::new(),
+        failure: None,
+    };
+    (0..count).map(span).collect()
+}
+
+fn waiting() -> Waiting {
+    Waiting {
+        spans: RefCell::default(),
+        are_due: Cell::new(false),
+        is_stopping: Cell::new(false),
+        changed: Notify::new(),
+        in_flight: Cell::new(0),
+    }
+}
+
+/// The series of lost spans with this reason.
+fn lost(metrics: &Metrics, reason: &str) -> u64 {
+    let text = metrics.encode(&Default::default());
+    let series = format!("kvtier_trace_lost_spans_total{{reason=\"{reason}\"}} ");
+    let found = text.lines().find_map(|line| line.strip_prefix(&series));
+    found.map_or(0, |count| count.parse().unwrap())
+}
+
+#[test]
+fn waiting_spans_are_bounded_and_the_rest_is_counted() {
+    let (waiting, metrics) = (waiting(), Metrics::new());
+    waiting.push(&mut spans(MAX_SPANS - 1), false, &metrics);
+    assert_eq!(lost(&metrics, "buffer_full"), 0);
+    let mut more = spans(3);
+    waiting.push(&mut more, false, &metrics);
+    assert_eq!(lost(&metrics, "buffer_full"), 2);
+    assert_eq!(waiting.spans.borrow().len(), MAX_SPANS);
+    assert!(more.is_empty());
+}
+
+#[tokio::test]
+async fn batch_is_full_or_due() {
+    let (waiting, metrics) = (waiting(), Metrics::new());
+    waiting.push(&mut spans(BATCH + 1), false, &metrics);
+    assert_eq!(waiting.next_batch().await.len(), BATCH);
+    let (last, ()) = tokio::join!(waiting.next_batch(), async {
+        tokio::task::yield_now().await;
+        assert_eq!(waiting.spans.borrow().len(), 1);
+        waiting.push(&mut Vec::new(), true, &metrics);
+    });
+    assert_eq!(last.len(), 1);
+    waiting.is_stopping.set(true);
+    assert_eq!(waiting.next_batch().await, []);
+}
+
+fn tracer(address: std::net::SocketAddr, metrics: &Arc<Metrics>) -> Tracer {
+    let endpoint = format!("http://{address}");
+    let flags = ["--enable-tracing", "--otlp-endpoint", &endpoint];
+    let config = ServerConfig::from_flags(&flags).unwrap();
+    Tracer::start(
+        config.tracing.as_ref(),
+        "i",
+        Duration::from_secs(600),
+        metrics,
+    )
+    .unwrap()
+}
+
+fn session() -> Session {
+    Session {
+        request_id: "r".into(),
+        model_name: "m".into(),
+        cache_salt: "".into(),
+        parent: None,
+    }
+}
+
+/// Records a lookup and a store, whose session has a root.
+fn record(tracer: &Tracer) {
+    let lookup = tracer.lookup(session).unwrap();
+    lookup.end(LookupOutcome::default());
+    let store = Transfer {
+        kind: TransferKind::Store,
+        device: "cpu",
+        engine_id: 1,
+        chunks: 1,
+        tokens: 1,
+        bytes: 1,
+        failure: None,
+    };
+    tracer.transfer(session(), Duration::ZERO, store);
+}
+
+#[test]
+fn stop_without_a_collector_counts_what_is_lost() {
+    // Nothing listens there once it is dropped.
+    let address = TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap();
+    let metrics = Arc::new(Metrics::new());
+    let tracer = tracer(address, &metrics);
+    record(&tracer);
+    tracer.stop();
+    assert_eq!(lost(&metrics, "stopped"), 3);
+    // Its thread has ended.
+    record(&tracer);
+    assert_eq!(lost(&metrics, "queue_full"), 2);
+}
+
+#[test]
+fn stop_waits_for_no_silent_collector() {
+    // Connections are accepted by the system, and never answered.
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let metrics = Arc::new(Metrics::new());
+    let tracer = tracer(listener.local_addr().unwrap(), &metrics);
+    record(&tracer);
+    tracer.stop();
+    assert_eq!(lost(&metrics, "stopped"), 3);
+}
+
+#[test]
+fn tracer_that_is_off_records_nothing() {
+    let metrics = Arc::new(Metrics::new());
+    let tracer = Tracer::start(None, "i", Duration::ZERO, &metrics).unwrap();
+    assert!(!tracer.is_on() && tracer.lookup(|| unreachable!()).is_none());
+    tracer.end(|| unreachable!());
+    tracer.stop();
+}

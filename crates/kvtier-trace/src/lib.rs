@@ -1,0 +1,187 @@
+//! Traces of requests, sent to an OpenTelemetry collector by OTLP over gRPC.
+//!
+//! | step | where | bound |
+//! | --- | --- | --- |
+//! | a thread that has served a request hands over a [`Record`](record::Record) | [`Tracer`] | the queue; what it has no space for is counted and dropped |
+//! | records become spans of their session's trace | `sessions` | sessions, and their age |
+//! | spans are sent in batches | `exporter`, `otlp`, `collector` | spans that wait; deadlines of a call and of the stop |
+//!
+//! Only the first step runs on threads that serve requests, and it waits for nothing. All others run on one thread.
+//!
+//! This crate must never know how a request is served, and never sees token ids or bytes of KV.
+
+#![forbid(unsafe_code)]
+
+mod collector;
+mod exporter;
+mod otlp;
+mod record;
+mod sessions;
+mod span;
+mod traceparent;
+
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use crossbeam_channel::{Receiver, bounded};
+use kvtier_config::TracingConfig;
+use kvtier_error::{Error, Result};
+use kvtier_metrics::{Metrics, SpanLoss};
+use tokio::sync::{mpsc, watch};
+
+pub use record::{LookupOutcome, Session, TierCall, Transfer, TransferKind};
+pub use traceparent::TraceParent;
+
+use record::{Record, Work};
+use span::{Ids, SpanId};
+
+/// Records that wait to become spans. The thread that takes them only pauses to encode a batch.
+const QUEUE: usize = 8192;
+
+/// How long a stop waits for the last spans to be sent.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// What that thread may take to notice that its time is over.
+const END_MARGIN: Duration = Duration::from_millis(500);
+
+/// Where finished work is recorded; off, it records nothing. Cheap to clone.
+#[derive(Clone, Default)]
+pub struct Tracer(Option<Arc<Queue>>);
+
+/// The way to the thread that makes and sends spans.
+struct Queue {
+    records: mpsc::Sender<Record>,
+    ids: Ids,
+    metrics: Arc<Metrics>,
+    stop: watch::Sender<bool>,
+    /// Closed when that thread has ended.
+    end: Receiver<()>,
+}
+
+/// A lookup in flight that is recorded.
+#[derive(Clone)]
+pub struct LookupSpan {
+    queue: Arc<Queue>,
+    session: Arc<Session>,
+    id: SpanId,
+    started: Instant,
+}
+
+impl Tracer {
+    /// Starts the thread that makes and sends spans, if there is a collector. It may be unreachable. A session that does not
+    /// end ends by its age, `session_ttl`.
+    ///
+    /// # Errors
+    /// The system is out of threads.
+    pub fn start(
+        config: Option<&TracingConfig>,
+        instance_id: &str,
+        session_ttl: Duration,
+        metrics: &Arc<Metrics>,
+    ) -> Result<Self> {
+        let Some(config) = config else {
+            return Ok(Self::default());
+        };
+        let (records, received) = mpsc::channel(QUEUE);
+        let (stop, stopped) = watch::channel(false);
+        let (ending, end) = bounded(0);
+        let exporter = exporter::Exporter::new(config, instance_id, session_ttl, metrics);
+        let no_thread = |error| Error::io("no thread for traces", error);
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .thread_name("kvtier-trace-dns")
+            .build()
+            .map_err(no_thread)?;
+        std::thread::Builder::new()
+            .name("kvtier-trace".into())
+            .spawn(move || {
+                runtime.block_on(exporter.run(received, stopped, FLUSH_TIMEOUT));
+                // A name that is still being resolved would be waited for.
+                runtime.shutdown_background();
+                drop(ending);
+            })
+            .map_err(no_thread)?;
+        tracing::info!(endpoint = %config.endpoint, "traces are sent to a collector");
+        Ok(Self(Some(Arc::new(Queue {
+            records,
+            ids: Ids::new(),
+            metrics: Arc::clone(metrics),
+            stop,
+            end,
+        }))))
+    }
+
+    /// Whether anything is recorded.
+    pub fn is_on(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// Begins a lookup, if it is recorded.
+    pub fn lookup(&self, session: impl FnOnce() -> Session) -> Option<LookupSpan> {
+        let queue = Arc::clone(self.0.as_ref()?);
+        Some(LookupSpan {
+            id: queue.ids.span(),
+            session: Arc::new(session()),
+            started: Instant::now(),
+            queue,
+        })
+    }
+
+    /// Records a transfer that has ended just now.
+    pub fn transfer(&self, session: Session, took: Duration, transfer: Transfer) {
+        if let Some(queue) = &self.0 {
+            queue.push(Arc::new(session), took, Work::Transfer(transfer));
+        }
+    }
+
+    /// Records the end of a session.
+    pub fn end(&self, session: impl FnOnce() -> Session) {
+        if let Some(queue) = &self.0 {
+            queue.push(Arc::new(session()), Duration::ZERO, Work::End);
+        }
+    }
+
+    /// Sends what was recorded, within some seconds. What is recorded from here on is dropped.
+    pub fn stop(&self) {
+        if let Some(queue) = &self.0 {
+            queue.stop.send_replace(true);
+            // Nothing is ever sent.
+            let _ = queue.end.recv_timeout(FLUSH_TIMEOUT + END_MARGIN);
+        }
+    }
+}
+
+impl Queue {
+    fn push(&self, session: Arc<Session>, took: Duration, work: Work) {
+        let record = Record {
+            session,
+            took,
+            ended: SystemTime::now(),
+            work,
+        };
+        if self.records.try_send(record).is_err() {
+            self.metrics.spans_lost(SpanLoss::QueueFull, 1);
+        }
+    }
+}
+
+impl LookupSpan {
+    /// Records a call of a tier for it that has ended just now.
+    pub fn tier_call(&self, call: TierCall, took: Duration) {
+        let (session, work) = (Arc::clone(&self.session), Work::TierCall(self.id, call));
+        self.queue.push(session, took, work);
+    }
+
+    /// Records its end.
+    pub fn end(self, outcome: LookupOutcome) {
+        let took = self.started.elapsed();
+        let work = Work::Lookup(self.id, outcome);
+        self.queue.push(self.session, took, work);
+    }
+}
+
+impl std::fmt::Debug for LookupSpan {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("LookupSpan").finish_non_exhaustive()
+    }
+}

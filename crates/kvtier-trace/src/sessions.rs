@@ -1,0 +1,314 @@
+//! From records to spans: one trace per session, whose root spans the whole session.
+//!
+//! | a session | and then |
+//! | --- | --- |
+//! | begins with its first record | its spans get its trace and its root's id at once |
+//! | has ended, or is older than its limit | its root is finished [`LINGER`] later: a store may end after its session |
+//! | is finished | it is known for [`MEMORY`], so that a late span finds its trace |
+//!
+//! Pure: time is an argument.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use super::record::{LookupOutcome, Record, Session, TierCall, Transfer, TransferKind, Work};
+use super::span::{Ids, Span, SpanId, TraceId, Value};
+
+/// How long the end of a session waits for stores that are still in flight.
+const LINGER: Duration = Duration::from_secs(1);
+
+/// How long a session is known after that.
+const MEMORY: Duration = Duration::from_secs(30);
+
+/// Sessions known at most; the oldest is finished early.
+const MAX_SESSIONS: usize = 16_384;
+
+/// Sessions, and the spans that are made of their records.
+pub struct Sessions {
+    open: HashMap<Arc<Session>, Trace>,
+    /// Sessions and their serials, oldest first; those that are forgotten are still in it for a while.
+    ages: VecDeque<(Arc<Session>, u64)>,
+    next_serial: u64,
+    ids: Ids,
+    /// Longest life of a session.
+    ttl: Duration,
+    /// Transfers so far.
+    transfers: u64,
+}
+
+/// The trace of a session.
+struct Trace {
+    serial: u64,
+    id: TraceId,
+    root: SpanId,
+    /// The root's parent, in the engine.
+    parent: Option<SpanId>,
+    /// Whether its spans are sent: the engine's side decides for both.
+    is_sampled: bool,
+    /// First begin and last end of its spans, nanoseconds since 1970.
+    start: u64,
+    end: u64,
+    /// Of its last lookup.
+    outcome: LookupOutcome,
+    begun: Instant,
+    ended: Option<Instant>,
+    is_finished: bool,
+}
+
+impl Sessions {
+    pub fn new(ttl: Duration) -> Self {
+        Self {
+            open: HashMap::new(),
+            ages: VecDeque::new(),
+            next_serial: 0,
+            ids: Ids::new(),
+            ttl,
+            transfers: 0,
+        }
+    }
+
+    /// Makes the spans of a record.
+    pub fn add(&mut self, record: Record, now: Instant, spans: &mut Vec<Span>) {
+        let Record {
+            session,
+            took,
+            ended,
+            work,
+        } = record;
+        let end = nanos(ended);
+        let start = end.saturating_sub(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX));
+        // What begins after the end of a finished session is another one with its id.
+        let is_known = |trace: &Trace| !trace.is_finished || start <= trace.end;
+        if !self.open.get(&session).is_some_and(is_known) {
+            if matches!(work, Work::End) {
+                // Nothing was recorded of it.
+                return;
+            }
+            self.open(&session, start, now, spans);
+        }
+        let Some(trace) = self.open.get_mut(&session) else {
+            return;
+        };
+        (trace.start, trace.end) = (trace.start.min(start), trace.end.max(end));
+        let (id, parent, name, attributes, failure) = match work {
+            Work::End => {
+                trace.ended.get_or_insert(now);
+                return;
+            }
+            Work::Lookup(id, outcome) => {
+                trace.outcome = outcome;
+                // A request that was preempted goes on.
+                if !trace.is_finished {
+                    trace.ended = None;
+                }
+                let attributes = lookup_attributes(&session, &outcome);
+                (id, trace.root, "mp.lookup_prefetch", attributes, None)
+            }
+            Work::TierCall(lookup, call) => {
+                let failure = call.succeeded.is_none().then_some("no_answer");
+                let attributes = tier_attributes(&session, &call);
+                (self.ids.span(), lookup, call.name, attributes, failure)
+            }
+            Work::Transfer(transfer) => {
+                let number = self.transfers;
+                self.transfers += 1;
+                let name = match transfer.kind {
+                    TransferKind::Store => "mp.store",
+                    TransferKind::Retrieve => "mp.retrieve",
+                };
+                let attributes = transfer_attributes(&session, &transfer, number);
+                (
+                    self.ids.span(),
+                    trace.root,
+                    name,
+                    attributes,
+                    transfer.failure,
+                )
+            }
+        };
+        if trace.is_sampled {
+            spans.push(Span {
+                trace: trace.id,
+                id,
+                parent: Some(parent),
+                is_parent_remote: false,
+                name,
+                start,
+                end,
+                attributes,
+                failure,
+            });
+        }
+    }
+
+    fn open(&mut self, session: &Arc<Session>, start: u64, now: Instant, spans: &mut Vec<Span>) {
+        while self.open.len() >= MAX_SESSIONS {
+            let Some((oldest, serial)) = self.ages.pop_front() else {
+                break;
+            };
+            if self.open.get(&oldest).is_some_and(|it| it.serial == serial)
+                && let Some(mut trace) = self.open.remove(&oldest)
+            {
+                spans.extend(trace.finish(&oldest));
+            }
+        }
+        let parent = session.parent;
+        let trace = Trace {
+            serial: self.next_serial,
+            id: parent.map_or_else(|| self.ids.trace(), |parent| parent.trace),
+            root: self.ids.span(),
+            parent: parent.map(|parent| parent.span),
+            is_sampled: parent.is_none_or(|parent| parent.is_sampled),
+            start,
+            end: start,
+            outcome: LookupOutcome::default(),
+            begun: now,
+            ended: None,
+            is_finished: false,
+        };
+        self.ages.push_back((Arc::clone(session), trace.serial));
+        self.next_serial += 1;
+        self.open.insert(Arc::clone(session), trace);
+    }
+
+    /// Finishes the sessions that have ended, and forgets those that ended long ago.
+    pub fn sweep(&mut self, now: Instant, spans: &mut Vec<Span>) {
+        let ttl = self.ttl;
+        self.open.retain(|session, trace| {
+            if now.saturating_duration_since(trace.begun) > ttl {
+                trace.ended.get_or_insert(now);
+            }
+            let Some(ended) = trace.ended else {
+                return true;
+            };
+            let since = now.saturating_duration_since(ended);
+            if since >= LINGER {
+                spans.extend(trace.finish(session));
+            }
+            since < LINGER + MEMORY
+        });
+        let open = &self.open;
+        self.ages
+            .retain(|(session, serial)| open.get(session).is_some_and(|it| it.serial == *serial));
+    }
+
+    /// Finishes all sessions.
+    pub fn finish(&mut self, spans: &mut Vec<Span>) {
+        for (session, trace) in &mut self.open {
+            spans.extend(trace.finish(session));
+        }
+    }
+}
+
+impl Trace {
+    /// The root, once.
+    fn finish(&mut self, session: &Session) -> Option<Span> {
+        if self.is_finished || !self.is_sampled {
+            return None;
+        }
+        self.is_finished = true;
+        Some(Span {
+            trace: self.id,
+            id: self.root,
+            parent: self.parent,
+            is_parent_remote: self.parent.is_some(),
+            name: "request",
+            start: self.start,
+            end: self.end,
+            attributes: root_attributes(session, &self.outcome),
+            failure: None,
+        })
+    }
+}
+
+fn nanos(time: SystemTime) -> u64 {
+    let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
+    u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// Attributes of a list.
+type Attributes = Vec<(&'static str, Value)>;
+
+fn root_attributes(session: &Session, outcome: &LookupOutcome) -> Attributes {
+    let LookupOutcome {
+        requested_tokens,
+        l1_hit_tokens,
+        l2_hit_tokens,
+        l1_hit_keys,
+        l2_hit_keys,
+        early_exit_reason,
+        ..
+    } = *outcome;
+    let hit_tokens = l1_hit_tokens + l2_hit_tokens;
+    let rate = |tokens: u64| tokens as f64 / requested_tokens.max(1) as f64;
+    vec![
+        ("session_id", (&*session.request_id).into()),
+        ("hit_tokens", hit_tokens.into()),
+        ("requested_tokens", requested_tokens.into()),
+        ("hit_rate", rate(hit_tokens).into()),
+        ("l1_hit_tokens", l1_hit_tokens.into()),
+        ("l2_hit_tokens", l2_hit_tokens.into()),
+        ("l1_hit_rate", rate(l1_hit_tokens).into()),
+        ("l2_hit_rate", rate(l2_hit_tokens).into()),
+        ("l1_hit_keys", l1_hit_keys.into()),
+        ("l2_hit_keys", l2_hit_keys.into()),
+        ("early_exit_reason", early_exit_reason.into()),
+    ]
+}
+
+fn lookup_attributes(session: &Session, outcome: &LookupOutcome) -> Attributes {
+    let hit_tokens = outcome.l1_hit_tokens + outcome.l2_hit_tokens;
+    let words = Value::in_words::<u64>;
+    vec![
+        ("session_id", (&*session.request_id).into()),
+        ("found_count", words(outcome.found_chunks)),
+        ("requested_tokens", words(outcome.requested_tokens)),
+        ("hit_tokens", words(hit_tokens)),
+        ("l1_hit_tokens", words(outcome.l1_hit_tokens)),
+        ("l2_hit_tokens", words(outcome.l2_hit_tokens)),
+        ("l1_hit_keys", words(outcome.l1_hit_keys)),
+        ("l2_hit_keys", words(outcome.l2_hit_keys)),
+        ("early_exit_reason", outcome.early_exit_reason.into()),
+        ("model_name", (&session.model_name).into()),
+        ("cache_salt", (&session.cache_salt).into()),
+    ]
+}
+
+fn tier_attributes(session: &Session, call: &TierCall) -> Attributes {
+    vec![
+        ("session_id", (&*session.request_id).into()),
+        ("l2_name", (&call.tier).into()),
+        ("objects", call.objects.into()),
+        ("succeeded_objects", call.succeeded.unwrap_or(0).into()),
+        ("total_bytes", call.bytes.into()),
+        ("model_name", (&session.model_name).into()),
+        ("cache_salt", (&session.cache_salt).into()),
+    ]
+}
+
+fn transfer_attributes(session: &Session, transfer: &Transfer, number: u64) -> Attributes {
+    let count = match transfer.kind {
+        TransferKind::Store => "stored_count",
+        TransferKind::Retrieve => "retrieved_count",
+    };
+    let key = format!("{}#{number}", session.request_id);
+    let mut attributes = vec![
+        ("session_id", (&*session.request_id).into()),
+        ("device", transfer.device.into()),
+        ("model_name", (&session.model_name).into()),
+        ("transfer_key", Value::Text(key.into())),
+        (count, Value::in_words(transfer.chunks)),
+        ("engine_id", Value::in_words(transfer.engine_id)),
+        ("total_bytes", Value::in_words(transfer.bytes)),
+        ("num_tokens", Value::in_words(transfer.tokens)),
+    ];
+    // LMCache's store has none.
+    if transfer.kind == TransferKind::Retrieve {
+        attributes.push(("cache_salt", (&session.cache_salt).into()));
+    }
+    attributes
+}
+
+#[cfg(test)]
+mod tests;
