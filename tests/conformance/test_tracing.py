@@ -1,6 +1,8 @@
 """Traces of requests, at a collector that is a real gRPC server. LMCache's own server has to pass the tests of its spans too."""
 
 import re
+import shutil
+import subprocess
 
 import grpc
 import pytest
@@ -213,7 +215,7 @@ def test_refusals_of_the_collector(serve, engines):
         if kind == "unavailable":
             context.abort(grpc.StatusCode.UNAVAILABLE, "later")
         if kind == "unauthenticated":
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "who?")
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "no token")
         if kind == "part":
             return trace_service_pb2.ExportTraceServiceResponse(partial_success={"rejected_spans": 1, "error_message": "full"})
         return None
@@ -238,16 +240,20 @@ def test_refusals_of_the_collector(serve, engines):
 
 @pytest.mark.ours("LMCache's server has no TLS")
 def test_collector_behind_tls(serve, engines, tmp_path):
-    """`https://` trusts the authorities of the system, of which SSL_CERT_FILE names one here."""
-    trustme = pytest.importorskip("trustme")
-    authority = trustme.CA()
-    certificate = authority.issue_cert("localhost")
-    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
-    chain = b"".join(part.bytes() for part in certificate.cert_chain_pems)
-    credentials = grpc.ssl_server_credentials([(certificate.private_key_pem.bytes(), chain)])
+    """`https://` trusts the authorities of the system; here SSL_CERT_FILE names the only one."""
+    if not shutil.which("openssl"):
+        pytest.skip("no openssl")
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost",
+         "-addext", "subjectAltName=DNS:localhost", "-addext", "basicConstraints=critical,CA:FALSE",
+         "-keyout", str(key), "-out", str(certificate)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    credentials = grpc.ssl_server_credentials([(key.read_bytes(), certificate.read_bytes())])
     collector = Collector(credentials=credentials).start()
     try:
-        server = serve("engine_shm", flags=collector.flags, env={"SSL_CERT_FILE": str(tmp_path / "ca.pem")})
+        server = serve("engine_shm", flags=collector.flags, env={"SSL_CERT_FILE": str(certificate)})
         request = store(engines(server), tokens(CHUNK))
         collector.wait(request, ["request", "mp.lookup_prefetch", "mp.store"])
     finally:

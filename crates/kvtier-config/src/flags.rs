@@ -282,7 +282,7 @@ pub struct ServerArgs {
     #[arg(long, value_name = "FILE", help_heading = "HTTP")]
     pub http_tls_key: Option<PathBuf>,
 
-    /// Send traces of requests to an OpenTelemetry collector; needs --otlp-endpoint (docs/metrics.md)
+    /// Send traces of requests to an OpenTelemetry collector; needs --otlp-endpoint (docs/traces.md)
     #[arg(long, help_heading = "Traces")]
     pub enable_tracing: bool,
     /// Collector that takes OTLP over gRPC, as http://HOST:4317, or https:// for TLS with the authorities of the system.

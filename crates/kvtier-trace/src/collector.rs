@@ -109,12 +109,12 @@ impl Collector {
         // Removed while it is used: a call that fails or is cancelled leaves none behind.
         let link = self.link.take();
         let call = async {
-            let mut link = match link {
+            let link = match link {
                 Some(link) => link,
                 None => self.connect().await?,
             };
-            let answer = self.call(&mut link.requests, request).await;
-            Ok((link, answer))
+            let answer = self.call(&link.requests, request).await;
+            Ok::<_, Failure>((link, answer))
         };
         let too_late = |_| Failure::Unavailable("no answer in time".to_owned());
         let (link, answer) = timeout(CALL_TIMEOUT, call).await.map_err(too_late)??;
@@ -146,7 +146,7 @@ impl Collector {
 
     async fn call(
         &self,
-        requests: &mut SendRequest<Bytes>,
+        requests: &SendRequest<Bytes>,
         message: &[u8],
     ) -> Result<(u64, String), Failure> {
         let failed = |error: h2::Error| unavailable("HTTP/2")(&error);

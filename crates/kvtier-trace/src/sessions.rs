@@ -204,10 +204,9 @@ impl Sessions {
 impl Trace {
     /// The root, once.
     fn finish(&mut self, session: &Session) -> Option<Span> {
-        if self.is_finished || !self.is_sampled {
+        if std::mem::replace(&mut self.is_finished, true) || !self.is_sampled {
             return None;
         }
-        self.is_finished = true;
         Some(Span {
             trace: self.id,
             id: self.root,
