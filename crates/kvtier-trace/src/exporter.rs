@@ -246,20 +246,27 @@ impl Waiting {
     /// The spans that are sent next; none once there will be no more.
     async fn next_batch(&self) -> Vec<Span> {
         loop {
-            let mut spans = self.spans.borrow_mut();
-            let is_stopping = self.is_stopping.get();
-            if spans.len() >= BATCH || self.are_due.get() || is_stopping {
-                let len = spans.len().min(BATCH);
-                let batch: Vec<_> = spans.drain(..len).collect();
-                self.are_due.set(!spans.is_empty() && self.are_due.get());
-                self.in_flight.set(batch.len());
-                if is_stopping || !batch.is_empty() {
-                    return batch;
-                }
+            if let Some(batch) = self.take_batch() {
+                return batch;
             }
-            drop(spans);
             self.changed.notified().await;
         }
+    }
+
+    /// The spans that are sent now, if any are.
+    fn take_batch(&self) -> Option<Vec<Span>> {
+        let mut spans = self.spans.borrow_mut();
+        let is_stopping = self.is_stopping.get();
+        if spans.len() < BATCH && !self.are_due.get() && !is_stopping {
+            return None;
+        }
+        let len = spans.len().min(BATCH);
+        let batch: Vec<_> = spans.drain(..len).collect();
+        if spans.is_empty() {
+            self.are_due.set(false);
+        }
+        self.in_flight.set(batch.len());
+        (is_stopping || !batch.is_empty()).then_some(batch)
     }
 
     async fn stopping(&self) {
