@@ -200,9 +200,12 @@ def test_silent_collector_disturbs_no_request(serve, engines):
     store(engine, prompt)
 
     def some_lost():
-        # 200 requests have 400 spans, and 4096 may wait.
-        for _ in range(200):
-            assert engine.hits(prompt) == CHUNK
+        # 500 requests have 1000 spans, and 4096 may wait.
+        for _ in range(500):
+            request = engine.new_request()
+            engine.scheduler.maybe_submit_lookup_request(request, prompt)
+            engine.end(request)
+        assert engine.hits(prompt) == CHUNK
         return lost(server, "buffer_full")
 
     wait_until(some_lost, 300, "lost spans")
