@@ -79,15 +79,16 @@ def lost(server, reason):
     return metric(server, "kvtier_trace_lost_spans_total", reason=reason)
 
 
-@pytest.mark.parametrize("mode", ["engine_shm", "engine_pickle", "cuda"])
+@pytest.mark.parametrize("mode", ["lmcache_driven", "engine_shm", "engine_pickle", "cuda"])
 def test_spans_of_requests_are_lmcaches(collector, serve, engines, mode, peer):
     """Names, parents, kinds of values and attributes of a miss that stores and of a hit that loads."""
-    if peer and mode != "engine_shm":
-        pytest.skip("one mode shows LMCache's spans")
+    if peer and mode != "lmcache_driven":
+        pytest.skip("LMCache's server has spans of what it copies itself, on a real GPU or a CPU")
     server = serve(mode, fresh=True, flags=collector.flags)
     engine = engines(server)
     prompt = tokens(4 * CHUNK)
     cold = collector.wait(store(engine, prompt), ["request", "mp.lookup_prefetch", "mp.store"])
+    engine.wait_hit(prompt, len(prompt))
     warm = collector.wait(retrieve(engine, prompt), ["request", "mp.lookup_prefetch", "mp.retrieve"])
     for spans in (cold, warm):
         root = spans["request"]
