@@ -132,9 +132,14 @@ impl TracingConfig {
     pub(super) fn of(args: &ServerArgs) -> Result<Option<Self>> {
         let endpoint = args.otlp_endpoint.as_deref().map(|text| {
             OtlpEndpoint::parse(text).ok_or_else(|| {
+                // Without a scheme a password would not be recognized, and be logged.
+                let shown = match text.rsplit_once('@') {
+                    Some((_, host)) => format!("***@{host}"),
+                    None => text.to_owned(),
+                };
                 refuse(
                     "otlp-endpoint",
-                    format!("{text:?}"),
+                    format!("{shown:?}"),
                     "give http://HOST:4317 or https://HOST:4317, without a path (OTLP over gRPC has none) and without user \
                      and password (OTEL_EXPORTER_OTLP_HEADERS has what a collector asks for)",
                 )
@@ -287,13 +292,15 @@ mod tests {
             error.contains("--enable-tracing needs --otlp-endpoint"),
             "{error}"
         );
-        let bad = ["--otlp-endpoint", "http://me:MARK@h:4317"];
-        let error = tracing(&bad).unwrap_err().to_string();
-        assert!(
-            error.contains("--otlp-endpoint") && error.contains("give http://HOST:4317"),
-            "{error}"
-        );
-        assert!(!error.contains("MARK"), "{error}");
+        for endpoint in ["http://me:MARK@h:4317", "me:MARK@h:4317"] {
+            let bad = ["--otlp-endpoint", endpoint];
+            let error = tracing(&bad).unwrap_err().to_string();
+            assert!(
+                error.contains("--otlp-endpoint") && error.contains("give http://HOST:4317"),
+                "{error}"
+            );
+            assert!(!error.contains("MARK"), "{error}");
+        }
     }
 
     #[test]

@@ -297,8 +297,9 @@ impl Drop for Server {
             let _ = thread.join();
         }
         self.end_http();
-        self.engine.end_traces();
         self.engine.close();
+        // Last, since a collector may be silent: L1 is kept by then.
+        self.engine.end_traces();
         // The front end goes with the fields, and only then the request port.
     }
 }
