@@ -28,7 +28,7 @@ class Engine:
                  model="test/model", register=True, store_timeout=None, **options):  # fmt: skip
         """``mode``: engine_driven, lmcache_driven, or pickle; ``timeout``: of everything except the set-up."""
         patience = max(timeout, TIMEOUT)
-        self.layout = layouts.layout(layout)
+        self.layout = layouts.layout(layout) if isinstance(layout, str) else layout
         self.scheduler = SchedulerAdapter(
             url, model, block_tokens=BLOCK, timeout=patience, lookup_timeout=patience, heartbeat=heartbeat,
             **{k: v for k, v in options.items() if k in ("world_size", "num_kv_readers", "wait_for_server", "chunk_tokens")},

@@ -1,0 +1,138 @@
+#!/usr/bin/env python3
+"""Engines of several tenants on a server while everything around it fails; see README.md.
+
+  run.py --package DIR --seed 7                  one round; DIR has the Python package kvtier
+  run.py --package DIR --seed 7 --seconds 3600   rounds for an hour; the seeds of the next ones follow from the first
+  run.py --package DIR --seed 7 --plan           prints what would happen
+
+Exit status 0 if nothing was violated.
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "harness"), str(HERE.parent / "python")]
+os.environ.update(LMCACHE_TRACK_USAGE="false", LMCACHE_DISABLE_BANNER="1", DO_NOT_TRACK="1", LMCACHE_LOG_LEVEL="ERROR")
+
+
+def arguments():
+    """The command line."""
+    home = Path(os.environ.get("KVTIER_E2E_HOME") or os.path.expanduser("~/.cache/kvtier-e2e"))
+    parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
+    parser.add_argument("--seed", type=int, action="append", required=True, help="of the first round; several for a round of each")
+    parser.add_argument("--seconds", type=float, default=0, help="no round begins later; 0 is a round per seed")
+    parser.add_argument("--round-seconds", type=float, default=20, help="of a round's faults; part of what makes a round")
+    parser.add_argument("--package", type=Path, help="directory with the Python package kvtier")
+    parser.add_argument("--logs", type=Path, default=home / "logs" / "torture")
+    parser.add_argument("--summary", type=Path, help="path without a suffix of a summary, as .txt and .json")
+    parser.add_argument("--plan", action="store_true")
+    return parser.parse_args()
+
+
+def seeds(options):
+    """The seeds of rounds: those given, then as many as time allows."""
+    yield from options.seed
+    following = random.Random(options.seed[-1])
+    began = time.monotonic()
+    while time.monotonic() - began < options.seconds:
+        yield following.randrange(1 << 32)
+
+
+class Summary:
+    """What all rounds have seen."""
+
+    def __init__(self):
+        self.began, self.rounds, self.compared, self.refused = time.time(), 0, 0, 0
+        self.operations, self.faults, self.tiers, self.modes, self.violations = Counter(), Counter(), Counter(), Counter(), Counter()
+        self.failed, self.slowest = [], {}
+
+    def add(self, round_, violations):
+        """The results of a round."""
+        self.rounds += 1
+        self.compared += getattr(round_, "compared", 0)
+        self.refused += round_.refused_take_overs
+        for op, results in getattr(round_, "operations", {}).items():
+            self.operations.update({f"{op}: {result}": count for result, count in results.items()})
+        for op, seconds in getattr(round_, "slowest", {}).items():
+            self.slowest[op] = max(self.slowest.get(op, 0), seconds)
+        self.faults.update(round_.done)
+        self.tiers["+".join(round_.plan.tiers) or "none"] += 1
+        self.modes.update(f"{spec.client} {spec.mode}" for spec in round_.plan.engines)
+        self.violations.update(violation.kind for violation in violations)
+        if violations:
+            self.failed.append(round_.plan.seed)
+
+    def data(self):
+        """For JSON."""
+        return {
+            "seconds": round(time.time() - self.began), "rounds": self.rounds, "rounds_by_tiers": dict(self.tiers),
+            "engines_by_mode": dict(self.modes), "operations": dict(sorted(self.operations.items())),
+            "operations_total": sum(self.operations.values()), "bytes_compared": self.compared, "slowest_seconds": self.slowest,
+            "faults": dict(sorted(self.faults.items())), "faults_total": sum(self.faults.values()),
+            "take_overs_refused": self.refused, "violations": dict(self.violations),
+            "violations_total": sum(self.violations.values()), "failed_seeds": self.failed,
+        }  # fmt: skip
+
+    def text(self):
+        """For people."""
+        lines = []
+        for name, value in self.data().items():
+            if isinstance(value, dict):
+                lines += [f"{name}:", *(f"  {count:>9}  {key}" for key, count in value.items())]
+            else:
+                lines.append(f"{name}: {value}")
+        return "\n".join(lines) + "\n"
+
+    def write(self, path):
+        """Both forms."""
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_suffix(".json").write_text(json.dumps(self.data(), indent=1) + "\n")
+            path.with_suffix(".txt").write_text(self.text())
+
+
+def main():
+    """All rounds."""
+    options = arguments()
+    if options.package:
+        sys.path.insert(0, str(options.package))
+    import plan
+
+    if options.plan:
+        for seed in options.seed:
+            print(seed, plan.make(seed, options.round_seconds))
+        return 0
+    from round import Round
+
+    summary = Summary()
+    for seed in seeds(options):
+        made, logs, began = plan.make(seed, options.round_seconds), options.logs / str(seed), time.monotonic()
+        shutil.rmtree(logs, ignore_errors=True)
+        round_ = Round(made, logs)
+        violations = round_.run()
+        summary.add(round_, violations)
+        asked = sum(sum(results.values()) for results in round_.operations.values())
+        about = f"seed {seed}: {asked} requests, {len(round_.done)} faults, {time.monotonic() - began:.0f} s; {made}"
+        if violations:
+            again = f"tests/torture/run.py --package {options.package} --seed {seed} --round-seconds {options.round_seconds:g}"
+            print(f"FAIL {about}\n  again: {again}\n  logs: {logs}", flush=True)
+            for violation in violations[:20]:
+                print(f"  {violation.kind}: {violation.text}", flush=True)
+        else:
+            print(f"PASS {about}", flush=True)
+            shutil.rmtree(logs, ignore_errors=True)
+        summary.write(options.summary)
+    print(summary.text(), end="")
+    return 1 if summary.failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
