@@ -26,6 +26,8 @@ BUSY = {"descriptors": 400, "threads": 40, "segments": 2, "rss_mib": 200}
 IDLE = {"descriptors": 12, "threads": 8, "segments": 0}
 # More with a GPU: its driver's threads, and memory that the fake driver shares.
 BUSY_GPU, IDLE_GPU = {"threads": 12, "segments": 30}, {"threads": 12, "segments": 1}
+# Connections that the client of a Redis or a bucket keeps.
+KEPT_CONNECTIONS = 64
 # Seconds until nothing is held for engines that were killed: they fall silent, and their memory stays for one more TTL.
 IDLE_SECONDS = REAP + 2 * WRITE_TTL + 40
 
@@ -33,7 +35,7 @@ IDLE_SECONDS = REAP + 2 * WRITE_TTL + 40
 OF_TIERS = r"WARN kvtier_l2(?!.*not what was stored)"
 EXPECTED = {
     "": [r"prepared and not committed in time"],
-    **dict.fromkeys(["kill", "term", "damage_ledger"], [r"the worker registered with an earlier process of the server"]),
+    **dict.fromkeys(["kill", "term", "damage_ledger"], [r"the worker registered with an earlier process of the server", r"the pages are being closed"]),
     "engine_kill": [r"fell silent", r"process has ended", r"registration refused.*living process"],
     **dict.fromkeys(["flip", "truncate", "remove"], [r"WARN kvtier_l2"]),
     **dict.fromkeys(["stop", "base_away", "disk_full", "redis_kill", "redis_stop", "redis_pause", "s3_kill", "s3_stop"], [OF_TIERS]),
@@ -98,6 +100,8 @@ class Round(Faults):
     def limits(self, usual, with_gpu):
         """What the server may have: that much more than after its start. L1 is touched in the background."""
         more = {name: count + (with_gpu.get(name, 0) if self.plan.mode == "all" else 0) for name, count in usual.items()}
+        if {"redis", "s3"} & {*self.plan.tiers}:
+            more["descriptors"] += KEPT_CONNECTIONS
         return {name: count + (self.plan.l1_mib if name == "rss_mib" else self.first_level[name]) for name, count in more.items()}
 
     def idle_state(self):
