@@ -51,7 +51,7 @@ class Faults:
         plan, removes = self.plan, not self.plan.restore or damage is not None
         with self.window(fault.kind, removes=removes):
             before = {}
-            if plan.restore and plan.is_roomy and not removes:
+            if plan.restore and plan.keeps_stored and not removes:
                 before["l1"] = set(self.objects("l1"))
             if "fs" in plan.tiers:
                 before["fs-0"] = set(self.objects("l2", "fs-0"))

@@ -69,6 +69,11 @@ class Plan:
         """Size of L1."""
         return 128 if self.is_roomy else 12
 
+    @property
+    def keeps_stored(self):
+        """Whether what L1 has stays there until a fault removes it. With the prefetch policy `default`, loads do not."""
+        return self.is_roomy and "default" not in self.flags
+
     def __str__(self):
         engines = ", ".join(f"{e.client} {e.mode}{' behind the proxy' if e.is_proxied else ''}" for e in self.engines)
         about = f"{self.mode}, tiers {'+'.join(self.tiers) or 'none'}, L1 {self.l1_mib} MiB, restore {'on' if self.restore else 'off'}"

@@ -218,7 +218,7 @@ class Round(Faults):
             tiers.settled(self.server)
         asked = checker.requests(checker.read(sorted(self.logs.glob("engine-*.jsonl"))))
         # In a small L1, and behind a quota, anything may have been evicted.
-        kept = checker.guaranteed(asked, self.windows) if self.plan.is_roomy else set()
+        kept = checker.guaranteed(asked, self.windows) if self.plan.keeps_stored else set()
         for model in sorted({spec.model for spec in self.plan.engines}):
             mode = ["engine_driven", "lmcache_driven", "cuda"][model // 2]
             wanted = checker.wanted_prompts(kept, model, len(TENANTS), PROMPTS, CHUNKS)
