@@ -99,6 +99,14 @@ def stopped(process, length):
     return True
 
 
+def away(server, length):
+    """Ends a server for a while."""
+    server.stop()
+    time.sleep(length)
+    server.start()
+    return True
+
+
 class OfRedis:
     """A Redis of the machine."""
 
@@ -108,10 +116,7 @@ class OfRedis:
 
     def redis_kill(self, length):
         """Is away for a while, and comes back empty."""
-        self.server.stop()
-        time.sleep(length)
-        self.server.start()
-        return True
+        return away(self.server, length)
 
     def redis_stop(self, length):
         """Hangs."""
@@ -137,10 +142,7 @@ class OfS3:
 
     def s3_kill(self, length):
         """Is away for a while; its objects stay."""
-        self.server.stop()
-        time.sleep(length)
-        self.server.start()
-        return True
+        return away(self.server, length)
 
     def s3_stop(self, length):
         """Hangs."""

@@ -7,7 +7,8 @@
 
 use std::time::Duration;
 
-use crate::wire::{self, Reader};
+use crate::settings;
+use crate::wire;
 
 /// Name of the setting.
 const NAME: &str = "kvtier.deadline_monotonic_ms";
@@ -15,31 +16,14 @@ const NAME: &str = "kvtier.deadline_monotonic_ms";
 /// The settings of a key with this deadline alone, in the time of the monotonic clock.
 #[must_use]
 pub fn encode(deadline: Duration) -> Vec<u8> {
-    let mut settings = Vec::new();
-    wire::write_map_len(&mut settings, 1);
-    wire::write_str(&mut settings, NAME);
-    wire::write_uint(
-        &mut settings,
-        u64::try_from(deadline.as_millis()).unwrap_or(u64::MAX),
-    );
-    settings
+    let millis = u64::try_from(deadline.as_millis()).unwrap_or(u64::MAX);
+    settings::encode(NAME, |out| wire::write_uint(out, millis))
 }
 
 /// The deadline among a key's settings, if there is a valid one.
 #[must_use]
 pub fn decode(settings: Option<&[u8]>) -> Option<Duration> {
-    let mut millis = None;
-    Reader::new(settings?)
-        .map(|name, value| {
-            if name == NAME {
-                millis = Some(value.int::<u64>()?);
-                Ok(())
-            } else {
-                value.skip()
-            }
-        })
-        .ok()?;
-    millis.map(Duration::from_millis)
+    settings::find(settings, NAME, |value| value.int::<u64>()).map(Duration::from_millis)
 }
 
 /// The deadline in the time of the monotonic clock, `now`, that is `left` away by another clock. They are asked in this

@@ -54,5 +54,6 @@ pub mod operation;
 pub mod pickle;
 pub mod request;
 pub mod response;
+mod settings;
 pub mod traceparent;
 pub mod wire;

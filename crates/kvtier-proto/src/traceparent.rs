@@ -3,7 +3,8 @@
 //! Its client may name its own span, as W3C Trace Context writes it, in one of the key's free-form settings
 //! (`request_configs`), which servers that do not know it ignore.
 
-use crate::wire::{self, Reader};
+use crate::settings;
+use crate::wire;
 
 /// Name of the setting.
 const NAME: &str = "traceparent";
@@ -14,28 +15,13 @@ const MAX_BYTES: usize = 256;
 /// The settings of a key with this span alone.
 #[must_use]
 pub fn encode(traceparent: &str) -> Vec<u8> {
-    let mut settings = Vec::new();
-    wire::write_map_len(&mut settings, 1);
-    wire::write_str(&mut settings, NAME);
-    wire::write_str(&mut settings, traceparent);
-    settings
+    settings::encode(NAME, |out| wire::write_str(out, traceparent))
 }
 
 /// The span among a key's settings, if one is named. It is not checked.
 #[must_use]
 pub fn decode(settings: Option<&[u8]>) -> Option<&str> {
-    let mut found = None;
-    Reader::new(settings?)
-        .map(|name, value| {
-            if name == NAME {
-                found = Some(value.str()?);
-                Ok(())
-            } else {
-                value.skip()
-            }
-        })
-        .ok()?;
-    found.filter(|text| text.len() <= MAX_BYTES)
+    settings::find(settings, NAME, |value| value.str()).filter(|text| text.len() <= MAX_BYTES)
 }
 
 #[cfg(test)]
