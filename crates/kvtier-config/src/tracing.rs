@@ -4,6 +4,7 @@ use std::env;
 use std::fmt;
 
 use kvtier_error::{Error, Result};
+use kvtier_l2::connect::host_and_port;
 
 use super::checks::refuse;
 use super::flags::ServerArgs;
@@ -83,37 +84,8 @@ impl OtlpEndpoint {
             Some(_) => return None,
         };
         let authority = rest.strip_suffix('/').unwrap_or(rest);
-        let (host, port) = match authority.strip_prefix('[') {
-            Some(rest) => {
-                let (host, port) = rest.split_once(']')?;
-                host.parse::<std::net::Ipv6Addr>().ok()?;
-                (
-                    host,
-                    port.strip_prefix(':').or(port.is_empty().then_some(""))?,
-                )
-            }
-            None => {
-                let (host, port) = match authority.split_once(':') {
-                    None => (authority, ""),
-                    Some((_, "")) => return None,
-                    Some(parts) => parts,
-                };
-                let is_allowed = |c: char| c.is_ascii_alphanumeric() || "-._".contains(c);
-                if host.is_empty() || !host.chars().all(is_allowed) {
-                    return None;
-                }
-                (host, port)
-            }
-        };
-        let port = match port {
-            "" => PORT,
-            port => port.parse().ok().filter(|port| *port > 0)?,
-        };
-        Some(Self {
-            tls,
-            host: host.to_owned(),
-            port,
-        })
+        let (host, port) = host_and_port(authority, PORT)?;
+        Some(Self { tls, host, port })
     }
 }
 

@@ -7,6 +7,7 @@ use std::time::Duration;
 use super::S3Adapter;
 use super::http::Server;
 use super::sign::Credentials;
+use kvtier_l2::connect::host_and_port;
 use kvtier_l2::{
     Adapter, AdapterConfig, AdapterType, ClientTls, ConfigError, L2Error, Registry,
     config::{Fallback, Interval, Key, MAX_CAPACITY_GB, Options, Shape},
@@ -95,28 +96,6 @@ impl S3Options {
             request_timeout: seconds("request_timeout"),
         })
     }
-}
-
-/// Parses host and port, `None` if they are invalid.
-fn host_and_port(authority: &str, default: u16) -> Option<(String, u16)> {
-    let (host, port) = match authority.strip_prefix('[') {
-        Some(rest) => {
-            let (host, rest) = rest.split_once(']')?;
-            host.parse::<std::net::Ipv6Addr>().ok()?;
-            (
-                host,
-                rest.strip_prefix(':').or(rest.is_empty().then_some(""))?,
-            )
-        }
-        None => authority.split_once(':').unwrap_or((authority, "")),
-    };
-    let port = match port {
-        "" if !authority.ends_with(':') => default,
-        port => port.parse().ok().filter(|port| *port > 0)?,
-    };
-    let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_' | ':');
-    (!host.is_empty() && host.len() < 256 && host.chars().all(plain))
-        .then(|| (host.to_owned(), port))
 }
 
 /// Whether no bucket's name can stand before this host.

@@ -20,3 +20,26 @@ pub async fn connect_any(host: &str, port: u16, limit: Duration) -> io::Result<T
     }
     Err(failed)
 }
+
+/// Reads `HOST`, `HOST:PORT`, `[IPV6]` or `[IPV6]:PORT`; `None` if it is invalid. The host is returned without brackets.
+#[must_use]
+pub fn host_and_port(authority: &str, default: u16) -> Option<(String, u16)> {
+    let (host, port) = match authority.strip_prefix('[') {
+        Some(rest) => {
+            let (host, rest) = rest.split_once(']')?;
+            host.parse::<std::net::Ipv6Addr>().ok()?;
+            (
+                host,
+                rest.strip_prefix(':').or(rest.is_empty().then_some(""))?,
+            )
+        }
+        None => authority.split_once(':').unwrap_or((authority, "")),
+    };
+    let port = match port {
+        "" if !authority.ends_with(':') => default,
+        port => port.parse().ok().filter(|port| *port > 0)?,
+    };
+    let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_' | ':');
+    (!host.is_empty() && host.len() < 256 && host.chars().all(plain))
+        .then(|| (host.to_owned(), port))
+}
