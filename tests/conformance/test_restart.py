@@ -1,13 +1,12 @@
 """The server dies and comes back; the unmodified client recovers by itself."""
 
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from kvrig import gpu, tiers
 from kvrig.engine import tokens
-from kvrig.server import our_command
+from kvrig.server import await_pings, our_command
 from kvrig.waiting import wait_until
 
 MODES = ["lmcache_driven", "engine_shm", "engine_pickle", gpu.MODE]
@@ -72,14 +71,6 @@ def forget(server):
     server.start()
 
 
-def await_pings(server, tmp_path):
-    """Until the worker's registration has two pings of it: their interval is not 0."""
-    (state,) = (tmp_path / "state" / "kept").glob("id")
-    (folder,) = Path("/dev/shm").glob(f"kvtier_*_{state.read_text()}")
-    (file,) = folder.iterdir()
-    wait_until(lambda: any(file.read_bytes()[16:24]), 60, "two pings")
-
-
 def prove_chunk_size(engine):
     """Two prompts of different lengths: a restarted server serves no lookup before."""
     for length in (63, 47):
@@ -98,7 +89,7 @@ def test_first_requests_after_a_kill_are_served(serve, engines, mode, tmp_path):
     stored = engine.worker.read(engine.blocks_for(32))
     adapter = engine.worker.adapter
     before = adapter.transfer_ctx
-    await_pings(server, tmp_path)
+    await_pings(tmp_path / "state" / "kept")
 
     server.kill()
     server.start()
@@ -138,7 +129,7 @@ def test_requests_that_a_client_has_abandoned_are_not_served(serve, engines, tmp
     server.expect_trouble(r"instance")
     engine = engines(server, heartbeat=2.0, mq_timeout=300)
     round_trip(engine)
-    await_pings(server, tmp_path)
+    await_pings(tmp_path / "state" / "kept")
     server.kill()
     lost, blocks = tokens(32), engine.blocks_for(32)
     engine.worker.submit_store(engine.new_request(), lost, 0, 32, blocks)

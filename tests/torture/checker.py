@@ -147,7 +147,8 @@ def check_answers(asked, windows, killed=(), is_roomy=False):
 
 def guaranteed(asked, windows):
     """Identities that L1 must have, if it has space for all: stored after the last fault that removes any. Where a store of the same
-    chunk has no answer, its memory may still be granted to its engine, and stores beside it were answered without being kept."""
+    chunk has no answer, its memory may still be granted to its engine, and stores beside it were answered without being kept. LMCache's
+    client calls a store done that a server has answered which does not know the worker, until it has registered again."""
     since = max([w.end for w in windows if w.removes], default=0.0)
     stores, doubtful = set(), set()
     for request in asked:
@@ -155,7 +156,7 @@ def guaranteed(asked, windows):
             continue
         if request.result is not True or request.end is None:
             doubtful.update(request.identities())
-        elif request.begin > since:
+        elif request.begin > since and not (request.about.get("client") == "lmcache" and disturbances(request, windows)):
             stores.update(request.identities())
     return stores - doubtful
 

@@ -100,6 +100,10 @@ def test_stores_are_guaranteed_until_something_removes_them():
     wanted = set(asked(STORED)[0].identities())
     assert checker.guaranteed(asked(STORED), [Window("stop", 3.0, 4.0)]) == wanted
     assert checker.guaranteed(asked(STORED), [Window("clear", 3.0, 4.0, removes=True)]) == set()
+    of_lmcache = asked(STORED)
+    of_lmcache[0].about["client"] = "lmcache"
+    assert checker.guaranteed(of_lmcache, []) == wanted
+    assert checker.guaranteed(of_lmcache, [Window("stop", 0.0, 0.1)]) == set()
     abandoned = event(2, "store", 1.5, None, None, engine=3, last=1)
     assert checker.guaranteed(asked(STORED, abandoned), []) == set(asked(STORED)[0].identities()[1:])
 

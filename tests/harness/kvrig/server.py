@@ -49,6 +49,13 @@ FIRST_PORT, PORTS_PER_BLOCK, PORT_BLOCKS = 20000, 500, 24
 _block = (None, None, None)
 
 
+def await_pings(state):
+    """Until the only worker whose registration this state directory keeps has sent two pings: their interval is known."""
+    (folder,) = Path("/dev/shm").glob(f"kvtier_*_{(state / 'id').read_text()}")
+    (file,) = folder.iterdir()
+    wait_until(lambda: any(file.read_bytes()[16:24]), 60, "two pings")
+
+
 def client_mode(mode):
     """The transfer mode a client of a server in `mode` uses."""
     return "lmcache_driven" if mode in ("lmcache_driven", "cuda", "both") else "engine_driven"
