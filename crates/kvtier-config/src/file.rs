@@ -73,7 +73,8 @@ pub(super) fn parse_with_file(args: Vec<OsString>) -> Result<Parsed> {
     };
     let ignored = [peer::ignored(&merged), effect::without_effect(&merged)].concat();
     let values = show::values(&merged);
-    let given = Given::new(args, has_file, &values);
+    let defaults = matches(&[]).map_err(|error| one_line(&error))?;
+    let given = Given::new(args, has_file, &values, &show::values(&defaults));
     let args = ServerArgs::from_arg_matches(&merged).map_err(|error| one_line(&error))?;
     if args.strict_flags && !ignored.is_empty() {
         let flags = ignored.join(", ");

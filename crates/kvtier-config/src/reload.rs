@@ -48,6 +48,8 @@ pub struct Given {
     arguments: Vec<OsString>,
     has_file: bool,
     values: Values,
+    /// The same without any flag.
+    defaults: Values,
 }
 
 impl fmt::Debug for Given {
@@ -57,12 +59,18 @@ impl fmt::Debug for Given {
 }
 
 impl Given {
-    /// `values` by section and name, as [`super::show::values`] has them.
-    pub(super) fn new(arguments: Vec<OsString>, has_file: bool, values: &Value) -> Self {
+    /// `values` and `defaults` by section and name, as [`super::show::values`] has them.
+    pub(super) fn new(
+        arguments: Vec<OsString>,
+        has_file: bool,
+        values: &Value,
+        defaults: &Value,
+    ) -> Self {
         Self {
             arguments,
             has_file,
             values: flags_by_name(values),
+            defaults: flags_by_name(defaults),
         }
     }
 }
@@ -74,6 +82,9 @@ struct LastingValue {
     sum: String,
     /// For people: secrets are hidden.
     shown: String,
+    /// Whether it is not its flag's default: a server that does not know the flag has another value then.
+    #[serde(default)]
+    is_given: bool,
 }
 
 /// Such values by flag, and the seed of hashes, which is no flag, if the algorithm has one.
@@ -96,7 +107,14 @@ impl LastingValues {
                 "{flag} is {own} in the running server and {other} in the other one"
             ))
         });
-        flags.collect()
+        let is_unknown = |(flag, other): &(&String, &LastingValue)| {
+            other.is_given && !self.0.contains_key(flag.as_str())
+        };
+        let unknown = other.0.iter().filter(is_unknown).map(|(flag, other)| {
+            let other = &other.shown;
+            format!("{flag} is unknown in the running server and {other} in the other one")
+        });
+        flags.chain(unknown).collect()
     }
 }
 
@@ -150,13 +168,20 @@ impl ServerConfig {
                     None | Some(Value::Null) => "its default".to_owned(),
                     Some(shown) => shown.to_string(),
                 };
-                (format!("--{flag}"), value.to_string(), shown)
+                let is_given = self.given.defaults.get(flag) != Some(value);
+                (format!("--{flag}"), value.to_string(), shown, is_given)
             });
         let seed = self.hash_algorithm.is_seeded().then(hash_seed);
-        let seed = seed.map(|seed| (HASH_SEED.to_owned(), seed, redact::HIDDEN.to_owned()));
-        let values = flags.chain(seed).map(|(flag, value, shown)| {
+        let hidden = || redact::HIDDEN.to_owned();
+        let seed = seed.map(|seed| (HASH_SEED.to_owned(), seed, hidden(), true));
+        let values = flags.chain(seed).map(|(flag, value, shown, is_given)| {
             let sum = format!("{:032x}", checksum128(value.as_bytes()));
-            (flag, LastingValue { sum, shown })
+            let value = LastingValue {
+                sum,
+                shown,
+                is_given,
+            };
+            (flag, value)
         });
         LastingValues(values.collect())
     }
@@ -267,6 +292,12 @@ mod tests {
         assert_eq!(own.differences(&own.clone()), Vec::<String>::new());
         let unknown = own.differences(&LastingValues::default());
         assert!(unknown.contains(&told("--chunk-size", "16", "unknown")));
+        // What a later release alone knows matters only if it is given there.
+        let unknown = LastingValues::default().differences(&values(&["--chunk-size", "16"]));
+        let given = ["--chunk-size", "--l1-size-gb"];
+        let shown = ["16", "1"];
+        let told = std::iter::zip(given, shown).map(|(flag, other)| told(flag, "unknown", other));
+        assert_eq!(unknown, told.collect::<Vec<_>>());
     }
 
     #[test]

@@ -5,7 +5,6 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use axum::extract::Request;
 use axum::http::StatusCode;
 use kvtier_sync::Mutex;
 use tokio::runtime::Handle;
@@ -20,7 +19,13 @@ pub struct Changes(Arc<tokio::sync::RwLock<bool>>);
 /// Changes that wait until this is dropped.
 pub struct PausedChanges(OwnedRwLockWriteGuard<bool>);
 
-/// A request that changes something: it is one of them until the last clone is dropped, but not while its body is received.
+tokio::task_local! {
+    /// The change that the request of this task is.
+    static CURRENT: Change;
+}
+
+/// A request that changes something: it is one of them until the last clone is dropped, but not while its body is received. Work
+/// on other threads has a clone of its own, since the task ends with the client's connection.
 #[derive(Clone)]
 pub(super) struct Change {
     changes: Changes,
@@ -28,15 +33,24 @@ pub(super) struct Change {
 }
 
 impl Change {
+    /// Runs a request that is this change.
+    pub(super) async fn run<T>(self, request: impl Future<Output = T>) -> T {
+        CURRENT.scope(self, request).await
+    }
+
+    /// The change that the request of this task is, if it is one.
+    pub(super) fn current() -> Option<Self> {
+        CURRENT.try_with(Self::clone).ok()
+    }
+
     /// Waits for the body of a request: it may never come, and must not delay a hand-over.
     ///
     /// # Errors
     /// That of `body`; 503 if another process serves by now.
     pub(super) async fn wait_outside<T>(
-        of: Option<Self>,
         body: impl Future<Output = Result<T, ApiError>>,
     ) -> Result<T, ApiError> {
-        let Some(Self { changes, running }) = of else {
+        let Some(Self { changes, running }) = Self::current() else {
             return body.await;
         };
         drop(running.lock().take());
@@ -45,15 +59,10 @@ impl Change {
         *running.lock() = Some(again);
         Ok(body)
     }
-
-    /// The change that a request is.
-    pub(super) fn of(request: &Request) -> Option<Self> {
-        request.extensions().get().cloned()
-    }
 }
 
 impl Changes {
-    /// Begins a change, for the request's extensions. It waits for the end of a pause.
+    /// Begins a change. It waits for the end of a pause.
     ///
     /// # Errors
     /// 503 if another process serves by now.
@@ -94,38 +103,61 @@ impl PausedChanges {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::run_blocking;
     use tokio::sync::oneshot;
+
+    /// Without changes a pause is immediate.
+    const PAUSE_TIMEOUT: Duration = Duration::from_secs(60);
+
+    fn runtime() -> tokio::runtime::Runtime {
+        let mut builder = tokio::runtime::Builder::new_multi_thread();
+        builder.worker_threads(1).enable_all().build().unwrap()
+    }
+
+    #[test]
+    fn work_of_a_disconnected_client_delays_a_pause() {
+        let (runtime, changes) = (runtime(), Changes::default());
+        let running = runtime.block_on(changes.begin()).unwrap();
+        let (begin, begun) = std::sync::mpsc::channel();
+        let (end, ended) = std::sync::mpsc::channel();
+        let request = runtime.spawn(running.run(run_blocking(move || {
+            begin.send(()).unwrap();
+            ended.recv().unwrap();
+        })));
+        begun.recv().unwrap();
+        request.abort();
+        assert!(runtime.block_on(request).unwrap_err().is_cancelled());
+        assert!(changes.pause(runtime.handle(), Duration::ZERO).is_none());
+        end.send(()).unwrap();
+        assert!(changes.pause(runtime.handle(), PAUSE_TIMEOUT).is_some());
+    }
 
     #[test]
     fn changes_wait_for_a_pause_and_end_with_it() {
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(1)
-            .enable_all()
-            .build()
-            .unwrap();
+        let runtime = runtime();
         let changes = Changes::default();
         let running = runtime.block_on(changes.begin()).unwrap();
         assert!(changes.pause(runtime.handle(), Duration::ZERO).is_none());
         // While a body does not come, and not behind it.
         let (body, received) = oneshot::channel();
-        let of = Some(running.clone());
-        let receiving = runtime.spawn(Change::wait_outside(of, async move {
-            received
-                .await
-                .map_err(|_| detail(StatusCode::BAD_REQUEST, ""))
-        }));
-        let paused = changes.pause(runtime.handle(), Duration::MAX).unwrap();
+        let body_end = async move {
+            let body = received.await;
+            body.map_err(|_| detail(StatusCode::BAD_REQUEST, ""))
+        };
+        let receiving = running.clone().run(Change::wait_outside(body_end));
+        let receiving = runtime.spawn(receiving);
+        let paused = changes.pause(runtime.handle(), PAUSE_TIMEOUT).unwrap();
         body.send(7).unwrap();
         drop(paused);
         assert_eq!(runtime.block_on(receiving).unwrap().unwrap(), 7);
         assert!(changes.pause(runtime.handle(), Duration::ZERO).is_none());
         drop(running);
-        let paused = changes.pause(runtime.handle(), Duration::MAX).unwrap();
+        let paused = changes.pause(runtime.handle(), PAUSE_TIMEOUT).unwrap();
         let waiting = changes.clone();
         let waiting = runtime.spawn(async move { waiting.begin().await.is_ok() });
         drop(paused);
         assert!(runtime.block_on(waiting).unwrap());
-        let paused = changes.pause(runtime.handle(), Duration::MAX).unwrap();
+        let paused = changes.pause(runtime.handle(), PAUSE_TIMEOUT).unwrap();
         paused.end();
         assert!(runtime.block_on(changes.begin()).is_err());
     }

@@ -120,13 +120,13 @@ pub(super) async fn gate(
         Ok(change) => change,
         Err(refused) => return refused.into_response(),
     };
-    request.extensions_mut().insert(change.clone());
-    let entry = audit::Entry::of(&mut request, caller).await;
-    let answer = next.run(request).await;
-    entry.end(&answer);
-    // It has run until here, whatever became of the request.
-    drop(change);
-    answer
+    let request = async move {
+        let entry = audit::Entry::of(&mut request, caller).await;
+        let answer = next.run(request).await;
+        entry.end(&answer);
+        answer
+    };
+    change.run(request).await
 }
 
 fn needed(request: &Request) -> Role {

@@ -114,7 +114,8 @@ fn engine(api: &State) -> Result<&Arc<Engine>, ApiError> {
     api.engine.get().ok_or_else(none)
 }
 
-/// Runs `work` on a thread of its own, so that a health probe does not wait for it.
+/// Runs `work` on a thread of its own, so that a health probe does not wait for it. It runs to its end, also after the client has
+/// disconnected, and until then is part of the request's change.
 async fn run_blocking<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, ApiError> {
@@ -123,6 +124,11 @@ async fn run_blocking<T: Send + 'static>(
             StatusCode::INTERNAL_SERVER_ERROR,
             "the request's task failed",
         )
+    };
+    let change = changes::Change::current();
+    let work = move || {
+        let _change = change;
+        work()
     };
     tokio::task::spawn_blocking(work).await.map_err(failed)
 }

@@ -130,14 +130,13 @@ impl<const LIMIT: usize> FromRequest<Arc<Api>> for Payload<LIMIT> {
     type Rejection = ApiError;
 
     async fn from_request(request: Request, api: &Arc<Api>) -> Result<Self, ApiError> {
-        let change = Change::of(&request);
         let mut body = request.into_body();
         let mut payload = Self {
             bytes: Vec::new(),
             bodies: Arc::clone(&api.bodies),
             charges: Vec::new(),
         };
-        match Change::wait_outside(change, payload.receive(&mut body)).await {
+        match Change::wait_outside(payload.receive(&mut body)).await {
             Ok(()) => Ok(payload),
             Err(refused) => {
                 drop(payload);

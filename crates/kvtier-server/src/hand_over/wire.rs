@@ -389,11 +389,10 @@ mod tests {
         let (one, mut two) = pair();
         let trickle = std::thread::spawn(move || {
             let mut head = [0; HEAD];
-            (head[0], head[8]) = (Kind::Bytes as u8, 1);
+            // 16 MiB.
+            (head[0], head[4]) = (Kind::Bytes as u8, 1);
             two.write_all(&head).unwrap();
-            while two.write_all(&[0]).is_ok() {
-                std::thread::sleep(Duration::from_millis(1));
-            }
+            while two.write_all(&[0]).is_ok() {}
         });
         let link = Link {
             stream: &one,

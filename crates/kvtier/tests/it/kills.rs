@@ -9,7 +9,8 @@ use std::path::Path;
 use std::process::{Child, ChildStderr, Command, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use kvtier_client::{
     Connection, EngineDrivenSpec, EngineDrivenWorker, InstanceId, LmcacheDrivenSpec,
@@ -41,6 +42,7 @@ pub(crate) struct Server {
     pub(crate) endpoint: String,
     pub(crate) log: String,
     lines: Option<Lines<BufReader<ChildStderr>>>,
+    rest: Option<JoinHandle<String>>,
 }
 
 impl Server {
@@ -106,7 +108,13 @@ impl Server {
             endpoint: String::new(),
             log: String::new(),
             lines: Some(lines),
+            rest: None,
         }
+    }
+
+    /// What the server has logged since it serves, once it has ended.
+    pub(crate) fn rest_of_log(&mut self) -> String {
+        self.rest.take().unwrap().join().unwrap()
     }
 
     /// Reads the log until the server serves; returns whether it does, and has not ended.
@@ -121,7 +129,8 @@ impl Server {
                 let endpoint = rest.split_once('"').unwrap().0;
                 self.endpoint = endpoint.to_owned();
                 // Read to its end, so that the server never waits for it.
-                std::thread::spawn(move || lines.map_while(Result::ok).for_each(drop));
+                let rest = move || lines.map_while(Result::ok).collect::<Vec<_>>().join("\n");
+                self.rest = Some(std::thread::spawn(rest));
                 return true;
             }
         }
@@ -179,6 +188,15 @@ impl Server {
         let pid = rustix::process::Pid::from_child(&self.child);
         rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
         assert!(self.child.wait().unwrap().success());
+    }
+}
+
+/// Waits for something that comes soon or not at all.
+pub(crate) fn wait_until(what: &str, mut is_there: impl FnMut() -> bool) {
+    let until = Instant::now() + REPLY_TIMEOUT;
+    while !is_there() {
+        assert!(Instant::now() < until, "{what} did not come");
+        std::thread::yield_now();
     }
 }
 

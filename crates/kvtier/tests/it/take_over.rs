@@ -22,7 +22,9 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
-use crate::kills::{CHUNKS, KVTIER, Segments, Server, bytes, prompt, read, scope, whole};
+use crate::kills::{
+    CHUNKS, KVTIER, Segments, Server, bytes, prompt, read, scope, wait_until, whole,
+};
 
 const L1: &str = "0.03125";
 
@@ -418,7 +420,7 @@ fn request_without_body_delays_no_take_over() {
 }
 
 #[test]
-fn too_few_descriptors_are_noticed_before_pause() {
+fn too_few_descriptors_refuse_a_take_over() {
     let base = tempfile::tempdir().unwrap();
     let _segments = Segments::new();
     let limited = |limit: &str, more: &[&str]| {
@@ -564,9 +566,9 @@ fn unhealthy_server_is_not_taken_over() {
             .retrieve(&prompt(1), whole(), "r", &blocks, 0)
             .unwrap()
     );
-    while server.http("/status", None)["is_healthy"] == true {
-        std::thread::yield_now();
-    }
+    wait_until("a failed health", || {
+        server.http("/status", None)["is_healthy"] == false
+    });
     let log = take_over(&mut server, base.path(), &[]).unwrap_err();
     assert!(log.contains("unhealthy, and has to be restarted"), "{log}");
     server.connect().noop().unwrap();
@@ -934,15 +936,14 @@ fn state_that_is_not_understood_is_not_taken() {
 
 /// Names of the threads of a process, once all have theirs: until then a thread has the main one's.
 fn threads(child: &Child) -> Vec<String> {
-    loop {
+    let mut names = Vec::new();
+    wait_until("a name for each thread", || {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", child.id())).unwrap();
-        let names = tasks.map(|task| std::fs::read_to_string(task.unwrap().path().join("comm")));
-        let names: Vec<_> = names.map(|name| name.unwrap().trim().to_owned()).collect();
-        if names.iter().filter(|name| *name == "kvtier").count() == 1 {
-            return names;
-        }
-        std::thread::yield_now();
-    }
+        let found = tasks.map(|task| std::fs::read_to_string(task.unwrap().path().join("comm")));
+        names = found.map(|name| name.unwrap().trim().to_owned()).collect();
+        names.iter().filter(|name| *name == "kvtier").count() == 1
+    });
+    names
 }
 
 /// An end of file behind a commit is no proof that the old server has ended.
@@ -989,6 +990,34 @@ fn stop_during_hand_over_refuses_it() {
     let server = Server::start(base.path(), L1, &[]);
     assert!(server.log.contains("objects"), "{}", server.log);
     server.stop();
+}
+
+/// Whether it is a stop or the end of the other server that keeps *done* from it, the old one does not know.
+#[test]
+fn done_that_cannot_be_sent_is_a_warning() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let mut server = Server::start(base.path(), L1, &[]);
+    let mut worker = worker_with(&server, 0..1);
+    let (between, mut new) = Between::start(base.path());
+    (&between.old)
+        .write_all(&Between::read(&between.new))
+        .unwrap();
+    between.write_state(between.read_state());
+    between.old.shutdown(Shutdown::Read).unwrap();
+    (&between.old)
+        .write_all(&Between::read(&between.new))
+        .unwrap();
+    assert!(server.child.wait().unwrap().success());
+    let log = server.rest_of_log();
+    assert!(
+        log.contains("done was not sent") && !log.contains("ERROR"),
+        "{log}"
+    );
+    drop(between);
+    assert!(new.wait_until_served(), "{}", new.log);
+    assert_eq!(read(&mut worker, "a", 0), Ok(CHUNKS));
+    new.stop();
 }
 
 /// The old server waits 10 s for all steps together, then goes on; the new one must not serve beside it.
