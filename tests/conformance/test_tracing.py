@@ -243,6 +243,9 @@ def test_refusals_of_the_collector(collectors, serve, engines):
     engine.hits(prompt)
     wait_until(lambda: metric(server, "kvtier_trace_exported_spans_total") > 0, 60, "exported spans")
     assert not answers
+    # One kind of line does not silence the other.
+    log = server.tail(10_000)
+    assert "traces could not be sent" in log and "collector rejected traces" in log
 
 
 @pytest.mark.ours("LMCache's server has no TLS")

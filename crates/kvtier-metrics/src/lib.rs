@@ -144,6 +144,8 @@ pub enum SpanLoss {
     BufferFull,
     /// The collector would not take them.
     Rejected,
+    /// It has not taken them for minutes.
+    TimedOut,
     /// The server stopped first.
     Stopped,
 }
@@ -155,6 +157,7 @@ impl SpanLoss {
             Self::QueueFull => "queue_full",
             Self::BufferFull => "buffer_full",
             Self::Rejected => "rejected",
+            Self::TimedOut => "timed_out",
             Self::Stopped => "stopped",
         }
     }

@@ -47,6 +47,8 @@ struct Link {
 /// Why spans were not taken.
 #[derive(Debug)]
 pub enum Failure {
+    /// The connection has ended, or broke the rules of HTTP/2.
+    Disconnected(String),
     /// The collector is unreachable, does not answer, or asks for a retry.
     Unavailable(String),
     /// It will not take these spans.
@@ -55,7 +57,7 @@ pub enum Failure {
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let (Self::Unavailable(text) | Self::Rejected(text)) = self;
+        let (Self::Disconnected(text) | Self::Unavailable(text) | Self::Rejected(text)) = self;
         f.write_str(text)
     }
 }
@@ -97,10 +99,10 @@ impl Collector {
 
     /// Sends an encoded request. Returns how many of its spans were not taken all the same, and why.
     pub async fn export(&mut self, request: &[u8]) -> Result<(u64, String), Failure> {
-        // One that was idle may have been closed by the other side meanwhile.
+        // One that was idle may have been closed by the other side meanwhile. Whatever else fails is tried after a pause.
         let was_open = self.link.is_some();
         match self.export_once(request).await {
-            Err(Failure::Unavailable(_)) if was_open => self.export_once(request).await,
+            Err(Failure::Disconnected(_)) if was_open => self.export_once(request).await,
             done => done,
         }
     }
@@ -118,7 +120,7 @@ impl Collector {
         };
         let too_late = |_| Failure::Unavailable("no answer in time".to_owned());
         let (link, answer) = timeout(CALL_TIMEOUT, call).await.map_err(too_late)??;
-        if !matches!(answer, Err(Failure::Unavailable(_))) {
+        if matches!(answer, Ok(_) | Err(Failure::Rejected(_))) {
             self.link = Some(link);
         }
         answer
@@ -149,7 +151,11 @@ impl Collector {
         requests: &SendRequest<Bytes>,
         message: &[u8],
     ) -> Result<(u64, String), Failure> {
-        let failed = |error: h2::Error| unavailable("HTTP/2")(&error);
+        let failed = |error: h2::Error| match error.is_reset() {
+            // Of this call alone.
+            true => unavailable("HTTP/2")(&error),
+            false => Failure::Disconnected(format!("HTTP/2: {error}")),
+        };
         let mut request = Request::new(());
         *request.method_mut() = Method::POST;
         *request.uri_mut() = self.uri.clone();
@@ -173,8 +179,7 @@ impl Collector {
         let message = read(&mut body).await.map_err(failed)?;
         let trailers = body.trailers().await.map_err(failed)?;
         status(&trailers.unwrap_or_default())?;
-        // Behind the five bytes of its frame.
-        let (rejected, reason) = otlp::rejected(message.get(5..).unwrap_or_default());
+        let (rejected, reason) = otlp::rejected(unframed(&message));
         Ok((rejected, shown(reason)))
     }
 }
@@ -209,6 +214,14 @@ fn frame(message: &[u8]) -> Bytes {
     frame.freeze()
 }
 
+/// The message of a frame; an empty one if that is cut off or compressed, which was not asked for.
+fn unframed(frame: &[u8]) -> &[u8] {
+    match frame {
+        [0, _, _, _, _, message @ ..] => message,
+        _ => &[],
+    }
+}
+
 /// The start of a body.
 async fn read(body: &mut RecvStream) -> Result<Vec<u8>, h2::Error> {
     let mut read = Vec::new();
@@ -226,7 +239,7 @@ fn status(trailers: &HeaderMap) -> Result<(), Failure> {
     let code = trailers.get("grpc-status");
     let code = code.and_then(|code| code.to_str().ok()?.parse::<u32>().ok());
     let text = trailers.get("grpc-message");
-    let text = shown(text.map_or(&[][..], HeaderValue::as_bytes));
+    let text = shown(&decoded(text.map_or(&[][..], HeaderValue::as_bytes)));
     match code {
         Some(0) => Ok(()),
         None => Err(Failure::Rejected(
@@ -240,6 +253,29 @@ fn status(trailers: &HeaderMap) -> Result<(), Failure> {
     }
 }
 
+/// A text without its percent-encoding; what is malformed stays.
+fn decoded(text: &[u8]) -> Vec<u8> {
+    let digit = |digit: u8| char::from(digit).to_digit(16);
+    let (mut decoded, mut rest) = (Vec::with_capacity(text.len()), text);
+    while let [first, after @ ..] = rest {
+        let byte = match rest {
+            [b'%', high, low, ..] => digit(*high).zip(digit(*low)),
+            _ => None,
+        };
+        match byte {
+            Some((high, low)) => {
+                decoded.push((high << 4 | low) as u8);
+                rest = &rest[3..];
+            }
+            None => {
+                decoded.push(*first);
+                rest = after;
+            }
+        }
+    }
+    decoded
+}
+
 /// The start of a collector's text.
 fn shown(text: &[u8]) -> String {
     String::from_utf8_lossy(&text[..text.len().min(MAX_TEXT)]).into_owned()
@@ -247,7 +283,75 @@ fn shown(text: &[u8]) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
+    use h2::{Reason, server};
+    use http::Response;
+    use tokio::net::TcpListener;
+
     use super::*;
+    use crate::exporter::tests::config;
+
+    /// What a collector does with a call.
+    #[derive(Clone, Copy)]
+    enum Answer {
+        Status(u32),
+        Reset,
+        Disconnect,
+    }
+
+    /// Makes a successful call, and another one on the same connection whose first answer is this. Returns the outcome of the
+    /// second one and the calls that the collector got.
+    async fn second_call(second: Answer) -> (Result<(u64, String), Failure>, usize) {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let mut collector = Collector::new(&config(listener.local_addr().unwrap()));
+        let calls = Cell::new(0);
+        let serve = async {
+            loop {
+                let (stream, _) = listener.accept().await.unwrap();
+                let mut connection = server::handshake(stream).await.unwrap();
+                while let Some(Ok((_, mut respond))) = connection.accept().await {
+                    calls.set(calls.get() + 1);
+                    let answer = if calls.get() == 2 {
+                        second
+                    } else {
+                        Answer::Status(0)
+                    };
+                    match answer {
+                        Answer::Status(code) => {
+                            let head = Response::builder().header("grpc-status", code);
+                            respond.send_response(head.body(()).unwrap(), true).unwrap();
+                        }
+                        Answer::Reset => respond.send_reset(Reason::INTERNAL_ERROR),
+                        Answer::Disconnect => break,
+                    }
+                }
+            }
+        };
+        let call = async {
+            collector.export(b"one").await.unwrap();
+            collector.export(b"two").await
+        };
+        tokio::select! {
+            () = serve => unreachable!(),
+            outcome = call => (outcome, calls.get()),
+        }
+    }
+
+    #[tokio::test]
+    async fn only_a_lost_connection_is_replaced_at_once() {
+        for answer in [Answer::Status(14), Answer::Reset] {
+            let (outcome, calls) = second_call(answer).await;
+            assert!(
+                matches!(outcome, Err(Failure::Unavailable(_))),
+                "{outcome:?}"
+            );
+            assert_eq!(calls, 2);
+        }
+        let (outcome, calls) = second_call(Answer::Disconnect).await;
+        assert!(outcome.is_ok(), "{outcome:?}");
+        assert_eq!(calls, 3);
+    }
 
     #[test]
     fn statuses_are_success_retry_or_rejection() {
@@ -257,14 +361,28 @@ mod tests {
             trailers.insert("grpc-message", HeaderValue::from_static("why"));
             match status(&trailers) {
                 Ok(()) => "taken".to_owned(),
-                Err(Failure::Unavailable(text)) => format!("retry {text}"),
                 Err(Failure::Rejected(text)) => format!("rejected {text}"),
+                Err(failure) => format!("retry {failure}"),
             }
         };
         assert_eq!(of("0"), "taken");
         assert_eq!(of("14"), "retry gRPC status 14: why");
         assert_eq!(of("16"), "rejected gRPC status 16: why");
         assert!(of("x").starts_with("rejected an answer without"));
+    }
+
+    #[test]
+    fn messages_are_decoded() {
+        assert_eq!(decoded(b"50%25 f%C3%BCr%0a%"), "50% f\u{fc}r\n%".as_bytes());
+        assert_eq!(decoded(b"%4%zz%4z"), b"%4%zz%4z");
+    }
+
+    #[test]
+    fn only_plain_frames_have_a_message() {
+        assert_eq!(unframed(&frame(b"x")), b"x");
+        for frame in [&b"\x01\0\0\0\x01x"[..], b"\0\0\0\0", b""] {
+            assert_eq!(unframed(frame), b"");
+        }
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The thread that makes spans of records and sends them.
 //!
-//! Two tasks share it: one takes records and makes spans, always; the other sends batches of spans, and tries again for as long as
-//! the collector is away. Spans that find [`MAX_SPANS`] waiting are dropped.
+//! Two tasks share it: one takes records and makes spans, always; the other sends batches of spans, and tries each again for
+//! [`RETRY_TIMEOUT`] while the collector is away. Spans that find [`MAX_SPANS`] waiting are dropped.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -35,6 +35,9 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// First and longest pause before a batch is sent again.
 const PAUSES: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(30)];
 
+/// How long a batch is tried before the next one is.
+const RETRY_TIMEOUT: Duration = Duration::from_secs(300);
+
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 pub struct Exporter {
@@ -43,6 +46,9 @@ pub struct Exporter {
     resource: Vec<u8>,
     session_ttl: Duration,
     metrics: Arc<Metrics>,
+    /// Limits of the lines of calls that failed, and of spans that were rejected.
+    failures: RateLimited,
+    rejections: RateLimited,
 }
 
 /// Spans on their way from one task to the other.
@@ -79,6 +85,8 @@ impl Exporter {
             resource: otlp::resource(&attributes),
             session_ttl,
             metrics: Arc::clone(metrics),
+            failures: RateLimited::new(LOG_INTERVAL),
+            rejections: RateLimited::new(LOG_INTERVAL),
         }
     }
 
@@ -125,7 +133,6 @@ impl Exporter {
     }
 
     async fn send(mut self, waiting: &Waiting) {
-        let log = RateLimited::new(LOG_INTERVAL);
         let mut failing_since = None;
         loop {
             let batch = waiting.next_batch().await;
@@ -136,50 +143,58 @@ impl Exporter {
             let count = batch.len() as u64;
             // Only their number is needed from here on.
             drop(batch);
+            let until = tokio::time::Instant::now() + RETRY_TIMEOUT;
             let mut pause = PAUSES[0];
-            loop {
-                match self.collector.export(&request).await {
+            let is_answered = loop {
+                let error = match self.collector.export(&request).await {
                     Ok((rejected, reason)) => {
                         let rejected = rejected.min(count);
                         self.metrics.exported_spans.inc_by(count - rejected);
                         if rejected > 0 {
-                            self.reject(rejected, &reason, &log);
+                            self.reject(rejected, &reason);
                         }
-                        break;
+                        break true;
                     }
                     Err(Failure::Rejected(reason)) => {
-                        self.reject(count, &reason, &log);
-                        break;
+                        self.reject(count, &reason);
+                        break true;
                     }
-                    Err(Failure::Unavailable(_)) if waiting.is_stopping.get() => return,
-                    Err(Failure::Unavailable(error)) => {
-                        failing_since.get_or_insert_with(Instant::now);
-                        if log.permit(Instant::now()).is_some() {
-                            tracing::warn!(
-                                error,
-                                "traces could not be sent; trying again, and dropping those that do not fit"
-                            );
-                        }
-                        // A stop is worth another try.
-                        let _ = timeout(pause, waiting.stopping()).await;
-                        pause = PAUSES[1].min(2 * pause);
-                    }
+                    Err(Failure::Disconnected(error) | Failure::Unavailable(error)) => error,
+                };
+                if waiting.is_stopping.get() {
+                    return;
                 }
-            }
+                failing_since.get_or_insert_with(Instant::now);
+                if let Some(left_out) = self.failures.permit(Instant::now()) {
+                    tracing::warn!(
+                        error,
+                        left_out,
+                        "traces could not be sent; trying again, and dropping those that do not fit"
+                    );
+                }
+                if tokio::time::Instant::now() >= until {
+                    self.metrics.spans_lost(SpanLoss::TimedOut, count);
+                    break false;
+                }
+                // A stop is worth another try.
+                let _ = timeout(pause, waiting.stopping()).await;
+                pause = PAUSES[1].min(2 * pause);
+            };
             waiting.in_flight.set(0);
-            if let Some(since) = failing_since.take() {
+            if is_answered && let Some(since) = failing_since.take() {
                 let seconds = since.elapsed().as_secs();
                 tracing::info!(seconds, "the collector of traces answers again");
             }
         }
     }
 
-    fn reject(&self, spans: u64, reason: &str, log: &RateLimited) {
+    fn reject(&self, spans: u64, reason: &str) {
         self.metrics.spans_lost(SpanLoss::Rejected, spans);
-        if log.permit(Instant::now()).is_some() {
+        if let Some(left_out) = self.rejections.permit(Instant::now()) {
             tracing::warn!(
                 spans,
                 reason,
+                left_out,
                 "the collector rejected traces; they are dropped"
             );
         }
@@ -218,7 +233,7 @@ async fn collect(
             sessions.add(record, Instant::now(), &mut spans);
         }
         if is_stopped {
-            sessions.finish(&mut spans);
+            sessions.finish(Instant::now(), &mut spans);
         }
         waiting.push(&mut spans, is_due, metrics);
     }
@@ -277,4 +292,4 @@ impl Waiting {
 }
 
 #[cfg(test)]
-mod tests;
+pub mod tests;

@@ -27,6 +27,7 @@ use crossbeam_channel::{Receiver, bounded};
 use kvtier_config::TracingConfig;
 use kvtier_error::{Error, Result};
 use kvtier_metrics::{Metrics, SpanLoss};
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, watch};
 
 pub use record::{LookupOutcome, Session, TierCall, Transfer, TransferKind};
@@ -69,7 +70,7 @@ pub struct LookupSpan {
 
 impl Tracer {
     /// Starts the thread that makes and sends spans, if there is a collector. It may be unreachable. A session that does not
-    /// end ends by its age, `session_ttl`.
+    /// end is over after `session_ttl` without work.
     ///
     /// # Errors
     /// The system is out of threads.
@@ -159,13 +160,22 @@ impl Queue {
             ended: SystemTime::now(),
             work,
         };
-        if self.records.try_send(record).is_err() {
-            self.metrics.spans_lost(SpanLoss::QueueFull, 1);
-        }
+        let reason = match self.records.try_send(record) {
+            Ok(()) => return,
+            Err(TrySendError::Full(_)) => SpanLoss::QueueFull,
+            Err(TrySendError::Closed(_)) => SpanLoss::Stopped,
+        };
+        self.metrics.spans_lost(reason, 1);
     }
 }
 
 impl LookupSpan {
+    /// Notes that it waits for the tiers: its session is not over before it.
+    pub fn wait(&self) {
+        let (session, took) = (Arc::clone(&self.session), self.started.elapsed());
+        self.queue.push(session, took, Work::Wait(self.id));
+    }
+
     /// Records a call of a tier for it that has ended just now.
     pub fn tier_call(&self, call: TierCall, took: Duration) {
         let (session, work) = (Arc::clone(&self.session), Work::TierCall(self.id, call));

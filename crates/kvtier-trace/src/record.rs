@@ -64,6 +64,8 @@ pub struct Record {
 /// The kinds of work.
 #[derive(Debug)]
 pub enum Work {
+    /// The lookup with this span waits for the tiers: its session may end before it.
+    Wait(SpanId),
     Lookup(SpanId, LookupOutcome),
     /// Of the lookup with this span.
     TierCall(SpanId, TierCall),

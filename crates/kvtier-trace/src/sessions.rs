@@ -3,19 +3,20 @@
 //! | a session | and then |
 //! | --- | --- |
 //! | begins with its first record | its spans get its trace and its root's id at once |
-//! | has ended, or is older than its limit | its root is finished [`LINGER`] later: a store may end after its session |
+//! | has ended, and no lookup of it waits for a tier | its root is finished [`LINGER`] after its last record: a store may end after its session |
+//! | has had no record for its limit | its root is finished |
 //! | is finished | it is known for [`MEMORY`], so that a late span finds its trace |
 //!
 //! Pure: time is an argument.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::record::{LookupOutcome, Record, Session, TierCall, Transfer, TransferKind, Work};
 use super::span::{Ids, Span, SpanId, TraceId, Value};
 
-/// How long the end of a session waits for stores that are still in flight.
+/// How long a session that has ended waits for stores that are still in flight.
 const LINGER: Duration = Duration::from_secs(1);
 
 /// How long a session is known after that.
@@ -31,7 +32,7 @@ pub struct Sessions {
     ages: VecDeque<(Arc<Session>, u64)>,
     next_serial: u64,
     ids: Ids,
-    /// Longest life of a session.
+    /// How long a session may have no record.
     ttl: Duration,
     /// Transfers so far.
     transfers: u64,
@@ -51,9 +52,13 @@ struct Trace {
     end: u64,
     /// Of its last lookup.
     outcome: LookupOutcome,
-    begun: Instant,
-    ended: Option<Instant>,
-    is_finished: bool,
+    /// When its last record came.
+    active: Instant,
+    /// When its session has ended, nanoseconds since 1970.
+    ended: Option<u64>,
+    /// Its lookups that wait for a tier.
+    waiting: HashSet<SpanId>,
+    finished: Option<Instant>,
 }
 
 impl Sessions {
@@ -79,7 +84,7 @@ impl Sessions {
         let end = nanos(ended);
         let start = end.saturating_sub(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX));
         // What begins after the end of a finished session is another one with its id.
-        let is_known = |trace: &Trace| !trace.is_finished || start <= trace.end;
+        let is_known = |trace: &Trace| trace.finished.is_none() || start <= trace.end;
         if !self.open.get(&session).is_some_and(is_known) {
             if matches!(work, Work::End) {
                 // Nothing was recorded of it.
@@ -91,17 +96,21 @@ impl Sessions {
             return;
         };
         (trace.start, trace.end) = (trace.start.min(start), trace.end.max(end));
+        trace.active = now;
         let (id, parent, name, attributes, failure) = match work {
             Work::End => {
-                trace.ended.get_or_insert(now);
+                trace.ended = Some(end);
+                return;
+            }
+            Work::Wait(id) => {
+                trace.waiting.insert(id);
+                trace.go_on(start);
                 return;
             }
             Work::Lookup(id, outcome) => {
                 trace.outcome = outcome;
-                // A request that was preempted goes on.
-                if !trace.is_finished {
-                    trace.ended = None;
-                }
+                trace.waiting.remove(&id);
+                trace.go_on(start);
                 let attributes = lookup_attributes(&session, &outcome);
                 (id, trace.root, "mp.lookup_prefetch", attributes, None)
             }
@@ -150,7 +159,7 @@ impl Sessions {
             if self.open.get(&oldest).is_some_and(|it| it.serial == serial)
                 && let Some(mut trace) = self.open.remove(&oldest)
             {
-                spans.extend(trace.finish(&oldest));
+                spans.extend(trace.finish(&oldest, now));
             }
         }
         let parent = session.parent;
@@ -163,9 +172,10 @@ impl Sessions {
             start,
             end: start,
             outcome: LookupOutcome::default(),
-            begun: now,
+            active: now,
             ended: None,
-            is_finished: false,
+            waiting: HashSet::new(),
+            finished: None,
         };
         self.ages.push_back((Arc::clone(session), trace.serial));
         self.next_serial += 1;
@@ -176,17 +186,13 @@ impl Sessions {
     pub fn sweep(&mut self, now: Instant, spans: &mut Vec<Span>) {
         let ttl = self.ttl;
         self.open.retain(|session, trace| {
-            if now.saturating_duration_since(trace.begun) > ttl {
-                trace.ended.get_or_insert(now);
+            let is_over = trace.ended.is_some() && trace.waiting.is_empty();
+            let limit = if is_over { LINGER } else { ttl };
+            if now.saturating_duration_since(trace.active) >= limit {
+                spans.extend(trace.finish(session, now));
             }
-            let Some(ended) = trace.ended else {
-                return true;
-            };
-            let since = now.saturating_duration_since(ended);
-            if since >= LINGER {
-                spans.extend(trace.finish(session));
-            }
-            since < LINGER + MEMORY
+            let is_remembered = |finished| now.saturating_duration_since(finished) < MEMORY;
+            trace.finished.is_none_or(is_remembered)
         });
         let open = &self.open;
         self.ages
@@ -194,17 +200,26 @@ impl Sessions {
     }
 
     /// Finishes all sessions.
-    pub fn finish(&mut self, spans: &mut Vec<Span>) {
+    pub fn finish(&mut self, now: Instant, spans: &mut Vec<Span>) {
         for (session, trace) in &mut self.open {
-            spans.extend(trace.finish(session));
+            spans.extend(trace.finish(session, now));
         }
     }
 }
 
 impl Trace {
+    /// Notes a lookup that has begun at `start`: a request that was preempted goes on.
+    fn go_on(&mut self, start: u64) {
+        self.ended.take_if(|ended| start > *ended);
+    }
+
     /// The root, once.
-    fn finish(&mut self, session: &Session) -> Option<Span> {
-        if std::mem::replace(&mut self.is_finished, true) || !self.is_sampled {
+    fn finish(&mut self, session: &Session, now: Instant) -> Option<Span> {
+        if self.finished.is_some() {
+            return None;
+        }
+        self.finished = Some(now);
+        if !self.is_sampled {
             return None;
         }
         Some(Span {

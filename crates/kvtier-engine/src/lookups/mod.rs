@@ -95,16 +95,17 @@ impl Lookups {
     fn try_lookup(&self, caller: Caller, key: &CacheKey<'_, Prompt>, tp_size: i64) -> Result<()> {
         let Context { l1, l2, tracer, .. } = &*self.context;
         let scope = self.context.short_scope(key)?;
-        let span = tracer.lookup(|| {
-            let parent = traceparent::decode(key.request_configs).and_then(TraceParent::parse);
-            Session::new(key.request_id, &scope, parent)
-        });
         let readers = self.readers(key, tp_size);
         if readers < 1 {
             return Err(Error::refused(format!(
                 "num_kv_readers is {readers}; allowed: at least 1"
             )));
         }
+        // One that was refused has none: no request follows from it.
+        let span = tracer.lookup(|| {
+            let parent = traceparent::decode(key.request_configs).and_then(TraceParent::parse);
+            Session::new(key.request_id, &scope, parent)
+        });
         // A lookup of nothing is held too. Its result is 0, whatever an earlier lookup of the request or one of another
         // engine under the same id has found.
         let wanted = self.wanted(caller, key, &scope);
@@ -258,6 +259,9 @@ impl Lookups {
         let (done, pending) = watch::channel(());
         let in_l1 = lookup.hit_chunks();
         let keys_in_l1 = lookup.lease.held();
+        if let Some(span) = &request.span {
+            span.wait();
+        }
         let serial = self.held.insert(request_id, lookup, Some(pending));
         let (held, metrics) = (Arc::clone(&self.held), Arc::clone(&self.context.metrics));
         let recent = Arc::clone(&self.recent);

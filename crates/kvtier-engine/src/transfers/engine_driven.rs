@@ -166,9 +166,10 @@ impl Transfers {
 
     /// Reserves slots for the chunks that are not resident; none at all for a worker that will send its data.
     pub fn prepare_store(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> Answer {
+        let started = self.context.now();
         // Empty lists are the one "no" a worker understands here: it sends nothing and commits nothing.
         self.try_prepare_store(key, id).unwrap_or_else(|reason| {
-            self.trace_refused(Direction::Store, key, id, self.context.now(), reason);
+            self.trace_refused(Direction::Store, key, id, started, reason);
             store_target(Some(StoreTarget::default())).because(reason)
         })
     }
@@ -205,8 +206,12 @@ impl Transfers {
 
     /// Commits a store: without data the slots that the worker has written, else its pickled chunks.
     pub fn commit_store(&self, key: &CacheKey<'_, Prompt>, id: InstanceId, data: &[u8]) -> Answer {
+        let started = self.context.now();
         let committed = match self.worker_copy("commit_store", key, id) {
-            Err(reason) => Err(reason),
+            Err(reason) => {
+                self.trace_refused(Direction::Store, key, id, started, reason);
+                Err(reason)
+            }
             Ok(copy) => {
                 let granted = self.prepared.finish(&copy.id(Direction::Store));
                 let started = match &granted {
@@ -341,12 +346,13 @@ impl Transfers {
         key: &CacheKey<'_, Prompt>,
         id: InstanceId,
     ) -> Answer {
+        let started = self.context.now();
         let prepared = match self.refused_retrieves.is_refusing(caller.connection) {
             true => Err("not_held"),
             false => self.try_prepare_retrieve(key, id),
         };
         prepared.unwrap_or_else(|reason| {
-            self.trace_refused(Direction::Retrieve, key, id, self.context.now(), reason);
+            self.trace_refused(Direction::Retrieve, key, id, started, reason);
             Answer::from(Response::PrepareRetrieve(PrepareRetrieve::miss())).because(reason)
         })
     }
@@ -467,9 +473,13 @@ impl Transfers {
     /// Ends a retrieve. The answer is whether no other request had the memory until now. LMCache's server always answers yes, and
     /// its worker ignores the answer.
     pub fn commit_retrieve(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> Answer {
+        let started = self.context.now();
         let copy = match self.worker_copy("commit_retrieve", key, id) {
             Ok(copy) => copy,
-            Err(reason) => return Answer::from(Response::Bool(false)).because(reason),
+            Err(reason) => {
+                self.trace_refused(Direction::Retrieve, key, id, started, reason);
+                return Answer::from(Response::Bool(false)).because(reason);
+            }
         };
         let was_held = match self.prepared.finish(&copy.id(Direction::Retrieve)) {
             Finish::Last(_, since) => {

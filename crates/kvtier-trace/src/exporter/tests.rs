@@ -3,7 +3,7 @@ use crate::record::{Session, Transfer, TransferKind};
 use crate::span::Ids;
 use crate::{LookupOutcome, Tracer};
 use kvtier_config::ServerConfig;
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
 
 fn spans(count: usize) -> Vec<Span> {
     let ids = Ids::new();
@@ -66,17 +66,37 @@ async fn batch_is_full_or_due() {
     assert_eq!(waiting.next_batch().await, []);
 }
 
-fn tracer(address: std::net::SocketAddr, metrics: &Arc<Metrics>) -> Tracer {
+/// A collector that is away, or fails with each answer; the clock is the test's.
+#[tokio::test(start_paused = true)]
+async fn batch_that_is_never_taken_is_dropped_in_time() {
+    let (waiting, metrics) = (waiting(), Arc::new(Metrics::new()));
+    let config = config(unused_address());
+    let exporter = Exporter::new(&config, "i", Duration::ZERO, &metrics);
+    waiting.push(&mut spans(BATCH + 3), true, &metrics);
+    tokio::select! {
+        () = exporter.send(&waiting) => unreachable!(),
+        () = sleep(RETRY_TIMEOUT + 2 * PAUSES[1]) => {}
+    }
+    assert_eq!(lost(&metrics, "timed_out"), BATCH as u64);
+    // The next one is tried.
+    assert_eq!(waiting.in_flight.get(), 3);
+}
+
+/// Nothing listens there.
+fn unused_address() -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    listener.local_addr().unwrap()
+}
+
+pub fn config(address: SocketAddr) -> TracingConfig {
     let endpoint = format!("http://{address}");
     let flags = ["--enable-tracing", "--otlp-endpoint", &endpoint];
-    let config = ServerConfig::from_flags(&flags).unwrap();
-    Tracer::start(
-        config.tracing.as_ref(),
-        "i",
-        Duration::from_secs(600),
-        metrics,
-    )
-    .unwrap()
+    ServerConfig::from_flags(&flags).unwrap().tracing.unwrap()
+}
+
+fn tracer(address: SocketAddr, metrics: &Arc<Metrics>) -> Tracer {
+    let ttl = Duration::from_secs(600);
+    Tracer::start(Some(&config(address)), "i", ttl, metrics).unwrap()
 }
 
 fn session() -> Session {
@@ -106,19 +126,15 @@ fn record(tracer: &Tracer) {
 
 #[test]
 fn stop_without_a_collector_counts_what_is_lost() {
-    // Nothing listens there once it is dropped.
-    let address = TcpListener::bind("127.0.0.1:0")
-        .unwrap()
-        .local_addr()
-        .unwrap();
     let metrics = Arc::new(Metrics::new());
-    let tracer = tracer(address, &metrics);
+    let tracer = tracer(unused_address(), &metrics);
     record(&tracer);
     tracer.stop();
     assert_eq!(lost(&metrics, "stopped"), 3);
     // Its thread has ended.
     record(&tracer);
-    assert_eq!(lost(&metrics, "queue_full"), 2);
+    assert_eq!(lost(&metrics, "stopped"), 5);
+    assert_eq!(lost(&metrics, "queue_full"), 0);
 }
 
 #[test]

@@ -59,9 +59,14 @@ impl Bench {
 
     /// Adds work that took a millisecond up to `end`.
     fn add(&mut self, session: &Arc<Session>, end: u64, work: Work) {
+        self.add_after(session, end, 1, work);
+    }
+
+    /// The same for work that took so many.
+    fn add_after(&mut self, session: &Arc<Session>, end: u64, took: u64, work: Work) {
         let record = Record {
             session: Arc::clone(session),
-            took: Duration::from_millis(1),
+            took: Duration::from_millis(took),
             ended: UNIX_EPOCH + Duration::from_millis(end),
             work,
         };
@@ -100,7 +105,7 @@ fn spans_of_a_session_are_below_one_root() {
     bench.add(&session, 15, Work::End);
     // It ends after its session.
     bench.add(&session, 20, store(4));
-    let spans = bench.sweep(1015);
+    let spans = bench.sweep(1020);
     assert_eq!(
         names(&spans),
         ["l2.load", "mp.lookup_prefetch", "mp.store", "request"]
@@ -119,7 +124,48 @@ fn spans_of_a_session_are_below_one_root() {
     assert_eq!(attribute(store, "transfer_key"), &"r#0".into());
     assert_eq!(attribute(load, "succeeded_objects"), &Value::Int(1));
     // The root is sent once.
-    assert_eq!(bench.sweep(2000), []);
+    assert_eq!(bench.sweep(2020), []);
+}
+
+/// Its session ends while it waits for a tier, whether something was recorded before or not.
+#[test]
+fn aborted_lookup_ends_before_its_root() {
+    for has_call in [true, false] {
+        let (mut bench, session) = (Bench::new(), session("r", ""));
+        bench.add(&session, 10, Work::Wait([1; 8]));
+        if has_call {
+            let call = TierCall {
+                name: "l2.lookup",
+                tier: "fs-0".into(),
+                objects: 1,
+                succeeded: Some(1),
+                bytes: 0,
+            };
+            bench.add(&session, 11, Work::TierCall([1; 8], call));
+        }
+        bench.add(&session, 20, Work::End);
+        bench.sweep(60_000);
+        bench.add_after(&session, 61_000, 60_990, lookup(1));
+        let spans = bench.sweep(62_000);
+        assert_eq!(names(&spans), ["mp.lookup_prefetch", "request"]);
+        assert_eq!(spans[0].trace, spans[1].trace);
+        assert_eq!(spans[0].end, spans[1].end);
+    }
+}
+
+#[test]
+fn preempted_request_goes_on_in_its_trace() {
+    let (mut bench, session) = (Bench::new(), session("r", ""));
+    bench.add(&session, 10, lookup(1));
+    bench.add(&session, 20, Work::End);
+    bench.add(&session, 500, Work::Wait([2; 8]));
+    bench.add_after(&session, 3000, 2501, lookup(2));
+    assert_eq!(
+        names(&bench.sweep(9000)),
+        ["mp.lookup_prefetch", "mp.lookup_prefetch"]
+    );
+    bench.add(&session, 9500, Work::End);
+    assert_eq!(names(&bench.sweep(10_500)), ["request"]);
 }
 
 #[test]
@@ -167,14 +213,16 @@ fn tenants_never_share_a_trace() {
 }
 
 #[test]
-fn session_without_end_ends_by_age() {
+fn session_without_end_ends_after_its_last_record() {
     let (mut bench, session) = (Bench::new(), session("r", ""));
-    bench.add(&session, 10, lookup(1));
     let limit = TTL.as_millis() as u64;
-    assert_eq!(names(&bench.sweep(limit)), ["mp.lookup_prefetch"]);
-    assert_eq!(bench.sweep(limit + 11), []);
-    assert_eq!(names(&bench.sweep(limit + 1011)), ["request"]);
-    bench.sweep(limit + 40_000);
+    bench.add(&session, 10, lookup(1));
+    bench.sweep(limit);
+    // A long request is still one.
+    bench.add(&session, limit, store(1));
+    assert_eq!(names(&bench.sweep(2 * limit - 1)), ["mp.store"]);
+    assert_eq!(names(&bench.sweep(2 * limit)), ["request"]);
+    bench.sweep(2 * limit + 40_000);
     assert_eq!(
         (bench.sessions.open.len(), bench.sessions.ages.len()),
         (0, 0)
@@ -227,6 +275,6 @@ fn all_sessions_finish_at_the_stop() {
     let mut bench = Bench::new();
     bench.add(&session("open", ""), 10, lookup(1));
     bench.spans.clear();
-    bench.sessions.finish(&mut bench.spans);
+    bench.sessions.finish(bench.start, &mut bench.spans);
     assert_eq!(names(&bench.spans), ["request"]);
 }

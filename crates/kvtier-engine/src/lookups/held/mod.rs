@@ -89,7 +89,7 @@ impl HeldLookups {
         self.table.lock().schedulers.heard(connection);
     }
 
-    /// Sets the result of a pending lookup of these chunks. If the lookup was removed, nothing happens.
+    /// Sets the result of a pending lookup of these chunks. If the lookup was removed or freed, nothing happens.
     pub fn complete(
         &self,
         request_id: &str,
@@ -99,8 +99,11 @@ impl HeldLookups {
     ) {
         let mut table = self.table.lock();
         let entries = table.by_request.get_mut(request_id);
-        let entry =
-            entries.and_then(|entries| entries.iter_mut().find(|entry| entry.serial == serial));
+        let entry = entries.and_then(|entries| {
+            entries
+                .iter_mut()
+                .find(|entry| entry.serial == serial && entry.pending.is_some())
+        });
         let Some(entry) = entry else {
             drop(table);
             drop(result);
@@ -302,18 +305,15 @@ impl HeldLookups {
         }) else {
             return;
         };
-        if entry.pending.is_some() {
-            // No request will ask for its result any more, so nothing needs to be loaded for it.
-            let serial = entry.serial;
-            let dropped = table.remove_where(request_id, |_, entry| entry.serial == serial);
-            drop(table);
-            drop(dropped);
-            return;
-        }
+        let hit = entry.lookup.hit_chunks();
+        // No request will ask for the result of a pending one any more: nothing of it is needed, and nothing loaded.
+        let chunks = match entry.pending.take() {
+            Some(_) => 0..hit,
+            None => chunks,
+        };
         entry.unread = false;
         let rows = entry.lookup.lease.rows().len();
         entry.lookup.lease.release_range(0..rows, chunks.clone());
-        let hit = entry.lookup.hit_chunks();
         entry.freed.resize(hit, false);
         entry.freed[covered(&chunks, hit)].fill(true);
     }

@@ -111,11 +111,12 @@ fn a_prefetch_that_ends_without_a_result_leaves_that_of_l1() {
 #[test]
 fn a_lookup_freed_or_ended_without_result_is_abandoned() {
     let (cache, lookups) = (cache(), HeldLookups::default());
-    let abandon: [fn(&HeldLookups); 2] = [
-        |lookups| lookups.free("r", 7, &scope(), 0..1),
-        |lookups| drop(lookups.end("r", 7)),
+    // The session of one that was freed still has to end.
+    let abandon: [(fn(&HeldLookups), usize); 2] = [
+        (|lookups| lookups.free("r", 7, &scope(), 0..1), 1),
+        (|lookups| drop(lookups.end("r", 7)), 0),
     ];
-    for abandon in abandon {
+    for (abandon, known) in abandon {
         let (serial, done) = pending(&lookups, &cache);
         assert!(!done.is_closed());
         abandon(&lookups);
@@ -124,7 +125,10 @@ fn a_lookup_freed_or_ended_without_result_is_abandoned() {
         // Too late.
         lookups.complete("r", serial, &HASHES, result(&cache));
         assert_eq!(cache.stats().leased_objects, 0);
-        assert_eq!(lookups.counts(), (0, 0));
+        assert_eq!(lookups.counts(), (known, 0));
+        let granted = lookups.grant("r", &scope(), 1, 0, &HASHES[..1], 0..1);
+        assert!(granted.is_none());
+        assert_eq!(lookups.end("r", 7).len(), known);
     }
 }
 
