@@ -140,6 +140,28 @@ def test_calls_of_tiers_are_below_their_lookup(collector, serve, engines, tmp_pa
     assert spans["request"].attributes["l2_hit_rate"] == 1.0
 
 
+@pytest.mark.ours("these spans are ours")
+@pytest.mark.parametrize("frees", [False, True])
+def test_aborted_lookup_at_a_tier_ends_its_request(collector, serve, engines, tmp_path, frees):
+    """A request that ends while its lookup waits for a tier is over with that lookup, not with its age."""
+    inner = {"type": "fs", "base_path": str(tmp_path / "tier"), "max_capacity_gb": 1}
+    slow = {"kind": "delay", "operation": "load", "delay_ms": 2000}
+    server = serve("engine_shm", flags=[*collector.flags, *tiers.adapter("fault_inject", inner=inner, faults=[slow])])
+    server.expect_trouble("fault_inject")
+    engine = engines(server)
+    prompt, request = tokens(2 * CHUNK), engine.new_request()
+    store(engine, prompt)
+    wait_until(lambda: metric(server, "lmcache_mp_l2_store_completed_requests_total", l2_name="fault_inject-0") > 0, 30, "a store")
+    assert server.post("/cache/clear", {"tier": "l1"})[0] == 200
+    engine.scheduler.maybe_submit_lookup_request(request, prompt)
+    if frees:
+        engine.abandon(request, prompt)
+    else:
+        engine.end(request)
+    spans = collector.wait(request, ["request", "mp.lookup_prefetch", "l2.lookup", "l2.load"])
+    assert {span.trace for span in spans.values()} == {spans["request"].trace}
+
+
 @pytest.mark.ours("LMCache's spans have no resource and no error")
 def test_resource_headers_tenants_and_failures(collector, serve, engines, tmp_path):
     """What a process says of itself, a token of the collector, a tenant by its hash, and why a retrieve failed."""

@@ -253,7 +253,7 @@ impl Client {
         let timeout = timeout.map_or_else(|| self.native.timeout(), seconds);
         let scope = self.scope(model_name, world_size, num_kv_readers, cache_salt);
         let mut key = scope.scheduler_key(prompt.encoded(), 0..end, request_id);
-        let settings = traceparent.map(traceparent::encode);
+        let settings = traceparent.and_then(traceparent::encode);
         key.request_configs = settings.as_deref();
         Ok(Future::new(self.native.lookup_hits_within(&key, timeout)))
     }

@@ -1,6 +1,6 @@
 //! Requests that change something: they wait while the server hands over, and are refused once it has.
 //!
-//! The mutex guards the part of one request in them; no other lock is acquired inside.
+//! The mutex guards the share of one request in the lock that a pause takes; no other lock is acquired inside.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -138,7 +138,7 @@ mod tests {
         let changes = Changes::default();
         let running = runtime.block_on(changes.begin()).unwrap();
         assert!(changes.pause(runtime.handle(), Duration::ZERO).is_none());
-        // While a body does not come, and not behind it.
+        // While a body does not come, and not after it.
         let (body, received) = oneshot::channel();
         let body_end = async move {
             let body = received.await;

@@ -9,13 +9,14 @@ use crate::wire;
 /// Name of the setting.
 const NAME: &str = "traceparent";
 
-/// Most bytes of a value that is read; today's have 55.
+/// Most bytes of a value; today's have 55.
 const MAX_BYTES: usize = 256;
 
-/// The settings of a key with this span alone.
+/// The settings of a key with this span alone; `None` for one that is too long to be read.
 #[must_use]
-pub fn encode(traceparent: &str) -> Vec<u8> {
-    settings::encode(NAME, |out| wire::write_str(out, traceparent))
+pub fn encode(traceparent: &str) -> Option<Vec<u8>> {
+    let is_short = traceparent.len() <= MAX_BYTES;
+    is_short.then(|| settings::encode(NAME, |out| wire::write_str(out, traceparent)))
 }
 
 /// The span among a key's settings, if one is named. It is not checked.
@@ -31,7 +32,8 @@ mod tests {
     #[test]
     fn a_span_is_read_as_it_was_written() {
         let text = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
-        assert_eq!(decode(Some(&encode(text))), Some(text));
+        assert_eq!(decode(encode(text).as_deref()), Some(text));
+        assert_eq!(encode(&"0".repeat(MAX_BYTES + 1)), None);
     }
 
     #[test]
@@ -42,7 +44,8 @@ mod tests {
         wire::write_uint(&mut others, 3);
         wire::write_str(&mut others, NAME);
         wire::write_uint(&mut others, 3);
-        let long = encode(&"0".repeat(MAX_BYTES + 1));
+        let long = "0".repeat(MAX_BYTES + 1);
+        let long = settings::encode(NAME, |out| wire::write_str(out, &long));
         for settings in [None, Some(&others[..]), Some(&[0xc1][..]), Some(&long)] {
             assert_eq!(decode(settings), None, "{settings:?}");
         }

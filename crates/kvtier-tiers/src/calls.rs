@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use kvtier_metrics::{Metrics, PrefetchPhase, TierCall};
-use kvtier_trace::{LookupSpan, TierCall as TracedCall};
+use kvtier_trace::{LookupSpan, TierSpan, TierWork};
 
 /// Counts calls of tiers and phases of prefetches.
 pub struct Calls {
@@ -31,9 +31,10 @@ pub struct Call<'a> {
     traced: Option<Traced>,
 }
 
-/// What of a call its trace has.
+/// Span of a call.
 struct Traced {
     lookup: LookupSpan,
+    work: TierWork,
     objects: usize,
     /// Objects that were found or loaded, and bytes, once the tier has answered.
     succeeded: Option<(usize, u64)>,
@@ -87,8 +88,9 @@ impl Calls {
             call,
             bytes,
             started: Instant::now(),
-            traced: lookup.map(|lookup| Traced {
+            traced: lookup.zip(traced(call)).map(|(lookup, work)| Traced {
                 lookup: lookup.clone(),
+                work,
                 objects,
                 succeeded: None,
             }),
@@ -117,6 +119,15 @@ impl Calls {
     /// Bytes of L1 that a tier is loading into.
     pub fn loading_bytes(&self, tier: usize) -> u64 {
         self.tiers[tier].loading_bytes.load(Ordering::Relaxed)
+    }
+}
+
+/// Stores belong to no lookup.
+fn traced(call: TierCall) -> Option<TierWork> {
+    match call {
+        TierCall::Lookup => Some(TierWork::Lookup),
+        TierCall::Load => Some(TierWork::Load),
+        TierCall::Store => None,
     }
 }
 
@@ -156,12 +167,8 @@ impl Drop for Call<'_> {
         }
         if let Some(traced) = &self.traced {
             let (objects, bytes) = traced.succeeded.unzip();
-            let call = TracedCall {
-                name: match self.call {
-                    TierCall::Lookup => "l2.lookup",
-                    TierCall::Load => "l2.load",
-                    TierCall::Store => "l2.store",
-                },
+            let call = TierSpan {
+                work: traced.work,
                 tier: Arc::clone(&self.tier.name),
                 objects: traced.objects as u64,
                 succeeded: objects.map(|objects| objects as u64),

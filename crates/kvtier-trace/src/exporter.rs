@@ -26,8 +26,8 @@ const MAX_SPANS: usize = 4096;
 /// Spans of a batch, at most. With the longest names they have some 2 MB, and gRPC takes 4 by default.
 const BATCH: usize = 512;
 
-/// Records that are taken at once.
-const TAKEN: usize = 256;
+/// Records that are received at once.
+const MAX_RECEIVED: usize = 256;
 
 /// How long a span waits for its batch to fill.
 const INTERVAL: Duration = Duration::from_secs(1);
@@ -70,16 +70,18 @@ impl Exporter {
         session_ttl: Duration,
         metrics: &Arc<Metrics>,
     ) -> Self {
-        let own = [
+        let defaults = [
             ("service.version", env!("CARGO_PKG_VERSION")),
             ("service.instance.id", instance_id),
         ];
-        let own = own.map(|(name, value)| (name.to_owned(), value.to_owned()));
-        // What the operator says wins.
-        let own = own
-            .into_iter()
-            .filter(|(name, _)| config.resource.iter().all(|(given, _)| given != name));
-        let attributes: Vec<_> = config.resource.iter().cloned().chain(own).collect();
+        let defaults = defaults.map(|(name, value)| (name.to_owned(), value.to_owned()));
+        // The operator's attributes replace those of the same name.
+        let is_missing = |(name, _): &(String, String)| {
+            let mut names = config.resource.iter().map(|(name, _)| name);
+            names.all(|configured| configured != name)
+        };
+        let defaults = defaults.into_iter().filter(is_missing);
+        let attributes: Vec<_> = config.resource.iter().cloned().chain(defaults).collect();
         Self {
             collector: Collector::new(config),
             resource: otlp::resource(&attributes),
@@ -211,12 +213,12 @@ async fn collect(
 ) {
     let mut tick = interval(INTERVAL);
     tick.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    let (mut taken, mut spans) = (Vec::with_capacity(TAKEN), Vec::new());
+    let (mut received, mut spans) = (Vec::with_capacity(MAX_RECEIVED), Vec::new());
     let mut is_stopped = false;
     while !is_stopped {
         let mut is_due = false;
         tokio::select! {
-            _ = records.recv_many(&mut taken, TAKEN) => {}
+            _ = records.recv_many(&mut received, MAX_RECEIVED) => {}
             _ = tick.tick() => {
                 sessions.sweep(Instant::now(), &mut spans);
                 is_due = true;
@@ -224,12 +226,12 @@ async fn collect(
             _ = stop.wait_for(|stop| *stop) => {
                 records.close();
                 while let Ok(record) = records.try_recv() {
-                    taken.push(record);
+                    received.push(record);
                 }
                 is_stopped = true;
             }
         }
-        for record in taken.drain(..) {
+        for record in received.drain(..) {
             sessions.add(record, Instant::now(), &mut spans);
         }
         if is_stopped {

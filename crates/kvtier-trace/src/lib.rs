@@ -30,7 +30,7 @@ use kvtier_metrics::{Metrics, SpanLoss};
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, watch};
 
-pub use record::{LookupOutcome, Session, TierCall, Transfer, TransferKind};
+pub use record::{LookupResult, Session, TierSpan, TierWork, Transfer, TransferKind};
 pub use traceparent::TraceParent;
 
 use record::{Record, Work};
@@ -177,13 +177,13 @@ impl LookupSpan {
     }
 
     /// Records a call of a tier for it that has ended just now.
-    pub fn tier_call(&self, call: TierCall, took: Duration) {
+    pub fn tier_call(&self, call: TierSpan, took: Duration) {
         let (session, work) = (Arc::clone(&self.session), Work::TierCall(self.id, call));
         self.queue.push(session, took, work);
     }
 
     /// Records its end.
-    pub fn end(self, outcome: LookupOutcome) {
+    pub fn end(self, outcome: LookupResult) {
         let took = self.started.elapsed();
         let work = Work::Lookup(self.id, outcome);
         self.queue.push(self.session, took, work);

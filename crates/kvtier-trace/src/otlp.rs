@@ -130,7 +130,8 @@ pub fn request<'a>(resource: &[u8], spans: impl Iterator<Item = &'a Span>) -> Ve
     request.0
 }
 
-/// Spans that a collector has not taken, and why, by its `ExportTraceServiceResponse`. Whatever is malformed is none.
+/// Spans that a collector has not taken, and why, by its `ExportTraceServiceResponse`. A malformed one
+/// rejects none.
 pub fn rejected(response: &[u8]) -> (u64, &[u8]) {
     let (mut rejected, mut reason) = (0, &[][..]);
     for (field, value) in Fields(response) {

@@ -1,4 +1,4 @@
-//! What threads that serve requests hand over.
+//! Records of finished work, from the threads that serve requests.
 
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
@@ -66,17 +66,17 @@ pub struct Record {
 pub enum Work {
     /// The lookup with this span waits for the tiers: its session may end before it.
     Wait(SpanId),
-    Lookup(SpanId, LookupOutcome),
+    Lookup(SpanId, LookupResult),
     /// Of the lookup with this span.
-    TierCall(SpanId, TierCall),
+    TierCall(SpanId, TierSpan),
     Transfer(Transfer),
     /// The end of the session.
     End,
 }
 
-/// What a lookup has found.
+/// Result of a lookup.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub struct LookupOutcome {
+pub struct LookupResult {
     /// Tokens asked for, in whole chunks.
     pub requested_tokens: u64,
     /// Chunks found.
@@ -93,11 +93,20 @@ pub struct LookupOutcome {
     pub early_exit_reason: &'static str,
 }
 
+/// Calls of tiers for a lookup.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum TierWork {
+    /// Whether objects are there.
+    Lookup,
+    /// Objects into L1.
+    Load,
+}
+
 /// A call of a tier.
 #[derive(Debug, Clone)]
-pub struct TierCall {
-    /// Name of its span.
-    pub name: &'static str,
+pub struct TierSpan {
+    /// Its kind.
+    pub work: TierWork,
     /// The tier.
     pub tier: Arc<str>,
     /// Objects of the call.

@@ -13,7 +13,9 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use super::record::{LookupOutcome, Record, Session, TierCall, Transfer, TransferKind, Work};
+use super::record::{
+    LookupResult, Record, Session, TierSpan, TierWork, Transfer, TransferKind, Work,
+};
 use super::span::{Ids, Span, SpanId, TraceId, Value};
 
 /// How long a session that has ended waits for stores that are still in flight.
@@ -51,7 +53,7 @@ struct Trace {
     start: u64,
     end: u64,
     /// Of its last lookup.
-    outcome: LookupOutcome,
+    outcome: LookupResult,
     /// When its last record came.
     active: Instant,
     /// When its session has ended, nanoseconds since 1970.
@@ -117,7 +119,11 @@ impl Sessions {
             Work::TierCall(lookup, call) => {
                 let failure = call.succeeded.is_none().then_some("no_answer");
                 let attributes = tier_attributes(&session, &call);
-                (self.ids.span(), lookup, call.name, attributes, failure)
+                let name = match call.work {
+                    TierWork::Lookup => "l2.lookup",
+                    TierWork::Load => "l2.load",
+                };
+                (self.ids.span(), lookup, name, attributes, failure)
             }
             Work::Transfer(transfer) => {
                 let number = self.transfers;
@@ -171,7 +177,7 @@ impl Sessions {
             is_sampled: parent.is_none_or(|parent| parent.is_sampled),
             start,
             end: start,
-            outcome: LookupOutcome::default(),
+            outcome: LookupResult::default(),
             active: now,
             ended: None,
             waiting: HashSet::new(),
@@ -244,8 +250,8 @@ fn nanos(time: SystemTime) -> u64 {
 /// Attributes of a list.
 type Attributes = Vec<(&'static str, Value)>;
 
-fn root_attributes(session: &Session, outcome: &LookupOutcome) -> Attributes {
-    let LookupOutcome {
+fn root_attributes(session: &Session, outcome: &LookupResult) -> Attributes {
+    let LookupResult {
         requested_tokens,
         l1_hit_tokens,
         l2_hit_tokens,
@@ -271,25 +277,25 @@ fn root_attributes(session: &Session, outcome: &LookupOutcome) -> Attributes {
     ]
 }
 
-fn lookup_attributes(session: &Session, outcome: &LookupOutcome) -> Attributes {
+fn lookup_attributes(session: &Session, outcome: &LookupResult) -> Attributes {
     let hit_tokens = outcome.l1_hit_tokens + outcome.l2_hit_tokens;
-    let words = Value::in_words::<u64>;
+    let text = Value::as_text::<u64>;
     vec![
         ("session_id", (&*session.request_id).into()),
-        ("found_count", words(outcome.found_chunks)),
-        ("requested_tokens", words(outcome.requested_tokens)),
-        ("hit_tokens", words(hit_tokens)),
-        ("l1_hit_tokens", words(outcome.l1_hit_tokens)),
-        ("l2_hit_tokens", words(outcome.l2_hit_tokens)),
-        ("l1_hit_keys", words(outcome.l1_hit_keys)),
-        ("l2_hit_keys", words(outcome.l2_hit_keys)),
+        ("found_count", text(outcome.found_chunks)),
+        ("requested_tokens", text(outcome.requested_tokens)),
+        ("hit_tokens", text(hit_tokens)),
+        ("l1_hit_tokens", text(outcome.l1_hit_tokens)),
+        ("l2_hit_tokens", text(outcome.l2_hit_tokens)),
+        ("l1_hit_keys", text(outcome.l1_hit_keys)),
+        ("l2_hit_keys", text(outcome.l2_hit_keys)),
         ("early_exit_reason", outcome.early_exit_reason.into()),
         ("model_name", (&session.model_name).into()),
         ("cache_salt", (&session.cache_salt).into()),
     ]
 }
 
-fn tier_attributes(session: &Session, call: &TierCall) -> Attributes {
+fn tier_attributes(session: &Session, call: &TierSpan) -> Attributes {
     vec![
         ("session_id", (&*session.request_id).into()),
         ("l2_name", (&call.tier).into()),
@@ -312,10 +318,10 @@ fn transfer_attributes(session: &Session, transfer: &Transfer, number: u64) -> A
         ("device", transfer.device.into()),
         ("model_name", (&session.model_name).into()),
         ("transfer_key", Value::Text(key.into())),
-        (count, Value::in_words(transfer.chunks)),
-        ("engine_id", Value::in_words(transfer.engine_id)),
-        ("total_bytes", Value::in_words(transfer.bytes)),
-        ("num_tokens", Value::in_words(transfer.tokens)),
+        (count, Value::as_text(transfer.chunks)),
+        ("engine_id", Value::as_text(transfer.engine_id)),
+        ("total_bytes", Value::as_text(transfer.bytes)),
+        ("num_tokens", Value::as_text(transfer.tokens)),
     ];
     // LMCache's store has none.
     if transfer.kind == TransferKind::Retrieve {

@@ -93,7 +93,7 @@ impl From<f64> for Value {
 
 impl Value {
     /// A number as text, which LMCache's spans have wherever their session's do not.
-    pub fn in_words<N: ToString>(number: N) -> Self {
+    pub fn as_text<N: ToString>(number: N) -> Self {
         Self::Text(number.to_string().into())
     }
 }

@@ -29,7 +29,7 @@ use kvtier_proto::response::Response;
 use kvtier_proto::traceparent;
 use kvtier_sync::Mutex;
 use kvtier_tiers::{L2, PrefetchRequest};
-use kvtier_trace::{LookupOutcome as TracedOutcome, Session, TraceParent};
+use kvtier_trace::{LookupResult, Session, TraceParent};
 use tokio::sync::watch;
 
 use super::context::Context;
@@ -164,7 +164,7 @@ impl Lookups {
             }
             _ => {
                 if let Some(span) = span {
-                    span.end(TracedOutcome {
+                    span.end(LookupResult {
                         found_chunks: lookup.hit_chunks() as u64,
                         l1_hit_keys: lookup.lease.held() as u64,
                         ..traced(&outcome)
@@ -285,7 +285,7 @@ impl Lookups {
             let (model, salt) = (request.scope.model_name(), request.scope.cache_salt());
             metrics.prefetched(model, salt, tokens, keys);
             if let Some(span) = &request.span {
-                span.clone().end(TracedOutcome {
+                span.clone().end(LookupResult {
                     found_chunks: found.hit_chunks as u64,
                     l2_hit_tokens: tokens,
                     l1_hit_keys: keys_in_l1 as u64,
@@ -501,13 +501,13 @@ pub fn rows(scope: &KeyScope, instances: &[Vec<Arc<Instance>>]) -> Arc<[GroupRow
     rows.into()
 }
 
-/// What the span of a lookup has of its outcome in L1.
-fn traced(outcome: &RecentLookup) -> TracedOutcome {
-    TracedOutcome {
+/// Result of a lookup in L1, for its span.
+fn traced(outcome: &RecentLookup) -> LookupResult {
+    LookupResult {
         requested_tokens: outcome.tokens,
         l1_hit_tokens: outcome.hit_tokens,
         early_exit_reason: outcome.refused.unwrap_or_default(),
-        ..TracedOutcome::default()
+        ..LookupResult::default()
     }
 }
 

@@ -1,4 +1,4 @@
-//! What the trace of a request has of its transfers.
+//! Spans of transfers.
 
 use std::time::Duration;
 

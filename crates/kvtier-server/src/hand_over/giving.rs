@@ -322,7 +322,7 @@ impl Drop for AbortOnPanic {
     }
 }
 
-/// What is paused. It goes on when this is dropped.
+/// The paused parts of the server; a drop resumes them.
 struct PausedParts<'a> {
     reloads: MutexGuard<'a, ()>,
     round: MutexGuard<'a, ()>,

@@ -1,7 +1,7 @@
 use super::*;
 use crate::record::{Session, Transfer, TransferKind};
 use crate::span::Ids;
-use crate::{LookupOutcome, Tracer};
+use crate::{LookupResult, Tracer};
 use kvtier_config::ServerConfig;
 use std::net::{SocketAddr, TcpListener};
 
@@ -111,7 +111,7 @@ fn session() -> Session {
 /// Records a lookup and a store, whose session has a root.
 fn record(tracer: &Tracer) {
     let lookup = tracer.lookup(session).unwrap();
-    lookup.end(LookupOutcome::default());
+    lookup.end(LookupResult::default());
     let store = Transfer {
         kind: TransferKind::Store,
         device: "cpu",

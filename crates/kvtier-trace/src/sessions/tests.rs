@@ -32,7 +32,7 @@ fn store(chunks: u64) -> Work {
 }
 
 fn lookup(id: u8) -> Work {
-    let outcome = LookupOutcome {
+    let outcome = LookupResult {
         requested_tokens: 1024,
         found_chunks: 3,
         l1_hit_tokens: 512,
@@ -93,8 +93,8 @@ fn attribute<'a>(span: &'a Span, name: &str) -> &'a Value {
 #[test]
 fn spans_of_a_session_are_below_one_root() {
     let (mut bench, session) = (Bench::new(), session("r", "s"));
-    let load = TierCall {
-        name: "l2.load",
+    let load = TierSpan {
+        work: TierWork::Load,
         tier: "fs-0".into(),
         objects: 2,
         succeeded: Some(1),
@@ -120,7 +120,7 @@ fn spans_of_a_session_are_below_one_root() {
     assert_eq!((root.start, root.end), (9_000_000, 20_000_000));
     assert_eq!(attribute(root, "hit_tokens"), &Value::Int(768));
     assert_eq!(attribute(root, "hit_rate"), &Value::Double(0.75));
-    assert_eq!(attribute(lookup, "found_count"), &Value::in_words(3));
+    assert_eq!(attribute(lookup, "found_count"), &Value::as_text(3));
     assert_eq!(attribute(store, "transfer_key"), &"r#0".into());
     assert_eq!(attribute(load, "succeeded_objects"), &Value::Int(1));
     // The root is sent once.
@@ -134,8 +134,8 @@ fn aborted_lookup_ends_before_its_root() {
         let (mut bench, session) = (Bench::new(), session("r", ""));
         bench.add(&session, 10, Work::Wait([1; 8]));
         if has_call {
-            let call = TierCall {
-                name: "l2.lookup",
+            let call = TierSpan {
+                work: TierWork::Lookup,
                 tier: "fs-0".into(),
                 objects: 1,
                 succeeded: Some(1),
