@@ -160,6 +160,7 @@ def test_aborted_lookup_at_a_tier_ends_its_request(collector, serve, engines, tm
         engine.end(request)
     spans = collector.wait(request, ["request", "mp.lookup_prefetch", "l2.lookup", "l2.load"])
     assert {span.trace for span in spans.values()} == {spans["request"].trace}
+    assert spans["mp.lookup_prefetch"].end <= spans["request"].end
 
 
 @pytest.mark.ours("LMCache's spans have no resource and no error")

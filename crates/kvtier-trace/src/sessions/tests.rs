@@ -62,7 +62,7 @@ impl Bench {
         self.add_after(session, end, 1, work);
     }
 
-    /// The same for work that took so many.
+    /// The same for work that took `took` milliseconds.
     fn add_after(&mut self, session: &Arc<Session>, end: u64, took: u64, work: Work) {
         let record = Record {
             session: Arc::clone(session),
