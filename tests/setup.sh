@@ -59,9 +59,14 @@ PY
   fingerprint "$here/requirements.lock" >"$venv/.stamp"
 }
 
-# Each line of clients.lock into a folder: RELEASE of LMCache, PACKAGE-RELEASE of others.
+# Each line of clients.lock into a folder: RELEASE of LMCache, PACKAGE-RELEASE of others. Other folders are removed.
 unpack_clients() {
-  local line release part
+  local line release part folder listed
+  mkdir -p "$home/clients"
+  listed=$(sed -n 's/^\([a-z0-9-]*\)==\([^ ]*\) .*/\1-\2/p' "$here/clients.lock" | sed 's/^lmcache-//')
+  for folder in "$home"/clients/*; do
+    grep -qxF "${folder##*/}" <<<"$listed" || rm -rf "$folder"
+  done
   grep '^[a-z0-9-]*==' "$here/clients.lock" | while read -r line; do
     release=${line%% *} release=${release/==/-} release=${release#lmcache-}
     part=$home/clients/.part-$release
@@ -123,9 +128,7 @@ if [ "$(cat "$venv/.stamp" 2>/dev/null)" != "$(fingerprint "$here/requirements.l
   install_packages
 fi
 if [ "$(cat "$home/clients/.stamp" 2>/dev/null)" != "$(fingerprint "$here/clients.lock")" ]; then
-  echo "tests/setup.sh: unpacking earlier releases of LMCache and pyzmq, Valkey, NIXL and Mooncake into $home/clients"
-  rm -rf "$home/clients"
-  mkdir -p "$home/clients"
+  echo "tests/setup.sh: unpacking earlier releases of LMCache and pyzmq, Valkey and its client, NIXL and Mooncake into $home/clients"
   unpack_clients
 fi
 if [ ! -x "$home/tools/prometheus/usr/bin/prometheus" ] && command -v apt-get dpkg >/dev/null; then

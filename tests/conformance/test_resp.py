@@ -1,12 +1,16 @@
 """One Redis, LMCache's server and ours: each finds what the other stored, tenants stay apart, and no fault is a wrong hit."""
 
-import signal
+import itertools
 import subprocess
+import threading
+import uuid
 
 import pytest
-from kvrig import tiers
+from kvrig import tier_faults, tiers
+from kvrig.packages import unpacked
 from kvrig.redis import Cluster, Redis, valkey_server
 from kvrig.server import Server, our_command, peer_command
+from kvrig.tier_faults import UNANSWERED, Fault
 from kvrig.waiting import wait_until
 
 pytestmark = pytest.mark.ours("it is the other side of these tests")
@@ -17,9 +21,10 @@ TRUST = {"trust_missing_layout": True}
 
 
 @pytest.fixture
-def redis(tmp_path):
-    """An empty Redis."""
-    server = Redis(tmp_path / "redis")
+def redis(request, tmp_path):
+    """An empty Redis, or an empty Valkey."""
+    program = valkey_server() if getattr(request, "param", "") == "valkey-server" else "redis-server"
+    server = Redis(tmp_path / "redis", program, ["--enable-debug-command", "yes"])
     yield server
     server.stop()
 
@@ -38,33 +43,67 @@ def wait_keys(redis, count):
 @pytest.fixture
 def lmcache(redis, tmp_path):
     """A real LMCache server with it as a tier."""
-    server = Server(peer_command(), tmp_path / "lmcache.log", "both", flags=resp(redis, num_workers=2), peer=True)
-    server.start(120)
+    server = lmcache_server(tmp_path, resp(redis, num_workers=2))
     yield server
     server.stop()
+
+
+def lmcache_server(tmp_path, flags):
+    """A real LMCache server, with the client of Valkey."""
+    env = {"PYTHONPATH": str(unpacked("valkey-glide-sync"))}
+    server = Server(peer_command(), tmp_path / "lmcache.log", "both", flags=flags, peer=True, env=env)
+    server.start(120)
+    return server
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_objects_are_exchanged_with_lmcache(redis, lmcache, serve, engines, mode):
     """In both directions, for two ranks and two tenants."""
     server = serve("both", flags=resp(redis, "redis", **TRUST))
+    check_exchange(redis, lmcache, server, engines, mode)
+
+
+def check_exchange(backend, lmcache, server, engines, mode):
+    """Each finds what the other stored, and keeps tenants apart."""
     theirs, ours = engines(lmcache, mode, ranks=2), engines(server, mode, ranks=2)
     tiers.store(theirs, 1)
     tiers.store(theirs, 2, salt="alice")
-    wait_keys(redis, 16)
+    wait_keys(backend, 16)
     assert tiers.recall(ours, 1) == tiers.recall(ours, 2, salt="alice") == 64
     assert tiers.recall(ours, 2) == tiers.recall(ours, 1, salt="alice") == 0
     assert tiers.tier(server)["unverified_loads"] == 16
 
     tiers.store(ours, 3)
     tiers.store(ours, 4, salt="bob")
-    wait_keys(redis, 32)
+    wait_keys(backend, 32)
     assert tiers.recall(theirs, 3) == tiers.recall(theirs, 4, salt="bob") == 64
     assert tiers.recall(theirs, 4) == tiers.recall(theirs, 4, salt="alice") == 0
     tiers.settled(server)
     tiers.forget(ours)
     assert tiers.recall(ours, 3) == tiers.recall(ours, 4, salt="bob") == 64
     assert tiers.tier(server)["unverified_loads"] == 16
+
+
+@pytest.fixture(params=["server", "cluster"])
+def valkey(request, tmp_path):
+    """An empty Valkey, or a cluster of them, and the keys of LMCache's type `valkey` for it."""
+    kind = Cluster if request.param == "cluster" else Redis
+    backend = kind(tmp_path / "valkey", valkey_server())
+    nodes = backend.nodes if kind is Cluster else [backend]
+    places = {"startup_nodes": f"127.0.0.1:{nodes[-1].port}", "cluster_mode": kind is Cluster}
+    yield backend, {**places, "key_prefix": "fleet", "ttl_seconds": 3600, "num_workers": 2}
+    backend.stop()
+
+
+def test_objects_are_exchanged_with_lmcache_by_valkey(valkey, tmp_path, serve, engines):
+    """As by `resp`, with a prefix and a time to live."""
+    backend, keys = valkey
+    lmcache = lmcache_server(tmp_path, tiers.adapter("valkey", **keys))
+    try:
+        check_exchange(backend, lmcache, serve("both", flags=tiers.adapter("valkey", **keys, **TRUST)), engines, "lmcache_driven")
+        assert all(key.startswith("fleet@") for key in backend.keys())
+    finally:
+        lmcache.stop()
 
 
 def test_objects_of_lmcache_are_not_loaded_for_cpu_pages_unless_trusted(redis, lmcache, serve, engines):
@@ -83,18 +122,9 @@ def test_suite_passes(redis):
     assert redis.ask("DBSIZE") == 0
 
 
-@pytest.mark.parametrize("program", ["redis-server", "valkey-server"])
-def test_another_server_hits_what_this_one_stored(tmp_path, serve, engines, program):
-    """A fleet: a server that never saw the prompt, also after a restart of the first."""
-    redis = Redis(tmp_path / "redis", valkey_server() if program == "valkey-server" else program)
-    try:
-        check_other_server(redis, serve, engines)
-    finally:
-        redis.stop()
-
-
-def check_other_server(redis, serve, engines):
-    """Hits of a server that never saw the prompt; none of what was evicted."""
+@pytest.mark.parametrize("redis", ["redis-server", "valkey-server"], indirect=True)
+def test_another_server_hits_what_this_one_stored(redis, serve, engines):
+    """A fleet: a server that never saw the prompt hits it, but nothing that was evicted."""
     first = serve(flags=resp(redis))
     tiers.store(engines(first), 1)
     tiers.store(engines(first), 2, salt="alice")
@@ -129,43 +159,40 @@ def test_values_under_other_keys_are_no_hits(redis, serve, engines):
     assert tiers.recall(engine, 1, salt="bob") == 64
 
 
-@pytest.mark.parametrize("fault", ["killed", "frozen"])
-def test_lookups_of_l1_do_not_wait_for_a_server_that_is_away(redis, serve, engines, fault):
-    """Its objects are misses meanwhile; when it is back it is used again."""
-    server = serve(flags=resp(redis, request_timeout=3, lookup_timeout_ms=300))
+def require_password(redis):
+    """From here on, of connections that are there, too."""
+    redis.set("requirepass", "other")
+    with redis.connect() as connection:
+        connection.sendall(b"AUTH other\r\nCLIENT KILL TYPE normal\r\n")
+        assert connection.recv(100).startswith(b"+OK")
+
+
+def forget_password(redis):
+    """Ends that."""
+    with redis.connect() as connection:
+        connection.sendall(b'AUTH other\r\nCONFIG SET requirepass ""\r\n')
+        assert connection.recv(100).startswith(b"+OK")
+
+
+FAULTS = {
+    "killed": Fault(Redis.stop, Redis.start, UNANSWERED, keeps=False),
+    "frozen": Fault(Redis.freeze, Redis.thaw, UNANSWERED),
+    "sleeping": Fault(Redis.sleep, Redis.wake, UNANSWERED),
+    "paused": Fault(lambda redis: redis.pause("ALL"), Redis.resume, UNANSWERED),
+    # Loads prolong the life of companions, which is a write.
+    "writes-paused": Fault(lambda redis: redis.pause("WRITE"), Redis.resume, UNANSWERED, loads=None, is_healthy=None),
+    "full": Fault(lambda redis: redis.set("maxmemory", "1mb"), lambda redis: redis.set("maxmemory", 0), {"full"}, loads=True, is_healthy=True, is_full=True),
+    "replica": Fault(lambda redis: redis.ask("REPLICAOF", "127.0.0.1", 1), lambda redis: redis.ask("REPLICAOF", "NO", "ONE"), UNANSWERED, loads=None),
+    "password": Fault(require_password, forget_password, {"refused"}, error="NOAUTH"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_costs_nothing_but_the_tier(redis, serve, engines, name):
+    """See `tier_faults.check`."""
+    server = serve(flags=resp(redis, request_timeout=2, lookup_timeout_ms=300))
     server.expect_trouble(r"resp|127\.0\.0\.1")
-    engine = engines(server)
-    tiers.store(engine, 1)
-    wait_keys(redis, 4)
-    tiers.settled(server)
-    if fault == "killed":
-        redis.stop()
-    else:
-        redis.process.send_signal(signal.SIGSTOP)
-    # Whole hits of L1 ask no tier.
-    assert tiers.recall(engine, 1) == 64
-    assert tiers.recall(engine, 2) == 0
-    wait_until(lambda: not tiers.tier(server)["is_healthy"], 60, "the tier to be unhealthy")
-    # What is stored meanwhile is counted as lost to the tier; the log has each kind of trouble once.
-    tiers.store(engine, 3)
-    wait_until(lambda: tiers.metric(server, "kvtier_l2_store_failures_total") == 4, 60, "the failures to be counted")
-    assert tiers.recall(engine, 3) == 64
-    told = tiers.warnings(server)
-    assert told and len(set(told)) == len(told), told
-    if fault == "killed":
-        redis.start()
-    else:
-        redis.process.send_signal(signal.SIGCONT)
-    wait_until(lambda: tiers.tier(server)["is_healthy"], 60, "the tier to be healthy")
-    seeds = iter(range(10, 100))
-
-    def stores_again():
-        before = len(redis.keys())
-        tiers.store(engine, next(seeds))
-        tiers.settled(server)
-        return len(redis.keys()) == before + 4
-
-    wait_until(stores_again, 60, "a store in the tier", interval=0.2)
+    tier_faults.check(server, engines(server), redis, FAULTS[name])
 
 
 def test_check_config_tries_out_the_tier(redis):
@@ -189,21 +216,71 @@ def test_server_starts_before_its_redis(redis, serve, engines):
     wait_until(lambda: tiers.tier(server)["is_healthy"], 60, "the tier to be healthy")
 
 
-def test_cluster_serves_several_servers(tmp_path, serve, engines):
-    """A cluster of Valkey; only one of its nodes is configured."""
-    cluster = Cluster(tmp_path / "cluster", valkey_server())
+@pytest.fixture
+def cluster(request, tmp_path):
+    """An empty cluster of Redis, or of Valkey, and the flags for it as a tier; only one of its nodes is configured."""
+    program = valkey_server() if getattr(request, "param", "") == "valkey-server" else "redis-server"
+    cluster = Cluster(tmp_path / "cluster", program)
+    node = f"127.0.0.1:{cluster.nodes[2].port}"
+    yield cluster, tiers.adapter("valkey", startup_nodes=node, cluster_mode=True, request_timeout=2)
+    cluster.stop()
+
+
+@pytest.mark.parametrize("cluster", ["valkey-server"], indirect=True)
+def test_cluster_serves_several_servers(cluster, serve, engines):
+    """A cluster of Valkey."""
+    backend, flags = cluster
+    first, second = serve(flags=flags), serve(flags=flags)
+    writer, reader = engines(first), engines(second)
+    tiers.store(writer, 1)
+    tiers.store(writer, 2, salt="alice")
+    wait_keys(backend, 8)
+    assert sum(bool(node.keys()) for node in backend.nodes) > 1
+    assert tiers.recall(reader, 1) == tiers.recall(reader, 2, salt="alice") == 64
+    assert tiers.recall(reader, 2) == tiers.recall(reader, 1, salt="bob") == 0
+    # One that starts now finds all of them.
+    assert tiers.adopted(serve(flags=flags))["objects"] == 8
+
+
+def test_nodes_that_disagree_cost_nothing_but_the_tier(cluster, serve, engines):
+    """Two of them name each other for the slot of a model, so commands go in circles."""
+    backend, flags = cluster
+    server = serve(flags=flags)
+    server.expect_trouble(r"valkey|127\.0\.0\.1|send a key to each other")
+    model = f"{{{uuid.uuid4().hex}}}"
+    fault = Fault(lambda nodes: nodes.disagree(model), lambda nodes: nodes.agree(model), UNANSWERED, keeps=False)
+    tier_faults.check(server, engines(server, model=model), backend, fault)
+
+
+def test_slots_move_under_load(cluster, serve, engines):
+    """All that is stored is found meanwhile, at whichever node it is."""
+    backend, flags = cluster
+    engine = engines(serve(flags=flags))
+    for prompt in range(8):
+        tiers.store(engine, prompt)
+    wait_keys(backend, 32)
+    tiers.settled(engine.server)
+    moves, is_done = [], threading.Event()
+
+    def move_slots():
+        there, back = backend.nodes[:2], backend.nodes[1::-1]
+        keys = backend.nodes[0].keys()
+        while not is_done.is_set():
+            for way in (there, back):
+                for key in keys:
+                    backend.move(key, *way)
+                    moves.append(key)
+
+    mover = threading.Thread(target=move_slots)
+    mover.start()
     try:
-        node = f"127.0.0.1:{cluster.nodes[2].port}"
-        flags = tiers.adapter("valkey", startup_nodes=node, cluster_mode=True)
-        first, second = serve(flags=flags), serve(flags=flags)
-        writer, reader = engines(first), engines(second)
-        tiers.store(writer, 1)
-        tiers.store(writer, 2, salt="alice")
-        wait_keys(cluster, 8)
-        assert sum(bool(node.keys()) for node in cluster.nodes) > 1
-        assert tiers.recall(reader, 1) == tiers.recall(reader, 2, salt="alice") == 64
-        assert tiers.recall(reader, 2) == tiers.recall(reader, 1, salt="bob") == 0
-        # One that starts now finds all of them.
-        assert tiers.adopted(serve(flags=flags))["objects"] == 8
+        new = itertools.count(8)
+        while len(moves) < 40 and mover.is_alive():
+            tiers.store(engine, next(new))
+            tiers.forget(engine)
+            for prompt in range(8):
+                assert tiers.recall(engine, prompt) == 64
     finally:
-        cluster.stop()
+        is_done.set()
+        mover.join()
+    assert len(moves) >= 40

@@ -1,16 +1,16 @@
 """One bucket, LMCache's server and ours: each finds what the other stored, tenants stay apart, and no fault is a wrong hit."""
 
 import json
-import signal
 import subprocess
 import uuid
 
 import pytest
-from kvrig import s3, tiers
+from kvrig import s3, tier_faults, tiers
 from kvrig.engine import Group
 from kvrig.layouts import layout
 from kvrig.server import Server, our_command, peer_command
-from kvrig.waiting import TimedOut, wait_until
+from kvrig.tier_faults import UNANSWERED, Fault
+from kvrig.waiting import wait_until
 
 pytestmark = pytest.mark.ours("it is the other side of these tests")
 
@@ -233,47 +233,58 @@ def test_large_objects_are_moved_in_parts(request, serve, engines, kind):
     assert all(size > 5 << 20 for key, size in place.objects().items() if writer.model in key)
 
 
-@pytest.mark.parametrize("fault", ["killed", "frozen"])
-def test_lookups_of_l1_do_not_wait_for_a_server_that_is_away(rclone, serve, engines, fault):
-    """Its objects are misses meanwhile; when it is back it is used again."""
-    server = serve(flags=bucket(rclone, request_timeout=2, lookup_timeout_ms=300))
+FAULTS = {
+    "killed": Fault(s3.Rclone.stop, s3.Rclone.start, UNANSWERED, keeps=False),
+    "frozen": Fault(s3.Rclone.freeze, s3.Rclone.thaw, UNANSWERED),
+    "bucket-gone": Fault(s3.Rclone.hide_bucket, s3.Rclone.show_bucket, {"refused"}, error=s3.BUCKET),
+}
+
+
+def busy(method, _status, _headers, _body):
+    """An answer of a server that is overloaded."""
+    body = b"" if method == "HEAD" else b"<Error><Code>SlowDown</Code></Error>"
+    return 503, {"Content-Length": str(len(body))}, body
+
+
+def cut(method, status, headers, body):
+    """Half of an object."""
+    return status, headers, body[: len(body) // 2] if method == "GET" and "X-Amz-Meta-Kvtier" in headers.keys() else body
+
+
+def other_etag(_method, status, headers, body):
+    """An ETag that is no sum of the object."""
+    return status, {**headers, "ETag": f'"{uuid.uuid4().hex}"'}, body
+
+
+ANSWERS = {
+    "busy": (busy, Fault(s3.Proxy.spoil, s3.Proxy.mend, UNANSWERED)),
+    "cut": (cut, Fault(s3.Proxy.spoil, s3.Proxy.mend, is_healthy=True)),
+    "other-etag": (other_etag, Fault(s3.Proxy.spoil, s3.Proxy.mend, loads=True, is_healthy=True)),
+}
+
+
+def check_fault(serve, engines, backend, fault):
+    """See `tier_faults.check`."""
+    server = serve(flags=bucket(backend, request_timeout=2, lookup_timeout_ms=300))
     server.expect_trouble(r"s3|127\.0\.0\.1")
-    engine = engines(server)
-    tiers.store(engine, 1)
-    wait_objects(rclone, engine, 4)
-    tiers.settled(server)
-    if fault == "killed":
-        rclone.stop()
-    else:
-        rclone.process.send_signal(signal.SIGSTOP)
-    # Whole hits of L1 ask no tier.
-    assert tiers.recall(engine, 1) == 64
-    assert tiers.recall(engine, 2) == 0
-    wait_until(lambda: not tiers.tier(server)["is_healthy"], 60, "the tier to be unhealthy")
-    # What is stored meanwhile is counted as lost to the tier; the log has each kind of trouble once.
-    tiers.store(engine, 3)
-    wait_until(lambda: tiers.metric(server, "kvtier_l2_store_failures_total") == 4, 60, "the failures to be counted")
-    assert tiers.recall(engine, 3) == 64
-    told = tiers.warnings(server)
-    assert told and len(set(told)) == len(told), told
-    if fault == "killed":
-        rclone.start()
-    else:
-        rclone.process.send_signal(signal.SIGCONT)
-    wait_until(lambda: tiers.tier(server)["is_healthy"], 60, "the tier to be healthy")
-    seeds, counts = iter(range(10, 1000)), []
+    tier_faults.check(server, engines(server), backend, fault)
 
-    def stores_again():
-        before = len(rclone.objects())
-        tiers.store(engine, next(seeds))
-        tiers.settled(server)
-        counts.append(len(rclone.objects()) - before)
-        return counts[-1] == 4
 
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_costs_nothing_but_the_tier(rclone, serve, engines, name):
+    """A fault of the server."""
+    check_fault(serve, engines, rclone, FAULTS[name])
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_wrong_answers_cost_nothing_but_the_tier(rclone, serve, engines, name):
+    """A fault of all its answers."""
+    change, fault = ANSWERS[name]
+    proxy = s3.Proxy(rclone, change)
     try:
-        wait_until(stores_again, 60, "a store in the tier", interval=0.2)
-    except TimedOut as error:
-        raise AssertionError(f"objects of each store: {counts}; the tier: {tiers.tier(server)}") from error
+        check_fault(serve, engines, proxy, fault)
+    finally:
+        proxy.stop()
 
 
 def test_bench_measures_a_bucket_and_hides_its_keys(rclone, tmp_path):

@@ -14,7 +14,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 use super::command::{Commands, Reply};
 use super::endpoint::Endpoint;
 use super::pipe::Pipe;
-use kvtier_l2::{ErrorKind, L2Error, RateLimited, backoff::pause};
+use kvtier_l2::{ErrorKind, L2Error, backoff::pause};
 
 /// Pause after the server has refused the credentials.
 const REFUSED_PAUSE: Duration = Duration::from_secs(30);
@@ -120,6 +120,7 @@ async fn run(endpoint: Arc<Endpoint>, state: Arc<State>, mut calls: mpsc::Unboun
     // Servers that lost their connections at once come back at different times.
     let seed = RandomState::new().hash_one(0);
     let mut failures: u64 = 0;
+    let mut is_logged = false;
     // Calls that came before the connection.
     let mut queued = VecDeque::new();
     loop {
@@ -135,13 +136,13 @@ async fn run(endpoint: Arc<Endpoint>, state: Arc<State>, mut calls: mpsc::Unboun
                 },
             }
         };
-        // With the calls that fail by it, unless it is one more failure of the same kind.
+        // With the calls that fail by it, unless no call notices.
         let (error, failed) = match connected {
             Ok(Ok(stream)) => {
                 if failures > 0 {
                     tracing::info!(address = endpoint.name(), "connected again");
                 }
-                failures = 0;
+                (failures, is_logged) = (0, false);
                 state.set(None);
                 let mut pipe = Pipe::new(&endpoint, &state, stream);
                 match pipe.serve(&mut queued, &mut calls).await {
@@ -150,23 +151,24 @@ async fn run(endpoint: Arc<Endpoint>, state: Arc<State>, mut calls: mpsc::Unboun
                         // Later calls are not sent here any more.
                         state.set(Some(error.clone()));
                         let failed = pipe.fail(&error);
-                        // One that is idle may be closed by its server at any time.
+                        // One that is idle may be closed by its server at any time. If that has ended, the next attempt fails.
                         let is_idle = failed == 0 && error.kind() == ErrorKind::Unavailable;
                         (error, (!is_idle).then_some(failed))
                     }
                 }
             }
-            Ok(Err(error)) => (error, (failures == 0).then_some(queued.len())),
+            Ok(Err(error)) => (error, Some(queued.len())),
             Err(_) => {
                 let limit = endpoint.options.connection_timeout;
                 let message = format!("{}: not connected within {limit:?}", endpoint.name());
                 let error = L2Error::new(ErrorKind::Unavailable, message);
-                (error, (failures == 0).then_some(queued.len()))
+                (error, Some(queued.len()))
             }
         };
         state.set(Some(error.clone()));
-        if let Some(failed) = failed {
-            log_loss(&endpoint, &error, failed);
+        if let Some(failed) = failed.filter(|_| !is_logged) {
+            endpoint.log_loss(&error, failed);
+            is_logged = true;
         }
         let pause = match error.kind() {
             ErrorKind::Refused => REFUSED_PAUSE,
@@ -186,15 +188,6 @@ async fn run(endpoint: Arc<Endpoint>, state: Arc<State>, mut calls: mpsc::Unboun
                 },
             }
         }
-    }
-}
-
-/// Logs why there is no connection.
-fn log_loss(endpoint: &Endpoint, error: &L2Error, calls: usize) {
-    static LOG_LIMIT: RateLimited = RateLimited::per_second();
-    if let Some(left_out) = LOG_LIMIT.permit(std::time::Instant::now()) {
-        let address = endpoint.name();
-        tracing::warn!(address, %error, calls, left_out, "no connection to a second tier; calls fail");
     }
 }
 

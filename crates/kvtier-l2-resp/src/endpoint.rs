@@ -4,7 +4,7 @@ use std::fmt::Display;
 use std::io;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvtier_memory::socket::SocketError;
 use rustix::net::sockopt;
@@ -20,10 +20,13 @@ use super::errors;
 use super::reply::{self, Value};
 use super::socket::Socket;
 use super::stream::Stream;
-use kvtier_l2::{ErrorKind, L2Error, connect::connect_any, tls::Settings};
+use kvtier_l2::{ErrorKind, L2Error, RateLimited, connect::connect_any, tls::Settings};
 
 /// TCP keepalive: silence before the first probe, and time between two probes.
 const KEEPALIVE: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(10));
+
+/// Interval of log lines about lost connections to one server.
+const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Connections of an adapter that are being made at once: each server accepts them one after the other, and each takes a file.
 pub(super) const MAX_CONNECTING: usize = 64;
@@ -37,6 +40,8 @@ pub(super) struct Endpoint {
     tls: Option<Settings>,
     /// How often a connection found that the server has become a replica: all of them look for the primary again then.
     pub(super) demotions: AtomicU64,
+    /// For the log line about lost connections: a server that hangs costs one after the other.
+    loss_log: RateLimited,
 }
 
 impl Endpoint {
@@ -52,6 +57,15 @@ impl Endpoint {
             tls: options.tls.clone().map(Settings::new),
             options,
             demotions: AtomicU64::new(0),
+            loss_log: RateLimited::new(LOG_INTERVAL),
+        }
+    }
+
+    /// Logs why there is no connection, and how many calls that has failed.
+    pub(super) fn log_loss(&self, error: &L2Error, calls: usize) {
+        if let Some(left_out) = self.loss_log.permit(Instant::now()) {
+            let address = self.name();
+            tracing::warn!(address, %error, calls, left_out, "no connection to a second tier; calls fail");
         }
     }
 

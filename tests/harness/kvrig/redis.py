@@ -1,12 +1,13 @@
 """Redis and Valkey for tests, on loopback, which end with the test: of the machine, or unpacked by tests/setup.sh."""
 
+import signal
 import socket
 import subprocess
 
 from . import logs
 from .packages import unpacked
 from .server import free_port
-from .waiting import wait_started
+from .waiting import wait_started, wait_until
 
 
 def valkey_server():
@@ -33,24 +34,68 @@ class Redis:
         logs.opened(self.log)
         wait_started(self, self.is_up, "an answer to a request")
 
-    def is_up(self):
+    def is_up(self, timeout=30):
         """Whether it answers."""
         try:
-            return self.ask("PING") == "PONG"
+            return self.ask("PING", timeout=timeout) == "PONG"
         except OSError:
             return False
 
-    def ask(self, *arguments):
+    def ask(self, *arguments, timeout=30):
         """The reply to a command: a string, a number, bytes, None, or a list of them."""
-        with socket.create_connection(("127.0.0.1", self.port), 30) as connection:
+        with self.connect(timeout) as connection:
             parts = [part if isinstance(part, bytes) else str(part).encode() for part in arguments]
             connection.sendall(b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%s\r\n" % (len(part), part) for part in parts))
             with connection.makefile("rb") as stream:
                 return read(stream)
 
+    def connect(self, timeout=30):
+        """A connection."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout)
+
+    def set(self, name, value):
+        """Sets a value of its configuration."""
+        assert self.ask("CONFIG", "SET", name, value) == "OK"
+
+    def freeze(self):
+        """Stops the process until `thaw`."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self):
+        """Ends that."""
+        self.process.send_signal(signal.SIGCONT)
+
+    def sleep(self):
+        """Lets it sleep (`DEBUG SLEEP`) until `wake`; it needs `--enable-debug-command yes`."""
+        self.set("watchdog-period", 3_600_000)
+        self.waiting = self.connect()
+        self.waiting.sendall(b"DEBUG SLEEP 3600\r\n")
+        wait_until(lambda: not self.is_up(0.2), 60, "the sleep")
+
+    def wake(self):
+        """Ends the sleep, by the signal of its watchdog."""
+        self.process.send_signal(signal.SIGALRM)
+        self.waiting.close()
+
+    def pause(self, commands):
+        """Keeps commands of clients waiting until `resume`: `ALL`, or `WRITE` for those that write."""
+        # A replica's connection is not paused. The copy that it asks for would begin in an hour.
+        self.set("repl-diskless-sync", "yes")
+        self.set("repl-diskless-sync-delay", 3600)
+        self.waiting = self.connect()
+        self.waiting.sendall(b"SYNC\r\n")
+        wait_until(lambda: b"connected_slaves:1" in self.ask("INFO", "replication"), 60, "a replica")
+        assert self.ask("CLIENT", "PAUSE", 3_600_000, commands) == "OK"
+
+    def resume(self):
+        """Ends the pause."""
+        self.waiting.sendall(b"CLIENT UNPAUSE\r\n")
+        wait_until(lambda: self.is_up(0.2), 60, "the end of the pause")
+        self.waiting.close()
+
     def keys(self):
         """The keys of objects: all but those of their checksums."""
-        return sorted(key.decode() for key in self.ask("KEYS", "*") if not key.startswith(b"kvtier.sum@"))
+        return sorted(key.decode() for key in self.ask("KEYS", "*") if b"kvtier.sum@" not in key)
 
     def stop(self):
         """Kills it."""
@@ -77,10 +122,44 @@ class Cluster:
             self.nodes.append(Redis(directory / str(number), program, flags))
             first, last = 16384 * number // 3, 16384 * (number + 1) // 3 - 1
             assert self.nodes[number].ask("CLUSTER", "ADDSLOTSRANGE", first, last) == "OK"
+            # Nodes of the same epoch resolve that later, and may undo the move of a slot with it.
+            assert self.nodes[number].ask("CLUSTER", "SET-CONFIG-EPOCH", number + 1) == "OK"
         for node in self.nodes[1:]:
             assert self.nodes[0].ask("CLUSTER", "MEET", "127.0.0.1", node.port, node.flags[-1]) == "OK"
         for node in self.nodes:
             wait_started(node, lambda node=node: b"cluster_state:ok" in node.ask("CLUSTER", "INFO"), "a whole cluster")
+
+    def move(self, key, source, target):
+        """Moves the slot of a key from one node to another, a key at a time."""
+        slot = source.ask("CLUSTER", "KEYSLOT", key)
+        assert target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", source.ask("CLUSTER", "MYID")) == "OK"
+        assert source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", target.ask("CLUSTER", "MYID")) == "OK"
+        while keys := source.ask("CLUSTER", "GETKEYSINSLOT", slot, 1):
+            assert source.ask("MIGRATE", "127.0.0.1", target.port, keys[0], 0, 10_000) in ("OK", "NOKEY")
+        for node in (target, source, *self.nodes):
+            assert node.ask("CLUSTER", "SETSLOT", slot, "NODE", target.ask("CLUSTER", "MYID")) == "OK"
+        # What nodes sent each other before that may undo it elsewhere for a moment; a move then would be a mistake.
+        wait_until(lambda: len({self.view(node) for node in self.nodes}) == 1, 60, "nodes that agree", interval=0.05)
+
+    @staticmethod
+    def view(node):
+        """What a node knows of the slots of each node, and its epoch."""
+        lines = [line.split() for line in node.ask("CLUSTER", "NODES").decode().splitlines()]
+        return tuple(sorted((line[0], line[6], *line[8:]) for line in lines))
+
+    def disagree(self, key):
+        """Lets two nodes name each other for the slot of a key, which is emptied, until `agree`."""
+        slot = self.nodes[0].ask("CLUSTER", "KEYSLOT", key)
+        owner = self.nodes[slot * 3 // 16384]
+        owner.ask("FLUSHALL")
+        other = next(node for node in self.nodes if node is not owner)
+        assert owner.ask("CLUSTER", "SETSLOT", slot, "NODE", other.ask("CLUSTER", "MYID")) == "OK"
+
+    def agree(self, key):
+        """Ends that."""
+        slot = self.nodes[0].ask("CLUSTER", "KEYSLOT", key)
+        owner = self.nodes[slot * 3 // 16384]
+        assert owner.ask("CLUSTER", "SETSLOT", slot, "NODE", owner.ask("CLUSTER", "MYID")) == "OK"
 
     def keys(self):
         """The keys of objects of all nodes."""

@@ -3,9 +3,12 @@
 import http.client
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import urllib.parse
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from . import logs
@@ -61,6 +64,14 @@ class Process:
             self.process.wait()
             logs.closed(self.log)
 
+    def freeze(self):
+        """Stops the process until `thaw`."""
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self):
+        """Ends that."""
+        self.process.send_signal(signal.SIGCONT)
+
     def keys(self, **more):
         """The keys of a configuration for the bucket."""
         return {
@@ -89,6 +100,14 @@ class Rclone(Process):
         config = ["--config", str(self.directory.parent / "no-rclone.conf"), "--dir-cache-time", self.dir_cache]
         self.run([program("rclone"), "serve", "s3", *flags, *config, str(self.directory)])
 
+    def hide_bucket(self):
+        """Removes the bucket until `show_bucket`."""
+        (self.directory / BUCKET).rename(self.directory / "hidden")
+
+    def show_bucket(self):
+        """Ends that."""
+        (self.directory / "hidden").rename(self.directory / BUCKET)
+
     def objects(self):
         """The keys of objects and their sizes."""
         base, found = self.directory / BUCKET, {}
@@ -103,6 +122,68 @@ class Rclone(Process):
     def file(self, key):
         """The file of an object."""
         return self.directory / BUCKET / key
+
+
+class Proxy:
+    """Passes requests on to another server. While it is spoiled, `change(method, status, headers, body)` returns what it answers; a body that
+    is shorter than its `Content-Length` is cut off."""
+
+    def __init__(self, server, change):
+        self.server, self.change, self.is_spoiled = server, change, False
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            do_DELETE = do_GET = do_HEAD = do_POST = do_PUT = lambda handler: self.forward(handler)
+
+            def log_message(self, *_):
+                """Nothing."""
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", free_port()), Handler)
+        self.thread = threading.Thread(target=self.http.serve_forever, daemon=True)
+        self.thread.start()
+
+    def spoil(self):
+        """Lets it change answers."""
+        self.is_spoiled = True
+
+    def mend(self):
+        """Ends that."""
+        self.is_spoiled = False
+
+    def keys(self, **more):
+        """The keys of a configuration for the bucket."""
+        return self.server.keys(s3_endpoint=f"127.0.0.1:{self.http.server_port}", **more)
+
+    def forward(self, handler):
+        """Answers one request."""
+        method, content = handler.command, handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
+        connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=30)
+        try:
+            connection.putrequest(method, handler.path, skip_host=True, skip_accept_encoding=True)
+            for name, value in handler.headers.items():
+                connection.putheader(name, value)
+            connection.endheaders(content)
+            answer = connection.getresponse()
+            body = answer.read()
+        finally:
+            connection.close()
+        headers = {name: value for name, value in answer.headers.items() if name != "Transfer-Encoding"}
+        if method != "HEAD":
+            headers["Content-Length"] = str(len(body))
+        status = answer.status
+        if self.is_spoiled:
+            status, headers, body = self.change(method, status, headers, body)
+        handler.send_response_only(status)
+        for name, value in headers.items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        handler.wfile.write(body)
+        handler.close_connection |= method != "HEAD" and len(body) < int(headers["Content-Length"])
+
+    def stop(self):
+        """Ends it."""
+        self.http.shutdown()
+        self.http.server_close()
 
 
 class Seaweed(Process):
