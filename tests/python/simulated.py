@@ -2,7 +2,8 @@
 
 The KV of a token is a number that all tokens up to it determine. Before a step, the model compares the KV of every token that a
 layer attends to, in the blocks that vLLM's tables name. So a hit with wrong bytes, or without a token of a window,
-fails at the first step that would have used it. Groups overlay each other in memory, as vLLM's do.
+fails at the first step that would have used it. Groups overlay each other in memory, as vLLM's do. A recurrent state is the number
+of the last token in it, moved from block to block as vLLM's worker does.
 """
 
 import copy
@@ -28,6 +29,7 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    MambaSpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: E402
@@ -63,6 +65,11 @@ def window(block, tokens):
     )
 
 
+def state(block):
+    """A recurrent state, kept at the ends of blocks of this many tokens."""
+    return MambaSpec(block_size=block, shapes=((PAGE,),), dtypes=(torch.float32,), mamba_cache_mode="align")
+
+
 class Wrong(AssertionError):
     """A layer would attend to other KV than that of its tokens."""
 
@@ -74,6 +81,9 @@ class Simulation:
         config = copy.deepcopy(_vllm_config())
         config.cache_config.num_gpu_blocks = blocks
         config.cache_config.enable_prefix_caching = caching
+        config.cache_config.block_size = max(spec.block_size for spec in specs)
+        if any(isinstance(spec, MambaSpec) for spec in specs):
+            config.cache_config.mamba_cache_mode = "align"
         config.scheduler_config.max_num_batched_tokens = step_tokens
         config.scheduler_config.max_num_scheduled_tokens = step_tokens
         config.scheduler_config.max_num_seqs = 4
@@ -95,9 +105,12 @@ class Simulation:
         )
         self.worker = KvTierConnector(copy.deepcopy(config), KVConnectorRole.WORKER, cache)
         pages = [torch.zeros(blocks * PAGE) for _ in range(LAYERS)]
+        slots = [1 if isinstance(spec, MambaSpec) else spec.block_size for spec in specs]
         self.tensors = {
-            f"g{g}.l{layer}": page.view(blocks, 1, size, PAGE // size) for layer, page in enumerate(pages) for g, size in enumerate(sizes)
+            f"g{g}.l{layer}": page.view(blocks, 1, count, PAGE // count) for layer, page in enumerate(pages) for g, count in enumerate(slots)
         }
+        # Request -> place of the block with its running state.
+        self.places = {}
         self.worker.register_kv_caches(self.tensors)
         self.source = random.Random(seed)
         self.hasher = get_request_block_hasher(min(sizes), sha256)
@@ -135,6 +148,9 @@ class Simulation:
         """Checks what each layer attends to, then computes."""
         values = self._kv(request)
         for group, spec in enumerate(self.specs):
+            if isinstance(spec, MambaSpec):
+                self._advance_state(request, group, table[group], computed, scheduled)
+                continue
             first = max(0, computed - (spec.sliding_window or computed + 1) + 1)
             for layer, (tensor, blocks, places) in enumerate(self._pages(group, table[group], first, computed)):
                 wanted = self._expected(values[first:computed], group, layer, tensor.shape[-1])
@@ -150,6 +166,23 @@ class Simulation:
             for layer, (tensor, blocks, places) in enumerate(self._pages(group, table[group], computed, computed + scheduled)):
                 tensor[blocks, 0, places] = self._expected(values[computed : computed + scheduled], group, layer, tensor.shape[-1])
 
+    def _advance_state(self, request, group, table, computed, scheduled):
+        """Checks the state after the `computed` tokens, and moves it behind those that are `scheduled`."""
+        values, size, end = self._kv(request), self.specs[group].block_size, computed + scheduled
+        place = -(-end // size) - 1
+        for layer in range(LAYERS):
+            tensor = self.tensors[f"g{group}.l{layer}"]
+            if computed:
+                block = table[self.places.get(request.request_id, (computed - 1) // size)]
+                wanted = self._expected(values[computed - 1 : computed], group, layer, PAGE)[0]
+                if not torch.equal(tensor[block, 0, 0], wanted):
+                    raise Wrong(
+                        f"step {self.steps}: request {request.request_id} of {request.num_tokens} tokens, at {computed}: group {group} "
+                        f"has another state in block {block}; table {table}"
+                    )
+                self.checked += 1
+            tensor[table[place], 0, 0] = self._expected(values[end - 1 : end], group, layer, PAGE)[0]
+
     def step(self):
         """One step: schedule, load, compute, store, report."""
         self.steps += 1
@@ -163,10 +196,13 @@ class Simulation:
         worker.start_load_kv(None)
         self.external += sum(move.end - move.start - move.skip for move in metadata.loads)
         sampled = []
+        for name in [*(new.req_id for new in scheduled.scheduled_new_reqs), *scheduled.scheduled_cached_reqs.resumed_req_ids]:
+            self.places.pop(name, None)
         for name, count in scheduled.num_scheduled_tokens.items():
             request = self.scheduler.requests[name]
             computed = request.num_computed_tokens - count
             self._attend(request, self.scheduler.kv_cache_manager.get_block_ids(name), computed, count)
+            self.places[name] = -(-request.num_computed_tokens // self.block_tokens) - 1
             is_last = request.num_computed_tokens >= request.num_tokens
             sampled.append([self.source.randrange(2, 4000)] if is_last else [])
         worker.wait_for_save()

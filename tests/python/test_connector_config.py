@@ -7,6 +7,7 @@ from conftest import CHUNK
 from rig import BLOCK, tokens
 from vllm_rig import (  # skips without vLLM
     FullAttentionSpec,
+    CrossAttentionSpec,
     MambaSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
@@ -125,7 +126,9 @@ def test_unsupported_models_are_refused(place, monkeypatch):
     """The start fails with the cause."""
     server = place.server()
     for role in KVConnectorRole:
-        with pytest.raises(ValueError, match="layer.0 has MambaSpec"):
+        with pytest.raises(ValueError, match="layer.0 has CrossAttentionSpec"):
+            KvTierConnector(vllm_config(server), role, cache_config(["layer.0"], CrossAttentionSpec))
+        with pytest.raises(ValueError, match="mamba_cache_mode is align, and layer.0 has none.*--enable-prefix-caching"):
             KvTierConnector(vllm_config(server), role, cache_config(["layer.0"], MambaSpec))
     window = SlidingWindowSpec(block_size=BLOCK, sliding_window=2 * CHUNK)
     mixed = {"layer.0": FullAttentionSpec(block_size=BLOCK), "layer.1": window}
@@ -141,6 +144,8 @@ def test_unsupported_models_are_refused(place, monkeypatch):
     for role in KVConnectorRole:
         with pytest.raises(ValueError, match="from vLLM 0.30 on, and layer.1 has SlidingWindowSpec.*--disable-hybrid-kv-cache-manager"):
             KvTierConnector(vllm_config(server), role, hybrid)
+        with pytest.raises(ValueError, match="recurrent states from vLLM 0.30 on, and layer.0 has one"):
+            KvTierConnector(vllm_config(server), role, cache_config(["layer.0"], MambaSpec))
     monkeypatch.undo()
     for more, error in (({"non_causal": True}, "non_causal is False"), ({"tokens_per_state": 4}, "tokens_per_state is 1")):
         altered = cache_config(["layer.0"])

@@ -241,11 +241,15 @@ class Platform(SimpleNamespace):
         return self.capability
 
 
-def pages_of(monkeypatch, device="cpu", amd=False, capability=(9, 0), blocks=(16,), cache="auto", spec=None, **attention):
+def pages_of(
+    monkeypatch, device="cpu", amd=False, capability=(9, 0), blocks=(16,), cache="auto", spec=None, more=None, config=None, **attention
+):
     """Returns the digest of pages in the name."""
     platform = Platform(device_type=device, amd=amd, capability=capability)
     monkeypatch.setattr("vllm.platforms.current_platform", platform)
-    made = described(cache={"cache_dtype": cache}, more={"attention_config": SimpleNamespace(**attention)})
+    made = described(
+        cache={"cache_dtype": cache, **(more or {})}, more={"attention_config": SimpleNamespace(**attention), **(config or {})}
+    )
     groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=size, **(spec or {}))) for size in blocks]
     return pages.page_format(made, SimpleNamespace(kv_cache_groups=groups))
 
@@ -339,3 +343,20 @@ def test_worker_and_scheduler_agree_on_cache_dtype():
     """Attention layers of sparse MLA replace the dtype in their process."""
     assert len({name(cache={"cache_dtype": dtype}) for dtype in ("fp8", "fp8_e4m3", "fp8_ds_mla")}) == 1
     assert name(cache={"cache_dtype": "nvfp4"}) == name(cache={"cache_dtype": "nvfp4_ds_mla"}) != name()
+
+
+def test_recurrent_states_have_a_digest(monkeypatch):
+    """Also on NVIDIA's GPUs: only a release's own kernels read the states that they wrote."""
+    state = {"mamba_cache_mode": "align", "shapes": ((3, 512), (4, 64, 64)), "dtypes": ("bfloat16", "float32"), "mamba_type": "gdn"}
+    found = [pages_of(monkeypatch, "cuda", spec=state)]
+    for field, value in (("shapes", ((512, 3), (4, 64, 64))), ("dtypes", ("bfloat16", "bfloat16")), ("mamba_type", "mamba2")):
+        found.append(pages_of(monkeypatch, "cuda", spec=state | {field: value}))
+    for cache in ("replayssm_buffer_len", "use_replayssm", "use_kda_recoverssm"):
+        found.append(pages_of(monkeypatch, "cuda", spec=state, more={cache: 4}))
+    found.append(pages_of(monkeypatch, "cuda", spec=state, config={"mamba_config": {"backend": "flashinfer"}}))
+    with monkeypatch.context() as other:
+        other.setattr("vllm.__version__", "0.99")
+        found.append(pages_of(other, "cuda", spec=state))
+    monkeypatch.setenv("VLLM_SSM_CONV_STATE_LAYOUT", "DS")
+    found.append(pages_of(monkeypatch, "cuda", spec=state))
+    assert all(found) and len({json.dumps(each, sort_keys=True) for each in found}) == len(found)

@@ -1,12 +1,16 @@
-"""Models with sliding windows, whose blocks vLLM reuses while their requests run: its own scheduler beside the connector."""
+"""Models with sliding windows or recurrent states, whose blocks vLLM reuses while their requests run: its own scheduler beside
+the connector."""
 
 import random
 from contextlib import closing
 
 import pytest
 from conftest import CHUNK
+from kvtier.transfer import Group
 from rig import tokens
-from simulated import Simulation, full, window
+from simulated import Simulation, full, state, window
+
+from kvtier.vllm.kinds import blocks_of_range, with_offered_states
 
 # Groups of one model: blocks of different sizes, windows shorter and longer than a chunk, and not of whole blocks.
 MODELS = {
@@ -16,6 +20,12 @@ MODELS = {
     "uneven": [window(8, 23), full(4), window(4, 2)],
     "only": [window(4, 24)],
     "larger-than-a-chunk": [full(16), window(16, 50)],
+}
+# Of a model with recurrent states all blocks have one size, and vLLM keeps states only if it caches prefixes.
+STATES = {
+    "states": [state(16), full(16)],
+    "several": [state(32), state(32), state(32), full(32)],
+    "states-and-windows": [state(16), window(16, 37), full(16)],
 }
 # Answers as long as prompts, so that requests outgrow few blocks and are preempted.
 LONGEST, ANSWER = 4 * CHUNK, 60
@@ -32,16 +42,17 @@ def prompts(source, count):
     return made
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, *STATES])
 def test_every_hit_has_the_kv_of_its_tokens(place, model):
     """Random prompts, steps, caches, tenants and numbers of blocks, with preemptions: no layer attends to wrong KV."""
     server, loaded, preempted, left = place.server("lmcache_driven"), 0, 0, 0
+    specs = (MODELS | STATES)[model]
     # Blocks of the longest request at its end, with those that its windows have left.
-    whole = sum(-(-(LONGEST + ANSWER) // spec.block_size) for spec in MODELS[model])
+    whole = sum(-(-(LONGEST + ANSWER) // spec.block_size) for spec in specs)
     for seed in range(3):
         source = random.Random(f"{model}-{seed}")
         engine = Simulation(
-            server, model, MODELS[model], blocks=whole + [2, 6, 4 * whole][seed], caching=seed % 2 == 0,
+            server, model, specs, blocks=whole + [2, 6, 4 * whole][seed], caching=seed % 2 == 0 or model in STATES,
             step_tokens=source.choice([12, 32, 100, 1024]), seed=seed,
         )  # fmt: skip
         with closing(engine):
@@ -81,3 +92,33 @@ def test_hits_are_as_long_as_they_can_be(place, model):
                 found.append(engine.external - before)
             assert engine.errors == 0 and engine.left == 0
     assert found == [(len(prompt) - 1) // CHUNK * CHUNK for prompt in made]
+
+
+def test_only_offered_states_are_stored():
+    """Blocks of a state's group that vLLM does not offer may be in use for other tokens by now, or for speculated ones."""
+    groups = [Group(["a"], 16, 16, recurrent_state=True), Group(["b"], 16), Group(["c"], 32, 32, recurrent_state=True)]
+    table = ([1, 2, 3, 4], [5, 6, 7, 8], [9, 10])
+    # One inside a block, one behind the table's end, and one of a group without states.
+    offered = [(0, 11, 32), (2, 12, 64), (0, 13, 40), (0, 14, 80), (1, 15, 16)]
+    found = with_offered_states(table, groups, offered)
+    assert found == [[0, 11, 0, 0], [5, 6, 7, 8], [0, 12]]
+    assert blocks_of_range(found, groups, 32, 0, 64) == [[-1, 11, -1, -1], [5, 6, 7, 8], [-1, 12]]
+
+
+@pytest.mark.parametrize("model", STATES)
+def test_hits_end_at_the_last_state(place, model):
+    """Of what another engine has stored everything up to the last state that vLLM keeps of a prompt is loaded, by chunks of one block."""
+    server, made = place.server("lmcache_driven"), prompts(random.Random(f"{model}-whole"), 8)
+    found = []
+    for name in ("first", "second"):
+        with closing(Simulation(server, model, STATES[model], blocks=600, caching=True, step_tokens=64)) as engine:
+            for number, prompt in enumerate(made):
+                before = engine.external
+                engine.add(f"{name}-{number}", prompt, f"{number}", answer=1)
+                engine.run()
+                engine.finish_stores()
+                found.append(engine.external - before)
+            assert engine.errors == 0 and engine.left == 0
+    block = STATES[model][0].block_size
+    assert found[: len(made)] == [0] * len(made)
+    assert found[len(made) :] == [(len(prompt) - 1) // block * block for prompt in made]

@@ -36,6 +36,13 @@ class UniformTypeKVCacheSpecs(SimpleNamespace):
 
 
 class MambaSpec(SimpleNamespace):
+    """A recurrent state, kept at the ends of blocks only in the mode `align`."""
+
+    mamba_cache_mode = "none"
+    tokens_per_state = -1
+
+
+class CrossAttentionSpec(SimpleNamespace):
     """A kind of cache that cannot be served."""
 
 

@@ -2,7 +2,7 @@
 """Tiny models with random weights, one for each way in which KV may differ. Nothing is downloaded.
 
   models.py --out DIR     all of them, from fixed seeds: DIR/llama, llama-other-weights, windows, sinks,
-                          windows-only, pictures, adapter-a, adapter-b
+                          windows-only, states, convolutions, pictures, adapter-a, adapter-b
 
 Weights of queries and keys are large on purpose: with the usual scale a random model hardly attends to its context, and
 an answer could not show wrong KV.
@@ -61,6 +61,30 @@ def windows_only():
     from transformers import MistralConfig, MistralForCausalLM
 
     return MistralForCausalLM(MistralConfig(**TEXT | {"sliding_window": 384}))
+
+
+def states():
+    """Three layers of four keep a recurrent state (gated delta rule) instead of keys and values, with experts."""
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    own = {
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"], "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "decoder_sparse_step": 1,
+        "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+        "linear_conv_kernel_dim": 4, "partial_rotary_factor": 0.25,
+    }  # fmt: skip
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**TEXT | own))
+
+
+def convolutions():
+    """Every second layer keeps the last tokens of a short convolution."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    own = {
+        "layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3, "conv_dim": 256, "conv_use_xavier_init": True,
+        "block_dim": 256, "block_ff_dim": 512, "block_multiple_of": 64, "block_auto_adjust_ff_dim": False,
+    }  # fmt: skip
+    return Lfm2ForCausalLM(Lfm2Config(**TEXT | own))
 
 
 def pictures(token):
@@ -156,6 +180,8 @@ def main():
     kinds = {
         "llama": (llama, 1), "llama-other-weights": (llama, 2), "windows": (windows, 3), "sinks": (sinks, 5),
         "windows-only": (windows_only, 6),
+        "states": (states, 9),
+        "convolutions": (convolutions, 10),
         "pictures": (lambda: pictures(VOCABULARY - 1), 4),
     }  # fmt: skip
     for name, (make, seed) in kinds.items():

@@ -1,4 +1,4 @@
-"""The scenarios of models whose layers attend to a window: their blocks are reused while their requests run.
+"""The scenarios of models whose layers attend to a window or keep a state: their blocks are reused while their requests run.
 
 With LMCache's connector such models have no cache. kvtier's holds the blocks of its stores in vLLM's pool.
 """
@@ -127,6 +127,59 @@ def windows_held_crowded(case):
         case.check(f"{name}-killed", not wrong, f"{wrong} of {len(prompts)} answers wrong beside a server that was killed")
         engine.stop()
     case.pages_as_stored()
+
+
+# Models whose layers keep a recurrent state, or the last tokens of a convolution: tokens per block, at whose ends vLLM keeps them.
+STATES = {"states": 256, "convolutions": 128}
+
+
+@scenario(*each(connectors=["kvtier"], modes=SERVER_COPIES))
+def states_held(case):
+    """Layers with recurrent states, and prompts prefilled in steps of 512 tokens: prefixes, next turns, tenants, beside vLLM's own cache."""
+    server = case.server(l1_gb=1)
+    case.witness()
+    for model, block in STATES.items():
+        engine = stateful_engine(case, server, model)
+        prompts = [prompt_of(f"{model}-{number}", 1900) for number in range(3)]
+        for prompt in prompts:
+            engine.ask(prompt)
+        engine.stop()
+        engine = stateful_engine(case, server, model)
+        whole = 1900 // block * block
+        case.compare(f"{model}-again", engine, prompts, hit=whole)
+        # vLLM's own cache has forgotten everything, the server nothing.
+        case.check(f"{model}-reset", engine.call("reset"), "vLLM's own prefix cache")
+        turn = [prompt + prompt_of(f"turn-{model}-{number}", 100) for number, prompt in enumerate(prompts)]
+        case.compare(f"{model}-next-turn", engine, turn, hit=whole)
+        case.check(f"{model}-reset-again", engine.call("reset"), "vLLM's own prefix cache")
+        # vLLM keeps the last state of a prompt. That of a shorter one, of two whole steps, is there once it was asked.
+        shorter = [prompt[:1044] for prompt in prompts]
+        case.compare(f"{model}-prefix", engine, shorter, hit=0)
+        case.check(f"{model}-reset-once-more", engine.call("reset"), "vLLM's own prefix cache")
+        case.compare(f"{model}-prefix-again", engine, shorter, hit=1024)
+        case.compare(f"{model}-other-tenant", engine, prompts[:1], hit=0, salt=f"alice-{model}")
+        engine.stop()
+        # vLLM's own cache has what was computed in the first step: with other steps, numbers would be rounded otherwise.
+        engine = stateful_engine(case, server, model)
+        for prompt in prompts:
+            engine.ask(prompt[:520], salt="both")
+        case.compare(f"{model}-tenant", engine, prompts[:1], hit=whole, salt=f"alice-{model}")
+        other = stateful_engine(case, server, model)
+        for prompt in prompts:
+            other.ask(prompt, salt="both")
+        other.stop()
+        case.compare(f"{model}-local-and-loaded", engine, prompts, hit=whole - 512, salt="both")
+        engine.stop()
+    case.pages_as_stored()
+
+
+def stateful_engine(case, server, model):
+    """Steps of 512 tokens, with vLLM's own prefix cache, without which it keeps no states. Its CPU kernels for them have only bfloat16,
+    so answers are the same only where all of a prompt was computed in the same steps."""
+    usual = {
+        "max_num_batched_tokens": 512, "num_gpu_blocks_override": 200, "enable_prefix_caching": True, "dtype": "bfloat16", "block_size": None,
+    }  # fmt: skip
+    return case.engine(model, server, {"kvtier.follow_resets": False}, **usual)
 
 
 def windowed_engine(case, server, model="windows", **options):

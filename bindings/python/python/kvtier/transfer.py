@@ -17,6 +17,9 @@ class Group:
     sliding_window: int = -1
     """In tokens; -1 for full attention."""
 
+    recurrent_state: bool = False
+    """Whether a block has the state after its last token instead of the KV of its tokens. The window is then one block."""
+
 
 @dataclass
 class Counters:

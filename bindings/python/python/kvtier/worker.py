@@ -213,8 +213,8 @@ class WorkerAdapter:
             groups: layers that share block ids; None for one group of all layers.
             kv_layout: the order of the dimensions inside a block: ``NHD``, ``HND``, ``BLHNC`` or ``BLNHC``.
             holds_blocks: whether the engine reuses no block while a transfer of it is in flight, also those that have left a
-                window. Without it the server serves no groups with windows. Lists of blocks then have -1 for blocks of a
-                window that the engine does not have, or that a hit at the end of their chunk does not need.
+                window. Without it the server serves no groups with windows or recurrent states. Lists of blocks then have -1
+                for blocks of such groups that the engine does not have, or that a hit at the end of their chunk does not need.
 
         Raises:
             KvTierError: the server refused, or did not answer within the timeout; never with ``wait_for_server=None``.
@@ -233,6 +233,7 @@ class WorkerAdapter:
                 "layers": [place[name] for name in group.layer_names if name in place],
                 "tokens_per_block": group.block_tokens,
                 "sliding_window": group.sliding_window,
+                "recurrent_state": group.recurrent_state,
             }
             for number, group in enumerate(groups)
         ]

@@ -68,6 +68,7 @@ pub struct Group {
     tokens_per_block: i64,
     /// -1 for none.
     sliding_window: i64,
+    recurrent_state: bool,
 }
 
 /// Registration of a worker's pages, kept for registering again.
@@ -200,7 +201,7 @@ impl Geometry {
                 tokens_per_block: group.tokens_per_block,
                 sliding_window_tokens: group.sliding_window,
                 extra_object_group_tag: 0,
-                recurrent_state: false,
+                recurrent_state: group.recurrent_state,
             })
             .collect();
         let hints = LayoutHints {
@@ -244,7 +245,7 @@ impl Geometry {
                 tokens_per_block: group.tokens_per_block,
                 sw_size_tokens: group.sliding_window,
                 extra_object_group_tag: 0,
-                recurrent_state: false,
+                recurrent_state: group.recurrent_state,
             })
             .collect();
         Ok(Self {

@@ -20,7 +20,7 @@ from ..operation import LoadStoreOp
 from ..worker import WorkerAdapter
 from .fingerprint import unknown_weights
 from .guard import Errors, falls_back
-from .kinds import chunk_unit, has_windows, served_groups
+from .kinds import chunk_tokens, chunk_unit, has_windows, served_groups
 from .logs import use_vllm_log
 from .metadata import Move, StepMetadata, WorkerReport
 from .metrics import KvTierPromMetrics, KvTierStats
@@ -116,7 +116,7 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
             store_timeout=self._options.store_timeout,
             heartbeat=self._options.heartbeat,
             wait_for_server=self._options.wait_for_server,
-            chunk_tokens=self._options.chunk_tokens or None,
+            chunk_tokens=chunk_tokens(self._options.chunk_tokens, self._kv_cache_config, self._groups),
         )
 
     @property

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched import output
 
 from ..operation import NO_BLOCK
 from ..transfer import Group
@@ -16,10 +16,11 @@ from ..transfer import Group
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
-# vLLM's kinds of cache whose blocks hold the KV of their tokens.
+# vLLM's kinds of cache: blocks hold the KV of their tokens, or the state after the last of them.
 _MLA = "MLAAttentionSpec"
 _WINDOW = "SlidingWindowSpec"
-_SERVED = ("FullAttentionSpec", _MLA, _WINDOW)
+_STATE = "MambaSpec"
+_SERVED = ("FullAttentionSpec", _MLA, _WINDOW, _STATE)
 
 # vLLM's block for places whose block a request does not have.
 _NULL_BLOCK = 0
@@ -32,8 +33,15 @@ def reports_failed_requests() -> bool:
 
 def _serves_windows() -> bool:
     """Whether this vLLM has what windows need: the current blocks of a request, and failed loads by request."""
-    fields = {field.name for field in dataclasses.fields(SchedulerOutput)}
+    fields = {field.name for field in dataclasses.fields(output.SchedulerOutput)}
     return "kv_connector_block_state" in fields and reports_failed_requests()
+
+
+def _serves_states() -> bool:
+    """Whether this vLLM has what recurrent states need in addition: it names the blocks with the state at a block's end."""
+    state = getattr(output, "KVConnectorBlockState", None)
+    fields = {field.name for field in dataclasses.fields(state)} if state is not None else set()
+    return _serves_windows() and "boundary_state_offloads" in fields
 
 
 def served_groups(kv_cache_config: KVCacheConfig) -> tuple[list[Group], bool]:
@@ -53,6 +61,11 @@ def served_groups(kv_cache_config: KVCacheConfig) -> tuple[list[Group], bool]:
             )
         if not kinds.issubset(_SERVED):
             raise ValueError(f"KvTierConnector serves {', '.join(_SERVED)}; {layer} has {', '.join(sorted(kinds))}")
+        if _STATE in kinds:
+            _check_states(specs, layer)
+            groups.append(Group(list(group.layer_names), spec.block_size, spec.block_size, recurrent_state=True))
+            all_kinds |= kinds
+            continue
         for field, allowed in (("non_causal", False), ("tokens_per_state", 1)):
             # KV that depends on later tokens, or blocks without the KV of their own tokens.
             found = {getattr(each, field, allowed) for each in specs}
@@ -72,6 +85,20 @@ def served_groups(kv_cache_config: KVCacheConfig) -> tuple[list[Group], bool]:
     return groups, all_kinds == {_MLA}
 
 
+def _check_states(specs: Sequence[Any], layer: str) -> None:
+    """Checks that the states of a group of layers can be cached."""
+    if not _serves_states():
+        raise ValueError(
+            f"KvTierConnector serves recurrent states from vLLM 0.30 on, and {layer} has one; run the model without a KV connector"
+        )
+    modes = {spec.mamba_cache_mode for spec in specs}
+    if modes != {"align"}:
+        raise ValueError(
+            f"KvTierConnector serves recurrent states whose mamba_cache_mode is align, and {layer} has {', '.join(sorted(modes))}: "
+            "other modes keep no state at the end of a block. --enable-prefix-caching makes vLLM choose align"
+        )
+
+
 def _window(spec: Any) -> int:
     """Returns the tokens before any one that its layers need, in whole blocks; -1 for all of them."""
     if type(spec).__name__ != _WINDOW:
@@ -89,6 +116,19 @@ def chunk_unit(kv_cache_config: KVCacheConfig, groups: Sequence[Group]) -> int:
     """Returns the least chunk, in tokens: whole blocks of every group, and of vLLM's hashes. All processes of an engine have the
     same."""
     return math.lcm(hash_block_tokens(kv_cache_config, groups), *(group.block_tokens for group in groups))
+
+
+def chunk_tokens(option: int, kv_cache_config: KVCacheConfig, groups: Sequence[Group]) -> int | None:
+    """Returns the chunk to ask the server for; None for its default. A model with recurrent states has the least one, since a
+    hit ends where a state is, and vLLM keeps the last one of a prompt."""
+    if option or not has_states(groups):
+        return option or None
+    return chunk_unit(kv_cache_config, groups)
+
+
+def has_states(groups: Sequence[Group]) -> bool:
+    """Whether some layers have recurrent states."""
+    return any(group.recurrent_state for group in groups)
 
 
 def has_windows(groups: Sequence[Group]) -> bool:
@@ -131,6 +171,21 @@ def blocks_of_range(
             ]
         chosen.append(blocks)
     return chosen
+
+
+def with_offered_states(
+    table: Sequence[Sequence[int]], groups: Sequence[Group], offered: Iterable[tuple[int, int, int]]
+) -> list[list[int]]:
+    """Returns a request's blocks with those states only that vLLM has ``offered`` in this step: (group, block, tokens before it).
+
+    Other blocks of a state's group are in use for tokens behind their place, or for speculation.
+    """
+    blocks = [[_NULL_BLOCK] * len(ids) if group.recurrent_state else list(ids) for ids, group in zip(table, groups, strict=True)]
+    for number, block, tokens in offered:
+        place, rest = divmod(tokens, groups[number].block_tokens)
+        if groups[number].recurrent_state and not rest and 0 < place <= len(blocks[number]):
+            blocks[number][place - 1] = block
+    return blocks
 
 
 def check_windows(blocks: Sequence[Sequence[int]], groups: Sequence[Group], start: int, local: int, end: int) -> None:

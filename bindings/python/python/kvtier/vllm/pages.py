@@ -24,6 +24,10 @@ _TOKEN_MAJOR = (
     "TRITON_MLA",
 )
 
+# What the bytes of a recurrent state depend on, beside the release: its parts, their types and the kernel that writes it.
+_STATE = ("shapes", "dtypes", "mamba_type", "tp_replicated")
+_STATE_CACHE = ("replayssm_buffer_len", "use_replayssm", "use_kda_recoverssm")
+
 _ATTENTION = ("backend", "backend_per_kind", "minimax_m3_msa_decode_backend", "indexer_kv_dtype", "hisparse_config")
 
 
@@ -44,7 +48,8 @@ def page_format(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
         attention.setdefault("backend", backend)
     groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     formats = sorted({each for spec in groups for each in _formats(spec)} | {cache_dtype(cache)})
-    is_numbers = _NUMBERS.issuperset(formats)
+    states = [fields(spec, _STATE) for spec in map(_first, groups) if hasattr(spec, "mamba_cache_mode")]
+    is_numbers = _NUMBERS.issuperset(formats) and not states
     is_known = attention.keys() <= {"backend"} and attention.get("backend", _TOKEN_MAJOR[0]) in _TOKEN_MAJOR
     if current_platform.is_cuda() and is_numbers and is_known:
         return {}
@@ -56,14 +61,20 @@ def page_format(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
         "block_tokens": [spec.block_size for spec in groups],
         "formats": formats,
         "attention": attention,
-        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith("VLLM_ROCM_")},
+        **({"states": states, "state cache": fields(cache, _STATE_CACHE) | fields(vllm_config, ("mamba_config",))} if states else {}),
+        "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(("VLLM_ROCM_", "VLLM_SSM_"))},
     }
 
 
-def _formats(spec: Any) -> list[str]:
-    """Returns a group's formats, by its first layer: vLLM's scheduler knows only that one if layers of a group differ."""
+def _first(spec: Any) -> Any:
+    """Returns the kind of a group's first layer: vLLM's scheduler knows only that one if layers of a group differ."""
     several = getattr(spec, "kv_cache_specs", None)
-    first = next(iter(several.values())) if several else spec
+    return next(iter(several.values())) if several else spec
+
+
+def _formats(spec: Any) -> list[str]:
+    """Returns a group's formats."""
+    first = _first(spec)
     named = (getattr(getattr(first, "kv_quant_mode", None), "name", None), getattr(first, "cache_dtype_str", None))
     return [name for name in named if name]
 

@@ -18,7 +18,17 @@ from ..transfer import Group
 from .contents import Contents
 from .guard import Errors, falls_back
 from .holds import Holds
-from .kinds import blocks_of_range, blocks_per_chunk, check_windows, chunk_unit, has_windows, hash_block_tokens
+from .kinds import (
+    blocks_of_range,
+    blocks_per_chunk,
+    check_windows,
+    chunk_tokens,
+    chunk_unit,
+    has_states,
+    has_windows,
+    hash_block_tokens,
+    with_offered_states,
+)
 from .metadata import Move, StepMetadata, WorkerReport
 from .metrics import KvTierStats
 from .options import Identity, Options
@@ -61,11 +71,11 @@ class Scheduling:
             lookup_timeout=options.lookup_timeout,
             heartbeat=options.heartbeat,
             wait_for_server=options.wait_for_server,
-            chunk_tokens=options.chunk_tokens or None,
+            chunk_tokens=chunk_tokens(options.chunk_tokens, kv_cache_config, groups),
         )
         self.errors, self.warnings = Errors(logger), RateLimited(logger)
         self.options, self.groups, self.block_tokens = options, groups, block_tokens
-        self.has_windows = has_windows(groups)
+        self.has_windows, self.has_states = has_windows(groups), has_states(groups)
         self.keys = Keys(self.adapter, options.key_mode, hash_block, Contents(vllm_config))
         self.hash_block_tokens = hash_block
         transfer, events = vllm_config.kv_transfer_config, vllm_config.kv_events_config
@@ -117,7 +127,9 @@ class Scheduling:
         chunk = self.chunk
         end = loadable // chunk * chunk if chunk else 0
         skips = getattr(request, "skip_reading_prefix_cache", False)
-        if not self.can_load or tracked.bypass or skips or not end or not self.keys.can_identify(request):
+        # vLLM copies a block whose first tokens it has, and with it a state.
+        shares_block = self.has_states and any(computed % size for size in self.block_tokens)
+        if not self.can_load or tracked.bypass or skips or shares_block or not end or not self.keys.can_identify(request):
             return 0, False
         request_id, adapter = request.request_id, self.adapter
         if not adapter.has_lookup(request_id):
@@ -283,7 +295,7 @@ class Scheduling:
         end = self._holdable(tracked, start, end)
         if end == start:
             return
-        table = self.block_state.get_block_ids(request.request_id) if self.has_windows else tracked.block_ids
+        table = self._current_blocks(request.request_id) if self.has_windows else tracked.block_ids
         blocks = blocks_of_range(table, self.groups, chunk, start, end)
         move = Move(request.request_id, self.keys.prompt(request, end), start, end, blocks, tracked.salt)
         events = self._events(request, start, end) if self.wants_events else []
@@ -295,6 +307,13 @@ class Scheduling:
         tracked.stored_tokens = end
         tracked.stores += 1
         metadata.stores.append(move)
+
+    def _current_blocks(self, request_id: str) -> Any:
+        """Returns a request's blocks by vLLM's tables of this step."""
+        table = self.block_state.get_block_ids(request_id)
+        if not self.has_states:
+            return table
+        return with_offered_states(table, self.groups, self.block_state.boundary_state_offloads.get(request_id, ()))
 
     def _holdable(self, tracked: Tracked, start: int, end: int) -> int:
         """Returns the end of the chunks whose blocks may be held now; the rest is put off to the request's next step."""
@@ -430,7 +449,9 @@ class Scheduling:
             self.pool_resets = PoolResets(pool)
         self.holds = Holds.of(pool)
         if self.holds is None and self.has_windows:
-            logger.error("the blocks of this vLLM cannot be held one by one: a model with sliding windows stores nothing")
+            logger.error(
+                "the blocks of this vLLM cannot be held one by one: a model with sliding windows or recurrent states stores nothing"
+            )
         elif self.holds is None:
             logger.info("the blocks of this vLLM cannot be held one by one: ended requests keep theirs until they are stored")
 
