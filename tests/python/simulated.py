@@ -26,6 +26,7 @@ from vllm.utils.hashing import sha256  # noqa: E402
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -62,6 +63,13 @@ def window(block, tokens):
     """A window of this many tokens."""
     return SlidingWindowSpec(
         block_size=block, num_kv_heads=1, head_size=PAGE // block // 2, dtype=torch.float32, sliding_window=tokens
+    )
+
+
+def chunked(block, tokens):
+    """Attention within chunks of this many tokens."""
+    return ChunkedLocalAttentionSpec(
+        block_size=block, num_kv_heads=1, head_size=PAGE // block // 2, dtype=torch.float32, attention_chunk_size=tokens
     )
 
 
@@ -151,7 +159,10 @@ class Simulation:
             if isinstance(spec, MambaSpec):
                 self._advance_state(request, group, table[group], computed, scheduled)
                 continue
-            first = max(0, computed - (spec.sliding_window or computed + 1) + 1)
+            if isinstance(spec, ChunkedLocalAttentionSpec):
+                first = computed // spec.attention_chunk_size * spec.attention_chunk_size
+            else:
+                first = max(0, computed - (spec.sliding_window or computed + 1) + 1)
             for layer, (tensor, blocks, places) in enumerate(self._pages(group, table[group], first, computed)):
                 wanted = self._expected(values[first:computed], group, layer, tensor.shape[-1])
                 found = tensor[blocks, 0, places]

@@ -1,4 +1,4 @@
-"""Models with sliding windows or recurrent states, whose blocks vLLM reuses while their requests run: its own scheduler beside
+"""Models with sliding windows, chunked local attention or recurrent states, whose blocks vLLM reuses while their requests run: its own scheduler beside
 the connector."""
 
 import random
@@ -8,7 +8,7 @@ import pytest
 from conftest import CHUNK
 from kvtier.transfer import Group
 from rig import tokens
-from simulated import Simulation, full, state, window
+from simulated import Simulation, chunked, full, state, window
 
 from kvtier.vllm.kinds import blocks_of_range, with_offered_states
 
@@ -20,6 +20,9 @@ MODELS = {
     "uneven": [window(8, 23), full(4), window(4, 2)],
     "only": [window(4, 24)],
     "larger-than-a-chunk": [full(16), window(16, 50)],
+    "chunked": [chunked(4, 32), full(4)],
+    "chunked-shorter-than-a-chunk": [full(4), chunked(4, 8)],
+    "chunked-of-other-blocks": [chunked(8, 24), window(4, 9), full(4)],
 }
 # Of a model with recurrent states all blocks have one size, and vLLM keeps states only if it caches prefixes.
 STATES = {

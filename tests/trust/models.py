@@ -2,7 +2,7 @@
 """Tiny models with random weights, one for each way in which KV may differ. Nothing is downloaded.
 
   models.py --out DIR     all of them, from fixed seeds: DIR/llama, llama-other-weights, windows, sinks,
-                          windows-only, states, convolutions, pictures, adapter-a, adapter-b
+                          windows-only, chunked, states, convolutions, pictures, adapter-a, adapter-b
 
 Weights of queries and keys are large on purpose: with the usual scale a random model hardly attends to its context, and
 an answer could not show wrong KV.
@@ -61,6 +61,18 @@ def windows_only():
     from transformers import MistralConfig, MistralForCausalLM
 
     return MistralForCausalLM(MistralConfig(**TEXT | {"sliding_window": 384}))
+
+
+def chunked():
+    """Three layers of four attend only to the tokens of their chunk of 384 tokens, with experts."""
+    from transformers import Llama4ForCausalLM, Llama4TextConfig
+
+    own = {
+        "attention_chunk_size": 384, "num_local_experts": 2, "num_experts_per_tok": 1, "interleave_moe_layer_step": 1,
+        "intermediate_size_mlp": 512, "no_rope_layers": [1, 1, 1, 0],
+        "layer_types": ["chunked_attention"] * 3 + ["full_attention"],
+    }  # fmt: skip
+    return Llama4ForCausalLM(Llama4TextConfig(**TEXT | own))
 
 
 def states():
@@ -180,6 +192,7 @@ def main():
     kinds = {
         "llama": (llama, 1), "llama-other-weights": (llama, 2), "windows": (windows, 3), "sinks": (sinks, 5),
         "windows-only": (windows_only, 6),
+        "chunked": (chunked, 8),
         "states": (states, 9),
         "convolutions": (convolutions, 10),
         "pictures": (lambda: pictures(VOCABULARY - 1), 4),

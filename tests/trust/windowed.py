@@ -11,8 +11,8 @@ from scenarios import each, scenario
 
 SERVER_COPIES = ("lmcache_driven",)
 
-# Six layers of Gemma's kind, four of GPT-OSS's with sinks, and windows only, of more than a chunk.
-MODELS = ("windows", "sinks", "windows-only")
+# Six layers of Gemma's kind, four of GPT-OSS's with sinks, windows only, of more than a chunk, and chunks of Llama 4's kind.
+MODELS = ("windows", "sinks", "windows-only", "chunked")
 # Shorter than the last token of each model's hit.
 LENGTHS = (2 * CHUNK, 3 * CHUNK + 1, 5 * CHUNK - 1, 7 * CHUNK + 90)
 

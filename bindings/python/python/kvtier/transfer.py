@@ -17,6 +17,10 @@ class Group:
     sliding_window: int = -1
     """In tokens; -1 for full attention."""
 
+    attention_chunk: int = 0
+    """Tokens in a chunk of chunked local attention, where a token needs only those before it in its chunk; 0 for none. The window
+    is then a whole chunk."""
+
     recurrent_state: bool = False
     """Whether a block has the state after its last token instead of the KV of its tokens. The window is then one block."""
 

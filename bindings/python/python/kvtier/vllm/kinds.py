@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 # vLLM's kinds of cache: blocks hold the KV of their tokens, or the state after the last of them.
 _MLA = "MLAAttentionSpec"
 _WINDOW = "SlidingWindowSpec"
+_CHUNKED = "ChunkedLocalAttentionSpec"
 _STATE = "MambaSpec"
-_SERVED = ("FullAttentionSpec", _MLA, _WINDOW, _STATE)
+_SERVED = ("FullAttentionSpec", _MLA, _WINDOW, _CHUNKED, _STATE)
 
 # vLLM's block for places whose block a request does not have.
 _NULL_BLOCK = 0
@@ -52,9 +53,9 @@ def served_groups(kv_cache_config: KVCacheConfig) -> tuple[list[Group], bool]:
         several = getattr(spec, "kv_cache_specs", None)
         specs = list(several.values()) if several else [spec]
         kinds = {type(each).__name__ for each in specs}
-        if _WINDOW in kinds and not _serves_windows():
+        if not kinds.isdisjoint((_WINDOW, _CHUNKED)) and not _serves_windows():
             raise ValueError(
-                f"KvTierConnector serves sliding windows from vLLM 0.30 on, and {layer} has {', '.join(sorted(kinds))}. If the "
+                f"KvTierConnector serves sliding windows and chunked local attention from vLLM 0.30 on, and {layer} has {', '.join(sorted(kinds))}. If the "
                 "model also has layers with full attention, --disable-hybrid-kv-cache-manager makes vLLM keep all blocks, and it is "
                 "served; the windows then save no memory. Otherwise run it without a KV connector: LMCache's (LMCacheMPConnector) "
                 "stores blocks that vLLM has given to other requests, and its hits can be wrong"
@@ -72,10 +73,10 @@ def served_groups(kv_cache_config: KVCacheConfig) -> tuple[list[Group], bool]:
             if found != {allowed}:
                 raise ValueError(f"KvTierConnector serves caches whose {field} is {allowed}; {layer} has {found}")
         # A full-attention spec may also have a window, but keeps all blocks.
-        windows = {_window(each) for each in specs}
+        windows = {(_window(each), each.attention_chunk_size if type(each).__name__ == _CHUNKED else 0) for each in specs}
         if len(windows) > 1:
             raise ValueError(f"KvTierConnector serves groups with one window; the group of {layer} has {sorted(windows)}")
-        groups.append(Group(list(group.layer_names), spec.block_size, windows.pop()))
+        groups.append(Group(list(group.layer_names), spec.block_size, *windows.pop()))
         all_kinds |= kinds
     if len(groups) > 1 and not reports_failed_requests():
         raise ValueError(
@@ -100,10 +101,13 @@ def _check_states(specs: Sequence[Any], layer: str) -> None:
 
 
 def _window(spec: Any) -> int:
-    """Returns the tokens before any one that its layers need, in whole blocks; -1 for all of them."""
-    if type(spec).__name__ != _WINDOW:
+    """Returns the tokens before any one that its layers can need, in whole blocks; -1 for all of them."""
+    if type(spec).__name__ == _CHUNKED:
+        tokens = spec.attention_chunk_size
+    elif type(spec).__name__ == _WINDOW:
+        tokens = max(1, spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0))
+    else:
         return -1
-    tokens = max(1, spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0))
     return int(-(-tokens // spec.block_size) * spec.block_size)
 
 
@@ -195,6 +199,7 @@ def check_windows(blocks: Sequence[Sequence[int]], groups: Sequence[Group], star
         RuntimeError: a block is missing, so the window could not be loaded.
     """
     for ids, group in zip(blocks, groups, strict=True):
-        first = max(start, local, end - group.sliding_window)
+        needed = end // group.attention_chunk * group.attention_chunk if group.attention_chunk else end - group.sliding_window
+        first = max(start, local, needed)
         if group.sliding_window >= 0 and NO_BLOCK in ids[(first - start) // group.block_tokens :]:
             raise RuntimeError(f"a window of {group.sliding_window} tokens before token {end} lacks blocks")
