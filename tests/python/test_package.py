@@ -2,6 +2,7 @@
 
 import ast
 import gc
+import glob
 import inspect
 import os
 import subprocess
@@ -215,6 +216,46 @@ def test_segments_allocate_memory_at_once():
     segment.unlink()
     segment.unlink()
     assert not os.path.exists(path)
+
+
+STAGES = """
+import fcntl, mmap, os, sys
+from kvtier import tensors
+
+def stop(*_):
+    print("there", flush=True)
+    sys.stdin.read()
+
+module, call = {"created": (fcntl, "flock"), "locked": (os, "posix_fallocate"), "allocated": (mmap, "mmap")}.get(sys.argv[1], (None, ""))
+if module:
+    setattr(module, call, stop)
+segment = tensors.Segment(1 << 20)
+stop()
+"""
+
+
+@pytest.mark.parametrize("stage", ["created", "locked", "allocated", "mapped"])
+def test_server_removes_segments_of_killed_processes(place, stage):
+    """Wherever a process is killed between creating a segment and registering it; not before."""
+    place.server()
+    process = subprocess.Popen([sys.executable, "-c", STAGES, stage], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "there\n"
+
+        def segments():
+            return glob.glob(f"/dev/shm/lmcache_kv_{process.pid}_*")
+
+        if stage != "created":
+            # A round of the server leaves it.
+            for _ in range(2):
+                other = Path(f"/dev/shm/lmcache_kv_{os.getpid()}_58{os.getpid():018}")
+                other.touch(0o600)
+                wait_until(lambda other=other: not other.exists(), 60, "a round")
+            assert len(segments()) == 1
+    finally:
+        process.kill()
+        process.wait()
+    wait_until(lambda: not segments(), 60, "the removal")
 
 
 @pytest.mark.parametrize("inference", [False, True])

@@ -1,5 +1,5 @@
-//! Periodic work: workers that ended or fell silent, expired lookups and transfers, tenants over quota, and the low
-//! watermark.
+//! Periodic work: workers that ended or fell silent, segments that their clients have left, expired lookups and transfers, tenants
+//! over quota, and the low watermark.
 //!
 //! No request depends on it: `reserve` evicts by itself, and every release has its own request. It only limits how long
 //! abandoned memory stays.
@@ -16,6 +16,9 @@ impl Engine {
     pub fn housekeep(&self) {
         let now = self.context.now();
         self.workers.expire(now);
+        for segment in kvtier_memory::segment::remove_orphans() {
+            tracing::info!(segment, "removed a segment that no process has mapped");
+        }
         self.lookups.expire(now);
         self.transfers.expire(now);
         self.context.l1.expire(now);

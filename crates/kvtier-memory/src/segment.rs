@@ -1,24 +1,35 @@
 //! Shared memory segments that engines create and share: from our side ([`ForeignSegment`]) and
 //! from theirs ([`OwnSegment`]).
+//!
+//! A client of kvtier's locks the file of a segment before it uses it, shared, and its mapping keeps that lock: it ends with the last
+//! process that has the segment mapped, in whichever PID namespace. Names of such segments are marked, so that
+//! [`remove_orphans`] finds those without a lock. One that was removed before it was locked is made again.
 
+use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::io;
-use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::os::fd::{AsFd, OwnedFd};
 
-use rustix::fs::{FileType, Mode};
+use rustix::fs::{FileType, FlockOperation, Mode};
 use rustix::shm::{self, OFlags};
 
 use crate::access::AccessError;
 use crate::fault::TableFull;
 use crate::mapping::{MapError, Mapping};
 use crate::process::SeenProcess;
-use crate::shm_file::{FileId, NAME_MAX, NO_FOLLOW, SHM_PREFIX};
+use crate::shm_file::{FileId, NAME_MAX, NO_FOLLOW, NO_WAIT, SHM_PREFIX};
 use kvtier_extent::Extent;
 
 /// What every segment's name begins with: `/lmcache_kv_<pid>_<n>` (LMCache 0.5.6 clients, for
 /// KV caches in CPU memory). Other names are refused: a client must not make us write into
 /// segments that belong to other programs, or into our own arena.
 pub const SEGMENT_PREFIX: &str = "/lmcache_kv_";
+
+/// First digits of the number in the name of a segment that its client locks; others number theirs from 0. The Python package
+/// has the same mark.
+const MARK: &str = "58";
+
+/// Digits after the mark.
+const MARKED_DIGITS: usize = 18;
 
 /// Why a segment could not be opened or created.
 #[derive(Debug, thiserror::Error)]
@@ -265,22 +276,19 @@ pub struct OwnSegment {
 }
 
 impl OwnSegment {
-    /// Creates a segment of `bytes` bytes under a name that this process has not used yet.
+    /// Creates a locked segment of `bytes` bytes under a name that no segment has.
     ///
     /// # Errors
     /// See [`SegmentError`].
     pub fn create(bytes: u64) -> Result<Self, SegmentError> {
-        static NEXT: AtomicU64 = AtomicU64::new(0);
         let len = mappable(bytes)?;
         let process = std::process::id();
-        loop {
-            let number = NEXT.fetch_add(1, Ordering::Relaxed);
-            let name = format!("{SEGMENT_PREFIX}{process}_{number}");
-            let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR;
-            let file = match shm::open(&name, flags, Mode::RUSR | Mode::WUSR) {
-                Ok(file) => file,
-                // Left by a dead process that had our number.
-                Err(rustix::io::Errno::EXIST) => continue,
+        let (name, file) = loop {
+            let number = RandomState::new().build_hasher().finish() % 10_u64.pow(18);
+            let name = format!("{SEGMENT_PREFIX}{process}_{MARK}{number:0MARKED_DIGITS$}");
+            match create_locked(&name) {
+                Ok(Some(file)) => break (name, file),
+                Ok(None) => {}
                 Err(e) => {
                     return Err(SegmentError::System {
                         action: "create",
@@ -288,27 +296,27 @@ impl OwnSegment {
                         source: e.into(),
                     });
                 }
-            };
-            let made = rustix::fs::ftruncate(&file, bytes)
-                .and_then(|()| rustix::fs::fstat(&file))
-                .map_err(MapError::System)
-                .and_then(|stat| Ok((stat, Mapping::shared(file.as_fd(), len, "segment")?)));
-            return match made {
-                Ok((stat, mapping)) => Ok(Self {
-                    segment: ForeignSegment {
-                        name,
-                        file: FileId::of(&stat),
-                        file_bytes: bytes,
-                        creator: SeenProcess::find(process),
-                        mapping,
-                    },
-                }),
-                Err(e) => {
-                    // The first error is the one worth telling.
-                    let _ = shm::unlink(&name);
-                    Err(map_error(e, &name))
-                }
-            };
+            }
+        };
+        let made = rustix::fs::ftruncate(&file, bytes)
+            .and_then(|()| rustix::fs::fstat(&file))
+            .map_err(MapError::System)
+            .and_then(|stat| Ok((stat, Mapping::shared(file.as_fd(), len, "segment")?)));
+        match made {
+            Ok((stat, mapping)) => Ok(Self {
+                segment: ForeignSegment {
+                    name,
+                    file: FileId::of(&stat),
+                    file_bytes: bytes,
+                    creator: SeenProcess::find(process),
+                    mapping,
+                },
+            }),
+            Err(e) => {
+                // The first error is the one worth telling.
+                let _ = shm::unlink(&name);
+                Err(map_error(e, &name))
+            }
         }
     }
 
@@ -330,6 +338,55 @@ impl Drop for OwnSegment {
         // Nothing can be done about a failure.
         let _ = shm::unlink(self.segment.name());
     }
+}
+
+/// Creates a file and locks it; `None` if the name was taken, or the file removed before it was locked.
+fn create_locked(name: &str) -> rustix::io::Result<Option<OwnedFd>> {
+    let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR;
+    let file = match shm::open(name, flags, Mode::RUSR | Mode::WUSR) {
+        Err(rustix::io::Errno::EXIST) => return Ok(None),
+        file => file?,
+    };
+    let is_locked = rustix::fs::flock(&file, FlockOperation::NonBlockingLockShared).is_ok();
+    let is_there = FileId::named(name) == Some(FileId::of(&rustix::fs::fstat(&file)?));
+    Ok((is_locked && is_there).then_some(file))
+}
+
+/// Removes the segments of kvtier's clients that no process has mapped any more, such as those of killed ones; returns their
+/// names. Segments of other programs and other users stay.
+#[must_use]
+pub fn remove_orphans() -> Vec<String> {
+    let Ok(all) = std::fs::read_dir("/dev/shm") else {
+        return Vec::new();
+    };
+    let names = all
+        .flatten()
+        .filter_map(|entry| Some(format!("/{}", entry.file_name().to_str()?)));
+    let is_removed = |name: &String| is_marked(name) && remove_orphan(name) == Ok(true);
+    names.filter(is_removed).collect()
+}
+
+/// Whether the client that created the segment `name` locks it.
+fn is_marked(name: &str) -> bool {
+    let number = name.rsplit_once('_').map_or("", |(_, number)| number);
+    creator_of(name).is_some()
+        && number.len() == MARK.len() + MARKED_DIGITS
+        && number.starts_with(MARK)
+}
+
+fn remove_orphan(name: &str) -> rustix::io::Result<bool> {
+    let file = shm::open(name, OFlags::RDWR | NO_FOLLOW | NO_WAIT, Mode::empty())?;
+    let stat = rustix::fs::fstat(&file)?;
+    if stat.st_uid != rustix::process::geteuid().as_raw() {
+        return Ok(false);
+    }
+    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
+    // Another process may have removed it, and a client made another one of that name.
+    if FileId::named(name) != Some(FileId::of(&stat)) {
+        return Ok(false);
+    }
+    shm::unlink(name)?;
+    Ok(true)
 }
 
 /// Process that created the segment `name`, as the name says: `/lmcache_kv_<pid>_<n>`.

@@ -22,7 +22,7 @@ pub(crate) const NAME_MAX: usize = 255;
 pub(crate) const NO_FOLLOW: OFlags = OFlags::from_bits_retain(rustix::fs::OFlags::NOFOLLOW.bits());
 
 /// Opening a pipe there does not wait for its other end.
-const NO_WAIT: OFlags = OFlags::from_bits_retain(rustix::fs::OFlags::NONBLOCK.bits());
+pub(crate) const NO_WAIT: OFlags = OFlags::from_bits_retain(rustix::fs::OFlags::NONBLOCK.bits());
 
 /// Chooses the signal by which a lease is broken, as fcntl(2) has it on Linux.
 const F_SETSIG: libc::c_int = 10;

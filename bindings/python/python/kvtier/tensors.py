@@ -18,7 +18,7 @@ from ._native import KvTierError
 
 logger = logging.getLogger(__name__)
 
-# First digits of a segment's number. Other programs use small numbers, so their segments do not match.
+# First digits of a segment's number, as the server has them. Other programs use small numbers, so their segments do not match.
 _MARK = "58"
 _DIGITS = 18
 
@@ -27,7 +27,7 @@ class Segment:
     """A POSIX shared-memory segment of this process, under the name that engines' memory has on the wire.
 
     The name is removed with the object, at the latest with the interpreter. The lock on the file ends with the last process
-    that has it mapped, even if that is killed: :func:`remove_orphans` removes names whose file has no lock.
+    that has it mapped, even if that is killed: servers and :func:`remove_orphans` remove names whose file has no lock.
     """
 
     def __init__(self, size: int) -> None:
@@ -77,12 +77,14 @@ def _unlink(name: str, owner: int) -> None:
 
 
 def remove_orphans() -> None:
-    """Removes segments of this package that no process has mapped any more."""
+    """Removes this user's segments of this package that no process has mapped any more."""
     for path in glob.glob(f"/dev/shm/lmcache_kv_*_{_MARK}{'[0-9]' * _DIGITS}"):
         # Another user's, in use, or already removed.
         with contextlib.suppress(OSError):
             file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
             try:
+                if os.fstat(file).st_uid != os.geteuid():
+                    continue
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.unlink(path)
                 logger.info("removed %s: no process has it mapped", path)

@@ -5,7 +5,7 @@ use std::io::{BufRead, BufReader};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, Stdio};
 
-use kvtier_memory::segment::creator_of;
+use kvtier_memory::segment::{creator_of, remove_orphans};
 use kvtier_memory::{
     AccessError, AffineCopy, Arena, ArenaKind, Direction, Extent, ForeignSegment, OwnSegment, Run,
     SegmentError, copy_affine, copy_runs,
@@ -108,6 +108,73 @@ fn segment_of_a_child() -> (Child, String) {
 
 fn path_of(name: &str) -> String {
     format!("/dev/shm{name}")
+}
+
+/// A file in the place of a segment, with this number; removed on drop.
+struct Named(String);
+
+impl Named {
+    fn create(number: &str) -> Self {
+        let name = format!("/lmcache_kv_{}_{number}", std::process::id());
+        fs::write(path_of(&name), [1; 4096]).unwrap();
+        Self(name)
+    }
+
+    fn is_there(&self) -> bool {
+        fs::exists(path_of(&self.0)).unwrap()
+    }
+}
+
+impl Drop for Named {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(path_of(&self.0));
+    }
+}
+
+#[test]
+fn orphans_are_marked_segments_without_lock() {
+    let own = OwnSegment::create(4096).unwrap();
+    let unlocked = Named::create("58000000000000000001");
+    // Other processes remove orphans too: it has its name only with its lock.
+    let unnamed = Named::create("2");
+    let lock = fs::File::open(path_of(&unnamed.0)).unwrap();
+    lock.lock_shared().unwrap();
+    let prefix = unnamed.0.strip_suffix('2').unwrap();
+    let locked = Named(format!("{prefix}58000000000000000002"));
+    fs::rename(path_of(&unnamed.0), path_of(&locked.0)).unwrap();
+    let others = [
+        "0",
+        "5800000000000000003",
+        "580000000000000000004",
+        "59000000000000000005",
+    ];
+    let others = others.map(Named::create);
+    let _ = remove_orphans();
+    assert!(!unlocked.is_there());
+    assert!(locked.is_there() && others.iter().all(Named::is_there));
+    assert!(fs::exists(path_of(own.name())).unwrap());
+    // As the end of its process does.
+    drop(lock);
+    let _ = remove_orphans();
+    assert!(!locked.is_there());
+}
+
+/// It is removed as an orphan between its creation and its lock, or not at all.
+#[test]
+fn removal_of_orphans_races_no_creation() {
+    let is_over = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(std::sync::atomic::Ordering::Relaxed) {
+                let _ = remove_orphans();
+            }
+        });
+        for _ in 0..2000 {
+            let own = OwnSegment::create(4096).unwrap();
+            assert!(own.as_segment().is_current());
+        }
+        is_over.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
 }
 
 #[test]
