@@ -119,12 +119,13 @@ class Faults:
         number = self.pick_engine(fault)
         pid = self.pids.pop(number)
         recently = time.monotonic() - 3 * HEARTBEAT
-        if self.started[pid] > recently or any(window.kind in AWAY and window.end > recently for window in self.windows):
+        spec = self.specs[number]
+        was_away = any(window.kind in AWAY and window.end > recently for window in self.windows)
+        if spec.client == "lmcache" and (self.started[pid] > recently or was_away):
             self.unregistered.add(pid)
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         self.killed.add(number)
-        spec = self.specs[number]
         self.start_engine(dataclasses.replace(spec, number=number + 100, seed=f"{spec.seed}+"))
 
     def engine_stop(self, fault):

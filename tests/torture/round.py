@@ -50,7 +50,7 @@ class Round(Faults):
         self.windows, self.violations, self.levels = [], [], []
         self.pids, self.killed, self.specs, self.deleted = {}, set(), {}, set()
         self.done, self.refused_take_overs = [], 0
-        # Engines by process id: when they started, and those that were perhaps not registered when they were killed.
+        # Engines by process id: when they started, and those of LMCache's client that were perhaps not registered when they were killed.
         self.started, self.unregistered = {}, set()
 
     # -- the server ----------------------------------------------------------------------------
