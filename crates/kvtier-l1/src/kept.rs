@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use kvtier_config::ServerConfig;
 use kvtier_core::cache::{Cache, CacheConfig, DetachedLedger, Restored};
-use kvtier_core::ledger::{Identity, Ledger, Snapshot, Words, max_words};
+use kvtier_core::ledger::{Identity, Ledger, Owner, Snapshot, Words, max_words};
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_extent::Extent;
 use kvtier_memory::checksum::checksum128;
@@ -236,11 +236,11 @@ fn find(
     let identity = identity(config, &arena, instance, now)?;
     let align = config.l1_align_bytes;
     // Of an arena that was cut off, or is larger now, only what was there is believed.
-    let open = match succession {
-        Succession::Restart => Ledger::open,
-        Succession::TakeOver => Ledger::open_shared,
+    let owner = match succession {
+        Succession::Restart => Owner::Ended,
+        Succession::TakeOver => Owner::Running,
     };
-    let opened = open(SegmentWords(words), &identity, now, old, align);
+    let opened = Ledger::open(SegmentWords(words), owner, &identity, now, old, align);
     let (mut ledger, snapshot) = opened
         .map_err(|(error, _)| absent("the earlier one's ledger is not used").source(error))?;
     if succession == Succession::TakeOver {

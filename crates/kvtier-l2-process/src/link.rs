@@ -22,9 +22,10 @@ use super::segment::Segment;
 use super::session::{End, Session, Wire};
 use super::supervisor::Supervisor;
 use kvtier_l2::{
-    ErrorKind, L2Error, RateLimited,
+    ErrorKind, L2Error,
     backoff::{FIRST_PAUSE, pause},
 };
+use kvtier_sync::RateLimited;
 
 /// Pause after a refused hello.
 const REFUSED_PAUSE: Duration = Duration::from_secs(30);

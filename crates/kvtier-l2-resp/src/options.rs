@@ -7,10 +7,11 @@ use std::time::Duration;
 use super::RespAdapter;
 use super::address::Address;
 use kvtier_l2::{
-    Adapter, AdapterConfig, AdapterType, ClientTls, ConfigError, L2Error, Registry,
+    Adapter, AdapterConfig, AdapterType, ConfigError, L2Error, Registry,
     config::{Fallback, Interval, Key, Options, Shape},
     tls,
 };
+use kvtier_net::ClientTls;
 
 /// Options of a server.
 #[derive(Clone, PartialEq, Eq)]
@@ -80,7 +81,7 @@ impl RespOptions {
             cluster_mode: options.get("cluster_mode"),
             tls: options
                 .get::<bool>("tls_enable")
-                .then(|| ClientTls::of(options)),
+                .then(|| tls::client(options)),
             num_workers: options.get("num_workers"),
             username: secret("username", "LMCACHE_RESP_USERNAME"),
             password: secret("password", "LMCACHE_RESP_PASSWORD"),
@@ -239,7 +240,7 @@ fn check_all(options: &Options) -> Result<(), ConfigError> {
     if is_cluster && is_given("unix_socket") {
         return Err(options.refuse("cluster_mode", "it with host or startup_nodes only"));
     }
-    ClientTls::check(options)?;
+    tls::check(options)?;
     let of_tls = [tls::CA, tls::CERT, tls::SERVER_NAME];
     if let Some(key) = of_tls.iter().find(|key| is_given(key.name))
         && !options.get::<bool>("tls_enable")

@@ -7,12 +7,12 @@ use std::time::Duration;
 use super::S3Adapter;
 use super::http::Server;
 use super::sign::Credentials;
-use kvtier_l2::connect::host_and_port;
 use kvtier_l2::{
-    Adapter, AdapterConfig, AdapterType, ClientTls, ConfigError, L2Error, Registry,
+    Adapter, AdapterConfig, AdapterType, ConfigError, L2Error, Registry,
     config::{Fallback, Interval, Key, MAX_CAPACITY_GB, Options, Shape},
     tls,
 };
+use kvtier_net::host_and_port;
 
 /// Smallest part of an upload that S3 takes.
 const MIN_PART: u64 = 5 << 20;
@@ -159,7 +159,7 @@ pub(super) fn place(options: &Options) -> Result<Place, ConfigError> {
         server: Server {
             host: server_host,
             port,
-            tls: (!is_plain).then(|| ClientTls::of(options)),
+            tls: (!is_plain).then(|| tls::client(options)),
         },
         authority,
         bucket,

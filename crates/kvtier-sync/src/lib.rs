@@ -1,4 +1,4 @@
-//! Locks and channels of all crates, so that tests can check them; and budgets of bytes.
+//! Locks and channels of all crates, so that tests can check them; budgets of bytes, and rate limits of log lines.
 //!
 //! | build | locks |
 //! | --- | --- |
@@ -16,6 +16,7 @@ pub mod budget;
 mod checked;
 #[cfg(all(debug_assertions, not(shuttle)))]
 mod order;
+mod rate_limited;
 #[cfg(shuttle)]
 mod shuttled;
 
@@ -27,6 +28,7 @@ pub use checked::{
 pub use parking_lot::{
     Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, WaitTimeoutResult,
 };
+pub use rate_limited::RateLimited;
 #[cfg(shuttle)]
 pub use shuttle;
 #[cfg(shuttle)]

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvtier_config::TracingConfig;
-use kvtier_l2::RateLimited;
 use kvtier_metrics::{Metrics, SpanLoss};
+use kvtier_sync::RateLimited;
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 

@@ -3,13 +3,14 @@
 //! Every command takes the address as an argument or with `--url`. Without a scheme it is the request socket for commands
 //! that use it, the HTTP API for the others.
 
-use std::net::{Ipv6Addr, TcpStream, ToSocketAddrs as _};
+use std::net::{TcpStream, ToSocketAddrs as _};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::Args;
 use kvtier_error::{Error, Result};
+use kvtier_net::host_and_port;
 
 /// The default request socket.
 pub(crate) const REQUESTS: &str = "tcp://127.0.0.1:5555";
@@ -73,16 +74,8 @@ fn complete(text: &str, schemes: &[&str]) -> Option<String> {
 
 /// Whether it is a name, an IPv4 address, or an IPv6 address in brackets, with a port.
 fn is_host_and_port(text: &str) -> bool {
-    let Some((host, port)) = text.rsplit_once(':') else {
-        return false;
-    };
-    let bare = match host.strip_prefix('[') {
-        Some(rest) => rest
-            .strip_suffix(']')
-            .is_some_and(|ip| ip.parse::<Ipv6Addr>().is_ok()),
-        None => !host.is_empty() && !host.contains([':', '/', '@', '[', ']', ' ']),
-    };
-    bare && port.parse::<u16>().is_ok_and(|port| port > 0)
+    // No port is 0, which is none.
+    host_and_port(text, 0).is_some_and(|(_, port)| port > 0)
 }
 
 /// Whether something accepts connections at an address of the request protocol. ZMQ does not report that: it tries

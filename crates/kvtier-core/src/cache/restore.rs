@@ -52,7 +52,7 @@ impl<A: ExtentAllocator> Cache<A> {
         (cache, restored)
     }
 
-    /// [`restore`](Self::restore) while the earlier process still runs, and may go on: a [shared](Ledger::open_shared) ledger is
+    /// [`restore`](Self::restore) while the earlier process still runs, and may go on: a [shared](Ledger::open) ledger is
     /// written only from [`attach_ledger`](Self::attach_ledger) on.
     pub fn adopt<W: Words + 'static>(
         allocator: A,

@@ -20,7 +20,7 @@ use std::ops::Range;
 
 pub use format::{FORMAT_VERSION, Identity, RECORD_BYTES, max_words};
 pub(crate) use snapshot::Found;
-pub use snapshot::{Fault, LedgerError, Rejected, Snapshot};
+pub use snapshot::{Fault, LedgerError, Owner, Rejected, Snapshot};
 
 /// Words that survive the process.
 ///

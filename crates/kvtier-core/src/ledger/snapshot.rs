@@ -175,43 +175,28 @@ fn ticks(origin: u64, now: u64) -> u32 {
     u32::try_from((now - origin) / (1_000_000_000 / 10)).unwrap_or(u32::MAX)
 }
 
+/// The process that a ledger belongs to until it is opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Owner {
+    /// It has ended.
+    Ended,
+    /// It still runs, and may go on: nothing is written.
+    Running,
+}
+
 impl<W: Words> Ledger<W> {
-    /// Opens the ledger of an earlier process, which has ended. `now` is a moment of the identity's clock, `capacity` the bytes of the arena, and
+    /// Opens the ledger of an earlier process. `now` is a moment of the identity's clock, `capacity` the bytes of the arena, and
     /// `align` the power of two at whose multiples objects begin. The identity's own origin is not compared.
     ///
     /// # Errors
     /// See [`LedgerError`], with the words.
     pub fn open(
-        words: W,
-        identity: &Identity,
-        now: u64,
-        capacity: u64,
-        align: u64,
-    ) -> Result<(Self, Snapshot), (LedgerError, W)> {
-        Self::read(words, identity, now, capacity, align, false)
-    }
-
-    /// The same of a process that still runs, and may go on: nothing is written.
-    ///
-    /// # Errors
-    /// As [`Ledger::open`].
-    pub fn open_shared(
-        words: W,
-        identity: &Identity,
-        now: u64,
-        capacity: u64,
-        align: u64,
-    ) -> Result<(Self, Snapshot), (LedgerError, W)> {
-        Self::read(words, identity, now, capacity, align, true)
-    }
-
-    fn read(
         mut words: W,
+        owner: Owner,
         identity: &Identity,
         now: u64,
         capacity: u64,
         align: u64,
-        is_shared: bool,
     ) -> Result<(Self, Snapshot), (LedgerError, W)> {
         let header = match format::read_header(&words) {
             None => return Err((LedgerError::Absent, words)),
@@ -244,7 +229,7 @@ impl<W: Words> Ledger<W> {
         let mut ledger = Self {
             id: header.id,
             names: vec![0; header.names as usize],
-            is_shared,
+            is_shared: owner == Owner::Running,
             slots,
             sequence: 0,
             unrecorded: 0,

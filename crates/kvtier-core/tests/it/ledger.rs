@@ -4,7 +4,9 @@ use crate::cache_support::{FirstFit, hash, namespace, request};
 use kvtier_core::Namespace;
 use kvtier_core::cache::{Cache, CacheConfig, Extent, ReadLease, Reservation, Restored};
 use kvtier_core::eviction::EvictionKind;
-use kvtier_core::ledger::{FORMAT_VERSION, Fault, Identity, Ledger, LedgerError, Snapshot, Words};
+use kvtier_core::ledger::{
+    FORMAT_VERSION, Fault, Identity, Ledger, LedgerError, Owner, Snapshot, Words,
+};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -92,7 +94,14 @@ fn recorded(words: &Shared, eviction: EvictionKind) -> Cache<FirstFit> {
 
 fn open(memory: &Memory) -> Result<(Ledger<Shared>, Snapshot), LedgerError> {
     let now = IDENTITY.origin + 1000 * SECOND;
-    let opened = Ledger::open(Shared::of(memory), &IDENTITY, now, CAPACITY, ALIGN);
+    let opened = Ledger::open(
+        Shared::of(memory),
+        Owner::Ended,
+        &IDENTITY,
+        now,
+        CAPACITY,
+        ALIGN,
+    );
     opened.map_err(|(error, _)| error)
 }
 
@@ -459,7 +468,7 @@ fn left_out_objects_are_counted_by_reason() {
     let open = |capacity, align| {
         let now = IDENTITY.origin + 1000 * SECOND;
         let words = Shared::of(&memory);
-        let (ledger, snapshot) = Ledger::open(words, &IDENTITY, now, capacity, align)
+        let (ledger, snapshot) = Ledger::open(words, Owner::Ended, &IDENTITY, now, capacity, align)
             .map_err(|(error, _)| error)
             .unwrap();
         let allocator = FirstFit::new(capacity, align);
@@ -479,7 +488,14 @@ fn left_out_objects_are_counted_by_reason() {
 fn left_out_memory_that_clients_may_copy_is_told() {
     let lost = |memory: &Memory, capacity, align| {
         let now = IDENTITY.origin + 1000 * SECOND;
-        let opened = Ledger::open(Shared::of(memory), &IDENTITY, now, capacity, align);
+        let opened = Ledger::open(
+            Shared::of(memory),
+            Owner::Ended,
+            &IDENTITY,
+            now,
+            capacity,
+            align,
+        );
         let (_, snapshot) = opened.map_err(|(error, _)| error).unwrap();
         assert_eq!(snapshot.is_empty(), capacity < 8);
         snapshot.has_lost_granted()
@@ -525,7 +541,7 @@ fn grant_without_record_is_known_to_next_process() {
         // Until the next process says otherwise.
         let words = Shared::of(&memory);
         let now = IDENTITY.origin + 1000 * SECOND;
-        let opened = Ledger::open(words.clone(), &IDENTITY, now, CAPACITY, ALIGN);
+        let opened = Ledger::open(words.clone(), Owner::Ended, &IDENTITY, now, CAPACITY, ALIGN);
         let (mut ledger, snapshot) = opened.unwrap();
         ledger.forget_unrecorded_grants();
         let memory = words.0.lock().unwrap().clone();
@@ -580,7 +596,14 @@ fn adopted_cache_leaves_ledger_to_the_earlier_one() {
     let at = words.position();
     for goes_on in [false, true] {
         let later = IDENTITY.origin + 2000 * SECOND;
-        let opened = Ledger::open_shared(words.clone(), &IDENTITY, later, CAPACITY, ALIGN);
+        let opened = Ledger::open(
+            words.clone(),
+            Owner::Running,
+            &IDENTITY,
+            later,
+            CAPACITY,
+            ALIGN,
+        );
         let (ledger, snapshot) = opened.unwrap();
         let allocator = FirstFit::new(CAPACITY, ALIGN);
         let (adopted, restored, ledger) =
@@ -641,7 +664,14 @@ fn ledger_of_running_process_is_not_written() {
     for (memory, capacity) in [(&damaged, CAPACITY), (&nameless, CAPACITY), (&memory, 16)] {
         let words = Shared::of(memory);
         let now = IDENTITY.origin + 1000 * SECOND;
-        let opened = Ledger::open_shared(words.clone(), &IDENTITY, now, capacity, ALIGN);
+        let opened = Ledger::open(
+            words.clone(),
+            Owner::Running,
+            &IDENTITY,
+            now,
+            capacity,
+            ALIGN,
+        );
         let (ledger, snapshot) = opened.unwrap();
         let allocator = FirstFit::new(capacity, ALIGN);
         let adopted = Cache::adopt(allocator, config(EvictionKind::Lru), ledger, snapshot);
@@ -675,7 +705,8 @@ fn duplicate_namespace_leaves_no_reference_to_its_number() {
     assert_eq!(rejected(&memory), [("namespace", 1)]);
     let words = Shared::of(&memory);
     let now = IDENTITY.origin + 1000 * SECOND;
-    let (ledger, snapshot) = Ledger::open(words.clone(), &IDENTITY, now, CAPACITY, ALIGN).unwrap();
+    let (ledger, snapshot) =
+        Ledger::open(words.clone(), Owner::Ended, &IDENTITY, now, CAPACITY, ALIGN).unwrap();
     let allocator = FirstFit::new(CAPACITY, ALIGN);
     let (cache, _restored) = Cache::restore(allocator, config(EvictionKind::Lru), ledger, snapshot);
     // Of another tenant, under the number that is free.
@@ -733,7 +764,14 @@ fn contradicting_objects_are_left_out() {
 fn ledger_of_another_server_is_not_read() {
     let memory = stored();
     let open = |identity: Identity, now| {
-        let opened = Ledger::open(Shared::of(&memory), &identity, now, CAPACITY, ALIGN);
+        let opened = Ledger::open(
+            Shared::of(&memory),
+            Owner::Ended,
+            &identity,
+            now,
+            CAPACITY,
+            ALIGN,
+        );
         opened.map(|_| ()).map_err(|(error, _)| error.to_string())
     };
     let later = IDENTITY.origin + SECOND;

@@ -41,7 +41,7 @@ use super::super::instances::Instance;
 use super::Transfers;
 use super::worker_range::WorkerRange;
 use kvtier_l1::L1Allocator;
-use kvtier_l2::RateLimited;
+use kvtier_sync::RateLimited;
 
 /// A worker may have this many times the bytes that stay free.
 const WORKER_RATIO: u64 = 7;

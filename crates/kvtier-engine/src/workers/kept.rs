@@ -28,7 +28,6 @@ use std::time::{Duration, Instant};
 
 use kvtier_error::{Error, Result};
 use kvtier_l1::boot_time;
-use kvtier_l2::RateLimited;
 use kvtier_memory::checksum::checksum128;
 use kvtier_proto::generation::{Generation, Release};
 use kvtier_proto::key::SkipTokens;
@@ -36,6 +35,7 @@ use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{EngineDrivenContext, InstanceId, Registration, Request};
 use kvtier_state::VolatileDir;
 use kvtier_sync::Mutex;
+use kvtier_sync::RateLimited;
 
 use super::super::Caller;
 use super::super::context::Context;

@@ -18,7 +18,7 @@ use kvtier_sync::Mutex;
 use serde_json::{Value, json};
 
 use super::{Engine, Posix, Work, done, transfer};
-use kvtier_l2::RateLimited;
+use kvtier_sync::RateLimited;
 
 /// Interval of the line about failures.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);

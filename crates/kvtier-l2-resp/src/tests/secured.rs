@@ -8,10 +8,8 @@ use tempfile::TempDir;
 use super::part::Part;
 use super::server::Redis;
 use super::*;
-use kvtier_l2::{
-    ClientTls,
-    conformance::{object, run},
-};
+use kvtier_l2::conformance::{object, run};
+use kvtier_net::ClientTls;
 
 /// An authority, and certificates that it has signed, as files.
 struct Files {

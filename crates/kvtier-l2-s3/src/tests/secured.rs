@@ -9,7 +9,8 @@ use tokio_rustls::rustls::crypto::ring;
 use tokio_rustls::rustls::pki_types::PrivateKeyDer;
 
 use super::*;
-use kvtier_l2::{ClientTls, conformance::object};
+use kvtier_l2::conformance::object;
+use kvtier_net::ClientTls;
 
 /// A server with a certificate for this name, and the file that has it.
 async fn secured(name: &str, directory: &Path) -> (Server, std::path::PathBuf) {

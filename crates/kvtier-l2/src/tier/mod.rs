@@ -28,14 +28,13 @@ use kvtier_core::cache::{Cache, CacheConfig, ReadLease, Removed, Stats};
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::object_key::ObjectKey;
 use kvtier_core::quota::{QuotaConfig, QuotaMode};
-use kvtier_sync::Mutex;
+use kvtier_sync::{Mutex, RateLimited};
 use tokio::sync::watch;
 pub use usage::AdapterUsage;
 
 use crate::adapter::{Adapter, ListPage, Listed, Loaded};
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{LoadItem, ObjectSpec};
-use crate::rate_limited::RateLimited;
 use budget::Budget;
 use deletes::{DeletesInFlight, missing_result};
 use key_states::KeyStates;

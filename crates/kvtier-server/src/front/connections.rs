@@ -24,8 +24,8 @@ use super::pause::{ClientState, cannot};
 use super::poll::{Interest, Poller, Ready};
 use super::socket::RequestSocket;
 use crate::clock::Clock;
-use kvtier_l2::RateLimited;
 use kvtier_metrics::Metrics;
+use kvtier_sync::RateLimited;
 
 /// Tokens that are no connection's number.
 const LISTENER: u64 = u64::MAX;

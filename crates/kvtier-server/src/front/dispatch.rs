@@ -17,7 +17,7 @@ use super::outbox::Outgoing;
 use super::request::{Job, RequestSender, Server, error_frame};
 use super::serve::Front;
 use kvtier_engine::{Answer, Engine};
-use kvtier_l2::RateLimited;
+use kvtier_sync::RateLimited;
 
 /// Work up to which this thread serves a quick request itself, while other clients wait for it and while none do. To hand
 /// one over to another thread and back costs about 50 us.

@@ -16,7 +16,7 @@ use super::names::first_number;
 use super::outbox::{Outbox, Outgoing};
 use kvtier_engine::{Answer, Caller, Engine, Payload, Reply, ReplyTarget};
 use kvtier_http::Health;
-use kvtier_l2::RateLimited;
+use kvtier_sync::RateLimited;
 use kvtier_sync::budget::Charge;
 use kvtier_zmtp::write_frame_header;
 

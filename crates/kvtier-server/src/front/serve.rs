@@ -16,7 +16,7 @@ use super::outbox::{Inbox, Outgoing};
 use super::pause::PauseRequest;
 use super::request::{Job, Server};
 use super::socket::RequestSocket;
-use kvtier_l2::RateLimited;
+use kvtier_sync::RateLimited;
 
 /// Longest sleep. Stopping wakes the thread.
 const IDLE: Duration = Duration::from_secs(1);

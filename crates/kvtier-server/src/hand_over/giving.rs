@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use kvtier_engine::Engine;
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_http::{Changes, Health, PausedChanges};
-use kvtier_l2::RateLimited;
+use kvtier_sync::RateLimited;
 use kvtier_sync::{Mutex, MutexGuard};
 use rustix::net::{Shutdown, shutdown};
 use tokio::runtime::Handle;

@@ -4,7 +4,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvtier_sync::Mutex;
+use super::Mutex;
 
 /// Rate limit of one log line: permits it once per interval and counts the suppressed ones. Each line has its own, so
 /// that none hides another.

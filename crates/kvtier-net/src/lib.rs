@@ -1,0 +1,11 @@
+//! Connections to other servers, such as backends of tiers and collectors of traces: names, ports, TLS.
+//!
+//! This crate must never know what is said on a connection.
+
+#![forbid(unsafe_code)]
+
+mod connect;
+pub mod tls;
+
+pub use connect::{connect_any, host_and_port};
+pub use tls::{ClientTls, TlsError};
