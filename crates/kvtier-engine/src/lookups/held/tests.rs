@@ -111,12 +111,11 @@ fn a_prefetch_that_ends_without_a_result_leaves_that_of_l1() {
 #[test]
 fn a_lookup_freed_or_ended_without_result_is_abandoned() {
     let (cache, lookups) = (cache(), HeldLookups::default());
+    type Abandon = fn(&HeldLookups);
     // The session of one that was freed still has to end.
-    let abandon: [(fn(&HeldLookups), usize); 2] = [
-        (|lookups| lookups.free("r", 7, &scope(), 0..1), 1),
-        (|lookups| drop(lookups.end("r", 7)), 0),
-    ];
-    for (abandon, known) in abandon {
+    let freed: Abandon = |lookups| lookups.free("r", 7, &scope(), 0..1);
+    let ended: Abandon = |lookups| drop(lookups.end("r", 7));
+    for (abandon, known) in [(freed, 1), (ended, 0)] {
         let (serial, done) = pending(&lookups, &cache);
         assert!(!done.is_closed());
         abandon(&lookups);
