@@ -73,7 +73,7 @@ fn every_lock_is_in_architecture() {
             } else if file.ends_with(".rs") {
                 let text = fs::read_to_string(&path).unwrap();
                 let text = text.split("#[cfg(test)]\nmod tests {").next().unwrap();
-                if text.contains("use kvtier_sync::") {
+                if text.contains("use kvtier_sync::") || file.contains("kvtier-sync") {
                     let names = text.lines().filter_map(lock);
                     locks.extend(names.map(|name| (name.to_owned(), file.to_owned())));
                 }
