@@ -236,19 +236,23 @@ def test_large_objects_are_moved_in_parts(request, serve, engines, kind):
 FAULTS = {
     "killed": Fault(s3.Rclone.stop, s3.Rclone.start, UNANSWERED, keeps=False),
     "frozen": Fault(s3.Rclone.freeze, s3.Rclone.thaw, UNANSWERED),
-    "bucket-gone": Fault(s3.Rclone.hide_bucket, s3.Rclone.show_bucket, {"refused"}, error=s3.BUCKET),
 }
 
 
-def busy(method, _status, _headers, _body):
-    """An answer of a server that is overloaded."""
-    body = b"" if method == "HEAD" else b"<Error><Code>SlowDown</Code></Error>"
-    return 503, {"Content-Length": str(len(body))}, body
+def refusal(status, code):
+    """An answer with this error to every request."""
+
+    def change(method, *_):
+        body = b"" if method == "HEAD" else f"<Error><Code>{code}</Code></Error>".encode()
+        return status, {"Content-Length": str(len(body))}, body
+
+    return change
 
 
 def cut(method, status, headers, body):
     """Half of an object."""
-    return status, headers, body[: len(body) // 2] if method == "GET" and "X-Amz-Meta-Kvtier" in headers.keys() else body
+    is_object = method == "GET" and any(name.lower() == "x-amz-meta-kvtier" for name in headers)
+    return status, headers, body[: len(body) // 2] if is_object else body
 
 
 def other_etag(_method, status, headers, body):
@@ -257,7 +261,8 @@ def other_etag(_method, status, headers, body):
 
 
 ANSWERS = {
-    "busy": (busy, Fault(s3.Proxy.spoil, s3.Proxy.mend, UNANSWERED)),
+    "bucket-gone": (refusal(404, "NoSuchBucket"), Fault(s3.Proxy.spoil, s3.Proxy.mend, {"refused"}, error=s3.BUCKET)),
+    "busy": (refusal(503, "SlowDown"), Fault(s3.Proxy.spoil, s3.Proxy.mend, UNANSWERED)),
     "cut": (cut, Fault(s3.Proxy.spoil, s3.Proxy.mend, is_healthy=True)),
     "other-etag": (other_etag, Fault(s3.Proxy.spoil, s3.Proxy.mend, loads=True, is_healthy=True)),
 }
@@ -277,10 +282,10 @@ def test_fault_costs_nothing_but_the_tier(rclone, serve, engines, name):
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-def test_wrong_answers_cost_nothing_but_the_tier(rclone, serve, engines, name):
+def test_wrong_answers_cost_nothing_but_the_tier(seaweed, serve, engines, name):
     """A fault of all its answers."""
     change, fault = ANSWERS[name]
-    proxy = s3.Proxy(rclone, change)
+    proxy = s3.Proxy(seaweed, change)
     try:
         check_fault(serve, engines, proxy, fault)
     finally:

@@ -100,14 +100,6 @@ class Rclone(Process):
         config = ["--config", str(self.directory.parent / "no-rclone.conf"), "--dir-cache-time", self.dir_cache]
         self.run([program("rclone"), "serve", "s3", *flags, *config, str(self.directory)])
 
-    def hide_bucket(self):
-        """Removes the bucket until `show_bucket`."""
-        (self.directory / BUCKET).rename(self.directory / "hidden")
-
-    def show_bucket(self):
-        """Ends that."""
-        (self.directory / "hidden").rename(self.directory / BUCKET)
-
     def objects(self):
         """The keys of objects and their sizes."""
         base, found = self.directory / BUCKET, {}
