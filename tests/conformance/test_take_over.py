@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from kvrig import tiers
 from kvrig.engine import tokens
 
 MODES = ["lmcache_driven", "engine_shm", "engine_pickle"]
@@ -16,6 +17,18 @@ def lasting(serve, tmp_path):
 
     def start(mode):
         return serve(mode, flags=["--l1-restore", "on", "--state-dir", str(tmp_path), "--instance-id", "conformance"])
+
+    return start
+
+
+@pytest.fixture
+def lasting_with_tier(serve, tmp_path):
+    """The same with a directory as a tier, and that directory."""
+
+    def start(mode):
+        directory = tmp_path / "tier"
+        flags = ["--l1-restore", "on", "--state-dir", str(tmp_path / "state"), "--instance-id", "conformance"]
+        return serve(mode, flags=[*flags, *tiers.fs(directory)]), directory
 
     return start
 
@@ -74,3 +87,59 @@ def test_every_answer_is_right_while_servers_take_over(lasting, engines, mode):
     stop.set()
     worker.join()
     assert not failed and rounds, failed
+
+
+@pytest.mark.ours("LMCache's server cannot hand over")
+@pytest.mark.parametrize("mode", MODES)
+def test_objects_of_a_tier_are_hits_after_take_overs(lasting_with_tier, engines, mode):
+    """What only the directory has, while another engine stores and loads all the time."""
+    server, directory = lasting_with_tier(mode)
+    engine, other = engines(server, heartbeat=2.0, mq_timeout=60), engines(server, heartbeat=2.0, mq_timeout=60)
+    for seed in range(8):
+        tiers.store(engine, seed)
+    tiers.forget(engine)
+    stored = len(tiers.files(directory))
+    stop, failed, rounds = threading.Event(), [], []
+
+    def work():
+        try:
+            while not stop.is_set():
+                seed = 1000 + len(rounds)
+                tiers.store(other, seed)
+                assert tiers.recall(other, seed) == 64
+                rounds.append(seed)
+        except BaseException as problem:  # noqa: BLE001
+            failed.append(problem)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    for seed in range(8):
+        server.take_over()
+        assert tiers.recall(engine, seed) == 64
+    stop.set()
+    worker.join()
+    assert not failed and rounds, failed
+    # Every store that was answered has reached the directory.
+    tiers.settled(server)
+    assert len(tiers.files(directory)) == stored + len(rounds) * stored // 8
+    tiers.forget(engine)
+    for seed in [*range(8), *rounds]:
+        assert tiers.recall(engine if seed < 8 else other, seed) == 64
+
+
+@pytest.mark.ours("LMCache's server cannot hand over")
+def test_stores_that_wait_reach_the_tier(lasting_with_tier, engines):
+    """Take-overs right behind the answers to stores: what waits is written by the next server."""
+    server, directory = lasting_with_tier("engine_shm")
+    engine = engines(server, heartbeat=2.0, mq_timeout=60)
+    for seed in range(40):
+        tiers.store(engine, seed)
+        if seed % 4 == 3:
+            server.take_over()
+    tiers.settled(server)
+    assert len(tiers.files(directory)) == 40 * 64 // engine.chunk
+    tiers.forget(engine)
+    for seed in range(40):
+        assert tiers.recall(engine, seed) == 64
+    server.stop()
+    assert not tiers.temporary(directory)

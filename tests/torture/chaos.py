@@ -98,8 +98,9 @@ class Faults:
 
     def take_over(self, fault):
         """Another process takes over, or refuses and leaves the other one alone."""
-        server, old = self.server, self.server.process
+        server, old, plan = self.server, self.server.process, self.plan
         with self.window("take_over"):
+            before = set(self.objects("l2", "fs-0")) if "fs" in plan.tiers else set()
             with open(server.log, "ab") as out:
                 new = subprocess.Popen([*server.argv(), "--take-over"], stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
             server.process = new
@@ -109,6 +110,10 @@ class Faults:
                 self.refused_take_overs += 1
             elif old.returncode != 0 or new.poll() is not None:
                 self.violations.append(Violation("take-over", f"the old server ended with {old.returncode}, the new one has {new.poll()}"))
+            if "fs" in plan.tiers:
+                excused = self.deleted | self.backends["fs"].damaged
+                after = set(self.objects("l2", "fs-0"))
+                self.violations += checker.check_kept(before, after, excused, f"take_over at {fault.at:.1f}, fs-0")
 
     def pick_engine(self, fault):
         """The number of a running engine."""

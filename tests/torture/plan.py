@@ -117,7 +117,7 @@ def make(seed, seconds):
         model = source.randrange(2) + {"lmcache_driven": 2, "cuda": 4}.get(mode, 0)
         plan.engines.append(EngineSpec(number, client, mode, model, source.random() < 0.4, f"{seed}/{number}"))
     faults = SERVER | CLIENTS | DATA
-    if not tiers and plan.restore and plan.mode != "all":
+    if plan.restore and plan.mode != "all":
         faults = faults | {"take_over": 5}
     if plan.restore:
         faults = faults | {"damage_ledger": 1}

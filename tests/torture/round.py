@@ -36,6 +36,7 @@ OF_TIERS = r"WARN kvtier_l2(?!.*not what was stored)"
 EXPECTED = {
     "": [r"prepared and not committed in time"],
     **dict.fromkeys(["kill", "term", "damage_ledger"], [r"the worker registered with an earlier process of the server", r"the pages are being closed"]),
+    "take_over": [r"nothing was handed over.*error=(tier \S+: it does not answer|a tier still loads|lookups still wait|a request in flight)"],
     "engine_kill": [r"fell silent", r"process has ended", r"registration refused.*living process"],
     **dict.fromkeys(["flip", "truncate", "remove"], [r"WARN kvtier_l2"]),
     **dict.fromkeys(["stop", "base_away", "disk_full", "redis_kill", "redis_stop", "redis_pause", "s3_kill", "s3_stop"], [OF_TIERS]),

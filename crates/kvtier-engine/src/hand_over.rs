@@ -8,20 +8,35 @@ use std::collections::HashSet;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvtier_config::ServerConfig;
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_metrics::Metrics;
+use kvtier_tiers::{HandedL2, L2State, OpenedTiers, PausedTiers};
 use serde::{Deserialize, Serialize};
 
-use super::Engine;
+use super::admin::JobState;
 use super::instances::WorkerState;
 use super::lookups::{LookupsState, SeenState};
 use super::transfers::{Grant, MemoryState, TransferState};
+use super::{Engine, Predecessor};
 
 /// How long the process before may take to release L1, after it has announced that or ended.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Between two looks at what still runs.
+const DRAIN_INTERVAL: Duration = Duration::from_millis(1);
+
+/// Opens the tiers of a server that takes over, beside those of the one that runs: nothing in them is changed. `None` without
+/// tiers.
+///
+/// # Errors
+/// A tier that cannot be opened.
+pub fn open_tiers(config: &ServerConfig) -> Result<Option<OpenedTiers>> {
+    let l2 = config.l2.as_ref();
+    l2.map(OpenedTiers::beside).transpose()
+}
 
 /// State of an engine between two requests. Times are milliseconds before or after the hand-over.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -33,6 +48,26 @@ pub struct EngineState {
     scheduler_pings: Vec<(u64, u64)>,
     chunk_sizes: Vec<SeenState>,
     transfers: Vec<TransferState>,
+    tiers: L2State,
+    prefetch_jobs: Vec<JobState>,
+}
+
+/// What the next process receives of an engine.
+#[derive(Default)]
+pub struct HandedEngine {
+    /// What is known of it.
+    pub state: EngineState,
+    /// Objects of the tiers' indexes.
+    pub objects: Vec<u8>,
+    /// Those of the tiers.
+    pub descriptors: Vec<OwnedFd>,
+}
+
+impl EngineState {
+    /// Number of descriptors.
+    pub fn descriptors(&self) -> usize {
+        self.tiers.descriptors()
+    }
 }
 
 fn cannot(what: impl Into<String>) -> Error {
@@ -45,10 +80,8 @@ impl Engine {
     /// # Errors
     /// Why it never can.
     pub fn check_hand_over(&self) -> Result<()> {
-        if self.context.l2.is_some() {
-            return Err(cannot(
-                "the server has second tiers (--l2-adapter), which are not handed over",
-            ));
+        if let Some(l2) = &self.context.l2 {
+            l2.check_hand_over()?;
         }
         if let Err(reason) = &self.context.state {
             return Err(cannot(format!("there is no state directory: {reason}")));
@@ -80,15 +113,66 @@ impl Engine {
         !self.context.instances.are_copying()
     }
 
-    /// The state for the next process. No request may be served meanwhile, and no housekeeping done.
+    /// Lets nothing begin in the tiers that no request waits for; `None` without tiers. Requests may be served meanwhile.
+    ///
+    /// # Errors
+    /// A tier that still works at `until`; it goes on.
+    pub fn pause_tiers(&self, until: Instant) -> Result<Option<PausedTiers>> {
+        let l2 = self.context.l2.as_ref();
+        l2.map(|l2| l2.pause(until)).transpose()
+    }
+
+    /// Waits until nothing runs between L1 and the paused tiers. No request may be served meanwhile.
+    ///
+    /// # Errors
+    /// What still runs at `until`.
+    pub fn drain_tiers(&self, until: Instant) -> Result<()> {
+        let Some(l2) = &self.context.l2 else {
+            return Ok(());
+        };
+        let busy = || {
+            if self.admin.prefetch_jobs.pending() > 0 {
+                return Some("a prefetch over HTTP still runs".to_owned());
+            }
+            let waits = self.lookups.held.are_waiting();
+            let waits = waits.then(|| "lookups still wait for a tier".to_owned());
+            l2.busy().or(waits)
+        };
+        while let Some(what) = busy() {
+            if Instant::now() >= until {
+                return Err(cannot(what));
+            }
+            std::thread::sleep(DRAIN_INTERVAL);
+        }
+        Ok(())
+    }
+
+    /// The state for the next process. No request may be served meanwhile, no housekeeping done, and the tiers are drained.
     ///
     /// # Errors
     /// As [`Engine::check_hand_over`]; or something is still waited for.
-    pub fn state(&self) -> Result<EngineState> {
+    pub fn hand_over(&self) -> Result<HandedEngine> {
         self.check_hand_over()?;
+        let l2 = self.context.l2.as_ref();
+        let l2 = l2.map(|l2| l2.hand_over()).transpose()?;
+        let HandedL2 {
+            state,
+            objects,
+            descriptors,
+        } = l2.unwrap_or_default();
+        Ok(HandedEngine {
+            state: self.state(state)?,
+            objects,
+            descriptors,
+        })
+    }
+
+    fn state(&self, tiers: L2State) -> Result<EngineState> {
         let now = self.context.now();
         let workers = self.context.instances.in_order();
         Ok(EngineState {
+            tiers,
+            prefetch_jobs: self.admin.prefetch_jobs.state(now),
             workers: workers.iter().map(|worker| worker.state(now)).collect(),
             lookups: self.lookups.held.state(now)?,
             scheduler_pings: self.lookups.scheduler_ages(now),
@@ -132,9 +216,24 @@ impl Engine {
         config: Arc<ServerConfig>,
         metrics: Arc<Metrics>,
         lock: OwnedFd,
-        state: &EngineState,
+        opened: Option<OpenedTiers>,
+        handed: HandedEngine,
     ) -> Result<Self> {
-        let (context, quotas) = Self::open(config, metrics, Some(lock))?;
+        let HandedEngine {
+            mut state,
+            objects,
+            descriptors,
+        } = handed;
+        let tiers = HandedL2 {
+            state: std::mem::take(&mut state.tiers),
+            objects,
+            descriptors,
+        };
+        let predecessor = Predecessor {
+            lock,
+            tiers: opened.map(|opened| (opened, tiers)),
+        };
+        let (context, quotas) = Self::open(config, metrics, Some(predecessor))?;
         let engine = Self::over(context, quotas);
         engine.workers.take_over(&state.workers)?;
         let now = engine.context.now();
@@ -145,6 +244,8 @@ impl Engine {
         lookups.resume_schedulers(&state.scheduler_pings, now);
         lookups.chunk_sizes.resume(&state.chunk_sizes);
         engine.resume_transfers(&state.transfers, now)?;
+        let jobs = &engine.admin.prefetch_jobs;
+        jobs.resume(&state.prefetch_jobs, now);
         Ok(engine)
     }
 
@@ -190,6 +291,9 @@ impl Engine {
     pub fn take(&self) -> Result<()> {
         self.context.l1.take(RELEASE_TIMEOUT)?;
         self.workers.take();
+        if let Some(l2) = &self.context.l2 {
+            l2.take();
+        }
         if let Ok(state) = &self.context.state
             && let Err(error) = state.claim()
         {

@@ -45,7 +45,7 @@ pub use admin::{
     Admin, ChecksumError, ExplainError, PrefetchError, PrefetchJob, PrefetchResult, TenantView,
 };
 pub use answer::Answer;
-pub use hand_over::EngineState;
+pub use hand_over::{EngineState, HandedEngine, open_tiers};
 pub use housekeeping::INTERVAL as HOUSEKEEPING_INTERVAL;
 pub use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_l1::Clock;
@@ -67,7 +67,8 @@ use kvtier_proto::response::Response;
 use kvtier_state::StateDir;
 use kvtier_sync::{Mutex, RwLock};
 use kvtier_tenants::{Opened, QuotaTier, Quotas, Salts};
-use kvtier_tiers::L2;
+use kvtier_tiers::{HandedL2, L2};
+pub use kvtier_tiers::{OpenedTiers, PausedTiers};
 use kvtier_trace::Tracer;
 
 use context::Context;
@@ -134,6 +135,14 @@ fn open_state(config: &ServerConfig, lock: Option<OwnedFd>) -> Result<Result<Sta
     }
 }
 
+/// What a process that hands over gives to the next one's context.
+struct Predecessor {
+    /// The lock of its state directory.
+    lock: OwnedFd,
+    /// If there are any.
+    tiers: Option<(OpenedTiers, HandedL2)>,
+}
+
 /// The cache engine.
 pub struct Engine {
     context: Arc<Context>,
@@ -158,15 +167,14 @@ impl Engine {
         Ok(Self::over(context, quotas))
     }
 
-    /// With the lock of the state directory of a process that hands over.
     fn open(
         config: Arc<ServerConfig>,
         metrics: Arc<Metrics>,
-        lock: Option<OwnedFd>,
+        predecessor: Option<Predecessor>,
     ) -> Result<(Context, Quotas)> {
-        let succession = match lock {
-            Some(_) => Succession::TakeOver,
-            None => Succession::Restart,
+        let (succession, lock, tiers) = match predecessor {
+            None => (Succession::Restart, None, None),
+            Some(Predecessor { lock, tiers }) => (Succession::TakeOver, Some(lock), tiers),
         };
         let tracing = config.tracing.as_ref();
         let tracer = Tracer::start(tracing, &config.instance_id, config.session_ttl, &metrics)?;
@@ -191,7 +199,12 @@ impl Engine {
         let start = |l2| {
             let (cache, arena) = (l1.cache.clone(), Arc::clone(&l1.arena));
             let (clock, metrics) = (Arc::clone(&clock), Arc::clone(&metrics));
-            L2::start(l2, &quotas, cache, arena, clock, metrics)
+            match tiers {
+                None => L2::start(l2, &quotas, cache, arena, clock, metrics),
+                Some((opened, handed)) => {
+                    L2::adopt(l2, &quotas, opened, handed, cache, arena, clock, metrics)
+                }
+            }
         };
         let l2 = config.l2.as_ref().map(start).transpose()?;
         let own = L1Tenants {

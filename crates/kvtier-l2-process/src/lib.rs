@@ -35,7 +35,7 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use kvtier_l2::{
-    Adapter, BoxFuture, Buffer, Capabilities, ErrorKind, KeySet, L2Error, ListPage, Listed,
+    Adapter, BoxFuture, Buffer, Capabilities, ErrorKind, Handed, KeySet, L2Error, ListPage, Listed,
     LoadItem, Loaded, ObjectSpec, Recovered, StoreItem, Stored,
 };
 use link::Link;
@@ -430,6 +430,13 @@ impl Adapter for ProcessAdapter {
                 session.ping();
             }
         })
+    }
+
+    fn hand_over(&self) -> Result<Handed, L2Error> {
+        Err(L2Error::new(
+            ErrorKind::Unsupported,
+            "type \"process\": its program serves one server, and ends with it",
+        ))
     }
 
     fn status(&self) -> Value {

@@ -39,8 +39,8 @@ use serde_json::{Value as Json, json};
 use command::Commands;
 use endpoint::Endpoint;
 use kvtier_l2::{
-    Adapter, BoxFuture, Buffer, Capabilities, ErrorKind, L2Error, ListPage, Listed, LoadItem,
-    Loaded, ObjectSpec, Recovered, StoreItem, Stored, key_digest,
+    Adapter, BoxFuture, Buffer, Capabilities, ErrorKind, Handed, L2Error, ListPage, Listed,
+    LoadItem, Loaded, ObjectSpec, Recovered, StoreItem, Stored, key_digest,
     trailer::{self, Trailer},
 };
 use names::Named;
@@ -343,6 +343,11 @@ impl Adapter for RespAdapter {
                 _ => Ok(least.map(|free| free.saturating_mul(count))),
             }
         })
+    }
+
+    fn hand_over(&self) -> Result<Handed, L2Error> {
+        // The server has all of it.
+        Ok(Handed::default())
     }
 
     fn status(&self) -> Json {

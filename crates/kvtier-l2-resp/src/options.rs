@@ -289,6 +289,7 @@ pub const RESP: AdapterType = AdapterType::new(
     KEYS,
     open,
 )
+.beside(open)
 .check(check)
 .ineffective(ineffective);
 

@@ -40,7 +40,7 @@ use tokio::task::JoinSet;
 use client::{Call, Client};
 use credentials::Variables;
 use kvtier_l2::{
-    Adapter, BoxFuture, Buffer, Capabilities, ErrorKind, KeySet, L2Error, ListPage, Listed,
+    Adapter, BoxFuture, Buffer, Capabilities, ErrorKind, Handed, KeySet, L2Error, ListPage, Listed,
     LoadItem, Loaded, ObjectSpec, Recovered, StoreItem, Stored,
 };
 use limit::Lane;
@@ -311,6 +311,11 @@ impl Adapter for S3Adapter {
                 self.shared.client.check().await;
             }
         })
+    }
+
+    fn hand_over(&self) -> Result<Handed, L2Error> {
+        // The bucket has all of it.
+        Ok(Handed::default())
     }
 
     fn status(&self) -> Json {

@@ -340,5 +340,6 @@ pub const S3: AdapterType = AdapterType::new(
     KEYS,
     open,
 )
+.beside(open)
 .check(check)
 .ineffective(ineffective);

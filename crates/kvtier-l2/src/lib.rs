@@ -28,7 +28,8 @@ pub mod transform;
 pub mod wrap;
 
 pub use adapter::{
-    Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored, recover_pages,
+    Adapter, BoxFuture, Capabilities, Handed, ListPage, Listed, Loaded, Recovered, Stored,
+    recover_pages,
 };
 pub use config::{AdapterConfig, ConfigError};
 pub use error::{ErrorKind, L2Error};

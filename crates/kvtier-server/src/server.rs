@@ -26,7 +26,7 @@ use crate::logging;
 use crate::preflight;
 use crate::reload::Reloader;
 use kvtier_config::ServerConfig;
-use kvtier_engine::{Engine, EngineState};
+use kvtier_engine::{Engine, HandedEngine, OpenedTiers};
 use kvtier_http::Health;
 use kvtier_http::{self as http, Access, Api, Changes, Dashboard};
 use kvtier_metrics::Metrics;
@@ -129,9 +129,11 @@ impl Server {
             request_connections = descriptors.connections,
             "divided the file descriptors that the system allows: some for the request port, the others for files and HTTP"
         );
-        let engine = match source.lock_and_state() {
+        let engine = match source.engine() {
             None => Engine::new(Arc::clone(&config), metrics)?,
-            Some((lock, state)) => Engine::adopt(Arc::clone(&config), metrics, lock, state)?,
+            Some((lock, tiers, handed)) => {
+                Engine::adopt(Arc::clone(&config), metrics, lock, tiers, handed)?
+            }
         };
         let engine = Arc::new(engine);
         let connections = usize::try_from(descriptors.connections).unwrap_or(usize::MAX);
@@ -348,10 +350,14 @@ impl Source {
         }
     }
 
-    fn lock_and_state(&mut self) -> Option<(OwnedFd, &EngineState)> {
+    /// The lock of the state directory, the open tiers, and the rest of the engine.
+    fn engine(&mut self) -> Option<(OwnedFd, Option<OpenedTiers>, HandedEngine)> {
         match self {
             Self::Sockets(_) => None,
-            Self::Server(taken) => Some((taken.lock.take()?, &taken.engine)),
+            Self::Server(taken) => {
+                let engine = std::mem::take(&mut taken.engine);
+                Some((taken.lock.take()?, taken.tiers.take(), engine))
+            }
         }
     }
 }

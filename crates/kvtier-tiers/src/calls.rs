@@ -66,6 +66,11 @@ impl Calls {
         &self.metrics
     }
 
+    /// The same, to be kept.
+    pub fn shared_metrics(&self) -> Arc<Metrics> {
+        Arc::clone(&self.metrics)
+    }
+
     /// A tier is given a batch, for a lookup if that is traced.
     pub fn begin(
         &self,

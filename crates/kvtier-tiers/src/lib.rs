@@ -3,13 +3,14 @@
 //! It runs on threads of its own, so that no tier, however slow, delays what L1 can answer. It knows L1's cache and
 //! memory; requests, sessions and connections it never sees.
 //!
-//! The mutex guards the threads until they are stopped, the other lock which configuration is the current one; no other lock is
-//! acquired inside.
+//! One mutex guards the threads until they are stopped, one what was not taken yet from the process before, the other lock which
+//! configuration is the current one; no other lock is acquired inside.
 
 #![forbid(unsafe_code)]
 
 mod calls;
 mod flights;
+mod hand_over;
 mod locate;
 mod objects;
 mod pending;
@@ -27,13 +28,15 @@ use std::time::Duration;
 use kvtier_core::cache::{Cache, Extent};
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_l2::tier::{Tier, TierConfig, TierEviction};
-use kvtier_l2::{AdapterConfig, Buffer};
+use kvtier_l2::{Adapter, AdapterConfig, Buffer, L2Error};
 use kvtier_memory::Arena;
 use kvtier_sync::{Mutex, RwLock};
 use tokio::runtime::{Handle, Runtime};
+use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::{Notify, Semaphore};
 use tokio::time::timeout_at;
 
+pub use hand_over::{HandedL2, L2State, OpenedTiers, PausedTiers};
 pub use locate::Located;
 pub use objects::Cursor;
 pub use prefetch::{PrefetchRequest, Prefetched};
@@ -41,12 +44,13 @@ pub use store::StoreCounts;
 
 use calls::Calls;
 use flights::Flights;
+use hand_over::NotTaken;
 use kvtier_config::L2Config;
 use kvtier_l1::{Clock, L1Allocator};
 use kvtier_metrics::Metrics;
 use kvtier_tenants::{Opened, QuotaTier};
 use pending::Pending;
-use store::StoreQueue;
+use store::{Batch, StoreQueue};
 use tenants::TierTenants;
 
 /// Threads that plan and wait; adapters have their own for what blocks.
@@ -81,6 +85,8 @@ pub struct L2 {
     handle: Handle,
     runtime: Mutex<Option<Runtime>>,
     stop: Arc<AtomicBool>,
+    /// What the process before has until it hands over.
+    handed: Mutex<Option<NotTaken>>,
 }
 
 /// Bytes of one permit for loads: permits are counted in 32 bits.
@@ -99,7 +105,11 @@ impl L2 {
         clock: Arc<Clock>,
         metrics: Arc<Metrics>,
     ) -> Result<Arc<Self>> {
-        let tiers = || open(config, quotas);
+        let tiers = || {
+            let registry = kvtier_adapters::registry();
+            let adapters = open(config, |adapter| registry.open(adapter))?;
+            Ok(index(config, quotas, adapters))
+        };
         Self::start_with(config, tiers, cache, arena, clock, metrics)
     }
 
@@ -112,16 +122,31 @@ impl L2 {
         clock: Arc<Clock>,
         metrics: Arc<Metrics>,
     ) -> Result<Arc<Self>> {
-        let runtime = tokio::runtime::Builder::new_multi_thread()
-            .worker_threads(THREADS)
-            .thread_name("kvtier-l2")
-            .enable_all()
-            .build()
-            .map_err(|error| Error::io("no runtime for L2", error))?;
+        let runtime = runtime()?;
         let tiers = {
             let _within = runtime.enter();
             open()?
         };
+        let (l2, queues) = Self::over(config, runtime, tiers, cache, arena, clock, metrics);
+        for (number, (tier, queue)) in l2.tiers.iter().zip(queues).enumerate() {
+            let (stop, recovered) = (Arc::clone(&l2.stop), Arc::clone(tier));
+            l2.handle
+                .spawn(async move { recovered.recover(&stop).await });
+            l2.serve(number, queue);
+        }
+        Ok(l2)
+    }
+
+    /// L2 over open tiers, which does nothing yet, and the queue of each tier.
+    fn over(
+        config: &L2Config,
+        runtime: Runtime,
+        tiers: Vec<Arc<Tier>>,
+        cache: Cache<L1Allocator>,
+        arena: Arc<Arena>,
+        clock: Arc<Clock>,
+        metrics: Arc<Metrics>,
+    ) -> (Arc<Self>, Vec<UnboundedReceiver<Batch>>) {
         let (stores, receivers) = StoreQueue::new(tiers.len(), config.store_queue_bytes);
         let units = usize::try_from(config.load_bytes / LOAD_UNIT).unwrap_or(usize::MAX);
         let load_units = units.clamp(1, Semaphore::MAX_PERMITS);
@@ -131,7 +156,7 @@ impl L2 {
             load_units,
             flights: Flights::default(),
             pending: Pending::default(),
-            calls: Calls::new(Arc::clone(&metrics), tiers.iter().map(|tier| tier.name())),
+            calls: Calls::new(metrics, tiers.iter().map(|tier| tier.name())),
             stop: Arc::default(),
             handle: runtime.handle().clone(),
             runtime: Mutex::new(Some(runtime)),
@@ -142,30 +167,35 @@ impl L2 {
             arena,
             clock,
             stores,
+            handed: Mutex::default(),
         });
-        for (number, (tier, receiver)) in l2.tiers.iter().zip(receivers).enumerate() {
-            let (stop, recovered) = (Arc::clone(&l2.stop), Arc::clone(tier));
-            l2.handle
-                .spawn(async move { recovered.recover(&stop).await });
-            l2.handle
-                .spawn(store::serve(Arc::downgrade(&l2), number, receiver));
-            let (stop, tier) = (Arc::clone(&l2.stop), Arc::clone(tier));
-            let (metrics, changed) = (Arc::clone(&metrics), Arc::clone(&l2.quotas_changed[number]));
-            l2.handle.spawn(async move {
-                while !stop.load(Ordering::Relaxed) {
-                    // A backend that hangs delays no eviction.
-                    let _ = tokio::time::timeout(EVICTION_INTERVAL, tier.check()).await;
-                    tokio::select! {
-                        () = tokio::time::sleep(EVICTION_INTERVAL) => tier.evict().await,
-                        () = changed.notified() => {}
-                    }
-                    tier.evict_over_quota().await;
-                    status::count_evicted(&tier, &metrics);
-                    tier.log_suppressed();
+        (l2, receivers)
+    }
+
+    /// Starts the tasks that store to a tier and evict from it.
+    fn serve(self: &Arc<Self>, number: usize, queue: UnboundedReceiver<Batch>) {
+        self.handle
+            .spawn(store::serve(Arc::downgrade(self), number, queue));
+        let (stop, tier) = (Arc::clone(&self.stop), Arc::clone(&self.tiers[number]));
+        let changed = Arc::clone(&self.quotas_changed[number]);
+        let metrics = self.calls.shared_metrics();
+        self.handle.spawn(async move {
+            while !stop.load(Ordering::Relaxed) {
+                // A backend that hangs delays no eviction.
+                let _ = tokio::time::timeout(EVICTION_INTERVAL, tier.check()).await;
+                let is_due = tokio::select! {
+                    () = tokio::time::sleep(EVICTION_INTERVAL) => true,
+                    () = changed.notified() => false,
+                };
+                let _working = tier.begin_work().await;
+                if is_due {
+                    tier.evict().await;
                 }
-            });
-        }
-        Ok(l2)
+                tier.evict_over_quota().await;
+                status::count_evicted(&tier, &metrics);
+                tier.log_suppressed();
+            }
+        });
     }
 
     /// The tenants of the tiers, in their order.
@@ -252,19 +282,38 @@ fn soon() -> tokio::time::Instant {
     tokio::time::Instant::now() + CLOSE_TIMEOUT
 }
 
-fn open(config: &L2Config, quotas: &Opened) -> Result<Vec<Arc<Tier>>> {
-    let registry = kvtier_adapters::registry();
-    let open = |(number, adapter): (usize, &AdapterConfig)| {
+fn runtime() -> Result<Runtime> {
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(THREADS)
+        .thread_name("kvtier-l2")
+        .enable_all()
+        .build()
+        .map_err(|error| Error::io("no runtime for L2", error))
+}
+
+/// Opens the adapters, within a runtime.
+fn open(
+    config: &L2Config,
+    one: impl Fn(&AdapterConfig) -> Result<Arc<dyn Adapter>, L2Error>,
+) -> Result<Vec<Arc<dyn Adapter>>> {
+    let open = |adapter: &AdapterConfig| {
         for warning in &adapter.warnings {
             tracing::warn!("--l2-adapter: {warning}");
         }
-        let opened = registry.open(adapter).map_err(|error| {
+        one(adapter).map_err(|error| {
             Error::new(
                 ErrorKind::Io,
                 format!("--l2-adapter: type {:?}", adapter.kind),
             )
             .source(error)
-        })?;
+        })
+    };
+    config.adapters.iter().map(open).collect()
+}
+
+/// Tiers with empty indexes over their adapters.
+fn index(config: &L2Config, quotas: &Opened, adapters: Vec<Arc<dyn Adapter>>) -> Vec<Arc<Tier>> {
+    let tier = |(number, (adapter, opened)): (usize, (&AdapterConfig, Arc<dyn Adapter>))| {
         let eviction = adapter.eviction.map(|eviction| TierEviction {
             policy: eviction.policy,
             trigger_watermark: eviction.trigger_watermark,
@@ -285,9 +334,10 @@ fn open(config: &L2Config, quotas: &Opened) -> Result<Vec<Arc<Tier>>> {
         for (salt, grant) in quotas.grants(tier.name()) {
             tier.set_grant(salt, Some(grant));
         }
-        Ok(Arc::new(tier))
+        Arc::new(tier)
     };
-    config.adapters.iter().enumerate().map(open).collect()
+    let adapters = config.adapters.iter().zip(adapters);
+    adapters.enumerate().map(tier).collect()
 }
 
 impl std::fmt::Debug for L2 {

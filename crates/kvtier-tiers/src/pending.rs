@@ -4,6 +4,7 @@
 //! batch, with no lock inside.
 
 use std::collections::{HashMap, HashSet};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use kvtier_core::object_key::ObjectKey;
@@ -26,7 +27,9 @@ pub struct Objects {
 pub struct Hold {
     l2: Weak<L2>,
     number: u64,
-    tier: usize,
+    pub(super) tier: usize,
+    /// Whether the tier was given it.
+    is_started: AtomicBool,
     /// Goes before `ticket`: once nothing waits any more, what is to leave L1 has left it.
     pub(super) shared: Arc<Shared>,
     /// Those objects that were deleted since they were given to the tier, or before.
@@ -38,6 +41,31 @@ impl Hold {
     /// Which objects are not to be stored. What is revoked from now on is deleted at the end.
     pub fn take_revoked(&self) -> HashSet<ChunkHash> {
         std::mem::take(&mut *self.revoked.lock())
+    }
+
+    /// The tier is given it from here on.
+    pub fn start(&self) {
+        self.is_started.store(true, Ordering::Release);
+    }
+
+    /// Whether the tier was given it.
+    pub fn is_started(&self) -> bool {
+        self.is_started.load(Ordering::Acquire)
+    }
+
+    /// Excludes objects that were deleted.
+    pub fn revoke(&self, hashes: impl IntoIterator<Item = ChunkHash>) {
+        self.revoked.lock().extend(hashes);
+    }
+
+    /// The objects that are not to be stored.
+    pub fn revoked(&self) -> HashSet<ChunkHash> {
+        self.revoked.lock().clone()
+    }
+
+    /// Bytes of all its objects.
+    pub fn bytes(&self) -> u64 {
+        self.ticket.as_ref().map_or(0, |ticket| ticket.bytes)
     }
 
     /// Whether any is to be deleted.
@@ -88,12 +116,18 @@ impl Pending {
         Admission(self.0.lock())
     }
 
+    /// All batches, in the order in which they came.
+    pub fn all(&self) -> Vec<Arc<Hold>> {
+        let pending = self.0.lock();
+        let mut holds: Vec<_> = pending.holds.values().filter_map(Weak::upgrade).collect();
+        drop(pending);
+        holds.sort_unstable_by_key(|hold| hold.number);
+        holds
+    }
+
     /// Marks what of these objects waits for this tier.
     pub fn revoke(&self, tier: usize, keys: &[ObjectKey]) {
-        let holds: Vec<_> = {
-            let pending = self.0.lock();
-            pending.holds.values().filter_map(Weak::upgrade).collect()
-        };
+        let holds = self.all();
         let mut by_namespace: HashMap<_, HashSet<ChunkHash>> = HashMap::new();
         for key in keys {
             let hashes = by_namespace.entry(key.namespace()).or_default();
@@ -105,8 +139,7 @@ impl Pending {
                 continue;
             };
             let hashes = objects.hashes.iter();
-            let gone = hashes.filter(|hash| gone.contains(hash)).copied();
-            hold.revoked.lock().extend(gone);
+            hold.revoke(hashes.filter(|hash| gone.contains(hash)).copied());
         }
     }
 }
@@ -126,6 +159,7 @@ impl Admission<'_> {
             l2: Arc::downgrade(l2),
             number,
             tier,
+            is_started: AtomicBool::new(false),
             shared: Arc::clone(shared),
             revoked: Mutex::default(),
             ticket: Some(ticket),

@@ -17,7 +17,7 @@ use kvtier_sync::Mutex;
 use tokio::sync::{Notify, Semaphore, mpsc};
 
 use super::L2;
-use super::pending::{Hold, Objects};
+use super::pending::{Admission, Hold, Objects};
 use kvtier_config::StorePolicy;
 use kvtier_l1::L1Allocator;
 use kvtier_metrics::TierCall;
@@ -42,7 +42,7 @@ pub struct Shared {
     /// Nothing of it leaves L1 meanwhile.
     lease: Option<ReadLease<L1Allocator>>,
     /// Tiers that have all of it; see [`StorePolicy::SkipL1`].
-    complete: AtomicU64,
+    pub(super) complete: AtomicU64,
     tiers: u64,
 }
 
@@ -65,7 +65,7 @@ pub struct Ticket {
     queues: Arc<Queues>,
     tier: usize,
     objects: u64,
-    bytes: u64,
+    pub(super) bytes: u64,
 }
 
 impl Drop for Ticket {
@@ -205,7 +205,7 @@ impl L2 {
     }
 
     fn store_batch(self: &Arc<Self>, namespace: &Arc<Namespace>, hashes: &[ChunkHash], len: u64) {
-        let mut admission = self.pending.admit();
+        let admission = self.pending.admit();
         let leased = self.lease(namespace, hashes);
         let gone = hashes.len() - leased.as_ref().map_or(0, |(hashes, _)| hashes.len());
         if gone > 0 {
@@ -215,30 +215,46 @@ impl L2 {
         let Some((hashes, lease)) = leased else {
             return;
         };
-        let (number, bytes) = (hashes.len() as u64, len * hashes.len() as u64);
+        let waiting = self.tiers.iter().enumerate();
+        let waiting = waiting.filter(|(_, tier)| !tier.is_read_only());
+        let waiting = waiting.map(|(number, _)| (number, Vec::new())).collect();
         let objects = Objects {
             stored_as: namespace.without_layout(),
             namespace: Arc::clone(namespace),
             hashes,
         };
-        let written = || {
-            let tiers = self.tiers.iter().enumerate();
-            tiers.filter(|(_, tier)| !tier.is_read_only())
-        };
+        self.queue(admission, objects, lease, len, 0, waiting);
+    }
+
+    /// Queues leased objects of `len` bytes for the tiers of these numbers, each with objects that were deleted there.
+    /// `complete` tiers have all of them already.
+    pub(super) fn queue(
+        self: &Arc<Self>,
+        mut admission: Admission<'_>,
+        objects: Objects,
+        lease: ReadLease<L1Allocator>,
+        len: u64,
+        complete: u64,
+        waiting: Vec<(usize, Vec<ChunkHash>)>,
+    ) {
+        let number = objects.hashes.len() as u64;
+        let bytes = len * number;
+        let written = self.tiers.iter().filter(|tier| !tier.is_read_only());
         let extents = lease.extents().to_vec();
         let shared = Arc::new(Shared {
             l2: Arc::downgrade(self),
-            complete: AtomicU64::new(0),
-            tiers: written().count() as u64,
+            complete: AtomicU64::new(complete),
+            tiers: written.count() as u64,
             objects,
             lease: Some(lease),
         });
-        let holds: Vec<_> = written()
-            .filter_map(|(tier, _)| {
-                let ticket = self.stores.admit(tier, number, bytes)?;
-                Some((tier, admission.hold(self, tier, &shared, ticket)))
-            })
-            .collect();
+        let holds = waiting.into_iter().filter_map(|(tier, revoked)| {
+            let ticket = self.stores.admit(tier, number, bytes)?;
+            let hold = admission.hold(self, tier, &shared, ticket);
+            hold.revoke(revoked);
+            Some((tier, hold))
+        });
+        let holds: Vec<_> = holds.collect();
         drop(admission);
         for (tier, hold) in holds {
             let extents = extents.iter().zip(&shared.objects.hashes);
@@ -246,7 +262,7 @@ impl L2 {
                 object: ObjectSpec {
                     key: ObjectKey::of(&shared.objects.stored_as, *hash),
                     len,
-                    layout: namespace.layout(),
+                    layout: shared.objects.namespace.layout(),
                 },
                 from: self.buffer(*extent, Arc::clone(&hold) as _),
             });
@@ -260,7 +276,7 @@ impl L2 {
     }
 
     /// A lease on those of these objects that are still resident.
-    fn lease(
+    pub(super) fn lease(
         &self,
         namespace: &Namespace,
         hashes: &[ChunkHash],
@@ -287,9 +303,14 @@ pub async fn serve(l2: Weak<L2>, number: usize, mut queue: mpsc::UnboundedReceiv
         let Ok(place) = Arc::clone(&places).acquire_owned().await else {
             return;
         };
+        let tier = l2.upgrade().map(|l2| Arc::clone(&l2.tiers[number]));
+        let Some(tier) = tier else { return };
+        // Waits while another process may take over.
+        let working = tier.begin_work().await;
+        batch.hold.start();
         let Some(l2) = l2.upgrade() else { return };
         tokio::spawn(async move {
-            let _place = place;
+            let (_place, _working) = (place, working);
             let Batch {
                 mut items,
                 // It waits until its results are counted.
@@ -307,7 +328,7 @@ pub async fn serve(l2: Weak<L2>, number: usize, mut queue: mpsc::UnboundedReceiv
             let bytes = bytes_each * items.len() as u64;
             let call = TierCall::Store;
             let call = l2.calls.begin(call, number, salt, items.len(), bytes, None);
-            let results = l2.tiers[number].store(items).await;
+            let results = tier.store(items).await;
             let stored = results.iter().filter(|result| result.is_ok()).count();
             call.answered(salt, stored, bytes_each * stored as u64);
             let is_whole = revoked.is_empty() && !hold.is_revoked();

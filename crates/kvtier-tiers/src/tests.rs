@@ -1,5 +1,7 @@
 //! What only an adapter that misbehaves on cue can show.
 
+mod hand_over;
+
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
@@ -69,14 +71,8 @@ fn bed(adapters: &[Arc<TestAdapter>], load_timeout: Duration) -> Bed {
     bed_with(adapters, load_timeout, StorePolicy::Default)
 }
 
-fn bed_with(
-    adapters: &[Arc<TestAdapter>],
-    load_timeout: Duration,
-    store_policy: StorePolicy,
-) -> Bed {
-    let arena = Arc::new(Arena::create(ArenaKind::Anonymous, 1 << 20).expect("memory"));
-    let cache = Cache::new(L1Allocator::of_bytes(1 << 20), CacheConfig::default());
-    let config = L2Config {
+fn config(load_timeout: Duration, store_policy: StorePolicy) -> L2Config {
+    L2Config {
         adapters: Vec::new(),
         store_policy,
         prefetch_policy: PrefetchPolicy::Retain,
@@ -87,7 +83,10 @@ fn bed_with(
         store_queue_bytes: 1 << 20,
         load_bytes: 1 << 20,
         min_free_bytes: 0,
-    };
+    }
+}
+
+fn tiers(adapters: &[Arc<TestAdapter>]) -> Vec<Arc<Tier>> {
     let tier = |adapter: &Arc<TestAdapter>| {
         let config = TierConfig {
             name: "scripted".into(),
@@ -99,11 +98,20 @@ fn bed_with(
         };
         Arc::new(Tier::new(Arc::clone(adapter) as _, config))
     };
-    let tiers = adapters.iter().map(tier).collect();
+    adapters.iter().map(tier).collect()
+}
+
+fn bed_with(
+    adapters: &[Arc<TestAdapter>],
+    load_timeout: Duration,
+    store_policy: StorePolicy,
+) -> Bed {
+    let arena = Arc::new(Arena::create(ArenaKind::Anonymous, 1 << 20).expect("memory"));
+    let cache = Cache::new(L1Allocator::of_bytes(1 << 20), CacheConfig::default());
     let clock = Arc::new(Clock::start(Duration::ZERO));
     let l2 = L2::start_with(
-        &config,
-        || Ok(tiers),
+        &config(load_timeout, store_policy),
+        || Ok(tiers(adapters)),
         cache.clone(),
         Arc::clone(&arena),
         clock,

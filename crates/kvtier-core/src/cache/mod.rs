@@ -18,6 +18,7 @@ mod lease;
 mod lookup;
 mod losses;
 mod namespaces;
+mod ordered;
 mod refusal;
 mod removal;
 mod reservation;
@@ -33,6 +34,7 @@ pub use allocator::{ExtentAllocator, FreeSpace};
 pub use kvtier_extent::{Extent, Piece};
 pub use lease::{Counted, HeldRow, Lookup, PrefixLease, ReadLease};
 pub use losses::{Loss, LossCause};
+pub use ordered::{Ordered, OrderedObject};
 pub use reservation::{
     Committed, KeyOutcome, Reservation, ReserveError, ReserveRequest, Reserved, Staged,
 };
@@ -553,6 +555,11 @@ impl<A: ExtentAllocator> Cache<A> {
     /// one.
     pub fn objects(&self, from: u32, limit: usize) -> Page<ResidentObject> {
         self.locked(|state| state.objects(from, limit))
+    }
+
+    /// All resident objects in the order of their eviction. Takes time proportional to their number, under the lock.
+    pub fn ordered(&self) -> Ordered {
+        self.locked(|state| state.ordered())
     }
 
     /// Checks all invariants. Takes time proportional to the number of objects, under the lock.

@@ -30,6 +30,7 @@ use super::transfers::Transfers;
 use super::workers::Workers;
 pub use checksums::ChecksumError;
 pub use explain::{ExplainError, TenantView};
+pub use prefetch_jobs::JobState;
 use prefetch_jobs::PrefetchJobs;
 pub use prefetch_jobs::{PrefetchError, PrefetchJob, PrefetchResult};
 
@@ -50,7 +51,7 @@ pub struct Admin {
     lookups: Arc<Lookups>,
     quotas: Arc<Quotas>,
     /// Shared with the tasks that load.
-    prefetch_jobs: Arc<PrefetchJobs>,
+    pub(super) prefetch_jobs: Arc<PrefetchJobs>,
     prefaulted: AtomicU64,
 }
 

@@ -11,6 +11,7 @@
 mod base;
 mod beneath;
 mod files;
+mod hand_over;
 mod load;
 mod names;
 mod naming;
@@ -35,8 +36,8 @@ use crate::io::pool::{Lane, NotDone, Pool};
 use base::Base;
 use files::{Counters, Files, Others};
 use kvtier_l2::{
-    Adapter, BoxFuture, Capabilities, ErrorKind, L2Error, ListPage, Listed, LoadItem, Loaded,
-    ObjectSpec, Recovered, StoreItem, Stored, redact,
+    Adapter, BoxFuture, Capabilities, ErrorKind, Handed, L2Error, ListPage, Listed, LoadItem,
+    Loaded, ObjectSpec, Recovered, StoreItem, Stored, redact,
 };
 use unnamed::Unnamed;
 use unreadable::Unreadable;
@@ -75,13 +76,22 @@ impl FsAdapter {
     /// # Errors
     /// If the directory cannot be created or opened, or threads cannot be started.
     pub fn open(kind: &'static str, options: &FsOptions) -> Result<Self, L2Error> {
-        Self::open_with(kind, options, None)
+        Self::open_with(kind, options, None, true)
+    }
+
+    /// Opens a directory that another process uses, until that hands it over: nothing is created.
+    ///
+    /// # Errors
+    /// As [`FsAdapter::open`], or if the directory does not exist.
+    pub fn open_beside(kind: &'static str, options: &FsOptions) -> Result<Self, L2Error> {
+        Self::open_with(kind, options, None, false)
     }
 
     fn open_with(
         kind: &'static str,
         options: &FsOptions,
         engine: Option<Choice>,
+        is_own: bool,
     ) -> Result<Self, L2Error> {
         let failed = |error: std::io::Error| {
             let path = options.base_path.display();
@@ -90,9 +100,11 @@ impl FsAdapter {
                 format!("cannot open base_path {path}: {error}"),
             )
         };
+        let (path, temporary) = (options.base_path.clone(), &options.relative_tmp_dir);
         let base = match options.read_only {
-            true => Base::open_read_only(options.base_path.clone()),
-            false => Base::open(options.base_path.clone(), &options.relative_tmp_dir),
+            true => Base::open_read_only(path),
+            false if is_own => Base::open(path, temporary),
+            false => Base::open_beside(path, temporary),
         };
         let base = base.map_err(failed)?;
         let Choice { engine, reason } = match engine {
@@ -106,7 +118,7 @@ impl FsAdapter {
             "opened a directory"
         );
         let files = Files {
-            unnamed: Unnamed::probe(&base),
+            unnamed: Unnamed::default(),
             create_in_place: AtomicBool::new(false),
             base,
             engine,
@@ -122,6 +134,9 @@ impl FsAdapter {
             counters: Counters::default(),
             unreadable: Unreadable::default(),
         };
+        if is_own {
+            files.unnamed.probe(&files.base);
+        }
         let workers = options.num_workers.max(1);
         Ok(Self {
             workers,
@@ -351,6 +366,19 @@ impl Adapter for FsAdapter {
     fn check(&self) -> BoxFuture<'_, ()> {
         let files = Arc::clone(&self.files);
         Box::pin(self.pool.check(move || files.base.check()))
+    }
+
+    fn hand_over(&self) -> Result<Handed, L2Error> {
+        hand_over::give(&self.files)
+    }
+
+    fn adopt(&self, handed: Handed) -> Result<(), L2Error> {
+        hand_over::adopt(&self.files, handed)
+    }
+
+    fn take(&self) {
+        self.files.base.take();
+        self.files.unnamed.probe(&self.files.base);
     }
 
     fn status(&self) -> Value {

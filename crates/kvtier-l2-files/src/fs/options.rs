@@ -297,6 +297,11 @@ fn open(config: &AdapterConfig, _: &Registry) -> Result<Arc<dyn Adapter>, L2Erro
     Ok(Arc::new(FsAdapter::open(config.kind, &options)?))
 }
 
+fn open_beside(config: &AdapterConfig, _: &Registry) -> Result<Arc<dyn Adapter>, L2Error> {
+    let options = FsOptions::of(config);
+    Ok(Arc::new(FsAdapter::open_beside(config.kind, &options)?))
+}
+
 /// LMCache's `fs`.
 pub const FS: AdapterType = AdapterType::new(
     "fs",
@@ -304,6 +309,7 @@ pub const FS: AdapterType = AdapterType::new(
     KEYS,
     open,
 )
+.beside(open_beside)
 .check(check)
 .ineffective(ineffective);
 

@@ -22,7 +22,8 @@ const LOCAL: [FsWord; 4] = [
     0x9123_683e, // btrfs
 ];
 
-/// Way of naming a file that works here.
+/// Way of naming a file that works here; none before it was tried.
+#[derive(Default)]
 pub(super) struct Unnamed(AtomicU8);
 
 const NONE: u8 = 0;
@@ -33,25 +34,24 @@ const PROC: u8 = 2;
 
 impl Unnamed {
     /// Tries which way works.
-    pub(super) fn probe(base: &Base) -> Self {
+    pub(super) fn probe(&self, base: &Base) {
         let dir = base.dir();
         let is_local = rustix::fs::fstatfs(&*dir).is_ok_and(|stat| LOCAL.contains(&stat.f_type));
         if !is_local || base.is_read_only() {
-            return Self(AtomicU8::new(NONE));
+            return;
         }
-        let unnamed = Self(AtomicU8::new(NONE));
         for way in [EMPTY, PROC] {
-            unnamed.0.store(way, Ordering::Relaxed);
+            self.0.store(way, Ordering::Relaxed);
             let name = base.new_name(base.temporary());
-            let works = unnamed
+            let works = self
                 .create(&dir, false)
-                .and_then(|file| unnamed.name(&file, &dir, &name))
+                .and_then(|file| self.name(&file, &dir, &name))
                 .and_then(|()| rustix::fs::unlinkat(&dir, &name, AtFlags::empty()));
             if works.is_ok() {
-                return unnamed;
+                return;
             }
         }
-        Self(AtomicU8::new(NONE))
+        self.disable();
     }
 
     pub(super) fn is_possible(&self) -> bool {

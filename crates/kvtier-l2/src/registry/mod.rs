@@ -36,6 +36,7 @@ pub struct AdapterType {
     check: fn(&Options) -> Result<(), ConfigError>,
     ineffective: Ineffective,
     open: Open,
+    open_beside: Option<Open>,
 }
 
 /// Returns the keys of a configuration that are set without effect, each with the reason: "persist_enabled changes nothing:
@@ -62,6 +63,7 @@ impl AdapterType {
             check: |_| Ok(()),
             ineffective: |_, _| Vec::new(),
             open,
+            open_beside: None,
         }
     }
 
@@ -95,6 +97,16 @@ impl AdapterType {
     pub const fn ineffective(self, ineffective: Ineffective) -> Self {
         Self {
             ineffective,
+            ..self
+        }
+    }
+
+    /// Adds a constructor for a process that takes over: another one still uses the backend. It changes nothing in it; see
+    /// [`Adapter::adopt`].
+    #[must_use]
+    pub const fn beside(self, open: Open) -> Self {
+        Self {
+            open_beside: Some(open),
             ..self
         }
     }
@@ -305,7 +317,29 @@ impl Registry {
     /// # Errors
     /// Those of the adapter's constructor.
     pub fn open(&self, config: &AdapterConfig) -> Result<Arc<dyn Adapter>, L2Error> {
-        let adapter = self.open_bare(config)?;
+        Self::wrap(self.open_bare(config)?, config)
+    }
+
+    /// [`Self::open`] in a process that takes over from one which still uses the backend: nothing in it is changed before
+    /// [`Adapter::take`].
+    ///
+    /// # Errors
+    /// Those of the adapter's constructor, or if its type cannot be opened so.
+    pub fn open_beside(&self, config: &AdapterConfig) -> Result<Arc<dyn Adapter>, L2Error> {
+        let kind = self.registered(config)?;
+        let open = kind.open_beside.ok_or_else(|| {
+            L2Error::new(
+                crate::ErrorKind::Unsupported,
+                format!("type {:?} is not handed over to another process", kind.name),
+            )
+        })?;
+        Self::wrap(open(config, self)?, config)
+    }
+
+    fn wrap(
+        adapter: Arc<dyn Adapter>,
+        config: &AdapterConfig,
+    ) -> Result<Arc<dyn Adapter>, L2Error> {
         if config.serde.is_empty() {
             return Ok(wrap::guard(adapter, &config.guards));
         }
@@ -323,12 +357,15 @@ impl Registry {
     /// # Errors
     /// Those of the adapter's constructor.
     pub fn open_bare(&self, config: &AdapterConfig) -> Result<Arc<dyn Adapter>, L2Error> {
-        match self.find(config.kind) {
-            Some(kind) => (kind.open)(config, self),
-            None => Err(L2Error::new(
+        (self.registered(config)?.open)(config, self)
+    }
+
+    fn registered(&self, config: &AdapterConfig) -> Result<&AdapterType, L2Error> {
+        self.find(config.kind).ok_or_else(|| {
+            L2Error::new(
                 crate::ErrorKind::Unsupported,
                 format!("type {:?} is not registered", config.kind),
-            )),
-        }
+            )
+        })
     }
 }

@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use tokio::sync::Semaphore;
 
 use crate::adapter::{
-    Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
+    Adapter, BoxFuture, Capabilities, Handed, ListPage, Listed, Loaded, Recovered, Stored,
 };
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{Buffer, LoadItem, ObjectSpec, StoreItem};
@@ -504,6 +504,10 @@ impl Adapter for TestAdapter {
             let (outcomes, _) = self.play(Operation::Recover, &[0]).await;
             whole(outcomes, recovered)
         })
+    }
+
+    fn hand_over(&self) -> Result<Handed, L2Error> {
+        Ok(Handed::default())
     }
 
     fn status(&self) -> Value {

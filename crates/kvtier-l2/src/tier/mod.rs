@@ -11,6 +11,7 @@ mod budget;
 mod counters;
 mod deletes;
 mod eviction;
+mod hand_over;
 mod inspection;
 mod key_states;
 mod recovery;
@@ -37,6 +38,7 @@ use crate::error::{ErrorKind, L2Error};
 use crate::object::{LoadItem, ObjectSpec};
 use budget::Budget;
 use deletes::{DeletesInFlight, missing_result};
+pub use hand_over::{HandedIndex, HandedTier, OBJECT_BYTES, TierState};
 use key_states::KeyStates;
 pub use recovery::Recovery;
 
@@ -122,6 +124,8 @@ pub struct Tier {
     /// Whether a tenant was ever granted anything.
     has_grants: AtomicBool,
     started: Instant,
+    /// Held for reading by each piece of work on the backend that nothing outside waits for, for writing while paused.
+    work: Arc<tokio::sync::RwLock<()>>,
     recovery: watch::Sender<Recovery>,
     /// Error of the last store, or of a part of it.
     store_error: Mutex<Option<L2Error>>,
@@ -166,11 +170,17 @@ impl Tier {
             evicted_by_salt: Mutex::default(),
             has_grants: AtomicBool::new(false),
             started: Instant::now(),
+            work: Arc::default(),
             recovery: watch::Sender::new(recovery),
             store_error: Mutex::new(None),
             corrupt_log: RateLimited::new(LOG_INTERVAL),
             delete_log: RateLimited::new(LOG_INTERVAL),
         }
+    }
+
+    /// The lock that a pause holds for writing.
+    pub fn work(&self) -> &Arc<tokio::sync::RwLock<()>> {
+        &self.work
     }
 
     /// Its name in metrics and logs.

@@ -17,7 +17,7 @@ use kvtier_sync::Mutex;
 use tokio::time::sleep;
 
 use super::budget::Budget;
-use super::{Adopted, Listed, Tier};
+use super::{Adopted, HandedIndex, Listed, Tier};
 use crate::adapter::Recovered;
 use crate::error::{ErrorKind, L2Error};
 
@@ -59,10 +59,12 @@ impl Tier {
         }
         let mut pause = PAUSE;
         loop {
+            let working = self.begin_work().await;
             let ended = tokio::select! {
                 ended = self.recover_once(stop) => ended,
                 () = until_stopped(stop) => Err(Ended::Stopped),
             };
+            drop(working);
             let error = match ended {
                 Ok(recovered) => {
                     tracing::info!(
@@ -89,6 +91,45 @@ impl Tier {
             }
             pause = (pause * 2).min(PAUSE_MAX);
         }
+    }
+
+    /// Adopts the index of the process before in place of the objects of the backend, or before those if it was not whole. In
+    /// place of [`recover`](Self::recover).
+    pub async fn recover_handed(&self, handed: HandedIndex, stop: &AtomicBool) {
+        let is_whole = handed.is_recovered || !self.adapter.capabilities().list;
+        match self.adopt_handed(handed, stop).await {
+            Ok(recovered) if is_whole => {
+                self.recovery.send_replace(Recovery::Done(recovered));
+            }
+            Ok(_) => self.recover(stop).await,
+            Err(Ended::Stopped) => self.recovery_stopped(),
+            // The backend is the authority.
+            Err(Ended::Failed(error)) => {
+                tracing::warn!(tier = self.name(), %error, "the index of the process before was lost; reading the tier");
+                self.recover(stop).await;
+            }
+        }
+    }
+
+    /// Adopts what the index of the process before had.
+    async fn adopt_handed(
+        &self,
+        handed: HandedIndex,
+        stop: &AtomicBool,
+    ) -> Result<Recovered, Ended> {
+        let _working = self.begin_work().await;
+        let list = tokio::task::spawn_blocking(move || handed.list()).await;
+        let (listed, recovered) = list.map_err(|error| {
+            Ended::Failed(L2Error::new(ErrorKind::Unavailable, error.to_string()))
+        })?;
+        self.adopt_all(listed, stop).await?;
+        tracing::info!(
+            tier = self.name(),
+            objects = recovered.objects,
+            bytes = recovered.bytes,
+            "adopted the index of the process before"
+        );
+        Ok(recovered)
     }
 
     fn recovery_stopped(&self) {

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kvtier_engine::Engine;
+use kvtier_engine::{Engine, HandedEngine, PausedTiers};
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_http::{Changes, Health, PausedChanges};
 use kvtier_sync::RateLimited;
@@ -33,6 +33,12 @@ const CHANGES_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// How long a whole hand-over may take until the commit: clients wait no longer.
 const TIMEOUT: Duration = Duration::from_secs(10);
+
+/// How long the new server may take to open its tiers, while clients are served.
+const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// How long what runs in the tiers may take to end, while clients are served.
+const PAUSE_TIERS_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long a refusal may take to be sent, while clients wait.
 const REFUSAL_TIMEOUT: Duration = Duration::from_millis(100);
@@ -189,11 +195,7 @@ impl Drop for Giver {
 /// Serves a server that asks; returns its process if it has everything now.
 fn give(parts: &GivingParts, stream: &UnixStream) -> Option<u32> {
     let started = Instant::now();
-    let link = Link {
-        stream,
-        until: Some(started + TIMEOUT),
-    };
-    match try_give(parts, &link) {
+    match try_give(parts, stream) {
         Ok((process, pause)) => {
             tracing::info!(
                 process,
@@ -226,7 +228,7 @@ fn refuse_late(listener: &UnixListener, successor: u32) {
         };
         // Else it might see the connection end while it asks.
         let _ = receive_json::<Hello>(&link, Kind::Hello);
-        refuse(&link, &unavailable(&reason));
+        refuse(&stream, &unavailable(&reason));
     }
 }
 
@@ -234,10 +236,17 @@ fn refuse_late(listener: &UnixListener, successor: u32) {
 ///
 /// # Errors
 /// Nothing was handed over, and the other server cannot commit any more.
-fn try_give(parts: &GivingParts, link: &Link<'_>) -> Result<(u32, Duration)> {
-    let refuse = |error: &Error| refuse(link, error);
-    let process = greet(parts, link).inspect_err(refuse)?;
-    let mut paused = pause(parts, link).inspect_err(refuse)?;
+fn try_give(parts: &GivingParts, stream: &UnixStream) -> Result<(u32, Duration)> {
+    let link = |timeout| Link {
+        stream,
+        until: Some(Instant::now() + timeout),
+    };
+    let refuse = |error: &Error| refuse(stream, error);
+    let process = greet(parts, &link(OPEN_TIMEOUT)).inspect_err(refuse)?;
+    let until = Instant::now() + PAUSE_TIERS_TIMEOUT;
+    let tiers = parts.engine.pause_tiers(until).inspect_err(refuse)?;
+    let link = &link(TIMEOUT);
+    let mut paused = pause(parts, link, tiers).inspect_err(refuse)?;
     // Once the state may be there, a panic must not let this server go on: the other one may have committed.
     let _aborting = AbortOnPanic;
     let front = std::mem::take(&mut paused.front.front);
@@ -254,6 +263,7 @@ fn try_give(parts: &GivingParts, link: &Link<'_>) -> Result<(u32, Duration)> {
         reloads,
         round,
         changes,
+        tiers,
         front,
         since,
     } = paused;
@@ -261,7 +271,7 @@ fn try_give(parts: &GivingParts, link: &Link<'_>) -> Result<(u32, Duration)> {
     parts.engine.release();
     changes.end();
     // For the rest of this process.
-    std::mem::forget((reloads, round));
+    std::mem::forget((reloads, round, tiers));
     let link = Link {
         stream: link.stream,
         until: Some(Instant::now() + TIMEOUT),
@@ -301,10 +311,10 @@ fn receive_commit(link: &Link<'_>) -> Result<()> {
 }
 
 /// Lets the other server commit no more, and sends it the reason.
-fn refuse(link: &Link<'_>, error: &Error) {
-    let _ = shutdown(link.stream, Shutdown::Read);
+fn refuse(stream: &UnixStream, error: &Error) {
+    let _ = shutdown(stream, Shutdown::Read);
     let link = Link {
-        stream: link.stream,
+        stream,
         until: Some(Instant::now() + REFUSAL_TIMEOUT),
     };
     // It may have ended, or not read: it cannot commit in any case.
@@ -327,12 +337,13 @@ struct PausedParts<'a> {
     reloads: MutexGuard<'a, ()>,
     round: MutexGuard<'a, ()>,
     changes: PausedChanges,
+    tiers: Option<PausedTiers>,
     front: Paused,
     /// Clients wait from then on.
     since: Instant,
 }
 
-/// Receives what the other server is, and checks it; returns its process.
+/// Receives what the other server is, checks it, and waits until it has opened its tiers; returns its process.
 fn greet(parts: &GivingParts, link: &Link<'_>) -> Result<u32> {
     let hello: Hello = receive_json(link, Kind::Hello)?;
     tracing::info!(
@@ -341,20 +352,32 @@ fn greet(parts: &GivingParts, link: &Link<'_>) -> Result<u32> {
         "another server asks to take over"
     );
     check(parts, &hello)?;
+    send(link, Kind::Accepted, &[])?;
+    let opened = receive(link, Kind::Opened, 0)?;
+    opened.ok_or_else(|| unavailable("the other server has ended, or this one stops"))?;
     Ok(hello.process)
 }
 
-fn pause<'a>(parts: &'a GivingParts, link: &Link<'_>) -> Result<PausedParts<'a>> {
+fn pause<'a>(
+    parts: &'a GivingParts,
+    link: &Link<'_>,
+    tiers: Option<PausedTiers>,
+) -> Result<PausedParts<'a>> {
     let reloads = parts.reloader.pause();
     let reloads = reloads.ok_or_else(|| unavailable("the configuration is being reloaded"))?;
     let round = parts.rounds.begin();
+    // A worker whose process has just ended could not be taken over.
+    parts.engine.housekeep();
     let changes = parts.changes.pause(&parts.runtime, CHANGES_TIMEOUT);
     let changes = changes.ok_or_else(|| unavailable("a change over HTTP is in flight"))?;
     let since = Instant::now();
     let drained = since + DRAIN_TIMEOUT;
     let until = link.until.map_or(drained, |until| until.min(drained));
+    let front = (parts.pause)(until)?;
+    parts.engine.drain_tiers(until)?;
     Ok(PausedParts {
-        front: (parts.pause)(until)?,
+        front,
+        tiers,
         since,
         reloads,
         round,
@@ -413,6 +436,11 @@ fn send_all(
         bytes,
     } = front;
     let lock = parts.engine.state_lock()?;
+    let HandedEngine {
+        state: engine,
+        objects,
+        descriptors,
+    } = parts.engine.hand_over()?;
     let state = State {
         format: FORMAT,
         process: std::process::id(),
@@ -420,16 +448,18 @@ fn send_all(
         l1_bytes: parts.engine.config().l1_bytes,
         owns_path: parts.socket.owns_path(),
         bytes: bytes.len() as u64,
+        object_bytes: objects.len() as u64,
         paused_micros: u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX),
         http_sockets: parts.http.len(),
         front,
-        engine: parts.engine.state()?,
+        engine,
     };
     let listening = [lock.as_fd(), parts.socket.as_fd()].into_iter();
     let listening = listening.chain(parts.http.iter().map(|it| it.as_fd()));
-    let all = listening.chain(sockets.iter().map(|it| it.as_fd()));
+    let all = listening.chain(sockets.iter().chain(&descriptors).map(|it| it.as_fd()));
     let all: Vec<BorrowedFd<'_>> = all.collect();
     send_json(link, Kind::State, &state)?;
     send(link, Kind::Bytes, &bytes)?;
+    send(link, Kind::Objects, &objects)?;
     send_descriptors(link, &all)
 }

@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use kvtier_config::{L1Origin, ServerConfig};
-use kvtier_engine::EngineState;
+use kvtier_engine::{HandedEngine, OpenedTiers, open_tiers};
 use kvtier_error::{Error, ErrorKind, Result};
 
 use super::SOCKET;
@@ -15,7 +15,10 @@ use super::wire::{
 };
 use crate::front::HandedFront;
 
-/// How long the old server may take until its state is here: more than it gives itself for a whole hand-over.
+/// How long the old server may take until it is asked for its state: another new one may have asked before.
+const ACCEPT_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// How long the old server may take until its state is here: more than it gives itself.
 const STATE_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// How long a refusal may take to be sent.
@@ -41,7 +44,9 @@ pub struct Taken {
     /// The connections.
     pub front: HandedFront,
     /// The engine.
-    pub engine: EngineState,
+    pub engine: HandedEngine,
+    /// The tiers of this process.
+    pub tiers: Option<OpenedTiers>,
 }
 
 /// Asks the running server of the instance for everything, with at most this many connections; `None` if none runs. A default of
@@ -69,9 +74,9 @@ pub fn ask(config: &mut ServerConfig, connections: u64) -> Result<Option<Taken>>
 }
 
 fn receive_all(config: &mut ServerConfig, stream: UnixStream, connections: u64) -> Result<Taken> {
-    let link = Link {
+    let within = |timeout| Link {
         stream: &stream,
-        until: Some(Instant::now() + STATE_TIMEOUT),
+        until: Some(Instant::now() + timeout),
     };
     let hello = Hello {
         formats: vec![FORMAT],
@@ -80,16 +85,25 @@ fn receive_all(config: &mut ServerConfig, stream: UnixStream, connections: u64) 
         flags: config.lasting_values(),
         connections,
     };
+    let link = within(ACCEPT_TIMEOUT);
     send_json(&link, Kind::Hello, &hello)?;
+    let accepted = receive(&link, Kind::Accepted, 0)?;
+    accepted.ok_or_else(|| Error::new(ErrorKind::Io, "the other server has ended"))?;
+    // While clients are served: what is slow or unavailable delays only this.
+    let tiers = open_tiers(config).inspect_err(|error| refuse(&stream, error))?;
+    let link = within(STATE_TIMEOUT);
+    send(&link, Kind::Opened, &[])?;
     let taken = receive_state(config, &link);
     // The other one goes on at once, and its log has the reason.
-    let (state, bytes, mut descriptors) = taken.inspect_err(|error| refuse(&stream, error))?;
+    let (state, [bytes, objects], mut descriptors) =
+        taken.inspect_err(|error| refuse(&stream, error))?;
     let paused = Duration::from_micros(state.paused_micros);
     let now = Instant::now();
     let since = now.checked_sub(paused).unwrap_or(now);
     let mut take = |count| descriptors.drain(..count).collect::<Vec<_>>();
     let (lock, socket) = (take(1).pop(), take(1).pop());
     let http = take(state.http_sockets).into_iter().map(Into::into);
+    let sockets = take(state.front.count());
     Ok(Taken {
         process: state.process,
         release: state.release,
@@ -100,10 +114,15 @@ fn receive_all(config: &mut ServerConfig, stream: UnixStream, connections: u64) 
         http: http.collect(),
         front: HandedFront {
             state: state.front,
-            sockets: descriptors,
+            sockets,
             bytes,
         },
-        engine: state.engine,
+        engine: HandedEngine {
+            state: state.engine,
+            objects,
+            descriptors,
+        },
+        tiers,
         stream,
     })
 }
@@ -111,7 +130,7 @@ fn receive_all(config: &mut ServerConfig, stream: UnixStream, connections: u64) 
 fn receive_state(
     config: &mut ServerConfig,
     link: &Link<'_>,
-) -> Result<(State, Vec<u8>, Vec<OwnedFd>)> {
+) -> Result<(State, [Vec<u8>; 2], Vec<OwnedFd>)> {
     let state: State = receive_json(link, Kind::State)?;
     if state.format != FORMAT {
         return Err(Error::refused(format!(
@@ -119,9 +138,15 @@ fn receive_state(
             state.format
         )));
     }
-    let bytes = receive(link, Kind::Bytes, state.bytes)?;
-    let bytes = bytes.filter(|bytes| bytes.len() as u64 == state.bytes);
-    let bytes = bytes.ok_or_else(|| Error::refused("bytes of connections are missing"))?;
+    let bytes = |kind, len| {
+        let bytes = receive(link, kind, len)?;
+        let bytes = bytes.filter(|bytes| bytes.len() as u64 == len);
+        bytes.ok_or_else(|| Error::refused("bytes of connections or tiers are missing"))
+    };
+    let bytes = [
+        bytes(Kind::Bytes, state.bytes)?,
+        bytes(Kind::Objects, state.object_bytes)?,
+    ];
     let descriptors = receive_descriptors(link, state.descriptors())?;
     let listeners = 1 + usize::from(config.prometheus_port.is_some());
     if state.http_sockets != listeners {

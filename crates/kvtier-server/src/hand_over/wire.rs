@@ -46,7 +46,7 @@ pub enum Kind {
     Hello = 1,
     /// Why nothing is handed over, a text. Of either.
     Refused = 2,
-    /// [`State`], of the old server. [`Kind::Bytes`] and the descriptors follow.
+    /// [`State`], of the old server. [`Kind::Bytes`], [`Kind::Objects`] and the descriptors follow.
     State = 3,
     /// Input and output of the connections.
     Bytes = 4,
@@ -54,6 +54,12 @@ pub enum Kind {
     Commit = 5,
     /// The old server has released everything.
     Done = 6,
+    /// The old server has checked [`Hello`], and serves on.
+    Accepted = 7,
+    /// The new server has opened its tiers: the old one pauses.
+    Opened = 8,
+    /// Objects of the tiers' indexes, behind [`Kind::Bytes`].
+    Objects = 9,
 }
 
 /// What the new server is.
@@ -85,6 +91,8 @@ pub struct State {
     pub owns_path: bool,
     /// Bytes of the next message.
     pub bytes: u64,
+    /// Bytes of the one behind it.
+    pub object_bytes: u64,
     /// How long clients have waited so far.
     pub paused_micros: u64,
     /// Listening sockets behind the lock of the state directory and the request socket: HTTP, and metrics if there is a port
@@ -95,9 +103,9 @@ pub struct State {
 }
 
 impl State {
-    /// Number of descriptors: the lock, the request socket, HTTP's, the connections.
+    /// Number of descriptors: the lock, the request socket, HTTP's, the connections, the tiers'.
     pub fn descriptors(&self) -> usize {
-        2 + self.http_sockets + self.front.count()
+        2 + self.http_sockets + self.front.count() + self.engine.descriptors()
     }
 }
 
@@ -310,7 +318,7 @@ mod tests {
         let recorded: serde_json::Value = serde_json::from_str(RECORDED).unwrap();
         let state: State = serde_json::from_str(RECORDED).unwrap();
         assert_eq!(state.format, FORMAT);
-        assert_eq!(state.descriptors(), 2 + 1 + 3);
+        assert_eq!(state.descriptors(), 2 + 1 + 3 + 1);
         assert_eq!(serde_json::to_value(&state).unwrap(), recorded);
     }
 
@@ -329,6 +337,9 @@ mod tests {
             "/engine/lookups/lookups/0",
             "/engine/lookups/lookups/0/rows/0",
             "/engine/chunk_sizes/0",
+            "/engine/tiers",
+            "/engine/tiers/tiers/0",
+            "/engine/tiers/stores/0",
             "/engine/transfers/0",
             "/engine/transfers/0/charges/0",
             "/engine/transfers/0/phase/pending",

@@ -14,4 +14,6 @@ mod locks;
 mod log;
 mod shm;
 mod take_over;
+mod take_over_steps;
+mod take_over_tiers;
 mod tier_test;

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use kvtier_core::cache::{Cache, HeldRow};
 use kvtier_core::object_key::KeyScope;
+use kvtier_core::prefetch::Cell;
 use kvtier_core::{ChunkHash, GroupRow};
 use kvtier_error::{Error, Result};
 use kvtier_l1::L1Allocator;
@@ -49,6 +50,8 @@ pub struct LookupState {
     /// Worker, rank, first chunk and the one behind the last.
     pub readers_so_far: Vec<(i64, u64, usize, usize)>,
     pub freed: Vec<bool>,
+    /// Row and chunk of each object that was loaded for it.
+    pub loaded: Vec<(usize, usize)>,
 }
 
 /// A row of a lookup, and the chunks that it pinned.
@@ -66,6 +69,12 @@ pub struct RowState {
 }
 
 impl HeldLookups {
+    /// Whether a lookup waits for a tier.
+    pub fn are_waiting(&self) -> bool {
+        let table = self.table.lock();
+        table.by_request.values().flatten().any(Entry::is_waiting)
+    }
+
     /// All lookups, for the next process.
     ///
     /// # Errors
@@ -79,9 +88,9 @@ impl HeldLookups {
             .collect();
         entries.sort_by_key(|(_, entry)| entry.serial);
         let lookups = entries.into_iter().map(|(request, entry)| {
-            if entry.pending.is_some() || !entry.lookup.loaded.is_empty() {
+            if entry.is_waiting() {
                 return Err(Error::refused(format!(
-                    "the lookup of request {request:?} has asked the tiers"
+                    "the lookup of request {request:?} still waits for a tier"
                 )));
             }
             Ok(LookupState::of(request, entry, now))
@@ -139,7 +148,7 @@ impl LookupState {
             readers,
             until_end,
             created,
-            ..
+            loaded,
         } = &entry.lookup;
         let workers = scope.workers();
         let rows = lease.rows().iter().enumerate().map(|(at, row)| {
@@ -155,6 +164,9 @@ impl LookupState {
             }
         });
         let read = entry.readers.iter();
+        // What lies behind the prefix has no effect any more.
+        let loaded = loaded.iter().filter(|cell| cell.chunk < hashes.len());
+        let loaded = loaded.map(|cell| (cell.row, cell.chunk));
         Self {
             request_id: request.into(),
             connection: *connection,
@@ -173,6 +185,7 @@ impl LookupState {
                 .map(|(worker, rank, chunks)| (worker.0, *rank, chunks.start, chunks.end))
                 .collect(),
             freed: entry.freed.clone(),
+            loaded: loaded.collect(),
         }
     }
 
@@ -208,6 +221,17 @@ impl LookupState {
         {
             return Err(Error::refused("what was read or freed of it is not in it"));
         }
+        let is_there =
+            |(row, chunk): &(usize, usize)| *row < self.rows.len() && *chunk < hashes.len();
+        if !self.loaded.iter().all(is_there) {
+            return Err(Error::refused("what was loaded for it is not in it"));
+        }
+        let loaded = self.loaded.iter();
+        let loaded = loaded.map(|(row, chunk)| Cell {
+            row: *row,
+            chunk: *chunk,
+        });
+        let loaded = loaded.collect();
         let read = self.readers_so_far.iter();
         Ok(Entry {
             lookup: HeldLookup {
@@ -217,7 +241,7 @@ impl LookupState {
                 lease,
                 readers: self.readers,
                 until_end: self.until_end,
-                loaded: Vec::new(),
+                loaded,
                 created: now.saturating_sub(Duration::from_millis(self.age)),
             },
             serial,

@@ -30,6 +30,13 @@ pub(super) struct Entry {
 }
 
 impl Entry {
+    /// Whether the tiers are still being asked for it.
+    pub fn is_waiting(&self) -> bool {
+        // Closed once they were, or by a panic.
+        let pending = self.pending.as_ref();
+        pending.is_some_and(|pending| pending.has_changed().is_ok())
+    }
+
     /// Objects it was made for, whether still held or not.
     pub(super) fn objects(&self) -> usize {
         self.lookup.lease.rows().len() * self.lookup.hit_chunks()

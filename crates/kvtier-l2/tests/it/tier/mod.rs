@@ -1,6 +1,7 @@
 //! A tier around a scripted backend: accounting, eviction, recovery.
 
 mod deletes;
+mod hand_over;
 mod limits;
 mod log;
 mod support;

@@ -1,0 +1,394 @@
+//! Hand-over: what of the tiers goes to the next process.
+//!
+//! | step | here |
+//! | --- | --- |
+//! | [`L2::pause`] | clients are served: batches and passes that run end, none begins |
+//! | [`L2::busy`] | clients wait: loads end, and what still reads or writes L1 or deletes |
+//! | [`L2::hand_over`] | the indexes, and the batches that wait |
+//! | [`L2::adopt`] in the next process | builds all of it, without changing anything in a tier |
+//! | [`L2::take`] there | its tasks begin |
+
+use std::collections::HashSet;
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use kvtier_core::cache::Cache;
+use kvtier_core::{ChunkHash, Namespace};
+use kvtier_error::{Error, ErrorKind, Result};
+use kvtier_l2::tier::{HandedIndex, HandedTier, OBJECT_BYTES, Tier, TierState};
+use kvtier_l2::{Adapter, L2Error};
+use kvtier_memory::Arena;
+use serde::{Deserialize, Serialize};
+use tokio::runtime::Runtime;
+use tokio::sync::OwnedRwLockWriteGuard;
+use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::time::timeout_at;
+
+use super::pending::{Hold, Objects};
+use super::store::Batch;
+use super::{L2, index, open, runtime};
+use kvtier_config::L2Config;
+use kvtier_l1::{Clock, L1Allocator};
+use kvtier_metrics::Metrics;
+use kvtier_tenants::Opened;
+
+/// State of all tiers and of what waits for them. Objects of the indexes and descriptors are beside it.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct L2State {
+    tiers: Vec<TierState>,
+    /// Oldest first.
+    pub(super) stores: Vec<StoreState>,
+}
+
+/// Objects of L1 that wait to be stored.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct StoreState {
+    /// Model, rank, object group, layout and tenant.
+    namespace: (String, u64, u32, u64, String),
+    /// In hex.
+    hashes: Vec<String>,
+    object_bytes: u64,
+    /// Tiers that have all of them already.
+    complete: u64,
+    /// Tiers that they wait for, each with those that were deleted there.
+    waiting: Vec<(usize, Vec<String>)>,
+}
+
+impl L2State {
+    /// Number of descriptors.
+    pub fn descriptors(&self) -> usize {
+        self.tiers.iter().map(|tier| tier.descriptors).sum()
+    }
+}
+
+/// What the next process receives.
+#[derive(Default)]
+pub struct HandedL2 {
+    /// What is known of the tiers.
+    pub state: L2State,
+    /// Objects of all indexes.
+    pub objects: Vec<u8>,
+    /// Those of all adapters.
+    pub descriptors: Vec<OwnedFd>,
+}
+
+/// Tiers in which nothing begins until this is dropped.
+pub struct PausedTiers {
+    _tiers: Vec<OwnedRwLockWriteGuard<()>>,
+}
+
+/// Adapters of a process that takes over, opened beside those of the one that runs.
+pub struct OpenedTiers {
+    adapters: Vec<Arc<dyn Adapter>>,
+    /// After the adapters.
+    runtime: Runtime,
+}
+
+/// What an adopted L2 begins with.
+pub(super) struct NotTaken {
+    queues: Vec<UnboundedReceiver<Batch>>,
+    indexes: Vec<HandedIndex>,
+}
+
+fn unavailable(what: impl Into<String>) -> Error {
+    Error::new(ErrorKind::Unavailable, what.into())
+}
+
+fn of_tier(name: &str, error: L2Error) -> Error {
+    unavailable(format!("tier {name}")).source(error)
+}
+
+fn hex_of(hashes: impl IntoIterator<Item = ChunkHash>) -> Vec<String> {
+    let hashes = hashes.into_iter();
+    hashes.map(|hash| hash.to_string()).collect()
+}
+
+fn hashes_of(hashes: &[String]) -> Result<Vec<ChunkHash>> {
+    let hash = |text: &String| {
+        let mut hash = [0; ChunkHash::LEN];
+        hex::decode_to_slice(text, &mut hash)
+            .map_err(|_| Error::refused(format!("{text:?} is no chunk hash")))?;
+        Ok(ChunkHash(hash))
+    };
+    hashes.iter().map(hash).collect()
+}
+
+impl OpenedTiers {
+    /// Opens the adapters and changes nothing in their backends.
+    ///
+    /// # Errors
+    /// An adapter that cannot be opened, a system out of threads: one line.
+    pub fn beside(config: &L2Config) -> Result<Self> {
+        let runtime = runtime()?;
+        let adapters = {
+            let _within = runtime.enter();
+            let registry = kvtier_adapters::registry();
+            open(config, |adapter| registry.open_beside(adapter))?
+        };
+        Ok(Self { adapters, runtime })
+    }
+}
+
+impl L2 {
+    /// Checks that all tiers can be handed over.
+    ///
+    /// # Errors
+    /// The first that cannot, and why.
+    pub fn check_hand_over(&self) -> Result<()> {
+        let check = |tier: &Arc<Tier>| {
+            let checked = tier.check_hand_over();
+            checked.map_err(|error| of_tier(tier.name(), error))
+        };
+        self.tiers.iter().try_for_each(check)
+    }
+
+    /// Lets nothing begin in the tiers that no request waits for, and waits for what has begun.
+    ///
+    /// # Errors
+    /// A tier that still works at `until`; it goes on.
+    pub fn pause(&self, until: Instant) -> Result<PausedTiers> {
+        let pause = |(number, tier): (usize, &Arc<Tier>)| {
+            let lock = Arc::clone(tier.work()).write_owned();
+            let paused = async { timeout_at(until.into(), lock).await };
+            let paused = self.handle.block_on(paused);
+            paused.map_err(|_| {
+                let what = match tier.is_recovering() {
+                    true => "the objects that were stored before the start are still being read",
+                    false if self.calls.of_tier(number).iter().any(|calls| *calls > 0) => {
+                        "it does not answer a call"
+                    }
+                    false => "it does not answer a delete",
+                };
+                unavailable(format!("tier {}: {what}", tier.name()))
+            })
+        };
+        let tiers = self.tiers.iter().enumerate().map(pause);
+        Ok(PausedTiers {
+            _tiers: tiers.collect::<Result<_>>()?,
+        })
+    }
+
+    /// What still runs while the tiers are paused and no request begins; `None` once there is nothing.
+    pub fn busy(&self) -> Option<String> {
+        if self.prefetches().iter().any(|prefetches| *prefetches > 0) {
+            return Some("lookups still wait for a tier".to_owned());
+        }
+        if self.loads.available_permits() < self.load_units {
+            return Some("a tier still loads objects".to_owned());
+        }
+        for (number, tier) in self.tiers.iter().enumerate() {
+            let holds = self.pending.all();
+            let holds = holds.iter().filter(|hold| hold.tier == number);
+            let waiting = holds.filter(|hold| !hold.is_started());
+            let waiting: u64 = waiting.map(|hold| hold.bytes()).sum();
+            if self.stores.of_tier(number).queued_bytes > waiting {
+                return Some(format!("tier {} still reads what it stores", tier.name()));
+            }
+            let deletes = tier.deletes_in_flight();
+            if deletes > 0 {
+                return Some(format!(
+                    "tier {} has not answered {deletes} deletes",
+                    tier.name()
+                ));
+            }
+        }
+        None
+    }
+
+    /// All of it for the next process. To be called while the tiers are paused and [nothing runs](L2::busy).
+    ///
+    /// # Errors
+    /// What cannot be handed over.
+    pub fn hand_over(&self) -> Result<HandedL2> {
+        let mut all = HandedL2 {
+            state: L2State {
+                stores: self.waiting_stores()?,
+                ..L2State::default()
+            },
+            ..HandedL2::default()
+        };
+        for tier in &self.tiers {
+            let handed = tier.hand_over();
+            let handed = handed.map_err(|error| of_tier(tier.name(), error))?;
+            all.state.tiers.push(handed.state);
+            match all.objects.is_empty() {
+                true => all.objects = handed.objects,
+                false => all.objects.extend_from_slice(&handed.objects),
+            }
+            all.descriptors.extend(handed.descriptors);
+        }
+        Ok(all)
+    }
+
+    /// The batches that wait, those of the same objects together.
+    fn waiting_stores(&self) -> Result<Vec<StoreState>> {
+        let holds = self.pending.all();
+        let same = holds.chunk_by(|one, other| Arc::ptr_eq(&one.shared, &other.shared));
+        let state = |holds: &[Arc<Hold>]| {
+            let [first, ..] = holds else {
+                return Ok(None);
+            };
+            let Objects {
+                namespace, hashes, ..
+            } = &first.shared.objects;
+            let revoked: Vec<HashSet<_>> = holds.iter().map(|hold| hold.revoked()).collect();
+            // Deleted in all of them, it may have left L1 too.
+            let wanted = hashes
+                .iter()
+                .filter(|hash| !revoked.iter().all(|revoked| revoked.contains(hash)));
+            let wanted: Vec<_> = wanted.copied().collect();
+            if wanted.is_empty() {
+                return Ok(None);
+            }
+            if self.cache.contains(namespace, &wanted).contains(&false) {
+                return Err(unavailable(
+                    "objects that were removed from L1 still wait to be stored in a tier",
+                ));
+            }
+            let waiting = holds.iter().zip(revoked);
+            Ok(Some(StoreState {
+                namespace: (
+                    namespace.model_name().as_ref().into(),
+                    namespace.kv_rank(),
+                    namespace.object_group_id(),
+                    namespace.layout(),
+                    namespace.cache_salt().as_ref().into(),
+                ),
+                object_bytes: first.bytes() / (hashes.len() as u64).max(1),
+                hashes: hex_of(wanted),
+                complete: first.shared.complete.load(Ordering::Acquire),
+                waiting: waiting
+                    .map(|(hold, revoked)| (hold.tier, hex_of(revoked)))
+                    .collect(),
+            }))
+        };
+        let states = same.map(state).collect::<Result<Vec<_>>>()?;
+        Ok(states.into_iter().flatten().collect())
+    }
+
+    /// L2 with what a process which still runs has of it. Nothing in a tier is changed before [`L2::take`].
+    ///
+    /// # Errors
+    /// What of it does not fit.
+    #[expect(clippy::too_many_arguments, reason = "each is a part of the server")]
+    pub fn adopt(
+        config: &L2Config,
+        quotas: &Opened,
+        opened: OpenedTiers,
+        handed: HandedL2,
+        cache: Cache<L1Allocator>,
+        arena: Arc<Arena>,
+        clock: Arc<Clock>,
+        metrics: Arc<Metrics>,
+    ) -> Result<Arc<Self>> {
+        let OpenedTiers { adapters, runtime } = opened;
+        let tiers = index(config, quotas, adapters);
+        let stores = handed.state.stores.clone();
+        let indexes = adopt_tiers(&tiers, handed)?;
+        let (l2, queues) = Self::over(config, runtime, tiers, cache, arena, clock, metrics);
+        l2.go_on(queues, indexes, &stores)?;
+        Ok(l2)
+    }
+
+    /// Goes on with the batches that waited in the process before, and with its indexes from [`L2::take`] on.
+    pub(super) fn go_on(
+        self: &Arc<Self>,
+        queues: Vec<UnboundedReceiver<Batch>>,
+        indexes: Vec<HandedIndex>,
+        stores: &[StoreState],
+    ) -> Result<()> {
+        stores
+            .iter()
+            .try_for_each(|store| self.resume_store(store))?;
+        *self.handed.lock() = Some(NotTaken { queues, indexes });
+        Ok(())
+    }
+
+    fn resume_store(self: &Arc<Self>, state: &StoreState) -> Result<()> {
+        let (model, rank, group, layout, salt) = &state.namespace;
+        let namespace = Namespace::new(model.as_str(), *rank, *group, *layout, salt.as_str());
+        let namespace = Arc::new(namespace.map_err(Error::refused)?);
+        let is_tier = |tier: &usize| self.tiers.get(*tier).is_some_and(|it| !it.is_read_only());
+        let waiting = state.waiting.iter().map(|(tier, revoked)| {
+            let tier = Some(*tier).filter(is_tier);
+            let tier = tier.ok_or_else(|| Error::refused("a store waits for an unknown tier"))?;
+            Ok((tier, hashes_of(revoked)?))
+        });
+        let waiting = waiting.collect::<Result<Vec<_>>>()?;
+        let hashes = hashes_of(&state.hashes)?;
+        let admission = self.pending.admit();
+        let leased = self.lease(&namespace, &hashes);
+        let leased = leased.filter(|(leased, _)| leased.len() == hashes.len());
+        let (hashes, lease) = leased
+            .ok_or_else(|| Error::refused("a store waits for an object that is not in L1"))?;
+        let objects = Objects {
+            stored_as: namespace.without_layout(),
+            namespace,
+            hashes,
+        };
+        let len = state.object_bytes;
+        self.queue(admission, objects, lease, len, state.complete, waiting);
+        Ok(())
+    }
+
+    /// Takes the tiers: the process before does nothing in them any more.
+    pub fn take(self: &Arc<Self>) {
+        let taken = self.handed.lock().take();
+        let Some(NotTaken { queues, indexes }) = taken else {
+            return;
+        };
+        let each = self.tiers.iter().zip(queues).zip(indexes);
+        for (number, ((tier, queue), index)) in each.enumerate() {
+            tier.adapter().take();
+            let (stop, recovered) = (Arc::clone(&self.stop), Arc::clone(tier));
+            self.handle
+                .spawn(async move { recovered.recover_handed(index, &stop).await });
+            self.serve(number, queue);
+        }
+    }
+}
+
+/// Hands each tier its part of what the process before has, without changing anything in it.
+pub(super) fn adopt_tiers(tiers: &[Arc<Tier>], handed: HandedL2) -> Result<Vec<HandedIndex>> {
+    let HandedL2 {
+        state,
+        objects,
+        mut descriptors,
+    } = handed;
+    if state.tiers.len() != tiers.len() || state.descriptors() != descriptors.len() {
+        return Err(Error::refused(format!(
+            "it has {} tiers; this server has {}",
+            state.tiers.len(),
+            tiers.len()
+        )));
+    }
+    let (mut indexes, mut objects) = (Vec::new(), objects.as_slice());
+    for (tier, state) in tiers.iter().zip(state.tiers) {
+        let bytes = usize::try_from(state.objects).ok();
+        let bytes = bytes.and_then(|objects| objects.checked_mul(OBJECT_BYTES));
+        let split = bytes.and_then(|bytes| objects.split_at_checked(bytes));
+        let (own, rest) = split.ok_or_else(|| {
+            Error::refused(format!(
+                "tier {}: objects of its index are missing",
+                tier.name()
+            ))
+        })?;
+        objects = rest;
+        let rest = descriptors.split_off(state.descriptors);
+        let handed = HandedTier {
+            state,
+            objects: own.to_vec(),
+            descriptors: std::mem::replace(&mut descriptors, rest),
+        };
+        let index = tier.adopt_state(handed);
+        indexes.push(index.map_err(|error| of_tier(tier.name(), error))?);
+    }
+    match objects.is_empty() {
+        true => Ok(indexes),
+        false => Err(Error::refused("there are objects of no tier")),
+    }
+}

@@ -1,0 +1,203 @@
+//! Hand-overs between two L2 of one process, over the same L1.
+
+use std::time::Instant;
+
+use tokio::sync::OwnedRwLockWriteGuard;
+
+use super::*;
+use crate::hand_over::{HandedL2, adopt_tiers};
+
+/// Until when nothing may be waited for, and until when a test may take.
+fn at_once() -> Instant {
+    Instant::now()
+}
+
+fn at_last() -> Instant {
+    Instant::now() + Duration::from_secs(60)
+}
+
+/// The next L2, over these adapters and the same L1.
+fn next(bed: &Bed, adapters: &[Arc<TestAdapter>], handed: HandedL2) -> kvtier_error::Result<Bed> {
+    let tiers = tiers(adapters);
+    let stores = handed.state.stores.clone();
+    let indexes = adopt_tiers(&tiers, handed)?;
+    let config = (*bed.l2.config()).clone();
+    let (l2, queues) = L2::over(
+        &config,
+        crate::runtime()?,
+        tiers,
+        bed.cache.clone(),
+        Arc::clone(&bed.arena),
+        Arc::new(Clock::start(Duration::ZERO)),
+        Arc::default(),
+    );
+    l2.go_on(queues, indexes, &stores)?;
+    Ok(Bed {
+        l2,
+        arena: Arc::clone(&bed.arena),
+        cache: bed.cache.clone(),
+        request: Arc::clone(&bed.request),
+    })
+}
+
+/// Keeps work in this tier from beginning.
+fn hold(bed: &Bed, tier: usize) -> OwnedRwLockWriteGuard<()> {
+    let lock = Arc::clone(bed.l2.tiers()[tier].work());
+    lock.try_write_owned().expect("nothing runs")
+}
+
+#[test]
+fn waiting_stores_are_written_by_the_next_process() {
+    let (before, after) = (prompt(0), prompt(0));
+    let bed = bed(&[Arc::clone(&before)], Duration::from_secs(60));
+    let paused = bed.l2.pause(at_last()).expect("nothing runs");
+    bed.store(1..=9);
+    assert_eq!(bed.delete([3, 7]), [Deleted::Absent; 2]);
+    assert_eq!(bed.l2.busy(), None);
+    let handed = bed.l2.hand_over().expect("it can be");
+    let next = next(&bed, &[Arc::clone(&after)], handed).expect("it fits");
+    assert_eq!(next.l2.store_counts().queued_objects, 7);
+    // Nothing begins before the process before has released all.
+    assert!(after.store_keys().is_empty());
+    next.l2.take();
+    next.settle();
+    let expected: HashSet<_> = [1, 2, 4, 5, 6, 8, 9].map(|number| bed.key(number)).into();
+    assert_eq!(after.keys(), expected);
+    assert_eq!(after.store_keys().len(), expected.len());
+    assert!(before.store_keys().is_empty());
+    // A refusal: the one before goes on.
+    drop(paused);
+    bed.settle();
+    assert_eq!(before.keys(), expected);
+}
+
+#[test]
+fn store_waits_only_for_tiers_that_lack_it() {
+    let adapters = [prompt(0), prompt(0)];
+    let policy = StorePolicy::SkipL1;
+    let bed = bed_with(&adapters, Duration::from_secs(60), policy);
+    let _second = hold(&bed, 1);
+    bed.store([1]);
+    while bed.l2.stores.of_tier(0).queued_bytes > 0 {
+        std::thread::yield_now();
+    }
+    let _first = hold(&bed, 0);
+    let handed = bed.l2.hand_over().expect("it can be");
+    let state = serde_json::to_value(&handed.state).expect("JSON");
+    // So that it leaves L1 once the other tier has it.
+    assert_eq!(state["stores"][0]["complete"], 1);
+    let after = [prompt(0), prompt(0)];
+    let next = next(&bed, &after, handed).expect("it fits");
+    next.l2.take();
+    next.settle();
+    let stores = after.each_ref().map(|tier| tier.store_keys().len());
+    assert_eq!(stores, [0, 1]);
+}
+
+#[test]
+fn running_store_delays_pause_and_refuses_it_in_time() {
+    let gated = gated(0);
+    let bed = bed(&[Arc::clone(&gated)], Duration::from_secs(60));
+    bed.store([1]);
+    while gated.store_keys().is_empty() {
+        std::thread::yield_now();
+    }
+    let refused = bed.l2.pause(at_once()).err().expect("it runs");
+    let told = "tier scripted: it does not answer a call";
+    assert!(refused.to_string().contains(told), "{refused}");
+    gated.gate.add_permits(2);
+    let paused = bed.l2.pause(at_last()).expect("it ends");
+    assert_eq!(bed.l2.busy(), None);
+    // What comes meanwhile waits.
+    bed.store([2]);
+    assert_eq!(bed.l2.store_counts().queued_objects, 1);
+    drop(paused);
+    bed.settle();
+    assert_eq!(gated.keys().len(), 2);
+}
+
+#[test]
+fn late_store_and_late_load_are_waited_for() {
+    let late = late(66);
+    let bed = bed(&[Arc::clone(&late)], Duration::from_secs(60));
+    bed.store([9]);
+    while late.kept.lock().is_empty() {
+        std::thread::yield_now();
+    }
+    let _paused = bed.l2.pause(at_last()).expect("its call was answered");
+    let told = Some("tier scripted still reads what it stores".to_owned());
+    assert_eq!(bed.l2.busy(), told);
+    late.kept.lock().clear();
+    assert_eq!(bed.l2.busy(), None);
+    bed.prefetch();
+    assert_eq!(bed.l2.busy(), Some("a tier still loads objects".to_owned()));
+    late.kept.lock().clear();
+    assert_eq!(bed.l2.busy(), None);
+}
+
+#[test]
+fn object_removed_from_l1_keeps_its_store_here() {
+    let bed = bed(&[prompt(0)], Duration::from_secs(60));
+    let paused = bed.l2.pause(at_last()).expect("nothing runs");
+    bed.store([1, 2]);
+    let namespace = &bed.request.rows[0].namespace;
+    bed.cache.remove(namespace, &[ChunkHash([1; 32])], true);
+    let refused = bed.l2.hand_over().err().expect("it is lost otherwise");
+    assert!(refused.to_string().contains("removed from L1"), "{refused}");
+    drop(paused);
+    bed.settle();
+    bed.l2.pause(at_last()).expect("nothing runs");
+    assert!(bed.l2.hand_over().is_ok());
+}
+
+#[test]
+fn state_that_does_not_fit_is_refused() {
+    let bed = bed(&[prompt(0)], Duration::from_secs(60));
+    let _paused = bed.l2.pause(at_last()).expect("nothing runs");
+    bed.store([1]);
+    let handed = || bed.l2.hand_over().expect("it can be");
+    let refused = |handed, tiers: &[Arc<TestAdapter>]| {
+        let refused = next(&bed, tiers, handed).err().expect("it does not fit");
+        refused.to_string()
+    };
+    let two = [prompt(0), prompt(0)];
+    assert!(refused(handed(), &two).contains("it has 1 tiers; this server has 2"));
+    let mut more = handed();
+    more.objects.push(0);
+    assert!(refused(more, &two[..1]).contains("objects of no tier"));
+    let change = |change: fn(&mut serde_json::Value)| {
+        let mut all = handed();
+        let mut state = serde_json::to_value(&all.state).expect("JSON");
+        change(&mut state);
+        all.state = serde_json::from_value(state).expect("as before");
+        refused(all, &two[..1])
+    };
+    for (changed, told) in [
+        (
+            change(|state| state["stores"][0]["hashes"][0] = "00".repeat(32).into()),
+            "an object that is not in L1",
+        ),
+        (
+            change(|state| state["stores"][0]["waiting"][0][0] = 7.into()),
+            "an unknown tier",
+        ),
+        (
+            change(|state| state["stores"][0]["hashes"][0] = "x".into()),
+            "no chunk hash",
+        ),
+        (
+            change(|state| state["tiers"][0]["objects"] = 1.into()),
+            "objects of its index are missing",
+        ),
+        (
+            change(|state| state["tiers"][0]["name"] = "other".into()),
+            r#"its tier is "other"; this server has "scripted""#,
+        ),
+        (
+            change(|state| state["tiers"][0]["adapter"] = 1.into()),
+            "takes no state from another process",
+        ),
+    ] {
+        assert!(changed.contains(told), "{changed}");
+    }
+}

@@ -1,0 +1,523 @@
+//! Steps of a hand-over, with a proxy between both servers: kills, delays, and messages that do not fit.
+
+use std::io::{IoSlice, IoSliceMut, Read as _, Write as _};
+use std::mem::MaybeUninit;
+use std::net::Shutdown;
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::PermissionsExt as _;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::Path;
+use std::process::Child;
+
+use kvtier_client::InstanceId;
+use kvtier_memory::checksum::checksum128;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
+};
+
+use crate::kills::{CHUNKS, Segments, Server, prompt, read, scope, wait_until, whole};
+use crate::take_over::{L1, Raw, held_is_right, take_over, worker_with};
+
+#[test]
+fn second_new_server_learns_of_the_first() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let mut server = Server::start(base.path(), L1, &[]);
+    let (between, mut new) = Between::start(base.path());
+    let hello = between.greet(|_| {});
+    let second = UnixStream::connect(base.path().join("kills/take-over")).unwrap();
+    (&second).write_all(&hello).unwrap();
+    between.write_state(between.read_state());
+    let commit = Between::read(&between.new);
+    (&between.old).write_all(&commit).unwrap();
+    let done = Between::read(&between.old);
+    (&between.new).write_all(&done).unwrap();
+    let refusal = Between::read(&second);
+    assert_eq!(refusal[0], 2);
+    let told = String::from_utf8_lossy(&refusal[25..]).into_owned();
+    let first = format!("process {} has just taken over", new.child.id());
+    assert!(told.contains(&first), "{told}");
+    assert!(new.wait_until_served(), "{}", new.log);
+    assert!(server.child.wait().unwrap().success());
+    new.stop();
+}
+
+/// Which process is killed, and when.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kill {
+    NewBeforeHello,
+    NewAfterHello,
+    NewAfterState,
+    NewBeforeCommit,
+    NewAfterCommit,
+    OldAfterHello,
+    OldAfterState,
+    OldBeforeCommit,
+    OldAfterCommit,
+}
+
+/// Which server serves afterwards.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Survivor {
+    Old,
+    New,
+    Neither,
+}
+
+impl Kill {
+    const ALL: [Self; 9] = [
+        Self::NewBeforeHello,
+        Self::NewAfterHello,
+        Self::NewAfterState,
+        Self::NewBeforeCommit,
+        Self::NewAfterCommit,
+        Self::OldAfterHello,
+        Self::OldAfterState,
+        Self::OldBeforeCommit,
+        Self::OldAfterCommit,
+    ];
+
+    fn survivor(self) -> Survivor {
+        match self {
+            Self::NewBeforeHello
+            | Self::NewAfterHello
+            | Self::NewAfterState
+            | Self::NewBeforeCommit => Survivor::Old,
+            // It had everything by then: no other process has it.
+            Self::NewAfterCommit => Survivor::Neither,
+            // Nothing was handed over yet.
+            Self::OldAfterHello => Survivor::Neither,
+            // It could not commit.
+            Self::OldAfterState => Survivor::Neither,
+            Self::OldBeforeCommit | Self::OldAfterCommit => Survivor::New,
+        }
+    }
+}
+
+/// Between the two servers: passes their messages on, and kills one of them at a certain moment.
+struct Between {
+    new: UnixStream,
+    old: UnixStream,
+}
+
+impl Between {
+    /// Takes the place of the old server's socket, and starts a new one.
+    fn start(base: &Path) -> (Self, Server) {
+        let path = base.join("kills/take-over");
+        let hidden = base.join("kills/hidden");
+        std::fs::rename(&path, &hidden).unwrap();
+        let listener = UnixListener::bind(&path).unwrap();
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
+        let server = Server::spawn(base, L1, &["--take-over"]);
+        let (new, _) = listener.accept().unwrap();
+        let old = UnixStream::connect(&hidden).unwrap();
+        std::fs::rename(&hidden, &path).unwrap();
+        (Self { new, old }, server)
+    }
+
+    /// The same, up to the new server's commit, which the old one does not get.
+    fn start_with_lost_commit(base: &Path) -> (Self, Server) {
+        let (between, new) = Self::start(base);
+        between.greet(|_| {});
+        between.write_state(between.read_state());
+        assert_eq!(Self::read(&between.new)[0], 5);
+        (between, new)
+    }
+
+    /// Passes on what comes before the state, the new server's greeting with a change; returns that.
+    fn greet(&self, change: impl FnOnce(&mut serde_json::Value)) -> Vec<u8> {
+        let hello = with_body(&Self::read(&self.new), change);
+        (&self.old).write_all(&hello).unwrap();
+        for (from, mut to, kind) in [(&self.old, &self.new, 7), (&self.new, &self.old, 8)] {
+            let message = Self::read(from);
+            assert_eq!(message[0], kind);
+            to.write_all(&message).unwrap();
+        }
+        hello
+    }
+
+    fn read(mut from: &UnixStream) -> Vec<u8> {
+        let mut message = vec![0; 25];
+        from.read_exact(&mut message).unwrap();
+        let len = u64::from_le_bytes(message[1..9].try_into().unwrap());
+        message.resize(25 + len as usize, 0);
+        from.read_exact(&mut message[25..]).unwrap();
+        message
+    }
+
+    /// The state of the old server, the bytes of connections and tiers, and all descriptors.
+    fn read_state(&self) -> (Vec<u8>, Vec<u8>, Vec<OwnedFd>) {
+        let state = Self::read(&self.old);
+        assert_eq!(state[0], 3, "{}", String::from_utf8_lossy(&state));
+        let bytes = [Self::read(&self.old), Self::read(&self.old)].concat();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253))];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut byte = [0];
+        let mut slices = [IoSliceMut::new(&mut byte)];
+        recvmsg(
+            &self.old,
+            &mut slices,
+            &mut control,
+            RecvFlags::CMSG_CLOEXEC,
+        )
+        .unwrap();
+        let mut descriptors = Vec::new();
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(some) = message {
+                descriptors.extend(some);
+            }
+        }
+        (state, bytes, descriptors)
+    }
+
+    fn write_state(&self, (state, bytes, descriptors): (Vec<u8>, Vec<u8>, Vec<OwnedFd>)) {
+        let mut new = &self.new;
+        new.write_all(&state).unwrap();
+        // One that refuses the state may not wait for the rest.
+        if new.write_all(&bytes).is_err() {
+            return;
+        }
+        let descriptors: Vec<_> = descriptors.iter().map(AsFd::as_fd).collect();
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253))];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        assert!(control.push(SendAncillaryMessage::ScmRights(&descriptors)));
+        let slices = [IoSlice::new(&[0])];
+        let _ = sendmsg(&self.new, &slices, &mut control, SendFlags::NOSIGNAL);
+    }
+
+    /// Passes everything on until the moment of a kill. Both ends are closed then, as by the death of either.
+    fn run(self, kill: Kill, new: &mut Child, old: &mut Child) {
+        let end = |child: &mut Child| {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        };
+        let pass =
+            |from: &UnixStream, mut to: &UnixStream| to.write_all(&Self::read(from)).unwrap();
+        if kill == Kill::NewBeforeHello {
+            return end(new);
+        }
+        pass(&self.new, &self.old);
+        match kill {
+            Kill::NewAfterHello => return end(new),
+            Kill::OldAfterHello => return end(old),
+            _ => {}
+        }
+        pass(&self.old, &self.new);
+        pass(&self.new, &self.old);
+        let state = self.read_state();
+        match kill {
+            Kill::NewAfterState => return end(new),
+            Kill::OldAfterState => {
+                end(old);
+                // The proxy still has its socket.
+                self.new.shutdown(Shutdown::Read).unwrap();
+            }
+            _ => {}
+        }
+        self.write_state(state);
+        if kill == Kill::OldAfterState {
+            return;
+        }
+        let commit = Self::read(&self.new);
+        assert_eq!(commit[0], 5);
+        match kill {
+            Kill::NewBeforeCommit => return end(new),
+            Kill::OldBeforeCommit => return end(old),
+            _ => {}
+        }
+        (&self.old).write_all(&commit).unwrap();
+        let done = Self::read(&self.old);
+        assert_eq!(done[0], 6);
+        match kill {
+            Kill::NewAfterCommit => {
+                assert!(old.wait().unwrap().success());
+                end(new);
+            }
+            _ => end(old),
+        }
+    }
+}
+
+#[test]
+fn kill_at_each_step_leaves_one_server_or_none() {
+    for kill in Kill::ALL {
+        let base = tempfile::tempdir().unwrap();
+        let _segments = Segments::new();
+        let mut server = Server::start(base.path(), L1, &[]);
+        let mut worker = worker_with(&server, 0..3);
+        assert_eq!(worker.lookup(&prompt(1), "held").unwrap(), CHUNKS);
+        let mut raw = Raw::connect(&server);
+        let (request, answer) = Raw::exchange(0);
+        raw.send(&request[..7]);
+        let (between, mut new) = Between::start(base.path());
+        between.run(kill, &mut new.child, &mut server.child);
+        let mut check = |server: &Server| {
+            raw.send(&request[7..]);
+            assert_eq!(
+                raw.receive(answer.len()),
+                answer,
+                "{kill:?}: {}",
+                server.log
+            );
+            assert!(held_is_right(&mut worker, 1), "{kill:?}");
+            for number in 0..3 {
+                assert_eq!(read(&mut worker, "a", number), Ok(CHUNKS), "{kill:?}");
+            }
+        };
+        let is_served = new.wait_until_served();
+        match kill.survivor() {
+            Survivor::Old => {
+                assert!(!is_served, "{kill:?}: {}", new.log);
+                check(&server);
+                // And the next one can take over.
+                take_over(&mut server, base.path(), &[]).unwrap();
+                assert_eq!(read(&mut worker, "a", 2), Ok(CHUNKS), "{kill:?}");
+                server.stop();
+            }
+            Survivor::New => {
+                assert!(is_served, "{kill:?}: {}", new.log);
+                check(&new);
+                take_over(&mut new, base.path(), &[]).unwrap();
+                new.stop();
+            }
+            Survivor::Neither => {
+                assert!(!is_served, "{kill:?}: {}", new.log);
+                // As after any kill: what was stored is there.
+                let server = Server::start(base.path(), L1, &[]);
+                let mut worker = server.worker(2, "a");
+                for number in 0..3 {
+                    assert_eq!(read(&mut worker, "a", number), Ok(CHUNKS), "{kill:?}");
+                }
+                server.stop();
+            }
+        }
+    }
+}
+
+/// A message with another body.
+fn with_body(message: &[u8], change: impl FnOnce(&mut serde_json::Value)) -> Vec<u8> {
+    let mut body = serde_json::from_slice(&message[25..]).unwrap();
+    change(&mut body);
+    let body = serde_json::to_vec(&body).unwrap();
+    let len = (body.len() as u64).to_le_bytes();
+    let sum = checksum128(&body).to_le_bytes();
+    [&message[..1], &len, &sum, &body].concat()
+}
+
+#[test]
+fn state_that_is_not_understood_is_not_taken() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let mut server = Server::start(base.path(), L1, &[]);
+    let mut worker = worker_with(&server, 0..1);
+    assert_eq!(worker.lookup(&prompt(0), "held").unwrap(), CHUNKS);
+    let scope = scope("a");
+    let unfinished = prompt(1);
+    let key = scope.worker_key(0, &unfinished, whole(), "s");
+    worker
+        .connection()
+        .prepare_store(&key, InstanceId(1))
+        .unwrap();
+    let read_key = scope.worker_key(0, &unfinished, whole(), "s");
+    let attempt = |hello: fn(&mut serde_json::Value), state: Option<fn(&mut serde_json::Value)>| {
+        let (between, mut new) = Between::start(base.path());
+        let answer = match state {
+            Some(change) => {
+                between.greet(hello);
+                let (state, bytes, descriptors) = between.read_state();
+                between.write_state((with_body(&state, change), bytes, descriptors));
+                let refusal = Between::read(&between.new);
+                (&between.old).write_all(&refusal).unwrap();
+                refusal
+            }
+            None => {
+                let greeting = with_body(&Between::read(&between.new), hello);
+                (&between.old).write_all(&greeting).unwrap();
+                let refusal = Between::read(&between.old);
+                (&between.new).write_all(&refusal).unwrap();
+                refusal
+            }
+        };
+        drop(between);
+        assert!(!new.wait_until_served(), "{}", new.log);
+        assert_eq!(answer[0], 2);
+        let told = String::from_utf8(answer[25..].to_vec()).unwrap();
+        assert!(new.log.contains(told.trim()), "{} {told}", new.log);
+        told
+    };
+    for (hello, told) in [
+        (
+            (|hello| hello["formats"] = [2, 3].into()) as fn(&mut serde_json::Value),
+            "formats [2, 3]; this one writes 1",
+        ),
+        (
+            |hello| hello["formats"] = serde_json::Value::Null,
+            "cannot be read",
+        ),
+        (
+            |hello| hello["flags"]["--chunk-size"]["sum"] = "7".into(),
+            "--chunk-size is 16 in the running server and another 16",
+        ),
+    ] {
+        let refused = attempt(hello, None);
+        assert!(refused.contains(told), "{refused}");
+    }
+    // The next release may read more.
+    let newer: fn(&mut serde_json::Value) = |hello| hello["formats"] = [1, 2].into();
+    for (state, told) in [
+        (
+            (|state| state["format"] = 2.into()) as fn(&mut serde_json::Value),
+            "format 2; this server reads 1",
+        ),
+        (|state| state["later"] = 1.into(), "unknown field `later`"),
+        (
+            |state| state["http_sockets"] = 0.into(),
+            "too many descriptors",
+        ),
+        (
+            |state| state["engine"]["workers"][0]["id"] = 9.into(),
+            "worker 9: its registration is not kept",
+        ),
+        (
+            |state| state["engine"]["lookups"]["lookups"][0]["rows"][0]["layout"] = 9.into(),
+            "an object that is not in L1",
+        ),
+        (
+            |state| state["engine"]["lookups"]["lookups"][0]["hashes"][0] = "x".into(),
+            "no chunk hash",
+        ),
+        (
+            |state| state["engine"]["lookups"]["lookups"][0]["freed"] = [true, true].into(),
+            "was read or freed",
+        ),
+        (
+            |state| state["engine"]["transfers"][0]["memory"]["store"][0][0] = 99_999.into(),
+            "has not recorded its memory",
+        ),
+        (
+            |state| state["front"]["connections"][0]["client"]["generations"] = 128.into(),
+            "generation that is unknown",
+        ),
+        (
+            |state| state["front"]["connections"][0]["input"] = 9.into(),
+            "bytes of a connection are missing",
+        ),
+    ] {
+        let refused = attempt(newer, Some(state));
+        assert!(refused.contains(told), "{refused}");
+    }
+    // All of it is still as it was.
+    let granted = worker
+        .connection()
+        .commit_store(&read_key, InstanceId(1), b"");
+    assert!(granted.unwrap());
+    assert!(held_is_right(&mut worker, 0));
+    take_over(&mut server, base.path(), &[]).unwrap();
+    assert_eq!(read(&mut worker, "a", 0), Ok(CHUNKS));
+    server.stop();
+}
+
+/// Names of the threads of a process, once all have theirs: until then a thread has the main one's.
+fn threads(child: &Child) -> Vec<String> {
+    let mut names = Vec::new();
+    wait_until("a name for each thread", || {
+        let tasks = std::fs::read_dir(format!("/proc/{}/task", child.id())).unwrap();
+        let found = tasks.map(|task| std::fs::read_to_string(task.unwrap().path().join("comm")));
+        names = found.map(|name| name.unwrap().trim().to_owned()).collect();
+        names.iter().filter(|name| *name == "kvtier").count() == 1
+    });
+    names
+}
+
+/// An end of file behind a commit is no proof that the old server has ended.
+#[test]
+fn new_server_does_not_serve_beside_running_one() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let mut server = Server::start(base.path(), L1, &[]);
+    let mut worker = worker_with(&server, 0..1);
+    let (between, mut new) = Between::start_with_lost_commit(base.path());
+    // Nothing that the system may refuse is left to be started by then.
+    let names = threads(&new.child);
+    for name in ["kvtier-front", "kvtier-housekee"] {
+        assert!(names.iter().any(|found| found == name), "{names:?}");
+    }
+    drop(between);
+    assert!(!new.wait_until_served(), "{}", new.log);
+    assert!(new.log.contains("L1"), "{}", new.log);
+    assert_eq!(read(&mut worker, "a", 0), Ok(CHUNKS));
+    take_over(&mut server, base.path(), &[]).unwrap();
+    assert_eq!(read(&mut worker, "a", 0), Ok(CHUNKS));
+    server.stop();
+}
+
+/// The other server could still commit while the old one ends.
+#[test]
+fn stop_during_hand_over_refuses_it() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let mut server = Server::start(base.path(), L1, &[]);
+    let (between, mut new) = Between::start_with_lost_commit(base.path());
+    let pid = rustix::process::Pid::from_child(&server.child);
+    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    // It is closed before the time of a hand-over ends, which a refusal would tell.
+    let mut rest = Vec::new();
+    (&between.old).read_to_end(&mut rest).unwrap();
+    assert!(rest.is_empty());
+    // The commit would come too late.
+    assert!((&between.old).write_all(&[5; 25]).is_err());
+    assert!(server.child.wait().unwrap().success());
+    new.child.kill().unwrap();
+    drop(between);
+    assert!(!new.wait_until_served(), "{}", new.log);
+    let server = Server::start(base.path(), L1, &[]);
+    assert!(server.log.contains("objects"), "{}", server.log);
+    server.stop();
+}
+
+/// Whether it is a stop or the end of the other server that keeps *done* from it, the old one does not know.
+#[test]
+fn done_that_cannot_be_sent_is_a_warning() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let mut server = Server::start(base.path(), L1, &[]);
+    let mut worker = worker_with(&server, 0..1);
+    let (between, mut new) = Between::start(base.path());
+    between.greet(|_| {});
+    between.write_state(between.read_state());
+    between.old.shutdown(Shutdown::Read).unwrap();
+    (&between.old)
+        .write_all(&Between::read(&between.new))
+        .unwrap();
+    assert!(server.child.wait().unwrap().success());
+    let log = server.rest_of_log();
+    assert!(
+        log.contains("done was not sent") && !log.contains("ERROR"),
+        "{log}"
+    );
+    drop(between);
+    assert!(new.wait_until_served(), "{}", new.log);
+    assert_eq!(read(&mut worker, "a", 0), Ok(CHUNKS));
+    new.stop();
+}
+
+/// The old server waits 10 s for all steps together, then goes on; the new one must not serve beside it.
+#[test]
+fn new_server_that_comes_too_late_ends() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let mut server = Server::start(base.path(), L1, &[]);
+    let mut worker = worker_with(&server, 0..1);
+    assert_eq!(worker.lookup(&prompt(0), "held").unwrap(), CHUNKS);
+    let (between, mut new) = Between::start_with_lost_commit(base.path());
+    // It arrives too late.
+    let refusal = Between::read(&between.old);
+    assert_eq!(refusal[0], 2);
+    (&between.new).write_all(&refusal).unwrap();
+    assert!(!new.wait_until_served());
+    assert!(new.log.contains("did not answer in time"), "{}", new.log);
+    assert!(held_is_right(&mut worker, 0));
+    take_over(&mut server, base.path(), &[]).unwrap();
+    server.stop();
+}

@@ -1,0 +1,248 @@
+//! `kvtier server --take-over` with second tiers: no hit is lost, nothing is changed before the commit.
+
+use std::net::TcpListener;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use serde_json::Value;
+
+use crate::kills::{CHUNKS, Segments, Server, bytes, prompt, read, whole};
+use crate::take_over::{take_over, worker_with};
+
+/// L1 of 8 MiB, which holds 250 prompts of 32 KiB.
+const SMALL_L1: &str = "0.008";
+
+/// Prompts that do not fit into it.
+const PROMPTS: u64 = 400;
+
+fn adapter(path: &Path, more: &str) -> String {
+    let path = path.display();
+    format!(r#"{{"type":"fs","base_path":"{path}"{more}}}"#)
+}
+
+fn flags(adapter: &str) -> [&str; 6] {
+    [
+        "--l2-adapter",
+        adapter,
+        "--l2-min-free-gb",
+        "0",
+        "--l1-size-gb",
+        SMALL_L1,
+    ]
+}
+
+/// What `/status` says of the only tier.
+fn tier(server: &Server) -> Value {
+    server.http("/status", None)["storage_manager"]["l2_adapters"][0].clone()
+}
+
+/// Waits until nothing waits to be stored, and the tier knows what it has.
+fn settle(server: &Server) {
+    loop {
+        let status = server.http("/status", None);
+        let stores = &status["storage_manager"]["store_controller"];
+        let is_stored = stores["pending_keys_count"] == 0 && stores["in_flight_task_count"] == 0;
+        if is_stored && tier(server)["recovery"]["state"] == "done" {
+            return;
+        }
+        std::thread::yield_now();
+    }
+}
+
+/// Names, sizes and times of the files below a directory, for an assertion without all of them.
+fn files(path: &Path) -> Vec<(String, u64, std::time::SystemTime)> {
+    let mut found = Vec::new();
+    let mut folders = vec![path.to_owned()];
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(&folder).unwrap().map(Result::unwrap) {
+            let about = entry.metadata().unwrap();
+            if about.is_dir() {
+                folders.push(entry.path());
+                continue;
+            }
+            let changed = about.modified().unwrap();
+            found.push((entry.path().display().to_string(), about.len(), changed));
+        }
+    }
+    found.sort();
+    found
+}
+
+#[test]
+fn objects_of_tier_are_hits_after_take_over() {
+    let base = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    for more in [
+        "",
+        r#","layout":"sharded","relative_tmp_dir":"tmp","max_capacity_gb":1"#,
+    ] {
+        let folder = directory.path().join(more.len().to_string());
+        let adapter = adapter(&folder, more);
+        let flags = flags(&adapter);
+        let mut server = Server::start(base.path(), SMALL_L1, &flags);
+        let mut worker = server.worker(1, "a");
+        let len = worker.chunk_bytes();
+        for number in 0..PROMPTS {
+            let source = |chunk| bytes("a", number, chunk, len);
+            worker.store(&prompt(number), whole(), "s", source).unwrap();
+            if number % 50 == 0 {
+                settle(&server);
+            }
+        }
+        settle(&server);
+        // A scan would remove it.
+        let left = folder.join(".kvtier-tmp-0000000000000001");
+        std::fs::write(&left, "").unwrap();
+        let (usage, there) = (tier(&server), files(&folder));
+        assert_eq!(usage["stored_object_count"], PROMPTS * CHUNKS, "{usage:#}");
+        for _ in 0..3 {
+            take_over(&mut server, base.path(), &flags).unwrap();
+            settle(&server);
+            let now = tier(&server);
+            for field in ["stored_object_count", "current_size_bytes"] {
+                assert_eq!(now[field], usage[field], "{field}: {now:#}");
+            }
+            assert!(files(&folder) == there, "files of the tier have changed");
+        }
+        for number in 0..PROMPTS {
+            assert_eq!(read(&mut worker, "a", number), Ok(CHUNKS), "{number}");
+        }
+        std::fs::remove_file(left).unwrap();
+        drop(worker);
+        server.stop();
+        let left = files(&folder);
+        let left = left.iter().filter(|(name, ..)| name.contains("kvtier-tmp"));
+        assert_eq!(left.count(), 0);
+    }
+}
+
+/// Stores and reads of more than L1 has, while servers take over.
+#[test]
+fn no_object_is_lost_while_servers_take_over() {
+    let base = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let adapter = adapter(directory.path(), "");
+    let flags = flags(&adapter);
+    let mut server = Server::start(base.path(), SMALL_L1, &flags);
+    let stop = Arc::<AtomicBool>::default();
+    let is_stopped = Arc::clone(&stop);
+    let mut worker = server.worker(1, "a");
+    let work = std::thread::spawn(move || {
+        let (mut number, mut reads) = (0, 0);
+        let len = worker.chunk_bytes();
+        while !is_stopped.load(Ordering::Relaxed) {
+            let source = |chunk| bytes("a", number, chunk, len);
+            let stored = worker.store(&prompt(number), whole(), "s", source).unwrap();
+            assert_eq!(stored.chunks.len() as u64, CHUNKS);
+            // Old ones are in the tier alone.
+            let old = number / 2;
+            assert_eq!(read(&mut worker, "a", old), Ok(CHUNKS), "{old} of {number}");
+            (number, reads) = (number + 1, reads + 1);
+        }
+        (worker, number, reads)
+    });
+    for round in 0..20 {
+        take_over(&mut server, base.path(), &flags).unwrap_or_else(|log| panic!("{round}: {log}"));
+    }
+    stop.store(true, Ordering::Relaxed);
+    let (mut worker, stored, reads) = work.join().unwrap();
+    settle(&server);
+    eprintln!("20 take-overs, {stored} prompts stored, {reads} read");
+    assert_eq!(tier(&server)["stored_object_count"], stored * CHUNKS);
+    for number in 0..stored {
+        assert_eq!(read(&mut worker, "a", number), Ok(CHUNKS), "{number}");
+    }
+    let status = server.http("/status", None);
+    let l1 = &status["storage_manager"]["l1_manager"];
+    for field in [
+        "read_locked_count",
+        "write_locked_count",
+        "accounting_errors",
+    ] {
+        assert_eq!(l1[field], 0, "{field}: {status:#}");
+    }
+    server.stop();
+}
+
+#[test]
+fn refusals_leave_server_with_tier_alone() {
+    let base = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let folder = directory.path().join("tier");
+    let adapter = adapter(&folder, "");
+    let flags = flags(&adapter);
+    let mut server = Server::start(base.path(), SMALL_L1, &flags);
+    let mut worker = worker_with(&server, 0..3);
+    settle(&server);
+    let there = files(&folder);
+    // Tiers that differ: both are named.
+    let other = adapter.replace("tier", "elsewhere");
+    let log = take_over(&mut server, base.path(), &self::flags(&other)).unwrap_err();
+    for told in ["--l2-adapter is", "tier", "elsewhere"] {
+        assert!(log.contains(told), "{told}: {log}");
+    }
+    assert!(!directory.path().join("elsewhere").exists());
+    let log = take_over(&mut server, base.path(), &["--l1-size-gb", SMALL_L1]).unwrap_err();
+    assert!(log.contains("--l2-adapter is"), "{log}");
+    // Its lock is no longer there to be taken.
+    let lock = there.iter().find(|(name, ..)| name.contains("kvtier-tmp"));
+    let lock = Path::new(&lock.unwrap().0);
+    let aside = directory.path().join("lock");
+    std::fs::rename(lock, &aside).unwrap();
+    let log = take_over(&mut server, base.path(), &flags).unwrap_err();
+    assert!(log.contains("was removed or replaced"), "{log}");
+    std::fs::rename(&aside, lock).unwrap();
+    // Another directory is in its place.
+    let away = directory.path().join("away");
+    std::fs::rename(&folder, &away).unwrap();
+    std::fs::create_dir(&folder).unwrap();
+    let log = take_over(&mut server, base.path(), &flags).unwrap_err();
+    assert!(log.contains("put or mounted in its place"), "{log}");
+    std::fs::remove_dir(&folder).unwrap();
+    let log = take_over(&mut server, base.path(), &flags).unwrap_err();
+    assert!(log.contains("cannot open base_path"), "{log}");
+    assert!(!folder.exists());
+    std::fs::rename(&away, &folder).unwrap();
+    let now = files(&folder);
+    assert_eq!(now.len(), there.len(), "{now:?}");
+    for number in 0..3 {
+        assert_eq!(read(&mut worker, "a", number), Ok(CHUNKS));
+    }
+    take_over(&mut server, base.path(), &flags).unwrap();
+    for number in 0..3 {
+        assert_eq!(read(&mut worker, "a", number), Ok(CHUNKS));
+    }
+    server.stop();
+}
+
+/// A Redis that accepts connections and answers nothing.
+#[test]
+fn frozen_tier_is_not_handed_over() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let frozen = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = frozen.local_addr().unwrap().port();
+    let adapter = format!(r#"{{"type":"redis","host":"127.0.0.1","port":{port}}}"#);
+    let flags = [
+        "--l2-adapter",
+        &adapter,
+        "--l1-size-gb",
+        SMALL_L1,
+        "--l2-drain-timeout-seconds",
+        "0",
+    ];
+    let mut server = Server::start(base.path(), SMALL_L1, &flags);
+    let mut worker = worker_with(&server, 0..2);
+    let log = take_over(&mut server, base.path(), &flags).unwrap_err();
+    assert!(log.contains("tier redis-0"), "{log}");
+    assert!(log.contains("the running server goes on"), "{log}");
+    for number in 0..2 {
+        assert_eq!(read(&mut worker, "a", number), Ok(CHUNKS));
+    }
+    drop(frozen);
+    server.stop();
+}
