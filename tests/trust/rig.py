@@ -25,6 +25,8 @@ class Case:
         shutil.rmtree(self.logs, ignore_errors=True)
         self.logs.mkdir(parents=True)
         self.engines, self.servers = [], []
+        # (major, minor) of vLLM's release.
+        self.release = tuple(int(part) for part in options.release.split(".")[:2])
         self.connector_module, self.connector_class = "kvtier.vllm", "KvTierConnector"
 
     def check(self, name, ok, detail):
@@ -34,6 +36,10 @@ class Case:
     def note(self, name, detail):
         """A result that is documented, not required."""
         print(f"NOTE {self.name}/{name}: {detail}", flush=True)
+
+    def skip(self, name, why):
+        """A check that cannot be made here."""
+        print(f"SKIP {self.name}/{name}: {why}", flush=True)
 
     def server(self, flags=(), start=True, l1_gb=0.25):
         """A server of this mode."""

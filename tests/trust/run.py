@@ -65,6 +65,7 @@ def main():
     """Run the scenarios."""
     options, began = arguments(), time.monotonic()
     package, release = forked.prepare(options.package)
+    options.release = release
     print(f"# vLLM {release}, {package}, imported in {time.monotonic() - began:.0f} s", flush=True)
     chosen = [
         (name, connector, mode)

@@ -139,6 +139,9 @@ def states_held(case):
     server = case.server(l1_gb=1)
     case.witness()
     for model, block in STATES.items():
+        if model == "convolutions" and case.release < (0, 32):
+            case.skip(model, "vLLM before 0.32 has no kernel for their width on CPUs")
+            continue
         engine = stateful_engine(case, server, model)
         prompts = [prompt_of(f"{model}-{number}", 1900) for number in range(3)]
         for prompt in prompts:
