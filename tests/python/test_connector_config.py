@@ -181,3 +181,19 @@ def test_chunk_size_follows_blocks_of_all_groups(place):
     chosen = KvTierConnector(vllm_config(server, **{"kvtier.chunk_tokens": 12 * BLOCK}), KVConnectorRole.SCHEDULER, cache_config(["layer.0"]))
     assert chosen._scheduling.chunk == 12 * BLOCK
     chosen.shutdown()
+
+
+def test_speculated_states_are_not_stored(place):
+    """A state behind speculated tokens is complete only after sampling; answers without states are stored as the option says."""
+    server, kept = place.server(), []
+    for spec in (FullAttentionSpec, MambaSpec):
+        for speculative in (None, SimpleNamespace(draft_model_config=None)):
+            cache = cache_config(["layer.0"], spec)
+            cache.hash_block_size = cache.kv_cache_groups[0].kv_cache_spec.block_size = CHUNK
+            cache.kv_cache_groups[0].kv_cache_spec.mamba_cache_mode = "align"
+            config = vllm_config(server, **{"kvtier.save_decode": True})
+            config.speculative_config = speculative
+            connector = KvTierConnector(config, KVConnectorRole.SCHEDULER, cache)
+            kept.append(connector._scheduling.save_decode)
+            connector.shutdown()
+    assert kept == [True, True, True, False]

@@ -76,6 +76,9 @@ class Scheduling:
         self.errors, self.warnings = Errors(logger), RateLimited(logger)
         self.options, self.groups, self.block_tokens = options, groups, block_tokens
         self.has_windows, self.has_states = has_windows(groups), has_states(groups)
+        # A state in the middle of speculated tokens is in its block only after sampling, which a store does not wait for.
+        speculates = getattr(vllm_config, "speculative_config", None) is not None
+        self.save_decode = options.save_decode and not (self.has_states and speculates)
         self.keys = Keys(self.adapter, options.key_mode, hash_block, Contents(vllm_config))
         self.hash_block_tokens = hash_block
         transfer, events = vllm_config.kv_transfer_config, vllm_config.kv_events_config
@@ -287,7 +290,7 @@ class Scheduling:
         if self.has_windows and self.holds is None:
             return
         # Speculated tokens, and tokens not sampled yet, are no part of the request.
-        known = request.num_tokens if self.options.save_decode else request.num_prompt_tokens
+        known = request.num_tokens if self.save_decode else request.num_prompt_tokens
         end = min(computed, known, request.num_tokens) // chunk * chunk
         start = tracked.stored_tokens
         if end <= start or not self.keys.can_identify(request):
