@@ -108,6 +108,21 @@ def test_only_offered_states_are_stored():
     assert blocks_of_range(found, groups, 32, 0, 64) == [[-1, 11, -1, -1], [5, 6, 7, 8], [-1, 12]]
 
 
+def test_states_are_not_put_off(place):
+    """vLLM offers a state once. Two long prompts in one step are stored whole, though they are more blocks than other models may hold."""
+    server, specs, made = place.server("lmcache_driven"), STATES["states"], [tokens(900, seed) for seed in (1, 2)]
+    found = []
+    for name in ("first", "second"):
+        with closing(Simulation(server, "put-off", specs, blocks=600, caching=True, step_tokens=2048)) as engine:
+            for number, prompt in enumerate(made):
+                engine.add(f"{name}-{number}", [each % 4000 for each in prompt], answer=1)
+            engine.run()
+            engine.finish_stores()
+            found.append(engine.external)
+            assert engine.errors == 0
+    assert found == [0, 2 * (899 // 16 * 16)]
+
+
 @pytest.mark.parametrize("model", STATES)
 def test_hits_end_at_the_last_state(place, model):
     """Of what another engine has stored everything up to the last state that vLLM keeps of a prompt is loaded, by chunks of one block."""

@@ -26,6 +26,7 @@ from typing import Any
 from . import Client, Disconnected, KvTierError, Prompt, TimedOut, __version__
 from ._native import Worker
 from .tensors import Segment, Storages
+from .transfer import Group
 
 MODEL = "kvtier-doctor"
 # By which a server says that clients may ask for another chunk size than its default.
@@ -272,7 +273,7 @@ class Doctor:
             client,
             storages=storages,
             tensors=tensors,
-            groups=[{"group_id": 0, "layers": [0], "tokens_per_block": block, "sliding_window": -1}],
+            groups=[Group([], block).described(0, [0])],
             kv_layout="NHD",
             mode=mode,
             chunk_tokens=chunk,

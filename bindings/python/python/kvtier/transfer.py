@@ -18,11 +18,21 @@ class Group:
     """In tokens; -1 for full attention."""
 
     attention_chunk: int = 0
-    """Tokens in a chunk of chunked local attention, where a token needs only those before it in its chunk; 0 for none. The window
-    is then a whole chunk."""
+    """Tokens in a chunk of chunked local attention, where a token needs only those before it in its chunk; 0 for none. The window,
+    which is all that the server knows, is then a whole chunk."""
 
     recurrent_state: bool = False
     """Whether a block has the state after its last token instead of the KV of its tokens. The window is then one block."""
+
+    def described(self, number: int, layers: Sequence[int]) -> dict[str, Any]:
+        """Returns the group for the native worker, with the positions of its layers."""
+        return {
+            "group_id": number,
+            "layers": list(layers),
+            "tokens_per_block": self.block_tokens,
+            "sliding_window": self.sliding_window,
+            "recurrent_state": self.recurrent_state,
+        }
 
 
 @dataclass

@@ -228,13 +228,7 @@ class WorkerAdapter:
             groups = [Group(list(kv_caches), self.block_tokens)]
         place = {name: index for index, name in enumerate(kv_caches)}
         described = [
-            {
-                "group_id": number,
-                "layers": [place[name] for name in group.layer_names if name in place],
-                "tokens_per_block": group.block_tokens,
-                "sliding_window": group.sliding_window,
-                "recurrent_state": group.recurrent_state,
-            }
+            group.described(number, [place[name] for name in group.layer_names if name in place])
             for number, group in enumerate(groups)
         ]
         self.on_cuda = any(tensor.is_cuda for tensor in kv_caches.values())

@@ -411,6 +411,9 @@ fn replaced_segment_is_not_opened() {
     let len = std::fs::metadata(&path).unwrap().len() as usize;
     // Made first, so that it is another file.
     std::fs::write(format!("{path}_new"), vec![7; len]).unwrap();
+    let replacement = std::fs::File::open(format!("{path}_new")).unwrap();
+    // Servers remove segments without a lock.
+    replacement.lock_shared().unwrap();
     std::fs::rename(format!("{path}_new"), &path).unwrap();
     let server = bed.start();
     assert_eq!(outcome(&server), left_out("memory"));

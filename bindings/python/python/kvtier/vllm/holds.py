@@ -36,7 +36,8 @@ class Holds:
     waits for a store, and no block is overwritten while a store reads it. Each hold is released once, however often that is asked for.
     """
 
-    def __init__(self, pool: Any, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, pool: Any, clock: Callable[[], float] = time.monotonic, *, is_large: bool = False) -> None:
+        """``is_large``: half of the blocks may be held."""
         self._pool, self._clock = pool, clock
         self._held: dict[int, Hold] = {}
         # Block id -> number of stores that hold it.
@@ -44,11 +45,11 @@ class Holds:
         self._dropped: set[str] = set()
         count = pool.num_gpu_blocks
         self.max_held = count // 2
-        self.limit = max(count // _PART, min(self.max_held, _SMALL))
+        self.limit = self.max_held if is_large else max(count // _PART, min(self.max_held, _SMALL))
         self._give_way_to_resets()
 
     @classmethod
-    def of(cls, pool: Any) -> Holds | None:
+    def of(cls, pool: Any, *, is_large: bool = False) -> Holds | None:
         """Returns the holds of a pool; None for releases whose pool counts no references, or counts them in another way."""
         needed = ("touch", "free_blocks", "get_num_free_blocks", "reset_prefix_cache", "blocks", "null_block", "num_gpu_blocks")
         if any(not hasattr(pool, name) for name in needed):
@@ -64,7 +65,7 @@ class Holds:
             pool.free_blocks([null])
         except (TypeError, AttributeError):
             return None
-        return cls(pool) if (touched, null.ref_cnt) == (before + 1, before) else None
+        return cls(pool, is_large=is_large) if (touched, null.ref_cnt) == (before + 1, before) else None
 
     def __len__(self) -> int:
         return len(self._held)

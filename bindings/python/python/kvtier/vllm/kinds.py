@@ -55,8 +55,8 @@ def served_groups(kv_cache_config: KVCacheConfig) -> tuple[list[Group], bool]:
         kinds = {type(each).__name__ for each in specs}
         if not kinds.isdisjoint((_WINDOW, _CHUNKED)) and not _serves_windows():
             raise ValueError(
-                f"KvTierConnector serves sliding windows and chunked local attention from vLLM 0.30 on, and {layer} has {', '.join(sorted(kinds))}. If the "
-                "model also has layers with full attention, --disable-hybrid-kv-cache-manager makes vLLM keep all blocks, and it is "
+                f"KvTierConnector serves sliding windows and chunked local attention from vLLM 0.30 on, and {layer} has "
+                f"{', '.join(sorted(kinds))}. If the model also has layers with full attention, --disable-hybrid-kv-cache-manager makes vLLM keep all blocks, and it is "
                 "served; the windows then save no memory. Otherwise run it without a KV connector: LMCache's (LMCacheMPConnector) "
                 "stores blocks that vLLM has given to other requests, and its hits can be wrong"
             )
@@ -146,8 +146,8 @@ def _needed_per_chunk(group: Group, chunk: int) -> int:
 
 
 def blocks_per_chunk(groups: Sequence[Group], chunk: int) -> int:
-    """Returns the number of blocks that a store of one chunk reads."""
-    return sum(_needed_per_chunk(group, chunk) // group.block_tokens for group in groups)
+    """Returns the number of blocks that a store of one chunk reads; of states, which few chunks have, none."""
+    return sum(_needed_per_chunk(group, chunk) // group.block_tokens for group in groups if not group.recurrent_state)
 
 
 def blocks_of_range(

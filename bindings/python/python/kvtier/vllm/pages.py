@@ -24,7 +24,7 @@ _TOKEN_MAJOR = (
     "TRITON_MLA",
 )
 
-# What the bytes of a recurrent state depend on, beside the release: its parts, their types and the kernel that writes it.
+# What the bytes of a recurrent state depend on, beside the release: its parts, their types and its kind.
 _STATE = ("shapes", "dtypes", "mamba_type", "tp_replicated")
 _STATE_CACHE = ("replayssm_buffer_len", "use_replayssm", "use_kda_recoverssm")
 

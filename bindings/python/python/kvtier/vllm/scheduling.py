@@ -130,9 +130,7 @@ class Scheduling:
         chunk = self.chunk
         end = loadable // chunk * chunk if chunk else 0
         skips = getattr(request, "skip_reading_prefix_cache", False)
-        # vLLM copies a block whose first tokens it has, and with it a state.
-        shares_block = self.has_states and any(computed % size for size in self.block_tokens)
-        if not self.can_load or tracked.bypass or skips or shares_block or not end or not self.keys.can_identify(request):
+        if not self.can_load or tracked.bypass or skips or not end or not self.keys.can_identify(request):
             return 0, False
         request_id, adapter = request.request_id, self.adapter
         if not adapter.has_lookup(request_id):
@@ -450,7 +448,8 @@ class Scheduling:
         cache too."""
         if self.options.follow_resets:
             self.pool_resets = PoolResets(pool)
-        self.holds = Holds.of(pool)
+        # A state that is put off is never offered again, and no hit ends where its prompt does.
+        self.holds = Holds.of(pool, is_large=self.has_states)
         if self.holds is None and self.has_windows:
             logger.error(
                 "the blocks of this vLLM cannot be held one by one: a model with sliding windows or recurrent states stores nothing"
