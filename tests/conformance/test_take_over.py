@@ -1,5 +1,7 @@
 """A server takes over from another one; the unmodified client notices nothing."""
 
+import contextlib
+import itertools
 import threading
 
 import pytest
@@ -51,6 +53,31 @@ def round_trip(engine, between=lambda: None):
     return prompt
 
 
+@contextlib.contextmanager
+def working(work):
+    """Calls `work(number)`, from 1000 on, on a thread of its own, until the block ends: each must succeed. Yields those that have."""
+    stop, done, failed = threading.Event(), [], []
+
+    def loop():
+        try:
+            for number in itertools.count(1000):
+                if stop.is_set():
+                    return
+                work(number)
+                done.append(number)
+        except BaseException as problem:  # noqa: BLE001
+            failed.append(problem)
+
+    worker = threading.Thread(target=loop)
+    worker.start()
+    try:
+        yield done
+    finally:
+        stop.set()
+        worker.join()
+    assert not failed and done, failed
+
+
 @pytest.mark.ours("LMCache's server cannot hand over")
 @pytest.mark.parametrize("mode", MODES)
 def test_client_notices_no_take_over(lasting, engines, mode):
@@ -71,22 +98,9 @@ def test_every_answer_is_right_while_servers_take_over(lasting, engines, mode):
     """An engine works on a thread of its own, all the time."""
     server = lasting(mode)
     engine = engines(server, heartbeat=2.0, mq_timeout=60)
-    stop, rounds, failed = threading.Event(), [], []
-
-    def work():
-        try:
-            while not stop.is_set():
-                rounds.append(round_trip(engine))
-        except BaseException as problem:  # noqa: BLE001
-            failed.append(problem)
-
-    worker = threading.Thread(target=work)
-    worker.start()
-    for _ in range(10):
-        server.take_over()
-    stop.set()
-    worker.join()
-    assert not failed and rounds, failed
+    with working(lambda _: round_trip(engine)):
+        for _ in range(10):
+            server.take_over()
 
 
 @pytest.mark.ours("LMCache's server cannot hand over")
@@ -99,26 +113,15 @@ def test_objects_of_a_tier_are_hits_after_take_overs(lasting_with_tier, engines,
         tiers.store(engine, seed)
     tiers.forget(engine)
     stored = len(tiers.files(directory))
-    stop, failed, rounds = threading.Event(), [], []
 
-    def work():
-        try:
-            while not stop.is_set():
-                seed = 1000 + len(rounds)
-                tiers.store(other, seed)
-                assert tiers.recall(other, seed) == 64
-                rounds.append(seed)
-        except BaseException as problem:  # noqa: BLE001
-            failed.append(problem)
+    def store_and_recall(seed):
+        tiers.store(other, seed)
+        assert tiers.recall(other, seed) == 64
 
-    worker = threading.Thread(target=work)
-    worker.start()
-    for seed in range(8):
-        server.take_over()
-        assert tiers.recall(engine, seed) == 64
-    stop.set()
-    worker.join()
-    assert not failed and rounds, failed
+    with working(store_and_recall) as rounds:
+        for seed in range(8):
+            server.take_over()
+            assert tiers.recall(engine, seed) == 64
     # Every store that was answered has reached the directory.
     tiers.settled(server)
     assert len(tiers.files(directory)) == stored + len(rounds) * stored // 8

@@ -93,14 +93,23 @@ fn recorded(words: &Shared, eviction: EvictionKind) -> Cache<FirstFit> {
 }
 
 fn open(memory: &Memory) -> Result<(Ledger<Shared>, Snapshot), LedgerError> {
+    open_for(memory, CAPACITY, ALIGN)
+}
+
+/// Opens it for an arena of this size and alignment.
+fn open_for(
+    memory: &Memory,
+    capacity: u64,
+    align: u64,
+) -> Result<(Ledger<Shared>, Snapshot), LedgerError> {
     let now = IDENTITY.origin + 1000 * SECOND;
     let opened = Ledger::open(
         Shared::of(memory),
         Owner::Ended,
         &IDENTITY,
         now,
-        CAPACITY,
-        ALIGN,
+        capacity,
+        align,
     );
     opened.map_err(|(error, _)| error)
 }
@@ -487,16 +496,7 @@ fn left_out_objects_are_counted_by_reason() {
 #[test]
 fn left_out_memory_that_clients_may_copy_is_told() {
     let lost = |memory: &Memory, capacity, align| {
-        let now = IDENTITY.origin + 1000 * SECOND;
-        let opened = Ledger::open(
-            Shared::of(memory),
-            Owner::Ended,
-            &IDENTITY,
-            now,
-            capacity,
-            align,
-        );
-        let (_, snapshot) = opened.map_err(|(error, _)| error).unwrap();
+        let (_, snapshot) = open_for(memory, capacity, align).unwrap();
         assert_eq!(snapshot.is_empty(), capacity < 8);
         snapshot.has_lost_granted()
     };

@@ -53,11 +53,12 @@ def served_groups(kv_cache_config: KVCacheConfig) -> tuple[list[Group], bool]:
         several = getattr(spec, "kv_cache_specs", None)
         specs = list(several.values()) if several else [spec]
         kinds = {type(each).__name__ for each in specs}
+        all_kinds |= kinds
         if not kinds.isdisjoint((_WINDOW, _CHUNKED)) and not _serves_windows():
             raise ValueError(
                 f"KvTierConnector serves sliding windows and chunked local attention from vLLM 0.30 on, and {layer} has "
-                f"{', '.join(sorted(kinds))}. If the model also has layers with full attention, --disable-hybrid-kv-cache-manager makes vLLM keep all blocks, and it is "
-                "served; the windows then save no memory. Otherwise run it without a KV connector: LMCache's (LMCacheMPConnector) "
+                f"{', '.join(sorted(kinds))}. If the model also has layers with full attention, --disable-hybrid-kv-cache-manager makes "
+                "vLLM keep all blocks, and it is served; the windows then save no memory. Otherwise run it without a KV connector: LMCache's (LMCacheMPConnector) "
                 "stores blocks that vLLM has given to other requests, and its hits can be wrong"
             )
         if not kinds.issubset(_SERVED):
@@ -65,7 +66,6 @@ def served_groups(kv_cache_config: KVCacheConfig) -> tuple[list[Group], bool]:
         if _STATE in kinds:
             _check_states(specs, layer)
             groups.append(Group(list(group.layer_names), spec.block_size, spec.block_size, recurrent_state=True))
-            all_kinds |= kinds
             continue
         for field, allowed in (("non_causal", False), ("tokens_per_state", 1)):
             # KV that depends on later tokens, or blocks without the KV of their own tokens.
@@ -77,7 +77,6 @@ def served_groups(kv_cache_config: KVCacheConfig) -> tuple[list[Group], bool]:
         if len(windows) > 1:
             raise ValueError(f"KvTierConnector serves groups with one window; the group of {layer} has {sorted(windows)}")
         groups.append(Group(list(group.layer_names), spec.block_size, *windows.pop()))
-        all_kinds |= kinds
     if len(groups) > 1 and not reports_failed_requests():
         raise ValueError(
             "KvTierConnector serves models with several groups of layers from vLLM 0.30 on: this release has no way to report "
