@@ -180,8 +180,8 @@ def check_audits(events):
 
 
 def check_kept(before, after, excused, where):
-    """What was listed before a crash is listed after it; keys as their texts, `excused` parts of keys."""
-    missing = [key for key in before - after if not any(part in key for part in excused)]
+    """What was listed before a crash is listed after it: keys as their texts, with sizes; `excused` are parts of keys."""
+    missing = [(key, size) for key, size in before - after if not any(part in key for part in excused)]
     if missing:
         yield Violation("lost object", f"{where}: {len(missing)} of {len(before)} objects are missing after a restart: {sorted(missing)[:3]}")
 

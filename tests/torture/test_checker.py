@@ -112,8 +112,8 @@ def test_lost_stores_are_named():
     audit = {"op": "audit", "tenant": 1, "model": 0, "prompt": 5, "least": 2}
     assert kinds(checker.check_audits([audit | {"hit": 1}])) == ["lost store"]
     assert kinds(checker.check_audits([audit | {"hit": 2}])) == []
-    assert kinds(checker.check_kept({"a@1", "b@2"}, {"a@1"}, (), "fs-0")) == ["lost object"]
-    assert kinds(checker.check_kept({"a@1", "b@2"}, {"a@1", "c@3"}, ("b",), "fs-0")) == []
+    assert kinds(checker.check_kept({("a@1", 8), ("b@2", 8)}, {("a@1", 8)}, (), "fs-0")) == ["lost object"]
+    assert kinds(checker.check_kept({("a@1", 8), ("b@2", 8)}, {("a@1", 8), ("c@3", 8)}, ("b",), "fs-0")) == []
 
 
 IDLE = dict.fromkeys(
