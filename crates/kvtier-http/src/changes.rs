@@ -103,7 +103,7 @@ impl PausedChanges {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::run_blocking;
+    use crate::{run_blocking, run_change};
     use tokio::sync::oneshot;
 
     /// Without changes a pause is immediate.
@@ -114,22 +114,35 @@ mod tests {
         builder.worker_threads(1).enable_all().build().unwrap()
     }
 
-    #[test]
-    fn work_of_a_disconnected_client_delays_a_pause() {
+    /// Disconnects the client of a request whose work waits, and returns whether pauses wait for that.
+    fn is_waited_for<T>(work: impl FnOnce(oneshot::Sender<()>, oneshot::Receiver<()>) -> T) -> bool
+    where
+        T: Future<Output = Result<(), ApiError>> + Send + 'static,
+    {
         let (runtime, changes) = (runtime(), Changes::default());
         let running = runtime.block_on(changes.begin()).unwrap();
-        let (begin, begun) = std::sync::mpsc::channel();
-        let (end, ended) = std::sync::mpsc::channel();
-        let request = runtime.spawn(running.run(run_blocking(move || {
-            begin.send(()).unwrap();
-            ended.recv().unwrap();
-        })));
-        begun.recv().unwrap();
+        let ((begin, begun), (end, ended)) = (oneshot::channel(), oneshot::channel());
+        let request = runtime.spawn(running.run(work(begin, ended)));
+        runtime.block_on(begun).unwrap();
         request.abort();
         assert!(runtime.block_on(request).unwrap_err().is_cancelled());
-        assert!(changes.pause(runtime.handle(), Duration::ZERO).is_none());
-        end.send(()).unwrap();
+        let is_refused = changes.pause(runtime.handle(), Duration::ZERO).is_none();
+        // Fails if the work has been dropped.
+        let is_running = end.send(()).is_ok();
         assert!(changes.pause(runtime.handle(), PAUSE_TIMEOUT).is_some());
+        is_refused && is_running
+    }
+
+    #[test]
+    fn work_of_a_disconnected_client_delays_a_pause() {
+        assert!(is_waited_for(|begin, end| run_blocking(move || {
+            begin.send(()).unwrap();
+            end.blocking_recv().unwrap();
+        })));
+        assert!(is_waited_for(|begin, end| run_change(async move {
+            begin.send(()).unwrap();
+            end.await.unwrap();
+        })));
     }
 
     #[test]

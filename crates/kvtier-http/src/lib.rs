@@ -119,18 +119,34 @@ fn engine(api: &State) -> Result<&Arc<Engine>, ApiError> {
 async fn run_blocking<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, ApiError> {
+    let change = changes::Change::current();
+    let work = move || {
+        let _change = change;
+        work()
+    };
+    ended(tokio::task::spawn_blocking(work)).await
+}
+
+/// Runs `work`, which changes something, in a task of its own: to its end and as part of the request's change, as [`run_blocking`] does.
+async fn run_change<T: Send + 'static>(
+    work: impl Future<Output = T> + Send + 'static,
+) -> Result<T, ApiError> {
+    let task = match changes::Change::current() {
+        Some(change) => tokio::spawn(change.run(work)),
+        None => tokio::spawn(work),
+    };
+    ended(task).await
+}
+
+/// Waits for the work of a request.
+async fn ended<T>(task: tokio::task::JoinHandle<T>) -> Result<T, ApiError> {
     let failed = |_| {
         detail(
             StatusCode::INTERNAL_SERVER_ERROR,
             "the request's task failed",
         )
     };
-    let change = changes::Change::current();
-    let work = move || {
-        let _change = change;
-        work()
-    };
-    tokio::task::spawn_blocking(work).await.map_err(failed)
+    task.await.map_err(failed)
 }
 
 impl From<Invalid> for ApiError {

@@ -18,7 +18,9 @@ use super::body::{Object, PARSED, TierName, required};
 use super::payload::Payload;
 use super::query::Query;
 use super::quota_body::clip;
-use super::{Answer, ApiError, DetailBody, InvalidBody, State, detail, engine, run_blocking};
+use super::{
+    Answer, ApiError, DetailBody, InvalidBody, State, detail, engine, run_blocking, run_change,
+};
 use kvtier_engine::Engine;
 use kvtier_error::Error;
 use kvtier_tiers::{Cursor, L2};
@@ -377,23 +379,27 @@ pub(super) async fn delete(api: State, body: Payload) -> Result<Audited<Outcome>
         None => (0..tiers(&engine)?.tiers().len()).collect(),
         Some(name) => vec![named(tiers(&engine)?, name)?],
     };
-    let mut outcome = Outcome::default();
-    if tier != "l2" {
-        let (engine, keys) = (Arc::clone(&engine), Arc::clone(&keys));
-        let removed = run_blocking(move || engine.admin().delete_objects(&keys, force)).await?;
-        let counts = TierOutcome {
-            deleted: removed.objects,
-            skipped: removed.kept,
-            failed: 0,
-        };
-        outcome.add(L1, counts);
-    }
-    for tier in in_tiers {
-        outcome.delete(tiers(&engine)?, tier, &keys, force).await?;
-    }
-    outcome.ok = outcome.error.is_none();
-    let by_tier = json!(outcome.by_tier);
-    let did = format!("{} keys in {tier}, force {force}: {by_tier}", keys.len());
+    let did = format!("{} keys in {tier}, force {force}", keys.len());
+    let outcome = run_change(async move {
+        let mut outcome = Outcome::default();
+        if tier != "l2" {
+            let (engine, keys) = (Arc::clone(&engine), Arc::clone(&keys));
+            let removed = run_blocking(move || engine.admin().delete_objects(&keys, force)).await?;
+            let counts = TierOutcome {
+                deleted: removed.objects,
+                skipped: removed.kept,
+                failed: 0,
+            };
+            outcome.add(L1, counts);
+        }
+        for tier in in_tiers {
+            outcome.delete(tiers(&engine)?, tier, &keys, force).await?;
+        }
+        outcome.ok = outcome.error.is_none();
+        Ok::<_, ApiError>(outcome)
+    });
+    let outcome = outcome.await??;
+    let did = format!("{did}: {}", json!(outcome.by_tier));
     Ok(audited(did, outcome))
 }
 
