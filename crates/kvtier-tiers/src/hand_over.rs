@@ -319,18 +319,32 @@ impl L2 {
             Ok((tier, hashes_of(revoked)?))
         });
         let waiting = waiting.collect::<Result<Vec<_>>>()?;
+        let distinct: HashSet<_> = waiting.iter().map(|(tier, _)| tier).collect();
+        let written = self.tiers.iter().filter(|tier| !tier.is_read_only());
+        let total = state.complete.saturating_add(waiting.len() as u64);
+        if distinct.len() < waiting.len() || total > written.count() as u64 {
+            return Err(Error::refused(
+                "a store waits twice for a tier, or for one that has its objects",
+            ));
+        }
         let hashes = hashes_of(&state.hashes)?;
         let admission = self.pending.admit();
         let leased = self.lease(&namespace, &hashes);
         let leased = leased.filter(|(leased, _)| leased.len() == hashes.len());
         let (hashes, lease) = leased
             .ok_or_else(|| Error::refused("a store waits for an object that is not in L1"))?;
+        let len = state.object_bytes;
+        if let Some(extent) = lease.extents().iter().find(|extent| extent.len != len) {
+            return Err(Error::refused(format!(
+                "a store has objects of {len} bytes; one in L1 has {}",
+                extent.len
+            )));
+        }
         let objects = Objects {
             stored_as: namespace.without_layout(),
             namespace,
             hashes,
         };
-        let len = state.object_bytes;
         self.queue(admission, objects, lease, len, state.complete, waiting);
         Ok(())
     }

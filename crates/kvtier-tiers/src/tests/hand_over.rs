@@ -182,6 +182,22 @@ fn state_that_does_not_fit_is_refused() {
             "an unknown tier",
         ),
         (
+            change(|state| {
+                let waiting = state["stores"][0]["waiting"].as_array_mut();
+                let waiting = waiting.expect("a list");
+                waiting.push(waiting[0].clone());
+            }),
+            "waits twice for a tier",
+        ),
+        (
+            change(|state| state["stores"][0]["complete"] = 1.into()),
+            "for one that has its objects",
+        ),
+        (
+            change(|state| state["stores"][0]["object_bytes"] = (LEN - 1).into()),
+            "objects of 4095 bytes; one in L1 has 4096",
+        ),
+        (
             change(|state| state["stores"][0]["hashes"][0] = "x".into()),
             "no chunk hash",
         ),
