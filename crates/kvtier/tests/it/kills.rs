@@ -7,7 +7,7 @@ use std::io::{BufRead as _, BufReader, Lines};
 use std::ops::Range;
 use std::path::Path;
 use std::process::{Child, ChildStderr, Command, Stdio};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -151,6 +151,13 @@ impl Server {
         let mut spec = EngineDrivenSpec::new(InstanceId(instance), scope(salt), 2, 64);
         spec.block_tokens = 4;
         EngineDrivenWorker::register(self.connect(), spec).unwrap()
+    }
+
+    /// A worker of an instance that no other one of the process has. One that ends unregisters its instance, perhaps after
+    /// the next one has registered.
+    fn reader(&self, salt: &str) -> EngineDrivenWorker {
+        static NEXT: AtomicI64 = AtomicI64::new(1000);
+        self.worker(NEXT.fetch_add(1, Ordering::Relaxed), salt)
     }
 
     /// A worker whose pages the server copies, with 4 KiB per chunk.
@@ -375,7 +382,7 @@ fn killed_server_loses_nothing_it_answered() {
         assert!(server.restored().is_some(), "kill {kill}: {}", server.log);
         objects += server.restored().unwrap();
         for (salt, stored) in stored {
-            let mut worker = server.worker(2, salt);
+            let mut worker = server.reader(salt);
             for number in stored {
                 let hit = read(&mut worker, salt, number).unwrap();
                 assert!(
@@ -523,7 +530,7 @@ fn usage_and_quotas_are_exact_after_a_kill() {
     assert_eq!(server.restored(), Some(15 * CHUNKS), "{}", server.log);
     assert_eq!(told(&server), expected, "before the first request");
     for (salt, prompts) in [("a", 10), ("b", 5)] {
-        let mut worker = server.worker(2, salt);
+        let mut worker = server.reader(salt);
         for number in 0..prompts {
             assert_eq!(read(&mut worker, salt, number), Ok(CHUNKS));
         }
