@@ -1,6 +1,7 @@
 //! A server that is killed at any moment, and the next one: every byte that it serves is right, and what was answered is there.
 //!
-//! `KVTIER_KILLS=10000 cargo test -p kvtier --all-features --test it kills::killed -- --nocapture` kills as often as that.
+//! `KVTIER_KILLS=10000 cargo test -p kvtier --all-features --test it kills::killed -- --nocapture` kills as often as that;
+//! with another `KVTIER_KILLS_SEED`, at other moments.
 
 use std::collections::BTreeSet;
 use std::io::{BufRead as _, BufReader, Lines};
@@ -333,13 +334,14 @@ fn work(
 
 #[test]
 fn killed_server_loses_nothing_it_answered() {
-    let kills = std::env::var("KVTIER_KILLS")
-        .ok()
-        .and_then(|kills| kills.parse().ok());
-    let kills = kills.unwrap_or(KILLS);
+    let given = |name| std::env::var(name).ok().map(|text| text.parse().unwrap());
+    let (kills, seed) = (
+        given("KVTIER_KILLS").unwrap_or(KILLS),
+        given("KVTIER_KILLS_SEED").unwrap_or(17),
+    );
     let base = tempfile::tempdir().unwrap();
     let _segments = Segments::new();
-    let mut random = SplitMix64::new(17);
+    let mut random = SplitMix64::new(seed);
     let (mut server, mut reads, mut objects) = (Server::start(base.path(), "0.008", &[]), 0, 0);
     for kill in 0..kills {
         // In every other round nothing is evicted: 8 MiB hold 256 prompts, and each tenant has 40. Else 10 times as many.
