@@ -98,6 +98,23 @@ struct Shared {
     asking: Mutex<Option<UnixStream>>,
 }
 
+impl Shared {
+    fn is_stopping(&self) -> bool {
+        self.is_stopping.load(Ordering::Acquire)
+    }
+
+    /// Lets a hand-over begin its next step.
+    ///
+    /// # Errors
+    /// This server stops.
+    fn check_step(&self) -> Result<()> {
+        match self.is_stopping() {
+            false => Ok(()),
+            true => Err(unavailable("the running server stops")),
+        }
+    }
+}
+
 impl Giver {
     /// Starts to wait; `None`, with a line in the log, where no server can take over.
     pub fn start(parts: GivingParts) -> Option<Self> {
@@ -120,7 +137,7 @@ impl Giver {
         let (sender, over) = watch::channel(false);
         let (accepted, state) = (Arc::clone(&listener), Arc::clone(&shared));
         let wait = move || {
-            while !state.is_stopping.load(Ordering::Acquire) {
+            while !state.is_stopping() {
                 // Fails once the socket is shut down.
                 let asked = accepted.accept().and_then(|(stream, _)| {
                     *state.asking.lock() = Some(stream.try_clone()?);
@@ -128,9 +145,9 @@ impl Giver {
                 });
                 match asked {
                     // After the connection is known to those that stop this.
-                    Ok(_) if state.is_stopping.load(Ordering::Acquire) => return,
+                    Ok(_) if state.is_stopping() => return,
                     Ok(stream) => {
-                        if let Some(successor) = give(&parts, &stream) {
+                        if let Some(successor) = give(&parts, &state, &stream) {
                             state.is_over.store(true, Ordering::Release);
                             // Meanwhile the process ends.
                             let _ = sender.send(true);
@@ -138,7 +155,7 @@ impl Giver {
                             return;
                         }
                     }
-                    Err(_) if state.is_stopping.load(Ordering::Acquire) => return,
+                    Err(_) if state.is_stopping() => return,
                     Err(error) => {
                         static LOG_LIMIT: RateLimited = RateLimited::new(Duration::from_secs(60));
                         if let Some(left_out) = LOG_LIMIT.permit(Instant::now()) {
@@ -170,7 +187,8 @@ impl Giver {
         self.over.clone()
     }
 
-    /// Waits no longer. A hand-over that has not been committed is refused; one that has been ends first.
+    /// Waits no longer. A hand-over that has not been committed is refused when its current step has ended; one that has been ends
+    /// first.
     pub fn stop(&mut self) {
         self.shared.is_stopping.store(true, Ordering::Release);
         let _ = shutdown(&*self.listener, Shutdown::Both);
@@ -193,9 +211,9 @@ impl Drop for Giver {
 }
 
 /// Serves a server that asks; returns its process if it has everything now.
-fn give(parts: &GivingParts, stream: &UnixStream) -> Option<u32> {
+fn give(parts: &GivingParts, shared: &Shared, stream: &UnixStream) -> Option<u32> {
     let started = Instant::now();
-    match try_give(parts, stream) {
+    match try_give(parts, shared, stream) {
         Ok((process, pause)) => {
             tracing::info!(
                 process,
@@ -236,7 +254,7 @@ fn refuse_late(listener: &UnixListener, successor: u32) {
 ///
 /// # Errors
 /// Nothing was handed over, and the other server cannot commit any more.
-fn try_give(parts: &GivingParts, stream: &UnixStream) -> Result<(u32, Duration)> {
+fn try_give(parts: &GivingParts, shared: &Shared, stream: &UnixStream) -> Result<(u32, Duration)> {
     let link = |timeout| Link {
         stream,
         until: Some(Instant::now() + timeout),
@@ -246,7 +264,7 @@ fn try_give(parts: &GivingParts, stream: &UnixStream) -> Result<(u32, Duration)>
     let until = Instant::now() + PAUSE_TIERS_TIMEOUT;
     let tiers = parts.engine.pause_tiers(until).inspect_err(refuse)?;
     let link = &link(TIMEOUT);
-    let mut paused = pause(parts, link, tiers).inspect_err(refuse)?;
+    let mut paused = pause(parts, shared, link, tiers).inspect_err(refuse)?;
     // Once the state may be there, a panic must not let this server go on: the other one may have committed.
     let _aborting = AbortOnPanic;
     let front = std::mem::take(&mut paused.front.front);
@@ -360,9 +378,11 @@ fn greet(parts: &GivingParts, link: &Link<'_>) -> Result<u32> {
 
 fn pause<'a>(
     parts: &'a GivingParts,
+    shared: &Shared,
     link: &Link<'_>,
     tiers: Option<PausedTiers>,
 ) -> Result<PausedParts<'a>> {
+    shared.check_step()?;
     let reloads = parts.reloader.pause();
     let reloads = reloads.ok_or_else(|| unavailable("the configuration is being reloaded"))?;
     let round = parts.rounds.begin();
@@ -370,10 +390,12 @@ fn pause<'a>(
     parts.engine.housekeep();
     let changes = parts.changes.pause(&parts.runtime, CHANGES_TIMEOUT);
     let changes = changes.ok_or_else(|| unavailable("a change over HTTP is in flight"))?;
+    shared.check_step()?;
     let since = Instant::now();
     let drained = since + DRAIN_TIMEOUT;
     let until = link.until.map_or(drained, |until| until.min(drained));
     let front = (parts.pause)(until)?;
+    shared.check_step()?;
     parts.engine.drain_tiers(until)?;
     Ok(PausedParts {
         front,

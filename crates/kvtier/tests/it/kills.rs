@@ -192,9 +192,14 @@ impl Server {
         self.child.wait().unwrap();
     }
 
-    pub(crate) fn stop(mut self) {
+    /// Asks it to stop.
+    pub(crate) fn terminate(&self) {
         let pid = rustix::process::Pid::from_child(&self.child);
         rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    }
+
+    pub(crate) fn stop(mut self) {
+        self.terminate();
         assert!(self.child.wait().unwrap().success());
     }
 }

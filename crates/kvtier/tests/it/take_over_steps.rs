@@ -2,7 +2,7 @@
 
 use std::io::{IoSlice, IoSliceMut, Read as _, Write as _};
 use std::mem::MaybeUninit;
-use std::net::Shutdown;
+use std::net::{Shutdown, TcpListener};
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -104,12 +104,17 @@ struct Between {
 impl Between {
     /// Takes the place of the old server's socket, and starts a new one.
     fn start(base: &Path) -> (Self, Server) {
+        Self::start_with(base, &[])
+    }
+
+    /// The same, with these flags.
+    fn start_with(base: &Path, more: &[&str]) -> (Self, Server) {
         let path = base.join("kills/take-over");
         let hidden = base.join("kills/hidden");
         std::fs::rename(&path, &hidden).unwrap();
         let listener = UnixListener::bind(&path).unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
-        let server = Server::spawn(base, L1, &["--take-over"]);
+        let server = Server::spawn(base, L1, &[&["--take-over"], more].concat());
         let (new, _) = listener.accept().unwrap();
         let old = UnixStream::connect(&hidden).unwrap();
         std::fs::rename(&hidden, &path).unwrap();
@@ -459,8 +464,7 @@ fn stop_during_hand_over_refuses_it() {
     let _segments = Segments::new();
     let mut server = Server::start(base.path(), L1, &[]);
     let (between, mut new) = Between::start_with_lost_commit(base.path());
-    let pid = rustix::process::Pid::from_child(&server.child);
-    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    server.terminate();
     // It is closed before the time of a hand-over ends, which a refusal would tell.
     let mut rest = Vec::new();
     (&between.old).read_to_end(&mut rest).unwrap();
@@ -474,6 +478,30 @@ fn stop_during_hand_over_refuses_it() {
     let server = Server::start(base.path(), L1, &[]);
     assert!(server.log.contains("objects"), "{}", server.log);
     server.stop();
+}
+
+/// A tier that answers nothing holds the hand-over, until its connections end.
+#[test]
+fn stopping_server_begins_no_step_of_hand_over() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let frozen = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = frozen.local_addr().unwrap().port();
+    let adapter = format!(r#"{{"type":"redis","host":"127.0.0.1","port":{port}}}"#);
+    let flags = ["--l2-adapter", &adapter, "--l2-drain-timeout-seconds", "0"];
+    let mut server = Server::start(base.path(), L1, &flags);
+    let _worker = worker_with(&server, 0..1);
+    let (between, mut new) = Between::start_with(base.path(), &flags);
+    between.greet(|_| {});
+    server.terminate();
+    let mut rest = Vec::new();
+    (&between.old).read_to_end(&mut rest).unwrap();
+    assert!(rest.is_empty(), "{}", String::from_utf8_lossy(&rest));
+    drop(frozen);
+    assert!(server.child.wait().unwrap().success());
+    let log = server.rest_of_log();
+    assert!(log.contains("the running server stops"), "{log}");
+    new.child.kill().unwrap();
 }
 
 /// Whether it is a stop or the end of the other server that keeps *done* from it, the old one does not know.
