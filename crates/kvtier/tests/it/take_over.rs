@@ -2,7 +2,6 @@
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
-use std::ops::Range;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
@@ -10,12 +9,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
 use kvtier_client::proto::request::Request;
-use kvtier_client::{EngineDrivenWorker, InstanceId, LmcacheDrivenSpec, LmcacheDrivenWorker};
+use kvtier_client::{EngineDrivenWorker, InstanceId};
 use kvtier_core::random::SplitMix64;
 
-use crate::kills::{
-    CHUNKS, KVTIER, Segments, Server, bytes, prompt, read, scope, wait_until, whole,
+use crate::prompts::{
+    CHUNKS, bytes, prompt, read, retrieve_pages, scope, store, store_pages, whole,
 };
+use crate::server::{KVTIER, Segments, Server, wait_until};
 
 pub(crate) const L1: &str = "0.03125";
 
@@ -26,17 +26,6 @@ pub(crate) fn take_over(server: &mut Server, base: &Path, more: &[&str]) -> Resu
     assert!(old.child.wait().unwrap().success());
     assert_eq!(old.endpoint, server.endpoint);
     Ok(())
-}
-
-/// A worker of tenant "a" that has stored these prompts.
-pub(crate) fn worker_with(server: &Server, prompts: Range<u64>) -> EngineDrivenWorker {
-    let mut worker = server.worker(1, "a");
-    let len = worker.chunk_bytes();
-    for number in prompts {
-        let source = |chunk| bytes("a", number, chunk, len);
-        worker.store(&prompt(number), whole(), "s", source).unwrap();
-    }
-    worker
 }
 
 /// Whether the lookup of a prompt under the request "held" still leads to its bytes.
@@ -89,17 +78,8 @@ fn clients_notice_nothing_of_a_take_over() {
     let mut server = Server::start(base.path(), L1, &[]);
     let mut worker = server.worker(1, "a");
     let len = worker.chunk_bytes();
-    let mut spec = LmcacheDrivenSpec::new(InstanceId(3), scope("pages"), 2, 2, 16, 64);
-    spec.block_tokens = 4;
-    // A model of its own: the layouts differ.
-    spec.scope.model_name = "kills/pages".to_owned();
-    let mut pages = LmcacheDrivenWorker::register(server.connect(), spec).unwrap();
-    let (own, target): (Vec<i64>, Vec<i64>) = ((0..16).collect(), (16..32).collect());
-    for (chunk, blocks) in (0..CHUNKS).zip(own.chunks(4)) {
-        let content = bytes("pages", 2, chunk, pages.chunk_bytes());
-        pages.write_chunk(blocks, &content).unwrap();
-    }
-    assert!(pages.store(&prompt(2), whole(), "s", &own).unwrap());
+    let mut pages = server.pages(3, "pages");
+    store_pages(&mut pages, "pages", 2);
     let mut pipelined = server.connect();
     let mut raw = Raw::connect(&server);
     let (request, answer) = Raw::exchange(0);
@@ -110,9 +90,7 @@ fn clients_notice_nothing_of_a_take_over() {
     early.write_all(&[0xff, 0, 0]).unwrap();
     for round in 0..5_u64 {
         let (number, request) = (10 + round, format!("r{round}"));
-        let source = |chunk| bytes("a", number, chunk, len);
-        let stored = worker.store(&prompt(number), whole(), "s", source);
-        assert_eq!(stored.unwrap().chunks.len() as u64, CHUNKS);
+        assert_eq!(store(&mut worker, "a", number), CHUNKS);
         // Looked up before, read after.
         assert_eq!(worker.lookup(&prompt(number), &request).unwrap(), CHUNKS);
         assert_eq!(pages.lookup(&prompt(2), &request).unwrap(), CHUNKS);
@@ -158,11 +136,8 @@ fn clients_notice_nothing_of_a_take_over() {
         for ticket in tickets {
             pipelined.receive(ticket).unwrap();
         }
-        let pool = format!(
-            "/dev/shm/lmcache_l1_pool_kvtier_kills_{}",
-            std::process::id()
-        );
-        let pool = std::fs::File::options().write(true).open(pool).unwrap();
+        let pool = std::fs::File::options().write(true).open(Segments::pool());
+        let pool = pool.unwrap();
         for (chunk, (offset, length)) in (0..).zip(&places) {
             use std::os::unix::fs::FileExt as _;
             assert_eq!(*length as usize, len);
@@ -195,16 +170,7 @@ fn clients_notice_nothing_of_a_take_over() {
         };
         let got = worker.retrieve(&prompt(number), whole(), &request, check);
         assert!(got.unwrap().is_some() && wrong.is_empty(), "{wrong:?}");
-        assert!(
-            pages
-                .retrieve(&prompt(2), whole(), &request, &target, 0)
-                .unwrap()
-        );
-        for (chunk, blocks) in (0..CHUNKS).zip(target.chunks(4)) {
-            let mut found = Vec::new();
-            pages.read_chunk(blocks, &mut found).unwrap();
-            assert_eq!(found, bytes("pages", 2, chunk, found.len()));
-        }
+        retrieve_pages(&mut pages, "pages", 2, &request);
         for number in (10..=10 + round).chain(100..=100 + round) {
             assert_eq!(read(&mut worker, "a", number), Ok(CHUNKS));
         }
@@ -232,12 +198,9 @@ fn serve_load(server: &Server, salt: &'static str, stop: Arc<AtomicBool>) -> Joi
     let mut random = SplitMix64::new(salt.len() as u64);
     std::thread::spawn(move || {
         let (mut stored, mut reads) = (0, 0);
-        let len = worker.chunk_bytes();
         while !stop.load(Ordering::Relaxed) {
             if stored < 40 {
-                let source = |chunk| bytes(salt, stored, chunk, len);
-                let written = worker.store(&prompt(stored), whole(), "s", source).unwrap();
-                assert_eq!(written.chunks.len() as u64, CHUNKS);
+                assert_eq!(store(&mut worker, salt, stored), CHUNKS);
                 stored += 1;
             }
             let number = random.below(stored);
@@ -250,28 +213,14 @@ fn serve_load(server: &Server, salt: &'static str, stop: Arc<AtomicBool>) -> Joi
 
 /// The same of a worker whose pages the server copies.
 fn serve_pages(server: &Server, stop: Arc<AtomicBool>) -> JoinHandle<u64> {
-    let mut spec = LmcacheDrivenSpec::new(InstanceId(8), scope("p"), 2, 2, 16, 64);
-    spec.block_tokens = 4;
-    spec.scope.model_name = "kills/pages".to_owned();
-    let mut pages = LmcacheDrivenWorker::register(server.connect(), spec).unwrap();
+    let mut pages = server.pages(8, "p");
     std::thread::spawn(move || {
-        let (own, target): (Vec<i64>, Vec<i64>) = ((0..16).collect(), (16..32).collect());
         let mut number = 0;
         while !stop.load(Ordering::Relaxed) {
-            for (chunk, blocks) in (0..CHUNKS).zip(own.chunks(4)) {
-                let content = bytes("p", number, chunk, pages.chunk_bytes());
-                pages.write_chunk(blocks, &content).unwrap();
-            }
-            assert!(pages.store(&prompt(number), whole(), "s", &own).unwrap());
+            store_pages(&mut pages, "p", number);
             let request = format!("p{number}");
             assert_eq!(pages.lookup(&prompt(number), &request).unwrap(), CHUNKS);
-            let got = pages.retrieve(&prompt(number), whole(), &request, &target, 0);
-            assert!(got.unwrap());
-            for (chunk, blocks) in (0..CHUNKS).zip(target.chunks(4)) {
-                let mut found = Vec::new();
-                pages.read_chunk(blocks, &mut found).unwrap();
-                assert_eq!(found, bytes("p", number, chunk, found.len()));
-            }
+            retrieve_pages(&mut pages, "p", number, &request);
             pages.connection().end_session(&request).unwrap();
             number = (number + 1) % 40;
         }
@@ -474,7 +423,7 @@ fn l1_of_another_hash_seed_is_not_believed() {
         (server, is_served)
     };
     let (server, _) = seeded("sha256_cbor", "7", &[]);
-    let worker = worker_with(&server, 0..1);
+    let worker = server.worker_with(1, "a", 0..1);
     let (refused, is_served) = seeded("sha256_cbor", "8", &["--take-over"]);
     assert!(!is_served && refused.log.contains("PYTHONHASHSEED"));
     drop(worker);
@@ -491,7 +440,7 @@ fn l1_of_another_hash_seed_is_not_believed() {
         "{}",
         server.log
     );
-    let mut worker = worker_with(&server, 0..1);
+    let mut worker = server.worker_with(1, "a", 0..1);
     assert_eq!(read(&mut worker, "a", 0), Ok(CHUNKS));
     let status = server.http("/status", None);
     let l1 = &status["storage_manager"]["l1_manager"];
@@ -499,7 +448,7 @@ fn l1_of_another_hash_seed_is_not_believed() {
     server.stop();
     // The default algorithm has none.
     let (mut server, _) = seeded("blake3", "7", &[]);
-    let mut worker = worker_with(&server, 0..1);
+    let mut worker = server.worker_with(1, "a", 0..1);
     for seed in ["8", "9"] {
         let (new, is_served) = seeded("blake3", seed, &["--take-over"]);
         assert!(is_served, "{}", new.log);
@@ -516,16 +465,12 @@ fn unhealthy_server_is_not_taken_over() {
     let base = tempfile::tempdir().unwrap();
     let _segments = Segments::new();
     let mut server = Server::start(base.path(), L1, &[]);
-    let mut pages = server.pages(3);
+    let mut pages = server.pages(3, "pages");
     let blocks: Vec<i64> = (0..16).collect();
     assert!(pages.store(&prompt(1), whole(), "s", &blocks).unwrap());
     // Pages of the pool are lost.
-    let pool = format!(
-        "/dev/shm/lmcache_l1_pool_kvtier_kills_{}",
-        std::process::id()
-    );
-    let pool = std::fs::File::options().write(true).open(pool).unwrap();
-    pool.set_len(0).unwrap();
+    let pool = std::fs::File::options().write(true).open(Segments::pool());
+    pool.unwrap().set_len(0).unwrap();
     assert_eq!(pages.lookup(&prompt(1), "r").unwrap(), CHUNKS);
     assert!(
         !pages

@@ -16,8 +16,9 @@ use rustix::net::{
     SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
-use crate::kills::{CHUNKS, Segments, Server, prompt, read, scope, wait_until, whole};
-use crate::take_over::{L1, Raw, held_is_right, take_over, worker_with};
+use crate::prompts::{CHUNKS, prompt, read, scope, whole};
+use crate::server::{INSTANCE_NAME, Segments, Server, wait_until};
+use crate::take_over::{L1, Raw, held_is_right, take_over};
 
 #[test]
 fn second_new_server_learns_of_the_first() {
@@ -26,7 +27,7 @@ fn second_new_server_learns_of_the_first() {
     let mut server = Server::start(base.path(), L1, &[]);
     let (between, mut new) = Between::start(base.path());
     let hello = between.greet(|_| {});
-    let second = UnixStream::connect(base.path().join("kills/take-over")).unwrap();
+    let second = UnixStream::connect(base.path().join(INSTANCE_NAME).join("take-over")).unwrap();
     (&second).write_all(&hello).unwrap();
     between.write_state(between.read_state());
     let commit = Between::read(&between.new);
@@ -109,8 +110,8 @@ impl Between {
 
     /// The same, with these flags.
     fn start_with(base: &Path, more: &[&str]) -> (Self, Server) {
-        let path = base.join("kills/take-over");
-        let hidden = base.join("kills/hidden");
+        let path = base.join(INSTANCE_NAME).join("take-over");
+        let hidden = path.with_file_name("hidden");
         std::fs::rename(&path, &hidden).unwrap();
         let listener = UnixListener::bind(&path).unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
@@ -250,7 +251,7 @@ fn kill_at_each_step_leaves_one_server_or_none() {
         let base = tempfile::tempdir().unwrap();
         let _segments = Segments::new();
         let mut server = Server::start(base.path(), L1, &[]);
-        let mut worker = worker_with(&server, 0..3);
+        let mut worker = server.worker_with(1, "a", 0..3);
         assert_eq!(worker.lookup(&prompt(1), "held").unwrap(), CHUNKS);
         let mut raw = Raw::connect(&server);
         let (request, answer) = Raw::exchange(0);
@@ -315,7 +316,7 @@ fn state_that_is_not_understood_is_not_taken() {
     let base = tempfile::tempdir().unwrap();
     let _segments = Segments::new();
     let mut server = Server::start(base.path(), L1, &[]);
-    let mut worker = worker_with(&server, 0..1);
+    let mut worker = server.worker_with(1, "a", 0..1);
     assert_eq!(worker.lookup(&prompt(0), "held").unwrap(), CHUNKS);
     let scope = scope("a");
     let unfinished = prompt(1);
@@ -441,7 +442,7 @@ fn new_server_does_not_serve_beside_running_one() {
     let base = tempfile::tempdir().unwrap();
     let _segments = Segments::new();
     let mut server = Server::start(base.path(), L1, &[]);
-    let mut worker = worker_with(&server, 0..1);
+    let mut worker = server.worker_with(1, "a", 0..1);
     let (between, mut new) = Between::start_with_lost_commit(base.path());
     // Nothing that the system may refuse is left to be started by then.
     let names = threads(&new.child);
@@ -490,7 +491,7 @@ fn stopping_server_begins_no_step_of_hand_over() {
     let adapter = format!(r#"{{"type":"redis","host":"127.0.0.1","port":{port}}}"#);
     let flags = ["--l2-adapter", &adapter, "--l2-drain-timeout-seconds", "0"];
     let mut server = Server::start(base.path(), L1, &flags);
-    let _worker = worker_with(&server, 0..1);
+    let _worker = server.worker_with(1, "a", 0..1);
     let (between, mut new) = Between::start_with(base.path(), &flags);
     between.greet(|_| {});
     server.terminate();
@@ -510,7 +511,7 @@ fn done_that_cannot_be_sent_is_a_warning() {
     let base = tempfile::tempdir().unwrap();
     let _segments = Segments::new();
     let mut server = Server::start(base.path(), L1, &[]);
-    let mut worker = worker_with(&server, 0..1);
+    let mut worker = server.worker_with(1, "a", 0..1);
     let (between, mut new) = Between::start(base.path());
     between.greet(|_| {});
     between.write_state(between.read_state());
@@ -536,7 +537,7 @@ fn new_server_that_comes_too_late_ends() {
     let base = tempfile::tempdir().unwrap();
     let _segments = Segments::new();
     let mut server = Server::start(base.path(), L1, &[]);
-    let mut worker = worker_with(&server, 0..1);
+    let mut worker = server.worker_with(1, "a", 0..1);
     assert_eq!(worker.lookup(&prompt(0), "held").unwrap(), CHUNKS);
     let (between, mut new) = Between::start_with_lost_commit(base.path());
     // It arrives too late.

@@ -7,8 +7,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use serde_json::Value;
 
-use crate::kills::{CHUNKS, Segments, Server, bytes, prompt, read, whole};
-use crate::take_over::{take_over, worker_with};
+use crate::prompts::{CHUNKS, read, store};
+use crate::server::{Segments, Server};
+use crate::take_over::take_over;
 
 /// L1 of 8 MiB, which holds 250 prompts of 32 KiB.
 const SMALL_L1: &str = "0.008";
@@ -83,10 +84,8 @@ fn objects_of_tier_are_hits_after_take_over() {
         let flags = flags(&adapter);
         let mut server = Server::start(base.path(), SMALL_L1, &flags);
         let mut worker = server.worker(1, "a");
-        let len = worker.chunk_bytes();
         for number in 0..PROMPTS {
-            let source = |chunk| bytes("a", number, chunk, len);
-            worker.store(&prompt(number), whole(), "s", source).unwrap();
+            store(&mut worker, "a", number);
             if number % 50 == 0 {
                 settle(&server);
             }
@@ -132,11 +131,8 @@ fn no_object_is_lost_while_servers_take_over() {
     let mut worker = server.worker(1, "a");
     let work = std::thread::spawn(move || {
         let (mut number, mut reads) = (0, 0);
-        let len = worker.chunk_bytes();
         while !is_stopped.load(Ordering::Relaxed) {
-            let source = |chunk| bytes("a", number, chunk, len);
-            let stored = worker.store(&prompt(number), whole(), "s", source).unwrap();
-            assert_eq!(stored.chunks.len() as u64, CHUNKS);
+            assert_eq!(store(&mut worker, "a", number), CHUNKS);
             // Old ones are in the tier alone.
             let old = number / 2;
             assert_eq!(read(&mut worker, "a", old), Ok(CHUNKS), "{old} of {number}");
@@ -176,7 +172,7 @@ fn refusals_leave_server_with_tier_alone() {
     let adapter = adapter(&folder, "");
     let flags = flags(&adapter);
     let mut server = Server::start(base.path(), SMALL_L1, &flags);
-    let mut worker = worker_with(&server, 0..3);
+    let mut worker = server.worker_with(1, "a", 0..3);
     settle(&server);
     let there = files(&folder);
     // Tiers that differ: both are named.
@@ -236,7 +232,7 @@ fn frozen_tier_is_not_handed_over() {
         "0",
     ];
     let mut server = Server::start(base.path(), SMALL_L1, &flags);
-    let mut worker = worker_with(&server, 0..2);
+    let mut worker = server.worker_with(1, "a", 0..2);
     let log = take_over(&mut server, base.path(), &flags).unwrap_err();
     assert!(log.contains("tier redis-0"), "{log}");
     assert!(log.contains("the running server goes on"), "{log}");
