@@ -56,7 +56,7 @@ pub const ORDER: &[(&str, &str)] = &[
     ("crates/kvtier-device/src/cuda/gpu/pinned.rs", "()"),
     ("crates/kvtier-device/src/cuda/gpu/mod.rs", "Profile"),
     ("crates/kvtier-engine/src/workers/kept.rs", ""),
-    ("crates/kvtier-engine/src/instances/mod.rs", ""),
+    ("crates/kvtier-engine/src/instances/table.rs", ""),
     ("crates/kvtier-engine/src/transfers/prepared.rs", ""),
     ("crates/kvtier-engine/src/transfers/staging.rs", ""),
     ("crates/kvtier-engine/src/lookups/held/mod.rs", ""),

@@ -9,18 +9,9 @@
 //! The file of a worker changes before its registration or unregistration is answered, and with the table of workers, so that a
 //! client never goes on with other memory than the file names. What cannot be written is removed.
 //!
-//! A number is a little-endian `u64`, a text its length as a number and its bytes, a list its length and its items.
-//!
-//! | at | what |
-//! | --- | --- |
-//! | 0 | [`MAGIC`] |
-//! | 8 | when the last ping came that is known to be answered, or the registration, nanoseconds since boot |
-//! | 16 | the shortest time between two pings, nanoseconds; 0 if there is none |
-//! | 24 | 1 if the worker cannot map the pool that it learned of, else 0 |
-//! | 32 | checksum of the rest, 16 bytes |
-//! | 48 | texts boot and state folder; number chunk size; [`KeptRequest`]: numbers operation and whether the chunk size is known, list of frames; lists pool and memory |
-//!
 //! The mutex guards the files; the table of workers is locked inside.
+
+mod file;
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -28,150 +19,27 @@ use std::time::{Duration, Instant};
 
 use kvtier_error::{Error, Result};
 use kvtier_l1::boot_time;
-use kvtier_memory::checksum::checksum128;
-use kvtier_proto::generation::{Generation, Release};
-use kvtier_proto::key::SkipTokens;
-use kvtier_proto::operation::Operation;
-use kvtier_proto::request::{EngineDrivenContext, InstanceId, Registration, Request};
+use kvtier_proto::request::InstanceId;
 use kvtier_state::VolatileDir;
 use kvtier_sync::Mutex;
 use kvtier_sync::RateLimited;
 
-use super::super::Caller;
 use super::super::context::Context;
 use super::super::instances::{Instance, Instances};
-
-/// The format and its version.
-const MAGIC: &[u8; 8] = b"kvtreg01";
-/// Where that begins which changes while a worker is registered.
-const SEEN_AT: u64 = 8;
-const CHECKSUM_AT: usize = 32;
-const BODY_AT: usize = 48;
+pub use file::{Kept, KeptMemory, KeptRequest, LeftOut};
+use file::{SEEN_AT, content, nanos, parse, write_bytes, write_number};
 
 /// Most bytes of one file. A registration has some hundred per tensor.
 const MAX_FILE_BYTES: u64 = 1 << 20;
+
 /// Most bytes of all files.
 const MAX_BYTES: u64 = 64 << 20;
+
 /// Most files that are looked at: twice as many as there may be workers.
 const MAX_FILES: usize = 8192;
 
 /// A ping is answered within this time. Younger ones are not recorded.
 const ANSWERED_AFTER: Duration = Duration::from_secs(1);
-
-/// Releases of the clients whose registrations are kept.
-const RELEASES: &str = "0.5.5 to 0.5.6";
-
-/// A registration as its client has sent it, in the form of the newest release.
-pub struct KeptRequest {
-    operation: Operation,
-    knows_chunk_size: bool,
-    frames: Vec<Vec<u8>>,
-}
-
-impl KeptRequest {
-    /// The registration of pages, if its worker can be known again: by an id of its own, and memory that can be opened again.
-    pub fn of_pages(caller: Caller, registration: &Registration<'_>) -> Option<Self> {
-        Self::encode(caller, Request::RegisterKvCache(registration.clone()))
-    }
-
-    /// The registration of a worker that copies by itself.
-    pub fn of_engine_driven(caller: Caller, context: &EngineDrivenContext<'_>) -> Option<Self> {
-        Self::encode(caller, Request::RegisterEngineDriven(context.clone()))
-    }
-
-    fn encode(caller: Caller, request: Request<'_, Vec<u32>>) -> Option<Self> {
-        if !caller.names_workers || caller.release != Release::Since0_5_5 {
-            return None;
-        }
-        let operation = request.operation();
-        Some(Self {
-            operation,
-            knows_chunk_size: caller.knows_chunk_size,
-            frames: request.encode(Generation::G6.spec(operation)?).ok()?,
-        })
-    }
-
-    /// The request again.
-    ///
-    /// # Errors
-    /// One line, if it is no registration.
-    pub fn decode(&self) -> Result<Request<'_, usize>> {
-        let frames: Vec<_> = self.frames.iter().map(Vec::as_slice).collect();
-        let spec = Generation::G6.spec(self.operation);
-        let spec = spec.ok_or_else(|| Error::refused("no such operation"))?;
-        Request::decode(spec, &frames, &mut SkipTokens).map_err(Error::refused)
-    }
-
-    /// As the client was when it registered.
-    pub fn caller(&self) -> Caller {
-        Caller {
-            connection: 0,
-            release: Release::Since0_5_5,
-            releases: RELEASES,
-            knows_chunk_size: self.knows_chunk_size,
-            registers_again: Some(true),
-            names_workers: true,
-        }
-    }
-}
-
-/// What the memory of a registration was.
-#[derive(Default, PartialEq, Eq, Debug)]
-pub struct KeptMemory {
-    /// Device, inode and bytes of the pool that the worker learned of; empty if of none.
-    pub pool: Vec<u64>,
-    /// [`EngineMemory::identity`](kvtier_device::EngineMemory::identity) of its pages; empty if it copies by itself.
-    pub pages: Vec<u64>,
-}
-
-/// A registration of an earlier process.
-pub struct Kept {
-    pub id: InstanceId,
-    pub request: KeptRequest,
-    pub memory: KeptMemory,
-    /// It cannot map the pool that it learned of.
-    pub pickles: bool,
-    /// Time since its last ping, or its registration.
-    pub silent_for: Duration,
-    /// Until when its client has certainly abandoned no transfer, by the engine's clock; `None` if its pings do not tell.
-    pub patient_until: Option<Duration>,
-    /// That process hands over: no request of the worker was lost with it.
-    pub is_continued: bool,
-}
-
-/// Why a registration of an earlier process is not taken over.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum LeftOut {
-    /// The file is truncated, changed, or of another version.
-    Damaged,
-    /// It is of another boot, folder, or chunk size.
-    Foreign,
-    /// Its memory is other memory by now, cannot be opened, or its process has ended.
-    Memory,
-    /// Its pool is not the one of this process.
-    Pool,
-    /// Its client may have abandoned transfers that it sent, and cannot be known not to have.
-    Silent,
-    /// This configuration refuses it.
-    Refused,
-    /// A driver did not answer in time.
-    Timeout,
-}
-
-impl LeftOut {
-    /// For `/status` and the log.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Damaged => "damaged",
-            Self::Foreign => "foreign",
-            Self::Memory => "memory",
-            Self::Pool => "pool",
-            Self::Silent => "silent",
-            Self::Refused => "refused",
-            Self::Timeout => "timeout",
-        }
-    }
-}
 
 /// What came of the registrations of an earlier process.
 #[derive(Debug, Default, Clone)]
@@ -204,10 +72,6 @@ struct Entry {
     bytes: u64,
     /// The ping that the file has, and whether the worker cannot map the pool.
     recorded: (Option<Duration>, bool),
-}
-
-fn nanos(time: Duration) -> u64 {
-    u64::try_from(time.as_nanos()).unwrap_or(u64::MAX)
 }
 
 fn file_name(id: InstanceId) -> String {
@@ -383,7 +247,7 @@ impl KeptRegistrations {
             files.entries.insert(id, entry);
             let found = content
                 .map_err(|error| (LeftOut::Damaged, error))
-                .and_then(|content| files.parse(id, &content, now));
+                .and_then(|content| parse(&files.head, id, &content, now));
             match found {
                 Ok(found) => kept.push(found),
                 Err((reason, error)) => files.leave_out(id, reason, &error),
@@ -428,6 +292,13 @@ impl KeptRegistrations {
         let mut files = self.files.lock();
         files.dir = None;
         files.is_restored = true;
+    }
+}
+
+fn unkept(error: &Error) {
+    static LOG_LIMIT: RateLimited = RateLimited::new(Duration::from_secs(60));
+    if let Some(left_out) = LOG_LIMIT.permit(Instant::now()) {
+        tracing::warn!(%error, left_out, "a registration cannot be kept; its client has to register again after a restart");
     }
 }
 
@@ -495,144 +366,12 @@ impl Files {
         let reason = reason.name();
         tracing::info!(instance = id.0, reason, %error, "a registration was not restored; its client registers again");
     }
-
-    fn parse(
-        &self,
-        id: InstanceId,
-        content: &[u8],
-        now: Duration,
-    ) -> Result<Kept, (LeftOut, Error)> {
-        let damaged = |why: &str| (LeftOut::Damaged, Error::refused(why));
-        let body = content.get(BODY_AT..);
-        let body = body.ok_or_else(|| damaged("it is truncated"))?;
-        if !content.starts_with(MAGIC) {
-            return Err(damaged("it is of another version, or no registration"));
-        }
-        if content[CHECKSUM_AT..BODY_AT] != checksum128(body).to_le_bytes() {
-            return Err(damaged("its checksum is wrong"));
-        }
-        let Some(body) = body.strip_prefix(self.head.as_slice()) else {
-            let why = "it is of another boot, folder or chunk size";
-            return Err((LeftOut::Foreign, Error::refused(why)));
-        };
-        let mut reader = Reader(body);
-        let mut read = || {
-            let operation = match reader.number()? {
-                0 => Operation::RegisterKvCache,
-                1 => Operation::RegisterEngineDriven,
-                _ => return None,
-            };
-            let knows_chunk_size = reader.number()? == 1;
-            let frames = reader.list(|reader| reader.bytes().map(<[u8]>::to_vec))?;
-            let memory = KeptMemory {
-                pool: reader.list(Reader::number)?,
-                pages: reader.list(Reader::number)?,
-            };
-            let request = KeptRequest {
-                operation,
-                knows_chunk_size,
-                frames,
-            };
-            reader.0.is_empty().then_some((request, memory))
-        };
-        let (request, memory) = read().ok_or_else(|| damaged("it ends early, or late"))?;
-        let mut seen = Reader(&content[SEEN_AT as usize..CHECKSUM_AT]);
-        let [last, gap, pickles] = [(); 3].map(|()| seen.number().unwrap_or(0));
-        let boot = boot_time();
-        // One in the future is none that a server has written.
-        let silent_for = boot.checked_sub(last).unwrap_or(u64::MAX);
-        Ok(Kept {
-            id,
-            request,
-            memory,
-            pickles: pickles != 0,
-            silent_for: Duration::from_nanos(silent_for),
-            patient_until: patient_until(last, gap, boot, now),
-            is_continued: false,
-        })
-    }
-}
-
-/// Until when a client of LMCache has certainly abandoned no transfer, by the engine's clock.
-///
-/// Its next ping leaves an interval after the answer to the last one, and it waits as long for the answer to that, before it
-/// abandons anything. The shortest time between two pings is that interval, up to delays; a quarter of the two is left for those.
-fn patient_until(last: u64, gap: u64, boot: u64, now: Duration) -> Option<Duration> {
-    // Bounded, as whatever is read from a file.
-    let gap = gap.min(nanos(Duration::from_secs(600)));
-    let age = boot.checked_sub(last)?;
-    let left = (gap + gap / 2).checked_sub(age).filter(|left| *left > 0)?;
-    Some(now + Duration::from_nanos(left))
-}
-
-fn content(head: &[u8], request: &KeptRequest, memory: &KeptMemory) -> Vec<u8> {
-    let mut content = vec![0; BODY_AT];
-    content[..MAGIC.len()].copy_from_slice(MAGIC);
-    content[SEEN_AT as usize..][..8].copy_from_slice(&boot_time().to_le_bytes());
-    content.extend(head);
-    let operation = u64::from(request.operation == Operation::RegisterEngineDriven);
-    write_number(&mut content, operation);
-    write_number(&mut content, request.knows_chunk_size.into());
-    write_number(&mut content, request.frames.len() as u64);
-    for frame in &request.frames {
-        write_bytes(&mut content, frame);
-    }
-    for numbers in [&memory.pool, &memory.pages] {
-        write_number(&mut content, numbers.len() as u64);
-        for number in numbers {
-            write_number(&mut content, *number);
-        }
-    }
-    let checksum = checksum128(&content[BODY_AT..]).to_le_bytes();
-    content[CHECKSUM_AT..BODY_AT].copy_from_slice(&checksum);
-    content
-}
-
-fn write_number(out: &mut Vec<u8>, number: u64) {
-    out.extend(number.to_le_bytes());
-}
-
-fn write_bytes(out: &mut Vec<u8>, bytes: &[u8]) {
-    write_number(out, bytes.len() as u64);
-    out.extend(bytes);
-}
-
-/// Reads what is left; `None` at its end.
-struct Reader<'a>(&'a [u8]);
-
-impl<'a> Reader<'a> {
-    fn number(&mut self) -> Option<u64> {
-        let (number, rest) = self.0.split_first_chunk()?;
-        self.0 = rest;
-        Some(u64::from_le_bytes(*number))
-    }
-
-    fn bytes(&mut self) -> Option<&'a [u8]> {
-        let len = usize::try_from(self.number()?).ok()?;
-        let (bytes, rest) = self.0.split_at_checked(len)?;
-        self.0 = rest;
-        Some(bytes)
-    }
-
-    fn list<T>(&mut self, mut item: impl FnMut(&mut Self) -> Option<T>) -> Option<Vec<T>> {
-        let len = self.number()?;
-        let mut items = Vec::new();
-        for _ in 0..len {
-            items.push(item(self)?);
-        }
-        Some(items)
-    }
-}
-
-fn unkept(error: &Error) {
-    static LOG_LIMIT: RateLimited = RateLimited::new(Duration::from_secs(60));
-    if let Some(left_out) = LOG_LIMIT.permit(Instant::now()) {
-        tracing::warn!(%error, left_out, "a registration cannot be kept; its client has to register again after a restart");
-    }
 }
 
 #[cfg(test)]
 mod tests {
+    use kvtier_proto::operation::Operation;
+
     use super::super::super::Engine;
     use super::super::super::testing::{TestPages, engine};
     use super::*;
@@ -669,7 +408,7 @@ mod tests {
         }
     }
 
-    /// A registration whose file is so long.
+    /// A registration with a frame of this many bytes.
     fn request(bytes: usize) -> KeptRequest {
         KeptRequest {
             operation: Operation::RegisterKvCache,
@@ -762,25 +501,5 @@ mod tests {
         bed.kept().leave_out(instances, id, LeftOut::Memory, &error);
         let left_out = BTreeMap::from([("timeout", 1)]);
         assert_eq!(bed.kept().outcome().left_out, left_out);
-    }
-
-    #[test]
-    fn client_is_patient_for_one_and_a_half_heartbeats() {
-        const SECOND: u64 = 1_000_000_000;
-        let now = Duration::from_secs(5);
-        // The last ping at 100 s, by a client that pings every 10 s.
-        let until = |boot| patient_until(100 * SECOND, 10 * SECOND, boot * SECOND, now);
-        assert_eq!(until(100), Some(now + Duration::from_secs(15)));
-        assert_eq!(until(114), Some(now + Duration::from_secs(1)));
-        for boot in [99, 115, 1000] {
-            assert_eq!(until(boot), None, "{boot}");
-        }
-        // No ping, or one alone; and numbers that no server has written.
-        for (last, gap) in [(0, 0), (100 * SECOND, 0)] {
-            assert_eq!(patient_until(last, gap, 101 * SECOND, now), None);
-        }
-        let longest = patient_until(7, u64::MAX, 7, now);
-        assert_eq!(longest, Some(now + Duration::from_secs(900)));
-        assert_eq!(patient_until(u64::MAX, u64::MAX, 7, now), None);
     }
 }

@@ -1,12 +1,13 @@
 //! Workers that register and leave while copies run.
 
-use std::sync::Barrier;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Barrier, OnceLock};
 
 use kvtier_proto::request::Request;
 
-use super::super::testing::{CALLER, TestPages, engine, reply};
-use super::super::{Answer, Engine};
-use super::gate::MAX_WAITING;
+use super::super::super::testing::{CALLER, TestPages, engine, reply};
+use super::super::super::{Answer, Engine};
+use super::super::gate::{Gate, MAX_WAITING};
 use super::*;
 
 fn pages() -> TestPages {
