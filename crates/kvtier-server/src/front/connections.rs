@@ -7,32 +7,32 @@
 //! a connection with more stray frames than allowed is parked, which means not read until its turn, and while more
 //! connections end without a request than allowed, one is accepted per turn.
 
+mod accepting;
+mod suspended;
+
 use std::collections::{BTreeSet, HashMap, VecDeque};
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvtier_error::{Error, Result};
-use kvtier_zmtp::{Limits, Message, Resume, Session};
-use rustix::io::Errno;
+use kvtier_zmtp::{Limits, Message};
 
 use super::allowance::Allowance;
 use super::client::Client;
 use super::connection::{Closed, Connection, SCRATCH_BYTES};
 use super::outbox::Outgoing;
-use super::pause::{ClientState, cannot};
 use super::poll::{Interest, Poller, Ready};
 use super::socket::RequestSocket;
 use crate::clock::Clock;
 use kvtier_metrics::Metrics;
 use kvtier_sync::RateLimited;
 
+use accepting::Accept;
+pub use suspended::Suspended;
+
 /// Tokens that are no connection's number.
 const LISTENER: u64 = u64::MAX;
-const WAKE: u64 = u64::MAX - 1;
 
-/// Connections accepted before those that are there get their turn.
-const MAX_ACCEPTS: usize = 64;
+const WAKE: u64 = u64::MAX - 1;
 
 /// Time between two turns of the parked connections, and between two connections accepted while too many end without a
 /// request.
@@ -40,9 +40,6 @@ pub(super) const TURN_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Connections per second that may end without a request. Probes of orchestrators and a restart of a large engine stay below it.
 const VAIN_CONNECTIONS_PER_SECOND: u32 = 256;
-
-/// How long no connection is accepted after the system had none to give.
-const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
 
 /// Between two looks at the connections whose time has come.
 const TICK: Duration = Duration::from_secs(1);
@@ -89,19 +86,6 @@ pub struct Connections {
     metrics: Arc<Metrics>,
 }
 
-/// A connection between two requests, for the next process.
-pub struct Suspended {
-    pub id: u64,
-    pub socket: OwnedFd,
-    pub session: Resume,
-    /// Messages that were not served, and the beginning of one.
-    pub input: Vec<u8>,
-    /// Bytes that its client has not got.
-    pub output: Vec<u8>,
-    /// If it has sent a request.
-    pub client: Option<ClientState>,
-}
-
 /// How much the connections may have.
 #[derive(Debug, Clone, Copy)]
 pub struct Bounds {
@@ -111,16 +95,6 @@ pub struct Bounds {
     pub held_bytes: usize,
     /// Of each session.
     pub session: Limits,
-}
-
-/// Whether new connections are accepted.
-#[derive(Debug, Clone, Copy)]
-enum Accept {
-    Now,
-    /// Not before this time, nor while there are too many.
-    Paused(Instant),
-    /// Never again.
-    Ended,
 }
 
 impl Connections {
@@ -248,12 +222,8 @@ impl Connections {
 
     /// Time until the next turn; the longest there is if none waits for it.
     fn until_turn(&self) -> Duration {
-        let paused = match self.accept {
-            Accept::Paused(until) if self.has_place() => Some(until),
-            _ => None,
-        };
         let parked = (!self.parked.is_empty()).then_some(self.next_turn);
-        let next = paused.into_iter().chain(parked).min();
+        let next = self.accept_pause_end().into_iter().chain(parked).min();
         next.map_or(Duration::MAX, |at| {
             at.saturating_duration_since(self.clock.now())
         })
@@ -344,12 +314,6 @@ impl Connections {
         }
     }
 
-    /// Whether the listener is watched.
-    #[cfg(test)]
-    pub fn is_accepting(&self) -> bool {
-        matches!(self.accept, Accept::Now)
-    }
-
     /// Whether a connection has bytes that are not written.
     pub fn have_output(&mut self) -> bool {
         self.open.values_mut().any(Connection::has_output)
@@ -383,15 +347,6 @@ impl Connections {
         [self.open.len(), self.strangers.len(), self.ticks.len()]
     }
 
-    /// Accepts no connection any more.
-    pub fn end_accepting(&mut self) {
-        if !matches!(self.accept, Accept::Paused(_)) {
-            // Fails only for what is not there.
-            let _ = self.poller.remove(&*self.listener);
-        }
-        self.accept = Accept::Ended;
-    }
-
     /// Reads nothing more from a connection, and only writes. One that is ready to be read once more has ended.
     pub fn ignore_requests(&mut self, id: u64) {
         let Some(connection) = self.open.get(&id) else {
@@ -403,96 +358,6 @@ impl Connections {
         }
     }
 
-    /// All connections for the next process, and the next one's number. They stay open.
-    ///
-    /// # Errors
-    /// A client that is not known by numbers that the next process understands, or does not read; the system's.
-    pub fn suspend(&mut self) -> Result<(u64, Vec<Suspended>)> {
-        let all = self.open.iter_mut().map(|(id, connection)| {
-            let state = connection.client.as_ref().map(|client| {
-                let state = client.state();
-                state.ok_or_else(|| cannot("a client of LMCache before 0.5.3 is connected"))
-            });
-            let client = state.transpose()?;
-            let (session, partial, output) = connection
-                .suspend()
-                .ok_or_else(|| cannot("a client does not read its chunks"))?;
-            let undecided = connection.client.as_ref();
-            let undecided = undecided.and_then(|client| client.undecided.as_ref());
-            let jobs = undecided.iter().flat_map(|waiting| &waiting.jobs);
-            let mut input = Vec::new();
-            jobs.for_each(|job| job.write_message(&mut input));
-            input.extend_from_slice(&partial);
-            let socket = connection.socket();
-            Ok(Suspended {
-                id: *id,
-                socket: socket.map_err(|error| Error::io("a connection", error))?,
-                session,
-                input,
-                output,
-                client,
-            })
-        });
-        let mut all = all.collect::<Result<Vec<_>>>()?;
-        all.sort_by_key(|connection| connection.id);
-        Ok((self.next_id, all))
-    }
-
-    /// Goes on with a connection of the process before, and appends the messages that it had read and not served.
-    ///
-    /// # Errors
-    /// Its number is taken, or its bytes break the protocol or a bound; the system's.
-    pub fn resume(
-        &mut self,
-        of: Suspended,
-        client: Option<Client>,
-        messages: &mut Vec<Message>,
-    ) -> Result<()> {
-        let now = self.clock.now();
-        let failed =
-            |error: &dyn std::fmt::Display| cannot(&format!("connection {}: {error}", of.id));
-        if self.open.contains_key(&of.id) || self.open.len() >= self.bounds.connections {
-            return Err(failed(&"it is there twice, or there are too many"));
-        }
-        let session = Session::resume(self.bounds.session, of.session);
-        let mut connection = Connection::resume(of.socket, session, &of.output, now);
-        let received = connection.receive(&of.input, messages, now);
-        received.map_err(|error| failed(&error))?;
-        connection.next_tick = connection.due();
-        connection.client = client;
-        let added = self.poller.add(&connection, of.id);
-        added.map_err(|error| failed(&std::io::Error::from(error)))?;
-        if connection.client.is_none() {
-            self.strangers.insert(of.id);
-        }
-        self.ticks.insert((connection.next_tick, of.id));
-        self.open.insert(of.id, connection);
-        self.next_id = self.next_id.max(of.id.saturating_add(1));
-        self.metrics.request_connections.set(self.open.len() as i64);
-        self.queue_output(of.id);
-        self.count(of.id);
-        Ok(())
-    }
-
-    /// Numbers further connections from here on.
-    pub fn number_from(&mut self, next_id: u64) {
-        self.next_id = self.next_id.max(next_id);
-    }
-
-    /// Whether no request of a connection waits or runs, and no chunk of L1 waits to be written.
-    pub fn are_idle(&self) -> bool {
-        self.open.values().all(|connection| {
-            let client = connection.client.as_ref();
-            client.is_none_or(Client::is_idle) && !connection.has_chunks()
-        })
-    }
-
-    /// Queues all output, also of sockets that took no more.
-    pub fn queue_all(&mut self) {
-        let ids: Vec<_> = self.open.keys().copied().collect();
-        ids.into_iter().for_each(|id| self.queue_output(id));
-    }
-
     /// Ends every connection in order.
     pub fn finish(&mut self) {
         for (_, connection) in self.open.drain() {
@@ -501,80 +366,9 @@ impl Connections {
         self.metrics.request_connections.set(0);
     }
 
-    fn accept(&mut self) {
-        for accepted in 0..MAX_ACCEPTS {
-            if accepted > 0 && self.vain.is_exceeded(self.clock.now()) {
-                return self.stop_accepting(TURN_INTERVAL);
-            }
-            let is_full = self.open.len() >= self.bounds.connections;
-            let displaced = is_full.then(|| self.strangers.first().copied());
-            if displaced == Some(None) {
-                return self.pause_accepting("all of them have sent requests", Duration::ZERO);
-            }
-            let socket = match self.listener.accept() {
-                Ok(socket) => socket,
-                Err(Errno::AGAIN) => return,
-                // The client has gone meanwhile.
-                Err(Errno::CONNABORTED | Errno::INTR) => continue,
-                Err(error) => {
-                    let error = std::io::Error::from(error).to_string();
-                    return self.pause_accepting(&error, ACCEPT_PAUSE);
-                }
-            };
-            if let Some(Some(stranger)) = displaced {
-                self.close(stranger, Closed::Displaced);
-            }
-            let id = self.next_id;
-            self.next_id += 1;
-            let connection = Connection::new(socket, self.bounds.session, self.clock.now());
-            if let Err(error) = self.poller.add(&connection, id) {
-                let error = std::io::Error::from(error).to_string();
-                return self.pause_accepting(&error, ACCEPT_PAUSE);
-            }
-            self.ticks.insert((connection.next_tick, id));
-            self.open.insert(id, connection);
-            self.strangers.insert(id);
-            self.metrics.request_connections.set(self.open.len() as i64);
-            self.queue(id);
-        }
-    }
-
-    /// Whether a new connection would have a place: a free one, or that of one without a request.
-    fn has_place(&self) -> bool {
-        self.open.len() < self.bounds.connections || !self.strangers.is_empty()
-    }
-
-    fn stop_accepting(&mut self, pause: Duration) {
-        if self.poller.remove(&*self.listener).is_ok() {
-            self.accept = Accept::Paused(self.clock.now() + pause);
-        }
-    }
-
-    fn pause_accepting(&mut self, cause: &str, pause: Duration) {
-        self.stop_accepting(pause);
-        static LOG_LIMIT: RateLimited = RateLimited::new(Duration::from_secs(60));
-        if let Some(left_out) = LOG_LIMIT.permit(Instant::now()) {
-            tracing::warn!(
-                cause,
-                connections = self.open.len(),
-                limit = self.bounds.connections,
-                left_out,
-                "no further connection is accepted on the request port; new ones wait until others end"
-            );
-        }
-    }
-
     fn pass_time(&mut self, happened: &mut Vec<Happened>) {
         let now = self.clock.now();
-        if let Accept::Paused(until) = self.accept
-            && now >= until
-            && self.has_place()
-        {
-            match self.poller.add(&*self.listener, LISTENER) {
-                Ok(()) => self.accept = Accept::Now,
-                Err(_) => self.accept = Accept::Paused(now + ACCEPT_PAUSE),
-            }
-        }
+        self.end_accept_pause(now);
         if now < self.next_tick {
             return;
         }
