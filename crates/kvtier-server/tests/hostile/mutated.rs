@@ -36,8 +36,7 @@ impl Random {
 /// Every request of the vectors but those that clear the cache, which every client may do. Registrations name segments
 /// that are there.
 fn requests(segments: &mut replay::Segments) -> Vec<Frames> {
-    let folder = format!("{}/tests/vectors", env!("CARGO_MANIFEST_DIR"));
-    let mut names: Vec<_> = std::fs::read_dir(folder)
+    let mut names: Vec<_> = std::fs::read_dir(replay::EXCHANGES)
         .unwrap()
         .map(|entry| entry.unwrap().file_name().into_string().unwrap())
         .collect();

@@ -6,7 +6,6 @@ use std::net::TcpStream;
 use kvtier_client::{InstanceId, LmcacheDrivenSpec, LmcacheDrivenWorker, Scope};
 use serde_json::{Value, json};
 
-use crate::replay::load;
 use crate::support::{PATIENCE, TestServer, bytes, prompt, range};
 
 /// One request on a connection of its own: status, header lines in lower case, body.
@@ -89,11 +88,16 @@ fn differences() -> Vec<(&'static str, &'static str, Value, u16, Value, &'static
     ]
 }
 
+/// What LMCache's server answered.
+fn recorded() -> Value {
+    serde_json::from_str(include_str!("../vectors/http_exchanges.json")).unwrap()
+}
+
 #[test]
 fn routes_answer_as_lmcache_answers() {
     let server = TestServer::start(&[]);
     let mut differences = differences();
-    for exchange in load("http_exchanges.json")["exchanges"].as_array().unwrap() {
+    for exchange in recorded()["exchanges"].as_array().unwrap() {
         let (asked, expected) = (&exchange["request"], &exchange["response"]);
         let (method, path) = (
             asked["method"].as_str().unwrap(),
@@ -169,7 +173,7 @@ fn status_has_lmcaches_applicable_keys() {
     let _worker = LmcacheDrivenWorker::register(server.connect(), spec).unwrap();
     let (status, ours) = json_of(&server, "GET", "/status", "");
     assert_eq!(status, 200);
-    let samples = load("http_exchanges.json");
+    let samples = recorded();
     let mut captured = samples["exchanges"].as_array().unwrap().iter();
     let theirs = &captured
         .find(|exchange| exchange["request"]["path"] == "/status")

@@ -9,7 +9,6 @@ use serde_json::{Value, json};
 use crate::http::{covers, json_of, request};
 use crate::l2::{settle, store, with_tiers};
 use crate::metrics::parse_metrics;
-use crate::replay::load;
 use crate::support::{PATIENCE, TestServer, bytes, prompt, range};
 
 const ISOLATED: [&str; 2] = ["--eviction-policy", "IsolatedLRU"];
@@ -72,10 +71,9 @@ fn answers_are_lmcaches() {
     // Ours, where no key can have such a salt.
     let no_tenant = |path: &str| path.contains("a%40b") || path.len() > 150;
     let mut refused = 0;
-    for exchange in load("quota_exchanges.json")["exchanges"]
-        .as_array()
-        .unwrap()
-    {
+    let recorded = include_str!("../vectors/quota_exchanges.json");
+    let recorded: Value = serde_json::from_str(recorded).unwrap();
+    for exchange in recorded["exchanges"].as_array().unwrap() {
         let server = match exchange["server"].as_str() {
             Some("A") => &with_tiers,
             _ => &alone,

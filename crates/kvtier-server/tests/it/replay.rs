@@ -11,10 +11,13 @@ use serde_json::Value;
 
 use crate::support::Frames;
 
-/// A vector file.
+/// Folder of what a real client and server exchanged, which the tests of the protocol read too.
+pub const EXCHANGES: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../kvtier-proto/tests/vectors");
+
+/// A vector file of the exchanges.
 pub fn load(name: &str) -> Value {
-    let path = format!("{}/tests/vectors/{name}", env!("CARGO_MANIFEST_DIR"));
-    serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+    let text = std::fs::read_to_string(format!("{EXCHANGES}/{name}")).unwrap();
+    serde_json::from_str(&text).unwrap()
 }
 
 /// Frames, written as a list of hex texts. Long ones were cut when they were captured; they lose all of their bytes here.

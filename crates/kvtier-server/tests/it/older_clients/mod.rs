@@ -1,21 +1,21 @@
 //! Clients of releases up to 0.5.2: every answer has the form of that release, and is never a text in place of an operation,
 //! which would end such a client's receiving for good. The real clients of all releases are in `tests/conformance`.
 
+mod lookups;
+mod pings;
+mod workers;
+
 use kvtier_client::InstanceId;
-use kvtier_client::proto::descriptor::Dtype;
 use kvtier_client::proto::generation::{Field, Generation, OperationSpec};
 use kvtier_client::proto::key::CacheKey;
 use kvtier_client::proto::operation::Operation;
-use kvtier_client::proto::pickle::{self, TensorToWrite};
 use kvtier_client::proto::request::{
     BlockAllocation, EngineDrivenContext, EngineType, JobRef, LayoutHints, Registration, Request,
     Retrieve, Seconds, Store,
 };
-use kvtier_client::proto::response::{
-    PrepareRetrieve, PrepareStore, Response, ResponseKind, StoreTarget,
-};
+use kvtier_client::proto::response::{PrepareStore, Response, ResponseKind, StoreTarget};
 
-use crate::support::{CHUNK, Frames, PATIENCE, Raw, TestServer, tokens};
+use crate::support::{CHUNK, Frames, Raw, TestServer, tokens};
 
 const OLDER: [Generation; 5] = [
     Generation::G1,
@@ -204,6 +204,11 @@ fn ask(
     (answer.len() > 2).then(|| answer.remove(2))
 }
 
+/// A registration of an engine-driven worker with its process id.
+fn worker<'a>(scope: &'a kvtier_client::Scope, process: i64) -> Request<'a, Vec<u32>> {
+    Request::RegisterEngineDriven(crate::support::context(process, scope))
+}
+
 fn yes() -> Option<Vec<u8>> {
     Response::Bool(true).encode()
 }
@@ -243,293 +248,6 @@ fn requests_are_answered_in_their_releases_form() {
     assert_eq!(server.readings().instances, 0);
     assert_eq!(server.readings().used_bytes, 0);
     server.assert_sound();
-}
-
-/// 0.4.2 and 0.4.3.
-#[test]
-fn early_lookups_are_asked_for_by_number() {
-    let (server, _, _worker, _) = crate::support::given_stored("older/model", 2);
-    let generation = Generation::G1;
-    let client = server.raw();
-    hello(&client, generation);
-    let row = |operation| generation.spec(operation).unwrap();
-    let lookup = request(row(Operation::Lookup));
-    let number = |uid| {
-        let answer = ask(&client, uid, generation, &lookup).unwrap();
-        match Response::decode(ResponseKind::Int, Some(&answer)).unwrap() {
-            Response::Int(number) => number,
-            other => panic!("{other:?}"),
-        }
-    };
-    let hits = |uid, number| {
-        let job = JobRef::Job(number);
-        ask(
-            &client,
-            uid,
-            generation,
-            &Request::QueryPrefetchStatus { job },
-        )
-    };
-    let first = number(1);
-    assert_eq!(hits(2, first), int(2));
-    // Taken, and unknown.
-    assert_eq!(hits(3, first), int(0));
-    assert_eq!(hits(4, first + 1), int(0));
-    let second = number(5);
-    assert_ne!(first, second);
-    assert_eq!(hits(6, second), int(2));
-    // Another connection's numbers are its own.
-    let other = server.raw();
-    hello(&other, generation);
-    let third = number(7);
-    let job = JobRef::Job(third);
-    let asked = ask(&other, 1, generation, &Request::QueryPrefetchStatus { job });
-    assert_eq!(asked, int(0));
-    let end = request(row(Operation::EndSession));
-    assert_eq!(ask(&client, 8, generation, &end), None);
-    assert_eq!(hits(9, third), int(0));
-    assert_eq!(server.readings().leased_objects, 0);
-}
-
-#[test]
-fn hits_query_leaves_the_result_for_the_status_query() {
-    let (server, _, _worker, _) = crate::support::given_stored("older/model", 2);
-    for generation in [Generation::G2, Generation::G5] {
-        let client = server.raw();
-        hello(&client, generation);
-        let row = |operation| request(generation.spec(operation).unwrap());
-        let lookup = ask(&client, 1, generation, &row(Operation::Lookup));
-        assert_eq!(lookup, None);
-        for (uid, operation, hits) in [
-            (2, Operation::QueryPrefetchLookupHits, 2),
-            (3, Operation::QueryPrefetchLookupHits, 2),
-            (4, Operation::QueryPrefetchStatus, 2),
-            (5, Operation::QueryPrefetchLookupHits, 0),
-        ] {
-            let answer = ask(&client, uid, generation, &row(operation));
-            assert_eq!(answer, int(hits), "{generation:?} {uid}");
-        }
-    }
-}
-
-/// A registration of an engine-driven worker with its process id.
-fn worker<'a>(scope: &'a kvtier_client::Scope, process: i64) -> Request<'a, Vec<u32>> {
-    Request::RegisterEngineDriven(crate::support::context(process, scope))
-}
-
-#[test]
-fn equal_process_ids_of_two_connections_are_two_workers() {
-    let server = TestServer::start(&[]);
-    for generation in [Generation::G3, Generation::G4, Generation::G5] {
-        let scopes = ["older/a", "older/b"].map(kvtier_client::Scope::new);
-        let clients = [server.raw(), server.raw()];
-        for (client, scope) in clients.iter().zip(&scopes) {
-            hello(client, generation);
-            ask(client, 1, generation, &worker(scope, 77));
-        }
-        assert_eq!(server.readings().instances, 2, "{generation:?}");
-        // 0.4.6 unregisters every worker by the operation for pages.
-        let instance = InstanceId(77);
-        let leave = match generation {
-            Generation::G3 => Request::UnregisterKvCache { instance },
-            _ => Request::UnregisterEngineDriven { instance },
-        };
-        ask(&clients[0], 2, generation, &leave);
-        assert_eq!(server.readings().instances, 1, "{generation:?}");
-        let ping = Request::Ping {
-            instance: Some(instance),
-        };
-        assert_eq!(ask(&clients[1], 2, generation, &ping), yes());
-        ask(&clients[1], 3, generation, &leave);
-        assert_eq!(server.readings().instances, 0, "{generation:?}");
-    }
-}
-
-/// 0.4.6 learns of no pool; its chunks are those of any other release.
-#[test]
-fn pickled_chunks_of_early_workers_are_found_by_others() {
-    let server = TestServer::start(&[]);
-    let (scope, generation) = (kvtier_client::Scope::new("older/model"), Generation::G3);
-    let client = server.raw();
-    hello(&client, generation);
-    let registered = ask(&client, 1, generation, &worker(&scope, INSTANCE.0));
-    assert_eq!(registered, None);
-    let mut other = server.engine_driven(1 << 40, &scope);
-    let (prompt, len) = (tokens(1, 2), other.chunk_bytes());
-    let key = |worker_id, request_id| CacheKey {
-        model_name: "older/model",
-        world_size: 1,
-        worker_id,
-        tokens: prompt.clone(),
-        start: 0,
-        end: 2 * CHUNK as u64,
-        chunk_tokens: None,
-        request_id,
-        cache_salt: "",
-        request_configs: None,
-        num_kv_readers: None,
-    };
-    let instance = INSTANCE;
-    let prepared = Request::PrepareStore {
-        key: key(Some(0), "s"),
-        instance,
-    };
-    let prepared = ask(&client, 2, generation, &prepared);
-    let pickled = Response::PrepareStore(PrepareStore { target: None });
-    assert_eq!(prepared, pickled.encode(), "no slots");
-    // K and V, layers, tokens, hidden values of `support::context`.
-    let shape = [2, 2, CHUNK as u64, 64];
-    let tensor = TensorToWrite {
-        dtype: Dtype::BFloat16,
-        shape: &shape,
-    };
-    let data = pickle::write_tensors(&[tensor, tensor], |index, out| {
-        out.extend(std::iter::repeat_n(index as u8 + 1, len));
-        Ok::<_, pickle::WriteError>(())
-    })
-    .unwrap();
-    let commit = Request::CommitStore {
-        key: key(Some(0), "s"),
-        instance,
-        data: &data,
-    };
-    assert_eq!(ask(&client, 3, generation, &commit), yes());
-    let prompt = crate::support::prompt(1, 2);
-    assert_eq!(other.lookup(&prompt, "o").unwrap(), 2);
-    let read = other.retrieve(&prompt, crate::support::range(0..2), "o", |index, got| {
-        assert_eq!(got, vec![index as u8 + 1; len]);
-    });
-    assert!(read.unwrap().is_some());
-    // And back, pickled.
-    let lookup = Request::Lookup {
-        key: key(None, "r"),
-        tp_size: 1,
-    };
-    assert_eq!(ask(&client, 4, generation, &lookup), None);
-    let retrieve = Request::PrepareRetrieve {
-        key: key(Some(0), "r"),
-        instance,
-    };
-    let answer = ask(&client, 5, generation, &retrieve).unwrap();
-    match Response::decode(ResponseKind::PrepareRetrieve, Some(&answer)).unwrap() {
-        Response::PrepareRetrieve(hit) => {
-            assert!(hit.success && hit.slots.is_none() && hit.data.len() > 2 * len);
-        }
-        other => panic!("{other:?}"),
-    }
-}
-
-/// Up to 0.4.7 pings name no worker.
-#[test]
-fn first_ping_of_a_reconnected_client_is_refused() {
-    let server = TestServer::start(&[]);
-    let ping = Request::Ping { instance: None };
-    for generation in [
-        Generation::G1,
-        Generation::G2,
-        Generation::G3,
-        Generation::G4,
-    ] {
-        // One that has a worker registers it again; a scheduler is healthy again one heartbeat later.
-        let client = server.raw();
-        let mut pings = (5..9).map(|uid| ask(&client, uid, generation, &ping));
-        assert_eq!(pings.next(), Some(no()), "{generation:?}");
-        assert!(pings.all(|answer| answer == yes()));
-        // One that has sent a scheduler's request has no worker.
-        let client = server.raw();
-        let lookup = request(generation.spec(Operation::Lookup).unwrap());
-        ask(&client, 5, generation, &lookup);
-        let mut pings = (6..8).map(|uid| ask(&client, uid, generation, &ping));
-        assert!(pings.all(|answer| answer == yes()), "{generation:?}");
-        // One that began here is known.
-        let client = server.raw();
-        hello(&client, generation);
-        assert_eq!(ask(&client, 1, generation, &ping), yes());
-    }
-    // Its worker is the last that its connection named.
-    let scope = kvtier_client::Scope::new("older/model");
-    let client = server.raw();
-    hello(&client, Generation::G4);
-    ask(&client, 1, Generation::G4, &worker(&scope, 77));
-    assert_eq!(ask(&client, 2, Generation::G4, &ping), yes());
-    let registered = server.engine().status(true).non_cuda_context_meta;
-    let id = registered.keys().next().unwrap().parse().unwrap();
-    let newest = server.raw();
-    hello(&newest, Generation::G6);
-    let instance = InstanceId(id);
-    let leave = Request::UnregisterEngineDriven { instance };
-    ask(&newest, 1, Generation::G6, &leave);
-    assert_eq!(ask(&client, 3, Generation::G4, &ping), no());
-}
-
-#[test]
-fn refused_ping_precedes_refused_engine_driven_retrieve() {
-    let server = TestServer::start(&[]);
-    for generation in [Generation::G3, Generation::G4, Generation::G5] {
-        let client = server.raw();
-        hello(&client, generation);
-        let asked = frames(1, generation.spec(Operation::PrepareRetrieve).unwrap());
-        client.send(&asked);
-        // A ping may pass the request that is refused; then a later one reports it.
-        let ping = frames(2, generation.spec(Operation::Ping).unwrap());
-        let mut last = None;
-        let answer = loop {
-            client.send(&ping);
-            let message = client.receive();
-            if message[0] == asked[0] {
-                break message;
-            }
-            last = message.get(2).cloned();
-            server.pass(std::time::Duration::from_secs(1));
-        };
-        assert_eq!(last, no(), "{generation:?}");
-        assert_eq!(answer[..2], asked[..2], "{generation:?}");
-        let miss = Response::PrepareRetrieve(PrepareRetrieve::miss());
-        assert_eq!(
-            Response::decode(
-                ResponseKind::PrepareRetrieve,
-                answer.get(2).map(Vec::as_slice)
-            )
-            .unwrap(),
-            miss
-        );
-    }
-}
-
-/// 16 with a key and a worker prepares a store in the newest generation and commits a retrieve in 0.5.0 to 0.5.2. The former
-/// dies of an answer without a payload, the latter stops receiving at one of another type.
-#[test]
-fn ambiguous_request_waits_for_the_ping() {
-    let server = TestServer::start(&[]);
-    let reconnected = |generation: Generation, operation| {
-        let client = server.raw();
-        let mut key = frames(8, Generation::G5.spec(Operation::CommitRetrieve).unwrap());
-        key[0] = vec![8];
-        client.send(&key);
-        let ping = frames(9, generation.spec(Operation::Ping).unwrap());
-        client.send(&ping);
-        let (first, second) = (client.receive(), client.receive());
-        assert_eq!(
-            (&first[0], &second[0]),
-            (&key[0], &ping[0]),
-            "{generation:?}"
-        );
-        let kind = generation.spec(operation).unwrap().response;
-        Response::decode(kind, first.get(2).map(Vec::as_slice))
-            .unwrap()
-            .encode()
-    };
-    let target = PrepareStore {
-        target: Some(StoreTarget::default()),
-    };
-    assert_eq!(
-        reconnected(Generation::G6, Operation::PrepareStore),
-        Response::PrepareStore(target).encode()
-    );
-    assert_eq!(
-        reconnected(Generation::G5, Operation::CommitRetrieve),
-        Response::Bool(false).encode()
-    );
 }
 
 #[test]
@@ -655,26 +373,4 @@ fn a_newer_client_beside_them_is_served() {
         assert_eq!(got, vec![7; len])
     });
     assert!(read.unwrap().is_some());
-}
-
-#[test]
-fn held_answer_is_sent_before_the_server_stops() {
-    let server = TestServer::start(&[]);
-    let client = server.raw();
-    hello(&client, Generation::G5);
-    let asked = frames(1, Generation::G5.spec(Operation::PrepareRetrieve).unwrap());
-    client.send(&asked);
-    let ping = frames(2, Generation::G5.spec(Operation::Ping).unwrap());
-    // The refusal is counted before the answer is held: a ping in between would not be the client's notice.
-    let started = std::time::Instant::now();
-    while !server.engine().holds_answers() {
-        assert!(started.elapsed() < PATIENCE, "no answer is held");
-        std::thread::yield_now();
-    }
-    let engine = std::sync::Arc::downgrade(server.engine());
-    let stopped = std::thread::spawn(move || drop(server));
-    client.send(&ping);
-    while client.receive()[0] != asked[0] {}
-    stopped.join().unwrap();
-    assert!(engine.upgrade().is_none(), "nothing keeps the engine");
 }
