@@ -64,3 +64,31 @@ label_sets! {
     /// Labels of LMCache's number of adapters that are asked.
     AdaptersLabels { state: &'static str }
 }
+
+/// Why spans of traces are lost.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SpanLoss {
+    /// Work ended faster than spans were made of it.
+    QueueFull,
+    /// Too many spans waited for the collector.
+    BufferFull,
+    /// The collector would not take them.
+    Rejected,
+    /// It has not taken them for minutes.
+    TimedOut,
+    /// The server stopped first.
+    Stopped,
+}
+
+impl SpanLoss {
+    /// Its metric label.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::QueueFull => "queue_full",
+            Self::BufferFull => "buffer_full",
+            Self::Rejected => "rejected",
+            Self::TimedOut => "timed_out",
+            Self::Stopped => "stopped",
+        }
+    }
+}

@@ -10,12 +10,12 @@ mod gpu;
 mod l2;
 mod labels;
 mod names;
+mod scrape;
 mod serde;
 mod tenants;
 #[cfg(test)]
 mod tenants_tests;
 
-use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::Duration;
@@ -24,13 +24,13 @@ pub use gpu::{GpuFigures, GpuMetrics};
 use kvtier_api::RequestPortStatus;
 use kvtier_core::cache::KeyOutcome;
 pub use l2::{GuardReadings, L2Metrics, PrefetchPhase, TierCall, TierReadings};
+pub use labels::SpanLoss;
 use labels::{
     BuildLabels, DeviceLabels, EarlyExitLabels, FailureLabels, L1GaugeLabels, L1Labels,
     LoadedLabels, LookupLabels, OperationLabels, OverQuotaLabels, ReadFailureLabels, RefusedLabels,
     SpanLossLabels,
 };
 use names::Names;
-use prometheus_client::encoding::text;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
@@ -135,34 +135,6 @@ pub struct Metrics {
     prompt_chunks_hashed: Counter,
 }
 
-/// Why spans of traces are lost.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum SpanLoss {
-    /// Work ended faster than spans were made of it.
-    QueueFull,
-    /// Too many spans waited for the collector.
-    BufferFull,
-    /// The collector would not take them.
-    Rejected,
-    /// It has not taken them for minutes.
-    TimedOut,
-    /// The server stopped first.
-    Stopped,
-}
-
-impl SpanLoss {
-    /// Its metric label.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::QueueFull => "queue_full",
-            Self::BufferFull => "buffer_full",
-            Self::Rejected => "rejected",
-            Self::TimedOut => "timed_out",
-            Self::Stopped => "stopped",
-        }
-    }
-}
-
 /// Figures read from the engine at scrape time.
 #[derive(Debug, Default, Clone)]
 pub struct Readings {
@@ -213,11 +185,6 @@ pub struct Readings {
     /// Bytes of L1 that GPUs reach directly.
     pub pinned_bytes: u64,
 }
-
-const L1: L1GaugeLabels = L1GaugeLabels {
-    backend: "dram",
-    l1_tag: "_default",
-};
 
 /// Metrics whose names share a prefix.
 struct Prefix(Registry);
@@ -566,57 +533,5 @@ impl Metrics {
         self.lost_spans
             .get_or_create(&SpanLossLabels { reason })
             .inc_by(spans);
-    }
-
-    /// The text of `/metrics`.
-    pub fn encode(&self, readings: &Readings) -> String {
-        let mut out = String::new();
-        // Writing to a String cannot fail.
-        let _ = self.encode_to(readings, &mut out);
-        out
-    }
-
-    /// Writes the text of `/metrics`.
-    ///
-    /// # Errors
-    /// Those of `out`.
-    pub fn encode_to(&self, readings: &Readings, out: &mut impl fmt::Write) -> fmt::Result {
-        let set = |gauge: &Gauge, value: u64| {
-            gauge.set(i64::try_from(value).unwrap_or(i64::MAX));
-        };
-        set(&self.l1_usage_bytes.get_or_create(&L1), readings.used_bytes);
-        set(
-            &self.l1_staging_bytes.get_or_create(&L1),
-            readings.staged_bytes,
-        );
-        let ratio = readings.used_bytes as f64 / readings.capacity_bytes.max(1) as f64;
-        self.l1_usage_ratio.get_or_create(&L1).set(ratio);
-        set(&self.l1_staging_limit_bytes, readings.staging_limit_bytes);
-        set(&self.l1_largest_free_bytes, readings.largest_free_bytes);
-        set(&self.l1_capacity_bytes, readings.capacity_bytes);
-        set(&self.l1_objects, readings.objects);
-        set(&self.l1_leased_objects, readings.leased_objects);
-        set(&self.l1_prefaulted_bytes, readings.prefaulted_bytes);
-        set(&self.active_prefetch_jobs, readings.unread_lookups);
-        set(&self.active_sessions, readings.sessions);
-        set(&self.registered_instances, readings.instances);
-        // The engine's own totals are the truth; the counters here only follow them.
-        for (counter, total) in [
-            (&self.evicted_chunks, readings.evicted_objects),
-            (&self.evicted_bytes, readings.evicted_bytes),
-            (&self.accounting_errors, readings.accounting_errors),
-            (&self.prompt_chunks_known, readings.prompt_chunks_known),
-            (&self.prompt_chunks_hashed, readings.prompt_chunks_hashed),
-        ] {
-            counter
-                .inner()
-                .fetch_max(total, std::sync::atomic::Ordering::Relaxed);
-        }
-        self.gpus.read(&readings.gpus, readings.pinned_bytes);
-        self.l2.read(readings);
-        for registry in &self.registries {
-            text::encode_registry(out, registry)?;
-        }
-        text::encode_eof(out)
     }
 }
