@@ -91,8 +91,7 @@ impl Commands {
             None => &[],
         };
         self.begin(&[b"SET", key], 3 + 2 * options.len());
-        let bytes = self.bytes();
-        bytes.extend_from_slice(format!("${}\r\n", from.len()).as_bytes());
+        line(self.bytes(), b'$', from.len());
         self.segments.push(Segment::Object(from));
         self.bytes().extend_from_slice(b"\r\n");
         if let Some(ttl) = ttl {
@@ -126,8 +125,7 @@ impl Commands {
             self.bytes().extend_from_slice(b"*1\r\n$6\r\nASKING\r\n");
             self.expected.push(Expected::Asking);
         }
-        let head = format!("*{count}\r\n");
-        self.bytes().extend_from_slice(head.as_bytes());
+        line(self.bytes(), b'*', count as u64);
         arguments
             .iter()
             .for_each(|argument| self.argument(argument));
@@ -135,7 +133,7 @@ impl Commands {
 
     fn argument(&mut self, argument: &[u8]) {
         let bytes = self.bytes();
-        bytes.extend_from_slice(format!("${}\r\n", argument.len()).as_bytes());
+        line(bytes, b'$', argument.len() as u64);
         bytes.extend_from_slice(argument);
         bytes.extend_from_slice(b"\r\n");
     }
@@ -150,4 +148,11 @@ impl Commands {
             _ => unreachable!("one was pushed"),
         }
     }
+}
+
+/// Appends the first line of an argument or of a command.
+fn line(bytes: &mut Vec<u8>, kind: u8, number: u64) {
+    bytes.push(kind);
+    bytes.extend_from_slice(itoa::Buffer::new().format(number).as_bytes());
+    bytes.extend_from_slice(b"\r\n");
 }

@@ -82,8 +82,8 @@ const COMPANION_TTL: u64 = 7 * 24 * 3600;
 /// Longest value of a server by default.
 const MAX_VALUE: u64 = 512 << 20;
 
-/// Keys that one call asks about at most.
-const KEYS_PER_CALL: usize = 512;
+/// Keys that one call asks about at most: while the server answers it, the next one is written.
+const KEYS_PER_CALL: usize = 128;
 
 /// Adapter of a server or a cluster.
 pub struct RespAdapter {

@@ -168,7 +168,9 @@ impl Nodes {
                             results[at] = Some(Err(endpoint.error(ErrorKind::Unavailable, what)));
                         }
                     }
-                    tokio::task::yield_now().await;
+                    if lane == Lane::Values {
+                        tokio::task::yield_now().await;
+                    }
                 }
             }
             if left.is_empty() {
