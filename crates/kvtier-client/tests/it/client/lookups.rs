@@ -12,19 +12,16 @@ use super::{connect, connect_healthy, default_answers, settings, settings_with};
 use crate::support::Server;
 
 /// Answers also ends of sessions, and passes on whose.
-fn ends() -> (
-    impl FnMut(&Request<'_, Vec<u32>>) -> Option<Response<'static>> + Send + 'static,
-    mpsc::Receiver<String>,
-) {
-    let (sender, ended) = mpsc::channel();
-    let answer = move |request: &Request<'_, Vec<u32>>| match request {
+fn with_ends(
+    ended: mpsc::Sender<String>,
+) -> impl FnMut(&Request<'_, Vec<u32>>) -> Option<Response<'static>> + Send + 'static {
+    move |request| match request {
         Request::EndSession { request_id } => {
-            sender.send((*request_id).to_owned()).unwrap();
+            ended.send((*request_id).to_owned()).unwrap();
             Some(Response::Nothing)
         }
         request => default_answers(request),
-    };
-    (answer, ended)
+    }
 }
 
 #[test]
@@ -48,8 +45,8 @@ fn lookup_is_polled_until_result_is_known() {
 
 #[test]
 fn timed_out_lookup_ends_its_session() {
-    let (answer, ended) = ends();
-    let server = Server::typed(answer);
+    let (sender, ended) = mpsc::channel();
+    let server = Server::typed(with_ends(sender));
     let brief = Settings {
         timeout: Duration::from_millis(50),
         ..settings()
@@ -64,7 +61,8 @@ fn timed_out_lookup_ends_its_session() {
 
 #[test]
 fn lookup_with_too_many_hits_fails_and_ends_session() {
-    let (mut answer, ended) = ends();
+    let (sender, ended) = mpsc::channel();
+    let mut answer = with_ends(sender);
     let server = Server::typed(move |request| match request {
         Request::Lookup { .. } => Some(Response::Nothing),
         Request::WaitPrefetchStatus { .. } => Some(Response::Int(4)),
@@ -109,7 +107,7 @@ fn session_end_is_sent_however_late_server_starts() {
     let client = Client::connect_with(&no_server, brief).unwrap();
     let late = client.end_session("request").join().unwrap_err();
     assert!(matches!(late, ClientError::Timeout { .. }), "{late}");
-    let (answer, ended) = ends();
-    let _server = Server::typed_at(&no_server, answer);
+    let (sender, ended) = mpsc::channel();
+    let _server = Server::typed_at(&no_server, with_ends(sender));
     assert_eq!(ended.recv().unwrap(), "request");
 }
