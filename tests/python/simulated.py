@@ -3,13 +3,16 @@
 The KV of a token is a number that all tokens up to it determine. Before a step, the model compares the KV of every token that a
 layer attends to, in the blocks that vLLM's tables name. So a hit with wrong bytes, or without a token of a window,
 fails at the first step that would have used it. Groups overlay each other in memory, as vLLM's do. A recurrent state is the number
-of the last token in it, moved from block to block as vLLM's worker does.
+of the last token in it, moved from block to block as vLLM's worker does (`mamba_utils`). A token that is sampled depends on its request
+and place only, so drafts can be right. With asynchronous scheduling a step is computed when the next one is scheduled already.
 """
 
 import copy
 import functools
 import os
 import random
+from collections import Counter, deque
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +26,9 @@ from vllm.config import KVTransferConfig  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.utils.hashing import sha256  # noqa: E402
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash  # noqa: E402
+from vllm.model_executor.layers.mamba.checkpoint import compute_mamba_prefill_checkpoints  # noqa: E402
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_cache_hit_alignment_tokens  # noqa: E402
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     ChunkedLocalAttentionSpec,
@@ -33,7 +38,7 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
     MambaSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: E402
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
 
@@ -47,11 +52,14 @@ init_none_hash(sha256)
 
 
 @functools.cache
-def _vllm_config():
+def _vllm_config(drafts):
     if not MODEL.exists():
         pytest.skip(f"no model at {MODEL}: run tests/setup.sh")
     os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    return EngineArgs(model=str(MODEL), max_model_len=1024, dtype="float32", enforce_eager=True).create_engine_config()
+    speculative = {"method": "ngram", "num_speculative_tokens": drafts, "prompt_lookup_max": 4} if drafts else None
+    return EngineArgs(
+        model=str(MODEL), max_model_len=1024, dtype="float32", enforce_eager=True, speculative_config=speculative
+    ).create_engine_config()
 
 
 def full(block):
@@ -78,6 +86,11 @@ def state(block):
     return MambaSpec(block_size=block, shapes=((PAGE,),), dtypes=(torch.float32,), mamba_cache_mode="align")
 
 
+def _next_kv(known, token):
+    """The KV of a token behind those that are known."""
+    return hash((known[-1] if known else 1, token)) % (1 << 20)
+
+
 class Wrong(AssertionError):
     """A layer would attend to other KV than that of its tokens."""
 
@@ -85,8 +98,17 @@ class Wrong(AssertionError):
 class Simulation:
     """One engine with a simulated model. `close` ends it."""
 
-    def __init__(self, server, name, specs, blocks, caching, step_tokens, seed=0, **options):
-        config = copy.deepcopy(_vllm_config())
+    def __init__(
+        self, server, name, specs, blocks, caching, step_tokens, seed=0, hash_parts=1, checkpoints=False, is_async=False, drafts=0, **options
+    ):
+        """`hash_parts`: vLLM's prefix cache finds such parts of blocks too; `checkpoints`: a step has states of such parts;
+        `drafts`: tokens that are speculated in each step."""
+        config = copy.deepcopy(_vllm_config(drafts))
+        hash_block = min(spec.block_size for spec in specs) // hash_parts
+        kept = {"num_speculative_blocks": drafts}
+        if checkpoints:
+            kept |= {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": hash_block}
+        specs = [replace(spec, **kept) if isinstance(spec, MambaSpec) else spec for spec in specs]
         config.cache_config.num_gpu_blocks = blocks
         config.cache_config.enable_prefix_caching = caching
         config.cache_config.block_size = max(spec.block_size for spec in specs)
@@ -95,7 +117,7 @@ class Simulation:
         config.scheduler_config.max_num_batched_tokens = step_tokens
         config.scheduler_config.max_num_scheduled_tokens = step_tokens
         config.scheduler_config.max_num_seqs = 4
-        config.scheduler_config.async_scheduling = False
+        config.scheduler_config.async_scheduling = is_async
         extra = {
             "kvtier.url": server.url, "kvtier.model_name": name, "kvtier.start": "wait 60", "kvtier.lookup_timeout": 60,
             "kvtier.transfer_mode": "lmcache_driven", "kvtier.follow_resets": False, **options,
@@ -106,10 +128,11 @@ class Simulation:
         sizes = [spec.block_size for spec in specs]
         groups = [KVCacheGroupSpec([f"g{g}.l{layer}" for layer in range(LAYERS)], spec) for g, spec in enumerate(specs)]
         cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
-        cache.kv_cache_layout, cache.hash_block_size = "LBHNC", min(sizes)
-        self.specs, self.block_tokens = specs, max(sizes)
-        self.scheduler = Scheduler(
-            config, cache, StructuredOutputManager(config), block_size=max(sizes), hash_block_size=min(sizes), log_stats=True
+        cache.kv_cache_layout, cache.hash_block_size = "LBHNC", hash_block
+        self.specs, self.block_tokens, self.hash_block, self.drafts = specs, max(sizes), hash_block, drafts
+        self.alignment = resolve_cache_hit_alignment_tokens(cache, config, max(sizes), hash_block)
+        self.scheduler = (AsyncScheduler if is_async else Scheduler)(
+            config, cache, StructuredOutputManager(config), block_size=max(sizes), hash_block_size=hash_block, log_stats=True
         )
         self.worker = KvTierConnector(copy.deepcopy(config), KVConnectorRole.WORKER, cache)
         pages = [torch.zeros(blocks * PAGE) for _ in range(LAYERS)]
@@ -117,28 +140,45 @@ class Simulation:
         self.tensors = {
             f"g{g}.l{layer}": page.view(blocks, 1, count, PAGE // count) for layer, page in enumerate(pages) for g, count in enumerate(slots)
         }
-        # Request -> place of the block with its running state.
-        self.places = {}
+        # Steps that are not computed yet, and how many may be.
+        self.ahead, self.is_ahead = deque(), int(is_async)
+        # Request -> its prompt; its blocks, as the worker knows them; the place of the block with its running state, and how many
+        # tokens of the last step were right.
+        self.prompts, self.ends, self.tables, self.places = {}, {}, {}, {}
         self.worker.register_kv_caches(self.tensors)
         self.source = random.Random(seed)
-        self.hasher = get_request_block_hasher(min(sizes), sha256)
+        self.hasher = get_request_block_hasher(hash_block, sha256)
         self.values, self.external, self.preempted, self.steps, self.checked = {}, 0, 0, 0, 0
         self.scheduled, self.left = 0, 0
+        # What a schedule is about: steps scheduled ahead, copied states, states of checkpoints, tokens sampled behind right drafts.
+        self.seen = Counter()
 
     def add(self, name, tokens, salt=None, answer=4):
         """A request arrives."""
         params = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0)
         params.update_from_generation_config({}, eos_token_id=1)
         request = Request(name, tokens, params, None, cache_salt=salt, block_hasher=self.hasher)
+        self.prompts[name], self.ends[name] = tokens, len(tokens) + answer
         self.scheduler.add_request(request)
 
-    def _kv(self, request):
-        """The KV of all tokens of a request: one number each, that depends on the tokens before it."""
-        known = self.values.setdefault(request.request_id, [])
-        tokens = request.all_token_ids
-        while len(known) < len(tokens):
-            known.append(hash((known[-1] if known else 1, tokens[len(known)])) % (1 << 20))
-        return torch.tensor(known, dtype=torch.float32)
+    def _token(self, name, at):
+        """The token at this place of a request."""
+        prompt = self.prompts[name]
+        return prompt[at] if at < len(prompt) else random.Random(f"{name}-{at}").randrange(2, 4000)
+
+    def tokens_of(self, name):
+        """A request's prompt and answer."""
+        return [self._token(name, at) for at in range(self.ends[name])]
+
+    def _kv(self, name, count, drafts):
+        """The KV of a request's first `count` tokens, behind which are `drafts`: one number each, that depends on the tokens before it."""
+        known = self.values.setdefault(name, [])
+        while len(known) < count:
+            known.append(_next_kv(known, self._token(name, len(known))))
+        speculated = known[:count]
+        for token in drafts:
+            speculated.append(_next_kv(speculated, token))
+        return torch.tensor(speculated, dtype=torch.float32)
 
     def _pages(self, group, table, first, last):
         """Of each layer, the pages of tokens from `first` to `last`, as (tensor, blocks, places in them)."""
@@ -152,12 +192,12 @@ class Simulation:
         """What a page has of these tokens."""
         return values[:, None] * 8 + (group * LAYERS + layer) + torch.zeros(width)
 
-    def _attend(self, request, table, computed, scheduled):
+    def _attend(self, name, computed, scheduled, drafts):
         """Checks what each layer attends to, then computes."""
-        values = self._kv(request)
+        values, table = self._kv(name, computed + scheduled - len(drafts), drafts), self.tables[name]
         for group, spec in enumerate(self.specs):
             if isinstance(spec, MambaSpec):
-                self._advance_state(request, group, table[group], computed, scheduled)
+                self._advance_state(name, group, values, computed, scheduled, len(drafts))
                 continue
             if isinstance(spec, ChunkedLocalAttentionSpec):
                 first = computed // spec.attention_chunk_size * spec.attention_chunk_size
@@ -169,53 +209,119 @@ class Simulation:
                 if not torch.equal(found, wanted):
                     wrong = (found != wanted).any(1).nonzero().flatten() + first
                     raise Wrong(
-                        f"step {self.steps}: request {request.request_id} of {request.num_tokens} tokens, at {computed}: group {group} "
-                        f"({spec.block_size} tokens per block) attends to wrong KV of tokens {wrong[:8].tolist()}.. "
-                        f"{wrong[-1].item()}; table {table[group]}"
+                        f"step {self.steps}: request {name} at {computed}: group {group} ({spec.block_size} tokens per block) attends to "
+                        f"wrong KV of tokens {wrong[:8].tolist()}.. {wrong[-1].item()}; table {table[group]}"
                     )
                 self.checked += len(places)
             for layer, (tensor, blocks, places) in enumerate(self._pages(group, table[group], computed, computed + scheduled)):
                 tensor[blocks, 0, places] = self._expected(values[computed : computed + scheduled], group, layer, tensor.shape[-1])
 
-    def _advance_state(self, request, group, table, computed, scheduled):
-        """Checks the state after the `computed` tokens, and moves it behind those that are `scheduled`."""
-        values, size, end = self._kv(request), self.specs[group].block_size, computed + scheduled
-        place = -(-end // size) - 1
+    def _advance_state(self, name, group, values, computed, scheduled, drafts):
+        """Checks the state after the `computed` tokens, and moves it behind those that are `scheduled`: behind each draft in a block of its
+        own."""
+        spec, table, end = self.specs[group], self.tables[name][group], computed + scheduled
+        size = spec.block_size
+        place, right = self.places.get(name, ((computed - 1) // size, 1))
+        [offset], [checkpoint] = compute_mamba_prefill_checkpoints(
+            [end], [scheduled], self.hash_block, size, spec.prefill_checkpoint_alignment if spec.num_prefill_checkpoint_blocks else None,
+            False, self.alignment,
+        )  # fmt: skip
         for layer in range(LAYERS):
             tensor = self.tensors[f"g{group}.l{layer}"]
             if computed:
-                block = table[self.places.get(request.request_id, (computed - 1) // size)]
+                block = table[place + right - 1]
                 wanted = self._expected(values[computed - 1 : computed], group, layer, PAGE)[0]
                 if not torch.equal(tensor[block, 0, 0], wanted):
                     raise Wrong(
-                        f"step {self.steps}: request {request.request_id} of {request.num_tokens} tokens, at {computed}: group {group} "
-                        f"has another state in block {block}; table {table}"
+                        f"step {self.steps}: request {name} at {computed}: group {group} has another state in block {block}; table {table}"
                     )
                 self.checked += 1
-            tensor[table[place], 0, 0] = self._expected(values[end - 1 : end], group, layer, PAGE)[0]
+            if offset:
+                self.seen["checkpoints"] += 1
+                at = computed + offset
+                tensor[table[checkpoint], 0, 0] = self._expected(values[at - 1 : at], group, layer, PAGE)[0]
+            for draft in range(drafts + 1):
+                at = end - drafts + draft
+                tensor[table[-(-end // size) - 1 + draft], 0, 0] = self._expected(values[at - 1 : at], group, layer, PAGE)[0]
+
+    def _settle_states(self, name, end, drafts, right):
+        """Moves the state that `right` of the tokens behind `end` have brought to the end of a block there."""
+        place = -(-(end + drafts) // self.block_tokens) - 1
+        reached = (end + right - 1) // self.block_tokens * self.block_tokens
+        if reached >= end:
+            whole = reached // self.block_tokens - 1
+            for group, spec in enumerate(self.specs):
+                if isinstance(spec, MambaSpec):
+                    table = self.tables[name][group]
+                    for layer in range(LAYERS):
+                        tensor = self.tensors[f"g{group}.l{layer}"]
+                        tensor[table[whole]] = tensor[table[place + reached - end]]
+                        self.seen["moves"] += reached > end
+            if place == whole:
+                right = 1
+        self.places[name] = place, right
+
+    def _sample(self, name, end, drafts):
+        """The tokens behind a request's first `end`: the drafts that are right, and one more."""
+        sampled = []
+        for draft in [*drafts, None]:
+            sampled.append(self._token(name, end + len(sampled)))
+            if draft != sampled[-1]:
+                return sampled
+
+    def _speculate(self, name):
+        """Drafts; most are right."""
+        at = self.scheduler.requests[name].num_tokens
+        return [self._token(name, at + number) if self.source.random() < 0.7 else 1 for number in range(self.drafts)]
 
     def step(self):
         """One step: schedule, load, compute, store, report."""
         self.steps += 1
         scheduled = self.scheduler.schedule()
-        metadata = scheduled.kv_connector_metadata
         self.scheduled = scheduled.total_num_scheduled_tokens
         self.preempted += len(scheduled.preempted_req_ids or ())
-        worker = self.worker
+        # Those that have no more of their prompt to compute.
+        samples = {name for name in scheduled.num_scheduled_tokens if not self.scheduler.requests[name].is_prefill_chunk}
+        self.ahead.append((scheduled, samples))
+        self.seen["ahead"] += len(self.ahead) > 1
+        while self.ahead and (len(self.ahead) > self.is_ahead or not self.scheduled):
+            self._compute(*self.ahead.popleft())
+
+    def _update_tables(self, scheduled):
+        """Applies new blocks as vLLM's worker does, which appends. Returns the tokens computed before of each request."""
+        computed, cached = {}, scheduled.scheduled_cached_reqs
+        for name in [*scheduled.finished_req_ids, *cached.resumed_req_ids, *(new.req_id for new in scheduled.scheduled_new_reqs)]:
+            self.places.pop(name, None)
+        for new in scheduled.scheduled_new_reqs:
+            computed[new.req_id], self.tables[new.req_id] = new.num_computed_tokens, [list(ids) for ids in new.block_ids]
+        for name, count, more in zip(cached.req_ids, cached.num_computed_tokens, cached.new_block_ids, strict=True):
+            computed[name] = count
+            if name in cached.resumed_req_ids:
+                self.tables[name] = [list(ids) for ids in more]
+            elif more is not None:
+                for ids, new in zip(self.tables[name], more, strict=True):
+                    ids.extend(new)
+        return computed
+
+    def _compute(self, scheduled, samples):
+        """A step on the worker, and its report."""
+        metadata, worker = scheduled.kv_connector_metadata, self.worker
         worker.handle_preemptions(metadata)
+        computed = self._update_tables(scheduled)
+        for source, target in scheduled.kv_cache_block_copies or ():
+            self.seen["copies"] += 1
+            for layer in range(LAYERS):
+                self.tensors[f"g0.l{layer}"][target] = self.tensors[f"g0.l{layer}"][source]
         worker.bind_connector_metadata(metadata)
         worker.start_load_kv(None)
         self.external += sum(move.end - move.start - move.skip for move in metadata.loads)
-        sampled = []
-        for name in [*(new.req_id for new in scheduled.scheduled_new_reqs), *scheduled.scheduled_cached_reqs.resumed_req_ids]:
-            self.places.pop(name, None)
-        for name, count in scheduled.num_scheduled_tokens.items():
-            request = self.scheduler.requests[name]
-            computed = request.num_computed_tokens - count
-            self._attend(request, self.scheduler.kv_cache_manager.get_block_ids(name), computed, count)
-            self.places[name] = -(-request.num_computed_tokens // self.block_tokens) - 1
-            is_last = request.num_computed_tokens >= request.num_tokens
-            sampled.append([self.source.randrange(2, 4000)] if is_last else [])
+        sampled, names = [], list(scheduled.num_scheduled_tokens)
+        for name in names:
+            count, drafts = scheduled.num_scheduled_tokens[name], scheduled.scheduled_spec_decode_tokens.get(name, [])
+            self._attend(name, computed[name], count, drafts)
+            end = computed[name] + count - len(drafts)
+            sampled.append(self._sample(name, end, drafts) if name in samples else [])
+            self._settle_states(name, end, len(drafts), max(1, len(sampled[-1])))
         worker.wait_for_save()
         results = worker.get_transfer_results(scheduled.finished_req_ids)
         output = KVConnectorOutput(
@@ -226,18 +332,23 @@ class Simulation:
             kv_connector_worker_meta=worker.build_connector_worker_meta(),
         )
         worker.clear_connector_metadata()
-        names = list(scheduled.num_scheduled_tokens)
         self.scheduler.update_from_output(
             scheduled,
             ModelRunnerOutput(
                 req_ids=names, req_id_to_index={name: at for at, name in enumerate(names)}, sampled_token_ids=sampled, kv_connector_output=output
             ),
         )
+        running = [name for name in names if name in self.scheduler.requests]
+        for name in running:
+            tokens = self.scheduler.requests[name].all_token_ids
+            assert tokens[-1] == self._token(name, len(tokens) - 1)
+        if self.drafts:
+            self.scheduler.update_draft_token_ids(DraftTokenIds(running, [self._speculate(name) for name in running]))
 
     def run(self):
         """Steps until nothing is left to do."""
         idle = 0
-        while self.scheduler.has_requests():
+        while self.scheduler.has_requests() or self.ahead:
             self.step()
             idle = 0 if self.is_busy else idle + 1
             if idle == 200:
@@ -254,7 +365,7 @@ class Simulation:
         """Whether the last step computed something, or something is in flight that the next one may continue with."""
         state = self.scheduler.connector._scheduling
         waits = any(state.adapter.has_lookup(name) and state.adapter.check_lookup_result(name) is None for name in self.scheduler.requests)
-        return bool(self.scheduled or self.worker._loads or state.holds or waits)
+        return bool(self.scheduled or self.ahead or self.worker._loads or state.holds or waits)
 
     def _leave(self):
         """The last request leaves. In few blocks vLLM stalls when loaded requests have those that the first in its queue needs."""

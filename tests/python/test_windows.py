@@ -1,14 +1,16 @@
 """Models with sliding windows, chunked local attention or recurrent states, whose blocks vLLM reuses while their requests run: its own scheduler beside
 the connector."""
 
+import itertools
 import random
+from collections import Counter
 from contextlib import closing
 
 import pytest
 from conftest import CHUNK
 from kvtier.transfer import Group
 from rig import tokens
-from simulated import Simulation, chunked, full, state, window
+from simulated import MambaSpec, Simulation, chunked, full, state, window
 
 from kvtier.vllm.kinds import blocks_of_range, with_offered_states
 
@@ -45,18 +47,37 @@ def prompts(source, count):
     return made
 
 
-@pytest.mark.parametrize("model", [*MODELS, *STATES])
-def test_every_hit_has_the_kv_of_its_tokens(place, model):
+# How vLLM schedules, and what a simulation counts then. A step may be scheduled before the last one has ended. vLLM's own hits may end at
+# half a block, whose state it copies (tails), or which its kernels write into a block of its own (checkpoints). With drafts, states are
+# in their places behind sampling only.
+SCHEDULES = {
+    "plain": ({}, None),
+    "async": ({"is_async": True}, "ahead"),
+    "tails": ({"hash_parts": 2}, "copies"),
+    "tails-async": ({"hash_parts": 2, "is_async": True}, "copies"),
+    "checkpoints": ({"hash_parts": 2, "checkpoints": True}, "checkpoints"),
+    "drafts": ({"drafts": 3}, "moves"),
+}
+# Beside windows vLLM finds whole blocks only.
+COMBINED = [pair for pair in itertools.product(STATES, SCHEDULES) if pair[0] != "states-and-windows" or "tails" not in pair[1]]
+
+
+@pytest.mark.parametrize(
+    ("model", "schedule"),
+    [*itertools.product(MODELS, ["plain"]), *itertools.product(["gemma", "chunked"], ["async"]), *COMBINED],
+)
+def test_every_hit_has_the_kv_of_its_tokens(place, model, schedule):
     """Random prompts, steps, caches, tenants and numbers of blocks, with preemptions: no layer attends to wrong KV."""
     server, loaded, preempted, left = place.server("lmcache_driven"), 0, 0, 0
-    specs = (MODELS | STATES)[model]
+    seen = Counter()
+    specs, (options, counted) = (MODELS | STATES)[model], SCHEDULES[schedule]
     # Blocks of the longest request at its end, with those that its windows have left.
-    whole = sum(-(-(LONGEST + ANSWER) // spec.block_size) for spec in specs)
+    whole = sum(-(-(LONGEST + ANSWER) // spec.block_size) + options.get("drafts", 0) * isinstance(spec, MambaSpec) for spec in specs)
     for seed in range(3):
         source = random.Random(f"{model}-{seed}")
         engine = Simulation(
             server, model, specs, blocks=whole + [2, 6, 4 * whole][seed], caching=seed % 2 == 0 or model in STATES,
-            step_tokens=source.choice([12, 32, 100, 1024]), seed=seed,
+            step_tokens=source.choice([12, 32, 100, 1024]), seed=seed, **options, **{"kvtier.save_decode": True},
         )  # fmt: skip
         with closing(engine):
             free, asked = engine.free_blocks(), []
@@ -69,16 +90,20 @@ def test_every_hit_has_the_kv_of_its_tokens(place, model):
             # How much of these was stored before the next was looked up depends on the machine; from here on all is found.
             engine.finish_stores()
             for number, (prompt, salt) in enumerate(asked):
+                # Again, and with its answer.
                 engine.add(f"{seed}-again-{number}", prompt, salt, answer=1)
+                engine.add(f"{seed}-turn-{number}", engine.tokens_of(f"{seed}-{number}"), salt, answer=1)
             engine.run()
             assert engine.free_blocks() == free
             assert engine.errors == 0
             loaded, preempted, left = loaded + engine.external, preempted + engine.preempted, left + engine.left
-    print(f"{model}: {loaded} tokens loaded, {preempted} preemptions, {left} requests left")
+            seen += engine.seen
+    print(f"{model}: {loaded} tokens loaded, {preempted} preemptions, {left} requests left, {dict(seen)}")
     assert loaded > 12 * CHUNK
     # A model of windows alone fits into few blocks.
     assert preempted > 0 or model == "only"
     assert left < 12
+    assert counted is None or seen[counted] > 5
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -123,13 +148,14 @@ def test_states_are_not_put_off(place):
     assert found == [0, 2 * (899 // 16 * 16)]
 
 
-@pytest.mark.parametrize("model", STATES)
-def test_hits_end_at_the_last_state(place, model):
+@pytest.mark.parametrize(("model", "schedule"), [pair for pair in COMBINED if pair[1] != "checkpoints"])
+def test_hits_end_at_the_last_state(place, model, schedule):
     """Of what another engine has stored everything up to the last state that vLLM keeps of a prompt is loaded, by chunks of one block."""
     server, made = place.server("lmcache_driven"), prompts(random.Random(f"{model}-whole"), 8)
     found = []
     for name in ("first", "second"):
-        with closing(Simulation(server, model, STATES[model], blocks=600, caching=True, step_tokens=64)) as engine:
+        options = SCHEDULES[schedule][0]
+        with closing(Simulation(server, model, STATES[model], blocks=600, caching=True, step_tokens=64, **options)) as engine:
             for number, prompt in enumerate(made):
                 before = engine.external
                 engine.add(f"{name}-{number}", prompt, f"{number}", answer=1)

@@ -19,7 +19,8 @@ class Group:
 
     attention_chunk: int = 0
     """Tokens in a chunk of chunked local attention, where a token needs only those before it in its chunk; 0 for none. The window,
-    which is all that the server knows, is then a whole chunk."""
+    which is all that the server knows, is then a whole chunk: a hit just behind a chunk's end also needs objects that no layer reads, and
+    is a miss if vLLM had freed their blocks unstored."""
 
     recurrent_state: bool = False
     """Whether a block has the state after its last token instead of the KV of its tokens. The window is then one block."""

@@ -24,7 +24,8 @@ _TOKEN_MAJOR = (
     "TRITON_MLA",
 )
 
-# What the bytes of a recurrent state depend on, beside the release: its parts, their types and its kind.
+# What the bytes of a recurrent state depend on, beside the release: its parts, their types and its kind. Kernels for one kind (those
+# between which VLLM_GDN_DECODE_KERNEL chooses) write the same layout.
 _STATE = ("shapes", "dtypes", "mamba_type", "tp_replicated")
 _STATE_CACHE = ("replayssm_buffer_len", "use_replayssm", "use_kda_recoverssm")
 
