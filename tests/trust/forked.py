@@ -4,6 +4,7 @@ Each engine runs in one process (`VLLM_ENABLE_V1_MULTIPROCESSING=0`) that serves
 makes its steps only inside them. What the engine prints is in its log.
 """
 
+import contextlib
 import ctypes
 import glob
 import os
@@ -29,6 +30,8 @@ ENVIRONMENT = {
 # One call: a few prompts of a model with four layers.
 CALL_TIMEOUT = 120
 TOKENS = 8  # of each answer
+# Between the logarithms of two tokens' probabilities, less than this may be a question of rounding.
+TIE, LOGPROBS = 0.5, 4
 PR_SET_PDEATHSIG = 1
 
 
@@ -53,6 +56,14 @@ class Answer:
     ids: list
     external: int
     """Prompt tokens that the connector loaded; exact for prompts that are asked one by one."""
+    ties: list
+    """For each token, those that are nearly as probable."""
+
+    def begins(self, other):
+        """Whether this is the beginning of another answer, or leaves it for a token that is nearly as probable: prompts that are computed
+        in other batches are rounded otherwise."""
+        pairs = zip(self.ids, other.ids, other.ties, strict=False)
+        return next((one in ties for one, another, ties in pairs if one != another), len(self.ids) <= len(other.ids))
 
 
 class Died(RuntimeError):
@@ -70,7 +81,7 @@ class Engine:
 
     def __init__(self, name, logs, model, connection=None, **options):
         """`connection`: vLLM's `kv_transfer_config`; `options` are the LLM class's."""
-        self.name, self.log = name, logs / f"{name}.log"
+        self.name, self.log, self.is_leaving = name, logs / f"{name}.log", False
         self.pipe, theirs = Pipe()
         sys.stdout.flush()
         self.pid = os.fork()
@@ -113,14 +124,19 @@ class Engine:
         """The end of its log."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-count:])
 
+    def leave(self):
+        """Begin to shut down in order; `stop` waits for the end."""
+        if self.pid is None or self.is_leaving:
+            return
+        self.is_leaving = True
+        with contextlib.suppress(OSError):
+            self.submit("shutdown")
+
     def stop(self):
         """Shut down in order, then by force; segments that vLLM left are removed."""
         if self.pid is None:
             return
-        try:
-            self.pipe.send(("shutdown", (), {}))
-        except OSError:
-            pass
+        self.leave()
         try:
             wait_until(self._reaped, 60, f"end of engine {self.name}")
         except TimedOut:
@@ -208,11 +224,11 @@ class Inside:
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 if output.finished:
-                    answers[int(output.request_id.split("-")[0])] = list(output.outputs[0].token_ids)
+                    answers[int(output.request_id.split("-")[0])] = output.outputs[0]
         if settles:
             self.settle()
         external = self.external() - before
-        return [Answer(answers[number], external) for number in sorted(answers)]
+        return [Answer(list(answers[number].token_ids), external, _ties(answers[number])) for number in sorted(answers)]
 
     def ask_broken(self, prompts, server, number, count=TOKENS):
         """`ask` beside a server (its process id) that gets a signal at the first store; what the stores held. One that is only
@@ -231,14 +247,16 @@ class Inside:
                 os.kill(server, number)
             save()
 
-        def takes(*arguments):
-            take(*arguments)
-            found["held"] = max(found["held"], len(holds._counts))
+        def takes(number, request_id, blocks):
+            # States, which vLLM offers once, may be held beyond the limit.
+            counted = sum(len(ids) for ids, group in zip(blocks, connector._groups, strict=True) if not group.recurrent_state)
+            found["held"] = max(found["held"], len(holds._counts) + counted)
+            take(number, request_id, blocks)
 
         holds.take, worker.wait_for_save = takes, breaks
         worker._adapter.wait_for_stores = lambda names, patience: waits.append(names) or wait(names, patience)
         try:
-            found["ids"] = [answer.ids for answer in self.ask(prompts, count=count, settles=False)]
+            found["answers"] = self.ask(prompts, count=count, settles=False)
         finally:
             holds.take, worker.wait_for_save, worker._adapter.wait_for_stores = take, save, wait
             # One that was killed stays a process until its parent has noticed.
@@ -259,7 +277,7 @@ class Inside:
             text["multi_modal_data"] = {"image": [picture(name) for name in pictures]}
         if uuids is not None:
             text["multi_modal_uuids"] = {"image": list(uuids)}
-        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, logprobs=LOGPROBS)
         request = LoRARequest(**lora) if lora else None
         self.engine.add_request(request_id, text, params, lora_request=request)
 
@@ -294,6 +312,12 @@ class Inside:
     def shutdown(self):
         """Leave the server in order."""
         self.engine.engine_core.shutdown()
+
+
+def _ties(output):
+    """For each token of a completion, those whose probability is nearly its own, which is the highest."""
+    best = ((tops, tops[token].logprob) for token, tops in zip(output.token_ids, output.logprobs, strict=True))
+    return [{each for each, found in tops.items() if found.logprob > highest - TIE} for tops, highest in best]
 
 
 def picture(name):

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import signal
 
 import forked
 from evidence import pages_as_stored
@@ -56,9 +57,10 @@ class Case:
         return tiers.fs(self.directory)
 
     def engine(self, model, server, extra=None, **options):
-        """An engine with this case's connector; `extra` is added to the connector's own configuration."""
+        """An engine with this case's connector, or with none if there is no server; `extra` is added to the connector's own configuration."""
         name = f"engine-{len(self.engines)}"
-        made = forked.Engine(name, self.logs, self.models / model, self.connection(server, extra or {}), **options)
+        connection = self.connection(server, extra or {}) if server is not None else None
+        made = forked.Engine(name, self.logs, self.models / model, connection, **options)
         self.engines.append(made)
         return made
 
@@ -117,8 +119,37 @@ class Case:
         """The same request without a hit. A picture's uuid is the client's word, so it is left out."""
         return engine.alone(prompt, **{key: value for key, value in options.items() if key not in ("salt", "uuids")})
 
-    def recovered(self, engine, timeout=60):
-        """Wait until the engine stores and loads again; each try is a prompt of its own."""
+    def answers_alone(self, model, prompts, count, **options):
+        """What an engine without a connector and with blocks for all these prompts at once says to each."""
+        engine = self.engine(model, None, **options | {"num_gpu_blocks_override": 400, "max_num_seqs": len(prompts)})
+        answers = engine.call("ask", prompts, count=count)
+        engine.stop()
+        return answers
+
+    def crowded(self, name, engine, server, asked, later):
+        """Prompts with their answers in few blocks, so that requests are preempted, beside a server that hangs from the first store on;
+        then the same again with `later` tokens each, of what was stored meanwhile."""
+        prompts, alone = zip(*asked, strict=True)
+        found = engine.call("ask_broken", prompts, server.process.pid, signal.SIGSTOP, count=len(alone[0].ids))
+        self.agree(f"{name}-answers", found["answers"], alone)
+        self.check(f"{name}-crowded", found["preempted"] > 0, f"{found['preempted']} preemptions")
+        self.check(f"{name}-no-wait", found["waited"] == 0, f"{found['waited']} waits for stores")
+        in_flight = f"{found['in_flight']} stores in flight at the last answer"
+        well = 0 < found["held"] <= found["limit"] and found["in_flight"] > 0
+        self.check(f"{name}-held", well, f"at most {found['held']} of {found['limit']} blocks held, {in_flight}")
+        self.check(f"{name}-no-leak", found["free"] == found["free_before"], f"{found['free']} of {found['free_before']} blocks free")
+        self.recovered(engine, resets=True)
+        again = engine.call("ask", prompts, count=later)
+        self.agree(f"{name}-later", again, alone)
+        self.check(f"{name}-stored", again[0].external > 0, f"{again[0].external} tokens of what was stored meanwhile")
+
+    def agree(self, name, answers, alone):
+        """Answers are those that were computed without a hit, or their beginnings."""
+        wrong = sum(not answer.begins(other) for answer, other in zip(answers, alone, strict=True))
+        self.check(name, not wrong, f"{wrong} of {len(answers)} answers wrong")
+
+    def recovered(self, engine, timeout=60, resets=False):
+        """Wait until the engine stores and loads again; each try is a prompt of its own. `resets`: the engine has a prefix cache."""
         tries = iter(range(1000))
 
         def again():
@@ -126,9 +157,11 @@ class Case:
             number = next(tries)
             prompt = forked.prompt_of(f"probe-{number}", CHUNK * (3 + number % 2) - 8)
             engine.ask(prompt)
-            return engine.ask(prompt).external
+            return (not resets or engine.call("reset")) and engine.ask(prompt).external
 
         wait_until(again, timeout, "a hit", interval=0.2)
+        if resets:
+            self.check("reset", engine.call("reset"), "vLLM's own prefix cache")
 
     @contextlib.contextmanager
     def running(self):
@@ -138,6 +171,8 @@ class Case:
         except Exception as problem:
             self.check("runs-to-the-end", False, " ".join(str(problem).split())[:600])
         finally:
+            for engine in self.engines:
+                engine.leave()
             for engine in self.engines:
                 engine.stop()
             for server in self.servers:

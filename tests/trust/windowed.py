@@ -7,7 +7,7 @@ import signal
 
 from forked import prompt_of
 from rig import CHUNK
-from scenarios import each, scenario
+from scenarios import PATIENT, each, scenario
 
 SERVER_COPIES = ("lmcache_driven",)
 
@@ -66,20 +66,18 @@ def windows_held(case):
         case.compare(f"{model}-next-turn", engine, turn, hit=1900 // CHUNK * CHUNK)
         case.compare(f"{model}-other-tenant", engine, prompts[:1], hit=0, salt=f"alice-{model}")
         case.compare(f"{model}-tenant", engine, prompts[:1], hit=1900 // CHUNK * CHUNK, salt=f"alice-{model}")
-        engine.stop()
         # vLLM's own cache has the first 640 tokens, of a window its end only.
         both = windowed_engine(case, server, model, enable_prefix_caching=True, num_gpu_blocks_override=240)
         for number, prompt in enumerate(prompts):
             both.ask(prompt[:640], salt=f"both-{number}")
         for number, prompt in enumerate(prompts):
             alone = both.alone(prompt).ids
-            other = windowed_engine(case, server, model) if number == 0 else other
-            other.ask(prompt, salt=f"both-{number}")
+            engine.ask(prompt, salt=f"both-{number}")
             answer = both.ask(prompt, salt=f"both-{number}")
             # vLLM's own hit ends at one of its last blocks.
             right = answer.ids == alone and 1900 // CHUNK * CHUNK - 640 <= answer.external < 1900 // CHUNK * CHUNK - CHUNK
             case.check(f"{model}-local-and-loaded-{number}", right, f"{answer}, alone {alone}")
-        other.stop()
+        engine.stop()
         before, together = both.call("external"), both.call("ask", prompts)
         loaded = both.call("external") - before
         right = [answer.ids for answer in together] == [both.alone(prompt).ids for prompt in prompts]
@@ -91,46 +89,37 @@ def windows_held(case):
 @scenario(*each(connectors=["kvtier"], modes=SERVER_COPIES))
 def windows_held_crowded(case):
     """Few blocks, so that requests are preempted and windows' blocks reused at once, while the server is frozen or killed."""
+    options = {"max_model_len": 1024, "max_num_batched_tokens": 256}
+    crowded(case, "windows", options, lengths=range(530, 610, 10), answer=260, blocks=38)
+
+
+def crowded(case, model, options, lengths, answer, blocks):
+    """Answers that grow by several blocks each, so that requests are preempted, beside a server that hangs, then beside one that dies."""
     server = case.server(l1_gb=1)
     case.witness()
-    for caching in (False,):
-        name = f"caching-{caching}".lower()
-        engine = case.engine(
-            "windows", server, num_gpu_blocks_override=38, max_model_len=1024, enable_prefix_caching=caching,
-            max_num_batched_tokens=256,
-            extra={"kvtier.timeout": 60, "kvtier.store_timeout": 60, "kvtier.heartbeat": 30, "kvtier.follow_resets": False},
-        )  # fmt: skip
-        prompts = [prompt_of(f"{name}-{number}", 530 + 10 * number) for number in range(8)]
-        # Answers that grow by several blocks each, so that requests are preempted.
-        alone = [engine.alone(prompt, count=400).ids for prompt in prompts]
-        found = engine.call("ask_broken", prompts, server.process.pid, signal.SIGSTOP, count=400)
-        wrong = sum(one != other for one, other in zip(found["ids"], alone, strict=True))
-        case.check(f"{name}-answers", not wrong, f"{wrong} of {len(prompts)} answers wrong beside a server that hangs")
-        case.check(f"{name}-crowded", found["preempted"] > 0, f"{found['preempted']} preemptions")
-        case.check(f"{name}-no-wait", found["waited"] == 0, f"{found['waited']} waits for stores")
-        in_flight = f"{found['in_flight']} stores in flight at the last answer"
-        well = 0 < found["held"] <= found["limit"] and found["in_flight"] > 0
-        case.check(f"{name}-held", well, f"at most {found['held']} of {found['limit']} blocks held, {in_flight}")
-        case.check(f"{name}-no-leak", found["free"] == found["free_before"], f"{found['free']} of {found['free_before']} blocks free")
-        case.recovered(engine)
-        case.check(f"{name}-reset", engine.call("reset"), "vLLM's own prefix cache")
-        before = engine.call("external")
-        case.compare(f"{name}-later", engine, prompts, count=130)
-        loaded = engine.call("external") - before
-        case.check(f"{name}-stored", loaded > 0, f"{loaded} tokens of what was stored meanwhile")
-        # The same beside a server that dies.
-        prompts = [prompt_of(f"{name}-killed-{number}", 530 + 10 * number) for number in range(8)]
-        alone = [engine.alone(prompt, count=130).ids for prompt in prompts]
-        found = engine.call("ask_broken", prompts, server.process.pid, signal.SIGKILL, count=130)
-        server.kill()
-        wrong = sum(one != other for one, other in zip(found["ids"], alone, strict=True))
-        case.check(f"{name}-killed", not wrong, f"{wrong} of {len(prompts)} answers wrong beside a server that was killed")
-        engine.stop()
+    prompts = [prompt_of(f"{model}-{number}-{length}", length) for number in range(2) for length in lengths]
+    asked = list(zip(prompts, case.answers_alone(model, prompts, answer, **options), strict=True))
+    first, second = asked[: len(lengths)], asked[len(lengths) :]
+    engine = case.engine(model, server, PATIENT, num_gpu_blocks_override=blocks, **options)
+    case.crowded("frozen", engine, server, first, 130)
+    engine.stop()
+    # A server that died may have read until its stores' deadline.
+    hasty = PATIENT | {"kvtier.timeout": 5, "kvtier.store_timeout": 5}
+    engine = case.engine(model, server, hasty, num_gpu_blocks_override=blocks, **options)
+    prompts, alone = zip(*second, strict=True)
+    found = engine.call("ask_broken", prompts, server.process.pid, signal.SIGKILL, count=130)
+    server.kill()
+    case.agree("killed-answers", found["answers"], alone)
+    case.check("killed-no-leak", found["free"] == found["free_before"], f"{found['free']} of {found['free_before']} blocks free")
+    engine.stop()
     case.pages_as_stored()
 
 
 # Models whose layers keep a recurrent state, or the last tokens of a convolution: tokens per block, at whose ends vLLM keeps them.
 STATES = {"states": 256, "convolutions": 128}
+# vLLM keeps states beside its own prefix cache only. Its CPU kernels for them have only bfloat16, so answers are the same only where all of
+# a prompt was computed in the same steps.
+STATEFUL = {"enable_prefix_caching": True, "dtype": "bfloat16", "block_size": None}
 
 
 @scenario(*each(connectors=["kvtier"], modes=SERVER_COPIES))
@@ -142,11 +131,10 @@ def states_held(case):
         if model == "convolutions" and case.release < (0, 32):
             case.skip(model, "vLLM before 0.32 has no kernel for their width on CPUs")
             continue
-        engine = stateful_engine(case, server, model)
+        other = stateful_engine(case, server, model)
         prompts = [prompt_of(f"{model}-{number}", 1900) for number in range(3)]
         for prompt in prompts:
-            engine.ask(prompt)
-        engine.stop()
+            other.ask(prompt)
         engine = stateful_engine(case, server, model)
         whole = 1900 // block * block
         case.compare(f"{model}-again", engine, prompts, hit=whole)
@@ -161,13 +149,11 @@ def states_held(case):
         case.check(f"{model}-reset-once-more", engine.call("reset"), "vLLM's own prefix cache")
         case.compare(f"{model}-prefix-again", engine, shorter, hit=1024)
         case.compare(f"{model}-other-tenant", engine, prompts[:1], hit=0, salt=f"alice-{model}")
-        engine.stop()
+        case.check(f"{model}-reset-at-last", engine.call("reset"), "vLLM's own prefix cache")
         # vLLM's own cache has what was computed in the first step: with other steps, numbers would be rounded otherwise.
-        engine = stateful_engine(case, server, model)
         for prompt in prompts:
             engine.ask(prompt[:520], salt="both")
         case.compare(f"{model}-tenant", engine, prompts[:1], hit=whole, salt=f"alice-{model}")
-        other = stateful_engine(case, server, model)
         for prompt in prompts:
             other.ask(prompt, salt="both")
         other.stop()
@@ -176,13 +162,17 @@ def states_held(case):
     case.pages_as_stored()
 
 
+@scenario(*each(connectors=["kvtier"], modes=SERVER_COPIES))
+def states_held_crowded(case):
+    """Few blocks, so that requests are preempted and blocks of states reused at once, while the server is frozen or killed."""
+    # Steps of one block beside what other requests sample.
+    options = STATEFUL | {"max_model_len": 1024, "max_num_batched_tokens": 300}
+    crowded(case, "states", options, lengths=range(690, 770, 10), answer=160, blocks=64)
+
+
 def stateful_engine(case, server, model):
-    """Steps of 512 tokens, with vLLM's own prefix cache, without which it keeps no states. Its CPU kernels for them have only bfloat16,
-    so answers are the same only where all of a prompt was computed in the same steps."""
-    usual = {
-        "max_num_batched_tokens": 512, "num_gpu_blocks_override": 200, "enable_prefix_caching": True, "dtype": "bfloat16", "block_size": None,
-    }  # fmt: skip
-    return case.engine(model, server, {"kvtier.follow_resets": False}, **usual)
+    """Steps of 512 tokens."""
+    return case.engine(model, server, {"kvtier.follow_resets": False}, max_num_batched_tokens=512, num_gpu_blocks_override=200, **STATEFUL)
 
 
 def windowed_engine(case, server, model="windows", **options):
