@@ -290,7 +290,7 @@ mod tests {
     use tokio::net::TcpListener;
 
     use super::*;
-    use crate::exporter::tests::config;
+    use crate::testing::config;
 
     /// What a collector does with a call.
     #[derive(Clone, Copy)]

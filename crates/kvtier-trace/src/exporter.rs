@@ -294,4 +294,4 @@ impl Waiting {
 }
 
 #[cfg(test)]
-pub mod tests;
+mod tests;

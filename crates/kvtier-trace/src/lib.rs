@@ -18,6 +18,8 @@ mod otlp;
 mod record;
 mod sessions;
 mod span;
+#[cfg(test)]
+mod testing;
 mod traceparent;
 
 use std::sync::Arc;

@@ -1,8 +1,8 @@
 use super::*;
 use crate::record::{Session, Transfer, TransferKind};
 use crate::span::Ids;
+use crate::testing::config;
 use crate::{LookupResult, Tracer};
-use kvtier_config::ServerConfig;
 use std::net::{SocketAddr, TcpListener};
 
 fn spans(count: usize) -> Vec<Span> {
@@ -86,12 +86,6 @@ async fn batch_that_is_never_taken_is_dropped_in_time() {
 fn unused_address() -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     listener.local_addr().unwrap()
-}
-
-pub fn config(address: SocketAddr) -> TracingConfig {
-    let endpoint = format!("http://{address}");
-    let flags = ["--enable-tracing", "--otlp-endpoint", &endpoint];
-    ServerConfig::from_flags(&flags).unwrap().tracing.unwrap()
 }
 
 fn tracer(address: SocketAddr, metrics: &Arc<Metrics>) -> Tracer {
