@@ -4,7 +4,7 @@ mod hand_over;
 
 use std::collections::HashSet;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvtier_core::cache::{Cache, CacheConfig, ReserveRequest};
 use kvtier_core::object_key::{KeyScope, ObjectKey};
@@ -63,6 +63,18 @@ struct Bed {
 impl Drop for Bed {
     fn drop(&mut self) {
         self.l2.close();
+    }
+}
+
+/// How long a test may wait for something.
+const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Waits for something that comes soon or not at all.
+fn wait_until(what: &str, is_there: impl Fn() -> bool) {
+    let until = Instant::now() + WAIT_TIMEOUT;
+    while !is_there() {
+        assert!(Instant::now() < until, "{what} did not come");
+        std::thread::yield_now();
     }
 }
 
@@ -180,9 +192,9 @@ impl Bed {
 
     /// Waits until nothing is stored any more.
     fn settle(&self) {
-        while self.l2.store_counts().queued_bytes > 0 {
-            std::thread::yield_now();
-        }
+        wait_until("the end of all stores", || {
+            self.l2.store_counts().queued_bytes == 0
+        });
     }
 
     /// The values of the bytes of all objects in L1, each object of one value.
@@ -220,9 +232,7 @@ fn memory_of_a_late_load_is_not_reused() {
 
 /// Waits until the first tier is asked for one load: a prefetch may time out before its load begins.
 fn wait_for_load(bed: &Bed) {
-    while bed.l2.calls.of_tier(0) != [0, 1, 0] {
-        std::thread::yield_now();
-    }
+    wait_until("a load", || bed.l2.calls.of_tier(0) == [0, 1, 0]);
 }
 
 #[test]
@@ -235,9 +245,7 @@ fn a_load_that_comes_after_its_deadline_still_ends_in_l1() {
     wait_for_load(&bed);
     assert_eq!(bed.cache.stats().staged_objects, 3);
     gated.gate.add_permits(1);
-    while bed.l2.loading() > 0 {
-        std::thread::yield_now();
-    }
+    wait_until("the end of all loads", || bed.l2.loading() == 0);
     assert_eq!(bed.values(), [5, 5, 5]);
     let found = bed.prefetch();
     assert_eq!(
@@ -259,9 +267,7 @@ fn what_a_late_store_still_reads_stays_leased_and_counted() {
     let late = late(0);
     let bed = bed(&[Arc::clone(&late)], Duration::from_secs(60));
     bed.store(1..=3);
-    while late.kept.lock().len() < 3 {
-        std::thread::yield_now();
-    }
+    wait_until("three late stores", || late.kept.lock().len() == 3);
     assert_eq!(bed.l2.store_counts().queued_bytes, 3 * LEN);
     assert_eq!(bed.cache.stats().leased_objects, 3);
     late.kept.lock().clear();
@@ -279,9 +285,7 @@ fn close_reports_whether_a_tier_still_uses_l1() {
     assert!(loading.l2.close());
     let storing = bed(&[Arc::clone(&late)], Duration::from_secs(60));
     storing.store([1]);
-    while late.kept.lock().is_empty() {
-        std::thread::yield_now();
-    }
+    wait_until("a late store", || !late.kept.lock().is_empty());
     assert!(!storing.l2.close(), "it may still read");
     late.kept.lock().clear();
     assert!(storing.l2.close());
@@ -302,9 +306,7 @@ fn what_was_stored_too_late_does_not_leave_l1() {
     // The second one is stored when the tier's index has it already.
     for round in 1..=2 {
         bed.store([1]);
-        while late.kept.lock().is_empty() {
-            std::thread::yield_now();
-        }
+        wait_until("a late store", || !late.kept.lock().is_empty());
         late.kept.lock().clear();
         bed.settle();
         assert_eq!(late.store_keys().len(), round);
@@ -326,9 +328,7 @@ fn nothing_is_stored_in_a_tier_that_is_only_read_nor_leaves_l1_for_it() {
     beside.store([1, 2]);
     beside.settle();
     assert_eq!((none.store_keys().len(), all.store_keys().len()), (0, 2));
-    while beside.cache.stats().objects > 0 {
-        std::thread::yield_now();
-    }
+    wait_until("an empty L1", || beside.cache.stats().objects == 0);
     let tiers = beside.l2.readings();
     assert!(tiers[0].is_read_only && !tiers[1].is_read_only);
 }
@@ -341,9 +341,7 @@ fn what_is_deleted_while_it_waits_to_be_stored_never_is() {
     // More than are stored at the same time.
     bed.store(1..=9);
     let all: Vec<_> = (1..=9).map(|number| bed.key(number)).collect();
-    while gated.store_keys().len() < BATCHES {
-        std::thread::yield_now();
-    }
+    wait_until("the first batches", || gated.store_keys().len() >= BATCHES);
     assert_eq!(bed.delete([1, 9]), [Deleted::Absent; 2]);
     gated.gate.add_permits(1000);
     bed.settle();
@@ -365,9 +363,7 @@ fn what_is_deleted_goes_even_if_its_store_comes_after_its_deadline() {
     let late = late(0);
     let bed = bed(&[Arc::clone(&late)], Duration::from_secs(60));
     bed.store([1, 2]);
-    while late.kept.lock().len() < 2 {
-        std::thread::yield_now();
-    }
+    wait_until("two late stores", || late.kept.lock().len() == 2);
     bed.delete([1]);
     // It arrives nevertheless, and releases the memory.
     let both = [bed.key(1), bed.key(2)];
@@ -389,9 +385,7 @@ fn a_load_without_capacity_in_time_does_not_begin() {
         .loads
         .try_acquire_many(u32::try_from(permits).expect("few"));
     assert_eq!(bed.prefetch().lookup.hit_chunks, 0);
-    while bed.l2.loading() > 0 {
-        std::thread::yield_now();
-    }
+    wait_until("the end of all loads", || bed.l2.loading() == 0);
     drop(all);
     assert_eq!(bed.cache.stats().staged_objects, 0);
 }
@@ -415,9 +409,7 @@ fn loads_in_flight_and_timeouts_are_counted() {
     assert_eq!(bed.l2.calls.loading_bytes(0), 3 * LEN);
     assert_eq!(bed.l2.prefetches(), [0, 0, 0]);
     gated.gate.add_permits(1);
-    while bed.l2.loading() > 0 {
-        std::thread::yield_now();
-    }
+    wait_until("the end of all loads", || bed.l2.loading() == 0);
     assert_eq!(bed.l2.calls.of_tier(0), [0, 0, 0]);
     assert_eq!(bed.l2.calls.loading_bytes(0), 0);
 }

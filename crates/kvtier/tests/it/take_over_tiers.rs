@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use serde_json::Value;
 
 use crate::prompts::{CHUNKS, read, store};
-use crate::server::{Segments, Server};
+use crate::server::{Segments, Server, wait_until};
 use crate::take_over::take_over;
 
 /// L1 of 8 MiB, which holds 250 prompts of 32 KiB.
@@ -40,15 +40,12 @@ fn tier(server: &Server) -> Value {
 
 /// Waits until nothing waits to be stored, and the tier knows what it has.
 fn settle(server: &Server) {
-    loop {
+    wait_until("a tier with nothing to do", || {
         let status = server.http("/status", None);
         let stores = &status["storage_manager"]["store_controller"];
         let is_stored = stores["pending_keys_count"] == 0 && stores["in_flight_task_count"] == 0;
-        if is_stored && tier(server)["recovery"]["state"] == "done" {
-            return;
-        }
-        std::thread::yield_now();
-    }
+        is_stored && tier(server)["recovery"]["state"] == "done"
+    });
 }
 
 /// Names, sizes and times of the files below a directory, for an assertion without all of them.
@@ -203,8 +200,7 @@ fn refusals_leave_server_with_tier_alone() {
     assert!(log.contains("cannot open base_path"), "{log}");
     assert!(!folder.exists());
     std::fs::rename(&away, &folder).unwrap();
-    let now = files(&folder);
-    assert_eq!(now.len(), there.len(), "{now:?}");
+    assert_eq!(files(&folder), there);
     for number in 0..3 {
         assert_eq!(read(&mut worker, "a", number), Ok(CHUNKS));
     }
