@@ -257,6 +257,7 @@ impl Tier {
         item: &StoreItem,
         space_left: FreeSpace,
     ) -> Result<Option<Staged<'_>>, L2Error> {
+        item.from.check_len(item.object.len)?;
         let key = &item.object.key;
         let bytes = self.adapter.size_of(item.object.len);
         let is_indeterminate = self.states.is_indeterminate(key);

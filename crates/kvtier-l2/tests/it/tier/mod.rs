@@ -58,6 +58,22 @@ async fn store(
         .collect()
 }
 
+#[tokio::test]
+async fn buffer_of_another_length_is_not_written() {
+    let (memory, bytes) = (test_adapter(), Bytes::new());
+    let tier = tier(&memory, None);
+    let mut item = bytes.to_store(&key(1, ""), LEN);
+    item.from = bytes.buffer(LEN - 1);
+    let results = tier
+        .store(vec![bytes.to_store(&key(2, ""), LEN), item])
+        .await;
+    assert!(results[0].is_ok());
+    let refused = results[1].as_ref().unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::Refused, "{refused}");
+    assert_eq!(memory.store_keys(), [key(2, "")]);
+    assert_accounting(&tier, &memory);
+}
+
 /// Checks that the tenants' bytes sum to the total, and that this is what the backend holds.
 fn assert_accounting(tier: &Tier, memory: &TestAdapter) {
     let usage = tier.usage();
