@@ -47,15 +47,13 @@ pub struct L2State {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct StoreState {
-    /// Model, rank, object group, layout and tenant.
-    namespace: (String, u64, u32, u64, String),
-    /// In hex.
-    hashes: Vec<String>,
+    namespace: Namespace,
+    hashes: Vec<ChunkHash>,
     object_bytes: u64,
     /// Tiers that have all of them already.
     complete: u64,
     /// Tiers that they wait for, each with those that were deleted there.
-    waiting: Vec<(usize, Vec<String>)>,
+    waiting: Vec<(usize, Vec<ChunkHash>)>,
 }
 
 impl L2State {
@@ -100,21 +98,6 @@ fn unavailable(what: impl Into<String>) -> Error {
 
 fn of_tier(name: &str, error: L2Error) -> Error {
     unavailable(format!("tier {name}")).source(error)
-}
-
-fn hex_of(hashes: impl IntoIterator<Item = ChunkHash>) -> Vec<String> {
-    let hashes = hashes.into_iter();
-    hashes.map(|hash| hash.to_string()).collect()
-}
-
-fn hashes_of(hashes: &[String]) -> Result<Vec<ChunkHash>> {
-    let hash = |text: &String| {
-        let mut hash = [0; ChunkHash::LEN];
-        hex::decode_to_slice(text, &mut hash)
-            .map_err(|_| Error::refused(format!("{text:?} is no chunk hash")))?;
-        Ok(ChunkHash(hash))
-    };
-    hashes.iter().map(hash).collect()
 }
 
 impl OpenedTiers {
@@ -251,18 +234,12 @@ impl L2 {
             }
             let waiting = holds.iter().zip(revoked);
             Ok(Some(StoreState {
-                namespace: (
-                    namespace.model_name().as_ref().into(),
-                    namespace.kv_rank(),
-                    namespace.object_group_id(),
-                    namespace.layout(),
-                    namespace.cache_salt().as_ref().into(),
-                ),
+                namespace: Namespace::clone(namespace),
                 object_bytes: first.bytes() / (hashes.len() as u64).max(1),
-                hashes: hex_of(wanted),
+                hashes: wanted,
                 complete: first.shared.complete.load(Ordering::Acquire),
                 waiting: waiting
-                    .map(|(hold, revoked)| (hold.tier, hex_of(revoked)))
+                    .map(|(hold, revoked)| (hold.tier, revoked.into_iter().collect()))
                     .collect(),
             }))
         };
@@ -309,14 +286,12 @@ impl L2 {
     }
 
     fn resume_store(self: &Arc<Self>, state: &StoreState) -> Result<()> {
-        let (model, rank, group, layout, salt) = &state.namespace;
-        let namespace = Namespace::new(model.as_str(), *rank, *group, *layout, salt.as_str());
-        let namespace = Arc::new(namespace.map_err(Error::refused)?);
+        let namespace = Arc::new(state.namespace.clone());
         let is_tier = |tier: &usize| self.tiers.get(*tier).is_some_and(|it| !it.is_read_only());
         let waiting = state.waiting.iter().map(|(tier, revoked)| {
             let tier = Some(*tier).filter(is_tier);
             let tier = tier.ok_or_else(|| Error::refused("a store waits for an unknown tier"))?;
-            Ok((tier, hashes_of(revoked)?))
+            Ok((tier, revoked.clone()))
         });
         let waiting = waiting.collect::<Result<Vec<_>>>()?;
         let distinct: HashSet<_> = waiting.iter().map(|(tier, _)| tier).collect();
@@ -327,10 +302,9 @@ impl L2 {
                 "a store waits twice for a tier, or for one that has its objects",
             ));
         }
-        let hashes = hashes_of(&state.hashes)?;
         let admission = self.pending.admit();
-        let leased = self.lease(&namespace, &hashes);
-        let leased = leased.filter(|(leased, _)| leased.len() == hashes.len());
+        let leased = self.lease(&namespace, &state.hashes);
+        let leased = leased.filter(|(leased, _)| leased.len() == state.hashes.len());
         let (hashes, lease) = leased
             .ok_or_else(|| Error::refused("a store waits for an object that is not in L1"))?;
         let len = state.object_bytes;

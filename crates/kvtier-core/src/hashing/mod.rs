@@ -5,6 +5,7 @@
 
 mod range;
 
+use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::fmt;
 use std::num::NonZeroUsize;
@@ -16,7 +17,10 @@ pub use range::{RangeError, lookup_chunks, store_chunks};
 pub const DEFAULT_SEED: &str = "vllm-none-hash";
 
 /// The hash of one chunk and of all tokens before it; 32 bytes for every algorithm kvtier knows.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+///
+/// Serialized as its 64 digits.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
 pub struct ChunkHash(pub [u8; 32]);
 
 impl ChunkHash {
@@ -36,6 +40,37 @@ impl fmt::Display for ChunkHash {
             write!(f, "{byte:02x}")?;
         }
         Ok(())
+    }
+}
+
+/// A text that is no chunk hash.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{0:?} is no chunk hash: 64 hex digits")]
+pub struct BadChunkHash(String);
+
+impl FromStr for ChunkHash {
+    type Err = BadChunkHash;
+
+    fn from_str(text: &str) -> Result<Self, BadChunkHash> {
+        let mut hash = [0; Self::LEN];
+        match hex::decode_to_slice(text, &mut hash) {
+            Ok(()) => Ok(Self(hash)),
+            Err(_) => Err(BadChunkHash(text.to_owned())),
+        }
+    }
+}
+
+impl TryFrom<String> for ChunkHash {
+    type Error = BadChunkHash;
+
+    fn try_from(text: String) -> Result<Self, BadChunkHash> {
+        text.parse()
+    }
+}
+
+impl From<ChunkHash> for String {
+    fn from(hash: ChunkHash) -> Self {
+        hash.to_string()
     }
 }
 

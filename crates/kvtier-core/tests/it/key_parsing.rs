@@ -2,7 +2,7 @@
 
 use kvtier_core::ChunkHash;
 use kvtier_core::object_key::{
-    ForeignKey, KeyError, KeyScope, KeyShape, MAX_WORLD_SIZE, ObjectKey, ParseError,
+    ForeignKey, KeyError, KeyScope, KeyShape, MAX_WORLD_SIZE, Namespace, ObjectKey, ParseError,
 };
 use proptest::prelude::*;
 use std::collections::HashSet;
@@ -118,5 +118,26 @@ proptest! {
     fn no_text_panics(text in "[m@0x1_ \\-+a-g.SEP]{0,60}") {
         let _ = ForeignKey::parse_name(&text, None);
         let _ = ForeignKey::parse_file_name(&format!("{text}.data"), None);
+    }
+}
+
+#[test]
+fn namespace_and_hash_are_read_as_written() {
+    let namespace = Namespace::new("org/model", u64::MAX, 7, 9, "tenant").unwrap();
+    let text = serde_json::to_string(&namespace).unwrap();
+    assert_eq!(text, r#"["org/model",18446744073709551615,7,9,"tenant"]"#);
+    assert_eq!(serde_json::from_str::<Namespace>(&text).unwrap(), namespace);
+    let refused = serde_json::from_str::<Namespace>(r#"["m@",1,0,0,""]"#).unwrap_err();
+    assert!(refused.to_string().contains("model_name"), "{refused}");
+    let hash = ChunkHash([0xab; 32]);
+    let text = serde_json::to_string(&hash).unwrap();
+    assert_eq!(text, format!("\"{}\"", "ab".repeat(32)));
+    assert_eq!(serde_json::from_str::<ChunkHash>(&text).unwrap(), hash);
+    for text in ["x", &"ab".repeat(31), &"ab".repeat(33), &"xy".repeat(32)] {
+        let refused = text.parse::<ChunkHash>().unwrap_err().to_string();
+        assert!(
+            refused.contains("is no chunk hash: 64 hex digits"),
+            "{refused}"
+        );
     }
 }

@@ -35,7 +35,7 @@ use kvtier_proto::request::InstanceId;
 use kvtier_sync::Mutex;
 use serde::{Deserialize, Serialize};
 
-use super::super::handed::{hash_of, millis};
+use super::super::handed::millis;
 use super::staging::{Charge, ChargeState};
 use kvtier_l1::L1Allocator;
 
@@ -194,7 +194,7 @@ pub struct TransferState {
     pub start: u64,
     pub end: u64,
     /// In hex.
-    pub last_hash: Option<String>,
+    pub last_hash: Option<ChunkHash>,
     pub memory: MemoryState,
     pub charges: Vec<ChargeState>,
     pub phase: PhaseState,
@@ -245,22 +245,19 @@ impl TransferState {
             worker_id: id.worker_id,
             start: id.start,
             end: id.end,
-            last_hash: id.last_hash.map(|hash| hash.to_string()),
+            last_hash: id.last_hash,
             memory,
             charges,
             phase,
         }
     }
 
-    /// # Errors
-    /// The last hash is none.
-    fn id(&self) -> Result<TransferId> {
+    fn id(&self) -> TransferId {
         let direction = match self.memory {
             MemoryState::Store(_) => Direction::Store,
             MemoryState::Retrieve(_) => Direction::Retrieve,
         };
-        let last_hash = self.last_hash.as_deref().map(hash_of).transpose()?;
-        Ok(TransferId {
+        TransferId {
             instance: InstanceId(self.instance),
             direction,
             request_id: self.request_id.as_str().into(),
@@ -270,8 +267,8 @@ impl TransferState {
             worker_id: self.worker_id,
             start: self.start,
             end: self.end,
-            last_hash,
-        })
+            last_hash: self.last_hash,
+        }
     }
 }
 
@@ -301,7 +298,7 @@ impl PreparedTransfers {
     /// # Errors
     /// Another one has its id, or there are too many.
     pub fn resume(&self, state: &TransferState, grant: Grant, now: Duration) -> Result<()> {
-        let id = state.id()?;
+        let id = state.id();
         let mut tables = self.tables.lock();
         let count = tables.pending.len() + tables.quarantined.len();
         if count >= MAX_TRANSFERS

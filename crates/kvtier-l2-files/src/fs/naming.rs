@@ -70,7 +70,7 @@ impl Naming {
 fn nixl_name(key: &ObjectKey) -> String {
     let model = key.model_name().replace('/', NIXL_SLASH);
     let (rank, group) = (key.kv_rank(), key.object_group_id());
-    let hash = hex::encode(key.chunk_hash().0);
+    let hash = key.chunk_hash();
     let salt = match &**key.cache_salt() {
         "" => String::new(),
         salt => format!("@{salt}"),
@@ -86,10 +86,9 @@ fn nixl_key(name: &str) -> Option<ObjectKey> {
         None => (name, ""),
     };
     let mut fields = name.rsplitn(4, '_');
-    let mut hash = [0; ChunkHash::LEN];
-    hex::decode_to_slice(fields.next()?, &mut hash).ok()?;
+    let hash: ChunkHash = fields.next()?.parse().ok()?;
     let group = u32::from_str_radix(fields.next()?, 16).ok()?;
     let rank = u64::from_str_radix(fields.next()?, 16).ok()?;
     let model = fields.next()?.replace(NIXL_SLASH, "/");
-    ObjectKey::new(ChunkHash(hash), model, rank, group, salt).ok()
+    ObjectKey::new(hash, model, rank, group, salt).ok()
 }

@@ -64,10 +64,8 @@ fn recorded() -> Vec<(ObjectSpec, String, Vec<u8>)> {
         let key = ObjectKey::parse_name(name, Some(KeyShape::Grouped)).unwrap();
         let field = |name: &str| fields[name].as_str().unwrap();
         let number = |name: &str| u32::try_from(fields[name].as_u64().unwrap()).unwrap();
-        let mut hash = [0; 32];
-        hex::decode_to_slice(field("chunk_hash"), &mut hash).unwrap();
         let of_fields = ObjectKey::new(
-            ChunkHash(hash),
+            field("chunk_hash").parse().unwrap(),
             field("model_name"),
             number("kv_rank").into(),
             number("object_group_id"),

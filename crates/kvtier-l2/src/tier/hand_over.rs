@@ -28,8 +28,7 @@ pub struct TierState {
     name: String,
     /// Whether the index has all that the backend had at the start.
     is_recovered: bool,
-    /// Model, rank, object group, layout and tenant.
-    namespaces: Vec<(String, u64, u32, u64, String)>,
+    namespaces: Vec<Namespace>,
     /// Objects of the index.
     pub objects: u64,
     /// Deletes that wait: the key, the bytes, and whether an earlier one may still be executed.
@@ -41,8 +40,8 @@ pub struct TierState {
     pub descriptors: usize,
 }
 
-/// The namespace of a key, and its chunk hash in hex.
-type KeyState = (u32, String);
+/// A key: the number of its namespace, and its chunk hash.
+type KeyState = (u32, ChunkHash);
 
 /// What the next process receives of a tier.
 pub struct HandedTier {
@@ -97,7 +96,7 @@ impl HandedIndex {
 #[derive(Default)]
 struct Names {
     numbers: BTreeMap<Arc<Namespace>, u32>,
-    all: Vec<(String, u64, u32, u64, String)>,
+    all: Vec<Namespace>,
 }
 
 impl Names {
@@ -107,18 +106,12 @@ impl Names {
         }
         let number = u32::try_from(self.all.len()).unwrap_or(u32::MAX);
         self.numbers.insert(Arc::clone(namespace), number);
-        self.all.push((
-            namespace.model_name().as_ref().into(),
-            namespace.kv_rank(),
-            namespace.object_group_id(),
-            namespace.layout(),
-            namespace.cache_salt().as_ref().into(),
-        ));
+        self.all.push(Namespace::clone(namespace));
         number
     }
 
     fn key(&mut self, key: &ObjectKey) -> KeyState {
-        (self.number(key.namespace()), key.chunk_hash().to_string())
+        (self.number(key.namespace()), key.chunk_hash())
     }
 }
 
@@ -204,14 +197,7 @@ impl Tier {
                 self.name()
             )));
         }
-        let namespaces = state.namespaces.into_iter();
-        let namespaces = namespaces.map(|(model, rank, group, layout, salt)| {
-            let namespace = Namespace::new(model, rank, group, layout, salt);
-            namespace
-                .map(Arc::new)
-                .map_err(|error| refused(error.to_string()))
-        });
-        let namespaces = namespaces.collect::<Result<Vec<_>, _>>()?;
+        let namespaces: Vec<_> = state.namespaces.into_iter().map(Arc::new).collect();
         let count = u64::try_from(objects.len() / OBJECT_BYTES).unwrap_or(u64::MAX);
         let are_whole = count == state.objects && objects.len().is_multiple_of(OBJECT_BYTES);
         let is_known = |object: &[u8]| HandedIndex::read(&namespaces, object).is_some();
@@ -224,10 +210,7 @@ impl Tier {
         let key = |(namespace, hash): &KeyState| {
             let namespace = namespaces.get(*namespace as usize);
             let namespace = namespace.ok_or_else(|| refused("a key has no namespace"))?;
-            let mut bytes = [0; ChunkHash::LEN];
-            hex::decode_to_slice(hash, &mut bytes)
-                .map_err(|_| refused(format!("{hash:?} is no chunk hash")))?;
-            Ok(ObjectKey::of(namespace, ChunkHash(bytes)))
+            Ok(ObjectKey::of(namespace, *hash))
         };
         let pending = state.pending_deletes.iter();
         let pending = pending.map(|(name, bytes, is_late)| Ok((key(name)?, *bytes, *is_late)));

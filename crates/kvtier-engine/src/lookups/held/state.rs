@@ -12,7 +12,7 @@ use kvtier_l1::L1Allocator;
 use kvtier_proto::request::InstanceId;
 use serde::{Deserialize, Serialize};
 
-use super::super::super::handed::{hash_of, millis};
+use super::super::super::handed::millis;
 use super::table::{Entry, Table};
 use super::{HeldLookup, HeldLookups, MAX_LOOKUPS};
 
@@ -39,8 +39,8 @@ pub struct LookupState {
     pub world_size: u32,
     /// None for all workers.
     pub worker: Option<u32>,
-    /// In hex, of the prefix that was found.
-    pub hashes: Vec<String>,
+    /// Of the prefix that was found.
+    pub hashes: Vec<ChunkHash>,
     pub rows: Vec<RowState>,
     pub readers: u16,
     pub until_end: bool,
@@ -174,7 +174,7 @@ impl LookupState {
             cache_salt: scope.cache_salt().as_ref().into(),
             world_size: scope.world_size(),
             worker: (workers != (0..scope.world_size())).then_some(workers.start),
-            hashes: hashes.iter().map(ChunkHash::to_string).collect(),
+            hashes: hashes.to_vec(),
             rows: rows.collect(),
             readers: *readers,
             until_end: *until_end,
@@ -197,8 +197,7 @@ impl LookupState {
             self.worker,
         );
         let scope = scope.map_err(Error::refused)?;
-        let hashes = self.hashes.iter().map(|hash| hash_of(hash));
-        let hashes: Arc<[ChunkHash]> = hashes.collect::<Result<_>>()?;
+        let hashes: Arc<[ChunkHash]> = self.hashes.as_slice().into();
         let rows = self.rows.iter().map(|row| GroupRow {
             namespace: scope.namespace(row.kv_rank, row.object_group, row.layout),
             window: row.window,
