@@ -59,7 +59,8 @@ PY
   fingerprint "$here/requirements.lock" >"$venv/.stamp"
 }
 
-# Each line of clients.lock into a folder: RELEASE of LMCache, PACKAGE-RELEASE of others. Other folders are removed.
+# Each line of clients.lock into a folder: RELEASE of LMCache, PACKAGE-RELEASE of others. Other folders are removed: like
+# the environment, they belong to one state of the locks. Checkouts of several states need a $KVTIER_E2E_HOME each.
 unpack_clients() {
   local line release part folder listed
   mkdir -p "$home/clients"
