@@ -12,7 +12,7 @@ import random
 import signal
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 
 from kvrig.waiting import TimedOut, wait_until
@@ -30,8 +30,7 @@ ENVIRONMENT = {
 # One call: a few prompts of a model with four layers.
 CALL_TIMEOUT = 120
 TOKENS = 8  # of each answer
-# Between the logarithms of two tokens' probabilities, less than this may be a question of rounding.
-TIE, LOGPROBS = 0.5, 4
+LOGPROBS = 4  # of each token, where ties are asked for
 PR_SET_PDEATHSIG = 1
 
 
@@ -56,14 +55,17 @@ class Answer:
     ids: list
     external: int
     """Prompt tokens that the connector loaded; exact for prompts that are asked one by one."""
-    ties: list
-    """For each token, those that are nearly as probable."""
+    ties: list = field(default_factory=list, repr=False)
+    """For each token, those that are nearly as probable, where they were asked for."""
 
     def begins(self, other):
-        """Whether this is the beginning of another answer, or leaves it for a token that is nearly as probable: prompts that are computed
-        in other batches are rounded otherwise."""
-        pairs = zip(self.ids, other.ids, other.ties, strict=False)
-        return next((one in ties for one, another, ties in pairs if one != another), len(self.ids) <= len(other.ids))
+        """Whether this is the beginning of another answer, or leaves it at one of its ties: prompts that are computed in other batches
+        are rounded otherwise."""
+        pairs = enumerate(zip(self.ids, other.ids, strict=False))
+        at = next((at for at, (one, another) in pairs if one != another), None)
+        if at is None:
+            return len(self.ids) <= len(other.ids)
+        return bool(other.ties) and self.ids[at] in other.ties[at]
 
 
 class Died(RuntimeError):
@@ -215,12 +217,13 @@ class Inside:
         self.llm = LLM(model=str(model), **defaults | options)
         self.engine, self.number = self.llm.llm_engine, 0
 
-    def ask(self, prompts, salt=None, lora=None, pictures=None, uuids=None, count=TOKENS, settles=True):
-        """Greedy completions of prompts that arrive together: lists of ids, or texts with pictures."""
+    def ask(self, prompts, salt=None, lora=None, pictures=None, uuids=None, count=TOKENS, settles=True, tie=None):
+        """Greedy completions of prompts that arrive together: lists of ids, or texts with pictures. With a `tie`, the largest difference
+        between logarithms of probabilities that may be a question of rounding, answers have their ties."""
         before, answers = self.external(), {}
         for prompt in prompts:
             self.number += 1
-            self._add(str(self.number), prompt, salt, lora, pictures, uuids, count)
+            self._add(str(self.number), prompt, salt, lora, pictures, uuids, count, LOGPROBS if tie else None)
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 if output.finished:
@@ -228,7 +231,8 @@ class Inside:
         if settles:
             self.settle()
         external = self.external() - before
-        return [Answer(list(answers[number].token_ids), external, _ties(answers[number])) for number in sorted(answers)]
+        outputs = [answers[number] for number in sorted(answers)]
+        return [Answer(list(output.token_ids), external, _ties(output, tie) if tie else []) for output in outputs]
 
     def ask_broken(self, prompts, server, number, count=TOKENS):
         """`ask` beside a server (its process id) that gets a signal at the first store; what the stores held. One that is only
@@ -266,7 +270,7 @@ class Inside:
         preempted = int(self.metric("vllm:num_preemptions") - preempted)
         return found | {"waited": len(waits), "preempted": preempted, "free": pool.get_num_free_blocks()}
 
-    def _add(self, request_id, prompt, salt, lora, pictures, uuids, count):
+    def _add(self, request_id, prompt, salt, lora, pictures, uuids, count, logprobs):
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
@@ -277,7 +281,7 @@ class Inside:
             text["multi_modal_data"] = {"image": [picture(name) for name in pictures]}
         if uuids is not None:
             text["multi_modal_uuids"] = {"image": list(uuids)}
-        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, logprobs=LOGPROBS)
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, logprobs=logprobs)
         request = LoRARequest(**lora) if lora else None
         self.engine.add_request(request_id, text, params, lora_request=request)
 
@@ -314,10 +318,10 @@ class Inside:
         self.engine.engine_core.shutdown()
 
 
-def _ties(output):
+def _ties(output, tie):
     """For each token of a completion, those whose probability is nearly its own, which is the highest."""
     best = ((tops, tops[token].logprob) for token, tops in zip(output.token_ids, output.logprobs, strict=True))
-    return [{each for each, found in tops.items() if found.logprob > highest - TIE} for tops, highest in best]
+    return [{each for each, found in tops.items() if found.logprob > highest - tie} for tops, highest in best]
 
 
 def picture(name):

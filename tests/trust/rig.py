@@ -119,10 +119,10 @@ class Case:
         """The same request without a hit. A picture's uuid is the client's word, so it is left out."""
         return engine.alone(prompt, **{key: value for key, value in options.items() if key not in ("salt", "uuids")})
 
-    def answers_alone(self, model, prompts, count, **options):
-        """What an engine without a connector and with blocks for all these prompts at once says to each."""
+    def answers_alone(self, model, prompts, count, tie, **options):
+        """What an engine without a connector and with blocks for all these prompts at once says to each, with its ties."""
         engine = self.engine(model, None, **options | {"num_gpu_blocks_override": 400, "max_num_seqs": len(prompts)})
-        answers = engine.call("ask", prompts, count=count)
+        answers = engine.call("ask", prompts, count=count, tie=tie)
         engine.stop()
         return answers
 
@@ -131,7 +131,7 @@ class Case:
         then the same again with `later` tokens each, of what was stored meanwhile."""
         prompts, alone = zip(*asked, strict=True)
         found = engine.call("ask_broken", prompts, server.process.pid, signal.SIGSTOP, count=len(alone[0].ids))
-        self.agree(f"{name}-answers", found["answers"], alone)
+        self.agree(f"{name}-answers", found["answers"], alone, len(alone[0].ids))
         self.check(f"{name}-crowded", found["preempted"] > 0, f"{found['preempted']} preemptions")
         self.check(f"{name}-no-wait", found["waited"] == 0, f"{found['waited']} waits for stores")
         in_flight = f"{found['in_flight']} stores in flight at the last answer"
@@ -140,12 +140,13 @@ class Case:
         self.check(f"{name}-no-leak", found["free"] == found["free_before"], f"{found['free']} of {found['free_before']} blocks free")
         self.recovered(engine, resets=True)
         again = engine.call("ask", prompts, count=later)
-        self.agree(f"{name}-later", again, alone)
+        self.agree(f"{name}-later", again, alone, later)
         self.check(f"{name}-stored", again[0].external > 0, f"{again[0].external} tokens of what was stored meanwhile")
 
-    def agree(self, name, answers, alone):
-        """Answers are those that were computed without a hit, or their beginnings."""
-        wrong = sum(not answer.begins(other) for answer, other in zip(answers, alone, strict=True))
+    def agree(self, name, answers, alone, count):
+        """Answers of `count` tokens are the beginnings of those that were computed without a hit."""
+        pairs = zip(answers, alone, strict=True)
+        wrong = sum(len(answer.ids) != count or not answer.begins(other) for answer, other in pairs)
         self.check(name, not wrong, f"{wrong} of {len(answers)} answers wrong")
 
     def recovered(self, engine, timeout=60, resets=False):

@@ -15,6 +15,8 @@ PROMPT = 1100
 WHOLE = PROMPT // CHUNK * CHUNK
 BOTH = ("lmcache_driven", "engine_shm")
 SCENARIOS = {}
+# Between logarithms of probabilities, with float32: what other batches change.
+ROUNDING = 1e-3
 # Of an engine whose server hangs: stores that wait for it, but no lookup.
 PATIENT = {
     "kvtier.timeout": 60, "kvtier.store_timeout": 60, "kvtier.heartbeat": 30, "kvtier.lookup_timeout": 1, "kvtier.follow_resets": False,
@@ -219,7 +221,7 @@ def held_blocks(case):
     # Eight prompts of 3 blocks, whose answers need a fourth: not all have one.
     prompts = [prompt_of(f"crowded-{number}", 290 + 10 * number) for number in range(8)]
     options = {"max_num_batched_tokens": 512}
-    asked = list(zip(prompts, case.answers_alone("llama", prompts, 160, **options), strict=True))
+    asked = list(zip(prompts, case.answers_alone("llama", prompts, 160, ROUNDING, **options), strict=True))
     for number, caching in enumerate((False, True)):
         # Under a name of its own, so that the second finds nothing of the first.
         own = PATIENT | {"kvtier.model_name": f"crowded-{number}"}

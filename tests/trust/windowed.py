@@ -7,7 +7,7 @@ import signal
 
 from forked import prompt_of
 from rig import CHUNK
-from scenarios import PATIENT, each, scenario
+from scenarios import PATIENT, ROUNDING, each, scenario
 
 SERVER_COPIES = ("lmcache_driven",)
 
@@ -90,15 +90,15 @@ def windows_held(case):
 def windows_held_crowded(case):
     """Few blocks, so that requests are preempted and windows' blocks reused at once, while the server is frozen or killed."""
     options = {"max_model_len": 1024, "max_num_batched_tokens": 256}
-    crowded(case, "windows", options, lengths=range(530, 610, 10), answer=260, blocks=38)
+    crowded(case, "windows", options, lengths=range(530, 610, 10), answer=260, blocks=38, tie=ROUNDING)
 
 
-def crowded(case, model, options, lengths, answer, blocks):
+def crowded(case, model, options, lengths, answer, blocks, tie):
     """Answers that grow by several blocks each, so that requests are preempted, beside a server that hangs, then beside one that dies."""
     server = case.server(l1_gb=1)
     case.witness()
     prompts = [prompt_of(f"{model}-{number}-{length}", length) for number in range(2) for length in lengths]
-    asked = list(zip(prompts, case.answers_alone(model, prompts, answer, **options), strict=True))
+    asked = list(zip(prompts, case.answers_alone(model, prompts, answer, tie, **options), strict=True))
     first, second = asked[: len(lengths)], asked[len(lengths) :]
     engine = case.engine(model, server, PATIENT, num_gpu_blocks_override=blocks, **options)
     case.crowded("frozen", engine, server, first, 130)
@@ -109,7 +109,7 @@ def crowded(case, model, options, lengths, answer, blocks):
     prompts, alone = zip(*second, strict=True)
     found = engine.call("ask_broken", prompts, server.process.pid, signal.SIGKILL, count=130)
     server.kill()
-    case.agree("killed-answers", found["answers"], alone)
+    case.agree("killed-answers", found["answers"], alone, 130)
     case.check("killed-no-leak", found["free"] == found["free_before"], f"{found['free']} of {found['free_before']} blocks free")
     engine.stop()
     case.pages_as_stored()
@@ -167,7 +167,7 @@ def states_held_crowded(case):
     """Few blocks, so that requests are preempted and blocks of states reused at once, while the server is frozen or killed."""
     # Steps of one block beside what other requests sample.
     options = STATEFUL | {"max_model_len": 1024, "max_num_batched_tokens": 300}
-    crowded(case, "states", options, lengths=range(690, 770, 10), answer=160, blocks=64)
+    crowded(case, "states", options, lengths=range(690, 770, 10), answer=160, blocks=64, tie=0.5)
 
 
 def stateful_engine(case, server, model):

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use kvtier_config::ServerConfig;
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_metrics::Metrics;
-use kvtier_tiers::{HandedL2, L2State, OpenedTiers, PausedTiers};
+use kvtier_tiers::{L2State, OpenedTiers, PausedTiers, TiersHandOver};
 use serde::{Deserialize, Serialize};
 
 use super::admin::JobState;
@@ -52,9 +52,9 @@ pub struct EngineState {
     prefetch_jobs: Vec<JobState>,
 }
 
-/// What the next process receives of an engine.
+/// The state of an engine, as the next process receives it.
 #[derive(Default)]
-pub struct HandedEngine {
+pub struct EngineHandOver {
     /// What is known of it.
     pub state: EngineState,
     /// Objects of the tiers' indexes.
@@ -151,16 +151,16 @@ impl Engine {
     ///
     /// # Errors
     /// As [`Engine::check_hand_over`]; or something is still waited for.
-    pub fn hand_over(&self) -> Result<HandedEngine> {
+    pub fn hand_over(&self) -> Result<EngineHandOver> {
         self.check_hand_over()?;
         let l2 = self.context.l2.as_ref();
         let l2 = l2.map(|l2| l2.hand_over()).transpose()?;
-        let HandedL2 {
+        let TiersHandOver {
             state,
             objects,
             descriptors,
         } = l2.unwrap_or_default();
-        Ok(HandedEngine {
+        Ok(EngineHandOver {
             state: self.state(state)?,
             objects,
             descriptors,
@@ -217,14 +217,14 @@ impl Engine {
         metrics: Arc<Metrics>,
         lock: OwnedFd,
         opened: Option<OpenedTiers>,
-        handed: HandedEngine,
+        handed: EngineHandOver,
     ) -> Result<Self> {
-        let HandedEngine {
+        let EngineHandOver {
             mut state,
             objects,
             descriptors,
         } = handed;
-        let tiers = HandedL2 {
+        let tiers = TiersHandOver {
             state: std::mem::take(&mut state.tiers),
             objects,
             descriptors,

@@ -45,7 +45,7 @@ pub use admin::{
     Admin, ChecksumError, ExplainError, PrefetchError, PrefetchJob, PrefetchResult, TenantView,
 };
 pub use answer::Answer;
-pub use hand_over::{EngineState, HandedEngine, open_tiers};
+pub use hand_over::{EngineHandOver, EngineState, open_tiers};
 pub use housekeeping::INTERVAL as HOUSEKEEPING_INTERVAL;
 pub use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_l1::Clock;
@@ -67,7 +67,7 @@ use kvtier_proto::response::Response;
 use kvtier_state::StateDir;
 use kvtier_sync::{Mutex, RwLock};
 use kvtier_tenants::{Opened, QuotaTier, Quotas, Salts};
-use kvtier_tiers::{HandedL2, L2};
+use kvtier_tiers::{L2, TiersHandOver};
 pub use kvtier_tiers::{OpenedTiers, PausedTiers};
 use kvtier_trace::Tracer;
 
@@ -140,7 +140,7 @@ struct Predecessor {
     /// The lock of its state directory.
     lock: OwnedFd,
     /// If there are any.
-    tiers: Option<(OpenedTiers, HandedL2)>,
+    tiers: Option<(OpenedTiers, TiersHandOver)>,
 }
 
 /// The cache engine.

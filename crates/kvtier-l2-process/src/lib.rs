@@ -35,8 +35,8 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use kvtier_l2::{
-    Adapter, BoxFuture, Buffer, Capabilities, ErrorKind, Handed, KeySet, L2Error, ListPage, Listed,
-    LoadItem, Loaded, ObjectSpec, Recovered, StoreItem, Stored,
+    Adapter, AdapterHandOver, BoxFuture, Buffer, Capabilities, ErrorKind, KeySet, L2Error,
+    ListPage, Listed, LoadItem, Loaded, ObjectSpec, Recovered, StoreItem, Stored,
 };
 use link::Link;
 use message::Welcome;
@@ -432,7 +432,7 @@ impl Adapter for ProcessAdapter {
         })
     }
 
-    fn hand_over(&self) -> Result<Handed, L2Error> {
+    fn hand_over(&self) -> Result<AdapterHandOver, L2Error> {
         Err(L2Error::new(
             ErrorKind::Unsupported,
             "type \"process\": its program serves one server, and ends with it",

@@ -1,5 +1,7 @@
 //! Commands of RESP2, as bytes and memory of L1 that are sent one after the other, and the replies that they have.
 
+use std::io::Write as _;
+
 use kvtier_memory::Extent;
 use kvtier_memory::socket::Slice;
 
@@ -152,7 +154,6 @@ impl Commands {
 
 /// Appends the first line of an argument or of a command.
 fn line(bytes: &mut Vec<u8>, kind: u8, number: u64) {
-    bytes.push(kind);
-    bytes.extend_from_slice(itoa::Buffer::new().format(number).as_bytes());
-    bytes.extend_from_slice(b"\r\n");
+    // Memory takes all of it.
+    let _ = write!(bytes, "{}{number}\r\n", char::from(kind));
 }

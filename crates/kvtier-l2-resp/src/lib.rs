@@ -39,8 +39,8 @@ use serde_json::{Value as Json, json};
 use command::Commands;
 use endpoint::Endpoint;
 use kvtier_l2::{
-    Adapter, BoxFuture, Buffer, Capabilities, ErrorKind, Handed, L2Error, ListPage, Listed,
-    LoadItem, Loaded, ObjectSpec, Recovered, StoreItem, Stored, key_digest,
+    Adapter, AdapterHandOver, BoxFuture, Buffer, Capabilities, ErrorKind, L2Error, ListPage,
+    Listed, LoadItem, Loaded, ObjectSpec, Recovered, StoreItem, Stored, key_digest,
     trailer::{self, Trailer},
 };
 use names::Named;
@@ -345,9 +345,9 @@ impl Adapter for RespAdapter {
         })
     }
 
-    fn hand_over(&self) -> Result<Handed, L2Error> {
+    fn hand_over(&self) -> Result<AdapterHandOver, L2Error> {
         // The server has all of it.
-        Ok(Handed::default())
+        Ok(AdapterHandOver::default())
     }
 
     fn status(&self) -> Json {

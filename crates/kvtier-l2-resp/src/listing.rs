@@ -10,11 +10,14 @@ use super::command::Commands;
 use super::names::{is_companion, unprefixed};
 use super::pool::Pool;
 use super::reply::Value;
-use super::{KEYS_PER_CALL, RespAdapter, errors};
+use super::{RespAdapter, errors};
 use kvtier_l2::{Adapter as _, ErrorKind, L2Error, ListPage, Listed, Recovered, key_digest};
 
 /// Keys of one page at most.
 const MAX_LIST_PAGE: usize = 2000;
+
+/// Keys that are asked about in one round trip.
+const KEYS_PER_PART: usize = 512;
 
 impl RespAdapter {
     /// A page of a scan from a position on: objects with their lengths and idle times, the number of keys of others, and the
@@ -113,7 +116,7 @@ impl RespAdapter {
             .elapsed()
             .unwrap_or_default()
             .as_secs();
-        for part in known.chunks(KEYS_PER_CALL) {
+        for part in known.chunks(KEYS_PER_PART) {
             let mut commands = Commands::default();
             for (_, key) in part {
                 // In this order: the other one is a use.

@@ -131,7 +131,7 @@ impl Nodes {
                 call.items.push((at, call.commands.replies - before));
                 if call.items.len() == per_call {
                     sent.push(unsent.swap_remove(of_node).send(lane));
-                    // A checksum takes as long as a copy.
+                    // A checksum takes as long as a copy; and the connection sends these while the next are written.
                     tokio::task::yield_now().await;
                 }
             }
@@ -374,24 +374,29 @@ impl Answer {
     }
 }
 
-/// Waits for all answers: once one node has answered the others have [`GRACE`], then their calls fail.
+/// Waits for all answers: once one node has answered all of its calls the others have [`GRACE`], then their calls fail.
 async fn settle(sent: &mut [(Call, Answer)]) {
     let mut grace: Option<Pin<Box<Sleep>>> = None;
     poll_fn(|context| {
-        let (mut waits, mut has_answer) = (false, false);
-        for (_, answer) in sent.iter_mut() {
+        let mut waiting_nodes = Vec::new();
+        for (call, answer) in sent.iter_mut() {
             if let Answer::Waiting(waiting) = answer
                 && let Poll::Ready(got) = Pin::new(waiting).poll(context)
             {
                 *answer = Answer::Got(got.unwrap_or_else(|_| Err(ended())));
             }
-            waits |= matches!(answer, Answer::Waiting(_));
-            has_answer |= matches!(answer, Answer::Got(Ok(_)));
+            if matches!(answer, Answer::Waiting(_)) {
+                waiting_nodes.push(Arc::as_ptr(&call.node));
+            }
         }
-        if !waits {
+        if waiting_nodes.is_empty() {
             return Poll::Ready(());
         }
-        if !has_answer {
+        let has_answered = |(call, answer): &(Call, Answer)| {
+            matches!(answer, Answer::Got(Ok(_)))
+                && !waiting_nodes.contains(&Arc::as_ptr(&call.node))
+        };
+        if !sent.iter().any(has_answered) {
             return Poll::Pending;
         }
         let grace = grace.get_or_insert_with(|| Box::pin(sleep(GRACE)));
@@ -407,4 +412,56 @@ async fn settle(sent: &mut [(Call, Answer)]) {
         Poll::Ready(())
     })
     .await;
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::sync::oneshot;
+
+    use super::super::address::Address;
+    use super::*;
+
+    /// A node without a server.
+    fn node(port: u16) -> Arc<Pool> {
+        let options = RespOptions::new(Address::Tcp("127.0.0.1".into(), port));
+        let addresses = options.addresses.clone();
+        let connecting = Arc::new(Semaphore::new(1));
+        Arc::new(Pool::open(Endpoint::new(
+            addresses,
+            Arc::new(options),
+            connecting,
+        )))
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn grace_begins_when_another_node_has_answered_all_of_its_calls() {
+        let (slow, fast) = (node(1), node(2));
+        let call = |node: &Arc<Pool>| {
+            let (answer, waiting) = oneshot::channel();
+            (answer, (Call::new(node, false), Answer::Waiting(waiting)))
+        };
+        let is_waiting = |(_, answer): &(Call, Answer)| matches!(answer, Answer::Waiting(_));
+        // A part of its own answers is no reason to give up a node.
+        let ((first, first_call), (second, second_call)) = (call(&slow), call(&slow));
+        let mut sent = vec![first_call, second_call];
+        first.send(Ok(Vec::new())).unwrap();
+        let settled = tokio::time::timeout(100 * GRACE, settle(&mut sent)).await;
+        assert!(settled.is_err());
+        assert!(is_waiting(&sent[1]));
+        // Nor is a part of another one's.
+        let ((third, third_call), (fourth, fourth_call)) = (call(&fast), call(&fast));
+        sent.extend([third_call, fourth_call]);
+        third.send(Ok(Vec::new())).unwrap();
+        let settled = tokio::time::timeout(100 * GRACE, settle(&mut sent)).await;
+        assert!(settled.is_err());
+        fourth.send(Ok(Vec::new())).unwrap();
+        settle(&mut sent).await;
+        let failed = |(_, answer): &(Call, Answer)| match answer {
+            Answer::Got(Err(error)) => Some(error.kind()),
+            _ => None,
+        };
+        let kinds: Vec<_> = sent.iter().map(failed).collect();
+        assert_eq!(kinds, [None, Some(ErrorKind::Deadline), None, None]);
+        drop(second);
+    }
 }

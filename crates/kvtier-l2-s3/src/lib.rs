@@ -40,8 +40,8 @@ use tokio::task::JoinSet;
 use client::{Call, Client};
 use credentials::Variables;
 use kvtier_l2::{
-    Adapter, BoxFuture, Buffer, Capabilities, ErrorKind, Handed, KeySet, L2Error, ListPage, Listed,
-    LoadItem, Loaded, ObjectSpec, Recovered, StoreItem, Stored,
+    Adapter, AdapterHandOver, BoxFuture, Buffer, Capabilities, ErrorKind, KeySet, L2Error,
+    ListPage, Listed, LoadItem, Loaded, ObjectSpec, Recovered, StoreItem, Stored,
 };
 use limit::Lane;
 use metadata::Metadata;
@@ -313,9 +313,9 @@ impl Adapter for S3Adapter {
         })
     }
 
-    fn hand_over(&self) -> Result<Handed, L2Error> {
+    fn hand_over(&self) -> Result<AdapterHandOver, L2Error> {
         // The bucket has all of it.
-        Ok(Handed::default())
+        Ok(AdapterHandOver::default())
     }
 
     fn status(&self) -> Json {

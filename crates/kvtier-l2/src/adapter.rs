@@ -112,14 +112,14 @@ pub struct Recovered {
 
 /// What a process that takes over needs beside its configuration to go on with a backend.
 #[derive(Debug, Default)]
-pub struct Handed {
+pub struct AdapterHandOver {
     /// State that only adapters of the same kind read; null is none.
     pub state: Value,
     /// What only one process may have, such as locks.
     pub descriptors: Vec<OwnedFd>,
 }
 
-impl Handed {
+impl AdapterHandOver {
     /// Refuses a state and descriptors that an adapter has no use for.
     ///
     /// # Errors
@@ -199,7 +199,7 @@ pub trait Adapter: Send + Sync + 'static {
     ///
     /// # Errors
     /// Why no other process can, which is the default.
-    fn hand_over(&self) -> Result<Handed, L2Error> {
+    fn hand_over(&self) -> Result<AdapterHandOver, L2Error> {
         Err(L2Error::new(
             ErrorKind::Unsupported,
             format!(
@@ -214,7 +214,7 @@ pub trait Adapter: Send + Sync + 'static {
     ///
     /// # Errors
     /// If it does not fit the backend as this process sees it.
-    fn adopt(&self, handed: Handed) -> Result<(), L2Error> {
+    fn adopt(&self, handed: AdapterHandOver) -> Result<(), L2Error> {
         handed.check_empty()
     }
 

@@ -28,7 +28,7 @@ pub mod transform;
 pub mod wrap;
 
 pub use adapter::{
-    Adapter, BoxFuture, Capabilities, Handed, ListPage, Listed, Loaded, Recovered, Stored,
+    Adapter, AdapterHandOver, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
     recover_pages,
 };
 pub use config::{AdapterConfig, ConfigError};

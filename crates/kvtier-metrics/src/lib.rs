@@ -60,9 +60,9 @@ pub struct Metrics {
     registries: [Registry; 2],
     salts: Arc<Names>,
     models: Arc<Names>,
-    /// Those of the tiers.
+    /// Metrics of the tiers.
     pub l2: L2Metrics,
-    /// Those of single tenants.
+    /// Metrics of single tenants.
     pub tenants: TenantMetrics,
     gpus: GpuMetrics,
 

@@ -19,14 +19,14 @@ use tokio::sync::watch;
 
 use crate::clock::Clock;
 use crate::descriptors::Descriptors;
-use crate::front::{FrontEnd, HandedFront, PreparedFront, RequestSocket};
+use crate::front::{FrontEnd, FrontHandOver, PreparedFront, RequestSocket};
 use crate::hand_over::{self, Giver, GivingParts, Rounds, Taken};
 use crate::inherited::Inherited;
 use crate::logging;
 use crate::preflight;
 use crate::reload::Reloader;
 use kvtier_config::ServerConfig;
-use kvtier_engine::{Engine, HandedEngine, OpenedTiers};
+use kvtier_engine::{Engine, EngineHandOver, OpenedTiers};
 use kvtier_http::Health;
 use kvtier_http::{self as http, Access, Api, Changes, Dashboard};
 use kvtier_metrics::Metrics;
@@ -145,7 +145,7 @@ impl Server {
             connections,
         )?;
         let handed = match &mut source {
-            Source::Sockets(_) => HandedFront::default(),
+            Source::Sockets(_) => FrontHandOver::default(),
             Source::Server(taken) => std::mem::take(&mut taken.front),
         };
         let clients = handed.state.count();
@@ -351,7 +351,7 @@ impl Source {
     }
 
     /// The lock of the state directory, the open tiers, and the rest of the engine.
-    fn engine(&mut self) -> Option<(OwnedFd, Option<OpenedTiers>, HandedEngine)> {
+    fn engine(&mut self) -> Option<(OwnedFd, Option<OpenedTiers>, EngineHandOver)> {
         match self {
             Self::Sockets(_) => None,
             Self::Server(taken) => {

@@ -17,7 +17,7 @@ use std::time::Instant;
 use kvtier_core::cache::Cache;
 use kvtier_core::{ChunkHash, Namespace};
 use kvtier_error::{Error, ErrorKind, Result};
-use kvtier_l2::tier::{HandedIndex, HandedTier, OBJECT_BYTES, Tier, TierState};
+use kvtier_l2::tier::{IndexHandOver, OBJECT_BYTES, Tier, TierHandOver, TierState};
 use kvtier_l2::{Adapter, L2Error};
 use kvtier_memory::Arena;
 use serde::{Deserialize, Serialize};
@@ -28,7 +28,7 @@ use tokio::time::timeout_at;
 
 use super::pending::{Hold, Objects};
 use super::store::Batch;
-use super::{L2, index, open, runtime};
+use super::{L2, new_tiers, open, runtime};
 use kvtier_config::L2Config;
 use kvtier_l1::{Clock, L1Allocator};
 use kvtier_metrics::Metrics;
@@ -63,14 +63,14 @@ impl L2State {
     }
 }
 
-/// What the next process receives.
+/// The state of all tiers, as the next process receives it.
 #[derive(Default)]
-pub struct HandedL2 {
-    /// What is known of the tiers.
+pub struct TiersHandOver {
+    /// Their states but for the indexes, and the stores that wait.
     pub state: L2State,
     /// Objects of all indexes.
     pub objects: Vec<u8>,
-    /// Those of all adapters.
+    /// Descriptors of all adapters.
     pub descriptors: Vec<OwnedFd>,
 }
 
@@ -86,10 +86,10 @@ pub struct OpenedTiers {
     runtime: Runtime,
 }
 
-/// What an adopted L2 begins with.
+/// Batches and indexes of the process before, as an adopted L2 begins with them.
 pub(super) struct NotTaken {
     queues: Vec<UnboundedReceiver<Batch>>,
-    indexes: Vec<HandedIndex>,
+    indexes: Vec<IndexHandOver>,
 }
 
 fn unavailable(what: impl Into<String>) -> Error {
@@ -182,17 +182,17 @@ impl L2 {
         None
     }
 
-    /// All of it for the next process. To be called while the tiers are paused and [nothing runs](L2::busy).
+    /// The state of all tiers for the next process. To be called while the tiers are paused and [nothing runs](L2::busy).
     ///
     /// # Errors
     /// What cannot be handed over.
-    pub fn hand_over(&self) -> Result<HandedL2> {
-        let mut all = HandedL2 {
+    pub fn hand_over(&self) -> Result<TiersHandOver> {
+        let mut all = TiersHandOver {
             state: L2State {
                 stores: self.waiting_stores()?,
                 ..L2State::default()
             },
-            ..HandedL2::default()
+            ..TiersHandOver::default()
         };
         for tier in &self.tiers {
             let handed = tier.hand_over();
@@ -250,32 +250,32 @@ impl L2 {
     /// L2 with what a process which still runs has of it. Nothing in a tier is changed before [`L2::take`].
     ///
     /// # Errors
-    /// What of it does not fit.
+    /// The first part that does not fit.
     #[expect(clippy::too_many_arguments, reason = "each is a part of the server")]
     pub fn adopt(
         config: &L2Config,
         quotas: &Opened,
         opened: OpenedTiers,
-        handed: HandedL2,
+        handed: TiersHandOver,
         cache: Cache<L1Allocator>,
         arena: Arc<Arena>,
         clock: Arc<Clock>,
         metrics: Arc<Metrics>,
     ) -> Result<Arc<Self>> {
         let OpenedTiers { adapters, runtime } = opened;
-        let tiers = index(config, quotas, adapters);
+        let tiers = new_tiers(config, quotas, adapters);
         let stores = handed.state.stores.clone();
         let indexes = adopt_tiers(&tiers, handed)?;
         let (l2, queues) = Self::over(config, runtime, tiers, cache, arena, clock, metrics);
-        l2.go_on(queues, indexes, &stores)?;
+        l2.resume(queues, indexes, &stores)?;
         Ok(l2)
     }
 
     /// Goes on with the batches that waited in the process before, and with its indexes from [`L2::take`] on.
-    pub(super) fn go_on(
+    pub(super) fn resume(
         self: &Arc<Self>,
         queues: Vec<UnboundedReceiver<Batch>>,
-        indexes: Vec<HandedIndex>,
+        indexes: Vec<IndexHandOver>,
         stores: &[StoreState],
     ) -> Result<()> {
         stores
@@ -341,8 +341,11 @@ impl L2 {
 }
 
 /// Hands each tier its part of what the process before has, without changing anything in it.
-pub(super) fn adopt_tiers(tiers: &[Arc<Tier>], handed: HandedL2) -> Result<Vec<HandedIndex>> {
-    let HandedL2 {
+pub(super) fn adopt_tiers(
+    tiers: &[Arc<Tier>],
+    handed: TiersHandOver,
+) -> Result<Vec<IndexHandOver>> {
+    let TiersHandOver {
         state,
         objects,
         mut descriptors,
@@ -367,7 +370,7 @@ pub(super) fn adopt_tiers(tiers: &[Arc<Tier>], handed: HandedL2) -> Result<Vec<H
         })?;
         objects = rest;
         let rest = descriptors.split_off(state.descriptors);
-        let handed = HandedTier {
+        let handed = TierHandOver {
             state,
             objects: own.to_vec(),
             descriptors: std::mem::replace(&mut descriptors, rest),

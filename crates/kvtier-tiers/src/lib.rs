@@ -36,7 +36,7 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::{Notify, Semaphore};
 use tokio::time::timeout_at;
 
-pub use hand_over::{HandedL2, L2State, OpenedTiers, PausedTiers};
+pub use hand_over::{L2State, OpenedTiers, PausedTiers, TiersHandOver};
 pub use locate::Located;
 pub use objects::Cursor;
 pub use prefetch::{PrefetchRequest, Prefetched};
@@ -108,7 +108,7 @@ impl L2 {
         let tiers = || {
             let registry = kvtier_adapters::registry();
             let adapters = open(config, |adapter| registry.open(adapter))?;
-            Ok(index(config, quotas, adapters))
+            Ok(new_tiers(config, quotas, adapters))
         };
         Self::start_with(config, tiers, cache, arena, clock, metrics)
     }
@@ -312,7 +312,11 @@ fn open(
 }
 
 /// Tiers with empty indexes over their adapters.
-fn index(config: &L2Config, quotas: &Opened, adapters: Vec<Arc<dyn Adapter>>) -> Vec<Arc<Tier>> {
+fn new_tiers(
+    config: &L2Config,
+    quotas: &Opened,
+    adapters: Vec<Arc<dyn Adapter>>,
+) -> Vec<Arc<Tier>> {
     let tier = |(number, (adapter, opened)): (usize, (&AdapterConfig, Arc<dyn Adapter>))| {
         let eviction = adapter.eviction.map(|eviction| TierEviction {
             policy: eviction.policy,

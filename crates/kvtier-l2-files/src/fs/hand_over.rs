@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 
 use super::base::WriterState;
 use super::files::Files;
-use kvtier_l2::{ErrorKind, Handed, L2Error};
+use kvtier_l2::{AdapterHandOver, ErrorKind, L2Error};
 
 /// State of a directory. A directory that is only read has no writer.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -22,7 +22,7 @@ fn refused(files: &Files, what: impl std::fmt::Display) -> L2Error {
 }
 
 /// Returns the state and the lock.
-pub(super) fn give(files: &Files) -> Result<Handed, L2Error> {
+pub(super) fn hand_over(files: &Files) -> Result<AdapterHandOver, L2Error> {
     let own = (!files.base.is_read_only()).then(|| files.base.hand_over());
     let own = own.transpose().map_err(|error| refused(files, error))?;
     let (writer, lock) = own.unzip();
@@ -30,14 +30,14 @@ pub(super) fn give(files: &Files) -> Result<Handed, L2Error> {
         writer,
         others: files.others.get(),
     };
-    Ok(Handed {
+    Ok(AdapterHandOver {
         state: serde_json::to_value(state).map_err(|error| refused(files, error))?,
         descriptors: lock.flatten().into_iter().collect(),
     })
 }
 
 /// Goes on with the state and the lock.
-pub(super) fn adopt(files: &Files, mut handed: Handed) -> Result<(), L2Error> {
+pub(super) fn adopt(files: &Files, mut handed: AdapterHandOver) -> Result<(), L2Error> {
     let state = serde_json::from_value::<DirectoryState>(handed.state);
     let DirectoryState { writer, others } = state.map_err(|error| refused(files, error))?;
     let lock = handed.descriptors.pop();

@@ -36,8 +36,8 @@ use crate::io::pool::{Lane, NotDone, Pool};
 use base::Base;
 use files::{Counters, Files, Others};
 use kvtier_l2::{
-    Adapter, BoxFuture, Capabilities, ErrorKind, Handed, L2Error, ListPage, Listed, LoadItem,
-    Loaded, ObjectSpec, Recovered, StoreItem, Stored, redact,
+    Adapter, AdapterHandOver, BoxFuture, Capabilities, ErrorKind, L2Error, ListPage, Listed,
+    LoadItem, Loaded, ObjectSpec, Recovered, StoreItem, Stored, redact,
 };
 use unnamed::Unnamed;
 use unreadable::Unreadable;
@@ -368,11 +368,11 @@ impl Adapter for FsAdapter {
         Box::pin(self.pool.check(move || files.base.check()))
     }
 
-    fn hand_over(&self) -> Result<Handed, L2Error> {
-        hand_over::give(&self.files)
+    fn hand_over(&self) -> Result<AdapterHandOver, L2Error> {
+        hand_over::hand_over(&self.files)
     }
 
-    fn adopt(&self, handed: Handed) -> Result<(), L2Error> {
+    fn adopt(&self, handed: AdapterHandOver) -> Result<(), L2Error> {
         hand_over::adopt(&self.files, handed)
     }
 

@@ -36,8 +36,8 @@ use crate::io::pool::{Lane, NotDone, Pool};
 use device::Device;
 use index::{Index, Object};
 use kvtier_l2::{
-    Adapter, BoxFuture, Capabilities, ErrorKind, Handed, L2Error, ListPage, Listed, LoadItem,
-    Loaded, ObjectSpec, Recovered, StoreItem, Stored,
+    Adapter, AdapterHandOver, BoxFuture, Capabilities, ErrorKind, L2Error, ListPage, Listed,
+    LoadItem, Loaded, ObjectSpec, Recovered, StoreItem, Stored,
 };
 use scan::Scan;
 use work::{Loads, Stores};
@@ -379,7 +379,7 @@ impl Adapter for RawBlockAdapter {
         }))
     }
 
-    fn hand_over(&self) -> Result<Handed, L2Error> {
+    fn hand_over(&self) -> Result<AdapterHandOver, L2Error> {
         Err(L2Error::new(
             ErrorKind::Unsupported,
             "type \"raw_block\": the index of its device is in the memory of this process",

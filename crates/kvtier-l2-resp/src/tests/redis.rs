@@ -44,6 +44,26 @@ async fn a_server_without_companions_passes_on_one_connection_of_a_unix_socket()
     assert!(report.failed().next().is_none(), "\n{report}");
 }
 
+#[tokio::test]
+async fn lookups_of_more_keys_than_a_call_has_are_answered_in_order() {
+    let (server, memory) = (Redis::start(&[]), Memory::new(1 << 20));
+    let adapter = RespAdapter::open("resp", &server.options());
+    let objects: Vec<_> = (0..3 * KEYS_PER_CALL as u64 - 7)
+        .map(|number| object(number, 100))
+        .collect();
+    let present: Vec<_> = objects.iter().step_by(3).cloned().collect();
+    assert!(
+        kinds(store(&adapter, &memory, &present).await)
+            .iter()
+            .all(Option::is_none)
+    );
+    let found = adapter.lookup(objects.clone()).await.unwrap();
+    assert_eq!(found.len(), objects.len());
+    for (number, found) in found.iter().enumerate() {
+        assert_eq!(found.is_some(), number % 3 == 0, "object {number}");
+    }
+}
+
 /// As LMCache 0.5.6 wrote it.
 fn lmcaches() -> (ObjectSpec, &'static str) {
     let name = "org/Tiny-Classic@01000100@0@43ffdcf95be755dd4e260cde32de8d8b51d4e53e24ca45878e941a6c102e5f1f@tenant-A";

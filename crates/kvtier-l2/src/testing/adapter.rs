@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 use tokio::sync::Semaphore;
 
 use crate::adapter::{
-    Adapter, BoxFuture, Capabilities, Handed, ListPage, Listed, Loaded, Recovered, Stored,
+    Adapter, AdapterHandOver, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
 };
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{Buffer, LoadItem, ObjectSpec, StoreItem};
@@ -506,8 +506,8 @@ impl Adapter for TestAdapter {
         })
     }
 
-    fn hand_over(&self) -> Result<Handed, L2Error> {
-        Ok(Handed::default())
+    fn hand_over(&self) -> Result<AdapterHandOver, L2Error> {
+        Ok(AdapterHandOver::default())
     }
 
     fn status(&self) -> Value {

@@ -15,7 +15,7 @@ use serde_json::Value;
 use tokio::sync::OwnedRwLockReadGuard;
 
 use super::{Listed, Recovery, Tier};
-use crate::adapter::{Handed, Recovered};
+use crate::adapter::{AdapterHandOver, Recovered};
 use crate::error::{ErrorKind, L2Error};
 
 /// Bytes of one object of the index: its namespace (4), its chunk hash and its length (8), little-endian.
@@ -43,24 +43,24 @@ pub struct TierState {
 /// A key: the number of its namespace, and its chunk hash.
 type KeyState = (u32, ChunkHash);
 
-/// What the next process receives of a tier.
-pub struct HandedTier {
-    /// What is known of it.
+/// The state of a tier, as the next process receives it.
+pub struct TierHandOver {
+    /// Its state but for the index.
     pub state: TierState,
     /// The objects of its index, [`OBJECT_BYTES`] each.
     pub objects: Vec<u8>,
-    /// Those of its adapter.
+    /// Descriptors of its adapter.
     pub descriptors: Vec<OwnedFd>,
 }
 
 /// Index of the process before, for [`Tier::recover`].
-pub struct HandedIndex {
+pub struct IndexHandOver {
     namespaces: Vec<Arc<Namespace>>,
     objects: Vec<u8>,
     pub(super) is_recovered: bool,
 }
 
-impl HandedIndex {
+impl IndexHandOver {
     fn read(namespaces: &[Arc<Namespace>], object: &[u8]) -> Option<(ObjectKey, u64)> {
         let (namespace, rest) = object.split_first_chunk()?;
         let (hash, bytes) = rest.split_first_chunk()?;
@@ -142,9 +142,9 @@ impl Tier {
     ///
     /// # Errors
     /// The adapter cannot be handed over.
-    pub fn hand_over(&self) -> Result<HandedTier, L2Error> {
+    pub fn hand_over(&self) -> Result<TierHandOver, L2Error> {
         self.add_evicted();
-        let Handed { state, descriptors } = self.adapter.hand_over()?;
+        let AdapterHandOver { state, descriptors } = self.adapter.hand_over()?;
         let ordered = self.index.ordered();
         let mut names = Names::default();
         let namespaces = ordered.namespaces.iter();
@@ -163,7 +163,7 @@ impl Tier {
         let pending = pending.map(|(key, bytes, is_late)| (names.key(&key), bytes, is_late));
         let pending_deletes = pending.collect();
         let indeterminate = indeterminate.iter().map(|key| names.key(key)).collect();
-        Ok(HandedTier {
+        Ok(TierHandOver {
             state: TierState {
                 name: self.name().to_owned(),
                 is_recovered: !self.is_recovering(),
@@ -183,9 +183,9 @@ impl Tier {
     /// changed. The result is for [`Tier::recover`].
     ///
     /// # Errors
-    /// What of it does not fit.
-    pub fn adopt_state(&self, handed: HandedTier) -> Result<HandedIndex, L2Error> {
-        let HandedTier {
+    /// The first part that does not fit.
+    pub fn adopt_state(&self, handed: TierHandOver) -> Result<IndexHandOver, L2Error> {
+        let TierHandOver {
             state,
             objects,
             descriptors,
@@ -200,7 +200,7 @@ impl Tier {
         let namespaces: Vec<_> = state.namespaces.into_iter().map(Arc::new).collect();
         let count = u64::try_from(objects.len() / OBJECT_BYTES).unwrap_or(u64::MAX);
         let are_whole = count == state.objects && objects.len().is_multiple_of(OBJECT_BYTES);
-        let is_known = |object: &[u8]| HandedIndex::read(&namespaces, object).is_some();
+        let is_known = |object: &[u8]| IndexHandOver::read(&namespaces, object).is_some();
         if !are_whole || !objects.chunks_exact(OBJECT_BYTES).all(is_known) {
             return Err(refused(format!(
                 "{}: objects of its index are missing or have no namespace",
@@ -217,13 +217,13 @@ impl Tier {
         let pending = pending.collect::<Result<Vec<_>, L2Error>>()?;
         let indeterminate = state.indeterminate.iter().map(key);
         let indeterminate = indeterminate.collect::<Result<Vec<_>, L2Error>>()?;
-        self.adapter.adopt(Handed {
+        self.adapter.adopt(AdapterHandOver {
             state: state.adapter,
             descriptors,
         })?;
         self.states.resume(pending, indeterminate);
         self.recovery.send_replace(Recovery::Running);
-        Ok(HandedIndex {
+        Ok(IndexHandOver {
             namespaces,
             objects,
             is_recovered: state.is_recovered,

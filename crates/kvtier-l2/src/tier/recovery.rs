@@ -17,7 +17,7 @@ use kvtier_sync::Mutex;
 use tokio::time::sleep;
 
 use super::budget::Budget;
-use super::{Adopted, HandedIndex, Listed, Tier};
+use super::{Adopted, IndexHandOver, Listed, Tier};
 use crate::adapter::Recovered;
 use crate::error::{ErrorKind, L2Error};
 
@@ -95,7 +95,7 @@ impl Tier {
 
     /// Adopts the index of the process before in place of the objects of the backend, or before those if it was not whole. In
     /// place of [`recover`](Self::recover).
-    pub async fn recover_handed(&self, handed: HandedIndex, stop: &AtomicBool) {
+    pub async fn recover_handed(&self, handed: IndexHandOver, stop: &AtomicBool) {
         let is_whole = handed.is_recovered || !self.adapter.capabilities().list;
         match self.adopt_handed(handed, stop).await {
             Ok(recovered) if is_whole => {
@@ -114,7 +114,7 @@ impl Tier {
     /// Adopts what the index of the process before had.
     async fn adopt_handed(
         &self,
-        handed: HandedIndex,
+        handed: IndexHandOver,
         stop: &AtomicBool,
     ) -> Result<Recovered, Ended> {
         let _working = self.begin_work().await;

@@ -10,7 +10,7 @@ use super::scratch::{Piece, Scratch, buffer};
 use super::workers::Workers;
 use super::{Transform, stored_layout};
 use crate::adapter::{
-    Adapter, BoxFuture, Capabilities, Handed, ListPage, Listed, Loaded, Recovered, Stored,
+    Adapter, AdapterHandOver, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
 };
 use crate::error::{ErrorKind, L2Error};
 use crate::key_set::KeySet;
@@ -414,11 +414,11 @@ impl Adapter for Transformed {
         self.inner.check()
     }
 
-    fn hand_over(&self) -> Result<Handed, L2Error> {
+    fn hand_over(&self) -> Result<AdapterHandOver, L2Error> {
         self.inner.hand_over()
     }
 
-    fn adopt(&self, handed: Handed) -> Result<(), L2Error> {
+    fn adopt(&self, handed: AdapterHandOver) -> Result<(), L2Error> {
         self.inner.adopt(handed)
     }
 

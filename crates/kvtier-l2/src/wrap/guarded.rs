@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use super::call::{Call, DeleteCall, FreeCall, ListCall, LoadCall, LookupCall, StoreCall};
 use crate::adapter::{
-    Adapter, BoxFuture, Capabilities, Handed, ListPage, Listed, Loaded, Recovered, Stored,
+    Adapter, AdapterHandOver, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
 };
 use crate::error::L2Error;
 use crate::object::{LoadItem, ObjectSpec, StoreItem};
@@ -90,11 +90,11 @@ impl<G: Guard> Adapter for Guarded<G> {
         self.inner.check()
     }
 
-    fn hand_over(&self) -> Result<Handed, L2Error> {
+    fn hand_over(&self) -> Result<AdapterHandOver, L2Error> {
         self.inner.hand_over()
     }
 
-    fn adopt(&self, handed: Handed) -> Result<(), L2Error> {
+    fn adopt(&self, handed: AdapterHandOver) -> Result<(), L2Error> {
         self.inner.adopt(handed)
     }
 

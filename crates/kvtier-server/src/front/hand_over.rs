@@ -9,7 +9,7 @@ use kvtier_error::Result;
 use kvtier_zmtp::{Message, Resume};
 
 use super::connections::Suspended;
-use super::pause::{ConnectionState, HandedFront, PauseRequest, cannot};
+use super::pause::{ConnectionState, FrontHandOver, PauseRequest, cannot};
 use super::serve::Front;
 
 /// Between two looks at what is still in flight. Also the time after which a socket that was full is written again.
@@ -57,9 +57,9 @@ impl Front {
         }
     }
 
-    fn suspend(&mut self) -> Result<HandedFront> {
+    fn suspend(&mut self) -> Result<FrontHandOver> {
         let (next_connection, connections) = self.connections.suspend()?;
-        let mut front = HandedFront::default();
+        let mut front = FrontHandOver::default();
         front.state.next_connection = next_connection;
         for connection in connections {
             let Suspended {
@@ -92,9 +92,9 @@ impl Front {
     /// Goes on with the connections of the process before; the messages that it had read are served first.
     ///
     /// # Errors
-    /// What of it makes no sense here.
-    pub(super) fn resume(&mut self, front: HandedFront) -> Result<()> {
-        let HandedFront {
+    /// The first part that makes no sense here.
+    pub(super) fn resume(&mut self, front: FrontHandOver) -> Result<()> {
+        let FrontHandOver {
             state,
             sockets,
             bytes,

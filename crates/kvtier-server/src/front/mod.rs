@@ -37,7 +37,7 @@ use kvtier_http::Health;
 use lanes::Pool;
 use outbox::Outbox;
 use pause::Pauses;
-pub use pause::{FrontState, HandedFront, Paused};
+pub use pause::{FrontHandOver, FrontState, Paused};
 use request::Server;
 use serve::Front;
 pub use socket::RequestSocket;
@@ -111,8 +111,8 @@ impl PreparedFront {
     /// Takes the connections of the process before, which still has them.
     ///
     /// # Errors
-    /// What of it makes no sense here.
-    pub fn resume(&mut self, front: HandedFront) -> Result<()> {
+    /// The first part that makes no sense here.
+    pub fn resume(&mut self, front: FrontHandOver) -> Result<()> {
         self.front.resume(front)
     }
 

@@ -47,7 +47,7 @@ pub struct ClientState {
 
 /// What the next process receives of the front end.
 #[derive(Default)]
-pub struct HandedFront {
+pub struct FrontHandOver {
     /// What is known of them.
     pub state: FrontState,
     /// One per connection.
@@ -69,14 +69,14 @@ pub(super) struct HandedOver;
 /// Request for a pause.
 pub struct PauseRequest {
     pub(super) until: Instant,
-    pub(super) paused: Sender<Result<HandedFront>>,
+    pub(super) paused: Sender<Result<FrontHandOver>>,
     pub(super) outcome: Receiver<HandedOver>,
 }
 
 /// A paused front end, which goes on when this is dropped.
 pub struct Paused {
     /// What it would hand over.
-    pub front: HandedFront,
+    pub front: FrontHandOver,
     outcome: Sender<HandedOver>,
 }
 

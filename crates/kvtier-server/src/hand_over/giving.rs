@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kvtier_engine::{Engine, HandedEngine, PausedTiers};
+use kvtier_engine::{Engine, EngineHandOver, PausedTiers};
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_http::{Changes, Health, PausedChanges};
 use kvtier_sync::RateLimited;
@@ -22,7 +22,7 @@ use super::wire::{
 };
 use super::{SOCKET, millis};
 use crate::descriptors::Descriptors;
-use crate::front::{HandedFront, Paused, RequestSocket};
+use crate::front::{FrontHandOver, Paused, RequestSocket};
 use crate::reload::Reloader;
 
 /// How long what is in flight may take to end.
@@ -449,16 +449,16 @@ fn check(parts: &GivingParts, hello: &Hello) -> Result<()> {
 fn send_all(
     parts: &GivingParts,
     link: &Link<'_>,
-    front: HandedFront,
+    front: FrontHandOver,
     since: Instant,
 ) -> Result<()> {
-    let HandedFront {
+    let FrontHandOver {
         state: front,
         sockets,
         bytes,
     } = front;
     let lock = parts.engine.state_lock()?;
-    let HandedEngine {
+    let EngineHandOver {
         state: engine,
         objects,
         descriptors,

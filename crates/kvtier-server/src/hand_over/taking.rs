@@ -6,14 +6,14 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use kvtier_config::{L1Origin, ServerConfig};
-use kvtier_engine::{HandedEngine, OpenedTiers, open_tiers};
+use kvtier_engine::{EngineHandOver, OpenedTiers, open_tiers};
 use kvtier_error::{Error, ErrorKind, Result};
 
 use super::SOCKET;
 use super::wire::{
     FORMAT, Hello, Kind, Link, State, receive, receive_descriptors, receive_json, send, send_json,
 };
-use crate::front::HandedFront;
+use crate::front::FrontHandOver;
 
 /// How long the old server may take until it is asked for its state: another new one may have asked before.
 const ACCEPT_TIMEOUT: Duration = Duration::from_secs(60);
@@ -42,9 +42,9 @@ pub struct Taken {
     /// Listening sockets of HTTP, and of metrics if there is a port for them.
     pub http: Vec<TcpListener>,
     /// The connections.
-    pub front: HandedFront,
+    pub front: FrontHandOver,
     /// The engine.
-    pub engine: HandedEngine,
+    pub engine: EngineHandOver,
     /// The tiers of this process.
     pub tiers: Option<OpenedTiers>,
 }
@@ -112,12 +112,12 @@ fn receive_all(config: &mut ServerConfig, stream: UnixStream, connections: u64) 
         socket,
         owns_path: state.owns_path,
         http: http.collect(),
-        front: HandedFront {
+        front: FrontHandOver {
             state: state.front,
             sockets,
             bytes,
         },
-        engine: HandedEngine {
+        engine: EngineHandOver {
             state: state.engine,
             objects,
             descriptors,

@@ -3,7 +3,7 @@
 use tokio::sync::OwnedRwLockWriteGuard;
 
 use super::*;
-use crate::hand_over::{HandedL2, adopt_tiers};
+use crate::hand_over::{TiersHandOver, adopt_tiers};
 
 /// The end of a wait for nothing.
 fn at_once() -> Instant {
@@ -16,7 +16,11 @@ fn at_last() -> Instant {
 }
 
 /// The next L2, over these adapters and the same L1.
-fn next(bed: &Bed, adapters: &[Arc<TestAdapter>], handed: HandedL2) -> kvtier_error::Result<Bed> {
+fn next(
+    bed: &Bed,
+    adapters: &[Arc<TestAdapter>],
+    handed: TiersHandOver,
+) -> kvtier_error::Result<Bed> {
     let tiers = tiers(adapters);
     let stores = handed.state.stores.clone();
     let indexes = adopt_tiers(&tiers, handed)?;
@@ -30,7 +34,7 @@ fn next(bed: &Bed, adapters: &[Arc<TestAdapter>], handed: HandedL2) -> kvtier_er
         Arc::new(Clock::start(Duration::ZERO)),
         Arc::default(),
     );
-    l2.go_on(queues, indexes, &stores)?;
+    l2.resume(queues, indexes, &stores)?;
     Ok(Bed {
         l2,
         arena: Arc::clone(&bed.arena),

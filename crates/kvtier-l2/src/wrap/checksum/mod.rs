@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 pub use cache::ChecksumCache;
 
 use crate::adapter::{
-    Adapter, BoxFuture, Capabilities, Handed, ListPage, Listed, Loaded, Recovered, Stored,
+    Adapter, AdapterHandOver, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
 };
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{Buffer, LoadItem, ObjectSpec, StoreItem, key_digest};
@@ -282,7 +282,7 @@ impl Adapter for Checksums {
         self.inner.check()
     }
 
-    fn hand_over(&self) -> Result<Handed, L2Error> {
+    fn hand_over(&self) -> Result<AdapterHandOver, L2Error> {
         self.inner.hand_over()?;
         let what = format!(
             "loads of type {:?} are compared with checksums in the memory of this process",

@@ -1,7 +1,7 @@
 //! Hand-overs from one tier to another one of the same backend.
 
 use kvtier_core::ChunkHash;
-use kvtier_l2::tier::{HandedTier, OBJECT_BYTES};
+use kvtier_l2::tier::{OBJECT_BYTES, TierHandOver};
 
 use super::*;
 
@@ -10,7 +10,7 @@ fn of_four(memory: &Arc<TestAdapter>) -> Tier {
     tier(memory, Some(4))
 }
 
-async fn take(memory: &Arc<TestAdapter>, handed: HandedTier) -> Tier {
+async fn take(memory: &Arc<TestAdapter>, handed: TierHandOver) -> Tier {
     let next = of_four(memory);
     let index = next.adopt_state(handed).unwrap();
     assert!(next.is_recovering());
@@ -90,7 +90,7 @@ async fn index_of_another_tier_is_refused() {
     let before = of_four(&memory);
     before.recover(&AtomicBool::new(false)).await;
     store(&before, &bytes, 1..=2).await;
-    let refused = |change: fn(&mut HandedTier)| {
+    let refused = |change: fn(&mut TierHandOver)| {
         let mut handed = before.hand_over().unwrap();
         change(&mut handed);
         let error = of_four(&memory).adopt_state(handed).err().unwrap();
