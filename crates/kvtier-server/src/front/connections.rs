@@ -29,9 +29,8 @@ use kvtier_sync::RateLimited;
 use accepting::Accept;
 pub use suspended::Suspended;
 
-/// Tokens that are no connection's number.
+// Tokens that are no connection's number.
 const LISTENER: u64 = u64::MAX;
-
 const WAKE: u64 = u64::MAX - 1;
 
 /// Time between two turns of the parked connections, and between two connections accepted while too many end without a

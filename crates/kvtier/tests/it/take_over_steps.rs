@@ -488,7 +488,8 @@ fn stopping_server_begins_no_step_of_hand_over() {
     let _segments = Segments::new();
     let frozen = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = frozen.local_addr().unwrap().port();
-    let adapter = format!(r#"{{"type":"redis","host":"127.0.0.1","port":{port}}}"#);
+    let adapter =
+        format!(r#"{{"type":"redis","host":"127.0.0.1","port":{port},"connection_timeout":600}}"#);
     let flags = ["--l2-adapter", &adapter, "--l2-drain-timeout-seconds", "0"];
     let mut server = Server::start(base.path(), L1, &flags);
     let _worker = server.worker_with(1, "a", 0..1);
