@@ -441,7 +441,7 @@ mod tests {
             (answer, (Call::new(node, false), Answer::Waiting(waiting)))
         };
         let is_waiting = |(_, answer): &(Call, Answer)| matches!(answer, Answer::Waiting(_));
-        // A part of its own answers is no reason to give up a node.
+        // A part of its own answers is no reason for a node to be timed out.
         let ((first, first_call), (second, second_call)) = (call(&slow), call(&slow));
         let mut sent = vec![first_call, second_call];
         first.send(Ok(Vec::new())).unwrap();
