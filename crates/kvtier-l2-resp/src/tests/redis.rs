@@ -322,7 +322,7 @@ async fn failed_stores_shift_no_reply() {
             .iter()
             .all(Option::is_none)
     );
-    server.ask(&[b"CONFIG", b"SET", b"maxmemory", b"1mb"]);
+    server.ask(&[b"CONFIG", b"SET", b"maxmemory", b"1kb"]);
     let refused = kinds(store(&adapter, &memory, &objects[5..]).await);
     assert_eq!(refused, [Some(ErrorKind::Full); 15]);
     assert_eq!(adapter.free_bytes().await, Ok(Some(0)));
