@@ -27,8 +27,8 @@ pub struct ServerArgs {
     #[arg(long, value_name = "FILE", help_heading = "Configuration")]
     pub config: Option<PathBuf>,
     /// Check the configuration and the resources it needs (ports, memory, /dev/shm, NUMA nodes, the CUDA driver, the
-    /// tiers), report the result, and stop. Each tier stores, loads and deletes one object, unless its directory does not
-    /// exist yet; nothing is left behind
+    /// tiers), report the result, and stop. Each tier stores, loads and deletes one object, unless its directory or
+    /// device does not exist yet, or has "force"; nothing is left behind, but an empty device is formatted
     #[arg(long, help_heading = "Configuration")]
     pub check_config: bool,
     /// Take the connections of clients, L1 and all else from the server of the same instance that runs, without a gap for

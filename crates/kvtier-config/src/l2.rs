@@ -63,11 +63,11 @@ impl L2Config {
         self.adapters.iter().enumerate().map(line)
     }
 
-    /// Each tier that a check can try out: all but those whose directory does not exist yet.
-    pub fn existing(&self) -> impl Iterator<Item = (String, &AdapterConfig)> {
+    /// Each tier by its name, and why a check does not try it out, if there is a reason: it would leave something behind.
+    pub fn trials(&self) -> impl Iterator<Item = (String, &AdapterConfig, Option<String>)> {
         let adapters = self.adapters.iter().enumerate();
-        let named = adapters.map(|(number, adapter)| (Self::tier_name(number, adapter), adapter));
-        named.filter(|(_, adapter)| base_path(adapter).is_none_or(|path| path.exists()))
+        adapters
+            .map(|(number, adapter)| (Self::tier_name(number, adapter), adapter, untried(adapter)))
     }
 
     /// What the adapters' users should know.
@@ -194,6 +194,23 @@ fn takes_directories(there: &Path) -> bool {
 }
 
 /// The directory of an adapter, or of the one inside of it. Absolute, as far as the system says where we are.
+/// Why a tier is not tried out.
+fn untried(adapter: &AdapterConfig) -> Option<String> {
+    if let Some(inner) = adapter.options.find("inner") {
+        return untried(inner);
+    }
+    if adapter.kind == "raw_block" && adapter.options.find("force") == Some(true) {
+        return Some("\"force\" overwrites what the device holds".to_owned());
+    }
+    let device = adapter
+        .options
+        .find::<&str>("device_path")
+        .map(PathBuf::from);
+    let path = base_path(adapter).or(device)?;
+    let is_absent = !path.exists();
+    is_absent.then(|| format!("{} does not exist; a start creates it", path.display()))
+}
+
 fn base_path(adapter: &AdapterConfig) -> Option<PathBuf> {
     let Some(path) = adapter.options.find::<&str>("base_path") else {
         return base_path(adapter.options.find("inner")?);

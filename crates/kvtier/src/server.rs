@@ -203,7 +203,11 @@ fn check(
         }
     };
     let mut tried = Vec::new();
-    for (name, adapter) in l2.into_iter().flat_map(|l2| l2.existing()) {
+    for (name, adapter, untried) in l2.into_iter().flat_map(|l2| l2.trials()) {
+        if let Some(reason) = untried {
+            tried.push(format!("L2 tier {name}: not tried: {reason}"));
+            continue;
+        }
         match try_out(adapter) {
             Ok(probed) => tried.push(format!("L2 tier {name}: {probed}")),
             Err(error) => {

@@ -1,5 +1,7 @@
 //! `kvtier server`: what it refuses, and what `--check-config` says.
 
+use std::path::Path;
+
 use super::{Server, complaint, free_port, kvtier, lines};
 
 /// A start that disturbs no other server.
@@ -241,6 +243,35 @@ fn check_config_tries_out_the_tiers() {
     assert!(output.status.success() && text.contains(expected), "{text}");
     let files = std::fs::read_dir(base).unwrap().flatten();
     assert!(files.into_iter().all(|entry| entry.path().is_dir()));
+    // What a check would leave behind is not tried.
+    let (absent, full) = (base.join("absent"), base.join("full"));
+    std::fs::write(&full, vec![7; 60 << 20]).unwrap();
+    let device = |path: &Path, force| {
+        format!(
+            r#"{{"type":"raw_block","device_path":{path:?},"max_capacity_gb":0.05,"force":{force}}}"#
+        )
+    };
+    for (adapter, reason) in [
+        (
+            device(&full, true),
+            "\"force\" overwrites what the device holds",
+        ),
+        (
+            device(&absent, false),
+            "absent does not exist; a start creates it",
+        ),
+        (
+            format!(r#"{{"type":"fs","base_path":{absent:?}}}"#),
+            "absent does not exist; a start creates it",
+        ),
+    ] {
+        let output = check(&adapter);
+        let text = lines(&output.stdout).join("\n");
+        let is_named = text.contains("-0: not tried: ") && text.contains(reason);
+        assert!(output.status.success() && is_named, "{text}");
+        assert!(!absent.exists());
+    }
+    assert!(std::fs::read(&full).unwrap().iter().all(|byte| *byte == 7));
     // Nothing listens there.
     let output = check(&format!(
         r#"{{"type":"resp","host":"127.0.0.1","port":{port},"name":"cache"}}"#
