@@ -64,7 +64,7 @@ impl L2Config {
     }
 
     /// Each tier by its name, and why a check does not try it out, if there is a reason: it would leave something behind.
-    pub fn trials(&self) -> impl Iterator<Item = (String, &AdapterConfig, Option<String>)> {
+    pub fn trials(&self) -> impl Iterator<Item = (String, &AdapterConfig, Option<&'static str>)> {
         let adapters = self.adapters.iter().enumerate();
         adapters
             .map(|(number, adapter)| (Self::tier_name(number, adapter), adapter, untried(adapter)))
@@ -195,12 +195,12 @@ fn takes_directories(there: &Path) -> bool {
 
 /// The directory of an adapter, or of the one inside of it. Absolute, as far as the system says where we are.
 /// Why a tier is not tried out.
-fn untried(adapter: &AdapterConfig) -> Option<String> {
+fn untried(adapter: &AdapterConfig) -> Option<&'static str> {
     if let Some(inner) = adapter.options.find("inner") {
         return untried(inner);
     }
     if adapter.kind == "raw_block" && adapter.options.find("force") == Some(true) {
-        return Some("\"force\" overwrites what the device holds".to_owned());
+        return Some("\"force\" overwrites what the device holds");
     }
     let device = adapter
         .options
@@ -208,7 +208,7 @@ fn untried(adapter: &AdapterConfig) -> Option<String> {
         .map(PathBuf::from);
     let path = base_path(adapter).or(device)?;
     let is_absent = !path.exists();
-    is_absent.then(|| format!("{} does not exist; a start creates it", path.display()))
+    is_absent.then_some("it does not exist; a start creates it")
 }
 
 fn base_path(adapter: &AdapterConfig) -> Option<PathBuf> {

@@ -258,11 +258,11 @@ fn check_config_tries_out_the_tiers() {
         ),
         (
             device(&absent, false),
-            "absent does not exist; a start creates it",
+            "it does not exist; a start creates it",
         ),
         (
             format!(r#"{{"type":"fs","base_path":{absent:?}}}"#),
-            "absent does not exist; a start creates it",
+            "it does not exist; a start creates it",
         ),
     ] {
         let output = check(&adapter);
