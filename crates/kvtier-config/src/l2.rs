@@ -199,7 +199,7 @@ fn untried(adapter: &AdapterConfig) -> Option<&'static str> {
     if let Some(inner) = adapter.options.find("inner") {
         return untried(inner);
     }
-    if adapter.kind == "raw_block" && adapter.options.find("force") == Some(true) {
+    if adapter.options.find("force") == Some(true) {
         return Some("\"force\" overwrites what the device holds");
     }
     let device = adapter

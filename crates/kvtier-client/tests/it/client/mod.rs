@@ -59,6 +59,18 @@ fn default_answers(request: &Request<'_, Vec<u32>>) -> Option<Response<'static>>
     }
 }
 
+/// A server that answers each request for its chunk size once it is released.
+fn server_with_held_chunk_size() -> (Server, mpsc::Sender<()>) {
+    let (release, held) = mpsc::channel::<()>();
+    let server = Server::typed(move |request| {
+        if matches!(request, Request::GetChunkSize) {
+            held.recv().unwrap();
+        }
+        default_answers(request)
+    });
+    (server, release)
+}
+
 /// Each state that the client reports from now on.
 fn states(client: &Client) -> mpsc::Receiver<Health> {
     let (sender, receiver) = mpsc::channel();
@@ -78,13 +90,7 @@ fn recoveries(client: &Client, connections: u64) -> mpsc::Receiver<()> {
 
 #[test]
 fn result_is_polled_awaited_and_taken_once() {
-    let (release, held) = mpsc::channel::<()>();
-    let server = Server::typed(move |request| {
-        if matches!(request, Request::GetChunkSize) {
-            held.recv().unwrap();
-        }
-        default_answers(request)
-    });
+    let (server, release) = server_with_held_chunk_size();
     let client = connect_healthy(&server, settings());
     let future = client.get_chunk_size();
     assert!(!future.is_ready());
@@ -161,26 +167,17 @@ fn requests_without_server_end_at_deadline() {
 fn panic_in_callback_affects_no_other_request() {
     let server = Server::typed(default_answers);
     let client = connect(&server, settings());
-    let (sender, receiver) = mpsc::channel();
     client.on_health(Box::new(|_| panic!("a bug of the caller")));
-    client.on_health(Box::new(move |health| {
-        let _ = sender.send(health);
-    }));
+    let states = states(&client);
     let ping: Request<'_, EncodedTokens<'_>> = Request::Ping { instance: None };
     client.submit_then(&ping, MAX_TEST, |_| panic!("a bug of the caller"));
     assert_eq!(client.get_chunk_size().join().unwrap(), 16);
-    while receiver.recv().unwrap() != Health::Healthy {}
+    while states.recv().unwrap() != Health::Healthy {}
 }
 
 #[test]
 fn several_threads_wait_and_one_takes_result() {
-    let (release, held) = mpsc::channel::<()>();
-    let server = Server::typed(move |request| {
-        if matches!(request, Request::GetChunkSize) {
-            held.recv().unwrap();
-        }
-        default_answers(request)
-    });
+    let (server, release) = server_with_held_chunk_size();
     let client = connect(&server, settings());
     let future = client.get_chunk_size();
     std::thread::scope(|scope| {
