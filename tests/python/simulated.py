@@ -368,9 +368,11 @@ class Simulation:
         return bool(self.scheduled or self.ahead or self.worker._loads or state.holds or waits)
 
     def _leave(self):
-        """The last request leaves. In few blocks vLLM stalls when loaded requests have those that the first in its queue needs."""
+        """The last request with blocks leaves. In few blocks vLLM stalls when loaded requests have those that the first in its queue needs."""
         self.left += 1
-        self.scheduler.finish_requests(list(self.scheduler.requests)[-1], RequestStatus.FINISHED_ABORTED)
+        blocks = self.scheduler.kv_cache_manager.get_block_ids
+        having = [name for name in self.scheduler.requests if any(blocks(name))]
+        self.scheduler.finish_requests(having[-1], RequestStatus.FINISHED_ABORTED)
 
     @property
     def errors(self):

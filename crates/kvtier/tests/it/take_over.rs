@@ -371,8 +371,16 @@ fn too_few_descriptors_refuse_a_take_over() {
         let is_served = server.wait_until_served();
         (server, is_served)
     };
+    let clients_of = |server: &Server, count| -> Vec<_> {
+        let mut clients: Vec<_> = (0..count).map(|_| server.connect()).collect();
+        // Those that have an answer have been accepted.
+        for client in &mut clients {
+            client.noop().unwrap();
+        }
+        clients
+    };
     let server = Server::start(base.path(), L1, &[]);
-    let mut clients: Vec<_> = (0..70).map(|_| server.connect()).collect();
+    let mut clients = clients_of(&server, 70);
     // Of both limits.
     let (refused, is_served) = limited("-n 128", &["--take-over"]);
     let told = "70 clients are connected; the other server can have 64 (ulimit -n)";
@@ -386,7 +394,7 @@ fn too_few_descriptors_refuse_a_take_over() {
     drop((clients, server));
     new.stop();
     let (server, _) = limited("-n 128", &[]);
-    let mut clients: Vec<_> = (0..50).map(|_| server.connect()).collect();
+    let mut clients = clients_of(&server, 50);
     let (refused, is_served) = limited("-n 1024", &["--take-over"]);
     let told = "needs 82 more; it may open 128 (ulimit -n)";
     assert!(!is_served && refused.log.contains(told), "{}", refused.log);
