@@ -34,6 +34,8 @@ pub struct TierStatus {
     pub cache_salt_count: u64,
     /// Whether the last store found no space; loads continue.
     pub is_full: bool,
+    /// Cause, if the adapter does not work; else `null`.
+    pub error: Option<String>,
     /// The last error of a store; `null` without one.
     pub last_store_error: Option<String>,
     /// Adoption of the objects from before the start.

@@ -140,7 +140,7 @@ async fn run(endpoint: Arc<Endpoint>, state: Arc<State>, mut calls: mpsc::Unboun
         let (error, failed) = match connected {
             Ok(Ok(stream)) => {
                 if failures > 0 {
-                    tracing::info!(address = endpoint.name(), "connected again");
+                    endpoint.log_return();
                 }
                 (failures, is_logged) = (0, false);
                 state.set(None);

@@ -44,6 +44,8 @@ pub(super) struct Endpoint {
     pub(super) demotions: AtomicU64,
     /// For the log line about lost connections: a server that hangs costs one after the other.
     loss_log: RateLimited,
+    /// For the line about connections made again, which come together.
+    return_log: RateLimited,
 }
 
 impl Endpoint {
@@ -60,6 +62,7 @@ impl Endpoint {
             options,
             demotions: AtomicU64::new(0),
             loss_log: RateLimited::new(LOG_INTERVAL),
+            return_log: RateLimited::new(LOG_INTERVAL),
         }
     }
 
@@ -68,6 +71,13 @@ impl Endpoint {
         if let Some(left_out) = self.loss_log.permit(Instant::now()) {
             let address = self.name();
             tracing::warn!(address, %error, calls, left_out, "no connection to a second tier; calls fail");
+        }
+    }
+
+    /// Logs that there is a connection again.
+    pub(super) fn log_return(&self) {
+        if let Some(left_out) = self.return_log.permit(Instant::now()) {
+            tracing::info!(address = self.name(), left_out, "connected again");
         }
     }
 

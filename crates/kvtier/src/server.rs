@@ -223,11 +223,10 @@ fn check(
         config.l1_origin(),
         config.chunk_size
     )?;
-    writeln!(
-        out,
-        "ports bound and released: {}",
-        ports(config).join(", ")
-    )?;
+    let ports = ports(config);
+    if !ports.is_empty() {
+        writeln!(out, "ports bound and released: {}", ports.join(", "))?;
+    }
     for tier in l2.into_iter().flat_map(|l2| l2.tiers()) {
         writeln!(out, "{tier}")?;
     }
@@ -277,10 +276,10 @@ fn try_out(adapter: &AdapterConfig) -> anyhow::Result<String> {
 /// What `--check-config` has bound.
 fn ports(config: &ServerConfig) -> Vec<String> {
     let requests = match config.ipc_path() {
-        None => config.port.to_string(),
-        Some(_) => "none for requests".to_owned(),
+        None => Some(config.port),
+        Some(_) => None,
     };
-    let http = [Some(config.http_port), config.prometheus_port];
-    let http = http.into_iter().flatten().map(|port| port.to_string());
-    std::iter::once(requests).chain(http).collect()
+    let ports = [requests, Some(config.http_port), config.prometheus_port];
+    let chosen = ports.into_iter().flatten().filter(|port| *port != 0);
+    chosen.map(|port| port.to_string()).collect()
 }

@@ -1,7 +1,7 @@
 //! `kvtier tier-test`: the conformance suite for a tier in a process of its own, or for a configured one with its store.
 
 use std::hash::{BuildHasher as _, RandomState};
-use std::io::Write as _;
+use std::io::{IsTerminal as _, Write as _};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -208,8 +208,10 @@ pub(crate) fn run(args: &TierTestArgs) -> anyhow::Result<ExitCode> {
     let random = RandomState::new().hash_one(0);
     // What a program prints, and how it ends.
     tracing_subscriber::fmt()
-        .with_env_filter("kvtier_l2_process=info")
+        // Its connections are no news: most cases make one.
+        .with_env_filter("kvtier_l2_process=info,kvtier_l2_process::link=warn")
         .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
         .without_time()
         .init();
     let runtime = tokio::runtime::Builder::new_multi_thread()

@@ -389,7 +389,7 @@ impl Adapter for FsAdapter {
             "is_healthy": !self.pool.is_closed()
                 && !self.is_failing.load(Ordering::Relaxed)
                 && files.base.lost().is_none(),
-            "base_path_lost": files.base.lost(),
+            "error": files.base.lost().map(|why| self.lost(why).to_string()),
             "type": self.kind,
             "base_path": files.base.path().to_string_lossy(),
             "read_only": files.base.is_read_only(),

@@ -172,9 +172,10 @@ pub fn run(args: &QuotaArgs) -> anyhow::Result<ExitCode> {
             server,
         } => {
             let body = body(*limit, *reserved, tier_limit, tier_reserved);
+            let report = |change: &QuotaChange| report::set(change, *reserved);
             server
                 .ask("PUT", &format!("/quota/{salt}"), Some(json!(body)))
-                .and_then(|answer| changed(server, &answer, report::change, *allow_ineffective))
+                .and_then(|answer| changed(server, &answer, report, *allow_ineffective))
         }
         QuotaCommand::Get { salt, server } => server
             .ask("GET", &format!("/quota/{salt}"), None)
@@ -237,7 +238,7 @@ fn import(server: &ServerArgs, file: &Path, allow_ineffective: bool) -> anyhow::
 fn changed(
     server: &ServerArgs,
     answer: &Value,
-    report: fn(&QuotaChange) -> String,
+    report: impl FnOnce(&QuotaChange) -> String,
     allow_ineffective: bool,
 ) -> anyhow::Result<ExitCode> {
     let change: QuotaChange = server.typed(answer.clone())?;
@@ -303,7 +304,7 @@ impl ServerArgs {
     fn print<T: DeserializeOwned>(
         &self,
         answer: &Value,
-        report: fn(&T) -> String,
+        report: impl FnOnce(&T) -> String,
     ) -> anyhow::Result<ExitCode> {
         let text = match self.json {
             true => out::json(answer),

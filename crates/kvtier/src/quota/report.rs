@@ -43,6 +43,14 @@ fn yes(value: bool) -> String {
     if value { "yes" } else { "no" }.into()
 }
 
+/// Result of a quota that was set with this reserved share.
+pub(super) fn set(change: &QuotaChange, reserved: u64) -> String {
+    match reserved {
+        0 => self::change(change),
+        share => format!("{}, {} reserved", self::change(change), bytes(share)),
+    }
+}
+
 /// Result of a change.
 pub(super) fn change(change: &QuotaChange) -> String {
     let salt = change.cache_salt.as_deref().unwrap_or_default();
@@ -107,7 +115,7 @@ pub(super) fn tenant(tenant: &Tenant) -> String {
     out
 }
 
-/// All tenants, one line per tenant: usage / limit of each tier.
+/// All tenants, one line per tenant: usage / limit of each tier, and the reserved share.
 pub(super) fn list(page: &TenantPage) -> String {
     let Some(first) = page.users.values().next() else {
         return "no tenant has a quota".into();
@@ -131,9 +139,10 @@ pub(super) fn list(page: &TenantPage) -> String {
         row.extend(of_tiers.iter().map(|here| {
             let used = bytes(here.usage_bytes);
             let limit = here.limit_bytes.map_or("unlimited".into(), bytes);
-            match here.enforced {
-                false => used,
-                true => format!("{used} / {limit}"),
+            match (here.enforced, here.reserved_bytes) {
+                (false, _) => used,
+                (true, 0) => format!("{used} / {limit}"),
+                (true, share) => format!("{used} / {limit}, {} reserved", bytes(share)),
             }
         }));
         row.push(yes(of_tiers.iter().any(|here| here.over_quota)));
@@ -158,7 +167,7 @@ mod tests {
     #[test]
     fn tenants_have_one_line_each() {
         let here = |used: u64, limit: Value| {
-            json!({ "enforced": true, "usage_bytes": used, "limit_bytes": limit, "reserved_bytes": 0,
+            json!({ "enforced": true, "usage_bytes": used, "limit_bytes": limit, "reserved_bytes": used >> 4,
                 "over_quota": used > 1 << 30, "objects": 3, "refused_over_quota": 2, "evicted_objects": 1 })
         };
         let answer = json!({ "users": {
@@ -168,7 +177,7 @@ mod tests {
         let text = list(&typed(crate::out::shown(&answer)));
         for part in [
             "a\\n\\u001b[2J",
-            "2.00 GiB / 1.00 GiB",
+            "2.00 GiB / 1.00 GiB, 128.00 MiB reserved",
             "0 B / unlimited",
             "yes",
             "4",

@@ -145,8 +145,11 @@ fn summary(url: &str, status: &Status) -> String {
                 .map(String::as_str)
                 .collect();
             let workers = [
-                (restored.restored_workers > 0)
-                    .then(|| format!("{} workers restored", restored.restored_workers)),
+                match restored.restored_workers {
+                    0 => None,
+                    1 => Some("1 worker restored".to_owned()),
+                    more => Some(format!("{more} workers restored")),
+                },
                 (left_out > 0).then(|| format!("{left_out} left out ({})", reasons.join(", "))),
             ];
             line(&mut out, "state", &format!("in {directory}"), workers);
@@ -264,7 +267,10 @@ fn tier(tier: &TierStatus) -> String {
     }];
     parts.push(match tier.is_healthy {
         true => "healthy".to_owned(),
-        false => "NOT HEALTHY".to_owned(),
+        false => match tier.error.as_ref().or(tier.last_store_error.as_ref()) {
+            Some(cause) => format!("NOT HEALTHY: {cause}"),
+            None => "NOT HEALTHY".to_owned(),
+        },
     });
     for (call, breaker) in &tier.breaker {
         if breaker.state != "closed" {
@@ -323,7 +329,8 @@ fn workers(status: &Status) -> Vec<String> {
     let identity = |id: &String, model: &str, world_size: u32, releases: &str| {
         let client = match releases {
             "" => String::new(),
-            releases => format!(", LMCache {releases}"),
+            // kvtier's own clients speak it too.
+            releases => format!(", protocol of LMCache {releases}"),
         };
         format!(
             "{id}: {}, world of {world_size}{client}",
@@ -454,7 +461,8 @@ workers   2
                 { "name": "fs-1", "type_name": "fs", "is_healthy": false, "is_full": true, "current_size_bytes": 512,
                   "max_capacity_bytes": 0, "recovery": { "state": "running" },
                   "store_failures": { "full": 3, "deadline": 2 }, "load_failures": { "corrupt": 1 },
-                  "breaker": { "load": { "state": "open" }, "store": { "state": "closed" } } },
+                  "breaker": { "load": { "state": "open" }, "store": { "state": "closed" } },
+                  "error": "disk: away", "last_store_error": "disk: full" },
                 { "name": "fs-2", "type_name": "fs", "is_healthy": true,
                   "read_only": true, "io_engine": "uring",
                   "recovery": { "state": "failed", "error": "no such directory" } },
@@ -465,7 +473,7 @@ workers   2
         let expected = "\
 L2        4 tiers, 1,200 objects to be stored (3.00 MiB), 7 dropped, 2 being loaded
   fs-0: fs, healthy, 1.00 GiB of 4.00 GiB in use (25.0 %), 1,234 objects, 1,000 of them recovered
-  fs-1: fs, NOT HEALTHY, breaker of loads open, FULL, 512 B in use, recovery in progress, \
+  fs-1: fs, NOT HEALTHY: disk: away, breaker of loads open, FULL, 512 B in use, recovery in progress, \
 5 stores failed (deadline 2, full 3), 1 loads failed (corrupt 1)
   fs-2: fs, healthy, read_only, I/O by uring, recovery failed: no such directory
   FSL2Adapter, healthy

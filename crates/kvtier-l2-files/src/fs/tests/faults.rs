@@ -306,7 +306,8 @@ fn is_unused(fixture: &Fixture, why: &str) {
     block_on(fixture.adapter.check());
     let status = fixture.adapter.status();
     assert_eq!(status["is_healthy"], false);
-    assert_eq!(status["base_path_lost"], why);
+    let error = status["error"].as_str().unwrap();
+    assert!(error.ends_with(&format!(": {why}")), "{error}");
     let (stored, new) = (object(1), object(2));
     assert_eq!(fixture.store(&new), Err(ErrorKind::Unavailable));
     assert_eq!(fixture.load(&stored), Err(ErrorKind::Unavailable));

@@ -43,7 +43,7 @@ fn quotas_are_set_shown_listed_and_removed() {
         "--tier-limit",
         "l1=32MiB",
     ];
-    assert_eq!(stdout(&set), "a b: at most 10.00 GiB\n");
+    assert_eq!(stdout(&set), "a b: at most 10.00 GiB, 1.00 MiB reserved\n");
     let warned = lines(&quota(&["set", "_default", "unlimited"]).stderr);
     assert_eq!(
         warned,
@@ -73,7 +73,7 @@ fn quotas_are_set_shown_listed_and_removed() {
     for part in [
         "a b",
         "10.00 GiB",
-        "0 B / 32.00 MiB",
+        "0 B / 32.00 MiB, 1.00 MiB reserved",
         "_default",
         "unlimited",
     ] {
