@@ -1,6 +1,8 @@
 //! One line in the log, of target `audit`, for each request that may change something: the caller, the change, and how it
 //! ended.
 
+use std::sync::{Arc, OnceLock};
+
 use axum::RequestExt as _;
 use axum::extract::{MatchedPath, RawPathParams, Request};
 use axum::http::{Method, StatusCode};
@@ -26,6 +28,17 @@ pub(super) fn audited<T>(did: String, answer: T) -> Audited<T> {
     (Extension(Did(did)), Answer(answer))
 }
 
+/// What a request is about to do, in its handler's words: it goes on if its client disconnects, and then there is no answer.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Begun(Arc<OnceLock<String>>);
+
+impl Begun {
+    /// Takes note of it, once.
+    pub(super) fn set(&self, what: &str) {
+        let _ = self.0.set(what.to_owned());
+    }
+}
+
 /// A name that must not be in the log in clear, such as a salt.
 pub(super) fn hidden(name: &str) -> String {
     ShownSalt(name).to_string()
@@ -38,6 +51,7 @@ pub(super) struct Entry {
     route: String,
     names: String,
     status: Option<StatusCode>,
+    begun: Begun,
     did: String,
 }
 
@@ -49,12 +63,15 @@ impl Entry {
         let route = path.map_or("(none)", MatchedPath::as_str).to_owned();
         let names = request.extract_parts::<RawPathParams>().await;
         let names = names.as_ref().map_or_else(|_| String::new(), names_of);
+        let begun = Begun::default();
+        request.extensions_mut().insert(begun.clone());
         Self {
             caller,
             method: request.method().clone(),
             route,
             names,
             status: None,
+            begun,
             did: String::new(),
         }
     }
@@ -78,6 +95,7 @@ fn names_of(names: &extract::RawPathParams) -> String {
 impl Drop for Entry {
     fn drop(&mut self) {
         let method = self.method.as_str();
+        let begun = self.begun.0.get().filter(|_| self.status.is_none());
         tracing::info!(
             target: "audit",
             who = self.caller.name,
@@ -87,7 +105,7 @@ impl Drop for Entry {
             route = self.route,
             names = self.names,
             status = self.status.map_or(0, |status| status.as_u16()),
-            did = self.did,
+            did = begun.unwrap_or(&self.did),
             "{}",
             match self.status {
                 Some(status) if status.is_success() => "done",

@@ -3,13 +3,14 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use axum::Extension;
 use axum::http::StatusCode;
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use tokio::sync::Semaphore;
 use utoipa::ToSchema;
 
-use super::audit::{Audited, audited};
+use super::audit::{Audited, Begun, audited};
 use super::body::{PARSED, TierName, optional};
 use super::payload::Payload;
 use super::{Answer, ApiError, DetailBody, InvalidBody, State, detail, engine, run_blocking};
@@ -60,7 +61,11 @@ struct Cleared {
     (status = 400, description = "That tier cannot be cleared", body = DetailBody),
     (status = 422, description = "Body of the wrong shape", body = InvalidBody),
 ))]
-pub(super) async fn clear(api: State, body: Payload) -> Result<Audited<ClearResult>, ApiError> {
+pub(super) async fn clear(
+    api: State,
+    Extension(begun): Extension<Begun>,
+    body: Payload,
+) -> Result<Audited<ClearResult>, ApiError> {
     let read = body.read(|bytes| optional::<Clear>(bytes, PARSED));
     let Clear { tier, force } = read.await??;
     let (tier, force) = (tier.0, force.unwrap_or(false));
@@ -69,6 +74,8 @@ pub(super) async fn clear(api: State, body: Payload) -> Result<Audited<ClearResu
         return Err(detail(StatusCode::BAD_REQUEST, text));
     }
     let engine = Arc::clone(engine(&api)?);
+    let did = format!("force {force}");
+    begun.set(&did);
     let cleared = run_blocking(move || engine.clear(force)).await?;
     let cleared = Cleared {
         tier,
@@ -76,7 +83,7 @@ pub(super) async fn clear(api: State, body: Payload) -> Result<Audited<ClearResu
         bytes: cleared.bytes,
         kept: cleared.kept,
     };
-    let did = format!("force {force}: {}", json!(cleared));
+    let did = format!("{did}: {}", json!(cleared));
     let status = "ok";
     Ok(audited(did, ClearResult { status, cleared }))
 }

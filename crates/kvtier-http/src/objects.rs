@@ -3,8 +3,8 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
-use axum::extract;
 use axum::http::StatusCode;
+use axum::{Extension, extract};
 use kvtier_core::ObjectKey;
 use kvtier_core::object_key::{EncodedObjectKey, ForeignKey};
 use kvtier_l2::ErrorKind;
@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::json;
 use utoipa::ToSchema;
 
-use super::audit::{Audited, audited};
+use super::audit::{Audited, Begun, audited};
 use super::body::{Object, PARSED, TierName, required};
 use super::payload::Payload;
 use super::query::Query;
@@ -364,7 +364,11 @@ struct TierOutcome {
     (status = 422, description = "Body of the wrong shape", body = InvalidBody),
     (status = 503, description = "There are no adapters; nothing was deleted", body = DetailBody),
 ))]
-pub(super) async fn delete(api: State, body: Payload) -> Result<Audited<Outcome>, ApiError> {
+pub(super) async fn delete(
+    api: State,
+    Extension(begun): Extension<Begun>,
+    body: Payload,
+) -> Result<Audited<Outcome>, ApiError> {
     let engine = Arc::clone(engine(&api)?);
     let read = body.read(|bytes| {
         let mut request: Deletion = required(bytes, PARSED)?;
@@ -380,6 +384,7 @@ pub(super) async fn delete(api: State, body: Payload) -> Result<Audited<Outcome>
         Some(name) => vec![named(tiers(&engine)?, name)?],
     };
     let did = format!("{} keys in {tier}, force {force}", keys.len());
+    begun.set(&did);
     let outcome = run_change(async move {
         let mut outcome = Outcome::default();
         if tier != "l2" {

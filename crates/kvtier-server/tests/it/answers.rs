@@ -5,7 +5,7 @@ use serde_json::{Map, Value, json};
 
 use crate::http::{json_of, request};
 use crate::l2::{fs, store, with_tiers};
-use crate::support::{TestServer, prompt, range, tokens};
+use crate::support::{TestServer, prompt, range, tokens, wait_until};
 
 /// Fields whose value depends on the machine or the moment.
 const VARYING: [&str; 18] = [
@@ -99,9 +99,7 @@ fn answers_have_the_recorded_fields() {
         ];
         waiting.iter().any(|count| **count != 0) || manager.to_string().contains("\"running\"")
     };
-    while is_busy() {
-        std::thread::yield_now();
-    }
+    wait_until("a server without work", || !is_busy());
     let question = json!({
         "model_name": "answers", "cache_salt": "alice", "token_ids": tokens(1, 4), "world_size": 1, "chunk_size": 16,
     });

@@ -10,15 +10,7 @@ use crate::support::{PATIENCE, TestServer, bytes, prompt, range};
 
 /// One request on a connection of its own: status, header lines in lower case, body.
 pub fn request(server: &TestServer, method: &str, path: &str, body: &str) -> (u16, String, String) {
-    let mut stream = TcpStream::connect(server.http_address()).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    let length = body.len();
-    write!(
-        stream,
-        "{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\
-         content-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}"
-    )
-    .unwrap();
+    let mut stream = send(server, method, path, body);
     let mut answer = String::new();
     stream.read_to_string(&mut answer).unwrap();
     let (head, body) = answer.split_once("\r\n\r\n").unwrap();
@@ -29,6 +21,20 @@ pub fn request(server: &TestServer, method: &str, path: &str, body: &str) -> (u1
         "this client reads no chunks: {head}"
     );
     (status, head, body.to_string())
+}
+
+/// Sends a request; returns the connection on which its answer arrives.
+pub fn send(server: &TestServer, method: &str, path: &str, body: &str) -> TcpStream {
+    let mut stream = TcpStream::connect(server.http_address()).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    let length = body.len();
+    write!(
+        stream,
+        "{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\
+         content-type: application/json\r\ncontent-length: {length}\r\n\r\n{body}"
+    )
+    .unwrap();
+    stream
 }
 
 /// Status and body of a request whose answer is JSON.

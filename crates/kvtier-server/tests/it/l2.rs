@@ -9,7 +9,7 @@ use kvtier_client::{Connection, EngineDrivenWorker, InstanceId, Prompt, Scope};
 use crate::http::request;
 use crate::metrics::parse_metrics;
 use crate::support::{
-    PATIENCE, Steps as _, TestServer, bytes, given_stored_on, prompt, range, whole,
+    PATIENCE, Steps as _, TestServer, bytes, given_stored_on, prompt, range, wait_until, whole,
 };
 
 /// A server with these tiers.
@@ -39,11 +39,9 @@ const STALLED: &str = r#"{"type":"mock","max_size_gb":1,"mock_bandwidth_gb":1e-9
 
 /// Waits until nothing waits to be stored in a tier.
 pub fn settle(server: &TestServer) {
-    let started = Instant::now();
-    while server.readings().l2_queued_bytes > 0 {
-        assert!(started.elapsed() < PATIENCE, "the tiers do not store");
-        std::thread::yield_now();
-    }
+    wait_until("a tier with nothing to store", || {
+        server.readings().l2_queued_bytes == 0
+    });
 }
 
 pub fn store(worker: &mut EngineDrivenWorker, prompt: &Prompt, seed: u64) {
@@ -349,14 +347,10 @@ fn endless_load_ends_at_deadline_with_l1_hits() {
         Scope::new("l2/deadline"),
         4,
     );
-    let started = Instant::now();
-    while server.readings().tiers[1].stored_objects < 4 {
-        assert!(
-            started.elapsed() < PATIENCE,
-            "the other tier stores by itself"
-        );
-        std::thread::yield_now();
-    }
+    // The other tier stores by itself.
+    wait_until("the objects in the other tier", || {
+        server.readings().tiers[1].stored_objects >= 4
+    });
     // The stalled tier holds its leases, so the objects stay; a forced clear hides them all the same.
     server.engine().clear(true);
     assert_eq!(hits(worker.connection(), &scope, &prompt, "r"), 4);

@@ -1,7 +1,6 @@
 //! What tenants may have, over HTTP: LMCache's answers, what we tell beyond them, and what limits do to stores.
 
 use std::path::Path;
-use std::time::Instant;
 
 use kvtier_client::Scope;
 use serde_json::{Value, json};
@@ -9,7 +8,7 @@ use serde_json::{Value, json};
 use crate::http::{covers, json_of, request};
 use crate::l2::{settle, store, with_tiers};
 use crate::metrics::parse_metrics;
-use crate::support::{PATIENCE, TestServer, bytes, prompt, range};
+use crate::support::{TestServer, bytes, prompt, range, wait_until};
 
 const ISOLATED: [&str; 2] = ["--eviction-policy", "IsolatedLRU"];
 
@@ -44,15 +43,6 @@ fn limit(server: &TestServer, salt: &str, chunks: u64) {
     let size = (chunks * LEN) as f64 / GIB as f64;
     let (status, told) = put(server, salt, &json!({ "limit_gb": size }));
     assert_eq!((status, &told["status"]), (200, &json!("ok")), "{told}");
-}
-
-/// Waits until a look at the server shows something.
-fn until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let started = Instant::now();
-    while !is_so() {
-        assert!(started.elapsed() < PATIENCE, "{what}");
-        std::thread::yield_now();
-    }
 }
 
 #[test]
@@ -246,7 +236,7 @@ fn tenant_report_lists_every_tier() {
     connection
         .lookup(&scope.scheduler_key(&prompt(1, 8), all, "r"))
         .unwrap();
-    until("the lookup counts", || {
+    wait_until("the count of the lookup", || {
         get(&server, "alice")["hit_chunks"] != 0
     });
     connection.end_session("r").unwrap();
@@ -366,7 +356,9 @@ fn a_lower_limit_holds_at_once() {
     };
     // Below 80 % of the limit by 20 % of that, and L1 is there when the change has been answered.
     assert_eq!(used("greedy", "l1"), 32);
-    until("the tier evicts", || used("greedy", "mock-0") == 32);
+    wait_until("the eviction in the tier", || {
+        used("greedy", "mock-0") == 32
+    });
     for tier in ["l1", "mock-0"] {
         assert_eq!(used("steady", tier), 20);
         let told = get(&server, "greedy");
@@ -450,12 +442,14 @@ fn allow_list_removes_missing_tenants_across_restarts() {
         worker.close().unwrap();
     }
     settle(&server);
-    until("the stranger goes", || used(&server, "unknown") == 0);
+    wait_until("the eviction of the stranger", || {
+        used(&server, "unknown") == 0
+    });
     let known = used(&server, "known");
     assert!(known >= 4 * LEN);
     drop(server);
     let server = start();
-    until("it knows what is there", || {
+    wait_until("the recovery of the tier", || {
         let (_, told) = json_of(&server, "GET", "/status", "");
         told["storage_manager"]["l2_adapters"][0]["recovery"]["state"] == "done"
     });
@@ -463,7 +457,7 @@ fn allow_list_removes_missing_tenants_across_restarts() {
     assert_eq!(used(&server, "known"), known);
     // Nothing of it goes in the rounds to come, which take whatever is left of the stranger.
     limit(&server, "known", 999);
-    until("the stranger stays away", || used(&server, "unknown") == 0);
+    wait_until("the absence of the stranger", || used(&server, "unknown") == 0);
     assert_eq!(used(&server, "known"), known);
     server.assert_sound();
 }

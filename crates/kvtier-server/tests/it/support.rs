@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvtier_client::proto::request::EngineDrivenContext;
 use kvtier_client::proto::response::{PrepareStore, Slot};
@@ -90,6 +90,16 @@ impl TestServer {
         let mut spec = LmcacheDrivenSpec::new(InstanceId(instance), scope.clone(), 2, 2, 16, 32);
         spec.block_tokens = 4;
         LmcacheDrivenWorker::register(self.connect(), spec).unwrap()
+    }
+}
+
+/// Waits for at most [`PATIENCE`].
+pub fn wait_until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while !is_so() {
+        assert!(started.elapsed() < PATIENCE, "{what} did not come");
+        // Leaves the processor to the server.
+        std::thread::sleep(Duration::from_millis(1));
     }
 }
 

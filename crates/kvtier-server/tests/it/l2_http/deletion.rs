@@ -1,14 +1,13 @@
 //! Objects that are deleted.
 
-use std::time::Instant;
-
 use kvtier_client::Scope;
 use serde_json::{Value, json};
 
 use super::{MOCK, OBJECTS, counts, delete, detail, list, with_context, with_worker, wrong};
-use crate::http::json_of;
+use crate::http::{json_of, send};
 use crate::l2::{fs, hits, settle, store, with_tiers};
-use crate::support::{PATIENCE, TestServer, prompt};
+use crate::log::Log;
+use crate::support::{TestServer, prompt, wait_until};
 
 #[test]
 fn deletion_counts_objects_really_deleted() {
@@ -104,6 +103,40 @@ fn a_deletion_without_an_adapter_means_every_tier() {
     assert!(list(&server, "adapter=fs").is_empty() && list(&server, "adapter=mock").is_empty());
 }
 
+/// The client of a deletion disconnects while the first of two tiers does not answer.
+#[test]
+fn deletion_whose_client_disconnects_runs_to_its_end() {
+    let log = Log::listen();
+    let directory = tempfile::tempdir().unwrap();
+    let stalled = format!(
+        r#"{{"type":"fault_inject","store_timeout_ms":4000,"faults":[{{"kind":"stall","operation":"delete"}}],"inner":{MOCK}}}"#
+    );
+    let server = with_tiers(&[&stalled, &fs(directory.path())], &[]);
+    let mut worker = server.engine_driven(1, &Scope::new("delete/disconnects"));
+    store(&mut worker, &prompt(1, 1), 1);
+    settle(&server);
+    let key = list(&server, "adapter=fs-1")[0]["key"].clone();
+    let client = send(
+        &server,
+        "DELETE",
+        OBJECTS,
+        &json!({ "keys": [key] }).to_string(),
+    );
+    wait_until("a deletion in the first tier", || {
+        let (_, status) = json_of(&server, "GET", "/status", "");
+        status["storage_manager"]["l2_adapters"][0]["fault_inject"]["faults"][0]["faults"] == 1
+    });
+    client.shutdown(std::net::Shutdown::Both).unwrap();
+    let said = "the client did not wait for the end";
+    wait_until("its line in the log", || log.text().contains(said));
+    let text = log.text();
+    let line = text.lines().find(|line| line.contains(said)).unwrap();
+    assert!(line.contains("did=\"1 keys in l2, force false\""), "{line}");
+    wait_until("the deletion in the second tier", || {
+        list(&server, "adapter=fs-1").is_empty()
+    });
+}
+
 #[test]
 fn tier_unable_to_delete_is_reported() {
     // Its one slot for stores and deletes is taken for hours by a store that has timed out.
@@ -112,11 +145,9 @@ fn tier_unable_to_delete_is_reported() {
     let server = with_tiers(&[busy], &flags);
     let mut worker = server.engine_driven(1, &Scope::new("delete/fails"));
     store(&mut worker, &prompt(1, 1), 1);
-    let started = Instant::now();
-    while server.readings().tiers[0].store_failures.is_empty() {
-        assert!(started.elapsed() < PATIENCE, "the store does not time out");
-        std::thread::yield_now();
-    }
+    wait_until("the deadline of the store", || {
+        !server.readings().tiers[0].store_failures.is_empty()
+    });
     let key = list(&server, "tier=l1")[0]["key"].clone();
     let answer = delete(&server, &json!({ "keys": [key, key] }));
     assert_eq!(counts(&answer), (0, 0, false));

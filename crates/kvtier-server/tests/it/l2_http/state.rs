@@ -9,7 +9,7 @@ use super::MOCK;
 use crate::http::{json_of, request};
 use crate::l2::{fs, hits, settle, store, with_tiers};
 use crate::metrics::{parse_metrics, value_of};
-use crate::support::{CHUNK, PATIENCE, TestServer, prompt};
+use crate::support::{CHUNK, PATIENCE, TestServer, prompt, wait_until};
 
 #[test]
 fn adapters_are_listed_in_order() {
@@ -266,21 +266,15 @@ fn health_names_failed_tier_and_stays_200() {
     let failed = format!(r#"{{"type":"resp","unix_socket":"{}"}}"#, absent.display());
     let server = with_tiers(&[MOCK, &failed], &[]);
     let healthy = json!({ "status": "healthy" });
-    let started = Instant::now();
-    loop {
+    let health = || {
         let (code, health) = json_of(&server, "GET", "/healthcheck", "");
         assert_eq!(code, 200);
-        // The first connection may not have been tried yet.
-        if health != healthy {
-            assert_eq!(
-                health,
-                json!({ "status": "healthy", "failed_tiers": ["resp-1"] })
-            );
-            break;
-        }
-        assert!(started.elapsed() < PATIENCE, "the tier is not named");
-        std::thread::yield_now();
-    }
+        health
+    };
+    // The first connection may not have been tried yet.
+    wait_until("the name of the tier", || health() != healthy);
+    let named = json!({ "status": "healthy", "failed_tiers": ["resp-1"] });
+    assert_eq!(health(), named);
     let scraped = parse_metrics(&request(&server, "GET", "/metrics", "").2);
     for (tier, is_healthy) in [("mock-0", 1.0), ("resp-1", 0.0)] {
         let labels = format!(r#"l2_name="{tier}""#);

@@ -9,7 +9,7 @@ use kvtier_client::proto::response::{
 };
 
 use super::{ask, frames, hello, no, request, worker, yes};
-use crate::support::{PATIENCE, TestServer};
+use crate::support::{TestServer, wait_until};
 
 /// Up to 0.4.7 pings name no worker.
 #[test]
@@ -133,11 +133,7 @@ fn held_answer_is_sent_before_the_server_stops() {
     client.send(&asked);
     let ping = frames(2, Generation::G5.spec(Operation::Ping).unwrap());
     // The refusal is counted before the answer is held: a ping in between would not be the client's notice.
-    let started = std::time::Instant::now();
-    while !server.engine().holds_answers() {
-        assert!(started.elapsed() < PATIENCE, "no answer is held");
-        std::thread::yield_now();
-    }
+    wait_until("an answer that is held", || server.engine().holds_answers());
     let engine = std::sync::Arc::downgrade(server.engine());
     let stopped = std::thread::spawn(move || drop(server));
     client.send(&ping);
