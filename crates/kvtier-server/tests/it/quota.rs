@@ -457,7 +457,9 @@ fn allow_list_removes_missing_tenants_across_restarts() {
     assert_eq!(used(&server, "known"), known);
     // Nothing of it goes in the rounds to come, which take whatever is left of the stranger.
     limit(&server, "known", 999);
-    wait_until("the absence of the stranger", || used(&server, "unknown") == 0);
+    wait_until("the absence of the stranger", || {
+        used(&server, "unknown") == 0
+    });
     assert_eq!(used(&server, "known"), known);
     server.assert_sound();
 }

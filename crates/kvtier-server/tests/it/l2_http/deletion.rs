@@ -109,7 +109,7 @@ fn deletion_whose_client_disconnects_runs_to_its_end() {
     let log = Log::listen();
     let directory = tempfile::tempdir().unwrap();
     let stalled = format!(
-        r#"{{"type":"fault_inject","store_timeout_ms":4000,"faults":[{{"kind":"stall","operation":"delete"}}],"inner":{MOCK}}}"#
+        r#"{{"type":"fault_inject","store_timeout_ms":2000,"faults":[{{"kind":"stall","operation":"delete"}}],"inner":{MOCK}}}"#
     );
     let server = with_tiers(&[&stalled, &fs(directory.path())], &[]);
     let mut worker = server.engine_driven(1, &Scope::new("delete/disconnects"));
