@@ -6,14 +6,15 @@ use std::ptr::NonNull;
 use std::sync::atomic::AtomicBool;
 
 use rustix::fs::{FallocateFlags, Mode, OFlags};
-use rustix::mm::Advice;
+use rustix::mm::{Advice, ProtFlags};
 
 use crate::access::AccessError;
 use crate::checksum;
 use crate::error::ArenaError;
+use crate::hugetlbfs;
 use crate::mapping::{HUGE_PAGE, MapError, Mapping};
 use crate::prefault::{self, PrefaultEnd, PrefaultError, PrefaultProgress};
-use crate::shm_file::{FileId, Ownership, SegmentLock, ShmFile};
+use crate::shm_file::{FileId, Ownership, SHM, SegmentLock, ShmFile};
 use kvtier_extent::Extent;
 
 pub use crate::shm_file::SHM_PREFIX;
@@ -30,6 +31,13 @@ pub enum ArenaKind {
     },
     /// Private memory in huge pages of 2 MiB, which the administrator must have reserved.
     Hugepages,
+    /// A file of such pages, which can outlive the process.
+    HugeFile {
+        /// A mount of hugetlbfs, as [`crate::hugetlbfs_mounts`] finds them.
+        folder: PathBuf,
+        /// Its name there, as that of a segment.
+        name: String,
+    },
     /// A file, for memory that swaps to a chosen place. The file is created, must not exist
     /// before, and loses its name at once, so none is left behind whatever happens.
     File {
@@ -45,6 +53,35 @@ pub struct ArenaOptions {
     pub transparent_hugepages: bool,
     /// Leave the arena out of core dumps. On: it is large and holds other people's prompts.
     pub exclude_from_core_dumps: bool,
+}
+
+impl ArenaKind {
+    /// The directory and the name of memory that can outlive the process.
+    fn place(&self) -> Option<(&Path, &str)> {
+        match self {
+            Self::Shm { name } => Some((Path::new(SHM), name)),
+            Self::HugeFile { folder, name } => Some((folder, name)),
+            Self::Anonymous | Self::Hugepages | Self::File { .. } => None,
+        }
+    }
+
+    fn is_huge(&self) -> bool {
+        matches!(self, Self::Hugepages | Self::HugeFile { .. })
+    }
+
+    /// Bytes of an arena of at least `bytes`.
+    fn whole_pages(&self, bytes: u64) -> Result<usize, ArenaError> {
+        let page = match self.is_huge() {
+            true => HUGE_PAGE,
+            false => rustix::param::page_size(),
+        };
+        usize::try_from(bytes)
+            .ok()
+            .filter(|len| *len > 0)
+            .and_then(|len| len.checked_next_multiple_of(page))
+            .filter(|len| *len <= isize::MAX as usize)
+            .ok_or(ArenaError::Size { bytes })
+    }
 }
 
 impl Default for ArenaOptions {
@@ -85,25 +122,22 @@ impl Arena {
         bytes: u64,
         options: ArenaOptions,
     ) -> Result<Self, ArenaError> {
-        let page = match kind {
-            ArenaKind::Hugepages => HUGE_PAGE,
-            _ => rustix::param::page_size(),
-        };
-        let len = usize::try_from(bytes)
-            .ok()
-            .filter(|len| *len > 0)
-            .and_then(|len| len.checked_next_multiple_of(page))
-            .filter(|len| *len <= isize::MAX as usize)
-            .ok_or(ArenaError::Size { bytes })?;
+        let len = kind.whole_pages(bytes)?;
         let (mapping, shm) = match &kind {
             ArenaKind::Anonymous => {
                 let mapped = Mapping::anonymous(len, false, "arena");
                 (mapped.map_err(|e| map_error(e, "memory"))?, None)
             }
             ArenaKind::Hugepages => (map_hugepages(len)?, None),
+            ArenaKind::HugeFile { folder, name } => {
+                let shm = ShmFile::create(folder, name)?;
+                resize(shm.file(), len as u64, &folder.display().to_string())?;
+                let prot = ProtFlags::READ | ProtFlags::WRITE;
+                (map_huge_file(&shm, len, 0, prot)?, Some(shm))
+            }
             ArenaKind::Shm { name } => {
-                let shm = ShmFile::create(name)?;
-                size_file(shm.file(), len as u64, "/dev/shm", false)?;
+                let shm = ShmFile::create(Path::new(SHM), name)?;
+                size_file(shm.file(), len as u64, SHM, false)?;
                 let mapped = Mapping::shared(shm.file().as_fd(), len, "arena");
                 (mapped.map_err(|e| map_error(e, shm.name()))?, Some(shm))
             }
@@ -124,7 +158,7 @@ impl Arena {
         if options.exclude_from_core_dumps {
             arena.advise(Advice::LinuxDontDump);
         }
-        if options.transparent_hugepages && arena.kind != ArenaKind::Hugepages {
+        if options.transparent_hugepages && !arena.kind.is_huge() {
             arena.advise(Advice::LinuxHugepage);
         }
         Ok(arena)
@@ -137,26 +171,31 @@ impl Arena {
     /// # Errors
     /// See [`ArenaError`]; the segment stays as it was.
     pub fn find(
-        name: &str,
+        kind: ArenaKind,
         bytes: u64,
         ownership: Ownership,
     ) -> Result<Option<(Self, u64)>, ArenaError> {
-        let Some(shm) = ShmFile::find(name, ownership)? else {
+        let Some((folder, name)) = kind.place() else {
             return Ok(None);
         };
-        let page = rustix::param::page_size();
-        let len = usize::try_from(bytes)
-            .ok()
-            .and_then(|len| len.checked_next_multiple_of(page))
-            .filter(|len| *len > 0 && *len <= isize::MAX as usize)
-            .ok_or(ArenaError::Size { bytes })?;
+        let Some(shm) = ShmFile::find(folder, name, ownership)? else {
+            return Ok(None);
+        };
+        let len = kind.whole_pages(bytes)?;
         let (size, _) = shm.sizes().unwrap_or_default();
-        let mapped = Mapping::shared(shm.file().as_fd(), len, "arena");
+        let mapping = match kind.is_huge() {
+            true => {
+                // A writable one would grow the file.
+                let mut prot = ProtFlags::READ;
+                prot.set(ProtFlags::WRITE, size >= len as u64);
+                map_huge_file(&shm, len, size, prot)?
+            }
+            false => Mapping::shared(shm.file().as_fd(), len, "arena")
+                .map_err(|e| map_error(e, shm.name()))?,
+        };
         let arena = Self {
-            mapping: mapped.map_err(|e| map_error(e, shm.name()))?,
-            kind: ArenaKind::Shm {
-                name: name.to_owned(),
-            },
+            mapping,
+            kind,
             shm: Some(shm),
             is_private: false,
         };
@@ -173,8 +212,18 @@ impl Arena {
         let Some(shm) = &self.shm else { return Ok(()) };
         let (size, backed) = shm.sizes().unwrap_or_default();
         if size < self.len() {
-            check_space(shm.file(), self.len().saturating_sub(backed), "/dev/shm")?;
-            resize(shm.file(), self.len(), "/dev/shm")?;
+            let place = self
+                .kind
+                .place()
+                .map_or(SHM.into(), |(folder, _)| folder.to_string_lossy());
+            if self.kind.is_huge() {
+                // Its mapping has reserved the pages.
+                resize(shm.file(), self.len(), &place)?;
+                let allowed = self.mapping.allow_writes();
+                return allowed.map_err(|e| system_error("write", &place, e));
+            }
+            check_space(shm.file(), self.len().saturating_sub(backed), &place)?;
+            resize(shm.file(), self.len(), &place)?;
         }
         Ok(())
     }
@@ -327,7 +376,7 @@ impl Arena {
                 // are none while it is borrowed exclusively.
                 Some(unsafe { self.mapping.bytes_mut() })
             }
-            ArenaKind::Shm { .. } | ArenaKind::File { .. } => None,
+            ArenaKind::HugeFile { .. } | ArenaKind::Shm { .. } | ArenaKind::File { .. } => None,
         }
     }
 
@@ -495,21 +544,29 @@ fn create_nameless(path: &Path) -> Result<OwnedFd, ArenaError> {
 }
 
 fn map_hugepages(len: usize) -> Result<Mapping, ArenaError> {
-    Mapping::anonymous(len, true, "arena").map_err(|e| match e {
-        MapError::System(rustix::io::Errno::NOMEM) => ArenaError::Hugepages {
-            needed: (len / HUGE_PAGE) as u64,
-            free: free_hugepages(),
-        },
-        e => map_error(e, "huge pages"),
-    })
+    Mapping::anonymous(len, true, "arena").map_err(|e| hugepage_error(e, len as u64, "huge pages"))
 }
 
-/// Free huge pages of 2 MiB; 0 if the kernel does not say.
-fn free_hugepages() -> u64 {
-    std::fs::read_to_string("/sys/kernel/mm/hugepages/hugepages-2048kB/free_hugepages")
-        .ok()
-        .and_then(|text| text.trim().parse().ok())
-        .unwrap_or(0)
+/// Maps a file that has `size` bytes already.
+fn map_huge_file(
+    shm: &ShmFile,
+    len: usize,
+    size: u64,
+    prot: ProtFlags,
+) -> Result<Mapping, ArenaError> {
+    let missing = (len as u64).saturating_sub(size);
+    let mapped = Mapping::huge(shm.file().as_fd(), len, prot, "arena");
+    mapped.map_err(|e| hugepage_error(e, missing, shm.name()))
+}
+
+fn hugepage_error(error: MapError, missing: u64, place: &str) -> ArenaError {
+    match error {
+        MapError::System(rustix::io::Errno::NOMEM) => ArenaError::Hugepages {
+            needed: missing / HUGE_PAGE as u64,
+            free: hugetlbfs::free_pages(),
+        },
+        error => map_error(error, place),
+    }
 }
 
 pub(crate) fn map_error(error: MapError, place: &str) -> ArenaError {

@@ -42,11 +42,11 @@ pub enum ArenaError {
         place: String,
     },
     /// There are not enough huge pages.
-    #[error("{needed} huge pages of 2 MiB are needed and {free} are free (set vm.nr_hugepages)")]
+    #[error("{needed} huge pages of 2 MiB are needed and {free} are free ({})", more_hugepages(*needed, *free))]
     Hugepages {
-        /// Pages needed.
+        /// Pages needed, besides those that the arena has already.
         needed: u64,
-        /// Pages free.
+        /// Pages free, and reserved by nobody.
         free: u64,
     },
     /// A system call failed.
@@ -62,4 +62,12 @@ pub enum ArenaError {
     /// The fault guard is full.
     #[error("the arena cannot be guarded: {0}")]
     Guard(#[from] TableFull),
+}
+
+/// What to do for more huge pages.
+fn more_hugepages(needed: u64, free: u64) -> &'static str {
+    match free < needed {
+        true => "set vm.nr_hugepages",
+        false => "raise the hugetlb limit of the cgroup, or the size of the hugetlbfs mount",
+    }
 }

@@ -185,10 +185,8 @@ extern "C" fn on_bus_error(signal: c_int, info: *mut libc::siginfo_t, context: *
     if code > 0
         && let Some((first, page)) = mark_lost(address)
     {
-        let mut flags = MapFlags::PRIVATE | MapFlags::FIXED;
-        if page > rustix::param::page_size() {
-            flags |= MapFlags::HUGETLB | MapFlags::HUGE_2MB;
-        }
+        // Of ordinary pages also in place of a huge one: there may be no other, or none that this process may have.
+        let flags = MapFlags::PRIVATE | MapFlags::FIXED;
         // SAFETY: replaces one page of a mapping this crate owns and which is in use right now
         // (it faulted); the lost page held nothing. The call is a bare system call.
         let replaced = unsafe {

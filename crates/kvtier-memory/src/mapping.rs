@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{Ordering, fence};
 
-use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mmap_anonymous, mprotect, munmap};
 
 use crate::access::AccessError;
 use crate::fault::{Registration, TableFull};
@@ -73,6 +73,26 @@ impl Mapping {
             )
         };
         Self::adopt(base, len, rustix::param::page_size(), what)
+    }
+
+    /// Maps the first `len` bytes of a file in a hugetlbfs, shared, and reserves the pages that it does not have yet. One that is
+    /// writable has its file grown to `len` bytes by the system; others can be written once they are [made so](Self::allow_writes).
+    pub(crate) fn huge(
+        file: BorrowedFd<'_>,
+        len: usize,
+        prot: ProtFlags,
+        what: &'static str,
+    ) -> Result<Self, MapError> {
+        // SAFETY: a new mapping at an address of the kernel's choice touches no existing memory.
+        let base = unsafe { mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, file, 0) };
+        Self::adopt(base, len, HUGE_PAGE, what)
+    }
+
+    /// Lets a mapping that could only be read be written.
+    pub(crate) fn allow_writes(&self) -> rustix::io::Result<()> {
+        let all = MprotectFlags::READ | MprotectFlags::WRITE;
+        // SAFETY: the range is our mapping, and more access than before breaks nobody's.
+        unsafe { mprotect(self.base.as_ptr().cast(), self.len, all) }
     }
 
     fn adopt(

@@ -1,12 +1,13 @@
-//! The shared memory segment of an arena: its name, and the lock that says its server lives.
+//! Memory that has a name, in `/dev/shm` or another file system of memory: its file, and the lock that says its server lives.
 
-use std::ffi::CString;
+use std::ffi::{CStr, CString};
 use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::unix::ffi::OsStringExt as _;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use rustix::fs::{FlockOperation, Mode};
+use rustix::fs::{FlockOperation, Mode, OFlags as FileFlags};
 use rustix::shm::{self, OFlags};
 
 use crate::error::ArenaError;
@@ -14,6 +15,15 @@ use crate::error::ArenaError;
 /// What every arena's shared-memory name begins with (LMCache 0.5.6 names its pools so, and its
 /// clients look for the name they receive, without a slash).
 pub const SHM_PREFIX: &str = "lmcache_l1_pool_";
+
+/// Where the system has POSIX shared memory.
+pub(crate) const SHM: &str = "/dev/shm";
+
+/// How a named file is opened besides: a link in its place is not followed, since others may write the directory, and opening a pipe
+/// there does not wait for its other end.
+const CAREFULLY: FileFlags = FileFlags::NOFOLLOW
+    .union(FileFlags::NONBLOCK)
+    .union(FileFlags::CLOEXEC);
 
 /// Longest name of a file in one directory, hence of a segment in `/dev/shm`.
 pub(crate) const NAME_MAX: usize = 255;
@@ -56,6 +66,12 @@ impl FileId {
         let file = shm::open(name, OFlags::RDONLY | NO_FOLLOW | NO_WAIT, Mode::empty()).ok()?;
         Some(Self::of(&rustix::fs::fstat(&file).ok()?))
     }
+
+    /// Of the file that is at this path now.
+    fn at(path: &CStr) -> Option<Self> {
+        let file = open(path, FileFlags::RDONLY, Mode::empty()).ok()?;
+        Some(Self::of(&rustix::fs::fstat(&file).ok()?))
+    }
 }
 
 /// Whether another process may have a segment that is opened.
@@ -86,7 +102,7 @@ impl SegmentLock {
             },
             error => ArenaError::System {
                 action: "lock",
-                place: format!("shared memory {:?}", self.name),
+                place: format!("shared memory {}", self.name),
                 source: error.into(),
             },
         })
@@ -97,24 +113,28 @@ fn lock(file: &OwnedFd) -> rustix::io::Result<()> {
     rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive)
 }
 
+fn open(path: &CStr, flags: FileFlags, mode: Mode) -> rustix::io::Result<OwnedFd> {
+    rustix::fs::open(path, flags | CAREFULLY, mode)
+}
+
 /// The name and file of a shared arena; the file also holds the lock that says "alive".
 pub(crate) struct ShmFile {
     /// Without a slash.
     name: String,
-    c_name: CString,
+    path: CString,
     file: OwnedFd,
     /// Whether the name is to be removed.
     linked: AtomicBool,
 }
 
-/// The whole name of a segment, and as the system takes it.
-fn names(name: &str) -> Result<(String, CString), ArenaError> {
+/// The whole name of a file in `folder`, and its path as the system takes it.
+fn names(folder: &Path, name: &str) -> Result<(String, CString), ArenaError> {
     let name = full_name(name)?;
-    match CString::new(name.as_str()) {
-        Ok(c_name) => Ok((name, c_name)),
+    match CString::new(folder.join(&name).into_os_string().into_vec()) {
+        Ok(path) => Ok((name, path)),
         Err(_) => Err(ArenaError::Name {
             name,
-            reason: "has a zero byte in it",
+            reason: "has a zero byte in its path",
         }),
     }
 }
@@ -130,24 +150,24 @@ impl ShmFile {
         &self.file
     }
 
-    /// Creates the segment, in place of one that a dead process left behind.
-    pub(crate) fn create(name: &str) -> Result<Self, ArenaError> {
-        let (name, c_name) = names(name)?;
+    /// Creates the file, in place of one that a dead process left behind.
+    pub(crate) fn create(folder: &Path, name: &str) -> Result<Self, ArenaError> {
+        let (name, path) = names(folder, name)?;
         let system = |action, e: rustix::io::Errno| ArenaError::System {
             action,
-            place: format!("shared memory {name:?}"),
+            place: path.to_string_lossy().into_owned(),
             source: e.into(),
         };
         // Twice: a stale segment is removed in between.
         for _ in 0..2 {
-            let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | NO_FOLLOW;
-            match shm::open(c_name.as_c_str(), flags, Mode::RUSR | Mode::WUSR) {
+            let flags = FileFlags::CREATE | FileFlags::EXCL | FileFlags::RDWR;
+            match open(&path, flags, Mode::RUSR | Mode::WUSR) {
                 Ok(file) => {
                     rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)
                         .map_err(|e| system("lock", e))?;
                     let created = Self {
                         name,
-                        c_name,
+                        path,
                         file,
                         linked: AtomicBool::new(true),
                     };
@@ -163,8 +183,7 @@ impl ShmFile {
                 Err(rustix::io::Errno::EXIST) => {}
                 Err(e) => return Err(system("create", e)),
             }
-            let flags = OFlags::RDWR | NO_FOLLOW;
-            let stale = match shm::open(c_name.as_c_str(), flags, Mode::empty()) {
+            let stale = match open(&path, FileFlags::RDWR, Mode::empty()) {
                 Ok(stale) => stale,
                 Err(rustix::io::Errno::NOENT) => continue,
                 Err(e) => return Err(system("open the old segment of", e)),
@@ -176,7 +195,7 @@ impl ShmFile {
                 Err(rustix::io::Errno::WOULDBLOCK) => return Err(ArenaError::NameInUse { name }),
                 Err(e) => return Err(system("lock the old segment of", e)),
             }
-            match shm::unlink(c_name.as_c_str()) {
+            match rustix::fs::unlink(&*path) {
                 Ok(()) | Err(rustix::io::Errno::NOENT) => {}
                 Err(e) => return Err(system("remove the old segment of", e)),
             }
@@ -185,15 +204,18 @@ impl ShmFile {
         Err(ArenaError::NameInUse { name })
     }
 
-    /// Opens the segment of this name that an earlier process has kept, and locks it unless that still has it. `None` if there
+    /// Opens the file of this name that an earlier process has kept, and locks it unless that still has it. `None` if there
     /// is none, or it belongs to another user or can be opened by others.
     ///
     /// # Errors
     /// [`ArenaError::NameInUse`] while a process has it; the system's.
-    pub(crate) fn find(name: &str, ownership: Ownership) -> Result<Option<Self>, ArenaError> {
-        let (name, c_name) = names(name)?;
-        let flags = OFlags::RDWR | NO_FOLLOW | NO_WAIT;
-        let file = match shm::open(c_name.as_c_str(), flags, Mode::empty()) {
+    pub(crate) fn find(
+        folder: &Path,
+        name: &str,
+        ownership: Ownership,
+    ) -> Result<Option<Self>, ArenaError> {
+        let (name, path) = names(folder, name)?;
+        let file = match open(&path, FileFlags::RDWR, Mode::empty()) {
             Ok(file) => file,
             // Absent, a link, a directory, or of another user: a new one takes its place, if it can.
             Err(_) => return Ok(None),
@@ -217,7 +239,7 @@ impl ShmFile {
         }
         let found = Self {
             name,
-            c_name,
+            path,
             file,
             linked: AtomicBool::new(false),
         };
@@ -284,14 +306,14 @@ impl ShmFile {
     pub(crate) fn unlink(&self) {
         if self.linked.swap(false, Ordering::AcqRel) && self.is_still_ours() {
             // Nothing can be done about a failure, and a second try would not help.
-            let _ = shm::unlink(self.c_name.as_c_str());
+            let _ = rustix::fs::unlink(&*self.path);
         }
     }
 
     /// Whether the name still leads to our file: another program may have replaced it.
     fn is_still_ours(&self) -> bool {
         rustix::fs::fstat(&self.file)
-            .is_ok_and(|ours| FileId::named(self.c_name.as_c_str()) == Some(FileId::of(&ours)))
+            .is_ok_and(|ours| FileId::at(&self.path) == Some(FileId::of(&ours)))
     }
 }
 
@@ -309,7 +331,7 @@ pub fn remove_stale_pools(prefix: &str) -> usize {
     let Ok(prefix) = full_name(prefix) else {
         return 0;
     };
-    let Ok(all) = std::fs::read_dir("/dev/shm") else {
+    let Ok(all) = std::fs::read_dir(SHM) else {
         return 0;
     };
     let is_removed = |name: &str| {
@@ -324,9 +346,11 @@ pub fn remove_stale_pools(prefix: &str) -> usize {
         .count()
 }
 
-/// Removes the segment of this name that an earlier process has kept; returns whether there was one.
-pub fn remove_kept(name: &str) -> bool {
-    let found = ShmFile::find(name, Ownership::Locked).ok().flatten();
+/// Removes the file of this name in `folder` that an earlier process has kept; returns whether there was one.
+pub fn remove_kept(folder: &Path, name: &str) -> bool {
+    let found = ShmFile::find(folder, name, Ownership::Locked)
+        .ok()
+        .flatten();
     found.is_some_and(|found| found.remove())
 }
 
@@ -344,9 +368,9 @@ impl PoolRoom {
     /// For a pool of this name; `None` if `/dev/shm` has no limit, or its limit is unknown.
     #[must_use]
     pub fn of(name: &str) -> Option<Self> {
-        let stat = rustix::fs::statvfs("/dev/shm").ok()?;
+        let stat = rustix::fs::statvfs(SHM).ok()?;
         let old = full_name(name).ok()?;
-        Self::beside(&stat, &Path::new("/dev/shm").join(old))
+        Self::beside(&stat, &Path::new(SHM).join(old))
     }
 
     fn beside(stat: &rustix::fs::StatVfs, old: &Path) -> Option<Self> {

@@ -6,6 +6,7 @@
 
 use std::ops::Range;
 use std::os::fd::AsFd as _;
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{FallocateFlags, SeekFrom};
@@ -13,7 +14,7 @@ use rustix::fs::{FallocateFlags, SeekFrom};
 use crate::arena::map_error;
 use crate::error::ArenaError;
 use crate::mapping::Mapping;
-use crate::shm_file::{Ownership, SegmentLock, ShmFile};
+use crate::shm_file::{Ownership, SHM, SegmentLock, ShmFile};
 
 /// Words of a piece: 64 KiB.
 const PIECE: u64 = 8192;
@@ -34,7 +35,7 @@ impl SharedWords {
     /// # Errors
     /// See [`ArenaError`].
     pub fn create(name: &str, len: u64) -> Result<Self, ArenaError> {
-        let words = Self::over(ShmFile::create(name)?, len)?;
+        let words = Self::over(ShmFile::create(Path::new(SHM), name)?, len)?;
         words.shm.keep();
         Ok(words)
     }
@@ -45,7 +46,7 @@ impl SharedWords {
     /// # Errors
     /// As [`SharedWords::create`].
     pub fn find(name: &str, len: u64, ownership: Ownership) -> Result<Option<Self>, ArenaError> {
-        let Some(shm) = ShmFile::find(name, ownership)? else {
+        let Some(shm) = ShmFile::find(Path::new(SHM), name, ownership)? else {
             return Ok(None);
         };
         let (size, _) = shm.sizes().unwrap_or_default();

@@ -2,7 +2,7 @@
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use kvtier_memory::arena::SHM_PREFIX;
@@ -368,22 +368,22 @@ fn kept_arena_is_found_with_its_bytes() {
     let name = format!("kvtier_kept_{}", std::process::id());
     let kind = ArenaKind::Shm { name: name.clone() };
     assert!(
-        Arena::find(&name, 8192, Ownership::Locked)
+        Arena::find(kind.clone(), 8192, Ownership::Locked)
             .unwrap()
             .is_none()
     );
-    let first = Arena::create(kind, 16_384).unwrap();
+    let first = Arena::create(kind.clone(), 16_384).unwrap();
     first.keep();
     let id = first.file_id();
     let extent = Extent::new(4096, 3);
     first.write(extent, 0, b"abc").unwrap();
     // Locked while its process has it.
     assert!(matches!(
-        Arena::find(&name, 8192, Ownership::Locked),
+        Arena::find(kind.clone(), 8192, Ownership::Locked),
         Err(ArenaError::NameInUse { .. })
     ));
     // One that is handed over is opened before, and locked once it is released.
-    let (pending, _) = Arena::find(&name, 16_384, Ownership::Pending)
+    let (pending, _) = Arena::find(kind.clone(), 16_384, Ownership::Pending)
         .unwrap()
         .unwrap();
     let lock = pending.lock().unwrap().unwrap();
@@ -392,7 +392,7 @@ fn kept_arena_is_found_with_its_bytes() {
     first.unlink();
     first.release();
     lock.acquire().unwrap();
-    assert!(Arena::find(&name, 8192, Ownership::Locked).is_err());
+    assert!(Arena::find(kind.clone(), 8192, Ownership::Locked).is_err());
     drop((lock, pending));
     let read = |arena: &Arena| {
         let mut found = [0; 3];
@@ -404,7 +404,7 @@ fn kept_arena_is_found_with_its_bytes() {
             .unwrap()
             .len()
     };
-    let (second, old) = Arena::find(&name, 32_768, Ownership::Locked)
+    let (second, old) = Arena::find(kind.clone(), 32_768, Ownership::Locked)
         .unwrap()
         .unwrap();
     assert_eq!(size(), 16_384, "what names later bytes is still there");
@@ -418,7 +418,7 @@ fn kept_arena_is_found_with_its_bytes() {
     assert!(second.is_alone());
     second.write(Extent::new(20_480, 1), 0, b"x").unwrap();
     drop(second);
-    let (third, old) = Arena::find(&name, 8192, Ownership::Locked)
+    let (third, old) = Arena::find(kind.clone(), 8192, Ownership::Locked)
         .unwrap()
         .unwrap();
     assert_eq!(old, 8192);
@@ -430,6 +430,6 @@ fn kept_arena_is_found_with_its_bytes() {
     let private = third.into_private();
     assert!(private.shm_name().is_none() && private.segment_name().is_some());
     drop(private);
-    assert!(kvtier_memory::remove_kept(&name));
-    assert!(!kvtier_memory::remove_kept(&name));
+    assert!(kvtier_memory::remove_kept(Path::new("/dev/shm"), &name));
+    assert!(!kvtier_memory::remove_kept(Path::new("/dev/shm"), &name));
 }
