@@ -1,10 +1,13 @@
 //! Preflight check: the memory and the GPUs that a start would ask for, without a start.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use kvtier_config::ServerConfig;
 use kvtier_error::Result;
-use kvtier_l1::{divide, preflight_arena};
+use kvtier_l1::{Instance, divide, preflight_arena};
+use kvtier_memory::{NoHugetlbfs, hugetlbfs_mounts};
+use kvtier_state::existing_id;
 
 use super::devices::Devices;
 
@@ -15,6 +18,8 @@ pub struct Preflight {
     pub gpus: Result<Vec<String>>,
     /// A warning that the start would log.
     pub warning: Option<String>,
+    /// Where hugepages are kept for the next server, if they are to be.
+    pub hugepages: Option<std::result::Result<PathBuf, NoHugetlbfs>>,
 }
 
 /// Reserves what [`super::Engine::new`] would, and releases it.
@@ -22,11 +27,21 @@ pub struct Preflight {
 /// # Errors
 /// The line with which the start would end.
 pub fn preflight(config: &ServerConfig) -> Result<Preflight> {
-    let arena = Arc::new(preflight_arena(config)?);
+    let state = &config.state;
+    let base = state.base.as_ref().ok();
+    let folder = base.and_then(|base| existing_id(base, &state.instance));
+    let instance = folder.as_ref().map(|folder| Instance {
+        name: &state.instance,
+        folder,
+        tenants: 0,
+    });
+    let arena = Arc::new(preflight_arena(config, instance)?);
     let devices = Devices::find(config, &arena)?;
     divide(&arena, config, &devices.numa_nodes())?;
     Ok(Preflight {
         gpus: devices.names(),
         warning: devices.warning(config),
+        hugepages: (config.l1_hugepages && config.l1_restore && base.is_some())
+            .then(|| hugetlbfs_mounts().map(|mut mounts| mounts.swap_remove(0))),
     })
 }

@@ -1,24 +1,28 @@
-//! L1 that outlives the process: the arena in a segment that keeps its name, and the ledger in another one beside it.
+//! L1 that outlives the process: the arena in a segment that keeps its name, or in a file of hugepages, and the ledger in a segment
+//! of its own.
 //!
 //! | what the start finds | what it does |
 //! | --- | --- |
-//! | both segments, and a ledger of this instance about this arena | goes on with its objects |
+//! | both, and a ledger of this instance about this arena | goes on with its objects |
+//! | too few hugepages for an L1 that is larger now | nothing: the start ends, and the earlier L1 is still there |
 //! | anything else | takes new segments: clients that still map the old ones keep those |
-//! | `/dev/shm` without the space, hugepages, `--l1-restore off` | L1 ends with the process |
+//! | `/dev/shm` without the space, hugepages without a hugetlbfs, `--l1-restore off` | L1 ends with the process |
 
 use std::fmt;
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::ops::Range;
+use std::path::Path;
 use std::time::Duration;
 
-use kvtier_config::ServerConfig;
+use kvtier_config::{ServerConfig, in_gib};
 use kvtier_core::cache::{Cache, CacheConfig, DetachedLedger, Restored};
 use kvtier_core::ledger::{Identity, Ledger, Owner, Snapshot, Words, max_words};
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_extent::Extent;
 use kvtier_memory::checksum::checksum128;
 use kvtier_memory::{
-    Arena, ArenaError, ArenaKind, Ownership, SegmentLock, SharedWords, remove_kept,
+    Arena, ArenaError, ArenaKind, NoHugetlbfs, Ownership, SegmentLock, SharedWords,
+    hugetlbfs_mounts, remove_kept,
 };
 use rustix::time::{ClockId, clock_gettime};
 
@@ -27,6 +31,9 @@ use super::memory::create_arena;
 
 /// Ends the name of a ledger, behind the arena's.
 const LEDGER: &str = ".ledger";
+
+/// Where segments are.
+const SHM: &str = "/dev/shm";
 
 /// Words in a segment.
 struct SegmentWords(SharedWords);
@@ -102,6 +109,11 @@ impl Instance<'_> {
     fn number(&self) -> u64 {
         checksum128(format!("{}\0{}", self.name, self.folder).as_bytes()) as u64
     }
+
+    /// Name of memory that clients do not map: it has one all the same, for the next server.
+    pub(super) fn private_name(&self) -> String {
+        format!("kvtier_private_{:016x}", self.number())
+    }
 }
 
 impl fmt::Debug for Kept {
@@ -140,15 +152,16 @@ pub fn open_arena(
             Succession::TakeOver => Err(Error::refused("there is no state directory")),
         };
     };
-    // Memory that clients do not map has a name all the same, for the next server.
-    let private = format!("kvtier_private_{:016x}", instance.number());
-    let name = config.shm_name.as_ref().unwrap_or(&private);
-    let reason = match () {
-        () if !config.l1_restore => "--l1-restore off".to_owned(),
-        () if config.l1_hugepages => "hugepages end with the process".to_owned(),
-        () => match find(config, name, instance, succession) {
+    let private = instance.private_name();
+    let place = kept_place(config, &private);
+    let reason = match &place {
+        _ if !config.l1_restore => "--l1-restore off".to_owned(),
+        Err(error) => error.to_string(),
+        Ok(place) => match find(config, place, instance, succession) {
             Ok((arena, kept)) => return Ok((with_privacy(config, arena), kept)),
-            Err(error) if error.kind() == ErrorKind::InUse => return Err(error),
+            Err(error) if matches!(error.kind(), ErrorKind::InUse | ErrorKind::Invalid) => {
+                return Err(error);
+            }
             Err(error) => error.to_string(),
         },
     };
@@ -156,29 +169,35 @@ pub fn open_arena(
         return Err(Error::new(ErrorKind::Unavailable, reason).context("L1"));
     }
     tracing::info!(reason, "L1 starts empty");
+    let name = config.shm_name.as_ref().unwrap_or(&private);
     for old in [
         name,
         &format!("{name}{LEDGER}"),
         &private,
         &format!("{private}{LEDGER}"),
     ] {
-        remove_kept(old);
+        remove_kept(Path::new(SHM), old);
     }
-    if !config.l1_restore || config.l1_hugepages {
-        return unkept();
+    for folder in hugetlbfs_mounts().into_iter().flatten() {
+        remove_kept(&folder, &private);
     }
+    let place = match place {
+        _ if !config.l1_restore => return unkept(),
+        Ok(place) => place,
+        Err(error) => {
+            tracing::warn!(%error, "L1 ends with this process");
+            return unkept();
+        }
+    };
     let arena = match &config.shm_name {
         Some(_) => create_arena(config)?,
-        None => {
-            let kind = ArenaKind::Shm { name: private };
-            match Arena::create(kind, config.l1_bytes) {
-                Ok(arena) => arena.into_private(),
-                Err(error) => {
-                    tracing::info!(%error, "L1 ends with this process");
-                    return unkept();
-                }
+        None => match Arena::create(place, config.l1_bytes) {
+            Ok(arena) => arena.into_private(),
+            Err(error) => {
+                tracing::info!(%error, "L1 ends with this process");
+                return unkept();
             }
-        }
+        },
     };
     match create_ledger(config, &arena, instance) {
         Ok(ledger) => {
@@ -200,13 +219,30 @@ fn with_privacy(config: &ServerConfig, arena: Arena) -> Arena {
     }
 }
 
+/// Where an arena is that the next server is to find; the name is for one that clients do not map.
+///
+/// # Errors
+/// There is no such place.
+pub(super) fn kept_place(config: &ServerConfig, private: &str) -> Result<ArenaKind, NoHugetlbfs> {
+    let name = private.to_owned();
+    Ok(match (&config.shm_name, config.l1_hugepages) {
+        (Some(name), _) => ArenaKind::Shm { name: name.clone() },
+        (None, false) => ArenaKind::Shm { name },
+        (None, true) => ArenaKind::HugeFile {
+            folder: hugetlbfs_mounts()?.swap_remove(0),
+            name,
+        },
+    })
+}
+
 /// The arena and the ledger of the server before.
 ///
 /// # Errors
-/// Why there are none; [`ErrorKind::InUse`] if another server has them.
+/// Why there are none. There are some if another server has them ([`ErrorKind::InUse`]), or there are too few hugepages for what this
+/// one asks for ([`ErrorKind::Invalid`]): neither may be replaced.
 fn find(
     config: &ServerConfig,
-    name: &str,
+    place: &ArenaKind,
     instance: Instance<'_>,
     succession: Succession,
 ) -> Result<(Arena, Kept)> {
@@ -217,12 +253,18 @@ fn find(
     let absent = |why: &str| Error::new(ErrorKind::Unavailable, why);
     let failed = |error: ArenaError| match error {
         ArenaError::NameInUse { .. } => Error::new(ErrorKind::InUse, error),
+        ArenaError::Hugepages { .. } => Error::refused(format!(
+            "--l1-size-gb: L1 of the server before is kept, and cannot become {:.2} GiB large",
+            in_gib(config.l1_bytes)
+        ))
+        .source(error),
         error => Error::new(ErrorKind::Unavailable, error),
     };
-    let arena = Arena::find(name, config.l1_bytes, ownership).map_err(failed)?;
+    let arena = Arena::find(place.clone(), config.l1_bytes, ownership).map_err(failed)?;
     let (arena, old) = arena.ok_or_else(|| absent("no earlier server has left one"))?;
     let len = max_words(arena.len() / config.l1_align_bytes);
-    let words = SharedWords::find(&format!("{name}{LEDGER}"), len, ownership).map_err(failed)?;
+    let name = format!("{}{LEDGER}", arena.segment_name().unwrap_or_default());
+    let words = SharedWords::find(&name, len, ownership).map_err(failed)?;
     let words = words.ok_or_else(|| absent("the earlier one has no ledger"))?;
     let locks = match succession {
         Succession::Restart => Ok(Vec::new()),
@@ -246,6 +288,9 @@ fn find(
     if succession == Succession::TakeOver {
         if snapshot.rejected().total() > 0 || snapshot.has_unrecorded_grant() {
             return Err(absent("its ledger is not complete"));
+        }
+        if old < arena.len() {
+            return Err(absent("its arena was cut off"));
         }
         return Ok((arena, Kept(Ledgers::Pending(ledger, snapshot, locks))));
     }

@@ -15,7 +15,7 @@ use kvtier_sync::Mutex;
 
 use super::allocator::{L1Allocator, parts};
 use super::heritage::Heritage;
-use super::kept::{Begun, Kept, Pending};
+use super::kept::{Begun, Instance, Kept, Pending, kept_place};
 use kvtier_config::{NumaNodes, ServerConfig, in_gib};
 use kvtier_tenants::Opened;
 
@@ -137,7 +137,7 @@ impl L1 {
         let unrecorded = self.cache.unrecorded();
         match self.cache.has_ledger() {
             false => Err(unavailable("L1 ends with the process")
-                .hint("--l1-restore on keeps it where /dev/shm has the space")),
+                .hint("--l1-restore on keeps it where /dev/shm has the space, or a hugetlbfs is mounted for hugepages")),
             true if unrecorded > 0 => Err(unavailable(format!(
                 "L1 has {unrecorded} objects that its ledger had no space for"
             ))),
@@ -272,11 +272,15 @@ fn place(arena: &Arena, config: &ServerConfig, gpus: &[u32]) -> Result<Vec<(u32,
 }
 
 /// Makes an arena as a start would, to be released at once. A pool is not made, since a running server may have it; if the
-/// file system has free space for it, some pages are enough.
+/// file system has free space for it, some pages are enough. Hugepages that an earlier server of the instance has left are free
+/// for the next one.
 ///
 /// # Errors
 /// As [`create_arena`].
-pub fn preflight_arena(config: &ServerConfig) -> Result<Arena> {
+pub fn preflight_arena(config: &ServerConfig, instance: Option<Instance<'_>>) -> Result<Arena> {
+    if config.l1_hugepages {
+        return preflight_hugepages(config, instance);
+    }
     let l1_bytes = match (&config.shm_name, config.shm_shortage()) {
         (Some(_), None) => PREFLIGHT_BYTES,
         (Some(name), Some(shortage)) if config.shm_required => {
@@ -287,6 +291,17 @@ pub fn preflight_arena(config: &ServerConfig) -> Result<Arena> {
     create_arena(&ServerConfig {
         shm_name: None,
         l1_bytes,
+        ..config.clone()
+    })
+}
+
+fn preflight_hugepages(config: &ServerConfig, instance: Option<Instance<'_>>) -> Result<Arena> {
+    let kept = instance.and_then(|instance| kept_place(config, &instance.private_name()).ok());
+    let kept = kept.map_or(0, |place| place.kept_bytes());
+    let missing = config.l1_bytes.saturating_sub(kept);
+    create_arena(&ServerConfig {
+        l1_hugepages: missing > 0,
+        l1_bytes: missing.max(PREFLIGHT_BYTES),
         ..config.clone()
     })
 }

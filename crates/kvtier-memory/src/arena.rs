@@ -14,7 +14,7 @@ use crate::error::ArenaError;
 use crate::hugetlbfs;
 use crate::mapping::{HUGE_PAGE, MapError, Mapping};
 use crate::prefault::{self, PrefaultEnd, PrefaultError, PrefaultProgress};
-use crate::shm_file::{FileId, Ownership, SHM, SegmentLock, ShmFile};
+use crate::shm_file::{FileId, Ownership, SHM, SegmentLock, ShmFile, full_name};
 use kvtier_extent::Extent;
 
 pub use crate::shm_file::SHM_PREFIX;
@@ -63,6 +63,16 @@ impl ArenaKind {
             Self::HugeFile { folder, name } => Some((folder, name)),
             Self::Anonymous | Self::Hugepages | Self::File { .. } => None,
         }
+    }
+
+    /// Bytes that an earlier process has left at its place.
+    #[must_use]
+    pub fn kept_bytes(&self) -> u64 {
+        let path = self
+            .place()
+            .and_then(|(folder, name)| Some(folder.join(full_name(name).ok()?)));
+        let found = path.and_then(|path| std::fs::symlink_metadata(path).ok());
+        found.map_or(0, |found| found.len())
     }
 
     fn is_huge(&self) -> bool {

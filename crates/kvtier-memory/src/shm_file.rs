@@ -385,7 +385,7 @@ impl PoolRoom {
 }
 
 /// The name a segment gets when `name` is asked for.
-fn full_name(name: &str) -> Result<String, ArenaError> {
+pub(crate) fn full_name(name: &str) -> Result<String, ArenaError> {
     let bare = name.strip_prefix('/').unwrap_or(name);
     let refuse = |reason| {
         Err(ArenaError::Name {

@@ -113,7 +113,7 @@ impl StateDir {
             path: path.to_owned(),
             directory,
             lock,
-            id: format!("{:x}:{:x}:{random}", stat.st_dev, stat.st_ino),
+            id: identity(&stat, &random),
         })
     }
 
@@ -190,6 +190,14 @@ pub fn existing_file(base: &Path, instance: &str, name: &str) -> Option<PathBuf>
     check_file(directory.as_fd(), name).ok()?;
     let path = base.join(folder).join(name);
     path.is_file().then_some(path)
+}
+
+/// The [identity](StateDir::id) of the folder of an instance, if it is there and can be trusted; changes nothing.
+pub fn existing_id(base: &Path, instance: &str) -> Option<String> {
+    let path = existing_file(base, instance, ID)?;
+    let directory = open_folder(&open_base(base).ok()?, folder(instance).as_ref()).ok()?;
+    let random = known_random(&File::open(path).ok()?)?;
+    Some(identity(&stat(&directory).ok()?, &random))
 }
 
 /// Connects to a socket that the server of an instance listens at in its folder; `None` if no server does.
@@ -289,17 +297,24 @@ fn open_own(directory: &OwnedFd, name: &str) -> Result<File> {
     Ok(File::from(file))
 }
 
-/// The random part of a folder's id, written if it is not there. The folder is locked.
+fn identity(stat: &Stat, random: &str) -> String {
+    format!("{:x}:{:x}:{random}", stat.st_dev, stat.st_ino)
+}
+
+/// The random part of a folder's id. A server that was killed as it wrote it has left a part of it, which is none.
+fn known_random(file: &File) -> Option<String> {
+    let mut found = [0; ID_LEN + 1];
+    let len = file.read_at(&mut found, 0).ok()?;
+    let known = std::str::from_utf8(&found[..len]).ok()?;
+    let is_whole = len == ID_LEN && known.bytes().all(|byte| byte.is_ascii_hexdigit());
+    is_whole.then(|| known.to_owned())
+}
+
+/// The same, written if it is not there. The folder is locked.
 fn random_id(directory: &OwnedFd) -> Result<String> {
     let file = open_own(directory, ID)?;
-    let mut found = [0; ID_LEN + 1];
-    let len = file.read_at(&mut found, 0).unwrap_or(0);
-    // A server that was killed here has left a part of it.
-    if let Ok(known) = std::str::from_utf8(&found[..len])
-        && len == ID_LEN
-        && known.bytes().all(|byte| byte.is_ascii_hexdigit())
-    {
-        return Ok(known.to_owned());
+    if let Some(known) = known_random(&file) {
+        return Ok(known);
     }
     // Seeded by the system.
     let random = || RandomState::new().build_hasher().finish();

@@ -244,9 +244,18 @@ fn check(
             config.ignored.join(", ")
         )?;
     }
+    let unkept = match found.hugepages {
+        Some(Ok(folder)) => {
+            writeln!(out, "L1 is kept in {}", folder.display())?;
+            None
+        }
+        Some(Err(error)) => Some(format!("L1 ends with the process: {error}")),
+        None => None,
+    };
     let warnings = preflight::warnings(config)
         .into_iter()
         .chain(shortage)
+        .chain(unkept)
         .chain(found.warning);
     for warning in warnings.chain(l2.into_iter().flat_map(|l2| l2.warnings())) {
         writeln!(out, "warning: {warning}")?;
