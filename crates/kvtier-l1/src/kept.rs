@@ -168,7 +168,12 @@ pub fn open_arena(
     if succession == Succession::TakeOver {
         return Err(Error::new(ErrorKind::Unavailable, reason).context("L1"));
     }
-    tracing::info!(reason, "L1 starts empty");
+    match &place {
+        Err(error) if config.l1_restore => {
+            tracing::warn!(%error, "L1 starts empty, and ends with this process");
+        }
+        _ => tracing::info!(reason, "L1 starts empty"),
+    }
     let name = config.shm_name.as_ref().unwrap_or(&private);
     for old in [
         name,
@@ -181,13 +186,8 @@ pub fn open_arena(
     for folder in hugetlbfs_mounts().into_iter().flatten() {
         remove_kept(&folder, &private);
     }
-    let place = match place {
-        _ if !config.l1_restore => return unkept(),
-        Ok(place) => place,
-        Err(error) => {
-            tracing::warn!(%error, "L1 ends with this process");
-            return unkept();
-        }
+    let Some(place) = place.ok().filter(|_| config.l1_restore) else {
+        return unkept();
     };
     let arena = match &config.shm_name {
         Some(_) => create_arena(config)?,

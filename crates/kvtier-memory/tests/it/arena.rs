@@ -13,6 +13,8 @@ use kvtier_memory::{
 };
 use proptest::prelude::*;
 
+use crate::huge_mount::HugeMount;
+
 fn unique_name() -> String {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -109,12 +111,14 @@ fn every_kind_keeps_bytes() {
 
 #[test]
 fn huge_pages_or_a_reason() {
+    // Alone, or without any.
+    let mount = HugeMount::new("huge_pages_or_a_reason", 2, "");
     match Arena::create(ArenaKind::Hugepages, 3 << 20) {
         Ok(arena) => {
             assert_eq!((arena.len(), arena.page_bytes()), (4 << 20, 2 << 20));
             round_trip(&arena);
         }
-        Err(ArenaError::Hugepages { needed: 2, free }) => assert!(free < 2),
+        Err(ArenaError::Hugepages { needed: 2, free }) => assert!(free < 2 && mount.is_none()),
         Err(other) => panic!("{other}"),
     }
 }
@@ -432,4 +436,93 @@ fn kept_arena_is_found_with_its_bytes() {
     drop(private);
     assert!(kvtier_memory::remove_kept(Path::new("/dev/shm"), &name));
     assert!(!kvtier_memory::remove_kept(Path::new("/dev/shm"), &name));
+}
+
+#[test]
+fn kept_hugepages_are_found_and_grow_only_when_asked() {
+    let test = "kept_hugepages_are_found_and_grow_only_when_asked";
+    let Some(mount) = HugeMount::new(test, 6, "pagesize=2M") else {
+        return;
+    };
+    let page = 2 << 20;
+    let kind = ArenaKind::HugeFile {
+        folder: mount.folder(),
+        name: unique_name(),
+    };
+    let find = |bytes| Arena::find(kind.clone(), bytes, Ownership::Locked);
+    assert!(find(page).unwrap().is_none());
+    let mut first = Arena::create(kind.clone(), 3 << 20).unwrap();
+    assert_eq!((first.len(), first.page_bytes()), (2 * page, page));
+    assert_eq!(HugeMount::free(), 4, "reserved, and not touched");
+    assert!(first.bytes_mut().is_none() && first.is_alone());
+    round_trip(&first);
+    first.keep();
+    let id = first.file_id();
+    assert!(matches!(find(page), Err(ArenaError::NameInUse { .. })));
+    drop(first);
+    assert_eq!(kind.kept_bytes(), 2 * page);
+
+    // One more than there are, besides those that it has: nothing has changed.
+    let Err(ArenaError::Hugepages { needed, free }) = find(7 * page) else {
+        panic!("7 pages of 6");
+    };
+    assert_eq!((needed, free, kind.kept_bytes()), (5, 4, 2 * page));
+    // A process that ends before it grows leaves the length that records are compared with.
+    let (second, old) = find(6 * page).unwrap().unwrap();
+    assert_eq!(
+        (second.file_id(), old, second.len()),
+        (id, 2 * page, 6 * page)
+    );
+    assert_eq!((kind.kept_bytes(), HugeMount::free()), (2 * page, 0));
+    second.grow().unwrap();
+    assert_eq!(kind.kept_bytes(), 6 * page);
+    let mut kept = [0; 5];
+    second
+        .read(Extent::new(2 * page - 8192, 8192), 5, &mut kept)
+        .unwrap();
+    assert_eq!(&kept, b"hello");
+    round_trip(&second);
+    drop(second);
+    let (third, old) = find(page).unwrap().unwrap();
+    assert_eq!(old, page);
+    third.trim();
+    assert_eq!((kind.kept_bytes(), HugeMount::free()), (page, 5));
+    drop(third);
+    let name = mount.files().pop().unwrap();
+    let name = name.file_name().unwrap().to_str().unwrap();
+    assert!(kvtier_memory::remove_kept(&mount.folder(), name));
+    assert!(mount.files().is_empty());
+
+    // One that is not kept leaves nothing.
+    drop(Arena::create(kind.clone(), page).unwrap());
+    assert!(Arena::create(kind, 7 * page).is_err());
+    assert!(mount.files().is_empty());
+    assert_eq!(HugeMount::free(), 6);
+}
+
+#[test]
+fn lost_hugepage_is_an_error_and_no_end() {
+    let test = "lost_hugepage_is_an_error_and_no_end";
+    // None is left to take the place of a lost one.
+    let Some(mount) = HugeMount::new(test, 2, "pagesize=2M") else {
+        return;
+    };
+    let kind = ArenaKind::HugeFile {
+        folder: mount.folder(),
+        name: unique_name(),
+    };
+    let arena = Arena::create(kind, 4 << 20).unwrap();
+    round_trip(&arena);
+    let other = mount.files().pop().unwrap();
+    let file = fs::File::options().write(true).open(other).unwrap();
+    file.set_len(2 << 20).unwrap();
+    let _all = Arena::create(ArenaKind::Hugepages, 2 << 20).unwrap();
+    let lost = Extent::new(2 << 20, 4096);
+    let mut bytes = [0; 16];
+    assert!(matches!(
+        arena.read(lost, 0, &mut bytes),
+        Err(AccessError::Poisoned { .. })
+    ));
+    assert_eq!(arena.poisoned(), Some(Extent::new(2 << 20, 2 << 20)));
+    arena.write(Extent::new(0, 4096), 0, b"there").unwrap();
 }

@@ -69,8 +69,13 @@ fn killed_server_loses_nothing_it_answered() {
     );
     let base = tempfile::tempdir().unwrap();
     let _segments = Segments::new();
+    kill_repeatedly(kills, seed, &|| Server::start(base.path(), "0.008", &[]));
+}
+
+/// Kills servers of some 8 MiB at any moment: what was answered is there in the next one, and right.
+pub(crate) fn kill_repeatedly(kills: u64, seed: u64, start: &dyn Fn() -> Server) {
     let mut random = SplitMix64::new(seed);
-    let (mut server, mut reads, mut objects) = (Server::start(base.path(), "0.008", &[]), 0, 0);
+    let (mut server, mut reads, mut objects) = (start(), 0, 0);
     for kill in 0..kills {
         // In every other round nothing is evicted: 8 MiB hold 256 prompts, and each tenant has 40. Else 10 times as many.
         let fits = kill % 2 == 0;
@@ -108,7 +113,7 @@ fn killed_server_loses_nothing_it_answered() {
                 .map(|thread| thread.join().unwrap())
                 .collect()
         });
-        server = Server::start(base.path(), "0.008", &[]);
+        server = start();
         assert!(server.restored().is_some(), "kill {kill}: {}", server.log);
         objects += server.restored().unwrap();
         for (salt, stored) in stored {

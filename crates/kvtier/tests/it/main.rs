@@ -9,6 +9,8 @@ mod bench_l2;
 mod cli;
 mod damage;
 mod docs;
+mod huge_mount;
+mod hugepages;
 mod kills;
 mod limits;
 mod locks;
