@@ -168,7 +168,8 @@ pub struct ServerArgs {
     /// Alignment of objects in L1, bytes; a power of two from 64 to 2097152
     #[arg(long, default_value_t = 4096, help_heading = "L1")]
     pub l1_align_bytes: u64,
-    /// Take L1 from the pool of 2 MiB hugepages (not together with --shm-name)
+    /// Take L1 from the pool of 2 MiB hugepages (not together with --shm-name; with --l1-restore on they are a file in the first
+    /// writable hugetlbfs)
     #[arg(long, overrides_with = "no_l1_use_hugepages", help_heading = "L1")]
     pub l1_use_hugepages: bool,
     #[arg(long, hide = true)]
@@ -178,8 +179,8 @@ pub struct ServerArgs {
     pub no_l1_prefault: bool,
     #[arg(long, hide = true)]
     l1_prefault: bool,
-    /// Whether L1 stays in /dev/shm when the server ends, for the next server of the same instance (needs --state-dir); off
-    /// removes it
+    /// Whether L1 stays in /dev/shm, or of hugepages in a hugetlbfs, when the server ends, for the next server of the same instance
+    /// (needs --state-dir); off removes it
     #[arg(long, value_enum, default_value = "off", help_heading = "L1")]
     pub l1_restore: L1Restore,
     /// Seconds after which an uncommitted reservation expires

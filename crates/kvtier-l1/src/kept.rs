@@ -194,7 +194,7 @@ pub fn open_arena(
         None => match Arena::create(place, config.l1_bytes) {
             Ok(arena) => arena.into_private(),
             Err(error) => {
-                tracing::info!(%error, "L1 ends with this process");
+                tracing::warn!(%error, "L1 ends with this process");
                 return unkept();
             }
         },
@@ -205,7 +205,7 @@ pub fn open_arena(
             Ok((arena, Kept(Ledgers::New(ledger))))
         }
         Err(error) => {
-            tracing::info!(%error, "L1 ends with this process");
+            tracing::warn!(%error, "L1 ends with this process");
             Ok((arena, Kept(Ledgers::None)))
         }
     }

@@ -1,12 +1,12 @@
 //! L1 of hugepages, in a hugetlbfs that outlives the server.
 
-use std::os::unix::fs::{PermissionsExt as _, chown, symlink};
+use std::os::unix::fs::{PermissionsExt as _, chown};
 use std::path::{Path, PathBuf};
 
 use crate::huge_mount::HugeMount;
 use crate::kills::kill_repeatedly;
 use crate::prompts::{CHUNKS, prompt, read, retrieve_pages, store_pages};
-use crate::server::{KVTIER, Segments, Server};
+use crate::server::{INSTANCE_NAME, KVTIER, Segments, Server};
 
 const HUGETLBFS: &str = "pagesize=2M";
 
@@ -39,6 +39,34 @@ fn end(mount: &HugeMount, base: &Path) {
     assert!(mount.files().is_empty(), "{:?}", mount.files());
     server.stop();
     assert!(mount.files().is_empty());
+}
+
+/// Whether the configuration is found good, and what is said about it.
+fn check(mount: &HugeMount, base: &Path, size: &str) -> (bool, String) {
+    let output = mount
+        .command(KVTIER)
+        .args([
+            "server",
+            "--check-config",
+            "--port",
+            "0",
+            "--http-port",
+            "0",
+        ])
+        .args(["--instance-id", INSTANCE_NAME, "--cuda-driver", "off"])
+        .args([
+            "--l1-use-hugepages",
+            "--l1-restore",
+            "on",
+            "--l1-size-gb",
+            size,
+        ])
+        .arg("--state-dir")
+        .arg(base)
+        .output()
+        .unwrap();
+    let told = [output.stdout.as_slice(), &output.stderr].concat();
+    (output.status.success(), String::from_utf8(told).unwrap())
 }
 
 /// The one file in the mount.
@@ -80,29 +108,7 @@ fn stopped_server_leaves_hugepages_to_other_sizes() {
     drop(server.worker_with(1, "a", 1..2));
     store_pages(&mut server.pages(3, "pages"), "pages", 2);
     server.stop();
-    let check = |size| {
-        let command = &mut mount.command(KVTIER);
-        let args = [
-            "server",
-            "--check-config",
-            "--port",
-            "0",
-            "--http-port",
-            "0",
-        ];
-        let instance = ["--instance-id", "kills", "--cuda-driver", "off"];
-        let huge = [
-            "--l1-use-hugepages",
-            "--l1-restore",
-            "on",
-            "--l1-size-gb",
-            size,
-        ];
-        let args = [&args[..], &instance, &huge, &["--state-dir"]].concat();
-        let output = command.args(args).arg(base.path()).output().unwrap();
-        let told = [output.stdout.as_slice(), &output.stderr].concat();
-        (output.status.success(), String::from_utf8(told).unwrap())
-    };
+    let check = |size| check(&mount, base.path(), size);
     for size in [L1, "0.015625", "0.00390625", L1] {
         let (is_good, told) = check(size);
         assert!(is_good && told.contains("L1 is kept in /mnt\n"), "{told}");
@@ -160,6 +166,7 @@ fn hugepages_without_a_usable_mount_end_with_the_process() {
             "is mounted; mount one: mount -t hugetlbfs -o pagesize=2M",
         ),
         ("ro,pagesize=2M", "is mounted (/mnt: Read-only file system"),
+        ("pagesize=2M,size=4M", "or the size of the hugetlbfs mount"),
     ] {
         let Some(mount) = HugeMount::new(test, 4, options) else {
             return;
@@ -168,20 +175,24 @@ fn hugepages_without_a_usable_mount_end_with_the_process() {
         let _segments = Segments::new();
         let mut server = start(&mount, base.path(), L1);
         let lines = server.log.lines();
-        let line = lines
-            .filter(|line| line.contains("L1 starts empty"))
-            .collect::<Vec<_>>();
-        assert_eq!(line.len(), 1, "{line:?}");
-        assert!(line[0].contains("ends with this process"), "{line:?}");
-        assert!(line[0].contains(told), "{line:?}");
+        let lines: Vec<_> = lines
+            .filter(|line| line.contains("ends with this process"))
+            .collect();
+        assert!(lines.len() == 1 && lines[0].contains(told), "{lines:?}");
+        assert!(lines[0].contains(" WARN "), "{lines:?}");
+        assert!(mount.files().is_empty() || options.is_empty());
         drop(server.worker_with(1, "a", 1..2));
         let flags = ["--take-over", "--shm-name", "", "--l1-use-hugepages"];
-        let other = Server::spawn_by(mount.command(KVTIER), base.path(), L1, &flags);
-        let mut other = other;
+        let mut other = Server::spawn_by(mount.command(KVTIER), base.path(), L1, &flags);
         assert!(!other.wait_until_served());
         assert!(other.log.contains("hugetlbfs"), "{}", other.log);
         assert_eq!(read(&mut server.reader("a"), "a", 1), Ok(CHUNKS));
         server.kill();
+        if !options.contains("size=4M") {
+            let (is_good, found) = check(&mount, base.path(), L1);
+            let warning = "warning: L1 ends with the process: no hugetlbfs";
+            assert!(is_good && found.contains(warning), "{found}");
+        }
         let server = start(&mount, base.path(), L1);
         assert_eq!(server.restored(), None);
         server.stop();
@@ -213,6 +224,13 @@ fn take_over_takes_hugepages() {
             assert_eq!(read(&mut worker, "a", number), Ok(CHUNKS));
         }
     }
+    // One that was cut off is not taken over: what the new server wrote into it would be 0 for the old one, or no page.
+    let file = std::fs::File::options().write(true).open(pool(&mount));
+    file.unwrap().set_len(2 << 20).unwrap();
+    let refused = try_start(&mount, base.path(), L1, &["--take-over"]).err();
+    let refused = refused.unwrap();
+    assert!(refused.contains("its arena was cut off"), "{refused}");
+    assert_eq!(read(&mut worker, "a", 1), Ok(CHUNKS));
     server.kill();
     // What is left is whole.
     let server = start(&mount, base.path(), L1);
@@ -232,6 +250,7 @@ enum Damage {
     None,
     Open,
     Foreign,
+    /// It has another name. (There are no symbolic links in a hugetlbfs.)
     Linked,
     NoLedger,
 }
@@ -258,10 +277,7 @@ impl Damage {
             }
             Self::Open => permit(0o660),
             Self::Foreign => chown(&pool, Some(65_534), None).unwrap(),
-            Self::Linked => {
-                std::fs::rename(&pool, &aside).unwrap();
-                symlink(&aside, &pool).unwrap();
-            }
+            Self::Linked => std::fs::hard_link(&pool, &aside).unwrap(),
             Self::NoLedger => std::fs::remove_file(ledger).unwrap(),
         }
     }
@@ -270,7 +286,7 @@ impl Damage {
 #[test]
 fn damaged_hugepage_files_are_not_believed() {
     let test = "damaged_hugepage_files_are_not_believed";
-    // Twice: a file set aside has its own.
+    // Twice: one with another name stays.
     let Some(mount) = HugeMount::new(test, 8, HUGETLBFS) else {
         return;
     };
@@ -317,10 +333,11 @@ fn damaged_hugepage_files_are_not_believed() {
         }
         server.stop();
         if matches!(damage, Damage::Linked) {
-            // What is behind a link is not touched.
-            for file in mount.files() {
-                std::fs::remove_file(file).unwrap();
-            }
+            let aside = mount
+                .files()
+                .into_iter()
+                .filter(|file| file.extension().is_some());
+            aside.for_each(|file| std::fs::remove_file(file).unwrap());
         }
         end(&mount, base.path());
         assert_eq!(HugeMount::free(), 8, "{damage:?}");
