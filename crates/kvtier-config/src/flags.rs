@@ -179,7 +179,7 @@ pub struct ServerArgs {
     pub no_l1_prefault: bool,
     #[arg(long, hide = true)]
     l1_prefault: bool,
-    /// Whether L1 stays in /dev/shm, or of hugepages in a hugetlbfs, when the server ends, for the next server of the same instance
+    /// Whether L1 stays in /dev/shm, or with --l1-use-hugepages in a hugetlbfs, when the server ends, for the next server of the same instance
     /// (needs --state-dir); off removes it
     #[arg(long, value_enum, default_value = "off", help_heading = "L1")]
     pub l1_restore: L1Restore,
