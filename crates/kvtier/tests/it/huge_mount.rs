@@ -1,6 +1,6 @@
-//! Hugepages for one test at a time, and a hugetlbfs in a mount namespace of its own: both end with the test.
+//! Hugepages for one test at a time, and a hugetlbfs in a mount namespace of its own: both end with the test, however that ends.
 
-use std::fs::{self, File};
+use std::fs;
 use std::io::{BufRead as _, BufReader};
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
@@ -10,101 +10,68 @@ const PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
 /// Where the file system is in its namespace, which has no other one of its kind.
 const FOLDER: &str = "/mnt";
 
-/// Of the namespace: ends when the test does, which has the other end of its input.
-const HOLD: &str = "for old in $(awk '$3 == \"hugetlbfs\" { print $2 }' /proc/self/mounts); do umount \"$old\"; done; \
-    [ -n \"$1\" ] && mount -t hugetlbfs -o \"$1\" none \"$2\"; echo ready; exec cat";
+/// Of a shell in the namespace: says "ready" or why not, and gives everything back when its input ends. Its arguments are the number of
+/// pages, the options of the mount (none for ""), the folders above, and a file to lock.
+const HOLD: &str = r#"
+    trap "" PIPE
+    exec 9>"$5"
+    flock 9
+    pool="$3/nr_hugepages"
+    before=$(cat "$pool" 2>/dev/null) || { echo "the kernel has no pages of 2 MiB"; exit; }
+    echo $((before + $1)) 2>/dev/null >"$pool" || { echo "no right to reserve pages"; exit; }
+    free=$(($(cat "$3/free_hugepages") - $(cat "$3/resv_hugepages")))
+    for old in $(awk '$3 == "hugetlbfs" { print $2 }' /proc/self/mounts); do umount "$old"; done
+    if [ $free != $1 ]; then echo "$1 pages were asked for and $free are free"
+    elif [ -n "$2" ] && ! mount -t hugetlbfs -o "$2" none "$4"; then echo "no hugetlbfs can be mounted"
+    else echo ready; cat
+    fi
+    [ -z "$2" ] || umount -l "$4"
+    echo $before >"$pool"
+"#;
 
-pub(crate) struct HugeMount {
-    holder: Child,
-    /// Dropped behind the file system.
-    _pages: Pages,
-}
-
-/// More hugepages than before, until this is dropped.
-struct Pages {
-    before: u64,
-    /// Others wait for it.
-    _turn: File,
-}
+pub(crate) struct HugeMount(Child);
 
 fn count(name: &str) -> Option<u64> {
     let text = fs::read_to_string(format!("{PAGES}/{name}")).ok()?;
     text.trim().parse().ok()
 }
 
-impl Pages {
-    fn reserve(pages: u64) -> Result<Self, String> {
-        let lock = std::env::temp_dir().join("kvtier-hugepages.lock");
-        let turn = File::create(lock).map_err(|error| error.to_string())?;
-        turn.lock().map_err(|error| error.to_string())?;
-        let before = count("nr_hugepages").ok_or("the kernel has no pages of 2 MiB")?;
-        let own = Self {
-            before,
-            _turn: turn,
-        };
-        own.set(pages)
-            .map_err(|error| format!("pages cannot be reserved: {error}"))?;
-        match HugeMount::free() {
-            free if free == pages => Ok(own),
-            free => Err(format!("{pages} pages were asked for and {free} are free")),
-        }
-    }
-
-    /// Reserves so many more than there were.
-    fn set(&self, pages: u64) -> std::io::Result<()> {
-        fs::write(
-            format!("{PAGES}/nr_hugepages"),
-            (self.before + pages).to_string(),
-        )
-    }
-}
-
-impl Drop for Pages {
-    fn drop(&mut self) {
-        let _ = self.set(0);
-    }
-}
-
 impl HugeMount {
     /// So many free pages and a file system with these options, or none for "". `None` where the system does not allow it; then
     /// the test is named as skipped.
     pub(crate) fn new(test: &str, pages: u64, options: &str) -> Option<Self> {
-        let made = Pages::reserve(pages).and_then(|pages| Self::mount(pages, options));
-        made.inspect_err(|reason| eprintln!("SKIP {test}: {reason}"))
-            .ok()
-    }
-
-    fn mount(pages: Pages, options: &str) -> Result<Self, String> {
-        let holder = Command::new("unshare")
-            .args(["--mount", "sh", "-ec", HOLD, "sh", options, FOLDER])
+        let lock = std::env::temp_dir().join("kvtier-hugepages.lock");
+        let mut holder = Command::new("unshare")
+            .args(["--mount", "sh", "-c", HOLD, "sh"])
+            .args([&pages.to_string(), options, PAGES, FOLDER])
+            .arg(lock)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
-            .spawn();
-        let holder = holder.map_err(|error| format!("unshare: {error}"))?;
-        let mut mount = Self {
-            holder,
-            _pages: pages,
-        };
+            .spawn()
+            .unwrap();
+        let mut told = BufReader::new(holder.stdout.take().unwrap());
+        let mount = Self(holder);
         let mut line = String::new();
-        let told = mount.holder.stdout.take().map(BufReader::new);
-        let _ = told.map(|mut told| told.read_line(&mut line));
+        told.read_line(&mut line).unwrap();
         match line.trim() {
-            "ready" => Ok(mount),
-            _ => Err("no mount namespace, or no hugetlbfs in it".to_owned()),
+            "ready" => return Some(mount),
+            "" => eprintln!("SKIP {test}: no mount namespace"),
+            reason => eprintln!("SKIP {test}: {reason}"),
         }
+        None
     }
 
     /// Runs a program where the file system is.
     pub(crate) fn command(&self, program: &str) -> Command {
         let mut command = Command::new("nsenter");
-        let namespace = format!("--mount=/proc/{}/ns/mnt", self.holder.id());
+        let namespace = format!("--mount=/proc/{}/ns/mnt", self.0.id());
         command.args([&namespace, "--", program]);
         command
     }
 
     /// The file system, from here.
     pub(crate) fn folder(&self) -> PathBuf {
-        PathBuf::from(format!("/proc/{}/root{FOLDER}", self.holder.id()))
+        PathBuf::from(format!("/proc/{}/root{FOLDER}", self.0.id()))
     }
 
     /// What is in it.
@@ -122,7 +89,7 @@ impl HugeMount {
 
 impl Drop for HugeMount {
     fn drop(&mut self) {
-        let _ = self.holder.kill();
-        let _ = self.holder.wait();
+        drop(self.0.stdin.take());
+        let _ = self.0.wait();
     }
 }
