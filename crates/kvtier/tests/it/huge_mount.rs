@@ -2,6 +2,7 @@
 
 use std::fs;
 use std::io::{BufRead as _, BufReader};
+use std::os::unix::process::CommandExt as _;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 
@@ -45,6 +46,8 @@ impl HugeMount {
             .args(["--mount", "sh", "-c", HOLD, "sh"])
             .args([&pages.to_string(), options, PAGES, FOLDER])
             .arg(lock)
+            // Not killed with the test.
+            .process_group(0)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
