@@ -91,7 +91,7 @@ impl Mapping {
     /// Lets a mapping that could only be read be written.
     pub(crate) fn allow_writes(&self) -> rustix::io::Result<()> {
         let all = MprotectFlags::READ | MprotectFlags::WRITE;
-        // SAFETY: the range is our mapping, and more access than before breaks nobody's.
+        // SAFETY: the range is our mapping, and more access than before breaks no other use.
         unsafe { mprotect(self.base.as_ptr().cast(), self.len, all) }
     }
 

@@ -38,7 +38,7 @@ fn count(name: &str) -> Option<u64> {
 }
 
 impl HugeMount {
-    /// So many free pages and a file system with these options, or none for "". `None` where the system does not allow it; then
+    /// `pages` free pages and a file system with these options, or none for "". `None` where the system does not allow it; then
     /// the test is named as skipped.
     pub(crate) fn new(test: &str, pages: u64, options: &str) -> Option<Self> {
         let lock = std::env::temp_dir().join("kvtier-hugepages.lock");
@@ -83,7 +83,7 @@ impl HugeMount {
         all.map(|entry| entry.unwrap().path()).collect()
     }
 
-    /// Pages that are free and reserved by nobody.
+    /// Pages that are free, and reserved for no mapping.
     pub(crate) fn free() -> u64 {
         let reserved = count("resv_hugepages").unwrap_or(0);
         count("free_hugepages").unwrap_or(0) - reserved
