@@ -46,7 +46,7 @@ pub enum ArenaError {
     Hugepages {
         /// Pages needed, besides those that the arena has already.
         needed: u64,
-        /// Pages free, and reserved by nobody.
+        /// Pages free, and reserved for no mapping.
         free: u64,
     },
     /// A system call failed.
