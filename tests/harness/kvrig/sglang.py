@@ -15,6 +15,7 @@ import types
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import torch
 
 from .engine import tokens
@@ -93,7 +94,7 @@ class Sglang:
     """One rank: its pools, on a GPU or in host memory, and LMCache's connector."""
 
     def __init__(self, url, folder, kinds, gpu, model=None):
-        self.kinds = kinds
+        self.kinds, self.port = kinds, int(url.rsplit(":", 1)[1])
         self.mirrors = {kind: POOLS[kind]() for kind in kinds}
         every = [tensor for mirrors in self.mirrors.values() for tensor in mirrors]
         self.gpu = OnGpu(every) if gpu else None
@@ -194,8 +195,17 @@ class Sglang:
         return [kinds.get(kind, slots) for kind in self.kinds]
 
     def close(self):
-        """Unregister."""
+        """Unregister, and wait for the end of the connection.
+
+        LMCache's client closes the socket that receives disconnections before the one that connects. A server that ends between
+        the two blocks ZeroMQ's thread, and with it every later client of this process.
+        """
         self.connector.close()
+        wait_until(lambda: not self._is_connected(), 30, "the end of the connection")
+
+    def _is_connected(self):
+        peers = [connection.raddr for connection in psutil.Process().net_connections("tcp")]
+        return any(peer and peer.port == self.port for peer in peers)
 
 
 def _equal(ours, theirs):
