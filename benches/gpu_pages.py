@@ -55,6 +55,9 @@ class Torch:
             storage.bytes.copy_(new)
         return self.event(self.stream)
 
+    def enter(self):
+        """Lets this thread use the memory, as any thread may."""
+
     def go_on(self):
         """Does nothing: the long kernel ends by itself."""
 
@@ -112,13 +115,18 @@ class Driver:
         text = bytes(uuid).hex()
         self.uuid = "-".join([text[:8], text[8:12], text[12:16], text[16:20], text[20:]])
         self("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-        self("cuCtxSetCurrent", context)
+        self.context = context
+        self.enter()
         self.streams = [ctypes.c_void_p(), ctypes.c_void_p()]
         for stream in self.streams:
             self("cuStreamCreate", ctypes.byref(stream), 1)
         import kvtier.tensors
 
         kvtier.tensors.cuda_storage = lambda tensor, storage: storage.shared()
+
+    def enter(self):
+        """Lets this thread use the memory."""
+        self("cuCtxSetCurrent", self.context)
 
     def __call__(self, function, *arguments):
         code = getattr(self.lib, function)(*arguments)

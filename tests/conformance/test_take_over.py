@@ -6,10 +6,10 @@ import threading
 
 import pytest
 import torch
-from kvrig import tiers
+from kvrig import gpu, tiers
 from kvrig.engine import tokens
 
-MODES = ["lmcache_driven", "engine_shm", "engine_pickle"]
+MODES = ["lmcache_driven", "engine_shm", "engine_pickle", gpu.MODE]
 PROMPT = 32
 
 

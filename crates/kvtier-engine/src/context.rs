@@ -39,7 +39,7 @@ pub struct Context {
     /// Only [`super::workers`] inserts and removes them.
     pub instances: Instances,
     /// Transfers on a GPU keep them open to their end.
-    pub devices: Devices,
+    pub devices: Arc<Devices>,
     pub metrics: Arc<Metrics>,
     pub tracer: Tracer,
     pub clock: Arc<Clock>,

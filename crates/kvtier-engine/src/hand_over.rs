@@ -10,33 +10,24 @@ use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvtier_config::ServerConfig;
+use kvtier_config::{GpuReply, ServerConfig};
+use kvtier_device::{KvLayout, MemorySpec};
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_metrics::Metrics;
-use kvtier_tiers::{L2State, OpenedTiers, PausedTiers, TiersHandOver};
+use kvtier_tiers::{L2State, PausedTiers, TiersHandOver};
 use serde::{Deserialize, Serialize};
 
 use super::admin::JobState;
 use super::instances::WorkerState;
 use super::lookups::{LookupsState, SeenState};
 use super::transfers::{Grant, MemoryState, TransferState};
-use super::{Engine, Predecessor};
+use super::{Engine, Opened, Predecessor};
 
 /// How long the process before may take to release L1, after it has announced that or ended.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Between two looks at what still runs.
 const DRAIN_INTERVAL: Duration = Duration::from_millis(1);
-
-/// Opens the tiers of a server that takes over, beside those of the one that runs: nothing in them is changed. `None` without
-/// tiers.
-///
-/// # Errors
-/// A tier that cannot be opened.
-pub fn open_tiers(config: &ServerConfig) -> Result<Option<OpenedTiers>> {
-    let l2 = config.l2.as_ref();
-    l2.map(OpenedTiers::beside).transpose()
-}
 
 /// State of an engine between two requests. Times are milliseconds before or after the hand-over.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -74,6 +65,26 @@ fn cannot(what: impl Into<String>) -> Error {
     Error::new(ErrorKind::Unavailable, what.into())
 }
 
+/// Checks that another process can serve a worker whose pages are on a GPU.
+fn check_gpu_worker(layout: &KvLayout, reply: GpuReply) -> Result<()> {
+    let gpu = match layout.memories().first() {
+        Some(MemorySpec::Cuda(storage)) => &storage.device_uuid,
+        _ => "unknown",
+    };
+    if !layout.memories().iter().all(MemorySpec::is_lasting) {
+        return Err(cannot(format!(
+            "its memory on GPU {gpu} cannot be opened by another process: an expandable segment is shared by file descriptors"
+        )));
+    }
+    match reply {
+        GpuReply::Done => Ok(()),
+        // They end with this process, and what a client reads of one then is undefined.
+        GpuReply::Event => Err(cannot(format!(
+            "with --gpu-reply event it may wait for events on GPU {gpu} that end with this process"
+        ))),
+    }
+}
+
 impl Engine {
     /// Checks that a process with this configuration could hand over to the next one, whatever its requests are.
     ///
@@ -89,10 +100,11 @@ impl Engine {
         self.context.l1.check_complete()?;
         for instance in self.context.instances.all() {
             let id = instance.id;
-            if instance.is_on_gpu() {
-                return Err(cannot(format!(
-                    "worker {id} has its KV cache on a GPU, whose memory is not handed over"
-                )));
+            if let Some(pages) = instance.pages()
+                && instance.is_on_gpu()
+            {
+                check_gpu_worker(pages.layout(), self.context.config().gpu_reply)
+                    .map_err(|error| error.context(format!("worker {id}")))?;
             }
             if !self.workers.is_kept(id) {
                 return Err(cannot(format!(
@@ -216,7 +228,7 @@ impl Engine {
         config: Arc<ServerConfig>,
         metrics: Arc<Metrics>,
         lock: OwnedFd,
-        opened: Option<OpenedTiers>,
+        opened: Opened,
         handed: EngineHandOver,
     ) -> Result<Self> {
         let EngineHandOver {
@@ -231,7 +243,8 @@ impl Engine {
         };
         let predecessor = Predecessor {
             lock,
-            tiers: opened.map(|opened| (opened, tiers)),
+            opened,
+            tiers,
         };
         let (context, quotas) = Self::open(config, metrics, Some(predecessor))?;
         let engine = Self::over(context, quotas);
@@ -291,6 +304,9 @@ impl Engine {
     pub fn take(&self) -> Result<()> {
         self.context.l1.take(RELEASE_TIMEOUT)?;
         self.workers.take();
+        if let Some(unused) = self.context.devices.end_beside() {
+            self.workers.driver_threads.run(move || drop(unused));
+        }
         if let Some(l2) = &self.context.l2 {
             l2.take();
         }

@@ -27,6 +27,7 @@ mod handed;
 mod housekeeping;
 mod instances;
 mod lookups;
+mod opened;
 mod payload;
 mod preflight;
 mod reply;
@@ -45,10 +46,11 @@ pub use admin::{
     Admin, ChecksumError, ExplainError, PrefetchError, PrefetchJob, PrefetchResult, TenantView,
 };
 pub use answer::Answer;
-pub use hand_over::{EngineHandOver, EngineState, open_tiers};
+pub use hand_over::{EngineHandOver, EngineState};
 pub use housekeeping::INTERVAL as HOUSEKEEPING_INTERVAL;
 pub use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_l1::Clock;
+pub use opened::Opened;
 pub use payload::{Part, Payload};
 pub use preflight::{Preflight, preflight};
 pub use reply::{Reply, ReplyTarget};
@@ -66,9 +68,9 @@ use kvtier_proto::request::{HELD_BLOCKS_FEATURE, InstanceId, Request};
 use kvtier_proto::response::Response;
 use kvtier_state::StateDir;
 use kvtier_sync::{Mutex, RwLock};
-use kvtier_tenants::{Opened, QuotaTier, Quotas, Salts};
+use kvtier_tenants::{QuotaTier, Quotas, Salts};
+pub use kvtier_tiers::PausedTiers;
 use kvtier_tiers::{L2, TiersHandOver};
-pub use kvtier_tiers::{OpenedTiers, PausedTiers};
 use kvtier_trace::Tracer;
 
 use context::Context;
@@ -139,8 +141,10 @@ fn open_state(config: &ServerConfig, lock: Option<OwnedFd>) -> Result<Result<Sta
 struct Predecessor {
     /// The lock of its state directory.
     lock: OwnedFd,
-    /// If there are any.
-    tiers: Option<(OpenedTiers, TiersHandOver)>,
+    /// What is open beside it.
+    opened: Opened,
+    /// The state of its tiers.
+    tiers: TiersHandOver,
 }
 
 /// The cache engine.
@@ -172,9 +176,26 @@ impl Engine {
         metrics: Arc<Metrics>,
         predecessor: Option<Predecessor>,
     ) -> Result<(Context, Quotas)> {
-        let (succession, lock, tiers) = match predecessor {
-            None => (Succession::Restart, None, None),
-            Some(Predecessor { lock, tiers }) => (Succession::TakeOver, Some(lock), tiers),
+        let (succession, lock, devices, tiers) = match predecessor {
+            None => (Succession::Restart, None, None, None),
+            Some(Predecessor {
+                lock,
+                opened,
+                tiers,
+            }) => {
+                let Opened {
+                    arena,
+                    devices,
+                    tiers: open,
+                } = opened;
+                let tiers = open.map(|open| (open, tiers));
+                (
+                    Succession::TakeOver(arena),
+                    Some(lock),
+                    Some(devices),
+                    tiers,
+                )
+            }
         };
         let tracing = config.tracing.as_ref();
         let tracer = Tracer::start(tracing, &config.instance_id, config.session_ttl, &metrics)?;
@@ -182,15 +203,17 @@ impl Engine {
             .ok_or_else(|| Error::refused("--chunk-size: 0 is not allowed"))?;
         let salts = Salts::open(&config.tenants)?;
         let state = open_state(&config, lock)?;
-        let quotas = Opened::open(&config, state.as_ref().ok(), &salts)?;
+        let quotas = kvtier_tenants::Opened::open(&config, state.as_ref().ok(), &salts)?;
         let instance = state.as_ref().ok().map(|state| Instance {
             name: &config.state.instance,
             folder: state.id(),
             tenants: salts.number(),
         });
         let (arena, kept) = open_arena(&config, instance, succession)?;
-        let arena = Arc::new(arena);
-        let devices = Devices::find(&config, &arena)?;
+        let devices = match devices {
+            Some(devices) => devices,
+            None => Arc::new(Devices::find(&config, &arena)?),
+        };
         if let Some(warning) = devices.warning(&config) {
             tracing::warn!("{warning}");
         }

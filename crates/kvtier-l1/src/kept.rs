@@ -12,6 +12,7 @@ use std::fmt;
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::ops::Range;
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvtier_config::{ServerConfig, in_gib};
@@ -75,12 +76,12 @@ pub struct Instance<'a> {
 }
 
 /// How an arena comes from the server before.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Debug)]
 pub enum Succession {
     /// That server has ended, or there was none.
     Restart,
-    /// It runs, and hands the arena over or goes on with it: there is no other arena.
-    TakeOver,
+    /// It runs, and hands [this arena](find_running_arena) over or goes on with it: there is no other one.
+    TakeOver(Arc<Arena>),
 }
 
 /// What is beside an arena.
@@ -144,30 +145,63 @@ pub fn open_arena(
     config: &ServerConfig,
     instance: Option<Instance<'_>>,
     succession: Succession,
-) -> Result<(Arena, Kept)> {
+) -> Result<(Arc<Arena>, Kept)> {
+    match succession {
+        Succession::Restart => {
+            let (arena, kept) = reopen_arena(config, instance)?;
+            Ok((Arc::new(arena), kept))
+        }
+        Succession::TakeOver(arena) => {
+            let instance = instance.ok_or_else(|| Error::refused("there is no state directory"));
+            let kept = instance.and_then(|instance| join(config, &arena, instance));
+            let kept = kept.map_err(|error| error.context("L1"))?;
+            Ok((arena, kept))
+        }
+    }
+}
+
+/// Maps the arena of the server that runs as this instance, in the state folder of this identity. Touches no page of it, and changes
+/// nothing.
+///
+/// # Errors
+/// Why there is none.
+pub fn find_running_arena(config: &ServerConfig, folder: &str) -> Result<Arc<Arena>> {
+    let instance = Instance {
+        name: &config.state.instance,
+        folder,
+        tenants: 0,
+    };
+    let find = || {
+        let place = kept_place(config, &instance.private_name());
+        let place = place.map_err(|error| absent(&error.to_string()))?;
+        let (arena, bytes) = find_arena(config, &place, Ownership::Pending)?;
+        match bytes < arena.len() {
+            true => Err(absent("its arena was cut off")),
+            false => Ok(Arc::new(arena)),
+        }
+    };
+    find().map_err(|error| error.context("L1"))
+}
+
+/// The arena that a server which has ended left, or a new one.
+fn reopen_arena(config: &ServerConfig, instance: Option<Instance<'_>>) -> Result<(Arena, Kept)> {
     let unkept = || Ok((create_arena(config)?, Kept(Ledgers::None)));
     let Some(instance) = instance else {
-        return match succession {
-            Succession::Restart => unkept(),
-            Succession::TakeOver => Err(Error::refused("there is no state directory")),
-        };
+        return unkept();
     };
     let private = instance.private_name();
     let place = kept_place(config, &private);
     let reason = match &place {
         _ if !config.l1_restore => "--l1-restore off".to_owned(),
         Err(error) => error.to_string(),
-        Ok(place) => match find(config, place, instance, succession) {
-            Ok((arena, kept)) => return Ok((with_privacy(config, arena), kept)),
+        Ok(place) => match find(config, place, instance) {
+            Ok(found) => return Ok(found),
             Err(error) if matches!(error.kind(), ErrorKind::InUse | ErrorKind::Invalid) => {
                 return Err(error);
             }
             Err(error) => error.to_string(),
         },
     };
-    if succession == Succession::TakeOver {
-        return Err(Error::new(ErrorKind::Unavailable, reason).context("L1"));
-    }
     match &place {
         Err(error) if config.l1_restore => {
             tracing::warn!(%error, "L1 starts empty, and ends with this process");
@@ -235,23 +269,13 @@ pub(super) fn kept_place(config: &ServerConfig, private: &str) -> Result<ArenaKi
     })
 }
 
-/// The arena and the ledger of the server before.
-///
-/// # Errors
-/// Why there are none. There are some if another server has them ([`ErrorKind::InUse`]), or there are too few hugepages for what this
-/// one asks for ([`ErrorKind::Invalid`]): neither may be replaced.
-fn find(
-    config: &ServerConfig,
-    place: &ArenaKind,
-    instance: Instance<'_>,
-    succession: Succession,
-) -> Result<(Arena, Kept)> {
-    let ownership = match succession {
-        Succession::Restart => Ownership::Locked,
-        Succession::TakeOver => Ownership::Pending,
-    };
-    let absent = |why: &str| Error::new(ErrorKind::Unavailable, why);
-    let failed = |error: ArenaError| match error {
+fn absent(why: &str) -> Error {
+    Error::new(ErrorKind::Unavailable, why)
+}
+
+/// Of kind [`ErrorKind::InUse`] if another server has it, and [`ErrorKind::Invalid`] if there are too few hugepages.
+fn failed(config: &ServerConfig, error: ArenaError) -> Error {
+    match error {
         ArenaError::NameInUse { .. } => Error::new(ErrorKind::InUse, error),
         ArenaError::Hugepages { .. } => Error::refused(format!(
             "--l1-size-gb: L1 of the server before is kept, and cannot become {:.2} GiB large",
@@ -259,41 +283,75 @@ fn find(
         ))
         .source(error),
         error => Error::new(ErrorKind::Unavailable, error),
-    };
-    let arena = Arena::find(place.clone(), config.l1_bytes, ownership).map_err(failed)?;
-    let (arena, old) = arena.ok_or_else(|| absent("no earlier server has left one"))?;
+    }
+}
+
+/// An arena that exists, and the bytes of its segment.
+fn find_arena(
+    config: &ServerConfig,
+    place: &ArenaKind,
+    ownership: Ownership,
+) -> Result<(Arena, u64)> {
+    let found = Arena::find(place.clone(), config.l1_bytes, ownership);
+    let found = found.map_err(|error| failed(config, error))?;
+    let (arena, bytes) = found.ok_or_else(|| absent("no earlier server has left one"))?;
+    Ok((with_privacy(config, arena), bytes))
+}
+
+/// The ledger of an arena that exists, what is in it, and its lock if another process has that.
+fn find_ledger(
+    config: &ServerConfig,
+    arena: &Arena,
+    bytes: u64,
+    instance: Instance<'_>,
+    ownership: Ownership,
+) -> Result<(Ledger<SegmentWords>, Snapshot, Option<SegmentLock>)> {
     let len = max_words(arena.len() / config.l1_align_bytes);
     let name = format!("{}{LEDGER}", arena.segment_name().unwrap_or_default());
-    let words = SharedWords::find(&name, len, ownership).map_err(failed)?;
+    let words = SharedWords::find(&name, len, ownership);
+    let words = words.map_err(|error| failed(config, error))?;
     let words = words.ok_or_else(|| absent("the earlier one has no ledger"))?;
-    let locks = match succession {
-        Succession::Restart => Ok(Vec::new()),
-        Succession::TakeOver => arena.lock().and_then(|of_arena| {
-            let of_ledger = words.lock()?;
-            Ok(of_arena.into_iter().chain([of_ledger]).collect::<Vec<_>>())
-        }),
+    let (owner, lock) = match ownership {
+        Ownership::Locked => (Owner::Ended, None),
+        Ownership::Pending => {
+            let lock = words.lock();
+            let lock = lock.map_err(|error| Error::io("its locks", error))?;
+            (Owner::Running, Some(lock))
+        }
     };
-    let locks = locks.map_err(|error| Error::io("its locks", error))?;
     let now = boot_time();
-    let identity = identity(config, &arena, instance, now)?;
+    let identity = identity(config, arena, instance, now)?;
     let align = config.l1_align_bytes;
     // Of an arena that was cut off, or is larger now, only what was there is believed.
-    let owner = match succession {
-        Succession::Restart => Owner::Ended,
-        Succession::TakeOver => Owner::Running,
-    };
-    let opened = Ledger::open(SegmentWords(words), owner, &identity, now, old, align);
-    let (mut ledger, snapshot) = opened
+    let opened = Ledger::open(SegmentWords(words), owner, &identity, now, bytes, align);
+    let (ledger, snapshot) = opened
         .map_err(|(error, _)| absent("the earlier one's ledger is not used").source(error))?;
-    if succession == Succession::TakeOver {
-        if snapshot.rejected().total() > 0 || snapshot.has_unrecorded_grant() {
-            return Err(absent("its ledger is not complete"));
-        }
-        if old < arena.len() {
-            return Err(absent("its arena was cut off"));
-        }
-        return Ok((arena, Kept(Ledgers::Pending(ledger, snapshot, locks))));
+    Ok((ledger, snapshot, lock))
+}
+
+/// What is beside the arena of a server that runs.
+fn join(config: &ServerConfig, arena: &Arena, instance: Instance<'_>) -> Result<Kept> {
+    let lock = arena.lock();
+    let lock = lock.map_err(|error| Error::io("its locks", error))?;
+    let bytes = arena.len();
+    let (ledger, snapshot, of_ledger) =
+        find_ledger(config, arena, bytes, instance, Ownership::Pending)?;
+    if snapshot.rejected().total() > 0 || snapshot.has_unrecorded_grant() {
+        return Err(absent("its ledger is not complete"));
     }
+    let locks = lock.into_iter().chain(of_ledger).collect();
+    Ok(Kept(Ledgers::Pending(ledger, snapshot, locks)))
+}
+
+/// The arena and the ledger of the server before, which has ended.
+///
+/// # Errors
+/// Why there are none. There are some if another server has them ([`ErrorKind::InUse`]), or there are too few hugepages for what this
+/// one asks for ([`ErrorKind::Invalid`]): neither may be replaced.
+fn find(config: &ServerConfig, place: &ArenaKind, instance: Instance<'_>) -> Result<(Arena, Kept)> {
+    let (arena, bytes) = find_arena(config, place, Ownership::Locked)?;
+    let (mut ledger, snapshot, _) =
+        find_ledger(config, &arena, bytes, instance, Ownership::Locked)?;
     let lost = match () {
         () if snapshot.has_unrecorded_grant() => Some("whose grant could not be recorded"),
         () if snapshot.has_lost_granted() => Some("that this configuration has another use for"),
@@ -304,7 +362,8 @@ fn find(
     }
     ledger.forget_unrecorded_grants();
     // Only now, when no record names bytes that were not there.
-    arena.grow().map_err(failed)?;
+    let grown = arena.grow();
+    grown.map_err(|error| failed(config, error))?;
     Ok((arena, Kept(Ledgers::Old(ledger, snapshot))))
 }
 

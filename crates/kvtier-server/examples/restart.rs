@@ -83,7 +83,7 @@ impl Setup<'_> {
         };
         let (arena, kept) = open_arena(&config, Some(instance), Succession::Restart).unwrap();
         let quotas = Opened::open(&config, None, &Salts::of(None)).unwrap();
-        let l1 = L1::create(&config, &quotas, Arc::new(arena), kept, &[]).unwrap();
+        let l1 = L1::create(&config, &quotas, arena, kept, &[]).unwrap();
         let namespace = Arc::new(Namespace::new("many", 0, 0, 0, "").unwrap());
         for batch in 0..objects.div_ceil(BATCH) {
             let numbers = batch * BATCH..((batch + 1) * BATCH).min(objects);

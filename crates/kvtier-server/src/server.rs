@@ -26,7 +26,7 @@ use crate::logging;
 use crate::preflight;
 use crate::reload::Reloader;
 use kvtier_config::ServerConfig;
-use kvtier_engine::{Engine, EngineHandOver, OpenedTiers};
+use kvtier_engine::{Engine, EngineHandOver, Opened};
 use kvtier_http::Health;
 use kvtier_http::{self as http, Access, Api, Changes, Dashboard};
 use kvtier_metrics::Metrics;
@@ -88,9 +88,12 @@ impl Server {
             return Ok(None);
         };
         let stream = taken.stream()?;
+        // Clients wait for a refusal, and not for the release of what is open.
+        let devices = taken.opened.as_ref().map(Opened::devices);
         let server = Self::start_from(config, Source::Server(Box::new(taken)));
-        let server = server.inspect_err(|error| Taken::refuse(&stream, error))?;
-        Ok(Some(server))
+        let server = server.inspect_err(|error| Taken::refuse(&stream, error));
+        drop(devices);
+        server.map(Some)
     }
 
     fn start_from(config: ServerConfig, mut source: Source) -> Result<Self> {
@@ -131,8 +134,8 @@ impl Server {
         );
         let engine = match source.engine() {
             None => Engine::new(Arc::clone(&config), metrics)?,
-            Some((lock, tiers, handed)) => {
-                Engine::adopt(Arc::clone(&config), metrics, lock, tiers, handed)?
+            Some((lock, opened, handed)) => {
+                Engine::adopt(Arc::clone(&config), metrics, lock, opened, handed)?
             }
         };
         let engine = Arc::new(engine);
@@ -350,13 +353,13 @@ impl Source {
         }
     }
 
-    /// The lock of the state directory, the open tiers, and the rest of the engine.
-    fn engine(&mut self) -> Option<(OwnedFd, Option<OpenedTiers>, EngineHandOver)> {
+    /// The lock of the state directory, what is open, and the rest of the engine.
+    fn engine(&mut self) -> Option<(OwnedFd, Opened, EngineHandOver)> {
         match self {
             Self::Sockets(_) => None,
             Self::Server(taken) => {
                 let engine = std::mem::take(&mut taken.engine);
-                Some((taken.lock.take()?, taken.tiers.take(), engine))
+                Some((taken.lock.take()?, taken.opened.take()?, engine))
             }
         }
     }

@@ -35,15 +35,21 @@ pub struct VolatileDir {
 impl StateDir {
     /// The folder that ends with the boot. Nothing is made yet.
     pub fn volatile(&self) -> VolatileDir {
-        VolatileDir {
-            base: Path::new(BASE).to_owned(),
-            name: format!("kvtier_{}", self.id().replace(':', "_")),
-            directory: None,
-        }
+        VolatileDir::of(self.id())
     }
 }
 
 impl VolatileDir {
+    /// The folder that belongs to the state folder of this [identity](StateDir::id). Without the [`StateDir`] it is only for reading:
+    /// its owner may change it at any time.
+    pub fn of(id: &str) -> Self {
+        Self {
+            base: Path::new(BASE).to_owned(),
+            name: format!("kvtier_{}", id.replace(':', "_")),
+            directory: None,
+        }
+    }
+
     /// Where it is, or would be.
     pub fn path(&self) -> PathBuf {
         self.base.join(&self.name)
@@ -81,19 +87,19 @@ impl VolatileDir {
             .ok_or_else(|| Error::refused("does not exist"))
     }
 
-    /// Names of the files, at most `limit`; none if there is no folder.
+    /// Names of the files, at most `limit`; none if there is no folder. Changes nothing.
     ///
     /// # Errors
     /// The folder cannot be trusted or read.
     pub fn names(&mut self, limit: usize) -> Result<Vec<String>> {
         let path = self.path();
-        let Some(directory) = self.open()? else {
+        if self.open()?.is_none() {
             return Ok(Vec::new());
-        };
-        let _ = rustix::fs::unlinkat(directory, UNFINISHED, AtFlags::empty());
+        }
         let all = std::fs::read_dir(path).map_err(|error| Error::io("cannot be read", error))?;
         let names = all.flatten().map(|entry| entry.file_name().into_string());
-        Ok(names.flatten().take(limit).collect())
+        let names = names.flatten().filter(|name| name != UNFINISHED);
+        Ok(names.take(limit).collect())
     }
 
     /// The content of a file.
@@ -168,6 +174,8 @@ impl VolatileDir {
             Ok(()) | Err(rustix::io::Errno::NOENT) => {}
             Err(error) => return Err(Error::io("cannot be removed", error)),
         }
+        // Left by a process that was killed, it would keep the folder.
+        let _ = rustix::fs::unlinkat(directory, UNFINISHED, AtFlags::empty());
         if std::fs::remove_dir(self.path()).is_ok() {
             self.directory = None;
         }
@@ -213,6 +221,20 @@ mod tests {
         assert!(!next.path().exists());
         next.write("b", b"").unwrap();
         assert_eq!(next.names(9).unwrap(), ["b"]);
+    }
+
+    /// Another process may be writing it.
+    #[test]
+    fn unfinished_file_is_no_file_and_stays_until_a_removal() {
+        let base = tempfile::tempdir().unwrap();
+        let mut dir = volatile(base.path());
+        dir.write("a", b"x").unwrap();
+        let unfinished = dir.path().join(UNFINISHED);
+        std::fs::write(&unfinished, "half").unwrap();
+        assert_eq!(volatile(base.path()).names(9).unwrap(), ["a"]);
+        assert!(unfinished.exists());
+        dir.remove("a").unwrap();
+        assert!(!dir.path().exists());
     }
 
     #[test]

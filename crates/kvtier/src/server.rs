@@ -19,6 +19,9 @@ use crate::notify::Notifier;
 use crate::out::{self, complain};
 use crate::signals::{HANDED_OVER, ServerSignals};
 
+/// How long the exit handlers of libraries may take after a start that failed: one of a GPU driver may not return.
+const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
+
 /// Arguments of `kvtier server`; the library parses them, together with the file behind `--config`.
 #[derive(Debug, Args)]
 #[command(disable_help_flag = true)]
@@ -76,6 +79,7 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
             // What the log has to say comes first.
             drop(log);
             complain("server", error);
+            end_after(EXIT_TIMEOUT, || 1).context("no thread to watch the end")?;
             return Ok(ExitCode::FAILURE);
         }
     };

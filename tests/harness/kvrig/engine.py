@@ -87,6 +87,12 @@ class Worker:
             return self.adapter.create_recorded_event()
         return older.recorded_event()
 
+    def pull(self):
+        """Bring what the tensors stand for into them: here they are the memory itself."""
+
+    def push(self):
+        """Bring the tensors to what they stand for."""
+
     def read(self, blocks, group=None):
         """Bytes of these blocks in every layer (of one engine group)."""
         return [

@@ -94,15 +94,18 @@ def wait_files(directory, count, timeout=60):
 
 def paint(worker, blocks, name):
     """Write the bytes that `name` stands for into these blocks of every layer."""
+    worker.pull()
     for layer, (tensor, group) in enumerate(worker.layers):
         of_group = blocks[group.engine_group] if isinstance(blocks[0], list) else blocks
         row = layouts.block_bytes(tensor, group.layout.block_axis)
         rows = layouts.noise(f"{name}/{worker.rank}/{layer}", len(of_group), row)
         layouts.write_blocks(tensor, group.layout.block_axis, of_group, rows)
+    worker.push()
 
 
 def is_painted(worker, blocks, name):
     """Whether these blocks hold the first bytes that `name` stands for, in every layer."""
+    worker.pull()
     for layer, (tensor, group) in enumerate(worker.layers):
         axis = group.layout.block_axis
         rows = layouts.noise(f"{name}/{worker.rank}/{layer}", len(blocks), layouts.block_bytes(tensor, axis))

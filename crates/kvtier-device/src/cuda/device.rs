@@ -1,7 +1,8 @@
 //! CUDA device: all GPUs of this machine as one [`Device`]. A GPU is activated when its first worker registers.
 //!
 //! An activation acquires the slot's `activation`, `trials` (one trial at a time), `pinned` (guards the arena once it
-//! is pinned), and what pauses pinning, in this order.
+//! is pinned), and what pauses pinning, in this order. `prepared` guards what is open for registrations to come; no other lock is
+//! acquired inside.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -18,14 +19,19 @@ use super::events::ForeignEvents;
 use super::gpu::{Gpu, GpuOptions, GpuReadings, Job, NewGpu, Pages, PinnedArena, PinningStatus};
 use super::gpu_slot::GpuSlot;
 use super::owner::Owner;
+use super::ref_counter::Beside;
 use super::storages::Storages;
 use super::uuid::Gpus;
 use crate::device::{Device, DeviceError, Done, EngineMemory, OnSubmitted, Transfer};
 use crate::layout::KvLayout;
 use crate::physical::visit_block_runs;
+use crate::spec::MemorySpec;
 
 /// Maximum wait, at registration, for the engine's earlier work on its pages.
 const REGISTRATION_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Interval at which a wait for the arena to be pinned checks its progress.
+const PINNING_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Options of the CUDA backend.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -51,6 +57,19 @@ pub struct CudaDevice {
     next_pages: AtomicU64,
     /// No further GPU is activated.
     stopped: AtomicBool,
+    /// Another process of the server has the storages of all workers.
+    beside: Beside,
+    /// Memories that are open, each for one registration of them.
+    prepared: Mutex<Vec<(Vec<MemorySpec>, OpenMemories)>>,
+}
+
+/// The open memories of a registration.
+#[derive(Debug)]
+struct OpenMemories {
+    storages: Storages,
+    owner: Option<Owner>,
+    numa_node: Option<u32>,
+    gpu: Arc<Gpu>,
 }
 
 /// State of one GPU, for `/status` and metrics.
@@ -90,6 +109,73 @@ impl CudaDevice {
             trials: Mutex::default(),
             next_pages: AtomicU64::new(0),
             stopped: AtomicBool::new(false),
+            beside: Beside::default(),
+            prepared: Mutex::default(),
+        })
+    }
+
+    /// Beside another process of the server that has workers on these GPUs, until [`CudaDevice::end_beside`].
+    pub fn beside(self) -> Self {
+        Self {
+            beside: Beside::begin(),
+            ..self
+        }
+    }
+
+    /// Opens the memories of a registration that will come, and takes their GPU into use. [`Device::open`] of the same
+    /// memories then makes no call of the driver.
+    ///
+    /// # Errors
+    /// As [`Device::open`].
+    pub fn prepare(&self, memories: Vec<MemorySpec>) -> Result<(), DeviceError> {
+        let open = self.open_memories(&memories)?;
+        self.prepared.lock().push((memories, open));
+        Ok(())
+    }
+
+    /// Whether the memories of a registration are open.
+    pub fn is_prepared(&self, memories: &[MemorySpec]) -> bool {
+        let prepared = self.prepared.lock();
+        prepared.iter().any(|(known, _)| known == memories)
+    }
+
+    fn take_prepared(&self, memories: &[MemorySpec]) -> Option<OpenMemories> {
+        let mut prepared = self.prepared.lock();
+        let at = prepared.iter().position(|(known, _)| known == memories)?;
+        Some(prepared.swap_remove(at).1)
+    }
+
+    /// The other process has left everything to this one. Returns what was prepared and not registered, if there is anything:
+    /// its drop may wait for a driver.
+    pub fn end_beside(&self) -> Option<impl Send + use<>> {
+        let unused = std::mem::take(&mut *self.prepared.lock());
+        unused.iter().for_each(|(_, open)| open.storages.leave());
+        self.beside.end();
+        (!unused.is_empty()).then_some(unused)
+    }
+
+    /// Waits until the arena is pinned, as far as it can be; for as long as `until` at most.
+    pub fn wait_pinned(&self, until: Instant) {
+        while self.pinning().is_some_and(|pinning| pinning.is_running) && Instant::now() < until {
+            std::thread::sleep(PINNING_POLL_INTERVAL);
+        }
+    }
+
+    fn open_memories(&self, memories: &[MemorySpec]) -> Result<OpenMemories, DeviceError> {
+        let found = self.gpus.of(memories)?;
+        let numa_node = u32::try_from(found.numa_node).ok();
+        let gpu = self.gpu(found)?;
+        // First: opening fails for a process that exits before this, and a later exit is noticed.
+        let owner = Owner::identify(memories);
+        let mut storages = Storages::open_beside(&gpu.allocations, memories, &self.beside)?;
+        if !storages.wait_until_ready(Instant::now() + REGISTRATION_TIMEOUT)? {
+            return Err(DeviceError::EventTimeout);
+        }
+        Ok(OpenMemories {
+            storages,
+            owner,
+            numa_node,
+            gpu,
         })
     }
 
@@ -195,15 +281,16 @@ impl Device for CudaDevice {
     }
 
     fn open(&self, layout: Arc<KvLayout>) -> Result<Box<dyn EngineMemory>, DeviceError> {
-        let found = self.gpus.of(layout.memories())?;
-        let numa_node = u32::try_from(found.numa_node).ok();
-        let gpu = self.gpu(found)?;
-        // First: opening fails for a process that exits before this, and a later exit is noticed.
-        let owner = Owner::identify(layout.memories());
-        let mut storages = Storages::open(&gpu.allocations, layout.memories())?;
-        if !storages.wait_until_ready(Instant::now() + REGISTRATION_TIMEOUT)? {
-            return Err(DeviceError::EventTimeout);
-        }
+        let prepared = self.take_prepared(layout.memories());
+        let OpenMemories {
+            storages,
+            owner,
+            numa_node,
+            gpu,
+        } = match prepared {
+            Some(open) => open,
+            None => self.open_memories(layout.memories())?,
+        };
         let places = storages.all().iter().map(|storage| AddressRange {
             address: storage.start().0,
             bytes: storage.bytes(),

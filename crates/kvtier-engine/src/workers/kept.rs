@@ -14,6 +14,7 @@
 mod file;
 
 use std::collections::{BTreeMap, HashMap};
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -85,15 +86,33 @@ fn id_of(name: &str) -> Option<InstanceId> {
     (file_name(id) == name).then_some(id)
 }
 
+/// What each file begins with.
+fn head_of(folder: &str, chunk_size: NonZeroUsize) -> Vec<u8> {
+    let mut head = Vec::new();
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
+    write_bytes(&mut head, boot.unwrap_or_default().trim().as_bytes());
+    write_bytes(&mut head, folder.as_bytes());
+    write_number(&mut head, chunk_size.get() as u64);
+    head
+}
+
+/// Registrations of a server that runs, in the state folder of this identity, as they are now. What cannot be read is left out, and
+/// nothing is changed.
+pub fn peek(folder: &str, chunk_size: NonZeroUsize) -> Vec<Kept> {
+    let (mut dir, head) = (VolatileDir::of(folder), head_of(folder, chunk_size));
+    let names = dir.names(MAX_FILES).unwrap_or_default();
+    let read = |name: String| {
+        let content = dir.read(&name, MAX_FILE_BYTES).ok()?;
+        parse(&head, id_of(&name)?, &content, Duration::ZERO).ok()
+    };
+    names.into_iter().filter_map(read).collect()
+}
+
 impl KeptRegistrations {
     pub fn new(context: &Context) -> Self {
-        let mut head = Vec::new();
-        let mut dir = None;
+        let (mut head, mut dir) = (Vec::new(), None);
         if let Ok(state) = &context.state {
-            let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id");
-            write_bytes(&mut head, boot.unwrap_or_default().trim().as_bytes());
-            write_bytes(&mut head, state.id().as_bytes());
-            write_number(&mut head, context.chunk_size.get() as u64);
+            head = head_of(state.id(), context.chunk_size);
             dir = Some(state.volatile());
         }
         Self {

@@ -27,9 +27,10 @@ use super::instances::Instance;
 use super::lookups::Lookups;
 use super::transfers::Transfers;
 use super::{Answer, Caller, Reply};
-use driver_threads::DriverThreads;
+pub use driver_threads::DriverThreads;
 use kept::KeptRegistrations;
-pub use kept::RestoredWorkers;
+pub use kept::{RestoredWorkers, peek};
+pub use tensors::gpu_memories;
 
 /// The service of workers.
 pub struct Workers {

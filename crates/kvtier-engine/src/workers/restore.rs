@@ -17,7 +17,7 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use kvtier_device::MemorySpec;
-use kvtier_error::{Error, Result};
+use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_proto::request::{EngineDrivenContext, InstanceId, Registration, Request};
 
 use super::super::devices::Devices;
@@ -64,7 +64,15 @@ impl Workers {
                 .begin_restore(&kept)
                 .and_then(|restoring| match restoring {
                     Restoring::Ready(instance) => Ok(instance),
-                    Restoring::OnGpu(..) => Err(refused(Error::refused("it is on a GPU"))),
+                    Restoring::OnGpu(newcomer, provisional)
+                        if self.context.devices.is_prepared(&newcomer.layout) =>
+                    {
+                        self.reopen(newcomer, provisional, &kept.memory)
+                    }
+                    Restoring::OnGpu(..) => Err(refused(Error::new(
+                        ErrorKind::Unavailable,
+                        "it has registered on a GPU while the other server opened those of others; start again",
+                    ))),
                 });
             let mut instance = instance.map_err(|(_, error)| of(error))?;
             instance.resume(state, now);

@@ -18,7 +18,8 @@ use tokio::runtime::Handle;
 use tokio::sync::watch;
 
 use super::wire::{
-    FORMAT, Hello, Kind, Link, State, receive, receive_json, send, send_descriptors, send_json,
+    Accepted, FORMAT, Hello, Kind, Link, State, receive, receive_json, send, send_descriptors,
+    send_json,
 };
 use super::{SOCKET, millis};
 use crate::descriptors::Descriptors;
@@ -34,8 +35,8 @@ const CHANGES_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long a whole hand-over may take until the commit: clients wait no longer.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
-/// How long the new server may take to open its tiers, while clients are served.
-const OPEN_TIMEOUT: Duration = Duration::from_secs(30);
+/// How long the new server may take to open its tiers and GPUs, while clients are served.
+const OPEN_TIMEOUT: Duration = Duration::from_secs(90);
 
 /// How long what runs in the tiers may take to end, while clients are served.
 const PAUSE_TIERS_TIMEOUT: Duration = Duration::from_secs(5);
@@ -361,7 +362,7 @@ struct PausedParts<'a> {
     since: Instant,
 }
 
-/// Receives what the other server is, checks it, and waits until it has opened its tiers; returns its process.
+/// Receives what the other server is, checks it, and waits until it has opened what takes long; returns its process.
 fn greet(parts: &GivingParts, link: &Link<'_>) -> Result<u32> {
     let hello: Hello = receive_json(link, Kind::Hello)?;
     tracing::info!(
@@ -370,7 +371,8 @@ fn greet(parts: &GivingParts, link: &Link<'_>) -> Result<u32> {
         "another server asks to take over"
     );
     check(parts, &hello)?;
-    send(link, Kind::Accepted, &[])?;
+    let l1_bytes = parts.engine.config().l1_bytes;
+    send_json(link, Kind::Accepted, &Accepted { l1_bytes })?;
     let opened = receive(link, Kind::Opened, 0)?;
     opened.ok_or_else(|| unavailable("the other server has ended, or this one stops"))?;
     Ok(hello.process)
@@ -467,7 +469,6 @@ fn send_all(
         format: FORMAT,
         process: std::process::id(),
         release: env!("CARGO_PKG_VERSION").to_owned(),
-        l1_bytes: parts.engine.config().l1_bytes,
         owns_path: parts.socket.owns_path(),
         bytes: bytes.len() as u64,
         object_bytes: objects.len() as u64,

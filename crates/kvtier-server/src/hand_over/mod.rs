@@ -3,7 +3,7 @@
 //! | new server | old server |
 //! | --- | --- |
 //! | `Hello`: the formats it reads, its flags | refuses, or `Accepted` |
-//! | `Opened`: its tiers are open beside those of the old one | pauses: what runs in tiers ends; then no request is read, those that were are answered |
+//! | `Opened`: tiers, and the GPUs of workers, are open beside those of the old one | pauses: what runs in tiers ends; then no request is read, those that were are answered |
 //! | builds everything of it, changing nothing | `State`, connections' bytes, objects of tiers' indexes, descriptors |
 //! | `Commit`, if all of it makes sense | releases everything: `Done`, and ends |
 //! | serves | |

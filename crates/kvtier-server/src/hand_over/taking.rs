@@ -6,17 +6,18 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use kvtier_config::{L1Origin, ServerConfig};
-use kvtier_engine::{EngineHandOver, OpenedTiers, open_tiers};
+use kvtier_engine::{EngineHandOver, Opened};
 use kvtier_error::{Error, ErrorKind, Result};
 
 use super::SOCKET;
 use super::wire::{
-    FORMAT, Hello, Kind, Link, State, receive, receive_descriptors, receive_json, send, send_json,
+    Accepted, FORMAT, Hello, Kind, Link, State, receive, receive_descriptors, receive_json, send,
+    send_json,
 };
 use crate::front::FrontHandOver;
 
 /// How long the old server may take until it is asked for its state: another new one may have asked before.
-const ACCEPT_TIMEOUT: Duration = Duration::from_secs(60);
+const ACCEPT_TIMEOUT: Duration = Duration::from_secs(120);
 
 /// How long the old server may take until its state is here: more than it gives itself.
 const STATE_TIMEOUT: Duration = Duration::from_secs(20);
@@ -45,8 +46,8 @@ pub struct Taken {
     pub front: FrontHandOver,
     /// The engine.
     pub engine: EngineHandOver,
-    /// The tiers of this process.
-    pub tiers: Option<OpenedTiers>,
+    /// What is open in this process; `None` once it is taken.
+    pub opened: Option<Opened>,
 }
 
 /// Asks the running server of the instance for everything, with at most this many connections; `None` if none runs. A default of
@@ -87,10 +88,12 @@ fn receive_all(config: &mut ServerConfig, stream: UnixStream, connections: u64) 
     };
     let link = within(ACCEPT_TIMEOUT);
     send_json(&link, Kind::Hello, &hello)?;
-    let accepted = receive(&link, Kind::Accepted, 0)?;
-    accepted.ok_or_else(|| Error::new(ErrorKind::Io, "the other server has ended"))?;
+    let accepted: Accepted = receive_json(&link, Kind::Accepted)?;
+    if config.l1_origin != L1Origin::Given {
+        config.l1_bytes = accepted.l1_bytes;
+    }
     // While clients are served: what is slow or unavailable delays only this.
-    let tiers = open_tiers(config).inspect_err(|error| refuse(&stream, error))?;
+    let opened = Opened::beside(config).inspect_err(|error| refuse(&stream, error))?;
     let link = within(STATE_TIMEOUT);
     send(&link, Kind::Opened, &[])?;
     let taken = receive_state(config, &link);
@@ -122,13 +125,13 @@ fn receive_all(config: &mut ServerConfig, stream: UnixStream, connections: u64) 
             objects,
             descriptors,
         },
-        tiers,
+        opened: Some(opened),
         stream,
     })
 }
 
 fn receive_state(
-    config: &mut ServerConfig,
+    config: &ServerConfig,
     link: &Link<'_>,
 ) -> Result<(State, [Vec<u8>; 2], Vec<OwnedFd>)> {
     let state: State = receive_json(link, Kind::State)?;
@@ -154,9 +157,6 @@ fn receive_state(
             "it has {} sockets for HTTP; this server needs {listeners}",
             state.http_sockets
         )));
-    }
-    if config.l1_origin != L1Origin::Given {
-        config.l1_bytes = state.l1_bytes;
     }
     Ok((state, bytes, descriptors))
 }

@@ -54,9 +54,9 @@ pub enum Kind {
     Commit = 5,
     /// The old server has released everything.
     Done = 6,
-    /// The old server has checked [`Hello`], and serves on.
+    /// [`Accepted`]: the old server has checked [`Hello`], and serves on.
     Accepted = 7,
-    /// The new server has opened its tiers: the old one pauses.
+    /// The new server has opened what takes long: the old one pauses.
     Opened = 8,
     /// Objects of the tiers' indexes, behind [`Kind::Bytes`].
     Objects = 9,
@@ -77,6 +77,13 @@ pub struct Hello {
     pub connections: u64,
 }
 
+/// What the new server opens while the old one serves on. Registrations of workers are where a restart finds them.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Accepted {
+    /// Bytes of L1, which may be a default.
+    pub l1_bytes: u64,
+}
+
 /// All that is handed over, but for descriptors and bytes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -85,8 +92,6 @@ pub struct State {
     /// For people.
     pub process: u32,
     pub release: String,
-    /// Bytes of L1, which may be a default.
-    pub l1_bytes: u64,
     /// Whether the path of the request socket is the server's to remove.
     pub owns_path: bool,
     /// Bytes of the next message.

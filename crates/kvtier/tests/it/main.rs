@@ -9,6 +9,10 @@ mod bench_l2;
 mod cli;
 mod damage;
 mod docs;
+#[path = "../../../kvtier-device/tests/it/exporter.rs"]
+#[expect(dead_code, reason = "the rest is for the tests of the device")]
+mod exporter;
+mod gpu_worker;
 mod huge_mount;
 mod hugepages;
 mod kills;
@@ -19,6 +23,7 @@ mod prompts;
 mod server;
 mod shm;
 mod take_over;
+mod take_over_gpu;
 mod take_over_steps;
 mod take_over_tiers;
 mod tier_test;

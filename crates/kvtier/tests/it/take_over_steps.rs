@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::process::Child;
+use std::process::{Child, Command};
 
 use kvtier_client::InstanceId;
 use kvtier_memory::checksum::checksum128;
@@ -17,7 +17,7 @@ use rustix::net::{
 };
 
 use crate::prompts::{CHUNKS, prompt, read, scope, whole};
-use crate::server::{INSTANCE_NAME, Segments, Server, wait_until};
+use crate::server::{INSTANCE_NAME, KVTIER, Segments, Server, wait_until};
 use crate::take_over::{L1, Raw, held_is_right, take_over};
 
 #[test]
@@ -30,10 +30,7 @@ fn second_new_server_learns_of_the_first() {
     let second = UnixStream::connect(base.path().join(INSTANCE_NAME).join("take-over")).unwrap();
     (&second).write_all(&hello).unwrap();
     between.write_state(between.read_state());
-    let commit = Between::read(&between.new);
-    (&between.old).write_all(&commit).unwrap();
-    let done = Between::read(&between.old);
-    (&between.new).write_all(&done).unwrap();
+    between.pass_commit();
     let refusal = Between::read(&second);
     assert_eq!(refusal[0], 2);
     let told = String::from_utf8_lossy(&refusal[25..]).into_owned();
@@ -46,7 +43,7 @@ fn second_new_server_learns_of_the_first() {
 
 /// Which process is killed, and when.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kill {
+pub(crate) enum Kill {
     NewBeforeHello,
     NewAfterHello,
     NewAfterState,
@@ -60,14 +57,14 @@ enum Kill {
 
 /// Which server serves afterwards.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Survivor {
+pub(crate) enum Survivor {
     Old,
     New,
     Neither,
 }
 
 impl Kill {
-    const ALL: [Self; 9] = [
+    pub(crate) const ALL: [Self; 9] = [
         Self::NewBeforeHello,
         Self::NewAfterHello,
         Self::NewAfterState,
@@ -79,7 +76,15 @@ impl Kill {
         Self::OldAfterCommit,
     ];
 
-    fn survivor(self) -> Survivor {
+    /// Whether the new server has opened what takes long by then.
+    pub(crate) fn is_behind_opened(self) -> bool {
+        !matches!(
+            self,
+            Self::NewBeforeHello | Self::NewAfterHello | Self::OldAfterHello
+        )
+    }
+
+    pub(crate) fn survivor(self) -> Survivor {
         match self {
             Self::NewBeforeHello
             | Self::NewAfterHello
@@ -97,7 +102,7 @@ impl Kill {
 }
 
 /// Between the two servers: passes their messages on, and kills one of them at a certain moment.
-struct Between {
+pub(crate) struct Between {
     new: UnixStream,
     old: UnixStream,
 }
@@ -109,13 +114,19 @@ impl Between {
     }
 
     /// The same, with these flags.
-    fn start_with(base: &Path, more: &[&str]) -> (Self, Server) {
+    pub(crate) fn start_with(base: &Path, more: &[&str]) -> (Self, Server) {
+        Self::start_by(Command::new(KVTIER), base, more)
+    }
+
+    /// The same, by a command that takes the new server's arguments.
+    pub(crate) fn start_by(command: Command, base: &Path, more: &[&str]) -> (Self, Server) {
         let path = base.join(INSTANCE_NAME).join("take-over");
         let hidden = path.with_file_name("hidden");
         std::fs::rename(&path, &hidden).unwrap();
         let listener = UnixListener::bind(&path).unwrap();
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600)).unwrap();
-        let server = Server::spawn(base, L1, &[&["--take-over"], more].concat());
+        let flags = [&["--take-over"], more].concat();
+        let server = Server::spawn_by(command, base, L1, &flags);
         let (new, _) = listener.accept().unwrap();
         let old = UnixStream::connect(&hidden).unwrap();
         std::fs::rename(&hidden, &path).unwrap();
@@ -132,15 +143,49 @@ impl Between {
     }
 
     /// Passes on what comes before the state, the new server's greeting with a change; returns that.
-    fn greet(&self, change: impl FnOnce(&mut serde_json::Value)) -> Vec<u8> {
+    pub(crate) fn greet(&self, change: impl FnOnce(&mut serde_json::Value)) -> Vec<u8> {
+        let (hello, opened) = self.greet_until_opened_with(change);
+        self.pass_opened(&opened);
+        hello
+    }
+
+    /// The same without the last message, which it returns.
+    pub(crate) fn greet_until_opened(&self) -> Vec<u8> {
+        self.greet_until_opened_with(|_| {}).1
+    }
+
+    fn greet_until_opened_with(
+        &self,
+        change: impl FnOnce(&mut serde_json::Value),
+    ) -> (Vec<u8>, Vec<u8>) {
         let hello = with_body(&Self::read(&self.new), change);
         (&self.old).write_all(&hello).unwrap();
-        for (from, mut to, kind) in [(&self.old, &self.new, 7), (&self.new, &self.old, 8)] {
-            let message = Self::read(from);
-            assert_eq!(message[0], kind);
-            to.write_all(&message).unwrap();
-        }
-        hello
+        let accepted = Self::read(&self.old);
+        assert_eq!(accepted[0], 7);
+        (&self.new).write_all(&accepted).unwrap();
+        let opened = Self::read(&self.new);
+        assert_eq!(opened[0], 8);
+        (hello, opened)
+    }
+
+    pub(crate) fn pass_opened(&self, opened: &[u8]) {
+        (&self.old).write_all(opened).unwrap();
+    }
+
+    /// Passes on the new server's commit and the answer to it.
+    pub(crate) fn pass_commit(&self) {
+        let commit = Self::read(&self.new);
+        assert_eq!(commit[0], 5, "{}", String::from_utf8_lossy(&commit));
+        (&self.old).write_all(&commit).unwrap();
+        let done = Self::read(&self.old);
+        (&self.new).write_all(&done).unwrap();
+    }
+
+    /// Passes on the new server's refusal.
+    pub(crate) fn pass_refusal(&self) {
+        let refusal = Self::read(&self.new);
+        assert_eq!(refusal[0], 2);
+        (&self.old).write_all(&refusal).unwrap();
     }
 
     fn read(mut from: &UnixStream) -> Vec<u8> {
@@ -153,7 +198,7 @@ impl Between {
     }
 
     /// The state of the old server, the bytes of connections and tiers, and all descriptors.
-    fn read_state(&self) -> (Vec<u8>, Vec<u8>, Vec<OwnedFd>) {
+    pub(crate) fn read_state(&self) -> (Vec<u8>, Vec<u8>, Vec<OwnedFd>) {
         let state = Self::read(&self.old);
         assert_eq!(state[0], 3, "{}", String::from_utf8_lossy(&state));
         let bytes = [Self::read(&self.old), Self::read(&self.old)].concat();
@@ -177,7 +222,10 @@ impl Between {
         (state, bytes, descriptors)
     }
 
-    fn write_state(&self, (state, bytes, descriptors): (Vec<u8>, Vec<u8>, Vec<OwnedFd>)) {
+    pub(crate) fn write_state(
+        &self,
+        (state, bytes, descriptors): (Vec<u8>, Vec<u8>, Vec<OwnedFd>),
+    ) {
         let mut new = &self.new;
         new.write_all(&state).unwrap();
         // One that refuses the state may not wait for the rest.
@@ -193,7 +241,7 @@ impl Between {
     }
 
     /// Passes everything on until the moment of a kill. Both ends are closed then, as by the death of either.
-    fn run(self, kill: Kill, new: &mut Child, old: &mut Child) {
+    pub(crate) fn run(self, kill: Kill, new: &mut Child, old: &mut Child) {
         let end = |child: &mut Child| {
             child.kill().unwrap();
             child.wait().unwrap();

@@ -1,0 +1,124 @@
+//! What a server that takes over opens beside the one that runs, while clients are served: all that may take long.
+//!
+//! | what | left for the pause |
+//! | --- | --- |
+//! | L1's memory | its ledger is read |
+//! | GPUs that have workers: contexts, trials, L1 pinned | nothing |
+//! | the memory of these workers, as their kept registrations name it | registrations are checked, without a call of the driver |
+//! | tiers | their state is taken |
+
+use std::collections::BTreeMap;
+use std::num::NonZeroUsize;
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use kvtier_config::ServerConfig;
+use kvtier_device::MemorySpec;
+use kvtier_error::{Error, ErrorKind, Result};
+use kvtier_l1::find_running_arena;
+use kvtier_memory::Arena;
+use kvtier_proto::request::{InstanceId, Request};
+use kvtier_tiers::OpenedTiers;
+
+use super::devices::Devices;
+use super::workers::{DriverThreads, gpu_memories, peek};
+
+/// How long the drivers of GPUs may take.
+const GPU_TIMEOUT: Duration = Duration::from_secs(40);
+
+/// How long the pinning of L1 is waited for after that. The rest is pinned later, as after a start.
+const PINNING_TIMEOUT: Duration = Duration::from_secs(15);
+
+/// What is open. Nothing of the server that runs has changed by it.
+pub struct Opened {
+    pub(super) arena: Arc<Arena>,
+    pub(super) devices: Arc<Devices>,
+    pub(super) tiers: Option<OpenedTiers>,
+}
+
+impl Opened {
+    /// Opens it, for this configuration, whose size of L1 is the one of the server that runs.
+    ///
+    /// # Errors
+    /// What cannot be opened, and why.
+    pub fn beside(config: &ServerConfig) -> Result<Self> {
+        let base = config.state.base.as_ref();
+        let base = base.map_err(|reason| Error::refused(reason.clone()))?;
+        let folder = kvtier_state::existing_id(base, &config.state.instance);
+        let folder = folder.ok_or_else(|| Error::refused("its state directory cannot be used"))?;
+        let arena = find_running_arena(config, &folder)?;
+        let devices = Arc::new(Devices::find(config, &arena)?.beside());
+        let tiers = config.l2.as_ref().map(OpenedTiers::beside).transpose()?;
+        let chunk_size = NonZeroUsize::new(config.chunk_size as usize);
+        let kept = chunk_size.map(|size| peek(&folder, size));
+        let mut workers = BTreeMap::new();
+        for kept in kept.into_iter().flatten() {
+            if let Ok(Request::RegisterKvCache(registration)) = kept.request.decode()
+                && let Some(memories) = gpu_memories(&registration)
+            {
+                workers.insert(kept.id, memories);
+            }
+        }
+        prepare(&devices, workers)?;
+        Ok(Self {
+            arena,
+            devices,
+            tiers,
+        })
+    }
+
+    /// Keeps the GPUs in use, and L1 pinned, until it is dropped, which may take seconds.
+    pub fn devices(&self) -> impl Send + use<> {
+        Arc::clone(&self.devices)
+    }
+}
+
+/// Opens the memory of workers on GPUs.
+fn prepare(
+    devices: &Arc<Devices>,
+    mut workers: BTreeMap<InstanceId, Vec<MemorySpec>>,
+) -> Result<()> {
+    if workers.is_empty() {
+        return Ok(());
+    }
+    let of = |id: InstanceId, gpu: &str, error: Error| {
+        let kind = ErrorKind::Unavailable;
+        Error::new(kind, error).context(format!("worker {id} on GPU {gpu}"))
+    };
+    let until = Instant::now() + GPU_TIMEOUT;
+    let (done, ended) = mpsc::channel();
+    let threads = DriverThreads::default();
+    for (id, memories) in &workers {
+        let (id, memories) = (*id, memories.clone());
+        let (devices, done) = (Arc::clone(devices), done.clone());
+        threads.run(move || {
+            let prepared = devices.prepare(memories);
+            // The receiver has ended at an earlier error.
+            let _ = done.send((id, prepared));
+        });
+    }
+    drop(done);
+    while !workers.is_empty() {
+        let left = until.saturating_duration_since(Instant::now());
+        let Ok((id, prepared)) = ended.recv_timeout(left) else {
+            break;
+        };
+        let memories = workers.remove(&id).unwrap_or_default();
+        prepared.map_err(|error| of(id, gpu(&memories), error))?;
+    }
+    if let Some((id, memories)) = workers.into_iter().next() {
+        let late = Error::refused("its driver has not answered in time");
+        return Err(of(id, gpu(&memories), late));
+    }
+    devices.wait_pinned(Instant::now() + PINNING_TIMEOUT);
+    Ok(())
+}
+
+/// The GPU of a worker's memory, as its engine names it.
+fn gpu(memories: &[MemorySpec]) -> &str {
+    match memories.first() {
+        Some(MemorySpec::Cuda(storage)) => &storage.device_uuid,
+        _ => "unknown",
+    }
+}
