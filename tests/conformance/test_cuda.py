@@ -156,6 +156,12 @@ def begin_waiting_store(server, engine):
     wait_in_flight(server, 1)
 
 
+def wait_until_pinned(server):
+    """Which begins with the first worker, and goes on behind its registration."""
+    pinning = lambda: server.get("/status")[1]["devices"]["cuda"]["pinning"]  # noqa: E731
+    wait_until(lambda: pinning()["pinned_bytes"] == pinning()["total_bytes"], 60, "L1 to be pinned")
+
+
 def assert_refused(engine):
     """That store was answered with "no"; the engine gets on again."""
     wait_until(engine.worker.stores["waits"].query, 60, "the answer")
@@ -185,6 +191,7 @@ def test_a_stop_with_a_driver_that_does_not_answer_ends_in_time(serve, engines, 
         engines(server, mq_timeout=5)
     if held != "cuIpcOpenMemHandle_v2":
         assert gpu_state(server)["in_use"]
+        wait_until_pinned(server)
     expected = 0 if held.startswith("cuMemHostUnregister") else 1
     status, seconds = server.stop()
     assert (status, 1.9 < seconds < 18) == (expected, True), server.tail()
@@ -226,8 +233,7 @@ def test_every_executor(serve, engines, executor, name):
     prompt = tokens(64)
     rest = engine.worker.read(engine.blocks_for(40, 50))
     # Memory that is not pinned is copied by others.
-    pinning = lambda: server.get("/status")[1]["devices"]["cuda"]["pinning"]  # noqa: E731
-    wait_until(lambda: pinning()["pinned_bytes"] == pinning()["total_bytes"], 60, "L1 to be pinned")
+    wait_until_pinned(server)
     stored = store(engine, prompt)
     assert same(load(engine, prompt), stored)
     assert same(engine.worker.read(engine.blocks_for(40, 50)), rest)
