@@ -14,7 +14,7 @@ use kvtier_config::{GpuReply, ServerConfig};
 use kvtier_device::{KvLayout, MemorySpec};
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_metrics::Metrics;
-use kvtier_tiers::{L2State, PausedTiers, TiersHandOver};
+use kvtier_tiers::{IndexHandOver, IndexSender, L2State, PausedTiers, TiersHandOver};
 use serde::{Deserialize, Serialize};
 
 use super::admin::JobState;
@@ -48,8 +48,6 @@ pub struct EngineState {
 pub struct EngineHandOver {
     /// What is known of it.
     pub state: EngineState,
-    /// Objects of the tiers' indexes.
-    pub objects: Vec<u8>,
     /// Those of the tiers.
     pub descriptors: Vec<OwnedFd>,
 }
@@ -167,16 +165,16 @@ impl Engine {
         self.check_hand_over()?;
         let l2 = self.context.l2.as_ref();
         let l2 = l2.map(|l2| l2.hand_over()).transpose()?;
-        let TiersHandOver {
-            state,
-            objects,
-            descriptors,
-        } = l2.unwrap_or_default();
+        let TiersHandOver { state, descriptors } = l2.unwrap_or_default();
         Ok(EngineHandOver {
             state: self.state(state)?,
-            objects,
             descriptors,
         })
+    }
+
+    /// The indexes of the tiers, in their order, for the next process, which has taken everything else. The tiers are paused for good.
+    pub fn tier_indexes(&self) -> impl Iterator<Item = IndexHandOver> {
+        self.context.l2.iter().flat_map(|l2| l2.indexes())
     }
 
     fn state(&self, tiers: L2State) -> Result<EngineState> {
@@ -233,12 +231,10 @@ impl Engine {
     ) -> Result<Self> {
         let EngineHandOver {
             mut state,
-            objects,
             descriptors,
         } = handed;
         let tiers = TiersHandOver {
             state: std::mem::take(&mut state.tiers),
-            objects,
             descriptors,
         };
         let predecessor = Predecessor {
@@ -297,24 +293,23 @@ impl Engine {
         Ok(())
     }
 
-    /// Takes what was [adopted](Engine::adopt): the process before has released it, or has ended.
+    /// Takes what was [adopted](Engine::adopt): the process before has released it, or has ended. Returns where the
+    /// [indexes of its tiers](Engine::tier_indexes) are waited for.
     ///
     /// # Errors
     /// It has not: it still has L1. Nothing was taken, and nothing is written.
-    pub fn take(&self) -> Result<()> {
+    pub fn take(&self) -> Result<Vec<IndexSender>> {
         self.context.l1.take(RELEASE_TIMEOUT)?;
         self.workers.take();
         if let Some(unused) = self.context.devices.end_beside() {
             self.workers.driver_threads.run(move || drop(unused));
         }
-        if let Some(l2) = &self.context.l2 {
-            l2.take();
-        }
+        let indexes = self.context.l2.as_ref().map(|l2| l2.take());
         if let Ok(state) = &self.context.state
             && let Err(error) = state.claim()
         {
             tracing::warn!(%error, "the state directory names the process before");
         }
-        Ok(())
+        Ok(indexes.unwrap_or_default())
     }
 }

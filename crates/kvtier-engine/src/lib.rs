@@ -69,7 +69,7 @@ use kvtier_proto::response::Response;
 use kvtier_state::StateDir;
 use kvtier_sync::{Mutex, RwLock};
 use kvtier_tenants::{QuotaTier, Quotas, Salts};
-pub use kvtier_tiers::PausedTiers;
+pub use kvtier_tiers::{IndexHandOver, IndexSender, IndexState, PausedTiers};
 use kvtier_tiers::{L2, TiersHandOver};
 use kvtier_trace::Tracer;
 

@@ -20,7 +20,7 @@ use tokio::sync::watch;
 use crate::clock::Clock;
 use crate::descriptors::Descriptors;
 use crate::front::{FrontEnd, FrontHandOver, PreparedFront, RequestSocket};
-use crate::hand_over::{self, Giver, GivingParts, Rounds, Taken};
+use crate::hand_over::{self, Giver, GivingParts, IndexReader, Rounds, Taken};
 use crate::inherited::Inherited;
 use crate::logging;
 use crate::preflight;
@@ -180,9 +180,10 @@ impl Server {
             Source::Server(taken) => {
                 let stream = taken.stream()?;
                 let owns_path = taken.owns_path;
+                let indexes = IndexReader::start(taken.stream()?)?;
                 Taken::commit(&stream)?;
                 // The last step that can fail, before which nothing is written.
-                engine.take()?;
+                indexes.read(engine.take()?);
                 if owns_path {
                     front.take_path(&config);
                 }

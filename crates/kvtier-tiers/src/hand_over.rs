@@ -4,9 +4,10 @@
 //! | --- | --- |
 //! | [`L2::pause`] | clients are served: batches and passes that run end, none begins |
 //! | [`L2::busy`] | clients wait: loads end, and what still reads or writes L1 or deletes |
-//! | [`L2::hand_over`] | the indexes, and the batches that wait |
+//! | [`L2::hand_over`] | the batches that wait, and what each tier knows but for its index |
 //! | [`L2::adopt`] in the next process | builds all of it, without changing anything in a tier |
-//! | [`L2::take`] there | its tasks begin |
+//! | [`L2::take`] there | its tasks begin, and clients are served |
+//! | [`L2::indexes`] | each tier's index, which its task there waits for |
 
 use std::collections::HashSet;
 use std::os::fd::OwnedFd;
@@ -17,13 +18,14 @@ use std::time::Instant;
 use kvtier_core::cache::Cache;
 use kvtier_core::{ChunkHash, Namespace};
 use kvtier_error::{Error, ErrorKind, Result};
-use kvtier_l2::tier::{IndexHandOver, OBJECT_BYTES, Tier, TierHandOver, TierState};
+use kvtier_l2::tier::{IndexHandOver, Tier, TierHandOver, TierState};
 use kvtier_l2::{Adapter, L2Error};
 use kvtier_memory::Arena;
 use serde::{Deserialize, Serialize};
 use tokio::runtime::Runtime;
 use tokio::sync::OwnedRwLockWriteGuard;
 use tokio::sync::mpsc::UnboundedReceiver;
+use tokio::sync::oneshot;
 use tokio::time::timeout_at;
 
 use super::pending::{Hold, Objects};
@@ -34,7 +36,7 @@ use kvtier_l1::{Clock, L1Allocator};
 use kvtier_metrics::Metrics;
 use kvtier_tenants::Opened;
 
-/// State of all tiers and of what waits for them. Objects of the indexes and descriptors are beside it.
+/// State of all tiers and of what waits for them. Indexes and descriptors are beside it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct L2State {
@@ -68,8 +70,6 @@ impl L2State {
 pub struct TiersHandOver {
     /// Their states but for the indexes, and the stores that wait.
     pub state: L2State,
-    /// Objects of all indexes.
-    pub objects: Vec<u8>,
     /// Descriptors of all adapters.
     pub descriptors: Vec<OwnedFd>,
 }
@@ -86,11 +86,8 @@ pub struct OpenedTiers {
     runtime: Runtime,
 }
 
-/// Batches and indexes of the process before, as an adopted L2 begins with them.
-pub(super) struct NotTaken {
-    queues: Vec<UnboundedReceiver<Batch>>,
-    indexes: Vec<IndexHandOver>,
-}
+/// Where the index of a tier is waited for. Without one its backend is listed.
+pub type IndexSender = oneshot::Sender<IndexHandOver>;
 
 fn unavailable(what: impl Into<String>) -> Error {
     Error::new(ErrorKind::Unavailable, what.into())
@@ -198,13 +195,14 @@ impl L2 {
             let handed = tier.hand_over();
             let handed = handed.map_err(|error| of_tier(tier.name(), error))?;
             all.state.tiers.push(handed.state);
-            match all.objects.is_empty() {
-                true => all.objects = handed.objects,
-                false => all.objects.extend_from_slice(&handed.objects),
-            }
             all.descriptors.extend(handed.descriptors);
         }
         Ok(all)
+    }
+
+    /// The index of each tier, in their order. To be called while the tiers are paused.
+    pub fn indexes(&self) -> impl Iterator<Item = IndexHandOver> {
+        self.tiers.iter().map(|tier| tier.index_hand_over())
     }
 
     /// The batches that wait, those of the same objects together.
@@ -265,23 +263,22 @@ impl L2 {
         let OpenedTiers { adapters, runtime } = opened;
         let tiers = new_tiers(config, quotas, adapters);
         let stores = handed.state.stores.clone();
-        let indexes = adopt_tiers(&tiers, handed)?;
+        adopt_tiers(&tiers, handed)?;
         let (l2, queues) = Self::over(config, runtime, tiers, cache, arena, clock, metrics);
-        l2.resume(queues, indexes, &stores)?;
+        l2.resume(queues, &stores)?;
         Ok(l2)
     }
 
-    /// Goes on with the batches that waited in the process before, and with its indexes from [`L2::take`] on.
+    /// Goes on with the batches that waited in the process before, from [`L2::take`] on.
     pub(super) fn resume(
         self: &Arc<Self>,
         queues: Vec<UnboundedReceiver<Batch>>,
-        indexes: Vec<IndexHandOver>,
         stores: &[StoreState],
     ) -> Result<()> {
         stores
             .iter()
             .try_for_each(|store| self.resume_store(store))?;
-        *self.handed.lock() = Some(NotTaken { queues, indexes });
+        *self.handed.lock() = queues;
         Ok(())
     }
 
@@ -323,31 +320,27 @@ impl L2 {
         Ok(())
     }
 
-    /// Takes the tiers: the process before does nothing in them any more.
-    pub fn take(self: &Arc<Self>) {
-        let taken = self.handed.lock().take();
-        let Some(NotTaken { queues, indexes }) = taken else {
-            return;
-        };
-        let each = self.tiers.iter().zip(queues).zip(indexes);
-        for (number, ((tier, queue), index)) in each.enumerate() {
+    /// Takes the tiers: the process before does nothing in them any more. Returns where their indexes are waited for.
+    pub fn take(self: &Arc<Self>) -> Vec<IndexSender> {
+        let queues = std::mem::take(&mut *self.handed.lock());
+        let each = self.tiers.iter().zip(queues).enumerate();
+        let take = |(number, (tier, queue)): (usize, (&Arc<Tier>, _))| {
             tier.adapter().take();
+            let (sender, index) = oneshot::channel();
             let (stop, recovered) = (Arc::clone(&self.stop), Arc::clone(tier));
             self.handle
                 .spawn(async move { recovered.recover_handed(index, &stop).await });
             self.serve(number, queue);
-        }
+            sender
+        };
+        each.map(take).collect()
     }
 }
 
 /// Hands each tier its part of what the process before has, without changing anything in it.
-pub(super) fn adopt_tiers(
-    tiers: &[Arc<Tier>],
-    handed: TiersHandOver,
-) -> Result<Vec<IndexHandOver>> {
+pub(super) fn adopt_tiers(tiers: &[Arc<Tier>], handed: TiersHandOver) -> Result<()> {
     let TiersHandOver {
         state,
-        objects,
         mut descriptors,
     } = handed;
     if state.tiers.len() != tiers.len() || state.descriptors() != descriptors.len() {
@@ -357,29 +350,14 @@ pub(super) fn adopt_tiers(
             tiers.len()
         )));
     }
-    let (mut indexes, mut objects) = (Vec::new(), objects.as_slice());
     for (tier, state) in tiers.iter().zip(state.tiers) {
-        let bytes = usize::try_from(state.objects).ok();
-        let bytes = bytes.and_then(|objects| objects.checked_mul(OBJECT_BYTES));
-        let split = bytes.and_then(|bytes| objects.split_at_checked(bytes));
-        let (own, rest) = split.ok_or_else(|| {
-            Error::refused(format!(
-                "tier {}: objects of its index are missing",
-                tier.name()
-            ))
-        })?;
-        objects = rest;
         let rest = descriptors.split_off(state.descriptors);
         let handed = TierHandOver {
             state,
-            objects: own.to_vec(),
             descriptors: std::mem::replace(&mut descriptors, rest),
         };
-        let index = tier.adopt_state(handed);
-        indexes.push(index.map_err(|error| of_tier(tier.name(), error))?);
+        let adopted = tier.adopt_state(handed);
+        adopted.map_err(|error| of_tier(tier.name(), error))?;
     }
-    match objects.is_empty() {
-        true => Ok(indexes),
-        false => Err(Error::refused("there are objects of no tier")),
-    }
+    Ok(())
 }

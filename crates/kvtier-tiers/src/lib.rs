@@ -36,7 +36,8 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::{Notify, Semaphore};
 use tokio::time::timeout_at;
 
-pub use hand_over::{L2State, OpenedTiers, PausedTiers, TiersHandOver};
+pub use hand_over::{IndexSender, L2State, OpenedTiers, PausedTiers, TiersHandOver};
+pub use kvtier_l2::tier::{IndexHandOver, IndexState};
 pub use locate::Located;
 pub use objects::Cursor;
 pub use prefetch::{PrefetchRequest, Prefetched};
@@ -44,7 +45,6 @@ pub use store::StoreCounts;
 
 use calls::Calls;
 use flights::Flights;
-use hand_over::NotTaken;
 use kvtier_config::L2Config;
 use kvtier_l1::{Clock, L1Allocator};
 use kvtier_metrics::Metrics;
@@ -85,8 +85,8 @@ pub struct L2 {
     handle: Handle,
     runtime: Mutex<Option<Runtime>>,
     stop: Arc<AtomicBool>,
-    /// What the process before has until it hands over.
-    handed: Mutex<Option<NotTaken>>,
+    /// Batches of the process before, by tier, until it hands over.
+    handed: Mutex<Vec<UnboundedReceiver<Batch>>>,
 }
 
 /// Bytes of one permit for loads: permits are counted in 32 bits.

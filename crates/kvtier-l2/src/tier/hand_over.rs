@@ -1,8 +1,8 @@
 //! Hand-over: what a tier knows of its backend, for the next process.
 //!
-//! The index is handed over as a listing in the order of eviction, [`OBJECT_BYTES`] per object, beside the rest. The next
-//! process takes it after it has everything, as it would the listing of a [recovery](super::recovery): until then, keys are
-//! looked up in the backend.
+//! The index, which may have millions of objects, comes behind the rest, when the next process serves already: as a listing in the
+//! order of eviction, [`OBJECT_BYTES`] per object. It is taken as the listing of a [recovery](super::recovery) would be: until
+//! then, keys are looked up in the backend. If it does not come, the backend is listed.
 
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -21,16 +21,12 @@ use crate::error::{ErrorKind, L2Error};
 /// Bytes of one object of the index: its namespace (4), its chunk hash and its length (8), little-endian.
 pub const OBJECT_BYTES: usize = 12 + ChunkHash::LEN;
 
-/// State of a tier while it is paused. Objects of its index and descriptors are beside it.
+/// State of a tier while it is paused. Its index and descriptors are beside it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TierState {
     name: String,
-    /// Whether the index has all that the backend had at the start.
-    is_recovered: bool,
     namespaces: Vec<Namespace>,
-    /// Objects of the index.
-    pub objects: u64,
     /// Deletes that wait: the key, the bytes, and whether an earlier one may still be executed.
     pending_deletes: Vec<(KeyState, u64, bool)>,
     /// Keys of the index whose store or delete was not answered.
@@ -40,24 +36,41 @@ pub struct TierState {
     pub descriptors: usize,
 }
 
+/// What an index is of, but for its objects.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct IndexState {
+    /// Whether it has all that the backend had at the start.
+    pub(super) is_recovered: bool,
+    namespaces: Vec<Namespace>,
+    objects: u64,
+}
+
 /// A key: the number of its namespace, and its chunk hash.
 type KeyState = (u32, ChunkHash);
 
 /// The state of a tier, as the next process receives it.
 pub struct TierHandOver {
-    /// Its state but for the index.
+    /// What is known but for the index.
     pub state: TierState,
-    /// The objects of its index, [`OBJECT_BYTES`] each.
-    pub objects: Vec<u8>,
     /// Descriptors of its adapter.
     pub descriptors: Vec<OwnedFd>,
 }
 
-/// Index of the process before, for [`Tier::recover`].
+/// The index of a tier, as the next process receives it.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct IndexHandOver {
-    namespaces: Vec<Arc<Namespace>>,
-    objects: Vec<u8>,
-    pub(super) is_recovered: bool,
+    /// What it is of.
+    pub state: IndexState,
+    /// Its objects, [`OBJECT_BYTES`] each.
+    pub objects: Vec<u8>,
+}
+
+impl IndexState {
+    /// Bytes of all objects.
+    pub fn object_bytes(&self) -> u64 {
+        self.objects.saturating_mul(OBJECT_BYTES as u64)
+    }
 }
 
 impl IndexHandOver {
@@ -70,17 +83,31 @@ impl IndexHandOver {
     }
 
     /// The objects, as a recovery finds them, and their sums.
-    pub(super) fn list(&self) -> (Vec<Listed>, Recovered) {
+    ///
+    /// # Errors
+    /// Some are missing or have no namespace.
+    pub(super) fn list(self) -> Result<(Vec<Listed>, Recovered), L2Error> {
+        let namespaces: Vec<_> = self
+            .state
+            .namespaces
+            .iter()
+            .cloned()
+            .map(Arc::new)
+            .collect();
         let objects = self.objects.chunks_exact(OBJECT_BYTES).zip(0..);
-        let listed = objects.filter_map(|(object, used_at)| {
-            let (key, bytes) = Self::read(&self.namespaces, object)?;
+        let listed = objects.map(|(object, used_at)| {
+            let (key, bytes) = Self::read(&namespaces, object)?;
             Some(Listed {
                 key,
                 bytes,
                 used_at,
             })
         });
-        let listed: Vec<_> = listed.collect();
+        let listed: Option<Vec<_>> = listed.collect();
+        let is_whole = self.objects.len() as u64 == self.state.object_bytes();
+        let listed = listed.filter(|_| is_whole);
+        let listed =
+            listed.ok_or_else(|| refused("objects of it are missing or have no namespace"))?;
         let recovered = Recovered {
             objects: listed.len() as u64,
             bytes: listed
@@ -88,7 +115,7 @@ impl IndexHandOver {
                 .fold(0, |sum, object| sum.saturating_add(object.bytes)),
             ..Recovered::default()
         };
-        (listed, recovered)
+        Ok((listed, recovered))
     }
 }
 
@@ -138,26 +165,14 @@ impl Tier {
         self.states.deletes_in_flight()
     }
 
-    /// The state for the next process. To be called while the tier is paused and no delete is in flight.
+    /// The state for the next process, but for the index. To be called while the tier is paused and no delete is in flight.
     ///
     /// # Errors
     /// The adapter cannot be handed over.
     pub fn hand_over(&self) -> Result<TierHandOver, L2Error> {
         self.add_evicted();
         let AdapterHandOver { state, descriptors } = self.adapter.hand_over()?;
-        let ordered = self.index.ordered();
         let mut names = Names::default();
-        let namespaces = ordered.namespaces.iter();
-        let numbers: Vec<_> = namespaces
-            .map(|namespace| names.number(namespace))
-            .collect();
-        let mut objects = Vec::with_capacity(ordered.objects.len() * OBJECT_BYTES);
-        for object in &ordered.objects {
-            let number = numbers[object.namespace as usize];
-            objects.extend_from_slice(&number.to_le_bytes());
-            objects.extend_from_slice(&object.chunk_hash.0);
-            objects.extend_from_slice(&object.bytes.to_le_bytes());
-        }
         let (pending, indeterminate) = self.states.unanswered();
         let pending = pending.into_iter();
         let pending = pending.map(|(key, bytes, is_late)| (names.key(&key), bytes, is_late));
@@ -166,30 +181,43 @@ impl Tier {
         Ok(TierHandOver {
             state: TierState {
                 name: self.name().to_owned(),
-                is_recovered: !self.is_recovering(),
-                objects: ordered.objects.len() as u64,
                 pending_deletes,
                 indeterminate,
                 adapter: state,
                 descriptors: descriptors.len(),
                 namespaces: names.all,
             },
-            objects,
             descriptors,
         })
     }
 
+    /// The index for the next process. To be called while the tier is paused.
+    pub fn index_hand_over(&self) -> IndexHandOver {
+        let ordered = self.index.ordered();
+        let mut objects = Vec::with_capacity(ordered.objects.len() * OBJECT_BYTES);
+        for object in &ordered.objects {
+            objects.extend_from_slice(&object.namespace.to_le_bytes());
+            objects.extend_from_slice(&object.chunk_hash.0);
+            objects.extend_from_slice(&object.bytes.to_le_bytes());
+        }
+        let namespaces = ordered.namespaces.iter();
+        IndexHandOver {
+            state: IndexState {
+                is_recovered: !self.is_recovering(),
+                namespaces: namespaces.map(|it| Namespace::clone(it)).collect(),
+                objects: ordered.objects.len() as u64,
+            },
+            objects,
+        }
+    }
+
     /// Goes on, from [`Adapter::take`](crate::Adapter::take) on, with the state of another process. Nothing in the backend is
-    /// changed. The result is for [`Tier::recover`].
+    /// changed. Its index is for [`Tier::recover_handed`].
     ///
     /// # Errors
     /// The first part that does not fit.
-    pub fn adopt_state(&self, handed: TierHandOver) -> Result<IndexHandOver, L2Error> {
-        let TierHandOver {
-            state,
-            objects,
-            descriptors,
-        } = handed;
+    pub fn adopt_state(&self, handed: TierHandOver) -> Result<(), L2Error> {
+        let TierHandOver { state, descriptors } = handed;
         if state.name != self.name() {
             return Err(refused(format!(
                 "its tier is {:?}; this server has {:?} in that place",
@@ -198,15 +226,6 @@ impl Tier {
             )));
         }
         let namespaces: Vec<_> = state.namespaces.into_iter().map(Arc::new).collect();
-        let count = u64::try_from(objects.len() / OBJECT_BYTES).unwrap_or(u64::MAX);
-        let are_whole = count == state.objects && objects.len().is_multiple_of(OBJECT_BYTES);
-        let is_known = |object: &[u8]| IndexHandOver::read(&namespaces, object).is_some();
-        if !are_whole || !objects.chunks_exact(OBJECT_BYTES).all(is_known) {
-            return Err(refused(format!(
-                "{}: objects of its index are missing or have no namespace",
-                self.name()
-            )));
-        }
         let key = |(namespace, hash): &KeyState| {
             let namespace = namespaces.get(*namespace as usize);
             let namespace = namespace.ok_or_else(|| refused("a key has no namespace"))?;
@@ -223,10 +242,6 @@ impl Tier {
         })?;
         self.states.resume(pending, indeterminate);
         self.recovery.send_replace(Recovery::Running);
-        Ok(IndexHandOver {
-            namespaces,
-            objects,
-            is_recovered: state.is_recovered,
-        })
+        Ok(())
     }
 }

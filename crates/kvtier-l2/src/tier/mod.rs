@@ -38,7 +38,7 @@ use crate::error::{ErrorKind, L2Error};
 use crate::object::{LoadItem, ObjectSpec};
 use budget::Budget;
 use deletes::{DeletesInFlight, missing_result};
-pub use hand_over::{IndexHandOver, OBJECT_BYTES, TierHandOver, TierState};
+pub use hand_over::{IndexHandOver, IndexState, OBJECT_BYTES, TierHandOver, TierState};
 use key_states::KeyStates;
 pub use recovery::Recovery;
 

@@ -14,6 +14,7 @@ use kvtier_core::cache::{Cache, ReadLease};
 use kvtier_core::quota::QuotaMode;
 use kvtier_core::{ChunkHash, Namespace};
 use kvtier_sync::Mutex;
+use tokio::sync::oneshot;
 use tokio::time::sleep;
 
 use super::budget::Budget;
@@ -93,15 +94,14 @@ impl Tier {
         }
     }
 
-    /// Adopts the index of the process before in place of the objects of the backend, or before those if it was not whole. In
-    /// place of [`recover`](Self::recover).
-    pub async fn recover_handed(&self, handed: IndexHandOver, stop: &AtomicBool) {
-        let is_whole = handed.is_recovered || !self.adapter.capabilities().list;
-        match self.adopt_handed(handed, stop).await {
-            Ok(recovered) if is_whole => {
+    /// Adopts the index of the process before, once it is here, in place of the objects of the backend; or before those if it is not
+    /// whole. In place of [`recover`](Self::recover).
+    pub async fn recover_handed(&self, index: oneshot::Receiver<IndexHandOver>, stop: &AtomicBool) {
+        match self.adopt_handed(index, stop).await {
+            Ok((recovered, true)) => {
                 self.recovery.send_replace(Recovery::Done(recovered));
             }
-            Ok(_) => self.recover(stop).await,
+            Ok((_, false)) => self.recover(stop).await,
             Err(Ended::Stopped) => self.recovery_stopped(),
             // The backend is the authority.
             Err(Ended::Failed(error)) => {
@@ -111,17 +111,22 @@ impl Tier {
         }
     }
 
-    /// Adopts what the index of the process before had.
+    /// Adopts what the index of the process before has; returns whether that is all of the backend.
     async fn adopt_handed(
         &self,
-        handed: IndexHandOver,
+        index: oneshot::Receiver<IndexHandOver>,
         stop: &AtomicBool,
-    ) -> Result<Recovered, Ended> {
+    ) -> Result<(Recovered, bool), Ended> {
+        let failed = |what: String| Ended::Failed(L2Error::new(ErrorKind::Unavailable, what));
         let _working = self.begin_work().await;
+        let handed = tokio::select! {
+            handed = index => handed.map_err(|_| failed("it did not arrive".to_owned()))?,
+            () = until_stopped(stop) => return Err(Ended::Stopped),
+        };
+        let is_whole = handed.state.is_recovered || !self.adapter.capabilities().list;
         let list = tokio::task::spawn_blocking(move || handed.list()).await;
-        let (listed, recovered) = list.map_err(|error| {
-            Ended::Failed(L2Error::new(ErrorKind::Unavailable, error.to_string()))
-        })?;
+        let list = list.map_err(|error| failed(error.to_string()))?;
+        let (listed, recovered) = list.map_err(Ended::Failed)?;
         self.adopt_all(listed, stop).await?;
         tracing::info!(
             tier = self.name(),
@@ -129,7 +134,7 @@ impl Tier {
             bytes = recovered.bytes,
             "adopted the index of the process before"
         );
-        Ok(recovered)
+        Ok((recovered, is_whole))
     }
 
     fn recovery_stopped(&self) {

@@ -19,7 +19,7 @@ use tokio::sync::watch;
 
 use super::wire::{
     Accepted, FORMAT, Hello, Kind, Link, State, receive, receive_json, send, send_descriptors,
-    send_json,
+    send_index, send_json,
 };
 use super::{SOCKET, millis};
 use crate::descriptors::Descriptors;
@@ -43,6 +43,9 @@ const PAUSE_TIERS_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// How long a refusal may take to be sent, while clients wait.
 const REFUSAL_TIMEOUT: Duration = Duration::from_millis(100);
+
+/// How long the indexes of the tiers may take to be sent, while the other server serves.
+const INDEX_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// How long other servers that ask may keep this one from its end, once it has handed over.
 const LATE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -295,10 +298,29 @@ fn try_give(parts: &GivingParts, shared: &Shared, stream: &UnixStream) -> Result
         stream: link.stream,
         until: Some(Instant::now() + TIMEOUT),
     };
-    if let Err(error) = send(&link, Kind::Done, &[]) {
-        tracing::warn!(%error, "done was not sent; the other server has everything, and waits for the locks");
+    let done = send(&link, Kind::Done, &[]);
+    let pause = since.elapsed();
+    match done {
+        Ok(()) => send_indexes(&parts.engine, stream),
+        Err(error) => {
+            tracing::warn!(%error, "done was not sent; the other server has everything, and waits for the locks");
+        }
     }
-    Ok((process, since.elapsed()))
+    Ok((process, pause))
+}
+
+/// Sends the indexes of the tiers to a server that serves already.
+fn send_indexes(engine: &Engine, stream: &UnixStream) {
+    let link = Link {
+        stream,
+        until: Some(Instant::now() + INDEX_TIMEOUT),
+    };
+    let sent = engine
+        .tier_indexes()
+        .try_for_each(|index| send_index(&link, &index));
+    if let Err(error) = sent {
+        tracing::warn!(%error, "the indexes of tiers were not sent; the other server reads its tiers");
+    }
 }
 
 fn unavailable(what: &str) -> Error {
@@ -462,7 +484,6 @@ fn send_all(
     let lock = parts.engine.state_lock()?;
     let EngineHandOver {
         state: engine,
-        objects,
         descriptors,
     } = parts.engine.hand_over()?;
     let state = State {
@@ -471,7 +492,6 @@ fn send_all(
         release: env!("CARGO_PKG_VERSION").to_owned(),
         owns_path: parts.socket.owns_path(),
         bytes: bytes.len() as u64,
-        object_bytes: objects.len() as u64,
         paused_micros: u64::try_from(since.elapsed().as_micros()).unwrap_or(u64::MAX),
         http_sockets: parts.http.len(),
         front,
@@ -483,6 +503,5 @@ fn send_all(
     let all: Vec<BorrowedFd<'_>> = all.collect();
     send_json(link, Kind::State, &state)?;
     send(link, Kind::Bytes, &bytes)?;
-    send(link, Kind::Objects, &objects)?;
     send_descriptors(link, &all)
 }

@@ -3,21 +3,25 @@
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use kvtier_config::{L1Origin, ServerConfig};
-use kvtier_engine::{EngineHandOver, Opened};
+use kvtier_engine::{EngineHandOver, IndexSender, Opened};
 use kvtier_error::{Error, ErrorKind, Result};
 
 use super::SOCKET;
 use super::wire::{
-    Accepted, FORMAT, Hello, Kind, Link, State, receive, receive_descriptors, receive_json, send,
-    send_json,
+    Accepted, FORMAT, Hello, Kind, Link, State, receive, receive_descriptors, receive_index,
+    receive_json, send, send_json,
 };
 use crate::front::FrontHandOver;
 
 /// How long the old server may take until it is asked for its state: another new one may have asked before.
 const ACCEPT_TIMEOUT: Duration = Duration::from_secs(120);
+
+/// How long the indexes of the tiers may take to arrive: more than the old server gives itself.
+const INDEX_TIMEOUT: Duration = Duration::from_secs(70);
 
 /// How long the old server may take until its state is here: more than it gives itself.
 const STATE_TIMEOUT: Duration = Duration::from_secs(20);
@@ -98,8 +102,7 @@ fn receive_all(config: &mut ServerConfig, stream: UnixStream, connections: u64) 
     send(&link, Kind::Opened, &[])?;
     let taken = receive_state(config, &link);
     // The other one goes on at once, and its log has the reason.
-    let (state, [bytes, objects], mut descriptors) =
-        taken.inspect_err(|error| refuse(&stream, error))?;
+    let (state, bytes, mut descriptors) = taken.inspect_err(|error| refuse(&stream, error))?;
     let paused = Duration::from_micros(state.paused_micros);
     let now = Instant::now();
     let since = now.checked_sub(paused).unwrap_or(now);
@@ -122,7 +125,6 @@ fn receive_all(config: &mut ServerConfig, stream: UnixStream, connections: u64) 
         },
         engine: EngineHandOver {
             state: state.engine,
-            objects,
             descriptors,
         },
         opened: Some(opened),
@@ -130,10 +132,7 @@ fn receive_all(config: &mut ServerConfig, stream: UnixStream, connections: u64) 
     })
 }
 
-fn receive_state(
-    config: &ServerConfig,
-    link: &Link<'_>,
-) -> Result<(State, [Vec<u8>; 2], Vec<OwnedFd>)> {
+fn receive_state(config: &ServerConfig, link: &Link<'_>) -> Result<(State, Vec<u8>, Vec<OwnedFd>)> {
     let state: State = receive_json(link, Kind::State)?;
     if state.format != FORMAT {
         return Err(Error::refused(format!(
@@ -141,15 +140,9 @@ fn receive_state(
             state.format
         )));
     }
-    let bytes = |kind, len| {
-        let bytes = receive(link, kind, len)?;
-        let bytes = bytes.filter(|bytes| bytes.len() as u64 == len);
-        bytes.ok_or_else(|| Error::refused("bytes of connections or tiers are missing"))
-    };
-    let bytes = [
-        bytes(Kind::Bytes, state.bytes)?,
-        bytes(Kind::Objects, state.object_bytes)?,
-    ];
+    let bytes = receive(link, Kind::Bytes, state.bytes)?;
+    let bytes = bytes.filter(|bytes| bytes.len() as u64 == state.bytes);
+    let bytes = bytes.ok_or_else(|| Error::refused("bytes of connections are missing"))?;
     let descriptors = receive_descriptors(link, state.descriptors())?;
     let listeners = 1 + usize::from(config.prometheus_port.is_some());
     if state.http_sockets != listeners {
@@ -204,5 +197,47 @@ impl Taken {
             tracing::warn!("the server before has ended without an answer (--take-over)");
         }
         Ok(())
+    }
+}
+
+/// Receives the indexes of the tiers, behind the end of the hand-over, for tiers that are in use already.
+pub struct IndexReader {
+    begin: mpsc::Sender<Vec<IndexSender>>,
+}
+
+impl IndexReader {
+    /// Starts the thread, which does nothing yet: the system may have none later.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn start(stream: UnixStream) -> Result<Self> {
+        let (begin, begun) = mpsc::channel::<Vec<IndexSender>>();
+        let read = move || {
+            let Ok(tiers) = begun.recv() else {
+                return;
+            };
+            let link = Link {
+                stream: &stream,
+                until: Some(Instant::now() + INDEX_TIMEOUT),
+            };
+            let received = tiers.into_iter().try_for_each(|tier| {
+                // One that stops waits no longer.
+                let _ = tier.send(receive_index(&link)?);
+                Ok::<_, Error>(())
+            });
+            if let Err(error) = received {
+                tracing::warn!(%error, "the indexes of tiers did not arrive");
+            }
+        };
+        let thread = std::thread::Builder::new().name("kvtier-indexes".into());
+        let started = thread.spawn(read);
+        started.map_err(|error| Error::io("no thread", error))?;
+        Ok(Self { begin })
+    }
+
+    /// Reads those of these tiers, meanwhile.
+    pub fn read(self, tiers: Vec<IndexSender>) {
+        // The thread has not ended before.
+        let _ = self.begin.send(tiers);
     }
 }

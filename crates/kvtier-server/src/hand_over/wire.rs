@@ -16,7 +16,7 @@ use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use kvtier_config::LastingValues;
-use kvtier_engine::EngineState;
+use kvtier_engine::{EngineState, IndexHandOver, IndexState};
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_memory::checksum::checksum128;
 use rustix::io::Errno;
@@ -46,20 +46,22 @@ pub enum Kind {
     Hello = 1,
     /// Why nothing is handed over, a text. Of either.
     Refused = 2,
-    /// [`State`], of the old server. [`Kind::Bytes`], [`Kind::Objects`] and the descriptors follow.
+    /// [`State`], of the old server. [`Kind::Bytes`] and the descriptors follow.
     State = 3,
     /// Input and output of the connections.
     Bytes = 4,
     /// The new server has checked everything and takes it.
     Commit = 5,
-    /// The old server has released everything.
+    /// The old server has released everything. For each tier, [`Kind::Index`] and [`Kind::Objects`] follow.
     Done = 6,
     /// [`Accepted`]: the old server has checked [`Hello`], and serves on.
     Accepted = 7,
     /// The new server has opened what takes long: the old one pauses.
     Opened = 8,
-    /// Objects of the tiers' indexes, behind [`Kind::Bytes`].
+    /// Objects of the index of a tier.
     Objects = 9,
+    /// What that index is of.
+    Index = 10,
 }
 
 /// What the new server is.
@@ -96,8 +98,6 @@ pub struct State {
     pub owns_path: bool,
     /// Bytes of the next message.
     pub bytes: u64,
-    /// Bytes of the one behind it.
-    pub object_bytes: u64,
     /// How long clients have waited so far.
     pub paused_micros: u64,
     /// Listening sockets behind the lock of the state directory and the request socket: HTTP, and metrics if there is a port
@@ -242,6 +242,28 @@ pub fn receive_json<T: for<'a> Deserialize<'a>>(link: &Link<'_>, kind: Kind) -> 
     let body = receive(link, kind, MAX_TEXT)?.ok_or_else(|| broken("has ended"))?;
     serde_json::from_slice(&body)
         .map_err(|error| broken(&format!("has sent a message that cannot be read: {error}")))
+}
+
+/// Sends the index of a tier.
+///
+/// # Errors
+/// The system's.
+pub fn send_index(link: &Link<'_>, index: &IndexHandOver) -> Result<()> {
+    send_json(link, Kind::Index, &index.state)?;
+    send(link, Kind::Objects, &index.objects)
+}
+
+/// Receives the index of a tier.
+///
+/// # Errors
+/// What was sent instead, or that the other server has ended.
+pub fn receive_index(link: &Link<'_>) -> Result<IndexHandOver> {
+    let state: IndexState = receive_json(link, Kind::Index)?;
+    let objects = receive(link, Kind::Objects, state.object_bytes())?;
+    Ok(IndexHandOver {
+        state,
+        objects: objects.ok_or_else(|| broken("has ended"))?,
+    })
 }
 
 /// Sends descriptors.

@@ -197,11 +197,11 @@ impl Between {
         message
     }
 
-    /// The state of the old server, the bytes of connections and tiers, and all descriptors.
+    /// The state of the old server, the bytes of connections, and all descriptors.
     pub(crate) fn read_state(&self) -> (Vec<u8>, Vec<u8>, Vec<OwnedFd>) {
         let state = Self::read(&self.old);
         assert_eq!(state[0], 3, "{}", String::from_utf8_lossy(&state));
-        let bytes = [Self::read(&self.old), Self::read(&self.old)].concat();
+        let bytes = Self::read(&self.old);
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(253))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let mut byte = [0];

@@ -10,6 +10,7 @@ use serde_json::Value;
 use crate::prompts::{CHUNKS, read, store};
 use crate::server::{Segments, Server, wait_until};
 use crate::take_over::take_over;
+use crate::take_over_steps::{Between, Kill};
 
 /// L1 of 8 MiB, which holds 250 prompts of 32 KiB.
 const SMALL_L1: &str = "0.008";
@@ -112,6 +113,35 @@ fn objects_of_tier_are_hits_after_take_over() {
         let left = left.iter().filter(|(name, ..)| name.contains("kvtier-tmp"));
         assert_eq!(left.count(), 0);
     }
+}
+
+/// The new server reads the directory instead.
+#[test]
+fn server_killed_before_it_sends_its_index_costs_no_hit() {
+    let base = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let adapter = adapter(directory.path(), "");
+    let flags = flags(&adapter);
+    let mut server = Server::start(base.path(), SMALL_L1, &flags);
+    let mut worker = server.worker(1, "a");
+    for number in 0..PROMPTS {
+        store(&mut worker, "a", number);
+        if number % 50 == 0 {
+            settle(&server);
+        }
+    }
+    settle(&server);
+    let (between, mut new) = Between::start_with(base.path(), &flags);
+    between.run(Kill::OldAfterCommit, &mut new.child, &mut server.child);
+    assert!(new.wait_until_served(), "{}", new.log);
+    settle(&new);
+    let usage = tier(&new);
+    assert_eq!(usage["stored_object_count"], PROMPTS * CHUNKS, "{usage:#}");
+    for number in 0..PROMPTS {
+        assert_eq!(read(&mut worker, "a", number), Ok(CHUNKS), "{number}");
+    }
+    new.stop();
 }
 
 /// Stores and reads of more than L1 has, while servers take over.

@@ -1,7 +1,8 @@
 //! Hand-overs from one tier to another one of the same backend.
 
 use kvtier_core::ChunkHash;
-use kvtier_l2::tier::{OBJECT_BYTES, TierHandOver};
+use kvtier_l2::tier::{IndexHandOver, OBJECT_BYTES};
+use tokio::sync::oneshot;
 
 use super::*;
 
@@ -10,12 +11,23 @@ fn of_four(memory: &Arc<TestAdapter>) -> Tier {
     tier(memory, Some(4))
 }
 
-async fn take(memory: &Arc<TestAdapter>, handed: TierHandOver) -> Tier {
+/// The next tier, with everything.
+async fn take(memory: &Arc<TestAdapter>, before: &Tier) -> Tier {
     let next = of_four(memory);
-    let index = next.adopt_state(handed).unwrap();
+    next.adopt_state(before.hand_over().unwrap()).unwrap();
     assert!(next.is_recovering());
-    next.recover_handed(index, &AtomicBool::new(false)).await;
+    recover(&next, Some(before.index_hand_over())).await;
     next
+}
+
+/// Recovers a tier by an index, which may not arrive.
+async fn recover(tier: &Tier, index: Option<IndexHandOver>) {
+    let (sender, receiver) = oneshot::channel();
+    match index {
+        Some(index) => sender.send(index).unwrap(),
+        None => drop(sender),
+    }
+    tier.recover_handed(receiver, &AtomicBool::new(false)).await;
 }
 
 #[tokio::test]
@@ -29,10 +41,9 @@ async fn index_keeps_its_order_without_a_scan() {
     // The first one was used last.
     drop(before.lookup(vec![spec(&key(1, ""), LEN)]).await.unwrap());
     let scans = memory.items(Operation::Recover);
-    let handed = before.hand_over().unwrap();
-    assert_eq!(handed.objects.len(), 4 * OBJECT_BYTES);
+    assert_eq!(before.index_hand_over().objects.len(), 4 * OBJECT_BYTES);
     assert_eq!(OBJECT_BYTES, ChunkHash::LEN + 12);
-    let next = take(&memory, handed).await;
+    let next = take(&memory, &before).await;
     assert!(matches!(next.recovery(), Recovery::Done(found) if found.objects == 4));
     assert_eq!(memory.items(Operation::Recover), scans);
     assert_eq!(next.usage(), before.usage());
@@ -48,8 +59,7 @@ async fn unfinished_recovery_is_repeated() {
     let memory = Arc::new(listing_adapter());
     memory.put(&key(7, ""), LEN, 1);
     let before = of_four(&memory);
-    let handed = before.hand_over().unwrap();
-    let next = take(&memory, handed).await;
+    let next = take(&memory, &before).await;
     assert_eq!(memory.items(Operation::Recover), 1);
     assert_eq!(next.usage().objects, 1);
 }
@@ -72,11 +82,11 @@ async fn pending_deletes_and_indeterminate_keys_are_handed_over() {
     memory.always(Operation::Delete, None);
     let asked = memory.items(Operation::Lookup);
     let next = of_four(&memory);
-    let index = next.adopt_state(handed).unwrap();
+    next.adopt_state(handed).unwrap();
     // Before the other one has released the backend, nothing is deleted.
     assert!(memory.contains(&key(1, "")));
     assert_eq!(next.usage().total_bytes_used, SIZE);
-    next.recover_handed(index, &AtomicBool::new(false)).await;
+    recover(&next, Some(before.index_hand_over())).await;
     assert!(!memory.contains(&key(1, "")));
     let found = next.lookup(vec![spec(&key(4, ""), LEN)]).await.unwrap();
     assert!(found[0].is_some());
@@ -84,22 +94,48 @@ async fn pending_deletes_and_indeterminate_keys_are_handed_over() {
     assert_accounting(&next, &memory);
 }
 
+/// The backend is listed instead.
 #[tokio::test]
-async fn index_of_another_tier_is_refused() {
+async fn index_that_is_damaged_or_does_not_arrive_is_not_used() {
     let (memory, bytes) = (Arc::new(listing_adapter()), Bytes::new());
     let before = of_four(&memory);
     before.recover(&AtomicBool::new(false)).await;
     store(&before, &bytes, 1..=2).await;
-    let refused = |change: fn(&mut TierHandOver)| {
-        let mut handed = before.hand_over().unwrap();
-        change(&mut handed);
-        let error = of_four(&memory).adopt_state(handed).err().unwrap();
-        error.to_string()
+    let changed = |change: fn(&mut Vec<u8>)| {
+        let mut index = before.index_hand_over();
+        change(&mut index.objects);
+        Some(index)
     };
-    let short = refused(|handed| handed.objects.truncate(9));
-    let unknown = refused(|handed| handed.objects[0] = 9);
-    for told in [short, unknown] {
-        let expected = "memory-0: objects of its index are missing or have no namespace";
-        assert!(told.contains(expected), "{told}");
+    let short = changed(|objects| objects.truncate(9));
+    let one_less = changed(|objects| objects.truncate(OBJECT_BYTES));
+    let unknown = changed(|objects| objects[0] = 9);
+    for index in [short, one_less, unknown, None] {
+        let next = of_four(&memory);
+        next.adopt_state(before.hand_over().unwrap()).unwrap();
+        let scans = memory.items(Operation::Recover);
+        recover(&next, index).await;
+        assert_eq!(memory.items(Operation::Recover), scans + 1);
+        assert_eq!(next.usage(), before.usage());
     }
+}
+
+/// Another hand-over, or a scan, begins behind it.
+#[tokio::test]
+async fn index_is_waited_for_until_the_tier_stops() {
+    let memory = Arc::new(listing_adapter());
+    let before = of_four(&memory);
+    before.recover(&AtomicBool::new(false)).await;
+    let next = Arc::new(of_four(&memory));
+    next.adopt_state(before.hand_over().unwrap()).unwrap();
+    let (_sender, receiver) = oneshot::channel();
+    let stop = Arc::new(AtomicBool::new(false));
+    let (tier, stopped) = (Arc::clone(&next), Arc::clone(&stop));
+    let recovery = tokio::spawn(async move { tier.recover_handed(receiver, &stopped).await });
+    while next.work().try_write().is_ok() {
+        tokio::task::yield_now().await;
+    }
+    assert!(next.is_recovering());
+    stop.store(true, Ordering::Relaxed);
+    recovery.await.unwrap();
+    assert!(matches!(next.recovery(), Recovery::Failed(_)));
 }
