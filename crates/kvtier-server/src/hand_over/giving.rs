@@ -421,6 +421,7 @@ fn pause<'a>(
     let front = (parts.pause)(until)?;
     shared.check_step()?;
     parts.engine.drain_tiers(until)?;
+    check_health(parts)?;
     Ok(PausedParts {
         front,
         tiers,
@@ -455,19 +456,22 @@ fn check(parts: &GivingParts, hello: &Hello) -> Result<()> {
     }
     Descriptors::check_free(connections + SPARE_DESCRIPTORS)
         .map_err(|error| error.context("the running server"))?;
-    // What a panic has left half changed is not for another process.
-    let lost = || {
-        parts
-            .engine
-            .lost_memory()
-            .then(|| "L1 lost pages".to_owned())
-    };
-    if let Some(reason) = parts.health.reason().or_else(lost) {
-        return Err(unavailable(&format!(
-            "the running server is unhealthy, and has to be restarted: {reason}"
-        )));
-    }
+    check_health(parts)?;
     parts.engine.check_hand_over()
+}
+
+/// Checks that nothing has failed: what a panic has left half changed is not for another process. Asked again in the pause, since clients
+/// are served until then.
+fn check_health(parts: &GivingParts) -> Result<()> {
+    let engine = &parts.engine;
+    let lost = || engine.lost_memory().then(|| "L1 lost pages".to_owned());
+    let broken = || engine.broken_gpu().map(|error| format!("GPU ({error})"));
+    match parts.health.reason().or_else(lost).or_else(broken) {
+        None => Ok(()),
+        Some(reason) => Err(unavailable(&format!(
+            "the running server is unhealthy, and has to be restarted: {reason}"
+        ))),
+    }
 }
 
 fn send_all(

@@ -467,16 +467,11 @@ fn l1_of_another_hash_seed_is_not_believed() {
     server.stop();
 }
 
-/// What a failure has left is not for another process.
-#[test]
-fn unhealthy_server_is_not_taken_over() {
-    let base = tempfile::tempdir().unwrap();
-    let _segments = Segments::new();
-    let mut server = Server::start(base.path(), L1, &[]);
+/// Makes a server unhealthy: it notices that pages of its pool are lost.
+pub(crate) fn lose_pages(server: &Server) {
     let mut pages = server.pages(3, "pages");
     let blocks: Vec<i64> = (0..16).collect();
     assert!(pages.store(&prompt(1), whole(), "s", &blocks).unwrap());
-    // Pages of the pool are lost.
     let pool = std::fs::File::options().write(true).open(Segments::pool());
     pool.unwrap().set_len(0).unwrap();
     assert_eq!(pages.lookup(&prompt(1), "r").unwrap(), CHUNKS);
@@ -485,6 +480,15 @@ fn unhealthy_server_is_not_taken_over() {
             .retrieve(&prompt(1), whole(), "r", &blocks, 0)
             .unwrap()
     );
+}
+
+/// What a failure has left is not for another process.
+#[test]
+fn unhealthy_server_is_not_taken_over() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let mut server = Server::start(base.path(), L1, &[]);
+    lose_pages(&server);
     wait_until("a failed health", || {
         server.http("/status", None)["is_healthy"] == false
     });

@@ -18,7 +18,7 @@ use rustix::net::{
 
 use crate::prompts::{CHUNKS, prompt, read, scope, whole};
 use crate::server::{INSTANCE_NAME, KVTIER, Segments, Server, wait_until};
-use crate::take_over::{L1, Raw, held_is_right, take_over};
+use crate::take_over::{L1, Raw, held_is_right, lose_pages, take_over};
 
 #[test]
 fn second_new_server_learns_of_the_first() {
@@ -527,6 +527,25 @@ fn stop_during_hand_over_refuses_it() {
     let server = Server::start(base.path(), L1, &[]);
     assert!(server.log.contains("objects"), "{}", server.log);
     server.stop();
+}
+
+/// It was healthy when it was asked.
+#[test]
+fn server_that_became_unhealthy_is_not_taken_over() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let server = Server::start(base.path(), L1, &[]);
+    let (between, mut new) = Between::start(base.path());
+    let opened = between.greet_until_opened();
+    lose_pages(&server);
+    between.pass_opened(&opened);
+    let refusal = Between::read(&between.old);
+    assert_eq!(refusal[0], 2);
+    (&between.new).write_all(&refusal).unwrap();
+    assert!(!new.wait_until_served(), "{}", new.log);
+    let told = "the running server is unhealthy, and has to be restarted: L1";
+    assert!(new.log.contains(told), "{}", new.log);
+    server.connect().noop().unwrap();
 }
 
 /// A tier that answers nothing holds the hand-over, until its connections end.
