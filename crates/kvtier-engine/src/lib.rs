@@ -526,7 +526,7 @@ impl Engine {
             self.context.l1.discard();
         }
         self.is_drained.store(true, Ordering::Release);
-        self.workers.driver_threads.finish();
+        self.finish_driver_threads();
         self.workers.close();
         self.context.devices.close();
         // From here on the next server may have them: both change only by requests, and there are none any more.
@@ -534,6 +534,11 @@ impl Engine {
         if let Ok(state) = &self.context.state {
             state.release();
         }
+    }
+
+    /// Waits, for a while, until the memory of workers that have left is given back.
+    pub fn finish_driver_threads(&self) {
+        self.workers.driver_threads.finish();
     }
 
     /// Whether nothing is lost when the process ends now, as far as [`Engine::close`] has come: all requests are answered and

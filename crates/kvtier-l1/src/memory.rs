@@ -299,15 +299,21 @@ fn preflight_hugepages(config: &ServerConfig, instance: Option<Instance<'_>>) ->
     let kept = instance.and_then(|instance| kept_place(config, &instance.private_name()).ok());
     let kept = kept.map_or(0, |place| place.kept_bytes());
     let missing = config.l1_bytes.saturating_sub(kept);
-    create_arena(&ServerConfig {
-        l1_hugepages: missing > 0,
-        l1_bytes: missing.max(PREFLIGHT_BYTES),
-        ..config.clone()
-    })
+    let arena = match missing {
+        0 => Arena::create(ArenaKind::Anonymous, PREFLIGHT_BYTES),
+        missing => Arena::create(ArenaKind::Hugepages, missing),
+    };
+    arena.map_err(|error| no_arena(config, error))
 }
 
 fn unavailable(what: impl Display) -> Error {
     Error::new(ErrorKind::Unavailable, what)
+}
+
+/// There is no memory for L1.
+fn no_arena(config: &ServerConfig, error: ArenaError) -> Error {
+    let size = in_gib(config.l1_bytes);
+    unavailable(format!("L1 of {size:.2} GiB (--l1-size-gb)")).source(error)
 }
 
 /// Makes the arena that a configuration asks for. Touches no page of it.
@@ -316,8 +322,7 @@ fn unavailable(what: impl Display) -> Error {
 /// One line that names what is unavailable. If a pool that no flag names is, the arena is made without it.
 pub fn create_arena(config: &ServerConfig) -> Result<Arena> {
     let bytes = config.l1_bytes;
-    let describe =
-        |error| unavailable(format!("L1 of {:.2} GiB (--l1-size-gb)", in_gib(bytes))).source(error);
+    let describe = |error| no_arena(config, error);
     if config.l1_hugepages {
         return Arena::create(ArenaKind::Hugepages, bytes).map_err(describe);
     }

@@ -311,9 +311,11 @@ impl Drop for Server {
 }
 
 impl Server {
-    /// Ends the process, which has handed over: answers over HTTP that are on the way are sent, and nothing else is touched.
+    /// Ends the process, which has handed over: answers over HTTP that are on the way are sent, memory of
+    /// workers that had left is given back, and nothing else is touched.
     fn leave(&mut self) {
         self.end_http();
+        self.engine.finish_driver_threads();
         self.engine.end_traces();
         tracing::info!("stopped");
         end_process(0);

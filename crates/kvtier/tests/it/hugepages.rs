@@ -124,6 +124,7 @@ fn stopped_server_leaves_hugepages_to_other_sizes() {
     let larger = "0.017578125";
     let (is_good, told) = check(larger);
     assert!(!is_good && told.contains("5 huge pages"), "{told}");
+    assert!(told.contains("L1 of 0.02 GiB (--l1-size-gb)"), "{told}");
     assert!(told.contains("4 are free (set vm.nr_hugepages)"), "{told}");
     let refused = try_start(&mount, base.path(), larger, &[]).err().unwrap();
     for part in ["--l1-size-gb", "is kept", "5 huge pages", "4 are free"] {

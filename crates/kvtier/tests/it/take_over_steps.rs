@@ -402,8 +402,8 @@ fn state_that_is_not_understood_is_not_taken() {
     };
     for (hello, told) in [
         (
-            (|hello| hello["formats"] = [2, 3].into()) as fn(&mut serde_json::Value),
-            "formats [2, 3]; this one writes 1",
+            (|hello| hello["formats"] = [3, 4].into()) as fn(&mut serde_json::Value),
+            "formats [3, 4]; this one writes 2",
         ),
         (
             |hello| hello["formats"] = serde_json::Value::Null,
@@ -418,10 +418,10 @@ fn state_that_is_not_understood_is_not_taken() {
         assert!(refused.contains(told), "{refused}");
     }
     // The next release may read more.
-    let newer: fn(&mut serde_json::Value) = |hello| hello["formats"] = [1, 2].into();
+    let newer: fn(&mut serde_json::Value) = |hello| hello["formats"] = [2, 3].into();
     for (state, told) in [
         (
-            (|state| state["format"] = 2.into()) as fn(&mut serde_json::Value),
+            (|state| state["format"] = 3.into()) as fn(&mut serde_json::Value),
             "format 2; this server reads 1",
         ),
         (|state| state["later"] = 1.into(), "unknown field `later`"),

@@ -103,15 +103,15 @@ fn a_deletion_without_an_adapter_means_every_tier() {
     assert!(list(&server, "adapter=fs").is_empty() && list(&server, "adapter=mock").is_empty());
 }
 
-/// The client of a deletion disconnects while the first of two tiers does not answer.
+/// The client of a deletion disconnects before the first of two tiers answers.
 #[test]
 fn deletion_whose_client_disconnects_runs_to_its_end() {
     let log = Log::listen();
     let directory = tempfile::tempdir().unwrap();
-    let stalled = format!(
-        r#"{{"type":"fault_inject","store_timeout_ms":2000,"faults":[{{"kind":"stall","operation":"delete"}}],"inner":{MOCK}}}"#
+    let slow = format!(
+        r#"{{"type":"fault_inject","faults":[{{"kind":"delay","operation":"delete","delay_ms":5000}}],"inner":{MOCK}}}"#
     );
-    let server = with_tiers(&[&stalled, &fs(directory.path())], &[]);
+    let server = with_tiers(&[&slow, &fs(directory.path())], &[]);
     let mut worker = server.engine_driven(1, &Scope::new("delete/disconnects"));
     store(&mut worker, &prompt(1, 1), 1);
     settle(&server);
