@@ -422,7 +422,7 @@ fn state_that_is_not_understood_is_not_taken() {
     for (state, told) in [
         (
             (|state| state["format"] = 3.into()) as fn(&mut serde_json::Value),
-            "format 2; this server reads 1",
+            "format 3; this server reads 2",
         ),
         (|state| state["later"] = 1.into(), "unknown field `later`"),
         (
