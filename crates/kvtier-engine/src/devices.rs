@@ -4,7 +4,6 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Display;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Instant;
 
 use kvtier_api::{ByDirection, CudaStatus, Gpu, GpuState, Gpus, MovedBytes, Pinning};
 use kvtier_device::cuda::driver::LIBRARY;
@@ -102,10 +101,10 @@ impl Devices {
         cuda.is_some_and(|cuda| cuda.is_prepared(layout.memories()))
     }
 
-    /// Waits until L1 is pinned, for as long as `until` at most.
-    pub fn wait_pinned(&self, until: Instant) {
+    /// Waits until L1 is pinned, for as long as `waits` says so.
+    pub fn wait_pinned(&self, waits: impl Fn() -> bool) {
         if let Ok(cuda) = &self.cuda {
-            cuda.wait_pinned(until);
+            cuda.wait_pinned(waits);
         }
     }
 

@@ -50,7 +50,7 @@ pub use hand_over::{EngineHandOver, EngineState};
 pub use housekeeping::INTERVAL as HOUSEKEEPING_INTERVAL;
 pub use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_l1::Clock;
-pub use opened::Opened;
+pub use opened::{Opened, STOP_POLL_INTERVAL, check_stop};
 pub use payload::{Part, Payload};
 pub use preflight::{Preflight, preflight};
 pub use reply::{Reply, ReplyTarget};

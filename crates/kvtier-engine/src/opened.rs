@@ -10,7 +10,8 @@
 use std::collections::BTreeMap;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
-use std::sync::mpsc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 use kvtier_config::ServerConfig;
@@ -30,6 +31,20 @@ const GPU_TIMEOUT: Duration = Duration::from_secs(40);
 /// How long the pinning of L1 is waited for after that. The rest is pinned later, as after a start.
 const PINNING_TIMEOUT: Duration = Duration::from_secs(15);
 
+/// How often a wait of a take-over looks whether this server is to stop.
+pub const STOP_POLL_INTERVAL: Duration = Duration::from_millis(50);
+
+/// Lets a take-over go on.
+///
+/// # Errors
+/// This server is to stop.
+pub fn check_stop(stop: &AtomicBool) -> Result<()> {
+    match stop.load(Ordering::Acquire) {
+        false => Ok(()),
+        true => Err(Error::refused("it was stopped")),
+    }
+}
+
 /// What is open. Nothing of the server that runs has changed by it.
 pub struct Opened {
     pub(super) arena: Arc<Arena>,
@@ -41,8 +56,8 @@ impl Opened {
     /// Opens it, for this configuration, whose size of L1 is the one of the server that runs.
     ///
     /// # Errors
-    /// What cannot be opened, and why.
-    pub fn beside(config: &ServerConfig) -> Result<Self> {
+    /// What cannot be opened, and why; or this server is to stop.
+    pub fn beside(config: &ServerConfig, stop: &AtomicBool) -> Result<Self> {
         let base = config.state.base.as_ref();
         let base = base.map_err(|reason| Error::refused(reason.clone()))?;
         let folder = kvtier_state::existing_id(base, &config.state.instance);
@@ -60,7 +75,8 @@ impl Opened {
                 workers.insert(kept.id, memories);
             }
         }
-        prepare(&devices, workers)?;
+        prepare(&devices, workers, stop)?;
+        check_stop(stop)?;
         Ok(Self {
             arena,
             devices,
@@ -78,6 +94,7 @@ impl Opened {
 fn prepare(
     devices: &Arc<Devices>,
     mut workers: BTreeMap<InstanceId, Vec<MemorySpec>>,
+    stop: &AtomicBool,
 ) -> Result<()> {
     if workers.is_empty() {
         return Ok(());
@@ -100,9 +117,12 @@ fn prepare(
     }
     drop(done);
     while !workers.is_empty() {
+        check_stop(stop)?;
         let left = until.saturating_duration_since(Instant::now());
-        let Ok((id, prepared)) = ended.recv_timeout(left) else {
-            break;
+        let (id, prepared) = match ended.recv_timeout(left.min(STOP_POLL_INTERVAL)) {
+            Ok(ended) => ended,
+            Err(RecvTimeoutError::Timeout) if !left.is_zero() => continue,
+            Err(_) => break,
         };
         let memories = workers.remove(&id).unwrap_or_default();
         prepared.map_err(|error| of(id, gpu(&memories), error))?;
@@ -111,7 +131,8 @@ fn prepare(
         let late = Error::refused("its driver has not answered in time");
         return Err(of(id, gpu(&memories), late));
     }
-    devices.wait_pinned(Instant::now() + PINNING_TIMEOUT);
+    let until = Instant::now() + PINNING_TIMEOUT;
+    devices.wait_pinned(|| Instant::now() < until && check_stop(stop).is_ok());
     Ok(())
 }
 

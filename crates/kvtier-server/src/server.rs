@@ -77,14 +77,14 @@ impl Server {
         Self::start_from(config, Source::Sockets(inherited))
     }
 
-    /// Takes over from the server of the same instance that runs; `None` if none does.
+    /// Takes over from the server of the same instance that runs; `None` if none does. Until all is taken, `stop` ends it.
     ///
     /// # Errors
     /// Why it could not; that server goes on. Or this one cannot go on with what it has taken.
-    pub fn take_over(mut config: ServerConfig) -> Result<Option<Self>> {
+    pub fn take_over(mut config: ServerConfig, stop: &Arc<AtomicBool>) -> Result<Option<Self>> {
         // Before descriptors arrive: a shell's usual limit is low, and may be raised.
         let connections = Descriptors::raise()?.connections;
-        let Some(taken) = hand_over::ask(&mut config, connections)? else {
+        let Some(taken) = hand_over::ask(&mut config, connections, stop)? else {
             return Ok(None);
         };
         let stream = taken.stream()?;
@@ -178,10 +178,9 @@ impl Server {
                 None
             }
             Source::Server(taken) => {
-                let stream = taken.stream()?;
                 let owns_path = taken.owns_path;
                 let indexes = IndexReader::start(taken.stream()?)?;
-                Taken::commit(&stream)?;
+                taken.commit()?;
                 // The last step that can fail, before which nothing is written.
                 indexes.read(engine.take()?);
                 if owns_path {

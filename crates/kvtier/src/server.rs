@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::io::Write as _;
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use anyhow::Context;
@@ -17,7 +18,7 @@ use crate::USAGE;
 use crate::inherited;
 use crate::notify::Notifier;
 use crate::out::{self, complain};
-use crate::signals::{HANDED_OVER, ServerSignals};
+use crate::signals::{self, HANDED_OVER, ServerSignals};
 
 /// How long the exit handlers of libraries may take after a start that failed: one of a GPU driver may not return.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -68,9 +69,13 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
         );
     }
     // Before anything is created that a signal would have to clean up.
+    let stop = match mode {
+        RunMode::TakeOver => signals::flag_at(&signals::STOP, |_| {})?,
+        RunMode::Start | RunMode::Check => Arc::default(),
+    };
     let mut signals = ServerSignals::listen().context("cannot listen for signals")?;
     let started = match mode {
-        RunMode::TakeOver => take_over(config, sockets),
+        RunMode::TakeOver => take_over(config, sockets, &stop),
         RunMode::Start | RunMode::Check => Server::start_on(config, sockets),
     };
     let server = match started {
@@ -119,8 +124,12 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
 }
 
 /// Takes over from the server that runs, or starts if there is none. Sockets of a service manager are the ones that the other server has.
-fn take_over(config: ServerConfig, sockets: Inherited) -> kvtier_error::Result<Server> {
-    if let Some(server) = Server::take_over(config.clone())? {
+fn take_over(
+    config: ServerConfig,
+    sockets: Inherited,
+    stop: &Arc<AtomicBool>,
+) -> kvtier_error::Result<Server> {
+    if let Some(server) = Server::take_over(config.clone(), stop)? {
         return Ok(server);
     }
     tracing::info!("no server of this instance runs (--take-over); starting as usual");

@@ -20,17 +20,17 @@ pub(crate) const HANDED_OVER: &str = "handed over";
 /// Exit code of a command that was interrupted, as in shells.
 pub(crate) const INTERRUPTED: u8 = 130;
 
+/// Signals that stop.
+pub(crate) const STOP: [SignalKind; 2] = [SignalKind::interrupt(), SignalKind::terminate()];
+
 /// A flag that the first SIGINT or SIGTERM sets; the second ends the process.
 pub(crate) fn stop_flag() -> anyhow::Result<Arc<AtomicBool>> {
-    flag_at(
-        &[SignalKind::interrupt(), SignalKind::terminate()],
-        |is_again| {
-            if is_again {
-                std::process::exit(i32::from(INTERRUPTED));
-            }
-            eprintln!("stopping; repeat to stop at once");
-        },
-    )
+    flag_at(&STOP, |is_again| {
+        if is_again {
+            std::process::exit(i32::from(INTERRUPTED));
+        }
+        eprintln!("stopping; repeat to stop at once");
+    })
 }
 
 /// A flag that these signals set. `seen` is called at each, with whether it was set already.

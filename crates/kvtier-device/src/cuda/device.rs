@@ -155,8 +155,8 @@ impl CudaDevice {
     }
 
     /// Waits until the arena is pinned, as far as it can be; for as long as `until` at most.
-    pub fn wait_pinned(&self, until: Instant) {
-        while self.pinning().is_some_and(|pinning| pinning.is_running) && Instant::now() < until {
+    pub fn wait_pinned(&self, waits: impl Fn() -> bool) {
+        while self.pinning().is_some_and(|pinning| pinning.is_running) && waits() {
             std::thread::sleep(PINNING_POLL_INTERVAL);
         }
     }

@@ -3,12 +3,15 @@
 use std::net::TcpListener;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::sync::mpsc;
+use std::sync::atomic::AtomicBool;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use kvtier_config::{L1Origin, ServerConfig};
-use kvtier_engine::{EngineHandOver, IndexSender, Opened};
+use kvtier_engine::{EngineHandOver, IndexSender, Opened, STOP_POLL_INTERVAL, check_stop};
 use kvtier_error::{Error, ErrorKind, Result};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
 
 use super::SOCKET;
 use super::wire::{
@@ -32,6 +35,8 @@ const REFUSAL_TIMEOUT: Duration = Duration::from_millis(100);
 /// What the running server hands over, while it still may go on.
 pub struct Taken {
     stream: UnixStream,
+    /// Whether this server is to stop.
+    stop: Arc<AtomicBool>,
     /// Its process.
     pub process: u32,
     /// Its release.
@@ -58,8 +63,12 @@ pub struct Taken {
 /// L1's size is that server's then.
 ///
 /// # Errors
-/// Why it hands nothing over. It goes on, unless it has ended.
-pub fn ask(config: &mut ServerConfig, connections: u64) -> Result<Option<Taken>> {
+/// Why it hands nothing over, or `stop` was set. It goes on, unless it has ended.
+pub fn ask(
+    config: &mut ServerConfig,
+    connections: u64,
+    stop: &Arc<AtomicBool>,
+) -> Result<Option<Taken>> {
     let base = config.state.base.as_ref();
     let base = base.map_err(|reason| {
         Error::refused(format!(
@@ -69,7 +78,7 @@ pub fn ask(config: &mut ServerConfig, connections: u64) -> Result<Option<Taken>>
     let Some(stream) = kvtier_state::connect(base, &config.state.instance, SOCKET)? else {
         return Ok(None);
     };
-    let taken = receive_all(config, stream, connections);
+    let taken = receive_all(config, stream, connections, stop);
     taken.map(Some).map_err(|error| match error.kind() {
         ErrorKind::Io => error
             .context("--take-over: nothing was taken over")
@@ -78,7 +87,12 @@ pub fn ask(config: &mut ServerConfig, connections: u64) -> Result<Option<Taken>>
     })
 }
 
-fn receive_all(config: &mut ServerConfig, stream: UnixStream, connections: u64) -> Result<Taken> {
+fn receive_all(
+    config: &mut ServerConfig,
+    stream: UnixStream,
+    connections: u64,
+    stop: &Arc<AtomicBool>,
+) -> Result<Taken> {
     let within = |timeout| Link {
         stream: &stream,
         until: Some(Instant::now() + timeout),
@@ -90,19 +104,21 @@ fn receive_all(config: &mut ServerConfig, stream: UnixStream, connections: u64) 
         flags: config.lasting_values(),
         connections,
     };
+    // The other one goes on at once, and its log has the reason.
+    let refuse = |error: &Error| refuse(&stream, error);
     let link = within(ACCEPT_TIMEOUT);
     send_json(&link, Kind::Hello, &hello)?;
+    wait(&link, stop).inspect_err(refuse)?;
     let accepted: Accepted = receive_json(&link, Kind::Accepted)?;
     if config.l1_origin != L1Origin::Given {
         config.l1_bytes = accepted.l1_bytes;
     }
     // While clients are served: what is slow or unavailable delays only this.
-    let opened = Opened::beside(config).inspect_err(|error| refuse(&stream, error))?;
+    let opened = Opened::beside(config, stop).inspect_err(refuse)?;
     let link = within(STATE_TIMEOUT);
     send(&link, Kind::Opened, &[])?;
-    let taken = receive_state(config, &link);
-    // The other one goes on at once, and its log has the reason.
-    let (state, bytes, mut descriptors) = taken.inspect_err(|error| refuse(&stream, error))?;
+    let taken = wait(&link, stop).and_then(|()| receive_state(config, &link));
+    let (state, bytes, mut descriptors) = taken.inspect_err(refuse)?;
     let paused = Duration::from_micros(state.paused_micros);
     let now = Instant::now();
     let since = now.checked_sub(paused).unwrap_or(now);
@@ -128,8 +144,29 @@ fn receive_all(config: &mut ServerConfig, stream: UnixStream, connections: u64) 
             descriptors,
         },
         opened: Some(opened),
+        stop: Arc::clone(stop),
         stream,
     })
+}
+
+/// Waits until the other server has sent something or has ended, or the time is over, as the next call then says.
+///
+/// # Errors
+/// This server is to stop.
+fn wait(link: &Link<'_>, stop: &AtomicBool) -> Result<()> {
+    let interval = Timespec {
+        tv_sec: 0,
+        tv_nsec: STOP_POLL_INTERVAL.subsec_nanos().into(),
+    };
+    loop {
+        check_stop(stop)?;
+        let mut polled = [PollFd::new(link.stream, PollFlags::IN)];
+        match poll(&mut polled, Some(&interval)) {
+            Ok(0) if link.until.is_none_or(|until| Instant::now() < until) => {}
+            Err(Errno::INTR) => {}
+            Ok(_) | Err(_) => return Ok(()),
+        }
+    }
 }
 
 fn receive_state(config: &ServerConfig, link: &Link<'_>) -> Result<(State, Vec<u8>, Vec<OwnedFd>)> {
@@ -181,11 +218,12 @@ impl Taken {
     /// Takes everything: the old server has released it, or has ended before it could go on.
     ///
     /// # Errors
-    /// The old server goes on, or has ended before it could read this.
-    pub fn commit(stream: &UnixStream) -> Result<()> {
+    /// The old server goes on, or has ended before it could read this; or this one is to stop, from here on as any other.
+    pub fn commit(&self) -> Result<()> {
+        check_stop(&self.stop)?;
         // No limit of time: it answers or ends, and until then the outcome is unknown.
         let link = Link {
-            stream,
+            stream: &self.stream,
             until: None,
         };
         let sent = send(&link, Kind::Commit, &[]);

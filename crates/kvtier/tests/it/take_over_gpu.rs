@@ -10,7 +10,7 @@ use crate::gpu_worker::{GpuWorker, gpu_flags};
 use crate::prompts::CHUNKS;
 use crate::server::{KVTIER, Segments, Server, wait_until};
 use crate::take_over::{L1, take_over};
-use crate::take_over_steps::{Between, Kill, Survivor};
+use crate::take_over_steps::{Between, Kill, Survivor, threads};
 
 /// Calls of a driver against its rules go to the log.
 fn started(base: &Path, more: &[&str]) -> Server {
@@ -234,6 +234,35 @@ fn gpu_workers_come_and_go_while_the_new_server_opens_them() {
         open_allocations(&new) == Some(2)
     });
     new.stop();
+}
+
+/// While it waits for a driver that does not answer.
+#[test]
+fn new_server_that_is_stopped_waits_for_no_driver() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let mut server = started(base.path(), &[]);
+    let mut worker = GpuWorker::register(&server, 1);
+    worker.store(1);
+    for (script, thread) in [
+        ("hold cuIpcOpenMemHandle_v2", "kvtier-register"),
+        ("hold cuMemHostRegister_v2@2+", "kvtier-pin-0"),
+    ] {
+        let mut command = Command::new(KVTIER);
+        command.env("KVTIER_CUDA_FAKE", script);
+        let (between, mut new) = Between::start_by(command, base.path(), &with_gpu(&[]));
+        between.greet_until_accepted(|_| {});
+        wait_until("a thread for the driver", || {
+            threads(&new.child).iter().any(|name| name == thread)
+        });
+        new.terminate();
+        assert_eq!(between.pass_refusal(), "it was stopped", "{script}");
+        assert_eq!(new.child.wait().unwrap().code(), Some(1), "{script}");
+        worker.read(1);
+    }
+    take_over(&mut server, base.path(), &with_gpu(&[])).unwrap();
+    worker.read(1);
+    server.stop();
 }
 
 #[test]

@@ -158,14 +158,23 @@ impl Between {
         &self,
         change: impl FnOnce(&mut serde_json::Value),
     ) -> (Vec<u8>, Vec<u8>) {
+        let hello = self.greet_until_accepted(change);
+        let opened = Self::read(&self.new);
+        assert_eq!(opened[0], 8);
+        (hello, opened)
+    }
+
+    /// Passes on the new server's greeting, which it returns, with a change, and the answer to it.
+    pub(crate) fn greet_until_accepted(
+        &self,
+        change: impl FnOnce(&mut serde_json::Value),
+    ) -> Vec<u8> {
         let hello = with_body(&Self::read(&self.new), change);
         (&self.old).write_all(&hello).unwrap();
         let accepted = Self::read(&self.old);
         assert_eq!(accepted[0], 7);
         (&self.new).write_all(&accepted).unwrap();
-        let opened = Self::read(&self.new);
-        assert_eq!(opened[0], 8);
-        (hello, opened)
+        hello
     }
 
     pub(crate) fn pass_opened(&self, opened: &[u8]) {
@@ -181,11 +190,12 @@ impl Between {
         (&self.new).write_all(&done).unwrap();
     }
 
-    /// Passes on the new server's refusal.
-    pub(crate) fn pass_refusal(&self) {
+    /// Passes on the new server's refusal; returns its reason.
+    pub(crate) fn pass_refusal(&self) -> String {
         let refusal = Self::read(&self.new);
         assert_eq!(refusal[0], 2);
         (&self.old).write_all(&refusal).unwrap();
+        String::from_utf8_lossy(&refusal[25..]).into_owned()
     }
 
     fn read(mut from: &UnixStream) -> Vec<u8> {
@@ -473,7 +483,7 @@ fn state_that_is_not_understood_is_not_taken() {
 }
 
 /// Names of the threads of a process, once all have theirs: until then a thread has the main one's.
-fn threads(child: &Child) -> Vec<String> {
+pub(crate) fn threads(child: &Child) -> Vec<String> {
     let mut names = Vec::new();
     wait_until("a name for each thread", || {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", child.id())).unwrap();
@@ -526,6 +536,33 @@ fn stop_during_hand_over_refuses_it() {
     assert!(!new.wait_until_served(), "{}", new.log);
     let server = Server::start(base.path(), L1, &[]);
     assert!(server.log.contains("objects"), "{}", server.log);
+    server.stop();
+}
+
+/// A stop is meant for the new server alone. Each is a wait of its own.
+#[test]
+fn new_server_that_is_stopped_leaves_all_to_the_old_one() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let mut server = Server::start(base.path(), L1, &[]);
+    let mut worker = server.worker_with(1, "a", 0..1);
+    for is_opened in [false, true] {
+        let (between, mut new) = Between::start(base.path());
+        match is_opened {
+            false => drop(Between::read(&between.new)),
+            true => drop(between.greet(|_| {})),
+        }
+        new.terminate();
+        assert_eq!(between.pass_refusal(), "it was stopped");
+        drop(between);
+        assert!(!new.wait_until_served(), "{}", new.log);
+        let told = "the running server goes on: it was stopped";
+        assert!(new.log.contains(told), "{}", new.log);
+        assert_eq!(new.child.wait().unwrap().code(), Some(1));
+        assert_eq!(read(&mut worker, "a", 0), Ok(CHUNKS));
+    }
+    take_over(&mut server, base.path(), &[]).unwrap();
+    assert_eq!(read(&mut worker, "a", 0), Ok(CHUNKS));
     server.stop();
 }
 
