@@ -488,7 +488,9 @@ pub(crate) fn threads(child: &Child) -> Vec<String> {
     wait_until("a name for each thread", || {
         let tasks = std::fs::read_dir(format!("/proc/{}/task", child.id())).unwrap();
         let found = tasks.map(|task| std::fs::read_to_string(task.unwrap().path().join("comm")));
-        names = found.map(|name| name.unwrap().trim().to_owned()).collect();
+        // A thread may end meanwhile.
+        let found = found.filter_map(Result::ok);
+        names = found.map(|name| name.trim().to_owned()).collect();
         names.iter().filter(|name| *name == "kvtier").count() == 1
     });
     names
