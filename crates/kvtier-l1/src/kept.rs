@@ -22,7 +22,7 @@ use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_extent::Extent;
 use kvtier_memory::checksum::checksum128;
 use kvtier_memory::{
-    Arena, ArenaError, ArenaKind, NoHugetlbfs, Ownership, SegmentLock, SharedWords,
+    Arena, ArenaError, ArenaKind, NoHugetlbfs, Ownership, SHM, SegmentLock, SharedWords,
     hugetlbfs_mounts, remove_kept,
 };
 use rustix::time::{ClockId, clock_gettime};
@@ -32,9 +32,6 @@ use super::memory::create_arena;
 
 /// Ends the name of a ledger, behind the arena's.
 const LEDGER: &str = ".ledger";
-
-/// Where segments are.
-const SHM: &str = "/dev/shm";
 
 /// Words in a segment.
 struct SegmentWords(SharedWords);

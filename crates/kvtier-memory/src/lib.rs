@@ -57,5 +57,7 @@ pub use numa::NumaError;
 pub use prefault::{PrefaultEnd, PrefaultError, PrefaultProgress};
 pub use process::{exit_at_once, has_mapped};
 pub use segment::{ForeignSegment, OwnSegment, SegmentError};
-pub use shm_file::{FileId, Ownership, PoolRoom, SegmentLock, remove_kept, remove_stale_pools};
+pub use shm_file::{
+    FileId, Ownership, PoolRoom, SHM, SegmentLock, remove_kept, remove_stale_pools,
+};
 pub use words::SharedWords;

@@ -17,7 +17,7 @@ use crate::error::ArenaError;
 pub const SHM_PREFIX: &str = "lmcache_l1_pool_";
 
 /// Where the system has POSIX shared memory.
-pub(crate) const SHM: &str = "/dev/shm";
+pub const SHM: &str = "/dev/shm";
 
 /// How a named file is opened besides: a link in its place is not followed, since others may write the directory, and opening a pipe
 /// there does not wait for its other end.

@@ -154,7 +154,7 @@ impl CudaDevice {
         (!unused.is_empty()).then_some(unused)
     }
 
-    /// Waits until the arena is pinned, as far as it can be; for as long as `until` at most.
+    /// Waits until the arena is pinned, as far as it can be; for as long as `waits` says so.
     pub fn wait_pinned(&self, waits: impl Fn() -> bool) {
         while self.pinning().is_some_and(|pinning| pinning.is_running) && waits() {
             std::thread::sleep(PINNING_POLL_INTERVAL);

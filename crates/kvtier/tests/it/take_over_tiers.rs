@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kvtier_client::EngineDrivenWorker;
 use serde_json::Value;
 
 use crate::prompts::{CHUNKS, read, store};
@@ -68,6 +69,24 @@ fn files(path: &Path) -> Vec<(String, u64, std::time::SystemTime)> {
     found
 }
 
+/// Stores more than L1 has, all of it in the tier.
+fn fill(server: &Server, worker: &mut EngineDrivenWorker) {
+    for number in 0..PROMPTS {
+        store(worker, "a", number);
+        if number % 50 == 0 {
+            settle(server);
+        }
+    }
+    settle(server);
+}
+
+/// Expects that the first prompts are hits, byte for byte.
+fn assert_hits(worker: &mut EngineDrivenWorker, prompts: u64) {
+    for number in 0..prompts {
+        assert_eq!(read(worker, "a", number), Ok(CHUNKS), "{number}");
+    }
+}
+
 #[test]
 fn objects_of_tier_are_hits_after_take_over() {
     let base = tempfile::tempdir().unwrap();
@@ -82,13 +101,7 @@ fn objects_of_tier_are_hits_after_take_over() {
         let flags = flags(&adapter);
         let mut server = Server::start(base.path(), SMALL_L1, &flags);
         let mut worker = server.worker(1, "a");
-        for number in 0..PROMPTS {
-            store(&mut worker, "a", number);
-            if number % 50 == 0 {
-                settle(&server);
-            }
-        }
-        settle(&server);
+        fill(&server, &mut worker);
         // A scan would remove it.
         let left = folder.join(".kvtier-tmp-0000000000000001");
         std::fs::write(&left, "").unwrap();
@@ -103,9 +116,7 @@ fn objects_of_tier_are_hits_after_take_over() {
             }
             assert!(files(&folder) == there, "files of the tier have changed");
         }
-        for number in 0..PROMPTS {
-            assert_eq!(read(&mut worker, "a", number), Ok(CHUNKS), "{number}");
-        }
+        assert_hits(&mut worker, PROMPTS);
         std::fs::remove_file(left).unwrap();
         drop(worker);
         server.stop();
@@ -125,22 +136,14 @@ fn server_killed_before_it_sends_its_index_costs_no_hit() {
     let flags = flags(&adapter);
     let mut server = Server::start(base.path(), SMALL_L1, &flags);
     let mut worker = server.worker(1, "a");
-    for number in 0..PROMPTS {
-        store(&mut worker, "a", number);
-        if number % 50 == 0 {
-            settle(&server);
-        }
-    }
-    settle(&server);
+    fill(&server, &mut worker);
     let (between, mut new) = Between::start_with(base.path(), &flags);
     between.run(Kill::OldAfterCommit, &mut new.child, &mut server.child);
     assert!(new.wait_until_served(), "{}", new.log);
     settle(&new);
     let usage = tier(&new);
     assert_eq!(usage["stored_object_count"], PROMPTS * CHUNKS, "{usage:#}");
-    for number in 0..PROMPTS {
-        assert_eq!(read(&mut worker, "a", number), Ok(CHUNKS), "{number}");
-    }
+    assert_hits(&mut worker, PROMPTS);
     new.stop();
 }
 
@@ -182,9 +185,7 @@ fn no_object_is_lost_while_servers_take_over() {
     drop(permits);
     let mut worker = work.join().unwrap();
     assert_eq!(tier(&server)["stored_object_count"], stored * CHUNKS);
-    for number in 0..stored {
-        assert_eq!(read(&mut worker, "a", number), Ok(CHUNKS), "{number}");
-    }
+    assert_hits(&mut worker, stored);
     let l1 = || server.http("/status", None)["storage_manager"]["l1_manager"].clone();
     // The end of the last read has no answer.
     wait_until("an L1 without leases", || {
