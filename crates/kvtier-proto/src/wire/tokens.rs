@@ -1,8 +1,9 @@
 //! The hot loop: arrays of token ids, up to a prompt of hundreds of thousands in one request.
 //!
-//! Most ids of a prompt take three bytes (`cd`), so five of them at a time are recognised with one
-//! comparison. Where that fails, the next few go through a table instead of branches: which width comes next
-//! is close to random in real prompts, and a mispredicted branch costs more than the table.
+//! Which width an id has is close to random in real prompts, and a mispredicted branch costs more than an id, so none
+//! is taken: the width is computed from the marker. What bounds the loop is then the way from one marker to the next.
+//! With a vocabulary of up to 65,536 nearly all ids take three bytes (`cd`), and five of them at a time are recognised
+//! with one comparison. With a larger one most take three or five (`cd`, `ce`), which one instruction tells apart.
 
 use super::DecodeError;
 use super::reader::{Reader, truncated};
@@ -11,49 +12,89 @@ use super::reader::{Reader, truncated};
 const RUN: usize = 5;
 /// Bytes examined for a run: 15, and one more for a whole word.
 const RUN_WINDOW: usize = 16;
-/// Ids that go through the table before the next run is tried.
-const MIXED: usize = 8;
+/// Ids of three or five bytes that are recognised at a time.
+const WIDE: usize = 3;
+/// Ids of one to five bytes that are recognised at a time.
+const ANY: usize = 4;
+/// How many of each are read before wider ones are tried again.
+const REPEATS: usize = 6;
 
-/// How to take one id out of the eight bytes that start with its marker, read as a big-endian number.
-#[derive(Clone, Copy)]
+/// What a marker says of its id.
 struct Shape {
-    /// Bits to shift out in front: the marker, unless it is the id.
-    left: u8,
-    /// Bits to shift out behind, after that.
-    right: u8,
-    /// Bytes of the whole id; 0 for markers that need the slow path.
-    len: u8,
+    /// Bytes in front of the number: 0 where the marker is the id, else 1.
+    marker: u8,
+    /// Bytes of the number behind the marker.
+    behind: u8,
+    /// Whether it is the marker of such an id; if not, the rest means nothing.
+    known: bool,
 }
 
-const SHAPES: [Shape; 256] = {
-    let slow = Shape {
-        left: 0,
-        right: 0,
-        len: 0,
-    };
-    let mut shapes = [slow; 256];
-    let mut marker = 0;
-    while marker < 0x80 {
-        shapes[marker] = Shape {
-            left: 0,
-            right: 56,
-            len: 1,
-        };
-        marker += 1;
+impl Shape {
+    /// Ids of three and five bytes only.
+    #[inline(always)]
+    fn wide(marker: u8) -> Self {
+        // cd and ce hold 2 and 4 bytes.
+        Self {
+            marker: 1,
+            behind: 2 + (marker & 2),
+            known: marker.wrapping_sub(0xcd) <= 1,
+        }
     }
-    // cc, cd and ce hold 1, 2 and 4 bytes.
-    let mut power = 0;
-    while power < 3 {
-        let bytes = 1 << power;
-        shapes[0xcc + power] = Shape {
-            left: 8,
-            right: 64 - 8 * bytes,
-            len: 1 + bytes,
-        };
-        power += 1;
+
+    /// Ids of one to five bytes.
+    #[inline(always)]
+    fn any(marker: u8) -> Self {
+        // Below 80 the marker is the id; cc, cd and ce hold 1, 2 and 4 bytes.
+        let long = marker >> 7;
+        Self {
+            marker: long,
+            behind: long << (marker & 3),
+            known: (long == 0) | (marker.wrapping_sub(0xcc) <= 2),
+        }
     }
-    shapes
-};
+}
+
+/// Reads `N` ids at the start of `data` into `slots`, if `shape` knows them all; returns how many bytes they took.
+///
+/// Needs eight bytes from each id on, so it fails at the very end of a message.
+#[inline(always)]
+fn several<const N: usize>(
+    data: &[u8],
+    slots: &mut [u32; N],
+    shape: impl Fn(u8) -> Shape,
+) -> Option<usize> {
+    let mut at = 0;
+    let mut known = true;
+    for slot in slots {
+        let head: &[u8; 8] = data.get(at..)?.first_chunk()?;
+        let shape = shape(head[0]);
+        known &= shape.known;
+        let bytes = shape.behind + (1 - shape.marker);
+        // A marker that is not known may ask for more bytes than there are.
+        let right = 64 - 8 * u32::from(bytes & 7);
+        *slot = ((u64::from_be_bytes(*head) << (8 * shape.marker)) >> (right & 63)) as u32;
+        at += 1 + usize::from(shape.behind);
+    }
+    known.then_some(at)
+}
+
+/// Reads `N` ids a time for as long as all are known, at most `REPEATS` times; returns how many ids and bytes were read.
+#[inline(always)]
+fn repeat<const N: usize>(
+    data: &[u8],
+    slots: &mut [u32],
+    shape: impl Fn(u8) -> Shape,
+) -> (usize, usize) {
+    let (mut done, mut at) = (0, 0);
+    for slots in slots.as_chunks_mut::<N>().0.iter_mut().take(REPEATS) {
+        let Some(length) = several(&data[at..], slots, &shape) else {
+            break;
+        };
+        at += length;
+        done += N;
+    }
+    (done, at)
+}
 
 /// Decodes `count` token ids from the start of `data` behind an array header, appends them to `out`, and
 /// returns how many bytes they took.
@@ -111,24 +152,22 @@ fn fill(base: usize, slots: &mut [u32], data: &[u8]) -> Result<usize, DecodeErro
             rest = &rest[3 * RUN..];
             done += RUN;
         }
-        let end = slots.len().min(done + MIXED);
-        for (index, slot) in slots[done..end].iter_mut().enumerate() {
-            let shape = SHAPES[usize::from(rest.first().copied().unwrap_or(0xc1))];
-            match rest.first_chunk() {
-                Some(head) if shape.len > 0 => {
-                    let word = u64::from_be_bytes(*head);
-                    *slot = ((word << shape.left) >> shape.right) as u32;
-                    rest = &rest[usize::from(shape.len & 7)..];
-                }
-                _ => {
-                    let (token, behind) = any_width(rest)
-                        .map_err(|error| error.inside(&format!("[{}]", base + done + index)))?;
-                    *slot = token;
-                    rest = behind;
-                }
-            }
+        let (ids, bytes) = repeat::<WIDE>(rest, &mut slots[done..], Shape::wide);
+        (done, rest) = (done + ids, &rest[bytes..]);
+        if ids == WIDE * REPEATS {
+            continue;
         }
-        done = end;
+        let (ids, bytes) = repeat::<ANY>(rest, &mut slots[done..], Shape::any);
+        (done, rest) = (done + ids, &rest[bytes..]);
+        if ids == ANY * REPEATS {
+            continue;
+        }
+        // Another encoding, an error, or the last few.
+        if let Some(slot) = slots.get_mut(done) {
+            (*slot, rest) =
+                any_width(rest).map_err(|error| error.inside(&format!("[{}]", base + done)))?;
+            done += 1;
+        }
     }
     Ok(data.len() - rest.len())
 }
