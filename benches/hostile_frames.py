@@ -12,8 +12,11 @@ loopback. KVTIER_BIN or target/dist/kvtier.
 | elsewhere | `flood`, against a process that only reads: what the flood itself takes from the machine |
 | flood | a thread per kind of `KINDS` sends as fast as the server reads, while the client runs and until --frames were sent |
 | slow | --connections connections that send a byte per second: one half of a handshake, the other of a frame of 1 MiB |
+| flood, idle | `flood`, whose process gets only what server and client leave of the processors (SCHED_IDLE) |
+| slow, idle | `slow`, likewise |
 
-The attackers read no replies. Each runs in a process of its own; where there are few cores, it shares them with the server.
+The attackers read no replies. Each runs in a process of its own; where there are few cores, it shares them with the server. An attacker
+on another machine does not: the idle rows are what the attack costs through the server alone.
 Memory is RssAnon: before, the most during, and a second after the attack.
 """
 
@@ -40,7 +43,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 KVTIER = os.environ.get("KVTIER_BIN") or str(ROOT / "target/dist/kvtier")
 MIB = 1 << 20
-BESIDE = ["quiet", "elsewhere", "flood", "slow"]
+BESIDE = ["quiet", "elsewhere", "flood", "slow", "flood, idle", "slow, idle"]
 PERCENTILES = {"p50": "p50", "p99": "p99", "p999": "p99.9"}
 
 SIGNATURE = b"\xff" + bytes(7) + b"\x01\x7f"
@@ -193,6 +196,13 @@ def slow(port, args, started, stop, results):
     results.put({"slow": dict(counts)})
 
 
+def attacker(is_idle, attack, *args):
+    """Runs an attack in this process."""
+    if is_idle:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+    attack(*args)
+
+
 class Server:
     """The server under attack."""
 
@@ -243,7 +253,8 @@ def measure(server, beside, args):
     sampler = threading.Thread(target=sample)
     sampler.start()
     if beside != "quiet":
-        start(slow if beside == "slow" else flood, port, args, started, stop, results)
+        attack, _, idle = beside.partition(", ")
+        start(attacker, bool(idle), slow if attack == "slow" else flood, port, args, started, stop, results)
         started.wait()
     began = time.monotonic()
     run["client"] = client(server.port, args.duration)

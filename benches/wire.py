@@ -3,11 +3,13 @@
 
     benches/wire.py rounds|crowd|front|prefault|syscalls [--rounds 5] [--out benches/runs/DATE]
 
-rounds    ping, lookup and store bookkeeping by kvtier's client, and ping by libzmq (pyzmq): both servers in turn
+rounds    ping, lookup and store bookkeeping by kvtier's client, and ping by libzmq (pyzmq): both servers in turn, and kvtier
+          with --busy-poll-us 0
 crowd     64 and 512 clients that look 8192 tokens up: as fast as possible, then at 60 % of that at fixed times
 front     the processor time of the thread that owns the sockets, per request of 64 and of 512 such clients, and of a ping
-prefault  lookups of 32,768 tokens while 8 GiB of L1 are being prefaulted, and afterwards
-syscalls  system calls of the server per ping, with and without busy polling (needs strace)
+prefault  lookups of 32,768 tokens while 8 GiB of L1 are being prefaulted, and afterwards; on a quiet machine, and while a
+          process per core computes
+syscalls  system calls of the server per request, nearly all of them pings, with and without busy polling (needs strace)
 
 Needs `cargo build --profile dist -p kvtier`, or KVTIER_BIN; `rounds` needs LMCache 0.5.6 and pyzmq in $KVTIER_E2E_HOME/venv
 (tests/setup.sh) and is run by its Python. Servers listen on loopback and end with this program.
@@ -19,7 +21,9 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import time
+import urllib.request
 from pathlib import Path
 
 from beside import KVTIER, PORTS, start, stop, wait_until_it_answers
@@ -82,11 +86,12 @@ def measure(port):
 
 
 def rounds(count):
-    """Both servers in turn, in alternating order."""
-    runs = {"kvtier": [], "lmcache": []}
+    """All servers in turn, in alternating order."""
+    ours = {"kvtier": [], "kvtier, no polling": ["--busy-poll-us", "0"]}
+    runs = {name: [] for name in [*ours, "lmcache"]}
     for number in range(count):
-        for name in ["kvtier", "lmcache"] if number % 2 else ["lmcache", "kvtier"]:
-            process, port = start_peer() if name == "lmcache" else (start(0, "--l1-size-gb", "1")[0], PORTS[0][0])
+        for name in list(runs)[:: 1 if number % 2 else -1]:
+            process, port = start_peer() if name == "lmcache" else (start(0, "--l1-size-gb", "1", *ours[name])[0], PORTS[0][0])
             # Both prefault their L1.
             time.sleep(5)
             runs[name].append({"load_1m": os.getloadavg()[0], **measure(port)})
@@ -95,7 +100,7 @@ def rounds(count):
         for name, found in runs.items():
             known = {q: [each[row][q] for each in found if each[row][q] is not None] for q in QUANTILES}
             medians = {q: f"{statistics.median(values):.1f}" if values else "-" for q, values in known.items()}
-            print(f"{row:20} {name:8} us {medians}", flush=True)
+            print(f"{row:20} {name:18} us {medians}", flush=True)
     return runs
 
 
@@ -149,25 +154,42 @@ def front(count):
     return runs
 
 
+def hog():
+    """Starts a process that computes for ever."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    atexit.register(process.kill)
+    return process
+
+
 def prefault(count):
     """Lookups during and after the prefault of L1."""
     runs = []
-    for _ in range(count):
+    for number in range(2 * count):
+        hogs = [hog() for _ in range(os.cpu_count() if number % 2 else 0)]
         server, _ = start(0, "--l1-size-gb", "8")
         flags = ["--scenario", "lookup-hit", "--rate", "200"]
         during = bench(PORTS[0][0], *flags, "--duration", "16s")["lookup hit"]
-        time.sleep(20)
+        time.sleep(10)
         settled = bench(PORTS[0][0], *flags, "--duration", "16s")["lookup hit"]
         stop(server)
-        run = {"during": latencies(during), "settled": latencies(settled), "load_1m": os.getloadavg()[0]}
+        for process in hogs:
+            process.kill()
+        run = {"hogs": len(hogs), "during": latencies(during), "settled": latencies(settled), "load_1m": os.getloadavg()[0]}
         run["ratio_p50"] = run["during"]["p50"] / run["settled"]["p50"]
         print(json.dumps(run), flush=True)
         runs.append(run)
     return runs
 
 
+def requests(http):
+    """Number of requests that the server has answered."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{http}/metrics") as reply:
+        lines = reply.read().decode().splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("kvtier_request_duration_seconds_count"))
+
+
 def syscalls(_count):
-    """System calls of the thread that owns the socket, per ping."""
+    """System calls of the thread that owns the socket, per request."""
     runs = {}
     for busy_poll in (0, 50):
         server, _ = start(0, "--busy-poll-us", str(busy_poll))
@@ -176,14 +198,17 @@ def syscalls(_count):
         command = ["strace", "-c", "-U", "calls,name", "-p", front]
         trace = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         time.sleep(1)
-        pings = bench(PORTS[0][0], "--scenario", "ping", "--requests", "2000")["ping"]["count"]
+        before = requests(PORTS[0][1])
+        bench(PORTS[0][0], "--scenario", "ping", "--requests", "2000")
+        # Those too that warm up, and what the bench asks first.
+        answered = requests(PORTS[0][1]) - before
         trace.send_signal(2)
         output, _ = trace.communicate()
         stop(server)
         calls = {line.split()[1]: int(line.split()[0]) for line in output.splitlines() if line.split()[:1] and line.split()[0].isdigit()}
         calls.pop("total", None)
-        runs[busy_poll] = {"pings": pings, "calls": calls}
-        print(busy_poll, "us:", {name: round(calls[name] / pings, 2) for name in calls}, flush=True)
+        runs[busy_poll] = {"requests": answered, "calls": calls}
+        print(busy_poll, "us:", {name: round(calls[name] / answered, 2) for name in calls}, flush=True)
     return runs
 
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from kvrig import torch_cuda
+from kvrig import older, torch_cuda
 from kvrig.packages import HOME
 from kvrig.waiting import wait_until
 
@@ -225,3 +225,25 @@ def test_releases_share_objects(serve, environments, tmp_path):
     finally:
         for peer in peers.values():
             peer.kill()
+
+
+# The page's columns behind the release.
+COLUMNS = ["cuda", "lmcache_driven", "engine_shm", "engine_pickle"]
+
+
+def test_page_has_what_is_tested():
+    """docs/clients.md says of each release which modes it has, whether it has salts, and whether it registers again."""
+    page = (Path(__file__).parents[2] / "docs" / "clients.md").read_text()
+    table = page[page.index("| LMCache | `lmcache_driven`, GPU |") :].split("\n\n")[0].splitlines()[2:]
+    stated = {}
+    for row in table:
+        releases, *cells = [cell.strip() for cell in row.strip("|").split("|")]
+        first, _, last = releases.replace(",", " to").partition(" to ")
+        stated |= {release: cells for release in [*CPU_MODES, "0.5.6"] if first <= release <= (last or first)}
+    for release in [*CPU_MODES, "0.5.6"]:
+        traits = older.traits_of(tuple(map(int, release.split("."))))
+        if release in CPU_MODES:
+            assert ["cuda", *CPU_MODES[release]] == list(traits.modes), release
+        modes = ["yes" if mode in traits.modes else "-" for mode in COLUMNS]
+        others = ["yes" if has else "no" for has in (traits.salts, traits.registers_again)]
+        assert stated[release] == [*modes, *others], release

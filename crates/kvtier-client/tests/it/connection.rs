@@ -1,7 +1,9 @@
 //! The connection against a server that follows a script.
 
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use crate::support::proxy::{Direction, Proxy};
 use crate::support::{Server, reply};
 use kvtier_client::proto::key::{CacheKey, TokenWriter};
 use kvtier_client::proto::operation::Operation;
@@ -311,6 +313,50 @@ fn lost_connection_fails_sent_requests_and_next_call_connects_again() {
     assert!(matches!(error, ClientError::Disconnected { .. }), "{error}");
     let _server = Server::typed_at(&endpoint, |_| Some(Response::Text("OK".into())));
     assert_eq!(connection.noop().unwrap(), "OK");
+}
+
+#[test]
+fn reset_at_any_byte_fails_at_most_the_request_that_was_sent() {
+    let server = Server::typed(|_| Some(Response::Text("OK".into())));
+    let proxy = Proxy::new(server.endpoint());
+    let options = Options {
+        timeout: Duration::from_secs(60),
+        ..Options::default()
+    };
+    let connect = || Connection::connect_with(&proxy.endpoint, options.clone()).unwrap();
+    assert_eq!(connect().noop().unwrap(), "OK");
+    let session = proxy
+        .forwarded
+        .each_ref()
+        .map(|bytes| bytes.load(Ordering::Relaxed));
+    // A greeting has 64 bytes, and READY and the request follow.
+    assert!(session.iter().all(|bytes| *bytes > 64), "{session:?}");
+    for (direction, bytes) in [Direction::ToServer, Direction::ToClient]
+        .into_iter()
+        .zip(session)
+    {
+        let mut failed = 0;
+        // Each byte behind the greeting, whose places are alike.
+        for reached in (0..64).step_by(8).chain(64..=bytes) {
+            let resets = proxy.resets.load(Ordering::Relaxed);
+            proxy.reset_next(direction, reached);
+            let mut connection = connect();
+            match connection.noop() {
+                Ok(text) => assert_eq!(text, "OK"),
+                Err(ClientError::Disconnected { .. }) => failed += 1,
+                Err(error) => panic!("{direction:?}, {reached} bytes: {error}"),
+            }
+            // A reply may arrive before the reset behind it.
+            proxy.wait_for_resets(resets + 1);
+            let second = connection.noop();
+            assert_eq!(second.unwrap(), "OK", "{direction:?}, {reached} bytes");
+            assert_eq!(proxy.resets.load(Ordering::Relaxed), resets + 1);
+        }
+        assert!(
+            0 < failed && failed < bytes,
+            "{direction:?}: {failed} of {bytes}"
+        );
+    }
 }
 
 #[test]

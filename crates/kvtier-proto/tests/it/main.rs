@@ -4,6 +4,7 @@
 
 mod conversations;
 mod descriptor_vectors;
+mod docs;
 mod generations;
 mod older_versions;
 mod operations;

@@ -238,4 +238,33 @@ mod tests {
             assert_eq!(found.as_deref(), address, "{host}");
         }
     }
+
+    #[test]
+    fn every_kind_of_address_accepts_with_its_options() {
+        for (host, peer) in [
+            ("127.0.0.1", "127.0.0.1"),
+            ("*", "127.0.0.1"),
+            ("lo", "127.0.0.1"),
+            ("::1", "::1"),
+            ("[::]", "::1"),
+            // `::` is every address.
+            ("::", "127.0.0.1"),
+        ] {
+            let listening = listen_tcp(resolve(host, 0).expect(host)).expect(host);
+            let bound = getsockname(&listening).expect(host);
+            let port = SocketAddr::try_from(bound).expect(host).port();
+            let peer = SocketAddr::new(peer.parse().expect("an address"), port);
+            let _client = std::net::TcpStream::connect(peer).expect(host);
+            let accepted = loop {
+                match accept_with(&listening, SocketFlags::NONBLOCK) {
+                    Err(Errno::AGAIN) => std::thread::yield_now(),
+                    accepted => break accepted.expect(host),
+                }
+            };
+            assert!(sockopt::tcp_nodelay(&accepted).expect(host), "{host}");
+            assert!(sockopt::socket_keepalive(&accepted).expect(host), "{host}");
+            let idle = sockopt::tcp_keepidle(&accepted).expect(host);
+            assert_eq!(idle, KEEPALIVE_IDLE, "{host}");
+        }
+    }
 }

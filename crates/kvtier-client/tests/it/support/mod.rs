@@ -1,5 +1,7 @@
 //! A scripted server: a ROUTER socket on its own thread.
 
+pub mod proxy;
+
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
