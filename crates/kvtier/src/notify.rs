@@ -57,7 +57,7 @@ impl Notifier {
             let now = clock_gettime(ClockId::Monotonic);
             let micros = now.tv_sec * 1_000_000 + now.tv_nsec / 1000;
             format!(
-                "RELOADING=1\nMONOTONIC_USEC={micros}\nSTATUS=reading tokens and certificate again"
+                "RELOADING=1\nMONOTONIC_USEC={micros}\nSTATUS=reading configuration, tokens and certificate again"
             )
         });
     }

@@ -18,17 +18,23 @@ def binaries(package: Path) -> list[Path]:
     return [prefix / "bin" / "kvtier" for prefix in prefixes]
 
 
-def main() -> None:
-    """Replaces this process by the binary.
+def command() -> str:
+    """Returns the path of the binary.
 
-    Raises SystemExit, with the paths, if there is no binary.
+    Raises SystemExit, with the paths, if there is none.
     """
     paths = binaries(Path(__file__).absolute().parent)
     for path in paths:
         if os.access(path, os.X_OK):
-            os.execv(path, [str(path), *sys.argv[1:]])
+            return str(path)
     places = " or ".join(map(str, paths))
     raise SystemExit(f"kvtier: no command at {places}; install the wheel with pip, or run the command itself")
+
+
+def main() -> None:
+    """Replaces this process by the binary."""
+    path = command()
+    os.execv(path, [path, *sys.argv[1:]])
 
 
 if __name__ == "__main__":

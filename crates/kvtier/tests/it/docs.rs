@@ -234,7 +234,7 @@ fn the_http_page_has_every_route() {
             ("DELETE", item.delete),
         ] {
             if operation.is_some() {
-                headings.insert(format!("## {method} {path}"));
+                headings.insert(format!("## `{method} {path}`"));
             }
         }
     }
