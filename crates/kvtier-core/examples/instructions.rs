@@ -163,6 +163,7 @@ fn main() {
             .map(|chunk| ChunkHash(hash(chunk)))
             .collect()
     };
+    let is_granted = scenario == "ledger-grant";
     let store = |hashes: &[ChunkHash]| {
         let request = ReserveRequest {
             namespace: &namespace,
@@ -170,6 +171,9 @@ fn main() {
             len: OBJECT,
         };
         let reserved = cache.reserve(now, &[request]).expect("len is not 0");
+        if is_granted {
+            reserved.reservation.grant();
+        }
         assert_eq!(reserved.reservation.commit(now).inserted, CHUNKS);
     };
     match scenario.as_str() {
@@ -188,7 +192,7 @@ fn main() {
             }
         }
         // A full cache: each object evicts one.
-        "store" | "tenants-store" | "ledger-store" => {
+        "store" | "tenants-store" | "ledger-store" | "ledger-grant" => {
             let prompts: Vec<_> = (0..CAPACITY_PROMPTS as u32 + 64).map(hashes).collect();
             let (fill, more) = prompts.split_at(CAPACITY_PROMPTS);
             fill.iter().for_each(|prompt| store(prompt));
@@ -221,7 +225,7 @@ fn main() {
             }
         }
         other => panic!(
-            "no scenario {other:?}; allowed: lookup, store, ledger-store, tenants-store, tenants-pass, prompt-known, prompt-new"
+            "no scenario {other:?}; allowed: lookup, store, ledger-store, ledger-grant, tenants-store, tenants-pass, prompt-known, prompt-new"
         ),
     }
 }
