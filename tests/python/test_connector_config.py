@@ -116,10 +116,11 @@ def test_identities():
     assert of(1, layers_are_mla=False, tensor=2, mla=True) == (2, 1, 1, True)
     staged = Identity.of(vllm_config(server, stages=2), False)
     assert staged.model_name != Identity.of(vllm_config(server, tensor=2), False).model_name, "another cut of the same model"
-    context = vllm_config(server)
-    context.parallel_config.decode_context_parallel_size = 2
-    with pytest.raises(ValueError, match="decode_context_parallel_size"):
-        Identity.of(context, False)
+    for size in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        context = vllm_config(server)
+        setattr(context.parallel_config, size, 2)
+        with pytest.raises(ValueError, match=size):
+            Identity.of(context, False)
 
 
 def test_unsupported_models_are_refused(place, monkeypatch):

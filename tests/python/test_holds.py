@@ -211,6 +211,25 @@ def test_end_and_preemption_wait_for_nothing(place, engines):
     assert not engine.scheduler.has_pending_push_work() and not engine.scheduler.has_pending_block_frees()
 
 
+def test_ends_are_reported_with_a_later_step(place, engines):
+    """vLLM before 0.24 makes no empty steps: blocks stay held while the engine is idle, and the next request's step frees them."""
+    pooled = Pooled(engine := engines(place.server()))
+    adapter = engine.workers[0]._adapter
+    take = adapter.take_ended_stores
+    adapter.take_ended_stores = list
+    stored, mine = pooled.prefill("a", tokens(CHUNK + 1, "idle"))
+    assert engine.finish(stored) is False
+    pooled.give_back("a")
+    wait_until(lambda: adapter.get_finished(set()) and adapter._ended_stores, 60, "the store's end")
+    adapter.take_ended_stores = take
+    held = [pooled.pool.blocks[block] for block in mine[:PER_CHUNK]]
+    assert all(block.ref_cnt == 1 for block in held)
+    pooled.prefill("b", tokens(BLOCK, "next"))
+    assert all(block.ref_cnt == 0 for block in held)
+    pooled.give_back("b")
+    pooled.all_free()
+
+
 def test_frozen_server_keeps_no_block(place, engines):
     """Stores end at their deadline, and then their blocks are free; no step waits for a preempted request."""
     server = place.server()
