@@ -1,4 +1,6 @@
-"""A device without a file system as a second tier: a file stands for it."""
+"""A device without a file system as a second tier: a file stands for it, and a loop device where the system has one."""
+
+import subprocess
 
 import pytest
 from kvrig import tiers
@@ -76,3 +78,50 @@ def test_device_of_another_server_is_refused(serve, tmp_path):
     serve(flags=raw(tmp_path / "device"))
     with pytest.raises(RuntimeError, match=r"in use by another server"):
         serve(flags=raw(tmp_path / "device"))
+
+
+@pytest.fixture(name="block_device")
+def _block_device(tmp_path):
+    """A block device of 64 MiB, on a file."""
+    image = tmp_path / "image"
+    with open(image, "wb") as file:
+        file.truncate(64 << 20)
+    command = ["losetup", "--find", "--show", str(image)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    except OSError as error:
+        pytest.skip(f"no loop device: {error}")
+    if done.returncode:
+        pytest.skip(f"no loop device, which needs root and the kernel's module: {done.stderr.strip()}")
+    device = done.stdout.strip()
+    yield device
+    subprocess.run(["losetup", "--detach", device], check=True, timeout=60)
+
+
+def test_block_device_survives_the_server_and_is_refused_with_a_file_system(serve, engines, block_device, tmp_path):
+    """A real one: its size, O_DIRECT, and exclusive use. A mounted one is refused even if forced."""
+    server = serve(flags=raw(block_device))
+    before = engines(server)
+    tiers.store(before, 1)
+    stored(server, 4)
+    with pytest.raises(RuntimeError, match=r"busy|in use"):
+        serve(flags=raw(block_device))
+    server.stop()
+    server.expect_trouble(r"instance")
+    server.start()
+    after = engines(server)
+    before.close()
+    assert tiers.recall(after, 1) == 64
+    server.stop()
+    subprocess.run(["mkfs.ext4", "-q", "-F", block_device], check=True, timeout=60)
+    with pytest.raises(RuntimeError, match=r"an ext2, ext3 or ext4 file system"):
+        serve(flags=raw(block_device))
+    place = tmp_path / "mounted"
+    place.mkdir()
+    if subprocess.run(["mount", block_device, str(place)], capture_output=True, timeout=60).returncode:
+        pytest.skip("the last part: this user may not mount")
+    try:
+        with pytest.raises(RuntimeError, match=r"busy|in use"):
+            serve(flags=raw(block_device, force=True))
+    finally:
+        subprocess.run(["umount", str(place)], check=True, timeout=60)

@@ -8,7 +8,7 @@ import uuid
 import pytest
 from kvrig import tier_faults, tiers
 from kvrig.packages import unpacked
-from kvrig.redis import Cluster, Redis, valkey_server
+from kvrig.redis import Cluster, Cutter, Redis, valkey_server
 from kvrig.server import Server, our_command, peer_command
 from kvrig.tier_faults import UNANSWERED, Fault
 from kvrig.waiting import wait_until
@@ -195,6 +195,37 @@ def test_fault_costs_nothing_but_the_tier(redis, serve, engines, name):
     tier_faults.check(server, engines(server), redis, FAULTS[name])
 
 
+def test_replies_that_are_cut_are_misses(redis, serve, engines):
+    """Connections end in the middle of objects: hits of L1 are as before, nothing of a cut object is loaded, the log says it once, and
+    the tier is used again by itself."""
+    proxy = Cutter(redis)
+    try:
+        server = serve(flags=resp(proxy, request_timeout=2, lookup_timeout_ms=300))
+        server.expect_trouble(r"resp|127\.0\.0\.1")
+        engine = engines(server)
+        tiers.store(engine, 1)
+        tiers.forget(engine)
+        tiers.store(engine, 2)
+        tiers.settled(server)
+        asked = tiers.metric(server, tier_faults.LOOKUPS)
+        proxy.spoil()
+        assert tiers.recall(engine, 2) == 64
+        assert tiers.metric(server, tier_faults.LOOKUPS) == asked
+        assert tiers.recall(engine, 1) == 0
+        assert proxy.cuts > 0
+        told = tiers.warnings(server)
+        assert told and len(set(told)) == len(told), told
+        proxy.mend()
+        wait_until(lambda: tiers.recall(engine, 1) == 64, 60, "hits of the tier", interval=0.1)
+        wait_until(lambda: tiers.tier(server)["is_healthy"], 60, "the tier to be healthy")
+        assert tiers.metric(server, "kvtier_l2_healthy") == 1
+        tiers.store(engine, 3)
+        tiers.forget(engine)
+        assert tiers.recall(engine, 3) == 64
+    finally:
+        proxy.stop()
+
+
 def test_check_config_tries_out_the_tier(redis):
     """It stores, finds, loads and deletes an object, and leaves nothing."""
     command = [our_command()[0], "server", "--check-config", "--l1-size-gb", "0.05", "--port", "0", "--http-port", "0", *resp(redis)]
@@ -202,6 +233,31 @@ def test_check_config_tries_out_the_tier(redis):
     assert done.returncode == 0, done.stderr
     assert "stored, found, loaded and deleted an object in " in done.stdout
     assert redis.ask("DBSIZE") == 0
+
+
+@pytest.fixture(params=["password", "user"])
+def locked(request, tmp_path):
+    """A Redis with a password, and LMCache's variables for it."""
+    rights = ["--user", "default", "off", "--user", "kv", "on", ">s3cret", "~*", "+@all"]
+    flags, user = (["--requirepass", "s3cret"], "") if request.param == "password" else (rights, "kv")
+    server = Redis(tmp_path / "redis", flags=flags, password=(user, "s3cret") if user else ("s3cret",))
+    yield server, {"LMCACHE_RESP_USERNAME": user, "LMCACHE_RESP_PASSWORD": "s3cret"}
+    server.stop()
+
+
+def test_credentials_come_from_the_environment(locked, serve, engines):
+    """Where the configuration has none; and wrong ones are refused, and shown nowhere."""
+    redis, names = locked
+    tiers.store(engines(serve(flags=resp(redis), env=names)), 1)
+    wait_keys(redis, 4)
+    # A value of the configuration comes first.
+    server = serve(flags=resp(redis, username="kv", password="another"), env=names)
+    server.expect_trouble(r"resp|tier|127\.0\.0\.1")
+    assert tiers.recall(engines(server), 1) == 0
+    wait_until(lambda: not tiers.tier(server)["is_healthy"], 60, "the tier to be unhealthy")
+    assert "WRONGPASS" in tiers.tier(server)["error"]
+    assert "another" not in str(server.get("/status")[1])
+    assert "another" not in server.log.read_text()
 
 
 def test_server_starts_before_its_redis(redis, serve, engines):
@@ -240,6 +296,47 @@ def test_cluster_serves_several_servers(cluster, serve, engines):
     assert tiers.recall(reader, 2) == tiers.recall(reader, 1, salt="bob") == 0
     # One that starts now finds all of them.
     assert tiers.adopted(serve(flags=flags))["objects"] == 8
+
+
+def test_replica_takes_over_while_objects_are_stored_and_loaded(tmp_path, serve, engines):
+    """Its primary is killed meanwhile: whole hits of L1 are as before, objects of that node are misses until then, and all that it
+    has confirmed to its replica is found again."""
+    cluster = Cluster(tmp_path / "cluster", has_replica=True)
+    try:
+        node = f"127.0.0.1:{cluster.nodes[2].port}"
+        server = serve(flags=tiers.adapter("valkey", startup_nodes=node, cluster_mode=True, request_timeout=2, lookup_timeout_ms=300))
+        server.expect_trouble(r"valkey|127\.0\.0\.1|no node|cluster")
+        engine = engines(server)
+        for prompt in range(8):
+            tiers.store(engine, prompt)
+        tiers.settled(server)
+        dead, kept = cluster.nodes[0], cluster.nodes[0].keys()
+        wait_until(lambda: cluster.replica.keys() == kept, 60, "a copy of all objects", interval=0.02)
+        assert 0 < len(kept) < len(cluster.keys())
+        seeds = itertools.count(8)
+
+        def has_taken_over():
+            tiers.store(engine, seed := next(seeds))
+            assert tiers.recall(engine, seed) == 64
+            tiers.forget(engine)
+            return [tiers.recall(engine, prompt) for prompt in range(8)] == [64] * 8
+
+        assert has_taken_over()
+        # Stores are in flight when it ends.
+        for _ in range(4):
+            tiers.store(engine, next(seeds))
+        dead.process.kill()
+        assert not has_taken_over()
+        wait_until(has_taken_over, 60, "hits of the replica", interval=0.05)
+        wait_until(lambda: tiers.tier(server)["is_healthy"], 60, "the tier to be healthy")
+        # It takes stores, too.
+        new = cluster.replica.keys()
+        tiers.store(engine, next(seeds))
+        wait_until(lambda: (tiers.store(engine, next(seeds)), len(cluster.replica.keys()) > len(new))[1], 60, "objects at it")
+        told = tiers.warnings(server)
+        assert len(set(told)) == len(told), told
+    finally:
+        cluster.stop()
 
 
 def test_nodes_that_disagree_cost_nothing_but_the_tier(cluster, serve, engines):

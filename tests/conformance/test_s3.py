@@ -153,6 +153,20 @@ def test_another_server_hits_what_this_one_stored(request, serve, engines, kind)
     assert len(of_model(place, writer)) == 12
 
 
+def test_buckets_in_names_of_hosts_are_those_in_paths(seaweed, serve, engines):
+    """LMCache's keys, by which the bucket is a part of the host's name."""
+    if not s3.can_mount():
+        pytest.skip("a bucket's name as that of a host needs an /etc/hosts of its own, which this user may not mount")
+    server = serve("both", command=seaweed.with_host(our_command()), flags=tiers.adapter("s3", **seaweed.peer_keys()))
+    server.expect_trouble("s3_num_io_threads")
+    writer = engines(server)
+    tiers.store(writer, 1)
+    wait_objects(seaweed, writer, 4)
+    tiers.forget(writer)
+    assert tiers.recall(writer, 1) == 64
+    assert tiers.recall(engines(serve("both", flags=bucket(seaweed))), 1) == 64
+
+
 def test_credentials_come_from_the_environment(rclone, serve, engines):
     """And wrong ones are refused: the tier is unhealthy, and L1 works."""
     keys = {"aws_access_key_id": None, "aws_secret_access_key": None}
@@ -239,12 +253,14 @@ FAULTS = {
 }
 
 
-def refusal(status, code):
-    """An answer with this error to every request."""
+def refusal(status, code, methods=("DELETE", "GET", "HEAD", "POST", "PUT"), **headers):
+    """An answer with this error to every request of these methods."""
 
-    def change(method, *_):
+    def change(method, *answer):
+        if method not in methods:
+            return answer
         body = b"" if method == "HEAD" else f"<Error><Code>{code}</Code></Error>".encode()
-        return status, {"Content-Length": str(len(body))}, body
+        return status, {"Content-Length": str(len(body)), **headers}, body
 
     return change
 
@@ -255,16 +271,32 @@ def cut(method, status, headers, body):
     return status, headers, body[: len(body) // 2] if is_object else body
 
 
+def drip(method, status, headers, body):
+    """An object a byte at a time, which takes hours."""
+    is_object = method == "GET" and any(name.lower() == "x-amz-meta-kvtier" for name in headers)
+    return status, headers, s3.Drip(body) if is_object else body
+
+
 def other_etag(_method, status, headers, body):
     """An ETag that is no sum of the object."""
     return status, {**headers, "ETag": f'"{uuid.uuid4().hex}"'}, body
 
 
+def spoiled(*refusals, **cost):
+    """A fault of the answers."""
+    return Fault(s3.Proxy.spoil, s3.Proxy.mend, *refusals, **cost)
+
+
 ANSWERS = {
-    "bucket-gone": (refusal(404, "NoSuchBucket"), Fault(s3.Proxy.spoil, s3.Proxy.mend, {"refused"}, error=s3.BUCKET)),
-    "busy": (refusal(503, "SlowDown"), Fault(s3.Proxy.spoil, s3.Proxy.mend, UNANSWERED)),
-    "cut": (cut, Fault(s3.Proxy.spoil, s3.Proxy.mend, is_healthy=True)),
-    "other-etag": (other_etag, Fault(s3.Proxy.spoil, s3.Proxy.mend, loads=True, is_healthy=True)),
+    "bucket-gone": (refusal(404, "NoSuchBucket"), spoiled({"refused"}, error=s3.BUCKET)),
+    "busy": (refusal(503, "SlowDown"), spoiled(UNANSWERED)),
+    "cut": (cut, spoiled(is_healthy=True)),
+    "denied": (refusal(403, "AccessDenied"), spoiled({"refused"}, error="403")),
+    "elsewhere": (refusal(301, "PermanentRedirect"), spoiled({"refused"}, error="set s3_endpoint and s3_region")),
+    "full": (refusal(507, "QuotaExceeded", ("POST", "PUT")), spoiled({"full"}, loads=True, is_healthy=True, is_full=True)),
+    "other-etag": (other_etag, spoiled(loads=True, is_healthy=True)),
+    "slow": (drip, spoiled(is_healthy=None)),
+    "throttled": (refusal(429, "TooManyRequests"), spoiled(UNANSWERED)),
 }
 
 

@@ -1,8 +1,11 @@
 """Redis and Valkey for tests, on loopback, which end with the test: of the machine, or unpacked by tests/setup.sh."""
 
+import contextlib
+import re
 import signal
 import socket
 import subprocess
+import threading
 
 from . import logs
 from .packages import unpacked
@@ -20,10 +23,10 @@ def valkey_server():
 class Redis:
     """A server without persistence."""
 
-    def __init__(self, directory, program="redis-server", flags=()):
+    def __init__(self, directory, program="redis-server", flags=(), password=()):
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.program, self.flags, self.port = directory, program, flags, free_port()
-        self.log, self.process = directory / "server.log", None
+        self.log, self.process, self.password = directory / "server.log", None, password
         self.start()
 
     def start(self):
@@ -43,11 +46,13 @@ class Redis:
 
     def ask(self, *arguments, timeout=30):
         """The reply to a command: a string, a number, bytes, None, or a list of them."""
-        with self.connect(timeout) as connection:
-            parts = [part if isinstance(part, bytes) else str(part).encode() for part in arguments]
-            connection.sendall(b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%s\r\n" % (len(part), part) for part in parts))
-            with connection.makefile("rb") as stream:
-                return read(stream)
+        commands = [("AUTH", *self.password), arguments] if self.password else [arguments]
+        with self.connect(timeout) as connection, connection.makefile("rb") as stream:
+            for command in commands:
+                parts = [part if isinstance(part, bytes) else str(part).encode() for part in command]
+                connection.sendall(b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%s\r\n" % (len(part), part) for part in parts))
+                reply = read(stream)
+            return reply
 
     def connect(self, timeout=30):
         """A connection."""
@@ -104,13 +109,77 @@ class Redis:
         logs.closed(self.log)
 
 
-class Cluster:
-    """Three primaries."""
+class Cutter:
+    """Passes the bytes of connections on to a server. While it is spoiled, a reply with a large value is cut in its middle, and its
+    connection ends."""
 
-    def __init__(self, directory, program="redis-server"):
-        self.nodes = []
+    # Values from this length on; those of checksums are shorter.
+    LARGE = 1000
+
+    def __init__(self, server):
+        self.server, self.is_spoiled, self.cuts = server, False, 0
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self.listener.getsockname()[1]
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def spoil(self):
+        """Lets it cut."""
+        self.is_spoiled = True
+
+    def mend(self):
+        """Ends that."""
+        self.is_spoiled = False
+
+    def accept(self):
+        """Serves connections until it is stopped."""
+        while True:
+            try:
+                client, _ = self.listener.accept()
+            except OSError:
+                return
+            try:
+                server = self.server.connect(None)
+            except OSError:
+                client.close()
+                continue
+            threading.Thread(target=self.forward, args=(client, server, False), daemon=True).start()
+            threading.Thread(target=self.forward, args=(server, client, True), daemon=True).start()
+
+    def forward(self, source, target, is_reply):
+        """Passes on what comes from one side."""
+        try:
+            while part := source.recv(1 << 16):
+                value = re.search(rb"\$(\d{4,})\r\n", part) if is_reply and self.is_spoiled else None
+                if value and int(value[1]) >= self.LARGE:
+                    # Whatever of it has come: the head and a byte at least are passed on.
+                    half = min(int(value[1]) // 2, len(part) - value.end() - 1)
+                    target.sendall(part[: value.end() + max(half, 0)])
+                    self.cuts += 1
+                    break
+                target.sendall(part)
+        except OSError:
+            pass
+        for side in (source, target):
+            with contextlib.suppress(OSError):
+                side.shutdown(socket.SHUT_RDWR)
+
+    def stop(self):
+        """Ends it; connections end with those of its server."""
+        # A thread that waits for connections does not notice a mere close.
+        with contextlib.suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+
+
+class Cluster:
+    """Three primaries, and a replica of the first, if asked for."""
+
+    def __init__(self, directory, program="redis-server", has_replica=False):
+        self.nodes, self.replica = [], None
         try:
             self.start(directory, program)
+            if has_replica:
+                self.add_replica(directory, program)
         except BaseException:
             self.stop()
             raise
@@ -128,6 +197,22 @@ class Cluster:
             assert self.nodes[0].ask("CLUSTER", "MEET", "127.0.0.1", node.port, node.flags[-1]) == "OK"
         for node in self.nodes:
             wait_started(node, lambda node=node: b"cluster_state:ok" in node.ask("CLUSTER", "INFO"), "a whole cluster")
+
+    def add_replica(self, directory, program):
+        """Adds a replica of the first node, which takes over a second after that has ended, and waits until it is up to date."""
+        for node in self.nodes:
+            node.set("cluster-node-timeout", 1000)
+        flags = ["--cluster-enabled", "yes", "--cluster-port", str(free_port()), "--cluster-node-timeout", "1000"]
+        self.replica = Redis(directory / "replica", program, [*flags, "--repl-diskless-sync-delay", "0"])
+        first = self.nodes[0]
+        assert first.ask("CLUSTER", "MEET", "127.0.0.1", self.replica.port, self.replica.flags[3]) == "OK"
+        name = first.ask("CLUSTER", "MYID")
+        wait_started(self.replica, lambda: name in self.replica.ask("CLUSTER", "NODES"), "the primary's name")
+        wait_started(self.replica, lambda: b"cluster_state:ok" in self.replica.ask("CLUSTER", "INFO"), "a whole cluster")
+        assert self.replica.ask("CLUSTER", "REPLICATE", name) == "OK"
+        for node in self.nodes[1:]:
+            wait_started(node, lambda node=node: self.replica.ask("CLUSTER", "MYID") in node.ask("CLUSTER", "NODES"), "its replica")
+        wait_started(self.replica, lambda: b"master_link_status:up" in self.replica.ask("INFO", "replication"), "a copy")
 
     def move(self, key, source, target):
         """Moves the slot of a key from one node to another, a key at a time."""
@@ -167,7 +252,7 @@ class Cluster:
 
     def stop(self):
         """Kills them."""
-        for node in self.nodes:
+        for node in [*self.nodes, *filter(None, [self.replica])]:
             node.stop()
 
 

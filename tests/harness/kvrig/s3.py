@@ -116,12 +116,19 @@ class Rclone(Process):
         return self.directory / BUCKET / key
 
 
+class Drip(bytes):
+    """A body that is sent a byte at a time."""
+
+    # Bytes per second.
+    RATE = 10
+
+
 class Proxy:
     """Passes requests on to another server. While it is spoiled, `change(method, status, headers, body)` returns what it answers; a body that
-    is shorter than its `Content-Length` is cut off."""
+    is shorter than its `Content-Length` is cut off, and a `Drip` is until it is mended."""
 
     def __init__(self, server, change):
-        self.server, self.change, self.is_spoiled = server, change, False
+        self.server, self.change, self.is_spoiled, self.mended = server, change, False, threading.Event()
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
@@ -136,11 +143,13 @@ class Proxy:
 
     def spoil(self):
         """Lets it change answers."""
+        self.mended.clear()
         self.is_spoiled = True
 
     def mend(self):
         """Ends that."""
         self.is_spoiled = False
+        self.mended.set()
 
     def keys(self, **more):
         """The keys of a configuration for the bucket."""
@@ -169,11 +178,26 @@ class Proxy:
         for name, value in headers.items():
             handler.send_header(name, value)
         handler.end_headers()
-        handler.wfile.write(body)
+        if isinstance(body, Drip):
+            body = self.drip(handler, body)
+        else:
+            handler.wfile.write(body)
         handler.close_connection |= method != "HEAD" and len(body) < int(headers["Content-Length"])
+
+    def drip(self, handler, body):
+        """Sends bytes one by one until it is mended or its client has left; those sent."""
+        for sent in range(len(body)):
+            if self.mended.wait(1 / Drip.RATE):
+                return body[:sent]
+            try:
+                handler.wfile.write(body[sent : sent + 1])
+            except OSError:
+                return body[:sent]
+        return body
 
     def stop(self):
         """Ends it."""
+        self.mend()
         self.http.shutdown()
         self.http.server_close()
 
