@@ -115,7 +115,6 @@ def test_objects_of_lmcache_are_not_loaded_for_cpu_pages_unless_trusted(redis, l
     assert tiers.tier(server)["missing_layout_lookups"] == 4
 
 
-@pytest.mark.beside_the_gate
 def test_suite_passes(redis):
     """`kvtier tier-test`."""
     assert tiers.failed_cases(resp(redis)) == []
