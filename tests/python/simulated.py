@@ -130,6 +130,7 @@ class Simulation:
         cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         cache.kv_cache_layout, cache.hash_block_size = "LBHNC", hash_block
         self.specs, self.block_tokens, self.hash_block, self.drafts = specs, max(sizes), hash_block, drafts
+        self.cache = cache
         self.alignment = resolve_cache_hit_alignment_tokens(cache, config, max(sizes), hash_block)
         self.scheduler = (AsyncScheduler if is_async else Scheduler)(
             config, cache, StructuredOutputManager(config), block_size=max(sizes), hash_block_size=hash_block, log_stats=True
@@ -155,11 +156,26 @@ class Simulation:
 
     def add(self, name, tokens, salt=None, answer=4):
         """A request arrives."""
+        self.prompts[name], self.ends[name] = tokens, len(tokens) + answer
+        self.scheduler.add_request(self.request(name, tokens, salt, answer))
+
+    def request(self, name, tokens, salt=None, answer=1):
+        """vLLM's request."""
         params = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0)
         params.update_from_generation_config({}, eos_token_id=1)
-        request = Request(name, tokens, params, None, cache_salt=salt, block_hasher=self.hasher)
-        self.prompts[name], self.ends[name] = tokens, len(tokens) + answer
-        self.scheduler.add_request(request)
+        return Request(name, tokens, params, None, cache_salt=salt, block_hasher=self.hasher)
+
+    def matched(self, name, tokens):
+        """The tokens that the connector finds for a request, which then ends."""
+        connector, request, answer = self.scheduler.connector, self.request(name, tokens), []
+
+        def known():
+            answer[:] = connector.get_num_new_matched_tokens(request, 0)
+            return answer[0] is not None
+
+        wait_until(known, 60, "a lookup")
+        connector.request_finished_all_groups(request, tuple([] for _ in self.specs))
+        return answer[0]
 
     def _token(self, name, at):
         """The token at this place of a request."""

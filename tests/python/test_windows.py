@@ -10,9 +10,10 @@ import pytest
 from conftest import CHUNK
 from kvtier.transfer import Group
 from rig import tokens
-from simulated import MambaSpec, Simulation, chunked, full, state, window
+from simulated import ChunkedLocalAttentionSpec, MambaSpec, Simulation, chunked, full, state, window
 
-from kvtier.vllm.kinds import blocks_of_range, with_offered_states
+from kvtier.vllm.kinds import _window, blocks_of_range, with_offered_states
+from vllm.v1.core.kv_cache_coordinator import HybridKVCacheCoordinator
 
 # Groups of one model: blocks of different sizes, windows shorter and longer than a chunk, and not of whole blocks.
 MODELS = {
@@ -166,3 +167,90 @@ def test_hits_end_at_the_last_state(place, model, schedule):
     block = STATES[model][0].block_size
     assert found[: len(made)] == [0] * len(made)
     assert found[len(made) :] == [(len(prompt) - 1) // block * block for prompt in made]
+
+
+def random_specs(source):
+    """One to three groups: with blocks that divide a chunk, or where vLLM needs it, all with blocks of a chunk."""
+    kind = source.choice(["windows", "windows", "states", "chunked"])
+    sizes = [4, 8, CHUNK] if kind == "windows" else [CHUNK]
+    attention = {
+        "full": lambda: full(source.choice(sizes)),
+        "window": lambda: window(source.choice(sizes), source.randrange(2, 5 * CHUNK)),
+        "chunked": lambda: chunked(CHUNK, source.randrange(1, 5) * CHUNK),
+        "state": lambda: state(CHUNK),
+    }
+    # Without full attention vLLM computes no chunk at whose end its own chunked attention needs nothing.
+    first = {"windows": ["window"], "states": ["state"], "chunked": ["chunked", "full"]}[kind]
+    more = source.choices(["full", "window", first[0]], k=source.randrange(4 - len(first)))
+    specs = [attention[name]() for name in first + more]
+    source.shuffle(specs)
+    return specs
+
+
+def groups_by_object(specs):
+    """The groups of each object of a chunk: those that need the same chunks are in one."""
+    found = {}
+    for group, spec in enumerate(specs):
+        window = _window(spec)
+        key = "state" if isinstance(spec, MambaSpec) else -(-window // CHUNK) if window > 0 else "all"
+        found.setdefault(key, []).append(group)
+    return list(found.values())
+
+
+def listed(server):
+    """The keys of all objects in L1."""
+    return [entry["key"] for entry in server.get("/cache/objects?tier=l1&page_size=5000")[1]["entries"]]
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_hits_are_those_of_vllm(place, seed):
+    """The same chunks of the same groups are in vLLM's own prefix cache and in the server, and are removed from both in random order: the
+    connector finds what `find_longest_cache_hit` finds, in whole chunks. Of chunked attention it asks for a whole chunk of it before the
+    end of a hit, and so may find less."""
+    source, server, chunks = random.Random(f"vllm-{seed}"), place.server("lmcache_driven"), 8
+    specs = random_specs(source)
+    prompt = [each % 4000 for each in tokens(chunks * CHUNK + 1, seed)]
+    with closing(Simulation(server, f"vllm-{seed}", specs, blocks=600, caching=True, step_tokens=64)) as engine:
+        # A chunk more each time, so that each window and each state is stored at each end.
+        places = {}
+        for count in range(1, chunks + 1):
+            engine.add(f"{count}", prompt[: count * CHUNK + 1], answer=1)
+            engine.run()
+            engine.finish_stores()
+            for key in listed(server):
+                places.setdefault(key["chunk_hash_hex"], count - 1)
+        objects, of_object = listed(server), groups_by_object(specs)
+        assert len(objects) == chunks * len(of_object) and len(places) == chunks and engine.errors == 0
+        asked, coordinator = engine.request("asked", prompt), coordinator_of(engine)
+        cached = {}
+        for group, spec in enumerate(specs):
+            pool, count = coordinator.single_type_managers[group].block_pool, chunks * CHUNK // spec.block_size
+            cached[group] = pool.get_new_blocks(count)
+            pool.cache_full_blocks(asked, cached[group], 0, count, spec.block_size, group)
+        source.shuffle(objects)
+        found, wanted = [], []
+        for key in [None, *objects]:
+            if key is not None:
+                first = places[key["chunk_hash_hex"]] * CHUNK
+                for group in of_object[key["object_group_id"]]:
+                    size = specs[group].block_size
+                    removed = {block.block_id for block in cached[group][first // size : (first + CHUNK) // size]}
+                    coordinator.single_type_managers[group].block_pool.evict_blocks(removed)
+                status, answer = server.request("DELETE", "/cache/objects", {"keys": [key], "tier": "l1", "force": True})
+                assert status == 200, answer
+            wanted.append(coordinator.find_longest_cache_hit(asked.block_hashes, chunks * CHUNK)[1])
+            found.append(engine.matched(f"{len(found)}", prompt))
+        assert found[0] == wanted[0] == chunks * CHUNK and found[-1] == wanted[-1] == 0
+        print(f"{specs}: {found}")
+        if any(isinstance(spec, ChunkedLocalAttentionSpec) for spec in specs):
+            assert all(one <= other for one, other in zip(found, wanted, strict=True)), (found, wanted)
+        else:
+            assert found == wanted
+
+
+def coordinator_of(engine):
+    """vLLM's own search for hits in the groups of an engine, in whole chunks."""
+    return HybridKVCacheCoordinator(
+        engine.cache, max_model_len=1024, max_in_flight_tokens=1024, use_eagle=False, enable_caching=True, enable_kv_cache_events=False,
+        dcp_world_size=1, pcp_world_size=1, scheduler_block_size=CHUNK, hash_block_size=engine.hash_block, allow_partial_hash_hits=False,
+    )  # fmt: skip

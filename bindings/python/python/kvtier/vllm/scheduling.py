@@ -321,6 +321,9 @@ class Scheduling:
         if self.holds is None:
             return end
         per_chunk = blocks_per_chunk(self.groups, self.chunk)
+        if per_chunk == 0:
+            # Recurrent states alone: they are held beyond the limit.
+            return end
         if per_chunk > self.holds.max_held:
             self.warnings.warning(
                 "chunk",
