@@ -4,7 +4,8 @@
 //! with a scale of its own (log-normal), every 64th an outlier, keys with a mean per channel. Real KV has more structure (so
 //! these ratios are rather a lower bound for it), but no repeated bytes either.
 //!
-//! Plane `exp` of bf16 has the 8 bits of the exponent, `man` those of sign and mantissa; of fp8 and raw bytes there is one plane.
+//! Plane `exp` of bf16 and fp16 has the bits of the exponent, `man` the eight lowest of sign and mantissa, `upper` the upper byte of
+//! each value; of fp8, int8 and raw bytes there is one plane. int8 has a scale per channel, as KV that is quantized to it has.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -63,6 +64,32 @@ fn values() -> Vec<f32> {
 fn bf16(value: f32) -> u16 {
     let bits = value.to_bits();
     ((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) as u16
+}
+
+/// Half precision, rounded to nearest; values below the smallest normal one are 0.
+fn fp16(value: f32) -> u16 {
+    let bits = value.to_bits();
+    let sign = (bits >> 16) & 0x8000;
+    // A carry of the mantissa goes into the exponent.
+    let rounded = (bits & 0x7fff_ffff) + 0xfff + ((bits >> 13) & 1);
+    let code = match (rounded >> 13).checked_sub(112 << 10) {
+        Some(code) if code >= 1 << 10 => code.min(0x7bff),
+        _ => 0,
+    };
+    (sign | code) as u16
+}
+
+/// Of -127 to 127, the largest value of each channel being one of them.
+fn int8(values: &[f32]) -> Vec<u8> {
+    let mut largest = vec![0.0_f32; 2 * CHANNELS];
+    let channel = |at: usize| at / (TOKENS * CHANNELS) * CHANNELS + at % CHANNELS;
+    for (at, value) in values.iter().enumerate() {
+        let most = &mut largest[channel(at)];
+        *most = most.max(value.abs());
+    }
+    let code =
+        |(at, value): (usize, &f32)| (value / largest[channel(at)] * 127.0).round() as i8 as u8;
+    values.iter().enumerate().map(code).collect()
 }
 
 /// e4m3fn, rounded to nearest, saturated; `scale` brings the largest value to 448.
@@ -193,6 +220,15 @@ async fn main() -> Result<(), Error> {
         .iter()
         .map(|value| e4m3(*value, 448.0 / largest))
         .collect();
+    let half: Vec<u16> = values.iter().map(|value| fp16(*value)).collect();
+    let half_bytes: Vec<u8> = half.iter().flat_map(|value| value.to_le_bytes()).collect();
+    let half_exponents: Vec<u8> = half
+        .iter()
+        .map(|value| ((value >> 10) & 31) as u8)
+        .collect();
+    let half_upper: Vec<u8> = half.iter().map(|value| (value >> 8) as u8).collect();
+    let half_mantissas: Vec<u8> = half.iter().map(|value| *value as u8).collect();
+    let integers = int8(&values);
     println!(
         "synthetic KV, {} elements; GB/s of plain bytes on one thread",
         values.len()
@@ -203,7 +239,12 @@ async fn main() -> Result<(), Error> {
         ("bf16 exp", &exponents),
         ("bf16 man", &mantissas),
         ("bf16 upper", &split),
+        ("fp16 raw", &half_bytes),
+        ("fp16 exp", &half_exponents),
+        ("fp16 upper", &half_upper),
+        ("fp16 man", &half_mantissas),
         ("fp8 e4m3", &fp8),
+        ("int8", &integers),
     ] {
         for codec in CODECS {
             let (ratio, pack, unpack) = measure(codec, data)?;
@@ -218,6 +259,16 @@ async fn main() -> Result<(), Error> {
         let whole = 2.0 / (1.0 + 1.0 / ratio);
         println!(
             "bf16 whole, mantissas as they are, {:8}: ratio {whole:.3}, at most {:.2} and {:.2} GB/s without splitting",
+            codec.name,
+            2.0 * pack,
+            2.0 * unpack
+        );
+    }
+    for codec in CODECS {
+        let (ratio, pack, unpack) = measure(codec, &half_upper)?;
+        let whole = 2.0 / (1.0 + 1.0 / ratio);
+        println!(
+            "fp16 whole, lower bytes as they are, {:8}: ratio {whole:.3}, at most {:.2} and {:.2} GB/s without splitting",
             codec.name,
             2.0 * pack,
             2.0 * unpack

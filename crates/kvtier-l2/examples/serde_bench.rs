@@ -1,9 +1,10 @@
 //! Speed of the transformations of a tier (`serde`) on one thread, and of aesgcm beside ring's AES-GCM in place.
 //!
 //! `cargo run --release -p kvtier-l2 --example serde_bench`. The adapter keeps one object of each key in memory. Columns: GB/s
-//! of ring alone and of the transformation with its copies from and to L1, both by the processor time of their thread; their
-//! ratio; GB/s by the clock of the whole call, with the copy of the adapter in memory and the change of threads. Rounds
-//! alternate; the medians are printed. The values are bfloat16 of similar sizes.
+//! of ring alone, of the copy between L1 and scratch memory alone, and of the transformation with its copies from and to L1, all
+//! by the processor time of their thread; the ratio of the transformation to ring, and to ring and the copy one after the other;
+//! GB/s by the clock of the whole call, with the copy of the adapter in memory and the change of threads. Rounds alternate; the
+//! medians are printed. The values are bfloat16 of similar sizes.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -21,6 +22,9 @@ use ring::aead::{AES_128_GCM, AES_256_GCM, Aad, LessSafeKey, Nonce, UnboundKey};
 type Error = Box<dyn std::error::Error>;
 
 const ROUNDS: usize = 7;
+
+/// Bytes copied at once, as those of a segment of the frame `bound`.
+const PIECE: usize = 64 << 10;
 
 /// Bytes per round: more than any cache.
 const BYTES: u64 = 256 << 20;
@@ -72,6 +76,29 @@ fn ring_alone(key: &LessSafeKey, data: &mut [u8], len: usize) -> Result<[f64; 2]
             .map_err(failed)?;
     }
     Ok([sealed, total / (cpu() - begin)])
+}
+
+/// GB/s of the copies alone: of each object from L1 to the same scratch memory, and back.
+fn copies_alone(bench: &Bench, scratch: &mut [u8], plain: &[u8]) -> Result<[f64; 2], Error> {
+    let total = BYTES as f64 / 1e9;
+    let numbers = 0..BYTES / bench.len;
+    let begin = cpu();
+    for number in numbers.clone() {
+        for (at, piece) in scratch.chunks_mut(PIECE).enumerate() {
+            bench.buffer(number).read((at * PIECE) as u64, piece)?;
+        }
+    }
+    let read = total / (cpu() - begin);
+    let begin = cpu();
+    for number in numbers {
+        for (at, piece) in scratch.chunks(PIECE).enumerate() {
+            bench.buffer(number).write((at * PIECE) as u64, piece)?;
+        }
+    }
+    let written = total / (cpu() - begin);
+    // Later rounds store the same values.
+    bench.arena.write(Extent::new(0, BYTES), 0, plain)?;
+    Ok([read, written])
 }
 
 struct Bench {
@@ -141,7 +168,9 @@ async fn main() -> Result<(), Error> {
     for value in plain.chunks_exact_mut(2) {
         value[1] = (value[1] & 0x83) | 0x38;
     }
-    println!("len_kib bits frame   op    ring_gb_s transform_gb_s ratio call_gb_s");
+    println!(
+        "len_kib bits frame   op    ring_gb_s copy_gb_s transform_gb_s of_ring of_both call_gb_s"
+    );
     for (len, bits) in [
         (128_u64 << 10, 128),
         (2 << 20, 128),
@@ -172,27 +201,31 @@ async fn main() -> Result<(), Error> {
             let key = UnboundKey::new(algorithm, &[7; 32][..bits / 8]).map_err(|_| "bad key")?;
             let key = LessSafeKey::new(key);
             let mut data = vec![3; BYTES as usize];
-            let mut speeds: [[Vec<f64>; 3]; 2] = Default::default();
+            let mut scratch = vec![3; len as usize];
+            let mut speeds: [[Vec<f64>; 4]; 2] = Default::default();
             for round in 0..=ROUNDS {
                 let ring = ring_alone(&key, &mut data, len as usize)?;
+                let copies = copies_alone(&bench, &mut scratch, &plain)?;
                 let calls = bench.round().await?;
                 // The first touches the memory.
                 for operation in (0..2).filter(|_| round > 0) {
                     let [cpu, clock] = calls[operation];
-                    for (all, one) in
-                        speeds[operation]
-                            .iter_mut()
-                            .zip([ring[operation], cpu, clock])
-                    {
+                    for (all, one) in speeds[operation].iter_mut().zip([
+                        ring[operation],
+                        copies[operation],
+                        cpu,
+                        clock,
+                    ]) {
                         all.push(one);
                     }
                 }
             }
             for (name, all) in ["store", "load"].into_iter().zip(speeds) {
-                let [ring, cpu, clock] = all.map(median);
-                let (kib, ratio) = (len >> 10, cpu / ring);
+                let [ring, copy, cpu, clock] = all.map(median);
+                let (kib, of_ring, of_both) =
+                    (len >> 10, cpu / ring, cpu * (1.0 / ring + 1.0 / copy));
                 println!(
-                    "{kib:7} {bits:4} {frame:7} {name:5} {ring:9.2} {cpu:14.2} {ratio:5.2} {clock:9.2}"
+                    "{kib:7} {bits:4} {frame:7} {name:5} {ring:9.2} {copy:9.2} {cpu:14.2} {of_ring:7.2} {of_both:7.2} {clock:9.2}"
                 );
             }
         }
