@@ -48,24 +48,34 @@ class Faults:
 
     def restart(self, fault, end, damage=None):
         """The server ends, is away, and returns; it keeps what it should, but for what `damage()` changes meanwhile."""
-        plan, removes = self.plan, not self.plan.restore or damage is not None
-        with self.window(fault.kind, removes=removes):
-            before = {}
-            if plan.restore and plan.keeps_stored and not removes:
-                before["l1"] = set(self.objects("l1"))
-            if "fs" in plan.tiers:
-                before["fs-0"] = set(self.objects("l2", "fs-0"))
+        with self.window(fault.kind, removes=not self.plan.restore or damage is not None):
+            before = self.kept()
             end()
             if damage:
                 damage()
+                before.pop("l1", None)
             time.sleep(fault.length / 3)
             self.server.start()
-            if "fs" in plan.tiers:
+            if "fs" in self.plan.tiers:
                 tiers.adopted(self.server)
-            excused = self.deleted | (self.backends["fs"].damaged if "fs" in plan.tiers else set())
-            for tier, keys in before.items():
-                after = set(self.objects("l1") if tier == "l1" else self.objects("l2", tier))
-                self.violations += checker.check_kept(keys, after, excused, f"{fault.kind} at {fault.at:.1f}, {tier}")
+            self.compare(fault, before)
+
+    def kept(self):
+        """What the server's end may not remove, by the names of tiers or `l1`. A disk that may be full keeps what it can."""
+        listed = self.server.get("/status")[1]["storage_manager"]["l2_adapters"]
+        names = [tier["name"] for kind, tier in zip(self.plan.tiers, listed, strict=True) if kind != "small_fs"]
+        found = {name: set(self.objects("l2", name)) for name in names}
+        if self.plan.restore and self.plan.keeps_stored:
+            found["l1"] = set(self.objects("l1"))
+        return found
+
+    def compare(self, fault, before):
+        """What was listed before is listed now."""
+        excused = self.deleted | (self.backends["fs"].damaged if "fs" in self.plan.tiers else set())
+        for tier, keys in before.items():
+            after = set(self.objects("l1") if tier == "l1" else self.objects("l2", tier))
+            self.compared_objects[tier] += len(keys)
+            self.violations += checker.check_kept(keys, after, excused, f"{fault.kind} at {fault.at:.1f}, {tier}")
 
     def kill(self, fault):
         self.restart(fault, self.server.kill)
@@ -98,9 +108,9 @@ class Faults:
 
     def take_over(self, fault):
         """Another process takes over, or refuses and leaves the other one alone."""
-        server, old, plan = self.server, self.server.process, self.plan
+        server, old = self.server, self.server.process
         with self.window("take_over"):
-            before = set(self.objects("l2", "fs-0")) if "fs" in plan.tiers else set()
+            before = self.kept()
             with open(server.log, "ab") as out:
                 new = subprocess.Popen([*server.argv(), "--take-over"], stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
             server.process = new
@@ -110,10 +120,7 @@ class Faults:
                 self.refused_take_overs += 1
             elif old.returncode != 0 or new.poll() is not None:
                 self.violations.append(Violation("take-over", f"the old server ended with {old.returncode}, the new one has {new.poll()}"))
-            if "fs" in plan.tiers:
-                excused = self.deleted | self.backends["fs"].damaged
-                after = set(self.objects("l2", "fs-0"))
-                self.violations += checker.check_kept(before, after, excused, f"take_over at {fault.at:.1f}, fs-0")
+            self.compare(fault, before)
 
     def pick_engine(self, fault):
         """The number of a running engine."""

@@ -117,10 +117,8 @@ def make(seed, seconds):
         model = source.randrange(2) + {"lmcache_driven": 2, "cuda": 4}.get(mode, 0)
         plan.engines.append(EngineSpec(number, client, mode, model, source.random() < 0.4, f"{seed}/{number}"))
     faults = SERVER | CLIENTS | DATA
-    if plan.restore and plan.mode != "all":
-        faults = faults | {"take_over": 5}
     if plan.restore:
-        faults = faults | {"damage_ledger": 1}
+        faults = faults | {"take_over": 5, "damage_ledger": 1}
     if not plan.is_roomy:
         faults = faults | {"quota": 2}
     for tier in tiers:

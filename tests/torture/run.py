@@ -13,6 +13,7 @@ import json
 import os
 import random
 import shutil
+import subprocess
 import sys
 import time
 from collections import Counter
@@ -49,9 +50,11 @@ def seeds(options):
 class Summary:
     """What all rounds have seen."""
 
-    def __init__(self):
+    def __init__(self, seeds, version):
+        self.seeds, self.version = seeds, version
         self.began, self.rounds, self.compared, self.refused = time.time(), 0, 0, 0
         self.operations, self.faults, self.tiers, self.modes, self.violations = Counter(), Counter(), Counter(), Counter(), Counter()
+        self.compared_objects = Counter()
         self.failed, self.slowest = [], {}
 
     def add(self, round_, violations):
@@ -59,6 +62,7 @@ class Summary:
         self.rounds += 1
         self.compared += getattr(round_, "compared", 0)
         self.refused += round_.refused_take_overs
+        self.compared_objects.update(round_.compared_objects)
         for op, results in getattr(round_, "operations", {}).items():
             self.operations.update({f"{op}: {result}": count for result, count in results.items()})
         for op, seconds in getattr(round_, "slowest", {}).items():
@@ -73,11 +77,13 @@ class Summary:
     def data(self):
         """For JSON."""
         return {
+            "server": self.version, "seeds": self.seeds,
             "seconds": round(time.time() - self.began), "rounds": self.rounds, "rounds_by_tiers": dict(self.tiers),
             "engines_by_mode": dict(self.modes), "operations": dict(sorted(self.operations.items())),
             "operations_total": sum(self.operations.values()), "bytes_compared": self.compared, "slowest_seconds": self.slowest,
             "faults": dict(sorted(self.faults.items())), "faults_total": sum(self.faults.values()),
-            "take_overs_refused": self.refused, "violations": dict(self.violations),
+            "take_overs_refused": self.refused, "kept_objects_compared": dict(sorted(self.compared_objects.items())),
+            "violations": dict(self.violations),
             "violations_total": sum(self.violations.values()), "failed_seeds": self.failed,
         }  # fmt: skip
 
@@ -110,9 +116,11 @@ def main():
         for seed in options.seed:
             print(seed, plan.make(seed, options.round_seconds))
         return 0
+    from kvrig.server import our_command
     from round import Round
 
-    summary = Summary()
+    version = subprocess.run([our_command()[0], "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    summary = Summary(options.seed, version)
     for seed in seeds(options):
         made, logs, began = plan.make(seed, options.round_seconds), options.logs / str(seed), time.monotonic()
         shutil.rmtree(logs, ignore_errors=True)
