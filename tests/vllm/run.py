@@ -17,6 +17,7 @@
   run.py ... --remote resp     two servers that share a tier of this type: an engine at the second hits what one at the first
                                has stored
   run.py ... --take-over       servers that take over from each other while an engine serves 20 requests at once
+  run.py ... --restored        a server without a second tier that is killed: hits after its start, from the L1 that it had
   run.py ... --wheel DIR       engines of an earlier vLLM or LMCache; with --silent-scheduler for LMCache 0.5.0 to 0.5.5
   run.py ... --fresh           every engine is a new process, as an operator starts it, instead of a fork of one that has
                                imported vLLM; always so with several workers and with --mla
@@ -47,11 +48,12 @@ from kvrig.report import Report
 from kvrig.server import Server, free_port, our_command, peer_command
 from mla import MlaCases
 from remote import RemoteCases, RemoteTier
+from restored import RestoredCases
 from take_over import TakeOverCases
-from take_over import flags as take_over_flags
 
+INSTANCE = "kept"
 MODES = ["lmcache_driven", "engine_shm", "engine_pickle"]
-# In these the server has a second tier; in the others a restart forgets everything.
+# In these the server has a second tier; in the others a restart forgets everything, unless L1 is restored.
 WITH_TIER = ["lmcache_driven", "engine_shm"]
 
 
@@ -72,6 +74,7 @@ def options():
     parser.add_argument("--package", help="directory with the Python package kvtier, for its connector")
     parser.add_argument("--remote", choices=["resp", "s3"], help="type of the tier that two servers share")
     parser.add_argument("--take-over", action="store_true", help="servers take over from each other under load")
+    parser.add_argument("--restored", action="store_true", help="a server that is killed leaves its L1 to the next")
     parser.add_argument("--wheel", action="append", default=[], metavar="DIR",
                         help="an unpacked earlier vLLM or LMCache, in front of the engine's packages; may be repeated")  # fmt: skip
     parser.add_argument("--transfer-mode", help="what the engine's LMCache calls the mode, if not as 0.5.6 does")
@@ -119,13 +122,16 @@ def main():
         ours = chosen.connector == "kvtier"
         log = Path(chosen.logs) / f"server-{run_name(chosen, mode)}.log"
         log.unlink(missing_ok=True)
-        directory = Path(chosen.logs) / f"tier-{mode}" if mode in WITH_TIER and not ours and not chosen.remote and not chosen.take_over else None
+        keeps_l1 = chosen.take_over or chosen.restored
+        has_directory = mode in WITH_TIER and not ours and not chosen.remote and not keeps_l1
+        directory = Path(chosen.logs) / f"tier-{mode}" if has_directory else None
         flags = chosen.server_flag
         remote = chosen.remote and RemoteTier(chosen.remote, Path(chosen.logs) / f"{chosen.remote}-{mode}")
         if remote:
             flags = flags + remote.flags
-        if chosen.take_over:
-            flags = flags + take_over_flags(Path(chosen.logs) / f"state-{run_name(chosen, mode)}")
+        state = Path(chosen.logs) / f"state-{run_name(chosen, mode)}"
+        if keeps_l1:
+            flags = flags + kept_flags(state)
         if directory:
             shutil.rmtree(directory, ignore_errors=True)
             flags = flags + (tiers.adapter("fs", base_path=directory) if chosen.peer else tiers.fs(directory))
@@ -150,6 +156,8 @@ def main():
                     finish(second, report, f"{run_name(chosen, mode)}-second")
             elif chosen.take_over:
                 TakeOverCases(chosen, prompts, known, server, report).run_take_over()
+            elif chosen.restored:
+                RestoredCases(chosen, prompts, known, server, report, state=state / INSTANCE).run_restored()
             elif chosen.mla:
                 MlaCases(chosen, prompts, known, server, report).run_mla()
             elif chosen.tensor_parallel * chosen.pipeline_parallel > 1:
@@ -201,6 +209,13 @@ class ProxiedServer(Server):
         self.proxy.cut()
 
 
+def kept_flags(directory):
+    """Flags of a server whose next process goes on with its L1 and its workers, in an empty state directory."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    return ["--l1-restore", "on", "--state-dir", str(directory), "--instance-id", INSTANCE]
+
+
 def finish(server, report, name):
     """The server must still run, stop when asked, leave no shared memory and no unexpected log lines."""
     if not server.running():
@@ -215,6 +230,10 @@ def finish(server, report, name):
         for path in left:
             os.unlink(path)
         left = []
+        if INSTANCE in server.flags:
+            state = Path(server.flags[server.flags.index("--state-dir") + 1])
+            for folder in Path("/dev/shm").glob(f"kvtier_*_{(state / INSTANCE / 'id').read_text()}"):
+                shutil.rmtree(folder)
     ok = (status == 0 or server.peer) and not left
     report.check(f"{name}/server-stops", ok, f"exit status {status} after {seconds:.1f} s, left: {left}")
     trouble = server.unexpected_trouble()

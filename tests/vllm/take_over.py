@@ -1,9 +1,7 @@
 """Servers that take over from each other while an engine serves many requests: it must notice nothing."""
 
 import concurrent.futures
-import shutil
 import time
-from pathlib import Path
 
 from cases import CHUNK, ModeCases, random_tokens
 from kvrig.waiting import wait_until
@@ -15,13 +13,6 @@ ROUNDS = 4
 # Batches of another size add floats in another order, so two tokens that are as likely may change places. In float32 that moves
 # log-probabilities by less than this.
 NEAR_TIE = 1e-3
-
-
-def flags(directory):
-    """What a server needs so that another one can take over from it."""
-    shutil.rmtree(directory, ignore_errors=True)
-    Path(directory).mkdir(parents=True)
-    return ["--l1-restore", "on", "--state-dir", str(directory)]
 
 
 class TakeOverCases(ModeCases):
