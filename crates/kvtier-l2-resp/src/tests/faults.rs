@@ -197,6 +197,61 @@ async fn error_inside_of_a_pipeline_costs_its_own_item() {
 }
 
 #[tokio::test]
+async fn large_objects_are_asked_for_one_after_the_other() {
+    const LEN: usize = 1 << 20;
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    // Numbers of commands that were there when each reply began, and was half sent.
+    let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
+    tokio::spawn(async move {
+        loop {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            let tell = tell.clone();
+            tokio::spawn(async move {
+                let mut bytes = vec![0; 65536];
+                let _ = stream.read(&mut bytes).await;
+                let _ = stream.write_all(b"+PONG\r\n").await;
+                let (mut asked, said) = (Vec::new(), value(LEN, LEN));
+                for answered in 0.. {
+                    while count_gets(&asked) == answered {
+                        match stream.read(&mut bytes).await {
+                            Ok(got) if got > 0 => asked.extend_from_slice(&bytes[..got]),
+                            _ => return,
+                        }
+                    }
+                    let (first, second) = said.split_at(said.len() / 2);
+                    let _ = stream.write_all(first).await;
+                    // Whatever was sent by now has arrived.
+                    while let Ok(got) = stream.try_read(&mut bytes)
+                        && got > 0
+                    {
+                        asked.extend_from_slice(&bytes[..got]);
+                    }
+                    let _ = tell.send(count_gets(&asked) - answered);
+                    let _ = stream.write_all(second).await;
+                }
+            });
+        }
+    });
+    let options = RespOptions {
+        num_workers: 1,
+        companion_sums: false,
+        ..RespOptions::new(Address::Tcp("127.0.0.1".into(), port))
+    };
+    let adapter = RespAdapter::open("resp", &options);
+    let memory = Memory::new(8 << 20);
+    let objects: Vec<_> = (0..4).map(|number| object(number, LEN as u64)).collect();
+    assert_eq!(kinds(load(&adapter, &memory, &objects).await), [None; 4]);
+    for _ in 0..4 {
+        assert_eq!(told.recv().await, Some(1));
+    }
+}
+
+fn count_gets(bytes: &[u8]) -> usize {
+    bytes.windows(5).filter(|five| five == b"\nGET\r").count()
+}
+
+#[tokio::test]
 async fn errors_have_their_kinds() {
     for (error, kind) in [
         ("OOM command not allowed", ErrorKind::Full),
