@@ -75,6 +75,7 @@ pub(super) struct Pipe<'a> {
     unsent_bytes: u64,
     sent_bytes: u64,
     pending: VecDeque<Pending>,
+    /// Of the objects whose replies have not ended.
     expected_bytes: u64,
     received: Vec<u8>,
     /// How far the first reply of those was read.
@@ -471,13 +472,17 @@ impl<'a> Pipe<'a> {
         }
         match oldest.expected.pop_front() {
             Some(Expected::Asking) => {}
-            _ => oldest.replies.push(reply),
+            expected => {
+                if let Some(Expected::Object(to)) = expected {
+                    self.expected_bytes -= to.len();
+                }
+                oldest.replies.push(reply);
+            }
         }
         if oldest.expected.is_empty()
             && let Some(done) = self.pending.pop_front()
         {
             self.oldest = Instant::now();
-            self.expected_bytes -= done.expected_bytes;
             self.state.end(done.size, done.answer, Ok(done.replies));
         }
         if let Some(Fatal { error, is_demotion }) = fatal {
