@@ -198,7 +198,24 @@ SHARING = {
 }
 
 
-def test_releases_share_objects(serve, environments, tmp_path):
+# The same of every release that has the mode.
+EVERY = {
+    (side, mode): [
+        release for release in [*CPU_MODES, CURRENT]
+        if wanted & set(["cuda"] if side == "gpu" else CPU_MODES.get(release, ["engine_shm", "lmcache_driven"]))
+    ]
+    for (side, mode), wanted in {
+        ("gpu", "lmcache_driven"): {"cuda"},
+        ("cpu", "lmcache_driven"): {"lmcache_driven"},
+        ("cpu", "engine_driven"): {"engine_shm", "engine_pickle"},
+    }.items()
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "sharing", [pytest.param(SHARING, id="some"), pytest.param(EVERY, id="every", marks=pytest.mark.beside_the_gate)]
+)
+def test_releases_share_objects(serve, environments, tmp_path, sharing):
     """What a client of one release has stored, clients of others find on the same server and load: the same bytes."""
     server = serve("all")
     peers, starting = {}, threading.Semaphore(AT_ONCE)
@@ -209,14 +226,14 @@ def test_releases_share_objects(serve, environments, tmp_path):
             line = peer.expect("LMCache")
             assert release == CURRENT or f"/{release}/lmcache" in line, "another release was imported"
 
-    wanted = {(release, side) for (side, _), releases in SHARING.items() for release in releases}
+    wanted = {(release, side) for (side, _), releases in sharing.items() for release in releases}
     try:
         with ThreadPoolExecutor(len(wanted)) as pool:
             list(pool.map(lambda which: start(*which), sorted(wanted)))
-        for (side, mode), releases in SHARING.items():
+        for (side, mode), releases in sharing.items():
             for release in (releases[0], releases[-1]):
                 peers[release, side].do(f"store {mode} by-{release}")
-        for (side, mode), releases in SHARING.items():
+        for (side, mode), releases in sharing.items():
             for release in releases:
                 for stored_by in (releases[0], releases[-1]):
                     peers[release, side].do(f"load {mode} by-{stored_by}")

@@ -239,6 +239,17 @@ def check_lost_registration(connect, engine, _, server, prompt):
     worker.stores.pop("lost", None)
 
 
+def check_status(server):
+    """Every worker's range of releases contains this one."""
+    status = server.get("/status")[1]
+    workers = [*status["cache_context_meta"].values(), *status["non_cuda_context_meta"].values()]
+    assert workers
+    for worker in workers:
+        first, _, last = worker["client_releases"].partition(" to ")
+        first, last = (tuple(map(int, release.split("."))) for release in (first, last or first))
+        assert first <= older.RELEASE <= last, worker
+
+
 def run_steps(server, connect):
     """Everything, in one mode."""
     mode, traits = server.mode, older.TRAITS
@@ -265,6 +276,7 @@ def run_steps(server, connect):
     if traits.process_ids:
         step("equal ids", check_equal_ids, connect)
     step("probes", probes.check, engine, partial(store, engine))
+    step("status", check_status, server)
     prompt, stored = store(engine, 2)
     restarts = check_restarts if traits.registers_again else check_lost_registration
     step("restart", restarts, connect, engine, began, server, prompt)
