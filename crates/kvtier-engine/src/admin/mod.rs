@@ -178,7 +178,9 @@ impl Admin {
     /// Touches all of L1, so that no store pays for a page's first use. `requests` is the number of requests so far: while they
     /// come, it pauses after each step.
     pub fn prefault(&self, stop: &AtomicBool, requests: impl Fn() -> u64) {
-        // Requests come first. On Linux a nice value belongs to the thread; being refused one changes nothing.
+        // Requests come first, but not by the lowest priority: populating pages holds the lock of the address space, for which all
+        // others would wait while this thread is not scheduled. On Linux a nice value belongs to the thread; being refused one changes
+        // nothing.
         let _ = rustix::process::nice(10);
         let (mut seen, mut pauses) = (requests(), 0);
         let arena = &self.context.l1.arena;
