@@ -1,5 +1,5 @@
 //! Periodic work: workers that ended or fell silent, segments that their clients have left, expired lookups and transfers, tenants
-//! over quota, and the low watermark.
+//! over quota, and the low watermark; and the counting of misses by reason, which reads more than a lookup may.
 //!
 //! No request depends on it: `reserve` evicts by itself, and every release has its own request. It only limits how long
 //! abandoned memory stays.
@@ -23,6 +23,7 @@ impl Engine {
         self.transfers.expire(now);
         self.context.l1.expire(now);
         self.admin.evict();
+        self.admin.count_misses();
     }
 
     /// Considers every worker and scheduler alive: the process itself was stopped, and what they have sent is not read yet.

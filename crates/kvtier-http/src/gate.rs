@@ -3,18 +3,16 @@
 //! Reading (GET and HEAD, and one question that is too long for a GET) takes any token, everything else an admin's; so a
 //! new route is closed unless it only reads. Open are `/healthcheck`, for probes that carry no token, and the files of the
 //! dashboard, which hold nothing of the server. Without tokens, every client on loopback may do everything.
-//!
-//! The mutex guards when refusals were last logged; no other lock is acquired inside.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse as _, Response};
-use kvtier_sync::Mutex;
+use kvtier_sync::RateLimited;
 
 use super::{audit, detail, origin, ui};
 use crate::access::{Access, Caller, Role};
@@ -26,9 +24,6 @@ pub(super) const OPEN: &str = "/healthcheck";
 /// The path whose POST only reads.
 const QUESTION: &str = "/cache/explain";
 
-/// Interval between two lines about requests without a token: a client that tries many should not fill the log.
-const QUIET: Duration = Duration::from_secs(1);
-
 /// Where a request came from; every connection adds it to its requests.
 #[derive(Clone, Copy)]
 pub(super) struct Peer(pub(super) SocketAddr);
@@ -36,7 +31,8 @@ pub(super) struct Peer(pub(super) SocketAddr);
 /// What the gate knows.
 pub(super) struct Gate {
     access: Arc<Access>,
-    strangers: Strangers,
+    /// Of requests without a token that is known: a client that tries many should not fill the log.
+    refusals: RateLimited,
     changes: Changes,
 }
 
@@ -45,7 +41,7 @@ impl Gate {
         Arc::new(Self {
             access,
             changes,
-            strangers: Strangers::default(),
+            refusals: RateLimited::per_second(),
         })
     }
 
@@ -68,7 +64,9 @@ impl Gate {
         };
         let presented = presented(request.headers());
         let Some(token) = presented.and_then(|presented| tokens.find(presented)) else {
-            self.strangers.note(&peer);
+            if let Some(suppressed) = self.refusals.permit(Instant::now()) {
+                tracing::warn!(target: "audit", requests = suppressed + 1, last = peer, "refused: no token that is known");
+            }
             return Err(unauthorized(request.headers().contains_key(header::AUTHORIZATION)).into());
         };
         let caller = Caller {
@@ -175,22 +173,4 @@ fn unauthorized(tried: bool) -> Response {
         ),
     };
     challenged(refuse(StatusCode::UNAUTHORIZED, reason), challenge)
-}
-
-/// Requests without a token that is known.
-#[derive(Default)]
-struct Strangers {
-    /// When they were last told, and how many there were since.
-    told: Mutex<(Option<Instant>, u64)>,
-}
-
-impl Strangers {
-    fn note(&self, peer: &str) {
-        let mut told = self.told.lock();
-        told.1 += 1;
-        if told.0.is_none_or(|last| last.elapsed() >= QUIET) {
-            tracing::warn!(target: "audit", requests = told.1, last = peer, "refused: no token that is known");
-            *told = (Some(Instant::now()), 0);
-        }
-    }
 }

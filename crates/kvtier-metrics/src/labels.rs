@@ -23,6 +23,8 @@ label_sets! {
     LookupLabels { cache_salt: Arc<str>, model_name: Arc<str> }
     /// Labels of LMCache's counter of lookups that ended before any key was asked for.
     EarlyExitLabels { cache_salt: Arc<str>, model_name: Arc<str>, reason: &'static str }
+    /// Labels of why lookups missed.
+    MissLabels { cause: &'static str, reason: &'static str, tier: Arc<str> }
     /// Labels of LMCache's failure counters.
     FailureLabels { during: &'static str, model_name: Arc<str> }
     /// Labels of what a tenant's limit refused.

@@ -27,8 +27,8 @@ pub use l2::{GuardReadings, L2Metrics, PrefetchPhase, TierCall, TierReadings};
 pub use labels::SpanLoss;
 use labels::{
     BuildLabels, DeviceLabels, EarlyExitLabels, FailureLabels, L1GaugeLabels, L1Labels,
-    LoadedLabels, LookupLabels, OperationLabels, OverQuotaLabels, ReadFailureLabels, RefusedLabels,
-    SpanLossLabels,
+    LoadedLabels, LookupLabels, MissLabels, OperationLabels, OverQuotaLabels, ReadFailureLabels,
+    RefusedLabels, SpanLossLabels,
 };
 use names::Names;
 use prometheus_client::metrics::counter::Counter;
@@ -80,6 +80,7 @@ pub struct Metrics {
     lookup_hit_l2_keys: Family<LookupLabels, Counter>,
     lookups: Family<LookupLabels, Counter>,
     early_exits: Family<EarlyExitLabels, Counter>,
+    misses: Family<MissLabels, Counter>,
     submitted_stores: Family<DeviceLabels, Counter>,
     finished_stores: Family<DeviceLabels, Counter>,
     submitted_retrieves: Family<DeviceLabels, Counter>,
@@ -267,6 +268,10 @@ impl Metrics {
                 "lookup_early_exit_requests",
                 "Lookups that asked for no key",
             ),
+            misses: own.add(
+                "lookup_misses",
+                "Lookups that did not find all of their chunks, by what had become of the first missing one",
+            ),
             submitted_stores: lmcache.add("num_submitted_stores", "Stores received"),
             finished_stores: lmcache.add("num_finished_stores", "Stores answered"),
             submitted_retrieves: lmcache.add("num_submitted_retrieves", "Retrieves received"),
@@ -424,6 +429,16 @@ impl Metrics {
             reason,
         };
         self.early_exits.get_or_create(&labels).inc();
+    }
+
+    /// Lookups that missed: what had become of the chunk, why, and where (`l1`, a tier's name, or nowhere).
+    pub fn missed(&self, reason: &'static str, cause: &'static str, tier: &str, lookups: u64) {
+        let labels = MissLabels {
+            cause,
+            reason,
+            tier: tier.into(),
+        };
+        self.misses.get_or_create(&labels).inc_by(lookups);
     }
 
     /// Objects admitted to L1.

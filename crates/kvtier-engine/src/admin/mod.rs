@@ -133,6 +133,7 @@ impl Admin {
 
     /// All metrics in Prometheus' text format.
     pub fn scrape(&self) -> String {
+        self.count_misses();
         let tiers = self.quotas.tiers();
         let tiers: Vec<_> = tiers.map(|tier| tier as &dyn TenantSource).collect();
         let limit = usize::from(self.context.config().tenants.tenant_metrics);

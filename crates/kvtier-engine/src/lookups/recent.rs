@@ -35,25 +35,64 @@ pub struct RecentLookup {
 
 /// The latest lookups.
 #[derive(Default)]
-pub struct RecentLookups(Mutex<VecDeque<RecentLookup>>);
+pub struct RecentLookups(Mutex<Ring>);
+
+#[derive(Default)]
+struct Ring {
+    lookups: VecDeque<RecentLookup>,
+    /// The last ones, whose misses are not counted yet.
+    uncounted: usize,
+    /// Misses that were forgotten before they were counted.
+    forgotten_misses: u64,
+}
+
+/// A chunk that a lookup did not find, and when it was asked.
+pub struct Miss {
+    /// When the lookup was asked.
+    pub at: Duration,
+    /// See [`RecentLookup::missing`].
+    pub chunk: (Arc<Namespace>, ChunkHash),
+}
 
 impl RecentLookups {
     /// Adds one; the oldest is forgotten for it.
     pub fn push(&self, lookup: RecentLookup) {
         let mut ring = self.0.lock();
-        let forgotten = match ring.len() {
-            REMEMBERED => ring.pop_front(),
+        let forgotten = match ring.lookups.len() {
+            REMEMBERED => ring.lookups.pop_front(),
             _ => None,
         };
-        ring.push_back(lookup);
+        if ring.uncounted == REMEMBERED {
+            let is_miss = forgotten.as_ref().is_some_and(|it| it.missing.is_some());
+            ring.forgotten_misses += u64::from(is_miss);
+        } else {
+            ring.uncounted += 1;
+        }
+        ring.lookups.push_back(lookup);
         drop(ring);
         drop(forgotten);
+    }
+
+    /// The misses since the last call, and how many more were forgotten.
+    pub fn take_uncounted(&self) -> (Vec<Miss>, u64) {
+        let mut ring = self.0.lock();
+        let uncounted = std::mem::take(&mut ring.uncounted);
+        let forgotten = std::mem::take(&mut ring.forgotten_misses);
+        let latest = ring.lookups.iter().rev().take(uncounted);
+        let misses = latest.filter_map(|lookup| {
+            let chunk = lookup.missing.clone()?;
+            Some(Miss {
+                at: lookup.at,
+                chunk,
+            })
+        });
+        (misses.collect(), forgotten)
     }
 
     /// At most `limit` of those that `which` accepts, the latest first.
     pub fn latest(&self, limit: usize, which: impl Fn(&RecentLookup) -> bool) -> Vec<RecentLookup> {
         let ring = self.0.lock();
-        let latest = ring.iter().rev().filter(|lookup| which(lookup));
+        let latest = ring.lookups.iter().rev().filter(|lookup| which(lookup));
         latest.take(limit).cloned().collect()
     }
 }
@@ -84,5 +123,34 @@ mod tests {
         assert_eq!(tokens(2), [1023, 1021]);
         assert_eq!(tokens(REMEMBERED).last(), Some(&1));
         assert_eq!(recent.latest(usize::MAX, |_| true).len(), REMEMBERED);
+    }
+
+    #[test]
+    fn each_miss_is_taken_once_or_counted_as_forgotten() {
+        let recent = RecentLookups::default();
+        let namespace = Arc::new(Namespace::new("m", 0, 0, 0, "").expect("good names"));
+        let push = |number: usize, misses: bool| {
+            recent.push(RecentLookup {
+                at: Duration::from_secs(number as u64),
+                model_name: "m".into(),
+                cache_salt: "".into(),
+                first: None,
+                tokens: 1,
+                hit_tokens: 0,
+                missing: misses.then(|| (Arc::clone(&namespace), ChunkHash([0; 32]))),
+                refused: None,
+            });
+        };
+        let taken = || {
+            let (misses, forgotten) = recent.take_uncounted();
+            (misses.len(), forgotten)
+        };
+        assert_eq!(taken(), (0, 0));
+        (0..10).for_each(|number| push(number, number % 2 == 0));
+        assert_eq!(taken(), (5, 0));
+        assert_eq!(taken(), (0, 0));
+        (0..REMEMBERED + 6).for_each(|number| push(number, number % 2 == 0));
+        assert_eq!(taken(), (REMEMBERED / 2, 3));
+        assert_eq!(taken(), (0, 0));
     }
 }

@@ -9,8 +9,9 @@ use kvtier_client::{
 };
 use serde_json::{Value, json};
 
-use crate::http::json_of;
+use crate::http::{json_of, request};
 use crate::l2::{fs, hits, settle, store, with_tiers};
+use crate::metrics::parse_metrics;
 use crate::support::{CHUNK, PATIENCE, Steps as _, TestServer, engine_driven, prompt, tokens};
 
 const EXPLAIN: &str = "/cache/explain";
@@ -150,6 +151,44 @@ fn evictions_have_their_policy_and_time() {
     store(&mut worker, &prompt(1, 4), 1);
     let answer = explain(&server, &body("explain/evicted", "", 1, 4));
     assert_eq!(runs(&answer), [run(0, 4, "l1")]);
+}
+
+#[test]
+fn misses_are_counted_by_reason() {
+    let server = TestServer::start(&["--l1-size-gb", "0.001953125"]);
+    let mut worker = server.engine_driven(1, &Scope::new("explain/counted"));
+    store(&mut worker, &prompt(1, 4), 1);
+    let fits = server.readings().capacity_bytes / worker.chunk_bytes() as u64;
+    for chunk in 0..fits - 2 {
+        worker.stored(&prompt(2 + chunk as u32, 1), 0..1, 2);
+    }
+    server.pass(Duration::from_secs(3));
+    let lookup = |worker: &mut EngineDrivenWorker, seed, chunks, found| {
+        assert_eq!(worker.lookup(&prompt(seed, chunks), "r").unwrap(), found);
+        worker.connection().end_session("r").unwrap();
+    };
+    lookup(&mut worker, 1, 4, 2);
+    lookup(&mut worker, 1, 2, 2);
+    lookup(&mut worker, 9000, 1, 0);
+    // Stored and removed behind the lookup, which is no reason of it.
+    lookup(&mut worker, 9001, 1, 0);
+    server.pass(Duration::from_secs(3));
+    worker.stored(&prompt(9001, 1), 0..1, 3);
+    let (status, _) = json_of(&server, "POST", "/cache/clear", "");
+    assert_eq!(status, 200);
+    let (_, _, text) = request(&server, "GET", "/metrics", "");
+    let metrics = parse_metrics(&text);
+    let counted = metrics
+        .iter()
+        .filter(|metric| metric.name == "kvtier_lookup_misses_total")
+        .map(|metric| (metric.labels.as_str(), metric.value));
+    let mut counted: Vec<_> = counted.collect();
+    counted.sort_by(|one, other| one.0.cmp(other.0));
+    let expected = [
+        (r#"cause="",reason="never_seen",tier="""#, 2.0),
+        (r#"cause="space",reason="evicted",tier="l1""#, 1.0),
+    ];
+    assert_eq!(counted, expected);
 }
 
 #[test]

@@ -47,6 +47,7 @@ fn all_counted() -> Metrics {
     let model: Arc<str> = "m".into();
     metrics.lookup(&model, "s", 1, 1, 1);
     metrics.early_exit(&model, "s", "empty_chunk_hashes");
+    metrics.missed("evicted", "space", "l1", 1);
     metrics.admitted("s", 1);
     let refused = [
         KeyOutcome::NoMemory,

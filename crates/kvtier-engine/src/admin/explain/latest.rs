@@ -1,12 +1,16 @@
-//! The latest lookups of all tenants, and why they found no more.
+//! The latest lookups of all tenants, and why they found no more: for people, and counted.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvtier_api::RecentLookup;
 use kvtier_core::cache::Loss;
 use kvtier_core::{ChunkHash, Namespace};
 
 use super::{Admin, Found, Missing, Place, words};
+
+/// Precision of the time of a loss.
+const TICK: Duration = Duration::from_millis(100);
 
 impl Admin {
     /// At most `limit` of the latest lookups, the latest first. What a lookup missed is looked for as it is now, where its
@@ -35,24 +39,74 @@ impl Admin {
     }
 }
 
-/// Where these chunks are, or what became of them.
-fn states(places: &[Place<'_>], chunks: &[&(Arc<Namespace>, ChunkHash)]) -> Vec<Found> {
+impl Admin {
+    /// Counts the misses of lookups since the last call by what had become of the chunk. The memory of each place is read
+    /// once for all of them.
+    pub(crate) fn count_misses(&self) {
+        let (misses, forgotten) = self.lookups.recent.take_uncounted();
+        let metrics = &self.context.metrics;
+        if forgotten > 0 {
+            metrics.missed("unknown", "", "", forgotten);
+        }
+        if misses.is_empty() {
+            return;
+        }
+        let places = self.places();
+        let now = self.context.now();
+        let chunks: Vec<_> = misses.iter().map(|miss| &miss.chunk).collect();
+        for (loss, miss) in last_losses(&places, &chunks).into_iter().zip(&misses) {
+            // Later ones are of a store behind the lookup.
+            let age = now.saturating_sub(miss.at);
+            match loss.filter(|(_, loss)| loss.ago + TICK >= age) {
+                Some((place, loss)) => {
+                    let (reason, cause) = words::reason(loss.cause);
+                    let cause = cause.unwrap_or_default();
+                    metrics.missed(reason, cause, places[place].name(), 1);
+                }
+                None => metrics.missed("never_seen", "", "", 1),
+            }
+        }
+    }
+}
+
+/// The last loss of each chunk, and the number of its place.
+fn last_losses(
+    places: &[Place<'_>],
+    chunks: &[&(Arc<Namespace>, ChunkHash)],
+) -> Vec<Option<(usize, Loss)>> {
     let asked = chunks
         .iter()
         .map(|(it, hash)| (it, std::slice::from_ref(hash)));
     let asked: Vec<_> = asked.collect();
-    let mut found = vec![Found::Missing(Missing::NeverSeen); chunks.len()];
+    let mut last: Vec<Option<(usize, Loss)>> = vec![None; chunks.len()];
     if chunks.is_empty() {
-        return found;
+        return last;
     }
     for (number, place) in places.iter().enumerate() {
-        for (state, losses) in found.iter_mut().zip(place.losses(&asked)) {
-            note_loss(state, number, losses.into_iter().flatten().next());
+        for (known, losses) in last.iter_mut().zip(place.losses(&asked)) {
+            let loss = losses.into_iter().flatten().next();
+            let is_later = |loss: &Loss| known.is_none_or(|(_, known)| loss.ago < known.ago);
+            if let Some(loss) = loss.filter(is_later) {
+                *known = Some((number, loss));
+            }
         }
     }
+    last
+}
+
+/// Where these chunks are, or what became of them.
+fn states(places: &[Place<'_>], chunks: &[&(Arc<Namespace>, ChunkHash)]) -> Vec<Found> {
+    let lost = last_losses(places, chunks).into_iter();
+    let mut found: Vec<_> = lost
+        .map(|lost| {
+            Found::Missing(lost.map_or(Missing::NeverSeen, |(place, loss)| {
+                Missing::Lost(place, loss)
+            }))
+        })
+        .collect();
     for (number, place) in places.iter().enumerate().rev() {
-        for (state, (namespace, hashes)) in found.iter_mut().zip(&asked) {
-            if place.contains(namespace, hashes) == [true] {
+        for (state, (namespace, hash)) in found.iter_mut().zip(chunks) {
+            if place.contains(namespace, std::slice::from_ref(hash)) == [true] {
                 *state = match number {
                     0 => Found::L1,
                     number => Found::Tier(number - 1),

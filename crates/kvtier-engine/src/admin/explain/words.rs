@@ -155,50 +155,52 @@ fn described(places: &[Place<'_>], state: &Found) -> ChunkRun {
     }
 }
 
+/// `reason` and `cause` of a loss, as answers and metrics name them.
+pub(super) fn reason(cause: LossCause) -> (&'static str, Option<&'static str>) {
+    match cause {
+        LossCause::Space => ("evicted", Some("space")),
+        LossCause::Watermark => ("evicted", Some("watermark")),
+        LossCause::Quota => ("evicted", Some("quota")),
+        LossCause::Removed => ("removed", None),
+        LossCause::RefusedSpace => ("store_refused", Some("space")),
+        LossCause::RefusedQuota => ("store_refused", Some("quota")),
+        LossCause::RefusedStaging => ("store_refused", Some("staging")),
+    }
+}
+
 fn lost(place: &Place<'_>, loss: &Loss) -> ChunkRun {
     let (name, policy, ago) = (place.name(), place.policy(), ago(loss.ago));
     let shown = match place {
         Place::L1(..) => "L1",
         Place::Tier(_) => name,
     };
-    let (reason, cause, text) = match loss.cause {
-        LossCause::Space => (
-            "evicted",
-            Some("space"),
-            format!("evicted from {shown} {ago} to make space (policy {policy})"),
-        ),
-        LossCause::Watermark => (
-            "evicted",
-            Some("watermark"),
-            format!("evicted from {shown} {ago} ahead of demand (policy {policy})"),
-        ),
-        LossCause::Quota => (
-            "evicted",
-            Some("quota"),
-            format!("evicted from {shown} {ago}, since the tenant was over quota"),
-        ),
+    let (reason, cause) = reason(loss.cause);
+    let text = match loss.cause {
+        LossCause::Space => {
+            format!("evicted from {shown} {ago} to make space (policy {policy})")
+        }
+        LossCause::Watermark => {
+            format!("evicted from {shown} {ago} ahead of demand (policy {policy})")
+        }
+        LossCause::Quota => {
+            format!("evicted from {shown} {ago}, since the tenant was over quota")
+        }
         LossCause::Removed => {
             let why = match place {
                 Place::L1(..) => "on request",
                 Place::Tier(_) => "on request, or since it was lost or damaged there",
             };
-            ("removed", None, format!("removed from {shown} {ago} {why}"))
+            format!("removed from {shown} {ago} {why}")
         }
-        LossCause::RefusedSpace => (
-            "store_refused",
-            Some("space"),
-            format!("not stored in {shown} {ago}: no space was free, and none could be evicted"),
-        ),
-        LossCause::RefusedQuota => (
-            "store_refused",
-            Some("quota"),
-            format!("not stored in {shown} {ago} because of the tenant's limit"),
-        ),
-        LossCause::RefusedStaging => (
-            "store_refused",
-            Some("staging"),
-            format!("not stored in {shown} {ago}: too many bytes were being written"),
-        ),
+        LossCause::RefusedSpace => {
+            format!("not stored in {shown} {ago}: no space was free, and none could be evicted")
+        }
+        LossCause::RefusedQuota => {
+            format!("not stored in {shown} {ago} because of the tenant's limit")
+        }
+        LossCause::RefusedStaging => {
+            format!("not stored in {shown} {ago}: too many bytes were being written")
+        }
     };
     ChunkRun {
         state: "missing".into(),
