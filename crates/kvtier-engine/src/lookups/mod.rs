@@ -40,7 +40,7 @@ use chunk_sizes::ChunkSizes;
 pub use chunk_sizes::SeenState;
 pub use held::LookupsState;
 use held::{HeldLookup, HeldLookups, LookupOutcome};
-pub use recent::{Miss, RecentLookup, RecentLookups};
+pub use recent::{RecentLookup, RecentLookups};
 
 /// Most workers that may read one object; LMCache clamps there too.
 const MAX_READERS: i64 = 128;
