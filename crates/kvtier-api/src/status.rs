@@ -298,6 +298,10 @@ pub struct StateStatus {
     pub directory: Option<String>,
     /// Why there is none.
     pub reason: Option<String>,
+    /// File of L1's memory, which the next server goes on with; `null` if L1 ends with the process.
+    pub l1_file: Option<String>,
+    /// Why it does.
+    pub l1_reason: Option<String>,
     /// Workers whose registrations the start took over from the server before.
     pub restored_workers: u64,
     /// Registrations of that server that were left out, by reason.

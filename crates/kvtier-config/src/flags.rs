@@ -33,7 +33,7 @@ pub struct ServerArgs {
     pub check_config: bool,
     /// Take the connections of clients, L1 and all else from the server of the same instance that runs, without a gap for
     /// clients; it ends then. If it refuses or cannot be taken over, this server ends with the reason, and the other one goes
-    /// on. If none runs, start as usual. Needs --l1-restore on and the same flags
+    /// on. If none runs, start as usual. Needs an L1 that is kept (--l1-restore) and the same flags
     #[arg(long, help_heading = "Configuration")]
     pub take_over: bool,
     /// Refuse flags that have no effect; without this flag, one warning at start names them
@@ -168,8 +168,8 @@ pub struct ServerArgs {
     /// Alignment of objects in L1, bytes; a power of two from 64 to 2097152
     #[arg(long, default_value_t = 4096, help_heading = "L1")]
     pub l1_align_bytes: u64,
-    /// Take L1 from the pool of 2 MiB hugepages (not together with --shm-name; with --l1-restore on they are a file in the first
-    /// writable hugetlbfs)
+    /// Take L1 from the pool of 2 MiB hugepages (not together with --shm-name; if L1 is kept (--l1-restore) they are a file in the
+    /// first writable hugetlbfs)
     #[arg(long, overrides_with = "no_l1_use_hugepages", help_heading = "L1")]
     pub l1_use_hugepages: bool,
     #[arg(long, hide = true)]
@@ -180,8 +180,8 @@ pub struct ServerArgs {
     #[arg(long, hide = true)]
     l1_prefault: bool,
     /// Whether L1 stays in /dev/shm, or with --l1-use-hugepages in a hugetlbfs, when the server ends, for the next server of the same instance
-    /// (needs --state-dir); off removes it
-    #[arg(long, value_enum, default_value = "off", help_heading = "L1")]
+    /// (needs --state-dir); auto keeps it where that is possible, on warns where it is not, off removes it
+    #[arg(long, value_enum, default_value = "auto", help_heading = "L1")]
     pub l1_restore: L1Restore,
     /// Seconds after which an uncommitted reservation expires
     #[arg(long, default_value_t = 600.0, help_heading = "L1")]

@@ -151,7 +151,7 @@ pub struct ServerConfig {
     /// Take L1 from the 2 MiB hugepage pool.
     pub l1_hugepages: bool,
     /// Whether the next server of this instance goes on with L1.
-    pub l1_restore: bool,
+    pub l1_restore: L1Restore,
     /// Touch all of L1 in the background after start.
     pub l1_prefault: bool,
     /// Life of a reservation whose client never commits.

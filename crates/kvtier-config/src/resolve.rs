@@ -11,7 +11,7 @@ use super::flags::ServerArgs;
 use super::http::{HttpConfig, TOKENS_VARIABLE};
 use super::memory::default_l1;
 use super::request::check_host;
-use super::values::{L1Restore, is_log_filter};
+use super::values::is_log_filter;
 use super::{
     GIB, HostMemory, L1Origin, L2Config, QuotaSettings, ServerConfig, StateSettings, TracingConfig,
     l1_manager,
@@ -167,7 +167,7 @@ impl ServerArgs {
             memory,
             l1_align_bytes: self.l1_align_bytes,
             l1_hugepages: self.l1_use_hugepages,
-            l1_restore: self.l1_restore == L1Restore::On,
+            l1_restore: self.l1_restore,
             l1_prefault: !self.no_l1_prefault,
             write_ttl: seconds("l1-write-ttl-seconds", self.l1_write_ttl_seconds, 1.0)?,
             read_ttl: seconds("l1-read-ttl-seconds", self.l1_read_ttl_seconds, 1.0)?,

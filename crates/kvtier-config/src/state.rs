@@ -54,7 +54,7 @@ impl StateSettings {
                         "with --state-dir none nothing outlives the process; give it a directory";
                     return Err(refuse("l1-restore", "on", allowed));
                 }
-                L1Restore::Off => Err("--state-dir none".to_owned()),
+                L1Restore::Auto | L1Restore::Off => Err("--state-dir none".to_owned()),
             },
             Some(given) => Ok(given.clone()),
             None if !has_name => {
@@ -182,8 +182,13 @@ mod tests {
             assert!(error.contains(part), "{error}");
         }
         let config = with(&["--state-dir", "/s"]).unwrap();
-        assert!(config.l1_restore);
+        assert_eq!(config.l1_restore, L1Restore::On);
         assert_eq!(config.state.base, Ok("/s".into()));
+        // The default asks for nothing that is not there.
+        let flags = ["--l1-size-gb", "1", "--state-dir", "none"];
+        let config = crate::ServerConfig::from_flags(&flags).unwrap();
+        assert_eq!(config.l1_restore, L1Restore::Auto);
+        assert_eq!(config.state.base, Err("--state-dir none".to_owned()));
     }
 
     #[test]

@@ -92,6 +92,8 @@ pub(super) enum EngineType {
 /// Whether L1 outlives the process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum L1Restore {
+    /// As [`On`](Self::On) where there is a state directory and memory that outlives the process, else as [`Off`](Self::Off).
+    Auto,
     /// The next server of the instance goes on with it.
     On,
     /// It ends with the process.

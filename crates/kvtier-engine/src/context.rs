@@ -45,6 +45,12 @@ pub struct Context {
     pub clock: Arc<Clock>,
 }
 
+/// Tokens per chunk of a client that asks for `asked`, of a server with this chunk size.
+pub fn chunk_size(asked: Option<u32>, own: NonZeroUsize) -> NonZeroUsize {
+    let asked = asked.and_then(|tokens| usize::try_from(tokens).ok());
+    asked.and_then(NonZeroUsize::new).unwrap_or(own)
+}
+
 impl Context {
     /// The configuration. Of what a reload may change, take it each time.
     pub fn config(&self) -> Arc<ServerConfig> {
@@ -58,8 +64,7 @@ impl Context {
 
     /// Tokens per chunk of a client that asks for `asked`.
     pub fn chunk_size(&self, asked: Option<u32>) -> NonZeroUsize {
-        let asked = asked.and_then(|tokens| usize::try_from(tokens).ok());
-        asked.and_then(NonZeroUsize::new).unwrap_or(self.chunk_size)
+        chunk_size(asked, self.chunk_size)
     }
 
     /// The objects that a key names.

@@ -55,7 +55,7 @@ pub use payload::{Part, Payload};
 pub use preflight::{Preflight, preflight};
 pub use reply::{Reply, ReplyTarget};
 
-use kvtier_config::{Change, ServerConfig};
+use kvtier_config::{Change, L1Restore, ServerConfig};
 use kvtier_core::cache::Removed;
 use kvtier_core::prompt::{Prompt, PromptReader};
 use kvtier_l1::{Instance, L1, L1Tenants, Succession, open_arena};
@@ -113,11 +113,13 @@ fn open_state(config: &ServerConfig, lock: Option<OwnedFd>) -> Result<Result<Sta
     let base = match &settings.base {
         Ok(base) => base,
         Err(reason) => {
-            if config.l1_restore {
-                tracing::warn!(
+            match config.l1_restore {
+                L1Restore::On => tracing::warn!(
                     reason,
                     "--l1-restore on has no effect without a state directory; L1 ends with this process"
-                );
+                ),
+                L1Restore::Auto => tracing::info!(reason, "L1 ends with this process"),
+                L1Restore::Off => {}
             }
             return Ok(Err(reason.clone()));
         }
@@ -126,10 +128,10 @@ fn open_state(config: &ServerConfig, lock: Option<OwnedFd>) -> Result<Result<Sta
         Ok(state) => Ok(Ok(state)),
         Err(error) if error.kind() == ErrorKind::InUse => Err(error.context("--state-dir")),
         Err(error) => {
-            let also = if config.l1_restore {
-                ", and L1 (--l1-restore on),"
-            } else {
-                ""
+            let also = match config.l1_restore {
+                L1Restore::On => ", and L1 (--l1-restore on),",
+                L1Restore::Auto => ", and L1,",
+                L1Restore::Off => "",
             };
             tracing::warn!(%error, "--state-dir cannot be used; what is set at run time{also} ends with this process");
             Ok(Err(error.to_string()))

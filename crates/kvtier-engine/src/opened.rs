@@ -22,8 +22,9 @@ use kvtier_memory::Arena;
 use kvtier_proto::request::{InstanceId, Request};
 use kvtier_tiers::OpenedTiers;
 
+use super::context::chunk_size;
 use super::devices::Devices;
-use super::workers::{DriverThreads, gpu_memories, peek};
+use super::workers::{DriverThreads, layout, peek};
 
 /// How long the drivers of GPUs may take.
 const GPU_TIMEOUT: Duration = Duration::from_secs(40);
@@ -65,17 +66,7 @@ impl Opened {
         let arena = find_running_arena(config, &folder)?;
         let devices = Arc::new(Devices::find(config, &arena)?.beside());
         let tiers = config.l2.as_ref().map(OpenedTiers::beside).transpose()?;
-        let chunk_size = NonZeroUsize::new(config.chunk_size as usize);
-        let kept = chunk_size.map(|size| peek(&folder, size));
-        let mut workers = BTreeMap::new();
-        for kept in kept.into_iter().flatten() {
-            if let Ok(Request::RegisterKvCache(registration)) = kept.request.decode()
-                && let Some(memories) = gpu_memories(&registration)
-            {
-                workers.insert(kept.id, memories);
-            }
-        }
-        prepare(&devices, workers, stop)?;
+        prepare(&devices, gpu_workers(config, &folder)?, stop)?;
         check_stop(stop)?;
         Ok(Self {
             arena,
@@ -88,6 +79,29 @@ impl Opened {
     pub fn devices(&self) -> impl Send + use<> {
         Arc::clone(&self.devices)
     }
+}
+
+/// Workers on GPUs, and their memories, as the kept registrations have them.
+fn gpu_workers(
+    config: &ServerConfig,
+    folder: &str,
+) -> Result<BTreeMap<InstanceId, Vec<MemorySpec>>> {
+    let own = NonZeroUsize::new(config.chunk_size as usize)
+        .ok_or_else(|| Error::refused("--chunk-size: 0 is not allowed"))?;
+    let mut workers = BTreeMap::new();
+    for kept in peek(folder, own)? {
+        let of = |error: Error| error.context(format!("worker {}", kept.id));
+        if let Request::RegisterKvCache(registration) = kept.request.decode().map_err(of)? {
+            let chunk_size = chunk_size(registration.hints.chunk_tokens, own);
+            let separate = config.separate_object_groups;
+            let caller = kept.request.caller();
+            let layout = layout(caller, &registration, chunk_size, separate).map_err(of)?;
+            if Devices::is_on_gpu(&layout) {
+                workers.insert(kept.id, layout.memories().to_vec());
+            }
+        }
+    }
+    Ok(workers)
 }
 
 /// Opens the memory of workers on GPUs.

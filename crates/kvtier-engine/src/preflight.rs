@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use kvtier_config::ServerConfig;
+use kvtier_config::{L1Restore, ServerConfig};
 use kvtier_error::Result;
 use kvtier_l1::{Instance, divide, preflight_arena};
 use kvtier_memory::{NoHugetlbfs, hugetlbfs_mounts};
@@ -41,7 +41,7 @@ pub fn preflight(config: &ServerConfig) -> Result<Preflight> {
     Ok(Preflight {
         gpus: devices.names(),
         warning: devices.warning(config),
-        hugepages: (config.l1_hugepages && config.l1_restore && base.is_some())
+        hugepages: (config.l1_hugepages && config.l1_restore != L1Restore::Off && base.is_some())
             .then(|| hugetlbfs_mounts().map(|mut mounts| mounts.swap_remove(0))),
     })
 }

@@ -41,7 +41,14 @@ pub fn engine(flags: &[&str]) -> Engine {
 
 /// The same, with a context that the test has changed.
 pub fn engine_with(flags: &[&str], change: impl FnOnce(Context) -> Context) -> Engine {
-    let mut all = vec!["--shm-name", "", "--l1-size-gb", "0.01"];
+    let mut all = vec![
+        "--shm-name",
+        "",
+        "--l1-size-gb",
+        "0.01",
+        "--l1-restore",
+        "off",
+    ];
     all.extend(["--chunk-size", "1"]);
     all.extend(flags);
     let config = Arc::new(ServerConfig::from_flags(&all).unwrap());

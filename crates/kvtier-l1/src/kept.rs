@@ -7,15 +7,16 @@
 //! | too few hugepages for an L1 that is larger now | nothing: the start ends, and the earlier L1 is still there |
 //! | anything else | takes new segments: clients that still map the old ones keep those |
 //! | `/dev/shm` without the space, hugepages without a hugetlbfs, `--l1-restore off` | L1 ends with the process |
+//! | segments of a server that runs | `--l1-restore auto`: L1 ends with the process; `on`: the start ends |
 
 use std::fmt;
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use kvtier_config::{ServerConfig, in_gib};
+use kvtier_config::{L1Restore, ServerConfig, in_gib};
 use kvtier_core::cache::{Cache, CacheConfig, DetachedLedger, Restored};
 use kvtier_core::ledger::{Identity, Ledger, Owner, Snapshot, Words, max_words};
 use kvtier_error::{Error, ErrorKind, Result};
@@ -32,6 +33,12 @@ use super::memory::create_arena;
 
 /// Ends the name of a ledger, behind the arena's.
 const LEDGER: &str = ".ledger";
+
+/// How long a start waits for the segments of a process that has been killed: the system releases them behind the state directory.
+const RELEASE_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// Between two tries.
+const RELEASE_PAUSE: Duration = Duration::from_millis(10);
 
 /// Words in a segment.
 struct SegmentWords(SharedWords);
@@ -85,8 +92,8 @@ pub enum Succession {
 pub struct Kept(Ledgers);
 
 enum Ledgers {
-    /// Nothing.
-    None,
+    /// Nothing, for this reason.
+    None(String),
     /// An empty ledger.
     New(Ledger<SegmentWords>),
     /// The objects of the server before.
@@ -117,7 +124,7 @@ impl Instance<'_> {
 impl fmt::Debug for Kept {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = match &self.0 {
-            Ledgers::None => "None",
+            Ledgers::None(_) => "None",
             Ledgers::New(_) => "New",
             Ledgers::Old(..) => "Old",
             Ledgers::Pending(..) => "Pending",
@@ -182,27 +189,37 @@ pub fn find_running_arena(config: &ServerConfig, folder: &str) -> Result<Arc<Are
 
 /// The arena that a server which has ended left, or a new one.
 fn reopen_arena(config: &ServerConfig, instance: Option<Instance<'_>>) -> Result<(Arena, Kept)> {
-    let unkept = || Ok((create_arena(config)?, Kept(Ledgers::None)));
+    let unkept = |reason: String| Ok((create_arena(config)?, Kept(Ledgers::None(reason))));
     let Some(instance) = instance else {
-        return unkept();
+        return unkept("there is no state directory".to_owned());
     };
     let private = instance.private_name();
-    let place = kept_place(config, &private);
+    let place = match config.l1_restore {
+        L1Restore::Off => Err("--l1-restore off".to_owned()),
+        L1Restore::Auto | L1Restore::On => {
+            kept_place(config, &private).map_err(|error| error.to_string())
+        }
+    };
     let reason = match &place {
-        _ if !config.l1_restore => "--l1-restore off".to_owned(),
-        Err(error) => error.to_string(),
-        Ok(place) => match find(config, place, instance) {
+        Err(reason) => reason.clone(),
+        Ok(place) => match find_released(config, place, instance) {
             Ok(found) => return Ok(found),
+            // Of a server in another network namespace, or of another state directory.
+            Err(error)
+                if error.kind() == ErrorKind::InUse && config.l1_restore == L1Restore::Auto =>
+            {
+                let reason = error.to_string();
+                log_unkept(config, &reason);
+                return unkept(reason);
+            }
             Err(error) if matches!(error.kind(), ErrorKind::InUse | ErrorKind::Invalid) => {
                 return Err(error);
             }
             Err(error) => error.to_string(),
         },
     };
-    match &place {
-        Err(error) if config.l1_restore => {
-            tracing::warn!(%error, "L1 starts empty, and ends with this process");
-        }
+    match (&place, config.l1_restore) {
+        (Err(_), L1Restore::Auto | L1Restore::On) => log_unkept(config, &reason),
         _ => tracing::info!(reason, "L1 starts empty"),
     }
     let name = config.shm_name.as_ref().unwrap_or(&private);
@@ -217,27 +234,56 @@ fn reopen_arena(config: &ServerConfig, instance: Option<Instance<'_>>) -> Result
     for folder in hugetlbfs_mounts().into_iter().flatten() {
         remove_kept(&folder, &private);
     }
-    let Some(place) = place.ok().filter(|_| config.l1_restore) else {
-        return unkept();
+    let Ok(place) = place else {
+        return unkept(reason);
+    };
+    let unkept = |reason: String| {
+        log_unkept(config, &reason);
+        Ledgers::None(reason)
     };
     let arena = match &config.shm_name {
         Some(_) => create_arena(config)?,
         None => match Arena::create(place, config.l1_bytes) {
             Ok(arena) => arena.into_private(),
             Err(error) => {
-                tracing::warn!(%error, "L1 ends with this process");
-                return unkept();
+                let kept = unkept(error.to_string());
+                return Ok((create_arena(config)?, Kept(kept)));
             }
         },
     };
-    match create_ledger(config, &arena, instance) {
+    let kept = match create_ledger(config, &arena, instance) {
         Ok(ledger) => {
             arena.keep();
-            Ok((arena, Kept(Ledgers::New(ledger))))
+            Ledgers::New(ledger)
         }
-        Err(error) => {
-            tracing::warn!(%error, "L1 ends with this process");
-            Ok((arena, Kept(Ledgers::None)))
+        Err(error) => unkept(error.to_string()),
+    };
+    Ok((arena, Kept(kept)))
+}
+
+/// One line about an L1 that no later server finds.
+fn log_unkept(config: &ServerConfig, reason: &str) {
+    match config.l1_restore {
+        L1Restore::On => tracing::warn!(reason, "L1 starts empty, and ends with this process"),
+        L1Restore::Auto | L1Restore::Off => {
+            tracing::info!(reason, "L1 starts empty, and ends with this process");
+        }
+    }
+}
+
+/// What [`find`] returns, once a process that ends has released it.
+fn find_released(
+    config: &ServerConfig,
+    place: &ArenaKind,
+    instance: Instance<'_>,
+) -> Result<(Arena, Kept)> {
+    let until = Instant::now() + RELEASE_TIMEOUT;
+    loop {
+        match find(config, place, instance) {
+            Err(error) if error.kind() == ErrorKind::InUse && Instant::now() < until => {
+                std::thread::sleep(RELEASE_PAUSE);
+            }
+            found => return found,
         }
     }
 }
@@ -304,7 +350,7 @@ fn find_ledger(
     ownership: Ownership,
 ) -> Result<(Ledger<SegmentWords>, Snapshot, Option<SegmentLock>)> {
     let len = max_words(arena.len() / config.l1_align_bytes);
-    let name = format!("{}{LEDGER}", arena.segment_name().unwrap_or_default());
+    let name = ledger_name(arena);
     let words = SharedWords::find(&name, len, ownership);
     let words = words.map_err(|error| failed(config, error))?;
     let words = words.ok_or_else(|| absent("the earlier one has no ledger"))?;
@@ -331,6 +377,10 @@ fn join(config: &ServerConfig, arena: &Arena, instance: Instance<'_>) -> Result<
     let lock = arena.lock();
     let lock = lock.map_err(|error| Error::io("its locks", error))?;
     let bytes = arena.len();
+    // While clients were served, something may have cut it off.
+    if arena.segment_bytes() < bytes {
+        return Err(absent("its arena was cut off"));
+    }
     let (ledger, snapshot, of_ledger) =
         find_ledger(config, arena, bytes, instance, Ownership::Pending)?;
     if snapshot.rejected().total() > 0 || snapshot.has_unrecorded_grant() {
@@ -364,6 +414,15 @@ fn find(config: &ServerConfig, place: &ArenaKind, instance: Instance<'_>) -> Res
     Ok((arena, Kept(Ledgers::Old(ledger, snapshot))))
 }
 
+fn ledger_name(arena: &Arena) -> String {
+    format!("{}{LEDGER}", arena.segment_name().unwrap_or_default())
+}
+
+/// The file of the ledger of an arena.
+pub(super) fn ledger_path(arena: &Arena) -> PathBuf {
+    Path::new(SHM).join(ledger_name(arena))
+}
+
 /// What a ledger has to be about.
 fn identity(
     config: &ServerConfig,
@@ -392,7 +451,7 @@ fn create_ledger(
 ) -> Result<Ledger<SegmentWords>> {
     let identity = identity(config, arena, instance, boot_time())?;
     let unavailable = |error: &dyn std::error::Error| Error::new(ErrorKind::Unavailable, error);
-    let name = format!("{}{LEDGER}", arena.segment_name().unwrap_or_default());
+    let name = ledger_name(arena);
     let len = max_words(arena.len() / config.l1_align_bytes);
     let words = SharedWords::create(&name, len).map_err(|error| unavailable(&error))?;
     // Seeded by the system, so that no two ledgers have the same.
@@ -405,7 +464,7 @@ impl Kept {
     pub(super) fn granted(&self) -> impl Iterator<Item = Extent> {
         let snapshot = match &self.0 {
             Ledgers::Old(_, snapshot) | Ledgers::Pending(_, snapshot, _) => Some(snapshot),
-            Ledgers::None | Ledgers::New(_) => None,
+            Ledgers::None(_) | Ledgers::New(_) => None,
         };
         snapshot.into_iter().flat_map(Snapshot::granted)
     }
@@ -419,9 +478,13 @@ impl Kept {
             cache,
             restored: None,
             pending: None,
+            unkept: None,
         };
         match self.0 {
-            Ledgers::None => begun(Cache::new(allocator, config)),
+            Ledgers::None(reason) => Begun {
+                unkept: Some(reason),
+                ..begun(Cache::new(allocator, config))
+            },
             Ledgers::New(ledger) => begun(Cache::with_ledger(allocator, config, ledger)),
             Ledgers::Old(ledger, snapshot) => {
                 let age = age(&snapshot);
@@ -451,4 +514,51 @@ pub(super) struct Begun {
     pub(super) restored: Option<(Restored<L1Allocator>, Duration)>,
     /// What that server still has.
     pub(super) pending: Option<Pending>,
+    /// Why it ends with the process, if it does.
+    pub(super) unkept: Option<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Of two state directories, or network namespaces, with one `/dev/shm`.
+    #[test]
+    fn pool_of_another_server_is_left_alone() {
+        let host = format!("ipc:///tmp/kvtier-kept-{}", std::process::id());
+        let open = |restore: &str, folder: &str| {
+            let flags = [
+                "--host",
+                &host,
+                "--l1-size-gb",
+                "0.002",
+                "--l1-restore",
+                restore,
+                "--state-dir",
+                "/nowhere",
+            ];
+            let config = ServerConfig::from_flags(&flags).unwrap();
+            let instance = Instance {
+                name: &config.state.instance,
+                folder,
+                tenants: 0,
+            };
+            open_arena(&config, Some(instance), Succession::Restart)
+        };
+        let (arena, kept) = open("auto", "first").unwrap();
+        assert!(matches!(kept.0, Ledgers::New(_)));
+        let (other, unkept) = open("auto", "second").unwrap();
+        assert!(matches!(unkept.0, Ledgers::None(_)));
+        assert_eq!(other.segment_name(), None);
+        let error = open("on", "second").err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::InUse);
+        // It ends: the next one of the instance has its objects, and one that restores nothing removes them.
+        let file = arena.path().unwrap();
+        drop((arena, kept));
+        let found = open("auto", "first").unwrap();
+        assert!(matches!(found.1.0, Ledgers::Old(..)));
+        drop(found);
+        drop(open("off", "first").unwrap());
+        assert!(!file.exists() && !file.with_extension("ledger").exists());
+    }
 }

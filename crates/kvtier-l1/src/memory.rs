@@ -2,6 +2,7 @@
 
 use std::fmt::Display;
 use std::ops::Range;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -15,7 +16,7 @@ use kvtier_sync::Mutex;
 
 use super::allocator::{L1Allocator, parts};
 use super::heritage::Heritage;
-use super::kept::{Begun, Instance, Kept, Pending, kept_place};
+use super::kept::{Begun, Instance, Kept, Pending, kept_place, ledger_path};
 use kvtier_config::{NumaNodes, ServerConfig, in_gib};
 use kvtier_tenants::Opened;
 
@@ -45,6 +46,8 @@ pub struct L1 {
     is_closed: AtomicBool,
     /// What the server before has until it hands over.
     pending: Mutex<Option<Pending>>,
+    /// Why it ends with the process, if it does.
+    unkept: Option<String>,
 }
 
 impl L1 {
@@ -75,6 +78,7 @@ impl L1 {
             cache,
             restored,
             pending,
+            unkept,
         } = kept.begin(allocator, cache_config);
         let heritage = Heritage::new(restored, config.write_ttl, &cache);
         if pending.is_none() {
@@ -92,6 +96,7 @@ impl L1 {
             nodes,
             is_closed: AtomicBool::new(false),
             pending: Mutex::new(pending),
+            unkept,
         })
     }
 
@@ -136,8 +141,11 @@ impl L1 {
     pub fn check_complete(&self) -> Result<()> {
         let unrecorded = self.cache.unrecorded();
         match self.cache.has_ledger() {
-            false => Err(unavailable("L1 ends with the process")
-                .hint("--l1-restore on keeps it where /dev/shm has the space, or a hugetlbfs is mounted for hugepages")),
+            false => {
+                let reason = self.kept_in().err().unwrap_or_default();
+                Err(unavailable(format!("L1 ends with the process ({reason})"))
+                    .hint("--l1-restore auto keeps it where /dev/shm has the space, or a hugetlbfs is mounted for hugepages"))
+            }
             true if unrecorded > 0 => Err(unavailable(format!(
                 "L1 has {unrecorded} objects that its ledger had no space for"
             ))),
@@ -153,12 +161,31 @@ impl L1 {
     /// Leaves L1 to the next server, unless it was [discarded](L1::discard): nothing of it may be written any more. Without a
     /// ledger it ends with the process.
     pub fn close(&self) {
+        let is_kept = self.cache.has_ledger();
         self.cache.detach_ledger();
         if self.is_closed.swap(true, Ordering::AcqRel) {
             return;
         }
+        if let (true, Ok(memory)) = (is_kept, self.kept_in()) {
+            tracing::info!(
+                memory = %memory.display(),
+                ledger = %ledger_path(&self.arena).display(),
+                "L1 stays for the next server; to free its memory, remove both files"
+            );
+        }
         self.arena.unlink();
         self.arena.release();
+    }
+
+    /// The file that L1 is, which the next server goes on with.
+    ///
+    /// # Errors
+    /// Why there is none, so that L1 ends with the process.
+    pub fn kept_in(&self) -> Result<PathBuf, &str> {
+        match &self.unkept {
+            Some(reason) => Err(reason),
+            None => self.arena.path().ok_or("it has no file"),
+        }
     }
 
     /// Ends L1 with the process, since something that hangs may still write it: no later server finds it. Takes no lock, and

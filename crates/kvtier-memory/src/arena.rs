@@ -238,6 +238,15 @@ impl Arena {
         Ok(())
     }
 
+    /// Bytes of its segment now; of an arena without one, its own.
+    #[must_use]
+    pub fn segment_bytes(&self) -> u64 {
+        match &self.shm {
+            Some(shm) => shm.sizes().unwrap_or_default().0,
+            None => self.len(),
+        }
+    }
+
     /// Lets the segment of a shared arena stay when this process ends, for [`find`](Self::find).
     pub fn keep(&self) {
         if let Some(shm) = &self.shm {
@@ -318,6 +327,13 @@ impl Arena {
     #[must_use]
     pub fn segment_name(&self) -> Option<&str> {
         self.shm.as_ref().map(ShmFile::name)
+    }
+
+    /// Path of that segment.
+    #[must_use]
+    pub fn path(&self) -> Option<PathBuf> {
+        let (folder, _) = self.kind.place()?;
+        Some(folder.join(self.segment_name()?))
     }
 
     /// The same arena, whose name clients do not receive.

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use kvtier_memory::{Arena, SegmentError};
 use kvtier_sync::Mutex;
 
+use super::allocations::Mapped;
 use super::device_copy::AddressRange;
 use super::driver::{DevicePtr, Driver, Stream};
 use super::error::CudaError;
@@ -60,7 +61,17 @@ pub struct CudaDevice {
     /// Another process of the server has the storages of all workers.
     beside: Beside,
     /// Memories that are open, each for one registration of them.
-    prepared: Mutex<Vec<(Vec<MemorySpec>, OpenMemories)>>,
+    prepared: Mutex<Prepared>,
+}
+
+/// What is open beside another process of the server.
+#[derive(Debug, Default)]
+struct Prepared {
+    /// Memories of registrations to come.
+    unclaimed: Vec<(Vec<MemorySpec>, OpenMemories)>,
+    /// All mappings, those of registrations that came included. Dropping these in a take-over that is refused closes nothing:
+    /// clients wait meanwhile.
+    mapped: Vec<Arc<Mapped>>,
 }
 
 /// The open memories of a registration.
@@ -129,29 +140,36 @@ impl CudaDevice {
     /// As [`Device::open`].
     pub fn prepare(&self, memories: Vec<MemorySpec>) -> Result<(), DeviceError> {
         let open = self.open_memories(&memories)?;
-        self.prepared.lock().push((memories, open));
+        let mapped = open.storages.mapped();
+        let mut prepared = self.prepared.lock();
+        prepared.mapped.extend(mapped);
+        prepared.unclaimed.push((memories, open));
         Ok(())
     }
 
     /// Whether the memories of a registration are open.
     pub fn is_prepared(&self, memories: &[MemorySpec]) -> bool {
         let prepared = self.prepared.lock();
-        prepared.iter().any(|(known, _)| known == memories)
+        let mut unclaimed = prepared.unclaimed.iter();
+        unclaimed.any(|(known, _)| known == memories)
     }
 
     fn take_prepared(&self, memories: &[MemorySpec]) -> Option<OpenMemories> {
-        let mut prepared = self.prepared.lock();
-        let at = prepared.iter().position(|(known, _)| known == memories)?;
-        Some(prepared.swap_remove(at).1)
+        let unclaimed = &mut self.prepared.lock().unclaimed;
+        let at = unclaimed.iter().position(|(known, _)| known == memories)?;
+        Some(unclaimed.swap_remove(at).1)
     }
 
     /// The other process has left everything to this one. Returns what was prepared and not registered, if there is anything:
     /// its drop may wait for a driver.
     pub fn end_beside(&self) -> Option<impl Send + use<>> {
-        let unused = std::mem::take(&mut *self.prepared.lock());
-        unused.iter().for_each(|(_, open)| open.storages.leave());
+        let mut unused = std::mem::take(&mut *self.prepared.lock());
+        // Those of registrations are theirs from here on: a mapping is closed before its counter is decremented.
+        unused.mapped.retain(|it| Arc::strong_count(it) == 1);
+        let unclaimed = unused.unclaimed.iter();
+        unclaimed.for_each(|(_, open)| open.storages.leave());
         self.beside.end();
-        (!unused.is_empty()).then_some(unused)
+        (!unused.unclaimed.is_empty() || !unused.mapped.is_empty()).then_some(unused)
     }
 
     /// Waits until the arena is pinned, as far as it can be; for as long as `waits` says so.

@@ -85,6 +85,7 @@ impl Admin {
         let workers = self.workers.restored();
         let heritage = &self.context.l1.heritage;
         let (of_before, bytes_of_before) = heritage.withheld();
+        let kept_in = self.context.l1.kept_in();
         let config = self.context.config();
         let memory_healthy =
             self.context.l1.arena.poisoned().is_none() && stats.accounting_errors == 0;
@@ -258,6 +259,11 @@ impl Admin {
                     .ok()
                     .map(|state| state.path().to_string_lossy().into_owned()),
                 reason: self.context.state.as_ref().err().cloned(),
+                l1_file: kept_in
+                    .as_ref()
+                    .ok()
+                    .map(|file| file.to_string_lossy().into_owned()),
+                l1_reason: kept_in.err().map(str::to_owned),
                 restored_workers: workers.restored,
                 left_out_workers: workers
                     .left_out

@@ -96,16 +96,32 @@ fn head_of(folder: &str, chunk_size: NonZeroUsize) -> Vec<u8> {
     head
 }
 
-/// Registrations of a server that runs, in the state folder of this identity, as they are now. What cannot be read is left out, and
-/// nothing is changed.
-pub fn peek(folder: &str, chunk_size: NonZeroUsize) -> Vec<Kept> {
+/// Registrations of a server that runs, in the state folder of this identity, as they are now. Changes nothing.
+///
+/// # Errors
+/// The first one that cannot be read, by its file. One that is removed meanwhile is left out.
+pub fn peek(folder: &str, chunk_size: NonZeroUsize) -> Result<Vec<Kept>> {
     let (mut dir, head) = (VolatileDir::of(folder), head_of(folder, chunk_size));
-    let names = dir.names(MAX_FILES).unwrap_or_default();
-    let read = |name: String| {
-        let content = dir.read(&name, MAX_FILE_BYTES).ok()?;
-        parse(&head, id_of(&name)?, &content, Duration::ZERO).ok()
-    };
-    names.into_iter().filter_map(read).collect()
+    let path = dir.path();
+    let names = dir.names(MAX_FILES);
+    let names = names.map_err(|error| error.context(path.display()))?;
+    let mut kept = Vec::new();
+    for name in names {
+        let Some(id) = id_of(&name) else { continue };
+        let path = path.join(&name);
+        let content = match dir.read(&name, MAX_FILE_BYTES) {
+            Err(_) if !path.exists() => continue,
+            // It may have been replaced.
+            Err(_) => dir.read(&name, MAX_FILE_BYTES),
+            read => read,
+        };
+        let found = content.and_then(|content| {
+            let found = parse(&head, id, &content, Duration::ZERO);
+            found.map_err(|(_, error)| error)
+        });
+        kept.push(found.map_err(|error| error.context(path.display()))?);
+    }
+    Ok(kept)
 }
 
 impl KeptRegistrations {
@@ -505,6 +521,21 @@ mod tests {
         assert_eq!(exist(), [true; 2]);
         bed.kept().take();
         assert_eq!(exist(), [false; 2]);
+    }
+
+    #[test]
+    fn damaged_registration_is_named_by_a_take_over() {
+        let bed = Bed::new();
+        let mut files = bed.kept().files.lock();
+        files.write(InstanceId(7), &request(0), &KeptMemory::default());
+        drop(files);
+        let state = bed.engine.context.state.as_ref().unwrap();
+        let peek = || peek(state.id(), bed.engine.context.chunk_size);
+        assert_eq!(peek().unwrap().len(), 1);
+        let name = file_name(InstanceId(8));
+        std::fs::write(bed.folder().join(&name), b"damaged").unwrap();
+        let error = peek().err().unwrap().to_string();
+        assert!(error.contains(&name), "{error}");
     }
 
     #[test]

@@ -30,7 +30,7 @@ use super::{Answer, Caller, Reply};
 pub use driver_threads::DriverThreads;
 use kept::KeptRegistrations;
 pub use kept::{RestoredWorkers, peek};
-pub use tensors::gpu_memories;
+pub use registration::layout;
 
 /// The service of workers.
 pub struct Workers {

@@ -1,5 +1,6 @@
 //! Registrations of both transfer modes.
 
+use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -45,6 +46,45 @@ fn check_model(model_name: &str, world_size: u32) -> Result<()> {
         )));
     }
     Ok(())
+}
+
+/// The layout of the pages of a registration.
+///
+/// # Errors
+/// One line: the field, its value, and what is allowed.
+pub fn layout(
+    caller: Caller,
+    registration: &Registration<'_>,
+    chunk_size: NonZeroUsize,
+    separate_object_groups: bool,
+) -> Result<KvLayout> {
+    let tensors = registration
+        .tensors
+        .iter()
+        .map(tensor_spec)
+        .collect::<Result<Vec<_>, _>>()?;
+    let engine = DeviceEngine::from_name(registration.engine.name()).ok_or_else(|| {
+        Error::refused(format!(
+            "engine type {:?} is unknown",
+            registration.engine.name()
+        ))
+    })?;
+    let groups: Vec<_> = registration.groups.iter().map(group_spec).collect();
+    let mut layout_hints = hints(&registration.hints);
+    let is_pickled = |it: &TensorDescriptor| matches!(it, TensorDescriptor::Legacy { .. });
+    let is_in_host = |it: &TensorSpec| matches!(it.memory, MemorySpec::CpuShm { .. });
+    if registration.tensors.iter().any(is_pickled) && tensors.iter().any(is_in_host) {
+        layout_hints.kv_layout = cpu_layout_hint(caller.release, layout_hints.kv_layout)?;
+    }
+    KvLayout::detect(
+        &tensors,
+        engine,
+        &layout_hints,
+        &groups,
+        chunk_size.get() as u64,
+        separate_object_groups,
+    )
+    .map_err(Error::refused)
 }
 
 impl Workers {
@@ -112,35 +152,13 @@ impl Workers {
                 "the list of tensors is empty; allowed: one tensor per layer",
             ));
         }
-        let tensors = registration
-            .tensors
-            .iter()
-            .map(tensor_spec)
-            .collect::<Result<Vec<_>, _>>()?;
-        let engine = DeviceEngine::from_name(registration.engine.name()).ok_or_else(|| {
-            Error::refused(format!(
-                "engine type {:?} is unknown",
-                registration.engine.name()
-            ))
-        })?;
-        let groups: Vec<_> = registration.groups.iter().map(group_spec).collect();
-        let mut layout_hints = hints(&registration.hints);
-        let is_pickled = |it: &TensorDescriptor| matches!(it, TensorDescriptor::Legacy { .. });
-        let is_in_host = |it: &TensorSpec| matches!(it.memory, MemorySpec::CpuShm { .. });
-        if registration.tensors.iter().any(is_pickled) && tensors.iter().any(is_in_host) {
-            layout_hints.kv_layout = cpu_layout_hint(caller.release, layout_hints.kv_layout)?;
-        }
-        let layout = KvLayout::detect(
-            &tensors,
-            engine,
-            &layout_hints,
-            &groups,
-            self.context
-                .chunk_size(registration.hints.chunk_tokens)
-                .get() as u64,
+        let chunk_size = self.context.chunk_size(registration.hints.chunk_tokens);
+        let layout = layout(
+            caller,
+            registration,
+            chunk_size,
             self.context.config().separate_object_groups,
-        )
-        .map_err(Error::refused)?;
+        )?;
         check_block_tokens(&layout, registration.hints.logical_block_tokens)?;
         Ok(Some(Newcomer {
             id: registration.instance,

@@ -54,26 +54,31 @@ impl Workers {
             .into_iter()
             .map(|it| (it.id, it))
             .collect();
+        let of = |id: InstanceId, error: Error| error.context(format!("worker {id}"));
+        let mut all = Vec::with_capacity(states.len());
         for state in states {
             let id = InstanceId(state.id);
-            let of = |error: Error| error.context(format!("worker {id}"));
-            let absent = || of(Error::refused("its registration is not kept"));
-            let mut kept = kept.remove(&id).ok_or_else(absent)?;
+            let kept = kept.remove(&id);
+            let mut kept =
+                kept.ok_or_else(|| of(id, Error::refused("its registration is not kept")))?;
             kept.is_continued = true;
-            let instance = self
-                .begin_restore(&kept)
-                .and_then(|restoring| match restoring {
-                    Restoring::Ready(instance) => Ok(instance),
-                    Restoring::OnGpu(newcomer, provisional)
-                        if self.context.devices.is_prepared(&newcomer.layout) =>
-                    {
-                        self.reopen(newcomer, provisional, &kept.memory)
-                    }
-                    Restoring::OnGpu(..) => Err(refused(Error::new(
-                        ErrorKind::Unavailable,
-                        "it has registered on a GPU while the other server opened those of others; start again",
-                    ))),
-                });
+            let restoring = self.begin_restore(&kept);
+            let restoring = restoring.map_err(|(_, error)| of(id, error))?;
+            self.check_prepared(&restoring)
+                .map_err(|error| of(id, error))?;
+            all.push((state, kept, restoring));
+        }
+        // Memory on GPUs is claimed once none is missing.
+        for (state, kept, restoring) in all {
+            let of = |error: Error| of(kept.id, error);
+            // Two registrations may name the same memory.
+            self.check_prepared(&restoring).map_err(of)?;
+            let instance = match restoring {
+                Restoring::Ready(instance) => Ok(instance),
+                Restoring::OnGpu(newcomer, provisional) => {
+                    self.reopen(newcomer, provisional, &kept.memory)
+                }
+            };
             let mut instance = instance.map_err(|(_, error)| of(error))?;
             instance.resume(state, now);
             let inserted = self.kept.insert_restored(instances, instance).map_err(of)?;
@@ -83,6 +88,21 @@ impl Workers {
         }
         self.kept.end_restoring(instances, &[]);
         Ok(())
+    }
+
+    /// Checks that opening the memory makes no call of a driver.
+    fn check_prepared(&self, restoring: &Restoring) -> Result<()> {
+        match restoring {
+            Restoring::OnGpu(newcomer, _)
+                if !self.context.devices.is_prepared(&newcomer.layout) =>
+            {
+                Err(Error::new(
+                    ErrorKind::Unavailable,
+                    "it has registered on a GPU while the other server opened those of others; start again",
+                ))
+            }
+            Restoring::OnGpu(..) | Restoring::Ready(_) => Ok(()),
+        }
     }
 
     /// Restores the workers of an earlier process.

@@ -4,7 +4,6 @@ use kvtier_device::{CudaAllocation, CudaStorage, MemorySpec, TensorSpec};
 use kvtier_error::{Error, Result};
 use kvtier_proto::descriptor::{Cuda, TensorDescriptor, VmmHandle};
 use kvtier_proto::pickle::{Limits, read_registration};
-use kvtier_proto::request::Registration;
 
 /// Reads a descriptor, or the pickled wrapper that clients up to 0.5.0 send in its place.
 pub(super) fn tensor_spec(descriptor: &TensorDescriptor) -> Result<TensorSpec> {
@@ -74,15 +73,6 @@ pub(super) fn tensor_spec(descriptor: &TensorDescriptor) -> Result<TensorSpec> {
         stride: metadata.stride.clone(),
         storage_offset: metadata.storage_offset,
     })
-}
-
-/// The memories of a registration whose tensors are on a GPU, as [`KvLayout::memories`](kvtier_device::KvLayout::memories) has
-/// them; `None` of any other.
-pub fn gpu_memories(registration: &Registration<'_>) -> Option<Vec<MemorySpec>> {
-    let memory = |descriptor| tensor_spec(descriptor).ok().map(|spec| spec.memory);
-    let memories: Option<Vec<_>> = registration.tensors.iter().map(memory).collect();
-    let on_gpu = |memory: &MemorySpec| matches!(memory, MemorySpec::Cuda(_));
-    memories.filter(|all| !all.is_empty() && all.iter().all(on_gpu))
 }
 
 #[cfg(test)]

@@ -341,6 +341,12 @@ mod tests {
     const RECORDED: &str = include_str!("../../tests/vectors/take_over_2.json");
 
     #[test]
+    fn page_names_the_format() {
+        let page = include_str!("../../../../docs/operate.md");
+        assert!(page.contains(&format!("This is format {FORMAT}.")));
+    }
+
+    #[test]
     fn recorded_state_is_read_and_written_alike() {
         let recorded: serde_json::Value = serde_json::from_str(RECORDED).unwrap();
         let state: State = serde_json::from_str(RECORDED).unwrap();

@@ -135,6 +135,27 @@ fn l1_that_cannot_be_kept_is_one_warning_with_reason() {
     let restore = ["--l1-restore", "on"];
     let with_directory = flags(Path::new("/proc/no"), "x", &restore);
     let usable = flags(base.path(), "x", &restore);
+    // The default asks for no more than a line.
+    let by_default = flags(base.path(), "x", &["--l1-restore", "auto"]);
+    let log = Log::listen();
+    let server = TestServer::start_with(&by_default, |config| {
+        config.state.base = Err("as the test has it".to_owned());
+    });
+    let text = log.text();
+    let mut lines = text.lines().filter(|line| line.contains("L1 ends with"));
+    let line = lines.next().unwrap();
+    assert!(
+        line.contains("INFO") && line.contains("as the test has it"),
+        "{text}"
+    );
+    assert!(lines.next().is_none() && !line.contains("WARN"), "{text}");
+    let found = state(&server);
+    assert_eq!(found.l1_file, None);
+    assert_eq!(
+        found.l1_reason.as_deref(),
+        Some("there is no state directory")
+    );
+    drop((server, log));
     for (flags, base, reason) in [
         (&with_directory, None, Some("/proc/no/x: cannot be created")),
         (
@@ -161,7 +182,14 @@ fn l1_that_cannot_be_kept_is_one_warning_with_reason() {
             "{text}"
         );
         let pool = server.engine().config().shm_name.clone().unwrap();
+        let file = format!("/dev/shm/lmcache_l1_pool_{pool}");
+        let found = state(&server);
+        assert_eq!(found.l1_file, reason.is_none().then(|| file.clone()));
+        assert_eq!(found.l1_reason.is_some(), reason.is_some());
         drop(server);
+        // The line that says how to free the memory.
+        let freed = log.text().contains("to free its memory, remove both files");
+        assert_eq!(freed && log.text().contains(&file), reason.is_none());
         for end in ["", ".ledger"] {
             let is_kept = std::fs::remove_file(format!("/dev/shm/lmcache_l1_pool_{pool}{end}"));
             assert_eq!(is_kept.is_ok(), reason.is_none());

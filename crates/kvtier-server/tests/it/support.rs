@@ -10,6 +10,7 @@ use kvtier_client::{
     Connection, EngineDrivenSpec, EngineDrivenWorker, InstanceId, Key, LmcacheDrivenSpec,
     LmcacheDrivenWorker, Options, Prompt, Scope,
 };
+use kvtier_config::L1Restore;
 use kvtier_server::metrics::Readings;
 use kvtier_server::{Server, ServerConfig};
 
@@ -44,6 +45,10 @@ impl TestServer {
         all.extend(["--eviction-trigger-watermark", "1", "--eviction-ratio", "0"]);
         all.extend(flags);
         let mut config = ServerConfig::from_flags(&all).unwrap();
+        // Nothing stays in /dev/shm unless the test wants it.
+        if !flags.contains(&"--l1-restore") {
+            config.l1_restore = L1Restore::Off;
+        }
         change(&mut config);
         Self(Server::start(config).unwrap())
     }

@@ -118,6 +118,8 @@ fn server_config(args: &DemoArgs, l2: Option<&str>) -> anyhow::Result<ServerConf
     let mut flags = vec![
         "--port=0",
         "--http-port=0",
+        // Its L1 ends with it, also where the environment names a directory.
+        "--state-dir=none",
         "--log-level=warn",
         &size,
         &pool,

@@ -132,35 +132,7 @@ fn summary(url: &str, status: &Status) -> String {
         gpus::write(&mut out, cuda);
     }
     quotas(&mut out, &status.quotas);
-    match &status.state {
-        StateStatus {
-            directory: Some(directory),
-            ..
-        } => {
-            let restored = &status.state;
-            let left_out: u64 = restored.left_out_workers.values().sum();
-            let reasons: Vec<_> = restored
-                .left_out_workers
-                .keys()
-                .map(String::as_str)
-                .collect();
-            let workers = [
-                match restored.restored_workers {
-                    0 => None,
-                    1 => Some("1 worker restored".to_owned()),
-                    more => Some(format!("{more} workers restored")),
-                },
-                (left_out > 0).then(|| format!("{left_out} left out ({})", reasons.join(", "))),
-            ];
-            line(&mut out, "state", &format!("in {directory}"), workers);
-        }
-        StateStatus {
-            reason: Some(reason),
-            ..
-        } => line(&mut out, "state", &format!("none is kept: {reason}"), []),
-        // Another server's status.
-        _ => {}
-    }
+    state(&mut out, &status.state, l1.restored_objects);
     if let Some(tokens) = status.chunk_size {
         let hash = or(&status.hash_algorithm, "unknown hash").to_owned();
         line(
@@ -199,6 +171,36 @@ fn line(out: &mut String, name: &str, text: &str, more: impl IntoIterator<Item =
         let _ = write!(out, ", {part}");
     }
     out.push('\n');
+}
+
+/// Appends what outlives the process, and what the server has of the one before; nothing for another server's status.
+fn state(out: &mut String, state: &StateStatus, objects: u64) {
+    let text = match (&state.directory, &state.reason) {
+        (Some(directory), _) => format!("in {directory}"),
+        (None, Some(reason)) => format!("none is kept: {reason}"),
+        (None, None) => return,
+    };
+    let l1 = match (&state.l1_file, &state.l1_reason) {
+        (Some(file), _) => Some(format!("L1 kept in {file}")),
+        (None, Some(reason)) if state.directory.is_some() => {
+            Some(format!("L1 ends with the process: {reason}"))
+        }
+        _ => None,
+    };
+    let restored = |count, one: &str| match count {
+        0 => None,
+        1 => Some(format!("1 {one} restored")),
+        more => Some(format!("{} {one}s restored", HumanCount(more))),
+    };
+    let left_out: u64 = state.left_out_workers.values().sum();
+    let reasons: Vec<_> = state.left_out_workers.keys().map(String::as_str).collect();
+    let more = [
+        l1,
+        restored(objects, "object"),
+        restored(state.restored_workers, "worker"),
+        (left_out > 0).then(|| format!("{left_out} left out ({})", reasons.join(", "))),
+    ];
+    line(out, "state", &text, more);
 }
 
 /// Appends the quotas, if any tier enforces them.

@@ -4,16 +4,21 @@
 //! with another `KVTIER_KILLS_SEED`, at other moments.
 
 use std::collections::BTreeSet;
+use std::os::unix::fs::FileExt as _;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use kvtier_client::{EngineDrivenSpec, EngineDrivenWorker, InstanceId, Scope};
+use kvtier_client::proto::response::Slot;
+use kvtier_client::{
+    Connection, EngineDrivenSpec, EngineDrivenWorker, InstanceId, LmcacheDrivenWorker, Scope,
+};
 use kvtier_core::random::SplitMix64;
 
 use crate::prompts::{
-    CHUNK, CHUNKS, bytes, prompt, read, retrieve_pages, scope, store, store_pages, whole,
+    CHUNK, CHUNKS, bytes, prompt, read, read_pages, retrieve_pages, scope, store, store_pages,
+    try_store_pages, whole,
 };
-use crate::server::{Segments, Server};
+use crate::server::{KVTIER, Segments, Server, wait_until};
 
 /// How long a request may take that a kill may leave without a reply: clients wait for the next server. A later reply counts as none.
 const BRIEF: Duration = Duration::from_millis(200);
@@ -21,12 +26,63 @@ const BRIEF: Duration = Duration::from_millis(200);
 /// Stores of a worker without an answer, at most, until it is killed.
 const MAX_UNSURE: usize = 8;
 
+/// Tenant of the worker whose pages the server copies.
+const PAGES: &str = "pages";
+
 /// Kills in the gate.
 const KILLS: u64 = 20;
 
+/// A worker in one of both transfer modes.
+enum Worker {
+    /// It copies by itself.
+    Copying(EngineDrivenWorker),
+    /// The server copies its pages.
+    Pages(LmcacheDrivenWorker),
+}
+
+impl Worker {
+    fn connection(&mut self) -> &mut Connection {
+        match self {
+            Self::Copying(worker) => worker.connection(),
+            Self::Pages(worker) => worker.connection(),
+        }
+    }
+
+    /// Chunks of a prompt that it reads, all of them right.
+    fn read(&mut self, salt: &str, number: u64) -> Result<u64, String> {
+        match self {
+            Self::Copying(worker) => read(worker, salt, number),
+            Self::Pages(worker) => read_pages(worker, salt, number),
+        }
+    }
+
+    /// Stores a prompt; returns whether the server has taken any of it.
+    fn store(&mut self, salt: &str, number: u64) -> Result<bool, String> {
+        match self {
+            Self::Copying(worker) => {
+                let len = worker.chunk_bytes();
+                let source = |chunk| bytes(salt, number, chunk, len);
+                let stored = worker.store(&prompt(number), whole(), "s", source);
+                let stored = stored.map_err(|error| error.to_string())?;
+                Ok(!stored.chunks.is_empty())
+            }
+            Self::Pages(worker) => try_store_pages(worker, salt, number),
+        }
+    }
+
+    /// Requests without an answer after which it does nothing more. The server may still copy pages, which have to stay as they are;
+    /// else each has reserved memory, and a worker may reserve a quarter of L1.
+    fn max_unsure(&self) -> usize {
+        match self {
+            Self::Copying(_) => MAX_UNSURE,
+            Self::Pages(_) => 1,
+        }
+    }
+}
+
 /// Stores and reads until the server is killed. Returns the prompts whose store was answered.
 fn work(
-    mut worker: EngineDrivenWorker,
+    mut worker: Worker,
     salt: &str,
     mut random: SplitMix64,
     prompts: u64,
@@ -35,26 +91,23 @@ fn work(
 ) -> Vec<u64> {
     // Without an answer a prompt may be there or not, or be being written for as long as the server lives.
     let (mut stored, mut unsure) = (BTreeSet::new(), BTreeSet::new());
-    let len = worker.chunk_bytes();
+    let mut unanswered = 0;
     worker.connection().set_timeout(BRIEF);
-    // Each store without an answer has reserved memory, and a worker may reserve a quarter of L1.
-    while !is_killed.load(Ordering::Relaxed) && unsure.len() < MAX_UNSURE {
+    while !is_killed.load(Ordering::Relaxed) && unanswered < worker.max_unsure() {
         let number = random.below(prompts);
         let is_answered = if random.below(3) == 0 {
-            read(&mut worker, salt, number).is_ok()
+            worker.read(salt, number).is_ok()
         } else {
-            let source = |chunk| bytes(salt, number, chunk, len);
-            let answer = worker.store(&prompt(number), whole(), "s", source);
+            let answer = worker.store(salt, number);
             match &answer {
                 // None is taken of what is there, but also where the server refuses the store.
-                Ok(taken) if taken.chunks.is_empty() && !stored.contains(&number) => {
-                    unsure.insert(number)
-                }
+                Ok(false) if !stored.contains(&number) => unsure.insert(number),
                 Ok(_) => stored.insert(number),
                 Err(_) => unsure.insert(number),
             };
             answer.is_ok()
         };
+        unanswered += usize::from(!is_answered);
         answered.fetch_add(is_answered.into(), Ordering::Relaxed);
     }
     stored.difference(&unsure).copied().collect()
@@ -77,12 +130,15 @@ pub(crate) fn kill_repeatedly(kills: u64, seed: u64, start: &dyn Fn() -> Server)
     let mut random = SplitMix64::new(seed);
     let (mut server, mut reads, mut objects) = (start(), 0, 0);
     for kill in 0..kills {
-        // In every other round nothing is evicted: 8 MiB hold 256 prompts, and each tenant has 40. Else 10 times as many.
+        // In every other round nothing is evicted: 8 MiB hold 256 prompts, and each tenant has 40. Else 25 times as many.
         let fits = kill % 2 == 0;
         let prompts = if fits { 40 } else { 1000 };
         // Not of one instance: a worker that ends unregisters it.
-        let workers =
-            [(1, "a"), (3, "b")].map(|(instance, salt)| (salt, server.worker(instance, salt)));
+        let workers = [
+            ("a", Worker::Copying(server.worker(1, "a"))),
+            ("b", Worker::Copying(server.worker(3, "b"))),
+            (PAGES, Worker::Pages(server.pages(5, PAGES))),
+        ];
         let mut clear = server.connect();
         if fits {
             clear.clear(true).unwrap();
@@ -117,9 +173,12 @@ pub(crate) fn kill_repeatedly(kills: u64, seed: u64, start: &dyn Fn() -> Server)
         assert!(server.restored().is_some(), "kill {kill}: {}", server.log);
         objects += server.restored().unwrap();
         for (salt, stored) in stored {
-            let mut worker = server.reader(salt);
+            let mut worker = match salt {
+                PAGES => Worker::Pages(server.pages_reader(salt)),
+                salt => Worker::Copying(server.reader(salt)),
+            };
             for number in stored {
-                let hit = read(&mut worker, salt, number).unwrap();
+                let hit = worker.read(salt, number).unwrap();
                 assert!(
                     !fits || hit == CHUNKS,
                     "kill {kill}: {hit} chunks of prompt {number} of {salt:?}; {}\n{}",
@@ -130,7 +189,7 @@ pub(crate) fn kill_repeatedly(kills: u64, seed: u64, start: &dyn Fn() -> Server)
             }
             // Others may have been stored without an answer; their bytes are right, too.
             for number in 0..prompts.min(60) {
-                reads += read(&mut worker, salt, number).unwrap();
+                reads += worker.read(salt, number).unwrap();
             }
         }
     }
@@ -159,10 +218,13 @@ fn stopped_server_leaves_l1_to_the_next() {
         retrieve_pages(&mut pages, "pages", 2, "r");
         server.stop();
     }
-    // Another chunk size, another instance, none: nothing is believed.
+    // Another instance, another chunk size, none: nothing is believed.
     for (flags, told) in [
-        (&["--chunk-size", "32"][..], "another chunk size"),
-        (&["--instance-id", "other"], "another chunk size"),
+        (&["--instance-id", "other"][..], "another instance"),
+        (
+            &["--instance-id", "other", "--chunk-size", "32"],
+            "another chunk size",
+        ),
         (&["--l1-restore", "off"], "--l1-restore off"),
     ] {
         let server = Server::start(base.path(), "0.03125", flags);
@@ -184,6 +246,31 @@ fn stopped_server_leaves_l1_to_the_next() {
         "{}",
         server.log
     );
+}
+
+#[test]
+fn l1_is_kept_by_default_and_status_says_where() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let start = || Server::start(base.path(), "0.0078125", &["--l1-restore", "auto"]);
+    let status = |server: &Server| {
+        let mut status = std::process::Command::new(KVTIER);
+        let status = status.args(["status", "--url", server.http_url()]);
+        let text = String::from_utf8(status.output().unwrap().stdout).unwrap();
+        let line = text.lines().find(|line| line.starts_with("state "));
+        line.unwrap_or_else(|| panic!("{text}")).to_owned()
+    };
+    let file = format!("L1 kept in {}", Segments::pool());
+    let mut server = start();
+    let line = status(&server);
+    assert!(line.contains(&file) && !line.contains("restored"), "{line}");
+    drop(server.worker_with(1, "a", 0..1));
+    server.kill();
+    let server = start();
+    let line = status(&server);
+    let told = format!("{file}, {CHUNKS} objects restored");
+    assert!(line.contains(&told), "{line}");
+    server.stop();
 }
 
 #[test]
@@ -287,7 +374,6 @@ fn memory_of_living_clients_is_kept_from_others() {
     }
     let pool = std::fs::File::options().write(true).open(Segments::pool());
     let pool = pool.unwrap();
-    use std::os::unix::fs::FileExt as _;
     for (offset, length) in slots {
         pool.write_all_at(&vec![0xee; length as usize], offset)
             .unwrap();
@@ -298,6 +384,68 @@ fn memory_of_living_clients_is_kept_from_others() {
     }
     // What was not committed is not readable.
     assert_eq!(server.worker(3, "a").lookup(&unfinished, "y").unwrap(), 0);
+}
+
+/// Bytes at these places of the pool.
+fn pool_bytes(slots: &[(u64, u64)]) -> Vec<Vec<u8>> {
+    let pool = std::fs::File::open(Segments::pool()).unwrap();
+    let read = |(offset, length): &(u64, u64)| {
+        let mut bytes = vec![0; *length as usize];
+        pool.read_exact_at(&mut bytes, *offset).unwrap();
+        bytes
+    };
+    slots.iter().map(read).collect()
+}
+
+/// What a client was granted before the kill, to read and to write, is withheld until the client has ended or the time for writes
+/// has passed.
+#[test]
+fn granted_memory_is_withheld_until_client_ends() {
+    for (ttl, ends) in [("600", true), ("1", false)] {
+        let base = tempfile::tempdir().unwrap();
+        let _segments = Segments::new();
+        let mut server = Server::start(base.path(), "0.0078125", &[]);
+        let mut worker = server.worker_with(1, "a", 1..2);
+        let (stored, unfinished) = (prompt(1), prompt(2));
+        assert_eq!(worker.lookup(&stored, "r").unwrap(), CHUNKS);
+        let scope = scope("a");
+        let places = |slots: Vec<_>| -> Vec<_> {
+            let slots = slots.into_iter();
+            slots
+                .map(|slot: Slot<'_>| (slot.offset, slot.length))
+                .collect()
+        };
+        let key = scope.worker_key(0, &stored, whole(), "r");
+        let granted = worker.connection().prepare_retrieve(&key, InstanceId(1));
+        let granted = places(granted.unwrap().slots.unwrap());
+        let key = scope.worker_key(0, &unfinished, whole(), "s");
+        let target = worker.connection().prepare_store(&key, InstanceId(1));
+        let target = places(target.unwrap().target.unwrap().slots);
+        assert_eq!([granted.len(), target.len()], [CHUNKS as usize; 2]);
+        let expected = pool_bytes(&granted);
+        server.kill();
+        worker.connection().set_timeout(BRIEF);
+        let flags = ["--l1-write-ttl-seconds", ttl];
+        let server = Server::start(base.path(), "0.0078125", &flags);
+        assert!(server.log.contains("withheld=8"), "{}", server.log);
+        let withheld = || server.http("/status", None)["withheld_bytes"].clone();
+        if ends {
+            let all = granted.iter().chain(&target).map(|(_, length)| length);
+            assert_eq!(withheld(), all.sum::<u64>());
+            // Everything else is overwritten.
+            let mut other = server.worker(2, "b");
+            for number in 0..600 {
+                store(&mut other, "b", number);
+            }
+            assert_eq!(pool_bytes(&granted), expected);
+            drop((worker, other));
+            wait_until("the end of the client", || withheld() == 0);
+        } else {
+            wait_until("the end of the time for writes", || withheld() == 0);
+            drop(worker);
+        }
+        server.stop();
+    }
 }
 
 /// Of a client of kvtier's own, which names its chunk size.

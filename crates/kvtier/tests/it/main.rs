@@ -23,6 +23,7 @@ mod prompts;
 mod server;
 mod shm;
 mod take_over;
+mod take_over_between;
 mod take_over_gpu;
 mod take_over_steps;
 mod take_over_tiers;

@@ -79,14 +79,51 @@ pub(crate) fn read(
 /// Blocks of a worker's pages, four per chunk: stored from these, and retrieved into those behind them.
 const BLOCKS: i64 = 4 * CHUNKS as i64;
 
-/// Writes a prompt to the pages of a worker, and stores it.
-pub(crate) fn store_pages(pages: &mut LmcacheDrivenWorker, salt: &str, number: u64) {
+/// Writes a prompt to the pages of a worker, and stores it; returns whether the server has taken it.
+pub(crate) fn try_store_pages(
+    pages: &mut LmcacheDrivenWorker,
+    salt: &str,
+    number: u64,
+) -> Result<bool, String> {
     let blocks: Vec<_> = (0..BLOCKS).collect();
     for (chunk, own) in (0..CHUNKS).zip(blocks.chunks(4)) {
         let content = bytes(salt, number, chunk, pages.chunk_bytes());
         pages.write_chunk(own, &content).unwrap();
     }
-    assert!(pages.store(&prompt(number), whole(), "s", &blocks).unwrap());
+    let stored = pages.store(&prompt(number), whole(), "s", &blocks);
+    stored.map_err(|error| error.to_string())
+}
+
+/// The same of a server that has the memory for it.
+pub(crate) fn store_pages(pages: &mut LmcacheDrivenWorker, salt: &str, number: u64) {
+    assert_eq!(try_store_pages(pages, salt, number), Ok(true));
+}
+
+/// Chunks of a prompt that a worker retrieves into its pages, all of them right.
+pub(crate) fn read_pages(
+    pages: &mut LmcacheDrivenWorker,
+    salt: &str,
+    number: u64,
+) -> Result<u64, String> {
+    let (prompt, request) = (prompt(number), format!("r{number}"));
+    let hit = pages.lookup(&prompt, &request);
+    let hit = hit.map_err(|error| error.to_string())?;
+    if hit > 0 {
+        let blocks: Vec<_> = (BLOCKS..BLOCKS + 4 * hit as i64).collect();
+        let range = 0..hit * CHUNK as u64;
+        let got = pages.retrieve(&prompt, range, &request, &blocks, 0);
+        if !got.map_err(|error| error.to_string())? {
+            return Err(format!(
+                "{hit} chunks were found, and their retrieve was refused"
+            ));
+        }
+        for (chunk, own) in (0..hit).zip(blocks.chunks(4)) {
+            let mut found = Vec::new();
+            pages.read_chunk(own, &mut found).unwrap();
+            assert_eq!(found, bytes(salt, number, chunk, found.len()));
+        }
+    }
+    Ok(hit)
 }
 
 /// Retrieves a prompt whose lookup under `request` has hit, all of it right.

@@ -1,8 +1,9 @@
 //! A server process that keeps its state for the next one.
 
+use std::collections::BTreeSet;
 use std::io::{BufRead as _, BufReader, Lines};
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Stdio};
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -23,6 +24,9 @@ pub(crate) const KVTIER: &str = env!("CARGO_BIN_EXE_kvtier");
 
 /// How long a reply may take before the test fails.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// State directories of the servers of a test.
+static BASES: Mutex<BTreeSet<PathBuf>> = Mutex::new(BTreeSet::new());
 
 pub(crate) struct Server {
     pub(crate) child: Child,
@@ -55,6 +59,9 @@ impl Server {
 
     /// The same by a command that takes the server's arguments.
     pub(crate) fn spawn_by(mut command: Command, base: &Path, l1: &str, more: &[&str]) -> Self {
+        let mut bases = BASES.lock().unwrap_or_else(PoisonError::into_inner);
+        bases.insert(base.to_owned());
+        drop(bases);
         let mut child = command
             .arg("server")
             .args(["--port", "0", "--http-port", "0", "--l1-size-gb", l1])
@@ -124,8 +131,17 @@ impl Server {
     /// A worker of an instance that no other one of the process has. One that ends unregisters its instance, perhaps after
     /// the next one has registered.
     pub(crate) fn reader(&self, salt: &str) -> EngineDrivenWorker {
+        self.worker(Self::next_instance(), salt)
+    }
+
+    /// The same, whose pages the server copies.
+    pub(crate) fn pages_reader(&self, salt: &str) -> LmcacheDrivenWorker {
+        self.pages(Self::next_instance(), salt)
+    }
+
+    fn next_instance() -> i64 {
         static NEXT: AtomicI64 = AtomicI64::new(1000);
-        self.worker(NEXT.fetch_add(1, Ordering::Relaxed), salt)
+        NEXT.fetch_add(1, Ordering::Relaxed)
     }
 
     /// A worker that copies by itself and has stored these prompts. Another one of its instance takes its registration along when it ends.
@@ -163,10 +179,14 @@ impl Server {
         rest.split(' ').next()?.parse().ok()
     }
 
+    pub(crate) fn http_url(&self) -> &str {
+        let (_, rest) = self.log.split_once("http=\"").unwrap();
+        rest.split('"').next().unwrap()
+    }
+
     /// The answer of a route.
     pub(crate) fn http(&self, path: &str, body: Option<&str>) -> serde_json::Value {
-        let (_, rest) = self.log.split_once("http=\"").unwrap();
-        let url = format!("{}{path}", rest.split('"').next().unwrap());
+        let url = format!("{}{path}", self.http_url());
         let answer = match body {
             None => ureq::get(url).call(),
             Some(body) => ureq::put(url).send(body),
@@ -221,6 +241,18 @@ impl Segments {
         Self { _turn: turn }
     }
 
+    /// Removes the registrations that servers of a state directory have left.
+    fn remove_registrations(base: &Path) {
+        let id = std::fs::read_to_string(base.join(INSTANCE_NAME).join("id"));
+        let all = std::fs::read_dir("/dev/shm").into_iter().flatten();
+        for entry in all.flatten().map(|entry| entry.path()) {
+            let name = entry.to_string_lossy();
+            if id.as_ref().is_ok_and(|id| name.ends_with(id.as_str())) {
+                let _ = std::fs::remove_dir_all(&entry);
+            }
+        }
+    }
+
     fn name() -> String {
         format!("kvtier_kills_{}", std::process::id())
     }
@@ -236,5 +268,9 @@ impl Drop for Segments {
         let pool = Self::pool();
         let _ = std::fs::remove_file(format!("{pool}.ledger"));
         let _ = std::fs::remove_file(pool);
+        let bases = std::mem::take(&mut *BASES.lock().unwrap_or_else(PoisonError::into_inner));
+        bases
+            .iter()
+            .for_each(|base| Self::remove_registrations(base));
     }
 }

@@ -10,7 +10,8 @@ use crate::gpu_worker::{GpuWorker, gpu_flags};
 use crate::prompts::CHUNKS;
 use crate::server::{KVTIER, Segments, Server, wait_until};
 use crate::take_over::{L1, take_over};
-use crate::take_over_steps::{Between, Kill, Survivor, threads};
+use crate::take_over_between::{Between, Kill, Survivor};
+use crate::take_over_steps::threads;
 
 /// Calls of a driver against its rules go to the log.
 fn started(base: &Path, more: &[&str]) -> Server {

@@ -11,7 +11,7 @@ use serde_json::Value;
 use crate::prompts::{CHUNKS, read, store};
 use crate::server::{Segments, Server, wait_until};
 use crate::take_over::take_over;
-use crate::take_over_steps::{Between, Kill};
+use crate::take_over_between::{Between, Kill};
 
 /// L1 of 8 MiB, which holds 250 prompts of 32 KiB.
 const SMALL_L1: &str = "0.008";
