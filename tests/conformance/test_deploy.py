@@ -18,7 +18,9 @@ UNIT = DEPLOY / "systemd" / "kvtier.service"
 SOCKETS = UNIT.with_name("kvtier.socket")
 
 # Whatever the files say, this check disturbs no server and needs nothing of the machine. Later flags win.
-HARMLESS = ["--port", "0", "--http-port", "0", "--l1-size-gb", "0.05", "--shm-name", "", "--check-config", "--strict-flags"]
+HARMLESS = [
+    "--port", "0", "--http-port", "0", "--l1-size-gb", "0.05", "--shm-name", "", "--state-dir", "none", "--check-config", "--strict-flags",
+]  # fmt: skip
 
 
 def check_flags(arguments, replace):

@@ -323,7 +323,7 @@ fn reset_at_any_byte_fails_at_most_the_request_that_was_sent() {
         timeout: Duration::from_secs(60),
         ..Options::default()
     };
-    let connect = || Connection::connect_with(&proxy.endpoint, options.clone()).unwrap();
+    let connect = || Connection::connect_with(&proxy.endpoint, options).unwrap();
     assert_eq!(connect().noop().unwrap(), "OK");
     let session = proxy
         .forwarded
