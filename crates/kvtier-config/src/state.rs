@@ -184,10 +184,9 @@ mod tests {
         let config = with(&["--state-dir", "/s"]).unwrap();
         assert_eq!(config.l1_restore, L1Restore::On);
         assert_eq!(config.state.base, Ok("/s".into()));
-        // The default asks for nothing that is not there.
         let flags = ["--l1-size-gb", "1", "--state-dir", "none"];
         let config = crate::ServerConfig::from_flags(&flags).unwrap();
-        assert_eq!(config.l1_restore, L1Restore::Auto);
+        assert_eq!(config.l1_restore, L1Restore::Off);
         assert_eq!(config.state.base, Err("--state-dir none".to_owned()));
     }
 

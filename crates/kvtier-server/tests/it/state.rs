@@ -135,10 +135,10 @@ fn l1_that_cannot_be_kept_is_one_warning_with_reason() {
     let restore = ["--l1-restore", "on"];
     let with_directory = flags(Path::new("/proc/no"), "x", &restore);
     let usable = flags(base.path(), "x", &restore);
-    // The default asks for no more than a line.
-    let by_default = flags(base.path(), "x", &["--l1-restore", "auto"]);
+    // It asks for no more than a line.
+    let automatic = flags(base.path(), "x", &["--l1-restore", "auto"]);
     let log = Log::listen();
-    let server = TestServer::start_with(&by_default, |config| {
+    let server = TestServer::start_with(&automatic, |config| {
         config.state.base = Err("as the test has it".to_owned());
     });
     let text = log.text();

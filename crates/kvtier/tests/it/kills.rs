@@ -249,7 +249,7 @@ fn stopped_server_leaves_l1_to_the_next() {
 }
 
 #[test]
-fn l1_is_kept_by_default_and_status_says_where() {
+fn l1_is_kept_automatically_and_status_says_where() {
     let base = tempfile::tempdir().unwrap();
     let _segments = Segments::new();
     let start = || Server::start(base.path(), "0.0078125", &["--l1-restore", "auto"]);
