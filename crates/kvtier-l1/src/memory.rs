@@ -170,7 +170,7 @@ impl L1 {
             tracing::info!(
                 memory = %memory.display(),
                 ledger = %ledger_path(&self.arena).display(),
-                "L1 stays for the next server; to free its memory, remove both files"
+                "L1 is left to the next server"
             );
         }
         self.arena.unlink();

@@ -188,7 +188,7 @@ fn l1_that_cannot_be_kept_is_one_warning_with_reason() {
         assert_eq!(found.l1_reason.is_some(), reason.is_some());
         drop(server);
         // The line that says how to free the memory.
-        let freed = log.text().contains("to free its memory, remove both files");
+        let freed = log.text().contains("L1 is left to the next server");
         assert_eq!(freed && log.text().contains(&file), reason.is_none());
         for end in ["", ".ledger"] {
             let is_kept = std::fs::remove_file(format!("/dev/shm/lmcache_l1_pool_{pool}{end}"));
