@@ -254,25 +254,20 @@ async fn main() -> Result<(), Error> {
             );
         }
     }
-    for codec in CODECS {
-        let (ratio, pack, unpack) = measure(codec, &exponents)?;
-        let whole = 2.0 / (1.0 + 1.0 / ratio);
-        println!(
-            "bf16 whole, mantissas as they are, {:8}: ratio {whole:.3}, at most {:.2} and {:.2} GB/s without splitting",
-            codec.name,
-            2.0 * pack,
-            2.0 * unpack
-        );
-    }
-    for codec in CODECS {
-        let (ratio, pack, unpack) = measure(codec, &half_upper)?;
-        let whole = 2.0 / (1.0 + 1.0 / ratio);
-        println!(
-            "fp16 whole, lower bytes as they are, {:8}: ratio {whole:.3}, at most {:.2} and {:.2} GB/s without splitting",
-            codec.name,
-            2.0 * pack,
-            2.0 * unpack
-        );
+    for (name, kept, part) in [
+        ("bf16", "mantissas", &exponents),
+        ("fp16", "lower bytes", &half_upper),
+    ] {
+        for codec in CODECS {
+            let (ratio, pack, unpack) = measure(codec, part)?;
+            let whole = 2.0 / (1.0 + 1.0 / ratio);
+            println!(
+                "{name} whole, {kept} as they are, {:8}: ratio {whole:.3}, at most {:.2} and {:.2} GB/s without splitting",
+                codec.name,
+                2.0 * pack,
+                2.0 * unpack
+            );
+        }
     }
     let (ratio, speed) = of_kvtier(&bytes).await?;
     println!(

@@ -37,9 +37,7 @@ impl Admin {
         }
         shown
     }
-}
 
-impl Admin {
     /// Counts the misses of lookups since the last call by what had become of the chunk. The memory of each place is read
     /// once for all of them.
     pub(crate) fn count_misses(&self) {
