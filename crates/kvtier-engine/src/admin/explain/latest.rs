@@ -52,56 +52,42 @@ impl Admin {
         let places = self.places();
         let now = self.context.now();
         let chunks: Vec<_> = misses.iter().map(|miss| &miss.chunk).collect();
-        for (loss, miss) in last_losses(&places, &chunks).into_iter().zip(&misses) {
+        for (lost, miss) in losses(&places, &chunks).into_iter().zip(&misses) {
             // Later ones are of a store behind the lookup.
             let age = now.saturating_sub(miss.at);
-            match loss.filter(|(_, loss)| loss.ago + TICK >= age) {
-                Some((place, loss)) => {
+            match lost {
+                Found::Missing(Missing::Lost(place, loss)) if loss.ago + TICK >= age => {
                     let (reason, cause) = words::reason(loss.cause);
                     let cause = cause.unwrap_or_default();
                     metrics.missed(reason, cause, places[place].name(), 1);
                 }
-                None => metrics.missed("never_seen", "", "", 1),
+                _ => metrics.missed("never_seen", "", "", 1),
             }
         }
     }
 }
 
-/// The last loss of each chunk, and the number of its place.
-fn last_losses(
-    places: &[Place<'_>],
-    chunks: &[&(Arc<Namespace>, ChunkHash)],
-) -> Vec<Option<(usize, Loss)>> {
+/// What became of these chunks, wherever they are now: the last loss of each, or nothing.
+fn losses(places: &[Place<'_>], chunks: &[&(Arc<Namespace>, ChunkHash)]) -> Vec<Found> {
     let asked = chunks
         .iter()
         .map(|(it, hash)| (it, std::slice::from_ref(hash)));
     let asked: Vec<_> = asked.collect();
-    let mut last: Vec<Option<(usize, Loss)>> = vec![None; chunks.len()];
+    let mut found = vec![Found::Missing(Missing::NeverSeen); chunks.len()];
     if chunks.is_empty() {
-        return last;
+        return found;
     }
     for (number, place) in places.iter().enumerate() {
-        for (known, losses) in last.iter_mut().zip(place.losses(&asked)) {
-            let loss = losses.into_iter().flatten().next();
-            let is_later = |loss: &Loss| known.is_none_or(|(_, known)| loss.ago < known.ago);
-            if let Some(loss) = loss.filter(is_later) {
-                *known = Some((number, loss));
-            }
+        for (state, losses) in found.iter_mut().zip(place.losses(&asked)) {
+            note_loss(state, number, losses.into_iter().flatten().next());
         }
     }
-    last
+    found
 }
 
 /// Where these chunks are, or what became of them.
 fn states(places: &[Place<'_>], chunks: &[&(Arc<Namespace>, ChunkHash)]) -> Vec<Found> {
-    let lost = last_losses(places, chunks).into_iter();
-    let mut found: Vec<_> = lost
-        .map(|lost| {
-            Found::Missing(lost.map_or(Missing::NeverSeen, |(place, loss)| {
-                Missing::Lost(place, loss)
-            }))
-        })
-        .collect();
+    let mut found = losses(places, chunks);
     for (number, place) in places.iter().enumerate().rev() {
         for (state, (namespace, hash)) in found.iter_mut().zip(chunks) {
             if place.contains(namespace, std::slice::from_ref(hash)) == [true] {
