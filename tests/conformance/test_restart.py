@@ -152,7 +152,8 @@ def test_restart_after_the_client_noticed(serve, engines, mode):
     """Down for longer than a heartbeat: the client degrades without errors, recovers, and everything works again."""
     server = serve(mode, fresh=True)
     server.expect_trouble(r"instance")
-    engine = engines(server, heartbeat=HEARTBEAT, mq_timeout=4)
+    # The first registration on a GPU measures how it copies, which takes the fake driver seconds.
+    engine = engines(server, heartbeat=HEARTBEAT, mq_timeout=20 if mode == "cuda" else 4)
     prompt = round_trip(engine)
     scheduler, worker = engine.scheduler, engine.worker
 

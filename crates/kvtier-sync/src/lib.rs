@@ -1,4 +1,5 @@
-//! Locks and channels of all crates, so that tests can check them; budgets of bytes, and rate limits of log lines.
+//! Locks and channels of all crates, so that tests can check them; budgets of bytes, and which log lines are
+//! written of what happens often.
 //!
 //! | build | locks |
 //! | --- | --- |
@@ -16,6 +17,7 @@ pub mod budget;
 mod checked;
 #[cfg(all(debug_assertions, not(shuttle)))]
 mod order;
+mod outage_log;
 mod rate_limited;
 #[cfg(shuttle)]
 mod shuttled;
@@ -28,6 +30,7 @@ pub use checked::{
 pub use parking_lot::{
     Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, WaitTimeoutResult,
 };
+pub use outage_log::OutageLog;
 pub use rate_limited::RateLimited;
 #[cfg(shuttle)]
 pub use shuttle;

@@ -5,7 +5,7 @@
 //! unknown keys are looked up in it, and an object that is missing there is removed from the index. [`KeyStates`] has the
 //! keys whose state the index alone does not describe.
 //!
-//! `evicted_by_salt` and `store_error` guard a counter per tenant and the last error; neither has a lock inside.
+//! `evicted_by_salt` and `last_store` guard a counter per tenant and the last error; neither has a lock inside.
 
 mod budget;
 mod counters;
@@ -29,7 +29,7 @@ use kvtier_core::cache::{Cache, CacheConfig, ReadLease, Removed, Stats};
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::object_key::ObjectKey;
 use kvtier_core::quota::{QuotaConfig, QuotaMode};
-use kvtier_sync::{Mutex, RateLimited};
+use kvtier_sync::{Mutex, OutageLog, RateLimited};
 use tokio::sync::watch;
 pub use usage::AdapterUsage;
 
@@ -42,7 +42,7 @@ pub use hand_over::{IndexHandOver, IndexState, OBJECT_BYTES, TierHandOver, TierS
 use key_states::KeyStates;
 pub use recovery::Recovery;
 
-/// Interval of log lines about corrupt objects and failed deletes, which a broken backend causes with every call.
+/// Interval of log lines about failed stores and deletes and corrupt objects, which a broken backend causes with every call.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Eviction ahead of demand.
@@ -113,6 +113,14 @@ pub struct TierLease {
     _lease: Option<ReadLease<Budget>>,
 }
 
+/// Result of the last store.
+#[derive(Debug)]
+struct LastStore {
+    /// Error of it, or of a part of it.
+    error: Option<L2Error>,
+    log: OutageLog<ErrorKind>,
+}
+
 /// An adapter with an index of its objects, a capacity, and eviction.
 pub struct Tier {
     adapter: Arc<dyn Adapter>,
@@ -127,8 +135,7 @@ pub struct Tier {
     /// Held for reading by each piece of work on the backend that nothing outside waits for, for writing while paused.
     work: Arc<tokio::sync::RwLock<()>>,
     recovery: watch::Sender<Recovery>,
-    /// Error of the last store, or of a part of it.
-    store_error: Mutex<Option<L2Error>>,
+    last_store: Mutex<LastStore>,
     corrupt_log: RateLimited,
     delete_log: RateLimited,
 }
@@ -172,7 +179,10 @@ impl Tier {
             started: Instant::now(),
             work: Arc::default(),
             recovery: watch::Sender::new(recovery),
-            store_error: Mutex::new(None),
+            last_store: Mutex::new(LastStore {
+                error: None,
+                log: OutageLog::new(LOG_INTERVAL),
+            }),
             corrupt_log: RateLimited::new(LOG_INTERVAL),
             delete_log: RateLimited::new(LOG_INTERVAL),
         }
@@ -210,7 +220,7 @@ impl Tier {
 
     /// Error of the last store; `None` if it succeeded.
     pub fn last_store_error(&self) -> Option<L2Error> {
-        self.store_error.lock().clone()
+        self.last_store.lock().error.clone()
     }
 
     /// Whether the last store failed for lack of space.

@@ -368,11 +368,17 @@ impl Tier {
         }
     }
 
-    /// Sets the result of the last store. Each kind of error is logged once, and so is its end.
+    /// Sets the result of the last store, and logs it if it is a change.
     fn set_store_error(&self, error: Option<L2Error>) {
-        let before = std::mem::replace(&mut *self.store_error.lock(), error.clone());
-        let kind = |error: &Option<L2Error>| error.as_ref().map(L2Error::kind);
-        if kind(&before) == kind(&error) {
+        let is_logged = {
+            let mut last = self.last_store.lock();
+            last.error.clone_from(&error);
+            match &error {
+                Some(error) => last.log.failed(error.kind(), std::time::Instant::now()),
+                None => last.log.succeeded(),
+            }
+        };
+        if !is_logged {
             return;
         }
         let tier = self.name();

@@ -1,14 +1,15 @@
 //! Circuit breaker: pauses calls to a backend that does not answer.
 //!
-//! The mutex of a lane guards the state of its breaker; no other lock is acquired inside.
+//! The mutex of a lane guards the state of its breaker and which of its changes were logged; no other lock is acquired inside.
 
 mod state;
 #[cfg(test)]
 mod tests;
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use kvtier_sync::Mutex;
+use kvtier_sync::{Mutex, OutageLog};
 use serde_json::{Map, Value, json};
 use tokio::time::Instant;
 
@@ -19,31 +20,51 @@ use super::guarded::Guard;
 use crate::adapter::Adapter;
 use crate::error::{ErrorKind, L2Error};
 
+/// Interval of log lines about calls that are paused: some nodes of a backend may answer while others do not.
+const LOG_INTERVAL: Duration = Duration::from_secs(60);
+
 /// One breaker per lane: lookups that are answered from memory say nothing about a disk that does not load.
 pub(super) struct Breakers {
-    lanes: PerLane<Mutex<Breaker>>,
+    lanes: PerLane<Mutex<LaneState>>,
+}
+
+struct LaneState {
+    breaker: Breaker,
+    log: OutageLog<()>,
 }
 
 impl Breakers {
     pub(super) fn new(rule: Rule) -> Self {
         Self {
-            lanes: PerLane::new(|_| Mutex::new(Breaker::new(rule))),
+            lanes: PerLane::new(|_| {
+                Mutex::new(LaneState {
+                    breaker: Breaker::new(rule),
+                    log: OutageLog::new(LOG_INTERVAL),
+                })
+            }),
         }
     }
 }
 
 /// An admitted call in flight. If it is dropped unfinished, it was abandoned.
 struct Admitted<'a> {
-    breaker: &'a Mutex<Breaker>,
+    lane: &'a Mutex<LaneState>,
     ticket: Ticket,
     is_finished: bool,
 }
 
 impl Admitted<'_> {
+    /// Returns a change that is to be logged.
     fn finish(mut self, verdict: Option<Verdict>) -> Option<Change> {
         self.is_finished = true;
         let now = Instant::now().into_std();
-        self.breaker.lock().finish(self.ticket, verdict, now)
+        let mut lane = self.lane.lock();
+        let change = lane.breaker.finish(self.ticket, verdict, now)?;
+        let is_logged = match change {
+            Change::Opened(_) => lane.log.failed((), now),
+            Change::Closed => lane.log.succeeded(),
+        };
+        is_logged.then_some(change)
     }
 }
 
@@ -51,7 +72,8 @@ impl Drop for Admitted<'_> {
     fn drop(&mut self) {
         if !self.is_finished {
             let now = Instant::now().into_std();
-            self.breaker.lock().finish(self.ticket, None, now);
+            let mut lane = self.lane.lock();
+            lane.breaker.finish(self.ticket, None, now);
         }
     }
 }
@@ -63,8 +85,8 @@ impl Guard for Breakers {
             // It says nothing about the backend, so it needs no admission and is no probe.
             return call.send(&**inner).await;
         }
-        let breaker = &self.lanes[C::LANE];
-        let admission = breaker.lock().admit(Instant::now().into_std());
+        let lane = &self.lanes[C::LANE];
+        let admission = lane.lock().breaker.admit(Instant::now().into_std());
         let ticket = match admission {
             Admission::Pass(ticket) => ticket,
             Admission::Refused(wait) => {
@@ -77,7 +99,7 @@ impl Guard for Breakers {
             }
         };
         let admitted = Admitted {
-            breaker,
+            lane,
             ticket,
             is_finished: false,
         };
@@ -100,8 +122,8 @@ impl Guard for Breakers {
 
     fn report(&self, status: &mut Map<String, Value>) {
         let now = Instant::now().into_std();
-        let lanes = self.lanes.to_json(|breaker| {
-            let breaker = breaker.lock();
+        let lanes = self.lanes.to_json(|lane| {
+            let breaker = &lane.lock().breaker;
             json!({
                 "state": breaker.state_name(now),
                 "failures": breaker.failures(),
@@ -110,7 +132,7 @@ impl Guard for Breakers {
             })
         });
         status.insert("breaker".into(), lanes);
-        if !self.lanes.iter().all(|breaker| breaker.lock().is_closed()) {
+        if !self.lanes.iter().all(|lane| lane.lock().breaker.is_closed()) {
             status.insert("is_healthy".into(), false.into());
         }
     }
