@@ -178,8 +178,7 @@ def test_manifests_start_the_server_with_its_own_flags(tmp_path):
     [container] = pod["containers"]
     subcommand, *arguments = container["args"]
     assert subcommand == "server"
-    replace = {"/etc/kvtier/tokens/tokens": token_file(tmp_path), "/var/lib/kvtier/quotas": str(tmp_path / "quotas")}
-    check_flags(arguments, replace)
+    check_flags(arguments, {"/etc/kvtier/tokens/tokens": token_file(tmp_path)})
     given = dict(zip(arguments[::2], arguments[1::2], strict=True))
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert ports == {"requests": int(given["--port"]), "http": int(given["--http-port"])}
@@ -191,6 +190,11 @@ def test_manifests_start_the_server_with_its_own_flags(tmp_path):
     assert all(any(value.startswith(f"{mount}/") for mount in mounts) for value in used), "a path is not mounted"
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert volumes["shm"]["hostPath"]["path"] == "/dev/shm"
+    # What stays on the node has the namespace in its name, as two servers on a node need two.
+    assert given["--state-dir"].startswith("/dev/shm/")
+    variables = {variable["name"] for variable in container["env"]}
+    for flag in ("--instance-id", "--shm-name"):
+        assert set(re.findall(r"\$\((\w+)\)", given[flag])) == {"NAMESPACE"} <= variables
     assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
 
 
@@ -232,6 +236,7 @@ def test_kustomize_builds_the_manifests(variant):
     assert set(built) == set(manifests()) - {"Kustomization"}
     pod = built["DaemonSet"]["spec"]["template"]["spec"]
     assert [pod.get("hostIPC", False), pod.get("hostPID", False)] == [variant == "gpu"] * 2
+    assert "NAMESPACE" in {variable["name"] for variable in pod["containers"][0]["env"]}
 
 
 def test_probes_and_scrapes_are_answered(serve, tmp_path):

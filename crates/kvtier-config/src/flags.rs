@@ -181,7 +181,7 @@ pub struct ServerArgs {
     l1_prefault: bool,
     /// Whether L1 stays in /dev/shm, or with --l1-use-hugepages in a hugetlbfs, when the server ends, for the next server of the same instance
     /// (needs --state-dir); auto keeps it where that is possible, on warns where it is not, off removes it
-    #[arg(long, value_enum, default_value = "off", help_heading = "L1")]
+    #[arg(long, value_enum, default_value = "auto", help_heading = "L1")]
     pub l1_restore: L1Restore,
     /// Seconds after which an uncommitted reservation expires
     #[arg(long, default_value_t = 600.0, help_heading = "L1")]

@@ -7,10 +7,11 @@ use std::fmt;
 use kvtier_error::{Error, Result};
 use kvtier_l2::redact;
 use kvtier_memory::checksum::checksum128;
+use kvtier_memory::pool_name;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::{HASH_SEED, L2Config, Parsed, ServerConfig, hash_seed};
+use super::{HASH_SEED, L1Restore, L2Config, Parsed, ServerConfig, hash_seed};
 
 /// Flags that a running server can change. Anything else needs a restart, among it `--l1-write-ttl-seconds`: memory that
 /// was granted for longer must not be freed earlier.
@@ -169,7 +170,7 @@ impl ServerConfig {
                     Some(shown) => shown.to_string(),
                 };
                 let is_given = self.given.defaults.get(flag) != Some(value);
-                (format!("--{flag}"), value.to_string(), shown, is_given)
+                (format!("--{flag}"), self.meaning(flag, value), shown, is_given)
             });
         let seed = self.hash_algorithm.is_seeded().then(hash_seed);
         let hidden = || redact::HIDDEN.to_owned();
@@ -184,6 +185,20 @@ impl ServerConfig {
             (flag, value)
         });
         LastingValues(values.collect())
+    }
+
+    /// A value as two servers compare it: one text for what has one meaning.
+    fn meaning(&self, flag: &str, value: &Value) -> String {
+        match flag {
+            // Where both servers run, auto has kept L1 as on does.
+            "l1-restore" => (self.l1_restore != L1Restore::Off).to_string(),
+            "shm-name" => self.shm_name.as_deref().map(pool_name).unwrap_or_default(),
+            "state-dir" => match &self.state.base {
+                Ok(base) => base.canonicalize().unwrap_or_else(|_| base.clone()).display().to_string(),
+                Err(_) => String::new(),
+            },
+            _ => value.to_string(),
+        }
     }
 
     /// This configuration with the live values of another. What is derived from the machine stays: a default of L1's size
@@ -292,6 +307,18 @@ mod tests {
         assert_eq!(own.differences(&own.clone()), Vec::<String>::new());
         let unknown = own.differences(&LastingValues::default());
         assert!(unknown.contains(&told("--chunk-size", "16", "unknown")));
+        // One meaning has many texts.
+        let folder = tempfile::tempdir().unwrap();
+        let direct = folder.path().to_str().unwrap();
+        let around = format!("{direct}/../{}/", folder.path().file_name().unwrap().display());
+        let one = values(&["--l1-restore", "on", "--state-dir", direct]);
+        let pool = "lmcache_l1_pool_kvtier_5555";
+        let other = ["--l1-restore", "auto", "--state-dir", &around, "--shm-name", pool];
+        assert_eq!(one.differences(&values(&other)), Vec::<String>::new());
+        for other in [["--l1-restore", "off"], ["--state-dir", "/elsewhere"], ["--shm-name", "other"]] {
+            let other = values(&[&["--state-dir", direct], &other[..]].concat());
+            assert_eq!(one.differences(&other).len(), 1, "{other:?}");
+        }
         // What a later release alone knows matters only if it is given there.
         let unknown = LastingValues::default().differences(&values(&["--chunk-size", "16"]));
         let given = ["--chunk-size", "--l1-size-gb"];

@@ -186,7 +186,7 @@ mod tests {
         assert_eq!(config.state.base, Ok("/s".into()));
         let flags = ["--l1-size-gb", "1", "--state-dir", "none"];
         let config = crate::ServerConfig::from_flags(&flags).unwrap();
-        assert_eq!(config.l1_restore, L1Restore::Off);
+        assert_eq!(config.l1_restore, L1Restore::Auto);
         assert_eq!(config.state.base, Err("--state-dir none".to_owned()));
     }
 

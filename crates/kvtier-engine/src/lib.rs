@@ -55,7 +55,7 @@ pub use payload::{Part, Payload};
 pub use preflight::{Preflight, preflight};
 pub use reply::{Reply, ReplyTarget};
 
-use kvtier_config::{Change, L1Restore, ServerConfig};
+use kvtier_config::{Change, ServerConfig};
 use kvtier_core::cache::Removed;
 use kvtier_core::prompt::{Prompt, PromptReader};
 use kvtier_l1::{Instance, L1, L1Tenants, Succession, open_arena};
@@ -100,6 +100,9 @@ pub struct Caller {
     pub names_workers: bool,
 }
 
+/// The file in the state directory that says where L1 is.
+const L1_RECORD: &str = "l1";
+
 /// Opens the state directory, or returns why nothing is kept.
 ///
 /// # Errors
@@ -112,29 +115,14 @@ fn open_state(config: &ServerConfig, lock: Option<OwnedFd>) -> Result<Result<Sta
     }
     let base = match &settings.base {
         Ok(base) => base,
-        Err(reason) => {
-            match config.l1_restore {
-                L1Restore::On => tracing::warn!(
-                    reason,
-                    "--l1-restore on has no effect without a state directory; L1 ends with this process"
-                ),
-                L1Restore::Auto => tracing::info!(reason, "L1 ends with this process"),
-                L1Restore::Off => {}
-            }
-            return Ok(Err(reason.clone()));
-        }
+        Err(reason) => return Ok(Err(reason.clone())),
     };
     match StateDir::open(base, &settings.instance) {
         Ok(state) => Ok(Ok(state)),
         Err(error) if error.kind() == ErrorKind::InUse => Err(error.context("--state-dir")),
         Err(error) => {
-            let also = match config.l1_restore {
-                L1Restore::On => ", and L1 (--l1-restore on),",
-                L1Restore::Auto => ", and L1,",
-                L1Restore::Off => "",
-            };
-            tracing::warn!(%error, "--state-dir cannot be used; what is set at run time{also} ends with this process");
-            Ok(Err(error.to_string()))
+            tracing::warn!(%error, "--state-dir cannot be used; nothing that is set at run time outlives this process");
+            Ok(Err(format!("--state-dir cannot be used: {error}")))
         }
     }
 }
@@ -206,10 +194,13 @@ impl Engine {
         let salts = Salts::open(&config.tenants)?;
         let state = open_state(&config, lock)?;
         let quotas = kvtier_tenants::Opened::open(&config, state.as_ref().ok(), &salts)?;
-        let instance = state.as_ref().ok().map(|state| Instance {
+        // A file that others may write says nothing.
+        let record = state.as_ref().ok().and_then(|state| state.file(L1_RECORD).ok());
+        let instance = state.as_ref().map_err(String::as_str).map(|state| Instance {
             name: &config.state.instance,
             folder: state.id(),
             tenants: salts.number(),
+            record: record.as_deref(),
         });
         let (arena, kept) = open_arena(&config, instance, succession)?;
         let devices = match devices {

@@ -3,10 +3,9 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use kvtier_config::{L1Restore, ServerConfig};
+use kvtier_config::ServerConfig;
 use kvtier_error::Result;
-use kvtier_l1::{Instance, divide, preflight_arena};
-use kvtier_memory::{NoHugetlbfs, hugetlbfs_mounts};
+use kvtier_l1::{Instance, divide, kept_path, preflight_arena};
 use kvtier_state::existing_id;
 
 use super::devices::Devices;
@@ -18,8 +17,8 @@ pub struct Preflight {
     pub gpus: Result<Vec<String>>,
     /// A warning that the start would log.
     pub warning: Option<String>,
-    /// Where hugepages are kept for the next server, if they are to be.
-    pub hugepages: Option<std::result::Result<PathBuf, NoHugetlbfs>>,
+    /// Where L1 is kept for the next server, or why it is not.
+    pub kept: std::result::Result<PathBuf, String>,
 }
 
 /// Reserves what [`super::Engine::new`] would, and releases it.
@@ -34,6 +33,7 @@ pub fn preflight(config: &ServerConfig) -> Result<Preflight> {
         name: &state.instance,
         folder,
         tenants: 0,
+        record: None,
     });
     let arena = Arc::new(preflight_arena(config, instance)?);
     let devices = Devices::find(config, &arena)?;
@@ -41,7 +41,6 @@ pub fn preflight(config: &ServerConfig) -> Result<Preflight> {
     Ok(Preflight {
         gpus: devices.names(),
         warning: devices.warning(config),
-        hugepages: (config.l1_hugepages && config.l1_restore != L1Restore::Off && base.is_some())
-            .then(|| hugetlbfs_mounts().map(|mut mounts| mounts.swap_remove(0))),
+        kept: kept_path(config),
     })
 }

@@ -50,12 +50,14 @@ impl Heritage {
         };
         let rejected = restored.rejected;
         let left_out = rejected.reasons();
-        let left_out = left_out.map(|(fault, count)| format!("{count} {}", fault.name()));
+        let left_out: Vec<_> = left_out
+            .map(|(fault, count)| format!("{count} {}", fault.name()))
+            .collect();
         let withheld = restored.withheld.len() + restored.read.len();
         tracing::info!(
             objects = restored.objects,
             bytes = restored.bytes,
-            left_out = left_out.collect::<Vec<_>>().join(", "),
+            left_out = (!left_out.is_empty()).then(|| left_out.join(", ")),
             withheld,
             "restored L1"
         );

@@ -8,6 +8,7 @@
 //! | anything else | takes new segments: clients that still map the old ones keep those |
 //! | `/dev/shm` without the space, hugepages without a hugetlbfs, `--l1-restore off` | L1 ends with the process |
 //! | segments of a server that runs | `--l1-restore auto`: L1 ends with the process; `on`: the start ends |
+//! | what a server of the instance left under other names, as its folder says | removes it |
 
 use std::fmt;
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
@@ -23,16 +24,23 @@ use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_extent::Extent;
 use kvtier_memory::checksum::checksum128;
 use kvtier_memory::{
-    Arena, ArenaError, ArenaKind, NoHugetlbfs, Ownership, SHM, SegmentLock, SharedWords,
-    hugetlbfs_mounts, remove_kept,
+    Arena, ArenaError, ArenaKind, Ownership, PoolRoom, SHM, SHM_PREFIX, SegmentLock, SharedWords,
+    hugetlbfs_mounts, pool_name, remove_kept,
 };
 use rustix::time::{ClockId, clock_gettime};
 
 use super::allocator::L1Allocator;
 use super::memory::create_arena;
 
-/// Ends the name of a ledger, behind the arena's.
-const LEDGER: &str = ".ledger";
+/// Why L1 ends with the process, for people.
+const OFF: &str = "--l1-restore off";
+
+/// Ends the name of a ledger, behind the arena's and a dot.
+const LEDGER: &str = "ledger";
+
+/// Most of `/dev/shm`, in percent, that memory which no client maps takes by default: others use it too. A quarter of the machine's
+/// memory, the default of L1, is half of it where it has its usual size.
+const LARGEST_PRIVATE: u64 = 60;
 
 /// How long a start waits for the segments of a process that has been killed: the system releases them behind the state directory.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -77,6 +85,8 @@ pub struct Instance<'a> {
     pub folder: &'a str,
     /// Number that stands for the names of tenants.
     pub tenants: u64,
+    /// The file there that says where L1 is.
+    pub record: Option<&'a Path>,
 }
 
 /// How an arena comes from the server before.
@@ -115,9 +125,53 @@ impl Instance<'_> {
         checksum128(format!("{}\0{}", self.name, self.folder).as_bytes()) as u64
     }
 
-    /// Name of memory that clients do not map: it has one all the same, for the next server.
+    /// Name of memory that clients do not map: it has one all the same, for the next server. Not of the folder, which a container
+    /// may have anew with each start: then none would find what is left in the `/dev/shm` of the machine.
     pub(super) fn private_name(&self) -> String {
-        format!("kvtier_private_{:016x}", self.number())
+        let user = rustix::process::geteuid().as_raw();
+        let number = checksum128(format!("{}\0{user}", self.name).as_bytes()) as u64;
+        format!("kvtier_private_{number:016x}")
+    }
+
+    /// Where earlier servers of the instance may have left L1: what was recorded, and what this configuration names.
+    fn earlier(&self, config: &ServerConfig) -> Vec<PathBuf> {
+        let huge = hugetlbfs_mounts().unwrap_or_default();
+        let recorded = self.record.and_then(|record| std::fs::read_to_string(record).ok());
+        let recorded = recorded.unwrap_or_default();
+        let recorded = recorded.lines().map(PathBuf::from).filter(|path| {
+            let is_segment = path
+                .file_name()
+                .is_some_and(|name| name.to_string_lossy().starts_with(SHM_PREFIX));
+            let is_in = |folder: &Path| path.parent() == Some(folder);
+            is_segment && (is_in(Path::new(SHM)) || huge.iter().any(|folder| is_in(folder)))
+        });
+        let private = pool_name(&self.private_name());
+        let names = config.shm_name.iter().map(|name| pool_name(name));
+        let named = names.map(|name| Path::new(SHM).join(name));
+        let private = std::iter::once(Path::new(SHM))
+            .chain(huge.iter().map(PathBuf::as_path))
+            .map(|folder| folder.join(&private));
+        let mut paths: Vec<_> = recorded.collect();
+        paths.extend(named.chain(private).flat_map(with_ledger));
+        paths
+    }
+
+    /// Writes down where L1 is, so that a server with other flags removes it.
+    fn record(&self, paths: &[PathBuf]) {
+        let Some(record) = self.record else { return };
+        let text: String = paths.iter().map(|path| format!("{}\n", path.display())).collect();
+        if std::fs::read_to_string(record).is_ok_and(|known| known == text) {
+            return;
+        }
+        let next = record.with_extension("next");
+        let written = std::fs::write(&next, text).and_then(|()| std::fs::rename(&next, record));
+        if let Err(error) = written {
+            tracing::warn!(
+                file = %record.display(),
+                %error,
+                "where L1 is cannot be written down: a later server with other flags will not free its memory"
+            );
+        }
     }
 }
 
@@ -140,14 +194,14 @@ pub fn boot_time() -> u64 {
     seconds * 1_000_000_000 + u64::try_from(now.tv_nsec).unwrap_or(0)
 }
 
-/// Opens the arena of the server before, or makes the one that the configuration asks for. Touches no page of it. `instance` is
-/// `None` for a server that keeps nothing.
+/// Opens the arena of the server before, or makes the one that the configuration asks for. Touches no page of it. `instance`: or why
+/// nothing is kept.
 ///
 /// # Errors
 /// As [`create_arena`]; another server has the segments. A server that takes over gets the arena of the one before or an error.
 pub fn open_arena(
     config: &ServerConfig,
-    instance: Option<Instance<'_>>,
+    instance: std::result::Result<Instance<'_>, &str>,
     succession: Succession,
 ) -> Result<(Arc<Arena>, Kept)> {
     match succession {
@@ -156,7 +210,7 @@ pub fn open_arena(
             Ok((Arc::new(arena), kept))
         }
         Succession::TakeOver(arena) => {
-            let instance = instance.ok_or_else(|| Error::refused("there is no state directory"));
+            let instance = instance.map_err(Error::refused);
             let kept = instance.and_then(|instance| join(config, &arena, instance));
             let kept = kept.map_err(|error| error.context("L1"))?;
             Ok((arena, kept))
@@ -174,10 +228,11 @@ pub fn find_running_arena(config: &ServerConfig, folder: &str) -> Result<Arc<Are
         name: &config.state.instance,
         folder,
         tenants: 0,
+        record: None,
     };
     let find = || {
         let place = kept_place(config, &instance.private_name());
-        let place = place.map_err(|error| absent(&error.to_string()))?;
+        let place = place.map_err(|reason| absent(&reason))?;
         let (arena, bytes) = find_arena(config, &place, Ownership::Pending)?;
         match bytes < arena.len() {
             true => Err(absent("its arena was cut off")),
@@ -188,86 +243,150 @@ pub fn find_running_arena(config: &ServerConfig, folder: &str) -> Result<Arc<Are
 }
 
 /// The arena that a server which has ended left, or a new one.
-fn reopen_arena(config: &ServerConfig, instance: Option<Instance<'_>>) -> Result<(Arena, Kept)> {
-    let unkept = |reason: String| Ok((create_arena(config)?, Kept(Ledgers::None(reason))));
-    let Some(instance) = instance else {
-        return unkept("there is no state directory".to_owned());
-    };
-    let private = instance.private_name();
-    let place = match config.l1_restore {
-        L1Restore::Off => Err("--l1-restore off".to_owned()),
-        L1Restore::Auto | L1Restore::On => {
-            kept_place(config, &private).map_err(|error| error.to_string())
+fn reopen_arena(
+    config: &ServerConfig,
+    instance: std::result::Result<Instance<'_>, &str>,
+) -> Result<(Arena, Kept)> {
+    let instance = match instance {
+        Ok(instance) => instance,
+        Err(reason) => {
+            // Its name is taken from an earlier server all the same.
+            let pool = config.shm_name.iter().map(|name| Path::new(SHM).join(pool_name(name)));
+            remove_earlier(pool.flat_map(with_ledger));
+            return unkept(config, None, reason);
         }
     };
-    let reason = match &place {
-        Err(reason) => reason.clone(),
-        Ok(place) => match find_released(config, place, instance) {
-            Ok(found) => return Ok(found),
-            // Of a server in another network namespace, or of another state directory.
-            Err(error)
-                if error.kind() == ErrorKind::InUse && config.l1_restore == L1Restore::Auto =>
-            {
-                let reason = error.to_string();
-                log_unkept(config, &reason);
-                return unkept(reason);
-            }
-            Err(error) if matches!(error.kind(), ErrorKind::InUse | ErrorKind::Invalid) => {
-                return Err(error);
-            }
-            Err(error) => error.to_string(),
-        },
+    let place = match config.l1_restore {
+        L1Restore::Off => Err(OFF.to_owned()),
+        L1Restore::Auto | L1Restore::On => kept_place(config, &instance.private_name()),
     };
-    match (&place, config.l1_restore) {
-        (Err(_), L1Restore::Auto | L1Restore::On) => log_unkept(config, &reason),
-        _ => tracing::info!(reason, "L1 starts empty"),
-    }
-    let name = config.shm_name.as_ref().unwrap_or(&private);
-    for old in [
-        name,
-        &format!("{name}{LEDGER}"),
-        &private,
-        &format!("{private}{LEDGER}"),
-    ] {
-        remove_kept(Path::new(SHM), old);
-    }
-    for folder in hugetlbfs_mounts().into_iter().flatten() {
-        remove_kept(&folder, &private);
-    }
-    let Ok(place) = place else {
-        return unkept(reason);
+    let place = match place {
+        Ok(place) => place,
+        Err(reason) => {
+            remove_earlier(instance.earlier(config));
+            return unkept(config, None, reason);
+        }
     };
-    let unkept = |reason: String| {
-        log_unkept(config, &reason);
-        Ledgers::None(reason)
+    let reason = match find_released(config, &place, instance) {
+        Ok((arena, kept)) => {
+            let own: Vec<_> = arena.path().into_iter().flat_map(with_ledger).collect();
+            let others = instance.earlier(config).into_iter();
+            remove_earlier(others.filter(|path| !own.contains(path)));
+            instance.record(&own);
+            return Ok((arena, kept));
+        }
+        // Of a server in another network namespace, or of another state directory.
+        Err(error)
+            if error.kind() == ErrorKind::InUse && config.l1_restore == L1Restore::Auto =>
+        {
+            return unkept(config, None, error);
+        }
+        Err(error) if matches!(error.kind(), ErrorKind::InUse | ErrorKind::Invalid) => {
+            let flag = config.shm_name.as_ref().map(|name| format!("--shm-name {name}"));
+            return Err(match flag {
+                Some(flag) => error.context(flag),
+                None => error,
+            });
+        }
+        Err(error) => error.to_string(),
     };
+    remove_earlier(instance.earlier(config));
     let arena = match &config.shm_name {
         Some(_) => create_arena(config)?,
-        None => match Arena::create(place, config.l1_bytes) {
-            Ok(arena) => arena.into_private(),
-            Err(error) => {
-                let kept = unkept(error.to_string());
-                return Ok((create_arena(config)?, Kept(kept)));
-            }
+        None => match create_private(config, place) {
+            Ok(arena) => arena,
+            Err(error) => return unkept(config, None, error),
         },
     };
-    let kept = match create_ledger(config, &arena, instance) {
-        Ok(ledger) => {
-            arena.keep();
-            Ledgers::New(ledger)
-        }
-        Err(error) => unkept(error.to_string()),
+    let Some(path) = arena.path() else {
+        return unkept(config, Some(arena), "there is no shared memory pool");
     };
-    Ok((arena, Kept(kept)))
+    match create_ledger(config, &arena, instance) {
+        Ok(ledger) => {
+            tracing::info!(reason, memory = %path.display(), "L1 starts empty, and stays for the next server");
+            // Before there is anything to remove.
+            instance.record(&with_ledger(path));
+            arena.keep();
+            Ok((arena, Kept(Ledgers::New(ledger))))
+        }
+        Err(error) => unkept(config, Some(arena), error),
+    }
 }
 
-/// One line about an L1 that no later server finds.
-fn log_unkept(config: &ServerConfig, reason: &str) {
+/// Where a server with this configuration keeps L1 for the next one.
+///
+/// # Errors
+/// Why it does not, as far as the configuration and the machine show.
+pub fn kept_path(config: &ServerConfig) -> Result<PathBuf, String> {
+    config.state.base.as_ref().map_err(Clone::clone)?;
+    if config.l1_restore == L1Restore::Off {
+        return Err(OFF.to_owned());
+    }
+    let instance = Instance {
+        name: &config.state.instance,
+        folder: "",
+        tenants: 0,
+        record: None,
+    };
+    let place = kept_place(config, &instance.private_name())?;
+    if config.shm_name.is_none() {
+        check_private(config, &place).map_err(|error| error.to_string())?;
+    }
+    place.path().ok_or_else(|| "it has no file".to_owned())
+}
+
+/// Whether new memory that clients do not map may be at this place.
+fn check_private(config: &ServerConfig, place: &ArenaKind) -> Result<()> {
+    if let (L1Restore::Auto, ArenaKind::Shm { name }) = (config.l1_restore, place)
+        && let Some(shm) = PoolRoom::of(name)
+        && config.l1_bytes > shm.size / 100 * LARGEST_PRIVATE
+    {
+        return Err(absent(&format!(
+            "{:.2} GiB are more than {LARGEST_PRIVATE} % of /dev/shm; --l1-restore on uses it all the same",
+            in_gib(config.l1_bytes)
+        )));
+    }
+    Ok(())
+}
+
+/// New memory that clients do not map.
+fn create_private(config: &ServerConfig, place: ArenaKind) -> Result<Arena> {
+    check_private(config, &place)?;
+    let arena = Arena::create(place, config.l1_bytes);
+    let arena = arena.map_err(|error| Error::new(ErrorKind::Unavailable, error))?;
+    Ok(arena.into_private())
+}
+
+/// L1 that no later server finds, for this reason.
+fn unkept(
+    config: &ServerConfig,
+    arena: Option<Arena>,
+    reason: impl fmt::Display,
+) -> Result<(Arena, Kept)> {
+    let arena = match arena {
+        Some(arena) => arena,
+        None => create_arena(config)?,
+    };
+    let reason = reason.to_string();
     match config.l1_restore {
         L1Restore::On => tracing::warn!(reason, "L1 starts empty, and ends with this process"),
         L1Restore::Auto | L1Restore::Off => {
             tracing::info!(reason, "L1 starts empty, and ends with this process");
         }
+    }
+    Ok((arena, Kept(Ledgers::None(reason))))
+}
+
+/// Removes what an earlier server of the instance has left at these paths, if it has ended and the files are this user's.
+fn remove_earlier(paths: impl IntoIterator<Item = PathBuf>) {
+    let is_removed = |path: &PathBuf| match (path.parent(), path.file_name()) {
+        (Some(folder), Some(name)) => remove_kept(folder, &name.to_string_lossy()),
+        _ => false,
+    };
+    let mut removed: Vec<_> = paths.into_iter().filter(is_removed).collect();
+    removed.retain(|path| path.extension().is_none_or(|end| end != LEDGER));
+    if !removed.is_empty() {
+        tracing::info!(?removed, "removed L1 that an earlier server has left");
     }
 }
 
@@ -300,13 +419,15 @@ fn with_privacy(config: &ServerConfig, arena: Arena) -> Arena {
 ///
 /// # Errors
 /// There is no such place.
-pub(super) fn kept_place(config: &ServerConfig, private: &str) -> Result<ArenaKind, NoHugetlbfs> {
+pub(super) fn kept_place(config: &ServerConfig, private: &str) -> Result<ArenaKind, String> {
     let name = private.to_owned();
     Ok(match (&config.shm_name, config.l1_hugepages) {
         (Some(name), _) => ArenaKind::Shm { name: name.clone() },
         (None, false) => ArenaKind::Shm { name },
         (None, true) => ArenaKind::HugeFile {
-            folder: hugetlbfs_mounts()?.swap_remove(0),
+            folder: hugetlbfs_mounts()
+                .map_err(|error| error.to_string())?
+                .swap_remove(0),
             name,
         },
     })
@@ -415,12 +536,19 @@ fn find(config: &ServerConfig, place: &ArenaKind, instance: Instance<'_>) -> Res
 }
 
 fn ledger_name(arena: &Arena) -> String {
-    format!("{}{LEDGER}", arena.segment_name().unwrap_or_default())
+    format!("{}.{LEDGER}", arena.segment_name().unwrap_or_default())
 }
 
 /// The file of the ledger of an arena.
 pub(super) fn ledger_path(arena: &Arena) -> PathBuf {
     Path::new(SHM).join(ledger_name(arena))
+}
+
+/// The file of an arena and that of its ledger.
+fn with_ledger(path: PathBuf) -> [PathBuf; 2] {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let ledger = Path::new(SHM).join(format!("{name}.{LEDGER}"));
+    [path, ledger]
 }
 
 /// What a ledger has to be about.
@@ -520,30 +648,105 @@ pub(super) struct Begun {
 
 #[cfg(test)]
 mod tests {
+    use kvtier_tenants::{Opened, Salts};
+
     use super::*;
+    use crate::L1;
+
+    fn config(test: &str, flags: &[&str]) -> ServerConfig {
+        let host = format!("ipc:///tmp/kvtier-{test}-{}", std::process::id());
+        let host = ["--host", &host, "--l1-size-gb", "0.002", "--state-dir", "/nowhere"];
+        ServerConfig::from_flags(&[&host, flags].concat()).unwrap()
+    }
+
+    /// As the server with these flags besides, in a state folder of this identity.
+    fn open_as(
+        test: &str,
+        flags: &[&str],
+        folder: &str,
+        record: Option<&Path>,
+    ) -> Result<(Arc<Arena>, Kept)> {
+        let config = config(test, flags);
+        let instance = Instance {
+            name: &config.state.instance,
+            folder,
+            tenants: 0,
+            record,
+        };
+        open_arena(&config, Ok(instance), Succession::Restart)
+    }
+
+    /// The memory of a server, which ends.
+    fn ended((arena, kept): (Arc<Arena>, Kept)) -> PathBuf {
+        assert!(!matches!(kept.0, Ledgers::None(_)), "{kept:?}");
+        arena.path().unwrap()
+    }
+
+    #[test]
+    fn instance_leaves_one_l1_whatever_its_flags() {
+        let folder = tempfile::tempdir().unwrap();
+        let record = folder.path().join("l1");
+        let open = |flags: &[&str], folder| open_as("flags", flags, folder, Some(&record)).unwrap();
+        let other = format!("kvtier_kept_{}", std::process::id());
+        let none = ["--shm-name", ""];
+        let (own, private, off) = (["--shm-name", &other], none, ["--l1-restore", "off"]);
+        let mut before: Option<PathBuf> = None;
+        for flags in [&[][..], &own, &private, &own, &[], &off] {
+            let opened = open(flags, "one");
+            let is_gone = before.is_none_or(|path| {
+                let [memory, ledger] = with_ledger(path);
+                !memory.exists() && !ledger.exists()
+            });
+            assert!(is_gone, "before {flags:?}");
+            before = (flags != off).then(|| ended(opened));
+        }
+        // A container may have a new folder with each start.
+        let first = ended(open_as("flags", &none, "one", None).unwrap());
+        let second = open_as("flags", &none, "two", None).unwrap();
+        assert!(matches!(second.1.0, Ledgers::New(_)), "not of this folder");
+        assert_eq!(ended(second), first);
+        drop(open(&off, "two"));
+        assert!(!first.exists());
+    }
+
+    #[test]
+    fn memory_that_has_lost_pages_is_left_to_no_server() {
+        let (arena, kept) = open_as("lost", &[], "one", None).unwrap();
+        let path = arena.path().unwrap();
+        let config = config("lost", &[]);
+        let quotas = Opened::open(&config, None, &Salts::of(None)).unwrap();
+        let l1 = L1::create(&config, &quotas, arena, kept, &[]).unwrap();
+        assert!(l1.check_complete().is_ok());
+        let file = std::fs::File::options().write(true).open(&path).unwrap();
+        file.set_len(0).unwrap();
+        l1.arena.read(Extent::new(0, 8), 0, &mut [0; 8]).unwrap_err();
+        assert!(l1.check_complete().is_err());
+        l1.close();
+        assert!(!path.exists());
+        drop(open_as("lost", &["--l1-restore", "off"], "one", None).unwrap());
+    }
+
+    #[test]
+    fn file_that_names_what_is_no_l1_removes_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let (record, mine) = (folder.path().join("l1"), folder.path().join(format!("{SHM_PREFIX}x")));
+        let shared = Path::new(SHM).join(format!("kvtier_kept_mine_{}", std::process::id()));
+        for path in [&mine, &shared] {
+            std::fs::write(path, "mine").unwrap();
+            let private = std::os::unix::fs::PermissionsExt::from_mode(0o600);
+            std::fs::set_permissions(path, private).unwrap();
+        }
+        std::fs::write(&record, format!("{}\n{}\n\0\n", mine.display(), shared.display())).unwrap();
+        drop(open_as("named", &["--l1-restore", "off"], "one", Some(&record)).unwrap());
+        assert!(mine.exists() && shared.exists());
+        std::fs::remove_file(shared).unwrap();
+    }
 
     /// Of two state directories, or network namespaces, with one `/dev/shm`.
     #[test]
     fn pool_of_another_server_is_left_alone() {
-        let host = format!("ipc:///tmp/kvtier-kept-{}", std::process::id());
         let open = |restore: &str, folder: &str| {
-            let flags = [
-                "--host",
-                &host,
-                "--l1-size-gb",
-                "0.002",
-                "--l1-restore",
-                restore,
-                "--state-dir",
-                "/nowhere",
-            ];
-            let config = ServerConfig::from_flags(&flags).unwrap();
-            let instance = Instance {
-                name: &config.state.instance,
-                folder,
-                tenants: 0,
-            };
-            open_arena(&config, Some(instance), Succession::Restart)
+            open_as("kept", &["--l1-restore", restore], folder, None)
         };
         let (arena, kept) = open("auto", "first").unwrap();
         assert!(matches!(kept.0, Ledgers::New(_)));

@@ -13,6 +13,6 @@ mod tenants;
 pub use allocator::L1Allocator;
 pub use clock::Clock;
 pub use heritage::Heritage;
-pub use kept::{Instance, Kept, Succession, boot_time, find_running_arena, open_arena};
+pub use kept::{Instance, Kept, Succession, boot_time, find_running_arena, kept_path, open_arena};
 pub use memory::{L1, divide, preflight_arena};
 pub use tenants::L1Tenants;

@@ -11,7 +11,7 @@ use kvtier_core::cache::{Cache, CacheConfig};
 use kvtier_core::quota::QuotaConfig;
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_extent::Extent;
-use kvtier_memory::{Arena, ArenaError, ArenaKind};
+use kvtier_memory::{Arena, ArenaError, ArenaKind, SHM_PREFIX, hugetlbfs_mounts};
 use kvtier_sync::Mutex;
 
 use super::allocator::{L1Allocator, parts};
@@ -139,6 +139,9 @@ impl L1 {
     /// # Errors
     /// Why not, in one line.
     pub fn check_complete(&self) -> Result<()> {
+        if self.arena.poisoned().is_some() {
+            return Err(unavailable("L1 has lost pages"));
+        }
         let unrecorded = self.cache.unrecorded();
         match self.cache.has_ledger() {
             false => {
@@ -166,7 +169,10 @@ impl L1 {
         if self.is_closed.swap(true, Ordering::AcqRel) {
             return;
         }
-        if let (true, Ok(memory)) = (is_kept, self.kept_in()) {
+        if self.arena.poisoned().is_some() {
+            // A later server would lose them again.
+            self.arena.remove();
+        } else if let (true, Ok(memory)) = (is_kept, self.kept_in()) {
             tracing::info!(
                 memory = %memory.display(),
                 ledger = %ledger_path(&self.arena).display(),
@@ -343,6 +349,18 @@ fn no_arena(config: &ServerConfig, error: ArenaError) -> Error {
     unavailable(format!("L1 of {size:.2} GiB (--l1-size-gb)")).source(error)
 }
 
+/// Files of hugepages that servers have left, of any instance, with their sizes.
+fn kept_hugepages() -> Vec<String> {
+    let files = hugetlbfs_mounts().into_iter().flatten().flat_map(std::fs::read_dir);
+    let files = files.flatten().flatten();
+    let of_servers = files.filter(|file| file.file_name().to_string_lossy().starts_with(SHM_PREFIX));
+    let described = of_servers.map(|file| {
+        let bytes = file.metadata().map_or(0, |found| found.len());
+        format!("{} ({:.2} GiB)", file.path().display(), in_gib(bytes))
+    });
+    described.collect()
+}
+
 /// Makes the arena that a configuration asks for. Touches no page of it.
 ///
 /// # Errors
@@ -351,7 +369,13 @@ pub fn create_arena(config: &ServerConfig) -> Result<Arena> {
     let bytes = config.l1_bytes;
     let describe = |error| no_arena(config, error);
     if config.l1_hugepages {
-        return Arena::create(ArenaKind::Hugepages, bytes).map_err(describe);
+        return Arena::create(ArenaKind::Hugepages, bytes).map_err(|error| {
+            let (error, kept) = (describe(error), kept_hugepages());
+            match kept.is_empty() {
+                true => error,
+                false => error.hint(format!("earlier servers have left theirs: {}", kept.join(", "))),
+            }
+        });
     }
     let Some(name) = &config.shm_name else {
         return Arena::create(ArenaKind::Anonymous, bytes).map_err(describe);

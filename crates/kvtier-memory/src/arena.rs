@@ -14,7 +14,7 @@ use crate::error::ArenaError;
 use crate::hugetlbfs;
 use crate::mapping::{HUGE_PAGE, MapError, Mapping};
 use crate::prefault::{self, PrefaultEnd, PrefaultError, PrefaultProgress};
-use crate::shm_file::{FileId, Ownership, SHM, SegmentLock, ShmFile, full_name};
+use crate::shm_file::{FileId, Ownership, SHM, SegmentLock, ShmFile, pool_name};
 use kvtier_extent::Extent;
 
 pub use crate::shm_file::SHM_PREFIX;
@@ -65,13 +65,17 @@ impl ArenaKind {
         }
     }
 
-    /// Bytes that an earlier process has left at its place.
+    /// Path of memory that can outlive the process.
+    #[must_use]
+    pub fn path(&self) -> Option<PathBuf> {
+        let (folder, name) = self.place()?;
+        Some(folder.join(pool_name(name)))
+    }
+
+    /// Bytes that an earlier process has left there.
     #[must_use]
     pub fn kept_bytes(&self) -> u64 {
-        let path = self
-            .place()
-            .and_then(|(folder, name)| Some(folder.join(full_name(name).ok()?)));
-        let found = path.and_then(|path| std::fs::symlink_metadata(path).ok());
+        let found = self.path().and_then(|path| std::fs::symlink_metadata(path).ok());
         found.map_or(0, |found| found.len())
     }
 
@@ -217,25 +221,24 @@ impl Arena {
     /// names them must have been removed before: a later process cannot tell.
     ///
     /// # Errors
-    /// See [`ArenaError`]; the segment stays as it was.
+    /// See [`ArenaError`], also if pages that the earlier process has not touched cannot be had any more; the segment stays as it was.
     pub fn grow(&self) -> Result<(), ArenaError> {
         let Some(shm) = &self.shm else { return Ok(()) };
         let (size, backed) = shm.sizes().unwrap_or_default();
-        if size < self.len() {
-            let place = self
-                .kind
-                .place()
-                .map_or(SHM.into(), |(folder, _)| folder.to_string_lossy());
-            if self.kind.is_huge() {
-                // Its mapping has reserved the pages.
-                resize(shm.file(), self.len(), &place)?;
-                let allowed = self.mapping.allow_writes();
-                return allowed.map_err(|e| system_error("write", &place, e));
-            }
+        let place = self.kind.place();
+        let place = place.map_or(SHM.into(), |(folder, _)| folder.to_string_lossy());
+        if !self.kind.is_huge() {
             check_space(shm.file(), self.len().saturating_sub(backed), &place)?;
-            resize(shm.file(), self.len(), &place)?;
         }
-        Ok(())
+        if size >= self.len() {
+            return Ok(());
+        }
+        resize(shm.file(), self.len(), &place)?;
+        match self.kind.is_huge() {
+            // Its mapping has reserved the pages.
+            true => (self.mapping.allow_writes()).map_err(|e| system_error("write", &place, e)),
+            false => Ok(()),
+        }
     }
 
     /// Bytes of its segment now; of an arena without one, its own.

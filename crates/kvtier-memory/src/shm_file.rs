@@ -186,6 +186,9 @@ impl ShmFile {
             let stale = match open(&path, FileFlags::RDWR, Mode::empty()) {
                 Ok(stale) => stale,
                 Err(rustix::io::Errno::NOENT) => continue,
+                Err(e @ (rustix::io::Errno::ACCESS | rustix::io::Errno::PERM)) => {
+                    return Err(system("replace what another user has left at", e));
+                }
                 Err(e) => return Err(system("open the old segment of", e)),
             };
             // Our servers lock their segment as long as they live. Replacing a living one's
@@ -384,6 +387,16 @@ impl PoolRoom {
     }
 }
 
+/// The name of the segment of a pool that is asked for as `name`: with [`SHM_PREFIX`], without a slash.
+#[must_use]
+pub fn pool_name(name: &str) -> String {
+    let bare = name.strip_prefix('/').unwrap_or(name);
+    match bare.starts_with(SHM_PREFIX) {
+        true => bare.to_owned(),
+        false => format!("{SHM_PREFIX}{bare}"),
+    }
+}
+
 /// The name a segment gets when `name` is asked for.
 pub(crate) fn full_name(name: &str) -> Result<String, ArenaError> {
     let bare = name.strip_prefix('/').unwrap_or(name);
@@ -402,11 +415,7 @@ pub(crate) fn full_name(name: &str) -> Result<String, ArenaError> {
     if bare.contains('\0') {
         return refuse("has a zero byte in it");
     }
-    let full = if bare.starts_with(SHM_PREFIX) {
-        bare.to_owned()
-    } else {
-        format!("{SHM_PREFIX}{bare}")
-    };
+    let full = pool_name(bare);
     if full.len() > NAME_MAX {
         return refuse("is longer than 255 bytes with its prefix");
     }

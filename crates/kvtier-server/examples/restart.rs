@@ -80,8 +80,9 @@ impl Setup<'_> {
             name: &config.state.instance,
             folder: state.id(),
             tenants: 0,
+            record: None,
         };
-        let (arena, kept) = open_arena(&config, Some(instance), Succession::Restart).unwrap();
+        let (arena, kept) = open_arena(&config, Ok(instance), Succession::Restart).unwrap();
         let quotas = Opened::open(&config, None, &Salts::of(None)).unwrap();
         let l1 = L1::create(&config, &quotas, arena, kept, &[]).unwrap();
         let namespace = Arc::new(Namespace::new("many", 0, 0, 0, "").unwrap());

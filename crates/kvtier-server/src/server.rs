@@ -12,7 +12,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use crossbeam_channel::Receiver;
+use crossbeam_channel::{Receiver, Sender};
 use kvtier_error::{Error, Result};
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
@@ -53,7 +53,8 @@ pub struct Server {
     health: Arc<Health>,
     access: Arc<Access>,
     reloader: Arc<Reloader>,
-    http: Option<Runtime>,
+    /// Its runtime, and what is disconnected when the requests in flight are answered.
+    http: Option<(Runtime, Receiver<()>)>,
     http_address: SocketAddr,
     stop_http: watch::Sender<bool>,
     stop_background: Arc<AtomicBool>,
@@ -186,7 +187,6 @@ impl Server {
                 if owns_path {
                     front.take_path(&config);
                 }
-                http.serve(&api, &stop_http);
                 Some((taken.process, taken.release, taken.since))
             }
         };
@@ -208,6 +208,11 @@ impl Server {
         let reloader = Arc::new(Reloader::new(&engine, &access));
         let by_http = Arc::clone(&reloader);
         let _ = api.reload.set(Arc::new(move || by_http.reload()));
+        health.set_ready();
+        if taken_over.is_some() {
+            // Only now: to the other server's clients this one is not a server that starts.
+            http.serve(&api, &stop_http);
+        }
         let giver = Giver::start(GivingParts {
             engine: Arc::clone(&engine),
             health: Arc::clone(&health),
@@ -219,7 +224,6 @@ impl Server {
             http: http.sockets,
             pause: Box::new(front.pauses()),
         });
-        health.set_ready();
         Ok(Self {
             engine,
             front,
@@ -228,7 +232,7 @@ impl Server {
             access,
             reloader,
             http_address: http.address,
-            http: Some(http.runtime),
+            http: Some((http.runtime, http.answered)),
             stop_http,
             stop_background,
             background,
@@ -323,8 +327,10 @@ impl Server {
     fn end_http(&mut self) {
         // Errors when no HTTP task listens any more.
         let _ = self.stop_http.send(true);
-        if let Some(http) = self.http.take() {
-            http.shutdown_timeout(HTTP_GRACE);
+        if let Some((runtime, answered)) = self.http.take() {
+            // Disconnected: the end of a runtime drops its tasks, whatever they are at.
+            let _ = answered.recv_timeout(HTTP_GRACE);
+            runtime.shutdown_timeout(HTTP_GRACE);
         }
     }
 }
@@ -370,6 +376,10 @@ impl Source {
 /// HTTP, which serves from [`Http::serve`] on.
 struct Http {
     runtime: Runtime,
+    /// Held by each port's task, which ends when the requests in flight are answered.
+    answering: Option<Sender<()>>,
+    /// Disconnected when all of them have ended.
+    answered: Receiver<()>,
     address: SocketAddr,
     listener: Option<tokio::net::TcpListener>,
     metrics: Option<tokio::net::TcpListener>,
@@ -410,7 +420,10 @@ impl Http {
             .prometheus_port
             .map(|port| bind("prometheus-port", port))
             .transpose()?;
+        let (answering, answered) = crossbeam_channel::bounded(0);
         Ok(Self {
+            answering: Some(answering),
+            answered,
             address,
             listener: Some(listener),
             metrics: metrics.map(|(listener, _)| listener),
@@ -427,13 +440,14 @@ impl Http {
                 let _ = stop.wait_for(|stop| *stop).await;
             }
         };
+        let answering = self.answering.take();
         if let Some(listener) = self.listener.take() {
-            self.runtime
-                .spawn(http::serve(listener, Arc::clone(api), stopped()));
+            let serve = http::serve(listener, Arc::clone(api), stopped());
+            self.runtime.spawn(held(answering.clone(), serve));
         }
         if let Some(listener) = self.metrics.take() {
-            self.runtime
-                .spawn(http::serve_metrics(listener, Arc::clone(api), stopped()));
+            let serve = http::serve_metrics(listener, Arc::clone(api), stopped());
+            self.runtime.spawn(held(answering, serve));
         }
         let (access, health, stop) = (Arc::clone(&api.access), Arc::clone(&api.health), stopped());
         self.runtime.spawn(async move {
@@ -443,6 +457,12 @@ impl Http {
             }
         });
     }
+}
+
+/// Runs a task, and drops what it holds when it ends.
+async fn held<T>(holds: T, task: impl Future<Output = ()>) {
+    task.await;
+    drop(holds);
 }
 
 /// Runs a background task once `begun` has a message, and not without one; a panic poisons it in the health instead of passing unnoticed.

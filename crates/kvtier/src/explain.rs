@@ -127,6 +127,7 @@ fn report(explanation: &Explanation) -> String {
         model_name,
         world_size,
         chunk_size,
+        tokens,
         chunks,
         ..
     } = explanation;
@@ -134,6 +135,10 @@ fn report(explanation: &Explanation) -> String {
         "model",
         format!("{model_name}, world size {world_size}, chunks of {chunk_size} tokens"),
     );
+    let rest = tokens.saturating_sub(chunks * chunk_size);
+    if rest > 0 {
+        line("", format!("the last {rest} of {tokens} tokens are no whole chunk, and not looked for"));
+    }
     let others = explanation.model_names.iter();
     let others: Vec<_> = others.filter(|name| *name != model_name).collect();
     for name in others {
@@ -175,11 +180,14 @@ fn row_name(row: &ExplainedRow) -> String {
     let window = row.window.map_or_else(String::new, |window| {
         format!(", only the last {window} chunks")
     });
+    let layout = match row.layout_fingerprint.trim_start_matches('0') {
+        "" => "unknown",
+        _ => &row.layout_fingerprint,
+    };
     format!(
-        "{}; object group {}, layout {}{window}",
+        "{}; object group {}, layout {layout}{window}",
         workers.join(", "),
-        row.object_group_id,
-        row.layout_fingerprint
+        row.object_group_id
     )
 }
 

@@ -11,7 +11,7 @@ use anyhow::Context;
 use clap::Args;
 use kvtier_error::{Error, ErrorKind};
 use kvtier_l2::AdapterConfig;
-use kvtier_server::config::in_gib;
+use kvtier_server::config::{L1Restore, in_gib};
 use kvtier_server::{Inherited, Parsed, RunMode, Server, ServerConfig, end_process, preflight};
 
 use crate::USAGE;
@@ -246,6 +246,17 @@ fn check(
     for line in tried {
         writeln!(out, "{line}")?;
     }
+    let unkept = match found.kept {
+        Ok(path) => {
+            writeln!(out, "L1 stays for the next server, in {}", path.display())?;
+            None
+        }
+        Err(why) if config.l1_restore == L1Restore::On => Some(format!("L1 ends with the process: {why}")),
+        Err(why) => {
+            writeln!(out, "L1 ends with the process: {why}")?;
+            None
+        }
+    };
     match found.gpus {
         Ok(names) => writeln!(out, "{} GPUs: {}", names.len(), names.join(", "))?,
         Err(why) => writeln!(out, "no GPUs: {why}")?,
@@ -257,14 +268,6 @@ fn check(
             config.ignored.join(", ")
         )?;
     }
-    let unkept = match found.hugepages {
-        Some(Ok(folder)) => {
-            writeln!(out, "L1 is kept in {}", folder.display())?;
-            None
-        }
-        Some(Err(error)) => Some(format!("L1 ends with the process: {error}")),
-        None => None,
-    };
     let warnings = preflight::warnings(config)
         .into_iter()
         .chain(shortage)

@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m kvtier.explain",
-        description=(__doc__ or "").split("\n\n")[1],
+        description=(__doc__ or "").split("\n\n")[1].replace("``", "`"),
         epilog="Other arguments, such as --model NAME, --cache-salt SALT and the server's URL, are those of `kvtier explain`.",
         allow_abbrev=False,
     )

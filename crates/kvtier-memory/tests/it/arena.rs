@@ -526,3 +526,25 @@ fn lost_hugepage_is_an_error_and_no_end() {
     assert_eq!(arena.poisoned(), Some(Extent::new(2 << 20, 2 << 20)));
     arena.write(Extent::new(0, 4096), 0, b"there").unwrap();
 }
+
+/// A segment whose pages were never touched takes none: others may have taken them since.
+#[test]
+fn kept_arena_whose_pages_cannot_be_had_is_not_used() {
+    let name = unique_name();
+    let kind = ArenaKind::Shm { name: name.clone() };
+    let first = Arena::create(kind.clone(), 16_384).unwrap();
+    first.keep();
+    drop(first);
+    let stat = rustix::fs::statvfs("/dev/shm").unwrap();
+    let more_than_there_is = 2 * stat.f_blocks * stat.f_frsize;
+    let path = format!("/dev/shm/{SHM_PREFIX}{name}");
+    let file = std::fs::File::options().write(true).open(&path).unwrap();
+    file.set_len(more_than_there_is).unwrap();
+    drop(file);
+    let (second, old) = Arena::find(kind, more_than_there_is, Ownership::Locked)
+        .unwrap()
+        .unwrap();
+    assert_eq!(old, more_than_there_is);
+    assert!(matches!(second.grow(), Err(ArenaError::OutOfMemory { .. })));
+    std::fs::remove_file(path).unwrap();
+}

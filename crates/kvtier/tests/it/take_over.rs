@@ -5,7 +5,7 @@ use std::net::TcpStream;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::thread::JoinHandle;
 
 use kvtier_client::proto::request::Request;
@@ -356,6 +356,45 @@ fn request_without_body_delays_no_take_over() {
     stream.read_exact(&mut answer).unwrap();
     assert_eq!(&answer, b"HTTP/1.1 100");
     take_over(&mut server, base.path(), &[]).unwrap_or_else(|log| panic!("{log}"));
+    server.stop();
+}
+
+/// Each has a connection of its own: those that the old server has accepted it answers, the others wait for the new one.
+#[test]
+fn every_get_is_answered_in_take_overs() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let mut server = Server::start(base.path(), L1, &[]);
+    let (_, address) = server.log.split_once("http=\"http://").unwrap();
+    let address = address.split('"').next().unwrap().to_owned();
+    let (answered, stop) = (
+        Arc::new(AtomicU64::new(0)),
+        Arc::new(AtomicBool::new(false)),
+    );
+    let (counter, is_over) = (Arc::clone(&answered), Arc::clone(&stop));
+    let client = std::thread::spawn(move || {
+        while !is_over.load(Ordering::Relaxed) {
+            let mut stream = TcpStream::connect(&address).unwrap();
+            let head = "GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n";
+            stream.write_all(head.as_bytes()).unwrap();
+            let mut answer = String::new();
+            stream.read_to_string(&mut answer).unwrap();
+            let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+            let head = head.to_lowercase();
+            let (_, length) = head.split_once("content-length: ").unwrap();
+            let length = length.split("\r\n").next().unwrap();
+            assert_eq!(length.parse(), Ok(body.len()), "{head}");
+            assert!(head.starts_with("http/1.1 200 "), "{head}");
+            counter.fetch_add(1, Ordering::Relaxed);
+        }
+    });
+    for _ in 0..5 {
+        let before = answered.load(Ordering::Relaxed);
+        wait_until("an answer", || answered.load(Ordering::Relaxed) > before);
+        take_over(&mut server, base.path(), &[]).unwrap_or_else(|log| panic!("{log}"));
+    }
+    stop.store(true, Ordering::Relaxed);
+    client.join().unwrap();
     server.stop();
 }
 

@@ -238,7 +238,7 @@ pub(super) fn summary(explanation: &Explanation) -> String {
             }
             other => other.to_owned(),
         };
-        return format!("a lookup finds nothing: {why}");
+        return format!("a lookup finds nothing, whatever is stored: {why}");
     }
     let from_tiers = hit_tokens - hit_tokens_l1;
     let mut text = format!(

@@ -72,7 +72,7 @@ fn misses_are_explained_for_people_and_programs() {
     assert!(text.starts_with("a lookup finds 0 of 70 tokens"), "{text}");
     let none = explain(&server, &["--model", "none", "--chunk-size", "16"], &list);
     let text = lines(&none.stdout).join("\n");
-    let why = "a lookup finds nothing: no worker of model none is registered with world size 1 and chunks of 16 tokens";
+    let why = "a lookup finds nothing, whatever is stored: no worker of model none is registered with world size 1 and chunks of 16 tokens";
     assert!(text.starts_with(why), "{text}");
 }
 
