@@ -11,6 +11,7 @@ use kvtier_memory::pool_name;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
+use super::resolve::default_pool;
 use super::{HASH_SEED, L1Restore, L2Config, Parsed, ServerConfig, hash_seed};
 
 /// Flags that a running server can change. Anything else needs a restart, among it `--l1-write-ttl-seconds`: memory that
@@ -170,7 +171,12 @@ impl ServerConfig {
                     Some(shown) => shown.to_string(),
                 };
                 let is_given = self.given.defaults.get(flag) != Some(value);
-                (format!("--{flag}"), self.meaning(flag, value), shown, is_given)
+                (
+                    format!("--{flag}"),
+                    self.meaning(flag, value),
+                    shown,
+                    is_given,
+                )
             });
         let seed = self.hash_algorithm.is_seeded().then(hash_seed);
         let hidden = || redact::HIDDEN.to_owned();
@@ -192,9 +198,16 @@ impl ServerConfig {
         match flag {
             // Where both servers run, auto has kept L1 as on does.
             "l1-restore" => (self.l1_restore != L1Restore::Off).to_string(),
-            "shm-name" => self.shm_name.as_deref().map(pool_name).unwrap_or_default(),
+            "shm-name" => match value.as_str().map(pool_name) {
+                Some(given) if given != pool_name(&default_pool(&self.host, self.port)) => given,
+                _ => String::new(),
+            },
             "state-dir" => match &self.state.base {
-                Ok(base) => base.canonicalize().unwrap_or_else(|_| base.clone()).display().to_string(),
+                Ok(base) => base
+                    .canonicalize()
+                    .unwrap_or_else(|_| base.clone())
+                    .display()
+                    .to_string(),
                 Err(_) => String::new(),
             },
             _ => value.to_string(),
@@ -310,12 +323,26 @@ mod tests {
         // One meaning has many texts.
         let folder = tempfile::tempdir().unwrap();
         let direct = folder.path().to_str().unwrap();
-        let around = format!("{direct}/../{}/", folder.path().file_name().unwrap().display());
+        let around = format!(
+            "{direct}/../{}/",
+            folder.path().file_name().unwrap().display()
+        );
         let one = values(&["--l1-restore", "on", "--state-dir", direct]);
         let pool = "lmcache_l1_pool_kvtier_5555";
-        let other = ["--l1-restore", "auto", "--state-dir", &around, "--shm-name", pool];
+        let other = [
+            "--l1-restore",
+            "auto",
+            "--state-dir",
+            &around,
+            "--shm-name",
+            pool,
+        ];
         assert_eq!(one.differences(&values(&other)), Vec::<String>::new());
-        for other in [["--l1-restore", "off"], ["--state-dir", "/elsewhere"], ["--shm-name", "other"]] {
+        for other in [
+            ["--l1-restore", "off"],
+            ["--state-dir", "/elsewhere"],
+            ["--shm-name", "other"],
+        ] {
             let other = values(&[&["--state-dir", direct], &other[..]].concat());
             assert_eq!(one.differences(&other).len(), 1, "{other:?}");
         }

@@ -17,6 +17,14 @@ use super::{
     l1_manager,
 };
 
+/// Name of the pool of a server at this address. Servers on a path may have the same port, which is none.
+pub(super) fn default_pool(host: &str, port: u16) -> String {
+    match host.strip_prefix("ipc://") {
+        Some(path) => format!("kvtier_{:016x}", checksum64(path.as_bytes())),
+        None => format!("kvtier_{port}"),
+    }
+}
+
 impl ServerArgs {
     /// Name of the pool, if one is wanted, and whether it was asked for.
     fn shm_name(&self) -> Result<(Option<String>, bool)> {
@@ -31,11 +39,7 @@ impl ServerArgs {
             !self.l1_use_hugepages && self.supported_transfer_mode.allows_engine_driven();
         let name = match given {
             Some(name) => Some(name).filter(|name| !name.is_empty()),
-            // Servers on a path may have the same port, which is none.
-            None => is_useful.then(|| match self.host.strip_prefix("ipc://") {
-                Some(path) => format!("kvtier_{:016x}", checksum64(path.as_bytes())),
-                None => format!("kvtier_{}", self.port),
-            }),
+            None => is_useful.then(|| default_pool(&self.host, self.port)),
         };
         if let Some(name) = &name
             && (name.len() > 200

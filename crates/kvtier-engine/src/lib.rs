@@ -195,13 +195,19 @@ impl Engine {
         let state = open_state(&config, lock)?;
         let quotas = kvtier_tenants::Opened::open(&config, state.as_ref().ok(), &salts)?;
         // A file that others may write says nothing.
-        let record = state.as_ref().ok().and_then(|state| state.file(L1_RECORD).ok());
-        let instance = state.as_ref().map_err(String::as_str).map(|state| Instance {
-            name: &config.state.instance,
-            folder: state.id(),
-            tenants: salts.number(),
-            record: record.as_deref(),
-        });
+        let record = state
+            .as_ref()
+            .ok()
+            .and_then(|state| state.file(L1_RECORD).ok());
+        let instance = state
+            .as_ref()
+            .map_err(String::as_str)
+            .map(|state| Instance {
+                name: &config.state.instance,
+                folder: state.id(),
+                tenants: salts.number(),
+                record: record.as_deref(),
+            });
         let (arena, kept) = open_arena(&config, instance, succession)?;
         let devices = match devices {
             Some(devices) => devices,

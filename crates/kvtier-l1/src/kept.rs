@@ -136,7 +136,9 @@ impl Instance<'_> {
     /// Where earlier servers of the instance may have left L1: what was recorded, and what this configuration names.
     fn earlier(&self, config: &ServerConfig) -> Vec<PathBuf> {
         let huge = hugetlbfs_mounts().unwrap_or_default();
-        let recorded = self.record.and_then(|record| std::fs::read_to_string(record).ok());
+        let recorded = self
+            .record
+            .and_then(|record| std::fs::read_to_string(record).ok());
         let recorded = recorded.unwrap_or_default();
         let recorded = recorded.lines().map(PathBuf::from).filter(|path| {
             let is_segment = path
@@ -159,7 +161,10 @@ impl Instance<'_> {
     /// Writes down where L1 is, so that a server with other flags removes it.
     fn record(&self, paths: &[PathBuf]) {
         let Some(record) = self.record else { return };
-        let text: String = paths.iter().map(|path| format!("{}\n", path.display())).collect();
+        let text: String = paths
+            .iter()
+            .map(|path| format!("{}\n", path.display()))
+            .collect();
         if std::fs::read_to_string(record).is_ok_and(|known| known == text) {
             return;
         }
@@ -251,7 +256,10 @@ fn reopen_arena(
         Ok(instance) => instance,
         Err(reason) => {
             // Its name is taken from an earlier server all the same.
-            let pool = config.shm_name.iter().map(|name| Path::new(SHM).join(pool_name(name)));
+            let pool = config
+                .shm_name
+                .iter()
+                .map(|name| Path::new(SHM).join(pool_name(name)));
             remove_earlier(pool.flat_map(with_ledger));
             return unkept(config, None, reason);
         }
@@ -276,13 +284,14 @@ fn reopen_arena(
             return Ok((arena, kept));
         }
         // Of a server in another network namespace, or of another state directory.
-        Err(error)
-            if error.kind() == ErrorKind::InUse && config.l1_restore == L1Restore::Auto =>
-        {
+        Err(error) if error.kind() == ErrorKind::InUse && config.l1_restore == L1Restore::Auto => {
             return unkept(config, None, error);
         }
         Err(error) if matches!(error.kind(), ErrorKind::InUse | ErrorKind::Invalid) => {
-            let flag = config.shm_name.as_ref().map(|name| format!("--shm-name {name}"));
+            let flag = config
+                .shm_name
+                .as_ref()
+                .map(|name| format!("--shm-name {name}"));
             return Err(match flag {
                 Some(flag) => error.context(flag),
                 None => error,
@@ -655,7 +664,14 @@ mod tests {
 
     fn config(test: &str, flags: &[&str]) -> ServerConfig {
         let host = format!("ipc:///tmp/kvtier-{test}-{}", std::process::id());
-        let host = ["--host", &host, "--l1-size-gb", "0.002", "--state-dir", "/nowhere"];
+        let host = [
+            "--host",
+            &host,
+            "--l1-size-gb",
+            "0.002",
+            "--state-dir",
+            "/nowhere",
+        ];
         ServerConfig::from_flags(&[&host, flags].concat()).unwrap()
     }
 
@@ -693,12 +709,18 @@ mod tests {
         let mut before: Option<PathBuf> = None;
         for flags in [&[][..], &own, &private, &own, &[], &off] {
             let opened = open(flags, "one");
+            let left = if flags == off {
+                drop(opened);
+                None
+            } else {
+                Some(ended(opened))
+            };
             let is_gone = before.is_none_or(|path| {
                 let [memory, ledger] = with_ledger(path);
                 !memory.exists() && !ledger.exists()
             });
             assert!(is_gone, "before {flags:?}");
-            before = (flags != off).then(|| ended(opened));
+            before = left;
         }
         // A container may have a new folder with each start.
         let first = ended(open_as("flags", &none, "one", None).unwrap());
@@ -719,7 +741,9 @@ mod tests {
         assert!(l1.check_complete().is_ok());
         let file = std::fs::File::options().write(true).open(&path).unwrap();
         file.set_len(0).unwrap();
-        l1.arena.read(Extent::new(0, 8), 0, &mut [0; 8]).unwrap_err();
+        l1.arena
+            .read(Extent::new(0, 8), 0, &mut [0; 8])
+            .unwrap_err();
         assert!(l1.check_complete().is_err());
         l1.close();
         assert!(!path.exists());
@@ -729,14 +753,21 @@ mod tests {
     #[test]
     fn file_that_names_what_is_no_l1_removes_nothing() {
         let folder = tempfile::tempdir().unwrap();
-        let (record, mine) = (folder.path().join("l1"), folder.path().join(format!("{SHM_PREFIX}x")));
+        let (record, mine) = (
+            folder.path().join("l1"),
+            folder.path().join(format!("{SHM_PREFIX}x")),
+        );
         let shared = Path::new(SHM).join(format!("kvtier_kept_mine_{}", std::process::id()));
         for path in [&mine, &shared] {
             std::fs::write(path, "mine").unwrap();
             let private = std::os::unix::fs::PermissionsExt::from_mode(0o600);
             std::fs::set_permissions(path, private).unwrap();
         }
-        std::fs::write(&record, format!("{}\n{}\n\0\n", mine.display(), shared.display())).unwrap();
+        std::fs::write(
+            &record,
+            format!("{}\n{}\n\0\n", mine.display(), shared.display()),
+        )
+        .unwrap();
         drop(open_as("named", &["--l1-restore", "off"], "one", Some(&record)).unwrap());
         assert!(mine.exists() && shared.exists());
         std::fs::remove_file(shared).unwrap();
@@ -745,9 +776,8 @@ mod tests {
     /// Of two state directories, or network namespaces, with one `/dev/shm`.
     #[test]
     fn pool_of_another_server_is_left_alone() {
-        let open = |restore: &str, folder: &str| {
-            open_as("kept", &["--l1-restore", restore], folder, None)
-        };
+        let open =
+            |restore: &str, folder: &str| open_as("kept", &["--l1-restore", restore], folder, None);
         let (arena, kept) = open("auto", "first").unwrap();
         assert!(matches!(kept.0, Ledgers::New(_)));
         let (other, unkept) = open("auto", "second").unwrap();

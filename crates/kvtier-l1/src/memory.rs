@@ -351,9 +351,13 @@ fn no_arena(config: &ServerConfig, error: ArenaError) -> Error {
 
 /// Files of hugepages that servers have left, of any instance, with their sizes.
 fn kept_hugepages() -> Vec<String> {
-    let files = hugetlbfs_mounts().into_iter().flatten().flat_map(std::fs::read_dir);
+    let files = hugetlbfs_mounts()
+        .into_iter()
+        .flatten()
+        .flat_map(std::fs::read_dir);
     let files = files.flatten().flatten();
-    let of_servers = files.filter(|file| file.file_name().to_string_lossy().starts_with(SHM_PREFIX));
+    let of_servers =
+        files.filter(|file| file.file_name().to_string_lossy().starts_with(SHM_PREFIX));
     let described = of_servers.map(|file| {
         let bytes = file.metadata().map_or(0, |found| found.len());
         format!("{} ({:.2} GiB)", file.path().display(), in_gib(bytes))
@@ -373,7 +377,10 @@ pub fn create_arena(config: &ServerConfig) -> Result<Arena> {
             let (error, kept) = (describe(error), kept_hugepages());
             match kept.is_empty() {
                 true => error,
-                false => error.hint(format!("earlier servers have left theirs: {}", kept.join(", "))),
+                false => error.hint(format!(
+                    "earlier servers have left theirs: {}",
+                    kept.join(", ")
+                )),
             }
         });
     }

@@ -17,8 +17,6 @@ use crate::prefault::{self, PrefaultEnd, PrefaultError, PrefaultProgress};
 use crate::shm_file::{FileId, Ownership, SHM, SegmentLock, ShmFile, pool_name};
 use kvtier_extent::Extent;
 
-pub use crate::shm_file::SHM_PREFIX;
-
 /// Where the memory of an arena comes from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ArenaKind {
@@ -26,7 +24,7 @@ pub enum ArenaKind {
     Anonymous,
     /// A POSIX shared memory segment that engines of the same user can map.
     Shm {
-        /// Its name; a leading `/` is dropped and [`SHM_PREFIX`] put before it unless there.
+        /// Its name; a leading `/` is dropped and [`SHM_PREFIX`](crate::SHM_PREFIX) put before it unless there.
         name: String,
     },
     /// Private memory in huge pages of 2 MiB, which the administrator must have reserved.
@@ -75,7 +73,9 @@ impl ArenaKind {
     /// Bytes that an earlier process has left there.
     #[must_use]
     pub fn kept_bytes(&self) -> u64 {
-        let found = self.path().and_then(|path| std::fs::symlink_metadata(path).ok());
+        let found = self
+            .path()
+            .and_then(|path| std::fs::symlink_metadata(path).ok());
         found.map_or(0, |found| found.len())
     }
 

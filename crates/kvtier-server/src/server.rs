@@ -194,7 +194,7 @@ impl Server {
             // Cannot fail: this has a receiver too.
             let _ = begin.send(());
         }
-        if let Some((process, release, since)) = taken_over {
+        if let Some((process, release, since)) = &taken_over {
             tracing::info!(
                 process,
                 release,

@@ -26,11 +26,11 @@ mod shuttled;
 pub use checked::{
     Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, WaitTimeoutResult,
 };
+pub use outage_log::OutageLog;
 #[cfg(all(not(debug_assertions), not(shuttle)))]
 pub use parking_lot::{
     Condvar, Mutex, MutexGuard, RwLock, RwLockReadGuard, RwLockWriteGuard, WaitTimeoutResult,
 };
-pub use outage_log::OutageLog;
 pub use rate_limited::RateLimited;
 #[cfg(shuttle)]
 pub use shuttle;

@@ -137,7 +137,10 @@ fn report(explanation: &Explanation) -> String {
     );
     let rest = tokens.saturating_sub(chunks * chunk_size);
     if rest > 0 {
-        line("", format!("the last {rest} of {tokens} tokens are no whole chunk, and not looked for"));
+        line(
+            "",
+            format!("the last {rest} of {tokens} tokens are no whole chunk, and not looked for"),
+        );
     }
     let others = explanation.model_names.iter();
     let others: Vec<_> = others.filter(|name| *name != model_name).collect();

@@ -251,7 +251,9 @@ fn check(
             writeln!(out, "L1 stays for the next server, in {}", path.display())?;
             None
         }
-        Err(why) if config.l1_restore == L1Restore::On => Some(format!("L1 ends with the process: {why}")),
+        Err(why) if config.l1_restore == L1Restore::On => {
+            Some(format!("L1 ends with the process: {why}"))
+        }
         Err(why) => {
             writeln!(out, "L1 ends with the process: {why}")?;
             None

@@ -5,7 +5,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use kvtier_memory::arena::SHM_PREFIX;
+use kvtier_memory::SHM_PREFIX;
 use kvtier_memory::checksum::{checksum64, checksum128};
 use kvtier_memory::{
     AccessError, Arena, ArenaError, ArenaKind, ArenaOptions, Extent, Ownership, PrefaultEnd,

@@ -132,7 +132,11 @@ impl Guard for Breakers {
             })
         });
         status.insert("breaker".into(), lanes);
-        if !self.lanes.iter().all(|lane| lane.lock().breaker.is_closed()) {
+        if !self
+            .lanes
+            .iter()
+            .all(|lane| lane.lock().breaker.is_closed())
+        {
             status.insert("is_healthy".into(), false.into());
         }
     }
