@@ -14,6 +14,7 @@ use std::io;
 use std::net::SocketAddr;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -25,10 +26,9 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
-use hyper_util::server::graceful::{GracefulShutdown, Watcher};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::{Sleep, sleep, timeout};
 use tokio_rustls::TlsAcceptor;
 use tower_service::Service as _;
@@ -52,6 +52,9 @@ const HANDSHAKE: Duration = Duration::from_secs(10);
 /// For the head of a request, counted from the end of the one before.
 const HEAD: Duration = Duration::from_secs(30);
 
+/// For the first head of a connection that was taken before the stop: its client may be about to send it.
+const LAST_HEAD: Duration = Duration::from_millis(200);
+
 /// For an answer that the client does not read as it is sent.
 const ANSWER: Duration = Duration::from_secs(30);
 
@@ -72,14 +75,14 @@ pub(super) async fn serve(
     let slots = Arc::new(Semaphore::new(connections));
     let requests = Arc::new(Semaphore::new(requests(connections)));
     let waiting = Arc::new(Waiting::default());
-    let open = GracefulShutdown::new();
+    let stopping = watch::Sender::new(false);
     let mut stop = pin!(stop);
     loop {
         let (stream, peer, slot) = tokio::select! {
             () = &mut stop => break,
             accepted = accept(&listener, &slots, &waiting) => accepted,
         };
-        let (access, watcher) = (Arc::clone(&access), open.watcher());
+        let (access, stopping) = (Arc::clone(&access), stopping.subscribe());
         let served = Served {
             peer,
             router: router.clone(),
@@ -91,13 +94,16 @@ pub(super) async fn serve(
             tokio::select! {
                 biased;
                 () = seat.closed() => tracing::debug!(%peer, "an idle connection to the HTTP API was closed for a new one"),
-                () = connect(stream, access, served, watcher) => {}
+                () = connect(stream, access, served, stopping) => {}
             }
             drop(slot);
         });
     }
     drop(listener);
-    open.shutdown().await;
+    stopping.send_replace(true);
+    // Every connection has one. Never closed.
+    let all = u32::try_from(connections).unwrap_or(u32::MAX);
+    let _ = slots.acquire_many(all).await;
 }
 
 async fn accept(
@@ -138,15 +144,20 @@ struct Served {
 }
 
 /// Serves one connection, after a handshake where there is TLS.
-async fn connect(stream: TcpStream, access: Arc<Access>, served: Served, watcher: Watcher) {
+async fn connect(
+    stream: TcpStream,
+    access: Arc<Access>,
+    served: Served,
+    stopping: watch::Receiver<bool>,
+) {
     // Answers are short and complete; an option that is refused costs some milliseconds.
     let _ = stream.set_nodelay(true);
     let peer = served.peer;
     let Some(settings) = access.tls() else {
-        return talk(Box::new(stream), served, watcher).await;
+        return talk(Box::new(stream), served, stopping).await;
     };
     match timeout(HANDSHAKE, TlsAcceptor::from(settings).accept(stream)).await {
-        Ok(Ok(stream)) => talk(Box::new(stream), served, watcher).await,
+        Ok(Ok(stream)) => talk(Box::new(stream), served, stopping).await,
         Ok(Err(error)) => tracing::debug!(%peer, %error, "no TLS with this client"),
         Err(_) => tracing::debug!(%peer, "the TLS handshake took too long"),
     }
@@ -157,10 +168,12 @@ trait Stream: AsyncRead + AsyncWrite + Unpin + Send {}
 
 impl<S: AsyncRead + AsyncWrite + Unpin + Send> Stream for S {}
 
-/// Serves one connection.
-async fn talk(stream: Box<dyn Stream>, served: Served, watcher: Watcher) {
+/// Serves one connection. At a stop the request that it has sent, or is about to send first, is answered.
+async fn talk(stream: Box<dyn Stream>, served: Served, mut stopping: watch::Receiver<bool>) {
     let peer = served.peer;
-    let service = service_fn(move |mut request: Request<Incoming>| {
+    let has_asked = AtomicBool::new(false);
+    let service = service_fn(|mut request: Request<Incoming>| {
+        has_asked.store(true, Ordering::Relaxed);
         let handling = served.seat.begin();
         let turn = match request.uri().path() {
             OPEN => Ok(None),
@@ -182,7 +195,32 @@ async fn talk(stream: Box<dyn Stream>, served: Served, watcher: Watcher) {
         .header_read_timeout(HEAD)
         .max_buf_size(HEAD_BYTES)
         .serve_connection(TokioIo::new(Patient::new(stream)), service);
-    if let Err(error) = watcher.watch(connection).await {
+    let mut connection = pin!(connection);
+    let stop = async {
+        // Also ends when the sender was dropped.
+        let _ = stopping.wait_for(|stopping| *stopping).await;
+    };
+    let ended = tokio::select! {
+        biased;
+        ended = connection.as_mut() => ended,
+        () = stop => {
+            // hyper closes a connection that has read nothing yet.
+            let asked = async {
+                if !has_asked.load(Ordering::Relaxed) {
+                    sleep(LAST_HEAD).await;
+                }
+            };
+            tokio::select! {
+                biased;
+                ended = connection.as_mut() => ended,
+                () = asked => {
+                    connection.as_mut().graceful_shutdown();
+                    connection.await
+                }
+            }
+        }
+    };
+    if let Err(error) = ended {
         tracing::debug!(%peer, %error, "a connection to the HTTP API ended");
     }
 }
@@ -281,22 +319,21 @@ mod tests {
     use super::*;
 
     /// A connection to a small router; time advances by itself while all tasks are idle.
-    fn connect() -> (DuplexStream, GracefulShutdown) {
+    fn connect() -> (DuplexStream, watch::Sender<bool>) {
         let router = Router::new()
             .route("/", get(async || "here"))
             .route("/long", get(async || vec![b'x'; 1 << 20]))
             .route("/body", post(async |body: Bytes| body.len().to_string()))
             .layer(super::super::deadline());
         let (ours, theirs) = tokio::io::duplex(4096);
-        let running = GracefulShutdown::new();
-        let watcher = running.watcher();
+        let running = watch::Sender::new(false);
         let served = Served {
             peer: SocketAddr::from(([127, 0, 0, 1], 1)),
             router,
             requests: Arc::new(Semaphore::new(1)),
             seat: Arc::new(Waiting::default()).add(),
         };
-        tokio::spawn(talk(Box::new(theirs), served, watcher));
+        tokio::spawn(talk(Box::new(theirs), served, running.subscribe()));
         (ours, running)
     }
 
@@ -372,6 +409,28 @@ mod tests {
             }
             let (text, _) = rest(stream).await;
             assert!(read + text.len() < 1 << 19, "{read} and {}", text.len());
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_stop_answers_what_was_asked_and_what_is_about_to_be() {
+        let head = "GET / HTTP/1.1\r\nhost: a\r\n\r\n";
+        for (before, after) in [(head, ""), ("GET / HT", &head[8..]), ("", head), ("", "")] {
+            let (mut stream, running) = connect();
+            stream.write_all(before.as_bytes()).await.unwrap();
+            sleep(Duration::from_millis(1)).await;
+            running.send_replace(true);
+            sleep(Duration::from_millis(1)).await;
+            // A connection that is closed takes none.
+            let _ = stream.write_all(after.as_bytes()).await;
+            let (text, took) = rest(stream).await;
+            let is_asked = before.len() + after.len() > 0;
+            assert_eq!(
+                text.ends_with("here"),
+                is_asked,
+                "{before:?}, {after:?}: {text}"
+            );
+            assert!(took <= LAST_HEAD, "{took:?}");
         }
     }
 

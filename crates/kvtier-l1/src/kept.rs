@@ -304,7 +304,7 @@ fn reopen_arena(
         Some(_) => create_arena(config)?,
         None => match create_private(config, place) {
             Ok(arena) => arena,
-            Err(error) => return unkept(config, None, error),
+            Err(error) => return unkept(config, None, format!("{reason}; {error}")),
         },
     };
     let Some(path) = arena.path() else {
@@ -318,7 +318,7 @@ fn reopen_arena(
             arena.keep();
             Ok((arena, Kept(Ledgers::New(ledger))))
         }
-        Err(error) => unkept(config, Some(arena), error),
+        Err(error) => unkept(config, Some(arena), format!("{reason}; {error}")),
     }
 }
 
