@@ -125,8 +125,8 @@ impl Instance<'_> {
         checksum128(format!("{}\0{}", self.name, self.folder).as_bytes()) as u64
     }
 
-    /// Name of memory that clients do not map: it has one all the same, for the next server. Not of the folder, which a container
-    /// may have anew with each start: then none would find what is left in the `/dev/shm` of the machine.
+    /// Name of memory that clients do not map: it has one all the same, for the next server. Not of the folder, which may be
+    /// a new one at each start of a container: then none would find what is left in the `/dev/shm` of the machine.
     pub(super) fn private_name(&self) -> String {
         let user = rustix::process::geteuid().as_raw();
         let number = checksum128(format!("{}\0{user}", self.name).as_bytes()) as u64;

@@ -221,7 +221,7 @@ impl Arena {
     /// names them must have been removed before: a later process cannot tell.
     ///
     /// # Errors
-    /// See [`ArenaError`], also if pages that the earlier process has not touched cannot be had any more; the segment stays as it was.
+    /// See [`ArenaError`], also if pages that the earlier process has not touched are unavailable by now; the segment stays as it was.
     pub fn grow(&self) -> Result<(), ArenaError> {
         let Some(shm) = &self.shm else { return Ok(()) };
         let (size, backed) = shm.sizes().unwrap_or_default();
