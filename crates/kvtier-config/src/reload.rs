@@ -1,6 +1,6 @@
 //! What a reload may change: the file of `--config` is read again, beside the same command line.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::fmt;
 
@@ -31,6 +31,16 @@ pub(super) const LIVE: &[&str] = &[
     "worker-reap-timeout-seconds",
     "worker-registration-grace-seconds",
 ];
+
+/// Keys of an `--l2-adapter` that a running server can change; of a capacity not whether there is one.
+pub(super) const LIVE_KEYS: &[&str] = &[
+    "eviction.eviction_ratio",
+    "eviction.trigger_watermark",
+    CAPACITY,
+];
+
+const ADAPTER: &str = "l2-adapter";
+const CAPACITY: &str = "max_capacity_gb";
 
 /// Flags that may differ between a server and the one that takes over from it, besides [`LIVE`] ones.
 const FREE_IN_TAKE_OVER: &[&str] = &[
@@ -120,15 +130,30 @@ impl LastingValues {
     }
 }
 
-/// A flag with another value.
+/// A flag, or a key of an adapter, with another value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Change {
-    /// Without the dashes in front.
+    /// Without the dashes in front; of an adapter with tier and key, such as `l2-adapter fs-0 max_capacity_gb`.
     pub flag: String,
     /// Value before; null without one. Secrets are hidden in both.
     pub from: Value,
     /// Value afterwards.
     pub to: Value,
+}
+
+impl Change {
+    /// Whether a running server can make it.
+    fn is_live(&self) -> bool {
+        let is_presence = self.from.is_null() || self.to.is_null();
+        is_live(&self.flag) && !(is_presence && self.flag.ends_with(CAPACITY))
+    }
+}
+
+/// Whether a running server can change this flag or key of an adapter.
+fn is_live(flag: &str) -> bool {
+    let tier_and_key = flag.strip_prefix(ADAPTER).map(str::trim_start);
+    let key = tier_and_key.and_then(|it| it.split_once(' '));
+    LIVE.contains(&flag) || key.is_some_and(|(_, key)| LIVE_KEYS.contains(&key))
 }
 
 impl ServerConfig {
@@ -145,13 +170,14 @@ impl ServerConfig {
             return Err(Error::refused("--config: is no configuration"));
         };
         let changes = self.changes(&config);
-        let fixed = changes.iter().map(|change| change.flag.as_str());
-        let fixed: Vec<_> = fixed.filter(|flag| !LIVE.contains(flag)).collect();
+        let fixed = changes.iter().filter(|change| !change.is_live());
+        let fixed: Vec<_> = fixed.map(|change| change.flag.as_str()).collect();
         if !fixed.is_empty() {
             return Err(Error::refused(format!(
-                "{} can be changed only by a restart; allowed: {}",
+                "{} can be changed only by a restart; allowed: {}; of an {ADAPTER}: {} (not from or to 0)",
                 fixed.join(", "),
-                LIVE.join(", ")
+                LIVE.join(", "),
+                LIVE_KEYS.join(", ")
             ))
             .hint("no flag was changed"));
         }
@@ -160,20 +186,20 @@ impl ServerConfig {
 
     /// What a server and the one which takes over from it have in common.
     pub fn lasting_values(&self) -> LastingValues {
-        let is_free = |flag: &str| LIVE.contains(&flag) || FREE_IN_TAKE_OVER.contains(&flag);
-        let mut shown = flags_by_name(&self.shown);
-        let flags = self.given.values.iter();
+        let is_free = |flag: &str| is_live(flag) || FREE_IN_TAKE_OVER.contains(&flag);
+        let mut shown = self.by_key(flags_by_name(&self.shown));
+        let flags = self.by_key(self.given.values.clone()).into_iter();
         let flags = flags
             .filter(|(flag, _)| !is_free(flag))
             .map(|(flag, value)| {
-                let shown = match shown.remove(flag) {
+                let shown = match shown.remove(&flag) {
                     None | Some(Value::Null) => "its default".to_owned(),
                     Some(shown) => shown.to_string(),
                 };
-                let is_given = self.given.defaults.get(flag) != Some(value);
+                let is_given = self.given.defaults.get(&flag) != Some(&value);
                 (
                     format!("--{flag}"),
-                    self.meaning(flag, value),
+                    self.meaning(&flag, &value),
                     shown,
                     is_given,
                 )
@@ -225,6 +251,7 @@ impl ServerConfig {
             drain_timeout: newer.drain_timeout,
             load_timeout: newer.load_timeout,
             lookup_timeout: newer.lookup_timeout,
+            adapters: newer.adapters,
             ..own
         });
         Self {
@@ -246,16 +273,50 @@ impl ServerConfig {
     }
 
     fn changes(&self, newer: &Self) -> Vec<Change> {
-        let (mut before, mut after) = (flags_by_name(&self.shown), flags_by_name(&newer.shown));
-        let is_other =
-            |flag: &&String| self.given.values.get(*flag) != newer.given.values.get(*flag);
-        let flags = newer.given.values.keys().filter(is_other);
+        let values = |config: &Self| config.by_key(config.given.values.clone());
+        let shown = |config: &Self| config.by_key(flags_by_name(&config.shown));
+        let (own, newer_values) = (values(self), values(newer));
+        let (mut before, mut after) = (shown(self), shown(newer));
+        let flags: BTreeSet<_> = own.keys().chain(newer_values.keys()).collect();
+        let is_other = |flag: &&String| own.get(*flag) != newer_values.get(*flag);
         let change = |flag: &String| Change {
             flag: flag.clone(),
             from: before.remove(flag).unwrap_or_default(),
             to: after.remove(flag).unwrap_or_default(),
         };
-        flags.map(change).collect()
+        flags.into_iter().filter(is_other).map(change).collect()
+    }
+
+    /// These flags, of the adapters the names of their tiers, and each key as a flag of its own: `l2-adapter fs-0 type`.
+    /// Without a `max_capacity_gb` that bounds nothing.
+    fn by_key(&self, mut flags: Values) -> Values {
+        let Some(Value::Array(given)) = flags.remove(ADAPTER) else {
+            return flags;
+        };
+        let adapters = self.l2.iter().flat_map(|l2| &l2.adapters).enumerate();
+        let mut tiers = Vec::new();
+        for ((number, adapter), given) in adapters.zip(given) {
+            let name = L2Config::tier_name(number, adapter);
+            add_keys(&mut flags, &format!("{ADAPTER} {name} "), given);
+            if adapter.capacity_bytes().is_none() {
+                flags.remove(&format!("{ADAPTER} {name} {CAPACITY}"));
+            }
+            tiers.push(name);
+        }
+        flags.insert(ADAPTER.into(), tiers.into());
+        flags
+    }
+}
+
+/// Adds the keys of an object, those of objects inside with a dot between.
+fn add_keys(flags: &mut Values, prefix: &str, object: Value) {
+    let Value::Object(keys) = object else { return };
+    for (key, value) in keys {
+        match value {
+            Value::Null => {}
+            Value::Object(_) => add_keys(flags, &format!("{prefix}{key}."), value),
+            value => drop(flags.insert(format!("{prefix}{key}"), value)),
+        }
     }
 }
 
@@ -313,9 +374,12 @@ mod tests {
             format!("{flag} is {own} in the running server and {other} in the other one")
         };
         assert_eq!(*chunk_size, told("--chunk-size", "16", "256"));
-        assert!(l2_adapter.starts_with("--l2-adapter is [{"), "{l2_adapter}");
-        assert!(l2_adapter.contains(" and another [{"), "{l2_adapter}");
-        assert!(!l2_adapter.contains("MARK"), "{l2_adapter}");
+        let hidden = r#""***""#;
+        let another = format!("another {hidden}");
+        assert_eq!(
+            *l2_adapter,
+            told("--l2-adapter resp-0 password", hidden, &another)
+        );
         assert_eq!(*port, told("--port", "5555", "7"));
         assert_eq!(own.differences(&own.clone()), Vec::<String>::new());
         let unknown = own.differences(&LastingValues::default());
@@ -425,6 +489,128 @@ mod tests {
         assert_eq!(after.registration_grace, seconds(5000));
     }
 
+    /// A file with this adapter, beside one with a secret.
+    fn with_adapter(file: &std::path::Path, adapter: &str) {
+        let text = format!(
+            r#"
+            l1-size-gb = 1
+            [[l2-adapter]]
+            type = "s3"
+            s3_endpoint = "bucket.example"
+            s3_region = "eu"
+            aws_access_key_id = "MARK"
+            aws_secret_access_key = "MARK"
+            max_capacity_gb = 7
+            [[l2-adapter]]
+            {adapter}
+            "#
+        );
+        std::fs::write(file, text).unwrap();
+    }
+
+    const FS: &str = "type = \"fs\"\nbase_path = \"/tier\"\n";
+
+    #[test]
+    fn limits_of_tiers_change_and_are_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("kvtier.toml");
+        let eviction = "eviction = {eviction_policy = \"LRU\"";
+        with_adapter(&file, &format!("{FS}max_capacity_gb = 1\n{eviction}}}"));
+        let before = config(&file, &[]);
+        let text = format!(
+            "{FS}max_capacity_gb = 2.5\n{eviction}, eviction_ratio = 0.4, trigger_watermark = 0.7}}"
+        );
+        with_adapter(&file, &text);
+        let (after, changes) = before.read_again().unwrap();
+        let change = |key: &str, from: Value, to: f64| Change {
+            flag: format!("l2-adapter fs-1 {key}"),
+            from,
+            to: json!(to),
+        };
+        let expected = [
+            change("eviction.eviction_ratio", Value::Null, 0.4),
+            change("eviction.trigger_watermark", Value::Null, 0.7),
+            change("max_capacity_gb", json!(1), 2.5),
+        ];
+        assert_eq!(changes, expected);
+        let adapter = &after.l2.as_ref().unwrap().adapters[1];
+        assert_eq!(adapter.capacity_bytes(), Some(5 << 29));
+        let eviction = adapter.eviction.unwrap();
+        assert_eq!(
+            (eviction.trigger_watermark, eviction.eviction_ratio),
+            (0.7, 0.4)
+        );
+        assert_eq!(after.read_again().unwrap().1, []);
+        // The server that takes over has what the file has.
+        let values = config(&file, &[]).lasting_values();
+        for running in [before, after] {
+            let differences = running.lasting_values().differences(&values);
+            assert_eq!(differences, Vec::<String>::new());
+        }
+    }
+
+    #[test]
+    fn other_keys_of_tiers_are_refused_by_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("kvtier.toml");
+        let bounded = format!("{FS}max_capacity_gb = 1\n");
+        for (before, after, named) in [
+            (FS, &*bounded, "l2-adapter fs-1 max_capacity_gb"),
+            (&bounded, FS, "l2-adapter fs-1 max_capacity_gb"),
+            (
+                &bounded,
+                &format!("{FS}max_capacity_gb = 0"),
+                "l2-adapter fs-1 max_capacity_gb",
+            ),
+            (
+                &bounded,
+                &format!("{FS}max_capacity_gb = 2\nuse_odirect = true"),
+                "l2-adapter fs-1 use_odirect",
+            ),
+            (
+                &format!("{bounded}eviction = {{eviction_policy = \"LRU\"}}"),
+                &format!("{bounded}eviction = {{eviction_policy = \"ARC\"}}"),
+                "l2-adapter fs-1 eviction.eviction_policy",
+            ),
+            (
+                &bounded,
+                &format!("{bounded}eviction = {{eviction_policy = \"LRU\"}}"),
+                "l2-adapter fs-1 eviction.eviction_policy",
+            ),
+            (
+                &bounded,
+                &format!("{bounded}[[l2-adapter]]\ntype = \"fs\"\nbase_path = \"/other\""),
+                "l2-adapter, l2-adapter fs-2 base_path, l2-adapter fs-2 type",
+            ),
+        ] {
+            with_adapter(&file, before);
+            let running = config(&file, &[]);
+            with_adapter(&file, after);
+            let error = running.read_again().unwrap_err().to_string();
+            let expected = format!("{named} can be changed only by a restart; ");
+            assert!(error.starts_with(&expected), "{error}");
+            assert!(!error.contains("MARK"), "{error}");
+        }
+    }
+
+    #[test]
+    fn order_of_tiers_needs_a_restart() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("kvtier.toml");
+        let tier = |name: &str| {
+            format!("[[l2-adapter]]\ntype = \"fs\"\nname = \"{name}\"\nbase_path = \"/{name}\"\n")
+        };
+        let (one, two) = (tier("one"), tier("two"));
+        std::fs::write(&file, format!("l1-size-gb = 1\n{one}{two}")).unwrap();
+        let before = config(&file, &[]);
+        std::fs::write(&file, format!("l1-size-gb = 1\n{two}{one}")).unwrap();
+        let error = before.read_again().unwrap_err().to_string();
+        assert!(
+            error.starts_with("l2-adapter can be changed only by a restart"),
+            "{error}"
+        );
+    }
+
     #[test]
     fn flags_that_need_a_restart_are_refused_by_name() {
         let folder = tempfile::tempdir().unwrap();
@@ -444,7 +630,9 @@ mod tests {
         std::fs::write(&file, text).unwrap();
         let error = before.read_again().unwrap_err().to_string();
         assert!(
-            error.starts_with("chunk-size, l2-adapter can be changed only by a restart"),
+            error.starts_with(
+                "chunk-size, l2-adapter resp-0 password can be changed only by a restart"
+            ),
             "{error}"
         );
         assert!(!error.contains("MARK"), "{error}");

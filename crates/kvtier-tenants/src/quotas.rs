@@ -174,6 +174,22 @@ fn not_written(error: Error) -> Error {
         .hint("nothing was changed")
 }
 
+/// Whether this number of tenants is allowed, and the shares of all together. What was so before may stay so.
+fn check_together(tenants: usize, will_be: usize, before: &Shares, sums: &[u128]) -> Result<()> {
+    if will_be > tenants && will_be > MAX_TENANTS {
+        return Err(Error::refused(format!(
+            "there would be {will_be} tenants with a quota, and may be {MAX_TENANTS} at most"
+        )));
+    }
+    let sums = before.reserved.iter().zip(sums);
+    for (place, (before, sum)) in before.places.iter().zip(sums) {
+        if sum > before {
+            place.check_reserved(*sum)?;
+        }
+    }
+    Ok(())
+}
+
 /// Entries to set, or with `None` to take away.
 pub type Changes = Vec<(Arc<str>, Option<Entry>)>;
 
@@ -203,9 +219,16 @@ pub struct Quotas {
     /// Guards which table is the current one, no longer than that takes to read or to set.
     table: RwLock<Arc<Table>>,
     waiting: Mutex<Vec<Waiting>>,
-    /// Turn to write the file, with the reserved shares of each tier together. Only changes of quotas wait for it;
-    /// reads and enforcement do not.
-    turn: Mutex<Vec<u128>>,
+    /// Turn to write the file. Only changes of quotas and of capacities wait for it; reads and enforcement do not.
+    turn: Mutex<Shares>,
+}
+
+/// Reserved shares, and what there is to reserve.
+struct Shares {
+    /// Of each tier together.
+    reserved: Vec<u128>,
+    /// The tiers with their capacities now.
+    places: Vec<Place>,
 }
 
 impl Quotas {
@@ -225,7 +248,10 @@ impl Quotas {
         }
         let reserved = places.iter().map(|place| table.reserved(&place.name));
         Self {
-            turn: Mutex::new(reserved.collect()),
+            turn: Mutex::new(Shares {
+                reserved: reserved.collect(),
+                places: places.clone(),
+            }),
             default_limit: RwLock::new(settings.default_limit),
             settings,
             places,
@@ -257,7 +283,20 @@ impl Quotas {
         }
     }
 
-    /// The tiers, L1 first.
+    /// Uses the capacities of these tiers, which are the same ones, from here on.
+    ///
+    /// # Errors
+    /// More is reserved in a tier than its capacity; nothing has changed.
+    pub fn set_capacities(&self, places: Vec<Place>) -> Result<()> {
+        let mut turn = self.turn.lock();
+        for (place, reserved) in places.iter().zip(&turn.reserved) {
+            place.check_reserved(*reserved)?;
+        }
+        turn.places = places;
+        Ok(())
+    }
+
+    /// The tiers as they were at the start, L1 first.
     pub fn places(&self) -> &[Place] {
         &self.places
     }
@@ -348,17 +387,17 @@ impl Quotas {
         self.tiers.iter().map(|tier| &**tier)
     }
 
-    fn write(&self, waiting: Vec<Waiting>, reserved: &mut Vec<u128>) {
+    fn write(&self, waiting: Vec<Waiting>, shares: &mut Shares) {
         let accepted = match &self.file {
             // Large tables are not copied where nothing can fail.
             None => {
                 let mut table = self.table.write();
-                self.admit(waiting, Arc::make_mut(&mut table), reserved).0
+                self.admit(waiting, Arc::make_mut(&mut table), shares).0
             }
             Some(file) => {
                 let mut table = Table::clone(&self.table());
-                let before = reserved.clone();
-                let (accepted, is_other) = self.admit(waiting, &mut table, reserved);
+                let before = shares.reserved.clone();
+                let (accepted, is_other) = self.admit(waiting, &mut table, shares);
                 if is_other && let Err(error) = file.save(&table) {
                     let path = file.path().display().to_string();
                     let error = match error.kind() {
@@ -371,7 +410,7 @@ impl Quotas {
                     for change in accepted {
                         let _ = change.answer.send(Err(error.clone()));
                     }
-                    *reserved = before;
+                    shares.reserved = before;
                     return;
                 }
                 *self.table.write() = Arc::new(table);
@@ -396,12 +435,12 @@ impl Quotas {
         &self,
         waiting: Vec<Waiting>,
         table: &mut Table,
-        reserved: &mut Vec<u128>,
+        shares: &mut Shares,
     ) -> (Vec<Accepted>, bool) {
         let (mut accepted, mut is_other) = (Vec::new(), false);
         for Waiting { changes, answer } in waiting {
             let tenants = table.len();
-            let mut sums = reserved.clone();
+            let mut sums = shares.reserved.clone();
             let (mut before, mut after) = (Vec::new(), Vec::with_capacity(changes.len()));
             for (salt, entry) in changes {
                 if let Some(entry) = &entry {
@@ -419,11 +458,11 @@ impl Quotas {
                 before.push((Arc::clone(&salt), old));
                 after.push((salt, new));
             }
-            match self.check_together(tenants, table.len(), reserved, &sums) {
+            match check_together(tenants, table.len(), shares, &sums) {
                 Ok(()) => {
                     let pairs = || before.iter().zip(&after);
                     is_other |= pairs().any(|((_, old), (_, new))| old != new);
-                    *reserved = sums;
+                    shares.reserved = sums;
                     accepted.push(Accepted {
                         existed: before.iter().filter(|(_, old)| old.is_some()).count(),
                         changes: after,
@@ -440,27 +479,6 @@ impl Quotas {
             }
         }
         (accepted, is_other)
-    }
-
-    /// Whether this number of tenants is allowed, and the shares of all together. What was so before may stay so.
-    fn check_together(
-        &self,
-        tenants: usize,
-        will_be: usize,
-        reserved: &[u128],
-        sums: &[u128],
-    ) -> Result<()> {
-        if will_be > tenants && will_be > MAX_TENANTS {
-            return Err(Error::refused(format!(
-                "there would be {will_be} tenants with a quota, and may be {MAX_TENANTS} at most"
-            )));
-        }
-        for (place, (before, sum)) in self.places.iter().zip(reserved.iter().zip(sums)) {
-            if sum > before {
-                place.check_reserved(*sum)?;
-            }
-        }
-        Ok(())
     }
 
     /// Sets the grant of a tenant in each tier that isolates tenants.

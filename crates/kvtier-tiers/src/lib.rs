@@ -214,8 +214,30 @@ impl L2 {
         Arc::clone(&self.config.read())
     }
 
-    /// Uses these deadlines from here on. Anything else of it must be as before.
+    /// Checks that a reload can have this configuration.
+    ///
+    /// # Errors
+    /// It changes the capacity of a tier whose backend has its own space, which was divided when it was opened.
+    pub fn check_config(&self, config: &L2Config) -> Result<()> {
+        let mut tiers = self.tiers.iter().zip(&config.adapters);
+        let fixed = tiers.find(|(tier, adapter)| {
+            let owns_space = tier.adapter().capabilities().owns_space;
+            owns_space && tier.capacity_bytes() != adapter.capacity_bytes()
+        });
+        fixed.map_or(Ok(()), |(tier, _)| {
+            Err(Error::refused(format!(
+                "l2-adapter {} max_capacity_gb cannot be changed: the space of its backend is fixed",
+                tier.name()
+            ))
+            .hint("no flag was changed"))
+        })
+    }
+
+    /// Uses these deadlines, capacities, watermarks and ratios from here on. Anything else of it must be as before.
     pub fn set_config(&self, config: L2Config) {
+        for (tier, adapter) in self.tiers.iter().zip(&config.adapters) {
+            tier.set_limits(adapter.capacity_bytes(), eviction(adapter));
+        }
         *self.config.write() = Arc::new(config);
     }
 
@@ -311,6 +333,14 @@ fn open(
     config.adapters.iter().map(open).collect()
 }
 
+fn eviction(adapter: &AdapterConfig) -> Option<TierEviction> {
+    adapter.eviction.map(|eviction| TierEviction {
+        policy: eviction.policy,
+        trigger_watermark: eviction.trigger_watermark,
+        eviction_ratio: eviction.eviction_ratio,
+    })
+}
+
 /// Tiers with empty indexes over their adapters.
 fn new_tiers(
     config: &L2Config,
@@ -318,16 +348,11 @@ fn new_tiers(
     adapters: Vec<Arc<dyn Adapter>>,
 ) -> Vec<Arc<Tier>> {
     let tier = |(number, (adapter, opened)): (usize, (&AdapterConfig, Arc<dyn Adapter>))| {
-        let eviction = adapter.eviction.map(|eviction| TierEviction {
-            policy: eviction.policy,
-            trigger_watermark: eviction.trigger_watermark,
-            eviction_ratio: eviction.eviction_ratio,
-        });
         let name = L2Config::tier_name(number, adapter);
         let limits = quotas.config(&name);
         let tier = TierConfig {
             capacity_bytes: adapter.capacity_bytes(),
-            eviction,
+            eviction: eviction(adapter),
             quota_mode: limits.mode,
             quota_default: limits.default_limit,
             reserve_bytes: config.min_free_bytes,

@@ -55,8 +55,8 @@ impl L2 {
     /// Eviction of the tiers that evict.
     pub fn eviction_status(&self) -> Vec<TierEvictionStatus> {
         let tiers = self.tiers.iter().filter_map(|tier| {
-            let (eviction, stats) = (tier.config().eviction?, tier.stats());
-            let capacity = tier.config().capacity_bytes.unwrap_or(0);
+            let (eviction, stats) = (tier.eviction()?, tier.stats());
+            let capacity = tier.capacity_bytes().unwrap_or(0);
             Some(TierEvictionStatus {
                 adapter: tier.name().to_owned(),
                 eviction: EvictionStatus {
@@ -84,7 +84,7 @@ impl L2 {
         TierReadings {
             name: tier.name().to_owned(),
             used_bytes: stats.used_bytes,
-            capacity_bytes: tier.config().capacity_bytes.unwrap_or(0),
+            capacity_bytes: tier.capacity_bytes().unwrap_or(0),
             objects: stats.objects,
             is_healthy: status.is_healthy,
             is_full: tier.is_full(),
@@ -121,7 +121,7 @@ impl L2 {
     fn tier_status(&self, number: usize) -> TierStatus {
         let tier = &self.tiers[number];
         let (stats, counters) = (tier.stats(), tier.counters());
-        let capacity = tier.config().capacity_bytes.unwrap_or(0);
+        let capacity = tier.capacity_bytes().unwrap_or(0);
         let recovery = match tier.recovery() {
             kvtier_l2::tier::Recovery::Running => Recovery::Running,
             kvtier_l2::tier::Recovery::Done(found) => Recovery::Done {

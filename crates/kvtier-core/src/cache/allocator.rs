@@ -18,8 +18,8 @@ pub struct FreeSpace {
 /// Allocator of memory for objects. Called under the cache's lock, so it must be quick and must not call back.
 ///
 /// The implementer guarantees: allocated extents never overlap; the `len` of an extent is exactly the `bytes` requested;
-/// `used` never exceeds `capacity`; a failed `allocate` changes nothing; where objects have addresses, `allocate` fails
-/// only if no free piece is large enough. The caller guarantees: `bytes` is at least 1, and each extent is freed exactly
+/// `used` exceeds `capacity` only where bytes are only counted, after the capacity was lowered; a failed `allocate` changes
+/// nothing; where objects have addresses, `allocate` fails only if no free piece is large enough. The caller guarantees: `bytes` is at least 1, and each extent is freed exactly
 /// once. `owner` is the caller's number for the object.
 pub trait ExtentAllocator: Send {
     /// An extent of `bytes` bytes, or `None` when no free range is large enough.
@@ -77,7 +77,7 @@ pub trait ExtentAllocator: Send {
 
     /// Free space of each part.
     fn free_space(&self) -> Vec<FreeSpace> {
-        let free = self.capacity() - self.used();
+        let free = self.capacity().saturating_sub(self.used());
         vec![FreeSpace {
             capacity_bytes: self.capacity(),
             free_bytes: free,

@@ -476,6 +476,12 @@ impl<A: ExtentAllocator> Cache<A> {
         self.locked(|state| state.namespaces.tenants.configure(change));
     }
 
+    /// Changes settings of the allocator, such as the capacity of a byte sum. Nothing is evicted by this call: after lowering
+    /// a capacity, call [`evict`](Self::evict).
+    pub fn configure_allocator(&self, change: impl FnOnce(&mut A)) {
+        self.locked(|state| change(&mut state.allocator));
+    }
+
     /// How limits are enforced.
     pub fn quotas(&self) -> QuotaConfig {
         self.locked(|state| state.namespaces.tenants.config())

@@ -199,6 +199,48 @@ fn tier(place: &Path, name: &str) -> String {
 }
 
 #[test]
+fn shares_of_a_tier_bound_its_reloaded_capacity() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("kvtier.toml");
+    let written = |gib: &str| {
+        let place = directory.path().join("tier");
+        let text = format!(
+            "l2-adapter = [{{type = \"fs\", base_path = {place:?}, max_capacity_gb = {gib}, \
+             eviction = {{eviction_policy = \"IsolatedLRU\"}}}}]"
+        );
+        std::fs::write(&file, text).unwrap();
+    };
+    written("1");
+    let engine = engine(&["--config", file.to_str().unwrap()]).unwrap();
+    let quotas = engine.quotas();
+    let reserve = |reserved: u64| {
+        let share = TierEntry {
+            limit: None,
+            reserved: Some(reserved),
+        };
+        let entry = Entry {
+            limit: Limit(None),
+            reserved: 0,
+            tiers: [("fs-0".to_owned(), share)].into(),
+        };
+        quotas.change("a", Some(entry))
+    };
+    reserve(600 * MIB).unwrap();
+    written("0.5");
+    let error = engine.reload().unwrap_err().to_string();
+    assert!(
+        error.contains(
+            "fs-0: 600MiB reserved for all tenants together is more than the 512MiB it has"
+        ),
+        "{error}"
+    );
+    written("2");
+    assert_eq!(engine.reload().unwrap().len(), 1);
+    reserve(1500 * MIB).unwrap();
+    assert!(reserve(2500 * MIB).is_err());
+}
+
+#[test]
 fn limits_of_a_tier_do_not_hold_for_another_directory() {
     let directory = tempfile::tempdir().unwrap();
     let [one, two, file] = ["one", "two", "quotas"].map(|name| directory.path().join(name));

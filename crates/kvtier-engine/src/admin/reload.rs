@@ -11,14 +11,19 @@ impl Admin {
     /// Reads the file of `--config` again and applies it; returns what has changed. Reloads run one at a time.
     ///
     /// # Errors
-    /// As [`ServerConfig::read_again`](kvtier_config::ServerConfig::read_again); then nothing has changed.
+    /// As [`ServerConfig::read_again`](kvtier_config::ServerConfig::read_again), or a tier cannot have another capacity; then
+    /// nothing has changed.
     pub(crate) fn reload(&self) -> Result<Vec<Change>> {
         let before = self.context.config();
         let (after, changes) = before.read_again()?;
         if changes.is_empty() {
             return Ok(changes);
         }
-        if let (Some(l2), Some(config)) = (&self.context.l2, &after.l2) {
+        let l2 = self.context.l2.as_ref().zip(after.l2.as_ref());
+        if let Some((l2, config)) = l2 {
+            l2.check_config(config)?;
+            let reserved = self.quotas.set_capacities(after.places());
+            reserved.map_err(|what| what.context("l2-adapter").hint("no flag was changed"))?;
             l2.set_config(config.clone());
         }
         let (watermark, ratio) = (after.eviction_trigger_watermark, after.eviction_ratio);

@@ -20,6 +20,11 @@ impl Budget {
             next: 0,
         }
     }
+
+    /// Sets its bytes. If more are in use, none can be allocated before they are freed.
+    pub fn set_capacity(&mut self, capacity: u64) {
+        self.capacity = capacity;
+    }
 }
 
 impl ExtentAllocator for Budget {

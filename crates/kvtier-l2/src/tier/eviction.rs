@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use kvtier_core::cache::ResidentObject;
+use kvtier_core::cache::{ResidentObject, Usage};
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::object_key::ObjectKey;
 use kvtier_core::quota::{Grant, QuotaMode};
@@ -23,25 +23,37 @@ const MAX_INDEXED: u64 = 1 << 20;
 /// Part of the used bytes that is evicted if a backend has no piece of space that is large enough.
 const PART: u64 = 64;
 
+/// Bytes in use beyond the capacity.
+fn surplus(usage: Usage) -> u64 {
+    usage.used_bytes.saturating_sub(usage.capacity_bytes)
+}
+
 impl Tier {
-    /// Runs one eviction pass: deletes what is pending, then evicts from the watermark down unless the first recovery is
-    /// still running. Ends at the first failed delete.
+    /// Runs one eviction pass: deletes what is pending, then evicts from the watermark down, and what exceeds a capacity that
+    /// was lowered, unless the first recovery is still running. Ends at the first failed delete.
     pub async fn evict(&self) {
         if self.delete_all_pending().await.is_err() {
             return;
         }
         self.trim_index(MAX_INDEXED);
-        let Some(eviction) = self.config.eviction else {
-            return;
-        };
         let usage = self.index.usage();
-        if self.is_first_recovery()
-            || self.config.capacity_bytes.is_none()
-            || (usage.used_bytes as f64) < usage.capacity_bytes as f64 * eviction.trigger_watermark
-        {
+        if self.is_first_recovery() || self.config.capacity_bytes.is_none() {
             return;
         }
-        let mut wanted = (usage.used_bytes as f64 * eviction.eviction_ratio) as u64;
+        let (used, capacity) = (usage.used_bytes as f64, usage.capacity_bytes as f64);
+        let eviction = self.eviction();
+        let eviction = eviction.filter(|it| used >= capacity * it.trigger_watermark);
+        let ahead = eviction.map_or(0, |eviction| (used * eviction.eviction_ratio) as u64);
+        self.evict_bytes(ahead.max(surplus(usage))).await;
+    }
+
+    /// Evicts what exceeds a capacity that was lowered, so that a store does not do it under one hold of the index's lock.
+    pub(super) async fn evict_surplus(&self) {
+        self.evict_bytes(surplus(self.index.usage())).await;
+    }
+
+    /// Evicts `wanted` bytes. Ends at the first failed delete.
+    async fn evict_bytes(&self, mut wanted: u64) {
         while wanted > 0 {
             let evicted = self.index.evict(self.now(), wanted, SLICE);
             if evicted.objects == 0 || self.delete_all_pending().await.is_err() {
@@ -141,8 +153,7 @@ impl Tier {
         let used = self
             .states
             .reserved_bytes(None, used, || self.take_evicted());
-        self.config
-            .capacity_bytes
+        self.capacity_bytes()
             .is_some_and(|capacity| used > capacity)
     }
 

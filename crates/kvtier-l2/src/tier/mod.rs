@@ -208,9 +208,40 @@ impl Tier {
         self.adapter.capabilities().read_only
     }
 
-    /// Its configuration.
+    /// Its configuration at the start; capacity and eviction are those of [`Tier::capacity_bytes`] and [`Tier::eviction`] now.
     pub fn config(&self) -> &TierConfig {
         &self.config
+    }
+
+    /// Bytes that its objects may take; `None` is bounded by the backend only.
+    pub fn capacity_bytes(&self) -> Option<u64> {
+        let bounded = self.config.capacity_bytes;
+        bounded.map(|_| self.index.usage().capacity_bytes)
+    }
+
+    /// Eviction ahead of demand.
+    pub fn eviction(&self) -> Option<TierEviction> {
+        let quotas = self.index.quotas();
+        self.config.eviction.map(|eviction| TierEviction {
+            trigger_watermark: quotas.watermark,
+            eviction_ratio: quotas.ratio,
+            ..eviction
+        })
+    }
+
+    /// Sets its capacity, if it has one, and watermark and ratio, if it evicts ahead of demand. What exceeds a lower capacity
+    /// is evicted by the next pass or store.
+    pub fn set_limits(&self, capacity_bytes: Option<u64>, eviction: Option<TierEviction>) {
+        if let (Some(_), Some(bytes)) = (self.config.capacity_bytes, capacity_bytes) {
+            self.index
+                .configure_allocator(|budget| budget.set_capacity(bytes));
+        }
+        if let (Some(_), Some(eviction)) = (self.config.eviction, eviction) {
+            self.index.configure_quotas(|quotas| {
+                quotas.watermark = eviction.trigger_watermark;
+                quotas.ratio = eviction.eviction_ratio;
+            });
+        }
     }
 
     /// Its counters.
@@ -417,7 +448,7 @@ impl Tier {
         }
         AdapterUsage {
             total_bytes_used: stats.used_bytes,
-            total_capacity_bytes: self.config.capacity_bytes.unwrap_or(0),
+            total_capacity_bytes: self.capacity_bytes().unwrap_or(0),
             objects: stats.objects,
             bytes_by_cache_salt,
         }

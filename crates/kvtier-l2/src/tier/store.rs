@@ -103,7 +103,10 @@ impl Tier {
         }
         let mut results: Vec<Option<Result<Stored, L2Error>>> = vec![None; batch.len()];
         match self.free_space().await {
-            Ok(free) => self.store_into(batch, free, &mut results).await,
+            Ok(free) => {
+                self.evict_surplus().await;
+                self.store_into(batch, free, &mut results).await;
+            }
             Err(error) => results.fill(Some(Err(error))),
         }
         let results: Vec<_> = results
@@ -339,7 +342,7 @@ impl Tier {
                 format!(
                     "{} is at its capacity of {} bytes and nothing can be evicted",
                     self.name(),
-                    self.config.capacity_bytes.unwrap_or_default()
+                    self.capacity_bytes().unwrap_or_default()
                 ),
             )),
         }

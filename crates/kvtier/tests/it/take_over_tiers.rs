@@ -2,6 +2,7 @@
 
 use std::net::TcpListener;
 use std::path::Path;
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -9,7 +10,7 @@ use kvtier_client::EngineDrivenWorker;
 use serde_json::Value;
 
 use crate::prompts::{CHUNKS, read, store};
-use crate::server::{Segments, Server, wait_until};
+use crate::server::{KVTIER, Segments, Server, wait_until};
 use crate::take_over::take_over;
 use crate::take_over_between::{Between, Kill};
 
@@ -126,6 +127,42 @@ fn objects_of_tier_are_hits_after_take_over() {
     }
 }
 
+/// A lower capacity evicts in the running server; the next one has it too.
+#[test]
+fn reloaded_capacity_holds_after_take_over() {
+    let base = tempfile::tempdir().unwrap();
+    let directory = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let (folder, file) = (directory.path().join("tier"), directory.path().join("toml"));
+    let written = |bytes: u64| {
+        let text = format!(
+            "l2-min-free-gb = 0\n[[l2-adapter]]\ntype = \"fs\"\nbase_path = {folder:?}\nmax_capacity_gb = {}\n",
+            bytes as f64 / (1_u64 << 30) as f64
+        );
+        std::fs::write(&file, text).unwrap();
+    };
+    let used = |server: &Server| tier(server)["current_size_bytes"].as_u64().unwrap();
+    written(1 << 30);
+    let flags = ["--config", file.to_str().unwrap()];
+    let mut server = Server::start(base.path(), SMALL_L1, &flags);
+    let mut worker = server.worker(1, "a");
+    fill(&server, &mut worker);
+    let capacity = used(&server) / 2;
+    written(capacity);
+    let reload = ["config", "reload", server.http_url()];
+    let output = Command::new(KVTIER).args(reload).output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    assert_eq!(tier(&server)["max_capacity_bytes"], capacity);
+    wait_until("space below the capacity", || used(&server) <= capacity);
+    take_over(&mut server, base.path(), &flags).unwrap();
+    settle(&server);
+    assert_eq!(tier(&server)["max_capacity_bytes"], capacity);
+    assert!(used(&server) > 0 && used(&server) <= capacity);
+    let last = PROMPTS - 1;
+    assert_eq!(read(&mut worker, "a", last), Ok(CHUNKS));
+    server.stop();
+}
+
 /// The new server reads the directory instead.
 #[test]
 fn server_killed_before_it_sends_its_index_costs_no_hit() {
@@ -211,7 +248,7 @@ fn refusals_leave_server_with_tier_alone() {
     // Tiers that differ: both are named.
     let other = adapter.replace("tier", "elsewhere");
     let log = take_over(&mut server, base.path(), &self::flags(&other)).unwrap_err();
-    for told in ["--l2-adapter is", "tier", "elsewhere"] {
+    for told in ["--l2-adapter fs-0 base_path is", "tier", "elsewhere"] {
         assert!(log.contains(told), "{told}: {log}");
     }
     assert!(!directory.path().join("elsewhere").exists());

@@ -33,7 +33,7 @@ impl Place<'_> {
         match self {
             Self::L1(_, policy) => policy.kind().name(),
             Self::Tier(tier) => {
-                let eviction = tier.config().eviction.unwrap_or_default();
+                let eviction = tier.eviction().unwrap_or_default();
                 eviction.policy.name()
             }
         }

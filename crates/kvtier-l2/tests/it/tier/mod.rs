@@ -289,6 +289,74 @@ async fn eviction_pass_evicts_from_watermark_by_bytes() {
 }
 
 #[tokio::test]
+async fn lowered_capacity_evicts_in_pass_and_in_store() {
+    for stores in [false, true] {
+        let (memory, bytes) = (test_adapter(), Bytes::new());
+        let tier = tier(&memory, Some(10));
+        store(&tier, &bytes, 0..10).await;
+        tier.set_limits(Some(4 * SIZE), None);
+        assert_eq!(tier.usage().total_capacity_bytes, 4 * SIZE);
+        assert_eq!(memory.bytes(), 10 * SIZE, "nothing is evicted at once");
+        if stores {
+            let written = Ok(Stored::Written(SIZE));
+            assert_eq!(store(&tier, &bytes, 10..12).await, [written, written]);
+        } else {
+            tier.evict().await;
+        }
+        let left = if stores { 8..12 } else { 6..10 };
+        assert!(
+            left.into_iter()
+                .all(|number| memory.contains(&key(number, "")))
+        );
+        assert_eq!(memory.bytes(), 4 * SIZE);
+        assert_accounting(&tier, &memory);
+    }
+}
+
+#[tokio::test]
+async fn raised_capacity_takes_stores_at_once() {
+    let (memory, bytes) = (test_adapter(), Bytes::new());
+    let tier = tier(&memory, Some(2));
+    store(&tier, &bytes, 0..2).await;
+    tier.set_limits(Some(4 * SIZE), None);
+    assert!(store(&tier, &bytes, 2..4).await.iter().all(Result::is_ok));
+    assert_eq!(memory.bytes(), 4 * SIZE);
+    assert!(memory.delete_keys().is_empty());
+    assert_accounting(&tier, &memory);
+}
+
+#[tokio::test]
+async fn changed_watermark_holds_from_next_pass() {
+    let (memory, bytes) = (test_adapter(), Bytes::new());
+    let eviction = TierEviction {
+        trigger_watermark: 1.0,
+        ..TierEviction::default()
+    };
+    let tier = tier_with(&memory, Some(10), Some(eviction), 0);
+    store(&tier, &bytes, 0..8).await;
+    let changed = TierEviction {
+        trigger_watermark: 0.7,
+        eviction_ratio: 0.5,
+        ..eviction
+    };
+    tier.set_limits(Some(10 * SIZE), Some(changed));
+    assert_eq!(tier.eviction(), Some(changed));
+    tier.evict().await;
+    assert_eq!(memory.bytes(), 4 * SIZE);
+    // Leased objects stay, and count.
+    let held = tier.lookup((4..8).map(|number| spec(&key(number, ""), LEN)).collect());
+    let held = held.await.unwrap();
+    tier.set_limits(Some(SIZE), Some(changed));
+    tier.evict().await;
+    assert_eq!(store(&tier, &bytes, [9]).await, [Err(ErrorKind::Full)]);
+    assert_eq!(tier.stats().used_bytes, 4 * SIZE);
+    drop(held);
+    assert!(store(&tier, &bytes, [9]).await[0].is_ok());
+    assert_eq!(memory.bytes(), SIZE);
+    assert_accounting(&tier, &memory);
+}
+
+#[tokio::test]
 async fn full_disk_suspends_only_stores_until_space() {
     let (memory, bytes) = (test_adapter(), Bytes::new());
     let tier = tier_with(&memory, None, None, 1000);

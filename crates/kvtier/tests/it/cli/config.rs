@@ -129,6 +129,66 @@ fn reload_applies_what_may_change_and_refuses_the_rest() {
 }
 
 #[test]
+fn reload_changes_limits_of_tiers() {
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("kvtier.toml");
+    let (fs, device) = (directory.path().join("fs"), directory.path().join("device"));
+    let written = |limits: &str, device_gb: f64| {
+        let text = format!(
+            "[[l2-adapter]]\ntype = \"fs\"\nbase_path = {fs:?}\n{limits}\n\
+             [[l2-adapter]]\ntype = \"raw_block\"\ndevice_path = {device:?}\nmax_capacity_gb = {device_gb}\n"
+        );
+        std::fs::write(&file, text).unwrap();
+    };
+    let eviction = "eviction = {eviction_policy = \"LRU\", trigger_watermark";
+    written(&format!("max_capacity_gb = 1\n{eviction} = 0.5}}"), 0.01);
+    let server = Server::start_with(&["--shm-name", "", "--config", file.to_str().unwrap()]);
+    let reload = || kvtier(&["config", "reload", &server.http]);
+    let limits = || {
+        let output = kvtier(&["status", "--json", &server.http]);
+        let status: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+        let manager = &status["storage_manager"];
+        let evicts = &manager["l2_eviction_controller"]["adapters"][0];
+        let capacity = &manager["l2_adapters"][0]["max_capacity_bytes"];
+        assert_eq!(*capacity, evicts["total_capacity_bytes"]);
+        let metrics = ureq::get(format!("{}/metrics", server.http)).call();
+        let metrics = metrics.unwrap().body_mut().read_to_string().unwrap();
+        let line = format!("kvtier_l2_capacity_bytes{{l2_name=\"fs-0\"}} {capacity}");
+        assert!(metrics.contains(&line), "{line}");
+        (
+            capacity.as_u64().unwrap(),
+            evicts["trigger_watermark"].as_f64().unwrap(),
+        )
+    };
+    assert_eq!(limits(), (1 << 30, 0.5));
+    let changed = format!("max_capacity_gb = 2\n{eviction} = 0.75}}");
+    written(&changed, 0.01);
+    let output = reload();
+    assert!(output.status.success(), "{output:?}");
+    let expected = [
+        "l2-adapter fs-0 eviction.trigger_watermark: 0.5 -> 0.75",
+        "l2-adapter fs-0 max_capacity_gb: 1 -> 2",
+    ];
+    assert_eq!(lines(&output.stdout), expected);
+    assert_eq!(limits(), (2 << 30, 0.75));
+    assert_eq!(lines(&reload().stdout), ["nothing has changed"]);
+    // The space of a device is divided at the start. Nothing else changes either.
+    written(&changed.replace("= 2", "= 3"), 0.02);
+    let line = complaint(&reload(), 1);
+    assert!(
+        line.contains("l2-adapter raw_block-1 max_capacity_gb cannot be changed"),
+        "{line}"
+    );
+    written(&format!("{eviction} = 0.75}}"), 0.01);
+    let line = complaint(&reload(), 1);
+    assert!(
+        line.contains("l2-adapter fs-0 max_capacity_gb can be changed only by a restart"),
+        "{line}"
+    );
+    assert_eq!(limits(), (2 << 30, 0.75));
+}
+
+#[test]
 fn bad_file_and_absent_server_are_errors() {
     let directory = tempfile::tempdir().unwrap();
     let file = directory.path().join("kvtier.toml");
