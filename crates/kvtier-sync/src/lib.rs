@@ -52,7 +52,7 @@ pub const ORDER: &[(&str, &str)] = &[
     ("crates/kvtier-metrics/src/tenants.rs", ""),
     ("crates/kvtier-http/src/waiting.rs", "u64"),
     ("crates/kvtier-client/src/client/health.rs", "WatchState"),
-    ("crates/kvtier-tenants/src/quotas.rs", "Vec<u128>"),
+    ("crates/kvtier-tenants/src/quotas.rs", "Shares"),
     ("crates/kvtier-device/src/cuda/gpu_slot.rs", "()"),
     ("crates/kvtier-device/src/cuda/device.rs", "()"),
     ("crates/kvtier-device/src/cuda/device.rs", "PinnedArena>>"),

@@ -143,7 +143,7 @@ fn reloaded_capacity_holds_after_take_over() {
     };
     let used = |server: &Server| tier(server)["current_size_bytes"].as_u64().unwrap();
     written(1 << 30);
-    let flags = ["--config", file.to_str().unwrap()];
+    let flags = ["--config", file.to_str().unwrap(), "--l1-size-gb", SMALL_L1];
     let mut server = Server::start(base.path(), SMALL_L1, &flags);
     let mut worker = server.worker(1, "a");
     fill(&server, &mut worker);
