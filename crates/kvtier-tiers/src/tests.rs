@@ -70,7 +70,7 @@ impl Drop for Bed {
 const WAIT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Waits for something that comes soon or not at all.
-fn wait_until(what: &str, is_there: impl Fn() -> bool) {
+fn wait_until(what: &str, mut is_there: impl FnMut() -> bool) {
     let until = Instant::now() + WAIT_TIMEOUT;
     while !is_there() {
         assert!(Instant::now() < until, "{what} did not come");

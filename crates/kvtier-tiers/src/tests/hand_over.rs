@@ -53,8 +53,14 @@ fn take(before: &Bed, next: &Bed) {
 
 /// Keeps work in this tier from beginning.
 fn hold(bed: &Bed, tier: usize) -> OwnedRwLockWriteGuard<()> {
-    let lock = Arc::clone(bed.l2.tiers()[tier].work());
-    lock.try_write_owned().expect("nothing runs")
+    let lock = bed.l2.tiers()[tier].work();
+    let mut held = None;
+    // A store ends shortly after its bytes are no longer queued.
+    wait_until("a tier in which nothing runs", || {
+        held = Arc::clone(lock).try_write_owned().ok();
+        held.is_some()
+    });
+    held.expect("it was waited for")
 }
 
 #[test]
