@@ -148,7 +148,7 @@ async fn connect(
     stream: TcpStream,
     access: Arc<Access>,
     served: Served,
-    stopping: watch::Receiver<bool>,
+    mut stopping: watch::Receiver<bool>,
 ) {
     // Answers are short and complete; an option that is refused costs some milliseconds.
     let _ = stream.set_nodelay(true);
@@ -156,11 +156,29 @@ async fn connect(
     let Some(settings) = access.tls() else {
         return talk(Box::new(stream), served, stopping).await;
     };
-    match timeout(HANDSHAKE, TlsAcceptor::from(settings).accept(stream)).await {
+    let handshake = timeout(HANDSHAKE, TlsAcceptor::from(settings).accept(stream));
+    let shaken = tokio::select! {
+        biased;
+        shaken = handshake => shaken,
+        () = last_head(&mut stopping) => return,
+    };
+    match shaken {
         Ok(Ok(stream)) => talk(Box::new(stream), served, stopping).await,
         Ok(Err(error)) => tracing::debug!(%peer, %error, "no TLS with this client"),
         Err(_) => tracing::debug!(%peer, "the TLS handshake took too long"),
     }
+}
+
+/// Until the server stops.
+async fn stop(stopping: &mut watch::Receiver<bool>) {
+    // Also ends when the sender was dropped.
+    let _ = stopping.wait_for(|stopping| *stopping).await;
+}
+
+/// Until the time of a connection without a request is over, after a stop.
+async fn last_head(stopping: &mut watch::Receiver<bool>) {
+    stop(stopping).await;
+    sleep(LAST_HEAD).await;
 }
 
 /// A connection, with or without TLS: hyper is compiled for one type.
@@ -196,14 +214,10 @@ async fn talk(stream: Box<dyn Stream>, served: Served, mut stopping: watch::Rece
         .max_buf_size(HEAD_BYTES)
         .serve_connection(TokioIo::new(Patient::new(stream)), service);
     let mut connection = pin!(connection);
-    let stop = async {
-        // Also ends when the sender was dropped.
-        let _ = stopping.wait_for(|stopping| *stopping).await;
-    };
     let ended = tokio::select! {
         biased;
         ended = connection.as_mut() => ended,
-        () = stop => {
+        () = stop(&mut stopping) => {
             // hyper closes a connection that has read nothing yet.
             let asked = async {
                 if !has_asked.load(Ordering::Relaxed) {

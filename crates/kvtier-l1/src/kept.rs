@@ -338,8 +338,15 @@ pub fn kept_path(config: &ServerConfig) -> Result<PathBuf, String> {
         record: None,
     };
     let place = kept_place(config, &instance.private_name())?;
-    if config.shm_name.is_none() {
-        check_private(config, &place).map_err(|error| error.to_string())?;
+    match &place {
+        _ if config.shm_name.is_some() => config.shm_shortage().map_or(Ok(()), Err)?,
+        ArenaKind::Shm { name } => {
+            check_private(config, &place).map_err(|error| error.to_string())?;
+            if let Some(shm) = PoolRoom::of(name).filter(|shm| shm.free < config.l1_bytes) {
+                return Err(format!("/dev/shm has {:.2} GiB free", in_gib(shm.free)));
+            }
+        }
+        _ => {}
     }
     place.path().ok_or_else(|| "it has no file".to_owned())
 }
@@ -539,8 +546,14 @@ fn find(config: &ServerConfig, place: &ArenaKind, instance: Instance<'_>) -> Res
     }
     ledger.forget_unrecorded_grants();
     // Only now, when no record names bytes that were not there.
-    let grown = arena.grow();
-    grown.map_err(|error| failed(config, error))?;
+    match arena.grow() {
+        Ok(()) => {}
+        // While clients keep its pages, there is even less for another one.
+        Err(error) if arena.segment_bytes() >= arena.len() && !arena.is_alone() => {
+            tracing::warn!(%error, "L1 may lose pages: clients keep those that it has, and there is no space for the others");
+        }
+        Err(error) => return Err(failed(config, error)),
+    }
     Ok((arena, Kept(Ledgers::Old(ledger, snapshot))))
 }
 

@@ -10,7 +10,7 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Receiver, Sender};
 use kvtier_error::{Error, Result};
@@ -328,9 +328,11 @@ impl Server {
         // Errors when no HTTP task listens any more.
         let _ = self.stop_http.send(true);
         if let Some((runtime, answered)) = self.http.take() {
-            // Disconnected: the end of a runtime drops its tasks, whatever they are at.
-            let _ = answered.recv_timeout(HTTP_GRACE);
-            runtime.shutdown_timeout(HTTP_GRACE);
+            // The stop has its own limit.
+            let until = Instant::now() + HTTP_GRACE.min(self.engine.config().stop_timeout / 4);
+            // Disconnected when all are. The end of a runtime drops its tasks, whatever they are at.
+            let _ = answered.recv_deadline(until);
+            runtime.shutdown_timeout(until.saturating_duration_since(Instant::now()));
         }
     }
 }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
-use kvtier_core::cache::{ResidentObject, Usage};
+use kvtier_core::cache::ResidentObject;
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::object_key::ObjectKey;
 use kvtier_core::quota::{Grant, QuotaMode};
@@ -23,11 +23,6 @@ const MAX_INDEXED: u64 = 1 << 20;
 /// Part of the used bytes that is evicted if a backend has no piece of space that is large enough.
 const PART: u64 = 64;
 
-/// Bytes in use beyond the capacity.
-fn surplus(usage: Usage) -> u64 {
-    usage.used_bytes.saturating_sub(usage.capacity_bytes)
-}
-
 impl Tier {
     /// Runs one eviction pass: deletes what is pending, then evicts from the watermark down, and what exceeds a capacity that
     /// was lowered, unless the first recovery is still running. Ends at the first failed delete.
@@ -43,24 +38,30 @@ impl Tier {
         let (used, capacity) = (usage.used_bytes as f64, usage.capacity_bytes as f64);
         let eviction = self.eviction();
         let eviction = eviction.filter(|it| used >= capacity * it.trigger_watermark);
-        let ahead = eviction.map_or(0, |eviction| (used * eviction.eviction_ratio) as u64);
-        self.evict_bytes(ahead.max(surplus(usage))).await;
-    }
-
-    /// Evicts what exceeds a capacity that was lowered, so that a store does not do it under one hold of the index's lock.
-    pub(super) async fn evict_surplus(&self) {
-        self.evict_bytes(surplus(self.index.usage())).await;
-    }
-
-    /// Evicts `wanted` bytes. Ends at the first failed delete.
-    async fn evict_bytes(&self, mut wanted: u64) {
-        while wanted > 0 {
-            let evicted = self.index.evict(self.now(), wanted, SLICE);
-            if evicted.objects == 0 || self.delete_all_pending().await.is_err() {
-                return;
-            }
-            wanted = wanted.saturating_sub(evicted.bytes);
+        let mut ahead = eviction.map_or(0, |eviction| (used * eviction.eviction_ratio) as u64);
+        while let Some(bytes) = self.evict_slice(ahead).await {
+            ahead = ahead.saturating_sub(bytes);
         }
+        while self.evict_surplus().await {}
+    }
+
+    /// Evicts a slice of what exceeds a capacity that was lowered; returns whether it did. What does is read for each slice, since
+    /// several stores and a pass evict it together.
+    pub(super) async fn evict_surplus(&self) -> bool {
+        let usage = self.index.usage();
+        let surplus = usage.used_bytes.saturating_sub(usage.capacity_bytes);
+        self.evict_slice(surplus).await.is_some()
+    }
+
+    /// Evicts of `wanted` bytes as much as one delete may have, and returns the bytes; `None` if there was nothing to evict, or
+    /// the delete failed.
+    async fn evict_slice(&self, wanted: u64) -> Option<u64> {
+        if wanted == 0 {
+            return None;
+        }
+        let evicted = self.index.evict(self.now(), wanted, SLICE);
+        let is_deleted = evicted.objects > 0 && self.delete_all_pending().await.is_ok();
+        is_deleted.then_some(evicted.bytes)
     }
 
     /// Removes the least recently used objects beyond `most` from the index of a backend that has no capacity here and that

@@ -313,6 +313,30 @@ async fn lowered_capacity_evicts_in_pass_and_in_store() {
     }
 }
 
+/// Each of them begins while others have evicted a part.
+#[tokio::test]
+async fn several_stores_evict_a_surplus_once() {
+    let (memory, bytes) = (test_adapter(), Bytes::new());
+    let tier = tier(&memory, Some(8000));
+    for tenant in 0..32 {
+        let key = |number| key(number, &tenant.to_string());
+        let items = (0..250).map(|number| bytes.to_store(&key(number), LEN));
+        let stored = tier.store(items.collect()).await;
+        assert!(stored.iter().all(Result::is_ok));
+    }
+    tier.set_limits(Some(2000 * SIZE), None);
+    memory.always(Operation::Delete, Some(Step::Wait));
+    let mut first = std::pin::pin!(store(&tier, &bytes, [1]));
+    let mut second = std::pin::pin!(store(&tier, &bytes, [2]));
+    deletes::begin(first.as_mut()).await;
+    deletes::begin(second.as_mut()).await;
+    memory.gate.add_permits(100);
+    tokio::join!(first, second);
+    tier.evict().await;
+    assert_eq!(memory.bytes(), 2000 * SIZE);
+    assert_accounting(&tier, &memory);
+}
+
 #[tokio::test]
 async fn raised_capacity_takes_stores_at_once() {
     let (memory, bytes) = (test_adapter(), Bytes::new());
