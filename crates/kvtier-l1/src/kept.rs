@@ -133,39 +133,44 @@ impl Instance<'_> {
         format!("kvtier_private_{number:016x}")
     }
 
-    /// Where earlier servers of the instance may have left L1: what was recorded, and what this configuration names.
-    fn earlier(&self, config: &ServerConfig) -> Vec<PathBuf> {
-        let huge = hugetlbfs_mounts().unwrap_or_default();
-        let recorded = self
+    /// Where earlier servers of the instance have left L1, as they wrote down. Of other files nothing is believed.
+    fn recorded(&self) -> Vec<PathBuf> {
+        let text = self
             .record
             .and_then(|record| std::fs::read_to_string(record).ok());
-        let recorded = recorded.unwrap_or_default();
-        let recorded = recorded.lines().map(PathBuf::from).filter(|path| {
-            let is_segment = path
-                .file_name()
-                .is_some_and(|name| name.to_string_lossy().starts_with(SHM_PREFIX));
-            let is_in = |folder: &Path| path.parent() == Some(folder);
-            is_segment && (is_in(Path::new(SHM)) || huge.iter().any(|folder| is_in(folder)))
-        });
-        let private = pool_name(&self.private_name());
-        let names = config.shm_name.iter().map(|name| pool_name(name));
-        let named = names.map(|name| Path::new(SHM).join(name));
-        let private = std::iter::once(Path::new(SHM))
-            .chain(huge.iter().map(PathBuf::as_path))
-            .map(|folder| folder.join(&private));
-        let mut paths: Vec<_> = recorded.collect();
-        paths.extend(named.chain(private).flat_map(with_ledger));
+        let text = text.unwrap_or_default();
+        let folders = hugetlbfs_mounts().unwrap_or_default();
+        let is_segment = |path: &PathBuf| {
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            let folder = path.parent().unwrap_or(path);
+            name.starts_with(SHM_PREFIX)
+                && (folder == Path::new(SHM) || folders.iter().any(|other| other == folder))
+        };
+        text.lines().map(PathBuf::from).filter(is_segment).collect()
+    }
+
+    /// Where they may have left it: that, and what this configuration names.
+    fn earlier(&self, config: &ServerConfig) -> Vec<PathBuf> {
+        let folders = hugetlbfs_mounts().unwrap_or_default();
+        let private = folders.into_iter().chain([SHM.into()]);
+        let private = private.map(|folder| folder.join(pool_name(&self.private_name())));
+        let pool = config
+            .shm_name
+            .iter()
+            .map(|name| Path::new(SHM).join(pool_name(name)));
+        let mut paths = self.recorded();
+        paths.extend(pool.chain(private).flat_map(with_ledger));
         paths
     }
 
-    /// Writes down where L1 is, so that a server with other flags removes it.
+    /// Writes down where L1 is, beside what could not be removed, so that a server with other flags removes it.
     fn record(&self, paths: &[PathBuf]) {
         let Some(record) = self.record else { return };
-        let text: String = paths
-            .iter()
-            .map(|path| format!("{}\n", path.display()))
-            .collect();
-        if std::fs::read_to_string(record).is_ok_and(|known| known == text) {
+        let earlier = self.recorded().into_iter();
+        let left = earlier.filter(|path| path.exists() && !paths.contains(path));
+        let all = paths.iter().cloned().chain(left);
+        let text: String = all.map(|path| format!("{}\n", path.display())).collect();
+        if std::fs::read_to_string(record).unwrap_or_default() == text {
             return;
         }
         let next = record.with_extension("next");
@@ -272,6 +277,7 @@ fn reopen_arena(
         Ok(place) => place,
         Err(reason) => {
             remove_earlier(instance.earlier(config));
+            instance.record(&[]);
             return unkept(config, None, reason);
         }
     };
@@ -746,20 +752,28 @@ mod tests {
 
     #[test]
     fn memory_that_has_lost_pages_is_left_to_no_server() {
-        let (arena, kept) = open_as("lost", &[], "one", None).unwrap();
-        let path = arena.path().unwrap();
-        let config = config("lost", &[]);
-        let quotas = Opened::open(&config, None, &Salts::of(None)).unwrap();
-        let l1 = L1::create(&config, &quotas, arena, kept, &[]).unwrap();
-        assert!(l1.check_complete().is_ok());
-        let file = std::fs::File::options().write(true).open(&path).unwrap();
-        file.set_len(0).unwrap();
-        l1.arena
-            .read(Extent::new(0, 8), 0, &mut [0; 8])
-            .unwrap_err();
-        assert!(l1.check_complete().is_err());
-        l1.close();
-        assert!(!path.exists());
+        // The second one is killed.
+        for is_stopped in [true, false] {
+            let (arena, kept) = open_as("lost", &[], "one", None).unwrap();
+            let path = arena.path().unwrap();
+            let config = config("lost", &[]);
+            let quotas = Opened::open(&config, None, &Salts::of(None)).unwrap();
+            let l1 = L1::create(&config, &quotas, arena, kept, &[]).unwrap();
+            assert!(l1.check_complete().is_ok());
+            l1.expire(Duration::ZERO);
+            assert!(path.exists());
+            let file = std::fs::File::options().write(true).open(&path).unwrap();
+            file.set_len(0).unwrap();
+            l1.arena
+                .read(Extent::new(0, 8), 0, &mut [0; 8])
+                .unwrap_err();
+            assert!(l1.check_complete().is_err());
+            match is_stopped {
+                true => l1.close(),
+                false => l1.expire(Duration::ZERO),
+            }
+            assert!(!path.exists());
+        }
         drop(open_as("lost", &["--l1-restore", "off"], "one", None).unwrap());
     }
 

@@ -156,8 +156,12 @@ impl L1 {
         }
     }
 
-    /// Frees memory that clients of the server before may have copied until now, when no client can any more.
+    /// Frees memory that clients of the server before may have copied until now, when no client can any more; and removes the name
+    /// of memory that has lost pages, so that no later server finds it however this one ends.
     pub fn expire(&self, now: Duration) {
+        if self.arena.poisoned().is_some() && !self.is_closed.load(Ordering::Acquire) {
+            self.arena.remove();
+        }
         self.heritage.expire(now, &self.arena);
     }
 

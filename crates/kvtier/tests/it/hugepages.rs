@@ -53,7 +53,12 @@ fn check(mount: &HugeMount, base: &Path, size: &str) -> (bool, String) {
             "--http-port",
             "0",
         ])
-        .args(["--instance-id", INSTANCE_NAME, "--cuda-driver", "off"])
+        .args([
+            "--instance-id",
+            INSTANCE_NAME.as_str(),
+            "--cuda-driver",
+            "off",
+        ])
         .args([
             "--l1-use-hugepages",
             "--l1-restore",

@@ -6,7 +6,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStderr, Command, Stdio};
 use std::sync::atomic::{AtomicI64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{LazyLock, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -17,8 +17,9 @@ use kvtier_client::{
 
 use crate::prompts::{scope, store};
 
-/// Its `--instance-id`, which is also its folder in the state directory.
-pub(crate) const INSTANCE_NAME: &str = "kills";
+/// Its `--instance-id`, which is also its folder in the state directory, and names memory that clients do not map: of this test alone.
+pub(crate) static INSTANCE_NAME: LazyLock<String> =
+    LazyLock::new(|| format!("kills-{}", std::process::id()));
 
 pub(crate) const KVTIER: &str = env!("CARGO_BIN_EXE_kvtier");
 
@@ -66,7 +67,12 @@ impl Server {
             .arg("server")
             .args(["--port", "0", "--http-port", "0", "--l1-size-gb", l1])
             .args(["--chunk-size", "16", "--no-l1-prefault"])
-            .args(["--instance-id", INSTANCE_NAME, "--l1-restore", "on"])
+            .args([
+                "--instance-id",
+                INSTANCE_NAME.as_str(),
+                "--l1-restore",
+                "on",
+            ])
             .args(["--eviction-trigger-watermark", "1"])
             .args(["--cuda-driver", "off"])
             .arg("--state-dir")
@@ -243,7 +249,7 @@ impl Segments {
 
     /// Removes the registrations that servers of a state directory have left.
     fn remove_registrations(base: &Path) {
-        let id = std::fs::read_to_string(base.join(INSTANCE_NAME).join("id"));
+        let id = std::fs::read_to_string(base.join(INSTANCE_NAME.as_str()).join("id"));
         let all = std::fs::read_dir("/dev/shm").into_iter().flatten();
         for entry in all.flatten().map(|entry| entry.path()) {
             let name = entry.to_string_lossy();

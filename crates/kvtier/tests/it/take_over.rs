@@ -15,7 +15,7 @@ use kvtier_core::random::SplitMix64;
 use crate::prompts::{
     CHUNKS, bytes, prompt, read, retrieve_pages, scope, store, store_pages, whole,
 };
-use crate::server::{KVTIER, Segments, Server, wait_until};
+use crate::server::{INSTANCE_NAME, KVTIER, Segments, Server, wait_until};
 
 pub(crate) const L1: &str = "0.03125";
 
@@ -451,8 +451,11 @@ fn port_of_another_instance_is_named() {
     let port = server.endpoint.rsplit(':').next().unwrap();
     let flags = ["--port", port, "--take-over"];
     let log = Server::try_start(other.path(), L1, &flags).err().unwrap();
-    let told = "no server of --instance-id kills is there in this --state-dir (--take-over)";
-    assert!(log.contains(told), "{log}");
+    let told = format!(
+        "no server of --instance-id {} is there in this --state-dir (--take-over)",
+        *INSTANCE_NAME
+    );
+    assert!(log.contains(&told), "{log}");
     server.stop();
 }
 

@@ -97,7 +97,7 @@ impl Between {
 
     /// The same, by a command that takes the new server's arguments.
     pub(crate) fn start_by(command: Command, base: &Path, more: &[&str]) -> (Self, Server) {
-        let path = base.join(INSTANCE_NAME).join("take-over");
+        let path = base.join(INSTANCE_NAME.as_str()).join("take-over");
         let hidden = path.with_file_name("hidden");
         std::fs::rename(&path, &hidden).unwrap();
         let listener = UnixListener::bind(&path).unwrap();

@@ -19,7 +19,8 @@ fn second_new_server_learns_of_the_first() {
     let mut server = Server::start(base.path(), L1, &[]);
     let (between, mut new) = Between::start(base.path());
     let hello = between.greet(|_| {});
-    let second = UnixStream::connect(base.path().join(INSTANCE_NAME).join("take-over")).unwrap();
+    let second =
+        UnixStream::connect(base.path().join(INSTANCE_NAME.as_str()).join("take-over")).unwrap();
     (&second).write_all(&hello).unwrap();
     between.write_state(between.read_state());
     between.pass_commit();
