@@ -99,7 +99,7 @@ class User:
         print(f"$ {command.rstrip()} &", flush=True)
         log, began = self.logs / f"{name}.log", time.monotonic()
         with log.open("w") as file:
-            process = subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=self.home, env=self.environment, stdout=file, stderr=file)
+            process = subprocess.Popen(["bash", "-c", f"exec env {command}"], cwd=self.home, env=self.environment, stdout=file, stderr=file)
         self.running.append(process)
         while ready not in log.read_text():
             assert process.poll() is None, f"{name} ended: {log.read_text()[-2000:]}"
