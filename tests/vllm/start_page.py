@@ -133,9 +133,13 @@ def follow(user, report, model):
     seconds = user.start("vllm", attach.replace("MODEL", str(model)), "Application startup complete", 600)
     report.check("4 vLLM", True, f"is ready after {seconds:.0f} s")
     out = user.run(ask.replace("MODEL", str(model)), 300)
-    answers = [json.loads(text)["choices"][0]["text"] for text in re.findall(r'\{"id".*?\}\}?(?=\{"id"|vllm:|\n)', out)]
+    answers, rest = [], out
+    while rest.startswith("{"):
+        answer, end = json.JSONDecoder().raw_decode(rest)
+        answers += [choice["text"] for choice in answer.get("choices", [])]
+        rest = rest[end:].lstrip()
     report.check("5 answers", len(answers) == 2 and answers[0] == answers[1], f"{len(answers)} answers: {answers}")
-    counter = re.search(r"^vllm:kvtier_retrieved_tokens_total.* ([0-9.e+]+)$", out, re.MULTILINE)
+    counter = re.match(r"vllm:kvtier_retrieved_tokens_total.* ([0-9.e+]+)$", rest, re.MULTILINE)
     report.check("5 a hit", counter and float(counter[1]) > 0, f"{counter and counter[1]} tokens came from kvtier")
     status = user.run("kvtier status", 60)
     report.check("5 status", re.search(r"workers? +1\b|1 worker", status), "shows the worker")
