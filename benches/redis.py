@@ -10,8 +10,8 @@ lmcache          the native client of LMCache's resp, if this is run by a Python
 kvtier           `kvtier bench l2`, with all its limits: as configured by default (companion_sums: each loaded byte is compared
                  with a checksum beside the object), and "bare", without any checksum, as the others are
 
-Values of 2 MiB and of 512 KiB, in GB/s; a lookup of 512 keys, in ms: EXISTS of LMCache, a pipeline of STRLEN (bare), STRLEN and
-GET of the companion (kvtier). Medians, and the ratio of kvtier to the others of the same round. Needs redis-server and
+Values of 2 MiB and of 512 KiB, in GB/s; a lookup of 512 keys of 88 bytes, in ms: EXISTS of LMCache, a pipeline of STRLEN
+(bare, and kvtier without checksums), or STRLEN and GET of the companion (kvtier, and "bare, companions"). Medians, and the ratio of kvtier to the others of the same round. Needs redis-server and
 `cargo build --profile dist -p kvtier`, or KVTIER_BIN. Servers listen on loopback and end with this program.
 """
 
@@ -34,6 +34,10 @@ BYTES = 512 << 20
 # Memory that the values of a client share, as in `kvtier bench l2`.
 PLACES = 256 << 20
 LOOKUP = 512
+# Lookups of a round, of which the median counts: one takes milliseconds.
+LOOKUPS = 7
+# Bytes of the checksum beside an object.
+COMPANION = 64
 
 
 def command(*parts):
@@ -104,15 +108,33 @@ def bare(size, connections, places=None):
     return {"store": timed("store"), "load": timed("load")}
 
 
-def bare_lookup():
-    """A pipeline of STRLEN; ms."""
+def fill_lookup():
+    """Objects that have as many bytes in their keys as kvtier's, and their companions."""
+    client = Bare(4096)
+    for number in range(LOOKUP):
+        client.store(lookup_key(number).encode(), number)
+        client.socket.sendall(command("SET", lookup_key(number) + ":c", "c" * COMPANION))
+        client.buffer = memoryview(bytearray(5))
+        client.read(5)
+
+
+def lookup_key(number):
+    """88 bytes, as `kvtier bench l2` has them."""
+    return f"bench@0@{number:080}"
+
+
+def bare_lookup(companions):
+    """A pipeline of STRLEN, or of STRLEN and GET of the companion; ms."""
     with socket.create_connection(("127.0.0.1", PORT)) as connection:
-        asked = b"".join(command("STRLEN", f"bare-{number}") for number in range(LOOKUP))
+        keys = [lookup_key(number) for number in range(LOOKUP)]
+        asked = b"".join(command("STRLEN", key) + (command("GET", key + ":c") if companions else b"") for key in keys)
+        left = LOOKUP * (len(b":4096\r\n") + (len(b"$64\r\n\r\n") + COMPANION if companions else 0))
         began = time.monotonic()
         connection.sendall(asked)
-        answer = b""
-        while answer.count(b"\r\n") < LOOKUP:
-            answer += connection.recv(65536)
+        while left:
+            got = len(connection.recv(65536))
+            assert got, "closed"
+            left -= got
         return (time.monotonic() - began) * 1e3
 
 
@@ -157,7 +179,7 @@ def lmcache(client, size):
 def lmcache_lookup(client):
     """EXISTS of each key; ms."""
     began = time.monotonic()
-    client.submit_batch_exists([f"bare-{number}" for number in range(LOOKUP)])
+    client.submit_batch_exists([lookup_key(number) for number in range(LOOKUP)])
     wait(client)
     return (time.monotonic() - began) * 1e3
 
@@ -184,6 +206,17 @@ def kvtier(size, connections, sums, keys=None):
     return {**rates, "lookup_ms": rows["lookup"]["us_per_object"] * count / 1e3}
 
 
+def lookups(client, connections):
+    """Medians of each client's, in ms."""
+    fill_lookup()
+    clients = {"bare": lambda: bare_lookup(False), "bare, companions": lambda: bare_lookup(True)}
+    if client:
+        clients["lmcache"] = lambda: lmcache_lookup(client)
+    clients["kvtier"] = lambda: kvtier(4096, connections, True, LOOKUP)["lookup_ms"]
+    clients["kvtier bare"] = lambda: kvtier(4096, connections, False, LOOKUP)["lookup_ms"]
+    return {name: statistics.median(look() for _ in range(LOOKUPS)) for name, look in clients.items()}
+
+
 def main():
     """Rounds in which each client has its turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -195,7 +228,7 @@ def main():
     client = lmcache_client(args.connections)
     rounds = []
     for number in range(args.rounds):
-        found = {"lookup_ms": {}}
+        found = {}
         for size in SIZES:
             flush()
             found[size] = {"bare": bare(size, args.connections)}
@@ -211,13 +244,7 @@ def main():
             flush()
             found[size]["kvtier bare"] = kvtier(size, args.connections, False)
         flush()
-        bare(SIZES[-1], args.connections)
-        found["lookup_ms"]["bare"] = bare_lookup()
-        if client:
-            found["lookup_ms"]["lmcache"] = lmcache_lookup(client)
-        flush()
-        found["lookup_ms"]["kvtier"] = kvtier(4096, args.connections, True, LOOKUP)["lookup_ms"]
-        found["lookup_ms"]["kvtier bare"] = kvtier(4096, args.connections, False, LOOKUP)["lookup_ms"]
+        found["lookup_ms"] = lookups(client, args.connections)
         rounds.append(found)
         print(f"round {number + 1} of {args.rounds}", flush=True)
     tell(rounds)
@@ -248,7 +275,10 @@ def tell(rounds):
                 print(f"  {name:17} {rate:5.2f}   kvtier / this {whole:5.2f}   kvtier bare / this {bare:5.2f}")
     print(f"lookup of {LOOKUP} keys, ms")
     for name in rounds[0]["lookup_ms"]:
-        print(f"  {name:17} {statistics.median(found['lookup_ms'][name] for found in rounds):6.2f}")
+        took = [found["lookup_ms"] for found in rounds]
+        whole, bare = (statistics.median(of[ours] / of[name] for of in took) for ours in ("kvtier", "kvtier bare"))
+        middle = statistics.median(of[name] for of in took)
+        print(f"  {name:17} {middle:6.2f}   kvtier / this {whole:5.2f}   kvtier bare / this {bare:5.2f}")
 
 
 if __name__ == "__main__":

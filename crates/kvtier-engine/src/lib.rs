@@ -203,7 +203,6 @@ impl Engine {
             .as_ref()
             .map_err(String::as_str)
             .map(|state| Instance {
-                name: &config.state.instance,
                 folder: state.id(),
                 tenants: salts.number(),
                 record: record.as_deref(),

@@ -63,7 +63,7 @@ impl Opened {
         let base = base.map_err(|reason| Error::refused(reason.clone()))?;
         let folder = kvtier_state::existing_id(base, &config.state.instance);
         let folder = folder.ok_or_else(|| Error::refused("its state directory cannot be used"))?;
-        let arena = find_running_arena(config, &folder)?;
+        let arena = find_running_arena(config)?;
         let devices = Arc::new(Devices::find(config, &arena)?.beside());
         let tiers = config.l2.as_ref().map(OpenedTiers::beside).transpose()?;
         prepare(&devices, gpu_workers(config, &folder)?, stop)?;

@@ -5,8 +5,7 @@ use std::sync::Arc;
 
 use kvtier_config::ServerConfig;
 use kvtier_error::Result;
-use kvtier_l1::{Instance, divide, kept_path, preflight_arena};
-use kvtier_state::existing_id;
+use kvtier_l1::{divide, kept_path, preflight_arena};
 
 use super::devices::Devices;
 
@@ -18,7 +17,7 @@ pub struct Preflight {
     /// A warning that the start would log.
     pub warning: Option<String>,
     /// Where L1 is kept for the next server, or why it is not.
-    pub kept: std::result::Result<PathBuf, String>,
+    pub kept: Result<PathBuf>,
 }
 
 /// Reserves what [`super::Engine::new`] would, and releases it.
@@ -26,16 +25,7 @@ pub struct Preflight {
 /// # Errors
 /// The line with which the start would end.
 pub fn preflight(config: &ServerConfig) -> Result<Preflight> {
-    let state = &config.state;
-    let base = state.base.as_ref().ok();
-    let folder = base.and_then(|base| existing_id(base, &state.instance));
-    let instance = folder.as_ref().map(|folder| Instance {
-        name: &state.instance,
-        folder,
-        tenants: 0,
-        record: None,
-    });
-    let arena = Arc::new(preflight_arena(config, instance)?);
+    let arena = Arc::new(preflight_arena(config)?);
     let devices = Devices::find(config, &arena)?;
     divide(&arena, config, &devices.numa_nodes())?;
     Ok(Preflight {

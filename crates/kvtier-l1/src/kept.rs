@@ -8,12 +8,11 @@
 //! | anything else | takes new segments: clients that still map the old ones keep those |
 //! | `/dev/shm` without the space, hugepages without a hugetlbfs, `--l1-restore off` | L1 ends with the process |
 //! | segments of a server that runs | `--l1-restore auto`: L1 ends with the process; `on`: the start ends |
-//! | what a server of the instance left under other names, as its folder says | removes it |
+//! | what a server of the instance left elsewhere ([`super::place`]) | removes it |
 
 use std::fmt;
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::ops::Range;
-use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -23,24 +22,14 @@ use kvtier_core::ledger::{Identity, Ledger, Owner, Snapshot, Words, max_words};
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_extent::Extent;
 use kvtier_memory::checksum::checksum128;
-use kvtier_memory::{
-    Arena, ArenaError, ArenaKind, Ownership, PoolRoom, SHM, SHM_PREFIX, SegmentLock, SharedWords,
-    hugetlbfs_mounts, pool_name, remove_kept,
-};
+use kvtier_memory::{Arena, ArenaError, ArenaKind, Ownership, SegmentLock, SharedWords};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::allocator::L1Allocator;
 use super::memory::create_arena;
-
-/// Why L1 ends with the process, for people.
-const OFF: &str = "--l1-restore off";
-
-/// Ends the name of a ledger, behind the arena's and a dot.
-const LEDGER: &str = "ledger";
-
-/// Most of `/dev/shm`, in percent, that memory which no client maps takes by default: others use it too. A quarter of the machine's
-/// memory, the default of L1, is half of it where it has its usual size.
-const LARGEST_PRIVATE: u64 = 60;
+use super::place::{
+    Instance, check_private, kept_place, ledger_name, pool_path, remove_earlier, with_ledger,
+};
 
 /// How long a start waits for the segments of a process that has been killed: the system releases them behind the state directory.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -76,19 +65,6 @@ impl Words for SegmentWords {
     }
 }
 
-/// The server whose L1 it is.
-#[derive(Clone, Copy, Debug)]
-pub struct Instance<'a> {
-    /// Its name in the state directory, which it has alone.
-    pub name: &'a str,
-    /// Identity of its folder there: another state directory may have the name too, and the same `/dev/shm`.
-    pub folder: &'a str,
-    /// Number that stands for the names of tenants.
-    pub tenants: u64,
-    /// The file there that says where L1 is.
-    pub record: Option<&'a Path>,
-}
-
 /// How an arena comes from the server before.
 #[derive(Debug)]
 pub enum Succession {
@@ -117,72 +93,6 @@ enum Ledgers {
 pub struct Pending {
     pub(super) ledger: DetachedLedger,
     pub(super) locks: Vec<SegmentLock>,
-}
-
-impl Instance<'_> {
-    /// A number that no other name or folder has.
-    fn number(&self) -> u64 {
-        checksum128(format!("{}\0{}", self.name, self.folder).as_bytes()) as u64
-    }
-
-    /// Name of memory that clients do not map: it has one all the same, for the next server. Not of the folder, which may be
-    /// a new one at each start of a container: then none would find what is left in the `/dev/shm` of the machine.
-    pub(super) fn private_name(&self) -> String {
-        let user = rustix::process::geteuid().as_raw();
-        let number = checksum128(format!("{}\0{user}", self.name).as_bytes()) as u64;
-        format!("kvtier_private_{number:016x}")
-    }
-
-    /// Where earlier servers of the instance have left L1, as they wrote down. Of other files nothing is believed.
-    fn recorded(&self) -> Vec<PathBuf> {
-        let text = self
-            .record
-            .and_then(|record| std::fs::read_to_string(record).ok());
-        let text = text.unwrap_or_default();
-        let folders = hugetlbfs_mounts().unwrap_or_default();
-        let is_segment = |path: &PathBuf| {
-            let name = path.file_name().unwrap_or_default().to_string_lossy();
-            let folder = path.parent().unwrap_or(path);
-            name.starts_with(SHM_PREFIX)
-                && (folder == Path::new(SHM) || folders.iter().any(|other| other == folder))
-        };
-        text.lines().map(PathBuf::from).filter(is_segment).collect()
-    }
-
-    /// Where they may have left it: that, and what this configuration names.
-    fn earlier(&self, config: &ServerConfig) -> Vec<PathBuf> {
-        let folders = hugetlbfs_mounts().unwrap_or_default();
-        let private = folders.into_iter().chain([SHM.into()]);
-        let private = private.map(|folder| folder.join(pool_name(&self.private_name())));
-        let pool = config
-            .shm_name
-            .iter()
-            .map(|name| Path::new(SHM).join(pool_name(name)));
-        let mut paths = self.recorded();
-        paths.extend(pool.chain(private).flat_map(with_ledger));
-        paths
-    }
-
-    /// Writes down where L1 is, beside what could not be removed, so that a server with other flags removes it.
-    fn record(&self, paths: &[PathBuf]) {
-        let Some(record) = self.record else { return };
-        let earlier = self.recorded().into_iter();
-        let left = earlier.filter(|path| path.exists() && !paths.contains(path));
-        let all = paths.iter().cloned().chain(left);
-        let text: String = all.map(|path| format!("{}\n", path.display())).collect();
-        if std::fs::read_to_string(record).unwrap_or_default() == text {
-            return;
-        }
-        let next = record.with_extension("next");
-        let written = std::fs::write(&next, text).and_then(|()| std::fs::rename(&next, record));
-        if let Err(error) = written {
-            tracing::warn!(
-                file = %record.display(),
-                %error,
-                "where L1 is cannot be written down: a later server with other flags will not free its memory"
-            );
-        }
-    }
 }
 
 impl fmt::Debug for Kept {
@@ -228,22 +138,13 @@ pub fn open_arena(
     }
 }
 
-/// Maps the arena of the server that runs as this instance, in the state folder of this identity. Touches no page of it, and changes
-/// nothing.
+/// Maps the arena of the server that runs as this instance. Touches no page of it, and changes nothing.
 ///
 /// # Errors
 /// Why there is none.
-pub fn find_running_arena(config: &ServerConfig, folder: &str) -> Result<Arc<Arena>> {
-    let instance = Instance {
-        name: &config.state.instance,
-        folder,
-        tenants: 0,
-        record: None,
-    };
+pub fn find_running_arena(config: &ServerConfig) -> Result<Arc<Arena>> {
     let find = || {
-        let place = kept_place(config, &instance.private_name());
-        let place = place.map_err(|reason| absent(&reason))?;
-        let (arena, bytes) = find_arena(config, &place, Ownership::Pending)?;
+        let (arena, bytes) = find_arena(config, &kept_place(config)?, Ownership::Pending)?;
         match bytes < arena.len() {
             true => Err(absent("its arena was cut off")),
             false => Ok(Arc::new(arena)),
@@ -261,32 +162,21 @@ fn reopen_arena(
         Ok(instance) => instance,
         Err(reason) => {
             // Its name is taken from an earlier server all the same.
-            let pool = config
-                .shm_name
-                .iter()
-                .map(|name| Path::new(SHM).join(pool_name(name)));
-            remove_earlier(pool.flat_map(with_ledger));
+            remove_earlier(pool_path(config).into_iter().flat_map(with_ledger));
             return unkept(config, None, reason);
         }
     };
-    let place = match config.l1_restore {
-        L1Restore::Off => Err(OFF.to_owned()),
-        L1Restore::Auto | L1Restore::On => kept_place(config, &instance.private_name()),
-    };
-    let place = match place {
+    let place = match kept_place(config) {
         Ok(place) => place,
         Err(reason) => {
-            remove_earlier(instance.earlier(config));
-            instance.record(&[]);
+            instance.move_to(config, &[]);
             return unkept(config, None, reason);
         }
     };
     let reason = match find_released(config, &place, instance) {
         Ok((arena, kept)) => {
             let own: Vec<_> = arena.path().into_iter().flat_map(with_ledger).collect();
-            let others = instance.earlier(config).into_iter();
-            remove_earlier(others.filter(|path| !own.contains(path)));
-            instance.record(&own);
+            instance.move_to(config, &own);
             return Ok((arena, kept));
         }
         // Of a server in another network namespace, or of another state directory.
@@ -305,7 +195,7 @@ fn reopen_arena(
         }
         Err(error) => error.to_string(),
     };
-    remove_earlier(instance.earlier(config));
+    instance.remove_others(config, &[]);
     let arena = match &config.shm_name {
         Some(_) => create_arena(config)?,
         None => match create_private(config, place) {
@@ -326,49 +216,6 @@ fn reopen_arena(
         }
         Err(error) => unkept(config, Some(arena), format!("{reason}; {error}")),
     }
-}
-
-/// Where a server with this configuration keeps L1 for the next one.
-///
-/// # Errors
-/// Why it does not, as far as the configuration and the machine show.
-pub fn kept_path(config: &ServerConfig) -> Result<PathBuf, String> {
-    config.state.base.as_ref().map_err(Clone::clone)?;
-    if config.l1_restore == L1Restore::Off {
-        return Err(OFF.to_owned());
-    }
-    let instance = Instance {
-        name: &config.state.instance,
-        folder: "",
-        tenants: 0,
-        record: None,
-    };
-    let place = kept_place(config, &instance.private_name())?;
-    match &place {
-        _ if config.shm_name.is_some() => config.shm_shortage().map_or(Ok(()), Err)?,
-        ArenaKind::Shm { name } => {
-            check_private(config, &place).map_err(|error| error.to_string())?;
-            if let Some(shm) = PoolRoom::of(name).filter(|shm| shm.free < config.l1_bytes) {
-                return Err(format!("/dev/shm has {:.2} GiB free", in_gib(shm.free)));
-            }
-        }
-        _ => {}
-    }
-    place.path().ok_or_else(|| "it has no file".to_owned())
-}
-
-/// Whether new memory that clients do not map may be at this place.
-fn check_private(config: &ServerConfig, place: &ArenaKind) -> Result<()> {
-    if let (L1Restore::Auto, ArenaKind::Shm { name }) = (config.l1_restore, place)
-        && let Some(shm) = PoolRoom::of(name)
-        && config.l1_bytes > shm.size / 100 * LARGEST_PRIVATE
-    {
-        return Err(absent(&format!(
-            "{:.2} GiB are more than {LARGEST_PRIVATE} % of /dev/shm; --l1-restore on uses it all the same",
-            in_gib(config.l1_bytes)
-        )));
-    }
-    Ok(())
 }
 
 /// New memory that clients do not map.
@@ -399,19 +246,6 @@ fn unkept(
     Ok((arena, Kept(Ledgers::None(reason))))
 }
 
-/// Removes what an earlier server of the instance has left at these paths, if it has ended and the files are this user's.
-fn remove_earlier(paths: impl IntoIterator<Item = PathBuf>) {
-    let is_removed = |path: &PathBuf| match (path.parent(), path.file_name()) {
-        (Some(folder), Some(name)) => remove_kept(folder, &name.to_string_lossy()),
-        _ => false,
-    };
-    let mut removed: Vec<_> = paths.into_iter().filter(is_removed).collect();
-    removed.retain(|path| path.extension().is_none_or(|end| end != LEDGER));
-    if !removed.is_empty() {
-        tracing::info!(?removed, "removed L1 that an earlier server has left");
-    }
-}
-
 /// What [`find`] returns, once a process that ends has released it.
 fn find_released(
     config: &ServerConfig,
@@ -435,24 +269,6 @@ fn with_privacy(config: &ServerConfig, arena: Arena) -> Arena {
         Some(_) => arena,
         None => arena.into_private(),
     }
-}
-
-/// Where an arena is that the next server is to find; the name is for one that clients do not map.
-///
-/// # Errors
-/// There is no such place.
-pub(super) fn kept_place(config: &ServerConfig, private: &str) -> Result<ArenaKind, String> {
-    let name = private.to_owned();
-    Ok(match (&config.shm_name, config.l1_hugepages) {
-        (Some(name), _) => ArenaKind::Shm { name: name.clone() },
-        (None, false) => ArenaKind::Shm { name },
-        (None, true) => ArenaKind::HugeFile {
-            folder: hugetlbfs_mounts()
-                .map_err(|error| error.to_string())?
-                .swap_remove(0),
-            name,
-        },
-    })
 }
 
 fn absent(why: &str) -> Error {
@@ -493,7 +309,7 @@ fn find_ledger(
     ownership: Ownership,
 ) -> Result<(Ledger<SegmentWords>, Snapshot, Option<SegmentLock>)> {
     let len = max_words(arena.len() / config.l1_align_bytes);
-    let name = ledger_name(arena);
+    let name = ledger_name(arena.segment_name().unwrap_or_default());
     let words = SharedWords::find(&name, len, ownership);
     let words = words.map_err(|error| failed(config, error))?;
     let words = words.ok_or_else(|| absent("the earlier one has no ledger"))?;
@@ -563,22 +379,6 @@ fn find(config: &ServerConfig, place: &ArenaKind, instance: Instance<'_>) -> Res
     Ok((arena, Kept(Ledgers::Old(ledger, snapshot))))
 }
 
-fn ledger_name(arena: &Arena) -> String {
-    format!("{}.{LEDGER}", arena.segment_name().unwrap_or_default())
-}
-
-/// The file of the ledger of an arena.
-pub(super) fn ledger_path(arena: &Arena) -> PathBuf {
-    Path::new(SHM).join(ledger_name(arena))
-}
-
-/// The file of an arena and that of its ledger.
-fn with_ledger(path: PathBuf) -> [PathBuf; 2] {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let ledger = Path::new(SHM).join(format!("{name}.{LEDGER}"));
-    [path, ledger]
-}
-
 /// What a ledger has to be about.
 fn identity(
     config: &ServerConfig,
@@ -594,7 +394,7 @@ fn identity(
         chunk_size: config.chunk_size.into(),
         hash_algorithm: checksum128(config.hashing().as_bytes()) as u64,
         tenants: instance.tenants,
-        instance: instance.number(),
+        instance: instance.number(config),
         origin,
     })
 }
@@ -607,7 +407,7 @@ fn create_ledger(
 ) -> Result<Ledger<SegmentWords>> {
     let identity = identity(config, arena, instance, boot_time())?;
     let unavailable = |error: &dyn std::error::Error| Error::new(ErrorKind::Unavailable, error);
-    let name = ledger_name(arena);
+    let name = ledger_name(arena.segment_name().unwrap_or_default());
     let len = max_words(arena.len() / config.l1_align_bytes);
     let words = SharedWords::create(&name, len).map_err(|error| unavailable(&error))?;
     // Seeded by the system, so that no two ledgers have the same.
@@ -676,6 +476,9 @@ pub(super) struct Begun {
 
 #[cfg(test)]
 mod tests {
+    use std::path::{Path, PathBuf};
+
+    use kvtier_memory::{SHM, SHM_PREFIX};
     use kvtier_tenants::{Opened, Salts};
 
     use super::*;
@@ -703,7 +506,6 @@ mod tests {
     ) -> Result<(Arc<Arena>, Kept)> {
         let config = config(test, flags);
         let instance = Instance {
-            name: &config.state.instance,
             folder,
             tenants: 0,
             record,

@@ -8,11 +8,13 @@ mod clock;
 mod heritage;
 mod kept;
 mod memory;
+mod place;
 mod tenants;
 
 pub use allocator::L1Allocator;
 pub use clock::Clock;
 pub use heritage::Heritage;
-pub use kept::{Instance, Kept, Succession, boot_time, find_running_arena, kept_path, open_arena};
+pub use kept::{Kept, Succession, boot_time, find_running_arena, open_arena};
 pub use memory::{L1, divide, preflight_arena};
+pub use place::{Instance, kept_path};
 pub use tenants::L1Tenants;

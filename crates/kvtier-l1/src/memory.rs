@@ -16,7 +16,8 @@ use kvtier_sync::Mutex;
 
 use super::allocator::{L1Allocator, parts};
 use super::heritage::Heritage;
-use super::kept::{Begun, Instance, Kept, Pending, kept_place, ledger_path};
+use super::kept::{Begun, Kept, Pending};
+use super::place::{named_place, with_ledger};
 use kvtier_config::{NumaNodes, ServerConfig, in_gib};
 use kvtier_tenants::Opened;
 
@@ -159,8 +160,8 @@ impl L1 {
     /// Frees memory that clients of the server before may have copied until now, when no client can any more; and removes the name
     /// of memory that has lost pages, so that no later server finds it however this one ends.
     pub fn expire(&self, now: Duration) {
-        if self.arena.poisoned().is_some() && !self.is_closed.load(Ordering::Acquire) {
-            self.arena.remove();
+        if !self.is_closed.load(Ordering::Acquire) {
+            self.remove_lost();
         }
         self.heritage.expire(now, &self.arena);
     }
@@ -173,18 +174,26 @@ impl L1 {
         if self.is_closed.swap(true, Ordering::AcqRel) {
             return;
         }
-        if self.arena.poisoned().is_some() {
-            // A later server would lose them again.
-            self.arena.remove();
-        } else if let (true, Ok(memory)) = (is_kept, self.kept_in()) {
+        let is_lost = self.remove_lost();
+        if let (true, false, Ok(memory)) = (is_kept, is_lost, self.kept_in()) {
+            let [memory, ledger] = with_ledger(memory);
             tracing::info!(
                 memory = %memory.display(),
-                ledger = %ledger_path(&self.arena).display(),
+                ledger = %ledger.display(),
                 "L1 is left to the next server"
             );
         }
         self.arena.unlink();
         self.arena.release();
+    }
+
+    /// Removes the name of memory that has lost pages: a later server would lose them again. Returns whether it has.
+    fn remove_lost(&self) -> bool {
+        let is_lost = self.arena.poisoned().is_some();
+        if is_lost {
+            self.arena.remove();
+        }
+        is_lost
     }
 
     /// The file that L1 is, which the next server goes on with.
@@ -314,9 +323,9 @@ fn place(arena: &Arena, config: &ServerConfig, gpus: &[u32]) -> Result<Vec<(u32,
 ///
 /// # Errors
 /// As [`create_arena`].
-pub fn preflight_arena(config: &ServerConfig, instance: Option<Instance<'_>>) -> Result<Arena> {
+pub fn preflight_arena(config: &ServerConfig) -> Result<Arena> {
     if config.l1_hugepages {
-        return preflight_hugepages(config, instance);
+        return preflight_hugepages(config);
     }
     let l1_bytes = match (&config.shm_name, config.shm_shortage()) {
         (Some(_), None) => PREFLIGHT_BYTES,
@@ -332,8 +341,9 @@ pub fn preflight_arena(config: &ServerConfig, instance: Option<Instance<'_>>) ->
     })
 }
 
-fn preflight_hugepages(config: &ServerConfig, instance: Option<Instance<'_>>) -> Result<Arena> {
-    let kept = instance.and_then(|instance| kept_place(config, &instance.private_name()).ok());
+fn preflight_hugepages(config: &ServerConfig) -> Result<Arena> {
+    let is_instance = config.state.base.is_ok();
+    let kept = named_place(config).ok().filter(|_| is_instance);
     let kept = kept.map_or(0, |place| place.kept_bytes());
     let missing = config.l1_bytes.saturating_sub(kept);
     let arena = match missing {

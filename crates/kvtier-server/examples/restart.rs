@@ -77,7 +77,6 @@ impl Setup<'_> {
         let base = config.state.base.as_ref().expect("a state directory");
         let state = StateDir::open(base, &config.state.instance).unwrap();
         let instance = Instance {
-            name: &config.state.instance,
             folder: state.id(),
             tenants: 0,
             record: None,
