@@ -34,7 +34,7 @@ BYTES = 512 << 20
 # Memory that the values of a client share, as in `kvtier bench l2`.
 PLACES = 256 << 20
 LOOKUP = 512
-# Lookups of a round, of which the median counts: one takes milliseconds.
+# Lookups of a round, whose median counts: one takes milliseconds.
 LOOKUPS = 7
 # Bytes of the checksum beside an object.
 COMPANION = 64

@@ -278,7 +278,7 @@ impl ServerConfig {
         let (own, newer_values) = (values(self), values(newer));
         let (mut before, mut after) = (shown(self), shown(newer));
         let flags: BTreeSet<_> = own.keys().chain(newer_values.keys()).collect();
-        let is_other = |flag: &&String| own.get(*flag) != newer_values.get(*flag);
+        let is_other = |flag: &&String| !is_same(own.get(*flag), newer_values.get(*flag));
         let change = |flag: &String| Change {
             flag: flag.clone(),
             from: before.remove(flag).unwrap_or_default(),
@@ -306,6 +306,12 @@ impl ServerConfig {
         flags.insert(ADAPTER.into(), tiers.into());
         flags
     }
+}
+
+/// 1 is 1.0.
+fn is_same(value: Option<&Value>, other: Option<&Value>) -> bool {
+    let number = |value: Option<&Value>| value.and_then(Value::as_f64);
+    value == other || number(value).is_some_and(|value| number(other) == Some(value))
 }
 
 /// Adds the keys of an object, those of objects inside with a dot between.
@@ -517,6 +523,8 @@ mod tests {
         let eviction = "eviction = {eviction_policy = \"LRU\"";
         with_adapter(&file, &format!("{FS}max_capacity_gb = 1\n{eviction}}}"));
         let before = config(&file, &[]);
+        with_adapter(&file, &format!("{FS}max_capacity_gb = 1.0\n{eviction}}}"));
+        assert_eq!(before.read_again().unwrap().1, []);
         let text = format!(
             "{FS}max_capacity_gb = 2.5\n{eviction}, eviction_ratio = 0.4, trigger_watermark = 0.7}}"
         );

@@ -184,13 +184,11 @@ fn reopen_arena(
             return unkept(config, None, error);
         }
         Err(error) if matches!(error.kind(), ErrorKind::InUse | ErrorKind::Invalid) => {
-            let flag = config
-                .shm_name
-                .as_ref()
-                .map(|name| format!("--shm-name {name}"));
-            return Err(match flag {
-                Some(flag) => error.context(flag),
-                None => error,
+            let instance = &config.state.instance;
+            return Err(match (&config.shm_name, error.kind()) {
+                (Some(name), _) => error.context(format!("--shm-name {name}")),
+                (None, ErrorKind::InUse) => error.context(format!("--instance-id {instance}")),
+                (None, _) => error,
             });
         }
         Err(error) => error.to_string(),

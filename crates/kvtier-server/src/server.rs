@@ -208,11 +208,6 @@ impl Server {
         let reloader = Arc::new(Reloader::new(&engine, &access));
         let by_http = Arc::clone(&reloader);
         let _ = api.reload.set(Arc::new(move || by_http.reload()));
-        health.set_ready();
-        if taken_over.is_some() {
-            // Only now: to the other server's clients this one is not a server that starts.
-            http.serve(&api, &stop_http);
-        }
         let giver = Giver::start(GivingParts {
             engine: Arc::clone(&engine),
             health: Arc::clone(&health),
@@ -221,9 +216,15 @@ impl Server {
             changes: api.changes.clone(),
             runtime: http.runtime.handle().clone(),
             socket: Arc::clone(front.socket()),
-            http: http.sockets,
+            http: std::mem::take(&mut http.sockets),
             pause: Box::new(front.pauses()),
         });
+        // Only now: a server that waits for this may take over at once.
+        health.set_ready();
+        if taken_over.is_some() {
+            // Nor before: to the other server's clients this one is not a server that starts.
+            http.serve(&api, &stop_http);
+        }
         Ok(Self {
             engine,
             front,
