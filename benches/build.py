@@ -21,6 +21,7 @@ from io import BytesIO
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
+TARGET = Path(os.environ.get("CARGO_TARGET_DIR") or REPOSITORY / "target")
 # Of tests alone.
 TEST_FOLDERS = {"tests", "testing", "examples", "fuzz", "kvtier-cuda-fake"}
 EDITED = "crates/kvtier-server/src/server.rs"
@@ -37,7 +38,7 @@ def lines_of(text):
             while left:
                 ended = left.pop(0)
                 is_end = ended.strip() and len(ended) - len(ended.lstrip()) == indent
-                if is_end and (ended.strip()[0] == "}" or ended.rstrip().endswith((";", "},"))):
+                if is_end and (ended.strip()[0] == "}" or ended.rstrip().endswith((";", ",", "{}"))):
                     break
         elif code and not code.startswith("//"):
             number += 1
@@ -49,7 +50,7 @@ def count(copy):
     found = {}
     for path in sorted(copy.rglob("*.rs")):
         parts = path.relative_to(copy).parts
-        is_test = TEST_FOLDERS & set(parts[:-1]) or re.fullmatch(r".*tests?\.rs|testing\.rs", parts[-1])
+        is_test = TEST_FOLDERS & set(parts[:-1]) or re.fullmatch(r"(.*_)?tests\.rs|testing\.rs", parts[-1])
         if "target" not in parts and not is_test:
             crate = "/".join(parts[:2])
             found[crate] = found.get(crate, 0) + lines_of(path.read_text())
@@ -58,10 +59,12 @@ def count(copy):
 
 def build(copy, *more):
     """Seconds of a build."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("CARGO_")}
+    # Nothing of this shell's settings but where crates are kept: neither a cache of a compiler's output nor flags.
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("CARGO_", "RUSTC_", "RUSTFLAGS"))}
     environment |= {key: os.environ[key] for key in ("CARGO_HOME",) if key in os.environ}
     began = time.monotonic()
-    subprocess.run(["cargo", "build", "--release", "--quiet", *more], cwd=copy, env=environment, check=True)
+    command = ["cargo", "build", "--release", "--quiet", "--locked", "--offline", *more]
+    subprocess.run(command, cwd=copy, env=environment, check=True)
     return time.monotonic() - began
 
 
@@ -78,7 +81,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=REPOSITORY / "target") as folder:
+    TARGET.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=TARGET) as folder:
         copy = Path(folder)
         committed = subprocess.run(["git", "archive", "HEAD"], cwd=REPOSITORY, capture_output=True, check=True).stdout
         tarfile.open(fileobj=BytesIO(committed)).extractall(copy, filter="data")

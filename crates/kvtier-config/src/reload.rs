@@ -51,6 +51,9 @@ const FREE_IN_TAKE_OVER: &[&str] = &[
     "transfer-workers",
 ];
 
+/// Floats below this are exact integers if they have no fraction.
+const EXACT: f64 = (1_u64 << 53) as f64;
+
 /// Values by flag, without the dashes in front.
 type Values = BTreeMap<String, Value>;
 
@@ -81,8 +84,8 @@ impl Given {
         Self {
             arguments,
             has_file,
-            values: flags_by_name(values),
-            defaults: flags_by_name(defaults),
+            values: with_whole_numbers(flags_by_name(values)),
+            defaults: with_whole_numbers(flags_by_name(defaults)),
         }
     }
 }
@@ -278,7 +281,7 @@ impl ServerConfig {
         let (own, newer_values) = (values(self), values(newer));
         let (mut before, mut after) = (shown(self), shown(newer));
         let flags: BTreeSet<_> = own.keys().chain(newer_values.keys()).collect();
-        let is_other = |flag: &&String| !is_same(own.get(*flag), newer_values.get(*flag));
+        let is_other = |flag: &&String| own.get(*flag) != newer_values.get(*flag);
         let change = |flag: &String| Change {
             flag: flag.clone(),
             from: before.remove(flag).unwrap_or_default(),
@@ -308,10 +311,28 @@ impl ServerConfig {
     }
 }
 
-/// 1 is 1.0.
-fn is_same(value: Option<&Value>, other: Option<&Value>) -> bool {
-    let number = |value: Option<&Value>| value.and_then(Value::as_f64);
-    value == other || number(value).is_some_and(|value| number(other) == Some(value))
+/// Values as they are compared: 1.0 is 1.
+fn with_whole_numbers(values: Values) -> Values {
+    let pairs = values.into_iter();
+    pairs.map(|(name, value)| (name, whole(value))).collect()
+}
+
+fn whole(value: Value) -> Value {
+    match value {
+        Value::Number(number) => match number.as_f64() {
+            // Exact, and read from text with a point in it.
+            Some(float) if number.is_f64() && float.fract() == 0.0 && float.abs() < EXACT => {
+                Value::from(float as i64)
+            }
+            _ => Value::Number(number),
+        },
+        Value::Array(values) => values.into_iter().map(whole).collect(),
+        Value::Object(values) => values
+            .into_iter()
+            .map(|(name, value)| (name, whole(value)))
+            .collect(),
+        other => other,
+    }
 }
 
 /// Adds the keys of an object, those of objects inside with a dot between.
@@ -422,6 +443,14 @@ mod tests {
         let shown = ["16", "1"];
         let told = std::iter::zip(given, shown).map(|(flag, other)| told(flag, "unknown", other));
         assert_eq!(unknown, told.collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn whole_numbers_have_one_form() {
+        let read = json!({"a": 1.0, "b": [-2.0, 2.5, 1e300], "c": u64::MAX, "d": "1.0"});
+        let form = json!({"a": 1, "b": [-2, 2.5, 1e300], "c": u64::MAX, "d": "1.0"});
+        assert_eq!(whole(read), form);
+        assert_eq!(whole(form.clone()), form);
     }
 
     #[test]

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use kvtier_config::ServerConfig;
 use kvtier_error::Result;
 use kvtier_l1::{divide, kept_path, preflight_arena};
+use kvtier_state::existing_id;
 
 use super::devices::Devices;
 
@@ -25,7 +26,10 @@ pub struct Preflight {
 /// # Errors
 /// The line with which the start would end.
 pub fn preflight(config: &ServerConfig) -> Result<Preflight> {
-    let arena = Arc::new(preflight_arena(config)?);
+    let state = &config.state;
+    let base = state.base.as_ref().ok();
+    let has_folder = base.is_some_and(|base| existing_id(base, &state.instance).is_some());
+    let arena = Arc::new(preflight_arena(config, has_folder)?);
     let devices = Devices::find(config, &arena)?;
     divide(&arena, config, &devices.numa_nodes())?;
     Ok(Preflight {

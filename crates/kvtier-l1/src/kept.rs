@@ -30,6 +30,7 @@ use super::memory::create_arena;
 use super::place::{
     Instance, check_private, kept_place, ledger_name, pool_path, remove_earlier, with_ledger,
 };
+use super::unavailable;
 
 /// How long a start waits for the segments of a process that has been killed: the system releases them behind the state directory.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(1);
@@ -52,7 +53,7 @@ impl Words for SegmentWords {
     }
 
     #[inline]
-    fn set_all(&mut self, at: u64, words: &[u64]) {
+    fn set_all<const N: usize>(&mut self, at: u64, words: &[u64; N]) {
         self.0.set_all(at, words);
     }
 
@@ -146,7 +147,7 @@ pub fn find_running_arena(config: &ServerConfig) -> Result<Arc<Arena>> {
     let find = || {
         let (arena, bytes) = find_arena(config, &kept_place(config)?, Ownership::Pending)?;
         match bytes < arena.len() {
-            true => Err(absent("its arena was cut off")),
+            true => Err(unavailable("its arena was cut off")),
             false => Ok(Arc::new(arena)),
         }
     };
@@ -169,14 +170,14 @@ fn reopen_arena(
     let place = match kept_place(config) {
         Ok(place) => place,
         Err(reason) => {
-            instance.move_to(config, &[]);
+            instance.free_others_and_record(config, &[]);
             return unkept(config, None, reason);
         }
     };
     let reason = match find_released(config, &place, instance) {
         Ok((arena, kept)) => {
             let own: Vec<_> = arena.path().into_iter().flat_map(with_ledger).collect();
-            instance.move_to(config, &own);
+            instance.free_others_and_record(config, &own);
             return Ok((arena, kept));
         }
         // Of a server in another network namespace, or of another state directory.
@@ -208,7 +209,7 @@ fn reopen_arena(
         Ok(ledger) => {
             tracing::info!(reason, memory = %path.display(), "L1 starts empty, and stays for the next server");
             // Before there is anything to remove.
-            instance.record(&with_ledger(path));
+            instance.write_record(&with_ledger(path));
             arena.keep();
             Ok((arena, Kept(Ledgers::New(ledger))))
         }
@@ -220,7 +221,7 @@ fn reopen_arena(
 fn create_private(config: &ServerConfig, place: ArenaKind) -> Result<Arena> {
     check_private(config, &place)?;
     let arena = Arena::create(place, config.l1_bytes);
-    let arena = arena.map_err(|error| Error::new(ErrorKind::Unavailable, error))?;
+    let arena = arena.map_err(unavailable)?;
     Ok(arena.into_private())
 }
 
@@ -269,10 +270,6 @@ fn with_privacy(config: &ServerConfig, arena: Arena) -> Arena {
     }
 }
 
-fn absent(why: &str) -> Error {
-    Error::new(ErrorKind::Unavailable, why)
-}
-
 /// Of kind [`ErrorKind::InUse`] if another server has it, and [`ErrorKind::Invalid`] if there are too few hugepages.
 fn failed(config: &ServerConfig, error: ArenaError) -> Error {
     match error {
@@ -282,7 +279,7 @@ fn failed(config: &ServerConfig, error: ArenaError) -> Error {
             in_gib(config.l1_bytes)
         ))
         .source(error),
-        error => Error::new(ErrorKind::Unavailable, error),
+        error => unavailable(error),
     }
 }
 
@@ -294,7 +291,7 @@ fn find_arena(
 ) -> Result<(Arena, u64)> {
     let found = Arena::find(place.clone(), config.l1_bytes, ownership);
     let found = found.map_err(|error| failed(config, error))?;
-    let (arena, bytes) = found.ok_or_else(|| absent("no earlier server has left one"))?;
+    let (arena, bytes) = found.ok_or_else(|| unavailable("no earlier server has left one"))?;
     Ok((with_privacy(config, arena), bytes))
 }
 
@@ -310,7 +307,7 @@ fn find_ledger(
     let name = ledger_name(arena.segment_name().unwrap_or_default());
     let words = SharedWords::find(&name, len, ownership);
     let words = words.map_err(|error| failed(config, error))?;
-    let words = words.ok_or_else(|| absent("the earlier one has no ledger"))?;
+    let words = words.ok_or_else(|| unavailable("the earlier one has no ledger"))?;
     let (owner, lock) = match ownership {
         Ownership::Locked => (Owner::Ended, None),
         Ownership::Pending => {
@@ -325,7 +322,7 @@ fn find_ledger(
     // Of an arena that was cut off, or is larger now, only what was there is believed.
     let opened = Ledger::open(SegmentWords(words), owner, &identity, now, bytes, align);
     let (ledger, snapshot) = opened
-        .map_err(|(error, _)| absent("the earlier one's ledger is not used").source(error))?;
+        .map_err(|(error, _)| unavailable("the earlier one's ledger is not used").source(error))?;
     Ok((ledger, snapshot, lock))
 }
 
@@ -336,12 +333,12 @@ fn join(config: &ServerConfig, arena: &Arena, instance: Instance<'_>) -> Result<
     let bytes = arena.len();
     // While clients were served, something may have cut it off.
     if arena.segment_bytes() < bytes {
-        return Err(absent("its arena was cut off"));
+        return Err(unavailable("its arena was cut off"));
     }
     let (ledger, snapshot, of_ledger) =
         find_ledger(config, arena, bytes, instance, Ownership::Pending)?;
     if snapshot.rejected().total() > 0 || snapshot.has_unrecorded_grant() {
-        return Err(absent("its ledger is not complete"));
+        return Err(unavailable("its ledger is not complete"));
     }
     let locks = lock.into_iter().chain(of_ledger).collect();
     Ok(Kept(Ledgers::Pending(ledger, snapshot, locks)))
@@ -362,7 +359,9 @@ fn find(config: &ServerConfig, place: &ArenaKind, instance: Instance<'_>) -> Res
         () => None,
     };
     if let Some(lost) = lost.filter(|_| !arena.is_alone()) {
-        return Err(absent(&format!("clients may still copy memory {lost}")));
+        return Err(unavailable(format!(
+            "clients may still copy memory {lost}"
+        )));
     }
     ledger.forget_unrecorded_grants();
     // Only now, when no record names bytes that were not there.
@@ -385,8 +384,7 @@ fn identity(
     origin: u64,
 ) -> Result<Identity> {
     let file = arena.file_id();
-    let file =
-        file.ok_or_else(|| Error::new(ErrorKind::Unavailable, "the arena has no segment"))?;
+    let file = file.ok_or_else(|| unavailable("the arena has no segment"))?;
     Ok(Identity {
         arena: file.numbers(),
         chunk_size: config.chunk_size.into(),
@@ -404,13 +402,12 @@ fn create_ledger(
     instance: Instance<'_>,
 ) -> Result<Ledger<SegmentWords>> {
     let identity = identity(config, arena, instance, boot_time())?;
-    let unavailable = |error: &dyn std::error::Error| Error::new(ErrorKind::Unavailable, error);
     let name = ledger_name(arena.segment_name().unwrap_or_default());
     let len = max_words(arena.len() / config.l1_align_bytes);
-    let words = SharedWords::create(&name, len).map_err(|error| unavailable(&error))?;
+    let words = SharedWords::create(&name, len).map_err(unavailable)?;
     // Seeded by the system, so that no two ledgers have the same.
     let id = RandomState::new().build_hasher().finish();
-    Ledger::create(SegmentWords(words), id, &identity).map_err(|error| unavailable(&error))
+    Ledger::create(SegmentWords(words), id, &identity).map_err(unavailable)
 }
 
 impl Kept {
@@ -612,6 +609,12 @@ mod tests {
         assert_eq!(other.segment_name(), None);
         let error = open("on", "second").err().unwrap();
         assert_eq!(error.kind(), ErrorKind::InUse);
+        let private = ["--shm-name", "", "--l1-restore", "on"];
+        let running = open_as("private", &private, "first", None).unwrap();
+        let error = open_as("private", &private, "first", None).err().unwrap();
+        assert!(error.to_string().contains("--instance-id "), "{error}");
+        drop(running);
+        drop(open_as("private", &["--l1-restore", "off"], "first", None).unwrap());
         // It ends: the next one of the instance has its objects, and one that restores nothing removes them.
         let file = arena.path().unwrap();
         drop((arena, kept));

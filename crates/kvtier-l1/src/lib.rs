@@ -18,3 +18,8 @@ pub use kept::{Kept, Succession, boot_time, find_running_arena, open_arena};
 pub use memory::{L1, divide, preflight_arena};
 pub use place::{Instance, kept_path};
 pub use tenants::L1Tenants;
+
+/// What a start asks for is not there.
+fn unavailable(what: impl std::fmt::Display) -> kvtier_error::Error {
+    kvtier_error::Error::new(kvtier_error::ErrorKind::Unavailable, what)
+}

@@ -1,6 +1,5 @@
 //! L1: the arena with the bytes, and the cache that decides about them.
 
-use std::fmt::Display;
 use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -18,6 +17,7 @@ use super::allocator::{L1Allocator, parts};
 use super::heritage::Heritage;
 use super::kept::{Begun, Kept, Pending};
 use super::place::{named_place, with_ledger};
+use super::unavailable;
 use kvtier_config::{NumaNodes, ServerConfig, in_gib};
 use kvtier_tenants::Opened;
 
@@ -187,7 +187,7 @@ impl L1 {
         self.arena.release();
     }
 
-    /// Removes the name of memory that has lost pages: a later server would lose them again. Returns whether it has.
+    /// Removes the name of memory that has lost pages: a later server would lose them again. Returns whether pages were lost.
     fn remove_lost(&self) -> bool {
         let is_lost = self.arena.poisoned().is_some();
         if is_lost {
@@ -319,13 +319,13 @@ fn place(arena: &Arena, config: &ServerConfig, gpus: &[u32]) -> Result<Vec<(u32,
 
 /// Makes an arena as a start would, to be released at once. A pool is not made, since a running server may have it; if the
 /// file system has free space for it, some pages are enough. Hugepages that an earlier server of the instance has left are free
-/// for the next one.
+/// for the next one, if there is a state folder that says so.
 ///
 /// # Errors
 /// As [`create_arena`].
-pub fn preflight_arena(config: &ServerConfig) -> Result<Arena> {
+pub fn preflight_arena(config: &ServerConfig, has_folder: bool) -> Result<Arena> {
     if config.l1_hugepages {
-        return preflight_hugepages(config);
+        return preflight_hugepages(config, has_folder);
     }
     let l1_bytes = match (&config.shm_name, config.shm_shortage()) {
         (Some(_), None) => PREFLIGHT_BYTES,
@@ -341,9 +341,8 @@ pub fn preflight_arena(config: &ServerConfig) -> Result<Arena> {
     })
 }
 
-fn preflight_hugepages(config: &ServerConfig) -> Result<Arena> {
-    let is_instance = config.state.base.is_ok();
-    let kept = named_place(config).ok().filter(|_| is_instance);
+fn preflight_hugepages(config: &ServerConfig, has_folder: bool) -> Result<Arena> {
+    let kept = named_place(config).ok().filter(|_| has_folder);
     let kept = kept.map_or(0, |place| place.kept_bytes());
     let missing = config.l1_bytes.saturating_sub(kept);
     let arena = match missing {
@@ -351,10 +350,6 @@ fn preflight_hugepages(config: &ServerConfig) -> Result<Arena> {
         missing => Arena::create(ArenaKind::Hugepages, missing),
     };
     arena.map_err(|error| no_arena(config, error))
-}
-
-fn unavailable(what: impl Display) -> Error {
-    Error::new(ErrorKind::Unavailable, what)
 }
 
 /// There is no memory for L1.

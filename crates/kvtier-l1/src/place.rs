@@ -3,11 +3,13 @@
 use std::path::{Path, PathBuf};
 
 use kvtier_config::{L1Restore, ServerConfig, in_gib};
-use kvtier_error::{Error, ErrorKind, Result};
+use kvtier_error::Result;
 use kvtier_memory::checksum::checksum128;
 use kvtier_memory::{
     ArenaKind, PoolRoom, SHM, SHM_PREFIX, hugetlbfs_mounts, pool_name, remove_kept,
 };
+
+use super::unavailable;
 
 /// Ends the name of a ledger, behind the arena's and a dot.
 const LEDGER: &str = "ledger";
@@ -49,11 +51,10 @@ impl Instance<'_> {
         text.lines().map(PathBuf::from).filter(is_segment).collect()
     }
 
-    /// Frees what earlier servers have left, as they wrote down or where this configuration has it, but for `own`; and writes
-    /// down that L1 is there now, beside what could not be removed, so that a server with other flags frees it.
-    pub(super) fn move_to(&self, config: &ServerConfig, own: &[PathBuf]) {
+    /// [`remove_others`](Self::remove_others), and [`write_record`](Self::write_record).
+    pub(super) fn free_others_and_record(&self, config: &ServerConfig, own: &[PathBuf]) {
         self.remove_others(config, own);
-        self.record(own);
+        self.write_record(own);
     }
 
     /// Frees what earlier servers have left, as they wrote down or where this configuration has it, but for `own`.
@@ -69,7 +70,7 @@ impl Instance<'_> {
     }
 
     /// Writes down where L1 is, beside what could not be removed, so that a server with other flags removes it.
-    pub(super) fn record(&self, paths: &[PathBuf]) {
+    pub(super) fn write_record(&self, paths: &[PathBuf]) {
         let Some(record) = self.record else { return };
         let earlier = self.recorded().into_iter();
         let left = earlier.filter(|path| path.exists() && !paths.contains(path));
@@ -104,7 +105,7 @@ fn private_name(config: &ServerConfig) -> String {
 /// There is no such place, or none is kept.
 pub(super) fn kept_place(config: &ServerConfig) -> Result<ArenaKind> {
     match config.l1_restore {
-        L1Restore::Off => Err(unkeepable("--l1-restore off")),
+        L1Restore::Off => Err(unavailable("--l1-restore off")),
         L1Restore::Auto | L1Restore::On => named_place(config),
     }
 }
@@ -120,7 +121,7 @@ pub(super) fn named_place(config: &ServerConfig) -> Result<ArenaKind> {
             name: private_name(config),
         },
         (None, true) => ArenaKind::HugeFile {
-            folder: hugetlbfs_mounts().map_err(unkeepable)?.swap_remove(0),
+            folder: hugetlbfs_mounts().map_err(unavailable)?.swap_remove(0),
             name: private_name(config),
         },
     })
@@ -131,15 +132,15 @@ pub(super) fn named_place(config: &ServerConfig) -> Result<ArenaKind> {
 /// # Errors
 /// Why it does not, as far as the configuration and the machine show.
 pub fn kept_path(config: &ServerConfig) -> Result<PathBuf> {
-    config.state.base.as_ref().map_err(unkeepable)?;
+    config.state.base.as_ref().map_err(unavailable)?;
     let place = kept_place(config)?;
     match config.shm_name {
         Some(_) => config
             .shm_shortage()
-            .map_or(Ok(()), |why| Err(unkeepable(why)))?,
+            .map_or(Ok(()), |why| Err(unavailable(why)))?,
         None => check_private(config, &place)?,
     }
-    place.path().ok_or_else(|| unkeepable("it has no file"))
+    place.path().ok_or_else(|| unavailable("it has no file"))
 }
 
 /// Whether new memory that clients do not map may be at this place.
@@ -155,22 +156,19 @@ pub(super) fn check_private(config: &ServerConfig, place: &ArenaKind) -> Result<
     };
     let is_most = config.l1_bytes > shm.size / 100 * LARGEST_PRIVATE;
     if is_most && config.l1_restore == L1Restore::Auto {
-        return Err(unkeepable(format!(
+        return Err(unavailable(format!(
             "{:.2} GiB are more than {LARGEST_PRIVATE} % of /dev/shm; --l1-restore on uses it all the same",
             in_gib(config.l1_bytes)
         )));
     }
     match shm.free < config.l1_bytes {
-        true => Err(unkeepable(format!(
-            "/dev/shm has {:.2} GiB free",
-            in_gib(shm.free)
+        true => Err(unavailable(format!(
+            "/dev/shm has {:.2} GiB free, L1 needs {:.2} GiB",
+            in_gib(shm.free),
+            in_gib(config.l1_bytes)
         ))),
         false => Ok(()),
     }
-}
-
-fn unkeepable(why: impl std::fmt::Display) -> Error {
-    Error::new(ErrorKind::Unavailable, why)
 }
 
 /// The file of the pool that clients map.

@@ -208,7 +208,14 @@ impl Server {
         let reloader = Arc::new(Reloader::new(&engine, &access));
         let by_http = Arc::clone(&reloader);
         let _ = api.reload.set(Arc::new(move || by_http.reload()));
-        let giver = Giver::start(GivingParts {
+        // A server that waits for this one to be ready may take over at once.
+        let listener = Giver::listen(&engine);
+        health.set_ready();
+        if taken_over.is_some() {
+            // Only now: to the other server's clients this one is not a server that starts.
+            http.serve(&api, &stop_http);
+        }
+        let parts = GivingParts {
             engine: Arc::clone(&engine),
             health: Arc::clone(&health),
             reloader: Arc::clone(&reloader),
@@ -216,15 +223,10 @@ impl Server {
             changes: api.changes.clone(),
             runtime: http.runtime.handle().clone(),
             socket: Arc::clone(front.socket()),
-            http: std::mem::take(&mut http.sockets),
+            http: http.sockets,
             pause: Box::new(front.pauses()),
-        });
-        // Only now: a server that waits for this may take over at once.
-        health.set_ready();
-        if taken_over.is_some() {
-            // Nor before: to the other server's clients this one is not a server that starts.
-            http.serve(&api, &stop_http);
-        }
+        };
+        let giver = Giver::start(listener, parts);
         Ok(Self {
             engine,
             front,

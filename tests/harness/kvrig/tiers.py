@@ -31,6 +31,8 @@ def failed_cases(flags):
     assert done.returncode == (1 if failed else 0), done.stdout + done.stderr
     assert sum(line.startswith("ok ") for line in lines) >= 20, done.stdout
     assert failed or "could not be deleted" not in done.stdout, done.stdout
+    # Shown if the caller did not expect these.
+    print("\n".join(line for line in lines if not line.startswith("ok ")))
     return failed
 
 

@@ -244,7 +244,9 @@ pub(super) fn write_name(
     // The low half is the reference, so it must not be 0 either.
     let sum = checksum(id, u64::from(number) | 1 << 63, &content) | 1;
     words.set(at, 0);
-    words.set_all(at + 1, &content);
+    for (place, word) in (at + 1..).zip(&content) {
+        words.set(place, *word);
+    }
     words.set(at, sum);
     Some(sum as u32)
 }

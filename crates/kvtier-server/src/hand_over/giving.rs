@@ -120,9 +120,17 @@ impl Shared {
 }
 
 impl Giver {
-    /// Starts to wait; `None`, with a line in the log, where no server can take over.
-    pub fn start(parts: GivingParts) -> Option<Self> {
-        let started = Self::try_start(parts);
+    /// Opens the socket on which other servers ask; they wait there until [`start`](Self::start). `None` without a state directory.
+    ///
+    /// # Errors
+    /// The system's.
+    pub fn listen(engine: &Engine) -> Result<Option<UnixListener>> {
+        engine.listen(SOCKET)
+    }
+
+    /// Starts to answer; `None`, with a line in the log, where no server can take over.
+    pub fn start(listener: Result<Option<UnixListener>>, parts: GivingParts) -> Option<Self> {
+        let started = listener.and_then(|listener| Self::try_start(listener, parts));
         match started {
             Ok(giver) => giver,
             Err(error) => {
@@ -132,8 +140,8 @@ impl Giver {
         }
     }
 
-    fn try_start(parts: GivingParts) -> Result<Option<Self>> {
-        let Some(listener) = parts.engine.listen(SOCKET)? else {
+    fn try_start(listener: Option<UnixListener>, parts: GivingParts) -> Result<Option<Self>> {
+        let Some(listener) = listener else {
             return Ok(None);
         };
         let listener = Arc::new(listener);
