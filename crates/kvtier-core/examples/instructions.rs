@@ -60,7 +60,7 @@ impl Words for Memory {
         self.0[at].store(word, Ordering::Release);
     }
 
-    fn set_all<const N: usize>(&mut self, at: u64, words: &[u64; N]) {
+    fn set_all(&mut self, at: u64, words: &[u64]) {
         let at = place(at);
         // As the words of a segment, which are set one by one.
         for (place, word) in self.0[at..at + words.len()].iter().zip(words) {

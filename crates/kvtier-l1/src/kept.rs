@@ -53,7 +53,7 @@ impl Words for SegmentWords {
     }
 
     #[inline]
-    fn set_all<const N: usize>(&mut self, at: u64, words: &[u64; N]) {
+    fn set_all(&mut self, at: u64, words: &[u64]) {
         self.0.set_all(at, words);
     }
 
@@ -359,9 +359,7 @@ fn find(config: &ServerConfig, place: &ArenaKind, instance: Instance<'_>) -> Res
         () => None,
     };
     if let Some(lost) = lost.filter(|_| !arena.is_alone()) {
-        return Err(unavailable(format!(
-            "clients may still copy memory {lost}"
-        )));
+        return Err(unavailable(format!("clients may still copy memory {lost}")));
     }
     ledger.forget_unrecorded_grants();
     // Only now, when no record names bytes that were not there.

@@ -128,7 +128,7 @@ impl SharedWords {
 
     /// Writes words that were reached together, in their order; if one was not, all are dropped.
     #[inline]
-    pub fn set_all<const N: usize>(&mut self, at: u64, words: &[u64; N]) {
+    pub fn set_all(&mut self, at: u64, words: &[u64]) {
         let (first, count) = (at.saturating_mul(8), words.len() as u64);
         let has_memory = at.checked_add(count).is_some_and(|end| end <= self.end);
         let Some(place) = self

@@ -173,12 +173,17 @@ impl<A: ExtentAllocator> State<A> {
         }
     }
 
-    /// Records an object in the ledger.
+    /// Records an object in the ledger, if there is one.
     #[inline]
-    fn record(&mut self, number: u32, state: ObjectState) {
-        let slot = self.slab.at(number);
-        if let Some(journal) = &mut self.journal
-            && let Some(namespace) = self.namespaces.get(slot.namespace)
+    fn record(
+        journal: &mut Option<Box<dyn Journal>>,
+        namespaces: &NamespaceTable,
+        number: u32,
+        slot: &Slot,
+        state: ObjectState,
+    ) {
+        if let Some(journal) = journal
+            && let Some(namespace) = namespaces.get(slot.namespace)
         {
             let object = Object {
                 hash: &slot.hash,
@@ -205,7 +210,10 @@ impl<A: ExtentAllocator> State<A> {
             slot.grant();
             match slot.state() {
                 SlotState::Resident => self.record_life(number),
-                _ => self.record(number, ObjectState::Withheld),
+                _ => {
+                    let (journal, namespaces) = (&mut self.journal, &self.namespaces);
+                    Self::record(journal, namespaces, number, slot, ObjectState::Withheld);
+                }
             }
         }
     }
@@ -349,7 +357,8 @@ impl<A: ExtentAllocator> State<A> {
         slot.set_state(SlotState::Resident);
         slot.used_at = self.clock;
         slot.take_grant();
-        self.record(number, ObjectState::Resident);
+        let (journal, namespaces) = (&mut self.journal, &self.namespaces);
+        Self::record(journal, namespaces, number, slot, ObjectState::Resident);
         let candidate = self.candidate(number, self.slab.at(number));
         if let Some(tenant) = self.namespaces.tenants.get_mut(candidate.tenant) {
             tenant.totals.committed.add(bytes);

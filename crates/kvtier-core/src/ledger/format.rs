@@ -244,9 +244,7 @@ pub(super) fn write_name(
     // The low half is the reference, so it must not be 0 either.
     let sum = checksum(id, u64::from(number) | 1 << 63, &content) | 1;
     words.set(at, 0);
-    for (place, word) in (at + 1..).zip(&content) {
-        words.set(place, *word);
-    }
+    words.set_all(at + 1, &content);
     words.set(at, sum);
     Some(sum as u32)
 }

@@ -34,7 +34,7 @@ pub trait Words: Send {
 
     /// Writes words that were reached together, in their order.
     #[inline]
-    fn set_all<const N: usize>(&mut self, at: u64, words: &[u64; N]) {
+    fn set_all(&mut self, at: u64, words: &[u64]) {
         for (at, word) in (at..).zip(words) {
             self.set(at, *word);
         }
