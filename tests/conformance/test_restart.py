@@ -6,7 +6,7 @@ import pytest
 import torch
 from kvrig import gpu, tiers
 from kvrig.engine import tokens
-from kvrig.server import await_pings, our_command
+from kvrig.server import await_pings, INSTANCE, our_command
 from kvrig.waiting import wait_until
 
 MODES = ["lmcache_driven", "engine_shm", "engine_pickle", gpu.MODE]
@@ -61,7 +61,7 @@ def test_restart_faster_than_a_heartbeat(serve, engines, mode):
 
 def kept_flags(tmp_path):
     """Flags of a server whose next process goes on with its L1 and its workers."""
-    return ["--state-dir", str(tmp_path / "state"), "--instance-id", "kept", "--l1-restore", "on"]
+    return ["--state-dir", str(tmp_path / "state"), "--instance-id", INSTANCE, "--l1-restore", "on"]
 
 
 def forget(server):

@@ -3,7 +3,7 @@
 import pytest
 from kvrig import sglang, torch_cuda
 from kvrig.engine import tokens
-from kvrig.server import await_pings
+from kvrig.server import await_pings, INSTANCE
 
 WINDOWS = ["--windowed-clients", "allow"]
 
@@ -36,7 +36,7 @@ def test_tensors_of_the_engine_in_host_memory(serve, tmp_path, mode, kind):
 def test_restarted_server_knows_the_engine(serve, tmp_path):
     """The connector pings but never registers again: a killed server serves it afterwards from what was kept."""
     state = tmp_path / "state"
-    server = serve("engine_shm", flags=["--state-dir", str(state), "--instance-id", "kept", "--l1-restore", "on"])
+    server = serve("engine_shm", flags=["--state-dir", str(state), "--instance-id", INSTANCE, "--l1-restore", "on"])
     engine = sglang.Sglang(server.url, tmp_path, ("mha",), gpu=False)
     try:
         sglang.round_trip(engine)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from kvrig import gpu, tiers
 from kvrig.engine import tokens
+from kvrig.server import INSTANCE
 
 MODES = ["lmcache_driven", "engine_shm", "engine_pickle", gpu.MODE]
 PROMPT = 32
@@ -18,7 +19,7 @@ def lasting(serve, tmp_path):
     """Starts a server that another one can take over from."""
 
     def start(mode):
-        return serve(mode, flags=["--l1-restore", "on", "--state-dir", str(tmp_path), "--instance-id", "conformance"])
+        return serve(mode, flags=["--l1-restore", "on", "--state-dir", str(tmp_path), "--instance-id", INSTANCE])
 
     return start
 
@@ -29,7 +30,7 @@ def lasting_with_tier(serve, tmp_path):
 
     def start(mode):
         directory = tmp_path / "tier"
-        flags = ["--l1-restore", "on", "--state-dir", str(tmp_path / "state"), "--instance-id", "conformance"]
+        flags = ["--l1-restore", "on", "--state-dir", str(tmp_path / "state"), "--instance-id", INSTANCE]
         return serve(mode, flags=[*flags, *tiers.fs(directory)]), directory
 
     return start

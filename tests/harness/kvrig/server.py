@@ -118,6 +118,11 @@ def peer_command():
     return [str(Path(sys.prefix) / "bin" / "lmcache"), "server"]
 
 
+# Name of servers that keep L1, of this process: memory that no client maps is named by instance and user, so tests beside these
+# would find it.
+INSTANCE = f"kept-{os.getpid()}"
+
+
 class Server:
     """One server process on ports of its own; can be killed and started again on the same ports."""
 
