@@ -6,7 +6,7 @@ import pytest
 import torch
 from kvrig import gpu, tiers
 from kvrig.engine import tokens
-from kvrig.server import await_pings, INSTANCE, our_command
+from kvrig.server import INSTANCE, await_pings, our_command
 from kvrig.waiting import wait_until
 
 MODES = ["lmcache_driven", "engine_shm", "engine_pickle", gpu.MODE]
@@ -89,7 +89,7 @@ def test_first_requests_after_a_kill_are_served(serve, engines, mode, tmp_path):
     stored = engine.worker.read(engine.blocks_for(32))
     adapter = engine.worker.adapter
     before = adapter.transfer_ctx
-    await_pings(tmp_path / "state" / "kept")
+    await_pings(tmp_path / "state" / INSTANCE)
 
     server.kill()
     server.start()
@@ -129,7 +129,7 @@ def test_requests_that_a_client_has_abandoned_are_not_served(serve, engines, tmp
     server.expect_trouble(r"instance")
     engine = engines(server, heartbeat=2.0, mq_timeout=300)
     round_trip(engine)
-    await_pings(tmp_path / "state" / "kept")
+    await_pings(tmp_path / "state" / INSTANCE)
     server.kill()
     lost, blocks = tokens(32), engine.blocks_for(32)
     engine.worker.submit_store(engine.new_request(), lost, 0, 32, blocks)

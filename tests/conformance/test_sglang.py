@@ -3,7 +3,7 @@
 import pytest
 from kvrig import sglang, torch_cuda
 from kvrig.engine import tokens
-from kvrig.server import await_pings, INSTANCE
+from kvrig.server import INSTANCE, await_pings
 
 WINDOWS = ["--windowed-clients", "allow"]
 
@@ -40,7 +40,7 @@ def test_restarted_server_knows_the_engine(serve, tmp_path):
     engine = sglang.Sglang(server.url, tmp_path, ("mha",), gpu=False)
     try:
         sglang.round_trip(engine)
-        await_pings(state / "kept")
+        await_pings(state / INSTANCE)
         server.kill()
         server.start()
         # Prompts of different lengths show a restarted server which chunk size the client has.
