@@ -1,7 +1,6 @@
 """One Redis, LMCache's server and ours: each finds what the other stored, tenants stay apart, and no fault is a wrong hit."""
 
 import itertools
-import re
 import subprocess
 import threading
 import uuid
@@ -334,7 +333,7 @@ def test_replica_takes_over_while_objects_are_stored_and_loaded(tmp_path, serve,
         tiers.store(engine, next(seeds))
         wait_until(lambda: (tiers.store(engine, next(seeds)), len(cluster.replica.keys()) > len(new))[1], 60, "objects at it")
         # A cause is logged once, whichever node has it: the node that has ended, and the cluster that has not agreed yet.
-        told = [re.sub(r"error=\S+ ", "", line.partition(" WARN ")[2]) for line in server.lines() if " WARN " in line]
+        told = tiers.causes(server)
         assert len(set(told)) == len(told), told
     finally:
         cluster.stop()

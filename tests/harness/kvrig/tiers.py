@@ -148,7 +148,18 @@ def forget(engine):
 
 def warnings(server):
     """What the server's log has warned of, a text for each line, without the error."""
-    return [line.partition(" WARN ")[2].partition(" error=")[0] for line in server.lines() if " WARN " in line]
+    return [what for what, _ in warned(server)]
+
+
+def causes(server):
+    """The same with the error, but for the node that has it and what is counted behind it."""
+    return [(what, re.sub(r"^[\d.]+:\d+: | \w+=\d+(?= |$)", "", error)) for what, error in warned(server)]
+
+
+def warned(server):
+    """What the server's log has warned of, and the error."""
+    lines = [line.partition(" WARN ")[2].partition(" error=") for line in server.lines() if " WARN " in line]
+    return [(what, error) for what, _, error in lines]
 
 
 def metric(server, name, **labels):
