@@ -11,6 +11,7 @@ from kvrig.collector import Collector, Silent
 from kvrig.engine import tokens
 from kvrig.waiting import wait_until
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 CHUNK = 16
 
@@ -114,6 +115,23 @@ def test_spans_of_requests_are_lmcaches(collector, serve, engines, mode, peer):
     assert int(loaded["total_bytes"]) == int(moved["total_bytes"]) > 0
     assert moved["device"] in ("cuda" if mode == "cuda" else "cpu", moved["device"] if peer else "")
     assert re.fullmatch(rf"{re.escape(moved['session_id'])}#\d+", moved["transfer_key"])
+
+
+@pytest.mark.ours("LMCache's metrics have no exemplars")
+def test_metrics_have_traces_that_the_collector_has(collector, serve, engines):
+    """Each kind of span has its duration in a bucket whose exemplar is the span's trace."""
+    server = serve("engine_shm", fresh=True, flags=collector.flags)
+    engine = engines(server)
+    spans = collector.wait(store(engine, tokens(CHUNK)), ["request", "mp.lookup_prefetch", "mp.store"])
+    wait_until(lambda: metric(server, "kvtier_trace_span_seconds_count", span="request"), 30, "the root's duration")
+    families = text_string_to_metric_families(server.get("/metrics")[1])
+    samples = next(family for family in families if family.name == "kvtier_trace_span_seconds").samples
+    found = {sample.labels["span"]: sample.exemplar for sample in samples if sample.exemplar}
+    assert set(found) == set(spans)
+    for name, exemplar in found.items():
+        span = spans[name]
+        assert exemplar.labels == {"trace_id": span.trace}
+        assert exemplar.value == pytest.approx((span.end - span.start) / 1e9)
 
 
 @pytest.mark.ours("these spans are ours")

@@ -32,7 +32,7 @@ sys.path.insert(0, str(HERE.parent / "harness"))
 from kvrig.report import Report
 
 PAGE = REPOSITORY / "docs" / "start.md"
-BUILD = "deploy/release/build --native\n"
+BUILD = "deploy/release/build --native --profile release &&\n"
 INSIDE = "KVTIER_START_PAGE_INSIDE"
 
 # Of ioctl: an interface's flags are set.

@@ -7,6 +7,7 @@
 //! The mutex guards what is withheld; nothing is acquired inside, and it is dropped outside.
 
 use std::collections::HashSet;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use kvtier_core::cache::{Cache, ReadLease, Reservation, Restored};
@@ -44,6 +45,7 @@ impl Heritage {
         restored: Option<(Restored<L1Allocator>, Duration)>,
         write_ttl: Duration,
         cache: &Cache<L1Allocator>,
+        file: Option<PathBuf>,
     ) -> Self {
         let Some((restored, age)) = restored else {
             return Self::default();
@@ -59,6 +61,7 @@ impl Heritage {
             bytes = restored.bytes,
             left_out = (!left_out.is_empty()).then(|| left_out.join(", ")),
             withheld,
+            ?file,
             "restored L1"
         );
         let held = Withheld {

@@ -18,7 +18,7 @@ use super::heritage::Heritage;
 use super::kept::{Begun, Kept, Pending};
 use super::place::{named_place, with_ledger};
 use super::unavailable;
-use kvtier_config::{NumaNodes, ServerConfig, in_gib};
+use kvtier_config::{HostMemory, NumaNodes, ServerConfig, in_gib};
 use kvtier_tenants::Opened;
 
 /// Bytes of a part, at least: an object lies in one, and none is a tenth as large.
@@ -81,7 +81,7 @@ impl L1 {
             pending,
             unkept,
         } = kept.begin(allocator, cache_config);
-        let heritage = Heritage::new(restored, config.write_ttl, &cache);
+        let heritage = Heritage::new(restored, config.write_ttl, &cache, arena.path());
         if pending.is_none() {
             heritage.release_unreachable(&arena);
         } else if heritage.rejected.total() > 0 {
@@ -354,8 +354,12 @@ fn preflight_hugepages(config: &ServerConfig, has_folder: bool) -> Result<Arena>
 
 /// There is no memory for L1.
 fn no_arena(config: &ServerConfig, error: ArenaError) -> Error {
-    let size = in_gib(config.l1_bytes);
-    unavailable(format!("L1 of {size:.2} GiB (--l1-size-gb)")).source(error)
+    let (size, memory) = (in_gib(config.l1_bytes), HostMemory::of_this_process());
+    let more = match config.l1_bytes > memory.bytes {
+        true => format!(" is more than {memory} of {:.2} GiB", in_gib(memory.bytes)),
+        false => String::new(),
+    };
+    unavailable(format!("L1 of {size:.2} GiB (--l1-size-gb){more}")).source(error)
 }
 
 /// Files of hugepages that servers have left, of any instance, with their sizes.

@@ -183,8 +183,7 @@ pub(super) fn remove_earlier(paths: impl IntoIterator<Item = PathBuf>) {
         (Some(folder), Some(name)) => remove_kept(folder, &name.to_string_lossy()),
         _ => false,
     };
-    let mut removed: Vec<_> = paths.into_iter().filter(is_removed).collect();
-    removed.retain(|path| path.extension().is_none_or(|end| end != LEDGER));
+    let removed: Vec<_> = paths.into_iter().filter(is_removed).collect();
     if !removed.is_empty() {
         tracing::info!(?removed, "removed L1 that an earlier server has left");
     }

@@ -39,6 +39,10 @@ label_sets! {
     OperationLabels { operation: &'static str }
     /// Labels of requests that got their operation's failure answer.
     RefusedLabels { operation: &'static str, reason: &'static str }
+    /// The kind of a span.
+    SpanLabels { span: &'static str }
+    /// Labels of an exemplar, under the name that dashboards look for.
+    TraceLabels { trace_id: String }
     /// Labels of lost spans.
     SpanLossLabels { reason: &'static str }
     /// Labels of the version.

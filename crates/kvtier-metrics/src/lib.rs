@@ -18,7 +18,7 @@ mod tenants_tests;
 
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 pub use gpu::{GpuFigures, GpuMetrics};
 use kvtier_api::RequestPortStatus;
@@ -28,10 +28,11 @@ pub use labels::SpanLoss;
 use labels::{
     BuildLabels, DeviceLabels, EarlyExitLabels, FailureLabels, L1GaugeLabels, L1Labels,
     LoadedLabels, LookupLabels, MissLabels, OperationLabels, OverQuotaLabels, ReadFailureLabels,
-    RefusedLabels, SpanLossLabels,
+    RefusedLabels, SpanLabels, SpanLossLabels, TraceLabels,
 };
 use names::Names;
 use prometheus_client::metrics::counter::Counter;
+use prometheus_client::metrics::exemplar::HistogramWithExemplars;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
@@ -53,6 +54,10 @@ const LATENCY_BUCKETS: [f64; 19] = [
 
 fn latency() -> Histogram {
     Histogram::new(LATENCY_BUCKETS)
+}
+
+fn traced_latency() -> HistogramWithExemplars<TraceLabels> {
+    HistogramWithExemplars::new(LATENCY_BUCKETS.into_iter())
 }
 
 /// Everything that is counted.
@@ -104,8 +109,8 @@ pub struct Metrics {
     pub expired_lookups: Counter,
     /// Lookups of clients that have not proved their chunk size.
     pub unproven_lookups: Counter,
-    /// Spans that a collector of traces has taken.
-    pub exported_spans: Counter,
+    exported_spans: Counter,
+    span_seconds: Family<SpanLabels, HistogramWithExemplars<TraceLabels>>,
     lost_spans: Family<SpanLossLabels, Counter>,
     /// Background eviction passes, and those that evicted.
     pub eviction_ticks: Counter,
@@ -306,6 +311,11 @@ impl Metrics {
             exported_spans: own.add(
                 "trace_exported_spans",
                 "Spans that the collector of traces has taken",
+            ),
+            span_seconds: own.add_made(
+                "trace_span_seconds",
+                "Durations of spans that the collector of traces has, with the latest trace of each bucket",
+                Family::new_with_constructor(traced_latency),
             ),
             lost_spans: own.add("trace_lost_spans", "Spans that no collector has"),
             request_connections: own.add("request_connections", "Connections to the request port"),
@@ -540,6 +550,22 @@ impl Metrics {
         self.refused
             .get_or_create(&RefusedLabels { operation, reason })
             .inc();
+    }
+
+    /// A collector has taken spans; those of one call that it has not taken are not known one by one.
+    pub fn spans_exported(&self, spans: u64) {
+        self.exported_spans.inc_by(spans);
+    }
+
+    /// A span that the collector has, with the id of its trace in hexadecimal digits.
+    pub fn span(&self, span: &'static str, took: Duration, ended: SystemTime, trace_id: String) {
+        self.span_seconds
+            .get_or_create(&SpanLabels { span })
+            .observe(
+                took.as_secs_f64(),
+                Some(TraceLabels { trace_id }),
+                Some(ended),
+            );
     }
 
     /// Spans, or records that would have become spans, were dropped.

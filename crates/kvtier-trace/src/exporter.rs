@@ -6,7 +6,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use kvtier_config::TracingConfig;
 use kvtier_metrics::{Metrics, SpanLoss};
@@ -143,17 +143,17 @@ impl Exporter {
             }
             let request = otlp::request(&self.resource, batch.iter());
             let count = batch.len() as u64;
-            // Only their number is needed from here on.
-            drop(batch);
             let until = tokio::time::Instant::now() + RETRY_TIMEOUT;
             let mut pause = PAUSES[0];
             let is_answered = loop {
                 let error = match self.collector.export(&request).await {
                     Ok((rejected, reason)) => {
                         let rejected = rejected.min(count);
-                        self.metrics.exported_spans.inc_by(count - rejected);
-                        if rejected > 0 {
-                            self.reject(rejected, &reason);
+                        self.metrics.spans_exported(count - rejected);
+                        match rejected {
+                            0 => batch.iter().for_each(|span| self.observe(span)),
+                            // Which ones is not known.
+                            rejected => self.reject(rejected, &reason),
                         }
                         break true;
                     }
@@ -188,6 +188,14 @@ impl Exporter {
                 tracing::info!(seconds, "the collector of traces answers again");
             }
         }
+    }
+
+    /// Counts the duration of a span, with its trace as an exemplar.
+    fn observe(&self, span: &Span) {
+        let took = Duration::from_nanos(span.end.saturating_sub(span.start));
+        let ended = SystemTime::UNIX_EPOCH + Duration::from_nanos(span.end);
+        let trace_id = format!("{:032x}", u128::from_be_bytes(span.trace));
+        self.metrics.span(span.name, took, ended, trace_id);
     }
 
     fn reject(&self, spans: u64, reason: &str) {

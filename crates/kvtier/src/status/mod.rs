@@ -377,7 +377,7 @@ fn workers(status: &Status) -> Vec<String> {
             ),
             worker.block_size,
             match worker.use_mla {
-                true => ", K and V fused or MLA",
+                true => ", K and V in one tensor, as with MLA",
                 false => "",
             }
         ));
@@ -422,7 +422,7 @@ mod tests {
         );
         assert!(
             text.contains(
-                "\n  7: m, world of 2, engine-driven, 16 tokens per block, K and V fused or MLA\n"
+                "\n  7: m, world of 2, engine-driven, 16 tokens per block, K and V in one tensor, as with MLA\n"
             ),
             "{text}"
         );

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
 use kvtier_core::cache::{KeyOutcome, Page, SaltUsage, Stats};
 use kvtier_device::Direction;
@@ -65,6 +65,12 @@ fn all_counted() -> Metrics {
     metrics.answered("ping", Duration::from_micros(1));
     metrics.refused("store", "bad_key");
     metrics.spans_lost(SpanLoss::Rejected, 1);
+    metrics.span(
+        "request",
+        Duration::from_micros(1),
+        SystemTime::UNIX_EPOCH,
+        String::new(),
+    );
     let (tier, took) = (Arc::from("fs-0"), Duration::from_micros(1));
     metrics.l2.asked("s", 1);
     for call in TierCall::ALL {

@@ -137,7 +137,7 @@ fn check_and_start_refuse_impossible_memory_and_gpus() {
         ),
         (
             &["--l1-size-gb", "1048576"],
-            "L1 of 1048576.00 GiB (--l1-size-gb): ",
+            "L1 of 1048576.00 GiB (--l1-size-gb) is more than the m",
         ),
     ] {
         let start = [&START[..], &["--log-level", "off"], flags].concat();
