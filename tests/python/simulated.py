@@ -154,14 +154,14 @@ class Simulation:
         # What a schedule is about: steps scheduled ahead, copied states, states of checkpoints, tokens sampled behind right drafts.
         self.seen = Counter()
 
-    def add(self, name, tokens, salt=None, answer=4):
+    def add(self, name, tokens, salt=None, answer=4, **sampling):
         """A request arrives."""
         self.prompts[name], self.ends[name] = tokens, len(tokens) + answer
-        self.scheduler.add_request(self.request(name, tokens, salt, answer))
+        self.scheduler.add_request(self.request(name, tokens, salt, answer, **sampling))
 
-    def request(self, name, tokens, salt=None, answer=1):
+    def request(self, name, tokens, salt=None, answer=1, **sampling):
         """vLLM's request."""
-        params = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0)
+        params = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0, **sampling)
         params.update_from_generation_config({}, eos_token_id=1)
         return Request(name, tokens, params, None, cache_salt=salt, block_hasher=self.hasher)
 

@@ -10,6 +10,7 @@ from typing import Any
 from .._native import Prompt
 from ..scheduler import SchedulerAdapter
 from .contents import Contents
+from .parameters import Limits
 
 
 @dataclass
@@ -21,6 +22,7 @@ class Tracked:
 
     request: Any
     salt: str
+    limits: Limits
     block_ids: list[list[int]] = field(default_factory=list)
     """Blocks per group, from the prompt's start."""
 

@@ -32,6 +32,7 @@ from .kinds import (
 from .metadata import Move, StepMetadata, WorkerReport
 from .metrics import KvTierStats
 from .options import Identity, Options
+from .parameters import Limits
 from .requests import Keys, Tracked
 from .resets import PoolResets
 
@@ -112,7 +113,8 @@ class Scheduling:
     def _track(self, request: Any) -> Tracked:
         tracked = self.tracked.get(request.request_id)
         if tracked is None:
-            tracked = self.tracked[request.request_id] = Tracked(request, request.cache_salt or "")
+            limits = Limits.of(request, self.warnings)
+            tracked = self.tracked[request.request_id] = Tracked(request, request.cache_salt or "", limits)
         return tracked
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
@@ -128,7 +130,8 @@ class Scheduling:
         # window loaded for the end of the prompt may lack the first token of the one before.
         loadable = request.num_tokens - 1 if 1 in self.block_tokens or self.has_windows else request.num_tokens
         chunk = self.chunk
-        end = loadable // chunk * chunk if chunk else 0
+        # A limit is the lookup of a shorter prompt: what it finds is complete in all groups of layers.
+        end = min(loadable, tracked.limits.load) // chunk * chunk if chunk else 0
         skips = getattr(request, "skip_reading_prefix_cache", False)
         if not self.can_load or tracked.bypass or skips or not end or not self.keys.can_identify(request):
             return 0, False
@@ -289,7 +292,7 @@ class Scheduling:
             return
         # Speculated tokens, and tokens not sampled yet, are no part of the request.
         known = request.num_tokens if self.save_decode else request.num_prompt_tokens
-        end = min(computed, known, request.num_tokens) // chunk * chunk
+        end = min(computed, known, request.num_tokens, tracked.limits.store) // chunk * chunk
         start = tracked.stored_tokens
         if end <= start or not self.keys.can_identify(request):
             return
