@@ -20,7 +20,7 @@ def test_reset_and_stats(place, engines, caplog):
     engine.allocate(req, range(1, 6), 0)
     engine.finish(req)
     stats = engine.scheduler.get_kv_connector_stats()
-    assert stats.data == {"lookups": 2, "hit_tokens": CHUNK}
+    assert stats.data == {"lookups": 2, "hit_tokens": CHUNK, "misses_not_found": 1}
     assert KvTierConnector.build_kv_connector_stats(stats.to_dict()).aggregate(stats).data["lookups"] == 4
     assert engine.scheduler.get_kv_connector_stats() is None
     for _ in range(2):

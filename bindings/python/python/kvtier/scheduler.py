@@ -26,12 +26,14 @@ _BAD_ARGUMENTS = (ValueError, OverflowError, TypeError)
 
 
 class _Lookup:
-    """One request's lookup: in flight, or with its result in tokens."""
+    """One request's lookup: in flight, or with its result in tokens, and the cause if that is 0."""
 
-    __slots__ = ("asked", "future", "tokens")
+    __slots__ = ("asked", "future", "miss", "tokens")
 
-    def __init__(self, future: Future[int] | None, tokens: int | None, asked: int) -> None:
-        self.future, self.tokens, self.asked = future, tokens, asked
+    def __init__(self) -> None:
+        self.future: Future[int] | None = None
+        self.tokens: int | None = 0
+        self.asked, self.miss = 0, "no_server"
 
 
 class SchedulerAdapter:
@@ -149,7 +151,7 @@ class SchedulerAdapter:
         if request_id in self._lookups:
             return
         check_one_form(token_ids, block_hashes, prompt)
-        self._lookups[request_id] = lookup = _Lookup(None, 0, 0)
+        self._lookups[request_id] = lookup = _Lookup()
         chunk = self.chunk_tokens
         if chunk is None or not self.client.is_healthy:
             return
@@ -157,6 +159,7 @@ class SchedulerAdapter:
             whole = self._prompt(token_ids, block_hashes, prompt)
             end = len(whole) // chunk * chunk
             if end == 0:
+                lookup.miss = "too_short"
                 return
             lookup.future = self.client.lookup(
                 whole,
@@ -169,12 +172,13 @@ class SchedulerAdapter:
                 min(self._lookup_timeout, self.client.timeout),
                 traceparent,
             )
-            lookup.tokens, lookup.asked = None, end
+            lookup.tokens, lookup.asked, lookup.miss = None, end, "not_found"
         except (KvTierError, *_BAD_ARGUMENTS) as error:
             self._failed(request_id, error)
 
     def _failed(self, request_id: str, why: object) -> None:
         self.failed_lookups += 1
+        self._lookups[request_id].miss = "lookup_failed"
         self._warnings.warning("lookup", "lookup of request %r failed: %s; computing it", request_id, why)
 
     def check_lookup_result(self, request_id: str) -> int | None:
@@ -197,6 +201,14 @@ class SchedulerAdapter:
             found = 0
         lookup.tokens, lookup.future = found, None
         return found
+
+    def miss(self, request_id: str) -> str:
+        """Returns why the request's lookup had the result 0: ``no_server``, ``too_short``, ``lookup_failed`` or ``not_found``.
+
+        Raises:
+            KeyError: the request has no lookup.
+        """
+        return self._lookups[request_id].miss
 
     def has_lookup(self, request_id: str) -> bool:
         """Whether the request has a lookup, with or without a result."""

@@ -27,6 +27,19 @@ COUNTERS = {
     "retrieve_seconds": "Seconds from submission to end of successful retrieves",
 }
 
+MISSES = (
+    "no_server",
+    "too_short",
+    "not_identified",
+    "skipped_by_vllm",
+    "parameter",
+    "not_found",
+    "lookup_failed",
+    "load_failed",
+    "error",
+)
+"""Reasons of misses; docs/python.md has their causes. Each request counts at most once, by the first."""
+
 
 @dataclass
 class KvTierStats(KVConnectorStats):
@@ -62,7 +75,7 @@ class KvTierStats(KVConnectorStats):
 
 
 class KvTierPromMetrics(KVConnectorPromMetrics):
-    """Prometheus counters, one per name: ``vllm:kvtier_<name>``."""
+    """Prometheus counters: ``vllm:kvtier_<name>``, and ``vllm:kvtier_misses`` with a reason."""
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
@@ -73,6 +86,14 @@ class KvTierPromMetrics(KVConnectorPromMetrics):
             )
             for engine, values in per_engine_labelvalues.items():
                 self._by_engine[engine][name] = counter.labels(*values)
+        misses = self._counter_cls(
+            name="vllm:kvtier_misses",
+            documentation="KvTierConnector: Requests that could use nothing of the cache, by the first reason.",
+            labelnames=[*labelnames, "reason"],
+        )
+        for engine, values in per_engine_labelvalues.items():
+            for reason in MISSES:
+                self._by_engine[engine][f"misses_{reason}"] = misses.labels(*values, reason)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Adds the counts of one step."""

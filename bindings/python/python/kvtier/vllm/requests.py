@@ -47,8 +47,14 @@ class Tracked:
     load_failed: bool = False
     """Whether a worker reported that this load failed; on others it may still run."""
 
-    bypass: bool = False
-    """Whether the request is computed without another load, since one failed."""
+    bypass: str = ""
+    """Why the request is computed without another lookup: a miss of :data:`kvtier.vllm.metrics.MISSES`. Empty if it is not."""
+
+    miss: str = ""
+    """Why the last answer to vLLM was that nothing is cached: one of the same. Empty if something was."""
+
+    has_missed: bool = False
+    """Whether a miss of it was counted."""
 
     stores: int = 0
     """Number of stores sent to the workers."""

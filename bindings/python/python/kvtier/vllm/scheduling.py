@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.distributed.kv_events import BlockStored, KVCacheEvent
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 from ..limited import RateLimited
 from ..operation import NO_BLOCK
 from ..scheduler import SchedulerAdapter
 from ..transfer import Group
 from .contents import Contents
+from .events import stored_chunks
 from .guard import Errors, falls_back
 from .holds import Holds
 from .kinds import (
@@ -129,12 +129,13 @@ class Scheduling:
         # The last token is always computed, to sample the next. With blocks of one token its block must not be loaded, and a
         # window loaded for the end of the prompt may lack the first token of the one before.
         loadable = request.num_tokens - 1 if 1 in self.block_tokens or self.has_windows else request.num_tokens
-        chunk = self.chunk
-        # A limit is the lookup of a shorter prompt: what it finds is complete in all groups of layers.
-        end = min(loadable, tracked.limits.load) // chunk * chunk if chunk else 0
-        skips = getattr(request, "skip_reading_prefix_cache", False)
-        if not self.can_load or tracked.bypass or skips or not end or not self.keys.can_identify(request):
+        if not self.can_load:
             return 0, False
+        tracked.miss = self._miss_without_lookup(request, tracked, loadable)
+        if tracked.miss:
+            return 0, False
+        # A limit is the lookup of a shorter prompt: what it finds is complete in all groups of layers.
+        end = min(loadable, tracked.limits.load) // self.chunk * self.chunk
         request_id, adapter = request.request_id, self.adapter
         if not adapter.has_lookup(request_id):
             # vLLM has them if it traces too.
@@ -148,17 +149,38 @@ class Scheduling:
         cached = adapter.check_lookup_result(request_id)
         if cached is None:
             return None, False
+        tracked.miss = "" if cached else adapter.miss(request_id)
         tracked.matched, tracked.cached_tokens, tracked.local_tokens = True, cached, computed
         more = cached - computed
         if cached == request.num_tokens:
             more -= 1
         return (more, True) if more > 0 else (0, False)
 
+    def _miss_without_lookup(self, request: Any, tracked: Tracked, loadable: int) -> str:
+        """Returns why a request is not looked up; empty if it is."""
+        if tracked.bypass:
+            return tracked.bypass
+        if getattr(request, "skip_reading_prefix_cache", False):
+            return "skipped_by_vllm"
+        if not self.chunk:
+            return "no_server"
+        if loadable < self.chunk:
+            return "too_short"
+        if tracked.limits.load < self.chunk:
+            return "parameter"
+        return "" if self.keys.can_identify(request) else "not_identified"
+
+    def _count_miss(self, tracked: Tracked, miss: str) -> None:
+        if miss and not tracked.has_missed:
+            tracked.has_missed = True
+            self.stats.add(**{f"misses_{miss}": 1})
+
     def bypass_cache(self, request: Any) -> None:
         """Makes the request compute all its tokens."""
         request_id = request.request_id
         if (tracked := self.tracked.get(request_id)) is not None:
-            tracked.bypass, tracked.matched = True, False
+            tracked.bypass = tracked.miss = "error"
+            tracked.matched = False
         if self.adapter.has_lookup(request_id):
             self.adapter.end_session(request_id)
 
@@ -166,6 +188,7 @@ class Scheduling:
         """Notes vLLM's decision to load ``external_tokens`` tokens beyond its own, and the request's blocks."""
         tracked = self._track(request)
         tracked.block_ids = [list(ids) for ids in block_ids]
+        self._count_miss(tracked, tracked.miss)
         if not tracked.matched:
             return
         tracked.matched = False
@@ -219,7 +242,7 @@ class Scheduling:
         for request_id in preempted:
             if tracked := self.tracked.get(request_id):
                 # Its blocks may already be the new ones: a reset preempts and resumes in one step.
-                tracked.bypass = False
+                tracked.bypass = ""
         for tracked in self._take_wanted_loads():
             self._load(metadata, tracked)
         for new in scheduled.scheduled_new_reqs:
@@ -302,7 +325,7 @@ class Scheduling:
         table = self._current_blocks(request.request_id) if self.has_windows else tracked.block_ids
         blocks = blocks_of_range(table, self.groups, chunk, start, end)
         move = Move(request.request_id, self.keys.prompt(request, end), start, end, blocks, tracked.salt)
-        events = self._events(request, start, end) if self.wants_events else []
+        events = stored_chunks(request, start, end, chunk, self.hash_block_tokens) if self.wants_events else []
         move.number, self.next_number = self.next_number, self.next_number + 1
         if self.holds is not None:
             held = [[block for block in ids if block != NO_BLOCK] for ids in blocks]
@@ -366,7 +389,8 @@ class Scheduling:
             tracked.loading = False
             if tracked.load_failed:
                 # Missing chunks are stored again once they are computed.
-                tracked.load_failed, tracked.bypass = False, True
+                tracked.load_failed, tracked.bypass = False, "load_failed"
+                self._count_miss(tracked, tracked.bypass)
                 tracked.stored_tokens = tracked.local_tokens // self.chunk * self.chunk if self.chunk else 0
         report = output.kv_connector_worker_meta
         if isinstance(report, WorkerReport):
@@ -396,28 +420,6 @@ class Scheduling:
         self.in_flight_stores.pop(number, None)
         if self.holds is not None:
             self.holds.release(number)
-
-    def _events(self, request: Any, start: int, end: int) -> list[BlockStored]:
-        """Returns one event per chunk, with vLLM's own hashes of its blocks."""
-        if len(request.block_hashes) < end // self.hash_block_tokens:
-            return []
-        lora = request.lora_request
-        events, per_chunk = [], self.chunk // self.hash_block_tokens
-        for position in range(start, end, self.chunk):
-            first = position // self.hash_block_tokens
-            hashes = [maybe_convert_block_hash(each) for each in request.block_hashes[first : first + per_chunk]]
-            events.append(
-                BlockStored(
-                    block_hashes=hashes,
-                    parent_block_hash=maybe_convert_block_hash(request.block_hashes[first - 1]) if first else None,
-                    token_ids=list(request.all_token_ids[position : position + self.chunk]),
-                    block_size=self.hash_block_tokens,
-                    lora_id=lora.adapter_id if lora else None,
-                    medium="CPU",
-                    lora_name=lora.lora_name if lora else None,
-                )
-            )
-        return events
 
     def take_events(self) -> list[KVCacheEvent]:
         """Returns the events since the last call."""
