@@ -99,7 +99,8 @@ class Simulation:
     """One engine with a simulated model. `close` ends it."""
 
     def __init__(
-        self, server, name, specs, blocks, caching, step_tokens, seed=0, hash_parts=1, checkpoints=False, is_async=False, drafts=0, **options
+        self, server, name, specs, blocks, caching, step_tokens, seed=0, hash_parts=1, checkpoints=False, is_async=False, drafts=0, policy="fcfs",
+        **options,
     ):
         """`hash_parts`: vLLM's prefix cache finds such parts of blocks too; `checkpoints`: a step has states of such parts;
         `drafts`: tokens that are speculated in each step."""
@@ -117,7 +118,7 @@ class Simulation:
         config.scheduler_config.max_num_batched_tokens = step_tokens
         config.scheduler_config.max_num_scheduled_tokens = step_tokens
         config.scheduler_config.max_num_seqs = 4
-        config.scheduler_config.async_scheduling = is_async
+        config.scheduler_config.async_scheduling, config.scheduler_config.policy = is_async, policy
         extra = {
             "kvtier.url": server.url, "kvtier.model_name": name, "kvtier.start": "wait 60", "kvtier.lookup_timeout": 60,
             "kvtier.transfer_mode": "lmcache_driven", "kvtier.follow_resets": False, **options,
@@ -151,19 +152,20 @@ class Simulation:
         self.hasher = get_request_block_hasher(hash_block, sha256)
         self.values, self.external, self.preempted, self.steps, self.checked = {}, 0, 0, 0, 0
         self.scheduled, self.left = 0, 0
-        # What a schedule is about: steps scheduled ahead, copied states, states of checkpoints, tokens sampled behind right drafts.
+        # What a schedule is about: steps scheduled ahead, copied states, states of checkpoints, tokens sampled behind right drafts,
+        # preemptions in favour of later requests.
         self.seen = Counter()
 
-    def add(self, name, tokens, salt=None, answer=4, **sampling):
+    def add(self, name, tokens, salt=None, answer=4, priority=0, **sampling):
         """A request arrives."""
         self.prompts[name], self.ends[name] = tokens, len(tokens) + answer
-        self.scheduler.add_request(self.request(name, tokens, salt, answer, **sampling))
+        self.scheduler.add_request(self.request(name, tokens, salt, answer, priority, **sampling))
 
-    def request(self, name, tokens, salt=None, answer=1, **sampling):
+    def request(self, name, tokens, salt=None, answer=1, priority=0, **sampling):
         """vLLM's request."""
         params = SamplingParams(max_tokens=answer, ignore_eos=True, temperature=0, **sampling)
         params.update_from_generation_config({}, eos_token_id=1)
-        return Request(name, tokens, params, None, cache_salt=salt, block_hasher=self.hasher)
+        return Request(name, tokens, params, None, cache_salt=salt, priority=priority, block_hasher=self.hasher)
 
     def matched(self, name, tokens):
         """The tokens that the connector finds for a request, which then ends."""
@@ -296,6 +298,10 @@ class Simulation:
         scheduled = self.scheduler.schedule()
         self.scheduled = scheduled.total_num_scheduled_tokens
         self.preempted += len(scheduled.preempted_req_ids or ())
+        for name in scheduled.preempted_req_ids or ():
+            requests, lost = self.scheduler.requests, self.scheduler.requests[name]
+            running = [requests[other] for other in scheduled.num_scheduled_tokens]
+            self.seen["overtaken"] += any(one.priority < lost.priority and one.arrival_time > lost.arrival_time for one in running)
         # Those that have no more of their prompt to compute.
         samples = {name for name in scheduled.num_scheduled_tokens if not self.scheduler.requests[name].is_prefill_chunk}
         self.ahead.append((scheduled, samples))

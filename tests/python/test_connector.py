@@ -10,7 +10,9 @@ from kvrig.waiting import wait_until
 from rig import BLOCK, tokens
 from vllm_rig import request, same  # skips without vLLM
 
+from vllm import PoolingParams, SamplingParams
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.request import Request
 
 PER_CHUNK = CHUNK // BLOCK
 
@@ -184,6 +186,41 @@ def test_block_hashes_as_keys(place, engines):
     other = request("c", prompt)
     other.block_hashes[PER_CHUNK - 1] = b"another"
     assert engine.match(other) == (0, False)
+
+
+def stored(engine, req, blocks):
+    """Computes a request in one step; returns the ranges that it stores."""
+    assert engine.scheduler.get_num_new_matched_tokens(req, 0) == (0, False), "at once: there is no lookup"
+    engine.allocate(req, blocks, 0)
+    moves = engine.step(new=[(req, blocks, 0, req.num_tokens)]).metadata.stores
+    engine.finish(req)
+    return [(move.start, move.end) for move in moves]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "pooling"),
+    [(SamplingParams(prompt_logprobs=1, max_tokens=1), None), (None, PoolingParams(task="token_embed", skip_reading_prefix_cache=True))],
+    ids=["prompt-logprobs", "pooling"],
+)
+def test_requests_that_need_every_token_store_only(place, engines, sampling, pooling):
+    """vLLM must compute their whole prompt; others load what they have stored."""
+    engine, prompt = engines(place.server()), tokens(2 * CHUNK + 1, "every")
+    for name in ("a", "b"):
+        req = Request(name, prompt, sampling, pooling)
+        assert stored(engine, req, range(1, 10)) == [(0, 2 * CHUNK)]
+    assert engine.match(request("c", prompt)) == (2 * CHUNK, True)
+
+
+def test_prompt_embeddings_are_not_cached_by_tokens(place, engines):
+    """Their token ids are zeros, whatever they are: neither such a request nor a prompt of zeros finds them."""
+    engine, zeros = engines(place.server()), [0] * (2 * CHUNK + 1)
+    sampling = SamplingParams(max_tokens=1)
+    embeds = Request("a", None, sampling, None, prompt_embeds=torch.zeros(len(zeros), 8))
+    assert list(embeds.all_token_ids) == zeros
+    assert stored(engine, embeds, range(1, 10)) == []
+    engine.prefill(request("b", zeros), range(11, 20))
+    assert engine.match(request("c", zeros)) == (2 * CHUNK, True)
+    assert stored(engine, Request("d", None, sampling, None, prompt_embeds=torch.ones(len(zeros), 8)), range(21, 30)) == []
 
 
 def test_events(place, engines, tmp_path):

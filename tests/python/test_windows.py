@@ -50,7 +50,7 @@ def prompts(source, count):
 
 # How vLLM schedules, and what a simulation counts then. A step may be scheduled before the last one has ended. vLLM's own hits may end at
 # half a block, whose state it copies (tails), or which its kernels write into a block of its own (checkpoints). With drafts, states are
-# in their places behind sampling only.
+# in their places behind sampling only. With priorities any request may be preempted, also one that this step has scheduled already.
 SCHEDULES = {
     "plain": ({}, None),
     "async": ({"is_async": True}, "ahead"),
@@ -58,6 +58,7 @@ SCHEDULES = {
     "tails-async": ({"hash_parts": 2, "is_async": True}, "copies"),
     "checkpoints": ({"hash_parts": 2, "checkpoints": True}, "checkpoints"),
     "drafts": ({"drafts": 3}, "moves"),
+    "priorities": ({"policy": "priority"}, "overtaken"),
 }
 # Beside windows vLLM finds whole blocks only.
 COMBINED = [pair for pair in itertools.product(STATES, SCHEDULES) if pair[0] != "states-and-windows" or "tails" not in pair[1]]
@@ -65,7 +66,7 @@ COMBINED = [pair for pair in itertools.product(STATES, SCHEDULES) if pair[0] != 
 
 @pytest.mark.parametrize(
     ("model", "schedule"),
-    [*itertools.product(MODELS, ["plain"]), *itertools.product(["gemma", "chunked"], ["async"]), *COMBINED],
+    [*itertools.product(MODELS, ["plain"]), *itertools.product(["gemma", "chunked"], ["async", "priorities"]), *COMBINED],
 )
 def test_every_hit_has_the_kv_of_its_tokens(place, model, schedule):
     """Random prompts, steps, caches, tenants and numbers of blocks, with preemptions: no layer attends to wrong KV."""
@@ -84,7 +85,8 @@ def test_every_hit_has_the_kv_of_its_tokens(place, model, schedule):
             free, asked = engine.free_blocks(), []
             for number, prompt in enumerate(prompts(random.Random(model), 14)):
                 asked.append((prompt, source.choice([None, "alice"])))
-                engine.add(f"{seed}-{number}", *asked[-1], answer=source.choice([1, ANSWER]))
+                # The later, the more urgent.
+                engine.add(f"{seed}-{number}", *asked[-1], answer=source.choice([1, ANSWER]), priority=-number)
                 for _ in range(source.choice([0, 1, 4])):
                     engine.step()
             engine.run()
@@ -149,7 +151,7 @@ def test_states_are_not_put_off(place):
     assert found == [0, 2 * (899 // 16 * 16)]
 
 
-@pytest.mark.parametrize(("model", "schedule"), [pair for pair in COMBINED if pair[1] != "checkpoints"])
+@pytest.mark.parametrize(("model", "schedule"), [pair for pair in COMBINED if pair[1] not in ("checkpoints", "priorities")])
 def test_hits_end_at_the_last_state(place, model, schedule):
     """Of what another engine has stored everything up to the last state that vLLM keeps of a prompt is loaded, by chunks of one block."""
     server, made = place.server("lmcache_driven"), prompts(random.Random(f"{model}-whole"), 8)
