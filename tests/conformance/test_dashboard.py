@@ -160,6 +160,22 @@ def test_page_says_what_status_says(serve, engines, visit, tmp_path):
     assert len(files) == 11 and sum(sizes) < 300 * 1024, (files, sum(sizes))
 
 
+def test_gpus_say_what_copies(serve, engines, visit):
+    """A GPU's card has the share of each executor in the bytes that it copied, as /status counts them."""
+    server = serve("cuda", fresh=True)
+    engine = engines(server)
+    prompt = tokens(64)
+    engine.store_prompt(prompt)
+    engine.wait_hit(prompt, 64)
+    page = visit(server)
+    page.wait(IS_LIVE)
+    page.wait("[...document.querySelectorAll('#gpus dd')].some(it => it.textContent.includes('100 %'))")
+    [gpu] = [gpu for gpu in server.get("/status")[1]["devices"]["cuda"]["gpus"] if gpu["in_use"]]
+    [executor] = {moved["executor"] for moved in gpu["state"]["moved"] if moved["bytes"] > 0}
+    card = facts(page, "#gpus", f"GPU {gpu['ordinal']}")
+    assert card["Copied by"] == f"{executor} 100 %" and card["Open allocations"] == str(gpu["state"]["open_allocations"])
+
+
 def test_charts_have_the_past(serve, engines, visit):
     """What happened before the page was opened is drawn, and a cursor names the values of a moment."""
     server = serve()

@@ -45,7 +45,6 @@ def tier(mooncake, path):
     return tiers.adapter("process", socket_path=str(path), command=mooncake.command())
 
 
-@pytest.mark.beside_the_gate
 def test_suite_passes(mooncake, tmp_path):
     """`kvtier tier-test`, which is the suite that every adapter passes. Mooncake may return other bytes of an object that is removed
     while it is read, which kvtier notices: a miss, as its last case finds."""

@@ -110,13 +110,11 @@ def test_objects_of_lmcache_are_not_loaded_for_cpu_pages_unless_trusted(seaweed,
     assert tiers.tier(server)["missing_layout_lookups"] == 4
 
 
-@pytest.mark.beside_the_gate
 def test_suite_passes(seaweed):
     """`kvtier tier-test`. SeaweedFS takes "//" for "/", so it lists the model "/absolute" of the suite under another name."""
     assert tiers.failed_cases(bucket(seaweed)) == ["odd_keys_are_kept_or_refused"]
 
 
-@pytest.mark.beside_the_gate
 def test_suite_passes_but_for_odd_listings(tmp_path):
     """As `test_suite_passes`. rclone replaces control characters in keys, refuses pages that it did not name itself, and may list a
     key twice that is being written."""

@@ -276,6 +276,7 @@ function gpus(cuda, rates) {
           error && ["Cause", error, "bad"],
           ["To L1", byteRate(moved?.store ?? 0)],
           ["From L1", byteRate(moved?.retrieve ?? 0)],
+          gpu.state && ["Copied by", executors(gpu.state.moved)],
           gpu.state && ["Transfers in flight", `${count(gpu.state.transfers_under_way.store)} stores, ${count(gpu.state.transfers_under_way.retrieve)} retrieves`],
           gpu.state && ["Event timeouts", count(gpu.state.event_timeouts), gpu.state.event_timeouts > 0 ? "warn" : undefined],
           gpu.state && ["Open allocations", count(gpu.state.open_allocations)],
@@ -284,6 +285,14 @@ function gpus(cuda, rates) {
         ].filter(Boolean)));
     });
   });
+}
+
+/** The share of each executor in what a GPU has copied. */
+function executors(moved) {
+  const sums = new Map();
+  for (const { executor, bytes: part } of moved) sums.set(executor, (sums.get(executor) ?? 0) + part);
+  const all = [...sums.values()].reduce((sum, part) => sum + part, 0);
+  return all === 0 ? NONE : [...sums].filter(([, part]) => part > 0).map(([name, part]) => `${name} ${percent(part / all)}`).join(", ");
 }
 
 function lookups(latest) {
