@@ -244,8 +244,17 @@ class ModeCases:
         # vLLM computes at least one token itself. Behind a hit in its own prefix cache it would compute a whole block.
         found = answer.external if answer.external in (WHOLE - 1, WHOLE) else WHOLE
         self.expect("exact-hit", answer, "exact", found, comparable=self.is_exact)
+        if self.options.connector == "kvtier":
+            self.parameters()
         if vllm.events:
             self.events_published()
+
+    def parameters(self):
+        """What a request asks of the cache reaches the connector through vLLM's API."""
+        self.overwrite()
+        limits = {"kvtier.max_load_tokens": SHARED + 1, "kvtier.store": False}
+        answer = self.vllm.measured(self.prompts.main, kv_transfer_params=limits)
+        self.expect("limited-hit", answer, "main", SHARED, local=0)
 
     def events_published(self):
         """Each chunk was published once, by vLLM's hashes of its blocks, and not again when it was loaded; none was lost."""

@@ -118,11 +118,12 @@ class Vllm:
         with urllib.request.urlopen(request, timeout=timeout) as response:
             return response.read()
 
-    def ask(self, prompt, count=16, salt=None, cancelled_after=None):
-        """Greedy completion of a list of token ids; or its first `cancelled_after` tokens, after which the request is cancelled."""
+    def ask(self, prompt, count=16, salt=None, cancelled_after=None, **more):
+        """Greedy completion of a list of token ids; or its first `cancelled_after` tokens, after which the request is cancelled. `more`
+        goes into the request's body."""
         body = {
             "model": "tiny", "prompt": prompt, "max_tokens": count, "temperature": 0, "ignore_eos": True,
-            "stream": True, "return_token_ids": True,
+            "stream": True, "return_token_ids": True, **more,
         }  # fmt: skip
         if salt is not None:
             body["cache_salt"] = salt
@@ -169,10 +170,10 @@ class Vllm:
         """One of vLLM's numbers."""
         return total(self.call("GET", "/metrics").decode(), name)
 
-    def measured(self, prompt, salt=None):
+    def measured(self, prompt, salt=None, **more):
         """`ask`, with the counters' differences."""
         before = self.counters()
-        answer = self.ask(prompt, salt=salt)
+        answer = self.ask(prompt, salt=salt, **more)
         answer.external, answer.local, answer.computed = (
             new - old for new, old in zip(self.counters(), before, strict=True)
         )
