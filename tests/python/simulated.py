@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import CHUNK
 from kvrig.waiting import wait_until
 
 pytest.importorskip("vllm")
@@ -32,10 +33,13 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler  # noqa: E402
 from vllm.v1.core.sched.scheduler import Scheduler  # noqa: E402
 from vllm.v1.kv_cache_interface import (  # noqa: E402
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
     MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput  # noqa: E402
@@ -86,6 +90,22 @@ def state(block):
     return MambaSpec(block_size=block, shapes=((PAGE,),), dtypes=(torch.float32,), mamba_cache_mode="align")
 
 
+def latents(block, per_state=1):
+    """Full attention to latents, one for this many tokens."""
+    size = PAGE // (block // per_state)
+    return MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=size, dtype=torch.float32, tokens_per_state=per_state)
+
+
+def latent_window(block, tokens):
+    """A window of this many latents."""
+    return SlidingWindowMLASpec(block_size=block, num_kv_heads=1, head_size=PAGE // block, dtype=torch.float32, sliding_window=tokens)
+
+
+def ring(tokens):
+    """A request's scratch memory of its last tokens, from which latents of several are made."""
+    return CircularBufferSpec(block_size=tokens, num_kv_heads=1, head_size=PAGE // tokens, head_size_v=0, dtype=torch.float32)
+
+
 def _next_kv(known, token):
     """The KV of a token behind those that are known."""
     return hash((known[-1] if known else 1, token)) % (1 << 20)
@@ -100,19 +120,24 @@ class Simulation:
 
     def __init__(
         self, server, name, specs, blocks, caching, step_tokens, seed=0, hash_parts=1, checkpoints=False, is_async=False, drafts=0, policy="fcfs",
-        **options,
+        draft_group=None, **options,
     ):
         """`hash_parts`: vLLM's prefix cache finds such parts of blocks too; `checkpoints`: a step has states of such parts;
-        `drafts`: tokens that are speculated in each step."""
+        `drafts`: tokens that are speculated in each step; `draft_group`: the group of the model that drafts them, as EAGLE's, whose KV
+        depends on the next token too."""
         config = copy.deepcopy(_vllm_config(drafts))
-        hash_block = min(spec.block_size for spec in specs) // hash_parts
+        if draft_group is not None:
+            for name in ("use_eagle", "use_eagle_block_drop"):
+                object.__setattr__(config.speculative_config, name, lambda: True)
+        cached = [spec.block_size for spec in specs if spec.prefix_cacheable]
+        hash_block = min(cached) // hash_parts
         kept = {"num_speculative_blocks": drafts}
         if checkpoints:
             kept |= {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": hash_block}
         specs = [replace(spec, **kept) if isinstance(spec, MambaSpec) else spec for spec in specs]
         config.cache_config.num_gpu_blocks = blocks
         config.cache_config.enable_prefix_caching = caching
-        config.cache_config.block_size = max(spec.block_size for spec in specs)
+        config.cache_config.block_size = max(cached)
         if any(isinstance(spec, MambaSpec) for spec in specs):
             config.cache_config.mamba_cache_mode = "align"
         config.scheduler_config.max_num_batched_tokens = step_tokens
@@ -126,19 +151,21 @@ class Simulation:
         config.kv_transfer_config = KVTransferConfig(
             kv_connector="KvTierConnector", kv_role="kv_both", kv_connector_module_path="kvtier.vllm", kv_connector_extra_config=extra
         )
-        sizes = [spec.block_size for spec in specs]
         groups = [KVCacheGroupSpec([f"g{g}.l{layer}" for layer in range(LAYERS)], spec) for g, spec in enumerate(specs)]
+        if draft_group is not None:
+            groups[draft_group].is_eagle_group = True
+        self.draft_group = draft_group
         cache = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=groups)
         cache.kv_cache_layout, cache.hash_block_size = "LBHNC", hash_block
-        self.specs, self.block_tokens, self.hash_block, self.drafts = specs, max(sizes), hash_block, drafts
+        self.specs, self.block_tokens, self.hash_block, self.drafts = specs, max(cached), hash_block, drafts
         self.cache = cache
-        self.alignment = resolve_cache_hit_alignment_tokens(cache, config, max(sizes), hash_block)
+        self.alignment = resolve_cache_hit_alignment_tokens(cache, config, max(cached), hash_block)
         self.scheduler = (AsyncScheduler if is_async else Scheduler)(
-            config, cache, StructuredOutputManager(config), block_size=max(sizes), hash_block_size=hash_block, log_stats=True
+            config, cache, StructuredOutputManager(config), block_size=max(cached), hash_block_size=hash_block, log_stats=True
         )
         self.worker = KvTierConnector(copy.deepcopy(config), KVConnectorRole.WORKER, cache)
         pages = [torch.zeros(blocks * PAGE) for _ in range(LAYERS)]
-        slots = [1 if isinstance(spec, MambaSpec) else spec.block_size for spec in specs]
+        slots = [1 if isinstance(spec, MambaSpec) else spec.num_states for spec in specs]
         self.tensors = {
             f"g{g}.l{layer}": page.view(blocks, 1, count, PAGE // count) for layer, page in enumerate(pages) for g, count in enumerate(slots)
         }
@@ -198,11 +225,10 @@ class Simulation:
             speculated.append(_next_kv(speculated, token))
         return torch.tensor(speculated, dtype=torch.float32)
 
-    def _pages(self, group, table, first, last):
-        """Of each layer, the pages of tokens from `first` to `last`, as (tensor, blocks, places in them)."""
-        at = torch.arange(first, last)
-        size = self.specs[group].block_size
-        blocks, places = torch.tensor(table)[at // size], at % size
+    def _pages(self, group, table, at):
+        """Of each layer, the pages of the tokens `at`, as (tensor, blocks, places in them)."""
+        spec = self.specs[group]
+        blocks, places = torch.tensor(table)[at // spec.block_size], at % spec.block_size // spec.tokens_per_state
         return [(self.tensors[f"g{group}.l{layer}"], blocks, places) for layer in range(LAYERS)]
 
     @staticmethod
@@ -212,27 +238,51 @@ class Simulation:
 
     def _attend(self, name, computed, scheduled, drafts):
         """Checks what each layer attends to, then computes."""
-        values, table = self._kv(name, computed + scheduled - len(drafts), drafts), self.tables[name]
+        target, table = self._kv(name, computed + scheduled - len(drafts), drafts), self.tables[name]
         for group, spec in enumerate(self.specs):
+            values = self._kv(name, computed + scheduled + 1, [])[1:] if group == self.draft_group else target
             if isinstance(spec, MambaSpec):
                 self._advance_state(name, group, values, computed, scheduled, len(drafts))
+                continue
+            if isinstance(spec, CircularBufferSpec):
+                self._turn_ring(name, group, values, computed, scheduled)
                 continue
             if isinstance(spec, ChunkedLocalAttentionSpec):
                 first = computed // spec.attention_chunk_size * spec.attention_chunk_size
             else:
                 first = max(0, computed - (spec.sliding_window or computed + 1) + 1)
-            for layer, (tensor, blocks, places) in enumerate(self._pages(group, table[group], first, computed)):
-                wanted = self._expected(values[first:computed], group, layer, tensor.shape[-1])
+            # A latent of several tokens is that of the last of them.
+            whole = spec.tokens_per_state
+            known, new = torch.arange(first, computed // whole * whole, whole), torch.arange(computed // whole * whole, computed + scheduled, whole)
+            new = new[new + whole <= computed + scheduled]
+            for layer, (tensor, blocks, places) in enumerate(self._pages(group, table[group], known)):
+                wanted = self._expected(values[known + whole - 1], group, layer, tensor.shape[-1])
                 found = tensor[blocks, 0, places]
                 if not torch.equal(found, wanted):
-                    wrong = (found != wanted).any(1).nonzero().flatten() + first
+                    wrong = known[(found != wanted).any(1)]
+                    if group == self.draft_group and not ((wrong + 1) % CHUNK).any():
+                        self.seen["stale"] += len(wrong)
+                        continue
                     raise Wrong(
                         f"step {self.steps}: request {name} at {computed}: group {group} ({spec.block_size} tokens per block) attends to "
                         f"wrong KV of tokens {wrong[:8].tolist()}.. {wrong[-1].item()}; table {table[group]}"
                     )
                 self.checked += len(places)
-            for layer, (tensor, blocks, places) in enumerate(self._pages(group, table[group], computed, computed + scheduled)):
-                tensor[blocks, 0, places] = self._expected(values[computed : computed + scheduled], group, layer, tensor.shape[-1])
+            for layer, (tensor, blocks, places) in enumerate(self._pages(group, table[group], new)):
+                tensor[blocks, 0, places] = self._expected(values[new + whole - 1], group, layer, tensor.shape[-1])
+
+    def _turn_ring(self, name, group, values, computed, scheduled):
+        """Checks the tokens that no latent has yet, and puts the `scheduled` ones behind them."""
+        [block], size = self.tables[name][group], self.specs[group].block_size
+        unfinished = max(spec.tokens_per_state for spec in self.specs if isinstance(spec, MLAAttentionSpec))
+        old, new = torch.arange(computed // unfinished * unfinished, computed), torch.arange(computed, computed + scheduled)[-size:]
+        for layer in range(LAYERS):
+            tensor = self.tensors[f"g{group}.l{layer}"]
+            found, wanted = tensor[block, 0, old % size], self._expected(values[old], group, layer, tensor.shape[-1])
+            if not torch.equal(found, wanted):
+                raise Wrong(f"step {self.steps}: request {name} at {computed}: its ring lacks tokens behind {computed // unfinished * unfinished}")
+            tensor[block, 0, new % size] = self._expected(values[new], group, layer, tensor.shape[-1])
+            self.checked += len(old)
 
     def _advance_state(self, name, group, values, computed, scheduled, drafts):
         """Checks the state after the `computed` tokens, and moves it behind those that are `scheduled`: behind each draft in a block of its

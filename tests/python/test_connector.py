@@ -51,6 +51,24 @@ def test_store_and_load(place, engines, transfer):
     wait_until(lambda: leased() == "0", 60, "no leases")
 
 
+@pytest.mark.parametrize("transfer", ["engine_driven", "lmcache_driven"])
+def test_blocks_divided_by_kernels(place, engines, transfer):
+    """Where attention kernels have smaller blocks than vLLM, tensors have several for one of its ids: all are stored and loaded, and no
+    other is written."""
+    server = place.server()
+    first, second = (engines(server, seed=seed, kernel_blocks=2, **{"kvtier.transfer_mode": transfer}) for seed in (1, 7))
+    prompt, blocks = tokens(2 * CHUNK, "kernel blocks"), list(range(1, 9))
+    first.prefill(request("a", prompt), blocks)
+    first.wait_for_stores()
+    others = [block for block in range(second.layout.shape[0]) if not 12 <= block < 19]
+    before = second.read(others)
+    exact = request("b", prompt)
+    assert second.match(exact, computed=BLOCK) == (2 * CHUNK - BLOCK - 1, True)
+    assert second.load(exact, range(11, 19), BLOCK, 2 * CHUNK - BLOCK - 1) == set()
+    assert same(second.read(list(range(12, 19))), first.read(blocks[1:]))
+    assert same(second.read(others), before)
+
+
 def test_chunked_prefill_stores_each_chunk(place, engines):
     """Steps store whole chunks, each once, as they complete them; the rest of the prompt and decoding store nothing."""
     engine = engines(place.server())

@@ -1,8 +1,10 @@
 """vLLM's connector: options, identities, keys of pictures, and models that are refused."""
 
+from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import CHUNK
 from rig import BLOCK, tokens
 from vllm_rig import (  # skips without vLLM
@@ -16,9 +18,14 @@ from vllm_rig import (  # skips without vLLM
 )
 
 from kvtier import Prompt
+from kvtier.transfer import Group
 from kvtier.vllm import KvTierConnector, kinds
 from kvtier.vllm.options import Identity, Options
+from kvtier.vllm.registered import Registered
 from kvtier.vllm.requests import with_pictures
+from vllm.v1 import kv_cache_interface as interface
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.single_type_kv_cache_manager import SinkFullAttentionManager
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 
@@ -148,7 +155,7 @@ def test_unsupported_models_are_refused(place, monkeypatch):
         with pytest.raises(ValueError, match="recurrent states from vLLM 0.30 on, and layer.0 has one"):
             KvTierConnector(vllm_config(server), role, cache_config(["layer.0"], MambaSpec))
     monkeypatch.undo()
-    for more, error in (({"non_causal": True}, "non_causal is False"), ({"tokens_per_state": 4}, "tokens_per_state is 1")):
+    for more, error in (({"non_causal": True}, "non_causal is False"), ({"tokens_per_state": 2}, "tokens_per_state is 1")):
         altered = cache_config(["layer.0"])
         vars(altered.kv_cache_groups[0].kv_cache_spec).update(more)
         with pytest.raises(ValueError, match=error):
@@ -159,6 +166,96 @@ def test_unsupported_models_are_refused(place, monkeypatch):
     with pytest.raises(ValueError, match="KV layouts"):
         worker.register_kv_caches({})
     worker.shutdown()
+
+
+def vllm_groups(*specs):
+    """A cache of vLLM's own kinds, a layer for each group."""
+    groups = [interface.KVCacheGroupSpec([f"layer.{number}"], spec) for number, spec in enumerate(specs)]
+    return interface.KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups, hash_block_size=BLOCK, kv_cache_layout="LBNHC")
+
+
+LATENT = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.bfloat16}
+
+
+def refusal(cache):
+    """Why a cache is not served."""
+    with pytest.raises(ValueError) as error:
+        kinds.served_groups(cache)
+    return str(error.value)
+
+
+def test_windows_of_latents_are_latents():
+    """One rank stores for all, as with other latents; a page depends on the release."""
+    latents, heads = interface.MLAAttentionSpec(**LATENT), interface.FullAttentionSpec(**LATENT)
+    window = interface.SlidingWindowMLASpec(**LATENT, sliding_window=6)
+    groups, are_latents = kinds.served_groups(vllm_groups(latents, window))
+    assert are_latents and [(group.sliding_window, group.block_tokens) for group in groups] == [(-1, BLOCK), (8, BLOCK)]
+    assert not kinds.served_groups(vllm_groups(latents, window, heads))[1]
+    for cache, owns in ((vllm_groups(latents), False), (vllm_groups(latents, window), True)):
+        assert kinds.has_latent_windows(group.kv_cache_spec for group in cache.kv_cache_groups) is owns
+    compressed = interface.SlidingWindowMLASpec(**LATENT, sliding_window=6, tokens_per_state=2)
+    assert "layer.0 (SlidingWindowMLASpec) has 2" in refusal(vllm_groups(compressed))
+
+
+def test_scratch_memory_is_left_out():
+    """Of the groups, and not of vLLM's numbers."""
+    ring = interface.CircularBufferSpec(block_size=6, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
+    compressed = interface.MLAAttentionSpec(**LATENT, tokens_per_state=2)
+    cache = vllm_groups(ring, compressed, ring, interface.MLAAttentionSpec(**LATENT))
+    groups, are_latents = kinds.served_groups(cache)
+    assert [group.layer_names for group in groups] == [["layer.1"], ["layer.3"]] and are_latents
+    assert kinds.served_numbers(cache) == (1, 3) and kinds.scratch_layers(cache) == {"layer.0", "layer.2"}
+    assert kinds.of_served("abcd", (1, 3)) == ["b", "d"]
+    # A hit ends between two latents, also where the scheduler does not see that layers of a group are compressed.
+    assert kinds.is_compressed(cache) and kinds.is_compressed(vllm_groups(ring, interface.MLAAttentionSpec(**LATENT)))
+    assert not kinds.is_compressed(vllm_groups(interface.MLAAttentionSpec(**LATENT)))
+    assert kinds.chunk_unit(cache, groups) == BLOCK
+    assert "no group of layers that can be cached" in refusal(vllm_groups(ring))
+
+
+def test_caches_that_cannot_be_right_are_refused():
+    """By the layer, the kind and the reason."""
+    latents = interface.MLAAttentionSpec(**LATENT)
+    replayed = interface.SlidingWindowMLASpec(**LATENT, sliding_window=6, bounded_replay=True)
+    assert "layer.1 (SlidingWindowMLASpec) has it: KV behind a hit is not exact" in refusal(vllm_groups(latents, replayed))
+    resident = interface.HiSparseResidentSpec(block_size=BLOCK, page_size=64)
+    assert "layer.1 has HiSparseResidentSpec, which it leaves out" in refusal(vllm_groups(latents, resident))
+    in_host = vllm_groups(latents)
+    in_host.kv_cache_groups[0].host_resident = True
+    assert "the blocks of layer.0 are in the host's" in refusal(in_host)
+    sinks = interface.SinkFullAttentionSpec(**LATENT, sink_len=BLOCK)
+    assert "layer.0 has SinkFullAttentionSpec: vLLM reserves no blocks" in refusal(vllm_groups(sinks))
+    for tokens in (3, Fraction(1, 2)):
+        wrong = interface.MLAAttentionSpec(**LATENT, tokens_per_state=tokens)
+        assert f"layer.0 (MLAAttentionSpec) has {tokens}" in refusal(vllm_groups(wrong))
+    both = {"layer.0": latents, "other": interface.MLAAttentionSpec(**LATENT, tokens_per_state=2)}
+    mixed = vllm_groups(interface.UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=both))
+    assert "only beside a CircularBufferSpec or windows; the group of layer.0 has both" in refusal(mixed)
+
+
+def test_vllm_reserves_no_blocks_for_sinks():
+    """Sinks are in the pool's first blocks. Once a manager keeps requests out of these, such models can be served."""
+    sinks = interface.SinkFullAttentionSpec(**LATENT, sink_len=BLOCK)
+    pool = BlockPool(num_gpu_blocks=8, enable_caching=True, hash_block_size=BLOCK)
+    SinkFullAttentionManager(sinks, block_pool=pool, enable_caching=True, kv_cache_group_id=0, scheduler_block_size=BLOCK)
+    assert [block.block_id for block in pool.get_new_blocks(1)] == [1]
+
+
+def test_registered_groups_have_one_shape_each():
+    """Layers that share block ids may have unlike pages; groups are in the order of their first layers."""
+    page, other = torch.zeros(8, 1, BLOCK, 8), torch.zeros(16, 1, BLOCK // 2, 4)
+    groups = [Group(["b", "d"], BLOCK), Group(["a", "c"], BLOCK, 2 * BLOCK)]
+    found = Registered({"a": page, "b": page, "c": other, "d": other, "shared": page}, groups, 8)
+    assert [(group.layer_names, group.block_tokens, group.sliding_window) for group in found.groups] == [
+        (["a"], BLOCK, 2 * BLOCK), (["b"], BLOCK, -1), (["c"], BLOCK // 2, 2 * BLOCK), (["d"], BLOCK // 2, -1)
+    ]  # fmt: skip
+    assert found.blocks([[1, 2], [-1, 3]]) == [[-1, 3], [1, 2], [-1, -1, 6, 7], [2, 3, 4, 5]]
+    # K and V planes before the blocks, and a number of blocks that is unknown.
+    planes = torch.zeros(2, 16, BLOCK // 2, 1, 4)
+    assert Registered({"a": planes}, [Group(["a"], BLOCK)], 8).blocks([[3]]) == [[6, 7]]
+    assert Registered({"a": planes}, [Group(["a"], BLOCK)], None).blocks([[3]]) == [[3]]
+    with pytest.raises(ValueError, match="a has 24 blocks of 4 tokens, 3 times"):
+        Registered({"a": torch.zeros(24, 1, 1, 4)}, [Group(["a"], BLOCK)], 8)
 
 
 def test_chunk_size_follows_blocks_of_all_groups(place):

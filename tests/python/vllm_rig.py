@@ -86,7 +86,8 @@ def request(name, prompt, salt=None, **more):
 class Vllm:
     """A scheduler's connector, the workers' connectors, and vLLM's part between them."""
 
-    def __init__(self, server, ranks=1, mla=False, seed=1, **options):
+    def __init__(self, server, ranks=1, mla=False, seed=1, kernel_blocks=1, **options):
+        """`kernel_blocks`: blocks of the attention kernels in one of vLLM's."""
         config = cache_config((f"layer.{i}" for i in range(2)), MLAAttentionSpec if mla else FullAttentionSpec)
         self.layout = layouts.layout("mla" if mla else "fused_hnd")
         if mla:
@@ -98,7 +99,12 @@ class Vllm:
         for rank in range(ranks):
             worker = KvTierConnector(vllm_config(server, rank=rank, **shape), KVConnectorRole.WORKER, config)
             tensors = layouts.allocate(self.layout, 2, torch.Generator().manual_seed(seed + (0 if mla else rank)))
-            worker.register_kv_caches({f"layer.{i}": tensor for i, tensor in enumerate(tensors)})
+            blocks, heads, size, content = self.layout.shape if kernel_blocks > 1 else (None,) * 4
+            config.num_blocks = blocks
+            views = tensors if kernel_blocks == 1 else [
+                tensor.view(blocks * kernel_blocks, heads, size // kernel_blocks, content) for tensor in tensors
+            ]  # fmt: skip
+            worker.register_kv_caches({f"layer.{i}": view for i, view in enumerate(views)})
             self.workers.append(worker)
             self.tensors.append(tensors)
         self.aggregator = KVOutputAggregator(ranks)

@@ -20,12 +20,13 @@ from ..operation import LoadStoreOp
 from ..worker import WorkerAdapter
 from .fingerprint import unknown_weights
 from .guard import Errors, falls_back
-from .kinds import chunk_tokens, chunk_unit, has_windows, served_groups
+from .kinds import chunk_tokens, chunk_unit, has_windows, scratch_layers, served_groups
 from .logs import use_vllm_log
 from .metadata import Move, StepMetadata, WorkerReport
 from .metrics import KvTierPromMetrics, KvTierStats
 from .options import Identity, Options
 from .pages import page_format
+from .registered import Registered
 from .releases import note_untested
 from .scheduling import Scheduling
 
@@ -71,8 +72,10 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
         assert transfer is not None
         self._options = Options.read(transfer.kv_connector_extra_config or {})
         self._groups, is_mla = served_groups(kv_cache_config)
-        # Block ids repeat across groups, and the blocks before a window were freed: vLLM then computes the whole request.
-        self._fails_whole_requests = len(self._groups) > 1 or has_windows(self._groups)
+        # Block ids repeat across groups, and the blocks before a window were freed: vLLM then computes the whole request. Groups that are
+        # not cached count: vLLM takes failed blocks of models with one group only.
+        self._fails_whole_requests = len(kv_cache_config.kv_cache_groups) > 1 or has_windows(self._groups)
+        self._registered: Registered | None = None
         # Of a worker, by request: blocks of loads in the adapter, of loads that failed without it, and of failed ones to report.
         self._loads: dict[str, list[int]] = {}
         self._local_failures: dict[str, list[int]] = {}
@@ -145,7 +148,19 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
             layout = get_kv_cache_layout()
         if layout not in _LAYOUTS:
             raise ValueError(f"KvTierConnector serves the KV layouts {', '.join(_LAYOUTS)}; this engine has {layout}")
-        self._worker.register_kv_caches(kv_caches, self._groups, _LAYOUTS[layout], holds_blocks=has_windows(self._groups))
+        scratch = scratch_layers(self._kv_cache_config)
+        self._registered = registered = Registered(
+            {name: tensor for name, tensor in kv_caches.items() if name not in scratch},
+            self._groups,
+            getattr(self._kv_cache_config, "num_blocks", None),
+        )
+        self._worker.register_kv_caches(
+            registered.tensors, registered.groups, _LAYOUTS[layout], holds_blocks=has_windows(self._groups)
+        )
+
+    def _blocks(self, move: Move) -> list[list[int]]:
+        """Returns a transfer's blocks, by registered group."""
+        return move.block_ids if self._registered is None else self._registered.blocks(move.block_ids)
 
     def _step(self) -> StepMetadata:
         metadata = self._get_connector_metadata()
@@ -181,7 +196,7 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
         if self._is_off:
             return self._fail_load(move)
         op = LoadStoreOp(
-            move.block_ids, prompt=move.prompt, start=move.start, end=move.end, skip_first_n_tokens=move.skip
+            self._blocks(move), prompt=move.prompt, start=move.start, end=move.end, skip_first_n_tokens=move.skip
         )
         self._worker.submit_retrieve_request(move.request_id, op, event, move.salt)
         self._loads[move.request_id] = self._written(move)
@@ -216,7 +231,7 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
     def _start_store(self, move: Move, event: Any) -> None:
         if self._is_off:
             return self._fail_store(move)
-        op = LoadStoreOp(move.block_ids, prompt=move.prompt, start=move.start, end=move.end)
+        op = LoadStoreOp(self._blocks(move), prompt=move.prompt, start=move.start, end=move.end)
         self._worker.submit_store_request(move.request_id, op, event, move.salt, tag=move.number)
         if self._is_writer:
             self._stores.add(move.number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.v1.core.sched import output
@@ -16,12 +16,21 @@ from ..transfer import Group
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
+T = TypeVar("T")
+
 # vLLM's kinds of cache: blocks hold the KV of their tokens, or the state after the last of them.
 _MLA = "MLAAttentionSpec"
 _WINDOW = "SlidingWindowSpec"
+_WINDOW_MLA = "SlidingWindowMLASpec"
 _CHUNKED = "ChunkedLocalAttentionSpec"
 _STATE = "MambaSpec"
-_SERVED = ("FullAttentionSpec", _MLA, _WINDOW, _CHUNKED, _STATE)
+_SERVED = ("FullAttentionSpec", _MLA, _WINDOW, _WINDOW_MLA, _CHUNKED, _STATE)
+
+# Sinks in the pool's first blocks, before those of a request's table.
+_SINK = "SinkFullAttentionSpec"
+
+# A request's ring of the keys that its compressed caches have not compressed yet: empty at the end of a block of theirs.
+_RING = "CircularBufferSpec"
 
 # vLLM's block for places whose block a request does not have.
 _NULL_BLOCK = 0
@@ -45,21 +54,57 @@ def _serves_states() -> bool:
     return _serves_windows() and "boundary_state_offloads" in fields
 
 
+def served_numbers(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
+    """Returns vLLM's numbers of the groups of layers that are cached: all but scratch memory of requests."""
+    groups = kv_cache_config.kv_cache_groups
+    return tuple(number for number, group in enumerate(groups) if not _is_scratch(group))
+
+
+def scratch_layers(kv_cache_config: KVCacheConfig) -> set[str]:
+    """Returns the layers whose memory is not cached."""
+    return {name for group in kv_cache_config.kv_cache_groups if _is_scratch(group) for name in group.layer_names}
+
+
+def of_served(by_group: Iterable[T], numbers: Sequence[int]) -> list[T]:
+    """Returns the entries of the groups with these numbers, of one entry per group of vLLM's."""
+    entries = list(by_group)
+    return [entries[number] for number in numbers]
+
+
+def _is_scratch(group: Any) -> bool:
+    """Whether a group has scratch memory of requests, which vLLM leaves out of its prefix cache."""
+    spec = group.kv_cache_spec
+    return not getattr(spec, "prefix_cacheable", True) and {type(each).__name__ for each in specs_of(spec)} == {_RING}
+
+
+def specs_of(spec: Any) -> list[Any]:
+    """Returns the kinds of cache of a group's layers: one each if they differ, else one for all."""
+    several = getattr(spec, "kv_cache_specs", None)
+    return list(several.values()) if several else [spec]
+
+
 def served_groups(kv_cache_config: KVCacheConfig) -> tuple[list[Group], bool]:
-    """Returns vLLM's groups of layers, and whether all are MLA's; ValueError for kinds of cache that cannot be served."""
+    """Returns vLLM's groups of layers that are cached, and whether all are MLA's; ValueError for kinds of cache that cannot be served."""
     groups, all_kinds = [], set()
-    for group in kv_cache_config.kv_cache_groups:
+    for number, group in enumerate(kv_cache_config.kv_cache_groups):
+        if _is_scratch(group):
+            continue
         spec, layer = group.kv_cache_spec, group.layer_names[0]
-        several = getattr(spec, "kv_cache_specs", None)
-        specs = list(several.values()) if several else [spec]
+        specs = specs_of(spec)
         kinds = {type(each).__name__ for each in specs}
         all_kinds |= kinds
-        if not kinds.isdisjoint((_WINDOW, _CHUNKED)) and not _serves_windows():
+        _check_participates(kv_cache_config, number)
+        if not kinds.isdisjoint((_WINDOW, _WINDOW_MLA, _CHUNKED)) and not _serves_windows():
             raise ValueError(
                 f"KvTierConnector serves sliding windows and chunked local attention from vLLM 0.30 on, and {layer} has "
                 f"{', '.join(sorted(kinds))}. If the model also has layers with full attention, --disable-hybrid-kv-cache-manager makes "
                 "vLLM keep all blocks, and it is served; the windows then save no memory. Otherwise run it without a KV connector: LMCache's (LMCacheMPConnector) "
                 "stores blocks that vLLM has given to other requests, and its hits can be wrong"
+            )
+        if _SINK in kinds:
+            raise ValueError(
+                f"KvTierConnector: {layer} has {_SINK}: vLLM reserves no blocks for its sinks (seen in 0.32), and "
+                "other requests' KV would take their place"
             )
         if not kinds.issubset(_SERVED):
             raise ValueError(f"KvTierConnector serves {', '.join(_SERVED)}; {layer} has {', '.join(sorted(kinds))}")
@@ -67,22 +112,63 @@ def served_groups(kv_cache_config: KVCacheConfig) -> tuple[list[Group], bool]:
             _check_states(specs, layer)
             groups.append(Group(list(group.layer_names), spec.block_size, spec.block_size, recurrent_state=True))
             continue
-        for field, allowed in (("non_causal", False), ("tokens_per_state", 1)):
-            # KV that depends on later tokens, or blocks without the KV of their own tokens.
-            found = {getattr(each, field, allowed) for each in specs}
-            if found != {allowed}:
-                raise ValueError(f"KvTierConnector serves caches whose {field} is {allowed}; {layer} has {found}")
+        for each in specs:
+            _check_causal(each, layer)
+        _check_compressed(kv_cache_config, specs, layer)
         # A full-attention spec may also have a window, but keeps all blocks.
         windows = {(_window(each), each.attention_chunk_size if type(each).__name__ == _CHUNKED else 0) for each in specs}
         if len(windows) > 1:
             raise ValueError(f"KvTierConnector serves groups with one window; the group of {layer} has {sorted(windows)}")
         groups.append(Group(list(group.layer_names), spec.block_size, *windows.pop()))
-    if len(groups) > 1 and not reports_failed_requests():
+    if not groups:
+        raise ValueError("KvTierConnector: the model has no group of layers that can be cached")
+    if len(kv_cache_config.kv_cache_groups) > 1 and not reports_failed_requests():
         raise ValueError(
             "KvTierConnector serves models with several groups of layers from vLLM 0.30 on: this release has no way to report "
             "which request's load failed"
         )
-    return groups, all_kinds == {_MLA}
+    return groups, all_kinds <= {_MLA, _WINDOW_MLA}
+
+
+def _check_participates(kv_cache_config: KVCacheConfig, number: int) -> None:
+    """Checks that a group is in vLLM's prefix cache and has vLLM's usual blocks."""
+    group = kv_cache_config.kv_cache_groups[number]
+    spec, layer = group.kv_cache_spec, group.layer_names[0]
+    kind = ", ".join(sorted({type(each).__name__ for each in specs_of(spec)}))
+    if getattr(spec, "prefix_replay_tokens", 0):
+        # Behind a hit its KV is computed from a part of the tokens before, and is not what an engine without the hit computes.
+        raise ValueError(
+            f"KvTierConnector serves caches without bounded replay, and {layer} ({kind}) has it: KV behind a hit is not exact then; "
+            "--no-swa-bounded-replay keeps the windows in the prefix cache"
+        )
+    if getattr(group, "host_resident", False):
+        raise ValueError(f"KvTierConnector serves caches in the device's memory; the blocks of {layer} are in the host's (HiSparse)")
+    if not getattr(spec, "prefix_cacheable", True) or not getattr(group, "enable_kv_transfer", True):
+        raise ValueError(f"KvTierConnector serves groups that vLLM's prefix cache has; {layer} has {kind}, which it leaves out")
+
+
+def _check_causal(spec: Any, layer: str) -> None:
+    """Checks that blocks have the KV of their own tokens, which depends on no later ones."""
+    if getattr(spec, "non_causal", False):
+        raise ValueError(f"KvTierConnector serves caches whose non_causal is False; {layer} has True")
+    tokens = getattr(spec, "tokens_per_state", 1)
+    if tokens == 1:
+        return
+    # A latent of several tokens is written with the last of them, so whole blocks of whole latents are final.
+    if type(spec).__name__ != _MLA or not isinstance(tokens, int) or tokens < 1 or spec.block_size % tokens:
+        raise ValueError(
+            f"KvTierConnector serves caches whose tokens_per_state is 1, or of {_MLA} a divisor of the block size; {layer} "
+            f"({type(spec).__name__}) has {tokens}"
+        )
+
+
+def _check_compressed(kv_cache_config: KVCacheConfig, specs: Sequence[Any], layer: str) -> None:
+    """Checks that the scheduler's process, which knows only the first layer of a group, can know that some are compressed."""
+    kinds = {type(each).__name__ for group in kv_cache_config.kv_cache_groups for each in specs_of(group.kv_cache_spec)}
+    if len({_is_compressed(each) for each in specs}) > 1 and kinds.isdisjoint((_RING, _WINDOW, _WINDOW_MLA, _CHUNKED, _STATE)):
+        raise ValueError(
+            f"KvTierConnector serves groups with compressed and other latents only beside a {_RING} or windows; the group of {layer} has both"
+        )
 
 
 def _check_states(specs: Sequence[Any], layer: str) -> None:
@@ -103,7 +189,7 @@ def _window(spec: Any) -> int:
     """Returns the tokens before any one that its layers can need, in whole blocks; -1 for all of them."""
     if type(spec).__name__ == _CHUNKED:
         tokens = spec.attention_chunk_size
-    elif type(spec).__name__ == _WINDOW:
+    elif type(spec).__name__ in (_WINDOW, _WINDOW_MLA):
         tokens = max(1, spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0))
     else:
         return -1
@@ -132,6 +218,25 @@ def chunk_tokens(option: int, kv_cache_config: KVCacheConfig, groups: Sequence[G
 def has_states(groups: Sequence[Group]) -> bool:
     """Whether some layers have recurrent states."""
     return any(group.recurrent_state for group in groups)
+
+
+def is_compressed(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether some cached layers keep one latent of several tokens. A hit inside of one would compute it again from a part of them.
+
+    vLLM's scheduler knows only the first layer of a group, but each such model has a ring of tokens that are not compressed yet, or a
+    window of them.
+    """
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in specs_of(group.kv_cache_spec)]
+    return any(_is_compressed(spec) or type(spec).__name__ == _RING for spec in specs)
+
+
+def _is_compressed(spec: Any) -> bool:
+    return bool(getattr(spec, "tokens_per_state", 1) not in (1, -1))
+
+
+def has_latent_windows(specs: Iterable[Any]) -> bool:
+    """Whether some layers have windows of latents."""
+    return any(type(each).__name__ == _WINDOW_MLA for spec in specs for each in specs_of(spec))
 
 
 def has_windows(groups: Sequence[Group]) -> bool:

@@ -6,6 +6,7 @@ import os
 import platform
 from typing import Any
 
+from .kinds import has_latent_windows, is_compressed, of_served, served_numbers
 from .plain import cache_dtype, fields
 
 # Formats without state per page: one number per token, head and position, with at most one scale per tensor.
@@ -47,10 +48,13 @@ def page_format(vllm_config: Any, kv_cache_config: Any) -> dict[str, Any]:
     if backend := os.environ.get("VLLM_ATTENTION_BACKEND"):
         # Releases without the option.
         attention.setdefault("backend", backend)
-    groups = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    cached = of_served(kv_cache_config.kv_cache_groups, served_numbers(kv_cache_config))
+    groups = [group.kv_cache_spec for group in cached]
     formats = sorted({each for spec in groups for each in _formats(spec)} | {cache_dtype(cache)})
     states = [fields(spec, _STATE) for spec in map(_first, groups) if hasattr(spec, "mamba_cache_mode")]
-    is_numbers = _NUMBERS.issuperset(formats) and not states
+    # Windows of latents, and latents of several tokens, have pages of their own kernels' making.
+    is_own = has_latent_windows(groups) or is_compressed(kv_cache_config)
+    is_numbers = _NUMBERS.issuperset(formats) and not states and not is_own
     is_known = attention.keys() <= {"backend"} and attention.get("backend", _TOKEN_MAJOR[0]) in _TOKEN_MAJOR
     if current_platform.is_cuda() and is_numbers and is_known:
         return {}

@@ -27,6 +27,9 @@ from .kinds import (
     has_states,
     has_windows,
     hash_block_tokens,
+    is_compressed,
+    of_served,
+    served_numbers,
     with_offered_states,
 )
 from .metadata import Move, StepMetadata, WorkerReport
@@ -77,6 +80,10 @@ class Scheduling:
         self.errors, self.warnings = Errors(logger), RateLimited(logger)
         self.options, self.groups, self.block_tokens = options, groups, block_tokens
         self.has_windows, self.has_states = has_windows(groups), has_states(groups)
+        # A hit serves no other end than its own.
+        self.ends_exactly = self.has_windows or is_compressed(kv_cache_config)
+        # vLLM's numbers of the groups that are cached: its tables have others too.
+        self.group_numbers = served_numbers(kv_cache_config)
         # A state in the middle of speculated tokens is in its block only after sampling, which a store does not wait for.
         speculates = getattr(vllm_config, "speculative_config", None) is not None
         self.save_decode = options.save_decode and not (self.has_states and speculates)
@@ -127,8 +134,8 @@ class Scheduling:
             self.keys.begin(request.request_id)
             tracked.stored_tokens, tracked.is_stale = 0, False
         # The last token is always computed, to sample the next. With blocks of one token its block must not be loaded, and a
-        # window loaded for the end of the prompt may lack the first token of the one before.
-        loadable = request.num_tokens - 1 if 1 in self.block_tokens or self.has_windows else request.num_tokens
+        # window loaded for the end of the prompt may lack the first token of the one before; a compressed latent, the tokens in it.
+        loadable = request.num_tokens - 1 if 1 in self.block_tokens or self.ends_exactly else request.num_tokens
         if not self.can_load:
             return 0, False
         tracked.miss = self._miss_without_lookup(request, tracked, loadable)
@@ -187,7 +194,7 @@ class Scheduling:
     def allocated(self, request: Any, block_ids: Iterable[Iterable[int]], external_tokens: int) -> None:
         """Notes vLLM's decision to load ``external_tokens`` tokens beyond its own, and the request's blocks."""
         tracked = self._track(request)
-        tracked.block_ids = [list(ids) for ids in block_ids]
+        tracked.block_ids = self._cached(block_ids)
         self._count_miss(tracked, tracked.miss)
         if not tracked.matched:
             return
@@ -200,8 +207,8 @@ class Scheduling:
         # Neither vLLM's own prefix is read nor tokens that it computes.
         start = tracked.local_tokens // self.chunk * self.chunk if tracked.wants_load else found
         end = min(found, -(-(tracked.local_tokens + external_tokens) // self.chunk) * self.chunk)
-        if tracked.wants_load and self.has_windows and end != found:
-            raise RuntimeError(f"windows were found for a hit of {found} tokens, and vLLM loads {end}")
+        if tracked.wants_load and self.ends_exactly and (end != found or tracked.local_tokens + external_tokens != found):
+            raise RuntimeError(f"a hit of {found} tokens was found that ends only there, and vLLM loads {end}")
         if tracked.wants_load:
             tracked.cached_tokens = end
         for first, last in ((0, start), (max(start, end), found)):
@@ -219,7 +226,12 @@ class Scheduling:
         if external_tokens > 0:
             tracked = self._track(request)
             tracked.wants_load, tracked.loading, tracked.matched = False, True, False
-            self.failed_loads[request.request_id] = self._external(tracked, [list(ids) for ids in block_ids])
+            self.failed_loads[request.request_id] = self._external(tracked, self._cached(block_ids))
+
+    def _cached(self, block_ids: Iterable[Iterable[int]] | None) -> list[list[int]]:
+        """Returns the blocks of the groups that are cached, from those of all; an empty list for none."""
+        by_group = [list(ids) for ids in block_ids or ()]
+        return of_served(by_group, self.group_numbers) if by_group else []
 
     def _external(self, tracked: Tracked, block_ids: list[list[int]]) -> list[list[int]]:
         """Returns the blocks after vLLM's own prefix, which other requests may share."""
@@ -284,9 +296,9 @@ class Scheduling:
             # Blocks that have left a window are null in the current table only.
             return self._store(metadata, tracked, computed)
         if is_whole:
-            tracked.block_ids = [list(ids) for ids in block_ids or ()]
+            tracked.block_ids = self._cached(block_ids)
         elif block_ids and tracked.block_ids:
-            for ids, more in zip(tracked.block_ids, block_ids, strict=True):
+            for ids, more in zip(tracked.block_ids, self._cached(block_ids), strict=True):
                 ids.extend(more)
         if tracked.block_ids:
             self._store(metadata, tracked, computed)
@@ -337,10 +349,13 @@ class Scheduling:
 
     def _current_blocks(self, request_id: str) -> Any:
         """Returns a request's blocks by vLLM's tables of this step."""
-        table = self.block_state.get_block_ids(request_id)
+        table = self._cached(self.block_state.get_block_ids(request_id))
         if not self.has_states:
             return table
-        return with_offered_states(table, self.groups, self.block_state.boundary_state_offloads.get(request_id, ()))
+        place = {number: at for at, number in enumerate(self.group_numbers)}
+        offered = self.block_state.boundary_state_offloads.get(request_id, ())
+        known = [(place[number], block, tokens) for number, block, tokens in offered if number in place]
+        return with_offered_states(table, self.groups, known)
 
     def _holdable(self, tracked: Tracked, start: int, end: int) -> int:
         """Returns the end of the chunks whose blocks may be held now; the rest is put off to the request's next step."""
