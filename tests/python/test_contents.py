@@ -2,9 +2,12 @@
 
 import hashlib
 import logging
+import os
+import shutil
 from types import SimpleNamespace
 
 import pytest
+from kvrig.waiting import wait_until
 from rig import tokens
 
 pytest.importorskip("vllm")
@@ -107,22 +110,106 @@ def change(directory, how):
         how()
 
 
-def test_adapters_are_identified_by_files(lora):
-    """By name, path, files, and the options for their use."""
+def known(made, lora):
+    """The adapter's identity; waits until it is known."""
+    found = []
+    wait_until(lambda: found.append(made.adapter(lora)) or found[-1] is not None, 60, "the adapter's digest")
+    return found[-1]
+
+
+def test_adapters_are_identified_by_content(lora):
+    """And by the options for their use: not by their name, path or times, which differ between hosts."""
     one = started_after(contents(), lora)
     identity = one.adapter(adapter(lora))
     assert identity == one.adapter(adapter(lora)) and one.are_known(
         SimpleNamespace(cache_salt=None, mm_features=[], lora_request=adapter(lora))
     )
-    moved = lora.rename(lora.parent / "moved")
-    later = started_after(contents(), moved)
-    others = [later.adapter(adapter(moved)), later.adapter(adapter(moved, "b"))]
-    others.append(later.adapter(adapter(moved, is_3d_lora_weight=True)))
+    copy = lora.parent / "copy"
+    shutil.copytree(lora, copy)
+    os.utime(copy / "adapter_model.safetensors", ns=(1, 1))
+    later = started_after(contents(), copy)
+    assert later.adapter(adapter(copy)) == later.adapter(adapter(copy, "b")) == identity
+    others = [later.adapter(adapter(copy, is_3d_lora_weight=True))]
     for options in ({"lora_dtype": "float16"}, {"target_modules": ["q_proj"]}, {"enable_tower_connector_lora": True}):
-        others.append(started_after(contents(lora=options), moved).adapter(adapter(moved)))
-    change(moved, lambda: (moved / "adapter_model.safetensors").write_bytes(b"WEIGHTS"))
-    others.append(started_after(contents(), moved).adapter(adapter(moved)))
+        others.append(started_after(contents(lora=options), copy).adapter(adapter(copy)))
+    for name, content in (("adapter_model.safetensors", b"WEIGHTS"), ("adapter_model.safetensors", b"weights2"), ("adapter_config.json", b"{ }")):
+        change(copy, lambda name=name, content=content: (copy / name).write_bytes(content))
+        others.append(started_after(contents(), copy).adapter(adapter(copy)))
+    (copy / "adapter_config.json").rename(copy / "other.json")
+    others.append(started_after(contents(), copy).adapter(adapter(copy)))
     assert None not in others and len({identity, *others}) == 1 + len(others)
+
+
+def test_each_byte_of_large_adapters_counts(lora, monkeypatch):
+    """They are read on a thread, and their requests are not cached until that has ended; beyond a size samples and times suffice."""
+    weights, copy = lora / "adapter_model.safetensors", lora.parent / "copy"
+    weights.write_bytes(bytes(6 << 20))
+    made = started_after(contents(), lora)
+    with made._digests._one_at_a_time:
+        assert [made.adapter(adapter(lora)) for _ in range(3)] == [None] * 3
+    identity = known(made, adapter(lora))
+    shutil.copytree(lora, copy)
+    assert known(started_after(contents(), copy), adapter(copy)) == identity
+    with (copy / "adapter_model.safetensors").open("r+b") as file:
+        file.seek((3 << 20) + 12345)
+        file.write(b"x")
+    assert known(started_after(contents(), copy), adapter(copy)) != identity
+    monkeypatch.setattr(files, "_MAX_READ", 1 << 20)
+    assert started_after(contents(), copy).adapter(adapter(copy)) != started_after(contents(), lora).adapter(adapter(lora))
+    assert made.adapter(adapter(lora)) is not None
+
+
+def test_adapters_that_cannot_be_read_are_not_cached(lora, monkeypatch, caplog):
+    """Nor those that change while they are read."""
+    caplog.set_level(logging.WARNING)
+    weights = lora / "adapter_model.safetensors"
+
+    def fails(paths):
+        raise OSError("broken disk")
+
+    monkeypatch.setattr(files, "_digest", fails)
+    made = started_after(contents(), lora)
+    assert made.adapter(adapter(lora)) is None and made.adapter(adapter(lora)) is None
+    assert "broken disk" in caplog.text
+    monkeypatch.setattr(files, "_digest", lambda paths: change(lora, lambda: weights.write_bytes(b"WEIGHTS")) or "digest")
+    assert started_after(contents(), lora).adapter(adapter(lora, "b")) is None
+    assert "changed while it was read" in caplog.text
+
+
+def test_adapters_of_one_number_are_not_cached(lora, caplog):
+    """vLLM keeps the first that it has read under a number, whatever path a later request has."""
+    caplog.set_level(logging.WARNING)
+    other = lora.parent / "other"
+    shutil.copytree(lora, other)
+    made = started_after(contents(), other)
+    assert made.adapter(adapter(lora, lora_int_id=1)) is not None
+    assert made.adapter(adapter(other, "b", lora_int_id=2)) is not None
+    assert made.adapter(adapter(other, "b", lora_int_id=1)) is None
+    assert made.adapter(adapter(lora, lora_int_id=1)) is None
+    assert made.adapter(adapter(other, "b", lora_int_id=2)) is not None
+    assert "number 1 is that of another path too" in caplog.text
+
+
+def test_hosts_share_adapters_of_equal_content(place, engines, lora):
+    """Two engines with folders of their own, and none with other weights or without the adapter."""
+    server, prompt = place.server(), tokens(CHUNK + 1, "adapters")
+    first, second = engines(server), engines(server, seed=7)
+    copy, other = lora.parent / "copy", lora.parent / "other"
+    for folder in (copy, other):
+        shutil.copytree(lora, folder)
+    (other / "adapter_model.safetensors").write_bytes(b"WEIGHTS")
+    for engine in (first, second):
+        for folder in (lora, copy, other):
+            started_after(engine.scheduler._scheduling.keys._contents, folder)
+    first.prefill(request("a", prompt, lora_request=adapter(lora, lora_int_id=1, adapter_id=1)), range(1, 6))
+    first.wait_for_stores()
+    found = {
+        name: second.match(request(name, prompt, lora_request=used))[0]
+        for name, used in {
+            "copy": adapter(copy, "b", lora_int_id=3), "other": adapter(other, lora_int_id=4), "base": None
+        }.items()
+    }  # fmt: skip
+    assert found == {"copy": CHUNK, "other": 0, "base": 0}
 
 
 @pytest.mark.parametrize(

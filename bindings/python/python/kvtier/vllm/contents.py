@@ -8,7 +8,7 @@ import re
 import time
 from typing import Any
 
-from .files import newest_change, state_of
+from .files import Digests, newest_change
 from .plain import fields
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,9 @@ class Contents:
         self._lora = fields(getattr(vllm_config, "lora_config", None), _LORA)
         self._started = time.time_ns() - _CLOCK_GRANULARITY_NS
         self._warned: set[str] = set()
+        self._digests = Digests()
+        # vLLM's number of an adapter -> its path; empty if it had several.
+        self._paths: dict[int, str] = {}
 
     def are_known(self, request: Any) -> bool:
         """Whether the request's contents have keys that no other contents have."""
@@ -77,25 +80,31 @@ class Contents:
         return False
 
     def adapter(self, lora: Any) -> bytes | None:
-        """Returns the adapter's identity by name and content; None if its content is unknown.
+        """Returns the adapter's identity by its content, the same on all hosts; None if that is unknown, or not known yet.
 
-        vLLM does not report when it reads an adapter's files: at its first use, again after it was evicted, and if loaded in
-        place at every step. So only files that have not changed since the engine's start are certain to be what was read.
+        vLLM does not report when it reads an adapter's files: when it is added, at its first use, again after it was evicted, and if
+        loaded in place at every step. So only files that have not changed since the engine's start are certain to be what was read.
         """
-        name, path = lora.lora_name, getattr(lora, "lora_path", "")
+        name, path, number = lora.lora_name, getattr(lora, "lora_path", ""), getattr(lora, "lora_int_id", None)
         if getattr(lora, "load_inplace", False):
             return self._unknown(name, "it is loaded in place")
+        if number is not None and self._paths.setdefault(number, path) != path:
+            # vLLM reads a number's files once.
+            self._paths[number] = ""
+            return self._unknown(name, f"its number {number} is that of another path too")
         try:
             directory = _directory(path)
             if newest_change(directory) >= self._started:
                 return self._unknown(name, f"{path} has changed since this engine started")
-            state = state_of(directory)
+            digest = self._digests.of(directory)
+            if digest is None and not self._digests.has_files(directory):
+                return self._unknown(name, f"{path} has no files")
         except OSError as error:
             return self._unknown(name, str(error))
-        if state is None:
-            return self._unknown(name, f"{path} has no files")
+        if digest is None:
+            return None
         is_3d = getattr(lora, "is_3d_lora_weight", False)
-        return repr(("lora", name, path, state, sorted(self._lora.items()), is_3d)).encode()
+        return repr(("lora", digest, sorted(self._lora.items()), is_3d)).encode()
 
     def _unknown(self, name: str, why: str) -> None:
         self._warn_once(name, "requests of the LoRA adapter %s are not cached: their weights are unknown (%s)", name, why)

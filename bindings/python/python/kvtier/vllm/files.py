@@ -1,4 +1,4 @@
-"""Identifies files by their names, sizes and samples of their bytes."""
+"""Identifies files by their names, sizes, and all or samples of their bytes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import functools
 import hashlib
 import os
 import re
+import threading
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,6 +62,92 @@ def _sample(path: str, pieces: int, size: int, *state: int) -> str:
             file.seek(offset)
             sample.update(file.read(count))
     return sample.hexdigest()
+
+
+# Bytes of files that are read at once, and those above which samples suffice.
+_READ_AT_ONCE = 1 << 20
+_MAX_READ = 1 << 30
+_MAX_KNOWN = 1024
+
+
+class UnreadableError(OSError):
+    """A file could not be read when its digest was made, and has not changed since."""
+
+
+class Digests:
+    """Digests of the files at paths: of their names and all bytes, whatever their times and places. Each content is read once.
+
+    The lock guards what is known, and is not held while files are read.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._one_at_a_time = threading.Lock()
+        # Status of the files -> their digest, the error, or None while they are read.
+        self._known: OrderedDict[Any, str | OSError | None] = OrderedDict()
+
+    def of(self, path: str) -> Any:
+        """Returns the digest of a path's files, or samples and times of large ones; None while a thread reads them, and if there are none.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        files, status = _status(path)
+        if not files:
+            return None
+        size = sum(each[1] for each in status)
+        if size > _MAX_READ:
+            return ("samples", path, state_of(path))
+        with self._lock:
+            is_new = status not in self._known
+            known = self._known.setdefault(status, None)
+            self._known.move_to_end(status)
+            while len(self._known) > _MAX_KNOWN:
+                self._known.popitem(last=False)
+        if is_new and size > _READ_AT_ONCE:
+            threading.Thread(target=self._read, args=(path, files, status), name="kvtier-adapter", daemon=True).start()
+        elif is_new:
+            known = self._read(path, files, status)
+        if isinstance(known, OSError):
+            raise UnreadableError(str(known)) from known
+        return known
+
+    def has_files(self, path: str) -> bool:
+        """Whether there are files at a path."""
+        return bool(_status(path)[0])
+
+    def _read(self, path: str, files: list[str], status: Any) -> str | OSError:
+        result: str | OSError
+        try:
+            with self._one_at_a_time:
+                result = _digest(files)
+            if _status(path)[1] != status:
+                result = OSError(f"{path} changed while it was read")
+        except OSError as error:
+            result = error
+        with self._lock:
+            self._known[status] = result
+        return result
+
+
+def _status(path: str) -> tuple[list[str], Any]:
+    """Returns the files at a path, and what changes if one does."""
+    files = sorted(_files(path))
+    stats = [os.stat(file) for file in files]
+    return files, tuple(
+        (file, stat.st_size, stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns) for file, stat in zip(files, stats, strict=True)
+    )
+
+
+def _digest(files: list[str]) -> str:
+    """Returns the SHA-256 of files' names, sizes and bytes."""
+    digest = hashlib.sha256()
+    for file in files:
+        with open(file, "rb", buffering=0) as opened:
+            digest.update(repr((os.path.basename(file), os.fstat(opened.fileno()).st_size)).encode())
+            while piece := opened.read(1 << 20):
+                digest.update(piece)
+    return digest.hexdigest()
 
 
 def newest_change(path: str) -> int:
