@@ -24,6 +24,7 @@ pytest.importorskip("vllm")
 
 from vllm import SamplingParams  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.utils.hashing import sha256  # noqa: E402
@@ -45,8 +46,6 @@ from vllm.v1.kv_cache_interface import (  # noqa: E402
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request, RequestStatus  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
-
-from kvtier.vllm import KvTierConnector  # noqa: E402
 
 PAGE = 64  # values
 MODEL = Path(os.environ.get("KVTIER_E2E_HOME") or os.path.expanduser("~/.cache/kvtier-e2e"), "models-trust", "llama")
@@ -120,11 +119,11 @@ class Simulation:
 
     def __init__(
         self, server, name, specs, blocks, caching, step_tokens, seed=0, hash_parts=1, checkpoints=False, is_async=False, drafts=0, policy="fcfs",
-        draft_group=None, **options,
+        draft_group=None, beside=None, **options,
     ):
         """`hash_parts`: vLLM's prefix cache finds such parts of blocks too; `checkpoints`: a step has states of such parts;
         `drafts`: tokens that are speculated in each step; `draft_group`: the group of the model that drafts them, as EAGLE's, whose KV
-        depends on the next token too."""
+        depends on the next token too; `beside`: another connector's configuration and whether it comes first, in vLLM's MultiConnector."""
         config = copy.deepcopy(_vllm_config(drafts))
         if draft_group is not None:
             for name in ("use_eagle", "use_eagle_block_drop"):
@@ -148,9 +147,18 @@ class Simulation:
             "kvtier.url": server.url, "kvtier.model_name": name, "kvtier.start": "wait 60", "kvtier.lookup_timeout": 60,
             "kvtier.transfer_mode": "lmcache_driven", "kvtier.follow_resets": False, **options,
         }  # fmt: skip
-        config.kv_transfer_config = KVTransferConfig(
-            kv_connector="KvTierConnector", kv_role="kv_both", kv_connector_module_path="kvtier.vllm", kv_connector_extra_config=extra
-        )
+        ours = {
+            "kv_connector": "KvTierConnector", "kv_role": "kv_both", "kv_connector_module_path": "kvtier.vllm", "kv_connector_extra_config": extra
+        }  # fmt: skip
+        at, connectors = 0, [ours]
+        if beside is not None:
+            other, is_first = beside
+            at, connectors = int(is_first), [other, ours] if is_first else [ours, other]
+            ours = {
+                "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"connectors": connectors},
+            }  # fmt: skip
+        config.kv_transfer_config = KVTransferConfig(**ours)
         groups = [KVCacheGroupSpec([f"g{g}.l{layer}" for layer in range(LAYERS)], spec) for g, spec in enumerate(specs)]
         if draft_group is not None:
             groups[draft_group].is_eagle_group = True
@@ -163,7 +171,13 @@ class Simulation:
         self.scheduler = (AsyncScheduler if is_async else Scheduler)(
             config, cache, StructuredOutputManager(config), block_size=max(cached), hash_block_size=hash_block, log_stats=True
         )
-        self.worker = KvTierConnector(copy.deepcopy(config), KVConnectorRole.WORKER, cache)
+        self.worker = KVConnectorFactory.create_connector(copy.deepcopy(config), KVConnectorRole.WORKER, cache)
+        # kvtier's own connectors, and its part of a step's metadata.
+        self.ours, self.our_worker = self.scheduler.connector, self.worker
+        self.our_part = lambda metadata: metadata
+        if beside is not None:
+            self.ours, self.our_worker = self.ours.sub_connectors[at], self.worker.sub_connectors[at]
+            self.our_part = lambda metadata: metadata.metadata[at]
         pages = [torch.zeros(blocks * PAGE) for _ in range(LAYERS)]
         slots = [1 if isinstance(spec, MambaSpec) else spec.num_states for spec in specs]
         self.tensors = {
@@ -386,7 +400,7 @@ class Simulation:
                 self.tensors[f"g0.l{layer}"][target] = self.tensors[f"g0.l{layer}"][source]
         worker.bind_connector_metadata(metadata)
         worker.start_load_kv(None)
-        self.external += sum(move.end - move.start - move.skip for move in metadata.loads)
+        self.external += sum(move.end - move.start - move.skip for move in self.our_part(metadata).loads)
         sampled, names = [], list(scheduled.num_scheduled_tokens)
         for name in names:
             count, drafts = scheduled.num_scheduled_tokens[name], scheduled.scheduled_spec_decode_tokens.get(name, [])
@@ -429,15 +443,15 @@ class Simulation:
 
     def finish_stores(self):
         """Steps until no store is in flight."""
-        state = self.scheduler.connector._scheduling
+        state = self.ours._scheduling
         wait_until(lambda: self.step() or not state.in_flight_stores, 60, "the stores")
 
     @property
     def is_busy(self):
         """Whether the last step computed something, or something is in flight that the next one may continue with."""
-        state = self.scheduler.connector._scheduling
+        state = self.ours._scheduling
         waits = any(state.adapter.has_lookup(name) and state.adapter.check_lookup_result(name) is None for name in self.scheduler.requests)
-        return bool(self.scheduled or self.ahead or self.worker._loads or state.holds or waits)
+        return bool(self.scheduled or self.ahead or self.our_worker._loads or state.holds or waits)
 
     def _leave(self):
         """The last request with blocks leaves. In few blocks vLLM stalls when loaded requests have those that the first in its queue needs."""
@@ -449,7 +463,7 @@ class Simulation:
     @property
     def errors(self):
         """Exceptions that ended in a fallback."""
-        return self.scheduler.connector._scheduling.errors.count + self.scheduler.connector.errors.count + self.worker.errors.count
+        return self.ours._scheduling.errors.count + self.ours.errors.count + self.our_worker.errors.count
 
     def free_blocks(self):
         """Blocks that nothing uses."""

@@ -32,6 +32,12 @@ class Tracked:
     local_tokens: int = 0
     """Tokens of vLLM's own prefix at that time."""
 
+    own_tokens: int | None = None
+    """Tokens that vLLM's own prefix and this connector's load have, from the last question on until the request runs."""
+
+    received: bool = False
+    """Whether another connector's asynchronous load has ended since then."""
+
     stored_tokens: int = 0
     """Tokens that are cached, or whose store is in flight."""
 

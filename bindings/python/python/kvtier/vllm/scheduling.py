@@ -65,10 +65,11 @@ class Scheduling:
     def __init__(self, vllm_config: Any, kv_cache_config: Any, options: Options, identity: Identity, groups: list[Group]) -> None:
         block_tokens = [group.block_tokens for group in groups]
         hash_block = hash_block_tokens(kv_cache_config, groups)
+        self.chunk_unit = chunk_unit(kv_cache_config, groups)
         self.adapter = SchedulerAdapter(
             options.url,
             identity.model_name,
-            block_tokens=chunk_unit(kv_cache_config, groups),
+            block_tokens=self.chunk_unit,
             world_size=identity.world_size,
             num_kv_readers=identity.num_kv_readers,
             timeout=options.timeout,
@@ -129,6 +130,7 @@ class Scheduling:
         if self.pool_resets is not None and self.pool_resets.take():
             self.reset_cache()
         tracked = self._track(request)
+        tracked.own_tokens, tracked.received = computed, False
         if not self.adapter.has_lookup(request.request_id):
             # A new or preempted request: its earlier stores may have failed, or their objects may be evicted, or older than a reset.
             self.keys.begin(request.request_id)
@@ -211,6 +213,7 @@ class Scheduling:
             raise RuntimeError(f"a hit of {found} tokens was found that ends only there, and vLLM loads {end}")
         if tracked.wants_load:
             tracked.cached_tokens = end
+            tracked.own_tokens = max(tracked.own_tokens or 0, end)
         for first, last in ((0, start), (max(start, end), found)):
             if first < last:
                 self.adapter.free_lookup_locks(
@@ -260,6 +263,7 @@ class Scheduling:
         for new in scheduled.scheduled_new_reqs:
             tracked = self.tracked.get(new.req_id)
             if tracked is not None:
+                self._note_start(tracked, new.num_computed_tokens)
                 computed = new.num_computed_tokens + scheduled.num_scheduled_tokens[new.req_id]
                 self._advance(metadata, tracked, new.block_ids, True, computed)
         cached = scheduled.scheduled_cached_reqs
@@ -268,8 +272,19 @@ class Scheduling:
             if tracked is not None:
                 computed = cached.num_computed_tokens[index] + scheduled.num_scheduled_tokens[request_id]
                 is_whole = request_id in cached.resumed_req_ids
+                if is_whole:
+                    self._note_start(tracked, cached.num_computed_tokens[index])
                 self._advance(metadata, tracked, cached.new_block_ids[index], is_whole, computed)
         return metadata
+
+    def _note_start(self, tracked: Tracked, computed: int) -> None:
+        """Notes the tokens with which a request begins to run. Those that another connector loads in this very step are not stored, nor
+        what follows: that load may fail, and is reported only after the stores of the step."""
+        own, tracked.own_tokens = tracked.own_tokens, None
+        # vLLM's own prefix may end inside a block of states.
+        least = self.chunk_unit if self.has_states else 1
+        if own is not None and computed >= own + least and not tracked.received:
+            tracked.is_stale = True
 
     def partial_step(self, scheduled: Any) -> StepMetadata:
         """Returns the known part of an unreadable step. Its new blocks are unknown, so no running request is stored."""
@@ -401,6 +416,7 @@ class Scheduling:
             tracked = self.tracked.get(request_id)
             if tracked is None:
                 continue
+            tracked.received |= not tracked.loading
             tracked.loading = False
             if tracked.load_failed:
                 # Missing chunks are stored again once they are computed.
