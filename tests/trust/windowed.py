@@ -54,6 +54,9 @@ def windows_held(case):
     server = case.server(l1_gb=1)
     case.witness()
     for model in MODELS:
+        if model == "sinks" and case.release < (0, 32):
+            case.skip(model, "vLLM 0.30 has no kernel for sinks in float32 on CPUs")
+            continue
         engine = windowed_engine(case, server, model)
         prompts = [prompt_of(f"{model}-{number}", 1900) for number in range(3)]
         for prompt in prompts:
