@@ -197,3 +197,21 @@ impl std::fmt::Debug for LookupSpan {
         f.debug_struct("LookupSpan").finish_non_exhaustive()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tracer_that_is_off_asks_for_no_session() {
+        let tracer = Tracer::default();
+        assert!(!tracer.is_on());
+        assert!(
+            tracer
+                .lookup(|| unreachable!("a lookup's session"))
+                .is_none()
+        );
+        tracer.end(|| unreachable!("an ended session"));
+        tracer.stop();
+    }
+}
