@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What a cache is worth to a real vLLM: conversations with several turns, with each way to keep KV in turn.
 
-    benches/engine.py [--setup NAME ...] [--rounds 3] [--device cpu|gpu] [--out DIR] [--package DIR]
+    benches/engine.py [--setup NAME ...] [--rounds 3] [--device cpu|gpu] [--model llama|windows] [--out DIR] [--package DIR]
 
 Every turn sends the whole conversation so far: a system prompt that all users share, the user's earlier turns with the answers,
 and new words. Users take turns, so the KV of a user's earlier turns has left vLLM's own small cache when the next one comes. Tokens
@@ -24,6 +24,11 @@ rounds and for each round:
     hit_tokens, computed      share of prompt tokens that came from the cache, and that the engine computed
     server_cpu, engine_cpu    CPU seconds per million prompt tokens, of all processes of the server and of the engine
     first_ratio, later_ratio  median of time to the first token over that of the same request with LMCache, if that runs
+    first_p50_ratio, ...      percentiles of all rounds over those with LMCache
+
+--model windows is of Gemma 3's kind: five layers of six attend to the last 128 tokens only. It runs in `lmcache_driven`, without
+kvtier-lmcache (kvtier's server refuses LMCache's clients for such models), with an L1 that is small against the conversations, so
+what is stored of a window decides how many of them it holds. Users come in another order in each turn.
 
 --device gpu takes a model of the shape of Llama 3 8B in bfloat16 with random weights (16 GB per setup), cpu one that fits two
 cores. Needed: vLLM, for lmcache LMCache with its CUDA extension, the kvtier package (--package, or importable), the server
@@ -58,19 +63,28 @@ from kvrig.waiting import TimedOut  # noqa: E402
 DEVICES = {
     "cpu": SimpleNamespace(
         dtype="float32", block_size=128, blocks=40, mode="engine_driven", chunk_tokens=0, l1_gb=1.0, length=4096, start_timeout=240,
-        users=6, turns=3, concurrency=2, system=512, first=900, later=400, answer=16,
+        users=6, turns=3, concurrency=2, system=512, first=900, later=400, answer=16, shuffled=False,
         flags=[],
         shape={"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,
                "num_key_value_heads": 4, "head_dim": 64},
     ),
     "gpu": SimpleNamespace(
         dtype="bfloat16", block_size=16, blocks=2560, mode="lmcache_driven", chunk_tokens=0, l1_gb=20.0, length=32768, start_timeout=240,
-        users=8, turns=4, concurrency=2, system=1024, first=12000, later=300, answer=32,
+        users=8, turns=4, concurrency=2, system=1024, first=12000, later=300, answer=32, shuffled=False,
         # Given, since an engine would count what others allocate while it measures. It starts where the share is free.
         flags=["--kv-cache-memory-bytes", str(5 << 30), "--gpu-memory-utilization", "0.15"],
         shape={"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
                "num_key_value_heads": 8, "head_dim": 128},
     ),
+}  # fmt: skip
+# What differs on the CPU with windows: each of the six layers is a group of its own, so a block has one layer's 128 tokens.
+WINDOWS = {
+    "block_size": 128, "blocks": 160, "mode": "lmcache_driven", "l1_gb": 0.15, "shuffled": True,
+    "users": 8, "turns": 4, "concurrency": 1, "system": 256, "first": 1200, "later": 200, "answer": 8,
+    "shape": {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 640, "intermediate_size": 2048,
+              "num_hidden_layers": 6, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64, "query_pre_attn_scalar": 64,
+              "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 128,
+              "layer_types": ["sliding_attention"] * 5 + ["full_attention"]},
 }  # fmt: skip
 CHUNK = 256
 VOCABULARY = 8192
@@ -83,21 +97,29 @@ def main():
     parser.add_argument("--setup", action="append", choices=SETUPS, help="may be repeated; default: all that the device can run")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", choices=list(DEVICES), default="cpu")
+    parser.add_argument("--model", choices=["llama", "windows"], default="llama", help="windows: on the CPU")
     parser.add_argument("--package", action="append", default=[], metavar="DIR", help="in front of the engines' packages")
     parser.add_argument("--tokenizer", metavar="DIR", help="model with a tokenizer [default: that of tests/setup.sh]")
-    parser.add_argument("--out", metavar="DIR", help="where results go [default: benches/runs/<date>/engine-<device>]")
+    parser.add_argument("--out", metavar="DIR", help="where results go [default: benches/runs/<date>/engine-<device>, or -windows]")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="of the load or the model, as in DEVICES")
     arguments = parser.parse_args()
     load = DEVICES[arguments.device]
+    has_windows = arguments.model == "windows"
+    if has_windows and arguments.device == "gpu":
+        parser.error("--model: 'windows' runs with --device cpu only")
+    vars(load).update(WINDOWS if has_windows else {})
     for setting in arguments.set:
         name, _, value = setting.partition("=")
-        allowed = sorted(name for name, now in vars(load).items() if isinstance(now, (int, float, str)))
+        allowed = sorted(name for name, now in vars(load).items() if type(now) in (int, float, str))
         if name not in allowed:
             parser.error(f"--set: '{name}' is not one of {', '.join(allowed)}")
         setattr(load, name, type(getattr(load, name))(value))
     home = os.environ.get("KVTIER_E2E_HOME") or os.path.expanduser("~/.cache/kvtier-e2e")
-    setups = arguments.setup or [s for s in SETUPS if s != "offloading" or arguments.device == "gpu"]
-    out = Path(arguments.out or ROOT / "benches" / "runs" / datetime.date.today().isoformat() / f"engine-{arguments.device}")
+    skipped = {"offloading"} if arguments.device == "cpu" else set()
+    skipped |= {"kvtier-lmcache"} if has_windows else set()
+    setups = arguments.setup or [s for s in SETUPS if s not in skipped]
+    kind = "windows" if has_windows else arguments.device
+    out = Path(arguments.out or ROOT / "benches" / "runs" / datetime.date.today().isoformat() / f"engine-{kind}")
     out.mkdir(parents=True, exist_ok=True)
     # A signal that ends this program ends what it started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
@@ -214,11 +236,16 @@ def tokens(seed, count):
 def measure(running, load, number):
     """One round: all conversations with each setup. Returns the figures by setup."""
     talks = [Conversations(*each, load, number) for each in running]
-    waves = [(turn, first) for turn in range(load.turns) for first in range(0, load.users, load.concurrency)]
-    for index, (turn, first) in enumerate(waves):
-        shift = (number + index) % len(talks)
-        for each in talks[shift:] + talks[:shift]:
-            each.wave(turn, range(first, min(first + load.concurrency, load.users)))
+    index = number
+    for turn in range(load.turns):
+        users = list(range(load.users))
+        if load.shuffled:
+            random.Random(f"{number} {turn}").shuffle(users)
+        for first in range(0, load.users, load.concurrency):
+            shift = index % len(talks)
+            for each in talks[shift:] + talks[:shift]:
+                each.wave(turn, users[first : first + load.concurrency])
+            index += 1
     figures = {each.name: each.figures() for each in talks}
     for name, figure in figures.items():
         shown = ", ".join(f"{key} {value}" for key, value in figure.items() if not isinstance(value, list))
@@ -299,13 +326,16 @@ def process_seconds(pid):
 
 
 def ratios(rounds, setup, later):
-    """Median of the times to the first token of a setup, each over that of the same request with LMCache; 0 without LMCache."""
+    """Times to the first token of a setup over those with LMCache: median of the same requests', p50's, p99's; 0 without LMCache."""
 
     def times(name):
         return [ttft for figures in rounds for turn, _, _, ttft in figures.get(name, {"ttft": []})["ttft"] if bool(turn) is later]
 
-    pairs = zip(times(setup), times("lmcache"), strict=False)
-    return round(statistics.median([ours / peer for ours, peer in pairs] or [0]), 3)
+    ours, peers = times(setup), times("lmcache")
+    if not ours or not peers:
+        return [0, 0, 0]
+    same = statistics.median([one / peer for one, peer in zip(ours, peers, strict=True)])
+    return [round(same, 3), *(round(milliseconds(ours, share) / milliseconds(peers, share), 3) for share in (0.5, 0.99))]
 
 
 def report(rounds, load, arguments, out):
@@ -314,9 +344,10 @@ def report(rounds, load, arguments, out):
     names = [name for name, value in rounds[0][setups[0]].items() if not isinstance(value, list)]
     medians = {s: {n: round(statistics.median(r[s][n] for r in rounds), 3) for n in names} for s in setups}
     for setup in setups:
-        for name, later in (("first_ratio", False), ("later_ratio", True)):
-            medians[setup][name] = ratios(rounds, setup, later)
-    names += ["first_ratio", "later_ratio"]
+        for name, later in (("first", False), ("later", True)):
+            found = zip(("ratio", "p50_ratio", "p99_ratio"), ratios(rounds, setup, later), strict=True)
+            medians[setup] |= {f"{name}_{kind}": value for kind, value in found}
+    names = list(medians[setups[0]])
     width = max(map(len, names))
     lines = [" " * width + "".join(f"{setup:>16}" for setup in setups)]
     for name in names:
@@ -325,7 +356,7 @@ def report(rounds, load, arguments, out):
     print(text)
     facts = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(), "cpus": os.cpu_count(), "device": arguments.device,
-        "load": vars(load), "chunk": CHUNK, "medians": medians, "rounds": rounds,
+        "model": arguments.model, "load": vars(load), "chunk": CHUNK, "medians": medians, "rounds": rounds,
     }  # fmt: skip
     (out / "engine.json").write_text(json.dumps(facts) + "\n")
     (out / "engine.txt").write_text(text + "\n")
