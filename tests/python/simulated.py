@@ -126,8 +126,8 @@ class Simulation:
         depends on the next token too; `beside`: another connector's configuration and whether it comes first, in vLLM's MultiConnector."""
         config = copy.deepcopy(_vllm_config(drafts))
         if draft_group is not None:
-            for name in ("use_eagle", "use_eagle_block_drop"):
-                object.__setattr__(config.speculative_config, name, lambda: True)
+            for option in ("use_eagle", "use_eagle_block_drop"):
+                object.__setattr__(config.speculative_config, option, lambda: True)
         cached = [spec.block_size for spec in specs if spec.prefix_cacheable]
         hash_block = min(cached) // hash_parts
         kept = {"num_speculative_blocks": drafts}

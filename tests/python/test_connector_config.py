@@ -230,7 +230,7 @@ def test_caches_that_cannot_be_right_are_refused():
         assert f"layer.0 (MLAAttentionSpec) has {tokens}" in refusal(vllm_groups(wrong))
     both = {"layer.0": latents, "other": interface.MLAAttentionSpec(**LATENT, tokens_per_state=2)}
     mixed = vllm_groups(interface.UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=both))
-    assert "only beside a CircularBufferSpec or windows; the group of layer.0 has both" in refusal(mixed)
+    assert "only beside a CircularBufferSpec or SlidingWindowMLASpec; the group of layer.0 has both" in refusal(mixed)
 
 
 def test_vllm_reserves_no_blocks_for_sinks():
@@ -256,6 +256,12 @@ def test_registered_groups_have_one_shape_each():
     assert Registered({"a": planes}, [Group(["a"], BLOCK)], None).blocks([[3]]) == [[3]]
     with pytest.raises(ValueError, match="a has 24 blocks of 4 tokens, 3 times"):
         Registered({"a": torch.zeros(24, 1, 1, 4)}, [Group(["a"], BLOCK)], 8)
+    # Of five dimensions the first may be K and V, also where there are as few blocks.
+    few = torch.zeros(2, 4, 1, 2, 4)
+    assert Registered({"a": few}, [Group(["a"], BLOCK)], 2).blocks([[1]]) == [[2, 3]]
+    for shape in ((12, 1, 1, 4), (4, 1, 1, 4), (2, 12, 1, 2, 4)):
+        with pytest.raises(ValueError, match="blocks are no multiple of vLLM's 8"):
+            Registered({"a": torch.zeros(shape)}, [Group(["a"], BLOCK)], 8)
 
 
 def test_chunk_size_follows_blocks_of_all_groups(place):

@@ -72,6 +72,24 @@ def test_each_miss_has_its_reason(place, engines):
     assert misses(engine) == {"load_failed": 1}
 
 
+def test_first_of_several_reasons_counts(place, engines):
+    """In the order of the page."""
+    engine = engines(place.server())
+    reasons = {
+        "skipped_by_vllm": {"skip_reading_prefix_cache": True},
+        "parameter": {"kv_transfer_params": {"kvtier.load": False}},
+        "not_identified": {"prompt_embeds": torch.zeros(1)},
+    }
+    assert [reason for reason in MISSES if reason in reasons] == list(reasons)
+    while reasons:
+        every = {key: value for more in reasons.values() for key, value in more.items()}
+        first = next(iter(reasons))
+        assert ask(engine, tokens(CHUNK, "new"), **every) == {first: 1}
+        short = first if first == "skipped_by_vllm" else "too_short"
+        assert ask(engine, tokens(CHUNK - 1, "new"), **every) == {short: 1}
+        del reasons[first]
+
+
 def test_misses_without_server(place, engines):
     """Before the first one, whose chunk is not known yet, and after it has ended."""
     server = place.server(start=False)

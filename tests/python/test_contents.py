@@ -212,6 +212,53 @@ def test_hosts_share_adapters_of_equal_content(place, engines, lora):
     assert found == {"copy": CHUNK, "other": 0, "base": 0}
 
 
+def test_adapters_loaded_in_place_leave_their_number_unknown(lora):
+    """vLLM then computes with what it loaded last, also for requests with the first path."""
+    other = lora.parent / "other"
+    shutil.copytree(lora, other)
+    made = started_after(contents(), other)
+    assert made.adapter(adapter(lora, lora_int_id=1)) is not None
+    assert made.adapter(adapter(other, "b", lora_int_id=1, load_inplace=True)) is None
+    assert made.adapter(adapter(lora, lora_int_id=1)) is None
+    assert made.adapter(adapter(lora, lora_int_id=2)) is not None
+
+
+def test_requests_without_cache_count_for_adapters(place, engines, lora):
+    """A short one makes vLLM read the adapter too."""
+    engine, other = engines(place.server()), lora.parent / "other"
+    shutil.copytree(lora, other)
+    started_after(engine.scheduler._scheduling.keys._contents, other)
+    prompt = tokens(CHUNK + 1, "numbers")
+    short = request("short", prompt[: CHUNK - 1], lora_request=adapter(lora, lora_int_id=1, adapter_id=1))
+    assert engine.match(short) == (0, False)
+    later = request("later", prompt, lora_request=adapter(other, "b", lora_int_id=1, adapter_id=1))
+    assert engine.match(later) == (0, False)
+    engine.allocate(later, range(1, 6), 0)
+    assert engine.step(new=[(later, range(1, 6), 0, later.num_tokens)]).metadata.stores == []
+
+
+@pytest.mark.parametrize("by", ["folders", "links"])
+def test_adapters_that_others_replace_whole_are_not_cached(tmp_path, by):
+    """All files are older than the engine, and so is the folder that they are in."""
+    for name, weights in (("now", b"weights"), ("next", b"WEIGHTS")):
+        (tmp_path / name / "lora").mkdir(parents=True)
+        (tmp_path / name / "lora" / "adapter_model.safetensors").write_bytes(weights)
+    path = tmp_path / "now" / "lora"
+    if by == "links":
+        (tmp_path / "current").symlink_to("now")
+        path = tmp_path / "link"
+        path.symlink_to("current/lora")
+    made = started_after(contents(), max(path, tmp_path / "next" / "lora", key=lambda folder: files.newest_change(str(folder))))
+    assert made.adapter(adapter(path, lora_int_id=1)) is not None
+    if by == "folders":
+        (tmp_path / "now").rename(tmp_path / "old")
+        (tmp_path / "next").rename(tmp_path / "now")
+    else:
+        (tmp_path / "other").symlink_to("next")
+        (tmp_path / "other").rename(tmp_path / "current")
+    assert made.adapter(adapter(path, lora_int_id=1)) is None
+
+
 @pytest.mark.parametrize(
     "how",
     [

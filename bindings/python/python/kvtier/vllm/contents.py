@@ -8,7 +8,7 @@ import re
 import time
 from typing import Any
 
-from .files import Digests, newest_change
+from .files import Digests, Files, newest_change
 from .plain import fields
 
 logger = logging.getLogger(__name__)
@@ -52,8 +52,10 @@ class Contents:
         self._started = time.time_ns() - _CLOCK_GRANULARITY_NS
         self._warned: set[str] = set()
         self._digests = Digests()
-        # vLLM's number of an adapter -> its path; empty if it had several.
-        self._paths: dict[int, str] = {}
+        # vLLM's number of an adapter -> its path and files at its first request, and why they are not certain to be what vLLM
+        # computes with. Never forgotten: vLLM may keep what it read.
+        self._first: dict[Any, tuple[str, Any]] = {}
+        self._uncertain: dict[Any, str] = {}
 
     def are_known(self, request: Any) -> bool:
         """Whether the request's contents have keys that no other contents have."""
@@ -79,28 +81,44 @@ class Contents:
         )
         return False
 
-    def adapter(self, lora: Any) -> bytes | None:
-        """Returns the adapter's identity by its content, the same on all hosts; None if that is unknown, or not known yet.
+    def note(self, lora: Any) -> Files | None:
+        """Notes that a request makes vLLM read an adapter, whether that request is cached or not; returns the adapter's files.
 
-        vLLM does not report when it reads an adapter's files: when it is added, at its first use, again after it was evicted, and if
-        loaded in place at every step. So only files that have not changed since the engine's start are certain to be what was read.
+        vLLM reads a number's files once, whatever path a later request has, and does not say when: when it is added, at its first use,
+        again after it was evicted, and if loaded in place at every step. So what it computes with is certain only if all requests have
+        one path, and the files there are the same ones at every request, unchanged since the engine's start.
         """
-        name, path, number = lora.lora_name, getattr(lora, "lora_path", ""), getattr(lora, "lora_int_id", None)
-        if getattr(lora, "load_inplace", False):
-            return self._unknown(name, "it is loaded in place")
-        if number is not None and self._paths.setdefault(number, path) != path:
-            # vLLM reads a number's files once.
-            self._paths[number] = ""
-            return self._unknown(name, f"its number {number} is that of another path too")
+        path, found = getattr(lora, "lora_path", ""), None
+        number = getattr(lora, "lora_int_id", path)
+        why = "it is loaded in place" if getattr(lora, "load_inplace", False) else ""
         try:
             directory = _directory(path)
-            if newest_change(directory) >= self._started:
-                return self._unknown(name, f"{path} has changed since this engine started")
-            digest = self._digests.of(directory)
-            if digest is None and not self._digests.has_files(directory):
-                return self._unknown(name, f"{path} has no files")
+            found = Files.at(directory)
+            if not found.names:
+                why = why or f"{path} has no files"
+            elif newest_change(directory) >= self._started:
+                why = why or f"{path} has changed since this engine started"
         except OSError as error:
-            return self._unknown(name, str(error))
+            why = why or str(error)
+        first_path, first_found = self._first.setdefault(number, (path, found))
+        if first_path != path:
+            why = why or f"its number {number} is that of another path too"
+        elif first_found != found:
+            why = why or f"{path} is not what it was at its first request"
+        if why:
+            self._uncertain.setdefault(number, why)
+        return found
+
+    def adapter(self, lora: Any) -> bytes | None:
+        """Returns the adapter's identity by its content, the same on all hosts; None if that is unknown, or not known yet."""
+        found = self.note(lora)
+        why = self._uncertain.get(getattr(lora, "lora_int_id", getattr(lora, "lora_path", "")))
+        if why or found is None:
+            return self._unknown(lora.lora_name, why or "it has no files")
+        try:
+            digest = self._digests.of(found)
+        except OSError as error:
+            return self._unknown(lora.lora_name, str(error))
         if digest is None:
             return None
         is_3d = getattr(lora, "is_3d_lora_weight", False)

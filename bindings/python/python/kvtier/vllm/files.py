@@ -8,8 +8,8 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 _COMMIT = re.compile(r"/snapshots/([0-9a-f]{40})(?:/|$)")
 
@@ -70,12 +70,28 @@ _MAX_READ = 1 << 30
 _MAX_KNOWN = 1024
 
 
-class UnreadableError(OSError):
-    """A file could not be read when its digest was made, and has not changed since."""
+class Files(NamedTuple):
+    """Files at a path."""
+
+    path: str
+    names: tuple[str, ...]
+    status: tuple[tuple[int, ...], ...]
+    """What changes if a file does: sizes, numbers and times."""
+
+    @classmethod
+    def at(cls, path: str) -> Files:
+        """Returns the files at a path.
+
+        Raises:
+            OSError: the status of one cannot be read.
+        """
+        names = tuple(sorted(_files(path)))
+        stats = [os.stat(name) for name in names]
+        return cls(path, names, tuple((each.st_size, each.st_dev, each.st_ino, each.st_mtime_ns, each.st_ctime_ns) for each in stats))
 
 
 class Digests:
-    """Digests of the files at paths: of their names and all bytes, whatever their times and places. Each content is read once.
+    """Digests of files: of their names and all bytes, whatever their times and places. Each content is read once.
 
     The lock guards what is known, and is not held while files are read.
     """
@@ -83,63 +99,49 @@ class Digests:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._one_at_a_time = threading.Lock()
-        # Status of the files -> their digest, the error, or None while they are read.
-        self._known: OrderedDict[Any, str | OSError | None] = OrderedDict()
+        # Files -> their digest, the error, or None while they are read.
+        self._known: OrderedDict[Files, str | Exception | None] = OrderedDict()
 
-    def of(self, path: str) -> Any:
-        """Returns the digest of a path's files, or samples and times of large ones; None while a thread reads them, and if there are none.
+    def of(self, files: Files) -> Any:
+        """Returns the digest of files, or samples and times of large ones; None while a thread reads them.
 
         Raises:
-            OSError: a file cannot be read.
+            OSError: a file cannot be read. The next call tries again.
         """
-        files, status = _status(path)
-        if not files:
-            return None
-        size = sum(each[1] for each in status)
+        size = sum(each[0] for each in files.status)
         if size > _MAX_READ:
-            return ("samples", path, state_of(path))
+            return ("samples", files.path, state_of(files.path))
         with self._lock:
-            is_new = status not in self._known
-            known = self._known.setdefault(status, None)
-            self._known.move_to_end(status)
+            is_new = files not in self._known
+            known = self._known.setdefault(files, None)
+            self._known.move_to_end(files)
             while len(self._known) > _MAX_KNOWN:
                 self._known.popitem(last=False)
         if is_new and size > _READ_AT_ONCE:
-            threading.Thread(target=self._read, args=(path, files, status), name="kvtier-adapter", daemon=True).start()
+            threading.Thread(target=self._read, args=(files,), name="kvtier-adapter", daemon=True).start()
         elif is_new:
-            known = self._read(path, files, status)
-        if isinstance(known, OSError):
-            raise UnreadableError(str(known)) from known
+            known = self._read(files)
+        if isinstance(known, Exception):
+            with self._lock:
+                self._known.pop(files, None)
+            raise OSError(str(known)) from known
         return known
 
-    def has_files(self, path: str) -> bool:
-        """Whether there are files at a path."""
-        return bool(_status(path)[0])
-
-    def _read(self, path: str, files: list[str], status: Any) -> str | OSError:
-        result: str | OSError
+    def _read(self, files: Files) -> str | Exception:
+        result: str | Exception
         try:
             with self._one_at_a_time:
-                result = _digest(files)
-            if _status(path)[1] != status:
-                result = OSError(f"{path} changed while it was read")
-        except OSError as error:
+                result = _digest(files.names)
+            if Files.at(files.path) != files:
+                result = OSError(f"{files.path} changed while it was read")
+        except Exception as error:  # noqa: BLE001: a thread that ended without a result would leave the files unknown for good.
             result = error
         with self._lock:
-            self._known[status] = result
+            self._known[files] = result
         return result
 
 
-def _status(path: str) -> tuple[list[str], Any]:
-    """Returns the files at a path, and what changes if one does."""
-    files = sorted(_files(path))
-    stats = [os.stat(file) for file in files]
-    return files, tuple(
-        (file, stat.st_size, stat.st_dev, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns) for file, stat in zip(files, stats, strict=True)
-    )
-
-
-def _digest(files: list[str]) -> str:
+def _digest(files: Iterable[str]) -> str:
     """Returns the SHA-256 of files' names, sizes and bytes."""
     digest = hashlib.sha256()
     for file in files:
@@ -162,12 +164,18 @@ def newest_change(path: str) -> int:
     for each in (path, *_files(path)):
         # A redirected link counts as changed, and so does a file that was moved here.
         times += [os.stat(each).st_ctime_ns, os.lstat(each).st_ctime_ns]
-    above = os.path.dirname(os.path.abspath(path))
-    while above != os.path.dirname(above):
-        if os.path.islink(above):
-            times.append(os.lstat(above).st_ctime_ns)
-        above = os.path.dirname(above)
+    times += [os.lstat(link).st_ctime_ns for link in _links(path)]
     return max(times)
+
+
+def _links(path: str, depth: int = 40) -> Iterator[str]:
+    """The symbolic links that lead to a path, at any place in it and in their targets."""
+    at = os.path.abspath(path)
+    while at != os.path.dirname(at):
+        if depth and os.path.islink(at):
+            yield at
+            yield from _links(os.path.join(os.path.dirname(at), os.readlink(at)), depth - 1)
+        at = os.path.dirname(at)
 
 
 def _files(path: str) -> Iterator[str]:

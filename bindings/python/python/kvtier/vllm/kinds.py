@@ -165,9 +165,9 @@ def _check_causal(spec: Any, layer: str) -> None:
 def _check_compressed(kv_cache_config: KVCacheConfig, specs: Sequence[Any], layer: str) -> None:
     """Checks that the scheduler's process, which knows only the first layer of a group, can know that some are compressed."""
     kinds = {type(each).__name__ for group in kv_cache_config.kv_cache_groups for each in specs_of(group.kv_cache_spec)}
-    if len({_is_compressed(each) for each in specs}) > 1 and kinds.isdisjoint((_RING, _WINDOW, _WINDOW_MLA, _CHUNKED, _STATE)):
+    if len({_is_compressed(each) for each in specs}) > 1 and kinds.isdisjoint((_RING, _WINDOW_MLA)):
         raise ValueError(
-            f"KvTierConnector serves groups with compressed and other latents only beside a {_RING} or windows; the group of {layer} has both"
+            f"KvTierConnector serves groups with compressed and other latents only beside a {_RING} or {_WINDOW_MLA}; the group of {layer} has both"
         )
 
 

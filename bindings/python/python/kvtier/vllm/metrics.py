@@ -28,11 +28,11 @@ COUNTERS = {
 }
 
 MISSES = (
+    "skipped_by_vllm",
     "no_server",
     "too_short",
-    "not_identified",
-    "skipped_by_vllm",
     "parameter",
+    "not_identified",
     "not_found",
     "lookup_failed",
     "load_failed",

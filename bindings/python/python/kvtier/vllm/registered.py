@@ -35,7 +35,7 @@ class Registered:
         """``num_blocks``: vLLM's number of blocks; None if it is unknown, and blocks are not divided.
 
         Raises:
-            ValueError: kernels divide the blocks of one group's layers differently.
+            ValueError: kernels do not divide vLLM's blocks evenly.
         """
         self.tensors, self._parts = dict(kv_caches), []
         place = {name: at for at, name in enumerate(self.tensors)}
@@ -46,7 +46,7 @@ class Registered:
                     tensor = self.tensors[name]
                     shapes.setdefault((tuple(tensor.shape), tensor.dtype), []).append(name)
             for (shape, _), names in shapes.items():
-                count = _kernel_blocks(shape, num_blocks)
+                count = _kernel_blocks(names[0], shape, num_blocks)
                 if group.block_tokens % count or group.recurrent_state and count > 1:
                     raise ValueError(
                         f"KvTierConnector: {names[0]} has {shape[0]} blocks of {group.block_tokens} tokens, {count} times vLLM's number"
@@ -73,9 +73,16 @@ class Registered:
         return found
 
 
-def _kernel_blocks(shape: Sequence[int], num_blocks: int | None) -> int:
-    """Returns the number of a tensor's blocks in one of vLLM's. Blocks are its first dimension; the second of K and V planes."""
-    for size in shape[:2]:
-        if num_blocks and size >= num_blocks and size % num_blocks == 0:
-            return size // num_blocks
-    return 1
+def _kernel_blocks(name: str, shape: Sequence[int], num_blocks: int | None) -> int:
+    """Returns the number of a tensor's blocks in one of vLLM's. Blocks are its first dimension; of five, if the first is K and V, the
+    second.
+
+    Raises:
+        ValueError: they are no multiple of vLLM's.
+    """
+    if not num_blocks:
+        return 1
+    count, rest = divmod(shape[1 if len(shape) == 5 and shape[0] == 2 else 0], num_blocks)
+    if rest or not count:
+        raise ValueError(f"KvTierConnector: {name} has the shape {list(shape)}, in which blocks are no multiple of vLLM's {num_blocks}")
+    return count

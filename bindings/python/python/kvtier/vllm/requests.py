@@ -86,6 +86,11 @@ class Keys:
         # The chunk size may be known later than the first request.
         return self._adapter.chunk_tokens // self._hash_block_tokens
 
+    def note(self, request: Any) -> None:
+        """Notes what a request makes vLLM read. All requests are noted, also those that use no cache."""
+        if request.lora_request is not None:
+            self._contents.note(request.lora_request)
+
     def can_identify(self, request: Any) -> bool:
         """Whether keys have all that the request's KV depends on. Only vLLM's hashes identify embeddings."""
         return (self._by_hashes or request.prompt_embeds is None) and self._contents.are_known(request)

@@ -121,6 +121,7 @@ class Scheduling:
     def _track(self, request: Any) -> Tracked:
         tracked = self.tracked.get(request.request_id)
         if tracked is None:
+            self.keys.note(request)
             limits = Limits.of(request, self.warnings)
             tracked = self.tracked[request.request_id] = Tracked(request, request.cache_salt or "", limits)
         return tracked
