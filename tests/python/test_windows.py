@@ -110,7 +110,8 @@ def test_every_hit_has_the_kv_of_its_tokens(place, model, schedule):
     # A model of windows alone fits into few blocks.
     assert preempted > 0 or model == "only"
     assert left < 12
-    assert counted is None or seen[counted] > 5
+    # Of a model with few preemptions, few are by a later request.
+    assert counted is None or seen[counted] > (0 if counted == "overtaken" else 5)
 
 
 @pytest.mark.parametrize("specs", [[full(4), full(4)], [full(16), window(4, 9)], [window(4, 23), full(4)]])
