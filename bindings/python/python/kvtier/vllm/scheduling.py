@@ -283,8 +283,8 @@ class Scheduling:
         what follows: that load may fail, and is reported only after the stores of the step."""
         own, tracked.own_tokens = tracked.own_tokens, None
         # vLLM's own prefix may end inside a block of states.
-        least = self.chunk_unit if self.has_states else 1
-        if own is not None and computed >= own + least and not tracked.received:
+        unit = self.chunk_unit if self.has_states else 1
+        if own is not None and computed // unit > own // unit and not tracked.received:
             tracked.is_stale = True
 
     def partial_step(self, scheduled: Any) -> StepMetadata:
