@@ -143,7 +143,7 @@ impl Client {
             error if url.starts_with("https") && is_tls(&error) => {
                 anyhow!("the certificate of {url} is not trusted: {error}; pass --ca-cert FILE to trust a private CA")
             }
-            error => anyhow!(error).context(format!("nothing answers at {url}; an address is HOST:PORT of a server's HTTP API (--http-port)")),
+            error => anyhow!(error).context(format!("nothing answers at {url}; start `kvtier server`, or give HOST:PORT of its HTTP API (--http-port)")),
         })?;
         let body = answer
             .body_mut()

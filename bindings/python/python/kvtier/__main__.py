@@ -28,7 +28,7 @@ def command() -> str:
         if os.access(path, os.X_OK):
             return str(path)
     places = " or ".join(map(str, paths))
-    raise SystemExit(f"kvtier: no command at {places}; install the wheel with pip, or run the command itself")
+    raise SystemExit(f"kvtier: no command at {places}; this package was built without it; install the wheel that deploy/release/build makes")
 
 
 def main() -> None:

@@ -89,9 +89,12 @@ fn reason(client: &Client) -> String {
 /// The lines. Missing fields are left out, so it works with LMCache's own server too.
 fn summary(url: &str, status: &Status) -> String {
     let mut out = String::new();
-    let health = match status.is_healthy {
-        true => "healthy",
-        false => "NOT HEALTHY",
+    let tiers = &status.storage_manager.l2_adapters;
+    let failed = tiers.iter().filter(|tier| !tier.is_healthy).count();
+    let health = match (status.is_healthy, failed) {
+        (true, 0) => "healthy".to_owned(),
+        (true, failed) => format!("healthy, but {failed} of {} second tiers are not", tiers.len()),
+        (false, _) => "NOT HEALTHY".to_owned(),
     };
     let version = status
         .version
