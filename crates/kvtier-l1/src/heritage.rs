@@ -61,7 +61,9 @@ impl Heritage {
             bytes = restored.bytes,
             left_out = (!left_out.is_empty()).then(|| left_out.join(", ")),
             withheld,
-            file = file.as_ref().map(|file| tracing::field::display(file.display())),
+            file = file
+                .as_ref()
+                .map(|file| tracing::field::display(file.display())),
             "restored L1"
         );
         let held = Withheld {

@@ -89,11 +89,14 @@ fn reason(client: &Client) -> String {
 /// The lines. Missing fields are left out, so it works with LMCache's own server too.
 fn summary(url: &str, status: &Status) -> String {
     let mut out = String::new();
-    let tiers = &status.storage_manager.l2_adapters;
-    let failed = tiers.iter().filter(|tier| !tier.is_healthy).count();
+    let adapters = &status.storage_manager.l2_adapters;
+    let failed = adapters.iter().filter(|tier| !tier.is_healthy).count();
     let health = match (status.is_healthy, failed) {
         (true, 0) => "healthy".to_owned(),
-        (true, failed) => format!("healthy, but {failed} of {} second tiers are not", tiers.len()),
+        (true, failed) => format!(
+            "healthy, {failed} of {} second tiers failed",
+            adapters.len()
+        ),
         (false, _) => "NOT HEALTHY".to_owned(),
     };
     let version = status
@@ -455,7 +458,7 @@ workers   2
 
     #[test]
     fn tiers_are_listed_with_their_errors() {
-        let status = json!({ "storage_manager": {
+        let status = json!({ "is_healthy": true, "storage_manager": {
             "store_controller": { "pending_keys_count": 1200, "pending_bytes": 3 << 20, "dropped_objects": 7 },
             "prefetch_controller": { "loading_objects": 2 },
             "l2_adapters": [
@@ -484,6 +487,10 @@ L2        4 tiers, 1,200 objects to be stored (3.00 MiB), 7 dropped, 2 being loa
   FSL2Adapter, healthy
 ";
         let text = lines(status);
+        assert!(
+            text.starts_with("server    u: healthy, 1 of 4 second tiers failed\n"),
+            "{text}"
+        );
         assert!(text.contains(expected), "{text}");
     }
 }
