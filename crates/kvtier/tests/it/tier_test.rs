@@ -30,6 +30,30 @@ fn right_tier_passes_and_is_left_empty() {
     assert_eq!(left.sum::<usize>(), 0);
 }
 
+/// As Redis lists while its table of keys grows, which the contract allows.
+#[test]
+fn tier_may_list_an_object_on_two_pages() {
+    let program = r#"
+from kvtier.tier import serve
+from kvtier.tier.directory import Directory
+import os, sys
+class Repeats(Directory):
+    def list(self, cursor, limit):
+        page, next = super().list(cursor, limit)
+        first, _ = super().list(None, 1)
+        return [*page, *first], next
+serve(os.environ["KVTIER_SOCKET"], Repeats(sys.argv[1]))
+"#;
+    let directory = tempfile::tempdir().unwrap();
+    let output = tier_test("bytes_agree_at_every_step")
+        .args(["-c", program])
+        .arg(directory.path().join("objects"))
+        .assert()
+        .success();
+    let text = String::from_utf8(output.get_output().stdout.clone()).unwrap();
+    assert!(text.contains("1 passed, 0 failed, 0 skipped"), "{text}");
+}
+
 #[test]
 fn wrong_tier_fails_with_the_reason() {
     let program = r#"
