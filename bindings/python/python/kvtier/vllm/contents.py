@@ -81,8 +81,9 @@ class Contents:
         )
         return False
 
-    def note(self, lora: Any) -> Files | None:
-        """Notes that a request makes vLLM read an adapter, whether that request is cached or not; returns the adapter's files.
+    def note(self, lora: Any) -> tuple[Files | None, str]:
+        """Notes that a request makes vLLM read an adapter, whether that request is cached or not; returns the adapter's files, and why
+        they are not certain to be what vLLM computes with, empty if they are.
 
         vLLM reads a number's files once, whatever path a later request has, and does not say when: when it is added, at its first use,
         again after it was evicted, and if loaded in place at every step. So what it computes with is certain only if all requests have
@@ -107,14 +108,13 @@ class Contents:
             why = why or f"{path} is not what it was at its first request"
         if why:
             self._uncertain.setdefault(number, why)
-        return found
+        return found, self._uncertain.get(number, "")
 
     def adapter(self, lora: Any) -> bytes | None:
         """Returns the adapter's identity by its content, the same on all hosts; None if that is unknown, or not known yet."""
-        found = self.note(lora)
-        why = self._uncertain.get(getattr(lora, "lora_int_id", getattr(lora, "lora_path", "")))
+        found, why = self.note(lora)
         if why or found is None:
-            return self._unknown(lora.lora_name, why or "it has no files")
+            return self._unknown(lora.lora_name, why)
         try:
             digest = self._digests.of(found)
         except OSError as error:

@@ -9,8 +9,8 @@ from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
 
 def stored_chunks(request: Any, start: int, end: int, chunk: int, hash_block: int) -> list[BlockStored]:
-    """Returns one event per chunk of ``[start, end)``, with vLLM's own hashes, each of ``hash_block`` tokens. None if the request has
-    no hashes."""
+    """Returns one event per chunk of ``[start, end)``, with vLLM's own hashes, each of ``hash_block`` tokens; no event if the
+    request has no hashes."""
     if len(request.block_hashes) < end // hash_block:
         return []
     lora = request.lora_request
