@@ -1,12 +1,16 @@
 #!/usr/bin/env python3
 """What a cache is worth to a real vLLM: conversations with several turns, with each way to keep KV in turn.
 
-    benches/engine.py [--setup NAME ...] [--rounds 3] [--device cpu|gpu] [--model llama|windows] [--out DIR] [--package DIR]
+    benches/engine.py [--setup NAME ...] [--rounds 3] [--device cpu|gpu] [--model llama|windows] [--trace FILE] [--out DIR] [--package DIR]
 
 Every turn sends the whole conversation so far: a system prompt that all users share, the user's earlier turns with the answers,
 and new words. Users take turns, so the KV of a user's earlier turns has left vLLM's own small cache when the next one comes. Tokens
 are random, the same in every setup, new in every round. The weights are random too, and answers are greedy: bytes and answers are
 compared by tests/vllm, not here.
+
+--trace has turns of a recorded length and recorded shared prefixes instead: JSON lines as published with the Mooncake paper (FAST'25;
+repository kvcache-ai/Mooncake, conversation trace), one request each. The first conversations that have enough turns are taken.
+`scale` tokens stand for a block of 512.
 
     none            vLLM alone with its own prefix cache
     offloading      vLLM's own OffloadingConnector (needs a GPU)
@@ -63,14 +67,14 @@ from kvrig.waiting import TimedOut  # noqa: E402
 DEVICES = {
     "cpu": SimpleNamespace(
         dtype="float32", block_size=128, blocks=40, mode="engine_driven", chunk_tokens=0, l1_gb=1.0, length=4096, start_timeout=240,
-        users=6, turns=3, concurrency=2, system=512, first=900, later=400, answer=16, shuffled=False,
+        users=6, turns=3, concurrency=2, system=512, first=900, later=400, answer=16, shuffled=False, scale=128,
         flags=[],
         shape={"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 8, "num_attention_heads": 16,
                "num_key_value_heads": 4, "head_dim": 64},
     ),
     "gpu": SimpleNamespace(
         dtype="bfloat16", block_size=16, blocks=2560, mode="lmcache_driven", chunk_tokens=0, l1_gb=20.0, length=32768, start_timeout=240,
-        users=8, turns=4, concurrency=2, system=1024, first=12000, later=300, answer=32, shuffled=False,
+        users=8, turns=4, concurrency=2, system=1024, first=12000, later=300, answer=32, shuffled=False, scale=512,
         # Given, since an engine would count what others allocate while it measures. It starts where the share is free.
         flags=["--kv-cache-memory-bytes", str(5 << 30), "--gpu-memory-utilization", "0.15"],
         shape={"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -87,6 +91,8 @@ WINDOWS = {
               "layer_types": ["sliding_attention"] * 5 + ["full_attention"]},
 }  # fmt: skip
 CHUNK = 256
+# Tokens of a block of a trace.
+TRACE_BLOCK = 512
 VOCABULARY = 8192
 SETUPS = ("none", "offloading", "lmcache", "kvtier-lmcache", "kvtier")
 
@@ -98,6 +104,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", choices=list(DEVICES), default="cpu")
     parser.add_argument("--model", choices=["llama", "windows"], default="llama", help="windows: on the CPU")
+    parser.add_argument("--trace", metavar="FILE", help="recorded conversations instead of made-up ones")
     parser.add_argument("--package", action="append", default=[], metavar="DIR", help="in front of the engines' packages")
     parser.add_argument("--tokenizer", metavar="DIR", help="model with a tokenizer [default: that of tests/setup.sh]")
     parser.add_argument("--out", metavar="DIR", help="where results go [default: benches/runs/<date>/engine-<device>, or -windows]")
@@ -124,6 +131,7 @@ def main():
     # A signal that ends this program ends what it started.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     model = make_model(out / "model", Path(arguments.tokenizer or Path(home) / "model"), load)
+    recorded = recorded_conversations(arguments.trace, load, parser) if arguments.trace else None
     with ExitStack() as stack:
         running = start(stack, setups, model, load, out, arguments.package)
         if not running:
@@ -131,9 +139,9 @@ def main():
         rounds = []
         for _, server, engine in running:
             # The first request of an engine takes seconds more.
-            Conversations("", server, engine, load, "warm-up").wave(0, range(load.concurrency))
+            Conversations("", server, engine, load, None, "warm-up").wave(0, range(load.concurrency))
         for number in range(arguments.rounds):
-            rounds.append(measure(running, load, number))
+            rounds.append(measure(running, load, recorded, number))
             report(rounds, load, arguments, out)
 
 
@@ -233,9 +241,32 @@ def tokens(seed, count):
     return [generator.randrange(300, VOCABULARY - 100) for _ in range(count)]
 
 
-def measure(running, load, number):
+def recorded_conversations(path, load, parser):
+    """Turns of `users` recorded conversations, each the ids of its prompt's blocks and its length in scaled tokens.
+
+    A request goes on with the conversation whose blocks, the incomplete last one left out, begin its own; the first block is all users'.
+    """
+    open_ones, found = {}, []
+    with open(path, encoding="utf-8") as lines:
+        for line in lines:
+            request = json.loads(line)
+            blocks, length = tuple(request["hash_ids"]), request["input_length"] * load.scale // TRACE_BLOCK
+            talk = next((open_ones.pop(blocks[:end]) for end in range(len(blocks), 1, -1) if blocks[:end] in open_ones), [])
+            if length + load.answer > load.length:
+                continue
+            talk.append((blocks, length))
+            if len(talk) == load.turns:
+                found.append(talk)
+                if len(found) == load.users:
+                    return found
+            elif len(blocks) > 2:
+                open_ones[blocks[:-1]] = talk
+    parser.error(f"--trace: {len(found)} conversations of {load.turns} turns, {load.users} are needed; see --set users, turns, scale")
+
+
+def measure(running, load, recorded, number):
     """One round: all conversations with each setup. Returns the figures by setup."""
-    talks = [Conversations(*each, load, number) for each in running]
+    talks = [Conversations(*each, load, recorded, number) for each in running]
     index = number
     for turn in range(load.turns):
         users = list(range(load.users))
@@ -256,8 +287,8 @@ def measure(running, load, number):
 class Conversations:
     """The conversations of a round with one setup."""
 
-    def __init__(self, name, server, engine, load, seed):
-        self.name, self.server, self.engine, self.load, self.seed = name, server, engine, load, seed
+    def __init__(self, name, server, engine, load, recorded, seed):
+        self.name, self.server, self.engine, self.load, self.recorded, self.seed = name, server, engine, load, recorded, seed
         self.prompts = {user: tokens(f"{seed} system", load.system) for user in range(load.users)}
         self.answers, self.spent = [], [0.0] * len(self.meters())
 
@@ -271,7 +302,11 @@ class Conversations:
     def ask(self, turn, user):
         """One request; returns (turn, user, tokens of the prompt, answer)."""
         load, prompt = self.load, self.prompts[user]
-        prompt += tokens(f"{self.seed} {user} {turn}", load.later if turn else load.first)
+        if self.recorded:
+            blocks, length = self.recorded[user][turn]
+            prompt[:] = [token for block in blocks for token in tokens(f"{self.seed} block {block}", load.scale)][:length]
+        else:
+            prompt += tokens(f"{self.seed} {user} {turn}", load.later if turn else load.first)
         length, answer = len(prompt), self.engine.ask(list(prompt), count=load.answer)
         if answer.ttft is None:
             raise RuntimeError(f"an answer without a token; see {self.engine.child.log}")

@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import sys
+import time
 import traceback
 from dataclasses import dataclass, field
 from multiprocessing import Pipe
@@ -269,6 +270,33 @@ class Inside:
         self.settle()
         preempted = int(self.metric("vllm:num_preemptions") - preempted)
         return found | {"waited": len(waits), "preempted": preempted, "free": pool.get_num_free_blocks()}
+
+    def time_steps(self, prompts, count):
+        """Steps that answer prompts which arrive together: seconds, scheduled tokens, and whether it began with stores in flight."""
+        scheduler, steps = self.engine.engine_core.engine_core.scheduler, []
+        holds = scheduler.connector._scheduling.holds if scheduler.connector else ()
+        sizes, schedule = [], scheduler.schedule
+
+        def schedules(*args, **options):
+            made = schedule(*args, **options)
+            sizes.append(made.total_num_scheduled_tokens)
+            return made
+
+        scheduler.schedule = schedules
+        try:
+            for prompt in prompts:
+                self.number += 1
+                self._add(str(self.number), prompt, None, None, None, None, count, None)
+            while self.engine.has_unfinished_requests():
+                sizes.clear()
+                in_flight, began = len(holds) > 0, time.perf_counter()
+                self.engine.step()
+                steps.append((time.perf_counter() - began, sum(sizes), in_flight))
+        finally:
+            scheduler.schedule = schedule
+        self.settle()
+        # Without a token only lookups or stores were waited for.
+        return [step for step in steps if step[1]]
 
     def _add(self, request_id, prompt, salt, lora, pictures, uuids, count, logprobs):
         from vllm import SamplingParams
