@@ -44,11 +44,7 @@ def test_store_and_load(place, engines, transfer):
     second.finish(own)
     second.finish(longer)
 
-    def leased():
-        text = server.get("/metrics")[1]
-        return next(line for line in text.splitlines() if line.startswith("kvtier_l1_leased_objects ")).split()[1]
-
-    wait_until(lambda: leased() == "0", 60, "no leases")
+    wait_until(lambda: leased(server) == 0, 60, "no leases")
 
 
 @pytest.mark.parametrize("transfer", ["engine_driven", "lmcache_driven"])
@@ -166,19 +162,46 @@ def test_tenants(place, engines):
     assert same(engine.read([11, 12, 13, 14]), engine.read([1, 2, 3, 4]))
 
 
-@pytest.mark.parametrize("mla", [False, True])
-def test_tensor_parallel_ranks(place, engines, mla):
-    """A hit needs every piece; with MLA there is one, written once and read by both ranks."""
-    server = place.server()
-    first, second = engines(server, ranks=2, mla=mla), engines(server, ranks=2, mla=mla, seed=9)
+@pytest.mark.parametrize("transfer", ["engine_driven", "lmcache_driven"])
+@pytest.mark.parametrize("ranks, shape, pieces", [(2, {}, 2), (2, {"mla": True}, 1), (2, {"heads": 1}, 1), (4, {"heads": 2}, 2)])
+def test_tensor_parallel_ranks(place, engines, transfer, ranks, shape, pieces):
+    """A hit needs every piece. Ranks with the same KV, latents or a head, have one piece, written once and read by all of them."""
+    server, shape = place.server(), shape | {"ranks": ranks, "kvtier.transfer_mode": transfer}
+    first, second = engines(server, **shape), engines(server, seed=9, **shape)
     prompt = tokens(CHUNK + 1, "tp")
     first.prefill(request("a", prompt), range(1, 6))
-    assert first.stats["stores"] == (1 if mla else 2)
+    first.wait_for_stores()
+    assert first.stats["stores"] == pieces
     req = request("b", prompt)
     assert second.match(req) == (CHUNK, True)
     assert second.load(req, range(11, 16), 0, CHUNK) == set()
-    for rank in range(2):
+    for rank in range(ranks):
         assert same(second.read([11, 12, 13, 14], rank), first.read([1, 2, 3, 4], rank))
+    # Every rank has read its piece, so none is leased before the request's end.
+    wait_until(lambda: leased(server) == 0, 60, "no leases")
+    # What vLLM has itself is freed for all ranks.
+    own = request("c", prompt)
+    assert second.match(own, computed=CHUNK) == (0, False)
+    second.allocate(own, range(11, 16), 0)
+    wait_until(lambda: leased(server) == 0, 60, "no leases")
+
+
+def leased(server):
+    """The number of leased objects."""
+    text = server.get("/metrics")[1]
+    return int(next(line for line in text.splitlines() if line.startswith("kvtier_l1_leased_objects ")).split()[1])
+
+
+def test_pieces_are_the_same_at_each_number_of_ranks(place, engines):
+    """With two heads, engines of two and of four ranks have the same two pieces."""
+    server, prompt = place.server(), tokens(CHUNK + 1, "sizes")
+    two, four = engines(server, ranks=2, heads=2), engines(server, ranks=4, heads=2, seed=9)
+    two.prefill(request("a", prompt), range(1, 6))
+    req = request("b", prompt)
+    assert four.match(req) == (CHUNK, True)
+    assert four.load(req, range(11, 16), 0, CHUNK) == set()
+    for rank in range(4):
+        assert same(four.read([11, 12, 13, 14], rank), two.read([1, 2, 3, 4], rank // 2))
 
 
 def test_roles(place, engines):

@@ -109,25 +109,26 @@ def test_options():
 
 
 def test_identities():
-    """Each rank has its piece."""
+    """Each rank has its piece; ranks with the same KV have one, which the first of them stores."""
     server = SimpleNamespace(url="x")
 
-    def of(rank, layers_are_mla=True, **shape):
-        made = Identity.of(vllm_config(server, **shape), layers_are_mla, rank)
+    def of(rank, replicas=1, **shape):
+        made = Identity.of(vllm_config(server, **shape), replicas, rank)
         return made.world_size, made.worker_id, made.num_kv_readers, made.is_writer
 
     assert of(1, tensor=2) == (2, 1, 1, True)
-    assert [of(rank, tensor=2, mla=True) for rank in (0, 1)] == [(1, 0, 2, True), (1, 0, 2, False)]
-    assert of(3, tensor=2, stages=2, mla=True) == (2, 1, 2, False)
-    # MLA with layers whose heads are divided among the ranks, such as a draft model's: each rank has its own piece.
-    assert of(1, layers_are_mla=False, tensor=2, mla=True) == (2, 1, 1, True)
-    staged = Identity.of(vllm_config(server, stages=2), False)
-    assert staged.model_name != Identity.of(vllm_config(server, tensor=2), False).model_name, "another cut of the same model"
+    assert [of(rank, 2, tensor=2) for rank in (0, 1)] == [(1, 0, 2, True), (1, 0, 2, False)]
+    assert of(3, 2, tensor=2, stages=2) == (2, 1, 2, False)
+    assert [of(rank, 2, tensor=4, stages=2) for rank in (0, 3, 4, 7)] == [
+        (4, 0, 2, True), (4, 1, 2, False), (4, 2, 2, True), (4, 3, 2, False)
+    ]  # fmt: skip
+    staged = Identity.of(vllm_config(server, stages=2))
+    assert staged.model_name != Identity.of(vllm_config(server, tensor=2)).model_name, "another cut of the same model"
     for size in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         context = vllm_config(server)
         setattr(context.parallel_config, size, 2)
         with pytest.raises(ValueError, match=size):
-            Identity.of(context, False)
+            Identity.of(context)
 
 
 def test_unsupported_models_are_refused(place, monkeypatch):
@@ -185,12 +186,11 @@ def refusal(cache):
 
 
 def test_windows_of_latents_are_latents():
-    """One rank stores for all, as with other latents; a page depends on the release."""
-    latents, heads = interface.MLAAttentionSpec(**LATENT), interface.FullAttentionSpec(**LATENT)
+    """A page depends on the release."""
+    latents = interface.MLAAttentionSpec(**LATENT)
     window = interface.SlidingWindowMLASpec(**LATENT, sliding_window=6)
-    groups, are_latents = kinds.served_groups(vllm_groups(latents, window))
-    assert are_latents and [(group.sliding_window, group.block_tokens) for group in groups] == [(-1, BLOCK), (8, BLOCK)]
-    assert not kinds.served_groups(vllm_groups(latents, window, heads))[1]
+    groups = kinds.served_groups(vllm_groups(latents, window))
+    assert kinds.is_latent(window) and [(group.sliding_window, group.block_tokens) for group in groups] == [(-1, BLOCK), (8, BLOCK)]
     for cache, owns in ((vllm_groups(latents), False), (vllm_groups(latents, window), True)):
         assert kinds.has_latent_windows(group.kv_cache_spec for group in cache.kv_cache_groups) is owns
     compressed = interface.SlidingWindowMLASpec(**LATENT, sliding_window=6, tokens_per_state=2)
@@ -202,8 +202,8 @@ def test_scratch_memory_is_left_out():
     ring = interface.CircularBufferSpec(block_size=6, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
     compressed = interface.MLAAttentionSpec(**LATENT, tokens_per_state=2)
     cache = vllm_groups(ring, compressed, ring, interface.MLAAttentionSpec(**LATENT))
-    groups, are_latents = kinds.served_groups(cache)
-    assert [group.layer_names for group in groups] == [["layer.1"], ["layer.3"]] and are_latents
+    groups = kinds.served_groups(cache)
+    assert [group.layer_names for group in groups] == [["layer.1"], ["layer.3"]]
     assert kinds.served_numbers(cache) == (1, 3) and kinds.scratch_layers(cache) == {"layer.0", "layer.2"}
     assert kinds.of_served("abcd", (1, 3)) == ["b", "d"]
     # A hit ends between two latents, also where the scheduler does not see that layers of a group are compressed.

@@ -35,7 +35,7 @@ def described(model=None, cache=None, load=None, draft=None, pictures=None, para
 
 def name(*args, **fields):
     """Returns the name in keys."""
-    return Identity.of(described(*args, **fields), False).model_name
+    return Identity.of(described(*args, **fields)).model_name
 
 
 def test_name_has_all_kv_dependencies(tmp_path):
@@ -101,7 +101,7 @@ def test_name_is_equal_in_all_processes():
     worker = described({"hf_config": SimpleNamespace(rope_parameters={"rope_type": "deepseek_yarn"})})
     worker.cache_config.num_gpu_blocks = 17
     worker.parallel_config.rank = 1
-    assert Identity.of(worker, False, 1).model_name == name()
+    assert Identity.of(worker, rank=1).model_name == name()
     # A fetched model is identified by its origin.
     assert name({"model": "/a/cache", "model_weights": "s3://b/m"}) == name({"model": "/other", "model_weights": "s3://b/m"})
     # The longest request matters only for the kinds of positions that depend on it.
@@ -123,10 +123,10 @@ def test_name_is_equal_in_all_processes():
 
 def test_model_name_option_replaces_digest():
     """For new weights at an old path, or to share with other engines. The digest of the pages stays."""
-    given = Identity.of(described({"revision": "v2"}), False, 0, "mine")
+    given = Identity.of(described({"revision": "v2"}), 1, 0, "mine")
     assert given.model_name == "mine"
-    assert Identity.of(described(stages=2), False, 0, "mine").model_name == "mine#pp2"
-    paged = [Identity.of(described(), False, 0, "mine", {"block_tokens": [size]}).model_name for size in (16, 32, 32)]
+    assert Identity.of(described(stages=2), 1, 0, "mine").model_name == "mine#pp2"
+    paged = [Identity.of(described(), 1, 0, "mine", {"block_tokens": [size]}).model_name for size in (16, 32, 32)]
     assert paged[0] != paged[1] == paged[2] and all(len(each) == len("mine#") + 16 for each in paged)
     with pytest.raises(ValueError, match="kvtier.model_name: 'a@b'; allowed is a printable text without @"):
         Options.read({"kvtier.model_name": "a@b"})

@@ -14,6 +14,7 @@ from rig import BLOCK, tokens
 pytest.importorskip("vllm")
 
 from kvtier.vllm import KvTierConnector  # noqa: E402
+from vllm import ModelRegistry  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput  # noqa: E402
@@ -46,8 +47,17 @@ class CrossAttentionSpec(SimpleNamespace):
     """A kind of cache that cannot be served."""
 
 
-def vllm_config(server, tensor=1, stages=1, rank=0, mla=False, events=False, role="kv_both", **extra):
-    """Returns the used parts of vLLM's configuration."""
+def model_config(heads, architecture="LlamaForCausalLM", mla=False, **more):
+    """A model whose layers have this number of KV heads."""
+    return SimpleNamespace(**{
+        "model": "test/vllm", "use_mla": mla, "architecture": architecture, "registry": ModelRegistry,
+        "hf_config": SimpleNamespace(), "hf_text_config": SimpleNamespace(num_key_value_heads=heads),
+        "get_total_num_kv_heads": lambda: heads, **more,
+    })  # fmt: skip
+
+
+def vllm_config(server, tensor=1, stages=1, rank=0, mla=False, heads=None, events=False, role="kv_both", **extra):
+    """Returns the used parts of vLLM's configuration. `heads`: KV heads of a model whose layers are known to have as many."""
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
             kv_connector_extra_config={
@@ -60,13 +70,13 @@ def vllm_config(server, tensor=1, stages=1, rank=0, mla=False, events=False, rol
         ),
         kv_events_config=SimpleNamespace(enable_kv_cache_events=events),
         parallel_config=SimpleNamespace(tensor_parallel_size=tensor, pipeline_parallel_size=stages, rank=rank),
-        model_config=SimpleNamespace(model="test/vllm", use_mla=mla),
+        model_config=model_config(heads) if heads else SimpleNamespace(model="test/vllm", use_mla=mla),
     )
 
 
 def cache_config(names, spec=FullAttentionSpec):
-    """Returns one group of layers."""
-    group = SimpleNamespace(layer_names=list(names), kv_cache_spec=spec(block_size=BLOCK))
+    """Returns one group of layers, with one head in each rank."""
+    group = SimpleNamespace(layer_names=list(names), kv_cache_spec=spec(block_size=BLOCK, num_kv_heads=1))
     return SimpleNamespace(
         kv_cache_groups=[group], kv_cache_layout="LBHNC", hash_block_size=BLOCK, prefix_cacheable_group_ids=(0,)
     )
@@ -86,19 +96,20 @@ def request(name, prompt, salt=None, **more):
 class Vllm:
     """A scheduler's connector, the workers' connectors, and vLLM's part between them."""
 
-    def __init__(self, server, ranks=1, mla=False, seed=1, kernel_blocks=1, **options):
-        """`kernel_blocks`: blocks of the attention kernels in one of vLLM's."""
+    def __init__(self, server, ranks=1, mla=False, heads=None, seed=1, kernel_blocks=1, **options):
+        """`heads`: KV heads, where ranks share them; `kernel_blocks`: blocks of the attention kernels in one of vLLM's."""
         config = cache_config((f"layer.{i}" for i in range(2)), MLAAttentionSpec if mla else FullAttentionSpec)
         self.layout = layouts.layout("mla" if mla else "fused_hnd")
         if mla:
             config.kv_cache_layout = "LBNHC"
-        shape = {"tensor": ranks, "mla": mla, **options}
+        shape = {"tensor": ranks, "mla": mla, "heads": heads, **options}
+        ranks_per_piece = ranks if mla else ranks // (heads or ranks)
         self.config = vllm_config(server, **shape)
         self.scheduler = KvTierConnector(self.config, KVConnectorRole.SCHEDULER, config)
         self.workers, self.tensors = [], []
         for rank in range(ranks):
             worker = KvTierConnector(vllm_config(server, rank=rank, **shape), KVConnectorRole.WORKER, config)
-            tensors = layouts.allocate(self.layout, 2, torch.Generator().manual_seed(seed + (0 if mla else rank)))
+            tensors = layouts.allocate(self.layout, 2, torch.Generator().manual_seed(seed + rank // ranks_per_piece))
             blocks, heads, size, content = self.layout.shape if kernel_blocks > 1 else (None,) * 4
             config.num_blocks = blocks
             views = tensors if kernel_blocks == 1 else [

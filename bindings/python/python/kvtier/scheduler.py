@@ -64,8 +64,8 @@ class SchedulerAdapter:
             server_url: ``tcp://host:port``, ``ipc://path``, or ``host:port``.
             model_name: part of every key; without ``@``.
             block_tokens: tokens in one block of the engine; divides the chunk.
-            world_size: number of pieces that the KV of a token is split into (ranks; for MLA without tensor parallelism).
-            num_kv_readers: number of workers that read each piece: 1, or for MLA the tensor-parallel size.
+            world_size: number of pieces that the KV of a token is split into (ranks, counting those with the same KV once).
+            num_kv_readers: number of workers that read each piece: the ranks with the same KV, for MLA the tensor-parallel size.
             timeout: seconds each request may take.
             lookup_timeout: seconds a lookup may take, if that is less.
             heartbeat: seconds between two heartbeats.

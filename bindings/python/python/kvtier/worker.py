@@ -85,7 +85,7 @@ class WorkerAdapter:
             block_tokens: tokens in one block of the engine; divides the chunk.
             world_size: number of pieces that the KV of a token is split into.
             worker_id: index of this worker's piece.
-            num_kv_readers: number of workers with the same piece: 1, or for MLA the tensor-parallel size.
+            num_kv_readers: number of workers with the same piece: the ranks with the same KV, for MLA the tensor-parallel size.
             is_writer: whether this worker is the one of them that stores it.
             mode: ``engine_driven`` (this process copies; CPU tensors with one group of full-attention layers),
                 ``lmcache_driven`` (the server copies; CPU tensors move to shared memory), or ``auto``: the first if it is

@@ -28,6 +28,7 @@ from .options import Identity, Options
 from .pages import page_format
 from .registered import Registered
 from .releases import note_untested
+from .replicas import tp_replicas
 from .scheduling import Scheduling
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         assert transfer is not None
         self._options = Options.read(transfer.kv_connector_extra_config or {})
-        self._groups, is_mla = served_groups(kv_cache_config)
+        self._groups = served_groups(kv_cache_config)
         # Block ids repeat across groups, and the blocks before a window were freed: vLLM then computes the whole request. Groups that are
         # not cached count: vLLM takes failed blocks of models with one group only.
         self._fails_whole_requests = len(kv_cache_config.kv_cache_groups) > 1 or has_windows(self._groups)
@@ -90,19 +91,21 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
         self._is_off = False
         self._scheduling: Scheduling | None = None
         self._adapter: WorkerAdapter | None = None
-        pages = page_format(vllm_config, kv_cache_config)
+        pages, replicas = page_format(vllm_config, kv_cache_config), tp_replicas(vllm_config, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             note_untested(__version__)
             if self._options.recompute_failed_loads:
                 transfer.kv_load_failure_policy = "recompute"
-            identity = Identity.of(vllm_config, is_mla, model_name=self._options.model_name, pages=pages)
+            identity = Identity.of(vllm_config, replicas, model_name=self._options.model_name, pages=pages)
             logger.info("kvtier server %s: the model's name in keys is %s", self._options.url, identity.model_name)
+            if replicas > 1:
+                logger.info("each %d neighbouring tensor-parallel ranks have the same KV, which the first of them stores", replicas)
             if not self._options.model_name and (reason := unknown_weights(vllm_config)):
                 logger.warning("replaced weights of the same name are not noticed (%s); change kvtier.model_name with them", reason)
             self._scheduling = Scheduling(vllm_config, kv_cache_config, self._options, identity, self._groups)
         else:
             rank = vllm_config.parallel_config.rank
-            identity = Identity.of(vllm_config, is_mla, rank, self._options.model_name, pages)
+            identity = Identity.of(vllm_config, replicas, rank, self._options.model_name, pages)
             self._adapter, self._is_writer = self._connect_worker(identity), identity.is_writer
 
     def _connect_worker(self, identity: Identity) -> WorkerAdapter:

@@ -83,16 +83,25 @@ def specs_of(spec: Any) -> list[Any]:
     return list(several.values()) if several else [spec]
 
 
-def served_groups(kv_cache_config: KVCacheConfig) -> tuple[list[Group], bool]:
-    """Returns vLLM's groups of layers that are cached, and whether all are MLA's; ValueError for kinds of cache that cannot be served."""
-    groups, all_kinds = [], set()
+def is_latent(spec: Any) -> bool:
+    """Whether a kind of cache has latents, which are not divided by heads."""
+    return type(spec).__name__ in (_MLA, _WINDOW_MLA)
+
+
+def is_state(spec: Any) -> bool:
+    """Whether a kind of cache has recurrent states."""
+    return type(spec).__name__ == _STATE
+
+
+def served_groups(kv_cache_config: KVCacheConfig) -> list[Group]:
+    """Returns vLLM's groups of layers that are cached; ValueError for kinds of cache that cannot be served."""
+    groups = []
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         if _is_scratch(group):
             continue
         spec, layer = group.kv_cache_spec, group.layer_names[0]
         specs = specs_of(spec)
         kinds = {type(each).__name__ for each in specs}
-        all_kinds |= kinds
         _check_participates(kv_cache_config, number)
         if not kinds.isdisjoint((_WINDOW, _WINDOW_MLA, _CHUNKED)) and not _serves_windows():
             raise ValueError(
@@ -127,7 +136,7 @@ def served_groups(kv_cache_config: KVCacheConfig) -> tuple[list[Group], bool]:
             "KvTierConnector serves models with several groups of layers from vLLM 0.30 on: this release has no way to report "
             "which request's load failed"
         )
-    return groups, all_kinds <= {_MLA, _WINDOW_MLA}
+    return groups
 
 
 def _check_participates(kv_cache_config: KVCacheConfig, number: int) -> None:

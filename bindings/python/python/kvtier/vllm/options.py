@@ -181,13 +181,13 @@ class Identity:
 
     @classmethod
     def of(
-        cls, vllm_config: Any, is_mla: bool, rank: int = 0, model_name: str = "", pages: Mapping[str, Any] | None = None
+        cls, vllm_config: Any, replicas: int = 1, rank: int = 0, model_name: str = "", pages: Mapping[str, Any] | None = None
     ) -> Identity:
         """Returns the identity of one rank; a scheduler has that of rank 0.
 
         ``model_name`` replaces vLLM's name and the digest of what KV depends on, but not the digest of ``pages``: see
-        :func:`kvtier.vllm.pages.page_format`. If all layers are MLA's, all tensor-parallel ranks have the same KV: there is
-        one piece per stage of the pipeline, and the first of its ranks stores it. Otherwise each rank has its own piece.
+        :func:`kvtier.vllm.pages.page_format`. Each ``replicas`` neighbouring tensor-parallel ranks have the same KV
+        (:func:`kvtier.vllm.replicas.tp_replicas`): it is one piece, which the first of them stores and all of them read.
 
         Raises:
             ValueError: the parallelism cannot be served.
@@ -206,6 +206,4 @@ class Identity:
             name += f"#pp{stages}"
             if partition := os.environ.get("VLLM_PP_LAYER_PARTITION"):
                 name += f":{partition}"
-        if model.use_mla and is_mla:
-            return cls(name, stages, rank // tensor, tensor, rank % tensor == 0)
-        return cls(name, tensor * stages, rank, 1, True)
+        return cls(name, tensor // replicas * stages, rank // replicas, replicas, rank % replicas == 0)

@@ -93,7 +93,7 @@ class Scheduling:
         transfer, events = vllm_config.kv_transfer_config, vllm_config.kv_events_config
         self.can_load, self.can_store = transfer.is_kv_consumer, transfer.is_kv_producer
         self.wants_events = events is not None and events.enable_kv_cache_events
-        # Each rank stores its piece; with MLA one rank of each stage does.
+        # Of the ranks with the same piece one stores it, and reports.
         self.pieces = identity.world_size
         self.tracked: dict[str, Tracked] = {}
         self.held: set[str] = set()
