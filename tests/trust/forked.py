@@ -244,12 +244,12 @@ class Inside:
         pool = self.engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
         holds, worker = connector._scheduling.holds, get_kv_transfer_group()
         found = {"held": 0, "limit": holds.limit, "free_before": pool.get_num_free_blocks()}
-        preempted, waits, take = self.metric("vllm:num_preemptions"), [], holds.take
+        preempted, waits, signals, take = self.metric("vllm:num_preemptions"), [], [number], holds.take
         save, wait = worker.wait_for_save, worker._adapter.wait_for_stores
 
         def breaks():
-            if worker._step().stores:
-                os.kill(server, number)
+            if signals and worker._step().stores:
+                os.kill(server, signals.pop())
             save()
 
         def takes(number, request_id, blocks):
@@ -264,8 +264,8 @@ class Inside:
             found["answers"] = self.ask(prompts, count=count, settles=False)
         finally:
             holds.take, worker.wait_for_save, worker._adapter.wait_for_stores = take, save, wait
-            # One that was killed stays a process until its parent has noticed.
-            os.kill(server, signal.SIGCONT)
+            if number == signal.SIGSTOP:
+                os.kill(server, signal.SIGCONT)
         found["in_flight"] = len(holds)
         self.settle()
         preempted = int(self.metric("vllm:num_preemptions") - preempted)
@@ -322,6 +322,11 @@ class Inside:
         """Prompt tokens that the connector loaded since the start."""
         found = (each for each in self.llm.get_metrics() if each.name == "vllm:external_prefix_cache_hits")
         return int(sum(each.value for each in found))
+
+    def block_sizes(self):
+        """Tokens in a block of each group of layers."""
+        groups = self.engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
+        return [group.kv_cache_spec.block_size for group in groups]
 
     def metric(self, name):
         """One of vLLM's numbers."""

@@ -2,7 +2,7 @@
 """Tiny models with random weights, one for each way in which KV may differ. Nothing is downloaded.
 
   models.py --out DIR     all of them, from fixed seeds: DIR/llama, llama-other-weights, windows, sinks,
-                          windows-only, chunked, states, convolutions, pictures, adapter-a, adapter-b
+                          windows-only, block-sizes, chunked, states, convolutions, pictures, adapter-a, adapter-b
 
 Weights of queries and keys are large on purpose: with the usual scale a random model hardly attends to its context, and
 an answer could not show wrong KV.
@@ -61,6 +61,20 @@ def windows_only():
     from transformers import MistralConfig, MistralForCausalLM
 
     return MistralForCausalLM(MistralConfig(**TEXT | {"sliding_window": 384}))
+
+
+def block_sizes():
+    """Two layers of three attend to the last 128 tokens only, and have half the heads of keys and values that the third has: vLLM gives
+    them blocks of twice the tokens, so that all blocks have the same bytes."""
+    from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
+    full = {"head_dim": TEXT["head_dim"], "num_key_value_heads": 2 * TEXT["num_key_value_heads"]}
+    own = {
+        "num_hidden_layers": 6, "sliding_window": 128, "layer_types": kinds, "hidden_size_per_layer_input": 0,
+        "per_layer_config": {number: full for number, kind in enumerate(kinds) if kind == "full_attention"},
+    }  # fmt: skip
+    return Gemma4ForCausalLM(Gemma4TextConfig(**TEXT | own))
 
 
 def chunked():
@@ -192,6 +206,7 @@ def main():
     kinds = {
         "llama": (llama, 1), "llama-other-weights": (llama, 2), "windows": (windows, 3), "sinks": (sinks, 5),
         "windows-only": (windows_only, 6),
+        "block-sizes": (block_sizes, 12),
         "chunked": (chunked, 8),
         "states": (states, 9),
         "convolutions": (convolutions, 10),

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Real engines that differ in what KV depends on, and servers that change beside them; see `scenarios.py`.
 
-  run.py --package DIR             all scenarios but those that only document; DIR has the Python package kvtier
+  run.py --package DIR             the gate's scenarios; DIR has the Python package kvtier
+  run.py --package DIR --more      those beside the gate
   run.py --package DIR NAME ...    these
   run.py --connector kvtier --mode engine_shm ...
 
@@ -21,12 +22,14 @@ sys.path[:0] = [str(HERE.parent / each) for each in ("harness", "vllm", "vllm/wi
 
 import forked
 import scenarios
-import windowed  # noqa: F401
+import windowed
 from kvrig.report import Report
 from rig import Case
 
 # What is known to be wrong where the operator allows it: run by name.
 DOCUMENTED = ["window_blocks_allowed"]
+# Beside the gate: like others of it, with other models.
+MORE = [windowed.crowded_name(name) for name in windowed.CROWDED if name not in windowed.CROWDED_IN_THE_GATE]
 
 
 def arguments():
@@ -34,6 +37,7 @@ def arguments():
     home = Path(os.environ.get("KVTIER_E2E_HOME") or os.path.expanduser("~/.cache/kvtier-e2e"))
     parser = argparse.ArgumentParser(formatter_class=argparse.RawDescriptionHelpFormatter, description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(scenarios.SCENARIOS))
+    parser.add_argument("--more", action="store_true", help=", ".join(MORE))
     parser.add_argument("--connector", action="append", choices=["kvtier", "lmcache"])
     parser.add_argument("--mode", action="append", choices=scenarios.BOTH)
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count()), help="scenarios at the same time")
@@ -43,7 +47,8 @@ def arguments():
     chosen = parser.parse_args()
     if unknown := set(chosen.names) - set(scenarios.SCENARIOS):
         parser.error(f"no scenario {', '.join(unknown)}; there are {', '.join(scenarios.SCENARIOS)}")
-    chosen.names = chosen.names or [name for name in scenarios.SCENARIOS if name not in DOCUMENTED]
+    beside = {*DOCUMENTED, *MORE}
+    chosen.names = chosen.names or (MORE if chosen.more else [name for name in scenarios.SCENARIOS if name not in beside])
     chosen.connector = chosen.connector or ["kvtier", "lmcache"]
     chosen.mode = chosen.mode or list(scenarios.BOTH)
     chosen.logs = chosen.logs.resolve()

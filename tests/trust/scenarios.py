@@ -23,11 +23,11 @@ PATIENT = {
 }  # fmt: skip
 
 
-def scenario(*pairs):
-    """Register a scenario with the pairs of connector and mode that it runs with."""
+def scenario(*pairs, name=None):
+    """Register a scenario, under its function's name if no other is given, with the pairs of connector and mode that it runs with."""
 
     def register(function):
-        SCENARIOS[function.__name__] = (function, pairs)
+        SCENARIOS[name or function.__name__] = (function, pairs)
         return function
 
     return register

@@ -3,16 +3,18 @@
 With LMCache's connector such models have no cache. kvtier's holds the blocks of its stores in vLLM's pool.
 """
 
-import signal
+import functools
+from dataclasses import dataclass
 
 from forked import prompt_of
-from rig import CHUNK
+from rig import CHUNK, MLA
 from scenarios import PATIENT, ROUNDING, each, scenario
 
 SERVER_COPIES = ("lmcache_driven",)
 
-# Six layers of Gemma's kind, four of GPT-OSS's with sinks, windows only, of more than a chunk, and chunks of Llama 4's kind.
-MODELS = ("windows", "sinks", "windows-only", "chunked")
+# Six layers of Gemma's kind, four of GPT-OSS's with sinks, windows only, of more than a chunk, six of Gemma 4's kind, whose windows have
+# blocks of 256 tokens beside others of 128, and chunks of Llama 4's kind.
+MODELS = ("windows", "sinks", "windows-only", "block-sizes", "chunked")
 # Shorter than the last token of each model's hit.
 LENGTHS = (2 * CHUNK, 3 * CHUNK + 1, 5 * CHUNK - 1, 7 * CHUNK + 90)
 
@@ -58,6 +60,9 @@ def windows_held(case):
             case.skip(model, "vLLM 0.30 has no kernel for sinks in float32 on CPUs")
             continue
         engine = windowed_engine(case, server, model)
+        if model == "block-sizes":
+            sizes = engine.call("block_sizes")
+            case.check(f"{model}-differ", set(sizes) == {128, 256}, f"groups of layers have blocks of {sizes} tokens")
         prompts = [prompt_of(f"{model}-{number}", 1900) for number in range(3)]
         for prompt in prompts:
             engine.ask(prompt)
@@ -89,33 +94,23 @@ def windows_held(case):
     case.pages_as_stored()
 
 
-@scenario(*each(connectors=["kvtier"], modes=SERVER_COPIES))
-def windows_held_crowded(case):
-    """Few blocks, so that requests are preempted and windows' blocks reused at once, while the server is frozen or killed."""
-    options = {"max_model_len": 1024, "max_num_batched_tokens": 256}
-    crowded(case, "windows", options, lengths=range(530, 610, 10), answer=260, blocks=38, tie=ROUNDING)
+@dataclass
+class Crowd:
+    """A model's engines with few blocks: prompts of these lengths, and the tokens of each answer."""
+
+    options: dict
+    lengths: range
+    answer: int
+    blocks: int
+    tie: float | None = ROUNDING
+    """None: the engine alone, with few blocks and without a connector, says something else than with many; bytes are compared."""
+    model: str = ""
+    """Its directory, if that is not its name."""
 
 
-def crowded(case, model, options, lengths, answer, blocks, tie):
-    """Answers that grow by several blocks each, so that requests are preempted, beside a server that hangs, then beside one that dies."""
-    server = case.server(l1_gb=1)
-    case.witness()
-    prompts = [prompt_of(f"{model}-{number}-{length}", length) for number in range(2) for length in lengths]
-    asked = list(zip(prompts, case.answers_alone(model, prompts, answer, tie, **options), strict=True))
-    first, second = asked[: len(lengths)], asked[len(lengths) :]
-    engine = case.engine(model, server, PATIENT, num_gpu_blocks_override=blocks, **options)
-    case.crowded("frozen", engine, server, first, 130)
-    engine.stop()
-    # A server that died may have read until its stores' deadline.
-    hasty = PATIENT | {"kvtier.timeout": 5, "kvtier.store_timeout": 5}
-    engine = case.engine(model, server, hasty, num_gpu_blocks_override=blocks, **options)
-    prompts, alone = zip(*second, strict=True)
-    found = engine.call("ask_broken", prompts, server.process.pid, signal.SIGKILL, count=130)
-    server.kill()
-    case.agree("killed-answers", found["answers"], alone, 130)
-    case.check("killed-no-leak", found["free"] == found["free_before"], f"{found['free']} of {found['free_before']} blocks free")
-    engine.stop()
-    case.pages_as_stored()
+def crowded_name(name):
+    """Of the scenario of a crowded engine."""
+    return f"{name.replace('-', '_')}_held_crowded"
 
 
 # Models whose layers keep a recurrent state, or the last tokens of a convolution: tokens per block, at whose ends vLLM keeps them.
@@ -165,12 +160,63 @@ def states_held(case):
     case.pages_as_stored()
 
 
-@scenario(*each(connectors=["kvtier"], modes=SERVER_COPIES))
-def states_held_crowded(case):
-    """Few blocks, so that requests are preempted and blocks of states reused at once, while the server is frozen or killed."""
-    # Steps of one block beside what other requests sample.
-    options = STATEFUL | {"max_model_len": 1024, "max_num_batched_tokens": 300}
-    crowded(case, "states", options, lengths=range(690, 770, 10), answer=160, blocks=64, tie=0.5)
+# Few blocks, so that requests are preempted and blocks that leave a window, or of states, reused at once.
+_WINDOWED = {"max_model_len": 1024, "max_num_batched_tokens": 256}
+# Steps of one block beside what other requests sample.
+_STATEFUL = STATEFUL | {"max_model_len": 1024, "max_num_batched_tokens": 300}
+_LENGTHS = range(530, 610, 10)
+CROWDED = {
+    "windows": Crowd(_WINDOWED, _LENGTHS, answer=260, blocks=38),
+    "sinks": Crowd(_WINDOWED, _LENGTHS, answer=260, blocks=30),
+    "block-sizes": Crowd(_WINDOWED, _LENGTHS, answer=260, blocks=38),
+    "chunked": Crowd(_WINDOWED, _LENGTHS, answer=260, blocks=80),
+    "states": Crowd(_STATEFUL, range(690, 770, 10), answer=160, blocks=64, tie=0.5),
+    "convolutions": Crowd(_STATEFUL, range(690, 770, 10), answer=160, blocks=48, tie=None),
+    # vLLM's kernel has blocks of 16 tokens only.
+    "mla": Crowd(_WINDOWED | {"block_size": 16}, _LENGTHS, answer=260, blocks=330, tie=None, model=MLA),
+}
+# Beside the gate, where all of them are: two kinds are in it.
+CROWDED_IN_THE_GATE = ("windows", "states")
+
+
+def crowded(case, name):
+    """Answers that grow by several blocks each, so that requests are preempted, beside a server that hangs, one that dies, and one that is
+    started again at once."""
+    crowd = CROWDED[name]
+    model = crowd.model or name
+    if name in ("sinks", "convolutions") and case.release < (0, 32):
+        case.skip(name, "vLLM before 0.32 has no kernel for it on CPUs")
+        return
+    case.is_comparable = crowd.tie is not None
+    server = case.server(l1_gb=1)
+    case.witness()
+    prompts = [prompt_of(f"{name}-{number}-{length}", length) for number in range(2) for length in crowd.lengths]
+    asked = list(zip(prompts, case.answers_alone(model, prompts, crowd.answer, crowd.tie, **crowd.options), strict=True))
+    first, second = asked[: len(crowd.lengths)], asked[len(crowd.lengths) :]
+    engine = case.engine(model, server, PATIENT, num_gpu_blocks_override=crowd.blocks, **crowd.options)
+    case.crowded("frozen", engine, server, first, 130)
+    engine.stop()
+    # A server that died may have read until its stores' deadline.
+    hasty = PATIENT | {"kvtier.timeout": 5, "kvtier.store_timeout": 5, "kvtier.heartbeat": 1}
+    engine = case.engine(model, server, hasty, num_gpu_blocks_override=crowd.blocks, **crowd.options)
+    case.killed("killed", engine, server, second, 130, returns=False)
+    server.start()
+    case.recovered(engine, resets=True)
+    # This server has none of them.
+    case.killed("restarted", engine, server, first, 130, returns=True)
+    case.recovered(engine, resets=True)
+    prompts, alone = zip(*first, strict=True)
+    for step in ("stores-again", "hits-again"):
+        again = engine.call("ask", prompts, count=8)
+        case.agree(f"restarted-{step}", again, alone, 8)
+        case.check(f"restarted-{step}-reset", engine.call("reset"), "vLLM's own prefix cache")
+    case.check("restarted-loaded", again[0].external > 0, f"{again[0].external} tokens of what the new server has")
+    engine.stop()
+    case.pages_as_stored()
+
+
+for _name in CROWDED:
+    scenario(*each(connectors=["kvtier"], modes=SERVER_COPIES), name=crowded_name(_name))(functools.partial(crowded, name=_name))
 
 
 def stateful_engine(case, server, model):
