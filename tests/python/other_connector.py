@@ -23,12 +23,12 @@ class Moves(KVConnectorMetadata):
 
 
 class OtherConnector(KVConnectorBase_V1, SupportsHMA):
-    """One group of layers. `name` and `is_async` are options: a load of several steps, or of one."""
+    """One group of layers. `name` and `is_async` are options: a load of several steps, or of one. `answer`: parameters in its answers."""
 
     def __init__(self, vllm_config, role, kv_cache_config):
         super().__init__(vllm_config, role, kv_cache_config)
         options = vllm_config.kv_transfer_config.kv_connector_extra_config
-        self.name, self.is_async = options["name"], options["is_async"]
+        self.name, self.is_async, self.answer = options["name"], options["is_async"], options.get("answer")
         self.stored = STORED.setdefault(self.name, {})
         self.block = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         self.moves, self.found, self.sent, self.received = Moves(), {}, set(), set()
@@ -63,7 +63,7 @@ class OtherConnector(KVConnectorBase_V1, SupportsHMA):
         if not whole or request.num_output_tokens < 1:
             return False, None
         self.moves.saves.append((request.request_id, tuple(request.prompt_token_ids[: whole * self.block]), 0, block_ids[:whole]))
-        return True, None
+        return True, self.answer
 
     def request_finished_all_groups(self, request, block_ids):
         return self.request_finished(request, *block_ids)

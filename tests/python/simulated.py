@@ -193,6 +193,8 @@ class Simulation:
         self.hasher = get_request_block_hasher(hash_block, sha256)
         self.values, self.external, self.preempted, self.steps, self.checked = {}, 0, 0, 0, 0
         self.scheduled, self.left = 0, 0
+        # Ended request -> the parameters in its answer.
+        self.handed_over = {}
         # What a schedule is about: steps scheduled ahead, copied states, states of checkpoints, tokens sampled behind right drafts,
         # preemptions in favour of later requests.
         self.seen = Counter()
@@ -418,12 +420,14 @@ class Simulation:
             kv_connector_worker_meta=worker.build_connector_worker_meta(),
         )
         worker.clear_connector_metadata()
-        self.scheduler.update_from_output(
+        answers = self.scheduler.update_from_output(
             scheduled,
             ModelRunnerOutput(
                 req_ids=names, req_id_to_index={name: at for at, name in enumerate(names)}, sampled_token_ids=sampled, kv_connector_output=output
             ),
         )
+        ended = (answer for each in answers.values() for answer in each.outputs if answer.finish_reason is not None)
+        self.handed_over |= {answer.request_id: answer.kv_transfer_params for answer in ended}
         running = [name for name in names if name in self.scheduler.requests]
         for name in running:
             tokens = self.scheduler.requests[name].all_token_ids
@@ -451,6 +455,7 @@ class Simulation:
         """Whether the last step computed something, or something is in flight that the next one may continue with."""
         state = self.ours._scheduling
         waits = any(state.adapter.has_lookup(name) and state.adapter.check_lookup_result(name) is None for name in self.scheduler.requests)
+        waits = waits or any(each.wait is not None and not each.wait.has_ended for each in state.tracked.values())
         return bool(self.scheduled or self.ahead or self.our_worker._loads or state.holds or waits)
 
     def _leave(self):

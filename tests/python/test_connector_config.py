@@ -100,6 +100,8 @@ def test_options():
         ({"kvtier.model_name": "a@b"}, "kvtier.model_name: 'a@b'; allowed is a printable text without @"),
         ({"kvtier.preemption_patience": -1}, "preemption_patience: -1.0; a positive number"),
         ({"kvtier.save_decode": 2}, "allowed are true and false"),
+        ({"kvtier.hand_over": 1}, "kvtier.hand_over: 1; allowed are true and false"),
+        ({"kvtier.hand_over_timeout": -1}, "kvtier.hand_over_timeout: -1.0; a positive number of seconds is needed: from 0"),
         ({"kvtier.transfer_mode": "x"}, "allowed are auto, engine_driven, lmcache_driven"),
         ({"kvtier.key_mode": "x"}, "allowed are tokens, block_hashes"),
         ({"kvtier.url": 5}, "a text is needed"),

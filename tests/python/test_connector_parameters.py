@@ -82,14 +82,15 @@ def test_limited_load_leaves_nothing_leased(place, engines):
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_value_that_is_not_allowed_counts_as_nothing(caplog, name):
     """The log has the key, the value and what is allowed."""
-    use = "load" if name in ("kvtier.load", "kvtier.max_load_tokens") else "store"
-    allowed = "whole numbers from 0 on" if "max" in name else "true and false"
-    for value in ("false", "x" * 10**6, -1, 0.5, float("nan"), [], {}, object(), True if "max" in name else 1):
+    use = {"kvtier.load": "load", "kvtier.max_load_tokens": "load", "kvtier.stored_tokens": "awaited"}.get(name, "store")
+    effect = "waits for nothing" if use == "awaited" else f"may {use} nothing"
+    allowed = "whole numbers from 0 on" if "tokens" in name else "true and false"
+    for value in ("false", "x" * 10**6, -1, 0.5, float("nan"), [], {}, object(), True if "tokens" in name else 1):
         caplog.clear()
         limits = Limits.of(request("a", [1], kv_transfer_params={name: value}), RateLimited(logging.getLogger("test")))
         assert limits == replace(Limits(), **{use: 0}), value
         (line,) = caplog.messages
-        assert f"{name!r} is {value!r}"[:40] in line and f"allowed are {allowed}; the request may {use} nothing" in line
+        assert f"{name!r} is {value!r}"[:40] in line and f"allowed are {allowed}; the request {effect}" in line
         assert len(line) < 300
 
 
@@ -109,12 +110,12 @@ def test_value_that_is_not_allowed_costs_only_the_cache(place, engines, caplog):
 def test_unknown_parameters_are_ignored(place, engines, caplog):
     """With one line in ten seconds for all of them."""
     engine = engines(place.server())
-    params = {f"kvtier.{name}": False for name in ("stored", "priority", "y" * 10**6)}
+    params = {f"kvtier.{name}": False for name in ("pinned", "priority", "y" * 10**6)}
     prompt = tokens(CHUNK + 1, "unknown")
     engine.prefill(request("a", prompt, kv_transfer_params=params), range(1, 6))
     assert engine.match(request("b", prompt, kv_transfer_params=params)) == (CHUNK, True)
     (line,) = warned(caplog)
-    assert "request 'a': 'kvtier.stored' is False in kv_transfer_params; there is no such parameter" in line
+    assert "request 'a': 'kvtier.pinned' is False in kv_transfer_params; there is no such parameter" in line
     assert "kvtier.max_store_tokens" in line
     assert engine.scheduler._scheduling.errors.take() == 0
 

@@ -119,6 +119,8 @@ class Vllm:
             self.workers.append(worker)
             self.tensors.append(tensors)
         self.aggregator = KVOutputAggregator(ranks)
+        # Of the last request that has ended: the parameters in its answer.
+        self.handed_over = None
         self.stats = {}
 
     def match(self, req, computed=0):
@@ -223,7 +225,7 @@ class Vllm:
     def finish(self, req):
         """Ends a request in the engine."""
         name = req.request_id
-        held, _ = self.scheduler.request_finished_all_groups(req, ([],))
+        held, self.handed_over = self.scheduler.request_finished_all_groups(req, ([],))
         if held:
             self.until(lambda sent, _: all(name in ids for ids in sent), finished=[name])
         else:

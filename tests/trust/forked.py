@@ -58,6 +58,8 @@ class Answer:
     """Prompt tokens that the connector loaded; exact for prompts that are asked one by one."""
     ties: list = field(default_factory=list, repr=False)
     """For each token, those that are nearly as probable, where they were asked for."""
+    handed_over: dict | None = None
+    """Its `kv_transfer_params`."""
 
     def begins(self, other):
         """Whether this is the beginning of another answer, or leaves it at one of its ties: prompts that are computed in other batches
@@ -218,22 +220,23 @@ class Inside:
         self.llm = LLM(model=str(model), **defaults | options)
         self.engine, self.number = self.llm.llm_engine, 0
 
-    def ask(self, prompts, salt=None, lora=None, pictures=None, uuids=None, count=TOKENS, settles=True, tie=None):
+    def ask(self, prompts, salt=None, lora=None, pictures=None, uuids=None, count=TOKENS, settles=True, tie=None, handed_over=None):
         """Greedy completions of prompts that arrive together: lists of ids, or texts with pictures. With a `tie`, the largest difference
-        between logarithms of probabilities that may be a question of rounding, answers have their ties."""
+        between logarithms of probabilities that may be a question of rounding, answers have their ties. `handed_over`: the
+        `kv_transfer_params` of each."""
         before, answers = self.external(), {}
         for prompt in prompts:
             self.number += 1
-            self._add(str(self.number), prompt, salt, lora, pictures, uuids, count, LOGPROBS if tie else None)
+            self._add(str(self.number), prompt, salt, lora, pictures, uuids, count, LOGPROBS if tie else None, handed_over)
         while self.engine.has_unfinished_requests():
             for output in self.engine.step():
                 if output.finished:
-                    answers[int(output.request_id.split("-")[0])] = output.outputs[0]
+                    answers[int(output.request_id.split("-")[0])] = output
         if settles:
             self.settle()
         external = self.external() - before
-        outputs = [answers[number] for number in sorted(answers)]
-        return [Answer(list(output.token_ids), external, _ties(output, tie) if tie else []) for output in outputs]
+        ended = [(answers[number].outputs[0], answers[number].kv_transfer_params) for number in sorted(answers)]
+        return [Answer(list(output.token_ids), external, _ties(output, tie) if tie else [], handed) for output, handed in ended]
 
     def ask_broken(self, prompts, server, number, count=TOKENS):
         """`ask` beside a server (its process id) that gets a signal at the first store; what the stores held. One that is only
@@ -298,7 +301,7 @@ class Inside:
         # Without a token only lookups or stores were waited for.
         return [step for step in steps if step[1]]
 
-    def _add(self, request_id, prompt, salt, lora, pictures, uuids, count, logprobs):
+    def _add(self, request_id, prompt, salt, lora, pictures, uuids, count, logprobs, handed_over=None):
         from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
 
@@ -309,7 +312,8 @@ class Inside:
             text["multi_modal_data"] = {"image": [picture(name) for name in pictures]}
         if uuids is not None:
             text["multi_modal_uuids"] = {"image": list(uuids)}
-        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, logprobs=logprobs)
+        extra = {"kv_transfer_params": handed_over} if handed_over is not None else None
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False, logprobs=logprobs, extra_args=extra)
         request = LoRARequest(**lora) if lora else None
         self.engine.add_request(request_id, text, params, lora_request=request)
 

@@ -195,6 +195,24 @@ def silent_server(case):
     case.compare("after-its-return", engine, [known])
 
 
+@scenario(*each(connectors=["kvtier"]))
+def disaggregated_prefill(case):
+    """One engine prefills, and another decodes with the parameters of its answer: at once, and asked before the first begins."""
+    server = case.server()
+    prefill = case.engine("llama", server, {"kvtier.hand_over": True})
+    decode = case.engine("llama", server, {"kvtier.hand_over_timeout": 100})
+    for number in range(4):
+        prompt = prompt_of(f"apart-{number}", PROMPT)
+        if is_early := number >= 2:
+            decode.submit("ask", [prompt], handed_over={"kvtier.stored_tokens": WHOLE})
+        first = prefill.ask(prompt, count=1, settles=False, handed_over={"do_remote_decode": True, "do_remote_prefill": False})
+        [answer] = decode.collect(100) if is_early else [decode.ask(prompt, handed_over=first.handed_over)]
+        alone = decode.alone(prompt).ids
+        handed = first.handed_over == {"kvtier.stored_tokens": WHOLE}
+        right = handed and answer.ids == alone and first.ids == alone[:1] and answer.external == WHOLE and answer.handed_over is None
+        case.check(f"{'early' if is_early else 'at-once'}-{number}", right, f"{first}; {answer}; alone {alone}")
+
+
 @scenario(("kvtier", "engine_shm"))
 def resets(case):
     """One engine resets its caches with its connector, and pauses: other engines lose nothing."""

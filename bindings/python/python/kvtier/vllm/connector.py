@@ -390,15 +390,15 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
 
     @falls_back(lambda: (False, None), by="_is_held")
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the request's blocks must wait for stores."""
-        return self._scheduler.finished(request), None
+        """Returns whether the request's blocks must wait for stores, and what a proxy hands to the engine that decodes (``kvtier.hand_over``)."""
+        return self._scheduler.finished(request)
 
     @falls_back(lambda: (False, None), by="_is_held")
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether the request's blocks must wait for stores."""
-        return self._scheduler.finished(request), None
+        """Returns whether the request's blocks must wait for stores, and what a proxy hands to the engine that decodes (``kvtier.hand_over``)."""
+        return self._scheduler.finished(request)
 
     def _is_held(self, request: Any, block_ids: Any) -> tuple[bool, None]:
         return request.request_id in self._scheduler.held, None

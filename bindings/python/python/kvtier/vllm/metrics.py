@@ -14,6 +14,9 @@ COUNTERS = {
     "lookups": "Lookups whose result was used",
     "hit_tokens": "Tokens that lookups found cached",
     "failed_lookups": "Lookups that failed or were not answered in time",
+    "hand_overs": "Requests that waited for tokens that another engine was storing",
+    "hand_over_timeouts": "Of these, those that did not find all of them in time",
+    "hand_over_seconds": "Seconds that they waited",
     "errors": "Calls by vLLM that raised an exception in the connector, and ended as a miss",
     "stores": "Stores that succeeded, counted by every worker",
     "failed_stores": "Stores that failed, or were skipped while the server was away",
@@ -63,7 +66,7 @@ class KvTierStats(KVConnectorStats):
     def reduce(self) -> dict[str, int | float]:
         """Returns the values of the log line."""
         reduced = {name: round(count, 3) for name, count in self.data.items()}
-        for kind in ("store", "retrieve"):
+        for kind in ("store", "retrieve", "hand_over"):
             count, seconds = self.data.get(f"{kind}s", 0), reduced.pop(f"{kind}_seconds", 0)
             if count:
                 reduced[f"{kind}_mean_ms"] = round(1000 * seconds / count, 1)

@@ -73,6 +73,13 @@ class Options:
     save_decode: bool = False
     """Whether generated tokens are also stored once they fill chunks."""
 
+    hand_over: bool = False
+    """Whether the answer to a request with ``do_remote_decode`` names the tokens that another engine finds, for a proxy of disaggregated
+    prefill. In a MultiConnector another connector may answer too, which ends the engine in older releases of vLLM."""
+
+    hand_over_timeout: float = 1.0
+    """Seconds that a lookup waits for tokens that its request says another engine is storing; 0: none."""
+
     recompute_failed_loads: bool = True
     """Whether vLLM computes tokens that could not be loaded. False keeps vLLM's kv_load_failure_policy, whose default fails
     the request."""
@@ -116,8 +123,9 @@ class Options:
         for name, allowed in (("transfer_mode", TRANSFER_MODES), ("key_mode", KEY_MODES)):
             if getattr(options, name) not in allowed:
                 raise ValueError(f"{PREFIX}{name}: {getattr(options, name)!r}; allowed are {', '.join(allowed)}")
-        for name in ("timeout", "lookup_timeout", "store_timeout", "heartbeat", "preemption_patience"):
-            check_seconds(PREFIX + name, getattr(options, name), zero=name == "preemption_patience")
+        for name in ("timeout", "lookup_timeout", "store_timeout", "heartbeat", "preemption_patience", "hand_over_timeout"):
+            is_wait = name in ("preemption_patience", "hand_over_timeout")
+            check_seconds(PREFIX + name, getattr(options, name), zero=is_wait)
         check_count(f"{PREFIX}chunk_tokens", options.chunk_tokens, 0, MAX_CHUNK_TOKENS)
         return options
 

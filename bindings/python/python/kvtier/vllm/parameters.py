@@ -14,13 +14,22 @@ from .options import PREFIX
 # The limit of a request that sets none.
 _ALL = sys.maxsize
 
+# Answer to a prefill request, and parameter of the request that decodes it.
+STORED_TOKENS = PREFIX + "stored_tokens"
+
 
 @dataclass(frozen=True)
 class Limits:
-    """Numbers of tokens, from a request's start, that may be stored and loaded."""
+    """Numbers of tokens, from a request's start."""
 
     store: int = _ALL
+    """Tokens that may be stored."""
+
     load: int = _ALL
+    """Tokens that may be loaded."""
+
+    awaited: int = 0
+    """Tokens that another engine has stored or is storing, which a lookup waits for."""
 
     @classmethod
     def of(cls, request: Any, warnings: RateLimited) -> Limits:
@@ -29,27 +38,33 @@ class Limits:
         A value that is not allowed counts as 0: its client wanted less than everything. Unknown keys are ignored, so that clients
         may send those of a later release; keys of other connectors are not looked at.
         """
-        limits = {"store": _ALL, "load": _ALL}
+        limits: dict[str, int] = {}
         given = getattr(request, "kv_transfer_params", None)
         for key, value in given.items() if isinstance(given, Mapping) else ():
             parameter = PARAMETERS.get(key)
             if parameter is not None and value is not None:
                 limit = parameter.read(value)
                 if limit is None:
-                    effect = f"allowed are {parameter.allowed}; the request may {parameter.use} nothing"
+                    effect = f"allowed are {parameter.allowed}; the request {_NOTHING[parameter.use]}"
                     _warn(warnings, "value", request, key, value, effect)
-                limits[parameter.use] = min(limits[parameter.use], limit or 0)
+                limits[parameter.use] = min(limits.get(parameter.use, _ALL), limit or 0)
             elif parameter is None and isinstance(key, str) and key.startswith(PREFIX):
                 effect = f"there is no such parameter, and it is ignored; allowed are {', '.join(PARAMETERS)}"
                 _warn(warnings, "key", request, key, value, effect)
         return cls(**limits)
 
 
+def is_prefill(request: Any) -> bool:
+    """Whether another engine is to decode what the request computes: NIXL's key, which proxies of disaggregated prefill send."""
+    given = getattr(request, "kv_transfer_params", None)
+    return isinstance(given, Mapping) and bool(given.get("do_remote_decode"))
+
+
 class Parameter(NamedTuple):
     """Parameter of a request, which sets one limit."""
 
     use: str
-    """What it limits: ``store`` or ``load``."""
+    """The field of :class:`Limits`."""
 
     allowed: str
     """Values that are allowed, as a text."""
@@ -80,10 +95,15 @@ PARAMETERS = {
     "kvtier.load": Parameter("load", _SWITCH, _permission),
     "kvtier.max_store_tokens": Parameter("store", _COUNT, _count),
     "kvtier.max_load_tokens": Parameter("load", _COUNT, _count),
+    STORED_TOKENS: Parameter("awaited", _COUNT, _count),
     "lmcache.skip_save": Parameter("store", _SWITCH, _prohibition),
     "lmcache.max_offload_tokens": Parameter("store", _COUNT, _count),
 }
 """Key -> parameter. Names of LMCache's connectors are those that mean the same there."""
+
+
+# What 0 means.
+_NOTHING = {"store": "may store nothing", "load": "may load nothing", "awaited": "waits for nothing"}
 
 
 # Clients choose the length of what they send.

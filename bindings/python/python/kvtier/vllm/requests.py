@@ -12,6 +12,24 @@ from ..scheduler import SchedulerAdapter
 from .contents import Contents
 from .parameters import Limits
 
+# Seconds between two lookups of a request that waits.
+_LOOKUP_INTERVAL = 0.005
+
+
+class Wait:
+    """A request's wait for what another engine is storing. It is looked up every 5 ms, later after each fourth of the time it has
+    waited: 20 times in a second."""
+
+    def __init__(self, now: float) -> None:
+        self.began, self.next_lookup, self.has_ended = now, now + _LOOKUP_INTERVAL, False
+
+    def is_lookup_due(self, now: float) -> bool:
+        """Whether the request is to be looked up again now."""
+        if now < self.next_lookup:
+            return False
+        self.next_lookup = now + max(_LOOKUP_INTERVAL, (now - self.began) / 4)
+        return True
+
 
 @dataclass
 class Tracked:
@@ -64,6 +82,9 @@ class Tracked:
 
     stores: int = 0
     """Number of stores sent to the workers."""
+
+    wait: Wait | None = None
+    """Its wait for what another engine is storing, if there was one: a preempted request does not wait again."""
 
     matched: bool = False
     """Whether a lookup's result waits for vLLM's decision."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -35,8 +36,8 @@ from .kinds import (
 from .metadata import Move, StepMetadata, WorkerReport
 from .metrics import KvTierStats
 from .options import Identity, Options
-from .parameters import Limits
-from .requests import Keys, Tracked
+from .parameters import STORED_TOKENS, Limits, is_prefill
+from .requests import Keys, Tracked, Wait
 from .resets import PoolResets
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,7 @@ class Scheduling:
         )
         self.errors, self.warnings = Errors(logger), RateLimited(logger)
         self.options, self.groups, self.block_tokens = options, groups, block_tokens
+        self.clock = time.monotonic
         self.has_windows, self.has_states = has_windows(groups), has_states(groups)
         # A hit serves no other end than its own.
         self.ends_exactly = self.has_windows or is_compressed(kv_cache_config)
@@ -146,25 +148,69 @@ class Scheduling:
             return 0, False
         # A limit is the lookup of a shorter prompt: what it finds is complete in all groups of layers.
         end = min(loadable, tracked.limits.load) // self.chunk * self.chunk
-        request_id, adapter = request.request_id, self.adapter
-        if not adapter.has_lookup(request_id):
-            # vLLM has them if it traces too.
-            traced = getattr(request, "trace_headers", None) or {}
-            adapter.maybe_submit_lookup_request(
-                request_id,
-                prompt=self.keys.prompt(request, end),
-                cache_salt=tracked.salt,
-                traceparent=traced.get("traceparent"),
-            )
-        cached = adapter.check_lookup_result(request_id)
+        self._lookup(tracked, end)
+        cached = self.adapter.check_lookup_result(request.request_id)
         if cached is None:
             return None, False
-        tracked.miss = "" if cached else adapter.miss(request_id)
+        tracked.miss = "" if cached else self.adapter.miss(request.request_id)
+        if self._waits(tracked, cached, end):
+            return None, False
         tracked.matched, tracked.cached_tokens, tracked.local_tokens = True, cached, computed
         more = cached - computed
         if cached == request.num_tokens:
             more -= 1
         return (more, True) if more > 0 else (0, False)
+
+    def _lookup(self, tracked: Tracked, end: int) -> None:
+        """Looks up a request's first ``end`` tokens, unless it has a lookup."""
+        request = tracked.request
+        if self.adapter.has_lookup(request.request_id):
+            return
+        # vLLM has them if it traces too.
+        traced = getattr(request, "trace_headers", None) or {}
+        self.adapter.maybe_submit_lookup_request(
+            request.request_id,
+            prompt=self.keys.prompt(request, end),
+            cache_salt=tracked.salt,
+            traceparent=traced.get("traceparent"),
+        )
+
+    def _waits(self, tracked: Tracked, found: int, end: int) -> bool:
+        """Whether a request whose lookup found ``found`` tokens waits for more that another engine is storing. It is then looked up
+        again from time to time, for ``kvtier.hand_over_timeout`` in all."""
+        wait, timeout = tracked.wait, self.options.hand_over_timeout
+        if not tracked.limits.awaited or not timeout or (wait is not None and wait.has_ended):
+            return False
+        awaited = min(tracked.limits.awaited // self.chunk * self.chunk, end)
+        has_all = max(found, tracked.own_tokens or 0) >= awaited
+        # After a reset this engine finds nothing of others.
+        in_vain = tracked.miss == "lookup_failed" or self.was_reset or not self.adapter.is_healthy
+        now = self.clock()
+        if wait is None:
+            if has_all or in_vain:
+                return False
+            wait = tracked.wait = Wait(now)
+        waited = now - wait.began
+        if has_all or in_vain or waited >= timeout:
+            wait.has_ended = True
+            self.stats.add(hand_overs=1, hand_over_timeouts=not (has_all or in_vain), hand_over_seconds=waited)
+            return False
+        if wait.is_lookup_due(now):
+            self._free(tracked, found, 0, found)
+            self.adapter.cleanup_lookup_result(tracked.request.request_id)
+            self._lookup(tracked, end)
+        return True
+
+    def _free(self, tracked: Tracked, found: int, start: int, end: int) -> None:
+        """Releases the leases on tokens from ``start`` to ``end`` of the ``found`` ones."""
+        if start < end:
+            self.adapter.free_lookup_locks(
+                tracked.request.request_id,
+                start=start,
+                end=end,
+                cache_salt=tracked.salt,
+                prompt=self.keys.prompt(tracked.request, found),
+            )
 
     def _miss_without_lookup(self, request: Any, tracked: Tracked, loadable: int) -> str:
         """Returns why a request is not looked up; empty if it is."""
@@ -216,14 +262,7 @@ class Scheduling:
             tracked.cached_tokens = end
             tracked.own_tokens = max(tracked.own_tokens or 0, end)
         for first, last in ((0, start), (max(start, end), found)):
-            if first < last:
-                self.adapter.free_lookup_locks(
-                    request.request_id,
-                    start=first,
-                    end=last,
-                    cache_salt=tracked.salt,
-                    prompt=self.keys.prompt(request, found),
-                )
+            self._free(tracked, found, first, last)
 
     def fail_load(self, request: Any, block_ids: Iterable[Iterable[int]], external_tokens: int) -> None:
         """Fails a load that vLLM waits for and that cannot start: the workers report the failure."""
@@ -469,8 +508,9 @@ class Scheduling:
 
     # -- a request ends ----------------------------------------------------------------------
 
-    def finished(self, request: Any) -> bool:
-        """Whether the request's blocks wait for the workers' report before they are reused."""
+    def finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
+        """Returns whether the request's blocks wait for the workers' report before they are reused, and parameters for the request that
+        decodes it, if it asked for them."""
         request_id = request.request_id
         tracked = self.tracked.pop(request_id, None)
         # Held blocks do not wait for their request's end. vLLM itself waits for the end of a load.
@@ -479,7 +519,12 @@ class Scheduling:
         self.keys.forget(request_id)
         if tracked is not None:
             self.adapter.end_session(request_id)
-        return request_id in self.held
+        handed_over = None
+        if self.options.hand_over and is_prefill(request):
+            # After a reset no other engine has this one's keys.
+            has_stored = tracked is not None and not self.was_reset
+            handed_over = {STORED_TOKENS: tracked.stored_tokens if has_stored else 0}
+        return request_id in self.held, handed_over
 
     # -- vLLM's prefix cache is reset --------------------------------------------------------
 
