@@ -7,6 +7,7 @@ import os
 import pickle
 import time
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from kvrig.proxy import Proxy
 from kvrig.server import free_port
 from kvrig.waiting import wait_until
 from kvtier import KvTierError, LoadStoreOp, Prompt, SchedulerAdapter, WorkerAdapter
-from kvtier.tensors import Segment
+from kvtier.tensors import Segment, cuda_storage
 from kvtier.worker import Group
 from rig import BLOCK, tokens
 
@@ -341,6 +342,17 @@ class DeviceEvent:
 
     def wait(self):
         self.is_waited_for = True
+
+
+def test_gpu_memory_that_no_server_can_open_names_the_flags():
+    """CUDA has no IPC handle for memory of vLLM's cumem allocator, which sleep mode needs."""
+
+    class Virtual:
+        def _share_cuda_(self):
+            raise RuntimeError("CUDA error: invalid argument\nCUDA kernel errors might be asynchronously reported")
+
+    with pytest.raises(ValueError, match=r"cuda:1 \(CUDA error: invalid argument\).* without --enable-sleep-mode and --enable-cumem"):
+        cuda_storage(SimpleNamespace(device="cuda:1"), Virtual())
 
 
 def test_engine_event_lives_until_server_opened_it(place, fresh):

@@ -250,10 +250,20 @@ def _tensors_in(numbers: Iterable[int]) -> dict[int, dict[int, Any]]:
 
 
 def cuda_storage(tensor: Any, storage: Any) -> dict[str, Any]:
-    """Returns a CUDA storage as PyTorch shares it with other processes."""
+    """Returns a CUDA storage as PyTorch shares it with other processes.
+
+    Raises:
+        ValueError: it cannot be shared.
+    """
     import torch
 
-    device, handle, size, offset, counter, counter_offset, event, event_needed = storage._share_cuda_()
+    try:
+        device, handle, size, offset, counter, counter_offset, event, event_needed = storage._share_cuda_()
+    except RuntimeError as error:
+        raise ValueError(
+            f"kv_caches: the server cannot open this memory of {tensor.device} ({str(error).strip().splitlines()[0]}). CUDA shares no memory of "
+            "vLLM's cumem allocator in this way: start vLLM without --enable-sleep-mode and --enable-cumem-allocator"
+        ) from error
     return {
         "share": (device, handle, size, offset, counter, counter_offset, event, bool(event_needed)),
         "device_uuid": str(torch.cuda.get_device_properties(tensor.device).uuid),

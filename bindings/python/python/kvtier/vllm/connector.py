@@ -63,7 +63,7 @@ class KvTierConnector(KVConnectorBase_V1, SupportsHMA):
     """
 
     supports_sleep_mode = _AlwaysFalse()
-    """Sleep unmaps the KV tensors, which the server may have open (vLLM 0.33 checks this)."""
+    """With sleep mode KV tensors are in CUDA's virtual memory, which the server cannot open as it is registered (vLLM 0.33 checks this)."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
