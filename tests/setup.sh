@@ -152,11 +152,16 @@ if [ -z "${KVTIER_CHROMIUM:-}" ] && ! command -v chromium >/dev/null && command 
   echo "tests/setup.sh: installing Chromium"
   install_chromium || echo "tests/setup.sh: Chromium cannot be installed: the tests of the dashboard will be skipped" >&2
 fi
-for kind in "" -mla; do
+for kind in "" -mla -one-head; do
   if [ "$(cat "$model$kind/.stamp" 2>/dev/null)" != "$(fingerprint "$here/vllm/make_model.py")" ]; then
     echo "tests/setup.sh: making the model in $model$kind"
     rm -rf "$model$kind"
-    "$venv/bin/python" "$here/vllm/make_model.py" --out "$model$kind" ${kind:+-$kind}
+    case $kind in
+      -mla) flags=(--mla) ;;
+      -one-head) flags=(--kv-heads 1) ;;
+      *) flags=() ;;
+    esac
+    "$venv/bin/python" "$here/vllm/make_model.py" --out "$model$kind" "${flags[@]}"
     fingerprint "$here/vllm/make_model.py" >"$model$kind/.stamp"
   fi
 done

@@ -141,16 +141,19 @@ class ModeCases:
                 self.vllm.stop()
 
     def run_with_workers(self):
-        """Tensor or pipeline parallelism: each worker has objects of its own, and a hit needs those of all."""
-        workers, prompts = self.options.tensor_parallel * self.options.pipeline_parallel, self.prompts
+        """Tensor or pipeline parallelism: each piece of the KV has its objects, and a hit needs those of all. Workers with the same KV head
+        have one piece."""
+        with open(os.path.join(self.options.model, "config.json")) as file:
+            heads = json.load(file)["num_key_value_heads"]
+        pieces, prompts = min(self.options.tensor_parallel, heads) * self.options.pipeline_parallel, self.prompts
         try:
             vllm = self.first_engine()
-            answer = self.stored(lambda: vllm.measured(prompts.main), workers * (WHOLE // CHUNK))
+            answer = self.stored(lambda: vllm.measured(prompts.main), pieces * (WHOLE // CHUNK))
             # Several workers add in another order than one: what they say without a hit is what they must say with one.
             self.known = {**self.known, "main": [answer.ids, *self.known["main"]]}
             self.expect("miss", answer, "main", 0, local=0)
             vllm.forget()
-            other = self.stored(lambda: vllm.measured(prompts.other_start), workers * (WHOLE // CHUNK))
+            other = self.stored(lambda: vllm.measured(prompts.other_start), pieces * (WHOLE // CHUNK))
             sensitive = other.external == 0 and other.ids not in self.known["main"]
             self.check("other-first-chunk", sensitive, f"{other}; wrong KV would show")
             self.overwrite()
