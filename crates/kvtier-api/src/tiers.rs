@@ -88,6 +88,15 @@ pub struct TierStatus {
     pub more: BTreeMap<String, Value>,
 }
 
+impl TierStatus {
+    /// Why it failed, as far as it says; `None` for a healthy one.
+    #[must_use]
+    pub fn cause(&self) -> Option<&str> {
+        let cause = self.error.as_deref().or(self.last_store_error.as_deref());
+        cause.filter(|_| !self.is_healthy)
+    }
+}
+
 /// A transformation of the objects of a tier.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default)]

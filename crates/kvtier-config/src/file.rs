@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::ffi::OsString;
+use std::num::ParseIntError;
 use std::path::Path;
 
 use clap::error::ErrorKind;
@@ -30,6 +31,12 @@ fn one_line(error: &clap::Error) -> Error {
     let mut lines = text.lines();
     let first = lines.next().unwrap_or_default();
     let first = first.strip_prefix("error: ").unwrap_or(first).trim();
+    // Of a whole number it says nothing but that a character is wrong.
+    let source = std::error::Error::source(error);
+    let first = match source.and_then(|source| source.downcast_ref::<ParseIntError>()) {
+        Some(source) => first.replace(&source.to_string(), "give a whole number"),
+        None => first.to_owned(),
+    };
     let hint = lines
         .map(str::trim)
         .find(|line| line.starts_with("[possible values"))

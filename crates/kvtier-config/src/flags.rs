@@ -7,7 +7,8 @@ use kvtier_core::hashing::HashAlgorithm;
 
 use super::values::{
     EngineType, EvictionPolicyName, L1Restore, LogFormat, PrefetchPolicy, QuotaModeName,
-    StorePolicy, TransferMode, Transport, WindowedClients, parse_mode,
+    StorePolicy, TransferMode, Transport, WindowedClients, parse_gib, parse_mode, parse_seconds,
+    parse_share,
 };
 use super::{TenantSettings, gpu::GpuSettings};
 use crate::limit::Limit;
@@ -131,16 +132,16 @@ pub struct ServerArgs {
     )]
     pub windowed_clients: WindowedClients,
     /// Seconds without a ping after which a worker is considered dead; 0 (never) or at least 30
-    #[arg(long, default_value_t = 120.0, help_heading = "Request server")]
+    #[arg(long, default_value_t = 120.0, value_parser = parse_seconds, help_heading = "Request server")]
     pub worker_reap_timeout_seconds: f64,
     /// Seconds after which a worker that has never pinged is considered dead; at least the reap timeout
-    #[arg(long, default_value_t = 3600.0, help_heading = "Request server")]
+    #[arg(long, default_value_t = 3600.0, value_parser = parse_seconds, help_heading = "Request server")]
     pub worker_registration_grace_seconds: f64,
     /// Seconds that a stop may take in addition to --l2-drain-timeout-seconds; then the process ends in any case
-    #[arg(long, default_value_t = 20.0, help_heading = "Request server")]
+    #[arg(long, default_value_t = 20.0, value_parser = parse_seconds, help_heading = "Request server")]
     pub stop_timeout_seconds: f64,
     /// Maximum lifetime of a request session in seconds
-    #[arg(long, default_value_t = 600.0, help_heading = "Request server")]
+    #[arg(long, default_value_t = 600.0, value_parser = parse_seconds, help_heading = "Request server")]
     pub session_ttl_seconds: f64,
     /// Microseconds for which the thread of the request port looks for another request before it sleeps, since waking it costs
     /// more; 0 spares the processor and adds a wake-up to each request, 1000000 keeps a core busy
@@ -153,13 +154,13 @@ pub struct ServerArgs {
     pub busy_poll_us: u32,
     /// Largest message a client may send, GiB; frames above 4 GiB are never accepted [default: the size of L1, at least
     /// 0.25]
-    #[arg(long, value_name = "GB", help_heading = "Request server")]
+    #[arg(long, value_name = "GB", value_parser = parse_gib, help_heading = "Request server")]
     pub max_message_gb: Option<f64>,
 
     /// Size of L1 in GiB [default: a quarter of the machine's memory, or of the cgroup's limit if that is less; as a
     /// pool in /dev/shm at most 45 % of /dev/shm, since workers keep the pages of an earlier server's pool until they
     /// have registered with the next one]
-    #[arg(long, value_name = "GB", help_heading = "L1")]
+    #[arg(long, value_name = "GB", value_parser = parse_gib, help_heading = "L1")]
     pub l1_size_gb: Option<f64>,
     /// LMCache's form of --l1-size-gb: {"type": "DRAM", "size_gb": 20}; other fields are refused with the name of their
     /// flag
@@ -184,10 +185,10 @@ pub struct ServerArgs {
     #[arg(long, value_enum, default_value = "auto", help_heading = "L1")]
     pub l1_restore: L1Restore,
     /// Seconds after which an uncommitted reservation expires
-    #[arg(long, default_value_t = 600.0, help_heading = "L1")]
+    #[arg(long, default_value_t = 600.0, value_parser = parse_seconds, help_heading = "L1")]
     pub l1_write_ttl_seconds: f64,
     /// Seconds after which unused leases of a lookup expire
-    #[arg(long, default_value_t = 300.0, help_heading = "L1")]
+    #[arg(long, default_value_t = 300.0, value_parser = parse_seconds, help_heading = "L1")]
     pub l1_read_ttl_seconds: f64,
     /// Eviction policy of L1
     #[arg(
@@ -199,10 +200,10 @@ pub struct ServerArgs {
     )]
     pub eviction_policy: EvictionPolicyName,
     /// Share of L1 in use at which the background pass evicts, above 0 up to 1
-    #[arg(long, default_value_t = 0.8, help_heading = "L1")]
+    #[arg(long, default_value_t = 0.8, value_parser = parse_share, help_heading = "L1")]
     pub eviction_trigger_watermark: f64,
     /// Share of the bytes in use that the background pass evicts, 0 to 1
-    #[arg(long, default_value_t = 0.2, help_heading = "L1")]
+    #[arg(long, default_value_t = 0.2, value_parser = parse_share, help_heading = "L1")]
     pub eviction_ratio: f64,
 
     /// A second tier, as JSON with a "type"; may be given several times, the first one is asked first (docs/l2.md)
@@ -224,20 +225,20 @@ pub struct ServerArgs {
     )]
     pub l2_prefetch_max_in_flight: u16,
     /// Seconds that a lookup asks the tiers, including the time in the queue; its answer is what is known by then
-    #[arg(long, default_value_t = 2.0, help_heading = "L2")]
+    #[arg(long, default_value_t = 2.0, value_parser = parse_seconds, help_heading = "L2")]
     pub l2_lookup_timeout_seconds: f64,
     /// Seconds that a lookup waits for loads; its answer is what is in L1 by then
-    #[arg(long, default_value_t = 15.0, help_heading = "L2")]
+    #[arg(long, default_value_t = 15.0, value_parser = parse_seconds, help_heading = "L2")]
     pub l2_load_timeout_seconds: f64,
     /// GiB of L1 that may wait to be stored in a tier, at most half of L1; objects beyond that are not stored there
     /// [default: a quarter of L1, shared by all tiers]
-    #[arg(long, help_heading = "L2")]
+    #[arg(long, value_parser = parse_gib, help_heading = "L2")]
     pub l2_store_queue_gb: Option<f64>,
     /// Seconds that a stop waits for objects that are not stored in the tiers yet
-    #[arg(long, default_value_t = 10.0, help_heading = "L2")]
+    #[arg(long, default_value_t = 10.0, value_parser = parse_seconds, help_heading = "L2")]
     pub l2_drain_timeout_seconds: f64,
     /// GiB of a tier's disk that stay free, 0 or more
-    #[arg(long, default_value_t = 1.0, help_heading = "L2")]
+    #[arg(long, default_value_t = 1.0, value_parser = parse_gib, help_heading = "L2")]
     pub l2_min_free_gb: f64,
 
     /// What a tenant's limit means: stores are accepted, and eviction brings the tenant back below the watermark (soft, as

@@ -9,6 +9,7 @@ use kvtier_device::cuda::{CudaOptions, Executor, GpuOptions};
 use kvtier_error::{Error, Result};
 
 use super::checks::seconds;
+use super::values::parse_seconds;
 
 /// Where the CUDA driver's library is.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -88,7 +89,7 @@ pub struct GpuSettings {
     #[arg(long, value_name = "auto|off|LIST", default_value = "auto", value_parser = parse_nodes, help_heading = "GPU")]
     pub l1_numa_nodes: NumaNodes,
     /// Seconds that an engine's event may take to complete, 0.1 or more; then its store or retrieve fails
-    #[arg(long, default_value_t = 30.0, help_heading = "GPU")]
+    #[arg(long, default_value_t = 30.0, value_parser = parse_seconds, help_heading = "GPU")]
     pub(super) gpu_event_timeout_seconds: f64,
 }
 

@@ -40,15 +40,9 @@ pub struct L2Config {
 }
 
 impl L2Config {
-    /// What the tier of this adapter is called: as its `name` says, or by its type and number, the first one having 0.
-    pub fn tier_name(number: usize, adapter: &AdapterConfig) -> String {
-        let own = adapter.name.clone();
-        own.unwrap_or_else(|| format!("{}-{number}", adapter.kind))
-    }
-
     /// One line a tier, in the order they are asked.
     pub fn tiers(&self) -> impl Iterator<Item = String> {
-        let line = |(number, adapter): (usize, &AdapterConfig)| {
+        let line = |adapter: &AdapterConfig| {
             let place = base_path(adapter);
             let place = place.map_or(String::new(), |path| {
                 format!(" in {}", redact::text(&path.display().to_string()))
@@ -57,17 +51,19 @@ impl L2Config {
             let size = size.map_or("without a bound".to_owned(), |bytes| {
                 format!("at most {:.2} GiB", bytes as f64 / GIB as f64)
             });
-            let name = Self::tier_name(number, adapter);
-            format!("L2 tier {name}: {}{place}, {size}", adapter.kind)
+            format!(
+                "L2 tier {}: {}{place}, {size}",
+                adapter.tier(),
+                adapter.kind
+            )
         };
-        self.adapters.iter().enumerate().map(line)
+        self.adapters.iter().map(line)
     }
 
     /// Each tier by its name, and why a check does not try it out, if there is a reason: it would leave something behind.
-    pub fn trials(&self) -> impl Iterator<Item = (String, &AdapterConfig, Option<&'static str>)> {
-        let adapters = self.adapters.iter().enumerate();
-        adapters
-            .map(|(number, adapter)| (Self::tier_name(number, adapter), adapter, untried(adapter)))
+    pub fn trials(&self) -> impl Iterator<Item = (&str, &AdapterConfig, Option<&'static str>)> {
+        let adapters = self.adapters.iter();
+        adapters.map(|adapter| (adapter.tier(), adapter, untried(adapter)))
     }
 
     /// What the adapters' users should know.
@@ -94,14 +90,13 @@ impl L2Config {
 
     /// Each tier that is written to, and the bytes of the file system that it is or will be on.
     pub(super) fn file_systems(&self) -> impl Iterator<Item = (String, u64)> {
-        let adapters = self.adapters.iter().enumerate();
-        adapters.filter_map(|(number, adapter)| {
+        self.adapters.iter().filter_map(|adapter| {
             let path = base_path(adapter).filter(|_| !is_read_only(adapter))?;
             let size = path
                 .ancestors()
                 .find_map(|part| rustix::fs::statvfs(part).ok());
             let bytes = size.map(|size| size.f_blocks.saturating_mul(size.f_frsize))?;
-            Some((Self::tier_name(number, adapter), bytes))
+            Some((adapter.tier().to_owned(), bytes))
         })
     }
 
@@ -236,10 +231,10 @@ pub(super) fn location(adapter: &AdapterConfig) -> String {
 
 /// Limits, metrics and listings know a tier by its name alone.
 fn refuse_shared_names(adapters: &[AdapterConfig]) -> Result<()> {
-    let mut names: BTreeMap<String, usize> = BTreeMap::new();
+    let mut names: BTreeMap<&str, usize> = BTreeMap::new();
     for (number, adapter) in adapters.iter().enumerate() {
-        let name = L2Config::tier_name(number, adapter);
-        if let Some(other) = names.insert(name.clone(), number) {
+        let name = adapter.tier();
+        if let Some(other) = names.insert(name, number) {
             return Err(Error::refused(format!(
                 "--l2-adapter: adapters {other} and {number}, counted from 0, are both called {name:?}; give each its own \"name\""
             )));
@@ -250,12 +245,12 @@ fn refuse_shared_names(adapters: &[AdapterConfig]) -> Result<()> {
 
 /// Two tiers would evict and count each other's objects in one directory, and hold each object once.
 fn refuse_shared_places(adapters: &[AdapterConfig]) -> Result<()> {
-    let mut places: Vec<(String, PathBuf)> = Vec::new();
-    for (number, adapter) in adapters.iter().enumerate() {
+    let mut places: Vec<(&str, PathBuf)> = Vec::new();
+    for adapter in adapters {
         let Some(path) = base_path(adapter) else {
             continue;
         };
-        let (name, path) = (L2Config::tier_name(number, adapter), resolved(&path));
+        let (name, path) = (adapter.tier(), resolved(&path));
         let other = places.iter().find(|(_, other)| {
             path.starts_with(other) || other.starts_with(&path) || is_same(&path, other)
         });
@@ -293,14 +288,15 @@ fn is_same(one: &Path, other: &Path) -> bool {
 }
 
 /// Checks the adapters; warnings of theirs are logged at the start.
+/// The adapters. A tier without a name is called by its type and number, the first one having 0.
 fn adapters(specs: &[String]) -> Result<Vec<AdapterConfig>> {
     let registry = kvtier_adapters::registry();
-    specs
-        .iter()
-        .map(|spec| {
-            registry
-                .parse_json(spec)
-                .map_err(|error| Error::refused("--l2-adapter").source(error))
-        })
-        .collect()
+    let adapter = |(number, spec): (usize, &String)| {
+        let parsed = registry.parse_json(spec);
+        let mut adapter = parsed.map_err(|error| Error::refused("--l2-adapter").source(error))?;
+        let by_number = || format!("{}-{number}", adapter.kind);
+        adapter.name.get_or_insert_with(by_number);
+        Ok(adapter)
+    };
+    specs.iter().enumerate().map(adapter).collect()
 }

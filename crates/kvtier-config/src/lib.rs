@@ -49,14 +49,14 @@ pub use tenants::TenantSettings;
 pub use tracing::{OtlpEndpoint, Pairs, TracingConfig};
 pub use values::{
     EvictionPolicyName, L1Restore, LogFormat, PrefetchPolicy, StorePolicy, TransferMode,
-    WindowedClients,
+    WindowedClients, parse_gib,
 };
 
 use kvtier_core::hashing::{DEFAULT_SEED, HashAlgorithm};
 use kvtier_device::cuda::CudaOptions;
 use kvtier_error::{Error, Result};
 use kvtier_l2::redact;
-use kvtier_memory::PoolRoom;
+use kvtier_memory::Space;
 
 /// Bytes of one "GB" of the flags. LMCache's sizes are GiB under that name.
 pub const GIB: u64 = 1 << 30;
@@ -290,7 +290,7 @@ impl ServerConfig {
 
     /// Why the pool that is wanted cannot be in /dev/shm, if it does not fit there, or in place of an old one of its name.
     pub fn shm_shortage(&self) -> Option<String> {
-        let shm = PoolRoom::of(self.shm_name.as_ref()?)?;
+        let shm = Space::of_pool(self.shm_name.as_ref()?)?;
         (shm.free < self.l1_bytes).then(|| self.describe_shortage(shm.free))
     }
 

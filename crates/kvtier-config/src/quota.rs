@@ -7,10 +7,10 @@ use kvtier_core::eviction::EvictionKind;
 use kvtier_core::quota::QuotaMode;
 use kvtier_error::{Error, Result};
 
+use super::ServerConfig;
 use super::flags::ServerArgs;
 use super::l2::{is_read_only, location};
 use super::values::QuotaModeName;
-use super::{L2Config, ServerConfig};
 use crate::limit::Limit;
 
 /// How limits are meant, and where they are kept.
@@ -91,9 +91,9 @@ impl ServerConfig {
             capacity: Some(self.l1_bytes),
             location: None,
         };
-        let adapters = self.l2.iter().flat_map(|l2| &l2.adapters).enumerate();
-        let below = adapters.map(|(number, adapter)| Place {
-            name: L2Config::tier_name(number, adapter).into(),
+        let adapters = self.l2.iter().flat_map(|l2| &l2.adapters);
+        let below = adapters.map(|adapter| Place {
+            name: adapter.tier().into(),
             // Nothing leaves what is only read.
             isolates: !is_read_only(adapter)
                 && adapter

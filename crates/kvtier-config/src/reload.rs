@@ -296,10 +296,10 @@ impl ServerConfig {
         let Some(Value::Array(given)) = flags.remove(ADAPTER) else {
             return flags;
         };
-        let adapters = self.l2.iter().flat_map(|l2| &l2.adapters).enumerate();
+        let adapters = self.l2.iter().flat_map(|l2| &l2.adapters);
         let mut tiers = Vec::new();
-        for ((number, adapter), given) in adapters.zip(given) {
-            let name = L2Config::tier_name(number, adapter);
+        for (adapter, given) in adapters.zip(given) {
+            let name = adapter.tier();
             add_keys(&mut flags, &format!("{ADAPTER} {name} "), given);
             if adapter.capacity_bytes().is_none() {
                 flags.remove(&format!("{ADAPTER} {name} {CAPACITY}"));

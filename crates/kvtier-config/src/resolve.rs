@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use kvtier_error::{Error, Result};
-use kvtier_memory::PoolRoom;
+use kvtier_memory::Space;
 use kvtier_memory::checksum::checksum64;
 
 use super::checks::{gib, refuse, seconds};
@@ -59,7 +59,7 @@ impl ServerArgs {
     pub(super) fn resolve(self, ignored: Vec<String>) -> Result<ServerConfig> {
         let (shm_name, shm_required) = self.shm_name()?;
         let memory = HostMemory::of_this_process();
-        let shm = shm_name.as_deref().and_then(PoolRoom::of);
+        let shm = shm_name.as_deref().and_then(Space::of_pool);
         let l1_size_gb = match l1_manager::size_gb(&self.l1_manager)? {
             Some(_) if self.l1_size_gb.is_some() => {
                 return Err(Error::refused(

@@ -137,6 +137,22 @@ fn values_that_cannot_work_are_refused_by_flag_value_and_range() {
             vec!["--chunk-size", "-1"],
             vec!["--chunk-size", "'-1'", "1..=65536"],
         ),
+        (
+            vec!["--chunk-size", "4k"],
+            vec!["--chunk-size", "'4k'", "give a whole number"],
+        ),
+        (
+            vec!["--l1-size-gb", "4GB"],
+            vec!["--l1-size-gb", "'4GB'", "GiB as a number without a unit"],
+        ),
+        (
+            vec!["--stop-timeout-seconds", "5s"],
+            vec!["--stop-timeout-seconds", "'5s'", "seconds as a number"],
+        ),
+        (
+            vec!["--eviction-ratio", "20%"],
+            vec!["--eviction-ratio", "'20%'", "a share from 0 to 1"],
+        ),
         // Whether there is a tier or not.
         (
             vec!["--l2-min-free-gb", "-1"],

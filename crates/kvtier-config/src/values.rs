@@ -139,6 +139,35 @@ pub(super) fn parse_mode(text: &str) -> Result<u32> {
         })
 }
 
+/// A number of GiB, as flags have sizes.
+///
+/// # Errors
+/// A refusal of the form "give ...".
+pub fn parse_gib(text: &str) -> Result<f64> {
+    number(
+        text,
+        "give GiB as a number without a unit, such as 4 or 0.5",
+    )
+}
+
+/// A number of seconds.
+pub(super) fn parse_seconds(text: &str) -> Result<f64> {
+    number(
+        text,
+        "give seconds as a number without a unit, such as 30 or 0.5",
+    )
+}
+
+/// A share.
+pub(super) fn parse_share(text: &str) -> Result<f64> {
+    number(text, "give a share from 0 to 1, such as 0.8")
+}
+
+/// Whether it is within the flag's limits is checked with the others.
+fn number(text: &str, allowed: &str) -> Result<f64> {
+    text.parse().map_err(|_| Error::refused(allowed))
+}
+
 /// Whether this filters log lines as it says. A bare word that is no level would be a target, which silences all others.
 pub(super) fn is_log_filter(text: &str) -> bool {
     let is_clear = |part: &str| part.contains(['=', '[']) || LevelFilter::from_str(part).is_ok();

@@ -52,7 +52,7 @@ pub use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_l1::Clock;
 pub use opened::{Opened, STOP_POLL_INTERVAL, check_stop};
 pub use payload::{Part, Payload};
-pub use preflight::{Preflight, preflight};
+pub use preflight::{EarlierL1, Preflight, preflight};
 pub use reply::{Reply, ReplyTarget};
 
 use kvtier_config::{Change, ServerConfig};

@@ -3,10 +3,12 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use kvtier_config::ServerConfig;
-use kvtier_error::Result;
-use kvtier_l1::{divide, kept_path, preflight_arena};
+use kvtier_config::{L1Restore, ServerConfig};
+use kvtier_error::{ErrorKind, Result};
+pub use kvtier_l1::EarlierL1;
+use kvtier_l1::{Instance, divide, find_earlier, kept_path, preflight_arena};
 use kvtier_state::existing_id;
+use kvtier_tenants::Salts;
 
 use super::devices::Devices;
 
@@ -19,6 +21,8 @@ pub struct Preflight {
     pub warning: Option<String>,
     /// Where L1 is kept for the next server, or why it is not.
     pub kept: Result<PathBuf>,
+    /// What becomes of L1 that an earlier server has left.
+    pub earlier: EarlierL1,
 }
 
 /// Reserves what [`super::Engine::new`] would, and releases it.
@@ -28,13 +32,31 @@ pub struct Preflight {
 pub fn preflight(config: &ServerConfig) -> Result<Preflight> {
     let state = &config.state;
     let base = state.base.as_ref().ok();
-    let has_folder = base.is_some_and(|base| existing_id(base, &state.instance).is_some());
-    let arena = Arc::new(preflight_arena(config, has_folder)?);
-    let devices = Devices::find(config, &arena)?;
-    divide(&arena, config, &devices.numa_nodes())?;
+    let folder = base.and_then(|base| existing_id(base, &state.instance));
+    let (gpus, warning) = {
+        let arena = Arc::new(preflight_arena(config, folder.is_some())?);
+        let devices = Devices::find(config, &arena)?;
+        divide(&arena, config, &devices.numa_nodes())?;
+        (devices.names(), devices.warning(config))
+    };
+    // Once the hugepages of that are free again: they may be those by which the earlier L1 grows.
+    let instance = Instance {
+        // Without one, L1 that is there is of another folder.
+        folder: folder.as_deref().unwrap_or_default(),
+        tenants: Salts::of(config.tenants.salt_key()?).number(),
+        record: None,
+    };
+    let (kept, earlier) = match find_earlier(config, instance) {
+        Ok(earlier) => (kept_path(config), earlier),
+        Err(error) if error.kind() == ErrorKind::InUse && config.l1_restore == L1Restore::Auto => {
+            (Err(error), EarlierL1::Absent)
+        }
+        Err(error) => return Err(error),
+    };
     Ok(Preflight {
-        gpus: devices.names(),
-        warning: devices.warning(config),
-        kept: kept_path(config),
+        gpus,
+        warning,
+        kept,
+        earlier,
     })
 }

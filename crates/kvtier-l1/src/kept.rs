@@ -39,7 +39,7 @@ const RELEASE_TIMEOUT: Duration = Duration::from_secs(1);
 const RELEASE_PAUSE: Duration = Duration::from_millis(10);
 
 /// Words in a segment.
-struct SegmentWords(SharedWords);
+pub(super) struct SegmentWords(SharedWords);
 
 impl Words for SegmentWords {
     #[inline]
@@ -185,12 +185,7 @@ fn reopen_arena(
             return unkept(config, None, error);
         }
         Err(error) if matches!(error.kind(), ErrorKind::InUse | ErrorKind::Invalid) => {
-            let instance = &config.state.instance;
-            return Err(match (&config.shm_name, error.kind()) {
-                (Some(name), _) => error.context(format!("--shm-name {name}")),
-                (None, ErrorKind::InUse) => error.context(format!("--instance-id {instance}")),
-                (None, _) => error,
-            });
+            return Err(named(config, error));
         }
         Err(error) => error.to_string(),
     };
@@ -214,6 +209,17 @@ fn reopen_arena(
             Ok((arena, Kept(Ledgers::New(ledger))))
         }
         Err(error) => unkept(config, Some(arena), format!("{reason}; {error}")),
+    }
+}
+
+/// The error with the flag that names the memory it is about.
+pub(super) fn named(config: &ServerConfig, error: Error) -> Error {
+    match (&config.shm_name, error.kind()) {
+        (Some(name), _) => error.context(format!("--shm-name {name}")),
+        (None, ErrorKind::InUse) => {
+            error.context(format!("--instance-id {}", config.state.instance))
+        }
+        (None, _) => error,
     }
 }
 
@@ -284,7 +290,7 @@ fn failed(config: &ServerConfig, error: ArenaError) -> Error {
 }
 
 /// An arena that exists, and the bytes of its segment.
-fn find_arena(
+pub(super) fn find_arena(
     config: &ServerConfig,
     place: &ArenaKind,
     ownership: Ownership,
@@ -296,7 +302,7 @@ fn find_arena(
 }
 
 /// The ledger of an arena that exists, what is in it, and its lock if another process has that.
-fn find_ledger(
+pub(super) fn find_ledger(
     config: &ServerConfig,
     arena: &Arena,
     bytes: u64,
@@ -353,14 +359,7 @@ fn find(config: &ServerConfig, place: &ArenaKind, instance: Instance<'_>) -> Res
     let (arena, bytes) = find_arena(config, place, Ownership::Locked)?;
     let (mut ledger, snapshot, _) =
         find_ledger(config, &arena, bytes, instance, Ownership::Locked)?;
-    let lost = match () {
-        () if snapshot.has_unrecorded_grant() => Some("whose grant could not be recorded"),
-        () if snapshot.has_lost_granted() => Some("that this configuration has another use for"),
-        () => None,
-    };
-    if let Some(lost) = lost.filter(|_| !arena.is_alone()) {
-        return Err(unavailable(format!("clients may still copy memory {lost}")));
-    }
+    check_grants(&arena, &snapshot)?;
     ledger.forget_unrecorded_grants();
     // Only now, when no record names bytes that were not there.
     match arena.grow() {
@@ -372,6 +371,19 @@ fn find(config: &ServerConfig, place: &ArenaKind, instance: Instance<'_>) -> Res
         Err(error) => return Err(failed(config, error)),
     }
     Ok((arena, Kept(Ledgers::Old(ledger, snapshot))))
+}
+
+/// Whether it is known what clients of the server before may still copy.
+pub(super) fn check_grants(arena: &Arena, snapshot: &Snapshot) -> Result<()> {
+    let lost = match () {
+        () if snapshot.has_unrecorded_grant() => Some("whose grant could not be recorded"),
+        () if snapshot.has_lost_granted() => Some("that this configuration has another use for"),
+        () => None,
+    };
+    match lost.filter(|_| !arena.is_alone()) {
+        Some(lost) => Err(unavailable(format!("clients may still copy memory {lost}"))),
+        None => Ok(()),
+    }
 }
 
 /// What a ledger has to be about.

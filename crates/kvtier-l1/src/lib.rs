@@ -5,6 +5,7 @@
 
 mod allocator;
 mod clock;
+mod earlier;
 mod heritage;
 mod kept;
 mod memory;
@@ -13,6 +14,7 @@ mod tenants;
 
 pub use allocator::L1Allocator;
 pub use clock::Clock;
+pub use earlier::{EarlierL1, find_earlier};
 pub use heritage::Heritage;
 pub use kept::{Kept, Succession, boot_time, find_running_arena, open_arena};
 pub use memory::{L1, divide, preflight_arena};

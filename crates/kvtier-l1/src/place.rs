@@ -5,9 +5,7 @@ use std::path::{Path, PathBuf};
 use kvtier_config::{L1Restore, ServerConfig, in_gib};
 use kvtier_error::Result;
 use kvtier_memory::checksum::checksum128;
-use kvtier_memory::{
-    ArenaKind, PoolRoom, SHM, SHM_PREFIX, hugetlbfs_mounts, pool_name, remove_kept,
-};
+use kvtier_memory::{ArenaKind, SHM, SHM_PREFIX, Space, hugetlbfs_mounts, pool_name, remove_kept};
 
 use super::unavailable;
 
@@ -151,7 +149,7 @@ pub(super) fn check_private(config: &ServerConfig, place: &ArenaKind) -> Result<
     let ArenaKind::Shm { name } = place else {
         return Ok(());
     };
-    let Some(shm) = PoolRoom::of(name) else {
+    let Some(shm) = Space::of_pool(name) else {
         return Ok(());
     };
     let is_most = config.l1_bytes > shm.size / 100 * LARGEST_PRIVATE;

@@ -223,7 +223,7 @@ impl Shared {
                 }
             };
             if let Some(failed) = failed {
-                log_loss(&error, failed);
+                log_loss(&self.options.tier, &error, failed);
             }
             let pause = match error.kind() {
                 ErrorKind::Refused => REFUSED_PAUSE,
@@ -316,9 +316,9 @@ async fn send_with_descriptor(
 }
 
 /// Logs why there is no connection.
-fn log_loss(error: &L2Error, requests: usize) {
+fn log_loss(tier: &str, error: &L2Error, failed_calls: usize) {
     static LOG_LIMIT: RateLimited = RateLimited::per_second();
-    if let Some(left_out) = LOG_LIMIT.permit(std::time::Instant::now()) {
-        tracing::warn!(%error, requests, left_out, "no connection to a tier in a process of its own; requests fail");
+    if let Some(suppressed_lines) = LOG_LIMIT.permit(std::time::Instant::now()) {
+        tracing::warn!(tier, %error, failed_calls, suppressed_lines, "no connection to a tier in a process of its own; connecting again");
     }
 }

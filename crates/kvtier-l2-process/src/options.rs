@@ -21,6 +21,8 @@ const MAX_OPTIONS: usize = 1 << 20;
 /// Options of a tier in a process of its own.
 #[derive(Clone)]
 pub struct ProcessOptions {
+    /// The tier, for log lines.
+    pub tier: Arc<str>,
     /// Path of the unix socket.
     pub socket_path: PathBuf,
     /// Program and arguments that are started and kept running; empty if others start it.
@@ -45,6 +47,7 @@ impl ProcessOptions {
         let command: &[String] = options.get("command");
         let passed = options.find::<&Map<String, Value>>("options");
         Self {
+            tier: config.tier().into(),
             socket_path: options.get::<&str>("socket_path").into(),
             command: command.to_vec(),
             options: passed.cloned().unwrap_or_default(),

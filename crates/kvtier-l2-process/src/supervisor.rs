@@ -1,6 +1,7 @@
 //! The command of a tier that kvtier starts: started again when it ends, ended with kvtier, its output in the log.
 
 use std::process::Stdio;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
@@ -99,10 +100,10 @@ impl Supervisor {
             match start(options) {
                 Err(error) => {
                     let command = options.command.first();
-                    tracing::warn!(?command, %error, "a tier's command could not be started");
+                    tracing::warn!(tier = &*options.tier, ?command, %error, "a tier's command could not be started");
                 }
                 Ok((child, group)) => {
-                    if self.watch(child, group, &mut stop).await {
+                    if self.watch(&options.tier, child, group, &mut stop).await {
                         return;
                     }
                 }
@@ -123,6 +124,7 @@ impl Supervisor {
     /// Logs the output of a command until its end. Returns whether it was stopped.
     async fn watch(
         &self,
+        tier: &Arc<str>,
         mut child: Child,
         group: Group,
         stop: &mut watch::Receiver<bool>,
@@ -131,24 +133,24 @@ impl Supervisor {
         let input = child.stdin.take();
         let mut logs = JoinSet::new();
         if let Some(output) = child.stdout.take() {
-            logs.spawn(log(output));
+            logs.spawn(log(Arc::clone(tier), output));
         }
         if let Some(output) = child.stderr.take() {
-            logs.spawn(log(output));
+            logs.spawn(log(Arc::clone(tier), output));
         }
         let is_stopped = tokio::select! {
             status = child.wait() => {
                 let status = status.map_or_else(|error| error.to_string(), |status| status.to_string());
-                tracing::warn!(status, "a tier's command has ended; it is started again");
+                tracing::warn!(tier = &**tier, status, "a tier's command has ended; it is started again");
                 false
             }
             () = self.restart.notified() => {
-                tracing::warn!("a tier's command does not answer; it is ended and started again");
-                terminate(&mut child, &group).await;
+                tracing::warn!(tier = &**tier, "a tier's command does not answer; it is ended and started again");
+                terminate(tier, &mut child, &group).await;
                 false
             }
             () = stopped(stop) => {
-                terminate(&mut child, &group).await;
+                terminate(tier, &mut child, &group).await;
                 true
             }
         };
@@ -180,20 +182,23 @@ fn start(options: &ProcessOptions) -> std::io::Result<(Child, Group)> {
 }
 
 /// Asks a command to end, then makes it.
-async fn terminate(child: &mut Child, group: &Group) {
+async fn terminate(tier: &str, child: &mut Child, group: &Group) {
     group.signal(Signal::TERM);
     if timeout(STOP_TIMEOUT, child.wait()).await.is_err() {
-        tracing::warn!("a tier's command did not end within {STOP_TIMEOUT:?}; killed it");
+        tracing::warn!(
+            tier,
+            "a tier's command did not end within {STOP_TIMEOUT:?}; killed it"
+        );
         group.signal(Signal::KILL);
         let _ = child.wait().await;
     }
 }
 
 /// Logs lines, at most [`MAX_LINES`] per interval.
-async fn log(mut output: impl AsyncRead + Unpin) {
+async fn log(tier: Arc<str>, mut output: impl AsyncRead + Unpin) {
     let mut buffer = vec![0; 4096];
     let mut text = Vec::new();
-    let (mut window, mut lines, mut left_out) = (Instant::now(), 0, 0_u64);
+    let (mut window, mut lines, mut suppressed_lines) = (Instant::now(), 0, 0_u64);
     let mut write = |text: &mut Vec<u8>| {
         let whole = String::from_utf8_lossy(text);
         let shown = kvtier_l2::redact::text(&line(whole.trim_end(), MAX_LINE));
@@ -205,12 +210,17 @@ async fn log(mut output: impl AsyncRead + Unpin) {
             (window, lines) = (Instant::now(), 0);
         }
         if lines == MAX_LINES {
-            left_out += 1;
+            suppressed_lines += 1;
             return;
         }
         lines += 1;
-        tracing::info!(line = shown, left_out, "output of a tier's command");
-        left_out = 0;
+        tracing::info!(
+            tier = &*tier,
+            line = shown,
+            suppressed_lines,
+            "output of a tier's command"
+        );
+        suppressed_lines = 0;
     };
     loop {
         let read = match output.read(&mut buffer).await {

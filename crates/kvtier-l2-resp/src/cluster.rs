@@ -362,10 +362,13 @@ async fn keep(shared: Arc<Shared>) {
         };
         match &asked {
             Err(error) if failures == 0 => {
-                tracing::warn!(%error, "no node of a second tier's cluster answers; calls fail");
+                tracing::warn!(tier = shared.options.tier, %error, "no node of a second tier's cluster answers; calls fail");
             }
             Ok(()) if failures > 0 => {
-                tracing::info!("the cluster of a second tier answers again");
+                tracing::info!(
+                    tier = shared.options.tier,
+                    "the cluster of a second tier answers again"
+                );
             }
             _ => {}
         }

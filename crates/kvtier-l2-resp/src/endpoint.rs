@@ -67,17 +67,28 @@ impl Endpoint {
     }
 
     /// Logs why there is no connection, and how many calls that has failed.
-    pub(super) fn log_loss(&self, error: &L2Error, calls: usize) {
-        if let Some(left_out) = self.loss_log.permit(Instant::now()) {
-            let address = self.name();
-            tracing::warn!(address, %error, calls, left_out, "no connection to a second tier; calls fail");
+    pub(super) fn log_loss(&self, error: &L2Error, failed_calls: usize) {
+        if let Some(suppressed_lines) = self.loss_log.permit(Instant::now()) {
+            tracing::warn!(
+                tier = self.options.tier,
+                address = self.name(),
+                %error,
+                failed_calls,
+                suppressed_lines,
+                "no connection to a second tier; connecting again"
+            );
         }
     }
 
     /// Logs that there is a connection again.
     pub(super) fn log_return(&self) {
-        if let Some(left_out) = self.return_log.permit(Instant::now()) {
-            tracing::info!(address = self.name(), left_out, "connected again");
+        if let Some(suppressed_lines) = self.return_log.permit(Instant::now()) {
+            tracing::info!(
+                tier = self.options.tier,
+                address = self.name(),
+                suppressed_lines,
+                "connected to a second tier again"
+            );
         }
     }
 

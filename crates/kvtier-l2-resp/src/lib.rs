@@ -301,7 +301,7 @@ impl Adapter for RespAdapter {
                     Ok(false) => break,
                     Err(error) if failures + 1 == nodes.len() => return Err(error),
                     Err(error) => {
-                        tracing::warn!(%error, "a node of a second tier was not scanned; its objects count once they are found");
+                        tracing::warn!(tier = self.options.tier, %error, "a node of a second tier was not scanned; its objects count once they are found");
                         failures += 1;
                     }
                 }

@@ -16,6 +16,8 @@ use kvtier_net::ClientTls;
 /// Options of a server.
 #[derive(Clone, PartialEq, Eq)]
 pub struct RespOptions {
+    /// The tier, for log lines.
+    pub tier: String,
     /// Where it listens: one address, a primary and its replicas in any order, or some nodes of a cluster.
     pub addresses: Vec<Address>,
     /// Whether it is a cluster.
@@ -51,6 +53,7 @@ impl RespOptions {
     #[must_use]
     pub fn new(address: Address) -> Self {
         Self {
+            tier: "resp".to_owned(),
             addresses: vec![address],
             cluster_mode: false,
             tls: None,
@@ -77,6 +80,7 @@ impl RespOptions {
         };
         let seconds = |key| Duration::from_secs_f64(options.get(key));
         Self {
+            tier: config.tier().to_owned(),
             addresses: addresses(options),
             cluster_mode: options.get("cluster_mode"),
             tls: options

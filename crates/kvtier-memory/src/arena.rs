@@ -14,7 +14,7 @@ use crate::error::ArenaError;
 use crate::hugetlbfs;
 use crate::mapping::{HUGE_PAGE, MapError, Mapping};
 use crate::prefault::{self, PrefaultEnd, PrefaultError, PrefaultProgress};
-use crate::shm_file::{FileId, Ownership, SHM, SegmentLock, ShmFile, pool_name};
+use crate::shm_file::{FileId, Ownership, SHM, SegmentLock, ShmFile, Space, pool_name};
 use kvtier_extent::Extent;
 
 /// Where the memory of an arena comes from.
@@ -536,17 +536,14 @@ fn system_error(action: &'static str, place: &str, error: rustix::io::Errno) -> 
 
 /// Checks that the file system has `bytes` free bytes.
 fn check_space(file: &OwnedFd, bytes: u64, place: &str) -> Result<(), ArenaError> {
-    let stat = rustix::fs::fstatvfs(file)
-        .map_err(|e| system_error("ask for the free space of", place, e))?;
-    let available = stat.f_bavail.saturating_mul(stat.f_frsize);
-    // A file system without a limit says it has no blocks at all.
-    match stat.f_blocks > 0 && available < bytes {
-        true => Err(ArenaError::OutOfMemory {
+    let space = Space::of_file(file);
+    match space.map_err(|e| system_error("ask for the free space of", place, e))? {
+        Some(Space { free, .. }) if free < bytes => Err(ArenaError::OutOfMemory {
             bytes,
-            available,
+            available: free,
             place: place.to_owned(),
         }),
-        false => Ok(()),
+        _ => Ok(()),
     }
 }
 

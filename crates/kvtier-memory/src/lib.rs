@@ -58,7 +58,7 @@ pub use prefault::{PrefaultEnd, PrefaultError, PrefaultProgress};
 pub use process::{exit_at_once, has_mapped};
 pub use segment::{ForeignSegment, OwnSegment, SegmentError};
 pub use shm_file::{
-    FileId, Ownership, PoolRoom, SHM, SHM_PREFIX, SegmentLock, pool_name, remove_kept,
+    FileId, Ownership, SHM, SHM_PREFIX, SegmentLock, Space, pool_name, remove_kept,
     remove_stale_pools,
 };
 pub use words::SharedWords;

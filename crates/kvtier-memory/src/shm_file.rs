@@ -357,33 +357,46 @@ pub fn remove_kept(folder: &Path, name: &str) -> bool {
     found.is_some_and(|found| found.remove())
 }
 
-/// What `/dev/shm` has for a pool.
+/// Space of a file system that an arena's file is on, or may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct PoolRoom {
+pub struct Space {
     /// Bytes of the file system.
     pub size: u64,
-    /// Bytes of it that the pool may have: those that are free, and those of an old pool of its name, which it replaces.
-    /// (They are freed only when no process maps that one any more.)
+    /// Bytes of it that the file may have.
     pub free: u64,
 }
 
-impl PoolRoom {
-    /// For a pool of this name; `None` if `/dev/shm` has no limit, or its limit is unknown.
+impl Space {
+    /// Of `/dev/shm` for a pool of this name, which replaces an old one: the pages of that count as free. (They are freed only
+    /// when no process maps it any more.) `None` if there is no limit, or it is unknown.
     #[must_use]
-    pub fn of(name: &str) -> Option<Self> {
-        let stat = rustix::fs::statvfs(SHM).ok()?;
+    pub fn of_pool(name: &str) -> Option<Self> {
+        let space = Self::read(&rustix::fs::statvfs(SHM).ok()?)?;
         let old = full_name(name).ok()?;
-        Self::beside(&stat, &Path::new(SHM).join(old))
+        Some(space.beside(&Path::new(SHM).join(old)))
     }
 
-    fn beside(stat: &rustix::fs::StatVfs, old: &Path) -> Option<Self> {
-        // Links are not followed at creation either.
-        let old = std::fs::symlink_metadata(old).map_or(0, |old| old.blocks().saturating_mul(512));
+    /// Of the file system that this file is on; `None` if it has no limit.
+    pub(crate) fn of_file(file: &OwnedFd) -> rustix::io::Result<Option<Self>> {
+        Ok(Self::read(&rustix::fs::fstatvfs(file)?))
+    }
+
+    /// A file system without a limit says it has no blocks at all.
+    fn read(stat: &rustix::fs::StatVfs) -> Option<Self> {
         let bytes = |blocks: u64| blocks.saturating_mul(stat.f_frsize);
         (stat.f_blocks > 0).then(|| Self {
             size: bytes(stat.f_blocks),
-            free: bytes(stat.f_bavail).saturating_add(old),
+            free: bytes(stat.f_bavail),
         })
+    }
+
+    /// With the pages of an old file. Links are not followed at creation either.
+    fn beside(self, old: &Path) -> Self {
+        let old = std::fs::symlink_metadata(old).map_or(0, |old| old.blocks().saturating_mul(512));
+        Self {
+            free: self.free.saturating_add(old),
+            ..self
+        }
     }
 }
 
@@ -432,15 +445,15 @@ mod tests {
         (stat.f_frsize, stat.f_blocks, stat.f_bavail) = (4096, 100, 10);
         let folder = tempfile::tempdir_in("/dev/shm").unwrap();
         let old = folder.path().join("old");
-        let free = || PoolRoom::beside(&stat, &old).map(|pool| (pool.size, pool.free));
-        assert_eq!(free(), Some((409_600, 40_960)));
+        let space = Space::read(&stat).unwrap();
+        let free = || (space.beside(&old).size, space.beside(&old).free);
+        assert_eq!(free(), (409_600, 40_960));
         // What is behind its pages counts, not what it may have.
         std::fs::write(&old, [1; 8192]).unwrap();
         let file = std::fs::File::options().write(true).open(&old).unwrap();
         file.set_len(1 << 40).unwrap();
-        assert_eq!(free(), Some((409_600, 40_960 + 8192)));
-        // A file system without a limit says it has no blocks at all.
+        assert_eq!(free(), (409_600, 40_960 + 8192));
         stat.f_blocks = 0;
-        assert_eq!(PoolRoom::beside(&stat, &old), None);
+        assert_eq!(Space::read(&stat), None);
     }
 }

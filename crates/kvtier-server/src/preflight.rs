@@ -4,7 +4,7 @@
 use std::net::{TcpListener, ToSocketAddrs as _};
 
 use kvtier_config::ServerConfig;
-use kvtier_engine::Preflight;
+pub use kvtier_engine::{EarlierL1, Preflight};
 use kvtier_error::{Error, ErrorKind, Result};
 
 use crate::front::RequestSocket;

@@ -347,8 +347,8 @@ fn new_tiers(
     quotas: &Opened,
     adapters: Vec<Arc<dyn Adapter>>,
 ) -> Vec<Arc<Tier>> {
-    let tier = |(number, (adapter, opened)): (usize, (&AdapterConfig, Arc<dyn Adapter>))| {
-        let name = L2Config::tier_name(number, adapter);
+    let tier = |(adapter, opened): (&AdapterConfig, Arc<dyn Adapter>)| {
+        let name = adapter.tier().to_owned();
         let limits = quotas.config(&name);
         let tier = TierConfig {
             capacity_bytes: adapter.capacity_bytes(),
@@ -366,7 +366,7 @@ fn new_tiers(
         Arc::new(tier)
     };
     let adapters = config.adapters.iter().zip(adapters);
-    adapters.enumerate().map(tier).collect()
+    adapters.map(tier).collect()
 }
 
 impl std::fmt::Debug for L2 {

@@ -167,10 +167,10 @@ impl Exporter {
                     return;
                 }
                 failing_since.get_or_insert_with(Instant::now);
-                if let Some(left_out) = self.failures.permit(Instant::now()) {
+                if let Some(suppressed_lines) = self.failures.permit(Instant::now()) {
                     tracing::warn!(
                         error,
-                        left_out,
+                        suppressed_lines,
                         "traces could not be sent; trying again, and dropping those that do not fit"
                     );
                 }
@@ -200,11 +200,11 @@ impl Exporter {
 
     fn reject(&self, spans: u64, reason: &str) {
         self.metrics.spans_lost(SpanLoss::Rejected, spans);
-        if let Some(left_out) = self.rejections.permit(Instant::now()) {
+        if let Some(suppressed_lines) = self.rejections.permit(Instant::now()) {
             tracing::warn!(
                 spans,
                 reason,
-                left_out,
+                suppressed_lines,
                 "the collector rejected traces; they are dropped"
             );
         }

@@ -12,6 +12,7 @@ use clap::Args;
 use kvtier_error::{Error, ErrorKind};
 use kvtier_l2::AdapterConfig;
 use kvtier_server::config::{L1Restore, in_gib};
+use kvtier_server::preflight::EarlierL1;
 use kvtier_server::{Inherited, Parsed, RunMode, Server, ServerConfig, end_process, preflight};
 
 use crate::USAGE;
@@ -259,6 +260,17 @@ fn check(
             None
         }
     };
+    let earlier = "L1 of an earlier server is there, and is";
+    match found.earlier {
+        EarlierL1::Absent => {}
+        EarlierL1::Kept(objects) => {
+            writeln!(out, "{earlier} kept, with {objects} objects")?;
+        }
+        EarlierL1::Replaced(why) => writeln!(out, "{earlier} replaced: {why}")?,
+        EarlierL1::Removed(path) => {
+            writeln!(out, "{earlier} removed: {}", path.display())?;
+        }
+    }
     match found.gpus {
         Ok(names) => writeln!(out, "{} GPUs: {}", names.len(), names.join(", "))?,
         Err(why) => writeln!(out, "no GPUs: {why}")?,

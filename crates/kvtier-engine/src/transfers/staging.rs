@@ -383,7 +383,7 @@ impl Transfers {
     }
 
     fn warn_of_staging(&self, instance: &Instance, worker: &WorkerShare, object_bytes: u64) {
-        let Some(left_out) = self.staging.warning.permit(std::time::Instant::now()) else {
+        let Some(suppressed_lines) = self.staging.warning.permit(std::time::Instant::now()) else {
             return;
         };
         let limit_bytes = self.staging.limit();
@@ -402,7 +402,7 @@ impl Transfers {
             bytes = self.staging.own(worker),
             all_bytes = self.staging.staged_bytes(),
             limit_bytes,
-            left_out,
+            suppressed_lines,
             "store refused: {cause}"
         );
     }

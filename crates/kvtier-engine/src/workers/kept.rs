@@ -332,8 +332,8 @@ impl KeptRegistrations {
 
 fn unkept(error: &Error) {
     static LOG_LIMIT: RateLimited = RateLimited::new(Duration::from_secs(60));
-    if let Some(left_out) = LOG_LIMIT.permit(Instant::now()) {
-        tracing::warn!(%error, left_out, "a registration cannot be kept; its client has to register again after a restart");
+    if let Some(suppressed_lines) = LOG_LIMIT.permit(Instant::now()) {
+        tracing::warn!(%error, suppressed_lines, "a registration cannot be kept; its client has to register again after a restart");
     }
 }
 

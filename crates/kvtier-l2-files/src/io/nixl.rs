@@ -96,9 +96,9 @@ impl Nixl {
 
     fn fail(&self, error: &dyn std::fmt::Display) {
         self.failed.fetch_add(1, Ordering::Relaxed);
-        if let Some(suppressed) = self.log.permit(Instant::now()) {
+        if let Some(suppressed_lines) = self.log.permit(Instant::now()) {
             let backend = &self.options.backend;
-            tracing::warn!(%error, backend, suppressed, "NIXL failed; the file is moved with plain system calls");
+            tracing::warn!(%error, backend, suppressed_lines, "NIXL failed; the file is moved with plain system calls");
         }
     }
 }

@@ -10,6 +10,7 @@ use kvtier_l2::conformance::{Memory, content, kinds, load, store};
 
 fn options(socket_path: &Path) -> ProcessOptions {
     ProcessOptions {
+        tier: "process".into(),
         socket_path: socket_path.into(),
         command: Vec::new(),
         options: serde_json::Map::new(),

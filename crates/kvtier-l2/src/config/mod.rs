@@ -32,7 +32,7 @@ pub const GIB: u64 = 1 << 30;
 pub struct AdapterConfig {
     /// Its type.
     pub kind: &'static str,
-    /// Name of its tier, if not its type and number.
+    /// Name of its tier; `None` within another adapter, or where a configuration has one adapter only.
     pub name: Option<String>,
     /// Other processes may store and delete there.
     pub shared: bool,
@@ -51,6 +51,12 @@ pub struct AdapterConfig {
 }
 
 impl AdapterConfig {
+    /// What log lines, metrics and limits call its tier.
+    #[must_use]
+    pub fn tier(&self) -> &str {
+        self.name.as_deref().unwrap_or(self.kind)
+    }
+
     /// Capacity by `max_capacity_gb` or `max_size_gb`, its own or that of the adapter inside; `None` is unbounded, as is a
     /// read-only adapter.
     #[must_use]

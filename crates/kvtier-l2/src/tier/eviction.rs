@@ -231,9 +231,9 @@ impl Tier {
         }
         match deletes.failed.into_iter().last() {
             Some(error) => {
-                if let Some(left_out) = self.delete_log.permit(Instant::now()) {
+                if let Some(suppressed_lines) = self.delete_log.permit(Instant::now()) {
                     let tier = self.name();
-                    tracing::warn!(tier, %error, left_out, "evicted objects could not be deleted");
+                    tracing::warn!(tier, %error, suppressed_lines, "evicted objects could not be deleted");
                 }
                 Err(error)
             }

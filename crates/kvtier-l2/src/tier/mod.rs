@@ -362,10 +362,10 @@ impl Tier {
                         self.states.resolve(&object.key);
                     }
                     if error.kind() == ErrorKind::Corrupt
-                        && let Some(left_out) = self.corrupt_log.permit(Instant::now())
+                        && let Some(suppressed_lines) = self.corrupt_log.permit(Instant::now())
                     {
                         let tier = self.name();
-                        tracing::warn!(tier, %error, left_out, "a stored object is not what was stored");
+                        tracing::warn!(tier, %error, suppressed_lines, "a stored object is not what was stored");
                     }
                 }
             }

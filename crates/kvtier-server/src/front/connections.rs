@@ -210,10 +210,10 @@ impl Connections {
         self.watch(id, interest);
         self.parked.push_back(id);
         static LOG_LIMIT: RateLimited = RateLimited::new(Duration::from_secs(60));
-        if let Some(left_out) = LOG_LIMIT.permit(Instant::now()) {
+        if let Some(suppressed_lines) = LOG_LIMIT.permit(Instant::now()) {
             tracing::info!(
                 connection = id,
-                left_out,
+                suppressed_lines,
                 "a client sent many frames that are part of no request; reading it slowly"
             );
         }
@@ -464,9 +464,9 @@ impl Connections {
         self.metrics.request_connections.set(self.open.len() as i64);
         static LOG_LIMIT: RateLimited = RateLimited::per_second();
         if !matches!(why, Closed::ByClient)
-            && let Some(left_out) = LOG_LIMIT.permit(Instant::now())
+            && let Some(suppressed_lines) = LOG_LIMIT.permit(Instant::now())
         {
-            tracing::debug!(connection = id, cause = %why, left_out, "a connection was closed");
+            tracing::debug!(connection = id, cause = %why, suppressed_lines, "a connection was closed");
         }
     }
 }

@@ -82,8 +82,8 @@ impl Front {
                 self.connections.count_strays(id, frames.len());
                 self.server.engine.metrics().malformed_messages.inc();
                 static LOG_LIMIT: RateLimited = RateLimited::per_second();
-                if let Some(left_out) = LOG_LIMIT.permit(received) {
-                    tracing::debug!(%error, left_out, "a message that is no request was dropped");
+                if let Some(suppressed_lines) = LOG_LIMIT.permit(received) {
+                    tracing::debug!(%error, suppressed_lines, "a message that is no request was dropped");
                 }
                 return;
             }
@@ -113,9 +113,9 @@ impl Front {
         if resolved.generation != Generation::G6
             && resolved.is_decided
             && !std::mem::replace(&mut client.is_logged, true)
-            && let Some(left_out) = LOG_LIMIT.permit(received)
+            && let Some(suppressed_lines) = LOG_LIMIT.permit(received)
         {
-            log_older_client(&resolved, left_out);
+            log_older_client(&resolved, suppressed_lines);
         }
         let mut frames = frames.into_iter();
         let (Some(uid), Some(op)) = (frames.next(), frames.next()) else {
@@ -196,12 +196,12 @@ impl Front {
     /// Answers with the operation's "no" a request that would take too much memory.
     fn refuse(&mut self, job: Job, reason: &'static str) {
         static LOG_LIMIT: RateLimited = RateLimited::per_second();
-        if let Some(left_out) = LOG_LIMIT.permit(job.sender.received) {
+        if let Some(suppressed_lines) = LOG_LIMIT.permit(job.sender.received) {
             tracing::warn!(
                 operation = job.sender.spec().operation.name(),
                 bytes = job.sender.bytes,
                 reason,
-                left_out,
+                suppressed_lines,
                 "a client's request was refused"
             );
         }
@@ -210,17 +210,17 @@ impl Front {
 }
 
 /// Logs the release of a client that is not of the newest generation.
-fn log_older_client(resolved: &Resolved, left_out: u64) {
+fn log_older_client(resolved: &Resolved, suppressed_lines: u64) {
     let releases = resolved.releases();
     if resolved.knows_chunk_size || resolved.generation > Generation::G2 {
         tracing::info!(
-            left_out,
+            suppressed_lines,
             "a client of LMCache {releases} connected; pictures are not part of its keys: docs/identity.md"
         );
         return;
     }
     tracing::warn!(
-        left_out,
+        suppressed_lines,
         "a client of LMCache {releases} reconnected; releases up to 0.4.4 do not register again, so restart its engine if it \
          has no hits from now on"
     );
@@ -237,8 +237,8 @@ fn unresolved(
 ) -> Option<Outgoing> {
     server.engine.metrics().malformed_messages.inc();
     static LOG_LIMIT: RateLimited = RateLimited::per_second();
-    if let Some(left_out) = LOG_LIMIT.permit(received) {
-        tracing::debug!(%error, left_out, "a request that no table knows");
+    if let Some(suppressed_lines) = LOG_LIMIT.permit(received) {
+        tracing::debug!(%error, suppressed_lines, "a request that no table knows");
     }
     let candidates = client.candidates;
     let id = OperationId::decode(message.op).ok();

@@ -283,9 +283,9 @@ impl Server {
             }
             Err(error) => {
                 static LOG_LIMIT: RateLimited = RateLimited::per_second();
-                if let Some(left_out) = LOG_LIMIT.permit(Instant::now()) {
+                if let Some(suppressed_lines) = LOG_LIMIT.permit(Instant::now()) {
                     let operation = spec.operation.name();
-                    tracing::warn!(operation, %error, left_out, "a request could not be decoded");
+                    tracing::warn!(operation, %error, suppressed_lines, "a request could not be decoded");
                 }
                 let (operation, kind) = (spec.operation, spec.response);
                 reply.answer(Answer::refusal_with(operation, kind, "undecodable", &error));

@@ -204,10 +204,10 @@ impl Front {
         if !self.connections.push(reply) {
             self.server.engine.metrics().undeliverable.inc();
             static LOG_LIMIT: RateLimited = RateLimited::per_second();
-            if let Some(left_out) = LOG_LIMIT.permit(Instant::now()) {
+            if let Some(suppressed_lines) = LOG_LIMIT.permit(Instant::now()) {
                 tracing::debug!(
                     connection,
-                    left_out,
+                    suppressed_lines,
                     "a reply could not be delivered: its client has gone"
                 );
             }

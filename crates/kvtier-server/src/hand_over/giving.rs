@@ -170,8 +170,8 @@ impl Giver {
                     Err(_) if state.is_stopping() => return,
                     Err(error) => {
                         static LOG_LIMIT: RateLimited = RateLimited::new(Duration::from_secs(60));
-                        if let Some(left_out) = LOG_LIMIT.permit(Instant::now()) {
-                            tracing::warn!(%error, left_out, "a server that takes over could not connect; waiting on");
+                        if let Some(suppressed_lines) = LOG_LIMIT.permit(Instant::now()) {
+                            tracing::warn!(%error, suppressed_lines, "a server that takes over could not connect; waiting on");
                         }
                         std::thread::park_timeout(ACCEPT_PAUSE);
                     }

@@ -387,7 +387,8 @@ fn without_a_worker_it_says_so_and_shows_what_is_stored() {
     assert_eq!(answer["refused"], "no_gpu_context");
     assert_eq!(
         answer["summary"],
-        "a lookup finds nothing, whatever is stored: no worker of model explain/left#d is registered with world size 1 and chunks of 16 tokens"
+        "a lookup finds nothing, whatever is stored: no worker of model explain/left#d is registered with world size 1 and chunks of 16 tokens; \
+         those that stored its objects in L1 have left, and the next ones find these"
     );
     assert_eq!(answer["hit_tokens"], 0);
     assert_eq!(

@@ -59,7 +59,7 @@ pub struct DemoArgs {
     #[arg(long, default_value_t = 1)]
     seed: u64,
     /// Size of the server's L1 in GiB
-    #[arg(long, value_name = "GB", default_value_t = 0.25)]
+    #[arg(long, value_name = "GB", default_value_t = 0.25, value_parser = kvtier_server::config::parse_gib)]
     l1_size_gb: f64,
     /// Directory for a second tier: at the end, a server with it retrieves prompts after L1 was emptied. Its files stay
     #[arg(long, value_name = "DIR")]

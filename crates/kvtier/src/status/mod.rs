@@ -273,12 +273,10 @@ fn tier(tier: &TierStatus) -> String {
         Some(name) => format!("{name}: {kind}"),
         None => kind.to_owned(),
     }];
-    parts.push(match tier.is_healthy {
-        true => "healthy".to_owned(),
-        false => match tier.error.as_ref().or(tier.last_store_error.as_ref()) {
-            Some(cause) => format!("NOT HEALTHY: {cause}"),
-            None => "NOT HEALTHY".to_owned(),
-        },
+    parts.push(match (tier.is_healthy, tier.cause()) {
+        (true, _) => "healthy".to_owned(),
+        (false, Some(cause)) => format!("NOT HEALTHY: {cause}"),
+        (false, None) => "NOT HEALTHY".to_owned(),
     });
     for (call, breaker) in &tier.breaker {
         if breaker.state != "closed" {

@@ -258,7 +258,11 @@ fn tiers(status: &Status, rates: &Rates<'_>) -> Vec<Line<'static>> {
         "failures/s",
         HumanCount(queued)
     );
-    let rows = tiers.iter().map(|tier| one_tier(tier, rates));
+    let rows = tiers.iter().flat_map(|tier| {
+        let cause = tier.cause().map(|cause| format!("  {cause}"));
+        let cause = cause.map(|cause| Line::styled(cause, bad()));
+        std::iter::once(one_tier(tier, rates)).chain(cause)
+    });
     title(head).into_iter().chain(rows).collect()
 }
 
@@ -375,7 +379,7 @@ mod tests {
                 "store_controller": {"pending_keys_count": 5},
                 "l2_adapters": [{
                     "type": "fs", "name": "fs-0", "is_healthy": false, "is_full": true, "current_size_bytes": 1 << 20,
-                    "max_capacity_bytes": 1 << 30, "breaker": {"load": {"state": "open"}},
+                    "max_capacity_bytes": 1 << 30, "breaker": {"load": {"state": "open"}}, "error": "disk: away",
                 }],
             },
         })
@@ -409,7 +413,7 @@ mod tests {
             "lookup",
             "100 us",
             "fs-0                    1.00 MiB of 1.00 GiB",
-            "load open, NOT HEALTHY, full",
+            "load open, NOT HEALTHY, full\n  disk: away\n",
             "5 queued",
             "GPUs",
             "a                                   1.00 MiB",

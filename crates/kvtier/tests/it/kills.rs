@@ -249,6 +249,38 @@ fn stopped_server_leaves_l1_to_the_next() {
 }
 
 #[test]
+fn check_config_says_what_becomes_of_earlier_l1() {
+    let (_segments, base) = (Segments::new(), tempfile::tempdir().unwrap());
+    let check = |more: &[&str]| Server::check(base.path(), "0.05", more);
+    let assert_shown = |more: &[&str], expected: &str| {
+        let (code, text) = check(more);
+        assert_eq!(code, Some(0), "{text}");
+        assert!(text.contains(expected), "{expected}: {text}");
+    };
+    assert!(!check(&[]).1.contains("an earlier server"));
+    let server = Server::start(base.path(), "0.05", &[]);
+    store(&mut server.worker(1, "a"), "a", 1);
+    // While it runs, it is another one's.
+    let (code, text) = check(&[]);
+    assert_eq!(code, Some(1), "{text}");
+    assert!(text.contains("kvtier server: --shm-name "), "{text}");
+    assert_shown(&["--l1-restore", "auto"], "L1 ends with the process: ");
+    server.stop();
+    let earlier = "\nL1 of an earlier server is there, and is ";
+    assert_shown(&[], &format!("{earlier}kept, with 4 objects\n"));
+    let other = ["--chunk-size", "32"];
+    assert_shown(
+        &other,
+        &format!("{earlier}replaced: the earlier one's ledger is not used: "),
+    );
+    let off = format!("{earlier}removed: {}\n", Segments::pool());
+    assert_shown(&["--l1-restore", "off"], &off);
+    // None of the checks has changed anything.
+    let server = Server::start(base.path(), "0.05", &[]);
+    assert_eq!(server.restored(), Some(4));
+}
+
+#[test]
 fn l1_is_kept_automatically_and_status_says_where() {
     let base = tempfile::tempdir().unwrap();
     let _segments = Segments::new();

@@ -1,6 +1,6 @@
 //! The server's log, as the reader of its stderr gets it, or does not.
 
-use std::io::Read;
+use std::io::{BufRead as _, BufReader, Read};
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -14,7 +14,7 @@ struct Server {
 }
 
 impl Server {
-    fn start(pool: &str) -> Self {
+    fn start(pool: &str, flags: &[&str]) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = listener.local_addr().unwrap().port().to_string();
         drop(listener);
@@ -22,6 +22,7 @@ impl Server {
         let child = Command::new(env!("CARGO_BIN_EXE_kvtier"))
             .args(["server", "--l1-size-gb", "0.05", "--http-port", "0"])
             .args(["--port", &port, "--shm-name", &pool])
+            .args(flags)
             .stderr(Stdio::piped())
             .spawn()
             .unwrap();
@@ -58,7 +59,7 @@ impl Drop for Server {
 
 #[test]
 fn a_server_with_unread_stderr_runs_and_ends() {
-    let mut server = Server::start("unread");
+    let mut server = Server::start("unread", &[]);
     // More than a pipe holds.
     server.log(1000);
     assert!(server.client.ping(None).unwrap());
@@ -68,7 +69,7 @@ fn a_server_with_unread_stderr_runs_and_ends() {
 
 #[test]
 fn last_log_line_is_written_before_exit() {
-    let mut server = Server::start("read");
+    let mut server = Server::start("read", &[]);
     server.log(3);
     server.terminate();
     let mut text = String::new();
@@ -84,4 +85,20 @@ fn last_log_line_is_written_before_exit() {
         "{text}"
     );
     assert!(lines.last().unwrap().ends_with("stopped"), "{text}");
+}
+
+#[test]
+fn lost_tier_s_line_names_the_tier() {
+    let closed = TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = closed.local_addr().unwrap().port();
+    drop(closed);
+    let tier = format!(r#"{{"type":"resp","name":"cold","host":"127.0.0.1","port":{port}}}"#);
+    let mut server = Server::start("tier", &["--l2-adapter", &tier]);
+    let stderr = BufReader::new(server.child.stderr.take().unwrap());
+    let mut lines = stderr.lines().map(Result::unwrap);
+    let line = lines.find(|line| line.contains("no connection to a second tier"));
+    let line = line.unwrap();
+    for part in ["tier=\"cold\"", "failed_calls=", "suppressed_lines=0"] {
+        assert!(line.contains(part), "{part}: {line}");
+    }
 }

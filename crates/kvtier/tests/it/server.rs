@@ -63,7 +63,33 @@ impl Server {
         let mut bases = BASES.lock().unwrap_or_else(PoisonError::into_inner);
         bases.insert(base.to_owned());
         drop(bases);
+        Self::with_arguments(&mut command, base, l1, more);
         let mut child = command
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let lines = BufReader::new(child.stderr.take().unwrap()).lines();
+        Self {
+            child,
+            endpoint: String::new(),
+            log: String::new(),
+            lines: Some(lines),
+            rest: None,
+        }
+    }
+
+    /// Exit code and output of `--check-config` with the arguments of a server.
+    pub(crate) fn check(base: &Path, l1: &str, more: &[&str]) -> (Option<i32>, String) {
+        let mut command = Command::new(KVTIER);
+        Self::with_arguments(&mut command, base, l1, more);
+        let output = command.arg("--check-config").output().unwrap();
+        let text = [output.stdout, output.stderr].concat();
+        (output.status.code(), String::from_utf8(text).unwrap())
+    }
+
+    fn with_arguments(command: &mut Command, base: &Path, l1: &str, more: &[&str]) {
+        command
             .arg("server")
             .args(["--port", "0", "--http-port", "0", "--l1-size-gb", l1])
             .args(["--chunk-size", "16", "--no-l1-prefault"])
@@ -78,19 +104,7 @@ impl Server {
             .arg("--state-dir")
             .arg(base)
             .args(["--shm-name", &Segments::name()])
-            .args(more)
-            .stdout(Stdio::null())
-            .stderr(Stdio::piped())
-            .spawn()
-            .unwrap();
-        let lines = BufReader::new(child.stderr.take().unwrap()).lines();
-        Self {
-            child,
-            endpoint: String::new(),
-            log: String::new(),
-            lines: Some(lines),
-            rest: None,
-        }
+            .args(more);
     }
 
     /// What the server has logged since it serves, once it has ended.

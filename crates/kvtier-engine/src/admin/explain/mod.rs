@@ -180,7 +180,7 @@ impl Admin {
             remembered_seconds: remembered.collect(),
             recent_lookups: self.recent_lookups(&subject, hashes.first()),
         };
-        explanation.summary = words::summary(&explanation);
+        explanation.summary = words::summary(&explanation, subject.has_left);
         Ok(explanation)
     }
 

@@ -32,6 +32,8 @@ pub(super) struct Subject {
     pub(super) rows: Arc<[GroupRow]>,
     /// Why a lookup would look for nothing.
     pub(super) refused: Option<&'static str>,
+    /// Whether there is no worker, and L1 has objects that workers of this scope have stored.
+    pub(super) has_left: bool,
     /// The namespaces with objects that the caller may see, by the number of their place.
     pub(super) known: Vec<(usize, Arc<Namespace>)>,
 }
@@ -137,7 +139,10 @@ impl Admin {
             }
             None => (rows_of_stored(&scope, &known), Some(NO_WORKER)),
         };
+        let has_left = refused == Some(NO_WORKER)
+            && known.iter().any(|(at, it)| *at == 0 && is_in(it, &scope));
         Ok(Subject {
+            has_left,
             plain_name: asked.split('#').next().unwrap_or_default().to_owned(),
             names: registered.into_iter().chain(names).collect(),
             scope,

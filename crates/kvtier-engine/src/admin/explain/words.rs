@@ -213,8 +213,8 @@ fn lost(place: &Place<'_>, loss: &Loss) -> ChunkRun {
     }
 }
 
-/// What a lookup would find, and why not more.
-pub(super) fn summary(explanation: &Explanation) -> String {
+/// What a lookup would find, and why not more; `has_left` as in [`Subject`].
+pub(super) fn summary(explanation: &Explanation, has_left: bool) -> String {
     let Explanation {
         tokens,
         chunks,
@@ -229,10 +229,18 @@ pub(super) fn summary(explanation: &Explanation) -> String {
     }
     if let Some(refused) = &explanation.refused {
         let why = match refused.as_str() {
-            NO_WORKER => format!(
-                "no worker of model {} is registered with world size {world_size} and chunks of {chunk_size} tokens",
-                explanation.model_name
-            ),
+            NO_WORKER => {
+                let left = match has_left {
+                    true => {
+                        "; those that stored its objects in L1 have left, and the next ones find these"
+                    }
+                    false => "",
+                };
+                format!(
+                    "no worker of model {} is registered with world size {world_size} and chunks of {chunk_size} tokens{left}",
+                    explanation.model_name
+                )
+            }
             refused if refused == Unserved::Windowed.name() => {
                 "its workers keep only windows of some layers (--windowed-clients)".to_owned()
             }

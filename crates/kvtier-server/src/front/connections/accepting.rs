@@ -98,12 +98,12 @@ impl Connections {
     fn pause_accepting(&mut self, cause: &str, pause: Duration) {
         self.stop_accepting(pause);
         static LOG_LIMIT: RateLimited = RateLimited::new(Duration::from_secs(60));
-        if let Some(left_out) = LOG_LIMIT.permit(Instant::now()) {
+        if let Some(suppressed_lines) = LOG_LIMIT.permit(Instant::now()) {
             tracing::warn!(
                 cause,
                 connections = self.open.len(),
                 limit = self.bounds.connections,
-                left_out,
+                suppressed_lines,
                 "no further connection is accepted on the request port; new ones wait until others end"
             );
         }

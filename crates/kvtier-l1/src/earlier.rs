@@ -1,0 +1,61 @@
+//! What a start would make of L1 that an earlier server has left, without a start.
+
+use std::path::PathBuf;
+
+use kvtier_config::ServerConfig;
+use kvtier_error::{Error, ErrorKind, Result};
+use kvtier_memory::{ArenaKind, Ownership};
+
+use super::kept::{check_grants, find_arena, find_ledger, named};
+use super::place::{Instance, kept_place, named_place};
+
+/// What a start makes of L1 that an earlier server has left.
+#[derive(Debug)]
+pub enum EarlierL1 {
+    /// There is none.
+    Absent,
+    /// It goes on with this number of objects.
+    Kept(usize),
+    /// It takes a new one in its place, for this reason.
+    Replaced(Error),
+    /// It removes this file.
+    Removed(PathBuf),
+}
+
+/// Finds what a start with this configuration would make of L1 that an earlier server has left. Changes nothing.
+///
+/// # Errors
+/// It may not be replaced, and the start cannot go on with it: another server has it ([`ErrorKind::InUse`]), or there are too few
+/// hugepages ([`ErrorKind::Invalid`]).
+pub fn find_earlier(config: &ServerConfig, instance: Instance<'_>) -> Result<EarlierL1> {
+    let path = |place: Result<ArenaKind>| place.ok()?.path().filter(|path| path.exists());
+    let place = match kept_place(config) {
+        Ok(place) => place,
+        Err(_) => {
+            return Ok(path(named_place(config)).map_or(EarlierL1::Absent, EarlierL1::Removed));
+        }
+    };
+    match count_objects(config, &place, instance) {
+        Ok(objects) => Ok(EarlierL1::Kept(objects)),
+        Err(error) if matches!(error.kind(), ErrorKind::InUse | ErrorKind::Invalid) => {
+            Err(named(config, error))
+        }
+        Err(error) => Ok(match path(Ok(place)) {
+            Some(_) => EarlierL1::Replaced(error),
+            None => EarlierL1::Absent,
+        }),
+    }
+}
+
+/// The objects that a start goes on with.
+fn count_objects(
+    config: &ServerConfig,
+    place: &ArenaKind,
+    instance: Instance<'_>,
+) -> Result<usize> {
+    let (arena, bytes) = find_arena(config, place, Ownership::Locked)?;
+    // As one whose server may go on: nothing is written.
+    let (_, snapshot, _) = find_ledger(config, &arena, bytes, instance, Ownership::Pending)?;
+    check_grants(&arena, &snapshot)?;
+    Ok(snapshot.len())
+}
