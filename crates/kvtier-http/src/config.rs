@@ -2,12 +2,11 @@
 
 use axum::http::StatusCode;
 use kvtier_api::Reloaded;
-use kvtier_error::ErrorKind;
 use serde_json::Value;
 
 use super::audit::{Audited, audited};
 use super::{
-    Answer, ApiError, DetailBody, ErrorBody, NO_ENGINE, State, detail, error, run_blocking,
+    Answer, ApiError, DetailBody, ErrorBody, NO_ENGINE, State, detail, error, run_blocking, status_of,
 };
 
 /// The configuration: every flag with its value, secrets hidden.
@@ -27,19 +26,15 @@ pub(super) async fn config(api: State) -> Result<Answer<Value>, ApiError> {
     (status = 200, description = "Applied", body = Reloaded),
     (status = 400, description = "The file is invalid, or changes flags that need a restart", body = DetailBody),
     (status = 409, description = "Another reload is running", body = DetailBody),
+    (status = 500, description = "The file cannot be read", body = DetailBody),
     (status = 503, description = "The engine is not there yet", body = DetailBody),
 ))]
 pub(super) async fn reload(api: State) -> Result<Audited<Reloaded>, ApiError> {
     let none = || detail(StatusCode::SERVICE_UNAVAILABLE, NO_ENGINE);
     let reload = api.reload.get().cloned().ok_or_else(none)?;
     let outcome = run_blocking(move || reload()).await?;
-    let reloaded = outcome.map_err(|error| {
-        let status = match error.kind() {
-            ErrorKind::InUse => StatusCode::CONFLICT,
-            _ => StatusCode::BAD_REQUEST,
-        };
-        detail(status, error.to_string())
-    })?;
+    let reloaded =
+        outcome.map_err(|error| detail(status_of(error.kind()), error.to_string()))?;
     let flags: Vec<_> = reloaded
         .changed
         .iter()

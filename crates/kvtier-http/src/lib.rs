@@ -47,7 +47,7 @@ use utoipa_axum::routes;
 use self::body::Invalid;
 use kvtier_api::Reloaded;
 use kvtier_engine::Engine;
-use kvtier_error::{Error, Result};
+use kvtier_error::{Error, ErrorKind, Result};
 
 pub use access::Access;
 pub use changes::{Changes, PausedChanges};
@@ -103,6 +103,15 @@ fn detail(status: StatusCode, text: impl Into<String>) -> ApiError {
 /// An error in the shape of `/status` and `/quota`.
 fn error(status: StatusCode, text: impl Into<String>) -> ApiError {
     ApiError::Error(status, text.into())
+}
+
+/// Status of a failure of this kind: the request's, of something that is in its way, or the server's.
+fn status_of(kind: ErrorKind) -> StatusCode {
+    match kind {
+        ErrorKind::Invalid => StatusCode::BAD_REQUEST,
+        ErrorKind::InUse => StatusCode::CONFLICT,
+        _ => StatusCode::INTERNAL_SERVER_ERROR,
+    }
 }
 
 /// What is missing until the engine is there.

@@ -22,11 +22,11 @@ use super::query::Query;
 use super::quota_body::{Wanted, clip, gib, parse_many};
 use super::{
     Answer, Api, ApiError, DetailBody, ErrorBody, InvalidBody, NO_ENGINE, State, detail, error,
-    run_blocking,
+    run_blocking, status_of,
 };
 use kvtier_config::Limit;
 use kvtier_engine::Engine;
-use kvtier_error::{Error, ErrorKind};
+use kvtier_error::Error;
 use kvtier_tenants::{Changes, Entry, InTier, Look};
 
 /// How the tenant without a salt is called in paths and answers.
@@ -50,13 +50,8 @@ pub(super) fn quota_routes() -> OpenApiRouter<Arc<Api>> {
     routes().nest("/api", routes())
 }
 
-/// A refusal is the client's; else the server failed.
 fn failure(failed: Error) -> ApiError {
-    let status = match failed.kind() {
-        ErrorKind::Invalid => StatusCode::BAD_REQUEST,
-        _ => StatusCode::INTERNAL_SERVER_ERROR,
-    };
-    error(status, failed.to_string())
+    error(status_of(failed.kind()), failed.to_string())
 }
 
 fn engine(api: &State) -> Result<&Arc<Engine>, ApiError> {
