@@ -3,17 +3,17 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use kvtier_error::Result;
+use kvtier_error::{Error, Result};
 
 use super::checks::refuse;
 use super::flags::ServerArgs;
 use super::values::L1Restore;
 
 /// Where a server keeps what outlives its process.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct StateSettings {
     /// The directory of all instances, or why nothing is kept.
-    pub base: Result<PathBuf, String>,
+    pub base: Result<PathBuf>,
     /// Name of this instance in it.
     pub instance: String,
 }
@@ -54,11 +54,12 @@ impl StateSettings {
                         "with --state-dir none nothing outlives the process; give it a directory";
                     return Err(refuse("l1-restore", "on", allowed));
                 }
-                L1Restore::Auto | L1Restore::Off => Err("--state-dir none".to_owned()),
+                L1Restore::Auto | L1Restore::Off => Err(Error::refused("--state-dir none")),
             },
             Some(given) => Ok(given.clone()),
             None if !has_name => {
-                Err("with --port 0 and no --instance-id no later server is the same".to_owned())
+                let why = "with --port 0 and no --instance-id no later server is the same";
+                Err(Error::refused(why))
             }
             None => environment.default(),
         };
@@ -67,7 +68,7 @@ impl StateSettings {
 }
 
 impl Environment {
-    fn default(&self) -> Result<PathBuf, String> {
+    fn default(&self) -> Result<PathBuf> {
         let directory = |name| {
             let value = (self.variable)(name)?;
             // Of systemd's, which has a colon between them, the first.
@@ -84,7 +85,7 @@ impl Environment {
         let home = || Some(directory("HOME")?.join(".local/state"));
         let of_user = directory("XDG_STATE_HOME").or_else(home);
         let of_user = of_user.map(|base| base.join("kvtier"));
-        of_user.ok_or_else(|| "neither --state-dir nor $HOME is set".to_owned())
+        of_user.ok_or_else(|| Error::refused("neither --state-dir nor $HOME is set"))
     }
 }
 
@@ -187,7 +188,7 @@ mod tests {
         let flags = ["--l1-size-gb", "1", "--state-dir", "none"];
         let config = crate::ServerConfig::from_flags(&flags).unwrap();
         assert_eq!(config.l1_restore, L1Restore::Auto);
-        assert_eq!(config.state.base, Err("--state-dir none".to_owned()));
+        assert_eq!(config.state.base, Err(Error::refused("--state-dir none")));
     }
 
     #[test]

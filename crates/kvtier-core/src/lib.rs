@@ -16,6 +16,7 @@ pub mod prompt;
 pub mod quota;
 pub mod random;
 mod sharded;
+pub mod violation;
 pub mod window;
 
 pub use group_row::GroupRow;

@@ -35,7 +35,7 @@ pub struct Context {
     pub l2: Option<Arc<L2>>,
     pub salts: Salts,
     /// What outlives the process is there, or why it is nowhere.
-    pub state: Result<StateDir, String>,
+    pub state: Result<StateDir>,
     /// Only [`super::workers`] inserts and removes them.
     pub instances: Instances,
     /// Transfers on a GPU keep them open to their end.

@@ -207,7 +207,7 @@ impl Engine {
     pub fn state_lock(&self) -> Result<OwnedFd> {
         match &self.context.state {
             Ok(state) => state.lock(),
-            Err(reason) => Err(cannot(reason.clone())),
+            Err(reason) => Err(cannot(reason.to_string())),
         }
     }
 

@@ -107,7 +107,7 @@ const L1_RECORD: &str = "l1";
 ///
 /// # Errors
 /// Another server has it.
-fn open_state(config: &ServerConfig, lock: Option<OwnedFd>) -> Result<Result<StateDir, String>> {
+fn open_state(config: &ServerConfig, lock: Option<OwnedFd>) -> Result<Result<StateDir>> {
     let settings = &config.state;
     if let (Ok(base), Some(lock)) = (&settings.base, lock) {
         let state = StateDir::adopt(base, &settings.instance, lock);
@@ -122,7 +122,7 @@ fn open_state(config: &ServerConfig, lock: Option<OwnedFd>) -> Result<Result<Sta
         Err(error) if error.kind() == ErrorKind::InUse => Err(error.context("--state-dir")),
         Err(error) => {
             tracing::warn!(%error, "--state-dir cannot be used; nothing that is set at run time outlives this process");
-            Ok(Err(format!("--state-dir cannot be used: {error}")))
+            Ok(Err(error.context("--state-dir cannot be used")))
         }
     }
 }
@@ -199,14 +199,11 @@ impl Engine {
             .as_ref()
             .ok()
             .and_then(|state| state.file(L1_RECORD).ok());
-        let instance = state
-            .as_ref()
-            .map_err(String::as_str)
-            .map(|state| Instance {
-                folder: state.id(),
-                tenants: salts.number(),
-                record: record.as_deref(),
-            });
+        let instance = state.as_ref().map_err(Clone::clone).map(|state| Instance {
+            folder: state.id(),
+            tenants: salts.number(),
+            record: record.as_deref(),
+        });
         let (arena, kept) = open_arena(&config, instance, succession)?;
         let devices = match devices {
             Some(devices) => devices,

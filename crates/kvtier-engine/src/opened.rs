@@ -60,7 +60,7 @@ impl Opened {
     /// What cannot be opened, and why; or this server is to stop.
     pub fn beside(config: &ServerConfig, stop: &AtomicBool) -> Result<Self> {
         let base = config.state.base.as_ref();
-        let base = base.map_err(|reason| Error::refused(reason.clone()))?;
+        let base = base.map_err(Clone::clone)?;
         let folder = kvtier_state::existing_id(base, &config.state.instance);
         let folder = folder.ok_or_else(|| Error::refused("its state directory cannot be used"))?;
         let arena = find_running_arena(config)?;

@@ -6,7 +6,8 @@ use serde_json::Value;
 
 use super::audit::{Audited, audited};
 use super::{
-    Answer, ApiError, DetailBody, ErrorBody, NO_ENGINE, State, detail, error, run_blocking, status_of,
+    Answer, ApiError, DetailBody, ErrorBody, NO_ENGINE, State, detail, error, run_blocking,
+    status_of,
 };
 
 /// The configuration: every flag with its value, secrets hidden.
@@ -33,8 +34,7 @@ pub(super) async fn reload(api: State) -> Result<Audited<Reloaded>, ApiError> {
     let none = || detail(StatusCode::SERVICE_UNAVAILABLE, NO_ENGINE);
     let reload = api.reload.get().cloned().ok_or_else(none)?;
     let outcome = run_blocking(move || reload()).await?;
-    let reloaded =
-        outcome.map_err(|error| detail(status_of(error.kind()), error.to_string()))?;
+    let reloaded = outcome.map_err(|error| detail(status_of(error.kind()), error.to_string()))?;
     let flags: Vec<_> = reloaded
         .changed
         .iter()

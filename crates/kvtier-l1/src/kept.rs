@@ -122,7 +122,7 @@ pub fn boot_time() -> u64 {
 /// As [`create_arena`]; another server has the segments. A server that takes over gets the arena of the one before or an error.
 pub fn open_arena(
     config: &ServerConfig,
-    instance: std::result::Result<Instance<'_>, &str>,
+    instance: Result<Instance<'_>>,
     succession: Succession,
 ) -> Result<(Arc<Arena>, Kept)> {
     match succession {
@@ -131,7 +131,6 @@ pub fn open_arena(
             Ok((Arc::new(arena), kept))
         }
         Succession::TakeOver(arena) => {
-            let instance = instance.map_err(Error::refused);
             let kept = instance.and_then(|instance| join(config, &arena, instance));
             let kept = kept.map_err(|error| error.context("L1"))?;
             Ok((arena, kept))
@@ -155,10 +154,7 @@ pub fn find_running_arena(config: &ServerConfig) -> Result<Arc<Arena>> {
 }
 
 /// The arena that a server which has ended left, or a new one.
-fn reopen_arena(
-    config: &ServerConfig,
-    instance: std::result::Result<Instance<'_>, &str>,
-) -> Result<(Arena, Kept)> {
+fn reopen_arena(config: &ServerConfig, instance: Result<Instance<'_>>) -> Result<(Arena, Kept)> {
     let instance = match instance {
         Ok(instance) => instance,
         Err(reason) => {

@@ -5,6 +5,7 @@ use std::fmt;
 use std::os::unix::ffi::OsStringExt as _;
 use std::path::PathBuf;
 
+use kvtier_error::{Error, ErrorKind};
 use rustix::fs::Access;
 
 use crate::mapping::HUGE_PAGE;
@@ -16,7 +17,7 @@ const HUGETLBFS_MAGIC: u32 = 0x958458f6;
 const PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
 
 /// No mount can be used.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
 #[error(
     "no hugetlbfs with pages of 2 MiB that user {uid} may write is mounted{}; mount one: \
      mount -t hugetlbfs -o pagesize=2M,uid={uid},mode=0700 none DIRECTORY",
@@ -24,17 +25,20 @@ const PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
 )]
 pub struct NoHugetlbfs {
     uid: u32,
-    /// Mounts, each with what is wrong with it.
-    found: Vec<String>,
+    /// What is wrong with each mount.
+    found: Vec<Error>,
 }
 
-struct List<'a>(&'a [String]);
+struct List<'a>(&'a [Error]);
 
 impl fmt::Display for List<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             [] => Ok(()),
-            found => write!(f, " ({})", found.join(", ")),
+            found => {
+                let found: Vec<_> = found.iter().map(Error::to_string).collect();
+                write!(f, " ({})", found.join(", "))
+            }
         }
     }
 }
@@ -59,22 +63,22 @@ pub fn hugetlbfs_mounts() -> Result<Vec<PathBuf>, NoHugetlbfs> {
 }
 
 /// Whether files can be made there.
-fn check(path: &PathBuf) -> Result<(), String> {
-    let told = |what: &dyn fmt::Display| format!("{}: {what}", path.display());
-    let stat = rustix::fs::statfs(path).map_err(|error| told(&error))?;
+fn check(path: &PathBuf) -> Result<(), Error> {
+    let system = |error| Error::new(ErrorKind::Io, error).context(path.display());
+    let unusable =
+        |what: &dyn fmt::Display| Error::new(ErrorKind::Unavailable, what).context(path.display());
+    let stat = rustix::fs::statfs(path).map_err(system)?;
     if stat.f_type as u32 != HUGETLBFS_MAGIC {
-        return Err(told(&"another file system is mounted over it"));
+        return Err(unusable(&"another file system is mounted over it"));
     }
     if stat.f_bsize as u64 != HUGE_PAGE as u64 {
-        return Err(told(&format_args!(
-            "pages of {} KiB",
-            stat.f_bsize as u64 >> 10
-        )));
+        let kib = stat.f_bsize as u64 >> 10;
+        return Err(unusable(&format_args!("pages of {kib} KiB")));
     }
     // Of the effective user, as files are made.
     let rights = Access::WRITE_OK | Access::EXEC_OK;
     let flags = rustix::fs::AtFlags::EACCESS;
-    rustix::fs::accessat(rustix::fs::CWD, path, rights, flags).map_err(|error| told(&error))
+    rustix::fs::accessat(rustix::fs::CWD, path, rights, flags).map_err(system)
 }
 
 /// Where hugetlbfs is mounted, of the lines `SOURCE PATH TYPE OPTIONS 0 0`.
@@ -127,7 +131,7 @@ mod tests {
     #[test]
     fn error_names_what_was_found_and_what_to_do() {
         let error = |found: &[&str]| {
-            let found = found.iter().map(|text| (*text).to_owned()).collect();
+            let found = found.iter().map(Error::refused).collect();
             NoHugetlbfs { uid: 7, found }.to_string()
         };
         let none = error(&[]);

@@ -4,6 +4,8 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use kvtier_error::{Error, ErrorKind};
+
 use crate::error::NixlError;
 use crate::table::Table;
 
@@ -55,19 +57,21 @@ impl Library {
         Self { table, path }
     }
 
-    fn open(path: &Path) -> Result<Table, String> {
+    fn open(path: &Path) -> Result<Table, Error> {
+        let unavailable = |why: &str| Error::new(ErrorKind::Unavailable, why);
         // SAFETY: the path is the operator's or NIXL's own name; initialisers of shared libraries have no conditions.
         let library = unsafe { libloading::Library::new(path) }.map_err(|error| {
             // The dynamic linker's message is the source of this error.
             let source = std::error::Error::source(&error).map(ToString::to_string);
-            source.unwrap_or_else(|| error.to_string())
+            unavailable(&source.unwrap_or_else(|| error.to_string()))
         })?;
         // SAFETY: functions of these names are NIXL's, and the library is never unloaded if they are used.
         let table = unsafe { Table::find(&library) }
-            .map_err(|name| format!("it has no function {name}, so it is not NIXL 1.5 or later"))?;
+            .map_err(|name| format!("it has no function {name}, so it is not NIXL 1.5 or later"))
+            .map_err(|why| unavailable(&why))?;
         // SAFETY: takes nothing.
         if unsafe { (table.is_stub)() } {
-            return Err("it is a stub, without NIXL behind it".into());
+            return Err(unavailable("it is a stub, without NIXL behind it"));
         }
         std::mem::forget(library);
         Ok(table)

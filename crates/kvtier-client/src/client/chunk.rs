@@ -5,6 +5,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kvtier_error::{Error, Result};
 use kvtier_proto::chunk::{self, CHUNK_TOKENS_FEATURE, MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS};
 
 /// Fewest tokens of a chunk that an engine asks for by itself, which is also the servers' usual default.
@@ -79,7 +80,7 @@ impl Agreement {
     ///
     /// # Errors
     /// Why the server cannot be used, and what to do.
-    pub(super) fn accept(&self, offer: &Offer<'_>) -> Result<(), String> {
+    pub(super) fn accept(&self, offer: &Offer<'_>) -> Result<()> {
         let block = self.terms.map_or(1, |terms| terms.block_tokens.max(1));
         let (endpoint, default) = (offer.endpoint, offer.chunk_tokens);
         let is_read = offer.has(CHUNK_TOKENS_FEATURE);
@@ -89,22 +90,22 @@ impl Agreement {
             None => block.saturating_mul(MIN_OWN_TOKENS.div_ceil(block)),
         };
         if !chunk_tokens.is_multiple_of(block) {
-            return Err(format!(
+            return Err(Error::refused(format_args!(
                 "the engine's block of {block} tokens does not divide the server's chunk of {chunk_tokens} tokens: start the \
                  server at {endpoint} with --chunk-size set to a multiple of the block size, or the engine with another --block-size"
-            ));
+            )));
         }
         if chunk_tokens != default && !is_read {
-            return Err(format!(
+            return Err(Error::refused(format_args!(
                 "the server at {endpoint} has chunks of {default} tokens and this engine works with chunks of {chunk_tokens}: \
                  start the server with --chunk-size {chunk_tokens}, use one that has {CHUNK_TOKENS_FEATURE}, or restart the engine"
-            ));
+            )));
         }
         if chunk_tokens != default && chunk::allowed(chunk_tokens).is_none() {
-            return Err(format!(
+            return Err(Error::refused(format_args!(
                 "this engine works with chunks of {chunk_tokens} tokens, its block has {block}; a server serves {MIN_CHUNK_TOKENS} \
                  to {MAX_CHUNK_TOKENS}: start the engine with another --block-size"
-            ));
+            )));
         }
         self.chunk_tokens.store(chunk_tokens, Ordering::Relaxed);
         let read_on = if is_read { offer.connection } else { 0 };
@@ -130,7 +131,7 @@ mod tests {
         connection: u64,
         default: u64,
         features: &[&str],
-    ) -> Result<(), String> {
+    ) -> Result<()> {
         let features: Vec<_> = features.iter().map(|&name| name.to_owned()).collect();
         agreement.accept(&Offer {
             endpoint: "a",
@@ -147,11 +148,11 @@ mod tests {
     fn first_chunk_size_is_kept_and_others_refused() {
         let agreement = agreement(16, None);
         assert_eq!(agreement.chunk_tokens(), None);
-        let error = offered(&agreement, 1, 24, OLD).unwrap_err();
+        let error = offered(&agreement, 1, 24, OLD).unwrap_err().to_string();
         assert!(error.contains("block of 16 tokens does not divide the server's chunk of 24"));
         assert_eq!(agreement.chunk_tokens(), None);
         assert_eq!(offered(&agreement, 2, 256, OLD), Ok(()));
-        let error = offered(&agreement, 3, 128, OLD).unwrap_err();
+        let error = offered(&agreement, 3, 128, OLD).unwrap_err().to_string();
         assert!(error.contains("chunks of 128 tokens and this engine works with chunks of 256"));
         assert_eq!(offered(&agreement, 4, 256, OLD), Ok(()));
         assert_eq!(agreement.chunk_tokens(), Some(256));
@@ -205,7 +206,7 @@ mod tests {
     #[test]
     fn sizes_that_no_server_takes_are_refused_with_bounds() {
         for terms in [agreement(70_000, None), agreement(4, Some(8))] {
-            let error = offered(&terms, 1, 256, NEW).unwrap_err();
+            let error = offered(&terms, 1, 256, NEW).unwrap_err().to_string();
             assert!(error.contains("16 to 65536"), "{error}");
             assert_eq!(terms.named_chunk_tokens(1), None);
         }

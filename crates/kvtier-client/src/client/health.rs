@@ -266,7 +266,8 @@ fn agree(shared: &Shared, client: &Client, connection: u64) -> Result<(), Option
         chunk_tokens: chunk_tokens as u64,
         features: &features,
     };
-    Ok(shared.agreement.accept(&offer)?)
+    let accepted = shared.agreement.accept(&offer);
+    accepted.map_err(|refusal| Some(refusal.to_string()))
 }
 
 /// Agrees with the server of a connection and registers again. The error is why it cannot be used, if it has answered.

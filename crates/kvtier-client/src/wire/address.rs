@@ -30,18 +30,20 @@ impl Address {
             true => endpoint.to_owned(),
             false => format!("tcp://{endpoint}"),
         };
-        match Self::parse(&endpoint) {
-            Ok(address) => Ok((endpoint, address)),
-            Err(message) => Err(ClientError::Connect { endpoint, message }),
-        }
+        let address = Self::parse(&endpoint)?;
+        Ok((endpoint, address))
     }
 
     /// Parses an address with its scheme.
     ///
     /// # Errors
-    /// What is wrong with it, and what is allowed.
-    pub fn parse(text: &str) -> Result<Self, String> {
+    /// [`ClientError::Connect`].
+    pub fn parse(text: &str) -> Result<Self, ClientError> {
         let allowed = "allowed are tcp://HOST:PORT and ipc://PATH";
+        let refused = |message: String| ClientError::Connect {
+            endpoint: text.to_owned(),
+            message,
+        };
         if let Some(path) = text.strip_prefix("ipc://") {
             let unix = match path.strip_prefix('@') {
                 Some(name) => SocketAddrUnix::new_abstract_name(name.as_bytes()),
@@ -49,25 +51,28 @@ impl Address {
             };
             return match unix {
                 Ok(unix) if !path.is_empty() => Ok(Self::Ipc(unix)),
-                Ok(_) => Err(format!("the path is empty; {allowed}")),
-                Err(error) => Err(format!("the path is invalid: {error}")),
+                Ok(_) => Err(refused(format!("the path is empty; {allowed}"))),
+                Err(error) => Err(refused(format!("the path is invalid: {error}"))),
             };
         }
         let tcp = text.strip_prefix("tcp://");
-        let (host, port) = tcp.and_then(|tcp| tcp.rsplit_once(':')).ok_or(allowed)?;
+        let parts = tcp.and_then(|tcp| tcp.rsplit_once(':'));
+        let (host, port) = parts.ok_or_else(|| refused(allowed.to_owned()))?;
         let host = host
             .strip_prefix('[')
             .and_then(|host| host.strip_suffix(']'))
             .unwrap_or(host);
         if host.is_empty() || host == "*" {
-            return Err(format!("the host is {host:?}; {allowed}"));
+            return Err(refused(format!("the host is {host:?}; {allowed}")));
         }
         match port.parse() {
             Ok(port) if port > 0 => Ok(Self::Tcp {
                 host: host.to_owned(),
                 port,
             }),
-            _ => Err(format!("the port is {port:?}; allowed: 1 to 65535")),
+            _ => Err(refused(format!(
+                "the port is {port:?}; allowed: 1 to 65535"
+            ))),
         }
     }
 
@@ -137,7 +142,7 @@ mod tests {
             ("tcp://cache.example:65535", "cache.example", 65535),
         ] {
             let host = host.to_owned();
-            assert_eq!(Address::parse(text), Ok(Address::Tcp { host, port }));
+            assert_eq!(Address::parse(text).unwrap(), Address::Tcp { host, port });
         }
         for path in [
             "ipc:///run/kvtier.sock",
@@ -161,7 +166,7 @@ mod tests {
             ("ipc://", "the path is empty"),
             (&format!("ipc://{}", "x".repeat(200)), "the path is invalid"),
         ] {
-            let error = Address::parse(text).unwrap_err();
+            let error = Address::parse(text).unwrap_err().to_string();
             assert!(error.contains(named), "{text}: {error}");
         }
     }

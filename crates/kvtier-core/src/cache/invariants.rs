@@ -4,16 +4,19 @@ use super::counters::{Counters, Tally};
 use super::slab::SlotState;
 use super::state::State;
 use super::{BrokenInvariant, ExtentAllocator};
+use crate::violation::Violation;
 use std::collections::HashMap;
 
-type Checked = Result<(), String>;
+type Checked = Result<(), Violation>;
 type Check<A> = (&'static str, fn(&State<A>) -> Checked);
 
 fn same<T: PartialEq + std::fmt::Debug>(what: &str, counted: T, known: T) -> Checked {
     if counted == known {
         return Ok(());
     }
-    Err(format!("{what}: counted {counted:?}, known {known:?}"))
+    Err(Violation(format!(
+        "{what}: counted {counted:?}, known {known:?}"
+    )))
 }
 
 impl<A: ExtentAllocator> State<A> {
@@ -32,7 +35,8 @@ impl<A: ExtentAllocator> State<A> {
             ("no_accounting_errors", Self::no_accounting_errors),
         ];
         for (invariant, check) in checks {
-            check(self).map_err(|details| BrokenInvariant { invariant, details })?;
+            let broken = |Violation(details)| BrokenInvariant { invariant, details };
+            check(self).map_err(broken)?;
         }
         Ok(())
     }
@@ -49,9 +53,9 @@ impl<A: ExtentAllocator> State<A> {
         if objects == used && (used <= capacity || !self.allocator.is_addressed()) {
             return Ok(());
         }
-        Err(format!(
+        Err(Violation(format!(
             "objects have {objects} bytes; {used} are allocated of {capacity}"
-        ))
+        )))
     }
 
     /// No two objects share a byte.
@@ -64,7 +68,10 @@ impl<A: ExtentAllocator> State<A> {
         extents.sort_unstable();
         for pair in extents.windows(2) {
             if pair[0].offset + pair[0].len > pair[1].offset {
-                return Err(format!("{:?} and {:?} overlap", pair[0], pair[1]));
+                return Err(Violation(format!(
+                    "{:?} and {:?} overlap",
+                    pair[0], pair[1]
+                )));
             }
         }
         Ok(())
@@ -136,7 +143,7 @@ impl<A: ExtentAllocator> State<A> {
             self.namespaces.users().collect(),
         )?;
         if self.namespaces.models_len() > namespaces {
-            return Err("a model name without a namespace".to_owned());
+            return Err(Violation("a model name without a namespace".to_owned()));
         }
         Ok(())
     }
@@ -163,7 +170,7 @@ impl<A: ExtentAllocator> State<A> {
                 SlotState::Doomed => slot.leases > 0,
             };
             if !leases_allowed {
-                return Err(format!("slot {number} is {slot:?}"));
+                return Err(Violation(format!("slot {number} is {slot:?}")));
             }
             live += usize::from(slot.state() != SlotState::Free);
         }

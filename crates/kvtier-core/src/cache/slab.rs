@@ -3,6 +3,7 @@
 use super::Extent;
 use crate::block_vec::BlockVec;
 use crate::hashing::ChunkHash;
+use crate::violation::Violation;
 
 /// State of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -264,13 +265,13 @@ impl Slab {
     ///
     /// # Errors
     /// The list has a loop or a used slot.
-    pub(super) fn count_free(&self) -> Result<usize, String> {
+    pub(super) fn count_free(&self) -> Result<usize, Violation> {
         let mut count = 0;
         let mut at = self.first_free;
         while at != NO_SLOT {
             let slot = self.at(at);
             if slot.state() != SlotState::Free || count == self.slots() {
-                return Err(format!("slot {at} in the free list is {slot:?}"));
+                return Err(Violation(format!("slot {at} in the free list is {slot:?}")));
             }
             count += 1;
             at = slot.namespace;

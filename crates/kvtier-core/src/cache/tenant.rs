@@ -3,6 +3,7 @@
 use super::counters::{Counters, Tally};
 use super::interner::{Interner, name_bytes};
 use crate::quota::{Grant, Marks, QuotaConfig, QuotaMode};
+use crate::violation::Violation;
 use foldhash::quality::RandomState;
 use std::hash::BuildHasher;
 use std::sync::Arc;
@@ -304,13 +305,13 @@ impl Tenants {
     }
 
     /// Checks the list of tenants over quota.
-    pub(super) fn check(&self) -> Result<(), String> {
+    pub(super) fn check(&self) -> Result<(), Violation> {
         for (at, &number) in self.over.iter().enumerate() {
             let place = self.get(number).map(|tenant| tenant.over_at as usize);
             if place != Some(at) {
-                return Err(format!(
+                return Err(Violation(format!(
                     "tenant {number} is at {at} of the list but has {place:?}"
-                ));
+                )));
             }
         }
         for (number, tenant) in self.from(0) {
@@ -319,7 +320,9 @@ impl Tenants {
             let wrong = tenant.crosses_mark(bytes) || tenant.is_over() != is_listed;
             let wrong = wrong || tenant.protected == tenant.spares();
             if wrong || (tenant.namespaces == 0 && tenant.grant.is_none()) {
-                return Err(format!("tenant {number} has {bytes} bytes: {tenant:?}"));
+                return Err(Violation(format!(
+                    "tenant {number} has {bytes} bytes: {tenant:?}"
+                )));
             }
         }
         Ok(())

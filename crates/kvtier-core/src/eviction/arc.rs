@@ -15,6 +15,7 @@ mod tests;
 
 use super::{Candidate, EvictionPolicy, Lru};
 use crate::block_vec::BlockVec;
+use crate::violation::Violation;
 use ghosts::Ghosts;
 
 /// State of a slot.
@@ -85,14 +86,14 @@ impl ArcPolicy {
     }
 
     /// The order of a list whose slots must be in this state.
-    fn checked(&self, list: &Lru, kind: SlotState) -> Result<Vec<u32>, String> {
+    fn checked(&self, list: &Lru, kind: SlotState) -> Result<Vec<u32>, Violation> {
         let order = list.order()?;
         match order.iter().find(|&&slot| self.state(slot) != kind) {
             None => Ok(order),
-            Some(&slot) => Err(format!(
+            Some(&slot) => Err(Violation(format!(
                 "slot {slot}, in state {:?}, is in the list of {kind:?}",
                 self.state(slot)
-            )),
+            ))),
         }
     }
 }
@@ -170,7 +171,7 @@ impl EvictionPolicy for ArcPolicy {
         self.t1.len() + self.t2.len()
     }
 
-    fn order(&self) -> Result<Vec<u32>, String> {
+    fn order(&self) -> Result<Vec<u32>, Violation> {
         for ghosts in [&self.b1, &self.b2] {
             ghosts.check(self.capacity)?;
         }

@@ -2,6 +2,7 @@
 
 use super::list::{Links, List, NONE};
 use super::{Candidate, EvictionPolicy};
+use crate::violation::Violation;
 
 /// Tenants compared at once. With up to this many evictable tenants the order is exactly that of LRU; with more, some are
 /// compared at a time, in turn, so that the cost does not grow with the tenants.
@@ -235,15 +236,15 @@ impl EvictionPolicy for IsolatedLru {
         self.len
     }
 
-    fn order(&self) -> Result<Vec<u32>, String> {
+    fn order(&self) -> Result<Vec<u32>, Violation> {
         let mut order = Vec::with_capacity(self.len);
         for (number, tenant) in self.tenants.iter().enumerate() {
             let slots = self.links.check(&tenant.list);
-            let slots = slots.map_err(|error| format!("tenant {number}: {error}"))?;
+            let slots = slots.map_err(|error| Violation(format!("tenant {number}: {error}")))?;
             if !slots.is_sorted_by(|(used, _), (later, _)| used < later) {
-                return Err(format!(
+                return Err(Violation(format!(
                     "tenant {number} is not in the order of use: {slots:?}"
-                ));
+                )));
             }
             order.extend(slots);
             let may_lose = tenant.list.len > 0 && !tenant.protected;
@@ -253,9 +254,9 @@ impl EvictionPolicy for IsolatedLru {
             };
             let is_listed = self.evictable.get(tenant.evictable_at as usize) == Some(&open);
             if may_lose != is_listed {
-                return Err(format!(
+                return Err(Violation(format!(
                     "the list of tenants to evict from is wrong about tenant {number}: {tenant:?}"
-                ));
+                )));
             }
         }
         let open = self
@@ -263,11 +264,11 @@ impl EvictionPolicy for IsolatedLru {
             .iter()
             .filter(|tenant| tenant.evictable_at != NONE);
         if order.len() != self.len || open.count() != self.evictable.len() {
-            return Err(format!(
+            return Err(Violation(format!(
                 "the lists hold {} slots; expected {}",
                 order.len(),
                 self.len
-            ));
+            )));
         }
         order.sort_unstable();
         Ok(order.into_iter().map(|(_, slot)| slot).collect())

@@ -1,6 +1,7 @@
 //! Linked lists over one table of links: a slot is in at most one of them, and is removed without a search.
 
 use crate::block_vec::BlockVec;
+use crate::violation::Violation;
 
 /// End of a list.
 pub(super) const NONE: u32 = u32::MAX;
@@ -107,31 +108,35 @@ impl<F: Copy + Default> Links<F> {
     ///
     /// # Errors
     /// A description of the damage to the list.
-    pub(super) fn check(&self, list: &List) -> Result<Vec<(F, u32)>, String> {
+    pub(super) fn check(&self, list: &List) -> Result<Vec<(F, u32)>, Violation> {
         let mut slots = Vec::with_capacity(list.len);
         let (mut before, mut at) = (NONE, list.oldest);
         while at != NONE {
             let link = self.links.get(at);
-            let link = link.ok_or_else(|| format!("slot {at} is in the list but has no link"))?;
+            let link =
+                link.ok_or_else(|| Violation(format!("slot {at} is in the list but has no link")))?;
             if link.older != before {
                 let older = link.older;
-                return Err(format!(
+                return Err(Violation(format!(
                     "slot {at} follows {before} but points back to {older}"
-                ));
+                )));
             }
             if slots.len() == list.len {
-                return Err(format!("the list holds more than its {} slots", list.len));
+                return Err(Violation(format!(
+                    "the list holds more than its {} slots",
+                    list.len
+                )));
             }
             slots.push((link.fact, at));
             (before, at) = (at, link.newer);
         }
         if slots.len() != list.len || before != list.newest {
-            return Err(format!(
+            return Err(Violation(format!(
                 "the list ends at {before} after {} slots; expected {} after {}",
                 slots.len(),
                 list.newest,
                 list.len
-            ));
+            )));
         }
         Ok(slots)
     }

@@ -2,6 +2,7 @@
 
 use super::list::{Links, List};
 use super::{Candidate, EvictionPolicy};
+use crate::violation::Violation;
 
 /// LRU policy: one list.
 #[derive(Debug, Default)]
@@ -50,7 +51,7 @@ impl EvictionPolicy for Lru {
         self.list.len
     }
 
-    fn order(&self) -> Result<Vec<u32>, String> {
+    fn order(&self) -> Result<Vec<u32>, Violation> {
         let slots = self.links.check(&self.list)?;
         Ok(slots.into_iter().map(|(_, slot)| slot).collect())
     }

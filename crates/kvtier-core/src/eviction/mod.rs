@@ -16,6 +16,8 @@ pub use noop::Noop;
 use std::fmt;
 use std::str::FromStr;
 
+use crate::violation::Violation;
+
 /// An object as a policy sees it: its slot and its tenant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Candidate {
@@ -91,7 +93,7 @@ pub trait EvictionPolicy: Send + fmt::Debug {
     ///
     /// # Errors
     /// A description of the damage to the policy's own structure.
-    fn order(&self) -> Result<Vec<u32>, String>;
+    fn order(&self) -> Result<Vec<u32>, Violation>;
 
     /// Bytes of bookkeeping.
     fn bookkeeping_bytes(&self) -> usize;

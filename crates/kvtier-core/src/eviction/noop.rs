@@ -1,6 +1,7 @@
 //! No eviction: a full cache refuses.
 
 use super::{Candidate, EvictionPolicy};
+use crate::violation::Violation;
 
 /// Policy that never names a victim.
 #[derive(Debug, Default)]
@@ -31,7 +32,7 @@ impl EvictionPolicy for Noop {
         0
     }
 
-    fn order(&self) -> Result<Vec<u32>, String> {
+    fn order(&self) -> Result<Vec<u32>, Violation> {
         Ok(Vec::new())
     }
 

@@ -258,7 +258,7 @@ impl Admin {
                     .as_ref()
                     .ok()
                     .map(|state| state.path().to_string_lossy().into_owned()),
-                reason: self.context.state.as_ref().err().cloned(),
+                reason: self.context.state.as_ref().err().map(ToString::to_string),
                 l1_file: kept_in
                     .as_ref()
                     .ok()

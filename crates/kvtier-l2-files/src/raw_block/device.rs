@@ -133,22 +133,28 @@ impl Device {
     }
 
     /// Whether the device is still there and this one's.
-    pub(super) fn check(&self) -> Result<(), String> {
+    ///
+    /// # Errors
+    /// What is wrong with it, without its path.
+    pub(super) fn check(&self) -> Result<(), L2Error> {
+        let lost = |what: String| L2Error::new(ErrorKind::Unavailable, what);
         let mut block = Tail::default();
         block.resize(BLOCK as usize);
         self.read(&mut block, SUPERBLOCKS[0])
-            .map_err(|error| format!("cannot be read: {error}"))?;
+            .map_err(|error| lost(format!("cannot be read: {error}")))?;
         match Superblock::decode(&block) {
             First::Ours(found) if found.id == self.superblock.id => {}
-            _ => return Err("has other contents than when it was opened".into()),
+            _ => return Err(lost("has other contents than when it was opened".into())),
         }
         // After a restart, what is stored now would not be there.
-        let there =
-            rustix::fs::stat(&self.path).map_err(|error| format!("is not there: {error}"))?;
-        let own = rustix::fs::fstat(&self.buffered).map_err(|error| error.to_string())?;
+        let there = rustix::fs::stat(&self.path);
+        let there = there.map_err(|error| lost(format!("is not there: {error}")))?;
+        let own = rustix::fs::fstat(&self.buffered).map_err(|error| lost(error.to_string()))?;
         match identity(&there) == identity(&own) {
             true => Ok(()),
-            false => Err("is another device or file than the one that was opened".into()),
+            false => Err(lost(
+                "is another device or file than the one that was opened".into(),
+            )),
         }
     }
 

@@ -374,7 +374,7 @@ impl Adapter for RawBlockAdapter {
                 && !was_lost
             {
                 let device_path = shared.device.path().display();
-                tracing::warn!(%device_path, error, "a device is not usable; trying again in the background");
+                tracing::warn!(%device_path, %error, "a device is not usable; trying again in the background");
             }
         }))
     }

@@ -4,6 +4,7 @@ use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::Path;
 
 use kvtier_api::StateStatus;
+use kvtier_error::Error;
 use kvtier_server::{Server, ServerConfig};
 use serde_json::{Value, json};
 
@@ -139,7 +140,7 @@ fn l1_that_cannot_be_kept_is_one_warning_with_reason() {
     let automatic = flags(base.path(), "x", &["--l1-restore", "auto"]);
     let log = Log::listen();
     let server = TestServer::start_with(&automatic, |config| {
-        config.state.base = Err("as the test has it".to_owned());
+        config.state.base = Err(Error::refused("as the test has it"));
     });
     let text = log.text();
     let mut lines = text.lines().filter(|line| line.contains("L1 starts empty"));
@@ -165,7 +166,7 @@ fn l1_that_cannot_be_kept_is_one_warning_with_reason() {
         let log = Log::listen();
         let server = TestServer::start_with(flags, |config| {
             if let Some(reason) = base {
-                config.state.base = Err(reason.to_owned());
+                config.state.base = Err(Error::refused(reason));
             }
         });
         let text = log.text();

@@ -3,6 +3,7 @@
 use super::super::{Candidate, EvictionPolicy, Lru};
 use crate::block_vec::BlockVec;
 use crate::sharded::Sharded;
+use crate::violation::Violation;
 
 /// End of the free list.
 const NONE: u32 = u32::MAX;
@@ -87,21 +88,23 @@ impl Ghosts {
     ///
     /// # Errors
     /// There are more than `most` keys, or the structure is damaged.
-    pub(super) fn check(&self, most: usize) -> Result<Vec<u64>, String> {
+    pub(super) fn check(&self, most: usize) -> Result<Vec<u64>, Violation> {
         let mut keys = Vec::with_capacity(self.len());
         for number in self.order.order()? {
             let key = self.keys[number];
             if self.numbers.find(key, |found| found == number).is_none() {
-                return Err(format!("ghost key {key:x} has no entry for {number}"));
+                return Err(Violation(format!(
+                    "ghost key {key:x} has no entry for {number}"
+                )));
             }
             keys.push(key);
         }
         let entries = self.numbers.len();
         if keys.len() > most || entries != keys.len() {
-            return Err(format!(
+            return Err(Violation(format!(
                 "{} ghost keys of at most {most} have {entries} entries",
                 keys.len()
-            ));
+            )));
         }
         Ok(keys)
     }

@@ -15,6 +15,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use kvtier_error::{Error, ErrorKind};
 use kvtier_memory::{Arena, Extent};
 use kvtier_sync::{Mutex, RwLock, RwLockWriteGuard};
 
@@ -262,7 +263,8 @@ impl Shared {
             let running = self.pause_lock.read();
             let began = Instant::now();
             if let Err(error) = self.pin_piece(context, number, offset, bytes) {
-                *self.error.lock() = Some(format!("{bytes} bytes from {offset} on: {error}"));
+                let error = error.context(format_args!("{bytes} bytes from {offset} on"));
+                *self.error.lock() = Some(error.to_string());
             }
             drop(running);
             self.left.fetch_sub(1, Ordering::Relaxed);
@@ -280,15 +282,16 @@ impl Shared {
         number: usize,
         offset: u64,
         bytes: u64,
-    ) -> Result<(), String> {
+    ) -> Result<(), Error> {
+        let failed = |error: &dyn std::fmt::Display| Error::new(ErrorKind::Unavailable, error);
         let start: NonNull<u8> = self
             .arena
             .address(self.arena.whole(), offset, bytes)
-            .map_err(|error| error.to_string())?;
+            .map_err(|error| failed(&error))?;
         // SAFETY: the arena stays mapped until `registered`, which is declared before it, is empty; the owners of extents
         // coordinate writes.
         let registered = unsafe { context.register_host(start, bytes as usize) };
-        let registered = registered.map_err(|error| error.to_string())?;
+        let registered = registered.map_err(|error| failed(&error))?;
         // Stored first: from here on copies may rely on it.
         self.registered.lock().push((bytes, registered));
         if HostMemory::of_registered(context, start) != HostMemory::Mapped {

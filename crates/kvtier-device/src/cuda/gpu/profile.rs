@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
+use kvtier_error::{Error, ErrorKind};
 use kvtier_memory::{Arena, ArenaKind, CopyLoop};
 
 use super::super::device_copy::{DeviceCopies, DeviceCopy, PinnedPieces};
@@ -294,11 +295,11 @@ impl TrialMemory {
             let load = self.runs_of(run, slots as u64);
             match self.measure(lane, direction, executor, &load, ROUNDS)? {
                 Ok(rate) => rates[direction as usize][executor as usize][tried] = Some(rate),
-                Err(wrong) => return Ok(Some(wrong)),
+                Err(wrong) => return Ok(Some(wrong.to_string())),
             }
         }
         let tried = self.measure(lane, direction, executor, &self.unaligned(), 1)?;
-        Ok(tried.err())
+        Ok(tried.err().map(|wrong| wrong.to_string()))
     }
 
     /// Copies a load `rounds` times and verifies every byte of the target; returns the best bytes per second, or why the
@@ -311,7 +312,8 @@ impl TrialMemory {
         executor: Executor,
         load: &Load,
         rounds: u32,
-    ) -> Result<Result<f64, String>, CudaError> {
+    ) -> Result<Result<f64, Error>, CudaError> {
+        let unavailable = |why: &dyn std::fmt::Display| Error::new(ErrorKind::Unavailable, why);
         self.fill(direction, load.reach)?;
         let mut best = f64::INFINITY;
         for _ in 0..rounds {
@@ -327,23 +329,23 @@ impl TrialMemory {
             match submitted {
                 Ok(used) => {
                     if let Some(other) = used.iter().find(|used| **used != executor) {
-                        return Ok(Err(format!("it was replaced by {}", other.name())));
+                        let other = format_args!("it was replaced by {}", other.name());
+                        return Ok(Err(unavailable(&other)));
                     }
                 }
                 Err(error) if error.ends_context() => return Err(error),
                 Err(error)
                     if executor == Executor::Staged && error.code() == Some(OUT_OF_MEMORY) =>
                 {
-                    return Ok(Err(NO_STAGING_MEMORY.to_owned()));
+                    return Ok(Err(unavailable(&NO_STAGING_MEMORY)));
                 }
-                Err(error) => return Ok(Err(error.to_string())),
+                Err(error) => return Ok(Err(unavailable(&error))),
             }
         }
         if let Some(at) = self.first_wrong(direction, load)? {
-            return Ok(Err(format!(
-                "it moved wrong bytes: {direction:?}, {}, byte {at}",
-                load.what
-            )));
+            let what = &load.what;
+            let wrong = format_args!("it moved wrong bytes: {direction:?}, {what}, byte {at}");
+            return Ok(Err(unavailable(&wrong)));
         }
         let bytes: u64 = load
             .pieces
