@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 use super::error::ConfigError;
 use super::key::{Fallback, Interval, Key, Shape, refuse_rest};
 use super::options::Options;
-use crate::transform::SerdeConfig;
+use super::transform::SerdeConfig;
 use crate::wrap::Guards;
 
 /// Longest configurable timeout: a day.

@@ -9,19 +9,23 @@ mod error;
 pub(crate) mod json;
 mod key;
 mod options;
+mod transform;
 
 pub use common::{COMMON, EVICTION, EvictionConfig, MAX_CAPACITY_GB};
 pub use error::ConfigError;
 pub(crate) use key::refuse_rest;
 pub use key::{Fallback, Interval, Key, Shape, one_of};
 pub use options::{FromSetting, Options};
+pub use transform::SerdeConfig;
+pub(crate) use transform::{
+    AESGCM_KEYS, Bits, COMPRESS_KEYS, EARLIER_KEYS, FP8_KEYS, Format, Frame, SerdeKind,
+};
 
 pub(crate) use common::Common;
 pub(crate) use error::clip;
 
 use kvtier_core::eviction::EvictionKind;
 
-use crate::transform::SerdeConfig;
 use crate::wrap::Guards;
 
 /// Bytes per "GB" of a configuration: LMCache's sizes are GiB under that name.

@@ -3,8 +3,9 @@
 use std::fmt::Write as _;
 
 use super::Registry;
-use crate::config::{COMMON, EVICTION, Key, Shape};
-use crate::transform::{AESGCM_KEYS, COMPRESS_KEYS, EARLIER_KEYS, FP8_KEYS};
+use crate::config::{
+    AESGCM_KEYS, COMMON, COMPRESS_KEYS, EARLIER_KEYS, EVICTION, FP8_KEYS, Key, Shape,
+};
 
 impl Registry {
     /// Returns Markdown with one table of keys per type, the common keys first. Headings are of the third level.

@@ -10,7 +10,6 @@
 mod adapter;
 mod aesgcm;
 mod compress;
-mod config;
 mod fp8;
 mod scratch;
 #[cfg(test)]
@@ -22,10 +21,12 @@ use std::sync::Arc;
 use kvtier_memory::checksum::checksum64;
 use serde_json::{Map, Value};
 
-pub use config::SerdeConfig;
-pub(crate) use config::{AESGCM_KEYS, COMPRESS_KEYS, EARLIER_KEYS, FP8_KEYS};
+use aesgcm::AesGcm;
+use compress::Compress;
+use fp8::Fp8;
 
 use crate::Adapter;
+use crate::config::{Frame, SerdeConfig, SerdeKind};
 use crate::error::L2Error;
 use crate::object::{Buffer, Element, ObjectSpec, PAGE_BOUND};
 
@@ -78,7 +79,7 @@ pub(crate) fn transformed(
     for config in configs.iter().rev() {
         outer = Arc::new(adapter::Transformed::new(
             outer,
-            config.open()?,
+            open(config)?,
             config.workers,
             config.scratch_bytes,
         ));
@@ -88,7 +89,23 @@ pub(crate) fn transformed(
 
 /// Whether one of the transformations verifies what it loads, so that an adapter needs no checksums in memory.
 pub(crate) fn verifies(configs: &[SerdeConfig]) -> bool {
-    configs.iter().any(SerdeConfig::verifies)
+    configs.iter().any(|config| match &config.kind {
+        SerdeKind::Compress => true,
+        SerdeKind::Fp8(_) => false,
+        SerdeKind::AesGcm { frame, .. } => *frame == Frame::Bound,
+    })
+}
+
+/// Opens a transformation; reads its key files.
+fn open(config: &SerdeConfig) -> Result<Arc<dyn Transform>, L2Error> {
+    match &config.kind {
+        SerdeKind::Compress => Ok(Arc::new(Compress)),
+        SerdeKind::Fp8(format) => Ok(Arc::new(Fp8::new(*format))),
+        SerdeKind::AesGcm { frame, bits, paths } => {
+            let paths: Vec<_> = paths.iter().map(String::as_str).collect();
+            Ok(Arc::new(AesGcm::open(*frame, *bits, &paths)?))
+        }
+    }
 }
 
 /// Returns the layout of the transformed bytes of an object of `layout`.

@@ -9,6 +9,7 @@ use ring::aead::{AES_128_GCM, AES_256_GCM, Algorithm, LessSafeKey, UnboundKey};
 use ring::hkdf::{HKDF_SHA256, KeyType, Prk, Salt};
 use zeroize::Zeroizing;
 
+use crate::config::Bits;
 use crate::error::{ErrorKind, L2Error};
 
 /// Longest key file in bytes.
@@ -133,13 +134,6 @@ pub(super) fn fill(prk: &Prk, info: &[&[u8]], out: &mut [u8]) {
     let expanded = prk.expand(info, Bytes(out.len()));
     let filled = expanded.and_then(|expanded| expanded.fill(out));
     assert!(filled.is_ok(), "a few bytes are within the limits of HKDF");
-}
-
-/// Size of the derived keys.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Bits {
-    Aes128,
-    Aes256,
 }
 
 impl Bits {

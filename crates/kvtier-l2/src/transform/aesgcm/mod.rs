@@ -20,11 +20,10 @@ use serde_json::{Map, Value};
 use kvtier_core::object_key::KeyShape;
 
 use super::Transform;
+use crate::config::{Bits, Frame};
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{Buffer, ObjectSpec};
 use keys::{ID_LEN, MasterKey};
-
-pub(super) use keys::Bits;
 
 const TAG_LEN: usize = 16;
 
@@ -33,15 +32,6 @@ const RANDOM_LEN: usize = 16;
 
 /// Plain bytes of a segment of a frame `bound`.
 const SEGMENT: usize = 64 << 10;
-
-/// Form of the stored bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Frame {
-    /// LMCache's.
-    Lmcache,
-    /// kvtier's own, bound to its object.
-    Bound,
-}
 
 impl Frame {
     pub(super) fn name(self) -> &'static str {

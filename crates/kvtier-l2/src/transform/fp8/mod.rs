@@ -11,9 +11,9 @@ mod tests;
 use serde_json::{Map, Value};
 
 use super::Transform;
+use crate::config::Format;
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{Buffer, Element, ObjectSpec};
-pub(super) use number::Format;
 
 /// Values that are converted at once.
 const CHUNK: usize = 16 << 10;

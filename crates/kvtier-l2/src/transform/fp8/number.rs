@@ -1,15 +1,7 @@
 //! Conversions of single values, as `torch.Tensor.to` has them: to the nearest value, ties to even.
 
+use crate::config::Format;
 use crate::object::Element;
-
-/// A format of one byte: sign, exponent, mantissa.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(in crate::transform) enum Format {
-    /// 4 bits of exponent (bias 7), 3 of mantissa; no infinity, largest value 448, which larger ones become.
-    E4M3,
-    /// 5 bits of exponent (bias 15), 2 of mantissa; largest value 57344, then infinity.
-    E5M2,
-}
 
 impl Format {
     /// Its name in torch and in LMCache's configuration.

@@ -1,15 +1,10 @@
 //! Configuration of transformations.
 
-use std::sync::Arc;
-
 use serde_json::Value;
 
-use super::Transform;
-use super::aesgcm::{AesGcm, Bits, Frame};
-use super::compress::Compress;
-use super::fp8::{Format, Fp8};
-use crate::config::{ConfigError, Fallback, Interval, Key, Options, Shape, clip, refuse_rest};
-use crate::error::L2Error;
+use super::error::{ConfigError, clip};
+use super::key::{Fallback, Interval, Key, Shape, refuse_rest};
+use super::options::Options;
 use crate::redact;
 
 const fn workers() -> Key {
@@ -102,13 +97,16 @@ pub(crate) const FP8_KEYS: &[Key] = &[
 /// A checked transformation.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SerdeConfig {
-    kind: Kind,
-    pub(super) workers: u32,
-    pub(super) scratch_bytes: u64,
+    pub(crate) kind: SerdeKind,
+    /// Objects that are transformed at once.
+    pub(crate) workers: u32,
+    /// Memory for transformed objects.
+    pub(crate) scratch_bytes: u64,
 }
 
+/// Type of a transformation, with its options.
 #[derive(Debug, Clone, PartialEq)]
-enum Kind {
+pub(crate) enum SerdeKind {
     Compress,
     Fp8(Format),
     AesGcm {
@@ -119,7 +117,32 @@ enum Kind {
     },
 }
 
-impl Kind {
+/// Form of the stored bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Frame {
+    /// LMCache's.
+    Lmcache,
+    /// kvtier's own, bound to its object.
+    Bound,
+}
+
+/// Size of the derived keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Bits {
+    Aes128,
+    Aes256,
+}
+
+/// A format of one byte: sign, exponent, mantissa.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Format {
+    /// 4 bits of exponent (bias 7), 3 of mantissa; no infinity, largest value 448, which larger ones become.
+    E4M3,
+    /// 5 bits of exponent (bias 15), 2 of mantissa; largest value 57344, then infinity.
+    E5M2,
+}
+
+impl SerdeKind {
     /// Its name, if it takes values rather than bytes.
     fn of_values(&self) -> Option<&'static str> {
         match self {
@@ -177,7 +200,7 @@ impl SerdeConfig {
         refuse_rest(owner, &map, COMPRESS_KEYS)?;
         let options = Options::take(owner, COMPRESS_KEYS, &mut map)?;
         Ok(Self {
-            kind: Kind::Compress,
+            kind: SerdeKind::Compress,
             workers: options.get("max_workers"),
             scratch_bytes: options.gib("scratch_gb"),
         })
@@ -191,7 +214,7 @@ impl SerdeConfig {
             _ => Format::E4M3,
         };
         Ok(Self {
-            kind: Kind::Fp8(format),
+            kind: SerdeKind::Fp8(format),
             workers: options.get("max_workers"),
             scratch_bytes: options.gib("scratch_gb"),
         })
@@ -218,30 +241,9 @@ impl SerdeConfig {
         let mut paths = vec![options.get::<String>("master_key_path")];
         paths.extend(earlier.iter().map(|options| options.get::<String>("path")));
         Ok(Self {
-            kind: Kind::AesGcm { frame, bits, paths },
+            kind: SerdeKind::AesGcm { frame, bits, paths },
             workers: options.get("max_workers"),
             scratch_bytes: options.gib("scratch_gb"),
         })
-    }
-
-    /// Whether it detects all changes of the bytes that it loads.
-    pub(super) fn verifies(&self) -> bool {
-        match &self.kind {
-            Kind::Compress => true,
-            Kind::Fp8(_) => false,
-            Kind::AesGcm { frame, .. } => *frame == Frame::Bound,
-        }
-    }
-
-    /// Reads the key files.
-    pub(super) fn open(&self) -> Result<Arc<dyn Transform>, L2Error> {
-        match &self.kind {
-            Kind::Compress => Ok(Arc::new(Compress)),
-            Kind::Fp8(format) => Ok(Arc::new(Fp8::new(*format))),
-            Kind::AesGcm { frame, bits, paths } => {
-                let paths: Vec<_> = paths.iter().map(String::as_str).collect();
-                Ok(Arc::new(AesGcm::open(*frame, *bits, &paths)?))
-            }
-        }
     }
 }
