@@ -13,7 +13,7 @@ use kvtier_l2::redact;
 
 use super::command::command;
 use super::flags::ServerArgs;
-use super::reload::Given;
+use super::given::Given;
 use super::{Parsed, RunMode, ServerConfig, effect, gpu, peer, show};
 
 /// Keys that are named for one that is unknown.

@@ -1,18 +1,12 @@
 //! What a reload may change: the file of `--config` is read again, beside the same command line.
 
-use std::collections::{BTreeMap, BTreeSet};
-use std::ffi::OsString;
-use std::fmt;
+use std::collections::BTreeSet;
 
 use kvtier_error::{Error, Result};
-use kvtier_l2::redact;
-use kvtier_memory::checksum::checksum128;
-use kvtier_memory::pool_name;
-use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-use super::resolve::default_pool;
-use super::{HASH_SEED, L1Restore, L2Config, Parsed, ServerConfig, hash_seed};
+use super::given::{ADAPTER, CAPACITY, flags_by_name};
+use super::{L2Config, Parsed, ServerConfig};
 
 /// Flags that a running server can change. Anything else needs a restart, among it `--l1-write-ttl-seconds`: memory that
 /// was granted for longer must not be freed earlier.
@@ -39,100 +33,6 @@ pub(super) const LIVE_KEYS: &[&str] = &[
     CAPACITY,
 ];
 
-const ADAPTER: &str = "l2-adapter";
-const CAPACITY: &str = "max_capacity_gb";
-
-/// Flags that may differ between a server and the one that takes over from it, besides [`LIVE`] ones.
-const FREE_IN_TAKE_OVER: &[&str] = &[
-    "control-workers",
-    "enable-tracing",
-    "log-format",
-    "otlp-endpoint",
-    "transfer-workers",
-];
-
-/// Floats below this are exact integers if they have no fraction.
-const EXACT: f64 = (1_u64 << 53) as f64;
-
-/// Values by flag, without the dashes in front.
-type Values = BTreeMap<String, Value>;
-
-/// The command line, and the value of each flag, secrets included.
-#[derive(Clone, Default)]
-pub struct Given {
-    arguments: Vec<OsString>,
-    has_file: bool,
-    values: Values,
-    /// The same without any flag.
-    defaults: Values,
-}
-
-impl fmt::Debug for Given {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Given").finish_non_exhaustive()
-    }
-}
-
-impl Given {
-    /// `values` and `defaults` by section and name, as [`super::show::values`] has them.
-    pub(super) fn new(
-        arguments: Vec<OsString>,
-        has_file: bool,
-        values: &Value,
-        defaults: &Value,
-    ) -> Self {
-        Self {
-            arguments,
-            has_file,
-            values: with_whole_numbers(flags_by_name(values)),
-            defaults: with_whole_numbers(flags_by_name(defaults)),
-        }
-    }
-}
-
-/// A value that a server and the one which takes over from it have in common.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct LastingValue {
-    /// Its checksum, secrets among it.
-    sum: String,
-    /// For people: secrets are hidden.
-    shown: String,
-    /// Whether it is not its flag's default: a server that does not know the flag has another value then.
-    #[serde(default)]
-    is_given: bool,
-}
-
-/// Such values by flag, and the seed of hashes, which is no flag, if the algorithm has one.
-#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct LastingValues(BTreeMap<String, LastingValue>);
-
-impl LastingValues {
-    /// The flags that have another value in the other server, each with both.
-    pub fn differences(&self, other: &Self) -> Vec<String> {
-        let differs = |flag: &str, own: &LastingValue| match other.0.get(flag) {
-            None => Some("unknown".to_owned()),
-            Some(other) if other.sum == own.sum => None,
-            Some(other) if other.shown == own.shown => Some(format!("another {}", own.shown)),
-            Some(other) => Some(other.shown.clone()),
-        };
-        let flags = self.0.iter().filter_map(|(flag, own)| {
-            let other = differs(flag, own)?;
-            let own = &own.shown;
-            Some(format!(
-                "{flag} is {own} in the running server and {other} in the other one"
-            ))
-        });
-        let is_unknown = |(flag, other): &(&String, &LastingValue)| {
-            other.is_given && !self.0.contains_key(flag.as_str())
-        };
-        let unknown = other.0.iter().filter(is_unknown).map(|(flag, other)| {
-            let other = &other.shown;
-            format!("{flag} is unknown in the running server and {other} in the other one")
-        });
-        flags.chain(unknown).collect()
-    }
-}
-
 /// A flag, or a key of an adapter, with another value.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Change {
@@ -153,7 +53,7 @@ impl Change {
 }
 
 /// Whether a running server can change this flag or key of an adapter.
-fn is_live(flag: &str) -> bool {
+pub(super) fn is_live(flag: &str) -> bool {
     let tier_and_key = flag.strip_prefix(ADAPTER).map(str::trim_start);
     let key = tier_and_key.and_then(|it| it.split_once(' '));
     LIVE.contains(&flag) || key.is_some_and(|(_, key)| LIVE_KEYS.contains(&key))
@@ -185,62 +85,6 @@ impl ServerConfig {
             .hint("no flag was changed"));
         }
         Ok((self.with_live_values(*config), changes))
-    }
-
-    /// What a server and the one which takes over from it have in common.
-    pub fn lasting_values(&self) -> LastingValues {
-        let is_free = |flag: &str| is_live(flag) || FREE_IN_TAKE_OVER.contains(&flag);
-        let mut shown = self.by_key(flags_by_name(&self.shown));
-        let flags = self.by_key(self.given.values.clone()).into_iter();
-        let flags = flags
-            .filter(|(flag, _)| !is_free(flag))
-            .map(|(flag, value)| {
-                let shown = match shown.remove(&flag) {
-                    None | Some(Value::Null) => "its default".to_owned(),
-                    Some(shown) => shown.to_string(),
-                };
-                let is_given = self.given.defaults.get(&flag) != Some(&value);
-                (
-                    format!("--{flag}"),
-                    self.meaning(&flag, &value),
-                    shown,
-                    is_given,
-                )
-            });
-        let seed = self.hash_algorithm.is_seeded().then(hash_seed);
-        let hidden = || redact::HIDDEN.to_owned();
-        let seed = seed.map(|seed| (HASH_SEED.to_owned(), seed, hidden(), true));
-        let values = flags.chain(seed).map(|(flag, value, shown, is_given)| {
-            let sum = format!("{:032x}", checksum128(value.as_bytes()));
-            let value = LastingValue {
-                sum,
-                shown,
-                is_given,
-            };
-            (flag, value)
-        });
-        LastingValues(values.collect())
-    }
-
-    /// A value as two servers compare it: one text for what has one meaning.
-    fn meaning(&self, flag: &str, value: &Value) -> String {
-        match flag {
-            // Where both servers run, auto has kept L1 as on does.
-            "l1-restore" => (self.l1_restore != L1Restore::Off).to_string(),
-            "shm-name" => match value.as_str().map(pool_name) {
-                Some(given) if given != pool_name(&default_pool(&self.host, self.port)) => given,
-                _ => String::new(),
-            },
-            "state-dir" => match &self.state.base {
-                Ok(base) => base
-                    .canonicalize()
-                    .unwrap_or_else(|_| base.clone())
-                    .display()
-                    .to_string(),
-                Err(_) => String::new(),
-            },
-            _ => value.to_string(),
-        }
     }
 
     /// This configuration with the live values of another. What is derived from the machine stays: a default of L1's size
@@ -289,72 +133,6 @@ impl ServerConfig {
         };
         flags.into_iter().filter(is_other).map(change).collect()
     }
-
-    /// These flags, of the adapters the names of their tiers, and each key as a flag of its own: `l2-adapter fs-0 type`.
-    /// Without a `max_capacity_gb` that bounds nothing.
-    fn by_key(&self, mut flags: Values) -> Values {
-        let Some(Value::Array(given)) = flags.remove(ADAPTER) else {
-            return flags;
-        };
-        let adapters = self.l2.iter().flat_map(|l2| &l2.adapters);
-        let mut tiers = Vec::new();
-        for (adapter, given) in adapters.zip(given) {
-            let name = adapter.tier();
-            add_keys(&mut flags, &format!("{ADAPTER} {name} "), given);
-            if adapter.capacity_bytes().is_none() {
-                flags.remove(&format!("{ADAPTER} {name} {CAPACITY}"));
-            }
-            tiers.push(name);
-        }
-        flags.insert(ADAPTER.into(), tiers.into());
-        flags
-    }
-}
-
-/// Values as they are compared: 1.0 is 1.
-fn with_whole_numbers(values: Values) -> Values {
-    let pairs = values.into_iter();
-    pairs.map(|(name, value)| (name, whole(value))).collect()
-}
-
-fn whole(value: Value) -> Value {
-    match value {
-        Value::Number(number) => match number.as_f64() {
-            // Exact, and read from text with a point in it.
-            Some(float) if number.is_f64() && float.fract() == 0.0 && float.abs() < EXACT => {
-                Value::from(float as i64)
-            }
-            _ => Value::Number(number),
-        },
-        Value::Array(values) => values.into_iter().map(whole).collect(),
-        Value::Object(values) => values
-            .into_iter()
-            .map(|(name, value)| (name, whole(value)))
-            .collect(),
-        other => other,
-    }
-}
-
-/// Adds the keys of an object, those of objects inside with a dot between.
-fn add_keys(flags: &mut Values, prefix: &str, object: Value) {
-    let Value::Object(keys) = object else { return };
-    for (key, value) in keys {
-        match value {
-            Value::Null => {}
-            Value::Object(_) => add_keys(flags, &format!("{prefix}{key}."), value),
-            value => drop(flags.insert(format!("{prefix}{key}"), value)),
-        }
-    }
-}
-
-/// The flags of all sections of a configuration as `GET /config` has it.
-pub fn flags_by_name(sections: &Value) -> BTreeMap<String, Value> {
-    let sections = sections.as_object().into_iter();
-    let sections = sections.flat_map(|all| all.values());
-    let flags = sections.filter_map(Value::as_object).flatten();
-    flags
-        .map(|(name, value)| (name.replace('_', "-"), value.clone()))
-        .collect()
 }
 
 #[cfg(test)]
@@ -379,78 +157,6 @@ mod tests {
         for live in LIVE {
             assert!(flags.contains(live), "{live}");
         }
-    }
-
-    #[test]
-    fn lasting_values_differ_by_flag_without_secrets() {
-        let values = |flags: &[&str]| {
-            let config = ServerConfig::from_flags(&[&["--l1-size-gb", "1"], flags].concat());
-            config.unwrap().lasting_values()
-        };
-        let adapter = |secret: &str| {
-            format!(r#"{{"type":"resp","host":"localhost","port":6379,"password":"{secret}"}}"#)
-        };
-        let (one, two) = (adapter("MARK1"), adapter("MARK2"));
-        let own = values(&["--l2-adapter", &one, "--chunk-size", "16"]);
-        let other = ["--l2-adapter", &two, "--port", "7", "--log-level", "debug"];
-        let found = own.differences(&values(&other));
-        let [chunk_size, l2_adapter, port] = found.as_slice() else {
-            panic!("{found:?}");
-        };
-        let told = |flag: &str, own: &str, other: &str| {
-            format!("{flag} is {own} in the running server and {other} in the other one")
-        };
-        assert_eq!(*chunk_size, told("--chunk-size", "16", "256"));
-        let hidden = r#""***""#;
-        let another = format!("another {hidden}");
-        assert_eq!(
-            *l2_adapter,
-            told("--l2-adapter resp-0 password", hidden, &another)
-        );
-        assert_eq!(*port, told("--port", "5555", "7"));
-        assert_eq!(own.differences(&own.clone()), Vec::<String>::new());
-        let unknown = own.differences(&LastingValues::default());
-        assert!(unknown.contains(&told("--chunk-size", "16", "unknown")));
-        // One meaning has many texts.
-        let folder = tempfile::tempdir().unwrap();
-        let direct = folder.path().to_str().unwrap();
-        let around = format!(
-            "{direct}/../{}/",
-            folder.path().file_name().unwrap().display()
-        );
-        let one = values(&["--l1-restore", "on", "--state-dir", direct]);
-        let pool = "lmcache_l1_pool_kvtier_5555";
-        let other = [
-            "--l1-restore",
-            "auto",
-            "--state-dir",
-            &around,
-            "--shm-name",
-            pool,
-        ];
-        assert_eq!(one.differences(&values(&other)), Vec::<String>::new());
-        for other in [
-            ["--l1-restore", "off"],
-            ["--state-dir", "/elsewhere"],
-            ["--shm-name", "other"],
-        ] {
-            let other = values(&[&["--state-dir", direct], &other[..]].concat());
-            assert_eq!(one.differences(&other).len(), 1, "{other:?}");
-        }
-        // What a later release alone knows matters only if it is given there.
-        let unknown = LastingValues::default().differences(&values(&["--chunk-size", "16"]));
-        let given = ["--chunk-size", "--l1-size-gb"];
-        let shown = ["16", "1"];
-        let told = std::iter::zip(given, shown).map(|(flag, other)| told(flag, "unknown", other));
-        assert_eq!(unknown, told.collect::<Vec<_>>());
-    }
-
-    #[test]
-    fn whole_numbers_have_one_form() {
-        let read = json!({"a": 1.0, "b": [-2.0, 2.5, 1e300], "c": u64::MAX, "d": "1.0"});
-        let form = json!({"a": 1, "b": [-2, 2.5, 1e300], "c": u64::MAX, "d": "1.0"});
-        assert_eq!(whole(read), form);
-        assert_eq!(whole(form.clone()), form);
     }
 
     #[test]

@@ -477,81 +477,11 @@ pub(super) struct Begun {
 
 #[cfg(test)]
 mod tests {
-    use std::path::{Path, PathBuf};
-
-    use kvtier_memory::{SHM, SHM_PREFIX};
     use kvtier_tenants::{Opened, Salts};
 
     use super::*;
     use crate::L1;
-
-    fn config(test: &str, flags: &[&str]) -> ServerConfig {
-        let host = format!("ipc:///tmp/kvtier-{test}-{}", std::process::id());
-        let host = [
-            "--host",
-            &host,
-            "--l1-size-gb",
-            "0.002",
-            "--state-dir",
-            "/nowhere",
-        ];
-        ServerConfig::from_flags(&[&host, flags].concat()).unwrap()
-    }
-
-    /// As the server with these flags besides, in a state folder of this identity.
-    fn open_as(
-        test: &str,
-        flags: &[&str],
-        folder: &str,
-        record: Option<&Path>,
-    ) -> Result<(Arc<Arena>, Kept)> {
-        let config = config(test, flags);
-        let instance = Instance {
-            folder,
-            tenants: 0,
-            record,
-        };
-        open_arena(&config, Ok(instance), Succession::Restart)
-    }
-
-    /// The memory of a server, which ends.
-    fn ended((arena, kept): (Arc<Arena>, Kept)) -> PathBuf {
-        assert!(!matches!(kept.0, Ledgers::None(_)), "{kept:?}");
-        arena.path().unwrap()
-    }
-
-    #[test]
-    fn instance_leaves_one_l1_whatever_its_flags() {
-        let folder = tempfile::tempdir().unwrap();
-        let record = folder.path().join("l1");
-        let open = |flags: &[&str], folder| open_as("flags", flags, folder, Some(&record)).unwrap();
-        let other = format!("kvtier_kept_{}", std::process::id());
-        let none = ["--shm-name", ""];
-        let (own, private, off) = (["--shm-name", &other], none, ["--l1-restore", "off"]);
-        let mut before: Option<PathBuf> = None;
-        for flags in [&[][..], &own, &private, &own, &[], &off] {
-            let opened = open(flags, "one");
-            let left = if flags == off {
-                drop(opened);
-                None
-            } else {
-                Some(ended(opened))
-            };
-            let is_gone = before.is_none_or(|path| {
-                let [memory, ledger] = with_ledger(path);
-                !memory.exists() && !ledger.exists()
-            });
-            assert!(is_gone, "before {flags:?}");
-            before = left;
-        }
-        // A container may have a new folder with each start.
-        let first = ended(open_as("flags", &none, "one", None).unwrap());
-        let second = open_as("flags", &none, "two", None).unwrap();
-        assert!(matches!(second.1.0, Ledgers::New(_)), "not of this folder");
-        assert_eq!(ended(second), first);
-        drop(open(&off, "two"));
-        assert!(!first.exists());
-    }
+    use crate::testing::{config, open_as};
 
     #[test]
     fn memory_that_has_lost_pages_is_left_to_no_server() {
@@ -578,29 +508,6 @@ mod tests {
             assert!(!path.exists());
         }
         drop(open_as("lost", &["--l1-restore", "off"], "one", None).unwrap());
-    }
-
-    #[test]
-    fn file_that_names_what_is_no_l1_removes_nothing() {
-        let folder = tempfile::tempdir().unwrap();
-        let (record, mine) = (
-            folder.path().join("l1"),
-            folder.path().join(format!("{SHM_PREFIX}x")),
-        );
-        let shared = Path::new(SHM).join(format!("kvtier_kept_mine_{}", std::process::id()));
-        for path in [&mine, &shared] {
-            std::fs::write(path, "mine").unwrap();
-            let private = std::os::unix::fs::PermissionsExt::from_mode(0o600);
-            std::fs::set_permissions(path, private).unwrap();
-        }
-        std::fs::write(
-            &record,
-            format!("{}\n{}\n\0\n", mine.display(), shared.display()),
-        )
-        .unwrap();
-        drop(open_as("named", &["--l1-restore", "off"], "one", Some(&record)).unwrap());
-        assert!(mine.exists() && shared.exists());
-        std::fs::remove_file(shared).unwrap();
     }
 
     /// Of two state directories, or network namespaces, with one `/dev/shm`.

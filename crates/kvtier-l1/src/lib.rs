@@ -11,6 +11,8 @@ mod kept;
 mod memory;
 mod place;
 mod tenants;
+#[cfg(test)]
+mod testing;
 
 pub use allocator::L1Allocator;
 pub use clock::Clock;

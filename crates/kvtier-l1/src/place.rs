@@ -198,3 +198,77 @@ pub(super) fn with_ledger(arena: PathBuf) -> [PathBuf; 2] {
     let ledger = Path::new(SHM).join(ledger_name(&name));
     [arena, ledger]
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use kvtier_memory::Arena;
+
+    use super::*;
+    use crate::kept::Kept;
+    use crate::testing::open_as;
+
+    /// The memory of a server, which ends.
+    fn ended((arena, kept): (Arc<Arena>, Kept)) -> PathBuf {
+        assert_ne!(format!("{kept:?}"), "Kept(\"None\")");
+        arena.path().unwrap()
+    }
+
+    #[test]
+    fn instance_leaves_one_l1_whatever_its_flags() {
+        let folder = tempfile::tempdir().unwrap();
+        let record = folder.path().join("l1");
+        let open = |flags: &[&str], folder| open_as("flags", flags, folder, Some(&record)).unwrap();
+        let other = format!("kvtier_kept_{}", std::process::id());
+        let none = ["--shm-name", ""];
+        let (own, private, off) = (["--shm-name", &other], none, ["--l1-restore", "off"]);
+        let mut before: Option<PathBuf> = None;
+        for flags in [&[][..], &own, &private, &own, &[], &off] {
+            let opened = open(flags, "one");
+            let left = if flags == off {
+                drop(opened);
+                None
+            } else {
+                Some(ended(opened))
+            };
+            let is_gone = before.is_none_or(|path| {
+                let [memory, ledger] = with_ledger(path);
+                !memory.exists() && !ledger.exists()
+            });
+            assert!(is_gone, "before {flags:?}");
+            before = left;
+        }
+        // A container may have a new folder with each start.
+        let first = ended(open_as("flags", &none, "one", None).unwrap());
+        let second = open_as("flags", &none, "two", None).unwrap();
+        let kept = format!("{:?}", second.1);
+        assert_eq!(kept, "Kept(\"New\")", "not of this folder");
+        assert_eq!(ended(second), first);
+        drop(open(&off, "two"));
+        assert!(!first.exists());
+    }
+
+    #[test]
+    fn file_that_names_what_is_no_l1_removes_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let (record, mine) = (
+            folder.path().join("l1"),
+            folder.path().join(format!("{SHM_PREFIX}x")),
+        );
+        let shared = Path::new(SHM).join(format!("kvtier_kept_mine_{}", std::process::id()));
+        for path in [&mine, &shared] {
+            std::fs::write(path, "mine").unwrap();
+            let private = std::os::unix::fs::PermissionsExt::from_mode(0o600);
+            std::fs::set_permissions(path, private).unwrap();
+        }
+        std::fs::write(
+            &record,
+            format!("{}\n{}\n\0\n", mine.display(), shared.display()),
+        )
+        .unwrap();
+        drop(open_as("named", &["--l1-restore", "off"], "one", Some(&record)).unwrap());
+        assert!(mine.exists() && shared.exists());
+        std::fs::remove_file(shared).unwrap();
+    }
+}

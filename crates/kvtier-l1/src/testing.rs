@@ -1,0 +1,41 @@
+//! L1 of instances that tests start and end.
+
+use std::path::Path;
+use std::sync::Arc;
+
+use kvtier_config::ServerConfig;
+use kvtier_error::Result;
+use kvtier_memory::Arena;
+
+use super::kept::{Kept, Succession, open_arena};
+use super::place::Instance;
+
+/// A configuration of this test's own instance.
+pub(crate) fn config(test: &str, flags: &[&str]) -> ServerConfig {
+    let host = format!("ipc:///tmp/kvtier-{test}-{}", std::process::id());
+    let host = [
+        "--host",
+        &host,
+        "--l1-size-gb",
+        "0.002",
+        "--state-dir",
+        "/nowhere",
+    ];
+    ServerConfig::from_flags(&[&host, flags].concat()).unwrap()
+}
+
+/// As the server with these flags besides, in a state folder of this identity.
+pub(crate) fn open_as(
+    test: &str,
+    flags: &[&str],
+    folder: &str,
+    record: Option<&Path>,
+) -> Result<(Arc<Arena>, Kept)> {
+    let config = config(test, flags);
+    let instance = Instance {
+        folder,
+        tenants: 0,
+        record,
+    };
+    open_arena(&config, Ok(instance), Succession::Restart)
+}
