@@ -15,6 +15,8 @@
 //! | `context` | no requests: configuration, L1, tiers, the table of workers, devices, clock, metrics |
 //!
 //! A lock of a service may be held while one below it is taken, never the other way round; the cache's lock is the last.
+//!
+//! `unserved` guards which operations were refused and logged; no other lock is acquired inside.
 
 #![forbid(unsafe_code)]
 

@@ -1,4 +1,6 @@
 //! L1: the arena with the bytes, and the cache that decides about them.
+//!
+//! The mutex guards the ledger of a server that has not handed over yet; no other lock is acquired inside.
 
 use std::ops::Range;
 use std::path::PathBuf;

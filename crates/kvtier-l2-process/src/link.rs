@@ -1,4 +1,6 @@
 //! The link to a tier: a task that connects, greets, serves a session until it ends, and connects again.
+//!
+//! The mutex guards the tasks, until they have ended; no other lock is acquired inside.
 
 use std::hash::{BuildHasher as _, RandomState};
 use std::io::IoSlice;

@@ -1,6 +1,6 @@
 //! The segment of one connection: where the bytes of objects lie while a request for them is in flight.
 //!
-//! The mutex guards which parts are free. A part stays allocated until the tier has answered, also if no caller waits.
+//! The mutex guards which parts are free; no other lock is acquired inside. A part stays allocated until the tier has answered, also if no caller waits.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,5 +1,8 @@
 //! A cluster: its primaries, and which of them serves which slot. A task of its own asks for that: at the start, after a
 //! redirect, and when a node is away.
+//!
+//! `topology` guards the primaries and their slots, `task` the task that asks for them, until it has ended; no other lock is
+//! acquired inside.
 
 use std::collections::{BTreeSet, HashSet};
 use std::sync::Arc;

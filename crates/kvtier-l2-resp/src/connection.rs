@@ -1,5 +1,7 @@
 //! One connection, kept by a task of its own: it connects, serves calls by a [`Pipe`], and connects again when that has
 //! ended.
+//!
+//! The mutex guards why the connection is down; no other lock is acquired inside.
 
 use std::collections::VecDeque;
 use std::hash::{BuildHasher as _, RandomState};

@@ -1,4 +1,7 @@
 //! The connections to one server, and the choice of one for each call.
+//!
+//! `open` guards the connections, and is held while a call is queued on one; `tasks` guards their tasks, until they have ended.
+//! No other lock is acquired inside either.
 
 use std::sync::Arc;
 

@@ -2,6 +2,9 @@
 //!
 //! A request is sent once. Beside [`Http`]'s attempt on a new connection there are two others, once each: with the region that
 //! the backend names, and with the backend's time if the clocks differ.
+//!
+//! `region` guards the region that requests are signed for, `health` what the last answers of the bucket were; no other lock is
+//! acquired inside.
 
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::{Duration, Instant};

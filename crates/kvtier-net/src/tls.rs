@@ -1,4 +1,7 @@
 //! TLS towards a server: the authorities that are trusted, and the certificate of this side.
+//!
+//! `read` guards the settings, `SYSTEM` the authorities of the system, each with the time at which it was read; no other lock is
+//! acquired inside.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;

@@ -1,6 +1,6 @@
 //! Reload: the file of `--config`, tokens and certificate are read again.
 //!
-//! The mutex is the turn to reload, held while files are read; the locks of what is changed are taken inside. Requests do
+//! The mutex guards the turn to reload, held while files are read; the locks of what is changed are acquired inside. Requests do
 //! not wait for it.
 
 use std::sync::Arc;

@@ -1,6 +1,7 @@
 //! Single-flight: one load per object, however many requests want it.
 //!
-//! The mutex guards the table of in-flight loads; only reads and writes of the table run under it.
+//! The mutex guards the table of in-flight loads; only reads and writes of the table run under it, and no
+//! other lock is acquired inside.
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;

@@ -1,7 +1,8 @@
 //! State of a worker: its registration, and its transfers until Python takes their results.
 //!
-//! `instance_ids` is held during a registration, `finished` while the next release of pages is looked up; other locks
-//! are acquired inside both. `registered` and `unread` have none inside.
+//! `instance_ids` guards the ids of a worker's registrations, and is held during one; `finished` guards the results that Python
+//! has not taken, and is held while the next release of pages is looked up; other locks are acquired inside both.
+//! `registered` guards the registration, `unread` the stores whose pages are not completely read; both have none inside.
 
 use std::collections::HashMap;
 use std::ops::Range;

@@ -7,6 +7,8 @@
 //! An object's life: reserved (private to its [`Reservation`]) → committed (resident, found by lookups, in the
 //! eviction order) → leased (held by any number of leases, not in the eviction order) → back in the order → evicted
 //! or removed. Objects never move.
+//!
+//! The lock guards all metadata of a cache; no other lock is acquired inside.
 
 mod allocator;
 mod counters;

@@ -4,7 +4,7 @@
 //! and the process that opened the storage decrements it once when done. The file belongs to the other process and may
 //! shrink at any time, so it is read and written with system calls and never mapped here.
 //!
-//! The lock makes decrements of this process take turns; no other is acquired inside.
+//! The lock guards the turn of a decrement, of all of this process; no other is acquired inside.
 
 use std::os::fd::OwnedFd;
 use std::sync::Arc;

@@ -1,6 +1,7 @@
 //! Prefetch jobs: a prompt is loaded into L1 before a request asks for it.
 //!
-//! The mutex guards the table of jobs; only reads and writes of the table run under it.
+//! The mutex guards the table of jobs; only reads and writes of the table run under it, and no other
+//! lock is acquired inside.
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::hash::{BuildHasher, RandomState};

@@ -1,4 +1,6 @@
 //! Gate: counts the copies of a worker's pages, refuses new ones once it is closed, and can be waited for until it is drained.
+//!
+//! The mutex guards their number, and whether it is closed; no other lock is acquired inside.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;

@@ -1,6 +1,6 @@
 //! Table of the registered workers, by id and by model.
 //!
-//! The lock guards the tables; an instance is handed out by reference count, so a transfer that runs while its instance
+//! The lock guards the tables; of other locks only those below it in the order are acquired inside. An instance is handed out by reference count, so a transfer that runs while its instance
 //! unregisters keeps its mappings to the end. One that has left stays known by its id until its last copy has ended, so
 //! a request that asks whether its pages are free receives the right answer.
 

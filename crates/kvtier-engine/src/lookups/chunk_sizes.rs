@@ -10,7 +10,7 @@
 //! ends stop to fit, it finds nothing: a hit in chunks of another size could not be loaded, which some engines do not
 //! survive.
 //!
-//! The mutex guards the table.
+//! The mutex guards the table; no other lock is acquired inside.
 
 use std::collections::HashMap;
 use std::num::NonZeroUsize;

@@ -10,7 +10,8 @@
 //! 4. what is held is answered [`NOTICE_DELAY`] after the first of them, by when the client has taken note.
 //!
 //! A client's pings travel on the connection of its requests, so a connection stands for a worker here, whether it is
-//! registered or not. The mutex guards the table; answers are sent after it is released.
+//! registered or not. The mutex guards the table; answers are sent after it is released, and no other lock is
+//! acquired inside.
 
 use std::collections::HashMap;
 use std::time::Duration;

@@ -1,7 +1,8 @@
 //! Driver threads: a blocking executor for calls that may wait for a GPU's driver for seconds. It has threads only while there is
 //! work, so that no request without need of the driver waits for it.
 //!
-//! The mutex guards the queue and the number of threads; work is only pushed and popped under it.
+//! The mutex guards the queue and the number of threads; work is only pushed and popped under it, and no other
+//! lock is acquired inside.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};

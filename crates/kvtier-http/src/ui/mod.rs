@@ -2,6 +2,8 @@
 //!
 //! [`Dashboard::run`] reads the counters every [`INTERVAL`], for [`History`]. While there are viewers it also reads the
 //! state, once for all of them. A viewer that reads slowly skips ticks: only the latest one is kept.
+//!
+//! The mutex guards that history; no other lock is acquired inside.
 
 mod assets;
 mod events;

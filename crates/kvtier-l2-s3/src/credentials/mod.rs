@@ -1,7 +1,8 @@
 //! Credentials: those of the configuration, or the first that the usual chain has, renewed before they expire.
 //!
 //! The chain: environment, web identity, profile files, container, instance metadata. A profile of the configuration comes
-//! first. The mutexes guard the credentials in use, and that one caller renews them at a time.
+//! first. The mutexes guard the credentials in use, and that one caller renews them at a time; the
+//! first may be acquired inside the second.
 
 mod profile;
 mod remote;

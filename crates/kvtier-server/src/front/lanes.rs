@@ -5,7 +5,7 @@
 //! outlast the call that serves its job: the holder of the turn blocks that lane, and no thread of the pool.
 //!
 //! The mutex of a lane guards its queue and whether the lane is in its pool's run queue. Nothing is done under it but
-//! pushing and popping.
+//! pushing and popping, and no other lock is acquired inside.
 
 use std::collections::VecDeque;
 use std::sync::Arc;

@@ -1,4 +1,7 @@
 //! The side of the old server: a thread that waits for the next one.
+//!
+//! The mutex of [`Rounds`] guards the turn of the housekeeping, held for a round and for a hand-over; the locks of what is handed
+//! over are acquired inside. `asking` guards the connection to a server that asks to take over; no other lock is acquired inside.
 
 use std::net::TcpListener;
 use std::os::fd::{AsFd as _, BorrowedFd};

@@ -49,6 +49,35 @@ fn order_in_architecture_is_the_checked_one() {
 
 #[test]
 fn every_lock_is_in_architecture() {
+    let locks = locks();
+    let listed: BTreeSet<_> = [table(1), table(2)].concat().into_iter().collect();
+    let missing: Vec<_> = locks.difference(&listed).collect();
+    let superfluous: Vec<_> = listed.difference(&locks).collect();
+    assert!(
+        missing.is_empty() && superfluous.is_empty(),
+        "missing: {missing:?}, superfluous: {superfluous:?}"
+    );
+}
+
+#[test]
+fn headers_say_what_locks_guard_and_their_place() {
+    let lacks = |file: &String| {
+        let text = fs::read_to_string(root().join(file)).unwrap();
+        let header = text.lines().filter(|line| line.starts_with("//!"));
+        let header: String = header.collect();
+        let has_place = ["inside", "outside"].iter().any(|it| header.contains(it));
+        !header.contains("guard") || !has_place
+    };
+    let files: BTreeSet<_> = locks().into_iter().map(|(_, file)| file).collect();
+    let lacking: Vec<_> = files.iter().filter(|file| lacks(file)).collect();
+    assert!(
+        lacking.is_empty(),
+        "the header lacks \"guards\", or what is acquired inside: {lacking:?}"
+    );
+}
+
+/// Name and file of each lock in the source.
+fn locks() -> BTreeSet<(String, String)> {
     let mut locks = BTreeSet::new();
     let crates = fs::read_dir(root().join("crates")).unwrap();
     let mut folders: Vec<_> = crates.map(|it| it.unwrap().path().join("src")).collect();
@@ -80,13 +109,7 @@ fn every_lock_is_in_architecture() {
             }
         }
     }
-    let listed: BTreeSet<_> = [table(1), table(2)].concat().into_iter().collect();
-    let missing: Vec<_> = locks.difference(&listed).collect();
-    let superfluous: Vec<_> = listed.difference(&locks).collect();
-    assert!(
-        missing.is_empty() && superfluous.is_empty(),
-        "missing: {missing:?}, superfluous: {superfluous:?}"
-    );
+    locks
 }
 
 /// The name of the lock that a line declares: a field, a static, or a struct around one.

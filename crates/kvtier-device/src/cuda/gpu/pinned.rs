@@ -6,8 +6,8 @@
 //! While the driver registers memory, its other calls wait, also those of transfers and of registrations of workers
 //! (`benches/pinning.py`). So one thread registers, only memory that is touched before, and rests after each piece.
 //!
-//! `pause_lock` is shared while a piece is pinned and exclusive while pinning is paused. `registered` (the pinned
-//! pieces), `error` (of the last one that failed) and `pinning` (progress) have no lock inside.
+//! `pause_lock` guards pinning: it is shared while a piece is pinned and exclusive while pinning is paused; the others may be acquired
+//! inside. `registered` (the pinned pieces), `error` (of the last one that failed) and `pinning` (progress) have no lock inside.
 
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
