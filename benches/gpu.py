@@ -365,7 +365,7 @@ def memory_returns(place):
     del engine
     gc.collect()
     place.memory.collect()
-    place.soon(lambda: place.memory.used() - before < 64 << 20, "the memory is not given back")
+    place.soon(lambda: place.memory.used() - before < 64 << 20, "the memory is not freed")
 
 
 def ref_counter(place):

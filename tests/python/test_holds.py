@@ -172,7 +172,7 @@ class Pooled:
         self.engine.step(new=[(made, mine, 0, scheduled or len(prompt))], **step)
         return made, mine
 
-    def give_back(self, name):
+    def release(self, name):
         """What vLLM does at a request's end and at its preemption."""
         self.pool.free_blocks(reversed(self.blocks.pop(name)))
 
@@ -194,10 +194,10 @@ def test_end_and_preemption_wait_for_nothing(place, engines):
     adapter.take_ended_stores = list
     stored, mine = pooled.prefill("stored", prompt)
     assert engine.finish(stored) is False, "vLLM frees its blocks at once"
-    pooled.give_back("stored")
+    pooled.release("stored")
     preempted, theirs = pooled.prefill("preempted", other)
     engine.step(preempted=["preempted"])
-    pooled.give_back("preempted")
+    pooled.release("preempted")
     assert not any(pooled.waited)
     held = set(mine[: 2 * PER_CHUNK]) | set(theirs[:PER_CHUNK])
     assert pooled.pool.get_num_free_blocks() == pooled.free - len(held)
@@ -219,14 +219,14 @@ def test_ends_are_reported_with_a_later_step(place, engines):
     adapter.take_ended_stores = list
     stored, mine = pooled.prefill("a", tokens(CHUNK + 1, "idle"))
     assert engine.finish(stored) is False
-    pooled.give_back("a")
+    pooled.release("a")
     wait_until(lambda: adapter.get_finished(set()) and adapter._ended_stores, 60, "the store's end")
     adapter.take_ended_stores = take
     held = [pooled.pool.blocks[block] for block in mine[:PER_CHUNK]]
     assert all(block.ref_cnt == 1 for block in held)
     pooled.prefill("b", tokens(BLOCK, "next"))
     assert all(block.ref_cnt == 0 for block in held)
-    pooled.give_back("b")
+    pooled.release("b")
     pooled.all_free()
 
 
@@ -266,7 +266,7 @@ def test_lost_report_of_an_end(place, engines, monkeypatch):
     # It ends, and the report is lost.
     worker._stores.clear()
     engine.finish(req)
-    pooled.give_back("a")
+    pooled.release("a")
     pooled.all_free()
     adapter.take_ended_stores = take
     assert engine.scheduler._scheduling.in_flight_stores == {}
@@ -284,7 +284,7 @@ def test_reset_overtakes_stores(place, engines):
     assert pooled.pool.reset_prefix_cache() is False, "the request runs"
     assert all(pooled.pool.blocks[block].ref_cnt == 2 for block in mine[:PER_CHUNK]), "so its store holds its blocks"
     engine.finish(req)
-    pooled.give_back("a")
+    pooled.release("a")
     assert pooled.pool.reset_prefix_cache() is True
     assert pooled.pool.get_num_free_blocks() == pooled.free
     assert engine.step().metadata.preempted == {"a"} and {"a"} in pooled.waited
@@ -313,7 +313,7 @@ def test_stores_beyond_the_limit_are_put_off(place, engines):
     assert "put_off_tokens" not in (engine.scheduler.get_kv_connector_stats() or SimpleNamespace(data={})).data
     expected = engine.read(mine[: 5 * PER_CHUNK])
     engine.finish(req)
-    pooled.give_back("a")
+    pooled.release("a")
     pooled.all_free()
     again = request("b", prompt)
     assert engine.match(again) == (5 * CHUNK, True)

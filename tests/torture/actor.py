@@ -261,7 +261,7 @@ class Actor:
         for tenant, prompt, least in wanted:
             request, hit = self.lookup(tenant, prompt)
             if hit < least:
-                # Once more: the first lookup may have timed out on a tier.
+                # Again: the first lookup may have timed out on a tier.
                 self.client.end(request)
                 request, hit = self.lookup(tenant, prompt)
             self.note(op="audit", tenant=tenant, model=self.spec.model, prompt=prompt, least=least, hit=hit)

@@ -533,7 +533,7 @@ impl Engine {
         }
     }
 
-    /// Waits, for a while, until the memory of workers that have left is given back.
+    /// Waits, for a while, until the memory of workers that have left is released.
     pub fn finish_driver_threads(&self) {
         self.workers.driver_threads.finish();
     }

@@ -36,7 +36,7 @@ const READ_BYTES: usize = 16 << 10;
 /// Bytes of replies that are kept for one call, objects apart.
 const MAX_KEPT_BYTES: usize = 4 * reply::MAX_VALUE;
 
-/// Bytes of a call for which it may take [`RespOptions::request_timeout`](super::RespOptions) once more.
+/// Bytes of a call for which it may take [`RespOptions::request_timeout`](super::RespOptions) again.
 const TIMEOUT_BYTES: u64 = 4 << 20;
 
 /// Bytes sent or received before others of the runtime get their turn.

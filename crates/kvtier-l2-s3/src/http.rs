@@ -25,7 +25,7 @@ use kvtier_net::{ClientTls, connect_any, tls::Settings};
 /// How long a connection is kept without use: servers close theirs after 5 to 60 s.
 const IDLE: Duration = Duration::from_secs(20);
 
-/// Bytes for which a request, or a response, may take the time of a silence once more: no connection is slower for long.
+/// Bytes for which a request, or a response, may take the time of a silence again: no connection is slower for long.
 const TIMEOUT_BYTES: u64 = 4 << 20;
 
 /// Bytes of a response that does not say how many it has, for its time.
@@ -139,7 +139,7 @@ impl Http {
     }
 
     /// Sends a request and reads the head of its response. A kept connection may have been closed by the server meanwhile:
-    /// then an idempotent request is sent once more, on a new one.
+    /// then an idempotent request is sent again, on a new one.
     pub(super) async fn send(&self, request: &Outbound) -> Result<Response<'_>, L2Error> {
         if let Some(connection) = self.kept().await {
             match self.send_on(connection, request).await {

@@ -29,7 +29,7 @@ pub(super) struct Limit {
 
 struct State {
     limit: usize,
-    /// Permits that are still to be taken out of use.
+    /// Permits that are still to be removed.
     excess: usize,
     /// Counts how often the limit was halved.
     halvings: u64,

@@ -90,7 +90,7 @@ pub fn install() {
     });
 }
 
-/// A range in the guard's table, taken out on drop.
+/// A range in the guard's table, removed on drop.
 #[derive(Debug)]
 pub(crate) struct Registration {
     slot: usize,

@@ -281,7 +281,7 @@ impl Metrics {
             finished_stores: lmcache.add("num_finished_stores", "Stores answered"),
             submitted_retrieves: lmcache.add("num_submitted_retrieves", "Retrieves received"),
             finished_retrieves: lmcache.add("num_finished_retrieves", "Retrieves answered"),
-            chunks_loaded: lmcache.add("num_chunks_loaded", "Chunks given back to workers"),
+            chunks_loaded: lmcache.add("num_chunks_loaded", "Chunks returned to workers"),
             requests: own.add("requests", "Requests by operation"),
             refused: own.add(
                 "refused_requests",

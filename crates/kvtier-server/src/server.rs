@@ -1,7 +1,7 @@
 //! A whole server: both ports first, then the engine, then what serves requests, then background work.
 //!
 //! The ports come first because they tell servers apart: a second one on the same port ends there, before it asks for the
-//! pool that has the port in its name. For the same reason the request port is given back last: a server that can bind it
+//! pool that has the port in its name. For the same reason the request port is released last: a server that can bind it
 //! can also create the pool. Inherited sockets tell no servers apart: the service manager is assumed to run one server on
 //! them at a time, as systemd does for a unit, and the next one only after that has ended.
 
@@ -318,7 +318,7 @@ impl Drop for Server {
 
 impl Server {
     /// Ends the process, which has handed over: answers over HTTP that are on the way are sent, memory of
-    /// workers that had left is given back, and nothing else is touched.
+    /// workers that had left is released, and nothing else is touched.
     fn leave(&mut self) {
         self.end_http();
         self.engine.finish_driver_threads();

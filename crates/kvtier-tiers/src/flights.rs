@@ -29,7 +29,7 @@ pub struct Flight {
 }
 
 /// The request that loads an object.
-pub enum Boarded {
+pub enum Claimed {
     /// The caller.
     Own(Flight),
     /// Another request; closed once its load is over.
@@ -38,15 +38,15 @@ pub enum Boarded {
 
 impl Flights {
     /// Joins the load of an object, or begins it.
-    pub fn board(&self, object: &ObjectSpec) -> Boarded {
+    pub fn claim(&self, object: &ObjectSpec) -> Claimed {
         let name = (object.key.clone(), object.layout);
         match self.table.lock().entry(name) {
-            Entry::Occupied(entry) => Boarded::Others(entry.get().clone()),
+            Entry::Occupied(entry) => Claimed::Others(entry.get().clone()),
             Entry::Vacant(entry) => {
                 let (over, receiver) = watch::channel(());
                 let name = entry.key().clone();
                 entry.insert(receiver);
-                Boarded::Own(Flight {
+                Claimed::Own(Flight {
                     flights: self.clone(),
                     name,
                     _over: over,

@@ -19,7 +19,7 @@ use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};
 
-use super::flights::{Boarded, Flight, over};
+use super::flights::{Claimed, Flight, over};
 use super::{L2, LOAD_UNIT};
 use kvtier_l1::L1Allocator;
 use kvtier_metrics::{PrefetchPhase, TierCall};
@@ -234,9 +234,9 @@ impl L2 {
         let (mut tasks, mut joined) = (JoinSet::new(), Vec::new());
         let (mut batch, mut bytes) = (Vec::new(), 0);
         for ((cell, object), (_, source)) in objects.into_iter().zip(sources) {
-            match self.flights.board(&object) {
-                Boarded::Others(flight) => joined.push((cell, flight)),
-                Boarded::Own(flight) => {
+            match self.flights.claim(&object) {
+                Claimed::Others(flight) => joined.push((cell, flight)),
+                Claimed::Own(flight) => {
                     bytes += object.len;
                     batch.push(Wanted {
                         cell,

@@ -151,7 +151,7 @@ impl StoreQueue {
 
     fn send(&self, tier: usize, batch: Batch) {
         if let Some(sender) = self.senders.lock().get(tier) {
-            // Fails when it is ending; the batch gives back what it holds.
+            // Fails when it is ending; the batch releases what it holds.
             let _ = sender.send(batch);
         }
     }

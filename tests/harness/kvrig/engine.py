@@ -268,7 +268,7 @@ class Engine:
         self.end(request)
 
     def hits(self, prompt, salt=""):
-        """Hit tokens of a prompt, giving back what the lookup pinned."""
+        """Hit tokens of a prompt, releasing what the lookup pinned."""
         request, hit = self.lookup(prompt, salt=salt)
         self.abandon(request, prompt, salt)
         return hit

@@ -106,7 +106,7 @@ impl Core {
         registered.connections == self.client.connections()
     }
 
-    /// Withdraws the registration of `instance`, if it is the current one, and registers again soon: the server may
+    /// Removes the registration of `instance`, if it is the current one, and registers again soon: the server may
     /// keep something for it, or use its pages, without telling.
     pub fn renew(&self, instance: InstanceId) {
         let mut registered = self.registered.lock();

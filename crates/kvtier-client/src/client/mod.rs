@@ -412,7 +412,7 @@ impl Client {
         }
     }
 
-    /// Calls the hook of [`Client::on_recover`] soon, for a registration that was withdrawn.
+    /// Calls the hook of [`Client::on_recover`] soon, for a registration that was removed.
     pub fn recover_again(&self) {
         self.shared.link.recover_again();
     }

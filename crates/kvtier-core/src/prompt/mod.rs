@@ -65,7 +65,7 @@ pub struct PromptStats {
 /// Reads token ids into chunk hashes and remembers both; shared by all threads.
 ///
 /// Locks: `generations` is read-locked once for the walk (extremely long prompts: for each part of it), and
-/// write-locked once when something must be moved into the young generation (once more where that one is full), by a
+/// write-locked once when something must be moved into the young generation (again where that one is full), by a
 /// bounded number of moves. `retired` is locked without the other.
 pub struct PromptMemory {
     hasher: ChunkHasher,

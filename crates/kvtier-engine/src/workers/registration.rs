@@ -346,7 +346,7 @@ impl Workers {
             log_registered(&instance);
         }
         if let Some(earlier) = earlier {
-            // Registered by its client now: the same memory was opened once more, for the same use of it.
+            // Registered by its client now: the same memory was opened again, for the same use of it.
             if is_restored
                 && earlier.provisional.is_some()
                 && let Some(pages) = earlier.pages()

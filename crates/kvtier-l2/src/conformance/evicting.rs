@@ -11,7 +11,7 @@ use crate::error::ErrorKind;
 use crate::object::{LoadItem, ObjectSpec, StoreItem};
 use crate::tier::{Tier, TierConfig};
 
-/// Checks that objects which `evict` takes out of the backend between a lookup and a load are misses, that the index has them
+/// Checks that objects which `evict` removes from the backend between a lookup and a load are misses, that the index has them
 /// no more, and that they are stored again.
 ///
 /// # Panics

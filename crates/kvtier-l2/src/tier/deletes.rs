@@ -17,7 +17,7 @@ pub(super) struct DeletesInFlight {
 }
 
 impl DeletesInFlight {
-    /// Starts to delete `keys` by name, which `remove` takes out of the index; returns what it returned. Keys that are kept
+    /// Starts to delete `keys` by name, which `remove` removes from the index; returns what it returned. Keys that are kept
     /// there are not part of it.
     pub(super) fn start(
         states: &Arc<KeyStates>,

@@ -80,7 +80,7 @@ impl Default for Guards {
 /// 1. The *breaker* sees the final results, after retries and deadlines. While it is open, calls fail at once with
 ///    [`Unavailable`](crate::ErrorKind::Unavailable).
 /// 2. The *deadline* bounds everything below, pauses between retries included. Its clock is paused while the call is
-///    queued at the limit. The queue has the same deadline once more; it ends in [`Busy`](crate::ErrorKind::Busy), which
+///    queued at the limit. The queue has the same deadline again; it ends in [`Busy`](crate::ErrorKind::Busy), which
 ///    does not count against the backend, if other calls were answered meanwhile.
 /// 3. *Retries* start only after an answer, when the adapter no longer uses the buffers; a call that timed out is not
 ///    retried. A pause holds no permit of the limit.

@@ -74,7 +74,7 @@ fn pings_after_a_reconnect_are_no_chunk_size() {
         assert_eq!(candidates.decided(), Some(generation));
         assert!(!candidates.knows_chunk_size());
     }
-    // No adapter sends these: what they are stays open, unless a client of our own asks once more.
+    // No adapter sends these: what they are stays open, unless a client of our own asks again.
     for (number, generations) in [(10, [G1, G2]), (16, [G3, G4])] {
         let mut candidates = Candidates::all();
         let resolved = ask(&mut candidates, 9, number, &[], &[G6]).unwrap();

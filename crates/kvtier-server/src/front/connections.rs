@@ -346,7 +346,7 @@ impl Connections {
         [self.open.len(), self.strangers.len(), self.ticks.len()]
     }
 
-    /// Reads nothing more from a connection, and only writes. One that is ready to be read once more has ended.
+    /// Reads nothing more from a connection, and only writes. One that is ready to be read again has ended.
     pub fn ignore_requests(&mut self, id: u64) {
         let Some(connection) = self.open.get(&id) else {
             return;

@@ -159,7 +159,7 @@ fn restarted_worker_with_same_pid_uses_new_memory() {
     let pages = Pages::new(process.id());
     let mut connection = server.connect();
     pages.register(&mut connection, &scope);
-    // The same once more changes nothing.
+    // Again the same changes nothing.
     pages.register(&mut connection, &scope);
     assert_eq!(server.readings().instances, 1);
 

@@ -24,7 +24,7 @@ use crate::server::{KVTIER, Segments, Server, wait_until};
 const BRIEF: Duration = Duration::from_millis(200);
 
 /// Stores of a worker without an answer, at most, until it is killed.
-const MAX_UNSURE: usize = 8;
+const MAX_INDETERMINATE: usize = 8;
 
 /// Tenant of the worker whose pages the server copies.
 const PAGES: &str = "pages";
@@ -72,9 +72,9 @@ impl Worker {
 
     /// Requests without an answer after which it does nothing more. The server may still copy pages, which have to stay as they are;
     /// else each has reserved memory, and a worker may reserve a quarter of L1.
-    fn max_unsure(&self) -> usize {
+    fn max_indeterminate(&self) -> usize {
         match self {
-            Self::Copying(_) => MAX_UNSURE,
+            Self::Copying(_) => MAX_INDETERMINATE,
             Self::Pages(_) => 1,
         }
     }
@@ -90,10 +90,10 @@ fn work(
     is_killed: &AtomicBool,
 ) -> Vec<u64> {
     // Without an answer a prompt may be there or not, or be being written for as long as the server lives.
-    let (mut stored, mut unsure) = (BTreeSet::new(), BTreeSet::new());
+    let (mut stored, mut indeterminate) = (BTreeSet::new(), BTreeSet::new());
     let mut unanswered = 0;
     worker.connection().set_timeout(BRIEF);
-    while !is_killed.load(Ordering::Relaxed) && unanswered < worker.max_unsure() {
+    while !is_killed.load(Ordering::Relaxed) && unanswered < worker.max_indeterminate() {
         let number = random.below(prompts);
         let is_answered = if random.below(3) == 0 {
             worker.read(salt, number).is_ok()
@@ -101,16 +101,16 @@ fn work(
             let answer = worker.store(salt, number);
             match &answer {
                 // None is taken of what is there, but also where the server refuses the store.
-                Ok(false) if !stored.contains(&number) => unsure.insert(number),
+                Ok(false) if !stored.contains(&number) => indeterminate.insert(number),
                 Ok(_) => stored.insert(number),
-                Err(_) => unsure.insert(number),
+                Err(_) => indeterminate.insert(number),
             };
             answer.is_ok()
         };
         unanswered += usize::from(!is_answered);
         answered.fetch_add(is_answered.into(), Ordering::Relaxed);
     }
-    stored.difference(&unsure).copied().collect()
+    stored.difference(&indeterminate).copied().collect()
 }
 
 #[test]
@@ -350,7 +350,7 @@ fn usage_and_quotas_are_exact_after_a_kill() {
     assert_eq!(told(&server), expected);
 }
 
-/// What a smaller server leaves out is absent for a larger one after it: that memory was given back, or was another object's since.
+/// What a smaller server leaves out is absent for a larger one after it: that memory was freed, or was another object's since.
 #[test]
 fn larger_server_after_a_smaller_one_believes_no_stale_record() {
     let base = tempfile::tempdir().unwrap();

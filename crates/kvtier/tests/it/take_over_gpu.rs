@@ -152,7 +152,7 @@ fn gpu_that_cannot_be_opened_refuses() {
             log.contains(&whose) && log.contains(cause),
             "{script}: {log}"
         );
-        // Nothing of it is counted as given back.
+        // Nothing of it is counted as freed.
         assert_eq!((open_allocations(&server), worker.count()), (Some(1), 1));
         worker.read(1);
     }

@@ -111,7 +111,7 @@ fn unknown_worker_registers_again() {
 }
 
 #[test]
-fn withdrawn_registration_is_renewed_on_same_connection() {
+fn removed_registration_is_renewed_on_same_connection() {
     let server = Server::typed(default_answers);
     let client = connect_healthy(&server, settings());
     let recoveries = recoveries(&client, 1);

@@ -214,7 +214,7 @@ fn hanging_gpu_is_abandoned() {
     // Those of the thread for other memory go.
     wait(|| rest.count("live.streams") == 4);
     assert_eq!(rest.count("cuMemHostUnregister"), 0);
-    // It gets on after all, and everything is given back.
+    // It gets on after all, and everything is released.
     rest.script("release");
     let error = ticket.end().unwrap_err();
     assert!(matches!(error, DeviceError::Stopped), "{error}");
