@@ -205,6 +205,8 @@ fn gpu_workers_come_and_go_while_the_new_server_opens_them() {
     command.env("KVTIER_CUDA_FAKE", "hold cuMemHostUnregister@2+");
     let (between, mut new) = Between::start_by(command, base.path(), &with_gpu(&[]));
     let opened = between.greet_until_opened();
+    // Its first connection has sent nothing, and may have been closed since.
+    three.reconnect(&server);
     three.registers().unwrap();
     between.pass_opened(&opened);
     between.write_state(between.read_state());
