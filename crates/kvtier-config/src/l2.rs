@@ -287,8 +287,7 @@ fn is_same(one: &Path, other: &Path) -> bool {
     number(one).is_some_and(|one| number(other) == Some(one))
 }
 
-/// Checks the adapters; warnings of theirs are logged at the start.
-/// The adapters. A tier without a name is called by its type and number, the first one having 0.
+/// The adapters, checked; warnings of theirs are logged at the start. A tier without a name is called by its type and number, the first one having 0.
 fn adapters(specs: &[String]) -> Result<Vec<AdapterConfig>> {
     let registry = kvtier_adapters::registry();
     let adapter = |(number, spec): (usize, &String)| {

@@ -180,10 +180,18 @@ impl Shared {
         }
     }
 
+    /// Logs why there is no connection.
+    fn log_loss(&self, limit: &RateLimited, error: &L2Error, failed_calls: usize) {
+        if let Some(suppressed_lines) = limit.permit(std::time::Instant::now()) {
+            tracing::warn!(tier = self.options.tier, %error, failed_calls, suppressed_lines, "no connection to a tier in a process of its own; connecting again");
+        }
+    }
+
     async fn connect_always(&self) {
         // Servers that lost their tier at once come back at different times.
         let seed = RandomState::new().hash_one(0);
         let mut failures: u64 = 0;
+        let log_limit = RateLimited::per_second();
         loop {
             let (error, failed) = match self.connect().await {
                 Ok((session, wire)) => {
@@ -225,7 +233,7 @@ impl Shared {
                 }
             };
             if let Some(failed) = failed {
-                log_loss(&self.options.tier, &error, failed);
+                self.log_loss(&log_limit, &error, failed);
             }
             let pause = match error.kind() {
                 ErrorKind::Refused => REFUSED_PAUSE,
@@ -314,13 +322,5 @@ async fn send_with_descriptor(
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {}
             sent => return sent,
         }
-    }
-}
-
-/// Logs why there is no connection.
-fn log_loss(tier: &str, error: &L2Error, failed_calls: usize) {
-    static LOG_LIMIT: RateLimited = RateLimited::per_second();
-    if let Some(suppressed_lines) = LOG_LIMIT.permit(std::time::Instant::now()) {
-        tracing::warn!(tier, %error, failed_calls, suppressed_lines, "no connection to a tier in a process of its own; connecting again");
     }
 }
