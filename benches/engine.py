@@ -9,7 +9,7 @@ are random, the same in every setup, new in every round. The weights are random 
 compared by tests/vllm, not here.
 
 --trace has turns of a recorded length and recorded shared prefixes instead: JSON lines as published with the Mooncake paper (FAST'25;
-repository kvcache-ai/Mooncake, conversation trace), one request each. The first conversations that have enough turns are taken.
+repository kvcache-ai/Mooncake, conversation trace), one request each. The conversations that are first at enough turns are taken.
 `scale` tokens stand for a block of 512.
 
     none            vLLM alone with its own prefix cache
@@ -251,6 +251,7 @@ def recorded_conversations(path, load, parser):
         for line in lines:
             request = json.loads(line)
             blocks, length = tuple(request["hash_ids"]), request["input_length"] * load.scale // TRACE_BLOCK
+            # One that grows longer than the model allows ends.
             talk = next((open_ones.pop(blocks[:end]) for end in range(len(blocks), 1, -1) if blocks[:end] in open_ones), [])
             if length + load.answer > load.length:
                 continue
