@@ -7,6 +7,7 @@ from contextlib import closing
 import pytest
 from conftest import CHUNK
 from kvrig.waiting import wait_until
+from kvtier import KvTierError
 from rig import BLOCK, tokens
 from simulated import Simulation, full  # skips without vLLM
 from test_connector_misses import misses
@@ -147,6 +148,36 @@ def test_wait_ends_at_its_deadline(pair):
     stores.begin()
 
 
+def test_failed_lookup_costs_no_hit(pair):
+    """A lookup that fails ends the wait, and what earlier ones found is found by one more; a request that had found nothing is computed."""
+    _, prefill, decode = pair
+    prompt, stores, adapter = tokens(3 * CHUNK + 1, "failed"), HeldStores(prefill), decode.scheduling.adapter
+    params = prefill_in_two(prefill, prompt)
+    stores.begin(1)
+    wait_until(lambda: prefill.step() and len(prefill.scheduler._scheduling.in_flight_stores) == 1, 60, "the first store")
+    found = request("found", prompt, kv_transfer_params=params)
+    nothing = request("nothing", tokens(2 * CHUNK, "nothing"), kv_transfer_params=params)
+    assert decode.waits(found) and decode.waits(nothing) and decode.lookups == 2
+
+    class Failing:
+        """The adapter's client, whose lookups fail."""
+
+        def __getattr__(self, name):
+            return getattr(client, name)
+
+        def lookup(self, *args):
+            raise KvTierError("no answer in time")
+
+    client, adapter.client = adapter.client, Failing()
+    decode.now += 0.005
+    assert decode.ask(found) == decode.ask(nothing) == (None, False) and decode.lookups == 4
+    adapter.client = client
+    assert decode.engine.match(found) == (CHUNK, True) and decode.engine.match(nothing) == (0, False)
+    assert decode.lookups == 5
+    assert decode.stats() == {"hand_overs": 2, "hand_over_seconds": pytest.approx(0.01)}
+    stores.begin()
+
+
 def test_dead_server_ends_the_wait(pair):
     """Between two lookups, and in one: the request is computed at once."""
     server, _, decode = pair
@@ -219,6 +250,21 @@ def test_what_was_found_is_handed_over(pair):
         prefill.finish(req)
         assert prefill.handed_over == {"kvtier.stored_tokens": expected}
         prefill.scheduler.reset_cache()
+
+
+def test_nothing_is_handed_over_after_a_failed_load(pair):
+    """vLLM itself may have had a prefix that the server has lost, and that is not stored again."""
+    server, prefill, _ = pair
+    prompt = prefill.stored(3 * CHUNK + 1, "lost")
+    prefill.wait_for_stores()
+    req = request("lost", prompt, kv_transfer_params=PREFILL)
+    assert prefill.match(req, CHUNK) == (2 * CHUNK, True)
+    server.expect_trouble("instance|worker|register")
+    server.kill()
+    assert prefill.load(req, range(21, 34), CHUNK, 2 * CHUNK)
+    # vLLM computes on from its own prefix, without another question.
+    prefill.finish(req)
+    assert prefill.handed_over == {"kvtier.stored_tokens": 0}
 
 
 @pytest.mark.parametrize("stored", [None, 0, CHUNK - 1, -1, True, "x", [], float("nan"), 2 * CHUNK + 1, 10**30])

@@ -58,6 +58,7 @@ def test_name_has_all_kv_dependencies(tmp_path):
         name(cache={"cache_dtype": "fp8", "kv_cache_dtype_skip_layers": ["0"]}),
         name(pictures={"mm_processor_kwargs": {"min_pixels": 4}}),
         name(load={"load_format": "dummy"}),
+        name(load={"load_format": "dummy"}, more={"parallel_config": SimpleNamespace(tensor_parallel_size=2, pipeline_parallel_size=1)}),
         name(draft={"model": "draft/one"}),
         name(draft={"model": "draft/two"}),
         name({"model_impl": "transformers"}),

@@ -63,7 +63,10 @@ def test_what_is_not_certain_counts_once_per_rank():
 
 def test_quantized_checkpoints_have_the_same_heads_in_all_ranks():
     """Their scales are the checkpoint's."""
-    assert found(HEADS, quantization="fp8", hf_config=SimpleNamespace(quantization_config={"quant_method": "fp8"})) == 2
+    checkpoint = {"quantization": "fp8", "hf_config": SimpleNamespace(quantization_config={"quant_method": "fp8"})}
+    assert found(HEADS, **checkpoint) == 2
+    # Each rank quantizes what the checkpoint has.
+    assert found(HEADS, **checkpoint, quantization_config={"quant_method": "fp8_per_block"}) == 1
 
 
 def test_all_ranks_have_latents():

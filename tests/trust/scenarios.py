@@ -200,7 +200,7 @@ def disaggregated_prefill(case):
     """One engine prefills, and another decodes with the parameters of its answer: at once, and asked before the first begins."""
     server = case.server()
     prefill = case.engine("llama", server, {"kvtier.hand_over": True})
-    decode = case.engine("llama", server, {"kvtier.hand_over_timeout": 100})
+    decode = case.engine("llama", server, {"kvtier.hand_over_timeout": 60})
     for number in range(4):
         prompt = prompt_of(f"apart-{number}", PROMPT)
         if is_early := number >= 2:

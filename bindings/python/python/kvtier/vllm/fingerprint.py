@@ -91,7 +91,9 @@ def fingerprint(vllm_config: Any) -> str:
         parts["draft weights"] = weights_of(draft.model)
     load_format = _load_format(vllm_config)
     if load_format == "dummy":
-        parts["random weights"] = getattr(model, "seed", None)
+        # Each rank makes up its own part's.
+        ranks = getattr(getattr(vllm_config, "parallel_config", None), "tensor_parallel_size", 1)
+        parts["random weights"] = [getattr(model, "seed", None), ranks]
     else:
         parts["weights"] = weights_of(weights_path(model))
         if load_format in _OTHER_SOURCES:

@@ -64,6 +64,8 @@ def _ranks_per_head(model: Any, tensor: int, ranks: int) -> int:
 
 
 def _is_quantized_here(model: Any) -> bool:
-    """Whether each rank quantizes its part of the weights itself, by a scale that depends on its queries' part too."""
-    is_quantized = getattr(model, "quantization", None) or getattr(model, "quantization_config", None)
-    return bool(is_quantized) and not getattr(model.hf_config, "quantization_config", None)
+    """Whether each rank quantizes its part of the weights itself, by scales that may depend on its queries' part too."""
+    if getattr(model, "quantization_config", None):
+        # vLLM's own, which it also applies to a quantized checkpoint.
+        return True
+    return bool(getattr(model, "quantization", None)) and not getattr(model.hf_config, "quantization_config", None)

@@ -22,6 +22,8 @@ class Wait:
 
     def __init__(self, now: float) -> None:
         self.began, self.next_lookup, self.has_ended = now, now + _LOOKUP_INTERVAL, False
+        # Whether a lookup that was replaced has found something.
+        self.has_found = False
 
     def is_lookup_due(self, now: float) -> bool:
         """Whether the request is to be looked up again now."""

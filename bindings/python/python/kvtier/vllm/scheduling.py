@@ -177,7 +177,8 @@ class Scheduling:
 
     def _waits(self, tracked: Tracked, found: int, end: int) -> bool:
         """Whether a request whose lookup found ``found`` tokens waits for more that another engine is storing. It is then looked up
-        again from time to time, for ``kvtier.hand_over_timeout`` in all."""
+        again from time to time, for ``kvtier.hand_over_timeout`` in all, and another time if such a lookup fails: those before it may
+        have found something."""
         wait, timeout = tracked.wait, self.options.hand_over_timeout
         if not tracked.limits.awaited or not timeout or (wait is not None and wait.has_ended):
             return False
@@ -194,12 +195,21 @@ class Scheduling:
         if has_all or in_vain or waited >= timeout:
             wait.has_ended = True
             self.stats.add(hand_overs=1, hand_over_timeouts=not (has_all or in_vain), hand_over_seconds=waited)
+            if tracked.miss == "lookup_failed" and wait.has_found:
+                self._lookup_again(tracked, found, end)
+                return True
             return False
         if wait.is_lookup_due(now):
-            self._free(tracked, found, 0, found)
-            self.adapter.cleanup_lookup_result(tracked.request.request_id)
-            self._lookup(tracked, end)
+            wait.has_found |= found > 0
+            self._lookup_again(tracked, found, end)
         return True
+
+    def _lookup_again(self, tracked: Tracked, found: int, end: int) -> None:
+        """Replaces a request's lookup, which found ``found`` tokens."""
+        # Servers that count leases would keep those of both.
+        self._free(tracked, found, 0, found)
+        self.adapter.cleanup_lookup_result(tracked.request.request_id)
+        self._lookup(tracked, end)
 
     def _free(self, tracked: Tracked, found: int, start: int, end: int) -> None:
         """Releases the leases on tokens from ``start`` to ``end`` of the ``found`` ones."""
@@ -521,8 +531,8 @@ class Scheduling:
             self.adapter.end_session(request_id)
         handed_over = None
         if self.options.hand_over and is_prefill(request):
-            # After a reset no other engine has this one's keys.
-            has_stored = tracked is not None and not self.was_reset
+            # After a reset no other engine has this one's keys. If a load failed, what vLLM itself had may be lost in the server too.
+            has_stored = tracked is not None and not self.was_reset and tracked.bypass != "load_failed"
             handed_over = {STORED_TOKENS: tracked.stored_tokens if has_stored else 0}
         return request_id in self.held, handed_over
 
