@@ -4,7 +4,7 @@
 //! | what the start finds | what it does |
 //! | --- | --- |
 //! | both, and a ledger of this instance about this arena | goes on with its objects |
-//! | too few hugepages for an L1 that is larger now | nothing: the start ends, and the earlier L1 is still there |
+//! | too few hugepages for an L1 that is larger now, or no memory that could have it | nothing: the start ends, and the earlier L1 is still there |
 //! | anything else | takes new segments: clients that still map the old ones keep those |
 //! | `/dev/shm` without the space, hugepages without a hugetlbfs, `--l1-restore off` | L1 ends with the process |
 //! | segments of a server that runs | `--l1-restore auto`: L1 ends with the process; `on`: the start ends |
@@ -26,7 +26,7 @@ use kvtier_memory::{Arena, ArenaError, ArenaKind, Ownership, SegmentLock, Shared
 use rustix::time::{ClockId, clock_gettime};
 
 use super::allocator::L1Allocator;
-use super::memory::create_arena;
+use super::memory::{check_possible, create_arena};
 use super::place::{
     Instance, check_private, kept_place, ledger_name, pool_path, remove_earlier, with_ledger,
 };
@@ -155,6 +155,7 @@ pub fn find_running_arena(config: &ServerConfig) -> Result<Arc<Arena>> {
 
 /// The arena that a server which has ended left, or a new one.
 fn reopen_arena(config: &ServerConfig, instance: Result<Instance<'_>>) -> Result<(Arena, Kept)> {
+    check_possible(config)?;
     let instance = match instance {
         Ok(instance) => instance,
         Err(reason) => {

@@ -12,7 +12,7 @@ use kvtier_core::cache::{Cache, CacheConfig};
 use kvtier_core::quota::QuotaConfig;
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_extent::Extent;
-use kvtier_memory::{Arena, ArenaError, ArenaKind, SHM_PREFIX, hugetlbfs_mounts};
+use kvtier_memory::{Arena, ArenaError, ArenaKind, SHM_PREFIX, Space, hugetlbfs_mounts};
 use kvtier_sync::Mutex;
 
 use super::allocator::{L1Allocator, parts};
@@ -417,6 +417,21 @@ pub fn create_arena(config: &ServerConfig) -> Result<Arena> {
             Arena::create(ArenaKind::Anonymous, bytes).map_err(describe)
         }
     }
+}
+
+/// Refuses an L1 that neither `/dev/shm` nor the system's memory can have, before an earlier one is removed for it.
+///
+/// # Errors
+/// The system does not map so many bytes.
+pub(super) fn check_possible(config: &ServerConfig) -> Result<()> {
+    let name = config.shm_name.as_deref().unwrap_or(SHM_PREFIX);
+    let is_for_shm = Space::of_pool(name).is_none_or(|shm| config.l1_bytes <= shm.size);
+    // Of hugepages the earlier L1 has some, and stays if there are too few.
+    if is_for_shm || config.l1_hugepages {
+        return Ok(());
+    }
+    let trial = Arena::create(ArenaKind::Anonymous, config.l1_bytes);
+    trial.map(drop).map_err(|error| no_arena(config, error))
 }
 
 #[cfg(test)]

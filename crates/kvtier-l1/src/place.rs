@@ -250,6 +250,26 @@ mod tests {
     }
 
     #[test]
+    fn size_that_no_memory_has_removes_nothing() {
+        let folder = tempfile::tempdir().unwrap();
+        let record = folder.path().join("l1");
+        let open = |flags: &[&str]| open_as("size", flags, "one", Some(&record));
+        for flags in [&[][..], &["--shm-name", ""]] {
+            let left = ended(open(flags).unwrap());
+            let error = open(&[flags, &["--l1-size-gb", "1000000"]].concat()).unwrap_err();
+            assert!(error.to_string().contains("--l1-size-gb"), "{error}");
+            assert!(left.exists(), "{flags:?}");
+            let again = open(flags).unwrap();
+            assert!(
+                format!("{:?}", again.1).contains("Old"),
+                "{flags:?}: {again:?}"
+            );
+            drop(again);
+            drop(open(&[flags, &["--l1-restore", "off"]].concat()).unwrap());
+        }
+    }
+
+    #[test]
     fn file_that_names_what_is_no_l1_removes_nothing() {
         let folder = tempfile::tempdir().unwrap();
         let (record, mine) = (

@@ -183,7 +183,7 @@ impl Shared {
     /// Logs why there is no connection.
     fn log_loss(&self, limit: &RateLimited, error: &L2Error, failed_calls: usize) {
         if let Some(suppressed_lines) = limit.permit(std::time::Instant::now()) {
-            tracing::warn!(tier = self.options.tier, %error, failed_calls, suppressed_lines, "no connection to a tier in a process of its own; connecting again");
+            tracing::warn!(tier = &*self.options.tier, %error, failed_calls, suppressed_lines, "no connection to a tier in a process of its own; connecting again");
         }
     }
 
