@@ -422,7 +422,7 @@ pub fn create_arena(config: &ServerConfig) -> Result<Arena> {
 /// Refuses an L1 that neither `/dev/shm` nor the system's memory can have, before an earlier one is removed for it.
 ///
 /// # Errors
-/// The system does not map so many bytes.
+/// The system does not map that size.
 pub(super) fn check_possible(config: &ServerConfig) -> Result<()> {
     let name = config.shm_name.as_deref().unwrap_or(SHM_PREFIX);
     let is_for_shm = Space::of_pool(name).is_none_or(|shm| config.l1_bytes <= shm.size);
