@@ -19,7 +19,8 @@ repository kvcache-ai/Mooncake, conversation trace), one request each. The conve
     kvtier          kvtier's server and connector
 
 All engines run from the beginning to the end; one at a time has requests, as many as run at once (`concurrency`), then the next
-has the same ones, in an order that changes: what slows the machine meets all setups. Reported for each setup, as median of the
+has the same ones, in an order that changes: what slows the machine meets all setups. Between two such waves is a pause, since an
+engine's processes spin for a second after its last step, and would slow the other's. Reported for each setup, as median of the
 rounds and for each round:
 
     ttft_first, ttft_later    milliseconds to the first token of a user's first turn and of later ones, p50 and p99
@@ -94,6 +95,8 @@ CHUNK = 256
 # Tokens of a block of a trace.
 TRACE_BLOCK = 512
 VOCABULARY = 8192
+# Seconds for which vLLM's processes may look for the next step's message before they sleep: one, and some more.
+SPIN = 1.2
 SETUPS = ("none", "offloading", "lmcache", "kvtier-lmcache", "kvtier")
 
 
@@ -295,6 +298,8 @@ class Conversations:
 
     def wave(self, turn, users):
         """The turn of some users, at the same time."""
+        # The engine that had the last wave is idle then.
+        time.sleep(SPIN)
         before = self.meters()
         with concurrent.futures.ThreadPoolExecutor(len(users)) as pool:
             self.answers += pool.map(lambda user: self.ask(turn, user), users)

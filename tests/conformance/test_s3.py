@@ -116,11 +116,14 @@ def test_suite_passes(seaweed):
 
 
 def test_suite_passes_but_for_odd_listings(tmp_path):
-    """As `test_suite_passes`. rclone replaces control characters in keys, refuses pages that it did not name itself, and may list a
-    key twice that is being written."""
+    """As `test_suite_passes`. rclone replaces control characters in keys, refuses pages that it did not name itself, may list a key
+    twice that is being written, and may break off the download of one that is being deleted."""
     server = s3.Rclone(tmp_path / "rclone", dir_cache="5m")
     try:
-        odd = {"odd_keys_are_kept_or_refused", "odd_cursors_are_harmless", "same_key_by_many_callers", "same_key_twice_in_one_batch"}
+        odd = {
+            "odd_keys_are_kept_or_refused", "odd_cursors_are_harmless", "same_key_by_many_callers", "same_key_twice_in_one_batch",
+            "delete_while_loading",
+        }  # fmt: skip
         assert set(tiers.failed_cases(bucket(server))) <= odd
     finally:
         server.stop()

@@ -15,7 +15,9 @@ import pytest
 import zmq
 from conftest import CHUNK
 from kvrig.proxy import OPERATIONS
-from kvrig.server import free_port
+from kvrig.server import free_port, our_command
+from kvrig.tiers import adapter
+from kvrig.waiting import wait_until
 from kvtier import doctor
 from rig import tokens
 
@@ -251,6 +253,25 @@ def test_default_address_of_http_api():
     assert doctor.Doctor("tcp://[::1]:5555").http == "http://[::1]:8080"
     assert doctor.Doctor("tcp://a:1", http="https://b:2/").http == "https://b:2"
     assert doctor.Doctor("tcp://a:1", http="").http == ""
+
+
+# -- second tiers --------------------------------------------------------------------------------
+
+
+def test_failed_second_tier_is_a_warning(place, examine, tmp_path):
+    """The server works without it; tiers that work are named."""
+    disk, away = tmp_path / "disk", free_port()
+    flags = adapter("fs", name="disk", base_path=disk)
+    one, two = place.server(flags=flags), place.server(flags=[*flags, *adapter("resp", name="away", host="127.0.0.1", port=away)])
+    two.expect_trouble("away")
+    status, checks = examine(one.url, "--http", one.http)
+    assert status == 0 and checks["second tiers"] == ("ok", "disk")
+    wait_until(lambda: "1 of 2 second tiers failed" in subprocess.run(
+        [our_command()[0], "status", two.http], capture_output=True, text=True, check=False).stdout, 30, "the failure")  # fmt: skip
+    status, checks = examine(two.url, "--http", two.http)
+    verdict, text = checks["second tiers"]
+    assert status == 0 and verdict == "warning" and text.startswith("1 of 2 failed: away (") and "computed again" in text
+    assert "second tiers" not in examine(two.url, "--http", "")[1]
 
 
 # -- shared memory -------------------------------------------------------------------------------

@@ -132,6 +132,7 @@ class Doctor:
             if len(self.skipped) - skipped == len(MODES):
                 self.report("transfer modes", "FAILED", "no mode can be used", "start the server with --supported-transfer-mode auto")
         self._versions_agree()
+        self._second_tiers()
         self._gpu(chunk)
 
     # -- the server --------------------------------------------------------------------------
@@ -195,6 +196,20 @@ class Doctor:
             if not theirs and release != PROTOCOL:
                 raise failure(f"the server's version is {version!r}; this package speaks LMCache {PROTOCOL}'s protocol", remedy)
             ok(f"server kvtier {theirs}, package {__version__}" if theirs else f"server LMCache {release}, whose protocol this package speaks")
+
+    def _second_tiers(self) -> None:
+        """Whether they work, as the HTTP API says; nothing without one that is the server's, or without tiers."""
+        status = self.get_if_possible("/status") if self.is_http_of_server else {}
+        tiers = status.get("storage_manager", {}).get("l2_adapters", [])
+        if not tiers:
+            return
+        with self.check("second tiers", "look at the server's log") as ok:
+            failed = [tier for tier in tiers if not tier["is_healthy"]]
+            if failed:
+                causes = (f"{tier['name']} ({tier.get('error') or tier.get('last_store_error') or 'its calls fail'})" for tier in failed)
+                remedy = "the server works without them: what is only there is computed again. Its log has more"
+                raise Finding("warning", f"{len(failed)} of {len(tiers)} failed: {', '.join(causes)}", remedy)
+            ok(f"{', '.join(tier['name'] for tier in tiers)}")
 
     # -- bytes -------------------------------------------------------------------------------
 

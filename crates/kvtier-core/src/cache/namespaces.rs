@@ -3,6 +3,7 @@
 use super::interner::{Interner, SHARED_COUNTERS, name_bytes};
 use super::tenant::Tenants;
 use crate::hashing::ChunkHash;
+use crate::ledger::Namespaces;
 use crate::object_key::Namespace;
 use crate::quota::QuotaConfig;
 use foldhash::quality::RandomState;
@@ -24,6 +25,12 @@ struct Entry {
     users: u64,
     /// The namespace's hash.
     hash: u64,
+}
+
+impl Namespaces for NamespaceTable {
+    fn namespace(&self, number: u32) -> Option<&Namespace> {
+        self.get(number).map(Arc::as_ref)
+    }
 }
 
 fn first_word(hash: &ChunkHash) -> u64 {

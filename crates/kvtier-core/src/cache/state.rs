@@ -182,17 +182,14 @@ impl<A: ExtentAllocator> State<A> {
         slot: &Slot,
         state: ObjectState,
     ) {
-        if let Some(journal) = journal
-            && let Some(namespace) = namespaces.get(slot.namespace)
-        {
+        if let Some(journal) = journal {
             let object = Object {
                 hash: &slot.hash,
-                number: slot.namespace,
-                namespace,
+                namespace: slot.namespace,
                 extent: slot.extent,
                 used_at: slot.used_at,
             };
-            journal.insert(number, &object, state);
+            journal.insert(number, &object, state, namespaces);
         }
     }
 

@@ -308,9 +308,9 @@ pub(super) struct Record {
 }
 
 impl Record {
-    /// The words of the record up to its life, with a 0 in place of the checksum.
+    /// The words of the record, with a 0 in place of checksum and life.
     #[inline]
-    fn words(&self) -> [u64; LIFE as usize] {
+    fn words(&self) -> [u64; RECORD as usize] {
         let (hash, _) = self.hash.0.as_chunks::<8>();
         let hash = |at: usize| u64::from_le_bytes(hash[at]);
         [
@@ -323,6 +323,7 @@ impl Record {
             self.extent.len,
             u64::from(self.namespace) << 32 | u64::from(self.reference),
             self.sequence,
+            0,
         ]
     }
 }
@@ -355,10 +356,10 @@ pub(super) fn write_record(
     // A slot whose last object was not removed must never show its life with another's words.
     words.set(at + LIFE, 0);
     let mut content = record.words();
-    let sum = checksum(id, u64::from(slot), &content[1..]);
+    let sum = checksum(id, u64::from(slot), &content[1..LIFE as usize]);
     content[0] = sum;
+    content[LIFE as usize] = life.word(sum);
     words.set_all(at, &content);
-    words.set(at + LIFE, life.word(sum));
 }
 
 /// Updates the life of a record; returns whether there is one.

@@ -63,20 +63,30 @@ pub enum ObjectState {
 pub struct Object<'a> {
     /// The chunk.
     pub hash: &'a ChunkHash,
-    /// Number of the namespace, which is another's after [`Journal::forget_namespace`].
-    pub number: u32,
-    /// The rest of the key.
-    pub namespace: &'a Namespace,
+    /// Number of its namespace, which is another's after [`Journal::forget_namespace`].
+    pub namespace: u32,
     /// Its memory.
     pub extent: Extent,
     /// Its last use, in ticks of the cache's clock.
     pub used_at: u32,
 }
 
+/// Namespaces by their numbers.
+pub trait Namespaces {
+    /// The namespace of a number that is in use.
+    fn namespace(&self, number: u32) -> Option<&Namespace>;
+}
+
 /// What a cache writes while it runs. Slots are the cache's; each has at most one object.
 pub trait Journal: Send + fmt::Debug {
-    /// Records an object in a slot that has none.
-    fn insert(&mut self, slot: u32, object: &Object<'_>, state: ObjectState);
+    /// Records an object in a slot that has none. Its namespace is asked for when its number is new.
+    fn insert(
+        &mut self,
+        slot: u32,
+        object: &Object<'_>,
+        state: ObjectState,
+        namespaces: &dyn Namespaces,
+    );
 
     /// Updates state and last use of a slot's object.
     fn update(&mut self, slot: u32, state: ObjectState, used_at: u32);
@@ -177,10 +187,10 @@ impl<W: Words> Ledger<W> {
 
     /// The reference to a namespace in records, written first if it is new; `None` if it cannot be recorded.
     #[inline]
-    fn refer(&mut self, number: u32, namespace: &Namespace) -> Option<u32> {
+    fn refer(&mut self, number: u32, namespaces: &dyn Namespaces) -> Option<u32> {
         match self.names.get(number as usize) {
             Some(&known) if known != 0 => Some(known),
-            _ => self.write_name(number, namespace),
+            _ => self.write_name(number, namespaces.namespace(number)?),
         }
     }
 
@@ -203,13 +213,19 @@ impl<W: Words> Ledger<W> {
 
 impl<W: Words> Journal for Ledger<W> {
     #[inline]
-    fn insert(&mut self, slot: u32, object: &Object<'_>, state: ObjectState) {
+    fn insert(
+        &mut self,
+        slot: u32,
+        object: &Object<'_>,
+        state: ObjectState,
+        namespaces: &dyn Namespaces,
+    ) {
         if !self.reach(slot) {
             self.leave_unrecorded(state);
             return;
         }
         let at = record_at(slot);
-        let Some(reference) = self.refer(object.number, object.namespace) else {
+        let Some(reference) = self.refer(object.namespace, namespaces) else {
             format::invalidate(&mut self.words, at);
             self.leave_unrecorded(state);
             return;
@@ -218,7 +234,7 @@ impl<W: Words> Journal for Ledger<W> {
         let record = Record {
             hash: *object.hash,
             extent: object.extent,
-            namespace: object.number,
+            namespace: object.namespace,
             reference,
             sequence: self.sequence,
         };

@@ -86,19 +86,21 @@ fn reason(client: &Client) -> String {
     reason.unwrap_or_else(|| "its status says so".to_owned())
 }
 
+/// Whether the server is healthy, and how many of its tiers are not.
+pub(crate) fn health(status: &Status) -> String {
+    let tiers = &status.storage_manager.l2_adapters;
+    let failed = tiers.iter().filter(|tier| !tier.is_healthy).count();
+    match (status.is_healthy, failed) {
+        (true, 0) => "healthy".to_owned(),
+        (true, failed) => format!("healthy, {failed} of {} second tiers failed", tiers.len()),
+        (false, _) => "NOT HEALTHY".to_owned(),
+    }
+}
+
 /// The lines. Missing fields are left out, so it works with LMCache's own server too.
 fn summary(url: &str, status: &Status) -> String {
     let mut out = String::new();
-    let adapters = &status.storage_manager.l2_adapters;
-    let failed = adapters.iter().filter(|tier| !tier.is_healthy).count();
-    let health = match (status.is_healthy, failed) {
-        (true, 0) => "healthy".to_owned(),
-        (true, failed) => format!(
-            "healthy, {failed} of {} second tiers failed",
-            adapters.len()
-        ),
-        (false, _) => "NOT HEALTHY".to_owned(),
-    };
+    let health = health(status);
     let version = status
         .version
         .as_ref()

@@ -8,6 +8,7 @@ use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 
 use super::sample::Sample;
+use crate::status::health;
 
 /// Characters of the bar that shows how full something is.
 const BAR: usize = 24;
@@ -104,10 +105,12 @@ impl View {
     fn head(&self) -> Line<'static> {
         let mut spans = vec![bold("kvtier"), Span::raw(format!("  {}", self.url))];
         if let Some(Sample { status, .. }) = &self.last {
-            spans.push(match status.is_healthy {
-                true => Span::styled("  healthy", Style::new().fg(Color::Green)),
-                false => Span::styled("  NOT HEALTHY", bad()),
-            });
+            let health = health(status);
+            let style = match health == "healthy" {
+                true => Style::new().fg(Color::Green),
+                false => bad(),
+            };
+            spans.push(Span::styled(format!("  {health}"), style));
             let version = status
                 .version
                 .as_deref()
@@ -407,7 +410,7 @@ mod tests {
         view.update(Ok(sample(status(), &metrics(101))));
         let shown = text(&view);
         for part in [
-            "kvtier  http://h  healthy  0.1.0  up 2 hours  workers 3, sessions 3",
+            "kvtier  http://h  healthy, 1 of 1 second tiers failed  0.1.0  up 2 hours  workers 3, sessions 3",
             "L1 [######------------------] 1.00 GiB of 4.00 GiB (25 %), 1,234 objects",
             "hit rate  75.0 % of",
             "lookup",

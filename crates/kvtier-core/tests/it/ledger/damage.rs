@@ -2,15 +2,25 @@
 
 use std::time::Duration;
 
+use kvtier_core::Namespace;
 use kvtier_core::cache::{Cache, Extent};
 use kvtier_core::eviction::EvictionKind;
-use kvtier_core::ledger::{Fault, Journal as _, Ledger, Object, ObjectState, Owner};
+use kvtier_core::ledger::{Fault, Journal as _, Ledger, Namespaces, Object, ObjectState, Owner};
 
 use super::{
     ALIGN, CAPACITY, ID, IDENTITY, Key, Shared, config, keys, objects, open, open_for, record,
     rejected, restored, space, stored,
 };
 use crate::cache_support::{FirstFit, hash, request};
+
+/// Every number's namespace is the first.
+struct First;
+
+impl Namespaces for First {
+    fn namespace(&self, _number: u32) -> Option<&Namespace> {
+        Some(space(0))
+    }
+}
 
 #[test]
 fn each_flipped_bit_leaves_out_what_it_belongs_to() {
@@ -89,15 +99,14 @@ fn duplicate_namespace_leaves_no_reference_to_its_number() {
     for (slot, state) in [(0, ObjectState::Resident), (1, ObjectState::Withheld)] {
         let object = Object {
             hash: &hash(slot),
-            number: slot,
-            namespace: space(0),
+            namespace: slot,
             extent: Extent {
                 offset: 8 * u64::from(slot),
                 len: 8,
             },
             used_at: 1,
         };
-        ledger.insert(slot, &object, state);
+        ledger.insert(slot, &object, state, &First);
     }
     let memory = words.memory();
     assert!(open(&memory).unwrap().1.has_lost_granted());
@@ -129,12 +138,11 @@ fn contradicting_objects_are_left_out() {
     let mut insert = |slot, number, offset, len| {
         let object = Object {
             hash: &hash(number),
-            number: 0,
-            namespace: space(0),
+            namespace: 0,
             extent: Extent { offset, len },
             used_at: 50 + slot,
         };
-        ledger.insert(slot, &object, ObjectState::Resident);
+        ledger.insert(slot, &object, ObjectState::Resident, &First);
     };
     insert(0, 0, 0, 10);
     insert(1, 1, 8, 4);
