@@ -215,7 +215,7 @@ impl L2 {
         rows.filter_map(|(number, row)| {
             let of_row = cells.iter().filter(|cell| cell.row == number);
             let hashes: Vec<_> = of_row.map(|cell| request.hashes[cell.chunk]).collect();
-            self.cache.pin(self.now(), &row.namespace, &hashes)
+            self.cache.lease(self.now(), &row.namespace, &hashes)
         })
         .collect()
     }

@@ -202,7 +202,7 @@ impl Bed {
         let namespace = &self.request.rows[0].namespace;
         let held = self
             .cache
-            .pin(Duration::ZERO, namespace, &self.request.hashes);
+            .lease(Duration::ZERO, namespace, &self.request.hashes);
         let held = held.expect("all are resident");
         let values = held.extents().iter().map(|extent| {
             let (mut bytes, extent) = (Vec::new(), *extent);

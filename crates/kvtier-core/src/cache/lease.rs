@@ -48,7 +48,7 @@ pub struct PrefixLease<A: ExtentAllocator> {
     held: usize,
 }
 
-/// Chunks that a lookup pinned for a row, and which of them are still held.
+/// Chunks that a lookup leased for a row, and which of them are still held.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct HeldRow {
     /// The first of them.
@@ -72,7 +72,7 @@ impl HeldChunks {
         start..at(chunks.end).max(start)
     }
 
-    /// Chunks that were pinned.
+    /// Chunks that were leased.
     fn chunks(&self) -> Range<usize> {
         self.start..self.start + self.slots.len()
     }
@@ -95,12 +95,12 @@ impl<A: ExtentAllocator> PrefixLease<A> {
         &self.rows
     }
 
-    /// The chunks that the lookup pinned for a row; some may have been released since. `None` for an unknown row.
-    pub fn pinned(&self, row: usize) -> Option<Range<usize>> {
+    /// The chunks that the lookup leased for a row; some may have been released since. `None` for an unknown row.
+    pub fn leased(&self, row: usize) -> Option<Range<usize>> {
         self.holds.get(row).map(HeldChunks::chunks)
     }
 
-    /// What the lookup pinned for a row and is still held, for [`Cache::hold_rows`]. An object that was removed meanwhile
+    /// What the lookup leased for a row and is still held, for [`Cache::hold_rows`]. An object that was removed meanwhile
     /// is left out: no key leads to it.
     pub fn held_chunks(&self, row: usize) -> HeldRow {
         let Some(hold) = self.holds.get(row) else {
@@ -150,7 +150,7 @@ impl<A: ExtentAllocator> PrefixLease<A> {
         if !slots.is_empty() {
             self.cache.locked(|state| {
                 for reference in slots {
-                    state.pin(reference.slot);
+                    state.lease(reference.slot);
                     hold.extents.push(state.slab.at(reference.slot).extent);
                 }
             });
@@ -215,7 +215,7 @@ impl<A: ExtentAllocator> Cache<A> {
             let holds: Vec<HeldChunks> = holds.collect::<Option<_>>()?;
             for reference in holds.iter().flat_map(|hold| &hold.slots) {
                 if *reference != SlotRef::NONE {
-                    state.pin(reference.slot);
+                    state.lease(reference.slot);
                 }
             }
             Some(holds)
@@ -246,7 +246,7 @@ impl<A: ExtentAllocator> State<A> {
                     .and_then(|at| row.slots.get(at));
                 match slot {
                     Some(&SlotRef::NONE) | None => {}
-                    Some(&slot) => self.unpin(slot),
+                    Some(&slot) => self.end_lease(slot),
                 }
             }
         }
@@ -301,7 +301,7 @@ impl<A: ExtentAllocator> ReadLease<A> {
         if !hold.slots.is_empty() {
             self.cache.locked(|state| {
                 for reference in &hold.slots {
-                    state.pin(reference.slot);
+                    state.lease(reference.slot);
                 }
             });
         }
@@ -338,7 +338,7 @@ impl<A: ExtentAllocator> Drop for ReadLease<A> {
         if !self.hold.slots.is_empty() {
             self.cache.locked(|state| {
                 for &slot in self.hold.slots.iter().rev() {
-                    state.unpin(slot);
+                    state.end_lease(slot);
                 }
             });
         }

@@ -80,7 +80,7 @@ impl<A: ExtentAllocator> State<A> {
             }
             hold.start = needed.start;
             for reference in &hold.slots {
-                self.pin(reference.slot);
+                self.lease(reference.slot);
             }
         }
         hit

@@ -320,26 +320,26 @@ impl<A: ExtentAllocator> Cache<A> {
     }
 
     /// Leases all these objects, in this order; `None` if one of them is not resident. Counts as a use.
-    pub fn pin(
+    pub fn lease(
         &self,
         now: Duration,
         namespace: &Namespace,
         hashes: &[ChunkHash],
     ) -> Option<ReadLease<A>> {
-        self.lease(now, namespace, hashes, State::pin)
+        self.lease_by(now, namespace, hashes, State::lease)
     }
 
-    /// [`pin`](Self::pin) for the server's own purposes, such as writing objects to a tier: does not count as a use.
+    /// [`lease`](Self::lease) for the server's own purposes, such as writing objects to a tier: does not count as a use.
     pub fn hold(
         &self,
         now: Duration,
         namespace: &Namespace,
         hashes: &[ChunkHash],
     ) -> Option<ReadLease<A>> {
-        self.lease(now, namespace, hashes, State::hold)
+        self.lease_by(now, namespace, hashes, State::hold)
     }
 
-    fn lease(
+    fn lease_by(
         &self,
         now: Duration,
         namespace: &Namespace,
@@ -350,19 +350,19 @@ impl<A: ExtentAllocator> Cache<A> {
             slots: Vec::with_capacity(hashes.len()),
             extents: Vec::with_capacity(hashes.len()),
         };
-        let pinned = self.locked(|state| {
+        let is_leased = self.locked(|state| {
             state.advance_clock(now);
-            let pinned = match state.namespaces.find(namespace) {
+            let is_leased = match state.namespaces.find(namespace) {
                 Some(namespace) => state.lease_all(namespace, hashes, one, &mut hold.slots),
                 None => hashes.is_empty(),
             };
-            if pinned {
+            if is_leased {
                 let extent = |held: &SlotRef| state.slab.at(held.slot).extent;
                 hold.extents.extend(hold.slots.iter().map(extent));
             }
-            pinned
+            is_leased
         });
-        pinned.then(|| ReadLease::new(self.clone(), hold))
+        is_leased.then(|| ReadLease::new(self.clone(), hold))
     }
 
     /// Whether each of these objects is resident.

@@ -51,7 +51,7 @@ impl<A: ExtentAllocator> State<A> {
                 let found = namespace.and_then(|namespace| self.find(namespace, hash));
                 batch
                     .held
-                    .push(found.map_or(MISSING, |number| self.pin(number)));
+                    .push(found.map_or(MISSING, |number| self.lease(number)));
             }
         }
         let mut held = batch.held.iter();
@@ -103,7 +103,7 @@ impl<A: ExtentAllocator> State<A> {
             let mut start = 0;
             for request in requests {
                 if position < request.hashes.len() && batch.held[start + position] != MISSING {
-                    self.unpin(batch.held[start + position]);
+                    self.end_lease(batch.held[start + position]);
                 }
                 start += request.hashes.len();
             }

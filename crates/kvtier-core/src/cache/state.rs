@@ -97,7 +97,7 @@ impl<A: ExtentAllocator> State<A> {
     }
 
     /// Adds a lease that counts as a use.
-    pub(super) fn pin(&mut self, number: u32) -> SlotRef {
+    pub(super) fn lease(&mut self, number: u32) -> SlotRef {
         self.slab.at_mut(number).note_use();
         self.hold(number)
     }
@@ -131,7 +131,7 @@ impl<A: ExtentAllocator> State<A> {
 
     /// Drops a lease. With the last one a resident object joins the eviction order as the youngest, and a doomed one is
     /// freed.
-    pub(super) fn unpin(&mut self, reference: SlotRef) {
+    pub(super) fn end_lease(&mut self, reference: SlotRef) {
         let number = reference.slot;
         if self.slab.get(reference).is_none_or(|slot| slot.leases == 0) {
             self.accounting_errors += 1;

@@ -44,7 +44,7 @@ enum Op {
     ReleaseRange(Index, Range<usize>, Range<usize>),
     ReleasePrefix(Index),
     ReleaseRead(Index),
-    Pin(usize, Vec<u32>),
+    Lease(usize, Vec<u32>),
     Touch(usize, Vec<u32>),
     Evict(u64, usize),
     Remove(usize, Vec<u32>, bool),
@@ -79,7 +79,7 @@ fn op() -> impl Strategy<Value = Op> {
         2 => (which(), span(3), span(8)).prop_map(|(w, r, c)| Op::ReleaseRange(w, r, c)),
         3 => which().prop_map(Op::ReleasePrefix),
         3 => which().prop_map(Op::ReleaseRead),
-        1 => (0..NAMESPACES, chunks()).prop_map(|(s, c)| Op::Pin(s, c)),
+        1 => (0..NAMESPACES, chunks()).prop_map(|(s, c)| Op::Lease(s, c)),
         1 => (0..NAMESPACES, chunks()).prop_map(|(s, c)| Op::Touch(s, c)),
         1 => (0..60u64, 0..8usize).prop_map(|(b, n)| Op::Evict(b, n)),
         1 => (0..NAMESPACES, chunks(), any::<bool>()).prop_map(|(s, c, f)| Op::Remove(s, c, f)),
@@ -193,18 +193,18 @@ impl Both {
             Op::ReleaseRead(which) => {
                 if let Some((lease, ids)) = pick(&mut self.reads, &which) {
                     drop(lease);
-                    ids.iter().rev().for_each(|&id| self.model.unpin(id));
+                    ids.iter().rev().for_each(|&id| self.model.end_lease(id));
                 }
             }
-            Op::Pin(namespace, chunks) => {
+            Op::Lease(namespace, chunks) => {
                 let lease = self
                     .cache
-                    .pin(NOW, namespace_of(namespace), &hashes_of(&chunks));
+                    .lease(NOW, namespace_of(namespace), &hashes_of(&chunks));
                 let find = |&chunk| self.model.resident.get(&(namespace, chunk)).copied();
                 let ids: Option<Vec<Id>> = chunks.iter().map(find).collect();
                 assert_eq!(lease.is_some(), ids.is_some());
                 if let (Some(lease), Some(ids)) = (lease, ids) {
-                    ids.iter().for_each(|&id| self.model.pin(id));
+                    ids.iter().for_each(|&id| self.model.lease(id));
                     self.keep_read(lease, ids);
                 }
             }
@@ -333,7 +333,7 @@ impl Both {
         let (hit, model_rows) = self.model.lookup(rows, chunks);
         assert_eq!(found.hit_chunks, hit);
         for (row, (start, ids)) in model_rows.iter().enumerate() {
-            assert_eq!(found.lease.pinned(row), Some(*start..start + ids.len()));
+            assert_eq!(found.lease.leased(row), Some(*start..start + ids.len()));
         }
         let some = |(start, ids): (usize, Vec<Id>)| (start, ids.into_iter().map(Some).collect());
         let model_rows = model_rows.into_iter().map(some).collect();
@@ -353,7 +353,7 @@ impl Both {
         let ids: Option<Vec<Id>> = span.map(held).collect();
         assert_eq!(claimed.is_some(), ids.is_some());
         if let (Some(claimed), Some(ids)) = (claimed, ids) {
-            ids.iter().for_each(|&id| self.model.pin(id));
+            ids.iter().for_each(|&id| self.model.lease(id));
             self.keep_read(claimed, ids);
         }
     }
@@ -451,7 +451,7 @@ fn release(
                 .filter(|_| which.contains(&number));
             let id = at.and_then(|at| ids.get_mut(at)).and_then(Option::take);
             if let Some(id) = id {
-                model.unpin(id);
+                model.end_lease(id);
                 released += 1;
             }
         }

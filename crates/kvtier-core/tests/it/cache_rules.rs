@@ -63,7 +63,7 @@ fn first_commit_wins_over_dead_writer() {
     let winner = second.reservation.staged()[0].extent;
     assert_eq!(second.reservation.commit(NOW).inserted, 1);
     assert_eq!(first.reservation.commit(NOW).duplicates, 1);
-    let lease = cache.pin(NOW, namespace(0, ""), &keys).unwrap();
+    let lease = cache.lease(NOW, namespace(0, ""), &keys).unwrap();
     assert_eq!(lease.extents(), [winner]);
     let stats = cache.stats();
     assert_eq!((stats.used_bytes, stats.duplicates_total), (10, 1));
@@ -160,7 +160,7 @@ fn oversized_batch_evicts_nothing() {
         assert_eq!(reserved.outcomes, [KeyOutcome::NoMemory]);
     }
     // 90 bytes would fit the capacity, but 20 of it are leased.
-    let lease = cache.pin(NOW, namespace(0, ""), &hashes(0..2)).unwrap();
+    let lease = cache.lease(NOW, namespace(0, ""), &hashes(0..2)).unwrap();
     assert_eq!(store(&cache, namespace(0, ""), &hashes(20..21), 90), 0);
     assert_eq!(cache.stats().objects, 5);
     drop(lease);
@@ -200,8 +200,8 @@ fn lookup_leases_only_what_each_row_needs() {
     let rows = [row(0, None), row(1, Some(2)), row(2, Some(1))].into();
     let found = cache.lookup(NOW, &rows, &keys);
     assert_eq!(found.hit_chunks, 4);
-    let pinned: Vec<_> = (0..3).map(|row| found.lease.pinned(row)).collect();
-    assert_eq!(pinned, [Some(0..4), Some(2..4), Some(3..4)]);
+    let leased: Vec<_> = (0..3).map(|row| found.lease.leased(row)).collect();
+    assert_eq!(leased, [Some(0..4), Some(2..4), Some(3..4)]);
     assert_eq!(found.lease.held(), 7);
     assert_eq!(cache.stats().leased_objects, 7);
     // What is not leased goes; what is leased stays.
@@ -248,9 +248,9 @@ fn namespaces_are_isolated_in_every_field() {
         other("some/mode", rank, 0),
         other(model, rank, 1),
     ] {
-        assert!(cache.pin(NOW, &other, &keys).is_none(), "{other:?}");
+        assert!(cache.lease(NOW, &other, &keys).is_none(), "{other:?}");
     }
-    assert!(cache.pin(NOW, own, &keys).is_some());
+    assert!(cache.lease(NOW, own, &keys).is_some());
 }
 
 #[test]
@@ -264,7 +264,7 @@ fn claim_outlives_lookup_and_releases_are_counted() {
     assert_eq!(
         claim.extents(),
         cache
-            .pin(NOW, namespace(0, ""), &keys[1..3])
+            .lease(NOW, namespace(0, ""), &keys[1..3])
             .unwrap()
             .extents()
     );
@@ -303,7 +303,7 @@ fn release_and_touch_renew_an_object() {
     for n in 0..3 {
         store(&cache, namespace(0, ""), &hashes(n..n + 1), 10);
     }
-    drop(cache.pin(NOW, namespace(0, ""), &hashes(0..1)));
+    drop(cache.lease(NOW, namespace(0, ""), &hashes(0..1)));
     assert_eq!(cache.touch(NOW, namespace(0, ""), &hashes(1..2)), 1);
     assert_eq!(cache.touch(NOW, namespace(0, ""), &hashes(7..9)), 0);
     cache.evict(NOW, 1, 1);
@@ -317,8 +317,8 @@ fn leased_objects_stay_unless_forced_their_memory_always() {
     let cache = cache(100);
     let keys = hashes(0..2);
     store(&cache, namespace(0, ""), &keys, 10);
-    let one = cache.pin(NOW, namespace(0, ""), &keys[..1]).unwrap();
-    let two = cache.pin(NOW, namespace(0, ""), &keys[..1]).unwrap();
+    let one = cache.lease(NOW, namespace(0, ""), &keys[..1]).unwrap();
+    let two = cache.lease(NOW, namespace(0, ""), &keys[..1]).unwrap();
     let removed = cache.remove(namespace(0, ""), &hashes(0..3), false);
     assert_eq!((removed.objects, removed.kept, removed.missing), (1, 1, 1));
     let removed = cache.remove(namespace(0, ""), &keys[..1], true);
@@ -330,7 +330,7 @@ fn leased_objects_stay_unless_forced_their_memory_always() {
 
     // The key can be stored again meanwhile; the old bytes stay where they are.
     store(&cache, namespace(0, ""), &keys[..1], 20);
-    let new = cache.pin(NOW, namespace(0, ""), &keys[..1]).unwrap();
+    let new = cache.lease(NOW, namespace(0, ""), &keys[..1]).unwrap();
     assert_ne!(new.extents(), one.extents());
     drop(one);
     assert_eq!(cache.usage().used_bytes, 30);
@@ -343,7 +343,7 @@ fn leased_objects_stay_unless_forced_their_memory_always() {
 fn clear_keeps_leased_objects_and_reservations() {
     let cache = cache(100);
     store(&cache, namespace(0, ""), &hashes(0..3), 10);
-    let lease = cache.pin(NOW, namespace(0, ""), &hashes(1..2)).unwrap();
+    let lease = cache.lease(NOW, namespace(0, ""), &hashes(1..2)).unwrap();
     let reserved = cache
         .reserve(NOW, &request(namespace(0, ""), &hashes(5..6), 10))
         .unwrap();
@@ -398,7 +398,7 @@ fn objects_lists_full_keys_in_pages() {
     let cache = cache(100_000);
     store(&cache, namespace(3, "tenant"), &hashes(0..1500), 7);
     let lease = cache
-        .pin(NOW, namespace(3, "tenant"), &hashes(0..1))
+        .lease(NOW, namespace(3, "tenant"), &hashes(0..1))
         .unwrap();
     let (mut from, mut listed) = (0, Vec::new());
     loop {
@@ -443,7 +443,7 @@ fn key_requested_twice_is_stored_once() {
 fn victim_idle_time_counts_from_last_use() {
     let cache = cache(100);
     store(&cache, namespace(0, ""), &hashes(0..1), 10);
-    let lease = cache.pin(Duration::from_secs(50), namespace(0, ""), &hashes(0..1));
+    let lease = cache.lease(Duration::from_secs(50), namespace(0, ""), &hashes(0..1));
     drop(lease);
     cache.evict(Duration::from_secs(80), 1, 1);
     assert_eq!(cache.stats().last_evicted_idle_seconds, 30);

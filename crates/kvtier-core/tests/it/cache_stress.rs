@@ -83,7 +83,7 @@ fn read(cache: &Cache<FirstFit>, arena: &[AtomicU64], random: &mut SplitMix64) {
     let rows = [row(0, salt, None), row(1, salt, window)].into();
     let mut found = cache.lookup(NOW, &rows, &hashes);
     for row in 0..2 {
-        let chunks = found.lease.pinned(row).unwrap();
+        let chunks = found.lease.leased(row).unwrap();
         let claim = found.lease.claim(row, chunks.clone()).unwrap();
         if random.below(2) == 0 {
             found.lease.release_range(row..row + 1, chunks.clone());

@@ -17,7 +17,7 @@ fn filled(objects: u32, len: u64) -> Cache<FirstFit> {
 }
 
 fn lease(cache: &Cache<FirstFit>, object: u32) -> ReadLease<FirstFit> {
-    let lease = cache.pin(NOW, namespace(0, ""), &[hash(object)]);
+    let lease = cache.lease(NOW, namespace(0, ""), &[hash(object)]);
     lease.unwrap()
 }
 
@@ -148,8 +148,8 @@ fn strict_tenant_refused_for_memory_keeps_its_objects() {
     for tenant in ["a", "b"] {
         assert_eq!(store(&cache, namespace(0, tenant), &hashes(0..8), 1), 8);
     }
-    let _wall = cache.pin(NOW, namespace(0, "a"), &hashes(4..5)).unwrap();
-    let _other = cache.pin(NOW, namespace(0, "b"), &hashes(0..4)).unwrap();
+    let _wall = cache.lease(NOW, namespace(0, "a"), &hashes(4..5)).unwrap();
+    let _other = cache.lease(NOW, namespace(0, "b"), &hashes(0..4)).unwrap();
     assert_eq!(store(&cache, namespace(1, "a"), &[hash(0)], 5), 0);
     assert_eq!(evicted(&cache), 0);
 }

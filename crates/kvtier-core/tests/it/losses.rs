@@ -93,7 +93,7 @@ fn quotas_are_causes_of_evictions_and_refusals() {
     put(&strict, "a", 0..2);
     put(&strict, "a", 5..6);
     assert_eq!(causes(&strict, "a", 0..2), [None, quota]);
-    let held = strict.pin(NOW, namespace(0, "a"), &[hash(0), hash(5)]);
+    let held = strict.lease(NOW, namespace(0, "a"), &[hash(0), hash(5)]);
     assert!(held.is_some());
     assert_eq!(put(&strict, "a", 7..8), 0);
     let refused = Some(LossCause::RefusedQuota);
@@ -108,7 +108,7 @@ fn quotas_are_causes_of_evictions_and_refusals() {
     // Leased objects leave no space.
     let full = cache(2);
     put(&full, "", 0..2);
-    let held = full.pin(NOW, namespace(0, ""), &hashes(0..2));
+    let held = full.lease(NOW, namespace(0, ""), &hashes(0..2));
     assert_eq!(put(&full, "", 2..3), 0);
     assert!(held.is_some());
     assert_eq!(causes(&full, "", 2..3), [Some(LossCause::RefusedSpace)]);
@@ -121,7 +121,7 @@ fn refused_request_is_remembered_by_its_first_chunk() {
     put(&cache, "b", 0..1);
     assert_eq!(causes(&cache, "", 1..2), [Some(LossCause::Space)]);
     let held = [("", 0..1), ("b", 0..1)]
-        .map(|(salt, chunks)| cache.pin(NOW, namespace(0, salt), &hashes(chunks)));
+        .map(|(salt, chunks)| cache.lease(NOW, namespace(0, salt), &hashes(chunks)));
     assert!(held.iter().all(Option::is_some));
     // As often as an engine repeats it.
     for _ in 0..1 << 10 {

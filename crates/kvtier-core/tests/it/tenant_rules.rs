@@ -89,7 +89,7 @@ fn strict_limit_counts_writes_and_reads_in_flight() {
     let cache = tenants(QuotaMode::Strict, None);
     cache.set_grant("a", limit(10));
     put(&cache, "a", 0..4);
-    let reading = cache.pin(NOW, namespace(0, "a"), &hashes(0..4)).unwrap();
+    let reading = cache.lease(NOW, namespace(0, "a"), &hashes(0..4)).unwrap();
     let writing = cache
         .reserve(NOW, &request(namespace(0, "a"), &hashes(10..18), 1))
         .unwrap();
@@ -229,7 +229,9 @@ fn only_its_tenant_can_evict_a_share() {
     assert_eq!(put(&cache, "b", 50..100), 50);
     assert_eq!(bytes(&cache, "a"), 40);
     // A share is no limit, and what its tenant needs it may take from itself.
-    let hold = cache.pin(NOW, namespace(0, "b"), &hashes(50..100)).unwrap();
+    let hold = cache
+        .lease(NOW, namespace(0, "b"), &hashes(50..100))
+        .unwrap();
     assert_eq!(put(&cache, "a", 100..130), 30);
     drop(hold);
     assert!(bytes(&cache, "a") >= 40);
@@ -358,7 +360,7 @@ fn refused_store_evicts_nothing() {
     let cache = tenants(QuotaMode::Strict, None);
     cache.set_grant("a", limit(20));
     put(&cache, "a", 0..20);
-    let reading = cache.pin(NOW, namespace(0, "a"), &hashes(0..15)).unwrap();
+    let reading = cache.lease(NOW, namespace(0, "a"), &hashes(0..15)).unwrap();
     let large = cache
         .reserve(NOW, &request(namespace(0, "a"), &hashes(50..51), 6))
         .unwrap();

@@ -138,7 +138,7 @@ impl Transfers {
                 .window;
             let chunks = needed(window, range.chunks.end);
             let chunks = chunks.start.max(range.chunks.start)..range.chunks.end;
-            let lease = self.context.l1.cache.pin(
+            let lease = self.context.l1.cache.lease(
                 self.context.now(),
                 namespace,
                 &hashes[chunks.clone()],

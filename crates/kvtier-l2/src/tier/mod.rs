@@ -288,10 +288,10 @@ impl Tier {
     }
 
     /// Leases an object that is in the index.
-    fn pin(&self, key: &ObjectKey) -> Option<TierLease> {
+    fn lease(&self, key: &ObjectKey) -> Option<TierLease> {
         let lease = self
             .index
-            .pin(self.now(), key.namespace(), &[key.chunk_hash()])?;
+            .lease(self.now(), key.namespace(), &[key.chunk_hash()])?;
         Some(TierLease {
             _lease: Some(lease),
         })
@@ -307,7 +307,9 @@ impl Tier {
         let (mut held, mut unknown) = (Vec::with_capacity(batch.len()), Vec::new());
         for (position, object) in batch.iter().enumerate() {
             let is_indeterminate = self.states.is_indeterminate(&object.key);
-            let lease = (!is_indeterminate).then(|| self.pin(&object.key)).flatten();
+            let lease = (!is_indeterminate)
+                .then(|| self.lease(&object.key))
+                .flatten();
             if lease.is_none() && (is_indeterminate || may_have_more) {
                 unknown.push(position);
             }
@@ -323,7 +325,7 @@ impl Tier {
                 self.states.resolve(key);
                 if self.adopt(key, bytes) != Adopted::Deleting {
                     // It can be loaded even if the index cannot hold it.
-                    held[position] = Some(self.pin(key).unwrap_or(TierLease { _lease: None }));
+                    held[position] = Some(self.lease(key).unwrap_or(TierLease { _lease: None }));
                 }
             }
             // A lookup does not wait for deletes.

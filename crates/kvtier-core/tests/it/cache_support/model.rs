@@ -94,12 +94,12 @@ impl Model {
         self.resident.get(&self.objects[&id].key) == Some(&id)
     }
 
-    pub fn pin(&mut self, id: Id) {
+    pub fn lease(&mut self, id: Id) {
         self.objects.get_mut(&id).unwrap().leases += 1;
         self.order.retain(|&other| other != id);
     }
 
-    pub fn unpin(&mut self, id: Id) {
+    pub fn end_lease(&mut self, id: Id) {
         let object = self.objects.get_mut(&id).unwrap();
         object.leases -= 1;
         if object.leases == 0 {
@@ -453,7 +453,7 @@ impl Model {
         for (request, (namespace, chunks, _)) in requests.iter().enumerate() {
             for (position, &chunk) in chunks.iter().enumerate() {
                 if let Some(&id) = self.resident.get(&(*namespace, chunk)) {
-                    self.pin(id);
+                    self.lease(id);
                     held.push((position, request, id));
                 }
             }
@@ -497,7 +497,7 @@ impl Model {
         }
         held.sort_by(|a, b| b.0.cmp(&a.0).then(a.1.cmp(&b.1)));
         for (_, _, id) in held {
-            self.unpin(id);
+            self.end_lease(id);
         }
         (outcomes, staged)
     }
@@ -536,7 +536,7 @@ impl Model {
                 self.order.push(id);
             }
             if lease {
-                self.pin(now_resident);
+                self.lease(now_resident);
                 leased[at] = now_resident;
             }
         }
@@ -578,7 +578,7 @@ impl Model {
             .collect();
         for (_, ids) in &rows {
             for &id in ids {
-                self.pin(id);
+                self.lease(id);
             }
         }
         (hit, rows)

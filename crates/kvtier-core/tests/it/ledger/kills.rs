@@ -100,7 +100,7 @@ impl Walk {
                 }
             }
             6 => {
-                if let Some(lease) = self.cache.pin(self.now, space(salt), &hashes[..1]) {
+                if let Some(lease) = self.cache.lease(self.now, space(salt), &hashes[..1]) {
                     let grant = (random.below(2) == 0).then(|| {
                         lease.grant();
                         self.granted(lease.extents().to_vec())

@@ -40,7 +40,7 @@ fn adopted_cache_leaves_ledger_to_the_earlier_one() {
     let hashes = [hash(0), hash(1), hash(2)];
     let mut lookup = cache.lookup(now, &rows, &hashes).lease;
     assert_eq!(lookup.release_range(0..1, 0..1), 1);
-    let read = cache.pin(now, space(0), &hashes[1..2]).unwrap();
+    let read = cache.lease(now, space(0), &hashes[1..2]).unwrap();
     read.grant();
     let written = store(3);
     written.grant();

@@ -54,7 +54,7 @@ pub struct LookupState {
     pub loaded: Vec<(usize, usize)>,
 }
 
-/// A row of a lookup, and the chunks that it pinned.
+/// A row of a lookup, and the chunks that it leased.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct RowState {
