@@ -5,6 +5,8 @@
 //! 1. objects of tenants over quota, the storing tenant first
 //! 2. objects that the policy names, as far as the shares of other tenants allow it
 //! 3. objects of the storing tenant
+//!
+//! Pinned objects are no victims while there are others: see `pins.rs`.
 
 use super::losses::LossCause;
 use super::refusal::Refusal;
@@ -51,7 +53,7 @@ impl<A: ExtentAllocator> State<A> {
         let kept = self.strictly_kept(tenant, taken)?;
         let extent = self.allocate_by_victims(tenant, kept, bytes, near, more, owner)?;
         while self.is_over(tenant, kept)
-            && let Some(own) = self.policy.victim_of(tenant)
+            && let Some(own) = self.own_victim(tenant)
         {
             self.warm_up(Some(tenant), more + 1);
             self.evict_slot(own, LossCause::Quota);
@@ -60,7 +62,7 @@ impl<A: ExtentAllocator> State<A> {
     }
 
     /// Bytes that a strict limit allows a tenant beside an object that takes `bytes` bytes; `u64::MAX` without one.
-    fn strictly_kept(&self, tenant: u32, bytes: u64) -> Result<u64, Refusal> {
+    fn strictly_kept(&mut self, tenant: u32, bytes: u64) -> Result<u64, Refusal> {
         let Some(limit) = self.namespaces.tenants.strict_limit(tenant) else {
             return Ok(u64::MAX);
         };
@@ -70,7 +72,7 @@ impl<A: ExtentAllocator> State<A> {
         };
         let fixed = storing.bytes() - storing.evictable();
         let is_over = storing.bytes() > kept;
-        if fixed > kept || is_over && self.policy.victim_of(tenant).is_none() {
+        if fixed > kept || is_over && self.own_victim(tenant).is_none() {
             return Err(Refusal::Quota);
         }
         Ok(kept)
@@ -107,17 +109,40 @@ impl<A: ExtentAllocator> State<A> {
                     let extent = near.and_then(|_| self.allocator.allocate(bytes, owner));
                     return match extent {
                         Some(extent) => Ok(extent),
-                        None => self.allocate_by_run(tenant, kept, bytes, more, owner, victim),
+                        None => self.allocate_by_pins(tenant, kept, bytes, more, owner, victim),
                     };
                 }
             };
         }
     }
 
+    /// Allocates where the next victim does not suffice. If no others do, pins end.
+    #[cold]
+    fn allocate_by_pins(
+        &mut self,
+        tenant: u32,
+        kept: u64,
+        bytes: u64,
+        more: usize,
+        owner: u32,
+        mut victim: Option<u32>,
+    ) -> Result<Extent, Refusal> {
+        let mut unpinned = self.allocator.footprint(bytes);
+        loop {
+            match self.allocate_by_run(tenant, kept, bytes, more, owner, victim) {
+                Err(Refusal::Memory) if self.end_pins_for(unpinned) => {
+                    // Twice as much each time, so that few searches are in vain.
+                    unpinned = unpinned.saturating_mul(2);
+                    victim = self.next_victim(tenant, kept, more);
+                }
+                result => return result,
+            }
+        }
+    }
+
     /// Allocates where the next victim is smaller than the object, or the tenant's own. Small victims are evicted in policy
     /// order only if there is a run to fall back on, and only while little is free; after that the obstacle is
     /// fragmentation, and the run is evicted. So nothing is evicted for an object that is refused.
-    #[cold]
     fn allocate_by_run(
         &mut self,
         tenant: u32,
@@ -169,7 +194,7 @@ impl<A: ExtentAllocator> State<A> {
         let is_over = self.is_over(tenant, kept);
         self.warm_up(is_over.then_some(tenant), more + 1);
         match is_over {
-            true => self.policy.victim_of(tenant),
+            true => self.own_victim(tenant),
             false => self.victim_for(tenant),
         }
     }
@@ -227,7 +252,7 @@ impl<A: ExtentAllocator> State<A> {
     /// See [`super::Cache::evict_over_quota`].
     pub(super) fn evict_over_quota(&mut self, max_objects: usize) -> Evicted {
         let mut evicted = Evicted::default();
-        // Tenants whose objects are all leased are skipped.
+        // Tenants whose objects are all leased are skipped; those of others that are pinned go last.
         let mut skipped = 0;
         while evicted.objects < max_objects && skipped < max_objects {
             let over = self.namespaces.tenants.over();
@@ -238,7 +263,7 @@ impl<A: ExtentAllocator> State<A> {
             else {
                 break;
             };
-            match self.policy.victim_of(tenant) {
+            match self.own_victim(tenant) {
                 Some(victim) => {
                     evicted.bytes += self.evict_slot(victim, LossCause::Quota);
                     evicted.objects += 1;

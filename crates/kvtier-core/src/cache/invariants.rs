@@ -22,7 +22,7 @@ fn same<T: PartialEq + std::fmt::Debug>(what: &str, counted: T, known: T) -> Che
 impl<A: ExtentAllocator> State<A> {
     /// Checks all of them.
     pub(super) fn check_invariants(&self) -> Result<(), BrokenInvariant> {
-        let checks: [Check<A>; 10] = [
+        let checks: [Check<A>; 11] = [
             ("bytes_within_capacity", Self::bytes_within_capacity),
             ("extents_disjoint", Self::extents_disjoint),
             ("sums_match_slots", Self::sums_match_slots),
@@ -32,6 +32,7 @@ impl<A: ExtentAllocator> State<A> {
             ("index_matches_slots", Self::index_matches_slots),
             ("slots_all_known", Self::slots_all_known),
             ("eviction_order_complete", Self::eviction_order_complete),
+            ("pins_match_slots", Self::pins_match_slots),
             ("no_accounting_errors", Self::no_accounting_errors),
         ];
         for (invariant, check) in checks {
@@ -182,16 +183,38 @@ impl<A: ExtentAllocator> State<A> {
         )
     }
 
-    /// The eviction order has every resident object without a lease, once, and no other.
+    /// The eviction order has every resident object without a lease or pin, once, and no other.
     fn eviction_order_complete(&self) -> Checked {
         let mut order = self.policy.order()?;
         same("length of the order", order.len(), self.policy.len())?;
         order.sort_unstable();
         let evictable = self.slab.iter().filter(|(_, slot)| {
-            slot.state() == SlotState::Resident && slot.leases == 0 && self.policy.evicts()
+            slot.state() == SlotState::Resident && !slot.is_held() && self.policy.evicts()
         });
         let evictable: Vec<u32> = evictable.map(|(number, _)| number).collect();
         same("evictable slots", evictable, order)
+    }
+
+    /// Only resident objects have pins, which match their slots and the sums.
+    fn pins_match_slots(&self) -> Checked {
+        let mut listed: Vec<_> = self.pins.check()?;
+        listed.sort_unstable();
+        let (mut pinned, mut of_tenants) = (Vec::new(), HashMap::<u32, u64>::new());
+        let mut sum = Tally::default();
+        for (number, slot) in self.slab.iter().filter(|(_, slot)| slot.is_pinned()) {
+            let tenant = self.namespaces.tenant_of(slot.namespace);
+            same("pinned slot", slot.state(), SlotState::Resident)?;
+            let deadline = self.pins.deadline(number).unwrap_or(0);
+            pinned.push((number, tenant, deadline));
+            sum.add(self.footprint(number));
+            *of_tenants.entry(tenant).or_default() += self.footprint(number);
+        }
+        same("pins", pinned, listed)?;
+        same("pinned", sum, self.pinned)?;
+        let known = self.namespaces.tenants.from(0);
+        let known = known.map(|(number, tenant)| (number, tenant.pinned));
+        let known = known.filter(|(_, bytes)| *bytes > 0);
+        same("pinned of tenants", of_tenants, known.collect())
     }
 
     /// No accounting error occurred so far.

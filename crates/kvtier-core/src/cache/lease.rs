@@ -2,12 +2,13 @@
 
 use super::slab::{SlotRef, SlotState};
 use super::state::State;
-use super::{Cache, Extent, ExtentAllocator};
+use super::{Cache, Extent, ExtentAllocator, pins};
 use crate::group_row::GroupRow;
 use crate::hashing::ChunkHash;
 use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 /// The part of a lookup that was counted, for [`Cache::lookup_again`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,6 +77,19 @@ impl HeldChunks {
     fn chunks(&self) -> Range<usize> {
         self.start..self.start + self.slots.len()
     }
+
+    /// The slot of a chunk that is still held.
+    fn held(&self, chunk: usize) -> Option<SlotRef> {
+        let slot = *self.slots.get(chunk.checked_sub(self.start)?)?;
+        (slot != SlotRef::NONE).then_some(slot)
+    }
+
+    /// The chunks that were leased for any of these rows, and those between them.
+    fn span(rows: &[Self]) -> Range<usize> {
+        let first = rows.iter().map(|row| row.start).min().unwrap_or(0);
+        let end = rows.iter().map(|row| row.chunks().end).max().unwrap_or(0);
+        first..end
+    }
 }
 
 impl<A: ExtentAllocator> PrefixLease<A> {
@@ -120,6 +134,13 @@ impl<A: ExtentAllocator> PrefixLease<A> {
             start: hold.start,
             held,
         }
+    }
+
+    /// Pins what is held for this time from `now` on, as [`Cache::pin`] does.
+    pub fn pin(&self, now: Duration, time: Duration) {
+        let deadline = pins::deadline(now, time);
+        self.cache
+            .locked(|state| state.pin_held(&self.holds, deadline));
     }
 
     /// Whether nothing is held (any more).
@@ -237,17 +258,19 @@ impl<A: ExtentAllocator> State<A> {
     /// Releases these chunks, the last chunk of all rows first: so it is evicted first, and no row loses its front while
     /// another still has its tail.
     fn release(&mut self, rows: &[HeldChunks], chunks: &Range<usize>) {
-        let first = rows.iter().map(|row| row.start).min().unwrap_or(0);
-        let end = rows.iter().map(|row| row.chunks().end).max().unwrap_or(0);
-        for chunk in (first.max(chunks.start)..end.min(chunks.end)).rev() {
-            for row in rows {
-                let slot = chunk
-                    .checked_sub(row.start)
-                    .and_then(|at| row.slots.get(at));
-                match slot {
-                    Some(&SlotRef::NONE) | None => {}
-                    Some(&slot) => self.end_lease(slot),
-                }
+        let all = HeldChunks::span(rows);
+        for chunk in (all.start.max(chunks.start)..all.end.min(chunks.end)).rev() {
+            for slot in rows.iter().filter_map(|row| row.held(chunk)) {
+                self.end_lease(slot);
+            }
+        }
+    }
+
+    /// Pins all chunks until a deadline, the first chunk of all rows first.
+    fn pin_held(&mut self, rows: &[HeldChunks], deadline: u32) {
+        for chunk in HeldChunks::span(rows) {
+            for slot in rows.iter().filter_map(|row| row.held(chunk)) {
+                self.pin(slot.slot, deadline);
             }
         }
     }

@@ -5,8 +5,8 @@
 //! reservations and leases, at the extents they name.
 //!
 //! An object's life: reserved (private to its [`Reservation`]) → committed (resident, found by lookups, in the
-//! eviction order) → leased (held by any number of leases, not in the eviction order) → back in the order → evicted
-//! or removed. Objects never move.
+//! eviction order) → leased (held by any number of leases, not in the eviction order) or pinned (until a deadline, not
+//! in it either) → back in the order → evicted or removed. Objects never move.
 //!
 //! The lock guards all metadata of a cache; no other lock is acquired inside.
 
@@ -21,6 +21,7 @@ mod lookup;
 mod losses;
 mod namespaces;
 mod ordered;
+mod pins;
 mod refusal;
 mod removal;
 mod reservation;
@@ -69,6 +70,8 @@ pub struct CacheConfig {
     pub report_evicted: bool,
     /// Meaning of limits, and the default for tenants without a grant.
     pub quotas: QuotaConfig,
+    /// Share of the capacity, and of each tenant's limit, that pinned objects may take, 0 to 1. With 0 there are no pins.
+    pub max_pinned_share: f64,
     /// In builds with debug assertions: check all invariants once per this many calls; 0 = never. Takes time proportional
     /// to the number of objects.
     pub check_invariants_every: u32,
@@ -363,6 +366,20 @@ impl<A: ExtentAllocator> Cache<A> {
             is_leased
         });
         is_leased.then(|| ReadLease::new(self.clone(), hold))
+    }
+
+    /// Pins those of these objects that are resident for this time from `now` on, so that no other object evicts them, or
+    /// extends their pins; it shortens none. Requests count as one: if [`CacheConfig::max_pinned_share`] does not allow all, the
+    /// first chunks are pinned. Removal ends a pin, and so does a store for which there is no other victim.
+    pub fn pin(&self, now: Duration, requests: &[ReserveRequest<'_>], time: Duration) {
+        let deadline = pins::deadline(now, time);
+        self.locked(|state| state.pin_all(requests, deadline));
+    }
+
+    /// Ends at most `limit` of the pins whose deadline has passed; returns how many. One slice of a background pass, which is to
+    /// run every second or so.
+    pub fn end_pins(&self, now: Duration, limit: usize) -> usize {
+        self.locked(|state| state.end_pins(state::ticks(now), limit))
     }
 
     /// Whether each of these objects is resident.

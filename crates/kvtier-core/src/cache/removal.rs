@@ -38,13 +38,18 @@ impl<A: ExtentAllocator> State<A> {
         removed: &mut Removed,
     ) {
         let slot = self.slab.at(number);
-        if slot.leases > 0 && !force {
+        // What a tier has is unloaded to save memory only.
+        let is_kept = slot.leases > 0 || slot.is_pinned() && cause.is_none();
+        if is_kept && !force {
             removed.kept += 1;
             return;
         }
         if let Some(cause) = cause {
             let (namespace, hash) = (slot.namespace, slot.hash);
             self.lose(namespace, &hash, cause);
+        }
+        if self.slab.at(number).is_pinned() {
+            self.take_pin(number);
         }
         removed.bytes += self.remove_object(number);
         removed.objects += 1;

@@ -90,11 +90,16 @@ pub struct Committed {
 pub struct Reservation<A: ExtentAllocator> {
     cache: Cache<A>,
     staged: Vec<Staged>,
+    evict_first: bool,
 }
 
 impl<A: ExtentAllocator> Reservation<A> {
     pub(super) fn new(cache: Cache<A>, staged: Vec<Staged>) -> Self {
-        Self { cache, staged }
+        Self {
+            cache,
+            staged,
+            evict_first: false,
+        }
     }
 
     /// The objects to write, in the order of the requests.
@@ -142,6 +147,12 @@ impl<A: ExtentAllocator> Reservation<A> {
         Some(Self::new(self.cache.clone(), taken))
     }
 
+    /// The same, whose objects will be evicted before others, until they are used.
+    pub fn evict_first(mut self) -> Self {
+        self.evict_first = true;
+        self
+    }
+
     /// Number of objects to write.
     pub fn len(&self) -> usize {
         self.staged.len()
@@ -167,7 +178,11 @@ impl<A: ExtentAllocator> Reservation<A> {
         let order = last_chunk_first(&staged);
         self.cache.locked(|state| {
             state.advance_clock(now);
-            state.commit(&staged, order, &keep)
+            let committed = state.commit(&staged, order, &keep);
+            if self.evict_first {
+                state.evict_first(last_chunk_first(&staged).map(|at| staged[at].slot));
+            }
+            committed
         })
     }
 
@@ -184,7 +199,11 @@ impl<A: ExtentAllocator> Reservation<A> {
             let order = last_chunk_first(&staged);
             committed = self.cache.locked(|state| {
                 state.advance_clock(now);
-                state.commit_leased(&staged, order, &mut hold)
+                let committed = state.commit_leased(&staged, order, &mut hold);
+                if self.evict_first {
+                    state.evict_first(last_chunk_first(&staged).map(|at| staged[at].slot));
+                }
+                committed
             });
         }
         (committed, ReadLease::new(self.cache.clone(), hold))

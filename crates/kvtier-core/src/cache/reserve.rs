@@ -142,6 +142,40 @@ impl<A: ExtentAllocator> State<A> {
         !self.policy.isolates() || tenant.is_none_or(|tenant| tenant.may_stage(bytes))
     }
 
+    /// Puts the resident ones of these first in the eviction order, in this order; a leased one, after its leases.
+    pub(super) fn evict_first(&mut self, committed: impl Iterator<Item = SlotRef>) {
+        for reference in committed {
+            // The others were duplicates, or aborted.
+            if self.slab.get(reference).is_none() {
+                continue;
+            }
+            let slot = self.slab.at_mut(reference.slot);
+            slot.evict_first();
+            if slot.leases == 0 {
+                let candidate = self.candidate(reference.slot, self.slab.at(reference.slot));
+                self.policy.insert_first(candidate);
+            }
+        }
+    }
+
+    /// Pins the resident ones of these objects until a deadline, the first chunks of all requests first: they are worth most if
+    /// the shares do not allow all.
+    pub(super) fn pin_all(&mut self, requests: &[ReserveRequest<'_>], deadline: u32) {
+        let longest = requests.iter().map(|request| request.hashes.len()).max();
+        for position in 0..longest.unwrap_or(0) {
+            for request in requests {
+                let namespace = self.namespaces.find(request.namespace);
+                let hash = request.hashes.get(position);
+                let found = namespace
+                    .zip(hash)
+                    .and_then(|(namespace, hash)| self.find(namespace, hash));
+                if let Some(number) = found {
+                    self.pin(number, deadline);
+                }
+            }
+        }
+    }
+
     /// Admits the staged objects that `keep` marks and aborts the others, in this order.
     pub(super) fn commit(
         &mut self,

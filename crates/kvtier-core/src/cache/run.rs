@@ -1,7 +1,7 @@
 //! Runs: adjoining free pieces and evictable objects, for an object that is larger than the next victim.
 //!
 //! The cheapest run found is evicted as a whole, so an eviction is never in vain. An object costs its bytes divided by
-//! its idle time. Objects never move, so leased and staged ones are walls between runs.
+//! its idle time. Objects never move, so leased, pinned and staged ones are walls between runs.
 //!
 //! A run is the last resort: before, victims are evicted in policy order while little of the memory is free
 //! (`State::allocate_by_run`), as recency predicts hits better than adjacency. Simulated with two models on 8 GiB, whose
@@ -62,7 +62,7 @@ impl<A: ExtentAllocator> Judge<'_, A> {
             });
         };
         let slot = self.state.slab.at(owner);
-        if slot.state() != SlotState::Resident || slot.leases > 0 {
+        if slot.state() != SlotState::Resident || slot.is_held() {
             return None;
         }
         self.take_share(self.state.namespaces.tenant_of(slot.namespace), bytes)?;

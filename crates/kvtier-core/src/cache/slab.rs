@@ -26,8 +26,7 @@ pub(super) struct Slot {
     pub(super) extent: Extent,
     /// Number of the namespace; the next free slot while this one is free.
     pub(super) namespace: u32,
-    /// The state in the low two bits, whether it was used and whether it is granted in the next, above them how often the
-    /// slot was freed.
+    /// The state in the low two bits, four facts in the next (`FACT_BITS`), above them how often the slot was freed.
     life: u32,
     /// How many leases are held.
     pub(super) leases: u32,
@@ -40,10 +39,13 @@ const _: () = assert!(size_of::<Slot>() == 64);
 /// Bits of an object's last use, in ticks, that may be out of date in the ledger: 6.4 seconds.
 const COARSE_BITS: u32 = 6;
 
-/// The state, whether the object was used, and whether a client may be copying its memory.
-const FACT_BITS: u32 = 4;
+/// The state; whether the object was used, whether a client may be copying its memory, whether it is pinned, and whether it is
+/// to be evicted first.
+const FACT_BITS: u32 = 6;
 const USED: u32 = 0b100;
 const GRANTED: u32 = 0b1000;
+const PINNED: u32 = 0b1_0000;
+const EVICT_FIRST: u32 = 0b10_0000;
 
 impl Slot {
     pub(super) fn state(&self) -> SlotState {
@@ -66,9 +68,45 @@ impl Slot {
         before >> COARSE_BITS != tick >> COARSE_BITS
     }
 
-    /// Records a use of a leased object, for its return to the eviction order.
+    /// Records a use of a leased or pinned object, for its return to the eviction order.
     pub(super) fn note_use(&mut self) {
         self.life |= USED;
+    }
+
+    /// Notes that the object goes with others, as it was used.
+    pub(super) fn evict_as_others(&mut self) {
+        self.life &= !EVICT_FIRST;
+    }
+
+    pub(super) fn pin(&mut self) {
+        self.life = (self.life | PINNED) & !EVICT_FIRST;
+    }
+
+    pub(super) fn unpin(&mut self) {
+        self.life &= !PINNED;
+    }
+
+    pub(super) fn is_pinned(&self) -> bool {
+        self.life & PINNED != 0
+    }
+
+    /// Whether it is leased or pinned, so that it is not in the eviction order.
+    pub(super) fn is_held(&self) -> bool {
+        self.leases > 0 || self.is_pinned()
+    }
+
+    /// Notes that the object is to be evicted before others, until it is used from now on.
+    pub(super) fn evict_first(&mut self) {
+        self.life = self.life & !USED | EVICT_FIRST;
+    }
+
+    pub(super) fn is_evicted_first(&self) -> bool {
+        self.life & EVICT_FIRST != 0
+    }
+
+    /// Whether it is granted, pinned or to be evicted first.
+    pub(super) fn is_special(&self) -> bool {
+        self.life & (GRANTED | PINNED | EVICT_FIRST) != 0
     }
 
     /// Whether the object was used since the last call.

@@ -7,6 +7,7 @@ use super::namespaces::NamespaceTable;
 use super::refusal::Refusal;
 use super::slab::{Slab, Slot, SlotRef, SlotState};
 use super::{CacheConfig, Extent, ExtentAllocator, ResidentObject};
+use crate::eviction::pins::Pins;
 use crate::eviction::{Candidate, EvictionPolicy};
 use crate::hashing::ChunkHash;
 use crate::ledger::{Journal, Object, ObjectState};
@@ -25,10 +26,15 @@ pub(super) struct State<A> {
     pub(super) slab: Slab,
     pub(super) index: Index,
     pub(super) namespaces: NamespaceTable,
+    /// The order of those that are neither leased nor pinned.
     pub(super) policy: Box<dyn EvictionPolicy>,
+    pub(super) pins: Pins,
+    pub(super) max_pinned_share: f64,
     pub(super) counters: Counters,
     /// Resident objects with leases.
     pub(super) leased: Tally,
+    /// Resident objects with pins, leased or not.
+    pub(super) pinned: Tally,
     pub(super) totals: Totals,
     pub(super) accounting_errors: u64,
     /// The latest time passed in, in ticks; releases come without one.
@@ -46,6 +52,13 @@ pub(super) struct State<A> {
     pub(super) losses: Losses,
 }
 
+/// A time in ticks.
+pub(super) fn ticks(time: Duration) -> u32 {
+    let ticks = time.as_secs() * u64::from(TICKS_PER_SECOND)
+        + u64::from(time.subsec_millis() / (1000 / TICKS_PER_SECOND));
+    u32::try_from(ticks).unwrap_or(u32::MAX)
+}
+
 impl<A: ExtentAllocator> State<A> {
     pub(super) fn new(allocator: A, config: CacheConfig) -> Self {
         Self {
@@ -54,8 +67,11 @@ impl<A: ExtentAllocator> State<A> {
             index: Index::default(),
             namespaces: NamespaceTable::new(config.quotas),
             policy: config.eviction.build(),
+            pins: Pins::default(),
+            max_pinned_share: config.max_pinned_share,
             counters: Counters::default(),
             leased: Tally::default(),
+            pinned: Tally::default(),
             totals: Totals::default(),
             accounting_errors: 0,
             clock: 0,
@@ -70,9 +86,7 @@ impl<A: ExtentAllocator> State<A> {
 
     /// Advances the clock; it never goes back.
     pub(super) fn advance_clock(&mut self, now: Duration) {
-        let ticks = now.as_secs() * u64::from(TICKS_PER_SECOND)
-            + u64::from(now.subsec_millis() / (1000 / TICKS_PER_SECOND));
-        self.clock = self.clock.max(u32::try_from(ticks).unwrap_or(u32::MAX));
+        self.clock = self.clock.max(ticks(now));
     }
 
     /// The resident object of this key.
@@ -129,8 +143,8 @@ impl<A: ExtentAllocator> State<A> {
         reference
     }
 
-    /// Drops a lease. With the last one a resident object joins the eviction order as the youngest, and a doomed one is
-    /// freed.
+    /// Drops a lease. With the last one a resident object joins the eviction order, as the youngest unless it is to be evicted
+    /// first, and a doomed one is freed.
     pub(super) fn end_lease(&mut self, reference: SlotRef) {
         let number = reference.slot;
         if self.slab.get(reference).is_none_or(|slot| slot.leases == 0) {
@@ -143,18 +157,38 @@ impl<A: ExtentAllocator> State<A> {
             return;
         }
         let is_stale = slot.use_at(self.clock);
-        if slot.state() == SlotState::Resident {
-            let (was_granted, was_used) = (slot.take_grant(), slot.take_use());
-            if is_stale || was_granted {
-                self.record_life(number);
-            }
-            let bytes = self.footprint(number);
-            self.leased.sub(bytes, &mut self.accounting_errors);
-            let candidate = self.candidate(number, self.slab.at(number));
-            self.count_leased(candidate.tenant, |leased| leased.checked_sub(bytes));
-            self.policy.insert(candidate, was_used);
-        } else {
+        if slot.state() != SlotState::Resident {
             self.free(number);
+            return;
+        }
+        let (is_special, was_used) = (is_stale || slot.is_special(), slot.take_use());
+        let bytes = self.footprint(number);
+        self.leased.sub(bytes, &mut self.accounting_errors);
+        let candidate = self.candidate(number, self.slab.at(number));
+        self.count_leased(candidate.tenant, |leased| leased.checked_sub(bytes));
+        if is_special {
+            self.end_special_lease(candidate, was_used, is_stale);
+        } else {
+            self.policy.insert(candidate, was_used);
+        }
+    }
+
+    /// Inserts an object into the eviction order unless it is pinned, and updates it in the ledger if its time or its grant there is
+    /// out of date.
+    #[cold]
+    fn end_special_lease(&mut self, candidate: Candidate, was_used: bool, is_stale: bool) {
+        if self.slab.at_mut(candidate.slot).take_grant() || is_stale {
+            self.record_life(candidate.slot);
+        }
+        let slot = self.slab.at_mut(candidate.slot);
+        match (slot.is_pinned(), was_used) {
+            (true, true) => slot.note_use(),
+            (true, false) => {}
+            (false, false) if slot.is_evicted_first() => self.policy.insert_first(candidate),
+            (false, _) => {
+                slot.evict_as_others();
+                self.policy.insert(candidate, was_used);
+            }
         }
     }
 
@@ -240,10 +274,11 @@ impl<A: ExtentAllocator> State<A> {
             self.record_life(number);
         }
         let slot = self.slab.at_mut(number);
-        if slot.leases > 0 {
+        if slot.is_held() {
             slot.note_use();
             return;
         }
+        slot.evict_as_others();
         let candidate = self.candidate(number, self.slab.at(number));
         self.policy.touch(candidate);
     }
@@ -366,7 +401,7 @@ impl<A: ExtentAllocator> State<A> {
         Some((number, true))
     }
 
-    /// Removes a resident object; it is freed now, or with its last lease. Returns its bytes.
+    /// Removes a resident object without a pin; it is freed now, or with its last lease. Returns its bytes.
     pub(super) fn remove_object(&mut self, number: u32) -> u64 {
         let slot = self.slab.at(number);
         let (namespace, bytes, leases) = (slot.namespace, self.footprint(number), slot.leases);

@@ -27,6 +27,10 @@ pub struct Stats {
     pub leased_objects: u64,
     /// Bytes of those.
     pub leased_bytes: u64,
+    /// Resident objects with pins, leased or not.
+    pub pinned_objects: u64,
+    /// Bytes of those.
+    pub pinned_bytes: u64,
     /// Objects removed by force while leased; their memory is freed with the last lease.
     pub doomed_objects: u64,
     /// Bytes of those.
@@ -53,6 +57,8 @@ pub struct Stats {
     pub refused_total: u64,
     /// Keys a `reserve` refused because of the tenant's limit.
     pub over_quota_total: u64,
+    /// Objects that were not pinned because a share did not allow it.
+    pub pins_refused_total: u64,
     /// Tenants over quota now.
     pub over_quota_salts: u64,
     /// Staged objects that became resident.
@@ -158,6 +164,7 @@ impl<A: ExtentAllocator> State<A> {
         let bookkeeping = self.slab.bookkeeping_bytes()
             + self.index.bookkeeping_bytes()
             + self.policy.bookkeeping_bytes()
+            + self.pins.bookkeeping_bytes()
             + self.namespaces.bookkeeping_bytes()
             + self.losses.bookkeeping_bytes();
         Stats {
@@ -169,6 +176,8 @@ impl<A: ExtentAllocator> State<A> {
             staged_bytes: counters.staged.bytes,
             leased_objects: self.leased.objects,
             leased_bytes: self.leased.bytes,
+            pinned_objects: self.pinned.objects,
+            pinned_bytes: self.pinned.bytes,
             doomed_objects: counters.doomed.objects,
             doomed_bytes: counters.doomed.bytes,
             evictable_objects: self.policy.len() as u64,
@@ -182,6 +191,7 @@ impl<A: ExtentAllocator> State<A> {
             last_evicted_idle_seconds: u64::from(totals.last_evicted_idle_ticks / TICKS_PER_SECOND),
             refused_total: totals.refused,
             over_quota_total: totals.over_quota,
+            pins_refused_total: totals.pins_refused,
             over_quota_salts: self.namespaces.tenants.over().len() as u64,
             committed_total: totals.committed,
             duplicates_total: totals.duplicates,

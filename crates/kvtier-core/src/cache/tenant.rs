@@ -38,6 +38,8 @@ pub(super) struct Tenant {
     over_at: u32,
     /// Bytes of resident objects with leases.
     pub(super) leased: u64,
+    /// Bytes of resident objects with pins, leased or not.
+    pub(super) pinned: u64,
     /// Whether others may not evict more of it, as passed to the policy.
     protected: bool,
 }
@@ -53,7 +55,15 @@ impl Tenant {
         staged.bytes + resident.bytes + doomed.bytes
     }
 
-    /// Bytes that may be evicted: those of resident objects without leases.
+    pub(super) fn limit(&self) -> Option<u64> {
+        self.limit
+    }
+
+    pub(super) fn is_protected(&self) -> bool {
+        self.protected
+    }
+
+    /// Bytes that may be evicted: those of resident objects without leases. Where pins prevent it, they end.
     pub(super) fn evictable(&self) -> u64 {
         self.counters.resident.bytes.saturating_sub(self.leased)
     }
@@ -144,6 +154,7 @@ impl Tenants {
             marks: self.config.marks(Grant { limit, reserved: 0 }),
             over_at: NOT_OVER,
             leased: 0,
+            pinned: 0,
             protected: false,
         };
         self.name_bytes += name_bytes(name);

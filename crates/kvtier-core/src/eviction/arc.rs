@@ -132,6 +132,13 @@ impl EvictionPolicy for ArcPolicy {
         }
     }
 
+    /// Among the objects used once, whose number the policy goes on to choose.
+    fn insert_first(&mut self, candidate: Candidate) {
+        self.remove(candidate);
+        self.set(candidate.slot, SlotState::T1);
+        self.t1.insert_first(candidate);
+    }
+
     fn remove(&mut self, candidate: Candidate) {
         self.t1.remove(candidate);
         self.t2.remove(candidate);

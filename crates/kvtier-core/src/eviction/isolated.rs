@@ -48,7 +48,7 @@ const NO_LOSER: Loser = Loser {
     until: 0,
 };
 
-/// One list per tenant. The fact of a slot is the number of its use, counted over all slots. 16 bytes per slot, 24 per
+/// One list per tenant. The fact of a slot is the number of its use, counted over all slots. 16 bytes per slot, 32 per
 /// tenant, 16 more per evictable one.
 #[derive(Debug)]
 pub struct IsolatedLru {
@@ -61,8 +61,13 @@ pub struct IsolatedLru {
     turn: usize,
     loser: Loser,
     uses: u64,
+    /// Uses of objects inserted as first, all before `uses`.
+    first_uses: u64,
     len: usize,
 }
+
+/// `uses` of an empty order.
+const FIRST_USE: u64 = 1 << 63;
 
 impl Default for IsolatedLru {
     fn default() -> Self {
@@ -72,7 +77,8 @@ impl Default for IsolatedLru {
             evictable: Vec::new(),
             turn: 0,
             loser: NO_LOSER,
-            uses: 0,
+            uses: FIRST_USE,
+            first_uses: 0,
             len: 0,
         }
     }
@@ -189,6 +195,22 @@ impl EvictionPolicy for IsolatedLru {
         }
         self.push(candidate);
         self.update_evictable(tenant);
+    }
+
+    fn insert_first(&mut self, candidate: Candidate) {
+        let Candidate { slot, tenant } = candidate;
+        self.links.grow_to(slot);
+        self.grow_to(tenant);
+        if self.links.contains(slot) {
+            self.unlink(candidate);
+        }
+        self.first_uses += 1;
+        let list = &mut self.tenants[tenant as usize].list;
+        self.links.push_first(list, slot, self.first_uses);
+        self.len += 1;
+        self.update_evictable(tenant);
+        // It may be older than what the current loser has.
+        self.loser = NO_LOSER;
     }
 
     fn remove(&mut self, candidate: Candidate) {
@@ -351,7 +373,7 @@ mod tests {
         /// With few tenants the order is that of one list.
         #[test]
         fn few_tenants_equal_one_lru(
-            steps in prop::collection::vec((0..3u8, 0..COMPARED as u32, 0..40u32), 0..200)
+            steps in prop::collection::vec((0..4u8, 0..COMPARED as u32, 0..40u32), 0..200)
         ) {
             let (mut isolated, mut lru) = (IsolatedLru::default(), Lru::default());
             for (step, tenant, slot) in steps {
@@ -361,6 +383,7 @@ mod tests {
                     match step {
                         0 => policy.insert(candidate, false),
                         1 => policy.remove(candidate),
+                        2 => policy.insert_first(candidate),
                         _ => policy.touch(candidate),
                     }
                 }

@@ -21,6 +21,8 @@ pub(super) struct Link<F> {
 pub(super) struct List {
     pub(super) oldest: u32,
     pub(super) newest: u32,
+    /// The newest of those inserted to be evicted first: they are the oldest of the list.
+    pub(super) newest_first: u32,
     pub(super) len: usize,
 }
 
@@ -29,6 +31,7 @@ impl Default for List {
         Self {
             oldest: NONE,
             newest: NONE,
+            newest_first: NONE,
             len: 0,
         }
     }
@@ -70,6 +73,9 @@ impl<F: Copy + Default> Links<F> {
         let link = &mut self.links[slot];
         let (older, newer) = (link.older, link.newer);
         link.older = OUT;
+        if list.newest_first == slot {
+            list.newest_first = older;
+        }
         match older {
             NONE => list.oldest = newer,
             _ => self.links[older].newer = newer,
@@ -92,6 +98,21 @@ impl<F: Copy + Default> Links<F> {
         match older {
             NONE => list.oldest = slot,
             _ => self.links[older].newer = slot,
+        }
+        list.len += 1;
+    }
+
+    /// Inserts a slot that is in no list, behind those inserted so before and in front of all others.
+    pub(super) fn push_first(&mut self, list: &mut List, slot: u32, fact: F) {
+        let older = std::mem::replace(&mut list.newest_first, slot);
+        let newer = match older {
+            NONE => std::mem::replace(&mut list.oldest, slot),
+            _ => std::mem::replace(&mut self.links[older].newer, slot),
+        };
+        self.links[slot] = Link { older, newer, fact };
+        match newer {
+            NONE => list.newest = slot,
+            _ => self.links[newer].older = slot,
         }
         list.len += 1;
     }
@@ -136,6 +157,12 @@ impl<F: Copy + Default> Links<F> {
                 slots.len(),
                 list.newest,
                 list.len
+            )));
+        }
+        let first = list.newest_first;
+        if first != NONE && !slots.iter().any(|(_, slot)| *slot == first) {
+            return Err(Violation(format!(
+                "slot {first}, inserted as first, is not in the list"
             )));
         }
         Ok(slots)

@@ -25,6 +25,15 @@ impl EvictionPolicy for Lru {
         self.links.push(&mut self.list, slot, ());
     }
 
+    fn insert_first(&mut self, candidate: Candidate) {
+        let slot = candidate.slot;
+        self.links.grow_to(slot);
+        if self.links.contains(slot) {
+            self.links.unlink(&mut self.list, slot);
+        }
+        self.links.push_first(&mut self.list, slot, ());
+    }
+
     fn remove(&mut self, candidate: Candidate) {
         if self.links.contains(candidate.slot) {
             self.links.unlink(&mut self.list, candidate.slot);
@@ -33,7 +42,8 @@ impl EvictionPolicy for Lru {
 
     fn touch(&mut self, candidate: Candidate) {
         let slot = candidate.slot;
-        if slot != self.list.newest && self.links.contains(slot) {
+        let is_last = slot == self.list.newest && slot != self.list.newest_first;
+        if !is_last && self.links.contains(slot) {
             self.links.unlink(&mut self.list, slot);
             self.links.push(&mut self.list, slot, ());
         }
@@ -86,6 +96,25 @@ mod tests {
             lru.upcoming(None, limit, &mut upcoming);
             assert_eq!(upcoming, expected);
         }
+    }
+
+    #[test]
+    fn inserted_as_first_go_first_until_touched() {
+        let mut lru = Lru::default();
+        lru.insert_first(candidate(7));
+        lru.touch(candidate(7));
+        lru.insert(candidate(1), false);
+        for slot in [9, 8] {
+            lru.insert_first(candidate(slot));
+        }
+        assert_eq!(lru.order().unwrap(), [9, 8, 7, 1]);
+        lru.remove(candidate(8));
+        lru.insert_first(candidate(6));
+        lru.touch(candidate(9));
+        assert_eq!(lru.order().unwrap(), [6, 7, 1, 9]);
+        lru.remove(candidate(6));
+        lru.insert_first(candidate(5));
+        assert_eq!(lru.order().unwrap(), [5, 7, 1, 9]);
     }
 
     #[test]

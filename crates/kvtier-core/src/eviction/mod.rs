@@ -7,6 +7,7 @@ mod isolated;
 mod list;
 mod lru;
 mod noop;
+pub(crate) mod pins;
 
 pub use arc::ArcPolicy;
 pub use isolated::IsolatedLru;
@@ -29,8 +30,8 @@ pub struct Candidate {
 
 /// The eviction order.
 ///
-/// The caller guarantees: an object is inserted while it has no lease, and removed before it gets one or is removed from
-/// the cache, so that the [`victim`](Self::victim) may be evicted at once. A slot is inserted at most once at a time.
+/// The caller guarantees: an object is inserted while it has no lease and no pin, and removed before it gets one or is removed
+/// from the cache, so that the [`victim`](Self::victim) may be evicted at once. A slot is inserted at most once at a time.
 /// Objects of one batch are inserted and touched from the last chunk to the first.
 ///
 /// The implementer guarantees: no allocation per object beyond dense tables by slot and a bounded memory of evicted keys,
@@ -55,7 +56,10 @@ pub trait EvictionPolicy: Send + fmt::Debug {
     /// aside.
     fn insert(&mut self, candidate: Candidate, was_used: bool);
 
-    /// Removes an object that is leased or no longer in the cache. Does nothing if it is not inserted.
+    /// Inserts an object that is to be evicted before those inserted otherwise, and after those inserted so before.
+    fn insert_first(&mut self, candidate: Candidate);
+
+    /// Removes an object that is leased, pinned or no longer in the cache. Does nothing if it is not inserted.
     fn remove(&mut self, candidate: Candidate);
 
     /// Records a use of an inserted object.

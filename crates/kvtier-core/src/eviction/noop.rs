@@ -18,6 +18,8 @@ impl EvictionPolicy for Noop {
 
     fn insert(&mut self, _: Candidate, _: bool) {}
 
+    fn insert_first(&mut self, _: Candidate) {}
+
     fn remove(&mut self, _: Candidate) {}
 
     fn touch(&mut self, _: Candidate) {}

@@ -12,6 +12,7 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 const NAMESPACES: usize = 5;
 const TENANTS: [&str; 3] = ["", "a", "b"];
@@ -37,7 +38,11 @@ enum Op {
     Reserve(Vec<(usize, Vec<u32>, u64)>),
     Commit(Index),
     CommitSubset(Index, u16),
+    CommitFirst(Index, bool),
     CommitLeased(Index),
+    Pin(usize, Vec<u32>, u64),
+    PinPrefix(Index, u64),
+    EndPins(u64),
     Abort(Index),
     Lookup(Vec<(usize, Option<u32>)>, Vec<u32>),
     Claim(Index, usize, Range<usize>),
@@ -73,6 +78,10 @@ fn op() -> impl Strategy<Value = Op> {
         6 => which().prop_map(Op::Commit),
         1 => (which(), any::<u16>()).prop_map(|(w, keep)| Op::CommitSubset(w, keep)),
         1 => which().prop_map(Op::CommitLeased),
+        2 => (which(), any::<bool>()).prop_map(|(w, l)| Op::CommitFirst(w, l)),
+        3 => (0..NAMESPACES, chunks(), 0..9u64).prop_map(|(s, c, t)| Op::Pin(s, c, t)),
+        1 => (which(), 0..9u64).prop_map(|(w, t)| Op::PinPrefix(w, t)),
+        2 => (0..9u64).prop_map(Op::EndPins),
         1 => which().prop_map(Op::Abort),
         5 => (vec((0..NAMESPACES, window), 0..4), chunks()).prop_map(|(r, c)| Op::Lookup(r, c)),
         2 => (which(), 0..3usize, span(8)).prop_map(|(w, r, c)| Op::Claim(w, r, c)),
@@ -124,6 +133,13 @@ struct Both {
     reservations: Vec<(Reservation<FirstFit>, Vec<ModelStaged>)>,
     prefixes: Vec<(PrefixLease<FirstFit>, ModelRows)>,
     reads: Vec<(ReadLease<FirstFit>, Vec<Id>)>,
+    /// Pins so far: no two have one deadline.
+    pins: u64,
+}
+
+/// Seconds of a pin of this rank, the `number`th: more than those of any lower rank.
+fn seconds(rank: u64, number: u64) -> u64 {
+    rank * 1000 + number
 }
 
 /// Takes the chosen one out of a list that may be empty.
@@ -132,7 +148,13 @@ fn pick<T>(list: &mut Vec<T>, which: &Index) -> Option<T> {
 }
 
 impl Both {
-    fn new(capacity: u64, align: u64, eviction: EvictionKind, quotas: QuotaConfig) -> Self {
+    fn new(
+        capacity: u64,
+        align: u64,
+        eviction: EvictionKind,
+        quotas: QuotaConfig,
+        max_pinned_share: f64,
+    ) -> Self {
         let isolates = eviction == EvictionKind::IsolatedLru;
         let config = CacheConfig {
             eviction,
@@ -141,12 +163,14 @@ impl Both {
             } else {
                 QuotaConfig::default()
             },
+            max_pinned_share,
             // `compare` checks them.
             check_invariants_every: 0,
             ..CacheConfig::default()
         };
         let evicts = eviction != EvictionKind::Noop;
         let mut model = Model::new(FirstFit::new(capacity, align), evicts, tenant_of);
+        model.max_pinned_share = max_pinned_share;
         model.quotas = isolates.then(|| Quotas {
             config: quotas,
             ..Quotas::default()
@@ -157,6 +181,7 @@ impl Both {
             reservations: Vec::new(),
             prefixes: Vec::new(),
             reads: Vec::new(),
+            pins: 0,
         }
     }
 
@@ -165,19 +190,56 @@ impl Both {
             Op::Reserve(requests) => self.reserve(&requests),
             Op::Commit(which) => self.commit(&which, |_| true),
             Op::CommitSubset(which, keep) => self.commit(&which, |at| keep >> (at % 16) & 1 == 1),
-            Op::CommitLeased(which) => {
-                let Some((real, staged)) = pick(&mut self.reservations, &which) else {
-                    return;
+            Op::CommitLeased(which) => self.commit_leased(&which, false),
+            Op::CommitFirst(which, true) => self.commit_leased(&which, true),
+            Op::CommitFirst(which, false) => {
+                if let Some((real, staged)) = pick(&mut self.reservations, &which) {
+                    let _ = real.evict_first().commit(NOW);
+                    self.model.commit(&staged, |_| true, false, true);
+                }
+            }
+            Op::Pin(namespace, chunks, rank) => {
+                let time = self.next_pin(rank);
+                let request = ReserveRequest {
+                    namespace: namespace_of(namespace),
+                    hashes: &hashes_of(&chunks),
+                    len: 1,
                 };
-                let (committed, lease) = real.commit_leased(NOW);
-                let (counts, ids) = self.model.commit(&staged, |_| true, true);
-                assert_eq!((committed.inserted, committed.duplicates, 0), counts);
-                self.keep_read(lease, ids);
+                self.cache.pin(NOW, &[request], Duration::from_secs(time));
+                for chunk in chunks {
+                    if let Some(&id) = self.model.resident.get(&(namespace, chunk)) {
+                        self.model.pin(id, time);
+                    }
+                }
+            }
+            Op::PinPrefix(which, rank) => {
+                let time = self.next_pin(rank);
+                let at = which.index(self.prefixes.len().max(1));
+                let found = self.prefixes.get(at);
+                // As the rows of a real lookup.
+                let of_one_tenant = |rows: &ModelRows| {
+                    let ids = rows.iter().flat_map(|(_, ids)| ids.iter().flatten());
+                    let mut tenants = ids.map(|id| tenant_of(self.model.objects[id].key.0));
+                    let first = tenants.next();
+                    tenants.all(|tenant| Some(tenant) == first)
+                };
+                if let Some((lease, rows)) = found.filter(|(_, rows)| of_one_tenant(rows)) {
+                    lease.pin(NOW, Duration::from_secs(time));
+                    pin_rows(&mut self.model, rows, time);
+                }
+            }
+            Op::EndPins(rank) => {
+                let time = seconds(rank, 0);
+                // The tick by which no pin ends early.
+                let ended = self
+                    .cache
+                    .end_pins(NOW + Duration::from_secs(time), usize::MAX);
+                assert_eq!(ended, self.model.end_pins(time - u64::from(time > 0)));
             }
             Op::Abort(which) => {
                 if let Some((real, staged)) = pick(&mut self.reservations, &which) {
                     real.abort();
-                    self.model.commit(&staged, |_| false, false);
+                    self.model.commit(&staged, |_| false, false, false);
                 }
             }
             Op::Lookup(rows, chunks) => self.lookup(&rows, &chunks),
@@ -309,11 +371,27 @@ impl Both {
         };
         let mut at = 0..;
         let committed = real.commit_subset(NOW, |_| at.next().is_some_and(&keep));
-        let (counts, _) = self.model.commit(&staged, keep, false);
+        let (counts, _) = self.model.commit(&staged, keep, false, false);
         assert_eq!(
             (committed.inserted, committed.duplicates, committed.aborted),
             counts
         );
+    }
+
+    fn commit_leased(&mut self, which: &Index, goes_first: bool) {
+        let Some((real, staged)) = pick(&mut self.reservations, which) else {
+            return;
+        };
+        let real = if goes_first { real.evict_first() } else { real };
+        let (committed, lease) = real.commit_leased(NOW);
+        let (counts, ids) = self.model.commit(&staged, |_| true, true, goes_first);
+        assert_eq!((committed.inserted, committed.duplicates, 0), counts);
+        self.keep_read(lease, ids);
+    }
+
+    fn next_pin(&mut self, rank: u64) -> u64 {
+        self.pins += 1;
+        seconds(rank, self.pins)
     }
 
     fn keep_read(&mut self, lease: ReadLease<FirstFit>, ids: Vec<Id>) {
@@ -403,6 +481,7 @@ impl Both {
             stats.evicted_objects_total,
             stats.refused_total,
             stats.over_quota_total,
+            (stats.pinned_bytes, stats.pins_refused_total),
         );
         let expected = (
             model.resident.len() as u64,
@@ -413,6 +492,7 @@ impl Both {
             model.evicted,
             model.refused,
             model.over_quota,
+            (model.pinned_bytes(), model.pins_refused),
         );
         for (tenant, salt) in TENANTS.iter().enumerate() {
             assert_eq!(self.tenant_bytes(salt), model.tenant_bytes(tenant));
@@ -434,6 +514,19 @@ impl Both {
             assert_eq!(lease.extents(), expected);
         }
         self.cache.check_invariants().unwrap();
+    }
+}
+
+/// Pins what is held, the first chunk of all rows first.
+fn pin_rows(model: &mut Model, rows: &ModelRows, until: u64) {
+    for chunk in 0..CHUNKS as usize {
+        for (start, ids) in rows {
+            let at = chunk.checked_sub(*start);
+            let id = at.and_then(|at| ids.get(at)).copied().flatten();
+            if let Some(id) = id.filter(|id| model.is_resident(*id)) {
+                model.pin(id, until);
+            }
+        }
     }
 }
 
@@ -470,9 +563,10 @@ proptest! {
             1 => Just(EvictionKind::Noop),
         ],
         quotas in quotas(),
+        max_pinned_share in prop_oneof![Just(0.0), Just(0.125), Just(0.5), Just(1.0)],
         ops in vec(op(), 1..80),
     ) {
-        let mut both = Both::new(capacity, align, eviction, quotas);
+        let mut both = Both::new(capacity, align, eviction, quotas, max_pinned_share);
         for op in ops {
             both.run(op);
             both.compare();

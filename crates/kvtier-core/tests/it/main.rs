@@ -13,5 +13,6 @@ mod key_parsing;
 mod key_vectors;
 mod ledger;
 mod losses;
+mod retention;
 mod tenant_rules;
 mod window;

@@ -15,6 +15,12 @@ pub struct Object {
     pub key: Key,
     pub extent: Extent,
     pub leases: u32,
+    /// When its pin ends.
+    pub pinned_until: Option<u64>,
+    /// The number of its pin.
+    pub pin: u64,
+    /// Whether it is to be evicted first.
+    pub goes_first: bool,
 }
 
 /// What the model knows of limits, where tenants have orders of their own.
@@ -44,6 +50,9 @@ pub struct Model {
     pub order: Vec<Id>,
     pub evicted: u64,
     pub refused: u64,
+    pub max_pinned_share: f64,
+    pub pins_refused: u64,
+    pins: u64,
 }
 
 /// What a writer holds: the request, the position in it, and the object.
@@ -65,6 +74,9 @@ impl Model {
             order: Vec::new(),
             evicted: 0,
             refused: 0,
+            max_pinned_share: 0.0,
+            pins_refused: 0,
+            pins: 0,
         }
     }
 
@@ -90,13 +102,124 @@ impl Model {
         self.resident.values().filter(leased).count()
     }
 
-    fn is_resident(&self, id: Id) -> bool {
+    pub fn is_resident(&self, id: Id) -> bool {
         self.resident.get(&self.objects[&id].key) == Some(&id)
     }
 
+    /// A lease that counts as a use.
     pub fn lease(&mut self, id: Id) {
+        self.objects.get_mut(&id).unwrap().goes_first = false;
+        self.hold(id);
+    }
+
+    fn hold(&mut self, id: Id) {
         self.objects.get_mut(&id).unwrap().leases += 1;
         self.order.retain(|&other| other != id);
+    }
+
+    /// Puts an object in its place in the order, unless it is leased or pinned.
+    fn enter_order(&mut self, id: Id) {
+        let object = &self.objects[&id];
+        if object.leases > 0 || object.pinned_until.is_some() {
+            return;
+        }
+        let first = |id: &Id| self.objects[id].goes_first;
+        let at = match object.goes_first {
+            true => self.order.iter().take_while(|id| first(id)).count(),
+            false => self.order.len(),
+        };
+        self.order.insert(at, id);
+    }
+
+    fn is_own(&self, id: Id, tenant: usize) -> bool {
+        (self.tenant_of)(self.objects[&id].key.0) == tenant
+    }
+
+    fn pinned(&self) -> Vec<Id> {
+        let ids = self.resident.values().copied();
+        ids.filter(|id| self.objects[id].pinned_until.is_some())
+            .collect()
+    }
+
+    pub fn pinned_bytes(&self) -> u64 {
+        self.bytes(&self.pinned())
+    }
+
+    pub fn pin(&mut self, id: Id, until: u64) {
+        if !self.evicts {
+            return;
+        }
+        let object = &self.objects[&id];
+        let tenant = (self.tenant_of)(object.key.0);
+        if object.pinned_until.is_none() {
+            let share = |bytes: u64| (bytes as f64 * self.max_pinned_share) as u64;
+            let own: Vec<_> = self.pinned();
+            let own = own.iter().filter(|id| self.is_own(**id, tenant));
+            let (own, bytes) = (self.bytes(own), self.footprint(id));
+            let limit = self.limit(tenant).unwrap_or(u64::MAX);
+            let is_within = self.pinned_bytes() + bytes <= share(self.memory.capacity())
+                && (limit == u64::MAX || own + bytes <= share(limit));
+            if !is_within {
+                self.pins_refused += 1;
+                return;
+            }
+        }
+        self.order.retain(|&other| other != id);
+        let object = self.objects.get_mut(&id).unwrap();
+        object.goes_first = false;
+        if object.pinned_until < Some(until) {
+            self.pins += 1;
+            (object.pinned_until, object.pin) = (Some(until), self.pins);
+        }
+    }
+
+    /// The pinned object whose pin ends first; of one deadline the last.
+    fn first_pin(&self, is_included: impl Fn(Id) -> bool) -> Option<Id> {
+        let pinned = self.pinned().into_iter().filter(|id| is_included(*id));
+        pinned.min_by_key(|id| {
+            let object = &self.objects[id];
+            (object.pinned_until, std::cmp::Reverse(object.pin))
+        })
+    }
+
+    fn end_pin(&mut self, id: Id) {
+        self.objects.get_mut(&id).unwrap().pinned_until = None;
+        self.enter_order(id);
+    }
+
+    pub fn end_pins(&mut self, now: u64) -> usize {
+        let is_due = |model: &Self, id| model.objects[&id].pinned_until <= Some(now);
+        let mut ended = 0;
+        while let Some(id) = self.first_pin(|id| is_due(self, id)) {
+            self.end_pin(id);
+            ended += 1;
+        }
+        ended
+    }
+
+    fn end_pins_for(&mut self, bytes: u64) -> bool {
+        let mut ended = 0;
+        while ended < bytes
+            && let Some(id) =
+                self.first_pin(|id| !self.is_protected((self.tenant_of)(self.objects[&id].key.0)))
+        {
+            ended += self.footprint(id);
+            self.end_pin(id);
+        }
+        ended > 0
+    }
+
+    /// The place in the order of a tenant's next victim; pins end if there is no other.
+    fn own_victim(&mut self, tenant: usize) -> Option<usize> {
+        self.quotas.as_ref()?;
+        loop {
+            let victim = self.oldest_of(tenant);
+            if victim.is_some() {
+                return victim;
+            }
+            let pinned = self.first_pin(|id| self.is_own(id, tenant))?;
+            self.end_pin(pinned);
+        }
     }
 
     pub fn end_lease(&mut self, id: Id) {
@@ -104,7 +227,7 @@ impl Model {
         object.leases -= 1;
         if object.leases == 0 {
             if self.is_resident(id) {
-                self.order.push(id);
+                self.enter_order(id);
             } else {
                 self.free(id);
             }
@@ -176,17 +299,20 @@ impl Model {
 
     /// The place in the order of the first that its tenant's share does not keep.
     fn oldest_unprotected(&self) -> Option<usize> {
-        let Some(quotas) = &self.quotas else {
-            return (!self.order.is_empty()).then_some(0);
-        };
-        self.order.iter().position(|id| {
-            let tenant = (self.tenant_of)(self.objects[id].key.0);
-            let reserved = quotas.grants.get(&tenant).map_or(0, |grant| grant.reserved);
-            let largest = self.largest.get(&tenant).copied().unwrap_or(0);
-            let own = |id: &&Id| (self.tenant_of)(self.objects[*id].key.0) == tenant;
-            let resident = self.bytes(self.resident.values().filter(own));
-            reserved == 0 || resident >= reserved + largest
-        })
+        self.order
+            .iter()
+            .position(|id| !self.is_protected((self.tenant_of)(self.objects[id].key.0)))
+    }
+
+    /// Whether a tenant's share keeps its objects.
+    fn is_protected(&self, tenant: usize) -> bool {
+        let reserved = self.reserved(tenant);
+        let largest = self.largest.get(&tenant).copied().unwrap_or(0);
+        let own = self
+            .resident
+            .values()
+            .filter(|id| self.is_own(**id, tenant));
+        reserved > 0 && self.bytes(own) < reserved + largest
     }
 
     /// The tenant over its quota that loses objects first for a store of this tenant.
@@ -320,7 +446,7 @@ impl Model {
             let Some(&tenant) = at.and_then(|at| over.get(at)) else {
                 break;
             };
-            match self.oldest_of(tenant) {
+            match self.own_victim(tenant) {
                 Some(at) => evicted = (evicted.0 + 1, evicted.1 + self.evict_at(at)),
                 None => passed_over += 1,
             }
@@ -329,10 +455,9 @@ impl Model {
     }
 
     fn touch(&mut self, id: Id) {
-        if self.order.contains(&id) {
-            self.order.retain(|&other| other != id);
-            self.order.push(id);
-        }
+        self.objects.get_mut(&id).unwrap().goes_first = false;
+        self.order.retain(|&other| other != id);
+        self.enter_order(id);
     }
 
     pub fn touch_all(&mut self, namespace: usize, chunks: &[u32]) -> usize {
@@ -348,7 +473,8 @@ impl Model {
     }
 
     fn allocate(&mut self, tenant: usize, len: u64) -> Result<Extent, KeyOutcome> {
-        let evictable = self.bytes(&self.order);
+        let unleased = |id: &&Id| self.objects[*id].leases == 0;
+        let evictable = self.bytes(self.resident.values().filter(unleased));
         let all = self.bytes(self.objects.keys());
         let movable = if self.evicts { all - evictable } else { all };
         // With nothing to evict, both ways of saying no are the same.
@@ -365,18 +491,24 @@ impl Model {
                 return Err(KeyOutcome::OverQuota);
             }
             let own = |id: &&Id| (self.tenant_of)(self.objects[*id].key.0) == tenant;
-            let movable = self.bytes(self.order.iter().filter(own));
+            let movable = self.bytes(self.resident.values().filter(unleased).filter(own));
             if self.tenant_bytes(tenant) - movable + taken > limit {
                 return Err(KeyOutcome::OverQuota);
             }
             kept = limit - taken;
-            if self.tenant_bytes(tenant) > kept && self.oldest_of(tenant).is_none() {
+            if self.tenant_bytes(tenant) > kept && self.own_victim(tenant).is_none() {
                 return Err(KeyOutcome::OverQuota);
             }
         }
-        let extent = self.make_hole(tenant, kept, len)?;
+        let mut unpinned = taken;
+        let extent = loop {
+            match self.make_hole(tenant, kept, len) {
+                Err(KeyOutcome::NoMemory) if self.end_pins_for(unpinned) => unpinned *= 2,
+                result => break result?,
+            }
+        };
         while self.tenant_bytes(tenant) > kept {
-            let own = self.oldest_of(tenant).unwrap();
+            let own = self.own_victim(tenant).unwrap();
             self.evict_at(own);
         }
         Ok(extent)
@@ -389,11 +521,11 @@ impl Model {
                 return Ok(extent);
             }
             let is_over = self.tenant_bytes(tenant) > kept;
-            let own = self.oldest_of(tenant);
             let victim = match is_over {
-                true => own,
+                true => self.own_victim(tenant),
                 false => self.victim_for(tenant),
             };
+            let own = self.oldest_of(tenant);
             let victim = victim.or(own).filter(|_| self.evicts);
             let taken = self.memory.footprint(len);
             let is_enough = |victim: &usize| self.footprint(self.order[*victim]) >= taken;
@@ -475,6 +607,9 @@ impl Model {
                             key: (*namespace, chunk),
                             extent,
                             leases: 0,
+                            pinned_until: None,
+                            pin: 0,
+                            goes_first: false,
                         };
                         self.objects.insert(self.next, object);
                         let largest = self.largest.entry(tenant).or_default();
@@ -508,6 +643,7 @@ impl Model {
         staged: &[ModelStaged],
         keep: impl Fn(usize) -> bool,
         lease: bool,
+        goes_first: bool,
     ) -> ((usize, usize, usize), Vec<Id>) {
         let mut order: Vec<usize> = (0..staged.len()).collect();
         order.sort_by(|&a, &b| {
@@ -515,7 +651,7 @@ impl Model {
             b.1.cmp(&a.1).then(a.0.cmp(&b.0))
         });
         let mut counts = (0, 0, 0);
-        let mut leased = vec![0; staged.len()];
+        let (mut leased, mut inserted) = (vec![0; staged.len()], Vec::new());
         for at in order {
             let id = staged[at].2;
             self.staged.retain(|&other| other != id);
@@ -533,12 +669,18 @@ impl Model {
             } else {
                 counts.0 += 1;
                 self.resident.insert(key, id);
-                self.order.push(id);
+                self.enter_order(id);
+                inserted.push(id);
             }
             if lease {
-                self.lease(now_resident);
+                self.hold(now_resident);
                 leased[at] = now_resident;
             }
+        }
+        for id in inserted.into_iter().filter(|_| goes_first) {
+            self.objects.get_mut(&id).unwrap().goes_first = true;
+            self.order.retain(|&other| other != id);
+            self.enter_order(id);
         }
         (counts, if lease { leased } else { Vec::new() })
     }
