@@ -121,6 +121,12 @@ pub struct L1Status {
     pub write_locked_count: u64,
     /// Leased objects.
     pub read_locked_count: u64,
+    /// Objects that requests have pinned.
+    pub pinned_object_count: u64,
+    /// Their bytes.
+    pub pinned_object_bytes: u64,
+    /// Objects that were not pinned because pinned ones were at their share.
+    pub pins_refused_count: u64,
     /// Always 0.
     pub temporary_count: u64,
     /// Objects reserved and not committed.

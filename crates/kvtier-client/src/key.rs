@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use kvtier_proto::chunk::CHUNK_TOKENS_FEATURE;
 use kvtier_proto::key::{CacheKey, EncodedTokens};
+use kvtier_proto::key_settings::KeySettings;
 use kvtier_proto::wire;
 
 use crate::{ClientError, Connection};
@@ -96,6 +97,8 @@ pub struct Scope {
     /// Tokens per chunk; none for the server's default. Only for servers with [`CHUNK_TOKENS_FEATURE`]: others skip the field,
     /// and would keep chunks of one size under hashes of another. Workers register only with those.
     pub chunk_tokens: Option<u32>,
+    /// Settings in each key ([`KeySettings::encode`]).
+    pub settings: Option<Arc<[u8]>>,
 }
 
 impl Scope {
@@ -108,6 +111,7 @@ impl Scope {
             cache_salt: String::new(),
             num_kv_readers: 1,
             chunk_tokens: None,
+            settings: None,
         }
     }
 
@@ -115,6 +119,13 @@ impl Scope {
     #[must_use]
     pub fn with_salt(mut self, salt: impl Into<String>) -> Self {
         self.cache_salt = salt.into();
+        self
+    }
+
+    /// The same with these settings in each key.
+    #[must_use]
+    pub fn with_settings(mut self, settings: KeySettings<'_>) -> Self {
+        self.settings = settings.encode().map(Arc::from);
         self
     }
 
@@ -175,7 +186,7 @@ impl Scope {
             end: range.end,
             request_id,
             cache_salt: &self.cache_salt,
-            request_configs: None,
+            request_configs: self.settings.as_deref(),
             num_kv_readers: Some(self.num_kv_readers),
         }
     }

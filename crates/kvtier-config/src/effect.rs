@@ -30,7 +30,11 @@ pub(super) fn without_effect(given: &ArgMatches) -> Vec<String> {
         need(&["ipc_mode"], "--host ipc://PATH");
     }
     if text("eviction_policy").eq_ignore_ascii_case("noop") {
-        let background = ["eviction_trigger_watermark", "eviction_ratio"];
+        let background = [
+            "eviction_trigger_watermark",
+            "eviction_ratio",
+            "max_pinned_share",
+        ];
         need(&background, "an --eviction-policy that evicts");
     }
     if !is_given("enable_tracing") {

@@ -205,6 +205,10 @@ pub struct ServerArgs {
     /// Share of the bytes in use that the background pass evicts, 0 to 1
     #[arg(long, default_value_t = 0.2, value_parser = parse_share, help_heading = "L1")]
     pub eviction_ratio: f64,
+    /// Share of L1 that objects pinned by their requests (kvtier.keep_seconds) may take, and share of its quota that those of
+    /// a tenant may take, 0 (no pins) to 1
+    #[arg(long, default_value_t = 0.1, help_heading = "L1")]
+    pub max_pinned_share: f64,
 
     /// A second tier, as JSON with a "type"; may be given several times, the first one is asked first (docs/l2.md)
     #[arg(long, value_name = "JSON", help_heading = "L2")]

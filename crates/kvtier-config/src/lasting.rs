@@ -18,6 +18,7 @@ const FREE_IN_TAKE_OVER: &[&str] = &[
     "control-workers",
     "enable-tracing",
     "log-format",
+    "max-pinned-share",
     "otlp-endpoint",
     "transfer-workers",
 ];

@@ -170,6 +170,8 @@ pub struct ServerConfig {
     pub eviction_trigger_watermark: f64,
     /// Share of the bytes in use that such a pass frees, [0, 1].
     pub eviction_ratio: f64,
+    /// Share of L1, and of each tenant's quota, that pinned objects may take, [0, 1].
+    pub max_pinned_share: f64,
     /// Where is kept what outlives the process.
     pub state: StateSettings,
     /// What tenants may have.

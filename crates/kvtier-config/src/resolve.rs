@@ -98,6 +98,13 @@ impl ServerArgs {
                 "give a share from 0 to 1",
             ));
         }
+        if !(0.0..=1.0).contains(&self.max_pinned_share) {
+            return Err(refuse(
+                "max-pinned-share",
+                self.max_pinned_share,
+                "give a share from 0 to 1",
+            ));
+        }
         let reap = self.worker_reap_timeout_seconds;
         let worker_reap_timeout = match reap {
             0.0 => None,
@@ -179,6 +186,7 @@ impl ServerArgs {
             eviction_policy: self.eviction_policy,
             eviction_trigger_watermark: watermark,
             eviction_ratio: self.eviction_ratio,
+            max_pinned_share: self.max_pinned_share,
             state,
             quotas,
             tenants: self.tenants,

@@ -70,6 +70,7 @@ impl L1 {
         let (nodes, allocator) = keep_whole(divided, kept.granted(), &arena, config)?;
         let cache_config = CacheConfig {
             eviction: config.eviction_policy.kind(),
+            max_pinned_share: config.max_pinned_share,
             quotas: QuotaConfig {
                 watermark: config.eviction_trigger_watermark,
                 ratio: config.eviction_ratio,

@@ -130,6 +130,8 @@ pub struct Metrics {
     l1_capacity_bytes: Gauge,
     l1_objects: Gauge,
     l1_leased_objects: Gauge,
+    l1_pinned_object_bytes: Gauge,
+    l1_pins_refused: Counter,
     l1_prefaulted_bytes: Gauge,
     active_prefetch_jobs: Gauge,
     active_sessions: Gauge,
@@ -158,6 +160,10 @@ pub struct Readings {
     pub objects: u64,
     /// Objects with at least one lease.
     pub leased_objects: u64,
+    /// Bytes of objects that requests have pinned.
+    pub pinned_object_bytes: u64,
+    /// Objects not pinned since start, because a share did not allow it.
+    pub pins_refused: u64,
     /// Bytes of the arena touched so far.
     pub prefaulted_bytes: u64,
     /// Request sessions alive.
@@ -344,6 +350,14 @@ impl Metrics {
             l1_capacity_bytes: own.add("l1_capacity_bytes", "Size of L1"),
             l1_objects: own.add("l1_objects", "Readable objects in L1"),
             l1_leased_objects: own.add("l1_leased_objects", "Objects in L1 with a lease"),
+            l1_pinned_object_bytes: own.add(
+                "l1_pinned_object_bytes",
+                "Bytes of objects in L1 that requests have pinned",
+            ),
+            l1_pins_refused: own.add(
+                "l1_pins_refused",
+                "Objects not pinned because pinned ones were at their share",
+            ),
             l1_prefaulted_bytes: own.add("l1_prefaulted_bytes", "Bytes of L1 touched since start"),
             active_prefetch_jobs: lmcache.add(
                 "active_prefetch_jobs",

@@ -42,6 +42,7 @@ impl Metrics {
         set(&self.l1_capacity_bytes, readings.capacity_bytes);
         set(&self.l1_objects, readings.objects);
         set(&self.l1_leased_objects, readings.leased_objects);
+        set(&self.l1_pinned_object_bytes, readings.pinned_object_bytes);
         set(&self.l1_prefaulted_bytes, readings.prefaulted_bytes);
         set(&self.active_prefetch_jobs, readings.unread_lookups);
         set(&self.active_sessions, readings.sessions);
@@ -50,6 +51,7 @@ impl Metrics {
         for (counter, total) in [
             (&self.evicted_chunks, readings.evicted_objects),
             (&self.evicted_bytes, readings.evicted_bytes),
+            (&self.l1_pins_refused, readings.pins_refused),
             (&self.accounting_errors, readings.accounting_errors),
             (&self.prompt_chunks_known, readings.prompt_chunks_known),
             (&self.prompt_chunks_hashed, readings.prompt_chunks_hashed),

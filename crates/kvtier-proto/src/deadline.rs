@@ -8,17 +8,9 @@
 use std::time::Duration;
 
 use crate::settings;
-use crate::wire;
 
 /// Name of the setting.
-const NAME: &str = "kvtier.deadline_monotonic_ms";
-
-/// The settings of a key with this deadline alone, in the time of the monotonic clock.
-#[must_use]
-pub fn encode(deadline: Duration) -> Vec<u8> {
-    let millis = u64::try_from(deadline.as_millis()).unwrap_or(u64::MAX);
-    settings::encode(NAME, |out| wire::write_uint(out, millis))
-}
+pub(crate) const NAME: &str = "kvtier.deadline_monotonic_ms";
 
 /// The deadline among a key's settings, if there is a valid one.
 #[must_use]
@@ -36,11 +28,17 @@ pub fn from_left(now: impl FnOnce() -> Duration, left: impl FnOnce() -> Duration
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::key_settings::KeySettings;
+    use crate::wire;
 
     #[test]
     fn a_deadline_is_read_as_it_was_written() {
-        let deadline = Duration::from_millis(1_790_000_000_123);
-        assert_eq!(decode(Some(&encode(deadline))), Some(deadline));
+        let settings = KeySettings {
+            deadline: Some(Duration::from_millis(1_790_000_000_123)),
+            ..KeySettings::default()
+        };
+        let read = decode(settings.encode().as_deref());
+        assert_eq!(read, settings.deadline);
     }
 
     #[test]

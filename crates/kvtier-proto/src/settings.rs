@@ -1,15 +1,7 @@
-//! A key's free-form settings (`request_configs`): a map from names to values of any type.
+//! A key's free-form settings (`request_configs`): a map from names to values of any type. Those of kvtier's clients are
+//! [`crate::key_settings`].
 
-use crate::wire::{self, DecodeError, Reader};
-
-/// Settings with this one alone.
-pub(crate) fn encode(name: &str, write_value: impl FnOnce(&mut Vec<u8>)) -> Vec<u8> {
-    let mut settings = Vec::new();
-    wire::write_map_len(&mut settings, 1);
-    wire::write_str(&mut settings, name);
-    write_value(&mut settings);
-    settings
-}
+use crate::wire::{DecodeError, Reader};
 
 /// The value of one setting, the last of that name; `None` if there is none, or if the settings or the value are malformed.
 pub(crate) fn find<'a, T>(

@@ -4,20 +4,12 @@
 //! (`request_configs`), which servers that do not know it ignore.
 
 use crate::settings;
-use crate::wire;
 
 /// Name of the setting.
-const NAME: &str = "traceparent";
+pub(crate) const NAME: &str = "traceparent";
 
 /// Most bytes of a value; today's have 55.
-const MAX_BYTES: usize = 256;
-
-/// The settings of a key with this span alone; `None` for one that is too long to be read.
-#[must_use]
-pub fn encode(traceparent: &str) -> Option<Vec<u8>> {
-    let is_short = traceparent.len() <= MAX_BYTES;
-    is_short.then(|| settings::encode(NAME, |out| wire::write_str(out, traceparent)))
-}
+pub(crate) const MAX_BYTES: usize = 256;
 
 /// The span among a key's settings, if one is named. It is not checked.
 #[must_use]
@@ -28,6 +20,16 @@ pub fn decode(settings: Option<&[u8]>) -> Option<&str> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::key_settings::KeySettings;
+    use crate::wire;
+
+    fn encode(traceparent: &str) -> Option<Vec<u8>> {
+        let settings = KeySettings {
+            traceparent: Some(traceparent),
+            ..KeySettings::default()
+        };
+        settings.encode()
+    }
 
     #[test]
     fn a_span_is_read_as_it_was_written() {
@@ -45,8 +47,11 @@ mod tests {
         wire::write_str(&mut others, NAME);
         wire::write_uint(&mut others, 3);
         let long = "0".repeat(MAX_BYTES + 1);
-        let long = settings::encode(NAME, |out| wire::write_str(out, &long));
-        for settings in [None, Some(&others[..]), Some(&[0xc1][..]), Some(&long)] {
+        let mut too_long = Vec::new();
+        wire::write_map_len(&mut too_long, 1);
+        wire::write_str(&mut too_long, NAME);
+        wire::write_str(&mut too_long, &long);
+        for settings in [None, Some(&others[..]), Some(&[0xc1][..]), Some(&too_long)] {
             assert_eq!(decode(settings), None, "{settings:?}");
         }
     }

@@ -112,6 +112,8 @@ impl Admin {
             largest_free_bytes: l1.largest_free(),
             objects: stats.objects,
             leased_objects: stats.leased_objects,
+            pinned_object_bytes: stats.pinned_bytes,
+            pins_refused: stats.pins_refused_total,
             prefaulted_bytes: self.prefaulted.load(Ordering::Relaxed),
             sessions: lookups as u64,
             unread_lookups: unread as u64,
@@ -142,8 +144,10 @@ impl Admin {
         metrics.encode(&self.readings())
     }
 
-    /// Evicts objects of tenants over quota, and what is above the watermark.
+    /// Ends pins whose time is over, and evicts objects of tenants over quota, and what is above the watermark.
     pub(crate) fn evict(&self) {
+        let cache = &self.context.l1.cache;
+        while cache.end_pins(self.context.now(), EVICTION_SLICE) == EVICTION_SLICE {}
         let over_quota = self.quotas.enforce_l1();
         if over_quota > 0 {
             tracing::debug!(objects = over_quota, "evicted from tenants over quota");

@@ -12,7 +12,6 @@ mod held;
 mod recent;
 
 use std::collections::{HashMap, HashSet};
-use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -26,7 +25,7 @@ use kvtier_error::{Error, Result};
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::JobRef;
 use kvtier_proto::response::Response;
-use kvtier_proto::traceparent;
+use kvtier_proto::{keep_seconds, traceparent};
 use kvtier_sync::Mutex;
 use kvtier_tiers::{L2, PrefetchRequest};
 use kvtier_trace::{LookupResult, Session, TraceParent};
@@ -113,6 +112,9 @@ impl Lookups {
         let (rows, hashes) = wanted.unwrap_or_default();
         let now = self.context.now();
         let found = l1.cache.lookup(now, &rows, hashes);
+        if let Some(time) = pin_time(key) {
+            found.lease.pin(now, time);
+        }
         let tokens = |chunks: usize| (chunks * key.tokens.chunk_size.get()) as u64;
         let (asked, hit) = (tokens(hashes.len()), tokens(found.hit_chunks));
         let outcome = RecentLookup {
@@ -158,9 +160,8 @@ impl Lookups {
                     counted,
                     span,
                 };
-                let chunk_size = key.tokens.chunk_size;
                 let l2 = Arc::clone(l2);
-                self.prefetch(l2, key.request_id, chunk_size, lookup, request, outcome);
+                self.prefetch(l2, key, lookup, request, outcome);
             }
             _ => {
                 if let Some(span) = span {
@@ -250,12 +251,13 @@ impl Lookups {
     fn prefetch(
         &self,
         l2: Arc<L2>,
-        request_id: &str,
-        chunk_size: NonZeroUsize,
+        key: &CacheKey<'_, Prompt>,
         lookup: HeldLookup,
         request: PrefetchRequest,
         mut outcome: RecentLookup,
     ) {
+        let (request_id, chunk_size) = (key.request_id, key.tokens.chunk_size);
+        let pin = pin_time(key);
         let (done, pending) = watch::channel(());
         let in_l1 = lookup.hit_chunks();
         let keys_in_l1 = lookup.lease.held();
@@ -263,7 +265,7 @@ impl Lookups {
             span.wait();
         }
         let serial = self.held.insert(request_id, lookup, Some(pending));
-        let (held, metrics) = (Arc::clone(&self.held), Arc::clone(&self.context.metrics));
+        let (held, context) = (Arc::clone(&self.held), Arc::clone(&self.context));
         let recent = Arc::clone(&self.recent);
         let (request, request_id) = (Arc::new(request), Box::<str>::from(request_id));
         let handle = l2.handle().clone();
@@ -271,6 +273,9 @@ impl Lookups {
             // If the lookup was abandoned, the other end is dropped.
             let prefetched = l2.prefetch(&request, || done.is_closed()).await;
             let found = &prefetched.lookup;
+            if let Some(time) = pin {
+                found.lease.pin(context.now(), time);
+            }
             tracing::debug!(
                 request = &*request_id,
                 chunks = found.hit_chunks,
@@ -283,7 +288,7 @@ impl Lookups {
                 found.lease.held().saturating_sub(keys_in_l1) as u64,
             );
             let (model, salt) = (request.scope.model_name(), request.scope.cache_salt());
-            metrics.prefetched(model, salt, tokens, keys);
+            context.metrics.prefetched(model, salt, tokens, keys);
             if let Some(span) = &request.span {
                 span.clone().end(LookupResult {
                     found_chunks: found.hit_chunks as u64,
@@ -525,6 +530,12 @@ fn first_missing(
 pub fn unserved(instances: &[Vec<Arc<Instance>>]) -> Option<Unserved> {
     let mut all = instances.iter().flatten();
     all.find_map(|instance| instance.unserved)
+}
+
+/// How long a lookup pins what it finds; `None` if its client did not ask for it.
+fn pin_time(key: &CacheKey<'_, Prompt>) -> Option<Duration> {
+    let seconds = keep_seconds::decode(key.request_configs)?;
+    (seconds > 0).then(|| Duration::from_secs(seconds.into()))
 }
 
 fn outcome_answer(outcome: LookupOutcome) -> Answer {

@@ -189,6 +189,8 @@ impl Transfers {
         }
         let (reservation, charge) = self.stage_range("prepare_store", &copy)?;
         if reservation.is_empty() {
+            // No commit follows.
+            self.pin(&copy.range, &copy.objects());
             self.trace_copy(Direction::Store, &copy, copy.started, Ok(copy.moved(0)));
             return Ok(store_target(Some(StoreTarget::default())));
         }
@@ -275,8 +277,9 @@ impl Transfers {
         let mut staged = self.to_write_behind(&reservation);
         staged.retain(&is_written);
         let tokens = reservation.len() * copy.range.chunk_size.get();
-        let committed = reservation.commit_subset(self.context.now(), is_written);
-        self.admitted(&copy.range, committed.inserted, &copy.objects(), &staged);
+        let objects = copy.objects();
+        let committed = self.commit(&copy.range, reservation, &objects, is_written);
+        self.admitted(&copy.range, committed.inserted, &objects, &staged);
         self.context.metrics.store(DEVICE, true);
         tracing::debug!(request = copy.key.request_id, tokens, "committed a store");
         committed.aborted

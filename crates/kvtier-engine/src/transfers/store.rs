@@ -4,8 +4,9 @@
 mod tests;
 
 use std::sync::Arc;
+use std::time::Duration;
 
-use kvtier_core::cache::{Reservation, ReserveRequest, Staged};
+use kvtier_core::cache::{Committed, Reservation, ReserveRequest, Staged};
 use kvtier_core::{ChunkHash, Namespace};
 use kvtier_device::{BlockTable, ChunkCopy, ChunkRequest, Transfer};
 use kvtier_error::{Error, ErrorKind, Result};
@@ -122,10 +123,38 @@ impl Transfers {
             stored[store.chunk(staged)] = true;
         }
         let staged = self.to_write_behind(&store.reservation);
-        let committed = store.reservation.commit(self.context.now());
         let requests: Vec<_> = store.groups.iter().map(GroupChunks::request).collect();
+        let committed = self.commit(range, store.reservation, &requests, |_| true);
         self.admitted(range, committed.inserted, &requests, &staged);
         stored.into_iter().filter(|stored| *stored).count()
+    }
+
+    /// Commits what is written of a reservation for these requests; its objects are kept as its client asked.
+    pub(super) fn commit(
+        &self,
+        range: &WorkerRange,
+        reservation: Reservation<L1Allocator>,
+        requests: &[ReserveRequest<'_>],
+        is_written: impl Fn(&Staged) -> bool,
+    ) -> Committed {
+        let reservation = match range.keep_seconds {
+            Some(0) => reservation.evict_first(),
+            _ => reservation,
+        };
+        let committed = reservation.commit_subset(self.context.now(), is_written);
+        self.pin(range, requests);
+        committed
+    }
+
+    /// Pins the objects of these requests, if the client asked for it.
+    pub(super) fn pin(&self, range: &WorkerRange, requests: &[ReserveRequest<'_>]) {
+        if let Some(seconds @ 1..) = range.keep_seconds {
+            let time = Duration::from_secs(seconds.into());
+            self.context
+                .l1
+                .cache
+                .pin(self.context.now(), requests, time);
+        }
     }
 
     /// The objects of a reservation that the tiers will want; none without a tier.

@@ -9,6 +9,7 @@ use kvtier_core::object_key::KeyScope;
 use kvtier_core::prompt::Prompt;
 use kvtier_core::window::needed;
 use kvtier_error::{Error, Result};
+use kvtier_proto::keep_seconds;
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::InstanceId;
 
@@ -24,6 +25,8 @@ pub struct WorkerRange {
     pub chunks: Range<usize>,
     /// Tokens per chunk.
     pub chunk_size: NonZeroUsize,
+    /// How long what a store of it writes is to be kept; `None` as the eviction policy does.
+    pub keep_seconds: Option<u32>,
 }
 
 /// A lease on the chunks of one object group that a transfer needs.
@@ -77,6 +80,7 @@ impl Transfers {
             worker,
             chunks,
             chunk_size,
+            keep_seconds: keep_seconds::decode(key.request_configs),
         })
     }
 

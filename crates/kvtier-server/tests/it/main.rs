@@ -25,6 +25,7 @@ mod quota_kills;
 mod registrations;
 mod replay;
 mod restart;
+mod retention;
 mod segments;
 mod sessions;
 mod staging;
