@@ -14,7 +14,7 @@ from test_windows import MODELS, STATES, prompts
 from vllm_rig import request
 
 from kvtier.limited import RateLimited
-from kvtier.vllm.parameters import PARAMETERS, Limits
+from kvtier.vllm.parameters import PARAMETERS, Parameters
 
 
 def warned(caplog):
@@ -79,7 +79,7 @@ def test_limited_load_leaves_nothing_leased(place, engines):
     assert engine.load(req, range(21, 34), 0, CHUNK) == set()
 
 
-@pytest.mark.parametrize("name", PARAMETERS)
+@pytest.mark.parametrize("name", [name for name in PARAMETERS if name != "kvtier.keep_seconds"])
 def test_value_that_is_not_allowed_counts_as_nothing(caplog, name):
     """The log has the key, the value and what is allowed."""
     use = {"kvtier.load": "load", "kvtier.max_load_tokens": "load", "kvtier.stored_tokens": "awaited"}.get(name, "store")
@@ -87,11 +87,23 @@ def test_value_that_is_not_allowed_counts_as_nothing(caplog, name):
     allowed = "whole numbers from 0 on" if "tokens" in name else "true and false"
     for value in ("false", "x" * 10**6, -1, 0.5, float("nan"), [], {}, object(), True if "tokens" in name else 1):
         caplog.clear()
-        limits = Limits.of(request("a", [1], kv_transfer_params={name: value}), RateLimited(logging.getLogger("test")))
-        assert limits == replace(Limits(), **{use: 0}), value
+        limits = Parameters.of(request("a", [1], kv_transfer_params={name: value}), RateLimited(logging.getLogger("test")))
+        assert limits == replace(Parameters(), **{use: 0}), value
         (line,) = caplog.messages
         assert f"{name!r} is {value!r}"[:40] in line and f"allowed are {allowed}; the request {effect}" in line
         assert len(line) < 300
+
+
+def test_time_that_is_not_allowed_is_none(caplog):
+    """The log has the key, the value and what is allowed."""
+    of = lambda value: Parameters.of(request("a", [1], kv_transfer_params={"kvtier.keep_seconds": value}), RateLimited(logging.getLogger("test")))
+    for value in ("60", "x" * 10**6, -1, 86_401, 10**30, 0.5, float("inf"), [], {}, object(), True):
+        caplog.clear()
+        assert of(value) == Parameters(), value
+        (line,) = caplog.messages
+        assert "allowed are whole numbers from 0 to 86400; the request sets no time" in line and len(line) < 300
+    caplog.clear()
+    assert [of(value).keep_seconds for value in (0, 1, 86_400, None)] == [0, 1, 86_400, None] and not caplog.messages
 
 
 def test_value_that_is_not_allowed_costs_only_the_cache(place, engines, caplog):

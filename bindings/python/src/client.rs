@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use kvtier_client::{ChunkTerms, Client as Native, Health, InstanceId, Scope, Settings};
 use kvtier_proto::key::check_salt;
+use kvtier_proto::key_settings::KeySettings;
 use kvtier_proto::request::AllocationRecord;
-use kvtier_proto::traceparent;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
@@ -37,6 +37,7 @@ impl Client {
             cache_salt,
             chunk_tokens: self.native.named_chunk_tokens(),
             num_kv_readers,
+            settings: None,
         }
     }
 }
@@ -234,7 +235,7 @@ impl Client {
 
     /// Chunks of the longest cached prefix of `prompt[..end]`.
     #[pyo3(signature = (prompt, end, request_id, model_name, world_size=1, num_kv_readers=1, cache_salt=String::new(),
-        timeout=None, traceparent=None))]
+        timeout=None, traceparent=None, keep_seconds=None))]
     #[expect(clippy::too_many_arguments, reason = "named arguments in Python")]
     fn lookup(
         &self,
@@ -247,14 +248,18 @@ impl Client {
         cache_salt: String,
         timeout: Option<f64>,
         traceparent: Option<&str>,
+        keep_seconds: Option<u32>,
     ) -> PyResult<Future> {
         check_salt(&cache_salt)
             .map_err(|error| PyValueError::new_err(format!("cache_salt: {error}")))?;
         let timeout = timeout.map_or_else(|| self.native.timeout(), seconds);
         let scope = self.scope(model_name, world_size, num_kv_readers, cache_salt);
-        let mut key = scope.scheduler_key(prompt.encoded(), 0..end, request_id);
-        let settings = traceparent.and_then(traceparent::encode);
-        key.request_configs = settings.as_deref();
+        let scope = scope.with_settings(KeySettings {
+            keep_seconds,
+            traceparent,
+            ..KeySettings::default()
+        });
+        let key = scope.scheduler_key(prompt.encoded(), 0..end, request_id);
         Ok(Future::new(self.native.lookup_hits_within(&key, timeout)))
     }
 

@@ -215,11 +215,12 @@ class Client:
         cache_salt: str = ...,
         timeout: float | None = None,
         traceparent: str | None = None,
+        keep_seconds: int | None = None,
     ) -> Future[int]:
         """Returns the chunks of the longest cached prefix of the first ``end`` tokens, leased to the request.
 
         It may take ``timeout`` seconds; default: as other requests. A server that traces requests puts this one below the
-        span that ``traceparent`` names (W3C Trace Context).
+        span that ``traceparent`` names (W3C Trace Context). What is found in the server's memory is pinned for ``keep_seconds``.
 
         Raises:
             ValueError: a ``cache_salt`` that no key can have.
@@ -315,11 +316,13 @@ class Worker:
         skip: int | None = None,
         event: bytes = ...,
         timeout: float | None = None,
+        keep_seconds: int | None = None,
     ) -> None:
         """Starts a store or a retrieve. Never waits, never fails: :meth:`take_finished` returns the outcome.
 
         That includes invalid numbers and names: all parts of a batch end, even if one of them is invalid. It may take
-        ``timeout`` seconds; default: as each of the client's requests.
+        ``timeout`` seconds; default: as each of the client's requests. What is stored is kept for ``keep_seconds``: see
+        :class:`kvtier.LoadStoreOp`.
         """
 
     def release_pages(self, ids: list[int]) -> list[int]:

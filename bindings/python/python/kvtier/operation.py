@@ -40,6 +40,10 @@ class LoadStoreOp:
     skip_first_n_tokens: int = 0
     """Tokens at the front of the range whose blocks a retrieve must not write; whole blocks are skipped."""
 
+    keep_seconds: int | None = None
+    """How long the server is to keep what a store writes in its memory: for N seconds from the store's end on no other object evicts
+    it (1 to 86400; a server allows it for a share of its memory), or it is evicted first (0). None: as the server's policy does."""
+
     def __len__(self) -> int:
         """Number of blocks."""
         return sum(len(blocks) for blocks in self.blocks_of_groups())

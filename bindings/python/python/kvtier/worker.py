@@ -363,6 +363,7 @@ class WorkerAdapter:
                 skip=op.skip_first_n_tokens,
                 event=handle,
                 timeout=timeout,
+                keep_seconds=op.keep_seconds if transfer.is_store else None,
             )
         return transfer
 

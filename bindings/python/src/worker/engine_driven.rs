@@ -162,7 +162,7 @@ fn try_copy(core: &Arc<Core>, transfer: &Transfer) -> Result<Option<Vec<u64>>, C
         deadline: transfer.deadline,
     };
     server.check_deadline()?;
-    let scope = registered.scope_of(transfer);
+    let scope = registered.scope_of(transfer, None);
     let key = scope.worker_key(
         core.worker_id,
         &transfer.prompt,

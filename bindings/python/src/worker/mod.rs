@@ -213,7 +213,7 @@ impl Worker {
     }
 
     #[pyo3(signature = (id, prompt, start, end, request_id, cache_salt, block_ids, *, is_store, skip=None, event=vec![],
-        timeout=None))]
+        timeout=None, keep_seconds=None))]
     #[expect(clippy::too_many_arguments, reason = "named arguments in Python")]
     fn submit(
         &self,
@@ -228,6 +228,7 @@ impl Worker {
         skip: Option<&Bound<'_, PyAny>>,
         event: Vec<u8>,
         timeout: Option<f64>,
+        keep_seconds: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<()> {
         self.check_owner()?;
         // An invalid argument ends this transfer; an exception would leave the caller with half a batch in flight.
@@ -241,9 +242,12 @@ impl Worker {
                 })?,
                 argument("block_ids", block_ids)?,
                 skip.map_or(Ok(0), |skip| argument("skip_first_n_tokens", skip))?,
+                keep_seconds
+                    .map(|seconds| argument("keep_seconds", seconds))
+                    .transpose()?,
             ))
         };
-        let (range, request_id, cache_salt, block_ids, skip) = match parsed() {
+        let (range, request_id, cache_salt, block_ids, skip, keep_seconds) = match parsed() {
             Ok(parsed) => parsed,
             Err(error) => {
                 self.core.finish(id, Err(error));
@@ -261,6 +265,7 @@ impl Worker {
             skip,
             event,
             deadline: Instant::now() + timeout.map_or_else(|| self.core.client.timeout(), seconds),
+            keep_seconds,
         };
         match self.core.mode {
             Mode::Server => server_driven::submit(&self.core, &transfer),

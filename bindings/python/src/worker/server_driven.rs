@@ -57,18 +57,17 @@ pub fn submit(core: &Arc<Core>, transfer: &Transfer) {
         return core.finish(id, Err("the worker is not registered".to_owned()));
     };
     let instance = registered.instance;
-    let scope = registered.scope_of(transfer);
     // A server that was stopped meanwhile must not start a transfer past its deadline.
     let left = || transfer.deadline.saturating_duration_since(Instant::now());
-    let settings = deadline::encode(deadline::from_left(monotonic, left));
+    let deadline = deadline::from_left(monotonic, left);
+    let scope = registered.scope_of(transfer, Some(deadline));
     let left = left();
-    let mut key = scope.worker_key(
+    let key = scope.worker_key(
         core.worker_id,
         &transfer.prompt,
         transfer.range.clone(),
         &transfer.request_id,
     );
-    key.request_configs = Some(&settings);
     let request: Request<'_, EncodedTokens<'_>> = if transfer.is_store {
         Request::Store(Store {
             key,

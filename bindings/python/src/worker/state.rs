@@ -7,9 +7,10 @@
 use std::collections::HashMap;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvtier_client::{Client as Native, InstanceId, Prompt, Scope, SharedPool};
+use kvtier_proto::key_settings::KeySettings;
 use kvtier_sync::{Condvar, Mutex};
 
 use super::geometry::Geometry;
@@ -40,6 +41,8 @@ pub struct Transfer {
     pub skip: u64,
     pub event: Vec<u8>,
     pub deadline: Instant,
+    /// How long what a store writes is to be kept; `None` as the server's eviction policy does.
+    pub keep_seconds: Option<u32>,
 }
 
 /// A transfer that has ended.
@@ -68,9 +71,15 @@ pub struct Registered {
 }
 
 impl Registered {
-    /// The scope of a transfer's keys.
-    pub fn scope_of(&self, transfer: &Transfer) -> Scope {
-        self.scope.clone().with_salt(transfer.cache_salt.clone())
+    /// The scope of a transfer's keys; `deadline` is in the time of the monotonic clock.
+    pub fn scope_of(&self, transfer: &Transfer, deadline: Option<Duration>) -> Scope {
+        let settings = KeySettings {
+            deadline,
+            keep_seconds: transfer.keep_seconds,
+            ..KeySettings::default()
+        };
+        let scope = self.scope.clone().with_salt(transfer.cache_salt.clone());
+        scope.with_settings(settings)
     }
 }
 

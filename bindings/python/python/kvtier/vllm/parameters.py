@@ -17,41 +17,48 @@ _ALL = sys.maxsize
 # Answer to a prefill request, and parameter of the request that decodes it.
 STORED_TOKENS = PREFIX + "stored_tokens"
 
+# Seconds in a day, the longest that a server keeps what a request asks it to keep.
+_MAX_KEEP_SECONDS = 86_400
+
 
 @dataclass(frozen=True)
-class Limits:
-    """Numbers of tokens, from a request's start."""
+class Parameters:
+    """What a request may use of the cache, how long it waits for it, and how long its KV is to be kept there."""
 
     store: int = _ALL
-    """Tokens that may be stored."""
+    """Tokens that may be stored, from its start."""
 
     load: int = _ALL
-    """Tokens that may be loaded."""
+    """Tokens that may be loaded, from its start."""
 
     awaited: int = 0
-    """Tokens that another engine has stored or is storing, which a lookup waits for."""
+    """Tokens, from its start, that another engine has stored or is storing, which a lookup waits for."""
+
+    keep_seconds: int | None = None
+    """Seconds that what it stores or hits is pinned; 0: what it stores is evicted first; None: it is kept as any other."""
 
     @classmethod
-    def of(cls, request: Any, warnings: RateLimited) -> Limits:
-        """Reads a request's parameters; of several limits the least counts. Clients choose them, so none is refused.
+    def of(cls, request: Any, warnings: RateLimited) -> Parameters:
+        """Reads a request's parameters; of several of one use the least counts. Clients choose them, so none is refused.
 
-        A value that is not allowed counts as 0: its client wanted less than everything. Unknown keys are ignored, so that clients
-        may send those of a later release; keys of other connectors are not looked at.
+        A limit that is not allowed counts as 0: its client wanted less than everything. Other values that are not allowed, and unknown
+        keys, are ignored, so that clients may send those of a later release; keys of other connectors are not looked at.
         """
-        limits: dict[str, int] = {}
+        values: dict[str, int] = {}
         given = getattr(request, "kv_transfer_params", None)
         for key, value in given.items() if isinstance(given, Mapping) else ():
             parameter = PARAMETERS.get(key)
             if parameter is not None and value is not None:
-                limit = parameter.read(value)
-                if limit is None:
-                    effect = f"allowed are {parameter.allowed}; the request {_NOTHING[parameter.use]}"
-                    _warn(warnings, "value", request, key, value, effect)
-                limits[parameter.use] = min(limits.get(parameter.use, _ALL), limit or 0)
+                read = parameter.read(value)
+                if read is None:
+                    read, effect = _OTHERWISE[parameter.use]
+                    _warn(warnings, "value", request, key, value, f"allowed are {parameter.allowed}; the request {effect}")
+                if read is not None:
+                    values[parameter.use] = min(values.get(parameter.use, _ALL), read)
             elif parameter is None and isinstance(key, str) and key.startswith(PREFIX):
                 effect = f"there is no such parameter, and it is ignored; allowed are {', '.join(PARAMETERS)}"
                 _warn(warnings, "key", request, key, value, effect)
-        return cls(**limits)
+        return cls(**values)
 
 
 def is_prefill(request: Any) -> bool:
@@ -61,16 +68,16 @@ def is_prefill(request: Any) -> bool:
 
 
 class Parameter(NamedTuple):
-    """Parameter of a request, which sets one limit."""
+    """Parameter of a request, which sets one field of :class:`Parameters`."""
 
     use: str
-    """The field of :class:`Limits`."""
+    """The field."""
 
     allowed: str
     """Values that are allowed, as a text."""
 
     read: Callable[[Any], int | None]
-    """Returns the limit that a value means; None if it is not allowed."""
+    """Returns the field's value that a value means; None if it is not allowed."""
 
 
 def _permission(value: Any) -> int | None:
@@ -88,6 +95,11 @@ def _count(value: Any) -> int | None:
     return value if type(value) is int and value >= 0 else None
 
 
+def _seconds(value: Any) -> int | None:
+    """Returns a number of seconds."""
+    return value if type(value) is int and 0 <= value <= _MAX_KEEP_SECONDS else None
+
+
 _SWITCH, _COUNT = "true and false", "whole numbers from 0 on"
 
 PARAMETERS = {
@@ -96,14 +108,20 @@ PARAMETERS = {
     "kvtier.max_store_tokens": Parameter("store", _COUNT, _count),
     "kvtier.max_load_tokens": Parameter("load", _COUNT, _count),
     STORED_TOKENS: Parameter("awaited", _COUNT, _count),
+    "kvtier.keep_seconds": Parameter("keep_seconds", f"whole numbers from 0 to {_MAX_KEEP_SECONDS}", _seconds),
     "lmcache.skip_save": Parameter("store", _SWITCH, _prohibition),
     "lmcache.max_offload_tokens": Parameter("store", _COUNT, _count),
 }
 """Key -> parameter. Names of LMCache's connectors are those that mean the same there."""
 
 
-# What 0 means.
-_NOTHING = {"store": "may store nothing", "load": "may load nothing", "awaited": "waits for nothing"}
+# The field's value where one is not allowed, None for its default, and what that means.
+_OTHERWISE: dict[str, tuple[int | None, str]] = {
+    "store": (0, "may store nothing"),
+    "load": (0, "may load nothing"),
+    "awaited": (0, "waits for nothing"),
+    "keep_seconds": (None, "sets no time"),
+}
 
 
 # Clients choose the length of what they send.

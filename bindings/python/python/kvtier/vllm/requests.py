@@ -10,7 +10,7 @@ from typing import Any
 from .._native import Prompt
 from ..scheduler import SchedulerAdapter
 from .contents import Contents
-from .parameters import Limits
+from .parameters import Parameters
 
 # Seconds between two lookups of a request that waits.
 _LOOKUP_INTERVAL = 0.005
@@ -42,7 +42,7 @@ class Tracked:
 
     request: Any
     salt: str
-    limits: Limits
+    parameters: Parameters
     block_ids: list[list[int]] = field(default_factory=list)
     """Blocks per group, from the prompt's start."""
 

@@ -36,7 +36,7 @@ from .kinds import (
 from .metadata import Move, StepMetadata, WorkerReport
 from .metrics import KvTierStats
 from .options import Identity, Options
-from .parameters import STORED_TOKENS, Limits, is_prefill
+from .parameters import STORED_TOKENS, Parameters, is_prefill
 from .requests import Keys, Tracked, Wait
 from .resets import PoolResets
 
@@ -124,8 +124,8 @@ class Scheduling:
         tracked = self.tracked.get(request.request_id)
         if tracked is None:
             self.keys.note(request)
-            limits = Limits.of(request, self.warnings)
-            tracked = self.tracked[request.request_id] = Tracked(request, request.cache_salt or "", limits)
+            parameters = Parameters.of(request, self.warnings)
+            tracked = self.tracked[request.request_id] = Tracked(request, request.cache_salt or "", parameters)
         return tracked
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
@@ -147,7 +147,7 @@ class Scheduling:
         if tracked.miss:
             return 0, False
         # A limit is the lookup of a shorter prompt: what it finds is complete in all groups of layers.
-        end = min(loadable, tracked.limits.load) // self.chunk * self.chunk
+        end = min(loadable, tracked.parameters.load) // self.chunk * self.chunk
         self._lookup(tracked, end)
         cached = self.adapter.check_lookup_result(request.request_id)
         if cached is None:
@@ -173,6 +173,7 @@ class Scheduling:
             prompt=self.keys.prompt(request, end),
             cache_salt=tracked.salt,
             traceparent=traced.get("traceparent"),
+            keep_seconds=tracked.parameters.keep_seconds,
         )
 
     def _waits(self, tracked: Tracked, found: int, end: int) -> bool:
@@ -180,9 +181,9 @@ class Scheduling:
         again from time to time, for ``kvtier.hand_over_timeout`` in all, and another time if such a lookup fails: those before it may
         have found something."""
         wait, timeout = tracked.wait, self.options.hand_over_timeout
-        if not tracked.limits.awaited or not timeout or (wait is not None and wait.has_ended):
+        if not tracked.parameters.awaited or not timeout or (wait is not None and wait.has_ended):
             return False
-        awaited = min(tracked.limits.awaited // self.chunk * self.chunk, end)
+        awaited = min(tracked.parameters.awaited // self.chunk * self.chunk, end)
         has_all = max(found, tracked.own_tokens or 0) >= awaited
         # After a reset this engine finds nothing of others.
         in_vain = tracked.miss == "lookup_failed" or self.was_reset or not self.adapter.is_healthy
@@ -232,7 +233,7 @@ class Scheduling:
             return "no_server"
         if loadable < self.chunk:
             return "too_short"
-        if tracked.limits.load < self.chunk:
+        if tracked.parameters.load < self.chunk:
             return "parameter"
         return "" if self.keys.can_identify(request) else "not_identified"
 
@@ -392,7 +393,7 @@ class Scheduling:
             return
         # Speculated tokens, and tokens not sampled yet, are no part of the request.
         known = request.num_tokens if self.save_decode else request.num_prompt_tokens
-        end = min(computed, known, request.num_tokens, tracked.limits.store) // chunk * chunk
+        end = min(computed, known, request.num_tokens, tracked.parameters.store) // chunk * chunk
         start = tracked.stored_tokens
         if end <= start or not self.keys.can_identify(request):
             return
@@ -401,7 +402,8 @@ class Scheduling:
             return
         table = self._current_blocks(request.request_id) if self.has_windows else tracked.block_ids
         blocks = blocks_of_range(table, self.groups, chunk, start, end)
-        move = Move(request.request_id, self.keys.prompt(request, end), start, end, blocks, tracked.salt)
+        keep = tracked.parameters.keep_seconds
+        move = Move(request.request_id, self.keys.prompt(request, end), start, end, blocks, tracked.salt, keep_seconds=keep)
         events = stored_chunks(request, start, end, chunk, self.hash_block_tokens) if self.wants_events else []
         move.number, self.next_number = self.next_number, self.next_number + 1
         if self.holds is not None:
