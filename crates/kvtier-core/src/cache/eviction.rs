@@ -6,7 +6,8 @@
 //! 2. objects that the policy names, as far as the shares of other tenants allow it
 //! 3. objects of the storing tenant
 //!
-//! Pinned objects are no victims while there are others: see `pins.rs`.
+//! Pinned objects are victims only where there are no others: see `pins.rs`. A tenant over quota all of whose objects are pinned is
+//! passed over by stores, and loses them in the background.
 
 use super::losses::LossCause;
 use super::refusal::Refusal;
@@ -109,38 +110,14 @@ impl<A: ExtentAllocator> State<A> {
                     let extent = near.and_then(|_| self.allocator.allocate(bytes, owner));
                     return match extent {
                         Some(extent) => Ok(extent),
-                        None => self.allocate_by_pins(tenant, kept, bytes, more, owner, victim),
+                        None => self.allocate_by_run(tenant, kept, bytes, more, owner, victim),
                     };
                 }
             };
         }
     }
 
-    /// Allocates where the next victim does not suffice. If no others do, pins end.
-    #[cold]
-    fn allocate_by_pins(
-        &mut self,
-        tenant: u32,
-        kept: u64,
-        bytes: u64,
-        more: usize,
-        owner: u32,
-        mut victim: Option<u32>,
-    ) -> Result<Extent, Refusal> {
-        let mut unpinned = self.allocator.footprint(bytes);
-        loop {
-            match self.allocate_by_run(tenant, kept, bytes, more, owner, victim) {
-                Err(Refusal::Memory) if self.end_pins_for(unpinned) => {
-                    // Twice as much each time, so that few searches are in vain.
-                    unpinned = unpinned.saturating_mul(2);
-                    victim = self.next_victim(tenant, kept, more);
-                }
-                result => return result,
-            }
-        }
-    }
-
-    /// Allocates where the next victim is smaller than the object, or the tenant's own. Small victims are evicted in policy
+    /// Allocates where the next victim is smaller than the object, the tenant's own, or pinned. Small victims are evicted in policy
     /// order only if there is a run to fall back on, and only while little is free; after that the obstacle is
     /// fragmentation, and the run is evicted. So nothing is evicted for an object that is refused.
     fn allocate_by_run(
@@ -161,9 +138,10 @@ impl<A: ExtentAllocator> State<A> {
                 self.evict_slot(next, cause);
             } else {
                 if run.is_none() {
-                    next.ok_or(Refusal::Memory)?;
                     let over = self.is_over(tenant, kept).then_some(tenant);
-                    run = Some(self.cheapest_run(tenant, bytes, over)?);
+                    let found = next.and_then(|_| self.cheapest_run(tenant, bytes, over));
+                    let found = found.or_else(|| self.pinned_run(tenant, bytes));
+                    run = Some(found.ok_or(Refusal::Memory)?);
                 }
                 let free = capacity.saturating_sub(self.allocator.used());
                 let is_spare_free = free >= bytes.saturating_add(capacity / SPARE_PART);
@@ -252,7 +230,7 @@ impl<A: ExtentAllocator> State<A> {
     /// See [`super::Cache::evict_over_quota`].
     pub(super) fn evict_over_quota(&mut self, max_objects: usize) -> Evicted {
         let mut evicted = Evicted::default();
-        // Tenants whose objects are all leased are skipped; those of others that are pinned go last.
+        // Tenants whose objects are all leased are skipped.
         let mut skipped = 0;
         while evicted.objects < max_objects && skipped < max_objects {
             let over = self.namespaces.tenants.over();
@@ -351,6 +329,9 @@ impl<A: ExtentAllocator> State<A> {
         self.totals.evicted.add(bytes);
         let identity = self.namespaces.identity(namespace, &hash);
         self.losses.record(identity, self.clock, cause);
+        if self.slab.at(number).is_pinned() {
+            self.take_pin(number);
+        }
         self.remove_object(number);
         self.policy.evicted(candidate, identity);
         bytes

@@ -370,7 +370,7 @@ impl<A: ExtentAllocator> Cache<A> {
 
     /// Pins those of these objects that are resident for this time from `now` on, so that no other object evicts them, or
     /// extends their pins; it shortens none. Requests count as one: if [`CacheConfig::max_pinned_share`] does not allow all, the
-    /// first chunks are pinned. Removal ends a pin, and so does a store for which there is no other victim.
+    /// first chunks are pinned. Removal ends a pin, and so does a store for which there are no other victims.
     pub fn pin(&self, now: Duration, requests: &[ReserveRequest<'_>], time: Duration) {
         let deadline = pins::deadline(now, time);
         self.locked(|state| state.pin_all(requests, deadline));
@@ -517,6 +517,7 @@ impl<A: ExtentAllocator> Cache<A> {
     pub fn usage(&self) -> Usage {
         self.locked(|state| Usage {
             used_bytes: state.allocator.used(),
+            pinned_bytes: state.pinned.bytes,
             capacity_bytes: state.allocator.capacity(),
         })
     }

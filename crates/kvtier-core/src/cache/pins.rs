@@ -1,7 +1,8 @@
 //! Pins: for a time, which the request that stored or hit them chose, objects are not in the eviction order.
 //!
 //! Clients choose, so pinned bytes are bounded, of all and of each tenant with a limit ([`CacheConfig::max_pinned_share`]), and
-//! a store never fails because of them: it ends pins if it finds no other victim, those that end first first.
+//! pinned objects are victims where there are no others: the cheapest run of them for a store, and for a tenant's limit those of its own
+//! whose pins end first.
 //!
 //! [`CacheConfig::max_pinned_share`]: super::CacheConfig::max_pinned_share
 
@@ -9,6 +10,9 @@ use super::ExtentAllocator;
 use super::slab::SlotState;
 use super::state::{State, TICKS_PER_SECOND, ticks};
 use std::time::Duration;
+
+/// Pinned objects of a tenant over its limit that are examined for one that is not leased.
+const OWN_EXAMINED: usize = 64;
 
 /// When pins set now end, in ticks: no earlier than after `time`.
 pub(super) fn deadline(now: Duration, time: Duration) -> u32 {
@@ -95,43 +99,18 @@ impl<A: ExtentAllocator> State<A> {
         limit
     }
 
-    /// Ends pins of at least `bytes` bytes for a store that found no victim, except those of tenants whose objects are protected.
-    /// Returns whether there was one.
-    #[cold]
-    pub(super) fn end_pins_for(&mut self, bytes: u64) -> bool {
-        let mut ended = 0;
-        while ended < bytes {
-            let tenants = &self.namespaces.tenants;
-            let is_evictable = |tenant| tenants.get(tenant).is_some_and(|it| !it.is_protected());
-            let Some(number) = self.pins.first_among(is_evictable) else {
-                break;
-            };
-            ended += self.footprint(number);
-            self.end_pin(number);
-        }
-        ended > 0
-    }
-
-    /// The next victim of a tenant whose limit demands one. If all its objects that are not leased are pinned, pins end.
+    /// The next victim of a tenant whose limit demands one: pinned if there is no other.
     // A store of a tenant within its limit does not pay for it.
     #[inline(never)]
-    pub(super) fn own_victim(&mut self, tenant: u32) -> Option<u32> {
+    pub(super) fn own_victim(&self, tenant: u32) -> Option<u32> {
         let victim = self.policy.victim_of(tenant);
         victim.or_else(|| self.own_pinned(tenant))
     }
 
-    /// The next victim of a tenant that has none without a pin.
     #[cold]
-    fn own_pinned(&mut self, tenant: u32) -> Option<u32> {
-        while self.policy.isolates() {
-            let pinned = self.pins.first_of(tenant)?;
-            self.end_pin(pinned);
-            // Not one that is leased.
-            let victim = self.policy.victim_of(tenant);
-            if victim.is_some() {
-                return victim;
-            }
-        }
-        None
+    fn own_pinned(&self, tenant: u32) -> Option<u32> {
+        let pinned = self.policy.isolates().then(|| self.pins.of(tenant))?;
+        let mut examined = pinned.take(OWN_EXAMINED);
+        examined.find(|number| self.slab.at(*number).leases == 0)
     }
 }

@@ -1,7 +1,7 @@
 //! Runs: adjoining free pieces and evictable objects, for an object that is larger than the next victim.
 //!
 //! The cheapest run found is evicted as a whole, so an eviction is never in vain. An object costs its bytes divided by
-//! its idle time. Objects never move, so leased, pinned and staged ones are walls between runs.
+//! its idle time. Objects never move, so leased and staged ones are walls between runs, and pinned ones unless there is no run without.
 //!
 //! A run is the last resort: before, victims are evicted in policy order while little of the memory is free
 //! (`State::allocate_by_run`), as recency predicts hits better than adjacency. Simulated with two models on 8 GiB, whose
@@ -16,10 +16,10 @@
 //! | --- | --- |
 //! | around each of the next [`SEEDS`] victims | 2 x [`REACH`], and less once they have the bytes |
 //! | if none of them is in a run: from the end of the last such search | [`SWEEP`] |
+//! | if that finds none, and objects are pinned: the same, with these | [`SWEEP`] |
 //!
 //! In an arena of up to [`SWEEP`] pieces a run is found if one exists; in a larger one by later searches.
 
-use super::refusal::Refusal;
 use super::slab::SlotState;
 use super::state::State;
 use super::{ExtentAllocator, Piece};
@@ -47,6 +47,8 @@ struct Movable {
 struct Judge<'a, A> {
     state: &'a State<A>,
     tenant: u32,
+    /// Whether pinned objects are movable.
+    with_pinned: bool,
     /// Tenants with a reserved share, and their bytes that may still be evicted beside those judged movable so far.
     shares: Vec<(u32, u64)>,
 }
@@ -62,7 +64,8 @@ impl<A: ExtentAllocator> Judge<'_, A> {
             });
         };
         let slot = self.state.slab.at(owner);
-        if slot.state() != SlotState::Resident || slot.is_held() {
+        let is_kept = slot.leases > 0 || slot.is_pinned() && !self.with_pinned;
+        if slot.state() != SlotState::Resident || is_kept {
             return None;
         }
         self.take_share(self.state.namespaces.tenant_of(slot.namespace), bytes)?;
@@ -102,6 +105,14 @@ struct Cheapest {
 }
 
 impl Cheapest {
+    fn new(bytes: u64) -> Self {
+        Self {
+            bytes,
+            cost: 0,
+            members: None,
+        }
+    }
+
     /// Compares the shortest runs of a stretch of adjoining pieces; of equal ones the first is kept.
     fn compare(&mut self, stretch: &[Movable]) {
         let (mut start, mut bytes, mut cost) = (0, 0, 0);
@@ -135,19 +146,25 @@ impl<A: ExtentAllocator> State<A> {
         tenant: u32,
         bytes: u64,
         over: Option<u32>,
-    ) -> Result<Vec<u32>, Refusal> {
-        let mut cheapest = Cheapest {
-            bytes,
-            cost: 0,
-            members: None,
-        };
+    ) -> Option<Vec<u32>> {
+        let mut cheapest = Cheapest::new(bytes);
         for seed in self.seeds(tenant, over) {
             self.search_around(seed, tenant, &mut cheapest);
         }
         if cheapest.members.is_none() {
-            self.sweep(tenant, &mut cheapest);
+            self.sweep(tenant, false, &mut cheapest);
         }
-        cheapest.members.ok_or(Refusal::Memory)
+        cheapest.members
+    }
+
+    /// As [`Self::cheapest_run`], with pinned objects, if there are any.
+    #[cold]
+    pub(super) fn pinned_run(&mut self, tenant: u32, bytes: u64) -> Option<Vec<u32>> {
+        let mut cheapest = Cheapest::new(bytes);
+        if self.pinned.objects > 0 {
+            self.sweep(tenant, true, &mut cheapest);
+        }
+        cheapest.members
     }
 
     /// The next victims, of a tenant over quota, else of the policy's choice, else of the storing tenant.
@@ -162,7 +179,7 @@ impl<A: ExtentAllocator> State<A> {
 
     fn search_around(&self, seed: u32, tenant: u32, cheapest: &mut Cheapest) {
         let offset = self.slab.at(seed).extent.offset;
-        let mut judge = self.judge(tenant);
+        let mut judge = self.judge(tenant, false);
         // To the right of the seed, itself included, and to the left, each until it has enough bytes.
         let mut gather = |side: &mut Vec<Movable>, piece| {
             let Some(movable) = judge.movable(piece) else {
@@ -187,12 +204,12 @@ impl<A: ExtentAllocator> State<A> {
         cheapest.compare(&stretch);
     }
 
-    fn sweep(&mut self, tenant: u32, cheapest: &mut Cheapest) {
+    fn sweep(&mut self, tenant: u32, with_pinned: bool, cheapest: &mut Cheapest) {
         let (first, end) = (self.hand, self.allocator.capacity());
         // Start of the current stretch, and of the next piece.
         let (mut start, mut at, mut left) = (first, first, SWEEP);
         while left > 0 && at < end {
-            let mut judge = self.judge(tenant);
+            let mut judge = self.judge(tenant, with_pinned);
             let mut stretch = Vec::new();
             let part = at;
             start = at;
@@ -221,10 +238,11 @@ impl<A: ExtentAllocator> State<A> {
         };
     }
 
-    fn judge(&self, tenant: u32) -> Judge<'_, A> {
+    fn judge(&self, tenant: u32, with_pinned: bool) -> Judge<'_, A> {
         Judge {
             state: self,
             tenant,
+            with_pinned,
             shares: Vec::new(),
         }
     }

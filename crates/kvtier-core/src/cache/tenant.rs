@@ -59,11 +59,7 @@ impl Tenant {
         self.limit
     }
 
-    pub(super) fn is_protected(&self) -> bool {
-        self.protected
-    }
-
-    /// Bytes that may be evicted: those of resident objects without leases. Where pins prevent it, they end.
+    /// Bytes that may be evicted: those of resident objects without leases, pinned ones too.
     pub(super) fn evictable(&self) -> u64 {
         self.counters.resident.bytes.saturating_sub(self.leased)
     }

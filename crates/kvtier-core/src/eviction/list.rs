@@ -125,6 +125,15 @@ impl<F: Copy + Default> Links<F> {
         })
     }
 
+    /// The slots of a list, newest first.
+    pub(super) fn newest_first(&self, list: &List) -> impl Iterator<Item = u32> {
+        let newest = (list.newest != NONE).then_some(list.newest);
+        std::iter::successors(newest, |&slot| {
+            let older = self.links.get(slot)?.older;
+            (older != NONE).then_some(older)
+        })
+    }
+
     /// The slots of a list and their facts, oldest first.
     ///
     /// # Errors

@@ -54,17 +54,10 @@ impl Pins {
         (deadline <= tick).then(|| self.lists[&(tenant, deadline)].newest)
     }
 
-    /// The object whose pin ends first among the tenants that `is_included` names. Takes time by the number of lists.
-    pub(crate) fn first_among(&self, is_included: impl Fn(u32) -> bool) -> Option<u32> {
-        let mut lists = self.deadlines.iter();
-        let (deadline, tenant) = lists.find(|(_, tenant)| is_included(*tenant))?;
-        Some(self.lists[&(*tenant, *deadline)].newest)
-    }
-
-    /// The object of a tenant whose pin ends first.
-    pub(crate) fn first_of(&self, tenant: u32) -> Option<u32> {
-        let mut lists = self.lists.range((tenant, 0)..=(tenant, u32::MAX));
-        lists.next().map(|(_, list)| list.newest)
+    /// The pinned objects of a tenant, in the order in which their pins end.
+    pub(crate) fn of(&self, tenant: u32) -> impl Iterator<Item = u32> {
+        let lists = self.lists.range((tenant, 0)..=(tenant, u32::MAX));
+        lists.flat_map(|(_, list)| self.links.newest_first(list))
     }
 
     /// All pinned objects, each with its tenant and deadline.

@@ -120,7 +120,7 @@ fn tenant_over_its_limit_loses_pins_last() {
 }
 
 #[test]
-fn store_ends_pins_where_nothing_else_is_evictable() {
+fn store_evicts_pinned_objects_where_there_are_no_others() {
     let cache = cache(EvictionKind::Lru);
     put(&cache, "", 0..50);
     pin(&cache, "", 0..50);
@@ -128,12 +128,45 @@ fn store_ends_pins_where_nothing_else_is_evictable() {
     let reading = cache.lease(NOW, namespace(0, ""), &hashes(50..100));
     assert_eq!(put(&cache, "", 100..101), 1);
     assert_eq!(cache.stats().pinned_bytes, 49);
-    // One object over the place of many: pins end until it fits.
+    // A larger one: those in its place, and no others.
     assert_eq!(store(&cache, namespace(1, ""), &hashes(0..1), 30), 1);
-    let pinned = cache.stats().pinned_bytes;
-    assert!(pinned > 0);
+    assert_eq!(cache.stats().pinned_bytes, 20);
     assert_eq!(store(&cache, namespace(1, ""), &hashes(1..2), 51), 0);
-    assert_eq!(cache.stats().pinned_bytes, pinned, "ended in vain");
+    assert_eq!(cache.stats().pinned_bytes, 20);
+    drop(reading);
+}
+
+#[test]
+fn refused_store_evicts_no_pinned_object() {
+    let cache = cache(EvictionKind::Lru);
+    put(&cache, "", 0..100);
+    // Each is between two that are leased.
+    for chunk in 0..50 {
+        pin(&cache, "", 2 * chunk..2 * chunk + 1);
+    }
+    let leased: Vec<_> = (0..50)
+        .map(|chunk| cache.lease(NOW, namespace(0, ""), &hashes(2 * chunk + 1..2 * chunk + 2)))
+        .collect();
+    assert_eq!(store(&cache, namespace(1, ""), &hashes(0..1), 2), 0);
+    assert_eq!(cache.stats().pinned_bytes, 50);
+    drop(leased);
+}
+
+#[test]
+fn tenant_with_reserved_share_evicts_its_own_pinned_objects() {
+    let cache = cache(EvictionKind::IsolatedLru);
+    let share = |bytes| Grant {
+        limit: None,
+        reserved: bytes,
+    };
+    cache.set_grant("a", Some(share(50)));
+    put(&cache, "a", 0..50);
+    pin(&cache, "a", 0..50);
+    put(&cache, "b", 0..50);
+    let reading = cache.lease(NOW, namespace(0, "b"), &hashes(0..50));
+    assert_eq!(put(&cache, "b", 100..101), 0, "they are not its own");
+    assert_eq!(put(&cache, "a", 100..101), 1);
+    assert_eq!(cache.stats().pinned_bytes, 49);
     drop(reading);
 }
 

@@ -156,10 +156,10 @@ impl Admin {
         let config = self.context.config();
         metrics.eviction_ticks.inc();
         let usage = l1.cache.usage();
-        // No eviction frees what stores have staged, so the watermark and the ratio are of the rest.
-        let staged = self.transfers.staging.staged_bytes();
-        let used = usage.used_bytes.saturating_sub(staged) as f64;
-        let capacity = usage.capacity_bytes.saturating_sub(staged) as f64;
+        // This eviction frees neither what stores have staged nor what is pinned, so the watermark and the ratio are of the rest.
+        let kept = self.transfers.staging.staged_bytes() + usage.pinned_bytes;
+        let used = usage.used_bytes.saturating_sub(kept) as f64;
+        let capacity = usage.capacity_bytes.saturating_sub(kept) as f64;
         if used < capacity * config.eviction_trigger_watermark {
             return;
         }

@@ -196,12 +196,44 @@ fn stores_are_served_beside_pins() {
     }
     let readings = server.readings();
     assert_eq!(readings.pinned_object_bytes, readings.capacity_bytes);
-    let _reader = server.engine_driven(3, &Scope::new("retention/flood"));
-    // The pins that end first end now.
+    // A lookup below needs a worker of its model, and that of the flood leaves.
+    let _worker = server.engine_driven(3, &Scope::new("retention/flood"));
     flood(&server, 2, "retention/flood");
     assert_eq!(
         resident(&server, "retention/flood", 1_000 + fits as u32 / 8, 8),
         8
     );
+    server.assert_sound();
+}
+
+#[test]
+fn watermark_is_of_what_is_not_pinned() {
+    let share = ["--max-pinned-share", "0.9"];
+    let watermark = [
+        "--eviction-trigger-watermark",
+        "0.8",
+        "--eviction-ratio",
+        "0.5",
+    ];
+    let server = TestServer::start(&[&SMALL[..], &share, &watermark].concat());
+    let mut pinning = server.engine_driven(1, &keeping("retention/most", 60));
+    let fits = server.readings().capacity_bytes / pinning.chunk_bytes() as u64;
+    // All but 32 chunks, and the half of these.
+    for seed in 0..fits as u32 / 8 - 4 {
+        pinning.stored(&prompt(seed, 8), 0..8, 1);
+    }
+    let mut ordinary = server.engine_driven(2, &Scope::new("retention/rest"));
+    for seed in [1, 2] {
+        ordinary.stored(&prompt(seed, 8), 0..8, 1);
+    }
+    server.engine().housekeep();
+    let left = [1, 2].map(|seed| resident(&server, "retention/rest", seed, 8));
+    assert_eq!(left, [8, 8]);
+    ordinary.stored(&prompt(3, 8), 0..8, 1);
+    ordinary.stored(&prompt(4, 2), 0..2, 1);
+    server.engine().housekeep();
+    let readings = server.readings();
+    let rest = readings.used_bytes - readings.pinned_object_bytes;
+    assert_eq!(rest, 13 * pinning.chunk_bytes() as u64, "a half of 26");
     server.assert_sound();
 }

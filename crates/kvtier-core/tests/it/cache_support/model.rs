@@ -197,29 +197,13 @@ impl Model {
         ended
     }
 
-    fn end_pins_for(&mut self, bytes: u64) -> bool {
-        let mut ended = 0;
-        while ended < bytes
-            && let Some(id) =
-                self.first_pin(|id| !self.is_protected((self.tenant_of)(self.objects[&id].key.0)))
-        {
-            ended += self.footprint(id);
-            self.end_pin(id);
-        }
-        ended > 0
-    }
-
-    /// The place in the order of a tenant's next victim; pins end if there is no other.
-    fn own_victim(&mut self, tenant: usize) -> Option<usize> {
+    /// A tenant's next victim; a pinned one if there is no other.
+    fn own_victim(&self, tenant: usize) -> Option<Id> {
         self.quotas.as_ref()?;
-        loop {
-            let victim = self.oldest_of(tenant);
-            if victim.is_some() {
-                return victim;
-            }
-            let pinned = self.first_pin(|id| self.is_own(id, tenant))?;
-            self.end_pin(pinned);
-        }
+        let victim = self.oldest_of(tenant).map(|at| self.order[at]);
+        victim.or_else(|| {
+            self.first_pin(|id| self.is_own(id, tenant) && self.objects[&id].leases == 0)
+        })
     }
 
     pub fn end_lease(&mut self, id: Id) {
@@ -339,11 +323,18 @@ impl Model {
 
     /// Whether a piece is free or its object may be evicted for a store of this tenant. `left` has the evictable bytes of tenants
     /// with a reserved share.
-    fn is_movable(&self, piece: &Piece, tenant: usize, left: &mut BTreeMap<usize, u64>) -> bool {
+    fn is_movable(
+        &self,
+        piece: &Piece,
+        tenant: usize,
+        with_pinned: bool,
+        left: &mut BTreeMap<usize, u64>,
+    ) -> bool {
         let Some(id) = piece.owner.map(|owner| owner as Id) else {
             return true;
         };
-        if !self.order.contains(&id) {
+        let is_pinned = || self.is_resident(id) && self.objects[&id].leases == 0;
+        if !self.order.contains(&id) && !(with_pinned && is_pinned()) {
             return false;
         }
         let of = (self.tenant_of)(self.objects[&id].key.0);
@@ -405,7 +396,7 @@ impl Model {
             let mut side = |pieces: &mut dyn Iterator<Item = &Piece>| {
                 let (mut stretch, mut bytes) = (Vec::new(), 0);
                 for piece in pieces {
-                    if !self.is_movable(piece, tenant, &mut left) {
+                    if !self.is_movable(piece, tenant, false, &mut left) {
                         break;
                     }
                     stretch.push(*piece);
@@ -423,18 +414,36 @@ impl Model {
             self.compare(&stretch, len, &mut cheapest);
         }
         if cheapest.is_none() {
-            let (mut stretch, mut left) = (Vec::new(), BTreeMap::new());
-            for piece in &pieces {
-                if self.is_movable(piece, tenant, &mut left) {
-                    stretch.push(*piece);
-                } else {
-                    self.compare(&stretch, len, &mut cheapest);
-                    (stretch, left) = Default::default();
-                }
-            }
-            self.compare(&stretch, len, &mut cheapest);
+            self.sweep(tenant, len, false, &mut cheapest);
         }
         cheapest.map(|(_, members)| members)
+    }
+
+    fn pinned_run(&self, tenant: usize, len: u64) -> Option<Vec<Id>> {
+        let mut cheapest = None;
+        if !self.pinned().is_empty() {
+            self.sweep(tenant, len, true, &mut cheapest);
+        }
+        cheapest.map(|(_, members)| members)
+    }
+
+    fn sweep(
+        &self,
+        tenant: usize,
+        len: u64,
+        with_pinned: bool,
+        cheapest: &mut Option<(u64, Vec<Id>)>,
+    ) {
+        let (mut stretch, mut left) = (Vec::new(), BTreeMap::new());
+        for piece in &self.memory.pieces() {
+            if self.is_movable(piece, tenant, with_pinned, &mut left) {
+                stretch.push(*piece);
+            } else {
+                self.compare(&stretch, len, cheapest);
+                (stretch, left) = Default::default();
+            }
+        }
+        self.compare(&stretch, len, cheapest);
     }
 
     pub fn evict_over_quota(&mut self, objects: usize) -> (usize, u64) {
@@ -447,7 +456,7 @@ impl Model {
                 break;
             };
             match self.own_victim(tenant) {
-                Some(at) => evicted = (evicted.0 + 1, evicted.1 + self.evict_at(at)),
+                Some(id) => evicted = (evicted.0 + 1, evicted.1 + self.evict_one(id)),
                 None => passed_over += 1,
             }
         }
@@ -500,16 +509,10 @@ impl Model {
                 return Err(KeyOutcome::OverQuota);
             }
         }
-        let mut unpinned = taken;
-        let extent = loop {
-            match self.make_hole(tenant, kept, len) {
-                Err(KeyOutcome::NoMemory) if self.end_pins_for(unpinned) => unpinned *= 2,
-                result => break result?,
-            }
-        };
+        let extent = self.make_hole(tenant, kept, len)?;
         while self.tenant_bytes(tenant) > kept {
             let own = self.own_victim(tenant).unwrap();
-            self.evict_at(own);
+            self.evict_one(own);
         }
         Ok(extent)
     }
@@ -521,44 +524,41 @@ impl Model {
                 return Ok(extent);
             }
             let is_over = self.tenant_bytes(tenant) > kept;
+            let id = |at: usize| self.order[at];
             let victim = match is_over {
                 true => self.own_victim(tenant),
-                false => self.victim_for(tenant),
+                false => self.victim_for(tenant).map(id),
             };
-            let own = self.oldest_of(tenant);
+            let own = self.oldest_of(tenant).map(id);
             let victim = victim.or(own).filter(|_| self.evicts);
             let taken = self.memory.footprint(len);
-            let is_enough = |victim: &usize| self.footprint(self.order[*victim]) >= taken;
-            if let Some(victim) = victim.filter(is_enough) {
-                self.evict_at(victim);
+            if let Some(victim) = victim.filter(|victim| self.footprint(*victim) >= taken) {
+                self.evict_one(victim);
                 continue;
             }
             if run.is_none() {
-                victim.ok_or(KeyOutcome::NoMemory)?;
-                let found = self.cheapest_run(tenant, len, is_over);
+                let found = victim.and_then(|_| self.cheapest_run(tenant, len, is_over));
+                let found = found.or_else(|| self.pinned_run(tenant, len));
                 run = Some(found.ok_or(KeyOutcome::NoMemory)?);
             }
             let (used, capacity) = (self.memory.used(), self.memory.capacity());
             let is_next = capacity - used < len + capacity / 16 && small_victims < 64;
-            let has_share = |at: usize| {
-                let of = (self.tenant_of)(self.objects[&self.order[at]].key.0);
-                self.reserved(of) > 0
-            };
+            let has_share = |id: Id| self.reserved((self.tenant_of)(self.objects[&id].key.0)) > 0;
             if let Some(victim) = victim.filter(|victim| is_next && !has_share(*victim)) {
                 small_victims += 1;
-                self.evict_at(victim);
+                self.evict_one(victim);
                 continue;
             }
             for member in run.take().unwrap() {
-                if let Some(at) = self.order.iter().position(|id| *id == member) {
-                    self.evict_at(at);
+                if self.objects.contains_key(&member) {
+                    self.evict_one(member);
                 }
             }
         }
     }
 
-    fn evict_at(&mut self, at: usize) -> u64 {
-        let id = self.order.remove(at);
+    fn evict_one(&mut self, id: Id) -> u64 {
+        self.order.retain(|&other| other != id);
         self.resident.remove(&self.objects[&id].key);
         let bytes = self.footprint(id);
         self.free(id);
@@ -572,7 +572,7 @@ impl Model {
             let Some(at) = self.oldest_unprotected().filter(|_| self.evicts) else {
                 break;
             };
-            evicted = (evicted.0 + 1, evicted.1 + self.evict_at(at));
+            evicted = (evicted.0 + 1, evicted.1 + self.evict_one(self.order[at]));
         }
         evicted
     }
