@@ -272,6 +272,7 @@ def test_failed_second_tier_is_a_warning(place, examine, tmp_path):
     status, checks = examine(two.url, "--http", two.http)
     verdict, text = checks["second tiers"]
     assert status == 0 and verdict == "warning" and text.startswith("1 of 2 failed: away (") and "computed again" in text
+    assert "works, with warnings: second tiers" in checks[""][1]
 
 
 # -- shared memory -------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ class Doctor:
         self.url, self.timeout, self.salt, self.remote = url, timeout, salt, remote
         self.http = _http_of(url) if http is None else http.rstrip("/")
         self.http_was_given = bool(http)
-        self.failed, self.skipped = 0, []  # type: int, list[str]
+        self.failed, self.warned, self.skipped = 0, [], []  # type: int, list[str], list[str]
         self.is_http_of_server: bool | None = None
 
     def report(self, name: str, verdict: str, text: str, remedy: str = "") -> None:
@@ -80,6 +80,8 @@ class Doctor:
         self.failed += verdict == "FAILED"
         if verdict == "skipped":
             self.skipped.append(name)
+        elif verdict == "warning":
+            self.warned.append(name)
         print(f"{verdict:8} {name}: {text}")
         if remedy and verdict in ("warning", "FAILED"):
             print(f"         -> {remedy}")
@@ -107,7 +109,8 @@ class Doctor:
         if self.failed:
             print(f"{self.failed} check{'s' if self.failed > 1 else ''} FAILED")
         else:
-            print("everything works" + (f", as far as it was checked; not checked: {', '.join(self.skipped)}" if self.skipped else ""))
+            warned = f"works, with warnings: {', '.join(self.warned)}" if self.warned else "everything works"
+            print(warned + (f", as far as it was checked; not checked: {', '.join(self.skipped)}" if self.skipped else ""))
         return 1 if self.failed else 0
 
     def _check_server(self, client: Client) -> None:
