@@ -207,7 +207,7 @@ pub struct ServerArgs {
     pub eviction_ratio: f64,
     /// Share of L1 that objects pinned by their requests (kvtier.keep_seconds) may take, and share of its quota that those of
     /// a tenant may take, 0 (no pins) to 1
-    #[arg(long, default_value_t = 0.1, help_heading = "L1")]
+    #[arg(long, default_value_t = 0.1, value_parser = parse_share, help_heading = "L1")]
     pub max_pinned_share: f64,
 
     /// A second tier, as JSON with a "type"; may be given several times, the first one is asked first (docs/l2.md)

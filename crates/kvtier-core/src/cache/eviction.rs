@@ -6,7 +6,7 @@
 //! 2. objects that the policy names, as far as the shares of other tenants allow it
 //! 3. objects of the storing tenant
 //!
-//! Pinned objects are victims only where there are no others: see `pins.rs`. A tenant over quota all of whose objects are pinned is
+//! Pinned objects are victims only where no others are found: see `pins.rs`. A tenant over quota all of whose objects are pinned is
 //! passed over by stores, and loses them in the background.
 
 use super::losses::LossCause;

@@ -1,7 +1,7 @@
 //! Pins: for a time, which the request that stored or hit them chose, objects are not in the eviction order.
 //!
 //! Clients choose, so pinned bytes are bounded, of all and of each tenant with a limit ([`CacheConfig::max_pinned_share`]), and
-//! pinned objects are victims where there are no others: the cheapest run of them for a store, and for a tenant's limit those of its own
+//! pinned objects are victims where no others are found: the cheapest run with them for a store, and for a tenant's limit those of its own
 //! whose pins end first.
 //!
 //! [`CacheConfig::max_pinned_share`]: super::CacheConfig::max_pinned_share
@@ -12,7 +12,7 @@ use super::state::{State, TICKS_PER_SECOND, ticks};
 use std::time::Duration;
 
 /// Pinned objects of a tenant over its limit that are examined for one that is not leased.
-const OWN_EXAMINED: usize = 64;
+const OWN_EXAMINED: usize = 4096;
 
 /// When pins set now end, in ticks: no earlier than after `time`.
 pub(super) fn deadline(now: Duration, time: Duration) -> u32 {

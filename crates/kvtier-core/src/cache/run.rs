@@ -1,7 +1,7 @@
 //! Runs: adjoining free pieces and evictable objects, for an object that is larger than the next victim.
 //!
 //! The cheapest run found is evicted as a whole, so an eviction is never in vain. An object costs its bytes divided by
-//! its idle time. Objects never move, so leased and staged ones are walls between runs, and pinned ones unless there is no run without.
+//! its idle time. Objects never move, so leased and staged ones are walls between runs, and pinned ones unless no run is found without.
 //!
 //! A run is the last resort: before, victims are evicted in policy order while little of the memory is free
 //! (`State::allocate_by_run`), as recency predicts hits better than adjacency. Simulated with two models on 8 GiB, whose
@@ -16,7 +16,7 @@
 //! | --- | --- |
 //! | around each of the next [`SEEDS`] victims | 2 x [`REACH`], and less once they have the bytes |
 //! | if none of them is in a run: from the end of the last such search | [`SWEEP`] |
-//! | if that finds none, and objects are pinned: the same, with these | [`SWEEP`] |
+//! | if that finds none, and objects are pinned: with these, from the end of that search | [`SWEEP`] |
 //!
 //! In an arena of up to [`SWEEP`] pieces a run is found if one exists; in a larger one by later searches.
 

@@ -77,6 +77,7 @@ fn ended_pins_lose_the_last_chunk_first() {
     let cache = cache(EvictionKind::Lru);
     put(&cache, "", 0..5);
     pin(&cache, "", 0..5);
+    assert_eq!(cache.stats().pinned_bytes, 5);
     ended(&cache, NOW + 2 * MINUTE);
     ended(&cache, NOW + 2 * MINUTE);
     cache.evict(NOW, 2, 2);

@@ -333,8 +333,9 @@ impl Model {
         let Some(id) = piece.owner.map(|owner| owner as Id) else {
             return true;
         };
-        let is_pinned = || self.is_resident(id) && self.objects[&id].leases == 0;
-        if !self.order.contains(&id) && !(with_pinned && is_pinned()) {
+        let is_unleased = self.is_resident(id) && self.objects[&id].leases == 0;
+        let is_evictable = self.order.contains(&id) || with_pinned && is_unleased;
+        if !is_evictable {
             return false;
         }
         let of = (self.tenant_of)(self.objects[&id].key.0);
