@@ -117,7 +117,7 @@ def test_suite_passes(seaweed):
 
 def test_suite_passes_but_for_odd_listings(tmp_path):
     """As `test_suite_passes`. rclone replaces control characters in keys, refuses pages that it did not name itself, may list a key
-    twice that is being written, and may break off the download of one that is being deleted."""
+    twice that is being written, and answers the load of one that is being deleted with an error of its own instead of 404."""
     server = s3.Rclone(tmp_path / "rclone", dir_cache="5m")
     try:
         odd = {
