@@ -63,7 +63,7 @@ impl<A: ExtentAllocator> State<A> {
     }
 
     /// Bytes that a strict limit allows a tenant beside an object that takes `bytes` bytes; `u64::MAX` without one.
-    fn strictly_kept(&mut self, tenant: u32, bytes: u64) -> Result<u64, Refusal> {
+    fn strictly_kept(&self, tenant: u32, bytes: u64) -> Result<u64, Refusal> {
         let Some(limit) = self.namespaces.tenants.strict_limit(tenant) else {
             return Ok(u64::MAX);
         };
@@ -120,6 +120,7 @@ impl<A: ExtentAllocator> State<A> {
     /// Allocates where the next victim is smaller than the object, the tenant's own, or pinned. Small victims are evicted in policy
     /// order only if there is a run to fall back on, and only while little is free; after that the obstacle is
     /// fragmentation, and the run is evicted. So nothing is evicted for an object that is refused.
+    #[cold]
     fn allocate_by_run(
         &mut self,
         tenant: u32,
@@ -329,9 +330,6 @@ impl<A: ExtentAllocator> State<A> {
         self.totals.evicted.add(bytes);
         let identity = self.namespaces.identity(namespace, &hash);
         self.losses.record(identity, self.clock, cause);
-        if self.slab.at(number).is_pinned() {
-            self.take_pin(number);
-        }
         self.remove_object(number);
         self.policy.evicted(candidate, identity);
         bytes

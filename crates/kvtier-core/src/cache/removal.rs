@@ -48,9 +48,6 @@ impl<A: ExtentAllocator> State<A> {
             let (namespace, hash) = (slot.namespace, slot.hash);
             self.lose(namespace, &hash, cause);
         }
-        if self.slab.at(number).is_pinned() {
-            self.take_pin(number);
-        }
         removed.bytes += self.remove_object(number);
         removed.objects += 1;
         self.totals.removed += 1;

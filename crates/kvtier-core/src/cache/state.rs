@@ -401,8 +401,11 @@ impl<A: ExtentAllocator> State<A> {
         Some((number, true))
     }
 
-    /// Removes a resident object without a pin; it is freed now, or with its last lease. Returns its bytes.
+    /// Removes a resident object, and its pin; it is freed now, or with its last lease. Returns its bytes.
     pub(super) fn remove_object(&mut self, number: u32) -> u64 {
+        if self.slab.at(number).is_pinned() {
+            self.take_pin(number);
+        }
         let slot = self.slab.at(number);
         let (namespace, bytes, leases) = (slot.namespace, self.footprint(number), slot.leases);
         let key = self.index.fingerprint(namespace, &slot.hash);
