@@ -2,6 +2,7 @@
 # Make the Python environment and the models that the end-to-end tests use. Does nothing when all are there.
 #
 #   tests/setup.sh
+#   tests/setup.sh --newest lmcache   the newest release or pre-release of a package, without what it depends on; prints its folder
 #   tests/setup.sh vllm-0.27.0   an earlier vLLM too (0.4 GiB; before 0.27 its PyTorch, too: 1.2 or 4.1 GiB); prints its folder
 #
 # They live in $KVTIER_E2E_HOME (default ~/.cache/kvtier-e2e): venv/ (6.4 GiB: vLLM for CPU, LMCache, torch),
@@ -131,6 +132,24 @@ unpack_vllm() {
   echo "$folder"
 }
 
+# The newest release of a package, pre-releases too; prints its folder. It runs with the dependencies of the environment.
+unpack_newest() {
+  local part=$home/newest/.part-$1 folder
+  rm -rf "$part"
+  mkdir -p "$part"
+  "$venv/bin/python" -m pip download --disable-pip-version-check --quiet --no-deps --pre --only-binary :all: --retries 10 --timeout 60 \
+    --dest "$part" "$1" </dev/null >&2
+  folder=$(echo "$part"/*.whl)
+  folder=$home/newest/$1-$(cut -d- -f2 <<<"${folder##*/}")
+  [ -d "$folder" ] || { "$venv/bin/python" -m zipfile -e "$part"/*.whl "$part/wheel" && mv "$part/wheel" "$folder"; }
+  rm -rf "$part"
+  echo "$folder"
+}
+
+if [ "${1:-}" = --newest ]; then
+  unpack_newest "$2"
+  exit
+fi
 if [ $# -gt 0 ]; then
   unpack_vllm "$1"
   exit
