@@ -121,6 +121,7 @@ typed_calls! {
         Request::FreeLookupLocks {
             key: key.clone(),
             tp_size: i64::from(key.world_size),
+            extra_ranges: Vec::new(),
         } => answers::nothing
     }
 
@@ -177,7 +178,11 @@ typed_calls! {
 
     /// Reserves slots of the pool for the chunks of the key's range.
     fn prepare_store<T>(key: &CacheKey<'_, T>, instance: InstanceId) -> PrepareStore<'static> {
-        Request::PrepareStore { key: key.clone(), instance } => answers::prepare_store
+        Request::PrepareStore {
+            key: key.clone(),
+            instance,
+            skipped_chunks: Vec::new(),
+        } => answers::prepare_store
     }
 
     /// Commits a prepared store: its slots are written (`data` is empty), or `data` has the chunks, pickled.

@@ -131,9 +131,11 @@ fn waits_with_handler(operation: Operation) -> bool {
             | Operation::RegisterEngineDriven
             | Operation::RegisterQCache
             | Operation::GetChunkSize
+            | Operation::NegotiateChunkSize
             | Operation::CbRegisterRope
             | Operation::CbProtocolHandshake
             | Operation::ServerModuleCall
+            | Operation::ServerModuleAffinityCall
     )
 }
 

@@ -1,6 +1,6 @@
 //! Client generations: which number means what, and which payloads belong to it.
 //!
-//! Between LMCache 0.4.2 and 0.5.6 the framing stayed, while operations were renumbered five times and
+//! Between LMCache 0.4.2 and 0.5.7 the framing stayed, while operations were renumbered five times and
 //! payloads changed more often. Each numbering is one [`Generation`], each generation one table of
 //! [`OperationSpec`] rows; where releases of one generation differ in payloads the table has one row for
 //! each form. [`Candidates`] finds out which generation a connection speaks.
@@ -32,7 +32,7 @@ pub enum Generation {
     G4,
     /// 0.5.0 to 0.5.2.
     G5,
-    /// 0.5.3 to 0.5.6.
+    /// 0.5.3 to 0.5.7.
     G6,
 }
 
@@ -72,6 +72,12 @@ pub enum Field {
     RequestId,
     /// An int: the number a lookup returned.
     JobId,
+    /// An array of pairs of ints: further token ranges to release.
+    ExtraRanges,
+    /// An array of arrays of ints: per group, the chunks that the worker will not write.
+    SkippedChunks,
+    /// An int: tokens that a chunk has to be a multiple of.
+    ChunkAlignment,
     /// A float or int: seconds.
     Timeout,
     /// A bool: leases do not protect.
@@ -153,7 +159,7 @@ impl Generation {
             Self::G3 => "0.4.6",
             Self::G4 => "0.4.7",
             Self::G5 => "0.5.0 to 0.5.2",
-            Self::G6 => "0.5.3 to 0.5.6",
+            Self::G6 => "0.5.3 to 0.5.7",
         }
     }
 

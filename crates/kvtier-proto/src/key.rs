@@ -1,7 +1,7 @@
 //! The key of a request: its tokens, model, worker and tenant.
 
 use crate::chunk::{self, CHUNK_TOKENS};
-use crate::wire::{self, DecodeError, InField, Reader};
+use crate::wire::{self, DecodeError, InField, PACKED_TOKEN_BYTES, PackedToken, Reader};
 
 /// Most code points a cache salt may have (LMCache 0.5.6).
 pub const MAX_SALT_CHARS: usize = 128;
@@ -9,7 +9,7 @@ pub const MAX_SALT_CHARS: usize = 128;
 /// Most bytes that a cache salt can therefore have. Names made of keys must have space for them.
 pub const MAX_SALT_BYTES: usize = 4 * MAX_SALT_CHARS;
 
-/// Fields of a key in its full form.
+/// Fields of a key in its full and its packed form.
 pub(crate) const FULL_KEY_FIELDS: usize = 10;
 
 /// The same with the chunk size that only kvtier's own clients ask for.
@@ -74,13 +74,17 @@ impl<'a> KeyHead<'a> {
                 "world_size" => world_size = Some(reader.int().ok()?),
                 "worker_id" => worker_id = Some(reader.optional_int().ok()?),
                 CHUNK_TOKENS => chunk_tokens = Some(chunk::read(&mut reader).ok()?),
-                "token_ids" => {
+                tokens @ ("token_ids" | "token_bytes") => {
                     return Some(Self {
                         model_name: model_name?,
                         world_size: world_size?,
                         worker_id: worker_id?,
                         chunk_tokens,
-                        token_count: reader.array_len().ok()?,
+                        token_count: if tokens == "token_ids" {
+                            reader.array_len().ok()?
+                        } else {
+                            reader.bin().ok()?.len() / PACKED_TOKEN_BYTES
+                        },
                     });
                 }
                 _ => return None,
@@ -97,13 +101,29 @@ pub enum KeyForm {
     Unsalted,
     /// Eight fields, with the salt: 0.4.4 to 0.5.4.
     Salted,
-    /// Ten fields, with `request_configs` and `num_kv_readers`: from 0.5.5.
+    /// Ten fields, with `request_configs` and `num_kv_readers`: 0.5.5 and 0.5.6.
     Full,
+    /// The same ten, but for the token ids: `token_bytes`, four bytes per id, big-endian. From 0.5.7.
+    Packed,
+}
+
+/// Whether a key has its token ids packed, which [`KeyForm::Packed`] alone has.
+pub(crate) fn is_packed(key: &[u8]) -> bool {
+    let mut reader = Reader::new(key);
+    let mut find = || {
+        for _ in 0..reader.map_len()? {
+            match reader.str()? {
+                "token_bytes" => return Ok(true),
+                "token_ids" => break,
+                _ => reader.skip()?,
+            }
+        }
+        Ok::<_, DecodeError>(false)
+    };
+    find().unwrap_or(false)
 }
 
 /// Turns the token ids of a key into what a caller needs of them.
-///
-/// The decoder calls it when it stands just behind the header of the `token_ids` array.
 pub trait TokenReader {
     /// What becomes of the token ids.
     type Output;
@@ -111,12 +131,15 @@ pub trait TokenReader {
     /// Notes the chunk size that the key asks for, before its token ids are read.
     fn set_chunk_tokens(&mut self, _tokens: u32) {}
 
-    /// Reads `count` token ids from the start of `data`, which is all that is left of the payload, and
-    /// returns the result with the number of bytes the ids took.
+    /// Reads the `count` token ids of a `token_ids` array from the start of `data`, which is all that is left of the
+    /// payload, and returns the result with the number of bytes the ids took.
     ///
     /// `count` never exceeds `data.len()`. Ids are ints of any width with 0 <= id < 2^32; implementations
     /// refuse everything else, most simply with [`wire::decode_tokens`].
     fn read(&mut self, count: usize, data: &[u8]) -> Result<(Self::Output, usize), DecodeError>;
+
+    /// Reads the token ids of `token_bytes`. The result is that of [`TokenReader::read`] of the same ids.
+    fn read_packed(&mut self, tokens: &[PackedToken]) -> Result<Self::Output, DecodeError>;
 }
 
 /// Decodes all token ids into a vector.
@@ -131,6 +154,10 @@ impl TokenReader for VecTokens {
         let consumed = wire::decode_tokens(count, data, &mut tokens)?;
         Ok((tokens, consumed))
     }
+
+    fn read_packed(&mut self, tokens: &[PackedToken]) -> Result<Vec<u32>, DecodeError> {
+        Ok(wire::unpack_tokens(tokens).collect())
+    }
 }
 
 /// Checks the token ids and keeps only their number.
@@ -143,12 +170,29 @@ impl TokenReader for SkipTokens {
     fn read(&mut self, count: usize, data: &[u8]) -> Result<(usize, usize), DecodeError> {
         Ok((count, wire::skip_tokens(count, data)?))
     }
+
+    fn read_packed(&mut self, tokens: &[PackedToken]) -> Result<usize, DecodeError> {
+        Ok(tokens.len())
+    }
 }
 
 /// Token ids that can be written into a key.
 pub trait TokenWriter {
     /// Appends the array of token ids, header included.
     fn write(&self, out: &mut Vec<u8>);
+
+    /// Appends `token_bytes`, header included.
+    fn write_packed(&self, out: &mut Vec<u8>) {
+        let mut array = Vec::new();
+        self.write(&mut array);
+        let mut ids = Vec::new();
+        let mut reader = Reader::new(&array);
+        let count = reader.array_len().unwrap_or_default();
+        // Written by `write`, it decodes.
+        let _ = wire::decode_tokens(count, reader.rest(), &mut ids);
+        let packed: Vec<u8> = ids.into_iter().flat_map(u32::to_be_bytes).collect();
+        wire::write_bin(out, &packed);
+    }
 }
 
 impl TokenWriter for [u32] {
@@ -235,7 +279,7 @@ impl<'a, T> CacheKey<'a, T> {
                 "worker_id" => worker_id = Some(value.optional_int()?),
                 CHUNK_TOKENS if token_ids.is_some() => {
                     return Err(DecodeError::new(
-                        "the field stands behind token_ids; allowed: in front of them",
+                        "the field stands behind the token ids; allowed: in front of them",
                     ));
                 }
                 CHUNK_TOKENS => {
@@ -244,6 +288,7 @@ impl<'a, T> CacheKey<'a, T> {
                     chunk_tokens = Some(asked);
                 }
                 "token_ids" => token_ids = Some(read_tokens(value, tokens)?),
+                "token_bytes" => token_ids = Some(read_packed_tokens(value, tokens)?),
                 "start" => start = Some(value.int()?),
                 "end" => end = Some(value.int()?),
                 "request_id" => request_id = Some(value.str()?),
@@ -281,7 +326,7 @@ impl<T: TokenWriter> CacheKey<'_, T> {
         let fields = match form {
             KeyForm::Unsalted => 7,
             KeyForm::Salted => 8,
-            KeyForm::Full => FULL_KEY_FIELDS,
+            KeyForm::Full | KeyForm::Packed => FULL_KEY_FIELDS,
         };
         wire::write_map_len(out, fields + usize::from(self.chunk_tokens.is_some()));
         wire::write_str(out, "model_name");
@@ -294,8 +339,13 @@ impl<T: TokenWriter> CacheKey<'_, T> {
             None => wire::write_nil(out),
         }
         chunk::write(out, self.chunk_tokens);
-        wire::write_str(out, "token_ids");
-        self.tokens.write(out);
+        if form == KeyForm::Packed {
+            wire::write_str(out, "token_bytes");
+            self.tokens.write_packed(out);
+        } else {
+            wire::write_str(out, "token_ids");
+            self.tokens.write(out);
+        }
         wire::write_str(out, "start");
         wire::write_uint(out, self.start);
         wire::write_str(out, "end");
@@ -345,6 +395,20 @@ fn read_tokens<R: TokenReader>(
     let (output, consumed) = tokens.read(count, value.rest())?;
     value.advance(consumed)?;
     Ok(output)
+}
+
+fn read_packed_tokens<R: TokenReader>(
+    value: &mut Reader<'_>,
+    tokens: &mut R,
+) -> Result<R::Output, DecodeError> {
+    let bytes = value.bin()?;
+    match bytes.as_chunks() {
+        (packed, []) => tokens.read_packed(packed),
+        _ => Err(DecodeError::new(format!(
+            "{} bytes; allowed: a multiple of {PACKED_TOKEN_BYTES}",
+            bytes.len()
+        ))),
+    }
 }
 
 /// The undecoded map of settings, or nothing for nil.

@@ -2,8 +2,8 @@
 
 /// What a client asks for.
 ///
-/// The names are those of the LMCache 0.5.6 wire protocol (lower snake case, compared exactly), plus
-/// [`Operation::QueryPrefetchLookupHits`], which 0.5.6 no longer has.
+/// The names are those of the LMCache 0.5.7 wire protocol (lower snake case, compared exactly), plus
+/// [`Operation::QueryPrefetchLookupHits`], which ended with 0.5.5.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[repr(u8)]
 #[non_exhaustive]
@@ -78,12 +78,17 @@ pub enum Operation {
     SubscribeKvEvents,
     /// A call into a server plug-in.
     ServerModuleCall,
+    /// The same, always by the same thread of the server.
+    ServerModuleAffinityCall,
+    /// Tokens in a chunk, a multiple of what the client asks for. A vLLM adapter's first request from 0.5.7 on, repeated
+    /// when the server was away.
+    NegotiateChunkSize,
     /// Hit count of a lookup before its prefetch is done (removed in 0.5.6).
     QueryPrefetchLookupHits,
 }
 
 /// All operations, in declaration order, each with its name on the wire.
-const NAMES: [(Operation, &str); 36] = [
+const NAMES: [(Operation, &str); 38] = [
     (Operation::RegisterKvCache, "register_kv_cache"),
     (Operation::UnregisterKvCache, "unregister_kv_cache"),
     (Operation::RegisterQCache, "register_q_cache"),
@@ -126,6 +131,11 @@ const NAMES: [(Operation, &str); 36] = [
     (Operation::SubscribeKvEvents, "subscribe_kv_events"),
     (Operation::ServerModuleCall, "server_module_call"),
     (
+        Operation::ServerModuleAffinityCall,
+        "server_module_affinity_call",
+    ),
+    (Operation::NegotiateChunkSize, "negotiate_chunk_size"),
+    (
         Operation::QueryPrefetchLookupHits,
         "query_prefetch_lookup_hits",
     ),
@@ -167,7 +177,11 @@ impl Operation {
     #[must_use]
     pub fn lane(self) -> Lane {
         match self {
-            Self::GetChunkSize | Self::GetExperimental | Self::Noop | Self::Ping => Lane::Inline,
+            Self::GetChunkSize
+            | Self::NegotiateChunkSize
+            | Self::GetExperimental
+            | Self::Noop
+            | Self::Ping => Lane::Inline,
             // Registrations are ordered with the transfers of their connection: a store sent before an
             // unregistration must still find its pages.
             Self::RegisterKvCache

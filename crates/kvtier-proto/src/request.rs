@@ -60,6 +60,8 @@ pub enum Request<'a, T> {
     FreeLookupLocks {
         key: CacheKey<'a, T>,
         tp_size: i64,
+        /// What earlier lookups of the request have found and not released, as ranges of tokens; none before 0.5.7.
+        extra_ranges: Vec<(u64, u64)>,
     },
     EndSession {
         request_id: &'a str,
@@ -71,6 +73,8 @@ pub enum Request<'a, T> {
     PrepareStore {
         key: CacheKey<'a, T>,
         instance: InstanceId,
+        /// Per group, the chunks of the range that the worker will not write; none before 0.5.7.
+        skipped_chunks: Vec<Vec<i64>>,
     },
     CommitStore {
         key: CacheKey<'a, T>,
@@ -89,6 +93,9 @@ pub enum Request<'a, T> {
         force: bool,
     },
     GetChunkSize,
+    NegotiateChunkSize {
+        alignment: i64,
+    },
     Ping {
         instance: Option<InstanceId>,
     },
@@ -124,6 +131,10 @@ pub enum Request<'a, T> {
     },
     SubscribeKvEvents(Subscription<'a>),
     ServerModuleCall {
+        method: &'a str,
+        payload: &'a [u8],
+    },
+    ServerModuleAffinityCall {
         method: &'a str,
         payload: &'a [u8],
     },
@@ -292,6 +303,7 @@ impl<T> Request<'_, T> {
             Self::CommitRetrieve { .. } => Operation::CommitRetrieve,
             Self::Clear { .. } => Operation::Clear,
             Self::GetChunkSize => Operation::GetChunkSize,
+            Self::NegotiateChunkSize { .. } => Operation::NegotiateChunkSize,
             Self::Ping { .. } => Operation::Ping,
             Self::ReportBlockAllocation(_) => Operation::ReportBlockAllocation,
             Self::Noop => Operation::Noop,
@@ -307,6 +319,7 @@ impl<T> Request<'_, T> {
             Self::P2pUnlockObjects { .. } => Operation::P2pUnlockObjects,
             Self::SubscribeKvEvents(_) => Operation::SubscribeKvEvents,
             Self::ServerModuleCall { .. } => Operation::ServerModuleCall,
+            Self::ServerModuleAffinityCall { .. } => Operation::ServerModuleAffinityCall,
         }
     }
 }

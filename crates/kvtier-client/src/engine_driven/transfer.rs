@@ -219,6 +219,7 @@ impl EngineDrivenTransfer<'_> {
         let reply = prepared.server.call(&Request::PrepareStore {
             key: self.key.clone(),
             instance: self.instance,
+            skipped_chunks: Vec::new(),
         })?;
         let target = answers::prepare_store(&reply)?.target;
         source.begin()?;

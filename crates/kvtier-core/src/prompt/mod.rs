@@ -19,7 +19,7 @@ use crate::hashing::{ChunkHash, ChunkHasher};
 use foldhash::quality::RandomState;
 use generations::{Arrivals, Entry, Found, Generations, Limits, Table};
 use kvtier_proto::key::TokenReader;
-use kvtier_proto::wire::{self, DecodeError};
+use kvtier_proto::wire::{self, DecodeError, PACKED_TOKEN_BYTES, PackedToken};
 use kvtier_sync::atomic::{AtomicU64, Ordering::Relaxed};
 use kvtier_sync::{Mutex, RwLock};
 use std::fmt;
@@ -92,14 +92,58 @@ impl fmt::Debug for PromptMemory {
     }
 }
 
+/// How token ids are written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Encoding {
+    /// MessagePack ints.
+    Ints,
+    /// [`PackedToken`].
+    Packed,
+}
+
+impl Encoding {
+    /// Bytes of the first `count` ids of `data`.
+    fn length(self, count: usize, data: &[u8]) -> Result<usize, DecodeError> {
+        match self {
+            Self::Ints => wire::skip_tokens(count, data),
+            Self::Packed => Ok(count * PACKED_TOKEN_BYTES),
+        }
+    }
+
+    /// Appends the first `count` ids of `data`; returns their bytes.
+    fn decode(self, count: usize, data: &[u8], ids: &mut Vec<u32>) -> Result<usize, DecodeError> {
+        match self {
+            Self::Ints => wire::decode_tokens(count, data, ids),
+            Self::Packed => {
+                let packed = &data.as_chunks().0[..count];
+                ids.extend(wire::unpack_tokens(packed));
+                Ok(packed.as_flattened().len())
+            }
+        }
+    }
+}
+
 /// How a prompt is cut into chunks.
 #[derive(Debug, Clone, Copy)]
 struct Cut {
     /// Tokens per chunk.
     size: NonZeroUsize,
+    /// How its ids are written.
+    encoding: Encoding,
     /// What the entry of a first chunk stands behind. It differs by `size`, and each later entry stands behind the hash of a
     /// chunk of its own size, so no walk finds an entry of another size.
     start: ChunkHash,
+}
+
+impl Cut {
+    /// What the entry of a chunk behind one with this hash stands behind. It differs by `encoding`, since the same bytes are
+    /// other ids in each.
+    fn behind(&self, mut hash: ChunkHash) -> ChunkHash {
+        if self.encoding == Encoding::Packed {
+            hash.0.iter_mut().for_each(|byte| *byte = !*byte);
+        }
+        hash
+    }
 }
 
 /// How far a prompt is known.
@@ -151,6 +195,7 @@ impl PromptMemory {
             memory: self,
             cut: Cut {
                 size: self.hasher.chunk_size(),
+                encoding: Encoding::Ints,
                 start: self.hasher.none_hash(),
             },
         }
@@ -240,35 +285,35 @@ impl PromptMemory {
             true => &self.first,
             false => &resumed,
         };
-        let mut previous = walk.last_hash(cut.start);
+        let mut behind = cut.behind(walk.last_hash(cut.start));
         while walk.hashes.len() < end {
-            let found = self.find(cut, &generations, hint, &previous, &data[walk.at..])?;
+            let found = self.find(cut, &generations, hint, &behind, &data[walk.at..])?;
             walk.arrivals.use_entry(&found);
             walk.hashes.push(found.hash);
             walk.at += found.length;
-            previous = found.hash;
+            behind = cut.behind(found.hash);
             hint = found.entry.next();
         }
         Some(hint.load(Relaxed))
     }
 
-    /// The chunk at the start of `data`, if it is known behind `previous`.
+    /// The chunk at the start of `data`, if it is known behind `behind`.
     fn find<'a>(
         &self,
         cut: &Cut,
         generations: &'a Generations,
         hint: &AtomicU64,
-        previous: &ChunkHash,
+        behind: &ChunkHash,
         data: &[u8],
     ) -> Option<Found<'a>> {
-        let hinted = generations.find(hint.load(Relaxed), previous, data);
+        let hinted = generations.find(hint.load(Relaxed), behind, data);
         if hinted.is_some() {
             return hinted;
         }
         // Another prompt came this way last time, or none.
-        let length = wire::skip_tokens(cut.size.get(), data).ok()?;
-        let key = self.search_key(previous, &data[..length]);
-        let found = generations.find(key, previous, data)?;
+        let length = cut.encoding.length(cut.size.get(), data).ok()?;
+        let key = self.search_key(behind, &data[..length]);
+        let found = generations.find(key, behind, data)?;
         hint.store(key, Relaxed);
         Some(found)
     }
@@ -291,13 +336,15 @@ impl PromptMemory {
     ) -> Result<(), DecodeError> {
         let chunk_size = cut.size.get();
         let mut previous = walk.last_hash(self.hasher.none_hash());
-        let mut behind = walk.last_hash(cut.start);
+        let mut behind = cut.behind(walk.last_hash(cut.start));
         let mut tokens = Vec::new();
         let mut remembering = true;
         while count > 0 {
             let data = &data[walk.at..];
             tokens.clear();
-            let length = wire::decode_tokens(count.min(chunk_size), data, &mut tokens)?;
+            let length = cut
+                .encoding
+                .decode(count.min(chunk_size), data, &mut tokens)?;
             walk.at += length;
             count -= tokens.len();
             if tokens.len() < chunk_size {
@@ -311,7 +358,7 @@ impl PromptMemory {
                 remembering = walk.arrivals.push(entry, &self.limits);
             }
             walk.hashes.push(hash);
-            (previous, behind) = (hash, hash);
+            (previous, behind) = (hash, cut.behind(hash));
         }
         Ok(())
     }
@@ -382,10 +429,21 @@ impl TokenReader for PromptReader<'_> {
                 ChunkHash(start.finalize().into())
             }
         };
-        self.cut = Cut { size, start };
+        (self.cut.size, self.cut.start) = (size, start);
     }
 
     fn read(&mut self, count: usize, data: &[u8]) -> Result<(Prompt, usize), DecodeError> {
         self.memory.read(&self.cut, count, data)
+    }
+
+    fn read_packed(&mut self, tokens: &[PackedToken]) -> Result<Prompt, DecodeError> {
+        let cut = Cut {
+            encoding: Encoding::Packed,
+            ..self.cut
+        };
+        let (prompt, _) = self
+            .memory
+            .read(&cut, tokens.len(), tokens.as_flattened())?;
+        Ok(prompt)
     }
 }

@@ -90,7 +90,7 @@ impl Resolved {
         match (self.generation, self.release) {
             _ if !self.is_decided => "unknown",
             (Generation::G6, Release::Before0_5_5) => "0.5.3 to 0.5.4",
-            (Generation::G6, Release::Since0_5_5) => "0.5.5 to 0.5.6",
+            (Generation::G6, Release::Since0_5_5) => "0.5.5 to 0.5.7",
             (generation, _) => generation.releases(),
         }
     }

@@ -1,11 +1,11 @@
 //! What the fields of the tables are called and what they look like on the wire.
 
 use super::{BlockForm, Field};
-use crate::key::{FULL_KEY_FIELDS, KeyForm, OWN_KEY_FIELDS};
+use crate::key::{FULL_KEY_FIELDS, KeyForm, OWN_KEY_FIELDS, is_packed};
 use crate::wire::{Reader, is_int};
 
 impl Field {
-    /// The name of the payload, as LMCache 0.5.6 calls it.
+    /// The name of the payload, as LMCache 0.5.7 calls it.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -17,6 +17,9 @@ impl Field {
             Self::TpSize => "tp_size",
             Self::RequestId => "request_id",
             Self::JobId => "job_id",
+            Self::ExtraRanges => "extra_ranges",
+            Self::SkippedChunks => "skipped_chunks",
+            Self::ChunkAlignment => "required_chunk_alignment",
             Self::Timeout => "timeout",
             Self::Force => "force",
             Self::Data => "data",
@@ -59,13 +62,16 @@ impl Field {
         };
         let is_array = matches!(marker, 0x90..=0x9f | 0xdc | 0xdd);
         match self {
-            Self::Key(form) => reader.map_len().is_ok_and(|fields| form.may_have(fields)),
+            Self::Key(form) => reader
+                .map_len()
+                .is_ok_and(|fields| form.may_be(fields, payload)),
             Self::BlockIds(form) => is_array && form.may_be(&mut reader),
             Self::OptionalInstanceId => is_int(marker) || marker == 0xc0,
             Self::InstanceId
             | Self::SkipTokens
             | Self::TpSize
             | Self::JobId
+            | Self::ChunkAlignment
             | Self::WorldSize
             | Self::Cursor
             | Self::MaxEvents
@@ -91,6 +97,8 @@ impl Field {
             | Self::GroupRot
             | Self::GroupHeadSize
             | Self::MatchedSegments
+            | Self::ExtraRanges
+            | Self::SkippedChunks
             | Self::ObjectKeys => is_array,
         }
     }
@@ -99,12 +107,16 @@ impl Field {
 impl KeyForm {
     /// Whether a key with `fields` fields may be of this form. Full keys of 0.5.3 and 0.5.4 have no more
     /// fields than salted ones; a count that no release sends proves nothing.
-    fn may_have(self, fields: usize) -> bool {
+    fn may_be(self, fields: usize, key: &[u8]) -> bool {
         match fields {
             7 => self == Self::Unsalted,
-            8 => self != Self::Unsalted,
+            8 => matches!(self, Self::Salted | Self::Full),
             // Eleven fields: only kvtier's own clients ask for a chunk size.
-            FULL_KEY_FIELDS | OWN_KEY_FIELDS => self == Self::Full,
+            FULL_KEY_FIELDS | OWN_KEY_FIELDS => match self {
+                Self::Unsalted | Self::Salted => false,
+                Self::Full => !is_packed(key),
+                Self::Packed => is_packed(key),
+            },
             _ => true,
         }
     }

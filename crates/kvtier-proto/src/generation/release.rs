@@ -1,6 +1,6 @@
-//! What a client of LMCache 0.5.3 to 0.5.6 is known to do, by its release.
+//! What a client of LMCache 0.5.3 to 0.5.7 is known to do, by its release.
 //!
-//! 0.5.3 to 0.5.6 have the same numbers, and behave alike but for what changed with 0.5.5. Each method names one such
+//! 0.5.3 to 0.5.7 have the same numbers, and behave alike but for what changed with 0.5.5. Each method names one such
 //! change, so that a handler asks for the behaviour and not for the release.
 
 use super::{Field, OperationSpec};
@@ -89,7 +89,7 @@ impl Release {
                 let (_, body) = (count > 0).then(|| reader.ext().ok())??;
                 return (body.first() != Some(&PICKLE)).then_some(Self::Since0_5_5);
             }
-            Field::Key(KeyForm::Full) => {
+            Field::Key(KeyForm::Full | KeyForm::Packed) => {
                 (reader.map_len().ok()?, FULL_KEY_FIELDS, OWN_KEY_FIELDS, 8)
             }
             Field::EngineDrivenContext { slots: true } => (reader.map_len().ok()?, 9, 10, 8),

@@ -1,8 +1,9 @@
 //! The tables: one row an operation, more where releases of a generation differ in its payloads.
 //!
 //! Numbers and payloads are those of the LMCache releases that [`Generation::releases`] names. The first
-//! row of an operation is the one its newest release sends. Blending and server-to-server operations stand
-//! only in the newest table, with the numbers of 0.5.5 and 0.5.6.
+//! row of an operation is the one its newest release sends, but for 0.5.7, whose rows stand last: kvtier's own client
+//! speaks 0.5.6, which servers of both releases of kvtier read. Blending and server-to-server operations stand only in the
+//! newest table, with the numbers of 0.5.5 and later.
 
 use super::{BlockForm, Field, Generation, OperationSpec};
 use crate::key::KeyForm;
@@ -134,6 +135,23 @@ const KEY_INSTANCE: &[Field] = &[Field::Key(KeyForm::Full), Field::InstanceId];
 
 const COMMIT_SALTED: &[Field] = &[Field::Key(KeyForm::Salted), Field::InstanceId, Field::Data];
 const COMMIT: &[Field] = &[Field::Key(KeyForm::Full), Field::InstanceId, Field::Data];
+
+// From 0.5.7.
+const STORE_PACKED: &[Field] = &store(KeyForm::Packed, GROUPED);
+const RETRIEVE_PACKED: &[Field] = &retrieve(KeyForm::Packed, GROUPED);
+const KEY_SIZE_PACKED: &[Field] = &[Field::Key(KeyForm::Packed), Field::TpSize];
+const FREE_PACKED: &[Field] = &[
+    Field::Key(KeyForm::Packed),
+    Field::TpSize,
+    Field::ExtraRanges,
+];
+const PREPARE_STORE_PACKED: &[Field] = &[
+    Field::Key(KeyForm::Packed),
+    Field::InstanceId,
+    Field::SkippedChunks,
+];
+const KEY_INSTANCE_PACKED: &[Field] = &[Field::Key(KeyForm::Packed), Field::InstanceId];
+const COMMIT_PACKED: &[Field] = &[Field::Key(KeyForm::Packed), Field::InstanceId, Field::Data];
 
 /// 0.4.2. Keys without a salt; a lookup returns the job that queries name.
 const G1: &[OperationSpec] = &[
@@ -269,8 +287,8 @@ const G5: &[OperationSpec] = &[
     row(21, Noop, &[], Kind::Text),
 ];
 
-/// 0.5.3 to 0.5.6. The key became full with 0.5.5; 0.5.6 describes tensors instead of pickling them, also takes names and
-/// has no number 11.
+/// 0.5.3 to 0.5.7. The key became full with 0.5.5; 0.5.6 describes tensors instead of pickling them, also takes names and
+/// has no number 11; 0.5.7 packs the token ids of keys.
 const G6: &[OperationSpec] = &[
     row(1, RegisterKvCache, REGISTER, Kind::Nothing),
     row(2, UnregisterKvCache, INSTANCE, Kind::Nothing),
@@ -364,4 +382,24 @@ const G6: &[OperationSpec] = &[
         Kind::EventBatch,
     ),
     named(ServerModuleCall, &[Field::ModuleCall], Kind::ModuleCall),
+    // 0.5.7.
+    row(6, Store, STORE_PACKED, Kind::Transfer),
+    row(7, Retrieve, RETRIEVE_PACKED, Kind::Transfer),
+    row(8, Lookup, KEY_SIZE_PACKED, Kind::Nothing),
+    row(12, FreeLookupLocks, FREE_PACKED, Kind::Nothing),
+    row(16, PrepareStore, PREPARE_STORE_PACKED, Kind::PrepareStore),
+    row(17, CommitStore, COMMIT_PACKED, Kind::Bool),
+    row(
+        18,
+        PrepareRetrieve,
+        KEY_INSTANCE_PACKED,
+        Kind::PrepareRetrieve,
+    ),
+    row(19, CommitRetrieve, KEY_INSTANCE_PACKED, Kind::Bool),
+    named(NegotiateChunkSize, &[Field::ChunkAlignment], Kind::Int),
+    named(
+        ServerModuleAffinityCall,
+        &[Field::ModuleCall],
+        Kind::ModuleCall,
+    ),
 ];

@@ -17,6 +17,9 @@ use crate::operation::Operation;
 use crate::response::ResponseKind;
 use crate::wire::{self, DecodeError, InField, Reader};
 
+/// Most further ranges in one `free_lookup_locks`: lookups of one request that its engine has abandoned.
+const MAX_EXTRA_RANGES: usize = 1024;
+
 impl<'a, T> Request<'a, T> {
     /// Decodes the payload frames of a request by its row.
     ///
@@ -70,7 +73,15 @@ impl<'a, T> Request<'a, T> {
             }
             Operation::FreeLookupLocks => {
                 let (key, tp_size) = p.key_and_size()?;
-                Self::FreeLookupLocks { key, tp_size }
+                Self::FreeLookupLocks {
+                    key,
+                    tp_size,
+                    extra_ranges: p
+                        .optional(Field::ExtraRanges, |reader| {
+                            reader.short_array_of(MAX_EXTRA_RANGES, read_range)
+                        })?
+                        .unwrap_or_default(),
+                }
             }
             Operation::CbUnifiedLookup => {
                 let (key, tp_size) = p.key_and_size()?;
@@ -91,7 +102,15 @@ impl<'a, T> Request<'a, T> {
             }),
             Operation::PrepareStore => {
                 let (key, instance) = p.key_and_instance()?;
-                Self::PrepareStore { key, instance }
+                Self::PrepareStore {
+                    key,
+                    instance,
+                    skipped_chunks: p
+                        .optional(Field::SkippedChunks, |reader| {
+                            reader.short_array_of(MAX_GROUPS, Reader::ints)
+                        })?
+                        .unwrap_or_default(),
+                }
             }
             Operation::PrepareRetrieve => {
                 let (key, instance) = p.key_and_instance()?;
@@ -110,6 +129,9 @@ impl<'a, T> Request<'a, T> {
                 force: p.optional(Field::Force, lenient::bool)?.unwrap_or(true),
             },
             Operation::GetChunkSize => Self::GetChunkSize,
+            Operation::NegotiateChunkSize => Self::NegotiateChunkSize {
+                alignment: p.int(Field::ChunkAlignment)?,
+            },
             Operation::GetExperimental => Self::GetExperimental,
             Operation::Noop => Self::Noop,
             Operation::Ping => Self::Ping {
@@ -177,6 +199,10 @@ impl<'a, T> Request<'a, T> {
             Operation::ServerModuleCall => {
                 let (method, payload) = p.value(Field::ModuleCall, read_module_call)?;
                 Self::ServerModuleCall { method, payload }
+            }
+            Operation::ServerModuleAffinityCall => {
+                let (method, payload) = p.value(Field::ModuleCall, read_module_call)?;
+                Self::ServerModuleAffinityCall { method, payload }
             }
         };
         p.end()?;
@@ -370,6 +396,16 @@ fn read_layouts<'a>(
         layouts.push((group, layout));
     }
     Ok(layouts)
+}
+
+fn read_range(reader: &mut Reader<'_>) -> Result<(u64, u64), DecodeError> {
+    match reader.ints()?[..] {
+        [start, end] => Ok((start, end)),
+        ref other => Err(DecodeError::new(format!(
+            "{} ints, a range has 2",
+            other.len()
+        ))),
+    }
 }
 
 fn read_module_call<'a>(reader: &mut Reader<'a>) -> Result<(&'a str, &'a [u8]), DecodeError> {

@@ -100,6 +100,19 @@ impl<T: TokenWriter> Request<'_, T> {
                 _ => return Err(self.lacks(field)),
             },
             (Self::EndSession { request_id }, Field::RequestId) => wire::write_str(out, request_id),
+            (Self::FreeLookupLocks { extra_ranges, .. }, Field::ExtraRanges) => {
+                write_all(out, extra_ranges, |(start, end), out| {
+                    wire::write_array_len(out, 2);
+                    wire::write_uint(out, *start);
+                    wire::write_uint(out, *end);
+                });
+            }
+            (Self::PrepareStore { skipped_chunks, .. }, Field::SkippedChunks) => {
+                write_all(out, skipped_chunks, |chunks, out| write_ints(out, chunks));
+            }
+            (Self::NegotiateChunkSize { alignment }, Field::ChunkAlignment) => {
+                wire::write_int(out, *alignment);
+            }
             (Self::WaitPrefetchStatus { timeout, .. }, Field::Timeout) => match timeout {
                 Seconds::Whole(seconds) => wire::write_int(out, *seconds),
                 Seconds::Fraction(seconds) => wire::write_f64(out, *seconds),
@@ -177,7 +190,11 @@ impl<T: TokenWriter> Request<'_, T> {
             (Self::SubscribeKvEvents(subscription), Field::MaxEvents) => {
                 wire::write_int(out, subscription.max_events);
             }
-            (Self::ServerModuleCall { method, payload }, Field::ModuleCall) => {
+            (
+                Self::ServerModuleCall { method, payload }
+                | Self::ServerModuleAffinityCall { method, payload },
+                Field::ModuleCall,
+            ) => {
                 wire::write_map_len(out, 2);
                 wire::write_str(out, "method");
                 wire::write_str(out, method);

@@ -114,6 +114,17 @@ pub fn decode_tokens(count: usize, data: &[u8], out: &mut Vec<u32>) -> Result<us
     result
 }
 
+/// Bytes of a packed token id.
+pub const PACKED_TOKEN_BYTES: usize = 4;
+
+/// A token id as `token_bytes` has it: big-endian.
+pub type PackedToken = [u8; PACKED_TOKEN_BYTES];
+
+/// The ids of packed tokens.
+pub fn unpack_tokens(packed: &[PackedToken]) -> impl ExactSizeIterator<Item = u32> {
+    packed.iter().map(|token| u32::from_be_bytes(*token))
+}
+
 /// Checks `count` token ids like [`decode_tokens`] without keeping them; returns how many bytes they took.
 pub fn skip_tokens(count: usize, data: &[u8]) -> Result<usize, DecodeError> {
     if count > data.len() {

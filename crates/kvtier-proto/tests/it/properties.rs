@@ -177,6 +177,10 @@ fn request<'a>(
         Operation::FreeLookupLocks => Request::FreeLookupLocks {
             key: key(),
             tp_size: ints[1],
+            extra_ranges: match has(Field::ExtraRanges) {
+                true => vec![(0, 256), (256, u64::MAX)],
+                false => Vec::new(),
+            },
         },
         Operation::QueryPrefetchStatus => Request::QueryPrefetchStatus { job },
         Operation::QueryPrefetchLookupHits => Request::QueryPrefetchLookupHits { job },
@@ -188,6 +192,10 @@ fn request<'a>(
         Operation::PrepareStore => Request::PrepareStore {
             key: key(),
             instance,
+            skipped_chunks: match has(Field::SkippedChunks) {
+                true => vec![ints.to_vec(), Vec::new()],
+                false => Vec::new(),
+            },
         },
         Operation::CommitStore => Request::CommitStore {
             key: key(),
@@ -227,6 +235,11 @@ fn request<'a>(
             method: text,
             payload: data,
         },
+        Operation::ServerModuleAffinityCall => Request::ServerModuleAffinityCall {
+            method: text,
+            payload: data,
+        },
+        Operation::NegotiateChunkSize => Request::NegotiateChunkSize { alignment: ints[0] },
         Operation::CbReorderPlan => Request::CbReorderPlan {
             key: key(),
             keep_prefix: ints[0],

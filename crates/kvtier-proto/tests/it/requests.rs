@@ -86,9 +86,14 @@ fn args_json(request: &Request<'_, Vec<u32>>) -> Vec<Value> {
             hex_json(retrieve.event_handle),
             json!(retrieve.skip_first_n_tokens),
         ],
-        Request::Lookup { key, tp_size }
-        | Request::FreeLookupLocks { key, tp_size }
-        | Request::CbUnifiedLookup { key, tp_size } => vec![key_json(key), json!(tp_size)],
+        Request::Lookup { key, tp_size } | Request::CbUnifiedLookup { key, tp_size } => {
+            vec![key_json(key), json!(tp_size)]
+        }
+        Request::FreeLookupLocks {
+            key,
+            tp_size,
+            extra_ranges,
+        } => vec![key_json(key), json!(tp_size), json!(extra_ranges)],
         Request::QueryPrefetchStatus { job } | Request::QueryPrefetchLookupHits { job } => {
             vec![job_json(job)]
         }
@@ -101,9 +106,14 @@ fn args_json(request: &Request<'_, Vec<u32>>) -> Vec<Value> {
         ],
         Request::EndSession { request_id } => vec![json!(request_id)],
         Request::RegisterEngineDriven(context) => vec![context_json(context)],
-        Request::PrepareStore { key, instance }
-        | Request::PrepareRetrieve { key, instance }
-        | Request::CommitRetrieve { key, instance } => vec![key_json(key), json!(instance.0)],
+        Request::PrepareStore {
+            key,
+            instance,
+            skipped_chunks,
+        } => vec![key_json(key), json!(instance.0), json!(skipped_chunks)],
+        Request::PrepareRetrieve { key, instance } | Request::CommitRetrieve { key, instance } => {
+            vec![key_json(key), json!(instance.0)]
+        }
         Request::CommitStore {
             key,
             instance,
@@ -112,6 +122,7 @@ fn args_json(request: &Request<'_, Vec<u32>>) -> Vec<Value> {
             vec![key_json(key), json!(instance.0), hex_json(data)]
         }
         Request::Clear { force } => vec![json!(force)],
+        Request::NegotiateChunkSize { alignment } => vec![json!(alignment)],
         Request::GetChunkSize | Request::GetExperimental | Request::Noop => vec![],
         Request::Ping { instance } => vec![json!(instance.map(|instance| instance.0))],
         Request::ReportBlockAllocation(report) => vec![
@@ -185,7 +196,8 @@ fn args_json(request: &Request<'_, Vec<u32>>) -> Vec<Value> {
             json!(subscription.cursor),
             json!(subscription.max_events),
         ],
-        Request::ServerModuleCall { method, payload } => vec![json!({
+        Request::ServerModuleCall { method, payload }
+        | Request::ServerModuleAffinityCall { method, payload } => vec![json!({
             "struct": "ServerModuleCallRequest",
             "fields": {"method": method, "payload": hex_json(payload)},
         })],

@@ -130,6 +130,7 @@ fn transfers_of_one_connection_keep_their_order() {
                 Request::PrepareStore {
                     key: key.clone(),
                     instance,
+                    skipped_chunks: Vec::new(),
                 },
                 None,
             ),

@@ -84,6 +84,7 @@ fn request(spec: &OperationSpec) -> Request<'static, Vec<u32>> {
         Operation::FreeLookupLocks => Request::FreeLookupLocks {
             key: key(None),
             tp_size: 1,
+            extra_ranges: Vec::new(),
         },
         Operation::EndSession => Request::EndSession { request_id: "r" },
         Operation::RegisterEngineDriven => Request::RegisterEngineDriven(EngineDrivenContext {
@@ -103,6 +104,7 @@ fn request(spec: &OperationSpec) -> Request<'static, Vec<u32>> {
         Operation::PrepareStore => Request::PrepareStore {
             key: key(Some(0)),
             instance,
+            skipped_chunks: Vec::new(),
         },
         Operation::CommitStore => Request::CommitStore {
             key: key(Some(0)),

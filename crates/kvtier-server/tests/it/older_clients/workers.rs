@@ -67,6 +67,7 @@ fn pickled_chunks_of_early_workers_are_found_by_others() {
     let prepared = Request::PrepareStore {
         key: key(Some(0), "s"),
         instance,
+        skipped_chunks: Vec::new(),
     };
     let prepared = ask(&client, 2, generation, &prepared);
     let pickled = Response::PrepareStore(PrepareStore { target: None });
