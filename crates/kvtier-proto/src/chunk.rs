@@ -25,6 +25,27 @@ pub fn allowed(tokens: u64) -> Option<u32> {
         .filter(|tokens| (MIN_CHUNK_TOKENS..=MAX_CHUNK_TOKENS).contains(tokens))
 }
 
+/// The chunk size for a client whose chunks have to be a multiple of `alignment` tokens: the smallest that is no smaller than
+/// `minimum`. LMCache's clients from 0.5.7 on ask for it with `negotiate_chunk_size`.
+///
+/// # Errors
+/// There is none up to [`MAX_CHUNK_TOKENS`].
+pub fn aligned(minimum: u32, alignment: i64) -> Result<u32, DecodeError> {
+    u32::try_from(alignment)
+        .ok()
+        .filter(|alignment| *alignment > 0)
+        .and_then(|alignment| minimum.checked_next_multiple_of(alignment))
+        .filter(|tokens| *tokens <= MAX_CHUNK_TOKENS)
+        .ok_or_else(|| {
+            DecodeError::at(
+                "required_chunk_alignment",
+                format!(
+                    "{alignment}; allowed: from 1 on, so that a multiple lies between {minimum} and {MAX_CHUNK_TOKENS} tokens"
+                ),
+            )
+        })
+}
+
 pub(crate) fn read(reader: &mut Reader<'_>) -> Result<u32, DecodeError> {
     let tokens: i64 = reader.int()?;
     u64::try_from(tokens).ok().and_then(allowed).ok_or_else(|| {
@@ -39,5 +60,33 @@ pub(crate) fn write(out: &mut Vec<u8>, tokens: Option<u32>) {
     if let Some(tokens) = tokens {
         wire::write_str(out, CHUNK_TOKENS);
         wire::write_uint(out, tokens.into());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn aligned_size_is_smallest_multiple_from_minimum_on() {
+        for (minimum, alignment, size) in [
+            (256, 16, 256),
+            (256, 1, 256),
+            (256, 48, 288),
+            (256, 528, 528),
+            (4, 3, 6),
+            (1, 65_536, 65_536),
+        ] {
+            assert_eq!(
+                aligned(minimum, alignment),
+                Ok(size),
+                "{minimum} {alignment}"
+            );
+        }
+        for alignment in [0, -16, 65_537, i64::MAX, i64::MIN] {
+            let refused = aligned(256, alignment).unwrap_err();
+            assert_eq!(refused.field, "required_chunk_alignment");
+        }
+        assert!(aligned(65_535, 65_535 - 1).is_err());
     }
 }

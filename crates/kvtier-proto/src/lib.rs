@@ -16,7 +16,7 @@
 //! A client goes the other way: [`generation::Generation::spec`], [`request::Request::encode`],
 //! [`frames::ReplyFrames::parse`], [`response::Response::decode`].
 //!
-//! # Formats (LMCache 0.5.6, MessagePack)
+//! # Formats (LMCache 0.5.7, MessagePack)
 //!
 //! | declared as | on the wire | what decoding takes |
 //! | --- | --- | --- |
@@ -29,7 +29,7 @@
 //! | list, tuple | array | tuples of exactly their length |
 //! | enumeration | its text | nothing else |
 //! | layout hints | map with only the known keys | unknown keys are skipped, unknown layouts are an error |
-//! | token id | int | 0 <= id < 2^32 (the peer takes any int here and fails later) |
+//! | token id | int; from 0.5.7 four bytes of one `bin`, big-endian | 0 <= id < 2^32 (the peer takes any int here and fails later) |
 //! | block ids | array of arrays of ints, flat before 0.4.7 | ints that fit `i64` |
 //! | nothing | no third frame | no third frame, or nil |
 //!
@@ -57,5 +57,6 @@ pub mod pickle;
 pub mod request;
 pub mod response;
 mod settings;
+pub mod skip_load;
 pub mod traceparent;
 pub mod wire;

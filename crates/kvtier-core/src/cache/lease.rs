@@ -143,6 +143,11 @@ impl<A: ExtentAllocator> PrefixLease<A> {
             .locked(|state| state.pin_held(&self.holds, deadline));
     }
 
+    /// Counts its chunks from `covered` chunks further to the front: the lookup was of what lies behind them.
+    pub fn shift(&mut self, covered: usize) {
+        self.holds.iter_mut().for_each(|hold| hold.start += covered);
+    }
+
     /// Whether nothing is held (any more).
     pub fn is_empty(&self) -> bool {
         self.held == 0

@@ -12,6 +12,7 @@ mod held;
 mod recent;
 
 use std::collections::{HashMap, HashSet};
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -25,7 +26,7 @@ use kvtier_error::{Error, Result};
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::JobRef;
 use kvtier_proto::response::Response;
-use kvtier_proto::{keep_seconds, traceparent};
+use kvtier_proto::{keep_seconds, skip_load, traceparent};
 use kvtier_sync::Mutex;
 use kvtier_tiers::{L2, PrefetchRequest};
 use kvtier_trace::{LookupResult, Session, TraceParent};
@@ -109,9 +110,14 @@ impl Lookups {
         // engine under the same id has found.
         let wanted = self.wanted(caller, key, &scope);
         let refused = wanted.as_ref().err().copied();
-        let (rows, hashes) = wanted.unwrap_or_default();
+        let (rows, chunks) = wanted.unwrap_or_default();
+        let (covered, hashes) = (
+            &key.tokens.hashes[..chunks.start],
+            &key.tokens.hashes[chunks],
+        );
         let now = self.context.now();
-        let found = l1.cache.lookup(now, &rows, hashes);
+        let mut found = l1.cache.lookup(now, &rows, hashes);
+        found.lease.shift(covered.len());
         if let Some(time) = pin_time(key) {
             found.lease.pin(now, time);
         }
@@ -121,7 +127,7 @@ impl Lookups {
             at: now,
             model_name: Arc::clone(scope.model_name()),
             cache_salt: Arc::clone(scope.cache_salt()),
-            first: hashes.first().copied(),
+            first: hashes.first().and(key.tokens.hashes.first()).copied(),
             tokens: asked,
             hit_tokens: hit,
             missing: first_missing(&rows, hashes, found.hit_chunks),
@@ -142,7 +148,7 @@ impl Lookups {
         let counted = found.counted;
         let lookup = HeldLookup {
             connection: caller.connection,
-            hashes: hashes[..found.hit_chunks].into(),
+            hashes: key.tokens.hashes[..covered.len() + found.hit_chunks].into(),
             loaded: Vec::new(),
             lease: found.lease,
             // At most 128.
@@ -152,7 +158,7 @@ impl Lookups {
             scope,
         };
         match l2 {
-            Some(l2) if lookup.hit_chunks() < hashes.len() => {
+            Some(l2) if found.hit_chunks < hashes.len() => {
                 let request = PrefetchRequest {
                     scope: lookup.scope.clone(),
                     rows,
@@ -161,12 +167,12 @@ impl Lookups {
                     span,
                 };
                 let l2 = Arc::clone(l2);
-                self.prefetch(l2, key, lookup, request, outcome);
+                self.prefetch(l2, key, covered, lookup, request, outcome);
             }
             _ => {
                 if let Some(span) = span {
                     span.end(LookupResult {
-                        found_chunks: lookup.hit_chunks() as u64,
+                        found_chunks: found.hit_chunks as u64,
                         l1_hit_keys: lookup.lease.held() as u64,
                         ..traced(&outcome)
                     });
@@ -194,16 +200,17 @@ impl Lookups {
         }
     }
 
-    /// The rows and chunks that a lookup is for.
+    /// The rows and chunks that a lookup is for. The chunks in front of them are those that its engine has itself, as clients
+    /// from 0.5.7 on say.
     ///
     /// # Errors
     /// Its client cannot have any; the reason is counted.
-    fn wanted<'k>(
+    fn wanted(
         &self,
         caller: Caller,
-        key: &'k CacheKey<'_, Prompt>,
+        key: &CacheKey<'_, Prompt>,
         scope: &KeyScope,
-    ) -> Result<(Arc<[GroupRow]>, &'k [ChunkHash]), &'static str> {
+    ) -> Result<(Arc<[GroupRow]>, Range<usize>), &'static str> {
         let metrics = &self.context.metrics;
         let model = scope.model_name();
         let early_exit = |reason| {
@@ -244,7 +251,12 @@ impl Lookups {
         if chunks.is_empty() {
             return early_exit("empty_chunk_hashes");
         }
-        Ok((rows(scope, &instances), &key.tokens.hashes[chunks]))
+        if skip_load::decode(key.request_configs) {
+            return early_exit("load_policy_recompute");
+        }
+        let covered = key.start / key.tokens.chunk_size.get() as u64;
+        let covered = usize::try_from(covered).unwrap_or(usize::MAX);
+        Ok((rows(scope, &instances), covered.min(chunks.end)..chunks.end))
     }
 
     /// Asks the tiers for what L1 lacks; the result of the lookup waits for it.
@@ -252,6 +264,7 @@ impl Lookups {
         &self,
         l2: Arc<L2>,
         key: &CacheKey<'_, Prompt>,
+        covered: &[ChunkHash],
         lookup: HeldLookup,
         request: PrefetchRequest,
         mut outcome: RecentLookup,
@@ -259,7 +272,8 @@ impl Lookups {
         let (request_id, chunk_size) = (key.request_id, key.tokens.chunk_size);
         let pin = pin_time(key);
         let (done, pending) = watch::channel(());
-        let in_l1 = lookup.hit_chunks();
+        let covered: Box<[ChunkHash]> = covered.into();
+        let in_l1 = lookup.hit_chunks() - covered.len();
         let keys_in_l1 = lookup.lease.held();
         if let Some(span) = &request.span {
             span.wait();
@@ -301,7 +315,7 @@ impl Lookups {
             outcome.hit_tokens = (found.hit_chunks * chunk_size.get()) as u64;
             outcome.missing = first_missing(&request.rows, &request.hashes, found.hit_chunks);
             recent.push(outcome);
-            held.complete(&request_id, serial, &request.hashes, prefetched);
+            held.complete(&request_id, serial, &covered, &request.hashes, prefetched);
             // Wakes the waiting requests.
             drop(done);
         });

@@ -1,7 +1,7 @@
 //! Which generation does a connection speak?
 //!
-//! An adapter's first request, with uid 0, is always get_chunk_size, whose number differs in each generation, so a
-//! fresh connection is decided at once. A connection that came back after a restart of the server starts
+//! An adapter's first request, with uid 0, is get_chunk_size, whose number differs in each generation, or from 0.5.7 on
+//! negotiate_chunk_size, which has a name only. So a fresh connection is decided at once. A connection that came back after a restart of the server starts
 //! with whatever was due, and its uids go on; then each request narrows the set of generations that could have sent it.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -268,8 +268,11 @@ impl Candidates {
             None => None,
         };
         self.release = proved.unwrap_or(self.release);
-        self.knows_chunk_size |=
-            request.uid == FIRST_UID || (certain && spec.operation == Operation::GetChunkSize);
+        let asks_chunk_size = matches!(
+            spec.operation,
+            Operation::GetChunkSize | Operation::NegotiateChunkSize
+        );
+        self.knows_chunk_size |= request.uid == FIRST_UID || (certain && asks_chunk_size);
         Resolved {
             generation,
             spec,

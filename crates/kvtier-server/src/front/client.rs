@@ -1,7 +1,7 @@
 //! What the requests of a connection have in common: the client's release, order, and memory.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
 use kvtier_proto::generation::{Candidates, KnownClient};
@@ -29,6 +29,8 @@ pub struct Peer {
     pub workers: WorkerNames,
     /// Its lookups, if its release asks for results by number.
     pub lookups: LookupNumbers,
+    /// Tokens per chunk, once they were negotiated: its requests do not repeat them.
+    pub chunk_tokens: OnceLock<u32>,
     is_closed: AtomicBool,
     engine: Weak<Engine>,
 }
@@ -109,10 +111,14 @@ impl Client {
         self.transfers.is_idle() && self.control.is_idle()
     }
 
-    /// Its state for the next process; `None` if it names workers or lookups in a way that only this process understands.
+    /// Its state for the next process; `None` if only this process knows what its names of workers and lookups, or its
+    /// chunks, are.
     pub fn state(&self) -> Option<ClientState> {
         let peer = &self.peer;
-        if peer.workers.are_in_use() || !peer.lookups.is_empty() {
+        if peer.workers.are_in_use()
+            || !peer.lookups.is_empty()
+            || peer.chunk_tokens.get().is_some()
+        {
             return None;
         }
         let known = self.candidates.known();
@@ -199,6 +205,7 @@ impl Budgets {
                 workers: WorkerNames::new(Arc::clone(&self.worker_ids)),
                 is_closed: AtomicBool::new(false),
                 lookups: LookupNumbers::default(),
+                chunk_tokens: OnceLock::new(),
                 engine: Weak::clone(&self.engine),
             }),
             candidates: Candidates::default(),

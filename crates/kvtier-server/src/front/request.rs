@@ -4,10 +4,13 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Instant;
 
+use kvtier_proto::chunk;
 use kvtier_proto::generation::{OperationSpec, Release, Resolved};
+use kvtier_proto::key::TokenReader;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{JobRef, Request};
 use kvtier_proto::response::{Response, ResponseKind};
+use kvtier_proto::wire::DecodeError;
 
 use super::client::Peer;
 use super::lanes::Turn;
@@ -266,12 +269,34 @@ impl Server {
             return reply.answer(refusal("replies_unread"));
         }
         let payloads: Vec<&[u8]> = payloads.iter().map(Vec::as_slice).collect();
-        match Request::decode(spec, &payloads, &mut self.engine.prompt_reader()) {
+        let mut prompts = self.engine.prompt_reader();
+        let chunk_tokens = context.peer.chunk_tokens.get().copied();
+        if let Some(tokens) = chunk_tokens {
+            prompts.set_chunk_tokens(tokens);
+        }
+        match Request::decode(spec, &payloads, &mut prompts) {
             // The worker is unknown on its next connection, and its pages may belong to other requests by now.
             Ok(_) if context.is_of_lost_worker() => {
                 reply.answer(refusal("connection_lost"));
             }
+            Ok(Request::NegotiateChunkSize { alignment }) => {
+                reply.answer(self.negotiate(context, alignment));
+            }
+            Ok(Request::GetChunkSize) if chunk_tokens.is_some() => {
+                reply.answer(chunk_size_answer(chunk_tokens.unwrap_or_default()));
+            }
             Ok(mut request) => {
+                match &mut request {
+                    Request::RegisterKvCache(registration) => {
+                        let named = &mut registration.hints.chunk_tokens;
+                        *named = named.or(chunk_tokens);
+                    }
+                    Request::RegisterEngineDriven(registration) => {
+                        let named = &mut registration.chunk_tokens;
+                        *named = named.or(chunk_tokens);
+                    }
+                    _ => {}
+                }
                 if !self.name_worker(context, &mut request) {
                     return reply.answer(refusal("too_many_workers"));
                 }
@@ -289,6 +314,32 @@ impl Server {
                 }
                 let (operation, kind) = (spec.operation, spec.response);
                 reply.answer(Answer::refusal_with(operation, kind, "undecodable", &error));
+            }
+        }
+    }
+
+    /// Agrees on the chunk size of a connection. Later requests are counted in it, so it stays: another alignment has to
+    /// divide it.
+    fn negotiate(&self, context: &RequestContext, alignment: i64) -> Answer {
+        let bound = &context.peer.chunk_tokens;
+        let minimum = match bound.get() {
+            Some(tokens) => *tokens,
+            None => self.engine.config().chunk_size,
+        };
+        match chunk::aligned(minimum, alignment) {
+            Ok(tokens) if *bound.get_or_init(|| tokens) == tokens => chunk_size_answer(tokens),
+            refused => {
+                let error = match refused {
+                    Ok(_) => DecodeError::at(
+                        "required_chunk_alignment",
+                        format!(
+                            "{alignment}; allowed: a divisor of {minimum}, the connection's chunk size"
+                        ),
+                    ),
+                    Err(error) => error,
+                };
+                let spec = context.resolved.spec;
+                Answer::refusal_with(spec.operation, spec.response, "chunk_alignment", &error)
             }
         }
     }
@@ -454,6 +505,10 @@ fn registers(operation: Operation) -> bool {
         operation,
         Operation::RegisterKvCache | Operation::RegisterEngineDriven
     )
+}
+
+fn chunk_size_answer(tokens: u32) -> Answer {
+    Answer::from(Response::Int(tokens.into()))
 }
 
 /// Whether it is the "no" of a transfer without an event, which clients up to 0.5.4 on a GPU do not survive.

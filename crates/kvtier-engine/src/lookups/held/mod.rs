@@ -46,7 +46,7 @@ pub struct HeldLookup {
     pub scope: KeyScope,
     /// Number of the scheduler's connection.
     pub connection: u64,
-    /// Chunk hashes of the prefix that was found.
+    /// Chunk hashes of the prefix that was found, and of what its engine has in front of it.
     pub hashes: Arc<[ChunkHash]>,
     /// The lease on it.
     pub lease: PrefixLease<L1Allocator>,
@@ -89,14 +89,20 @@ impl HeldLookups {
         self.table.lock().schedulers.heard(connection);
     }
 
-    /// Sets the result of a pending lookup of these chunks. If the lookup was removed or freed, nothing happens.
+    /// Sets the result of a pending lookup of these chunks, behind those that its engine has. If the lookup was removed or
+    /// freed, nothing happens.
     pub fn complete(
         &self,
         request_id: &str,
         serial: u64,
+        covered: &[ChunkHash],
         hashes: &[ChunkHash],
-        result: Prefetched,
+        mut result: Prefetched,
     ) {
+        result.lookup.lease.shift(covered.len());
+        for cell in &mut result.loaded {
+            cell.chunk += covered.len();
+        }
         let mut table = self.table.lock();
         let entries = table.by_request.get_mut(request_id);
         let entry = entries.and_then(|entries| {
@@ -111,7 +117,9 @@ impl HeldLookups {
         };
         let before = entry.objects();
         entry.pending = None;
-        entry.lookup.hashes = hashes[..result.lookup.hit_chunks].into();
+        entry.lookup.hashes = [covered, &hashes[..result.lookup.hit_chunks]]
+            .concat()
+            .into();
         entry.lookup.loaded = result.loaded;
         let earlier = std::mem::replace(&mut entry.lookup.lease, result.lookup.lease);
         // A retrieve that did not wait for the result has been counted against the earlier lease.

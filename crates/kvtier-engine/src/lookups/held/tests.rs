@@ -70,7 +70,7 @@ fn a_result_takes_the_place_of_what_was_held_and_is_told_once() {
     let (serial, done) = pending(&lookups, &cache);
     let waits = lookups.take_outcome("r", 7);
     assert!(matches!(waits, LookupOutcome::Pending(_)));
-    lookups.complete("r", serial, &HASHES, result(&cache));
+    lookups.complete("r", serial, &[], &HASHES, result(&cache));
     drop(done);
     assert_eq!(cache.stats().leased_objects, 2);
     assert!(matches!(
@@ -105,7 +105,7 @@ fn lookup_is_handed_over_with_what_was_loaded() {
     let mut result = result(&cache);
     let loaded = [(0, 0), (0, 1), (0, 2)];
     result.loaded = loaded.map(|(row, chunk)| Cell { row, chunk }).into();
-    lookups.complete("r", serial, &HASHES, result);
+    lookups.complete("r", serial, &[], &HASHES, result);
     drop(done);
     assert!(!lookups.are_waiting());
     let state = lookups.state(Duration::ZERO).expect("nothing waits");
@@ -151,7 +151,7 @@ fn a_lookup_freed_or_ended_without_result_is_abandoned() {
         assert!(done.is_closed(), "a load for it can stop");
         assert_eq!(cache.stats().leased_objects, 0);
         // Too late.
-        lookups.complete("r", serial, &HASHES, result(&cache));
+        lookups.complete("r", serial, &[], &HASHES, result(&cache));
         assert_eq!(cache.stats().leased_objects, 0);
         assert_eq!(lookups.counts(), (known, 0));
         let granted = lookups.grant("r", &scope(), 1, 0, &HASHES[..1], 0..1);
@@ -202,7 +202,7 @@ mod interleavings {
         let (cache, lookups) = (&cache, &lookups);
         thread::scope(|scope| {
             scope.spawn(move || {
-                lookups.complete("r", serial, &HASHES, result(cache));
+                lookups.complete("r", serial, &[], &HASHES, result(cache));
                 drop(done);
             });
             scope.spawn(move || {
