@@ -1,4 +1,4 @@
-"""The clients of LMCache's releases 0.4.2 to 0.5.5, unmodified, in every mode: see `kvrig.release` and `kvrig.sharing`.
+"""The clients of LMCache's releases but the installed one, unmodified, in every mode: see `kvrig.release` and `kvrig.sharing`.
 
 A process per release and side (CPU or GPU), several at once: most of the time they wait for heartbeats.
 """
@@ -27,12 +27,14 @@ CPU_MODES = {
     **dict.fromkeys(["0.4.2", "0.4.3", "0.4.4", "0.4.5"], []),
     "0.4.6": ["engine_pickle"],
     **dict.fromkeys(
-        ["0.4.7", "0.5.0", "0.5.1", "0.5.2", "0.5.3", "0.5.4", "0.5.5"], ["engine_pickle", "engine_shm", "lmcache_driven"]
+        ["0.4.7", "0.5.0", "0.5.1", "0.5.2", "0.5.3", "0.5.4", "0.5.5", "0.5.7rc2"],
+        ["engine_pickle", "engine_shm", "lmcache_driven"],
     ),
 }
 SIDES = [(release, "gpu") for release in CPU_MODES] + [(release, "cpu") for release, modes in CPU_MODES.items() if modes]
 # One of each numbering, and those that differ in what they notice: the gate runs these, the stage `releases` all.
-IN_GATE = {("0.4.2", "gpu"), ("0.4.4", "gpu"), ("0.4.6", "cpu"), ("0.4.7", "cpu"), ("0.5.2", "cpu"), ("0.5.4", "cpu"), ("0.5.5", "gpu")}
+IN_GATE = {("0.4.2", "gpu"), ("0.4.4", "gpu"), ("0.4.6", "cpu"), ("0.4.7", "cpu"), ("0.5.2", "cpu"), ("0.5.4", "cpu"), ("0.5.5", "gpu"),
+           ("0.5.7rc2", "cpu")}  # fmt: skip
 AT_ONCE = 4
 # Of one process.
 TIMEOUT = 150
@@ -193,8 +195,8 @@ CURRENT = "0.5.6"
 # others use the pool.
 SHARING = {
     ("gpu", "lmcache_driven"): ["0.4.2", "0.4.3", "0.4.4", "0.5.5", CURRENT],
-    ("cpu", "lmcache_driven"): ["0.4.7", "0.5.1", "0.5.2", CURRENT],
-    ("cpu", "engine_driven"): ["0.4.6", "0.4.7", CURRENT],
+    ("cpu", "lmcache_driven"): ["0.4.7", "0.5.1", "0.5.2", CURRENT, "0.5.7rc2"],
+    ("cpu", "engine_driven"): ["0.4.6", "0.4.7", CURRENT, "0.5.7rc2"],
 }
 
 
@@ -258,7 +260,7 @@ def test_page_has_what_is_tested():
         first, _, last = releases.replace(",", " to").partition(" to ")
         stated |= {release: cells for release in [*CPU_MODES, "0.5.6"] if first <= release <= (last or first)}
     for release in [*CPU_MODES, "0.5.6"]:
-        traits = older.traits_of(tuple(map(int, release.split("."))))
+        traits = older.traits_of(older.numbers(release))
         if release in CPU_MODES:
             assert ["cuda", *CPU_MODES[release]] == list(traits.modes), release
         modes = ["yes" if mode in traits.modes else "-" for mode in COLUMNS]

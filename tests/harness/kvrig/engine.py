@@ -120,7 +120,9 @@ class Worker:
 
     def submit_store(self, request, prompt, start, end, blocks, salt=""):
         """Send a store without waiting for its end."""
-        op = LoadStoreOp(token_ids=prompt, block_ids=older.block_ids(_per_group(blocks)), start=start, end=end)
+        op = LoadStoreOp(
+            **older.prompt_of(prompt), block_ids=older.block_ids(_per_group(blocks)), start=start, end=end
+        )
         if older.stores(self.adapter):
             event = self.held_events[request] = self.recorded_event()
             self.adapter.submit_store_request(request, op, event, **older.salted(salt))
@@ -140,7 +142,7 @@ class Worker:
     def retrieve(self, request, prompt, start, end, blocks, salt="", skip=0):
         """Retrieve [start, end) into `blocks`."""
         op = LoadStoreOp(
-            token_ids=prompt,
+            **older.prompt_of(prompt),
             block_ids=older.block_ids(_per_group(blocks)),
             start=start,
             end=end,
@@ -244,7 +246,7 @@ class Engine:
     def lookup(self, prompt, request=None, salt=""):
         """(request id, hit tokens): submit a lookup and poll it as the scheduler does each step."""
         request = request or self.new_request()
-        self.scheduler.maybe_submit_lookup_request(request, prompt, **older.salted(salt))
+        self.scheduler.maybe_submit_lookup_request(request, older.packed(prompt), **older.salted(salt))
         box = []
 
         def resolved():
@@ -264,7 +266,7 @@ class Engine:
     def abandon(self, request, prompt, salt=""):
         """Release what a lookup pinned and end the request, as for a hit that is not loaded."""
         whole = len(prompt) // self.chunk * self.chunk
-        self.scheduler.free_lookup_locks(prompt, 0, whole, request, **older.salted(salt))
+        self.scheduler.free_lookup_locks(older.packed(prompt), 0, whole, request, **older.salted(salt))
         self.end(request)
 
     def hits(self, prompt, salt=""):

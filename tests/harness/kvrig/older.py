@@ -1,4 +1,4 @@
-"""How the clients of earlier LMCache releases differ: a table by release, and what the simulated engines need of it.
+"""How the clients of LMCache's releases differ: a table by release, and what the simulated engines need of it.
 
 Import this before `lmcache`: see `provide_c_ops`. Differences that the adapters' own signatures show are not in the table;
 `accepted` reads them there.
@@ -8,11 +8,19 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-RELEASE = tuple(int(part) for part in importlib.metadata.version("lmcache").split(".")[:3])
+
+
+def numbers(release):
+    """The numbers of a release; a candidate has those of the release that it is for."""
+    return tuple(map(int, re.match(r"(\d+)\.(\d+)\.(\d+)", release).groups()))
+
+
+RELEASE = numbers(importlib.metadata.version("lmcache"))
 
 
 @dataclass(frozen=True)
@@ -35,12 +43,16 @@ class Traits:
     process_ids: bool
     # Which MLA ranks store: "all", or one, which is the choice of the "connector" or of the "adapter".
     mla_writers: str
+    # Token ids are packed before they are passed.
+    packed: bool
+    # The chunk size is negotiated: a client of another one than the server's stays away from it.
+    negotiates: bool
 
 
 # Each row changes what the rows above it have.
 TABLE = {
     (0, 4, 2): {"modes": ("cuda",), "transfer_modes": {}, "job_ids": True, "salts": False, "registers_again": False,
-                "groups": False, "process_ids": True, "mla_writers": "all"},
+                "groups": False, "process_ids": True, "mla_writers": "all", "packed": False, "negotiates": False},
     (0, 4, 4): {"job_ids": False, "salts": True},
     (0, 4, 5): {"registers_again": True},
     (0, 4, 6): {"modes": ("cuda", "engine_pickle")},
@@ -48,6 +60,7 @@ TABLE = {
                 "transfer_modes": {"lmcache_driven": "handle", "engine_driven": "data"}},
     (0, 5, 0): {"process_ids": False, "transfer_modes": {}},
     (0, 5, 2): {"mla_writers": "adapter"},
+    (0, 5, 7): {"packed": True, "negotiates": True},
 }  # fmt: skip
 
 
@@ -117,6 +130,7 @@ def adapter_arguments(adapter_class, url, context, model, block_tokens, parallel
         "context": context,
         "model_name": model,
         "vllm_block_size": block_tokens,
+        "required_chunk_alignment": block_tokens,
         # The connector derives these.
         "world_size": parallel["kv_world_size"],
         "kv_rank": parallel["kv_worker_id"],
@@ -159,6 +173,18 @@ def block_ids(groups):
         return groups
     (only,) = groups
     return only
+
+
+def packed(prompt):
+    """A prompt as adapters take it."""
+    if TRAITS.packed:
+        return importlib.import_module("lmcache.v1.multiprocess.token_codec").pack_token_ids(prompt)
+    return prompt
+
+
+def prompt_of(prompt):
+    """The argument by which a transfer has its prompt."""
+    return {"token_bytes" if TRAITS.packed else "token_ids": packed(prompt)}
 
 
 def salted(salt):

@@ -82,7 +82,7 @@ def check_refused(engine, prompt):
 
     # A client that has missed a heartbeat finds nothing until the next one.
     request = wait_until(found, 60, "the whole prompt")
-    engine.scheduler.free_lookup_locks(prompt, 0, hit, request)
+    engine.scheduler.free_lookup_locks(older.packed(prompt), 0, hit, request)
     # The worker has a connection of its own: what it sends may overtake the scheduler's, which is answered in order.
     assert engine.hits(tokens(CHUNK)) == 0
     lost = engine.worker.retrieve(request, prompt, 0, hit, target)
@@ -199,6 +199,13 @@ def check_restarts(connect, engine, began, server, prompt):
     assert engine.hits(prompt) == 0, "L1 does not survive a kill"
     load(engine, *store(engine, 2))
     # A chunk size that the client does not know: its hits never exceed what it asked for, and it reads nothing else.
+    if older.TRAITS.negotiates:
+        replace(engine, server, CHUNK // 2)
+        wait_until(lambda: not engine.worker.adapter.is_healthy, 60, "the worker away")
+        wait_until(lambda: not engine.scheduler.is_healthy, 60, "the scheduler away")
+        assert engine.hits(tokens(2 * CHUNK)) == 0
+        engine.worker.stores.pop("lost", None)
+        return
     restart(engine, began, server, CHUNK // 2)
     other = connect(seed=1) if server.mode == "lmcache_driven" else engine
     for length in (2, 3, 1, 5):
@@ -246,7 +253,7 @@ def check_status(server):
     assert workers
     for worker in workers:
         first, _, last = worker["client_releases"].partition(" to ")
-        first, last = (tuple(map(int, release.split("."))) for release in (first, last or first))
+        first, last = (older.numbers(release) for release in (first, last or first))
         assert first <= older.RELEASE <= last, worker
 
 

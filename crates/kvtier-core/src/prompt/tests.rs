@@ -342,3 +342,46 @@ fn chunk_sizes_share_a_memory_and_no_hash() {
     assert_eq!(memory.stats().chunks_known, 256 + 32 + 21 + 16 + 8 + 1);
     memory.generations.read().check_invariants();
 }
+
+#[test]
+fn packed_prompts_have_the_hashes_of_their_ids() {
+    let memory = memory(16, 1 << 20);
+    let data = prompt(3, 500);
+    let ids = VecTokens.read(500, &data).unwrap().0;
+    let packed: Vec<PackedToken> = ids.iter().map(|id| id.to_be_bytes()).collect();
+    // In turns: neither finds what the other has left, and each finds its own.
+    for known in [0, 31] {
+        let before = memory.stats().chunks_known;
+        let found = memory.reader().read_packed(&packed).unwrap();
+        assert_eq!(found, plain(&memory, 500, &data).unwrap().0);
+        assert_eq!(memory.stats().chunks_known - before, known);
+        read(&memory, 500, &data).unwrap();
+    }
+    let none = memory.reader().read_packed(&[]).unwrap();
+    assert_eq!((none.token_count, none.hashes.len()), (0, 0));
+    memory.generations.read().check_invariants();
+}
+
+#[test]
+fn same_bytes_in_two_encodings_are_two_prompts() {
+    const ID: u32 = 0x0101_0101;
+    // Four chunks of ones as ints, one chunk of `ID` when packed.
+    let bytes = [1; 64];
+    let packed = [bytes, bytes].concat();
+    let mut ints = encoded([ID; 16]);
+    ints.extend_from_slice(&bytes);
+    for packed_first in [true, false] {
+        let memory = memory(16, 1 << 20);
+        let read_packed = || {
+            let found = memory.reader().read_packed(packed.as_chunks().0).unwrap();
+            assert_eq!(found.hashes, memory.hasher.hash_prompt(&[ID; 32]));
+        };
+        if packed_first {
+            read_packed();
+        }
+        // Behind nothing, and behind a chunk that both have.
+        read(&memory, 64, &bytes).unwrap();
+        read(&memory, 80, &ints).unwrap();
+        read_packed();
+    }
+}

@@ -380,3 +380,42 @@ fn requests_prove_the_release() {
         assert_eq!(release.notices_failed_retrieves(), is_new);
     }
 }
+
+/// 0.5.7 has the numbers of 0.5.6: its rows are chosen by the form of its keys and the number of its payloads.
+#[test]
+fn packed_keys_choose_their_rows() {
+    for (operation, worker_id) in [
+        (Operation::Lookup, None),
+        (Operation::PrepareRetrieve, Some(0)),
+    ] {
+        let number = G6.spec(operation).unwrap().number.unwrap();
+        for form in [KeyForm::Full, KeyForm::Packed] {
+            let key = key_of(form, worker_id);
+            for mut candidates in [Candidates::all(), Candidates::only(G6)] {
+                let resolved = ask(&mut candidates, 9, number.into(), &[&key, &[1]], &[]).unwrap();
+                assert_eq!(resolved.spec.operation, operation);
+                assert_eq!(resolved.spec.payloads[0], Field::Key(form));
+                assert_eq!(candidates.decided(), Some(G6));
+                assert_eq!(candidates.release(), Release::Since0_5_5);
+            }
+        }
+    }
+}
+
+/// A vLLM adapter of 0.5.7 begins with it, and repeats it when the server was away.
+#[test]
+fn negotiation_decides_and_makes_the_chunk_size_known() {
+    for uid in [0, 9] {
+        let mut candidates = Candidates::all();
+        let op = OperationId::Name("negotiate_chunk_size").encode();
+        let request = RequestFrames {
+            uid: &[uid],
+            op: &op,
+            payloads: vec![&[16]],
+        };
+        let resolved = candidates.resolve(&request, &[]).unwrap();
+        assert_eq!(resolved.spec.operation, Operation::NegotiateChunkSize);
+        assert_eq!(candidates.decided(), Some(G6));
+        assert!(candidates.knows_chunk_size() && resolved.certain);
+    }
+}

@@ -1,56 +1,51 @@
-//! The newest table against the 0.5.6 registry of operations.
+//! The newest table against the registries of operations of 0.5.6 and 0.5.7.
 
-use crate::support::{bytes, list, load, text};
+use crate::support::{bytes, files, list, load, text};
 use kvtier_proto::frames::OperationId;
 use kvtier_proto::generation::{BlockForm, Field, Generation};
 use kvtier_proto::key::KeyForm;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::response::ResponseKind;
 
-/// Operations of the newest generation that 0.5.6 has no more.
+/// Operations of the newest generation that neither has any more.
 const RETIRED: [Operation; 1] = [Operation::QueryPrefetchLookupHits];
 
 #[test]
 fn every_operation_has_its_row() {
-    let vectors = load("operations.json");
     let mut seen = Vec::new();
-    for case in list(&vectors["operations"]) {
-        let name = text(&case["operation"]);
-        let operation = Operation::from_name(name).unwrap_or_else(|| panic!("{name} is unknown"));
-        let spec = Generation::G6.spec(operation).unwrap();
-        seen.push(operation);
+    for file in files("operations") {
+        for case in list(&load(&file)["operations"]) {
+            let name = text(&case["operation"]);
+            let context = format!("{file} {name}");
+            let operation = Operation::from_name(name).unwrap_or_else(|| panic!("{name}?"));
+            seen.push(operation);
+            let names = list(&case["payload_names"]);
+            let id = Generation::G6.spec(operation).unwrap().id();
+            let spec = Generation::G6
+                .rows(id)
+                .find(|row| row.payloads.len() == names.len())
+                .unwrap_or_else(|| panic!("{context} has no row of {} payloads", names.len()));
 
-        assert_eq!(
-            case["legacy_id"].as_u64(),
-            spec.number.map(u64::from),
-            "{name}"
-        );
-        assert_eq!(
-            bytes(&case["operation_frame"]),
-            spec.id().encode(),
-            "{name}"
-        );
-        assert_eq!(
-            response_of(text(&case["response_type"])),
-            spec.response,
-            "{name}"
-        );
+            let number = spec.number.map(u64::from);
+            assert_eq!(case["legacy_id"].as_u64(), number, "{context}");
+            assert_eq!(bytes(&case["operation_frame"]), id.encode(), "{context}");
+            let response = response_of(text(&case["response_type"]));
+            assert_eq!(response, spec.response, "{context}");
 
-        let names = list(&case["payload_names"]);
-        let types = list(&case["payload_types"]);
-        assert_eq!(names.len(), spec.payloads.len(), "{name}");
-        for ((wire_name, kind), &field) in names.iter().zip(types).zip(spec.payloads) {
-            let wire_name = text(wire_name);
-            // Three names for the same kind of payload.
-            let wire_name = match wire_name {
-                "q_cache" | "cos_sin_caches_ipc" => "kv_cache",
-                other => other,
-            };
-            assert_eq!(wire_name, field.name(), "{name}");
-            assert!(
-                fields_of(text(kind)).contains(&field),
-                "{name}: {field:?} is no {kind}"
-            );
+            let types = list(&case["payload_types"]);
+            for ((wire_name, kind), &field) in names.iter().zip(types).zip(spec.payloads) {
+                let wire_name = text(wire_name);
+                // Three names for the same kind of payload.
+                let wire_name = match wire_name {
+                    "q_cache" | "cos_sin_caches_ipc" => "kv_cache",
+                    other => other,
+                };
+                assert_eq!(wire_name, field.name(), "{context}");
+                assert!(
+                    fields_of(text(kind)).contains(&field),
+                    "{context}: {field:?} is no {kind}"
+                );
+            }
         }
     }
     for operation in Operation::all() {
@@ -132,6 +127,7 @@ fn fields_of(kind: &str) -> &'static [Field] {
             Field::TaskId,
             Field::Cursor,
             Field::MaxEvents,
+            Field::ChunkAlignment,
         ],
         "int | None" => &[Field::OptionalInstanceId],
         "<class 'bool'>" => &[Field::Force, Field::IsNeoxStyle],
@@ -139,10 +135,12 @@ fn fields_of(kind: &str) -> &'static [Field] {
         "<class 'str'>" => &[Field::RequestId, Field::ModelName, Field::KvQuant],
         "<class 'bytes'>" => &[Field::EventHandle, Field::Data],
         "<enum 'EngineType'>" => &[Field::EngineType],
+        "tuple[tuple[int, int], ...]" => &[Field::ExtraRanges],
+        "tuple[tuple[int, ...], ...]" => &[Field::SkippedChunks],
         "list[int]" => &[Field::GroupToCache, Field::GroupHeadSize],
         "list[list[int]]" => &[Field::BlockIds(BlockForm::Grouped), Field::GroupRot],
         other => match class_name(other) {
-            "IPCCacheServerKey" => &[Field::Key(KeyForm::Full)],
+            "IPCCacheServerKey" => &[Field::Key(KeyForm::Full), Field::Key(KeyForm::Packed)],
             "DeviceIPCWrapper]" => &[Field::Tensors],
             "LayoutHints" => &[Field::LayoutHints],
             "EngineGroupInfo]" => &[Field::GroupInfos],

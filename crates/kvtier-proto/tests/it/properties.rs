@@ -47,10 +47,10 @@ impl Parts {
             } else {
                 &self.texts[2]
             },
-            request_configs: (form == KeyForm::Full)
+            request_configs: matches!(form, KeyForm::Full | KeyForm::Packed)
                 .then_some(self.configs.as_deref())
                 .flatten(),
-            num_kv_readers: (form == KeyForm::Full).then_some(self.readers),
+            num_kv_readers: matches!(form, KeyForm::Full | KeyForm::Packed).then_some(self.readers),
         }
     }
 }
@@ -304,7 +304,7 @@ fn feed_all(frames: &[&[u8]]) {
 proptest! {
     #[test]
     fn keys_survive(parts in parts()) {
-        for form in [KeyForm::Unsalted, KeyForm::Salted, KeyForm::Full] {
+        for form in [KeyForm::Unsalted, KeyForm::Salted, KeyForm::Full, KeyForm::Packed] {
             let key = parts.key(form);
             let mut bytes = Vec::new();
             key.write(form, &mut bytes);

@@ -1,7 +1,7 @@
-//! Every request of the real 0.5.6 client: decoded to what it meant, encoded to the same bytes.
+//! Every request of the real clients of 0.5.6 and 0.5.7: decoded to what it meant, encoded to the same bytes.
 
 use crate::support::{
-    frames, hex_json, hints_json, key_json, list, load, segment_json, slices, text,
+    files, frames, hex_json, hints_json, key_json, list, load, segment_json, slices, text,
 };
 use kvtier_proto::descriptor::{EXT_CODE, TensorDescriptor};
 use kvtier_proto::frames::{ClientMessage, StreamControl};
@@ -15,9 +15,14 @@ use serde_json::{Value, json};
 
 #[test]
 fn requests_decode_and_encode_like_the_client() {
-    let vectors = load("requests.json");
     let mut seen = 0;
-    for (name, cases) in vectors.as_object().unwrap() {
+    let vectors = files("requests").into_iter().flat_map(|name| {
+        let Value::Object(operations) = load(&name) else {
+            panic!("{name} is no object");
+        };
+        operations
+    });
+    for (name, cases) in &vectors.collect::<Vec<_>>() {
         let operation = Operation::from_name(name).unwrap_or_else(|| panic!("{name} is unknown"));
         for case in list(cases) {
             let context = format!("{name}/{}", text(&case["name"]));
@@ -38,7 +43,10 @@ fn requests_decode_and_encode_like_the_client() {
                 // The client fills in its default.
                 meant.push(json!(false));
             }
-            assert_eq!(args_json(&decoded), meant, "{context}");
+            let mut args = args_json(&decoded);
+            // What 0.5.7 has behind them is empty.
+            args.truncate(spec.payloads.len());
+            assert_eq!(args, meant, "{context}");
             assert_eq!(decoded.encode(spec).unwrap(), message[2..], "{context}");
             assert_eq!(spec.id().encode(), message[1], "{context}");
 

@@ -291,3 +291,29 @@ fn chunk_size_of_a_key_is_bounded_and_in_front() {
     let error = read(&late).unwrap_err();
     assert!(error.contains("in front of"), "{error}");
 }
+
+#[test]
+fn packed_tokens_are_whole_and_in_order() {
+    let packed = |tokens: &[u8]| {
+        let mut key = b"\x87\xaamodel_name\xa1m\xaaworld_size\x01\xa9worker_id\xc0".to_vec();
+        kvtier_proto::wire::write_str(&mut key, "token_bytes");
+        kvtier_proto::wire::write_bin(&mut key, tokens);
+        key.extend_from_slice(b"\xa5start\x00\xa3end\x00\xaarequest_id\xa1r");
+        key
+    };
+    let read = |bytes: &[u8]| {
+        kvtier_proto::key::CacheKey::decode(bytes, &mut kvtier_proto::key::VecTokens)
+            .map(|key| key.tokens)
+            .map_err(|error| error.to_string())
+    };
+    assert_eq!(read(&packed(&[])), Ok(vec![]));
+    let two = packed(&[0, 0, 1, 0, 0xff, 0xff, 0xff, 0xfe]);
+    assert_eq!(read(&two), Ok(vec![256, u32::MAX - 1]));
+    let head = kvtier_proto::key::KeyHead::peek(&two).unwrap();
+    assert_eq!((head.model_name, head.token_count), ("m", 2));
+    for bytes in [1, 2, 3, 5, 7] {
+        let refused = read(&packed(&vec![0; bytes])).unwrap_err();
+        let wanted = format!("token_bytes: {bytes} bytes; allowed: a multiple of 4");
+        assert!(refused.contains(&wanted), "{refused}");
+    }
+}

@@ -18,6 +18,7 @@ mod l2_http;
 mod leases;
 mod log;
 mod metrics;
+mod newer_clients;
 mod older_clients;
 mod order;
 mod quota;

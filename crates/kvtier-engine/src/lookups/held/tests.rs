@@ -232,3 +232,35 @@ mod interleavings {
         }
     }
 }
+
+/// The engine has the first chunk, and the lookup is of the second.
+#[test]
+fn result_behind_covered_chunks_counts_from_the_start() {
+    let (cache, lookups) = (cache(), HeldLookups::default());
+    let (serial, done) = pending(&lookups, &cache);
+    let row = GroupRow {
+        namespace: namespace(),
+        window: None,
+        object_bytes: 16,
+    };
+    let result = Prefetched {
+        lookup: cache.lookup(Duration::ZERO, &[row].into(), &HASHES[1..]),
+        loaded: vec![Cell { row: 0, chunk: 0 }],
+    };
+    lookups.complete("r", serial, &HASHES[..1], &HASHES[1..], result);
+    drop(done);
+    assert_eq!(cache.stats().leased_objects, 1);
+    assert!(matches!(
+        lookups.take_outcome("r", 7),
+        LookupOutcome::Hit(2)
+    ));
+    let grant = lookups.grant("r", &scope(), 1, 0, &HASHES, 1..2);
+    assert!(grant.is_some());
+    let state = lookups.state(Duration::ZERO).expect("nothing waits");
+    assert_eq!(state.lookups[0].loaded, [(0, 1)]);
+    assert_eq!(state.lookups[0].rows[0].first_chunk, 1);
+    lookups.free("r", 7, &scope(), 0..1);
+    assert_eq!(cache.stats().leased_objects, 1);
+    lookups.free("r", 7, &scope(), 1..2);
+    assert_eq!(cache.stats().leased_objects, 0);
+}
