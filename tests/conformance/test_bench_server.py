@@ -56,6 +56,21 @@ def test_every_check_passes(serve, peer, mode, name):
     assert not problems, "\n".join(problems) + "\n--- output ---\n" + report.output
 
 
+@pytest.mark.ours("the peer is the server of another release")
+@pytest.mark.parametrize("mode", ["lmcache_driven", "engine_shm", "engine_pickle"])
+@pytest.mark.parametrize("name", ["classical", "mla", "tp2"])
+def test_every_check_of_0_5_7_passes(serve, mode, name):
+    """The same with the tool of LMCache 0.5.7, whose keys have packed token ids."""
+    spec, flags, writers, readers = CASES[name]
+    server = serve(mode, chunk=CHUNK)
+    transfer = "lmcache_driven" if mode == "lmcache_driven" else "engine_driven"
+    report = bench.run(
+        server, transfer, spec, next(first_sequence), SEQUENCES, TOKENS, flags, release="0.5.7rc2"
+    )  # fmt: skip
+    problems = report.problems(SEQUENCES, TOKENS // CHUNK, writers, readers)
+    assert not problems, "\n".join(problems) + "\n--- output ---\n" + report.output
+
+
 @pytest.mark.ours("it serves objects whose size is not the one registered")
 @pytest.mark.parametrize("mode", ["lmcache_driven", "engine_shm", "engine_pickle"])
 def test_same_key_with_another_geometry(serve, mode):

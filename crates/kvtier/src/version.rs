@@ -9,7 +9,7 @@ use crate::out;
 pub(crate) const TEXT: &str = env!("KVTIER_VERSION");
 
 /// Releases of LMCache whose clients are served.
-const CLIENTS: &str = "0.4.2 to 0.5.6";
+const CLIENTS: &str = "0.4.2 to 0.5.7";
 
 /// Prints the version and the clients served.
 pub(crate) fn print() -> anyhow::Result<ExitCode> {

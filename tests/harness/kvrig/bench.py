@@ -10,6 +10,8 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .packages import HOME
+
 LINE = re.compile(r"^\s*\[seq (\d+)(?:/(cold|warm))?\] (.*)$")
 LOOKUP = re.compile(r"LOOKUP: (\d+)/(\d+) chunks hit")
 OUTCOME = re.compile(r"(STORE|RETRIEVE): (\w+) \(\d+ tokens, [\d.]+ ms, (\d+) (?:writers|workers)\)")
@@ -46,8 +48,8 @@ class Report:
         return found
 
 
-def run(server, transfer_mode, spec, start, count, tokens, flags=(), interval=0.0, timeout=90):
-    """Run the tool on sequences [start, start+count) of `tokens` tokens each."""
+def run(server, transfer_mode, spec, start, count, tokens, flags=(), interval=0.0, timeout=90, release=None):
+    """Run the tool on sequences [start, start+count) of `tokens` tokens each; that of `release`, else the installed one."""
     command = [
         str(Path(sys.prefix) / "bin" / "lmcache"), "bench", "server", "--mode", "cpu",
         "--rpc-url", server.url, "--url", server.http, "--transfer-mode", transfer_mode,
@@ -55,6 +57,8 @@ def run(server, transfer_mode, spec, start, count, tokens, flags=(), interval=0.
         "--start", str(start), "--end", str(start + count), *flags,
     ]  # fmt: skip
     env = dict(os.environ, LMCACHE_TRACK_USAGE="false", LMCACHE_DISABLE_BANNER="1", LMCACHE_LOG_LEVEL="WARNING")
+    if release:
+        env["PYTHONPATH"] = str(HOME / "clients" / release)
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=timeout, check=False)
     report = Report(done.stdout + done.stderr, done.returncode)
     for line in report.output.splitlines():

@@ -173,8 +173,13 @@ fn worker_of_a_negotiated_chunk_size_registers_with_it() {
     worker.ask(&Request::RegisterEngineDriven(crate::support::context(
         1, &scope,
     )));
-    let status = server.engine().admin().status();
-    assert_eq!(status.instances[0].chunk_size, 48);
+    let status = server.engine().admin().status(true);
+    let sizes: Vec<_> = status
+        .non_cuda_context_meta
+        .values()
+        .map(|worker| worker.chunk_size)
+        .collect();
+    assert_eq!(sizes, [48]);
 }
 
 #[test]

@@ -161,7 +161,7 @@ fn version_names_release_and_target() {
         flag[0].starts_with(&release) && flag[0].contains("linux"),
         "{flag:?}"
     );
-    assert!(command[1].contains("LMCache 0.4.2 to 0.5.6"));
+    assert!(command[1].contains("LMCache 0.4.2 to 0.5.7"));
 }
 
 #[test]
