@@ -202,7 +202,6 @@ def check_restarts(connect, engine, began, server, prompt):
     if older.TRAITS.negotiates:
         replace(engine, server, CHUNK // 2)
         wait_until(lambda: not engine.worker.adapter.is_healthy, 60, "the worker away")
-        wait_until(lambda: not engine.scheduler.is_healthy, 60, "the scheduler away")
         assert engine.hits(tokens(2 * CHUNK)) == 0
         engine.worker.stores.pop("lost", None)
         return
