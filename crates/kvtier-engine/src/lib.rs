@@ -355,9 +355,6 @@ impl Engine {
     /// Serves a request that never waits.
     fn answer(&self, caller: Caller, request: &Request<'_, Prompt>) -> Answer {
         match request {
-            Request::GetChunkSize => {
-                Answer::from(Response::Int(i64::from(self.config().chunk_size)))
-            }
             Request::GetExperimental => Answer::from(Response::Texts(vec![
                 HELD_BLOCKS_FEATURE.into(),
                 CHUNK_TOKENS_FEATURE.into(),

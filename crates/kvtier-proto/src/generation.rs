@@ -186,7 +186,8 @@ impl Generation {
         })
     }
 
-    /// The row that a client of this generation's newest release uses for an operation.
+    /// The row that a client of this generation's newest release uses for an operation; kvtier's own and one of 0.5.6 for
+    /// the newest generation.
     #[must_use]
     pub fn spec(self, operation: Operation) -> Option<&'static OperationSpec> {
         self.specs().iter().find(|spec| spec.operation == operation)
@@ -194,7 +195,7 @@ impl Generation {
 }
 
 impl OperationSpec {
-    /// The op frame a client of 0.5.6 sends: the number, or the name where there is none.
+    /// The op frame a client of 0.5.6 or later sends: the number, or the name where there is none.
     #[must_use]
     pub fn id(&self) -> OperationId<'static> {
         match self.number {

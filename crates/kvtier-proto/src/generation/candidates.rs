@@ -1,8 +1,9 @@
 //! Which generation does a connection speak?
 //!
 //! An adapter's first request, with uid 0, is get_chunk_size, whose number differs in each generation, or from 0.5.7 on
-//! negotiate_chunk_size, which has a name only. So a fresh connection is decided at once. A connection that came back after a restart of the server starts
-//! with whatever was due, and its uids go on; then each request narrows the set of generations that could have sent it.
+//! negotiate_chunk_size, which has a name only. So a fresh connection is decided at once. A connection that came back
+//! after a restart of the server starts with whatever was due, and its uids go on; then each request narrows the set of
+//! generations that could have sent it.
 
 use std::hash::{DefaultHasher, Hash, Hasher};
 

@@ -1,9 +1,9 @@
 //! The tables: one row an operation, more where releases of a generation differ in its payloads.
 //!
 //! Numbers and payloads are those of the LMCache releases that [`Generation::releases`] names. The first
-//! row of an operation is the one its newest release sends, but for 0.5.7, whose rows stand last: kvtier's own client
-//! speaks 0.5.6, which servers of both releases of kvtier read. Blending and server-to-server operations stand only in the
-//! newest table, with the numbers of 0.5.5 and later.
+//! row of an operation is the one its newest release sends, but for the rows of 0.5.7, which stand last: kvtier's own client
+//! sends those of 0.5.6. Blending and server-to-server operations stand only in the newest table, with the numbers of 0.5.5
+//! and later.
 
 use super::{BlockForm, Field, Generation, OperationSpec};
 use crate::key::KeyForm;

@@ -282,8 +282,8 @@ impl Server {
             Ok(Request::NegotiateChunkSize { alignment }) => {
                 reply.answer(self.negotiate(context, alignment));
             }
-            Ok(Request::GetChunkSize) if chunk_tokens.is_some() => {
-                reply.answer(chunk_size_answer(chunk_tokens.unwrap_or_default()));
+            Ok(Request::GetChunkSize) => {
+                reply.answer(chunk_size_answer(self.chunk_tokens(context)));
             }
             Ok(mut request) => {
                 match &mut request {
@@ -318,14 +318,17 @@ impl Server {
         }
     }
 
+    /// Tokens per chunk for a client that does not name them.
+    fn chunk_tokens(&self, context: &RequestContext) -> u32 {
+        let bound = context.peer.chunk_tokens.get().copied();
+        bound.unwrap_or_else(|| self.engine.config().chunk_size)
+    }
+
     /// Agrees on the chunk size of a connection. Later requests are counted in it, so it stays: another alignment has to
     /// divide it.
     fn negotiate(&self, context: &RequestContext, alignment: i64) -> Answer {
         let bound = &context.peer.chunk_tokens;
-        let minimum = match bound.get() {
-            Some(tokens) => *tokens,
-            None => self.engine.config().chunk_size,
-        };
+        let minimum = self.chunk_tokens(context);
         match chunk::aligned(minimum, alignment) {
             Ok(tokens) if *bound.get_or_init(|| tokens) == tokens => chunk_size_answer(tokens),
             refused => {

@@ -204,7 +204,7 @@ fn status_has_lmcaches_applicable_keys() {
     // The sample's worker had half floats, ours bfloat16, as many bytes.
     layout["kv_cache_layout"]["kernel_groups"][0]["dtype"] = json!("torch.bfloat16");
     // kvtier's own.
-    layout["client_releases"] = json!("0.5.5 to 0.5.6");
+    layout["client_releases"] = json!("0.5.5 to 0.5.7");
     layout["chunk_size"] = json!(256);
     assert_eq!(ours["cache_context_meta"]["1000"], layout);
 }

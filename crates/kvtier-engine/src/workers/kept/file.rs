@@ -34,7 +34,7 @@ const CHECKSUM_AT: usize = 32;
 const BODY_AT: usize = 48;
 
 /// Releases of the clients whose registrations are kept.
-const RELEASES: &str = "0.5.5 to 0.5.6";
+const RELEASES: &str = "0.5.5 to 0.5.7";
 
 /// A registration as its client has sent it, in the form of the newest release.
 pub struct KeptRequest {
