@@ -1,11 +1,18 @@
-//! A pickled list of tensors.
+//! Tensors in a message: a pickled list, or an envelope in MessagePack.
 
 #![no_main]
 
+use kvtier_proto::inline::InlineForm;
 use kvtier_proto::pickle::{Limits, TensorToWrite, WriteError, read_tensors, write_tensors};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|message: &[u8]| {
+    for group in InlineForm::Envelope.read(message).unwrap_or_default() {
+        assert!(group.positions.is_none_or(|positions| positions.len() == group.tensors.len()));
+        for tensor in group.tensors {
+            assert_eq!(tensor.contiguous_bytes(), Some(tensor.data));
+        }
+    }
     let limits = Limits {
         max_tensors: 64,
         ..Limits::default()

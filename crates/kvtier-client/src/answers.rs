@@ -110,6 +110,7 @@ pub(crate) fn pool(reply: &Reply) -> Result<EngineDriven<'static>, ClientError> 
         Response::EngineDriven(pool) => Ok(EngineDriven {
             shm_name: pool.shm_name.into_owned().into(),
             pool_size: pool.pool_size,
+            null_block_id: pool.null_block_id,
         }),
         other => Err(wrong(reply, "a pool's name and size", &other)),
     }
@@ -121,6 +122,7 @@ pub(crate) fn prepare_store(reply: &Reply) -> Result<PrepareStore<'static>, Clie
             target: answer.target.map(|target| StoreTarget {
                 slots: target.slots.into_iter().map(owned_slot).collect(),
                 chunk_indices: target.chunk_indices,
+                group_ids: target.group_ids,
             }),
         }),
         other => Err(wrong(reply, "slots", &other)),
@@ -135,6 +137,7 @@ pub(crate) fn prepare_retrieve(reply: &Reply) -> Result<PrepareRetrieve<'static>
             slots: answer
                 .slots
                 .map(|slots| slots.into_iter().map(owned_slot).collect()),
+            groups: answer.groups,
         }),
         other => Err(wrong(reply, "slots", &other)),
     }

@@ -163,6 +163,7 @@ fn refusal(operation: Operation, kind: ResponseKind) -> Response<'static> {
         ResponseKind::EngineDriven => Response::EngineDriven(EngineDriven {
             shm_name: "".into(),
             pool_size: 0,
+            null_block_id: None,
         }),
         ResponseKind::EventBatch
         | ResponseKind::UnifiedLookup

@@ -20,7 +20,7 @@ use serde::{Deserialize, Serialize};
 use super::admin::JobState;
 use super::instances::WorkerState;
 use super::lookups::{LookupsState, SeenState};
-use super::transfers::{Grant, MemoryState, TransferState};
+use super::transfers::{Grant, MemoryState, Skipped, TransferState};
 use super::{Engine, Opened, Predecessor};
 
 /// How long the process before may take to release L1, after it has announced that or ended.
@@ -275,7 +275,11 @@ impl Engine {
             let grant = match &state.memory {
                 MemoryState::Store(places) => {
                     let memory = heritage.claim_store(places).ok_or_else(absent)?;
-                    Grant::Store(memory, charges.next().ok_or_else(absent)?)
+                    Grant::Store(
+                        memory,
+                        charges.next().ok_or_else(absent)?,
+                        Skipped::default(),
+                    )
                 }
                 MemoryState::Retrieve(leases) => {
                     let leases = leases.iter().map(|slots| {

@@ -378,9 +378,11 @@ impl Engine {
             Request::FreeLookupLocks { key, .. } => self.lookups.free(caller, key),
             Request::EndSession { request_id } => self.lookups.end_session(caller, request_id),
 
-            Request::PrepareStore { key, instance, .. } => {
-                self.transfers.prepare_store(key, *instance)
-            }
+            Request::PrepareStore {
+                key,
+                instance,
+                skipped_chunks,
+            } => self.transfers.prepare_store(key, *instance, skipped_chunks),
             Request::CommitStore {
                 key,
                 instance,

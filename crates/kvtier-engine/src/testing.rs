@@ -14,12 +14,13 @@ use kvtier_device::{DeviceError, Done, EngineMemory, KvLayout, OnSubmitted, Tran
 use kvtier_memory::SegmentError;
 use kvtier_proto::descriptor::Dtype;
 use kvtier_proto::generation::Release;
+use kvtier_proto::inline::InlineForm;
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::{InstanceId, Store};
 use kvtier_sync::Mutex;
 
 use super::context::Context;
-use super::instances::{EngineDrivenLayout, Instance, Mode, ModelLayout};
+use super::instances::{EngineDrivenGroup, EngineDrivenLayout, Instance, Mode, ModelLayout};
 use super::{Answer, Caller, Engine, Reply};
 use kvtier_config::ServerConfig;
 use kvtier_metrics::Metrics;
@@ -178,14 +179,20 @@ impl EngineMemory for TestPages {
 pub fn copies_itself(engine: &Engine, id: i64) {
     let mode = Mode::EngineDriven {
         layout: EngineDrivenLayout {
-            dtype: Dtype::from_name("uint8").unwrap(),
-            shape: vec![1, 1, 1],
-            object_bytes: 1,
+            groups: vec![EngineDrivenGroup {
+                dtype: Dtype::from_name("uint8").unwrap(),
+                shape: vec![1, 1, 1],
+                object_bytes: 1,
+                tokens_per_block: 1,
+                window: None,
+                is_recurrent: false,
+            }],
             chunk_tokens: 1,
             block_size: 1,
             use_mla: true,
         },
         pickles: AtomicBool::new(false),
+        form: InlineForm::Pickle,
     };
     let layout = ModelLayout {
         groups: Vec::new(),

@@ -97,10 +97,7 @@ pub enum Field {
     /// An array of maps: groups of layers.
     GroupInfos,
     /// A map: geometry of a worker that copies by itself.
-    EngineDrivenContext {
-        /// Whether `num_physical_slots` is sent (from 0.5.5).
-        slots: bool,
-    },
+    EngineDrivenContext(ContextForm),
     /// An array of maps: block allocations.
     AllocationRecords,
     /// An int: first event wanted.
@@ -144,6 +141,17 @@ pub enum BlockForm {
     Flat,
     /// An array of arrays of ints, one per group: from 0.4.7.
     Grouped,
+}
+
+/// The fields that the registration of a worker that copies by itself has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ContextForm {
+    /// Eight: up to 0.5.2.
+    Bare,
+    /// With `num_physical_slots`, from 0.5.5.
+    Slots,
+    /// With `group_layouts` too, from 0.5.7.
+    Groups,
 }
 
 impl Generation {

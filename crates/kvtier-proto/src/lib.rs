@@ -26,6 +26,7 @@
 //! | str, bytes | str, bin | never one for the other; str is UTF-8 |
 //! | structure | map by name, declared order, every field written | fields in any order, unknown ones skipped, missing ones defaulted or an error; no arrays |
 //! | tensor descriptor | extension value of type 1 holding a map | unknown fields are an error too |
+//! | chunks in messages | see [`inline`] | unknown fields are an error too |
 //! | list, tuple | array | tuples of exactly their length |
 //! | enumeration | its text | nothing else |
 //! | layout hints | map with only the known keys | unknown keys are skipped, unknown layouts are an error |
@@ -48,7 +49,9 @@ pub mod deadline;
 pub mod descriptor;
 pub mod frames;
 pub mod generation;
+pub mod inline;
 pub mod keep_seconds;
+
 pub mod key;
 pub mod key_settings;
 mod lenient;
@@ -58,5 +61,6 @@ pub mod request;
 pub mod response;
 mod settings;
 pub mod skip_load;
+pub mod tensor;
 pub mod traceparent;
 pub mod wire;

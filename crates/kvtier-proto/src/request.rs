@@ -11,7 +11,7 @@ mod types;
 pub use encode::EncodeError;
 pub(crate) use types::write_ints;
 pub use types::{
-    AllocationRecord, EngineDrivenContext, EngineGroupInfo, EngineType, HELD_BLOCKS,
+    AllocationRecord, EngineDrivenContext, EngineGroupInfo, EngineType, GroupLayout, HELD_BLOCKS,
     HELD_BLOCKS_FEATURE, InstanceId, JobRef, KvLayoutName, KvListLayout, LayoutDescriptor,
     LayoutHints, MatchedSegment, ObjectKeyParts, Seconds,
 };

@@ -9,7 +9,7 @@ mod encode;
 use std::borrow::Cow;
 
 pub use crate::request::MatchedSegment;
-pub use encode::PickledHit;
+pub use encode::InlineHit;
 
 /// What kind of response an operation has; part of each row of a generation's table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -100,10 +100,12 @@ pub struct Transfer<'a> {
 /// The pool shared with a worker.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineDriven<'a> {
-    /// POSIX segment, without a slash in front; empty: no pool, data travels pickled.
+    /// POSIX segment, without a slash in front; empty: no pool, data travels inside messages.
     pub shm_name: Cow<'a, str>,
     /// Bytes of the pool.
     pub pool_size: u64,
+    /// The engine's block that holds no data; absent before 0.5.7.
+    pub null_block_id: Option<i64>,
 }
 
 /// A chunk's place in the shared pool.
@@ -122,7 +124,7 @@ pub struct Slot<'a> {
 /// Slots that a worker may write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PrepareStore<'a> {
-    /// Slots to write and which chunks they are; none: send the data pickled. Empty: all is cached.
+    /// Slots to write and which chunks they are; none: send the data inside the commit. Empty: all is cached.
     pub target: Option<StoreTarget<'a>>,
 }
 
@@ -133,6 +135,8 @@ pub struct StoreTarget<'a> {
     pub slots: Vec<Slot<'a>>,
     /// Which chunks of the request's range they are, counted from its start.
     pub chunk_indices: Vec<u64>,
+    /// Which group each is of; absent for workers of one group.
+    pub group_ids: Option<Vec<u64>>,
 }
 
 /// Slots that a worker may read.
@@ -140,10 +144,21 @@ pub struct StoreTarget<'a> {
 pub struct PrepareRetrieve<'a> {
     /// Whether everything asked for is here.
     pub success: bool,
-    /// The chunks, pickled; empty for a miss and with a shared pool.
+    /// The chunks in the client's [form](crate::inline::InlineForm); empty for a miss and with a shared pool.
     pub data: Cow<'a, [u8]>,
     /// One slot for each chunk of the range, in order; none without a shared pool.
     pub slots: Option<Vec<Slot<'a>>>,
+    /// Group and chunk of each slot; absent for workers of one group.
+    pub groups: Option<SlotGroups>,
+}
+
+/// Groups and chunks of slots, one entry per slot.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct SlotGroups {
+    /// The groups.
+    pub group_ids: Vec<u64>,
+    /// The chunks, counted from the start of the request's range.
+    pub chunk_indices: Vec<u64>,
 }
 
 impl PrepareRetrieve<'_> {
@@ -154,6 +169,7 @@ impl PrepareRetrieve<'_> {
             success: false,
             data: Cow::Borrowed(&[]),
             slots: None,
+            groups: None,
         }
     }
 }

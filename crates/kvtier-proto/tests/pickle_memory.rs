@@ -7,6 +7,7 @@ use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use kvtier_proto::descriptor::Dtype;
+use kvtier_proto::inline::InlineForm;
 use kvtier_proto::pickle::{
     Limits, TensorToWrite, WriteError, read_registration, read_tensors, write_tensors,
 };
@@ -93,4 +94,20 @@ fn memory_is_bounded_by_message_size() {
     let message = message.expect("a plain list of tensors");
     let bytes = peak(|| assert!(read_tensors(&message, &limits).is_ok_and(|list| list.len() == 2)));
     assert!(bytes <= SLACK, "{bytes} bytes");
+
+    // Chunks in MessagePack: what is claimed costs nothing, and tensors are bounded.
+    let tensors = |count: u32| {
+        let mut message = b"\x82\xa7version\x01\xa7tensors\xdd".to_vec();
+        message.extend(count.to_be_bytes());
+        message
+    };
+    let bytes = peak(|| assert!(InlineForm::Envelope.read(&tensors(u32::MAX)).is_err()));
+    assert!(bytes <= SLACK, "{bytes} bytes");
+    let tiny = b"\x83\xa5dtype\xa5uint8\xa5shape\x90\xa4data\xc4\x01\x07";
+    for (count, is_read) in [(65_536, true), (65_537, false)] {
+        let mut message = tensors(count);
+        (0..count).for_each(|_| message.extend(tiny));
+        let bytes = peak(|| assert_eq!(InlineForm::Envelope.read(&message).is_ok(), is_read));
+        assert!(bytes <= 400 * 65_536 + SLACK, "{bytes} bytes");
+    }
 }

@@ -101,6 +101,7 @@ impl EngineDrivenSpec {
                 .map(|slots| signed("slots_per_chunk", slots))
                 .transpose()?,
             chunk_tokens: self.scope.chunk_tokens,
+            groups: None,
             takes_pool: true,
         })
     }

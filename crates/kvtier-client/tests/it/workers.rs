@@ -79,6 +79,7 @@ fn serve(seen: Arc<Mutex<Seen>>, pool: Option<Arena>) -> Server {
                         .to_owned()
                         .into(),
                     pool_size: pool.as_ref().map_or(0, Arena::len),
+                    null_block_id: None,
                 })
             }
             Request::UnregisterEngineDriven { instance }
@@ -102,6 +103,7 @@ fn serve(seen: Arc<Mutex<Seen>>, pool: Option<Arena>) -> Server {
                             .map(|index| slot(index, length))
                             .collect(),
                         chunk_indices,
+                        group_ids: None,
                     }
                 });
                 Response::PrepareStore(PrepareStore { target })
@@ -206,6 +208,7 @@ fn prepare_retrieve(
                     .map(|index| slot(index, CHUNK_BYTES as u64))
                     .collect(),
             ),
+            groups: None,
         };
     }
     let tensor = TensorToWrite {
@@ -220,6 +223,7 @@ fn prepare_retrieve(
         success: true,
         data: data.unwrap().into(),
         slots: None,
+        groups: None,
     }
 }
 
@@ -366,6 +370,7 @@ fn chunks_are_pickled_if_pool_cannot_be_opened() {
             Request::RegisterEngineDriven(_) => Response::EngineDriven(EngineDriven {
                 shm_name: "../etc/passwd".into(),
                 pool_size: 1,
+                null_block_id: None,
             }),
             _ => Response::Nothing,
         })

@@ -16,6 +16,8 @@
 //! | array | object group, its tag, recurrent state (0, 1), option of the window in tokens, text content, planes, layers, slots, heads, elements of a head, text dtype, option of the list of the layers' positions where these are not `0..layers`, option of the page |
 //! | page, where [`KvLayout::is_page_bound`] | format, slots of a block, tokens of a block, list of the planes, each a list of parts: offset in the block, bytes of a run, and count and stride of both loops |
 //! | `engine driven` | text [`Processor`], planes, layers, slots, hidden size, text dtype, tokens of a block |
+//! | `engine driven groups` | text [`Processor`], tokens of a block, list of groups in the order of the registration |
+//! | group | planes, layers, slots, hidden size, text dtype, tokens of a block, option of the window in chunks, recurrent state (0, 1) |
 //!
 //! Version 1 (0.1.0) was the standard library's hasher, whose algorithm is unspecified, and had none of: version, chunk,
 //! engine type, processor, tag, recurrent state, window, content, head split, page.
@@ -24,7 +26,7 @@ use std::sync::LazyLock;
 
 use kvtier_device::{KernelGroup, KvLayout, Plane, TokenContent};
 
-use super::layout::EngineDrivenLayout;
+use super::layout::{EngineDrivenGroup, EngineDrivenLayout};
 
 /// Version of the encoding. Any change of it changes every fingerprint: what tiers hold becomes misses.
 const VERSION: u64 = 2;
@@ -97,19 +99,23 @@ pub fn of_pages(layout: &KvLayout, processor: &Processor) -> u64 {
 }
 
 /// Fingerprint of the objects of a worker that copies by itself. It does not say where its pages are, so they are
-/// taken for pages in the memory of this host's processor.
+/// taken for pages in the memory of this host's processor. A worker of one group has the fingerprint that it had before
+/// registrations named groups.
 pub fn of_engine_driven(layout: &EngineDrivenLayout, processor: &Processor) -> u64 {
-    let mut out = Encoder::new("engine driven", layout.chunk_tokens);
-    out.text(&processor.0);
-    let [.., layers, slots, hidden] = layout.shape[..] else {
-        unreachable!("the shape has three or four extents")
-    };
-    let planes = if layout.use_mla { 1 } else { 2 };
-    for number in [planes, layers, slots, hidden] {
-        out.number(number);
+    if let [group] = &layout.groups[..] {
+        let mut out = Encoder::new("engine driven", layout.chunk_tokens);
+        out.text(&processor.0);
+        out.engine_driven_group(group);
+        return out.finish();
     }
-    out.text(layout.dtype.name());
+    let mut out = Encoder::new("engine driven groups", layout.chunk_tokens);
+    out.text(&processor.0);
     out.number(layout.block_size.cast_unsigned());
+    out.list(&layout.groups, |out, group| {
+        out.engine_driven_group(group);
+        out.option(group.window, |out, chunks| out.number(chunks.into()));
+        out.number(u64::from(group.is_recurrent));
+    });
     out.finish()
 }
 
@@ -157,6 +163,15 @@ impl Encoder {
         if let Some(item) = item {
             some(self, item);
         }
+    }
+
+    fn engine_driven_group(&mut self, group: &EngineDrivenGroup) {
+        let planes = if group.shape.len() == 3 { 1 } else { 2 };
+        self.number(planes);
+        let lengths = group.shape.iter().rev().take(3).rev();
+        lengths.for_each(|length| self.number(*length));
+        self.text(group.dtype.name());
+        self.number(group.tokens_per_block.cast_unsigned());
     }
 
     fn page(&mut self, group: &KernelGroup) {

@@ -5,7 +5,7 @@ use kvtier_error::{Error, Result};
 use kvtier_l2::{Element, PAGE_BOUND};
 use kvtier_proto::chunk::CHUNK_TOKENS;
 use kvtier_proto::descriptor::Dtype;
-use kvtier_proto::request::EngineDrivenContext;
+use kvtier_proto::request::{self, EngineDrivenContext};
 
 use super::fingerprint::{self, Processor};
 
@@ -82,12 +82,8 @@ fn element_of(layout: &KvLayout) -> Option<Element> {
 /// Objects of a worker that copies by itself.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EngineDrivenLayout {
-    /// Type of the values.
-    pub dtype: Dtype,
-    /// `[layers, slots, hidden]` of one plane, `[2, layers, slots, hidden]` of two.
-    pub shape: Vec<u64>,
-    /// Bytes of one object.
-    pub object_bytes: u64,
+    /// One per object group, at least one.
+    pub groups: Vec<EngineDrivenGroup>,
     /// Tokens of a chunk.
     pub chunk_tokens: u64,
     /// Tokens of a block, as registered.
@@ -96,28 +92,119 @@ pub struct EngineDrivenLayout {
     pub use_mla: bool,
 }
 
+/// Objects of one group of layers of such a worker.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct EngineDrivenGroup {
+    /// Type of the values.
+    pub dtype: Dtype,
+    /// `[layers, slots, hidden]` of one plane, `[2, layers, slots, hidden]` of two.
+    pub shape: Vec<u64>,
+    /// Bytes of one object.
+    pub object_bytes: u64,
+    /// Tokens of a block of the group, as registered.
+    pub tokens_per_block: i64,
+    /// Chunks needed at the end of a prefix; `None` is all of them.
+    pub window: Option<u32>,
+    /// Whether the pages hold states instead of KV of tokens.
+    pub is_recurrent: bool,
+}
+
+/// Checks a number of a registration that is a length.
+fn length(name: &str, value: i64) -> Result<u64> {
+    match u64::try_from(value) {
+        Ok(value) if value > 0 && value <= 1 << 32 => Ok(value),
+        _ => Err(Error::refused(format!(
+            "{name} is {value}; allowed: 1 to 4294967296"
+        ))),
+    }
+}
+
+impl EngineDrivenGroup {
+    /// Of tensors with these planes, layers, slots and values.
+    fn new(dtype: &str, extents: [u64; 4], tokens_per_block: i64) -> Result<Self> {
+        let dtype = Dtype::from_name(dtype).ok_or_else(|| {
+            Error::refused(format!(
+                "dtype_str is {dtype:?}; allowed: a torch dtype such as bfloat16"
+            ))
+        })?;
+        let object_bytes = extents
+            .iter()
+            .try_fold(dtype.item_size(), |bytes, extent| {
+                bytes.checked_mul(*extent)
+            })
+            .filter(|bytes| *bytes <= 1 << 40)
+            .ok_or_else(|| {
+                Error::refused(
+                    "num_layers x slots x hidden_dim_size: an object may have at most 2^40 bytes",
+                )
+            })?;
+        let shape = match extents {
+            [1, shape @ ..] => shape.to_vec(),
+            shape => shape.to_vec(),
+        };
+        Ok(Self {
+            dtype,
+            shape,
+            object_bytes,
+            tokens_per_block,
+            window: None,
+            is_recurrent: false,
+        })
+    }
+
+    fn of_group(
+        group: &request::GroupLayout<'_>,
+        use_mla: bool,
+        chunk_tokens: u64,
+    ) -> Result<Self> {
+        let planes = match group.kv_size {
+            0 if use_mla => 1,
+            0 => 2,
+            planes @ 1..=2 => planes.unsigned_abs(),
+            other => {
+                let message = format!("kv_size is {other}; allowed: 0, 1 or 2");
+                return Err(Error::refused(message));
+            }
+        };
+        let slots = match group.window_tokens {
+            0 => chunk_tokens,
+            tokens => length("window_tokens", tokens)?,
+        };
+        let window = u32::try_from(group.window_chunks).map_err(|_| {
+            Error::refused(format!(
+                "window_chunks is {}; allowed: 0 to 4294967295",
+                group.window_chunks
+            ))
+        })?;
+        let extents = [
+            planes,
+            length("num_layers", group.num_layers)?,
+            slots,
+            length("hidden_dim_size", group.hidden_dim_size)?,
+        ];
+        Ok(Self {
+            window: (window > 0).then_some(window),
+            is_recurrent: group.recurrent,
+            ..Self::new(group.dtype, extents, group.tokens_per_block)?
+        })
+    }
+
+    /// Whether it keeps only the end of a prompt.
+    pub fn is_windowed(&self) -> bool {
+        self.window.is_some() || self.is_recurrent
+    }
+}
+
 impl EngineDrivenLayout {
     /// Checks what a worker registers.
     ///
     /// # Errors
     /// Names the field, its value and what is allowed.
     pub fn new(context: &EngineDrivenContext<'_>, chunk_size: u64) -> Result<Self> {
-        let positive = |name: &str, value: i64| match u64::try_from(value) {
-            Ok(value) if value > 0 && value <= 1 << 32 => Ok(value),
-            _ => Err(Error::refused(format!(
-                "{name} is {value}; allowed: 1 to 4294967296"
-            ))),
-        };
-        let dtype = Dtype::from_name(context.dtype).ok_or_else(|| {
-            Error::refused(format!(
-                "dtype_str is {:?}; allowed: a torch dtype such as bfloat16",
-                context.dtype
-            ))
-        })?;
-        let layers = positive("num_layers", context.num_layers)?;
-        let hidden = positive("hidden_dim_size", context.hidden_dim_size)?;
+        let layers = length("num_layers", context.num_layers)?;
+        let hidden = length("hidden_dim_size", context.hidden_dim_size)?;
         let slots = match context.num_physical_slots {
-            Some(slots) => positive("num_physical_slots", slots)?,
+            Some(slots) => length("num_physical_slots", slots)?,
             None => chunk_size,
         };
         // A chunk of the default size may be smaller than a block; one that is asked for is whole blocks.
@@ -130,44 +217,48 @@ impl EngineDrivenLayout {
                 context.block_size
             )));
         }
-        let planes = if context.use_mla { 1 } else { 2 };
-        let object_bytes = [planes, layers, slots, hidden]
-            .iter()
-            .try_fold(dtype.item_size(), |bytes, extent| {
-                bytes.checked_mul(*extent)
-            })
-            .filter(|bytes| *bytes <= 1 << 40)
-            .ok_or_else(|| {
-                Error::refused(
-                    "num_layers x slots x hidden_dim_size: an object may have at most 2^40 bytes",
-                )
-            })?;
-        let mut shape = vec![layers, slots, hidden];
-        if planes == 2 {
-            shape.insert(0, 2);
-        }
+        let groups = match context.groups.as_deref().unwrap_or_default() {
+            // LMCache's clients register groups only if there are several.
+            [] | [_] => {
+                let planes = if context.use_mla { 1 } else { 2 };
+                let extents = [planes, layers, slots, hidden];
+                let group = EngineDrivenGroup::new(context.dtype, extents, context.block_size);
+                vec![group?]
+            }
+            groups => groups
+                .iter()
+                .map(|group| EngineDrivenGroup::of_group(group, context.use_mla, chunk_size))
+                .collect::<Result<_>>()?,
+        };
         Ok(Self {
-            dtype,
-            shape,
-            object_bytes,
+            groups,
             chunk_tokens: chunk_size,
             block_size: context.block_size,
             use_mla: context.use_mla,
         })
     }
 
+    /// Whether its requests and answers name groups.
+    pub fn is_grouped(&self) -> bool {
+        self.groups.len() > 1
+    }
+
     /// The same for lookups.
     pub fn model(&self) -> ModelLayout {
+        let groups = self.groups.iter().zip(0..).map(|(group, id)| GroupLayout {
+            id,
+            window: group.window,
+            object_bytes: group.object_bytes,
+        });
+        let mut kinds = self.groups.iter();
+        let dtype = self.groups[0].dtype;
+        let rounds = kinds.all(|group| group.dtype == dtype && !group.is_recurrent);
         ModelLayout {
-            groups: vec![GroupLayout {
-                id: 0,
-                window: None,
-                object_bytes: self.object_bytes,
-            }],
+            groups: groups.collect(),
             fingerprint: fingerprint::of_engine_driven(self, Processor::of_host()),
             chunk_tokens: self.chunk_tokens,
             page_bound: true,
-            element: Element::from_name(self.dtype.name()),
+            element: Element::from_name(dtype.name()).filter(|_| rounds),
         }
     }
 }

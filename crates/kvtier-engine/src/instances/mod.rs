@@ -13,6 +13,7 @@ use kvtier_device::EngineMemory;
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_proto::descriptor::TensorDescriptor;
 use kvtier_proto::generation::Release;
+use kvtier_proto::inline::InlineForm;
 use kvtier_proto::request::{EngineGroupInfo, InstanceId, LayoutHints};
 use serde::{Deserialize, Serialize};
 
@@ -20,7 +21,7 @@ use super::handed::millis;
 
 pub use gate::CopyGuard;
 use gate::Gate;
-pub use layout::{EngineDrivenLayout, ModelLayout};
+pub use layout::{EngineDrivenGroup, EngineDrivenLayout, GroupLayout, ModelLayout};
 pub use table::Instances;
 
 /// How long an unregistration waits for the last copies of its worker's pages. The longest copies take seconds.
@@ -39,8 +40,10 @@ pub enum Mode {
     EngineDriven {
         /// Its objects.
         layout: EngineDrivenLayout,
-        /// It sent pickled data although it was offered the pool, so it cannot map the pool.
+        /// It sent its data although it was offered the pool, so it cannot map the pool.
         pickles: AtomicBool,
+        /// How it sends and expects its data then.
+        form: InlineForm,
     },
 }
 

@@ -1,55 +1,57 @@
-//! Prepare and commit: transfers where the worker copies, in the pool or pickled.
+//! Prepare and commit: transfers where the worker copies, in the pool or inside messages.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use kvtier_core::Namespace;
-use kvtier_core::cache::{Extent, ReadLease, Reservation, ReserveRequest, Staged};
+use kvtier_core::cache::{Extent, ReadLease, Staged};
 use kvtier_core::prompt::Prompt;
+use kvtier_core::window::needed;
 use kvtier_device::Direction;
 use kvtier_error::Error;
-use kvtier_l1::L1Allocator;
-use kvtier_memory::AccessError;
+use kvtier_proto::inline::InlineForm;
 use kvtier_proto::key::CacheKey;
-use kvtier_proto::pickle::{self, Limits, PickledTensor, TensorToWrite, WriteError};
 use kvtier_proto::request::{ABORT_STORE, InstanceId};
 use kvtier_proto::response::{
-    PickledHit, PrepareRetrieve, PrepareStore, Response, Slot, StoreTarget,
+    PrepareRetrieve, PrepareStore, Response, Slot, SlotGroups, StoreTarget,
 };
 
 use super::super::instances::{EngineDrivenLayout, Instance, Mode};
-use super::super::payload::{LeasedChunks, Payload};
 use super::super::{Answer, Caller};
 use super::prepared::{Finish, Grant, TransferId};
+use super::skipped::Skipped;
 use super::staging::{Charge, WorkerShare};
+use super::store::{GroupChunks, StagedStore};
 use super::traced::Moved;
 use super::worker_range::{GroupLease, WorkerRange};
 use super::{Transfers, is_trouble, reason};
 
-const DEVICE: &str = "cpu";
+pub(super) const DEVICE: &str = "cpu";
 
 /// A transfer of a worker that copies by itself.
-struct WorkerCopy<'a> {
-    instance: Arc<Instance>,
-    key: &'a CacheKey<'a, Prompt>,
-    range: WorkerRange,
-    /// Of its objects.
-    namespace: Arc<Namespace>,
+pub(super) struct WorkerCopy<'a> {
+    pub instance: Arc<Instance>,
+    pub key: &'a CacheKey<'a, Prompt>,
+    pub range: WorkerRange,
     /// When it was asked for.
-    started: Duration,
+    pub started: Duration,
 }
 
 impl WorkerCopy<'_> {
-    /// The worker's objects, and whether its data travels pickled.
-    fn worker(&self) -> (&EngineDrivenLayout, &AtomicBool) {
+    /// The worker's objects, whether its data travels inside messages, and in which form.
+    pub(super) fn worker(&self) -> (&EngineDrivenLayout, &AtomicBool, InlineForm) {
         match &self.instance.mode {
-            Mode::EngineDriven { layout, pickles } => (layout, pickles),
+            Mode::EngineDriven {
+                layout,
+                pickles,
+                form,
+            } => (layout, pickles, *form),
             Mode::LmcacheDriven { .. } => unreachable!("checked when the transfer was made"),
         }
     }
 
-    fn layout(&self) -> &EngineDrivenLayout {
+    pub(super) fn layout(&self) -> &EngineDrivenLayout {
         self.worker().0
     }
 
@@ -59,29 +61,51 @@ impl WorkerCopy<'_> {
         TransferId::new(direction, self.instance.id, self.key, last_hash)
     }
 
-    fn slot(&self, extent: Extent) -> Slot<'_> {
+    fn slot(&self, group: u32, extent: Extent) -> Slot<'_> {
+        let group = &self.layout().groups[group as usize];
         Slot {
             offset: extent.offset,
             length: extent.len,
-            shape: self.layout().shape.as_slice().into(),
-            dtype: self.layout().dtype.name().into(),
+            shape: group.shape.as_slice().into(),
+            dtype: group.dtype.name().into(),
         }
     }
 
-    /// All chunks of its range.
-    fn moved(&self, chunks: usize) -> Moved {
+    /// What a retrieve of its range moves.
+    pub(super) fn retrieved(&self) -> Moved {
+        let bytes = self.instance.layout.groups.iter().map(|group| {
+            let chunks = needed(group.window, self.range.chunks.end);
+            let chunks = chunks.len().min(self.range.chunks.len()) as u64;
+            chunks * group.object_bytes
+        });
         Moved {
-            chunks,
-            bytes: chunks as u64 * self.layout().object_bytes,
+            chunks: self.range.chunks.len(),
+            bytes: bytes.sum(),
         }
     }
 
-    fn objects(&self) -> [ReserveRequest<'_>; 1] {
-        [ReserveRequest {
-            namespace: &self.namespace,
-            hashes: &self.key.tokens.hashes[self.range.chunks.clone()],
-            len: self.layout().object_bytes,
-        }]
+    /// Chunks of its range per group; `chunks` returns those of one group, by its number.
+    ///
+    /// # Errors
+    /// Those of `chunks`.
+    pub(super) fn group_chunks<E>(
+        &self,
+        mut chunks: impl FnMut(usize) -> Result<Vec<usize>, E>,
+    ) -> Result<Vec<GroupChunks>, E> {
+        let model = &self.instance.layout;
+        let hashes = &self.key.tokens.hashes[self.range.chunks.clone()];
+        let groups = model.groups.iter().enumerate().map(|(number, group)| {
+            let chunks = chunks(number)?;
+            Ok(GroupChunks::new(&self.range, model, group, hashes, chunks))
+        });
+        groups.collect()
+    }
+
+    /// Chunks of its range per group, without those that the worker skips.
+    fn unskipped(&self, skipped: &Skipped) -> Vec<GroupChunks> {
+        let count = self.range.chunks.len();
+        let chunks = self.group_chunks(|group| Ok::<_, Infallible>(skipped.written(group, count)));
+        chunks.unwrap_or_else(|never| match never {})
     }
 }
 
@@ -109,9 +133,7 @@ impl Transfers {
             tracing::debug!(request, instance = id.0, %error, "{operation} refused");
             "bad_key"
         })?;
-        let layout = instance.layout.fingerprint;
         Ok(WorkerCopy {
-            namespace: range.scope.namespace(range.kv_rank, 0, layout),
             instance,
             key,
             range,
@@ -120,27 +142,38 @@ impl Transfers {
     }
 
     /// Whether a worker gets slots in the pool.
-    fn has_pool(&self, copy: &WorkerCopy<'_>) -> bool {
+    pub(super) fn has_pool(&self, copy: &WorkerCopy<'_>) -> bool {
         self.context.l1.arena.shm_name().is_some() && !copy.worker().1.load(Ordering::Relaxed)
     }
 
-    /// Memory for those chunks of a range that are not resident.
+    /// Memory for those of these chunks that are not resident.
     ///
     /// # Errors
     /// The reason for the metrics.
-    fn stage_range(
+    pub(super) fn stage_chunks(
         &self,
         operation: &'static str,
         copy: &WorkerCopy<'_>,
-    ) -> Result<(Reservation<L1Allocator>, Charge), &'static str> {
+        groups: Vec<GroupChunks>,
+    ) -> Result<StagedStore, &'static str> {
         let (instance, key) = (&copy.instance, copy.key);
-        let staged = self.stage(instance, key, &copy.range, &copy.objects(), None);
-        staged.map_err(|error| {
+        if let Some(unserved) = instance.unserved {
+            return Err(unserved.name());
+        }
+        let requests: Vec<_> = groups.iter().map(GroupChunks::request).collect();
+        let staged = self.stage(instance, key, &copy.range, &requests, None);
+        let (reservation, charge) = staged.map_err(|error| {
             if is_trouble(&error) {
                 let (request, instance) = (key.request_id, instance.id.0);
                 tracing::warn!(request, instance, %error, "{operation} failed");
             }
             reason(&error, Direction::Store)
+        })?;
+        drop(requests);
+        Ok(StagedStore {
+            groups,
+            reservation,
+            charge,
         })
     }
 
@@ -164,13 +197,21 @@ impl Transfers {
         Ok(())
     }
 
-    /// Reserves slots for the chunks that are not resident; none at all for a worker that will send its data.
-    pub fn prepare_store(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> Answer {
+    /// Reserves slots for the chunks that are not resident and not skipped; none at all for a worker that will send its data.
+    pub fn prepare_store(
+        &self,
+        key: &CacheKey<'_, Prompt>,
+        id: InstanceId,
+        skipped: &[Vec<i64>],
+    ) -> Answer {
         let started = self.context.now();
         // Empty lists are the one "no" a worker understands here: it sends nothing and commits nothing.
-        self.try_prepare_store(key, id).unwrap_or_else(|reason| {
+        let prepared = self.try_prepare_store(key, id, skipped);
+        prepared.unwrap_or_else(|reason| {
             self.trace_refused(Direction::Store, key, id, started, reason);
-            store_target(Some(StoreTarget::default())).because(reason)
+            let instance = self.context.instances.get(id);
+            let is_grouped = instance.is_some_and(|instance| instance.layout.groups.len() > 1);
+            store_target(Some(no_slots(is_grouped))).because(reason)
         })
     }
 
@@ -178,6 +219,7 @@ impl Transfers {
         &self,
         key: &CacheKey<'_, Prompt>,
         id: InstanceId,
+        skipped: &[Vec<i64>],
     ) -> Result<Answer, &'static str> {
         let copy = self.worker_copy("prepare_store", key, id)?;
         if !self.has_pool(&copy) {
@@ -187,26 +229,39 @@ impl Transfers {
         if self.prepared.is_granted(&transfer_id) {
             return Err("under_way");
         }
-        let (reservation, charge) = self.stage_range("prepare_store", &copy)?;
-        if reservation.is_empty() {
+        let (groups, count) = (copy.layout().groups.len(), copy.range.chunks.len());
+        let skipped = Skipped::new(skipped, groups, count).ok_or("bad_data")?;
+        let store = self.stage_chunks("prepare_store", &copy, copy.unskipped(&skipped))?;
+        let mut target = no_slots(copy.layout().is_grouped());
+        if store.reservation.is_empty() {
             // No commit follows.
-            self.pin(&copy.range, &copy.objects());
-            self.trace_copy(Direction::Store, &copy, copy.started, Ok(copy.moved(0)));
-            return Ok(store_target(Some(StoreTarget::default())));
+            let requests: Vec<_> = store.groups.iter().map(GroupChunks::request).collect();
+            self.pin(&copy.range, &requests);
+            let moved = Ok(store.moved());
+            self.trace_copy(Direction::Store, &copy, copy.started, moved);
+            return Ok(store_target(Some(target)));
         }
         self.context.metrics.store(DEVICE, false);
-        let staged = reservation.staged().iter();
-        let answer = store_target(Some(StoreTarget {
-            slots: reservation.extents().map(|it| copy.slot(it)).collect(),
-            chunk_indices: staged.map(|staged| staged.position.into()).collect(),
-        }));
+        for staged in store.reservation.staged() {
+            target.slots.push(copy.slot(staged.request, staged.extent));
+            target.chunk_indices.push(store.chunk(staged) as u64);
+            if let Some(group_ids) = &mut target.group_ids {
+                group_ids.push(staged.request.into());
+            }
+        }
+        let answer = store_target(Some(target));
+        let StagedStore {
+            reservation,
+            charge,
+            ..
+        } = store;
         reservation.grant();
-        let grant = Grant::Store(reservation, charge);
+        let grant = Grant::Store(reservation, charge, skipped);
         self.grant(&copy.instance, &transfer_id, grant)?;
         Ok(answer)
     }
 
-    /// Commits a store: without data the slots that the worker has written, else its pickled chunks.
+    /// Commits a store: without data the slots that the worker has written, else the chunks that it sends.
     pub fn commit_store(&self, key: &CacheKey<'_, Prompt>, id: InstanceId, data: &[u8]) -> Answer {
         let started = self.context.now();
         let committed = match self.worker_copy("commit_store", key, id) {
@@ -226,7 +281,7 @@ impl Transfers {
                     ABORT_STORE => Err("aborted"),
                     data => {
                         drop(granted);
-                        self.commit_pickled(&copy, data)
+                        self.commit_inline(&copy, data)
                     }
                 };
                 self.trace_copy(Direction::Store, &copy, started, committed);
@@ -241,15 +296,20 @@ impl Transfers {
 
     /// The worker has written its slots.
     fn commit_slots(&self, copy: &WorkerCopy<'_>, granted: Finish) -> Result<Moved, &'static str> {
-        let Finish::Last(Grant::Store(reservation, _charge), _) = granted else {
+        let Finish::Last(Grant::Store(reservation, charge, skipped), _) = granted else {
             return Err("not_prepared");
         };
-        let moved = copy.moved(reservation.len());
-        self.commit_written(copy, reservation, |_| true);
+        let store = StagedStore {
+            groups: copy.unskipped(&skipped),
+            reservation,
+            charge,
+        };
+        let moved = store.moved();
+        self.commit_written(copy, store, |_| true);
         Ok(moved)
     }
 
-    fn trace_copy(
+    pub(super) fn trace_copy(
         &self,
         direction: Direction,
         copy: &WorkerCopy<'_>,
@@ -267,79 +327,18 @@ impl Transfers {
         );
     }
 
-    /// Commits what is written of a reservation; returns the number of objects that are not.
-    fn commit_written(
+    /// Commits what is written of a store; returns the number of objects that are not.
+    pub(super) fn commit_written(
         &self,
         copy: &WorkerCopy<'_>,
-        reservation: Reservation<L1Allocator>,
+        store: StagedStore,
         is_written: impl Fn(&Staged) -> bool,
     ) -> usize {
-        let mut staged = self.to_write_behind(&reservation);
-        staged.retain(&is_written);
-        let tokens = reservation.len() * copy.range.chunk_size.get();
-        let objects = copy.objects();
-        let committed = self.commit(&copy.range, reservation, &objects, is_written);
-        self.admitted(&copy.range, committed.inserted, &objects, &staged);
+        let tokens = store.moved().chunks * copy.range.chunk_size.get();
+        let committed = self.commit_staged(&copy.range, store, is_written);
         self.context.metrics.store(DEVICE, true);
         tracing::debug!(request = copy.key.request_id, tokens, "committed a store");
         committed.aborted
-    }
-
-    /// The worker sends all chunks of its range pickled.
-    fn commit_pickled(&self, copy: &WorkerCopy<'_>, data: &[u8]) -> Result<Moved, &'static str> {
-        let (request, instance) = (copy.key.request_id, copy.instance.id.0);
-        let tensors = pickle::read_tensors(data, &Limits::default()).map_err(|error| {
-            tracing::warn!(request, instance, %error, "commit_store: the data was refused");
-            "bad_data"
-        })?;
-        if self.has_pool(copy) {
-            copy.worker().1.store(true, Ordering::Relaxed);
-            tracing::info!(
-                instance,
-                "this worker cannot map the pool; its data travels pickled from now on"
-            );
-        }
-        self.context.metrics.store(DEVICE, false);
-        let (reservation, _charge) = self.stage_range("commit_store", copy)?;
-        // The chunks whose bytes are in place; a position of the range has at most one staged object.
-        let mut written = vec![false; copy.range.chunks.len()];
-        let layout = copy.layout();
-        let fits = |tensor: &&PickledTensor<'_>| {
-            tensor.dtype == layout.dtype && tensor.shape == layout.shape
-        };
-        for staged in reservation.staged() {
-            let position = staged.position as usize;
-            if let Some(tensor) = tensors.get(position).filter(fits) {
-                written[position] = self.write(tensor, staged.extent).is_ok();
-            }
-        }
-        let wanted = reservation.len();
-        let is_written = |staged: &Staged| written[staged.position as usize];
-        match self.commit_written(copy, reservation, is_written) {
-            0 => Ok(copy.moved(wanted)),
-            missing => {
-                tracing::warn!(
-                    request,
-                    instance,
-                    missing,
-                    wanted,
-                    "commit_store: some chunks were missing or had another shape or dtype than registered"
-                );
-                Err("bad_data")
-            }
-        }
-    }
-
-    fn write(&self, tensor: &PickledTensor<'_>, extent: Extent) -> Result<(), AccessError> {
-        let mut at = 0;
-        let mut result = Ok(());
-        tensor.for_each_run(|run| {
-            if result.is_ok() {
-                result = self.context.l1.arena.write(extent, at, run);
-                at += run.len() as u64;
-            }
-        });
-        result
     }
 
     /// Leases the chunks of a range, and answers with their slots or their bytes.
@@ -388,42 +387,32 @@ impl Transfers {
         let charge = self.lease_staged(&copy, &leases);
         let charge = charge.ok_or_else(|| missed("staging_full"))?;
         self.count_loaded(range);
-        let extents = leases.iter().flat_map(|group| group.lease.extents());
-        if self.has_pool(&copy) {
-            let answer = Answer::from(Response::PrepareRetrieve(PrepareRetrieve {
-                success: true,
-                data: (&[][..]).into(),
-                slots: Some(extents.map(|extent| copy.slot(*extent)).collect()),
-            }));
-            let leases: Vec<_> = leases.into_iter().map(|group| group.lease).collect();
-            leases.iter().for_each(ReadLease::grant);
-            let grant = Grant::Retrieve(leases, vec![charge]);
-            self.grant(&copy.instance, &transfer_id, grant)
-                .map_err(missed)?;
-            return Ok(answer);
+        if !self.has_pool(&copy) {
+            return self.inline_answer(&copy, leases, charge);
         }
-        match self.pickled(copy.layout(), leases, charge) {
-            Ok(Some(payload)) => {
-                metrics.retrieve(DEVICE, true);
-                let moved = copy.moved(range.chunks.len());
-                self.trace_copy(Direction::Retrieve, &copy, copy.started, Ok(moved));
-                Ok(Answer {
-                    payload: Some(payload),
-                    ..Answer::nothing()
-                })
-            }
-            Ok(None) => {
-                tracing::warn!(
-                    request = key.request_id,
-                    "prepare_retrieve: the chunks are 4 GiB or more pickled, which no message holds"
-                );
-                Err("too_large")
-            }
-            Err(error) => {
-                tracing::warn!(request = key.request_id, %error, "prepare_retrieve failed");
-                Err("retrieve_failed")
+        let mut groups = SlotGroups::default();
+        let mut slots = Vec::new();
+        for group in &leases {
+            let chunks = group.chunks.clone();
+            for (extent, chunk) in group.lease.extents().iter().zip(chunks) {
+                slots.push(copy.slot(group.object_group, *extent));
+                groups.group_ids.push(group.object_group.into());
+                let chunk = chunk - range.chunks.start;
+                groups.chunk_indices.push(chunk as u64);
             }
         }
+        let answer = Answer::from(Response::PrepareRetrieve(PrepareRetrieve {
+            success: true,
+            data: (&[][..]).into(),
+            slots: Some(slots),
+            groups: copy.layout().is_grouped().then_some(groups),
+        }));
+        let leases: Vec<_> = leases.into_iter().map(|group| group.lease).collect();
+        leases.iter().for_each(ReadLease::grant);
+        let grant = Grant::Retrieve(leases, vec![charge]);
+        self.grant(&copy.instance, &transfer_id, grant)
+            .map_err(missed)?;
+        Ok(answer)
     }
 
     /// Charges what a retrieve leases to the staging budget; `None` if it may not.
@@ -434,43 +423,6 @@ impl Transfers {
         let worker = WorkerShare::of(&copy.instance, &copy.range);
         self.staging
             .lease(&worker, bytes, || cache.stats().leased_bytes)
-    }
-
-    /// The answer with the chunks pickled, leased until it is sent; `None` if they are too large for a frame.
-    fn pickled(
-        &self,
-        layout: &EngineDrivenLayout,
-        leases: Vec<GroupLease>,
-        charge: Charge,
-    ) -> Result<Option<Payload>, PickleError> {
-        let leases: Vec<_> = leases.into_iter().map(|group| group.lease).collect();
-        let extents: Vec<_> = leases
-            .iter()
-            .flat_map(ReadLease::extents)
-            .copied()
-            .collect();
-        let form = TensorToWrite {
-            dtype: layout.dtype,
-            shape: &layout.shape,
-        };
-        let Some(hit) = PickledHit::new(&vec![form; extents.len()])? else {
-            return Ok(None);
-        };
-        let arena = &self.context.l1.arena;
-        for extent in &extents {
-            if form.byte_len() != Some(extent.len as usize) {
-                return Err(PickleError::Length(extent.len));
-            }
-            // The thread that sends them must not wait for the disk, nor meet lost pages in the middle of a frame.
-            arena.populate(*extent)?;
-        }
-        let chunks = LeasedChunks {
-            arena: Arc::clone(arena),
-            places: hit.places.into_iter().zip(extents).collect(),
-            leases,
-            charge,
-        };
-        Ok(Some(Payload::with_chunks(hit.text, chunks)))
     }
 
     /// Ends a retrieve. The answer is whether no other request had the memory until now. LMCache's server always answers yes, and
@@ -487,8 +439,8 @@ impl Transfers {
         let was_held = match self.prepared.finish(&copy.id(Direction::Retrieve)) {
             Finish::Last(_, since) => {
                 self.context.metrics.retrieve(DEVICE, true);
-                let moved = copy.moved(copy.range.chunks.len());
-                self.trace_copy(Direction::Retrieve, &copy, since, Ok(moved));
+                let moved = Ok(copy.retrieved());
+                self.trace_copy(Direction::Retrieve, &copy, since, moved);
                 true
             }
             Finish::Earlier => {
@@ -496,7 +448,7 @@ impl Transfers {
                 true
             }
             Finish::Abandoned => true,
-            // Pickled data needs no commit. A worker commits after a miss too, which is no failure, but no yes either.
+            // Data that was sent needs no commit. A worker commits after a miss too, which is no failure, but no yes either.
             Finish::Unknown => !self.has_pool(&copy),
         };
         Answer::from(Response::Bool(was_held))
@@ -507,13 +459,10 @@ fn store_target(target: Option<StoreTarget<'_>>) -> Answer {
     Answer::from(Response::PrepareStore(PrepareStore { target }))
 }
 
-/// Why chunks could not be pickled.
-#[derive(Debug, thiserror::Error)]
-enum PickleError {
-    #[error(transparent)]
-    Form(#[from] WriteError),
-    #[error("a chunk of {0} bytes has another length than registered")]
-    Length(u64),
-    #[error(transparent)]
-    Memory(#[from] AccessError),
+/// The answer that nothing is to be written.
+fn no_slots(is_grouped: bool) -> StoreTarget<'static> {
+    StoreTarget {
+        group_ids: is_grouped.then(Vec::new),
+        ..StoreTarget::default()
+    }
 }

@@ -11,9 +11,11 @@
 
 mod deadline;
 mod engine_driven;
+mod inline;
 mod prepared;
 mod refused_retrieves;
 mod retrieve;
+mod skipped;
 mod staging;
 mod store;
 mod traced;
@@ -39,9 +41,10 @@ use super::{Answer, Caller, Reply};
 use prepared::PreparedTransfers;
 pub use prepared::{Grant, MemoryState, TransferState};
 use refused_retrieves::RefusedRetrieves;
+pub use skipped::Skipped;
 pub use staging::Charge;
 use staging::StagingBudget;
-use store::CopiedStore;
+use store::StagedStore;
 use traced::Moved;
 use worker_range::{GroupLease, WorkerRange};
 
@@ -81,7 +84,7 @@ struct InFlight {
 
 /// The memory of a transfer in flight.
 enum Work {
-    Store(CopiedStore),
+    Store(StagedStore),
     Retrieve {
         /// Keeps the bytes from eviction until they are copied.
         _leases: Vec<GroupLease>,
@@ -297,7 +300,11 @@ impl Transfers {
             }
         };
         let (has, chunks) = match in_flight.work {
-            Work::Store(store) => ("Stored", self.commit_copied(range, store)),
+            Work::Store(store) => {
+                let chunks = store.moved().chunks;
+                self.commit_staged(range, store, |_| true);
+                ("Stored", chunks)
+            }
             Work::Retrieve { .. } => ("Retrieved", self.count_loaded(range)),
         };
         self.count_end(direction, instance);

@@ -36,6 +36,7 @@ use kvtier_sync::Mutex;
 use serde::{Deserialize, Serialize};
 
 use super::super::handed::millis;
+use super::skipped::Skipped;
 use super::staging::{Charge, ChargeState};
 use kvtier_l1::L1Allocator;
 
@@ -82,8 +83,8 @@ impl TransferId {
 
 /// Memory granted to a client.
 pub enum Grant {
-    /// To write.
-    Store(Reservation<L1Allocator>, Charge),
+    /// To write, but for chunks that each group skips.
+    Store(Reservation<L1Allocator>, Charge, Skipped),
     /// To read; one lease per object group, of every PREPARE, and one charge per PREPARE.
     Retrieve(Vec<ReadLease<L1Allocator>>, Vec<Charge>),
 }
@@ -99,14 +100,14 @@ impl Grant {
     /// Its instance has left.
     fn depart(&mut self) {
         match self {
-            Self::Store(_, charge) => charge.depart(),
+            Self::Store(_, charge, _) => charge.depart(),
             Self::Retrieve(_, charges) => charges.iter_mut().for_each(Charge::depart),
         }
     }
 
     fn bytes(&self) -> u64 {
         match self {
-            Self::Store(_, charge) => charge.bytes(),
+            Self::Store(_, charge, _) => charge.bytes(),
             Self::Retrieve(_, charges) => charges.iter().map(Charge::bytes).sum(),
         }
     }
@@ -226,7 +227,7 @@ pub enum PhaseState {
 impl TransferState {
     fn of(id: &TransferId, grant: &Grant, phase: PhaseState) -> Self {
         let (memory, charges) = match grant {
-            Grant::Store(reservation, charge) => {
+            Grant::Store(reservation, charge, _) => {
                 let places = reservation.places().collect();
                 (MemoryState::Store(places), vec![charge.state()])
             }
@@ -273,17 +274,29 @@ impl TransferState {
 }
 
 impl PreparedTransfers {
-    /// All transfers, for the next process.
+    /// All transfers, for the next process, but for stores of several groups: it withholds their memory, and their COMMIT is
+    /// answered "no".
     pub fn state(&self, now: Duration) -> Vec<TransferState> {
         let tables = self.tables.lock();
-        let pending = tables.pending.iter().map(|(id, pending)| {
+        let is_simple = |grant: &Grant| match grant {
+            Grant::Store(reservation, _, skipped) => {
+                let mut staged = reservation.staged().iter();
+                skipped.is_empty() && staged.all(|staged| staged.request == 0)
+            }
+            Grant::Retrieve(..) => true,
+        };
+        let pending = tables.pending.iter();
+        let pending = pending.filter(|(_, pending)| is_simple(&pending.grant));
+        let pending = pending.map(|(id, pending)| {
             let phase = PhaseState::Pending {
                 prepared: pending.prepared,
                 age: millis(now.saturating_sub(pending.since)),
             };
             TransferState::of(id, &pending.grant, phase)
         });
-        let quarantined = tables.quarantined.iter().map(|(id, held)| {
+        let quarantined = tables.quarantined.iter();
+        let quarantined = quarantined.filter(|(_, held)| is_simple(&held.grant));
+        let quarantined = quarantined.map(|(id, held)| {
             let phase = PhaseState::Quarantined {
                 freed_in: held.until.map(|until| millis(until.saturating_sub(now))),
                 has_departed: held.has_departed,

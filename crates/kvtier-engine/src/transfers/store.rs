@@ -13,13 +13,14 @@ use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_l1::L1Allocator;
 
 use super::super::context::Context;
-use super::super::instances::{CopyGuard, Instance};
+use super::super::instances::{CopyGuard, GroupLayout, Instance, ModelLayout};
 use super::staging::Charge;
+use super::traced::Moved;
 use super::worker_range::WorkerRange;
 use super::{CopyRequest, InFlight, Transfers, Work};
 
 /// The chunks of a range that one object group has data for.
-struct GroupChunks {
+pub(super) struct GroupChunks {
     namespace: Arc<Namespace>,
     object_bytes: u64,
     /// Positions in the range.
@@ -29,7 +30,25 @@ struct GroupChunks {
 }
 
 impl GroupChunks {
-    fn request(&self) -> ReserveRequest<'_> {
+    /// Those of `chunks`, positions in the range, whose hashes are `hashes`.
+    pub(super) fn new(
+        range: &WorkerRange,
+        model: &ModelLayout,
+        group: &GroupLayout,
+        hashes: &[ChunkHash],
+        chunks: Vec<usize>,
+    ) -> Self {
+        Self {
+            namespace: range
+                .scope
+                .namespace(range.kv_rank, group.id, model.fingerprint),
+            object_bytes: group.object_bytes,
+            hashes: chunks.iter().map(|chunk| hashes[*chunk]).collect(),
+            chunks,
+        }
+    }
+
+    pub(super) fn request(&self) -> ReserveRequest<'_> {
         ReserveRequest {
             namespace: &self.namespace,
             hashes: &self.hashes,
@@ -38,17 +57,29 @@ impl GroupChunks {
     }
 }
 
-/// A store whose bytes are being copied. Dropped without a commit, its objects never become readable.
-pub(super) struct CopiedStore {
-    groups: Vec<GroupChunks>,
-    reservation: Reservation<L1Allocator>,
-    _charge: Charge,
+/// A store whose bytes are being written. Dropped without a commit, its objects never become readable.
+pub(super) struct StagedStore {
+    pub groups: Vec<GroupChunks>,
+    pub reservation: Reservation<L1Allocator>,
+    pub charge: Charge,
 }
 
-impl CopiedStore {
+impl StagedStore {
     /// Where in the range a staged object's chunk is.
-    fn chunk(&self, staged: &Staged) -> usize {
+    pub(super) fn chunk(&self, staged: &Staged) -> usize {
         self.groups[staged.request as usize].chunks[staged.position as usize]
+    }
+
+    /// Chunks with an object to write, each counted once, and the bytes of those objects.
+    pub(super) fn moved(&self) -> Moved {
+        let staged = self.reservation.staged();
+        let mut chunks: Vec<_> = staged.iter().map(|staged| self.chunk(staged)).collect();
+        chunks.sort_unstable();
+        chunks.dedup();
+        Moved {
+            chunks: chunks.len(),
+            bytes: staged.iter().map(|staged| staged.extent.len).sum(),
+        }
     }
 }
 
@@ -71,10 +102,10 @@ impl Transfers {
         let near = self.context.l1.part_near(guard.pages().numa_node());
         let (reservation, charge) = self.stage(instance, request.key, &range, &requests, near)?;
         drop(requests);
-        let store = CopiedStore {
+        let store = StagedStore {
             groups,
             reservation,
-            _charge: charge,
+            charge,
         };
         let copies = store.reservation.staged().iter().map(|staged| ChunkCopy {
             request: ChunkRequest {
@@ -102,35 +133,29 @@ impl Transfers {
         let groups = model.groups.iter().map(|group| {
             let has_data =
                 |chunk: &usize| blocks.has_data(layout, group.id as usize, *chunk, null_block_id);
-            let chunks: Vec<_> = (0..hashes.len()).filter(has_data).collect();
-            GroupChunks {
-                namespace: range
-                    .scope
-                    .namespace(range.kv_rank, group.id, model.fingerprint),
-                object_bytes: group.object_bytes,
-                hashes: chunks.iter().map(|chunk| hashes[*chunk]).collect(),
-                chunks,
-            }
+            let chunks = (0..hashes.len()).filter(has_data).collect();
+            GroupChunks::new(range, model, group, hashes, chunks)
         });
         groups.collect()
     }
 
-    /// Commits a store whose bytes are in place, from here on readable. Returns the number of its chunks.
-    pub(super) fn commit_copied(&self, range: &WorkerRange, store: CopiedStore) -> usize {
-        // A chunk counts once, however many groups it has.
-        let mut stored = vec![false; range.chunks.len()];
-        for staged in store.reservation.staged() {
-            stored[store.chunk(staged)] = true;
-        }
-        let staged = self.to_write_behind(&store.reservation);
+    /// Commits what is written of a store, from here on readable, here and in the tiers.
+    pub(super) fn commit_staged(
+        &self,
+        range: &WorkerRange,
+        store: StagedStore,
+        is_written: impl Fn(&Staged) -> bool,
+    ) -> Committed {
+        let mut staged = self.to_write_behind(&store.reservation);
+        staged.retain(&is_written);
         let requests: Vec<_> = store.groups.iter().map(GroupChunks::request).collect();
-        let committed = self.commit(range, store.reservation, &requests, |_| true);
+        let committed = self.commit(range, store.reservation, &requests, is_written);
         self.admitted(range, committed.inserted, &requests, &staged);
-        stored.into_iter().filter(|stored| *stored).count()
+        committed
     }
 
     /// Commits what is written of a reservation for these requests; its objects are kept as its client asked.
-    pub(super) fn commit(
+    fn commit(
         &self,
         range: &WorkerRange,
         reservation: Reservation<L1Allocator>,
@@ -158,7 +183,7 @@ impl Transfers {
     }
 
     /// The objects of a reservation that the tiers will want; none without a tier.
-    pub(super) fn to_write_behind(&self, reservation: &Reservation<L1Allocator>) -> Vec<Staged> {
+    fn to_write_behind(&self, reservation: &Reservation<L1Allocator>) -> Vec<Staged> {
         match &self.context.l2 {
             Some(_) => reservation.staged().to_vec(),
             None => Vec::new(),
@@ -166,7 +191,7 @@ impl Transfers {
     }
 
     /// Counts what a commit of these requests has inserted, and stores what was committed in the tiers too.
-    pub(super) fn admitted(
+    fn admitted(
         &self,
         range: &WorkerRange,
         inserted: usize,

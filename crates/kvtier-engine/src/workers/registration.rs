@@ -11,6 +11,7 @@ use kvtier_device::{
 use kvtier_error::{Error, Result};
 use kvtier_proto::descriptor::TensorDescriptor;
 use kvtier_proto::generation::Release;
+use kvtier_proto::inline::InlineForm;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{
     EngineDrivenContext, EngineGroupInfo, HELD_BLOCKS, InstanceId, Registration,
@@ -20,7 +21,7 @@ use kvtier_proto::response::{EngineDriven, Response, ResponseKind};
 use super::super::context::check_name;
 use super::super::devices::Devices;
 use super::super::instances::{
-    EngineDrivenLayout, Instance, Mode, ModelLayout, RegisteredPages, Unserved,
+    EngineDrivenGroup, EngineDrivenLayout, Instance, Mode, ModelLayout, RegisteredPages, Unserved,
 };
 use super::super::{Answer, Caller, Reply};
 use super::Workers;
@@ -184,12 +185,7 @@ impl Workers {
         } = newcomer;
         let model = ModelLayout::of_pages(&layout);
         let is_held = holds_blocks(&registered.hints);
-        let unserved = match self.context.config().windowed_clients {
-            WindowedClients::Refuse if !is_held => {
-                has_windows(&layout).then_some(Unserved::Windowed)
-            }
-            WindowedClients::Refuse | WindowedClients::Allow => None,
-        };
+        let unserved = self.unserved(!is_held && has_windows(&layout));
         let mode = Mode::LmcacheDriven {
             memory: self.context.devices.open(layout)?,
             registered,
@@ -200,6 +196,12 @@ impl Workers {
         (instance.unserved, instance.releases) = (unserved, releases);
         instance.is_again = is_again;
         Ok(instance)
+    }
+
+    /// Why a worker has no cache; `may_be_reused` if blocks that it stores may be other requests' by then.
+    fn unserved(&self, may_be_reused: bool) -> Option<Unserved> {
+        let is_refused = self.context.config().windowed_clients == WindowedClients::Refuse;
+        (is_refused && may_be_reused).then_some(Unserved::Windowed)
     }
 
     /// Registers a worker that copies by itself.
@@ -232,9 +234,11 @@ impl Workers {
         )?;
         let may_map = self.may_map_pool(caller, context)?;
         let model = layout.model();
+        let is_windowed = layout.groups.iter().any(EngineDrivenGroup::is_windowed);
         let mode = Mode::EngineDriven {
             layout,
             pickles: AtomicBool::new(!may_map),
+            form: context.inline_form(),
         };
         let mut instance = Instance::new(
             context.instance,
@@ -245,6 +249,7 @@ impl Workers {
             self.context.now(),
         );
         (instance.releases, instance.is_again) = (caller.releases, !caller.knows_chunk_size);
+        instance.unserved = self.unserved(is_windowed);
         Ok((instance, may_map))
     }
 
@@ -279,15 +284,14 @@ impl Workers {
             None => self.admit(instance, request)?,
         }
         let arena = &self.context.l1.arena;
-        Ok(match arena.shm_name().filter(|_| may_map) {
-            Some(name) => EngineDriven {
-                shm_name: name.trim_start_matches('/').to_string().into(),
-                pool_size: arena.len(),
-            },
-            None => EngineDriven {
-                shm_name: "".into(),
-                pool_size: 0,
-            },
+        let pool = arena.shm_name().filter(|_| may_map);
+        let null_block_id = self.context.config().null_block_id;
+        Ok(EngineDriven {
+            shm_name: pool
+                .map_or_else(String::new, |name| name.trim_start_matches('/').into())
+                .into(),
+            pool_size: pool.map_or(0, |_| arena.len()),
+            null_block_id: context.groups.as_ref().map(|_| null_block_id),
         })
     }
 
@@ -384,9 +388,9 @@ pub(super) struct Newcomer {
     registered: RegisteredPages,
 }
 
-fn engine_driven_layout(instance: &Instance) -> Option<&EngineDrivenLayout> {
+fn engine_driven_layout(instance: &Instance) -> Option<(&EngineDrivenLayout, InlineForm)> {
     match &instance.mode {
-        Mode::EngineDriven { layout, .. } => Some(layout),
+        Mode::EngineDriven { layout, form, .. } => Some((layout, *form)),
         Mode::LmcacheDriven { .. } => None,
     }
 }
@@ -394,26 +398,27 @@ fn engine_driven_layout(instance: &Instance) -> Option<&EngineDrivenLayout> {
 /// Logs a worker that is in the table.
 pub(super) fn log_registered(instance: &Instance) {
     let (id, model, world_size) = (instance.id, &*instance.model_name, instance.world_size);
-    let Some(pages) = instance.pages() else {
-        tracing::info!(
+    match instance.pages() {
+        None => tracing::info!(
             model,
             world_size,
             "Registered non-GPU context for instance {id}"
-        );
-        return;
-    };
-    let (device, layers) = (pages.device(), pages.layout().num_layers());
-    tracing::info!(
-        model,
-        world_size,
-        device,
-        "Registered KV cache for {} {id} with {layers} layers",
-        if device == "cpu" {
-            "CPU worker"
-        } else {
-            "GPU ID"
-        },
-    );
+        ),
+        Some(pages) => {
+            let (device, layers) = (pages.device(), pages.layout().num_layers());
+            tracing::info!(
+                model,
+                world_size,
+                device,
+                "Registered KV cache for {} {id} with {layers} layers",
+                if device == "cpu" {
+                    "CPU worker"
+                } else {
+                    "GPU ID"
+                },
+            );
+        }
+    }
     if instance.unserved == Some(Unserved::Windowed) {
         tracing::warn!(
             instance = id.0,

@@ -1,6 +1,6 @@
 //! What the fields of the tables are called and what they look like on the wire.
 
-use super::{BlockForm, Field};
+use super::{BlockForm, ContextForm, Field};
 use crate::key::{FULL_KEY_FIELDS, KeyForm, OWN_KEY_FIELDS, is_packed};
 use crate::wire::{Reader, is_int};
 
@@ -29,7 +29,7 @@ impl Field {
             Self::EngineType => "engine_type",
             Self::LayoutHints => "layout_hints",
             Self::GroupInfos => "engine_group_infos",
-            Self::EngineDrivenContext { .. } => "payload",
+            Self::EngineDrivenContext(_) => "payload",
             Self::AllocationRecords => "records",
             Self::Cursor => "cursor",
             Self::MaxEvents => "max_events",
@@ -86,10 +86,17 @@ impl Field {
             Self::RequestId | Self::ModelName | Self::EngineType | Self::KvQuant => {
                 matches!(marker, 0xa0..=0xbf | 0xd9..=0xdb)
             }
-            Self::LayoutHints
-            | Self::EngineDrivenContext { .. }
-            | Self::LayoutDescriptors
-            | Self::ModuleCall => matches!(marker, 0x80..=0x8f | 0xde | 0xdf),
+            Self::EngineDrivenContext(form) => {
+                let mut has_groups = false;
+                let names = reader.map(|name, value| {
+                    has_groups |= name == "group_layouts";
+                    value.skip()
+                });
+                names.is_ok() && has_groups == (form == ContextForm::Groups)
+            }
+            Self::LayoutHints | Self::LayoutDescriptors | Self::ModuleCall => {
+                matches!(marker, 0x80..=0x8f | 0xde | 0xdf)
+            }
             Self::Tensors
             | Self::GroupInfos
             | Self::AllocationRecords

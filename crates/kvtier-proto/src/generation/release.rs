@@ -3,7 +3,7 @@
 //! 0.5.3 to 0.5.7 have the same numbers, and behave alike but for what changed with 0.5.5. Each method names one such
 //! change, so that a handler asks for the behaviour and not for the release.
 
-use super::{Field, OperationSpec};
+use super::{ContextForm, Field, OperationSpec};
 use crate::frames::OperationId;
 use crate::key::{FULL_KEY_FIELDS, KeyForm, OWN_KEY_FIELDS};
 use crate::wire::Reader;
@@ -92,7 +92,8 @@ impl Release {
             Field::Key(KeyForm::Full | KeyForm::Packed) => {
                 (reader.map_len().ok()?, FULL_KEY_FIELDS, OWN_KEY_FIELDS, 8)
             }
-            Field::EngineDrivenContext { slots: true } => (reader.map_len().ok()?, 9, 10, 8),
+            Field::EngineDrivenContext(ContextForm::Groups) => return Some(Self::Since0_5_5),
+            Field::EngineDrivenContext(ContextForm::Slots) => (reader.map_len().ok()?, 9, 10, 8),
             Field::GroupInfos => {
                 let count = reader.array_len().ok()?;
                 ((count > 0).then(|| reader.map_len().ok())??, 6, 6, 4)

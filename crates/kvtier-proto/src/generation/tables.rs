@@ -5,7 +5,7 @@
 //! sends those of 0.5.6. Blending and server-to-server operations stand only in the newest table, with the numbers of 0.5.5
 //! and later.
 
-use super::{BlockForm, Field, Generation, OperationSpec};
+use super::{BlockForm, ContextForm, Field, Generation, OperationSpec};
 use crate::key::KeyForm;
 use crate::operation::Operation::{self, *};
 use crate::response::ResponseKind as Kind;
@@ -96,8 +96,9 @@ const REGISTER: &[Field] = &[
     Field::GroupInfos,
 ];
 
-const CONTEXT: &[Field] = &[Field::EngineDrivenContext { slots: false }];
-const CONTEXT_SLOTS: &[Field] = &[Field::EngineDrivenContext { slots: true }];
+const CONTEXT: &[Field] = &[Field::EngineDrivenContext(ContextForm::Bare)];
+const CONTEXT_SLOTS: &[Field] = &[Field::EngineDrivenContext(ContextForm::Slots)];
+const CONTEXT_GROUPS: &[Field] = &[Field::EngineDrivenContext(ContextForm::Groups)];
 
 const fn store(form: KeyForm, blocks: Field) -> [Field; 4] {
     [
@@ -304,6 +305,7 @@ const G6: &[OperationSpec] = &[
     row(12, FreeLookupLocks, KEY_SIZE, Kind::Nothing),
     row(13, EndSession, REQUEST, Kind::Nothing),
     row(14, RegisterEngineDriven, CONTEXT_SLOTS, Kind::EngineDriven),
+    row(14, RegisterEngineDriven, CONTEXT_GROUPS, Kind::EngineDriven),
     row(15, UnregisterEngineDriven, INSTANCE, Kind::Nothing),
     row(16, PrepareStore, KEY_INSTANCE, Kind::PrepareStore),
     row(17, CommitStore, COMMIT, Kind::Bool),

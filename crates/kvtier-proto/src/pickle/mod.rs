@@ -19,9 +19,10 @@ mod storage;
 mod tensors;
 mod writer;
 
+pub use crate::tensor::TensorToWrite;
 pub use registration::read_registration;
-pub use tensors::{PickledTensor, read_tensors};
-pub use writer::{TensorToWrite, WriteError, write_around_elements, write_tensors};
+pub use tensors::read_tensors;
+pub use writer::{WriteError, write_around_elements, write_tensors};
 
 /// What a reader accepts at most.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

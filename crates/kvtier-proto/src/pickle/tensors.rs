@@ -3,108 +3,9 @@
 use super::globals::Global;
 use super::machine::{Budget, Machine, Value, run};
 use super::{Limits, storage};
-use crate::descriptor::{Dtype, MAX_RANK, byte_span};
+use crate::descriptor::{MAX_RANK, byte_span};
+use crate::tensor::InlineTensor;
 use crate::wire::DecodeError;
-
-/// One tensor of a pickled list: a view into bytes of the message.
-///
-/// Checked on reading: the ranks agree (at most [`MAX_RANK`]), every element lies inside `data`, and there are at most
-/// as many elements as `data` holds.
-#[derive(Clone, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct PickledTensor<'a> {
-    /// Element type.
-    pub dtype: Dtype,
-    /// Elements along each axis.
-    pub shape: Vec<u64>,
-    /// Distance between neighbours along each axis, in elements.
-    pub strides: Vec<u64>,
-    /// Elements of `data` before the first element of the tensor.
-    pub storage_offset: u64,
-    /// The whole storage.
-    pub data: &'a [u8],
-}
-
-impl<'a> PickledTensor<'a> {
-    /// Bytes of the tensor's elements, without gaps.
-    pub fn byte_len(&self) -> usize {
-        if self.shape.contains(&0) {
-            return 0;
-        }
-        // Checked on reading: not more than `data` has.
-        self.shape.iter().product::<u64>() as usize * self.dtype.item_size() as usize
-    }
-
-    /// Whether the elements lie without gaps in row-major order.
-    pub fn is_contiguous(&self) -> bool {
-        self.solid_axes().0 == 0
-    }
-
-    /// The elements in row-major order, if they lie so in the message. None asks for [`Self::for_each_run`].
-    pub fn contiguous_bytes(&self) -> Option<&'a [u8]> {
-        self.is_contiguous().then(|| {
-            let start = self.storage_offset as usize * self.dtype.item_size() as usize;
-            match self.byte_len() {
-                0 => &[],
-                len => &self.data[start..start + len],
-            }
-        })
-    }
-
-    /// Passes on all bytes of the tensor in row-major order, in the longest pieces that lie together in the message.
-    pub fn for_each_run(&self, mut take: impl FnMut(&'a [u8])) {
-        if self.shape.contains(&0) {
-            return;
-        }
-        let (outer_axes, run_elements) = self.solid_axes();
-        let item = self.dtype.item_size();
-        let run_bytes = (run_elements * item) as usize;
-        let outer = &self.shape[..outer_axes];
-        let mut index = [0u64; MAX_RANK];
-        let mut element = self.storage_offset;
-        loop {
-            let start = (element * item) as usize;
-            take(&self.data[start..start + run_bytes]);
-            // The next position of the outer axes, counting like an odometer.
-            let mut axis = outer_axes;
-            loop {
-                if axis == 0 {
-                    return;
-                }
-                axis -= 1;
-                index[axis] += 1;
-                element += self.strides[axis];
-                if index[axis] < outer[axis] {
-                    break;
-                }
-                element -= self.strides[axis] * index[axis];
-                index[axis] = 0;
-            }
-        }
-    }
-
-    /// Appends all bytes of the tensor in row-major order: [`Self::byte_len`] bytes.
-    pub fn gather_into(&self, out: &mut Vec<u8>) {
-        out.reserve(self.byte_len());
-        self.for_each_run(|run| out.extend_from_slice(run));
-    }
-
-    /// How many leading axes must be walked, and how many elements the axes behind them have without a gap.
-    fn solid_axes(&self) -> (usize, u64) {
-        if self.shape.contains(&0) {
-            return (0, 0);
-        }
-        let mut elements = 1;
-        for axis in (0..self.shape.len()).rev() {
-            // The stride of an axis of length 1 is never used.
-            if self.shape[axis] != 1 && self.strides[axis] != elements {
-                return (axis + 1, elements);
-            }
-            elements *= self.shape[axis];
-        }
-        (0, elements)
-    }
-}
 
 fn error(message: impl Into<String>) -> DecodeError {
     DecodeError::at("pickled tensors", message)
@@ -118,7 +19,7 @@ fn error(message: impl Into<String>) -> DecodeError {
 pub fn read_tensors<'a>(
     message: &'a [u8],
     limits: &Limits,
-) -> Result<Vec<PickledTensor<'a>>, DecodeError> {
+) -> Result<Vec<InlineTensor<'a>>, DecodeError> {
     let mut budget = Budget::new(limits.max_opcodes);
     let (machine, list, used) = run(message, &mut budget)?;
     if used != message.len() {
@@ -158,7 +59,7 @@ fn read_tensor<'a>(
     machine: &Machine<'a>,
     value: Value<'a>,
     budget: &mut Budget,
-) -> Result<PickledTensor<'a>, DecodeError> {
+) -> Result<InlineTensor<'a>, DecodeError> {
     let call = machine
         .call(value)
         .filter(|call| call.state.is_none())
@@ -202,7 +103,7 @@ fn read_tensor<'a>(
     let dtype = named_dtype
         .or(memory.dtype)
         .ok_or_else(|| error("neither the tensor nor its storage has an element type"))?;
-    let tensor = PickledTensor {
+    let tensor = InlineTensor {
         dtype,
         shape: read_axes(machine, "shape", shape)?,
         strides: read_axes(machine, "strides", strides)?,
@@ -268,7 +169,7 @@ pub(super) fn read_axes<'a>(
         })
 }
 
-fn check_bounds(tensor: &PickledTensor<'_>) -> Result<(), DecodeError> {
+fn check_bounds(tensor: &InlineTensor<'_>) -> Result<(), DecodeError> {
     let item = tensor.dtype.item_size();
     let span = byte_span(
         "pickled tensors",

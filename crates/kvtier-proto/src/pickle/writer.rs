@@ -7,6 +7,7 @@
 use super::globals::storage_class;
 use super::storage::PREAMBLE;
 use crate::descriptor::{Dtype, MAX_RANK};
+use crate::tensor::TensorToWrite;
 
 /// System info of the stream inside: protocol_version 1001, little_endian, sizes of short, int and long.
 const SYSTEM: &[u8] = b"\x80\x02}q\x00(X\x10\x00\x00\x00protocol_versionq\x01M\xe9\x03X\x0d\x00\x00\x00little_endianq\x02\x88\
@@ -18,15 +19,6 @@ const KEYS: &[u8] = b"\x80\x02]q\x00X\x01\x00\x00\x000q\x01a.";
 
 /// `collections.OrderedDict()`, the hooks of every tensor.
 const NO_HOOKS: &[u8] = b"\x8c\x0bcollections\x8c\x0bOrderedDict\x93)R";
-
-/// Type and shape of a tensor to write; its elements are contiguous and row-major.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct TensorToWrite<'s> {
-    /// Element type.
-    pub dtype: Dtype,
-    /// Elements along each axis, at most [`MAX_RANK`] axes.
-    pub shape: &'s [u64],
-}
 
 /// Why a list of tensors was not written.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -60,22 +52,6 @@ pub enum WriteError {
         /// Bytes that were appended; 0 when the buffer shrank.
         written: usize,
     },
-}
-
-impl TensorToWrite<'_> {
-    /// Bytes of the elements; None when they do not fit an i64, as Python's sizes must.
-    pub fn byte_len(&self) -> Option<usize> {
-        if self.shape.contains(&0) {
-            return Some(0);
-        }
-        let bytes = self
-            .shape
-            .iter()
-            .try_fold(self.dtype.item_size(), |bytes, &length| {
-                bytes.checked_mul(length)
-            })?;
-        usize::try_from(i64::try_from(bytes).ok()?).ok()
-    }
 }
 
 /// Everything of one tensor but its elements.

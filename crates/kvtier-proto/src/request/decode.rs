@@ -10,7 +10,7 @@ use super::{
     Subscription,
 };
 use crate::descriptor::TensorDescriptor;
-use crate::generation::{BlockForm, Field, OperationSpec};
+use crate::generation::{BlockForm, ContextForm, Field, OperationSpec};
 use crate::key::{CacheKey, TokenReader};
 use crate::lenient;
 use crate::operation::Operation;
@@ -333,10 +333,15 @@ impl<'a, R: TokenReader> Payloads<'_, 'a, R> {
     }
 
     fn context(&mut self) -> Result<EngineDrivenContext<'a>, DecodeError> {
-        let (field, frame) = self
-            .next_if(|field| matches!(field, Field::EngineDrivenContext { .. }))
-            .ok_or_else(|| absent("payload"))?;
-        wire::whole(frame, EngineDrivenContext::read).in_field(field.name())
+        let context = self.next_if(|field| matches!(field, Field::EngineDrivenContext(_)));
+        let Some((field @ Field::EngineDrivenContext(form), frame)) = context else {
+            return Err(absent("payload"));
+        };
+        let mut context = wire::whole(frame, EngineDrivenContext::read).in_field(field.name())?;
+        if form != ContextForm::Groups {
+            context.groups = None;
+        }
+        Ok(context)
     }
 
     fn registration(&mut self) -> Result<Registration<'a>, DecodeError> {

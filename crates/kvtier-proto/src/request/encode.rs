@@ -3,7 +3,7 @@
 use super::types::{EngineGroupInfo, InstanceId, JobRef, Seconds, write_ints};
 use super::{Registration, Request, Store};
 use crate::descriptor::{self, TensorDescriptor};
-use crate::generation::{BlockForm, Field, OperationSpec};
+use crate::generation::{BlockForm, ContextForm, Field, OperationSpec};
 use crate::key::{CacheKey, TokenWriter};
 use crate::wire;
 
@@ -119,8 +119,14 @@ impl<T: TokenWriter> Request<'_, T> {
             },
             (Self::Clear { force }, Field::Force) => wire::write_bool(out, *force),
             (Self::CommitStore { data, .. }, Field::Data) => wire::write_bin(out, data),
-            (Self::RegisterEngineDriven(context), Field::EngineDrivenContext { slots }) => {
-                context.write(slots, out);
+            (Self::RegisterEngineDriven(context), Field::EngineDrivenContext(form)) => {
+                let mut context = context.clone();
+                match (form, &mut context.groups) {
+                    (ContextForm::Groups, groups) => _ = groups.get_or_insert_default(),
+                    (_, None) => {}
+                    (_, Some(_)) => return Err(self.lacks(field)),
+                }
+                context.write(form != ContextForm::Bare, out);
             }
             (Self::RegisterKvCache(registration) | Self::RegisterQCache(registration), _) => {
                 return write_registration(registration, field, out)

@@ -2,7 +2,7 @@
 
 use super::{
     ChannelAddress, EngineDriven, EventBatch, EventRecord, MatchedSegment, ModuleCall,
-    PrepareRetrieve, PrepareStore, Response, ResponseKind, Slot, StoreTarget, Transfer,
+    PrepareRetrieve, PrepareStore, Response, ResponseKind, Slot, SlotGroups, StoreTarget, Transfer,
     UnifiedLookup,
 };
 use crate::lenient;
@@ -92,10 +92,12 @@ fn read_pool<'a>(reader: &mut Reader<'a>) -> Result<EngineDriven<'a>, DecodeErro
     read_fields!(reader, |value| {
         shm_name, "shm_name" => value.str()?;
         pool_size, "pool_size" => value.int()?;
+        null_block_id = None, "null_block_id" => value.int().map(Some)?;
     });
     Ok(EngineDriven {
         shm_name: shm_name.into(),
         pool_size,
+        null_block_id,
     })
 }
 
@@ -119,6 +121,7 @@ fn read_slot<'a>(reader: &mut Reader<'a>) -> Result<Slot<'a>, DecodeError> {
 struct Context<'a> {
     slots: Option<Vec<Slot<'a>>>,
     chunk_indices: Vec<u64>,
+    group_ids: Option<Vec<u64>>,
 }
 
 fn read_context<'a>(reader: &mut Reader<'a>) -> Result<Context<'a>, DecodeError> {
@@ -129,6 +132,7 @@ fn read_context<'a>(reader: &mut Reader<'a>) -> Result<Context<'a>, DecodeError>
                 context.slots = Some(value.array_of(MIN_SLOT, read_slot)?);
             }
             "chunk_indices" if is_array(value)? => context.chunk_indices = value.ints()?,
+            "group_ids" if is_array(value)? => context.group_ids = Some(value.ints()?),
             _ => value.skip()?,
         }
         Ok(())
@@ -144,11 +148,11 @@ fn read_prepare_store<'a>(reader: &mut Reader<'a>) -> Result<PrepareStore<'a>, D
     read_fields!(reader, |value| {
         context = Context::default(), "context" => read_context(value)?;
     });
-    let chunk_indices = context.chunk_indices;
     Ok(PrepareStore {
         target: context.slots.map(|slots| StoreTarget {
             slots,
-            chunk_indices,
+            chunk_indices: context.chunk_indices,
+            group_ids: context.group_ids,
         }),
     })
 }
@@ -163,6 +167,10 @@ fn read_prepare_retrieve<'a>(reader: &mut Reader<'a>) -> Result<PrepareRetrieve<
         success,
         data: data.into(),
         slots: context.slots,
+        groups: context.group_ids.map(|group_ids| SlotGroups {
+            group_ids,
+            chunk_indices: context.chunk_indices,
+        }),
     })
 }
 

@@ -5,7 +5,8 @@ use std::borrow::Cow;
 use super::{
     EventBatch, EventRecord, MatchedSegment, PrepareRetrieve, PrepareStore, Response, Slot,
 };
-use crate::pickle::{TensorToWrite, WriteError, write_around_elements};
+use crate::inline::{ChunksToWrite, InlineForm};
+use crate::pickle::WriteError;
 use crate::request::write_ints;
 use crate::wire;
 use crate::wire::fields::write_fields;
@@ -33,10 +34,15 @@ impl Response<'_> {
                 wire::write_bool(&mut out, transfer.ok);
             }
             Self::EngineDriven(pool) => {
-                write_fields!(&mut out, {
-                    "shm_name", wire::write_str, &pool.shm_name;
-                    "pool_size", wire::write_uint, pool.pool_size;
-                });
+                wire::write_map_len(&mut out, 2 + usize::from(pool.null_block_id.is_some()));
+                wire::write_str(&mut out, "shm_name");
+                wire::write_str(&mut out, &pool.shm_name);
+                wire::write_str(&mut out, "pool_size");
+                wire::write_uint(&mut out, pool.pool_size);
+                if let Some(null_block_id) = pool.null_block_id {
+                    wire::write_str(&mut out, "null_block_id");
+                    wire::write_int(&mut out, null_block_id);
+                }
             }
             Self::PrepareStore(prepared) => write_prepare_store(&mut out, prepared),
             Self::PrepareRetrieve(prepared) => write_prepare_retrieve(&mut out, prepared),
@@ -79,19 +85,19 @@ impl Response<'_> {
 
 /// The third frame of a prepare_retrieve hit without a shared pool, but for the bytes of its chunks.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PickledHit {
+pub struct InlineHit {
     /// All other bytes.
     pub text: Vec<u8>,
     /// Where in `text` the bytes of each chunk belong.
     pub places: Vec<usize>,
 }
 
-impl PickledHit {
-    /// The frame for chunks of this form; `None` if it would be larger than a frame can be, 4 GiB.
+impl InlineHit {
+    /// The frame for the chunks of each group; `None` if it would be larger than a frame can be, 4 GiB.
     ///
     /// # Errors
-    /// A form that cannot be pickled.
-    pub fn new(chunks: &[TensorToWrite<'_>]) -> Result<Option<Self>, WriteError> {
+    /// Tensors that cannot be sent in this form.
+    pub fn new(form: InlineForm, groups: &[ChunksToWrite<'_>]) -> Result<Option<Self>, WriteError> {
         let mut text = Vec::new();
         wire::write_map_len(&mut text, 3);
         wire::write_str(&mut text, "success");
@@ -102,8 +108,7 @@ impl PickledHit {
         let length_at = text.len();
         text.extend_from_slice(&[0; 4]);
         let data_at = text.len();
-        let (places, size) = write_around_elements(&mut text, chunks)?;
-        let Ok(size) = u32::try_from(size) else {
+        let Some((places, size)) = form.write_around(&mut text, groups)? else {
             return Ok(None);
         };
         text[length_at..data_at].copy_from_slice(&size.to_be_bytes());
@@ -133,10 +138,14 @@ fn write_prepare_store(out: &mut Vec<u8>, prepared: &PrepareStore<'_>) {
         wire::write_map_len(out, 0);
         return;
     };
-    wire::write_map_len(out, 2);
+    wire::write_map_len(out, 2 + usize::from(target.group_ids.is_some()));
     write_slots(out, &target.slots);
     wire::write_str(out, "chunk_indices");
     write_uints(out, &target.chunk_indices);
+    if let Some(group_ids) = &target.group_ids {
+        wire::write_str(out, "group_ids");
+        write_uints(out, group_ids);
+    }
 }
 
 fn write_prepare_retrieve(out: &mut Vec<u8>, prepared: &PrepareRetrieve<'_>) {
@@ -146,12 +155,17 @@ fn write_prepare_retrieve(out: &mut Vec<u8>, prepared: &PrepareRetrieve<'_>) {
     wire::write_str(out, "data");
     wire::write_bin(out, &prepared.data);
     wire::write_str(out, "context");
-    match &prepared.slots {
-        None => wire::write_map_len(out, 0),
-        Some(slots) => {
-            wire::write_map_len(out, 1);
-            write_slots(out, slots);
-        }
+    let Some(slots) = &prepared.slots else {
+        wire::write_map_len(out, 0);
+        return;
+    };
+    wire::write_map_len(out, if prepared.groups.is_some() { 3 } else { 1 });
+    write_slots(out, slots);
+    if let Some(groups) = &prepared.groups {
+        wire::write_str(out, "group_ids");
+        write_uints(out, &groups.group_ids);
+        wire::write_str(out, "chunk_indices");
+        write_uints(out, &groups.chunk_indices);
     }
 }
 

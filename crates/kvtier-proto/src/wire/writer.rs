@@ -68,8 +68,13 @@ pub fn write_str(out: &mut Vec<u8>, text: &str) {
 
 /// Appends bytes.
 pub fn write_bin(out: &mut Vec<u8>, bytes: &[u8]) {
-    write_len(out, bytes.len(), [Some(0xc4), Some(0xc5), Some(0xc6)]);
+    write_bin_len(out, bytes.len());
     out.extend_from_slice(bytes);
+}
+
+/// Appends the header of bytes; `len` of them must follow.
+pub fn write_bin_len(out: &mut Vec<u8>, len: usize) {
+    write_len(out, len, [Some(0xc4), Some(0xc5), Some(0xc6)]);
 }
 
 /// Appends an array's header; `len` values must follow.

@@ -2,7 +2,7 @@
 
 use crate::support::{bytes, files, list, load, text};
 use kvtier_proto::frames::OperationId;
-use kvtier_proto::generation::{BlockForm, Field, Generation};
+use kvtier_proto::generation::{BlockForm, ContextForm, Field, Generation};
 use kvtier_proto::key::KeyForm;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::response::ResponseKind;
@@ -144,7 +144,9 @@ fn fields_of(kind: &str) -> &'static [Field] {
             "DeviceIPCWrapper]" => &[Field::Tensors],
             "LayoutHints" => &[Field::LayoutHints],
             "EngineGroupInfo]" => &[Field::GroupInfos],
-            "RegisterEngineDrivenContextPayload" => &[Field::EngineDrivenContext { slots: true }],
+            "RegisterEngineDrivenContextPayload" => {
+                &[Field::EngineDrivenContext(ContextForm::Slots)]
+            }
             "BlockAllocationRecord]" => &[Field::AllocationRecords],
             "CBMatchResult]" => &[Field::MatchedSegments],
             "ObjectKey]" => &[Field::ObjectKeys],

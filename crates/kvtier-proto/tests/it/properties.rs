@@ -3,17 +3,18 @@
 use kvtier_proto::descriptor::Dtype;
 use kvtier_proto::frames::{ClientMessage, OperationId, RequestFrames};
 use kvtier_proto::generation::{Candidates, Field, Generation, OperationSpec};
+use kvtier_proto::inline::{ChunksToWrite, InlineForm};
 use kvtier_proto::key::{CacheKey, KeyForm, KeyHead, SkipTokens, TokenReader, VecTokens};
 use kvtier_proto::operation::Operation;
-use kvtier_proto::pickle::{TensorToWrite, WriteError, write_tensors};
 use kvtier_proto::request::{
     AllocationRecord, BlockAllocation, EngineGroupInfo, EngineType, InstanceId, JobRef,
     KvLayoutName, LayoutHints, Registration, Request, Retrieve, Seconds, Store, Subscription,
 };
 use kvtier_proto::response::{
-    EngineDriven, PickledHit, PrepareRetrieve, PrepareStore, Response, ResponseKind, Slot,
-    StoreTarget,
+    EngineDriven, InlineHit, PrepareRetrieve, PrepareStore, Response, ResponseKind, Slot,
+    SlotGroups, StoreTarget,
 };
+use kvtier_proto::tensor::TensorToWrite;
 use kvtier_proto::wire::{self, Reader};
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -402,19 +403,27 @@ proptest! {
             shape: ints.clone().into(),
             dtype: text.as_str().into(),
         }).collect();
-        let target = flag.then(|| StoreTarget { slots: slots.clone(), chunk_indices: ints.clone() });
+        let groups = SlotGroups { group_ids: ints.clone(), chunk_indices: ints.clone() };
+        let groups = (ints.len() % 2 == 0).then_some(groups);
+        let target = flag.then(|| StoreTarget {
+            slots: slots.clone(),
+            chunk_indices: ints.clone(),
+            group_ids: groups.as_ref().map(|groups| groups.group_ids.clone()),
+        });
         let cases = [
             (ResponseKind::Text, Response::Text(text.as_str().into())),
             (ResponseKind::Transfer, Response::transfer(&data, flag)),
             (ResponseKind::EngineDriven, Response::EngineDriven(EngineDriven {
                 shm_name: text.as_str().into(),
                 pool_size: ints.first().copied().unwrap_or(0),
+                null_block_id: flag.then_some(-7),
             })),
             (ResponseKind::PrepareStore, Response::PrepareStore(PrepareStore { target })),
             (ResponseKind::PrepareRetrieve, Response::PrepareRetrieve(PrepareRetrieve {
                 success: flag,
                 data: data.as_slice().into(),
                 slots: flag.then_some(slots),
+                groups: groups.filter(|_| flag),
             })),
         ];
         for (kind, response) in cases {
@@ -423,20 +432,34 @@ proptest! {
         }
 
         let shape = [data.len() as u64];
-        let chunks = [TensorToWrite { dtype: Dtype::UInt8, shape: &shape }; 2];
-        let PickledHit { mut text, places } = PickledHit::new(&chunks).unwrap().unwrap();
-        for place in places.into_iter().rev() {
-            text.splice(place..place, data.iter().copied());
+        let tensor = TensorToWrite { dtype: Dtype::UInt8, shape: &shape };
+        let group = |positions| ChunksToWrite { tensor, positions };
+        for (form, groups) in [
+            (InlineForm::Pickle, vec![group(0..2)]),
+            (InlineForm::Envelope, vec![group(0..2)]),
+            (InlineForm::Envelope, vec![group(1..2), group(0..0), group(0..300)]),
+        ] {
+            let InlineHit { mut text, places } = InlineHit::new(form, &groups).unwrap().unwrap();
+            for place in places.into_iter().rev() {
+                text.splice(place..place, data.iter().copied());
+            }
+            let hit = Response::decode(ResponseKind::PrepareRetrieve, Some(&text)).unwrap();
+            let Response::PrepareRetrieve(hit) = hit else { unreachable!() };
+            prop_assert!(hit.success && hit.slots.is_none());
+            let read = form.read(&hit.data).unwrap();
+            prop_assert_eq!(read.len(), groups.len());
+            for (read, group) in read.iter().zip(&groups) {
+                let positions: Vec<u64> = group.positions.clone().collect();
+                prop_assert_eq!(read.tensors.len(), positions.len());
+                if groups.len() > 1 {
+                    prop_assert_eq!(read.positions.as_ref(), Some(&positions));
+                }
+                for tensor in &read.tensors {
+                    prop_assert_eq!(&tensor.shape, &shape);
+                    prop_assert_eq!(tensor.contiguous_bytes(), Some(&data[..]));
+                }
+            }
         }
-        let pickled = write_tensors::<WriteError>(&chunks, |_, out| {
-            out.extend_from_slice(&data);
-            Ok(())
-        }).unwrap();
-        let expected = PrepareRetrieve { success: true, data: pickled.into(), slots: None };
-        prop_assert_eq!(
-            Response::decode(ResponseKind::PrepareRetrieve, Some(&text)).unwrap(),
-            Response::PrepareRetrieve(expected)
-        );
     }
 
     #[test]

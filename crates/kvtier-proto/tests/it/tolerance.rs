@@ -4,7 +4,7 @@
 //! tested is the code that serves.
 
 use crate::support::{bytes, hints_json, key_json, list, load, text};
-use kvtier_proto::generation::{BlockForm, Field, OperationSpec};
+use kvtier_proto::generation::{BlockForm, ContextForm, Field, OperationSpec};
 use kvtier_proto::key::{KeyForm, VecTokens};
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{JobRef, Request, Seconds};
@@ -112,7 +112,7 @@ fn decode(kind: &str, payload: &[u8]) -> Result<Value, String> {
         }
         "RegisterEngineDrivenContextPayload" => (
             Operation::RegisterEngineDriven,
-            &[Field::EngineDrivenContext { slots: true }],
+            &[Field::EngineDrivenContext(ContextForm::Slots)],
             vec![payload],
         ),
         "ObjectKey" => {

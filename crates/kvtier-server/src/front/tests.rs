@@ -291,6 +291,7 @@ fn last_waits(is_alone: bool, requests: &[[&[u8]; 2]]) -> bool {
         use_mla: false,
         chunk_tokens: None,
         num_physical_slots: None,
+        groups: None,
         takes_pool: false,
     });
     let engine = Arc::clone(&server.front.server.engine);

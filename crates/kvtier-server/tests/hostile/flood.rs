@@ -2,9 +2,10 @@
 
 use kvtier_client::proto::generation::Generation;
 use kvtier_client::proto::operation::Operation;
-use kvtier_client::proto::pickle::{self, PickledTensor};
+use kvtier_client::proto::pickle;
 use kvtier_client::proto::request::Request;
 use kvtier_client::proto::response::{PrepareRetrieve, Response, ResponseKind};
+use kvtier_client::proto::tensor::InlineTensor;
 use kvtier_client::{EngineDrivenSpec, EngineDrivenWorker, InstanceId, Scope};
 
 use crate::good::{GOOD, pages, round, worker};
@@ -133,7 +134,7 @@ fn unread_chunks_hold_back_further_chunks() {
         if success {
             let tensors = pickle::read_tensors(&pickled, &pickle::Limits::default()).unwrap();
             assert_eq!(tensors.len(), chunks);
-            let is_equal = |(tensor, data): (&PickledTensor<'_>, &Vec<u8>)| {
+            let is_equal = |(tensor, data): (&InlineTensor<'_>, &Vec<u8>)| {
                 tensor.contiguous_bytes().unwrap() == data.as_slice()
             };
             assert!(tensors.iter().zip(&data).all(is_equal));

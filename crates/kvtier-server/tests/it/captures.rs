@@ -1,4 +1,4 @@
-//! Whole conversations of LMCache 0.5.6's adapters, said again to our server: each request gets the answer it got then.
+//! Whole conversations of adapters of LMCache 0.5.6 and 0.5.7rc2, said again to our server: each request gets the answer it got then.
 
 use std::collections::HashMap;
 
@@ -9,7 +9,9 @@ use kvtier_client::proto::pickle::{
     Limits, TensorToWrite, WriteError, read_tensors, write_tensors,
 };
 use kvtier_client::proto::request::HELD_BLOCKS_FEATURE;
-use kvtier_client::proto::response::{PrepareRetrieve, PrepareStore, Response, ResponseKind, Slot};
+use kvtier_client::proto::response::{
+    PrepareRetrieve, PrepareStore, Response, ResponseKind, Slot, StoreTarget,
+};
 use kvtier_client::proto::wire;
 use kvtier_memory::OwnSegment;
 
@@ -19,6 +21,9 @@ use crate::support::{Frames, Raw, TestServer, bytes};
 /// The peer served a retrieve whose leases had been freed an instant before, because nothing there orders two sockets.
 /// Here a retrieve without a lookup of its own request is a miss, always.
 const RETRIEVED_WITHOUT_A_LOOKUP: &str = "req-f";
+
+/// Files of LMCache 0.5.7rc2, whose data was recorded whole.
+const NEWEST: &str = "capture_0_5_7";
 
 /// Replays the conversation, each request after the answer to the one before. `after` sees each request that was answered,
 /// with the segments of the conversation.
@@ -107,15 +112,27 @@ fn compare(request: &Frames, ours: Option<Vec<u8>>, theirs: Option<Vec<u8>>, con
                 "{context}"
             );
             assert_eq!(our.pool_size == 0, their.pool_size == 0, "{context}");
+            assert_eq!(our.null_block_id, their.null_block_id, "{context}");
         }
         Operation::PrepareStore => {
             let stored = |payload| match read(ResponseKind::PrepareStore, payload) {
                 Response::PrepareStore(PrepareStore { target }) => {
-                    target.map(|target| (target.chunk_indices.clone(), shapes(Some(target.slots))))
+                    let groups = |target: &StoreTarget<'_>| target.group_ids.clone();
+                    target.map(|it| (groups(&it), it.chunk_indices, shapes(Some(it.slots))))
                 }
                 other => panic!("{context}: {other:?}"),
             };
             assert_eq!(stored(&ours), stored(&theirs), "{context}");
+        }
+        Operation::PrepareRetrieve if context.starts_with(NEWEST) => {
+            let got = |payload| match read(ResponseKind::PrepareRetrieve, payload) {
+                Response::PrepareRetrieve(hit) => {
+                    let data = hit.data.into_owned();
+                    (hit.success, data, shapes(hit.slots), hit.groups)
+                }
+                other => panic!("{context}: {other:?}"),
+            };
+            assert_eq!(got(&ours), got(&theirs), "{context}");
         }
         Operation::PrepareRetrieve => {
             let got = |payload| match read(ResponseKind::PrepareRetrieve, payload) {
@@ -184,6 +201,7 @@ fn retrieved() -> Vec<u8> {
         success: true,
         data: pickled_chunks().into(),
         slots: None,
+        groups: None,
     };
     Response::PrepareRetrieve(hit).encode().unwrap()
 }
@@ -207,6 +225,21 @@ fn engine_driven_with_a_pool() {
         "capture_engine_driven_shm.json",
         |_, _| {},
     );
+}
+
+#[test]
+fn engine_driven_of_0_5_7() {
+    let allow = ["--windowed-clients", "allow"];
+    for (flags, file) in [
+        (&["--shm-name", ""][..], "capture_0_5_7_inline.json"),
+        (
+            &["--shm-name", "", allow[0], allow[1]],
+            "capture_0_5_7_inline_groups.json",
+        ),
+        (&allow, "capture_0_5_7_shm_groups.json"),
+    ] {
+        converse(&TestServer::start(flags), file, |_, _| {});
+    }
 }
 
 #[test]

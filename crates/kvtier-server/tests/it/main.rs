@@ -7,6 +7,7 @@ mod answers;
 mod captures;
 mod checksums;
 mod dashboard;
+mod engine_driven;
 mod explain;
 #[path = "../../../kvtier-device/tests/it/exporter.rs"]
 #[expect(dead_code, reason = "the rest is for the tests of the device")]

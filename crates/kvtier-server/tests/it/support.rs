@@ -202,6 +202,7 @@ pub fn context(instance: i64, scope: &Scope) -> EngineDrivenContext<'_> {
         use_mla: false,
         chunk_tokens: None,
         num_physical_slots: None,
+        groups: None,
         takes_pool: true,
     }
 }

@@ -6,7 +6,7 @@ use kvtier_device::{
 };
 use kvtier_l2::Element;
 use kvtier_proto::descriptor::Dtype;
-use kvtier_proto::request::{EngineDrivenContext, InstanceId};
+use kvtier_proto::request::{EngineDrivenContext, GroupLayout, InstanceId};
 
 use super::super::layout::ModelLayout;
 use super::*;
@@ -296,6 +296,7 @@ fn engine_driven() -> EngineDrivenContext<'static> {
         use_mla: false,
         chunk_tokens: None,
         num_physical_slots: None,
+        groups: None,
         takes_pool: true,
     }
 }
@@ -326,6 +327,118 @@ fn engine_driven_differs_by_every_field_that_moves_bytes() {
     // The same geometry, said in other words.
     let spelled = of(256, avx512(), |c| c.num_physical_slots = Some(256));
     assert_eq!(spelled, all[0]);
+}
+
+/// Registers full attention of two planes, and latents of a window.
+fn grouped() -> EngineDrivenContext<'static> {
+    let full = GroupLayout {
+        num_layers: 4,
+        hidden_dim_size: 256,
+        dtype: "bfloat16",
+        tokens_per_block: 16,
+        window_tokens: 256,
+        kv_size: 2,
+        window_chunks: 0,
+        recurrent: false,
+    };
+    let latent = GroupLayout {
+        window_tokens: 128,
+        kv_size: 1,
+        window_chunks: 1,
+        ..full.clone()
+    };
+    EngineDrivenContext {
+        groups: Some(vec![full, latent]),
+        ..engine_driven()
+    }
+}
+
+#[test]
+fn engine_driven_groups_differ_by_every_field() {
+    type Change = fn(&mut EngineDrivenContext<'_>, &mut GroupLayout<'_>);
+    let of = |change: Change| {
+        let mut context = grouped();
+        let mut groups = context.groups.take().unwrap();
+        change(&mut context, &mut groups[1]);
+        context.groups = Some(groups);
+        let layout = EngineDrivenLayout::new(&context, 256).unwrap();
+        of_engine_driven(&layout, &avx512())
+    };
+    let all = [
+        of(|_, _| {}),
+        of(|_, group| group.num_layers = 8),
+        of(|_, group| group.hidden_dim_size = 512),
+        of(|_, group| group.dtype = "float16"),
+        of(|_, group| group.tokens_per_block = 32),
+        of(|_, group| group.window_tokens = 64),
+        of(|_, group| group.kv_size = 2),
+        of(|_, group| group.window_chunks = 2),
+        of(|_, group| group.window_chunks = 0),
+        of(|_, group| group.recurrent = true),
+        of(|context, _| context.block_size = 16),
+    ];
+    let distinct: std::collections::HashSet<_> = all.iter().collect();
+    assert_eq!(distinct.len(), all.len());
+    // The same in other words: 0 planes are those of the context, and no window is the chunk.
+    let spelled = of(|context, group| (context.use_mla, group.kv_size) = (true, 0));
+    assert_eq!(spelled, all[0]);
+    // Groups in another order have other numbers.
+    let mut swapped = grouped();
+    swapped.groups.as_mut().unwrap().reverse();
+    let swapped = EngineDrivenLayout::new(&swapped, 256).unwrap();
+    assert_ne!(of_engine_driven(&swapped, &avx512()), all[0]);
+}
+
+#[test]
+fn engine_driven_without_groups_is_shared_by_releases() {
+    let of = |groups| {
+        let context = EngineDrivenContext {
+            groups,
+            ..engine_driven()
+        };
+        let layout = EngineDrivenLayout::new(&context, 256).unwrap();
+        (of_engine_driven(&layout, &avx512()), layout.groups.len())
+    };
+    assert_eq!(of(None), of(Some(Vec::new())));
+    assert_ne!(of(None).0, of(grouped().groups).0);
+}
+
+#[test]
+fn engine_driven_groups_are_checked() {
+    let refused = |change: fn(&mut GroupLayout<'_>)| {
+        let mut context = grouped();
+        change(&mut context.groups.as_mut().unwrap()[1]);
+        EngineDrivenLayout::new(&context, 256)
+            .unwrap_err()
+            .to_string()
+    };
+    for (field, error) in [
+        ("num_layers", refused(|group| group.num_layers = 0)),
+        (
+            "hidden_dim_size",
+            refused(|group| group.hidden_dim_size = -1),
+        ),
+        ("dtype_str", refused(|group| group.dtype = "no")),
+        ("window_tokens", refused(|group| group.window_tokens = -1)),
+        ("kv_size", refused(|group| group.kv_size = 3)),
+        ("window_chunks", refused(|group| group.window_chunks = -1)),
+        ("2^40", refused(|group| group.num_layers = 1 << 32)),
+    ] {
+        assert!(error.contains(field), "{field}: {error}");
+    }
+}
+
+#[test]
+fn tiers_round_no_states_of_engine_driven() {
+    let element = |change: fn(&mut GroupLayout<'_>)| {
+        let mut context = grouped();
+        change(&mut context.groups.as_mut().unwrap()[1]);
+        let layout = EngineDrivenLayout::new(&context, 256).unwrap();
+        layout.model().element
+    };
+    assert_eq!(element(|_| {}), Some(Element::BFloat16));
+    assert_eq!(element(|group| group.recurrent = true), None);
+    assert_eq!(element(|group| group.dtype = "float16"), None);
 }
 
 #[test]
@@ -366,6 +479,6 @@ fn values_of_version_2_are_pinned() {
     assert_eq!(registered(true).fingerprint(), 0xf1a3_3b8d_a30e_7010);
     assert_eq!(registered(false).fingerprint(), 0x1f10_c830_9b9e_d0a5);
     let layout = EngineDrivenLayout::new(&engine_driven(), 256).unwrap();
-    assert_eq!(layout.dtype, Dtype::BFloat16);
+    assert_eq!(layout.groups[0].dtype, Dtype::BFloat16);
     assert_eq!(of_engine_driven(&layout, &amx()), 0x5a75_ff47_0323_b7f7);
 }

@@ -16,7 +16,7 @@ use std::time::Duration;
 use kvtier_error::{Error, Result};
 use kvtier_l1::boot_time;
 use kvtier_memory::checksum::checksum128;
-use kvtier_proto::generation::{Generation, Release};
+use kvtier_proto::generation::{Generation, OperationSpec, Release};
 use kvtier_proto::key::SkipTokens;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{EngineDrivenContext, InstanceId, Registration, Request};
@@ -62,7 +62,7 @@ impl KeptRequest {
         Some(Self {
             operation,
             knows_chunk_size: caller.knows_chunk_size,
-            frames: request.encode(Generation::G6.spec(operation)?).ok()?,
+            frames: rows(operation).find_map(|row| request.encode(row).ok())?,
         })
     }
 
@@ -72,7 +72,11 @@ impl KeptRequest {
     /// One line, if it is no registration.
     pub fn decode(&self) -> Result<Request<'_, usize>> {
         let frames: Vec<_> = self.frames.iter().map(Vec::as_slice).collect();
-        let spec = Generation::G6.spec(self.operation);
+        let is_form = |row: &&OperationSpec| {
+            let mut fields = row.payloads.iter().zip(&frames);
+            fields.all(|(field, frame)| field.looks_like(frame))
+        };
+        let spec = rows(self.operation).find(is_form);
         let spec = spec.ok_or_else(|| Error::refused("no such operation"))?;
         Request::decode(spec, &frames, &mut SkipTokens).map_err(Error::refused)
     }
@@ -88,6 +92,12 @@ impl KeptRequest {
             names_workers: true,
         }
     }
+}
+
+/// The forms of an operation, the newest first.
+fn rows(operation: Operation) -> impl Iterator<Item = &'static OperationSpec> {
+    let rows = Generation::G6.specs().iter();
+    rows.filter(move |row| row.operation == operation)
 }
 
 /// What the memory of a registration was.
@@ -286,7 +296,49 @@ impl<'a> Reader<'a> {
 
 #[cfg(test)]
 mod tests {
+    use kvtier_proto::request::GroupLayout;
+
     use super::*;
+
+    #[test]
+    fn engine_driven_registration_is_kept_in_its_form() {
+        let group = GroupLayout {
+            num_layers: 1,
+            hidden_dim_size: 2,
+            dtype: "bfloat16",
+            tokens_per_block: 4,
+            window_tokens: 5,
+            kv_size: 1,
+            window_chunks: 6,
+            recurrent: true,
+        };
+        for groups in [None, Some(Vec::new()), Some(vec![group])] {
+            let context = EngineDrivenContext {
+                instance: InstanceId(1),
+                model_name: "model",
+                world_size: 1,
+                block_size: 4,
+                num_layers: 1,
+                hidden_dim_size: 2,
+                dtype: "bfloat16",
+                use_mla: false,
+                num_physical_slots: Some(16),
+                chunk_tokens: None,
+                groups,
+                takes_pool: true,
+            };
+            let caller = KeptRequest {
+                operation: Operation::RegisterEngineDriven,
+                knows_chunk_size: true,
+                frames: Vec::new(),
+            };
+            let kept = KeptRequest::of_engine_driven(caller.caller(), &context).unwrap();
+            assert_eq!(
+                kept.decode().unwrap(),
+                Request::RegisterEngineDriven(context)
+            );
+        }
+    }
 
     #[test]
     fn client_is_patient_for_one_and_a_half_heartbeats() {

@@ -1,6 +1,6 @@
 //! What several tests of pickles share.
 
-use kvtier_proto::pickle::PickledTensor;
+use kvtier_proto::tensor::InlineTensor;
 use serde_json::Value;
 
 /// The bytes a row has under `key`.
@@ -14,7 +14,7 @@ pub fn hex_field(row: &Value, key: &str) -> Vec<u8> {
 }
 
 /// The elements of a tensor; checks on the way that all ways to them agree.
-pub fn gathered(tensor: &PickledTensor<'_>) -> Vec<u8> {
+pub fn gathered(tensor: &InlineTensor<'_>) -> Vec<u8> {
     let mut bytes = Vec::new();
     tensor.gather_into(&mut bytes);
     assert_eq!(bytes.len(), tensor.byte_len());

@@ -98,6 +98,7 @@ fn request(spec: &OperationSpec) -> Request<'static, Vec<u32>> {
             use_mla: false,
             chunk_tokens: None,
             num_physical_slots: None,
+            groups: None,
             takes_pool: true,
         }),
         Operation::UnregisterEngineDriven => Request::UnregisterEngineDriven { instance },
