@@ -96,6 +96,8 @@ pub struct Caller {
     pub releases: &'static str,
     /// Whether the client has the chunk size from this process.
     pub knows_chunk_size: bool,
+    /// Whether the chunk size that its requests get was negotiated for its connection, as clients of LMCache do from 0.5.7 on.
+    pub negotiates_chunk_size: bool,
     /// Whether its workers register again after a restart of the server, if that is known.
     pub registers_again: Option<bool>,
     /// Whether a worker has the id that its client names, on every connection.

@@ -31,6 +31,7 @@ pub const CALLER: Caller = Caller {
     release: Release::Since0_5_5,
     releases: "0.5.6",
     knows_chunk_size: true,
+    negotiates_chunk_size: false,
     registers_again: Some(true),
     names_workers: true,
 };

@@ -170,6 +170,7 @@ mod tests {
             release: Release::Since0_5_5,
             releases: "0.5.6",
             knows_chunk_size,
+            negotiates_chunk_size: false,
             registers_again: Some(true),
             names_workers: true,
         }

@@ -448,6 +448,7 @@ mod tests {
         KeptRequest {
             operation: Operation::RegisterKvCache,
             knows_chunk_size: true,
+            negotiates_chunk_size: false,
             frames: vec![vec![0; bytes]],
         }
     }

@@ -259,7 +259,9 @@ impl Workers {
 
 /// How long a worker is served that names this chunk size; `None` for good.
 fn provisional(kept: &Kept, chunk_tokens: Option<u32>) -> Result<Option<Provisional>, Obstacle> {
-    match (chunk_tokens, kept.patient_until) {
+    // A client of LMCache has not named the chunk size that was negotiated for it.
+    let named = chunk_tokens.filter(|_| !kept.request.caller().negotiates_chunk_size);
+    match (named, kept.patient_until) {
         _ if kept.is_continued => Ok(None),
         (Some(_), _) => Ok(None),
         (None, Some(until)) => Ok(Some(Provisional { until })),

@@ -97,6 +97,7 @@ impl RequestSender {
             release: self.resolved.release,
             releases: self.resolved.releases(),
             knows_chunk_size: self.resolved.knows_chunk_size,
+            negotiates_chunk_size: self.peer.chunk_tokens.get().is_some(),
             registers_again: self.resolved.registers_again(),
             names_workers: !self.resolved.may_have_process_ids,
         }

@@ -300,6 +300,7 @@ fn last_waits(is_alone: bool, requests: &[[&[u8]; 2]]) -> bool {
         release: Release::Since0_5_5,
         releases: "0.5.6",
         knows_chunk_size: true,
+        negotiates_chunk_size: false,
         registers_again: Some(true),
         names_workers: true,
     };

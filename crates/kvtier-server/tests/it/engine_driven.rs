@@ -19,13 +19,13 @@ const MODEL: &str = "newest/model";
 const INSTANCE: InstanceId = InstanceId(1 << 40);
 
 /// A scheduler and a worker of LMCache 0.5.7, on one connection.
-struct Client {
+pub struct Client {
     socket: Raw,
     uid: u8,
 }
 
 impl Client {
-    fn new(server: &TestServer) -> Self {
+    pub fn new(server: &TestServer) -> Self {
         let mut client = Self {
             socket: server.raw(),
             uid: 0,
@@ -55,7 +55,7 @@ impl Client {
         Response::decode(row.response, payload).unwrap()
     }
 
-    fn register(&mut self, groups: Vec<GroupLayout<'_>>) {
+    pub fn register(&mut self, groups: Vec<GroupLayout<'_>>) {
         let scope = Scope::new(MODEL);
         let context = EngineDrivenContext {
             groups: Some(groups),

@@ -13,6 +13,7 @@ use kvtier_client::{
 use kvtier_server::ServerConfig;
 use tempfile::TempDir;
 
+use crate::engine_driven::Client;
 use crate::support::{CHUNK, Steps, TestServer, bytes, prompt, range};
 
 const ID: InstanceId = InstanceId(0x1234_5678_9abc);
@@ -288,6 +289,18 @@ fn client_that_may_wait_for_lost_answers_is_served_until_its_ping() {
     assert!(bed.files().is_empty());
     assert!(worker.connection().ping(Some(ID)).unwrap());
     server.assert_sound();
+}
+
+#[test]
+fn client_that_negotiated_its_chunk_size_is_not_served_for_good() {
+    let bed = Bed::new("negotiated");
+    let server = bed.start();
+    let mut client = Client::new(&server);
+    client.register(Vec::new());
+    drop((client, server));
+    // It has not pinged, so it may have abandoned any of its transfers.
+    let server = bed.start();
+    assert_eq!(outcome(&server), left_out("silent"));
 }
 
 #[test]

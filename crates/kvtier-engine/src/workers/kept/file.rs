@@ -9,7 +9,7 @@
 //! | 16 | the shortest time between two pings, nanoseconds; 0 if there is none |
 //! | 24 | 1 if the worker cannot map the pool that it learned of, else 0 |
 //! | 32 | checksum of the rest, 16 bytes |
-//! | 48 | texts boot and state folder; number chunk size; [`KeptRequest`]: numbers operation and whether the chunk size is known, list of frames; lists pool and memory |
+//! | 48 | texts boot and state folder; number chunk size; [`KeptRequest`]: numbers operation and chunk size (1 known, 2 negotiated), list of frames; lists pool and memory |
 
 use std::time::Duration;
 
@@ -40,6 +40,7 @@ const RELEASES: &str = "0.5.5 to 0.5.7";
 pub struct KeptRequest {
     pub(super) operation: Operation,
     pub(super) knows_chunk_size: bool,
+    pub(super) negotiates_chunk_size: bool,
     pub(super) frames: Vec<Vec<u8>>,
 }
 
@@ -62,6 +63,7 @@ impl KeptRequest {
         Some(Self {
             operation,
             knows_chunk_size: caller.knows_chunk_size,
+            negotiates_chunk_size: caller.negotiates_chunk_size,
             frames: rows(operation).find_map(|row| request.encode(row).ok())?,
         })
     }
@@ -88,6 +90,7 @@ impl KeptRequest {
             release: Release::Since0_5_5,
             releases: RELEASES,
             knows_chunk_size: self.knows_chunk_size,
+            negotiates_chunk_size: self.negotiates_chunk_size,
             registers_again: Some(true),
             names_workers: true,
         }
@@ -166,7 +169,11 @@ pub(super) fn content(head: &[u8], request: &KeptRequest, memory: &KeptMemory) -
     content.extend(head);
     let operation = u64::from(request.operation == Operation::RegisterEngineDriven);
     write_number(&mut content, operation);
-    write_number(&mut content, request.knows_chunk_size.into());
+    let negotiates = u64::from(request.negotiates_chunk_size);
+    write_number(
+        &mut content,
+        u64::from(request.knows_chunk_size) | negotiates << 1,
+    );
     write_number(&mut content, request.frames.len() as u64);
     for frame in &request.frames {
         write_bytes(&mut content, frame);
@@ -212,7 +219,7 @@ pub(super) fn parse(
             1 => Operation::RegisterEngineDriven,
             _ => return None,
         };
-        let knows_chunk_size = reader.number()? == 1;
+        let chunk_size = reader.number()?;
         let frames = reader.list(|reader| reader.bytes().map(<[u8]>::to_vec))?;
         let memory = KeptMemory {
             pool: reader.list(Reader::number)?,
@@ -220,7 +227,8 @@ pub(super) fn parse(
         };
         let request = KeptRequest {
             operation,
-            knows_chunk_size,
+            knows_chunk_size: chunk_size & 1 != 0,
+            negotiates_chunk_size: chunk_size & 2 != 0,
             frames,
         };
         reader.0.is_empty().then_some((request, memory))
@@ -330,6 +338,7 @@ mod tests {
             let caller = KeptRequest {
                 operation: Operation::RegisterEngineDriven,
                 knows_chunk_size: true,
+                negotiates_chunk_size: true,
                 frames: Vec::new(),
             };
             let kept = KeptRequest::of_engine_driven(caller.caller(), &context).unwrap();

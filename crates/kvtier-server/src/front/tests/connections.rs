@@ -320,6 +320,7 @@ fn engine_forgets_a_connection_that_ends() {
         release: Release::Before0_5_5,
         releases: "0.5.4",
         knows_chunk_size: false,
+        negotiates_chunk_size: false,
         registers_again: Some(true),
         names_workers: true,
     };
