@@ -172,7 +172,7 @@ fn main() {
         };
         let reserved = cache.reserve(now, &[request]).expect("len is not 0");
         if is_granted {
-            reserved.reservation.grant();
+            reserved.reservation.grant(now);
         }
         assert_eq!(reserved.reservation.commit(now).inserted, CHUNKS);
     };

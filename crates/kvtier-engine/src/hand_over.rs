@@ -294,6 +294,7 @@ impl Engine {
             self.transfers.prepared.resume(state, grant, now)?;
         }
         heritage.release_claimed(&claimed);
+        self.transfers.inherit();
         Ok(())
     }
 

@@ -21,7 +21,7 @@ impl Engine {
         }
         self.lookups.expire(now);
         self.transfers.expire(now);
-        self.context.l1.expire(now);
+        self.context.l1.expire();
         self.admin.evict();
         self.admin.count_misses();
     }

@@ -1,8 +1,7 @@
 //! What L1 has of the server before: its objects, and memory that its clients may still copy.
 //!
 //! A client that maps the pool copies by itself, and does not stop when the server does. Memory that it was granted, to write
-//! or to read, stays withheld until no other process can reach the arena, or one write TTL has passed since the start, as
-//! for an instance that has left ([`expire`](Heritage::expire)).
+//! or to read, is withheld here until the server [takes](Heritage::take) it as that of an instance that has left.
 //!
 //! The mutex guards what is withheld; nothing is acquired inside, and it is dropped outside.
 
@@ -23,7 +22,6 @@ struct Withheld {
     cache: Cache<L1Allocator>,
     memory: Reservation<L1Allocator>,
     objects: ReadLease<L1Allocator>,
-    until: Duration,
 }
 
 /// What L1 has of the server before.
@@ -43,7 +41,6 @@ pub struct Heritage {
 impl Heritage {
     pub(super) fn new(
         restored: Option<(Restored<L1Allocator>, Duration)>,
-        write_ttl: Duration,
         cache: &Cache<L1Allocator>,
         file: Option<PathBuf>,
     ) -> Self {
@@ -70,7 +67,6 @@ impl Heritage {
             cache: cache.clone(),
             memory: restored.withheld,
             objects: restored.read,
-            until: age + write_ttl,
         };
         Self {
             age,
@@ -90,19 +86,10 @@ impl Heritage {
         }
     }
 
-    /// Frees what is withheld when its time has come, or no client can reach it any more.
-    pub(super) fn expire(&self, now: Duration, arena: &Arena) {
-        let until = self.withheld.lock().as_ref().map(|held| held.until);
-        let Some(until) = until else { return };
-        if until > now && !arena.is_alone() {
-            return;
-        }
-        let held = self.withheld.lock().take();
-        if held.is_some() {
-            drop(held);
-            tracing::info!("memory that clients of the server before may have copied is free");
-            arena.trim();
-        }
+    /// Takes what is withheld: memory that may still be written, and leases on objects that may still be read.
+    pub fn take(&self) -> Option<(Reservation<L1Allocator>, ReadLease<L1Allocator>)> {
+        let held = self.withheld.lock().take()?;
+        Some((held.memory, held.objects))
     }
 
     /// Splits off the memory in these slots, each with its position in a request; `None` unless all of it is withheld.
@@ -118,8 +105,6 @@ impl Heritage {
     /// Withholds the objects in these slots no longer: they have leases of their own.
     pub fn release_claimed(&self, slots: &HashSet<u32>) {
         self.with_withheld(|held| held.objects.release(slots));
-        let is_empty = |held: &mut Withheld| held.memory.is_empty() && held.objects.is_empty();
-        drop(self.withheld.lock().take_if(is_empty));
     }
 
     /// Outside of the lock, before other threads look.
@@ -128,19 +113,6 @@ impl Heritage {
         let done = work(&mut held);
         *self.withheld.lock() = Some(held);
         Some(done)
-    }
-
-    /// Number of objects with memory that is withheld, and their bytes.
-    pub fn withheld(&self) -> (usize, u64) {
-        let held = self.withheld.lock();
-        held.as_ref().map_or((0, 0), |held| {
-            let memory = held.memory.extents().map(|extent| extent.len);
-            let objects = held.objects.extents().iter().map(|extent| extent.len);
-            (
-                held.memory.len() + held.objects.len(),
-                memory.chain(objects).sum(),
-            )
-        })
     }
 }
 

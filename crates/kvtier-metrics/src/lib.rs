@@ -126,6 +126,7 @@ pub struct Metrics {
     l1_usage_ratio: Family<L1GaugeLabels, Gauge<f64, AtomicU64>>,
     l1_staging_bytes: Family<L1GaugeLabels, Gauge>,
     l1_staging_limit_bytes: Gauge,
+    l1_withheld_bytes: Gauge,
     l1_largest_free_bytes: Gauge,
     l1_capacity_bytes: Gauge,
     l1_objects: Gauge,
@@ -154,6 +155,8 @@ pub struct Readings {
     pub staged_bytes: u64,
     /// Bytes that stores may have reserved and not committed.
     pub staging_limit_bytes: u64,
+    /// Bytes that clients were granted and did not commit in time, or before an earlier server ended.
+    pub withheld_bytes: u64,
     /// Bytes of the largest free extent.
     pub largest_free_bytes: u64,
     /// Readable objects.
@@ -339,6 +342,10 @@ impl Metrics {
             l1_usage_ratio: lmcache.add("l1_usage_ratio", "Share of L1 in use"),
             l1_staging_bytes: lmcache
                 .add("l1_staging_bytes", "Bytes reserved and not yet committed"),
+            l1_withheld_bytes: own.add(
+                "l1_withheld_bytes",
+                "Bytes that workers were granted and did not commit in time, or before an earlier server ended",
+            ),
             l1_staging_limit_bytes: own.add(
                 "l1_staging_limit_bytes",
                 "Bytes that stores may have staged and not committed",

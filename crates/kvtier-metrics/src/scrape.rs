@@ -38,6 +38,7 @@ impl Metrics {
         let ratio = readings.used_bytes as f64 / readings.capacity_bytes.max(1) as f64;
         self.l1_usage_ratio.get_or_create(&L1).set(ratio);
         set(&self.l1_staging_limit_bytes, readings.staging_limit_bytes);
+        set(&self.l1_withheld_bytes, readings.withheld_bytes);
         set(&self.l1_largest_free_bytes, readings.largest_free_bytes);
         set(&self.l1_capacity_bytes, readings.capacity_bytes);
         set(&self.l1_objects, readings.objects);

@@ -2,7 +2,7 @@
 
 use super::slab::{SlotRef, SlotState};
 use super::state::State;
-use super::{Cache, Extent, ExtentAllocator, pins};
+use super::{Cache, Extent, ExtentAllocator, GrantOrigin, pins};
 use crate::group_row::GroupRow;
 use crate::hashing::ChunkHash;
 use std::collections::{HashMap, HashSet};
@@ -306,6 +306,21 @@ impl<A: ExtentAllocator> ReadLease<A> {
     pub fn grant(&self) {
         self.cache
             .locked(|state| state.grant(self.hold.slots.iter().copied()));
+    }
+
+    /// The lease in parts, one per grant.
+    pub fn by_grant(mut self) -> Vec<(GrantOrigin, Self)> {
+        let hold = std::mem::take(&mut self.hold);
+        let slots = hold.slots.iter().copied();
+        let grants = self.cache.locked(|state| state.by_grant(slots));
+        let part = |at: Vec<usize>| OrderedHold {
+            slots: at.iter().map(|at| hold.slots[*at]).collect(),
+            extents: at.iter().map(|at| hold.extents[*at]).collect(),
+        };
+        let grants = grants.into_iter();
+        grants
+            .map(|(origin, at)| (origin, Self::new(self.cache.clone(), part(at))))
+            .collect()
     }
 
     /// The objects' extents, in the order requested.

@@ -41,7 +41,7 @@ pub use ordered::{Ordered, OrderedObject};
 pub use reservation::{
     Committed, KeyOutcome, Reservation, ReserveError, ReserveRequest, Reserved, Staged,
 };
-pub use restore::{DetachedLedger, Restored};
+pub use restore::{DetachedLedger, GrantOrigin, Restored};
 pub use stats::{Page, SaltUsage, Stats, Usage};
 
 use crate::eviction::EvictionKind;

@@ -2,7 +2,7 @@
 
 use super::lease::OrderedHold;
 use super::slab::SlotRef;
-use super::{Cache, Extent, ExtentAllocator, ReadLease};
+use super::{Cache, Extent, ExtentAllocator, GrantOrigin, ReadLease};
 use crate::hashing::ChunkHash;
 use crate::object_key::Namespace;
 use std::cmp::Reverse;
@@ -112,11 +112,25 @@ impl<A: ExtentAllocator> Reservation<A> {
         self.staged.iter().map(|staged| staged.extent)
     }
 
-    /// Notes in the ledger that a client writes this memory by itself, so that a next process keeps it from others. Call it
-    /// before the client learns of the memory.
-    pub fn grant(&self) {
-        self.cache
-            .locked(|state| state.grant(self.staged.iter().map(|staged| staged.slot)));
+    /// Notes in the ledger that a client writes this memory by itself from `now` on, so that a next process keeps it from
+    /// others. Call it before the client learns of the memory, and again while the client may write.
+    pub fn grant(&self, now: Duration) {
+        self.cache.locked(|state| {
+            state.advance_clock(now);
+            state.grant(self.staged.iter().map(|staged| staged.slot));
+        });
+    }
+
+    /// The reservation in parts, one per grant.
+    pub fn by_grant(mut self) -> Vec<(GrantOrigin, Self)> {
+        let staged = mem::take(&mut self.staged);
+        let slots = staged.iter().map(|staged| staged.slot);
+        let grants = self.cache.locked(|state| state.by_grant(slots));
+        let part = |at: Vec<usize>| at.into_iter().map(|at| staged[at]).collect();
+        let grants = grants.into_iter();
+        grants
+            .map(|(origin, at)| (origin, Self::new(self.cache.clone(), part(at))))
+            .collect()
     }
 
     /// Slots of the objects, which are the same in the ledger, and their positions in the request.

@@ -3,9 +3,13 @@
 use super::lease::OrderedHold;
 use super::reservation::Staged;
 use super::slab::{SlotRef, SlotState};
-use super::state::State;
+use super::state::{State, TICKS_PER_SECOND};
 use super::{Cache, CacheConfig, ExtentAllocator, ReadLease, Reservation};
 use crate::ledger::{Fault, Found, Journal, Ledger, ObjectState, Rejected, Snapshot, Words};
+use crate::object_key::Namespace;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
 
 /// What a cache has of an earlier process.
 #[derive(Debug)]
@@ -20,6 +24,15 @@ pub struct Restored<A: ExtentAllocator> {
     pub withheld: Reservation<A>,
     /// Readable objects that such clients may still read: they must not be evicted.
     pub read: ReadLease<A>,
+}
+
+/// Namespace and time of a grant, by which memory of an earlier process's clients is told apart.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GrantOrigin {
+    /// Namespace of the objects.
+    pub namespace: Arc<Namespace>,
+    /// Time of the grant, or of the last use of a readable object.
+    pub granted_at: Duration,
 }
 
 /// A ledger that a cache does not write: the process before may still write it.
@@ -182,6 +195,29 @@ impl<A: ExtentAllocator> State<A> {
             self.hold_granted(*held);
         }
         granted
+    }
+
+    /// Positions of objects in this order by their grant: one entry per namespace and time.
+    pub(super) fn by_grant(
+        &self,
+        slots: impl Iterator<Item = SlotRef>,
+    ) -> Vec<(GrantOrigin, Vec<usize>)> {
+        let mut grants: BTreeMap<(u32, u32), Vec<usize>> = BTreeMap::new();
+        for (at, reference) in slots.enumerate() {
+            let slot = self.slab.at(reference.slot);
+            grants
+                .entry((slot.namespace, slot.used_at))
+                .or_default()
+                .push(at);
+        }
+        let grants = grants.into_iter().filter_map(|((namespace, tick), at)| {
+            let origin = GrantOrigin {
+                namespace: Arc::clone(self.namespaces.get(namespace)?),
+                granted_at: Duration::from_secs(tick.into()) / TICKS_PER_SECOND,
+            };
+            Some((origin, at))
+        });
+        grants.collect()
     }
 
     /// Leases an object whose ledger says already that a client may be reading it.

@@ -227,23 +227,37 @@ impl<A: ExtentAllocator> State<A> {
         }
     }
 
-    /// Notes that a client may copy the memory of these objects by itself, until they are committed, aborted or released.
+    /// Notes that a client may copy the memory of these objects by itself from now on, until they are committed, aborted or
+    /// released. A later call renews the time of a grant that the ledger has.
     pub(super) fn grant(&mut self, slots: impl Iterator<Item = SlotRef>) {
         if self.journal.is_none() {
             return;
         }
         for reference in slots {
             let number = reference.slot;
-            if self.slab.get(reference).is_none() || self.slab.at(number).is_granted() {
+            if self.slab.get(reference).is_none() {
                 continue;
             }
+            let tick = self.clock;
             let slot = self.slab.at_mut(number);
+            let was_granted = slot.is_granted();
             slot.grant();
-            match slot.state() {
-                SlotState::Resident => self.record_life(number),
-                _ => {
-                    let (journal, namespaces) = (&mut self.journal, &self.namespaces);
-                    Self::record(journal, namespaces, number, slot, ObjectState::Withheld);
+            match (slot.state(), &mut self.journal) {
+                (SlotState::Resident, _) if was_granted => {}
+                (SlotState::Resident, _) => self.record_life(number),
+                (_, Some(journal)) if was_granted => {
+                    slot.used_at = tick;
+                    journal.update(number, ObjectState::Withheld, tick);
+                }
+                (_, journal) => {
+                    slot.used_at = tick;
+                    Self::record(
+                        journal,
+                        &self.namespaces,
+                        number,
+                        slot,
+                        ObjectState::Withheld,
+                    );
                 }
             }
         }

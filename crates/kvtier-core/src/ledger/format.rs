@@ -14,7 +14,7 @@ use crate::object_key::Namespace;
 use kvtier_extent::Extent;
 
 /// Version of the format. A ledger of another one is not read.
-pub const FORMAT_VERSION: u64 = 2;
+pub const FORMAT_VERSION: u64 = 3;
 
 /// "kvledger", little-endian. Written last of a header.
 const MARK: u64 = u64::from_le_bytes(*b"kvledger");
@@ -332,6 +332,7 @@ impl Record {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Life {
     pub(super) state: ObjectState,
+    /// Tick of the last use; of withheld memory, that of its grant.
     pub(super) used_at: u32,
 }
 

@@ -67,7 +67,7 @@ pub struct Object<'a> {
     pub namespace: u32,
     /// Its memory.
     pub extent: Extent,
-    /// Its last use, in ticks of the cache's clock.
+    /// Its last use, or the grant of memory that is not readable, in ticks of the cache's clock.
     pub used_at: u32,
 }
 

@@ -109,6 +109,7 @@ impl Admin {
             used_bytes: stats.used_bytes,
             staged_bytes: stats.staged_bytes,
             staging_limit_bytes: self.transfers.staging.limit(),
+            withheld_bytes: self.transfers.prepared.counts().2,
             largest_free_bytes: l1.largest_free(),
             objects: stats.objects,
             leased_objects: stats.leased_objects,

@@ -84,7 +84,6 @@ impl Admin {
         let (transfers, quarantined, quarantined_bytes) = self.transfers.prepared.counts();
         let workers = self.workers.restored();
         let heritage = &self.context.l1.heritage;
-        let (of_before, bytes_of_before) = heritage.withheld();
         let kept_in = self.context.l1.kept_in();
         let config = self.context.config();
         let memory_healthy =
@@ -218,8 +217,8 @@ impl Admin {
             hash_algorithm: config.hash_algorithm.name().to_owned(),
             active_sessions: Some(lookups),
             pending_transfers: Some(transfers),
-            withheld_transfers: quarantined + of_before,
-            withheld_bytes: quarantined_bytes + bytes_of_before,
+            withheld_transfers: quarantined,
+            withheld_bytes: quarantined_bytes,
             storage_manager: StorageManagerStatus {
                 is_healthy: healthy && memory_healthy,
                 l1_managers: tagged(&l1),

@@ -255,7 +255,7 @@ impl Transfers {
             charge,
             ..
         } = store;
-        reservation.grant();
+        reservation.grant(copy.started);
         let grant = Grant::Store(reservation, charge, skipped);
         self.grant(&copy.instance, &transfer_id, grant)?;
         Ok(answer)

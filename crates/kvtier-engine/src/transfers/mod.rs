@@ -22,9 +22,11 @@ mod traced;
 mod worker_range;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use kvtier_config::GpuReply;
+use kvtier_core::cache::GrantOrigin;
 use kvtier_core::prompt::Prompt;
 use kvtier_device::{BlockTable, DeviceError, Direction, Transfer};
 use kvtier_error::{Error, ErrorKind, Result};
@@ -38,7 +40,7 @@ use super::context::Context;
 use super::instances::{CopyGuard, Instance};
 use super::lookups::Lookups;
 use super::{Answer, Caller, Reply};
-use prepared::PreparedTransfers;
+use prepared::{GRANT_TTLS, PreparedTransfers};
 pub use prepared::{Grant, MemoryState, TransferState};
 use refused_retrieves::RefusedRetrieves;
 pub use skipped::Skipped;
@@ -55,6 +57,8 @@ pub struct Transfers {
     pub prepared: PreparedTransfers,
     pub staging: Arc<StagingBudget>,
     pub refused_retrieves: RefusedRetrieves,
+    /// Whether the log says that much memory is withheld.
+    is_much_withheld: AtomicBool,
 }
 
 /// A request for a copy by the server.
@@ -93,12 +97,20 @@ enum Work {
     },
 }
 
+impl Drop for Transfers {
+    /// The end of the server frees nothing in the ledger: for the next one, clients may still copy.
+    fn drop(&mut self) {
+        self.context.l1.cache.detach_ledger();
+    }
+}
+
 impl Transfers {
     pub fn new(context: &Arc<Context>, lookups: &Arc<Lookups>) -> Self {
         Self {
             prepared: PreparedTransfers::default(),
             staging: Arc::new(StagingBudget::new(context.l1.staging_limit())),
             refused_retrieves: RefusedRetrieves::default(),
+            is_much_withheld: AtomicBool::new(false),
             lookups: Arc::clone(lookups),
             context: Arc::clone(context),
         }
@@ -124,6 +136,53 @@ impl Transfers {
                 "transfers were prepared and not committed in time; abandoned"
             );
         }
+        let arena = &self.context.l1.arena;
+        let is_unreachable = self.prepared.has_inherited() && arena.is_alone();
+        if self.prepared.expire_inherited(now, is_unreachable) {
+            tracing::info!("memory that clients of the server before may have copied is free");
+            arena.trim();
+        }
+        self.warn_of_withheld();
+    }
+
+    /// Logs once that more than an eighth of L1 is withheld: half of what may be staged.
+    fn warn_of_withheld(&self) {
+        let (_, transfers, bytes) = self.prepared.counts();
+        let is_much = bytes > self.staging.limit() / 2;
+        if is_much && !self.is_much_withheld.load(Ordering::Relaxed) {
+            tracing::warn!(
+                transfers,
+                bytes,
+                limit_bytes = self.staging.limit(),
+                "clients did not commit what they were granted of L1; withholding more than an eighth of it, and stores have the \
+                 rest of the limit, until the clients commit or end, or --l1-write-ttl-seconds passes twice"
+            );
+        }
+        self.is_much_withheld.store(is_much, Ordering::Relaxed);
+    }
+
+    /// Quarantines what clients of the earlier process may still copy, as grants of instances that have left.
+    pub fn inherit(&self) {
+        let Some((memory, objects)) = self.context.l1.heritage.take() else {
+            return;
+        };
+        let cache = &self.context.l1.cache;
+        let until =
+            |origin: &GrantOrigin| origin.granted_at + self.context.config().write_ttl * GRANT_TTLS;
+        let charge = |origin: &GrantOrigin, direction, bytes| {
+            self.staging.inherit(&origin.namespace, direction, bytes)
+        };
+        let stores = memory.by_grant().into_iter().map(|(origin, memory)| {
+            let bytes = cache.footprint(memory.extents().map(|extent| extent.len));
+            let charge = charge(&origin, Direction::Store, bytes);
+            (until(&origin), Grant::Store(memory, charge))
+        });
+        let retrieves = objects.by_grant().into_iter().map(|(origin, lease)| {
+            let bytes = cache.footprint(lease.extents().iter().map(|extent| extent.len));
+            let charge = charge(&origin, Direction::Retrieve, bytes);
+            (until(&origin), Grant::Retrieve(vec![lease], vec![charge]))
+        });
+        self.prepared.inherit(stores.chain(retrieves));
     }
 
     /// Serves a store.

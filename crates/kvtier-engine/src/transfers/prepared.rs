@@ -17,6 +17,10 @@
 //! ([`PreparedTransfers::abandon`]): clients of LMCache finish their copies after the unregistration was answered, and a stopped
 //! process may wake up. A COMMIT under its id can be another process's, and ends nothing.
 //!
+//! Memory that clients of an earlier process were granted is quarantined too ([`PreparedTransfers::inherit`]), as of instances
+//! that have left: until [`GRANT_TTLS`] write TTLs after its grant, however often the server starts, or until no other process
+//! maps the pool. So the grant of a store whose instance stays is noted again, once per write TTL.
+//!
 //! Memory granted or quarantined stays charged to its worker's share of the [staging budget](super::staging), which bounds
 //! it.
 //!
@@ -121,10 +125,16 @@ struct Pending {
     since: Duration,
 }
 
+/// Write TTLs after a grant by which memory of an earlier process's clients is free: one to commit, and one as for an instance
+/// that left then.
+pub const GRANT_TTLS: u32 = 2;
+
 /// Memory that can no longer be committed, and that its client may still use.
 struct Quarantined {
     /// When its memory is freed without a COMMIT.
     until: Option<Duration>,
+    /// When the ledger last noted the grant.
+    noted_at: Duration,
     /// Its instance has left, so that no COMMIT ends it.
     has_departed: bool,
     bytes: u64,
@@ -135,7 +145,9 @@ struct Quarantined {
 struct Tables {
     pending: HashMap<TransferId, Pending>,
     quarantined: HashMap<TransferId, Quarantined>,
-    /// Of all that is quarantined.
+    /// Memory of an earlier process's clients.
+    inherited: Vec<(Duration, Grant)>,
+    /// Of all that is quarantined or inherited.
     quarantined_bytes: u64,
 }
 
@@ -158,6 +170,7 @@ impl Tables {
             let is_freed = has_departed || matches!(pending.grant, Grant::Retrieve(..));
             let quarantined = Quarantined {
                 until: is_freed.then_some(until),
+                noted_at: pending.since,
                 has_departed,
                 bytes: pending.grant.bytes(),
                 grant: pending.grant,
@@ -340,6 +353,7 @@ impl PreparedTransfers {
                 let until = freed_in.map(|left| now.saturating_add(Duration::from_millis(left)));
                 let quarantined = Quarantined {
                     until,
+                    noted_at: Duration::ZERO,
                     has_departed,
                     bytes: grant.bytes(),
                     grant,
@@ -463,15 +477,52 @@ impl PreparedTransfers {
         tables.quarantined_bytes -= due.iter().map(|(_, held)| held.bytes).sum::<u64>();
         let until = now.saturating_add(write_ttl);
         let abandoned = tables.quarantine(until, false, |_, pending| pending.since < limit);
+        for held in tables.quarantined.values_mut() {
+            if let Grant::Store(memory, _) = &held.grant
+                && held.until.is_none()
+                && held.noted_at < limit
+            {
+                memory.grant(now);
+                held.noted_at = now;
+            }
+        }
         drop(tables);
         drop(due);
         abandoned
     }
 
+    /// Quarantines memory that clients of an earlier process were granted, each until its time.
+    pub fn inherit(&self, grants: impl IntoIterator<Item = (Duration, Grant)>) {
+        let mut tables = self.tables.lock();
+        let before = tables.inherited.len();
+        tables.inherited.extend(grants);
+        let inherited = &tables.inherited[before..];
+        let bytes: u64 = inherited.iter().map(|(_, grant)| grant.bytes()).sum();
+        tables.quarantined_bytes += bytes;
+    }
+
+    /// Whether memory of an earlier process's clients is withheld.
+    pub fn has_inherited(&self) -> bool {
+        !self.tables.lock().inherited.is_empty()
+    }
+
+    /// Frees memory of an earlier process's clients whose time has come, or all of it if no client can reach it any more.
+    /// Returns whether there was some.
+    pub fn expire_inherited(&self, now: Duration, is_unreachable: bool) -> bool {
+        let mut tables = self.tables.lock();
+        let inherited = &mut tables.inherited;
+        let due = inherited.extract_if(.., |(until, _)| is_unreachable || *until <= now);
+        let due: Vec<_> = due.collect();
+        let bytes: u64 = due.iter().map(|(_, grant)| grant.bytes()).sum();
+        tables.quarantined_bytes -= bytes;
+        drop(tables);
+        !due.is_empty()
+    }
+
     /// The number of transfers in flight and of those quarantined, and the bytes of the quarantined.
     pub fn counts(&self) -> (usize, usize, u64) {
         let tables = self.tables.lock();
-        let quarantined = tables.quarantined.len();
+        let quarantined = tables.quarantined.len() + tables.inherited.len();
         (tables.pending.len(), quarantined, tables.quarantined_bytes)
     }
 }

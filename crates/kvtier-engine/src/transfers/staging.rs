@@ -29,8 +29,10 @@ use std::collections::HashMap;
 use std::hash::Hash;
 use std::sync::Arc;
 
+use kvtier_core::Namespace;
 use kvtier_core::cache::{KeyOutcome, Reservation, ReserveRequest};
 use kvtier_core::prompt::Prompt;
+use kvtier_device::Direction;
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::InstanceId;
@@ -241,6 +243,45 @@ impl StagingBudget {
     }
 }
 
+impl StagingBudget {
+    /// Charges memory in this namespace that a client of an earlier process was granted, whatever the limit: to its worker
+    /// and tenant for a store, to its worker for a retrieve.
+    pub fn inherit(
+        self: &Arc<Self>,
+        namespace: &Namespace,
+        direction: Direction,
+        bytes: u64,
+    ) -> Charge {
+        // Packed by `kv_rank`.
+        let rank = namespace.kv_rank();
+        let worker = WorkerShare {
+            instance: InstanceId(0),
+            name: WorkerName {
+                model_name: Arc::clone(namespace.model_name()),
+                world_size: (rank >> 24) as u32,
+                worker: (rank & 0xff) as u32,
+            },
+        };
+        let tenant = (direction == Direction::Store).then_some(&**namespace.cache_salt());
+        let mut charge = self.charge_earlier(&worker, tenant, bytes);
+        charge.depart();
+        charge
+    }
+
+    fn charge_earlier(
+        self: &Arc<Self>,
+        worker: &WorkerShare,
+        tenant: Option<&str>,
+        bytes: u64,
+    ) -> Charge {
+        let charge = self.charge(worker, tenant, bytes);
+        let mut ledgers = self.ledgers.lock();
+        charge.ledger(&mut ledgers).add(worker, tenant, bytes);
+        drop(ledgers);
+        charge
+    }
+}
+
 /// A [`Charge`] for the next process.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -267,12 +308,7 @@ impl StagingBudget {
             },
         };
         let tenant = state.tenant.as_deref();
-        let mut charge = self.charge(&worker, tenant, state.bytes);
-        let mut ledgers = self.ledgers.lock();
-        charge
-            .ledger(&mut ledgers)
-            .add(&worker, tenant, state.bytes);
-        drop(ledgers);
+        let mut charge = self.charge_earlier(&worker, tenant, state.bytes);
         if state.has_departed {
             charge.depart();
         }

@@ -158,6 +158,54 @@ fn worker_that_never_commits_holds_at_most_a_quarter() {
     server.assert_sound();
 }
 
+/// Each start finds what the workers of all servers before were granted and did not commit.
+#[test]
+fn restarts_withhold_at_most_a_quarter() {
+    let base = tempfile::tempdir().unwrap();
+    let pool = format!("kvtier_withheld_{}", std::process::id());
+    let start = |restore: &str| {
+        let state = ["--state-dir", base.path().to_str().unwrap()];
+        let kept = ["--shm-name", &pool, "--l1-restore", restore];
+        let instance = ["--instance-id", "a", "--l1-write-ttl-seconds", "60"];
+        TestServer::start(&[&state[..], &kept, &instance].concat())
+    };
+    let mut workers = Vec::new();
+    let mut withheld = Vec::new();
+    let mut server = start("on");
+    for round in 0..5 {
+        // Of 16 MiB: the first one's share is 14 of them, then that of others is 7 eighths of the rest.
+        let scope = Scope::new("staging/restarts").with_salt(format!("t{}", round % 2));
+        let mut leaky = server.engine_driven(1 + round, &scope);
+        hog(leaky.connection(), 1 + round, &scope, 0..32);
+        workers.push(leaky);
+        drop(server);
+        server = start("on");
+        server.pass(Duration::ZERO);
+        withheld.push(server.readings().withheld_bytes);
+        let status = server.engine().status(true);
+        let l1 = &status.storage_manager.l1_manager;
+        assert_eq!(l1.staging_uncommitted_bytes, status.withheld_bytes);
+    }
+    // One chunk per instance that has nothing of its own, as without a restart.
+    let chunks = withheld.iter().map(|bytes| bytes / (8 << 10));
+    let chunks: Vec<_> = chunks.collect();
+    assert_eq!(chunks, [1792, 1793, 1794, 1795, 1796]);
+    // Others have what is left of the quarter.
+    let other = Scope::new("staging/other").with_salt("other");
+    let mut other = server.engine_driven(100, &other);
+    stores_and_finds(&mut other, 1000..1010);
+    // Two write TTLs after the grants; clients still map the pool.
+    server.pass(Duration::from_secs(110));
+    assert!(other.connection().ping(Some(InstanceId(100))).unwrap());
+    assert_eq!(server.readings().withheld_bytes, withheld[4]);
+    server.pass(Duration::from_secs(11));
+    assert_eq!(server.readings().withheld_bytes, 0);
+    assert_eq!(server.readings().staged_bytes, 0);
+    server.assert_sound();
+    drop((server, workers, other));
+    drop(start("off"));
+}
+
 #[test]
 fn thousand_instances_stage_at_most_a_quarter() {
     let server = TestServer::start(&[]);

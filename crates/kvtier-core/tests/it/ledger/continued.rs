@@ -71,7 +71,7 @@ fn usage_of_tenants_is_exact_from_the_start() {
         .reserve(now, &request(space(2), &wanted, 6))
         .unwrap()
         .reservation;
-    staged.grant();
+    staged.grant(now);
     cache.remove(space(1), &[hash(1)], false);
     let usage = |cache: &Cache<FirstFit>| {
         let (stats, salts) = cache.stats_with(&SALTS);

@@ -73,7 +73,7 @@ impl Walk {
                     .map(|staged| (salt, numbers[staged.position as usize]))
                     .collect();
                 let grant = (random.below(2) == 0).then(|| {
-                    reservation.grant();
+                    reservation.grant(self.now);
                     let extents = reservation.extents().collect();
                     self.granted(extents)
                 });

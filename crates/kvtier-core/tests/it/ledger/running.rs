@@ -29,7 +29,7 @@ fn adopted_cache_leaves_ledger_to_the_earlier_one() {
     // A namespace that has no object any more.
     let gone = [hash(9)];
     let gone = cache.reserve(now, &request(space(1), &gone, 8)).unwrap();
-    gone.reservation.grant();
+    gone.reservation.grant(now);
     drop(gone);
     let rows: Arc<[GroupRow]> = [GroupRow {
         namespace: Arc::clone(space(0)),
@@ -43,7 +43,7 @@ fn adopted_cache_leaves_ledger_to_the_earlier_one() {
     let read = cache.lease(now, space(0), &hashes[1..2]).unwrap();
     read.grant();
     let written = store(3);
-    written.grant();
+    written.grant(now);
     let held = lookup.held_chunks(0);
     assert_eq!(held.held, [false, true, true]);
     let (places, slots): (Vec<_>, Vec<_>) = (written.places().collect(), read.slots().collect());
