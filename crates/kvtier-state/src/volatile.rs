@@ -6,20 +6,33 @@
 //! ```
 //!
 //! No write there waits for a disk, and nothing is synced: a process that is killed loses nothing that it has written. The
-//! folder exists only while it has files. The owner of the [`StateDir`] alone may use it.
+//! folder exists only while it has files. The owner of the [`StateDir`] alone may use it, and has it locked (flock, shared) from
+//! its first use on.
+//!
+//! A folder outlives its state folder, such as that of a container without a volume, and none can be found by its inode. So a
+//! start removes folders of its user that no server has locked and that [`MAX_IDLE`] has passed by: the workers in them register
+//! again.
 
 use std::ffi::OsStr;
+use std::fs::File;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
 
 use kvtier_error::{Error, Result};
-use rustix::fs::{AtFlags, Mode, OFlags};
+use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags};
 
 use super::{StateDir, check_file, open_base, open_folder, stat};
 
 /// Where it is.
 const BASE: &str = "/dev/shm";
+
+/// Begins the name of each folder.
+const PREFIX: &str = "kvtier_";
+
+/// Time without a change after which a folder that no server has locked is removed.
+const MAX_IDLE: Duration = Duration::from_hours(1);
 
 /// Name of a file that is being written.
 const UNFINISHED: &str = "unfinished";
@@ -45,7 +58,7 @@ impl VolatileDir {
     pub fn of(id: &str) -> Self {
         Self {
             base: Path::new(BASE).to_owned(),
-            name: format!("kvtier_{}", id.replace(':', "_")),
+            name: format!("{PREFIX}{}", id.replace(':', "_")),
             directory: None,
         }
     }
@@ -68,10 +81,30 @@ impl VolatileDir {
             let name = OsStr::new(&self.name);
             match rustix::fs::statat(&base, name, AtFlags::SYMLINK_NOFOLLOW) {
                 Err(rustix::io::Errno::NOENT) => return Ok(None),
-                _ => self.directory = Some(open_folder(&base, name)?),
+                _ => self.directory = Some(open_shared(&base, name)?),
             }
         }
         Ok(self.directory.as_ref())
+    }
+
+    /// Removes the folders of this user that have not changed for an hour and that no server has; returns where they were.
+    pub fn remove_unused_others(&self, now: SystemTime) -> Vec<PathBuf> {
+        let Ok(base) = open_base(&self.base) else {
+            return Vec::new();
+        };
+        let all = std::fs::read_dir(&self.base).into_iter().flatten();
+        let names = all
+            .flatten()
+            .filter_map(|entry| entry.file_name().into_string().ok());
+        let is_removed = |name: &String| {
+            is_folder_name(name)
+                && *name != self.name
+                && remove_unused(&base, &self.base, name, now)
+        };
+        names
+            .filter(is_removed)
+            .map(|name| self.base.join(name))
+            .collect()
     }
 
     fn open_or_make(&mut self) -> Result<&OwnedFd> {
@@ -80,7 +113,7 @@ impl VolatileDir {
             let name = OsStr::new(&self.name);
             rustix::fs::mkdirat(&base, name, Mode::RWXU)
                 .map_err(|error| Error::io("cannot be created", error))?;
-            self.directory = Some(open_folder(&base, name)?);
+            self.directory = Some(open_shared(&base, name)?);
         }
         self.directory
             .as_ref()
@@ -183,6 +216,44 @@ impl VolatileDir {
     }
 }
 
+/// Opens a folder, which is this process's to use until it is closed.
+fn open_shared(base: &OwnedFd, name: &OsStr) -> Result<OwnedFd> {
+    let directory = open_folder(base, name)?;
+    // Fails while another process removes it: then it is made again at the next use.
+    let _ = rustix::fs::flock(&directory, FlockOperation::NonBlockingLockShared);
+    Ok(directory)
+}
+
+/// Whether it is the name of a folder of a state folder: device, inode and random part in hex.
+fn is_folder_name(name: &str) -> bool {
+    let Some(id) = name.strip_prefix(PREFIX) else {
+        return false;
+    };
+    let is_hex = |part: &str| !part.is_empty() && part.bytes().all(|byte| byte.is_ascii_hexdigit());
+    let parts: Vec<_> = id.split('_').collect();
+    parts.len() == 3 && parts[2].len() == super::ID_LEN && parts.iter().all(|part| is_hex(part))
+}
+
+/// Removes a folder of this user if it has not changed for [`MAX_IDLE`] and no server has it.
+fn remove_unused(base: &OwnedFd, path: &Path, name: &str, now: SystemTime) -> bool {
+    let Ok(directory) = open_folder(base, name.as_ref()) else {
+        return false;
+    };
+    let directory = File::from(directory);
+    let path = path.join(name);
+    let files = std::fs::read_dir(&path).into_iter().flatten().flatten();
+    let changed = files
+        .filter_map(|entry| entry.metadata().ok())
+        .chain(directory.metadata())
+        .filter_map(|found| found.modified().ok())
+        .max();
+    let is_idle =
+        changed.is_some_and(|at| now.duration_since(at).is_ok_and(|idle| idle > MAX_IDLE));
+    is_idle
+        && rustix::fs::flock(&directory, FlockOperation::NonBlockingLockExclusive).is_ok()
+        && std::fs::remove_dir_all(path).is_ok()
+}
+
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::{PermissionsExt as _, symlink};
@@ -248,6 +319,41 @@ mod tests {
             assert!(dir.read(name, 9).is_err() && dir.write_at(name, 0, b"y").is_err());
             dir.remove(name).unwrap();
         }
+    }
+
+    #[test]
+    fn folders_that_no_server_has_are_removed() {
+        let base = tempfile::tempdir().unwrap();
+        let named = |inode: u32, prefix: &str| VolatileDir {
+            base: base.path().to_owned(),
+            name: format!("{prefix}2a_{inode:x}_{}", "0".repeat(32)),
+            directory: None,
+        };
+        let mut own = named(1, PREFIX);
+        let mut running = named(2, PREFIX);
+        let make = |mut dir: VolatileDir| {
+            dir.write("a", b"x").unwrap();
+            dir.path()
+        };
+        let (ended, other) = (make(named(3, PREFIX)), make(named(4, "kvtier-")));
+        own.write("a", b"x").unwrap();
+        running.write("a", b"x").unwrap();
+        let link = base.path().join(named(5, PREFIX).name);
+        symlink(&other, &link).unwrap();
+        let after = |time| SystemTime::now() + time;
+        // The server may be about to start again.
+        assert!(own.remove_unused_others(after(MAX_IDLE / 2)).is_empty());
+        let later = after(MAX_IDLE * 2);
+        // As the next process of its instance finds its own.
+        drop(own);
+        let own = named(1, PREFIX);
+        assert_eq!(own.remove_unused_others(later), [ended.clone()]);
+        assert!(!ended.exists());
+        for path in [&own.path(), &running.path(), &other, &link] {
+            assert!(path.exists(), "{}", path.display());
+        }
+        drop(running);
+        assert_eq!(own.remove_unused_others(later), [named(2, PREFIX).path()]);
     }
 
     #[test]

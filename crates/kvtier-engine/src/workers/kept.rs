@@ -129,7 +129,15 @@ impl KeptRegistrations {
         let (mut head, mut dir) = (Vec::new(), None);
         if let Ok(state) = &context.state {
             head = head_of(state.id(), context.chunk_size);
-            dir = Some(state.volatile());
+            let own = state.volatile();
+            let removed = own.remove_unused_others(std::time::SystemTime::now());
+            if !removed.is_empty() {
+                tracing::info!(
+                    ?removed,
+                    "removed registrations of servers that ended over an hour ago"
+                );
+            }
+            dir = Some(own);
         }
         Self {
             files: Mutex::new(Files {
