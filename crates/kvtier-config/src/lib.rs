@@ -281,9 +281,10 @@ impl ServerConfig {
         }
     }
 
-    /// What is wrong with an L1 that this process cannot keep in memory.
+    /// What is wrong with an L1 that the machine cannot keep in memory.
     pub fn memory_warning(&self) -> Option<String> {
-        (self.l1_bytes > self.memory.bytes).then(|| {
+        let is_larger = self.l1_bytes > self.memory.bytes && self.memory.limit.is_none();
+        is_larger.then(|| {
             format!(
                 "--l1-size-gb: L1 of {:.2} GiB is more than {}, {:.2} GiB; as it fills, the system will swap or kill \
                  the server",
@@ -292,6 +293,18 @@ impl ServerConfig {
                 in_gib(self.memory.bytes)
             )
         })
+    }
+
+    /// Refuses an L1 above the memory limit of this process's cgroup, `kept` bytes of which an earlier server has left. Hugepages
+    /// have a limit of their own.
+    ///
+    /// # Errors
+    /// Both numbers, and what is allowed.
+    pub fn check_memory(&self, kept: u64) -> Result<()> {
+        match self.l1_hugepages {
+            true => Ok(()),
+            false => self.memory.check_l1(self.l1_bytes, kept),
+        }
     }
 
     /// Why the pool that is wanted cannot be in /dev/shm, if it does not fit there, or in place of an old one of its name.

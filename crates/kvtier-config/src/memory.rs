@@ -2,6 +2,10 @@
 
 use std::path::{Component, Path, PathBuf};
 
+use kvtier_error::{Error, Result};
+
+use super::in_gib;
+
 /// Memory of this process, and what limits it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HostMemory {
@@ -32,6 +36,47 @@ impl HostMemory {
             },
         }
     }
+}
+
+/// Bytes of a cgroup's limit that the server needs beside L1, unless that is more than a quarter of the limit.
+const BESIDE_L1: u64 = 64 << 20;
+
+impl HostMemory {
+    /// Refuses memory of this size for L1 if the system would kill the server as it fills: it is more than the cgroup's limit
+    /// leaves. `kept` bytes are there already, and count only as far as they are charged to that cgroup: pages of `/dev/shm`
+    /// are charged to the cgroup of the process that touched them first.
+    ///
+    /// # Errors
+    /// Both numbers, and what is allowed.
+    pub fn check_l1(&self, l1_bytes: u64, kept: u64) -> Result<()> {
+        let Some(limit) = &self.limit else {
+            return Ok(());
+        };
+        let elsewhere = kept.saturating_sub(shared_memory_of(limit));
+        let allowed = self.bytes - BESIDE_L1.min(self.bytes / 4) + elsewhere;
+        match l1_bytes <= allowed {
+            true => Ok(()),
+            false => Err(Error::refused(format!(
+                "--l1-size-gb: L1 of {:.2} GiB does not fit in {self}, {:.2} GiB, and the system would kill the server as it \
+                 fills; allowed: at most {:.2} GiB",
+                in_gib(l1_bytes),
+                in_gib(self.bytes),
+                in_gib(allowed)
+            ))),
+        }
+    }
+}
+
+/// Bytes of shared memory that are charged to the cgroup with this limit, or to one below it.
+fn shared_memory_of(limit: &Path) -> u64 {
+    let stat = std::fs::read_to_string(limit.with_file_name("memory.stat"));
+    let stat = stat.unwrap_or_default();
+    // The sum over the hierarchy has a name of its own in version 1.
+    let value = |name: &str| {
+        let mut lines = stat.lines();
+        lines.find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
+    };
+    value("total_shmem").or_else(|| value("shmem")).unwrap_or(0)
 }
 
 impl std::fmt::Display for HostMemory {
@@ -153,6 +198,44 @@ mod tests {
         for text in ["", "x", "0", "0::", ":::::", "1:memory:", "0::/\n1:cpu:/a"] {
             assert_eq!(memory(&[("proc/self/cgroup", text)]), (MACHINE, None));
         }
+    }
+
+    #[test]
+    fn l1_above_a_cgroup_limit_is_refused() {
+        let root = tempfile::tempdir().unwrap();
+        let limit = root.path().join("memory.max");
+        let memory = |limit| HostMemory {
+            bytes: 16 << 30,
+            limit,
+        };
+        let check = |l1: u64, kept: u64| memory(Some(limit.clone())).check_l1(l1 << 20, kept << 20);
+        let most = (16 << 10) - 64;
+        assert!(check(most, 0).is_ok());
+        let error = check(most + 2, 0).unwrap_err().to_string();
+        for part in [
+            "L1 of 15.94 GiB",
+            "memory.max, 16.00 GiB",
+            "at most 15.94 GiB",
+        ] {
+            assert!(error.contains(part), "{error}");
+        }
+        // Pages of an earlier server are another cgroup's, as far as they are not this one's.
+        assert!(check(20 << 10, 5 << 10).is_ok());
+        for (stat, is_enough) in [
+            ("anon 1\nshmem 1073741824\nshmem_thp 1\n", true),
+            ("anon 1\nshmem 2147483648\n", false),
+            ("shmem 1\ntotal_shmem 5368709120\n", false),
+        ] {
+            std::fs::write(root.path().join("memory.stat"), stat).unwrap();
+            assert_eq!(check(20 << 10, 6 << 10).is_ok(), is_enough, "{stat}");
+        }
+        // A small container has its quarter by default.
+        let small = HostMemory {
+            bytes: 64 << 20,
+            limit: Some(limit.clone()),
+        };
+        assert!(small.check_l1(48 << 20, 0).is_ok() && small.check_l1(50 << 20, 0).is_err());
+        assert!(memory(None).check_l1(1 << 40, 0).is_ok());
     }
 
     #[test]

@@ -25,13 +25,14 @@ pub enum EarlierL1 {
 /// Finds what a start with this configuration would make of L1 that an earlier server has left. Changes nothing.
 ///
 /// # Errors
-/// It may not be replaced, and the start cannot go on with it: another server has it ([`ErrorKind::InUse`]), or there are too few
-/// hugepages ([`ErrorKind::Invalid`]).
+/// It may not be replaced, and the start cannot go on with it: another server has it ([`ErrorKind::InUse`]), there are too few
+/// hugepages, or L1 is above the memory limit ([`ErrorKind::Invalid`]).
 pub fn find_earlier(config: &ServerConfig, instance: Instance<'_>) -> Result<EarlierL1> {
     let path = |place: Result<ArenaKind>| place.ok()?.path().filter(|path| path.exists());
     let place = match kept_place(config) {
         Ok(place) => place,
         Err(_) => {
+            config.check_memory(0)?;
             return Ok(path(named_place(config)).map_or(EarlierL1::Absent, EarlierL1::Removed));
         }
     };
@@ -40,7 +41,7 @@ pub fn find_earlier(config: &ServerConfig, instance: Instance<'_>) -> Result<Ear
         Err(error) if matches!(error.kind(), ErrorKind::InUse | ErrorKind::Invalid) => {
             Err(named(config, error))
         }
-        Err(error) => Ok(match path(Ok(place)) {
+        Err(error) => config.check_memory(0).map(|()| match path(Ok(place)) {
             Some(_) => EarlierL1::Replaced(error),
             None => EarlierL1::Absent,
         }),
@@ -57,5 +58,6 @@ fn count_objects(
     // As one whose server may go on: nothing is written.
     let (_, snapshot, _) = find_ledger(config, &arena, bytes, instance, Ownership::Pending)?;
     check_grants(&arena, &snapshot)?;
+    config.check_memory(arena.backed_bytes())?;
     Ok(snapshot.len())
 }

@@ -223,6 +223,7 @@ pub(super) fn named(config: &ServerConfig, error: Error) -> Error {
 /// New memory that clients do not map.
 fn create_private(config: &ServerConfig, place: ArenaKind) -> Result<Arena> {
     check_private(config, &place)?;
+    config.check_memory(0)?;
     let arena = Arena::create(place, config.l1_bytes);
     let arena = arena.map_err(unavailable)?;
     Ok(arena.into_private())
@@ -357,6 +358,7 @@ fn find(config: &ServerConfig, place: &ArenaKind, instance: Instance<'_>) -> Res
     let (mut ledger, snapshot, _) =
         find_ledger(config, &arena, bytes, instance, Ownership::Locked)?;
     check_grants(&arena, &snapshot)?;
+    config.check_memory(arena.backed_bytes())?;
     ledger.forget_unrecorded_grants();
     // Only now, when no record names bytes that were not there.
     match arena.grow() {
@@ -478,10 +480,12 @@ pub(super) struct Begun {
 
 #[cfg(test)]
 mod tests {
+    use kvtier_config::HostMemory;
     use kvtier_tenants::{Opened, Salts};
 
     use super::*;
     use crate::L1;
+    use crate::earlier::{EarlierL1, find_earlier};
     use crate::testing::{config, open_as};
 
     #[test]
@@ -494,7 +498,7 @@ mod tests {
             let quotas = Opened::open(&config, None, &Salts::of(None)).unwrap();
             let l1 = L1::create(&config, &quotas, arena, kept, &[]).unwrap();
             assert!(l1.check_complete().is_ok());
-            l1.expire(Duration::ZERO);
+            l1.expire();
             assert!(path.exists());
             let file = std::fs::File::options().write(true).open(&path).unwrap();
             file.set_len(0).unwrap();
@@ -504,11 +508,57 @@ mod tests {
             assert!(l1.check_complete().is_err());
             match is_stopped {
                 true => l1.close(),
-                false => l1.expire(Duration::ZERO),
+                false => l1.expire(),
             }
             assert!(!path.exists());
         }
         drop(open_as("lost", &["--l1-restore", "off"], "one", None).unwrap());
+    }
+
+    #[test]
+    fn l1_above_memory_limit_does_not_start() {
+        let folder = tempfile::tempdir().unwrap();
+        let limited = |flags: &[&str]| ServerConfig {
+            memory: HostMemory {
+                bytes: 1 << 20,
+                limit: Some(folder.path().join("memory.max")),
+            },
+            ..config("limit", flags)
+        };
+        let instance = Instance {
+            folder: "one",
+            tenants: 0,
+            record: None,
+        };
+        let open = |config: &ServerConfig| open_arena(config, Ok(instance), Succession::Restart);
+        for flags in [&[][..], &["--shm-name", ""], &["--l1-restore", "off"]] {
+            let config = limited(flags);
+            for error in [
+                open(&config).err().unwrap(),
+                find_earlier(&config, instance).err().unwrap(),
+            ] {
+                assert_eq!(error.kind(), ErrorKind::Invalid);
+                assert!(
+                    error.to_string().contains("memory.max, 0.00 GiB"),
+                    "{error}"
+                );
+            }
+        }
+        // Pages that an earlier server has touched in another cgroup are no memory of this one.
+        let (arena, kept) = open_as("limit", &[], "one", None).unwrap();
+        let most = Extent::new(0, arena.len() - (1 << 19));
+        arena.write(most, 0, &vec![1; most.len as usize]).unwrap();
+        drop((arena, kept));
+        let config = limited(&[]);
+        assert!(matches!(
+            find_earlier(&config, instance),
+            Ok(EarlierL1::Kept(0))
+        ));
+        assert!(matches!(open(&config).unwrap().1.0, Ledgers::Old(..)));
+        let stat = format!("shmem {}\n", most.len);
+        std::fs::write(folder.path().join("memory.stat"), stat).unwrap();
+        assert!(open(&config).is_err(), "they are this cgroup's");
+        drop(open_as("limit", &["--l1-restore", "off"], "one", None).unwrap());
     }
 
     /// Of two state directories, or network namespaces, with one `/dev/shm`.

@@ -18,7 +18,7 @@ use kvtier_sync::Mutex;
 use super::allocator::{L1Allocator, parts};
 use super::heritage::Heritage;
 use super::kept::{Begun, Kept, Pending};
-use super::place::{named_place, with_ledger};
+use super::place::{named_place, remove_earlier, with_ledger};
 use super::unavailable;
 use kvtier_config::{HostMemory, NumaNodes, ServerConfig, in_gib};
 use kvtier_tenants::Opened;
@@ -47,6 +47,8 @@ pub struct L1 {
     nodes: Vec<u32>,
     /// Whether it was left to the next server or discarded, which happens once.
     is_closed: AtomicBool,
+    /// Whether it ends with the process, as an operator interrupted the server.
+    is_last: AtomicBool,
     /// What the server before has until it hands over.
     pending: Mutex<Option<Pending>>,
     /// Why it ends with the process, if it does.
@@ -84,7 +86,7 @@ impl L1 {
             pending,
             unkept,
         } = kept.begin(allocator, cache_config);
-        let heritage = Heritage::new(restored, config.write_ttl, &cache, arena.path());
+        let heritage = Heritage::new(restored, &cache, arena.path());
         if pending.is_none() {
             heritage.release_unreachable(&arena);
         } else if heritage.rejected.total() > 0 {
@@ -99,6 +101,7 @@ impl L1 {
             heritage,
             nodes,
             is_closed: AtomicBool::new(false),
+            is_last: AtomicBool::new(false),
             pending: Mutex::new(pending),
             unkept,
         })
@@ -160,13 +163,11 @@ impl L1 {
         }
     }
 
-    /// Frees memory that clients of the server before may have copied until now, when no client can any more; and removes the name
-    /// of memory that has lost pages, so that no later server finds it however this one ends.
-    pub fn expire(&self, now: Duration) {
+    /// Removes the name of memory that has lost pages, so that no later server finds it however this one ends.
+    pub fn expire(&self) {
         if !self.is_closed.load(Ordering::Acquire) {
             self.remove_lost();
         }
-        self.heritage.expire(now, &self.arena);
     }
 
     /// Leaves L1 to the next server, unless it was [discarded](L1::discard): nothing of it may be written any more. Without a
@@ -180,14 +181,25 @@ impl L1 {
         let is_lost = self.remove_lost();
         if let (true, false, Ok(memory)) = (is_kept, is_lost, self.kept_in()) {
             let [memory, ledger] = with_ledger(memory);
-            tracing::info!(
-                memory = %memory.display(),
-                ledger = %ledger.display(),
-                "L1 is left to the next server"
-            );
+            if self.is_last.load(Ordering::Acquire) {
+                self.arena.remove();
+                remove_earlier([ledger]);
+                tracing::info!(memory = %memory.display(), "freed L1, since the server was interrupted; SIGTERM keeps it");
+            } else {
+                tracing::info!(
+                    memory = %memory.display(),
+                    ledger = %ledger.display(),
+                    "L1 is left to the next server"
+                );
+            }
         }
         self.arena.unlink();
         self.arena.release();
+    }
+
+    /// Ends L1 with the process: [`L1::close`] frees it.
+    pub fn end_with_process(&self) {
+        self.is_last.store(true, Ordering::Release);
     }
 
     /// Removes the name of memory that has lost pages: a later server would lose them again. Returns whether pages were lost.
@@ -386,6 +398,7 @@ fn kept_hugepages() -> Vec<String> {
 /// # Errors
 /// One line that names what is unavailable. If a pool that no flag names is, the arena is made without it.
 pub fn create_arena(config: &ServerConfig) -> Result<Arena> {
+    config.check_memory(0)?;
     let bytes = config.l1_bytes;
     let describe = |error| no_arena(config, error);
     if config.l1_hugepages {

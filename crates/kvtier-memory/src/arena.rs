@@ -250,6 +250,13 @@ impl Arena {
         }
     }
 
+    /// Bytes of the pages that its segment has; 0 without one.
+    #[must_use]
+    pub fn backed_bytes(&self) -> u64 {
+        let sizes = self.shm.as_ref().and_then(ShmFile::sizes);
+        sizes.unwrap_or_default().1
+    }
+
     /// Lets the segment of a shared arena stay when this process ends, for [`find`](Self::find).
     pub fn keep(&self) {
         if let Some(shm) = &self.shm {
