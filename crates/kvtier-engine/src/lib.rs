@@ -162,7 +162,9 @@ impl Engine {
     /// One line with what is unavailable and the flag that asks for it.
     pub fn new(config: Arc<ServerConfig>, metrics: Arc<Metrics>) -> Result<Self> {
         let (context, quotas) = Self::open(config, metrics, None)?;
-        Ok(Self::over(context, quotas))
+        let engine = Self::over(context, quotas);
+        engine.transfers.inherit();
+        Ok(engine)
     }
 
     fn open(
@@ -535,6 +537,11 @@ impl Engine {
         if let Ok(state) = &self.context.state {
             state.release();
         }
+    }
+
+    /// Lets L1 end with the process: [`Engine::close`] frees it, in place of leaving it to the next server.
+    pub fn end_l1(&self) {
+        self.context.l1.end_with_process();
     }
 
     /// Waits, for a while, until the memory of workers that have left is released.

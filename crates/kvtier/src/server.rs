@@ -19,7 +19,7 @@ use crate::USAGE;
 use crate::inherited;
 use crate::notify::Notifier;
 use crate::out::{self, complain};
-use crate::signals::{self, HANDED_OVER, ServerSignals};
+use crate::signals::{self, HANDED_OVER, SIGINT, ServerSignals};
 
 /// How long the exit handlers of libraries may take after a start that failed: one of a GPU driver may not return.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -117,6 +117,10 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::SUCCESS);
     }
     tracing::info!(signal, "stopping");
+    if signal == SIGINT {
+        // An operator at a terminal starts no successor, and the memory would stay.
+        server.engine().end_l1();
+    }
     notifier.stopping(server.stop_limit());
     end_in_time(&server).context("no thread to watch the stop")?;
     server.stop();

@@ -17,6 +17,9 @@ const WATCHDOG: &str = "watchdog";
 /// Among the signals: another server has taken over.
 pub(crate) const HANDED_OVER: &str = "handed over";
 
+/// Among the signals: Ctrl-C.
+pub(crate) const SIGINT: &str = "SIGINT";
+
 /// Exit code of a command that was interrupted, as in shells.
 pub(crate) const INTERRUPTED: u8 = 130;
 
@@ -58,7 +61,8 @@ pub(crate) fn flag_at(kinds: &[SignalKind], seen: fn(bool)) -> anyhow::Result<Ar
 ///
 /// | signal | effect |
 /// | --- | --- |
-/// | SIGTERM, SIGINT | stop |
+/// | SIGTERM | stop; L1 is kept where it can be |
+/// | SIGINT | stop, and free L1 |
 /// | SIGHUP | read the file of `--config`, tokens and certificate again |
 /// | SIGUSR1, SIGUSR2 | log the state |
 /// | SIGXFSZ | none: the write above a file size limit fails |
@@ -112,7 +116,7 @@ impl ServerSignals {
                     () = due(watchdog.as_ref()) => WATCHDOG,
                     () = is_over(handed_over.as_mut()) => HANDED_OVER,
                     _ = self.term.recv() => "SIGTERM",
-                    _ = self.int.recv() => "SIGINT",
+                    _ = self.int.recv() => SIGINT,
                     _ = self.hup.recv() => "SIGHUP",
                     _ = self.usr1.recv() => "SIGUSR1",
                     _ = self.usr2.recv() => "SIGUSR2",

@@ -480,6 +480,76 @@ fn granted_memory_is_withheld_until_client_ends() {
     }
 }
 
+/// Ctrl-C frees what SIGTERM and a crash keep.
+#[test]
+fn interrupted_server_frees_its_memory() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let pool = Segments::pool();
+    let exist = || [&pool, &format!("{pool}.ledger")].map(|path| std::fs::exists(path).unwrap());
+    let server = Server::start(base.path(), "0.0078125", &[]);
+    drop(server.worker_with(1, "a", 1..2));
+    server.stop();
+    assert_eq!(exist(), [true; 2]);
+    let server = Server::start(base.path(), "0.0078125", &[]);
+    assert_eq!(server.restored(), Some(CHUNKS), "{}", server.log);
+    let log = server.interrupt();
+    assert_eq!(exist(), [false; 2], "{log}");
+    assert!(
+        log.contains("freed L1") && !log.contains("L1 is left"),
+        "{log}"
+    );
+}
+
+/// Exit code and output of `kvtier pools` with these arguments.
+fn pools(args: &[&str]) -> (Option<i32>, String) {
+    let mut command = std::process::Command::new(KVTIER);
+    let output = command.arg("pools").args(args).output().unwrap();
+    let text = [output.stdout, output.stderr].concat();
+    (output.status.code(), String::from_utf8(text).unwrap())
+}
+
+#[test]
+fn pools_frees_only_what_no_process_has() {
+    let base = tempfile::tempdir().unwrap();
+    let _segments = Segments::new();
+    let path = Segments::pool();
+    let pool = path.strip_prefix("/dev/shm/").unwrap();
+    let mut server = Server::start(base.path(), "0.0078125", &[]);
+    let worker = server.worker_with(1, "a", 1..2);
+    let line = |of: &str| {
+        let (_, listed) = pools(&[]);
+        let mut lines = listed.lines().map(|line| line.trim().to_owned());
+        lines.find(|line| line.split_whitespace().next() == Some(of))
+    };
+    let process = format!("the server that is process {}", server.child.id());
+    for name in [pool, &format!("{pool}.ledger")] {
+        assert!(line(name).unwrap().ends_with(&process), "{:?}", line(name));
+    }
+    let (code, text) = pools(&["free", pool]);
+    assert_eq!(code, Some(1), "{text}");
+    assert!(text.contains(&process), "{text}");
+    server.kill();
+    // The worker still maps the pool.
+    assert!(line(pool).unwrap().ends_with("processes that map it"));
+    let (code, text) = pools(&["free", pool]);
+    assert_eq!(
+        (code, std::fs::exists(&path).unwrap()),
+        (Some(1), true),
+        "{text}"
+    );
+    drop(worker);
+    assert!(line(pool).unwrap().ends_with("nothing"));
+    // Named without the prefix; its ledger goes with it.
+    let (code, text) = pools(&["free", pool.strip_prefix("lmcache_l1_pool_").unwrap()]);
+    assert_eq!(code, Some(0), "{text}");
+    assert_eq!(line(pool), None);
+    assert!(!std::fs::exists(format!("{path}.ledger")).unwrap());
+    let (code, text) = pools(&["free", pool]);
+    assert_eq!(code, Some(1));
+    assert!(text.contains("there is none"), "{text}");
+}
+
 /// Of a client of kvtier's own, which names its chunk size.
 fn own_scope() -> Scope {
     Scope {

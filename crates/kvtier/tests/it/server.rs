@@ -222,8 +222,19 @@ impl Server {
 
     /// Asks it to stop.
     pub(crate) fn terminate(&self) {
+        self.signal(rustix::process::Signal::TERM);
+    }
+
+    fn signal(&self, signal: rustix::process::Signal) {
         let pid = rustix::process::Pid::from_child(&self.child);
-        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+        rustix::process::kill_process(pid, signal).unwrap();
+    }
+
+    /// Stops it as Ctrl-C does; returns the rest of its log.
+    pub(crate) fn interrupt(mut self) -> String {
+        self.signal(rustix::process::Signal::INT);
+        assert!(self.child.wait().unwrap().success());
+        self.rest_of_log()
     }
 
     pub(crate) fn stop(mut self) {
