@@ -34,6 +34,7 @@ mod error;
 pub mod fault;
 mod file;
 mod hugetlbfs;
+mod kept_files;
 mod mapping;
 mod memfd;
 mod numa;
@@ -51,6 +52,7 @@ pub use copy::{AffineCopy, CopyLoop, Direction, MAX_LOOPS, Run, copy_affine, cop
 pub use error::ArenaError;
 pub use file::{FileError, close_file};
 pub use hugetlbfs::{NoHugetlbfs, hugetlbfs_mounts};
+pub use kept_files::{Holder, KeptFile};
 pub use kvtier_extent::{Extent, FreeExtents};
 pub use memfd::SharedSegment;
 pub use numa::NumaError;

@@ -1,7 +1,7 @@
 //! Memory that has a name, in `/dev/shm` or another file system of memory: its file, and the lock that says its server lives.
 
 use std::ffi::{CStr, CString};
-use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::ffi::OsStringExt as _;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
@@ -11,6 +11,7 @@ use rustix::fs::{FlockOperation, Mode, OFlags as FileFlags};
 use rustix::shm::{self, OFlags};
 
 use crate::error::ArenaError;
+use crate::kept_files::KeptFile;
 
 /// What every arena's shared-memory name begins with (LMCache 0.5.6 names its pools so, and its
 /// clients look for the name they receive, without a slash).
@@ -21,7 +22,7 @@ pub const SHM: &str = "/dev/shm";
 
 /// How a named file is opened besides: a link in its place is not followed, since others may write the directory, and opening a pipe
 /// there does not wait for its other end.
-const CAREFULLY: FileFlags = FileFlags::NOFOLLOW
+pub(crate) const CAREFULLY: FileFlags = FileFlags::NOFOLLOW
     .union(FileFlags::NONBLOCK)
     .union(FileFlags::CLOEXEC);
 
@@ -117,6 +118,34 @@ fn open(path: &CStr, flags: FileFlags, mode: Mode) -> rustix::io::Result<OwnedFd
     rustix::fs::open(path, flags | CAREFULLY, mode)
 }
 
+/// Whether it is known that no other process has a file open or mapped.
+pub(crate) fn is_alone(file: &impl AsRawFd) -> bool {
+    let fd = file.as_raw_fd();
+    // The lease is broken by a signal if another process opens the file in the meantime: one that is ignored by default.
+    // SAFETY: the calls take numbers only, and the descriptor is open.
+    unsafe {
+        libc::fcntl(fd, F_SETSIG, libc::SIGURG) == 0
+            && libc::fcntl(fd, libc::F_SETLEASE, libc::F_WRLCK) == 0
+            && libc::fcntl(fd, libc::F_SETLEASE, libc::F_UNLCK) == 0
+    }
+}
+
+/// Removes what is at this path unless it is a file of this user, or nothing. It is not opened, and a lock on another user's file
+/// does not count: no server of this user has it. Returns whether something was removed.
+fn remove_foreign(path: &CStr) -> rustix::io::Result<bool> {
+    let stat = match rustix::fs::lstat(path) {
+        Err(rustix::io::Errno::NOENT) => return Ok(true),
+        stat => stat?,
+    };
+    let is_own = stat.st_uid == rustix::process::geteuid().as_raw();
+    match rustix::fs::FileType::from_raw_mode(stat.st_mode) {
+        rustix::fs::FileType::RegularFile if is_own => return Ok(false),
+        rustix::fs::FileType::Directory => rustix::fs::rmdir(path)?,
+        _ => rustix::fs::unlink(path)?,
+    }
+    Ok(true)
+}
+
 /// The name and file of a shared arena; the file also holds the lock that says "alive".
 pub(crate) struct ShmFile {
     /// Without a slash.
@@ -150,7 +179,8 @@ impl ShmFile {
         &self.file
     }
 
-    /// Creates the file, in place of one that a dead process left behind.
+    /// Creates the file, in place of one that a dead process left behind, or of what another user made there if this one may
+    /// remove it, as root may.
     pub(crate) fn create(folder: &Path, name: &str) -> Result<Self, ArenaError> {
         let (name, path) = names(folder, name)?;
         let system = |action, e: rustix::io::Errno| ArenaError::System {
@@ -183,12 +213,14 @@ impl ShmFile {
                 Err(rustix::io::Errno::EXIST) => {}
                 Err(e) => return Err(system("create", e)),
             }
+            match remove_foreign(&path) {
+                Ok(true) => continue,
+                Ok(false) => {}
+                Err(e) => return Err(system("replace what another user has left at", e)),
+            }
             let stale = match open(&path, FileFlags::RDWR, Mode::empty()) {
                 Ok(stale) => stale,
                 Err(rustix::io::Errno::NOENT) => continue,
-                Err(e @ (rustix::io::Errno::ACCESS | rustix::io::Errno::PERM)) => {
-                    return Err(system("replace what another user has left at", e));
-                }
                 Err(e) => return Err(system("open the old segment of", e)),
             };
             // Our servers lock their segment as long as they live. Replacing a living one's
@@ -288,14 +320,7 @@ impl ShmFile {
     /// Whether it is known that no other process has the segment open or mapped, whatever namespace it is in. The system grants
     /// a lease for writing only then.
     pub(crate) fn is_alone(&self) -> bool {
-        let fd = self.file.as_raw_fd();
-        // The lease is broken by a signal if another process opens the file in the meantime: one that is ignored by default.
-        // SAFETY: the calls take numbers only, and the descriptor is open.
-        unsafe {
-            libc::fcntl(fd, F_SETSIG, libc::SIGURG) == 0
-                && libc::fcntl(fd, libc::F_SETLEASE, libc::F_WRLCK) == 0
-                && libc::fcntl(fd, libc::F_SETLEASE, libc::F_UNLCK) == 0
-        }
+        is_alone(&self.file)
     }
 
     /// Removes the name if it is ours, kept or not; returns whether it was kept.
@@ -326,27 +351,16 @@ impl Drop for ShmFile {
     }
 }
 
-/// Removes the pools whose names begin with `prefix` and whose servers have ended, such as killed ones; a running server
-/// holds a lock on its pool. Returns how many were removed.
+/// Removes the pools whose names begin with `prefix` and that no process has, such as those of killed servers. Returns how many
+/// were removed.
 ///
 /// Pools that cannot be examined or removed, such as those of another user, stay.
 pub fn remove_stale_pools(prefix: &str) -> usize {
     let Ok(prefix) = full_name(prefix) else {
         return 0;
     };
-    let Ok(all) = std::fs::read_dir(SHM) else {
-        return 0;
-    };
-    let is_removed = |name: &str| {
-        let flags = OFlags::RDWR | NO_FOLLOW | NO_WAIT;
-        let file = shm::open(name, flags, Mode::empty())?;
-        rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)?;
-        shm::unlink(name)
-    };
-    all.flatten()
-        .filter_map(|entry| entry.file_name().into_string().ok())
-        .filter(|name| name.starts_with(&prefix) && is_removed(name).is_ok())
-        .count()
+    let all = KeptFile::named(|name| name.starts_with(&prefix)).into_iter();
+    all.filter(|file| file.free().is_ok()).count()
 }
 
 /// Removes the file of this name in `folder` that an earlier process has kept; returns whether there was one.

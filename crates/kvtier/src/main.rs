@@ -12,6 +12,7 @@ mod notify;
 mod out;
 mod pattern;
 mod ping;
+mod pools;
 mod quota;
 mod server;
 mod signals;
@@ -55,6 +56,8 @@ enum Command {
     Config(config::ConfigArgs),
     /// Measure the round trip to a server.
     Ping(ping::PingArgs),
+    /// List memory that servers have in /dev/shm, or free what no server has.
+    Pools(pools::PoolsArgs),
     /// Check a second tier by the conformance suite: a configured one, or a program that is one.
     TierTest(tier_test::TierTestArgs),
     /// Print a shell's completions of commands and flags.
@@ -77,6 +80,7 @@ impl Command {
             Self::Quota(_) => "quota",
             Self::Config(_) => "config",
             Self::Ping(_) => "ping",
+            Self::Pools(_) => "pools",
             Self::TierTest(_) => "tier-test",
             Self::Completions(_) => "completions",
             Self::Man(_) => "man",
@@ -104,6 +108,7 @@ fn main() -> ExitCode {
         Command::Quota(args) => quota::run(&args),
         Command::Config(args) => config::run(&args),
         Command::Ping(args) => ping::run(&args),
+        Command::Pools(args) => pools::run(&args),
         Command::TierTest(args) => tier_test::run(&args),
         Command::Completions(args) => definitions::complete(&args),
         Command::Man(args) => definitions::man(&args),

@@ -1,7 +1,7 @@
 //! Arenas of every kind: creation, names, access, prefaulting, and what is left behind (nothing).
 
-use std::fs;
-use std::os::unix::fs::PermissionsExt;
+use std::fs::{self, File};
+use std::os::unix::fs::{MetadataExt as _, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -216,6 +216,68 @@ fn stale_segment_is_removed_before_capacity_is_checked() {
     fs::write(&path, b"left behind").unwrap();
     Arena::create(shm(&name), 1 << 62).unwrap_err();
     assert!(!path.exists());
+}
+
+/// Made by any local user, in a directory where each may make names.
+#[test]
+fn names_of_another_user_are_replaced_by_root() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("skipped: only root may remove what another user has made in /dev/shm");
+        return;
+    }
+    let name = unique_name();
+    let path = PathBuf::from(format!("/dev/shm/{SHM_PREFIX}{name}"));
+    let target = tempfile::NamedTempFile::new().unwrap();
+    fs::write(target.path(), b"kept").unwrap();
+    let nobody = |path: &std::path::Path| {
+        std::os::unix::fs::lchown(path, Some(65534), Some(65534)).unwrap();
+    };
+    let held = || {
+        let file = File::create(&path).unwrap();
+        file.lock().unwrap();
+        Some(file)
+    };
+    let make: [&dyn Fn() -> Option<File>; 5] = [
+        &|| {
+            std::os::unix::fs::symlink(target.path(), &path).unwrap();
+            None
+        },
+        &|| {
+            fs::create_dir(&path).unwrap();
+            None
+        },
+        &|| {
+            drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
+            None
+        },
+        &|| {
+            fs::hard_link(target.path(), &path).unwrap();
+            None
+        },
+        &held,
+    ];
+    for (number, make) in make.iter().enumerate() {
+        let lock = make();
+        nobody(&path);
+        let arena = Arena::create(shm(&name), 4096).unwrap();
+        let found = fs::symlink_metadata(&path).unwrap();
+        assert!(found.is_file() && found.uid() == 0, "{number}");
+        assert_eq!(fs::read(target.path()).unwrap(), b"kept", "{number}");
+        drop((arena, lock));
+        assert!(!path.exists());
+    }
+    // A file of this user that is locked is a server's.
+    let lock = held();
+    let error = Arena::create(shm(&name), 4096).unwrap_err();
+    assert!(matches!(error, ArenaError::NameInUse { .. }), "{error}");
+    drop(lock);
+    fs::remove_file(&path).unwrap();
+    // A directory with something in it stays.
+    fs::create_dir(&path).unwrap();
+    fs::write(path.join("x"), b"x").unwrap();
+    let error = Arena::create(shm(&name), 4096).unwrap_err();
+    assert!(error.to_string().contains("another user"), "{error}");
+    fs::remove_dir_all(&path).unwrap();
 }
 
 #[test]
