@@ -26,7 +26,7 @@ pub struct Restored<A: ExtentAllocator> {
     pub read: ReadLease<A>,
 }
 
-/// Namespace and time of a grant, by which memory of an earlier process's clients is told apart.
+/// Namespace and time of a grant of an earlier process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GrantOrigin {
     /// Namespace of the objects.

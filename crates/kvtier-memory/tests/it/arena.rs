@@ -227,7 +227,7 @@ fn names_of_another_user_are_replaced_by_root() {
     }
     let name = unique_name();
     let path = PathBuf::from(format!("/dev/shm/{SHM_PREFIX}{name}"));
-    let target = tempfile::NamedTempFile::new().unwrap();
+    let target = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
     fs::write(target.path(), b"kept").unwrap();
     let nobody = |path: &std::path::Path| {
         std::os::unix::fs::lchown(path, Some(65534), Some(65534)).unwrap();

@@ -136,6 +136,7 @@ fn help_names_every_command() {
         "quota",
         "config",
         "ping",
+        "pools",
         "tier-test",
         "completions",
         "man",
