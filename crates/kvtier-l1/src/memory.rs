@@ -3,7 +3,7 @@
 //! The mutex guards the ledger of a server that has not handed over yet; no other lock is acquired inside.
 
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -12,13 +12,15 @@ use kvtier_core::cache::{Cache, CacheConfig};
 use kvtier_core::quota::QuotaConfig;
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_extent::Extent;
-use kvtier_memory::{Arena, ArenaError, ArenaKind, SHM_PREFIX, Space, hugetlbfs_mounts};
+use kvtier_memory::{
+    Arena, ArenaError, ArenaKind, SHM, SHM_PREFIX, Space, hugetlbfs_mounts, remove_kept,
+};
 use kvtier_sync::Mutex;
 
 use super::allocator::{L1Allocator, parts};
 use super::heritage::Heritage;
 use super::kept::{Begun, Kept, Pending};
-use super::place::{named_place, remove_earlier, with_ledger};
+use super::place::{named_place, with_ledger};
 use super::unavailable;
 use kvtier_config::{HostMemory, NumaNodes, ServerConfig, in_gib};
 use kvtier_tenants::Opened;
@@ -183,7 +185,7 @@ impl L1 {
             let [memory, ledger] = with_ledger(memory);
             if self.is_last.load(Ordering::Acquire) {
                 self.arena.remove();
-                remove_earlier([ledger]);
+                remove_kept(Path::new(SHM), &ledger.file_name().unwrap_or_default().to_string_lossy());
                 tracing::info!(memory = %memory.display(), "freed L1, since the server was interrupted; SIGTERM keeps it");
             } else {
                 tracing::info!(

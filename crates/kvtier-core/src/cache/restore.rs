@@ -220,9 +220,12 @@ impl<A: ExtentAllocator> State<A> {
         grants.collect()
     }
 
-    /// Leases an object whose ledger says already that a client may be reading it.
+    /// Leases an object whose ledger says already that a client may be reading it. That is no use of it: its time stays.
     fn hold_granted(&mut self, reference: SlotRef) {
-        self.slab.at_mut(reference.slot).grant();
+        let slot = self.slab.at_mut(reference.slot);
+        let used_at = slot.used_at;
+        slot.grant();
         self.hold(reference.slot);
+        self.slab.at_mut(reference.slot).used_at = used_at;
     }
 }

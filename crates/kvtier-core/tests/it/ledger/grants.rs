@@ -60,6 +60,7 @@ fn grants_keep_their_times_over_restarts() {
     reserve(80, 0, 4).commit(at(80));
     let read = cache.lease(at(90), space(0), &[hash(4)]).unwrap();
     read.grant();
+    reserve(100, 2, 5).commit(at(100));
     let mut memory = words.memory();
     for _ in 0..3 {
         let shared = Shared::of(&memory);
