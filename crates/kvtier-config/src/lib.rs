@@ -295,7 +295,7 @@ impl ServerConfig {
         })
     }
 
-    /// Refuses an L1 above the memory limit of this process's cgroup, `kept` bytes of which an earlier server has left. Hugepages
+    /// Refuses an L1 above the memory limit of this process's cgroup. An earlier server has left `kept` bytes of it. Hugepages
     /// have a limit of their own.
     ///
     /// # Errors

@@ -185,7 +185,10 @@ impl L1 {
             let [memory, ledger] = with_ledger(memory);
             if self.is_last.load(Ordering::Acquire) {
                 self.arena.remove();
-                remove_kept(Path::new(SHM), &ledger.file_name().unwrap_or_default().to_string_lossy());
+                remove_kept(
+                    Path::new(SHM),
+                    &ledger.file_name().unwrap_or_default().to_string_lossy(),
+                );
                 tracing::info!(memory = %memory.display(), "freed L1, since the server was interrupted; SIGTERM keeps it");
             } else {
                 tracing::info!(

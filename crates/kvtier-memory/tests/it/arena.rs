@@ -229,7 +229,7 @@ fn names_of_another_user_are_replaced_by_root() {
     let path = PathBuf::from(format!("/dev/shm/{SHM_PREFIX}{name}"));
     let target = tempfile::NamedTempFile::new_in("/dev/shm").unwrap();
     fs::write(target.path(), b"kept").unwrap();
-    let nobody = |path: &std::path::Path| {
+    let disown = |path: &std::path::Path| {
         std::os::unix::fs::lchown(path, Some(65534), Some(65534)).unwrap();
     };
     let held = || {
@@ -258,7 +258,7 @@ fn names_of_another_user_are_replaced_by_root() {
     ];
     for (number, make) in make.iter().enumerate() {
         let lock = make();
-        nobody(&path);
+        disown(&path);
         let arena = Arena::create(shm(&name), 4096).unwrap();
         let found = fs::symlink_metadata(&path).unwrap();
         assert!(found.is_file() && found.uid() == 0, "{number}");
