@@ -252,6 +252,8 @@ impl ShmFile {
         let (name, path) = names(folder, name)?;
         let file = match open(&path, FileFlags::RDWR, Mode::empty()) {
             Ok(file) => file,
+            // A process tries at this moment whether it is alone with the file.
+            Err(rustix::io::Errno::WOULDBLOCK) => return Err(ArenaError::NameInUse { name }),
             // Absent, a link, a directory, or of another user: a new one takes its place, if it can.
             Err(_) => return Ok(None),
         };

@@ -516,7 +516,7 @@ fn pools_frees_only_what_no_process_has() {
     let path = Segments::pool();
     let pool = path.strip_prefix("/dev/shm/").unwrap();
     let mut server = Server::start(base.path(), "0.0078125", &[]);
-    let worker = server.worker_with(1, "a", 1..2);
+    let mut worker = server.worker_with(1, "a", 1..2);
     let line = |of: &str| {
         let (_, listed) = pools(&[]);
         let mut lines = listed.lines().map(|line| line.trim().to_owned());
@@ -530,6 +530,7 @@ fn pools_frees_only_what_no_process_has() {
     assert_eq!(code, Some(1), "{text}");
     assert!(text.contains(&process), "{text}");
     server.kill();
+    worker.connection().set_timeout(BRIEF);
     // The worker still maps the pool.
     assert!(line(pool).unwrap().ends_with("processes that map it"));
     let (code, text) = pools(&["free", pool]);
