@@ -16,6 +16,9 @@ use crate::shm_file::{CAREFULLY, SHM, SHM_PREFIX, is_alone};
 /// Begins the names of folders in `/dev/shm` with the registrations of workers.
 const FOLDER_PREFIX: &str = "kvtier_";
 
+/// Ends the name of a pool's ledger.
+const LEDGER: &str = "ledger";
+
 /// A file or folder of a server, in a file system of memory.
 #[derive(Debug)]
 pub struct KeptFile {
@@ -67,7 +70,7 @@ impl KeptFile {
         let inside = std::fs::read_dir(&path).into_iter().flatten().flatten();
         let inside = inside.filter_map(|entry| entry.metadata().ok());
         let blocks: u64 = inside.map(|file| file.blocks()).sum();
-        let holder = open(&path).map_or(Holder::Unknown, |file| holder(&file));
+        let holder = open(&path).map_or(Holder::Unknown, |file| holder(&path, &file));
         Some(Self {
             bytes: (found.blocks() + blocks) * 512,
             user: found.uid(),
@@ -89,7 +92,7 @@ impl KeptFile {
             return Err(ErrorKind::PermissionDenied.into());
         }
         // Its lock is held from here on, so that no server takes it meanwhile.
-        if holder(&file) != Holder::None {
+        if holder(&self.path, &file) != Holder::None {
             return Err(ErrorKind::ResourceBusy.into());
         }
         match found.is_dir() {
@@ -111,8 +114,18 @@ fn open(path: &Path) -> Result<File> {
     }
 }
 
+/// What has the file at this path. A ledger is of no use without its pool, so what has the pool has the ledger.
+fn holder(path: &Path, file: &File) -> Holder {
+    let is_ledger = path.extension().is_some_and(|end| end == LEDGER);
+    let pool = is_ledger.then(|| open(&path.with_extension("")).ok());
+    match (file_holder(file), pool.flatten()) {
+        (Holder::None, Some(pool)) => file_holder(&pool),
+        (holder, _) => holder,
+    }
+}
+
 /// What has a file. If that is no process, its lock is held until it is closed.
-fn holder(file: &File) -> Holder {
+fn file_holder(file: &File) -> Holder {
     match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => {}
         Err(rustix::io::Errno::WOULDBLOCK) => return Holder::Server(lock_owner(file)),

@@ -532,13 +532,17 @@ fn pools_frees_only_what_no_process_has() {
     server.kill();
     worker.connection().set_timeout(BRIEF);
     // The worker still maps the pool.
-    assert!(line(pool).unwrap().ends_with("processes that map it"));
+    let ledger = format!("{pool}.ledger");
+    for name in [pool, &ledger] {
+        assert!(line(name).unwrap().ends_with("processes that map it"));
+    }
     let (code, text) = pools(&["free", pool]);
     assert_eq!(
         (code, std::fs::exists(&path).unwrap()),
         (Some(1), true),
         "{text}"
     );
+    assert!(line(&ledger).is_some());
     drop(worker);
     assert!(line(pool).unwrap().ends_with("nothing"));
     // Named without the prefix; its ledger goes with it.
