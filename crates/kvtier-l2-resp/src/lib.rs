@@ -29,9 +29,8 @@ mod stream;
 #[cfg(test)]
 mod tests;
 
-use std::collections::HashSet;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use kvtier_core::object_key::ObjectKey;
 use serde_json::{Value as Json, json};
@@ -292,13 +291,25 @@ impl Adapter for RespAdapter {
     ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
         Box::pin(async move {
             let mut recovered = Recovered::default();
-            let (mut failures, mut seen) = (0, HashSet::new());
+            let mut failures = 0;
             let nodes = self.nodes.primaries().await?;
+            let is_wanted = AtomicBool::new(true);
+            let found = |objects| {
+                let is_more_wanted = found(objects);
+                is_wanted.store(is_more_wanted, Ordering::Relaxed);
+                is_more_wanted
+            };
             for node in &nodes {
-                let scan = self.recover_from(node, found, &mut seen, &mut recovered);
+                let scan = self.recover_from(node, &found);
                 match scan.await {
-                    Ok(true) => {}
-                    Ok(false) => break,
+                    Ok(of_node) => {
+                        recovered.foreign += of_node.foreign;
+                        recovered.objects += of_node.objects;
+                        recovered.bytes = recovered.bytes.saturating_add(of_node.bytes);
+                        if !is_wanted.load(Ordering::Relaxed) {
+                            break;
+                        }
+                    }
                     Err(error) if failures + 1 == nodes.len() => return Err(error),
                     Err(error) => {
                         tracing::warn!(tier = self.options.tier, %error, "a node of a second tier was not scanned; its objects count once they are found");

@@ -11,10 +11,15 @@ use super::names::{is_companion, unprefixed};
 use super::pool::Pool;
 use super::reply::Value;
 use super::{RespAdapter, errors};
-use kvtier_l2::{Adapter as _, ErrorKind, L2Error, ListPage, Listed, Recovered, key_digest};
+use kvtier_l2::{
+    Adapter as _, BoxFuture, ErrorKind, L2Error, ListPage, Listed, Recovered, recover_pages,
+};
 
 /// Keys of one page at most.
 const MAX_LIST_PAGE: usize = 2000;
+
+/// Keys of one page of a recovery.
+const RECOVERY_PAGE: usize = 1000;
 
 /// Keys that are asked about in one round trip.
 const KEYS_PER_PART: usize = 512;
@@ -145,30 +150,26 @@ impl RespAdapter {
         Ok((objects, next, foreign))
     }
 
-    /// Passes all objects of a node to `found`; returns whether that wants more.
+    /// Passes all objects of a node to `found`, until that returns false. An object may come twice, as the server makes its table
+    /// larger or a slot moves.
     pub(super) async fn recover_from(
         &self,
         node: &Pool,
         found: &(dyn Fn(Vec<Listed>) -> bool + Send + Sync),
-        seen: &mut HashSet<u128>,
-        recovered: &mut Recovered,
-    ) -> Result<bool, L2Error> {
-        let mut cursor = "0".to_owned();
-        loop {
-            let (mut objects, next, foreign) = self.page_of(node, &cursor, 1000).await?;
-            // A scan may come by a key again while the server makes its table larger, or a slot moves.
-            objects.retain(|object| seen.insert(key_digest(&object.key)));
-            recovered.foreign += foreign;
-            recovered.objects += objects.len() as u64;
-            recovered.bytes += objects.iter().map(|object| object.bytes).sum::<u64>();
-            if !found(objects) {
-                return Ok(false);
-            }
-            if next == "0" {
-                return Ok(true);
-            }
-            cursor = next;
-        }
+    ) -> Result<Recovered, L2Error> {
+        let page = |cursor: Option<String>| -> BoxFuture<'_, _> {
+            Box::pin(async move {
+                let cursor = cursor.as_deref().unwrap_or("0");
+                let (objects, next, foreign) = self.page_of(node, cursor, RECOVERY_PAGE).await?;
+                let next = (next != "0").then_some(next);
+                Ok((ListPage { objects, next }, foreign))
+            })
+        };
+        let circles = || {
+            let what = "the server goes round in circles in a scan of its keys";
+            node.endpoint.error(ErrorKind::Unavailable, &what)
+        };
+        recover_pages(page, found, circles).await
     }
 
     /// Free bytes of one node by its reply to `INFO memory`, if it has a bound.

@@ -77,15 +77,15 @@ pub struct Loaded {
     pub verified: bool,
 }
 
-/// One object of a listing.
-#[derive(Debug, Clone, PartialEq, Eq)]
+/// One object of a listing, ordered by its last use.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Listed {
+    /// Time of its last use or write as the backend reports it, in seconds since the Unix epoch.
+    pub used_at: u64,
     /// Its key.
     pub key: ObjectKey,
     /// Its bytes in the backend.
     pub bytes: u64,
-    /// Time of its last use or write as the backend reports it, in seconds since the Unix epoch.
-    pub used_at: u64,
 }
 
 /// Page of a listing.

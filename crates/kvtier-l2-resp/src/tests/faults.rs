@@ -1,5 +1,6 @@
 //! A server that says anything: no reply is ever taken for another one's.
 
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -194,6 +195,36 @@ async fn error_inside_of_a_pipeline_costs_its_own_item() {
     let objects: Vec<_> = (0..3).map(|number| object(number, 1000)).collect();
     let loaded = kinds(load(&adapter, &memory, &objects).await);
     assert_eq!(loaded, [None, Some(ErrorKind::Refused), None]);
+}
+
+#[tokio::test]
+async fn scan_whose_cursor_repeats_fails() {
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let port = listener.local_addr().unwrap().port();
+    tokio::spawn(async move {
+        loop {
+            let (mut stream, _) = listener.accept().await.unwrap();
+            tokio::spawn(async move {
+                let mut bytes = vec![0; 65536];
+                let mut said = &b"+PONG\r\n"[..];
+                while stream.read(&mut bytes).await.is_ok_and(|got| got > 0) {
+                    let _ = stream.write_all(said).await;
+                    said = b"*2\r\n$1\r\n7\r\n*0\r\n";
+                }
+            });
+        }
+    });
+    let options = RespOptions {
+        num_workers: 1,
+        ..RespOptions::new(Address::Tcp("127.0.0.1".into(), port))
+    };
+    let adapter = RespAdapter::open("resp", &options);
+    let pages = AtomicU64::new(0);
+    let found = |_| pages.fetch_add(1, Ordering::Relaxed) < 100;
+    let error = adapter.recover(&found).await.unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Unavailable);
+    assert!(error.to_string().contains("circles"), "{error}");
+    assert_eq!(pages.into_inner(), 2);
 }
 
 #[tokio::test]

@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
+use kvtier_core::ChunkHash;
 use kvtier_core::object_key::ObjectKey;
 use kvtier_sync::Mutex;
 use serde_json::{Value, json};
@@ -66,6 +67,7 @@ pub struct TestAdapter {
     capabilities: Capabilities,
     /// If set, each object that is looked up or loaded exists, and its bytes have this value.
     every_object: Option<u8>,
+    has_endless_listing: bool,
     /// Bytes per object beyond those of the object.
     overhead: u64,
     /// Bytes that [`Stored`] reports beyond the expected ones.
@@ -143,6 +145,29 @@ impl TestAdapter {
     pub fn with_every_object(mut self, value: u8) -> Self {
         self.every_object = Some(value);
         self
+    }
+
+    /// Lets it list [`endless_object`](Self::endless_object) 0, 1, 2 and so on, each on a page of its own.
+    #[must_use]
+    pub fn with_endless_listing(mut self) -> Self {
+        self.has_endless_listing = true;
+        self
+    }
+
+    /// One object of an endless listing; a higher number was used later.
+    ///
+    /// # Panics
+    /// Never.
+    #[must_use]
+    pub fn endless_object(number: u64) -> Listed {
+        let mut hash = [0; 32];
+        hash[..8].copy_from_slice(&number.to_le_bytes());
+        let key = ObjectKey::new(ChunkHash(hash), "some/model", 0x0100_0100, 0, "");
+        Listed {
+            used_at: number,
+            key: key.expect("a valid key"),
+            bytes: 1,
+        }
     }
 
     /// Returns one that has every object and follows these steps, whatever the calls are, before it succeeds.
@@ -489,6 +514,15 @@ impl Adapter for TestAdapter {
         found: &'a (dyn Fn(Vec<Listed>) -> bool + Send + Sync),
     ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
         Box::pin(async move {
+            if self.has_endless_listing {
+                let pages = (0..).take_while(|number| found(vec![Self::endless_object(*number)]));
+                let objects = pages.count() as u64 + 1;
+                return Ok(Recovered {
+                    objects,
+                    bytes: objects,
+                    ..Recovered::default()
+                });
+            }
             let list = |object: &Object| Listed {
                 key: object.key.clone(),
                 bytes: self.size(object),

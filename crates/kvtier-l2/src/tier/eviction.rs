@@ -18,7 +18,7 @@ use crate::error::L2Error;
 const SLICE: usize = 1024;
 
 /// Objects in the index of a backend without a capacity that others change too: some 150 MiB.
-const MAX_INDEXED: u64 = 1 << 20;
+pub(super) const MAX_INDEXED: u64 = 1 << 20;
 
 /// Part of the used bytes that is evicted if a backend has no piece of space that is large enough.
 const PART: u64 = 64;
@@ -68,10 +68,7 @@ impl Tier {
     /// others change too, and leaves them in it: a lookup finds them there, and what it has evicted would stay in the index until a
     /// load. Not if tenants have limits, whose bytes the index counts.
     fn trim_index(&self, most: u64) {
-        let is_open = self.adapter.capabilities().shared && self.config.capacity_bytes.is_none();
-        let has_limits =
-            self.index.quotas().default_limit.is_some() || self.has_grants.load(Ordering::Relaxed);
-        if !is_open || has_limits {
+        if !self.is_open() {
             return;
         }
         loop {
@@ -82,6 +79,14 @@ impl Tier {
             }
             drop(self.index.take_evicted());
         }
+    }
+
+    /// Whether others change the backend too, and nothing that the index counts bounds it.
+    pub(super) fn is_open(&self) -> bool {
+        let has_limits =
+            self.index.quotas().default_limit.is_some() || self.has_grants.load(Ordering::Relaxed);
+        let is_shared = self.adapter.capabilities().shared;
+        is_shared && self.config.capacity_bytes.is_none() && !has_limits
     }
 
     /// Evicts objects of twice `bytes`, or of a small part of all if that is more, and deletes them. Returns whether any was

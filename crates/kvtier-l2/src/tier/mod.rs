@@ -14,6 +14,7 @@ mod eviction;
 mod hand_over;
 mod inspection;
 mod key_states;
+mod listing;
 mod recovery;
 mod store;
 mod tenants;

@@ -3,6 +3,7 @@
 //! Requests are served meanwhile: keys that the index does not have yet are looked up in the backend. Only stores of a
 //! tier with a capacity or strict limits wait, since its free space is unknown. If the recovery fails, they are refused,
 //! and it is retried until it succeeds. Nothing is evicted before its first end, since the order of use is unknown.
+//! A [`Listing`] bounds what is kept of the backend's objects, and how many are read.
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -18,6 +19,7 @@ use tokio::sync::oneshot;
 use tokio::time::sleep;
 
 use super::budget::Budget;
+use super::listing::{Bounds, Listing};
 use super::{Adopted, IndexHandOver, Listed, Tier};
 use crate::adapter::Recovered;
 use crate::error::{ErrorKind, L2Error};
@@ -62,7 +64,7 @@ impl Tier {
         loop {
             let working = self.begin_work().await;
             let ended = tokio::select! {
-                ended = self.recover_once(stop) => ended,
+                ended = self.recover_once(stop, self.listing_bounds()) => ended,
                 () = until_stopped(stop) => Err(Ended::Stopped),
             };
             drop(working);
@@ -143,11 +145,11 @@ impl Tier {
         self.recovery.send_replace(Recovery::Failed(stopped));
     }
 
-    async fn recover_once(&self, stop: &AtomicBool) -> Result<Recovered, Ended> {
-        let listed = Mutex::new(Vec::new());
+    async fn recover_once(&self, stop: &AtomicBool, bounds: Bounds) -> Result<Recovered, Ended> {
+        let listing = Mutex::new(Listing::new(bounds));
         let found = |objects: Vec<Listed>| {
-            listed.lock().extend(objects);
-            !stop.load(Ordering::Relaxed)
+            let is_wanted = listing.lock().add(objects);
+            is_wanted && !stop.load(Ordering::Relaxed)
         };
         let result = {
             let mut recover = self.adapter.recover(&found);
@@ -159,9 +161,13 @@ impl Tier {
             })
             .await
         };
+        let listing = listing.into_inner();
+        if result.is_ok() {
+            listing.log(self.name());
+        }
         // Victims are not chosen from an incomplete listing.
         if result.is_ok() || !self.is_strict() {
-            self.adopt_all(listed.into_inner(), stop).await?;
+            self.adopt_all(listing.into_objects(), stop).await?;
         }
         result.map_err(Ended::Failed)
     }
@@ -298,5 +304,53 @@ fn unknown(why: impl std::fmt::Display) -> L2Error {
 async fn until_stopped(stop: &AtomicBool) {
     while !stop.load(Ordering::Relaxed) {
         sleep(STOP_CHECK_INTERVAL).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::Capabilities;
+    use crate::testing::TestAdapter;
+    use crate::tier::TierConfig;
+
+    #[tokio::test]
+    async fn endless_listing_ends_and_its_youngest_are_adopted() {
+        let capabilities = Capabilities {
+            list: true,
+            delete: true,
+            ..Capabilities::default()
+        };
+        let adapter = Arc::new(TestAdapter::new(capabilities, 0).with_endless_listing());
+        let config = TierConfig {
+            name: "tier-0".into(),
+            capacity_bytes: Some(1 << 30),
+            eviction: None,
+            quota_mode: QuotaMode::Soft,
+            quota_default: None,
+            reserve_bytes: 0,
+        };
+        let tier = Tier::new(Arc::clone(&adapter) as _, config);
+        let bounds = Bounds {
+            kept: 20,
+            listed: 1000,
+            pages: u64::MAX,
+        };
+        let ended = tier.recover_once(&AtomicBool::new(false), bounds).await;
+        let Ok(recovered) = ended else {
+            panic!("not recovered");
+        };
+        assert_eq!(recovered.objects, 1000);
+        assert_eq!(tier.stats().objects, 20);
+        // The adapter lists each object as used later than the one before.
+        let youngest = TestAdapter::endless_object(999);
+        let oldest_kept = TestAdapter::endless_object(980);
+        let dropped = TestAdapter::endless_object(979);
+        let is_indexed = |object: &Listed| !is_new(&tier.index, object);
+        assert!(is_indexed(&youngest) && is_indexed(&oldest_kept) && !is_indexed(&dropped));
+        // What the index has no place for is left where it is.
+        assert!(adapter.delete_keys().is_empty());
     }
 }
