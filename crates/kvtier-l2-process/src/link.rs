@@ -50,7 +50,7 @@ enum State {
 }
 
 struct Shared {
-    options: ProcessOptions,
+    options: Arc<ProcessOptions>,
     instance: String,
     state: watch::Sender<State>,
     /// What the tier said last of itself.
@@ -71,7 +71,7 @@ impl Link {
         let supervisor = (!options.command.is_empty()).then(Supervisor::default);
         let random = RandomState::new();
         let shared = Arc::new(Shared {
-            options: options.clone(),
+            options: Arc::new(options.clone()),
             instance: format!("{:016x}{:016x}", random.hash_one(0), random.hash_one(1)),
             state: watch::Sender::new(State::Connecting),
             welcome: watch::Sender::new(None),
@@ -136,7 +136,7 @@ impl Link {
         Some(self.shared.supervisor.as_ref()?.restarts())
     }
 
-    /// Returns an error with the socket's name.
+    /// Returns an error with the socket's name. The text may be the tier's.
     pub(super) fn error(&self, kind: ErrorKind, what: &str) -> L2Error {
         self.shared.error(kind, what)
     }
@@ -165,8 +165,7 @@ pub(super) async fn stopped(stop: &mut watch::Receiver<bool>) {
 
 impl Shared {
     fn error(&self, kind: ErrorKind, what: &str) -> L2Error {
-        let path = self.options.socket_path.display();
-        L2Error::new(kind, format!("{path}: {what}"))
+        self.options.error(kind, what)
     }
 
     async fn run(&self, mut stop: watch::Receiver<bool>) {
@@ -290,14 +289,15 @@ impl Shared {
         let mut body = vec![0; head.len];
         stream.read_exact(&mut body).await.map_err(broken)?;
         let welcome = Welcome::decode(&body).map_err(|error| refused(&error))?;
-        let welcome = welcome.map_err(|error| self.error(error.kind(), &error.to_string()))?;
+        let mut welcome = welcome.map_err(|error| self.error(error.kind(), &error.to_string()))?;
+        welcome.tier = self.options.secrets.hide(&welcome.tier);
         if !welcome.features.metadata && !self.options.trust_missing_layout {
             let what = "the tier keeps no metadata, so that layouts cannot be compared; give trust_missing_layout \
                 true if all engines that use it agree in the form of their pages";
             return Err(self.error(ErrorKind::Refused, what));
         }
-        let name = self.options.socket_path.display().to_string();
-        Ok(Session::new(name, welcome, segment, stream))
+        let options = Arc::clone(&self.options);
+        Ok(Session::new(options, welcome, segment, stream))
     }
 }
 

@@ -4,12 +4,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::ProcessAdapter;
 use kvtier_l2::{
-    Adapter, AdapterConfig, AdapterType, ConfigError, L2Error, Registry,
+    Adapter, AdapterConfig, AdapterType, ConfigError, ErrorKind, L2Error, Registry,
     config::{Fallback, Interval, Key, MAX_CAPACITY_GB, Options, Shape},
+    redact::Literals,
 };
 
 /// Longest path of a unix socket, in bytes.
@@ -29,6 +30,8 @@ pub struct ProcessOptions {
     pub command: Vec<String>,
     /// Passed to the tier.
     pub options: Map<String, Value>,
+    /// Secrets that the tier knows, which are shown in none of its texts.
+    pub secrets: Literals,
     /// Bytes of the shared memory of a connection.
     pub shared_memory_bytes: u64,
     /// Objects without metadata are loaded too.
@@ -46,16 +49,28 @@ impl ProcessOptions {
         let options = &config.options;
         let command: &[String] = options.get("command");
         let passed = options.find::<&Map<String, Value>>("options");
+        let passed = passed.cloned().unwrap_or_default();
+        let secrets = Literals::of(&json!([passed, command]));
         Self {
             tier: config.tier().into(),
             socket_path: options.get::<&str>("socket_path").into(),
+            secrets: match command.is_empty() {
+                true => secrets,
+                false => secrets.with_environment(),
+            },
             command: command.to_vec(),
-            options: passed.cloned().unwrap_or_default(),
+            options: passed,
             shared_memory_bytes: options.get::<u64>("shared_memory_mb") << 20,
             trust_missing_layout: options.get("trust_missing_layout"),
             require_checksum: config.guards.require_checksum,
             request_timeout: Duration::from_secs_f64(options.get("request_timeout")),
         }
+    }
+
+    /// Returns an error with the socket's name. The text may be the tier's.
+    pub(super) fn error(&self, kind: ErrorKind, what: &str) -> L2Error {
+        let path = self.socket_path.display();
+        L2Error::new(kind, format!("{path}: {}", self.secrets.hide(what)))
     }
 }
 

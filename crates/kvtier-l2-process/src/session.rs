@@ -17,6 +17,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
 use super::frame::{self, HEADER, Head, Violation};
 use super::message::{Request, Welcome};
+use super::options::ProcessOptions;
 use super::segment::{Segment, Slot};
 use kvtier_l2::{ErrorKind, L2Error};
 
@@ -59,8 +60,7 @@ struct Pending {
 
 /// A connection in use.
 pub(super) struct Session {
-    /// Of the socket.
-    name: String,
+    options: Arc<ProcessOptions>,
     pub(super) welcome: Welcome,
     pub(super) segment: Arc<Segment>,
     /// Bounded by the requests in flight.
@@ -123,7 +123,7 @@ impl From<std::io::Error> for End {
 
 impl Session {
     pub(super) fn new(
-        name: String,
+        options: Arc<ProcessOptions>,
         welcome: Welcome,
         segment: Arc<Segment>,
         stream: UnixStream,
@@ -139,7 +139,7 @@ impl Session {
             all => Arc::new(Semaphore::new(all - of_keys)),
         };
         let session = Self {
-            name,
+            options,
             welcome,
             segment,
             outgoing,
@@ -238,7 +238,7 @@ impl Session {
 
     /// Returns an error of the tier with the socket's name.
     pub(super) fn named(&self, error: &L2Error) -> L2Error {
-        L2Error::new(error.kind(), format!("{}: {error}", self.name))
+        self.options.error(error.kind(), &error.to_string())
     }
 
     /// Requests in flight.

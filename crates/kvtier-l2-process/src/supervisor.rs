@@ -90,7 +90,7 @@ impl Supervisor {
     }
 
     /// Keeps it running until `stop`.
-    pub(super) async fn run(&self, options: &ProcessOptions, mut stop: watch::Receiver<bool>) {
+    pub(super) async fn run(&self, options: &Arc<ProcessOptions>, mut stop: watch::Receiver<bool>) {
         let mut pause = FIRST_PAUSE;
         loop {
             let started = Instant::now();
@@ -103,7 +103,7 @@ impl Supervisor {
                     tracing::warn!(tier = &*options.tier, ?command, %error, "a tier's command could not be started");
                 }
                 Ok((child, group)) => {
-                    if self.watch(&options.tier, child, group, &mut stop).await {
+                    if self.watch(options, child, group, &mut stop).await {
                         return;
                     }
                 }
@@ -124,19 +124,20 @@ impl Supervisor {
     /// Logs the output of a command until its end. Returns whether it was stopped.
     async fn watch(
         &self,
-        tier: &Arc<str>,
+        options: &Arc<ProcessOptions>,
         mut child: Child,
         group: Group,
         stop: &mut watch::Receiver<bool>,
     ) -> bool {
+        let tier = &options.tier;
         // A wait would close it, and its end is the sign that kvtier has ended.
         let input = child.stdin.take();
         let mut logs = JoinSet::new();
         if let Some(output) = child.stdout.take() {
-            logs.spawn(log(Arc::clone(tier), output));
+            logs.spawn(log(Arc::clone(options), output));
         }
         if let Some(output) = child.stderr.take() {
-            logs.spawn(log(Arc::clone(tier), output));
+            logs.spawn(log(Arc::clone(options), output));
         }
         let is_stopped = tokio::select! {
             status = child.wait() => {
@@ -194,14 +195,20 @@ async fn terminate(tier: &str, child: &mut Child, group: &Group) {
     }
 }
 
+/// Returns a line of output as it is logged.
+pub(super) fn shown(options: &ProcessOptions, output: &[u8]) -> String {
+    let whole = String::from_utf8_lossy(output);
+    let shown = options.secrets.hide(&line(whole.trim_end(), MAX_LINE));
+    kvtier_l2::redact::text(&shown)
+}
+
 /// Logs lines, at most [`MAX_LINES`] per interval.
-async fn log(tier: Arc<str>, mut output: impl AsyncRead + Unpin) {
+async fn log(options: Arc<ProcessOptions>, mut output: impl AsyncRead + Unpin) {
     let mut buffer = vec![0; 4096];
     let mut text = Vec::new();
     let (mut window, mut lines, mut suppressed_lines) = (Instant::now(), 0, 0_u64);
     let mut write = |text: &mut Vec<u8>| {
-        let whole = String::from_utf8_lossy(text);
-        let shown = kvtier_l2::redact::text(&line(whole.trim_end(), MAX_LINE));
+        let shown = shown(&options, text);
         text.clear();
         if shown.is_empty() {
             return;
@@ -215,7 +222,7 @@ async fn log(tier: Arc<str>, mut output: impl AsyncRead + Unpin) {
         }
         lines += 1;
         tracing::info!(
-            tier = &*tier,
+            tier = &*options.tier,
             line = shown,
             suppressed_lines,
             "output of a tier's command"

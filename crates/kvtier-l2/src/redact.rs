@@ -38,6 +38,81 @@ const NAMES: &[&str] = &[
     "signature",
 ];
 
+/// Shortest secret that is searched for by its value, in bytes. Shorter ones occur in other words.
+const MIN_LITERAL: usize = 4;
+
+/// Secrets by their values, for texts of a program that knows them. The longest comes first.
+#[derive(Debug, Clone, Default)]
+pub struct Literals(Vec<String>);
+
+impl Literals {
+    /// Returns the secrets of settings, at any depth.
+    #[must_use]
+    pub fn of(settings: &Value) -> Self {
+        let mut literals = Vec::new();
+        collect(settings, false, &mut literals);
+        Self::sorted(literals)
+    }
+
+    /// Adds those of the process's environment, which a program inherits.
+    #[must_use]
+    pub fn with_environment(self) -> Self {
+        let mut literals = self.0;
+        for (name, value) in std::env::vars_os() {
+            // The others, such as USER and PWD, are in every text.
+            let is_hidden = |name: &str| name.contains('_') && is_secret(name);
+            if name.to_str().is_some_and(is_hidden) {
+                collect(&value.to_string_lossy().into(), true, &mut literals);
+            }
+        }
+        Self::sorted(literals)
+    }
+
+    fn sorted(mut literals: Vec<String>) -> Self {
+        literals.retain(|literal| literal.len() >= MIN_LITERAL);
+        literals.sort_unstable_by(|a, b| b.len().cmp(&a.len()).then_with(|| a.cmp(b)));
+        literals.dedup();
+        Self(literals)
+    }
+
+    /// Returns the text without them.
+    #[must_use]
+    pub fn hide(&self, shown: &str) -> String {
+        let hide = |shown: String, literal: &String| shown.replace(literal.as_str(), HIDDEN);
+        self.0.iter().fold(shown.to_owned(), hide)
+    }
+}
+
+/// Adds the secrets in a setting; all of it if its name is that of a secret.
+fn collect(setting: &Value, is_hidden: bool, literals: &mut Vec<String>) {
+    match setting {
+        Value::Object(fields) => {
+            for (name, inner) in fields {
+                collect(inner, is_hidden || is_secret(name), literals);
+            }
+        }
+        Value::Array(list) => {
+            for inner in list {
+                collect(inner, is_hidden, literals);
+            }
+        }
+        Value::String(shown) if !is_hidden => {
+            scan(shown, &mut |secret| {
+                let parts = secret.split(':').chain([secret]);
+                literals.extend(parts.map(|part| part.trim_matches(['"', '\'', '\\']).to_owned()));
+            });
+        }
+        // A program may show it line by line, and quoted.
+        Value::String(secret) => {
+            let lines = secret.lines().map(str::trim);
+            let forms = lines.flat_map(|line| [line.to_owned(), line.escape_debug().to_string()]);
+            literals.extend(forms);
+        }
+        Value::Number(secret) if is_hidden => literals.push(secret.to_string()),
+        _ => {}
+    }
+}
+
 /// Whether the field of this name holds a secret, such as `password`, `AWS_SECRET_ACCESS_KEY` or `session-token`.
 #[must_use]
 pub fn is_secret(name: &str) -> bool {
@@ -77,6 +152,11 @@ pub fn value(shown: &Value) -> Value {
 /// secret names, quoted or not. The end of such a value is a guess, rather late than early.
 #[must_use]
 pub fn text(shown: &str) -> String {
+    scan(shown, &mut |_| {})
+}
+
+/// Returns the text as [`text`] does, and passes what it hides to `hidden`.
+fn scan(shown: &str, hidden: &mut dyn FnMut(&str)) -> String {
     let mut out = String::with_capacity(shown.len());
     let mut rest = shown;
     while let Some(at) = rest.find([':', '=']) {
@@ -90,6 +170,7 @@ pub fn text(shown: &str) -> String {
                 None => authority,
                 Some(at) => {
                     out.push_str(HIDDEN);
+                    hidden(&authority[..at]);
                     &authority[at..]
                 }
             };
@@ -104,7 +185,9 @@ pub fn text(shown: &str) -> String {
             let value = rest.trim_start_matches(' ');
             out.push_str(&rest[..rest.len() - value.len()]);
             out.push_str(HIDDEN);
-            rest = &value[length(value)..];
+            let (secret, after) = value.split_at(length(value));
+            hidden(secret);
+            rest = after;
         }
     }
     out.push_str(rest);
@@ -198,6 +281,32 @@ mod tests {
             );
             assert!(!value(&json!({ "a": [shown] })).to_string().contains("MARK"));
         }
+    }
+
+    #[test]
+    fn literals_are_the_values_of_secret_settings() {
+        let settings = json!({
+            "password": "hunter2", "credentials": {"a": ["first line\n  second \"line\""], "n": 123456},
+            "url": "redis://svc-name:pass@word@host/1", "dsn": "host=db password='in text' port=1",
+            "bucket": "public", "token": "abc", "secret": null
+        });
+        let literals = Literals::of(&settings);
+        for shown in [
+            "login of me with hunter2 failed",
+            "<hunter2>",
+            "at first line: no",
+            "at \"second \\\"line\\\"\": no",
+            "id 123456",
+            "svc-name has another",
+            "it is pass@word",
+            "got in text",
+        ] {
+            let redacted = literals.hide(shown);
+            assert!(redacted.contains(HIDDEN), "{shown}");
+        }
+        assert_eq!(literals.hide("hunter2, hunter2"), "***, ***");
+        let other = "a public abc of host db, null at port 1";
+        assert_eq!(literals.hide(other), other);
     }
 
     #[test]

@@ -66,9 +66,17 @@ fn mistakes_are_named() {
 
 #[test]
 fn secrets_of_options_are_not_shown() {
-    let secret = json!({"options": {"password": "MARK", "inner": {"api_key": "MARK"}}});
+    let command = ["x", "--url=redis://svc:IN-URL@host"];
+    let secret =
+        json!({"command": command, "options": {"password": "MARK", "inner": {"api_key": "MARK"}}});
     let config = parse(secret.clone()).unwrap();
     assert!(!format!("{config:?}").contains("MARK"));
+    let options = ProcessOptions::of(&config);
+    let error = options.error(ErrorKind::Refused, "login of svc with MARK failed");
+    assert!(!error.to_string().contains("MARK"), "{error}");
+    let line = supervisor::shown(&options, b"login of svc with MARK failed\n");
+    assert_eq!(line, "login of svc with *** failed");
+    assert_eq!(supervisor::shown(&options, b"no IN-URL"), "no ***");
     let mut bad = secret;
     bad["options"]["long"] = "y".repeat(2 << 20).into();
     assert!(!parse(bad).unwrap_err().to_string().contains("MARK"));

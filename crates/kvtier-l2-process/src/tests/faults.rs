@@ -8,6 +8,7 @@ use serde_json::{Value, json};
 use super::fake::{Asked, Fake, Good, Then, number};
 use super::*;
 use kvtier_l2::conformance::{Memory, object, poll_once};
+use kvtier_l2::redact::Literals;
 
 struct Bed {
     fake: Fake,
@@ -454,6 +455,57 @@ async fn refused_and_broken_hellos_are_explained() {
         assert_eq!(adapter.status()["is_healthy"], false);
         adapter.close().await;
     }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn secrets_that_a_tier_repeats_are_not_shown() {
+    let secrets = Literals::of(&json!({"inner": {"password": "hunter2"}}));
+    let refusals: [fn() -> Value; 2] = [
+        || json!({"error": "refused", "message": "login of svc with hunter2 failed"}),
+        // Not of its form, which is shown.
+        || json!({"version": "hunter2"}),
+    ];
+    for refusal in refusals {
+        let fake = Fake::new(move |_, asked| vec![Then::Answer(asked.id, refusal())]);
+        let mut options = options(&fake.path);
+        options.secrets = secrets.clone();
+        let adapter = ProcessAdapter::open(&options);
+        let error = adapter.connected().await.unwrap_err().to_string();
+        assert!(error.contains("***"), "{error}");
+        let shown = adapter.status().to_string();
+        assert!(
+            !shown.contains("hunter2") && shown.contains("***"),
+            "{shown}"
+        );
+    }
+    let bed = bed(|options| options.secrets = secrets).await;
+    let failures: [fn(&Asked<'_>) -> Value; 3] = [
+        |_| json!({"error": "full", "message": "hunter2 has no space"}),
+        |_| json!({"results": [{"error": "refused", "message": "not by hunter2"}]}),
+        |_| json!({"results": [{"new": "hunter2"}]}),
+    ];
+    for failure in failures {
+        bed.fake.does(move |good, asked| match asked.op() {
+            "store" => vec![Then::Answer(asked.id, failure(&asked))],
+            "hello" => {
+                let mut answer = good.answer(&asked);
+                answer["tier"] = "of hunter2".into();
+                vec![Then::Answer(asked.id, answer)]
+            }
+            _ => good.then(&asked),
+        });
+        let stored = store(&bed.adapter, &bed.memory, &[object(1, 100)]).await;
+        let error = stored[0].as_ref().unwrap_err().to_string();
+        assert!(
+            !error.contains("hunter2") && error.contains("***"),
+            "{error}"
+        );
+    }
+    // The last answer ended the connection.
+    bed.fake.does(|good, asked| good.then(&asked));
+    until_connected(&bed.adapter).await;
+    let shown = bed.adapter.status().to_string();
+    assert!(!shown.contains("hunter2"), "{shown}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

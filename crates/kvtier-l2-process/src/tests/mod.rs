@@ -14,6 +14,7 @@ fn options(socket_path: &Path) -> ProcessOptions {
         socket_path: socket_path.into(),
         command: Vec::new(),
         options: serde_json::Map::new(),
+        secrets: Default::default(),
         shared_memory_bytes: 16 << 20,
         trust_missing_layout: false,
         require_checksum: false,
