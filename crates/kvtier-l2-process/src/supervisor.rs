@@ -1,11 +1,12 @@
 //! The command of a tier that kvtier starts: started again when it ends, ended with kvtier, its output in the log.
 
-use std::process::Stdio;
+use std::os::unix::process::ExitStatusExt as _;
+use std::process::{ExitStatus, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::process::{Pid, Signal, WaitOptions, child_subreaper, kill_process_group, waitpgid};
 use tokio::io::{AsyncRead, AsyncReadExt as _};
 use tokio::process::{Child, Command};
 use tokio::sync::{Notify, watch};
@@ -37,6 +38,9 @@ const MAX_LINE: usize = 1000;
 const MAX_LINES: u32 = 50;
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
+/// Pause between two attempts to reap orphans.
+const REAP_INTERVAL: Duration = Duration::from_millis(200);
+
 /// Time for the last output after the end of the command.
 const LAST_OUTPUT_TIMEOUT: Duration = Duration::from_secs(1);
 
@@ -57,6 +61,27 @@ impl Group {
         if let Some(group) = self.0 {
             // There may be no process in it any more.
             let _ = kill_process_group(group, signal);
+        }
+    }
+}
+
+/// Whether orphans become children of this process, which then has to reap them: as process 1 of a container.
+fn adopts_orphans() -> bool {
+    std::process::id() == 1 || child_subreaper().is_ok_and(|reaper| reaper.is_some())
+}
+
+/// Reaps the orphans of a group until no child of this process is left in it. Returns the status of the group's command if that
+/// was reaped with them.
+async fn reap(group: Option<Pid>) -> Option<ExitStatus> {
+    let group = group?;
+    loop {
+        match waitpgid(group, WaitOptions::NOHANG) {
+            Ok(Some((pid, status))) if pid == group => {
+                return Some(ExitStatus::from_raw(status.as_raw()));
+            }
+            Ok(Some(_)) => {}
+            Ok(None) => sleep(REAP_INTERVAL).await,
+            Err(_) => return None,
         }
     }
 }
@@ -139,8 +164,15 @@ impl Supervisor {
         if let Some(output) = child.stderr.take() {
             logs.spawn(log(Arc::clone(options), output));
         }
+        let orphans = group.0.filter(|_| adopts_orphans());
+        let ended = async {
+            tokio::select! {
+                status = child.wait() => status,
+                Some(status) = reap(orphans) => Ok(status),
+            }
+        };
         let is_stopped = tokio::select! {
-            status = child.wait() => {
+            status = ended => {
                 let status = status.map_or_else(|error| error.to_string(), |status| status.to_string());
                 tracing::warn!(tier = &**tier, status, "a tier's command has ended; it is started again");
                 false
@@ -157,6 +189,7 @@ impl Supervisor {
         };
         // What it has started itself ends with it, also if it crashed.
         drop((group, input));
+        tokio::spawn(reap(orphans));
         let last = async { while logs.join_next().await.is_some() {} };
         let _ = timeout(LAST_OUTPUT_TIMEOUT, last).await;
         is_stopped

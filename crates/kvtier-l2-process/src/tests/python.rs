@@ -218,6 +218,36 @@ async fn dropped_adapter_leaves_no_process() {
     }
 }
 
+/// As in process 1 of a container: what a command leaves behind becomes this process's children.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn orphans_of_a_command_are_reaped() {
+    let this = rustix::process::getpid();
+    rustix::process::set_child_subreaper(Some(this)).unwrap();
+    let place = tempfile::tempdir().unwrap();
+    let mut options = options(&place.path().join("socket"));
+    let script = "cd \"$0\"; (sh -c 'echo $$ > short' &); (sh -c 'echo $$ > long; exec sleep 1000' &); exec sleep 1000";
+    let words = ["sh", "-c", script, place.path().to_str().unwrap()];
+    options.command = words.map(str::to_owned).into();
+    let adapter = ProcessAdapter::open(&options);
+    let pid_in = async |name: &str| loop {
+        let text = std::fs::read_to_string(place.path().join(name)).unwrap_or_default();
+        if let Some(pid) = text.strip_suffix('\n') {
+            return Path::new("/proc").join(pid);
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    };
+    let until_reaped = async |process: &Path| {
+        while process.exists() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    until_reaped(&pid_in("short").await).await;
+    let long = pid_in("long").await;
+    assert!(long.exists());
+    adapter.close().await;
+    until_reaped(&long).await;
+}
+
 /// Whether a process is neither gone nor waiting for its parent to ask how it ended.
 fn is_running(process: rustix::process::Pid) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{}/stat", process.as_raw_pid()));
