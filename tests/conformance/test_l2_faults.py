@@ -452,9 +452,9 @@ def test_read_only_from_the_start(unprivileged, serve):
 
 @pytest.mark.parametrize("lacks", ["bytes", "bytes-direct", "files"])
 def test_full_disk(small_disk, serve, engines, lacks):
-    """Stores stop and the status says so, loads go on; with free space again it goes on by itself."""
+    """Where nothing may be evicted, stores stop and the status says so, loads go on; with free space again it goes on by itself."""
     directory = small_disk("nr_inodes=24" if lacks == "files" else "size=2m") / "tier"
-    server = serve(flags=tiers.fs(directory, use_odirect=lacks == "bytes-direct"))
+    server = serve(flags=tiers.fs(directory, use_odirect=lacks == "bytes-direct", eviction={"eviction_policy": "noop"}))
     server.expect_trouble(r"out of space")
     engine = engines(server, groups=BIG)
     for seed in range(8):
@@ -486,6 +486,29 @@ def test_full_disk(small_disk, serve, engines, lacks):
     tiers.forget(engine)
     assert tiers.recall(engine, 20) == 64
     assert damaged_files(server) == 0
+
+
+@pytest.mark.parametrize("capacity", [0, 1])
+@pytest.mark.parametrize("lacks", ["bytes", "files"])
+def test_full_disk_evicts_the_oldest(small_disk, serve, engines, lacks, capacity):
+    """A disk that has less than `max_capacity_gb`, or no more inodes, keeps what was stored last, also beside another program."""
+    disk = small_disk("nr_inodes=40" if lacks == "files" else "size=4m")
+    server = serve(flags=tiers.fs(disk / "tier", max_capacity_gb=capacity))
+    engine = engines(server, groups=BIG)
+    for seed in range(30):
+        if seed == 20:
+            names = [disk / f"other-{number}" for number in range(8 if lacks == "files" else 1)]
+            for path in names:
+                path.write_bytes(b"x" * (0 if lacks == "files" else os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize))
+        tiers.store(engine, seed)
+        tiers.settled(server)
+        assert tiers.tier(server)["is_full"] is False, seed
+    assert "warnings" not in server.get("/healthcheck")[1]
+    tiers.forget(engine)
+    assert tiers.recall(engine, 29) == tiers.recall(engine, 28) == 64
+    assert tiers.recall(engine, 0) == 0
+    assert tiers.tier(server)["stored_object_count"] == len(tiers.files(disk))
+    assert tiers.being_written(disk) == []
 
 
 def test_disk_filled_by_another_program(small_disk, serve, engines):
@@ -522,12 +545,11 @@ def test_disk_filled_by_another_program(small_disk, serve, engines):
 
 
 def test_reserve_of_the_disk(small_disk, serve, engines):
-    """So much stays free as `--l2-min-free-gb` says, by more than nothing less."""
+    """So much stays free as `--l2-min-free-gb` says, by more than nothing less; what was stored last is there."""
     disk = small_disk("size=4m")
     reserve = 2 << 20
     flags = tiers.adapter("fs", base_path=disk / "tier") + ["--l2-min-free-gb", str(2 * MIB)]
     server = serve(flags=flags)
-    server.expect_trouble(r"out of space")
     engine = engines(server, groups=BIG)
     for seed in range(12):
         tiers.store(engine, seed)
@@ -535,5 +557,8 @@ def test_reserve_of_the_disk(small_disk, serve, engines):
         space = os.statvfs(disk)
         # One batch, of four objects, may be on its way.
         assert space.f_bavail * space.f_frsize >= reserve - 4 * 100 * 1024
-    assert tiers.tier(server)["is_full"] is True
+    assert tiers.tier(server)["is_full"] is False
     assert len(tiers.files(disk)) >= 12
+    tiers.forget(engine)
+    assert tiers.recall(engine, 11) == tiers.recall(engine, 10) == 64
+    assert tiers.recall(engine, 0) == 0

@@ -141,7 +141,7 @@ def test_breaker_leaves_a_dead_tier_alone(serve, engines):
 
 def test_mock_tier_is_a_tier(serve, engines):
     """Fast enough, it behaves as any other; full, it says so."""
-    flags = tiers.adapter("mock", max_size_gb=1 * MIB, mock_bandwidth_gb=10)
+    flags = tiers.adapter("mock", max_size_gb=1 * MIB, mock_bandwidth_gb=10, eviction={"eviction_policy": "noop"})
     server = serve(flags=[*flags, "--l2-min-free-gb", "0"])
     server.expect_trouble(r"out of space")
     engine = engines(server, groups=BIG)

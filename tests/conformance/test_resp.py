@@ -180,7 +180,7 @@ FAULTS = {
     "paused": Fault(lambda redis: redis.pause("ALL"), Redis.resume, UNANSWERED),
     # Loads prolong the life of companions, which is a write.
     "writes-paused": Fault(lambda redis: redis.pause("WRITE"), Redis.resume, UNANSWERED, loads=None, is_healthy=None),
-    "full": Fault(lambda redis: redis.set("maxmemory", "1mb"), lambda redis: redis.set("maxmemory", 0), {"full"}, loads=True, is_healthy=True, is_full=True),
+    "full": Fault(lambda redis: redis.set("maxmemory", "1mb"), lambda redis: redis.set("maxmemory", 0), {"full"}, loads=True, is_healthy=True, is_full=True, keeps=False),
     "replica": Fault(lambda redis: redis.ask("REPLICAOF", "127.0.0.1", 1), lambda redis: redis.ask("REPLICAOF", "NO", "ONE"), UNANSWERED, loads=None),
     "password": Fault(require_password, forget_password, {"refused"}, error="NOAUTH"),
 }

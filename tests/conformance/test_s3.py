@@ -296,7 +296,7 @@ ANSWERS = {
     "cut": (cut, spoiled(is_healthy=True)),
     "denied": (refusal(403, "AccessDenied"), spoiled({"refused"}, error="403")),
     "elsewhere": (refusal(301, "PermanentRedirect"), spoiled({"refused"}, error="set s3_endpoint and s3_region")),
-    "full": (refusal(507, "QuotaExceeded", ("POST", "PUT")), spoiled({"full"}, loads=True, is_healthy=True, is_full=True)),
+    "full": (refusal(507, "QuotaExceeded", ("PUT",)), spoiled({"full"}, loads=True, is_healthy=True, is_full=True, keeps=False)),
     "other-etag": (other_etag, spoiled(loads=True, is_healthy=True)),
     "slow": (drip, spoiled(is_healthy=None)),
     "throttled": (refusal(429, "TooManyRequests"), spoiled(UNANSWERED)),

@@ -89,14 +89,14 @@ impl L2Config {
     }
 
     /// Each tier that is written to, and the bytes of the file system that it is or will be on.
-    pub(super) fn file_systems(&self) -> impl Iterator<Item = (String, u64)> {
+    pub(super) fn file_systems(&self) -> impl Iterator<Item = (&AdapterConfig, u64)> {
         self.adapters.iter().filter_map(|adapter| {
             let path = base_path(adapter).filter(|_| !is_read_only(adapter))?;
             let size = path
                 .ancestors()
                 .find_map(|part| rustix::fs::statvfs(part).ok());
             let bytes = size.map(|size| size.f_blocks.saturating_mul(size.f_frsize))?;
-            Some((adapter.tier().to_owned(), bytes))
+            Some((adapter, bytes))
         })
     }
 

@@ -255,19 +255,26 @@ impl ServerConfig {
         warnings.chain(self.free_space_warnings())
     }
 
-    /// A warning per tier that is to leave more space free than its file system has.
+    /// A warning per tier whose file system has less than it is to leave free, or may take.
     fn free_space_warnings(&self) -> impl Iterator<Item = String> {
         let l2 = self.l2.iter();
         l2.flat_map(|l2| {
-            l2.file_systems().filter_map(|(name, size)| {
-                (l2.min_free_bytes >= size).then(|| {
-                    format!(
-                        "--l2-min-free-gb: {:.2} GiB are to stay free where tier {name} is, and the file system has {:.2} \
+            l2.file_systems().filter_map(|(adapter, size)| {
+                let (name, free, gib) = (adapter.tier(), l2.min_free_bytes, in_gib(size));
+                if free >= size {
+                    return Some(format!(
+                        "--l2-min-free-gb: {:.2} GiB are to stay free where tier {name} is, and the file system has {gib:.2} \
                          GiB in all; nothing will be stored there",
-                        in_gib(l2.min_free_bytes),
-                        in_gib(size)
-                    )
-                })
+                        in_gib(free)
+                    ));
+                }
+                let capacity = adapter.capacity_bytes().filter(|capacity| *capacity > size - free)?;
+                Some(format!(
+                    "--l2-adapter: tier {name} has a max_capacity_gb of {:.2}, and its file system {gib:.2} GiB in all, with \
+                     {:.2} to stay free; it evicts when the file system is full",
+                    in_gib(capacity),
+                    in_gib(free)
+                ))
             })
         })
     }

@@ -514,18 +514,26 @@ fn tiers_have_names_that_are_theirs_alone() {
 #[test]
 fn free_space_above_the_capacity_is_warned_of() {
     let directory = tempfile::tempdir().unwrap();
-    let adapter = format!(
-        r#"{{"type":"fs","base_path":{:?}}}"#,
-        directory.path().join("a/b")
-    );
-    let warnings = |gib: &str| {
+    let path = directory.path().join("a/b");
+    let warnings_of = |capacity: &str, gib: &str| {
+        let adapter =
+            format!(r#"{{"type":"fs","base_path":{path:?},"max_capacity_gb":{capacity}}}"#);
         let flags = ["--l2-adapter", &adapter, "--l2-min-free-gb", gib];
         let config = ServerConfig::from_flags(&flags).unwrap();
         config.warnings().collect::<String>()
     };
+    let warnings = |gib| warnings_of("0", gib);
     assert!(
         warnings("1048576")
             .contains("--l2-min-free-gb: 1048576.00 GiB are to stay free where tier fs-0 is")
     );
     assert!(!warnings("0").contains("--l2-min-free-gb"));
+    let above = warnings_of("1048576", "0");
+    assert!(
+        above.contains("--l2-adapter: tier fs-0 has a max_capacity_gb of 1048576.00"),
+        "{above}"
+    );
+    for capacity in ["0", "0.001"] {
+        assert!(!warnings_of(capacity, "0").contains("max_capacity_gb"));
+    }
 }

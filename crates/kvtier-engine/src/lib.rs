@@ -497,6 +497,11 @@ impl Engine {
         self.admin.failed_tiers()
     }
 
+    /// What an operator should look after although the engine serves.
+    pub fn warnings(&self) -> Vec<String> {
+        self.admin.warnings()
+    }
+
     /// [`Admin::scrape`].
     pub fn scrape(&self) -> String {
         self.admin.scrape()

@@ -52,11 +52,12 @@ pub(super) fn health(api: &Api) -> Health {
         None => "healthy",
         Some(_) => "unhealthy",
     };
-    let tiers = api.engine.get().map(|engine| engine.failed_tiers());
+    let engine = api.engine.get();
     Health {
         status: status.to_owned(),
         reason,
-        failed_tiers: tiers.unwrap_or_default(),
+        failed_tiers: engine.map_or_else(Vec::new, |engine| engine.failed_tiers()),
+        warnings: engine.map_or_else(Vec::new, |engine| engine.warnings()),
     }
 }
 

@@ -52,6 +52,12 @@ impl L2 {
         failed.map(|tier| tier.name().to_owned()).collect()
     }
 
+    /// Names of the tiers whose last store found no space.
+    pub fn full_tiers(&self) -> impl Iterator<Item = &str> {
+        let full = self.tiers.iter().filter(|tier| tier.is_full());
+        full.map(|tier| tier.name())
+    }
+
     /// Eviction of the tiers that evict.
     pub fn eviction_status(&self) -> Vec<TierEvictionStatus> {
         let tiers = self.tiers.iter().filter_map(|tier| {

@@ -77,6 +77,13 @@ impl Admin {
         l2.map_or_else(Vec::new, |l2| l2.failed_tiers())
     }
 
+    /// What an operator should look after although the engine serves. Open to all, so without names of files or tenants.
+    pub fn warnings(&self) -> Vec<String> {
+        let full = self.context.l2.iter().flat_map(|l2| l2.full_tiers());
+        let line = |tier| format!("tier {tier} is full: objects are not stored there");
+        full.map(line).collect()
+    }
+
     /// The whole state.
     pub fn status(&self, healthy: bool) -> Status {
         let stats = self.context.l1.cache.stats();

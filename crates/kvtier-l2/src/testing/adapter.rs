@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use kvtier_core::ChunkHash;
 use kvtier_core::object_key::ObjectKey;
@@ -76,6 +76,10 @@ pub struct TestAdapter {
     pub gate: Gate,
     /// Free bytes of the backend.
     pub free_bytes: Mutex<Option<u64>>,
+    /// Bytes of the disk under it: objects beyond them are refused as [`ErrorKind::Full`].
+    pub disk_bytes: Mutex<Option<u64>>,
+    /// Whether its free bytes are those of that disk.
+    pub reports_disk: AtomicBool,
     /// Buffers kept by [`Step::KeepBuffers`].
     pub kept: Mutex<Vec<Buffer>>,
     script: Mutex<VecDeque<(Option<Operation>, Step)>>,
@@ -400,6 +404,10 @@ impl TestAdapter {
         let surplus = self.surplus_bytes.load(Ordering::Relaxed);
         let written = bytes.len() as u64 + self.overhead + surplus;
         let salt = key.cache_salt().to_string();
+        let disk = *self.disk_bytes.lock();
+        if disk.is_some_and(|disk| self.bytes() + written > disk) {
+            return Err(error(ErrorKind::Full));
+        }
         self.insert(key, bytes, 0);
         let bytes = self.bytes_of(&salt);
         let mut peaks = self.peak_bytes.lock();
@@ -450,7 +458,9 @@ impl Adapter for TestAdapter {
     fn free_bytes(&self) -> BoxFuture<'_, Result<Option<u64>, L2Error>> {
         Box::pin(async move {
             let (outcomes, _) = self.play(Operation::FreeBytes, &[0]).await;
-            whole(outcomes, *self.free_bytes.lock())
+            let disk = self.disk_bytes.lock().map(|disk| disk - self.bytes());
+            let disk = disk.filter(|_| self.reports_disk.load(Ordering::Relaxed));
+            whole(outcomes, disk.or(*self.free_bytes.lock()))
         })
     }
 

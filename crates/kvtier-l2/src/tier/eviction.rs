@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvtier_core::cache::ResidentObject;
 use kvtier_core::eviction::EvictionKind;
@@ -20,8 +20,12 @@ const SLICE: usize = 1024;
 /// Objects in the index of a backend without a capacity that others change too: some 150 MiB.
 pub(super) const MAX_INDEXED: u64 = 1 << 20;
 
-/// Part of the used bytes that is evicted if a backend has no piece of space that is large enough.
+/// Part of the used bytes that is evicted if a backend has no space.
 const PART: u64 = 64;
+
+/// Pause of evictions for a backend that has no more space after one: some count what was deleted minutes later, and others take
+/// the space. Without it a tier would evict all that it has in vain.
+const SPACE_PAUSE: Duration = Duration::from_secs(60);
 
 impl Tier {
     /// Runs one eviction pass: deletes what is pending, then evicts from the watermark down, and what exceeds a capacity that
@@ -90,15 +94,29 @@ impl Tier {
     }
 
     /// Evicts objects of twice `bytes`, or of a small part of all if that is more, and deletes them. Returns whether any was
-    /// deleted.
+    /// deleted. For a backend that has no space for `bytes`.
     pub(super) async fn evict_some(&self, bytes: u64) -> bool {
-        if self.is_first_recovery() || !self.may_evict() {
+        let pause = Duration::from_millis(self.space_pause_until.load(Ordering::Relaxed));
+        let can_delete = self.adapter.capabilities().delete && self.may_evict();
+        if self.is_first_recovery() || !can_delete || self.now() < pause {
             return false;
         }
         let used = self.index.usage().used_bytes;
         let wanted = bytes.saturating_mul(2).max(used / PART);
         let evicted = self.index.evict(self.now(), wanted, SLICE);
         evicted.objects > 0 && self.delete_all_pending().await.is_ok()
+    }
+
+    /// Pauses [`evict_some`](Self::evict_some), which did not help. Returns whether it does: a backend with space of its own
+    /// may have it in small pieces.
+    pub(super) fn pause_eviction_for_space(&self) -> bool {
+        let is_paused = !self.adapter.capabilities().owns_space;
+        if is_paused {
+            let until = (self.now() + SPACE_PAUSE).as_millis();
+            let until = u64::try_from(until).unwrap_or(u64::MAX);
+            self.space_pause_until.store(until, Ordering::Relaxed);
+        }
+        is_paused
     }
 
     /// Sets the grant of a tenant, or removes it: [`Cache::set_grant`].

@@ -232,6 +232,10 @@ impl Table {
         }
     }
 
+    fn left(&self, free: u64, ended: u64) -> u64 {
+        free.saturating_sub(self.started_bytes - ended)
+    }
+
     fn has_pending(&self) -> bool {
         let mut tenants = self.tenants.values();
         tenants.any(|tenant| !tenant.pending.is_empty())
@@ -476,6 +480,11 @@ impl KeyStates {
         self.table.lock().ended_bytes
     }
 
+    /// Bytes of `free` beside all writes that had not ended when `ended` was read.
+    pub(super) fn left(&self, free: u64, ended: u64) -> u64 {
+        self.table.lock().left(free, ended)
+    }
+
     /// Starts a write if it fits into `free` beside all writes that had not ended when `ended` was read; otherwise
     /// returns the bytes that would fit.
     pub(super) fn start_write(
@@ -485,7 +494,7 @@ impl KeyStates {
         ended: u64,
     ) -> Result<WriteInFlight<'_>, u64> {
         let mut table = self.table.lock();
-        let left = free.saturating_sub(table.started_bytes - ended);
+        let left = table.left(free, ended);
         if bytes > left {
             return Err(left);
         }

@@ -22,7 +22,7 @@ mod usage;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::{Duration, Instant};
 
 pub use counters::{Counter, Failures, TierCounters};
@@ -133,6 +133,8 @@ pub struct Tier {
     /// Whether a tenant was ever granted anything.
     has_grants: AtomicBool,
     started: Instant,
+    /// End of a pause of evictions for a backend without space, in milliseconds from `started`.
+    space_pause_until: AtomicU64,
     /// Held for reading by each piece of work on the backend that nothing outside waits for, for writing while paused.
     work: Arc<tokio::sync::RwLock<()>>,
     recovery: watch::Sender<Recovery>,
@@ -178,6 +180,7 @@ impl Tier {
             evicted_by_salt: Mutex::default(),
             has_grants: AtomicBool::new(false),
             started: Instant::now(),
+            space_pause_until: AtomicU64::new(0),
             work: Arc::default(),
             recovery: watch::Sender::new(recovery),
             last_store: Mutex::new(LastStore {

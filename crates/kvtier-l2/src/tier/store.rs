@@ -19,6 +19,8 @@ const MAX_EVICTIONS: usize = 4;
 /// Free bytes of the backend, and the bytes whose writes had ended when they were read.
 #[derive(Debug, Clone, Copy)]
 struct FreeSpace {
+    all: u64,
+    /// Those beyond the reserve.
     free: u64,
     ended: u64,
 }
@@ -102,7 +104,7 @@ impl Tier {
             return batch.iter().map(|_| Err(self.read_only())).collect();
         }
         let mut results: Vec<Option<Result<Stored, L2Error>>> = vec![None; batch.len()];
-        match self.free_space().await {
+        match self.free_space(&batch).await {
             Ok(free) => {
                 self.evict_surplus().await;
                 self.store_into(batch, free, &mut results).await;
@@ -179,12 +181,8 @@ impl Tier {
         }
     }
 
-    /// Writes objects. A backend with space of its own has none for some of them if its free space is in small pieces: then
-    /// others are evicted, and those are written again.
+    /// Writes objects. If the backend has no space for some of them, others are evicted, and those are written again.
     async fn write(&self, items: Vec<StoreItem>) -> Vec<Result<Stored, L2Error>> {
-        if !self.adapter.capabilities().owns_space {
-            return self.adapter.store(items).await;
-        }
         let mut results = self.adapter.store(items.clone()).await;
         for _ in 0..MAX_EVICTIONS {
             let is_full = |result: &Result<_, L2Error>| matches!(result, Err(error) if error.kind() == ErrorKind::Full);
@@ -200,8 +198,12 @@ impl Tier {
             }
             let again = full.iter().filter_map(|at| items.get(*at).cloned());
             let again = self.adapter.store(again.collect()).await;
+            let is_stuck = again.iter().all(is_full);
             for (at, result) in full.into_iter().zip(again) {
                 results[at] = result;
+            }
+            if is_stuck && self.pause_eviction_for_space() {
+                break;
             }
         }
         results
@@ -240,17 +242,51 @@ impl Tier {
         format!("the tenant is at its limit in {}", self.name())
     }
 
-    /// Returns the backend's free bytes beyond the reserve; `u64::MAX` is unbounded.
-    async fn free_space(&self) -> Result<FreeSpace, L2Error> {
+    /// Returns the backend's free space, after it has evicted for what of the batch does not fit.
+    async fn free_space(&self, batch: &[StoreItem]) -> Result<FreeSpace, L2Error> {
         if self.is_strict() {
             self.recovered().await?;
         }
+        let mut space = self.read_free_space().await?;
+        for _ in 0..MAX_EVICTIONS {
+            let missing = match space.free {
+                u64::MAX => 0,
+                free => {
+                    let left = self.states.left(free, space.ended);
+                    self.absent_bytes(batch).saturating_sub(left)
+                }
+            };
+            if missing == 0 || !self.evict_some(missing).await {
+                break;
+            }
+            let before = std::mem::replace(&mut space, self.read_free_space().await?);
+            if space.all <= before.all && self.pause_eviction_for_space() {
+                break;
+            }
+        }
+        Ok(space)
+    }
+
+    async fn read_free_space(&self) -> Result<FreeSpace, L2Error> {
         let ended = self.states.ended_bytes();
-        let free = match self.adapter.free_bytes().await? {
-            Some(free) => free.saturating_sub(self.config.reserve_bytes),
-            None => u64::MAX,
+        let all = self.adapter.free_bytes().await?;
+        let free = all.map(|all| all.saturating_sub(self.config.reserve_bytes));
+        Ok(FreeSpace {
+            all: all.unwrap_or(u64::MAX),
+            free: free.unwrap_or(u64::MAX),
+            ended,
+        })
+    }
+
+    /// Bytes in the backend of the objects that the index does not have.
+    fn absent_bytes(&self, batch: &[StoreItem]) -> u64 {
+        let is_absent = |item: &&StoreItem| {
+            let key = &item.object.key;
+            !self.index.contains(key.namespace(), &[key.chunk_hash()])[0]
         };
-        Ok(FreeSpace { free, ended })
+        let absent = batch.iter().filter(is_absent);
+        let sizes = absent.map(|item| self.adapter.size_of(item.object.len));
+        sizes.fold(0, u64::saturating_add)
     }
 
     /// Reserves bytes for an object, in the backend and in the index; `None` if it is there already.

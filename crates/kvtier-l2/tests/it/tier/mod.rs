@@ -22,6 +22,12 @@ const LEN: u64 = 84;
 /// Bytes of one object in the backend.
 const SIZE: u64 = LEN + OVERHEAD;
 
+const NOOP: TierEviction = TierEviction {
+    policy: EvictionKind::Noop,
+    trigger_watermark: 0.8,
+    eviction_ratio: 0.2,
+};
+
 fn tier(memory: &Arc<TestAdapter>, objects: Option<u64>) -> Tier {
     tier_with(memory, objects, None, 0)
 }
@@ -184,11 +190,7 @@ async fn counted_bytes_are_the_written_ones() {
 #[tokio::test]
 async fn items_over_capacity_in_batch_are_not_counted() {
     let (memory, bytes) = (test_adapter(), Bytes::new());
-    let noop = TierEviction {
-        policy: EvictionKind::Noop,
-        ..TierEviction::default()
-    };
-    let tier = tier_with(&memory, Some(2), Some(noop), 0);
+    let tier = tier_with(&memory, Some(2), Some(NOOP), 0);
     let results = store(&tier, &bytes, [1, 2, 3, 4]).await;
     assert_eq!(results[2..], [Err(ErrorKind::Full), Err(ErrorKind::Full)]);
     assert_eq!(memory.bytes(), 2 * SIZE);
@@ -381,9 +383,62 @@ async fn changed_watermark_holds_from_next_pass() {
 }
 
 #[tokio::test]
+async fn disk_smaller_than_capacity_evicts_the_oldest() {
+    for capacity in [Some(100), None] {
+        for reports_disk in [true, false] {
+            let (memory, bytes) = (test_adapter(), Bytes::new());
+            *memory.disk_bytes.lock() = Some(10 * SIZE);
+            memory.reports_disk.store(reports_disk, Ordering::Relaxed);
+            let tier = tier(&memory, capacity);
+            for number in 0..30 {
+                let stored = store(&tier, &bytes, [number]).await;
+                assert_eq!(stored, [Ok(Stored::Written(SIZE))], "{number}");
+            }
+            assert!(memory.bytes() > 5 * SIZE && !tier.is_full());
+            let is_there = |number| memory.contains(&key(number, ""));
+            assert!((25..30).all(is_there) && !(0..20).any(is_there));
+            // Another program takes half of the disk.
+            *memory.disk_bytes.lock() = Some(memory.bytes());
+            assert!(store(&tier, &bytes, 30..33).await.iter().all(Result::is_ok));
+            assert_accounting(&tier, &memory);
+        }
+    }
+}
+
+#[tokio::test]
+async fn full_disk_evicts_nothing_by_policy_noop() {
+    let (memory, bytes) = (test_adapter(), Bytes::new());
+    *memory.disk_bytes.lock() = Some(2 * SIZE);
+    let tier = tier_with(&memory, None, Some(NOOP), 0);
+    store(&tier, &bytes, 0..2).await;
+    assert_eq!(store(&tier, &bytes, [2]).await, [Err(ErrorKind::Full)]);
+    assert!(tier.is_full() && memory.delete_keys().is_empty());
+}
+
+/// A quota that counts deleted bytes until minutes later.
+#[tokio::test]
+async fn backend_that_stays_full_is_not_emptied() {
+    for reports_disk in [true, false] {
+        let (memory, bytes) = (test_adapter(), Bytes::new());
+        let tier = tier(&memory, None);
+        store(&tier, &bytes, 0..100).await;
+        if reports_disk {
+            *memory.free_bytes.lock() = Some(0);
+        }
+        memory.always(Operation::Store, Some(Step::Fail(ErrorKind::Full)));
+        for number in 100..200 {
+            let refused = store(&tier, &bytes, [number]).await;
+            assert_eq!(refused, [Err(ErrorKind::Full)]);
+        }
+        assert!(memory.bytes() >= 98 * SIZE, "{}", memory.bytes() / SIZE);
+        assert_accounting(&tier, &memory);
+    }
+}
+
+#[tokio::test]
 async fn full_disk_suspends_only_stores_until_space() {
     let (memory, bytes) = (test_adapter(), Bytes::new());
-    let tier = tier_with(&memory, None, None, 1000);
+    let tier = tier_with(&memory, None, Some(NOOP), 1000);
     *memory.free_bytes.lock() = Some(1000 + SIZE);
     let results = store(&tier, &bytes, [1, 2]).await;
     assert_eq!(results, [Ok(Stored::Written(SIZE)), Err(ErrorKind::Full)]);

@@ -260,6 +260,25 @@ fn tier_failures_are_counted() {
 }
 
 #[test]
+fn health_warns_of_full_tier() {
+    let scope = Scope::new("health/full");
+    let full = format!(
+        r#"{{"type":"fault_inject","faults":[{{"kind":"fail","operation":"store","error":"full","limit":3}}],"inner":{MOCK}}}"#
+    );
+    let server = with_tiers(&[&full], &[]);
+    let mut worker = server.engine_driven(1, &scope);
+    let health = || json_of(&server, "GET", "/healthcheck", "");
+    store(&mut worker, &prompt(1, 3), 1);
+    settle(&server);
+    let warning = "tier fault_inject-0 is full: objects are not stored there";
+    let warned = json!({ "status": "healthy", "warnings": [warning] });
+    assert_eq!(health(), (200, warned));
+    store(&mut worker, &prompt(2, 3), 1);
+    settle(&server);
+    assert_eq!(health(), (200, json!({ "status": "healthy" })));
+}
+
+#[test]
 fn health_names_failed_tier_and_stays_200() {
     let directory = tempfile::tempdir().unwrap();
     let absent = directory.path().join("absent");
