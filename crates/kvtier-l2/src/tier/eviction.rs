@@ -12,13 +12,11 @@ use kvtier_core::quota::{Grant, QuotaMode};
 
 use super::Tier;
 use super::deletes::delete_pending;
+use super::listing::MAX_INDEXED;
 use crate::error::L2Error;
 
 /// Objects evicted per hold of the index's lock, and deleted per call.
 const SLICE: usize = 1024;
-
-/// Objects in the index of a backend without a capacity that others change too: some 150 MiB.
-pub(super) const MAX_INDEXED: u64 = 1 << 20;
 
 /// Part of the used bytes that is evicted if a backend has no space.
 const PART: u64 = 64;

@@ -3,9 +3,10 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
-use super::Tier;
-use super::eviction::MAX_INDEXED;
 use crate::adapter::Listed;
+
+/// Objects in the index of a backend without a capacity that others change too: some 150 MiB.
+pub(super) const MAX_INDEXED: u64 = 1 << 20;
 
 /// Objects read of one listing, and calls of the adapter with some of them: beyond those a listing is considered endless.
 const MAX_LISTED: u64 = 1 << 28;
@@ -26,6 +27,19 @@ pub(super) struct Bounds {
     pub(super) listed: u64,
     /// Pages that are read.
     pub(super) pages: u64,
+}
+
+impl Bounds {
+    /// Returns the bounds of a tier's listings; `is_open` if others change a backend that has no bound here.
+    pub(super) fn of(capacity_bytes: Option<u64>, is_open: bool) -> Self {
+        let assumed = if is_open { 0 } else { ASSUMED_CAPACITY };
+        let kept = MAX_INDEXED.max(capacity_bytes.unwrap_or(assumed) / SMALL_OBJECT);
+        Self {
+            kept: usize::try_from(kept).unwrap_or(usize::MAX),
+            listed: MAX_LISTED.max(kept),
+            pages: MAX_PAGES,
+        }
+    }
 }
 
 /// The most recently used objects of a listing.
@@ -89,23 +103,6 @@ impl Listing {
     pub(super) fn into_objects(self) -> Vec<Listed> {
         let kept = self.kept.into_iter();
         kept.map(|Reverse(object)| object).collect()
-    }
-}
-
-impl Tier {
-    /// Bounds of its listings.
-    pub(super) fn listing_bounds(&self) -> Bounds {
-        let capacity = match self.capacity_bytes() {
-            Some(bytes) => bytes,
-            None if self.is_open() => 0,
-            None => ASSUMED_CAPACITY,
-        };
-        let kept = MAX_INDEXED.max(capacity / SMALL_OBJECT);
-        Bounds {
-            kept: usize::try_from(kept).unwrap_or(usize::MAX),
-            listed: MAX_LISTED.max(kept),
-            pages: MAX_PAGES,
-        }
     }
 }
 

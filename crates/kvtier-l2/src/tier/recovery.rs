@@ -61,10 +61,11 @@ impl Tier {
             return;
         }
         let mut pause = PAUSE;
+        let bounds = Bounds::of(self.capacity_bytes(), self.is_open());
         loop {
             let working = self.begin_work().await;
             let ended = tokio::select! {
-                ended = self.recover_once(stop, self.listing_bounds()) => ended,
+                ended = self.recover_once(stop, bounds) => ended,
                 () = until_stopped(stop) => Err(Ended::Stopped),
             };
             drop(working);
