@@ -123,7 +123,7 @@ fn main() {
         black_box(cache.contains(&namespace, hashes));
     });
     measure("touch, scattered", scattered(prompts), |hashes| {
-        cache.touch(now, &namespace, hashes);
+        cache.touch(now, [&namespace], hashes);
     });
     measure("reserve + commit, each evicting one", unknown, store);
     measure("evict, 128 a call", 0..prompts / 2, |_| {

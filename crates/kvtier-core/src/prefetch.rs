@@ -83,6 +83,29 @@ impl PrefetchPlan {
         longest_prefix(&self.rows, &self.found)
     }
 
+    /// The same of those whose objects take at most `capacity` bytes, where
+    /// `footprint` is what an object of this many bytes takes.
+    pub fn hit_within(&self, capacity: u64, footprint: impl Fn(u64) -> u64) -> usize {
+        let hit = self.hit();
+        let sizes: Vec<_> = self
+            .rows
+            .iter()
+            .map(|row| footprint(row.object_bytes))
+            .collect();
+        let fits = |hit: usize| {
+            let rows = self.rows.iter().zip(&sizes);
+            let bytes = rows.map(|(row, size)| needed(row.window, hit).len() as u64 * size);
+            bytes.sum::<u64>() <= capacity
+        };
+        if fits(hit) {
+            return hit;
+        }
+        let mut found = self.found.clone();
+        let most = (0..hit).rev().find(|hit| fits(*hit)).unwrap_or(0);
+        found.iter_mut().for_each(|row| row.truncate(most));
+        longest_prefix(&self.rows, &found)
+    }
+
     /// The objects that a prefix of `hit` chunks needs, chunk by chunk.
     pub fn needed(&self, hit: usize) -> Vec<Cell> {
         let rows = || self.rows.iter().enumerate();
@@ -164,6 +187,23 @@ mod tests {
         assert_eq!(plan.hit(), 0);
         plan.lost(Cell { row: 0, chunk: 5 });
         assert_eq!(plan.hit(), 0);
+    }
+
+    #[test]
+    fn hit_ends_where_capacity_does() {
+        let mut plan = plan([None, Some(2)], 6);
+        find(&mut plan, 0, 0..6);
+        find(&mut plan, 1, [1, 2, 3, 4, 5]);
+        // Objects of a byte take two; a prefix of n chunks has n and two of them.
+        for (capacity, expected) in [(16, 6), (15, 5), (12, 4), (11, 3), (9, 0)] {
+            assert_eq!(
+                plan.hit_within(capacity, |bytes| 2 * bytes),
+                expected,
+                "{capacity}"
+            );
+        }
+        plan.lost(Cell { row: 1, chunk: 3 });
+        assert_eq!(plan.hit_within(14, |bytes| 2 * bytes), 3);
     }
 
     #[test]

@@ -208,7 +208,7 @@ mod tests {
     use std::sync::Arc;
     use std::time::Duration;
 
-    use kvtier_core::cache::{Cache, CacheConfig, ReserveRequest, Reserved};
+    use kvtier_core::cache::{Cache, CacheConfig, ReserveOptions, ReserveRequest, Reserved};
     use kvtier_core::eviction::EvictionKind;
     use kvtier_core::quota::Grant;
     use kvtier_core::{ChunkHash, Namespace};
@@ -227,6 +227,13 @@ mod tests {
         Cache::new(allocator, CacheConfig::default())
     }
 
+    fn in_part(near: Option<u32>) -> ReserveOptions<'static> {
+        ReserveOptions {
+            near,
+            ..ReserveOptions::default()
+        }
+    }
+
     fn reserve(
         cache: &Cache<L1Allocator>,
         number: u64,
@@ -239,7 +246,7 @@ mod tests {
             hashes: &[ChunkHash(hash)],
             len: 1,
         };
-        cache.reserve_near(NOW, &[request], near).unwrap()
+        cache.reserve_with(NOW, &[request], &in_part(near)).unwrap()
     }
 
     /// Stores one object; returns the part that it is in.
@@ -309,7 +316,7 @@ mod tests {
             len: PART + 1,
         };
         for near in [None, Some(0)] {
-            let reserved = cache.reserve_near(NOW, &[request], near).unwrap();
+            let reserved = cache.reserve_with(NOW, &[request], &in_part(near)).unwrap();
             assert!(reserved.reservation.staged().is_empty());
         }
         assert_eq!(cache.stats().evicted_objects_total, 0);
@@ -340,7 +347,9 @@ mod tests {
                 hashes: &[ChunkHash([number; 32])],
                 len,
             };
-            let reserved = cache.reserve_near(NOW, &[request], Some(near)).unwrap();
+            let reserved = cache
+                .reserve_with(NOW, &[request], &in_part(Some(near)))
+                .unwrap();
             let staged = reserved.reservation.staged();
             let at = staged.first().map(|staged| staged.extent.offset / PART);
             reserved.reservation.commit(NOW);

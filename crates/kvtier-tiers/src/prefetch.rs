@@ -8,7 +8,9 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
-use kvtier_core::cache::{Counted, Lookup, ReadLease, Reservation, ReserveRequest};
+use kvtier_core::cache::{
+    Counted, Extent, Lookup, ReadLease, Reservation, ReserveOptions, ReserveRequest, ReservedPrompt,
+};
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prefetch::{Cell, PrefetchPlan};
 use kvtier_core::{ChunkHash, GroupRow, ObjectKey};
@@ -117,22 +119,15 @@ impl L2 {
             let (plan, mut sources) = self.ask(request, asked_until).await;
             // Loads are bounded by their bytes; a request that only asks need not wait for them.
             drop(turn);
-            let hit = plan.hit();
-            let (missing, resident): (Vec<_>, Vec<_>) = plan
-                .needed(hit)
-                .into_iter()
-                .partition(|cell| sources.contains_key(cell));
-            if !missing.is_empty() && !cancelled() {
+            // No more than L1 can have: what is behind it would take the place of what is before.
+            let capacity = self.cache.capacity_for(&request.rows, &request.hashes);
+            let hit = plan.hit_within(capacity, |len| self.cache.footprint([len]));
+            let needed = plan.needed(hit).into_iter();
+            let needed: Vec<_> = needed.map(|cell| (cell, sources.remove(&cell))).collect();
+            if needed.iter().any(|(_, source)| source.is_some()) && !cancelled() {
                 phase.is_now(PrefetchPhase::Load);
-                // What is in L1 and needed must not leave for what is loaded.
-                holds.extend(self.pin_cells(request, &resident));
-                let sources = missing
-                    .into_iter()
-                    .filter_map(|cell| Some((cell, sources.remove(&cell)?)));
                 let load_until = Instant::now() + self.config().load_timeout;
-                loaded = self
-                    .load(request, sources.collect(), load_until, &mut holds)
-                    .await;
+                loaded = self.load(request, needed, load_until, &mut holds).await;
             }
         }
         let lookup =
@@ -220,40 +215,73 @@ impl L2 {
         .collect()
     }
 
-    /// Loads objects, or waits for other requests' loads; returns those that were loaded here. What becomes resident in
-    /// time is held in `holds`.
+    /// Loads the objects that have a source, or waits for other requests' loads; returns those that were loaded here. What
+    /// is resident, or becomes so in time, is held in `holds`.
+    ///
+    /// Memory is reserved in the order of the chunks, and none behind a chunk that is refused.
     async fn load(
         self: &Arc<Self>,
         request: &Arc<PrefetchRequest>,
-        sources: Vec<(Cell, Source)>,
+        needed: Vec<(Cell, Option<Source>)>,
         until: Instant,
         holds: &mut Vec<ReadLease<L1Allocator>>,
     ) -> Vec<Cell> {
-        let cells: Vec<_> = sources.iter().map(|(cell, _)| *cell).collect();
+        let cells: Vec<_> = needed.iter().map(|(cell, _)| *cell).collect();
+        let chunks = cells.last().map_or(0, |last| last.chunk + 1);
         let objects = objects(&request.rows, &request.hashes, &cells);
+        let mut needed = objects.into_iter().zip(needed).peekable();
         let (mut tasks, mut joined) = (JoinSet::new(), Vec::new());
-        let (mut batch, mut bytes) = (Vec::new(), 0);
-        for ((cell, object), (_, source)) in objects.into_iter().zip(sources) {
-            match self.flights.claim(&object) {
-                Claimed::Others(flight) => joined.push((cell, flight)),
-                Claimed::Own(flight) => {
-                    bytes += object.len;
-                    batch.push(Wanted {
-                        cell,
-                        object,
-                        source,
-                        flight,
-                    });
+        let mut is_late = false;
+        while needed.peek().is_some() {
+            let (mut batch, mut resident, mut bytes) = (Vec::new(), Vec::new(), 0);
+            while bytes < LOAD_BATCH
+                && let Some(((cell, object), (_, source))) = needed.next()
+            {
+                let Some(source) = source else {
+                    resident.push(cell);
+                    continue;
+                };
+                match self.flights.claim(&object) {
+                    Claimed::Others(flight) => joined.push((cell, flight)),
+                    Claimed::Own(flight) => {
+                        bytes += object.len;
+                        batch.push(Wanted {
+                            cell,
+                            object,
+                            source,
+                            flight,
+                        });
+                    }
                 }
             }
-            if bytes >= LOAD_BATCH {
-                let batch = std::mem::take(&mut batch);
-                let bytes = std::mem::take(&mut bytes);
-                self.spawn_load(&mut tasks, request, batch, bytes, until);
+            // Not evicted for the batches after this one.
+            holds.extend(self.pin_cells(request, &resident));
+            if batch.is_empty() {
+                continue;
             }
-        }
-        if !batch.is_empty() {
-            self.spawn_load(&mut tasks, request, batch, bytes, until);
+            // A load that has not begun when its lookup times out does not begin: there may be many of them.
+            let units = u32::try_from(bytes.div_ceil(LOAD_UNIT)).unwrap_or(u32::MAX);
+            // An object larger than the whole capacity is loaded alone.
+            let most = u32::try_from(self.config().load_bytes / LOAD_UNIT).unwrap_or(u32::MAX);
+            let permit = Arc::clone(&self.loads).acquire_many_owned(units.clamp(1, most.max(1)));
+            let Ok(Ok(permit)) = timeout_at(until, permit).await else {
+                is_late = true;
+                break;
+            };
+            let Some((landing, extents)) = self.reserve_batch(request, chunks, &batch, permit)
+            else {
+                break;
+            };
+            let is_whole = extents.iter().all(Option::is_some);
+            let (l2, request) = (Arc::clone(self), Arc::clone(request));
+            tasks.spawn(async move {
+                let cells = l2.load_batch(&request, batch, landing, extents).await;
+                let leases = l2.pin_cells(&request, &cells);
+                (cells, leases)
+            });
+            if !is_whole {
+                break;
+            }
         }
         let mut loaded = Vec::new();
         // Loads that are late go on: what they give is worth having.
@@ -263,7 +291,7 @@ impl L2 {
                 holds.extend(leases);
             }
         }
-        let mut is_late = !tasks.is_empty();
+        is_late |= !tasks.is_empty();
         tasks.detach_all();
         for (cell, flight) in joined {
             match timeout_at(until, over(flight)).await {
@@ -277,53 +305,55 @@ impl L2 {
         loaded
     }
 
-    fn spawn_load(
-        self: &Arc<Self>,
-        tasks: &mut JoinSet<(Vec<Cell>, Vec<ReadLease<L1Allocator>>)>,
-        request: &Arc<PrefetchRequest>,
-        batch: Vec<Wanted>,
-        bytes: u64,
-        until: Instant,
-    ) {
-        let (l2, request) = (Arc::clone(self), Arc::clone(request));
-        tasks.spawn(async move {
-            // A load that has not begun when its lookup times out does not begin: there may be many of them.
-            let units = u32::try_from(bytes.div_ceil(LOAD_UNIT)).unwrap_or(u32::MAX);
-            // An object larger than the whole capacity is loaded alone.
-            let most = u32::try_from(l2.config().load_bytes / LOAD_UNIT).unwrap_or(u32::MAX);
-            let permit = Arc::clone(&l2.loads).acquire_many_owned(units.clamp(1, most.max(1)));
-            let Ok(Ok(permit)) = timeout_at(until, permit).await else {
-                return Default::default();
-            };
-            let cells = l2.load_batch(&request, batch, permit).await;
-            let leases = l2.pin_cells(&request, &cells);
-            (cells, leases)
-        });
-    }
-
-    /// Loads one batch; gives what has become resident by it.
-    async fn load_batch(
+    /// Reserves memory for a batch of a prefix of `chunks` chunks; returns it, and where each object of the batch goes: nowhere if
+    /// it was refused, or became resident meanwhile.
+    fn reserve_batch(
         self: &Arc<Self>,
         request: &PrefetchRequest,
-        batch: Vec<Wanted>,
+        chunks: usize,
+        batch: &[Wanted],
         permit: OwnedSemaphorePermit,
-    ) -> Vec<Cell> {
-        let hashes: Vec<_> = batch
+    ) -> Option<(Arc<Landing>, Vec<Option<(usize, Extent)>>)> {
+        let rows = request.rows.iter().enumerate().map(
+            |(
+                row,
+                GroupRow {
+                    namespace,
+                    object_bytes,
+                    ..
+                },
+            )| {
+                let of_row = batch
+                    .iter()
+                    .enumerate()
+                    .filter(move |(_, wanted)| wanted.cell.row == row);
+                let (places, hashes): (Vec<_>, Vec<_>) = of_row
+                    .map(|(at, wanted)| (at, request.hashes[wanted.cell.chunk]))
+                    .unzip();
+                (namespace, *object_bytes, places, hashes)
+            },
+        );
+        let rows: Vec<_> = rows.collect();
+        let requests = rows
             .iter()
-            .map(|wanted| [request.hashes[wanted.cell.chunk]])
-            .collect();
-        let requests: Vec<_> = batch
-            .iter()
-            .zip(&hashes)
-            .map(|(wanted, hashes)| ReserveRequest {
-                namespace: &request.rows[wanted.cell.row].namespace,
+            .map(|(namespace, len, _, hashes)| ReserveRequest {
+                namespace,
                 hashes,
-                len: wanted.object.len,
-            })
-            .collect();
+                len: *len,
+            });
+        let options = ReserveOptions {
+            prompt: Some(ReservedPrompt {
+                rows: &request.rows,
+                hashes: &request.hashes[..chunks],
+            }),
+            ..ReserveOptions::default()
+        };
+        let reserved = self
+            .cache
+            .reserve_with(self.now(), &requests.collect::<Vec<_>>(), &options);
         let (model, salt) = (request.scope.model_name(), request.scope.cache_salt());
         let metrics = self.calls.metrics();
-        let reservation = match self.cache.reserve(self.now(), &requests) {
+        let reservation = match reserved {
             Ok(reserved) => {
                 let [out_of_memory, over_quota] =
                     metrics.reserved("l2_prefetch", model, salt, &reserved.outcomes);
@@ -336,33 +366,47 @@ impl L2 {
             }
             Err(error) => {
                 tracing::warn!(%error, "no memory could be asked for to load into");
-                return Vec::new();
+                return None;
             }
         };
-        let staged = reservation.staged().to_vec();
+        let mut extents = vec![None; batch.len()];
+        for (place, staged) in reservation.staged().iter().enumerate() {
+            let (_, _, places, _) = &rows[staged.request as usize];
+            extents[places[staged.position as usize]] = Some((place, staged.extent));
+        }
         let landing = Arc::new(Landing {
             l2: Arc::clone(self),
-            landed: Mutex::new(vec![false; staged.len()]),
+            landed: Mutex::new(vec![false; reservation.len()]),
             reservation: Mutex::new(Some(reservation)),
             _permit: permit,
         });
-        let (mut flights, mut places) = (Vec::new(), HashMap::new());
-        for (place, staged) in staged.iter().enumerate() {
-            places.insert(staged.request as usize, (place, staged.extent));
-        }
+        Some((landing, extents))
+    }
+
+    /// Loads one batch into its memory; returns what has become resident by it.
+    async fn load_batch(
+        self: &Arc<Self>,
+        request: &PrefetchRequest,
+        batch: Vec<Wanted>,
+        landing: Arc<Landing>,
+        extents: Vec<Option<(usize, Extent)>>,
+    ) -> Vec<Cell> {
+        let (model, salt) = (request.scope.model_name(), request.scope.cache_salt());
+        let metrics = self.calls.metrics();
+        let mut flights = Vec::new();
         let mut by_tier: Vec<Vec<(usize, Cell, LoadItem, TierLease)>> =
             self.tiers.iter().map(|_| Vec::new()).collect();
-        for (at, wanted) in batch.into_iter().enumerate() {
+        for (wanted, place) in batch.into_iter().zip(extents) {
             flights.push(wanted.flight);
-            let Some((place, extent)) = places.get(&at) else {
+            let Some((place, extent)) = place else {
                 continue;
             };
             let item = LoadItem {
                 object: wanted.object,
-                to: self.buffer(*extent, Arc::clone(&landing) as _),
+                to: self.buffer(extent, Arc::clone(&landing) as _),
             };
             let (tier, lease) = wanted.source;
-            by_tier[tier].push((*place, wanted.cell, item, lease));
+            by_tier[tier].push((place, wanted.cell, item, lease));
         }
         let mut loaded = Vec::new();
         // What one tier fails to give, the next one is asked for.

@@ -56,6 +56,10 @@ impl<A: ExtentAllocator> State<A> {
         while self.is_over(tenant, kept)
             && let Some(own) = self.own_victim(tenant)
         {
+            if self.is_kept(own) {
+                self.allocator.free(extent);
+                return Err(Refusal::Quota);
+            }
             self.warm_up(Some(tenant), more + 1);
             self.evict_slot(own, LossCause::Quota);
         }
@@ -100,7 +104,7 @@ impl<A: ExtentAllocator> State<A> {
             {
                 return Ok(extent);
             }
-            match self.next_victim(tenant, kept, more) {
+            match self.next_victim(tenant, kept, more)? {
                 Some(victim) if self.is_enough(victim, bytes) => {
                     let cause = self.cause(tenant, kept);
                     self.evict_slot(victim, cause)
@@ -135,6 +139,9 @@ impl<A: ExtentAllocator> State<A> {
         loop {
             let cause = self.cause(tenant, kept);
             let next = victim.or_else(|| self.policy.victim_of(tenant));
+            if next.is_some_and(|next| self.is_kept(next)) {
+                return Err(Refusal::Memory);
+            }
             if let Some(next) = next.filter(|next| self.is_enough(*next, bytes)) {
                 self.evict_slot(next, cause);
             } else {
@@ -164,18 +171,33 @@ impl<A: ExtentAllocator> State<A> {
             if let Some(extent) = self.allocator.allocate(bytes, owner) {
                 return Ok(extent);
             }
-            victim = self.next_victim(tenant, kept, more);
+            victim = self.next_victim(tenant, kept, more)?;
         }
     }
 
     /// The next victim for a store of this tenant, except for objects that only this tenant may evict.
-    fn next_victim(&mut self, tenant: u32, kept: u64, more: usize) -> Option<u32> {
+    ///
+    /// # Errors
+    /// It is of the prompt that is being stored.
+    fn next_victim(&mut self, tenant: u32, kept: u64, more: usize) -> Result<Option<u32>, Refusal> {
         let is_over = self.is_over(tenant, kept);
         self.warm_up(is_over.then_some(tenant), more + 1);
-        match is_over {
-            true => self.own_victim(tenant),
-            false => self.victim_for(tenant),
+        let victim = if is_over {
+            self.own_victim(tenant)
+        } else {
+            self.victim_for(tenant)
+        };
+        match victim {
+            Some(victim) if self.is_kept(victim) => Err(Refusal::Memory),
+            victim => Ok(victim),
         }
+    }
+
+    /// Whether an object is of the prompt that is being stored, as far as its chunk says.
+    #[inline]
+    pub(super) fn is_kept(&self, number: u32) -> bool {
+        let prompt = self.kept_prompt.as_ref();
+        prompt.is_some_and(|prompt| prompt.contains(&self.slab.at(number).hash))
     }
 
     /// Whether evicting this object alone frees a range of `bytes` bytes, or helps to where bytes are only counted.

@@ -86,6 +86,34 @@ impl<A: ExtentAllocator> State<A> {
         hit
     }
 
+    /// See [`super::Cache::capacity_for`].
+    pub(super) fn capacity_for(&self, rows: &[GroupRow], hashes: &[ChunkHash]) -> u64 {
+        let found = rows.iter().flat_map(|row| {
+            let namespace = self.namespaces.find(&row.namespace);
+            let found = hashes.iter().map(move |hash| self.find(namespace?, hash));
+            found.flatten()
+        });
+        let leased = found.filter(|number| self.slab.at(*number).leases > 0);
+        let own: u64 = leased.map(|number| self.footprint(number)).sum();
+        let fixed = self.counters.staged.bytes + self.counters.doomed.bytes + self.leased.bytes;
+        let free = self.allocator.capacity().saturating_sub(fixed);
+        let salt = rows.first().map(|row| row.namespace.cache_salt());
+        let tenant = salt.and_then(|salt| self.namespaces.tenants.find(salt));
+        let within_limit = tenant.map_or(u64::MAX, |number| self.within_limit(number));
+        free.min(within_limit) + own
+    }
+
+    /// Bytes that a strict limit allows a tenant beside what may not be evicted of it.
+    fn within_limit(&self, number: u32) -> u64 {
+        let tenants = &self.namespaces.tenants;
+        match (tenants.strict_limit(number), tenants.get(number)) {
+            (Some(limit), Some(tenant)) => {
+                limit.saturating_sub(tenant.bytes() - tenant.evictable())
+            }
+            _ => u64::MAX,
+        }
+    }
+
     /// The last absent chunk in `from..hashes.len()` of a row. While searching, `hold.slots` are the chunks known
     /// to be present that end at `hold.start`, the last one first.
     fn absent(

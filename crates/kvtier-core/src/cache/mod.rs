@@ -41,6 +41,7 @@ pub use ordered::{Ordered, OrderedObject};
 pub use reservation::{
     Committed, KeyOutcome, Reservation, ReserveError, ReserveRequest, Reserved, Staged,
 };
+pub use reserve::ReservedPrompt;
 pub use restore::{DetachedLedger, GrantOrigin, Restored};
 pub use stats::{Page, SaltUsage, Stats, Usage};
 
@@ -75,6 +76,18 @@ pub struct CacheConfig {
     /// In builds with debug assertions: check all invariants once per this many calls; 0 = never. Takes time proportional
     /// to the number of objects.
     pub check_invariants_every: u32,
+}
+
+/// How memory is reserved.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ReserveOptions<'a> {
+    /// The part of the memory to use, if possible; see [`ExtentAllocator::allocate_near`].
+    pub near: Option<u32>,
+    /// For a writer that may never commit: reserves at most these bytes, rounding included, and for a tenant with a limit, also
+    /// a soft one, at most that limit staged at once. Keys beyond that are refused, and evict nothing.
+    pub max_staged_bytes: Option<u64>,
+    /// The prompt that the objects are of. Keys are reserved chunk by chunk, and none behind one that is refused.
+    pub prompt: Option<ReservedPrompt<'a>>,
 }
 
 /// Objects and bytes that a call evicted.
@@ -227,52 +240,26 @@ impl<A: ExtentAllocator> Cache<A> {
         now: Duration,
         requests: &[ReserveRequest<'_>],
     ) -> Result<Reserved<A>, ReserveError> {
-        self.reserve_near(now, requests, None)
+        self.reserve_with(now, requests, &ReserveOptions::default())
     }
 
-    /// [`Cache::reserve`] in one part of the memory, if possible; see [`ExtentAllocator::allocate_near`].
+    /// [`Cache::reserve`] with options.
     ///
     /// # Errors
     /// As [`Cache::reserve`].
-    pub fn reserve_near(
+    pub fn reserve_with(
         &self,
         now: Duration,
         requests: &[ReserveRequest<'_>],
-        near: Option<u32>,
-    ) -> Result<Reserved<A>, ReserveError> {
-        self.reserve_bounded(now, requests, near, None)
-    }
-
-    /// [`Cache::reserve_near`] for a writer that may never commit: reserves at most `max_bytes`, rounding included, and for
-    /// a tenant with a limit, also a soft one, at most that limit staged at once. Keys beyond that are refused, and evict
-    /// nothing.
-    ///
-    /// # Errors
-    /// As [`Cache::reserve`].
-    pub fn reserve_staged(
-        &self,
-        now: Duration,
-        requests: &[ReserveRequest<'_>],
-        near: Option<u32>,
-        max_bytes: u64,
-    ) -> Result<Reserved<A>, ReserveError> {
-        self.reserve_bounded(now, requests, near, Some(max_bytes))
-    }
-
-    fn reserve_bounded(
-        &self,
-        now: Duration,
-        requests: &[ReserveRequest<'_>],
-        near: Option<u32>,
-        staging: Option<u64>,
+        options: &ReserveOptions<'_>,
     ) -> Result<Reserved<A>, ReserveError> {
         if let Some(request) = requests.iter().position(|request| request.len == 0) {
             return Err(ReserveError::EmptyObject { request });
         }
-        let mut batch = ReserveBatch::new(requests);
+        let mut batch = ReserveBatch::new(requests, options.prompt);
         self.locked(|state| {
             state.advance_clock(now);
-            state.reserve(requests, near, staging, &mut batch);
+            state.reserve(requests, options, &mut batch);
         });
         Ok(Reserved {
             reservation: Reservation::new(self.clone(), batch.staged),
@@ -394,18 +381,26 @@ impl<A: ExtentAllocator> Cache<A> {
         resident
     }
 
-    /// Records a use of these objects; the last chunk becomes the oldest. Returns how many are resident.
-    pub fn touch(&self, now: Duration, namespace: &Namespace, hashes: &[ChunkHash]) -> usize {
+    /// Records a use of these chunks in all these namespaces; the last chunk becomes the oldest. Returns how many objects are
+    /// resident.
+    pub fn touch<'n>(
+        &self,
+        now: Duration,
+        namespaces: impl IntoIterator<Item = &'n Arc<Namespace>>,
+        hashes: &[ChunkHash],
+    ) -> usize {
+        let namespaces: Vec<_> = namespaces.into_iter().collect();
         self.locked(|state| {
             state.advance_clock(now);
-            let Some(namespace) = state.namespaces.find(namespace) else {
-                return 0;
-            };
+            let found = namespaces.iter().filter_map(|it| state.namespaces.find(it));
+            let found: Vec<_> = found.collect();
             let mut touched = 0;
             for hash in hashes.iter().rev() {
-                if let Some(number) = state.find(namespace, hash) {
-                    state.touch(number);
-                    touched += 1;
+                for namespace in &found {
+                    if let Some(number) = state.find(*namespace, hash) {
+                        state.touch(number);
+                        touched += 1;
+                    }
                 }
             }
             touched
@@ -528,6 +523,12 @@ impl<A: ExtentAllocator> Cache<A> {
             let taken = lens.into_iter().map(|len| state.allocator.footprint(len));
             taken.sum()
         })
+    }
+
+    /// Most bytes that these chunks in these rows can have beside what may not be evicted, rounding included. Fragments and
+    /// reserved shares of other tenants may leave less.
+    pub fn capacity_for(&self, rows: &[GroupRow], hashes: &[ChunkHash]) -> u64 {
+        self.locked(|state| state.capacity_for(rows, hashes))
     }
 
     /// Free space of each part of the memory.

@@ -33,7 +33,7 @@ pub enum KeyOutcome {
     NoMemory,
     /// The tenant's limit is reached, and none of its objects may be evicted.
     OverQuota,
-    /// The call may not reserve more: [`Cache::reserve_staged`].
+    /// The call may not reserve more: [`ReserveOptions::max_staged_bytes`](super::ReserveOptions::max_staged_bytes).
     OverStaging,
 }
 

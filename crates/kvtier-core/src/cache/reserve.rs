@@ -1,14 +1,52 @@
 //! `reserve` and `commit`, a batch at a time.
 
-use super::ExtentAllocator;
 use super::lease::OrderedHold;
 use super::refusal::Refusal;
 use super::reservation::{Committed, KeyOutcome, ReserveRequest, Staged};
-use super::slab::SlotRef;
+use super::slab::{SlotRef, SlotState};
 use super::state::State;
+use super::{ExtentAllocator, ReserveOptions};
+use crate::group_row::GroupRow;
+use crate::hashing::ChunkHash;
+use crate::window::needed;
+use std::cmp::Reverse;
+use std::collections::HashSet;
 
 /// Marks a key that is not resident.
 const MISSING: SlotRef = SlotRef::NONE;
+
+/// Prompt whose objects are reserved. What of it is resident is never evicted for a later chunk of it, and a later chunk is
+/// evicted before an earlier one is refused.
+#[derive(Clone, Copy, Debug)]
+pub struct ReservedPrompt<'a> {
+    /// All its rows.
+    pub rows: &'a [GroupRow],
+    /// All its chunks, up to the last that is reserved.
+    pub hashes: &'a [ChunkHash],
+}
+
+/// One requested key.
+struct Key {
+    request: u32,
+    /// In its request.
+    position: u32,
+    /// In the prompt; without one, the position.
+    chunk: u32,
+    /// Number among all keys.
+    at: usize,
+}
+
+/// One request while it is served.
+struct Opened {
+    namespace: u32,
+    /// Bytes that each of its objects takes.
+    taken: u64,
+    /// Whether the refusal of one of its keys was recorded.
+    is_recorded: bool,
+}
+
+/// Resident object that a batch holds, and its chunk.
+type Held = (u32, SlotRef);
 
 /// Result of a `reserve`, allocated before the lock is taken.
 pub(super) struct ReserveBatch {
@@ -16,18 +54,50 @@ pub(super) struct ReserveBatch {
     pub(super) staged: Vec<Staged>,
     /// Taken by what is staged, rounding included.
     pub(super) bytes: u64,
-    /// Per key: its resident object, held during the batch.
-    held: Vec<SlotRef>,
+    /// In the order in which they are served.
+    keys: Vec<Key>,
+    opened: Vec<Opened>,
+    /// Per key: its resident object.
+    resident: Vec<SlotRef>,
+    /// By chunk. Up to `held_until` they are held.
+    held: Vec<Held>,
+    held_until: usize,
+    /// Chunks of the prompt; `None` once all that is resident of it is in `held`.
+    prompt: Option<HashSet<ChunkHash>>,
 }
 
 impl ReserveBatch {
-    pub(super) fn new(requests: &[ReserveRequest<'_>]) -> Self {
-        let keys = requests.iter().map(|request| request.hashes.len()).sum();
+    pub(super) fn new(requests: &[ReserveRequest<'_>], prompt: Option<ReservedPrompt<'_>>) -> Self {
+        let mut keys = Vec::with_capacity(requests.iter().map(|it| it.hashes.len()).sum());
+        for (request, number) in requests.iter().zip(0..) {
+            let mut chunks = prompt
+                .iter()
+                .flat_map(|prompt| prompt.hashes.iter().zip(0..));
+            for (hash, position) in request.hashes.iter().zip(0..) {
+                // A request has its chunks in the order of the prompt.
+                let chunk =
+                    chunks.find_map(|(of_prompt, chunk)| (of_prompt == hash).then_some(chunk));
+                keys.push(Key {
+                    request: number,
+                    position,
+                    chunk: chunk.unwrap_or(position),
+                    at: keys.len(),
+                });
+            }
+        }
+        if prompt.is_some() && requests.len() > 1 {
+            keys.sort_by_key(|key| key.chunk);
+        }
         Self {
-            outcomes: Vec::with_capacity(keys),
-            staged: Vec::with_capacity(keys),
+            outcomes: vec![KeyOutcome::AlreadyResident; keys.len()],
+            staged: Vec::with_capacity(keys.len()),
             bytes: 0,
-            held: Vec::with_capacity(keys),
+            opened: Vec::with_capacity(requests.len()),
+            resident: vec![MISSING; keys.len()],
+            held: Vec::with_capacity(keys.len()),
+            held_until: 0,
+            prompt: prompt.map(|prompt| prompt.hashes.iter().copied().collect()),
+            keys,
         }
     }
 }
@@ -35,77 +105,162 @@ impl ReserveBatch {
 impl<A: ExtentAllocator> State<A> {
     /// See [`super::Cache::reserve`].
     ///
-    /// Resident keys are held until the end, so that the head of a prefix is never evicted for its tail.
+    /// Resident keys are held until the end, so that the head of a prefix is never evicted for its tail. With a prompt, keys are
+    /// served chunk by chunk, and once one is refused, so are those after it.
     pub(super) fn reserve(
         &mut self,
         requests: &[ReserveRequest<'_>],
-        near: Option<u32>,
-        staging: Option<u64>,
+        options: &ReserveOptions<'_>,
         batch: &mut ReserveBatch,
     ) {
         self.warm = 0;
-        let mut staging_left = staging.unwrap_or(u64::MAX);
+        let has_prompt = options.prompt.is_some();
+        let mut staging_left = options.max_staged_bytes.unwrap_or(u64::MAX);
         for request in requests {
-            let namespace = self.namespaces.find(request.namespace);
-            for hash in request.hashes {
-                let found = namespace.and_then(|namespace| self.find(namespace, hash));
-                batch
-                    .held
-                    .push(found.map_or(MISSING, |number| self.lease(number)));
+            batch.opened.push(Opened {
+                namespace: self.namespaces.open(request.namespace),
+                taken: self.allocator.footprint(request.len),
+                is_recorded: false,
+            });
+        }
+        for key in &batch.keys {
+            let hash = &requests[key.request as usize].hashes[key.position as usize];
+            if let Some(number) = self.find(batch.opened[key.request as usize].namespace, hash) {
+                batch.resident[key.at] = self.lease(number);
+                batch.held.push((key.chunk, batch.resident[key.at]));
             }
         }
-        let mut held = batch.held.iter();
-        for (request, which) in requests.iter().zip(0..) {
-            let namespace = self.namespaces.open(request.namespace);
-            let taken = self.allocator.footprint(request.len);
-            // Objects of a request are equal in size: if one was refused, so are those after it.
-            let mut refused = None;
-            for ((hash, held), position) in request.hashes.iter().zip(&mut held).zip(0..) {
-                if *held != MISSING {
-                    batch.outcomes.push(KeyOutcome::AlreadyResident);
+        batch.held_until = batch.held.len();
+        self.kept_prompt = batch.prompt.take();
+        // Objects of a request are equal in size: if one was refused, so are those after it.
+        let mut refused: Option<(u32, Refusal)> = None;
+        for at in 0..batch.keys.len() {
+            let Key {
+                request: number,
+                position,
+                chunk,
+                at,
+            } = batch.keys[at];
+            let request = &requests[number as usize];
+            let hash = request.hashes[position as usize];
+            let Opened {
+                namespace, taken, ..
+            } = batch.opened[number as usize];
+            if self.is_resident(batch.resident[at]) {
+                continue;
+            }
+            let more = request.hashes.len() - 1 - position as usize;
+            let staged = match refused {
+                Some((other, refusal)) if has_prompt || other == number => Err(refusal),
+                _ if taken > staging_left => Err(Refusal::Staging),
+                _ if options.max_staged_bytes.is_some() && !self.may_stage(namespace, taken) => {
+                    Err(Refusal::Quota)
+                }
+                _ => {
+                    self.hold_until(chunk, batch);
+                    let stage = |state: &mut Self| {
+                        state.stage(namespace, hash, request.len, options.near, more)
+                    };
+                    match (stage(self), options.prompt) {
+                        (Err(_), Some(prompt)) if self.keep_until(chunk, prompt, batch) => {
+                            stage(self)
+                        }
+                        (staged, _) => staged,
+                    }
+                }
+            };
+            let (extent, slot) = match staged {
+                Ok(staged) => staged,
+                Err(refusal) => {
+                    refused = Some((number, refusal));
+                    // Only the first: engines repeat what was refused, and the ring is of all tenants.
+                    if !std::mem::replace(&mut batch.opened[number as usize].is_recorded, true) {
+                        self.lose(namespace, &hash, refusal.into());
+                    }
+                    batch.outcomes[at] = self.refuse(namespace, refusal);
                     continue;
                 }
-                let more = request.hashes.len() - 1 - position;
-                let staged = match refused {
-                    Some(refusal) => Err(refusal),
-                    None if taken > staging_left => Err(Refusal::Staging),
-                    None if staging.is_some() && !self.may_stage(namespace, taken) => {
-                        Err(Refusal::Quota)
-                    }
-                    None => self.stage(namespace, *hash, request.len, near, more),
-                };
-                let (extent, slot) = match staged {
-                    Ok(staged) => staged,
-                    Err(refusal) => {
-                        // Only the first: engines repeat what was refused, and the ring is of all tenants.
-                        if refused.replace(refusal).is_none() {
-                            self.lose(namespace, hash, refusal.into());
-                        }
-                        batch.outcomes.push(self.refuse(namespace, refusal));
-                        continue;
-                    }
-                };
-                staging_left -= taken;
-                batch.bytes += taken;
-                batch.outcomes.push(KeyOutcome::Reserved(extent));
-                batch.staged.push(Staged {
-                    request: which,
-                    position: position as u32,
-                    extent,
-                    slot,
-                });
-            }
-            self.drop_user(namespace);
+            };
+            staging_left -= taken;
+            batch.bytes += taken;
+            batch.outcomes[at] = KeyOutcome::Reserved(extent);
+            batch.staged.push(Staged {
+                request: number,
+                position,
+                extent,
+                slot,
+            });
+        }
+        self.kept_prompt = None;
+        for opened in &batch.opened {
+            self.drop_user(opened.namespace);
+        }
+        if requests.len() > 1 {
+            batch
+                .staged
+                .sort_by_key(|staged| (staged.request, staged.position));
+            batch.held[..batch.held_until].sort_by_key(|(chunk, _)| Reverse(*chunk));
+        } else {
+            batch.held[..batch.held_until].reverse();
         }
         // Last chunk first, across all requests: the chunk that is worth least alone becomes the oldest.
-        let longest = requests.iter().map(|request| request.hashes.len()).max();
-        for position in (0..longest.unwrap_or(0)).rev() {
-            let mut start = 0;
-            for request in requests {
-                if position < request.hashes.len() && batch.held[start + position] != MISSING {
-                    self.end_lease(batch.held[start + position]);
+        for (_, reference) in &batch.held[..batch.held_until] {
+            self.end_lease(*reference);
+        }
+    }
+
+    /// Whether the object of a key is still resident.
+    fn is_resident(&self, reference: SlotRef) -> bool {
+        let slot = self.slab.get(reference);
+        slot.is_some_and(|slot| slot.state() == SlotState::Resident)
+    }
+
+    /// Holds what of a prompt is resident up to a chunk, and nothing behind it: that becomes the youngest of what may be evicted,
+    /// its last chunk the oldest of it. Returns whether that can help a store that was refused.
+    #[cold]
+    fn keep_until(
+        &mut self,
+        chunk: u32,
+        prompt: ReservedPrompt<'_>,
+        batch: &mut ReserveBatch,
+    ) -> bool {
+        if self.kept_prompt.take().is_none() {
+            return false;
+        }
+        let first = batch.keys.first().map_or(0, |key| key.chunk as usize);
+        let first = first.min(prompt.hashes.len());
+        for row in prompt.rows {
+            let Some(namespace) = self.namespaces.find(&row.namespace) else {
+                continue;
+            };
+            let needed = needed(row.window, first).start..prompt.hashes.len();
+            for (hash, chunk) in prompt.hashes[needed.clone()]
+                .iter()
+                .zip(needed.start as u32..)
+            {
+                if let Some(number) = self.find(namespace, hash) {
+                    batch.held.push((chunk, self.hold(number)));
                 }
-                start += request.hashes.len();
+            }
+        }
+        batch.held.sort_by_key(|(chunk, _)| *chunk);
+        batch.held_until = batch.held.partition_point(|(held, _)| *held <= chunk);
+        for (_, reference) in batch.held[batch.held_until..].iter().rev() {
+            self.end_lease(*reference);
+        }
+        true
+    }
+
+    /// Holds what of a prompt is resident up to a later chunk.
+    fn hold_until(&mut self, chunk: u32, batch: &mut ReserveBatch) {
+        while let Some(&(of, reference)) = batch.held.get(batch.held_until)
+            && of <= chunk
+        {
+            if self.is_resident(reference) {
+                self.hold(reference.slot);
+                batch.held_until += 1;
+            } else {
+                batch.held.remove(batch.held_until);
             }
         }
     }

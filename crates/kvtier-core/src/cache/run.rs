@@ -65,7 +65,7 @@ impl<A: ExtentAllocator> Judge<'_, A> {
         };
         let slot = self.state.slab.at(owner);
         let is_kept = slot.leases > 0 || slot.is_pinned() && !self.with_pinned;
-        if slot.state() != SlotState::Resident || is_kept {
+        if slot.state() != SlotState::Resident || is_kept || self.state.is_kept(owner) {
             return None;
         }
         self.take_share(self.state.namespaces.tenant_of(slot.namespace), bytes)?;

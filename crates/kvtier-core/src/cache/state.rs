@@ -11,6 +11,7 @@ use crate::eviction::pins::Pins;
 use crate::eviction::{Candidate, EvictionPolicy};
 use crate::hashing::ChunkHash;
 use crate::ledger::{Journal, Object, ObjectState};
+use std::collections::HashSet;
 use std::time::Duration;
 
 /// Ticks of the cache's clock per second; a `u32` of them lasts 13 years.
@@ -42,6 +43,8 @@ pub(super) struct State<A> {
     /// Number of the next victims that were fetched from memory already.
     pub(super) warm: usize,
     pub(super) upcoming: Vec<u32>,
+    /// Chunks of the prompt that is being reserved: a victim among them refuses the store, so that they can be held.
+    pub(super) kept_prompt: Option<HashSet<ChunkHash>>,
     /// Where the next search for a run begins, in bytes from the arena's start.
     pub(super) hand: u64,
     /// Evicted objects that were not taken yet; `None` unless they are reported.
@@ -77,6 +80,7 @@ impl<A: ExtentAllocator> State<A> {
             clock: 0,
             warm: 0,
             upcoming: Vec::with_capacity(MAX_WARM),
+            kept_prompt: None,
             hand: 0,
             evicted: config.report_evicted.then(Vec::new),
             journal: None,

@@ -68,6 +68,14 @@ impl KeyScope {
         self.workers.clone()
     }
 
+    /// The same scope with all workers of the world.
+    pub fn of_all_workers(&self) -> Self {
+        Self {
+            workers: 0..self.world_size,
+            ..self.clone()
+        }
+    }
+
     /// Their ranks, in worker order.
     pub fn kv_ranks(&self) -> impl ExactSizeIterator<Item = u64> + Clone + use<> {
         let world_size = self.world_size;

@@ -272,7 +272,7 @@ impl Both {
             }
             Op::Touch(namespace, chunks) => {
                 let hashes = hashes_of(&chunks);
-                let touched = self.cache.touch(NOW, namespace_of(namespace), &hashes);
+                let touched = self.cache.touch(NOW, [namespace_of(namespace)], &hashes);
                 assert_eq!(touched, self.model.touch_all(namespace, &chunks));
             }
             Op::Evict(bytes, objects) => {

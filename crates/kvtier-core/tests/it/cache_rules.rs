@@ -141,7 +141,7 @@ fn fragmentation_evicts_a_run_and_refuses_nothing() {
     store(&cache, namespace(0, ""), &hashes(0..10), 10);
     // Every second one is younger, so the holes are between them.
     let young: Vec<_> = (0..10).step_by(2).map(hash).collect();
-    cache.touch(NOW, namespace(0, ""), &young);
+    cache.touch(NOW, [namespace(0, "")], &young);
     assert_eq!(cache.evict(NOW, 50, 100).objects, 5);
     assert_eq!(cache.usage().used_bytes, 50);
     assert_eq!(store(&cache, namespace(0, ""), &hashes(20..21), 20), 1);
@@ -304,8 +304,8 @@ fn release_and_touch_renew_an_object() {
         store(&cache, namespace(0, ""), &hashes(n..n + 1), 10);
     }
     drop(cache.lease(NOW, namespace(0, ""), &hashes(0..1)));
-    assert_eq!(cache.touch(NOW, namespace(0, ""), &hashes(1..2)), 1);
-    assert_eq!(cache.touch(NOW, namespace(0, ""), &hashes(7..9)), 0);
+    assert_eq!(cache.touch(NOW, [namespace(0, "")], &hashes(1..2)), 1);
+    assert_eq!(cache.touch(NOW, [namespace(0, "")], &hashes(7..9)), 0);
     cache.evict(NOW, 1, 1);
     assert_eq!(resident(&cache, namespace(0, ""), 3), [0, 1]);
     cache.evict(NOW, 1, 1);

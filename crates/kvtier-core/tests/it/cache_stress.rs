@@ -102,7 +102,7 @@ fn disturb(cache: &Cache<FirstFit>, random: &mut SplitMix64) {
         0 => drop(cache.clear(random.below(2) == 0)),
         1 | 2 => drop(cache.remove(namespace(0, salt), &hashes[4..10], random.below(2) == 0)),
         3 | 4 => drop(cache.evict(NOW, random.below(300), 20)),
-        5 => drop(cache.touch(NOW, namespace(1, salt), &hashes)),
+        5 => drop(cache.touch(NOW, [namespace(1, salt)], &hashes)),
         6 => drop(cache.objects(0, 500)),
         _ => drop(cache.stats()),
     }

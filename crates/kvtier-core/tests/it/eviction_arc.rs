@@ -147,7 +147,7 @@ proptest! {
                     }
                 }
                 Op::Touch(prompt) => {
-                    cache.touch(NOW, &row.namespace, &hashes(prompt));
+                    cache.touch(NOW, [&row.namespace], &hashes(prompt));
                 }
                 Op::Remove(prompt, force) => {
                     cache.remove(&row.namespace, &hashes(prompt), force);

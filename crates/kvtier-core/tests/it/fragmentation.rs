@@ -1,7 +1,7 @@
 //! Objects of different sizes in one arena: what is evicted for a store that no free range fits.
 
 use crate::cache_support::*;
-use kvtier_core::cache::{Cache, CacheConfig, KeyOutcome, ReadLease};
+use kvtier_core::cache::{Cache, CacheConfig, KeyOutcome, ReadLease, ReserveOptions};
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::quota::Grant;
 use std::time::Duration;
@@ -80,7 +80,7 @@ fn run_is_chosen_among_idle_objects() {
     let later = NOW + Duration::from_secs(100);
     let _walls: Vec<_> = (0..16).step_by(5).map(|wall| lease(&cache, wall)).collect();
     // Of the three runs of four, the first two were used again.
-    cache.touch(later, namespace(0, ""), &hashes(0..11));
+    cache.touch(later, [namespace(0, "")], &hashes(0..11));
     assert!(store_one(&cache, 0, 4));
     let left = resident(&cache, namespace(0, ""), 16);
     assert_eq!(left, [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 15]);
@@ -154,6 +154,13 @@ fn strict_tenant_refused_for_memory_keeps_its_objects() {
     assert_eq!(evicted(&cache), 0);
 }
 
+fn staged_at_most(bytes: u64) -> ReserveOptions<'static> {
+    ReserveOptions {
+        max_staged_bytes: Some(bytes),
+        ..ReserveOptions::default()
+    }
+}
+
 #[test]
 fn staged_bytes_respect_call_bound_and_tenant_limit() {
     let cache = cache_with(100, EvictionKind::IsolatedLru);
@@ -166,7 +173,7 @@ fn staged_bytes_respect_call_bound_and_tenant_limit() {
         let keys = hashes(keys);
         let requests = request(namespace(0, tenant), &keys, 10);
         cache
-            .reserve_staged(NOW, &requests, None, max_bytes)
+            .reserve_with(NOW, &requests, &staged_at_most(max_bytes))
             .unwrap()
     };
     let held = reserve("a", 0..5, 1000);

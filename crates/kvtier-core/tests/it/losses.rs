@@ -41,7 +41,7 @@ fn evictions_are_remembered_with_cause_and_time() {
         1
     );
     let later = NOW + Duration::from_secs(7);
-    cache.touch(later, namespace(0, ""), &hashes(0..1));
+    cache.touch(later, [namespace(0, "")], &hashes(0..1));
     let at_watermark = losses(&cache, "", 7..8)[0];
     let expected = Loss {
         cause: LossCause::Watermark,

@@ -12,6 +12,7 @@ mod hash_vectors;
 mod key_parsing;
 mod key_vectors;
 mod ledger;
+mod long_prompts;
 mod losses;
 mod retention;
 mod tenant_rules;

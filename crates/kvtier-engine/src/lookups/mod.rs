@@ -111,13 +111,10 @@ impl Lookups {
         let wanted = self.wanted(caller, key, &scope);
         let refused = wanted.as_ref().err().copied();
         let (rows, chunks) = wanted.unwrap_or_default();
-        let (covered, hashes) = (
-            &key.tokens.hashes[..chunks.start],
-            &key.tokens.hashes[chunks],
-        );
+        let (covered, hashes) = (chunks.start, &key.tokens.hashes[chunks]);
         let now = self.context.now();
         let mut found = l1.cache.lookup(now, &rows, hashes);
-        found.lease.shift(covered.len());
+        found.lease.shift(covered);
         if let Some(time) = pin_time(key) {
             found.lease.pin(now, time);
         }
@@ -148,7 +145,8 @@ impl Lookups {
         let counted = found.counted;
         let lookup = HeldLookup {
             connection: caller.connection,
-            hashes: key.tokens.hashes[..covered.len() + found.hit_chunks].into(),
+            prompt: key.tokens.hashes[..covered + hashes.len()].into(),
+            hit_chunks: covered + found.hit_chunks,
             loaded: Vec::new(),
             lease: found.lease,
             // At most 128.
@@ -264,7 +262,7 @@ impl Lookups {
         &self,
         l2: Arc<L2>,
         key: &CacheKey<'_, Prompt>,
-        covered: &[ChunkHash],
+        covered: usize,
         lookup: HeldLookup,
         request: PrefetchRequest,
         mut outcome: RecentLookup,
@@ -272,8 +270,7 @@ impl Lookups {
         let (request_id, chunk_size) = (key.request_id, key.tokens.chunk_size);
         let pin = pin_time(key);
         let (done, pending) = watch::channel(());
-        let covered: Box<[ChunkHash]> = covered.into();
-        let in_l1 = lookup.hit_chunks() - covered.len();
+        let in_l1 = lookup.hit_chunks - covered;
         let keys_in_l1 = lookup.lease.held();
         if let Some(span) = &request.span {
             span.wait();
@@ -315,7 +312,7 @@ impl Lookups {
             outcome.hit_tokens = (found.hit_chunks * chunk_size.get()) as u64;
             outcome.missing = first_missing(&request.rows, &request.hashes, found.hit_chunks);
             recent.push(outcome);
-            held.complete(&request_id, serial, &covered, &request.hashes, prefetched);
+            held.complete(&request_id, serial, covered, prefetched);
             // Wakes the waiting requests.
             drop(done);
         });
@@ -398,16 +395,15 @@ impl Lookups {
         }
     }
 
-    /// Ends a request: its chunks count as used just now, and what it still held is released.
+    /// Ends a request: the chunks of its prompt, those that it stored too, count as used just now, and what it still held is
+    /// released.
     pub fn end_session(&self, caller: Caller, request_id: &str) -> Answer {
         let now = self.context.now();
         for lookup in self.held.end(request_id, caller.connection) {
             let session = || Session::new(request_id, &lookup.scope, None);
             self.context.tracer.end(session);
-            for row in lookup.lease.rows().iter() {
-                let cache = &self.context.l1.cache;
-                cache.touch(now, &row.namespace, &lookup.hashes);
-            }
+            let namespaces = lookup.lease.rows().iter().map(|row| &row.namespace);
+            self.context.l1.cache.touch(now, namespaces, &lookup.prompt);
             self.unload(lookup);
         }
         Answer::nothing()
@@ -421,7 +417,7 @@ impl Lookups {
             return;
         }
         let HeldLookup {
-            hashes,
+            prompt,
             loaded,
             lease,
             ..
@@ -430,7 +426,7 @@ impl Lookups {
         // Released first, so that nothing holds them.
         drop(lease);
         for Cell { row, chunk } in loaded {
-            if let (Some(row), Some(hash)) = (rows.get(row), hashes.get(chunk)) {
+            if let (Some(row), Some(hash)) = (rows.get(row), prompt.get(chunk)) {
                 let hash = std::slice::from_ref(hash);
                 l1.cache.unload(&row.namespace, hash);
             }

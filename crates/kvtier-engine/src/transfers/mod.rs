@@ -175,7 +175,10 @@ impl Transfers {
         let stores = memory.by_grant().into_iter().map(|(origin, memory)| {
             let bytes = cache.footprint(memory.extents().map(|extent| extent.len));
             let charge = charge(&origin, Direction::Store, bytes);
-            (until(&origin), Grant::Store(memory, charge))
+            (
+                until(&origin),
+                Grant::Store(memory, charge, Skipped::default()),
+            )
         });
         let retrieves = objects.by_grant().into_iter().map(|(origin, lease)| {
             let bytes = cache.footprint(lease.extents().iter().map(|extent| extent.len));

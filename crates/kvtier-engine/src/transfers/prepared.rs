@@ -478,7 +478,7 @@ impl PreparedTransfers {
         let until = now.saturating_add(write_ttl);
         let abandoned = tables.quarantine(until, false, |_, pending| pending.since < limit);
         for held in tables.quarantined.values_mut() {
-            if let Grant::Store(memory, _) = &held.grant
+            if let Grant::Store(memory, ..) = &held.grant
                 && held.until.is_none()
                 && held.noted_at < limit
             {

@@ -30,7 +30,7 @@ use std::hash::Hash;
 use std::sync::Arc;
 
 use kvtier_core::Namespace;
-use kvtier_core::cache::{KeyOutcome, Reservation, ReserveRequest};
+use kvtier_core::cache::{KeyOutcome, Reservation, ReserveOptions, ReserveRequest, ReservedPrompt};
 use kvtier_core::prompt::Prompt;
 use kvtier_device::Direction;
 use kvtier_error::{Error, ErrorKind, Result};
@@ -40,6 +40,7 @@ use kvtier_sync::Mutex;
 use serde::{Deserialize, Serialize};
 
 use super::super::instances::Instance;
+use super::super::lookups::rows;
 use super::Transfers;
 use super::worker_range::WorkerRange;
 use kvtier_l1::L1Allocator;
@@ -398,8 +399,26 @@ impl Transfers {
         let salt = range.scope.cache_salt();
         let cache = &self.context.l1.cache;
         let object_bytes = cache.footprint(requests.iter().map(|request| request.len));
+        // What the other workers have of the prompt is worth as much as what this one stores.
+        let scope = range.scope.of_all_workers();
+        let instances = self.context.instances.of_workers(
+            scope.model_name(),
+            scope.world_size(),
+            scope.workers(),
+            range.chunk_size,
+        );
+        let rows = rows(&scope, &instances.unwrap_or_default());
+        let prompt = ReservedPrompt {
+            rows: &rows,
+            hashes: &key.tokens.hashes[..range.chunks.end],
+        };
         let reserve = |max_bytes| {
-            let reserved = cache.reserve_staged(self.context.now(), requests, near, max_bytes);
+            let options = ReserveOptions {
+                near,
+                max_staged_bytes: Some(max_bytes),
+                prompt: Some(prompt),
+            };
+            let reserved = cache.reserve_with(self.context.now(), requests, &options);
             let reserved = reserved.map_err(Error::refused)?;
             let bytes = reserved.bytes;
             Ok::<_, Error>((reserved, bytes))

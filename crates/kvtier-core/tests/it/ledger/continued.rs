@@ -28,7 +28,7 @@ fn eviction_goes_on_in_the_order_of_use() {
         store(2, 1, 3..4);
         store(3, 0, 4..5);
         // A use is known within 6.4 seconds.
-        cache.touch(Duration::from_secs(20), space(0), &[hash(1)]);
+        cache.touch(Duration::from_secs(20), [space(0)], &[hash(1)]);
         let order = |cache: &Cache<FirstFit>| {
             let mut order = Vec::new();
             let mut left: BTreeSet<_> = resident(cache);
@@ -115,7 +115,7 @@ fn unrecorded_objects_are_counted_and_absent() {
     cache.clear(true);
     store(&long);
     assert_eq!(cache.unrecorded(), 1);
-    cache.touch(Duration::from_secs(100), &long, &wanted);
+    cache.touch(Duration::from_secs(100), [&long], &wanted);
     let memory = words.memory();
     assert_eq!(keys(&memory), []);
 }

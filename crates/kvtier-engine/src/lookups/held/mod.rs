@@ -46,8 +46,10 @@ pub struct HeldLookup {
     pub scope: KeyScope,
     /// Number of the scheduler's connection.
     pub connection: u64,
-    /// Chunk hashes of the prefix that was found, and of what its engine has in front of it.
-    pub hashes: Arc<[ChunkHash]>,
+    /// Chunk hashes of the prompt.
+    pub prompt: Arc<[ChunkHash]>,
+    /// Chunks in the prefix that was found.
+    pub hit_chunks: usize,
     /// The lease on it.
     pub lease: PrefixLease<L1Allocator>,
     /// Workers that will read each object.
@@ -61,9 +63,9 @@ pub struct HeldLookup {
 }
 
 impl HeldLookup {
-    /// Chunks in the prefix that was found.
-    pub fn hit_chunks(&self) -> usize {
-        self.hashes.len()
+    /// Chunk hashes of the prefix that was found.
+    pub fn hashes(&self) -> &[ChunkHash] {
+        &self.prompt[..self.hit_chunks]
     }
 }
 
@@ -89,19 +91,18 @@ impl HeldLookups {
         self.table.lock().schedulers.heard(connection);
     }
 
-    /// Sets the result of a pending lookup of these chunks, behind those that its engine has. If the lookup was removed or
-    /// freed, nothing happens.
+    /// Sets the result of a pending lookup, of what lies behind the first `covered` chunks of the prompt. If the lookup was
+    /// removed or freed, nothing happens.
     pub fn complete(
         &self,
         request_id: &str,
         serial: u64,
-        covered: &[ChunkHash],
-        hashes: &[ChunkHash],
+        covered: usize,
         mut result: Prefetched,
     ) {
-        result.lookup.lease.shift(covered.len());
+        result.lookup.lease.shift(covered);
         for cell in &mut result.loaded {
-            cell.chunk += covered.len();
+            cell.chunk += covered;
         }
         let mut table = self.table.lock();
         let entries = table.by_request.get_mut(request_id);
@@ -117,9 +118,7 @@ impl HeldLookups {
         };
         let before = entry.objects();
         entry.pending = None;
-        entry.lookup.hashes = [covered, &hashes[..result.lookup.hit_chunks]]
-            .concat()
-            .into();
+        entry.lookup.hit_chunks = covered + result.lookup.hit_chunks;
         entry.lookup.loaded = result.loaded;
         let earlier = std::mem::replace(&mut entry.lookup.lease, result.lookup.lease);
         // A retrieve that did not wait for the result has been counted against the earlier lease.
@@ -147,7 +146,7 @@ impl HeldLookups {
         let serial = table.next_serial;
         table.next_serial += 1;
         table.len += 1;
-        table.held += lookup.lease.rows().len() * lookup.hit_chunks();
+        table.held += lookup.lease.rows().len() * lookup.hit_chunks;
         let entry = Entry {
             lookup,
             serial,
@@ -201,7 +200,7 @@ impl HeldLookups {
             return LookupOutcome::Pending(pending.clone());
         }
         known(entry);
-        LookupOutcome::Hit(entry.lookup.hit_chunks())
+        LookupOutcome::Hit(entry.lookup.hit_chunks)
     }
 
     /// The namespaces, one per object group, in which a worker of `kv_rank` and this layout may read these chunks by a
@@ -225,7 +224,7 @@ impl HeldLookups {
         };
         let lookup = table
             .readable(request_id, scope, hashes, &chunks)
-            .find(|entry| chunks.end <= entry.lookup.hit_chunks() && !freed(entry))
+            .find(|entry| chunks.end <= entry.lookup.hit_chunks && !freed(entry))
             .map(|entry| &entry.lookup)?;
         let namespaces = lookup.lease.rows().iter().map(|row| &row.namespace);
         let mine = namespaces.filter(|it| (it.kv_rank(), it.layout()) == (kv_rank, layout));
@@ -251,7 +250,7 @@ impl HeldLookups {
         else {
             return;
         };
-        let width = entry.lookup.hit_chunks();
+        let width = entry.lookup.hit_chunks;
         // What lies behind the hit was never held.
         let chunks = covered(&chunks, width);
         if chunks.is_empty() {
@@ -313,7 +312,7 @@ impl HeldLookups {
         }) else {
             return;
         };
-        let hit = entry.lookup.hit_chunks();
+        let hit = entry.lookup.hit_chunks;
         // No request will ask for the result of a pending one any more: nothing of it is needed, and nothing loaded.
         let chunks = match entry.pending.take() {
             Some(_) => 0..hit,
@@ -367,7 +366,7 @@ impl HeldLookups {
         for entry in table.by_request.values_mut().flatten() {
             let lookup = &entry.lookup;
             if lookup.created < limit && !lookup.until_end && !lookup.lease.is_empty() {
-                let (rows, hit) = (entry.lookup.lease.rows().len(), entry.lookup.hit_chunks());
+                let (rows, hit) = (entry.lookup.lease.rows().len(), entry.lookup.hit_chunks);
                 released += entry.lookup.lease.release_range(0..rows, 0..hit);
             }
         }

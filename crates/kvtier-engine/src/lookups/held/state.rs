@@ -143,13 +143,14 @@ impl LookupState {
         let HeldLookup {
             scope,
             connection,
-            hashes,
             lease,
             readers,
             until_end,
             created,
             loaded,
+            ..
         } = &entry.lookup;
+        let hashes = entry.lookup.hashes();
         let workers = scope.workers();
         let rows = lease.rows().iter().enumerate().map(|(at, row)| {
             let HeldRow { start, held } = lease.held_chunks(at);
@@ -236,7 +237,8 @@ impl LookupState {
             lookup: HeldLookup {
                 scope,
                 connection: self.connection,
-                hashes,
+                hit_chunks: hashes.len(),
+                prompt: hashes,
                 lease,
                 readers: self.readers,
                 until_end: self.until_end,

@@ -39,7 +39,7 @@ impl Entry {
 
     /// Objects it was made for, whether still held or not.
     pub(super) fn objects(&self) -> usize {
-        self.lookup.lease.rows().len() * self.lookup.hit_chunks()
+        self.lookup.lease.rows().len() * self.lookup.hit_chunks
     }
 }
 
@@ -153,7 +153,7 @@ impl Table {
     ) -> impl Iterator<Item = &'t mut Entry> {
         let entries = self.by_request.get_mut(request_id);
         entries.into_iter().flatten().filter(move |entry| {
-            let found = &entry.lookup.hashes;
+            let found = entry.lookup.hashes();
             let chunks = covered(chunks, found.len());
             same_scope(&entry.lookup.scope, scope)
                 && hashes.get(chunks.clone()) == found.get(chunks)

@@ -41,7 +41,8 @@ fn found(cache: &Cache<L1Allocator>, readers: u16) -> HeldLookup {
     HeldLookup {
         scope: scope(),
         connection: 7,
-        hashes: HASHES[..1].into(),
+        prompt: HASHES.into(),
+        hit_chunks: 1,
         lease: find(cache, 1).lease,
         readers,
         until_end: false,
@@ -70,7 +71,7 @@ fn a_result_takes_the_place_of_what_was_held_and_is_told_once() {
     let (serial, done) = pending(&lookups, &cache);
     let waits = lookups.take_outcome("r", 7);
     assert!(matches!(waits, LookupOutcome::Pending(_)));
-    lookups.complete("r", serial, &[], &HASHES, result(&cache));
+    lookups.complete("r", serial, 0, result(&cache));
     drop(done);
     assert_eq!(cache.stats().leased_objects, 2);
     assert!(matches!(
@@ -105,7 +106,7 @@ fn lookup_is_handed_over_with_what_was_loaded() {
     let mut result = result(&cache);
     let loaded = [(0, 0), (0, 1), (0, 2)];
     result.loaded = loaded.map(|(row, chunk)| Cell { row, chunk }).into();
-    lookups.complete("r", serial, &[], &HASHES, result);
+    lookups.complete("r", serial, 0, result);
     drop(done);
     assert!(!lookups.are_waiting());
     let state = lookups.state(Duration::ZERO).expect("nothing waits");
@@ -151,7 +152,7 @@ fn a_lookup_freed_or_ended_without_result_is_abandoned() {
         assert!(done.is_closed(), "a load for it can stop");
         assert_eq!(cache.stats().leased_objects, 0);
         // Too late.
-        lookups.complete("r", serial, &[], &HASHES, result(&cache));
+        lookups.complete("r", serial, 0, result(&cache));
         assert_eq!(cache.stats().leased_objects, 0);
         assert_eq!(lookups.counts(), (known, 0));
         let granted = lookups.grant("r", &scope(), 1, 0, &HASHES[..1], 0..1);
@@ -202,7 +203,7 @@ mod interleavings {
         let (cache, lookups) = (&cache, &lookups);
         thread::scope(|scope| {
             scope.spawn(move || {
-                lookups.complete("r", serial, &[], &HASHES, result(cache));
+                lookups.complete("r", serial, 0, result(cache));
                 drop(done);
             });
             scope.spawn(move || {
@@ -247,7 +248,7 @@ fn result_behind_covered_chunks_counts_from_the_start() {
         lookup: cache.lookup(Duration::ZERO, &[row].into(), &HASHES[1..]),
         loaded: vec![Cell { row: 0, chunk: 0 }],
     };
-    lookups.complete("r", serial, &HASHES[..1], &HASHES[1..], result);
+    lookups.complete("r", serial, 1, result);
     drop(done);
     assert_eq!(cache.stats().leased_objects, 1);
     assert!(matches!(
