@@ -58,9 +58,8 @@ impl L2 {
             .unwrap_or_else(|error| Err(lost(error)))
     }
 
-    /// Deletes objects of a tier; one result each. With `force` also what is being read there, and what waits to be
-    /// stored there or is being stored: that is deleted once its writes have ended. Continues if the caller stops
-    /// waiting.
+    /// Deletes objects of a tier; one result each. What waits to be stored there is not stored, and what is being stored is
+    /// deleted once its writes have ended. With `force` also what is being read there. Continues if the caller stops waiting.
     ///
     /// # Errors
     /// When the task fails as a whole: one line.
@@ -70,9 +69,7 @@ impl L2 {
         keys: Vec<ObjectKey>,
         force: bool,
     ) -> Result<Vec<Result<Deleted, L2Error>>, L2Error> {
-        if force {
-            self.pending.revoke(tier, &keys);
-        }
+        self.pending.revoke(tier, &keys, force);
         let tier = Arc::clone(&self.tiers[tier]);
         let task = async move { tier.delete(keys, force).await };
         // Where adapters live.

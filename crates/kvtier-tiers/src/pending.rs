@@ -32,14 +32,14 @@ pub struct Hold {
     is_started: AtomicBool,
     /// Goes before `ticket`: once nothing waits any more, what is to leave L1 has left it.
     pub(super) shared: Arc<Shared>,
-    /// Those objects that were deleted since they were given to the tier, or before.
-    revoked: Mutex<HashSet<ChunkHash>>,
+    /// Those objects that were deleted since they were given to the tier, or before, and whether also while they are read.
+    revoked: Mutex<HashMap<ChunkHash, bool>>,
     ticket: Option<Ticket>,
 }
 
 impl Hold {
     /// Which objects are not to be stored. What is revoked from now on is deleted at the end.
-    pub fn take_revoked(&self) -> HashSet<ChunkHash> {
+    pub fn take_revoked(&self) -> HashMap<ChunkHash, bool> {
         std::mem::take(&mut *self.revoked.lock())
     }
 
@@ -53,14 +53,17 @@ impl Hold {
         self.is_started.load(Ordering::Acquire)
     }
 
-    /// Excludes objects that were deleted.
-    pub fn revoke(&self, hashes: impl IntoIterator<Item = ChunkHash>) {
-        self.revoked.lock().extend(hashes);
+    /// Excludes objects that were deleted, with `force` also while they are read.
+    pub fn revoke(&self, hashes: impl IntoIterator<Item = ChunkHash>, force: bool) {
+        let mut revoked = self.revoked.lock();
+        for hash in hashes {
+            *revoked.entry(hash).or_default() |= force;
+        }
     }
 
     /// The objects that are not to be stored.
     pub fn revoked(&self) -> HashSet<ChunkHash> {
-        self.revoked.lock().clone()
+        self.revoked.lock().keys().copied().collect()
     }
 
     /// Bytes of all its objects.
@@ -82,15 +85,16 @@ impl Drop for Hold {
         if revoked.is_empty() {
             return;
         }
-        let keys = revoked
-            .into_iter()
-            .map(|hash| ObjectKey::of(&self.shared.objects.stored_as, hash));
-        let (keys, tier) = (keys.collect(), Arc::clone(&l2.tiers[self.tier]));
-        let ticket = self.ticket.take();
+        let key = |(hash, force)| (ObjectKey::of(&self.shared.objects.stored_as, hash), force);
+        let (forced, others): (Vec<_>, Vec<_>) = revoked.into_iter().map(key).partition(|it| it.1);
+        let (tier, ticket) = (Arc::clone(&l2.tiers[self.tier]), self.ticket.take());
         l2.handle.spawn(async move {
-            let failed = tier.delete(keys, true).await;
-            if let Some(Err(error)) = failed.into_iter().find(Result::is_err) {
-                tracing::warn!(tier = tier.name(), %error, "what was deleted while it was stored may still be there");
+            for (keys, force) in [(forced, true), (others, false)] {
+                let keys = keys.into_iter().map(|(key, _)| key).collect();
+                let failed = tier.delete(keys, force).await;
+                if let Some(Err(error)) = failed.into_iter().find(Result::is_err) {
+                    tracing::warn!(tier = tier.name(), %error, "what was deleted while it was stored may still be there");
+                }
             }
             drop(ticket);
         });
@@ -125,8 +129,8 @@ impl Pending {
         holds
     }
 
-    /// Marks what of these objects waits for this tier.
-    pub fn revoke(&self, tier: usize, keys: &[ObjectKey]) {
+    /// Marks what of these objects waits for this tier; with `force` it is deleted there also while it is read.
+    pub fn revoke(&self, tier: usize, keys: &[ObjectKey], force: bool) {
         let holds = self.all();
         let mut by_namespace: HashMap<_, HashSet<ChunkHash>> = HashMap::new();
         for key in keys {
@@ -139,7 +143,7 @@ impl Pending {
                 continue;
             };
             let hashes = objects.hashes.iter();
-            hold.revoke(hashes.filter(|hash| gone.contains(hash)).copied());
+            hold.revoke(hashes.filter(|hash| gone.contains(hash)).copied(), force);
         }
     }
 }

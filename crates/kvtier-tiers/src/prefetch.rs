@@ -345,6 +345,7 @@ impl L2 {
             prompt: Some(ReservedPrompt {
                 rows: &request.rows,
                 hashes: &request.hashes[..chunks],
+                prefix: chunks,
             }),
             ..ReserveOptions::default()
         };

@@ -7,10 +7,11 @@
 //!
 //! The mutex guards the tiers' queues until stores are stopped; no other lock is acquired inside.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
-use kvtier_core::cache::ReadLease;
+use kvtier_core::cache::{PrefixLease, ReadLease};
 use kvtier_core::{ChunkHash, Namespace, ObjectKey};
 use kvtier_l2::{ObjectSpec, StoreItem};
 use kvtier_sync::Mutex;
@@ -27,6 +28,9 @@ pub const BATCHES: usize = 4;
 
 /// Bytes of one batch, unless a single object has more: what a slow disk writes well within a store's deadline.
 const BATCH_BYTES: u64 = 16 << 20;
+
+/// Pause between hits whose objects are stored again, while tiers cannot store.
+const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Objects to be stored in one tier, all of one request and namespace.
 pub struct Batch {
@@ -82,6 +86,10 @@ pub struct StoreQueue {
     bound: u64,
     senders: Mutex<Vec<mpsc::UnboundedSender<Batch>>>,
     queues: Arc<Queues>,
+    /// Whether a tier could not store something since the last retry.
+    is_failing: AtomicBool,
+    /// When objects were last stored again, in milliseconds of the clock.
+    retried_at: AtomicU64,
 }
 
 struct Queues {
@@ -123,8 +131,23 @@ impl StoreQueue {
             bound,
             senders: Mutex::new(senders),
             queues: Arc::new(queues),
+            is_failing: AtomicBool::new(false),
+            retried_at: AtomicU64::new(0),
         };
         (queue, receivers)
+    }
+
+    /// Whether objects that could not be stored may be stored again now.
+    fn may_retry(&self, now: Duration) -> bool {
+        let now = u64::try_from(now.as_millis()).unwrap_or(u64::MAX);
+        let last = self.retried_at.load(Ordering::Acquire);
+        let is_early = now.saturating_sub(last) < RETRY_INTERVAL.as_millis() as u64;
+        if is_early && self.is_failing.load(Ordering::Acquire) {
+            return false;
+        }
+        self.is_failing.store(false, Ordering::Release);
+        self.retried_at.store(now, Ordering::Release);
+        true
     }
 
     /// Sets bytes of a tier's bound aside; counts what does not fit.
@@ -226,6 +249,30 @@ impl L2 {
         self.queue(admission, objects, lease, len, 0, waiting);
     }
 
+    /// Stores again what of a hit a tier could not store earlier: all at once if the tiers have stored since, else what one hit
+    /// has per [`RETRY_INTERVAL`]. `hashes` are those of the prompt.
+    pub fn store_again(self: &Arc<Self>, hit: &PrefixLease<L1Allocator>, hashes: &[ChunkHash]) {
+        if !self.stores.may_retry(self.now()) {
+            return;
+        }
+        for (row, chunks) in hit.take_unstored() {
+            let hashes = chunks
+                .iter()
+                .filter_map(|chunk| hashes.get(*chunk).copied());
+            self.store(
+                &row.namespace,
+                &hashes.collect::<Vec<_>>(),
+                row.object_bytes,
+            );
+        }
+    }
+
+    /// A tier could not store these objects now: the next hit tries again.
+    fn set_unstored(&self, namespace: &Namespace, hashes: &[ChunkHash]) {
+        self.stores.is_failing.store(true, Ordering::Release);
+        self.cache.set_unstored(namespace, hashes);
+    }
+
     /// Queues leased objects of `len` bytes for the tiers of these numbers, each with objects that were deleted there.
     /// `complete` tiers have all of them already.
     pub(super) fn queue(
@@ -248,14 +295,18 @@ impl L2 {
             objects,
             lease: Some(lease),
         });
+        let wanted = waiting.len();
         let holds = waiting.into_iter().filter_map(|(tier, revoked)| {
             let ticket = self.stores.admit(tier, number, bytes)?;
             let hold = admission.hold(self, tier, &shared, ticket);
-            hold.revoke(revoked);
+            hold.revoke(revoked, true);
             Some((tier, hold))
         });
         let holds: Vec<_> = holds.collect();
         drop(admission);
+        if holds.len() < wanted {
+            self.set_unstored(&shared.objects.namespace, &shared.objects.hashes);
+        }
         for (tier, hold) in holds {
             let extents = extents.iter().zip(&shared.objects.hashes);
             let items = extents.map(|(extent, hash)| StoreItem {
@@ -320,7 +371,7 @@ pub async fn serve(l2: Weak<L2>, number: usize, mut queue: mpsc::UnboundedReceiv
             let shared = &hold.shared;
             let bytes_each = bytes / (items.len() as u64).max(1);
             let revoked = hold.take_revoked();
-            items.retain(|item| !revoked.contains(&item.object.key.chunk_hash()));
+            items.retain(|item| !revoked.contains_key(&item.object.key.chunk_hash()));
             if items.is_empty() {
                 return;
             }
@@ -328,7 +379,17 @@ pub async fn serve(l2: Weak<L2>, number: usize, mut queue: mpsc::UnboundedReceiv
             let bytes = bytes_each * items.len() as u64;
             let call = TierCall::Store;
             let call = l2.calls.begin(call, number, salt, items.len(), bytes, None);
+            let hashes = items.iter().map(|item| item.object.key.chunk_hash());
+            let hashes: Vec<_> = hashes.collect();
             let results = tier.store(items).await;
+            let failed = hashes.iter().zip(&results).filter(|(_, result)| {
+                let error = result.as_ref().err();
+                error.is_some_and(|error| error.kind().is_transient())
+            });
+            let failed: Vec<_> = failed.map(|(hash, _)| *hash).collect();
+            if !failed.is_empty() {
+                l2.set_unstored(&shared.objects.namespace, &failed);
+            }
             let stored = results.iter().filter(|result| result.is_ok()).count();
             call.answered(salt, stored, bytes_each * stored as u64);
             let is_whole = revoked.is_empty() && !hold.is_revoked();

@@ -179,10 +179,10 @@ impl Bed {
         ObjectKey::of(&self.request.rows[0].namespace, ChunkHash([number; 32]))
     }
 
-    /// Deletes these chunks with force.
-    fn delete(&self, numbers: impl IntoIterator<Item = u8>) -> Vec<Deleted> {
+    /// Deletes these chunks.
+    fn delete(&self, numbers: impl IntoIterator<Item = u8>, force: bool) -> Vec<Deleted> {
         let keys = numbers.into_iter().map(|number| self.key(number)).collect();
-        let deleted = self.l2.delete(0, keys, true);
+        let deleted = self.l2.delete(0, keys, force);
         let deleted = self.l2.handle().block_on(deleted).expect("no panic");
         deleted
             .into_iter()
@@ -335,6 +335,10 @@ fn nothing_is_stored_in_a_tier_that_is_only_read_nor_leaves_l1_for_it() {
 
 #[test]
 fn what_is_deleted_while_it_waits_to_be_stored_never_is() {
+    [false, true].into_iter().for_each(delete_while_stores_wait);
+}
+
+fn delete_while_stores_wait(force: bool) {
     let gated = gated(0);
     let policy = StorePolicy::SkipL1;
     let bed = bed_with(&[Arc::clone(&gated)], Duration::from_secs(60), policy);
@@ -342,7 +346,7 @@ fn what_is_deleted_while_it_waits_to_be_stored_never_is() {
     bed.store(1..=9);
     let all: Vec<_> = (1..=9).map(|number| bed.key(number)).collect();
     wait_until("the first batches", || gated.store_keys().len() >= BATCHES);
-    assert_eq!(bed.delete([1, 9]), [Deleted::Absent; 2]);
+    assert_eq!(bed.delete([1, 9], force), [Deleted::Absent; 2]);
     gated.gate.add_permits(1000);
     bed.settle();
     // The first one was being written, the last one was not.
@@ -364,7 +368,7 @@ fn what_is_deleted_goes_even_if_its_store_comes_after_its_deadline() {
     let bed = bed(&[Arc::clone(&late)], Duration::from_secs(60));
     bed.store([1, 2]);
     wait_until("two late stores", || late.kept.lock().len() == 2);
-    bed.delete([1]);
+    bed.delete([1], true);
     // It arrives nevertheless, and releases the memory.
     let both = [bed.key(1), bed.key(2)];
     for key in &both {
@@ -373,6 +377,81 @@ fn what_is_deleted_goes_even_if_its_store_comes_after_its_deadline() {
     late.kept.lock().clear();
     bed.settle();
     assert_eq!(late.keys(), HashSet::from([both[1].clone()]));
+}
+
+/// Stores that a tier cannot take while it is away, or for which its queue has no space.
+#[test]
+fn hit_objects_that_a_tier_lacks_are_stored_then() {
+    let away = prompt(0);
+    away.always(
+        Operation::Store,
+        Some(Step::Fail(kvtier_l2::ErrorKind::Unavailable)),
+    );
+    let bed = bed(&[Arc::clone(&away)], Duration::from_secs(60));
+    bed.store(1..=3);
+    bed.settle();
+    let hit = || {
+        let found = bed
+            .cache
+            .lookup(Duration::ZERO, &bed.request.rows, &bed.request.hashes);
+        assert_eq!(found.hit_chunks, 3);
+        if found.may_be_unstored {
+            bed.l2.store_again(&found.lease, &bed.request.hashes);
+        }
+        found.may_be_unstored
+    };
+    assert_eq!((away.keys().len(), away.store_keys().len()), (0, 3));
+    // Hits while it is away store one hit's objects at most, and not one of them twice.
+    for _ in 0..10 {
+        assert!(hit());
+    }
+    bed.settle();
+    assert!(away.store_keys().len() <= 6, "{:?}", away.store_keys());
+    away.always(Operation::Store, None);
+    wait_until("all in the tier", || {
+        hit();
+        away.keys().len() == 3
+    });
+    bed.settle();
+    let sent = away.store_keys().len();
+    assert!(!hit(), "nothing is left to store");
+    bed.settle();
+    assert_eq!(away.store_keys().len(), sent);
+}
+
+#[test]
+fn objects_beyond_the_queue_are_stored_when_hit() {
+    let gated = gated(0);
+    let bed = bed(&[Arc::clone(&gated)], Duration::from_secs(60));
+    let bound = bed.l2.stores.admit(0, 1, 1 << 20).expect("an empty queue");
+    bed.store(1..=3);
+    assert_eq!(bed.l2.store_counts().dropped_objects, 3);
+    drop(bound);
+    gated.gate.add_permits(1000);
+    let found = bed
+        .cache
+        .lookup(Duration::ZERO, &bed.request.rows, &bed.request.hashes);
+    bed.l2.store_again(&found.lease, &bed.request.hashes);
+    wait_until("all in the tier", || gated.keys().len() == 3);
+}
+
+/// The backend writes what it is sent and answers later, after the delete.
+#[test]
+fn stores_answered_after_their_delete_are_not_indexed() {
+    let gated = gated(0);
+    let bed = bed(&[Arc::clone(&gated)], Duration::from_secs(60));
+    bed.store(1..=3);
+    wait_until("three stores", || gated.store_keys().len() == 3);
+    for number in 1..=3 {
+        gated.put(&bed.key(number), LEN, 0);
+    }
+    assert_eq!(bed.delete([1, 3], false), [Deleted::Removed; 2]);
+    assert_eq!(gated.keys(), HashSet::from([bed.key(2)]));
+    gated.gate.add_permits(1000);
+    bed.settle();
+    assert_eq!(gated.keys(), HashSet::from([bed.key(2)]));
+    let usage = bed.l2.tiers()[0].usage();
+    assert_eq!((usage.objects, usage.total_bytes_used), (1, LEN));
 }
 
 #[test]
@@ -428,6 +507,40 @@ fn replaced_deadline_holds_for_the_next_prefetch() {
     let timeouts = counted(&bed, "kvtier_l2_prefetch_timeouts_total");
     assert_eq!(timeouts, [r#"{phase="load"} 1"#]);
     gated.gate.add_permits(1);
+}
+
+/// L1 holds 256 chunks; the prompt in the tier has 600, whose end is in L1.
+#[test]
+fn longest_prefix_that_fits_is_loaded_each_time() {
+    let bed = bed(&[prompt(1)], Duration::from_secs(60));
+    let hash = |number: u16| {
+        let mut bytes = [0; 32];
+        bytes[..2].copy_from_slice(&number.to_be_bytes());
+        ChunkHash(bytes)
+    };
+    let hashes: Arc<[ChunkHash]> = (0..600).map(hash).collect();
+    let namespace = &bed.request.rows[0].namespace;
+    let tail = ReserveRequest {
+        namespace,
+        hashes: &hashes[400..],
+        len: LEN,
+    };
+    let tail = bed
+        .cache
+        .reserve(Duration::ZERO, &[tail])
+        .expect("free space");
+    let _ = tail.reservation.commit(Duration::ZERO);
+    let request = Arc::new(PrefetchRequest {
+        hashes: Arc::clone(&hashes),
+        ..(*bed.request).clone()
+    });
+    for _ in 0..3 {
+        let found = bed
+            .l2
+            .handle()
+            .block_on(bed.l2.prefetch(&request, || false));
+        assert_eq!(found.lookup.hit_chunks, 256);
+    }
 }
 
 #[test]

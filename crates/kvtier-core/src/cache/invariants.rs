@@ -22,7 +22,7 @@ fn same<T: PartialEq + std::fmt::Debug>(what: &str, counted: T, known: T) -> Che
 impl<A: ExtentAllocator> State<A> {
     /// Checks all of them.
     pub(super) fn check_invariants(&self) -> Result<(), BrokenInvariant> {
-        let checks: [Check<A>; 11] = [
+        let checks: [Check<A>; 12] = [
             ("bytes_within_capacity", Self::bytes_within_capacity),
             ("extents_disjoint", Self::extents_disjoint),
             ("sums_match_slots", Self::sums_match_slots),
@@ -33,6 +33,7 @@ impl<A: ExtentAllocator> State<A> {
             ("slots_all_known", Self::slots_all_known),
             ("eviction_order_complete", Self::eviction_order_complete),
             ("pins_match_slots", Self::pins_match_slots),
+            ("unstored_match_slots", Self::unstored_match_slots),
             ("no_accounting_errors", Self::no_accounting_errors),
         ];
         for (invariant, check) in checks {
@@ -57,6 +58,12 @@ impl<A: ExtentAllocator> State<A> {
         Err(Violation(format!(
             "objects have {objects} bytes; {used} are allocated of {capacity}"
         )))
+    }
+
+    /// Objects that a tier could not store are counted.
+    fn unstored_match_slots(&self) -> Checked {
+        let unstored = self.slab.iter().filter(|(_, slot)| slot.is_unstored());
+        same("objects to store again", self.unstored, unstored.count())
     }
 
     /// No two objects share a byte.

@@ -34,6 +34,8 @@ pub struct Lookup<A: ExtentAllocator> {
     pub hit_chunks: usize,
     /// The part of it that was counted.
     pub counted: Counted,
+    /// Whether a tier could not store some object of the cache: [`PrefixLease::take_unstored`] has those that were hit.
+    pub may_be_unstored: bool,
     /// The lease on exactly the chunks that each row needs for that prefix.
     pub lease: PrefixLease<A>,
 }
@@ -146,6 +148,27 @@ impl<A: ExtentAllocator> PrefixLease<A> {
     /// Counts its chunks from `covered` chunks further to the front: the lookup was of what lies behind them.
     pub fn shift(&mut self, covered: usize) {
         self.holds.iter_mut().for_each(|hold| hold.start += covered);
+    }
+
+    /// The chunks of each row that are held and that a tier could not store. They are about to be stored again: the next call
+    /// does not return them.
+    pub fn take_unstored(&self) -> Vec<(&GroupRow, Vec<usize>)> {
+        let rows = self.rows.iter().zip(&self.holds);
+        self.cache.locked(|state| {
+            let mut take = |hold: &HeldChunks| {
+                let held = hold.chunks().filter(|chunk| {
+                    let slot = hold
+                        .held(*chunk)
+                        .filter(|slot| state.slab.get(*slot).is_some());
+                    let taken = slot.is_some_and(|it| state.slab.at_mut(it.slot).take_unstored());
+                    state.unstored -= usize::from(taken);
+                    taken
+                });
+                held.collect::<Vec<_>>()
+            };
+            let taken = rows.map(|(row, hold)| (row, take(hold)));
+            taken.filter(|(_, chunks)| !chunks.is_empty()).collect()
+        })
     }
 
     /// Whether nothing is held (any more).

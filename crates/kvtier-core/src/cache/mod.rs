@@ -297,14 +297,15 @@ impl<A: ExtentAllocator> Cache<A> {
         count: impl FnOnce(&mut State<A>, usize) -> Counted,
     ) -> Lookup<A> {
         let mut batch = LookupBatch::new(rows, hashes.len());
-        let (hit_chunks, counted) = self.locked(|state| {
+        let (hit_chunks, counted, may_be_unstored) = self.locked(|state| {
             state.advance_clock(now);
             let hit = state.lookup(rows, hashes, &mut batch);
-            (hit, count(state, hit))
+            (hit, count(state, hit), state.unstored > 0)
         });
         Lookup {
             hit_chunks,
             counted,
+            may_be_unstored,
             lease: PrefixLease::new(self.clone(), Arc::clone(rows), batch.holds),
         }
     }
@@ -367,6 +368,20 @@ impl<A: ExtentAllocator> Cache<A> {
     /// run every second or so.
     pub fn end_pins(&self, now: Duration, limit: usize) -> usize {
         self.locked(|state| state.end_pins(state::ticks(now), limit))
+    }
+
+    /// Notes that a tier could not store these objects, as far as they are resident: the next lookup that hits them finds that.
+    pub fn set_unstored(&self, namespace: &Namespace, hashes: &[ChunkHash]) {
+        self.locked(|state| {
+            let Some(namespace) = state.namespaces.find(namespace) else {
+                return;
+            };
+            for hash in hashes {
+                if let Some(number) = state.find(namespace, hash) {
+                    state.unstored += usize::from(state.slab.at_mut(number).set_unstored());
+                }
+            }
+        });
     }
 
     /// Whether each of these objects is resident.

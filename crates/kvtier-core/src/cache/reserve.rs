@@ -23,6 +23,9 @@ pub struct ReservedPrompt<'a> {
     pub rows: &'a [GroupRow],
     /// All its chunks, up to the last that is reserved.
     pub hashes: &'a [ChunkHash],
+    /// Chunks of the prefix that will be read, 0 if that is not known: what only shorter ones need of a row with a window is not
+    /// kept.
+    pub prefix: usize,
 }
 
 /// One requested key.
@@ -227,13 +230,11 @@ impl<A: ExtentAllocator> State<A> {
         if self.kept_prompt.take().is_none() {
             return false;
         }
-        let first = batch.keys.first().map_or(0, |key| key.chunk as usize);
-        let first = first.min(prompt.hashes.len());
         for row in prompt.rows {
             let Some(namespace) = self.namespaces.find(&row.namespace) else {
                 continue;
             };
-            let needed = needed(row.window, first).start..prompt.hashes.len();
+            let needed = needed(row.window, prompt.prefix).start..prompt.hashes.len();
             for (hash, chunk) in prompt.hashes[needed.clone()]
                 .iter()
                 .zip(needed.start as u32..)

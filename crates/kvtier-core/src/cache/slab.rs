@@ -26,7 +26,7 @@ pub(super) struct Slot {
     pub(super) extent: Extent,
     /// Number of the namespace; the next free slot while this one is free.
     pub(super) namespace: u32,
-    /// The state in the low two bits, four facts in the next (`FACT_BITS`), above them how often the slot was freed.
+    /// The state in the low two bits, five facts in the next (`FACT_BITS`), above them how often the slot was freed.
     life: u32,
     /// How many leases are held.
     pub(super) leases: u32,
@@ -39,13 +39,14 @@ const _: () = assert!(size_of::<Slot>() == 64);
 /// Bits of an object's last use, in ticks, that may be out of date in the ledger: 6.4 seconds.
 const COARSE_BITS: u32 = 6;
 
-/// The state; whether the object was used, whether a client may be copying its memory, whether it is pinned, and whether it is
-/// to be evicted first.
-const FACT_BITS: u32 = 6;
+/// The state; whether the object was used, whether a client may be copying its memory, whether it is pinned, whether it is
+/// to be evicted first, and whether a tier has to store it again.
+const FACT_BITS: u32 = 7;
 const USED: u32 = 0b100;
 const GRANTED: u32 = 0b1000;
 const PINNED: u32 = 0b1_0000;
 const EVICT_FIRST: u32 = 0b10_0000;
+const UNSTORED: u32 = 0b100_0000;
 
 impl Slot {
     pub(super) fn state(&self) -> SlotState {
@@ -130,6 +131,24 @@ impl Slot {
         let was_granted = self.is_granted();
         self.life &= !GRANTED;
         was_granted
+    }
+
+    /// Notes that a tier could not store the object. Returns whether that is new.
+    pub(super) fn set_unstored(&mut self) -> bool {
+        let is_new = self.life & UNSTORED == 0;
+        self.life |= UNSTORED;
+        is_new
+    }
+
+    /// Whether a tier could not store the object; it is about to be stored again, or freed.
+    pub(super) fn take_unstored(&mut self) -> bool {
+        let was_unstored = self.life & UNSTORED != 0;
+        self.life &= !UNSTORED;
+        was_unstored
+    }
+
+    pub(super) fn is_unstored(&self) -> bool {
+        self.life & UNSTORED != 0
     }
 
     pub(super) fn generation(&self) -> u32 {

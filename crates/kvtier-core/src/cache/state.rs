@@ -36,6 +36,8 @@ pub(super) struct State<A> {
     pub(super) leased: Tally,
     /// Resident objects with pins, leased or not.
     pub(super) pinned: Tally,
+    /// Objects that a tier could not store.
+    pub(super) unstored: usize,
     pub(super) totals: Totals,
     pub(super) accounting_errors: u64,
     /// The latest time passed in, in ticks; releases come without one.
@@ -75,6 +77,7 @@ impl<A: ExtentAllocator> State<A> {
             counters: Counters::default(),
             leased: Tally::default(),
             pinned: Tally::default(),
+            unstored: 0,
             totals: Totals::default(),
             accounting_errors: 0,
             clock: 0,
@@ -362,6 +365,7 @@ impl<A: ExtentAllocator> State<A> {
             journal.remove(number);
         }
         self.allocator.free(extent);
+        self.unstored -= usize::from(self.slab.at_mut(number).take_unstored());
         self.slab.free(number);
         self.drop_user(namespace);
     }

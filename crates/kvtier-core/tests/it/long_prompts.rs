@@ -15,7 +15,7 @@ use std::sync::Arc;
 struct Case {
     eviction: EvictionKind,
     capacity: u64,
-    /// A strict limit of the tenant.
+    /// A strict limit of the tenant; only `IsolatedLru` has tenants.
     limit: Option<u64>,
     /// Workers, each with all groups.
     ranks: u32,
@@ -88,9 +88,7 @@ impl Case {
                     .sum::<u64>()
         };
         let leased = if self.are_leased { self.others } else { 0 };
-        let is_limited = self.eviction == EvictionKind::IsolatedLru;
-        let limit = self.limit.filter(|_| is_limited);
-        let memory = (self.capacity - leased).min(limit.unwrap_or(u64::MAX));
+        let memory = (self.capacity - leased).min(self.limit.unwrap_or(u64::MAX));
         let slack = if self.groups.len() > 1 { all(2) } else { 0 };
         let fits = |hit: &usize| all(*hit) + slack <= memory;
         (0..=self.chunks as usize).rev().find(fits).unwrap_or(0)
@@ -118,6 +116,7 @@ fn store_part(
             prompt: Some(ReservedPrompt {
                 rows,
                 hashes: &prompt[..chunks.end],
+                prefix: 0,
             }),
             ..ReserveOptions::default()
         };
@@ -188,6 +187,7 @@ fn cases() -> impl Strategy<Value = Case> {
                 others,
                 are_leased,
             )| {
+                let limit = limit.filter(|_| eviction == EvictionKind::IsolatedLru);
                 groups.insert(0, full);
                 Case {
                     eviction,

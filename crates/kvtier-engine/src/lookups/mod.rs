@@ -118,6 +118,11 @@ impl Lookups {
         if let Some(time) = pin_time(key) {
             found.lease.pin(now, time);
         }
+        if found.may_be_unstored
+            && let Some(l2) = l2
+        {
+            l2.store_again(&found.lease, hashes);
+        }
         let tokens = |chunks: usize| (chunks * key.tokens.chunk_size.get()) as u64;
         let (asked, hit) = (tokens(hashes.len()), tokens(found.hit_chunks));
         let outcome = RecentLookup {

@@ -411,6 +411,7 @@ impl Transfers {
         let prompt = ReservedPrompt {
             rows: &rows,
             hashes: &key.tokens.hashes[..range.chunks.end],
+            prefix: 0,
         };
         let reserve = |max_bytes| {
             let options = ReserveOptions {

@@ -110,7 +110,7 @@ pub const COMMON: &[Key] = &[
         1_000,
         "Pause before a call probes the backend again; it doubles while probes fail",
     ),
-    timeout("breaker_pause_max_ms", 60_000, "Longest such pause"),
+    timeout("breaker_pause_max_ms", 5_000, "Longest such pause"),
     Key::integer(
         "checksums",
         0,

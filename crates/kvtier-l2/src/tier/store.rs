@@ -174,7 +174,8 @@ impl Tier {
             object.unsent = None;
         }
         let stored = self.write(items).await;
-        for (object, result) in staged.into_iter().zip(stored) {
+        // The first chunk becomes the youngest, so that it is evicted last.
+        for (object, result) in staged.into_iter().zip(stored).rev() {
             let position = object.position;
             object.finish(&result);
             results[position] = Some(result);

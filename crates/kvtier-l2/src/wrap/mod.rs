@@ -66,7 +66,7 @@ impl Default for Guards {
             retry_pause: Duration::from_millis(50),
             breaker_failures: 5,
             breaker_pause: Duration::from_secs(1),
-            breaker_pause_max: Duration::from_secs(60),
+            breaker_pause_max: Duration::from_secs(5),
             checksums: 1_000_000,
             require_checksum: false,
             jitter_seed: 0,
