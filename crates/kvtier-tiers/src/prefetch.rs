@@ -9,7 +9,8 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use kvtier_core::cache::{
-    Counted, Extent, Lookup, ReadLease, Reservation, ReserveOptions, ReserveRequest, ReservedPrompt,
+    Counted, Extent, KeyOutcome, Lookup, ReadLease, Reservation, ReserveOptions, ReserveRequest,
+    ReservedPrompt,
 };
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prefetch::{Cell, PrefetchPlan};
@@ -124,6 +125,9 @@ impl L2 {
             let hit = plan.hit_within(capacity, |len| self.cache.footprint([len]));
             let needed = plan.needed(hit).into_iter();
             let needed: Vec<_> = needed.map(|cell| (cell, sources.remove(&cell))).collect();
+            let beyond = plan.needed(plan.hit()).into_iter();
+            let beyond = beyond.filter(|cell| sources.contains_key(cell)).count();
+            self.count_refused(request, &vec![KeyOutcome::NoMemory; beyond]);
             if needed.iter().any(|(_, source)| source.is_some()) && !cancelled() {
                 phase.is_now(PrefetchPhase::Load);
                 let load_until = Instant::now() + self.config().load_timeout;
@@ -305,6 +309,18 @@ impl L2 {
         loaded
     }
 
+    /// Counts objects that are not loaded, as L1 has no memory for them.
+    fn count_refused(&self, request: &PrefetchRequest, outcomes: &[KeyOutcome]) {
+        let (model, salt) = (request.scope.model_name(), request.scope.cache_salt());
+        let metrics = self.calls.metrics();
+        let [out_of_memory, over_quota] = metrics.reserved("l2_prefetch", model, salt, outcomes);
+        for (reason, objects) in [("l1_oom", out_of_memory), ("over_quota", over_quota)] {
+            if objects > 0 {
+                metrics.l2.not_loaded(model, reason, objects);
+            }
+        }
+    }
+
     /// Reserves memory for a batch of a prefix of `chunks` chunks; returns it, and where each object of the batch goes: nowhere if
     /// it was refused, or became resident meanwhile.
     fn reserve_batch(
@@ -314,33 +330,22 @@ impl L2 {
         batch: &[Wanted],
         permit: OwnedSemaphorePermit,
     ) -> Option<(Arc<Landing>, Vec<Option<(usize, Extent)>>)> {
-        let rows = request.rows.iter().enumerate().map(
-            |(
-                row,
-                GroupRow {
-                    namespace,
-                    object_bytes,
-                    ..
-                },
-            )| {
-                let of_row = batch
-                    .iter()
-                    .enumerate()
-                    .filter(move |(_, wanted)| wanted.cell.row == row);
-                let (places, hashes): (Vec<_>, Vec<_>) = of_row
-                    .map(|(at, wanted)| (at, request.hashes[wanted.cell.chunk]))
-                    .unzip();
-                (namespace, *object_bytes, places, hashes)
-            },
-        );
-        let rows: Vec<_> = rows.collect();
-        let requests = rows
-            .iter()
-            .map(|(namespace, len, _, hashes)| ReserveRequest {
-                namespace,
+        let of_row = |row| {
+            let wanted = batch.iter().enumerate();
+            let wanted = wanted.filter(move |(_, wanted)| wanted.cell.row == row);
+            wanted
+                .map(|(at, wanted)| (at, request.hashes[wanted.cell.chunk]))
+                .unzip()
+        };
+        let by_row: Vec<(Vec<_>, Vec<_>)> = (0..request.rows.len()).map(of_row).collect();
+        let requests = request.rows.iter().zip(&by_row);
+        let requests: Vec<_> = requests
+            .map(|(row, (_, hashes))| ReserveRequest {
+                namespace: &row.namespace,
                 hashes,
-                len: *len,
-            });
+                len: row.object_bytes,
+            })
+            .collect();
         let options = ReserveOptions {
             prompt: Some(ReservedPrompt {
                 rows: &request.rows,
@@ -349,20 +354,10 @@ impl L2 {
             }),
             ..ReserveOptions::default()
         };
-        let reserved = self
-            .cache
-            .reserve_with(self.now(), &requests.collect::<Vec<_>>(), &options);
-        let (model, salt) = (request.scope.model_name(), request.scope.cache_salt());
-        let metrics = self.calls.metrics();
+        let reserved = self.cache.reserve_with(self.now(), &requests, &options);
         let reservation = match reserved {
             Ok(reserved) => {
-                let [out_of_memory, over_quota] =
-                    metrics.reserved("l2_prefetch", model, salt, &reserved.outcomes);
-                for (reason, objects) in [("l1_oom", out_of_memory), ("over_quota", over_quota)] {
-                    if objects > 0 {
-                        metrics.l2.not_loaded(model, reason, objects);
-                    }
-                }
+                self.count_refused(request, &reserved.outcomes);
                 reserved.reservation
             }
             Err(error) => {
@@ -372,7 +367,7 @@ impl L2 {
         };
         let mut extents = vec![None; batch.len()];
         for (place, staged) in reservation.staged().iter().enumerate() {
-            let (_, _, places, _) = &rows[staged.request as usize];
+            let (places, _) = &by_row[staged.request as usize];
             extents[places[staged.position as usize]] = Some((place, staged.extent));
         }
         let landing = Arc::new(Landing {

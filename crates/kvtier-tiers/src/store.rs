@@ -151,7 +151,7 @@ impl StoreQueue {
     }
 
     /// Sets bytes of a tier's bound aside; counts what does not fit.
-    fn admit(&self, tier: usize, objects: u64, bytes: u64) -> Option<Ticket> {
+    pub(super) fn admit(&self, tier: usize, objects: u64, bytes: u64) -> Option<Ticket> {
         let queue = &self.queues.of_tier[tier];
         let admitted = queue
             .bytes

@@ -428,11 +428,14 @@ fn objects_beyond_the_queue_are_stored_when_hit() {
     assert_eq!(bed.l2.store_counts().dropped_objects, 3);
     drop(bound);
     gated.gate.add_permits(1000);
-    let found = bed
-        .cache
-        .lookup(Duration::ZERO, &bed.request.rows, &bed.request.hashes);
-    bed.l2.store_again(&found.lease, &bed.request.hashes);
-    wait_until("all in the tier", || gated.keys().len() == 3);
+    wait_until("all in the tier", || {
+        let request = &bed.request;
+        let found = bed
+            .cache
+            .lookup(Duration::ZERO, &request.rows, &request.hashes);
+        bed.l2.store_again(&found.lease, &request.hashes);
+        gated.keys().len() == 3
+    });
 }
 
 /// The backend writes what it is sent and answers later, after the delete.

@@ -10,7 +10,7 @@ use proptest::prelude::*;
 use std::ops::Range;
 use std::sync::Arc;
 
-/// One prompt, and the memory for it.
+/// One prompt of objects of a byte, and the memory for it.
 #[derive(Clone, Debug)]
 struct Case {
     eviction: EvictionKind,
@@ -19,8 +19,8 @@ struct Case {
     limit: Option<u64>,
     /// Workers, each with all groups.
     ranks: u32,
-    /// Window and bytes of each object group.
-    groups: Vec<(Option<u32>, u64)>,
+    /// Window of each object group.
+    groups: Vec<Option<u32>>,
     chunks: u32,
     /// Chunks per store.
     part: usize,
@@ -35,10 +35,10 @@ impl Case {
             self.groups
                 .iter()
                 .zip(0..)
-                .map(move |((window, bytes), group)| GroupRow {
+                .map(move |(window, group)| GroupRow {
                     namespace: Arc::clone(namespace(8 * rank + group, "")),
                     window: *window,
-                    object_bytes: *bytes,
+                    object_bytes: 1,
                 })
         });
         rows.collect()
@@ -69,29 +69,18 @@ impl Case {
         cache
     }
 
-    /// Bytes of a prefix.
-    fn bytes(&self, hit: usize) -> u64 {
-        let of_group =
-            |(window, bytes): &(Option<u32>, u64)| needed(*window, hit).len() as u64 * bytes;
-        u64::from(self.ranks) * self.groups.iter().map(of_group).sum::<u64>()
+    /// Objects that a prefix needs.
+    fn objects(&self, hit: usize) -> usize {
+        let of_group = |window: &Option<u32>| needed(*window, hit).len();
+        self.ranks as usize * self.groups.iter().map(of_group).sum::<usize>()
     }
 
-    /// The least that has to hit. Objects of several sizes may leave fragments and one chunk of some rows, and what a window
-    /// needed for a shorter prefix is kept as well.
+    /// Chunks for which there is memory. What a window needed for a shorter prefix is kept as well.
     fn expected(&self) -> usize {
-        let all = |hit: usize| {
-            u64::from(self.ranks)
-                * self
-                    .groups
-                    .iter()
-                    .map(|(_, bytes)| bytes * hit as u64)
-                    .sum::<u64>()
-        };
         let leased = if self.are_leased { self.others } else { 0 };
         let memory = (self.capacity - leased).min(self.limit.unwrap_or(u64::MAX));
-        let slack = if self.groups.len() > 1 { all(2) } else { 0 };
-        let fits = |hit: &usize| all(*hit) + slack <= memory;
-        (0..=self.chunks as usize).rev().find(fits).unwrap_or(0)
+        let rows = self.ranks as usize * self.groups.len();
+        (memory as usize / rows).min(self.chunks as usize)
     }
 }
 
@@ -141,7 +130,7 @@ fn plays(case: &Case) {
                 case.expected()
             );
         }
-        assert!(case.bytes(hit) <= case.capacity);
+        assert!(case.objects(hit) as u64 <= case.capacity);
         // Read, then computed and stored from there on.
         drop(found);
         let mut from = hit;
@@ -160,14 +149,12 @@ fn cases() -> impl Strategy<Value = Case> {
         Just(EvictionKind::IsolatedLru),
         Just(EvictionKind::Arc)
     ];
-    let groups = prop::collection::vec((prop::option::of(1..4_u32), 1..4_u64), 0..3);
-    let full = (Just(None), 1..4_u64);
+    let groups = prop::collection::vec(prop::option::of(1..4_u32), 0..3);
     (
         evictions,
         8..80_u64,
         prop::option::of(8..60_u64),
         1..4_u32,
-        full,
         groups,
         1..60_u32,
         1..70_usize,
@@ -175,20 +162,9 @@ fn cases() -> impl Strategy<Value = Case> {
         any::<bool>(),
     )
         .prop_map(
-            |(
-                eviction,
-                capacity,
-                limit,
-                ranks,
-                full,
-                mut groups,
-                chunks,
-                part,
-                others,
-                are_leased,
-            )| {
+            |(eviction, capacity, limit, ranks, mut groups, chunks, part, others, are_leased)| {
                 let limit = limit.filter(|_| eviction == EvictionKind::IsolatedLru);
-                groups.insert(0, full);
+                groups.insert(0, None);
                 Case {
                     eviction,
                     capacity,

@@ -69,7 +69,7 @@ fn waiting_stores_are_written_by_the_next_process() {
     let bed = bed(&[Arc::clone(&before)], Duration::from_secs(60));
     let paused = bed.l2.pause(at_last()).expect("nothing runs");
     bed.store(1..=9);
-    assert_eq!(bed.delete([3, 7]), [Deleted::Absent; 2]);
+    assert_eq!(bed.delete([3, 7], true), [Deleted::Absent; 2]);
     assert_eq!(bed.l2.busy(), None);
     let handed = bed.l2.hand_over().expect("it can be");
     let next = next(&bed, &[Arc::clone(&after)], handed).expect("it fits");
