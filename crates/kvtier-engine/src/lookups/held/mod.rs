@@ -33,7 +33,7 @@ use table::{Entry, Table, covered, same_scope};
 /// Lookups kept at most; the oldest go first. An engine has as many as it has requests waiting or running.
 const MAX_LOOKUPS: usize = 65_536;
 
-/// Objects that all lookups together may hold; each costs some 50 bytes here. Beyond it the oldest lookups go first.
+/// Objects that all lookups together may hold, and chunks that they missed; each costs some 50 bytes here. Beyond it the oldest lookups go first.
 const MAX_HELD: usize = 16 << 20;
 
 /// Reads of one lookup that are distinguished by their reader; a worker reads what was found at once, or in a few
@@ -146,7 +146,6 @@ impl HeldLookups {
         let serial = table.next_serial;
         table.next_serial += 1;
         table.len += 1;
-        table.held += lookup.lease.rows().len() * lookup.hit_chunks;
         let entry = Entry {
             lookup,
             serial,
@@ -156,6 +155,7 @@ impl HeldLookups {
             readers: Vec::new(),
             freed: Vec::new(),
         };
+        table.held += entry.objects();
         let request: Box<str> = request_id.into();
         table.ages.push_back((serial, request.clone()));
         table.by_request.entry(request).or_default().push(entry);

@@ -37,9 +37,15 @@ impl Entry {
         pending.is_some_and(|pending| pending.has_changed().is_ok())
     }
 
-    /// Objects it was made for, whether still held or not.
+    /// Objects it was made for, whether still held or not, and the chunks behind them.
     pub(super) fn objects(&self) -> usize {
-        self.lookup.lease.rows().len() * self.lookup.hit_chunks
+        let HeldLookup {
+            hit_chunks,
+            lease,
+            prompt,
+            ..
+        } = &self.lookup;
+        lease.rows().len() * hit_chunks + (prompt.len() - hit_chunks)
     }
 }
 

@@ -2,8 +2,10 @@
 
 use std::ops::Range;
 
+use kvtier_core::object_key::KeyScope;
 use kvtier_device::{DeviceError, Done};
-use kvtier_proto::request::{InstanceId, Retrieve};
+use kvtier_proto::key::CacheKey;
+use kvtier_proto::request::{InstanceId, Retrieve, Store};
 
 use super::super::super::Engine;
 
@@ -68,6 +70,36 @@ fn end(pages: &[Arc<TestPages>]) -> usize {
     let ended = held.len();
     held.into_iter().for_each(|done| done(Ok(1)));
     ended
+}
+
+/// A worker stores a prompt of 20 chunks part by part, where L1 has space for 12, and other prompts in between.
+#[test]
+fn prompt_longer_than_l1_keeps_its_beginning() {
+    let (engine, _pages) = full();
+    let cache = &engine.context.l1.cache;
+    let prompt = key(0..20).tokens.hashes;
+    let instance = engine.context.instances.get(InstanceId(0)).unwrap();
+    let scope = KeyScope::new("model", "", 1, None).unwrap();
+    let namespace = scope.namespace(kvtier_core::kv_rank(1, 0), 0, instance.layout.fingerprint);
+    for others in [0, 3, 1] {
+        drop(store(&engine, 0, 200..200 + others));
+        for chunk in 0..20 {
+            let store = Store {
+                block_ids: vec![vec![1]],
+                key: CacheKey {
+                    start: chunk.into(),
+                    ..key(0..chunk + 1)
+                },
+                instance: InstanceId(0),
+                event_handle: b"",
+            };
+            let (reply, answers) = reply();
+            engine.transfers.store(CALLER, &store, reply);
+            assert_eq!(answers.try_recv().unwrap().refused, None);
+        }
+        let resident = cache.contains(&namespace, &prompt);
+        assert_eq!(resident.iter().take_while(|is| **is).count(), 12);
+    }
 }
 
 /// Stores each chunk by itself; returns those that are refused at once.
