@@ -83,8 +83,8 @@ impl PrefetchPlan {
         longest_prefix(&self.rows, &self.found)
     }
 
-    /// The same of those whose objects take at most `capacity` bytes, where
-    /// `footprint` is what an object of this many bytes takes.
+    /// Chunks of the longest prefix whose objects were found and take at most `capacity` bytes; `footprint` returns the bytes that
+    /// an object of a length takes.
     pub fn hit_within(&self, capacity: u64, footprint: impl Fn(u64) -> u64) -> usize {
         let hit = self.hit();
         let sizes: Vec<_> = self

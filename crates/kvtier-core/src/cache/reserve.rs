@@ -65,7 +65,7 @@ pub(super) struct ReserveBatch {
     /// By chunk. Up to `held_until` they are held.
     held: Vec<Held>,
     held_until: usize,
-    /// Chunks of the prompt; `None` once all that is resident of it is in `held`.
+    /// Chunks of the prompt. The state has it meanwhile, until all that is resident of it is in `held`.
     prompt: Option<HashSet<ChunkHash>>,
 }
 
@@ -194,7 +194,7 @@ impl<A: ExtentAllocator> State<A> {
                 slot,
             });
         }
-        self.kept_prompt = None;
+        batch.prompt = self.kept_prompt.take().or(batch.prompt.take());
         for opened in &batch.opened {
             self.drop_user(opened.namespace);
         }
@@ -227,9 +227,10 @@ impl<A: ExtentAllocator> State<A> {
         prompt: ReservedPrompt<'_>,
         batch: &mut ReserveBatch,
     ) -> bool {
-        if self.kept_prompt.take().is_none() {
+        let Some(kept) = self.kept_prompt.take() else {
             return false;
-        }
+        };
+        batch.prompt = Some(kept);
         for row in prompt.rows {
             let Some(namespace) = self.namespaces.find(&row.namespace) else {
                 continue;
