@@ -114,7 +114,6 @@ impl Lookups {
         let (covered, hashes) = (chunks.start, &key.tokens.hashes[chunks]);
         let now = self.context.now();
         let mut found = l1.cache.lookup(now, &rows, hashes);
-        found.lease.shift(covered);
         if let Some(time) = pin_time(key) {
             found.lease.pin(now, time);
         }
@@ -123,6 +122,7 @@ impl Lookups {
         {
             l2.store_again(&found.lease, hashes);
         }
+        found.lease.shift(covered);
         let tokens = |chunks: usize| (chunks * key.tokens.chunk_size.get()) as u64;
         let (asked, hit) = (tokens(hashes.len()), tokens(found.hit_chunks));
         let outcome = RecentLookup {
