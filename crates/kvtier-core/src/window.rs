@@ -49,7 +49,7 @@ impl ChunkBitmap {
     /// Marks all chunks from this one on as absent.
     pub fn truncate(&mut self, chunks: usize) {
         self.words.truncate(chunks.div_ceil(64));
-        if chunks % 64 > 0
+        if !chunks.is_multiple_of(64)
             && let Some(last) = self.words.get_mut(chunks / 64)
         {
             *last &= (1 << (chunks % 64)) - 1;
