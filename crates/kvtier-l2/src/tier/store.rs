@@ -174,8 +174,7 @@ impl Tier {
             object.unsent = None;
         }
         let stored = self.write(items).await;
-        // The first chunk becomes the youngest, so that it is evicted last.
-        for (object, result) in staged.into_iter().zip(stored).rev() {
+        for (object, result) in staged.into_iter().zip(stored) {
             let position = object.position;
             object.finish(&result);
             results[position] = Some(result);

@@ -108,19 +108,6 @@ async fn object_stored_again_counts_once() {
 }
 
 #[tokio::test]
-async fn last_chunk_of_batch_is_evicted_first() {
-    let (memory, bytes) = (test_adapter(), Bytes::new());
-    let tier = tier(&memory, Some(4));
-    let refused = store(&tier, &bytes, 1..=5).await;
-    assert_eq!(refused[4], Err(ErrorKind::Full));
-    assert!(store(&tier, &bytes, [9, 8]).await.iter().all(Result::is_ok));
-    let left: Vec<_> = (1..=9)
-        .filter(|number| memory.contains(&key(*number, "")))
-        .collect();
-    assert_eq!(left, [1, 2, 8, 9]);
-}
-
-#[tokio::test]
 async fn key_twice_in_batch_counts_once() {
     let (memory, bytes) = (test_adapter(), Bytes::new());
     let tier = tier(&memory, None);
