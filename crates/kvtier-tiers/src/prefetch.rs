@@ -89,6 +89,9 @@ impl Drop for Landing {
     }
 }
 
+/// Where an object of a batch goes: its number among what is staged, and its memory.
+type Destination = (usize, Extent);
+
 /// A load of its own: the object, its source, and the sender that wakes the other requests for it.
 struct Wanted {
     cell: Cell,
@@ -329,7 +332,7 @@ impl L2 {
         chunks: usize,
         batch: &[Wanted],
         permit: OwnedSemaphorePermit,
-    ) -> Option<(Arc<Landing>, Vec<Option<(usize, Extent)>>)> {
+    ) -> Option<(Arc<Landing>, Vec<Option<Destination>>)> {
         let of_row = |row| {
             let wanted = batch.iter().enumerate();
             let wanted = wanted.filter(move |(_, wanted)| wanted.cell.row == row);
@@ -385,7 +388,7 @@ impl L2 {
         request: &PrefetchRequest,
         batch: Vec<Wanted>,
         landing: Arc<Landing>,
-        extents: Vec<Option<(usize, Extent)>>,
+        extents: Vec<Option<Destination>>,
     ) -> Vec<Cell> {
         let (model, salt) = (request.scope.model_name(), request.scope.cache_salt());
         let metrics = self.calls.metrics();
