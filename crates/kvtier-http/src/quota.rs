@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
+use axum::Extension;
 use axum::extract::rejection::PathRejection;
 use axum::extract::{self, OriginalUri, Path};
 use axum::http::{StatusCode, header};
@@ -16,6 +17,7 @@ use kvtier_core::object_key::check_cache_salt;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
+use super::access::Role;
 use super::audit::{Audited, audited};
 use super::payload::Payload;
 use super::query::Query;
@@ -60,17 +62,21 @@ fn engine(api: &State) -> Result<&Arc<Engine>, ApiError> {
 }
 
 /// The tenant that a path names.
-fn salt(api: &State, path: Result<Path<String>, PathRejection>) -> Result<String, ApiError> {
+fn salt(
+    api: &State,
+    role: Role,
+    path: Result<Path<String>, PathRejection>,
+) -> Result<String, ApiError> {
     let Path(name) = path.map_err(|_| failure(Error::refused("cache_salt: it is not UTF-8")))?;
     // LMCache has no route for it.
     if name.contains('/') {
         return Err(detail(StatusCode::NOT_FOUND, "Not Found"));
     }
-    tenant(engine(api)?, &name).map_err(failure)
+    tenant(engine(api)?, role, &name).map_err(failure)
 }
 
 /// The tenant that a path or a body names.
-fn tenant(engine: &Engine, name: &str) -> Result<String, Error> {
+fn tenant(engine: &Engine, role: Role, name: &str) -> Result<String, Error> {
     let salt = match name {
         DEFAULT => return Ok(String::new()),
         CALLED_DEFAULT => DEFAULT,
@@ -87,7 +93,11 @@ fn tenant(engine: &Engine, name: &str) -> Result<String, Error> {
             name
         }
     };
-    Ok(engine.salts().of_operator(salt).into_owned())
+    let salt = match role {
+        Role::Read => engine.salts().of_reader(salt)?,
+        Role::Admin => engine.salts().of_operator(salt),
+    };
+    Ok(salt.into_owned())
 }
 
 /// The tenant in paths and answers.
@@ -162,7 +172,7 @@ fn changes(engine: &Engine, bytes: &[u8]) -> Result<Changes, Error> {
     let mut named: BTreeMap<Arc<str>, Entry> = BTreeMap::new();
     for (name, entry) in parse_many(bytes, quotas.places())? {
         let named_error = |error: Error| error.context(format!("users.{}", clip(&name)));
-        let salt = tenant(engine, &name).map_err(named_error)?;
+        let salt = tenant(engine, Role::Admin, &name).map_err(named_error)?;
         quotas.check(&entry).map_err(named_error)?;
         // A salt, and its hash.
         if named.insert(salt.into(), entry).is_some() {
@@ -188,7 +198,7 @@ async fn put(
     path: Result<Path<String>, PathRejection>,
     body: Payload,
 ) -> Result<Audited<QuotaChange>, ApiError> {
-    let salt = salt(&api, path)?;
+    let salt = salt(&api, Role::Admin, path)?;
     let engine = Arc::clone(engine(&api)?);
     let wanted = body.read(move |bytes| Wanted::parse(bytes, engine.quotas().places()));
     let Wanted { entry, limit_gb } = wanted.await?.map_err(failure)?;
@@ -218,7 +228,7 @@ async fn delete(
     api: State,
     path: Result<Path<String>, PathRejection>,
 ) -> Result<Audited<QuotaChange>, ApiError> {
-    let salt = salt(&api, path)?;
+    let salt = salt(&api, Role::Admin, path)?;
     let changes = vec![(salt.as_str().into(), None)];
     let status = match change(&api, changes, "a tenant's quota was removed").await? {
         0 => "not_found",
@@ -242,9 +252,10 @@ async fn delete(
     ))]
 async fn get(
     api: State,
+    Extension(role): Extension<Role>,
     path: Result<Path<String>, PathRejection>,
 ) -> Result<Answer<Tenant>, ApiError> {
-    let salt = salt(&api, path)?;
+    let salt = salt(&api, role, path)?;
     let quotas = Arc::clone(engine(&api)?.quotas());
     let tenant = run_blocking(move || Tenant {
         cache_salt: Some(shown(&salt).to_owned()),

@@ -5,7 +5,7 @@
 use std::borrow::Cow;
 
 use kvtier_core::object_key::{KeyError, KeyScope, SaltKey, check_cache_salt};
-use kvtier_error::Result;
+use kvtier_error::{Error, Result};
 use kvtier_proto::key::CacheKey;
 
 use kvtier_config::TenantSettings;
@@ -53,6 +53,21 @@ impl Salts {
             None => salt.into(),
             Some(key) => key.hashed_once(salt),
         }
+    }
+
+    /// The name of a tenant that a reader of listings means: [`of_operator`](Self::of_operator) would let it test which salt a
+    /// hash belongs to.
+    ///
+    /// # Errors
+    /// A salt, where salts are hashed.
+    pub fn of_reader<'a>(&self, name: &'a str) -> Result<Cow<'a, str>> {
+        if self.0.is_none() || SaltKey::is_hash(name) {
+            return Ok(name.into());
+        }
+        Err(Error::refused(
+            "cache_salt: with --hash-salts only an admin's token may give a salt; allowed for a token that reads: its hash as \
+             GET /quota?all=true has it, h1- and 32 hex digits",
+        ))
     }
 
     /// Whose objects a request means.

@@ -36,12 +36,18 @@ impl SaltKey {
 
     /// [`hashed`](Self::hashed) for a caller that may name tenants by their hashes, as listings show them.
     pub fn hashed_once<'a>(&self, salt: &'a str) -> Cow<'a, str> {
-        let digits = salt.strip_prefix(PREFIX).unwrap_or_default();
-        let is_digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
-        match digits.len() == DIGITS && digits.bytes().all(is_digit) {
-            true => salt.into(),
-            false => self.hashed(salt).into(),
+        if Self::is_hash(salt) {
+            salt.into()
+        } else {
+            self.hashed(salt).into()
         }
+    }
+
+    /// Whether a name has the form of a hashed salt. No salt is its own hash.
+    pub fn is_hash(name: &str) -> bool {
+        let digits = name.strip_prefix(PREFIX).unwrap_or_default();
+        let is_digit = |byte: u8| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte);
+        name.is_empty() || digits.len() == DIGITS && digits.bytes().all(is_digit)
     }
 
     /// Distinguishes two keys without revealing either.

@@ -427,17 +427,14 @@ fn rows_with_windows_hit_as_in_a_lookup() {
     assert_eq!(hits, [1, 2]);
 }
 
-/// Status and body for a client with this token.
-fn ask_as(server: &TestServer, token: &str, body: &Value) -> (u16, Value) {
-    let (mut stream, body) = (
-        TcpStream::connect(server.http_address()).unwrap(),
-        body.to_string(),
-    );
+/// Status and body for a client with this token, of a request such as `GET /quota`.
+pub fn request_as(server: &TestServer, token: &str, line: &str, body: &str) -> (u16, Value) {
+    let mut stream = TcpStream::connect(server.http_address()).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     let length = body.len();
     write!(
         stream,
-        "POST {EXPLAIN} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nauthorization: Bearer {token}\r\n\
+        "{line} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\nauthorization: Bearer {token}\r\n\
          content-length: {length}\r\n\r\n{body}"
     )
     .unwrap();
@@ -446,6 +443,11 @@ fn ask_as(server: &TestServer, token: &str, body: &Value) -> (u16, Value) {
     let (head, body) = answer.split_once("\r\n\r\n").unwrap();
     let status = head.split(' ').nth(1).unwrap().parse().unwrap();
     (status, serde_json::from_str(body).unwrap())
+}
+
+/// The same for a question.
+fn ask_as(server: &TestServer, token: &str, body: &Value) -> (u16, Value) {
+    request_as(server, token, &format!("POST {EXPLAIN}"), &body.to_string())
 }
 
 #[test]

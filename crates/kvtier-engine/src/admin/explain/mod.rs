@@ -47,7 +47,7 @@ pub enum ExplainError {
     /// Names that no object can have.
     #[error("{0}")]
     Key(#[from] KeyError),
-    /// A name that is too long.
+    /// A name that is too long, or one that the caller may not give.
     #[error("{0}")]
     Name(Error),
     /// The prompt is too long.

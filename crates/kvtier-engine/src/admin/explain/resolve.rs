@@ -70,7 +70,11 @@ impl Admin {
         check_name("model_name", asked).map_err(ExplainError::Name)?;
         let salt = request.cache_salt.as_deref().unwrap_or_default();
         check_cache_salt(salt)?;
-        let salt = self.context.salts.of_operator(salt);
+        let salt = match view {
+            TenantView::One => self.context.salts.of_reader(salt),
+            TenantView::All => Ok(self.context.salts.of_operator(salt)),
+        };
+        let salt = salt.map_err(ExplainError::Name)?;
         let sees =
             |namespace: &Namespace| view == TenantView::All || **namespace.cache_salt() == *salt;
         let places = places.iter().enumerate();

@@ -4,9 +4,10 @@ use kvtier_client::Scope;
 use kvtier_core::object_key::SaltKey;
 
 use super::bed::{files, lookup, read, server, store};
+use crate::explain::request_as;
 use crate::http::{json_of, request};
 use crate::l2::settle;
-use crate::support::{prompt, range};
+use crate::support::{TestServer, prompt, range};
 
 const SECRET: &str = "a secret of the operator";
 
@@ -105,4 +106,44 @@ fn another_secret_makes_other_tenants() {
         worker.connection().free_lookup_locks(&key).unwrap();
     }
     assert_eq!(files(&tier).len(), 4);
+}
+
+#[test]
+fn reader_names_tenants_by_hash_only() {
+    const READER: &str = "reader-0123456789abcdef";
+    const ADMIN: &str = "admin-0123456789abcdef";
+    let directory = tempfile::tempdir().unwrap();
+    let secret = directory.path().join("secret");
+    std::fs::write(&secret, SECRET).unwrap();
+    let hashed = SaltKey::new(SECRET.as_bytes()).hashed("acme");
+    let ask = |server: &TestServer, token: &str, name: &str| {
+        let explain =
+            serde_json::json!({ "model_name": "m", "token_ids": [1], "cache_salt": name });
+        let answers = [
+            request_as(server, token, &format!("GET /quota/{name}"), ""),
+            request_as(server, token, "POST /cache/explain", &explain.to_string()),
+        ];
+        answers.map(|(status, answer)| (status, answer.to_string()))
+    };
+    let start = |flags: &[&str]| {
+        TestServer::start_with(flags, |config| {
+            config.http.tokens = Some(format!("read r {READER}; admin a {ADMIN}").into());
+        })
+    };
+    let server = start(&["--hash-salts", secret.to_str().unwrap()]);
+    for (status, answer) in ask(&server, READER, "acme") {
+        assert_eq!(status, 400, "{answer}");
+        assert!(answer.contains("h1- and 32 hex digits"), "{answer}");
+        assert!(!answer.contains(&hashed), "{answer}");
+    }
+    for (token, name) in [(READER, hashed.as_str()), (ADMIN, &hashed), (ADMIN, "acme")] {
+        let [(quota, told), (explain, why)] = ask(&server, token, name);
+        assert_eq!((quota, explain), (200, 200), "{told} {why}");
+        assert!(told.contains(&hashed), "{told}");
+    }
+    let line = "GET /quota/_default";
+    assert_eq!(request_as(&server, READER, line, "").0, 200);
+    let plain = start(&[]);
+    let [(quota, _), (explain, _)] = ask(&plain, READER, "acme");
+    assert_eq!((quota, explain), (200, 200));
 }
