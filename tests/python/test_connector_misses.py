@@ -105,8 +105,8 @@ def test_misses_without_server(place, engines):
     server.start()
 
 
-def test_frozen_server_fails_lookups(place, engines):
-    """Its answer does not come in time."""
+def test_frozen_server_fails_lookups(place, engines, caplog):
+    """Its answer does not come in time, and the log has the setting."""
     server = place.server()
     server.expect_trouble("instance|worker|register")
     engine = engines(server, **{"kvtier.lookup_timeout": 0.2})
@@ -115,6 +115,7 @@ def test_frozen_server_fails_lookups(place, engines):
         assert engine.match(req) == (0, False)
         engine.scheduler._scheduling.allocated(req, ([],), 0)
         assert misses(engine) == {"lookup_failed": 1}
+    assert "within 200ms; lookup_timeout (kvtier.lookup_timeout of the connector) is 0.2 s; computing it" in caplog.text
 
 
 def test_producers_have_no_misses(place, engines):

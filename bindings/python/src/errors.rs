@@ -42,7 +42,9 @@ pub fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
 pub fn exception(error: &ClientError) -> PyErr {
     let text = error.to_string();
     match error {
-        ClientError::Timeout { .. } | ClientError::Degraded { .. } => TimedOut::new_err(text),
+        ClientError::Timeout { .. }
+        | ClientError::Pending { .. }
+        | ClientError::Degraded { .. } => TimedOut::new_err(text),
         ClientError::Disconnected { .. } | ClientError::Closed { .. } => {
             Disconnected::new_err(text)
         }

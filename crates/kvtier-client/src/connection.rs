@@ -77,6 +77,8 @@ pub struct Connection {
     backoff: Backoff,
     /// When to open the next wire, if there is none.
     reopen_at: Instant,
+    /// Why the last attempt to connect failed; none while the connection is ready.
+    no_connection: Option<String>,
     /// Whether the wire, or the last one, has brought a message.
     has_answered: bool,
     next_uid: u64,
@@ -115,6 +117,7 @@ impl Connection {
             wire: None,
             backoff: Backoff::new(options.reconnect),
             reopen_at: now,
+            no_connection: None,
             has_answered: false,
             next_uid: 0,
             unsent: VecDeque::new(),
@@ -208,6 +211,7 @@ impl Connection {
                     operation,
                     endpoint: self.endpoint.clone(),
                     waited,
+                    no_connection: self.no_connection.clone(),
                 });
             }
         }
@@ -239,7 +243,7 @@ impl Connection {
     /// until they are retrieved or freed.
     ///
     /// # Errors
-    /// As [`Connection::call`]; [`ClientError::Timeout`] also if the result stays unknown for the timeout.
+    /// As [`Connection::call`]; [`ClientError::Pending`] if the result stays unknown for the timeout.
     pub fn lookup_hits<T: TokenWriter + Clone>(
         &mut self,
         key: &CacheKey<'_, T>,
@@ -262,8 +266,8 @@ impl Connection {
                 return Ok(chunks);
             }
             if started.elapsed() >= self.timeout {
-                return Err(ClientError::Timeout {
-                    operation: Operation::QueryPrefetchStatus,
+                return Err(ClientError::Pending {
+                    operation: Operation::Lookup,
                     endpoint: self.endpoint.clone(),
                     waited: started.elapsed(),
                 });
@@ -281,7 +285,10 @@ impl Connection {
             self.has_answered = false;
             match Wire::open(&self.address, Heartbeats::Off, now) {
                 Ok(wire) => self.wire = Some(wire),
-                Err(_) => self.reopen_at = now + self.backoff.pause(),
+                Err(error) => {
+                    self.reopen_at = now + self.backoff.pause();
+                    self.no_connection = Some(error.to_string());
+                }
             }
         }
         let due = match &self.wire {
@@ -309,6 +316,11 @@ impl Connection {
             self.has_answered = true;
             self.backoff.reset();
             self.file(frames);
+        }
+        if self.wire.as_ref().is_some_and(Wire::is_ready) {
+            self.no_connection = None;
+        } else if let Err(error) = &moved {
+            self.no_connection = Some(error.to_string());
         }
         match moved {
             Ok(_) => self.send_unsent(),

@@ -31,13 +31,31 @@ pub enum ClientError {
         limit: usize,
     },
     /// No reply within the deadline: the server is down, busy, or does not answer such a request.
-    #[error("{operation}: no reply from {endpoint} within {waited:?}")]
+    #[error(
+        "{operation}: no reply from {endpoint} within {waited:?}{}",
+        no_connection.as_ref().map(|why| format!("; no connection: {why}")).unwrap_or_default()
+    )]
     Timeout {
         /// The request's operation.
         operation: Operation,
         /// The server's address.
         endpoint: String,
         /// Time waited for the reply.
+        waited: Duration,
+        /// Each address that the last attempt to connect has tried, and why it failed; none while there is a connection.
+        no_connection: Option<String>,
+    },
+    /// The server answers, and has no result within the deadline: it waits for a second tier.
+    #[error(
+        "{operation}: {endpoint} has no result within {waited:?}, since it waits for a second tier; what that tier has is loaded \
+         all the same, for the next request"
+    )]
+    Pending {
+        /// The request's operation.
+        operation: Operation,
+        /// The server's address.
+        endpoint: String,
+        /// Time waited for the result.
         waited: Duration,
     },
     /// The connection was lost before the reply: the server may have served the request, or not.
@@ -181,6 +199,7 @@ impl ClientError {
     pub fn obstacle(&self) -> Option<String> {
         match self {
             Self::Timeout { .. }
+            | Self::Pending { .. }
             | Self::Disconnected { .. }
             | Self::Degraded { .. }
             | Self::Closed { .. } => None,

@@ -101,7 +101,8 @@ struct Wanted {
 }
 
 impl L2 {
-    /// Brings as much of a prompt into L1 as there is. `cancelled` is asked now and then.
+    /// Brings as much of a prompt into L1 as there is. A request that is `cancelled` before it asks the tiers asks none. After that
+    /// what they have is loaded all the same: a client whose deadline is shorter than the tiers' answers would never hit.
     pub async fn prefetch(
         self: &Arc<Self>,
         request: &Arc<PrefetchRequest>,
@@ -131,7 +132,7 @@ impl L2 {
             let beyond = plan.needed(plan.hit()).into_iter();
             let beyond = beyond.filter(|cell| sources.contains_key(cell)).count();
             self.count_refused(request, &vec![KeyOutcome::NoMemory; beyond]);
-            if needed.iter().any(|(_, source)| source.is_some()) && !cancelled() {
+            if needed.iter().any(|(_, source)| source.is_some()) {
                 phase.is_now(PrefetchPhase::Load);
                 let load_until = Instant::now() + self.config().load_timeout;
                 loaded = self.load(request, needed, load_until, &mut holds).await;

@@ -263,6 +263,16 @@ fn a_lookup_that_was_given_up_loads_nothing() {
 }
 
 #[test]
+fn lookup_cancelled_while_tiers_are_asked_still_loads() {
+    let bed = bed(&[prompt(7)], Duration::from_secs(60));
+    let is_asked = std::sync::atomic::AtomicBool::new(false);
+    let cancelled = || is_asked.swap(true, std::sync::atomic::Ordering::Relaxed);
+    let prefetch = bed.l2.prefetch(&bed.request, cancelled);
+    drop(bed.l2.handle().block_on(prefetch));
+    assert_eq!(bed.values(), [7, 7, 7]);
+}
+
+#[test]
 fn what_a_late_store_still_reads_stays_leased_and_counted() {
     let late = late(0);
     let bed = bed(&[Arc::clone(&late)], Duration::from_secs(60));

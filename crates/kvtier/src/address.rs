@@ -78,26 +78,32 @@ fn is_host_and_port(text: &str) -> bool {
     host_and_port(text, 0).is_some_and(|(_, port)| port > 0)
 }
 
-/// Whether something accepts connections at an address of the request protocol. ZMQ does not report that: it tries
-/// again and again.
-pub(crate) fn listens(url: &str, timeout: Duration) -> anyhow::Result<bool> {
+/// Why no connection is accepted at an address of the request protocol, for each address that its name has; none if one is.
+/// ZMQ does not report that: it tries again and again.
+pub(crate) fn no_listener(url: &str, timeout: Duration) -> anyhow::Result<Option<String>> {
     let Some(address) = url.strip_prefix("tcp://") else {
         let path = url.strip_prefix("ipc://").unwrap_or(url);
-        return Ok(UnixStream::connect(path).is_ok());
+        return Ok(UnixStream::connect(path).err().map(|it| it.to_string()));
     };
-    let mut addresses = address
+    let addresses = address
         .to_socket_addrs()
         .with_context(|| format!("{address:?} is not an address"))?;
-    Ok(addresses.any(|address| TcpStream::connect_timeout(&address, timeout).is_ok()))
+    let mut failures = Vec::new();
+    for address in addresses {
+        match TcpStream::connect_timeout(&address, timeout) {
+            Ok(_) => return Ok(None),
+            Err(error) => failures.push(format!("{address}: {error}")),
+        }
+    }
+    Ok(Some(failures.join("; ")))
 }
 
 /// Fails at once if nothing listens.
 pub(crate) fn expect_listener(url: &str, timeout: Duration) -> anyhow::Result<()> {
-    anyhow::ensure!(
-        listens(url, timeout)?,
-        "connection refused: no server at {url}"
-    );
-    Ok(())
+    match no_listener(url, timeout)? {
+        None => Ok(()),
+        Some(why) => anyhow::bail!("no server at {url}: {why}"),
+    }
 }
 
 #[cfg(test)]

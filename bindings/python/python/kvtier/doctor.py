@@ -430,6 +430,8 @@ def _identify_listener(url: str, timeout: float) -> tuple[str, str]:
     except (OSError, ValueError) as error:
         return f"{url} cannot be reached: {error}", START
     greeting = b""
+    if peer.family != socket.AF_UNIX:
+        url = f"{url} ({':'.join(map(str, peer.getpeername()[:2]))})"
     with peer:
         peer.settimeout(timeout)
         # A ZMQ socket sends a greeting; an HTTP server waits for a request.

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 
-from ._native import Client, Future, KvTierError, Prompt
+from ._native import Client, Future, KvTierError, Prompt, TimedOut
 from .connecting import (
     DEFAULT_HEARTBEAT,
     DEFAULT_LOOKUP_TIMEOUT,
@@ -183,6 +183,10 @@ class SchedulerAdapter:
     def _failed(self, request_id: str, why: object) -> None:
         self.failed_lookups += 1
         self._lookups[request_id].miss = "lookup_failed"
+        if isinstance(why, TimedOut):
+            limits = {"lookup_timeout": self._lookup_timeout, "timeout": self.client.timeout}
+            setting = min(limits, key=limits.__getitem__)
+            why = f"{why}; {setting} (kvtier.{setting} of the connector) is {limits[setting]:g} s"
         self._warnings.warning("lookup", "lookup of request %r failed: %s; computing it", request_id, why)
 
     def check_lookup_result(self, request_id: str) -> int | None:

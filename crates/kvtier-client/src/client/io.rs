@@ -44,6 +44,8 @@ pub(super) struct Io {
     backoff: Backoff,
     /// When to make the next wire, if there is none.
     reopen_at: Instant,
+    /// Why the last attempt to connect failed; none while requests can be sent.
+    no_connection: Option<String>,
     /// Whether requests can be sent.
     up: bool,
     /// In the order of submission.
@@ -63,6 +65,7 @@ impl Io {
             wire: None,
             backoff: Backoff::new(settings.reconnect),
             reopen_at: Instant::now(),
+            no_connection: None,
             up: false,
             unsent: VecDeque::new(),
             unsent_ends: VecDeque::new(),
@@ -219,6 +222,7 @@ impl Io {
         };
         if !self.up && self.wire.as_ref().is_some_and(Wire::is_ready) {
             self.up = true;
+            self.no_connection = None;
             self.shared.unreachable.store(false, Ordering::Relaxed);
             self.shared.link.set(true);
         }
@@ -227,19 +231,20 @@ impl Io {
             .into_iter()
             .for_each(|frames| self.complete(frames));
         let is_dropped = self.up && dropped != 0 && dropped == self.shared.link.connections();
-        if moved.is_err() || is_dropped {
-            match self.up {
-                true => self.lose(),
-                false => self.fail_to_connect(now),
-            }
+        match moved {
+            Err(error) if !self.up => self.fail_to_connect(now, &error),
+            Err(_) => self.lose(),
+            Ok(_) if is_dropped => self.lose(),
+            Ok(_) => {}
         }
         if self.wire.is_none() {
             self.reopen(now);
         }
     }
 
-    fn fail_to_connect(&mut self, now: Instant) {
+    fn fail_to_connect(&mut self, now: Instant, error: &std::io::Error) {
         self.wire = None;
+        self.no_connection = Some(error.to_string());
         self.reopen_at = now + self.backoff.pause();
         self.shared.unreachable.store(true, Ordering::Relaxed);
     }
@@ -249,7 +254,7 @@ impl Io {
         if now >= self.reopen_at {
             match Wire::open(&self.shared.address, Heartbeats::On, now) {
                 Ok(wire) => self.wire = Some(wire),
-                Err(_) => self.fail_to_connect(now),
+                Err(error) => self.fail_to_connect(now, &error),
             }
         }
     }
@@ -334,6 +339,7 @@ impl Io {
                 operation,
                 endpoint: self.shared.endpoint.clone(),
                 waited,
+                no_connection: self.no_connection.clone(),
             }));
         }
     }

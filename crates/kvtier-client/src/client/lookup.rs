@@ -39,6 +39,7 @@ impl Client {
             deadline: Instant::now() + timeout,
             timeout,
             limit: key.end / named.or_else(|| self.chunk_tokens()).unwrap_or(1),
+            is_pending: false,
             promise,
         };
         let request = Request::Lookup {
@@ -63,19 +64,16 @@ struct LookupPoll {
     timeout: Duration,
     /// The largest valid result in chunks; in tokens if the chunk size is unknown.
     limit: u64,
+    /// Whether the server has answered that it has no result yet.
+    is_pending: bool,
     promise: Promise<u64>,
 }
 
 impl LookupPoll {
-    fn ask(self) {
+    fn ask(mut self) {
         let left = self.deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            let error = ClientError::Timeout {
-                operation: Operation::Lookup,
-                endpoint: self.client.endpoint().to_owned(),
-                waited: self.timeout,
-            };
-            return self.fail(error);
+            return self.time_out(None);
         }
         // The server answers before the client's own deadline, which is for a server that does not.
         let wait = MAX_SERVER_WAIT.min(left.mul_f64(0.9));
@@ -86,10 +84,36 @@ impl LookupPoll {
             left,
             move |reply| match reply.and_then(|reply| answers::hits(&reply, self.limit)) {
                 Ok(Some(chunks)) => self.promise.keep(Ok(chunks)),
-                Ok(None) => self.ask(),
+                Ok(None) => {
+                    self.is_pending = true;
+                    self.ask();
+                }
+                // Of the last question alone.
+                Err(ClientError::Timeout { no_connection, .. }) => self.time_out(no_connection),
                 Err(error) => self.fail(error),
             },
         );
+    }
+
+    /// Fails for the whole time of the lookup.
+    fn time_out(self, no_connection: Option<String>) {
+        let (operation, waited) = (Operation::Lookup, self.timeout);
+        let endpoint = self.client.endpoint().to_owned();
+        let error = if self.is_pending {
+            ClientError::Pending {
+                operation,
+                endpoint,
+                waited,
+            }
+        } else {
+            ClientError::Timeout {
+                operation,
+                endpoint,
+                waited,
+                no_connection,
+            }
+        };
+        self.fail(error);
     }
 
     fn fail(self, error: ClientError) {
@@ -97,6 +121,7 @@ impl LookupPoll {
         if matches!(
             error,
             ClientError::Timeout { .. }
+                | ClientError::Pending { .. }
                 | ClientError::Degraded { .. }
                 | ClientError::Unexpected { .. }
         ) {

@@ -10,6 +10,7 @@ mod address;
 
 use std::io::IoSlice;
 use std::mem::MaybeUninit;
+use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
@@ -92,6 +93,10 @@ enum Stage {
 #[derive(Debug)]
 pub(crate) struct Wire {
     stage: Stage,
+    /// The address that is tried, or was last.
+    candidate: Option<SocketAddrAny>,
+    /// Addresses that failed before it, and why.
+    failures: String,
     session: Session,
     output: Output,
     scratch: Box<[u8]>,
@@ -114,19 +119,14 @@ impl Wire {
     /// # Errors
     /// The system's, if it has failed already.
     pub fn open(address: &Address, heartbeats: Heartbeats, now: Instant) -> std::io::Result<Self> {
-        let stage = match (address.candidate(), address) {
-            (Some(candidate), _) => connect_next(vec![candidate])?,
-            (None, Address::Tcp { host, port }) => {
-                Stage::Resolving(Resolving::start(host.clone(), *port)?)
-            }
-            (None, Address::Ipc(_)) => return Err(Errno::ADDRNOTAVAIL.into()),
-        };
         let version = match heartbeats {
             Heartbeats::On => Version::V3_1,
             Heartbeats::Off => Version::V3_0,
         };
-        Ok(Self {
-            stage,
+        let mut wire = Self {
+            stage: Stage::Lost,
+            candidate: None,
+            failures: String::new(),
             session: Session::dealer(version, LIMITS),
             output: Output::default(),
             scratch: vec![0; SCRATCH_BYTES].into(),
@@ -136,7 +136,18 @@ impl Wire {
             pinged: None,
             write_error: None,
             owner: std::process::id(),
-        })
+        };
+        wire.stage = match (address.candidate(), address) {
+            (Some(candidate), _) => {
+                let stage = wire.connect_next(vec![candidate]);
+                stage.map_err(|error| wire.explained(error))?
+            }
+            (None, Address::Tcp { host, port }) => {
+                Stage::Resolving(Resolving::start(host.clone(), *port)?)
+            }
+            (None, Address::Ipc(_)) => return Err(Errno::ADDRNOTAVAIL.into()),
+        };
+        Ok(wire)
     }
 
     /// Whether messages can be sent.
@@ -202,8 +213,14 @@ impl Wire {
     /// anything has arrived.
     ///
     /// # Errors
-    /// The connection is lost, or there was none; the messages before its end are appended all the same.
+    /// The connection is lost, or there was none; the messages before its end are appended all the same. Until it is ready,
+    /// the error names each address that was tried.
     pub fn advance(&mut self, now: Instant, messages: &mut Vec<Frames>) -> std::io::Result<bool> {
+        let moved = self.move_bytes(now, messages);
+        moved.map_err(|error| self.explained(error))
+    }
+
+    fn move_bytes(&mut self, now: Instant, messages: &mut Vec<Frames>) -> std::io::Result<bool> {
         let stage = std::mem::replace(&mut self.stage, Stage::Lost);
         self.stage = self.connect(stage, now)?;
         let Stage::Connected(socket) = &self.stage else {
@@ -234,7 +251,7 @@ impl Wire {
             Stage::Resolving(resolving) => match resolving.take() {
                 Some(found) => {
                     self.begun = now;
-                    connect_next(found?)
+                    self.connect_next(found?)
                 }
                 None => Ok(Stage::Resolving(resolving)),
             },
@@ -246,12 +263,47 @@ impl Wire {
                     Err(error) => error,
                 };
                 self.begun = now;
-                match others.is_empty() {
-                    true => Err(error.into()),
-                    false => connect_next(others),
+                if others.is_empty() {
+                    return Err(error.into());
                 }
+                self.failures = self.failed(&error) + "; ";
+                self.connect_next(others)
             }
             stage => Ok(stage),
+        }
+    }
+
+    /// Starts to connect to the first candidate that does not fail at once.
+    fn connect_next(&mut self, mut candidates: Candidates) -> std::io::Result<Stage> {
+        while !candidates.is_empty() {
+            let candidate = candidates.remove(0);
+            let started = start_connect(&candidate);
+            self.candidate = Some(candidate);
+            match started {
+                Ok(socket) => return Ok(Stage::Connecting(socket, candidates)),
+                Err(error) if candidates.is_empty() => return Err(error.into()),
+                Err(error) => self.failures = self.failed(&error) + "; ",
+            }
+        }
+        Err(Errno::ADDRNOTAVAIL.into())
+    }
+
+    /// The addresses that failed, the current one with this error.
+    fn failed(&self, error: &dyn std::fmt::Display) -> String {
+        let address = self.candidate.clone();
+        match address.and_then(|address| SocketAddr::try_from(address).ok()) {
+            Some(address) => format!("{}{address}: {error}", self.failures),
+            // A path is the whole endpoint, and a name that was not resolved has no address.
+            None => error.to_string(),
+        }
+    }
+
+    /// An error with the addresses that failed, unless there was a connection.
+    fn explained(&self, error: std::io::Error) -> std::io::Error {
+        if self.is_ready() {
+            error
+        } else {
+            std::io::Error::new(error.kind(), self.failed(&error))
         }
     }
 
@@ -357,19 +409,6 @@ fn read_turn(
         }
     }
     Ok(taken > 0)
-}
-
-/// Starts to connect to the first candidate that does not fail at once.
-fn connect_next(mut candidates: Candidates) -> std::io::Result<Stage> {
-    let mut failed = Errno::ADDRNOTAVAIL;
-    while !candidates.is_empty() {
-        let candidate = candidates.remove(0);
-        match start_connect(&candidate) {
-            Ok(socket) => return Ok(Stage::Connecting(socket, candidates)),
-            Err(error) => failed = error,
-        }
-    }
-    Err(failed.into())
 }
 
 fn start_connect(candidate: &SocketAddrAny) -> Result<OwnedFd, Errno> {
@@ -499,6 +538,7 @@ mod tests {
     #[test]
     fn peer_that_speaks_no_zmtp_is_lost_at_once() {
         let (mut wire, mut stream, now) = pair(Heartbeats::On);
+        let address = stream.local_addr().unwrap();
         stream
             .write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n")
             .unwrap();
@@ -509,7 +549,8 @@ mod tests {
                 break error;
             }
         };
-        assert_eq!(error.to_string(), "the peer does not speak ZMTP 3");
+        let told = format!("{address}: the peer does not speak ZMTP 3");
+        assert_eq!(error.to_string(), told);
     }
 
     #[test]
@@ -526,13 +567,30 @@ mod tests {
         let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr();
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let candidates = [closed.unwrap(), listener.local_addr().unwrap()];
-        let stage = connect_next(candidates.map(SocketAddrAny::from).into()).unwrap();
         let (mut wire, _, now) = pair(Heartbeats::On);
-        wire.stage = stage;
+        let candidates = candidates.map(SocketAddrAny::from);
+        wire.stage = wire.connect_next(candidates.into()).unwrap();
         while !matches!(wire.stage, Stage::Connected(_)) {
             wait(&mut Vec::from_iter(wire.poll_fd()), SECOND, Duration::ZERO);
             wire.advance(now, &mut Vec::new()).unwrap();
         }
         listener.accept().unwrap();
+    }
+
+    #[test]
+    fn failure_names_each_address_that_was_tried() {
+        let closed = || TcpListener::bind("127.0.0.1:0").unwrap().local_addr();
+        let [one, two] = [closed(), closed()].map(Result::unwrap);
+        let (mut wire, _, now) = pair(Heartbeats::On);
+        let candidates = [one, two].map(SocketAddrAny::from);
+        wire.stage = wire.connect_next(candidates.into()).unwrap();
+        let error = loop {
+            wait(&mut Vec::from_iter(wire.poll_fd()), SECOND, Duration::ZERO);
+            if let Err(error) = wire.advance(now, &mut Vec::new()) {
+                break error.to_string();
+            }
+        };
+        let refused = Errno::CONNREFUSED;
+        assert_eq!(error, format!("{one}: {refused}; {two}: {refused}"));
     }
 }

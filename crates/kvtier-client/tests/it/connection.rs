@@ -162,13 +162,25 @@ fn missing_server_is_timeout() {
         ..Options::default()
     };
     let mut connection = Connection::connect_with(&endpoint, options).unwrap();
-    assert!(matches!(
-        connection.ping(None),
-        Err(ClientError::Timeout {
-            operation: Operation::Ping,
-            ..
-        })
-    ));
+    let error = connection.ping(None).unwrap_err();
+    let Some(address) = endpoint.strip_prefix("tcp://") else {
+        panic!("{endpoint}");
+    };
+    let text = error.to_string();
+    assert!(
+        text.contains(&format!("no connection: {address}: ")),
+        "{text}"
+    );
+    assert!(
+        matches!(
+            error,
+            ClientError::Timeout {
+                operation: Operation::Ping,
+                ..
+            }
+        ),
+        "{text}"
+    );
 }
 
 #[test]

@@ -16,7 +16,7 @@ use super::args::StartArgs;
 use super::footprint::resident;
 use super::record::{Recorder, Row};
 use super::report::Report;
-use crate::address::listens;
+use crate::address::no_listener;
 use crate::signals::stop_flag;
 
 /// Interval between attempts to connect.
@@ -154,7 +154,7 @@ pub(crate) fn run(args: &StartArgs) -> anyhow::Result<ExitCode> {
             break;
         }
         anyhow::ensure!(
-            !listens(url, args.timeout)?,
+            no_listener(url, args.timeout)?.is_some(),
             "something already listens at {url}"
         );
         let begin = Instant::now();
@@ -202,7 +202,7 @@ fn first_answer(
     stopped: impl Fn() -> bool,
 ) -> anyhow::Result<usize> {
     // ZMQ pauses between attempts to connect, which would be measured too, so it connects only when something listens.
-    while !listens(url, args.timeout)? {
+    while no_listener(url, args.timeout)?.is_some() {
         if let Some(status) = server.child.try_wait()? {
             anyhow::bail!("the server ended before it listened: {status}");
         }

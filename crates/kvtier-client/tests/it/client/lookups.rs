@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
+use kvtier_client::proto::operation::Operation;
 use kvtier_client::proto::request::Request;
 use kvtier_client::proto::response::Response;
 use kvtier_client::{Client, ClientError, Prompt, Scope, Settings};
@@ -57,6 +58,46 @@ fn timed_out_lookup_ends_its_session() {
     let error = client.lookup_hits(&key).join().unwrap_err();
     assert!(matches!(error, ClientError::Timeout { .. }), "{error}");
     assert_eq!(ended.recv().unwrap(), "request");
+}
+
+#[test]
+fn lookup_without_result_in_time_is_pending_for_whole_timeout() {
+    let server = Server::typed(|request| match request {
+        Request::Lookup { .. } | Request::WaitPrefetchStatus { .. } => Some(Response::Nothing),
+        request => default_answers(request),
+    });
+    let client = connect(&server, settings());
+    let (scope, prompt) = (Scope::new("model"), Prompt::new(&[1; 48]));
+    let key = scope.scheduler_key(&prompt, 0..48, "request");
+    let timeout = Duration::from_millis(50);
+    let error = client.lookup_hits_within(&key, timeout).join().unwrap_err();
+    let text = error.to_string();
+    assert!(
+        matches!(error, ClientError::Pending { waited, .. } if waited == timeout),
+        "{text}"
+    );
+    assert!(
+        text.contains("lookup: ") && text.contains("within 50ms") && text.contains("second tier"),
+        "{text}"
+    );
+}
+
+#[test]
+fn lookup_whose_question_is_not_answered_names_whole_timeout() {
+    let server = Server::typed(|request| match request {
+        Request::Lookup { .. } => Some(Response::Nothing),
+        Request::WaitPrefetchStatus { .. } => None,
+        request => default_answers(request),
+    });
+    let client = connect(&server, settings());
+    let (scope, prompt) = (Scope::new("model"), Prompt::new(&[1; 48]));
+    let key = scope.scheduler_key(&prompt, 0..48, "request");
+    let timeout = Duration::from_millis(50);
+    let error = client.lookup_hits_within(&key, timeout).join().unwrap_err();
+    assert!(
+        matches!(error, ClientError::Timeout { operation: Operation::Lookup, waited, .. } if waited == timeout),
+        "{error}"
+    );
 }
 
 #[test]
