@@ -11,7 +11,7 @@ use clap::{ArgMatches, Command, FromArgMatches as _};
 use kvtier_error::{Error, Result};
 use kvtier_l2::redact;
 
-use super::command::command;
+use super::command::{check_paths, command};
 use super::flags::ServerArgs;
 use super::given::Given;
 use super::{Parsed, RunMode, ServerConfig, effect, gpu, peer, show};
@@ -78,6 +78,7 @@ pub(super) fn parse_with_file(args: Vec<OsString>) -> Result<Parsed> {
             matches(&all).map_err(|error| one_line(&error).context(path.display().to_string()))?
         }
     };
+    check_paths(&command(), &merged)?;
     let ignored = [peer::ignored(&merged), effect::without_effect(&merged)].concat();
     let values = show::values(&merged);
     let defaults = matches(&[]).map_err(|error| one_line(&error))?;

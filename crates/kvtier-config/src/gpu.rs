@@ -7,6 +7,7 @@ use clap::parser::ValueSource;
 use clap::{ArgMatches, Args, ValueEnum};
 use kvtier_device::cuda::{CudaOptions, Executor, GpuOptions};
 use kvtier_error::{Error, Result};
+use kvtier_l2::config::{ALLOWED_PATH, is_path};
 
 use super::checks::seconds;
 use super::values::parse_seconds;
@@ -97,8 +98,10 @@ fn parse_driver(text: &str) -> Result<CudaDriver> {
     match text {
         "auto" => Ok(CudaDriver::Auto),
         "off" => Ok(CudaDriver::Off),
-        path if path.contains('/') => Ok(CudaDriver::Path(path.into())),
-        _ => Err(Error::refused("give auto, off, or a path with a / in it")),
+        path if path.contains('/') && is_path(path) => Ok(CudaDriver::Path(path.into())),
+        _ => Err(Error::refused(format!(
+            "give auto, off, or {ALLOWED_PATH}, with a / in it"
+        ))),
     }
 }
 

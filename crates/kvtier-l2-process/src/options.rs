@@ -75,7 +75,7 @@ impl ProcessOptions {
 }
 
 const KEYS: &[Key] = &[
-    Key::text("socket_path", "Path of the unix socket that the tier listens on").required(),
+    Key::path("socket_path", "Path of the unix socket that the tier listens on").required(),
     Key::of(
         "command",
         Shape::Texts,
@@ -112,7 +112,7 @@ const KEYS: &[Key] = &[
 
 fn check(options: &Options) -> Result<(), ConfigError> {
     let path = options.get::<&str>("socket_path");
-    if !path.starts_with('/') || path.len() > MAX_SOCKET_PATH || path.contains('\0') {
+    if !path.starts_with('/') || path.len() > MAX_SOCKET_PATH {
         let allowed = format!("an absolute path of at most {MAX_SOCKET_PATH} bytes");
         return Err(options.refuse("socket_path", &allowed));
     }

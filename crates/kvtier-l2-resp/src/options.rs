@@ -125,7 +125,7 @@ const KEYS: &[Key] = &[
         "cluster_mode",
         "The servers are a cluster: each key is kept by the node that serves its slot",
     ),
-    Key::text("unix_socket", "Path of the server's socket in the file system"),
+    Key::path("unix_socket", "Path of the server's socket in the file system"),
     Key::integer(
         "num_workers",
         1,
@@ -202,7 +202,8 @@ const KEYS: &[Key] = &[
 ];
 
 fn check(options: &Options) -> Result<(), ConfigError> {
-    let has_variable = std::env::var_os("LMCACHE_RESP_PASSWORD").is_some();
+    let variable = std::env::var_os("LMCACHE_RESP_PASSWORD");
+    let has_variable = variable.is_some_and(|value| !value.is_empty());
     check_password(options, has_variable)?;
     check_all(options)
 }

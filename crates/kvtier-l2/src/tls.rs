@@ -8,17 +8,17 @@ use crate::config::{ConfigError, Key, Options, Shape};
 use crate::error::{ErrorKind, L2Error};
 
 /// Key `tls_ca`.
-pub const CA: Key = Key::text(
+pub const CA: Key = Key::path(
     tls::CA,
     "PEM file of the authorities that sign the server's certificate, instead of those of the system",
 );
 /// Key `tls_cert`.
-pub const CERT: Key = Key::text(
+pub const CERT: Key = Key::path(
     tls::CERT,
     "PEM file of a certificate chain that the server asks for; needs tls_key",
 );
 /// Key `tls_key`.
-pub const KEY: Key = Key::text(tls::KEY, "PEM file of the key of tls_cert, not encrypted");
+pub const KEY: Key = Key::path(tls::KEY, "PEM file of the key of tls_cert, not encrypted");
 /// Key `tls_server_name`.
 pub const SERVER_NAME: Key = Key::of(
     tls::SERVER_NAME,

@@ -90,12 +90,16 @@ fn fs_capacity_of_less_than_a_block_is_refused() {
 }
 
 #[test]
-fn fs_path_with_nul_is_refused() {
-    for key in ["base_path", "relative_tmp_dir"] {
-        let line = fs(key, json!("a\0b")).unwrap_err();
+fn fs_path_that_is_not_written_out_is_refused() {
+    let keys = ["base_path", "relative_tmp_dir"];
+    for (key, path) in keys
+        .iter()
+        .flat_map(|key| ["a\0b", "~/a", "$HOME/a"].map(|path| (*key, path)))
+    {
+        let line = fs(key, json!(path)).unwrap_err();
         assert!(line.contains(key), "{line}");
         assert!(
-            line.ends_with("give a path without the character NUL"),
+            line.ends_with("give a path written out, without ~ or $ at its start and without NUL"),
             "{line}"
         );
     }

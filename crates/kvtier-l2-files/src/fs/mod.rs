@@ -48,7 +48,6 @@ pub use crate::io::nixl::NixlOptions;
 pub use names::Layout;
 pub use naming::Naming;
 pub use nixl::{NIXL_NATIVE, NIXL_STORE, NIXL_STORE_DYNAMIC};
-pub(crate) use options::path_allowed;
 pub use options::{FS, FS_NATIVE};
 pub use options::{FsOptions, Fsync};
 

@@ -10,10 +10,10 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 
-use super::options::{FS, MAX_CAPACITY_GB, path_allowed};
+use super::options::{FS, MAX_CAPACITY_GB};
 use kvtier_l2::{
     AdapterType, ConfigError,
-    config::{GIB, Key, Options, Shape},
+    config::{ALLOWED_PATH, GIB, Key, Options, Shape, is_path},
     registry::{Translated, Translation},
 };
 
@@ -227,10 +227,8 @@ impl<'a> Params<'a> {
         };
         match path {
             None => return refused("a directory"),
-            Some(path) => match path_allowed(path) {
-                Some(allowed) => return refused(allowed),
-                None => self.set("base_path", path),
-            },
+            Some(path) if !is_path(path) => return refused(ALLOWED_PATH),
+            Some(path) => self.set("base_path", path),
         }
         let is_direct = self.take_switch("use_direct_io")?;
         self.set("use_odirect", is_direct);

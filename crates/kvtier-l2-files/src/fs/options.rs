@@ -11,7 +11,7 @@ use crate::io::choice::IoEngine;
 use crate::io::nixl::NixlOptions;
 use kvtier_l2::{
     Adapter, AdapterConfig, AdapterType, ConfigError, L2Error, Registry,
-    config::{Fallback, Interval, Key, Options, Shape},
+    config::{ALLOWED_PATH, Fallback, Interval, Key, Options, Shape, is_path},
 };
 
 /// Default of LMCache's `--l1-align-bytes`.
@@ -137,7 +137,7 @@ pub(super) const MAX_CAPACITY_GB: Key = Key::number(
 .or(Fallback::Number(0.0));
 
 const KEYS: &[Key] = &[
-    Key::text("base_path", "The directory; it is created if it is missing").required(),
+    Key::path("base_path", "The directory; it is created if it is missing").required(),
     Key::of(
         "relative_tmp_dir",
         Shape::AnyText,
@@ -204,7 +204,7 @@ const KEYS: &[Key] = &[
          allows it, else posix",
     )
     .or(Fallback::Text("auto")),
-    Key::text(
+    Key::path(
         "nixl_library",
         "With io_engine nixl: path of libnixl_capi.so, or of the site-packages directory that nixl-cu12 or nixl-cu13 is in; \
          unset is where it is installed",
@@ -221,23 +221,10 @@ const KEYS: &[Key] = &[
     ),
 ];
 
-const NO_NUL: &str = "a path without the character NUL";
-
-/// Returns what is allowed if this path is not.
-pub(crate) fn path_allowed(path: &str) -> Option<&'static str> {
-    // A shell's abbreviation, which none has replaced inside of JSON: a directory named ~ would be made.
-    if path.starts_with('~') {
-        return Some("the directory written out: ~ does not stand for a home directory here");
-    }
-    path.contains('\0').then_some(NO_NUL)
-}
-
 fn check(options: &Options) -> Result<(), ConfigError> {
-    if let Some(allowed) = path_allowed(options.get("base_path")) {
-        return Err(options.refuse("base_path", allowed));
-    }
-    if options.get::<&str>("relative_tmp_dir").contains('\0') {
-        return Err(options.refuse("relative_tmp_dir", NO_NUL));
+    let inside = options.get::<&str>("relative_tmp_dir");
+    if !inside.is_empty() && !is_path(inside) {
+        return Err(options.refuse("relative_tmp_dir", ALLOWED_PATH));
     }
     if !options.get::<u64>("align_bytes").is_power_of_two() {
         return Err(options.refuse("align_bytes", "a power of two"));
@@ -246,9 +233,8 @@ fn check(options: &Options) -> Result<(), ConfigError> {
         let allowed = "0 for no bound, or at least 0.000004 (4 KiB)";
         return Err(options.refuse("max_capacity_gb", allowed));
     }
-    let inside = Path::new(options.get::<&str>("relative_tmp_dir"));
     let is_inside = |part: Component<'_>| matches!(part, Component::Normal(_) | Component::CurDir);
-    match inside.components().all(is_inside) {
+    match Path::new(inside).components().all(is_inside) {
         true => Ok(()),
         false => Err(options.refuse("relative_tmp_dir", "a relative path without ..")),
     }

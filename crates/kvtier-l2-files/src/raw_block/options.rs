@@ -105,7 +105,7 @@ impl RawOptions {
 const WITHOUT_EFFECT: &str = "LMCache's; changes nothing";
 
 const KEYS: &[Key] = &[
-    Key::text(
+    Key::path(
         "device_path",
         "A partition or another block device, or a file, which is created if it is missing",
     )
@@ -163,9 +163,6 @@ const KEYS: &[Key] = &[
 ];
 
 fn check(options: &Options) -> Result<(), ConfigError> {
-    if let Some(allowed) = crate::fs::path_allowed(options.get("device_path")) {
-        return Err(options.refuse("device_path", allowed));
-    }
     let capacity = options.gib("max_capacity_gb");
     if !(BLOCK..=1 << 60).contains(&capacity) {
         let allowed = "a number from 0.000004 (4 KiB) to 1073741824 (1 EiB)";

@@ -1,6 +1,7 @@
 //! Definitions of configuration keys, for their checks and their documentation.
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::fmt;
 
 use serde_json::{Map, Value};
@@ -40,6 +41,8 @@ pub enum Shape {
     Number(Interval),
     /// Text with at least one character.
     Text,
+    /// A path: see [`is_path`].
+    Path,
     /// Text that may be empty.
     AnyText,
     /// One of these words.
@@ -61,6 +64,17 @@ pub enum Shape {
     Params,
     /// A list of objects with these keys.
     Tables(&'static [Key]),
+}
+
+/// Allowed paths, as text to follow the word "give".
+pub const ALLOWED_PATH: &str = "a path written out, without ~ or $ at its start and without NUL";
+
+/// Whether a path of any configuration is allowed. Nothing replaces the abbreviations of shells in files and JSON: a directory
+/// of that name would be created.
+#[must_use]
+pub fn is_path(path: impl AsRef<OsStr>) -> bool {
+    let path = path.as_ref().as_encoded_bytes();
+    !matches!(path.first(), None | Some(b'~' | b'$')) && !path.contains(&0)
 }
 
 /// Value of an unset key.
@@ -187,6 +201,12 @@ impl Key {
         Self::new(name, Shape::Text, help)
     }
 
+    /// Returns a key of a path.
+    #[must_use]
+    pub const fn path(name: &'static str, help: &'static str) -> Self {
+        Self::new(name, Shape::Path, help)
+    }
+
     /// Returns a key of any shape.
     #[must_use]
     pub const fn of(name: &'static str, shape: Shape, help: &'static str) -> Self {
@@ -219,6 +239,7 @@ impl Key {
             Shape::Integer { min, max } => format!("a whole number {}", Whole(min, max)),
             Shape::Number(interval) => format!("a number {interval}"),
             Shape::Text => "a text that is not empty".into(),
+            Shape::Path => ALLOWED_PATH.into(),
             Shape::AnyText => "a text".into(),
             Shape::OneOf(words) => one_of(words),
             Shape::Integers { min } => format!("a list of whole numbers {}", Whole(min, i64::MAX)),
@@ -277,10 +298,11 @@ impl Key {
             Shape::Switch => value.as_bool().map(Setting::Switch),
             Shape::Integer { min, max } => integer(value, min, max).map(Setting::Integer),
             Shape::Number(interval) => number(value, interval).map(Setting::Number),
-            Shape::Text | Shape::AnyText | Shape::OneOf(_) => value
+            Shape::Text | Shape::Path | Shape::AnyText | Shape::OneOf(_) => value
                 .as_str()
                 .filter(|text| match self.shape {
                     Shape::Text => !text.is_empty(),
+                    Shape::Path => is_path(text),
                     Shape::OneOf(words) => words.contains(text),
                     _ => true,
                 })

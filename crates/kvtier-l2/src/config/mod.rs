@@ -14,7 +14,7 @@ mod transform;
 pub use common::{COMMON, EVICTION, EvictionConfig, MAX_CAPACITY_GB};
 pub use error::ConfigError;
 pub(crate) use key::refuse_rest;
-pub use key::{Fallback, Interval, Key, Shape, one_of};
+pub use key::{ALLOWED_PATH, Fallback, Interval, Key, Shape, is_path, one_of};
 pub use options::{FromSetting, Options};
 pub use transform::SerdeConfig;
 pub(crate) use transform::{

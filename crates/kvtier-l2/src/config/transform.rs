@@ -33,7 +33,7 @@ const fn kind() -> Key {
 }
 
 /// Keys of an earlier master key.
-pub(crate) const EARLIER_KEYS: &[Key] = &[Key::text("path", "File with the key").required()];
+pub(crate) const EARLIER_KEYS: &[Key] = &[Key::path("path", "File with the key").required()];
 
 /// Keys of `aesgcm`.
 pub(crate) const AESGCM_KEYS: &[Key] = &[
@@ -44,7 +44,7 @@ pub(crate) const AESGCM_KEYS: &[Key] = &[
         "Origin of the keys: derived from a master key",
     )
     .or(Fallback::Text("hkdf")),
-    Key::text(
+    Key::path(
         "master_key_path",
         "File with the master key: all of its bytes, at best 32 random ones, readable by the server only",
     )

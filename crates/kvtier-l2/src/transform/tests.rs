@@ -506,7 +506,7 @@ fn bad_configurations_name_key_and_value() {
     };
     assert_eq!(
         line(json!({"type": "aesgcm"})),
-        r#"a tier: serde: key "master_key_path" is missing; give a text that is not empty"#
+        r#"a tier: serde: key "master_key_path" is missing; give a path written out, without ~ or $ at its start and without NUL"#
     );
     assert_eq!(
         key("aes_bits", json!(192)),

@@ -20,7 +20,13 @@ use assert_cmd::Command as Assert;
 const KVTIER: &str = env!("CARGO_BIN_EXE_kvtier");
 
 fn kvtier(args: &[&str]) -> Output {
+    kvtier_with(&[], args)
+}
+
+/// The same with these variables.
+fn kvtier_with(variables: &[(&str, &str)], args: &[&str]) -> Output {
     Assert::new(KVTIER)
+        .envs(variables.iter().copied())
         .args(args)
         .timeout(Duration::from_secs(300))
         .output()

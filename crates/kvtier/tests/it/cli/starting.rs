@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use super::{Server, complaint, free_port, kvtier, lines};
+use super::{Server, complaint, free_port, kvtier, kvtier_with, lines};
 
 /// A start that disturbs no other server.
 const START: [&str; 9] = [
@@ -93,6 +93,28 @@ fn check_config_checks_and_stops() {
     std::fs::write(path, "chunk-size = 0\n").unwrap();
     let line = complaint(&kvtier(&["server", "--config", path, "--check-config"]), 2);
     assert!(line.contains(path) && line.contains("chunk-size"), "{line}");
+}
+
+#[test]
+fn empty_variables_are_not_set() {
+    let directory = tempfile::tempdir().unwrap();
+    let check = [&START[..], &["--check-config"]].concat();
+    let empty = [("KVTIER_STATE_DIR", ""), ("KVTIER_LOG_LEVEL", "")];
+    let default = ("XDG_STATE_HOME", directory.path().to_str().unwrap());
+    for (variables, flags) in [
+        (&[empty[0], empty[1], default][..], &[][..]),
+        (&empty[..], &["--state-dir", default.1][..]),
+    ] {
+        let output = kvtier_with(variables, &[&check[..], flags].concat());
+        let told = lines(&output.stderr);
+        assert!(output.status.success(), "{flags:?}: {told:?}");
+    }
+    let variables = [("KVTIER_STATE_DIR", "$HOME/state")];
+    let line = complaint(&kvtier_with(&variables, &check), 2);
+    assert!(
+        line.contains("KVTIER_STATE_DIR: --state-dir: $HOME/state is not allowed"),
+        "{line}"
+    );
 }
 
 #[test]
