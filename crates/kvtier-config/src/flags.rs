@@ -7,8 +7,8 @@ use kvtier_core::hashing::HashAlgorithm;
 
 use super::values::{
     EngineType, EvictionPolicyName, L1Restore, LogFormat, PrefetchPolicy, QuotaModeName,
-    StorePolicy, TransferMode, Transport, WindowedClients, parse_gib, parse_mode, parse_seconds,
-    parse_share,
+    StorePolicy, TransferMode, Transport, WindowedClients, parse_byte_pages, parse_gib, parse_mode,
+    parse_seconds, parse_share,
 };
 use super::{TenantSettings, gpu::GpuSettings};
 use crate::limit::Limit;
@@ -131,6 +131,10 @@ pub struct ServerArgs {
         help_heading = "Request server"
     )]
     pub windowed_clients: WindowedClients,
+    /// The --kv-cache-dtype of all engines of a model whose pages are untyped bytes (fp8, int8, 4 bits), as MODEL=DTYPE; may be
+    /// given several times. LMCache's clients do not send it: objects of other kinds are then not loaded (docs/identity.md)
+    #[arg(long, value_name = "MODEL=DTYPE", value_parser = parse_byte_pages, help_heading = "Request server")]
+    pub byte_pages: Vec<(String, String)>,
     /// Seconds without a ping after which a worker is considered dead; 0 (never) or at least 30
     #[arg(long, default_value_t = 120.0, value_parser = parse_seconds, help_heading = "Request server")]
     pub worker_reap_timeout_seconds: f64,

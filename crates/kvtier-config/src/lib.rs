@@ -33,6 +33,7 @@ mod tenants;
 mod tracing;
 mod values;
 
+use std::collections::BTreeMap;
 use std::ffi::OsString;
 use std::time::Duration;
 
@@ -134,6 +135,8 @@ pub struct ServerConfig {
     pub separate_object_groups: bool,
     /// Whether workers with sliding windows or recurrent states have a cache.
     pub windowed_clients: WindowedClients,
+    /// Kind of the untyped bytes in the pages of a model.
+    pub byte_pages: BTreeMap<String, String>,
     /// Silence after which a worker that has pinged is considered dead; `None` = never.
     pub worker_reap_timeout: Option<Duration>,
     /// Silence granted to a worker that registered but has not pinged yet.

@@ -4,6 +4,7 @@ use std::net::IpAddr;
 use std::path::Path;
 
 use kvtier_error::Result;
+use kvtier_l2::config::{ALLOWED_PATH, is_path};
 
 use super::ServerConfig;
 use super::checks::refuse;
@@ -36,6 +37,11 @@ impl ServerConfig {
         }
     }
 
+    /// The kind of the untyped bytes in a model's pages, if it was given.
+    pub fn byte_kind(&self, model: &str) -> Option<&str> {
+        self.byte_pages.get(model).map(String::as_str)
+    }
+
     /// What it means that others than this host's reach the request socket, if they do.
     pub fn exposure_warning(&self) -> Option<String> {
         let host = self.host.trim_start_matches('[').trim_end_matches(']');
@@ -60,17 +66,13 @@ pub(super) fn check_host(host: &str) -> Result<()> {
         return Ok(());
     };
     // Clients take the first two for what has no file, and so no permissions.
-    match path.is_empty()
-        || path.starts_with(['@', '*'])
-        || path.contains('\0')
-        || path.len() > LONGEST
-    {
+    match !is_path(path) || path.starts_with(['@', '*']) || path.len() > LONGEST {
         false => Ok(()),
         true => Err(refuse(
             "host",
             format!("{host:?}"),
             &format!(
-                "give ipc:// and the path of a file, at most {LONGEST} bytes, not beginning with '@' or '*'"
+                "give ipc:// and {ALLOWED_PATH}, at most {LONGEST} bytes, not beginning with '@' or '*'"
             ),
         )),
     }

@@ -1,5 +1,6 @@
 //! From flags to a checked configuration: ranges, combinations, and defaults that depend on the machine.
 
+use std::collections::BTreeMap;
 use std::time::Duration;
 
 use kvtier_error::{Error, Result};
@@ -23,6 +24,20 @@ pub(super) fn default_pool(host: &str, port: u16) -> String {
         Some(path) => format!("kvtier_{:016x}", checksum64(path.as_bytes())),
         None => format!("kvtier_{port}"),
     }
+}
+
+/// Kinds of untyped bytes by model.
+fn byte_pages(given: Vec<(String, String)>) -> Result<BTreeMap<String, String>> {
+    let mut kinds = BTreeMap::new();
+    for (model, kind) in given {
+        if let Some(other) = kinds.insert(model.clone(), kind.clone())
+            && other != kind
+        {
+            let allowed = format!("{model} has {other} too; give one kind per model");
+            return Err(refuse("byte-pages", format!("{model}={kind}"), &allowed));
+        }
+    }
+    Ok(kinds)
 }
 
 impl ServerArgs {
@@ -168,6 +183,7 @@ impl ServerArgs {
             shm_required,
             separate_object_groups: !self.no_separate_object_groups,
             windowed_clients: self.windowed_clients,
+            byte_pages: byte_pages(self.byte_pages)?,
             worker_reap_timeout,
             registration_grace,
             stop_timeout: seconds("stop-timeout-seconds", self.stop_timeout_seconds, 1.0)?,

@@ -182,6 +182,45 @@ fn values_that_cannot_work_are_refused_by_flag_value_and_range() {
         (
             vec![
                 "--l2-adapter",
+                r#"{"type":"raw_block","device_path":"$HOME/kv","max_capacity_gb":1}"#,
+            ],
+            vec!["--l2-adapter", "device_path", "$HOME/kv", "written out"],
+        ),
+        (
+            vec!["--byte-pages", "model"],
+            vec!["--byte-pages", "model", "MODEL=DTYPE"],
+        ),
+        (
+            vec!["--byte-pages", "m=fp8 e5m2"],
+            vec!["--byte-pages", "fp8 e5m2", "MODEL=DTYPE"],
+        ),
+        (
+            vec!["--byte-pages", "m=fp8", "--byte-pages", "m=fp8_e5m2"],
+            vec!["--byte-pages: m=fp8_e5m2", "one kind per model"],
+        ),
+        (
+            vec!["--state-dir", "~/state"],
+            vec!["--state-dir: ~/state", "written out"],
+        ),
+        (
+            vec!["--quota-file", "$HOME/quotas"],
+            vec!["--quota-file: $HOME/quotas", "written out"],
+        ),
+        (
+            vec!["--hash-salts", "~user/secret"],
+            vec!["--hash-salts: ~user/secret", "written out"],
+        ),
+        (
+            vec!["--host", "ipc://~/socket"],
+            vec!["--host", "~/socket", "written out"],
+        ),
+        (
+            vec!["--cuda-driver", "~/libcuda.so"],
+            vec!["--cuda-driver", "~/libcuda.so", "written out"],
+        ),
+        (
+            vec![
+                "--l2-adapter",
                 r#"{"type":"fs","base_path":"/x","read_ahed_size":1}"#,
             ],
             vec!["--l2-adapter", "read_ahed_size", "read_ahead_size"],

@@ -159,6 +159,22 @@ pub(super) fn parse_seconds(text: &str) -> Result<f64> {
 }
 
 /// A share.
+/// A model, and the kind of its untyped bytes.
+pub(super) fn parse_byte_pages(text: &str) -> Result<(String, String)> {
+    let is_kind = |kind: &str| {
+        let allowed = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'_';
+        (1..=64).contains(&kind.len()) && kind.bytes().all(allowed)
+    };
+    match text.rsplit_once('=') {
+        Some((model, kind)) if !model.is_empty() && is_kind(kind) => {
+            Ok((model.to_owned(), kind.to_owned()))
+        }
+        _ => Err(Error::refused(
+            "give MODEL=DTYPE: the model's name as engines send it, and 1 to 64 letters, digits and _, such as fp8_e5m2",
+        )),
+    }
+}
+
 pub(super) fn parse_share(text: &str) -> Result<f64> {
     number(text, "give a share from 0 to 1, such as 0.8")
 }

@@ -135,20 +135,10 @@ impl KvLayout {
     /// The registered shape is trusted only for pages on a GPU with floating-point elements: untyped bytes may contain
     /// the scales of a whole page, and pages of states or of several tokens per slot have an engine-specific layout.
     pub fn is_page_bound(&self, group: &KernelGroup) -> bool {
-        const TOKEN_MAJOR: [&str; 8] = [
-            "bfloat16",
-            "float16",
-            "float32",
-            "float64",
-            "float8_e4m3fn",
-            "float8_e4m3fnuz",
-            "float8_e5m2",
-            "float8_e5m2fnuz",
-        ];
         self.is_in_cpu_memory(group)
             || group.recurrent_state
             || group.slots_per_block != group.tokens_per_block
-            || !TOKEN_MAJOR.contains(&group.dtype_name.as_str())
+            || is_untyped(&group.dtype_name)
     }
 
     /// Bytes per token in the objects of all groups.
@@ -254,4 +244,19 @@ pub(crate) struct LayerPlanes<'a> {
     pub num_blocks: u64,
     pub planes: Vec<&'a Plane>,
     pub planes_outside_blocks: bool,
+}
+/// Whether elements of a dtype are bytes whose meaning only the engine knows: fp8 of either kind, codes, scales.
+#[must_use]
+pub fn is_untyped(dtype_name: &str) -> bool {
+    const TYPED: [&str; 8] = [
+        "bfloat16",
+        "float16",
+        "float32",
+        "float64",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+    ];
+    !TYPED.contains(&dtype_name)
 }

@@ -32,7 +32,7 @@ pub use error::{LayoutError, PlanError};
 pub use format::{Axis, KvFormat, TokenContent};
 pub use geometry::{Part, Plane};
 pub use groups::{KernelGroup, ObjectGroup};
-pub use layout::KvLayout;
+pub use layout::{KvLayout, is_untyped};
 pub use plan::{ChunkRequest, Direction, PlannedCopy};
 pub use spec::{
     CudaAllocation, CudaStorage, Engine, GroupSpec, KvAxisOrder, KvListLayout, LayoutHints,

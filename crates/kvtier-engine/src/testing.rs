@@ -201,6 +201,7 @@ pub fn copies_itself(engine: &Engine, id: i64) {
         chunk_tokens: 1,
         page_bound: false,
         element: None,
+        unnamed_bytes: false,
     };
     let instance = Instance::new(
         InstanceId(id),

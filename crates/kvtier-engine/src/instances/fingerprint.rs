@@ -19,6 +19,9 @@
 //! | `engine driven groups` | text [`Processor`], tokens of a block, list of groups in the order of the registration |
 //! | group | planes, layers, slots, hidden size, text dtype, tokens of a block, option of the window in chunks, recurrent state (0, 1) |
 //!
+//! If `--byte-pages` names the kind of untyped bytes, the fingerprint is that of a second encoding: head with the text `bytes` and
+//! no chunk (0), the first fingerprint as a number, and the kind as a text.
+//!
 //! Version 1 (0.1.0) was the standard library's hasher, whose algorithm is unspecified, and had none of: version, chunk,
 //! engine type, processor, tag, recurrent state, window, content, head split, page.
 
@@ -116,6 +119,14 @@ pub fn of_engine_driven(layout: &EngineDrivenLayout, processor: &Processor) -> u
         out.option(group.window, |out, chunks| out.number(chunks.into()));
         out.number(u64::from(group.is_recurrent));
     });
+    out.finish()
+}
+
+/// Fingerprint of the objects of a layout whose untyped bytes are of this kind.
+pub fn of_bytes(layout: u64, kind: &str) -> u64 {
+    let mut out = Encoder::new("bytes", 0);
+    out.number(layout);
+    out.text(kind);
     out.finish()
 }
 

@@ -1,6 +1,6 @@
 //! The objects of a model as the cache sees them: object groups, windows, sizes, and the fingerprint of their bytes.
 
-use kvtier_device::KvLayout;
+use kvtier_device::{KernelGroup, KvLayout, is_untyped};
 use kvtier_error::{Error, Result};
 use kvtier_l2::{Element, PAGE_BOUND};
 use kvtier_proto::chunk::CHUNK_TOKENS;
@@ -35,6 +35,9 @@ pub struct ModelLayout {
     pub page_bound: bool,
     /// Type of all values of all objects, where tiers can use it.
     pub element: Option<Element>,
+    /// Whether some objects are untyped bytes, and neither the registration nor the configuration says of which kind. Engines
+    /// of several kinds then share objects.
+    pub unnamed_bytes: bool,
 }
 
 impl ModelLayout {
@@ -45,6 +48,16 @@ impl ModelLayout {
         self.fingerprint = Element::in_layout(self.fingerprint & !PAGE_BOUND, self.element);
         if self.page_bound {
             self.fingerprint |= PAGE_BOUND;
+        }
+        self
+    }
+
+    /// With the kind of its untyped bytes in the fingerprint, if the configuration says it.
+    #[must_use]
+    pub fn with_byte_kind(mut self, kind: Option<&str>) -> Self {
+        if let Some(kind) = kind.filter(|_| self.unnamed_bytes) {
+            self.fingerprint = fingerprint::of_bytes(self.fingerprint, kind);
+            self.unnamed_bytes = false;
         }
         self
     }
@@ -60,12 +73,14 @@ impl ModelLayout {
             object_bytes: group.object_bytes,
         });
         let mut kernels = layout.kernel_groups().iter();
+        let is_untyped = |group: &KernelGroup| is_untyped(&group.dtype_name);
         Self {
             groups: groups.collect(),
             fingerprint: fingerprint::of_pages(layout, Processor::of_host()),
             chunk_tokens: layout.chunk_tokens(),
             page_bound: kernels.any(|group| layout.is_page_bound(group)),
             element: element_of(layout),
+            unnamed_bytes: layout.kernel_groups().iter().any(is_untyped),
         }
     }
 }
@@ -259,6 +274,7 @@ impl EngineDrivenLayout {
             chunk_tokens: self.chunk_tokens,
             page_bound: true,
             element: Element::from_name(dtype.name()).filter(|_| rounds),
+            unnamed_bytes: self.groups.iter().any(|it| is_untyped(it.dtype.name())),
         }
     }
 }

@@ -183,7 +183,8 @@ impl Workers {
             layout,
             registered,
         } = newcomer;
-        let model = ModelLayout::of_pages(&layout);
+        let config = self.context.config();
+        let model = ModelLayout::of_pages(&layout).with_byte_kind(config.byte_kind(&model_name));
         let is_held = holds_blocks(&registered.hints);
         let unserved = self.unserved(!is_held && has_windows(&layout));
         let mode = Mode::LmcacheDriven {
@@ -233,7 +234,8 @@ impl Workers {
             self.context.chunk_size(context.chunk_tokens).get() as u64,
         )?;
         let may_map = self.may_map_pool(caller, context)?;
-        let model = layout.model();
+        let kind = self.context.config().byte_kind(context.model_name);
+        let model = layout.model().with_byte_kind(kind);
         let is_windowed = layout.groups.iter().any(EngineDrivenGroup::is_windowed);
         let mode = Mode::EngineDriven {
             layout,
@@ -398,6 +400,15 @@ fn engine_driven_layout(instance: &Instance) -> Option<(&EngineDrivenLayout, Inl
 /// Logs a worker that is in the table.
 pub(super) fn log_registered(instance: &Instance) {
     let (id, model, world_size) = (instance.id, &*instance.model_name, instance.world_size);
+    if instance.layout.unnamed_bytes && !has_digest(model) {
+        tracing::warn!(
+            instance = id.0,
+            model,
+            "registered pages of untyped bytes: engines with other kinds of them (fp8_e4m3 and fp8_e5m2, for instance) would \
+             load each other's, and answer wrongly; if all engines of this model have one --kv-cache-dtype, give --byte-pages \
+             MODEL=DTYPE, else give each kind a model name of its own"
+        );
+    }
     match instance.pages() {
         None => tracing::info!(
             model,
@@ -428,6 +439,13 @@ pub(super) fn log_registered(instance: &Instance) {
              wrong; nothing of it is stored or served unless --windowed-clients allow is given"
         );
     }
+}
+
+/// Whether a model's name has a digest of all that its KV depends on, as kvtier's connector makes it: 16 hex digits behind a `#`.
+fn has_digest(model: &str) -> bool {
+    let is_digest =
+        |part: &str| part.len() == 16 && part.bytes().all(|byte| byte.is_ascii_hexdigit());
+    model.split('#').skip(1).any(is_digest)
 }
 
 fn registered(registration: &Registration<'_>) -> RegisteredPages {

@@ -1,7 +1,10 @@
 //! Requests and their lookups: reused ids, tenants, layouts, readers, and what a lookup lets a worker read.
 
+use kvtier_client::proto::descriptor::Dtype;
 use kvtier_client::{EngineDrivenSpec, EngineDrivenWorker, InstanceId, Scope};
 
+use crate::l2::{fs, hits, settle, with_tiers};
+use crate::log::Log;
 use crate::support::{Steps as _, TestServer, bytes, engine_driven, given_stored, prompt, range};
 
 #[test]
@@ -259,6 +262,67 @@ fn layouts_of_one_model_are_separate() {
 #[test]
 fn block_sizes_of_one_model_are_separate() {
     never_serve_each_other(|spec| spec.block_tokens /= 2);
+}
+
+/// A worker whose pages are untyped bytes.
+fn of_bytes(server: &TestServer, instance: i64, scope: &Scope) -> EngineDrivenWorker {
+    let mut spec = engine_driven(instance, scope);
+    spec.dtype = Dtype::UInt8;
+    EngineDrivenWorker::register(server.connect(), spec).unwrap()
+}
+
+/// Engines with fp8_e4m3 and with fp8_e5m2 register the same: only the operator knows which they are.
+#[test]
+fn named_kinds_of_bytes_share_no_object_of_tier() {
+    let directory = tempfile::tempdir().unwrap();
+    let (scope, prompt) = (Scope::new("sessions/kinds"), prompt(1, 2));
+    for (kind, found) in [
+        ("fp8_e4m3", 0),
+        ("fp8_e4m3", 2),
+        ("fp8_e5m2", 0),
+        ("fp8_e5m2", 2),
+    ] {
+        let named = format!("sessions/kinds={kind}");
+        let server = with_tiers(&[&fs(directory.path())], &["--byte-pages", &named]);
+        let mut worker = of_bytes(&server, 1, &scope);
+        let hits = hits(worker.connection(), &scope, &prompt, "r");
+        assert_eq!(hits, found, "{kind}");
+        if found == 0 {
+            worker.stored(&prompt, 0..2, 1);
+            settle(&server);
+        }
+    }
+}
+
+#[test]
+fn unnamed_bytes_are_shared_with_warning() {
+    let log = Log::listen();
+    let server = TestServer::start(&["--byte-pages", "bytes/named=fp8"]);
+    let unnamed = Scope::new("bytes/unnamed");
+    let mut first = of_bytes(&server, 1, &unnamed);
+    // Engines of one kind keep their hits.
+    first.stored(&prompt(1, 2), 0..2, 1);
+    let mut second = of_bytes(&server, 2, &unnamed);
+    assert_eq!(second.lookup(&prompt(1, 2), "r").unwrap(), 2);
+    let digest = "bytes/digest#0123456789abcdef";
+    let quiet = ["bytes/named", digest, "bytes/typed"];
+    let _quiet = [
+        of_bytes(&server, 3, &Scope::new(quiet[0])),
+        of_bytes(&server, 4, &Scope::new(quiet[1])),
+        server.engine_driven(5, &Scope::new(quiet[2])),
+    ];
+    let log = log.text();
+    let warned = |model: &str| {
+        let of_model = log
+            .lines()
+            .filter(|line| line.contains(&format!("{model:?}")));
+        of_model
+            .filter(|line| line.contains("untyped bytes"))
+            .count()
+    };
+    assert_eq!(warned("bytes/unnamed"), 2, "{log}");
+    assert_eq!(quiet.map(warned), [0; 3], "{log}");
+    assert!(log.contains("--byte-pages MODEL=DTYPE"), "{log}");
 }
 
 fn never_serve_each_other(change: fn(&mut EngineDrivenSpec)) {

@@ -229,6 +229,30 @@ fn gpu_pages_of_untyped_bytes_differ_by_their_interior() {
 }
 
 #[test]
+fn untyped_bytes_differ_by_their_named_kind() {
+    let layout = |dtype: (&'static str, u64), kind: Option<&str>| {
+        let mut base = registered(true);
+        base.dtype = dtype;
+        let layout = ModelLayout::of_pages(&base.layout()).with_byte_kind(kind);
+        (layout.fingerprint, layout.unnamed_bytes)
+    };
+    for dtype in [("uint8", 1), ("int8", 1), ("float4_e2m1fn_x2", 1)] {
+        let (unnamed, is_unnamed) = layout(dtype, None);
+        assert!(is_unnamed);
+        let kinds = ["fp8_e4m3", "fp8_e5m2"].map(|kind| layout(dtype, Some(kind)));
+        assert!(kinds.iter().all(|(_, is_unnamed)| !is_unnamed));
+        assert_ne!(kinds[0].0, kinds[1].0);
+        assert!(kinds.iter().all(|(kind, _)| *kind != unnamed));
+        assert_eq!(layout(dtype, Some("fp8_e5m2")), kinds[1]);
+    }
+    // A type that is registered needs no name.
+    for dtype in [("bfloat16", 2), ("float8_e5m2", 1)] {
+        assert_eq!(layout(dtype, Some("fp8_e5m2")), layout(dtype, None));
+        assert!(!layout(dtype, None).1);
+    }
+}
+
+#[test]
 fn gpu_pages_of_several_tokens_per_slot_differ_by_their_interior() {
     let mut base = registered(true);
     base.groups[0].tokens_per_block = 32;
