@@ -23,9 +23,7 @@ fuzz_target!(|data: &[u8]| {
         _ => Session::dealer(Version::V3_1, LIMITS),
     };
     for mut here in data.chunks(piece) {
-        if in_place
-            && let Some(body) = session.body(1)
-        {
+        if in_place && let Ok(Some(body)) = session.body(1) {
             let at = body.len();
             body.extend_from_slice(here);
             match session.body_received(at) {

@@ -8,6 +8,7 @@
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use rustix::fs::{FileType, FlockOperation, Mode};
 use rustix::shm::{self, OFlags};
@@ -16,7 +17,7 @@ use crate::access::AccessError;
 use crate::fault::TableFull;
 use crate::mapping::{MapError, Mapping};
 use crate::process::SeenProcess;
-use crate::shm_file::{FileId, NAME_MAX, NO_FOLLOW, NO_WAIT, SHM_PREFIX};
+use crate::shm_file::{FileId, NAME_MAX, NO_FOLLOW, NO_WAIT, SHM_PREFIX, Space};
 use kvtier_extent::Extent;
 
 /// What every segment's name begins with: `/lmcache_kv_<pid>_<n>` (LMCache 0.5.6 clients, for
@@ -45,12 +46,26 @@ pub enum SegmentError {
     },
     /// A segment of this many bytes cannot be mapped.
     #[error(
-        "a segment of {bytes} bytes cannot be mapped: it takes 1 to {}",
-        isize::MAX
+        "a segment of {bytes} bytes cannot be mapped; allowed: 1 to {allowed}, what /dev/shm and memory can hold"
     )]
     Size {
         /// Bytes stated.
         bytes: u64,
+        /// Most bytes of a segment.
+        allowed: u64,
+    },
+    /// The segments that are mapped have too many bytes together.
+    #[error(
+        "a segment of {bytes} bytes cannot be mapped beside the {mapped} of others; allowed: {allowed} together, \
+         {MAPPED_FACTOR} times what /dev/shm and memory can hold"
+    )]
+    Sum {
+        /// Bytes stated.
+        bytes: u64,
+        /// Bytes of all segments that are mapped.
+        mapped: u64,
+        /// Most bytes of all.
+        allowed: u64,
     },
     /// The segment is smaller than the client says.
     #[error("segment {name:?} has {actual} bytes, fewer than the {expected} stated")]
@@ -83,6 +98,47 @@ pub enum SegmentError {
     Guard(#[from] TableFull),
 }
 
+/// Most bytes that all clients' segments may have together, as a multiple of what one may have. Engines that restarted have theirs
+/// mapped twice for a while; beyond that, segments without memory behind them would use up the addresses of the process.
+const MAPPED_FACTOR: u64 = 4;
+
+/// Bytes of the clients' segments that this process has mapped.
+static MAPPED_BYTES: AtomicU64 = AtomicU64::new(0);
+
+/// The share of a segment in [`MAPPED_BYTES`]; our own have none.
+#[derive(Debug)]
+struct MappedBytes(u64);
+
+impl MappedBytes {
+    fn add(bytes: u64, allowed: u64) -> Result<Self, SegmentError> {
+        // Relaxed: the number guards no other memory.
+        let fits = |mapped: u64| mapped.checked_add(bytes).filter(|sum| *sum <= allowed);
+        MAPPED_BYTES
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits)
+            .map(|_| Self(bytes))
+            .map_err(|mapped| SegmentError::Sum {
+                bytes,
+                mapped,
+                allowed,
+            })
+    }
+}
+
+impl Drop for MappedBytes {
+    fn drop(&mut self) {
+        MAPPED_BYTES.fetch_sub(self.0, Ordering::Relaxed);
+    }
+}
+
+/// Most bytes of a segment that is not sparse: those of its file system, and of the machine with its swap.
+fn max_segment_bytes(file: &OwnedFd) -> rustix::io::Result<u64> {
+    let info = rustix::system::sysinfo();
+    let memory = (info.totalram as u64).saturating_add(info.totalswap as u64);
+    let memory = memory.saturating_mul(u64::from(info.mem_unit));
+    let space = Space::of_file(file)?;
+    Ok(space.map_or(memory, |space| space.size.min(memory)))
+}
+
 /// A client's segment, mapped for reading and writing. The client may write it, or take pages
 /// away, at any time: the first gives torn bytes, the second [`AccessError::Poisoned`].
 #[derive(Debug)]
@@ -94,6 +150,7 @@ pub struct ForeignSegment {
     /// The process in the name, if it was seen to have the segment mapped when we mapped it.
     creator: Option<SeenProcess>,
     mapping: Mapping,
+    _mapped: MappedBytes,
 }
 
 impl ForeignSegment {
@@ -128,7 +185,6 @@ impl ForeignSegment {
     }
 
     fn map(name: &str, bytes: u64) -> Result<Self, SegmentError> {
-        let len = mappable(bytes)?;
         let system = |action, e: rustix::io::Errno| SegmentError::System {
             action,
             name: name.to_owned(),
@@ -142,6 +198,8 @@ impl ForeignSegment {
                 name: name.to_owned(),
             });
         }
+        let allowed = max_segment_bytes(&file).map_err(|e| system("examine", e))?;
+        let len = mappable(bytes, allowed)?;
         let actual = u64::try_from(stat.st_size).unwrap_or(0);
         if actual < bytes {
             return Err(SegmentError::TooSmall {
@@ -150,10 +208,12 @@ impl ForeignSegment {
                 actual,
             });
         }
+        let mapped = MappedBytes::add(bytes, allowed.saturating_mul(MAPPED_FACTOR))?;
         let mapping =
             Mapping::shared(file.as_fd(), len, "segment").map_err(|e| map_error(e, name))?;
         let file = FileId::of(&stat);
         Ok(Self {
+            _mapped: mapped,
             name: name.to_owned(),
             file,
             file_bytes: actual,
@@ -281,7 +341,7 @@ impl OwnSegment {
     /// # Errors
     /// See [`SegmentError`].
     pub fn create(bytes: u64) -> Result<Self, SegmentError> {
-        let len = mappable(bytes)?;
+        let len = mappable(bytes, u64::MAX)?;
         let process = std::process::id();
         let (name, file) = loop {
             let number = RandomState::new().build_hasher().finish() % 10_u64.pow(18);
@@ -310,6 +370,7 @@ impl OwnSegment {
                     file_bytes: bytes,
                     creator: SeenProcess::find(process),
                     mapping,
+                    _mapped: MappedBytes(0),
                 },
             }),
             Err(e) => {
@@ -425,11 +486,15 @@ fn check_name(name: &str) -> Result<(), SegmentError> {
     Ok(())
 }
 
-fn mappable(bytes: u64) -> Result<usize, SegmentError> {
-    usize::try_from(bytes)
+fn mappable(bytes: u64, allowed: u64) -> Result<usize, SegmentError> {
+    let most = allowed.min(isize::MAX as u64 - rustix::param::page_size() as u64);
+    let len = usize::try_from(bytes)
         .ok()
-        .filter(|len| *len > 0 && *len <= isize::MAX as usize - rustix::param::page_size())
-        .ok_or(SegmentError::Size { bytes })
+        .filter(|_| (1..=most).contains(&bytes));
+    len.ok_or(SegmentError::Size {
+        bytes,
+        allowed: most,
+    })
 }
 
 fn map_error(error: MapError, name: &str) -> SegmentError {

@@ -1,6 +1,6 @@
 //! Errors that end a session.
 
-/// A violation of the protocol or of a bound, after which the connection must be closed.
+/// A violation of the protocol or of a bound, or a lack of memory, after which the connection must be closed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
     /// The first bytes are not those of a versioned ZMTP greeting.
@@ -41,5 +41,11 @@ pub enum Error {
         bytes: u64,
         /// The bound.
         limit: u64,
+    },
+    /// The system has no memory for a frame that is arriving.
+    #[error("out of memory: a frame that is arriving needs {bytes} bytes")]
+    OutOfMemory {
+        /// Size to which its body would have grown.
+        bytes: usize,
     },
 }

@@ -68,6 +68,13 @@ pub(crate) struct Frame {
     pub body: Vec<u8>,
 }
 
+/// Reserves `more` bytes: a peer that sends much must not end the process.
+fn grow(body: &mut Vec<u8>, more: usize) -> Result<(), Error> {
+    let bytes = body.len() + more;
+    body.try_reserve_exact(more)
+        .map_err(|_| Error::OutOfMemory { bytes })
+}
+
 /// Decodes frames from a stream of bytes.
 #[derive(Debug, Default)]
 pub(crate) struct Decoder {
@@ -120,7 +127,7 @@ impl Decoder {
         if partial.frame.disposition == Body::Keep {
             if body.capacity() - body.len() < here.len() {
                 // At most doubled, so that it grows with what has arrived, and never beyond the frame.
-                body.reserve_exact(here.len() + body.len().min(missing));
+                grow(body, here.len() + body.len().min(missing))?;
             }
             body.extend_from_slice(here);
         }
@@ -129,17 +136,19 @@ impl Decoder {
 
     /// A kept body that misses at least `min_missing` bytes, with spare capacity for some of them, to be filled in
     /// place and reported by [`Decoder::body_received`].
-    pub fn body(&mut self, min_missing: usize) -> Option<&mut Vec<u8>> {
-        let partial = self.partial.as_mut()?;
+    pub fn body(&mut self, min_missing: usize) -> Result<Option<&mut Vec<u8>>, Error> {
+        let Some(partial) = &mut self.partial else {
+            return Ok(None);
+        };
         let missing = partial.missing();
         if partial.frame.disposition == Body::Discard || missing < min_missing.max(1) {
-            return None;
+            return Ok(None);
         }
         let body = &mut partial.frame.body;
         if body.capacity() == body.len() {
-            body.reserve_exact(missing.min(body.len().max(MIN_GROWTH_BYTES)));
+            grow(body, missing.min(body.len().max(MIN_GROWTH_BYTES)))?;
         }
-        Some(body)
+        Ok(Some(body))
     }
 
     /// Reports that [`Decoder::body`] had `len` bytes and has grown. Returns the frame if it is complete, and the bytes
@@ -255,7 +264,7 @@ mod tests {
         let mut input = &[2, 0x7f, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, b'x'][..];
         assert!(decoder.receive(&mut input, keep).unwrap().is_none());
         assert_eq!(decoder.held_bytes(), 1);
-        let body = decoder.body(1).unwrap();
+        let body = decoder.body(1).unwrap().unwrap();
         assert!(body.capacity() <= 1 + MIN_GROWTH_BYTES);
     }
 
@@ -285,13 +294,13 @@ mod tests {
         let mut decoder = Decoder::default();
         let mut input = &[0, 5, b'a'][..];
         decoder.receive(&mut input, keep).unwrap();
-        assert!(decoder.body(5).is_none());
-        let body = decoder.body(4).unwrap();
+        assert!(decoder.body(5).unwrap().is_none());
+        let body = decoder.body(4).unwrap().unwrap();
         body.extend_from_slice(b"bcde\x00\x01z");
         let (frame, rest) = decoder.body_received(1);
         assert_eq!(frame.unwrap().body, b"abcde");
         assert_eq!(rest, b"\x00\x01z");
-        assert!(decoder.body(1).is_none());
+        assert!(decoder.body(1).unwrap().is_none());
     }
 
     #[test]
@@ -301,7 +310,7 @@ mod tests {
         let discard = |_: Header| Ok(Body::Discard);
         assert!(decoder.receive(&mut input, discard).unwrap().is_none());
         assert_eq!(decoder.held_bytes(), 0);
-        assert!(decoder.body(1).is_none());
+        assert!(decoder.body(1).unwrap().is_none());
         let frame = decoder.receive(&mut &b"c"[..], keep).unwrap().unwrap();
         assert_eq!(
             (frame.kind, frame.body.len()),

@@ -153,7 +153,7 @@ impl Session {
     /// Consumes `input` up to the next event, or all of it.
     ///
     /// # Errors
-    /// The peer's violation, which ends the session.
+    /// The peer's violation or [`Error::OutOfMemory`]; both end the session.
     pub fn receive(&mut self, input: &mut &[u8]) -> Result<Option<Event>, Error> {
         if let Stage::Greeting(greeting, len) = &mut self.stage {
             let (here, rest) = input.split_at((GREETING_BYTES - *len).min(input.len()));
@@ -214,7 +214,10 @@ impl Session {
 
     /// The body of a partly received frame that misses at least `min_missing` bytes. The caller may read into its spare
     /// capacity, which avoids a copy, and then calls [`Session::body_received`].
-    pub fn body(&mut self, min_missing: usize) -> Option<&mut Vec<u8>> {
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`].
+    pub fn body(&mut self, min_missing: usize) -> Result<Option<&mut Vec<u8>>, Error> {
         self.decoder.body(min_missing)
     }
 

@@ -34,7 +34,7 @@ fn read_piece(
 ) {
     let mut buffer = vec![0; piece];
     let mut events = Vec::new();
-    let rest = match session.body(MIN_IN_PLACE) {
+    let rest = match session.body(MIN_IN_PLACE).unwrap() {
         Some(body) => {
             let at = body.len();
             let limit = piece.min(body.capacity() - at);

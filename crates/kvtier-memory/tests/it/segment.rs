@@ -59,6 +59,53 @@ fn only_segments_of_the_stated_size_are_opened() {
     }
 }
 
+/// A file of that size without memory behind it, until it is dropped.
+struct Sparse(String);
+
+impl Sparse {
+    fn create(number: u64, bytes: u64) -> Self {
+        let name = format!("/lmcache_kv_{}_{number}", std::process::id());
+        fs::File::create(path_of(&name)).unwrap();
+        truncate(&name, bytes);
+        Self(name)
+    }
+}
+
+impl Drop for Sparse {
+    fn drop(&mut self) {
+        fs::remove_file(path_of(&self.0)).unwrap();
+    }
+}
+
+#[test]
+fn sparse_segments_are_bounded_singly_and_together() {
+    let huge = Sparse::create(900, 1 << 44);
+    let Err(SegmentError::Size { allowed, .. }) = ForeignSegment::open(&huge.0, 1 << 44) else {
+        panic!("mapped");
+    };
+    let space = rustix::fs::statvfs("/dev/shm").unwrap();
+    assert!(allowed <= space.f_blocks * space.f_frsize);
+    // Other tests have small ones.
+    let bytes = allowed - (64 << 20);
+    let sparse: Vec<_> = (901..906)
+        .map(|number| Sparse::create(number, bytes))
+        .collect();
+    let open = |at: usize| ForeignSegment::open(&sparse[at].0, bytes);
+    let mut mapped: Vec<_> = (0..4).map(|at| open(at).unwrap()).collect();
+    let Err(SegmentError::Sum {
+        bytes: stated,
+        mapped: sum,
+        allowed: together,
+    }) = open(4)
+    else {
+        panic!("mapped");
+    };
+    assert_eq!((stated, together), (bytes, 4 * allowed));
+    assert!(sum >= 4 * bytes);
+    mapped.pop();
+    assert!(open(4).is_ok(), "one was unmapped");
+}
+
 #[test]
 fn hostile_names_are_refused() {
     let long = format!("/lmcache_kv_{}", "1".repeat(300));

@@ -212,7 +212,7 @@ impl Connection {
         let scratch = &mut scratch[..self.read_bytes];
         let mut taken = 0;
         loop {
-            let (result, wanted, at) = match self.session.body(MIN_IN_PLACE_BYTES) {
+            let (result, wanted, at) = match self.session.body(MIN_IN_PLACE_BYTES)? {
                 Some(body) => {
                     let (at, wanted) = (body.len(), body.capacity() - body.len());
                     (read(&self.socket, spare_capacity(body)), wanted, Some(at))
