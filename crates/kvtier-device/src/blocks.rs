@@ -66,7 +66,9 @@ impl BlockTable {
             // A list this long exists, so the sum cannot overflow.
             total += needed;
         }
-        let mut ids = Vec::with_capacity(total);
+        let mut ids = Vec::new();
+        ids.try_reserve_exact(total)
+            .map_err(|_| PlanError::OutOfMemory { ids: total })?;
         for (group, list) in layout.kernel_groups().iter().zip(block_ids) {
             let needed = chunks * group.blocks_per_chunk;
             for (position, id) in list.as_ref()[..needed].iter().enumerate() {

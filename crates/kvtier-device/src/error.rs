@@ -29,6 +29,12 @@ impl LayoutError {
 /// Block ids or a chunk position that the registered tensors cannot satisfy.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum PlanError {
+    /// The system has no memory for the block ids of the request.
+    #[error("out of memory for {ids} block ids")]
+    OutOfMemory {
+        /// Ids needed.
+        ids: usize,
+    },
     /// The number of block-id lists is not the number of kernel groups.
     #[error("block id lists: {given} given; allowed: exactly {expected}, one per kernel group")]
     GroupCount {

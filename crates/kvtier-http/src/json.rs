@@ -212,6 +212,7 @@ impl<'de> Visitor<'de> for Bounded<'_> {
         let mut list = Vec::new();
         while let Some(value) = seq.next_element_seed(Bounded(self.0))? {
             self.take(VALUE)?;
+            list.try_reserve(1).map_err(A::Error::custom)?;
             list.push(value);
         }
         Ok(Value::Array(list))

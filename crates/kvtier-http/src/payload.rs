@@ -113,7 +113,11 @@ impl<const LIMIT: usize> Payload<LIMIT> {
                 })?;
                 self.charges.push(charge);
             }
-            self.bytes.reserve_exact(after - self.bytes.len());
+            let reserved = self.bytes.try_reserve_exact(after - self.bytes.len());
+            reserved.map_err(|_| {
+                let text = format!("out of memory for a body of {after} bytes; try again");
+                detail(StatusCode::SERVICE_UNAVAILABLE, text)
+            })?;
         }
         self.bytes.extend_from_slice(data);
         Ok(())

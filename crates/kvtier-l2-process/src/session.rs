@@ -342,7 +342,11 @@ impl Session {
                 );
                 return Err(Violation::new(what).into());
             }
-            let mut body = vec![0; head.len];
+            let mut body = Vec::new();
+            body.try_reserve_exact(head.len).map_err(|_| {
+                Violation::new(format!("no memory for an answer of {} bytes", head.len))
+            })?;
+            body.resize(head.len, 0);
             reader.read_exact(&mut body).await?;
             let request = {
                 let mut pending = self.pending.lock();

@@ -308,6 +308,10 @@ impl<'a> Pipe<'a> {
 
     fn receive_bytes(&mut self) -> Result<Option<usize>, L2Error> {
         let before = self.received.len();
+        self.received.try_reserve(READ_BYTES).map_err(|_| {
+            let message = format!("no memory for a reply of {before} bytes so far");
+            L2Error::new(ErrorKind::Memory, message)
+        })?;
         self.received.resize(before + READ_BYTES, 0);
         let space = &mut self.received[before..];
         let got = self.stream.receive(space);

@@ -373,6 +373,10 @@ impl Response<'_> {
             if out.len() + bytes.len() > limit {
                 return too_long(self.http);
             }
+            out.try_reserve(bytes.len()).map_err(|_| {
+                let what = format!("no memory for a response of {} bytes so far", out.len());
+                self.http.error(ErrorKind::Memory, &what)
+            })?;
             out.extend_from_slice(&bytes);
         }
         self.end();

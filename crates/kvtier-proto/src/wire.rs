@@ -39,6 +39,16 @@ impl std::fmt::Display for Prefix<'_> {
     }
 }
 
+/// Reserves memory for `more` values. What a peer sends must not end the process when there is none.
+///
+/// # Errors
+/// The number of values.
+#[inline]
+pub fn reserve<T>(to: &mut Vec<T>, more: usize) -> Result<(), DecodeError> {
+    to.try_reserve(more)
+        .map_err(|_| DecodeError::new(format!("out of memory for {} values", to.len() + more)))
+}
+
 impl DecodeError {
     /// An error about the current value; the caller that knows its name adds it with [`InField::in_field`].
     #[cold]

@@ -215,7 +215,7 @@ impl PromptMemory {
     }
 
     fn read(&self, cut: &Cut, count: usize, data: &[u8]) -> Result<(Prompt, usize), DecodeError> {
-        let mut walk = self.walk(cut, count, data);
+        let mut walk = self.walk(cut, count, data)?;
         let known = walk.hashes.len();
         let tokens_known = known * cut.size.get();
         if self
@@ -250,11 +250,13 @@ impl PromptMemory {
     }
 
     /// Follows the prompt through the memory up to the first unknown chunk.
-    fn walk(&self, cut: &Cut, count: usize, data: &[u8]) -> Walk {
+    fn walk(&self, cut: &Cut, count: usize, data: &[u8]) -> Result<Walk, DecodeError> {
         // A token id takes at least one byte, whatever `count` claims.
         let chunks = count.min(data.len()) / cut.size.get();
+        let mut hashes = Vec::new();
+        wire::reserve(&mut hashes, chunks)?;
         let mut walk = Walk {
-            hashes: Vec::with_capacity(chunks),
+            hashes,
             at: 0,
             arrivals: Arrivals::default(),
         };
@@ -266,7 +268,7 @@ impl PromptMemory {
                 None => break,
             }
         }
-        walk
+        Ok(walk)
     }
 
     /// Goes on to the chunk `end` under one lock. `next` is where the next chunk may be found; returns the same for the

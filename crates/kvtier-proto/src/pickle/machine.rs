@@ -8,7 +8,7 @@ use std::ops::Range;
 
 use super::globals::Global;
 use super::input::{Input, error};
-use crate::wire::DecodeError;
+use crate::wire::{DecodeError, reserve};
 
 /// Most unclosed marks. Real pickles nest four.
 const MAX_MARKS: usize = 64;
@@ -190,10 +190,12 @@ impl<'a> Run<'a> {
                 self.tuple(members.len())?
             }
             b']' => {
+                reserve(&mut self.machine.lists, 1)?;
                 self.machine.lists.push(Vec::new());
                 Value::List(index(self.machine.lists.len() - 1))
             }
             b'}' => {
+                reserve(&mut self.machine.dicts, 1)?;
                 self.machine.dicts.push(Vec::new());
                 Value::Dict(index(self.machine.dicts.len() - 1))
             }
@@ -219,6 +221,7 @@ impl<'a> Run<'a> {
             }
             b'Q' => {
                 let id = self.pop()?;
+                reserve(&mut self.machine.persistent, 1)?;
                 self.machine.persistent.push(id);
                 Value::Persistent(index(self.machine.persistent.len() - 1))
             }
@@ -262,6 +265,7 @@ impl<'a> Run<'a> {
                 )));
             }
         };
+        reserve(&mut self.stack, 1)?;
         self.stack.push(value);
         Ok(())
     }
@@ -328,6 +332,7 @@ impl<'a> Run<'a> {
             ))
         })?;
         let first = self.machine.items.len();
+        reserve(&mut self.machine.items, len)?;
         self.machine.items.extend(self.stack.drain(start..));
         Ok(Value::Tuple {
             start: index(first),
@@ -350,6 +355,7 @@ impl<'a> Run<'a> {
                 "a call at byte {offset} is not of a global with a tuple"
             )));
         }
+        reserve(&mut self.machine.calls, 1)?;
         self.machine.calls.push(Call {
             callable,
             arguments,
@@ -365,7 +371,9 @@ impl<'a> Run<'a> {
             return Err(error(format!("nothing to append to at byte {offset}")));
         };
         let members = self.stack.drain(from..);
-        self.machine.lists[list as usize].extend(members);
+        let list = &mut self.machine.lists[list as usize];
+        reserve(list, members.len())?;
+        list.extend(members);
         Ok(())
     }
 
@@ -377,6 +385,7 @@ impl<'a> Run<'a> {
         };
         let mut members = self.stack.drain(from..);
         let dict = &mut self.machine.dicts[dict as usize];
+        reserve(dict, members.len().div_ceil(2))?;
         while let Some(key) = members.next() {
             let value = members
                 .next()
@@ -423,7 +432,10 @@ impl<'a> Run<'a> {
         let known = self.memo.len();
         match self.memo.get_mut(slot) {
             Some(entry) => *entry = value,
-            None if slot == known => self.memo.push(value),
+            None if slot == known => {
+                reserve(&mut self.memo, 1)?;
+                self.memo.push(value);
+            }
             None => {
                 return Err(error(format!(
                     "memo entry {slot} is written while there are {known}"

@@ -1,6 +1,6 @@
 //! The reader: one pass over a borrowed slice.
 
-use super::{DecodeError, InField};
+use super::{DecodeError, InField, reserve};
 
 /// How deep values that are skipped may nest. Real messages stay below ten.
 pub const MAX_DEPTH: usize = 64;
@@ -230,6 +230,7 @@ impl<'a> Reader<'a> {
         // A claimed count may reserve this much at once; what is really there grows it further.
         let mut out = Vec::with_capacity(len.min(MAX_RESERVED / size_of::<T>().max(1)));
         for index in 0..len {
+            reserve(&mut out, 1)?;
             out.push(element(self).at_index(index)?);
         }
         Ok(out)

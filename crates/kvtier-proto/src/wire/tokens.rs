@@ -5,8 +5,8 @@
 //! With a vocabulary of up to 65,536 nearly all ids take three bytes (`cd`), and five of them at a time are recognised
 //! with one comparison. With a larger one most take three or five (`cd`, `ce`), which one instruction tells apart.
 
-use super::DecodeError;
 use super::reader::{Reader, truncated};
+use super::{DecodeError, reserve};
 
 /// Ids recognised at a time when all have three bytes.
 const RUN: usize = 5;
@@ -106,6 +106,7 @@ pub fn decode_tokens(count: usize, data: &[u8], out: &mut Vec<u32>) -> Result<us
         return Err(truncated());
     }
     let before = out.len();
+    reserve(out, count)?;
     out.resize(before + count, 0);
     let result = fill(0, &mut out[before..], data);
     if result.is_err() {
