@@ -10,6 +10,7 @@
 //! At the bound a new connection takes the place of the one that has waited longest for a request. A share of the
 //! connections is kept from requests that take long: all but `/healthcheck` are refused beyond [`requests`].
 
+use std::convert::Infallible;
 use std::io;
 use std::net::SocketAddr;
 use std::pin::{Pin, pin};
@@ -19,7 +20,7 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use axum::Router;
-use axum::http::StatusCode;
+use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
 use hyper::Request;
 use hyper::body::Incoming;
@@ -198,14 +199,19 @@ async fn talk(stream: Box<dyn Stream>, served: Served, mut stopping: watch::Rece
             _ => Arc::clone(&served.requests).try_acquire_owned().map(Some),
         };
         request.extensions_mut().insert(Peer(peer));
+        let hosts = request.headers().get_all(header::HOST).iter().count();
         let mut router = served.router.clone();
         async move {
-            let answer = match &turn {
-                Ok(_) => router.call(request).await,
-                Err(_) => Ok(crowded()),
+            let mut answer = match &turn {
+                _ if hosts > 1 => ambiguous(hosts),
+                Ok(_) => router.call(request).await?,
+                Err(_) => crowded(),
             };
+            let nosniff = HeaderValue::from_static("nosniff");
+            let headers = answer.headers_mut();
+            headers.insert(header::X_CONTENT_TYPE_OPTIONS, nosniff);
             drop((turn, handling));
-            answer
+            Ok::<_, Infallible>(answer)
         }
     });
     let connection = http1::Builder::new()
@@ -237,6 +243,12 @@ async fn talk(stream: Box<dyn Stream>, served: Served, mut stopping: watch::Rece
     if let Err(error) = ended {
         tracing::debug!(%peer, %error, "a connection to the HTTP API ended");
     }
+}
+
+/// The answer to a request for several hosts: others may have read another one of them (RFC 9112, 3.2).
+fn ambiguous(hosts: usize) -> Response {
+    let text = format!("{hosts} Host headers; allowed: 1");
+    detail(StatusCode::BAD_REQUEST, text).into_response()
 }
 
 fn crowded() -> Response {
@@ -382,6 +394,27 @@ mod tests {
             text.ends_with("here") && is_about(took, HEAD),
             "{text} {took:?}"
         );
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn request_with_two_hosts_is_refused() {
+        for (hosts, status) in [
+            ("host: a\r\n", "200 OK"),
+            ("host: a\r\nHost: b\r\n", "400 Bad Request"),
+        ] {
+            let (mut stream, _running) = connect();
+            let head = format!("GET / HTTP/1.1\r\n{hosts}connection: close\r\n\r\n");
+            stream.write_all(head.as_bytes()).await.unwrap();
+            let (text, _) = rest(stream).await;
+            assert!(
+                text.starts_with(&format!("HTTP/1.1 {status}\r\n")),
+                "{text}"
+            );
+            assert!(
+                text.contains("\r\nx-content-type-options: nosniff\r\n"),
+                "{text}"
+            );
+        }
     }
 
     #[tokio::test(start_paused = true)]

@@ -204,7 +204,6 @@ pub(super) async fn events(
     let head = [
         (header::CONTENT_TYPE, "text/event-stream"),
         (header::CACHE_CONTROL, "no-store"),
-        (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
     ];
     Ok((head, viewer.into_body()).into_response())
 }
