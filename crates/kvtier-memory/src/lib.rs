@@ -10,6 +10,7 @@
 //! * [`Arena::read_file`] and [`Arena::write_file`]: files straight to and from an arena.
 //! * [`Arena::receive`] and [`socket::send_slices`]: the same for sockets.
 //! * [`uring::Ring`]: the same, several at a time from one thread; it owns what the system still works on.
+//! * [`return_large_blocks`]: the setting of the system's allocator for them.
 //! * [`fault`]: a peer that truncates its segment gets an error, not our process.
 //!
 //! This crate must never know what the bytes mean: no keys, no layouts, no leases, no protocol.
@@ -33,6 +34,7 @@ pub mod copy;
 mod error;
 pub mod fault;
 mod file;
+mod heap;
 mod hugetlbfs;
 mod kept_files;
 mod mapping;
@@ -51,6 +53,7 @@ pub use arena::{Arena, ArenaKind, ArenaOptions};
 pub use copy::{AffineCopy, CopyLoop, Direction, MAX_LOOPS, Run, copy_affine, copy_runs};
 pub use error::ArenaError;
 pub use file::{FileError, close_file};
+pub use heap::return_large_blocks;
 pub use hugetlbfs::{NoHugetlbfs, hugetlbfs_mounts};
 pub use kept_files::{Holder, KeptFile};
 pub use kvtier_extent::{Extent, FreeExtents};

@@ -98,6 +98,7 @@ impl Server {
     }
 
     fn start_from(config: ServerConfig, mut source: Source) -> Result<Self> {
+        kvtier_memory::return_large_blocks();
         let config = Arc::new(config);
         if let Source::Sockets(inherited) = &source {
             preflight::check(&config, inherited)?;
