@@ -156,10 +156,15 @@ pub struct ServerArgs {
         help_heading = "Request server"
     )]
     pub busy_poll_us: u32,
-    /// Largest message a client may send, GiB; frames above 4 GiB are never accepted [default: the size of L1, at least
-    /// 0.25]
-    #[arg(long, value_name = "GB", value_parser = parse_gib, help_heading = "Request server")]
-    pub max_message_gb: Option<f64>,
+    /// Largest message a client may send, GiB; frames above 4 GiB are never accepted
+    #[arg(
+        long,
+        value_name = "GB",
+        default_value_t = 1.0,
+        value_parser = parse_gib,
+        help_heading = "Request server"
+    )]
+    pub max_message_gb: f64,
 
     /// Size of L1 in GiB [default: a quarter of the machine's memory, or of the cgroup's limit if that is less; as a
     /// pool in /dev/shm at most 45 % of /dev/shm, since workers keep the pages of an earlier server's pool until they

@@ -14,7 +14,7 @@ use super::memory::default_l1;
 use super::request::check_host;
 use super::values::is_log_filter;
 use super::{
-    GIB, HostMemory, L1Origin, L2Config, QuotaSettings, ServerConfig, StateSettings, TracingConfig,
+    HostMemory, L1Origin, L2Config, QuotaSettings, ServerConfig, StateSettings, TracingConfig,
     l1_manager,
 };
 
@@ -146,10 +146,7 @@ impl ServerArgs {
         }
         let cores = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
         let workers = self.max_workers.map_or(cores.clamp(2, 4), usize::from);
-        let max_message_bytes = match self.max_message_gb {
-            Some(size) => gib("max-message-gb", size)?,
-            None => l1_bytes.max(GIB / 4),
-        };
+        let max_message_bytes = gib("max-message-gb", self.max_message_gb)?;
         if !is_log_filter(&self.log_level) {
             return Err(refuse(
                 "log-level",

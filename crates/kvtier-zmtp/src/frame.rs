@@ -172,10 +172,10 @@ impl Decoder {
         self.header_len > 0 || self.partial.is_some()
     }
 
-    /// Memory of the incomplete frame.
+    /// Bytes of the incomplete frame that have arrived: its spare capacity has no pages yet.
     pub fn held_bytes(&self) -> usize {
         let partial = self.partial.as_ref();
-        partial.map_or(0, |partial| partial.frame.body.capacity())
+        partial.map_or(0, |partial| partial.frame.body.len())
     }
 
     /// Appends the bytes of the incomplete frame as they arrived, but for a discarded body: its frame begins with the rest.
@@ -279,7 +279,11 @@ mod tests {
             let frame = decoder.receive(&mut &[7; 1000][..(1000).min((1 << 20) - arrived)], keep);
             arrived += 1000.min((1 << 20) - arrived);
             match frame.unwrap() {
-                None => assert!(decoder.held_bytes() <= (2 * arrived).min(1 << 20)),
+                None => {
+                    assert_eq!(decoder.held_bytes(), arrived);
+                    let body = &decoder.partial.as_ref().unwrap().frame.body;
+                    assert!(body.capacity() <= (2 * arrived).min(1 << 20));
+                }
                 Some(frame) => assert_eq!(
                     (frame.body.len(), frame.body.capacity()),
                     (1 << 20, 1 << 20)

@@ -262,9 +262,8 @@ impl Session {
         !self.message.frames.is_empty() || self.decoder.is_amid_frame()
     }
 
-    /// Memory of the incomplete message.
+    /// Bytes of the incomplete message that have arrived.
     pub fn held_bytes(&self) -> usize {
-        // At most the received bytes, except for the spare capacity of a growing frame.
         usize::try_from(self.message_bytes).unwrap_or(usize::MAX) + self.decoder.held_bytes()
     }
 

@@ -384,7 +384,10 @@ fn read_turn(
 ) -> std::io::Result<bool> {
     let mut taken = 0;
     while taken < TURN_BYTES {
-        let (result, wanted, at) = match session.body(MIN_LARGE_BYTES).map_err(std::io::Error::other)? {
+        let (result, wanted, at) = match session
+            .body(MIN_LARGE_BYTES)
+            .map_err(std::io::Error::other)?
+        {
             Some(body) => {
                 let (at, wanted) = (body.len(), body.capacity() - body.len());
                 (read(socket, spare_capacity(body)), wanted, Some(at))

@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 
 use kvtier_memory::socket::SocketError;
 use kvtier_zmtp::{Error, Limits, Message, Resume, Session};
-use rustix::buffer::spare_capacity;
 use rustix::io::{Errno, ioctl_fionread, read};
 use rustix::net::{Shutdown, shutdown};
 
 use super::allowance::Allowance;
 use super::client::Client;
+use super::connections::Large;
 use super::limits::MAX_SMALL_OUTPUT;
 use super::outbox::Outgoing;
 use super::output::{Output, oldest, push_reply, write_to};
@@ -40,7 +40,7 @@ const LEAST_HELD: Duration = Duration::from_secs(1);
 const MIN_IN_PLACE_BYTES: usize = 4 << 10;
 
 /// Bytes read from one connection before others get their turn.
-const TURN_BYTES: usize = 256 << 10;
+pub const TURN_BYTES: usize = 256 << 10;
 
 /// Bytes of the buffer that all connections read small messages through.
 pub const SCRATCH_BYTES: usize = 8 << 10;
@@ -101,8 +101,8 @@ pub struct Connection {
     read_bytes: usize,
     /// Of stray frames.
     pub strays: Allowance,
-    /// Whether it waits for its turn to be read.
-    pub is_parked: bool,
+    /// Its place among the connections with large messages, when it was last counted.
+    pub large: Option<Large>,
     /// What its socket is watched for.
     pub interest: Interest,
     /// Whether its output is about to be written.
@@ -138,7 +138,7 @@ impl Connection {
             client: None,
             read_bytes: FIRST_READ_BYTES,
             strays: Allowance::new(STRAY_FRAMES_PER_SECOND, now),
-            is_parked: false,
+            large: None,
             interest: Interest::READ,
             is_queued: false,
             counted_bytes: 0,
@@ -197,7 +197,8 @@ impl Connection {
         self.socket.try_clone()
     }
 
-    /// Reads a turn's worth of what has arrived and appends the messages that are complete.
+    /// Reads what has arrived, at most `turn_bytes` (and a buffer's worth), and appends the messages that are complete.
+    /// Returns the number of bytes.
     ///
     /// # Errors
     /// The connection has to be closed. The messages before its end are appended all the same.
@@ -205,8 +206,9 @@ impl Connection {
         &mut self,
         scratch: &mut [u8],
         messages: &mut Vec<Message>,
+        turn_bytes: usize,
         now: Instant,
-    ) -> Result<(), Closed> {
+    ) -> Result<usize, Closed> {
         let before = messages.len();
         let strays_before = self.session.stray_frames();
         let scratch = &mut scratch[..self.read_bytes];
@@ -214,8 +216,12 @@ impl Connection {
         loop {
             let (result, wanted, at) = match self.session.body(MIN_IN_PLACE_BYTES)? {
                 Some(body) => {
-                    let (at, wanted) = (body.len(), body.capacity() - body.len());
-                    (read(&self.socket, spare_capacity(body)), wanted, Some(at))
+                    let at = body.len();
+                    let wanted = (body.capacity() - at).min(turn_bytes - taken);
+                    body.resize(at + wanted, 0);
+                    let result = read(&self.socket, &mut body[at..]);
+                    body.truncate(at + result.unwrap_or(0));
+                    (result, wanted, Some(at))
                 }
                 None if taken == 0 => (read(&self.socket, &mut *scratch), scratch.len(), None),
                 None => break,
@@ -232,7 +238,7 @@ impl Connection {
                 Some(at) => self.session.body_messages(at, messages)?,
             }
             taken += got;
-            if got < wanted || taken >= TURN_BYTES {
+            if got < wanted || taken >= turn_bytes {
                 break;
             }
         }
@@ -250,12 +256,11 @@ impl Connection {
             true if messages.len() > before => Some(now),
             true => self.partial_since.or(Some(now)),
         };
-        Ok(())
+        Ok(taken)
     }
 
     /// Does not read it until its turn, and then only a little.
     pub fn park(&mut self) {
-        self.is_parked = true;
         self.read_bytes = MIN_READ_BYTES;
     }
 
@@ -364,13 +369,19 @@ impl Connection {
     }
 
     /// Whether something has arrived that is not read yet.
-    fn has_input(&self) -> bool {
+    pub fn has_input(&self) -> bool {
         ioctl_fionread(&self.socket).is_ok_and(|bytes| bytes > 0)
     }
 
     /// Whether a message has begun to arrive and is not complete.
     pub fn is_amid_message(&self) -> bool {
         self.session.is_amid_message()
+    }
+
+    /// When its message began to arrive, if that is larger than a turn by now.
+    pub fn large_since(&self) -> Option<Instant> {
+        let is_large = self.session.held_bytes() > TURN_BYTES;
+        self.partial_since.filter(|_| is_large)
     }
 
     /// Bytes it holds without being charged for them.

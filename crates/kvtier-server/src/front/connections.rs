@@ -8,17 +8,19 @@
 //! connections end without a request than allowed, one is accepted per turn.
 
 mod accepting;
+mod large;
 mod suspended;
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvtier_zmtp::{Limits, Message};
+use kvtier_zmtp::{Error, Limits, Message};
 
 use super::allowance::Allowance;
 use super::client::Client;
 use super::connection::{Closed, Connection, SCRATCH_BYTES};
+use super::limits;
 use super::outbox::Outgoing;
 use super::poll::{Interest, Poller, Ready};
 use super::socket::RequestSocket;
@@ -81,6 +83,12 @@ pub struct Connections {
     accept: Accept,
     clock: Clock,
     next_tick: Instant,
+    /// Those with a large message that is incomplete, the oldest message first.
+    large: BTreeSet<Large>,
+    /// Those of them that are not read until there is memory.
+    paused: BTreeSet<Large>,
+    /// Bytes that may still be read in this round.
+    round_bytes: usize,
     scratch: Box<[u8]>,
     metrics: Arc<Metrics>,
 }
@@ -90,7 +98,7 @@ pub struct Connections {
 pub struct Bounds {
     /// Connections at once.
     pub connections: usize,
-    /// Bytes that they hold together: incomplete messages, and small replies that are not read.
+    /// Bytes that they hold together: incomplete messages but for the oldest large one, and small replies that are not read.
     pub held_bytes: usize,
     /// Of each session.
     pub session: Limits,
@@ -128,6 +136,9 @@ impl Connections {
             accept: Accept::Now,
             next_tick: clock.now(),
             clock,
+            large: BTreeSet::new(),
+            paused: BTreeSet::new(),
+            round_bytes: 0,
             scratch: vec![0; SCRATCH_BYTES].into(),
             metrics,
         })
@@ -170,6 +181,7 @@ impl Connections {
             writable,
         } in ready.drain(..)
         {
+        self.begin_round();
             match token {
                 LISTENER => self.accept(),
                 WAKE => happened.push(Happened::Wake),
@@ -195,7 +207,8 @@ impl Connections {
         let Some(connection) = self.open.get_mut(&id) else {
             return;
         };
-        if connection.is_parked {
+        self.put_large_last(happened);
+        if !connection.interest.read {
             // It is not watched for reading, so both sides have ended it.
             return self.close(id, Closed::ByClient);
         }
@@ -203,11 +216,13 @@ impl Connections {
             return happened.push(Happened::Readable(id));
         }
         connection.park();
-        let interest = Interest {
-            read: false,
-            ..connection.interest
+        self.watch_for_reading(id, false);
+        if self.pause(id) {
+            return;
+        }
+        let Some(connection) = self.open.get_mut(&id) else {
+            return;
         };
-        self.watch(id, interest);
         self.parked.push_back(id);
         static LOG_LIMIT: RateLimited = RateLimited::new(Duration::from_secs(60));
         if let Some(suppressed_lines) = LOG_LIMIT.permit(Instant::now()) {
@@ -235,15 +250,10 @@ impl Connections {
             return;
         }
         while let Some(id) = self.parked.pop_front() {
-            let Some(connection) = self.open.get_mut(&id) else {
+            if !self.open.contains_key(&id) {
                 continue;
-            };
-            connection.is_parked = false;
-            let interest = Interest {
-                read: true,
-                ..connection.interest
-            };
-            self.watch(id, interest);
+            }
+            self.watch_for_reading(id, true);
             self.next_turn = now + TURN_INTERVAL;
             return happened.push(Happened::Readable(id));
         }
@@ -267,14 +277,26 @@ impl Connections {
     /// Reads from a connection, and appends its messages. Returns why it has to be closed after they were served, if so.
     pub fn read(&mut self, id: u64, messages: &mut Vec<Message>) -> Option<Closed> {
         let connection = self.open.get_mut(&id)?;
-        let read = connection.read(&mut self.scratch, messages, self.clock.now());
+        let read = connection.read(&mut self.scratch, messages, turn_bytes, self.clock.now());
         let due = connection.due();
         if due < connection.next_tick {
             self.schedule(id, due);
         }
         self.queue_output(id);
         self.count(id);
-        read.err()
+        match read {
+            Ok(bytes) => {
+                self.round_bytes = self.round_bytes.saturating_sub(bytes);
+                None
+            }
+            Err(why) => {
+                if matches!(why, Closed::Protocol(Error::OutOfMemory { .. })) {
+                    self.free_memory();
+                }
+                Some(why)
+            }
+        }
+        let turn_bytes = self.turn_bytes(id)?;
     }
 
     /// Whether a message of a connection has begun to arrive and is not complete.
@@ -343,6 +365,13 @@ impl Connections {
     /// Connections, and how many entries there are of those that have sent no request and of ticks.
     #[cfg(test)]
     pub fn counts(&self) -> [usize; 3] {
+    /// Bytes that have arrived and are not read.
+    #[cfg(test)]
+    pub fn unread_bytes(&self) -> u64 {
+        let unread = |of: &Connection| rustix::io::ioctl_fionread(of).unwrap_or(0);
+        self.open.values().map(unread).sum()
+    }
+
         [self.open.len(), self.strangers.len(), self.ticks.len()]
     }
 
@@ -382,6 +411,7 @@ impl Connections {
             match connection.tick(now) {
                 Ok(()) => {
                     if connection.is_undecided(now) {
+        self.end_stalled(now);
                         happened.push(Happened::Undecided(id));
                     }
                     // Later than now: what is overdue and stays open is about to be read.
@@ -413,26 +443,6 @@ impl Connections {
             && !std::mem::replace(&mut connection.is_queued, true)
         {
             self.queued.push(id);
-        }
-    }
-
-    /// Counts what a connection holds. While all hold too much together, the one that costs most is closed: an attack
-    /// that keeps memory pays for its time, and one that is quick for its bytes.
-    fn count(&mut self, id: u64) {
-        let Some(connection) = self.open.get_mut(&id) else {
-            return;
-        };
-        let bytes = connection.held_bytes();
-        self.held_bytes -= std::mem::replace(&mut connection.counted_bytes, bytes);
-        self.held_bytes += bytes;
-        while self.held_bytes > self.bounds.held_bytes {
-            let now = self.clock.now();
-            let holders = self.open.iter().filter(|(_, of)| of.counted_bytes > 0);
-            let Some((&dearest, _)) = holders.max_by_key(|(id, of)| (of.held_cost(now), **id))
-            else {
-                return;
-            };
-            self.close(dearest, Closed::Memory);
         }
     }
 
@@ -470,3 +480,16 @@ impl Connections {
         }
     }
 }
+        if let Some(large) = connection.large {
+            self.large.remove(&large);
+            self.paused.remove(&large);
+        }
+        static TOO_LARGE_LIMIT: RateLimited = RateLimited::new(Duration::from_secs(60));
+        if matches!(&why, Closed::Protocol(Error::TooLarge { limit, .. }) if *limit > limits::MAX_COMMAND)
+            && let Some(suppressed_lines) = TOO_LARGE_LIMIT.permit(Instant::now())
+        {
+            tracing::warn!(
+                connection = id, cause = %why, suppressed_lines,
+                "a client's message is larger than --max-message-gb; its connection was closed"
+            );
+        }

@@ -7,7 +7,7 @@
 //! | small replies until then | [`MAX_SMALL_OUTPUT`] per connection, which is closed then |
 //! | frames of a message | as many as an operation has; the rest is discarded as it arrives |
 //! | a message that is arriving | the message limit and a prompt |
-//! | incomplete messages and small replies of all connections | [`request_bytes`]; the connection with the most bytes times their age is closed then |
+//! | incomplete messages and small replies of all connections, but for the oldest large message | [`HELD_BYTES`]; from half of it on, large messages wait for the oldest ones; beyond it the connection with the most bytes times their age is closed |
 //! | requests that wait for the generation of their client | [`MAX_UNDECIDED`] per connection, a part of all requests' bytes, and a time |
 
 use std::sync::Arc;
@@ -55,13 +55,17 @@ pub const REPLY_SHARE: u64 = 256 << 20;
 /// The same for all connections together: 16 workers that do not read.
 const REPLIES: u64 = 16 * REPLY_SHARE;
 
+/// Bytes of incomplete messages and small replies of all connections. The oldest large message is not among them, so that the
+/// largest one there is gets through.
+pub const HELD_BYTES: usize = 256 << 20;
+
 /// Largest frame that is received.
 pub fn max_frame(max_message_bytes: u64) -> u64 {
     max_message_bytes.min(LONGEST_FRAME)
 }
 
 /// Bytes of requests that may wait. Half of it, which one connection may have, holds the largest message there is, and
-/// leaves as much for the others. As many bytes may be in messages that are still arriving.
+/// leaves as much for the others.
 pub fn request_bytes(max_message_bytes: u64) -> u64 {
     2 * (max_frame(max_message_bytes) + PLAIN_REQUEST).max(256 << 20)
 }

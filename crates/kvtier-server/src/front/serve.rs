@@ -56,7 +56,7 @@ pub(super) fn bounds(connections: usize, max_message_bytes: u64) -> Bounds {
     let frame_bytes = limits::max_frame(max_message_bytes);
     Bounds {
         connections,
-        held_bytes: usize::try_from(limits::request_bytes(max_message_bytes)).unwrap_or(usize::MAX),
+        held_bytes: limits::HELD_BYTES,
         session: Limits {
             frame_bytes,
             // One that shows that there are too many.

@@ -271,7 +271,7 @@ fn refused_take_over_changes_nothing() {
         (&["--chunk-size", "32"], "--chunk-size is 16"),
         (&["--l1-size-gb", "0.0625"], "--l1-size-gb is 0.03125"),
         (&["--l1-align-bytes", "8192"], "--l1-align-bytes is"),
-        (&["--max-message-gb", "1"], "--max-message-gb is"),
+        (&["--max-message-gb", "2"], "--max-message-gb is"),
         (
             &["--l1-write-ttl-seconds", "7"],
             "--l1-write-ttl-seconds is",

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use kvtier_proto::generation::Release;
 use kvtier_zmtp::write_frame_header;
 
-use super::super::connection::{Closed, Connection, SCRATCH_BYTES};
-use super::super::connections::{Bounds, TURN_INTERVAL};
+use super::super::connection::{Closed, Connection, SCRATCH_BYTES, TURN_BYTES};
+use super::super::connections::{Bounds, ROUND_BYTES, TURN_INTERVAL};
 use super::super::{outbox, serve};
 use super::{Arc, ByHand};
 use kvtier_engine::{Caller, Reply};
@@ -91,7 +91,9 @@ fn connection_ends_without_a_handshake_and_without_a_sign_of_life() {
     let (mut silent, mut peer) = connection(start);
     let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
     peer.write_all(&handshake()).unwrap();
-    silent.read(&mut scratch, &mut messages, after(5)).unwrap();
+    silent
+        .read(&mut scratch, &mut messages, TURN_BYTES, after(5))
+        .unwrap();
     silent.write(after(5)).unwrap();
     for (seconds, is_asked) in [(34, false), (35, true), (36, false), (64, false)] {
         silent.tick(after(seconds)).unwrap();
@@ -102,7 +104,9 @@ fn connection_ends_without_a_handshake_and_without_a_sign_of_life() {
 
     // A PING may say that silence is to be taken for the end earlier.
     peer.write_all(b"\x04\x07\x04PING\x00\x0a").unwrap();
-    silent.read(&mut scratch, &mut messages, after(80)).unwrap();
+    silent
+        .read(&mut scratch, &mut messages, TURN_BYTES, after(80))
+        .unwrap();
     silent.tick(after(80)).unwrap();
     assert!(matches!(silent.tick(after(81)), Err(Closed::Silent)));
 }
@@ -114,14 +118,16 @@ fn client_that_takes_nothing_for_a_minute_is_closed() {
     let (mut deaf, mut peer) = connection(start);
     let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
     peer.write_all(&handshake()).unwrap();
-    deaf.read(&mut scratch, &mut messages, start).unwrap();
+    deaf.read(&mut scratch, &mut messages, TURN_BYTES, start)
+        .unwrap();
     while deaf.held_bytes() < 1 << 20 {
         deaf.push(reply(1000, None), start);
         deaf.write(start).unwrap();
     }
     // It goes on sending.
     peer.write_all(b"\x00\x01x").unwrap();
-    deaf.read(&mut scratch, &mut messages, after(59)).unwrap();
+    deaf.read(&mut scratch, &mut messages, TURN_BYTES, after(59))
+        .unwrap();
     deaf.tick(after(59)).unwrap();
     assert!(matches!(deaf.tick(after(60)), Err(Closed::Unread)));
     while deaf.write(start).is_ok() {
@@ -137,7 +143,8 @@ fn client_that_takes_a_large_reply_slowly_is_closed() {
     let (mut slow, mut peer) = connection(start);
     let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
     peer.write_all(&handshake()).unwrap();
-    slow.read(&mut scratch, &mut messages, start).unwrap();
+    slow.read(&mut scratch, &mut messages, TURN_BYTES, start)
+        .unwrap();
     let budget = Budget::new(1 << 30);
     let charge = budget.take_anyway(64 << 20);
     slow.push(reply(64 << 20, Some(charge)), start);
@@ -145,7 +152,7 @@ fn client_that_takes_a_large_reply_slowly_is_closed() {
     for seconds in (0..300).step_by(20) {
         // It lives, and reads some.
         peer.write_all(b"\x00\x01x").unwrap();
-        slow.read(&mut scratch, &mut messages, after(seconds))
+        slow.read(&mut scratch, &mut messages, TURN_BYTES, after(seconds))
             .unwrap();
         slow.write(after(seconds)).unwrap();
         assert!(peer.read(&mut bytes).unwrap() > 0);
@@ -162,13 +169,13 @@ fn one_turn_reads_a_bounded_part_of_what_has_arrived() {
     let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
     let small = [&handshake()[..], &b"\x00\x02xx".repeat(10_000)].concat();
     peer.write_all(&small).unwrap();
-    busy.read(&mut scratch, &mut messages, Instant::now())
+    busy.read(&mut scratch, &mut messages, TURN_BYTES, Instant::now())
         .unwrap();
     assert!((1..=SCRATCH_BYTES / 4).contains(&messages.len()));
     let mut last = 0;
     while messages.len() < 10_000 {
         let before = messages.len();
-        busy.read(&mut scratch, &mut messages, Instant::now())
+        busy.read(&mut scratch, &mut messages, TURN_BYTES, Instant::now())
             .unwrap();
         last = messages.len() - before;
     }
@@ -188,7 +195,25 @@ fn one_turn_reads_a_bounded_part_of_what_has_arrived() {
         // Nothing while the socket is full.
         at += peer.write(&sent[at..end]).unwrap_or_default();
         steps += 1;
-        busy.read(&mut scratch, &mut messages, Instant::now())
+        busy.read(&mut scratch, &mut messages, TURN_BYTES, Instant::now())
+#[test]
+fn one_turn_reads_its_bytes_of_a_large_message() {
+    let (mut large, mut peer) = connection(Instant::now());
+    let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
+    let sent = [&handshake()[..], &message(&[&[7; 100_000]])[..90_000]].concat();
+    peer.write_all(&sent).unwrap();
+    let mut read = |turn_bytes| {
+        large
+            .read(&mut scratch, &mut messages, turn_bytes, Instant::now())
+            .unwrap()
+    };
+    // What is behind is read into the message itself.
+    let first = read(60_000);
+    assert!(first <= 60_000);
+    assert_eq!([read(1000), read(1), read(5000)], [1000, 1, 5000]);
+    assert_eq!(messages, []);
+}
+
             .unwrap();
     }
     assert_eq!(messages[10_001].frames, [b"z"]);
@@ -213,7 +238,7 @@ const PONG: &[u8] = b"\x04\x05\x04PONG";
 fn shaken(server: &mut ByHand) -> TcpStream {
     let mut stream = server.connect();
     stream
-        .write_all(&[&handshake()[..], PING].concat())
+        .write_all(&[&handshake()[..], ping].concat())
         .unwrap();
     read_until(server, &mut stream, PONG);
     stream
@@ -244,6 +269,15 @@ fn write_all(server: &mut ByHand, stream: &mut TcpStream, mut bytes: &[u8]) {
 fn full_memory_closes_large_messages_not_the_oldest() {
     let bounds = Bounds {
         held_bytes: 1 << 20,
+    shaken_by(server, PING)
+}
+
+/// As [`shaken`], for a client that may be silent.
+fn patient(server: &mut ByHand) -> TcpStream {
+    shaken_by(server, b"\x04\x07\x04PING\x00\x00")
+}
+
+fn shaken_by(server: &mut ByHand, ping: &[u8]) -> TcpStream {
         ..serve::bounds(100, 1 << 30)
     };
     let mut server = ByHand::with(bounds, 1 << 20);
@@ -281,7 +315,8 @@ fn held_bytes_cost_by_their_age_however_they_move() {
         let mut at = 0;
         while at < sent.len() {
             at += peer.write(&sent[at..]).unwrap_or_default();
-            held.read(&mut scratch, &mut messages, now).unwrap();
+            held.read(&mut scratch, &mut messages, TURN_BYTES, now)
+                .unwrap();
         }
         (held, peer)
     };
@@ -291,7 +326,7 @@ fn held_bytes_cost_by_their_age_however_they_move() {
     dribbles.write_all(b"x").unwrap();
     let mut scratch = vec![0; SCRATCH_BYTES];
     small
-        .read(&mut scratch, &mut Vec::new(), after(59))
+        .read(&mut scratch, &mut Vec::new(), TURN_BYTES, after(59))
         .unwrap();
     let (large, _peer) = holding(500_000, after(60));
     assert!(small.held_cost(after(60)) > large.held_cost(after(60)));
@@ -302,6 +337,155 @@ fn ended_connections_leave_no_entry() {
     let mut server = ByHand::new(1 << 20);
     for _ in 0..50 {
         let stream = shaken(&mut server);
+/// A connection that has sent `len` bytes of the body of a message with one frame of `whole` bytes.
+fn amid_message(server: &mut ByHand, len: usize, whole: usize) -> TcpStream {
+    let mut stream = patient(server);
+    let mut header = Vec::new();
+    write_frame_header(&mut header, whole, false);
+    write_all(server, &mut stream, &header);
+    write_all(server, &mut stream, &vec![7; len]);
+    while server.front.connections.unread_bytes() > 0 {
+        server.front.turn(Duration::ZERO).unwrap();
+    }
+    stream
+}
+
+#[test]
+fn large_messages_share_a_round_behind_others() {
+    const PART: usize = 50_000;
+    let mut server = ByHand::bounded(100, 1 << 20);
+    let mut large: Vec<_> = (0..40)
+        .map(|_| amid_message(&mut server, 300_000, 64 << 20))
+        .collect();
+    let mut pinging = patient(&mut server);
+    for stream in &mut large {
+        // It fits into the system's buffers.
+        stream.write_all(&[7; PART]).unwrap();
+    }
+    let request = message(&[&[1], &[24]]);
+    pinging.write_all(&request).unwrap();
+    let sent = (large.len() * PART + request.len()) as u64;
+    while server.front.connections.unread_bytes() < sent {
+        std::thread::yield_now();
+    }
+    let mut left = sent;
+    server.front.turn(Duration::ZERO).unwrap();
+    let reply = message(&[&[1], &[24], b"\xa2OK"]);
+    let mut got = vec![0; reply.len()];
+    pinging.set_nonblocking(false).unwrap();
+    pinging.read_exact(&mut got).unwrap();
+    assert_eq!(got, reply, "served in the first round");
+    while left > 0 {
+        let unread = server.front.connections.unread_bytes();
+        assert!(left - unread <= ROUND_BYTES as u64, "{left} to {unread}");
+        left = unread;
+        server.front.turn(Duration::ZERO).unwrap();
+    }
+}
+
+/// A front end whose connections hold at most this.
+fn holding(held_bytes: usize) -> ByHand {
+    let bounds = Bounds {
+        held_bytes,
+        ..serve::bounds(100, 1 << 30)
+    };
+    ByHand::with(bounds, 1 << 20)
+}
+
+#[test]
+fn large_messages_wait_for_memory_and_all_arrive() {
+    const BODY: usize = 8 << 20;
+    let mut server = holding(16 << 20);
+    let whole = message(&[&[7; BODY]]);
+    let mut senders: Vec<_> = (0..8).map(|_| (patient(&mut server), 0)).collect();
+    while server.metrics().malformed_messages.get() < 8 {
+        for (stream, at) in &mut senders {
+            let end = (*at + 100_000).min(whole.len());
+            // Nothing while the system's buffers are full.
+            *at += stream.write(&whole[*at..end]).unwrap_or_default();
+        }
+        server.front.turn(Duration::ZERO).unwrap();
+        assert!(server.front.connections.bounded_bytes() <= 16 << 20);
+        assert_eq!(server.front.connections.counts()[0], 9, "none was closed");
+    }
+}
+
+#[test]
+fn stalled_messages_end_while_others_wait() {
+    let mut server = holding(6 << 20);
+    let mut stalled: Vec<_> = (0..2)
+        .map(|_| amid_message(&mut server, 1_200_000, 64 << 20))
+        .collect();
+    let mut sender = patient(&mut server);
+    let whole = message(&[&[7; 16 << 20]]);
+    let (mut at, mut refused) = (0, 0);
+    // Until it is not read any more.
+    while refused < 1000 {
+        match sender.write(&whole[at..]) {
+            Ok(len) => (at, refused) = (at + len, 0),
+            Err(_) => refused += 1,
+        }
+        server.front.turn(Duration::ZERO).unwrap();
+    }
+    assert!(at < whole.len());
+    let clock = server.front.connections.clock();
+    clock.skip(Duration::from_secs(11));
+    for stream in &mut stalled {
+        assert_eq!(server.read(stream), b"");
+    }
+    write_all(&mut server, &mut sender, &whole[at..]);
+    while server.metrics().malformed_messages.get() == 0 {
+        server.front.turn(Duration::ZERO).unwrap();
+    }
+}
+
+/// Set in the process of [`child_runs_out_of_addresses`].
+const CHILD: &str = "KVTIER_TEST_OUT_OF_ADDRESSES";
+
+#[test]
+fn child_runs_out_of_addresses() {
+    use rustix::process::{Resource, Rlimit, setrlimit};
+    if std::env::var_os(CHILD).is_none() {
+        return;
+    }
+    // Without it, they would wait for each other.
+    let mut server = holding(usize::MAX);
+    let pages = std::fs::read_to_string("/proc/self/statm").unwrap();
+    let pages: usize = pages.split(' ').next().unwrap().parse().unwrap();
+    let most = (pages * rustix::param::page_size() + (400 << 20)) as u64;
+    let limit = Rlimit {
+        current: Some(most),
+        maximum: Some(most),
+    };
+    setrlimit(Resource::As, limit).unwrap();
+    let mut streams: Vec<_> = (0..8).map(|_| patient(&mut server)).collect();
+    let part = vec![7; 1 << 20];
+    for stream in &mut streams {
+        let mut header = Vec::new();
+        write_frame_header(&mut header, 200 << 20, false);
+        write_all(&mut server, stream, &header);
+        for _ in 0..100 {
+            write_all(&mut server, stream, &part);
+        }
+    }
+    assert!(server.front.connections.counts()[0] < 9, "none was closed");
+    end_session(&mut server);
+    println!("still serving");
+}
+
+#[test]
+fn frame_without_memory_ends_its_connection_only() {
+    let child = std::process::Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "--nocapture"])
+        .arg("front::tests::connections::child_runs_out_of_addresses")
+        .env(CHILD, "1")
+        .output()
+        .unwrap();
+    let text = String::from_utf8_lossy(&child.stdout);
+    assert!(child.status.success(), "{:?}", child.status);
+    assert!(text.contains("still serving"), "{text}");
+}
+
         assert_eq!(server.front.connections.counts(), [2, 1, 2]);
         drop(stream);
         while server.front.connections.counts()[0] > 1 {
@@ -363,7 +547,8 @@ fn client_that_has_read_meanwhile_is_written_to() {
     let (mut slow, mut peer) = connection(start);
     let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
     peer.write_all(&handshake()).unwrap();
-    slow.read(&mut scratch, &mut messages, start).unwrap();
+    slow.read(&mut scratch, &mut messages, TURN_BYTES, start)
+        .unwrap();
     while slow.held_bytes() < 1 << 20 {
         slow.push(reply(1000, None), start);
         slow.write(start).unwrap();
