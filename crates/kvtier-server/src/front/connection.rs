@@ -81,7 +81,7 @@ pub enum Closed {
     #[error("the client does not read its replies")]
     Unread,
     /// Another connection needs its place.
-    #[error("it has sent no request, and another client needs its place")]
+    #[error("it does not use the cache, and another client needs its place")]
     Displaced,
     /// All connections together hold too much.
     #[error(

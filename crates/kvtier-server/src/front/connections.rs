@@ -1,7 +1,7 @@
 //! All connections: how many there are, which one gives way, and what time does to them.
 //!
-//! When there are as many as allowed, the oldest one that has never sent a request gives way to a new one. If all have, no
-//! connection is accepted until one ends: new ones wait in the system's queue.
+//! When there are as many as allowed, a guest gives way to a new one: a connection that has neither registered a worker nor asked
+//! anything of the cache. If there is none, no connection is accepted until one ends: new ones wait in the system's queue.
 //!
 //! What serves no request has its turns, one per [`TURN_INTERVAL`] for all such connections together, and its senders wait:
 //! a connection with more stray frames than allowed is parked, which means not read until its turn, and while more
@@ -28,7 +28,10 @@ use crate::clock::Clock;
 use kvtier_metrics::Metrics;
 use kvtier_sync::RateLimited;
 
-use accepting::Accept;
+use accepting::{Accept, Guest};
+pub use large::Large;
+#[cfg(test)]
+pub use large::ROUND_BYTES;
 pub use suspended::Suspended;
 
 // Tokens that are no connection's number.
@@ -65,8 +68,8 @@ pub struct Connections {
     poller: Poller,
     ready: Vec<Ready>,
     open: HashMap<u64, Connection>,
-    /// Those that have never sent a request. Numbers are in the order of accepting.
-    strangers: BTreeSet<u64>,
+    /// Those that give way, in this order: first those that have never sent a request. Numbers are in the order of accepting.
+    guests: BTreeSet<Guest>,
     /// When each is to be ticked next.
     ticks: BTreeSet<(Instant, u64)>,
     /// Those whose output is about to be written.
@@ -80,15 +83,15 @@ pub struct Connections {
     next_id: u64,
     bounds: Bounds,
     held_bytes: usize,
-    accept: Accept,
-    clock: Clock,
-    next_tick: Instant,
     /// Those with a large message that is incomplete, the oldest message first.
     large: BTreeSet<Large>,
     /// Those of them that are not read until there is memory.
     paused: BTreeSet<Large>,
     /// Bytes that may still be read in this round.
     round_bytes: usize,
+    accept: Accept,
+    clock: Clock,
+    next_tick: Instant,
     scratch: Box<[u8]>,
     metrics: Arc<Metrics>,
 }
@@ -124,7 +127,7 @@ impl Connections {
             poller,
             ready: Vec::new(),
             open: HashMap::new(),
-            strangers: BTreeSet::new(),
+            guests: BTreeSet::new(),
             ticks: BTreeSet::new(),
             queued: Vec::new(),
             parked: VecDeque::new(),
@@ -133,12 +136,12 @@ impl Connections {
             next_id: 0,
             bounds,
             held_bytes: 0,
-            accept: Accept::Now,
-            next_tick: clock.now(),
-            clock,
             large: BTreeSet::new(),
             paused: BTreeSet::new(),
             round_bytes: 0,
+            accept: Accept::Now,
+            next_tick: clock.now(),
+            clock,
             scratch: vec![0; SCRATCH_BYTES].into(),
             metrics,
         })
@@ -148,9 +151,15 @@ impl Connections {
     pub fn client(&mut self, id: u64, make: impl FnOnce() -> Client) -> Option<&mut Client> {
         let connection = self.open.get_mut(&id)?;
         Some(connection.client.get_or_insert_with(|| {
-            self.strangers.remove(&id);
+            self.guests.remove(&Guest::silent(id));
+            self.guests.insert(Guest::asking(id));
             make()
         }))
+    }
+
+    /// Notes that a connection uses the cache: it does not give way any more.
+    pub fn keep(&mut self, id: u64) {
+        self.guests.remove(&Guest::asking(id));
     }
 
     /// The time of deadlines.
@@ -172,6 +181,7 @@ impl Connections {
     /// The system's.
     pub fn wait(&mut self, timeout: Duration, happened: &mut Vec<Happened>) -> std::io::Result<()> {
         let mut ready = std::mem::take(&mut self.ready);
+        self.begin_round();
         let timeout = timeout.min(self.until_turn());
         self.poller.wait(timeout, &mut ready)?;
         self.clock.advance();
@@ -181,7 +191,6 @@ impl Connections {
             writable,
         } in ready.drain(..)
         {
-        self.begin_round();
             match token {
                 LISTENER => self.accept(),
                 WAKE => happened.push(Happened::Wake),
@@ -198,6 +207,7 @@ impl Connections {
         self.ready = ready;
         self.pass_time(happened);
         self.unpark(happened);
+        self.put_large_last(happened);
         Ok(())
     }
 
@@ -207,22 +217,21 @@ impl Connections {
         let Some(connection) = self.open.get_mut(&id) else {
             return;
         };
-        self.put_large_last(happened);
         if !connection.interest.read {
             // It is not watched for reading, so both sides have ended it.
             return self.close(id, Closed::ByClient);
         }
-        if !connection.strays.is_exceeded(now) {
-            return happened.push(Happened::Readable(id));
-        }
-        connection.park();
-        self.watch_for_reading(id, false);
         if self.pause(id) {
             return;
         }
         let Some(connection) = self.open.get_mut(&id) else {
             return;
         };
+        if !connection.strays.is_exceeded(now) {
+            return happened.push(Happened::Readable(id));
+        }
+        connection.park();
+        self.watch_for_reading(id, false);
         self.parked.push_back(id);
         static LOG_LIMIT: RateLimited = RateLimited::new(Duration::from_secs(60));
         if let Some(suppressed_lines) = LOG_LIMIT.permit(Instant::now()) {
@@ -276,6 +285,7 @@ impl Connections {
 
     /// Reads from a connection, and appends its messages. Returns why it has to be closed after they were served, if so.
     pub fn read(&mut self, id: u64, messages: &mut Vec<Message>) -> Option<Closed> {
+        let turn_bytes = self.turn_bytes(id)?;
         let connection = self.open.get_mut(&id)?;
         let read = connection.read(&mut self.scratch, messages, turn_bytes, self.clock.now());
         let due = connection.due();
@@ -296,7 +306,6 @@ impl Connections {
                 Some(why)
             }
         }
-        let turn_bytes = self.turn_bytes(id)?;
     }
 
     /// Whether a message of a connection has begun to arrive and is not complete.
@@ -356,6 +365,13 @@ impl Connections {
         self.vain.count(connections, self.clock.now());
     }
 
+    /// Bytes that have arrived and are not read.
+    #[cfg(test)]
+    pub fn unread_bytes(&self) -> u64 {
+        let unread = |of: &Connection| rustix::io::ioctl_fionread(of).unwrap_or(0);
+        self.open.values().map(unread).sum()
+    }
+
     /// The clock of the deadlines.
     #[cfg(test)]
     pub fn clock(&mut self) -> &mut Clock {
@@ -365,14 +381,8 @@ impl Connections {
     /// Connections, and how many entries there are of those that have sent no request and of ticks.
     #[cfg(test)]
     pub fn counts(&self) -> [usize; 3] {
-    /// Bytes that have arrived and are not read.
-    #[cfg(test)]
-    pub fn unread_bytes(&self) -> u64 {
-        let unread = |of: &Connection| rustix::io::ioctl_fionread(of).unwrap_or(0);
-        self.open.values().map(unread).sum()
-    }
-
-        [self.open.len(), self.strangers.len(), self.ticks.len()]
+        let silent = self.guests.iter().filter(|guest| !guest.has_asked);
+        [self.open.len(), silent.count(), self.ticks.len()]
     }
 
     /// Reads nothing more from a connection, and only writes. One that is ready to be read again has ended.
@@ -401,6 +411,7 @@ impl Connections {
             return;
         }
         self.next_tick = now + TICK;
+        self.end_stalled(now);
         while let Some(&(at, id)) = self.ticks.first()
             && at <= now
         {
@@ -411,7 +422,6 @@ impl Connections {
             match connection.tick(now) {
                 Ok(()) => {
                     if connection.is_undecided(now) {
-        self.end_stalled(now);
                         happened.push(Happened::Undecided(id));
                     }
                     // Later than now: what is overdue and stays open is about to be read.
@@ -466,23 +476,22 @@ impl Connections {
         if let Some(client) = &connection.client {
             client.peer.close();
         }
-        if self.strangers.remove(&id) {
+        self.guests.remove(&Guest::asking(id));
+        if self.guests.remove(&Guest::silent(id)) {
             self.vain.count(1, self.clock.now());
         }
         self.ticks.remove(&(connection.next_tick, id));
         self.held_bytes -= connection.counted_bytes;
+        if let Some(large) = connection.large {
+            self.large.remove(&large);
+            self.paused.remove(&large);
+        }
         self.metrics.request_connections.set(self.open.len() as i64);
         static LOG_LIMIT: RateLimited = RateLimited::per_second();
         if !matches!(why, Closed::ByClient)
             && let Some(suppressed_lines) = LOG_LIMIT.permit(Instant::now())
         {
             tracing::debug!(connection = id, cause = %why, suppressed_lines, "a connection was closed");
-        }
-    }
-}
-        if let Some(large) = connection.large {
-            self.large.remove(&large);
-            self.paused.remove(&large);
         }
         static TOO_LARGE_LIMIT: RateLimited = RateLimited::new(Duration::from_secs(60));
         if matches!(&why, Closed::Protocol(Error::TooLarge { limit, .. }) if *limit > limits::MAX_COMMAND)
@@ -493,3 +502,5 @@ impl Connections {
                 "a client's message is larger than --max-message-gb; its connection was closed"
             );
         }
+    }
+}

@@ -148,10 +148,13 @@ impl Front {
         for earlier in decided.into_iter().flat_map(|waiting| waiting.jobs) {
             self.take(id, earlier.into_frames());
         }
+        let operation = resolved.spec.operation;
+        if operation.lane() != LaneKind::Inline {
+            self.connections.keep(id);
+        }
         let Some(client) = self.connections.client(id, || self.budgets.client(id)) else {
             return;
         };
-        let operation = resolved.spec.operation;
         if bytes > limits::max_payload(operation) {
             return self.refuse(job, "request_too_large");
         }

@@ -24,6 +24,26 @@ pub(super) enum Accept {
     Ended,
 }
 
+/// A connection that has not used the cache.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) struct Guest {
+    /// Whether it has sent a request, such as a ping.
+    pub(super) has_asked: bool,
+    pub(super) id: u64,
+}
+
+impl Guest {
+    pub(super) fn silent(id: u64) -> Self {
+        let has_asked = false;
+        Self { has_asked, id }
+    }
+
+    pub(super) fn asking(id: u64) -> Self {
+        let has_asked = true;
+        Self { has_asked, id }
+    }
+}
+
 impl Connections {
     pub(super) fn accept(&mut self) {
         for accepted in 0..MAX_ACCEPTS {
@@ -31,9 +51,9 @@ impl Connections {
                 return self.stop_accepting(TURN_INTERVAL);
             }
             let is_full = self.open.len() >= self.bounds.connections;
-            let displaced = is_full.then(|| self.strangers.first().copied());
+            let displaced = is_full.then(|| self.guests.first().copied());
             if displaced == Some(None) {
-                return self.pause_accepting("all of them have sent requests", Duration::ZERO);
+                return self.pause_accepting("all of them use the cache", Duration::ZERO);
             }
             let socket = match self.listener.accept() {
                 Ok(socket) => socket,
@@ -45,8 +65,8 @@ impl Connections {
                     return self.pause_accepting(&error, ACCEPT_PAUSE);
                 }
             };
-            if let Some(Some(stranger)) = displaced {
-                self.close(stranger, Closed::Displaced);
+            if let Some(Some(guest)) = displaced {
+                self.close(guest.id, Closed::Displaced);
             }
             let id = self.next_id;
             self.next_id += 1;
@@ -57,7 +77,7 @@ impl Connections {
             }
             self.ticks.insert((connection.next_tick, id));
             self.open.insert(id, connection);
-            self.strangers.insert(id);
+            self.guests.insert(Guest::silent(id));
             self.metrics.request_connections.set(self.open.len() as i64);
             self.queue(id);
         }
@@ -84,9 +104,9 @@ impl Connections {
         }
     }
 
-    /// Whether a new connection would have a place: a free one, or that of one without a request.
+    /// Whether a new connection would have a place: a free one, or that of a guest.
     fn has_place(&self) -> bool {
-        self.open.len() < self.bounds.connections || !self.strangers.is_empty()
+        self.open.len() < self.bounds.connections || !self.guests.is_empty()
     }
 
     fn stop_accepting(&mut self, pause: Duration) {

@@ -8,7 +8,7 @@ use kvtier_zmtp::{Message, Resume, Session};
 use super::super::client::Client;
 use super::super::connection::Connection;
 use super::super::pause::{ClientState, cannot};
-use super::Connections;
+use super::{Connections, Guest};
 
 /// A connection between two requests, for the next process.
 pub struct Suspended {
@@ -84,7 +84,7 @@ impl Connections {
         let added = self.poller.add(&connection, of.id);
         added.map_err(|error| failed(&std::io::Error::from(error)))?;
         if connection.client.is_none() {
-            self.strangers.insert(of.id);
+            self.guests.insert(Guest::silent(of.id));
         }
         self.ticks.insert((connection.next_tick, of.id));
         self.open.insert(of.id, connection);

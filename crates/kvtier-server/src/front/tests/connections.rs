@@ -32,9 +32,42 @@ fn full_port_closes_the_oldest_connection_without_a_request() {
     assert_eq!(server.answers().len(), 1);
 }
 
+/// Ends a session, as a client does that uses the cache.
+fn end_session(server: &mut ByHand) {
+    server.send(&[&[1], &[13], b"\xa1r"]);
+    assert_eq!(server.answers().len(), 1);
+}
+
+#[test]
+fn full_port_closes_the_oldest_connection_that_only_pings() {
+    let mut server = ByHand::bounded(3, 1 << 20);
+    end_session(&mut server);
+    let mut pinging: Vec<_> = (0..2).map(|_| patient(&mut server)).collect();
+    let (request, reply) = (message(&[&[1], &[24]]), message(&[&[1], &[24], b"\xa2OK"]));
+    for stream in &mut pinging {
+        write_all(&mut server, stream, &request);
+        read_until(&mut server, stream, &reply);
+    }
+    let mut silent = server.connect();
+    assert_eq!(server.read(&mut silent)[0], 0xff);
+    assert_eq!(
+        server.read(&mut pinging[0]),
+        b"",
+        "the oldest one has ended"
+    );
+    // One that has asked nothing gives way before the others.
+    let mut last = server.connect();
+    assert_eq!(server.read(&mut last)[0], 0xff);
+    assert_eq!(server.read(&mut silent), b"");
+    write_all(&mut server, &mut pinging[1], &request);
+    read_until(&mut server, &mut pinging[1], &reply);
+    end_session(&mut server);
+}
+
 #[test]
 fn port_full_of_clients_pauses_accepting_until_one_ends() {
     let mut server = ByHand::bounded(1, 1 << 20);
+    end_session(&mut server);
     let mut waiting = server.connect();
     while server.front.connections.is_accepting() {
         server.front.turn(Duration::from_millis(1)).unwrap();
@@ -164,6 +197,24 @@ fn client_that_takes_a_large_reply_slowly_is_closed() {
 }
 
 #[test]
+fn one_turn_reads_its_bytes_of_a_large_message() {
+    let (mut large, mut peer) = connection(Instant::now());
+    let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
+    let sent = [&handshake()[..], &message(&[&[7; 100_000]])[..90_000]].concat();
+    peer.write_all(&sent).unwrap();
+    let mut read = |turn_bytes| {
+        large
+            .read(&mut scratch, &mut messages, turn_bytes, Instant::now())
+            .unwrap()
+    };
+    // What is behind is read into the message itself.
+    let first = read(60_000);
+    assert!(first <= 60_000);
+    assert_eq!([read(1000), read(1), read(5000)], [1000, 1, 5000]);
+    assert_eq!(messages, []);
+}
+
+#[test]
 fn one_turn_reads_a_bounded_part_of_what_has_arrived() {
     let (mut busy, mut peer) = connection(Instant::now());
     let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
@@ -196,24 +247,6 @@ fn one_turn_reads_a_bounded_part_of_what_has_arrived() {
         at += peer.write(&sent[at..end]).unwrap_or_default();
         steps += 1;
         busy.read(&mut scratch, &mut messages, TURN_BYTES, Instant::now())
-#[test]
-fn one_turn_reads_its_bytes_of_a_large_message() {
-    let (mut large, mut peer) = connection(Instant::now());
-    let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
-    let sent = [&handshake()[..], &message(&[&[7; 100_000]])[..90_000]].concat();
-    peer.write_all(&sent).unwrap();
-    let mut read = |turn_bytes| {
-        large
-            .read(&mut scratch, &mut messages, turn_bytes, Instant::now())
-            .unwrap()
-    };
-    // What is behind is read into the message itself.
-    let first = read(60_000);
-    assert!(first <= 60_000);
-    assert_eq!([read(1000), read(1), read(5000)], [1000, 1, 5000]);
-    assert_eq!(messages, []);
-}
-
             .unwrap();
     }
     assert_eq!(messages[10_001].frames, [b"z"]);
@@ -236,6 +269,15 @@ const PONG: &[u8] = b"\x04\x05\x04PONG";
 
 /// A connection after its handshake, to which the server has said all that it had to say.
 fn shaken(server: &mut ByHand) -> TcpStream {
+    shaken_by(server, PING)
+}
+
+/// As [`shaken`], for a client that may be silent.
+fn patient(server: &mut ByHand) -> TcpStream {
+    shaken_by(server, b"\x04\x07\x04PING\x00\x00")
+}
+
+fn shaken_by(server: &mut ByHand, ping: &[u8]) -> TcpStream {
     let mut stream = server.connect();
     stream
         .write_all(&[&handshake()[..], ping].concat())
@@ -269,15 +311,6 @@ fn write_all(server: &mut ByHand, stream: &mut TcpStream, mut bytes: &[u8]) {
 fn full_memory_closes_large_messages_not_the_oldest() {
     let bounds = Bounds {
         held_bytes: 1 << 20,
-    shaken_by(server, PING)
-}
-
-/// As [`shaken`], for a client that may be silent.
-fn patient(server: &mut ByHand) -> TcpStream {
-    shaken_by(server, b"\x04\x07\x04PING\x00\x00")
-}
-
-fn shaken_by(server: &mut ByHand, ping: &[u8]) -> TcpStream {
         ..serve::bounds(100, 1 << 30)
     };
     let mut server = ByHand::with(bounds, 1 << 20);
@@ -303,40 +336,6 @@ fn shaken_by(server: &mut ByHand, ping: &[u8]) -> TcpStream {
     drop(attackers);
 }
 
-#[test]
-fn held_bytes_cost_by_their_age_however_they_move() {
-    let start = Instant::now();
-    let after = |seconds| start + Duration::from_secs(seconds);
-    let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
-    let mut holding = |bytes: usize, now| {
-        let (mut held, mut peer) = connection(now);
-        let large = message(&[&[7; 1 << 20]]);
-        let sent = [&handshake()[..], &large[..bytes]].concat();
-        let mut at = 0;
-        while at < sent.len() {
-            at += peer.write(&sent[at..]).unwrap_or_default();
-            held.read(&mut scratch, &mut messages, TURN_BYTES, now)
-                .unwrap();
-        }
-        (held, peer)
-    };
-    let (mut small, mut dribbles) = holding(50_000, start);
-    let (large, _peer) = holding(500_000, after(1));
-    assert!(small.held_cost(after(1)) < large.held_cost(after(1)));
-    dribbles.write_all(b"x").unwrap();
-    let mut scratch = vec![0; SCRATCH_BYTES];
-    small
-        .read(&mut scratch, &mut Vec::new(), TURN_BYTES, after(59))
-        .unwrap();
-    let (large, _peer) = holding(500_000, after(60));
-    assert!(small.held_cost(after(60)) > large.held_cost(after(60)));
-}
-
-#[test]
-fn ended_connections_leave_no_entry() {
-    let mut server = ByHand::new(1 << 20);
-    for _ in 0..50 {
-        let stream = shaken(&mut server);
 /// A connection that has sent `len` bytes of the body of a message with one frame of `whole` bytes.
 fn amid_message(server: &mut ByHand, len: usize, whole: usize) -> TcpStream {
     let mut stream = patient(server);
@@ -486,6 +485,40 @@ fn frame_without_memory_ends_its_connection_only() {
     assert!(text.contains("still serving"), "{text}");
 }
 
+#[test]
+fn held_bytes_cost_by_their_age_however_they_move() {
+    let start = Instant::now();
+    let after = |seconds| start + Duration::from_secs(seconds);
+    let (mut scratch, mut messages) = (vec![0; SCRATCH_BYTES], Vec::new());
+    let mut holding = |bytes: usize, now| {
+        let (mut held, mut peer) = connection(now);
+        let large = message(&[&[7; 1 << 20]]);
+        let sent = [&handshake()[..], &large[..bytes]].concat();
+        let mut at = 0;
+        while at < sent.len() {
+            at += peer.write(&sent[at..]).unwrap_or_default();
+            held.read(&mut scratch, &mut messages, TURN_BYTES, now)
+                .unwrap();
+        }
+        (held, peer)
+    };
+    let (mut small, mut dribbles) = holding(50_000, start);
+    let (large, _peer) = holding(500_000, after(1));
+    assert!(small.held_cost(after(1)) < large.held_cost(after(1)));
+    dribbles.write_all(b"x").unwrap();
+    let mut scratch = vec![0; SCRATCH_BYTES];
+    small
+        .read(&mut scratch, &mut Vec::new(), TURN_BYTES, after(59))
+        .unwrap();
+    let (large, _peer) = holding(500_000, after(60));
+    assert!(small.held_cost(after(60)) > large.held_cost(after(60)));
+}
+
+#[test]
+fn ended_connections_leave_no_entry() {
+    let mut server = ByHand::new(1 << 20);
+    for _ in 0..50 {
+        let stream = shaken(&mut server);
         assert_eq!(server.front.connections.counts(), [2, 1, 2]);
         drop(stream);
         while server.front.connections.counts()[0] > 1 {
