@@ -27,6 +27,14 @@ pub use table::Instances;
 /// How long an unregistration waits for the last copies of its worker's pages. The longest copies take seconds.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(60);
 
+/// Greatest common divisor; that of 0 and another number is the other.
+pub fn gcd(mut a: u64, mut b: u64) -> u64 {
+    while b != 0 {
+        (a, b) = (b, a % b);
+    }
+    a
+}
+
 /// How a worker's bytes travel.
 pub enum Mode {
     /// We copy between its pages and the arena.
@@ -263,6 +271,17 @@ impl Instance {
     fn is_draining(&self) -> bool {
         let left = self.left.get();
         left.is_some_and(|left| left.elapsed() < DRAIN_TIMEOUT) && !self.is_drained()
+    }
+
+    /// Greatest common divisor of the tokens of its blocks; 0 if that is not known.
+    pub fn block_tokens(&self) -> u64 {
+        match &self.mode {
+            Mode::LmcacheDriven { memory, .. } => {
+                let groups = memory.layout().kernel_groups().iter();
+                groups.map(|group| group.tokens_per_block).fold(0, gcd)
+            }
+            Mode::EngineDriven { layout, .. } => u64::try_from(layout.block_size).unwrap_or(0),
+        }
     }
 
     /// Whether the driver of a GPU is needed to release its pages.

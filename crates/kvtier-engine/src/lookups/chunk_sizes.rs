@@ -4,24 +4,46 @@
 //! that size for as long as they live. ZeroMQ reconnects them to a restarted server without their knowing, and they
 //! would take one chunk of ours for one of theirs: more tokens than they asked for, and the engine dies.
 //!
-//! A client cuts the end of every lookup down to a multiple of its own chunk size. So that size divides the greatest
-//! common divisor of all ends, and it is no smaller than the longest rest that was cut off. A client is served once that
-//! leaves our chunk size alone: the divisor is ours, and a rest is longer than half of it. Until then, and again if its
-//! ends stop to fit, it finds nothing: a hit in chunks of another size could not be loaded, which some engines do not
-//! survive.
+//! A reconnected client is served once no other size is possible. Possible are the sizes that servers of this instance have
+//! [announced](ChunkSizes::announced), as the state directory keeps them, or all sizes if it does not. A size is out
+//! if it does not divide the end of a lookup, which its client cuts down to whole chunks; if it is shorter than the rest that
+//! was cut off; or if it is not a multiple of the blocks of the model's workers. Until then, and again if its lookups
+//! stop to fit, a client finds nothing.
 //!
-//! The mutex guards the table; no other lock is acquired inside.
+//! No client of another size gets wrong KV:
+//!
+//! | client | why not |
+//! | --- | --- |
+//! | of this instance, of another announced size | that size is in the file, and has to be out |
+//! | of another server, or one that ignores the announced size | it may be served until a lookup does not fit; then [`FOREIGN`] goes into the file, and every client has to prove its size |
+//! | with a copied state directory | the file names the folder that it belongs to |
+//!
+//! Such a client of another server counts hits wrongly, and that is all: prompts are hashed and copied in our chunks, by their
+//! token ids; a retrieve of anything but whole chunks that its own lookup has found is refused, and the registration of a
+//! worker that copies by itself names its chunk size. Clients up to 0.5.4 do neither notice a refused retrieve nor name the
+//! size, so the file says nothing of them.
+//!
+//! The mutex guards the table; no other lock is acquired inside, and none is held while the file is written.
 
 use std::collections::HashMap;
 use std::num::NonZeroUsize;
 
+use kvtier_state::StateDir;
 use kvtier_sync::Mutex;
 use serde::{Deserialize, Serialize};
 
+use super::super::instances::gcd;
 use super::Caller;
+use super::announced::AnnouncedFile;
 
 /// Connections known at most. Forgetting them all costs each some lookups.
 const MAX_CONNECTIONS: usize = 16_384;
+
+/// Most announced sizes that are kept. With more, every size is possible.
+const MAX_SIZES: usize = 64;
+
+/// Stands among the announced sizes for those of other servers' clients: every size is possible.
+const FOREIGN: u64 = 0;
 
 /// Lookups after which an unproven chunk size is logged as another one. Of random prompts, all but one client in a
 /// million have proved theirs after 32.
@@ -49,37 +71,119 @@ struct Seen {
 }
 
 impl Seen {
-    /// Whether the chunk size can only be `own`. It divides the divisor, and of the divisors of `own` only `own` itself is
-    /// longer than half of it. (A client may leave out a prompt's last token: its chunk size is at least the rest.)
-    fn proves(&self, own: u64) -> bool {
-        self.divisor == own && 2 * self.longest_rest > own
+    /// Whether the client may have this chunk size, in blocks of `block` tokens. (It may leave out a prompt's last token: its
+    /// chunk size is at least the rest.)
+    fn fits(&self, size: u64, block: u64) -> bool {
+        self.divisor.is_multiple_of(size) && self.longest_rest <= size && size.is_multiple_of(block)
+    }
+
+    /// Whether no other size fits: the divisor itself does, and of its proper divisors into whole blocks the largest is
+    /// shorter than the rest.
+    fn proves(&self, own: u64, block: u64) -> bool {
+        let blocks = own / block;
+        let next = (2..=blocks).find(|part| blocks.is_multiple_of(*part));
+        self.divisor == own && next.is_none_or(|part| self.longest_rest > own / part)
+    }
+}
+
+/// A lookup of a prompt of `tokens` tokens up to `end`, for workers whose blocks are multiples of `block` tokens.
+#[derive(Debug, Clone, Copy)]
+pub struct LookupRange {
+    pub tokens: u64,
+    pub end: u64,
+    pub block: u64,
+}
+
+#[derive(Default)]
+struct Table {
+    by_connection: HashMap<u64, Seen>,
+    /// Those that this instance has announced.
+    announced: Vec<u64>,
+    /// Whether they are all.
+    is_complete: bool,
+}
+
+impl Table {
+    /// Whether the client that was seen so can only have the size `own`.
+    fn proves(&self, caller: Caller, seen: &Seen, own: u64, block: u64) -> bool {
+        if !self.is_complete || !caller.release.notices_failed_retrieves() {
+            return seen.proves(own, block);
+        }
+        let mut announced = self.announced.iter();
+        announced.all(|size| seen.fits(*size, block) == (*size == own))
+    }
+
+    /// Notes a size; returns what is to be kept, if that is new.
+    fn insert(&mut self, size: u64) -> Option<u64> {
+        let is_known = |it: &Self, size| it.announced.contains(&size);
+        let size = match is_known(self, size) || self.announced.len() < MAX_SIZES {
+            true => size,
+            false => FOREIGN,
+        };
+        if is_known(self, size) {
+            return None;
+        }
+        self.announced.push(size);
+        self.is_complete &= size != FOREIGN;
+        Some(size)
     }
 }
 
 /// What the lookups of reconnected clients show of their chunk sizes.
 pub struct ChunkSizes {
     own: u64,
-    by_connection: Mutex<HashMap<u64, Seen>>,
+    /// `None` without a state directory.
+    file: Option<AnnouncedFile>,
+    table: Mutex<Table>,
 }
 
 impl ChunkSizes {
-    /// For a server of this chunk size.
-    pub fn new(own: NonZeroUsize) -> Self {
-        Self {
+    /// For a server of this chunk size, which it announces, and of the instance in this folder.
+    pub fn new(own: NonZeroUsize, state: Option<&StateDir>) -> Self {
+        let opened = state.and_then(|state| {
+            let opened = AnnouncedFile::open(state);
+            opened
+                .inspect_err(|error| {
+                    tracing::warn!(%error, "announced chunk sizes cannot be kept; after a restart clients have no hits until their lookups prove theirs");
+                })
+                .ok()
+        });
+        let (file, kept) = opened.unzip();
+        let kept = kept.flatten();
+        let sizes = Self {
             own: own.get() as u64,
-            by_connection: Mutex::default(),
+            file,
+            table: Mutex::new(Table {
+                by_connection: HashMap::new(),
+                is_complete: kept.as_ref().is_some_and(|kept| !kept.contains(&FOREIGN)),
+                announced: kept.unwrap_or_default(),
+            }),
+        };
+        sizes.announced(sizes.own);
+        sizes
+    }
+
+    /// Notes a chunk size that a client is about to learn from this server. A new one waits for the disk.
+    pub fn announced(&self, size: u64) {
+        let new = self.table.lock().insert(size);
+        self.keep(new);
+    }
+
+    fn keep(&self, size: Option<u64>) {
+        if let (Some(file), Some(size)) = (&self.file, size) {
+            file.append(size);
         }
     }
 
     /// Forgets a connection that has ended. A client that reconnects has another one, and proves its chunk size again.
     pub fn forget(&self, connection: u64) {
-        self.by_connection.lock().remove(&connection);
+        self.table.lock().by_connection.remove(&connection);
     }
 
     /// What is known, for the next process.
     pub fn state(&self) -> Vec<SeenState> {
-        let by_connection = self.by_connection.lock();
-        let all = by_connection.iter();
+        let table = self.table.lock();
+        let all = table.by_connection.iter();
         all.map(|(connection, seen)| SeenState {
             connection: *connection,
             divisor: seen.divisor,
@@ -101,46 +205,55 @@ impl ChunkSizes {
             };
             (of.connection, seen)
         });
-        self.by_connection.lock().extend(seen.take(MAX_CONNECTIONS));
+        let mut table = self.table.lock();
+        table.by_connection.extend(seen.take(MAX_CONNECTIONS));
     }
 
     /// Connections that are known.
     #[cfg(any(test, feature = "testing"))]
     pub fn len(&self) -> usize {
-        self.by_connection.lock().len()
+        self.table.lock().by_connection.len()
     }
 
-    /// Whether the client of a lookup, of a prompt of `tokens` tokens up to `end`, certainly counts in our chunks.
-    pub fn is_proven(&self, caller: Caller, tokens: u64, end: u64) -> bool {
+    /// Whether the client of a lookup certainly counts in our chunks.
+    pub fn is_proven(&self, caller: Caller, lookup: LookupRange) -> bool {
         if caller.knows_chunk_size {
             return true;
         }
-        let connection = caller.connection;
-        let mut by_connection = self.by_connection.lock();
-        if by_connection.len() >= MAX_CONNECTIONS && !by_connection.contains_key(&connection) {
-            by_connection.clear();
+        let LookupRange { tokens, end, block } = lookup;
+        let (own, connection) = (self.own, caller.connection);
+        let mut table = self.table.lock();
+        let connections = &mut table.by_connection;
+        if connections.len() >= MAX_CONNECTIONS && !connections.contains_key(&connection) {
+            connections.clear();
         }
-        let seen = by_connection.entry(connection).or_default();
+        let seen = connections.entry(connection).or_default();
         seen.divisor = gcd(seen.divisor, end);
         seen.longest_rest = seen.longest_rest.max(tokens.saturating_sub(end));
         seen.lookups = seen.lookups.saturating_add(1);
-        let is_proven = seen.proves(self.own);
+        let is_other = !seen.fits(own, block);
+        let is_suspect = is_other || seen.lookups >= EXPECTED_LOOKUPS;
+        let was_logged = seen.is_logged;
+        let seen = *seen;
+        let is_proven = table.proves(caller, &seen, own, block);
+        if let Some(seen) = table.by_connection.get_mut(&connection) {
+            seen.is_logged |= is_suspect && !is_proven;
+        }
+        let is_foreign = is_other && !table.announced.iter().any(|size| seen.fits(*size, block));
+        let new = is_foreign.then(|| table.insert(FOREIGN)).flatten();
+        drop(table);
+        self.keep(new);
         if seen.lookups == 1 && !is_proven {
             tracing::info!(
                 connection,
-                chunk_size = self.own,
+                chunk_size = own,
                 "client reconnected without asking for the chunk size; it has no hits until its lookups prove it"
             );
         }
-        // An end that is no multiple of ours, or a rest that is longer, shows another size at once.
-        let is_other = !seen.divisor.is_multiple_of(self.own) || seen.longest_rest > self.own;
-        if !is_proven
-            && (is_other || seen.lookups >= EXPECTED_LOOKUPS)
-            && !std::mem::replace(&mut seen.is_logged, true)
-        {
+        if is_suspect && !is_proven && !was_logged {
             tracing::warn!(
                 connection,
-                chunk_size = self.own,
+                chunk_size = own,
                 ends_are_multiples_of = seen.divisor,
                 "client seems to use the chunk size of an earlier server; it has no hits until its engine is restarted"
             );
@@ -149,15 +262,10 @@ impl ChunkSizes {
     }
 }
 
-fn gcd(mut a: u64, mut b: u64) -> u64 {
-    while b != 0 {
-        (a, b) = (b, a % b);
-    }
-    a
-}
-
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
     use kvtier_proto::generation::Release;
 
     use super::*;
@@ -177,35 +285,59 @@ mod tests {
     }
 
     fn is_proven(sizes: &ChunkSizes, tokens: u64, chunk: u64) -> bool {
-        sizes.is_proven(client(1, false), tokens, tokens / chunk * chunk)
+        is_proven_of(sizes, client(1, false), tokens, chunk)
+    }
+
+    fn is_proven_of(sizes: &ChunkSizes, caller: Caller, tokens: u64, chunk: u64) -> bool {
+        let end = tokens / chunk * chunk;
+        let block = 1;
+        sizes.is_proven(caller, LookupRange { tokens, end, block })
+    }
+
+    /// A server of this chunk size, without a state directory.
+    fn alone() -> ChunkSizes {
+        ChunkSizes::new(CHUNK, None)
+    }
+
+    /// The server of an instance, once it has announced these sizes too; then it ends.
+    fn announce(base: &Path, sizes: &[u64]) {
+        let server = next(base);
+        sizes.iter().for_each(|size| server.announced(*size));
+    }
+
+    /// The next server of that instance.
+    fn next(base: &Path) -> ChunkSizes {
+        ChunkSizes::new(CHUNK, Some(&StateDir::open(base, "a").unwrap()))
     }
 
     #[test]
     fn client_that_asked_is_proven() {
-        let sizes = ChunkSizes::new(CHUNK);
         for end in [7, 0, 64] {
-            assert!(sizes.is_proven(client(1, true), 64, end));
+            let range = LookupRange {
+                tokens: 64,
+                end,
+                block: 1,
+            };
+            assert!(alone().is_proven(client(1, true), range));
         }
     }
 
     #[test]
     fn unlike_prompts_prove_our_chunk_size() {
-        let sizes = ChunkSizes::new(CHUNK);
+        let sizes = alone();
         assert!(!is_proven(&sizes, 0, 16));
         assert!(!is_proven(&sizes, 64, 16));
         assert!(!is_proven(&sizes, 64 + 9, 16));
         assert!(is_proven(&sizes, 48, 16));
         assert!(is_proven(&sizes, 1600, 16));
-        assert!(
-            !sizes.is_proven(client(2, false), 48, 48),
-            "another connection"
-        );
+        let other = client(2, false);
+        assert!(!is_proven_of(&sizes, other, 48, 16), "another connection");
     }
 
     #[test]
     fn other_chunk_sizes_are_never_proven() {
         for theirs in [1, 2, 4, 8, 12, 15, 17, 24, 32, 48, 64, 256] {
-            let sizes = ChunkSizes::new(CHUNK);
+            let sizes = alone();
             for tokens in (0..2000).chain([2048, 16, 32, 31]) {
                 assert!(!is_proven(&sizes, tokens, theirs), "{theirs} {tokens}");
             }
@@ -214,9 +346,109 @@ mod tests {
 
     #[test]
     fn end_that_does_not_fit_ends_the_proof() {
-        let sizes = ChunkSizes::new(CHUNK);
+        let sizes = alone();
         assert!(is_proven(&sizes, 16 + 15, 16));
-        assert!(!sizes.is_proven(client(1, false), 24, 24));
+        assert!(!is_proven(&sizes, 24, 24));
         assert!(!is_proven(&sizes, 16 + 15, 16));
+    }
+
+    #[test]
+    fn blocks_of_workers_exclude_smaller_sizes() {
+        // The sizes below 16 that divide 16 are 8, 4, 2 and 1.
+        for (block, tokens, proves) in [
+            (16, 16, true),
+            (8, 24, false),
+            (8, 25, true),
+            (1, 24, false),
+        ] {
+            let range = LookupRange {
+                tokens,
+                end: 16,
+                block,
+            };
+            let is_proven = alone().is_proven(client(1, false), range);
+            assert_eq!(is_proven, proves, "{range:?}");
+        }
+    }
+
+    #[test]
+    fn only_announced_size_needs_no_proof() {
+        let base = tempfile::tempdir().unwrap();
+        // Earlier servers may have announced any.
+        assert!(!is_proven(&next(base.path()), 64, 16));
+        let sizes = next(base.path());
+        for _ in 0..3 {
+            assert!(is_proven(&sizes, 64, 16));
+        }
+        // Of an older release nothing is known but what it proves.
+        let older = Caller {
+            release: Release::Before0_5_5,
+            ..client(2, false)
+        };
+        assert!(!is_proven_of(&sizes, older, 64, 16));
+    }
+
+    #[test]
+    fn every_other_announced_size_has_to_be_excluded() {
+        let base = tempfile::tempdir().unwrap();
+        announce(base.path(), &[32, 24]);
+        let sizes = next(base.path());
+        assert!(!is_proven(&sizes, 96, 16), "16, 24 or 32");
+        assert!(!is_proven(&sizes, 64, 16), "16 or 32");
+        assert!(is_proven(&sizes, 80, 16));
+        // They may be all excluded at once.
+        assert!(is_proven_of(&sizes, client(2, false), 80, 16));
+        // A client of another announced size is none of another server.
+        assert!(!is_proven_of(&sizes, client(3, false), 24, 24));
+        assert!(is_proven_of(&next(base.path()), client(2, false), 80, 16));
+    }
+
+    #[test]
+    fn client_of_another_server_ends_the_trust_in_the_file() {
+        for (tokens, theirs) in [(40, 40), (31, 32)] {
+            let base = tempfile::tempdir().unwrap();
+            announce(base.path(), &[]);
+            let sizes = next(base.path());
+            assert!(is_proven(&sizes, 64, 16));
+            assert!(!is_proven_of(&sizes, client(2, false), tokens, theirs));
+            assert!(!is_proven(&sizes, 64, 16), "{theirs}");
+            let sizes = next(base.path());
+            assert!(!is_proven(&sizes, 64, 16), "{theirs}");
+            assert!(is_proven(&sizes, 31, 16), "by its lookups: {theirs}");
+        }
+    }
+
+    #[test]
+    fn file_of_another_folder_or_damaged_says_nothing() {
+        let [base, other] = [(); 2].map(|()| tempfile::tempdir().unwrap());
+        let file = |base: &Path| base.join("a/chunk-sizes");
+        for base in [base.path(), other.path()] {
+            announce(base, &[]);
+        }
+        let content = std::fs::read(file(base.path())).unwrap();
+        std::fs::write(file(other.path()), &content).unwrap();
+        assert!(!is_proven(&next(other.path()), 64, 16));
+        assert!(is_proven(&next(other.path()), 64, 16));
+        for damaged in [&content[..9], &[&content[..], b"\nx"].concat(), &[]] {
+            std::fs::write(file(base.path()), damaged).unwrap();
+            assert!(!is_proven(&next(base.path()), 64, 16), "{damaged:?}");
+        }
+        // A line that a crash has cut off is a size more.
+        std::fs::write(file(base.path()), [&content[..], b"\n3"].concat()).unwrap();
+        announce(base.path(), &[32]);
+        let sizes = next(base.path());
+        assert!(!is_proven(&sizes, 96, 16));
+        assert!(is_proven(&sizes, 80, 16));
+    }
+
+    #[test]
+    fn more_announced_sizes_than_are_kept_exclude_none() {
+        let base = tempfile::tempdir().unwrap();
+        let all: Vec<_> = (1..=MAX_SIZES as u64).map(|size| size * 48).collect();
+        announce(base.path(), &all);
+        let sizes = next(base.path());
+        assert!(!is_proven(&sizes, 64, 16));
+        assert!(is_proven(&sizes, 31, 16));
+        assert_eq!(sizes.table.lock().announced.len(), MAX_SIZES + 1);
     }
 }

@@ -7,11 +7,13 @@
 //!
 //! A lookup is `pending` while the tiers are asked, `unread` until its result was asked for, and known until its session ends.
 
+mod announced;
 mod chunk_sizes;
 mod held;
 mod recent;
 
 use std::collections::{HashMap, HashSet};
+use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -34,10 +36,10 @@ use tokio::sync::watch;
 
 use super::context::Context;
 use super::handed::millis;
-use super::instances::{Instance, Unserved};
+use super::instances::{Instance, Unserved, gcd};
 use super::{Answer, Caller, Reply};
-use chunk_sizes::ChunkSizes;
 pub use chunk_sizes::SeenState;
+use chunk_sizes::{ChunkSizes, LookupRange};
 pub use held::LookupsState;
 use held::{HeldLookup, HeldLookups, LookupOutcome};
 pub use recent::{RecentLookup, RecentLookups};
@@ -71,7 +73,7 @@ impl Lookups {
         Self {
             held: Arc::default(),
             prompts: PromptMemory::new(hasher, PROMPT_MEMORY_BYTES),
-            chunk_sizes: ChunkSizes::new(context.chunk_size),
+            chunk_sizes: ChunkSizes::new(context.chunk_size, context.state.as_ref().ok()),
             recent: Arc::default(),
             scheduler_pings: Mutex::default(),
             waits_ended: watch::Sender::new(false),
@@ -244,9 +246,13 @@ impl Lookups {
             return early_exit("not_registered_again");
         }
         let tokens = key.tokens.token_count;
+        let range = LookupRange {
+            tokens: tokens as u64,
+            end: key.end,
+            block: block_tokens(&instances, key.tokens.chunk_size),
+        };
         // A client that names its chunk size has it.
-        if key.chunk_tokens.is_none() && !self.chunk_sizes.is_proven(caller, tokens as u64, key.end)
-        {
+        if key.chunk_tokens.is_none() && !self.chunk_sizes.is_proven(caller, range) {
             metrics.unproven_lookups.inc();
             return Err("unproven_chunk_size");
         }
@@ -504,6 +510,14 @@ impl Lookups {
             self.held.remove_where(|lookup| lookup.created < limit);
         }
     }
+}
+
+/// Greatest common divisor of the tokens of all these workers' blocks; 1 if these chunks are no whole blocks.
+fn block_tokens(instances: &[Vec<Arc<Instance>>], chunk_size: NonZeroUsize) -> u64 {
+    let blocks = instances.iter().flatten().map(|it| it.block_tokens());
+    let block = blocks.fold(0, gcd);
+    let is_whole = block > 0 && (chunk_size.get() as u64).is_multiple_of(block);
+    if is_whole { block } else { 1 }
 }
 
 /// The rows of a lookup: rank after rank, object groups within.

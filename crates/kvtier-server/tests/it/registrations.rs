@@ -304,6 +304,37 @@ fn client_that_negotiated_its_chunk_size_is_not_served_for_good() {
 }
 
 #[test]
+fn repeated_prompt_hits_after_a_restart() {
+    let bed = Bed::new("repeated");
+    let server = bed.start();
+    let mut worker = pages(&server, Scope::new("kept/repeated"));
+    let mut other = server.connect();
+    assert!(other.ping(None).unwrap());
+    assert!(store(&mut worker, 1));
+    ping_twice(&server, worker.connection());
+    drop(server);
+    let server = bed.start();
+    let len = worker.chunk_bytes();
+    for request in ["first", "second"] {
+        let found = load(&mut worker, 1, request);
+        assert_eq!(found, Some(bytes(1, 0, len)), "{request}");
+    }
+    assert_eq!(server.engine().metrics().unproven_lookups.get(), 0);
+    // A client that no server of this instance can have told its chunk size: it has no hits, and others may be such clients.
+    let (scope, tokens) = (Scope::new("kept/repeated"), prompt(1, 2));
+    let key = scope.scheduler_key(&tokens, 0..24, "other");
+    assert_eq!(other.lookup_hits(&key).unwrap(), 0);
+    assert_eq!(load(&mut worker, 1, "third"), None);
+    assert_eq!(server.engine().metrics().unproven_lookups.get(), 2);
+    prove_chunk_size(&mut worker);
+    assert_eq!(load(&mut worker, 1, "fourth"), Some(bytes(1, 0, len)));
+    drop(server);
+    let server = bed.start();
+    assert_eq!(load(&mut worker, 1, "fifth"), None);
+    server.assert_sound();
+}
+
+#[test]
 fn client_that_may_have_timed_out_is_not_served() {
     // Its pings do not tell how soon it abandons a transfer.
     let bed = Bed::new("unknown");
