@@ -275,6 +275,25 @@ def test_failed_second_tier_is_a_warning(place, examine, tmp_path):
     assert "works, with warnings: second tiers" in checks[""][1]
 
 
+# -- clients -------------------------------------------------------------------------------------
+
+
+def test_clients_that_are_not_served_are_a_warning(place, examine):
+    """As ``kvtier status`` has it: the release, and what to install."""
+    server = place.server()
+    server.expect_trouble("LMCache 0.3.10")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.linger = 0
+        client.connect(server.url)
+        client.send_multipart([b"\0", b"\7"])
+        assert client.poll(30_000) and client.recv_multipart() == [b"\0", b"\7"]
+    status, checks = examine(server.url, "--http", server.http)
+    verdict, text = checks["clients"]
+    assert status == 0 and verdict == "warning" and "install lmcache 0.4.2 to" in text
+    shown = subprocess.run([our_command()[0], "status", server.http], capture_output=True, text=True, check=False).stdout
+    assert f"warning   {text}" in shown
+
+
 # -- shared memory -------------------------------------------------------------------------------
 
 

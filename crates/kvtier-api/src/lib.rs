@@ -62,7 +62,7 @@ pub struct Health {
     /// Names of the tiers that fail, as in `/status`; absent if all work. They do not make the server unhealthy.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub failed_tiers: Vec<String>,
-    /// What an operator should look after although the server is healthy; absent if there is nothing.
+    /// What operators should know although the server is healthy, one sentence each; absent if there is nothing.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub warnings: Vec<String>,
 }

@@ -15,6 +15,8 @@ use crate::tiers::{TierEvictionStatus, TierStatus};
 pub struct Status {
     /// Whether requests are served, no component has failed and L1's accounting has no errors.
     pub is_healthy: bool,
+    /// What operators should know although the server is healthy, one sentence each.
+    pub warnings: Vec<String>,
     /// LMCache's name of this kind of server.
     pub engine_type: String,
     /// `kvtier`; empty for LMCache's own server.

@@ -18,6 +18,7 @@ use kvtier_tenants::Salts;
 use kvtier_tiers::L2;
 use kvtier_trace::Tracer;
 
+use super::client_warnings::ClientWarnings;
 use super::devices::Devices;
 use super::instances::Instances;
 
@@ -43,6 +44,7 @@ pub struct Context {
     pub metrics: Arc<Metrics>,
     pub tracer: Tracer,
     pub clock: Arc<Clock>,
+    pub client_warnings: ClientWarnings,
 }
 
 /// Tokens per chunk of a client that asks for `asked`, of a server with this chunk size.

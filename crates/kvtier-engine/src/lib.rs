@@ -22,6 +22,7 @@
 
 mod admin;
 mod answer;
+mod client_warnings;
 mod context;
 mod devices;
 mod hand_over;
@@ -75,6 +76,7 @@ pub use kvtier_tiers::{IndexHandOver, IndexSender, IndexState, PausedTiers};
 use kvtier_tiers::{L2, TiersHandOver};
 use kvtier_trace::Tracer;
 
+use client_warnings::ClientWarnings;
 use context::Context;
 use devices::Devices;
 use instances::Instances;
@@ -250,6 +252,7 @@ impl Engine {
             metrics,
             tracer,
             clock,
+            client_warnings: ClientWarnings::default(),
         };
         Ok((context, quotas))
     }
@@ -431,6 +434,21 @@ impl Engine {
         self.context.instances.get(id).is_some()
     }
 
+    /// Counts a request that no served release of LMCache sends, and warns of its client in the log, in health probes and in
+    /// `/status`. One that sends many, or many clients of a kind, are one warning.
+    pub fn warn_of_client(&self, connection: u64, text: &str) {
+        self.context.metrics.unknown_requests.inc();
+        let now = self.context.now();
+        if self.context.client_warnings.insert(connection, text, now) {
+            tracing::warn!(connection, "{text}");
+        }
+    }
+
+    /// What operators should know although the server is healthy.
+    pub fn warnings(&self) -> Vec<String> {
+        self.admin.warnings()
+    }
+
     /// Notes that workers have lost the connection by which alone they are known.
     pub fn lose_workers(&self, ids: &[InstanceId]) {
         let instances = ids.iter().filter_map(|id| self.context.instances.get(*id));
@@ -463,6 +481,8 @@ impl Engine {
     pub fn forget_connection(&self, connection: u64) {
         self.lookups.chunk_sizes.forget(connection);
         self.transfers.refused_retrieves.forget(connection);
+        let now = self.context.now();
+        self.context.client_warnings.forget(connection, now);
     }
 
     /// Entries of connections.

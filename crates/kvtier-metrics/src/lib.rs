@@ -99,6 +99,8 @@ pub struct Metrics {
     pub undeliverable: Counter,
     /// Messages that are no request of the protocol.
     pub malformed_messages: Counter,
+    /// Requests that no served release of LMCache sends.
+    pub unknown_requests: Counter,
     /// Handlers that panicked; each got its operation's failure answer.
     pub handler_panics: Counter,
     /// Workers considered dead after their silence.
@@ -306,6 +308,10 @@ impl Metrics {
                 "Replies whose client had left or did not read",
             ),
             malformed_messages: own.add("malformed_messages", "Messages that are no request"),
+            unknown_requests: own.add(
+                "unknown_requests",
+                "Requests that no served release of LMCache sends",
+            ),
             handler_panics: own.add("handler_panics", "Handlers that panicked"),
             reaped_instances: own.add("reaped_instances", "Workers considered dead"),
             expired_transfers: own.add(

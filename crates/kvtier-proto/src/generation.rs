@@ -9,6 +9,7 @@ mod candidates;
 mod field;
 mod release;
 mod tables;
+mod unknown_fields;
 
 pub use candidates::{Candidates, KnownClient, Resolved, Unresolved};
 pub use release::Release;
@@ -34,6 +35,19 @@ pub enum Generation {
     G5,
     /// 0.5.3 to 0.5.7.
     G6,
+}
+
+/// The releases of LMCache whose clients are served, first to last.
+#[must_use]
+pub fn served_releases() -> String {
+    let first = Generation::G1.releases().split(' ').next();
+    let last = Generation::ALL[Generation::ALL.len() - 1].releases();
+    let last = last.split(' ').next_back();
+    format!(
+        "{} to {}",
+        first.unwrap_or_default(),
+        last.unwrap_or_default()
+    )
 }
 
 /// One row of a generation's table.

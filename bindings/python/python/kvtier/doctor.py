@@ -136,6 +136,7 @@ class Doctor:
                 self.report("transfer modes", "FAILED", "no mode can be used", "start the server with --supported-transfer-mode auto")
         self._versions_agree()
         self._second_tiers()
+        self._warnings()
         self._gpu(chunk)
 
     # -- the server --------------------------------------------------------------------------
@@ -213,6 +214,12 @@ class Doctor:
                 remedy = "the server works without them: what is only there is computed again. Its log has more"
                 raise Finding("warning", f"{len(failed)} of {len(tiers)} failed: {', '.join(causes)}", remedy)
             ok(f"{', '.join(tier['name'] for tier in tiers)}")
+
+    def _warnings(self) -> None:
+        """Repeats what the server warns of, as the HTTP API says; nothing without one that is the server's."""
+        status = self.get_if_possible("/status") if self.is_http_of_server else {}
+        for text in status.get("warnings", []):
+            self.report("clients", "warning", text)
 
     # -- bytes -------------------------------------------------------------------------------
 

@@ -77,11 +77,12 @@ impl Admin {
         l2.map_or_else(Vec::new, |l2| l2.failed_tiers())
     }
 
-    /// What an operator should look after although the engine serves. Open to all, so without names of files or tenants.
+    /// What operators should know although the server is healthy. Open to all, so without names of files or tenants.
     pub fn warnings(&self) -> Vec<String> {
         let full = self.context.l2.iter().flat_map(|l2| l2.full_tiers());
-        let line = |tier| format!("tier {tier} is full: objects are not stored there");
-        full.map(line).collect()
+        let full = full.map(|tier| format!("tier {tier} is full: objects are not stored there"));
+        let clients = self.context.client_warnings.current(self.context.now());
+        full.chain(clients).collect()
     }
 
     /// The whole state.
@@ -215,6 +216,7 @@ impl Admin {
         let reap = config.worker_reap_timeout;
         Status {
             is_healthy: healthy && memory_healthy,
+            warnings: self.warnings(),
             engine_type: "MPCacheServer".to_owned(),
             server: "kvtier".to_owned(),
             version: Some(env!("CARGO_PKG_VERSION").to_owned()),

@@ -17,6 +17,10 @@ use crate::wire::DecodeError;
 /// The uid frame of a client's first request.
 const FIRST_UID: &[u8] = &[0];
 
+/// What get_chunk_size, the first request of an adapter, is in releases that are older than every generation, and which
+/// those are. No generation has these numbers without payloads.
+const TOO_OLD: [(i64, &str); 2] = [(7, "0.3.10 to 0.3.13"), (8, "0.3.14 or 0.3.15")];
+
 /// Largest key that is read to find a generation: a prompt of 800,000 token ids.
 const MAX_KEY_BYTES: usize = 4 << 20;
 
@@ -110,6 +114,12 @@ pub enum Unresolved {
         id: String,
         /// The releases that were possible.
         releases: String,
+    },
+    /// The first request of a client that is older than every generation.
+    #[error("get_chunk_size of clients of {releases}, which are not served")]
+    TooOld {
+        /// Its releases.
+        releases: &'static str,
     },
     /// The number of payload frames fits no row.
     #[error("operation {id} of clients of {releases} does not have {found} payloads")]
@@ -234,6 +244,9 @@ impl Candidates {
         if let Some(generation) = self.decided() {
             let spec = decided(generation, id, &request.payloads)?;
             return Ok(self.resolved(request, id, (generation, spec), &[]));
+        }
+        if let Some(releases) = too_old(request, id) {
+            return Err(Unresolved::TooOld { releases });
         }
         let mut readings = self.readings(id, &request.payloads)?;
         self.drop_unsent(request, &mut readings);
@@ -371,6 +384,14 @@ impl Candidates {
         let releases: Vec<_> = self.iter().map(Generation::releases).collect();
         releases.join(", ")
     }
+}
+
+/// The releases, older than every generation, whose adapters begin with this request.
+fn too_old(request: &RequestFrames<'_>, id: OperationId<'_>) -> Option<&'static str> {
+    let is_first = request.uid == FIRST_UID && request.payloads.is_empty();
+    let same = |(number, _): &(i64, _)| id == OperationId::Number(*number);
+    let found = TOO_OLD.iter().find(|known| is_first && same(known));
+    found.map(|(_, releases)| *releases)
 }
 
 fn bit(generation: Generation) -> u8 {

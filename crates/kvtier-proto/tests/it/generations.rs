@@ -63,6 +63,34 @@ fn the_first_request_of_a_fresh_adapter_decides() {
     }
 }
 
+#[test]
+fn first_request_of_a_release_too_old_is_known() {
+    for (number, released) in [(7, "0.3.10 to 0.3.13"), (8, "0.3.14 or 0.3.15")] {
+        let mut candidates = Candidates::all();
+        assert_eq!(
+            ask(&mut candidates, 0, number, &[], &[G6]),
+            Err(Unresolved::TooOld { releases: released })
+        );
+        assert_eq!(candidates, Candidates::all());
+        // Later on it is a request of another release, or none.
+        assert!(!matches!(
+            ask(&mut candidates, 1, number, &[], &[G6]),
+            Err(Unresolved::TooOld { .. })
+        ));
+    }
+}
+
+#[test]
+fn served_releases_are_those_of_all_generations() {
+    let served = kvtier_proto::generation::served_releases();
+    let (first, last) = served.split_once(" to ").unwrap();
+    assert_eq!(first, G1.releases());
+    assert!(
+        G6.releases().ends_with(last) && !last.is_empty(),
+        "{served}"
+    );
+}
+
 /// get_chunk_size is an adapter's request 0 and no other: an int in answer to a ping ends the receiving of 0.4.2 and 0.4.6.
 #[test]
 fn pings_after_a_reconnect_are_no_chunk_size() {

@@ -34,6 +34,8 @@ fn requests_decode_and_encode_like_the_client() {
             let mut candidates = Candidates::only(Generation::G6);
             let spec = candidates.resolve(&request, &[]).unwrap().spec;
             assert_eq!(spec.operation, operation, "{context}");
+            let payloads = request.payloads.iter().copied();
+            assert_eq!(spec.unknown_field(payloads), None, "{context}");
 
             let decoded = Request::decode(spec, &request.payloads, &mut VecTokens)
                 .unwrap_or_else(|error| panic!("{context}: {error}"));

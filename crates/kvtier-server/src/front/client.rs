@@ -14,6 +14,7 @@ use super::limits::{
 use super::names::{LookupNumbers, RandomIds, WorkerNames};
 use super::pause::ClientState;
 use super::request::Job;
+use super::warnings::UnknownField;
 use kvtier_engine::Engine;
 use kvtier_sync::budget::Budget;
 
@@ -82,6 +83,10 @@ pub struct Client {
     longest_lookup: u64,
     /// Whether the log has its release, if that is an old one.
     pub is_logged: bool,
+    /// Whether its release has no hits.
+    pub is_unserved: bool,
+    /// Operations whose first request was searched for unknown fields, one bit each.
+    searched: u64,
 }
 
 /// Requests that wait for the generation of their client.
@@ -104,6 +109,19 @@ impl Client {
             Operation::EndSession => work.max(self.longest_lookup),
             _ => work,
         }
+    }
+
+    /// The unknown field of a request, if it is the first of its operation: a release sends the same fields each time.
+    pub fn unknown_field(&mut self, job: &Job) -> Option<UnknownField> {
+        let resolved = &job.sender.resolved;
+        let bit = 1 << resolved.spec.operation as u32;
+        if !resolved.certain || self.searched & bit != 0 {
+            return None;
+        }
+        self.searched |= bit;
+        let field = UnknownField::find(resolved, &job.payloads);
+        self.is_unserved |= matches!(field, Some(UnknownField::ChunkHash));
+        field
     }
 
     /// Whether none of its requests waits or runs.
@@ -215,6 +233,8 @@ impl Budgets {
             control: Arc::default(),
             longest_lookup: 0,
             is_logged: false,
+            is_unserved: false,
+            searched: 0,
         }
     }
 }

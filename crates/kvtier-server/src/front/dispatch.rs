@@ -16,6 +16,7 @@ use super::names::lookup_number;
 use super::outbox::Outgoing;
 use super::request::{Job, RequestSender, Server, error_frame};
 use super::serve::Front;
+use super::warnings;
 use kvtier_engine::{Answer, Engine};
 use kvtier_sync::RateLimited;
 
@@ -139,6 +140,9 @@ impl Front {
             },
             payloads,
         };
+        if let Some(field) = client.unknown_field(&job) {
+            self.server.engine.warn_of_client(id, &field.warning());
+        }
         if resolved.needs_decision {
             match client.defer(job, now) {
                 None => return,
@@ -155,6 +159,9 @@ impl Front {
         let Some(client) = self.connections.client(id, || self.budgets.client(id)) else {
             return;
         };
+        if operation == Operation::Lookup && client.is_unserved {
+            return self.server.refuse(job.sender, "unserved_release");
+        }
         if bytes > limits::max_payload(operation) {
             return self.refuse(job, "request_too_large");
         }
@@ -243,6 +250,9 @@ fn unresolved(
     if let Some(suppressed_lines) = LOG_LIMIT.permit(received) {
         tracing::debug!(%error, suppressed_lines, "a request that no table knows");
     }
+    if let Some(text) = warnings::unresolved(error) {
+        server.engine.warn_of_client(client.peer.id, &text);
+    }
     let candidates = client.candidates;
     let id = OperationId::decode(message.op).ok();
     // A client that calls by name is of a release that takes a text, unless its connection has proved otherwise.
@@ -254,6 +264,8 @@ fn unresolved(
         rows.last()
     });
     let answer = match known {
+        // No value: its adapter computes with it and fails at once. Any other answer ends its receiving, and it waits for ever.
+        _ if matches!(error, Unresolved::TooOld { .. }) => Answer::nothing(),
         Some(spec) => Answer::refusal_with(spec.operation, spec.response, "payload_count", error),
         None => Answer::error(error.to_string(), "unknown_operation"),
     };

@@ -23,6 +23,7 @@ mod serve;
 mod socket;
 #[cfg(test)]
 mod tests;
+mod warnings;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

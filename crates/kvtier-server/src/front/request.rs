@@ -17,9 +17,9 @@ use super::lanes::Turn;
 use super::limits::{JOB_BYTES, SMALL_REPLY, answers_much};
 use super::names::first_number;
 use super::outbox::{Outbox, Outgoing};
+use super::warnings;
 use kvtier_engine::{Answer, Caller, Engine, Payload, Reply, ReplyTarget};
 use kvtier_http::Health;
-use kvtier_sync::RateLimited;
 use kvtier_sync::budget::Charge;
 use kvtier_zmtp::write_frame_header;
 
@@ -308,11 +308,9 @@ impl Server {
                 self.engine.handle(context.caller, &request, reply);
             }
             Err(error) => {
-                static LOG_LIMIT: RateLimited = RateLimited::per_second();
-                if let Some(suppressed_lines) = LOG_LIMIT.permit(Instant::now()) {
-                    let operation = spec.operation.name();
-                    tracing::warn!(operation, %error, suppressed_lines, "a request could not be decoded");
-                }
+                let text = warnings::undecodable(spec, &error);
+                let connection = context.caller.connection;
+                self.engine.warn_of_client(connection, &text);
                 let (operation, kind) = (spec.operation, spec.response);
                 reply.answer(Answer::refusal_with(operation, kind, "undecodable", &error));
             }

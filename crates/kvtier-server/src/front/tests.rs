@@ -420,7 +420,7 @@ fn no_client_fills_the_log() {
         "a message that is no request was dropped",
         "a request that no table knows",
         "a client's request was refused",
-        "a request could not be decoded",
+        "that cannot be decoded",
     ] {
         // One a second; this does not take 50.
         let times = log.lines().filter(|line| line.contains(said)).count();

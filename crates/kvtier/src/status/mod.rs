@@ -109,6 +109,9 @@ fn summary(url: &str, status: &Status) -> String {
     let uptime = uptime.map(|uptime| format!("up {}", HumanDuration(uptime)));
     let about = [version, status.instance_id.clone(), uptime];
     line(&mut out, "server", &format!("{url}: {health}"), about);
+    for warning in &status.warnings {
+        line(&mut out, "warning", warning, []);
+    }
 
     let manager = &status.storage_manager;
     let l1 = &manager.l1_manager;

@@ -3,6 +3,7 @@
 
 mod lookups;
 mod pings;
+mod unserved;
 mod workers;
 
 use kvtier_client::InstanceId;

@@ -1,0 +1,108 @@
+//! Warnings about clients whose release is not served, for the log, health probes and `/status`.
+//!
+//! A warning stands while a client that caused it is connected, and [`LASTING`] longer: such a client may end at once, and be
+//! started again and again.
+//!
+//! The mutex guards the warnings; no other lock is acquired inside.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use kvtier_sync::Mutex;
+
+/// Time that a warning stands without its clients.
+const LASTING: Duration = Duration::from_secs(600);
+
+/// Most warnings at once; further ones are left out.
+const MAX_WARNINGS: usize = 16;
+
+/// Most connections of one warning. Further ones end unnoticed.
+const MAX_CONNECTIONS: usize = 1024;
+
+struct Warning {
+    connections: BTreeSet<u64>,
+    /// When a client last caused it, or the last of its connections ended.
+    last: Duration,
+}
+
+/// The warnings by their texts.
+#[derive(Default)]
+pub struct ClientWarnings {
+    warnings: Mutex<BTreeMap<String, Warning>>,
+}
+
+impl ClientWarnings {
+    /// Notes that a client causes a warning; returns whether it is a new one.
+    pub fn insert(&self, connection: u64, text: &str, now: Duration) -> bool {
+        let mut warnings = self.warnings.lock();
+        warnings.retain(|_, warning| stands(warning, now));
+        let is_new = !warnings.contains_key(text);
+        if is_new && warnings.len() >= MAX_WARNINGS {
+            return false;
+        }
+        let warning = warnings.entry(text.to_owned()).or_insert(Warning {
+            connections: BTreeSet::new(),
+            last: now,
+        });
+        warning.last = now;
+        if warning.connections.len() < MAX_CONNECTIONS {
+            warning.connections.insert(connection);
+        }
+        is_new
+    }
+
+    /// Forgets a connection that has ended.
+    pub fn forget(&self, connection: u64, now: Duration) {
+        for warning in self.warnings.lock().values_mut() {
+            if warning.connections.remove(&connection) {
+                warning.last = now;
+            }
+        }
+    }
+
+    /// The texts of the warnings that stand.
+    pub fn current(&self, now: Duration) -> Vec<String> {
+        let warnings = self.warnings.lock();
+        let standing = warnings.iter().filter(|(_, warning)| stands(warning, now));
+        standing.map(|(text, _)| text.clone()).collect()
+    }
+}
+
+fn stands(warning: &Warning, now: Duration) -> bool {
+    !warning.connections.is_empty() || now.saturating_sub(warning.last) < LASTING
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn warning_stands_while_client_is_connected_and_for_a_time() {
+        let warnings = ClientWarnings::default();
+        assert!(warnings.insert(1, "a", SECOND));
+        assert!(!warnings.insert(2, "a", SECOND));
+        warnings.forget(1, SECOND);
+        assert_eq!(warnings.current(10 * LASTING), ["a"]);
+        warnings.forget(2, 10 * LASTING);
+        assert_eq!(warnings.current(11 * LASTING - SECOND), ["a"]);
+        assert_eq!(warnings.current(11 * LASTING), [""; 0]);
+        assert!(warnings.insert(3, "a", 11 * LASTING));
+    }
+
+    #[test]
+    fn warnings_are_bounded() {
+        let warnings = ClientWarnings::default();
+        for number in 0..MAX_WARNINGS {
+            assert!(warnings.insert(1, &number.to_string(), SECOND));
+        }
+        assert!(!warnings.insert(1, "more", SECOND));
+        assert_eq!(warnings.current(SECOND).len(), MAX_WARNINGS);
+        for connection in 0..2 * MAX_CONNECTIONS as u64 {
+            warnings.insert(connection, "0", SECOND);
+        }
+        let warnings = warnings.warnings.lock();
+        assert_eq!(warnings["0"].connections.len(), MAX_CONNECTIONS);
+    }
+}

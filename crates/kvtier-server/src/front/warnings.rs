@@ -1,0 +1,79 @@
+//! Texts of warnings about clients whose release is not served: what they sent, and what to install.
+
+use kvtier_proto::generation::{Generation, OperationSpec, Resolved, Unresolved, served_releases};
+use kvtier_proto::wire::DecodeError;
+
+/// Where operators read which releases are served.
+const PAGE: &str = "docs/clients.md";
+
+/// A field of keys that 0.4.1 sends; all else it sends is as of 0.4.2.
+const CHUNK_HASH: &str = "chunk_hash";
+
+/// A request that no table knows; `None` if it is of no client of LMCache.
+pub fn unresolved(error: &Unresolved) -> Option<String> {
+    match error {
+        Unresolved::BadOperation(_) => None,
+        Unresolved::TooOld { releases } => Some(format!(
+            "a client of LMCache {releases} was refused, and its engine does not start; install lmcache {}: {PAGE}",
+            served_releases()
+        )),
+        Unresolved::UnknownOperation { id, .. } => {
+            Some(unknown(&format!("operation {id}"), "it was refused"))
+        }
+        Unresolved::PayloadCount { id, found, .. } => {
+            let what = format!("operation {id} with {found} payloads");
+            Some(unknown(&what, "it was refused"))
+        }
+    }
+}
+
+fn unknown(what: &str, outcome: &str) -> String {
+    format!(
+        "a client sent {what}, which no served release of LMCache sends; {outcome}. Served are {}: {PAGE}",
+        served_releases()
+    )
+}
+
+/// A request whose payloads cannot be decoded.
+pub fn undecodable(spec: &OperationSpec, error: &DecodeError) -> String {
+    format!(
+        "a client sent operation {} that cannot be decoded ({error}), and was refused; if its release of LMCache is none of {}, \
+         install one of those: {PAGE}",
+        spec.operation.name(),
+        served_releases()
+    )
+}
+
+/// A request with a field that is not known.
+pub enum UnknownField {
+    /// Its client is of 0.4.1.
+    ChunkHash,
+    /// The field is ignored.
+    Ignored(String),
+}
+
+impl UnknownField {
+    /// That of a request, if it has one.
+    pub fn find(resolved: &Resolved, payloads: &[Vec<u8>]) -> Option<Self> {
+        let spec = resolved.spec;
+        let (field, name) = spec.unknown_field(payloads.iter().map(Vec::as_slice))?;
+        if resolved.generation == Generation::G1 && name == CHUNK_HASH {
+            return Some(Self::ChunkHash);
+        }
+        let (field, operation) = (field.name(), spec.operation.name());
+        let what = format!("field {name:?} in {field} of operation {operation}");
+        Some(Self::Ignored(unknown(&what, "the field was ignored")))
+    }
+
+    /// The warning.
+    pub fn warning(self) -> String {
+        match self {
+            Self::ChunkHash => format!(
+                "a client of LMCache 0.4.1 connected and has no hits: it never pings, so it would not learn of a failed load; \
+                 install lmcache {}: {PAGE}",
+                served_releases()
+            ),
+            Self::Ignored(text) => text,
+        }
+    }
+}
