@@ -434,6 +434,11 @@ impl Engine {
         self.context.instances.get(id).is_some()
     }
 
+    /// Notes a chunk size that a client is about to learn. One that is new to this instance waits for the disk.
+    pub fn announce_chunk_size(&self, tokens: u32) {
+        self.lookups.chunk_sizes.announced(tokens.into());
+    }
+
     /// Counts a request that no served release of LMCache sends, and warns of its client in the log, in health probes and in
     /// `/status`. One that sends many, or many clients of a kind, are one warning.
     pub fn warn_of_client(&self, connection: u64, text: &str) {
@@ -515,11 +520,6 @@ impl Engine {
     /// Names of the tiers that fail.
     pub fn failed_tiers(&self) -> Vec<String> {
         self.admin.failed_tiers()
-    }
-
-    /// What an operator should look after although the engine serves.
-    pub fn warnings(&self) -> Vec<String> {
-        self.admin.warnings()
     }
 
     /// [`Admin::scrape`].

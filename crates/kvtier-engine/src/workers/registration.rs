@@ -234,7 +234,8 @@ impl Workers {
             self.context.chunk_size(context.chunk_tokens).get() as u64,
         )?;
         let may_map = self.may_map_pool(caller, context)?;
-        let kind = self.context.config().byte_kind(context.model_name);
+        let config = self.context.config();
+        let kind = config.byte_kind(context.model_name);
         let model = layout.model().with_byte_kind(kind);
         let is_windowed = layout.groups.iter().any(EngineDrivenGroup::is_windowed);
         let mode = Mode::EngineDriven {

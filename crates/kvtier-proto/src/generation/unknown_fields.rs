@@ -13,6 +13,7 @@ const KEY: &[&str] = &[
     "worker_id",
     CHUNK_TOKENS,
     "token_ids",
+    "token_bytes",
     "start",
     "end",
     "request_id",
@@ -31,6 +32,7 @@ const ENGINE_DRIVEN_CONTEXT: &[&str] = &[
     "dtype_str",
     "use_mla",
     "num_physical_slots",
+    "group_layouts",
     CHUNK_TOKENS,
 ];
 

@@ -329,7 +329,10 @@ impl Server {
         let bound = &context.peer.chunk_tokens;
         let minimum = self.chunk_tokens(context);
         match chunk::aligned(minimum, alignment) {
-            Ok(tokens) if *bound.get_or_init(|| tokens) == tokens => chunk_size_answer(tokens),
+            Ok(tokens) if *bound.get_or_init(|| tokens) == tokens => {
+                self.engine.announce_chunk_size(tokens);
+                chunk_size_answer(tokens)
+            }
             refused => {
                 let error = match refused {
                     Ok(_) => DecodeError::at(

@@ -93,13 +93,7 @@ impl HeldLookups {
 
     /// Sets the result of a pending lookup, of what lies behind the first `covered` chunks of the prompt. If the lookup was
     /// removed or freed, nothing happens.
-    pub fn complete(
-        &self,
-        request_id: &str,
-        serial: u64,
-        covered: usize,
-        mut result: Prefetched,
-    ) {
+    pub fn complete(&self, request_id: &str, serial: u64, covered: usize, mut result: Prefetched) {
         result.lookup.lease.shift(covered);
         for cell in &mut result.loaded {
             cell.chunk += covered;
