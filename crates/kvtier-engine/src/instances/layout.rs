@@ -35,7 +35,7 @@ pub struct ModelLayout {
     pub page_bound: bool,
     /// Type of all values of all objects, where tiers can use it.
     pub element: Option<Element>,
-    /// Whether some objects are untyped bytes, and neither the registration nor the configuration says of which kind. Engines
+    /// Whether some objects are untyped bytes whose kind neither the registration nor the configuration names. Engines
     /// of several kinds then share objects.
     pub unnamed_bytes: bool,
 }
