@@ -32,7 +32,7 @@ const BASE: &str = "/dev/shm";
 const PREFIX: &str = "kvtier_";
 
 /// Time without a change after which a folder that no server has locked is removed.
-const MAX_IDLE: Duration = Duration::from_hours(1);
+const MAX_IDLE: Duration = Duration::from_secs(60 * 60);
 
 /// Name of a file that is being written.
 const UNFINISHED: &str = "unfinished";
