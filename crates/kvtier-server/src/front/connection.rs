@@ -10,7 +10,6 @@ use rustix::net::{Shutdown, shutdown};
 
 use super::allowance::Allowance;
 use super::client::Client;
-use super::connections::Large;
 use super::limits::MAX_SMALL_OUTPUT;
 use super::outbox::Outgoing;
 use super::output::{Output, oldest, push_reply, write_to};
@@ -89,6 +88,9 @@ pub enum Closed {
     )]
     Memory,
 }
+
+/// The beginning of a large message, and the number of its connection.
+pub type Large = (Instant, u64);
 
 /// A connection.
 pub struct Connection {

@@ -19,7 +19,7 @@ use kvtier_zmtp::{Error, Limits, Message};
 
 use super::allowance::Allowance;
 use super::client::Client;
-use super::connection::{Closed, Connection, SCRATCH_BYTES};
+use super::connection::{Closed, Connection, Large, SCRATCH_BYTES};
 use super::limits;
 use super::outbox::Outgoing;
 use super::poll::{Interest, Poller, Ready};
@@ -29,7 +29,6 @@ use kvtier_metrics::Metrics;
 use kvtier_sync::RateLimited;
 
 use accepting::{Accept, Guest};
-pub use large::Large;
 #[cfg(test)]
 pub use large::ROUND_BYTES;
 pub use suspended::Suspended;

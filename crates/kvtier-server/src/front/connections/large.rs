@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use kvtier_sync::RateLimited;
 
-use super::super::connection::{Closed, SCRATCH_BYTES, TURN_BYTES};
+use super::super::connection::{Closed, Large, SCRATCH_BYTES, TURN_BYTES};
 use super::super::poll::Interest;
 use super::{Connections, Happened};
 
@@ -22,9 +22,6 @@ pub const ROUND_BYTES: usize = 4 * TURN_BYTES;
 
 /// Age of a large message from which on it stalls if nothing more of it has arrived.
 const STALL: Duration = Duration::from_secs(10);
-
-/// The beginning of a large message, and the number of its connection.
-pub type Large = (Instant, u64);
 
 impl Connections {
     /// Allows a round's bytes, and lets the next paused connection be read if there is memory for it.
