@@ -347,7 +347,10 @@ mod tests {
         // As the next process of its instance finds its own.
         drop(own);
         let own = named(1, PREFIX);
-        assert_eq!(own.remove_unused_others(later), std::slice::from_ref(&ended));
+        assert_eq!(
+            own.remove_unused_others(later),
+            std::slice::from_ref(&ended)
+        );
         assert!(!ended.exists());
         for path in [&own.path(), &running.path(), &other, &link] {
             assert!(path.exists(), "{}", path.display());

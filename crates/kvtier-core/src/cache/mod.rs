@@ -42,7 +42,8 @@ pub use reservation::{
     Committed, KeyOutcome, Reservation, ReserveError, ReserveRequest, Reserved, Staged,
 };
 pub use reserve::ReservedPrompt;
-pub use restore::{DetachedLedger, GrantOrigin, Restored};
+pub use restore::{DetachedLedger, Restored};
+pub use slab::GrantOrigin;
 pub use stats::{Page, SaltUsage, Stats, Usage};
 
 use crate::eviction::EvictionKind;

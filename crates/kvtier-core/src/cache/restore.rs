@@ -2,11 +2,10 @@
 
 use super::lease::OrderedHold;
 use super::reservation::Staged;
-use super::slab::{SlotRef, SlotState};
+use super::slab::{GrantOrigin, SlotRef, SlotState};
 use super::state::{State, TICKS_PER_SECOND};
 use super::{Cache, CacheConfig, ExtentAllocator, ReadLease, Reservation};
 use crate::ledger::{Fault, Found, Journal, Ledger, ObjectState, Rejected, Snapshot, Words};
-use crate::object_key::Namespace;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,15 +23,6 @@ pub struct Restored<A: ExtentAllocator> {
     pub withheld: Reservation<A>,
     /// Readable objects that such clients may still read: they must not be evicted.
     pub read: ReadLease<A>,
-}
-
-/// Namespace and time of a grant of an earlier process.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct GrantOrigin {
-    /// Namespace of the objects.
-    pub namespace: Arc<Namespace>,
-    /// Time of the grant, or of the last use of a readable object.
-    pub granted_at: Duration,
 }
 
 /// A ledger that a cache does not write: the process before may still write it.

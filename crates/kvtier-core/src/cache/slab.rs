@@ -3,7 +3,10 @@
 use super::Extent;
 use crate::block_vec::BlockVec;
 use crate::hashing::ChunkHash;
+use crate::object_key::Namespace;
 use crate::violation::Violation;
+use std::sync::Arc;
+use std::time::Duration;
 
 /// State of a slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -154,6 +157,15 @@ impl Slot {
     pub(super) fn generation(&self) -> u32 {
         self.life >> FACT_BITS
     }
+}
+
+/// Namespace and time of a grant of an earlier process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GrantOrigin {
+    /// Namespace of the objects.
+    pub namespace: Arc<Namespace>,
+    /// Time of the grant, or of the last use of a readable object.
+    pub granted_at: Duration,
 }
 
 /// A slot and its generation: a reference kept beyond the life of its object is recognised.

@@ -14,7 +14,7 @@ use kvtier_core::object_key::{KeyError, KeyScope, MAX_WORLD_SIZE, check_cache_sa
 use kvtier_sync::Mutex;
 
 use super::super::handed::millis;
-use super::super::instances::Unserved;
+use super::super::instances::{Unserved, rows};
 use super::super::lookups;
 use super::Admin;
 use kvtier_tiers::{L2, PrefetchRequest};
@@ -290,7 +290,7 @@ impl Admin {
         let hashes = hasher.hash_chunks(chunk_size, token_ids);
         let begun = (entry.id.clone(), hashes.len());
         let request = Arc::new(PrefetchRequest {
-            rows: lookups::rows(&scope, &instances),
+            rows: rows(&scope, &instances),
             scope,
             hashes: hashes.into(),
             counted: Counted::ALL,

@@ -9,6 +9,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use kvtier_core::GroupRow;
+use kvtier_core::object_key::KeyScope;
 use kvtier_device::EngineMemory;
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_proto::descriptor::TensorDescriptor;
@@ -33,6 +35,21 @@ pub fn gcd(mut a: u64, mut b: u64) -> u64 {
         (a, b) = (b, a % b);
     }
     a
+}
+
+/// The rows of a lookup: rank after rank, object groups within.
+pub fn rows(scope: &KeyScope, instances: &[Vec<Arc<Instance>>]) -> Arc<[GroupRow]> {
+    let mut rows = Vec::new();
+    for (kv_rank, layouts) in scope.kv_ranks().zip(instances) {
+        for layout in layouts.iter().map(|instance| &instance.layout) {
+            rows.extend(layout.groups.iter().map(|group| GroupRow {
+                namespace: scope.namespace(kv_rank, group.id, layout.fingerprint),
+                window: group.window,
+                object_bytes: group.object_bytes,
+            }));
+        }
+    }
+    rows.into()
 }
 
 /// How a worker's bytes travel.

@@ -36,7 +36,7 @@ use tokio::sync::watch;
 
 use super::context::Context;
 use super::handed::millis;
-use super::instances::{Instance, Unserved, gcd};
+use super::instances::{Instance, Unserved, gcd, rows};
 use super::{Answer, Caller, Reply};
 pub use chunk_sizes::SeenState;
 use chunk_sizes::{ChunkSizes, LookupRange};
@@ -518,21 +518,6 @@ fn block_tokens(instances: &[Vec<Arc<Instance>>], chunk_size: NonZeroUsize) -> u
     let block = blocks.fold(0, gcd);
     let is_whole = block > 0 && (chunk_size.get() as u64).is_multiple_of(block);
     if is_whole { block } else { 1 }
-}
-
-/// The rows of a lookup: rank after rank, object groups within.
-pub fn rows(scope: &KeyScope, instances: &[Vec<Arc<Instance>>]) -> Arc<[GroupRow]> {
-    let mut rows = Vec::new();
-    for (kv_rank, layouts) in scope.kv_ranks().zip(instances) {
-        for layout in layouts.iter().map(|instance| &instance.layout) {
-            rows.extend(layout.groups.iter().map(|group| GroupRow {
-                namespace: scope.namespace(kv_rank, group.id, layout.fingerprint),
-                window: group.window,
-                object_bytes: group.object_bytes,
-            }));
-        }
-    }
-    rows.into()
 }
 
 /// Result of a lookup in L1, for its span.

@@ -39,8 +39,7 @@ use kvtier_proto::request::InstanceId;
 use kvtier_sync::Mutex;
 use serde::{Deserialize, Serialize};
 
-use super::super::instances::Instance;
-use super::super::lookups::rows;
+use super::super::instances::{Instance, rows};
 use super::Transfers;
 use super::worker_range::WorkerRange;
 use kvtier_l1::L1Allocator;

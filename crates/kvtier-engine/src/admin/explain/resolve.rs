@@ -9,6 +9,7 @@ use kvtier_core::object_key::check_cache_salt;
 use kvtier_core::{GroupRow, Namespace};
 
 use super::super::super::context::check_name;
+use super::super::super::instances;
 use super::super::super::lookups;
 use super::{Admin, ExplainError, KeyScope, MAX_TOKENS, Place, TenantView};
 
@@ -139,7 +140,7 @@ impl Admin {
         let (rows, refused) = match served {
             Some(served) => {
                 let refused = lookups::unserved(&served).map(|unserved| unserved.name());
-                (lookups::rows(&scope, &served), refused)
+                (instances::rows(&scope, &served), refused)
             }
             None => (rows_of_stored(&scope, &known), Some(NO_WORKER)),
         };
