@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
+use kvtier_error::Result;
 use kvtier_proto::generation::{Candidates, KnownClient};
 use kvtier_proto::operation::Operation;
 
@@ -12,7 +13,7 @@ use super::limits::{
     self, JOB_BYTES, MAX_UNDECIDED, MAX_UNDECIDED_BYTES, REPLY_SHARE, UNDECIDED_PART,
 };
 use super::names::{LookupNumbers, RandomIds, WorkerNames};
-use super::pause::ClientState;
+use super::pause::{ClientState, cannot};
 use super::request::Job;
 use super::warnings::UnknownField;
 use kvtier_engine::Engine;
@@ -129,18 +130,26 @@ impl Client {
         self.transfers.is_idle() && self.control.is_idle()
     }
 
-    /// Its state for the next process; `None` if only this process knows what its names of workers and lookups, or its
-    /// chunks, are.
-    pub fn state(&self) -> Option<ClientState> {
+    /// Its state for the next process, whose chunks have `chunk_tokens` too.
+    ///
+    /// # Errors
+    /// Only this process knows what its names of workers and lookups, or its chunks, are.
+    pub fn state(&self, chunk_tokens: u32) -> Result<ClientState> {
         let peer = &self.peer;
-        if peer.workers.are_in_use()
-            || !peer.lookups.is_empty()
-            || peer.chunk_tokens.get().is_some()
+        if peer.workers.are_in_use() || !peer.lookups.is_empty() {
+            return Err(cannot("a client of LMCache before 0.5.3 is connected"));
+        }
+        if peer
+            .chunk_tokens
+            .get()
+            .is_some_and(|it| *it != chunk_tokens)
         {
-            return None;
+            return Err(cannot(
+                "a client has negotiated another chunk size than --chunk-size",
+            ));
         }
         let known = self.candidates.known();
-        Some(ClientState {
+        Ok(ClientState {
             generations: known.generations,
             release: known.release,
             knows_chunk_size: known.knows_chunk_size,

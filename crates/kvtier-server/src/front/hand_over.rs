@@ -58,7 +58,8 @@ impl Front {
     }
 
     fn suspend(&mut self) -> Result<FrontHandOver> {
-        let (next_connection, connections) = self.connections.suspend()?;
+        let chunk_tokens = self.server.engine.config().chunk_size;
+        let (next_connection, connections) = self.connections.suspend(chunk_tokens)?;
         let mut front = FrontHandOver::default();
         front.state.next_connection = next_connection;
         for connection in connections {

@@ -69,6 +69,15 @@ impl Raw {
         let request = [&[1, 1, number, 0, 15, 0xae][..], b"get_chunk_size"].concat();
         (request, [&head[..], &[0, 1, 16]].concat())
     }
+
+    /// Negotiates its chunk size, as LMCache 0.5.7 does first; the answer is `tokens`, for blocks of as many.
+    fn negotiate(&mut self, tokens: u8) {
+        // The answer has the form of the request.
+        let head = [&[1, 1, 200, 1, 21, 0xb4][..], b"negotiate_chunk_size"].concat();
+        let message = [&head[..], &[0, 1, tokens]].concat();
+        self.send(&message);
+        assert_eq!(self.receive(message.len()), message);
+    }
 }
 
 #[test]
@@ -82,6 +91,7 @@ fn clients_notice_nothing_of_a_take_over() {
     store_pages(&mut pages, "pages", 2);
     let mut pipelined = server.connect();
     let mut raw = Raw::connect(&server);
+    raw.negotiate(16);
     let (request, answer) = Raw::exchange(0);
     raw.send(&request);
     assert_eq!(raw.receive(answer.len()), answer);
@@ -281,6 +291,11 @@ fn refused_take_over_changes_nothing() {
         assert!(log.contains(told), "{flags:?}: {log}");
         assert!(log.contains("the running server goes on"), "{log}");
     }
+    let mut other = Raw::connect(&server);
+    other.negotiate(32);
+    let log = take_over(&mut server, base.path(), &[]).unwrap_err();
+    assert!(log.contains("negotiated another chunk size"), "{log}");
+    drop(other);
     stop.store(true, Ordering::Relaxed);
     assert!(load.join().unwrap() > 0);
     server.stop();

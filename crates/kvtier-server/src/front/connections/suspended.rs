@@ -24,17 +24,14 @@ pub struct Suspended {
 }
 
 impl Connections {
-    /// All connections for the next process, and the next one's number. They stay open.
+    /// All connections for the next process, whose chunks have `chunk_tokens` too, and the next one's number. They stay open.
     ///
     /// # Errors
     /// A client that is not known by numbers that the next process understands, or does not read; the system's.
-    pub fn suspend(&mut self) -> Result<(u64, Vec<Suspended>)> {
+    pub fn suspend(&mut self, chunk_tokens: u32) -> Result<(u64, Vec<Suspended>)> {
         let all = self.open.iter_mut().map(|(id, connection)| {
-            let state = connection.client.as_ref().map(|client| {
-                let state = client.state();
-                state.ok_or_else(|| cannot("a client of LMCache before 0.5.3 is connected"))
-            });
-            let client = state.transpose()?;
+            let client = connection.client.as_ref();
+            let client = client.map(|it| it.state(chunk_tokens)).transpose()?;
             let (session, partial, output) = connection
                 .suspend()
                 .ok_or_else(|| cannot("a client does not read its chunks"))?;
