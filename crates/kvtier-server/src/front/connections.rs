@@ -19,7 +19,7 @@ use kvtier_zmtp::{Error, Limits, Message};
 
 use super::allowance::Allowance;
 use super::client::Client;
-use super::connection::{Closed, Connection, Large, SCRATCH_BYTES};
+use super::connection::{Closed, Connection, Large, SCRATCH_BYTES, TURN_BYTES};
 use super::limits;
 use super::outbox::Outgoing;
 use super::poll::{Interest, Poller, Ready};
@@ -286,6 +286,7 @@ impl Connections {
     pub fn read(&mut self, id: u64, messages: &mut Vec<Message>) -> Option<Closed> {
         let turn_bytes = self.turn_bytes(id)?;
         let connection = self.open.get_mut(&id)?;
+        let was_large = connection.large.is_some();
         let read = connection.read(&mut self.scratch, messages, turn_bytes, self.clock.now());
         let due = connection.due();
         if due < connection.next_tick {
@@ -295,7 +296,8 @@ impl Connections {
         self.count(id);
         match read {
             Ok(bytes) => {
-                self.round_bytes = self.round_bytes.saturating_sub(bytes);
+                let least = if was_large { 0 } else { TURN_BYTES };
+                self.round_bytes = self.round_bytes.saturating_sub(bytes).max(least);
                 None
             }
             Err(why) => {

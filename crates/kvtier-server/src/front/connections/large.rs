@@ -17,7 +17,7 @@ use super::super::poll::Interest;
 use super::{Connections, Happened};
 
 /// Bytes read per round, beyond a buffer's worth of each connection without a large message. Other clients wait for that
-/// much at most.
+/// much at most. A turn of them is for large messages, which other traffic would starve.
 pub const ROUND_BYTES: usize = 4 * TURN_BYTES;
 
 /// Age of a large message from which on it stalls if nothing more of it has arrived.
@@ -88,9 +88,12 @@ impl Connections {
 
     /// Most bytes that may be read from a connection now; none if it has to wait for the next round.
     pub(super) fn turn_bytes(&self, id: u64) -> Option<usize> {
-        let is_large = self.open.get(&id)?.large.is_some();
-        let least = if is_large { 0 } else { SCRATCH_BYTES };
-        Some(self.round_bytes.min(TURN_BYTES).max(least)).filter(|bytes| *bytes > 0)
+        let (reserved, least) = match self.open.get(&id)?.large {
+            Some(_) => (0, 0),
+            None => (TURN_BYTES, SCRATCH_BYTES),
+        };
+        let left = self.round_bytes.saturating_sub(reserved);
+        Some(left.min(TURN_BYTES).max(least)).filter(|bytes| *bytes > 0)
     }
 
     /// Counts what a connection holds. While all hold too much together, the one that costs most is closed: an attack

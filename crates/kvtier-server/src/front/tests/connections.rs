@@ -382,6 +382,25 @@ fn large_messages_share_a_round_behind_others() {
     }
 }
 
+#[test]
+fn other_traffic_leaves_large_messages_a_turn() {
+    const PART: usize = 50_000;
+    let mut server = ByHand::bounded(100, 1 << 20);
+    let mut large = amid_message(&mut server, 300_000, 300_000 + PART);
+    let mut others: Vec<_> = (0..2 * ROUND_BYTES / PART)
+        .map(|_| amid_message(&mut server, 0, 2 * PART))
+        .collect();
+    for stream in others.iter_mut().chain([&mut large]) {
+        stream.write_all(&[7; PART]).unwrap();
+    }
+    while server.front.connections.unread_bytes() < ((others.len() + 1) * PART) as u64 {
+        std::thread::yield_now();
+    }
+    server.front.turn(Duration::ZERO).unwrap();
+    assert!(server.front.connections.unread_bytes() > 0);
+    assert_eq!(server.metrics().malformed_messages.get(), 1, "it is whole");
+}
+
 /// A front end whose connections hold at most this.
 fn holding(held_bytes: usize) -> ByHand {
     let bounds = Bounds {
