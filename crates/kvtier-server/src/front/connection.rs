@@ -312,7 +312,7 @@ impl Connection {
                 false => Err(Closed::Handshake),
             };
         }
-        let silent = now.duration_since(self.heard);
+        let silent = self.silence(now);
         let is_over = self.session.ttl().is_some_and(|ttl| silent >= ttl);
         if is_over && !self.has_input() {
             return Err(Closed::Silent);
@@ -368,6 +368,11 @@ impl Connection {
         };
         is_over(self.unread_since, WRITE_TIMEOUT)
             || is_over(oldest(&self.output), LARGE_REPLY_TIMEOUT)
+    }
+
+    /// Time since something was last read.
+    pub fn silence(&self, now: Instant) -> Duration {
+        now.duration_since(self.heard)
     }
 
     /// Whether something has arrived that is not read yet.

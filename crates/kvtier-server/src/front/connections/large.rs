@@ -20,8 +20,8 @@ use super::{Connections, Happened};
 /// much at most. A turn of them is for large messages, which other traffic would starve.
 pub const ROUND_BYTES: usize = 4 * TURN_BYTES;
 
-/// Age of a large message from which on it stalls if nothing more of it has arrived.
-const STALL: Duration = Duration::from_secs(10);
+/// Time after which a large message stalls if nothing more of it has arrived.
+const STALL_TIMEOUT: Duration = Duration::from_secs(10);
 
 impl Connections {
     /// Allows a round's bytes, and lets the next paused connection be read if there is memory for it.
@@ -149,9 +149,9 @@ impl Connections {
         if self.paused.is_empty() {
             return;
         }
-        let is_stalled = |(since, id): &&Large| {
+        let is_stalled = |(_, id): &&Large| {
             let connection = self.open.get(id);
-            now.duration_since(*since) >= STALL && connection.is_some_and(|of| !of.has_input())
+            connection.is_some_and(|of| of.silence(now) >= STALL_TIMEOUT && !of.has_input())
         };
         let stalled: Vec<_> = self.large.iter().filter(is_stalled).copied().collect();
         for (_, id) in stalled {

@@ -431,9 +431,7 @@ fn large_messages_wait_for_memory_and_all_arrive() {
 #[test]
 fn stalled_messages_end_while_others_wait() {
     let mut server = holding(6 << 20);
-    let mut stalled: Vec<_> = (0..2)
-        .map(|_| amid_message(&mut server, 1_200_000, 64 << 20))
-        .collect();
+    let [mut stalled, mut slow] = [(); 2].map(|()| amid_message(&mut server, 1_200_000, 64 << 20));
     let mut sender = patient(&mut server);
     let whole = message(&[&[7; 16 << 20]]);
     let (mut at, mut refused) = (0, 0);
@@ -446,11 +444,21 @@ fn stalled_messages_end_while_others_wait() {
         server.front.turn(Duration::ZERO).unwrap();
     }
     assert!(at < whole.len());
-    let clock = server.front.connections.clock();
-    clock.skip(Duration::from_secs(11));
-    for stream in &mut stalled {
-        assert_eq!(server.read(stream), b"");
+    let skip = |server: &mut ByHand, seconds| {
+        let clock = server.front.connections.clock();
+        clock.skip(Duration::from_secs(seconds));
+    };
+    skip(&mut server, 5);
+    let before = server.front.connections.bounded_bytes();
+    slow.write_all(&[7]).unwrap();
+    while server.front.connections.bounded_bytes() == before {
+        server.front.turn(Duration::ZERO).unwrap();
     }
+    skip(&mut server, 6);
+    assert_eq!(server.read(&mut stalled), b"");
+    assert_eq!(server.front.connections.counts()[0], 3, "it goes on slowly");
+    skip(&mut server, 11);
+    assert_eq!(server.read(&mut slow), b"");
     write_all(&mut server, &mut sender, &whole[at..]);
     while server.metrics().malformed_messages.get() == 0 {
         server.front.turn(Duration::ZERO).unwrap();
