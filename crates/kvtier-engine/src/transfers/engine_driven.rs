@@ -304,6 +304,10 @@ impl Transfers {
             reservation,
             charge,
         };
+        // Its worker is registering again with another layout, and the grant is not abandoned yet.
+        if !store.is_of_its_groups() {
+            return Err("not_prepared");
+        }
         let moved = store.moved();
         self.commit_written(copy, store, |_| true);
         Ok(moved)

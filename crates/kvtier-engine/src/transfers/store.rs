@@ -70,6 +70,14 @@ impl StagedStore {
         self.groups[staged.request as usize].chunks[staged.position as usize]
     }
 
+    /// Whether its groups have every staged object.
+    pub(super) fn is_of_its_groups(&self) -> bool {
+        self.reservation.staged().iter().all(|staged| {
+            let group = self.groups.get(staged.request as usize);
+            group.is_some_and(|group| group.chunks.len() > staged.position as usize)
+        })
+    }
+
     /// Chunks with an object to write, each counted once, and the bytes of those objects.
     pub(super) fn moved(&self) -> Moved {
         let staged = self.reservation.staged();

@@ -3,11 +3,13 @@
 use std::ops::Range;
 
 use kvtier_core::object_key::KeyScope;
-use kvtier_device::{DeviceError, Done};
+use kvtier_device::{DeviceError, Direction, Done};
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::{InstanceId, Retrieve, Store};
 
 use super::super::super::Engine;
+use super::super::prepared::{Grant, TransferId};
+use super::super::skipped::Skipped;
 
 use super::super::super::testing::{
     CALLER, TestPages, copies_itself, engine, engine_with, key, reply, store,
@@ -159,6 +161,38 @@ fn lost_worker_stores_nothing_and_is_removed() {
     assert!(engine.is_registered(InstanceId(0)));
     engine.workers.expire(engine.context.now());
     assert!(!engine.is_registered(InstanceId(0)));
+}
+
+#[test]
+fn grant_of_another_layout_is_not_committed() {
+    let engine = engine(&[]);
+    // Its new layout has no group.
+    copies_itself(&engine, 1);
+    let id = InstanceId(1);
+    let key = CacheKey {
+        model_name: "other",
+        ..key(0..1)
+    };
+    let (transfers, hashes) = (&engine.transfers, &key.tokens.hashes);
+    let instance = engine.context.instances.get(id).unwrap();
+    let range = transfers.worker_range(&instance, &key).unwrap();
+    let request = ReserveRequest {
+        namespace: &range.scope.namespace(range.kv_rank, 0, 1),
+        hashes,
+        len: 16,
+    };
+    let staged = transfers.stage(&instance, &key, &range, &[request], None);
+    let (reservation, charge) = staged.unwrap();
+    let transfer = TransferId::new(Direction::Store, id, &key, Some(hashes[0]));
+    let grant = Grant::Store(reservation, charge, Skipped::default());
+    assert!(
+        transfers
+            .prepared
+            .begin(transfer, grant, engine.context.now())
+    );
+    let committed = transfers.commit_store(&key, id, b"");
+    assert_eq!(committed.refused, Some("not_prepared"));
+    assert_eq!(objects(&engine), 0);
 }
 
 #[test]
