@@ -1,5 +1,6 @@
 //! Periodic work: workers that ended or fell silent, segments that their clients have left, expired lookups and transfers, tenants
-//! over quota, and the low watermark; and the counting of misses by reason, which reads more than a lookup may.
+//! over quota, and the low watermark; and the counting of misses by reason, which reads more than a lookup may;
+//! and the note of a client of another server, which waits for the disk.
 //!
 //! No request depends on it: `reserve` evicts by itself, and every release has its own request. It only limits how long
 //! abandoned memory stays.
@@ -24,6 +25,7 @@ impl Engine {
         self.context.l1.expire();
         self.admin.evict();
         self.admin.count_misses();
+        self.lookups.chunk_sizes.keep_foreign();
     }
 
     /// Considers every worker and scheduler alive: the process itself was stopped, and what they have sent is not read yet.

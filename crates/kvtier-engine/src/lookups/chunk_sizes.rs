@@ -15,7 +15,7 @@
 //! | client | why not |
 //! | --- | --- |
 //! | of this instance, of another announced size | that size is in the file, and has to be out |
-//! | of another server, or one that ignores the announced size | it may be served until a lookup does not fit; then [`FOREIGN`] goes into the file, and every client has to prove its size |
+//! | of another server, or one that ignores the announced size | it may be served until a lookup does not fit; then every client has to prove its size, and within a second [`FOREIGN`] is in the file |
 //! | with a copied state directory | the file names the folder that it belongs to |
 //!
 //! Such a client of another server counts hits wrongly, and that is all: prompts are hashed and copied in our chunks, by their
@@ -101,6 +101,8 @@ struct Table {
     announced: Vec<u64>,
     /// Whether they are all.
     is_complete: bool,
+    /// Whether [`FOREIGN`] is one of them and not in the file yet.
+    is_foreign_new: bool,
 }
 
 impl Table {
@@ -157,6 +159,7 @@ impl ChunkSizes {
                 by_connection: HashMap::new(),
                 is_complete: kept.as_ref().is_some_and(|kept| !kept.contains(&FOREIGN)),
                 announced: kept.unwrap_or_default(),
+                is_foreign_new: false,
             }),
         };
         sizes.announced(sizes.own);
@@ -173,6 +176,12 @@ impl ChunkSizes {
         if let (Some(file), Some(size)) = (&self.file, size) {
             file.append(size);
         }
+    }
+
+    /// Writes to the file that a client of another server was seen, if that is new.
+    pub fn keep_foreign(&self) {
+        let is_new = std::mem::take(&mut self.table.lock().is_foreign_new);
+        self.keep(is_new.then_some(FOREIGN));
     }
 
     /// Forgets a connection that has ended. A client that reconnects has another one, and proves its chunk size again.
@@ -240,9 +249,11 @@ impl ChunkSizes {
             seen.is_logged |= is_suspect && !is_proven;
         }
         let is_foreign = is_other && !table.announced.iter().any(|size| seen.fits(*size, block));
-        let new = is_foreign.then(|| table.insert(FOREIGN)).flatten();
+        if is_foreign && table.insert(FOREIGN).is_some() {
+            // This may be the thread that serves all connections: it does not wait for the disk.
+            table.is_foreign_new = true;
+        }
         drop(table);
-        self.keep(new);
         if seen.lookups == 1 && !is_proven {
             tracing::info!(
                 connection,
@@ -412,6 +423,15 @@ mod tests {
             assert!(is_proven(&sizes, 64, 16));
             assert!(!is_proven_of(&sizes, client(2, false), tokens, theirs));
             assert!(!is_proven(&sizes, 64, 16), "{theirs}");
+            let file = base.path().join("a/chunk-sizes");
+            let before = std::fs::read(&file).unwrap();
+            assert!(!before.ends_with(b"\n0"), "a lookup writes nothing");
+            sizes.keep_foreign();
+            sizes.keep_foreign();
+            assert_eq!(
+                std::fs::read(&file).unwrap(),
+                [&before[..], b"\n0"].concat()
+            );
             let sizes = next(base.path());
             assert!(!is_proven(&sizes, 64, 16), "{theirs}");
             assert!(is_proven(&sizes, 31, 16), "by its lookups: {theirs}");
