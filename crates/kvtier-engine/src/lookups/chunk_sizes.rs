@@ -16,7 +16,7 @@
 //! | --- | --- |
 //! | of this instance, of another announced size | that size is in the file, and has to be out |
 //! | of another server, or one that ignores the announced size | it may be served until a lookup does not fit; then every client has to prove its size, and within a second [`FOREIGN`] is in the file |
-//! | with a copied state directory | the file names the folder that it belongs to |
+//! | with a copied state directory | the file names the folder that it belongs to; every client has to prove its size |
 //!
 //! Such a client of another server counts hits wrongly, and that is all: prompts are hashed and copied in our chunks, by their
 //! token ids; a retrieve of anything but whole chunks that its own lookup has found is refused, and the registration of a
@@ -34,16 +34,13 @@ use serde::{Deserialize, Serialize};
 
 use super::super::instances::gcd;
 use super::Caller;
-use super::announced::AnnouncedFile;
+use super::announced::{AnnouncedFile, FOREIGN};
 
 /// Connections known at most. Forgetting them all costs each some lookups.
 const MAX_CONNECTIONS: usize = 16_384;
 
 /// Most announced sizes that are kept. With more, every size is possible.
 const MAX_SIZES: usize = 64;
-
-/// Stands among the announced sizes for those of other servers' clients: every size is possible.
-const FOREIGN: u64 = 0;
 
 /// Lookups after which an unproven chunk size is logged as another one. Of random prompts, all but one client in a
 /// million have proved theirs after 32.
@@ -446,12 +443,14 @@ mod tests {
             announce(base, &[]);
         }
         let content = std::fs::read(file(base.path())).unwrap();
-        std::fs::write(file(other.path()), &content).unwrap();
-        assert!(!is_proven(&next(other.path()), 64, 16));
-        assert!(is_proven(&next(other.path()), 64, 16));
-        for damaged in [&content[..9], &[&content[..], b"\nx"].concat(), &[]] {
-            std::fs::write(file(base.path()), damaged).unwrap();
-            assert!(!is_proven(&next(base.path()), 64, 16), "{damaged:?}");
+        let long = [&content[..], &b"\n16".repeat(4096)].concat();
+        let damaged = [&content[..9], &[&content[..], b"\nx"].concat(), &[], &long];
+        let damaged = damaged.map(|content| (base.path(), content));
+        for (base, found) in [(other.path(), &content[..])].iter().chain(&damaged) {
+            std::fs::write(file(base), found).unwrap();
+            for start in 1..=3 {
+                assert!(!is_proven(&next(base), 64, 16), "{found:?}, {start}");
+            }
         }
         // A line that a crash has cut off is a size more.
         std::fs::write(file(base.path()), [&content[..], b"\n3"].concat()).unwrap();
