@@ -436,7 +436,7 @@ impl Engine {
 
     /// Notes a chunk size that a client is about to learn. One that is new to this instance waits for the disk.
     pub fn announce_chunk_size(&self, tokens: u32) {
-        self.lookups.chunk_sizes.announced(tokens.into());
+        self.lookups.chunk_sizes.announce(tokens.into());
     }
 
     /// Counts a request that no served release of LMCache sends, and warns of its client in the log, in health probes and in

@@ -5,7 +5,7 @@
 //! would take one chunk of ours for one of theirs: more tokens than they asked for, and the engine dies.
 //!
 //! A reconnected client is served once no other size is possible. Possible are the sizes that servers of this instance have
-//! [announced](ChunkSizes::announced), as the state directory keeps them, or all sizes if it does not. A size is out
+//! [announced](ChunkSizes::announce), as the state directory keeps them, or all sizes if it does not. A size is out
 //! if it does not divide the end of a lookup, which its client cuts down to whole chunks; if it is shorter than the rest that
 //! was cut off; or if it is not a multiple of the blocks of the model's workers. Until then, and again if its lookups
 //! stop to fit, a client finds nothing.
@@ -112,19 +112,22 @@ impl Table {
         announced.all(|size| seen.fits(*size, block) == (*size == own))
     }
 
-    /// Notes a size; returns what is to be kept, if that is new.
-    fn insert(&mut self, size: u64) -> Option<u64> {
-        let is_known = |it: &Self, size| it.announced.contains(&size);
-        let size = match is_known(self, size) || self.announced.len() < MAX_SIZES {
-            true => size,
-            false => FOREIGN,
-        };
-        if is_known(self, size) {
-            return None;
+    /// What is to be noted for a size that is announced, if that is new.
+    fn unknown(&self, size: u64) -> Option<u64> {
+        let is_known = |size: u64| self.announced.contains(&size);
+        let is_kept = is_known(size) || self.announced.len() < MAX_SIZES;
+        let noted = if is_kept { size } else { FOREIGN };
+        Some(noted).filter(|noted| !is_known(*noted))
+    }
+
+    /// Notes a size; returns whether it is new.
+    fn insert(&mut self, size: u64) -> bool {
+        let is_new = !self.announced.contains(&size);
+        if is_new {
+            self.announced.push(size);
+            self.is_complete &= size != FOREIGN;
         }
-        self.announced.push(size);
-        self.is_complete &= size != FOREIGN;
-        Some(size)
+        is_new
     }
 }
 
@@ -159,14 +162,18 @@ impl ChunkSizes {
                 is_foreign_new: false,
             }),
         };
-        sizes.announced(sizes.own);
+        sizes.announce(sizes.own);
         sizes
     }
 
     /// Notes a chunk size that a client is about to learn from this server. A new one waits for the disk.
-    pub fn announced(&self, size: u64) {
-        let new = self.table.lock().insert(size);
-        self.keep(new);
+    pub fn announce(&self, size: u64) {
+        let new = self.table.lock().unknown(size);
+        if let Some(new) = new {
+            // Known only once it is on disk: another client that learns of it at the same time would not wait.
+            self.keep(Some(new));
+            self.table.lock().insert(new);
+        }
     }
 
     fn keep(&self, size: Option<u64>) {
@@ -246,7 +253,7 @@ impl ChunkSizes {
             seen.is_logged |= is_suspect && !is_proven;
         }
         let is_foreign = is_other && !table.announced.iter().any(|size| seen.fits(*size, block));
-        if is_foreign && table.insert(FOREIGN).is_some() {
+        if is_foreign && table.insert(FOREIGN) {
             // This may be the thread that serves all connections: it does not wait for the disk.
             table.is_foreign_new = true;
         }
@@ -310,7 +317,7 @@ mod tests {
     /// The server of an instance, once it has announced these sizes too; then it ends.
     fn announce(base: &Path, sizes: &[u64]) {
         let server = next(base);
-        sizes.iter().for_each(|size| server.announced(*size));
+        sizes.iter().for_each(|size| server.announce(*size));
     }
 
     /// The next server of that instance.
