@@ -13,6 +13,7 @@ mod unknown_fields;
 
 pub use candidates::{Candidates, KnownClient, Resolved, Unresolved};
 pub use release::Release;
+pub use unknown_fields::MAX_SEARCHED_BYTES;
 
 use crate::frames::OperationId;
 use crate::key::KeyForm;

@@ -5,7 +5,7 @@ use crate::chunk::CHUNK_TOKENS;
 use crate::wire::{DecodeError, Reader, name_shown};
 
 /// Most bytes of a request that is searched: it may be searched on the thread that serves all connections.
-const MAX_BYTES: usize = 256 << 10;
+pub const MAX_SEARCHED_BYTES: usize = 256 << 10;
 
 const KEY: &[&str] = &[
     "model_name",
@@ -58,7 +58,7 @@ impl OperationSpec {
         let mut fields = self.payloads.iter().zip(payloads);
         fields.find_map(|(field, payload)| {
             let names = field.names();
-            let is_searched = !names.is_empty() && payload.len() <= MAX_BYTES;
+            let is_searched = !names.is_empty() && payload.len() <= MAX_SEARCHED_BYTES;
             let unknown = is_searched.then(|| unknown_name(names, payload));
             unknown?.ok()?.map(|name| (*field, name_shown(name)))
         })

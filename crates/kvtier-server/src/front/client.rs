@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
 use kvtier_error::Result;
-use kvtier_proto::generation::{Candidates, KnownClient};
+use kvtier_proto::generation::{Candidates, KnownClient, MAX_SEARCHED_BYTES};
 use kvtier_proto::operation::Operation;
 
 use super::lanes::Lane;
@@ -112,11 +112,13 @@ impl Client {
         }
     }
 
-    /// The unknown field of a request, if it is the first of its operation: a release sends the same fields each time.
+    /// The unknown field of a request, if it is the first of its operation that is searched: a release sends the same fields
+    /// each time.
     pub fn unknown_field(&mut self, job: &Job) -> Option<UnknownField> {
         let resolved = &job.sender.resolved;
         let bit = 1 << resolved.spec.operation as u32;
-        if !resolved.certain || self.searched & bit != 0 {
+        let is_short = job.sender.bytes <= MAX_SEARCHED_BYTES as u64;
+        if !resolved.certain || !is_short || self.searched & bit != 0 {
             return None;
         }
         self.searched |= bit;

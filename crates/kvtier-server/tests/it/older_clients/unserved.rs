@@ -92,6 +92,11 @@ fn client_of_0_4_1_has_no_hits() {
     }
     assert_eq!(hits(&newer, key.clone()), int(2), "0.4.2");
     assert!(server.engine().warnings().is_empty());
+    // Too long to be searched for unknown fields.
+    let mut long = with_field(key.clone(), "chunk_hash");
+    long.pop();
+    kvtier_client::proto::wire::write_bin(&mut long, &[0; 300_000]);
+    assert_eq!(hits(&older, long), int(2));
     for _ in 0..2 {
         assert_eq!(hits(&older, with_field(key.clone(), "chunk_hash")), int(0));
     }
