@@ -233,12 +233,16 @@ impl EngineDrivenLayout {
             )));
         }
         let groups = match context.groups.as_deref().unwrap_or_default() {
-            // LMCache's clients register groups only if there are several.
-            [] | [_] => {
+            [] => {
                 let planes = if context.use_mla { 1 } else { 2 };
                 let extents = [planes, layers, slots, hidden];
                 let group = EngineDrivenGroup::new(context.dtype, extents, context.block_size);
                 vec![group?]
+            }
+            // LMCache's clients send none instead, and what it says may differ from the context.
+            [_] => {
+                let message = "group_layouts has 1 group; allowed: none, or several";
+                return Err(Error::refused(message));
             }
             groups => groups
                 .iter()

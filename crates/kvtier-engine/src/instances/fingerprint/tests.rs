@@ -428,6 +428,14 @@ fn engine_driven_without_groups_is_shared_by_releases() {
 }
 
 #[test]
+fn engine_driven_lone_group_is_refused() {
+    let mut context = grouped();
+    context.groups.as_mut().unwrap().remove(0);
+    let refused = EngineDrivenLayout::new(&context, 256).unwrap_err();
+    assert!(refused.to_string().contains("group_layouts has 1 group"));
+}
+
+#[test]
 fn engine_driven_groups_are_checked() {
     let refused = |change: fn(&mut GroupLayout<'_>)| {
         let mut context = grouped();
