@@ -1,6 +1,6 @@
 //! Warnings about clients whose release is not served, for the log, health probes and `/status`.
 //!
-//! A warning stands while a client that caused it is connected, and [`LASTING`] longer: such a client may end at once, and be
+//! A warning stands while a client that caused it is connected, and [`WARNING_TTL`] longer: such a client may end at once, and be
 //! started again and again.
 //!
 //! The mutex guards the warnings; no other lock is acquired inside.
@@ -11,10 +11,13 @@ use std::time::Duration;
 use kvtier_sync::Mutex;
 
 /// Time that a warning stands without its clients.
-const LASTING: Duration = Duration::from_secs(600);
+const WARNING_TTL: Duration = Duration::from_secs(600);
 
 /// Most warnings at once; further ones are left out.
 const MAX_WARNINGS: usize = 16;
+
+/// Most warnings that one connection causes: it leaves some to others.
+const MAX_OF_CONNECTION: usize = 2;
 
 /// Most connections of one warning. Further ones end unnoticed.
 const MAX_CONNECTIONS: usize = 1024;
@@ -37,7 +40,9 @@ impl ClientWarnings {
         let mut warnings = self.warnings.lock();
         warnings.retain(|_, warning| stands(warning, now));
         let is_new = !warnings.contains_key(text);
-        if is_new && warnings.len() >= MAX_WARNINGS {
+        let own = warnings.values();
+        let own = own.filter(|warning| warning.connections.contains(&connection));
+        if is_new && (warnings.len() >= MAX_WARNINGS || own.count() >= MAX_OF_CONNECTION) {
             return false;
         }
         let warning = warnings.entry(text.to_owned()).or_insert(Warning {
@@ -69,7 +74,7 @@ impl ClientWarnings {
 }
 
 fn stands(warning: &Warning, now: Duration) -> bool {
-    !warning.connections.is_empty() || now.saturating_sub(warning.last) < LASTING
+    !warning.connections.is_empty() || now.saturating_sub(warning.last) < WARNING_TTL
 }
 
 #[cfg(test)]
@@ -84,20 +89,24 @@ mod tests {
         assert!(warnings.insert(1, "a", SECOND));
         assert!(!warnings.insert(2, "a", SECOND));
         warnings.forget(1, SECOND);
-        assert_eq!(warnings.current(10 * LASTING), ["a"]);
-        warnings.forget(2, 10 * LASTING);
-        assert_eq!(warnings.current(11 * LASTING - SECOND), ["a"]);
-        assert_eq!(warnings.current(11 * LASTING), [""; 0]);
-        assert!(warnings.insert(3, "a", 11 * LASTING));
+        assert_eq!(warnings.current(10 * WARNING_TTL), ["a"]);
+        warnings.forget(2, 10 * WARNING_TTL);
+        assert_eq!(warnings.current(11 * WARNING_TTL - SECOND), ["a"]);
+        assert_eq!(warnings.current(11 * WARNING_TTL), [""; 0]);
+        assert!(warnings.insert(3, "a", 11 * WARNING_TTL));
     }
 
     #[test]
     fn warnings_are_bounded() {
         let warnings = ClientWarnings::default();
         for number in 0..MAX_WARNINGS {
-            assert!(warnings.insert(1, &number.to_string(), SECOND));
+            let connection = (number / MAX_OF_CONNECTION) as u64;
+            assert!(warnings.insert(connection, &number.to_string(), SECOND));
+            if number % MAX_OF_CONNECTION == 1 {
+                assert!(!warnings.insert(connection, "its third", SECOND));
+            }
         }
-        assert!(!warnings.insert(1, "more", SECOND));
+        assert!(!warnings.insert(100, "more", SECOND));
         assert_eq!(warnings.current(SECOND).len(), MAX_WARNINGS);
         for connection in 0..2 * MAX_CONNECTIONS as u64 {
             warnings.insert(connection, "0", SECOND);
