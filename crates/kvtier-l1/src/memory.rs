@@ -2,6 +2,7 @@
 //!
 //! The mutex guards the ledger of a server that has not handed over yet; no other lock is acquired inside.
 
+use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -421,12 +422,22 @@ pub fn create_arena(config: &ServerConfig) -> Result<Arena> {
     let Some(name) = &config.shm_name else {
         return Arena::create(ArenaKind::Anonymous, bytes).map_err(describe);
     };
-    let shared = Arena::create(ArenaKind::Shm { name: name.clone() }, bytes);
+    let create = |name| Arena::create(ArenaKind::Shm { name }, bytes);
+    let shared = create(name.clone()).or_else(|error| match error {
+        ArenaError::NameOfUser { .. } if !config.shm_required => {
+            tracing::warn!(%error, "the pool gets another name, which clients receive");
+            let number = RandomState::new().build_hasher().finish();
+            create(format!("{name}_{number:016x}"))
+        }
+        error => Err(error),
+    });
     match shared.map_err(|error| match error {
         ArenaError::OutOfMemory { available, .. } => {
             unavailable(config.describe_shortage(available))
         }
-        ArenaError::NameInUse { .. } => Error::new(ErrorKind::InUse, error.to_string()),
+        ArenaError::NameInUse { .. } | ArenaError::NameOfUser { .. } => {
+            Error::new(ErrorKind::InUse, error.to_string())
+        }
         error => unavailable(error.to_string()),
     }) {
         Ok(arena) => Ok(arena),

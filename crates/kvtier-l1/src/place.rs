@@ -201,6 +201,7 @@ pub(super) fn with_ledger(arena: PathBuf) -> [PathBuf; 2] {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::MetadataExt as _;
     use std::sync::Arc;
 
     use kvtier_memory::Arena;
@@ -247,6 +248,27 @@ mod tests {
         assert_eq!(ended(second), first);
         drop(open(&off, "two"));
         assert!(!first.exists());
+    }
+
+    #[test]
+    fn name_that_another_users_server_has_is_not_taken() {
+        if !rustix::process::geteuid().is_root() {
+            eprintln!("skipped: only root may make a file of another user");
+            return;
+        }
+        let path = pool_path(&crate::testing::config("foreign", &[])).unwrap();
+        let file = std::fs::File::create(&path).unwrap();
+        file.lock().unwrap();
+        std::os::unix::fs::chown(&path, Some(65534), None).unwrap();
+        let (arena, _kept) = open_as("foreign", &[], "one", None).unwrap();
+        let other = arena.shm_name().unwrap().to_owned();
+        drop((arena, _kept));
+        remove_earlier(with_ledger(Path::new(SHM).join(&other)));
+        let named = ["--shm-name", &path.file_name().unwrap().to_string_lossy()];
+        let error = open_as("foreign", &named, "one", None).unwrap_err();
+        assert!(error.to_string().contains("user 65534"), "{error}");
+        assert!(file.metadata().unwrap().nlink() == 1 && !path.ends_with(&other));
+        std::fs::remove_file(path).unwrap();
     }
 
     #[test]

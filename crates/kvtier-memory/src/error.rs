@@ -28,6 +28,14 @@ pub enum ArenaError {
         /// The full name.
         name: String,
     },
+    /// A process of another user has an arena of that name.
+    #[error("shared memory {name:?} is locked, and of user {user}: choose another name")]
+    NameOfUser {
+        /// The full name.
+        name: String,
+        /// Id of that user.
+        user: u32,
+    },
     /// The file system has too little free space.
     #[error(
         "{bytes} bytes do not fit in the {available} bytes free in {place} \

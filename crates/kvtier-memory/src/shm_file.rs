@@ -1,13 +1,14 @@
 //! Memory that has a name, in `/dev/shm` or another file system of memory: its file, and the lock that says its server lives.
 
-use std::ffi::{CStr, CString};
+use std::ffi::{CStr, CString, OsStr};
+use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::ffi::OsStringExt as _;
+use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use rustix::fs::{FlockOperation, Mode, OFlags as FileFlags};
+use rustix::fs::{FileType, FlockOperation, Mode, OFlags as FileFlags, RenameFlags};
 use rustix::shm::{self, OFlags};
 
 use crate::error::ArenaError;
@@ -130,20 +131,67 @@ pub(crate) fn is_alone(file: &impl AsRawFd) -> bool {
     }
 }
 
-/// Removes what is at this path unless it is a file of this user, or nothing. It is not opened, and a lock on another user's file
-/// does not count: no server of this user has it. Returns whether something was removed.
-fn remove_foreign(path: &CStr) -> rustix::io::Result<bool> {
-    let stat = match rustix::fs::lstat(path) {
+/// Removes what is at this path unless it is a file of this user. Returns whether nothing is there now.
+///
+/// It is moved aside first: what has taken its place meanwhile is put back.
+///
+/// # Errors
+/// [`ArenaError::NameOfUser`] if it is a file that is locked, as that of a server of another user; the system's.
+fn remove_foreign(name: &str, path: &CStr) -> Result<bool, ArenaError> {
+    let failed = |e| failed("replace what another user has left at", path, e);
+    let mut found = match rustix::fs::lstat(path) {
         Err(rustix::io::Errno::NOENT) => return Ok(true),
-        stat => stat?,
+        found => found.map_err(failed)?,
     };
-    let is_own = stat.st_uid == rustix::process::geteuid().as_raw();
-    match rustix::fs::FileType::from_raw_mode(stat.st_mode) {
-        rustix::fs::FileType::RegularFile if is_own => return Ok(false),
-        rustix::fs::FileType::Directory => rustix::fs::rmdir(path)?,
-        _ => rustix::fs::unlink(path)?,
+    let kind = FileType::from_raw_mode(found.st_mode);
+    let mut file = None;
+    if kind == FileType::RegularFile {
+        if found.st_uid == rustix::process::geteuid().as_raw() {
+            return Ok(false);
+        }
+        // Locked until it is removed, so that no server takes it meanwhile.
+        let opened = open(path, FileFlags::RDONLY, Mode::empty()).map_err(failed)?;
+        found = rustix::fs::fstat(&opened).map_err(failed)?;
+        lock(&opened).map_err(|_| ArenaError::NameOfUser {
+            name: name.to_owned(),
+            user: found.st_uid,
+        })?;
+        file = Some(opened);
     }
+    let number = RandomState::new().build_hasher().finish();
+    let place = Path::new(OsStr::from_bytes(path.to_bytes()));
+    let aside = place.with_file_name(format!(".kvtier-{number:016x}"));
+    let rename = |from: &Path, to: &Path| {
+        rustix::fs::renameat_with(
+            rustix::fs::CWD,
+            from,
+            rustix::fs::CWD,
+            to,
+            RenameFlags::NOREPLACE,
+        )
+    };
+    rename(place, &aside).map_err(failed)?;
+    let removed = match rustix::fs::lstat(&aside) {
+        Ok(moved) if FileId::of(&moved) != FileId::of(&found) => Err(rustix::io::Errno::BUSY),
+        Ok(_) if kind == FileType::Directory => rustix::fs::rmdir(&aside),
+        moved => moved.and_then(|_| rustix::fs::unlink(&aside)),
+    };
+    drop(file);
+    if let Err(error) = removed {
+        // Fails if there is something again: then this stays aside.
+        let _ = rename(&aside, place);
+        return Err(failed(error));
+    }
+    tracing::warn!(path = %place.display(), user = found.st_uid, ?kind, "removed what another user had made in the place of an arena");
     Ok(true)
+}
+
+fn failed(action: &'static str, path: &CStr, error: rustix::io::Errno) -> ArenaError {
+    ArenaError::System {
+        action,
+        place: path.to_string_lossy().into_owned(),
+        source: error.into(),
+    }
 }
 
 /// The name and file of a shared arena; the file also holds the lock that says "alive".
@@ -179,15 +227,11 @@ impl ShmFile {
         &self.file
     }
 
-    /// Creates the file, in place of one that a dead process left behind, or of what another user made there if this one may
-    /// remove it, as root may.
+    /// Creates the file, in place of one that a dead process left behind, or of what another user made there if that has no
+    /// lock and this user may remove it, as root may.
     pub(crate) fn create(folder: &Path, name: &str) -> Result<Self, ArenaError> {
         let (name, path) = names(folder, name)?;
-        let system = |action, e: rustix::io::Errno| ArenaError::System {
-            action,
-            place: path.to_string_lossy().into_owned(),
-            source: e.into(),
-        };
+        let system = |action, e| failed(action, &path, e);
         // Twice: a stale segment is removed in between.
         for _ in 0..2 {
             let flags = FileFlags::CREATE | FileFlags::EXCL | FileFlags::RDWR;
@@ -213,10 +257,8 @@ impl ShmFile {
                 Err(rustix::io::Errno::EXIST) => {}
                 Err(e) => return Err(system("create", e)),
             }
-            match remove_foreign(&path) {
-                Ok(true) => continue,
-                Ok(false) => {}
-                Err(e) => return Err(system("replace what another user has left at", e)),
+            if remove_foreign(&name, &path)? {
+                continue;
             }
             let stale = match open(&path, FileFlags::RDWR, Mode::empty()) {
                 Ok(stale) => stale,
@@ -258,7 +300,7 @@ impl ShmFile {
             Err(_) => return Ok(None),
         };
         let is_trusted = rustix::fs::fstat(&file).is_ok_and(|stat| {
-            rustix::fs::FileType::from_raw_mode(stat.st_mode) == rustix::fs::FileType::RegularFile
+            FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile
                 && stat.st_uid == rustix::process::geteuid().as_raw()
                 && stat.st_mode & 0o077 == 0
                 && stat.st_nlink == 1

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use kvtier_memory::SHM_PREFIX;
 use kvtier_memory::checksum::{checksum64, checksum128};
 use kvtier_memory::{
-    AccessError, Arena, ArenaError, ArenaKind, ArenaOptions, Extent, Ownership, PrefaultEnd,
-    remove_stale_pools,
+    AccessError, Arena, ArenaError, ArenaKind, ArenaOptions, Extent, FileId, Ownership,
+    PrefaultEnd, remove_stale_pools,
 };
 use proptest::prelude::*;
 
@@ -235,48 +235,44 @@ fn names_of_another_user_are_replaced_by_root() {
     let held = || {
         let file = File::create(&path).unwrap();
         file.lock().unwrap();
-        Some(file)
+        file
     };
-    let make: [&dyn Fn() -> Option<File>; 5] = [
-        &|| {
-            std::os::unix::fs::symlink(target.path(), &path).unwrap();
-            None
-        },
-        &|| {
-            fs::create_dir(&path).unwrap();
-            None
-        },
-        &|| {
-            drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
-            None
-        },
-        &|| {
-            fs::hard_link(target.path(), &path).unwrap();
-            None
-        },
-        &held,
+    let make: [&dyn Fn(); 5] = [
+        &|| std::os::unix::fs::symlink(target.path(), &path).unwrap(),
+        &|| fs::create_dir(&path).unwrap(),
+        &|| drop(std::os::unix::net::UnixListener::bind(&path).unwrap()),
+        &|| fs::hard_link(target.path(), &path).unwrap(),
+        &|| drop(File::create(&path).unwrap()),
     ];
     for (number, make) in make.iter().enumerate() {
-        let lock = make();
+        make();
         disown(&path);
         let arena = Arena::create(shm(&name), 4096).unwrap();
         let found = fs::symlink_metadata(&path).unwrap();
         assert!(found.is_file() && found.uid() == 0, "{number}");
         assert_eq!(fs::read(target.path()).unwrap(), b"kept", "{number}");
-        drop((arena, lock));
+        drop(arena);
         assert!(!path.exists());
     }
-    // A file of this user that is locked is a server's.
-    let lock = held();
-    let error = Arena::create(shm(&name), 4096).unwrap_err();
-    assert!(matches!(error, ArenaError::NameInUse { .. }), "{error}");
-    drop(lock);
-    fs::remove_file(&path).unwrap();
+    // A file that is locked is a server's.
+    for user in [0, 65534] {
+        let lock = held();
+        std::os::unix::fs::chown(&path, Some(user), None).unwrap();
+        let id = FileId::named(path.file_name().unwrap());
+        let error = Arena::create(shm(&name), 4096).unwrap_err();
+        let is_foreign = matches!(error, ArenaError::NameOfUser { user: 65534, .. });
+        let is_own = matches!(error, ArenaError::NameInUse { .. });
+        assert!(if user == 0 { is_own } else { is_foreign }, "{error}");
+        assert_eq!(FileId::named(path.file_name().unwrap()), id);
+        drop(lock);
+        fs::remove_file(&path).unwrap();
+    }
     // A directory with something in it stays.
     fs::create_dir(&path).unwrap();
     fs::write(path.join("x"), b"x").unwrap();
     let error = Arena::create(shm(&name), 4096).unwrap_err();
     assert!(error.to_string().contains("another user"), "{error}");
+    assert!(path.join("x").exists());
     fs::remove_dir_all(&path).unwrap();
 }
 
