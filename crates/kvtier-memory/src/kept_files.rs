@@ -13,13 +13,10 @@ use rustix::fs::FlockOperation;
 use crate::hugetlbfs::hugetlbfs_mounts;
 use crate::shm_file::{CAREFULLY, SHM, SHM_PREFIX, is_alone};
 
-/// Begins the names of folders in `/dev/shm` with the registrations of workers.
-const FOLDER_PREFIX: &str = "kvtier_";
-
 /// Ends the name of a pool's ledger.
 const LEDGER: &str = "ledger";
 
-/// A file or folder of a server, in a file system of memory.
+/// A file of a server, in a file system of memory: a pool or its ledger.
 #[derive(Debug)]
 pub struct KeptFile {
     /// Where it is.
@@ -48,31 +45,29 @@ pub enum Holder {
 impl KeptFile {
     /// The files of all servers, in the order of their paths.
     pub fn all() -> Vec<Self> {
-        Self::named(|name| name.starts_with(SHM_PREFIX) || name.starts_with(FOLDER_PREFIX))
+        Self::named(|name| name.starts_with(SHM_PREFIX))
     }
 
     /// The files with these names. No others are locked meanwhile.
     pub(crate) fn named(is_named: impl Fn(&str) -> bool) -> Vec<Self> {
-        let huge = hugetlbfs_mounts().unwrap_or_default();
-        let folders = huge.into_iter().chain([PathBuf::from(SHM)]);
         let is_named =
             |path: &PathBuf| is_named(&path.file_name().unwrap_or_default().to_string_lossy());
-        let entries = folders.filter_map(|folder| std::fs::read_dir(folder).ok());
+        let entries = folders().filter_map(|folder| std::fs::read_dir(folder).ok());
         let paths = entries.flatten().flatten().map(|entry| entry.path());
         let mut all: Vec<_> = paths.filter(is_named).filter_map(Self::at).collect();
         all.sort_by(|one, other| one.path.cmp(&other.path));
         all
     }
 
-    /// The file at this path; `None` without one.
+    /// The file at this path; `None` without one. A folder or a link is none.
     fn at(path: PathBuf) -> Option<Self> {
         let found = std::fs::symlink_metadata(&path).ok()?;
-        let inside = std::fs::read_dir(&path).into_iter().flatten().flatten();
-        let inside = inside.filter_map(|entry| entry.metadata().ok());
-        let blocks: u64 = inside.map(|file| file.blocks()).sum();
+        if !found.is_file() {
+            return None;
+        }
         let holder = open(&path).map_or(Holder::Unknown, |file| holder(&path, &file));
         Some(Self {
-            bytes: (found.blocks() + blocks) * 512,
+            bytes: found.blocks() * 512,
             user: found.uid(),
             holder,
             path,
@@ -95,22 +90,24 @@ impl KeptFile {
         if holder(&self.path, &file) != Holder::None {
             return Err(ErrorKind::ResourceBusy.into());
         }
-        match found.is_dir() {
-            true => std::fs::remove_dir_all(&self.path),
-            false => std::fs::remove_file(&self.path),
-        }
+        std::fs::remove_file(&self.path)
     }
 }
 
-/// Opens a file or folder, and follows no link.
+/// Where pools are.
+fn folders() -> impl Iterator<Item = PathBuf> {
+    let huge = hugetlbfs_mounts().unwrap_or_default();
+    huge.into_iter().chain([PathBuf::from(SHM)])
+}
+
+/// Opens a file, and follows no link.
 fn open(path: &Path) -> Result<File> {
     let mut options = File::options();
     let flags = CAREFULLY.bits().cast_signed();
     let file = options.read(true).custom_flags(flags).open(path)?;
-    let kind = file.metadata()?.file_type();
-    match kind.is_file() || kind.is_dir() {
+    match file.metadata()?.is_file() {
         true => Ok(file),
-        false => Err(Error::other("neither a file nor a folder")),
+        false => Err(Error::other("no regular file")),
     }
 }
 
@@ -131,8 +128,7 @@ fn file_holder(file: &File) -> Holder {
         Err(rustix::io::Errno::WOULDBLOCK) => return Holder::Server(lock_owner(file)),
         Err(_) => return Holder::Unknown,
     }
-    let is_folder = file.metadata().is_ok_and(|found| found.is_dir());
-    match is_folder || is_alone(file) {
+    match is_alone(file) {
         true => Holder::None,
         false => Holder::Clients,
     }

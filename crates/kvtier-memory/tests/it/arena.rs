@@ -286,8 +286,14 @@ fn only_pools_of_the_dead_are_stale() {
         path
     };
     let (dead, other) = (left(&format!("{prefix}_dead")), left(&format!("x{prefix}")));
+    // What is no file is no pool, as a cache on disk that was put there.
+    let folder = dead.with_extension("folder");
+    fs::create_dir(&folder).unwrap();
+    fs::write(folder.join("data"), b"kept").unwrap();
     assert_eq!(remove_stale_pools(&prefix), 1);
     assert_eq!(remove_stale_pools(&prefix), 0);
+    assert!(folder.join("data").exists());
+    fs::remove_dir_all(folder).unwrap();
     assert!(shm_path(&living).exists() && !dead.exists() && other.exists());
     fs::remove_file(&other).unwrap();
     assert_eq!(remove_stale_pools(""), 0);
