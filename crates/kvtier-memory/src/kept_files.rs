@@ -113,12 +113,16 @@ fn open(path: &Path) -> Result<File> {
 
 /// What has the file at this path. A ledger is of no use without its pool, so what has the pool has the ledger.
 fn holder(path: &Path, file: &File) -> Holder {
-    let is_ledger = path.extension().is_some_and(|end| end == LEDGER);
-    let pool = is_ledger.then(|| open(&path.with_extension("")).ok());
-    match (file_holder(file), pool.flatten()) {
-        (Holder::None, Some(pool)) => file_holder(&pool),
-        (holder, _) => holder,
+    let own = file_holder(file);
+    if own != Holder::None || path.extension().is_none_or(|end| end != LEDGER) {
+        return own;
     }
+    // In /dev/shm also if the pool is of hugepages.
+    let pools = folders().map(|folder| folder.join(path.file_stem().unwrap_or_default()));
+    let mut holders = pools.filter_map(|pool| open(&pool).ok().map(|pool| file_holder(&pool)));
+    holders
+        .find(|holder| *holder != Holder::None)
+        .unwrap_or(Holder::None)
 }
 
 /// What has a file. If that is no process, its lock is held until it is closed.
