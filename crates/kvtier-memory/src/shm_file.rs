@@ -7,6 +7,7 @@ use std::os::unix::ffi::{OsStrExt as _, OsStringExt as _};
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use rustix::fs::{FileType, FlockOperation, Mode, OFlags as FileFlags, RenameFlags};
 use rustix::shm::{self, OFlags};
@@ -26,6 +27,12 @@ pub const SHM: &str = "/dev/shm";
 pub(crate) const CAREFULLY: FileFlags = FileFlags::NOFOLLOW
     .union(FileFlags::NONBLOCK)
     .union(FileFlags::CLOEXEC);
+
+/// Tries besides the last to have a name: [`KeptFile`] has each file for a moment.
+const LOOKS: usize = 10;
+
+/// Between two tries.
+const LOOK: Duration = Duration::from_millis(10);
 
 /// Longest name of a file in one directory, hence of a segment in `/dev/shm`.
 pub(crate) const NAME_MAX: usize = 255;
@@ -229,7 +236,22 @@ impl ShmFile {
 
     /// Creates the file, in place of one that a dead process left behind, or of what another user made there if that has no
     /// lock and this user may remove it, as root may.
+    ///
+    /// # Errors
+    /// [`ArenaError::NameInUse`] and [`ArenaError::NameOfUser`] while a process has it; the system's.
     pub(crate) fn create(folder: &Path, name: &str) -> Result<Self, ArenaError> {
+        for _ in 0..LOOKS {
+            match Self::create_now(folder, name) {
+                Err(ArenaError::NameInUse { .. } | ArenaError::NameOfUser { .. }) => {
+                    std::thread::sleep(LOOK);
+                }
+                created => return created,
+            }
+        }
+        Self::create_now(folder, name)
+    }
+
+    fn create_now(folder: &Path, name: &str) -> Result<Self, ArenaError> {
         let (name, path) = names(folder, name)?;
         let system = |action, e| failed(action, &path, e);
         // Twice: a stale segment is removed in between.
@@ -237,8 +259,13 @@ impl ShmFile {
             let flags = FileFlags::CREATE | FileFlags::EXCL | FileFlags::RDWR;
             match open(&path, flags, Mode::RUSR | Mode::WUSR) {
                 Ok(file) => {
-                    rustix::fs::flock(&file, FlockOperation::NonBlockingLockExclusive)
-                        .map_err(|e| system("lock", e))?;
+                    match lock(&file) {
+                        Ok(()) => {}
+                        Err(rustix::io::Errno::WOULDBLOCK) => {
+                            return Err(ArenaError::NameInUse { name });
+                        }
+                        Err(e) => return Err(system("lock", e)),
+                    }
                     let created = Self {
                         name,
                         path,
@@ -263,11 +290,12 @@ impl ShmFile {
             let stale = match open(&path, FileFlags::RDWR, Mode::empty()) {
                 Ok(stale) => stale,
                 Err(rustix::io::Errno::NOENT) => continue,
+                Err(rustix::io::Errno::WOULDBLOCK) => return Err(ArenaError::NameInUse { name }),
                 Err(e) => return Err(system("open the old segment of", e)),
             };
             // Our servers lock their segment as long as they live. Replacing a living one's
             // would send its new clients to our memory.
-            match rustix::fs::flock(&stale, FlockOperation::NonBlockingLockExclusive) {
+            match lock(&stale) {
                 Ok(()) => {}
                 Err(rustix::io::Errno::WOULDBLOCK) => return Err(ArenaError::NameInUse { name }),
                 Err(e) => return Err(system("lock the old segment of", e)),
