@@ -101,8 +101,17 @@ impl Tier {
         }
         let used = self.index.usage().used_bytes;
         let wanted = bytes.saturating_mul(2).max(used / PART);
-        let evicted = self.index.evict(self.now(), wanted, SLICE);
-        evicted.objects > 0 && self.delete_all_pending().await.is_ok()
+        let evict = async {
+            // While these fail, nothing more leaves the index.
+            self.delete_all_pending().await?;
+            let evicted = self.index.evict(self.now(), wanted, SLICE);
+            self.delete_all_pending().await?;
+            Ok(evicted.objects > 0)
+        };
+        evict.await.unwrap_or_else(|_: L2Error| {
+            self.pause_evictions();
+            false
+        })
     }
 
     /// Pauses [`evict_some`](Self::evict_some), which did not help. Returns whether it does: a backend with space of its own
@@ -110,11 +119,15 @@ impl Tier {
     pub(super) fn pause_eviction_for_space(&self) -> bool {
         let is_paused = !self.adapter.capabilities().owns_space;
         if is_paused {
-            let until = (self.now() + SPACE_PAUSE).as_millis();
-            let until = u64::try_from(until).unwrap_or(u64::MAX);
-            self.space_pause_until.store(until, Ordering::Relaxed);
+            self.pause_evictions();
         }
         is_paused
+    }
+
+    fn pause_evictions(&self) {
+        let until = (self.now() + SPACE_PAUSE).as_millis();
+        let until = u64::try_from(until).unwrap_or(u64::MAX);
+        self.space_pause_until.store(until, Ordering::Relaxed);
     }
 
     /// Sets the grant of a tenant, or removes it: [`Cache::set_grant`].
