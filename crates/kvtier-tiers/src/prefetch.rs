@@ -34,7 +34,7 @@ pub(super) const FIRST_SLICE: usize = 16;
 pub(super) const LAST_SLICE: usize = 1024;
 
 /// Bytes that are loaded by one task: several of them overlap, and each becomes readable on its own.
-const LOAD_BATCH: u64 = 16 << 20;
+pub(super) const LOAD_BATCH: u64 = 16 << 20;
 
 /// What a lookup asks for.
 #[derive(Debug, Clone)]
@@ -276,18 +276,21 @@ impl L2 {
                 is_late = true;
                 break;
             };
-            let Some((landing, extents)) = self.reserve_batch(request, chunks, &batch, permit)
-            else {
+            let reserved = self.reserve_batch(request, chunks, &batch, permit);
+            let Some((landing, extents, is_refused)) = reserved else {
                 break;
             };
-            let is_whole = extents.iter().all(Option::is_some);
+            let arrived = batch.iter().zip(&extents);
+            let arrived = arrived.filter(|(_, place)| place.is_none());
+            let arrived: Vec<_> = arrived.map(|(wanted, _)| wanted.cell).collect();
+            holds.extend(self.pin_cells(request, &arrived));
             let (l2, request) = (Arc::clone(self), Arc::clone(request));
             tasks.spawn(async move {
                 let cells = l2.load_batch(&request, batch, landing, extents).await;
                 let leases = l2.pin_cells(&request, &cells);
                 (cells, leases)
             });
-            if !is_whole {
+            if is_refused {
                 break;
             }
         }
@@ -325,15 +328,15 @@ impl L2 {
         }
     }
 
-    /// Reserves memory for a batch of a prefix of `chunks` chunks; returns it, and where each object of the batch goes: nowhere if
-    /// it was refused, or became resident meanwhile.
+    /// Reserves memory for a batch of a prefix of `chunks` chunks; returns it, where each object of the batch goes (nowhere if it was
+    /// refused, or became resident meanwhile), and whether one was refused.
     fn reserve_batch(
         self: &Arc<Self>,
         request: &PrefetchRequest,
         chunks: usize,
         batch: &[Wanted],
         permit: OwnedSemaphorePermit,
-    ) -> Option<(Arc<Landing>, Vec<Option<Destination>>)> {
+    ) -> Option<(Arc<Landing>, Vec<Option<Destination>>, bool)> {
         let of_row = |row| {
             let wanted = batch.iter().enumerate();
             let wanted = wanted.filter(move |(_, wanted)| wanted.cell.row == row);
@@ -359,10 +362,13 @@ impl L2 {
             ..ReserveOptions::default()
         };
         let reserved = self.cache.reserve_with(self.now(), &requests, &options);
-        let reservation = match reserved {
+        let (reservation, is_refused) = match reserved {
             Ok(reserved) => {
                 self.count_refused(request, &reserved.outcomes);
-                reserved.reservation
+                let mut outcomes = reserved.outcomes.iter();
+                let is_refused =
+                    outcomes.any(|it| matches!(it, KeyOutcome::NoMemory | KeyOutcome::OverQuota));
+                (reserved.reservation, is_refused)
             }
             Err(error) => {
                 tracing::warn!(%error, "no memory could be asked for to load into");
@@ -380,7 +386,7 @@ impl L2 {
             reservation: Mutex::new(Some(reservation)),
             _permit: permit,
         });
-        Some((landing, extents))
+        Some((landing, extents, is_refused))
     }
 
     /// Loads one batch into its memory; returns what has become resident by it.

@@ -16,6 +16,7 @@ use kvtier_l2::testing::{Operation, Step, TestAdapter};
 use kvtier_l2::tier::{Deleted, Tier, TierConfig};
 use kvtier_memory::{Arena, ArenaKind};
 
+use super::prefetch::LOAD_BATCH;
 use super::store::BATCHES;
 use super::{L2, PrefetchRequest, Prefetched};
 use kvtier_config::{L2Config, PrefetchPolicy, StorePolicy};
@@ -118,8 +119,17 @@ fn bed_with(
     load_timeout: Duration,
     store_policy: StorePolicy,
 ) -> Bed {
-    let arena = Arc::new(Arena::create(ArenaKind::Anonymous, 1 << 20).expect("memory"));
-    let cache = Cache::new(L1Allocator::of_bytes(1 << 20), CacheConfig::default());
+    bed_of(1 << 20, adapters, load_timeout, store_policy)
+}
+
+fn bed_of(
+    bytes: u64,
+    adapters: &[Arc<TestAdapter>],
+    load_timeout: Duration,
+    store_policy: StorePolicy,
+) -> Bed {
+    let arena = Arc::new(Arena::create(ArenaKind::Anonymous, bytes).expect("memory"));
+    let cache = Cache::new(L1Allocator::of_bytes(bytes), CacheConfig::default());
     let clock = Arc::new(Clock::start(Duration::ZERO));
     let l2 = L2::start_with(
         &config(load_timeout, store_policy),
@@ -252,6 +262,32 @@ fn a_load_that_comes_after_its_deadline_still_ends_in_l1() {
         (found.lookup.hit_chunks, found.loaded),
         (3, Vec::<Cell>::new())
     );
+}
+
+/// Three chunks, of a batch each; another prompt brings the second one while the first is loaded.
+#[test]
+fn chunk_that_comes_meanwhile_does_not_end_the_load() {
+    let (gated, timeout) = (gated(5), Duration::from_secs(60));
+    let adapters = [Arc::clone(&gated)];
+    let bed = bed_of(4 * LOAD_BATCH, &adapters, timeout, StorePolicy::Default);
+    let mut request = (*bed.request).clone();
+    let mut row = request.rows[0].clone();
+    row.object_bytes = LOAD_BATCH;
+    request.rows = [row].into();
+    let (l2, request) = (Arc::clone(&bed.l2), Arc::new(request));
+    let prefetch = async move { l2.prefetch(&request, || false).await.lookup.hit_chunks };
+    let prefetch = bed.l2.handle().spawn(prefetch);
+    wait_for_load(&bed);
+    let second = ReserveRequest {
+        namespace: &bed.request.rows[0].namespace,
+        hashes: &bed.request.hashes[1..2],
+        len: LOAD_BATCH,
+    };
+    let second = bed.cache.reserve(Duration::ZERO, &[second]);
+    let second = second.expect("free space").reservation;
+    let _ = second.commit(Duration::ZERO);
+    gated.gate.add_permits(9);
+    assert_eq!(bed.l2.handle().block_on(prefetch).expect("no panic"), 3);
 }
 
 #[test]
