@@ -382,9 +382,11 @@ pub async fn serve(l2: Weak<L2>, number: usize, mut queue: mpsc::UnboundedReceiv
             let hashes = items.iter().map(|item| item.object.key.chunk_hash());
             let hashes: Vec<_> = hashes.collect();
             let results = tier.store(items).await;
-            let failed = hashes.iter().zip(&results).filter(|(_, result)| {
+            // What was deleted meanwhile is not stored again.
+            let gone = hold.revoked();
+            let failed = hashes.iter().zip(&results).filter(|(hash, result)| {
                 let error = result.as_ref().err();
-                error.is_some_and(|error| error.kind().is_transient())
+                !gone.contains(*hash) && error.is_some_and(|error| error.kind().is_transient())
             });
             let failed: Vec<_> = failed.map(|(hash, _)| *hash).collect();
             if !failed.is_empty() {
