@@ -62,7 +62,7 @@ pub(super) struct ReserveBatch {
     opened: Vec<Opened>,
     /// Per key: its resident object.
     resident: Vec<SlotRef>,
-    /// By chunk. Up to `held_until` they are held.
+    /// By chunk. Up to `held_until` they are held, but for those that are [`MISSING`].
     held: Vec<Held>,
     held_until: usize,
     /// Chunks of the prompt. The state has it meanwhile, until all that is resident of it is in `held`.
@@ -208,7 +208,9 @@ impl<A: ExtentAllocator> State<A> {
         }
         // Last chunk first, across all requests: the chunk that is worth least alone becomes the oldest.
         for (_, reference) in &batch.held[..batch.held_until] {
-            self.end_lease(*reference);
+            if *reference != MISSING {
+                self.end_lease(*reference);
+            }
         }
     }
 
@@ -255,15 +257,15 @@ impl<A: ExtentAllocator> State<A> {
 
     /// Holds what of a prompt is resident up to a later chunk.
     fn hold_until(&mut self, chunk: u32, batch: &mut ReserveBatch) {
-        while let Some(&(of, reference)) = batch.held.get(batch.held_until)
-            && of <= chunk
+        while let Some((of, reference)) = batch.held.get_mut(batch.held_until)
+            && *of <= chunk
         {
-            if self.is_resident(reference) {
+            if self.is_resident(*reference) {
                 self.hold(reference.slot);
-                batch.held_until += 1;
             } else {
-                batch.held.remove(batch.held_until);
+                *reference = MISSING;
             }
+            batch.held_until += 1;
         }
     }
 
