@@ -9,11 +9,15 @@ use super::{ExtentAllocator, ReserveOptions};
 use crate::group_row::GroupRow;
 use crate::hashing::ChunkHash;
 use crate::window::needed;
+use foldhash::quality::RandomState;
 use std::cmp::Reverse;
 use std::collections::HashSet;
 
 /// Marks a key that is not resident.
 const MISSING: SlotRef = SlotRef::NONE;
+
+/// Chunks of a prompt.
+pub(super) type Chunks = HashSet<ChunkHash, RandomState>;
 
 /// Prompt whose objects are reserved. What of it is resident is never evicted for a later chunk of it, and a later chunk is
 /// evicted before an earlier one is refused.
@@ -66,7 +70,7 @@ pub(super) struct ReserveBatch {
     held: Vec<Held>,
     held_until: usize,
     /// Chunks of the prompt. The state has it meanwhile, until all that is resident of it is in `held`.
-    prompt: Option<HashSet<ChunkHash>>,
+    prompt: Option<Chunks>,
 }
 
 impl ReserveBatch {

@@ -5,13 +5,13 @@ use super::index::Index;
 use super::losses::Losses;
 use super::namespaces::NamespaceTable;
 use super::refusal::Refusal;
+use super::reserve::Chunks;
 use super::slab::{Slab, Slot, SlotRef, SlotState};
 use super::{CacheConfig, Extent, ExtentAllocator, ResidentObject};
 use crate::eviction::pins::Pins;
 use crate::eviction::{Candidate, EvictionPolicy};
 use crate::hashing::ChunkHash;
 use crate::ledger::{Journal, Object, ObjectState};
-use std::collections::HashSet;
 use std::time::Duration;
 
 /// Ticks of the cache's clock per second; a `u32` of them lasts 13 years.
@@ -46,7 +46,7 @@ pub(super) struct State<A> {
     pub(super) warm: usize,
     pub(super) upcoming: Vec<u32>,
     /// Chunks of the prompt that is being reserved: a victim among them refuses the store, so that they can be held.
-    pub(super) kept_prompt: Option<HashSet<ChunkHash>>,
+    pub(super) kept_prompt: Option<Chunks>,
     /// Where the next search for a run begins, in bytes from the arena's start.
     pub(super) hand: u64,
     /// Evicted objects that were not taken yet; `None` unless they are reported.
