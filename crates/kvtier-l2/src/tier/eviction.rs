@@ -25,6 +25,12 @@ const PART: u64 = 64;
 /// the space. Without it a tier would evict all that it has in vain.
 const SPACE_PAUSE: Duration = Duration::from_secs(60);
 
+/// Longest pause: while evictions do not help, each pause is twice the one before.
+const LONGEST_PAUSE: Duration = Duration::from_secs(24 * 60 * 60);
+
+/// Most bytes of one eviction.
+const MOST: u64 = 4 << 30;
+
 impl Tier {
     /// Runs one eviction pass: deletes what is pending, then evicts from the watermark down, and what exceeds a capacity that
     /// was lowered, unless the first recovery is still running. Ends at the first failed delete.
@@ -100,7 +106,7 @@ impl Tier {
             return false;
         }
         let used = self.index.usage().used_bytes;
-        let wanted = bytes.saturating_mul(2).max(used / PART);
+        let wanted = bytes.saturating_mul(2).max(used / PART).min(MOST);
         let evict = async {
             // While these fail, nothing more leaves the index.
             self.delete_all_pending().await?;
@@ -109,7 +115,7 @@ impl Tier {
             Ok(evicted.objects > 0)
         };
         evict.await.unwrap_or_else(|_: L2Error| {
-            self.pause_evictions();
+            self.pause_evictions(SPACE_PAUSE);
             false
         })
     }
@@ -119,15 +125,24 @@ impl Tier {
     pub(super) fn pause_eviction_for_space(&self) -> bool {
         let is_paused = !self.adapter.capabilities().owns_space;
         if is_paused {
-            self.pause_evictions();
+            let last = Duration::from_millis(self.space_pause.load(Ordering::Relaxed));
+            let pause = (2 * last).clamp(SPACE_PAUSE, LONGEST_PAUSE);
+            self.space_pause.store(millis(pause), Ordering::Relaxed);
+            self.pause_evictions(pause);
         }
         is_paused
     }
 
-    fn pause_evictions(&self) {
-        let until = (self.now() + SPACE_PAUSE).as_millis();
-        let until = u64::try_from(until).unwrap_or(u64::MAX);
+    fn pause_evictions(&self, pause: Duration) {
+        let until = millis(self.now() + pause);
         self.space_pause_until.store(until, Ordering::Relaxed);
+    }
+
+    /// The backend has space again: the pause ends, but for a short one.
+    pub(super) fn shorten_pause(&self) {
+        self.space_pause.store(0, Ordering::Relaxed);
+        let latest = millis(self.now() + SPACE_PAUSE);
+        self.space_pause_until.fetch_min(latest, Ordering::Relaxed);
     }
 
     /// Sets the grant of a tenant, or removes it: [`Cache::set_grant`].
@@ -276,6 +291,10 @@ impl Tier {
     }
 }
 
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -310,6 +329,27 @@ mod tests {
             assert!(tier.store(vec![item]).await[0].is_ok());
         }
         tier
+    }
+
+    #[tokio::test]
+    async fn pauses_grow_until_there_is_space() {
+        let tier = tier(false, None).await;
+        let left = || {
+            let until = Duration::from_millis(tier.space_pause_until.load(Ordering::Relaxed));
+            until.saturating_sub(tier.now())
+        };
+        for _ in 0..3 {
+            assert!(tier.pause_eviction_for_space());
+        }
+        assert!(left() > SPACE_PAUSE && left() <= 4 * SPACE_PAUSE);
+        for _ in 0..20 {
+            tier.pause_eviction_for_space();
+        }
+        assert!(left() > LONGEST_PAUSE / 2 && left() <= LONGEST_PAUSE);
+        tier.shorten_pause();
+        assert!(left() <= SPACE_PAUSE);
+        tier.pause_eviction_for_space();
+        assert!(left() <= SPACE_PAUSE);
     }
 
     #[tokio::test]

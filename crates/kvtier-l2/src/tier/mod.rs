@@ -135,6 +135,8 @@ pub struct Tier {
     started: Instant,
     /// End of a pause of evictions for a backend without space, in milliseconds from `started`.
     space_pause_until: AtomicU64,
+    /// Length of the last such pause, in milliseconds; 0 once there was space.
+    space_pause: AtomicU64,
     /// Held for reading by each piece of work on the backend that nothing outside waits for, for writing while paused.
     work: Arc<tokio::sync::RwLock<()>>,
     recovery: watch::Sender<Recovery>,
@@ -181,6 +183,7 @@ impl Tier {
             has_grants: AtomicBool::new(false),
             started: Instant::now(),
             space_pause_until: AtomicU64::new(0),
+            space_pause: AtomicU64::new(0),
             work: Arc::default(),
             recovery: watch::Sender::new(recovery),
             last_store: Mutex::new(LastStore {

@@ -193,6 +193,9 @@ impl Tier {
             let bytes: u64 = sizes
                 .map(|item| self.adapter.size_of(item.object.len))
                 .sum();
+            if results.iter().all(Result::is_ok) {
+                self.shorten_pause();
+            }
             if full.is_empty() || !self.evict_some(bytes).await {
                 break;
             }
@@ -256,7 +259,10 @@ impl Tier {
                     self.absent_bytes(batch).saturating_sub(left)
                 }
             };
-            if missing == 0 || !self.evict_some(missing).await {
+            // All that the tier has would not be enough: others have the space.
+            let below_reserve = self.config.reserve_bytes.saturating_sub(space.all);
+            let is_in_vain = missing.saturating_add(below_reserve) > self.index.usage().used_bytes;
+            if missing == 0 || is_in_vain || !self.evict_some(missing).await {
                 break;
             }
             let before = std::mem::replace(&mut space, self.read_free_space().await?);

@@ -443,6 +443,21 @@ async fn backend_that_stays_full_is_not_emptied() {
 }
 
 #[tokio::test]
+async fn reserve_that_cannot_be_reached_evicts_nothing() {
+    let (memory, bytes) = (test_adapter(), Bytes::new());
+    let tier = tier_with(&memory, None, None, 200 * SIZE);
+    store(&tier, &bytes, 0..100).await;
+    memory.reports_disk.store(true, Ordering::Relaxed);
+    *memory.disk_bytes.lock() = Some(memory.bytes() + SIZE);
+    for number in 100..120 {
+        let refused = store(&tier, &bytes, [number]).await;
+        assert_eq!(refused, [Err(ErrorKind::Full)]);
+    }
+    assert_eq!(memory.bytes(), 100 * SIZE);
+    assert_accounting(&tier, &memory);
+}
+
+#[tokio::test]
 async fn full_disk_suspends_only_stores_until_space() {
     let (memory, bytes) = (test_adapter(), Bytes::new());
     let tier = tier_with(&memory, None, Some(NOOP), 1000);
