@@ -47,7 +47,8 @@ pub fn run(args: &PoolsArgs) -> anyhow::Result<ExitCode> {
 
 fn name(file: &KeptFile) -> String {
     let name = file.path.file_name().unwrap_or_default();
-    name.to_string_lossy().into_owned()
+    // Any local user names files there: what is written to a terminal has no control characters.
+    name.to_string_lossy().escape_debug().to_string()
 }
 
 fn holder(file: &KeptFile) -> String {
@@ -101,7 +102,8 @@ fn free(files: &[KeptFile], args: &FreeArgs) -> anyhow::Result<ExitCode> {
     }
     let mut bytes = 0;
     for file in wanted {
-        let path = file.path.display();
+        let path = file.path.to_string_lossy();
+        let path = path.escape_debug();
         match file.free() {
             Ok(()) => {
                 writeln!(out, "freed {path}, {}", HumanBytes(file.bytes))?;
