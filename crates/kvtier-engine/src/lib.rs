@@ -581,10 +581,11 @@ impl Engine {
     }
 
     /// For a process that ends before [`Engine::close`] has: unlinks the name of the pool, which the next server gets only if
-    /// the engine [is drained](Engine::is_drained). May be called at any time, and waits for nothing.
+    /// the engine [is drained](Engine::is_drained) and L1 does not [end with it](L1::ends_with_process). May be called at any
+    /// time, and waits for nothing.
     pub fn abandon(&self) {
         self.context.l1.arena.unlink();
-        if !self.is_drained() {
+        if !self.is_drained() || self.context.l1.ends_with_process() {
             self.context.l1.discard();
         }
     }

@@ -184,7 +184,7 @@ impl L1 {
         let is_lost = self.remove_lost();
         if let (true, false, Ok(memory)) = (is_kept, is_lost, self.kept_in()) {
             let [memory, ledger] = with_ledger(memory);
-            if self.is_last.load(Ordering::Acquire) {
+            if self.ends_with_process() {
                 self.arena.remove();
                 remove_kept(
                     Path::new(SHM),
@@ -226,6 +226,11 @@ impl L1 {
             Some(reason) => Err(reason),
             None => self.arena.path().ok_or("it has no file"),
         }
+    }
+
+    /// Whether it ends with the process.
+    pub fn ends_with_process(&self) -> bool {
+        self.is_last.load(Ordering::Acquire)
     }
 
     /// Ends L1 with the process, since something that hangs may still write it: no later server finds it. Takes no lock, and
