@@ -492,11 +492,12 @@ def test_full_disk(small_disk, serve, engines, lacks):
 @pytest.mark.parametrize("lacks", ["bytes", "files"])
 def test_full_disk_evicts_the_oldest(small_disk, serve, engines, lacks, capacity):
     """A disk that has less than `max_capacity_gb`, or no more inodes, keeps what was stored last, also beside another program."""
-    disk = small_disk("nr_inodes=40" if lacks == "files" else "size=4m")
+    disk = small_disk("nr_inodes=60" if lacks == "files" else "size=4m")
     server = serve(flags=tiers.fs(disk / "tier", max_capacity_gb=capacity))
+    server.expect_trouble(r"max_capacity_gb of 1.00, and its file system")
     engine = engines(server, groups=BIG)
     for seed in range(30):
-        if seed == 20:
+        if seed == 5:
             names = [disk / f"other-{number}" for number in range(8 if lacks == "files" else 1)]
             for path in names:
                 path.write_bytes(b"x" * (0 if lacks == "files" else os.statvfs(disk).f_bavail * os.statvfs(disk).f_frsize))

@@ -92,9 +92,9 @@ pub(super) enum EngineType {
 /// Whether L1 outlives the process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum L1Restore {
-    /// As [`On`](Self::On) where there is a state directory and memory that outlives the process, else as [`Off`](Self::Off).
+    /// On where there is a state directory and memory that outlives the process, else off.
     Auto,
-    /// The next server of the instance goes on with it.
+    /// The next server of the instance goes on with it, but after Ctrl-C.
     On,
     /// It ends with the process.
     Off,
@@ -158,7 +158,6 @@ pub(super) fn parse_seconds(text: &str) -> Result<f64> {
     )
 }
 
-/// A share.
 /// A model, and the kind of its untyped bytes.
 pub(super) fn parse_byte_pages(text: &str) -> Result<(String, String)> {
     let is_kind = |kind: &str| {
@@ -166,15 +165,16 @@ pub(super) fn parse_byte_pages(text: &str) -> Result<(String, String)> {
         (1..=64).contains(&kind.len()) && kind.bytes().all(allowed)
     };
     match text.rsplit_once('=') {
-        Some((model, kind)) if !model.is_empty() && is_kind(kind) => {
+        Some((model, kind)) if !model.is_empty() && !model.contains(',') && is_kind(kind) => {
             Ok((model.to_owned(), kind.to_owned()))
         }
         _ => Err(Error::refused(
-            "give MODEL=DTYPE: the model's name as engines send it, and 1 to 64 letters, digits and _, such as fp8_e5m2",
+            "give MODEL=DTYPE: the model's name as engines send it, and 1 to 64 letters, digits and _, such as fp8_e5m2; repeat the flag for each model",
         )),
     }
 }
 
+/// A share.
 pub(super) fn parse_share(text: &str) -> Result<f64> {
     number(text, "give a share from 0 to 1, such as 0.8")
 }

@@ -83,6 +83,7 @@ fn free(files: &[KeptFile], args: &FreeArgs) -> anyhow::Result<ExitCode> {
     let mut code = ExitCode::SUCCESS;
     let mut out = out::stdout();
     let is_named = |file: &KeptFile, wanted: &str| {
+        let wanted = wanted.strip_suffix(".ledger").unwrap_or(wanted);
         let (name, pool) = (name(file), format!("{SHM_PREFIX}{wanted}"));
         let name = name.strip_suffix(".ledger").unwrap_or(&name);
         [wanted, pool.as_str()].contains(&name)

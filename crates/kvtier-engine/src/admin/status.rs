@@ -82,7 +82,11 @@ impl Admin {
         let full = self.context.l2.iter().flat_map(|l2| l2.full_tiers());
         let full = full.map(|tier| format!("tier {tier} is full: objects are not stored there"));
         let clients = self.context.client_warnings.current(self.context.now());
-        full.chain(clients).collect()
+        let withheld = self.transfers.is_much_withheld();
+        let withheld = withheld.then(|| {
+            "more than an eighth of L1 is withheld for clients that did not commit it".to_owned()
+        });
+        full.chain(withheld).chain(clients).collect()
     }
 
     /// The whole state.

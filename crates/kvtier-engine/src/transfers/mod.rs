@@ -161,6 +161,11 @@ impl Transfers {
         self.is_much_withheld.store(is_much, Ordering::Relaxed);
     }
 
+    /// Whether more than an eighth of L1 was withheld when it was last counted.
+    pub fn is_much_withheld(&self) -> bool {
+        self.is_much_withheld.load(Ordering::Relaxed)
+    }
+
     /// Quarantines what clients of the earlier process may still copy, as grants of instances that have left.
     pub fn inherit(&self) {
         let Some((memory, objects)) = self.context.l1.heritage.take() else {

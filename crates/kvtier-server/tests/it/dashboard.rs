@@ -7,7 +7,7 @@ use kvtier_client::Scope;
 use serde_json::{Value, json};
 
 use crate::http::{json_of, request};
-use crate::l2::{store, with_tiers};
+use crate::l2::{settle, store, with_tiers};
 use crate::support::{PATIENCE, Steps as _, TestServer, given_stored, prompt};
 
 /// A stream of events.
@@ -142,6 +142,7 @@ fn tenants_are_listed_in_the_order_asked_for() {
         store(&mut worker, &prompt(1, chunks), 1);
         worker.close().unwrap();
     }
+    settle(&server);
     for (name, limit) in [("empty", "1MiB"), ("small", "16KiB"), ("Large", "1GiB")] {
         let body = json!({ "limit_gb": limit }).to_string();
         assert_eq!(

@@ -198,7 +198,10 @@ fn restarts_withhold_at_most_a_quarter() {
     server.pass(Duration::from_secs(110));
     assert!(other.connection().ping(Some(InstanceId(100))).unwrap());
     assert_eq!(server.readings().withheld_bytes, withheld[4]);
+    let warnings = server.engine().warnings();
+    assert!(warnings.iter().any(|it| it.contains("an eighth of L1")));
     server.pass(Duration::from_secs(11));
+    assert!(server.engine().warnings().is_empty());
     assert_eq!(server.readings().withheld_bytes, 0);
     assert_eq!(server.readings().staged_bytes, 0);
     server.assert_sound();

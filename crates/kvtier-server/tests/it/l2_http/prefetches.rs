@@ -110,8 +110,8 @@ fn a_prompt_is_loaded_before_engines_ask() {
 fn prefetch_larger_than_l1_loads_partially() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("warm/large");
-    // 2 MiB of L1, 256 objects.
-    let server = with_tiers(&[&fs(directory.path())], &["--l1-size-gb", "0.001953125"]);
+    let start = |l1_size_gb| with_tiers(&[&fs(directory.path())], &["--l1-size-gb", l1_size_gb]);
+    let server = start("0.0078125");
     let mut worker = server.engine_driven(1, &scope);
     let (all, len) = (prompt(1, 400), worker.chunk_bytes());
     for first in (0..400).step_by(50) {
@@ -121,7 +121,10 @@ fn prefetch_larger_than_l1_loads_partially() {
         assert_eq!(stored.unwrap().chunks.len(), 50);
         settle(&server);
     }
-    server.engine().clear(true);
+    drop((worker, server));
+    // 2 MiB of L1, 256 objects.
+    let server = start("0.001953125");
+    let _worker = server.engine_driven(1, &scope);
     let body = json!({ "model_name": "warm/large", "world_size": 1, "token_ids": tokens(1, 400) });
     let (_, submitted) = json_of(&server, "POST", PREFETCHES, &body.to_string());
     let result = completed(&server, &submitted);
