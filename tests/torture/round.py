@@ -40,7 +40,7 @@ REFUSALS = (
     r"|worker \S+ on GPU \S+: |worker \S+: it has registered on a GPU while the other server"
 )
 EXPECTED = {
-    "": [r"prepared and not committed in time"],
+    "": [r"prepared and not committed in time", r"did not commit what they were granted"],
     **dict.fromkeys(["kill", "term", "damage_ledger"], [r"the worker registered with an earlier process of the server", r"the pages are being closed"]),
     "take_over": [rf"nothing was handed over.*error=({REFUSALS})"],
     "engine_kill": [r"fell silent", r"process has ended", r"registration refused.*living process"],

@@ -179,6 +179,7 @@ impl<A: ExtentAllocator> State<A> {
     ///
     /// # Errors
     /// It is of the prompt that is being stored.
+    #[inline(always)]
     fn next_victim(&mut self, tenant: u32, kept: u64, more: usize) -> Result<Option<u32>, Refusal> {
         let is_over = self.is_over(tenant, kept);
         self.warm_up(is_over.then_some(tenant), more + 1);

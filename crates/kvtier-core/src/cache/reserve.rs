@@ -33,14 +33,17 @@ pub struct ReservedPrompt<'a> {
 }
 
 /// One requested key.
-struct Key {
+struct Key<'a> {
+    hash: &'a ChunkHash,
     request: u32,
     /// In its request.
     position: u32,
     /// In the prompt; without one, the position.
     chunk: u32,
     /// Number among all keys.
-    at: usize,
+    at: u32,
+    /// Its resident object.
+    resident: SlotRef,
 }
 
 /// One request while it is served.
@@ -56,16 +59,14 @@ struct Opened {
 type Held = (u32, SlotRef);
 
 /// Result of a `reserve`, allocated before the lock is taken.
-pub(super) struct ReserveBatch {
+pub(super) struct ReserveBatch<'a> {
     pub(super) outcomes: Vec<KeyOutcome>,
     pub(super) staged: Vec<Staged>,
     /// Taken by what is staged, rounding included.
     pub(super) bytes: u64,
     /// In the order in which they are served.
-    keys: Vec<Key>,
+    keys: Vec<Key<'a>>,
     opened: Vec<Opened>,
-    /// Per key: its resident object.
-    resident: Vec<SlotRef>,
     /// By chunk. Up to `held_until` they are held, but for those that are [`MISSING`].
     held: Vec<Held>,
     held_until: usize,
@@ -73,22 +74,23 @@ pub(super) struct ReserveBatch {
     prompt: Option<Chunks>,
 }
 
-impl ReserveBatch {
-    pub(super) fn new(requests: &[ReserveRequest<'_>], prompt: Option<ReservedPrompt<'_>>) -> Self {
+impl<'a> ReserveBatch<'a> {
+    pub(super) fn new(requests: &[ReserveRequest<'a>], prompt: Option<ReservedPrompt<'_>>) -> Self {
         let mut keys = Vec::with_capacity(requests.iter().map(|it| it.hashes.len()).sum());
         for (request, number) in requests.iter().zip(0..) {
-            let mut chunks = prompt
-                .iter()
-                .flat_map(|prompt| prompt.hashes.iter().zip(0..));
+            let mut chunks = prompt.map(|prompt| prompt.hashes.iter().zip(0..));
             for (hash, position) in request.hashes.iter().zip(0..) {
                 // A request has its chunks in the order of the prompt.
-                let chunk =
-                    chunks.find_map(|(of_prompt, chunk)| (of_prompt == hash).then_some(chunk));
+                let chunk = chunks.as_mut().and_then(|chunks| {
+                    chunks.find_map(|(of_prompt, chunk)| (of_prompt == hash).then_some(chunk))
+                });
                 keys.push(Key {
+                    hash,
                     request: number,
                     position,
                     chunk: chunk.unwrap_or(position),
-                    at: keys.len(),
+                    at: keys.len() as u32,
+                    resident: MISSING,
                 });
             }
         }
@@ -100,7 +102,6 @@ impl ReserveBatch {
             staged: Vec::with_capacity(keys.len()),
             bytes: 0,
             opened: Vec::with_capacity(requests.len()),
-            resident: vec![MISSING; keys.len()],
             held: Vec::with_capacity(keys.len()),
             held_until: 0,
             prompt: prompt.map(|prompt| prompt.hashes.iter().copied().collect()),
@@ -118,7 +119,7 @@ impl<A: ExtentAllocator> State<A> {
         &mut self,
         requests: &[ReserveRequest<'_>],
         options: &ReserveOptions<'_>,
-        batch: &mut ReserveBatch,
+        batch: &mut ReserveBatch<'_>,
     ) {
         self.warm = 0;
         let has_prompt = options.prompt.is_some();
@@ -130,33 +131,28 @@ impl<A: ExtentAllocator> State<A> {
                 is_recorded: false,
             });
         }
-        for key in &batch.keys {
-            let hash = &requests[key.request as usize].hashes[key.position as usize];
-            if let Some(number) = self.find(batch.opened[key.request as usize].namespace, hash) {
-                batch.resident[key.at] = self.lease(number);
-                batch.held.push((key.chunk, batch.resident[key.at]));
+        let mut keys = std::mem::take(&mut batch.keys);
+        for key in &mut keys {
+            let namespace = batch.opened[key.request as usize].namespace;
+            if let Some(number) = self.find(namespace, key.hash) {
+                key.resident = self.lease(number);
+                batch.held.push((key.chunk, key.resident));
             }
         }
         batch.held_until = batch.held.len();
         self.kept_prompt = batch.prompt.take();
         // Objects of a request are equal in size: if one was refused, so are those after it.
         let mut refused: Option<(u32, Refusal)> = None;
-        for at in 0..batch.keys.len() {
-            let Key {
-                request: number,
-                position,
-                chunk,
-                at,
-            } = batch.keys[at];
+        for key in &keys {
+            if key.resident != MISSING && self.is_resident(key.resident) {
+                continue;
+            }
+            let (number, at) = (key.request, key.at as usize);
             let request = &requests[number as usize];
-            let hash = request.hashes[position as usize];
             let Opened {
                 namespace, taken, ..
             } = batch.opened[number as usize];
-            if self.is_resident(batch.resident[at]) {
-                continue;
-            }
-            let more = request.hashes.len() - 1 - position as usize;
+            let more = request.hashes.len() - 1 - key.position as usize;
             let staged = match refused {
                 Some((other, refusal)) if has_prompt || other == number => Err(refusal),
                 _ if taken > staging_left => Err(Refusal::Staging),
@@ -164,15 +160,19 @@ impl<A: ExtentAllocator> State<A> {
                     Err(Refusal::Quota)
                 }
                 _ => {
-                    self.hold_until(chunk, batch);
-                    let stage = |state: &mut Self| {
-                        state.stage(namespace, hash, request.len, options.near, more)
-                    };
-                    match (stage(self), options.prompt) {
-                        (Err(_), Some(prompt)) if self.keep_until(chunk, prompt, batch) => {
-                            stage(self)
+                    if batch.held_until < batch.held.len() {
+                        self.hold_until(key.chunk, batch);
+                    }
+                    // Once again at most, with less that is held.
+                    let mut prompt = options.prompt;
+                    loop {
+                        let staged =
+                            self.stage(namespace, *key.hash, request.len, options.near, more);
+                        match (staged, prompt.take()) {
+                            (Err(_), Some(prompt)) if self.keep_until(key.chunk, prompt, batch) => {
+                            }
+                            (staged, _) => break staged,
                         }
-                        (staged, _) => staged,
                     }
                 }
             };
@@ -182,7 +182,7 @@ impl<A: ExtentAllocator> State<A> {
                     refused = Some((number, refusal));
                     // Only the first: engines repeat what was refused, and the ring is of all tenants.
                     if !std::mem::replace(&mut batch.opened[number as usize].is_recorded, true) {
-                        self.lose(namespace, &hash, refusal.into());
+                        self.lose(namespace, key.hash, refusal.into());
                     }
                     batch.outcomes[at] = self.refuse(namespace, refusal);
                     continue;
@@ -193,7 +193,7 @@ impl<A: ExtentAllocator> State<A> {
             batch.outcomes[at] = KeyOutcome::Reserved(extent);
             batch.staged.push(Staged {
                 request: number,
-                position,
+                position: key.position,
                 extent,
                 slot,
             });
@@ -231,7 +231,7 @@ impl<A: ExtentAllocator> State<A> {
         &mut self,
         chunk: u32,
         prompt: ReservedPrompt<'_>,
-        batch: &mut ReserveBatch,
+        batch: &mut ReserveBatch<'_>,
     ) -> bool {
         let Some(kept) = self.kept_prompt.take() else {
             return false;
@@ -260,7 +260,7 @@ impl<A: ExtentAllocator> State<A> {
     }
 
     /// Holds what of a prompt is resident up to a later chunk.
-    fn hold_until(&mut self, chunk: u32, batch: &mut ReserveBatch) {
+    fn hold_until(&mut self, chunk: u32, batch: &mut ReserveBatch<'_>) {
         while let Some((of, reference)) = batch.held.get_mut(batch.held_until)
             && *of <= chunk
         {

@@ -305,6 +305,7 @@ impl<A: ExtentAllocator> State<A> {
     }
 
     /// Moves bytes from one tally to another, in the sums and for the tenant.
+    #[inline(always)]
     pub(super) fn account(&mut self, namespace: u32, bytes: u64, from: SlotState, to: SlotState) {
         let errors = &mut self.accounting_errors;
         let mut apply = |counters: &mut Counters| {
@@ -365,7 +366,9 @@ impl<A: ExtentAllocator> State<A> {
             journal.remove(number);
         }
         self.allocator.free(extent);
-        self.unstored -= usize::from(self.slab.at_mut(number).take_unstored());
+        if self.unstored > 0 {
+            self.unstored -= usize::from(self.slab.at_mut(number).take_unstored());
+        }
         self.slab.free(number);
         self.drop_user(namespace);
     }
