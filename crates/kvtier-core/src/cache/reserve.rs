@@ -4,20 +4,15 @@ use super::lease::OrderedHold;
 use super::refusal::Refusal;
 use super::reservation::{Committed, KeyOutcome, ReserveRequest, Staged};
 use super::slab::{SlotRef, SlotState};
-use super::state::State;
+use super::state::{Chunks, State};
 use super::{ExtentAllocator, ReserveOptions};
 use crate::group_row::GroupRow;
 use crate::hashing::ChunkHash;
 use crate::window::needed;
-use foldhash::quality::RandomState;
 use std::cmp::Reverse;
-use std::collections::HashSet;
 
 /// Marks a key that is not resident.
 const MISSING: SlotRef = SlotRef::NONE;
-
-/// Chunks of a prompt.
-pub(super) type Chunks = HashSet<ChunkHash, RandomState>;
 
 /// Prompt whose objects are reserved. What of it is resident is never evicted for a later chunk of it, and a later chunk is
 /// evicted before an earlier one is refused.

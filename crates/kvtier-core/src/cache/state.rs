@@ -5,13 +5,14 @@ use super::index::Index;
 use super::losses::Losses;
 use super::namespaces::NamespaceTable;
 use super::refusal::Refusal;
-use super::reserve::Chunks;
 use super::slab::{Slab, Slot, SlotRef, SlotState};
 use super::{CacheConfig, Extent, ExtentAllocator, ResidentObject};
 use crate::eviction::pins::Pins;
 use crate::eviction::{Candidate, EvictionPolicy};
 use crate::hashing::ChunkHash;
 use crate::ledger::{Journal, Object, ObjectState};
+use foldhash::quality::RandomState;
+use std::collections::HashSet;
 use std::time::Duration;
 
 /// Ticks of the cache's clock per second; a `u32` of them lasts 13 years.
@@ -19,6 +20,9 @@ pub(super) const TICKS_PER_SECOND: u32 = 10;
 
 /// Most victims fetched from memory at once.
 pub(super) const MAX_WARM: usize = 32;
+
+/// Chunks of a prompt.
+pub(super) type Chunks = HashSet<ChunkHash, RandomState>;
 
 /// State of a cache. Every method is one step under the lock.
 #[derive(Debug)]
