@@ -265,6 +265,7 @@ def refusal(status, code, methods=("DELETE", "GET", "HEAD", "POST", "PUT"), **he
         body = b"" if method == "HEAD" else f"<Error><Code>{code}</Code></Error>".encode()
         return status, {"Content-Length": str(len(body)), **headers}, body
 
+    change.refused = methods
     return change
 
 

@@ -125,7 +125,7 @@ class Drip(bytes):
 
 class Proxy:
     """Passes requests on to another server. While it is spoiled, `change(method, status, headers, body)` returns what it answers; a body that
-    is shorter than its `Content-Length` is cut off, and a `Drip` is until it is mended."""
+    is shorter than its `Content-Length` is cut off, and a `Drip` is until it is mended. Methods in `change.refused` do not reach the server."""
 
     def __init__(self, server, change):
         self.server, self.change, self.is_spoiled, self.mended = server, change, False, threading.Event()
@@ -155,9 +155,8 @@ class Proxy:
         """The keys of a configuration for the bucket."""
         return self.server.keys(s3_endpoint=f"127.0.0.1:{self.http.server_port}", **more)
 
-    def forward(self, handler):
-        """Answers one request."""
-        method, content = handler.command, handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
+    def ask(self, handler, method, content):
+        """The server's answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.server.port, timeout=30)
         try:
             connection.putrequest(method, handler.path, skip_host=True, skip_accept_encoding=True)
@@ -171,9 +170,17 @@ class Proxy:
         headers = {name: value for name, value in answer.headers.items() if name != "Transfer-Encoding"}
         if method != "HEAD":
             headers["Content-Length"] = str(len(body))
-        status = answer.status
-        if self.is_spoiled:
-            status, headers, body = self.change(method, status, headers, body)
+        return answer.status, headers, body
+
+    def forward(self, handler):
+        """Answers one request."""
+        method, content = handler.command, handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
+        if self.is_spoiled and method in getattr(self.change, "refused", ()):
+            status, headers, body = self.change(method, None, {}, b"")
+        else:
+            status, headers, body = self.ask(handler, method, content)
+            if self.is_spoiled:
+                status, headers, body = self.change(method, status, headers, body)
         handler.send_response_only(status)
         for name, value in headers.items():
             handler.send_header(name, value)
