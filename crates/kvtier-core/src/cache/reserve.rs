@@ -37,7 +37,7 @@ struct Key<'a> {
     chunk: u32,
     /// Number among all keys.
     at: u32,
-    /// Its resident object.
+    /// Resident object of the key.
     resident: SlotRef,
 }
 

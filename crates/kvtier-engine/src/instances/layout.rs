@@ -135,7 +135,7 @@ fn length(name: &str, value: i64) -> Result<u64> {
 }
 
 impl EngineDrivenGroup {
-    /// Of tensors with these planes, layers, slots and values.
+    /// Layout of tensors with these planes, layers, slots and values.
     fn new(dtype: &str, extents: [u64; 4], tokens_per_block: i64) -> Result<Self> {
         let dtype = Dtype::from_name(dtype).ok_or_else(|| {
             Error::refused(format!(

@@ -94,7 +94,7 @@ pub struct LookupRange {
 #[derive(Default)]
 struct Table {
     by_connection: HashMap<u64, Seen>,
-    /// Those that this instance has announced.
+    /// Sizes that this instance has announced.
     announced: Vec<u64>,
     /// Whether they are all.
     is_complete: bool,

@@ -87,7 +87,7 @@ impl WorkerCopy<'_> {
     /// Chunks of its range per group; `chunks` returns those of one group, by its number.
     ///
     /// # Errors
-    /// Those of `chunks`.
+    /// Objects of `chunks`.
     pub(super) fn group_chunks<E>(
         &self,
         mut chunks: impl FnMut(usize) -> Result<Vec<usize>, E>,

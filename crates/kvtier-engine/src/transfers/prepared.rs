@@ -147,7 +147,7 @@ struct Tables {
     quarantined: HashMap<TransferId, Quarantined>,
     /// Memory of an earlier process's clients.
     inherited: Vec<(Duration, Grant)>,
-    /// Of all that is quarantined or inherited.
+    /// Sum of all that is quarantined or inherited.
     quarantined_bytes: u64,
 }
 

@@ -11,7 +11,7 @@ const MAX_RUNS: usize = 1024;
 pub struct Skipped(Vec<Vec<Range<usize>>>);
 
 impl Skipped {
-    /// Of lists of positions, one per group, or none. `None` unless each list increases and stays below `count`, and there are
+    /// Makes it of lists of positions, one per group, or none. `None` unless each list increases and stays below `count`, and there are
     /// few runs.
     pub fn new(lists: &[Vec<i64>], groups: usize, count: usize) -> Option<Self> {
         if !lists.is_empty() && lists.len() != groups {

@@ -30,7 +30,7 @@ pub(super) struct GroupChunks {
 }
 
 impl GroupChunks {
-    /// Those of `chunks`, positions in the range, whose hashes are `hashes`.
+    /// Objects of `chunks`, positions in the range, whose hashes are `hashes`.
     pub(super) fn new(
         range: &WorkerRange,
         model: &ModelLayout,

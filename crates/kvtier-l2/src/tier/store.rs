@@ -20,7 +20,7 @@ const MAX_EVICTIONS: usize = 4;
 #[derive(Debug, Clone, Copy)]
 struct FreeSpace {
     all: u64,
-    /// Those beyond the reserve.
+    /// Free bytes beyond the reserve.
     free: u64,
     ended: u64,
 }
