@@ -46,7 +46,7 @@ pub struct Capabilities {
     /// Its loads compare bytes with a checksum that was stored with them. Without it, a wrapper compares them with the
     /// checksums of what this process stored.
     pub verifies: bool,
-    /// Its space is its own: what is deleted is free at once, though free space may be in pieces that are too small.
+    /// Whether no other program uses its space: what is deleted is free at once, though free space may be in pieces that are too small.
     pub owns_space: bool,
 }
 

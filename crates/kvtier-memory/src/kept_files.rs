@@ -19,17 +19,17 @@ const LEDGER: &str = "ledger";
 /// A file of a server, in a file system of memory: a pool or its ledger.
 #[derive(Debug)]
 pub struct KeptFile {
-    /// Where it is.
+    /// Path of the file.
     pub path: PathBuf,
     /// Bytes of its pages.
     pub bytes: u64,
     /// Id of the user that owns it.
     pub user: u32,
-    /// What has it.
+    /// Processes that have the file.
     pub holder: Holder,
 }
 
-/// What has a file.
+/// Processes that have a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Holder {
     /// No process.
@@ -94,7 +94,7 @@ impl KeptFile {
     }
 }
 
-/// Where pools are.
+/// Folders of pools.
 fn folders() -> impl Iterator<Item = PathBuf> {
     let huge = hugetlbfs_mounts().unwrap_or_default();
     huge.into_iter().chain([PathBuf::from(SHM)])
@@ -125,7 +125,7 @@ fn holder(path: &Path, file: &File) -> Holder {
         .unwrap_or(Holder::None)
 }
 
-/// What has a file. If that is no process, its lock is held until it is closed.
+/// Processes that have a file. If that is no process, its lock is held until it is closed.
 fn file_holder(file: &File) -> Holder {
     match rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => {}

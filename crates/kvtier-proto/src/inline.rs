@@ -40,7 +40,7 @@ pub enum InlineForm {
 /// Chunks of one group of layers.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct InlineGroup<'a> {
-    /// Which chunks of the range they are, increasing; `None` for all of them.
+    /// Positions of the chunks in the range, increasing; `None` for all of them.
     pub positions: Option<Vec<u64>>,
     /// One tensor per chunk.
     pub tensors: Vec<InlineTensor<'a>>,
@@ -120,7 +120,7 @@ impl InlineForm {
 pub struct ChunksToWrite<'s> {
     /// Type and shape of each.
     pub tensor: TensorToWrite<'s>,
-    /// Which chunks of the range they are.
+    /// Positions of the chunks in the range.
     pub positions: Range<u64>,
 }
 

@@ -67,7 +67,7 @@ pub struct Object<'a> {
     pub namespace: u32,
     /// Its memory.
     pub extent: Extent,
-    /// Its last use, or the grant of memory that is not readable, in ticks of the cache's clock.
+    /// Time of the last use, or the grant of memory that is not readable, in ticks of the cache's clock.
     pub used_at: u32,
 }
 

@@ -118,7 +118,7 @@ pub enum Unresolved {
     /// The first request of a client that is older than every generation.
     #[error("get_chunk_size of clients of {releases}, which are not served")]
     TooOld {
-        /// Its releases.
+        /// Releases of the client.
         releases: &'static str,
     },
     /// The number of payload frames fits no row.
