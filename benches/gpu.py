@@ -605,61 +605,13 @@ def restart(place):
             server.kill()
 
 
-def take_over(place):
-    """Servers take over from each other while engines work: nothing fails, no engine registers again, every byte is right."""
-    from kvrig.server import Server, our_command
-
-    with tempfile.TemporaryDirectory() as directory:
-        flags = ["--cuda-driver", place.fake_driver or "auto", "--state-dir", directory, "--l1-restore", "on"]
-        server = Server(our_command(), Path(directory, "server.log"), "lmcache_driven", chunk=CHUNK, l1_gb=1, flags=flags)
-        server.start()
-        try:
-            engine, busy = (Engine(place.pages(), server.url, place.memory) for _ in range(2))
-            (stored, written), prompt = choose("random"), tokens()
-            source = engine.pages.noise(10)
-            engine.pages.write(source)
-            assert engine.store(prompt, stored), "the store failed"
-            stop, trips, failed = threading.Event(), [], []
-
-            def work():
-                try:
-                    place.memory.enter()
-                    while not stop.is_set():
-                        busy.round_trip()
-                        trips.append(time.monotonic())
-                except BaseException as error:
-                    failed.append(error)
-
-            thread = threading.Thread(target=work)
-            thread.start()
-            try:
-                for number in range(5):
-                    seconds, before = server.take_over(), len(trips)
-                    (said,) = [line for line in server.lines() if "took over from another server" in line][number:]
-                    print(f"  served {seconds:.2f} s after its start; clients waited {said.rpartition('milliseconds=')[2]} ms")
-                    assert find(server.get("/status")[1], "restored_workers") == 2, "a worker was not taken over"
-                    other = engine.pages.noise(11 + number)
-                    engine.pages.write(other)
-                    assert engine.retrieve(prompt, written), "the retrieve failed"
-                    assert same(engine.pages.read(), engine.pages.moved(source, stored, other, written)), "wrong bytes in the pages"
-                    place.soon(lambda: len(trips) > before or failed, "the other engine does not go on", 60)  # noqa: B023
-            finally:
-                stop.set()
-                thread.join()
-            assert not failed, failed[0]
-            for each in (engine, busy):
-                each.close()
-        finally:
-            server.kill()
-
-
 CHECKS = {
     **{f"layout-{name}": layout(name) for name in (
         "packed-nhd", "packed-hnd", "kv-first-nhd", "kv-first-hnd", "blocks-first-nhd", "blocks-first-hnd", "mla",
         "cross-layer-nhd", "cross-layer-hnd", "padded", "interleaved")},
     "handles": handles, "refusals": refusals, "ordering": ordering, "stuck-event": stuck_event, "closing": closing,
     "memory-returns": memory_returns, "ref-counter": ref_counter, "killed-engine": killed_engine, "restart": restart,
-    "take-over": take_over, "expandable": expandable, "whole-l1": whole_l1, "beside-a-model": beside_a_model,
+    "expandable": expandable, "whole-l1": whole_l1, "beside-a-model": beside_a_model,
 }  # fmt: skip
 
 

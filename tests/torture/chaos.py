@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 
@@ -105,22 +104,6 @@ class Faults:
 
     def hangup(self, fault):
         self.server.process.send_signal(signal.SIGHUP)
-
-    def take_over(self, fault):
-        """Another process takes over, or refuses and leaves the other one alone."""
-        server, old = self.server, self.server.process
-        with self.window("take_over"):
-            before = self.kept()
-            with open(server.log, "ab") as out:
-                new = subprocess.Popen([*server.argv(), "--take-over"], stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True)
-            server.process = new
-            wait_until(lambda: old.poll() is not None or new.poll() is not None, 60, "the end of either server")
-            if old.poll() is None:
-                server.process = old
-                self.refused_take_overs += 1
-            elif old.returncode != 0 or new.poll() is not None:
-                self.violations.append(Violation("take-over", f"the old server ended with {old.returncode}, the new one has {new.poll()}"))
-            self.compare(fault, before)
 
     def pick_engine(self, fault):
         """The number of a running engine."""

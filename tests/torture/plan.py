@@ -118,7 +118,7 @@ def make(seed, seconds):
         plan.engines.append(EngineSpec(number, client, mode, model, source.random() < 0.4, f"{seed}/{number}"))
     faults = SERVER | CLIENTS | DATA
     if plan.restore:
-        faults = faults | {"take_over": 5, "damage_ledger": 1}
+        faults = faults | {"damage_ledger": 1}
     if not plan.is_roomy:
         faults = faults | {"quota": 2}
     for tier in tiers:

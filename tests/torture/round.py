@@ -34,15 +34,9 @@ IDLE_SECONDS = REAP + 2 * WRITE_TTL + 40
 
 # Lines that faults cause, by kind; the first entry is what a round of any kind may log.
 OF_TIERS = r"WARN kvtier_l2(?!.*not what was stored)"
-# Why a server hands nothing over: what does not end in time, and a worker on a GPU that ends or registers meanwhile.
-REFUSALS = (
-    r"tier \S+: it does not answer|a tier still loads|lookups still wait|a request in flight"
-    r"|worker \S+ on GPU \S+: |worker \S+: it has registered on a GPU while the other server"
-)
 EXPECTED = {
     "": [r"prepared and not committed in time", r"did not commit what they were granted"],
     **dict.fromkeys(["kill", "term", "damage_ledger"], [r"the worker registered with an earlier process of the server", r"the pages are being closed"]),
-    "take_over": [rf"nothing was handed over.*error=({REFUSALS})"],
     "engine_kill": [r"fell silent", r"process has ended", r"registration refused.*living process"],
     **dict.fromkeys(["flip", "truncate", "remove"], [r"WARN kvtier_l2"]),
     **dict.fromkeys(["stop", "base_away", "disk_full", "redis_kill", "redis_stop", "redis_pause", "s3_kill", "s3_stop"], [OF_TIERS]),
@@ -56,7 +50,7 @@ class Round(Faults):
         self.plan, self.logs = plan, logs
         self.windows, self.violations, self.levels = [], [], []
         self.pids, self.killed, self.specs, self.deleted = {}, set(), {}, set()
-        self.done, self.refused_take_overs, self.compared_objects = [], 0, Counter()
+        self.done, self.compared_objects = [], Counter()
         # Engines by process id: when they started, and those of LMCache's client that were perhaps not registered when they were killed.
         self.started, self.unregistered = {}, set()
 

@@ -52,7 +52,7 @@ class Summary:
 
     def __init__(self, seeds, version):
         self.seeds, self.version = seeds, version
-        self.began, self.rounds, self.compared, self.refused = time.time(), 0, 0, 0
+        self.began, self.rounds, self.compared = time.time(), 0, 0
         self.operations, self.faults, self.tiers, self.modes, self.violations = Counter(), Counter(), Counter(), Counter(), Counter()
         self.compared_objects = Counter()
         self.failed, self.slowest = [], {}
@@ -61,7 +61,6 @@ class Summary:
         """The results of a round."""
         self.rounds += 1
         self.compared += getattr(round_, "compared", 0)
-        self.refused += round_.refused_take_overs
         self.compared_objects.update(round_.compared_objects)
         for op, results in getattr(round_, "operations", {}).items():
             self.operations.update({f"{op}: {result}": count for result, count in results.items()})
@@ -82,7 +81,7 @@ class Summary:
             "engines_by_mode": dict(self.modes), "operations": dict(sorted(self.operations.items())),
             "operations_total": sum(self.operations.values()), "bytes_compared": self.compared, "slowest_seconds": self.slowest,
             "faults": dict(sorted(self.faults.items())), "faults_total": sum(self.faults.values()),
-            "take_overs_refused": self.refused, "kept_objects_compared": dict(sorted(self.compared_objects.items())),
+            "kept_objects_compared": dict(sorted(self.compared_objects.items())),
             "violations": dict(self.violations),
             "violations_total": sum(self.violations.values()), "failed_seeds": self.failed,
         }  # fmt: skip

@@ -16,7 +16,7 @@
                                behind vLLM's own prefix cache
   run.py ... --remote resp     two servers that share a tier of this type: an engine at the second hits what one at the first
                                has stored
-  run.py ... --take-over       servers that take over from each other while an engine serves 20 requests at once
+  run.py ... --restart         a server that restarts while an engine serves 20 requests at once
   run.py ... --restored        a server without a second tier that is killed: hits after its start, from the L1 that it had
   run.py ... --wheel DIR       engines of an earlier vLLM or LMCache; with --silent-scheduler for LMCache 0.5.0 to 0.5.5
   run.py ... --fresh           every engine is a new process, as an operator starts it, instead of a fork of one that has
@@ -49,7 +49,7 @@ from kvrig.server import Server, free_port, our_command, peer_command
 from mla import MlaCases
 from remote import RemoteCases, RemoteTier
 from restored import RestoredCases
-from take_over import TakeOverCases
+from restarts import RestartCases
 
 INSTANCE = "kept"
 MODES = ["lmcache_driven", "engine_shm", "engine_pickle"]
@@ -73,7 +73,7 @@ def options():
     parser.add_argument("--connector", choices=["lmcache", "kvtier"], default="lmcache", help="vLLM's connector")
     parser.add_argument("--package", help="directory with the Python package kvtier, for its connector")
     parser.add_argument("--remote", choices=["resp", "s3"], help="type of the tier that two servers share")
-    parser.add_argument("--take-over", action="store_true", help="servers take over from each other under load")
+    parser.add_argument("--restart", action="store_true", help="the server restarts under load")
     parser.add_argument("--restored", action="store_true", help="a server that is killed leaves its L1 to the next")
     parser.add_argument("--wheel", action="append", default=[], metavar="DIR",
                         help="an unpacked earlier vLLM or LMCache, in front of the engine's packages; may be repeated")  # fmt: skip
@@ -100,7 +100,7 @@ def options():
         parser.error("--brief, --mla, --tensor-parallel and --pipeline-parallel need --connector kvtier")
     if chosen.mla:
         chosen.block_size = 16
-    if chosen.take_over:
+    if chosen.restart:
         chosen.kv_blocks = max(chosen.kv_blocks, 160)
     chosen.model = chosen.model or os.path.join(home, "model-mla" if chosen.mla else "model")
     return chosen
@@ -124,7 +124,7 @@ def main():
         ours = chosen.connector == "kvtier"
         log = Path(chosen.logs) / f"server-{run_name(chosen, mode)}.log"
         log.unlink(missing_ok=True)
-        keeps_l1 = chosen.take_over or chosen.restored
+        keeps_l1 = chosen.restart or chosen.restored
         has_directory = mode in WITH_TIER and not ours and not chosen.remote and not keeps_l1
         directory = Path(chosen.logs) / f"tier-{mode}" if has_directory else None
         flags = chosen.server_flag
@@ -156,8 +156,8 @@ def main():
                     RemoteCases(chosen, prompts, known, server, report).run_remote(second)
                 finally:
                     finish(second, report, f"{run_name(chosen, mode)}-second")
-            elif chosen.take_over:
-                TakeOverCases(chosen, prompts, known, server, report).run_take_over()
+            elif chosen.restart:
+                RestartCases(chosen, prompts, known, server, report).run_restarts()
             elif chosen.restored:
                 RestoredCases(chosen, prompts, known, server, report, state=state / INSTANCE).run_restored()
             elif chosen.mla:

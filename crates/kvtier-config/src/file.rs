@@ -20,7 +20,7 @@ use super::{Parsed, RunMode, ServerConfig, effect, gpu, peer, show};
 const SUGGESTIONS: usize = 3;
 
 /// What a command line has and no file: how the process runs.
-const ONLY_ARGUMENTS: &[&str] = &["config", "check-config", "take-over", "help", "version"];
+const ONLY_ARGUMENTS: &[&str] = &["config", "check-config", "help", "version"];
 
 /// How much they look like it at least, of 1.
 const LIKENESS: f64 = 0.7;
@@ -81,8 +81,7 @@ pub(super) fn parse_with_file(args: Vec<OsString>) -> Result<Parsed> {
     check_paths(&command(), &merged)?;
     let ignored = [peer::ignored(&merged), effect::without_effect(&merged)].concat();
     let values = show::values(&merged);
-    let defaults = matches(&[]).map_err(|error| one_line(&error))?;
-    let given = Given::new(args, has_file, &values, &show::values(&defaults));
+    let given = Given::new(args, has_file, &values);
     let args = ServerArgs::from_arg_matches(&merged).map_err(|error| one_line(&error))?;
     if args.strict_flags && !ignored.is_empty() {
         let flags = ignored.join(", ");
@@ -90,10 +89,10 @@ pub(super) fn parse_with_file(args: Vec<OsString>) -> Result<Parsed> {
             "--strict-flags: without effect: {flags}"
         )));
     }
-    let mode = match (args.check_config, args.take_over) {
-        (true, _) => RunMode::Check,
-        (false, true) => RunMode::TakeOver,
-        (false, false) => RunMode::Start,
+    let mode = if args.check_config {
+        RunMode::Check
+    } else {
+        RunMode::Start
     };
     Ok(Parsed::Run {
         config: Box::new(ServerConfig {

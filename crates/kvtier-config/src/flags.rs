@@ -32,11 +32,6 @@ pub struct ServerArgs {
     /// device does not exist yet, or has "force"; nothing is left behind, but an empty device is formatted
     #[arg(long, help_heading = "Configuration")]
     pub check_config: bool,
-    /// Take the connections of clients, L1 and all else from the server of the same instance that runs, without a gap for
-    /// clients; it ends then. If it refuses or cannot be taken over, this server ends with the reason, and the other one goes
-    /// on. If none runs, start as usual. Needs an L1 that is kept (--l1-restore) and the same flags
-    #[arg(long, help_heading = "Configuration")]
-    pub take_over: bool,
     /// Refuse flags that have no effect; without this flag, one warning at start names them
     #[arg(long, help_heading = "Configuration")]
     pub strict_flags: bool,

@@ -24,8 +24,6 @@ pub struct Given {
     pub(super) arguments: Vec<OsString>,
     pub(super) has_file: bool,
     pub(super) values: Values,
-    /// The same without any flag.
-    pub(super) defaults: Values,
 }
 
 impl fmt::Debug for Given {
@@ -35,18 +33,12 @@ impl fmt::Debug for Given {
 }
 
 impl Given {
-    /// `values` and `defaults` by section and name, as [`super::show::values`] has them.
-    pub(super) fn new(
-        arguments: Vec<OsString>,
-        has_file: bool,
-        values: &Value,
-        defaults: &Value,
-    ) -> Self {
+    /// `values` by section and name as [`super::show::values`] has them.
+    pub(super) fn new(arguments: Vec<OsString>, has_file: bool, values: &Value) -> Self {
         Self {
             arguments,
             has_file,
             values: with_whole_numbers(flags_by_name(values)),
-            defaults: with_whole_numbers(flags_by_name(defaults)),
         }
     }
 }

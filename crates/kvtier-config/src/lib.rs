@@ -19,7 +19,6 @@ mod gpu;
 mod http;
 mod l1_manager;
 mod l2;
-mod lasting;
 mod limit;
 mod memory;
 mod peer;
@@ -44,7 +43,6 @@ pub use given::{Given, flags_by_name};
 pub use gpu::{GpuReply, NumaNodes};
 pub use http::{HttpConfig, TOKENS_VARIABLE, is_loopback};
 pub use l2::L2Config;
-pub use lasting::LastingValues;
 pub use limit::{Limit, MAX_BYTES, parse_size};
 pub use memory::{HostMemory, L1Origin};
 pub use quota::{Place, QuotaSettings};
@@ -84,8 +82,6 @@ pub fn hash_seed() -> String {
 pub enum RunMode {
     /// Start a server.
     Start,
-    /// `--take-over`: take over from the one that runs.
-    TakeOver,
     /// `--check-config`: report and stop.
     Check,
 }

@@ -40,7 +40,7 @@ pub struct Context {
     /// Only [`super::workers`] inserts and removes them.
     pub instances: Instances,
     /// Transfers on a GPU keep them open to their end.
-    pub devices: Arc<Devices>,
+    pub devices: Devices,
     pub metrics: Arc<Metrics>,
     pub tracer: Tracer,
     pub clock: Arc<Clock>,

@@ -78,42 +78,6 @@ impl Devices {
         })
     }
 
-    /// Beside another process of the server, until [`Devices::end_beside`].
-    pub fn beside(self) -> Self {
-        Self {
-            cuda: self.cuda.map(CudaDevice::beside),
-            ..self
-        }
-    }
-
-    /// Opens the memories of a registration that will come.
-    ///
-    /// # Errors
-    /// As [`Devices::open`].
-    pub fn prepare(&self, memories: Vec<MemorySpec>) -> Result<()> {
-        let cuda = self.cuda.as_ref().map_err(Clone::clone)?;
-        cuda.prepare(memories).map_err(Error::refused)
-    }
-
-    /// Whether that was done for these pages, so that opening them takes no time.
-    pub fn is_prepared(&self, layout: &KvLayout) -> bool {
-        let cuda = self.cuda.as_ref().ok();
-        cuda.is_some_and(|cuda| cuda.is_prepared(layout.memories()))
-    }
-
-    /// Waits until L1 is pinned, for as long as `waits` says so.
-    pub fn wait_pinned(&self, waits: impl Fn() -> bool) {
-        if let Ok(cuda) = &self.cuda {
-            cuda.wait_pinned(waits);
-        }
-    }
-
-    /// The other process has left everything to this one. Returns what was prepared in vain, if there is anything: to drop it may
-    /// take long.
-    pub fn end_beside(&self) -> Option<impl Send + use<>> {
-        self.cuda.as_ref().ok().and_then(CudaDevice::end_beside)
-    }
-
     fn gpus(&self) -> Vec<DeviceStatus> {
         let cuda = self.cuda.as_ref().ok();
         cuda.map(CudaDevice::status).unwrap_or_default()

@@ -25,12 +25,9 @@ mod answer;
 mod client_warnings;
 mod context;
 mod devices;
-mod hand_over;
-mod handed;
 mod housekeeping;
 mod instances;
 mod lookups;
-mod opened;
 mod payload;
 mod preflight;
 mod reply;
@@ -40,7 +37,6 @@ mod transfers;
 mod workers;
 
 use std::num::NonZeroUsize;
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
@@ -49,11 +45,9 @@ pub use admin::{
     Admin, ChecksumError, ExplainError, PrefetchError, PrefetchJob, PrefetchResult, TenantView,
 };
 pub use answer::Answer;
-pub use hand_over::{EngineHandOver, EngineState};
 pub use housekeeping::INTERVAL as HOUSEKEEPING_INTERVAL;
 pub use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_l1::Clock;
-pub use opened::{Opened, STOP_POLL_INTERVAL, check_stop};
 pub use payload::{Part, Payload};
 pub use preflight::{EarlierL1, Preflight, preflight};
 pub use reply::{Reply, ReplyTarget};
@@ -61,7 +55,7 @@ pub use reply::{Reply, ReplyTarget};
 use kvtier_config::{Change, ServerConfig};
 use kvtier_core::cache::Removed;
 use kvtier_core::prompt::{Prompt, PromptReader};
-use kvtier_l1::{Instance, L1, L1Tenants, Succession, open_arena};
+use kvtier_l1::{Instance, L1, L1Tenants, open_arena};
 use kvtier_metrics::{Metrics, Readings};
 use kvtier_proto::chunk::CHUNK_TOKENS_FEATURE;
 use kvtier_proto::generation::Release;
@@ -72,8 +66,7 @@ use kvtier_proto::response::Response;
 use kvtier_state::StateDir;
 use kvtier_sync::{Mutex, RwLock};
 use kvtier_tenants::{QuotaTier, Quotas, Salts};
-pub use kvtier_tiers::{IndexHandOver, IndexSender, IndexState, PausedTiers};
-use kvtier_tiers::{L2, TiersHandOver};
+use kvtier_tiers::L2;
 use kvtier_trace::Tracer;
 
 use client_warnings::ClientWarnings;
@@ -113,12 +106,8 @@ const L1_RECORD: &str = "l1";
 ///
 /// # Errors
 /// Another server has it.
-fn open_state(config: &ServerConfig, lock: Option<OwnedFd>) -> Result<Result<StateDir>> {
+fn open_state(config: &ServerConfig) -> Result<Result<StateDir>> {
     let settings = &config.state;
-    if let (Ok(base), Some(lock)) = (&settings.base, lock) {
-        let state = StateDir::adopt(base, &settings.instance, lock);
-        return state.map(Ok).map_err(|error| error.context("--state-dir"));
-    }
     let base = match &settings.base {
         Ok(base) => base,
         Err(reason) => return Ok(Err(reason.clone())),
@@ -131,16 +120,6 @@ fn open_state(config: &ServerConfig, lock: Option<OwnedFd>) -> Result<Result<Sta
             Ok(Err(error.context("--state-dir cannot be used")))
         }
     }
-}
-
-/// What a process that hands over gives to the next one's context.
-struct Predecessor {
-    /// The lock of its state directory.
-    lock: OwnedFd,
-    /// What is open beside it.
-    opened: Opened,
-    /// The state of its tiers.
-    tiers: TiersHandOver,
 }
 
 /// The cache engine.
@@ -163,44 +142,19 @@ impl Engine {
     /// # Errors
     /// One line with what is unavailable and the flag that asks for it.
     pub fn new(config: Arc<ServerConfig>, metrics: Arc<Metrics>) -> Result<Self> {
-        let (context, quotas) = Self::open(config, metrics, None)?;
+        let (context, quotas) = Self::open(config, metrics)?;
         let engine = Self::over(context, quotas);
         engine.transfers.inherit();
         Ok(engine)
     }
 
-    fn open(
-        config: Arc<ServerConfig>,
-        metrics: Arc<Metrics>,
-        predecessor: Option<Predecessor>,
-    ) -> Result<(Context, Quotas)> {
-        let (succession, lock, devices, tiers) = match predecessor {
-            None => (Succession::Restart, None, None, None),
-            Some(Predecessor {
-                lock,
-                opened,
-                tiers,
-            }) => {
-                let Opened {
-                    arena,
-                    devices,
-                    tiers: open,
-                } = opened;
-                let tiers = open.map(|open| (open, tiers));
-                (
-                    Succession::TakeOver(arena),
-                    Some(lock),
-                    Some(devices),
-                    tiers,
-                )
-            }
-        };
+    fn open(config: Arc<ServerConfig>, metrics: Arc<Metrics>) -> Result<(Context, Quotas)> {
         let tracing = config.tracing.as_ref();
         let tracer = Tracer::start(tracing, &config.instance_id, config.session_ttl, &metrics)?;
         let chunk_size = NonZeroUsize::new(config.chunk_size as usize)
             .ok_or_else(|| Error::refused("--chunk-size: 0 is not allowed"))?;
         let salts = Salts::open(&config.tenants)?;
-        let state = open_state(&config, lock)?;
+        let state = open_state(&config)?;
         let quotas = kvtier_tenants::Opened::open(&config, state.as_ref().ok(), &salts)?;
         // A file that others may write says nothing.
         let record = state
@@ -212,11 +166,9 @@ impl Engine {
             tenants: salts.number(),
             record: record.as_deref(),
         });
-        let (arena, kept) = open_arena(&config, instance, succession)?;
-        let devices = match devices {
-            Some(devices) => devices,
-            None => Arc::new(Devices::find(&config, &arena)?),
-        };
+        let (arena, kept) = open_arena(&config, instance)?;
+        let arena = Arc::new(arena);
+        let devices = Devices::find(&config, &arena)?;
         if let Some(warning) = devices.warning(&config) {
             tracing::warn!("{warning}");
         }
@@ -225,12 +177,7 @@ impl Engine {
         let start = |l2| {
             let (cache, arena) = (l1.cache.clone(), Arc::clone(&l1.arena));
             let (clock, metrics) = (Arc::clone(&clock), Arc::clone(&metrics));
-            match tiers {
-                None => L2::start(l2, &quotas, cache, arena, clock, metrics),
-                Some((opened, handed)) => {
-                    L2::adopt(l2, &quotas, opened, handed, cache, arena, clock, metrics)
-                }
-            }
+            L2::start(l2, &quotas, cache, arena, clock, metrics)
         };
         let l2 = config.l2.as_ref().map(start).transpose()?;
         let own = L1Tenants {

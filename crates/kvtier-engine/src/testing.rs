@@ -54,7 +54,7 @@ pub fn engine_with(flags: &[&str], change: impl FnOnce(Context) -> Context) -> E
     all.extend(["--chunk-size", "1"]);
     all.extend(flags);
     let config = Arc::new(ServerConfig::from_flags(&all).unwrap());
-    let (context, quotas) = Engine::open(config, Arc::new(Metrics::new()), None).unwrap();
+    let (context, quotas) = Engine::open(config, Arc::new(Metrics::new())).unwrap();
     Engine::over(change(context), quotas)
 }
 

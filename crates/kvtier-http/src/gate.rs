@@ -16,7 +16,6 @@ use kvtier_sync::RateLimited;
 
 use super::{audit, detail, origin, ui};
 use crate::access::{Access, Caller, Role};
-use crate::changes::Changes;
 
 /// The path that takes no token, and no turn.
 pub(super) const OPEN: &str = "/healthcheck";
@@ -33,14 +32,12 @@ pub(super) struct Gate {
     access: Arc<Access>,
     /// Of requests without a token that is known: a client that tries many should not fill the log.
     refusals: RateLimited,
-    changes: Changes,
 }
 
 impl Gate {
-    pub(super) fn new(access: Arc<Access>, changes: Changes) -> Arc<Self> {
+    pub(super) fn new(access: Arc<Access>) -> Arc<Self> {
         Arc::new(Self {
             access,
-            changes,
             refusals: RateLimited::per_second(),
         })
     }
@@ -114,17 +111,10 @@ pub(super) async fn gate(
     if reads {
         return next.run(request).await;
     }
-    let change = match gate.changes.begin().await {
-        Ok(change) => change,
-        Err(refused) => return refused.into_response(),
-    };
-    let request = async move {
-        let entry = audit::Entry::of(&mut request, caller).await;
-        let answer = next.run(request).await;
-        entry.end(&answer);
-        answer
-    };
-    change.run(request).await
+    let entry = audit::Entry::of(&mut request, caller).await;
+    let answer = next.run(request).await;
+    entry.end(&answer);
+    answer
 }
 
 fn needed(request: &Request) -> Role {

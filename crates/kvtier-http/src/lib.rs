@@ -10,7 +10,6 @@ mod access;
 mod audit;
 mod body;
 mod cache;
-mod changes;
 mod config;
 mod explain;
 mod gate;
@@ -50,7 +49,6 @@ use kvtier_engine::Engine;
 use kvtier_error::{Error, ErrorKind, Result};
 
 pub use access::Access;
-pub use changes::{Changes, PausedChanges};
 pub use health::Health;
 pub use payload::Bodies;
 pub use ui::Dashboard;
@@ -78,8 +76,6 @@ pub struct Api {
     pub bodies: Arc<Bodies>,
     /// What viewers of the dashboard share.
     pub dashboard: Arc<Dashboard>,
-    /// Requests that change something.
-    pub changes: Changes,
 }
 
 type State = axum::extract::State<Arc<Api>>;
@@ -124,27 +120,18 @@ fn engine(api: &State) -> Result<&Arc<Engine>, ApiError> {
 }
 
 /// Runs `work` on a thread of its own, so that a health probe does not wait for it. It runs to its end, also after the client has
-/// disconnected, and until then is part of the request's change.
+/// disconnected.
 async fn run_blocking<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T, ApiError> {
-    let change = changes::Change::current();
-    let work = move || {
-        let _change = change;
-        work()
-    };
     ended(tokio::task::spawn_blocking(work)).await
 }
 
-/// Runs `work`, which changes something, in a task of its own: to its end and as part of the request's change, as [`run_blocking`] does.
+/// Runs `work`, which changes something, in a task of its own: to its end, as [`run_blocking`] does.
 async fn run_change<T: Send + 'static>(
     work: impl Future<Output = T> + Send + 'static,
 ) -> Result<T, ApiError> {
-    let task = match changes::Change::current() {
-        Some(change) => tokio::spawn(change.run(work)),
-        None => tokio::spawn(work),
-    };
-    ended(task).await
+    ended(tokio::spawn(work)).await
 }
 
 /// Waits for the work of a request.
@@ -265,7 +252,7 @@ fn router(api_state: Arc<Api>) -> Router {
 
 /// With the gate around all of it.
 fn gated(router: Router<Arc<Api>>, api: Arc<Api>) -> Router {
-    let gate = gate::Gate::new(Arc::clone(&api.access), api.changes.clone());
+    let gate = gate::Gate::new(Arc::clone(&api.access));
     router
         .layer(from_fn_with_state(gate, gate::gate))
         .with_state(api)

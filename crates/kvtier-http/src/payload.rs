@@ -20,7 +20,6 @@ use tokio::sync::Semaphore;
 use tokio::task::yield_now;
 use tokio::time::timeout;
 
-use super::changes::Change;
 use super::{Api, ApiError, BODY_LIMIT, detail, run_blocking};
 use kvtier_sync::budget::{Budget, Charge};
 
@@ -140,7 +139,7 @@ impl<const LIMIT: usize> FromRequest<Arc<Api>> for Payload<LIMIT> {
             bodies: Arc::clone(&api.bodies),
             charges: Vec::new(),
         };
-        match Change::wait_outside(payload.receive(&mut body)).await {
+        match payload.receive(&mut body).await {
             Ok(()) => Ok(payload),
             Err(refused) => {
                 drop(payload);
@@ -180,7 +179,6 @@ fn check_len<const LIMIT: usize>(len: u64) -> Result<(), ApiError> {
 
 #[cfg(test)]
 mod tests {
-    use crate::changes::Changes;
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::{OnceLock, mpsc};
 
@@ -233,7 +231,6 @@ mod tests {
             access: Arc::new(Access::open(&config.http).unwrap()),
             bodies: Arc::new(Bodies::new(received)),
             dashboard: Arc::default(),
-            changes: Changes::default(),
         })
     }
 

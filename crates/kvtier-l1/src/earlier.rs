@@ -1,10 +1,12 @@
 //! What a start would make of L1 that an earlier server has left, without a start.
 
+use std::ops::Range;
 use std::path::PathBuf;
 
 use kvtier_config::ServerConfig;
+use kvtier_core::ledger::Words;
 use kvtier_error::{Error, ErrorKind, Result};
-use kvtier_memory::{ArenaKind, Ownership};
+use kvtier_memory::{ArenaKind, SharedWords};
 
 use super::kept::{check_grants, find_arena, find_ledger, named};
 use super::place::{Instance, kept_place, named_place};
@@ -20,6 +22,25 @@ pub enum EarlierL1 {
     Replaced(Error),
     /// It removes this file.
     Removed(PathBuf),
+}
+
+/// Words of a ledger that stays as it is.
+struct ReadOnlyWords(SharedWords);
+
+impl Words for ReadOnlyWords {
+    fn get(&self, at: u64) -> u64 {
+        self.0.get(at)
+    }
+
+    fn set(&mut self, _: u64, _: u64) {}
+
+    fn end(&self) -> u64 {
+        self.0.end()
+    }
+
+    fn reach(&mut self, _: Range<u64>) -> bool {
+        true
+    }
 }
 
 /// Finds what a start with this configuration would make of L1 that an earlier server has left. Changes nothing.
@@ -54,9 +75,8 @@ fn count_objects(
     place: &ArenaKind,
     instance: Instance<'_>,
 ) -> Result<usize> {
-    let (arena, bytes) = find_arena(config, place, Ownership::Locked)?;
-    // As one whose server may go on: nothing is written.
-    let (_, snapshot, _) = find_ledger(config, &arena, bytes, instance, Ownership::Pending)?;
+    let (arena, bytes) = find_arena(config, place)?;
+    let (_, snapshot) = find_ledger(config, &arena, bytes, instance, ReadOnlyWords)?;
     check_grants(&arena, &snapshot)?;
     config.check_memory(arena.backed_bytes())?;
     Ok(snapshot.len())

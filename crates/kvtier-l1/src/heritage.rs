@@ -5,7 +5,6 @@
 //!
 //! The mutex guards what is withheld; nothing is acquired inside, and it is dropped outside.
 
-use std::collections::HashSet;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -90,29 +89,6 @@ impl Heritage {
     pub fn take(&self) -> Option<(Reservation<L1Allocator>, ReadLease<L1Allocator>)> {
         let held = self.withheld.lock().take()?;
         Some((held.memory, held.objects))
-    }
-
-    /// Splits off the memory in these slots, each with its position in a request; `None` unless all of it is withheld.
-    pub fn claim_store(&self, places: &[(u32, u32)]) -> Option<Reservation<L1Allocator>> {
-        self.with_withheld(|held| held.memory.split_off(places))?
-    }
-
-    /// A lease on the readable objects in these slots that are withheld.
-    pub fn claim_retrieve(&self, slots: &[u32]) -> Option<ReadLease<L1Allocator>> {
-        self.with_withheld(|held| held.objects.claim(slots))
-    }
-
-    /// Withholds the objects in these slots no longer: they have leases of their own.
-    pub fn release_claimed(&self, slots: &HashSet<u32>) {
-        self.with_withheld(|held| held.objects.release(slots));
-    }
-
-    /// Outside of the lock, before other threads look.
-    fn with_withheld<T>(&self, work: impl FnOnce(&mut Withheld) -> T) -> Option<T> {
-        let mut held = self.withheld.lock().take()?;
-        let done = work(&mut held);
-        *self.withheld.lock() = Some(held);
-        Some(done)
     }
 }
 

@@ -13,16 +13,15 @@
 use std::fmt;
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::ops::Range;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvtier_config::{L1Restore, ServerConfig, in_gib};
-use kvtier_core::cache::{Cache, CacheConfig, DetachedLedger, Restored};
-use kvtier_core::ledger::{Identity, Ledger, Owner, Snapshot, Words, max_words};
+use kvtier_core::cache::{Cache, CacheConfig, Restored};
+use kvtier_core::ledger::{Identity, Ledger, Snapshot, Words, max_words};
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_extent::Extent;
 use kvtier_memory::checksum::checksum128;
-use kvtier_memory::{Arena, ArenaError, ArenaKind, Ownership, SegmentLock, SharedWords};
+use kvtier_memory::{Arena, ArenaError, ArenaKind, SharedWords};
 use rustix::time::{ClockId, clock_gettime};
 
 use super::allocator::L1Allocator;
@@ -66,15 +65,6 @@ impl Words for SegmentWords {
     }
 }
 
-/// How an arena comes from the server before.
-#[derive(Debug)]
-pub enum Succession {
-    /// That server has ended, or there was none.
-    Restart,
-    /// It runs, and hands [this arena](find_running_arena) over or goes on with it: there is no other one.
-    TakeOver(Arc<Arena>),
-}
-
 /// What is beside an arena.
 pub struct Kept(Ledgers);
 
@@ -85,15 +75,6 @@ enum Ledgers {
     New(Ledger<SegmentWords>),
     /// The objects of the server before.
     Old(Ledger<SegmentWords>, Snapshot),
-    /// Those of a server that still runs, and the locks of its segments.
-    Pending(Ledger<SegmentWords>, Snapshot, Vec<SegmentLock>),
-}
-
-/// What a server takes over once the one before has released it.
-#[derive(Debug)]
-pub struct Pending {
-    pub(super) ledger: DetachedLedger,
-    pub(super) locks: Vec<SegmentLock>,
 }
 
 impl fmt::Debug for Kept {
@@ -102,7 +83,6 @@ impl fmt::Debug for Kept {
             Ledgers::None(_) => "None",
             Ledgers::New(_) => "New",
             Ledgers::Old(..) => "Old",
-            Ledgers::Pending(..) => "Pending",
         };
         f.debug_tuple("Kept").field(&name).finish()
     }
@@ -119,42 +99,8 @@ pub fn boot_time() -> u64 {
 /// nothing is kept.
 ///
 /// # Errors
-/// As [`create_arena`]; another server has the segments. A server that takes over gets the arena of the one before or an error.
-pub fn open_arena(
-    config: &ServerConfig,
-    instance: Result<Instance<'_>>,
-    succession: Succession,
-) -> Result<(Arc<Arena>, Kept)> {
-    match succession {
-        Succession::Restart => {
-            let (arena, kept) = reopen_arena(config, instance)?;
-            Ok((Arc::new(arena), kept))
-        }
-        Succession::TakeOver(arena) => {
-            let kept = instance.and_then(|instance| join(config, &arena, instance));
-            let kept = kept.map_err(|error| error.context("L1"))?;
-            Ok((arena, kept))
-        }
-    }
-}
-
-/// Maps the arena of the server that runs as this instance. Touches no page of it, and changes nothing.
-///
-/// # Errors
-/// Why there is none.
-pub fn find_running_arena(config: &ServerConfig) -> Result<Arc<Arena>> {
-    let find = || {
-        let (arena, bytes) = find_arena(config, &kept_place(config)?, Ownership::Pending)?;
-        match bytes < arena.len() {
-            true => Err(unavailable("its arena was cut off")),
-            false => Ok(Arc::new(arena)),
-        }
-    };
-    find().map_err(|error| error.context("L1"))
-}
-
-/// The arena that a server which has ended left, or a new one.
-fn reopen_arena(config: &ServerConfig, instance: Result<Instance<'_>>) -> Result<(Arena, Kept)> {
+/// As [`create_arena`]; another server has the segments.
+pub fn open_arena(config: &ServerConfig, instance: Result<Instance<'_>>) -> Result<(Arena, Kept)> {
     check_possible(config)?;
     let instance = match instance {
         Ok(instance) => instance,
@@ -288,64 +234,32 @@ fn failed(config: &ServerConfig, error: ArenaError) -> Error {
 }
 
 /// An arena that exists, and the bytes of its segment.
-pub(super) fn find_arena(
-    config: &ServerConfig,
-    place: &ArenaKind,
-    ownership: Ownership,
-) -> Result<(Arena, u64)> {
-    let found = Arena::find(place.clone(), config.l1_bytes, ownership);
+pub(super) fn find_arena(config: &ServerConfig, place: &ArenaKind) -> Result<(Arena, u64)> {
+    let found = Arena::find(place.clone(), config.l1_bytes);
     let found = found.map_err(|error| failed(config, error))?;
     let (arena, bytes) = found.ok_or_else(|| unavailable("no earlier server has left one"))?;
     Ok((with_privacy(config, arena), bytes))
 }
 
-/// The ledger of an arena that exists, what is in it, and its lock if another process has that.
-pub(super) fn find_ledger(
+/// The ledger of an arena that exists, and what is in it. `over` makes its words of the segment's.
+pub(super) fn find_ledger<W: Words>(
     config: &ServerConfig,
     arena: &Arena,
     bytes: u64,
     instance: Instance<'_>,
-    ownership: Ownership,
-) -> Result<(Ledger<SegmentWords>, Snapshot, Option<SegmentLock>)> {
+    over: impl FnOnce(SharedWords) -> W,
+) -> Result<(Ledger<W>, Snapshot)> {
     let len = max_words(arena.len() / config.l1_align_bytes);
     let name = ledger_name(arena.segment_name().unwrap_or_default());
-    let words = SharedWords::find(&name, len, ownership);
+    let words = SharedWords::find(&name, len);
     let words = words.map_err(|error| failed(config, error))?;
     let words = words.ok_or_else(|| unavailable("the earlier one has no ledger"))?;
-    let (owner, lock) = match ownership {
-        Ownership::Locked => (Owner::Ended, None),
-        Ownership::Pending => {
-            let lock = words.lock();
-            let lock = lock.map_err(|error| Error::io("its locks", error))?;
-            (Owner::Running, Some(lock))
-        }
-    };
     let now = boot_time();
     let identity = identity(config, arena, instance, now)?;
     let align = config.l1_align_bytes;
     // Of an arena that was cut off, or is larger now, only what was there is believed.
-    let opened = Ledger::open(SegmentWords(words), owner, &identity, now, bytes, align);
-    let (ledger, snapshot) = opened
-        .map_err(|(error, _)| unavailable("the earlier one's ledger is not used").source(error))?;
-    Ok((ledger, snapshot, lock))
-}
-
-/// What is beside the arena of a server that runs.
-fn join(config: &ServerConfig, arena: &Arena, instance: Instance<'_>) -> Result<Kept> {
-    let lock = arena.lock();
-    let lock = lock.map_err(|error| Error::io("its locks", error))?;
-    let bytes = arena.len();
-    // While clients were served, something may have cut it off.
-    if arena.segment_bytes() < bytes {
-        return Err(unavailable("its arena was cut off"));
-    }
-    let (ledger, snapshot, of_ledger) =
-        find_ledger(config, arena, bytes, instance, Ownership::Pending)?;
-    if snapshot.rejected().total() > 0 || snapshot.has_unrecorded_grant() {
-        return Err(unavailable("its ledger is not complete"));
-    }
-    let locks = lock.into_iter().chain(of_ledger).collect();
-    Ok(Kept(Ledgers::Pending(ledger, snapshot, locks)))
+    let opened = Ledger::open(over(words), &identity, now, bytes, align);
+    opened.map_err(|(error, _)| unavailable("the earlier one's ledger is not used").source(error))
 }
 
 /// The arena and the ledger of the server before, which has ended.
@@ -354,9 +268,8 @@ fn join(config: &ServerConfig, arena: &Arena, instance: Instance<'_>) -> Result<
 /// Why there are none. There are some if another server has them ([`ErrorKind::InUse`]), or there are too few hugepages for what this
 /// one asks for ([`ErrorKind::Invalid`]): neither may be replaced.
 fn find(config: &ServerConfig, place: &ArenaKind, instance: Instance<'_>) -> Result<(Arena, Kept)> {
-    let (arena, bytes) = find_arena(config, place, Ownership::Locked)?;
-    let (mut ledger, snapshot, _) =
-        find_ledger(config, &arena, bytes, instance, Ownership::Locked)?;
+    let (arena, bytes) = find_arena(config, place)?;
+    let (mut ledger, snapshot) = find_ledger(config, &arena, bytes, instance, SegmentWords)?;
     check_grants(&arena, &snapshot)?;
     config.check_memory(arena.backed_bytes())?;
     ledger.forget_unrecorded_grants();
@@ -423,7 +336,7 @@ impl Kept {
     /// Memory that clients of the server before may still copy.
     pub(super) fn granted(&self) -> impl Iterator<Item = Extent> {
         let snapshot = match &self.0 {
-            Ledgers::Old(_, snapshot) | Ledgers::Pending(_, snapshot, _) => Some(snapshot),
+            Ledgers::Old(_, snapshot) => Some(snapshot),
             Ledgers::None(_) | Ledgers::New(_) => None,
         };
         snapshot.into_iter().flat_map(Snapshot::granted)
@@ -431,13 +344,9 @@ impl Kept {
 
     /// The cache, with what is kept.
     pub(super) fn begin(self, allocator: L1Allocator, config: CacheConfig) -> Begun {
-        let age = |snapshot: &Snapshot| {
-            Duration::from_nanos(boot_time().saturating_sub(snapshot.origin()))
-        };
         let begun = |cache| Begun {
             cache,
             restored: None,
-            pending: None,
             unkept: None,
         };
         match self.0 {
@@ -447,19 +356,10 @@ impl Kept {
             },
             Ledgers::New(ledger) => begun(Cache::with_ledger(allocator, config, ledger)),
             Ledgers::Old(ledger, snapshot) => {
-                let age = age(&snapshot);
+                let age = Duration::from_nanos(boot_time().saturating_sub(snapshot.origin()));
                 let (cache, restored) = Cache::restore(allocator, config, ledger, snapshot);
                 Begun {
                     restored: Some((restored, age)),
-                    ..begun(cache)
-                }
-            }
-            Ledgers::Pending(ledger, snapshot, locks) => {
-                let age = age(&snapshot);
-                let (cache, restored, ledger) = Cache::adopt(allocator, config, ledger, snapshot);
-                Begun {
-                    restored: Some((restored, age)),
-                    pending: Some(Pending { ledger, locks }),
                     ..begun(cache)
                 }
             }
@@ -472,14 +372,14 @@ pub(super) struct Begun {
     pub(super) cache: Cache<L1Allocator>,
     /// Its objects, and the age of its L1.
     pub(super) restored: Option<(Restored<L1Allocator>, Duration)>,
-    /// What that server still has.
-    pub(super) pending: Option<Pending>,
     /// Why it ends with the process, if it does.
     pub(super) unkept: Option<String>,
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use kvtier_config::HostMemory;
     use kvtier_tenants::{Opened, Salts};
 
@@ -496,8 +396,7 @@ mod tests {
             let path = arena.path().unwrap();
             let config = config("lost", &[]);
             let quotas = Opened::open(&config, None, &Salts::of(None)).unwrap();
-            let l1 = L1::create(&config, &quotas, arena, kept, &[]).unwrap();
-            assert!(l1.check_complete().is_ok());
+            let l1 = L1::create(&config, &quotas, Arc::new(arena), kept, &[]).unwrap();
             l1.expire();
             assert!(path.exists());
             let file = std::fs::File::options().write(true).open(&path).unwrap();
@@ -505,7 +404,6 @@ mod tests {
             l1.arena
                 .read(Extent::new(0, 8), 0, &mut [0; 8])
                 .unwrap_err();
-            assert!(l1.check_complete().is_err());
             match is_stopped {
                 true => l1.close(),
                 false => l1.expire(),
@@ -530,7 +428,7 @@ mod tests {
             tenants: 0,
             record: None,
         };
-        let open = |config: &ServerConfig| open_arena(config, Ok(instance), Succession::Restart);
+        let open = |config: &ServerConfig| open_arena(config, Ok(instance));
         for flags in [&[][..], &["--shm-name", ""], &["--l1-restore", "off"]] {
             let config = limited(flags);
             for error in [

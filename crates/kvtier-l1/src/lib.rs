@@ -18,7 +18,7 @@ pub use allocator::L1Allocator;
 pub use clock::Clock;
 pub use earlier::{EarlierL1, find_earlier};
 pub use heritage::Heritage;
-pub use kept::{Kept, Succession, boot_time, find_running_arena, open_arena};
+pub use kept::{Kept, boot_time, open_arena};
 pub use memory::{L1, divide, preflight_arena};
 pub use place::{Instance, kept_path};
 pub use tenants::L1Tenants;

@@ -1,13 +1,10 @@
 //! L1: the arena with the bytes, and the cache that decides about them.
-//!
-//! The mutex guards the ledger of a server that has not handed over yet; no other lock is acquired inside.
 
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
 
 use kvtier_core::cache::{Cache, CacheConfig};
 use kvtier_core::quota::QuotaConfig;
@@ -16,11 +13,10 @@ use kvtier_extent::Extent;
 use kvtier_memory::{
     Arena, ArenaError, ArenaKind, SHM, SHM_PREFIX, Space, hugetlbfs_mounts, remove_kept,
 };
-use kvtier_sync::Mutex;
 
 use super::allocator::{L1Allocator, parts};
 use super::heritage::Heritage;
-use super::kept::{Begun, Kept, Pending};
+use super::kept::{Begun, Kept};
 use super::place::{named_place, with_ledger};
 use super::unavailable;
 use kvtier_config::{HostMemory, NumaNodes, ServerConfig, in_gib};
@@ -31,9 +27,6 @@ const LEAST_PART: u64 = 4 << 30;
 
 /// Part of L1 (a quarter) that may be staged at once.
 const STAGING_PART: u64 = 4;
-
-/// Between two tries to lock a segment whose server is about to end.
-const LOCK_PAUSE: Duration = Duration::from_millis(1);
 
 /// Bytes of the arena of a preflight check, in place of a pool.
 const PREFLIGHT_BYTES: u64 = 2 << 20;
@@ -52,8 +45,6 @@ pub struct L1 {
     is_closed: AtomicBool,
     /// Whether it ends with the process, as an operator interrupted the server.
     is_last: AtomicBool,
-    /// What the server before has until it hands over.
-    pending: Mutex<Option<Pending>>,
     /// Why it ends with the process, if it does.
     unkept: Option<String>,
 }
@@ -86,15 +77,10 @@ impl L1 {
         let Begun {
             cache,
             restored,
-            pending,
             unkept,
         } = kept.begin(allocator, cache_config);
         let heritage = Heritage::new(restored, &cache, arena.path());
-        if pending.is_none() {
-            heritage.release_unreachable(&arena);
-        } else if heritage.rejected.total() > 0 {
-            return Err(unavailable("L1: its ledger contradicts itself"));
-        }
+        heritage.release_unreachable(&arena);
         for (salt, grant) in quotas.grants("l1") {
             cache.set_grant(salt, Some(grant));
         }
@@ -105,31 +91,8 @@ impl L1 {
             nodes,
             is_closed: AtomicBool::new(false),
             is_last: AtomicBool::new(false),
-            pending: Mutex::new(pending),
             unkept,
         })
-    }
-
-    /// Takes L1 from the server before, which has released it or has ended: it is this one's from here on.
-    ///
-    /// # Errors
-    /// That server still has the lock of a segment after `timeout`: nothing was taken, and nothing is written.
-    pub fn take(&self, timeout: Duration) -> Result<()> {
-        let pending = self.pending.lock().take();
-        let Some(Pending { ledger, locks }) = pending else {
-            return Ok(());
-        };
-        let until = Instant::now() + timeout;
-        for lock in locks {
-            while let Err(error) = lock.acquire() {
-                if Instant::now() >= until {
-                    return Err(unavailable("L1").source(error));
-                }
-                std::thread::sleep(LOCK_PAUSE);
-            }
-        }
-        self.cache.attach_ledger(ledger);
-        Ok(())
     }
 
     /// With a part for each of these nodes, whatever the machine has.
@@ -141,28 +104,6 @@ impl L1 {
             cache: Cache::new(allocator, CacheConfig::default()),
             nodes: nodes.to_vec(),
             ..self
-        }
-    }
-
-    /// Whether the next server finds all objects, so that it can go on while their leases last.
-    ///
-    /// # Errors
-    /// Why not, in one line.
-    pub fn check_complete(&self) -> Result<()> {
-        if self.arena.poisoned().is_some() {
-            return Err(unavailable("L1 has lost pages"));
-        }
-        let unrecorded = self.cache.unrecorded();
-        match self.cache.has_ledger() {
-            false => {
-                let reason = self.kept_in().err().unwrap_or_default();
-                Err(unavailable(format!("L1 ends with the process ({reason})"))
-                    .hint("--l1-restore auto keeps it where /dev/shm has the space, or a hugetlbfs is mounted for hugepages"))
-            }
-            true if unrecorded > 0 => Err(unavailable(format!(
-                "L1 has {unrecorded} objects that its ledger had no space for"
-            ))),
-            true => Ok(()),
         }
     }
 

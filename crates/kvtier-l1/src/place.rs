@@ -202,7 +202,6 @@ pub(super) fn with_ledger(arena: PathBuf) -> [PathBuf; 2] {
 #[cfg(test)]
 mod tests {
     use std::os::unix::fs::MetadataExt as _;
-    use std::sync::Arc;
 
     use kvtier_memory::Arena;
 
@@ -211,7 +210,7 @@ mod tests {
     use crate::testing::open_as;
 
     /// The memory of a server, which ends.
-    fn ended((arena, kept): (Arc<Arena>, Kept)) -> PathBuf {
+    fn ended((arena, kept): (Arena, Kept)) -> PathBuf {
         assert_ne!(format!("{kept:?}"), "Kept(\"None\")");
         arena.path().unwrap()
     }

@@ -1,13 +1,12 @@
 //! L1 of instances that tests start and end.
 
 use std::path::Path;
-use std::sync::Arc;
 
 use kvtier_config::ServerConfig;
 use kvtier_error::Result;
 use kvtier_memory::Arena;
 
-use super::kept::{Kept, Succession, open_arena};
+use super::kept::{Kept, open_arena};
 use super::place::Instance;
 
 /// A configuration of this test's own instance.
@@ -30,12 +29,12 @@ pub(crate) fn open_as(
     flags: &[&str],
     folder: &str,
     record: Option<&Path>,
-) -> Result<(Arc<Arena>, Kept)> {
+) -> Result<(Arena, Kept)> {
     let config = config(test, flags);
     let instance = Instance {
         folder,
         tenants: 0,
         record,
     };
-    open_arena(&config, Ok(instance), Succession::Restart)
+    open_arena(&config, Ok(instance))
 }

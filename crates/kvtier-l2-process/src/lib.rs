@@ -35,8 +35,8 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use kvtier_l2::{
-    Adapter, AdapterHandOver, BoxFuture, Buffer, Capabilities, ErrorKind, KeySet, L2Error,
-    ListPage, Listed, LoadItem, Loaded, ObjectSpec, Recovered, StoreItem, Stored,
+    Adapter, BoxFuture, Buffer, Capabilities, ErrorKind, KeySet, L2Error, ListPage, Listed,
+    LoadItem, Loaded, ObjectSpec, Recovered, StoreItem, Stored,
 };
 use link::Link;
 use message::Welcome;
@@ -430,13 +430,6 @@ impl Adapter for ProcessAdapter {
                 session.ping();
             }
         })
-    }
-
-    fn hand_over(&self) -> Result<AdapterHandOver, L2Error> {
-        Err(L2Error::new(
-            ErrorKind::Unsupported,
-            "type \"process\": its program serves one server, and ends with it",
-        ))
     }
 
     fn status(&self) -> Value {

@@ -38,8 +38,8 @@ use serde_json::{Value as Json, json};
 use command::Commands;
 use endpoint::Endpoint;
 use kvtier_l2::{
-    Adapter, AdapterHandOver, BoxFuture, Buffer, Capabilities, ErrorKind, L2Error, ListPage,
-    Listed, LoadItem, Loaded, ObjectSpec, Recovered, StoreItem, Stored, key_digest,
+    Adapter, BoxFuture, Buffer, Capabilities, ErrorKind, L2Error, ListPage, Listed, LoadItem,
+    Loaded, ObjectSpec, Recovered, StoreItem, Stored, key_digest,
     trailer::{self, Trailer},
 };
 use names::Named;
@@ -354,11 +354,6 @@ impl Adapter for RespAdapter {
                 _ => Ok(least.map(|free| free.saturating_mul(count))),
             }
         })
-    }
-
-    fn hand_over(&self) -> Result<AdapterHandOver, L2Error> {
-        // The server has all of it.
-        Ok(AdapterHandOver::default())
     }
 
     fn status(&self) -> Json {

@@ -294,7 +294,6 @@ pub const RESP: AdapterType = AdapterType::new(
     KEYS,
     open,
 )
-.beside(open)
 .check(check)
 .ineffective(ineffective);
 

@@ -40,8 +40,8 @@ use tokio::task::JoinSet;
 use client::{Call, Client};
 use credentials::Variables;
 use kvtier_l2::{
-    Adapter, AdapterHandOver, BoxFuture, Buffer, Capabilities, ErrorKind, KeySet, L2Error,
-    ListPage, Listed, LoadItem, Loaded, ObjectSpec, Recovered, StoreItem, Stored,
+    Adapter, BoxFuture, Buffer, Capabilities, ErrorKind, KeySet, L2Error, ListPage, Listed,
+    LoadItem, Loaded, ObjectSpec, Recovered, StoreItem, Stored,
 };
 use limit::Lane;
 use metadata::Metadata;
@@ -311,11 +311,6 @@ impl Adapter for S3Adapter {
                 self.shared.client.check().await;
             }
         })
-    }
-
-    fn hand_over(&self) -> Result<AdapterHandOver, L2Error> {
-        // The bucket has all of it.
-        Ok(AdapterHandOver::default())
     }
 
     fn status(&self) -> Json {

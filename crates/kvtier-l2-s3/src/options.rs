@@ -340,6 +340,5 @@ pub const S3: AdapterType = AdapterType::new(
     KEYS,
     open,
 )
-.beside(open)
 .check(check)
 .ineffective(ineffective);

@@ -19,14 +19,13 @@
 
 use std::collections::HashSet;
 use std::future::Future;
-use std::os::fd::OwnedFd;
 use std::pin::Pin;
 
 use kvtier_core::object_key::ObjectKey;
 use kvtier_memory::checksum::checksum128;
 use serde_json::Value;
 
-use crate::error::{ErrorKind, L2Error};
+use crate::error::L2Error;
 use crate::object::{LoadItem, ObjectSpec, StoreItem};
 
 /// A future that any runtime can poll from any thread.
@@ -109,31 +108,6 @@ pub struct Recovered {
     pub foreign: u64,
 }
 
-/// What a process that takes over needs beside its configuration to go on with a backend.
-#[derive(Debug, Default)]
-pub struct AdapterHandOver {
-    /// State that only adapters of the same kind read; null is none.
-    pub state: Value,
-    /// What only one process may have, such as locks.
-    pub descriptors: Vec<OwnedFd>,
-}
-
-impl AdapterHandOver {
-    /// Refuses a state and descriptors that an adapter has no use for.
-    ///
-    /// # Errors
-    /// If there are any.
-    pub fn check_empty(&self) -> Result<(), L2Error> {
-        match self.state.is_null() && self.descriptors.is_empty() {
-            true => Ok(()),
-            false => Err(L2Error::new(
-                ErrorKind::Refused,
-                "this kind of tier takes no state from another process",
-            )),
-        }
-    }
-}
-
 /// Client of one backend of whole objects.
 pub trait Adapter: Send + Sync + 'static {
     /// Its `type` in the configuration.
@@ -192,33 +166,6 @@ pub trait Adapter: Send + Sync + 'static {
     fn check(&self) -> BoxFuture<'_, ()> {
         Box::pin(async {})
     }
-
-    /// Returns what the next process needs to go on with the backend while this one runs, and changes nothing. No call is in
-    /// flight when it is taken over: then this process does nothing to the backend any more.
-    ///
-    /// # Errors
-    /// Why no other process can, which is the default.
-    fn hand_over(&self) -> Result<AdapterHandOver, L2Error> {
-        Err(L2Error::new(
-            ErrorKind::Unsupported,
-            format!(
-                "type {:?} keeps its state in the process of the server",
-                self.kind()
-            ),
-        ))
-    }
-
-    /// Goes on, from [`take`](Self::take) on, with what another process has. Nothing in the backend is changed: that process
-    /// may go on. To be called once, on an adapter that was opened beside that of the other process.
-    ///
-    /// # Errors
-    /// If it does not fit the backend as this process sees it.
-    fn adopt(&self, handed: AdapterHandOver) -> Result<(), L2Error> {
-        handed.check_empty()
-    }
-
-    /// From here on, what was [adopted](Self::adopt) is this process's.
-    fn take(&self) {}
 
     /// Returns its part of `/status`: an object with at least `is_healthy` and `type`.
     fn status(&self) -> Value;

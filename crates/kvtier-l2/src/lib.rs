@@ -28,8 +28,7 @@ pub mod transform;
 pub mod wrap;
 
 pub use adapter::{
-    Adapter, AdapterHandOver, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
-    recover_pages,
+    Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored, recover_pages,
 };
 pub use config::{AdapterConfig, ConfigError};
 pub use error::{ErrorKind, L2Error};

@@ -14,7 +14,7 @@ use crate::error::ArenaError;
 use crate::hugetlbfs;
 use crate::mapping::{HUGE_PAGE, MapError, Mapping};
 use crate::prefault::{self, PrefaultEnd, PrefaultError, PrefaultProgress};
-use crate::shm_file::{FileId, Ownership, SHM, SegmentLock, ShmFile, Space, pool_name};
+use crate::shm_file::{FileId, SHM, ShmFile, Space, pool_name};
 use kvtier_extent::Extent;
 
 /// Where the memory of an arena comes from.
@@ -184,15 +184,11 @@ impl Arena {
     ///
     /// # Errors
     /// See [`ArenaError`]; the segment stays as it was.
-    pub fn find(
-        kind: ArenaKind,
-        bytes: u64,
-        ownership: Ownership,
-    ) -> Result<Option<(Self, u64)>, ArenaError> {
+    pub fn find(kind: ArenaKind, bytes: u64) -> Result<Option<(Self, u64)>, ArenaError> {
         let Some((folder, name)) = kind.place() else {
             return Ok(None);
         };
-        let Some(shm) = ShmFile::find(folder, name, ownership)? else {
+        let Some(shm) = ShmFile::find(folder, name)? else {
             return Ok(None);
         };
         let len = kind.whole_pages(bytes)?;
@@ -262,14 +258,6 @@ impl Arena {
         if let Some(shm) = &self.shm {
             shm.keep();
         }
-    }
-
-    /// The lock of a shared arena that was found while another process had it.
-    ///
-    /// # Errors
-    /// The system's, out of file descriptors.
-    pub fn lock(&self) -> std::io::Result<Option<SegmentLock>> {
-        self.shm.as_ref().map(ShmFile::lock).transpose()
     }
 
     /// Lets another process [find](Self::find) the arena. This one must not write it any more.

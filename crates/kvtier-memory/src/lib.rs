@@ -62,8 +62,5 @@ pub use numa::NumaError;
 pub use prefault::{PrefaultEnd, PrefaultError, PrefaultProgress};
 pub use process::{exit_at_once, has_mapped};
 pub use segment::{ForeignSegment, OwnSegment, SegmentError};
-pub use shm_file::{
-    FileId, Ownership, SHM, SHM_PREFIX, SegmentLock, Space, pool_name, remove_kept,
-    remove_stale_pools,
-};
+pub use shm_file::{FileId, SHM, SHM_PREFIX, Space, pool_name, remove_kept, remove_stale_pools};
 pub use words::SharedWords;

@@ -83,41 +83,6 @@ impl FileId {
     }
 }
 
-/// Whether another process may have a segment that is opened.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ownership {
-    /// No: it is locked for this process.
-    Locked,
-    /// One has it locked, and may hand it over: this process locks it [later](SegmentLock::acquire).
-    Pending,
-}
-
-/// The lock of a segment that was opened as [`Ownership::Pending`].
-#[derive(Debug)]
-pub struct SegmentLock {
-    name: String,
-    file: OwnedFd,
-}
-
-impl SegmentLock {
-    /// Takes the lock, once the other process has released it or ended.
-    ///
-    /// # Errors
-    /// [`ArenaError::NameInUse`] while it has not; the system's.
-    pub fn acquire(&self) -> Result<(), ArenaError> {
-        lock(&self.file).map_err(|error| match error {
-            rustix::io::Errno::WOULDBLOCK => ArenaError::NameInUse {
-                name: self.name.clone(),
-            },
-            error => ArenaError::System {
-                action: "lock",
-                place: format!("shared memory {}", self.name),
-                source: error.into(),
-            },
-        })
-    }
-}
-
 fn lock(file: &OwnedFd) -> rustix::io::Result<()> {
     rustix::fs::flock(file, FlockOperation::NonBlockingLockExclusive)
 }
@@ -314,11 +279,7 @@ impl ShmFile {
     ///
     /// # Errors
     /// [`ArenaError::NameInUse`] while a process has it; the system's.
-    pub(crate) fn find(
-        folder: &Path,
-        name: &str,
-        ownership: Ownership,
-    ) -> Result<Option<Self>, ArenaError> {
+    pub(crate) fn find(folder: &Path, name: &str) -> Result<Option<Self>, ArenaError> {
         let (name, path) = names(folder, name)?;
         let file = match open(&path, FileFlags::RDWR, Mode::empty()) {
             Ok(file) => file,
@@ -336,13 +297,10 @@ impl ShmFile {
         if !is_trusted {
             return Ok(None);
         }
-        match ownership {
-            Ownership::Pending => {}
-            Ownership::Locked => match lock(&file) {
-                Ok(()) => {}
-                Err(rustix::io::Errno::WOULDBLOCK) => return Err(ArenaError::NameInUse { name }),
-                Err(_) => return Ok(None),
-            },
+        match lock(&file) {
+            Ok(()) => {}
+            Err(rustix::io::Errno::WOULDBLOCK) => return Err(ArenaError::NameInUse { name }),
+            Err(_) => return Ok(None),
         }
         let found = Self {
             name,
@@ -351,14 +309,6 @@ impl ShmFile {
             linked: AtomicBool::new(false),
         };
         Ok(found.is_still_ours().then_some(found))
-    }
-
-    /// Its lock, to be taken later.
-    pub(crate) fn lock(&self) -> std::io::Result<SegmentLock> {
-        Ok(SegmentLock {
-            name: self.name.clone(),
-            file: self.file.try_clone()?,
-        })
     }
 
     /// Lets the name stay when this process ends.
@@ -437,9 +387,7 @@ pub fn remove_stale_pools(prefix: &str) -> usize {
 
 /// Removes the file of this name in `folder` that an earlier process has kept; returns whether there was one.
 pub fn remove_kept(folder: &Path, name: &str) -> bool {
-    let found = ShmFile::find(folder, name, Ownership::Locked)
-        .ok()
-        .flatten();
+    let found = ShmFile::find(folder, name).ok().flatten();
     found.is_some_and(|found| found.remove())
 }
 

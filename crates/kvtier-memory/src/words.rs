@@ -14,7 +14,7 @@ use rustix::fs::{FallocateFlags, SeekFrom};
 use crate::arena::map_error;
 use crate::error::ArenaError;
 use crate::mapping::Mapping;
-use crate::shm_file::{Ownership, SHM, SegmentLock, ShmFile};
+use crate::shm_file::{SHM, ShmFile};
 
 /// Words of a piece: 64 KiB.
 const PIECE: u64 = 8192;
@@ -45,8 +45,8 @@ impl SharedWords {
     ///
     /// # Errors
     /// As [`SharedWords::create`].
-    pub fn find(name: &str, len: u64, ownership: Ownership) -> Result<Option<Self>, ArenaError> {
-        let Some(shm) = ShmFile::find(Path::new(SHM), name, ownership)? else {
+    pub fn find(name: &str, len: u64) -> Result<Option<Self>, ArenaError> {
+        let Some(shm) = ShmFile::find(Path::new(SHM), name)? else {
             return Ok(None);
         };
         let (size, _) = shm.sizes().unwrap_or_default();
@@ -174,14 +174,6 @@ impl SharedWords {
         true
     }
 
-    /// The lock of a segment that was found while another process had it.
-    ///
-    /// # Errors
-    /// The system's, out of file descriptors.
-    pub fn lock(&self) -> std::io::Result<SegmentLock> {
-        self.shm.lock()
-    }
-
     /// Removes the name of the segment.
     pub fn unlink(&self) {
         self.shm.remove();
@@ -208,11 +200,7 @@ mod tests {
     #[test]
     fn words_are_found_again_where_memory_was_given() {
         let name = name("found");
-        assert!(
-            SharedWords::find(&name, 100, Ownership::Locked)
-                .unwrap()
-                .is_none()
-        );
+        assert!(SharedWords::find(&name, 100).unwrap().is_none());
         let far = 1 << 28;
         let mut words = SharedWords::create(&name, far + 2 * PIECE).unwrap();
         assert_eq!((words.end(), words.get(far)), (0, 0));
@@ -229,14 +217,12 @@ mod tests {
         assert_eq!([words.get(end - 1), words.get(end)], [0, 0], "all or none");
         assert!(!words.reach(u64::MAX - 1..u64::MAX), "outside");
         // Locked while it is open.
-        let error = SharedWords::find(&name, 100, Ownership::Locked).err();
+        let error = SharedWords::find(&name, 100).err();
         assert!(matches!(error, Some(ArenaError::NameInUse { .. })));
         let (_, backed) = words.shm.sizes().unwrap();
         assert_eq!(backed, 2 * PIECE * 8);
         drop(words);
-        let again = SharedWords::find(&name, far + 2 * PIECE, Ownership::Locked)
-            .unwrap()
-            .unwrap();
+        let again = SharedWords::find(&name, far + 2 * PIECE).unwrap().unwrap();
         assert_eq!(
             [again.get(0), again.get(far + 1), again.get(far)],
             [7, u64::MAX, 0]
@@ -245,9 +231,7 @@ mod tests {
         assert_eq!(again.end(), (far / PIECE + 1) * PIECE);
         drop(again);
         // A smaller server sees all of them: what it leaves out is absent for a larger one after it.
-        let mut small = SharedWords::find(&name, PIECE, Ownership::Locked)
-            .unwrap()
-            .unwrap();
+        let mut small = SharedWords::find(&name, PIECE).unwrap().unwrap();
         let all = (far / PIECE + 1) * PIECE;
         assert_eq!((small.end(), small.get(far + 1)), (all, u64::MAX));
         small.set(far + 1, 0);
@@ -255,20 +239,14 @@ mod tests {
         let half = (far + PIECE / 2) * 8;
         rustix::fs::ftruncate(small.shm.file(), half).unwrap();
         drop(small);
-        let cut = SharedWords::find(&name, far + 2 * PIECE, Ownership::Locked)
-            .unwrap()
-            .unwrap();
+        let cut = SharedWords::find(&name, far + 2 * PIECE).unwrap().unwrap();
         assert_eq!(
             [cut.get(0), cut.get(far), cut.get(far + PIECE - 1)],
             [7, 0, 0]
         );
         assert_eq!(cut.end(), PIECE);
         cut.unlink();
-        assert!(
-            SharedWords::find(&name, 100, Ownership::Locked)
-                .unwrap()
-                .is_none()
-        );
+        assert!(SharedWords::find(&name, 100).unwrap().is_none());
     }
 
     #[test]
@@ -281,9 +259,7 @@ mod tests {
         for (mode, is_found) in [(0o600, true), (0o640, false), (0o602, false)] {
             std::fs::set_permissions(&path, std::fs::Permissions::from_mode(mode)).unwrap();
             assert_eq!(
-                SharedWords::find(&name, PIECE, Ownership::Locked)
-                    .unwrap()
-                    .is_some(),
+                SharedWords::find(&name, PIECE).unwrap().is_some(),
                 is_found,
                 "{mode:o}"
             );
@@ -292,7 +268,7 @@ mod tests {
         let link = format!("{path}_link");
         std::os::unix::fs::symlink(&path, &link).unwrap();
         assert!(
-            SharedWords::find(&format!("{name}_link"), PIECE, Ownership::Locked)
+            SharedWords::find(&format!("{name}_link"), PIECE)
                 .unwrap()
                 .is_none()
         );

@@ -11,7 +11,7 @@ mod release;
 mod tables;
 mod unknown_fields;
 
-pub use candidates::{Candidates, KnownClient, Resolved, Unresolved};
+pub use candidates::{Candidates, Resolved, Unresolved};
 pub use release::Release;
 pub use unknown_fields::MAX_SEARCHED_BYTES;
 

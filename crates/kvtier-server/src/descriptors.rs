@@ -42,25 +42,6 @@ impl Descriptors {
         Self::share(limit.unwrap_or(u64::MAX))
     }
 
-    /// Checks that the process may have this many more than it has.
-    ///
-    /// # Errors
-    /// One line with the limit; the system's.
-    pub fn check_free(more: u64) -> Result<()> {
-        let open = std::fs::read_dir("/proc/self/fd");
-        let open = open.map_err(|error| Error::io("/proc/self/fd", error))?;
-        let open = open.count() as u64;
-        match getrlimit(Resource::Nofile).current {
-            Some(limit) if open + more > limit => Err(Error::new(
-                ErrorKind::Unavailable,
-                format!(
-                    "{open} files are open, and it needs {more} more; it may open {limit} (ulimit -n)"
-                ),
-            )),
-            _ => Ok(()),
-        }
-    }
-
     fn share(limit: u64) -> Result<Self> {
         if limit < MIN_LIMIT {
             return Err(Error::new(
@@ -97,9 +78,6 @@ mod tests {
                 Ok(Descriptors { limit, connections })
             );
         }
-        assert_eq!(Descriptors::check_free(0), Ok(()));
-        let error = Descriptors::check_free(1 << 40).unwrap_err().to_string();
-        assert!(error.contains("needs 1099511627776 more"), "{error}");
         let error = Descriptors::share(63).unwrap_err().to_string();
         assert!(error.contains("open 63 files"));
     }

@@ -9,7 +9,6 @@ mod clock;
 mod descriptors;
 pub mod escape;
 pub mod front;
-mod hand_over;
 mod inherited;
 pub mod logging;
 pub mod preflight;

@@ -10,7 +10,7 @@ use kvtier_config::Change;
 use kvtier_engine::Engine;
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_http::Access;
-use kvtier_sync::{Mutex, MutexGuard};
+use kvtier_sync::Mutex;
 
 use crate::logging;
 
@@ -28,11 +28,6 @@ impl Reloader {
             access: Arc::clone(access),
             turn: Mutex::new(()),
         }
-    }
-
-    /// Lets no reload begin while the result lives; `None` while one runs.
-    pub(crate) fn pause(&self) -> Option<MutexGuard<'_, ()>> {
-        self.turn.try_lock()
     }
 
     /// Reads everything again. What has changed is used from here on; returns what that is, and logs it.

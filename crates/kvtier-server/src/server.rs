@@ -5,8 +5,7 @@
 //! can also create the pool. Inherited sockets tell no servers apart: the service manager is assumed to run one server on
 //! them at a time, as systemd does for a unit, and the next one only after that has ended.
 
-use std::net::{SocketAddr, TcpListener, ToSocketAddrs as _};
-use std::os::fd::{AsFd as _, OwnedFd};
+use std::net::{SocketAddr, ToSocketAddrs as _};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
@@ -19,16 +18,15 @@ use tokio::sync::watch;
 
 use crate::clock::Clock;
 use crate::descriptors::Descriptors;
-use crate::front::{FrontEnd, FrontHandOver, PreparedFront, RequestSocket};
-use crate::hand_over::{self, Giver, GivingParts, IndexReader, Rounds, Taken};
+use crate::front::{FrontEnd, PreparedFront, RequestSocket};
 use crate::inherited::Inherited;
 use crate::logging;
 use crate::preflight;
 use crate::reload::Reloader;
 use kvtier_config::ServerConfig;
-use kvtier_engine::{Engine, EngineHandOver, Opened};
+use kvtier_engine::Engine;
 use kvtier_http::Health;
-use kvtier_http::{self as http, Access, Api, Changes, Dashboard};
+use kvtier_http::{self as http, Access, Api, Dashboard};
 use kvtier_metrics::Metrics;
 
 /// Threads of the HTTP runtime; a scrape or a health probe is all they serve.
@@ -48,8 +46,6 @@ pub struct Server {
     engine: Arc<Engine>,
     /// After the engine: dropping it closes the request port.
     front: FrontEnd,
-    /// Hands everything to the next server, where one can find this one.
-    giver: Option<Giver>,
     health: Arc<Health>,
     access: Arc<Access>,
     reloader: Arc<Reloader>,
@@ -74,41 +70,16 @@ impl Server {
     ///
     /// # Errors
     /// As [`Server::start`], or if a socket is at an address that no flag names.
-    pub fn start_on(config: ServerConfig, inherited: Inherited) -> Result<Self> {
-        Self::start_from(config, Source::Sockets(inherited))
-    }
-
-    /// Takes over from the server of the same instance that runs; `None` if none does. Until all is taken, `stop` ends it.
-    ///
-    /// # Errors
-    /// Why it could not; that server goes on. Or this one cannot go on with what it has taken.
-    pub fn take_over(mut config: ServerConfig, stop: &Arc<AtomicBool>) -> Result<Option<Self>> {
-        // Before descriptors arrive: a shell's usual limit is low, and may be raised.
-        let connections = Descriptors::raise()?.connections;
-        let Some(taken) = hand_over::ask(&mut config, connections, stop)? else {
-            return Ok(None);
-        };
-        let stream = taken.stream()?;
-        // Clients wait for a refusal, and not for the release of what is open.
-        let devices = taken.opened.as_ref().map(Opened::devices);
-        let server = Self::start_from(config, Source::Server(Box::new(taken)));
-        let server = server.inspect_err(|error| Taken::refuse(&stream, error));
-        drop(devices);
-        server.map(Some)
-    }
-
-    fn start_from(config: ServerConfig, mut source: Source) -> Result<Self> {
+    pub fn start_on(config: ServerConfig, mut inherited: Inherited) -> Result<Self> {
         kvtier_memory::return_large_blocks();
         let config = Arc::new(config);
-        if let Source::Sockets(inherited) = &source {
-            preflight::check(&config, inherited)?;
-        }
+        preflight::check(&config, &inherited)?;
         let access = Arc::new(Access::open(&config.http)?);
         for warning in config.warnings().chain(access.warnings()) {
             tracing::warn!("{warning}");
         }
         let descriptors = Descriptors::raise()?;
-        let socket = source.request_socket(&config)?;
+        let socket = RequestSocket::bind(&config, &mut inherited)?;
         let health = Arc::new(Health::default());
         let api = Arc::new(Api {
             engine: OnceLock::new(),
@@ -117,15 +88,12 @@ impl Server {
             access: Arc::clone(&access),
             bodies: Arc::default(),
             dashboard: Arc::new(Dashboard::new(logging::latest_warnings)),
-            changes: Changes::default(),
         });
         let (stop_http, _) = watch::channel(false);
-        let mut http = Http::bind(&config, &api, &mut source)?;
-        if let Source::Sockets(inherited) = &source {
-            inherited.check_used_up()?;
-            // A probe is answered from here on.
-            http.serve(&api, &stop_http);
-        }
+        let mut http = Http::bind(&config, &api, &mut inherited)?;
+        inherited.check_used_up()?;
+        // A probe is answered from here on.
+        http.serve(&api, &stop_http);
 
         let metrics = Arc::new(Metrics::new());
         metrics.has_descriptors(descriptors.limit, descriptors.connections);
@@ -134,104 +102,32 @@ impl Server {
             request_connections = descriptors.connections,
             "divided the file descriptors that the system allows: some for the request port, the others for files and HTTP"
         );
-        let engine = match source.engine() {
-            None => Engine::new(Arc::clone(&config), metrics)?,
-            Some((lock, opened, handed)) => {
-                Engine::adopt(Arc::clone(&config), metrics, lock, opened, handed)?
-            }
-        };
-        let engine = Arc::new(engine);
+        let engine = Arc::new(Engine::new(Arc::clone(&config), metrics)?);
         let connections = usize::try_from(descriptors.connections).unwrap_or(usize::MAX);
-        let mut front = PreparedFront::new(
+        let front = PreparedFront::new(
             &config,
             socket,
             Arc::clone(&engine),
             Arc::clone(&health),
             connections,
         )?;
-        let handed = match &mut source {
-            Source::Sockets(_) => FrontHandOver::default(),
-            Source::Server(taken) => std::mem::take(&mut taken.front),
-        };
-        let clients = handed.state.count();
-        front.resume(handed)?;
-        // All threads, before anything is taken: the system may have none. Each begins at a message, and ends without one.
-        let (begin, begun) = crossbeam_channel::unbounded();
-        let front = front.start(begun.clone())?;
-        // Dropped before the front end, which joins its thread.
-        let begin = begin;
+        // Before a client could ask for a worker that is not known yet.
+        engine.restore_workers();
+        let front = front.start()?;
         let stop_background = Arc::new(AtomicBool::new(false));
-        let rounds = Rounds::new();
-        let mut background = vec![spawn_housekeeping(
-            &engine,
-            &health,
-            &stop_background,
-            &rounds,
-            begun.clone(),
-        )?];
+        let mut background = vec![spawn_housekeeping(&engine, &health, &stop_background)?];
         if config.l1_prefault {
-            let prefault = spawn_prefault(&engine, &health, &stop_background, begun.clone())?;
-            background.push(prefault);
-        }
-        let taken_over = match source {
-            // Before a client could ask for a worker that is not known yet.
-            Source::Sockets(_) => {
-                engine.restore_workers();
-                None
-            }
-            Source::Server(taken) => {
-                let owns_path = taken.owns_path;
-                let indexes = IndexReader::start(taken.stream()?)?;
-                taken.commit()?;
-                // The last step that can fail, before which nothing is written.
-                indexes.read(engine.take()?);
-                if owns_path {
-                    front.take_path(&config);
-                }
-                Some((taken.process, taken.release, taken.since))
-            }
-        };
-        for _ in 0..=background.len() {
-            // Cannot fail: this has a receiver too.
-            let _ = begin.send(());
-        }
-        if let Some((process, release, since)) = &taken_over {
-            tracing::info!(
-                process,
-                release,
-                connections = clients,
-                milliseconds = hand_over::millis(since.elapsed()),
-                "took over from another server; clients have waited"
-            );
+            background.push(spawn_prefault(&engine, &health, &stop_background)?);
         }
         // The routes find the engine from here on; a second engine cannot be set, and there is none.
         let _ = api.engine.set(Arc::clone(&engine));
         let reloader = Arc::new(Reloader::new(&engine, &access));
         let by_http = Arc::clone(&reloader);
         let _ = api.reload.set(Arc::new(move || by_http.reload()));
-        // A server that waits for this one to be ready may take over at once.
-        let listener = Giver::listen(&engine);
         health.set_ready();
-        if taken_over.is_some() {
-            // Only now: to the other server's clients this one is not a server that starts.
-            http.serve(&api, &stop_http);
-        }
-        let parts = GivingParts {
-            engine: Arc::clone(&engine),
-            health: Arc::clone(&health),
-            reloader: Arc::clone(&reloader),
-            rounds,
-            changes: api.changes.clone(),
-            runtime: http.runtime.handle().clone(),
-            socket: Arc::clone(front.socket()),
-            http: http.sockets,
-            pause: Box::new(front.pauses()),
-        };
-        let giver = Giver::start(listener, parts);
         Ok(Self {
             engine,
             front,
-            giver,
             health,
             access,
             reloader,
@@ -280,12 +176,7 @@ impl Server {
         config.stop_timeout + drain.unwrap_or_default()
     }
 
-    /// Becomes true when another server has everything; never without a state directory.
-    pub fn handed_over(&self) -> Option<watch::Receiver<bool>> {
-        self.giver.as_ref().map(Giver::over)
-    }
-
-    /// Answers the requests in flight and stops. A process that has handed over ends in it.
+    /// Answers the requests in flight and stops.
     pub fn stop(self) {
         drop(self);
     }
@@ -293,14 +184,6 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // A hand-over in flight ends first. From here on there is none.
-        if let Some(giver) = &mut self.giver {
-            giver.stop();
-            if giver.is_over() {
-                self.front.stop();
-                self.leave();
-            }
-        }
         self.health.set_stopping();
         self.front.stop();
         self.stop_background.store(true, Ordering::Release);
@@ -318,16 +201,6 @@ impl Drop for Server {
 }
 
 impl Server {
-    /// Ends the process, which has handed over: answers over HTTP that are on the way are sent, memory of
-    /// workers that had left is released, and nothing else is touched.
-    fn leave(&mut self) {
-        self.end_http();
-        self.engine.finish_driver_threads();
-        self.engine.end_traces();
-        tracing::info!("stopped");
-        end_process(0);
-    }
-
     fn end_http(&mut self) {
         // Errors when no HTTP task listens any more.
         let _ = self.stop_http.send(true);
@@ -347,38 +220,6 @@ pub fn end_process(code: i32) -> ! {
     kvtier_memory::exit_at_once(code)
 }
 
-/// Where a server has its sockets from.
-enum Source {
-    /// Bound by itself or a service manager.
-    Sockets(Inherited),
-    /// A server that hands over, with all else.
-    Server(Box<Taken>),
-}
-
-impl Source {
-    fn request_socket(&mut self, config: &ServerConfig) -> Result<RequestSocket> {
-        match self {
-            Self::Sockets(inherited) => RequestSocket::bind(config, inherited),
-            Self::Server(taken) => {
-                let socket = taken.socket.take();
-                let socket = socket.ok_or_else(|| Error::refused("there is no request socket"))?;
-                RequestSocket::handed_over(config, socket)
-            }
-        }
-    }
-
-    /// The lock of the state directory, what is open, and the rest of the engine.
-    fn engine(&mut self) -> Option<(OwnedFd, Opened, EngineHandOver)> {
-        match self {
-            Self::Sockets(_) => None,
-            Self::Server(taken) => {
-                let engine = std::mem::take(&mut taken.engine);
-                Some((taken.lock.take()?, taken.opened.take()?, engine))
-            }
-        }
-    }
-}
-
 /// HTTP, which serves from [`Http::serve`] on.
 struct Http {
     runtime: Runtime,
@@ -389,37 +230,21 @@ struct Http {
     address: SocketAddr,
     listener: Option<tokio::net::TcpListener>,
     metrics: Option<tokio::net::TcpListener>,
-    /// The same sockets, to be handed over.
-    sockets: Vec<TcpListener>,
 }
 
 impl Http {
-    fn bind(config: &ServerConfig, api: &Arc<Api>, source: &mut Source) -> Result<Self> {
+    fn bind(config: &ServerConfig, api: &Arc<Api>, inherited: &mut Inherited) -> Result<Self> {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(HTTP_THREADS)
             .thread_name("kvtier-http")
             .enable_all()
             .build()
             .map_err(|error| Error::io("no HTTP runtime", error))?;
-        let mut sockets = Vec::new();
         let mut bind = |flag: &str, port: u16| {
-            let bound = match source {
-                Source::Server(taken) if taken.http.is_empty() => None,
-                Source::Server(taken) => Some(taken.http.remove(0)),
-                Source::Sockets(inherited) => {
-                    // A host that cannot be resolved is an error of binding it.
-                    let addresses = (api.access.host(), port).to_socket_addrs();
-                    inherited.take_first(addresses.into_iter().flatten())
-                }
-            };
-            let bound = runtime.block_on(http::bind(&api.access, flag, port, bound))?;
-            let socket = bound.0.as_fd().try_clone_to_owned();
-            sockets.push(
-                socket
-                    .map_err(|error| Error::io("no HTTP socket", error))?
-                    .into(),
-            );
-            Ok::<_, Error>(bound)
+            // A host that cannot be resolved is an error of binding it.
+            let addresses = (api.access.host(), port).to_socket_addrs();
+            let bound = inherited.take_first(addresses.into_iter().flatten());
+            runtime.block_on(http::bind(&api.access, flag, port, bound))
         };
         let (listener, address) = bind("http-port", config.http_port)?;
         let metrics = config
@@ -433,7 +258,6 @@ impl Http {
             address,
             listener: Some(listener),
             metrics: metrics.map(|(listener, _)| listener),
-            sockets,
             runtime,
         })
     }
@@ -471,20 +295,16 @@ async fn held<T>(holds: T, task: impl Future<Output = ()>) {
     drop(holds);
 }
 
-/// Runs a background task once `begun` has a message, and not without one; a panic poisons it in the health instead of passing unnoticed.
+/// Runs a background task; a panic poisons it in the health instead of passing unnoticed.
 fn spawn_background(
     name: &'static str,
     health: &Arc<Health>,
-    begun: Receiver<()>,
     run: impl FnOnce() + Send + 'static,
 ) -> Result<JoinHandle<()>> {
     let health = Arc::clone(health);
     std::thread::Builder::new()
         .name(format!("kvtier-{name}"))
         .spawn(move || {
-            if begun.recv().is_err() {
-                return;
-            }
             if std::panic::catch_unwind(std::panic::AssertUnwindSafe(run)).is_err() {
                 health.poison(name);
             }
@@ -496,15 +316,12 @@ fn spawn_housekeeping(
     engine: &Arc<Engine>,
     health: &Arc<Health>,
     stop: &Arc<AtomicBool>,
-    rounds: &Arc<Rounds>,
-    begun: Receiver<()>,
 ) -> Result<JoinHandle<()>> {
-    let (engine, stop, rounds) = (Arc::clone(engine), Arc::clone(stop), Arc::clone(rounds));
+    let (engine, stop) = (Arc::clone(engine), Arc::clone(stop));
     let state = Arc::clone(health);
-    spawn_background("housekeeping", health, begun, move || {
+    spawn_background("housekeeping", health, move || {
         let mut clock = Clock::start(MAX_PAUSE);
         while !stop.load(Ordering::Acquire) {
-            let round = rounds.begin();
             if clock.advance() {
                 engine.forgive_silence();
             }
@@ -515,7 +332,6 @@ fn spawn_housekeeping(
             if let Some(error) = engine.broken_gpu() {
                 state.poison(&format!("GPU ({error})"));
             }
-            drop(round);
             state.count_round();
             std::thread::park_timeout(kvtier_engine::HOUSEKEEPING_INTERVAL);
         }
@@ -526,8 +342,7 @@ fn spawn_prefault(
     engine: &Arc<Engine>,
     health: &Arc<Health>,
     stop: &Arc<AtomicBool>,
-    begun: Receiver<()>,
 ) -> Result<JoinHandle<()>> {
     let (engine, stop) = (Arc::clone(engine), Arc::clone(stop));
-    spawn_background("prefault", health, begun, move || engine.prefault(&stop))
+    spawn_background("prefault", health, move || engine.prefault(&stop))
 }

@@ -15,9 +15,8 @@
 
 use std::fs::{DirBuilder, File};
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
-use std::os::fd::{AsFd as _, AsRawFd as _, OwnedFd};
+use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt as _, FileExt as _};
-use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 
 use kvtier_error::{Error, ErrorKind, Result};
@@ -82,29 +81,6 @@ impl StateDir {
         Ok(state)
     }
 
-    /// Opens the folder of an instance whose server hands over its [lock](StateDir::lock). Both have it from then on, and
-    /// whichever ends last releases it.
-    ///
-    /// # Errors
-    /// It cannot be used, or is not what the lock is of.
-    pub fn adopt(base: &Path, instance: &str, lock: OwnedFd) -> Result<Self> {
-        let path = base.join(folder(instance));
-        Self::adopt_at(base, &path, lock.into()).map_err(|error| error.context(path.display()))
-    }
-
-    fn adopt_at(base: &Path, path: &Path, lock: File) -> Result<Self> {
-        let base = open_base(base)?;
-        let directory = open_folder(&base, path.file_name().unwrap_or_default())?;
-        let found = rustix::fs::statat(&directory, LOCK, AtFlags::SYMLINK_NOFOLLOW);
-        let found = found.map_err(|error| Error::io("its lock cannot be examined", error))?;
-        let handed = rustix::fs::fstat(&lock);
-        let handed = handed.map_err(|error| Error::io("its lock cannot be examined", error))?;
-        if (found.st_dev, found.st_ino) != (handed.st_dev, handed.st_ino) {
-            return Err(Error::refused("the lock handed over is of another folder"));
-        }
-        Self::locked(path, directory, lock)
-    }
-
     /// Of a folder whose lock is held.
     fn locked(path: &Path, directory: OwnedFd, lock: File) -> Result<Self> {
         let stat = stat(&directory)?;
@@ -126,33 +102,6 @@ impl StateDir {
         let written = self.lock.set_len(0);
         let written = written.and_then(|()| self.lock.write_all_at(id.as_bytes(), 0));
         written.map_err(|error| Error::io("cannot be written", error))
-    }
-
-    /// The lock, to be handed to the next server while this one runs.
-    ///
-    /// # Errors
-    /// The system's, out of file descriptors.
-    pub fn lock(&self) -> Result<OwnedFd> {
-        let lock = self.lock.try_clone();
-        lock.map(Into::into).map_err(|error| Error::io(LOCK, error))
-    }
-
-    /// Listens at a socket in the folder, in place of one that an earlier server has left.
-    ///
-    /// # Errors
-    /// The system's.
-    pub fn listen(&self, name: &str) -> Result<UnixListener> {
-        let failed = |error| Error::io(format!("{name} cannot be bound"), error);
-        match rustix::fs::unlinkat(&self.directory, name, AtFlags::empty()) {
-            Ok(()) | Err(rustix::io::Errno::NOENT) => {}
-            Err(error) => return Err(Error::io(format!("{name} cannot be removed"), error)),
-        }
-        let listener = UnixListener::bind(socket_path(&self.directory, name)).map_err(failed)?;
-        // No other user can reach it before either, since the folder is this user's alone.
-        let mode = Mode::RUSR | Mode::WUSR;
-        rustix::fs::chmodat(&self.directory, name, mode, AtFlags::empty())
-            .map_err(|error| failed(error.into()))?;
-        Ok(listener)
     }
 
     /// Identity of the folder on this machine. Its device and inode tell it from a copy, its random part from a later folder
@@ -198,40 +147,6 @@ pub fn existing_id(base: &Path, instance: &str) -> Option<String> {
     let directory = open_folder(&open_base(base).ok()?, folder(instance).as_ref()).ok()?;
     let random = known_random(&File::open(path).ok()?)?;
     Some(identity(&stat(&directory).ok()?, &random))
-}
-
-/// Connects to a socket that the server of an instance listens at in its folder; `None` if no server does.
-///
-/// # Errors
-/// The folder or the socket cannot be trusted, or the system's.
-pub fn connect(base: &Path, instance: &str, name: &str) -> Result<Option<UnixStream>> {
-    let path = base.join(folder(instance));
-    let failed = |error: Error| error.context(path.join(name).display());
-    if !path.exists() {
-        return Ok(None);
-    }
-    let directory = open_base(base).and_then(|base| open_folder(&base, folder(instance).as_ref()));
-    let directory = directory.map_err(failed)?;
-    match rustix::fs::statat(&directory, name, AtFlags::SYMLINK_NOFOLLOW) {
-        Err(rustix::io::Errno::NOENT) => return Ok(None),
-        Err(error) => return Err(failed(Error::io("cannot be examined", error))),
-        Ok(stat) if FileType::from_raw_mode(stat.st_mode) != FileType::Socket => {
-            return Err(failed(Error::refused("is no socket")));
-        }
-        Ok(stat) => check_owner(&stat).map_err(failed)?,
-    }
-    match UnixStream::connect(socket_path(&directory, name)) {
-        Ok(stream) => Ok(Some(stream)),
-        Err(error) if error.kind() == std::io::ErrorKind::ConnectionRefused => Ok(None),
-        Err(error) => Err(failed(Error::io("cannot be connected to", error))),
-    }
-}
-
-/// The path of a socket in a directory, however long the path of that is: an address has 108 bytes.
-fn socket_path(directory: &OwnedFd, name: &str) -> PathBuf {
-    Path::new("/proc/self/fd")
-        .join(directory.as_raw_fd().to_string())
-        .join(name)
 }
 
 /// Name of an instance's folder: the instance's, with `%` and two hex digits for each byte that is not a letter, a digit, `-`,

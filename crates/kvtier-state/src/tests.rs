@@ -53,43 +53,6 @@ fn second_server_learns_the_process_id_of_the_first() {
 }
 
 #[test]
-fn lock_handed_over_is_held_until_both_have_ended() {
-    let base = tempfile::tempdir().unwrap();
-    let first = StateDir::open(base.path(), "a").unwrap();
-    let other = StateDir::open(base.path(), "b").unwrap();
-    let error = StateDir::adopt(base.path(), "a", other.lock().unwrap()).unwrap_err();
-    assert!(error.to_string().contains("of another folder"), "{error}");
-    let second = StateDir::adopt(base.path(), "a", first.lock().unwrap()).unwrap();
-    assert_eq!(second.id(), first.id());
-    drop(first);
-    assert!(StateDir::open(base.path(), "a").is_err());
-    second.claim().unwrap();
-    drop(second);
-    StateDir::open(base.path(), "a").unwrap();
-}
-
-#[test]
-fn socket_is_found_while_a_server_listens() {
-    let base = tempfile::tempdir().unwrap();
-    // Longer than a socket's address.
-    let instance = "i".repeat(150);
-    let find = || connect(base.path(), &instance, "socket").map(|found| found.is_some());
-    assert_eq!(find(), Ok(false));
-    let state = StateDir::open(base.path(), &instance).unwrap();
-    assert_eq!(find(), Ok(false));
-    let listener = state.listen("socket").unwrap();
-    assert_eq!(mode(&state.path().join("socket")), 0o600);
-    assert_eq!(find(), Ok(true));
-    drop(listener);
-    assert_eq!(find(), Ok(false));
-    let _listener = state.listen("socket").unwrap();
-    assert_eq!(find(), Ok(true));
-    std::fs::remove_file(state.path().join("socket")).unwrap();
-    std::fs::write(state.path().join("socket"), "").unwrap();
-    assert!(find().is_err());
-}
-
-#[test]
 fn id_is_of_one_folder_and_no_copy_of_it() {
     let base = tempfile::tempdir().unwrap();
     let id = |instance: &str| StateDir::open(base.path(), instance).unwrap().id;

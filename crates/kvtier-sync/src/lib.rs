@@ -48,7 +48,6 @@ pub const ORDER: &[(&str, &str)] = &[
     ("bindings/python/src/worker/mod.rs", "Finished>"),
     ("bindings/python/src/future.rs", ""),
     ("crates/kvtier-server/src/reload.rs", ""),
-    ("crates/kvtier-server/src/hand_over/giving.rs", ""),
     ("crates/kvtier-metrics/src/tenants.rs", ""),
     ("crates/kvtier-http/src/waiting.rs", "u64"),
     ("crates/kvtier-client/src/client/health.rs", "WatchState"),

@@ -3,14 +3,13 @@
 //! It runs on threads of its own, so that no tier, however slow, delays what L1 can answer. It knows L1's cache and
 //! memory; requests, sessions and connections it never sees.
 //!
-//! One mutex guards the threads until they are stopped, one what was not taken yet from the process before, the other lock which
-//! configuration is the current one; no other lock is acquired inside.
+//! The mutex guards the threads until they are stopped, the other lock which configuration is the current one; no other lock is
+//! acquired inside.
 
 #![forbid(unsafe_code)]
 
 mod calls;
 mod flights;
-mod hand_over;
 mod locate;
 mod objects;
 mod pending;
@@ -36,8 +35,6 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::{Notify, Semaphore};
 use tokio::time::timeout_at;
 
-pub use hand_over::{IndexSender, L2State, OpenedTiers, PausedTiers, TiersHandOver};
-pub use kvtier_l2::tier::{IndexHandOver, IndexState};
 pub use locate::Located;
 pub use objects::Cursor;
 pub use prefetch::{PrefetchRequest, Prefetched};
@@ -85,8 +82,6 @@ pub struct L2 {
     handle: Handle,
     runtime: Mutex<Option<Runtime>>,
     stop: Arc<AtomicBool>,
-    /// Batches of the process before, by tier, until it hands over.
-    handed: Mutex<Vec<UnboundedReceiver<Batch>>>,
 }
 
 /// Bytes of one permit for loads: permits are counted in 32 bits.
@@ -167,7 +162,6 @@ impl L2 {
             arena,
             clock,
             stores,
-            handed: Mutex::default(),
         });
         (l2, receivers)
     }
@@ -187,7 +181,6 @@ impl L2 {
                     () = tokio::time::sleep(EVICTION_INTERVAL) => true,
                     () = changed.notified() => false,
                 };
-                let _working = tier.begin_work().await;
                 if is_due {
                     tier.evict().await;
                 }

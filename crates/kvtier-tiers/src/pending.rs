@@ -4,7 +4,6 @@
 //! batch, with no lock inside.
 
 use std::collections::{HashMap, HashSet};
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 
 use kvtier_core::object_key::ObjectKey;
@@ -28,8 +27,6 @@ pub struct Hold {
     l2: Weak<L2>,
     number: u64,
     pub(super) tier: usize,
-    /// Whether the tier was given it.
-    is_started: AtomicBool,
     /// Goes before `ticket`: once nothing waits any more, what is to leave L1 has left it.
     pub(super) shared: Arc<Shared>,
     /// Those objects that were deleted since they were given to the tier, or before, and whether also while they are read.
@@ -43,16 +40,6 @@ impl Hold {
         std::mem::take(&mut *self.revoked.lock())
     }
 
-    /// The tier is given it from here on.
-    pub fn start(&self) {
-        self.is_started.store(true, Ordering::Release);
-    }
-
-    /// Whether the tier was given it.
-    pub fn is_started(&self) -> bool {
-        self.is_started.load(Ordering::Acquire)
-    }
-
     /// Excludes objects that were deleted, with `force` also while they are read.
     pub fn revoke(&self, hashes: impl IntoIterator<Item = ChunkHash>, force: bool) {
         let mut revoked = self.revoked.lock();
@@ -64,11 +51,6 @@ impl Hold {
     /// The objects that are not to be stored.
     pub fn revoked(&self) -> HashSet<ChunkHash> {
         self.revoked.lock().keys().copied().collect()
-    }
-
-    /// Bytes of all its objects.
-    pub fn bytes(&self) -> u64 {
-        self.ticket.as_ref().map_or(0, |ticket| ticket.bytes)
     }
 
     /// Whether any is to be deleted.
@@ -120,13 +102,10 @@ impl Pending {
         Admission(self.0.lock())
     }
 
-    /// All batches, in the order in which they came.
+    /// All batches.
     pub fn all(&self) -> Vec<Arc<Hold>> {
         let pending = self.0.lock();
-        let mut holds: Vec<_> = pending.holds.values().filter_map(Weak::upgrade).collect();
-        drop(pending);
-        holds.sort_unstable_by_key(|hold| hold.number);
-        holds
+        pending.holds.values().filter_map(Weak::upgrade).collect()
     }
 
     /// Marks what of these objects waits for this tier; with `force` it is deleted there also while it is read.
@@ -163,7 +142,6 @@ impl Admission<'_> {
             l2: Arc::downgrade(l2),
             number,
             tier,
-            is_started: AtomicBool::new(false),
             shared: Arc::clone(shared),
             revoked: Mutex::default(),
             ticket: Some(ticket),

@@ -354,14 +354,10 @@ pub async fn serve(l2: Weak<L2>, number: usize, mut queue: mpsc::UnboundedReceiv
         let Ok(place) = Arc::clone(&places).acquire_owned().await else {
             return;
         };
-        let tier = l2.upgrade().map(|l2| Arc::clone(&l2.tiers[number]));
-        let Some(tier) = tier else { return };
-        // Waits while another process may take over.
-        let working = tier.begin_work().await;
-        batch.hold.start();
         let Some(l2) = l2.upgrade() else { return };
+        let tier = Arc::clone(&l2.tiers[number]);
         tokio::spawn(async move {
-            let (_place, _working) = (place, working);
+            let _place = place;
             let Batch {
                 mut items,
                 // It waits until its results are counted.

@@ -1,7 +1,5 @@
 //! What only an adapter that misbehaves on cue can show.
 
-mod hand_over;
-
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -178,23 +178,6 @@ impl Decoder {
         partial.map_or(0, |partial| partial.frame.body.len())
     }
 
-    /// Appends the bytes of the incomplete frame as they arrived, but for a discarded body: its frame begins with the rest.
-    pub fn write_partial(&self, out: &mut Vec<u8>) {
-        match &self.partial {
-            None => out.extend_from_slice(&self.header[..self.header_len]),
-            Some(partial) => {
-                let body = &partial.frame.body;
-                let len = partial.missing.saturating_add(body.len() as u64);
-                let flags = match partial.frame.kind {
-                    Kind::Command => COMMAND,
-                    Kind::Message { more } => more_flag(more),
-                };
-                write_header_of(out, flags, len);
-                out.extend_from_slice(body);
-            }
-        }
-    }
-
     fn take_complete(&mut self) -> Option<Frame> {
         let partial = self.partial.take_if(|partial| partial.missing == 0)?;
         Some(partial.frame)

@@ -29,4 +29,4 @@ pub use error::Error;
 pub use frame::write_frame_header;
 pub use output::{Output, Piece, Slice};
 pub use role::Version;
-pub use session::{Event, Limits, Message, Resume, Session};
+pub use session::{Event, Limits, Message, Session};

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::Error;
 use crate::command;
-use crate::frame::{Body, Decoder, Frame, Header, Kind, write_frame_header};
+use crate::frame::{Body, Decoder, Frame, Header, Kind};
 use crate::greeting::{self, GREETING_BYTES};
 use crate::role::{Role, Version};
 
@@ -64,21 +64,6 @@ pub struct Session {
     ttl: Option<Duration>,
 }
 
-/// A session between two reads, for the process that goes on with its connection.
-///
-/// What it has of an incomplete message is input for [`Session::resume`]'s session again.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Resume {
-    /// Whether the peer's greeting is complete; it is part of the input until then.
-    pub is_greeted: bool,
-    /// Whether the handshake is complete.
-    pub is_ready: bool,
-    /// Whether the peer supports PING.
-    pub knows_ping: bool,
-    /// As [`Session::ttl`].
-    pub ttl: Option<Duration>,
-}
-
 #[derive(Debug)]
 enum Stage {
     Greeting([u8; GREETING_BYTES], usize),
@@ -95,44 +80,6 @@ impl Session {
     /// Creates a DEALER's session for a new connection.
     pub fn dealer(version: Version, limits: Limits) -> Self {
         Self::new(Role::Dealer, version, limits)
-    }
-
-    /// Goes on with a ROUTER's session. What it had received of an incomplete message, and what it had to send, is not in
-    /// it: the first is to be [received](Session::receive) again.
-    pub fn resume(limits: Limits, from: Resume) -> Self {
-        let mut session = Self::router(limits);
-        // Sent, or among what is still to be sent.
-        session.output.clear();
-        session.stage = match (from.is_greeted, from.is_ready) {
-            (false, _) => session.stage,
-            (true, false) => Stage::Handshake,
-            (true, true) => Stage::Traffic,
-        };
-        (session.knows_ping, session.ttl) = (from.knows_ping, from.ttl);
-        session
-    }
-
-    /// What [`Session::resume`] needs, and the input of the incomplete message. Bodies that were discarded are left out of it.
-    pub fn suspend(&self) -> (Resume, Vec<u8>) {
-        let mut input = Vec::new();
-        let resume = Resume {
-            is_greeted: !matches!(self.stage, Stage::Greeting(..)),
-            is_ready: self.is_ready(),
-            knows_ping: self.knows_ping,
-            ttl: self.ttl,
-        };
-        if let Stage::Greeting(greeting, len) = &self.stage {
-            input.extend_from_slice(&greeting[..*len]);
-        }
-        for frame in &self.message.frames {
-            write_frame_header(&mut input, frame.len(), true);
-            input.extend_from_slice(frame);
-        }
-        for _ in 0..self.message.discarded_frames {
-            write_frame_header(&mut input, 0, true);
-        }
-        self.decoder.write_partial(&mut input);
-        (resume, input)
     }
 
     fn new(role: Role, version: Version, limits: Limits) -> Self {
@@ -469,29 +416,6 @@ mod tests {
         session.output().clear();
         assert!(session.ping());
         assert_eq!(*session.output(), b"\x04\x07\x04PING\x00\x00");
-    }
-
-    #[test]
-    fn session_resumed_at_any_byte_receives_the_same() {
-        let traffic = b"\x01\x01a\x01\x03bcd\x04\x09\x04PING\x00\x05hi\x00\x01e\x01\x01a\x01\x00\x01\x01b\x01\x02cc\x00\x02dd\x00\x01e";
-        let sent = [&GREETING[..], READY, traffic].concat();
-        let mut whole = Session::router(LIMITS);
-        let events = receive(&mut whole, &sent).unwrap();
-        assert_eq!(events.len(), 4);
-        for cut in 0..=sent.len() {
-            let mut first = Session::router(LIMITS);
-            let mut found = receive(&mut first, &sent[..cut]).unwrap();
-            let mut output = std::mem::take(first.output());
-            let (resume, input) = first.suspend();
-            let mut second = Session::resume(LIMITS, resume);
-            assert_eq!(receive(&mut second, &input), Ok(vec![]), "cut at {cut}");
-            assert_eq!(second.is_amid_message(), first.is_amid_message());
-            found.extend(receive(&mut second, &sent[cut..]).unwrap());
-            output.append(second.output());
-            assert_eq!(found, events, "cut at {cut}");
-            assert_eq!(output, *whole.output(), "cut at {cut}");
-            assert_eq!(second.ping(), whole.knows_ping);
-        }
     }
 
     #[test]

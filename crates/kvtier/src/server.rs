@@ -4,7 +4,6 @@ use std::ffi::OsString;
 use std::io::Write as _;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use anyhow::Context;
@@ -19,7 +18,7 @@ use crate::USAGE;
 use crate::inherited;
 use crate::notify::Notifier;
 use crate::out::{self, complain};
-use crate::signals::{self, HANDED_OVER, SIGINT, ServerSignals};
+use crate::signals::{SIGINT, ServerSignals};
 
 /// How long the exit handlers of libraries may take after a start that failed: one of a GPU driver may not return.
 const EXIT_TIMEOUT: Duration = Duration::from_secs(10);
@@ -41,14 +40,17 @@ pub struct ServerCommand {
 pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
     // First: so far this process has opened nothing, and no program that it starts may have them.
     let sockets = inherited::sockets().and_then(Inherited::new);
-    let (config, mode) = match ServerConfig::parse(command.flags) {
+    let config = match ServerConfig::parse(command.flags) {
         Ok(Parsed::Run {
             config,
             mode: RunMode::Check,
         }) => {
             return check(&config, sockets);
         }
-        Ok(Parsed::Run { config, mode }) => (*config, mode),
+        Ok(Parsed::Run {
+            config,
+            mode: RunMode::Start,
+        }) => *config,
         Ok(Parsed::Print(text)) => {
             write!(out::stdout(), "{text}")?;
             return Ok(ExitCode::SUCCESS);
@@ -70,16 +72,8 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
         );
     }
     // Before anything is created that a signal would have to clean up.
-    let stop = match mode {
-        RunMode::TakeOver => signals::flag_at(&signals::STOP, |_| {})?,
-        RunMode::Start | RunMode::Check => Arc::default(),
-    };
     let mut signals = ServerSignals::listen().context("cannot listen for signals")?;
-    let started = match mode {
-        RunMode::TakeOver => take_over(config, sockets, &stop),
-        RunMode::Start | RunMode::Check => Server::start_on(config, sockets),
-    };
-    let server = match started {
+    let server = match Server::start_on(config, sockets) {
         Ok(server) => server,
         Err(error) => {
             // What the log has to say comes first.
@@ -106,16 +100,6 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
     )));
     notifier.ready();
     let signal = signals.wait(&server, &notifier);
-    if signal == HANDED_OVER {
-        // Ends the process, in any case: it has nothing left.
-        let end = || {
-            tracing::warn!("not ended in time after the hand-over: the process ends now");
-            0
-        };
-        end_after(server.stop_limit(), end).context("no thread to watch the stop")?;
-        server.stop();
-        return Ok(ExitCode::SUCCESS);
-    }
     tracing::info!(signal, "stopping");
     if signal == SIGINT {
         // An operator at a terminal starts no successor, and the memory would stay.
@@ -126,25 +110,6 @@ pub fn run(command: ServerCommand) -> anyhow::Result<ExitCode> {
     server.stop();
     tracing::info!("stopped");
     Ok(ExitCode::SUCCESS)
-}
-
-/// Takes over from the server that runs, or starts if there is none. Sockets of a service manager are the ones that the other server has.
-fn take_over(
-    config: ServerConfig,
-    sockets: Inherited,
-    stop: &Arc<AtomicBool>,
-) -> kvtier_error::Result<Server> {
-    if let Some(server) = Server::take_over(config.clone(), stop)? {
-        return Ok(server);
-    }
-    tracing::info!("no server of this instance runs (--take-over); starting as usual");
-    let instance = config.state.instance.clone();
-    Server::start_on(config, sockets).map_err(|error| match error.kind() {
-        ErrorKind::InUse => error.hint(format!(
-            "no server of --instance-id {instance} is there in this --state-dir (--take-over); give those of the server that runs"
-        )),
-        _ => error,
-    })
 }
 
 /// Ends the process if its stop takes too long, the exit handlers of libraries included: a call to a GPU driver that

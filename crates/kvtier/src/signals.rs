@@ -7,15 +7,11 @@ use anyhow::Context as _;
 use kvtier_server::Server;
 use tokio::runtime::Runtime;
 use tokio::signal::unix::{Signal, SignalKind, signal};
-use tokio::sync::watch;
 
 use crate::notify::{Notifier, Watchdog};
 
 /// Among the signals: a report to the service manager is due.
 const WATCHDOG: &str = "watchdog";
-
-/// Among the signals: another server has taken over.
-pub(crate) const HANDED_OVER: &str = "handed over";
 
 /// Among the signals: Ctrl-C.
 pub(crate) const SIGINT: &str = "SIGINT";
@@ -109,12 +105,10 @@ impl ServerSignals {
     /// Waits for a signal that ends the server; serves the others and the service manager meanwhile.
     pub(crate) fn wait(&mut self, server: &Server, notifier: &Arc<Notifier>) -> &'static str {
         let mut watchdog = Watchdog::from_environment();
-        let mut handed_over = server.handed_over();
         loop {
             let signal = self.runtime.block_on(async {
                 tokio::select! {
                     () = due(watchdog.as_ref()) => WATCHDOG,
-                    () = is_over(handed_over.as_mut()) => HANDED_OVER,
                     _ = self.term.recv() => "SIGTERM",
                     _ = self.int.recv() => SIGINT,
                     _ = self.hup.recv() => "SIGHUP",
@@ -142,17 +136,6 @@ async fn due(watchdog: Option<&Watchdog>) {
     match watchdog {
         Some(watchdog) => watchdog.wait().await,
         None => std::future::pending().await,
-    }
-}
-
-/// Waits until another server has taken over, if one can.
-async fn is_over(handed_over: Option<&mut watch::Receiver<bool>>) {
-    let is_over = match handed_over {
-        Some(over) => over.wait_for(|over| *over).await.is_ok(),
-        None => false,
-    };
-    if !is_over {
-        std::future::pending::<()>().await;
     }
 }
 

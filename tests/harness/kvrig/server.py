@@ -194,19 +194,6 @@ class Server:
             raise
         return time.monotonic() - began
 
-    def take_over(self, timeout=60):
-        """Start another process that takes over from this one, which must end well. Returns the seconds until it serves."""
-        began, old = time.monotonic(), self.process
-        env = dict(os.environ, KVTIER_CUDA_FAKE_LOUD="1", **self.env)
-        with open(self.log, "ab") as out:
-            self.process = subprocess.Popen(
-                [*self.argv(), "--take-over"], stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=env, start_new_session=True
-            )
-        status = old.wait(timeout)
-        seconds = time.monotonic() - began
-        assert status == 0 and self.running(), f"the old server ended with {status}:\n{self.tail()}"
-        return seconds
-
     def stop(self, timeout=60):
         """SIGTERM; returns (exit status, seconds). Kills and fails when it takes longer than `timeout`."""
         began = time.monotonic()

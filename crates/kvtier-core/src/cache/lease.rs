@@ -5,7 +5,7 @@ use super::state::State;
 use super::{Cache, Extent, ExtentAllocator, GrantOrigin, pins};
 use crate::group_row::GroupRow;
 use crate::hashing::ChunkHash;
-use std::collections::{HashMap, HashSet};
+
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -349,43 +349,6 @@ impl<A: ExtentAllocator> ReadLease<A> {
     /// The objects' extents, in the order requested.
     pub fn extents(&self) -> &[Extent] {
         &self.hold.extents
-    }
-
-    /// Numbers of the objects' slots, which are the same in the ledger.
-    pub fn slots(&self) -> impl Iterator<Item = u32> + '_ {
-        self.hold.slots.iter().map(|reference| reference.slot)
-    }
-
-    /// A further lease on those of its objects that are in these slots; others are left out.
-    pub fn claim(&self, slots: &[u32]) -> Self {
-        let own: HashMap<u32, usize> = self.slots().zip(0..).collect();
-        let mut hold = OrderedHold::default();
-        for at in slots.iter().filter_map(|slot| own.get(slot)) {
-            hold.slots.push(self.hold.slots[*at]);
-            hold.extents.push(self.hold.extents[*at]);
-        }
-        if !hold.slots.is_empty() {
-            self.cache.locked(|state| {
-                for reference in &hold.slots {
-                    state.lease(reference.slot);
-                }
-            });
-        }
-        Self::new(self.cache.clone(), hold)
-    }
-
-    /// Releases its objects in these slots.
-    pub fn release(&mut self, slots: &HashSet<u32>) {
-        let hold = std::mem::take(&mut self.hold);
-        let all = hold.slots.into_iter().zip(hold.extents);
-        let is_released = |(reference, _): &(SlotRef, Extent)| slots.contains(&reference.slot);
-        let (released, kept): (Vec<_>, Vec<_>) = all.partition(is_released);
-        (self.hold.slots, self.hold.extents) = kept.into_iter().unzip();
-        let (slots, extents) = released.into_iter().unzip();
-        drop(Self::new(
-            self.cache.clone(),
-            OrderedHold { slots, extents },
-        ));
     }
 
     /// Number of objects held.

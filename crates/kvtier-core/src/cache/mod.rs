@@ -20,7 +20,6 @@ mod lease;
 mod lookup;
 mod losses;
 mod namespaces;
-mod ordered;
 mod pins;
 mod refusal;
 mod removal;
@@ -37,12 +36,11 @@ pub use allocator::{ExtentAllocator, FreeSpace};
 pub use kvtier_extent::{Extent, Piece};
 pub use lease::{Counted, HeldRow, Lookup, PrefixLease, ReadLease};
 pub use losses::{Loss, LossCause};
-pub use ordered::{Ordered, OrderedObject};
 pub use reservation::{
     Committed, KeyOutcome, Reservation, ReserveError, ReserveRequest, Reserved, Staged,
 };
 pub use reserve::ReservedPrompt;
-pub use restore::{DetachedLedger, Restored};
+pub use restore::Restored;
 pub use slab::GrantOrigin;
 pub use stats::{Page, SaltUsage, Stats, Usage};
 
@@ -598,11 +596,6 @@ impl<A: ExtentAllocator> Cache<A> {
     /// one.
     pub fn objects(&self, from: u32, limit: usize) -> Page<ResidentObject> {
         self.locked(|state| state.objects(from, limit))
-    }
-
-    /// All resident objects in the order of their eviction. Takes time proportional to their number, under the lock.
-    pub fn ordered(&self) -> Ordered {
-        self.locked(|state| state.ordered())
     }
 
     /// Checks all invariants. Takes time proportional to the number of objects, under the lock.

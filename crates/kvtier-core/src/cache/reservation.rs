@@ -6,7 +6,6 @@ use super::{Cache, Extent, ExtentAllocator, GrantOrigin, ReadLease};
 use crate::hashing::ChunkHash;
 use crate::object_key::Namespace;
 use std::cmp::Reverse;
-use std::collections::HashMap;
 use std::mem;
 use std::sync::Arc;
 use std::time::Duration;
@@ -131,34 +130,6 @@ impl<A: ExtentAllocator> Reservation<A> {
         grants
             .map(|(origin, at)| (origin, Self::new(self.cache.clone(), part(at))))
             .collect()
-    }
-
-    /// Slots of the objects, which are the same in the ledger, and their positions in the request.
-    pub fn places(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
-        let staged = self.staged.iter();
-        staged.map(|staged| (staged.slot.slot, staged.position))
-    }
-
-    /// Splits off the reservation of the objects in these slots, with these positions in one request; `None` unless all of
-    /// them are in it, each once.
-    pub fn split_off(&mut self, places: &[(u32, u32)]) -> Option<Self> {
-        let mut own: HashMap<u32, Staged> = self
-            .staged
-            .iter()
-            .map(|staged| (staged.slot.slot, *staged))
-            .collect();
-        let taken = places.iter().map(|(slot, position)| {
-            let staged = own.remove(slot)?;
-            Some(Staged {
-                request: 0,
-                position: *position,
-                ..staged
-            })
-        });
-        let taken = taken.collect::<Option<Vec<_>>>()?;
-        self.staged
-            .retain(|staged| own.contains_key(&staged.slot.slot));
-        Some(Self::new(self.cache.clone(), taken))
     }
 
     /// The same, whose objects will be evicted before others, until they are used.

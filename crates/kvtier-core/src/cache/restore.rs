@@ -25,14 +25,6 @@ pub struct Restored<A: ExtentAllocator> {
     pub read: ReadLease<A>,
 }
 
-/// A ledger that a cache does not write: the process before may still write it.
-#[derive(Debug)]
-pub struct DetachedLedger {
-    journal: Box<dyn Journal>,
-    /// Number of namespaces that it names.
-    names: u32,
-}
-
 /// Objects with memory that clients may still copy.
 #[derive(Default)]
 struct Granted {
@@ -43,37 +35,27 @@ struct Granted {
 impl<A: ExtentAllocator> Cache<A> {
     /// A cache over this memory, which must be entirely free, with the objects of a snapshot and its ledger. They have the order
     /// of their last uses, as exactly as the ledger knows them, and of equally old ones that of their commits, so that a
-    /// prefix loses its end first. Writes to the ledger only what is left out.
+    /// prefix loses its end first. Writes to the ledger only what is left out. Names of namespaces without objects are forgotten:
+    /// their numbers will be others'.
     pub fn restore<W: Words + 'static>(
-        allocator: A,
-        config: CacheConfig,
-        ledger: Ledger<W>,
-        snapshot: Snapshot,
-    ) -> (Self, Restored<A>) {
-        let (cache, restored, ledger) = Self::adopt(allocator, config, ledger, snapshot);
-        cache.attach_ledger(ledger);
-        (cache, restored)
-    }
-
-    /// [`restore`](Self::restore) while the earlier process still runs, and may go on: a [shared](Ledger::open) ledger is
-    /// written only from [`attach_ledger`](Self::attach_ledger) on.
-    pub fn adopt<W: Words + 'static>(
         allocator: A,
         config: CacheConfig,
         mut ledger: Ledger<W>,
         mut snapshot: Snapshot,
-    ) -> (Self, Restored<A>, DetachedLedger) {
+    ) -> (Self, Restored<A>) {
         let mut state = State::new(allocator, config);
         let found = state.admit_all(&mut ledger, &mut snapshot);
-        // Behind the last object that could be left out. Its next word is the one of `attach_ledger`.
-        ledger.end_sharing();
         let granted = state.restore(&found);
         for (number, namespace) in (0..).zip(&snapshot.namespaces) {
             if namespace.is_some() {
                 // The table's own use ends: namespaces without objects are forgotten.
                 state.drop_user(number);
             }
+            if state.namespaces.get(number).is_none() {
+                ledger.forget_namespace(number);
+            }
         }
+        state.journal = Some(Box::new(ledger));
         let resident = state.counters.resident;
         let cache = Self::over(state, config);
         let restored = Restored {
@@ -83,24 +65,7 @@ impl<A: ExtentAllocator> Cache<A> {
             withheld: Reservation::new(cache.clone(), granted.withheld),
             read: ReadLease::new(cache.clone(), granted.read),
         };
-        let ledger = DetachedLedger {
-            journal: Box::new(ledger),
-            names: u32::try_from(snapshot.namespaces.len()).unwrap_or(u32::MAX),
-        };
-        (cache, restored, ledger)
-    }
-
-    /// Writes the ledger from here on. Names of namespaces without objects are forgotten: their numbers will be others'.
-    pub fn attach_ledger(&self, ledger: DetachedLedger) {
-        let DetachedLedger { mut journal, names } = ledger;
-        self.locked(|state| {
-            for number in 0..names {
-                if state.namespaces.get(number).is_none() {
-                    journal.forget_namespace(number);
-                }
-            }
-            state.journal = Some(journal);
-        });
+        (cache, restored)
     }
 }
 

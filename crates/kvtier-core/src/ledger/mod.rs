@@ -20,7 +20,7 @@ use std::ops::Range;
 
 pub use format::{FORMAT_VERSION, Identity, RECORD_BYTES, max_words};
 pub(crate) use snapshot::Found;
-pub use snapshot::{Fault, LedgerError, Owner, Rejected, Snapshot};
+pub use snapshot::{Fault, LedgerError, Rejected, Snapshot};
 
 /// Words that survive the process.
 ///
@@ -108,8 +108,6 @@ pub struct Ledger<W> {
     id: u64,
     /// Low half of each recorded namespace's checksum, 0 for none.
     names: Vec<u32>,
-    /// Whether the process that writes the words still runs: what is left out stays recorded.
-    is_shared: bool,
     /// Slots below this number have memory for their records.
     slots: u32,
     sequence: u64,
@@ -140,7 +138,6 @@ impl<W: Words> Ledger<W> {
             words,
             id,
             names: Vec::new(),
-            is_shared: false,
             slots: 0,
             sequence: 0,
             unrecorded: 0,
@@ -265,7 +262,6 @@ impl<W: Words> Journal for Ledger<W> {
     fn forget_namespace(&mut self, number: u32) {
         if let Some(known) = self.names.get_mut(number as usize)
             && std::mem::replace(known, 0) != 0
-            && !self.is_shared
             && let Some(at) = name_at(number)
         {
             format::remove_name(&mut self.words, at);

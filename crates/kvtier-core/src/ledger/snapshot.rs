@@ -175,15 +175,6 @@ fn ticks(origin: u64, now: u64) -> u32 {
     u32::try_from((now - origin) / (1_000_000_000 / 10)).unwrap_or(u32::MAX)
 }
 
-/// The process that a ledger belongs to until it is opened.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Owner {
-    /// It has ended.
-    Ended,
-    /// It still runs, and may go on: nothing is written.
-    Running,
-}
-
 impl<W: Words> Ledger<W> {
     /// Opens the ledger of an earlier process. `now` is a moment of the identity's clock, `capacity` the bytes of the arena, and
     /// `align` the power of two at whose multiples objects begin. The identity's own origin is not compared.
@@ -192,7 +183,6 @@ impl<W: Words> Ledger<W> {
     /// See [`LedgerError`], with the words.
     pub fn open(
         mut words: W,
-        owner: Owner,
         identity: &Identity,
         now: u64,
         capacity: u64,
@@ -229,7 +219,6 @@ impl<W: Words> Ledger<W> {
         let mut ledger = Self {
             id: header.id,
             names: vec![0; header.names as usize],
-            is_shared: owner == Owner::Running,
             slots,
             sequence: 0,
             unrecorded: 0,
@@ -304,23 +293,15 @@ impl<W: Words> Ledger<W> {
         }
     }
 
-    /// Leaves out an object, for later processes too unless the earlier one still runs.
+    /// Leaves out an object, for later processes too.
     pub(crate) fn leave_out(&mut self, snapshot: &mut Snapshot, slot: u32, fault: Fault) {
         snapshot.rejected.add(fault);
-        if self.is_shared {
-            return;
-        }
         if let Some(Ok((_, life))) = format::read_record(&self.words, self.id, slot) {
             snapshot.has_lost_granted |= life.state != ObjectState::Resident;
             // Before the record is removed: this process may end before it has made another arena.
             self.note_grant(life.state);
         }
         self.remove(slot);
-    }
-
-    /// The earlier process writes no more: this one may.
-    pub(crate) fn end_sharing(&mut self) {
-        self.is_shared = false;
     }
 
     /// Sorts objects by their memory, and leaves out those that share some: which of them has it is unknown.

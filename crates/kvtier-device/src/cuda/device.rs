@@ -1,8 +1,7 @@
 //! CUDA device: all GPUs of this machine as one [`Device`]. A GPU is activated when its first worker registers.
 //!
 //! An activation acquires the slot's `activation`, `trials` (one trial at a time), `pinned` (guards the arena once it
-//! is pinned), and what pauses pinning, in this order. `prepared` guards what is open for registrations to come; no other lock is
-//! acquired inside.
+//! is pinned), and what pauses pinning, in this order.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -12,7 +11,6 @@ use std::time::{Duration, Instant};
 use kvtier_memory::{Arena, SegmentError};
 use kvtier_sync::Mutex;
 
-use super::allocations::Mapped;
 use super::device_copy::AddressRange;
 use super::driver::{DevicePtr, Driver, Stream};
 use super::error::CudaError;
@@ -20,7 +18,6 @@ use super::events::ForeignEvents;
 use super::gpu::{Gpu, GpuOptions, GpuReadings, Job, NewGpu, Pages, PinnedArena, PinningStatus};
 use super::gpu_slot::GpuSlot;
 use super::owner::Owner;
-use super::ref_counter::Beside;
 use super::storages::Storages;
 use super::uuid::Gpus;
 use crate::device::{Device, DeviceError, Done, EngineMemory, OnSubmitted, Transfer};
@@ -30,9 +27,6 @@ use crate::spec::MemorySpec;
 
 /// Maximum wait, at registration, for the engine's earlier work on its pages.
 const REGISTRATION_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Interval at which a wait for the arena to be pinned checks its progress.
-const PINNING_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Options of the CUDA backend.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -58,20 +52,6 @@ pub struct CudaDevice {
     next_pages: AtomicU64,
     /// No further GPU is activated.
     stopped: AtomicBool,
-    /// Another process of the server has the storages of all workers.
-    beside: Beside,
-    /// Memories that are open, each for one registration of them.
-    prepared: Mutex<Prepared>,
-}
-
-/// What is open beside another process of the server.
-#[derive(Debug, Default)]
-struct Prepared {
-    /// Memories of registrations to come.
-    unclaimed: Vec<(Vec<MemorySpec>, OpenMemories)>,
-    /// All mappings, those of registrations that came included. Dropping these in a take-over that is refused closes nothing:
-    /// clients wait meanwhile.
-    mapped: Vec<Arc<Mapped>>,
 }
 
 /// The open memories of a registration.
@@ -120,63 +100,7 @@ impl CudaDevice {
             trials: Mutex::default(),
             next_pages: AtomicU64::new(0),
             stopped: AtomicBool::new(false),
-            beside: Beside::default(),
-            prepared: Mutex::default(),
         })
-    }
-
-    /// Beside another process of the server that has workers on these GPUs, until [`CudaDevice::end_beside`].
-    pub fn beside(self) -> Self {
-        Self {
-            beside: Beside::begin(),
-            ..self
-        }
-    }
-
-    /// Opens the memories of a registration that will come, and takes their GPU into use. [`Device::open`] of the same
-    /// memories then makes no call of the driver.
-    ///
-    /// # Errors
-    /// As [`Device::open`].
-    pub fn prepare(&self, memories: Vec<MemorySpec>) -> Result<(), DeviceError> {
-        let open = self.open_memories(&memories)?;
-        let mapped = open.storages.mapped();
-        let mut prepared = self.prepared.lock();
-        prepared.mapped.extend(mapped);
-        prepared.unclaimed.push((memories, open));
-        Ok(())
-    }
-
-    /// Whether the memories of a registration are open.
-    pub fn is_prepared(&self, memories: &[MemorySpec]) -> bool {
-        let prepared = self.prepared.lock();
-        let mut unclaimed = prepared.unclaimed.iter();
-        unclaimed.any(|(known, _)| known == memories)
-    }
-
-    fn take_prepared(&self, memories: &[MemorySpec]) -> Option<OpenMemories> {
-        let unclaimed = &mut self.prepared.lock().unclaimed;
-        let at = unclaimed.iter().position(|(known, _)| known == memories)?;
-        Some(unclaimed.swap_remove(at).1)
-    }
-
-    /// The other process has left everything to this one. Returns what was prepared and not registered, if there is anything:
-    /// its drop may wait for a driver.
-    pub fn end_beside(&self) -> Option<impl Send + use<>> {
-        let mut unused = std::mem::take(&mut *self.prepared.lock());
-        // Those of registrations are theirs from here on: a mapping is closed before its counter is decremented.
-        unused.mapped.retain(|it| Arc::strong_count(it) == 1);
-        let unclaimed = unused.unclaimed.iter();
-        unclaimed.for_each(|(_, open)| open.storages.leave());
-        self.beside.end();
-        (!unused.unclaimed.is_empty() || !unused.mapped.is_empty()).then_some(unused)
-    }
-
-    /// Waits until the arena is pinned, as far as it can be; for as long as `waits` says so.
-    pub fn wait_pinned(&self, waits: impl Fn() -> bool) {
-        while self.pinning().is_some_and(|pinning| pinning.is_running) && waits() {
-            std::thread::sleep(PINNING_POLL_INTERVAL);
-        }
     }
 
     fn open_memories(&self, memories: &[MemorySpec]) -> Result<OpenMemories, DeviceError> {
@@ -185,7 +109,7 @@ impl CudaDevice {
         let gpu = self.gpu(found)?;
         // First: opening fails for a process that exits before this, and a later exit is noticed.
         let owner = Owner::identify(memories);
-        let mut storages = Storages::open_beside(&gpu.allocations, memories, &self.beside)?;
+        let mut storages = Storages::open(&gpu.allocations, memories)?;
         if !storages.wait_until_ready(Instant::now() + REGISTRATION_TIMEOUT)? {
             return Err(DeviceError::EventTimeout);
         }
@@ -299,16 +223,12 @@ impl Device for CudaDevice {
     }
 
     fn open(&self, layout: Arc<KvLayout>) -> Result<Box<dyn EngineMemory>, DeviceError> {
-        let prepared = self.take_prepared(layout.memories());
         let OpenMemories {
             storages,
             owner,
             numa_node,
             gpu,
-        } = match prepared {
-            Some(open) => open,
-            None => self.open_memories(layout.memories())?,
-        };
+        } = self.open_memories(layout.memories())?;
         let places = storages.all().iter().map(|storage| AddressRange {
             address: storage.start().0,
             bytes: storage.bytes(),

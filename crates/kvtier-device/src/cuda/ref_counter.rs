@@ -7,7 +7,6 @@
 //! The lock guards the turn of a decrement, of all of this process; no other is acquired inside.
 
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvtier_memory::FileId;
@@ -35,34 +34,12 @@ const OPEN_FLAGS: OFlags = OFlags::from_bits_retain(
 /// Serializes decrements, which read and write in two calls. Only this process decrements its counters.
 static DECREMENT_LOCK: Mutex<()> = Mutex::new(());
 
-/// Whether another process of the server uses the same storages and decrements their counters, so that this one does not.
-#[derive(Debug, Clone, Default)]
-pub struct Beside(Arc<AtomicBool>);
-
-impl Beside {
-    /// Beside another process, until [`Beside::end`].
-    pub fn begin() -> Self {
-        Self(Arc::new(AtomicBool::new(true)))
-    }
-
-    /// The other process has left the counters to this one.
-    pub fn end(&self) {
-        self.0.store(false, Ordering::Release);
-    }
-
-    /// Whether the other process has them.
-    pub fn is_so(&self) -> bool {
-        self.0.load(Ordering::Acquire)
-    }
-}
-
-/// One use of a storage; dropping it decrements the counter, if that is this process's. Drop it after the mapping.
+/// One use of a storage; dropping it decrements the counter. Drop it after the mapping.
 #[derive(Debug)]
 pub struct RefCounter {
     name: String,
     index: u64,
     is_left: AtomicBool,
-    beside: Beside,
 }
 
 impl RefCounter {
@@ -70,7 +47,7 @@ impl RefCounter {
     ///
     /// # Errors
     /// A name of another form, or an index beyond the last counter.
-    pub fn new(name: &[u8], index: u64, beside: Beside) -> Result<Self, LayoutError> {
+    pub fn new(name: &[u8], index: u64) -> Result<Self, LayoutError> {
         let Some(text) = checked(name) else {
             let shown = String::from_utf8_lossy(&name[..name.len().min(64)]).into_owned();
             return Err(LayoutError::new(
@@ -90,7 +67,6 @@ impl RefCounter {
             name: text.to_owned(),
             index,
             is_left: AtomicBool::new(false),
-            beside,
         })
     }
 
@@ -152,7 +128,7 @@ fn read(file: &OwnedFd, at: u64) -> Result<i64, Errno> {
 
 impl Drop for RefCounter {
     fn drop(&mut self) {
-        if !self.is_left.load(Ordering::Relaxed) && !self.beside.is_so() {
+        if !self.is_left.load(Ordering::Relaxed) {
             // Without the file there is no counter: the owner has exited, or frees its memory when it exits.
             let _ = self.decrement();
         }
@@ -200,7 +176,7 @@ mod tests {
         }
 
         fn counter(&self, index: u64) -> RefCounter {
-            RefCounter::new(self.name.as_bytes(), index, Beside::default()).unwrap()
+            RefCounter::new(self.name.as_bytes(), index).unwrap()
         }
     }
 
@@ -236,15 +212,6 @@ mod tests {
         left.leave();
         drop(left);
         assert_eq!(counters.get(7), 1);
-        // Of another process until that has left them.
-        let beside = Beside::begin();
-        let shared = [0, 1].map(|_| RefCounter::new(counters.name.as_bytes(), 7, beside.clone()));
-        let [first, second] = shared.map(Result::unwrap);
-        drop(first);
-        assert_eq!(counters.get(7), 1);
-        beside.end();
-        drop(second);
-        assert_eq!(counters.get(7), 0);
         counters.set(3, 2);
         drop(counters.counter(3));
         assert_eq!(counters.get(3), 1);
@@ -270,13 +237,11 @@ mod tests {
             b"/torch_\xff",
             long.as_bytes(),
         ] {
-            let error = RefCounter::new(name, 0, Beside::default())
-                .unwrap_err()
-                .to_string();
+            let error = RefCounter::new(name, 0).unwrap_err().to_string();
             assert!(error.starts_with("handle[4] is "), "{error}");
             assert!(error.len() < 400, "{error}");
         }
-        let error = RefCounter::new(b"/torch_1_2_3", 10_000, Beside::default()).unwrap_err();
+        let error = RefCounter::new(b"/torch_1_2_3", 10_000).unwrap_err();
         assert!(error.to_string().contains("handle[5] is 10000"), "{error}");
     }
 

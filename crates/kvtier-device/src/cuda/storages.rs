@@ -8,7 +8,7 @@ use super::allocations::{Allocations, Mapped, OpenError};
 use super::driver::{Context, DevicePtr, Event, IpcHandle};
 use super::error::CudaError;
 use super::handle::ShareableHandle;
-use super::ref_counter::{Beside, RefCounter};
+use super::ref_counter::RefCounter;
 use super::uuid::{Gpu, Gpus};
 use crate::error::LayoutError;
 use crate::spec::{CudaAllocation, CudaStorage, MemorySpec};
@@ -79,21 +79,8 @@ impl Storages {
         allocations: &Arc<Allocations>,
         memories: &[MemorySpec],
     ) -> Result<Self, StorageError> {
-        Self::open_beside(allocations, memories, &Beside::default())
-    }
-
-    /// The same, perhaps beside another process of the server, whose the reference counters are then.
-    ///
-    /// # Errors
-    /// As [`Storages::open`].
-    pub fn open_beside(
-        allocations: &Arc<Allocations>,
-        memories: &[MemorySpec],
-        beside: &Beside,
-    ) -> Result<Self, StorageError> {
         let mut opening = Opening {
             allocations,
-            beside,
             mapped: HashMap::new(),
             counters: HashSet::new(),
             events: HashSet::new(),
@@ -223,7 +210,6 @@ fn event_error(source: CudaError) -> OpenError {
 /// A registration being opened: the allocations, counters and events already seen.
 struct Opening<'a> {
     allocations: &'a Arc<Allocations>,
-    beside: &'a Beside,
     mapped: HashMap<Source, Arc<Mapped>>,
     counters: HashSet<(&'a [u8], u64)>,
     events: HashSet<IpcHandle>,
@@ -265,7 +251,7 @@ impl<'a> Opening<'a> {
     ) -> Result<Option<RefCounter>, LayoutError> {
         match given {
             Some((name, index)) if self.counters.insert((name, *index)) => {
-                RefCounter::new(name, *index, self.beside.clone()).map(Some)
+                RefCounter::new(name, *index).map(Some)
             }
             _ => Ok(None),
         }

@@ -30,7 +30,6 @@ use super::transfers::Transfers;
 use super::workers::Workers;
 pub use checksums::ChecksumError;
 pub use explain::{ExplainError, TenantView};
-pub use prefetch_jobs::JobState;
 use prefetch_jobs::PrefetchJobs;
 pub use prefetch_jobs::{PrefetchError, PrefetchJob, PrefetchResult};
 

@@ -13,7 +13,6 @@ use kvtier_core::cache::Counted;
 use kvtier_core::object_key::{KeyError, KeyScope, MAX_WORLD_SIZE, check_cache_salt};
 use kvtier_sync::Mutex;
 
-use super::super::handed::millis;
 use super::super::instances::{Unserved, rows};
 use super::super::lookups;
 use super::Admin;
@@ -158,54 +157,7 @@ impl Drop for Entry {
     }
 }
 
-/// A job that has ended: its id, the milliseconds since, and the numbers of its result.
-pub type JobState = (String, u64, [usize; 4]);
-
 impl PrefetchJobs {
-    /// Number of jobs that are queued or running.
-    pub fn pending(&self) -> usize {
-        let table = self.table.lock();
-        table.by_id.len() - table.done.len()
-    }
-
-    /// The jobs that have ended, for the next process.
-    pub fn state(&self, now: Duration) -> Vec<JobState> {
-        let table = self.table.lock();
-        let state = |(at, id): &(Duration, String)| match table.by_id.get(id)? {
-            PrefetchJob::Pending => None,
-            PrefetchJob::Done(result) => {
-                let PrefetchResult {
-                    found_keys,
-                    total_keys,
-                    found_chunks,
-                    loaded_keys,
-                } = *result;
-                let numbers = [found_keys, total_keys, found_chunks, loaded_keys];
-                Some((id.clone(), millis(now.saturating_sub(*at)), numbers))
-            }
-        };
-        table.done.iter().filter_map(state).collect()
-    }
-
-    /// Goes on with the jobs of another process.
-    pub fn resume(&self, jobs: &[JobState], now: Duration) {
-        let mut table = self.table.lock();
-        for (id, age, [found_keys, total_keys, found_chunks, loaded_keys]) in jobs {
-            let result = PrefetchResult {
-                found_keys: *found_keys,
-                total_keys: *total_keys,
-                found_chunks: *found_chunks,
-                loaded_keys: *loaded_keys,
-            };
-            let known = table.by_id.insert(id.clone(), PrefetchJob::Done(result));
-            if known.is_none() {
-                let ended = now.saturating_sub(Duration::from_millis(*age));
-                table.done.push_back((ended, id.clone()));
-            }
-        }
-        table.forget(now);
-    }
-
     fn enter(self: &Arc<Self>, now: Duration) -> Result<Entry, PrefetchError> {
         let mut table = self.table.lock();
         table.forget(now);

@@ -71,11 +71,6 @@ impl Gate {
         state.in_flight
     }
 
-    /// Whether a transfer is in flight.
-    pub(super) fn is_entered(&self) -> bool {
-        self.state.lock().in_flight > 0
-    }
-
     /// Whether it is closed and no transfer is left.
     pub(super) fn is_drained(&self) -> bool {
         let state = self.state.lock();

@@ -17,9 +17,6 @@ use kvtier_proto::descriptor::TensorDescriptor;
 use kvtier_proto::generation::Release;
 use kvtier_proto::inline::InlineForm;
 use kvtier_proto::request::{EngineGroupInfo, InstanceId, LayoutHints};
-use serde::{Deserialize, Serialize};
-
-use super::handed::millis;
 
 pub use gate::CopyGuard;
 use gate::Gate;
@@ -385,60 +382,6 @@ impl Instance {
     }
 }
 
-/// What the next process needs of a worker beyond its registration. Times are milliseconds before or after the hand-over.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct WorkerState {
-    pub id: i64,
-    /// Its number in the world, if it is known.
-    pub worker: Option<u32>,
-    /// Time since its last sign of life.
-    pub silent_for: u64,
-    pub has_pinged: bool,
-    /// Time since its last ping, and the shortest time between two.
-    pub last_ping: Option<u64>,
-    pub ping_interval: Option<u64>,
-    /// How long it is still served if it has to register again.
-    pub provisional_for: Option<u64>,
-    /// It cannot map the pool.
-    pub pickles: bool,
-}
-
-impl Instance {
-    /// Its state for the next process.
-    pub fn state(&self, now: Duration) -> WorkerState {
-        let pings = self.pings();
-        WorkerState {
-            id: self.id.0,
-            worker: self.worker.get().copied(),
-            silent_for: millis(self.silent_for(now)),
-            has_pinged: self.pinged.load(Ordering::Relaxed),
-            last_ping: pings.map(|(last, _)| millis(now.saturating_sub(last))),
-            ping_interval: pings.and_then(|(_, interval)| interval).map(millis),
-            provisional_for: self
-                .provisional
-                .map(|provisional| millis(provisional.until.saturating_sub(now))),
-            pickles: self.pickles(),
-        }
-    }
-
-    /// Goes on as the earlier process has left it.
-    pub fn resume(&mut self, state: &WorkerState, now: Duration) {
-        let before = |age: u64| now.saturating_sub(Duration::from_millis(age));
-        if let Some(worker) = state.worker {
-            self.worker = worker.into();
-        }
-        self.last_seen = millis(before(state.silent_for)).into();
-        self.pinged = state.has_pinged.into();
-        self.pings = Pings {
-            last: state.last_ping.map_or(0, |age| millis(before(age))).into(),
-            gap: state.ping_interval.unwrap_or(u64::MAX).into(),
-        };
-        self.provisional = state.provisional_for.map(|left| Provisional {
-            until: now.saturating_add(Duration::from_millis(left)),
-        });
-        if let Mode::EngineDriven { pickles, .. } = &self.mode {
-            pickles.store(state.pickles, Ordering::Relaxed);
-        }
-    }
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }

@@ -378,21 +378,6 @@ impl Instances {
         all
     }
 
-    /// Every worker; those of one model in the order of their registrations.
-    pub fn in_order(&self) -> Vec<Arc<Instance>> {
-        let tables = self.tables.read();
-        let same = tables.by_model.values();
-        same.flat_map(|same| same.instances.iter().cloned())
-            .collect()
-    }
-
-    /// Whether pages of a worker, or of one that has left, are being copied.
-    pub fn are_copying(&self) -> bool {
-        let tables = self.tables.read();
-        let all = tables.by_id.values().chain(&tables.draining);
-        all.into_iter().any(|instance| instance.gate.is_entered())
-    }
-
     /// How many workers are registered.
     pub fn len(&self) -> usize {
         self.tables.read().by_id.len()

@@ -30,7 +30,6 @@ use std::num::NonZeroUsize;
 
 use kvtier_state::StateDir;
 use kvtier_sync::Mutex;
-use serde::{Deserialize, Serialize};
 
 use super::super::instances::gcd;
 use super::Caller;
@@ -45,17 +44,6 @@ const MAX_SIZES: usize = 64;
 /// Lookups after which an unproven chunk size is logged as another one. Of random prompts, all but one client in a
 /// million have proved theirs after 32.
 const EXPECTED_LOOKUPS: u32 = 32;
-
-/// What the lookups of a connection show, for the next process.
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct SeenState {
-    pub connection: u64,
-    pub divisor: u64,
-    pub longest_rest: u64,
-    pub lookups: u32,
-    pub is_logged: bool,
-}
 
 #[derive(Debug, Default, Clone, Copy)]
 struct Seen {
@@ -191,35 +179,6 @@ impl ChunkSizes {
     /// Forgets a connection that has ended. A client that reconnects has another one, and proves its chunk size again.
     pub fn forget(&self, connection: u64) {
         self.table.lock().by_connection.remove(&connection);
-    }
-
-    /// What is known, for the next process.
-    pub fn state(&self) -> Vec<SeenState> {
-        let table = self.table.lock();
-        let all = table.by_connection.iter();
-        all.map(|(connection, seen)| SeenState {
-            connection: *connection,
-            divisor: seen.divisor,
-            longest_rest: seen.longest_rest,
-            lookups: seen.lookups,
-            is_logged: seen.is_logged,
-        })
-        .collect()
-    }
-
-    /// Goes on with what the earlier process knew.
-    pub fn resume(&self, state: &[SeenState]) {
-        let seen = state.iter().map(|of| {
-            let seen = Seen {
-                divisor: of.divisor,
-                longest_rest: of.longest_rest,
-                lookups: of.lookups,
-                is_logged: of.is_logged,
-            };
-            (of.connection, seen)
-        });
-        let mut table = self.table.lock();
-        table.by_connection.extend(seen.take(MAX_CONNECTIONS));
     }
 
     /// Connections that are known.

@@ -35,12 +35,9 @@ use kvtier_trace::{LookupResult, Session, TraceParent};
 use tokio::sync::watch;
 
 use super::context::Context;
-use super::handed::millis;
 use super::instances::{Instance, Unserved, gcd, rows};
 use super::{Answer, Caller, Reply};
-pub use chunk_sizes::SeenState;
 use chunk_sizes::{ChunkSizes, LookupRange};
-pub use held::LookupsState;
 use held::{HeldLookup, HeldLookups, LookupOutcome};
 pub use recent::{RecentLookup, RecentLookups};
 
@@ -442,23 +439,6 @@ impl Lookups {
                 l1.cache.unload(&row.namespace, hash);
             }
         }
-    }
-
-    /// Connections of schedulers and the milliseconds since their last pings.
-    pub fn scheduler_ages(&self, now: Duration) -> Vec<(u64, u64)> {
-        let pings = self.scheduler_pings.lock();
-        let ages = pings.iter();
-        ages.map(|(connection, last)| (*connection, millis(now.saturating_sub(*last))))
-            .collect()
-    }
-
-    /// Goes on with what the earlier process knew of schedulers' pings.
-    pub fn resume_schedulers(&self, ages: &[(u64, u64)], now: Duration) {
-        let last = |age: &u64| now.saturating_sub(Duration::from_millis(*age));
-        let pings = ages
-            .iter()
-            .map(|(connection, age)| (*connection, last(age)));
-        self.scheduler_pings.lock().extend(pings);
     }
 
     /// Notes a scheduler's ping.

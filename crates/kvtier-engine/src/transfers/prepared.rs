@@ -33,15 +33,12 @@ use std::time::Duration;
 use kvtier_core::ChunkHash;
 use kvtier_core::cache::{ReadLease, Reservation};
 use kvtier_device::Direction;
-use kvtier_error::{Error, Result};
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::InstanceId;
 use kvtier_sync::Mutex;
-use serde::{Deserialize, Serialize};
 
-use super::super::handed::millis;
 use super::skipped::Skipped;
-use super::staging::{Charge, ChargeState};
+use super::staging::Charge;
 use kvtier_l1::L1Allocator;
 
 /// What makes two PREPAREs or a PREPARE and a COMMIT the same transfer.
@@ -192,178 +189,6 @@ pub enum Finish {
     Abandoned,
     /// Nothing that is known.
     Unknown,
-}
-
-/// A transfer for the next process, which finds its memory by the slots of the ledger. Times are milliseconds before or after
-/// the hand-over.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct TransferState {
-    pub instance: i64,
-    pub request_id: String,
-    pub model_name: String,
-    pub cache_salt: String,
-    pub world_size: u32,
-    pub worker_id: Option<u32>,
-    pub start: u64,
-    pub end: u64,
-    /// In hex.
-    pub last_hash: Option<ChunkHash>,
-    pub memory: MemoryState,
-    pub charges: Vec<ChargeState>,
-    pub phase: PhaseState,
-}
-
-/// The memory of a transfer.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum MemoryState {
-    /// Slots that are written, each with its position in the range.
-    Store(Vec<(u32, u32)>),
-    /// Slots that are read, by lease.
-    Retrieve(Vec<Vec<u32>>),
-}
-
-/// How far a transfer is.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case", deny_unknown_fields)]
-pub enum PhaseState {
-    /// Its COMMIT may come.
-    Pending { prepared: usize, age: u64 },
-    /// It was abandoned.
-    Quarantined {
-        freed_in: Option<u64>,
-        has_departed: bool,
-    },
-}
-
-impl TransferState {
-    fn of(id: &TransferId, grant: &Grant, phase: PhaseState) -> Self {
-        let (memory, charges) = match grant {
-            Grant::Store(reservation, charge, _) => {
-                let places = reservation.places().collect();
-                (MemoryState::Store(places), vec![charge.state()])
-            }
-            Grant::Retrieve(leases, charges) => {
-                let slots = leases.iter().map(|lease| lease.slots().collect());
-                let charges = charges.iter().map(Charge::state).collect();
-                (MemoryState::Retrieve(slots.collect()), charges)
-            }
-        };
-        Self {
-            instance: id.instance.0,
-            request_id: id.request_id.to_string(),
-            model_name: id.model_name.to_string(),
-            cache_salt: id.cache_salt.to_string(),
-            world_size: id.world_size,
-            worker_id: id.worker_id,
-            start: id.start,
-            end: id.end,
-            last_hash: id.last_hash,
-            memory,
-            charges,
-            phase,
-        }
-    }
-
-    fn id(&self) -> TransferId {
-        let direction = match self.memory {
-            MemoryState::Store(_) => Direction::Store,
-            MemoryState::Retrieve(_) => Direction::Retrieve,
-        };
-        TransferId {
-            instance: InstanceId(self.instance),
-            direction,
-            request_id: self.request_id.as_str().into(),
-            model_name: self.model_name.as_str().into(),
-            cache_salt: self.cache_salt.as_str().into(),
-            world_size: self.world_size,
-            worker_id: self.worker_id,
-            start: self.start,
-            end: self.end,
-            last_hash: self.last_hash,
-        }
-    }
-}
-
-impl PreparedTransfers {
-    /// All transfers, for the next process, but for stores of several groups: it withholds their memory, and their COMMIT is
-    /// answered "no".
-    pub fn state(&self, now: Duration) -> Vec<TransferState> {
-        let tables = self.tables.lock();
-        let is_simple = |grant: &Grant| match grant {
-            Grant::Store(reservation, _, skipped) => {
-                let mut staged = reservation.staged().iter();
-                skipped.is_empty() && staged.all(|staged| staged.request == 0)
-            }
-            Grant::Retrieve(..) => true,
-        };
-        let pending = tables.pending.iter();
-        let pending = pending.filter(|(_, pending)| is_simple(&pending.grant));
-        let pending = pending.map(|(id, pending)| {
-            let phase = PhaseState::Pending {
-                prepared: pending.prepared,
-                age: millis(now.saturating_sub(pending.since)),
-            };
-            TransferState::of(id, &pending.grant, phase)
-        });
-        let quarantined = tables.quarantined.iter();
-        let quarantined = quarantined.filter(|(_, held)| is_simple(&held.grant));
-        let quarantined = quarantined.map(|(id, held)| {
-            let phase = PhaseState::Quarantined {
-                freed_in: held.until.map(|until| millis(until.saturating_sub(now))),
-                has_departed: held.has_departed,
-            };
-            TransferState::of(id, &held.grant, phase)
-        });
-        pending.chain(quarantined).collect()
-    }
-
-    /// Goes on with a transfer of the earlier process, which has this memory.
-    ///
-    /// # Errors
-    /// Another one has its id, or there are too many.
-    pub fn resume(&self, state: &TransferState, grant: Grant, now: Duration) -> Result<()> {
-        let id = state.id();
-        let mut tables = self.tables.lock();
-        let count = tables.pending.len() + tables.quarantined.len();
-        if count >= MAX_TRANSFERS
-            || tables.pending.contains_key(&id)
-            || tables.quarantined.contains_key(&id)
-        {
-            drop(tables);
-            return Err(Error::refused(format!(
-                "transfer of request {:?}: it is there twice, or there are more than {MAX_TRANSFERS}",
-                state.request_id
-            )));
-        }
-        match state.phase {
-            PhaseState::Pending { prepared, age } => {
-                let pending = Pending {
-                    grant,
-                    prepared: prepared.max(1),
-                    since: now.saturating_sub(Duration::from_millis(age)),
-                };
-                tables.pending.insert(id, pending);
-            }
-            PhaseState::Quarantined {
-                freed_in,
-                has_departed,
-            } => {
-                let until = freed_in.map(|left| now.saturating_add(Duration::from_millis(left)));
-                let quarantined = Quarantined {
-                    until,
-                    noted_at: Duration::ZERO,
-                    has_departed,
-                    bytes: grant.bytes(),
-                    grant,
-                };
-                tables.quarantined_bytes += quarantined.bytes;
-                tables.quarantined.insert(id, quarantined);
-            }
-        }
-        Ok(())
-    }
 }
 
 /// All transfers in flight.

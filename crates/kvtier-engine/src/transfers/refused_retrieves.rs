@@ -106,11 +106,6 @@ impl RefusedRetrieves {
         true
     }
 
-    /// Whether no client waits for a refused ping.
-    pub fn is_empty(&self) -> bool {
-        self.by_connection.lock().is_empty()
-    }
-
     /// Whether answers are held.
     pub fn holds_answers(&self) -> bool {
         let by_connection = self.by_connection.lock();

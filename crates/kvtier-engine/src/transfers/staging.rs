@@ -37,7 +37,6 @@ use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::InstanceId;
 use kvtier_sync::Mutex;
-use serde::{Deserialize, Serialize};
 
 use super::super::instances::{Instance, rows};
 use super::Transfers;
@@ -282,40 +281,6 @@ impl StagingBudget {
     }
 }
 
-/// A [`Charge`] for the next process.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct ChargeState {
-    pub instance: i64,
-    pub model_name: String,
-    pub world_size: u32,
-    pub worker: u32,
-    pub has_departed: bool,
-    /// Of a store.
-    pub tenant: Option<String>,
-    pub bytes: u64,
-}
-
-impl StagingBudget {
-    /// Charges what a transfer of the earlier process had taken, whatever the limit.
-    pub fn resume(self: &Arc<Self>, state: &ChargeState) -> Charge {
-        let worker = WorkerShare {
-            instance: InstanceId(state.instance),
-            name: WorkerName {
-                model_name: state.model_name.as_str().into(),
-                world_size: state.world_size,
-                worker: state.worker,
-            },
-        };
-        let tenant = state.tenant.as_deref();
-        let mut charge = self.charge_earlier(&worker, tenant, state.bytes);
-        if state.has_departed {
-            charge.depart();
-        }
-        charge
-    }
-}
-
 /// What one transfer has taken of the budget, until it has ended. To be dropped after its memory.
 pub struct Charge {
     budget: Arc<StagingBudget>,
@@ -331,20 +296,6 @@ impl Charge {
         match self.tenant {
             Some(_) => &mut ledgers.stores,
             None => &mut ledgers.retrieves,
-        }
-    }
-
-    /// Its state for the next process.
-    pub fn state(&self) -> ChargeState {
-        let WorkerShare { instance, name } = &self.worker;
-        ChargeState {
-            instance: instance.0,
-            model_name: name.model_name.as_ref().into(),
-            world_size: name.world_size,
-            worker: name.worker,
-            has_departed: self.has_departed,
-            tenant: self.tenant.as_deref().map(Into::into),
-            bytes: self.bytes,
         }
     }
 

@@ -64,8 +64,6 @@ struct Files {
     outcome: RestoredWorkers,
     /// No further registration of an earlier process is taken over.
     is_restored: bool,
-    /// Names to be removed once the process before has handed over; `None` if they are removed at once.
-    pending_removals: Option<Vec<String>>,
 }
 
 #[derive(Default)]
@@ -96,34 +94,6 @@ fn head_of(folder: &str, chunk_size: NonZeroUsize) -> Vec<u8> {
     head
 }
 
-/// Registrations of a server that runs, in the state folder of this identity, as they are now. Changes nothing.
-///
-/// # Errors
-/// The first one that cannot be read, by its file. One that is removed meanwhile is left out.
-pub fn peek(folder: &str, chunk_size: NonZeroUsize) -> Result<Vec<Kept>> {
-    let (mut dir, head) = (VolatileDir::of(folder), head_of(folder, chunk_size));
-    let path = dir.path();
-    let names = dir.names(MAX_FILES);
-    let names = names.map_err(|error| error.context(path.display()))?;
-    let mut kept = Vec::new();
-    for name in names {
-        let Some(id) = id_of(&name) else { continue };
-        let path = path.join(&name);
-        let content = match dir.read(&name, MAX_FILE_BYTES) {
-            Err(_) if !path.exists() => continue,
-            // It may have been replaced.
-            Err(_) => dir.read(&name, MAX_FILE_BYTES),
-            read => read,
-        };
-        let found = content.and_then(|content| {
-            let found = parse(&head, id, &content, Duration::ZERO);
-            found.map_err(|(_, error)| error)
-        });
-        kept.push(found.map_err(|error| error.context(path.display()))?);
-    }
-    Ok(kept)
-}
-
 impl KeptRegistrations {
     pub fn new(context: &Context) -> Self {
         let (mut head, mut dir) = (Vec::new(), None);
@@ -147,7 +117,6 @@ impl KeptRegistrations {
                 bytes: 0,
                 outcome: RestoredWorkers::default(),
                 is_restored: false,
-                pending_removals: None,
             }),
         }
     }
@@ -242,20 +211,6 @@ impl KeptRegistrations {
                 unkept(&error);
                 files.remove(instance.id);
             }
-        }
-    }
-
-    /// The registrations of a process that still runs and may go on. No file is removed until [`KeptRegistrations::take`].
-    pub fn read_pending(&self, now: Duration) -> Vec<Kept> {
-        self.files.lock().pending_removals = Some(Vec::new());
-        self.read(now)
-    }
-
-    /// Takes the files of a process that has handed over: removes those that were left out.
-    pub fn take(&self) {
-        let mut files = self.files.lock();
-        for name in files.pending_removals.take().unwrap_or_default() {
-            files.unlink(&name);
         }
     }
 
@@ -386,9 +341,6 @@ impl Files {
     }
 
     fn unlink(&mut self, name: &str) {
-        if let Some(pending) = &mut self.pending_removals {
-            return pending.push(name.to_owned());
-        }
         let Some(dir) = &mut self.dir else { return };
         if let Err(error) = dir.remove(name) {
             tracing::error!(name, %error, "the registration of a worker that has left cannot be removed");
@@ -508,43 +460,6 @@ mod tests {
         assert_eq!(bed.kept().outcome().left_out.values().sum::<u64>(), 1);
         let left = std::fs::read_dir(bed.folder()).unwrap().count();
         assert_eq!(left as u64, most);
-    }
-
-    #[test]
-    fn damaged_file_of_running_server_is_not_removed() {
-        let bed = Bed::new();
-        let names = [file_name(InstanceId(7)), "worker-x".to_owned()];
-        let mut files = bed.kept().files.lock();
-        for name in &names {
-            let dir = files.dir.as_mut().unwrap();
-            dir.write(name, b"damaged").unwrap();
-        }
-        drop(files);
-        assert!(bed.kept().read_pending(Duration::ZERO).is_empty());
-        assert_eq!(bed.kept().outcome().left_out["damaged"], 2);
-        let exist = || {
-            names
-                .each_ref()
-                .map(|name| bed.folder().join(name).exists())
-        };
-        assert_eq!(exist(), [true; 2]);
-        bed.kept().take();
-        assert_eq!(exist(), [false; 2]);
-    }
-
-    #[test]
-    fn damaged_registration_is_named_by_a_take_over() {
-        let bed = Bed::new();
-        let mut files = bed.kept().files.lock();
-        files.write(InstanceId(7), &request(0), &KeptMemory::default());
-        drop(files);
-        let state = bed.engine.context.state.as_ref().unwrap();
-        let peek = || peek(state.id(), bed.engine.context.chunk_size);
-        assert_eq!(peek().unwrap().len(), 1);
-        let name = file_name(InstanceId(8));
-        std::fs::write(bed.folder().join(&name), b"damaged").unwrap();
-        let error = peek().err().unwrap().to_string();
-        assert!(error.contains(&name), "{error}");
     }
 
     #[test]

@@ -29,8 +29,7 @@ use super::transfers::Transfers;
 use super::{Answer, Caller, Reply};
 pub use driver_threads::DriverThreads;
 use kept::KeptRegistrations;
-pub use kept::{RestoredWorkers, peek};
-pub use registration::layout;
+pub use kept::RestoredWorkers;
 
 /// The service of workers.
 pub struct Workers {
@@ -204,16 +203,6 @@ impl Workers {
     /// What came of the registrations of an earlier process.
     pub fn restored(&self) -> RestoredWorkers {
         self.kept.outcome()
-    }
-
-    /// Whether the next process finds the registration of a worker.
-    pub fn is_kept(&self, id: InstanceId) -> bool {
-        self.kept.has(id)
-    }
-
-    /// Takes the registrations of a process that has handed over.
-    pub fn take(&self) {
-        self.kept.take();
     }
 
     /// Leaves the workers whose registrations are kept to the next process. To be called after the last request.

@@ -10,18 +10,18 @@
 //! arrive here, and must not be served. Nor must one that has registered with another server meanwhile: it has one id for all, and
 //! writes where that server's pool has free slots.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use kvtier_device::MemorySpec;
-use kvtier_error::{Error, ErrorKind, Result};
+use kvtier_error::{Error, Result};
 use kvtier_proto::request::{EngineDrivenContext, InstanceId, Registration, Request};
 
 use super::super::devices::Devices;
-use super::super::instances::{Instance, Mode, Provisional, WorkerState};
+use super::super::instances::{Instance, Mode, Provisional};
 use super::Workers;
 use super::kept::{Kept, KeptMemory, LeftOut};
 use super::registration::{Newcomer, log_registered};
@@ -41,70 +41,6 @@ fn refused(error: Error) -> Obstacle {
 }
 
 impl Workers {
-    /// Takes over the workers of a process that still runs: all of these, as they are.
-    ///
-    /// # Errors
-    /// Why one cannot be.
-    pub fn take_over(&self, states: &[WorkerState]) -> Result<()> {
-        let instances = &self.context.instances;
-        let now = self.context.now();
-        let mut kept: HashMap<_, _> = self
-            .kept
-            .read_pending(now)
-            .into_iter()
-            .map(|it| (it.id, it))
-            .collect();
-        let of = |id: InstanceId, error: Error| error.context(format!("worker {id}"));
-        let mut all = Vec::with_capacity(states.len());
-        for state in states {
-            let id = InstanceId(state.id);
-            let kept = kept.remove(&id);
-            let mut kept =
-                kept.ok_or_else(|| of(id, Error::refused("its registration is not kept")))?;
-            kept.is_continued = true;
-            let restoring = self.begin_restore(&kept);
-            let restoring = restoring.map_err(|(_, error)| of(id, error))?;
-            self.check_prepared(&restoring)
-                .map_err(|error| of(id, error))?;
-            all.push((state, kept, restoring));
-        }
-        // Memory on GPUs is claimed once none is missing.
-        for (state, kept, restoring) in all {
-            let of = |error: Error| of(kept.id, error);
-            // Two registrations may name the same memory.
-            self.check_prepared(&restoring).map_err(of)?;
-            let instance = match restoring {
-                Restoring::Ready(instance) => Ok(instance),
-                Restoring::OnGpu(newcomer, provisional) => {
-                    self.reopen(newcomer, provisional, &kept.memory)
-                }
-            };
-            let mut instance = instance.map_err(|(_, error)| of(error))?;
-            instance.resume(state, now);
-            let inserted = self.kept.insert_restored(instances, instance).map_err(of)?;
-            if inserted.is_none() {
-                return Err(of(Error::refused("it is registered twice")));
-            }
-        }
-        self.kept.end_restoring(instances, &[]);
-        Ok(())
-    }
-
-    /// Checks that opening the memory makes no call of a driver.
-    fn check_prepared(&self, restoring: &Restoring) -> Result<()> {
-        match restoring {
-            Restoring::OnGpu(newcomer, _)
-                if !self.context.devices.is_prepared(&newcomer.layout) =>
-            {
-                Err(Error::new(
-                    ErrorKind::Unavailable,
-                    "it has registered on a GPU while the other server opened those of others; start again",
-                ))
-            }
-            Restoring::OnGpu(..) | Restoring::Ready(_) => Ok(()),
-        }
-    }
-
     /// Restores the workers of an earlier process.
     pub fn restore(self: &Arc<Self>) {
         let instances = &self.context.instances;
@@ -219,7 +155,7 @@ impl Workers {
         let provisional = provisional(kept, context.chunk_tokens)?;
         let limit = self.context.config().worker_reap_timeout;
         let limit = limit.unwrap_or(SILENCE);
-        if kept.silent_for > limit && !kept.is_continued {
+        if kept.silent_for > limit {
             let error = format!("it was silent for more than {limit:?}");
             return Err((LeftOut::Silent, Error::refused(error)));
         }
@@ -262,7 +198,6 @@ fn provisional(kept: &Kept, chunk_tokens: Option<u32>) -> Result<Option<Provisio
     // A client of LMCache has not named the chunk size that was negotiated for it.
     let named = chunk_tokens.filter(|_| !kept.request.caller().negotiates_chunk_size);
     match (named, kept.patient_until) {
-        _ if kept.is_continued => Ok(None),
         (Some(_), _) => Ok(None),
         (None, Some(until)) => Ok(Some(Provisional { until })),
         (None, None) => {

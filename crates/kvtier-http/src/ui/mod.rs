@@ -239,7 +239,6 @@ mod tests {
             health: Arc::new(Health::default()),
             access: Arc::new(Access::open(&config.http).unwrap()),
             bodies: Arc::default(),
-            changes: crate::Changes::default(),
             dashboard: Arc::default(),
         })
     }

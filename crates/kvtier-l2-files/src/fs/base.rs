@@ -9,13 +9,12 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::DirBuilderExt;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use kvtier_sync::{Mutex, RwLock};
 use rustix::fs::{Access, AtFlags, CWD, Dir, FileType, FlockOperation, Mode, OFlags, Stat};
 use rustix::io::Errno;
-use serde::{Deserialize, Serialize};
 
 use super::beneath;
 use super::names::{QUARANTINE, TEMPORARY};
@@ -35,27 +34,13 @@ pub(super) struct Base {
     dir: RwLock<Arc<OwnedFd>>,
     /// Reason why `path` does not lead to `dir`, as of the last check.
     lost: Mutex<Option<&'static str>>,
-    /// Name of this writer, the beginning of its temporary files. A process that takes over has that of the one before, from
-    /// when it adopts it.
-    writer: OnceLock<String>,
-    /// Whether the writer is this process's: not while another one may go on with it.
-    is_own: AtomicBool,
+    /// Name of this writer, the beginning of its temporary files.
+    writer: String,
     /// Lock of that name. Without one, leftovers are recognised by their age.
     lock: Mutex<Option<OwnedFd>>,
     written: AtomicU64,
     kept: AtomicUsize,
     is_read_only: bool,
-}
-
-/// The writer of temporary files, for the next process. Its lock is beside it, if there is one.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub(super) struct WriterState {
-    name: String,
-    /// Temporary files so far.
-    written: u64,
-    /// Device and number of the directory.
-    directory: (u64, u64),
 }
 
 /// Temporary file.
@@ -82,23 +67,9 @@ impl Base {
         let dir = make(&path, &temporary)?;
         // An error now rather than at each store.
         rustix::fs::access(&path, Access::WRITE_OK | Access::EXEC_OK)?;
-        let writer = new_writer();
-        let held = lock(&dir, &writer);
         let mut base = Self::of(path, dir);
         base.temporary = temporary;
-        base.writer = OnceLock::from(writer);
-        base.is_own = AtomicBool::new(true);
-        base.lock = Mutex::new(held);
-        Ok(base)
-    }
-
-    /// Opens the directory of another process, and changes nothing in it before [`take`](Self::take).
-    pub(super) fn open_beside(path: PathBuf, temporary: &str) -> Result<Self, std::io::Error> {
-        let path = std::path::absolute(path)?;
-        let dir = rustix::fs::open(&path, DIR_FLAGS, Mode::empty())?;
-        rustix::fs::access(&path, Access::WRITE_OK | Access::EXEC_OK)?;
-        let mut base = Self::of(path, dir);
-        base.temporary = inside(temporary);
+        base.lock = Mutex::new(lock(&base.dir(), &base.writer));
         Ok(base)
     }
 
@@ -109,74 +80,11 @@ impl Base {
             temporary: String::new(),
             dir: RwLock::new(Arc::new(dir)),
             lost: Mutex::new(None),
-            writer: OnceLock::new(),
-            is_own: AtomicBool::new(false),
+            writer: new_writer(),
             lock: Mutex::new(None),
             written: AtomicU64::new(0),
             is_read_only: false,
         }
-    }
-
-    fn writer(&self) -> &str {
-        self.writer.get_or_init(new_writer)
-    }
-
-    /// The writer and its lock, for the next process.
-    ///
-    /// # Errors
-    /// The path does not lead to the directory any more; the system's.
-    pub(super) fn hand_over(&self) -> Result<(WriterState, Option<OwnedFd>), std::io::Error> {
-        let lock = self.lock.lock();
-        let lock = lock.as_ref().map(OwnedFd::try_clone).transpose()?;
-        let state = WriterState {
-            name: self.writer().to_owned(),
-            written: self.written.load(Ordering::Relaxed),
-            directory: identity(&rustix::fs::fstat(&*self.dir())?),
-        };
-        Ok((state, lock))
-    }
-
-    /// Goes on as a writer of another process, which has to have the same directory.
-    ///
-    /// # Errors
-    /// It has another one, or its lock is not that of its name.
-    pub(super) fn adopt(
-        &self,
-        state: WriterState,
-        lock: Option<OwnedFd>,
-    ) -> Result<(), std::io::Error> {
-        let other = |what: &str| std::io::Error::other(what.to_owned());
-        let dir = self.dir();
-        if identity(&rustix::fs::fstat(&*dir)?) != state.directory {
-            return Err(other(
-                "the running server has another directory: this one was put or mounted in its place",
-            ));
-        }
-        let is_writer = state
-            .name
-            .strip_prefix(TEMPORARY)
-            .is_some_and(|number| u64::from_str_radix(number, 16).is_ok());
-        if !is_writer {
-            return Err(other("the name of its temporary files is invalid"));
-        }
-        if let Some(lock) = &lock {
-            let held = identity(&rustix::fs::fstat(lock)?);
-            let there = rustix::fs::statat(&*dir, &state.name, AtFlags::SYMLINK_NOFOLLOW);
-            if there.map(|there| identity(&there)) != Ok(held) {
-                let what = format!("its lock file {} was removed or replaced", state.name);
-                return Err(other(&what));
-            }
-        }
-        *self.lock.lock() = lock;
-        self.written.store(state.written, Ordering::Relaxed);
-        self.writer
-            .set(state.name)
-            .map_err(|_| other("it has a writer of its own"))
-    }
-
-    /// The writer is this process's from here on.
-    pub(super) fn take(&self) {
-        self.is_own.store(true, Ordering::Release);
     }
 
     /// Opens an existing directory for reading only.
@@ -225,7 +133,7 @@ impl Base {
             Ok(new) => {
                 // Another thread may have done this already and have the lock.
                 let mut held = self.lock.lock();
-                if let Some(new) = lock(&new, self.writer()) {
+                if let Some(new) = lock(&new, &self.writer) {
                     *held = Some(new);
                 }
                 Ok(self.replace(new))
@@ -278,7 +186,7 @@ impl Base {
     /// Returns a unique name for a temporary file. `inside` ends with a `/` or is empty.
     pub(super) fn new_name(&self, inside: &str) -> String {
         let number = self.written.fetch_add(1, Ordering::Relaxed);
-        format!("{inside}{}-{number:x}", self.writer())
+        format!("{inside}{}-{number:x}", self.writer)
     }
 
     /// Creates a temporary file in the directory `inside`.
@@ -336,8 +244,8 @@ impl Base {
 
 impl Drop for Base {
     fn drop(&mut self) {
-        if *self.is_own.get_mut() {
-            let _ = rustix::fs::unlinkat(&*self.dir(), self.writer(), AtFlags::empty());
+        if !self.is_read_only {
+            let _ = rustix::fs::unlinkat(&*self.dir(), &*self.writer, AtFlags::empty());
         }
     }
 }
@@ -394,11 +302,6 @@ fn inside(temporary: &str) -> String {
 
 fn new_writer() -> String {
     format!("{TEMPORARY}{:016x}", unique())
-}
-
-/// Device and number of a file.
-fn identity(stat: &Stat) -> (u64, u64) {
-    (stat.st_dev, stat.st_ino)
 }
 
 fn make(path: &std::path::Path, temporary: &str) -> Result<OwnedFd, std::io::Error> {

@@ -11,7 +11,6 @@
 mod base;
 mod beneath;
 mod files;
-mod hand_over;
 mod load;
 mod names;
 mod naming;
@@ -36,8 +35,8 @@ use crate::io::pool::{Lane, NotDone, Pool};
 use base::Base;
 use files::{Counters, Files, Others};
 use kvtier_l2::{
-    Adapter, AdapterHandOver, BoxFuture, Capabilities, ErrorKind, L2Error, ListPage, Listed,
-    LoadItem, Loaded, ObjectSpec, Recovered, StoreItem, Stored, redact,
+    Adapter, BoxFuture, Capabilities, ErrorKind, L2Error, ListPage, Listed, LoadItem, Loaded,
+    ObjectSpec, Recovered, StoreItem, Stored, redact,
 };
 use unnamed::Unnamed;
 use unreadable::Unreadable;
@@ -75,22 +74,13 @@ impl FsAdapter {
     /// # Errors
     /// If the directory cannot be created or opened, or threads cannot be started.
     pub fn open(kind: &'static str, options: &FsOptions) -> Result<Self, L2Error> {
-        Self::open_with(kind, options, None, true)
-    }
-
-    /// Opens a directory that another process uses, until that hands it over: nothing is created.
-    ///
-    /// # Errors
-    /// As [`FsAdapter::open`], or if the directory does not exist.
-    pub fn open_beside(kind: &'static str, options: &FsOptions) -> Result<Self, L2Error> {
-        Self::open_with(kind, options, None, false)
+        Self::open_with(kind, options, None)
     }
 
     fn open_with(
         kind: &'static str,
         options: &FsOptions,
         engine: Option<Choice>,
-        is_own: bool,
     ) -> Result<Self, L2Error> {
         let failed = |error: std::io::Error| {
             let path = options.base_path.display();
@@ -102,8 +92,7 @@ impl FsAdapter {
         let (path, temporary) = (options.base_path.clone(), &options.relative_tmp_dir);
         let base = match options.read_only {
             true => Base::open_read_only(path),
-            false if is_own => Base::open(path, temporary),
-            false => Base::open_beside(path, temporary),
+            false => Base::open(path, temporary),
         };
         let base = base.map_err(failed)?;
         let Choice { engine, reason } = match engine {
@@ -133,9 +122,7 @@ impl FsAdapter {
             counters: Counters::default(),
             unreadable: Unreadable::default(),
         };
-        if is_own {
-            files.unnamed.probe(&files.base);
-        }
+        files.unnamed.probe(&files.base);
         let workers = options.num_workers.max(1);
         Ok(Self {
             workers,
@@ -365,19 +352,6 @@ impl Adapter for FsAdapter {
     fn check(&self) -> BoxFuture<'_, ()> {
         let files = Arc::clone(&self.files);
         Box::pin(self.pool.check(move || files.base.check()))
-    }
-
-    fn hand_over(&self) -> Result<AdapterHandOver, L2Error> {
-        hand_over::hand_over(&self.files)
-    }
-
-    fn adopt(&self, handed: AdapterHandOver) -> Result<(), L2Error> {
-        hand_over::adopt(&self.files, handed)
-    }
-
-    fn take(&self) {
-        self.files.base.take();
-        self.files.unnamed.probe(&self.files.base);
     }
 
     fn status(&self) -> Value {

@@ -283,11 +283,6 @@ fn open(config: &AdapterConfig, _: &Registry) -> Result<Arc<dyn Adapter>, L2Erro
     Ok(Arc::new(FsAdapter::open(config.kind, &options)?))
 }
 
-fn open_beside(config: &AdapterConfig, _: &Registry) -> Result<Arc<dyn Adapter>, L2Error> {
-    let options = FsOptions::of(config);
-    Ok(Arc::new(FsAdapter::open_beside(config.kind, &options)?))
-}
-
 /// LMCache's `fs`.
 pub const FS: AdapterType = AdapterType::new(
     "fs",
@@ -295,7 +290,6 @@ pub const FS: AdapterType = AdapterType::new(
     KEYS,
     open,
 )
-.beside(open_beside)
 .check(check)
 .ineffective(ineffective);
 

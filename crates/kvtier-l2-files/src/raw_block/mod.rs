@@ -36,8 +36,8 @@ use crate::io::pool::{Lane, NotDone, Pool};
 use device::Device;
 use index::{Index, Object};
 use kvtier_l2::{
-    Adapter, AdapterHandOver, BoxFuture, Capabilities, ErrorKind, L2Error, ListPage, Listed,
-    LoadItem, Loaded, ObjectSpec, Recovered, StoreItem, Stored,
+    Adapter, BoxFuture, Capabilities, ErrorKind, L2Error, ListPage, Listed, LoadItem, Loaded,
+    ObjectSpec, Recovered, StoreItem, Stored,
 };
 use scan::Scan;
 use work::{Loads, Stores};
@@ -377,13 +377,6 @@ impl Adapter for RawBlockAdapter {
                 tracing::warn!(%device_path, %error, "a device is not usable; trying again in the background");
             }
         }))
-    }
-
-    fn hand_over(&self) -> Result<AdapterHandOver, L2Error> {
-        Err(L2Error::new(
-            ErrorKind::Unsupported,
-            "type \"raw_block\": the index of its device is in the memory of this process",
-        ))
     }
 
     fn status(&self) -> Value {

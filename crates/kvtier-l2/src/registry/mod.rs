@@ -36,7 +36,6 @@ pub struct AdapterType {
     check: fn(&Options) -> Result<(), ConfigError>,
     ineffective: Ineffective,
     open: Open,
-    open_beside: Option<Open>,
 }
 
 /// Returns the keys of a configuration that are set without effect, each with the reason: "persist_enabled changes nothing:
@@ -63,7 +62,6 @@ impl AdapterType {
             check: |_| Ok(()),
             ineffective: |_, _| Vec::new(),
             open,
-            open_beside: None,
         }
     }
 
@@ -97,16 +95,6 @@ impl AdapterType {
     pub const fn ineffective(self, ineffective: Ineffective) -> Self {
         Self {
             ineffective,
-            ..self
-        }
-    }
-
-    /// Adds a constructor for a process that takes over: another one still uses the backend. It changes nothing in it; see
-    /// [`Adapter::adopt`].
-    #[must_use]
-    pub const fn beside(self, open: Open) -> Self {
-        Self {
-            open_beside: Some(open),
             ..self
         }
     }
@@ -318,22 +306,6 @@ impl Registry {
     /// Those of the adapter's constructor.
     pub fn open(&self, config: &AdapterConfig) -> Result<Arc<dyn Adapter>, L2Error> {
         Self::wrap(self.open_bare(config)?, config)
-    }
-
-    /// [`Self::open`] in a process that takes over from one which still uses the backend: nothing in it is changed before
-    /// [`Adapter::take`].
-    ///
-    /// # Errors
-    /// Those of the adapter's constructor, or if its type cannot be opened so.
-    pub fn open_beside(&self, config: &AdapterConfig) -> Result<Arc<dyn Adapter>, L2Error> {
-        let kind = self.registered(config)?;
-        let open = kind.open_beside.ok_or_else(|| {
-            L2Error::new(
-                crate::ErrorKind::Unsupported,
-                format!("type {:?} is not handed over to another process", kind.name),
-            )
-        })?;
-        Self::wrap(open(config, self)?, config)
     }
 
     fn wrap(

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use tokio::sync::Semaphore;
 
 use crate::adapter::{
-    Adapter, AdapterHandOver, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
+    Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
 };
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{Buffer, LoadItem, ObjectSpec, StoreItem};
@@ -548,10 +548,6 @@ impl Adapter for TestAdapter {
             let (outcomes, _) = self.play(Operation::Recover, &[0]).await;
             whole(outcomes, recovered)
         })
-    }
-
-    fn hand_over(&self) -> Result<AdapterHandOver, L2Error> {
-        Ok(AdapterHandOver::default())
     }
 
     fn status(&self) -> Value {

@@ -387,40 +387,6 @@ impl KeyStates {
         bytes.filter(|(_, bytes)| *bytes > 0).collect()
     }
 
-    /// Keys whose delete is in flight.
-    pub(super) fn deletes_in_flight(&self) -> usize {
-        self.table.lock().deleting
-    }
-
-    /// The pending deletes, each with its bytes and whether it is late, and the indeterminate keys.
-    pub(super) fn unanswered(&self) -> (Vec<(ObjectKey, u64, bool)>, Vec<ObjectKey>) {
-        let table = self.table.lock();
-        let states = table.states.iter();
-        let pending = states.clone().filter_map(|(key, state)| {
-            let pending = state.pending?;
-            Some((key.clone(), pending.bytes, pending.is_late))
-        });
-        let indeterminate = states.filter(|(_, state)| state.is_indeterminate);
-        let indeterminate = indeterminate.map(|(key, _)| key.clone());
-        (pending.collect(), indeterminate.collect())
-    }
-
-    /// Goes on with those of another process.
-    pub(super) fn resume(
-        &self,
-        pending: Vec<(ObjectKey, u64, bool)>,
-        indeterminate: Vec<ObjectKey>,
-    ) {
-        let mut table = self.table.lock();
-        for (key, bytes, is_late) in pending {
-            let pending = Some(PendingDelete { bytes, is_late });
-            table.update(&key, |state| state.pending = pending);
-        }
-        for key in indeterminate {
-            table.update(&key, |state| state.is_indeterminate = true);
-        }
-    }
-
     /// Bytes that the index counts and that were not sent, of one tenant.
     pub(super) fn unsent_bytes(&self, salt: &str) -> u64 {
         self.table.lock().unsent_bytes(Some(salt))

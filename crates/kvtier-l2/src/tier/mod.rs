@@ -11,7 +11,6 @@ mod budget;
 mod counters;
 mod deletes;
 mod eviction;
-mod hand_over;
 mod inspection;
 mod key_states;
 mod listing;
@@ -39,7 +38,6 @@ use crate::error::{ErrorKind, L2Error};
 use crate::object::{LoadItem, ObjectSpec};
 use budget::Budget;
 use deletes::{DeletesInFlight, missing_result};
-pub use hand_over::{IndexHandOver, IndexState, OBJECT_BYTES, TierHandOver, TierState};
 use key_states::KeyStates;
 pub use recovery::Recovery;
 
@@ -137,8 +135,6 @@ pub struct Tier {
     space_pause_until: AtomicU64,
     /// Length of the last such pause, in milliseconds; 0 once there was space.
     space_pause: AtomicU64,
-    /// Held for reading by each piece of work on the backend that nothing outside waits for, for writing while paused.
-    work: Arc<tokio::sync::RwLock<()>>,
     recovery: watch::Sender<Recovery>,
     last_store: Mutex<LastStore>,
     corrupt_log: RateLimited,
@@ -184,7 +180,6 @@ impl Tier {
             started: Instant::now(),
             space_pause_until: AtomicU64::new(0),
             space_pause: AtomicU64::new(0),
-            work: Arc::default(),
             recovery: watch::Sender::new(recovery),
             last_store: Mutex::new(LastStore {
                 error: None,
@@ -193,11 +188,6 @@ impl Tier {
             corrupt_log: RateLimited::new(LOG_INTERVAL),
             delete_log: RateLimited::new(LOG_INTERVAL),
         }
-    }
-
-    /// The lock that a pause holds for writing.
-    pub fn work(&self) -> &Arc<tokio::sync::RwLock<()>> {
-        &self.work
     }
 
     /// Its name in metrics and logs.

@@ -15,12 +15,11 @@ use kvtier_core::cache::{Cache, ReadLease};
 use kvtier_core::quota::QuotaMode;
 use kvtier_core::{ChunkHash, Namespace};
 use kvtier_sync::Mutex;
-use tokio::sync::oneshot;
 use tokio::time::sleep;
 
 use super::budget::Budget;
 use super::listing::{Bounds, Listing};
-use super::{Adopted, IndexHandOver, Listed, Tier};
+use super::{Adopted, Listed, Tier};
 use crate::adapter::Recovered;
 use crate::error::{ErrorKind, L2Error};
 
@@ -63,12 +62,10 @@ impl Tier {
         let mut pause = PAUSE;
         let bounds = Bounds::of(self.capacity_bytes(), self.is_open());
         loop {
-            let working = self.begin_work().await;
             let ended = tokio::select! {
                 ended = self.recover_once(stop, bounds) => ended,
                 () = until_stopped(stop) => Err(Ended::Stopped),
             };
-            drop(working);
             let error = match ended {
                 Ok(recovered) => {
                     tracing::info!(
@@ -95,49 +92,6 @@ impl Tier {
             }
             pause = (pause * 2).min(PAUSE_MAX);
         }
-    }
-
-    /// Adopts the index of the process before, once it is here, in place of the objects of the backend; or before those if it is not
-    /// whole. In place of [`recover`](Self::recover).
-    pub async fn recover_handed(&self, index: oneshot::Receiver<IndexHandOver>, stop: &AtomicBool) {
-        match self.adopt_handed(index, stop).await {
-            Ok((recovered, true)) => {
-                self.recovery.send_replace(Recovery::Done(recovered));
-            }
-            Ok((_, false)) => self.recover(stop).await,
-            Err(Ended::Stopped) => self.recovery_stopped(),
-            // The backend is the authority.
-            Err(Ended::Failed(error)) => {
-                tracing::warn!(tier = self.name(), %error, "the index of the process before was lost; reading the tier");
-                self.recover(stop).await;
-            }
-        }
-    }
-
-    /// Adopts what the index of the process before has; returns whether that is all of the backend.
-    async fn adopt_handed(
-        &self,
-        index: oneshot::Receiver<IndexHandOver>,
-        stop: &AtomicBool,
-    ) -> Result<(Recovered, bool), Ended> {
-        let failed = |what: String| Ended::Failed(L2Error::new(ErrorKind::Unavailable, what));
-        let _working = self.begin_work().await;
-        let handed = tokio::select! {
-            handed = index => handed.map_err(|_| failed("it did not arrive".to_owned()))?,
-            () = until_stopped(stop) => return Err(Ended::Stopped),
-        };
-        let is_whole = handed.state.is_recovered || !self.adapter.capabilities().list;
-        let list = tokio::task::spawn_blocking(move || handed.list()).await;
-        let list = list.map_err(|error| failed(error.to_string()))?;
-        let (listed, recovered) = list.map_err(Ended::Failed)?;
-        self.adopt_all(listed, stop).await?;
-        tracing::info!(
-            tier = self.name(),
-            objects = recovered.objects,
-            bytes = recovered.bytes,
-            "adopted the index of the process before"
-        );
-        Ok((recovered, is_whole))
     }
 
     fn recovery_stopped(&self) {

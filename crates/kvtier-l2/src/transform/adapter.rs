@@ -10,7 +10,7 @@ use super::scratch::{Piece, Scratch, buffer};
 use super::workers::Workers;
 use super::{Transform, stored_layout};
 use crate::adapter::{
-    Adapter, AdapterHandOver, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
+    Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
 };
 use crate::error::{ErrorKind, L2Error};
 use crate::key_set::KeySet;
@@ -412,18 +412,6 @@ impl Adapter for Transformed {
 
     fn check(&self) -> BoxFuture<'_, ()> {
         self.inner.check()
-    }
-
-    fn hand_over(&self) -> Result<AdapterHandOver, L2Error> {
-        self.inner.hand_over()
-    }
-
-    fn adopt(&self, handed: AdapterHandOver) -> Result<(), L2Error> {
-        self.inner.adopt(handed)
-    }
-
-    fn take(&self) {
-        self.inner.take();
     }
 
     fn status(&self) -> Value {

@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use super::call::{Call, DeleteCall, FreeCall, ListCall, LoadCall, LookupCall, StoreCall};
 use crate::adapter::{
-    Adapter, AdapterHandOver, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
+    Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
 };
 use crate::error::L2Error;
 use crate::object::{LoadItem, ObjectSpec, StoreItem};
@@ -88,18 +88,6 @@ impl<G: Guard> Adapter for Guarded<G> {
 
     fn check(&self) -> BoxFuture<'_, ()> {
         self.inner.check()
-    }
-
-    fn hand_over(&self) -> Result<AdapterHandOver, L2Error> {
-        self.inner.hand_over()
-    }
-
-    fn adopt(&self, handed: AdapterHandOver) -> Result<(), L2Error> {
-        self.inner.adopt(handed)
-    }
-
-    fn take(&self) {
-        self.inner.take();
     }
 
     fn status(&self) -> Value {

@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use kvtier_memory::SHM_PREFIX;
 use kvtier_memory::checksum::{checksum64, checksum128};
 use kvtier_memory::{
-    AccessError, Arena, ArenaError, ArenaKind, ArenaOptions, Extent, FileId, Ownership,
-    PrefaultEnd, remove_stale_pools,
+    AccessError, Arena, ArenaError, ArenaKind, ArenaOptions, Extent, FileId, PrefaultEnd,
+    remove_stale_pools,
 };
 use proptest::prelude::*;
 
@@ -435,11 +435,7 @@ fn bytes_in_place_only_of_private_memory() {
 fn kept_arena_is_found_with_its_bytes() {
     let name = format!("kvtier_kept_{}", std::process::id());
     let kind = ArenaKind::Shm { name: name.clone() };
-    assert!(
-        Arena::find(kind.clone(), 8192, Ownership::Locked)
-            .unwrap()
-            .is_none()
-    );
+    assert!(Arena::find(kind.clone(), 8192).unwrap().is_none());
     let first = Arena::create(kind.clone(), 16_384).unwrap();
     first.keep();
     let id = first.file_id();
@@ -447,21 +443,11 @@ fn kept_arena_is_found_with_its_bytes() {
     first.write(extent, 0, b"abc").unwrap();
     // Locked while its process has it.
     assert!(matches!(
-        Arena::find(kind.clone(), 8192, Ownership::Locked),
+        Arena::find(kind.clone(), 8192),
         Err(ArenaError::NameInUse { .. })
     ));
-    // One that is handed over is opened before, and locked once it is released.
-    let (pending, _) = Arena::find(kind.clone(), 16_384, Ownership::Pending)
-        .unwrap()
-        .unwrap();
-    let lock = pending.lock().unwrap().unwrap();
-    assert!(matches!(lock.acquire(), Err(ArenaError::NameInUse { .. })));
-    assert!(!pending.is_alone() && pending.file_id() == id);
     first.unlink();
     first.release();
-    lock.acquire().unwrap();
-    assert!(Arena::find(kind.clone(), 8192, Ownership::Locked).is_err());
-    drop((lock, pending));
     let read = |arena: &Arena| {
         let mut found = [0; 3];
         arena.read(extent, 0, &mut found).unwrap();
@@ -472,9 +458,7 @@ fn kept_arena_is_found_with_its_bytes() {
             .unwrap()
             .len()
     };
-    let (second, old) = Arena::find(kind.clone(), 32_768, Ownership::Locked)
-        .unwrap()
-        .unwrap();
+    let (second, old) = Arena::find(kind.clone(), 32_768).unwrap().unwrap();
     assert_eq!(size(), 16_384, "what names later bytes is still there");
     second.grow().unwrap();
     assert_eq!(size(), 32_768);
@@ -486,9 +470,7 @@ fn kept_arena_is_found_with_its_bytes() {
     assert!(second.is_alone());
     second.write(Extent::new(20_480, 1), 0, b"x").unwrap();
     drop(second);
-    let (third, old) = Arena::find(kind.clone(), 8192, Ownership::Locked)
-        .unwrap()
-        .unwrap();
+    let (third, old) = Arena::find(kind.clone(), 8192).unwrap().unwrap();
     assert_eq!(old, 8192);
     assert_eq!(read(&third), *b"abc");
     assert_eq!(size(), 32_768, "other processes may map the rest");
@@ -513,7 +495,7 @@ fn kept_hugepages_are_found_and_grow_only_when_asked() {
         folder: mount.folder(),
         name: unique_name(),
     };
-    let find = |bytes| Arena::find(kind.clone(), bytes, Ownership::Locked);
+    let find = |bytes| Arena::find(kind.clone(), bytes);
     assert!(find(page).unwrap().is_none());
     let mut first = Arena::create(kind.clone(), 3 << 20).unwrap();
     assert_eq!((first.len(), first.page_bytes()), (2 * page, page));
@@ -605,9 +587,7 @@ fn kept_arena_whose_pages_cannot_be_had_is_not_used() {
     let file = std::fs::File::options().write(true).open(&path).unwrap();
     file.set_len(more_than_there_is).unwrap();
     drop(file);
-    let (second, old) = Arena::find(kind, more_than_there_is, Ownership::Locked)
-        .unwrap()
-        .unwrap();
+    let (second, old) = Arena::find(kind, more_than_there_is).unwrap().unwrap();
     assert_eq!(old, more_than_there_is);
     assert!(matches!(second.grow(), Err(ArenaError::OutOfMemory { .. })));
     std::fs::remove_file(path).unwrap();

@@ -40,19 +40,6 @@ pub struct Candidates {
     last_query: Option<u64>,
 }
 
-/// [`Candidates`] as numbers, for the next process of a server.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct KnownClient {
-    /// One bit per possible generation, the oldest lowest.
-    pub generations: u8,
-    /// 0 if nothing is proved of the release, 1 up to 0.5.4, 2 from 0.5.5 on.
-    pub release: u8,
-    /// As [`Candidates::knows_chunk_size`].
-    pub knows_chunk_size: bool,
-    /// Hash of the last query.
-    pub last_query: Option<u64>,
-}
-
 /// What a request turned out to be.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Resolved {
@@ -149,40 +136,6 @@ impl Candidates {
             knows_chunk_size: false,
             last_query: None,
         }
-    }
-
-    /// What another process needs to go on.
-    #[must_use]
-    pub fn known(self) -> KnownClient {
-        KnownClient {
-            generations: self.possible,
-            release: match self.release {
-                Release::Unproven => 0,
-                Release::Before0_5_5 => 1,
-                Release::Since0_5_5 => 2,
-            },
-            knows_chunk_size: self.knows_chunk_size,
-            last_query: self.last_query,
-        }
-    }
-
-    /// Goes on with what another process knew; `None` if it names no generation, or one that is unknown here.
-    #[must_use]
-    pub fn of_known(known: KnownClient) -> Option<Self> {
-        if known.generations == 0 || known.generations & !Self::all().possible != 0 {
-            return None;
-        }
-        Some(Self {
-            possible: known.generations,
-            release: match known.release {
-                0 => Release::Unproven,
-                1 => Release::Before0_5_5,
-                2 => Release::Since0_5_5,
-                _ => return None,
-            },
-            knows_chunk_size: known.knows_chunk_size,
-            last_query: known.last_query,
-        })
     }
 
     /// Only this generation is possible.

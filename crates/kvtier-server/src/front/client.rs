@@ -4,8 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
-use kvtier_error::Result;
-use kvtier_proto::generation::{Candidates, KnownClient, MAX_SEARCHED_BYTES};
+use kvtier_proto::generation::{Candidates, MAX_SEARCHED_BYTES};
 use kvtier_proto::operation::Operation;
 
 use super::lanes::Lane;
@@ -13,7 +12,6 @@ use super::limits::{
     self, JOB_BYTES, MAX_UNDECIDED, MAX_UNDECIDED_BYTES, REPLY_SHARE, UNDECIDED_PART,
 };
 use super::names::{LookupNumbers, RandomIds, WorkerNames};
-use super::pause::{ClientState, cannot};
 use super::request::Job;
 use super::warnings::UnknownField;
 use kvtier_engine::Engine;
@@ -130,53 +128,6 @@ impl Client {
     /// Whether none of its requests waits or runs.
     pub fn is_idle(&self) -> bool {
         self.transfers.is_idle() && self.control.is_idle()
-    }
-
-    /// Its state for the next process, whose chunks have `chunk_tokens` too.
-    ///
-    /// # Errors
-    /// Only this process knows what its names of workers and lookups, or its chunks, are.
-    pub fn state(&self, chunk_tokens: u32) -> Result<ClientState> {
-        let peer = &self.peer;
-        if peer.workers.are_in_use() || !peer.lookups.is_empty() {
-            return Err(cannot("a client of LMCache before 0.5.3 is connected"));
-        }
-        if peer
-            .chunk_tokens
-            .get()
-            .is_some_and(|it| *it != chunk_tokens)
-        {
-            return Err(cannot(
-                "a client has negotiated another chunk size than --chunk-size",
-            ));
-        }
-        let known = self.candidates.known();
-        Ok(ClientState {
-            generations: known.generations,
-            release: known.release,
-            knows_chunk_size: known.knows_chunk_size,
-            last_query: known.last_query,
-            may_have_worker: peer.workers.may_have_worker(),
-            longest_lookup: self.longest_lookup,
-            is_logged: self.is_logged,
-        })
-    }
-
-    /// Goes on as the process before has left it; returns whether it can.
-    pub fn resume(&mut self, state: &ClientState) -> bool {
-        let known = KnownClient {
-            generations: state.generations,
-            release: state.release,
-            knows_chunk_size: state.knows_chunk_size,
-            last_query: state.last_query,
-        };
-        if !state.may_have_worker {
-            self.peer.workers.note_scheduler();
-        }
-        (self.longest_lookup, self.is_logged) = (state.longest_lookup, state.is_logged);
-        let candidates = Candidates::of_known(known);
-        self.candidates = candidates.unwrap_or_default();
-        candidates.is_some()
     }
 
     /// Keeps a request until a later one shows the generation, and gives it back if too much waits.

@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use kvtier_memory::socket::SocketError;
-use kvtier_zmtp::{Error, Limits, Message, Resume, Session};
+use kvtier_zmtp::{Error, Limits, Message, Session};
 use rustix::io::{Errno, ioctl_fionread, read};
 use rustix::net::{Shutdown, shutdown};
 
@@ -129,13 +129,9 @@ pub struct Connection {
 impl Connection {
     /// A connection that has just been accepted; our greeting waits to be written.
     pub fn new(socket: OwnedFd, limits: Limits, now: Instant) -> Self {
-        Self::over(socket, Session::router(limits), now)
-    }
-
-    fn over(socket: OwnedFd, session: Session, now: Instant) -> Self {
         Self {
             socket,
-            session,
+            session: Session::router(limits),
             output: Output::default(),
             client: None,
             read_bytes: FIRST_READ_BYTES,
@@ -152,51 +148,6 @@ impl Connection {
             output_since: None,
             unread_since: None,
         }
-    }
-
-    /// Goes on with a connection of the process before, which had this output for it.
-    pub fn resume(socket: OwnedFd, session: Session, output: &[u8], now: Instant) -> Self {
-        let mut connection = Self::over(socket, session, now);
-        connection.output.push_bytes(&mut output.to_vec());
-        connection
-    }
-
-    /// Receives bytes that the process before had read, and appends the messages that are complete.
-    ///
-    /// # Errors
-    /// The connection has to be closed.
-    pub fn receive(
-        &mut self,
-        bytes: &[u8],
-        messages: &mut Vec<Message>,
-        now: Instant,
-    ) -> Result<(), Closed> {
-        self.session.receive_messages(bytes, messages)?;
-        self.partial_since = self.session.is_amid_message().then_some(now);
-        Ok(())
-    }
-
-    /// Its session, its incomplete message and its output for the next process; `None` while the output has chunks of L1.
-    pub fn suspend(&mut self) -> Option<(Resume, Vec<u8>, Vec<u8>)> {
-        if !self.session.output().is_empty() {
-            self.output.push_bytes(self.session.output());
-        }
-        let output = self.output.unwritten()?;
-        let (session, input) = self.session.suspend();
-        Some((session, input, output))
-    }
-
-    /// Whether chunks of L1 wait to be written.
-    pub fn has_chunks(&self) -> bool {
-        oldest(&self.output).is_some()
-    }
-
-    /// Another descriptor of its socket.
-    ///
-    /// # Errors
-    /// The system's.
-    pub fn socket(&self) -> std::io::Result<OwnedFd> {
-        self.socket.try_clone()
     }
 
     /// Reads what has arrived, at most `turn_bytes` (and a buffer's worth), and appends the messages that are complete.
@@ -383,6 +334,12 @@ impl Connection {
     /// Whether a message has begun to arrive and is not complete.
     pub fn is_amid_message(&self) -> bool {
         self.session.is_amid_message()
+    }
+
+    /// Whether its client waits for no answer and has sent nothing that is not served.
+    pub fn is_quiet(&mut self) -> bool {
+        let is_idle = self.client.as_ref().is_none_or(Client::is_idle);
+        is_idle && !self.has_output() && !self.is_amid_message() && !self.has_input()
     }
 
     /// When its message began to arrive, if that is larger than a turn by now.

@@ -9,7 +9,6 @@
 
 mod accepting;
 mod large;
-mod suspended;
 
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
@@ -31,7 +30,6 @@ use kvtier_sync::RateLimited;
 use accepting::{Accept, Guest};
 #[cfg(test)]
 pub use large::ROUND_BYTES;
-pub use suspended::Suspended;
 
 // Tokens that are no connection's number.
 const LISTENER: u64 = u64::MAX;
@@ -348,6 +346,11 @@ impl Connections {
     /// Whether a connection has bytes that are not written.
     pub fn have_output(&mut self) -> bool {
         self.open.values_mut().any(Connection::has_output)
+    }
+
+    /// Whether no client waits for an answer or has sent anything that is not served.
+    pub fn are_quiet(&mut self) -> bool {
+        self.open.values_mut().all(Connection::is_quiet)
     }
 
     /// Connections that have sent more stray frames than allowed, and are read in turns.

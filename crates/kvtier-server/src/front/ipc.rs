@@ -34,15 +34,7 @@ pub(super) struct SocketFile {
     id: (u64, u64),
 }
 
-impl SocketFile {
-    /// The file at a path, if there is one.
-    pub(super) fn existing(path: &Path) -> Option<Self> {
-        Some(Self {
-            id: id(path)?,
-            path: path.to_owned(),
-        })
-    }
-}
+impl SocketFile {}
 
 impl Drop for SocketFile {
     fn drop(&mut self) {

@@ -8,7 +8,6 @@ mod client;
 mod connection;
 mod connections;
 mod dispatch;
-mod hand_over;
 mod interface;
 mod ipc;
 pub mod lanes;
@@ -16,7 +15,6 @@ mod limits;
 mod names;
 mod outbox;
 mod output;
-mod pause;
 mod poll;
 mod request;
 mod serve;
@@ -28,17 +26,13 @@ mod warnings;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
-use std::time::Instant;
 
-use crossbeam_channel::Receiver;
 use kvtier_config::ServerConfig;
 use kvtier_engine::Engine;
 use kvtier_error::{Error, Result};
 use kvtier_http::Health;
 use lanes::Pool;
 use outbox::Outbox;
-use pause::Pauses;
-pub use pause::{FrontHandOver, FrontState, Paused};
 use request::Server;
 use serve::Front;
 pub use socket::RequestSocket;
@@ -48,7 +42,6 @@ pub struct PreparedFront {
     front: Front,
     socket: Arc<RequestSocket>,
     outbox: Outbox,
-    pauses: Pauses,
 }
 
 /// The running front end.
@@ -57,7 +50,6 @@ pub struct FrontEnd {
     socket: Arc<RequestSocket>,
     stop: Arc<AtomicBool>,
     outbox: Outbox,
-    pauses: Pauses,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -90,7 +82,6 @@ impl PreparedFront {
         let bounds = serve::bounds(connections, config.max_message_bytes);
         let request_bytes = limits::request_bytes(config.max_message_bytes);
         let accepted = Arc::clone(&socket);
-        let (pauses, requests) = Pauses::new();
         let front = Front::new(
             accepted,
             Arc::clone(&server),
@@ -98,79 +89,47 @@ impl PreparedFront {
             pools,
             bounds,
             request_bytes,
-            requests,
         )
         .map_err(|error| Error::io("no epoll", error))?;
         Ok(Self {
             front,
             socket,
             outbox,
-            pauses,
         })
     }
 
-    /// Takes the connections of the process before, which still has them.
-    ///
-    /// # Errors
-    /// The first part that makes no sense here.
-    pub fn resume(&mut self, front: FrontHandOver) -> Result<()> {
-        self.front.resume(front)
-    }
-
-    /// Starts the thread, which serves once `begun` has a message, and ends without one.
+    /// Starts the thread, which serves.
     ///
     /// # Errors
     /// A system out of threads, in one line.
-    pub fn start(self, begun: Receiver<()>) -> Result<FrontEnd> {
+    pub fn start(self) -> Result<FrontEnd> {
         let Self {
             front,
             socket,
             outbox,
-            pauses,
         } = self;
         let stop = Arc::clone(&front.stop);
         let thread = std::thread::Builder::new()
             .name("kvtier-front".into())
-            .spawn(move || {
-                if begun.recv().is_ok() {
-                    front.run();
-                }
-            })
+            .spawn(move || front.run())
             .map_err(|error| Error::io("no thread", error))?;
         Ok(FrontEnd {
             socket,
             stop,
             outbox,
-            pauses,
             thread: Some(thread),
         })
     }
 }
 
 impl FrontEnd {
-    /// Removes the path of the socket at the end, as the process before would have.
-    pub fn take_path(&self, config: &ServerConfig) {
-        self.socket.take_path(config);
-    }
-
-    /// The listening socket.
-    pub fn socket(&self) -> &Arc<RequestSocket> {
-        &self.socket
-    }
-
-    /// Asks for pauses: its thread answers.
-    pub fn pauses(&self) -> impl Fn(Instant) -> Result<Paused> + Send + use<> {
-        let (pauses, outbox) = (self.pauses.clone(), self.outbox.clone());
-        move |until| pauses.pause(until, || outbox.wake())
-    }
-
     /// Where it listens, such as `tcp://127.0.0.1:5555`.
     pub fn endpoint(&self) -> &str {
         self.socket.endpoint()
     }
 
-    /// Stops taking requests, answers those that were read, and closes the connections. The socket stays bound until the
-    /// front end is dropped.
+    /// Serves until no request is in flight, for a while, and closes the connections; what is in flight later is answered first.
+    /// The socket stays bound until the front end is dropped.
     pub fn stop(&mut self) {
         self.stop.store(true, Ordering::Release);
         self.outbox.wake();

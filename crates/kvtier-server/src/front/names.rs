@@ -117,16 +117,6 @@ impl WorkerNames {
             .collect()
     }
 
-    /// Whether the connection has named a worker in its own way, or one is registering.
-    pub fn are_in_use(&self) -> bool {
-        !self.workers.lock().known.is_empty() || self.is_registering()
-    }
-
-    /// Whether the connection may have a worker that an earlier server knew.
-    pub fn may_have_worker(&self) -> bool {
-        self.may_have_worker.load(Ordering::Relaxed)
-    }
-
     /// Notes a request that only schedulers send: the connection has no worker.
     pub fn note_scheduler(&self) {
         self.may_have_worker.store(false, Ordering::Relaxed);
@@ -175,11 +165,6 @@ impl LookupNumbers {
     pub fn get(&self, number: i64) -> Option<Arc<str>> {
         let by_number = self.by_number.lock();
         by_number.get(&number).map(|(id, _)| Arc::clone(id))
-    }
-
-    /// Whether no lookup has a number.
-    pub fn is_empty(&self) -> bool {
-        self.by_number.lock().is_empty()
     }
 
     /// Forgets the lookups of a request that has ended.

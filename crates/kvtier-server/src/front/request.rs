@@ -21,7 +21,6 @@ use super::warnings;
 use kvtier_engine::{Answer, Caller, Engine, Payload, Reply, ReplyTarget};
 use kvtier_http::Health;
 use kvtier_sync::budget::Charge;
-use kvtier_zmtp::write_frame_header;
 
 /// A request whose frames are still undecoded.
 pub struct Job {
@@ -66,16 +65,6 @@ pub struct Server {
 }
 
 impl Job {
-    /// Appends the message it came as, as it is on the wire.
-    pub fn write_message(&self, out: &mut Vec<u8>) {
-        let frames = [&self.sender.uid, &self.sender.op].into_iter();
-        let mut frames = frames.chain(&self.payloads).peekable();
-        while let Some(frame) = frames.next() {
-            write_frame_header(out, frame.len(), frames.peek().is_some());
-            out.extend_from_slice(frame);
-        }
-    }
-
     /// The message it came as.
     pub fn into_frames(self) -> Vec<Vec<u8>> {
         [self.sender.uid, self.sender.op]

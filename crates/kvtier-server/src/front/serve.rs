@@ -4,7 +4,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::Receiver;
 use kvtier_proto::frames::MAX_PAYLOADS;
 use kvtier_zmtp::{Limits, Message};
 
@@ -13,7 +12,6 @@ use super::connections::{Bounds, Connections, Happened};
 use super::lanes::Pool;
 use super::limits;
 use super::outbox::{Inbox, Outgoing};
-use super::pause::PauseRequest;
 use super::request::{Job, Server};
 use super::socket::RequestSocket;
 use kvtier_sync::RateLimited;
@@ -27,6 +25,9 @@ const ENDING: Duration = Duration::from_millis(10);
 /// How long the stop waits for pings, at most half of what it may take: some clients notice a refusal only by one, and
 /// send one every 10 s.
 const LAST_PINGS: Duration = Duration::from_secs(11);
+
+/// Between two looks for a moment without requests.
+const QUIET_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// How long the stop waits for answers that no pool holds any more, and for the system to take the last bytes.
 const LAST_ANSWERS: Duration = Duration::from_secs(2);
@@ -45,10 +46,6 @@ pub struct Front {
     /// Whether one connection alone has something to be read.
     pub(super) is_alone: bool,
     pub(super) messages: Vec<Message>,
-    /// Where pauses are asked for.
-    pub(super) pauses: Receiver<PauseRequest>,
-    /// Messages that the process before had read and not served, with their connections.
-    pub(super) resumed: Vec<(u64, Message)>,
 }
 
 /// Bounds of the connections, for messages of at most `max_message_bytes`.
@@ -79,7 +76,6 @@ impl Front {
         [transfers, control]: [Pool<Job>; 2],
         bounds: Bounds,
         request_bytes: u64,
-        pauses: Receiver<PauseRequest>,
     ) -> std::io::Result<Self> {
         let metrics = Arc::clone(server.engine.metrics());
         Ok(Self {
@@ -93,8 +89,6 @@ impl Front {
             happened: Vec::new(),
             is_alone: false,
             messages: Vec::new(),
-            pauses,
-            resumed: Vec::new(),
         })
     }
 
@@ -115,13 +109,7 @@ impl Front {
     fn serve(&mut self) -> std::io::Result<()> {
         let busy_poll = self.server.engine.config().busy_poll;
         let mut last_work = Instant::now();
-        for (id, message) in std::mem::take(&mut self.resumed) {
-            self.take(id, message.frames);
-        }
         while !self.is_stopping() {
-            if self.serve_pause() {
-                return Ok(());
-            }
             let polls = !busy_poll.is_zero() && last_work.elapsed() < busy_poll;
             if self.turn(if polls { Duration::ZERO } else { IDLE })? {
                 last_work = Instant::now();
@@ -166,7 +154,7 @@ impl Front {
         // Their wake-up may have come before the last replies were drained.
         let sleeps = !timeout.is_zero()
             && self.inbox.begin_sleep()
-            && (timeout < IDLE || !self.is_stopping() && self.pauses.is_empty());
+            && (timeout < IDLE || !self.is_stopping());
         let timeout = if sleeps { timeout } else { Duration::ZERO };
         let waited = self.connections.wait(timeout, happened);
         self.inbox.end_sleep();
@@ -214,7 +202,8 @@ impl Front {
         }
     }
 
-    /// Answers every request that has been read, hands the answers to the system, and ends the connections.
+    /// Ends the connections when nothing is in flight, so that no client waits for an answer that never comes. If there is no
+    /// such moment, answers every request that has been read, hands the answers to the system, and ends them then.
     fn end(&mut self) -> std::io::Result<()> {
         self.connections.end_accepting();
         // What has arrived by now.
@@ -222,6 +211,9 @@ impl Front {
         self.serve_last_pings()?;
         // What waits for a tier, and then for a GPU: requests that the lanes still hold may wait for its driver.
         self.server.engine.end_waits();
+        if self.serve_until_quiet()? {
+            self.connections.finish();
+        }
         self.server.engine.end_transfers();
         self.transfers.close();
         self.control.close();
@@ -253,10 +245,34 @@ impl Front {
             self.turn(ENDING)?;
             undecided = self.connections.undecided();
         }
+        self.answer_all_undecided();
+        Ok(())
+    }
+
+    fn answer_all_undecided(&mut self) {
+        let undecided = self.connections.undecided();
         undecided
             .into_iter()
             .for_each(|id| self.answer_undecided(id));
-        Ok(())
+    }
+
+    /// Serves on until no request is in flight and no byte is unread, for a quarter of what the stop may take. Returns whether
+    /// there is such a moment.
+    fn serve_until_quiet(&mut self) -> std::io::Result<bool> {
+        let until = Instant::now() + self.server.engine.config().stop_timeout / 4;
+        loop {
+            // Asked before the answers are sent: what it has answered by then is among them.
+            let is_answered = !self.server.has_unanswered();
+            self.answer_all_undecided();
+            self.send_replies();
+            if is_answered && self.connections.are_quiet() {
+                return Ok(true);
+            }
+            if Instant::now() >= until {
+                return Ok(false);
+            }
+            self.turn(QUIET_POLL_INTERVAL)?;
+        }
     }
 
     /// Sends replies for at most `timeout`; requests stay unread.

@@ -2,7 +2,6 @@
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, SocketAddrV6};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::OnceLock;
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -30,7 +29,7 @@ const KEEPALIVE_COUNT: u32 = 6;
 pub struct RequestSocket {
     /// Of a socket that is a path, if that is this process's to remove. Dropped before the socket, which keeps the inode number
     /// from being reused until then.
-    file: OnceLock<SocketFile>,
+    _file: Option<SocketFile>,
     socket: OwnedFd,
     endpoint: String,
 }
@@ -67,7 +66,7 @@ impl RequestSocket {
                 return Ok(Self {
                     socket,
                     endpoint: address,
-                    file: OnceLock::new(),
+                    _file: None,
                 });
             }
             let (socket, file) = ipc::listen_at(path, config.ipc_mode)
@@ -75,7 +74,7 @@ impl RequestSocket {
             return Ok(Self {
                 socket,
                 endpoint: address,
-                file: file.into(),
+                _file: Some(file),
             });
         }
         let Some(host) = resolve(&config.host, config.port) else {
@@ -99,40 +98,8 @@ impl RequestSocket {
         Ok(Self {
             socket,
             endpoint,
-            file: OnceLock::new(),
+            _file: None,
         })
-    }
-
-    /// The socket of the process before. Its path stays that one's until it is [taken](Self::take_path).
-    ///
-    /// # Errors
-    /// It does not listen.
-    pub fn handed_over(config: &ServerConfig, socket: OwnedFd) -> Result<Self> {
-        let failed = |error: Errno| Error::io("the request socket", error);
-        if !sockopt::socket_acceptconn(&socket).map_err(failed)? {
-            return Err(Error::refused("the request socket does not listen"));
-        }
-        let bound = getsockname(&socket).ok();
-        let bound = bound.and_then(|bound| SocketAddr::try_from(bound).ok());
-        let endpoint =
-            bound.map_or_else(|| config.bind_address(), |bound| format!("tcp://{bound}"));
-        Ok(Self {
-            socket,
-            endpoint,
-            file: OnceLock::new(),
-        })
-    }
-
-    /// Whether its path is this process's to remove.
-    pub fn owns_path(&self) -> bool {
-        self.file.get().is_some()
-    }
-
-    /// Removes its path at the end, as the process before would have.
-    pub fn take_path(&self, config: &ServerConfig) {
-        if let Some(file) = config.ipc_path().and_then(SocketFile::existing) {
-            let _ = self.file.set(file);
-        }
     }
 
     /// Its address, such as `tcp://127.0.0.1:5555`.

@@ -51,7 +51,8 @@ impl ByHand {
     fn with(bounds: Bounds, request_bytes: u64) -> Self {
         let flags = ["--port", "0", "--http-port", "0", "--l1-size-gb", "0.0625"];
         let pickled = ["--no-l1-prefault", "--shm-name", ""];
-        let config = ServerConfig::from_flags(&[&flags[..], &pickled[..]].concat()).unwrap();
+        let patient = ["--stop-timeout-seconds", "600"];
+        let config = ServerConfig::from_flags(&[&flags[..], &pickled, &patient].concat()).unwrap();
         let socket = RequestSocket::bind(&config, &mut Inherited::default()).unwrap();
         let engine = Engine::new(Arc::new(config), Arc::new(Metrics::new())).unwrap();
         let (outbox, inbox) = outbox::outbox().unwrap();
@@ -77,7 +78,6 @@ impl ByHand {
             pools,
             bounds,
             request_bytes,
-            crossbeam_channel::never(),
         )
         .unwrap();
         let mut by_hand = Self {
@@ -436,4 +436,28 @@ fn the_limit_of_a_frame_is_told() {
     let mut lines = reference.lines();
     let flag = lines.find(|line| line.contains("`--max-message-gb`"));
     assert!(flag.unwrap().contains("frames above 4 GiB"));
+}
+
+/// A client would wait for ever for the answer to a request that a stopping server does not read.
+#[test]
+fn stop_serves_until_nothing_is_in_flight() {
+    let mut server = ByHand::new(1 << 20);
+    let payload = text(3);
+    server.send(&[&[1], &[15], &payload]);
+    let ByHand {
+        gate,
+        client,
+        front,
+        ..
+    } = server;
+    front.stop.store(true, Ordering::Release);
+    let stopping = std::thread::spawn(|| front.run());
+    client.set_rcvtimeo(60_000).unwrap();
+    let uid = || client.recv_multipart(0).unwrap().remove(0);
+    client.send_multipart([&[2], &[15], &*payload], 0).unwrap();
+    client.send_multipart([BARRIER, &[24]], 0).unwrap();
+    assert_eq!(uid(), BARRIER);
+    drop(gate);
+    assert_eq!([uid(), uid()], [[1], [2]]);
+    stopping.join().unwrap();
 }

@@ -191,10 +191,6 @@ fn hugepages_without_a_usable_mount_end_with_the_process() {
         assert!(lines[0].contains(" WARN "), "{lines:?}");
         assert!(mount.files().is_empty() || options.is_empty());
         drop(server.worker_with(1, "a", 1..2));
-        let flags = ["--take-over", "--shm-name", "", "--l1-use-hugepages"];
-        let mut other = Server::spawn_by(mount.command(KVTIER), base.path(), L1, &flags);
-        assert!(!other.wait_until_served());
-        assert!(other.log.contains("hugetlbfs"), "{}", other.log);
         assert_eq!(read(&mut server.reader("a"), "a", 1), Ok(CHUNKS));
         server.kill();
         if !options.contains("size=4M") {
@@ -206,46 +202,6 @@ fn hugepages_without_a_usable_mount_end_with_the_process() {
         assert_eq!(server.restored(), None);
         server.stop();
     }
-}
-
-#[test]
-fn take_over_takes_hugepages() {
-    let test = "take_over_takes_hugepages";
-    // None for a second L1.
-    let Some(mount) = HugeMount::new(test, 4, HUGETLBFS) else {
-        return;
-    };
-    let base = tempfile::tempdir().unwrap();
-    let _segments = Segments::new();
-    let mut server = start(&mount, base.path(), L1);
-    let mut worker = server.worker_with(1, "a", 0..2);
-    let mut pages = server.pages(3, "pages");
-    for round in 0..3 {
-        store_pages(&mut pages, "pages", round);
-        let request = format!("r{round}");
-        assert_eq!(pages.lookup(&prompt(round), &request).unwrap(), CHUNKS);
-        let new = try_start(&mount, base.path(), L1, &["--take-over"]).unwrap();
-        let mut old = std::mem::replace(&mut server, new);
-        assert!(old.child.wait().unwrap().success());
-        assert_eq!(old.endpoint, server.endpoint);
-        retrieve_pages(&mut pages, "pages", round, &request);
-        for number in 0..2 {
-            assert_eq!(read(&mut worker, "a", number), Ok(CHUNKS));
-        }
-    }
-    // One that was cut off is not taken over: what the new server wrote into it would be 0 for the old one, or no page.
-    let file = std::fs::File::options().write(true).open(pool(&mount));
-    file.unwrap().set_len(2 << 20).unwrap();
-    let refused = try_start(&mount, base.path(), L1, &["--take-over"]).err();
-    let refused = refused.unwrap();
-    assert!(refused.contains("its arena was cut off"), "{refused}");
-    assert_eq!(read(&mut worker, "a", 1), Ok(CHUNKS));
-    server.kill();
-    // What is left is whole.
-    let server = start(&mount, base.path(), L1);
-    assert_eq!(server.restored(), Some(5 * CHUNKS), "{}", server.log);
-    server.stop();
-    end(&mount, base.path());
 }
 
 /// Damage to what a server has left.

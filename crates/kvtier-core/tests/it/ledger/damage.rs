@@ -5,7 +5,7 @@ use std::time::Duration;
 use kvtier_core::Namespace;
 use kvtier_core::cache::{Cache, Extent};
 use kvtier_core::eviction::EvictionKind;
-use kvtier_core::ledger::{Fault, Journal as _, Ledger, Namespaces, Object, ObjectState, Owner};
+use kvtier_core::ledger::{Fault, Journal as _, Ledger, Namespaces, Object, ObjectState};
 
 use super::{
     ALIGN, CAPACITY, ID, IDENTITY, Key, Shared, config, keys, objects, open, open_for, record,
@@ -78,7 +78,7 @@ fn left_out_objects_are_counted_by_reason() {
     // Smaller, or with another alignment.
     let open = |capacity, align| {
         let words = Shared::of(&memory);
-        let (ledger, snapshot) = open_for(&words, Owner::Ended, capacity, align).unwrap();
+        let (ledger, snapshot) = open_for(&words, capacity, align).unwrap();
         let allocator = FirstFit::new(capacity, align);
         let (cache, restored) =
             Cache::restore(allocator, config(EvictionKind::Lru), ledger, snapshot);
@@ -112,7 +112,7 @@ fn duplicate_namespace_leaves_no_reference_to_its_number() {
     assert!(open(&memory).unwrap().1.has_lost_granted());
     assert_eq!(rejected(&memory), [("namespace", 1)]);
     let words = Shared::of(&memory);
-    let (ledger, snapshot) = open_for(&words, Owner::Ended, CAPACITY, ALIGN).unwrap();
+    let (ledger, snapshot) = open_for(&words, CAPACITY, ALIGN).unwrap();
     let allocator = FirstFit::new(CAPACITY, ALIGN);
     let (cache, _restored) = Cache::restore(allocator, config(EvictionKind::Lru), ledger, snapshot);
     // Of another tenant, under the number that is free.

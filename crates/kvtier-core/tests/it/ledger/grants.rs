@@ -6,7 +6,6 @@ use std::time::Duration;
 use kvtier_core::Namespace;
 use kvtier_core::cache::{Cache, GrantOrigin};
 use kvtier_core::eviction::EvictionKind;
-use kvtier_core::ledger::Owner;
 
 use super::{ALIGN, CAPACITY, Memory, Shared, config, open, open_for, recorded, space, stored};
 use crate::cache_support::{FirstFit, hash, request};
@@ -15,7 +14,7 @@ use crate::cache_support::{FirstFit, hash, request};
 #[test]
 fn left_out_memory_that_clients_may_copy_is_told() {
     let lost = |memory: &Memory, capacity, align| {
-        let (_, snapshot) = open_for(&Shared::of(memory), Owner::Ended, capacity, align).unwrap();
+        let (_, snapshot) = open_for(&Shared::of(memory), capacity, align).unwrap();
         assert_eq!(snapshot.is_empty(), capacity < 8);
         snapshot.has_lost_granted()
     };
@@ -64,7 +63,7 @@ fn grants_keep_their_times_over_restarts() {
     let mut memory = words.memory();
     for _ in 0..3 {
         let shared = Shared::of(&memory);
-        let (ledger, snapshot) = open_for(&shared, Owner::Ended, CAPACITY, ALIGN).unwrap();
+        let (ledger, snapshot) = open_for(&shared, CAPACITY, ALIGN).unwrap();
         let allocator = FirstFit::new(CAPACITY, ALIGN);
         let (again, restored) =
             Cache::restore(allocator, config(EvictionKind::Lru), ledger, snapshot);
@@ -110,7 +109,7 @@ fn grant_without_record_is_known_to_next_process() {
         let memory = words.memory();
         // Until the next process says otherwise.
         let words = Shared::of(&memory);
-        let (mut ledger, snapshot) = open_for(&words, Owner::Ended, CAPACITY, ALIGN).unwrap();
+        let (mut ledger, snapshot) = open_for(&words, CAPACITY, ALIGN).unwrap();
         ledger.forget_unrecorded_grants();
         let memory = words.memory();
         assert!(!open(&memory).unwrap().1.has_unrecorded_grant());

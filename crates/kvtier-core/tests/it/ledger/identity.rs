@@ -1,6 +1,6 @@
 //! Ledgers of other servers, times and versions.
 
-use kvtier_core::ledger::{FORMAT_VERSION, Identity, Ledger, LedgerError, Owner};
+use kvtier_core::ledger::{FORMAT_VERSION, Identity, Ledger, LedgerError};
 
 use super::{ALIGN, CAPACITY, IDENTITY, Memory, SECOND, Shared, keys, record, stored};
 
@@ -8,14 +8,7 @@ use super::{ALIGN, CAPACITY, IDENTITY, Memory, SECOND, Shared, keys, record, sto
 fn ledger_of_another_server_is_not_read() {
     let memory = stored();
     let open = |identity: Identity, now| {
-        let opened = Ledger::open(
-            Shared::of(&memory),
-            Owner::Ended,
-            &identity,
-            now,
-            CAPACITY,
-            ALIGN,
-        );
+        let opened = Ledger::open(Shared::of(&memory), &identity, now, CAPACITY, ALIGN);
         opened.map(|_| ()).map_err(|(error, _)| error.to_string())
     };
     let later = IDENTITY.origin + SECOND;

@@ -5,7 +5,6 @@ mod damage;
 mod grants;
 mod identity;
 mod kills;
-mod running;
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex};
@@ -14,7 +13,7 @@ use std::time::Duration;
 use kvtier_core::Namespace;
 use kvtier_core::cache::{Cache, CacheConfig, Extent, Restored};
 use kvtier_core::eviction::EvictionKind;
-use kvtier_core::ledger::{Fault, Identity, Ledger, LedgerError, Owner, Snapshot, Words};
+use kvtier_core::ledger::{Fault, Identity, Ledger, LedgerError, Snapshot, Words};
 
 use crate::cache_support::{FirstFit, hash, namespace, request};
 
@@ -113,18 +112,17 @@ fn recorded(words: &Shared, eviction: EvictionKind) -> Cache<FirstFit> {
 }
 
 fn open(memory: &Memory) -> Result<(Ledger<Shared>, Snapshot), LedgerError> {
-    open_for(&Shared::of(memory), Owner::Ended, CAPACITY, ALIGN)
+    open_for(&Shared::of(memory), CAPACITY, ALIGN)
 }
 
 /// Opens it for an arena of this size and alignment.
 fn open_for(
     words: &Shared,
-    owner: Owner,
     capacity: u64,
     align: u64,
 ) -> Result<(Ledger<Shared>, Snapshot), LedgerError> {
     let now = IDENTITY.origin + 1000 * SECOND;
-    let opened = Ledger::open(words.clone(), owner, &IDENTITY, now, capacity, align);
+    let opened = Ledger::open(words.clone(), &IDENTITY, now, capacity, align);
     opened.map_err(|(error, _)| error)
 }
 

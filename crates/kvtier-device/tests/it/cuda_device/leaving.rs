@@ -3,7 +3,7 @@
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use kvtier_device::{Device as _, DeviceError};
+use kvtier_device::DeviceError;
 
 use super::setup::{PIECE, Pages, Server, past, wait};
 use super::turns::batches;
@@ -302,31 +302,5 @@ fn callbacks_may_start_transfers_and_panic() {
     assert_eq!(pages.run(pages.store(&server, 1)).unwrap(), 512);
     assert_eq!(server.readings().in_flight, [0, 0]);
     drop(pages);
-    server.ends_clean();
-}
-
-/// A take-over that is refused drops its registrations while clients wait for the refusal.
-#[test]
-fn prepared_memory_stays_open_until_take_over_ends() {
-    let mut server = Server::new();
-    server.cuda = server.cuda.beside();
-    let mut engine = Exporter::start();
-    let pages = Pages::register(&server, &mut engine, [8, 64, 8]);
-    let layout = Arc::clone(&pages.layout);
-    drop(pages);
-    let closed = |server: &Server| server.count("cuIpcCloseMemHandle");
-    assert_eq!(closed(&server), 1);
-    let prepare = || server.cuda.prepare(layout.memories().to_vec()).unwrap();
-    prepare();
-    assert!(server.cuda.is_prepared(layout.memories()));
-    drop(server.cuda.open(Arc::clone(&layout)).unwrap());
-    assert_eq!(closed(&server), 1);
-    // An engine that has ended meanwhile, and one that goes on.
-    prepare();
-    let memory = server.cuda.open(Arc::clone(&layout)).unwrap();
-    drop(server.cuda.end_beside());
-    drop(memory);
-    assert_eq!(closed(&server), 2);
-    assert_eq!(server.readings().open_allocations, 0);
     server.ends_clean();
 }

@@ -8,7 +8,6 @@
 //!
 //! The mutex guards the table. Leases are dropped, and so the cache's lock is taken, after it or inside it, never around it.
 
-mod state;
 mod table;
 #[cfg(test)]
 mod tests;
@@ -27,7 +26,6 @@ use tokio::sync::watch;
 
 use kvtier_l1::L1Allocator;
 use kvtier_tiers::Prefetched;
-pub use state::LookupsState;
 use table::{Entry, Table, covered, same_scope};
 
 /// Lookups kept at most; the oldest go first. An engine has as many as it has requests waiting or running.

@@ -30,13 +30,6 @@ pub(super) struct Entry {
 }
 
 impl Entry {
-    /// Whether the tiers are still being asked for it.
-    pub fn is_waiting(&self) -> bool {
-        // Closed once they were, or by a panic.
-        let pending = self.pending.as_ref();
-        pending.is_some_and(|pending| pending.has_changed().is_ok())
-    }
-
     /// Objects it was made for, whether still held or not, and the chunks behind them.
     pub(super) fn objects(&self) -> usize {
         let HeldLookup {
@@ -71,26 +64,6 @@ pub(super) struct Schedulers {
 }
 
 impl Schedulers {
-    /// First and last request of each connection.
-    pub(super) fn state(&self) -> Vec<(u64, u64, u64)> {
-        let heard = self.heard.iter();
-        heard
-            .map(|(connection, (first, last))| (*connection, *first, *last))
-            .collect()
-    }
-
-    /// Requests of all of them.
-    pub(super) fn requests(&self) -> u64 {
-        self.requests
-    }
-
-    /// Goes on after these requests.
-    pub(super) fn resume(&mut self, heard: &[(u64, u64, u64)], requests: u64) {
-        let heard = heard.iter().take(MAX_SCHEDULERS);
-        let heard = heard.map(|(connection, first, last)| (*connection, (*first, *last)));
-        (self.heard, self.requests) = (heard.collect(), requests);
-    }
-
     /// Counts a request.
     pub(super) fn heard(&mut self, connection: u64) {
         self.requests += 1;

@@ -93,35 +93,6 @@ fn a_result_takes_the_place_of_what_was_held_and_is_told_once() {
 }
 
 #[test]
-fn lookup_is_handed_over_with_what_was_loaded() {
-    let (cache, lookups) = (cache(), HeldLookups::default());
-    let (serial, done) = pending(&lookups, &cache);
-    assert!(lookups.are_waiting());
-    let refused = lookups.state(Duration::ZERO).unwrap_err();
-    assert!(
-        refused.to_string().contains("waits for a tier"),
-        "{refused}"
-    );
-    // The last one is not in the prefix that was found.
-    let mut result = result(&cache);
-    let loaded = [(0, 0), (0, 1), (0, 2)];
-    result.loaded = loaded.map(|(row, chunk)| Cell { row, chunk }).into();
-    lookups.complete("r", serial, 0, result);
-    drop(done);
-    assert!(!lookups.are_waiting());
-    let state = lookups.state(Duration::ZERO).expect("nothing waits");
-    assert_eq!(state.lookups[0].loaded, loaded[..2]);
-    let next = HeldLookups::default();
-    next.resume(&state, &cache, Duration::ZERO)
-        .expect("it fits");
-    assert_eq!(next.state(Duration::ZERO).expect("nothing waits"), state);
-    let mut unknown = state;
-    unknown.lookups[0].loaded.push((1, 0));
-    let refused = next.resume(&unknown, &cache, Duration::ZERO).unwrap_err();
-    assert!(refused.to_string().contains("was loaded"), "{refused}");
-}
-
-#[test]
 fn a_prefetch_that_ends_without_a_result_leaves_that_of_l1() {
     let (cache, lookups) = (cache(), HeldLookups::default());
     let (_, done) = pending(&lookups, &cache);
@@ -257,9 +228,6 @@ fn result_behind_covered_chunks_counts_from_the_start() {
     ));
     let grant = lookups.grant("r", &scope(), 1, 0, &HASHES, 1..2);
     assert!(grant.is_some());
-    let state = lookups.state(Duration::ZERO).expect("nothing waits");
-    assert_eq!(state.lookups[0].loaded, [(0, 1)]);
-    assert_eq!(state.lookups[0].rows[0].first_chunk, 1);
     lookups.free("r", 7, &scope(), 0..1);
     assert_eq!(cache.stats().leased_objects, 1);
     lookups.free("r", 7, &scope(), 1..2);

@@ -123,8 +123,6 @@ pub struct Kept {
     pub silent_for: Duration,
     /// Until when its client has certainly abandoned no transfer, by the engine's clock; `None` if its pings do not tell.
     pub patient_until: Option<Duration>,
-    /// That process hands over: no request of the worker was lost with it.
-    pub is_continued: bool,
 }
 
 /// Why a registration of an earlier process is not taken over.
@@ -246,7 +244,6 @@ pub(super) fn parse(
         pickles: pickles != 0,
         silent_for: Duration::from_nanos(silent_for),
         patient_until: patient_until(last, gap, boot, now),
-        is_continued: false,
     })
 }
 

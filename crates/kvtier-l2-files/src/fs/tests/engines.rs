@@ -312,7 +312,7 @@ fn stores_continue_after_a_broken_ring() {
             engine: Box::new(Breaking(Uring::new().unwrap(), AT)),
             reason: "a test".into(),
         };
-        fixture.adapter = FsAdapter::open_with("fs", &fixture.options, Some(engine), true).unwrap();
+        fixture.adapter = FsAdapter::open_with("fs", &fixture.options, Some(engine)).unwrap();
         assert_eq!(fixture.adapter.status()["io_engine"], "io_uring");
         let stored = block_on(fixture.adapter.store(items(&fixture)));
         assert_eq!(fixture.adapter.status()["io_engine"], "posix");

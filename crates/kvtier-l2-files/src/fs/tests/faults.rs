@@ -77,7 +77,7 @@ fn faulty(panics: bool) -> (Fixture, Arc<AtomicU32>) {
         error: Arc::clone(&error),
         panics,
     };
-    fixture.adapter = FsAdapter::open_with("fs", &fixture.options, given(engine), true).unwrap();
+    fixture.adapter = FsAdapter::open_with("fs", &fixture.options, given(engine)).unwrap();
     (fixture, error)
 }
 
@@ -186,7 +186,7 @@ fn refused_direct_io_uses_page_cache() {
         }
     }
     drop(error);
-    fixture.adapter = FsAdapter::open_with("fs", &options, given(Picky), true).unwrap();
+    fixture.adapter = FsAdapter::open_with("fs", &options, given(Picky)).unwrap();
     fixture.store(&object(1)).unwrap();
     assert_eq!(fixture.load(&object(1)), Ok(true));
     // None, where the file system refuses O_DIRECT when a file is opened already.

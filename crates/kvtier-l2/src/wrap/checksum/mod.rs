@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 pub use cache::ChecksumCache;
 
 use crate::adapter::{
-    Adapter, AdapterHandOver, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
+    Adapter, BoxFuture, Capabilities, ListPage, Listed, Loaded, Recovered, Stored,
 };
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{Buffer, LoadItem, ObjectSpec, StoreItem, key_digest};
@@ -280,15 +280,6 @@ impl Adapter for Checksums {
 
     fn check(&self) -> BoxFuture<'_, ()> {
         self.inner.check()
-    }
-
-    fn hand_over(&self) -> Result<AdapterHandOver, L2Error> {
-        self.inner.hand_over()?;
-        let what = format!(
-            "loads of type {:?} are compared with checksums in the memory of this process",
-            self.kind()
-        );
-        Err(L2Error::new(ErrorKind::Unsupported, what))
     }
 
     fn status(&self) -> Value {

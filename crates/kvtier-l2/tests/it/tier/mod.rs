@@ -1,7 +1,6 @@
 //! A tier around a scripted backend: accounting, eviction, recovery.
 
 mod deletes;
-mod hand_over;
 mod limits;
 mod log;
 mod support;
