@@ -109,7 +109,7 @@ fn check(outer: Acquisition, inner: Acquisition) {
     let in_order = is_in_order(outer.lock.place(), inner.lock.place());
     assert!(
         in_order || outer.lock.is_of_tests(),
-        "lock order (ARCHITECTURE.md, Locks): the lock of {} is acquired at {} inside that of {}, acquired at {}",
+        "lock order (ORDER in kvtier-sync): the lock of {} is acquired at {} inside that of {}, acquired at {}",
         inner.lock.created,
         inner.at,
         outer.lock.created,
