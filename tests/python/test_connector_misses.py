@@ -146,5 +146,5 @@ def test_misses_are_in_metrics_log_and_page():
     assert found == expected | {("1", "not_found"): 2}
     assert registry.get_sample_value("vllm:kvtier_lookups_total", {"model_name": "m", "engine": "1"}) == 3
     assert stats.reduce() == {"lookups": 3, "misses_not_found": 2}
-    section = PAGE.read_text().split("### Log, metrics and events")[1].split("\n## ")[0]
+    section = PAGE.read_text().split("\n## Log, metrics and events")[1].split("\n## ")[0]
     assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == ["reason", *MISSES]
