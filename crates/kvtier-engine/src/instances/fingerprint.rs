@@ -3,7 +3,7 @@
 //! It is part of every key in memory and of the trailer of every file, so objects of different fingerprints are
 //! different objects. It is the first eight bytes, little-endian, of the BLAKE3 hash of the encoding below; in keys and
 //! trailers its highest five bits are those of [`ModelLayout::for_tiers`](super::ModelLayout::for_tiers).
-//! `docs/identity.md` names the test of each field.
+//! `docs/identity.md` has each field, and `docs/claims.md` the tests.
 //!
 //! # Encoding, version 2
 //! A number is a little-endian `u64`, a signed one in two's complement. A text is its length in bytes as a number, then
