@@ -79,20 +79,19 @@ const KEYS: &[Key] = &[
     Key::of(
         "command",
         Shape::Texts,
-        "Program and arguments of the tier: kvtier starts it, starts it again when it ends, and ends it with itself; \
-         empty: it is started by others",
+        "Program and arguments of the tier, which kvtier starts, restarts and ends; empty: others start it",
     ),
     Key::of(
         "options",
         Shape::Object,
-        "Passed to the tier as it is; kvtier looks at nothing in it",
+        "Passed to the tier unchanged",
     ),
     MAX_CAPACITY_GB,
     Key::integer(
         "shared_memory_mb",
         1,
         1 << 20,
-        "Shared memory for the bytes of objects on their way; larger objects are not stored",
+        "Shared memory for bytes of objects in flight; larger objects are not stored",
     )
     .unit("MiB")
     .or(Fallback::Integer(256)),

@@ -118,37 +118,36 @@ const KEYS: &[Key] = &[
     Key::integer("port", 1, 65535, "Port of the server; needed with host"),
     Key::text(
         "startup_nodes",
-        "Servers as host:port, with commas between them: some nodes of a cluster, or a server and its replicas, \
-         in any order: the primary is used",
+        "Servers as host:port, with commas between them: some nodes of a cluster, or a server and its replicas, whose primary \
+         is used",
     ),
     Key::switch(
         "cluster_mode",
-        "The servers are a cluster: each key is kept by the node that serves its slot",
+        "The servers are a cluster",
     ),
     Key::path("unix_socket", "Path of the server's socket in the file system"),
     Key::integer(
         "num_workers",
         1,
         256,
-        "Connections for objects, with several commands in flight on each; one more is for lookups and deletes. A cluster has as \
-         many to each primary",
+        "Connections for objects, to each primary of a cluster; one more is for lookups and deletes",
     )
     .or(Fallback::Integer(8)),
     Key::of(
         "username",
         Shape::AnyText,
-        "User of the server's access lists; if empty, LMCACHE_RESP_USERNAME, but for valkey",
+        "User of the server's access lists; if empty, LMCACHE_RESP_USERNAME (not with valkey)",
     )
     .or(Fallback::Text("")),
     Key::of(
         "password",
         Shape::AnyText,
-        "Password; if empty, LMCACHE_RESP_PASSWORD, but for valkey, and without that none",
+        "Password; if empty, LMCACHE_RESP_PASSWORD (not with valkey), or none",
     )
     .or(Fallback::Text("")),
     Key::integer("database_id", 0, 1_000_000, "Number of the database; a cluster has only 0")
         .or(Fallback::Integer(0)),
-    Key::switch("tls_enable", "Use TLS; the server needs a certificate for its host that is trusted"),
+    Key::switch("tls_enable", "Use TLS; the server needs a trusted certificate for its host"),
     tls::CA,
     tls::CERT,
     tls::KEY,
@@ -163,7 +162,7 @@ const KEYS: &[Key] = &[
         "ttl_seconds",
         1,
         1 << 40,
-        "After how long the server forgets an object; unset is never",
+        "Seconds after which the server drops an object; unset is never",
     )
     .unit("s"),
     Key::number(
@@ -175,9 +174,8 @@ const KEYS: &[Key] = &[
     .or(Fallback::Number(0.0)),
     Key::switch(
         "companion_sums",
-        "Keep layout and checksum of each object beside it under a key of their own, kvtier.sum@ before the object's, and \
-         compare them at each load; without it another layout is noticed only by another length, and objects of CPU engines \
-         are misses",
+        "Keep layout and checksum of each object under a key of their own (kvtier.sum@) and compare them at each load. Without it \
+         only lengths are compared, and objects of CPU engines are misses",
     )
     .or(Fallback::Switch(true)),
     Key::switch(

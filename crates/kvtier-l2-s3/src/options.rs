@@ -9,7 +9,7 @@ use super::http::Server;
 use super::sign::Credentials;
 use kvtier_l2::{
     Adapter, AdapterConfig, AdapterType, ConfigError, L2Error, Registry,
-    config::{Fallback, Interval, Key, MAX_CAPACITY_GB, Options, Shape},
+    config::{Fallback, Interval, Key, MAX_CAPACITY_GB, Options, Shape, WITHOUT_EFFECT},
     tls,
 };
 use kvtier_net::host_and_port;
@@ -235,7 +235,7 @@ const KEYS: &[Key] = &[
     )
     .unit("s")
     .or(Fallback::Number(10.0)),
-    Key::integer("s3_num_io_threads", 1, i64::MAX, "LMCache's; changes nothing")
+    Key::integer("s3_num_io_threads", 1, i64::MAX, WITHOUT_EFFECT)
         .or(Fallback::Integer(64)),
     Key::switch("s3_prefer_http2", "LMCache's; changes nothing, as HTTP/1.1 is used")
         .or(Fallback::Switch(true)),

@@ -38,7 +38,7 @@ const DYNAMIC_KEYS: &[Key] = &[
         "backend_params",
         Shape::Params,
         "file_path (the directory), use_direct_io, shard_dirs (files in directories by the hash of their chunk) and \
-         max_capacity_gb; what else there is is for NIXL's backend",
+         max_capacity_gb; other parameters are passed to the backend",
     )
     .required(),
 ];
@@ -48,7 +48,7 @@ const STORE_KEYS: &[Key] = &[
     Key::of(
         "backend_params",
         Shape::Params,
-        "file_path (the directory), use_direct_io and file_size; what else there is is for NIXL's backend",
+        "file_path (the directory), use_direct_io and file_size; other parameters are passed to the backend",
     )
     .required(),
     Key::integer(
@@ -65,7 +65,7 @@ const NATIVE_KEYS: &[Key] = &[
     Key::of(
         "backend_params",
         Shape::Params,
-        "file_path (the directory), use_direct_io and shard_dirs; what else there is is for NIXL's backend",
+        "file_path (the directory), use_direct_io and shard_dirs; other parameters are passed to the backend",
     )
     .required(),
     MAX_CAPACITY_GB,
@@ -75,7 +75,7 @@ const NATIVE_KEYS: &[Key] = &[
 pub const NIXL_STORE_DYNAMIC: AdapterType = FS
     .named(
         "nixl_store_dynamic",
-        "A directory of LMCache's type of this name: fs with its names, and its keys",
+        "A directory that LMCache's type of this name reads and writes too",
     )
     .translating(Translation {
         keys: DYNAMIC_KEYS,
@@ -102,7 +102,7 @@ pub const NIXL_STORE_DYNAMIC: AdapterType = FS
 pub const NIXL_NATIVE: AdapterType = FS
     .named(
         "nixl_native",
-        "A directory of LMCache's type of this name: fs with its keys",
+        "LMCache's type of this name; the files are those of fs",
     )
     .translating(Translation {
         keys: NATIVE_KEYS,
@@ -129,7 +129,7 @@ pub const NIXL_NATIVE: AdapterType = FS
 pub const NIXL_STORE: AdapterType = FS
     .named(
         "nixl_store",
-        "fs with the keys of LMCache's type of this name, whose files cannot be exchanged",
+        "LMCache's type of this name, whose files kvtier cannot read; here they are those of fs",
     )
     .translating(Translation {
         keys: STORE_KEYS,

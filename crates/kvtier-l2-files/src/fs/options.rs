@@ -161,53 +161,50 @@ const KEYS: &[Key] = &[
     Key::of(
         "layout",
         Shape::OneOf(&["flat", "sharded"]),
-        "All files in one directory, where LMCache looks for them, or in 65536 below it, for tens of millions; \
-         both are read",
+        "One directory, where LMCache looks for files (flat), or 65536 below it, for tens of millions of files; both are read",
     )
     .or(Fallback::Text("flat")),
     Key::of(
         "names",
         Shape::OneOf(&["auto", "0.5", "0.4", "nixl"]),
-        "Release of LMCache that finds the written files; both are read, auto is the newest. nixl: its type \
-         nixl_store_dynamic finds and writes them, and only its names are read",
+        "Names of written files: those of LMCache 0.5 (auto), of 0.4, or of its type nixl_store_dynamic (nixl). Names of 0.4 and 0.5 are \
+         both read; with nixl its own only",
     )
     .or(Fallback::Text("auto")),
     Key::integer(
         "align_bytes",
         64,
         2 << 20,
-        "With names nixl: --l1-align-bytes of the LMCache servers that use the directory, whose files are of this unit; \
-         a power of two",
+        "With names nixl: unit that lengths of files are padded to, a power of two: the --l1-align-bytes of the LMCache servers \
+         that use the directory",
     )
     .unit("bytes")
     .or(Fallback::Integer(ALIGN_BYTES as i64)),
     Key::of(
         "fsync",
         Shape::OneOf(&["never", "file", "file+dir"]),
-        "What is on the disk for certain once it is stored; incomplete files are detected by their checksums",
+        "What a store waits for: nothing, its file, or its file and directory on the disk. Incomplete files are detected by their checksums",
     )
     .or(Fallback::Text("never")),
     Key::switch(
         "trust_missing_layout",
-        "Load files without a layout, such as those of LMCache, also for models whose pages depend on block size, \
-         processor or release of the engine (all of CPU engines); only if all engines that write there agree in these",
+        "Load files without a layout, such as those of LMCache, also if pages of the model depend on block size, processor or release of \
+         the engine (all of CPU engines). Only if all engines that write there agree in these",
     ),
     Key::switch(
         "read_only",
-        "Only load: the directory has to exist, and nothing is stored, deleted, quarantined or evicted",
+        "Only load from an existing directory: nothing is stored, deleted, quarantined or evicted",
     ),
     Key::of(
         "io_engine",
         Shape::OneOf(&["auto", "posix", "io_uring", "nixl"]),
-        "How bytes are moved: by one POSIX call per thread at a time, by io_uring with several operations in flight per \
-         thread, or by a backend of NIXL, one transfer per thread; auto is io_uring if use_odirect is set and the system \
-         allows it, else posix",
+        "How bytes are moved: by one POSIX call per thread at a time, by io_uring with several operations in flight per thread, or by NIXL, \
+         one transfer per thread. auto is io_uring with use_odirect if the system allows it, else posix",
     )
     .or(Fallback::Text("auto")),
     Key::path(
         "nixl_library",
-        "With io_engine nixl: path of libnixl_capi.so, or of the site-packages directory that nixl-cu12 or nixl-cu13 is in; \
-         unset is where it is installed",
+        "With io_engine nixl: libnixl_capi.so, or the site-packages directory of nixl-cu12 or nixl-cu13; unset is where it is installed",
     ),
     Key::text(
         "nixl_backend",

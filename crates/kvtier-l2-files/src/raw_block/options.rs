@@ -8,7 +8,7 @@ use super::format::{BLOCK, Geometry};
 use crate::io::choice::IoEngine;
 use kvtier_l2::{
     Adapter, AdapterConfig, AdapterType, ConfigError, L2Error, Registry,
-    config::{Fallback, GIB, Interval, Key, Options, Shape},
+    config::{Fallback, GIB, Interval, Key, Options, Shape, WITHOUT_EFFECT},
 };
 
 /// Part of the capacity that there is beyond it: objects of different lengths leave gaps.
@@ -102,8 +102,6 @@ impl RawOptions {
     }
 }
 
-const WITHOUT_EFFECT: &str = "LMCache's; changes nothing";
-
 const KEYS: &[Key] = &[
     Key::path(
         "device_path",
@@ -121,7 +119,7 @@ const KEYS: &[Key] = &[
         "slot_bytes",
         BLOCK as i64,
         1 << 40,
-        "Bytes of the smaller objects: for each such part of the capacity there is one record, so more objects do not fit",
+        "Length of the smaller objects: the table has one record, so space for one object, per slot_bytes of the capacity",
     )
     .unit("bytes")
     .or(Fallback::Integer(SLOT_BYTES as i64)),
@@ -132,7 +130,7 @@ const KEYS: &[Key] = &[
         "io_engine",
         Shape::OneOf(&["auto", "posix", "io_uring"]),
         "How bytes are moved: by one POSIX call per thread at a time, or by io_uring with several operations in flight per \
-         thread; auto is io_uring if use_odirect is set and the system allows it, else posix",
+         thread. auto is io_uring with use_odirect if the system allows it, else posix",
     )
     .or(Fallback::Text("auto")),
     Key::switch(
@@ -141,8 +139,7 @@ const KEYS: &[Key] = &[
     ),
     Key::switch(
         "force",
-        "Format a device also if it holds something else, or was formatted with another capacity: what is there is lost. \
-         Remove it afterwards",
+        "Format a device that holds something else or was formatted with another capacity, and lose what is there. Remove the key afterwards",
     ),
     Key::integer("block_align", 1, i64::MAX, WITHOUT_EFFECT),
     Key::integer("capacity_bytes", 0, i64::MAX, WITHOUT_EFFECT),

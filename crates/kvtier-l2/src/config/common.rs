@@ -37,18 +37,17 @@ pub const COMMON: &[Key] = &[
     Key::text("type", "Type of the adapter").required(),
     Key::text(
         "name",
-        "Name of the tier in limits, metrics and listings: 1 to 64 of a-z, A-Z, 0-9, _ and -, unique; unset, its type and \
-         position among the adapters, as in fs-0. Limits of single tiers refer to it, so set it if adapters may be added, \
-         removed or reordered",
+        "Unique name of the tier in limits, metrics and listings: 1 to 64 of a-z, A-Z, 0-9, _ and -; unset is type and position, as in fs-0. \
+         Limits of single tiers refer to it, so set it if adapters may be added, removed or reordered",
     ),
     Key::text(
         "affinity_tag",
-        "L1 that it belongs to; kvtier has one, so other values are accepted with a warning",
+        "L1 that the tier belongs to; kvtier has one, so other values only cause a warning",
     )
     .or(Fallback::Text("_default")),
     Key::switch(
         "shared",
-        "Other servers store and delete there too, so unknown objects are looked up in the backend",
+        "Other servers store and delete there too: unknown objects are looked up in the backend",
     ),
     Key::switch(
         "persist_enabled",
@@ -58,8 +57,7 @@ pub const COMMON: &[Key] = &[
     Key::of(
         "serde",
         Shape::Object,
-        "Transformation of objects between the tier and its adapter, or a list of them in the order of a store: see Keys of \
-         `serde`",
+        "Transformation of stored bytes, or a list of them in the order of a store: see `serde` below",
     ),
     Key::of(
         "eviction",
@@ -81,7 +79,7 @@ pub const COMMON: &[Key] = &[
         "max_in_flight",
         1,
         65_536,
-        "Calls in flight, counted separately for lookups, loads and stores; further ones are queued for at most the deadline of the call",
+        "Calls in flight, counted separately for lookups, loads and stores; further ones wait for at most their deadline",
     )
     .unit("calls")
     .or(Fallback::Integer(32)),
@@ -115,15 +113,14 @@ pub const COMMON: &[Key] = &[
         "checksums",
         0,
         1_000_000_000,
-        "Checksums kept in memory to compare loads of types that store none with the objects; 38 to 76 bytes each; 0 disables \
-         the comparison",
+        "Checksums kept in memory (38 to 76 bytes each) to compare loads of types that store none with the objects; 0 disables the comparison",
     )
     .unit("objects")
     .or(Fallback::Integer(1_000_000)),
     Key::switch(
         "require_checksum",
-        "Objects without a checksum to compare with are misses, which stores replace: files of LMCache, and kvtier's cut off \
-         right behind the object; for types that store no checksums, objects whose checksum is not in memory",
+        "Objects without a checksum, such as LMCache's files, are misses that stores replace. With types that store none: objects \
+         whose checksum is not in memory",
     ),
 ];
 
@@ -132,7 +129,8 @@ pub const EVICTION: &[Key] = &[
     Key::of(
         "eviction_policy",
         Shape::OneOf(&["LRU", "IsolatedLRU", "UserLRU", "ARC", "noop"]),
-        "Eviction policy: least recently used; the same per cache salt, so that quotas hold (IsolatedLRU, formerly UserLRU); objects used once before those used repeatedly (ARC); no eviction (noop)",
+        "LRU: least recently used. IsolatedLRU, formerly UserLRU: the same per cache salt, so that quotas hold. ARC: objects used once before those used \
+         repeatedly. noop: none",
     )
     .required(),
     Key::number(

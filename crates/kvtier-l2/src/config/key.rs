@@ -66,6 +66,9 @@ pub enum Shape {
     Tables(&'static [Key]),
 }
 
+/// Help text of a key of LMCache's that is accepted and changes nothing.
+pub const WITHOUT_EFFECT: &str = "LMCache's; changes nothing";
+
 /// Allowed paths, as text to follow the word "give".
 pub const ALLOWED_PATH: &str = "a path written out, without ~ or $ at its start and without NUL";
 

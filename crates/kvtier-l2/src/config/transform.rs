@@ -21,8 +21,7 @@ const fn scratch() -> Key {
     Key::number(
         "scratch_gb",
         Interval::above(0.0).up_to(1024.0),
-        "Memory for transformed objects beside L1, half of it for stores and half for loads; calls wait when it is used. A \
-         larger object is transformed alone",
+        "Memory for transformed objects beside L1, half for stores and half for loads; calls wait for it. A larger object is transformed alone",
     )
     .unit("GiB")
     .or(Fallback::Number(0.25))
@@ -33,7 +32,7 @@ const fn kind() -> Key {
 }
 
 /// Keys of an earlier master key.
-pub(crate) const EARLIER_KEYS: &[Key] = &[Key::path("path", "File with the key").required()];
+const EARLIER_KEYS: &[Key] = &[Key::path("path", "File with the key").required()];
 
 /// Keys of `aesgcm`.
 pub(crate) const AESGCM_KEYS: &[Key] = &[
@@ -46,13 +45,13 @@ pub(crate) const AESGCM_KEYS: &[Key] = &[
     .or(Fallback::Text("hkdf")),
     Key::path(
         "master_key_path",
-        "File with the master key: all of its bytes, at best 32 random ones, readable by the server only",
+        "File whose bytes are the master key, at best 32 random ones; readable by the server only",
     )
     .required(),
     Key::of(
         "earlier_keys",
         Shape::Tables(EARLIER_KEYS),
-        "Former master keys, for loads of what was stored with them; needs the frame bound, which names its key",
+        "Former master keys, for loads of earlier objects; needs the frame bound, which names its key",
     ),
     Key::integer("aes_bits", 128, 256, "Length of the derived keys: 128 or 256")
         .unit("bits")
@@ -60,8 +59,7 @@ pub(crate) const AESGCM_KEYS: &[Key] = &[
     Key::of(
         "frame",
         Shape::OneOf(&["lmcache", "bound"]),
-        "Form of the stored bytes: LMCache's (29 bytes more), or one that is bound to its object (25 bytes more, and 16 per 64 KiB), so that no \
-         object can be put in the place of another",
+        "Form of the stored bytes: LMCache's (29 bytes more), or bound to the object (25 bytes more, and 16 per 64 KiB), so that none can replace another",
     )
     .or(Fallback::Text("lmcache")),
     workers(),

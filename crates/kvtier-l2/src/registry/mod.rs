@@ -30,6 +30,7 @@ pub type Open = fn(&AdapterConfig, &Registry) -> Result<Arc<dyn Adapter>, L2Erro
 #[derive(Clone, Copy)]
 pub struct AdapterType {
     name: &'static str,
+    base: Option<&'static str>,
     summary: &'static str,
     keys: &'static [Key],
     translation: Translation,
@@ -56,6 +57,7 @@ impl AdapterType {
     ) -> Self {
         Self {
             name,
+            base: None,
             summary,
             keys,
             translation: Translation::NONE,
@@ -68,8 +70,13 @@ impl AdapterType {
     /// Returns the same type under another name.
     #[must_use]
     pub const fn named(self, name: &'static str, summary: &'static str) -> Self {
+        let base = match self.base {
+            Some(base) => base,
+            None => self.name,
+        };
         Self {
             name,
+            base: Some(base),
             summary,
             ..self
         }

@@ -71,7 +71,7 @@ const KEYS: &[Key] = &[
 /// The type `fault_inject`.
 pub const FAULT_INJECT: AdapterType = AdapterType::new(
     "fault_inject",
-    "Another adapter with injected faults: some loads fail, always the same ones, and whatever else is configured; for tests",
+    "Injects faults into another adapter, the same ones in each run; for tests",
     KEYS,
     open,
 )

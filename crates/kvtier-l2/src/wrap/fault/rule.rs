@@ -151,15 +151,14 @@ pub(super) const KEYS: &[Key] = &[
     Key::of(
         "kind",
         Shape::OneOf(&["fail", "delay", "late", "stall", "short", "long", "corrupt"]),
-        "Kind of the fault: an object is not sent and fails; a call is sent later, or answered later, or not answered \
-         until the adapter is closed; an object lacks its second half, has an additional byte, has one bit flipped",
+        "fail: the object fails and is not sent. delay: the call is sent later. late: it is answered later. stall: it is not answered until the adapter \
+         closes. short, long, corrupt: the object lacks its second half, has one byte more, has one bit flipped",
     )
     .required(),
     Key::of(
         "operation",
         Shape::OneOf(&["any", "store", "lookup", "load", "delete", "list", "free"]),
-        "Affected operation; any is each one for which the fault is possible. list is also the recovery after a start, free \
-         the query of the free bytes",
+        "Affected operation; any is each that the fault is possible for. list is also the recovery after a start, free the query of the free bytes",
     )
     .or(Fallback::Text("any")),
     Key::of(
