@@ -66,7 +66,7 @@ pub fn reference_markdown() -> String {
     let _ = writeln!(
         out,
         "\n## Changed by a reload\n\n\
-         These may change in the file while the server runs (docs/operate.md); the others need a restart.\n\n{}\n\n\
+         These may change in the file while the server runs ([reload](operate.md#reload)); the others need a restart.\n\n{}\n\n\
          Of an `--l2-adapter` these keys: `{}` (not from or to 0).",
         list(live.collect()),
         super::reload::LIVE_KEYS.join("`, `")

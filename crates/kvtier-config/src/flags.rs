@@ -24,24 +24,24 @@ use crate::limit::Limit;
     next_line_help = true
 )]
 pub struct ServerArgs {
-    /// TOML file with the same keys as these flags, without the dashes in front; the command line wins
+    /// TOML file with the same keys as these flags, without the leading dashes; the command line wins
     #[arg(long, value_name = "FILE", help_heading = "Configuration")]
     pub config: Option<PathBuf>,
-    /// Check the configuration and the resources it needs (ports, memory, /dev/shm, NUMA nodes, the CUDA driver, the
-    /// tiers), report the result, and stop. Each tier stores, loads and deletes one object, unless its directory or
-    /// device does not exist yet, or has "force"; nothing is left behind, but an empty device is formatted
+    /// Check the configuration and what it needs (ports, memory, /dev/shm, NUMA nodes, the CUDA driver, the tiers),
+    /// report, and stop. Each tier stores, loads and deletes one object, unless its directory or device does not exist
+    /// yet, or has "force". Nothing is left behind, but an empty device is formatted
     #[arg(long, help_heading = "Configuration")]
     pub check_config: bool,
-    /// Refuse flags that have no effect; without this flag, one warning at start names them
+    /// Refuse flags without effect, which otherwise cause a warning
     #[arg(long, help_heading = "Configuration")]
     pub strict_flags: bool,
 
     /// Identity of this server in logs and metrics [default: kvtier-<port>, or the path of an ipc:// host]
     #[arg(long, help_heading = "Request server")]
     pub instance_id: Option<String>,
-    /// Directory of what outlives the process, such as quotas; a server has the folder of its instance id there, alone, and
-    /// none keeps nothing [default: $STATE_DIRECTORY of systemd, else /var/lib/kvtier for root, else
-    /// $XDG_STATE_HOME/kvtier or ~/.local/state/kvtier; with --port 0 and no instance id: none]
+    /// Directory of what outlives the process, such as quotas, in a folder per instance id [default: $STATE_DIRECTORY
+    /// of systemd, else /var/lib/kvtier for root, else $XDG_STATE_HOME/kvtier or ~/.local/state/kvtier; with --port 0
+    /// and no instance id, or with none, nothing is kept]
     #[arg(
         long,
         env = "KVTIER_STATE_DIR",
@@ -58,8 +58,8 @@ pub struct ServerArgs {
         help_heading = "Request server"
     )]
     pub(super) transport: Transport,
-    /// Host to bind the request socket to: localhost, an IP address or a network interface; or ipc:// and the path of
-    /// the socket (LMCache's clients append a colon and their port, as in ipc:///run/kvtier.sock:5555)
+    /// Address of the request socket: localhost, an IP address, a network interface, or ipc:// and a path (LMCache's
+    /// clients append a colon and their port, as in ipc:///run/kvtier.sock:5555)
     #[arg(long, default_value = "localhost", help_heading = "Request server")]
     pub host: String,
     /// Mode of a request socket that is a path, octal; users with write permission may connect
@@ -83,7 +83,7 @@ pub struct ServerArgs {
     /// Threads for lookups and other requests, 1 to 256 [default: --max-workers]
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256), help_heading = "Request server")]
     pub max_cpu_workers: Option<u16>,
-    /// Algorithm of chunk hashes: blake3, sha256_cbor, or sha256_cbor_64bit, which is another name of the second
+    /// Algorithm of chunk hashes: blake3, sha256_cbor, or sha256_cbor_64bit (the same as sha256_cbor)
     #[arg(long, default_value = "blake3", help_heading = "Request server")]
     pub hash_algorithm: HashAlgorithm,
     /// Kind of cache engine
@@ -94,7 +94,8 @@ pub struct ServerArgs {
         help_heading = "Request server"
     )]
     pub(super) engine_type: EngineType,
-    /// Transfer modes that workers may use (LMCache's default, lmcache_driven, leaves a CPU worker without an answer)
+    /// Transfer modes that workers may use (LMCache's default is lmcache_driven, which leaves CPU workers without an
+    /// answer)
     #[arg(
         long,
         value_enum,
@@ -102,12 +103,13 @@ pub struct ServerArgs {
         help_heading = "Request server"
     )]
     pub supported_transfer_mode: TransferMode,
-    /// POSIX shared memory segment that holds L1, for engine-driven workers; "" switches it off
-    /// [default: lmcache_l1_pool_kvtier_<port>, with an ipc:// host a hash of its path for the port, if /dev/shm is large enough; LMCache: off]
+    /// POSIX shared memory segment of L1, for engine-driven workers; "" switches it off [default:
+    /// lmcache_l1_pool_kvtier_<port> if /dev/shm is large enough, with an ipc:// host a hash of its path for the port;
+    /// LMCache: off]
     #[arg(long, help_heading = "Request server")]
     pub shm_name: Option<String>,
-    /// One object group for all layers, even if their sliding windows differ (LMCache's default): a chunk is stored
-    /// only while the engine has data for every layer, so hybrid models have fewer hits
+    /// One object group for all layers, even if their sliding windows differ (LMCache's default). A chunk is then
+    /// stored only if the engine has data for every layer, so hybrid models have fewer hits
     #[arg(
         long,
         overrides_with = "separate_object_groups",
@@ -116,9 +118,8 @@ pub struct ServerArgs {
     pub no_separate_object_groups: bool,
     #[arg(long, hide = true)]
     separate_object_groups: bool,
-    /// Workers that register layers with sliding windows or recurrent states: refuse gives them no cache, since
-    /// LMCache's connector stores blocks of such layers that vLLM may have given to another request by then, and a
-    /// later hit would be wrong; allow serves them like others (docs/vllm.md)
+    /// LMCache's workers that register layers with sliding windows or recurrent states: refuse gives them no cache,
+    /// allow serves them although a hit may be wrong (docs/vllm.md)
     #[arg(
         long,
         value_enum,
@@ -126,8 +127,9 @@ pub struct ServerArgs {
         help_heading = "Request server"
     )]
     pub windowed_clients: WindowedClients,
-    /// The --kv-cache-dtype of all engines of a model whose pages are untyped bytes (fp8, int8, 4 bits), as MODEL=DTYPE; may be
-    /// given several times. LMCache's clients do not send it: objects of other kinds are then not loaded (docs/identity.md)
+    /// The --kv-cache-dtype of all engines of a model whose pages are untyped bytes (fp8, int8, 4 bits), which
+    /// LMCache's clients do not send; objects of other dtypes are then not loaded (docs/identity.md). May be given
+    /// several times
     #[arg(long, value_name = "MODEL=DTYPE", value_parser = parse_byte_pages, help_heading = "Request server")]
     pub byte_pages: Vec<(String, String)>,
     /// Seconds without a ping after which a worker is considered dead; 0 (never) or at least 30
@@ -142,8 +144,8 @@ pub struct ServerArgs {
     /// Maximum lifetime of a request session in seconds
     #[arg(long, default_value_t = 600.0, value_parser = parse_seconds, help_heading = "Request server")]
     pub session_ttl_seconds: f64,
-    /// Microseconds for which the thread of the request port looks for another request before it sleeps, since waking it costs
-    /// more; 0 spares the processor and adds a wake-up to each request, 1000000 keeps a core busy
+    /// Microseconds that the thread of the request port polls before it sleeps; 0 spares the processor and adds a
+    /// wake-up to each request, 1000000 keeps a core busy
     #[arg(
         long,
         default_value_t = 50,
@@ -161,9 +163,8 @@ pub struct ServerArgs {
     )]
     pub max_message_gb: f64,
 
-    /// Size of L1 in GiB [default: a quarter of the machine's memory, or of the cgroup's limit if that is less; as a
-    /// pool in /dev/shm at most 45 % of /dev/shm, since workers keep the pages of an earlier server's pool until they
-    /// have registered with the next one]
+    /// Size of L1 in GiB [default: a quarter of the memory of the machine or its cgroup; as a pool in /dev/shm at most
+    /// 45 % of /dev/shm]
     #[arg(long, value_name = "GB", value_parser = parse_gib, help_heading = "L1")]
     pub l1_size_gb: Option<f64>,
     /// LMCache's form of --l1-size-gb: {"type": "DRAM", "size_gb": 20}; other fields are refused with the name of their
@@ -173,8 +174,8 @@ pub struct ServerArgs {
     /// Alignment of objects in L1, bytes; a power of two from 64 to 2097152
     #[arg(long, default_value_t = 4096, help_heading = "L1")]
     pub l1_align_bytes: u64,
-    /// Take L1 from the pool of 2 MiB hugepages (not together with --shm-name; if L1 is kept (--l1-restore) they are a file in the
-    /// first writable hugetlbfs)
+    /// Take L1 from the pool of 2 MiB hugepages; not with --shm-name. If L1 is kept (--l1-restore), it is a file in the
+    /// first writable hugetlbfs
     #[arg(long, overrides_with = "no_l1_use_hugepages", help_heading = "L1")]
     pub l1_use_hugepages: bool,
     #[arg(long, hide = true)]
@@ -184,8 +185,8 @@ pub struct ServerArgs {
     pub no_l1_prefault: bool,
     #[arg(long, hide = true)]
     l1_prefault: bool,
-    /// Whether L1 stays in /dev/shm, or with --l1-use-hugepages in a hugetlbfs, when the server ends, for the next server of the same instance
-    /// (needs --state-dir); auto keeps it where that is possible, on warns where it is not, off removes it
+    /// Whether L1 is kept for the next server of the instance, in /dev/shm or with --l1-use-hugepages in a hugetlbfs;
+    /// needs --state-dir. auto keeps it where possible, on warns where not, off removes it
     #[arg(long, value_enum, default_value = "auto", help_heading = "L1")]
     pub l1_restore: L1Restore,
     /// Seconds after which an uncommitted reservation expires
@@ -209,19 +210,19 @@ pub struct ServerArgs {
     /// Share of the bytes in use that the background pass evicts, 0 to 1
     #[arg(long, default_value_t = 0.2, value_parser = parse_share, help_heading = "L1")]
     pub eviction_ratio: f64,
-    /// Share of L1 that objects pinned by their requests (kvtier.keep_seconds) may take, and share of its quota that those of
-    /// a tenant may take, 0 (no pins) to 1
+    /// Share of L1, and of a tenant's quota, that objects pinned by their requests (kvtier.keep_seconds) may take, 0
+    /// (no pins) to 1
     #[arg(long, default_value_t = 0.1, value_parser = parse_share, help_heading = "L1")]
     pub max_pinned_share: f64,
 
-    /// A second tier, as JSON with a "type"; may be given several times, the first one is asked first (docs/l2.md)
+    /// A second tier, as JSON with a "type" (docs/l2.md); may be given several times, the first one is asked first
     #[arg(long, value_name = "JSON", help_heading = "L2")]
     pub l2_adapter: Vec<String>,
-    /// Whether objects stay in L1 once every tier has them (default) or are removed (skip_l1)
+    /// default: objects stay in L1 once every tier has them; skip_l1: they are removed
     #[arg(long, value_enum, default_value = "default", help_heading = "L2")]
     pub l2_store_policy: StorePolicy,
-    /// Whether loaded objects stay in L1 until they are evicted (retain) or are removed at the end of their request
-    /// (default, which is LMCache's default: a hot prefix is then read from L2 every time)
+    /// retain: loaded objects stay in L1 until they are evicted; default (LMCache's default): they are removed at the
+    /// end of their request, so a hot prefix is read from L2 every time
     #[arg(long, value_enum, default_value = "retain", help_heading = "L2")]
     pub l2_prefetch_policy: PrefetchPolicy,
     /// Lookups that may ask the tiers at the same time, 1 to 4096; the others wait
@@ -232,13 +233,13 @@ pub struct ServerArgs {
         help_heading = "L2"
     )]
     pub l2_prefetch_max_in_flight: u16,
-    /// Seconds that a lookup asks the tiers, including the time in the queue; its answer is what is known by then
+    /// Seconds that a lookup asks the tiers, queueing included; its answer is what is known by then
     #[arg(long, default_value_t = 2.0, value_parser = parse_seconds, help_heading = "L2")]
     pub l2_lookup_timeout_seconds: f64,
     /// Seconds that a lookup waits for loads; its answer is what is in L1 by then
     #[arg(long, default_value_t = 15.0, value_parser = parse_seconds, help_heading = "L2")]
     pub l2_load_timeout_seconds: f64,
-    /// GiB of L1 that may wait to be stored in a tier, at most half of L1; objects beyond that are not stored there
+    /// GiB of L1 that may wait to be stored in a tier, at most half of L1; further objects are not stored there
     /// [default: a quarter of L1, shared by all tiers]
     #[arg(long, value_parser = parse_gib, help_heading = "L2")]
     pub l2_store_queue_gb: Option<f64>,
@@ -249,12 +250,12 @@ pub struct ServerArgs {
     #[arg(long, default_value_t = 1.0, value_parser = parse_gib, help_heading = "L2")]
     pub l2_min_free_gb: f64,
 
-    /// What a tenant's limit means: stores are accepted, and eviction brings the tenant back below the watermark (soft, as
-    /// LMCache has it), or a store that would pass the limit is refused (strict)
+    /// soft (LMCache's): stores are accepted, and eviction brings the tenant below its watermark; strict: a store
+    /// beyond the limit is refused
     #[arg(long, value_enum, default_value = "soft", help_heading = "Tenants")]
     pub(super) quota_mode: QuotaModeName,
-    /// Limit in each tier of tenants that have no quota: unlimited, 0 (nothing, so that quotas are an allow-list) or a
-    /// size such as 10GiB (LMCache: always 0, and objects of tenants without a quota are evicted within a second)
+    /// Limit per tier of tenants without a quota: unlimited, 0 (quotas are an allow-list) or a size such as 10GiB
+    /// (LMCache: always 0, and objects of such tenants are evicted within a second)
     #[arg(
         long,
         value_name = "LIMIT",
@@ -262,8 +263,7 @@ pub struct ServerArgs {
         help_heading = "Tenants"
     )]
     pub(super) quota_default: Limit,
-    /// File for the quotas set over HTTP; created if it does not exist [default: in the folder of --state-dir; LMCache keeps
-    /// none]
+    /// File of the quotas set over HTTP; created if missing [default: in the folder of --state-dir; LMCache keeps none]
     #[arg(long, value_name = "FILE", help_heading = "Tenants")]
     pub(super) quota_file: Option<PathBuf>,
     #[command(flatten)]
@@ -281,8 +281,8 @@ pub struct ServerArgs {
     /// Additional port that serves only /metrics [default: none; /metrics is on the HTTP port]
     #[arg(long, help_heading = "HTTP")]
     pub prometheus_port: Option<u16>,
-    /// File of bearer tokens, one per line: ROLE NAME TOKEN, where ROLE is read or admin; read again when it changes.
-    /// The environment variable KVTIER_HTTP_TOKENS may also have such lines, separated by ; (docs/http.md)
+    /// File of bearer tokens, one per line: ROLE NAME TOKEN, with the role read or admin; read again when it changes.
+    /// KVTIER_HTTP_TOKENS may have such lines too, separated by ; (docs/http.md)
     #[arg(long, value_name = "FILE", help_heading = "HTTP")]
     pub http_token_file: Option<PathBuf>,
     /// Certificate chain for TLS on the HTTP ports, PEM, the server's own first; read again when it changes
@@ -292,12 +292,11 @@ pub struct ServerArgs {
     #[arg(long, value_name = "FILE", help_heading = "HTTP")]
     pub http_tls_key: Option<PathBuf>,
 
-    /// Send traces of requests to an OpenTelemetry collector; needs --otlp-endpoint (docs/traces.md)
+    /// Send traces of requests to an OpenTelemetry collector; needs --otlp-endpoint (docs/metrics.md)
     #[arg(long, help_heading = "Traces")]
     pub enable_tracing: bool,
-    /// Collector that takes OTLP over gRPC, as http://HOST:4317, or https:// for TLS with the authorities of the system.
-    /// OTEL_EXPORTER_OTLP_HEADERS has the headers that it asks for, such as a token (LMCache sends metrics there too, and
-    /// has none in /metrics then; kvtier's stay in /metrics)
+    /// Collector of OTLP over gRPC: http://HOST:4317, or https:// for TLS with the system's authorities.
+    /// OTEL_EXPORTER_OTLP_HEADERS has its headers, such as a token. Metrics stay in /metrics (LMCache sends them here)
     #[arg(long, value_name = "URL", help_heading = "Traces")]
     pub otlp_endpoint: Option<String>,
 

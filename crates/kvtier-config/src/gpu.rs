@@ -72,21 +72,19 @@ impl From<GpuReplyName> for GpuReply {
 /// The flags.
 #[derive(Debug, Clone, PartialEq, Args)]
 pub struct GpuSettings {
-    /// Library of the CUDA driver: auto is libcuda.so.1 if the system finds it, and without it workers on GPUs cannot
-    /// register; off uses no GPU; a path must exist
+    /// Library of the CUDA driver: auto is libcuda.so.1 if it is found (else workers on GPUs are refused), off uses no
+    /// GPU, a path must exist
     #[arg(long, value_name = "auto|off|PATH", default_value = "auto", value_parser = parse_driver, help_heading = "GPU")]
     pub cuda_driver: CudaDriver,
-    /// Executor of copies between GPUs and L1: the fastest per length of runs by a trial of the GPU (auto), the copy
-    /// engines by batches, a kernel on pinned memory, a kernel and the copy engines with a buffer between, or the copy
-    /// engines run by run
+    /// How copies between GPUs and L1 are made; auto is the fastest for the length of their runs (docs/gpu.md)
     #[arg(long, value_enum, default_value = "auto", help_heading = "GPU")]
     pub(super) gpu_executor: ExecutorName,
-    /// When transfers of workers on a GPU are answered: when their bytes are in place (done), or when they are with the
-    /// GPU, with an event that the worker queries (event, as LMCache does; later failures are only logged)
+    /// When transfers of workers on a GPU are answered: done, when their bytes are in place; event, at once with an
+    /// event to query, as LMCache does, so that later failures are only logged
     #[arg(long, value_enum, default_value = "done", help_heading = "GPU")]
     pub(super) gpu_reply: GpuReplyName,
-    /// NUMA nodes of L1's memory: those of the GPUs, several with a part of L1 each (auto), the nodes of first touch
-    /// (off), or a list such as 0,1, used in turn
+    /// NUMA nodes of L1's memory: auto, those of the GPUs, each with a part of L1; off, the nodes of first touch; or a
+    /// list such as 0,1, used in turn
     #[arg(long, value_name = "auto|off|LIST", default_value = "auto", value_parser = parse_nodes, help_heading = "GPU")]
     pub l1_numa_nodes: NumaNodes,
     /// Seconds that an engine's event may take to complete, 0.1 or more; then its store or retrieve fails
