@@ -74,6 +74,8 @@ def documented_series():
     return {name: set(re.findall(r"`(\w+)`", labels)) for name, labels in rows}
 
 
+# proves: docs/compare.md#command-line
+# proves: docs/operate.md#monitoring
 def test_boards_and_rules_use_series_that_exist(serve, engines, tmp_path):
     """Every metric and label of an expression is in the answer of a server that has stored, found and loaded."""
     flags = ["--quota-file", str(tmp_path / "quotas"), *tiers.fs(tmp_path / "tier", max_capacity_gb=1)]
@@ -113,13 +115,16 @@ def test_checks_of_expressions_find_mistakes():
     assert used(expression) == ({"x_total": {"b", "d"}, "y:z": set(), "w": set()}, {"a", "le", "f"})
 
 
-def test_every_alert_is_in_the_runbook():
-    """docs/operate.md says what to do about each alert."""
-    page = (REPOSITORY / "docs" / "operate.md").read_text()
+# proves: docs/operate.md#monitoring
+# proves: docs/troubleshoot.md#alerts
+def test_every_alert_has_advice():
+    """docs/troubleshoot.md says what to do about each alert."""
+    page = (REPOSITORY / "docs" / "troubleshoot.md").read_text()
     alerts = [name for name, _ in rules() if ":" not in name]
     assert len(alerts) > 10 and [name for name in alerts if f"`{name}`" not in page] == []
 
 
+# proves: docs/operate.md#monitoring
 def test_prometheus_accepts_rules_and_boards(tmp_path):
     """`promtool check` accepts the rules, the configuration of the compose file, and the board's expressions as rules."""
     if not shutil.which("promtool"):
@@ -134,6 +139,7 @@ def test_prometheus_accepts_rules_and_boards(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+# proves: docs/operate.md#monitoring
 def test_prometheus_evaluates_rules_and_boards(serve, engines, tmp_path):
     """A real one scrapes the server: every expression is evaluated, no alert is raised, and one is once the server is down."""
     if not shutil.which("prometheus"):

@@ -6,7 +6,7 @@
 //! * a record is valid only from its last word on, which is written when the object's bytes are in place
 //! * it is invalid before the object's memory can be written again
 //!
-//! Reading believes nothing: see [`Snapshot`] for the checks, and `docs/failures.md` for what each case means.
+//! Reading believes nothing: see [`Snapshot`] for the checks, and `docs/operate.md` for what each case means.
 
 mod format;
 mod snapshot;
