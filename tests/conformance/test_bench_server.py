@@ -42,6 +42,7 @@ def cases():
             yield pytest.param(mode, name, marks=marks, id=f"{mode}-{name}")
 
 
+# proves: docs/compare.md#clients-of-lmcache
 @pytest.mark.parametrize("mode, name", cases())
 def test_every_check_passes(serve, peer, mode, name):
     """Nothing but full misses, successful stores, full hits, successful retrieves, equal checksums."""

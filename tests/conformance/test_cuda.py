@@ -63,6 +63,7 @@ HANDLES = {
 }
 
 
+# proves: docs/compare.md#lmcache_driven-on-cuda
 @pytest.mark.parametrize("form", HANDLES)
 def test_every_form_of_handles(serve, engines, form):
     """How PyTorch writes handles, several storages in one allocation, and `isolated_ipc`: memory is opened once per
@@ -102,6 +103,7 @@ def test_the_engine_is_waited_for(serve, engines, isolated):
     assert all((layer == 0xAB).all() for layer in load(engine, prompt))
 
 
+# proves: docs/gpu.md#when-something-goes-wrong
 def test_an_event_that_never_completes(serve, engines):
     """Its transfer fails when the time is over, those of others go on meanwhile, and afterwards its own."""
     server = serve("cuda", flags=["--gpu-event-timeout-seconds", "10"])
@@ -181,6 +183,8 @@ def test_a_stop_ends_what_is_with_the_gpu_and_answers_the_rest(serve, engines):
 
 
 # The first memory that is released is that of the GPU's trial.
+# proves: docs/gpu.md#when-something-goes-wrong
+# proves: docs/operate.md#restart-and-upgrade
 @pytest.mark.parametrize("held", ["cuIpcOpenMemHandle_v2", "cuMemHostUnregister@2+"])
 def test_a_stop_with_a_driver_that_does_not_answer_ends_in_time(serve, engines, held):
     """The thread that called it is abandoned, and the process ends by itself and without its pool, with exit code 1; or

@@ -12,6 +12,7 @@ from kvrig import torch_cuda
 pytestmark = pytest.mark.ours("it needs a GPU, and not only its driver")
 
 
+# proves: docs/compare.md#lmcache_driven-on-cuda
 def test_unmodified_torch_and_lmcache(serve, tmp_path):
     """Registration, store and retrieve with torch's CUDA tensors and events, in several layouts, of servers that answer at
     the end and of such that answer with events. A store waits for what is on torch's stream."""

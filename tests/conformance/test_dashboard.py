@@ -115,6 +115,8 @@ def count(number):
     return f"{number:,}"
 
 
+# proves: docs/compare.md#dashboard
+# proves: docs/operate.md#dashboard
 def test_page_says_what_status_says(serve, engines, visit, tmp_path):
     """Memory, tiers, workers, lookups, requests and flags, from files that are small; nothing is asked of another server."""
     tier = json.dumps({"type": "fs", "base_path": str(tmp_path / "tier")})
@@ -176,6 +178,7 @@ def test_gpus_say_what_copies(serve, engines, visit):
     assert card["Copied by"] == f"{executor} 100 %" and card["Open allocations"] == str(gpu["state"]["open_allocations"])
 
 
+# proves: docs/operate.md#dashboard
 def test_charts_have_the_past(serve, engines, visit):
     """What happened before the page was opened is drawn, and a cursor names the values of a moment."""
     server = serve()
@@ -212,6 +215,7 @@ def test_charts_have_the_past(serve, engines, visit):
     assert not page.run(moment) and page.run(said).startswith("now: found ")
 
 
+# proves: docs/operate.md#dashboard
 def test_failing_tier_is_named_with_its_cause(serve, engines, visit, tmp_path):
     """A tier whose breaker opens makes the server degraded, and the page says which, and why."""
     (tmp_path / "tier").mkdir()
@@ -236,6 +240,7 @@ def test_failing_tier_is_named_with_its_cause(serve, engines, visit, tmp_path):
     wait_for_text(page, "#warnings", name)
 
 
+# proves: docs/operate.md#dashboard
 def test_hostile_names_stay_text(with_quotas, engines, visit):
     """A tenant and a model that are markup are shown as such."""
     server = with_quotas()
@@ -259,6 +264,8 @@ def test_hostile_names_stay_text(with_quotas, engines, visit):
     assert server.get("/tenants")[1]["tenants"][0]["tiers"]["l1"]["limit_bytes"] == 64 * 2**20
 
 
+# proves: docs/compare.md#dashboard
+# proves: docs/operate.md#dashboard
 def test_quotas_are_edited(with_quotas, engines, visit):
     """An operator sets, changes and removes limits, and reads why one is refused."""
     server = with_quotas()
@@ -301,6 +308,7 @@ def test_quotas_are_edited(with_quotas, engines, visit):
     assert not quota("alice")["exists"]
 
 
+# proves: docs/operate.md#dashboard
 def test_focus_stays_while_tenants_change(with_quotas, visit):
     """What did not change is not replaced; else focus is where it was: on a button of a tenant, also after its dialog."""
     server = with_quotas()
@@ -329,6 +337,7 @@ def test_focus_stays_while_tenants_change(with_quotas, visit):
     page.wait(f"{focused} === 'Edit the quota of bob'")
 
 
+# proves: docs/operate.md#dashboard
 @pytest.mark.parametrize("name", [".", ".."])
 def test_quota_of_a_name_that_paths_resolve_is_removed(with_quotas, visit, name):
     """A browser makes another path of these, so the page names them otherwise."""
@@ -342,6 +351,8 @@ def test_quota_of_a_name_that_paths_resolve_is_removed(with_quotas, visit, name)
     assert server.get("/quota")[1] == {"users": {}}
 
 
+# proves: docs/compare.md#dashboard
+# proves: docs/operate.md#dashboard
 def test_tokens_decide_what_is_shown_and_changed(with_quotas, visit, tmp_path):
     """The page asks for a token, keeps it in its tab, and offers a reader no change; the route refuses one by hand."""
     server = with_quotas(*give_tokens(tmp_path))
@@ -389,6 +400,7 @@ def test_tokens_decide_what_is_shown_and_changed(with_quotas, visit, tmp_path):
     server.expect_trouble("refused: that takes the role admin")
 
 
+# proves: docs/operate.md#dashboard
 def test_server_that_returns_is_followed(serve, visit):
     """The page says that the connection is lost and that its values are old, and goes on by itself."""
     server = serve(fresh=True)
@@ -416,6 +428,7 @@ def test_server_that_returns_is_followed(serve, visit):
     assert page.run("document.querySelector('#trouble').hidden && !document.body.classList.contains('stale')")
 
 
+# proves: docs/operate.md#dashboard
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_phone_has_no_sideways_scrolling(with_quotas, engines, visit, dark):
     """All fits a small screen, in the colours that its user prefers."""
@@ -435,6 +448,7 @@ def test_phone_has_no_sideways_scrolling(with_quotas, engines, visit, dark):
     assert (back < 150 and text > 600) if dark else (back > 600 and text < 150), (back, text)
 
 
+# proves: docs/operate.md#dashboard
 def test_ten_thousand_tenants_stay_usable(with_quotas, visit):
     """They are sorted and searched by the server, and few of them are in the page at a time."""
     server = with_quotas()
@@ -459,6 +473,7 @@ def test_ten_thousand_tenants_stay_usable(with_quotas, visit):
     assert page.run("document.querySelectorAll('*').length") < 2500
 
 
+# proves: docs/operate.md#dashboard
 def test_prompt_is_explained(serve, engines, visit):
     """The form asks why a prompt misses, and takes what vLLM answers to /tokenize."""
     server = serve("engine_shm")

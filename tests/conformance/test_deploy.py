@@ -72,6 +72,7 @@ def stop_seconds():
 # -- systemd ------------------------------------------------------------------------------------
 
 
+# proves: docs/operate.md#systemd
 def test_unit_starts_the_server_with_its_own_flags(tmp_path):
     """The command of the unit and the file it names are accepted, also with every key that is commented out."""
     [command] = unit_values("ExecStart")
@@ -92,6 +93,7 @@ def test_unit_starts_the_server_with_its_own_flags(tmp_path):
         assert answer.startswith("configuration OK")
 
 
+# proves: docs/operate.md#systemd
 def test_socket_unit_has_the_server_s_addresses(tmp_path):
     """A server without other flags than the unit's takes both sockets of kvtier.socket."""
     known = subprocess.run([*our_command(), "--help"], capture_output=True, text=True, check=True).stdout
@@ -108,6 +110,7 @@ def test_socket_unit_has_the_server_s_addresses(tmp_path):
     assert not re.search(r"^(http-)?(host|port) =", shipped, re.MULTILINE)
 
 
+# proves: docs/operate.md#systemd
 def test_systemd_accepts_the_unit(tmp_path):
     """`systemd-analyze verify` finds nothing, and `systemd-analyze security` calls the hardening OK."""
     if not shutil.which("systemd-analyze"):
@@ -131,6 +134,7 @@ def test_systemd_accepts_the_unit(tmp_path):
 # -- Docker -------------------------------------------------------------------------------------
 
 
+# proves: docs/operate.md#docker
 def test_image_has_the_ports_and_the_health_of_the_server(serve):
     """The default ports are exposed, and the command of HEALTHCHECK succeeds with a server, and not without."""
     text = (DEPLOY / "docker" / "Dockerfile").read_text().replace("\\\n", " ")
@@ -146,6 +150,7 @@ def test_image_has_the_ports_and_the_health_of_the_server(serve):
         assert done.returncode == status, done.stderr
 
 
+# proves: docs/operate.md#docker
 def test_compose_starts_the_server_with_its_own_flags(tmp_path):
     """Flags, the time to stop, the pool's space, and what the other services use of the server."""
     services = yaml.safe_load((DEPLOY / "docker" / "compose.yaml").read_text())["services"]
@@ -172,6 +177,7 @@ def test_compose_starts_the_server_with_its_own_flags(tmp_path):
 # -- Kubernetes ---------------------------------------------------------------------------------
 
 
+# proves: docs/operate.md#kubernetes
 def test_manifests_start_the_server_with_its_own_flags(tmp_path):
     """Flags and ports of the DaemonSet; memory for L1; the time to stop."""
     pod = manifests()["DaemonSet"]["spec"]["template"]["spec"]
@@ -198,6 +204,7 @@ def test_manifests_start_the_server_with_its_own_flags(tmp_path):
     assert {mount["name"] for mount in container["volumeMounts"]} == set(volumes)
 
 
+# proves: docs/operate.md#kubernetes
 def test_manifests_find_each_other():
     """Selectors, ports and labels agree, and kustomize builds both variants where kubectl is installed."""
     found = manifests()
@@ -224,6 +231,7 @@ def test_manifests_find_each_other():
     assert sorted(listed) == sorted(path.name for path in folder.glob("*.yaml") if path.name != "kustomization.yaml")
 
 
+# proves: docs/operate.md#kubernetes
 @pytest.mark.parametrize("variant", ["base", "gpu"])
 def test_kustomize_builds_the_manifests(variant):
     """`kubectl kustomize` accepts them; on GPUs the namespaces of the node are shared."""
@@ -239,6 +247,7 @@ def test_kustomize_builds_the_manifests(variant):
     assert "NAMESPACE" in {variable["name"] for variable in pod["containers"][0]["env"]}
 
 
+# proves: docs/operate.md#kubernetes
 def test_probes_and_scrapes_are_answered(serve, tmp_path):
     """Probes need no token; the scrape needs the one of the Secret that is called prometheus."""
     found = manifests()

@@ -246,6 +246,7 @@ PAYLOADS = {1: 7, 2: 1, 6: 4, 7: 5, 8: 2, 9: 1, 10: 2, 12: 2, 13: 1, 14: 1, 15: 
             22: 1, 23: 3}  # fmt: skip
 
 
+# proves: docs/compare.md#hostile-peers
 @pytest.mark.ours("what it cannot decode it does not answer")
 @pytest.mark.parametrize("number", sorted(PAYLOADS))
 def test_undecodable_payloads_are_answered(serve, number):

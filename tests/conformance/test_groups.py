@@ -23,6 +23,7 @@ def groups(window=-1):
     ]
 
 
+# proves: docs/compare.md#lmcache_driven-in-cpu-memory
 @pytest.mark.parametrize("mode", MODES)
 def test_each_group_has_its_own_blocks(serve, engines, mode):
     """Store and retrieve name other blocks in each group; both groups come back."""
@@ -67,6 +68,7 @@ def test_mixed_formats_and_types_in_one_registration(serve, engines, mode):
     assert same(engine.worker.read(target), stored)
 
 
+# proves: docs/compare.md#lmcache_driven-in-cpu-memory
 @pytest.mark.parametrize("mode", MODES)
 def test_sliding_window_needs_only_its_tail(serve, engines, mode):
     """A window of 32 tokens (2 chunks): the engine has kept only the last blocks of the windowed group.

@@ -33,6 +33,7 @@ def server(request, serve):
     return serve(request.param)
 
 
+# proves: docs/compare.md#hits
 def test_salts_never_share(server, engines):
     """The same tokens under three salts are three entries; an unknown salt sees none of them."""
     engine = engines(server)
@@ -61,6 +62,7 @@ def test_unusual_salts(server, engines, salt):
     assert same(load(engine, prompt, engine.blocks_for(32, 40), salt), stored)
 
 
+# proves: docs/compare.md#hits
 def test_models_never_share(server, engines):
     """Two models with the same shape and prompt do not see each other."""
     one, two = engines(server, model="family/one"), engines(server, model="family/two", seed=1)
@@ -75,6 +77,7 @@ def test_models_never_share(server, engines):
         assert same(load(engine, prompt, engine.blocks_for(32, 40)), stored)
 
 
+# proves: docs/compare.md#hits
 def test_second_engine_gets_what_the_first_stored(server, engines):
     """Two engines of one model share; the cache outlives the engine that filled it."""
     first, second = engines(server), engines(server, seed=1)
@@ -171,6 +174,7 @@ def own_bytes_alone(server, engines, first, second):
         assert same(load(engine, prompt, engine.blocks_for(64, 20)), stored)
 
 
+# proves: docs/compare.md#engine_driven
 @pytest.mark.ours("either reads the other's objects")
 @pytest.mark.parametrize("name", ["kv_first_nhd", "fused_hnd", "mla"])
 @pytest.mark.parametrize("modes", [("lmcache_driven", "engine_driven"), ("engine_driven", "lmcache_driven")], ids="-to-".join)
@@ -180,6 +184,7 @@ def test_modes_share_nothing(serve, engines, name, modes):
     own_bytes_alone(serve("both"), engines, *({"mode": mode, **group} for mode in modes))
 
 
+# proves: docs/compare.md#lmcache_driven-in-cpu-memory
 @pytest.mark.ours("it takes pages in CPU memory for what their shape says")
 @pytest.mark.parametrize("names", itertools.permutations(["kv_first_nhd", "kv_first_hnd", "blocks_first_nhd"], 2), ids="-to-".join)
 def test_cpu_pages_of_other_formats_share_nothing(serve, engines, names):

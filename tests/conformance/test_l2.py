@@ -59,6 +59,8 @@ def test_what_l1_forgot_comes_from_the_tier(serve, engines, tmp_path, mode):
     assert engine.hits(tiers.tokens(64, 1)[:40] + tiers.tokens(24)) == 32
 
 
+# proves: docs/compare.md#restart
+# proves: docs/compare.md#tiers-on-disk
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("end", ["stopped", "killed"])
 def test_a_tier_survives_the_server(serve, engines, tmp_path, options, end):

@@ -74,6 +74,7 @@ def wait_of_model(directory, engine, count):
     return found
 
 
+# proves: docs/compare.md#tiers-on-disk
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", PEER_TIERS)
 def test_we_read_what_lmcache_wrote(lmcache, serve, engines, kind, mode):
@@ -113,6 +114,7 @@ def test_files_of_lmcache_are_not_loaded_for_cpu_pages_unless_trusted(lmcache, s
     assert tiers.tier(server)["unverified_loads"] == 0
 
 
+# proves: docs/compare.md#tiers-on-disk
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", PEER_TIERS)
 def test_lmcache_reads_what_we_wrote(lmcache, serve, engines, kind, mode):

@@ -93,6 +93,7 @@ DAMAGES = {
 }
 
 
+# proves: docs/compare.md#tiers-on-disk
 @pytest.mark.parametrize("when", ["while-running", "between-two-runs"])
 @pytest.mark.parametrize("name", DAMAGES)
 def test_damaged_file(serve, engines, tmp_path, name, when):

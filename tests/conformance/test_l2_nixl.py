@@ -73,6 +73,8 @@ def object_bytes(engine):
     return sum(blocks) * engine.chunk // BLOCK_TOKENS
 
 
+# proves: docs/compare.md#other-tiers
+# proves: docs/compare.md#tiers-on-disk
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", DIRECTORIES)
 def test_we_read_what_lmcache_wrote(lmcache, serve, engines, kind, mode):
@@ -97,6 +99,7 @@ def test_we_read_what_lmcache_wrote(lmcache, serve, engines, kind, mode):
     assert of_model(directory, writer) == found
 
 
+# proves: docs/compare.md#tiers-on-disk
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", DIRECTORIES)
 def test_lmcache_reads_what_we_wrote(lmcache, serve, engines, kind, mode):

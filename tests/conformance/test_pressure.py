@@ -12,6 +12,8 @@ BIG = layout("kv_first_nhd", heads=8, size=64)
 L1_GB = 20 / 1024
 
 
+# proves: docs/compare.md#l1-in-host-memory
+# proves: docs/troubleshoot.md#the-cache-is-full
 @pytest.mark.parametrize("mode", ["lmcache_driven", "engine_shm", "engine_pickle"])
 def test_newest_prompts_survive(serve, engines, mode):
     """After far more stores than fit, the newest prompt hits whole, the oldest not, and no bytes are mixed up."""

@@ -70,6 +70,7 @@ def test_port_in_use(command):
             assert str(busy) in lines[-1], lines
 
 
+# proves: docs/operate.md#restart-and-upgrade
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("mode", ["lmcache_driven", "engine_shm", "engine_pickle"])
 def test_signal_ends_it_cleanly(serve, engines, mode, end):
@@ -88,6 +89,7 @@ def test_signal_ends_it_cleanly(serve, engines, mode, end):
     assert not [path for path in files if os.path.exists(path)]
 
 
+# proves: docs/operate.md#restart-and-upgrade
 def test_shm_pool_is_private_and_replaced(serve, engines):
     """The pool is readable by its owner only, and one left by a killed server does not stop the next."""
     server = serve("engine_shm")

@@ -22,6 +22,7 @@ def stored(server, count):
     wait_until(lambda: tiers.tier(server)["objects"] == count, 60, f"{count} objects on the device")
 
 
+# proves: docs/compare.md#other-tiers
 @pytest.mark.parametrize("options", [{}, {"use_odirect": False, "io_engine": "posix", "fsync": True}], ids=["direct", "cached"])
 @pytest.mark.parametrize("end", ["stopped", "killed"])
 def test_device_survives_the_server(serve, engines, tmp_path, options, end):

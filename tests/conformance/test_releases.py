@@ -137,6 +137,7 @@ def marked(which):
     return pytest.param(which, marks=[] if which in IN_GATE else pytest.mark.beside_the_gate, id="-".join(which))
 
 
+# proves: docs/compare.md#clients-of-lmcache
 @pytest.mark.parametrize("which", [marked(which) for which in SIDES])
 def test_release_works_in_every_mode(conversations, which):
     """Registered, stored, found and loaded with every byte compared; a refused retrieve is noticed; workers with equal
@@ -214,6 +215,7 @@ EVERY = {
 }  # fmt: skip
 
 
+# proves: docs/compare.md#clients-of-lmcache
 @pytest.mark.parametrize(
     "sharing", [pytest.param(SHARING, id="some"), pytest.param(EVERY, id="every", marks=pytest.mark.beside_the_gate)]
 )

@@ -56,6 +56,7 @@ def lmcache_server(tmp_path, flags):
     return server
 
 
+# proves: docs/compare.md#redis-valkey
 @pytest.mark.parametrize("mode", MODES)
 def test_objects_are_exchanged_with_lmcache(redis, lmcache, serve, engines, mode):
     """In both directions, for two ranks and two tenants."""
@@ -95,6 +96,7 @@ def valkey(request, tmp_path):
     backend.stop()
 
 
+# proves: docs/compare.md#redis-valkey
 def test_objects_are_exchanged_with_lmcache_by_valkey(valkey, tmp_path, serve, engines):
     """As by `resp`, with a prefix and a time to live."""
     backend, keys = valkey
@@ -121,6 +123,7 @@ def test_suite_passes(redis):
     assert redis.ask("DBSIZE") == 0
 
 
+# proves: docs/compare.md#redis-valkey
 @pytest.mark.parametrize("redis", ["redis-server", "valkey-server"], indirect=True)
 def test_another_server_hits_what_this_one_stored(redis, serve, engines):
     """A fleet: a server that never saw the prompt hits it, but nothing that was evicted."""
@@ -141,6 +144,7 @@ def test_another_server_hits_what_this_one_stored(redis, serve, engines):
     assert tiers.recall(reader, 1) == 0
 
 
+# proves: docs/troubleshoot.md#second-tiers
 def test_values_under_other_keys_are_no_hits(redis, serve, engines):
     """Bytes of one tenant under the key of another, as a client that confuses replies would leave them."""
     server = serve(flags=resp(redis))
@@ -186,6 +190,7 @@ FAULTS = {
 }
 
 
+# proves: docs/troubleshoot.md#second-tiers
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_costs_nothing_but_the_tier(redis, serve, engines, name):
     """See `tier_faults.check`."""
@@ -194,6 +199,7 @@ def test_fault_costs_nothing_but_the_tier(redis, serve, engines, name):
     tier_faults.check(server, engines(server), redis, FAULTS[name])
 
 
+# proves: docs/troubleshoot.md#second-tiers
 def test_replies_that_are_cut_are_misses(redis, serve, engines):
     """Connections end in the middle of objects: hits of L1 are as before, nothing of a cut object is loaded, the log says it once, and
     the tier is used again by itself."""
@@ -259,6 +265,7 @@ def test_credentials_come_from_the_environment(locked, serve, engines):
     assert "another" not in server.log.read_text()
 
 
+# proves: docs/troubleshoot.md#second-tiers
 def test_server_starts_before_its_redis(redis, serve, engines):
     """It serves from L1, and uses the tier as soon as it is there."""
     redis.stop()
@@ -297,6 +304,7 @@ def test_cluster_serves_several_servers(cluster, serve, engines):
     assert tiers.adopted(serve(flags=flags))["objects"] == 8
 
 
+# proves: docs/troubleshoot.md#second-tiers
 def test_replica_takes_over_while_objects_are_stored_and_loaded(tmp_path, serve, engines):
     """Its primary is killed meanwhile: whole hits of L1 are as before, objects of that node are misses until then, and all that it
     has confirmed to its replica is found again."""
@@ -339,6 +347,7 @@ def test_replica_takes_over_while_objects_are_stored_and_loaded(tmp_path, serve,
         cluster.stop()
 
 
+# proves: docs/troubleshoot.md#second-tiers
 def test_nodes_that_disagree_cost_nothing_but_the_tier(cluster, serve, engines):
     """Two of them name each other for the slot of a model, so commands go in circles."""
     backend, flags = cluster
@@ -349,6 +358,7 @@ def test_nodes_that_disagree_cost_nothing_but_the_tier(cluster, serve, engines):
     tier_faults.check(server, engines(server, model=model), backend, fault)
 
 
+# proves: docs/troubleshoot.md#second-tiers
 def test_slots_move_under_load(cluster, serve, engines):
     """All that is stored is found meanwhile, at whichever node it is."""
     backend, flags = cluster

@@ -31,6 +31,8 @@ def round_trip(engine):
     return prompt
 
 
+# proves: docs/compare.md#restart
+# proves: docs/operate.md#restart-and-upgrade
 @pytest.mark.ours("it answers true to the ping of an instance it does not know, so the client never re-registers")
 @pytest.mark.parametrize("mode", MODES)
 def test_restart_faster_than_a_heartbeat(serve, engines, mode):
@@ -71,6 +73,7 @@ def forget(server):
     server.start()
 
 
+# proves: docs/operate.md#workers-after-a-restart
 @pytest.mark.ours("it forgets its workers")
 @pytest.mark.parametrize("mode", MODES)
 def test_first_requests_after_a_kill_are_served(serve, engines, mode, tmp_path):
@@ -115,6 +118,7 @@ def test_first_requests_after_a_kill_are_served(serve, engines, mode, tmp_path):
     forget(server)
 
 
+# proves: docs/operate.md#workers-after-a-restart
 @pytest.mark.ours("it forgets its workers")
 def test_requests_that_a_client_has_abandoned_are_not_served(serve, engines, tmp_path):
     """The client notices the kill, abandons a store that still waits in its socket, and uses the blocks for other data: the
@@ -140,6 +144,7 @@ def test_requests_that_a_client_has_abandoned_are_not_served(serve, engines, tmp
     forget(server)
 
 
+# proves: docs/operate.md#restart-and-upgrade
 @pytest.mark.parametrize("mode", MODES)
 def test_restart_after_the_client_noticed(serve, engines, mode):
     """Down for longer than a heartbeat: the client degrades without errors, recovers, and everything works again."""

@@ -63,6 +63,7 @@ def wait_objects(server, engine, count):
     assert len(of_model(server, engine)) == count
 
 
+# proves: docs/compare.md#s3
 @pytest.mark.parametrize("mode", ["lmcache_driven", "engine_driven"])
 def test_objects_are_exchanged_with_lmcache(seaweed, lmcache, serve, engines, mode):
     """In both directions, for two ranks and two tenants."""
@@ -131,6 +132,7 @@ def test_suite_passes_but_for_odd_listings(tmp_path):
         server.stop()
 
 
+# proves: docs/compare.md#s3
 @pytest.mark.parametrize("kind", ["rclone", "seaweed"])
 def test_another_server_hits_what_this_one_stored(request, serve, engines, kind):
     """A fleet: a server that never saw the prompt, with the bucket's objects adopted at its start."""
@@ -191,6 +193,8 @@ def test_credentials_come_from_the_environment(rclone, serve, engines):
     assert "another" not in server.log.read_text()
 
 
+# proves: docs/compare.md#s3
+# proves: docs/troubleshoot.md#second-tiers
 def test_bytes_under_other_keys_are_no_hits(rclone, serve, engines):
     """Those of one tenant under the key of another."""
     server = serve(flags=bucket(rclone))
@@ -311,12 +315,14 @@ def check_fault(serve, engines, backend, fault):
     tier_faults.check(server, engines(server), backend, fault)
 
 
+# proves: docs/troubleshoot.md#second-tiers
 @pytest.mark.parametrize("name", FAULTS)
 def test_fault_costs_nothing_but_the_tier(rclone, serve, engines, name):
     """A fault of the server."""
     check_fault(serve, engines, rclone, FAULTS[name])
 
 
+# proves: docs/troubleshoot.md#second-tiers
 @pytest.mark.parametrize("name", ANSWERS)
 def test_wrong_answers_cost_nothing_but_the_tier(seaweed, serve, engines, name):
     """A fault of all its answers."""
@@ -349,6 +355,7 @@ def test_check_config_tries_out_the_tier(rclone):
     assert rclone.objects() == {}
 
 
+# proves: docs/troubleshoot.md#second-tiers
 def test_server_starts_before_its_bucket(rclone, serve, engines):
     """It serves from L1, and uses the tier as soon as it is there."""
     rclone.stop()

@@ -74,6 +74,7 @@ def pair(lmcache, serve, engines, writes, name, dtype):
     return [engines(server, "lmcache_driven", groups=groups) for server in servers], ours
 
 
+# proves: docs/compare.md#encryption-compression-fp8-rounding
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("writes", ["lmcache", "ours"])
@@ -94,6 +95,7 @@ def test_fp8_is_exchanged(lmcache, serve, engines, writes, name, dtype):
         assert serde["ratio"] == 0.5
 
 
+# proves: docs/compare.md#encryption-compression-fp8-rounding
 @pytest.mark.parametrize("writes", ["lmcache", "ours"])
 def test_aesgcm_is_exchanged(lmcache, serve, engines, writes):
     """A tenant's objects, with the tenant's key; another one finds nothing."""

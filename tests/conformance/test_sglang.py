@@ -8,6 +8,7 @@ from kvrig.server import INSTANCE, await_pings
 WINDOWS = ["--windowed-clients", "allow"]
 
 
+# proves: docs/compare.md#sglang
 @pytest.mark.ours("it needs a GPU, and not only its driver")
 def test_kinds_of_cache_on_a_gpu(serve, tmp_path):
     """Full attention, latents, sliding windows and recurrent states of SGLang in PyTorch's CUDA tensors, on the fake
@@ -20,6 +21,7 @@ def test_kinds_of_cache_on_a_gpu(serve, tmp_path):
     assert gpu["state"]["open_allocations"] == 0
 
 
+# proves: docs/compare.md#sglang
 @pytest.mark.parametrize("kind", ["mha", "mla"])
 @pytest.mark.parametrize("mode", ["engine_shm", "engine_pickle"])
 def test_tensors_of_the_engine_in_host_memory(serve, tmp_path, mode, kind):

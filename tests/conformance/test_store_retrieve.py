@@ -30,6 +30,7 @@ def server(request, serve):
     return serve(request.param)
 
 
+# proves: docs/compare.md#clients-of-lmcache
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_was_stored_comes_back(server, engines, name):
     """Miss, store, hit, retrieve into other blocks: the bytes are equal and no other block changed."""

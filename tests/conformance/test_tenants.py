@@ -74,6 +74,7 @@ def test_a_scanning_tenant_is_on_its_own(serve, engines, mode):
     assert abs(run(80, "IsolatedLRU", strict, limit_mib=10) - alone) <= 0.01
 
 
+# proves: docs/compare.md#tenants
 def test_a_reserved_share_needs_no_quota_for_others(serve, engines):
     """What is reserved for a tenant stays, even if no other tenant has a limit."""
     server = serve("engine_shm", l1_gb=L1_GB, eviction="IsolatedLRU")
@@ -83,6 +84,7 @@ def test_a_reserved_share_needs_no_quota_for_others(serve, engines):
     assert steady_hits(engine, 4, 80) == 1.0
 
 
+# proves: docs/compare.md#tenants
 def test_a_strict_quota_is_never_exceeded(serve, engines):
     """After every store, that of another tenant included, a tenant has no byte more than its quota; its newest prompts
     are found, and bytes are its own."""

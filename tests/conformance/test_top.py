@@ -60,6 +60,7 @@ class Terminal:
             os.close(self.ours)
 
 
+# proves: docs/compare.md#command-line
 @pytest.mark.parametrize("key", [b"q", b"\x1b", b"\x03"], ids=["q", "escape", "ctrl-c"])
 def test_shows_the_load_until_a_key(serve, engines, key):
     """It draws what the server does, pauses, and leaves the terminal as it was."""

@@ -80,6 +80,7 @@ def lost(server, reason):
     return metric(server, "kvtier_trace_lost_spans_total", reason=reason)
 
 
+# proves: docs/compare.md#traces
 @pytest.mark.parametrize("mode", ["lmcache_driven", "engine_shm", "engine_pickle", "cuda"])
 def test_spans_of_requests_are_lmcaches(collector, serve, engines, mode, peer):
     """Names, parents, kinds of values and attributes of a miss that stores and of a hit that loads."""
@@ -134,6 +135,7 @@ def test_metrics_have_traces_that_the_collector_has(collector, serve, engines):
         assert exemplar.value == pytest.approx((span.end - span.start) / 1e9)
 
 
+# proves: docs/compare.md#traces
 @pytest.mark.ours("these spans are ours")
 def test_calls_of_tiers_are_below_their_lookup(collector, serve, engines, tmp_path):
     """A lookup that loads from a tier has a span for asking and one for loading."""
@@ -233,6 +235,7 @@ def test_collector_that_comes_late_gets_all(collectors, serve, engines):
     assert server.tail(10_000).count("traces could not be sent") <= 2
 
 
+# proves: docs/compare.md#traces
 @pytest.mark.ours("LMCache's exporter is OpenTelemetry's")
 def test_silent_collector_disturbs_no_request(serve, engines):
     """Spans wait in bounded memory for a collector that accepts connections and never answers; what is lost is counted."""

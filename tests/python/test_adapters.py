@@ -35,6 +35,7 @@ def hashes(count, seed):
 LAYOUTS = ["fused_hnd", "fused_nhd", "kv_first_nhd", "kv_first_hnd", "blocks_first_nhd", "mla"]
 
 
+# proves: docs/compare.md#kvtiers-connector-for-vllm
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_retrieve_returns_stored_bytes(place, mode, layout, fresh):
     """Another engine retrieves what one stored, also into other blocks in another order."""

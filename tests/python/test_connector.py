@@ -17,6 +17,7 @@ from vllm.v1.request import Request
 PER_CHUNK = CHUNK // BLOCK
 
 
+# proves: docs/compare.md#kvtiers-connector-for-vllm
 @pytest.mark.parametrize("transfer", ["engine_driven", "lmcache_driven"])
 def test_store_and_load(place, engines, transfer):
     """Another engine loads the prefix and computes its last token; a longer prompt loads the common part."""
@@ -162,6 +163,7 @@ def test_tenants(place, engines):
     assert same(engine.read([11, 12, 13, 14]), engine.read([1, 2, 3, 4]))
 
 
+# proves: docs/compare.md#more-ranks-than-kv-heads
 @pytest.mark.parametrize("transfer", ["engine_driven", "lmcache_driven"])
 @pytest.mark.parametrize("ranks, shape, pieces", [(2, {}, 2), (2, {"mla": True}, 1), (2, {"heads": 1}, 1), (4, {"heads": 2}, 2)])
 def test_tensor_parallel_ranks(place, engines, transfer, ranks, shape, pieces):
@@ -192,6 +194,7 @@ def leased(server):
     return int(next(line for line in text.splitlines() if line.startswith("kvtier_l1_leased_objects ")).split()[1])
 
 
+# proves: docs/compare.md#more-ranks-than-kv-heads
 def test_pieces_are_the_same_at_each_number_of_ranks(place, engines):
     """With two heads, engines of two and of four ranks have the same two pieces."""
     server, prompt = place.server(), tokens(CHUNK + 1, "sizes")

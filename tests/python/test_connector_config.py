@@ -29,6 +29,7 @@ from vllm.v1.core.single_type_kv_cache_manager import SinkFullAttentionManager
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 
+# proves: docs/compare.md#hits
 def test_keys_differ_by_non_token_content():
     """Pictures and sounds are part of the key; equal ones give equal keys."""
     prompt = Prompt(tokens(64, "mm"))
@@ -133,6 +134,7 @@ def test_identities():
             Identity.of(context)
 
 
+# proves: docs/compare.md#kvtiers-connector-for-vllm
 def test_unsupported_models_are_refused(place, monkeypatch):
     """The start fails with the cause."""
     server = place.server()

@@ -48,6 +48,7 @@ def stores(engine, req, blocks, *ends):
         ({"lmcache.skip_save": True}, [[], [], []], 3 * CHUNK),
         ({"lmcache.skip_save": False, "lmcache.max_offload_tokens": 2 * CHUNK}, [[(0, CHUNK)], [(CHUNK, 2 * CHUNK)], []], 3 * CHUNK),
         # Of other connectors.
+# proves: docs/compare.md#limits-per-request
         ({"do_remote_prefill": False, "max_load_tokens": 0, "lmcache.tag.user": "x", 7: 8}, [[(0, CHUNK)], [(CHUNK, 3 * CHUNK)], []], 3 * CHUNK),
         ("of another connector", [[(0, CHUNK)], [(CHUNK, 3 * CHUNK)], []], 3 * CHUNK),
     ],
@@ -147,6 +148,7 @@ def test_preempted_request_keeps_its_limits(place, engines):
     assert [(move.start, move.end) for move in moves] == [(CHUNK, 2 * CHUNK)]
 
 
+# proves: docs/compare.md#limits-per-request
 @pytest.mark.parametrize("model", [*MODELS, *STATES])
 def test_limited_hits_are_complete_in_all_groups(place, model):
     """Windows, chunks of attention and states at the end of a limited hit are those that its next tokens need. vLLM's own request

@@ -6,6 +6,7 @@ from pathlib import Path
 from kvrig import torch_cuda
 
 
+# proves: docs/compare.md#lmcache_driven-on-cuda
 def test_torch_on_fake_gpu(place, tmp_path, monkeypatch):
     """Registration by torch's IPC handles, store and retrieve behind torch's events, in several layouts, of servers that
     would answer at the end and of such that would answer with events."""

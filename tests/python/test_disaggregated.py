@@ -87,6 +87,7 @@ def prefill_in_two(engine, prompt):
     return engine.handed_over
 
 
+# proves: docs/compare.md#disaggregated-prefill
 def test_decode_waits_for_stores_in_flight(pair):
     """It finds them when they are there, and keeps no lease of its earlier lookups. Another request does not wait."""
     server, prefill, decode = pair

@@ -153,6 +153,7 @@ def fails(result, check, *words):
 STORE_ENGINE, STORE_SERVER = "store and retrieve, engine_driven", "store and retrieve, lmcache_driven"
 
 
+# proves: docs/compare.md#command-line
 def test_working_setup_passes(place, examine):
     """Against a server with both modes all checks run except GPUs, and the last line says so."""
     server = place.server()
@@ -341,6 +342,7 @@ def test_no_allowed_mode_fails(scripted, examine):
     fails(result, "transfer modes", "--supported-transfer-mode auto")
 
 
+# proves: docs/compare.md#command-line
 def test_refused_registration_fails(scripted, examine):
     """The failure has the server's cause."""
     fails(examine(scripted(register_kv_cache="error: too many workers").url), STORE_SERVER, "too many workers")

@@ -317,6 +317,7 @@ def test_other_gpu_pages_depend_on_their_blocks(monkeypatch, fields):
     assert all(found) and len({json.dumps(each, sort_keys=True) for each in found}) == len(found)
 
 
+# proves: docs/compare.md#hits
 def test_engines_whose_kv_differs_share_nothing(place, monkeypatch):
     """Scheduler and workers use the same name in keys; with one name engines share."""
     server, prompt = place.server(), tokens(CHUNK + 1, "rope")

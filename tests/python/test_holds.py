@@ -37,6 +37,7 @@ class Clock:
         return self.now
 
 
+# proves: docs/compare.md#kvtiers-connector-for-vllm
 @pytest.mark.parametrize("seed", range(40))
 def test_held_blocks_are_never_given_away(seed):
     """Random requests, ends, stores, reports and resets: what is held is in no queue, and at the end all is free."""
@@ -248,6 +249,7 @@ def test_frozen_server_keeps_no_block(place, engines):
         pooled.all_free()
 
 
+# proves: docs/compare.md#kvtiers-connector-for-vllm
 def test_lost_report_of_an_end(place, engines, monkeypatch):
     """The workers are asked, and nothing is released while one of them reads."""
     pooled = Pooled(engine := engines(place.server(), ranks=2))

@@ -24,6 +24,7 @@ from kvtier import Client, KvTierError, LoadStoreOp, SchedulerAdapter, WorkerAda
 from rig import BLOCK, tokens
 
 
+# proves: docs/compare.md#kvtiers-connector-for-vllm
 def test_import_needs_no_torch_vllm_lmcache():
     """The import loads no other package."""
     code = "import sys, kvtier, kvtier.doctor; print({'torch', 'vllm', 'lmcache', 'zmq'} & set(sys.modules))"
@@ -234,6 +235,7 @@ stop()
 """
 
 
+# proves: docs/troubleshoot.md#an-engine-dies
 @pytest.mark.parametrize("stage", ["created", "locked", "allocated", "mapped"])
 def test_server_removes_segments_of_killed_processes(place, stage):
     """Wherever a process is killed between creating a segment and registering it; not before."""

@@ -150,6 +150,7 @@ def test_segments_are_removed_with_unclosed_adapter(place, kind):
     assert kind == "exception" or done.returncode == 0, done.stderr
 
 
+# proves: docs/troubleshoot.md#an-engine-dies
 @pytest.mark.parametrize("kind", ["_exit", "killed"])
 def test_segments_of_killed_process_are_removed(place, kind):
     """The server removes them once it sees that the process has ended."""
@@ -159,6 +160,7 @@ def test_segments_of_killed_process_are_removed(place, kind):
     wait_until(lambda: segments_of(done) == [], 60, "no segments")
 
 
+# proves: docs/troubleshoot.md#an-engine-dies
 def test_orphaned_segments_are_removed_at_next_start(place):
     """Only segments of this package, of processes that have certainly ended."""
     server = place.server()

@@ -35,6 +35,7 @@ def test_every_release_is_recorded():
     assert all("get_num_new_matched_tokens" in methods for methods in RECORDED.values())
 
 
+# proves: docs/compare.md#kvtiers-connector-for-vllm
 @pytest.mark.parametrize("name, kind, parameters", [form for form in FORMS if form[0] in vars(KvTierConnector)])
 def test_connector_takes_what_each_release_passes(name, kind, parameters):
     """By position and by name, and with nothing but what is required."""

@@ -39,6 +39,7 @@ def found(*specs, tensor=8, stages=1, known=1, draft=None, draft_ranks=8, **mode
     return replicas.tp_replicas(config, cache)
 
 
+# proves: docs/compare.md#more-ranks-than-kv-heads
 def test_ranks_share_heads():
     """If there are fewer heads than ranks, in windows too."""
     assert [found(HEADS, heads=heads) for heads in (1, 2, 4, 8, 16, 3)] == [8, 4, 2, 1, 1, 1]
@@ -47,6 +48,7 @@ def test_ranks_share_heads():
     assert found(HEADS, tensor=1, heads=1) == 1
 
 
+# proves: docs/compare.md#more-ranks-than-kv-heads
 def test_what_is_not_certain_counts_once_per_rank():
     """Layers may differ in a model that is not known, or of another library; a rank quantizes its own part of the weights."""
     for architecture in ("MiMoV2FlashForCausalLM", "Step3p5ForCausalLM", "TransformersForCausalLM", "NoSuchModel"):
@@ -101,6 +103,7 @@ def test_vllm_knows_more():
     assert found(HEADS, architecture="NoSuchModel", known=4, stages=2) == 1
 
 
+# proves: docs/compare.md#more-ranks-than-kv-heads
 @pytest.mark.parametrize("name", replicas._UNIFORM)
 def test_listed_models_have_one_number_of_heads(name):
     """Their sources read no other, and divide none themselves."""

@@ -37,6 +37,7 @@ def found(engine, fresh, prompt):
     return tokens_found
 
 
+# proves: docs/compare.md#retention
 def test_pinned_prompt_survives_a_flood(place, mode, fresh):
     """One that is not pinned does not."""
     server = place.server(**SMALL)
@@ -49,6 +50,7 @@ def test_pinned_prompt_survives_a_flood(place, mode, fresh):
     assert {seconds: found(engine, fresh, prompt) for seconds, prompt in prompts.items()} == {None: 0, 600: 2 * CHUNK}
 
 
+# proves: docs/compare.md#retention
 def test_prompt_of_no_seconds_is_evicted_first(place, mode, fresh):
     """Although it was stored last."""
     server = place.server(**SMALL, flags=["--eviction-trigger-watermark", "1", "--eviction-ratio", "0"])
@@ -89,6 +91,7 @@ def test_time_that_no_key_can_carry_fails_its_store_only(place, mode, fresh, val
     assert found(engine, fresh, prompt) == CHUNK and l1(server)["pinned_object_count"] == 0
 
 
+# proves: docs/compare.md#retention
 @pytest.mark.parametrize("mode", ["engine_driven", "lmcache_driven"])
 def test_request_of_vllm_is_pinned_within_the_share(place, engines, fresh, mode):
     """Its parameter reaches the server with its stores and with its lookups; what is beyond the share is kept as others are."""

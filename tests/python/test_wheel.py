@@ -51,6 +51,7 @@ def environment(tmp_path_factory):
     return Environment(tmp_path_factory.mktemp("wheel") / "venv")
 
 
+# proves: docs/operate.md#install
 def test_wheel_has_package_command_and_documents(environment):
     """Package and command have one version; manual, completions and licences are where systems look for them."""
     code = "import kvtier, kvtier.doctor, sys; print(kvtier.__version__, kvtier.__file__)"
@@ -79,6 +80,7 @@ def test_build_without_the_script_has_the_package_alone():
     assert {name for name in whole if ".data/" not in name} == alone
 
 
+# proves: docs/operate.md#install
 @pytest.mark.parametrize("way", WAYS)
 def test_installed_server_serves_until_sigterm(environment, tmp_path, way):
     """The process that was started is the server: it answers a ping, and SIGTERM ends it with its own exit status."""
@@ -94,6 +96,7 @@ def test_installed_server_serves_until_sigterm(environment, tmp_path, way):
         server.kill()
 
 
+# proves: docs/operate.md#install
 @pytest.mark.parametrize("way", WAYS)
 def test_arguments_and_exit_status_are_the_command_s(environment, way):
     """Arguments arrive as they are; bad usage is 2, a failure 1."""
@@ -163,6 +166,7 @@ def test_module_without_command_names_where_it_was_sought(tmp_path):
     assert done.returncode == 1 and "no command at" in done.stderr and f"{tmp_path}/site/bin/kvtier" in done.stderr, done
 
 
+# proves: docs/operate.md#install
 def test_tarball_runs_and_sums_are_right(tmp_path):
     """Binary, documents and unit files are in one folder named after version and target; every file has its sum."""
     sums = dict(reversed(line.split()) for line in (PACKAGES / "SHA256SUMS").read_text().splitlines())
@@ -199,6 +203,7 @@ def crate(directory, name, **files):
     return {"name": name, "version": "1.0.0", "license": "MIT", "repository": None, "manifest_path": str(folder / "Cargo.toml")}
 
 
+# proves: docs/operate.md#install
 def test_crate_without_licence_is_refused(tmp_path):
     """Texts of vendored code count, equal ones appear once, and a crate without any ends the release."""
     one, two = crate(tmp_path, "one", LICENSE="text A", third_party__COPYING="text B"), crate(tmp_path, "two", UNLICENSE="text A")

@@ -68,6 +68,8 @@ SCHEDULES = {
 COMBINED = [pair for pair in itertools.product(STATES, SCHEDULES) if pair[0] != "states-and-windows" or "tails" not in pair[1]]
 
 
+# proves: docs/compare.md#recurrent-states
+# proves: docs/compare.md#sliding-windows
 @pytest.mark.parametrize(
     ("model", "schedule"),
     [*itertools.product(MODELS, ["plain"]), *itertools.product(["gemma", "chunked"], ["async", "priorities"]), *COMBINED],
@@ -135,6 +137,7 @@ def test_stale_kv_of_drafts_is_of_last_tokens_only(place, specs):
     assert stale > 0
 
 
+# proves: docs/compare.md#sliding-windows
 @pytest.mark.parametrize("model", MODELS)
 def test_hits_are_as_long_as_they_can_be(place, model):
     """Of what another engine has stored all whole chunks before the last token are loaded."""
@@ -151,6 +154,7 @@ def test_hits_are_as_long_as_they_can_be(place, model):
     assert found == [(len(prompt) - 1) // CHUNK * CHUNK for prompt in made]
 
 
+# proves: docs/compare.md#recurrent-states
 def test_only_offered_states_are_stored():
     """Blocks of a state's group that vLLM does not offer may be in use for other tokens by now, or for speculated ones."""
     groups = [Group(["a"], 16, 16, recurrent_state=True), Group(["b"], 16), Group(["c"], 32, 32, recurrent_state=True)]
@@ -177,6 +181,7 @@ def test_states_are_not_put_off(place):
     assert found == [0, 2 * (899 // 16 * 16)]
 
 
+# proves: docs/compare.md#recurrent-states
 @pytest.mark.parametrize(("model", "schedule"), [pair for pair in COMBINED if pair[1] not in ("checkpoints", "priorities")])
 def test_hits_end_at_the_last_state(place, model, schedule):
     """Of what another engine has stored everything up to the last state that vLLM keeps of a prompt is loaded, by chunks of one block."""
@@ -230,6 +235,7 @@ def listed(server):
     return [entry["key"] for entry in server.get("/cache/objects?tier=l1&page_size=5000")[1]["entries"]]
 
 
+# proves: docs/compare.md#sliding-windows
 @pytest.mark.parametrize("seed", range(16))
 def test_hits_are_those_of_vllm(place, seed):
     """The same chunks of the same groups are in vLLM's own prefix cache and in the server, and are removed from both in random order: the

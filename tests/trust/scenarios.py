@@ -38,6 +38,7 @@ def each(connectors=("kvtier", "lmcache"), modes=BOTH):
     return [(connector, mode) for connector in connectors for mode in modes]
 
 
+# proves: docs/compare.md#hits
 @scenario(*each())
 def block_sizes(case):
     """Engines with 128 and with 32 tokens per block share a server, then its directory after a restart."""
@@ -63,6 +64,7 @@ def block_sizes(case):
     case.compare("smaller-blocks-from-disk", small, later)
 
 
+# proves: docs/compare.md#hits
 @scenario(*each(connectors=["kvtier"]))
 def pictures(case):
     """Another picture before the same text, in another engine; with and without the caches that make vLLM hash it."""
@@ -83,6 +85,7 @@ def pictures(case):
     case.compare("uuid-of-bob", second, [text], pictures=["blue"], uuids=["mine"], salt="bob", hit=0)
 
 
+# proves: docs/compare.md#kvtiers-connector-for-vllm
 @scenario(*each())
 def chunk_sizes(case):
     """The server returns with two other chunk sizes, then with the first; a newer engine stores the prompt each time."""
@@ -115,6 +118,7 @@ def chunk_sizes(case):
     case.compare("first-size-again", engine, [prompt])
 
 
+# proves: docs/compare.md#hits
 @scenario(("kvtier", "engine_shm"))
 def adapters(case):
     """A LoRA adapter is replaced at its path: reloaded in one engine, not in another, and loaded by a third."""
@@ -134,6 +138,7 @@ def adapters(case):
     case.compare("loaded-again", third, [prompt], lora=lora)
 
 
+# proves: docs/compare.md#hits
 @scenario(("kvtier", "engine_shm"))
 def weights(case):
     """Weights are changed in place and vLLM's prefix cache is reset without its connector."""
@@ -150,6 +155,7 @@ def weights(case):
     case.compare("unchanged-engine", other, [before, after])
 
 
+# proves: docs/compare.md#kvtiers-connector-for-vllm
 @scenario(*each(connectors=["kvtier"]))
 def server_comes_later(case):
     """An engine with default options starts without a server, which comes later: hits within two heartbeats."""
@@ -165,6 +171,7 @@ def server_comes_later(case):
     case.compare("with-it", engine, [prompt], hit=WHOLE)
 
 
+# proves: docs/compare.md#kvtiers-connector-for-vllm
 @scenario(*each(connectors=["kvtier"]))
 def silent_server(case):
     """The server hangs, then dies, while a lookup waits: the engine answers long before `kvtier.timeout`."""
@@ -195,6 +202,7 @@ def silent_server(case):
     case.compare("after-its-return", engine, [known])
 
 
+# proves: docs/compare.md#disaggregated-prefill
 @scenario(*each(connectors=["kvtier"]))
 def disaggregated_prefill(case):
     """One engine prefills, and another decodes with the parameters of its answer: at once, and asked before the first begins."""
@@ -213,6 +221,7 @@ def disaggregated_prefill(case):
         case.check(f"{'early' if is_early else 'at-once'}-{number}", right, f"{first}; {answer}; alone {alone}")
 
 
+# proves: docs/compare.md#kvtiers-connector-for-vllm
 @scenario(("kvtier", "engine_shm"))
 def resets(case):
     """One engine resets its caches with its connector, and pauses: other engines lose nothing."""
@@ -232,6 +241,7 @@ def resets(case):
     case.compare("a-new-engine", newer, [prompts["alice"]], salt="alice", hit=WHOLE)
 
 
+# proves: docs/compare.md#kvtiers-connector-for-vllm
 @scenario(*each(connectors=["kvtier"]))
 def held_blocks(case):
     """Few blocks, so that requests are preempted while their stores are slow or the server hangs: no step waits for a store."""

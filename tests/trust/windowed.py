@@ -19,6 +19,8 @@ MODELS = ("windows", "sinks", "windows-only", "block-sizes", "chunked")
 LENGTHS = (2 * CHUNK, 3 * CHUNK + 1, 5 * CHUNK - 1, 7 * CHUNK + 90)
 
 
+# proves: docs/compare.md#hits
+# proves: docs/compare.md#sliding-windows
 @scenario(("lmcache", "lmcache_driven"))
 def window_blocks(case):
     """Layers with windows and prompts that are prefilled in steps: prefixes of them, asked later."""
@@ -38,6 +40,7 @@ def window_blocks_allowed(case):
     case.note("prefixes", f"{wrong} of {len(asked)} answers wrong")
 
 
+# proves: docs/compare.md#sliding-windows
 @scenario(*each(connectors=["kvtier"]))
 def windows_kept(case):
     """Layers with windows whose blocks vLLM keeps (`--disable-hybrid-kv-cache-manager`), and prompts prefilled in steps."""
@@ -50,6 +53,7 @@ def windows_kept(case):
     case.check("loaded", loaded == wanted, f"{loaded} of {wanted} tokens")
 
 
+# proves: docs/compare.md#sliding-windows
 @scenario(*each(connectors=["kvtier"], modes=SERVER_COPIES))
 def windows_held(case):
     """Layers with windows whose blocks vLLM reuses, and prompts prefilled in steps: prefixes, next turns, both caches, tenants."""
@@ -120,6 +124,8 @@ STATES = {"states": 256, "convolutions": 128}
 STATEFUL = {"enable_prefix_caching": True, "dtype": "bfloat16", "block_size": None}
 
 
+# proves: docs/compare.md#hits
+# proves: docs/compare.md#recurrent-states
 @scenario(*each(connectors=["kvtier"], modes=SERVER_COPIES))
 def states_held(case):
     """Layers with recurrent states, and prompts prefilled in steps of 512 tokens: prefixes, next turns, tenants, beside vLLM's own cache."""
@@ -179,6 +185,8 @@ CROWDED = {
 CROWDED_IN_THE_GATE = ("windows", "states")
 
 
+# proves: docs/compare.md#recurrent-states
+# proves: docs/compare.md#sliding-windows
 def crowded(case, name):
     """Answers that grow by several blocks each, so that requests are preempted, beside a server that hangs, one that dies, and one that is
     started again at once."""

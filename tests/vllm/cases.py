@@ -124,6 +124,7 @@ class ModeCases:
             if self.vllm:
                 self.vllm.stop()
 
+    # proves: docs/compare.md#kvtiers-connector-for-vllm
     def run_brief(self):
         """One engine, and the checks in which the modes differ: how bytes travel, and what is in flight when the server dies."""
         try:
@@ -224,6 +225,7 @@ class ModeCases:
 
     # -- checks ------------------------------------------------------------------------------
 
+    # proves: docs/compare.md#clients-of-lmcache
     def hits(self):
         """Miss, hit, near miss, partial hit, a prompt of whole chunks."""
         vllm, prompts = self.vllm, self.prompts
@@ -268,6 +270,7 @@ class ModeCases:
         once = counts == [1] * (WHOLE // CHUNK)
         self.check("events", once and whole, f"chunks were published {counts} times, in {len(numbers)} batches")
 
+    # proves: docs/compare.md#tenants
     def salts(self):
         """OpenAI's cache_salt separates tenants."""
         vllm, prompts = self.vllm, self.prompts
@@ -331,6 +334,7 @@ class ModeCases:
         well = hits == starts == len(crowd) and alike >= len(crowd) - 1
         self.check("after-the-crowd", well, f"{alike} of {len(crowd)} say the same, {hits} hit")
 
+    # proves: docs/compare.md#hits
     def new_engine(self, apc):
         """Another vLLM process, whose memory has never held these prompts."""
         vllm, prompts = self.vllm, self.prompts
@@ -383,6 +387,7 @@ class ModeCases:
         misses = sum(map(float, re.findall(r'^vllm:kvtier_misses_total\{[^}]*reason="not_found"[^}]*\} ([0-9.e+]+)$', text, re.MULTILINE)))
         self.check("connector-metrics", good and misses > 0 and float(found["failed_retrieves"]) == 0, found)
 
+    # proves: docs/compare.md#kvtiers-connector-for-vllm
     def killed_while_loading(self):
         """The server dies when it was asked for the KV of a hit: the engine computes, and goes on."""
         vllm, server = self.vllm, self.server
@@ -415,6 +420,8 @@ class ModeCases:
         pinging = 1 if self.options.silent_scheduler else 2
         wait_until(lambda: self.degraded() >= before + pinging, 60, "LMCache's client without its server")
 
+    # proves: docs/compare.md#restart
+    # proves: docs/operate.md#restart-and-upgrade
     def server_restart(self, apc):
         """The server is killed and started again, and vLLM goes on. Meanwhile files are damaged."""
         vllm, prompts, server = self.vllm, self.prompts, self.server

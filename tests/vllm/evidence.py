@@ -16,6 +16,7 @@ FIELDS = {
 }
 
 
+# proves: docs/compare.md#hits
 def pages_as_stored(directory):
     """(how many blocks were loaded, what is wrong with them): from the files of `witness/`."""
     stored, loaded = {}, []

@@ -28,6 +28,7 @@ class MlaCases(ModeCases):
             if self.vllm:
                 self.vllm.stop()
 
+    # proves: docs/compare.md#lmcache_driven-in-cpu-memory
     def own_and_loaded(self, chunks, more):
         """The same prompt behind vLLM's own prefix, and behind one that was loaded."""
         vllm, shared, name = self.vllm, chunks * CHUNK, f"{chunks}-chunks-and-{more}"

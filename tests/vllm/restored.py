@@ -18,6 +18,8 @@ class RestoredCases(ModeCases):
         super().__init__(*args)
         self.state = Path(state)
 
+    # proves: docs/compare.md#restart
+    # proves: docs/operate.md#l1-after-a-restart
     def run_restored(self):
         """Store, overwrite what the engine has, kill the server, start it; then all that was stored hits."""
         prompts, ours = self.prompts, self.options.connector == "kvtier"

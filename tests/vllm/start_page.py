@@ -117,6 +117,7 @@ class User:
                 process.kill()
 
 
+# proves: docs/start.md#get-started
 def follow(user, report, model):
     """The page, step by step."""
     page = blocks()

@@ -276,6 +276,7 @@ mod tests {
         assert_eq!(memory(&[own, other]), (MACHINE, None));
     }
 
+    // proves: docs/compare.md#flags-of-lmcache
     #[test]
     fn a_container_has_its_limit_at_the_root() {
         let root = ("sys/fs/cgroup/memory.max", "1048576\n");

@@ -87,6 +87,7 @@ mod tests {
         ServerConfig::from_flags(&["--host", host])
     }
 
+    // proves: docs/compare.md#http
     #[test]
     fn a_request_port_beyond_loopback_is_warned_of() {
         for host in [

@@ -6,6 +6,7 @@ fn refused(args: &[&str]) -> String {
     ServerConfig::from_flags(args).unwrap_err().to_string()
 }
 
+// proves: docs/compare.md#flags-of-lmcache
 #[test]
 fn no_flag_at_all_is_a_sensible_server() {
     let config = ServerConfig::from_flags(&[]).unwrap();
@@ -248,6 +249,7 @@ fn log_filters_are_levels_and_levels_of_targets() {
     }
 }
 
+// proves: docs/compare.md#flags-of-lmcache
 #[test]
 fn flags_of_lmcache_without_effect_are_named_and_harmless_ones_are_not() {
     let config = ServerConfig::from_flags(&[
@@ -452,6 +454,7 @@ fn a_bad_file_is_refused_by_name_and_key() {
     }
 }
 
+// proves: docs/compare.md#flags-of-lmcache
 #[test]
 fn the_reference_page_is_true() {
     let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/flags.md");

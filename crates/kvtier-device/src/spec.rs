@@ -313,6 +313,7 @@ mod tests {
         handle
     }
 
+    // proves: docs/operate.md#workers-after-a-restart
     #[test]
     fn descriptors_of_an_engine_do_not_last() {
         let segment = MemorySpec::CpuShm {

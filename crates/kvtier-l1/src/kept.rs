@@ -413,6 +413,7 @@ mod tests {
         drop(open_as("lost", &["--l1-restore", "off"], "one", None).unwrap());
     }
 
+    // proves: docs/operate.md#l1-after-a-restart
     #[test]
     fn l1_above_memory_limit_does_not_start() {
         let folder = tempfile::tempdir().unwrap();
@@ -460,6 +461,7 @@ mod tests {
     }
 
     /// Of two state directories, or network namespaces, with one `/dev/shm`.
+    // proves: docs/operate.md#l1-after-a-restart
     #[test]
     fn pool_of_another_server_is_left_alone() {
         let open =

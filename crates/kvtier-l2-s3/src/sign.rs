@@ -139,6 +139,7 @@ mod tests {
     }
 
     /// Signatures that LMCache 0.5.6 sent.
+    // proves: docs/compare.md#s3
     #[test]
     fn signatures_are_those_of_the_peer() {
         let hash = "0a".repeat(32);

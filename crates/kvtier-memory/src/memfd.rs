@@ -152,6 +152,7 @@ mod tests {
         }
     }
 
+    // proves: docs/troubleshoot.md#second-tiers
     #[test]
     fn size_is_fixed_and_shared_by_descriptor() {
         let segment = SharedSegment::create(5000).unwrap();

@@ -159,6 +159,7 @@ mod tests {
         }
     }
 
+    // proves: docs/troubleshoot.md#an-engine-dies
     #[test]
     fn zombie_process_has_ended() {
         let mut child = std::process::Command::new("cat")

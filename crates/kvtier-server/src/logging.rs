@@ -280,6 +280,7 @@ mod tests {
         }
     }
 
+    // proves: docs/troubleshoot.md#the-log
     #[test]
     fn logging_waits_for_no_reader_and_counts_lost_lines() {
         let (reads, reader) = bounded::<()>(0);
@@ -346,6 +347,7 @@ mod tests {
         }
     }
 
+    // proves: docs/operate.md#dashboard
     #[test]
     fn latest_warnings_are_kept_and_bounded() {
         let (subscriber, _) = {

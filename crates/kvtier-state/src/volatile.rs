@@ -321,6 +321,8 @@ mod tests {
         }
     }
 
+    // proves: docs/operate.md#l1-after-a-restart
+    // proves: docs/operate.md#state
     #[test]
     fn folders_that_no_server_has_are_removed() {
         let base = tempfile::tempdir().unwrap();
@@ -359,6 +361,7 @@ mod tests {
         assert_eq!(own.remove_unused_others(later), [named(2, PREFIX).path()]);
     }
 
+    // proves: docs/operate.md#workers-after-a-restart
     #[test]
     fn links_and_foreign_permissions_are_refused() {
         let base = tempfile::tempdir().unwrap();

@@ -160,6 +160,7 @@ mod tests {
         }
     }
 
+    // proves: docs/operate.md#dashboard
     #[test]
     fn many_tenants_are_read_page_by_page() {
         let config = ServerConfig::from_flags(&["--l1-size-gb", "0.01"]).unwrap();

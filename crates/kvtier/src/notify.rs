@@ -183,6 +183,7 @@ mod tests {
         assert!(Watchdog::parse(None, None).is_none());
     }
 
+    // proves: docs/operate.md#systemd
     #[test]
     fn stopped_housekeeping_ends_the_reports() {
         let mut watchdog = Watchdog::parse(Some("20000000".into()), None).unwrap();

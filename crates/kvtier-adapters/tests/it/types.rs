@@ -14,6 +14,7 @@ fn types_are_sound_and_in_order() {
     assert!(names.is_sorted(), "{names:?}");
 }
 
+// proves: docs/compare.md#lmcaches-other-backends
 #[test]
 fn lmcache_type_is_registered_or_refused_with_alternative() {
     const LMCACHE: &[&str] = &[

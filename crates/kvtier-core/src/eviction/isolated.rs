@@ -323,6 +323,7 @@ mod tests {
         left
     }
 
+    // proves: docs/compare.md#l1-in-host-memory
     #[test]
     fn victim_of_tenant_is_its_own_oldest() {
         let mut policy = IsolatedLru::default();

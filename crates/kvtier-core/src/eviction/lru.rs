@@ -79,6 +79,7 @@ mod tests {
         Candidate { slot, tenant: 0 }
     }
 
+    // proves: docs/compare.md#l1-in-host-memory
     #[test]
     fn oldest_is_victim_and_touch_makes_young() {
         let mut lru = Lru::default();

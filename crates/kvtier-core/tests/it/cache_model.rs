@@ -553,6 +553,9 @@ fn release(
 }
 
 proptest! {
+    // proves: docs/compare.md#l1-in-host-memory
+    // proves: docs/compare.md#retention
+    // proves: docs/troubleshoot.md#the-cache-is-full
     #[test]
     fn any_calls_give_the_model_s_answers(
         capacity in 20..120u64,

@@ -38,6 +38,7 @@ fn an_object_is_found_only_once_committed() {
     );
 }
 
+// proves: docs/troubleshoot.md#uncommitted-stores
 #[test]
 fn a_dropped_reservation_is_an_abort() {
     let cache = cache(100);
@@ -121,6 +122,8 @@ fn resident_keys_survive_evictions_of_their_batch() {
     assert_eq!((stats.refused_total, stats.evicted_objects_total), (1, 2));
 }
 
+// proves: docs/compare.md#l1-in-host-memory
+// proves: docs/troubleshoot.md#the-cache-is-full
 #[test]
 fn full_cache_evicts_by_bytes_within_the_call() {
     let cache = cache(100);
@@ -181,6 +184,7 @@ fn empty_object_is_refused_without_side_effects() {
     assert_eq!(cache.stats().used_bytes, 0);
 }
 
+// proves: docs/compare.md#l1-in-host-memory
 #[test]
 fn noop_never_evicts() {
     let cache = cache_with(30, EvictionKind::Noop);
@@ -253,6 +257,7 @@ fn namespaces_are_isolated_in_every_field() {
     assert!(cache.lease(NOW, own, &keys).is_some());
 }
 
+// proves: docs/troubleshoot.md#the-cache-is-full
 #[test]
 fn claim_outlives_lookup_and_releases_are_counted() {
     let cache = cache(100);

@@ -147,6 +147,8 @@ fn play(seeds: Range<u64>, steps: u64, check_invariants_every: u32) -> Stats {
     stats
 }
 
+// proves: docs/compare.md#hits
+// proves: docs/troubleshoot.md#troubleshoot
 #[test]
 fn threads_never_read_what_others_wrote() {
     let stats = play(1..5, 4000, 101);

@@ -60,6 +60,7 @@ fn hits_behind_scans(eviction: EvictionKind, warm: u32, scanned: u32) -> Vec<u32
     hits
 }
 
+// proves: docs/compare.md#l1-in-host-memory
 #[test]
 fn reused_objects_survive_scans_of_any_length() {
     let scanned = 5 * CAPACITY;

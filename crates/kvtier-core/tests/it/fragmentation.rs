@@ -30,6 +30,7 @@ fn evicted(cache: &Cache<FirstFit>) -> u64 {
     cache.stats().evicted_objects_total
 }
 
+// proves: docs/troubleshoot.md#the-cache-is-full
 #[test]
 fn large_store_between_leases_evicts_nothing_in_vain() {
     let cache = filled(2000, 1);
@@ -47,6 +48,7 @@ fn large_store_between_leases_evicts_nothing_in_vain() {
     assert!(evicted(&cache) <= 249 + 64 + 400 + 64);
 }
 
+// proves: docs/troubleshoot.md#the-cache-is-full
 #[test]
 fn models_of_different_sizes_evict_what_they_need() {
     let cache = filled(120, 2);
@@ -59,6 +61,7 @@ fn models_of_different_sizes_evict_what_they_need() {
     assert_eq!(evicted(&cache), 121);
 }
 
+// proves: docs/troubleshoot.md#the-cache-is-full
 #[test]
 fn scattered_leases_leave_no_hole_and_nothing_is_evicted() {
     let cache = filled(120, 2);

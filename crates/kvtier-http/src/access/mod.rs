@@ -206,6 +206,7 @@ mod tests {
         }
     }
 
+    // proves: docs/compare.md#http
     #[test]
     fn without_tokens_it_stays_on_loopback() {
         for host in [

@@ -114,6 +114,7 @@ fn answer(at: usize, headers: &HeaderMap) -> Response {
 mod tests {
     use super::*;
 
+    // proves: docs/operate.md#dashboard
     #[test]
     fn files_are_small_and_ask_no_other_server() {
         let bytes: usize = ASSETS.iter().map(|asset| asset.bytes.len()).sum();
@@ -139,6 +140,7 @@ mod tests {
         }
     }
 
+    // proves: docs/operate.md#dashboard
     #[test]
     fn a_file_is_sent_again_only_if_it_has_changed() {
         let first = answer(0, &HeaderMap::new());

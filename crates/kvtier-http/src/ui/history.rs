@@ -97,6 +97,7 @@ fn shown(value: f32) -> Option<f32> {
 mod tests {
     use super::*;
 
+    // proves: docs/operate.md#dashboard
     #[test]
     fn an_hour_is_kept_and_the_oldest_points_are_forgotten() {
         let mut history = History::default();

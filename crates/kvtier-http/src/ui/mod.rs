@@ -268,6 +268,7 @@ mod tests {
         format!("event: tick\ndata: {number}\n\n")
     }
 
+    // proves: docs/operate.md#dashboard
     #[test]
     fn slow_viewer_misses_ticks_and_reads_the_latest() {
         let api = api(None);
@@ -289,6 +290,7 @@ mod tests {
         assert_eq!(poll(&mut body), Poll::Ready(Some(text(7))));
     }
 
+    // proves: docs/operate.md#dashboard
     #[test]
     fn stop_ends_streams_and_refuses_others() {
         let api = api(None);
@@ -308,6 +310,7 @@ mod tests {
         );
     }
 
+    // proves: docs/operate.md#dashboard
     #[test]
     fn viewers_are_bounded_and_a_closed_one_makes_place() {
         let api = api(None);
@@ -324,6 +327,7 @@ mod tests {
         assert_eq!(api.dashboard.latest.receiver_count(), VIEWERS);
     }
 
+    // proves: docs/operate.md#dashboard
     #[tokio::test]
     async fn history_is_written_on_another_thread() {
         let api = api(None);
@@ -337,6 +341,7 @@ mod tests {
         assert_eq!(opened.await.unwrap().status(), StatusCode::OK);
     }
 
+    // proves: docs/operate.md#dashboard
     #[test]
     fn other_tokens_end_a_stream() {
         let directory = tempfile::tempdir().unwrap();
@@ -377,6 +382,7 @@ mod tests {
         );
     }
 
+    // proves: docs/operate.md#dashboard
     #[tokio::test]
     async fn serving_ends_although_a_dashboard_is_open() {
         use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};

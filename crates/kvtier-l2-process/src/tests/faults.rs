@@ -80,6 +80,7 @@ impl Bed {
 
 const UNAVAILABLE: [Option<ErrorKind>; 2] = [Some(ErrorKind::Unavailable); 2];
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn answers_that_break_the_protocol_fail_and_the_tier_is_used_again() {
     let bed = bed(|_| {}).await;
@@ -137,6 +138,7 @@ async fn second_answer_to_a_request_ends_the_connection() {
     bed.stores_at_last(&[object(1, 100)]).await;
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn crash_inside_a_load_fails_that_load_only() {
     let bed = bed(|_| {}).await;
@@ -148,6 +150,7 @@ async fn crash_inside_a_load_fails_that_load_only() {
     assert_eq!(bed.load_errors(half).await, UNAVAILABLE);
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn crash_in_any_request_fails_it_and_the_tier_is_used_again() {
     for op in ["store", "lookup", "load", "delete", "ping"] {
@@ -230,6 +233,7 @@ async fn objects_of_wrong_bytes_length_or_metadata_are_no_hits() {
 }
 
 /// A tier that goes on writing after its answer: each load is right or fails.
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn writes_after_the_answer_give_no_wrong_bytes() {
     let bed = bed(|_| {}).await;
@@ -256,6 +260,7 @@ async fn writes_after_the_answer_give_no_wrong_bytes() {
 }
 
 /// The part of the segment of a load that its caller abandoned is not used until the tier has answered.
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn late_answers_touch_no_memory_of_later_loads() {
     let bed = bed(|_| {}).await;
@@ -344,6 +349,7 @@ async fn silent_tier_is_left_and_connected_to_again() {
 }
 
 /// Signs of life are no reason to wait for one request for ever, whose memory and permit others need.
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn request_left_unanswered_by_a_live_tier_ends_the_connection() {
     let bed = bed(|options| options.request_timeout = Duration::from_millis(100)).await;

@@ -98,6 +98,7 @@ fn key_of(object: &ObjectSpec) -> String {
     object.key.text().name(KeyShape::Grouped)
 }
 
+// proves: docs/compare.md#redis-valkey
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_cluster_passes() {
     run(Part::maker(cluster(0).0, |nodes| options(&nodes[1..2]))).await;
@@ -134,6 +135,7 @@ fn begin_to_move(from: &Redis, to: &Redis, key: &str) {
     from.told(&["CLUSTER", "SETSLOT", &slot, "MIGRATING", &id(to)]);
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn objects_of_a_slot_on_its_way_are_found_on_both_nodes() {
     check_migration(&cluster(0).0).await;
@@ -336,6 +338,7 @@ fn hex(number: u8) -> String {
     [number; 32].map(|byte| format!("{byte:02x}")).concat()
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn primary_that_dies_costs_its_own_objects_until_its_replica_takes_over() {
     let (mut nodes, replicas) = cluster(1);
@@ -381,6 +384,7 @@ async fn primary_that_dies_costs_its_own_objects_until_its_replica_takes_over() 
     until(&adapter, true).await;
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn nodes_that_send_keys_in_circles_are_left() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -52,6 +52,7 @@ fn value(length: usize, bytes: usize) -> Vec<u8> {
     [head.as_bytes(), &vec![b'x'; bytes], b"\r\n"].concat()
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn whole_values_alone_are_loaded() {
     assert_eq!(error_of(&value(1000, 1000), false).await, None);
@@ -74,6 +75,8 @@ async fn whole_values_alone_are_loaded() {
     );
 }
 
+// proves: docs/compare.md#redis-valkey
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn cut_and_malformed_values_cost_the_connection() {
     // It stops inside of the body, or closes there, or behind the head.
@@ -108,6 +111,7 @@ async fn cut_and_malformed_values_cost_the_connection() {
     }
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn value_that_is_much_longer_is_a_miss_and_costs_the_connection() {
     let said = value(100_000, 100_000);
@@ -118,6 +122,7 @@ async fn value_that_is_much_longer_is_a_miss_and_costs_the_connection() {
     );
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn dripping_and_frozen_servers_are_left_whatever_else_is_asked() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -173,6 +178,7 @@ async fn dripping_and_frozen_servers_are_left_whatever_else_is_asked() {
     }
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn reply_without_a_command_costs_the_connection_and_is_no_later_ones() {
     let memory = Memory::new(1 << 20);
@@ -187,6 +193,7 @@ async fn reply_without_a_command_costs_the_connection_and_is_no_later_ones() {
     assert_eq!(kinds(loaded), [Some(ErrorKind::Unavailable)]);
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn error_inside_of_a_pipeline_costs_its_own_item() {
     let memory = Memory::new(1 << 20);
@@ -282,6 +289,7 @@ fn count_gets(bytes: &[u8]) -> usize {
     bytes.windows(5).filter(|five| five == b"\nGET\r").count()
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn errors_have_their_kinds() {
     for (error, kind) in [
@@ -331,6 +339,7 @@ async fn connections_are_made_a_few_at_once() {
     listener.accept().await.unwrap();
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn server_that_is_not_there_is_unavailable_at_once_after_the_first_attempt() {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -15,6 +15,8 @@ use kvtier_l2::{
     conformance::{check_some, evicted_by_the_backend_leaves_the_index, object, poll_once, run},
 };
 
+// proves: docs/compare.md#redis-valkey
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_passes() {
     run(Part::maker(vec![Redis::start(&[])], |nodes| {
@@ -214,6 +216,7 @@ async fn page_bound_objects_without_a_layout_are_misses_unless_trusted() {
     }
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn object_that_lost_its_companion_is_a_miss_and_is_stored_again() {
     let (server, memory) = (Redis::start(&[]), Memory::new(1 << 20));
@@ -305,6 +308,7 @@ async fn tenants_never_share_a_value() {
     assert_eq!(kinds(loaded)[2], Some(ErrorKind::NotFound));
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn failed_stores_shift_no_reply() {
     // What LMCache's client does wrong: after errors, the answers that it reads are those of other keys.
@@ -339,6 +343,7 @@ async fn failed_stores_shift_no_reply() {
     assert_eq!(adapter.free_bytes().await, Ok(None));
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn values_of_other_types_are_misses_until_replaced() {
     let (server, memory) = (Redis::start(&[]), Memory::new(1 << 20));
@@ -359,6 +364,7 @@ async fn values_of_other_types_are_misses_until_replaced() {
     );
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn server_that_dies_and_returns_is_used_again() {
     let (mut server, memory) = (Redis::start(&[]), Memory::new(1 << 20));
@@ -384,6 +390,7 @@ async fn server_that_dies_and_returns_is_used_again() {
     assert_eq!(kinds(store(&adapter, &memory, &objects).await), [None]);
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn object_evicted_by_the_server_leaves_the_index() {
     let (server, memory) = (Redis::start(&[]), Memory::new(1 << 20));
@@ -394,6 +401,7 @@ async fn object_evicted_by_the_server_leaves_the_index() {
     .await;
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn server_killed_during_a_store_has_all_of_it_or_nothing() {
     let (mut server, memory) = (Redis::start(&[]), Memory::new(16 << 20));
@@ -432,6 +440,7 @@ async fn server_killed_during_a_store_has_all_of_it_or_nothing() {
     );
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn server_that_hangs_loses_its_connections_and_is_used_again() {
     let (server, memory) = (Redis::start(&[]), Memory::new(1 << 20));
@@ -456,6 +465,7 @@ async fn server_that_hangs_loses_its_connections_and_is_used_again() {
     memory.until_unused().await;
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn credentials_are_sent_and_a_refusal_is_told() {
     let server = Redis::start(&[
@@ -525,6 +535,7 @@ async fn objects_are_in_the_database_and_for_the_time_that_are_configured() {
     );
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn server_that_is_a_replica_now_is_unavailable_for_stores() {
     let (server, memory) = (Redis::start(&[]), Memory::new(1 << 20));
@@ -543,6 +554,7 @@ async fn server_that_is_a_replica_now_is_unavailable_for_stores() {
     assert_eq!(kinds(store(&adapter, &memory, &objects).await), [None]);
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn of_a_server_and_its_replica_the_primary_is_used() {
     let (mut primary, replica) = (Redis::start(&[]), Redis::start(&[]));

@@ -79,6 +79,7 @@ fn secured(server: &Redis, tls: ClientTls) -> RespOptions {
     }
 }
 
+// proves: docs/compare.md#redis-valkey
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_server_with_tls_passes() {
     let files = Files::new("127.0.0.1");

@@ -33,6 +33,8 @@ fn of_status(status: u16, code: &str) -> impl Fn(Reply) -> Reply + Send + 'stati
     move |_| reply.clone()
 }
 
+// proves: docs/compare.md#s3
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn only_whole_objects_are_loaded() {
     let bed = bed(|_| {}).await;
@@ -70,6 +72,7 @@ async fn only_whole_objects_are_loaded() {
     assert_eq!(bed.load_error(endless).await, unavailable);
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn other_lengths_are_corrupt_before_a_byte_is_written() {
     let bed = bed(|_| {}).await;
@@ -130,6 +133,7 @@ async fn other_lengths_are_corrupt_before_a_byte_is_written() {
     }
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn statuses_have_their_kinds() {
     for (status, code, kind) in [
@@ -161,6 +165,7 @@ async fn statuses_have_their_kinds() {
     }
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn denied_object_is_no_reason_to_stop_unless_the_bucket_is_denied_too() {
     let bed = bed(|_| {}).await;
@@ -238,6 +243,7 @@ async fn response_that_announces_too_much_is_not_waited_for() {
     assert_eq!(kinds(loaded), [Some(ErrorKind::Unavailable)]);
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn refusals_suspend_requests_and_are_shown() {
     for (status, code) in [(403, "InvalidAccessKeyId"), (404, "NoSuchBucket")] {
@@ -259,6 +265,7 @@ async fn refusals_suspend_requests_and_are_shown() {
     }
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn missing_bucket_is_named_by_the_probe() {
     let bed = bed(|_| {}).await;
@@ -273,6 +280,7 @@ async fn missing_bucket_is_named_by_the_probe() {
     );
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn overload_halves_the_limit_and_successes_raise_it() {
     let bed = bed(|options| options.max_connections = 8).await;
@@ -341,6 +349,7 @@ async fn kept_connections_that_the_server_closed_are_replaced() {
     assert!(bed.server.requests().len() <= 2);
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn unread_responses_are_none_of_later_requests() {
     let bed = bed(|_| {}).await;
@@ -378,6 +387,7 @@ async fn unread_responses_are_none_of_later_requests() {
     }
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn clock_of_the_server_is_used_once_it_is_known() {
     let bed = bed(|_| {}).await;
@@ -414,6 +424,7 @@ async fn clock_of_the_server_is_used_once_it_is_known() {
     assert_eq!(bed.server.requests().len(), 1);
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn region_of_the_bucket_is_used_once_it_is_known() {
     for status in [307, 400] {
@@ -452,6 +463,7 @@ async fn region_of_the_bucket_is_used_once_it_is_known() {
     assert_eq!(bed.server.requests().len(), 2);
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn server_that_is_away_is_unavailable_and_comes_back() {
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();

@@ -95,6 +95,7 @@ async fn other_layouts_and_swapped_objects_are_no_hits() {
     }
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn equal_objects_are_stored_once_and_damaged_ones_again() {
     let bed = bed(|_| {}).await;
@@ -232,6 +233,7 @@ async fn ranges_of_two_versions_are_not_mixed_where_nothing_verifies_them() {
     assert_eq!(loaded, [Ok(vec![2; 1000])]);
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn object_deleted_in_the_bucket_leaves_the_index() {
     let bed = bed(|_| {}).await;
@@ -265,6 +267,7 @@ fn in_parts(options: &mut S3Options) {
     options.request_timeout = Duration::from_secs(60);
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn closing_removes_uploads_in_flight() {
     let bed = bed(in_parts).await;
@@ -361,6 +364,7 @@ async fn objects_whole_and_in_parts_are_stored_in_the_class_and_encryption_that_
     }
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn failed_uploads_are_removed() {
     let bed = bed(|options| options.multipart_bytes = 300).await;

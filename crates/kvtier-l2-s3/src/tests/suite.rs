@@ -44,6 +44,7 @@ fn maker(change: fn(&mut S3Options)) -> impl FnMut() -> Own {
     }
 }
 
+// proves: docs/compare.md#s3
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_bucket_passes() {
     run(maker(|_| {})).await;

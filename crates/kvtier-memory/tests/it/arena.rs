@@ -219,6 +219,7 @@ fn stale_segment_is_removed_before_capacity_is_checked() {
 }
 
 /// Made by any local user, in a directory where each may make names.
+// proves: docs/operate.md#l1-after-a-restart
 #[test]
 fn names_of_another_user_are_replaced_by_root() {
     if !rustix::process::geteuid().is_root() {
@@ -484,6 +485,7 @@ fn kept_arena_is_found_with_its_bytes() {
     assert!(!kvtier_memory::remove_kept(Path::new("/dev/shm"), &name));
 }
 
+// proves: docs/operate.md#l1-after-a-restart
 #[test]
 fn kept_hugepages_are_found_and_grow_only_when_asked() {
     let test = "kept_hugepages_are_found_and_grow_only_when_asked";

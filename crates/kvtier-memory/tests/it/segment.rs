@@ -178,6 +178,7 @@ impl Drop for Named {
     }
 }
 
+// proves: docs/troubleshoot.md#an-engine-dies
 #[test]
 fn orphans_are_marked_segments_without_lock() {
     let own = OwnSegment::create(4096).unwrap();
@@ -207,6 +208,7 @@ fn orphans_are_marked_segments_without_lock() {
 }
 
 /// It is removed as an orphan between its creation and its lock, or not at all.
+// proves: docs/troubleshoot.md#an-engine-dies
 #[test]
 fn removal_of_orphans_races_no_creation() {
     let is_over = std::sync::atomic::AtomicBool::new(false);
@@ -286,6 +288,7 @@ fn lender() -> (Child, String) {
     (child, name.trim_end().to_owned())
 }
 
+// proves: docs/troubleshoot.md#an-engine-dies
 #[test]
 fn orphans_are_unlinked_and_others_are_not() {
     let own = OwnSegment::create(4096).unwrap();
@@ -309,6 +312,7 @@ fn orphans_are_unlinked_and_others_are_not() {
     fs::remove_file(path_of(&name)).unwrap();
 }
 
+// proves: docs/troubleshoot.md#an-engine-dies
 #[test]
 fn a_segment_of_another_pid_namespace_stays() {
     // There its number is of a living process, which is unrelated to the one that has the number here.
@@ -338,6 +342,7 @@ fn segment_name_contains_its_creator() {
     }
 }
 
+// proves: docs/troubleshoot.md#shared-memory
 #[test]
 fn a_truncated_segment_is_an_error_not_a_crash() {
     let arena = Arena::create(ArenaKind::Anonymous, 1 << 20).unwrap();
@@ -390,6 +395,7 @@ fn several_threads_meet_the_same_lost_page() {
     });
 }
 
+// proves: docs/troubleshoot.md#shared-memory
 #[test]
 fn an_arena_loses_only_the_pages_it_lost() {
     let name = format!("kvtier_test_fault_{}", std::process::id());

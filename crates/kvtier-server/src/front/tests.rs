@@ -397,6 +397,7 @@ impl std::io::Write for &Log {
     }
 }
 
+// proves: docs/troubleshoot.md#the-log
 #[test]
 fn no_client_fills_the_log() {
     let log = Arc::new(Log::default());

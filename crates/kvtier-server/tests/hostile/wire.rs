@@ -87,6 +87,7 @@ impl Claimant {
 /// 2^32 numbers; what it can show is that a claim has no effect: peers that claim the same identity, or one of that form,
 /// are served beside each other and beside clients without one. With libzmq's ROUTER the second of two equal claims was cut
 /// off, so this failed at its first pair.
+// proves: docs/compare.md#hostile-peers
 #[test]
 fn claimed_routing_identities_have_no_effect() {
     let _turn = turn();

@@ -218,6 +218,7 @@ fn chunks(data: &[u8]) -> Vec<Vec<u8>> {
         .collect()
 }
 
+// proves: docs/compare.md#engine_driven
 #[test]
 fn engine_driven_with_a_pool() {
     converse(
@@ -227,6 +228,7 @@ fn engine_driven_with_a_pool() {
     );
 }
 
+// proves: docs/compare.md#engine_driven
 #[test]
 fn engine_driven_of_0_5_7() {
     let allow = ["--windowed-clients", "allow"];
@@ -242,6 +244,7 @@ fn engine_driven_of_0_5_7() {
     }
 }
 
+// proves: docs/compare.md#engine_driven
 #[test]
 fn engine_driven_pickled() {
     converse(
@@ -266,6 +269,7 @@ fn block(segment: &OwnSegment, block: u64) -> Vec<u8> {
     bytes
 }
 
+// proves: docs/compare.md#lmcache_driven-in-cpu-memory
 #[test]
 fn lmcache_driven_with_pages_in_shared_memory() {
     let server = TestServer::start(&[]);

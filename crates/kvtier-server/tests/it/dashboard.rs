@@ -90,6 +90,7 @@ fn events_have_the_history_and_the_state() {
     server.assert_sound();
 }
 
+// proves: docs/operate.md#dashboard
 #[test]
 fn latest_lookups_say_what_they_missed() {
     let (server, _, mut worker, stored) = given_stored("model", 3);
@@ -131,6 +132,7 @@ fn listed(server: &TestServer, query: &str) -> (Value, Vec<String>) {
     (counts, names.collect())
 }
 
+// proves: docs/operate.md#dashboard
 #[test]
 fn tenants_are_listed_in_the_order_asked_for() {
     let mock = r#"{"type":"mock","max_size_gb":1,"mock_bandwidth_gb":100}"#;

@@ -384,6 +384,7 @@ fn windowed_groups_register_without_a_cache() {
     }
 }
 
+// proves: docs/compare.md#engine_driven
 #[test]
 fn groups_without_windows_have_a_cache() {
     let server = TestServer::start(&["--shm-name", ""]);

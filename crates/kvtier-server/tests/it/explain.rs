@@ -118,6 +118,7 @@ fn present_chunks_and_unknown_ones_are_told_apart() {
     server.assert_sound();
 }
 
+// proves: docs/troubleshoot.md#why-did-it-miss
 #[test]
 fn evictions_have_their_policy_and_time() {
     let server = TestServer::start(&["--l1-size-gb", "0.001953125"]);
@@ -288,6 +289,7 @@ fn tier_that_others_write_is_asked() {
     assert_eq!(found.last().unwrap().2, "missing not_asked");
 }
 
+// proves: docs/troubleshoot.md#why-did-it-miss
 #[test]
 fn same_tokens_under_another_identity_are_found() {
     let server = TestServer::start(&[]);
@@ -450,6 +452,7 @@ fn ask_as(server: &TestServer, token: &str, body: &Value) -> (u16, Value) {
     request_as(server, token, &format!("POST {EXPLAIN}"), &body.to_string())
 }
 
+// proves: docs/troubleshoot.md#why-did-it-miss
 #[test]
 fn reader_learns_nothing_of_other_salts() {
     const READER: &str = "reader-0123456789abcdef";

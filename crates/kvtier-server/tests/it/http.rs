@@ -99,6 +99,7 @@ fn recorded() -> Value {
     serde_json::from_str(include_str!("../vectors/http_exchanges.json")).unwrap()
 }
 
+// proves: docs/compare.md#http
 #[test]
 fn routes_answer_as_lmcache_answers() {
     let server = TestServer::start(&[]);

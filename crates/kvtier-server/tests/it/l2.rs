@@ -199,6 +199,7 @@ fn pending_result_is_none_then_returned_once() {
     assert_eq!(waited.unwrap(), Some(0));
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[test]
 fn early_end_of_request_leaves_nothing() {
     let directory = tempfile::tempdir().unwrap();
@@ -232,6 +233,7 @@ fn early_end_of_request_leaves_nothing() {
     server.assert_sound();
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[test]
 fn cold_prefix_is_loaded_once_for_all_lookups() {
     let directory = tempfile::tempdir().unwrap();
@@ -314,6 +316,7 @@ fn prompt_larger_than_l1_is_stored_completely() {
     server.assert_sound();
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[test]
 fn l1_hits_do_not_wait_for_silent_tier() {
     let scope = Scope::new("l2/stalled");
@@ -338,6 +341,7 @@ fn l1_hits_do_not_wait_for_silent_tier() {
     server.assert_sound();
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[test]
 fn endless_load_ends_at_deadline_with_l1_hits() {
     let directory = tempfile::tempdir().unwrap();
@@ -358,6 +362,7 @@ fn endless_load_ends_at_deadline_with_l1_hits() {
     assert!(server.readings().l2_queued_bytes > 0);
 }
 
+// proves: docs/operate.md#restart-and-upgrade
 #[test]
 fn stop_answers_request_waiting_for_tier() {
     let directory = tempfile::tempdir().unwrap();
@@ -393,6 +398,7 @@ fn stop_answers_request_waiting_for_tier() {
     }
 }
 
+// proves: docs/operate.md#restart-and-upgrade
 #[test]
 fn port_is_freed_after_pool_name() {
     let scope = Scope::new("l2/successor");
@@ -417,6 +423,7 @@ fn port_is_freed_after_pool_name() {
     stopped.join().unwrap();
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[test]
 fn next_tier_loads_after_a_failure() {
     let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
@@ -443,6 +450,7 @@ fn next_tier_loads_after_a_failure() {
     assert!(loaded.iter().all(|loaded| *loaded > 0), "{loaded:?}");
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[test]
 fn unloadable_objects_shorten_the_prefix() {
     let directory = tempfile::tempdir().unwrap();
@@ -461,6 +469,7 @@ fn unloadable_objects_shorten_the_prefix() {
     server.assert_sound();
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[test]
 fn stores_beyond_queue_are_dropped_and_counted() {
     let scope = Scope::new("l2/queue");

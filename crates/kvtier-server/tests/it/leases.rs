@@ -53,6 +53,7 @@ fn resident(worker: &mut EngineDrivenWorker, seed: u32, chunks: usize) -> u64 {
     found
 }
 
+// proves: docs/troubleshoot.md#the-cache-is-full
 #[test]
 fn last_chunk_of_oldest_prefix_is_evicted_first() {
     let server = TestServer::start(&[]);
@@ -97,6 +98,7 @@ fn most_recently_used_prompt_stays() {
     assert_eq!(resident(&mut worker, 1, CAPACITY / 4), 0);
 }
 
+// proves: docs/troubleshoot.md#the-cache-is-full
 #[test]
 fn store_is_refused_only_by_leases_or_staging() {
     let server = TestServer::start(&[]);
@@ -134,6 +136,7 @@ fn full_and_held(server: &TestServer, scope: &Scope) -> EngineDrivenWorker {
     worker
 }
 
+// proves: docs/troubleshoot.md#the-cache-is-full
 #[test]
 fn session_end_releases_leases_at_once() {
     let server = TestServer::start(&[]);
@@ -196,6 +199,7 @@ fn retrieve_releases_leases_at_its_end() {
 }
 
 /// Its engine computes what it does not get. One that asks again gets it as long as it is there.
+// proves: docs/troubleshoot.md#the-cache-is-full
 #[test]
 fn refused_retrieve_releases_leases_at_once() {
     let server = TestServer::start(&[]);
@@ -230,6 +234,7 @@ fn refused_retrieve_releases_leases_at_once() {
 }
 
 /// Of two workers that read the same objects, one is refused and asks again, however often: the other has still to read.
+// proves: docs/troubleshoot.md#the-cache-is-full
 #[test]
 fn retrying_worker_is_one_reader() {
     let server = TestServer::start(&[]);
@@ -279,6 +284,7 @@ fn every_part_read_by_worker_counts() {
     }
 }
 
+// proves: docs/troubleshoot.md#an-engine-dies
 #[test]
 fn death_of_last_worker_releases_leases() {
     let server = TestServer::start(&[
@@ -307,6 +313,7 @@ fn unregistration_of_last_worker_releases_leases() {
     assert_eq!(server.readings().leased_objects, 0);
 }
 
+// proves: docs/troubleshoot.md#an-engine-dies
 #[test]
 fn silent_scheduler_releases_leases() {
     let server = TestServer::start(&[
@@ -343,6 +350,7 @@ fn silent_scheduler_releases_leases() {
     assert_eq!(server.readings().leased_objects, 0);
 }
 
+// proves: docs/troubleshoot.md#the-cache-is-full
 #[test]
 fn an_unread_lookup_expires_after_the_read_ttl() {
     let server = TestServer::start(&[
@@ -360,6 +368,7 @@ fn an_unread_lookup_expires_after_the_read_ttl() {
     assert_eq!(store(&mut worker, 3, 1), [0]);
 }
 
+// proves: docs/troubleshoot.md#the-cache-is-full
 #[test]
 fn background_pass_evicts_down_from_the_watermark() {
     let server = TestServer::start(&[

@@ -193,6 +193,7 @@ fn ping_twice(server: &TestServer, connection: &mut Connection) {
     }
 }
 
+// proves: docs/operate.md#workers-after-a-restart
 #[test]
 fn first_requests_after_a_restart_are_served() {
     let bed = Bed::new("pages");
@@ -219,6 +220,7 @@ fn first_requests_after_a_restart_are_served() {
     assert!(bed.files().is_empty());
 }
 
+// proves: docs/operate.md#workers-after-a-restart
 #[test]
 fn workers_that_copy_are_served_if_pool_is_the_same() {
     for force_pickle in [false, true] {
@@ -251,6 +253,7 @@ fn workers_that_copy_are_served_if_pool_is_the_same() {
     }
 }
 
+// proves: docs/operate.md#workers-after-a-restart
 #[test]
 fn worker_that_sends_its_chunks_needs_no_memory() {
     let bed = Bed::new("pickled");
@@ -267,6 +270,7 @@ fn worker_that_sends_its_chunks_needs_no_memory() {
     worker.assert_reads(&prompt(1, 2), 0..2, "q", 1);
 }
 
+// proves: docs/operate.md#workers-after-a-restart
 #[test]
 fn client_that_may_wait_for_lost_answers_is_served_until_its_ping() {
     let bed = Bed::new("provisional");
@@ -336,6 +340,7 @@ fn repeated_prompt_hits_after_a_restart() {
     server.assert_sound();
 }
 
+// proves: docs/operate.md#workers-after-a-restart
 #[test]
 fn client_that_may_have_timed_out_is_not_served() {
     // Its pings do not tell how soon it abandons a transfer.
@@ -378,6 +383,7 @@ fn client_that_may_have_timed_out_is_not_served() {
 }
 
 /// Its offsets would be of the other server's pool.
+// proves: docs/operate.md#workers-after-a-restart
 #[test]
 fn worker_that_another_server_may_have_registered_meanwhile_is_not_served() {
     for force_pickle in [false, true] {
@@ -404,6 +410,7 @@ fn worker_that_another_server_may_have_registered_meanwhile_is_not_served() {
 }
 
 /// Nothing else shows that its process has ended.
+// proves: docs/operate.md#workers-after-a-restart
 #[test]
 fn worker_that_copies_and_was_silent_for_long_is_not_restored() {
     const SECOND: u64 = 1_000_000_000;
@@ -428,6 +435,7 @@ fn worker_that_copies_and_was_silent_for_long_is_not_restored() {
     }
 }
 
+// proves: docs/operate.md#workers-after-a-restart
 #[test]
 fn registration_of_its_client_makes_a_restored_worker_lasting() {
     let bed = Bed::new("again");
@@ -446,6 +454,7 @@ fn registration_of_its_client_makes_a_restored_worker_lasting() {
     again.assert_reads(&prompt(1, 1), 0..1, "r", 1);
 }
 
+// proves: docs/operate.md#workers-after-a-restart
 #[test]
 fn replaced_segment_is_not_opened() {
     let bed = Bed::new("replaced");
@@ -476,6 +485,7 @@ fn replaced_segment_is_not_opened() {
     assert!(bed.files().is_empty());
 }
 
+// proves: docs/operate.md#workers-after-a-restart
 #[test]
 fn only_the_last_registration_is_restored() {
     let bed = Bed::new("last");
@@ -492,6 +502,7 @@ fn only_the_last_registration_is_restored() {
     assert_eq!(models[0].model_name, "kept/second");
 }
 
+// proves: docs/operate.md#workers-after-a-restart
 #[test]
 fn workers_that_left_are_not_restored() {
     let bed = Bed::new("left");
@@ -522,6 +533,7 @@ fn workers_that_left_are_not_restored() {
     assert!(bed.files().is_empty());
 }
 
+// proves: docs/operate.md#workers-after-a-restart
 #[test]
 fn files_that_are_no_registrations_of_the_server_are_left_out() {
     let bed = Bed::new("damaged");
@@ -592,6 +604,7 @@ fn files_that_are_no_registrations_of_the_server_are_left_out() {
     assert_eq!(outcome(&server), left_out("foreign"));
 }
 
+// proves: docs/operate.md#workers-after-a-restart
 #[test]
 fn another_server_restores_nothing() {
     let bed = Bed::new("other");

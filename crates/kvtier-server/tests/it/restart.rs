@@ -8,6 +8,7 @@ use crate::support::{TestServer, bytes, prompt, range};
 
 const UNKNOWN: Option<InstanceId> = Some(InstanceId(5));
 
+// proves: docs/operate.md#restart-and-upgrade
 #[test]
 fn unknown_worker_first_ping_fails_next_succeeds() {
     let server = TestServer::start(&[]);
@@ -54,6 +55,7 @@ fn unregistered_worker_is_unknown() {
     assert!(connection.ping(UNKNOWN).unwrap());
 }
 
+// proves: docs/troubleshoot.md#an-engine-dies
 #[test]
 fn worker_considered_dead_is_notified() {
     let scope = Scope::new("restart/reaped");

@@ -124,6 +124,7 @@ fn zero_seconds_go_first() {
     server.assert_sound();
 }
 
+// proves: docs/compare.md#retention
 #[test]
 fn pins_take_no_more_than_their_share() {
     let server = TestServer::start(&SMALL);

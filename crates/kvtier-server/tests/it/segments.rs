@@ -151,6 +151,7 @@ fn end(mut process: Child) {
     process.wait().unwrap();
 }
 
+// proves: docs/troubleshoot.md#an-engine-dies
 #[test]
 fn restarted_worker_with_same_pid_uses_new_memory() {
     let server = TestServer::start(&[]);
@@ -192,6 +193,7 @@ fn restarted_worker_with_same_pid_uses_new_memory() {
     end(process);
 }
 
+// proves: docs/troubleshoot.md#an-engine-dies
 #[test]
 fn memory_of_a_dead_worker_is_removed() {
     let server = TestServer::start(&["--worker-registration-grace-seconds", "3600"]);
@@ -207,6 +209,7 @@ fn memory_of_a_dead_worker_is_removed() {
     assert!(!pages.exist());
 }
 
+// proves: docs/troubleshoot.md#an-engine-dies
 #[test]
 fn silent_worker_keeps_memory_while_possibly_alive() {
     let server = TestServer::start(&["--worker-registration-grace-seconds", "3600"]);

@@ -168,6 +168,7 @@ fn empty_lookup_takes_nothing_of_equal_id() {
     assert!(worker.retrieved(&prompt, 0..1, "0").is_some());
 }
 
+// proves: docs/troubleshoot.md#the-cache-is-full
 #[test]
 fn equal_requests_of_two_engines_do_not_meet() {
     let server = TestServer::start(&[]);
@@ -427,6 +428,7 @@ fn partial_free_keeps_the_rest_retrievable() {
     assert_eq!(server.readings().leased_objects, 0);
 }
 
+// proves: docs/troubleshoot.md#the-cache-is-full
 #[test]
 fn a_lookup_result_waits_and_is_returned_once() {
     let (server, scope, mut worker, prompt) = given_stored("sessions/once", 1);

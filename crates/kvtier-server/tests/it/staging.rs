@@ -35,6 +35,7 @@ fn stores_and_finds(worker: &mut EngineDrivenWorker, seeds: Range<u32>) {
     }
 }
 
+// proves: docs/troubleshoot.md#uncommitted-stores
 #[test]
 fn uncommitted_stores_do_not_fill_the_cache() {
     let server = TestServer::start(&["--l1-write-ttl-seconds", "60"]);
@@ -73,6 +74,7 @@ fn uncommitted_stores_do_not_fill_the_cache() {
     assert_eq!(reserve(&mut again, &key).len(), 128);
 }
 
+// proves: docs/troubleshoot.md#uncommitted-stores
 #[test]
 fn new_instance_ids_do_not_reset_staging_share() {
     let server = TestServer::start(&["--l1-write-ttl-seconds", "60"]);
@@ -99,6 +101,7 @@ fn new_instance_ids_do_not_reset_staging_share() {
     assert_eq!(reserve(&mut again, &key).len(), 128);
 }
 
+// proves: docs/troubleshoot.md#uncommitted-stores
 #[test]
 fn replica_of_a_departed_impostor_stores_and_retrieves() {
     let server = TestServer::start(&[]);
@@ -129,6 +132,7 @@ fn replica_of_a_departed_impostor_stores_and_retrieves() {
     assert_eq!(read.unwrap().unwrap().chunks, 64);
 }
 
+// proves: docs/troubleshoot.md#uncommitted-stores
 #[test]
 fn worker_that_never_commits_holds_at_most_a_quarter() {
     let server = TestServer::start(&["--l1-write-ttl-seconds", "60"]);
@@ -159,6 +163,7 @@ fn worker_that_never_commits_holds_at_most_a_quarter() {
 }
 
 /// Each start finds what the workers of all servers before were granted and did not commit.
+// proves: docs/operate.md#l1-after-a-restart
 #[test]
 fn restarts_withhold_at_most_a_quarter() {
     let base = tempfile::tempdir().unwrap();
@@ -209,6 +214,7 @@ fn restarts_withhold_at_most_a_quarter() {
     drop(start("off"));
 }
 
+// proves: docs/troubleshoot.md#uncommitted-stores
 #[test]
 fn thousand_instances_stage_at_most_a_quarter() {
     let server = TestServer::start(&[]);
@@ -230,6 +236,7 @@ fn thousand_instances_stage_at_most_a_quarter() {
     }
 }
 
+// proves: docs/troubleshoot.md#uncommitted-stores
 #[test]
 fn tenant_stages_no_more_than_soft_limit() {
     let server = TestServer::start(&["--eviction-policy", "IsolatedLRU"]);
@@ -248,6 +255,7 @@ fn tenant_stages_no_more_than_soft_limit() {
     stores_and_finds(&mut neighbour, 2000..2010);
 }
 
+// proves: docs/troubleshoot.md#uncommitted-stores
 #[test]
 fn small_aligned_objects_hold_at_most_a_quarter() {
     // 32 units of 2 MiB; an object of 8 KiB takes one.
@@ -280,6 +288,7 @@ fn commit_pickled(worker: &mut EngineDrivenWorker, scope: &Scope) -> bool {
     stored.unwrap()
 }
 
+// proves: docs/troubleshoot.md#uncommitted-stores
 #[test]
 fn pickled_store_counts_in_worker_share() {
     let server = TestServer::start(&[]);
@@ -291,6 +300,7 @@ fn pickled_store_counts_in_worker_share() {
     assert!(commit_pickled(&mut other, &scope));
 }
 
+// proves: docs/troubleshoot.md#uncommitted-stores
 #[test]
 fn uncommitted_retrieves_do_not_block_all_eviction() {
     let server = TestServer::start(&["--l1-write-ttl-seconds", "60"]);
@@ -310,6 +320,7 @@ fn uncommitted_retrieves_do_not_block_all_eviction() {
     assert_eq!(read, 32);
 }
 
+// proves: docs/troubleshoot.md#uncommitted-stores
 #[test]
 fn uncommitted_retrieve_ends_after_two_write_ttls() {
     let server = TestServer::start(&["--l1-write-ttl-seconds", "60"]);
@@ -344,6 +355,7 @@ fn uncommitted_retrieve_ends_after_two_write_ttls() {
     server.assert_sound();
 }
 
+// proves: docs/troubleshoot.md#uncommitted-stores
 #[test]
 fn object_larger_than_a_quarter_is_refused() {
     let server = TestServer::start(&[]);
@@ -364,6 +376,7 @@ fn object_larger_than_a_quarter_is_refused() {
     }
 }
 
+// proves: docs/troubleshoot.md#uncommitted-stores
 #[test]
 fn background_pass_evicts_nothing_for_staged_bytes() {
     let server = TestServer::start(&[

@@ -130,6 +130,7 @@ fn directory_that_cannot_be_used_is_one_warning() {
     }
 }
 
+// proves: docs/operate.md#l1-after-a-restart
 #[test]
 fn l1_that_cannot_be_kept_is_one_warning_with_reason() {
     let base = tempfile::tempdir().unwrap();

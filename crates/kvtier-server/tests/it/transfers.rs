@@ -43,6 +43,7 @@ fn held(server: &TestServer) -> (u64, u64, u64) {
     )
 }
 
+// proves: docs/troubleshoot.md#uncommitted-stores
 #[test]
 fn a_commit_without_a_prepare_stores_nothing() {
     let server = TestServer::start(&[]);
@@ -61,6 +62,8 @@ fn a_commit_without_a_prepare_stores_nothing() {
     server.assert_sound();
 }
 
+// proves: docs/compare.md#hits
+// proves: docs/troubleshoot.md#uncommitted-stores
 #[test]
 fn prepared_store_is_not_readable_before_commit() {
     let server = TestServer::start(&[]);
@@ -101,6 +104,7 @@ fn commit(worker: &mut EngineDrivenWorker, key: &Key<'_>) -> bool {
         .unwrap()
 }
 
+// proves: docs/troubleshoot.md#uncommitted-stores
 #[test]
 fn a_store_in_flight_is_not_granted_twice() {
     let server = TestServer::start(&[]);
@@ -213,6 +217,7 @@ fn first_commit_of_equal_stores_counts_whole() {
     assert_eq!(server.readings().staged_bytes, 0);
 }
 
+// proves: docs/troubleshoot.md#an-engine-dies
 #[test]
 fn unregistered_instance_keeps_memory_it_may_copy() {
     let server = TestServer::start(&["--l1-write-ttl-seconds", "600"]);
@@ -251,6 +256,7 @@ fn unregistered_instance_keeps_memory_it_may_copy() {
     server.assert_sound();
 }
 
+// proves: docs/troubleshoot.md#uncommitted-stores
 #[test]
 fn abandoned_store_frees_memory_at_once() {
     let server = TestServer::start(&[]);
@@ -300,6 +306,7 @@ fn replacing_registration_commits_no_former_transfers() {
     assert_eq!(held(&server), (0, 0, 0));
 }
 
+// proves: docs/troubleshoot.md#an-engine-dies
 #[test]
 fn vanished_workers_memory_returns_after_write_ttl() {
     let server = TestServer::start(&[
@@ -340,6 +347,7 @@ fn vanished_workers_memory_returns_after_write_ttl() {
     server.assert_sound();
 }
 
+// proves: docs/troubleshoot.md#uncommitted-stores
 #[test]
 fn uncommitted_store_expires_into_quarantine() {
     let server = TestServer::start(&[
@@ -406,6 +414,7 @@ fn load_only_worker_without_pool_receives_chunks() {
     assert_eq!(server.readings().leased_objects, 0);
 }
 
+// proves: docs/troubleshoot.md#shared-memory
 #[test]
 fn pickled_store_leaves_no_slots() {
     let server = TestServer::start(&[]);
@@ -419,6 +428,7 @@ fn pickled_store_leaves_no_slots() {
     assert_eq!(server.readings().leased_objects, 0);
 }
 
+// proves: docs/troubleshoot.md#shared-memory
 #[test]
 fn chunk_on_lost_pages_is_no_hit() {
     let server = TestServer::start(&[]);
@@ -456,6 +466,7 @@ fn reregistered_worker_is_offered_the_pool() {
     assert_eq!(slots(prepared(&mut again)).len(), 2);
 }
 
+// proves: docs/troubleshoot.md#uncommitted-stores
 #[test]
 fn copy_failing_midway_stores_nothing() {
     let server = TestServer::start(&[]);
@@ -513,6 +524,7 @@ fn pages_come_back_as_they_were_stored() {
     assert_eq!(got, chunks[1]);
 }
 
+// proves: docs/troubleshoot.md#shared-memory
 #[test]
 fn client_truncating_its_pages_harms_only_itself() {
     let server = TestServer::start(&[]);

@@ -52,6 +52,7 @@ fn unserved_because(server: &TestServer, instance: i64) -> Value {
     answer["unserved_instances"][instance.to_string()].clone()
 }
 
+// proves: docs/compare.md#recurrent-states
 #[test]
 fn windowed_worker_registers_without_a_cache() {
     let server = TestServer::start(&[]);
@@ -104,6 +105,7 @@ fn windowed_worker_is_served_with_allow() {
     );
 }
 
+// proves: docs/compare.md#sliding-windows
 #[test]
 fn held_window_is_served_and_loads_its_blocks() {
     let server = TestServer::start(&[]);

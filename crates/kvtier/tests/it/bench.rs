@@ -77,6 +77,7 @@ fn rows(output: &Output) -> Vec<serde_json::Value> {
     report["rows"].as_array().unwrap().clone()
 }
 
+// proves: docs/compare.md#command-line
 #[test]
 fn whole_table_runs_and_bytes_are_right() {
     let server = Server::start("bench_table");

@@ -90,6 +90,7 @@ impl Damage {
     }
 }
 
+// proves: docs/operate.md#l1-after-a-restart
 #[test]
 fn damaged_segments_are_not_believed() {
     let is_root = rustix::process::geteuid().is_root();

@@ -87,6 +87,7 @@ fn ledger(mount: &HugeMount) -> PathBuf {
     Path::new("/dev/shm").join(name).with_extension("ledger")
 }
 
+// proves: docs/operate.md#l1-after-a-restart
 #[test]
 fn killed_server_leaves_hugepages_to_the_next() {
     let test = "killed_server_leaves_hugepages_to_the_next";
@@ -100,6 +101,7 @@ fn killed_server_leaves_hugepages_to_the_next() {
     assert_eq!(HugeMount::free(), 5);
 }
 
+// proves: docs/operate.md#hugepages
 #[test]
 fn stopped_server_leaves_hugepages_to_other_sizes() {
     let test = "stopped_server_leaves_hugepages_to_other_sizes";
@@ -144,6 +146,7 @@ fn stopped_server_leaves_hugepages_to_other_sizes() {
     end(&mount, base.path());
 }
 
+// proves: docs/operate.md#hugepages
 #[test]
 fn server_without_enough_hugepages_says_how_many() {
     let test = "server_without_enough_hugepages_says_how_many";
@@ -166,6 +169,7 @@ fn server_without_enough_hugepages_says_how_many() {
     }
 }
 
+// proves: docs/operate.md#hugepages
 #[test]
 fn hugepages_without_a_usable_mount_end_with_the_process() {
     let test = "hugepages_without_a_usable_mount_end_with_the_process";
@@ -248,6 +252,7 @@ impl Damage {
     }
 }
 
+// proves: docs/operate.md#l1-after-a-restart
 #[test]
 fn damaged_hugepage_files_are_not_believed() {
     let test = "damaged_hugepage_files_are_not_believed";

@@ -113,6 +113,8 @@ fn work(
     stored.difference(&indeterminate).copied().collect()
 }
 
+// proves: docs/compare.md#restart
+// proves: docs/operate.md#l1-after-a-restart
 #[test]
 fn killed_server_loses_nothing_it_answered() {
     let given = |name| std::env::var(name).ok().map(|text| text.parse().unwrap());
@@ -197,6 +199,7 @@ pub(crate) fn kill_repeatedly(kills: u64, seed: u64, start: &dyn Fn() -> Server)
     assert!(reads > kills && objects > kills);
 }
 
+// proves: docs/operate.md#l1-after-a-restart
 #[test]
 fn stopped_server_leaves_l1_to_the_next() {
     let base = tempfile::tempdir().unwrap();
@@ -280,6 +283,8 @@ fn check_config_says_what_becomes_of_earlier_l1() {
     assert_eq!(server.restored(), Some(4));
 }
 
+// proves: docs/compare.md#restart
+// proves: docs/operate.md#l1-after-a-restart
 #[test]
 fn l1_is_kept_automatically_and_status_says_where() {
     let base = tempfile::tempdir().unwrap();
@@ -351,6 +356,7 @@ fn usage_and_quotas_are_exact_after_a_kill() {
 }
 
 /// What a smaller server leaves out is absent for a larger one after it: that memory was freed, or was another object's since.
+// proves: docs/operate.md#l1-after-a-restart
 #[test]
 fn larger_server_after_a_smaller_one_believes_no_stale_record() {
     let base = tempfile::tempdir().unwrap();
@@ -373,6 +379,7 @@ fn larger_server_after_a_smaller_one_believes_no_stale_record() {
 }
 
 /// A client that has its memory from the server before, and goes on.
+// proves: docs/operate.md#l1-after-a-restart
 #[test]
 fn memory_of_living_clients_is_kept_from_others() {
     let base = tempfile::tempdir().unwrap();
@@ -431,6 +438,7 @@ fn pool_bytes(slots: &[(u64, u64)]) -> Vec<Vec<u8>> {
 
 /// What a client was granted before the kill, to read and to write, is withheld until the client has ended or the time for writes
 /// has passed.
+// proves: docs/operate.md#l1-after-a-restart
 #[test]
 fn granted_memory_is_withheld_until_client_ends() {
     for (ttl, ends) in [("600", true), ("1", false)] {
@@ -481,6 +489,8 @@ fn granted_memory_is_withheld_until_client_ends() {
 }
 
 /// Ctrl-C frees what SIGTERM and a crash keep.
+// proves: docs/operate.md#l1-after-a-restart
+// proves: docs/operate.md#memory-that-stays
 #[test]
 fn interrupted_server_frees_its_memory() {
     let base = tempfile::tempdir().unwrap();
@@ -509,6 +519,8 @@ fn pools(args: &[&str]) -> (Option<i32>, String) {
     (output.status.code(), String::from_utf8(text).unwrap())
 }
 
+// proves: docs/operate.md#l1-after-a-restart
+// proves: docs/operate.md#memory-that-stays
 #[test]
 fn pools_frees_only_what_no_process_has() {
     let base = tempfile::tempdir().unwrap();
@@ -565,6 +577,7 @@ fn own_scope() -> Scope {
 
 /// Kills a server while its workers noticed nothing, and starts the next one at the same address: the first retrieve and the first
 /// store of each are served.
+// proves: docs/operate.md#workers-after-a-restart
 #[test]
 fn first_requests_after_a_kill_are_served_without_registration() {
     let base = tempfile::tempdir().unwrap();
@@ -602,6 +615,7 @@ fn first_requests_after_a_kill_are_served_without_registration() {
 }
 
 /// A registration is answered when the next process would restore it, and an unregistration when it would not.
+// proves: docs/operate.md#workers-after-a-restart
 #[test]
 fn kill_right_behind_an_answer_keeps_what_was_answered() {
     let base = tempfile::tempdir().unwrap();

@@ -57,6 +57,7 @@ impl Drop for Server {
     }
 }
 
+// proves: docs/troubleshoot.md#the-log
 #[test]
 fn a_server_with_unread_stderr_runs_and_ends() {
     let mut server = Server::start("unread", &[]);
@@ -67,6 +68,7 @@ fn a_server_with_unread_stderr_runs_and_ends() {
     assert_eq!(server.child.wait().unwrap().code(), Some(0));
 }
 
+// proves: docs/troubleshoot.md#the-log
 #[test]
 fn last_log_line_is_written_before_exit() {
     let mut server = Server::start("read", &[]);

@@ -6,6 +6,7 @@ mod access;
 mod arrows;
 mod bench;
 mod bench_l2;
+mod claims;
 mod cli;
 mod damage;
 mod docs;

@@ -67,6 +67,7 @@ fn log(script: &str) -> String {
     log
 }
 
+// proves: docs/operate.md#restart-and-upgrade
 #[test]
 fn killed_servers_pool_is_freed_for_successor() {
     if !is_possible() {
@@ -88,6 +89,7 @@ fn killed_servers_pool_is_freed_for_successor() {
     assert!(said(&other).contains("--shm-name other: /dev/shm has "));
 }
 
+// proves: docs/troubleshoot.md#shared-memory
 #[test]
 fn full_shm_error_says_workers_may_hold_it() {
     if !is_possible() {
@@ -110,6 +112,8 @@ fn full_shm_error_says_workers_may_hold_it() {
     assert!(warning.unwrap().contains(cause), "{without}");
 }
 
+// proves: docs/compare.md#flags-of-lmcache
+// proves: docs/operate.md#restart-and-upgrade
 #[test]
 fn the_default_pool_leaves_space_for_the_previous() {
     if !is_possible() {

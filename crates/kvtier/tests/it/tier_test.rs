@@ -11,6 +11,7 @@ fn tier_test(case: &str) -> Command {
     command
 }
 
+// proves: docs/compare.md#other-tiers
 #[test]
 fn right_tier_passes_and_is_left_empty() {
     let directory = tempfile::tempdir().unwrap();

@@ -22,6 +22,7 @@ impl Namespaces for First {
     }
 }
 
+// proves: docs/operate.md#l1-after-a-restart
 #[test]
 fn each_flipped_bit_leaves_out_what_it_belongs_to() {
     let memory = stored();
@@ -92,6 +93,7 @@ fn left_out_objects_are_counted_by_reason() {
 }
 
 /// A number whose namespace is another number's too is free, and its reference is not the next namespace's.
+// proves: docs/operate.md#l1-after-a-restart
 #[test]
 fn duplicate_namespace_leaves_no_reference_to_its_number() {
     let words = Shared::default();

@@ -37,6 +37,7 @@ fn left_out_memory_that_clients_may_copy_is_told() {
 }
 
 /// Each start finds the same time of a grant, so that none begins it again.
+// proves: docs/operate.md#l1-after-a-restart
 #[test]
 fn grants_keep_their_times_over_restarts() {
     let words = Shared::default();
@@ -88,6 +89,7 @@ fn grants_keep_their_times_over_restarts() {
 }
 
 /// Memory that was granted and has no record is unknown to the next process, which so must not use any of it.
+// proves: docs/operate.md#l1-after-a-restart
 #[test]
 fn grant_without_record_is_known_to_next_process() {
     let long = Arc::new(Namespace::new("m".repeat(3000), 0, 0, 0, "").unwrap());

@@ -4,6 +4,7 @@ use kvtier_core::ledger::{FORMAT_VERSION, Identity, Ledger, LedgerError};
 
 use super::{ALIGN, CAPACITY, IDENTITY, Memory, SECOND, Shared, keys, record, stored};
 
+// proves: docs/operate.md#l1-after-a-restart
 #[test]
 fn ledger_of_another_server_is_not_read() {
     let memory = stored();

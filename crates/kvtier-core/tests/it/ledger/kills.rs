@@ -184,6 +184,7 @@ impl Walk {
 
 /// A process that is killed between any two words: each readable object has its own bytes, each committed one is there,
 /// and what clients may be copying is kept from others.
+// proves: docs/operate.md#l1-after-a-restart
 #[test]
 fn kill_at_any_word_restores_what_was_committed() {
     for seed in 0..24 {

@@ -268,6 +268,7 @@ fn timeline_value_is_read_in_the_background() {
 }
 
 /// A driver that does not come back from opening an event has only the thread of that GPU.
+// proves: docs/gpu.md#when-something-goes-wrong
 #[test]
 fn blocked_event_open_delays_only_its_gpu() {
     for (form, function) in [

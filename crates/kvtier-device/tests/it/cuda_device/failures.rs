@@ -20,6 +20,7 @@ fn looked(server: &Server, function: &str) {
 const DEAD: &str = "fail cuEventQuery=700; fail cuEventRecord=700; fail cuStreamQuery=700; fail cuMemcpyAsync=700; \
                     fail cuMemcpyBatchAsync=700; fail cuLaunchKernel=700; fail cuMemcpyHtoDAsync_v2=700";
 
+// proves: docs/gpu.md#when-something-goes-wrong
 #[test]
 fn failed_copy_fails_its_transfer_after_the_others() {
     let server = Server::with("", batches(), 1 << 20);
@@ -136,6 +137,7 @@ fn piece_of_unknown_state_ends_when_known() {
     server.ends_clean();
 }
 
+// proves: docs/gpu.md#when-something-goes-wrong
 #[test]
 fn lost_context_fails_all_transfers() {
     let server = Server::with("", batches(), 1 << 20);
@@ -186,6 +188,7 @@ fn lost_context_fails_all_transfers() {
 }
 
 /// With nothing in flight, the first call that fails shows the loss of the context.
+// proves: docs/gpu.md#when-something-goes-wrong
 #[test]
 fn lost_context_is_found_by_the_next_call() {
     for script in [
@@ -286,6 +289,7 @@ fn invalid_extents_are_refused() {
 }
 
 /// After a panic in a feeder every transfer is reported, those with submitted pieces once these have ended.
+// proves: docs/gpu.md#when-something-goes-wrong
 #[test]
 fn feeder_panic_fails_all_transfers() {
     let mut options = batches();

@@ -197,6 +197,7 @@ fn dropped_device_waits_for_submitted_pieces() {
 }
 
 /// A GPU that hangs is abandoned, and transfers of unknown state are not reported.
+// proves: docs/gpu.md#when-something-goes-wrong
 #[test]
 fn hanging_gpu_is_abandoned() {
     let mut options = batches();
@@ -223,6 +224,7 @@ fn hanging_gpu_is_abandoned() {
 }
 
 /// All GPUs are stopped before one is waited for: what hangs on one holds up no other.
+// proves: docs/gpu.md#when-something-goes-wrong
 #[test]
 fn stopped_device_reports_all_and_names_hanging_gpus() {
     let mut options = batches();

@@ -52,6 +52,7 @@ fn arena_is_pinned_while_a_gpu_is_in_use() {
 }
 
 /// What is pinned is used as such, and what is not is copied all the same.
+// proves: docs/gpu.md#when-something-goes-wrong
 #[test]
 fn unpinnable_piece_is_reported_and_skipped() {
     let server = Server::with(

@@ -213,6 +213,7 @@ fn configured_executor_that_fails_is_refused() {
 }
 
 /// Errors of a lost context concern the GPU, not an executor.
+// proves: docs/gpu.md#when-something-goes-wrong
 #[test]
 fn gpu_failing_its_trial_is_not_used() {
     for script in [
@@ -396,6 +397,7 @@ fn staging_trial_of_unknown_state_is_the_last() {
 
 /// A driver call that hangs in context creation or in the trial delays registrations on that GPU by one timeout, and
 /// nothing else.
+// proves: docs/gpu.md#when-something-goes-wrong
 #[test]
 fn driver_hanging_in_activation_is_abandoned() {
     for (function, what) in [

@@ -249,6 +249,7 @@ fn set_version(path: &Path, version: u16) {
     fs::write(path, [&bytes[..at], &changed].concat()).unwrap();
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[test]
 fn file_of_another_release_is_a_miss_until_replaced() {
     for direct in [false, true] {

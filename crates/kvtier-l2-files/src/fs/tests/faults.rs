@@ -322,6 +322,7 @@ fn is_unused(fixture: &Fixture, why: &str) {
     assert_eq!(listed.unwrap_err().kind(), ErrorKind::Unavailable);
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[test]
 fn base_renamed_or_replaced_is_unused_until_back() {
     let fixture = Fixture::new();

@@ -361,6 +361,7 @@ fn page_bound(number: u8) -> ObjectSpec {
     }
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[test]
 fn page_bound_object_without_layout_misses_until_replaced() {
     let fixture = Fixture::new();

@@ -17,6 +17,7 @@ fn copy(device: &Device) -> Device {
     copy
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn replacement_is_old_or_new_at_each_step() {
     let (device, memory) = (
@@ -183,6 +184,7 @@ async fn no_damaged_record_is_used() {
 
 /// A record that was erased and not synced may be there again after a loss of power. Its number is below those of all later
 /// stores only if the next run has not begun to count before what it found.
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn erasures_are_synced_before_numbers_are_given_again() {
     let memory = Memory::new(1 << 20);
@@ -251,6 +253,7 @@ async fn table_that_could_not_be_read_is_read_again() {
     adapter.close().await;
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn file_that_is_cut_costs_what_was_cut() {
     let (device, memory) = (Device::new(|_| {}), Memory::new(1 << 20));
@@ -286,6 +289,7 @@ async fn file_that_is_cut_costs_what_was_cut() {
     }
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn failure_of_the_medium_costs_one_object() {
     let (device, memory) = (Device::new(|_| {}), Memory::new(1 << 20));
@@ -320,6 +324,7 @@ async fn failure_of_the_medium_costs_one_object() {
     adapter.close().await;
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn path_that_leads_elsewhere_is_unhealthy_until_it_is_back() {
     let device = Device::new(|options| options.capacity_bytes = 1 << 20);

@@ -34,6 +34,7 @@ async fn devices_with_other_data_are_refused_unless_forced() {
     }
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn device_belongs_to_one_server() {
     let device = Device::new(|_| {});
@@ -140,6 +141,7 @@ async fn store_in(tier: &Tier, memory: &Memory, object: &ObjectSpec) -> Result<S
     tier.store(vec![item]).await.pop().unwrap()
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn tier_evicts_if_records_or_pieces_of_space_are_missing() {
     let memory = Memory::new(1 << 22);

@@ -192,6 +192,7 @@ const LATE: Fault = Fault::Late(Wait {
     object: std::time::Duration::ZERO,
 });
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test(start_paused = true)]
 async fn unanswered_store_corrupt_load_is_a_miss() {
     let context = TestContext::new();

@@ -381,6 +381,7 @@ async fn changed_watermark_holds_from_next_pass() {
     assert_accounting(&tier, &memory);
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn disk_smaller_than_capacity_evicts_the_oldest() {
     for capacity in [Some(100), None] {
@@ -415,6 +416,7 @@ async fn full_disk_evicts_nothing_by_policy_noop() {
 }
 
 /// A quota that counts deleted bytes until minutes later, or a backend that refuses deletes.
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn backend_that_stays_full_is_not_emptied() {
     for case in 0..6 {
@@ -456,6 +458,7 @@ async fn reserve_that_cannot_be_reached_evicts_nothing() {
     assert_accounting(&tier, &memory);
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn full_disk_suspends_only_stores_until_space() {
     let (memory, bytes) = (test_adapter(), Bytes::new());
@@ -489,6 +492,7 @@ async fn unknown_free_space_refuses_stores() {
     assert_accounting(&tier, &memory);
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn foreign_stores_are_adopted_and_foreign_deletes_noticed() {
     let (memory, bytes) = (shared_adapter(), Bytes::new());
@@ -575,6 +579,7 @@ async fn old_objects_are_served_during_recovery() {
     assert_accounting(&tier, &memory);
 }
 
+// proves: docs/troubleshoot.md#second-tiers
 #[tokio::test]
 async fn capacity_holds_from_first_store_after_restart() {
     let (memory, bytes) = (with_recovery(4), Bytes::new());

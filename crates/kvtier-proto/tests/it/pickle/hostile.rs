@@ -47,6 +47,7 @@ proptest! {
         exercise(&message);
     }
 
+    // proves: docs/compare.md#hostile-peers
     #[test]
     fn random_opcodes_do_no_harm(
         steps in proptest::collection::vec(
@@ -234,6 +235,7 @@ fn the_limits_hold() {
     );
 }
 
+// proves: docs/compare.md#hostile-peers
 #[test]
 fn tricks_with_the_machine_are_refused() {
     let cases: [(&str, &[u8]); 12] = [

@@ -16,6 +16,7 @@ use super::super::{outbox, serve};
 use super::{Arc, ByHand};
 use kvtier_engine::{Caller, Reply};
 
+// proves: docs/compare.md#hostile-peers
 #[test]
 fn full_port_closes_the_oldest_connection_without_a_request() {
     let mut server = ByHand::bounded(3, 1 << 20);
@@ -38,6 +39,7 @@ fn end_session(server: &mut ByHand) {
     assert_eq!(server.answers().len(), 1);
 }
 
+// proves: docs/compare.md#hostile-peers
 #[test]
 fn full_port_closes_the_oldest_connection_that_only_pings() {
     let mut server = ByHand::bounded(3, 1 << 20);
@@ -64,6 +66,7 @@ fn full_port_closes_the_oldest_connection_that_only_pings() {
     end_session(&mut server);
 }
 
+// proves: docs/compare.md#hostile-peers
 #[test]
 fn port_full_of_clients_pauses_accepting_until_one_ends() {
     let mut server = ByHand::bounded(1, 1 << 20);

@@ -16,6 +16,7 @@ fn register(bed: &Bed, engine: &mut Exporter, id: i64, counters: Option<&str>) -
 
 /// One rank of several: its store fails at once and its memory is closed, before it could be considered silent. The other
 /// ranks go on, also one whose process is unknown; that one stays registered until its silence times out.
+// proves: docs/troubleshoot.md#an-engine-dies
 #[test]
 fn dead_engine_is_removed_at_once_and_alone() {
     let bed = Bed::start();

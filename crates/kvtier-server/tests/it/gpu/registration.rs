@@ -112,6 +112,7 @@ fn engine_death_during_registration_leaves_nothing() {
 }
 
 /// The one thread for transfers waits for no driver, whatever a worker on a GPU sends.
+// proves: docs/gpu.md#when-something-goes-wrong
 #[test]
 fn hanging_event_delays_no_other_worker() {
     let bed = Bed::start();
@@ -130,6 +131,7 @@ fn hanging_event_delays_no_other_worker() {
 }
 
 /// A driver that hangs in the trial of a GPU blocks no stop: the worker that waits for it receives an answer.
+// proves: docs/gpu.md#when-something-goes-wrong
 #[test]
 fn a_server_ends_during_a_trial() {
     let bed = Bed::start();

@@ -14,6 +14,7 @@ fn left_out(bed: &Bed) -> (u64, BTreeMap<String, u64>) {
 }
 
 /// The handle is opened again, and the counter of PyTorch's stays until the worker has left for good.
+// proves: docs/operate.md#workers-after-a-restart
 #[test]
 fn worker_is_served_by_the_next_process_while_its_engine_lives() {
     let base = tempfile::tempdir().unwrap();

@@ -31,6 +31,7 @@ fn hanging_gpu_is_logged_once() {
     assert_eq!(log.matches("transfers have not ended").count(), 1, "{log}");
 }
 
+// proves: docs/operate.md#l1-after-a-restart
 #[test]
 fn l1_is_not_left_to_next_server_while_gpu_hangs() {
     let log = Log::listen();

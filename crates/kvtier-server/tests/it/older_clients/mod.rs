@@ -225,6 +225,7 @@ fn int(value: i64) -> Option<Vec<u8>> {
     Response::Int(value).encode()
 }
 
+// proves: docs/compare.md#hostile-peers
 #[test]
 fn requests_are_answered_in_their_releases_form() {
     let server = TestServer::start(&[]);
@@ -321,6 +322,7 @@ fn nonsense_gets_no_text_either() {
     server.assert_sound();
 }
 
+// proves: docs/compare.md#not-there-yet
 #[test]
 fn an_operation_of_no_table_is_answered_too() {
     let server = TestServer::start(&[]);

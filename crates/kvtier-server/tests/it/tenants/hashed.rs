@@ -11,6 +11,7 @@ use crate::support::{TestServer, prompt, range};
 
 const SECRET: &str = "a secret of the operator";
 
+// proves: docs/compare.md#tenants
 #[test]
 fn hashed_tenants_are_the_same_after_a_restart() {
     let directory = tempfile::tempdir().unwrap();

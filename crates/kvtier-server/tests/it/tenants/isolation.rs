@@ -267,6 +267,7 @@ fn run(cases: u32, server: &TestServer, step: impl Fn(&mut Round<'_>, &Op)) {
     });
 }
 
+// proves: docs/compare.md#tenants
 #[test]
 fn each_tenant_sees_results_as_if_alone() {
     let directory = tempfile::tempdir().unwrap();

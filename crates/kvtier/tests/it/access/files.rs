@@ -124,6 +124,7 @@ fn unusable_files_are_refused_before_start() {
     }
 }
 
+// proves: docs/compare.md#http
 #[test]
 fn tokens_allow_hosts_beyond_loopback_with_warnings() {
     let files = Files::new();

@@ -59,6 +59,7 @@ fn socket_file_has_its_mode_and_is_removed() {
     assert!(!path.exists());
 }
 
+// proves: docs/compare.md#http
 #[test]
 fn socket_file_without_mode_is_owner_only() {
     let files = Files::new();

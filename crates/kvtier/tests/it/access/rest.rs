@@ -112,6 +112,8 @@ macro_rules! scenarios {
             run($file);
         })*
 
+        // proves: docs/compare.md#http
+        // proves: docs/operate.md#dashboard
         #[test]
         fn every_file_is_run() {
             let directory = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../tests/rest");

@@ -172,6 +172,7 @@ fn secrets_appear_in_no_error_or_check() {
     assert!(is_good && text.contains("/password=***"), "{text}");
 }
 
+// proves: docs/compare.md#http
 #[test]
 fn every_change_is_logged_with_caller_and_result() {
     let server = Served::start(

@@ -6,6 +6,7 @@ use serde_json::Value;
 
 use super::{Server, complaint, free_port, kvtier, lines};
 
+// proves: docs/compare.md#command-line
 #[test]
 fn status_and_ping_of_running_server() {
     let server = Server::start();

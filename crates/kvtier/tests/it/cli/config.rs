@@ -2,6 +2,7 @@
 
 use super::{Server, complaint, free_port, kvtier, lines};
 
+// proves: docs/operate.md#reload
 #[test]
 fn show_prints_every_flag() {
     let server = Server::start_with(&["--shm-name", "", "--chunk-size", "64"]);
@@ -19,6 +20,7 @@ fn show_prints_every_flag() {
     }
 }
 
+// proves: docs/operate.md#reload
 #[test]
 fn diff_names_what_a_restart_would_change() {
     let directory = tempfile::tempdir().unwrap();
@@ -62,6 +64,8 @@ fn diff_names_what_a_restart_would_change() {
     );
 }
 
+// proves: docs/compare.md#command-line
+// proves: docs/operate.md#reload
 #[test]
 fn reload_applies_what_may_change_and_refuses_the_rest() {
     let directory = tempfile::tempdir().unwrap();
@@ -128,6 +132,7 @@ fn reload_applies_what_may_change_and_refuses_the_rest() {
     assert_eq!(shown("eviction-ratio"), "eviction-ratio = 0.5");
 }
 
+// proves: docs/operate.md#reload
 #[test]
 fn reload_changes_limits_of_tiers() {
     let directory = tempfile::tempdir().unwrap();

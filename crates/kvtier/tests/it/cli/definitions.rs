@@ -14,6 +14,7 @@ const NAMES: [&str; 6] = [
     "tier-test",
 ];
 
+// proves: docs/operate.md#completions-and-man-pages
 #[test]
 fn completions_of_every_shell_name_flags() {
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
@@ -54,6 +55,7 @@ fn bash_accepts_and_uses_the_completions() {
     );
 }
 
+// proves: docs/operate.md#completions-and-man-pages
 #[test]
 fn man_writes_a_page_per_command() {
     let directory = tempfile::tempdir().unwrap();

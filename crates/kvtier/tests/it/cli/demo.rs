@@ -6,6 +6,7 @@ use serde_json::Value;
 
 use super::{KVTIER, complaint, kvtier, lines};
 
+// proves: docs/compare.md#command-line
 #[test]
 fn demo_is_correct_and_figures_add_up() {
     let output = kvtier(&[
@@ -78,6 +79,7 @@ fn demo_is_correct_and_figures_add_up() {
     assert_eq!(lookups, number(&report["total"]["requests"]));
 }
 
+// proves: docs/compare.md#command-line
 #[test]
 fn demo_with_directory_loads_prompts_from_it() {
     let directory = tempfile::tempdir().unwrap();

@@ -21,6 +21,7 @@ fn explain(server: &Server, args: &[&str], tokens: &str) -> std::process::Output
         .unwrap()
 }
 
+// proves: docs/troubleshoot.md#why-did-it-miss
 #[test]
 fn misses_are_explained_for_people_and_programs() {
     let server = Server::start_with(&["--shm-name", "", "--chunk-size", "16"]);

@@ -72,6 +72,7 @@ fn refusal(command: &mut Command) -> (Option<i32>, String) {
     (output.status.code(), lines(&output.stderr).join("\n"))
 }
 
+// proves: docs/operate.md#systemd
 #[test]
 fn inherited_ports_are_served_and_outlive_a_server() {
     let ((requests, port), (http, http_port)) = (listener(), listener());
@@ -89,6 +90,7 @@ fn inherited_ports_are_served_and_outlive_a_server() {
     }
 }
 
+// proves: docs/operate.md#systemd
 #[test]
 fn inherited_path_is_served_and_stays() {
     let directory = tempfile::tempdir().unwrap();
@@ -120,6 +122,7 @@ fn inherited_path_is_served_and_stays() {
     );
 }
 
+// proves: docs/operate.md#systemd
 #[test]
 fn command_of_tier_does_not_inherit_sockets() {
     for mode in [&[][..], &["--check-config"]] {
@@ -162,6 +165,7 @@ fn command_of_tier_does_not_inherit_sockets() {
     }
 }
 
+// proves: docs/operate.md#systemd
 #[test]
 fn check_names_holders_of_a_taken_port() {
     let (_held, port) = listener();
@@ -185,6 +189,7 @@ fn check_names_holders_of_a_taken_port() {
     }
 }
 
+// proves: docs/operate.md#systemd
 #[test]
 fn inherited_socket_at_another_address_is_refused() {
     let ((requests, port), (other, other_port)) = (listener(), listener());

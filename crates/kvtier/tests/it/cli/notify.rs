@@ -83,6 +83,7 @@ fn monotonic_micros() -> i64 {
     now.tv_sec * 1_000_000 + now.tv_nsec / 1000
 }
 
+// proves: docs/operate.md#systemd
 #[test]
 fn manager_sees_start_reload_and_stop() {
     let directory = tempfile::tempdir().unwrap();
@@ -112,6 +113,7 @@ fn manager_sees_start_reload_and_stop() {
     server.stop();
 }
 
+// proves: docs/operate.md#systemd
 #[test]
 fn abstract_address_and_watchdog_are_served() {
     let name = format!("kvtier/notify/{}", std::process::id());

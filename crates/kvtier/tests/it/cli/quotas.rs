@@ -21,6 +21,7 @@ fn quota_without_effect_is_reported() {
     );
 }
 
+// proves: docs/compare.md#command-line
 #[test]
 fn quotas_are_set_shown_listed_and_removed() {
     let server = Server::start_with(&["--shm-name", "", "--eviction-policy", "IsolatedLRU"]);

@@ -64,6 +64,7 @@ impl Drop for Logged {
     }
 }
 
+// proves: docs/operate.md#restart-and-upgrade
 #[test]
 fn hangup_reloads_tokens_and_ends_nothing() {
     let directory = tempfile::tempdir().unwrap();
@@ -115,6 +116,7 @@ fn hangup_changes_the_log_filter() {
     server.stop();
 }
 
+// proves: docs/operate.md#restart-and-upgrade
 #[test]
 fn user_signals_log_the_state_and_end_nothing() {
     let mut server = Logged::start(&[]);
