@@ -52,8 +52,7 @@ fn collect_file(path: &Path, marker: &str, proofs: &mut BTreeMap<String, Tests>)
         let Some(claim) = line.strip_prefix(marker) else {
             continue;
         };
-        let mut below = lines.clone().take(12);
-        let test = below
+        let test = (lines.clone())
             .find_map(test_name)
             .unwrap_or_else(|| panic!("{file}: no test is below {line:?}"));
         let tests = proofs.entry(claim.to_owned()).or_default();
