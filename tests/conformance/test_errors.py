@@ -218,6 +218,7 @@ HOSTILE = [
 ]
 
 
+# proves: docs/clients.md#a-client-sends-malformed-or-hostile-messages
 @pytest.mark.ours("a message of one frame ends its I/O thread")
 def test_hostile_messages_affect_no_other_client(serve, engines):
     """Frames no client would send, beside an engine that keeps working and memory that does not grow."""
@@ -246,6 +247,7 @@ PAYLOADS = {1: 7, 2: 1, 6: 4, 7: 5, 8: 2, 9: 1, 10: 2, 12: 2, 13: 1, 14: 1, 15: 
             22: 1, 23: 3}  # fmt: skip
 
 
+# proves: docs/clients.md#a-client-sends-malformed-or-hostile-messages
 # proves: docs/compare.md#hostile-peers
 @pytest.mark.ours("what it cannot decode it does not answer")
 @pytest.mark.parametrize("number", sorted(PAYLOADS))

@@ -134,6 +134,7 @@ def test_group_that_lacks_blocks_is_refused(serve, engines, stored):
     assert engine.hits(prompt) == 0
 
 
+# proves: docs/clients.md#a-model-has-sliding-windows-or-recurrent-states
 @pytest.mark.ours("LMCache's server serves windows")
 def test_windows_are_not_served_unless_allowed(serve, engines):
     """The worker registers and goes on without a cache: its stores get a "no", its lookups 0, and the log says why."""

@@ -34,6 +34,7 @@ def server(request, serve):
 
 
 # proves: docs/compare.md#hits
+# proves: docs/identity.md#the-digest-of-kvtierconnector
 def test_salts_never_share(server, engines):
     """The same tokens under three salts are three entries; an unknown salt sees none of them."""
     engine = engines(server)
@@ -78,6 +79,7 @@ def test_models_never_share(server, engines):
 
 
 # proves: docs/compare.md#hits
+# proves: docs/identity.md#the-fingerprint
 def test_second_engine_gets_what_the_first_stored(server, engines):
     """Two engines of one model share; the cache outlives the engine that filled it."""
     first, second = engines(server), engines(server, seed=1)

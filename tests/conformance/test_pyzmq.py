@@ -106,6 +106,7 @@ def sizes(seed):
     return lambda: int(2 ** generator.uniform(0, 12))
 
 
+# proves: docs/clients.md#after-a-reconnect
 @per_release
 def test_requests_in_flight_answered_in_order(server, peers, release):
     """1000 requests wait at a server that stands still; then each is answered, in the order in which they were sent."""

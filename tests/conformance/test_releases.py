@@ -137,6 +137,8 @@ def marked(which):
     return pytest.param(which, marks=[] if which in IN_GATE else pytest.mark.beside_the_gate, id="-".join(which))
 
 
+# proves: docs/clients.md#registrations-up-to-044
+# proves: docs/clients.md#releases
 # proves: docs/compare.md#clients-of-lmcache
 @pytest.mark.parametrize("which", [marked(which) for which in SIDES])
 def test_release_works_in_every_mode(conversations, which):
@@ -215,6 +217,7 @@ EVERY = {
 }  # fmt: skip
 
 
+# proves: docs/clients.md#releases
 # proves: docs/compare.md#clients-of-lmcache
 @pytest.mark.parametrize(
     "sharing", [pytest.param(SHARING, id="some"), pytest.param(EVERY, id="every", marks=pytest.mark.beside_the_gate)]
@@ -252,6 +255,7 @@ def test_releases_share_objects(serve, environments, tmp_path, sharing):
 COLUMNS = ["cuda", "lmcache_driven", "engine_shm", "engine_pickle"]
 
 
+# proves: docs/clients.md#releases
 def test_page_has_what_is_tested():
     """docs/clients.md says of each release which modes it has, whether it has salts, and whether it registers again."""
     page = (Path(__file__).parents[2] / "docs" / "clients.md").read_text()

@@ -195,6 +195,7 @@ def test_two_engines_both_return(serve, engines):
     assert [engine.worker.adapter.transfer_ctx for engine in crew] == after
 
 
+# proves: docs/clients.md#the-server-is-restarted-with-another-chunk-size
 @pytest.mark.ours("its clients count its chunks as their own: more tokens than they asked for")
 @pytest.mark.parametrize("mode", ["lmcache_driven", "engine_shm", "engine_pickle"])
 def test_restart_with_another_chunk_size(serve, engines, mode):

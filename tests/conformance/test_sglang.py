@@ -9,6 +9,7 @@ WINDOWS = ["--windowed-clients", "allow"]
 
 
 # proves: docs/compare.md#sglang
+# proves: docs/sglang.md#what-works
 @pytest.mark.ours("it needs a GPU, and not only its driver")
 def test_kinds_of_cache_on_a_gpu(serve, tmp_path):
     """Full attention, latents, sliding windows and recurrent states of SGLang in PyTorch's CUDA tensors, on the fake
@@ -22,6 +23,7 @@ def test_kinds_of_cache_on_a_gpu(serve, tmp_path):
 
 
 # proves: docs/compare.md#sglang
+# proves: docs/sglang.md#what-works
 @pytest.mark.parametrize("kind", ["mha", "mla"])
 @pytest.mark.parametrize("mode", ["engine_shm", "engine_pickle"])
 def test_tensors_of_the_engine_in_host_memory(serve, tmp_path, mode, kind):
@@ -34,6 +36,7 @@ def test_tensors_of_the_engine_in_host_memory(serve, tmp_path, mode, kind):
         engine.close()
 
 
+# proves: docs/sglang.md#what-works
 @pytest.mark.ours("it forgets its workers, and this connector does not register again")
 def test_restarted_server_knows_the_engine(serve, tmp_path):
     """The connector pings but never registers again: a killed server serves it afterwards from what was kept."""

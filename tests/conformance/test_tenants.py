@@ -181,6 +181,7 @@ def says(answer, shown):
     return answer == shown
 
 
+# proves: docs/tenants.md#setting-quotas
 def test_the_page_s_lines_do_what_it_says(serve, tmp_path):
     """Each command of docs/tenants.md, in order, against one server: the answers are those of the page."""
     page = Path(__file__).parents[2] / "docs" / "tenants.md"

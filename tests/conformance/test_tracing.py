@@ -81,6 +81,7 @@ def lost(server, reason):
 
 
 # proves: docs/compare.md#traces
+# proves: docs/metrics.md#spans
 @pytest.mark.parametrize("mode", ["lmcache_driven", "engine_shm", "engine_pickle", "cuda"])
 def test_spans_of_requests_are_lmcaches(collector, serve, engines, mode, peer):
     """Names, parents, kinds of values and attributes of a miss that stores and of a hit that loads."""
@@ -136,6 +137,7 @@ def test_metrics_have_traces_that_the_collector_has(collector, serve, engines):
 
 
 # proves: docs/compare.md#traces
+# proves: docs/metrics.md#spans
 @pytest.mark.ours("these spans are ours")
 def test_calls_of_tiers_are_below_their_lookup(collector, serve, engines, tmp_path):
     """A lookup that loads from a tier has a span for asking and one for loading."""
@@ -160,6 +162,7 @@ def test_calls_of_tiers_are_below_their_lookup(collector, serve, engines, tmp_pa
     assert spans["request"].attributes["l2_hit_rate"] == 1.0
 
 
+# proves: docs/metrics.md#spans
 @pytest.mark.ours("these spans are ours")
 @pytest.mark.parametrize("frees", [False, True])
 def test_aborted_lookup_at_a_tier_ends_its_request(collector, serve, engines, tmp_path, frees):
@@ -185,6 +188,7 @@ def test_aborted_lookup_at_a_tier_ends_its_request(collector, serve, engines, tm
     assert spans["mp.lookup_prefetch"].end <= spans["request"].end
 
 
+# proves: docs/metrics.md#traces
 @pytest.mark.ours("LMCache's spans have no resource and no error")
 def test_resource_headers_tenants_and_failures(collector, serve, engines, tmp_path):
     """What a process says of itself, a token of the collector, a tenant by its hash, and why a retrieve failed."""
@@ -212,6 +216,7 @@ def test_resource_headers_tenants_and_failures(collector, serve, engines, tmp_pa
     assert "MARK" not in str(server.get("/config")[1]) + server.tail(10_000)
 
 
+# proves: docs/metrics.md#when-the-collector-fails
 @pytest.mark.ours("LMCache's exporter is OpenTelemetry's")
 def test_collector_that_comes_late_gets_all(collectors, serve, engines):
     """Requests are served while there is no collector; it gets their spans when it is there, and again after a restart."""
@@ -236,6 +241,7 @@ def test_collector_that_comes_late_gets_all(collectors, serve, engines):
 
 
 # proves: docs/compare.md#traces
+# proves: docs/metrics.md#when-the-collector-fails
 @pytest.mark.ours("LMCache's exporter is OpenTelemetry's")
 def test_silent_collector_disturbs_no_request(serve, engines):
     """Spans wait in bounded memory for a collector that accepts connections and never answers; what is lost is counted."""
@@ -263,6 +269,7 @@ def test_silent_collector_disturbs_no_request(serve, engines):
     silent.close()
 
 
+# proves: docs/metrics.md#when-the-collector-fails
 @pytest.mark.ours("LMCache's exporter is OpenTelemetry's")
 def test_refusals_of_the_collector(collectors, serve, engines):
     """A call that is refused for good is not repeated; one that may be repeated is; a part that is refused is counted."""
@@ -294,6 +301,7 @@ def test_refusals_of_the_collector(collectors, serve, engines):
     assert "traces could not be sent" in log and "collector rejected traces" in log
 
 
+# proves: docs/metrics.md#traces
 @pytest.mark.ours("LMCache's server has no TLS")
 def test_collector_behind_tls(collectors, serve, engines, tmp_path):
     """`https://` trusts the authorities of the system; here SSL_CERT_FILE names the only one."""
@@ -313,6 +321,7 @@ def test_collector_behind_tls(collectors, serve, engines, tmp_path):
     collector.wait(request, ["request", "mp.lookup_prefetch", "mp.store"])
 
 
+# proves: docs/metrics.md#when-the-collector-fails
 @pytest.mark.ours("LMCache's stop is not bounded")
 def test_stop_sends_what_waits(collector, serve, engines):
     """A stop finishes open sessions and sends their spans."""

@@ -251,6 +251,7 @@ def test_request_waits_for_all_its_stores(place, mode, fresh):
     assert engine.worker.counters.stores == 9
 
 
+# proves: docs/python.md#stores
 @pytest.mark.parametrize("how", ["engine_driven", "pickle"])
 def test_stores_not_begun_are_abandoned(place, how, fresh):
     """A preemption does not wait for copies of this process that have not begun, and they never begin."""
@@ -270,6 +271,7 @@ def test_stores_not_begun_are_abandoned(place, how, fresh):
     assert [engine.lookup(fresh(), prompt) for prompt in prompts] == [0, 0]
 
 
+# proves: docs/python.md#stores
 def test_server_driven_stores_are_awaited_until_deadline(place, fresh):
     """For preempted and finished requests a server that hangs costs at most the deadline."""
     server = place.server()
@@ -290,6 +292,7 @@ def test_server_driven_stores_are_awaited_until_deadline(place, fresh):
     wait_until(lambda: engine.store(fresh(), prompt, 0, CHUNK, [1, 2, 3, 4]), 60, "a store after the registration")
 
 
+# proves: docs/python.md#stores
 def test_server_driven_stores_have_their_own_deadline(place, fresh):
     """A preemption waits for it. Retrieves, and copies by this process, have the whole timeout."""
     server = place.server()
@@ -429,6 +432,7 @@ def test_reading_order_of_results_changes_nothing(place, mode, fresh, monkeypatc
     assert worker.get_finished(())[1] == {request} and polls == [True]
 
 
+# proves: docs/python.md#pages-of-transfers-without-an-answer
 def test_session_ended_while_server_hangs_is_released(place, fresh):
     """Its leases do not last until the server's timeouts."""
     server = place.server()

@@ -27,6 +27,7 @@ def holds(engine, fresh, prompt, expected):
     engine.scheduler.end_session(request)
 
 
+# proves: docs/clients.md#a-chunk-size-of-ones-own
 @pytest.mark.parametrize("tier", [False, True], ids=["L1", "L2"])
 def test_sizes_share_a_server_and_no_object(place, mode, fresh, tmp_path, tier):
     """Of one model and one prompt, in memory and in a tier of files: each size finds what was stored in it."""
@@ -49,6 +50,7 @@ def test_sizes_share_a_server_and_no_object(place, mode, fresh, tmp_path, tier):
         holds(place.engine(server, mode=mode, seed=7, chunk_tokens=size), fresh, prompt, expected)
 
 
+# proves: docs/clients.md#a-chunk-size-of-ones-own
 def test_scheduler_and_worker_that_disagree_load_nothing(place, mode, fresh):
     """Whichever has the larger chunks. Other workers of the scheduler's size are there, and have the prompt."""
     server = place.server()
@@ -69,6 +71,7 @@ def test_scheduler_and_worker_that_disagree_load_nothing(place, mode, fresh):
     assert small.lookup(fresh(), tokens(SMALL, "part")) == 0
 
 
+# proves: docs/clients.md#a-chunk-size-of-ones-own
 def test_older_clients_and_servers_share_the_default_size(place, mode, fresh):
     """A key that names it is the key that does not."""
     server = place.server()
@@ -82,6 +85,7 @@ def test_older_clients_and_servers_share_the_default_size(place, mode, fresh):
     assert "lookup" in {name for name, _ in older.seen} and older.named == set()
 
 
+# proves: docs/clients.md#a-chunk-size-of-ones-own
 def test_size_outlives_servers_of_other_defaults(place, mode, fresh):
     """A server that reads sizes may return with any default; one that does not is unused until it has this one."""
     server = place.server()
@@ -114,6 +118,7 @@ def test_size_outlives_servers_of_other_defaults(place, mode, fresh):
     works(engine, fresh)
 
 
+# proves: docs/vllm.md#chunk-size
 @pytest.mark.parametrize("transfer", ["engine_driven", "lmcache_driven"])
 def test_connectors_of_two_sizes(place, engines, transfer):
     """Each finds its own, in its own bytes; the one without the option has the server's default."""
@@ -139,6 +144,7 @@ def test_connectors_of_two_sizes(place, engines, transfer):
 MODELS = {"one-group": [32], "two-groups": [8, 32], "window": [32, (32, 50)]}
 
 
+# proves: docs/vllm.md#chunk-size
 @pytest.mark.parametrize("model", MODELS)
 def test_model_gets_the_chunk_that_it_needs(place, model):
     """With vLLM's own scheduler: the server's default of 16 tokens is less than a block, so chunks have 256."""

@@ -195,6 +195,7 @@ def leased(server):
 
 
 # proves: docs/compare.md#more-ranks-than-kv-heads
+# proves: docs/identity.md#parallelconfig
 def test_pieces_are_the_same_at_each_number_of_ranks(place, engines):
     """With two heads, engines of two and of four ranks have the same two pieces."""
     server, prompt = place.server(), tokens(CHUNK + 1, "sizes")
@@ -221,6 +222,7 @@ def test_roles(place, engines):
     assert consumer.match(request("d", prompt)) == (CHUNK, True)
 
 
+# proves: docs/identity.md#the-digest-of-kvtierconnector
 def test_block_hashes_as_keys(place, engines):
     """With kvtier.key_mode vLLM's hashes identify prefixes, and tokens do not."""
     engine = engines(place.server(), **{"kvtier.key_mode": "block_hashes"})
@@ -255,6 +257,7 @@ def test_requests_that_need_every_token_store_only(place, engines, sampling, poo
     assert engine.match(request("c", prompt)) == (2 * CHUNK, True)
 
 
+# proves: docs/identity.md#the-digest-of-kvtierconnector
 def test_prompt_embeddings_are_not_cached_by_tokens(place, engines):
     """Their token ids are zeros, whatever they are: neither such a request nor a prompt of zeros finds them."""
     engine, zeros = engines(place.server()), [0] * (2 * CHUNK + 1)

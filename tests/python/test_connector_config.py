@@ -111,6 +111,7 @@ def test_options():
             Options.read(wrong)
 
 
+# proves: docs/identity.md#parallelconfig
 def test_identities():
     """Each rank has its piece; ranks with the same KV have one, which the first of them stores."""
     server = SimpleNamespace(url="x")
@@ -268,6 +269,7 @@ def test_registered_groups_have_one_shape_each():
             Registered({"a": torch.zeros(shape)}, [Group(["a"], BLOCK)], 8)
 
 
+# proves: docs/vllm.md#chunk-size
 def test_chunk_size_follows_blocks_of_all_groups(place):
     """Alike in scheduler and worker. A server with chunks of only one size must have one that suits, unless one is set."""
     server = place.server()

@@ -49,6 +49,7 @@ def stores(engine, req, blocks, *ends):
         ({"lmcache.skip_save": False, "lmcache.max_offload_tokens": 2 * CHUNK}, [[(0, CHUNK)], [(CHUNK, 2 * CHUNK)], []], 3 * CHUNK),
         # Of other connectors.
 # proves: docs/compare.md#limits-per-request
+# proves: docs/vllm.md#parameters-of-a-request
         ({"do_remote_prefill": False, "max_load_tokens": 0, "lmcache.tag.user": "x", 7: 8}, [[(0, CHUNK)], [(CHUNK, 3 * CHUNK)], []], 3 * CHUNK),
         ("of another connector", [[(0, CHUNK)], [(CHUNK, 3 * CHUNK)], []], 3 * CHUNK),
     ],
@@ -107,6 +108,7 @@ def test_time_that_is_not_allowed_is_none(caplog):
     assert [of(value).keep_seconds for value in (0, 1, 86_400, None)] == [0, 1, 86_400, None] and not caplog.messages
 
 
+# proves: docs/vllm.md#parameters-of-a-request
 def test_value_that_is_not_allowed_costs_only_the_cache(place, engines, caplog):
     """The request is computed, and so are the others."""
     engine, prompt = engines(place.server()), tokens(CHUNK + 1, "bad")
@@ -149,6 +151,7 @@ def test_preempted_request_keeps_its_limits(place, engines):
 
 
 # proves: docs/compare.md#limits-per-request
+# proves: docs/vllm.md#parameters-of-a-request
 @pytest.mark.parametrize("model", [*MODELS, *STATES])
 def test_limited_hits_are_complete_in_all_groups(place, model):
     """Windows, chunks of attention and states at the end of a limited hit are those that its next tokens need. vLLM's own request

@@ -37,6 +37,7 @@ def pictured(*names, salt=None, **more):
     return SimpleNamespace(cache_salt=salt, mm_features=features, lora_request=None)
 
 
+# proves: docs/identity.md#the-digest-of-kvtierconnector
 @pytest.mark.parametrize("options", [{}, {"cache_gb": 0}, {"prefix_caching": False}], ids=["both", "prefix", "processor"])
 def test_hashed_pictures_are_cached(options):
     """Either of vLLM's two caches makes it hash them; for towers with adapters the adapter's name comes first."""
@@ -47,6 +48,7 @@ def test_hashed_pictures_are_cached(options):
     assert known.are_known(pictured())
 
 
+# proves: docs/identity.md#the-digest-of-kvtierconnector
 def test_counted_pictures_are_not_cached(caplog):
     """Without both caches no identifier is a hash, even if it looks like one: vLLM hashes options with the number."""
     caplog.set_level(logging.WARNING)
@@ -62,6 +64,8 @@ def test_counted_pictures_are_not_cached(caplog):
     assert not contents().are_known(pictured("renderer-1-mm-12-video-3", salt="alice"))
 
 
+# proves: docs/identity.md#the-digest-of-kvtierconnector
+# proves: docs/identity.md#vllmconfig
 def test_embeddings_that_may_be_missing_are_not_cached(caplog):
     """The hash covers only the rest: sizes, which pictures share."""
     caplog.set_level(logging.WARNING)
@@ -72,6 +76,7 @@ def test_embeddings_that_may_be_missing_are_not_cached(caplog):
     assert "--enable-mm-embeds" in caplog.text
 
 
+# proves: docs/identity.md#the-digest-of-kvtierconnector
 def test_client_chosen_picture_uuid_is_scoped_to_salt(caplog):
     """Requests without a salt are one tenant."""
     caplog.set_level(logging.WARNING)
@@ -117,6 +122,8 @@ def known(made, lora):
     return found[-1]
 
 
+# proves: docs/identity.md#loraconfig
+# proves: docs/identity.md#the-digest-of-kvtierconnector
 def test_adapters_are_identified_by_content(lora):
     """And by the options for their use: not by their name, path or times, which differ between hosts."""
     one = started_after(contents(), lora)
@@ -140,6 +147,7 @@ def test_adapters_are_identified_by_content(lora):
     assert None not in others and len({identity, *others}) == 1 + len(others)
 
 
+# proves: docs/identity.md#the-digest-of-kvtierconnector
 def test_each_byte_of_large_adapters_counts(lora, monkeypatch):
     """They are read on a thread, and their requests are not cached until that has ended; beyond a size samples and times suffice."""
     weights, copy = lora / "adapter_model.safetensors", lora.parent / "copy"
@@ -176,6 +184,7 @@ def test_adapters_that_cannot_be_read_are_not_cached(lora, monkeypatch, caplog):
     assert "changed while it was read" in caplog.text
 
 
+# proves: docs/identity.md#the-digest-of-kvtierconnector
 def test_adapters_of_one_number_are_not_cached(lora, caplog):
     """vLLM keeps the first that it has read under a number, whatever path a later request has."""
     caplog.set_level(logging.WARNING)
@@ -190,6 +199,7 @@ def test_adapters_of_one_number_are_not_cached(lora, caplog):
     assert "number 1 is that of another path too" in caplog.text
 
 
+# proves: docs/identity.md#the-digest-of-kvtierconnector
 def test_hosts_share_adapters_of_equal_content(place, engines, lora):
     """Two engines with folders of their own, and none with other weights or without the adapter."""
     server, prompt = place.server(), tokens(CHUNK + 1, "adapters")
@@ -259,6 +269,7 @@ def test_adapters_that_others_replace_whole_are_not_cached(tmp_path, by):
     assert made.adapter(adapter(path, lora_int_id=1)) is None
 
 
+# proves: docs/identity.md#the-digest-of-kvtierconnector
 @pytest.mark.parametrize(
     "how",
     [
@@ -297,6 +308,7 @@ def test_adapters_behind_redirected_link_are_not_cached(lora):
     assert made.adapter(adapter(link)) is None
 
 
+# proves: docs/identity.md#the-digest-of-kvtierconnector
 def test_adapters_in_place_or_missing_are_not_cached(lora, caplog):
     """vLLM reads adapters loaded in place again at every step."""
     caplog.set_level(logging.WARNING)
@@ -332,6 +344,7 @@ def vllm_pool(count=4):
     return BlockPool(num_gpu_blocks=count, enable_caching=True, hash_block_size=16)
 
 
+# proves: docs/identity.md#the-digest-of-kvtierconnector
 def test_resets_of_vllm_pool_are_detected():
     """Each reset is reported once; a failed reset is not."""
     pool = vllm_pool()
@@ -353,6 +366,7 @@ def test_pool_without_detectable_resets_is_logged(caplog):
     assert "prefix cache cannot be detected" in caplog.text
 
 
+# proves: docs/identity.md#the-digest-of-kvtierconnector
 @pytest.mark.parametrize("follows", [True, False])
 def test_reset_without_connector_renews_keys(place, follows):
     """As after an update of the weights, unless kvtier.follow_resets is false."""

@@ -88,6 +88,7 @@ def prefill_in_two(engine, prompt):
 
 
 # proves: docs/compare.md#disaggregated-prefill
+# proves: docs/vllm.md#disaggregated-prefill
 def test_decode_waits_for_stores_in_flight(pair):
     """It finds them when they are there, and keeps no lease of its earlier lookups. Another request does not wait."""
     server, prefill, decode = pair
@@ -121,6 +122,7 @@ def test_decode_waits_for_stores_in_flight(pair):
     wait_until(lambda: leased(server) == "0", 60, "the leases")
 
 
+# proves: docs/vllm.md#disaggregated-prefill
 def test_wait_ends_at_its_deadline(pair):
     """What is there is loaded then; a preempted request does not wait again."""
     _, prefill, decode = pair
@@ -179,6 +181,7 @@ def test_failed_lookup_costs_no_hit(pair):
     stores.begin()
 
 
+# proves: docs/vllm.md#disaggregated-prefill
 def test_dead_server_ends_the_wait(pair):
     """Between two lookups, and in one: the request is computed at once."""
     server, _, decode = pair
@@ -212,6 +215,7 @@ def test_aborted_wait_releases_its_leases(pair):
     assert decode.scheduling.tracked == {} and decode.stats() == {}
 
 
+# proves: docs/vllm.md#disaggregated-prefill
 @pytest.mark.parametrize(
     ("options", "params", "handed"),
     [
@@ -320,6 +324,7 @@ def test_hits_behind_a_hand_over_are_whole(place, model):
     assert found == [(len(prompt) - 1) // chunk * chunk for prompt in made]
 
 
+# proves: docs/vllm.md#disaggregated-prefill
 @pytest.mark.parametrize("hands_over", [False, True])
 def test_another_connector_answers_too(place, hands_over):
     """In older releases two answers end the engine, so kvtier's has to be asked for."""

@@ -279,6 +279,7 @@ def test_failed_second_tier_is_a_warning(place, examine, tmp_path):
 # -- clients -------------------------------------------------------------------------------------
 
 
+# proves: docs/clients.md#releases-that-are-not-served
 def test_clients_that_are_not_served_are_a_warning(place, examine):
     """As ``kvtier status`` has it: the release, and what to install."""
     server = place.server()

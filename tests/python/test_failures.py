@@ -81,6 +81,7 @@ def works(engine, fresh):
     assert engine.has(blocks, expected)
 
 
+# proves: docs/python.md#when-the-server-is-away
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
 @pytest.mark.parametrize("ending", ["dies", "loses-it"])
 def test_server_fails_during_lookup(broken, fresh, ending, reply):
@@ -99,6 +100,7 @@ def test_server_fails_during_lookup(broken, fresh, ending, reply):
     assert engine.lookup(fresh(), prompt) == CHUNK
 
 
+# proves: docs/python.md#when-the-server-is-away
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
 @pytest.mark.parametrize("ending", ["dies", "loses-it"])
 def test_server_fails_during_store(broken, mode, fresh, ending, reply):
@@ -126,6 +128,7 @@ def test_server_fails_during_store(broken, mode, fresh, ending, reply):
         works(engine, fresh)
 
 
+# proves: docs/python.md#when-the-server-is-away
 @pytest.mark.parametrize("reply", [False, True], ids=["request", "reply"])
 @pytest.mark.parametrize("ending", ["dies", "loses-it"])
 def test_server_fails_during_retrieve(broken, mode, fresh, ending, reply):
@@ -144,6 +147,7 @@ def test_server_fails_during_retrieve(broken, mode, fresh, ending, reply):
         works(engine, fresh)
 
 
+# proves: docs/python.md#when-the-server-is-away
 def test_server_fails_between_lookup_and_retrieve(broken, fresh):
     """The found objects are lost with the server: the retrieve fails at once, also if the next server is already there."""
     engine, blocks = broken.engine, [1, 2, 3, 4]
@@ -162,6 +166,7 @@ def test_server_fails_between_lookup_and_retrieve(broken, fresh):
     works(engine, fresh)
 
 
+# proves: docs/python.md#when-the-server-is-away
 def test_requests_while_server_is_away_are_computed(broken, fresh):
     """Nothing waits: lookups find nothing, stores are skipped, retrieves fail."""
     engine, states = broken.engine, []
@@ -181,6 +186,7 @@ def test_requests_while_server_is_away_are_computed(broken, fresh):
     assert states[0] == "degraded" and states[-2:] == ["recovering", "healthy"]
 
 
+# proves: docs/python.md#when-the-server-is-away
 def test_restart_faster_than_heartbeat(place, mode, fresh):
     """The lost connection shows it, without a timeout."""
     server = place.server()
@@ -193,6 +199,7 @@ def test_restart_faster_than_heartbeat(place, mode, fresh):
     works(engine, fresh)
 
 
+# proves: docs/python.md#when-the-server-is-away
 def test_frozen_server_times_out(place, mode, fresh):
     """Requests end at their deadlines, heartbeats make the server degraded, and it may resume later."""
     server = place.server()
@@ -213,6 +220,7 @@ def test_frozen_server_times_out(place, mode, fresh):
     works(place.engines[-1], fresh)
 
 
+# proves: docs/python.md#pages-of-transfers-without-an-answer
 def test_resumed_server_writes_no_abandoned_page(place, fresh):
     """Abandoned transfers never begin: their pages may be reused by then, and must not be cached."""
     server = place.server()

@@ -81,6 +81,7 @@ def are(engine, blocks, value):
     return all((layer == value).all() for layer in engine.read(blocks))
 
 
+# proves: docs/python.md#pages-of-transfers-without-an-answer
 def test_lost_connection_does_not_end_transfers(context, fresh):
     """The server may still handle its requests: it may touch the pages until it answers the unregistration."""
     engine = context.engine(mode="lmcache_driven")
@@ -111,6 +112,7 @@ def test_lost_connection_does_not_end_transfers(context, fresh):
         assert engine.has([9, 10, 11, 12], expected)
 
 
+# proves: docs/python.md#pages-of-transfers-without-an-answer
 def test_pages_without_answer_are_free_after_deadline(context, fresh):
     """The server received the deadline, and observes it also after it resumes."""
     engine = context.engine(mode="lmcache_driven")
@@ -131,6 +133,7 @@ def test_pages_without_answer_are_free_after_deadline(context, fresh):
     assert are(engine, [5, 6, 7, 8], 55)
 
 
+# proves: docs/python.md#pages-of-transfers-without-an-answer
 def test_each_registration_has_its_own_id(context, mode, fresh):
     """Requests under an earlier id find no worker; the server removes that id."""
     engine = context.engine(mode=mode)
@@ -143,6 +146,7 @@ def test_each_registration_has_its_own_id(context, mode, fresh):
     works(engine, fresh)
 
 
+# proves: docs/python.md#pages-of-transfers-without-an-answer
 @pytest.mark.parametrize("is_reply", [False, True], ids=["request", "reply"])
 @pytest.mark.parametrize("lost", ["prepare_store", "commit_store"])
 def test_memory_of_unanswered_store_is_freed(context, fresh, lost, is_reply):
@@ -156,6 +160,7 @@ def test_memory_of_unanswered_store_is_freed(context, fresh, lost, is_reply):
     works(engine, fresh)
 
 
+# proves: docs/python.md#pages-of-transfers-without-an-answer
 def test_worker_that_cannot_free_memory_registers_again(context, fresh):
     """Otherwise the server would keep waiting for it, and at some time grant it no more memory."""
     engine = context.engine()
@@ -168,6 +173,7 @@ def test_worker_that_cannot_free_memory_registers_again(context, fresh):
     works(engine, fresh)
 
 
+# proves: docs/python.md#pages-of-transfers-without-an-answer
 def test_dropped_worker_touches_no_page(context, fresh):
     """As after an error, without a shutdown: the pages are freed next."""
     engine = context.engine()

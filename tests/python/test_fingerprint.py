@@ -38,6 +38,8 @@ def name(*args, **fields):
     return Identity.of(described(*args, **fields)).model_name
 
 
+# proves: docs/identity.md#every-option-of-vllm-032
+# proves: docs/identity.md#the-digest-of-kvtierconnector
 def test_name_has_all_kv_dependencies(tmp_path):
     """Each of these changes computes other KV from the same tokens, in tensors of the same shape."""
     short, long = ({"rope_parameters": {"rope_type": "default", "rope_theta": theta}} for theta in (1e4, 1e6))
@@ -86,6 +88,7 @@ def test_name_has_all_kv_dependencies(tmp_path):
     assert by_content[0] != by_content[1] == by_content[2]
 
 
+# proves: docs/identity.md#the-digest-of-kvtierconnector
 def test_changed_model_files_change_the_name(tmp_path):
     """By its code, its quantization, and its picture processing."""
     model, names = {"model": str(tmp_path)}, []
@@ -97,6 +100,7 @@ def test_changed_model_files_change_the_name(tmp_path):
     assert len(set(names)) == len(names)
 
 
+# proves: docs/identity.md#modelconfig
 def test_name_is_equal_in_all_processes():
     """Otherwise the scheduler would look up keys that no worker stores."""
     worker = described({"hf_config": SimpleNamespace(rope_parameters={"rope_type": "deepseek_yarn"})})
@@ -133,6 +137,7 @@ def test_model_name_option_replaces_digest():
         Options.read({"kvtier.model_name": "a@b"})
 
 
+# proves: docs/identity.md#the-digest-of-kvtierconnector
 def test_name_has_pipeline_partition(monkeypatch):
     """Stages with the same number of layers may have other ones."""
     even = name(stages=2)
@@ -140,6 +145,7 @@ def test_name_has_pipeline_partition(monkeypatch):
     assert name(stages=2) == even + ":3,1" and "3,1" not in name()
 
 
+# proves: docs/identity.md#the-digest-of-kvtierconnector
 def test_other_hub_changes_the_name(monkeypatch):
     """Only the option says which hub resolves a name."""
     plain_name = name()
@@ -147,6 +153,7 @@ def test_other_hub_changes_the_name(monkeypatch):
     assert name() != plain_name
 
 
+# proves: docs/identity.md#cacheconfig
 def test_calculated_kv_scales_are_refused():
     """No page has them."""
     with pytest.raises(ValueError, match="calculate_kv_scales: True; KvTierConnector serves only False"):
@@ -156,6 +163,7 @@ def test_calculated_kv_scales_are_refused():
 NODES = [{}, {"nnodes": 2}, {"distributed_executor_backend": "ray"}]
 
 
+# proves: docs/identity.md#the-digest-of-kvtierconnector
 @pytest.mark.parametrize("parallel", NODES)
 @pytest.mark.parametrize("changed", [(0, 1), (1 << 19, 1 << 14), ((1 << 20) - 1, 1)])
 def test_replaced_weights_change_the_name(tmp_path, parallel, changed):
@@ -173,6 +181,7 @@ def test_replaced_weights_change_the_name(tmp_path, parallel, changed):
     assert name(model, parallel=parallel) == names[4]
 
 
+# proves: docs/identity.md#the-digest-of-kvtierconnector
 def test_copied_weights_keep_the_name(tmp_path):
     """Copies on other hosts have other times."""
     found = []
@@ -202,6 +211,7 @@ def test_samples_of_large_weights_are_bounded(tmp_path, monkeypatch):
     assert sum(read) < 100 * (256 << 10) and len(read) < 2000
 
 
+# proves: docs/identity.md#the-digest-of-kvtierconnector
 def test_unreadable_weights_are_logged():
     """The digest has only their name."""
     unknown = [
@@ -215,6 +225,7 @@ def test_unreadable_weights_are_logged():
         assert fingerprint.unknown_weights(made) is None
 
 
+# proves: docs/identity.md#the-digest-of-kvtierconnector
 def test_hub_snapshot_is_identified_by_commit(tmp_path):
     """Independent of the place and time of the download."""
     found = []
@@ -255,6 +266,7 @@ def pages_of(
     return pages.page_format(made, SimpleNamespace(kv_cache_groups=groups))
 
 
+# proves: docs/identity.md#the-digest-of-kvtierconnector
 def test_cpu_pages_depend_on_block_kernel_release(monkeypatch):
     """Attention kernels pack CPU pages."""
     found = [pages_of(monkeypatch), pages_of(monkeypatch, blocks=(32,)), pages_of(monkeypatch, blocks=(16, 32))]
@@ -281,6 +293,7 @@ def pages_torch():
     return torch
 
 
+# proves: docs/identity.md#the-digest-of-kvtierconnector
 @pytest.mark.parametrize("cache", ["auto", "bfloat16", "fp8", "fp8_e5m2"])
 @pytest.mark.parametrize("backend", [None, "FLASH_ATTN", "FLASHINFER"])
 def test_typed_pages_on_nvidia_gpus_have_no_digest(monkeypatch, cache, backend):
@@ -289,6 +302,8 @@ def test_typed_pages_on_nvidia_gpus_have_no_digest(monkeypatch, cache, backend):
     assert pages_of(monkeypatch, "cuda", cache=cache, **attention) == {}
 
 
+# proves: docs/identity.md#attentionconfig
+# proves: docs/identity.md#the-digest-of-kvtierconnector
 @pytest.mark.parametrize(
     "fields",
     [
@@ -347,6 +362,8 @@ def test_worker_and_scheduler_agree_on_cache_dtype():
     assert name(cache={"cache_dtype": "nvfp4"}) == name(cache={"cache_dtype": "nvfp4_ds_mla"}) != name()
 
 
+# proves: docs/identity.md#cacheconfig
+# proves: docs/identity.md#vllmconfig
 def test_recurrent_states_have_a_digest(monkeypatch):
     """Also on NVIDIA's GPUs: only a release's own kernels read the states that they wrote."""
     state = {"mamba_cache_mode": "align", "shapes": ((3, 512), (4, 64, 64)), "dtypes": ("bfloat16", "float32"), "mamba_type": "gdn"}

@@ -55,6 +55,7 @@ HOSTILE = {
 }
 
 
+# proves: docs/python.md#errors
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_requests_are_computed(engine, kind):
     """The next request is served."""
@@ -113,6 +114,7 @@ def test_load_that_cannot_start_fails(engine, monkeypatch):
         assert engine.finish(req) is False
 
 
+# proves: docs/python.md#errors
 def test_failing_worker_adapter_ends_its_loads(engine):
     """Once no copy touches their blocks any more they have failed; requests that wait for stores continue."""
     prompt, worker = tokens(CHUNK + 1, "raise"), engine.workers[0]

@@ -24,6 +24,7 @@ def test_page_has_all_config_classes():
     assert {"ModelConfig", "CacheConfig", "ParallelConfig", "AttentionConfig", "LoRAConfig", "VllmConfig"} <= set(CLASSES)
 
 
+# proves: docs/identity.md#every-option-of-vllm-032
 @pytest.mark.parametrize("name", CLASSES)
 def test_page_has_every_option(name):
     """A new option fails here until the page has it."""

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 KINDS = [(False, False), (False, True), (True, False), (True, True)]
 
 
+# proves: docs/vllm.md#beside-other-connectors
 @pytest.mark.parametrize("holds", [True, False], ids=["holds", "without holds"])
 @pytest.mark.parametrize(("is_first", "is_async"), KINDS)
 def test_one_loads_and_both_store(place, monkeypatch, is_first, is_async, holds):
@@ -56,6 +57,7 @@ def leased(server):
     return next(line for line in text.splitlines() if line.startswith("kvtier_l1_leased_objects ")).split()[1]
 
 
+# proves: docs/vllm.md#beside-other-connectors
 def test_what_another_connector_is_loading_is_not_stored(place, engines):
     """A load within the step may fail, and vLLM learns of it after the step; one of several steps has ended before the request runs."""
     engine, prompt = engines(place.server()), tokens(2 * CHUNK, "other")

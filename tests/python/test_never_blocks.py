@@ -65,6 +65,7 @@ def test_meter_detects_a_wait():
     assert meter.waits == 1 and len(meter.cpu) == len(meter.wall) == 2
 
 
+# proves: docs/python.md#cost
 @pytest.mark.parametrize("mode", ["engine_driven", "lmcache_driven"])
 def test_no_call_of_engine_step_waits(place, mode):
     """Against a stopped server; nor do they do anything for each outstanding request."""

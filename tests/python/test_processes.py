@@ -56,6 +56,7 @@ except KeyboardInterrupt:
 """
 
 
+# proves: docs/python.md#adapters
 @pytest.mark.parametrize("call", ["wait_healthy", "result", "scheduler", "worker", "register"])
 def test_ctrl_c_interrupts_a_wait(call):
     """During a call that waits for ten minutes."""
@@ -83,6 +84,7 @@ def in_a_fork(check):
     return ended[-1] == 0
 
 
+# proves: docs/python.md#adapters
 @pytest.mark.parametrize("mode", ["engine_driven", "lmcache_driven"])
 def test_use_after_fork_fails_at_once(place, mode):
     """The child has the objects without their threads."""
@@ -142,6 +144,7 @@ def segments_of(done):
     return glob.glob(f"/dev/shm/lmcache_kv_{int(done.stdout.split()[0])}_*")
 
 
+# proves: docs/python.md#memory
 @pytest.mark.parametrize("kind", ["dropped", "exit", "exception"])
 def test_segments_are_removed_with_unclosed_adapter(place, kind):
     """The segments end with the adapter object."""

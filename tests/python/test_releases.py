@@ -19,6 +19,7 @@ RECORDED = signatures.recorded()
 FORMS = sorted({(name, *form) for methods in RECORDED.values() for name, form in methods.items()})
 
 
+# proves: docs/vllm.md#releases-of-vllm
 def test_base_class_is_the_recorded_one():
     """A vLLM whose base class gained, lost or changed a method is noticed. One that is new may be one that the connector needs; one
     that was removed is called no more."""
@@ -36,6 +37,7 @@ def test_every_release_is_recorded():
 
 
 # proves: docs/compare.md#kvtiers-connector-for-vllm
+# proves: docs/vllm.md#releases-of-vllm
 @pytest.mark.parametrize("name, kind, parameters", [form for form in FORMS if form[0] in vars(KvTierConnector)])
 def test_connector_takes_what_each_release_passes(name, kind, parameters):
     """By position and by name, and with nothing but what is required."""
@@ -49,6 +51,7 @@ def test_connector_takes_what_each_release_passes(name, kind, parameters):
     assert refused(getattr(method, "__func__", method), parameters, with_required=name != "__init__") == []
 
 
+# proves: docs/vllm.md#releases-of-vllm
 @pytest.mark.parametrize("release", RECORDED, ids=lambda release: ".".join(map(str, release)))
 def test_no_abstract_method_is_left_out(release):
     """With one, vLLM could make no connector."""

@@ -49,6 +49,7 @@ def test_ranks_share_heads():
 
 
 # proves: docs/compare.md#more-ranks-than-kv-heads
+# proves: docs/identity.md#parallelconfig
 def test_what_is_not_certain_counts_once_per_rank():
     """Layers may differ in a model that is not known, or of another library; a rank quantizes its own part of the weights."""
     for architecture in ("MiMoV2FlashForCausalLM", "Step3p5ForCausalLM", "TransformersForCausalLM", "NoSuchModel"):

@@ -38,6 +38,7 @@ def found(engine, fresh, prompt):
 
 
 # proves: docs/compare.md#retention
+# proves: docs/vllm.md#how-long-kv-is-kept
 def test_pinned_prompt_survives_a_flood(place, mode, fresh):
     """One that is not pinned does not."""
     server = place.server(**SMALL)
@@ -51,6 +52,7 @@ def test_pinned_prompt_survives_a_flood(place, mode, fresh):
 
 
 # proves: docs/compare.md#retention
+# proves: docs/vllm.md#how-long-kv-is-kept
 def test_prompt_of_no_seconds_is_evicted_first(place, mode, fresh):
     """Although it was stored last."""
     server = place.server(**SMALL, flags=["--eviction-trigger-watermark", "1", "--eviction-ratio", "0"])
@@ -92,6 +94,7 @@ def test_time_that_no_key_can_carry_fails_its_store_only(place, mode, fresh, val
 
 
 # proves: docs/compare.md#retention
+# proves: docs/vllm.md#how-long-kv-is-kept
 @pytest.mark.parametrize("mode", ["engine_driven", "lmcache_driven"])
 def test_request_of_vllm_is_pinned_within_the_share(place, engines, fresh, mode):
     """Its parameter reaches the server with its stores and with its lookups; what is beyond the share is kept as others are."""

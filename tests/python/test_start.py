@@ -31,6 +31,7 @@ def replace(server, proxy, engine, chunk):
     proxy.mend()
 
 
+# proves: docs/python.md#when-the-server-is-away
 def test_engine_starts_without_server(place, mode, fresh):
     """It computes until then, and uses the server as soon as it is there."""
     server = place.server(start=False)
@@ -75,6 +76,7 @@ def test_later_refusal_of_worker_is_logged(place, caplog):
     assert logged(caplog, "--supported-transfer-mode", 1) == ["ERROR"]
 
 
+# proves: docs/vllm.md#chunk-size
 def test_server_with_other_chunk_size_is_unused(place, mode, fresh, caplog):
     """If it reads no other than its own: a smaller chunk would make an engine count twice the tokens."""
     server = place.server()
@@ -115,6 +117,7 @@ def test_required_chunk_size_is_checked(place):
         SchedulerAdapter(server.url, "m", block_tokens=BLOCK, chunk_tokens=65540)
 
 
+# proves: docs/python.md#when-the-server-is-away
 def test_lookup_result_beyond_request_fails(place):
     """For any answer of a server."""
     scheduler = SchedulerAdapter(place.server().url, "m", block_tokens=BLOCK)
@@ -127,6 +130,7 @@ def test_lookup_result_beyond_request_fails(place):
     real.close()
 
 
+# proves: docs/python.md#when-the-server-is-away
 @pytest.mark.parametrize("bound", ["deadline", "heartbeat"])
 def test_lookup_does_not_wait_for_frozen_server(place, fresh, bound):
     """It has its own deadline, and fails with an unanswered heartbeat."""

@@ -22,6 +22,7 @@ def roots(collector):
     return {span.attributes["session_id"]: span for span in collector.spans() if span.name == "request"}
 
 
+# proves: docs/metrics.md#the-engines-trace
 def test_spans_are_in_the_caller_s_trace(collector, place):
     """A sampled parent has the request below it; one that is not sampled leaves it out; an invalid one is ignored."""
     engine = place.engine(place.server(flags=collector.flags))

@@ -85,6 +85,7 @@ def pictures(case):
     case.compare("uuid-of-bob", second, [text], pictures=["blue"], uuids=["mine"], salt="bob", hit=0)
 
 
+# proves: docs/clients.md#the-server-is-restarted-with-another-chunk-size
 # proves: docs/compare.md#kvtiers-connector-for-vllm
 @scenario(*each())
 def chunk_sizes(case):
@@ -203,6 +204,7 @@ def silent_server(case):
 
 
 # proves: docs/compare.md#disaggregated-prefill
+# proves: docs/vllm.md#disaggregated-prefill
 @scenario(*each(connectors=["kvtier"]))
 def disaggregated_prefill(case):
     """One engine prefills, and another decodes with the parameters of its answer: at once, and asked before the first begins."""

@@ -41,6 +41,7 @@ def window_blocks_allowed(case):
 
 
 # proves: docs/compare.md#sliding-windows
+# proves: docs/vllm.md#sliding-windows
 @scenario(*each(connectors=["kvtier"]))
 def windows_kept(case):
     """Layers with windows whose blocks vLLM keeps (`--disable-hybrid-kv-cache-manager`), and prompts prefilled in steps."""

@@ -254,6 +254,7 @@ class ModeCases:
         if vllm.events:
             self.events_published()
 
+    # proves: docs/vllm.md#parameters-of-a-request
     def parameters(self):
         """What a request asks of the cache reaches the connector through vLLM's API."""
         self.overwrite()
@@ -388,6 +389,7 @@ class ModeCases:
         self.check("connector-metrics", good and misses > 0 and float(found["failed_retrieves"]) == 0, found)
 
     # proves: docs/compare.md#kvtiers-connector-for-vllm
+    # proves: docs/vllm.md#restarts
     def killed_while_loading(self):
         """The server dies when it was asked for the KV of a hit: the engine computes, and goes on."""
         vllm, server = self.vllm, self.server

@@ -275,6 +275,7 @@ mod tests {
         }
     }
 
+    // proves: docs/metrics.md#traces
     #[test]
     fn variables_are_decoded_pairs_and_stay_secret() {
         let read = |text| pairs(HEADERS, text).and_then(headers).map(Pairs);

@@ -83,6 +83,7 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
+    // proves: docs/clients.md#releases-that-are-not-served
     #[test]
     fn warning_stands_while_client_is_connected_and_for_a_time() {
         let warnings = ClientWarnings::default();

@@ -540,6 +540,7 @@ mod tests {
         end.await;
     }
 
+    // proves: docs/clients.md#a-client-sends-malformed-or-hostile-messages
     #[tokio::test]
     async fn health_is_answered_beside_requests_that_take_every_turn() {
         let (address, end) = start(8).await;

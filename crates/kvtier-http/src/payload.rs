@@ -246,6 +246,7 @@ mod tests {
         }
     }
 
+    // proves: docs/clients.md#a-client-sends-malformed-or-hostile-messages
     #[tokio::test]
     async fn bodies_being_received_share_one_budget() {
         let api = api(1 << 20);
@@ -326,6 +327,7 @@ mod tests {
         assert!(!api.bodies.received.is_full());
     }
 
+    // proves: docs/clients.md#a-client-sends-malformed-or-hostile-messages
     #[tokio::test]
     async fn large_bodies_are_parsed_one_at_a_time_and_small_ones_beside_them() {
         static PARSED: AtomicUsize = AtomicUsize::new(0);

@@ -323,6 +323,7 @@ mod tests {
         String::from_utf8(written.concat()).unwrap()
     }
 
+    // proves: docs/clients.md#a-client-sends-malformed-or-hostile-messages
     #[test]
     fn names_of_clients_end_no_line_and_drive_no_terminal() {
         let name = "m\n2026-11-22T13:03:37.842231Z  INFO audit: done who=\"ops\"\r\u{1b}[2J\u{7}\u{2028}\u{9b}2J\u{7f}";

@@ -338,6 +338,7 @@ mod tests {
         }
     }
 
+    // proves: docs/metrics.md#when-the-collector-fails
     #[tokio::test]
     async fn only_a_lost_connection_is_replaced_at_once() {
         for answer in [Answer::Status(14), Answer::Reset] {

@@ -189,6 +189,7 @@ proptest! {
     }
 
     /// However the bytes of a peer are cut, the events are the same, and so is the error.
+    // proves: docs/clients.md#a-client-sends-malformed-or-hostile-messages
     #[test]
     fn fragmentation_changes_nothing(
         bytes in prop::collection::vec(prop_oneof![Just(0_u8), Just(1), Just(4), any::<u8>()], 0..400),

@@ -319,6 +319,7 @@ proptest! {
     }
 }
 
+// proves: docs/clients.md#a-chunk-size-of-ones-own
 #[test]
 fn chunk_sizes_share_a_memory_and_no_hash() {
     let memory = memory(2, 1 << 20);

@@ -156,6 +156,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(12))]
 
     /// For all pairs of formats of one content, and block sizes on both sides that differ.
+    // proves: docs/identity.md#the-fingerprint
     #[test]
     fn tokens_survive_other_formats_and_block_sizes(
         seed in any::<u64>(),
@@ -195,6 +196,7 @@ proptest! {
 }
 
 /// A page of a CPU attention kernel, packed by columns, in a tensor of the same shape.
+// proves: docs/identity.md#bound-pages
 #[test]
 fn packed_pages_survive_only_pages_of_their_block_size() {
     let (geometry, dtype) = ([1, 1, 4], ("bfloat16", 2));

@@ -296,6 +296,7 @@ mod tests {
         }
     }
 
+    // proves: docs/clients.md#the-server-is-restarted-with-another-chunk-size
     #[test]
     fn unlike_prompts_prove_our_chunk_size() {
         let sizes = alone();
@@ -308,6 +309,7 @@ mod tests {
         assert!(!is_proven_of(&sizes, other, 48, 16), "another connection");
     }
 
+    // proves: docs/clients.md#the-server-is-restarted-with-another-chunk-size
     #[test]
     fn other_chunk_sizes_are_never_proven() {
         for theirs in [1, 2, 4, 8, 12, 15, 17, 24, 32, 48, 64, 256] {
@@ -318,6 +320,7 @@ mod tests {
         }
     }
 
+    // proves: docs/clients.md#the-server-is-restarted-with-another-chunk-size
     #[test]
     fn end_that_does_not_fit_ends_the_proof() {
         let sizes = alone();
@@ -326,6 +329,7 @@ mod tests {
         assert!(!is_proven(&sizes, 16 + 15, 16));
     }
 
+    // proves: docs/clients.md#the-server-is-restarted-with-another-chunk-size
     #[test]
     fn blocks_of_workers_exclude_smaller_sizes() {
         // The sizes below 16 that divide 16 are 8, 4, 2 and 1.
@@ -345,6 +349,7 @@ mod tests {
         }
     }
 
+    // proves: docs/clients.md#the-server-is-restarted-with-another-chunk-size
     #[test]
     fn only_announced_size_needs_no_proof() {
         let base = tempfile::tempdir().unwrap();
@@ -362,6 +367,7 @@ mod tests {
         assert!(!is_proven_of(&sizes, older, 64, 16));
     }
 
+    // proves: docs/clients.md#the-server-is-restarted-with-another-chunk-size
     #[test]
     fn every_other_announced_size_has_to_be_excluded() {
         let base = tempfile::tempdir().unwrap();
@@ -377,6 +383,7 @@ mod tests {
         assert!(is_proven_of(&next(base.path()), client(2, false), 80, 16));
     }
 
+    // proves: docs/clients.md#the-server-is-restarted-with-another-chunk-size
     #[test]
     fn client_of_another_server_ends_the_trust_in_the_file() {
         for (tokens, theirs) in [(40, 40), (31, 32)] {
@@ -401,6 +408,7 @@ mod tests {
         }
     }
 
+    // proves: docs/clients.md#the-server-is-restarted-with-another-chunk-size
     #[test]
     fn file_of_another_folder_or_damaged_says_nothing() {
         let [base, other] = [(); 2].map(|()| tempfile::tempdir().unwrap());

@@ -151,6 +151,7 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
+    // proves: docs/clients.md#refused-retrieves-up-to-054
     #[test]
     fn refused_retrieve_turns_two_pings_into_no() {
         let refusals = RefusedRetrieves::default();
@@ -172,6 +173,7 @@ mod tests {
         assert!(refusals.refuses_ping(7, || false, 3 * SECOND));
     }
 
+    // proves: docs/clients.md#refused-retrieves-up-to-054
     #[test]
     fn held_answer_follows_the_noticed_no() {
         let refusals = RefusedRetrieves::default();

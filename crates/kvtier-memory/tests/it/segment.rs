@@ -77,6 +77,7 @@ impl Drop for Sparse {
     }
 }
 
+// proves: docs/clients.md#a-client-sends-malformed-or-hostile-messages
 #[test]
 fn sparse_segments_are_bounded_singly_and_together() {
     let huge = Sparse::create(900, 1 << 44);
@@ -106,6 +107,7 @@ fn sparse_segments_are_bounded_singly_and_together() {
     assert!(open(4).is_ok(), "one was unmapped");
 }
 
+// proves: docs/clients.md#a-client-sends-malformed-or-hostile-messages
 #[test]
 fn hostile_names_are_refused() {
     let long = format!("/lmcache_kv_{}", "1".repeat(300));

@@ -51,6 +51,7 @@ fn key_of(form: KeyForm, worker_id: Option<u32>) -> Vec<u8> {
     out
 }
 
+// proves: docs/clients.md#releases
 #[test]
 fn the_first_request_of_a_fresh_adapter_decides() {
     for (generation, number) in [(G1, 10), (G2, 11), (G3, 16), (G4, 17), (G5, 18), (G6, 21)] {
@@ -92,6 +93,7 @@ fn served_releases_are_those_of_all_generations() {
 }
 
 /// get_chunk_size is an adapter's request 0 and no other: an int in answer to a ping ends the receiving of 0.4.2 and 0.4.6.
+// proves: docs/clients.md#after-a-reconnect
 #[test]
 fn pings_after_a_reconnect_are_no_chunk_size() {
     for (number, generation) in [(11, G1), (12, G2), (17, G3), (18, G4)] {
@@ -151,6 +153,7 @@ fn a_ping_with_a_payload_is_unambiguous() {
     }
 }
 
+// proves: docs/clients.md#releases
 #[test]
 fn payloads_narrow_ambiguous_numbers() {
     // 8 with a key and an int frees locks in three generations and looks up in the newest.
@@ -309,6 +312,7 @@ fn tables_are_sound() {
 }
 
 /// 12 prepares a store in 0.4.7, whose worker ends at an answer without a payload, and frees locks in the newest.
+// proves: docs/clients.md#releases
 #[test]
 fn keys_of_workers_and_schedulers_narrow_numbers() {
     for (worker_id, operation, expected) in [
@@ -345,6 +349,7 @@ fn equal_operations_with_unlike_answers_are_uncertain() {
     assert_eq!(resolved.releases(), "0.4.6");
 }
 
+// proves: docs/clients.md#releases
 #[test]
 fn requests_prove_the_release() {
     use Release::{Before0_5_5, Since0_5_5, Unproven};

@@ -11,6 +11,7 @@ use kvtier_proto::response::ResponseKind;
 /// The generation that 0.4.4 belongs to.
 const G2: Generation = Generation::G2;
 
+// proves: docs/clients.md#releases
 #[test]
 fn everything_recorded_of_0_4_4_is_understood() {
     for (name, value) in load("older_versions.json").as_object().unwrap() {

@@ -248,6 +248,7 @@ fn decode_p2p(
         .map_err(|error| error.to_string())
 }
 
+// proves: docs/clients.md#a-chunk-size-of-ones-own
 #[test]
 fn chunk_size_of_a_key_is_bounded_and_in_front() {
     let key = |tokens: Option<u32>| {

@@ -266,6 +266,7 @@ mod tests {
         assert_eq!(ran.load(Ordering::SeqCst), 3);
     }
 
+    // proves: docs/clients.md#one-client-is-slow-or-floods-the-server
     #[test]
     fn a_full_lane_hands_the_job_back() {
         let (gate, blocked) = crossbeam_channel::bounded::<()>(0);

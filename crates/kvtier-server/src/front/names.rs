@@ -193,6 +193,7 @@ mod tests {
 
     const PROCESS: InstanceId = InstanceId(77);
 
+    // proves: docs/clients.md#releases
     #[test]
     fn equal_process_ids_of_two_connections_are_two_workers() {
         let ids = Arc::<RandomIds>::default();

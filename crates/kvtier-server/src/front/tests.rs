@@ -193,6 +193,7 @@ fn error_text(text: &str) -> Vec<u8> {
     frame
 }
 
+// proves: docs/clients.md#one-client-is-slow-or-floods-the-server
 #[test]
 fn requests_beyond_the_budget_are_refused_at_once_and_later_ones_are_not() {
     // A connection may have half of it: two of these requests, not three.
@@ -245,6 +246,7 @@ fn requests_whose_answers_are_to_come_are_counted_until_they_have_come() {
     assert!(wait(4).is_some());
 }
 
+// proves: docs/clients.md#a-client-sends-malformed-or-hostile-messages
 #[test]
 fn only_a_commit_may_be_large() {
     let mut server = ByHand::new(1 << 30);
@@ -326,6 +328,7 @@ fn last_waits(is_alone: bool, requests: &[[&[u8]; 2]]) -> bool {
     waits
 }
 
+// proves: docs/clients.md#one-client-is-slow-or-floods-the-server
 #[test]
 fn lookups_are_served_at_once_by_their_work() {
     // Token ids, and ranks of one object group each: whether they wait beside others, and without.
@@ -359,6 +362,7 @@ fn end_of_a_session_is_the_work_of_its_longest_lookup() {
     assert_eq!(client.work(Operation::EndSession, 3), 1000);
 }
 
+// proves: docs/clients.md#a-client-sends-malformed-or-hostile-messages
 #[test]
 fn message_with_too_many_frames_is_malformed_and_the_next_is_served() {
     let mut server = ByHand::new(1 << 20);

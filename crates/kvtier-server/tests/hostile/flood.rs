@@ -42,6 +42,7 @@ fn a_chunk_larger_than_everything_evicts_nothing() {
     server.assert_sound();
 }
 
+// proves: docs/clients.md#one-client-is-slow-or-floods-the-server
 #[test]
 fn flooding_client_does_not_stop_another() {
     let _turn = turn();
@@ -77,6 +78,7 @@ fn counted(server: &TestServer, series: &str) -> u64 {
         .map_or(0, |value| value.parse().unwrap())
 }
 
+// proves: docs/clients.md#one-client-is-slow-or-floods-the-server
 #[test]
 fn unread_chunks_hold_back_further_chunks() {
     let _turn = turn();

@@ -204,6 +204,7 @@ fn attack_beside_work(
     })
 }
 
+// proves: docs/clients.md#a-client-sends-malformed-or-hostile-messages
 // proves: docs/compare.md#hostile-peers
 #[test]
 fn good_client_is_served_among_mutated_requests() {

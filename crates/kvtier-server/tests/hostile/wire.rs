@@ -8,6 +8,7 @@ use crate::mutated::Random;
 use crate::support::{Frames, PATIENCE, TestServer};
 use crate::turn;
 
+// proves: docs/clients.md#a-client-sends-malformed-or-hostile-messages
 #[test]
 fn good_client_is_served_beside_arbitrary_bytes() {
     let _turn = turn();
@@ -87,6 +88,7 @@ impl Claimant {
 /// 2^32 numbers; what it can show is that a claim has no effect: peers that claim the same identity, or one of that form,
 /// are served beside each other and beside clients without one. With libzmq's ROUTER the second of two equal claims was cut
 /// off, so this failed at its first pair.
+// proves: docs/clients.md#a-client-sends-malformed-or-hostile-messages
 // proves: docs/compare.md#hostile-peers
 #[test]
 fn claimed_routing_identities_have_no_effect() {
@@ -130,6 +132,7 @@ fn claimed_routing_identities_have_no_effect() {
     server.assert_sound();
 }
 
+// proves: docs/clients.md#a-client-sends-malformed-or-hostile-messages
 #[test]
 fn oversized_message_disconnects_only_its_sender() {
     let _turn = turn();

@@ -190,6 +190,7 @@ fn grouped_as(groups: &[&[u64]], write: impl Fn(&mut Vec<u8>)) -> Vec<u8> {
     out
 }
 
+// proves: docs/identity.md#the-fingerprint
 #[test]
 fn inline_chunks_are_shared_with_earlier_releases() {
     let server = TestServer::start(&["--shm-name", ""]);
@@ -229,6 +230,7 @@ fn inline_chunks_are_shared_with_earlier_releases() {
     earlier.assert_reads(&prompt, 0..3, "b", 7);
 }
 
+// proves: docs/clients.md#a-client-sends-malformed-or-hostile-messages
 #[test]
 fn inline_form_is_known_by_generation() {
     let server = TestServer::start(&["--shm-name", ""]);
@@ -262,6 +264,7 @@ fn inline_form_is_known_by_generation() {
     assert_eq!(server.readings().objects, 1);
 }
 
+// proves: docs/clients.md#a-client-sends-malformed-or-hostile-messages
 #[test]
 fn hostile_envelopes_store_nothing() {
     let server = TestServer::start(&["--shm-name", "", "--windowed-clients", "allow"]);
@@ -310,6 +313,7 @@ fn hostile_envelopes_store_nothing() {
     server.assert_sound();
 }
 
+// proves: docs/identity.md#the-fingerprint
 #[test]
 fn slots_leave_out_chunks_that_their_group_skips() {
     let server = TestServer::start(&["--windowed-clients", "allow"]);
@@ -358,6 +362,7 @@ fn slots_leave_out_chunks_that_their_group_skips() {
     server.assert_sound();
 }
 
+// proves: docs/clients.md#a-model-has-sliding-windows-or-recurrent-states
 #[test]
 fn windowed_groups_register_without_a_cache() {
     for (window_chunks, recurrent) in [(1, false), (0, true)] {
@@ -384,6 +389,7 @@ fn windowed_groups_register_without_a_cache() {
     }
 }
 
+// proves: docs/clients.md#a-model-has-sliding-windows-or-recurrent-states
 // proves: docs/compare.md#engine_driven
 #[test]
 fn groups_without_windows_have_a_cache() {

@@ -87,6 +87,7 @@ impl Scheduler {
     }
 }
 
+// proves: docs/clients.md#from-057-on
 #[test]
 fn packed_tokens_are_those_of_earlier_clients() {
     const MODEL: &str = "newer/packed";
@@ -104,6 +105,7 @@ fn packed_tokens_are_those_of_earlier_clients() {
     server.assert_sound();
 }
 
+// proves: docs/clients.md#from-057-on
 #[test]
 fn negotiated_chunk_size_holds_for_its_connection() {
     const MODEL: &str = "newer/chunks";
@@ -143,6 +145,7 @@ fn negotiated_chunk_size_holds_for_its_connection() {
     server.assert_sound();
 }
 
+// proves: docs/clients.md#from-057-on
 #[test]
 fn reconnected_client_finds_nothing_until_it_negotiates() {
     const MODEL: &str = "newer/reconnected";
@@ -164,6 +167,7 @@ fn reconnected_client_finds_nothing_until_it_negotiates() {
     assert_eq!(scheduler.hits(key), 3);
 }
 
+// proves: docs/clients.md#from-057-on
 #[test]
 fn worker_of_a_negotiated_chunk_size_registers_with_it() {
     let scope = Scope::new("newer/worker");
@@ -182,6 +186,7 @@ fn worker_of_a_negotiated_chunk_size_registers_with_it() {
     assert_eq!(sizes, [48]);
 }
 
+// proves: docs/clients.md#from-057-on
 #[test]
 fn lookup_behind_engine_s_prefix_counts_from_the_start() {
     const MODEL: &str = "newer/start";
@@ -244,6 +249,7 @@ fn abandoned_lookup_s_ranges_free_nothing_of_the_next() {
     assert_eq!(worker.retrieved(&prompt, 1..2, "r"), None, "freed");
 }
 
+// proves: docs/clients.md#from-057-on
 #[test]
 fn lookup_that_skips_loading_finds_nothing() {
     const MODEL: &str = "newer/skip";

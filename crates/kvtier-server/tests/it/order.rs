@@ -23,6 +23,7 @@ fn send_stores(worker: &mut LmcacheDrivenWorker, scope: &Scope, count: u32) -> V
         .collect()
 }
 
+// proves: docs/clients.md#one-client-is-slow-or-floods-the-server
 #[test]
 fn control_requests_do_not_wait_for_copies() {
     // One thread copies and one does the rest, so nothing but the lanes lets them pass each other.
@@ -80,6 +81,7 @@ fn control_requests_do_not_wait_for_copies() {
     server.assert_sound();
 }
 
+// proves: docs/clients.md#one-client-is-slow-or-floods-the-server
 #[test]
 fn other_connection_does_not_wait_for_copies() {
     let server = TestServer::start(&["--max-gpu-workers", "1", "--max-cpu-workers", "1"]);
@@ -105,6 +107,7 @@ fn other_connection_does_not_wait_for_copies() {
     assert!(served < last, "the stranger waited for all the copies");
 }
 
+// proves: docs/clients.md#one-client-is-slow-or-floods-the-server
 #[test]
 fn transfers_of_one_connection_keep_their_order() {
     let server = TestServer::start(&["--max-gpu-workers", "4"]);

@@ -307,6 +307,7 @@ fn client_that_negotiated_its_chunk_size_is_not_served_for_good() {
     assert_eq!(outcome(&server), left_out("silent"));
 }
 
+// proves: docs/clients.md#the-server-is-restarted-with-another-chunk-size
 #[test]
 fn repeated_prompt_hits_after_a_restart() {
     let bed = Bed::new("repeated");

@@ -7,6 +7,7 @@ use crate::l2::{fs, hits, settle, with_tiers};
 use crate::log::Log;
 use crate::support::{Steps as _, TestServer, bytes, engine_driven, given_stored, prompt, range};
 
+// proves: docs/clients.md#a-client-sends-malformed-or-hostile-messages
 #[test]
 fn reused_request_id_never_stores_under_old_hashes() {
     let scope = Scope::new("sessions/reused");
@@ -28,6 +29,7 @@ fn reused_request_id_never_stores_under_old_hashes() {
     }
 }
 
+// proves: docs/clients.md#a-client-sends-malformed-or-hostile-messages
 #[test]
 fn a_lookup_allows_no_read_of_other_tokens() {
     let scope = Scope::new("sessions/other_tokens");
@@ -74,6 +76,7 @@ fn answered_store_is_visible_to_every_connection() {
     }
 }
 
+// proves: docs/clients.md#a-client-sends-malformed-or-hostile-messages
 #[test]
 fn tenants_with_equal_prompts_share_nothing() {
     let model = "sessions/tenants";
@@ -253,6 +256,8 @@ fn empty_lookup_replaces_earlier_result() {
     assert_eq!(server.readings().leased_objects, 0);
 }
 
+// proves: docs/clients.md#a-client-sends-malformed-or-hostile-messages
+// proves: docs/identity.md#the-fingerprint
 #[test]
 fn layouts_of_one_model_are_separate() {
     // As many bytes in another shape: a chunk of one would pass for one of the other.
@@ -260,6 +265,7 @@ fn layouts_of_one_model_are_separate() {
 }
 
 /// Attention kernels for CPUs pack a page: its rows are not tokens.
+// proves: docs/identity.md#the-fingerprint
 #[test]
 fn block_sizes_of_one_model_are_separate() {
     never_serve_each_other(|spec| spec.block_tokens /= 2);
@@ -273,6 +279,7 @@ fn of_bytes(server: &TestServer, instance: i64, scope: &Scope) -> EngineDrivenWo
 }
 
 /// Engines with fp8_e4m3 and with fp8_e5m2 register the same: only the operator knows which they are.
+// proves: docs/identity.md#the-fingerprint
 #[test]
 fn named_kinds_of_bytes_share_no_object_of_tier() {
     let directory = tempfile::tempdir().unwrap();
@@ -527,6 +534,8 @@ fn names_of_any_length_are_not_kept() {
     server.assert_sound();
 }
 
+// proves: docs/clients.md#a-chunk-size-of-ones-own
+// proves: docs/identity.md#the-fingerprint
 #[test]
 fn chunk_sizes_of_one_model_share_a_server_and_no_object() {
     let server = TestServer::start(&[]);
@@ -571,6 +580,7 @@ fn chunk_sizes_of_one_model_share_a_server_and_no_object() {
     }
 }
 
+// proves: docs/clients.md#a-chunk-size-of-ones-own
 #[test]
 fn transfer_in_chunks_that_were_not_registered_is_refused() {
     let server = TestServer::start(&[]);
@@ -590,6 +600,7 @@ fn transfer_in_chunks_that_were_not_registered_is_refused() {
     assert_eq!(worker.stored(&prompt, 0..2, 1), [0, 1]);
 }
 
+// proves: docs/clients.md#a-chunk-size-of-ones-own
 #[test]
 fn chunk_that_is_no_multiple_of_the_block_is_refused() {
     let server = TestServer::start(&[]);

@@ -52,6 +52,7 @@ fn unserved_because(server: &TestServer, instance: i64) -> Value {
     answer["unserved_instances"][instance.to_string()].clone()
 }
 
+// proves: docs/clients.md#a-model-has-sliding-windows-or-recurrent-states
 // proves: docs/compare.md#recurrent-states
 #[test]
 fn windowed_worker_registers_without_a_cache() {
@@ -79,6 +80,7 @@ fn windowed_worker_registers_without_a_cache() {
     server.assert_sound();
 }
 
+// proves: docs/clients.md#a-model-has-sliding-windows-or-recurrent-states
 #[test]
 fn windowed_worker_leaves_others_their_cache() {
     let server = TestServer::start(&[]);
@@ -90,6 +92,7 @@ fn windowed_worker_leaves_others_their_cache() {
     assert_eq!(full.lookup(&prompt, "r").unwrap(), 2);
 }
 
+// proves: docs/clients.md#a-model-has-sliding-windows-or-recurrent-states
 #[test]
 fn windowed_worker_is_served_with_allow() {
     let server = TestServer::start(&["--windowed-clients", "allow"]);
@@ -105,6 +108,7 @@ fn windowed_worker_is_served_with_allow() {
     );
 }
 
+// proves: docs/clients.md#a-model-has-sliding-windows-or-recurrent-states
 // proves: docs/compare.md#sliding-windows
 #[test]
 fn held_window_is_served_and_loads_its_blocks() {
@@ -134,6 +138,7 @@ fn held_window_is_served_and_loads_its_blocks() {
     server.assert_sound();
 }
 
+// proves: docs/clients.md#a-model-has-sliding-windows-or-recurrent-states
 #[test]
 fn held_chunk_without_its_window_is_no_end() {
     let server = TestServer::start(&[]);
@@ -151,6 +156,7 @@ fn held_chunk_without_its_window_is_no_end() {
     server.assert_sound();
 }
 
+// proves: docs/clients.md#a-model-has-sliding-windows-or-recurrent-states
 #[test]
 fn missing_block_of_a_worker_without_holds_is_refused() {
     let server = TestServer::start(&["--windowed-clients", "allow"]);

@@ -39,6 +39,7 @@ fn lost(metrics: &Metrics, reason: &str) -> u64 {
     found.map_or(0, |count| count.parse().unwrap())
 }
 
+// proves: docs/metrics.md#when-the-collector-fails
 #[test]
 fn waiting_spans_are_bounded_and_the_rest_is_counted() {
     let (waiting, metrics) = (waiting(), Metrics::new());
@@ -67,6 +68,7 @@ async fn batch_is_full_or_due() {
 }
 
 /// A collector that is away, or fails with each answer; the clock is the test's.
+// proves: docs/metrics.md#when-the-collector-fails
 #[tokio::test(start_paused = true)]
 async fn batch_that_is_never_taken_is_dropped_in_time() {
     let (waiting, metrics) = (waiting(), Arc::new(Metrics::new()));

@@ -90,6 +90,7 @@ fn attribute<'a>(span: &'a Span, name: &str) -> &'a Value {
     &found.next().unwrap().1
 }
 
+// proves: docs/metrics.md#spans
 #[test]
 fn spans_of_a_session_are_below_one_root() {
     let (mut bench, session) = (Bench::new(), session("r", "s"));
@@ -128,6 +129,7 @@ fn spans_of_a_session_are_below_one_root() {
 }
 
 /// Its session ends while it waits for a tier, whether something was recorded before or not.
+// proves: docs/metrics.md#spans
 #[test]
 fn aborted_lookup_ends_before_its_root() {
     for has_call in [true, false] {
@@ -153,6 +155,7 @@ fn aborted_lookup_ends_before_its_root() {
     }
 }
 
+// proves: docs/metrics.md#spans
 #[test]
 fn preempted_request_goes_on_in_its_trace() {
     let (mut bench, session) = (Bench::new(), session("r", ""));
@@ -168,6 +171,7 @@ fn preempted_request_goes_on_in_its_trace() {
     assert_eq!(names(&bench.sweep(10_500)), ["request"]);
 }
 
+// proves: docs/metrics.md#spans
 #[test]
 fn late_span_finds_its_finished_trace() {
     let (mut bench, session) = (Bench::new(), session("r", ""));
@@ -196,6 +200,7 @@ fn request_id_used_again_has_another_trace() {
     assert_ne!(first.trace, second.trace);
 }
 
+// proves: docs/metrics.md#traces
 #[test]
 fn tenants_never_share_a_trace() {
     let mut bench = Bench::new();
@@ -212,6 +217,7 @@ fn tenants_never_share_a_trace() {
     assert_eq!(spans[2].trace, spans[0].trace);
 }
 
+// proves: docs/metrics.md#spans
 #[test]
 fn session_without_end_ends_after_its_last_record() {
     let (mut bench, session) = (Bench::new(), session("r", ""));
@@ -229,6 +235,7 @@ fn session_without_end_ends_after_its_last_record() {
     );
 }
 
+// proves: docs/metrics.md#the-engines-trace
 #[test]
 fn parent_of_the_engine_decides_trace_and_sampling() {
     let mut bench = Bench::new();
@@ -254,6 +261,7 @@ fn parent_of_the_engine_decides_trace_and_sampling() {
     assert!(spans[1].is_parent_remote);
 }
 
+// proves: docs/metrics.md#when-the-collector-fails
 #[test]
 fn sessions_are_bounded_and_the_oldest_finishes_first() {
     let mut bench = Bench::new();

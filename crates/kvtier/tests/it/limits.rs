@@ -27,6 +27,7 @@ fn file_size_limit_fails_only_its_write() {
     assert!(server.wait().unwrap().success());
 }
 
+// proves: docs/clients.md#too-many-connections
 #[test]
 fn too_few_descriptors_are_refused_in_one_line() {
     let program = assert_cmd::cargo::cargo_bin("kvtier");

@@ -56,6 +56,7 @@ fn with_named_chunks(
     }
 }
 
+// proves: docs/clients.md#a-chunk-size-of-ones-own
 #[test]
 fn chunk_size_is_named_while_server_reads_it() {
     let server = Server::typed(with_named_chunks(16));

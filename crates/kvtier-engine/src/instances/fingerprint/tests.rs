@@ -204,12 +204,16 @@ fn assert_same(base: &Registered, changes: &[Change]) {
     }
 }
 
+// proves: docs/identity.md#bound-pages
+// proves: docs/identity.md#the-fingerprint
 #[test]
 fn cpu_pages_differ_by_every_field_that_moves_bytes() {
     let changes: Vec<_> = ALWAYS.iter().chain(&OF_PAGES).collect();
     assert_apart(&registered(false), &changes);
 }
 
+// proves: docs/identity.md#the-digest-of-kvtierconnector
+// proves: docs/identity.md#the-fingerprint
 #[test]
 fn gpu_pages_of_numbers_share_across_page_interiors() {
     let base = registered(true);
@@ -218,6 +222,7 @@ fn gpu_pages_of_numbers_share_across_page_interiors() {
     assert_same(&base, &OF_PAGES);
 }
 
+// proves: docs/identity.md#bound-pages
 #[test]
 fn gpu_pages_of_untyped_bytes_differ_by_their_interior() {
     for dtype in [("uint8", 1), ("int8", 1), ("float4_e2m1fn_x2", 1)] {
@@ -228,6 +233,7 @@ fn gpu_pages_of_untyped_bytes_differ_by_their_interior() {
     }
 }
 
+// proves: docs/identity.md#the-fingerprint
 #[test]
 fn untyped_bytes_differ_by_their_named_kind() {
     let layout = |dtype: (&'static str, u64), kind: Option<&str>| {
@@ -252,6 +258,8 @@ fn untyped_bytes_differ_by_their_named_kind() {
     }
 }
 
+// proves: docs/identity.md#bound-pages
+// proves: docs/identity.md#the-fingerprint
 #[test]
 fn gpu_pages_of_several_tokens_per_slot_differ_by_their_interior() {
     let mut base = registered(true);
@@ -264,6 +272,7 @@ fn gpu_pages_of_several_tokens_per_slot_differ_by_their_interior() {
     assert_apart(&base, &[&other]);
 }
 
+// proves: docs/identity.md#the-fingerprint
 #[test]
 fn what_moves_no_byte_changes_nothing() {
     for on_gpu in [false, true] {
@@ -271,6 +280,7 @@ fn what_moves_no_byte_changes_nothing() {
     }
 }
 
+// proves: docs/identity.md#the-fingerprint
 #[test]
 fn layers_of_two_groups_differ_by_their_split() {
     let split = |first: &[i64], second: &[i64]| {
@@ -286,6 +296,7 @@ fn layers_of_two_groups_differ_by_their_split() {
     assert_ne!(split(&[0, 1], &[2, 3]), split(&[0, 2], &[1, 3]));
 }
 
+// proves: docs/identity.md#the-fingerprint
 #[test]
 fn only_cpu_pages_differ_by_processor() {
     let on = |on_gpu, processor: Processor| {
@@ -297,6 +308,7 @@ fn only_cpu_pages_differ_by_processor() {
     assert_eq!(on(true, avx512()), on(true, amx()));
 }
 
+// proves: docs/identity.md#the-fingerprint
 #[test]
 fn processor_is_read_from_cpuinfo() {
     let of = |architecture, text: &str| Processor::from_cpuinfo(architecture, text).0;
@@ -325,6 +337,7 @@ fn engine_driven() -> EngineDrivenContext<'static> {
     }
 }
 
+// proves: docs/identity.md#the-fingerprint
 #[test]
 fn engine_driven_differs_by_every_field_that_moves_bytes() {
     let of = |chunk_size, processor: Processor, change: fn(&mut EngineDrivenContext<'_>)| {
@@ -377,6 +390,7 @@ fn grouped() -> EngineDrivenContext<'static> {
     }
 }
 
+// proves: docs/identity.md#the-fingerprint
 #[test]
 fn engine_driven_groups_differ_by_every_field() {
     type Change = fn(&mut EngineDrivenContext<'_>, &mut GroupLayout<'_>);
@@ -413,6 +427,7 @@ fn engine_driven_groups_differ_by_every_field() {
     assert_ne!(of_engine_driven(&swapped, &avx512()), all[0]);
 }
 
+// proves: docs/identity.md#the-fingerprint
 #[test]
 fn engine_driven_without_groups_is_shared_by_releases() {
     let of = |groups| {
@@ -505,6 +520,7 @@ fn tiers_know_the_type_of_values_that_they_may_round() {
 
 /// Objects in tiers have these values in their trailers: a change of one needs another [`VERSION`]. They were computed
 /// from the table in the module's documentation, by another implementation.
+// proves: docs/identity.md#the-fingerprint
 #[test]
 fn values_of_version_2_are_pinned() {
     assert_eq!(VERSION, 2);

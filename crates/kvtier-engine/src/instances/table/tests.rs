@@ -211,6 +211,7 @@ fn lookups_are_for_one_registration_per_layout() {
     assert_eq!(found(0), None);
 }
 
+// proves: docs/clients.md#too-many-connections
 #[test]
 fn silence_during_a_stop_of_the_process_is_forgiven() {
     let (engine, _) = engine_and_instance();

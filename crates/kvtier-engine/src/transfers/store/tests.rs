@@ -195,6 +195,7 @@ fn grant_of_another_layout_is_not_committed() {
     assert_eq!(objects(&engine), 0);
 }
 
+// proves: docs/clients.md#one-client-is-slow-or-floods-the-server
 #[test]
 fn worker_on_a_slow_device_stages_most_of_the_limit_and_no_more() {
     let (engine, slow) = full();
@@ -233,6 +234,7 @@ fn small_objects_count_rounded_to_the_alignment() {
     assert_eq!(engine.transfers.staging.staged_bytes(), 0);
 }
 
+// proves: docs/clients.md#one-client-is-slow-or-floods-the-server
 #[test]
 fn worker_is_served_beside_one_at_its_share() {
     for others in [false, true] {

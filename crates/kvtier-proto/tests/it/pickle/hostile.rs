@@ -64,6 +64,7 @@ proptest! {
         exercise(&[&[0x80, 4], steps.concat().as_slice()].concat());
     }
 
+    // proves: docs/clients.md#a-client-sends-malformed-or-hostile-messages
     #[test]
     fn changed_pickles_do_no_harm(
         seed in any::<proptest::sample::Index>(),
@@ -235,6 +236,7 @@ fn the_limits_hold() {
     );
 }
 
+// proves: docs/clients.md#a-client-sends-malformed-or-hostile-messages
 // proves: docs/compare.md#hostile-peers
 #[test]
 fn tricks_with_the_machine_are_refused() {

@@ -60,6 +60,7 @@ fn members(release: &Value, descriptor: &TensorDescriptor) -> Value {
     members
 }
 
+// proves: docs/clients.md#after-a-reconnect
 // proves: docs/compare.md#clients-of-lmcache
 #[test]
 fn every_wrapper_reads_as_its_members() {

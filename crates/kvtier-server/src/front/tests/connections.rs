@@ -16,6 +16,7 @@ use super::super::{outbox, serve};
 use super::{Arc, ByHand};
 use kvtier_engine::{Caller, Reply};
 
+// proves: docs/clients.md#too-many-connections
 // proves: docs/compare.md#hostile-peers
 #[test]
 fn full_port_closes_the_oldest_connection_without_a_request() {
@@ -39,6 +40,7 @@ fn end_session(server: &mut ByHand) {
     assert_eq!(server.answers().len(), 1);
 }
 
+// proves: docs/clients.md#too-many-connections
 // proves: docs/compare.md#hostile-peers
 #[test]
 fn full_port_closes_the_oldest_connection_that_only_pings() {
@@ -66,6 +68,7 @@ fn full_port_closes_the_oldest_connection_that_only_pings() {
     end_session(&mut server);
 }
 
+// proves: docs/clients.md#too-many-connections
 // proves: docs/compare.md#hostile-peers
 #[test]
 fn port_full_of_clients_pauses_accepting_until_one_ends() {
@@ -116,6 +119,7 @@ fn reply(len: usize, charge: Option<Charge>) -> outbox::Outgoing {
     }
 }
 
+// proves: docs/clients.md#too-many-connections
 #[test]
 fn connection_ends_without_a_handshake_and_without_a_sign_of_life() {
     let start = Instant::now();
@@ -147,6 +151,7 @@ fn connection_ends_without_a_handshake_and_without_a_sign_of_life() {
     assert!(matches!(silent.tick(after(81)), Err(Closed::Silent)));
 }
 
+// proves: docs/clients.md#one-client-is-slow-or-floods-the-server
 #[test]
 fn client_that_takes_nothing_for_a_minute_is_closed() {
     let start = Instant::now();
@@ -172,6 +177,7 @@ fn client_that_takes_nothing_for_a_minute_is_closed() {
     assert!(deaf.held_bytes() < 20 << 20, "what is not read is bounded");
 }
 
+// proves: docs/clients.md#one-client-is-slow-or-floods-the-server
 #[test]
 fn client_that_takes_a_large_reply_slowly_is_closed() {
     let start = Instant::now();
@@ -217,6 +223,7 @@ fn one_turn_reads_its_bytes_of_a_large_message() {
     assert_eq!(messages, []);
 }
 
+// proves: docs/clients.md#one-client-is-slow-or-floods-the-server
 #[test]
 fn one_turn_reads_a_bounded_part_of_what_has_arrived() {
     let (mut busy, mut peer) = connection(Instant::now());
@@ -310,6 +317,7 @@ fn write_all(server: &mut ByHand, stream: &mut TcpStream, mut bytes: &[u8]) {
     }
 }
 
+// proves: docs/clients.md#one-client-is-slow-or-floods-the-server
 #[test]
 fn full_memory_closes_large_messages_not_the_oldest() {
     let bounds = Bounds {
@@ -352,6 +360,7 @@ fn amid_message(server: &mut ByHand, len: usize, whole: usize) -> TcpStream {
     stream
 }
 
+// proves: docs/clients.md#one-client-is-slow-or-floods-the-server
 #[test]
 fn large_messages_share_a_round_behind_others() {
     const PART: usize = 50_000;
@@ -413,6 +422,7 @@ fn holding(held_bytes: usize) -> ByHand {
     ByHand::with(bounds, 1 << 20)
 }
 
+// proves: docs/clients.md#one-client-is-slow-or-floods-the-server
 #[test]
 fn large_messages_wait_for_memory_and_all_arrive() {
     const BODY: usize = 8 << 20;
@@ -431,6 +441,7 @@ fn large_messages_wait_for_memory_and_all_arrive() {
     }
 }
 
+// proves: docs/clients.md#one-client-is-slow-or-floods-the-server
 #[test]
 fn stalled_messages_end_while_others_wait() {
     let mut server = holding(6 << 20);
@@ -502,6 +513,7 @@ fn child_runs_out_of_addresses() {
     println!("still serving");
 }
 
+// proves: docs/clients.md#a-client-sends-malformed-or-hostile-messages
 #[test]
 fn frame_without_memory_ends_its_connection_only() {
     let child = std::process::Command::new(std::env::current_exe().unwrap())
@@ -515,6 +527,7 @@ fn frame_without_memory_ends_its_connection_only() {
     assert!(text.contains("still serving"), "{text}");
 }
 
+// proves: docs/clients.md#one-client-is-slow-or-floods-the-server
 #[test]
 fn held_bytes_cost_by_their_age_however_they_move() {
     let start = Instant::now();
@@ -544,6 +557,7 @@ fn held_bytes_cost_by_their_age_however_they_move() {
     assert!(small.held_cost(after(60)) > large.held_cost(after(60)));
 }
 
+// proves: docs/clients.md#too-many-connections
 #[test]
 fn ended_connections_leave_no_entry() {
     let mut server = ByHand::new(1 << 20);
@@ -558,6 +572,7 @@ fn ended_connections_leave_no_entry() {
     assert_eq!(server.front.connections.counts(), [1, 0, 1]);
 }
 
+// proves: docs/clients.md#after-a-reconnect
 #[test]
 fn engine_forgets_a_connection_that_ends() {
     let mut server = ByHand::new(1 << 20);
@@ -585,6 +600,7 @@ fn engine_forgets_a_connection_that_ends() {
     assert!(is_sent.load(Ordering::Relaxed), "what was held is freed");
 }
 
+// proves: docs/clients.md#too-many-connections
 #[test]
 fn stopped_process_closes_no_connection() {
     let mut server = ByHand::new(1 << 20);
@@ -604,6 +620,7 @@ fn stopped_process_closes_no_connection() {
     assert_eq!(server.answers().len(), 1, "the other client is there");
 }
 
+// proves: docs/clients.md#too-many-connections
 #[test]
 fn client_that_has_read_meanwhile_is_written_to() {
     let start = Instant::now();
@@ -623,6 +640,7 @@ fn client_that_has_read_meanwhile_is_written_to() {
     assert!(slow.held_bytes() < before);
 }
 
+// proves: docs/clients.md#after-a-reconnect
 #[test]
 fn undecided_request_is_answered_after_a_minute() {
     let mut server = ByHand::new(1 << 20);
@@ -655,6 +673,7 @@ fn heartbeat_announces_no_further_work() {
     assert!(server.front.turn(patient).unwrap());
 }
 
+// proves: docs/clients.md#after-a-reconnect
 #[test]
 fn undecided_requests_leave_most_memory_to_others() {
     let mut server = ByHand::new(1 << 20);
@@ -685,6 +704,7 @@ fn turns_since(server: &mut ByHand, start: Instant) -> u64 {
     1 + passed.as_micros() as u64 / TURN_INTERVAL.as_micros() as u64
 }
 
+// proves: docs/clients.md#one-client-is-slow-or-floods-the-server
 #[test]
 fn senders_of_stray_frames_share_one_turn() {
     let mut server = ByHand::new(1 << 20);
@@ -748,6 +768,7 @@ fn parked_connection_that_was_reset_is_closed() {
     assert_eq!(server.front.connections.counts(), [1, 0, 1]);
 }
 
+// proves: docs/clients.md#one-client-is-slow-or-floods-the-server
 #[test]
 fn connections_are_accepted_singly_while_many_end_without_a_request() {
     let mut server = ByHand::bounded(100, 1 << 20);

@@ -8,6 +8,7 @@ use kvtier_client::proto::response::{Response, ResponseKind};
 use super::{ask, hello, int, request};
 
 /// 0.4.2 and 0.4.3.
+// proves: docs/clients.md#releases
 #[test]
 fn early_lookups_are_asked_for_by_number() {
     let (server, _, _worker, _) = crate::support::given_stored("older/model", 2);

@@ -225,6 +225,7 @@ fn int(value: i64) -> Option<Vec<u8>> {
     Response::Int(value).encode()
 }
 
+// proves: docs/clients.md#releases
 // proves: docs/compare.md#hostile-peers
 #[test]
 fn requests_are_answered_in_their_releases_form() {
@@ -322,6 +323,7 @@ fn nonsense_gets_no_text_either() {
     server.assert_sound();
 }
 
+// proves: docs/clients.md#releases-that-are-not-served
 // proves: docs/compare.md#not-there-yet
 #[test]
 fn an_operation_of_no_table_is_answered_too() {
@@ -362,6 +364,7 @@ fn an_operation_of_no_table_is_answered_too() {
     server.assert_sound();
 }
 
+// proves: docs/clients.md#releases
 #[test]
 fn a_newer_client_beside_them_is_served() {
     let server = TestServer::start(&[]);

@@ -12,6 +12,7 @@ use super::{ask, frames, hello, no, request, worker, yes};
 use crate::support::{TestServer, wait_until};
 
 /// Up to 0.4.7 pings name no worker.
+// proves: docs/clients.md#refused-retrieves-up-to-054
 #[test]
 fn first_ping_of_a_reconnected_client_is_refused() {
     let server = TestServer::start(&[]);
@@ -54,6 +55,7 @@ fn first_ping_of_a_reconnected_client_is_refused() {
     assert_eq!(ask(&client, 3, Generation::G4, &ping), no());
 }
 
+// proves: docs/clients.md#refused-retrieves-up-to-054
 #[test]
 fn refused_ping_precedes_refused_engine_driven_retrieve() {
     let server = TestServer::start(&[]);
@@ -90,6 +92,7 @@ fn refused_ping_precedes_refused_engine_driven_retrieve() {
 
 /// 16 with a key and a worker prepares a store in the newest generation and commits a retrieve in 0.5.0 to 0.5.2. The former
 /// dies of an answer without a payload, the latter stops receiving at one of another type.
+// proves: docs/clients.md#after-a-reconnect
 #[test]
 fn ambiguous_request_waits_for_the_ping() {
     let server = TestServer::start(&[]);
@@ -124,6 +127,7 @@ fn ambiguous_request_waits_for_the_ping() {
     );
 }
 
+// proves: docs/clients.md#refused-retrieves-up-to-054
 #[test]
 fn held_answer_is_sent_before_the_server_stops() {
     let server = TestServer::start(&[]);

@@ -54,6 +54,7 @@ fn hits(client: &Raw, key: Vec<u8>) -> Option<Vec<u8>> {
     Some(client.receive().remove(2))
 }
 
+// proves: docs/clients.md#releases-that-are-not-served
 #[test]
 fn first_request_before_0_4_is_refused_at_once() {
     for (number, releases) in [(7, "0.3.10 to 0.3.13"), (8, "0.3.14 or 0.3.15")] {
@@ -81,6 +82,7 @@ fn numbers_of_older_releases_are_others_in_later_requests() {
     assert_contains(&warning(&server), &["operation 7 with 0 payloads"]);
 }
 
+// proves: docs/clients.md#releases-that-are-not-served
 #[test]
 fn client_of_0_4_1_has_no_hits() {
     let (server, scope) = (TestServer::start(&[]), Scope::new("older/model"));
@@ -108,6 +110,7 @@ fn client_of_0_4_1_has_no_hits() {
     server.assert_sound();
 }
 
+// proves: docs/clients.md#releases-that-are-not-served
 #[test]
 fn unknown_requests_are_one_warning_per_kind() {
     let newest = Generation::ALL[Generation::ALL.len() - 1];

@@ -11,6 +11,7 @@ use kvtier_client::proto::response::{PrepareStore, Response, ResponseKind};
 use super::{INSTANCE, ask, hello, worker, yes};
 use crate::support::{CHUNK, TestServer, tokens};
 
+// proves: docs/clients.md#releases
 #[test]
 fn equal_process_ids_of_two_connections_are_two_workers() {
     let server = TestServer::start(&[]);
@@ -40,6 +41,7 @@ fn equal_process_ids_of_two_connections_are_two_workers() {
 }
 
 /// 0.4.6 learns of no pool; its chunks are those of any other release.
+// proves: docs/clients.md#releases
 #[test]
 fn pickled_chunks_of_early_workers_are_found_by_others() {
     let server = TestServer::start(&[]);
