@@ -1,6 +1,6 @@
-//! Flags without effect: of LMCache 0.5.6's `lmcache server`, and of earlier releases of kvtier.
+//! Flags of LMCache 0.5.6's `lmcache server` that have no effect here yet.
 //!
-//! They are known, so that a command line written for those starts: one warning names those that were given. What is
+//! They are known, so that a command line written for LMCache starts: one warning names those that were given. What is
 //! in neither list is refused.
 
 use clap::{Arg, ArgAction};
@@ -78,8 +78,6 @@ const FLAGS: &[(&str, Values)] = &[
     ("format", One),
     ("output", One),
     ("quiet", Switch),
-    // kvtier until 0.1: a restart needs no flag.
-    ("take-over", Switch),
 ];
 
 /// Flags whose only meaning here is already the normal behaviour: accepted without a warning.

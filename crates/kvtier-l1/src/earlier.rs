@@ -24,7 +24,7 @@ pub enum EarlierL1 {
     Removed(PathBuf),
 }
 
-/// Words of a ledger that stays as it is.
+/// Read-only view of a ledger's words: writes are dropped.
 struct ReadOnlyWords(SharedWords);
 
 impl Words for ReadOnlyWords {

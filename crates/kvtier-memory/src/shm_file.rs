@@ -274,8 +274,7 @@ impl ShmFile {
         Err(ArenaError::NameInUse { name })
     }
 
-    /// Opens the file of this name that an earlier process has kept, and locks it unless that still has it. `None` if there
-    /// is none, or it belongs to another user or can be opened by others.
+    /// Opens the file of this name that an earlier process has kept, and locks it. `None` if there is none, or it belongs to another user or can be opened by others.
     ///
     /// # Errors
     /// [`ArenaError::NameInUse`] while a process has it; the system's.

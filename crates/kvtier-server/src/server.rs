@@ -113,19 +113,14 @@ impl Server {
         )?;
         // Before a client could ask for a worker that is not known yet.
         engine.restore_workers();
-        let front = front.start()?;
-        let stop_background = Arc::new(AtomicBool::new(false));
-        let mut background = vec![spawn_housekeeping(&engine, &health, &stop_background)?];
-        if config.l1_prefault {
-            background.push(spawn_prefault(&engine, &health, &stop_background)?);
-        }
+        // What was restored is left to the next server.
+        let front = front.start().inspect_err(|_| engine.close())?;
         // The routes find the engine from here on; a second engine cannot be set, and there is none.
         let _ = api.engine.set(Arc::clone(&engine));
         let reloader = Arc::new(Reloader::new(&engine, &access));
         let by_http = Arc::clone(&reloader);
         let _ = api.reload.set(Arc::new(move || by_http.reload()));
-        health.set_ready();
-        Ok(Self {
+        let mut server = Self {
             engine,
             front,
             health,
@@ -134,9 +129,22 @@ impl Server {
             http_address: http.address,
             http: Some((http.runtime, http.answered)),
             stop_http,
-            stop_background,
-            background,
-        })
+            stop_background: Arc::default(),
+            background: Vec::new(),
+        };
+        server.start_background(config.l1_prefault)?;
+        server.health.set_ready();
+        Ok(server)
+    }
+
+    fn start_background(&mut self, prefaults: bool) -> Result<()> {
+        let (engine, health, stop) = (&self.engine, &self.health, &self.stop_background);
+        self.background
+            .push(spawn_housekeeping(engine, health, stop)?);
+        if prefaults {
+            self.background.push(spawn_prefault(engine, health, stop)?);
+        }
+        Ok(())
     }
 
     /// Where requests are served, such as `tcp://127.0.0.1:5555`.

@@ -154,19 +154,6 @@ impl<P: Piece> Output<P> {
         Ok(total)
     }
 
-    /// The bytes that wait, if no piece is among them.
-    pub fn unwritten(&self) -> Option<Vec<u8>> {
-        let mut bytes = Vec::new();
-        let mut from = self.written;
-        for segment in &self.segments {
-            match segment.slice(std::mem::take(&mut from)) {
-                Slice::Small(small) => bytes.extend_from_slice(small),
-                Slice::Piece(..) => return None,
-            }
-        }
-        Some(bytes)
-    }
-
     fn small(&mut self, write: impl FnOnce(&mut Vec<u8>)) {
         let has_space = matches!(self.segments.back(), Some(Segment::Small(bytes)) if bytes.len() < MAX_BUFFER_BYTES);
         if !has_space {
@@ -255,17 +242,6 @@ mod tests {
         }
         assert!(got == expected);
         assert_eq!((output.bytes(), Rc::strong_count(&counter)), (0, 1));
-    }
-
-    #[test]
-    fn unwritten_bytes_are_those_that_were_not_taken() {
-        let mut output = Output::<Vec<u8>>::default();
-        output.push_frame(b"abc", true);
-        output.write_with(1, |_| Ok::<_, ()>(Some(3))).unwrap();
-        output.push_frame(b"d", false);
-        assert_eq!(output.unwritten().unwrap(), b"bc\x00\x01d");
-        output.push_pieces(1, [vec![0]], false);
-        assert_eq!(output.unwritten(), None);
     }
 
     #[test]

@@ -51,15 +51,6 @@ pub struct PrefixLease<A: ExtentAllocator> {
     held: usize,
 }
 
-/// Chunks that a lookup leased for a row, and which of them are still held.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct HeldRow {
-    /// The first of them.
-    pub start: usize,
-    /// For each, whether it is held.
-    pub held: Vec<bool>,
-}
-
 /// The slots that one row holds: `slots[i]` is chunk `start + i`, [`SlotRef::NONE`] once released.
 #[derive(Debug)]
 pub(super) struct HeldChunks {
@@ -114,28 +105,6 @@ impl<A: ExtentAllocator> PrefixLease<A> {
     /// The chunks that the lookup leased for a row; some may have been released since. `None` for an unknown row.
     pub fn leased(&self, row: usize) -> Option<Range<usize>> {
         self.holds.get(row).map(HeldChunks::chunks)
-    }
-
-    /// What the lookup leased for a row and is still held, for [`Cache::hold_rows`]. An object that was removed meanwhile
-    /// is left out: no key leads to it.
-    pub fn held_chunks(&self, row: usize) -> HeldRow {
-        let Some(hold) = self.holds.get(row) else {
-            return HeldRow::default();
-        };
-        let is_resident = |state: &State<A>, reference: &SlotRef| {
-            let slot = state.slab.get(*reference);
-            slot.is_some_and(|slot| slot.state() == SlotState::Resident)
-        };
-        let held = self.cache.locked(|state| {
-            let slots = hold.slots.iter();
-            slots
-                .map(|reference| is_resident(state, reference))
-                .collect()
-        });
-        HeldRow {
-            start: hold.start,
-            held,
-        }
     }
 
     /// Pins what is held for this time from `now` on, as [`Cache::pin`] does.
@@ -226,50 +195,6 @@ impl<A: ExtentAllocator> PrefixLease<A> {
             self.held -= released;
         }
         released
-    }
-}
-
-impl<A: ExtentAllocator> Cache<A> {
-    /// The lease of a lookup of an earlier process, which found the prefix of these chunks and holds these of them, one entry per
-    /// row; `None` if one is not resident, or lies behind the prefix.
-    pub fn hold_rows(
-        &self,
-        rows: Arc<[GroupRow]>,
-        hashes: &[ChunkHash],
-        held: &[HeldRow],
-    ) -> Option<PrefixLease<A>> {
-        if held.len() != rows.len() {
-            return None;
-        }
-        let find = |state: &State<A>, row: &GroupRow, held: &HeldRow| {
-            let namespace = state.namespaces.find(&row.namespace);
-            let end = held.start.checked_add(held.held.len())?;
-            let hashes = hashes.get(held.start..end)?;
-            let slots = hashes.iter().zip(&held.held).map(|(hash, is_held)| {
-                if !is_held {
-                    return Some(SlotRef::NONE);
-                }
-                Some(state.slab.reference(state.find(namespace?, hash)?))
-            });
-            Some(HeldChunks {
-                start: held.start,
-                slots: slots.collect::<Option<_>>()?,
-            })
-        };
-        let holds = self.locked(|state| {
-            let holds = rows
-                .iter()
-                .zip(held)
-                .map(|(row, held)| find(state, row, held));
-            let holds: Vec<HeldChunks> = holds.collect::<Option<_>>()?;
-            for reference in holds.iter().flat_map(|hold| &hold.slots) {
-                if *reference != SlotRef::NONE {
-                    state.lease(reference.slot);
-                }
-            }
-            Some(holds)
-        })?;
-        Some(PrefixLease::new(self.clone(), rows, holds))
     }
 }
 

@@ -34,7 +34,7 @@ mod tenant;
 
 pub use allocator::{ExtentAllocator, FreeSpace};
 pub use kvtier_extent::{Extent, Piece};
-pub use lease::{Counted, HeldRow, Lookup, PrefixLease, ReadLease};
+pub use lease::{Counted, Lookup, PrefixLease, ReadLease};
 pub use losses::{Loss, LossCause};
 pub use reservation::{
     Committed, KeyOutcome, Reservation, ReserveError, ReserveRequest, Reserved, Staged,

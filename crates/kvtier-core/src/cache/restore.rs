@@ -36,7 +36,7 @@ impl<A: ExtentAllocator> Cache<A> {
     /// A cache over this memory, which must be entirely free, with the objects of a snapshot and its ledger. They have the order
     /// of their last uses, as exactly as the ledger knows them, and of equally old ones that of their commits, so that a
     /// prefix loses its end first. Writes to the ledger only what is left out. Names of namespaces without objects are forgotten:
-    /// their numbers will be others'.
+    /// their numbers are reused.
     pub fn restore<W: Words + 'static>(
         allocator: A,
         config: CacheConfig,

@@ -93,7 +93,7 @@ pub trait EvictionPolicy: Send + fmt::Debug {
         self.len() == 0
     }
 
-    /// The objects in eviction order, protected ones included: for the next process, invariant checks and tests.
+    /// The objects in eviction order, protected ones included: for invariant checks and tests.
     ///
     /// # Errors
     /// A description of the damage to the policy's own structure.

@@ -5,7 +5,6 @@
 
 mod range;
 
-use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use std::fmt;
 use std::num::NonZeroUsize;
@@ -17,10 +16,7 @@ pub use range::{RangeError, lookup_chunks, store_chunks};
 pub const DEFAULT_SEED: &str = "vllm-none-hash";
 
 /// The hash of one chunk and of all tokens before it; 32 bytes for every algorithm kvtier knows.
-///
-/// Serialized as its 64 digits.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(try_from = "String", into = "String")]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ChunkHash(pub [u8; 32]);
 
 impl ChunkHash {
@@ -57,20 +53,6 @@ impl FromStr for ChunkHash {
             Ok(()) => Ok(Self(hash)),
             Err(_) => Err(BadChunkHash(text.to_owned())),
         }
-    }
-}
-
-impl TryFrom<String> for ChunkHash {
-    type Error = BadChunkHash;
-
-    fn try_from(text: String) -> Result<Self, BadChunkHash> {
-        text.parse()
-    }
-}
-
-impl From<ChunkHash> for String {
-    fn from(hash: ChunkHash) -> Self {
-        hash.to_string()
     }
 }
 

@@ -1,44 +1,18 @@
 //! Namespaces: all of an object's identity but its chunk.
 
 use super::{KeyError, check_cache_salt, check_model_name};
-use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
 /// All of an object's identity but the chunk hash: model, rank, object group, layout and tenant.
 ///
-/// All fields take part in equality. A namespace that exists is valid: its model name and salt were checked. Serialized as its
-/// [parts](Parts).
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(try_from = "Parts", into = "Parts")]
+/// All fields take part in equality. A namespace that exists is valid: its model name and salt were checked.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Namespace {
     model_name: Arc<str>,
     kv_rank: u64,
     object_group_id: u32,
     layout: u64,
     cache_salt: Arc<str>,
-}
-
-/// Model, rank, object group, layout and salt.
-type Parts = (String, u64, u32, u64, String);
-
-impl TryFrom<Parts> for Namespace {
-    type Error = KeyError;
-
-    fn try_from((model, rank, group, layout, salt): Parts) -> Result<Self, KeyError> {
-        Self::new(model, rank, group, layout, salt)
-    }
-}
-
-impl From<Namespace> for Parts {
-    fn from(namespace: Namespace) -> Self {
-        (
-            namespace.model_name.as_ref().into(),
-            namespace.kv_rank,
-            namespace.object_group_id,
-            namespace.layout,
-            namespace.cache_salt.as_ref().into(),
-        )
-    }
 }
 
 impl Namespace {

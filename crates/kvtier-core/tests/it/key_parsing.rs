@@ -122,17 +122,9 @@ proptest! {
 }
 
 #[test]
-fn namespace_and_hash_are_read_as_written() {
-    let namespace = Namespace::new("org/model", u64::MAX, 7, 9, "tenant").unwrap();
-    let text = serde_json::to_string(&namespace).unwrap();
-    assert_eq!(text, r#"["org/model",18446744073709551615,7,9,"tenant"]"#);
-    assert_eq!(serde_json::from_str::<Namespace>(&text).unwrap(), namespace);
-    let refused = serde_json::from_str::<Namespace>(r#"["m@",1,0,0,""]"#).unwrap_err();
-    assert!(refused.to_string().contains("model_name"), "{refused}");
+fn hash_is_read_as_written() {
     let hash = ChunkHash([0xab; 32]);
-    let text = serde_json::to_string(&hash).unwrap();
-    assert_eq!(text, format!("\"{}\"", "ab".repeat(32)));
-    assert_eq!(serde_json::from_str::<ChunkHash>(&text).unwrap(), hash);
+    assert_eq!(hash.to_string().parse(), Ok(hash));
     for text in ["x", &"ab".repeat(31), &"ab".repeat(33), &"xy".repeat(32)] {
         let refused = text.parse::<ChunkHash>().unwrap_err().to_string();
         assert!(

@@ -106,11 +106,6 @@ impl Storages {
         &self.all
     }
 
-    /// Their mappings. Dropping the storages closes none of these.
-    pub fn mapped(&self) -> impl Iterator<Item = Arc<Mapped>> {
-        self.all.iter().map(|storage| Arc::clone(&storage.mapped))
-    }
-
     /// Decrements no reference counter at the end: the next process of the server will.
     pub fn leave(&self) {
         let counters = self.all.iter().filter_map(|it| it.counter.as_ref());

@@ -336,10 +336,14 @@ impl Connection {
         self.session.is_amid_message()
     }
 
-    /// Whether its client waits for no answer and has sent nothing that is not served.
-    pub fn is_quiet(&mut self) -> bool {
-        let is_idle = self.client.as_ref().is_none_or(Client::is_idle);
-        is_idle && !self.has_output() && !self.is_amid_message() && !self.has_input()
+    /// Whether no request of its client waits or runs in a lane.
+    pub fn is_idle(&self) -> bool {
+        self.client.as_ref().is_none_or(Client::is_idle)
+    }
+
+    /// Whether nothing waits to be written and no message is incomplete.
+    pub fn is_between_messages(&mut self) -> bool {
+        !self.has_output() && !self.is_amid_message()
     }
 
     /// When its message began to arrive, if that is larger than a turn by now.

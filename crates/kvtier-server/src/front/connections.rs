@@ -348,9 +348,29 @@ impl Connections {
         self.open.values_mut().any(Connection::has_output)
     }
 
-    /// Whether no client waits for an answer or has sent anything that is not served.
+    /// Whether no request waits or runs in a lane.
+    pub fn are_idle(&self) -> bool {
+        self.open.values().all(Connection::is_idle)
+    }
+
+    /// Whether no bytes are on the way in either direction, as far as they can be seen.
     pub fn are_quiet(&mut self) -> bool {
-        self.open.values_mut().all(Connection::is_quiet)
+        let mut connections = self.open.values_mut();
+        connections.all(|of| of.is_between_messages())
+            && !self.open.values().any(Connection::has_input)
+    }
+
+    /// Closes the connections whose clients wait for no answer and have sent nothing that is not served.
+    pub fn close_quiet(&mut self) {
+        let is_quiet =
+            |of: &mut Connection| of.is_idle() && of.is_between_messages() && !of.has_input();
+        let quiet = self
+            .open
+            .iter_mut()
+            .filter_map(|(id, of)| is_quiet(of).then_some(*id));
+        for id in quiet.collect::<Vec<_>>() {
+            self.close(id, Closed::ByClient);
+        }
     }
 
     /// Connections that have sent more stray frames than allowed, and are read in turns.

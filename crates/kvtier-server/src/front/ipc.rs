@@ -34,8 +34,6 @@ pub(super) struct SocketFile {
     id: (u64, u64),
 }
 
-impl SocketFile {}
-
 impl Drop for SocketFile {
     fn drop(&mut self) {
         if id(&self.path) == Some(self.id) {

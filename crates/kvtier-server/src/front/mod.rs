@@ -98,7 +98,7 @@ impl PreparedFront {
         })
     }
 
-    /// Starts the thread, which serves.
+    /// Starts the front end's thread.
     ///
     /// # Errors
     /// A system out of threads, in one line.
@@ -128,7 +128,7 @@ impl FrontEnd {
         self.socket.endpoint()
     }
 
-    /// Serves until no request is in flight, for a while, and closes the connections; what is in flight later is answered first.
+    /// Stops serving once no request is in flight, at the latest after a quarter of the stop's time, and closes all connections.
     /// The socket stays bound until the front end is dropped.
     pub fn stop(&mut self) {
         self.stop.store(true, Ordering::Release);

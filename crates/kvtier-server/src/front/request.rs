@@ -2,6 +2,7 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
 use std::time::Instant;
 
 use kvtier_proto::chunk;
@@ -200,7 +201,10 @@ impl Server {
 
     /// Whether there are requests whose answer is to come.
     pub fn has_unanswered(&self) -> bool {
-        Arc::strong_count(&self.unanswered) > 1
+        let is_counted = Arc::strong_count(&self.unanswered) > 1;
+        // What was answered before is in the outbox: the count is read without order.
+        fence(Ordering::Acquire);
+        is_counted
     }
 
     /// Serves a request, whose answer goes through the outbox: whatever happens, there is one. The lane goes on when this

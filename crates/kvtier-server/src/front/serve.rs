@@ -26,7 +26,7 @@ const ENDING: Duration = Duration::from_millis(10);
 /// send one every 10 s.
 const LAST_PINGS: Duration = Duration::from_secs(11);
 
-/// Between two looks for a moment without requests.
+/// Time between two checks whether anything is in flight.
 const QUIET_POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 /// How long the stop waits for answers that no pool holds any more, and for the system to take the last bytes.
@@ -208,12 +208,13 @@ impl Front {
         self.connections.end_accepting();
         // What has arrived by now.
         self.turn(Duration::ZERO)?;
-        self.serve_last_pings()?;
-        // What waits for a tier, and then for a GPU: requests that the lanes still hold may wait for its driver.
+        let stop_timeout = self.server.engine.config().stop_timeout;
+        let until = Instant::now() + stop_timeout / 2;
+        self.serve_last_pings(until.min(Instant::now() + LAST_PINGS))?;
+        // What waits for a tier, and then for a GPU: requests that the lanes still hold may wait for its driver. Lookups
+        // have what L1 has from here on.
         self.server.engine.end_waits();
-        if self.serve_until_quiet()? {
-            self.connections.finish();
-        }
+        self.serve_until_quiet(until.min(Instant::now() + stop_timeout / 4))?;
         self.server.engine.end_transfers();
         self.transfers.close();
         self.control.close();
@@ -237,9 +238,8 @@ impl Front {
 
     /// Serves on while requests wait for a ping of their client, within bounds. A retrieve whose client has not noticed
     /// that it is refused stays without an answer, which it would take for data.
-    fn serve_last_pings(&mut self) -> std::io::Result<()> {
+    fn serve_last_pings(&mut self, until: Instant) -> std::io::Result<()> {
         let engine = Arc::clone(&self.server.engine);
-        let until = Instant::now() + LAST_PINGS.min(engine.config().stop_timeout / 2);
         let mut undecided = self.connections.undecided();
         while (engine.holds_answers() || !undecided.is_empty()) && Instant::now() < until {
             self.turn(ENDING)?;
@@ -256,23 +256,27 @@ impl Front {
             .for_each(|id| self.answer_undecided(id));
     }
 
-    /// Serves on until no request is in flight and no byte is unread, for a quarter of what the stop may take. Returns whether
-    /// there is such a moment.
-    fn serve_until_quiet(&mut self) -> std::io::Result<bool> {
-        let until = Instant::now() + self.server.engine.config().stop_timeout / 4;
-        loop {
-            // Asked before the answers are sent: what it has answered by then is among them.
-            let is_answered = !self.server.has_unanswered();
-            self.answer_all_undecided();
-            self.send_replies();
-            if is_answered && self.connections.are_quiet() {
-                return Ok(true);
-            }
+    /// Serves on until nothing is in flight, and ends all connections then. If that has not come by `until`, ends those whose own
+    /// client waits for nothing.
+    fn serve_until_quiet(&mut self, until: Instant) -> std::io::Result<()> {
+        while !self.is_quiet() {
             if Instant::now() >= until {
-                return Ok(false);
+                self.connections.close_quiet();
+                return Ok(());
             }
             self.turn(QUIET_POLL_INTERVAL)?;
         }
+        self.connections.finish();
+        Ok(())
+    }
+
+    /// Whether no client waits for an answer or has sent anything that is not served.
+    fn is_quiet(&mut self) -> bool {
+        self.answer_all_undecided();
+        // In this order: a request has left its lane when its reply is counted, and is counted until its answer is in the outbox.
+        let is_answered = self.connections.are_idle() && !self.server.has_unanswered();
+        self.send_replies();
+        is_answered && self.connections.are_quiet()
     }
 
     /// Sends replies for at most `timeout`; requests stay unread.

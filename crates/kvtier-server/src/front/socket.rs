@@ -27,8 +27,8 @@ const KEEPALIVE_COUNT: u32 = 6;
 
 /// The request socket, bound. Connections wait until a front end accepts them.
 pub struct RequestSocket {
-    /// Of a socket that is a path, if that is this process's to remove. Dropped before the socket, which keeps the inode number
-    /// from being reused until then.
+    /// File of an `ipc://` socket, removed when dropped; none if the socket was inherited. Dropped before the socket, which
+    /// keeps the inode number from being reused until then.
     _file: Option<SocketFile>,
     socket: OwnedFd,
     endpoint: String,
