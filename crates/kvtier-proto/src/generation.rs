@@ -9,11 +9,9 @@ mod candidates;
 mod field;
 mod release;
 mod tables;
-mod unknown_fields;
 
 pub use candidates::{Candidates, Resolved, Unresolved};
 pub use release::Release;
-pub use unknown_fields::MAX_SEARCHED_BYTES;
 
 use crate::frames::OperationId;
 use crate::key::KeyForm;

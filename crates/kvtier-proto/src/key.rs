@@ -298,7 +298,7 @@ impl<'a, T> CacheKey<'a, T> {
                 }
                 "request_configs" => request_configs = read_configs(value)?,
                 "num_kv_readers" => num_kv_readers = Some(value.int()?),
-                _ => value.skip()?,
+                _ => value.skip_unknown(name)?,
             }
             Ok(())
         })?;

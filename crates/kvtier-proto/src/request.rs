@@ -8,6 +8,7 @@ mod decode;
 mod encode;
 mod types;
 
+pub use decode::UnknownField;
 pub use encode::EncodeError;
 pub(crate) use types::write_ints;
 pub use types::{

@@ -30,6 +30,15 @@ impl<'a, T> Request<'a, T> {
         payloads: &[&'a [u8]],
         tokens: &mut R,
     ) -> Result<Self, DecodeError> {
+        Self::decode_noting_unknown(spec, payloads, tokens).map(|(request, _)| request)
+    }
+
+    /// Like [`Request::decode`]; also returns the first field of a map that no served release sends. It was skipped.
+    pub fn decode_noting_unknown<R: TokenReader<Output = T>>(
+        spec: &OperationSpec,
+        payloads: &[&'a [u8]],
+        tokens: &mut R,
+    ) -> Result<(Self, Option<UnknownField<'a>>), DecodeError> {
         if payloads.len() != spec.payloads.len() {
             return Err(DecodeError::new(format!(
                 "{} has {} payloads, {} arrived",
@@ -42,6 +51,7 @@ impl<'a, T> Request<'a, T> {
             fields: spec.payloads,
             frames: payloads,
             tokens,
+            unknown: None,
         };
         let request = match spec.operation {
             Operation::RegisterKvCache => Self::RegisterKvCache(p.registration()?),
@@ -206,8 +216,17 @@ impl<'a, T> Request<'a, T> {
             }
         };
         p.end()?;
-        Ok(request)
+        Ok((request, p.unknown))
     }
+}
+
+/// A field of a map that no served release sends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct UnknownField<'a> {
+    /// Name of the payload that has it, in the map or inside it.
+    pub payload: &'static str,
+    /// Its name, as far as it is shown.
+    pub name: &'a str,
 }
 
 /// The payload frames that are left, with the row's word on each.
@@ -218,6 +237,7 @@ struct Payloads<'s, 'a, R> {
     fields: &'s [Field],
     frames: &'s [&'a [u8]],
     tokens: &'s mut R,
+    unknown: Option<UnknownField<'a>>,
 }
 
 impl<'a, R: TokenReader> Payloads<'_, 'a, R> {
@@ -239,10 +259,9 @@ impl<'a, R: TokenReader> Payloads<'_, 'a, R> {
         field: Field,
         read: impl FnOnce(&mut Reader<'a>) -> Result<V, DecodeError>,
     ) -> Result<Option<V>, DecodeError> {
-        let Some((_, frame)) = self.next_if(|next| next == field) else {
-            return Ok(None);
-        };
-        wire::whole(frame, read).map(Some).in_field(field.name())
+        let next = self.next_if(|next| next == field);
+        next.map(|(field, frame)| read_whole(field, frame, &mut self.unknown, read))
+            .transpose()
     }
 
     /// The whole of the next frame, which must be `field`.
@@ -281,10 +300,13 @@ impl<'a, R: TokenReader> Payloads<'_, 'a, R> {
     }
 
     fn key(&mut self) -> Result<CacheKey<'a, R::Output>, DecodeError> {
-        let (_, frame) = self
+        let (field, frame) = self
             .next_if(|field| matches!(field, Field::Key(_)))
             .ok_or_else(|| absent("key"))?;
-        CacheKey::decode(frame, self.tokens).in_field("key")
+        let tokens = &mut *self.tokens;
+        read_whole(field, frame, &mut self.unknown, |reader| {
+            CacheKey::read(reader, tokens)
+        })
     }
 
     fn key_and_size(&mut self) -> Result<(CacheKey<'a, R::Output>, i64), DecodeError> {
@@ -337,7 +359,7 @@ impl<'a, R: TokenReader> Payloads<'_, 'a, R> {
         let Some((field @ Field::EngineDrivenContext(form), frame)) = context else {
             return Err(absent("payload"));
         };
-        let mut context = wire::whole(frame, EngineDrivenContext::read).in_field(field.name())?;
+        let mut context = read_whole(field, frame, &mut self.unknown, EngineDrivenContext::read)?;
         if form != ContextForm::Groups {
             context.groups = None;
         }
@@ -385,6 +407,24 @@ impl<'a, R: TokenReader> Payloads<'_, 'a, R> {
     }
 }
 
+/// Reads the value that is the whole frame of a field, and notes the first field in it that is not known.
+fn read_whole<'a, V>(
+    field: Field,
+    frame: &'a [u8],
+    unknown: &mut Option<UnknownField<'a>>,
+    read: impl FnOnce(&mut Reader<'a>) -> Result<V, DecodeError>,
+) -> Result<V, DecodeError> {
+    let payload = field.name();
+    let read = |reader: &mut Reader<'a>| {
+        let value = read(reader)?;
+        if let Some(name) = reader.unknown_field() {
+            unknown.get_or_insert(UnknownField { payload, name });
+        }
+        Ok(value)
+    };
+    wire::whole(frame, read).in_field(payload)
+}
+
 /// A row lacks a field that its operation cannot do without. Tests decode every row, so this stays unseen.
 fn absent(name: &str) -> DecodeError {
     DecodeError::at(name, "the operation's row has no such payload")
@@ -420,7 +460,7 @@ fn read_module_call<'a>(reader: &mut Reader<'a>) -> Result<(&'a str, &'a [u8]), 
         match name {
             "method" => method = Some(value.str()?),
             "payload" => payload = Some(value.bin()?),
-            _ => value.skip()?,
+            _ => value.skip_unknown(name)?,
         }
         Ok(())
     })?;

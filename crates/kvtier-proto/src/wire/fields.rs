@@ -7,7 +7,7 @@ macro_rules! read_fields {
         $reader.map(|name, $value| {
             match name {
                 $($name => $field = read_fields!(@found $read $(, $default)?),)*
-                _ => $value.skip()?,
+                _ => $value.skip_unknown(name)?,
             }
             Ok(())
         })?;

@@ -18,13 +18,17 @@ const SHOWN: usize = 40;
 #[derive(Debug, Clone, Copy)]
 pub struct Reader<'a> {
     rest: &'a [u8],
+    unknown_field: Option<&'a str>,
 }
 
 impl<'a> Reader<'a> {
     /// A reader at the start of `data`.
     #[must_use]
     pub fn new(data: &'a [u8]) -> Self {
-        Self { rest: data }
+        Self {
+            rest: data,
+            unknown_field: None,
+        }
     }
 
     /// The bytes not read yet.
@@ -243,7 +247,7 @@ impl<'a> Reader<'a> {
         limit: usize,
         element: impl FnMut(&mut Self) -> Result<T, DecodeError>,
     ) -> Result<Vec<T>, DecodeError> {
-        let len = Self { rest: self.rest }.array_len()?;
+        let len = { *self }.array_len()?;
         if len > limit {
             return Err(DecodeError::new(format!(
                 "{len} values, at most {limit} are allowed"
@@ -282,6 +286,17 @@ impl<'a> Reader<'a> {
                 depth -= 1;
             }
         }
+    }
+
+    /// Skips the value of a map's field that no served release sends, and notes its name.
+    pub(crate) fn skip_unknown(&mut self, name: &'a str) -> Result<(), DecodeError> {
+        self.unknown_field.get_or_insert(name_shown(name));
+        self.skip()
+    }
+
+    /// The name of the first [unknown](Self::skip_unknown) field, as far as it is shown.
+    pub(crate) fn unknown_field(&self) -> Option<&'a str> {
+        self.unknown_field
     }
 
     /// Skips one value and returns its bytes.

@@ -1,16 +1,19 @@
 //! Every request of the real clients of 0.5.6 and 0.5.7: decoded to what it meant, encoded to the same bytes.
 
+use std::collections::BTreeSet;
+
 use crate::support::{
     files, frames, hex_json, hints_json, key_json, list, load, segment_json, slices, text,
 };
 use kvtier_proto::descriptor::{EXT_CODE, TensorDescriptor};
 use kvtier_proto::frames::{ClientMessage, StreamControl};
-use kvtier_proto::generation::{Candidates, Generation};
+use kvtier_proto::generation::{Candidates, Generation, OperationSpec};
 use kvtier_proto::key::VecTokens;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{
     EngineDrivenContext, EngineGroupInfo, JobRef, ObjectKeyParts, Registration, Request, Seconds,
 };
+use kvtier_proto::wire::Reader;
 use serde_json::{Value, json};
 
 #[test]
@@ -34,11 +37,10 @@ fn requests_decode_and_encode_like_the_client() {
             let mut candidates = Candidates::only(Generation::G6);
             let spec = candidates.resolve(&request, &[]).unwrap().spec;
             assert_eq!(spec.operation, operation, "{context}");
-            let payloads = request.payloads.iter().copied();
-            assert_eq!(spec.unknown_field(payloads), None, "{context}");
 
-            let decoded = Request::decode(spec, &request.payloads, &mut VecTokens)
-                .unwrap_or_else(|error| panic!("{context}: {error}"));
+            let decoded = Request::decode_noting_unknown(spec, &request.payloads, &mut VecTokens);
+            let (decoded, unknown) = decoded.unwrap_or_else(|error| panic!("{context}: {error}"));
+            assert_eq!(unknown, None, "{context}");
             assert_eq!(decoded.operation(), operation, "{context}");
             let mut meant = list(&case["args"]).clone();
             if name == "clear" && meant.is_empty() {
@@ -72,6 +74,93 @@ fn requests_decode_and_encode_like_the_client() {
         }
     }
     assert!(seen >= 50);
+}
+
+/// The payloads of recorded requests, by operation.
+fn recorded_payloads() -> Vec<(Operation, Vec<Vec<u8>>)> {
+    let mut recorded = Vec::new();
+    for name in files("requests") {
+        let Value::Object(operations) = load(&name) else {
+            panic!("{name} is no object");
+        };
+        for (name, cases) in &operations {
+            let operation = Operation::from_name(name).unwrap();
+            let cases = list(cases).iter();
+            recorded.extend(cases.map(|case| (operation, frames(&case["frames"]).split_off(2))));
+        }
+    }
+    recorded
+}
+
+#[test]
+fn new_field_of_any_map_is_noted() {
+    let mut seen = BTreeSet::new();
+    for (operation, payloads) in recorded_payloads() {
+        let rows = Generation::G6.specs().iter();
+        let rows = rows.filter(|row| row.operation == operation);
+        for (at, payload) in payloads.iter().enumerate() {
+            let mut maps = Vec::new();
+            find_maps(&mut Reader::new(payload), payload.len(), &mut maps);
+            for map in maps {
+                let mut changed = payloads.clone();
+                changed[at][map] += 1;
+                let field = *b"\xaccoming_field\xc0";
+                changed[at].splice(map + 1..=map, field);
+                let changed: Vec<_> = changed.iter().map(Vec::as_slice).collect();
+                let fits = |row: &&OperationSpec| {
+                    let fields = row.payloads.iter();
+                    row.payloads.len() == payloads.len()
+                        && fields
+                            .zip(&payloads)
+                            .all(|(field, payload)| field.looks_like(payload))
+                };
+                let row = rows.clone().find(fits).unwrap();
+                let (_, unknown) =
+                    Request::decode_noting_unknown(row, &changed, &mut VecTokens).unwrap();
+                let unknown = unknown.unwrap_or_else(|| panic!("{operation} {map} {payload:02x?}"));
+                assert_eq!(unknown.name, "coming_field");
+                assert_eq!(unknown.payload, row.payloads[at].name());
+                let is_inside = map > 0;
+                seen.insert((unknown.payload, is_inside));
+            }
+        }
+    }
+    let payloads = [
+        ("engine_group_infos", true),
+        ("group_layout_descs", true),
+        ("key", false),
+        ("keys", true),
+        ("layout_hints", false),
+        ("match_results", true),
+        ("payload", false),
+        ("records", true),
+        ("request", false),
+    ];
+    assert_eq!(seen, BTreeSet::from(payloads));
+}
+
+/// The places of all maps with named fields in a value that ends at `end`, but for the settings of keys, which may have any.
+fn find_maps(reader: &mut Reader<'_>, end: usize, found: &mut Vec<usize>) {
+    match reader.peek().unwrap() {
+        0x80..=0x8f => {
+            let at = end - reader.rest().len();
+            let fields = reader.map_len().unwrap();
+            // The layouts of object groups are numbered.
+            let is_named = fields == 0 || matches!(reader.peek(), Ok(0xa0..=0xbf));
+            found.extend(is_named.then_some(at));
+            for _ in 0..fields {
+                if reader.raw().unwrap().ends_with(b"request_configs") {
+                    reader.skip().unwrap();
+                } else {
+                    find_maps(reader, end, found);
+                }
+            }
+        }
+        0x90..=0x9f => {
+            (0..reader.array_len().unwrap()).for_each(|_| find_maps(reader, end, found));
+        }
+        _ => reader.skip().unwrap(),
+    }
 }
 
 fn args_json(request: &Request<'_, Vec<u32>>) -> Vec<Value> {

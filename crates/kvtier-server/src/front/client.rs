@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::Instant;
 
-use kvtier_proto::generation::{Candidates, MAX_SEARCHED_BYTES};
+use kvtier_proto::generation::Candidates;
 use kvtier_proto::operation::Operation;
 
 use super::lanes::Lane;
@@ -13,7 +13,6 @@ use super::limits::{
 };
 use super::names::{LookupNumbers, RandomIds, WorkerNames};
 use super::request::Job;
-use super::warnings::UnknownField;
 use kvtier_engine::Engine;
 use kvtier_sync::budget::Budget;
 
@@ -82,10 +81,6 @@ pub struct Client {
     longest_lookup: u64,
     /// Whether the log has its release, if that is an old one.
     pub is_logged: bool,
-    /// Whether its release has no hits.
-    pub is_unserved: bool,
-    /// Operations whose first request was searched for unknown fields, one bit each.
-    searched: u64,
 }
 
 /// Requests that wait for the generation of their client.
@@ -108,21 +103,6 @@ impl Client {
             Operation::EndSession => work.max(self.longest_lookup),
             _ => work,
         }
-    }
-
-    /// The unknown field of a request, if it is the first of its operation that is searched: a release sends the same fields
-    /// each time.
-    pub fn unknown_field(&mut self, job: &Job) -> Option<UnknownField> {
-        let resolved = &job.sender.resolved;
-        let bit = 1 << resolved.spec.operation as u32;
-        let is_short = job.sender.bytes <= MAX_SEARCHED_BYTES as u64;
-        if !resolved.certain || !is_short || self.searched & bit != 0 {
-            return None;
-        }
-        self.searched |= bit;
-        let field = UnknownField::find(resolved, &job.payloads);
-        self.is_unserved |= matches!(field, Some(UnknownField::ChunkHash));
-        field
     }
 
     /// Whether none of its requests waits or runs.
@@ -195,8 +175,6 @@ impl Budgets {
             control: Arc::default(),
             longest_lookup: 0,
             is_logged: false,
-            is_unserved: false,
-            searched: 0,
         }
     }
 }

@@ -140,9 +140,6 @@ impl Front {
             },
             payloads,
         };
-        if let Some(field) = client.unknown_field(&job) {
-            self.server.engine.warn_of_client(id, &field.warning());
-        }
         if resolved.needs_decision {
             match client.defer(job, now) {
                 None => return,
@@ -159,9 +156,6 @@ impl Front {
         let Some(client) = self.connections.client(id, || self.budgets.client(id)) else {
             return;
         };
-        if operation == Operation::Lookup && client.is_unserved {
-            return self.server.refuse(job.sender, "unserved_release");
-        }
         if bytes > limits::max_payload(operation) {
             return self.refuse(job, "request_too_large");
         }

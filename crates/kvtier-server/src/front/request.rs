@@ -9,7 +9,7 @@ use kvtier_proto::chunk;
 use kvtier_proto::generation::{OperationSpec, Release, Resolved};
 use kvtier_proto::key::TokenReader;
 use kvtier_proto::operation::Operation;
-use kvtier_proto::request::{JobRef, Request};
+use kvtier_proto::request::{JobRef, Request, UnknownField};
 use kvtier_proto::response::{Response, ResponseKind};
 use kvtier_proto::wire::DecodeError;
 
@@ -268,18 +268,22 @@ impl Server {
         if let Some(tokens) = chunk_tokens {
             prompts.set_chunk_tokens(tokens);
         }
-        match Request::decode(spec, &payloads, &mut prompts) {
+        let decoded = Request::decode_noting_unknown(spec, &payloads, &mut prompts);
+        let unknown = decoded.as_ref().ok().and_then(|(_, unknown)| *unknown);
+        let is_unserved = unknown.is_some_and(|field| self.warn_of_field(context, field));
+        match decoded {
+            Ok(_) if is_unserved => reply.answer(refusal("unserved_release")),
             // The worker is unknown on its next connection, and its pages may belong to other requests by now.
             Ok(_) if context.is_of_lost_worker() => {
                 reply.answer(refusal("connection_lost"));
             }
-            Ok(Request::NegotiateChunkSize { alignment }) => {
+            Ok((Request::NegotiateChunkSize { alignment }, _)) => {
                 reply.answer(self.negotiate(context, alignment));
             }
-            Ok(Request::GetChunkSize) => {
+            Ok((Request::GetChunkSize, _)) => {
                 reply.answer(chunk_size_answer(self.chunk_tokens(context)));
             }
-            Ok(mut request) => {
+            Ok((mut request, _)) => {
                 match &mut request {
                     Request::RegisterKvCache(registration) => {
                         let named = &mut registration.hints.chunk_tokens;
@@ -308,6 +312,22 @@ impl Server {
                 reply.answer(Answer::refusal_with(operation, kind, "undecodable", &error));
             }
         }
+    }
+
+    /// Warns of a client by a field that no served release sends. Returns whether the request is not served for it.
+    fn warn_of_field(&self, context: &RequestContext, field: UnknownField<'_>) -> bool {
+        let resolved = &context.resolved;
+        if !resolved.certain {
+            return false;
+        }
+        let is_of_0_4_1 = warnings::is_of_0_4_1(resolved.generation, field);
+        let text = if is_of_0_4_1 {
+            warnings::client_of_0_4_1()
+        } else {
+            warnings::unknown_field(resolved.spec, field)
+        };
+        self.engine.warn_of_client(context.caller.connection, &text);
+        is_of_0_4_1 && resolved.spec.operation == Operation::Lookup
     }
 
     /// Tokens per chunk for a client that does not name them.

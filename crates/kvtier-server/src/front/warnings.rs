@@ -1,6 +1,7 @@
 //! Texts of warnings about clients whose release is not served: what they sent, and what to install.
 
-use kvtier_proto::generation::{Generation, OperationSpec, Resolved, Unresolved, served_releases};
+use kvtier_proto::generation::{Generation, OperationSpec, Unresolved, served_releases};
+use kvtier_proto::request::UnknownField;
 use kvtier_proto::wire::DecodeError;
 
 /// Where operators read which releases are served.
@@ -44,36 +45,24 @@ pub fn undecodable(spec: &OperationSpec, error: &DecodeError) -> String {
     )
 }
 
-/// A request with a field that is not known.
-pub enum UnknownField {
-    /// Its client is of 0.4.1.
-    ChunkHash,
-    /// The field is ignored.
-    Ignored(String),
+/// A request with a field of a map that is not known, which is ignored.
+pub fn unknown_field(spec: &OperationSpec, field: UnknownField<'_>) -> String {
+    let UnknownField { payload, name } = field;
+    let operation = spec.operation.name();
+    let what = format!("field {name:?} in {payload} of operation {operation}");
+    unknown(&what, "the field was ignored")
 }
 
-impl UnknownField {
-    /// That of a request, if it has one.
-    pub fn find(resolved: &Resolved, payloads: &[Vec<u8>]) -> Option<Self> {
-        let spec = resolved.spec;
-        let (field, name) = spec.unknown_field(payloads.iter().map(Vec::as_slice))?;
-        if resolved.generation == Generation::G1 && name == CHUNK_HASH {
-            return Some(Self::ChunkHash);
-        }
-        let (field, operation) = (field.name(), spec.operation.name());
-        let what = format!("field {name:?} in {field} of operation {operation}");
-        Some(Self::Ignored(unknown(&what, "the field was ignored")))
-    }
+/// Whether a request with this unknown field is of 0.4.1.
+pub fn is_of_0_4_1(generation: Generation, field: UnknownField<'_>) -> bool {
+    generation == Generation::G1 && field.name == CHUNK_HASH
+}
 
-    /// The warning.
-    pub fn warning(self) -> String {
-        match self {
-            Self::ChunkHash => format!(
-                "a client of LMCache 0.4.1 connected and has no hits: it never pings, so it would not learn of a failed load; \
-                 install lmcache {}: {PAGE}",
-                served_releases()
-            ),
-            Self::Ignored(text) => text,
-        }
-    }
+/// A client of 0.4.1.
+pub fn client_of_0_4_1() -> String {
+    format!(
+        "a client of LMCache 0.4.1 connected and has no hits: it never pings, so it would not learn of a failed load; \
+         install lmcache {}: {PAGE}",
+        served_releases()
+    )
 }

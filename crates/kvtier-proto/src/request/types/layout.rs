@@ -134,7 +134,7 @@ impl LayoutHints {
                 }
                 HELD_BLOCKS_NAME => hints.held_blocks = Some(value.int()?),
                 CHUNK_TOKENS => hints.chunk_tokens = Some(chunk::read(value)?),
-                _ => value.skip()?,
+                _ => value.skip_unknown(name)?,
             }
             Ok(())
         })?;
@@ -224,7 +224,7 @@ impl EngineGroupInfo {
                 "sw_size_tokens" => info.sw_size_tokens = value.int()?,
                 "extra_object_group_tag" => info.extra_object_group_tag = value.int()?,
                 "recurrent_state" => info.recurrent_state = value.bool()?,
-                _ => value.skip()?,
+                _ => value.skip_unknown(name)?,
             }
             Ok(())
         })?;

@@ -94,13 +94,12 @@ fn client_of_0_4_1_has_no_hits() {
     }
     assert_eq!(hits(&newer, key.clone()), int(2), "0.4.2");
     assert!(server.engine().warnings().is_empty());
-    // Too long to be searched for unknown fields.
-    let mut long = with_field(key.clone(), "chunk_hash");
+    let short = with_field(key.clone(), "chunk_hash");
+    let mut long = short.clone();
     long.pop();
     kvtier_client::proto::wire::write_bin(&mut long, &[0; 300_000]);
-    assert_eq!(hits(&older, long), int(2));
-    for _ in 0..2 {
-        assert_eq!(hits(&older, with_field(key.clone(), "chunk_hash")), int(0));
+    for key in [&long, &short, &short] {
+        assert_eq!(hits(&older, key.clone()), int(0));
     }
     assert_contains(
         &warning(&server),
@@ -108,6 +107,45 @@ fn client_of_0_4_1_has_no_hits() {
     );
     assert_eq!(hits(&newer, key), int(2));
     server.assert_sound();
+}
+
+/// Registrations of a coming release, with the warnings that they cause.
+fn registrations_with_new_fields() -> [(Frames, &'static str); 3] {
+    let request = |operation| {
+        let rows = Generation::G6.specs().iter();
+        frames(
+            1,
+            rows.filter(|row| row.operation == operation)
+                .next_back()
+                .unwrap(),
+        )
+    };
+    let mut hints = request(Operation::RegisterKvCache);
+    hints[7] = with_field(hints[7].clone(), "coming_field");
+    let mut group = request(Operation::RegisterKvCache);
+    let info = with_field(b"\x81\xafengine_group_id\x00".to_vec(), "coming_field");
+    group[8] = [&[0x91], &info[..]].concat();
+    let mut layouts = request(Operation::RegisterEngineDriven);
+    let layout = b"\x84\xaanum_layers\x02\xafhidden_dim_size\x08\xa9dtype_str\xa8bfloat16\xb0tokens_per_block\x04";
+    let layout = with_field(layout.to_vec(), "coming_field");
+    let context = layouts[2].clone();
+    layouts[2] = with_field(context, "group_layouts");
+    layouts[2].pop();
+    layouts[2].extend([&[0x91], &layout[..]].concat());
+    [
+        (
+            hints,
+            "field \"coming_field\" in layout_hints of operation register_kv_cache",
+        ),
+        (
+            group,
+            "field \"coming_field\" in engine_group_infos of operation register_kv_cache",
+        ),
+        (
+            layouts,
+            "field \"coming_field\" in payload of operation register_kv_cache_engine_driven_context",
+        ),
+    ]
 }
 
 // proves: docs/clients.md#releases-that-are-not-served
@@ -138,7 +176,7 @@ fn unknown_requests_are_one_warning_per_kind() {
             "field \"coming_field\" in key of operation lookup",
         ),
     ];
-    for (request, text) in cases {
+    for (request, text) in cases.into_iter().chain(registrations_with_new_fields()) {
         let server = TestServer::start(&[]);
         let client = server.raw();
         hello(&client, newest);
