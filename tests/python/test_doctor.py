@@ -84,14 +84,14 @@ def scripted():
 
 @pytest.fixture
 def http():
-    """Factory of HTTP servers with a JSON answer per path."""
+    """Factory of HTTP servers with a JSON answer per path, and a status for others."""
     made = []
 
-    def make(paths):
+    def make(paths, other=404):
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self):
                 known = self.path in paths
-                self.send_response(200 if known else 404)
+                self.send_response(200 if known else other)
                 self.end_headers()
                 self.wfile.write(msgspec.json.encode(paths.get(self.path)))
 
@@ -245,6 +245,17 @@ def test_unknown_version_is_skipped_or_fails(place, examine):
     assert status == 0 and checks["version"][0] == "skipped" and "not checked: version" in checks[""][1]
     fails(examine(one.url, "--http", f"http://127.0.0.1:{free_port()}"), "version", "refused", "--http URL")
     fails(examine(one.url, "--http", other.http), "version", "another server")
+
+
+def test_token_that_is_missing_or_refused_is_named(place, examine, http, monkeypatch):
+    """No failed installation."""
+    server, guarded = place.server(), http({}, 401)
+    for flags, verdict, words in (({}, "skipped", "needs a token; set KVTIER_TOKEN"), ({"KVTIER_TOKEN": "x"}, "warning", "refuses the token")):
+        for name, value in flags.items():
+            monkeypatch.setenv(name, value)
+        status, checks = examine(server.url, "--http", guarded)
+        assert (status, checks["version"][0]) == (0, verdict)
+        assert words in checks["version"][1]
 
 
 def test_default_address_of_http_api():

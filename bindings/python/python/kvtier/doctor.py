@@ -186,6 +186,11 @@ class Doctor:
             try:
                 version = self.get("/version")
             except (OSError, ValueError) as error:
+                if getattr(error, "code", None) in (401, 403):
+                    if not os.environ.get("KVTIER_TOKEN"):
+                        raise skip(f"the HTTP API at {self.http} needs a token; set KVTIER_TOKEN to one that may read") from error
+                    text = f"the HTTP API at {self.http} refuses the token in KVTIER_TOKEN ({error})"
+                    raise Finding("warning", text, "set KVTIER_TOKEN to a token that may read") from error
                 if self.http_was_given:
                     raise failure(f"{self.http}/version: {error}", hint) from error
                 raise skip(f"no answer from the HTTP API at {self.http} ({error}); {hint}") from error
