@@ -13,7 +13,7 @@ use kvtier_sync::Mutex;
 /// Time that a warning stands without its clients.
 const WARNING_TTL: Duration = Duration::from_secs(600);
 
-/// Most warnings at once; further ones are left out.
+/// Most warnings at once; a further one takes the place of the one that was caused longest ago.
 const MAX_WARNINGS: usize = 16;
 
 /// Most warnings that one connection causes: it leaves some to others.
@@ -28,6 +28,18 @@ struct Warning {
     last: Duration,
 }
 
+/// What becomes of a warning that a client causes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Insertion {
+    New,
+    /// New, in the place of another.
+    Replaced,
+    /// It stood already.
+    Known,
+    /// Its connection has caused others.
+    LeftOut,
+}
+
 /// The warnings by their texts.
 #[derive(Default)]
 pub struct ClientWarnings {
@@ -35,16 +47,22 @@ pub struct ClientWarnings {
 }
 
 impl ClientWarnings {
-    /// Notes that a client causes a warning; returns whether it is a new one.
-    pub fn insert(&self, connection: u64, text: &str, now: Duration) -> bool {
+    /// Notes that a client causes a warning.
+    pub fn insert(&self, connection: u64, text: &str, now: Duration) -> Insertion {
         let mut warnings = self.warnings.lock();
         warnings.retain(|_, warning| stands(warning, now));
         let is_new = !warnings.contains_key(text);
         let own = warnings.values();
         let own = own.filter(|warning| warning.connections.contains(&connection));
-        if is_new && (warnings.len() >= MAX_WARNINGS || own.count() >= MAX_OF_CONNECTION) {
-            return false;
+        if is_new && own.count() >= MAX_OF_CONNECTION {
+            return Insertion::LeftOut;
         }
+        let is_full = warnings.len() >= MAX_WARNINGS;
+        let oldest = warnings.iter().min_by_key(|(_, warning)| warning.last);
+        let replaced = oldest
+            .filter(|_| is_new && is_full)
+            .map(|(text, _)| text.clone());
+        let removed = replaced.and_then(|text| warnings.remove(&text));
         let warning = warnings.entry(text.to_owned()).or_insert(Warning {
             connections: BTreeSet::new(),
             last: now,
@@ -53,7 +71,11 @@ impl ClientWarnings {
         if warning.connections.len() < MAX_CONNECTIONS {
             warning.connections.insert(connection);
         }
-        is_new
+        match removed {
+            Some(_) => Insertion::Replaced,
+            None if is_new => Insertion::New,
+            None => Insertion::Known,
+        }
     }
 
     /// Forgets a connection that has ended.
@@ -87,14 +109,15 @@ mod tests {
     #[test]
     fn warning_stands_while_client_is_connected_and_for_a_time() {
         let warnings = ClientWarnings::default();
-        assert!(warnings.insert(1, "a", SECOND));
-        assert!(!warnings.insert(2, "a", SECOND));
+        assert_eq!(warnings.insert(1, "a", SECOND), Insertion::New);
+        assert_eq!(warnings.insert(2, "a", SECOND), Insertion::Known);
         warnings.forget(1, SECOND);
         assert_eq!(warnings.current(10 * WARNING_TTL), ["a"]);
         warnings.forget(2, 10 * WARNING_TTL);
         assert_eq!(warnings.current(11 * WARNING_TTL - SECOND), ["a"]);
         assert_eq!(warnings.current(11 * WARNING_TTL), [""; 0]);
-        assert!(warnings.insert(3, "a", 11 * WARNING_TTL));
+        let inserted = warnings.insert(3, "a", 11 * WARNING_TTL);
+        assert_eq!(inserted, Insertion::New);
     }
 
     #[test]
@@ -102,13 +125,22 @@ mod tests {
         let warnings = ClientWarnings::default();
         for number in 0..MAX_WARNINGS {
             let connection = (number / MAX_OF_CONNECTION) as u64;
-            assert!(warnings.insert(connection, &number.to_string(), SECOND));
+            let inserted = warnings.insert(connection, &number.to_string(), SECOND);
+            assert_eq!(inserted, Insertion::New);
             if number % MAX_OF_CONNECTION == 1 {
-                assert!(!warnings.insert(connection, "its third", SECOND));
+                let third = warnings.insert(connection, "its third", SECOND);
+                assert_eq!(third, Insertion::LeftOut);
             }
         }
-        assert!(!warnings.insert(100, "more", SECOND));
-        assert_eq!(warnings.current(SECOND).len(), MAX_WARNINGS);
+        // Its client goes on.
+        assert_eq!(warnings.insert(0, "0", 2 * SECOND), Insertion::Known);
+        let inserted = warnings.insert(100, "more", 3 * SECOND);
+        assert_eq!(inserted, Insertion::Replaced);
+        let current = warnings.current(3 * SECOND);
+        assert_eq!(current.len(), MAX_WARNINGS);
+        for (text, stands) in [("0", true), ("more", true), ("1", false), ("2", true)] {
+            assert_eq!(current.iter().any(|it| it == text), stands, "{text}");
+        }
         for connection in 0..2 * MAX_CONNECTIONS as u64 {
             warnings.insert(connection, "0", SECOND);
         }

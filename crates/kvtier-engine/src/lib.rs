@@ -39,7 +39,7 @@ mod workers;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 pub use admin::{
     Admin, ChecksumError, ExplainError, PrefetchError, PrefetchJob, PrefetchResult, TenantView,
@@ -64,12 +64,12 @@ use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{HELD_BLOCKS_FEATURE, InstanceId, Request};
 use kvtier_proto::response::Response;
 use kvtier_state::StateDir;
-use kvtier_sync::{Mutex, RwLock};
+use kvtier_sync::{Mutex, RateLimited, RwLock};
 use kvtier_tenants::{QuotaTier, Quotas, Salts};
 use kvtier_tiers::L2;
 use kvtier_trace::Tracer;
 
-use client_warnings::ClientWarnings;
+use client_warnings::{ClientWarnings, Insertion};
 use context::Context;
 use devices::Devices;
 use instances::Instances;
@@ -397,7 +397,14 @@ impl Engine {
     pub fn warn_of_client(&self, connection: u64, text: &str) {
         self.context.metrics.unknown_requests.inc();
         let now = self.context.now();
-        if self.context.client_warnings.insert(connection, text, now) {
+        // Clients that cause ever new ones do not flood the log.
+        static LOG_LIMIT: RateLimited = RateLimited::per_second();
+        let is_logged = match self.context.client_warnings.insert(connection, text, now) {
+            Insertion::New => true,
+            Insertion::Replaced => LOG_LIMIT.permit(Instant::now()).is_some(),
+            Insertion::Known | Insertion::LeftOut => false,
+        };
+        if is_logged {
             tracing::warn!(connection, "{text}");
         }
     }
