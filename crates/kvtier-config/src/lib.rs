@@ -48,7 +48,7 @@ pub use memory::{HostMemory, L1Origin};
 pub use quota::{Place, QuotaSettings};
 pub use reload::Change;
 pub use state::StateSettings;
-pub use tenants::TenantSettings;
+pub use tenants::{TenantSettings, secret_file_warning};
 pub use tracing::{OtlpEndpoint, Pairs, TracingConfig};
 pub use values::{
     EvictionPolicyName, L1Restore, LogFormat, PrefetchPolicy, StorePolicy, TransferMode,
@@ -249,6 +249,7 @@ impl ServerConfig {
             self.memory_warning(),
             self.quota_warning(),
             self.exposure_warning(),
+            self.tenants.warning(),
         ];
         let warnings = warnings.into_iter().flatten();
         warnings.chain(self.free_space_warnings())

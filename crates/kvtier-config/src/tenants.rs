@@ -37,6 +37,25 @@ impl TenantSettings {
         let read = |path: &PathBuf| read(path).map(|secret| SaltKey::new(&secret));
         self.hash_salts.as_ref().map(read).transpose()
     }
+
+    /// Warning of the secret's file.
+    pub(crate) fn warning(&self) -> Option<String> {
+        let warning = secret_file_warning(self.hash_salts.as_ref()?)?;
+        Some(format!("--hash-salts: {warning}"))
+    }
+}
+
+/// Warning of a file with a secret that others than its owner may use.
+pub fn secret_file_warning(path: &Path) -> Option<String> {
+    use std::os::unix::fs::MetadataExt as _;
+
+    let mode = std::fs::metadata(path).ok()?.mode() & 0o777;
+    (mode & 0o077 != 0).then(|| {
+        format!(
+            "{} holds a secret and has mode {mode:04o}, which is not for its owner alone; 0600 is enough",
+            path.display()
+        )
+    })
 }
 
 /// The secret in a file: all of it but white space at its end.
@@ -86,6 +105,29 @@ mod tests {
         let secret = b"0123456789abcdef";
         assert_eq!(key(b"0123456789abcdef\r\n"), key(secret));
         assert_ne!(key(b" 0123456789abcdef"), key(secret));
+    }
+
+    #[test]
+    fn secret_that_others_may_read_is_warned_of() {
+        use std::os::unix::fs::PermissionsExt;
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let path = file.path().to_str().unwrap();
+        for (mode, warning) in [
+            (0o644, "has mode 0644"),
+            (0o620, "has mode 0620"),
+            (0o600, ""),
+            (0o400, ""),
+        ] {
+            std::fs::set_permissions(path, PermissionsExt::from_mode(mode)).unwrap();
+            let config = crate::ServerConfig::from_flags(&["--hash-salts", path]).unwrap();
+            let mut warnings = config.warnings();
+            let found = warnings.find(|warning| warning.starts_with("--hash-salts: "));
+            let found = found.unwrap_or_default();
+            assert!(
+                found.contains(warning) && found.is_empty() == warning.is_empty(),
+                "{found}"
+            );
+        }
     }
 
     #[test]

@@ -8,10 +8,10 @@
 
 use std::fmt;
 use std::io::Read as _;
-use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use kvtier_config::secret_file_warning;
 use kvtier_error::{Error, Result};
 use kvtier_sync::Mutex;
 
@@ -109,14 +109,7 @@ impl<T> Watched<T> {
 
     /// Warning of the mode of the secret file: others than its owner may read it.
     pub(crate) fn warning(&self) -> Option<String> {
-        let path = self.paths.last()?;
-        let mode = std::fs::metadata(path).ok()?.mode() & 0o777;
-        (mode & 0o077 != 0).then(|| {
-            format!(
-                "{} holds a secret and has mode {mode:04o}, which is not for its owner alone; 0600 is enough",
-                path.display()
-            )
-        })
+        secret_file_warning(self.paths.last()?)
     }
 }
 
