@@ -114,8 +114,10 @@ async fn change(api: &State, changes: Changes, what: &'static str) -> Result<usi
     let quotas = Arc::clone(engine(api)?.quotas());
     let outcome = run_blocking(move || {
         let salts: Vec<_> = changes.iter().map(|(salt, _)| Arc::clone(salt)).collect();
+        let is_set = changes.iter().any(|(_, entry)| entry.is_some());
         let outcome = quotas.change_all(changes);
-        if outcome.is_ok() {
+        let is_changed = |existed: &usize| is_set || *existed > 0;
+        if outcome.as_ref().is_ok_and(is_changed) {
             let (persisted, tenants) = (quotas.is_persistent(), quotas.table().len());
             tracing::info!(persisted, tenants, changed = salts.len(), "{what}");
             for salt in salts {

@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 
 use crate::http::{covers, json_of, request};
 use crate::l2::{settle, store, with_tiers};
+use crate::log::Log;
 use crate::metrics::parse_metrics;
 use crate::support::{TestServer, bytes, prompt, range, wait_until};
 
@@ -43,6 +44,17 @@ fn limit(server: &TestServer, salt: &str, chunks: u64) {
     let size = (chunks * LEN) as f64 / GIB as f64;
     let (status, told) = put(server, salt, &json!({ "limit_gb": size }));
     assert_eq!((status, &told["status"]), (200, &json!("ok")), "{told}");
+}
+
+#[test]
+fn removal_of_no_quota_is_not_logged() {
+    let (server, log) = (TestServer::start(&[]), Log::listen());
+    limit(&server, "a", 1);
+    for (status, logged) in [("removed", 1), ("not_found", 1)] {
+        let (_, told) = json_of(&server, "DELETE", "/quota/a", "");
+        let removed = log.text().matches("a tenant's quota was removed").count();
+        assert_eq!((&told["status"], removed), (&json!(status), logged));
+    }
 }
 
 #[test]
