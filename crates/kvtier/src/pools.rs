@@ -8,7 +8,7 @@ use comfy_table::{CellAlignment, Table, presets};
 use indicatif::HumanBytes;
 use kvtier_memory::{Holder, KeptFile, SHM_PREFIX};
 
-use crate::out;
+use crate::{USAGE, out};
 
 /// Arguments of `kvtier pools`.
 #[derive(Debug, Args)]
@@ -26,7 +26,7 @@ enum PoolsCommand {
 #[derive(Debug, Args)]
 struct FreeArgs {
     /// Names as listed, with or without lmcache_l1_pool_; a pool's ledger is freed with it
-    #[arg(value_name = "NAME", required_unless_present = "all")]
+    #[arg(value_name = "NAME")]
     names: Vec<String>,
     /// Free all that no process has
     #[arg(long, conflicts_with = "names")]
@@ -80,6 +80,11 @@ fn list(files: &[KeptFile]) -> String {
 }
 
 fn free(files: &[KeptFile], args: &FreeArgs) -> anyhow::Result<ExitCode> {
+    if args.names.is_empty() && !args.all {
+        let what = "free: nothing is named; allowed: names as `kvtier pools` lists them, or --all";
+        out::complain("pools", what);
+        return Ok(ExitCode::from(USAGE));
+    }
     let mut code = ExitCode::SUCCESS;
     let mut out = out::stdout();
     let is_named = |file: &KeptFile, wanted: &str| {

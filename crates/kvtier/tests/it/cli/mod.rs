@@ -195,6 +195,7 @@ fn errors_are_uniform_and_usage_exits_2() {
         (&["ping", "--count"], 2),
         (&["quota", "set", "alice"], 2),
         (&["quota", "nonsense"], 2),
+        (&["pools", "free"], 2),
         (&["bench", "--scenario", "nonsense"], 2),
         (&["demo", "--no-such-flag"], 2),
         (&["status", &web], 1),
