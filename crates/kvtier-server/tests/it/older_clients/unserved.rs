@@ -112,13 +112,8 @@ fn client_of_0_4_1_has_no_hits() {
 /// Registrations of a coming release, with the warnings that they cause.
 fn registrations_with_new_fields() -> [(Frames, &'static str); 3] {
     let request = |operation| {
-        let rows = Generation::G6.specs().iter();
-        frames(
-            1,
-            rows.filter(|row| row.operation == operation)
-                .next_back()
-                .unwrap(),
-        )
+        let mut rows = Generation::G6.specs().iter();
+        frames(1, rows.rfind(|row| row.operation == operation).unwrap())
     };
     let mut hints = request(Operation::RegisterKvCache);
     hints[7] = with_field(hints[7].clone(), "coming_field");
