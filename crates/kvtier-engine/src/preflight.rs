@@ -19,6 +19,8 @@ pub struct Preflight {
     pub gpus: Result<Vec<String>>,
     /// A warning that the start would log.
     pub warning: Option<String>,
+    /// The folder of the instance in the state directory, or why there is none.
+    pub state: Result<PathBuf>,
     /// Where L1 is kept for the next server, or why it is not.
     pub kept: Result<PathBuf>,
     /// What becomes of L1 that an earlier server has left.
@@ -31,6 +33,7 @@ pub struct Preflight {
 /// The line with which the start would end.
 pub fn preflight(config: &ServerConfig) -> Result<Preflight> {
     let state = &config.state;
+    let found = find_state(config)?;
     let base = state.base.as_ref().ok();
     let folder = base.and_then(|base| existing_id(base, &state.instance));
     let (gpus, warning) = {
@@ -47,7 +50,10 @@ pub fn preflight(config: &ServerConfig) -> Result<Preflight> {
         record: None,
     };
     let (kept, earlier) = match find_earlier(config, instance) {
-        Ok(earlier) => (kept_path(config), earlier),
+        Ok(earlier) => {
+            let kept = found.clone().and_then(|_| kept_path(config));
+            (kept, earlier)
+        }
         Err(error) if error.kind() == ErrorKind::InUse && config.l1_restore == L1Restore::Auto => {
             (Err(error), EarlierL1::Absent)
         }
@@ -56,7 +62,23 @@ pub fn preflight(config: &ServerConfig) -> Result<Preflight> {
     Ok(Preflight {
         gpus,
         warning,
+        state: found,
         kept,
         earlier,
     })
+}
+
+/// The folder of the instance, or why a start would go on without one.
+///
+/// # Errors
+/// Another server has it.
+fn find_state(config: &ServerConfig) -> Result<Result<PathBuf>> {
+    let base = match &config.state.base {
+        Ok(base) => base,
+        Err(reason) => return Ok(Err(reason.clone())),
+    };
+    match kvtier_state::preflight(base, &config.state.instance) {
+        Err(error) if error.kind() == ErrorKind::InUse => Err(error.context("--state-dir")),
+        found => Ok(found.map_err(|error| error.context("--state-dir cannot be used"))),
+    }
 }

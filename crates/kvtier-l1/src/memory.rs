@@ -11,7 +11,7 @@ use kvtier_core::quota::QuotaConfig;
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_extent::Extent;
 use kvtier_memory::{
-    Arena, ArenaError, ArenaKind, SHM, SHM_PREFIX, Space, hugetlbfs_mounts, remove_kept,
+    Arena, ArenaError, ArenaKind, Ownership, SHM, SHM_PREFIX, Space, hugetlbfs_mounts, remove_kept,
 };
 
 use super::allocator::{L1Allocator, parts};
@@ -294,6 +294,7 @@ pub fn preflight_arena(config: &ServerConfig, has_folder: bool) -> Result<Arena>
     if config.l1_hugepages {
         return preflight_hugepages(config, has_folder);
     }
+    check_name(config)?;
     let l1_bytes = match (&config.shm_name, config.shm_shortage()) {
         (Some(_), None) => PREFLIGHT_BYTES,
         (Some(name), Some(shortage)) if config.shm_required => {
@@ -306,6 +307,20 @@ pub fn preflight_arena(config: &ServerConfig, has_folder: bool) -> Result<Arena>
         l1_bytes,
         ..config.clone()
     })
+}
+
+/// Checks that the pool that has to have its name can have it.
+fn check_name(config: &ServerConfig) -> Result<()> {
+    let Some(name) = config.shm_name.as_ref().filter(|_| config.shm_required) else {
+        return Ok(());
+    };
+    let place = ArenaKind::Shm { name: name.clone() };
+    match Arena::find(place, PREFLIGHT_BYTES, Ownership::Locked) {
+        Err(error @ (ArenaError::NameInUse { .. } | ArenaError::NameOfUser { .. })) => {
+            Err(Error::new(ErrorKind::InUse, error).context(format!("--shm-name {name}")))
+        }
+        _ => Ok(()),
+    }
 }
 
 fn preflight_hugepages(config: &ServerConfig, has_folder: bool) -> Result<Arena> {

@@ -20,7 +20,7 @@ use std::os::unix::fs::{DirBuilderExt as _, FileExt as _};
 use std::path::{Path, PathBuf};
 
 use kvtier_error::{Error, ErrorKind, Result};
-use rustix::fs::{AtFlags, FileType, FlockOperation, Mode, OFlags, Stat};
+use rustix::fs::{Access, AtFlags, FileType, FlockOperation, Mode, OFlags, Stat};
 
 mod volatile;
 
@@ -129,6 +129,60 @@ impl StateDir {
     pub fn release(&self) {
         // Fails for a bad descriptor only. The end of the process releases it too.
         let _ = rustix::fs::flock(&self.lock, FlockOperation::Unlock);
+    }
+}
+
+/// Where the folder of an instance is or will be below `base`, if it could be opened now; creates and changes nothing.
+///
+/// # Errors
+/// As [`StateDir::open`].
+pub fn preflight(base: &Path, instance: &str) -> Result<PathBuf> {
+    let path = base.join(folder(instance));
+    match check_folder(base, &path) {
+        Ok(()) => Ok(path),
+        Err(error) => Err(error.context(path.display())),
+    }
+}
+
+fn check_folder(base: &Path, path: &Path) -> Result<()> {
+    let is_there = |path: &Path| path.symlink_metadata().is_ok();
+    if !is_there(base) {
+        let above = base.ancestors().find(|part| is_there(part));
+        return check_writable(above.unwrap_or(Path::new(".")));
+    }
+    let opened = open_base(base)?;
+    if !is_there(path) {
+        return check_writable(base);
+    }
+    let directory = open_folder(&opened, path.file_name().unwrap_or_default())?;
+    check_writable(path)?;
+    check_file(directory.as_fd(), LOCK).map_err(|error| error.context(LOCK))?;
+    let flags = OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+    let lock = match rustix::fs::openat(&directory, LOCK, flags, Mode::empty()) {
+        Err(rustix::io::Errno::NOENT) => return Ok(()),
+        lock => lock.map_err(|error| Error::io("cannot be opened", error).context(LOCK))?,
+    };
+    let lock = File::from(lock);
+    match rustix::fs::flock(&lock, FlockOperation::NonBlockingLockShared) {
+        Err(rustix::io::Errno::WOULDBLOCK) => Err(in_use(&lock)),
+        locked => locked.map_err(|error| Error::io("cannot be locked", error)),
+    }
+}
+
+/// Checks that this user may make something in a directory.
+fn check_writable(directory: &Path) -> Result<()> {
+    let access = Access::WRITE_OK | Access::EXEC_OK;
+    let flags = AtFlags::EACCESS;
+    let found = rustix::fs::accessat(rustix::fs::CWD, directory, access, flags);
+    let what = || format!("{} cannot be written to", directory.display());
+    found.map_err(|error| Error::io(what(), error))?;
+    if directory.is_dir() {
+        Ok(())
+    } else {
+        Err(Error::refused(format!(
+            "{} is no directory",
+            directory.display()
+        )))
     }
 }
 

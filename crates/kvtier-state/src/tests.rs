@@ -33,6 +33,35 @@ fn folder_is_private_and_made_with_its_parents() {
 }
 
 #[test]
+fn preflight_finds_what_an_open_would_and_makes_nothing() {
+    let root = tempfile::tempdir().unwrap();
+    let base = root.path().join("a/b");
+    assert_eq!(preflight(&base, "i"), Ok(base.join("i")));
+    assert!(!root.path().join("a").exists());
+    let state = StateDir::open(&base, "i").unwrap();
+    let found = preflight(&base, "i").unwrap_err();
+    assert_eq!(found.kind(), ErrorKind::InUse);
+    assert_eq!(found, StateDir::open(&base, "i").unwrap_err());
+    drop(state);
+    for _ in 0..2 {
+        assert_eq!(preflight(&base, "i"), Ok(base.join("i")));
+    }
+    set_mode(&base, 0o777);
+    let found = preflight(&base, "i").unwrap_err().to_string();
+    assert_eq!(found, refusal(&base, "i"));
+    set_mode(&base, 0o700);
+    symlink(root.path(), base.join("link")).unwrap();
+    let found = preflight(&base, "link").unwrap_err().to_string();
+    assert_eq!(found, refusal(&base, "link"));
+    std::fs::write(root.path().join("file"), "").unwrap();
+    for base in ["file", "file/below"].map(|name| root.path().join(name)) {
+        let found = preflight(&base, "i").unwrap_err();
+        assert_ne!(found.kind(), ErrorKind::InUse, "{base:?}");
+        assert!(StateDir::open(&base, "i").is_err(), "{base:?}");
+    }
+}
+
+#[test]
 fn second_server_learns_the_process_id_of_the_first() {
     let base = tempfile::tempdir().unwrap();
     let first = StateDir::open(base.path(), "a").unwrap();

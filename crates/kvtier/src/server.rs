@@ -216,6 +216,10 @@ fn check(
     for line in tried {
         writeln!(out, "{line}")?;
     }
+    if let Ok(path) = &found.state {
+        let what = if path.exists() { "used again" } else { "new" };
+        writeln!(out, "state directory: {}, {what}", path.display())?;
+    }
     let unkept = match found.kept {
         Ok(path) => {
             writeln!(out, "L1 stays for the next server, in {}", path.display())?;
@@ -229,6 +233,9 @@ fn check(
             None
         }
     };
+    let unused = found.state.err().filter(|_| config.state.base.is_ok());
+    let unused = unused
+        .map(|error| format!("{error}; nothing that is set at run time outlives the process"));
     let earlier = "L1 of an earlier server is there, and is";
     match found.earlier {
         EarlierL1::Absent => {}
@@ -255,6 +262,7 @@ fn check(
         .into_iter()
         .chain(shortage)
         .chain(unkept)
+        .chain(unused)
         .chain(found.warning);
     for warning in warnings.chain(l2.into_iter().flat_map(|l2| l2.warnings())) {
         writeln!(out, "warning: {warning}")?;

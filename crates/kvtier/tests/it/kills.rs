@@ -264,10 +264,20 @@ fn check_config_says_what_becomes_of_earlier_l1() {
     let server = Server::start(base.path(), "0.05", &[]);
     store(&mut server.worker(1, "a"), "a", 1);
     // While it runs, it is another one's.
-    let (code, text) = check(&[]);
-    assert_eq!(code, Some(1), "{text}");
-    assert!(text.contains("kvtier server: --shm-name "), "{text}");
-    assert_shown(&["--l1-restore", "auto"], "L1 ends with the process: ");
+    let other = tempfile::tempdir().unwrap();
+    let other = ["--state-dir", other.path().to_str().unwrap()];
+    for (flags, named) in [
+        (&[][..], "--state-dir: "),
+        (&other, "--shm-name "),
+        (
+            &[&other[..], &["--l1-restore", "auto"]].concat(),
+            "--shm-name ",
+        ),
+    ] {
+        let (code, text) = check(flags);
+        assert_eq!(code, Some(1), "{text}");
+        assert!(text.contains(&format!("kvtier server: {named}")), "{text}");
+    }
     server.stop();
     let earlier = "\nL1 of an earlier server is there, and is ";
     assert_shown(&[], &format!("{earlier}kept, with 4 objects\n"));
@@ -538,6 +548,12 @@ fn pools_frees_only_what_no_process_has() {
     for name in [pool, &format!("{pool}.ledger")] {
         assert!(line(name).unwrap().ends_with(&process), "{:?}", line(name));
     }
+    let (code, text) = pools(&["free"]);
+    assert_eq!(code, Some(2), "{text}");
+    assert!(
+        text.contains("allowed: names as `kvtier pools` lists them, or --all"),
+        "{text}"
+    );
     let (code, text) = pools(&["free", pool]);
     assert_eq!(code, Some(1), "{text}");
     assert!(text.contains(&process), "{text}");

@@ -174,6 +174,55 @@ fn check_and_start_refuse_impossible_memory_and_gpus() {
 }
 
 #[test]
+fn check_and_start_refuse_what_another_server_has() {
+    let directory = tempfile::tempdir().unwrap();
+    let base = directory.path().join("state");
+    let pool = format!("kvtier_cli_taken_{}", std::process::id());
+    let own = ["--state-dir", base.to_str().unwrap(), "--instance-id"];
+    let taken = [&own[..], &["taken", "--shm-name", &pool]].concat();
+    let check = |flags: &[&str]| kvtier(&[&START[..], flags, &["--check-config"]].concat());
+    let text = |flags: &[&str]| lines(&check(flags).stdout).join("\n");
+    let folder = base.join("taken");
+    let first = text(&taken);
+    let new = format!("\nstate directory: {}, new\n", folder.display());
+    assert!(first.contains(&new), "{first}");
+    assert!(!base.exists());
+
+    let server = Server::start_with(&taken);
+    let other = [&own[..], &["other", "--shm-name", &pool]].concat();
+    for (flags, named) in [
+        (&[&own[..], &["taken"]].concat(), "--state-dir: "),
+        (&other, "--shm-name "),
+        (
+            &[&other[..], &["--l1-restore", "off"]].concat(),
+            "--shm-name ",
+        ),
+    ] {
+        let line = complaint(&check(flags), 1);
+        assert!(
+            line.starts_with(&format!("kvtier server: {named}")),
+            "{line}"
+        );
+        let start = [&START[..], &["--log-level", "off"], flags].concat();
+        assert_eq!(line, complaint(&kvtier(&start), 1));
+    }
+    drop(server);
+    let again = text(&taken);
+    let known = format!("\nstate directory: {}, used again\n", folder.display());
+    assert!(again.contains(&known), "{again}");
+
+    std::fs::set_permissions(&base, std::os::unix::fs::PermissionsExt::from_mode(0o777)).unwrap();
+    let unused = text(&[&own[..], &["taken"]].concat());
+    for line in ["\nL1 ends with the process", "\nwarning"] {
+        let line = format!("{line}: --state-dir cannot be used: ");
+        assert!(unused.contains(&line), "{unused}");
+    }
+    for end in ["", ".ledger"] {
+        let _ = std::fs::remove_file(format!("/dev/shm/lmcache_l1_pool_{pool}{end}"));
+    }
+}
+
+#[test]
 fn ineffective_gpu_flags_are_named_at_start() {
     // Ends once it has looked for GPUs.
     let start = [
