@@ -281,7 +281,9 @@ impl Server {
                 reply.answer(self.negotiate(context, alignment));
             }
             Ok((Request::GetChunkSize, _)) => {
-                reply.answer(chunk_size_answer(self.chunk_tokens(context)));
+                let tokens = self.chunk_tokens(context);
+                self.engine.announce_chunk_size(tokens);
+                reply.answer(chunk_size_answer(tokens));
             }
             Ok((mut request, _)) => {
                 match &mut request {
