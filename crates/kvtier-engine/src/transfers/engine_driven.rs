@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use kvtier_core::cache::{Extent, ReadLease, Staged};
+use kvtier_core::cache::{Extent, ReadLease};
 use kvtier_core::prompt::Prompt;
 use kvtier_core::window::needed;
 use kvtier_device::Direction;
@@ -155,25 +155,19 @@ impl Transfers {
         operation: &'static str,
         copy: &WorkerCopy<'_>,
         groups: Vec<GroupChunks>,
+        more_pieces: u32,
     ) -> Result<StagedStore, &'static str> {
         let (instance, key) = (&copy.instance, copy.key);
         if let Some(unserved) = instance.unserved {
             return Err(unserved.name());
         }
-        let requests: Vec<_> = groups.iter().map(GroupChunks::request).collect();
-        let staged = self.stage(instance, key, &copy.range, &requests, None);
-        let (reservation, charge) = staged.map_err(|error| {
+        let staged = self.stage(instance, &copy.range, groups, None, more_pieces);
+        staged.map_err(|error| {
             if is_trouble(&error) {
                 let (request, instance) = (key.request_id, instance.id.0);
                 tracing::warn!(request, instance, %error, "{operation} failed");
             }
             reason(&error, Direction::Store)
-        })?;
-        drop(requests);
-        Ok(StagedStore {
-            groups,
-            reservation,
-            charge,
         })
     }
 
@@ -231,7 +225,8 @@ impl Transfers {
         }
         let (groups, count) = (copy.layout().groups.len(), copy.range.chunks.len());
         let skipped = Skipped::new(skipped, groups, count).ok_or("bad_data")?;
-        let store = self.stage_chunks("prepare_store", &copy, copy.unskipped(&skipped))?;
+        // The worker copies, and commits once.
+        let store = self.stage_chunks("prepare_store", &copy, copy.unskipped(&skipped), 0)?;
         let mut target = no_slots(copy.layout().is_grouped());
         if store.reservation.is_empty() {
             // No commit follows.
@@ -303,13 +298,15 @@ impl Transfers {
             groups: copy.unskipped(&skipped),
             reservation,
             charge,
+            has_rest: false,
         };
         // Its worker is registering again with another layout, and the grant is not abandoned yet.
         if !store.is_of_its_groups() {
             return Err("not_prepared");
         }
         let moved = store.moved();
-        self.commit_written(copy, store, |_| true);
+        self.commit_staged(&copy.range, store, |_| true);
+        self.stored(copy, moved);
         Ok(moved)
     }
 
@@ -331,18 +328,11 @@ impl Transfers {
         );
     }
 
-    /// Commits what is written of a store; returns the number of objects that are not.
-    pub(super) fn commit_written(
-        &self,
-        copy: &WorkerCopy<'_>,
-        store: StagedStore,
-        is_written: impl Fn(&Staged) -> bool,
-    ) -> usize {
-        let tokens = store.moved().chunks * copy.range.chunk_size.get();
-        let committed = self.commit_staged(&copy.range, store, is_written);
+    /// Counts and logs a store that was committed.
+    pub(super) fn stored(&self, copy: &WorkerCopy<'_>, moved: Moved) {
+        let tokens = moved.chunks * copy.range.chunk_size.get();
         self.context.metrics.store(DEVICE, true);
         tracing::debug!(request = copy.key.request_id, tokens, "committed a store");
-        committed.aborted
     }
 
     /// Leases the chunks of a range, and answers with their slots or their bytes.

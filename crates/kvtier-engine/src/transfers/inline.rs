@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use kvtier_core::cache::{Extent, Staged};
+use kvtier_core::cache::Extent;
 use kvtier_device::Direction;
 use kvtier_memory::AccessError;
 use kvtier_proto::inline::ChunksToWrite;
@@ -16,6 +16,7 @@ use super::super::payload::{LeasedChunks, Payload};
 use super::Transfers;
 use super::engine_driven::{DEVICE, WorkerCopy};
 use super::staging::Charge;
+use super::store::MORE_PIECES;
 use super::traced::Moved;
 use super::worker_range::GroupLease;
 
@@ -59,31 +60,36 @@ impl Transfers {
                 inside.ok_or_else(|| refused(&format!("a chunk index of {count} or more")))
             }
         })?;
-        let store = self.stage_chunks("commit_store", copy, groups)?;
         // Whether the bytes of each object are in place.
         let mut written: Vec<Vec<bool>> = sent
             .iter()
             .map(|group| vec![false; group.tensors.len()])
             .collect();
-        for staged in store.reservation.staged() {
-            let (group, position) = (staged.request as usize, staged.position as usize);
-            let wanted = &layout.groups[group];
-            let fits = |tensor: &&InlineTensor<'_>| {
-                tensor.dtype == wanted.dtype && tensor.shape == wanted.shape
+        let mut moved = Moved::default();
+        for more_pieces in (0..=MORE_PIECES).rev() {
+            let store = self.stage_chunks("commit_store", copy, groups.clone(), more_pieces);
+            let store = match store {
+                Err("staging_full") if moved.chunks > 0 => break,
+                store => store?,
             };
-            if let Some(tensor) = sent[group].tensors.get(position).filter(fits) {
-                written[group][position] = self.write(tensor, staged.extent).is_ok();
+            for staged in store.reservation.staged() {
+                let (group, position) = (staged.request as usize, staged.position as usize);
+                let wanted = &layout.groups[group];
+                let fits = |tensor: &&InlineTensor<'_>| {
+                    tensor.dtype == wanted.dtype && tensor.shape == wanted.shape
+                };
+                if let Some(tensor) = sent[group].tensors.get(position).filter(fits) {
+                    written[group][position] = self.write(tensor, staged.extent).is_ok();
+                }
             }
-        }
-        let moved = store.moved();
-        let wanted = store.reservation.len();
-        let is_written = |staged: &Staged| {
-            let written = written[staged.request as usize].get(staged.position as usize);
-            written.is_some_and(|written| *written)
-        };
-        match self.commit_written(copy, store, is_written) {
-            0 => Ok(moved),
-            missing => {
+            moved += store.moved();
+            let (wanted, has_rest) = (store.reservation.len(), store.has_rest);
+            let committed = self.commit_staged(&copy.range, store, |staged| {
+                let written = written[staged.request as usize].get(staged.position as usize);
+                written.is_some_and(|written| *written)
+            });
+            let missing = committed.aborted;
+            if missing > 0 {
                 tracing::warn!(
                     request,
                     instance,
@@ -91,9 +97,15 @@ impl Transfers {
                     wanted,
                     "commit_store: some chunks were missing or had another shape or dtype than registered"
                 );
-                Err("bad_data")
+                self.stored(copy, moved);
+                return Err("bad_data");
+            }
+            if !has_rest {
+                break;
             }
         }
+        self.stored(copy, moved);
+        Ok(moved)
     }
 
     fn write(&self, tensor: &InlineTensor<'_>, extent: Extent) -> Result<(), AccessError> {

@@ -46,7 +46,7 @@ use refused_retrieves::RefusedRetrieves;
 pub use skipped::Skipped;
 pub use staging::Charge;
 use staging::StagingBudget;
-use store::StagedStore;
+use store::{Rest, StagedStore};
 use traced::Moved;
 use worker_range::{GroupLease, WorkerRange};
 
@@ -86,9 +86,17 @@ struct InFlight {
     guard: CopyGuard,
 }
 
+/// What follows the end of a copy.
+enum Finished {
+    Answer(Answer),
+    /// The next piece of a store.
+    Piece(Box<(Transfer, InFlight)>),
+}
+
 /// The memory of a transfer in flight.
 enum Work {
-    Store(StagedStore),
+    /// With what its further pieces need, if it has had more than one or may have.
+    Store(StagedStore, Option<Box<Rest>>),
     Retrieve {
         /// Keeps the bytes from eviction until they are copied.
         _leases: Vec<GroupLease>,
@@ -304,11 +312,26 @@ impl Transfers {
             // From its answer on the client may use the pages again.
             return drop((transfer, in_flight));
         }
+        self.run(transfer, in_flight, reply);
+    }
+
+    /// Runs a transfer, or a piece of a store and all that follow.
+    fn run(self: &Arc<Self>, transfer: Transfer, in_flight: InFlight, reply: Reply) {
         let pages = Arc::clone(in_flight.guard.pages());
         let transfers = Arc::clone(self);
+        let has_rest = matches!(&in_flight.work, Work::Store(store, _) if store.has_rest);
         // With a deadline the client asks whether the transfer has ended, which only its end tells.
-        if self.context.config().gpu_reply == GpuReply::Done || transfer.deadline.is_some() {
-            let done = move |moved| reply.answer(transfers.finish(in_flight, moved));
+        let is_answered_at_end = self.context.config().gpu_reply == GpuReply::Done
+            || transfer.deadline.is_some()
+            || has_rest;
+        if is_answered_at_end {
+            let done = move |moved| match transfers.finish(in_flight, moved) {
+                Finished::Answer(answer) => reply.answer(answer),
+                Finished::Piece(piece) => {
+                    let (transfer, in_flight) = *piece;
+                    transfers.run(transfer, in_flight, reply);
+                }
+            };
             return pages.transfer(transfer, Box::new(done));
         }
         // The first of the two takes it.
@@ -321,7 +344,10 @@ impl Transfers {
             }
         };
         let done = move |moved| {
-            let answer = transfers.finish(in_flight, moved);
+            // Nothing follows: it has no rest.
+            let Finished::Answer(answer) = transfers.finish(in_flight, moved) else {
+                return;
+            };
             let reply = reply.lock().take();
             match reply {
                 Some(reply) => reply.answer(answer),
@@ -336,13 +362,13 @@ impl Transfers {
         pages.transfer_with_event(transfer, Box::new(submitted), Box::new(done));
     }
 
-    /// Finishes a transfer whose bytes are in place, or never will be.
-    fn finish(&self, in_flight: InFlight, moved: Result<u64, DeviceError>) -> Answer {
+    /// Finishes a transfer whose bytes are in place, or never will be. Earlier pieces of a store stay committed.
+    fn finish(&self, in_flight: InFlight, moved: Result<u64, DeviceError>) -> Finished {
         let (instance, range) = (in_flight.guard.instance(), &in_flight.range);
         let request_id = &*in_flight.request_id;
         let event = instance.answer_event(&in_flight.event, in_flight.release);
         let direction = match in_flight.work {
-            Work::Store(_) => Direction::Store,
+            Work::Store(..) => Direction::Store,
             Work::Retrieve { .. } => Direction::Retrieve,
         };
         let moved = moved.map_err(|error| Error::refused(error.to_string()));
@@ -363,26 +389,42 @@ impl Transfers {
             Err(error) => {
                 let reason = self.failed(direction, instance, request_id, &error);
                 trace(Err(reason));
-                return Answer::from(Response::transfer(event, false)).because(reason);
+                let answer = Answer::from(Response::transfer(event, false)).because(reason);
+                return Finished::Answer(answer);
             }
         };
-        let (has, chunks) = match in_flight.work {
-            Work::Store(store) => {
+        let (has, moved) = match in_flight.work {
+            Work::Store(store, rest) => {
                 let chunks = store.moved().chunks;
+                let mut moved = Moved { chunks, bytes };
+                let has_rest = store.has_rest;
                 self.commit_staged(range, store, |_| true);
-                ("Stored", chunks)
+                if let Some(mut rest) = rest {
+                    rest.moved += moved;
+                    moved = rest.moved;
+                    let next = has_rest.then(|| self.next_piece(instance, range, &mut rest));
+                    if let Some((transfer, store)) = next.flatten() {
+                        let work = Work::Store(store, Some(rest));
+                        let in_flight = InFlight { work, ..in_flight };
+                        return Finished::Piece(Box::new((transfer, in_flight)));
+                    }
+                }
+                ("Stored", moved)
             }
-            Work::Retrieve { .. } => ("Retrieved", self.count_loaded(range)),
+            Work::Retrieve { .. } => {
+                let chunks = self.count_loaded(range);
+                ("Retrieved", Moved { chunks, bytes })
+            }
         };
         self.count_end(direction, instance);
-        trace(Ok(Moved { chunks, bytes }));
-        let tokens = chunks * range.chunk_size.get();
+        trace(Ok(moved));
+        let tokens = moved.chunks * range.chunk_size.get();
         let seconds = (self.context.now() - in_flight.started).as_secs_f64();
         tracing::info!(
             request = request_id,
             "{has} {tokens} tokens in {seconds:.6} seconds"
         );
-        Answer::from(Response::transfer(event, true))
+        Finished::Answer(Answer::from(Response::transfer(event, true)))
     }
 
     /// Logs and counts a transfer that failed, or was refused after it was counted as begun. Returns its metric label.

@@ -30,18 +30,16 @@ use std::hash::Hash;
 use std::sync::Arc;
 
 use kvtier_core::Namespace;
-use kvtier_core::cache::{KeyOutcome, Reservation, ReserveOptions, ReserveRequest, ReservedPrompt};
-use kvtier_core::prompt::Prompt;
+use kvtier_core::cache::{KeyOutcome, ReserveOptions, ReservedPrompt};
 use kvtier_device::Direction;
 use kvtier_error::{Error, ErrorKind, Result};
-use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::InstanceId;
 use kvtier_sync::Mutex;
 
 use super::super::instances::{Instance, rows};
 use super::Transfers;
+use super::store::{GroupChunks, StagedStore};
 use super::worker_range::WorkerRange;
-use kvtier_l1::L1Allocator;
 use kvtier_sync::RateLimited;
 
 /// A worker may have this many times the bytes that stay free.
@@ -332,19 +330,20 @@ impl Drop for Charge {
 }
 
 impl Transfers {
-    /// Reserves memory for those of these objects that are not resident, as far as the staging budget allows: the first
-    /// ones of each request.
+    /// Reserves memory for those of these objects that are not resident, in the order of the prompt, as far as the staging
+    /// budget allows. What it refuses is counted as refused unless it may be staged as one of `more_pieces`.
     ///
     /// # Errors
     /// The budget allows none of those that are missing.
     pub(super) fn stage(
         &self,
         instance: &Instance,
-        key: &CacheKey<'_, Prompt>,
         range: &WorkerRange,
-        requests: &[ReserveRequest<'_>],
+        groups: Vec<GroupChunks>,
         near: Option<u32>,
-    ) -> Result<(Reservation<L1Allocator>, Charge)> {
+        more_pieces: u32,
+    ) -> Result<StagedStore> {
+        let requests: Vec<_> = groups.iter().map(GroupChunks::request).collect();
         let worker = WorkerShare::of(instance, range);
         let salt = range.scope.cache_salt();
         let cache = &self.context.l1.cache;
@@ -360,7 +359,7 @@ impl Transfers {
         let rows = rows(&scope, &instances.unwrap_or_default());
         let prompt = ReservedPrompt {
             rows: &rows,
-            hashes: &key.tokens.hashes[..range.chunks.end],
+            hashes: &range.prompt,
             prefix: 0,
         };
         let reserve = |max_bytes| {
@@ -369,23 +368,37 @@ impl Transfers {
                 max_staged_bytes: Some(max_bytes),
                 prompt: Some(prompt),
             };
-            let reserved = cache.reserve_with(self.context.now(), requests, &options);
+            let reserved = cache.reserve_with(self.context.now(), &requests, &options);
             let reserved = reserved.map_err(Error::refused)?;
             let bytes = reserved.bytes;
             Ok::<_, Error>((reserved, bytes))
         };
-        let (reserved, charge) = self.staging.stage(&worker, salt, object_bytes, reserve)?;
+        let (mut reserved, charge) = self.staging.stage(&worker, salt, object_bytes, reserve)?;
+        let is_over = reserved.outcomes.contains(&KeyOutcome::OverStaging);
+        let is_empty = reserved.reservation.is_empty();
+        let has_rest = is_over && !is_empty && more_pieces > 0;
+        if has_rest {
+            reserved
+                .outcomes
+                .retain(|it| *it != KeyOutcome::OverStaging);
+        }
         self.context
             .metrics
-            .reserved("l1_store", key.model_name, salt, &reserved.outcomes);
-        if reserved.outcomes.contains(&KeyOutcome::OverStaging) {
+            .reserved("l1_store", scope.model_name(), salt, &reserved.outcomes);
+        if is_over && !has_rest {
             self.warn_of_staging(instance, &worker, object_bytes);
-            if reserved.reservation.is_empty() {
+            if is_empty {
                 let message = "staged and not committed bytes are at the limit";
                 return Err(Error::new(ErrorKind::StagingFull, message));
             }
         }
-        Ok((reserved.reservation, charge))
+        drop(requests);
+        Ok(StagedStore {
+            groups,
+            reservation: reserved.reservation,
+            charge,
+            has_rest,
+        })
     }
 
     fn warn_of_staging(&self, instance: &Instance, worker: &WorkerShare, object_bytes: u64) {

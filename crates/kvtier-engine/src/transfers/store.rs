@@ -20,6 +20,7 @@ use super::worker_range::WorkerRange;
 use super::{CopyRequest, InFlight, Transfers, Work};
 
 /// The chunks of a range that one object group has data for.
+#[derive(Clone)]
 pub(super) struct GroupChunks {
     namespace: Arc<Namespace>,
     object_bytes: u64,
@@ -62,9 +63,39 @@ pub(super) struct StagedStore {
     pub groups: Vec<GroupChunks>,
     pub reservation: Reservation<L1Allocator>,
     pub charge: Charge,
+    /// Whether the budget has refused chunks that another piece may store.
+    pub has_rest: bool,
+}
+
+/// Pieces that a store may still have. A worker alone may stage 7/32 of L1, so five fill it.
+pub(super) const MORE_PIECES: u32 = 7;
+
+/// What the further pieces of a store need.
+pub(super) struct Rest {
+    /// Without chunks.
+    transfer: Transfer,
+    /// All that the store has.
+    groups: Vec<GroupChunks>,
+    near: Option<u32>,
+    /// What the pieces so far have moved.
+    pub moved: Moved,
+    more_pieces: u32,
 }
 
 impl StagedStore {
+    /// Its copies.
+    fn copies(&self) -> Vec<ChunkCopy> {
+        let copies = self.reservation.staged().iter().map(|staged| ChunkCopy {
+            request: ChunkRequest {
+                object_group: staged.request as usize,
+                chunk: self.chunk(staged),
+                skip_tokens: 0,
+            },
+            extent: staged.extent,
+        });
+        copies.collect()
+    }
+
     /// Where in the range a staged object's chunk is.
     pub(super) fn chunk(&self, staged: &Staged) -> usize {
         self.groups[staged.request as usize].chunks[staged.position as usize]
@@ -104,28 +135,38 @@ impl Transfers {
             let message = "the client drops its stores until it is healthy again";
             return Err(Error::new(ErrorKind::NotHeld, message));
         }
-        let hashes = &request.key.tokens.hashes[range.chunks.clone()];
-        let groups = self.group_chunks(&guard, &range, hashes, &transfer.blocks);
-        let requests: Vec<_> = groups.iter().map(GroupChunks::request).collect();
+        let groups = self.group_chunks(&guard, &range, &transfer.blocks);
         let near = self.context.l1.part_near(guard.pages().numa_node());
-        let (reservation, charge) = self.stage(instance, request.key, &range, &requests, near)?;
-        drop(requests);
-        let store = StagedStore {
-            groups,
-            reservation,
-            charge,
-        };
-        let copies = store.reservation.staged().iter().map(|staged| ChunkCopy {
-            request: ChunkRequest {
-                object_group: staged.request as usize,
-                chunk: store.chunk(staged),
-                skip_tokens: 0,
-            },
-            extent: staged.extent,
+        let store = self.stage(instance, &range, groups, near, MORE_PIECES)?;
+        let rest = store.has_rest.then(|| Rest {
+            transfer: transfer.clone(),
+            groups: store.groups.clone(),
+            near,
+            moved: Moved::default(),
+            more_pieces: MORE_PIECES,
         });
-        transfer.chunks = copies.collect();
-        let in_flight = request.in_flight(Work::Store(store), range, guard);
+        transfer.chunks = store.copies();
+        let work = Work::Store(store, rest.map(Box::new));
+        let in_flight = request.in_flight(work, range, guard);
         Ok((transfer, in_flight))
+    }
+
+    /// Stages the next piece of a store whose earlier pieces are committed; `None` if the budget has nothing for it.
+    pub(super) fn next_piece(
+        &self,
+        instance: &Instance,
+        range: &WorkerRange,
+        rest: &mut Rest,
+    ) -> Option<(Transfer, StagedStore)> {
+        rest.more_pieces -= 1;
+        let groups = rest.groups.clone();
+        let store = self.stage(instance, range, groups, rest.near, rest.more_pieces);
+        let store = store.ok().filter(|store| !store.reservation.is_empty())?;
+        let transfer = Transfer {
+            chunks: store.copies(),
+            ..rest.transfer.clone()
+        };
+        Some((transfer, store))
     }
 
     /// The chunks of the range that each object group has data for, and their hashes.
@@ -133,9 +174,9 @@ impl Transfers {
         &self,
         guard: &CopyGuard,
         range: &WorkerRange,
-        hashes: &[ChunkHash],
         blocks: &BlockTable,
     ) -> Vec<GroupChunks> {
+        let hashes = &range.prompt[range.chunks.clone()];
         let null_block_id = self.context.config().null_block_id;
         let (layout, model) = (guard.pages().layout(), &guard.instance().layout);
         let groups = model.groups.iter().map(|group| {

@@ -1,5 +1,6 @@
 //! Spans of transfers.
 
+use std::ops::AddAssign;
 use std::time::Duration;
 
 use kvtier_core::object_key::KeyScope;
@@ -14,10 +15,17 @@ use super::Transfers;
 use super::worker_range::WorkerRange;
 
 /// What a transfer has moved.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Default)]
 pub(super) struct Moved {
     pub chunks: usize,
     pub bytes: u64,
+}
+
+impl AddAssign for Moved {
+    fn add_assign(&mut self, other: Self) {
+        self.chunks += other.chunks;
+        self.bytes += other.bytes;
+    }
 }
 
 impl Transfers {

@@ -3,6 +3,7 @@
 use std::num::NonZeroUsize;
 use std::ops::Range;
 
+use kvtier_core::ChunkHash;
 use kvtier_core::cache::ReadLease;
 use kvtier_core::hashing::store_chunks;
 use kvtier_core::object_key::KeyScope;
@@ -23,6 +24,8 @@ pub struct WorkerRange {
     pub kv_rank: u64,
     pub worker: u32,
     pub chunks: Range<usize>,
+    /// Hashes of the prompt's chunks, up to the last of the range.
+    pub prompt: Box<[ChunkHash]>,
     /// Tokens per chunk.
     pub chunk_size: NonZeroUsize,
     /// How long what a store of it writes is to be kept; `None` as the eviction policy does.
@@ -78,6 +81,7 @@ impl Transfers {
             scope,
             kv_rank: kvtier_core::kv_rank(key.world_size, worker),
             worker,
+            prompt: key.tokens.hashes[..chunks.end].into(),
             chunks,
             chunk_size,
             keep_seconds: keep_seconds::decode(key.request_configs),

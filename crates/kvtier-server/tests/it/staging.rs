@@ -272,13 +272,21 @@ fn small_aligned_objects_hold_at_most_a_quarter() {
 
 /// Stores two chunks pickled.
 fn commit_pickled(worker: &mut EngineDrivenWorker, scope: &Scope) -> bool {
-    let (prompt, len) = (prompt(1000, 2), worker.chunk_bytes());
-    let key = scope.worker_key(0, &prompt, range(0..2), "p");
-    let chunks: Vec<_> = (0..2).map(|chunk| bytes(1, chunk, len)).collect();
-    let tensors = [0, 1].map(|_| pickle::TensorToWrite {
-        dtype: kvtier_client::proto::descriptor::Dtype::BFloat16,
-        shape: &[2, 2, 16, 64],
-    });
+    commit_many_pickled(worker, scope, 2)
+}
+
+/// Stores a prompt of this many chunks pickled.
+fn commit_many_pickled(worker: &mut EngineDrivenWorker, scope: &Scope, chunks: u64) -> bool {
+    let (prompt, len) = (prompt(1000, chunks as usize), worker.chunk_bytes());
+    let key = scope.worker_key(0, &prompt, range(0..chunks), "p");
+    let chunks: Vec<_> = (0..chunks).map(|chunk| bytes(1, chunk, len)).collect();
+    let tensors: Vec<_> = chunks
+        .iter()
+        .map(|_| pickle::TensorToWrite {
+            dtype: kvtier_client::proto::descriptor::Dtype::BFloat16,
+            shape: &[2, 2, 16, 64],
+        })
+        .collect();
     let data = pickle::write_tensors(&tensors, |index, out| {
         out.extend_from_slice(&chunks[index]);
         Ok::<(), pickle::WriteError>(())
@@ -298,6 +306,16 @@ fn pickled_store_counts_in_worker_share() {
     assert_eq!(hog(leaky.connection(), 1, &scope, 0..64), 14 * 128);
     assert!(!commit_pickled(&mut leaky, &scope));
     assert!(commit_pickled(&mut other, &scope));
+}
+
+/// Of 64 MiB the share is 14, and the prompt has 31.
+#[test]
+fn pickled_store_larger_than_its_share_is_stored_at_once() {
+    let server = TestServer::start(&[]);
+    let scope = Scope::new("staging/large");
+    let mut worker = server.engine_driven(1, &scope);
+    assert!(commit_many_pickled(&mut worker, &scope, 4000));
+    assert_eq!(worker.lookup(&prompt(1000, 4000), "l").unwrap(), 4000);
 }
 
 // proves: docs/troubleshoot.md#uncommitted-stores

@@ -1,13 +1,14 @@
 //! Places of stored objects, and limits of what is staged.
 
 use std::ops::Range;
+use std::sync::mpsc::Receiver;
 
 use kvtier_core::object_key::KeyScope;
 use kvtier_device::{DeviceError, Direction, Done};
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::{InstanceId, Retrieve, Store};
 
-use super::super::super::Engine;
+use super::super::super::{Answer, Engine};
 use super::super::prepared::{Grant, TransferId};
 use super::super::skipped::Skipped;
 
@@ -78,29 +79,124 @@ fn end(pages: &[Arc<TestPages>]) -> usize {
 #[test]
 fn prompt_longer_than_l1_keeps_its_beginning() {
     let (engine, _pages) = full();
-    let cache = &engine.context.l1.cache;
-    let prompt = key(0..20).tokens.hashes;
-    let instance = engine.context.instances.get(InstanceId(0)).unwrap();
-    let scope = KeyScope::new("model", "", 1, None).unwrap();
-    let namespace = scope.namespace(kvtier_core::kv_rank(1, 0), 0, instance.layout.fingerprint);
     for others in [0, 3, 1] {
         drop(store(&engine, 0, 200..200 + others));
         for chunk in 0..20 {
-            let store = Store {
-                block_ids: vec![vec![1]],
-                key: CacheKey {
-                    start: chunk.into(),
-                    ..key(0..chunk + 1)
-                },
-                instance: InstanceId(0),
-                event_handle: b"",
-            };
-            let (reply, answers) = reply();
-            engine.transfers.store(CALLER, &store, reply);
-            assert_eq!(answers.try_recv().unwrap().refused, None);
+            store_behind(&engine, chunk);
         }
-        let resident = cache.contains(&namespace, &prompt);
-        assert_eq!(resident.iter().take_while(|is| **is).count(), 12);
+        assert_eq!(prefix(&engine), 12);
+    }
+}
+
+/// Stores one chunk of a prompt.
+fn store_behind(engine: &Engine, chunk: u8) {
+    let store = Store {
+        block_ids: vec![vec![1]],
+        key: CacheKey {
+            start: chunk.into(),
+            ..key(0..chunk + 1)
+        },
+        instance: InstanceId(0),
+        event_handle: b"",
+    };
+    let (reply, answers) = reply();
+    engine.transfers.store(CALLER, &store, reply);
+    assert_eq!(answers.try_recv().unwrap().refused, None);
+}
+
+/// Chunks at the start of a prompt of 20 that are resident.
+fn prefix(engine: &Engine) -> usize {
+    let instance = engine.context.instances.get(InstanceId(0)).unwrap();
+    let scope = KeyScope::new("model", "", 1, None).unwrap();
+    let namespace = scope.namespace(kvtier_core::kv_rank(1, 0), 0, instance.layout.fingerprint);
+    let hashes = key(0..20).tokens.hashes;
+    let resident = engine.context.l1.cache.contains(&namespace, &hashes);
+    resident.iter().take_while(|is| **is).count()
+}
+
+/// Stores these chunks from one page. The answer comes when it is there.
+fn store_many(engine: &Engine, chunks: Range<u8>) -> Receiver<Answer> {
+    let store = Store {
+        block_ids: vec![vec![1; chunks.len()]],
+        key: key(chunks),
+        instance: InstanceId(0),
+        event_handle: b"",
+    };
+    let (reply, answers) = reply();
+    engine.transfers.store(CALLER, &store, reply);
+    answers
+}
+
+/// A worker's share of what may be staged are 2 chunks.
+#[test]
+fn store_larger_than_its_share_is_stored_at_once() {
+    let (engine, [pages, _]) = full();
+    let stored = store_many(&engine, 0..20);
+    assert_eq!(stored.try_recv().unwrap().refused, None);
+    assert!(stored.try_recv().is_err(), "answered once");
+    assert_eq!(prefix(&engine), 12);
+    // Each chunk was copied once, behind the 12 that L1 had.
+    assert_eq!(pages.places.lock().len(), 24);
+    assert_eq!(engine.transfers.staging.staged_bytes(), 0);
+    let metrics = engine
+        .context
+        .metrics
+        .encode(&kvtier_metrics::Readings::default());
+    assert!(!metrics.contains("over_staging_chunks_total{"), "{metrics}");
+}
+
+#[test]
+fn piece_of_a_store_that_fails_ends_it() {
+    let (engine, pages) = full();
+    hold(&pages);
+    let stored = store_many(&engine, 0..20);
+    for committed in [2, 4] {
+        let done = pages[0].held.lock().as_mut().unwrap().remove(0);
+        done(Ok(1));
+        assert_eq!(prefix(&engine), committed);
+        assert!(stored.try_recv().is_err());
+    }
+    let done = pages[0].held.lock().as_mut().unwrap().remove(0);
+    done(Err(DeviceError::Stopped));
+    assert_eq!(stored.try_recv().unwrap().refused, Some("store_failed"));
+    assert_eq!(prefix(&engine), 4);
+    assert_eq!(engine.transfers.staging.staged_bytes(), 0);
+    assert_eq!(end(&pages), 0);
+}
+
+#[test]
+fn only_the_last_piece_is_answered_when_it_is_begun() {
+    let engine = engine(&["--gpu-reply", "event"]);
+    let pages = [TestPages::new(MIB).register(&engine, 0)];
+    hold(&pages);
+    let stored = store_many(&engine, 0..4);
+    assert!(stored.try_recv().is_err());
+    let done = pages[0].held.lock().as_mut().unwrap().remove(0);
+    done(Ok(1));
+    assert_eq!(stored.try_recv().unwrap().refused, None);
+    assert_eq!(prefix(&engine), 2);
+    assert_eq!(end(&pages), 1);
+    assert_eq!(prefix(&engine), 4);
+}
+
+/// Another worker holds 2 of the 3 chunks that may be staged, so a piece has one.
+#[test]
+fn pieces_stay_within_the_limit_of_all_workers() {
+    let (engine, pages) = full();
+    hold(&pages);
+    let other = store(&engine, 1, 50..52);
+    let stored = store_many(&engine, 0..4);
+    for committed in 1..4 {
+        let staging = &engine.transfers.staging;
+        assert_eq!(staging.staged_bytes(), staging.limit());
+        let done = pages[0].held.lock().as_mut().unwrap().remove(0);
+        done(Ok(1));
+        assert_eq!(prefix(&engine), committed);
+    }
+    assert_eq!(end(&pages), 2);
+    assert_eq!(prefix(&engine), 4);
+    for answers in [other, stored] {
+        assert_eq!(answers.try_recv().unwrap().refused, None);
     }
 }
 
@@ -176,13 +272,18 @@ fn grant_of_another_layout_is_not_committed() {
     let (transfers, hashes) = (&engine.transfers, &key.tokens.hashes);
     let instance = engine.context.instances.get(id).unwrap();
     let range = transfers.worker_range(&instance, &key).unwrap();
-    let request = ReserveRequest {
-        namespace: &range.scope.namespace(range.kv_rank, 0, 1),
-        hashes,
-        len: 16,
+    let group = GroupChunks {
+        namespace: range.scope.namespace(range.kv_rank, 0, 1),
+        object_bytes: 16,
+        chunks: vec![0],
+        hashes: hashes.clone(),
     };
-    let staged = transfers.stage(&instance, &key, &range, &[request], None);
-    let (reservation, charge) = staged.unwrap();
+    let staged = transfers.stage(&instance, &range, vec![group], None, 0);
+    let StagedStore {
+        reservation,
+        charge,
+        ..
+    } = staged.unwrap();
     let transfer = TransferId::new(Direction::Store, id, &key, Some(hashes[0]));
     let grant = Grant::Store(reservation, charge, Skipped::default());
     assert!(
