@@ -308,6 +308,14 @@ impl<A: ExtentAllocator> State<A> {
         self.policy.touch(candidate);
     }
 
+    /// Makes a resident object the youngest of those that may be evicted, unless it is to be evicted first.
+    pub(super) fn renew(&mut self, number: u32) {
+        if !self.slab.at(number).is_held() {
+            let reference = self.hold(number);
+            self.end_lease(reference);
+        }
+    }
+
     /// Moves bytes from one tally to another, in the sums and for the tenant.
     #[inline(always)]
     pub(super) fn account(&mut self, namespace: u32, bytes: u64, from: SlotState, to: SlotState) {

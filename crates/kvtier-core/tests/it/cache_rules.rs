@@ -318,6 +318,24 @@ fn release_and_touch_renew_an_object() {
 }
 
 #[test]
+fn renewed_chunks_are_younger_and_not_used() {
+    for eviction in [EvictionKind::Lru, EvictionKind::Arc] {
+        let cache = cache_with(100, eviction);
+        store(&cache, namespace(0, ""), &hashes(0..2), 10);
+        store(&cache, namespace(0, ""), &hashes(2..4), 10);
+        let lease = cache.lease(NOW, namespace(0, ""), &hashes(3..4));
+        cache.renew(NOW, [namespace(0, "")], &hashes(0..9));
+        cache.evict(NOW, 1, 1);
+        assert_eq!(resident(&cache, namespace(0, ""), 9), [0, 1, 3]);
+        // ARC evicts what was used again behind what was not.
+        store(&cache, namespace(0, ""), &hashes(4..5), 10);
+        cache.evict(NOW, 11, 2);
+        assert_eq!(resident(&cache, namespace(0, ""), 9), [3, 4]);
+        drop(lease);
+    }
+}
+
+#[test]
 fn leased_objects_stay_unless_forced_their_memory_always() {
     let cache = cache(100);
     let keys = hashes(0..2);

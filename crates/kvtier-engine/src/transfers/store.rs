@@ -188,7 +188,8 @@ impl Transfers {
         groups.collect()
     }
 
-    /// Commits what is written of a store, from here on readable, here and in the tiers.
+    /// Commits what is written of a store, from here on readable, here and in the tiers. What is resident of the prompt in
+    /// front of it stays younger in the eviction order.
     pub(super) fn commit_staged(
         &self,
         range: &WorkerRange,
@@ -198,7 +199,14 @@ impl Transfers {
         let mut staged = self.to_write_behind(&store.reservation);
         staged.retain(&is_written);
         let requests: Vec<_> = store.groups.iter().map(GroupChunks::request).collect();
+        let first = store.reservation.staged().iter().map(|it| store.chunk(it));
+        let first = range.chunks.start + first.min().unwrap_or(0);
         let committed = self.commit(range, store.reservation, &requests, is_written);
+        if first > 0 {
+            let namespaces = requests.iter().map(|request| request.namespace);
+            let cache = &self.context.l1.cache;
+            cache.renew(self.context.now(), namespaces, &range.prompt);
+        }
         self.admitted(range, committed.inserted, &requests, &staged);
         committed
     }

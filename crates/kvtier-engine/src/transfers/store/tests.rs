@@ -88,6 +88,23 @@ fn prompt_longer_than_l1_keeps_its_beginning() {
     }
 }
 
+/// Eviction to the watermark runs while a prompt is stored part by part.
+#[test]
+fn watermark_keeps_the_beginning_of_a_prompt() {
+    let engine = engine(&[
+        "--eviction-trigger-watermark",
+        "0.5",
+        "--eviction-ratio",
+        "0.3",
+    ]);
+    TestPages::new(MIB).register(&engine, 0);
+    for (chunk, kept) in (0..12).zip([1, 2, 3, 4, 5, 4, 4, 4, 4, 4, 4, 4]) {
+        store_behind(&engine, chunk);
+        engine.admin.evict();
+        assert_eq!(prefix(&engine), kept, "chunk {chunk}");
+    }
+}
+
 /// Stores one chunk of a prompt.
 fn store_behind(engine: &Engine, chunk: u8) {
     let store = Store {
