@@ -227,6 +227,19 @@ impl L2 {
         }
     }
 
+    /// Makes what tiers have of a prompt the youngest of their eviction order, the last chunk the oldest of it: what follows is
+    /// stored in place of others, then of the prompt's end.
+    pub fn renew<'n>(
+        &self,
+        namespaces: impl Iterator<Item = &'n Arc<Namespace>> + Clone,
+        prompt: &[ChunkHash],
+    ) {
+        let stored_as: Vec<_> = namespaces.map(|it| it.without_layout()).collect();
+        for tier in self.tiers.iter().filter(|tier| !tier.is_read_only()) {
+            tier.renew(&stored_as, prompt);
+        }
+    }
+
     fn store_batch(self: &Arc<Self>, namespace: &Arc<Namespace>, hashes: &[ChunkHash], len: u64) {
         let admission = self.pending.admit();
         let leased = self.lease(namespace, hashes);

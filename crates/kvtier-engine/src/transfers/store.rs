@@ -258,6 +258,10 @@ impl Transfers {
         let Context { l2, metrics, .. } = &*self.context;
         metrics.admitted(range.scope.cache_salt(), inserted as u64);
         let Some(l2) = l2 else { return };
+        if range.chunks.start > 0 {
+            let namespaces = requests.iter().map(|request| request.namespace);
+            l2.renew(namespaces, &range.prompt);
+        }
         for (request, number) in requests.iter().zip(0..) {
             let of_request = committed.iter().filter(|staged| staged.request == number);
             let hashes: Vec<_> = of_request

@@ -9,6 +9,7 @@ use kvtier_core::cache::ResidentObject;
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::object_key::ObjectKey;
 use kvtier_core::quota::{Grant, QuotaMode};
+use kvtier_core::{ChunkHash, Namespace};
 
 use super::Tier;
 use super::deletes::delete_pending;
@@ -181,6 +182,13 @@ impl Tier {
     pub(super) fn may_evict(&self) -> bool {
         let policy = self.config.eviction.map(|eviction| eviction.policy);
         policy != Some(EvictionKind::Noop)
+    }
+
+    /// Makes these objects the youngest of the eviction order, the last chunk the oldest of them.
+    pub fn renew(&self, namespaces: &[Arc<Namespace>], hashes: &[ChunkHash]) {
+        if self.may_evict() {
+            self.index.renew(self.now(), namespaces, hashes);
+        }
     }
 
     /// Adds what the index evicted to the pending deletes.

@@ -487,16 +487,41 @@ fn stores_beyond_queue_are_dropped_and_counted() {
     assert_eq!(worker.lookup(&prompt(5, 2), "r").unwrap(), 2);
 }
 
+/// A tier for some 63 objects of 8 KiB and a trailer.
+fn small_tier(directory: &Path) -> String {
+    format!(
+        r#"{{"type":"fs","base_path":"{}","max_capacity_gb":{}}}"#,
+        directory.display(),
+        0.5 / 1024.0
+    )
+}
+
+#[test]
+fn full_tier_keeps_the_beginning_of_a_long_prompt() {
+    let directory = tempfile::tempdir().unwrap();
+    let scope = Scope::new("l2/long");
+    let server = with_tiers(&[&small_tier(directory.path())], &[]);
+    let mut worker = server.engine_driven(1, &scope);
+    store(&mut worker, &prompt(1, 20), 1);
+    settle(&server);
+    let (long, len) = (prompt(2, 120), worker.chunk_bytes());
+    for first in (0..120).step_by(10) {
+        let part = range(first..first + 10);
+        let stored = worker.store(&long, part, "s", |chunk| bytes(2, chunk, len));
+        assert_eq!(stored.unwrap().chunks.len(), 10);
+        settle(&server);
+    }
+    server.engine().clear(true);
+    // All but the last part that came.
+    let kept = hits(worker.connection(), &scope, &long, "long");
+    assert!((50..=63).contains(&kept), "{kept}");
+}
+
 #[test]
 fn full_tier_keeps_most_recently_used() {
     let directory = tempfile::tempdir().unwrap();
     let scope = Scope::new("l2/full");
-    // Some 63 objects of 8 KiB and a trailer.
-    let adapter = format!(
-        r#"{{"type":"fs","base_path":"{}","max_capacity_gb":{}}}"#,
-        directory.path().display(),
-        0.5 / 1024.0
-    );
+    let adapter = small_tier(directory.path());
     let server = with_tiers(&[&adapter], &[]);
     let mut worker = server.engine_driven(1, &scope);
     for seed in 1..=6 {
