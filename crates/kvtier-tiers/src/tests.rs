@@ -8,7 +8,7 @@ use kvtier_core::cache::{Cache, CacheConfig, ReserveRequest};
 use kvtier_core::object_key::{KeyScope, ObjectKey};
 use kvtier_core::prefetch::Cell;
 use kvtier_core::quota::QuotaMode;
-use kvtier_core::{ChunkHash, GroupRow};
+use kvtier_core::{ChunkHash, GroupRow, Namespace};
 use kvtier_l2::Capabilities;
 use kvtier_l2::testing::{Operation, Step, TestAdapter};
 use kvtier_l2::tier::{Deleted, Tier, TierConfig};
@@ -262,30 +262,58 @@ fn a_load_that_comes_after_its_deadline_still_ends_in_l1() {
     );
 }
 
-/// Three chunks, of a batch each; another prompt brings the second one while the first is loaded.
-#[test]
-fn chunk_that_comes_meanwhile_does_not_end_the_load() {
-    let (gated, timeout) = (gated(5), Duration::from_secs(60));
-    let adapters = [Arc::clone(&gated)];
-    let bed = bed_of(4 * LOAD_BATCH, &adapters, timeout, StorePolicy::Default);
+/// An L1 for some objects of a whole batch each, and a prompt of three of them.
+fn bed_of_large(objects: u64, adapter: &Arc<TestAdapter>) -> Bed {
+    let (bytes, timeout) = (objects * LOAD_BATCH, Duration::from_secs(60));
+    let adapters = [Arc::clone(adapter)];
+    let mut bed = bed_of(bytes, &adapters, timeout, StorePolicy::Default);
     let mut request = (*bed.request).clone();
     let mut row = request.rows[0].clone();
     row.object_bytes = LOAD_BATCH;
     request.rows = [row].into();
-    let (l2, request) = (Arc::clone(&bed.l2), Arc::new(request));
+    bed.request = Arc::new(request);
+    bed
+}
+
+/// Puts such objects into L1.
+fn put_large(bed: &Bed, namespace: &Arc<Namespace>, hashes: &[ChunkHash]) {
+    let len = LOAD_BATCH;
+    let request = ReserveRequest {
+        namespace,
+        hashes,
+        len,
+    };
+    let reserved = bed.cache.reserve(Duration::ZERO, &[request]);
+    let _ = reserved
+        .expect("free space")
+        .reservation
+        .commit(Duration::ZERO);
+}
+
+/// Another prompt brings the second chunk while the first is loaded.
+#[test]
+fn chunk_that_comes_meanwhile_does_not_end_the_load() {
+    let gated = gated(5);
+    let bed = bed_of_large(4, &gated);
+    let (l2, request) = (Arc::clone(&bed.l2), Arc::clone(&bed.request));
     let prefetch = async move { l2.prefetch(&request, || false).await.lookup.hit_chunks };
     let prefetch = bed.l2.handle().spawn(prefetch);
     wait_for_load(&bed);
-    let second = ReserveRequest {
-        namespace: &bed.request.rows[0].namespace,
-        hashes: &bed.request.hashes[1..2],
-        len: LOAD_BATCH,
-    };
-    let second = bed.cache.reserve(Duration::ZERO, &[second]);
-    let second = second.expect("free space").reservation;
-    let _ = second.commit(Duration::ZERO);
+    let namespace = &bed.request.rows[0].namespace;
+    put_large(&bed, namespace, &bed.request.hashes[1..2]);
     gated.gate.add_permits(9);
     assert_eq!(bed.l2.handle().block_on(prefetch).expect("no panic"), 3);
+}
+
+/// L1 is full, and the second chunk is the oldest in it.
+#[test]
+fn load_evicts_no_later_chunk_of_its_prompt() {
+    let bed = bed_of_large(3, &prompt(5));
+    let hashes = &bed.request.hashes;
+    put_large(&bed, &bed.request.rows[0].namespace, &hashes[1..2]);
+    let other = bed.request.scope.namespace(2, 0, 0);
+    put_large(&bed, &other, &hashes[..2]);
+    assert_eq!(bed.prefetch().lookup.hit_chunks, 3);
 }
 
 #[test]
