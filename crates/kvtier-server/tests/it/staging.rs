@@ -1,13 +1,16 @@
 //! Staging budget: what workers have reserved and not committed, and what their uncommitted retrieves lease, is bounded.
 
 use std::ops::Range;
+use std::path::Path;
 use std::time::Duration;
 
 use kvtier_client::proto::pickle;
 use kvtier_client::proto::request::EngineDrivenContext;
 use kvtier_client::{Connection, EngineDrivenWorker, InstanceId, Scope};
 
-use crate::support::{TestServer, bytes, context, engine_driven, prompt, range, reserve, slots};
+use crate::support::{
+    TestServer, bytes, context, engine_driven, prompt, range, reserve, slots, wait_until,
+};
 
 /// A quarter of the 64 MiB of a [`TestServer`].
 const STAGING_LIMIT: u64 = 16 << 20;
@@ -162,18 +165,41 @@ fn worker_that_never_commits_holds_at_most_a_quarter() {
     server.assert_sound();
 }
 
+/// Starts a server that goes on with the L1 of the one before, or `restore` is `off`.
+fn start_kept(base: &Path, pool: &str, restore: &str, write_ttl: &str) -> TestServer {
+    let state = ["--state-dir", base.to_str().unwrap()];
+    let kept = ["--shm-name", pool, "--l1-restore", restore];
+    let instance = ["--instance-id", "a", "--l1-write-ttl-seconds", write_ttl];
+    TestServer::start(&[&state[..], &kept, &instance].concat())
+}
+
+/// Servers start more often than every two write TTLs.
+#[test]
+fn restarts_do_not_prolong_what_is_withheld() {
+    let base = tempfile::tempdir().unwrap();
+    let pool = format!("kvtier_prolonged_{}", std::process::id());
+    let start = |restore| start_kept(base.path(), &pool, restore, "1");
+    let server = start("on");
+    let scope = Scope::new("staging/prolonged");
+    // It maps the pool until the end.
+    let mut leaky = server.engine_driven(1, &scope);
+    assert!(hog(leaky.connection(), 1, &scope, 0..1) > 0);
+    drop(server);
+    wait_until("the end of what is withheld", || {
+        let server = start("on");
+        server.pass(Duration::ZERO);
+        server.readings().withheld_bytes == 0
+    });
+    drop(start("off"));
+}
+
 /// Each start finds what the workers of all servers before were granted and did not commit.
 // proves: docs/operate.md#l1-after-a-restart
 #[test]
 fn restarts_withhold_at_most_a_quarter() {
     let base = tempfile::tempdir().unwrap();
     let pool = format!("kvtier_withheld_{}", std::process::id());
-    let start = |restore: &str| {
-        let state = ["--state-dir", base.path().to_str().unwrap()];
-        let kept = ["--shm-name", &pool, "--l1-restore", restore];
-        let instance = ["--instance-id", "a", "--l1-write-ttl-seconds", "60"];
-        TestServer::start(&[&state[..], &kept, &instance].concat())
-    };
+    let start = |restore| start_kept(base.path(), &pool, restore, "60");
     let mut workers = Vec::new();
     let mut withheld = Vec::new();
     let mut server = start("on");
