@@ -1,14 +1,16 @@
 //! Clients of LMCache 0.5.7: they pack token ids, negotiate a chunk size, and look up what lies behind what their engine has.
 //! The real client is in `tests/conformance`.
 
-use kvtier_client::Scope;
 use kvtier_client::proto::generation::{Generation, OperationSpec};
 use kvtier_client::proto::key::CacheKey;
 use kvtier_client::proto::operation::Operation;
 use kvtier_client::proto::request::{JobRef, Request};
 use kvtier_client::proto::response::Response;
+use kvtier_client::{EngineDrivenWorker, Scope};
 
-use crate::support::{Raw, Steps, TestServer, bytes, given_stored, prompt, tokens};
+use crate::support::{
+    CHUNK, Raw, Steps, TestServer, bytes, engine_driven, given_stored, prompt, tokens,
+};
 
 /// The row that a client of 0.5.7 uses, which is the last one of its operation.
 fn row(operation: Operation) -> &'static OperationSpec {
@@ -210,6 +212,22 @@ fn reconnected_client_has_the_only_size_of_its_instance() {
     assert_eq!(later.negotiate(32), 32);
     assert_eq!(hits(&mut later, "d"), 3);
     server.assert_sound();
+}
+
+/// A chunk of one block: no smaller size is a multiple of it.
+#[test]
+fn reconnected_client_is_served_if_blocks_allow_no_other_chunk_size() {
+    const MODEL: &str = "newer/blocks";
+    let server = TestServer::start(&[]);
+    let mut spec = engine_driven(1, &Scope::new(MODEL));
+    spec.block_tokens = CHUNK as u64;
+    let mut worker = EngineDrivenWorker::register(server.connect(), spec).unwrap();
+    worker.stored(&prompt(1, 1), 0..1, 1);
+    let mut scheduler = Scheduler::connect(&server, MODEL, 7);
+    for request in ["a", "b"] {
+        let key = scheduler.key(&tokens(1, 1), 0, request);
+        assert_eq!(scheduler.hits(key), 1);
+    }
 }
 
 #[test]
