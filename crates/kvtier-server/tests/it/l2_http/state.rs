@@ -1,6 +1,6 @@
 //! Which tiers there are, how they are, and what they do.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use kvtier_client::Scope;
 use serde_json::json;
@@ -276,6 +276,24 @@ fn health_warns_of_full_tier() {
     store(&mut worker, &prompt(2, 3), 1);
     settle(&server);
     assert_eq!(health(), (200, json!({ "status": "healthy" })));
+}
+
+#[test]
+fn hit_stores_what_a_tier_could_not_store() {
+    let scope = Scope::new("stored/later");
+    let away = format!(
+        r#"{{"type":"fault_inject","retries":0,"faults":[{{"kind":"fail","operation":"store","error":"unavailable","limit":3}}],"inner":{MOCK}}}"#
+    );
+    let server = with_tiers(&[&away], &[]);
+    let mut worker = server.engine_driven(1, &scope);
+    store(&mut worker, &prompt(1, 3), 1);
+    settle(&server);
+    server.pass(Duration::from_secs(2));
+    let mut hits = |request| hits(worker.connection(), &scope, &prompt(1, 3), request);
+    assert_eq!(hits("first"), 3);
+    settle(&server);
+    server.engine().clear(true);
+    assert_eq!(hits("from the tier"), 3);
 }
 
 #[test]
