@@ -214,6 +214,17 @@ fn reconnected_client_has_the_only_size_of_its_instance() {
     server.assert_sound();
 }
 
+#[test]
+fn negotiated_chunk_size_is_kept_for_the_next_server() {
+    let base = tempfile::tempdir().unwrap();
+    let state = ["--state-dir", base.path().to_str().unwrap()];
+    let server = TestServer::start(&[&state[..], &["--instance-id", "a"]].concat());
+    let kept = || std::fs::read_to_string(base.path().join("a/chunk-sizes")).unwrap();
+    let mut scheduler = Scheduler::connect(&server, "newer/kept", 0);
+    assert_eq!(scheduler.negotiate(48), 48);
+    assert!(kept().ends_with("\n48"));
+}
+
 /// A chunk of one block: no smaller size is a multiple of it.
 #[test]
 fn reconnected_client_is_served_if_blocks_allow_no_other_chunk_size() {
