@@ -2,9 +2,9 @@
 //! bytes, and leaves out what may be other memory, or another request's pages, by now.
 
 use std::collections::BTreeMap;
-use std::os::unix::fs::FileExt as _;
-use std::path::PathBuf;
-use std::time::Duration;
+use std::os::unix::fs::{DirBuilderExt as _, FileExt as _};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, SystemTime};
 
 use kvtier_client::{
     Connection, EngineDrivenSpec, EngineDrivenWorker, InstanceId, LmcacheDrivenSpec,
@@ -342,6 +342,22 @@ fn repeated_prompt_hits_after_a_restart() {
 }
 
 // proves: docs/operate.md#workers-after-a-restart
+#[test]
+fn start_removes_folders_of_ended_servers() {
+    let id = format!("1_{:x}_{}", std::process::id(), "0".repeat(32));
+    let left = Path::new("/dev/shm").join(format!("kvtier_{id}"));
+    std::fs::DirBuilder::new()
+        .mode(0o700)
+        .create(&left)
+        .unwrap();
+    let earlier = SystemTime::now() - Duration::from_secs(2 * 60 * 60);
+    let folder = std::fs::File::open(&left).unwrap();
+    folder.set_modified(earlier).unwrap();
+    drop(folder);
+    drop(Bed::new("left").start());
+    assert!(!left.exists());
+}
+
 #[test]
 fn client_that_may_have_timed_out_is_not_served() {
     // Its pings do not tell how soon it abandons a transfer.
