@@ -300,9 +300,10 @@ impl Connection {
             .saturating_duration_since(now);
         if !left.is_zero() {
             let fd = self.wire.as_ref().and_then(Wire::poll_fd);
-            let busy_poll = match self.in_flight.is_empty() {
-                true => Duration::ZERO,
-                false => self.busy_poll,
+            let busy_poll = if self.in_flight.is_empty() {
+                Duration::ZERO
+            } else {
+                self.busy_poll
             };
             wait(&mut Vec::from_iter(fd), left, busy_poll);
         }

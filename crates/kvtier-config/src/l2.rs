@@ -140,13 +140,14 @@ impl L2Config {
 fn store_queue(size: f64, l1_bytes: u64) -> Result<u64> {
     let bytes = gib("l2-store-queue-gb", size)?;
     let most = l1_bytes / 2;
-    match bytes > most {
-        false => Ok(bytes),
-        true => Err(refuse(
+    if bytes > most {
+        Err(refuse(
             "l2-store-queue-gb",
             size,
             &format!("give at most half of L1, {:.2}", most as f64 / GIB as f64),
-        )),
+        ))
+    } else {
+        Ok(bytes)
     }
 }
 
@@ -161,11 +162,12 @@ fn min_free(size: f64) -> Result<u64> {
 /// A missing directory is created at the start, so the part of its path that exists has to be a writable directory.
 fn check_directory(path: &Path, read_only: bool) -> Result<()> {
     if read_only {
-        return match path.is_dir() && access(path, Access::READ_OK | Access::EXEC_OK).is_ok() {
-            true => Ok(()),
-            false => Err(Error::refused(
+        return if path.is_dir() && access(path, Access::READ_OK | Access::EXEC_OK).is_ok() {
+            Ok(())
+        } else {
+            Err(Error::refused(
                 "with read_only it has to be a directory that is there and can be read",
-            )),
+            ))
         };
     }
     let there = path.ancestors().find(|part| part.exists());
@@ -173,12 +175,13 @@ fn check_directory(path: &Path, read_only: bool) -> Result<()> {
     let is_good = there.is_dir()
         && access(there, Access::WRITE_OK | Access::EXEC_OK).is_ok()
         && (there == path || takes_directories(there));
-    match is_good {
-        true => Ok(()),
-        false => Err(Error::refused(format!(
+    if is_good {
+        Ok(())
+    } else {
+        Err(Error::refused(format!(
             "{} is no directory that the server's user can write to (under systemd it also needs ReadWritePaths=); a tier with read_only is only read",
             there.display()
-        ))),
+        )))
     }
 }
 

@@ -282,9 +282,10 @@ impl ServerConfig {
     /// What a chunk hash depends on besides the tokens: the algorithm, and its seed if that is not the default.
     pub fn hashing(&self) -> String {
         let (algorithm, seed) = (self.hash_algorithm, hash_seed());
-        match algorithm.is_seeded() && seed != DEFAULT_SEED {
-            true => format!("{algorithm}\0{seed}"),
-            false => algorithm.to_string(),
+        if algorithm.is_seeded() && seed != DEFAULT_SEED {
+            format!("{algorithm}\0{seed}")
+        } else {
+            algorithm.to_string()
         }
     }
 
@@ -308,9 +309,10 @@ impl ServerConfig {
     /// # Errors
     /// Both numbers, and what is allowed.
     pub fn check_memory(&self, kept: u64) -> Result<()> {
-        match self.l1_hugepages {
-            true => Ok(()),
-            false => self.memory.check_l1(self.l1_bytes, kept),
+        if self.l1_hugepages {
+            Ok(())
+        } else {
+            self.memory.check_l1(self.l1_bytes, kept)
         }
     }
 

@@ -107,9 +107,10 @@ impl<'de> Deserialize<'de> for Limit {
             }
 
             fn visit_str<E: de::Error>(self, text: &str) -> Result<Limit, E> {
-                match text == UNLIMITED {
-                    true => Ok(Limit(None)),
-                    false => Err(E::invalid_value(de::Unexpected::Str(text), &self)),
+                if text == UNLIMITED {
+                    Ok(Limit(None))
+                } else {
+                    Err(E::invalid_value(de::Unexpected::Str(text), &self))
                 }
             }
         }

@@ -54,15 +54,16 @@ impl HostMemory {
         };
         let elsewhere = kept.saturating_sub(shared_memory_of(limit));
         let allowed = self.bytes - BESIDE_L1.min(self.bytes / 4) + elsewhere;
-        match l1_bytes <= allowed {
-            true => Ok(()),
-            false => Err(Error::refused(format!(
+        if l1_bytes <= allowed {
+            Ok(())
+        } else {
+            Err(Error::refused(format!(
                 "--l1-size-gb: L1 of {:.2} GiB does not fit in {self}, {:.2} GiB, and the system would kill the server as it \
                  fills; allowed: at most {:.2} GiB",
                 in_gib(l1_bytes),
                 in_gib(self.bytes),
                 in_gib(allowed)
-            ))),
+            )))
         }
     }
 }

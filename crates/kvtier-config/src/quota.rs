@@ -111,11 +111,12 @@ impl ServerConfig {
 
     /// Refuses strict limits that no tier would enforce.
     pub(super) fn check_quotas(self) -> Result<Self> {
-        match self.quotas.mode == QuotaMode::Strict && !self.isolates() {
-            true => Err(Error::refused(format!(
+        if self.quotas.mode == QuotaMode::Strict && !self.isolates() {
+            Err(Error::refused(format!(
                 "--quota-mode strict: no tier keeps tenants apart; {HOW}"
-            ))),
-            false => Ok(self),
+            )))
+        } else {
+            Ok(self)
         }
     }
 
@@ -130,14 +131,15 @@ impl ServerConfig {
                 limits.or(file)?
             ))
         };
-        match self.isolates() {
-            false => without_effect(),
-            true => match (&quotas.file, &self.state.base) {
+        if self.isolates() {
+            match (&quotas.file, &self.state.base) {
                 (None, Err(why)) => Some(format!(
                     "quotas that are set over HTTP end with this process: {why}, and no --quota-file"
                 )),
                 _ => None,
-            },
+            }
+        } else {
+            without_effect()
         }
     }
 }

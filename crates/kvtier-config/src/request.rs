@@ -66,15 +66,16 @@ pub(super) fn check_host(host: &str) -> Result<()> {
         return Ok(());
     };
     // Clients take the first two for what has no file, and so no permissions.
-    match !is_path(path) || path.starts_with(['@', '*']) || path.len() > LONGEST {
-        false => Ok(()),
-        true => Err(refuse(
+    if !is_path(path) || path.starts_with(['@', '*']) || path.len() > LONGEST {
+        Err(refuse(
             "host",
             format!("{host:?}"),
             &format!(
                 "give ipc:// and {ALLOWED_PATH}, at most {LONGEST} bytes, not beginning with '@' or '*'"
             ),
-        )),
+        ))
+    } else {
+        Ok(())
     }
 }
 

@@ -69,9 +69,10 @@ impl OtlpEndpoint {
     /// Host and port.
     pub fn authority(&self) -> String {
         let Self { host, port, .. } = self;
-        match host.contains(':') {
-            true => format!("[{host}]:{port}"),
-            false => format!("{host}:{port}"),
+        if host.contains(':') {
+            format!("[{host}]:{port}")
+        } else {
+            format!("{host}:{port}")
         }
     }
 

@@ -122,30 +122,30 @@ fn main() {
         .collect();
     let has_tenants = scenario.starts_with("tenants-");
     let config = CacheConfig {
-        eviction: match has_tenants {
-            true => EvictionKind::IsolatedLru,
-            false => EvictionKind::Lru,
+        eviction: if has_tenants {
+            EvictionKind::IsolatedLru
+        } else {
+            EvictionKind::Lru
         },
         ..CacheConfig::default()
     };
-    let cache = match scenario.starts_with("ledger-") {
-        false => Cache::new(Pieces(pieces), config),
-        true => {
-            let identity = Identity {
-                arena: [1, 2],
-                chunk_size: CHUNK as u64,
-                hash_algorithm: 3,
-                tenants: 4,
-                instance: 5,
-                origin: 6,
-            };
-            let ledger = Ledger::create(
-                Memory((0..1 << 18).map(|_| AtomicU64::new(0)).collect()),
-                7,
-                &identity,
-            );
-            Cache::with_ledger(Pieces(pieces), config, ledger.expect("words"))
-        }
+    let cache = if scenario.starts_with("ledger-") {
+        let identity = Identity {
+            arena: [1, 2],
+            chunk_size: CHUNK as u64,
+            hash_algorithm: 3,
+            tenants: 4,
+            instance: 5,
+            origin: 6,
+        };
+        let ledger = Ledger::create(
+            Memory((0..1 << 18).map(|_| AtomicU64::new(0)).collect()),
+            7,
+            &identity,
+        );
+        Cache::with_ledger(Pieces(pieces), config, ledger.expect("words"))
+    } else {
+        Cache::new(Pieces(pieces), config)
     };
     for tenant in 0..if has_tenants { TENANTS } else { 0 } {
         let grant = Grant {

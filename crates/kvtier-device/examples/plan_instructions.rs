@@ -24,9 +24,10 @@ const PIECE: PieceLimits = PieceLimits {
 
 /// A layout with pages of 8 KiB for each head, and where its memories are.
 fn layout(heads: u64, order: KvAxisOrder) -> (KvLayout, Vec<AddressRange>) {
-    let (inner, strides) = match order.heads_first() {
-        true => ([heads, SLOTS], [SLOTS * 256, 256]),
-        false => ([SLOTS, heads], [heads * 256, 256]),
+    let (inner, strides) = if order.heads_first() {
+        ([heads, SLOTS], [SLOTS * 256, 256])
+    } else {
+        ([SLOTS, heads], [heads * 256, 256])
     };
     let bytes = BLOCKS * SLOTS * heads * 512;
     let tensors: Vec<TensorSpec> = (0..LAYERS)

@@ -28,9 +28,10 @@ pub struct Devices {
 /// Why there are no GPUs. If there is no driver, the text is short, without the details of the dynamic linker.
 fn absence(error: &str) -> String {
     let missing = format!("{LIBRARY}: cannot open shared object file: No such file or directory");
-    match error.contains(&missing) {
-        true => format!("no CUDA driver ({LIBRARY} not found)"),
-        false => error.to_owned(),
+    if error.contains(&missing) {
+        format!("no CUDA driver ({LIBRARY} not found)")
+    } else {
+        error.to_owned()
     }
 }
 

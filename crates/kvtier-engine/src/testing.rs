@@ -151,9 +151,10 @@ impl EngineMemory for TestPages {
         if let Some(held) = &mut *self.held.lock() {
             return held.push(done);
         }
-        done(match self.fails {
-            true => Err(DeviceError::Stopped),
-            false => Ok(1),
+        done(if self.fails {
+            Err(DeviceError::Stopped)
+        } else {
+            Ok(1)
         });
     }
 

@@ -59,9 +59,10 @@ pub(super) fn out_of_range(
     bound: i64,
     input: &Value,
 ) -> Invalid {
-    let (kind, word, key) = match is_least {
-        true => ("greater_than_equal", "greater", "ge"),
-        false => ("less_than_equal", "less", "le"),
+    let (kind, word, key) = if is_least {
+        ("greater_than_equal", "greater", "ge")
+    } else {
+        ("less_than_equal", "less", "le")
     };
     let message = format!("Input should be {word} than or equal to {bound}");
     Invalid {

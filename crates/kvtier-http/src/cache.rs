@@ -180,13 +180,12 @@ pub(super) async fn checksums(api: State, body: Payload) -> Result<Answer<Checks
         };
         detail(status, error.to_string())
     })?;
-    let chunk_checksums = match layerwise {
-        true => {
-            let layers = layers.into_iter().enumerate();
-            let layers = layers.map(|(index, sums)| (format!("layer_{index}"), sums));
-            ChunkChecksums::Layerwise(layers.collect())
-        }
-        false => ChunkChecksums::OfAllLayers(layers.into_iter().next().unwrap_or_default()),
+    let chunk_checksums = if layerwise {
+        let layers = layers.into_iter().enumerate();
+        let layers = layers.map(|(index, sums)| (format!("layer_{index}"), sums));
+        ChunkChecksums::Layerwise(layers.collect())
+    } else {
+        ChunkChecksums::OfAllLayers(layers.into_iter().next().unwrap_or_default())
     };
     Ok(Answer(Checksums {
         status: "success",

@@ -37,9 +37,10 @@ pub(super) async fn explain(
     request: Request,
 ) -> Result<Answer<Explanation>, ApiError> {
     // Never closed, like the other.
-    let alone = match is_small(request.body()) {
-        true => None,
-        false => LARGE_BODY.acquire().await.ok(),
+    let alone = if is_small(request.body()) {
+        None
+    } else {
+        LARGE_BODY.acquire().await.ok()
     };
     let body = Payload::<BODY_LIMIT>::from_request(request, &api).await?;
     let engine = Arc::clone(engine(&api)?);

@@ -119,9 +119,10 @@ pub(super) async fn gate(
 
 fn needed(request: &Request) -> Role {
     let is_question = request.method() == Method::POST && request.uri().path() == QUESTION;
-    match is_question || is_read(request.method()) {
-        true => Role::Read,
-        false => Role::Admin,
+    if is_question || is_read(request.method()) {
+        Role::Read
+    } else {
+        Role::Admin
     }
 }
 
@@ -152,15 +153,16 @@ fn challenged(mut answer: Response, challenge: &'static str) -> Response {
 }
 
 fn unauthorized(tried: bool) -> Response {
-    let (reason, challenge) = match tried {
-        false => (
-            "a token is needed: Authorization: Bearer TOKEN",
-            "Bearer realm=\"kvtier\"",
-        ),
-        true => (
+    let (reason, challenge) = if tried {
+        (
             "that is no token known here; give one as Authorization: Bearer TOKEN",
             "Bearer realm=\"kvtier\", error=\"invalid_token\"",
-        ),
+        )
+    } else {
+        (
+            "a token is needed: Authorization: Bearer TOKEN",
+            "Bearer realm=\"kvtier\"",
+        )
     };
     challenged(refuse(StatusCode::UNAUTHORIZED, reason), challenge)
 }

@@ -221,9 +221,10 @@ impl<'de> Visitor<'de> for Bounded<'_> {
     fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Value, A::Error> {
         let mut object = Map::new();
         while let Some(key) = entries.next_key::<String>()? {
-            let node = match object.is_empty() {
-                true => OBJECT,
-                false => 2 * (size_of::<String>() + VALUE),
+            let node = if object.is_empty() {
+                OBJECT
+            } else {
+                2 * (size_of::<String>() + VALUE)
             };
             self.take(node + TEXT + key.len())?;
             object.insert(key, entries.next_value_seed(Bounded(self.0))?);

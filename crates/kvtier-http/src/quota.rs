@@ -297,14 +297,13 @@ async fn list(
     let page = run_blocking(move || {
         let look = quotas.look();
         let behind = behind.as_deref();
-        match all {
-            false => page(&look, look.table().behind(behind), page_size),
-            true => {
-                use std::ops::Bound::{Excluded, Unbounded};
-                let known = look.known();
-                let from = behind.map_or(Unbounded, Excluded);
-                page(&look, known.range::<str, _>((from, Unbounded)), page_size)
-            }
+        if all {
+            use std::ops::Bound::{Excluded, Unbounded};
+            let known = look.known();
+            let from = behind.map_or(Unbounded, Excluded);
+            page(&look, known.range::<str, _>((from, Unbounded)), page_size)
+        } else {
+            page(&look, look.table().behind(behind), page_size)
         }
     });
     page.await.map(Answer)

@@ -69,9 +69,12 @@ pub(super) async fn tenants(
         };
         let mut matching: Vec<_> = keys.into_iter().zip(matching).collect();
         // Names are in order already.
-        matching.sort_by(|(a, _), (b, _)| match is_descending {
-            true => b.total_cmp(a),
-            false => a.total_cmp(b),
+        matching.sort_by(|(a, _), (b, _)| {
+            if is_descending {
+                b.total_cmp(a)
+            } else {
+                a.total_cmp(b)
+            }
         });
         if sort == "name" && is_descending {
             matching.reverse();

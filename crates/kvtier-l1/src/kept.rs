@@ -404,9 +404,10 @@ mod tests {
             l1.arena
                 .read(Extent::new(0, 8), 0, &mut [0; 8])
                 .unwrap_err();
-            match is_stopped {
-                true => l1.close(),
-                false => l1.expire(),
+            if is_stopped {
+                l1.close()
+            } else {
+                l1.expire()
             }
             assert!(!path.exists());
         }

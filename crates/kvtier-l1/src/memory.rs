@@ -11,7 +11,7 @@ use kvtier_core::quota::QuotaConfig;
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_extent::Extent;
 use kvtier_memory::{
-    Arena, ArenaError, ArenaKind, Ownership, SHM, SHM_PREFIX, Space, hugetlbfs_mounts, remove_kept,
+    Arena, ArenaError, ArenaKind, SHM, SHM_PREFIX, Space, hugetlbfs_mounts, remove_kept,
 };
 
 use super::allocator::{L1Allocator, parts};
@@ -246,9 +246,10 @@ fn keep_whole(
     arena: &Arena,
     config: &ServerConfig,
 ) -> Result<(Vec<u32>, L1Allocator)> {
-    match granted.all(|extent| allocator.is_in_one_part(extent)) {
-        true => Ok((nodes, allocator)),
-        false => Ok((Vec::new(), allocate_in(Vec::new(), arena, config)?)),
+    if granted.all(|extent| allocator.is_in_one_part(extent)) {
+        Ok((nodes, allocator))
+    } else {
+        Ok((Vec::new(), allocate_in(Vec::new(), arena, config)?))
     }
 }
 
@@ -315,7 +316,7 @@ fn check_name(config: &ServerConfig) -> Result<()> {
         return Ok(());
     };
     let place = ArenaKind::Shm { name: name.clone() };
-    match Arena::find(place, PREFLIGHT_BYTES, Ownership::Locked) {
+    match Arena::find(place, PREFLIGHT_BYTES) {
         Err(error @ (ArenaError::NameInUse { .. } | ArenaError::NameOfUser { .. })) => {
             Err(Error::new(ErrorKind::InUse, error).context(format!("--shm-name {name}")))
         }
@@ -337,9 +338,10 @@ fn preflight_hugepages(config: &ServerConfig, has_folder: bool) -> Result<Arena>
 /// There is no memory for L1.
 fn no_arena(config: &ServerConfig, error: ArenaError) -> Error {
     let (size, memory) = (in_gib(config.l1_bytes), HostMemory::of_this_process());
-    let more = match config.l1_bytes > memory.bytes {
-        true => format!(" is more than {memory} of {:.2} GiB", in_gib(memory.bytes)),
-        false => String::new(),
+    let more = if config.l1_bytes > memory.bytes {
+        format!(" is more than {memory} of {:.2} GiB", in_gib(memory.bytes))
+    } else {
+        String::new()
     };
     unavailable(format!("L1 of {size:.2} GiB (--l1-size-gb){more}")).source(error)
 }
@@ -371,12 +373,13 @@ pub fn create_arena(config: &ServerConfig) -> Result<Arena> {
     if config.l1_hugepages {
         return Arena::create(ArenaKind::Hugepages, bytes).map_err(|error| {
             let (error, kept) = (describe(error), kept_hugepages());
-            match kept.is_empty() {
-                true => error,
-                false => error.hint(format!(
+            if kept.is_empty() {
+                error
+            } else {
+                error.hint(format!(
                     "earlier servers have left theirs: {}",
                     kept.join(", ")
-                )),
+                ))
             }
         });
     }

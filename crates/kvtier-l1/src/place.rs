@@ -159,13 +159,14 @@ pub(super) fn check_private(config: &ServerConfig, place: &ArenaKind) -> Result<
             in_gib(config.l1_bytes)
         )));
     }
-    match shm.free < config.l1_bytes {
-        true => Err(unavailable(format!(
+    if shm.free < config.l1_bytes {
+        Err(unavailable(format!(
             "/dev/shm has {:.2} GiB free, L1 needs {:.2} GiB",
             in_gib(shm.free),
             in_gib(config.l1_bytes)
-        ))),
-        false => Ok(()),
+        )))
+    } else {
+        Ok(())
     }
 }
 

@@ -234,9 +234,10 @@ fn main() -> Result<(), Error> {
             for ours in [false, true] {
                 let place = Path::new(&dir).join(format!("fs-bench-{}", std::process::id()));
                 std::fs::create_dir(&place)?;
-                let times = match ours {
-                    true => runtime.block_on(adapter(&case, &place, &arena)),
-                    false => raw(&case, &place, &arena),
+                let times = if ours {
+                    runtime.block_on(adapter(&case, &place, &arena))
+                } else {
+                    raw(&case, &place, &arena)
                 };
                 std::fs::remove_dir_all(&place)?;
                 let [store, lookup, load] = times?;

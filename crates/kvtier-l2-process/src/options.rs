@@ -54,9 +54,10 @@ impl ProcessOptions {
         Self {
             tier: config.tier().into(),
             socket_path: options.get::<&str>("socket_path").into(),
-            secrets: match command.is_empty() {
-                true => secrets,
-                false => secrets.with_environment(),
+            secrets: if command.is_empty() {
+                secrets
+            } else {
+                secrets.with_environment()
             },
             command: command.to_vec(),
             options: passed,

@@ -296,9 +296,10 @@ impl Endpoint {
                 values.push(value);
             }
         }
-        match values.len() == commands.expected.len() && bytes.is_empty() {
-            true => Ok(values),
-            false => Err(failed(&"a reply without a command")),
+        if values.len() == commands.expected.len() && bytes.is_empty() {
+            Ok(values)
+        } else {
+            Err(failed(&"a reply without a command"))
         }
     }
 }

@@ -322,9 +322,10 @@ impl Adapter for RespAdapter {
     }
 
     fn size_of(&self, len: u64) -> u64 {
-        let companion = match self.options.companion_sums {
-            true => trailer::LEN as u64,
-            false => 0,
+        let companion = if self.options.companion_sums {
+            trailer::LEN as u64
+        } else {
+            0
         };
         len.saturating_add(companion)
     }

@@ -68,13 +68,12 @@ impl Nodes {
     /// Starts to connect. To be called within a tokio runtime.
     pub(super) fn open(options: &Arc<RespOptions>) -> Self {
         let options = Arc::clone(options);
-        match options.cluster_mode {
-            true => Self::Cluster(Cluster::open(options)),
-            false => {
-                let connecting = Arc::new(Semaphore::new(MAX_CONNECTING));
-                let endpoint = Endpoint::new(options.addresses.clone(), options, connecting);
-                Self::One(Arc::new(Pool::open(endpoint)))
-            }
+        if options.cluster_mode {
+            Self::Cluster(Cluster::open(options))
+        } else {
+            let connecting = Arc::new(Semaphore::new(MAX_CONNECTING));
+            let endpoint = Endpoint::new(options.addresses.clone(), options, connecting);
+            Self::One(Arc::new(Pool::open(endpoint)))
         }
     }
 

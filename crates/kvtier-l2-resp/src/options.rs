@@ -214,9 +214,10 @@ fn check_valkey(options: &Options) -> Result<(), ConfigError> {
 
 fn check_password(options: &Options, has_variable: bool) -> Result<(), ConfigError> {
     let is_empty = |key| options.get::<&str>(key).is_empty();
-    match is_empty("password") && !is_empty("username") && !has_variable {
-        true => Err(options.refuse("password", "the user's password")),
-        false => Ok(()),
+    if is_empty("password") && !is_empty("username") && !has_variable {
+        Err(options.refuse("password", "the user's password"))
+    } else {
+        Ok(())
     }
 }
 

@@ -167,9 +167,10 @@ impl<'a> Pipe<'a> {
                 tokio::task::yield_now().await;
                 continue;
             }
-            let interest = match self.unsent.is_empty() && !self.stream.has_unsent() {
-                true => Interest::READABLE,
-                false => Interest::READABLE | Interest::WRITABLE,
+            let interest = if self.unsent.is_empty() && !self.stream.has_unsent() {
+                Interest::READABLE
+            } else {
+                Interest::READABLE | Interest::WRITABLE
             };
             tokio::select! {
                 ready = self.stream.ready(interest) => { ready.map_err(|error| self.lost(&error))?; }
@@ -231,12 +232,13 @@ impl<'a> Pipe<'a> {
     }
 
     fn check_time(&self) -> Result<(), L2Error> {
-        match !self.pending.is_empty() && Instant::now() >= self.due() {
-            false => Ok(()),
-            true => Err(L2Error::new(
+        if !self.pending.is_empty() && Instant::now() >= self.due() {
+            Err(L2Error::new(
                 ErrorKind::Deadline,
                 format!("{}: no answer in time", self.endpoint.name()),
-            )),
+            ))
+        } else {
+            Ok(())
         }
     }
 
@@ -385,9 +387,10 @@ impl<'a> Pipe<'a> {
             .front()
             .and_then(|oldest| oldest.expected.front())
         else {
-            return match bytes.is_empty() {
-                true => Ok(None),
-                false => Err(malformed(reply::Malformed("a reply without a command"))),
+            return if bytes.is_empty() {
+                Ok(None)
+            } else {
+                Err(malformed(reply::Malformed("a reply without a command")))
             };
         };
         let to = match expected {
@@ -508,9 +511,10 @@ impl<'a> Pipe<'a> {
         let failed = self.pending.len();
         for pending in self.pending.drain(..) {
             let may_be_done = pending.expected_bytes == 0 && self.sent_bytes >= pending.sent_at;
-            let error = match may_be_done {
-                true => L2Error::new(ErrorKind::Deadline, error.to_string()),
-                false => error.clone(),
+            let error = if may_be_done {
+                L2Error::new(ErrorKind::Deadline, error.to_string())
+            } else {
+                error.clone()
             };
             self.state.end(pending.size, pending.answer, Err(error));
         }

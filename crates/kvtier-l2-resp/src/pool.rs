@@ -109,9 +109,10 @@ impl Pool {
         let values = self
             .endpoint
             .values_of(replies(self.send(Lane::Keys, commands)).await?)?;
-        match values.len() == count {
-            true => Ok(values),
-            false => Err(self.endpoint.unexpected()),
+        if values.len() == count {
+            Ok(values)
+        } else {
+            Err(self.endpoint.unexpected())
         }
     }
 

@@ -103,9 +103,10 @@ impl Progress {
             self.at = 0;
             return nested(bytes, MAX_DEPTH);
         }
-        match bytes.len() >= MAX_VALUE {
-            true => Err(Malformed("a reply that is too long")),
-            false => Ok(None),
+        if bytes.len() >= MAX_VALUE {
+            Err(Malformed("a reply that is too long"))
+        } else {
+            Ok(None)
         }
     }
 

@@ -85,9 +85,10 @@ impl RespAdapter {
                 None => true,
             };
         let bytes = self.size_of(object.len);
-        Ok(match was_there {
-            true => Stored::AlreadyThere(bytes),
-            false => Stored::Written(bytes),
+        Ok(if was_there {
+            Stored::AlreadyThere(bytes)
+        } else {
+            Stored::Written(bytes)
         })
     }
 }

@@ -66,9 +66,10 @@ impl Stream {
             match moved {
                 Ok(()) => {}
                 Err(SocketError::System(error)) if error.kind() == io::ErrorKind::WouldBlock => {
-                    let interest = match session.connection.wants_write() {
-                        true => Interest::READABLE | Interest::WRITABLE,
-                        false => Interest::READABLE,
+                    let interest = if session.connection.wants_write() {
+                        Interest::READABLE | Interest::WRITABLE
+                    } else {
+                        Interest::READABLE
                     };
                     socket.ready(interest).await?;
                 }

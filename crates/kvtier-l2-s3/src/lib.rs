@@ -165,11 +165,12 @@ impl Shared {
     /// If it is closed.
     async fn opened(&self) -> Result<Open, L2Error> {
         let open = Arc::clone(&self.open).read_owned().await;
-        match *open {
-            true => Ok(Arc::new(open)),
-            false => Err(self
+        if *open {
+            Ok(Arc::new(open))
+        } else {
+            Err(self
                 .client
-                .error(ErrorKind::Unavailable, "the adapter is closed")),
+                .error(ErrorKind::Unavailable, "the adapter is closed"))
         }
     }
 }

@@ -133,9 +133,10 @@ pub(super) fn listing(bytes: &[u8]) -> Result<Listing, Malformed> {
         }
     }
     listing.next = listing.next.filter(|next| is_truncated && !next.is_empty());
-    match is_listing && is_valid && listing.next.is_some() == is_truncated {
-        true => Ok(listing),
-        false => Err(Malformed),
+    if is_listing && is_valid && listing.next.is_some() == is_truncated {
+        Ok(listing)
+    } else {
+        Err(Malformed)
     }
 }
 
@@ -146,9 +147,10 @@ pub(super) fn upload_id(bytes: &[u8]) -> Result<String, Malformed> {
         Some((_, "UploadId")) => id = text,
         _ => is_error |= path == "Error",
     })?;
-    match id.is_empty() || is_error {
-        true => Err(Malformed),
-        false => Ok(id),
+    if id.is_empty() || is_error {
+        Err(Malformed)
+    } else {
+        Ok(id)
     }
 }
 
@@ -196,9 +198,10 @@ pub(super) fn not_deleted(bytes: &[u8]) -> Result<Vec<(String, ErrorBody)>, Malf
         }
         _ => {}
     })?;
-    match is_result {
-        true => Ok(failed),
-        false => Err(Malformed),
+    if is_result {
+        Ok(failed)
+    } else {
+        Err(Malformed)
     }
 }
 

@@ -85,9 +85,10 @@ impl ArenaKind {
 
     /// Bytes of an arena of at least `bytes`.
     fn whole_pages(&self, bytes: u64) -> Result<usize, ArenaError> {
-        let page = match self.is_huge() {
-            true => HUGE_PAGE,
-            false => rustix::param::page_size(),
+        let page = if self.is_huge() {
+            HUGE_PAGE
+        } else {
+            rustix::param::page_size()
         };
         usize::try_from(bytes)
             .ok()
@@ -193,15 +194,14 @@ impl Arena {
         };
         let len = kind.whole_pages(bytes)?;
         let (size, _) = shm.sizes().unwrap_or_default();
-        let mapping = match kind.is_huge() {
-            true => {
-                // A writable one would grow the file.
-                let mut prot = ProtFlags::READ;
-                prot.set(ProtFlags::WRITE, size >= len as u64);
-                map_huge_file(&shm, len, size, prot)?
-            }
-            false => Mapping::shared(shm.file().as_fd(), len, "arena")
-                .map_err(|e| map_error(e, shm.name()))?,
+        let mapping = if kind.is_huge() {
+            // A writable one would grow the file.
+            let mut prot = ProtFlags::READ;
+            prot.set(ProtFlags::WRITE, size >= len as u64);
+            map_huge_file(&shm, len, size, prot)?
+        } else {
+            Mapping::shared(shm.file().as_fd(), len, "arena")
+                .map_err(|e| map_error(e, shm.name()))?
         };
         let arena = Self {
             mapping,

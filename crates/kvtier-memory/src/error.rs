@@ -74,8 +74,9 @@ pub enum ArenaError {
 
 /// What to do for more huge pages.
 fn more_hugepages(needed: u64, free: u64) -> &'static str {
-    match free < needed {
-        true => "set vm.nr_hugepages",
-        false => "raise the hugetlb limit of the cgroup, or the size of the hugetlbfs mount",
+    if free < needed {
+        "set vm.nr_hugepages"
+    } else {
+        "raise the hugetlb limit of the cgroup, or the size of the hugetlbfs mount"
     }
 }

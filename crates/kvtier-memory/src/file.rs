@@ -108,9 +108,10 @@ impl Arena {
             let left = extent.len - done;
             let is_last = left <= 2 * PIECE;
             let piece = Extent::new(extent.offset + done, if is_last { left } else { PIECE });
-            let (tail, wanted) = match is_last {
-                true => (&mut *tail, enough.saturating_sub(done)),
-                false => (&mut [][..], PIECE),
+            let (tail, wanted) = if is_last {
+                (&mut *tail, enough.saturating_sub(done))
+            } else {
+                (&mut [][..], PIECE)
             };
             let read = self.read_file(piece, tail, file, at.saturating_add(done), wanted)?;
             checksum::feed(&mut hasher, self.mapping(), piece)?;

@@ -53,12 +53,13 @@ pub fn hugetlbfs_mounts() -> Result<Vec<PathBuf>, NoHugetlbfs> {
         .map(|path| check(&path).map(|()| path))
         .partition(Result::is_ok);
     let usable: Vec<_> = usable.into_iter().flatten().collect();
-    match usable.is_empty() {
-        false => Ok(usable),
-        true => Err(NoHugetlbfs {
+    if usable.is_empty() {
+        Err(NoHugetlbfs {
             uid: rustix::process::geteuid().as_raw(),
             found: unusable.into_iter().filter_map(Result::err).collect(),
-        }),
+        })
+    } else {
+        Ok(usable)
     }
 }
 

@@ -105,9 +105,10 @@ fn open(path: &Path) -> Result<File> {
     let mut options = File::options();
     let flags = CAREFULLY.bits().cast_signed();
     let file = options.read(true).custom_flags(flags).open(path)?;
-    match file.metadata()?.is_file() {
-        true => Ok(file),
-        false => Err(Error::other("no regular file")),
+    if file.metadata()?.is_file() {
+        Ok(file)
+    } else {
+        Err(Error::other("no regular file"))
     }
 }
 
@@ -132,9 +133,10 @@ fn file_holder(file: &File) -> Holder {
         Err(rustix::io::Errno::WOULDBLOCK) => return Holder::Server(lock_owner(file)),
         Err(_) => return Holder::Unknown,
     }
-    match is_alone(file) {
-        true => Holder::None,
-        false => Holder::Clients,
+    if is_alone(file) {
+        Holder::None
+    } else {
+        Holder::Clients
     }
 }
 

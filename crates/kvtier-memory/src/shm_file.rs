@@ -437,9 +437,10 @@ impl Space {
 #[must_use]
 pub fn pool_name(name: &str) -> String {
     let bare = name.strip_prefix('/').unwrap_or(name);
-    match bare.starts_with(SHM_PREFIX) {
-        true => bare.to_owned(),
-        false => format!("{SHM_PREFIX}{bare}"),
+    if bare.starts_with(SHM_PREFIX) {
+        bare.to_owned()
+    } else {
+        format!("{SHM_PREFIX}{bare}")
     }
 }
 

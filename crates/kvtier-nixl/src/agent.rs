@@ -15,15 +15,17 @@ use crate::library::Library;
 use crate::table::{DRAM, FILE, READ, Raw, Table, WRITE};
 
 /// Time after which a transfer that does not end is abandoned.
-const TRANSFER_TIMEOUT: Duration = match cfg!(test) {
-    true => Duration::from_secs(1),
-    false => Duration::from_secs(60),
+const TRANSFER_TIMEOUT: Duration = if cfg!(test) {
+    Duration::from_secs(1)
+} else {
+    Duration::from_secs(60)
 };
 
 /// Time after which a request that cannot be released is abandoned.
-const RELEASE_TIMEOUT: Duration = match cfg!(test) {
-    true => Duration::from_millis(50),
-    false => Duration::from_secs(10),
+const RELEASE_TIMEOUT: Duration = if cfg!(test) {
+    Duration::from_millis(50)
+} else {
+    Duration::from_secs(10)
 };
 
 /// Queries of a transfer's state without a pause, and pauses after that.
@@ -184,12 +186,11 @@ impl Agent {
             std::mem::forget((request, memory, file));
             return Moved::Lost;
         };
-        match request.release() {
-            true => Moved::Ended(moved),
-            false => {
-                std::mem::forget((memory, file));
-                Moved::Lost
-            }
+        if request.release() {
+            Moved::Ended(moved)
+        } else {
+            std::mem::forget((memory, file));
+            Moved::Lost
         }
     }
 }
@@ -204,9 +205,10 @@ enum Moved {
 fn is_whole<H>(transfer: &Transfer<H>) -> Result<(), NixlError> {
     let size = rustix::fs::fstat(&transfer.file)?.st_size;
     let size = u64::try_from(size).unwrap_or(0);
-    match size >= transfer.extent.len {
-        true => Ok(()),
-        false => Err(NixlError::Short(size)),
+    if size >= transfer.extent.len {
+        Ok(())
+    } else {
+        Err(NixlError::Short(size))
     }
 }
 

@@ -25,12 +25,13 @@ impl Handle {
     ) -> Result<Self, NixlError> {
         let mut raw = ptr::null_mut();
         check(action, make(&mut raw))?;
-        match raw.is_null() {
-            true => Err(NixlError::Call {
+        if raw.is_null() {
+            Err(NixlError::Call {
                 action,
                 code: Code::SUCCESS,
-            }),
-            false => Ok(Self { raw, destroy }),
+            })
+        } else {
+            Ok(Self { raw, destroy })
         }
     }
 

@@ -307,9 +307,10 @@ fn check_file(directory: std::os::fd::BorrowedFd<'_>, name: &str) -> Result<()> 
 }
 
 fn check_owner(stat: &Stat) -> Result<()> {
-    match stat.st_uid == own_user() && stat.st_mode & FOREIGN_WRITE == 0 {
-        true => Ok(()),
-        false => Err(untrusted(stat, "it")),
+    if stat.st_uid == own_user() && stat.st_mode & FOREIGN_WRITE == 0 {
+        Ok(())
+    } else {
+        Err(untrusted(stat, "it"))
     }
 }
 

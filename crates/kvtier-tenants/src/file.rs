@@ -285,12 +285,11 @@ fn encode(table: &Table) -> String {
         rows.push_str(&text(serde_json::to_string(&**entry)));
     }
     rows.push_str("\n}");
-    let (version, content) = match table.places().is_empty() {
-        true => (1, rows),
-        false => {
-            let places = text(serde_json::to_string(table.places()));
-            (VERSION, format!("{rows},\n\"places\":{places}"))
-        }
+    let (version, content) = if table.places().is_empty() {
+        (1, rows)
+    } else {
+        let places = text(serde_json::to_string(table.places()));
+        (VERSION, format!("{rows},\n\"places\":{places}"))
     };
     let checksum = checksum128(content.as_bytes());
     format!("{{\"version\":{version},\"checksum\":\"{checksum:032x}\",\"quotas\":{content}}}\n")

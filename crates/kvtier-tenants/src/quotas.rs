@@ -74,9 +74,10 @@ impl Opened {
 
     /// How a tier deals with limits, but for watermark and ratio. One that does not keep tenants apart has none.
     pub fn config(&self, tier: &str) -> QuotaConfig {
-        let (mode, default_limit) = match self.isolates(tier) {
-            true => (self.settings.mode, self.settings.default_limit.0),
-            false => (QuotaMode::Soft, None),
+        let (mode, default_limit) = if self.isolates(tier) {
+            (self.settings.mode, self.settings.default_limit.0)
+        } else {
+            (QuotaMode::Soft, None)
         };
         QuotaConfig {
             mode,

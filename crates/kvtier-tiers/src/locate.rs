@@ -98,9 +98,10 @@ impl L2 {
         }
         Located {
             tiers,
-            asked: match self.tiers().iter().any(|tier| tier.may_have_more()) {
-                true => 0,
-                false => hashes.len(),
+            asked: if self.tiers().iter().any(|tier| tier.may_have_more()) {
+                0
+            } else {
+                hashes.len()
             },
             failed: Vec::new(),
         }

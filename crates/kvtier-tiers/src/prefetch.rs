@@ -125,9 +125,10 @@ impl L2 {
             // Loads are bounded by their bytes; a request that only asks need not wait for them.
             drop(turn);
             // No more than L1 can have: what is behind it would take the place of what is before.
-            let capacity = match sources.is_empty() {
-                true => 0,
-                false => self.cache.capacity_for(&request.rows, &request.hashes),
+            let capacity = if sources.is_empty() {
+                0
+            } else {
+                self.cache.capacity_for(&request.rows, &request.hashes)
             };
             let hit = plan.hit_within(capacity, |len| self.cache.footprint([len]));
             let needed = plan.needed(hit).into_iter();

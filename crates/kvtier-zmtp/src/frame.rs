@@ -159,9 +159,10 @@ impl Decoder {
         };
         let end = len.saturating_add(partial.missing());
         let body = &mut partial.frame.body;
-        let rest = match body.len() > end {
-            true => body.split_off(end),
-            false => Vec::new(),
+        let rest = if body.len() > end {
+            body.split_off(end)
+        } else {
+            Vec::new()
         };
         partial.missing -= (body.len() - len) as u64;
         (self.take_complete(), rest)

@@ -48,12 +48,11 @@ pub(crate) fn check(greeting: &[u8]) -> Result<(), Error> {
     let name = mechanism
         .strip_suffix(&[0; MECHANISM_END - MECHANISM - NULL.len()])
         .unwrap_or(mechanism);
-    match name == NULL {
-        true => Ok(()),
-        false => {
-            let name = name.split(|byte| *byte == 0).next().unwrap_or_default();
-            Err(Error::Mechanism(String::from_utf8_lossy(name).into_owned()))
-        }
+    if name == NULL {
+        Ok(())
+    } else {
+        let name = name.split(|byte| *byte == 0).next().unwrap_or_default();
+        Err(Error::Mechanism(String::from_utf8_lossy(name).into_owned()))
     }
 }
 

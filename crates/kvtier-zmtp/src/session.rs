@@ -273,9 +273,12 @@ fn admit(
     message: &Message,
     message_bytes: u64,
 ) -> Result<Body, Error> {
-    let bounded = |what, bytes, limit| match bytes <= limit {
-        true => Ok(()),
-        false => Err(Error::TooLarge { what, bytes, limit }),
+    let bounded = |what, bytes, limit| {
+        if bytes <= limit {
+            Ok(())
+        } else {
+            Err(Error::TooLarge { what, bytes, limit })
+        }
     };
     if header.kind == Kind::Command {
         bounded("a command", header.len, limits.command_bytes)?;

@@ -66,27 +66,24 @@ pub fn run(args: &ExplainArgs) -> anyhow::Result<ExitCode> {
     let answer = answer
         .filter(Value::is_object)
         .with_context(|| format!("{url} answers with no JSON object"))?;
-    let shown = match args.json {
-        true => out::json(&answer) + "\n",
-        false => {
-            let explanation = kvtier_api::from_value(out::shown(&answer));
-            report(
-                &explanation
-                    .with_context(|| format!("{url} answers with a field of another type"))?,
-            )
-        }
+    let shown = if args.json {
+        out::json(&answer) + "\n"
+    } else {
+        let explanation = kvtier_api::from_value(out::shown(&answer));
+        report(&explanation.with_context(|| format!("{url} answers with a field of another type"))?)
     };
     write!(out::stdout(), "{shown}").context("stdout")?;
     Ok(ExitCode::SUCCESS)
 }
 
 fn read_tokens(path: &Path) -> anyhow::Result<Vec<u32>> {
-    let (name, text) = match path.as_os_str() == "-" {
-        true => (
+    let (name, text) = if path.as_os_str() == "-" {
+        (
             "standard input".into(),
             std::io::read_to_string(std::io::stdin()),
-        ),
-        false => (path.display().to_string(), std::fs::read_to_string(path)),
+        )
+    } else {
+        (path.display().to_string(), std::fs::read_to_string(path))
     };
     let text = text.with_context(|| format!("--tokens: {name} cannot be read"))?;
     parse_tokens(&text).with_context(|| format!("--tokens: {name}"))
@@ -205,9 +202,10 @@ fn run_line(run: &ChunkRun, chunks: u64) -> String {
 }
 
 fn lookup_line(lookup: &ExplainedLookup) -> String {
-    let start = match lookup.same_start {
-        true => "this prompt's first chunk",
-        false => "another first chunk",
+    let start = if lookup.same_start {
+        "this prompt's first chunk"
+    } else {
+        "another first chunk"
     };
     let outcome = match &lookup.refused {
         Some(refused) => format!("looked for nothing: {refused}"),

@@ -126,12 +126,13 @@ fn end_in_time(server: &Server) -> std::io::Result<()> {
             engine.is_drained()
         });
         let limit = limit.as_secs_f64();
-        match drained {
-            true => tracing::info!(limit, "stopped; the system takes back what is still pinned"),
-            false => tracing::error!(
+        if drained {
+            tracing::info!(limit, "stopped; the system takes back what is still pinned")
+        } else {
+            tracing::error!(
                 limit,
                 "not stopped in time (--stop-timeout-seconds): the process ends now"
-            ),
+            )
         }
         i32::from(!drained)
     })
@@ -283,9 +284,10 @@ fn try_out(adapter: &AdapterConfig) -> anyhow::Result<String> {
         probed
     })?;
     let millis = probed.time.as_secs_f64() * 1e3;
-    Ok(match probed.was_written {
-        true => format!("stored, found, loaded and deleted an object in {millis:.1} ms"),
-        false => format!("answered in {millis:.1} ms; nothing was written, as it is read-only"),
+    Ok(if probed.was_written {
+        format!("stored, found, loaded and deleted an object in {millis:.1} ms")
+    } else {
+        format!("answered in {millis:.1} ms; nothing was written, as it is read-only")
     })
 }
 

@@ -204,9 +204,10 @@ impl Io {
         let left = next.map_or(longest, |next| next.saturating_duration_since(now));
         let mut fds = vec![PollFd::new(&self.shared.wake, PollFlags::IN)];
         fds.extend(self.wire.as_ref().and_then(Wire::poll_fd));
-        let busy_poll = match self.sent.is_empty() {
-            true => Duration::ZERO,
-            false => self.busy_poll,
+        let busy_poll = if self.sent.is_empty() {
+            Duration::ZERO
+        } else {
+            self.busy_poll
         };
         wait(&mut fds, left.min(longest), busy_poll);
         self.shared.drain_wake();

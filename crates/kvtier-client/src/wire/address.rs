@@ -26,9 +26,10 @@ impl Address {
     /// # Errors
     /// [`ClientError::Connect`].
     pub fn of_endpoint(endpoint: &str) -> Result<(String, Self), ClientError> {
-        let endpoint = match endpoint.contains("://") {
-            true => endpoint.to_owned(),
-            false => format!("tcp://{endpoint}"),
+        let endpoint = if endpoint.contains("://") {
+            endpoint.to_owned()
+        } else {
+            format!("tcp://{endpoint}")
         };
         let address = Self::parse(&endpoint)?;
         Ok((endpoint, address))

@@ -169,9 +169,10 @@ impl Wire {
     pub fn send(&mut self, frames: Frames) {
         let last = frames.len().saturating_sub(1);
         for (number, frame) in frames.into_iter().enumerate() {
-            match frame.len() < MIN_LARGE_BYTES {
-                true => self.output.push_frame(&frame, number < last),
-                false => self.output.push_pieces(frame.len(), [frame], number < last),
+            if frame.len() < MIN_LARGE_BYTES {
+                self.output.push_frame(&frame, number < last)
+            } else {
+                self.output.push_pieces(frame.len(), [frame], number < last)
             }
         }
     }
@@ -181,9 +182,10 @@ impl Wire {
         match &self.stage {
             Stage::Resolving(resolving) => Some(PollFd::new(&*resolving.wake, PollFlags::IN)),
             Stage::Connecting(socket, _) => Some(PollFd::new(socket, PollFlags::OUT)),
-            Stage::Connected(socket) => Some(match self.output.is_empty() {
-                true => PollFd::new(socket, PollFlags::IN),
-                false => PollFd::new(socket, PollFlags::IN | PollFlags::OUT),
+            Stage::Connected(socket) => Some(if self.output.is_empty() {
+                PollFd::new(socket, PollFlags::IN)
+            } else {
+                PollFd::new(socket, PollFlags::IN | PollFlags::OUT)
             }),
             Stage::Lost => None,
         }

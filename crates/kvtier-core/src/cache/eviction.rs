@@ -318,9 +318,10 @@ impl<A: ExtentAllocator> State<A> {
 
     /// Why a store of this tenant evicts, unless its victim's tenant is over quota.
     fn cause(&self, tenant: u32, kept: u64) -> LossCause {
-        match self.is_over(tenant, kept) {
-            true => LossCause::Quota,
-            false => LossCause::Space,
+        if self.is_over(tenant, kept) {
+            LossCause::Quota
+        } else {
+            LossCause::Space
         }
     }
 

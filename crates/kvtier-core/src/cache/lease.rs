@@ -1,11 +1,9 @@
 //! Leases: while one is held, its objects are not evicted and keep their memory.
 
-use super::slab::{SlotRef, SlotState};
+use super::slab::SlotRef;
 use super::state::State;
 use super::{Cache, Extent, ExtentAllocator, GrantOrigin, pins};
 use crate::group_row::GroupRow;
-use crate::hashing::ChunkHash;
-
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;

@@ -168,9 +168,10 @@ impl<A: ExtentAllocator> State<A> {
     ) -> Counted {
         let more = hit.saturating_sub(before.hit_chunks);
         self.totals.hit_chunks += more as u64;
-        let for_tenant = match before.for_tenant {
-            true => self.count_for_tenant(rows, 0, more),
-            false => self.count_for_tenant(rows, requested, hit),
+        let for_tenant = if before.for_tenant {
+            self.count_for_tenant(rows, 0, more)
+        } else {
+            self.count_for_tenant(rows, requested, hit)
         };
         Counted {
             hit_chunks: hit,

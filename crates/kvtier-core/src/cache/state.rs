@@ -210,9 +210,10 @@ impl<A: ExtentAllocator> State<A> {
         if let Some(journal) = &mut self.journal
             && slot.state() == SlotState::Resident
         {
-            let state = match slot.is_granted() {
-                true => ObjectState::Read,
-                false => ObjectState::Resident,
+            let state = if slot.is_granted() {
+                ObjectState::Read
+            } else {
+                ObjectState::Resident
             };
             journal.update(number, state, slot.used_at);
         }

@@ -91,9 +91,10 @@ impl Tenant {
 
     /// Whether `bytes` bytes take it over quota or back below.
     fn crosses_mark(&self, bytes: u64) -> bool {
-        match self.is_over() {
-            true => bytes <= self.marks.low,
-            false => bytes > self.marks.high,
+        if self.is_over() {
+            bytes <= self.marks.low
+        } else {
+            bytes > self.marks.high
         }
     }
 

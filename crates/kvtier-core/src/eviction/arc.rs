@@ -104,9 +104,10 @@ impl EvictionPolicy for ArcPolicy {
     }
 
     fn admit(&mut self, candidate: Candidate, key: u64) {
-        let state = match self.adapt(key) {
-            true => SlotState::Returned,
-            false => SlotState::New,
+        let state = if self.adapt(key) {
+            SlotState::Returned
+        } else {
+            SlotState::New
         };
         self.set(candidate.slot, state);
     }

@@ -76,12 +76,13 @@ impl Pins {
             }
             pinned.extend(slots.iter().map(|(_, slot)| (*slot, tenant, deadline)));
         }
-        match self.lists.len() == self.deadlines.len() {
-            true => Ok(pinned),
-            false => Err(Violation(format!(
+        if self.lists.len() == self.deadlines.len() {
+            Ok(pinned)
+        } else {
+            Err(Violation(format!(
                 "deadlines without pins: {:?}",
                 self.deadlines
-            ))),
+            )))
         }
     }
 

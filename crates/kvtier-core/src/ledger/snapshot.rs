@@ -250,9 +250,10 @@ impl<W: Words> Ledger<W> {
             };
             let found = Arc::new(found);
             self.names[number as usize] = reference;
-            match known.insert(Arc::clone(&found)) {
-                true => *namespace = Some(found),
-                false => self.forget_namespace(number),
+            if known.insert(Arc::clone(&found)) {
+                *namespace = Some(found)
+            } else {
+                self.forget_namespace(number)
             }
         }
     }

@@ -45,9 +45,10 @@ pub fn kv_rank_parts(
 
 /// Checks a model name as part of an object key: it has no `@`, which separates the fields of the text forms.
 pub fn check_model_name(model_name: &str) -> Result<(), KeyError> {
-    match model_name.contains('@') {
-        true => Err(KeyError::ModelName(model_name.to_owned())),
-        false => Ok(()),
+    if model_name.contains('@') {
+        Err(KeyError::ModelName(model_name.to_owned()))
+    } else {
+        Ok(())
     }
 }
 

@@ -283,9 +283,10 @@ impl PromptMemory {
     ) -> Option<u64> {
         let generations = self.generations.read();
         let resumed = AtomicU64::new(next);
-        let mut hint = match walk.hashes.is_empty() {
-            true => &self.first,
-            false => &resumed,
+        let mut hint = if walk.hashes.is_empty() {
+            &self.first
+        } else {
+            &resumed
         };
         let mut behind = cut.behind(walk.last_hash(cut.start));
         while walk.hashes.len() < end {

@@ -2,7 +2,7 @@
 
 use kvtier_core::ChunkHash;
 use kvtier_core::object_key::{
-    ForeignKey, KeyError, KeyScope, KeyShape, MAX_WORLD_SIZE, Namespace, ObjectKey, ParseError,
+    ForeignKey, KeyError, KeyScope, KeyShape, MAX_WORLD_SIZE, ObjectKey, ParseError,
 };
 use proptest::prelude::*;
 use std::collections::HashSet;

@@ -30,9 +30,10 @@ pub struct Figure {
 impl Figure {
     /// Whether it is as it should be.
     pub fn is_reached(&self) -> bool {
-        match self.at_most {
-            true => self.value < self.goal,
-            false => self.value >= self.goal,
+        if self.at_most {
+            self.value < self.goal
+        } else {
+            self.value >= self.goal
         }
     }
 

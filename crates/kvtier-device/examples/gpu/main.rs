@@ -366,9 +366,10 @@ fn measure(settings: &Settings) -> Result<(Value, String)> {
 }
 
 fn settings_and_file(args: &[String]) -> Result<(Settings, PathBuf)> {
-    let mut settings = match args.iter().any(|arg| arg == "--dry-run") {
-        true => Settings::dry(),
-        false => Settings::real(),
+    let mut settings = if args.iter().any(|arg| arg == "--dry-run") {
+        Settings::dry()
+    } else {
+        Settings::real()
     };
     let mut out = None;
     let mut args = args.iter();

@@ -143,13 +143,12 @@ impl KernelWork {
         let units = |bytes: u64| (bytes >> unit.bytes().trailing_zeros()) as u32;
         let count = copy.loops.map(|step| step.count as u32);
         let run_units = units(copy.inner_bytes);
-        let (step, run_step) = match LANES < run_units {
-            true => ([0; 3], LANES),
-            false => {
-                let (runs, left) = (LANES / run_units, LANES % run_units);
-                let (middle, inner) = (runs / count[2], runs % count[2]);
-                ([middle / count[1], middle % count[1], inner], left)
-            }
+        let (step, run_step) = if LANES < run_units {
+            ([0; 3], LANES)
+        } else {
+            let (runs, left) = (LANES / run_units, LANES % run_units);
+            let (middle, inner) = (runs / count[2], runs % count[2]);
+            ([middle / count[1], middle % count[1], inner], left)
         };
         let engine = copy.loops.map(|step| step.segment_stride);
         let host = copy.loops.map(|step| step.arena_stride);

@@ -71,9 +71,12 @@ impl Admin {
                     .map_err(|error| ChecksumError::BadRequest(error.to_string()))?;
                 let widen = group.dtype_name == "bfloat16";
                 memory
-                    .read_blocks(*layer, chunk, &mut |bytes| match widen {
-                        true => digest.update(widened(bytes)),
-                        false => digest.update(bytes),
+                    .read_blocks(*layer, chunk, &mut |bytes| {
+                        if widen {
+                            digest.update(widened(bytes))
+                        } else {
+                            digest.update(bytes)
+                        }
                     })
                     .map_err(|error| ChecksumError::BadRequest(error.to_string()))?;
                 if layerwise {

@@ -343,9 +343,10 @@ impl Transfers {
         id: InstanceId,
     ) -> Answer {
         let started = self.context.now();
-        let prepared = match self.refused_retrieves.is_refusing(caller.connection) {
-            true => Err("not_held"),
-            false => self.try_prepare_retrieve(key, id),
+        let prepared = if self.refused_retrieves.is_refusing(caller.connection) {
+            Err("not_held")
+        } else {
+            self.try_prepare_retrieve(key, id)
         };
         prepared.unwrap_or_else(|reason| {
             self.trace_refused(Direction::Retrieve, key, id, started, reason);

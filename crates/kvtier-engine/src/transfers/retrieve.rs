@@ -33,14 +33,15 @@ impl Transfers {
                 "skip_first_n_tokens is {skip_tokens}; allowed: at least 0"
             ))
         })?;
-        let leases = match range.chunks.is_empty() {
-            true => Vec::new(),
-            false => self.lease(instance, key, &range).ok_or_else(|| {
+        let leases = if range.chunks.is_empty() {
+            Vec::new()
+        } else {
+            self.lease(instance, key, &range).ok_or_else(|| {
                 let chunks = range.chunks.len() as u64;
                 let metrics = &self.context.metrics;
                 metrics.not_found("l1_retrieve", key.model_name, chunks);
                 not_held()
-            })?,
+            })?
         };
         // From here on the transfer has leases of its own, and is not refused.
         self.release(instance.id, key, &range);

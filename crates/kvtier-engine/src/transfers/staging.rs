@@ -133,9 +133,10 @@ impl Ledger {
         });
         let allowance = share(WORKER_RATIO, free, own).min(of_tenant);
         let has_first = !self.has_some(worker) && object_bytes <= free;
-        match has_first {
-            true => allowance.max(object_bytes),
-            false => allowance,
+        if has_first {
+            allowance.max(object_bytes)
+        } else {
+            allowance
         }
     }
 
@@ -319,9 +320,10 @@ impl Drop for Charge {
         let mut ledgers = self.budget.ledgers.lock();
         let ledger = self.ledger(&mut ledgers);
         ledger.bytes -= self.bytes;
-        match self.has_departed {
-            true => subtract(&mut ledger.departed, &self.worker.name, self.bytes),
-            false => subtract(&mut ledger.instances, &self.worker.instance, self.bytes),
+        if self.has_departed {
+            subtract(&mut ledger.departed, &self.worker.name, self.bytes)
+        } else {
+            subtract(&mut ledger.instances, &self.worker.instance, self.bytes)
         }
         if let Some(tenant) = &self.tenant {
             subtract(&mut ledger.tenants, tenant, self.bytes);
@@ -406,13 +408,10 @@ impl Transfers {
             return;
         };
         let limit_bytes = self.staging.limit();
-        let cause = match object_bytes > limit_bytes {
-            true => {
-                "objects are larger than a quarter of L1; refusing until --l1-size-gb is larger"
-            }
-            false => {
-                "staged and not committed bytes are at the limit; refusing until some are committed"
-            }
+        let cause = if object_bytes > limit_bytes {
+            "objects are larger than a quarter of L1; refusing until --l1-size-gb is larger"
+        } else {
+            "staged and not committed bytes are at the limit; refusing until some are committed"
         };
         tracing::warn!(
             model = ?instance.model_name,

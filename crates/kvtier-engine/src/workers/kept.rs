@@ -312,12 +312,13 @@ impl Files {
         let Some(dir) = &mut self.dir else { return };
         let content = content(&self.head, request, memory);
         let bytes = content.len() as u64;
-        let written = match bytes <= MAX_FILE_BYTES && self.bytes + bytes <= MAX_BYTES {
-            true => dir.write(&file_name(id), &content),
-            false => Err(Error::refused(format!(
+        let written = if bytes <= MAX_FILE_BYTES && self.bytes + bytes <= MAX_BYTES {
+            dir.write(&file_name(id), &content)
+        } else {
+            Err(Error::refused(format!(
                 "{bytes} bytes beside {}; allowed: at most {MAX_FILE_BYTES} of one, and {MAX_BYTES} of all",
                 self.bytes
-            ))),
+            )))
         };
         match written {
             Ok(()) => {

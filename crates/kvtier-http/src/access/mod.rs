@@ -111,19 +111,21 @@ impl Access {
     /// # Errors
     /// Other hosts reach it, and there is no token.
     pub fn check_bound(&self, bound: SocketAddr) -> Result<()> {
-        match is_loopback(bound.ip()) {
-            true => Ok(()),
-            false => self.check_reachable_from_others(&bound.ip()),
+        if is_loopback(bound.ip()) {
+            Ok(())
+        } else {
+            self.check_reachable_from_others(&bound.ip())
         }
     }
 
     fn check_reachable_from_others(&self, place: &dyn fmt::Display) -> Result<()> {
-        match self.tokens.is_some() {
-            true => Ok(()),
-            false => Err(Error::refused(format!(
+        if self.tokens.is_some() {
+            Ok(())
+        } else {
+            Err(Error::refused(format!(
                 "--http-host: {place} is reachable from other hosts, where every client could change and read everything; \
                  give --http-token-file FILE (or tokens in the environment variable {TOKENS_VARIABLE}), or keep it on loopback"
-            ))),
+            )))
         }
     }
 

@@ -71,11 +71,12 @@ impl Tokens {
                 token.map_err(|error| error.context(format!("line {number}")))?;
             }
         }
-        match tokens.0.is_empty() {
-            true => Err(Error::refused(
+        if tokens.0.is_empty() {
+            Err(Error::refused(
                 "there is no token in it; give a line ROLE NAME TOKEN",
-            )),
-            false => Ok(tokens),
+            ))
+        } else {
+            Ok(tokens)
         }
     }
 

@@ -135,12 +135,13 @@ fn read_file(path: &Path) -> Result<Vec<u8>> {
     file.take(MAX_BYTES + 1)
         .read_to_end(&mut bytes)
         .map_err(failed)?;
-    match bytes.len() as u64 > MAX_BYTES {
-        true => Err(Error::refused(format!(
+    if bytes.len() as u64 > MAX_BYTES {
+        Err(Error::refused(format!(
             "{name} has more than {} MiB",
             MAX_BYTES >> 20
-        ))),
-        false => Ok(bytes),
+        )))
+    } else {
+        Ok(bytes)
     }
 }
 

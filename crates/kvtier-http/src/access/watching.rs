@@ -27,12 +27,15 @@ async fn watch<T: Send + Sync + 'static>(files: Option<Arc<Watched<T>>>, health:
         tokio::time::sleep(INTERVAL).await;
         // Not here: a file system that does not answer must keep no request waiting.
         let check = tokio::task::spawn_blocking(move || files.check());
-        let report = |is_late| match is_late {
-            true => tracing::error!(
-                target: "audit",
-                "{what} cannot be read: no answer of the file system for {TIMEOUT:?}; the former stay until it comes"
-            ),
-            false => tracing::info!(target: "audit", "{what}: the file system has answered"),
+        let report = |is_late| {
+            if is_late {
+                tracing::error!(
+                    target: "audit",
+                    "{what} cannot be read: no answer of the file system for {TIMEOUT:?}; the former stay until it comes"
+                )
+            } else {
+                tracing::info!(target: "audit", "{what}: the file system has answered")
+            }
         };
         if awaited(check, TIMEOUT, report)
             .await

@@ -98,9 +98,10 @@ fn answer(at: usize, headers: &HeaderMap) -> Response {
         let known = known.trim_ascii();
         known.strip_prefix(b"W/").unwrap_or(known) == tag.as_bytes()
     });
-    let mut answer = match is_known {
-        true => StatusCode::NOT_MODIFIED.into_response(),
-        false => ([(header::CONTENT_TYPE, asset.kind)], asset.bytes).into_response(),
+    let mut answer = if is_known {
+        StatusCode::NOT_MODIFIED.into_response()
+    } else {
+        ([(header::CONTENT_TYPE, asset.kind)], asset.bytes).into_response()
     };
     let all = answer.headers_mut();
     for (name, value) in HEADERS {

@@ -220,9 +220,10 @@ impl Base {
             Ok(_) | Err(Errno::NOENT) => return Ok(Quarantined::Replaced),
             Err(error) => return Err(error),
         }
-        let kept = match self.kept.fetch_add(1, Ordering::Relaxed) < MAX_QUARANTINED {
-            true => keep(dir, path),
-            false => Err(Errno::NOSPC),
+        let kept = if self.kept.fetch_add(1, Ordering::Relaxed) < MAX_QUARANTINED {
+            keep(dir, path)
+        } else {
+            Err(Errno::NOSPC)
         };
         if kept.is_err() {
             self.kept.fetch_sub(1, Ordering::Relaxed);

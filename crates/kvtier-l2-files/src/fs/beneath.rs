@@ -117,9 +117,12 @@ mod tests {
         let base = rustix::fs::open(at("base"), DIR_FLAGS, Mode::empty()).unwrap();
         let flags = OFlags::RDONLY | OFlags::CLOEXEC;
         for by_hand in [false, true] {
-            let open = |path| match by_hand {
-                true => walk(&base, path, flags | OFlags::NOFOLLOW, Mode::empty()),
-                false => open(&base, path, flags, Mode::empty()),
+            let open = |path| {
+                if by_hand {
+                    walk(&base, path, flags | OFlags::NOFOLLOW, Mode::empty())
+                } else {
+                    open(&base, path, flags, Mode::empty())
+                }
             };
             for path in ["f", "a/f", "a/b/f", "a/b", "a/b/"] {
                 open(path).unwrap();

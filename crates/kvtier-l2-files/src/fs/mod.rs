@@ -90,9 +90,10 @@ impl FsAdapter {
             )
         };
         let (path, temporary) = (options.base_path.clone(), &options.relative_tmp_dir);
-        let base = match options.read_only {
-            true => Base::open_read_only(path),
-            false => Base::open(path, temporary),
+        let base = if options.read_only {
+            Base::open_read_only(path)
+        } else {
+            Base::open(path, temporary)
         };
         let base = base.map_err(failed)?;
         let Choice { engine, reason } = match engine {

@@ -236,9 +236,10 @@ impl<'a> Params<'a> {
     }
 
     fn layout(&mut self) -> Result<(), ConfigError> {
-        let layout = match self.take_switch("shard_dirs")? {
-            true => "sharded",
-            false => "flat",
+        let layout = if self.take_switch("shard_dirs")? {
+            "sharded"
+        } else {
+            "flat"
         };
         self.set("layout", layout);
         Ok(())

@@ -231,9 +231,10 @@ fn check(options: &Options) -> Result<(), ConfigError> {
         return Err(options.refuse("max_capacity_gb", allowed));
     }
     let is_inside = |part: Component<'_>| matches!(part, Component::Normal(_) | Component::CurDir);
-    match Path::new(inside).components().all(is_inside) {
-        true => Ok(()),
-        false => Err(options.refuse("relative_tmp_dir", "a relative path without ..")),
+    if Path::new(inside).components().all(is_inside) {
+        Ok(())
+    } else {
+        Err(options.refuse("relative_tmp_dir", "a relative path without .."))
     }
 }
 

@@ -331,10 +331,7 @@ impl Files {
             key: key_digest(place, object),
             ..Trailer::new(object, item.from.checksum()?)
         };
-        let rest = match direct {
-            true => object.len % BLOCK,
-            false => 0,
-        };
+        let rest = if direct { object.len % BLOCK } else { 0 };
         let body = object.len - rest;
         tail.resize((file_len(object.len, text.len(), self.align, direct) - body) as usize);
         tail.fill(0);
@@ -473,9 +470,10 @@ impl Files {
                     && text == place.text.as_deref().unwrap_or_default().as_bytes()
             }
         };
-        Ok(match is_object {
-            true => There::Object(size(&seen)),
-            false => There::Other,
+        Ok(if is_object {
+            There::Object(size(&seen))
+        } else {
+            There::Other
         })
     }
 }

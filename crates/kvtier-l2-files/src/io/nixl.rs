@@ -118,9 +118,10 @@ impl Nixl {
 
 impl Engine for Nixl {
     fn name(&self) -> &'static str {
-        match self.is_abandoned.load(Ordering::Relaxed) {
-            true => "posix",
-            false => "nixl",
+        if self.is_abandoned.load(Ordering::Relaxed) {
+            "posix"
+        } else {
+            "nixl"
         }
     }
 

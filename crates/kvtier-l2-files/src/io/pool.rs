@@ -56,9 +56,10 @@ impl Queue {
             return Some((job, Lane::Store));
         }
         let job = self.reads.pop_front()?;
-        self.passed = match self.stores.is_empty() {
-            true => 0,
-            false => self.passed.saturating_add(1),
+        self.passed = if self.stores.is_empty() {
+            0
+        } else {
+            self.passed.saturating_add(1)
         };
         Some((job, Lane::Read))
     }

@@ -50,9 +50,10 @@ impl Uring {
 
 impl Engine for Uring {
     fn name(&self) -> &'static str {
-        match self.has_failed.load(Ordering::Relaxed) {
-            true => "posix",
-            false => "io_uring",
+        if self.has_failed.load(Ordering::Relaxed) {
+            "posix"
+        } else {
+            "io_uring"
         }
     }
 
@@ -82,9 +83,10 @@ impl Engine for Uring {
             for number in in_flight {
                 work.lost(number);
             }
-            match ring.is_broken() {
-                true => self.fail(&"the system takes no more transfers"),
-                false => self.rings.lock().push(ring),
+            if ring.is_broken() {
+                self.fail(&"the system takes no more transfers")
+            } else {
+                self.rings.lock().push(ring)
             }
         }
         // The rest, if a ring failed.

@@ -61,14 +61,15 @@ impl Device {
             return Err(refused(path, &what));
         }
         let superblock = superblock(path, &file, geometry, options.force)?;
-        let direct = match options.use_odirect {
-            true => direct(path, &file).inspect_err(|error| {
+        let direct = if options.use_odirect {
+            direct(path, &file).inspect_err(|error| {
                 tracing::warn!(
                     device_path = %path.display(), %error,
                     "direct I/O is not possible there; using the page cache"
                 );
-            }),
-            false => Err(Errno::OPNOTSUPP),
+            })
+        } else {
+            Err(Errno::OPNOTSUPP)
         };
         Ok(Self {
             path: path.clone(),
@@ -150,11 +151,12 @@ impl Device {
         let there = rustix::fs::stat(&self.path);
         let there = there.map_err(|error| lost(format!("is not there: {error}")))?;
         let own = rustix::fs::fstat(&self.buffered).map_err(|error| lost(error.to_string()))?;
-        match identity(&there) == identity(&own) {
-            true => Ok(()),
-            false => Err(lost(
+        if identity(&there) == identity(&own) {
+            Ok(())
+        } else {
+            Err(lost(
                 "is another device or file than the one that was opened".into(),
-            )),
+            ))
         }
     }
 
@@ -181,9 +183,10 @@ fn open(path: &Path) -> std::io::Result<File> {
     options.read(true).write(true);
     // Not if it is mounted, or a part of something that is in use.
     let is_device = std::fs::metadata(path).is_ok_and(|it| it.file_type().is_block_device());
-    match is_device {
-        true => options.custom_flags(OFlags::EXCL.bits() as i32),
-        false => options.create(true).mode(0o600),
+    if is_device {
+        options.custom_flags(OFlags::EXCL.bits() as i32)
+    } else {
+        options.create(true).mode(0o600)
     };
     options.open(path)
 }

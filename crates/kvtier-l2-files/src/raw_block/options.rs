@@ -92,9 +92,10 @@ impl RawOptions {
                 capacity_bytes: middle,
                 ..self.clone()
             };
-            match smaller.geometry().bytes() <= bytes {
-                true => low = middle,
-                false => high = middle,
+            if smaller.geometry().bytes() <= bytes {
+                low = middle
+            } else {
+                high = middle
             }
         }
         // Rounded down to what is printed.

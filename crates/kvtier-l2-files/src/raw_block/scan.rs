@@ -16,9 +16,10 @@ use kvtier_l2::{ErrorKind, L2Error};
 const PIECE: u64 = 256;
 
 /// Pause after a scan that failed.
-const RETRY_PAUSE: Duration = match cfg!(test) {
-    true => Duration::ZERO,
-    false => Duration::from_secs(30),
+const RETRY_PAUSE: Duration = if cfg!(test) {
+    Duration::ZERO
+} else {
+    Duration::from_secs(30)
 };
 
 /// How far the scan is.

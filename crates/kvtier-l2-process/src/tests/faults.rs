@@ -159,9 +159,10 @@ async fn crash_in_any_request_fails_it_and_the_tier_is_used_again() {
         bed.stores(&one).await;
         bed.fake.does(move |good, asked| {
             let is_last = asked.connection == 0 && asked.op() == op;
-            match is_last {
-                true => vec![Then::Close],
-                false => good.then(&asked),
+            if is_last {
+                vec![Then::Close]
+            } else {
+                good.then(&asked)
             }
         });
         let failed = match op {

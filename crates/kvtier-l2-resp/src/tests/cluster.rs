@@ -222,9 +222,10 @@ async fn object_and_companion_on_two_nodes_are_still_one() {
         let from = node_of(&nodes, &named.key);
         let to = nodes.iter().find(|node| node.port != from.port).unwrap();
         begin_to_move(from, to, &named.key);
-        let (first, second) = match moves_companion {
-            true => (&named.companion, &named.key),
-            false => (&named.key, &named.companion),
+        let (first, second) = if moves_companion {
+            (&named.companion, &named.key)
+        } else {
+            (&named.key, &named.companion)
         };
         migrate(from, to, first);
         let found = adapter.lookup(objects.to_vec()).await;

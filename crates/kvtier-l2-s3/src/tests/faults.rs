@@ -332,9 +332,10 @@ async fn kept_connections_that_the_server_closed_are_replaced() {
     bed.server.answers(move |request, bucket| {
         let is_first = used.insert(request.connection) && request.connection > 0;
         let answer = bucket.answer(request);
-        Some(match is_first {
-            true => answer,
-            false => Reply::raw(Vec::new(), Then::Close),
+        Some(if is_first {
+            answer
+        } else {
+            Reply::raw(Vec::new(), Then::Close)
         })
     });
     for _ in 0..4 {

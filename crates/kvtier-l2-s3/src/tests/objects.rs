@@ -34,9 +34,10 @@ async fn objects_without_metadata_are_misses_unless_trusted() {
             let found = adapter.lookup(vec![one.clone()]).await;
             assert_eq!(found, Ok(vec![is_hit.then_some(1000)]));
             let loaded = load(&adapter, &bed.memory, std::slice::from_ref(&one)).await;
-            match is_hit {
-                true => assert_eq!(loaded, [Ok(vec![5; 1000])]),
-                false => assert_eq!(kinds(loaded), [Some(ErrorKind::NotFound)]),
+            if is_hit {
+                assert_eq!(loaded, [Ok(vec![5; 1000])])
+            } else {
+                assert_eq!(kinds(loaded), [Some(ErrorKind::NotFound)])
             }
             let status = adapter.status();
             assert_eq!(status["unverified_loads"], u64::from(is_hit));

@@ -373,9 +373,10 @@ impl Bucket {
         let is_head = request.method == "HEAD";
         let Some(stored) = self.objects.get(key) else {
             let reply = Reply::error(404, "NoSuchKey");
-            return match is_head {
-                true => Reply::new(404, &[("Content-Length", "90")], b""),
-                false => reply,
+            return if is_head {
+                Reply::new(404, &[("Content-Length", "90")], b"")
+            } else {
+                reply
             };
         };
         let etag = format!("\"{}\"", stored.version);

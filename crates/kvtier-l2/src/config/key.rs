@@ -146,9 +146,10 @@ impl fmt::Display for Interval {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let word = if self.without_from { "above" } else { "from" };
         write!(f, "{word} {}", self.from)?;
-        match self.to.is_finite() {
-            true => write!(f, " up to {}", self.to),
-            false => Ok(()),
+        if self.to.is_finite() {
+            write!(f, " up to {}", self.to)
+        } else {
+            Ok(())
         }
     }
 }

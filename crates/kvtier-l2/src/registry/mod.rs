@@ -323,9 +323,10 @@ impl Registry {
             return Ok(wrap::guard(adapter, &config.guards));
         }
         // Checksums are those of the transformed bytes, which may be all that can be compared.
-        let checked = match transform::verifies(&config.serde) {
-            true => adapter,
-            false => wrap::checked(adapter, &config.guards),
+        let checked = if transform::verifies(&config.serde) {
+            adapter
+        } else {
+            wrap::checked(adapter, &config.guards)
         };
         let transformed = transform::transformed(checked, &config.serde)?;
         Ok(wrap::limited(transformed, &config.guards))

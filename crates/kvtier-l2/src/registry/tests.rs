@@ -27,9 +27,10 @@ fn closed(_: &AdapterConfig, _: &Registry) -> Result<Arc<dyn Adapter>, L2Error> 
 
 const DISK: AdapterType =
     AdapterType::new("disk", "Keeps objects", KEYS, closed).check(|options| {
-        match options.get::<&str>("relative_tmp_dir").starts_with('/') {
-            true => Err(options.refuse("relative_tmp_dir", "a relative path")),
-            false => Ok(()),
+        if options.get::<&str>("relative_tmp_dir").starts_with('/') {
+            Err(options.refuse("relative_tmp_dir", "a relative path"))
+        } else {
+            Ok(())
         }
     });
 

@@ -389,9 +389,10 @@ impl TestAdapter {
     }
 
     fn check_refused(&self, key: &ObjectKey) -> Result<(), L2Error> {
-        match self.refused.lock().contains(key) {
-            true => Err(error(ErrorKind::Refused)),
-            false => Ok(()),
+        if self.refused.lock().contains(key) {
+            Err(error(ErrorKind::Refused))
+        } else {
+            Ok(())
         }
     }
 

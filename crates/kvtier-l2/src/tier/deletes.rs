@@ -57,9 +57,12 @@ impl DeletesInFlight {
         insert: impl FnOnce() -> bool,
     ) {
         let is_late = error.kind() == ErrorKind::Deadline;
-        self.end(key, || match insert() {
-            true => DeleteEnd::Reinserted,
-            false => DeleteEnd::Failed { is_late },
+        self.end(key, || {
+            if insert() {
+                DeleteEnd::Reinserted
+            } else {
+                DeleteEnd::Failed { is_late }
+            }
         });
     }
 

@@ -122,9 +122,10 @@ impl Table {
 
     /// Sets the state of a key and keeps the sums.
     fn set(&mut self, key: &ObjectKey, state: KeyState) {
-        let old = match state == KeyState::default() {
-            true => self.states.remove(key),
-            false => self.states.insert(key.clone(), state),
+        let old = if state == KeyState::default() {
+            self.states.remove(key)
+        } else {
+            self.states.insert(key.clone(), state)
         };
         let old = old.unwrap_or_default();
         self.deleting += usize::from(state.deleting.is_some());

@@ -393,9 +393,10 @@ impl Tier {
             match results.next().unwrap_or_else(|| Err(missing_result())) {
                 Ok(was_there) => {
                     in_flight.succeeded(key);
-                    Ok(match was_there {
-                        true => Deleted::Removed,
-                        false => Deleted::Absent,
+                    Ok(if was_there {
+                        Deleted::Removed
+                    } else {
+                        Deleted::Absent
                     })
                 }
                 Err(error) => {

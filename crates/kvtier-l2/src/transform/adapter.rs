@@ -109,9 +109,10 @@ impl Transformed {
             Ok(stored) => stored,
             Err(error) => return Some(Err(error)),
         };
-        let piece = match is_first {
-            true => scratch.take(stored.len).await,
-            false => scratch.try_take(stored.len)?,
+        let piece = if is_first {
+            scratch.take(stored.len).await
+        } else {
+            scratch.try_take(stored.len)?
         };
         Some(piece.map(|piece| (stored, piece)))
     }

@@ -146,9 +146,10 @@ impl<T: Send + 'static> Answer for Vec<Result<T, L2Error>> {
         if self.iter().all(is_busy) {
             return None;
         }
-        Some(match self.iter().all(is_transient) {
-            true => Verdict::Failed,
-            false => Verdict::Answered,
+        Some(if self.iter().all(is_transient) {
+            Verdict::Failed
+        } else {
+            Verdict::Answered
         })
     }
 }
@@ -203,9 +204,12 @@ impl<T: Whole> Answer for Result<T, L2Error> {
     }
 
     fn verdict(&self) -> Option<Verdict> {
-        (!is_busy(self)).then(|| match is_transient(self) {
-            true => Verdict::Failed,
-            false => Verdict::Answered,
+        (!is_busy(self)).then(|| {
+            if is_transient(self) {
+                Verdict::Failed
+            } else {
+                Verdict::Answered
+            }
         })
     }
 }

@@ -125,9 +125,12 @@ unsafe extern "C" fn post(_: Raw, _: Raw, _: Raw) -> c_int {
 }
 
 unsafe extern "C" fn status(_: Raw, _: Raw) -> c_int {
-    fake(|fake| match fake.is_endless {
-        true => 1,
-        false => fake.statuses.pop_front().unwrap_or_default(),
+    fake(|fake| {
+        if fake.is_endless {
+            1
+        } else {
+            fake.statuses.pop_front().unwrap_or_default()
+        }
     })
 }
 

@@ -209,9 +209,10 @@ impl<'m, 'a> Members<'m, 'a> {
 
     /// A member that only some releases have.
     fn take_if_any(&mut self, name: &'static str) -> Result<Option<Value<'a>>, DecodeError> {
-        match self.all.iter().any(|(key, _)| *key == Value::Text(name)) {
-            true => self.take(name).map(Some),
-            false => Ok(None),
+        if self.all.iter().any(|(key, _)| *key == Value::Text(name)) {
+            self.take(name).map(Some)
+        } else {
+            Ok(None)
         }
     }
 

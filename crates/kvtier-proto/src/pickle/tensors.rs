@@ -122,9 +122,10 @@ fn check_hooks<'a>(machine: &Machine<'a>, hooks: Value<'a>) -> Result<(), Decode
             && call.state.is_none()
             && machine.tuple(call.arguments).is_some_and(<[_]>::is_empty)
     });
-    match empty {
-        true => Ok(()),
-        false => Err(error("the hooks of a tensor are not an empty OrderedDict")),
+    if empty {
+        Ok(())
+    } else {
+        Err(error("the hooks of a tensor are not an empty OrderedDict"))
     }
 }
 
@@ -184,12 +185,13 @@ fn check_bounds(tensor: &InlineTensor<'_>) -> Result<(), DecodeError> {
             "a view of {span} bytes into a storage of {available}"
         )));
     }
-    let logical = match tensor.shape.contains(&0) {
-        true => Some(0),
-        false => tensor
+    let logical = if tensor.shape.contains(&0) {
+        Some(0)
+    } else {
+        tensor
             .shape
             .iter()
-            .try_fold(item, |bytes, &length| bytes.checked_mul(length)),
+            .try_fold(item, |bytes, &length| bytes.checked_mul(length))
     };
     match logical {
         Some(logical) if logical <= available => Ok(()),

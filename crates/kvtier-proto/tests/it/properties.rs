@@ -178,9 +178,10 @@ fn request<'a>(
         Operation::FreeLookupLocks => Request::FreeLookupLocks {
             key: key(),
             tp_size: ints[1],
-            extra_ranges: match has(Field::ExtraRanges) {
-                true => vec![(0, 256), (256, u64::MAX)],
-                false => Vec::new(),
+            extra_ranges: if has(Field::ExtraRanges) {
+                vec![(0, 256), (256, u64::MAX)]
+            } else {
+                Vec::new()
             },
         },
         Operation::QueryPrefetchStatus => Request::QueryPrefetchStatus { job },
@@ -193,9 +194,10 @@ fn request<'a>(
         Operation::PrepareStore => Request::PrepareStore {
             key: key(),
             instance,
-            skipped_chunks: match has(Field::SkippedChunks) {
-                true => vec![ints.to_vec(), Vec::new()],
-                false => Vec::new(),
+            skipped_chunks: if has(Field::SkippedChunks) {
+                vec![ints.to_vec(), Vec::new()]
+            } else {
+                Vec::new()
             },
         },
         Operation::CommitStore => Request::CommitStore {

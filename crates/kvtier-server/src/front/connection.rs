@@ -231,18 +231,20 @@ impl Connection {
             self.output.push_bytes(self.session.output());
         }
         let written = write_to(&mut self.output, &self.socket)?;
-        self.output_since = match self.output.is_empty() {
-            true => None,
-            false => self.output_since.or(Some(now)),
+        self.output_since = if self.output.is_empty() {
+            None
+        } else {
+            self.output_since.or(Some(now))
         };
         self.unread_since = match self.output.is_empty() {
             true => None,
             false if written > 0 => Some(now),
             false => self.unread_since.or(Some(now)),
         };
-        match self.output.small_bytes() > MAX_SMALL_OUTPUT {
-            true => Err(Closed::Unread),
-            false => Ok(()),
+        if self.output.small_bytes() > MAX_SMALL_OUTPUT {
+            Err(Closed::Unread)
+        } else {
+            Ok(())
         }
     }
 
@@ -258,9 +260,10 @@ impl Connection {
     /// The connection has to be closed.
     pub fn tick(&mut self, now: Instant) -> Result<(), Closed> {
         if !self.session.is_ready() {
-            return match now.duration_since(self.opened) < HANDSHAKE_TIMEOUT {
-                true => Ok(()),
-                false => Err(Closed::Handshake),
+            return if now.duration_since(self.opened) < HANDSHAKE_TIMEOUT {
+                Ok(())
+            } else {
+                Err(Closed::Handshake)
             };
         }
         let silent = self.silence(now);

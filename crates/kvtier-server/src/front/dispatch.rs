@@ -159,9 +159,10 @@ impl Front {
         if bytes > limits::max_payload(operation) {
             return self.refuse(job, "request_too_large");
         }
-        let work = match is_quick(operation) {
-            true => client.work(operation, work(&self.server.engine, &job)),
-            false => u64::MAX,
+        let work = if is_quick(operation) {
+            client.work(operation, work(&self.server.engine, &job))
+        } else {
+            u64::MAX
         };
         let (pool, lane) = match operation.lane() {
             LaneKind::Inline => return self.serve_now(job),
@@ -169,9 +170,10 @@ impl Front {
             LaneKind::Control => (&self.control, &client.control),
         };
         // Only this thread puts jobs into lanes, so an idle one stays idle and no order is broken.
-        let quick_work = match self.is_alone {
-            true => QUICK_WORK_ALONE,
-            false => QUICK_WORK,
+        let quick_work = if self.is_alone {
+            QUICK_WORK_ALONE
+        } else {
+            QUICK_WORK
         };
         if work <= quick_work && lane.is_idle() {
             return self.serve_now(job);

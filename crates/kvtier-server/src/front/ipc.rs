@@ -83,13 +83,12 @@ pub(super) fn check_inherited(path: &Path, mode: u32) -> Result<()> {
 
 fn check_directory(directory: &Path) -> Result<()> {
     let opened = std::fs::File::open(directory).and_then(|file| file.metadata());
-    match opened.map_err(|error| Error::io(UNOPENED, error))?.is_dir() {
-        false => {
-            let what = format!("{} is no directory", directory.display());
-            Err(Error::refused(what))
-        }
-        true => rustix::fs::access(directory, rustix::fs::Access::WRITE_OK)
-            .map_err(|error| Error::io("its directory cannot be written to", error)),
+    if opened.map_err(|error| Error::io(UNOPENED, error))?.is_dir() {
+        rustix::fs::access(directory, rustix::fs::Access::WRITE_OK)
+            .map_err(|error| Error::io("its directory cannot be written to", error))
+    } else {
+        let what = format!("{} is no directory", directory.display());
+        Err(Error::refused(what))
     }
 }
 

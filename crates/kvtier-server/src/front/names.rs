@@ -83,9 +83,10 @@ impl WorkerNames {
             Some((_, id)) => *id,
             None if workers.known.len() == MAX_WORKERS => return None,
             None => {
-                let id = match PROCESS_IDS.contains(&name.0) {
-                    true => self.ids.next(),
-                    false => name,
+                let id = if PROCESS_IDS.contains(&name.0) {
+                    self.ids.next()
+                } else {
+                    name
                 };
                 workers.known.push((name.0, id));
                 id

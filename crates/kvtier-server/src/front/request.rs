@@ -167,9 +167,12 @@ impl ReplyTarget for Unanswered {
             refused,
             ..
         } = *self;
-        let answer = answer.unwrap_or_else(|| match std::thread::panicking() {
-            true => server.panicked(&sender),
-            false => sender.refusal(refused),
+        let answer = answer.unwrap_or_else(|| {
+            if std::thread::panicking() {
+                server.panicked(&sender)
+            } else {
+                sender.refusal(refused)
+            }
         });
         server.send(sender, answer);
     }

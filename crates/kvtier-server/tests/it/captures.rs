@@ -145,9 +145,10 @@ fn compare(request: &Frames, ours: Option<Vec<u8>>, theirs: Option<Vec<u8>>, con
             // Pickled chunks come back as we stored them, not as they were stored then; ranges end at the last chunk.
             let stored = chunks(&pickled_chunks());
             theirs.1 = stored[stored.len() - theirs.1.len()..].to_vec();
-            match context.contains(RETRIEVED_WITHOUT_A_LOOKUP) {
-                true => assert_eq!(got(&ours), (false, Vec::new(), Vec::new()), "{context}"),
-                false => assert_eq!(got(&ours), theirs, "{context}"),
+            if context.contains(RETRIEVED_WITHOUT_A_LOOKUP) {
+                assert_eq!(got(&ours), (false, Vec::new(), Vec::new()), "{context}")
+            } else {
+                assert_eq!(got(&ours), theirs, "{context}")
             }
         }
         // Of slots that were not granted.

@@ -221,9 +221,10 @@ fn refused_retrieve_releases_leases_at_once() {
             let key = scope.worker_key(0, &prompt, chunks.clone(), &request);
             let (connection, instance) = (worker.connection(), InstanceId(instance));
             let too_few = [blocks[..4].to_vec()];
-            let refused = match prepares {
-                false => !connection.retrieve(&key, instance, &too_few, 0).unwrap(),
-                true => !connection.prepare_retrieve(&key, instance).unwrap().success,
+            let refused = if prepares {
+                !connection.prepare_retrieve(&key, instance).unwrap().success
+            } else {
+                !connection.retrieve(&key, instance, &too_few, 0).unwrap()
             };
             assert!(refused, "{request}");
             assert_eq!(server.readings().leased_objects, 0, "{request}");

@@ -93,9 +93,10 @@ fn killed_write_leaves_old_or_new_file() {
             found == begun || found == done,
             "kill {kill}: {found} is neither {done} nor {begun}"
         );
-        match found == begun && done < begun {
-            true => new += 1,
-            false => old += u64::from(done < begun),
+        if found == begun && done < begun {
+            new += 1
+        } else {
+            old += u64::from(done < begun)
         }
         last = found;
     }

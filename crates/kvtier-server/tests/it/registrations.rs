@@ -241,13 +241,12 @@ fn workers_that_copy_are_served_if_pool_is_the_same() {
         drop(server);
         // A new pool: its memory is none that the worker has mapped.
         let server = bed.start_with(&["--l1-restore", "off", "--instance-id", "a"]);
-        match force_pickle {
-            true => {
-                assert_eq!(outcome(&server), (1, BTreeMap::new()));
-                assert_eq!(worker.lookup(&prompt(1, 2), "s").unwrap(), 0, "L1 is empty");
-                assert_eq!(worker.stored(&prompt(1, 2), 0..2, 1), [0, 1]);
-            }
-            false => assert_eq!(outcome(&server), left_out("pool")),
+        if force_pickle {
+            assert_eq!(outcome(&server), (1, BTreeMap::new()));
+            assert_eq!(worker.lookup(&prompt(1, 2), "s").unwrap(), 0, "L1 is empty");
+            assert_eq!(worker.stored(&prompt(1, 2), 0..2, 1), [0, 1]);
+        } else {
+            assert_eq!(outcome(&server), left_out("pool"))
         }
         server.assert_sound();
     }
@@ -641,9 +640,10 @@ fn another_server_restores_nothing() {
     ] {
         let server = bed.start_with(flags);
         let refused = flags.len() > 2;
-        match refused {
-            true => assert_eq!(outcome(&server), left_out("refused")),
-            false => assert_eq!(outcome(&server), (0, BTreeMap::new())),
+        if refused {
+            assert_eq!(outcome(&server), left_out("refused"))
+        } else {
+            assert_eq!(outcome(&server), (0, BTreeMap::new()))
         }
         assert!(!worker.connection().ping(Some(ID)).unwrap());
         drop(server);

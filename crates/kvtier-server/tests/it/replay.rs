@@ -22,9 +22,12 @@ pub fn load(name: &str) -> Value {
 
 /// Frames, written as a list of hex texts. Long ones were cut when they were captured; they lose all of their bytes here.
 pub fn frames(value: &Value) -> Frames {
-    let frame = |text: &str| match text.contains("...") {
-        true => Vec::new(),
-        false => hex::decode(text).unwrap(),
+    let frame = |text: &str| {
+        if text.contains("...") {
+            Vec::new()
+        } else {
+            hex::decode(text).unwrap()
+        }
     };
     let list = value.as_array().unwrap().iter();
     list.map(|text| frame(text.as_str().unwrap())).collect()

@@ -284,9 +284,10 @@ impl Raw {
         let mut others = Vec::new();
         while left > 0 {
             let message = self.receive();
-            match barriers.iter().any(|barrier| barrier[0] == message[0]) {
-                true => left -= 1,
-                false => others.push(message),
+            if barriers.iter().any(|barrier| barrier[0] == message[0]) {
+                left -= 1
+            } else {
+                others.push(message)
             }
         }
         others.extend(self.take());

@@ -71,9 +71,10 @@ pub(crate) fn retrieve_bookkeeping(context: &Context, report: &mut Report) -> an
     }
     let wall = pace.measured();
     bar.finish_and_clear();
-    let name = match shared {
-        true => "retrieve bookkeeping",
-        false => "retrieve bookkeeping (pickled)",
+    let name = if shared {
+        "retrieve bookkeeping"
+    } else {
+        "retrieve bookkeeping (pickled)"
     };
     report.add(recorder.row(name, wall).fact("chunks", chunks as f64));
     worker.close()?;
@@ -122,9 +123,10 @@ pub(crate) fn store_bookkeeping(context: &Context, report: &mut Report) -> anyho
     }
     let wall = pace.measured();
     bar.finish_and_clear();
-    let name = match shared {
-        true => "store bookkeeping",
-        false => "store bookkeeping (pickled)",
+    let name = if shared {
+        "store bookkeeping"
+    } else {
+        "store bookkeeping (pickled)"
     };
     report.add(recorder.row(name, wall));
     worker.close().context("unregistering")?;

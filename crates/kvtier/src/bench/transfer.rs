@@ -339,9 +339,10 @@ fn until_found(
 /// Contiguous bytes in both the worker's blocks and the chunk: a block of one plane of one layer, or all of them.
 fn run_bytes(context: &Context, worker: &LmcacheDrivenWorker) -> usize {
     let all = worker.chunk_bytes() / (2 * worker.spec().layers as usize);
-    match context.args.ordered_blocks {
-        true => all,
-        false => all / worker.blocks_per_chunk() as usize,
+    if context.args.ordered_blocks {
+        all
+    } else {
+        all / worker.blocks_per_chunk() as usize
     }
 }
 

@@ -126,9 +126,12 @@ fn salt(text: &str) -> Result<String> {
         check_cache_salt(text).map_err(Error::refused)?;
     }
     let plain = |byte: u8| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'_' | b'~');
-    let encode = |byte: u8| match plain(byte) {
-        true => char::from(byte).to_string(),
-        false => format!("%{byte:02X}"),
+    let encode = |byte: u8| {
+        if plain(byte) {
+            char::from(byte).to_string()
+        } else {
+            format!("%{byte:02X}")
+        }
     };
     Ok(text.bytes().map(encode).collect())
 }
@@ -220,9 +223,10 @@ fn body(
 }
 
 fn import(server: &ServerArgs, file: &Path, allow_ineffective: bool) -> anyhow::Result<ExitCode> {
-    let text = match file.as_os_str() == "-" {
-        true => std::io::read_to_string(std::io::stdin()),
-        false => std::fs::read_to_string(file),
+    let text = if file.as_os_str() == "-" {
+        std::io::read_to_string(std::io::stdin())
+    } else {
+        std::fs::read_to_string(file)
     };
     let text = text.with_context(|| format!("{} cannot be read", file.display()))?;
     let mut body: Value =
@@ -254,9 +258,10 @@ fn changed(
         out::complain("quota", text);
     }
     let printed = server.print(answer, report)?;
-    Ok(match has_effect || allow_ineffective {
-        true => printed,
-        false => ExitCode::from(NO_EFFECT),
+    Ok(if has_effect || allow_ineffective {
+        printed
+    } else {
+        ExitCode::from(NO_EFFECT)
     })
 }
 
@@ -306,9 +311,10 @@ impl ServerArgs {
         answer: &Value,
         report: impl FnOnce(&T) -> String,
     ) -> anyhow::Result<ExitCode> {
-        let text = match self.json {
-            true => out::json(answer),
-            false => report(&self.typed(out::shown(answer))?),
+        let text = if self.json {
+            out::json(answer)
+        } else {
+            report(&self.typed(out::shown(answer))?)
         };
         writeln!(out::stdout(), "{text}").context("stdout")?;
         Ok(ExitCode::SUCCESS)

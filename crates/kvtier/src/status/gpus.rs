@@ -47,9 +47,10 @@ fn gpu(gpu: &Gpu) -> String {
         });
         return parts.join(", ");
     };
-    parts.push(match state.healthy {
-        true => "healthy".to_owned(),
-        false => not_healthy(&state.error),
+    parts.push(if state.healthy {
+        "healthy".to_owned()
+    } else {
+        not_healthy(&state.error)
     });
     if let Some(open) = state.open_allocations {
         parts.push(format!("{} allocations open", HumanCount(open as u64)));

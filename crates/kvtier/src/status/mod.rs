@@ -385,9 +385,10 @@ fn workers(status: &Status) -> Vec<String> {
                 &worker.client_releases
             ),
             worker.block_size,
-            match worker.use_mla {
-                true => ", K and V in one tensor, as with MLA",
-                false => "",
+            if worker.use_mla {
+                ", K and V in one tensor, as with MLA"
+            } else {
+                ""
             }
         ));
     }

@@ -106,9 +106,10 @@ impl View {
         let mut spans = vec![bold("kvtier"), Span::raw(format!("  {}", self.url))];
         if let Some(Sample { status, .. }) = &self.last {
             let health = health(status);
-            let style = match health == "healthy" {
-                true => Style::new().fg(Color::Green),
-                false => bad(),
+            let style = if health == "healthy" {
+                Style::new().fg(Color::Green)
+            } else {
+                bad()
             };
             spans.push(Span::styled(format!("  {health}"), style));
             let version = status

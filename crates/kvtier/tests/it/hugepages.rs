@@ -21,9 +21,10 @@ fn spawn(mount: &HugeMount, base: &Path, l1: &str, more: &[&str]) -> Server {
 
 fn try_start(mount: &HugeMount, base: &Path, l1: &str, more: &[&str]) -> Result<Server, String> {
     let mut server = spawn(mount, base, l1, more);
-    match server.wait_until_served() {
-        true => Ok(server),
-        false => Err(std::mem::take(&mut server.log)),
+    if server.wait_until_served() {
+        Ok(server)
+    } else {
+        Err(std::mem::take(&mut server.log))
     }
 }
 

@@ -47,9 +47,10 @@ impl Server {
     /// The same, or the log of a server that ends before it serves.
     pub(crate) fn try_start(base: &Path, l1: &str, more: &[&str]) -> Result<Self, String> {
         let mut server = Self::spawn(base, l1, more);
-        match server.wait_until_served() {
-            true => Ok(server),
-            false => Err(std::mem::take(&mut server.log)),
+        if server.wait_until_served() {
+            Ok(server)
+        } else {
+            Err(std::mem::take(&mut server.log))
         }
     }
 

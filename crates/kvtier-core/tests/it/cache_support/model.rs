@@ -124,9 +124,10 @@ impl Model {
             return;
         }
         let first = |id: &Id| self.objects[id].goes_first;
-        let at = match object.goes_first {
-            true => self.order.iter().take_while(|id| first(id)).count(),
-            false => self.order.len(),
+        let at = if object.goes_first {
+            self.order.iter().take_while(|id| first(id)).count()
+        } else {
+            self.order.len()
         };
         self.order.insert(at, id);
     }
@@ -373,9 +374,10 @@ impl Model {
 
     /// The objects of the cheapest run for an object of this length: around the next victims, or else anywhere.
     fn cheapest_run(&self, tenant: usize, len: u64, is_over: bool) -> Option<Vec<Id>> {
-        let source = match is_over {
-            true => Some(tenant),
-            false => self.over_quota_for(tenant),
+        let source = if is_over {
+            Some(tenant)
+        } else {
+            self.over_quota_for(tenant)
         };
         let next = self.oldest_unprotected().map(|at| self.order[at]);
         let of = |id: Id| (self.tenant_of)(self.objects[&id].key.0);
@@ -526,9 +528,10 @@ impl Model {
             }
             let is_over = self.tenant_bytes(tenant) > kept;
             let id = |at: usize| self.order[at];
-            let victim = match is_over {
-                true => self.own_victim(tenant),
-                false => self.victim_for(tenant).map(id),
+            let victim = if is_over {
+                self.own_victim(tenant)
+            } else {
+                self.victim_for(tenant).map(id)
             };
             let own = self.oldest_of(tenant).map(id);
             let victim = victim.or(own).filter(|_| self.evicts);

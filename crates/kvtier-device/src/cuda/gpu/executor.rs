@@ -92,9 +92,10 @@ impl HostMemory {
         let device = context.device();
         let own = device.attribute(Attribute::HostPointersOfRegisteredMemory);
         let seen = context.host_device_pointer(start);
-        match own == Ok(1) && seen == Ok(DevicePtr(start.as_ptr() as u64)) {
-            true => Self::Mapped,
-            false => Self::Pinned,
+        if own == Ok(1) && seen == Ok(DevicePtr(start.as_ptr() as u64)) {
+            Self::Mapped
+        } else {
+            Self::Pinned
         }
     }
 }
@@ -361,9 +362,10 @@ impl CopyLane {
     /// The driver's error about it. Unless that [ends the context](CudaError::ends_context), the piece may still run.
     pub fn is_done(&self, slot: usize) -> Result<bool, CudaError> {
         let slot = &self.slots[slot];
-        match slot.recorded {
-            true => slot.done.is_complete(),
-            false => self.is_idle(),
+        if slot.recorded {
+            slot.done.is_complete()
+        } else {
+            self.is_idle()
         }
     }
 

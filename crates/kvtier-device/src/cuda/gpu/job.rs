@@ -211,9 +211,10 @@ impl Job {
             let waited = now.saturating_duration_since(self.submitted_at);
             self.next_poll = now + (waited / 16).min(MAX_POLL_INTERVAL);
         }
-        match last {
-            true => Err(DeviceError::EventTimeout),
-            false => Ok(false),
+        if last {
+            Err(DeviceError::EventTimeout)
+        } else {
+            Ok(false)
         }
     }
 

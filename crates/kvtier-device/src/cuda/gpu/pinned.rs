@@ -141,9 +141,10 @@ impl PinnedArena {
             });
             self.join_threads(&unpinning)
         };
-        match unpinned {
-            true => Ok(()),
-            false => Err(shared.bytes.load(Ordering::Relaxed)),
+        if unpinned {
+            Ok(())
+        } else {
+            Err(shared.bytes.load(Ordering::Relaxed))
         }
     }
 

@@ -465,12 +465,13 @@ impl TrialMemory {
             let Ok(()) = visited;
         }
         // One comparison first, as results are usually right.
-        Ok(match written == expected {
-            true => None,
-            false => written
+        Ok(if written == expected {
+            None
+        } else {
+            written
                 .iter()
                 .zip(&expected)
-                .position(|(is, should)| is != should),
+                .position(|(is, should)| is != should)
         })
     }
 }

@@ -416,9 +416,10 @@ impl Feeder {
             submitted_at,
         });
         submitted?;
-        Ok(match facts.last {
-            true => Progress::AllSubmitted,
-            false => Progress::PieceSubmitted,
+        Ok(if facts.last {
+            Progress::AllSubmitted
+        } else {
+            Progress::PieceSubmitted
         })
     }
 
@@ -500,9 +501,10 @@ impl Feeder {
 
 /// Whether queries have failed for the grace period of this error.
 fn grace_is_over(failing: &mut Option<Instant>, error: &CudaError) -> bool {
-    let grace = match error.ends_context() {
-        true => CONTEXT_GRACE,
-        false => ERROR_GRACE,
+    let grace = if error.ends_context() {
+        CONTEXT_GRACE
+    } else {
+        ERROR_GRACE
     };
     failing.get_or_insert_with(Instant::now).elapsed() >= grace
 }

@@ -64,9 +64,10 @@ fn partly_submitted_piece_is_waited_for() {
         let mut engine = Exporter::start();
         let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
         server.script(&format!("hold d2h; hold h2d; hold kernel; fail {refused}"));
-        let ticket = pages.begin(match retrieve {
-            true => pages.retrieve(&server, 8),
-            false => pages.store(&server, 8),
+        let ticket = pages.begin(if retrieve {
+            pages.retrieve(&server, 8)
+        } else {
+            pages.store(&server, 8)
         });
         // Longer than an event takes that waits for nothing.
         wait(|| server.count("cuEventQuery") >= 500);

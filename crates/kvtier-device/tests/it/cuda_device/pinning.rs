@@ -187,9 +187,10 @@ fn retrieve_follows_the_previous_one_to_its_thread() {
     for first_is_unpinned in [true, false] {
         let [mut first, second] = [first_is_unpinned, !first_is_unpinned].map(|is_unpinned| {
             let transfer = pages.retrieve(&server, 8);
-            match is_unpinned {
-                true => unpinned(transfer),
-                false => transfer,
+            if is_unpinned {
+                unpinned(transfer)
+            } else {
+                transfer
             }
         });
         engine.ask("script hold kernel");
@@ -203,9 +204,10 @@ fn retrieve_follows_the_previous_one_to_its_thread() {
         engine.ask("script release");
         assert_eq!(first.end().unwrap(), bytes);
         assert_eq!(second.end().unwrap(), bytes);
-        let expected = match first_is_unpinned {
-            true => vec![0; bytes as usize],
-            false => pages.content.clone(),
+        let expected = if first_is_unpinned {
+            vec![0; bytes as usize]
+        } else {
+            pages.content.clone()
         };
         assert!(engine.read(pages.number, 0, bytes as usize) == expected);
     }

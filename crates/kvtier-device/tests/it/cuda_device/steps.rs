@@ -86,9 +86,10 @@ fn event_waits_for_staged_pieces() {
             panic!("ended first")
         };
         wait(|| server.count("started.kernel") == 1);
-        let mut is_complete = || match isolated {
-            true => engine.ask(&format!("reached {}", hex(&event))),
-            false => {
+        let mut is_complete = || {
+            if isolated {
+                engine.ask(&format!("reached {}", hex(&event)))
+            } else {
                 engine.ask(&format!("open {}", hex(&event)));
                 engine.ask("complete")
             }

@@ -423,9 +423,10 @@ fn searched(
 
 /// Marks chunks that a tier may have which was not asked or did not answer.
 fn mark_unasked(located: &Located, found: &mut [Vec<Found>]) {
-    let from = match located.failed.is_empty() {
-        true => located.asked,
-        false => 0,
+    let from = if located.failed.is_empty() {
+        located.asked
+    } else {
+        0
     };
     for states in found {
         for chunk in never_seen(states).into_iter().filter(|it| *it >= from) {

@@ -115,9 +115,10 @@ impl Admin {
         };
         let scope = KeyScope::new(&model, &salt, world_size, None)?;
         let sizes = self.context.instances.chunk_sizes(&model, world_size);
-        let chunk_size = match sizes.is_empty() {
-            true => request.chunk_size,
-            false => one_of("chunk_size", request, request.chunk_size, &sizes)?,
+        let chunk_size = if sizes.is_empty() {
+            request.chunk_size
+        } else {
+            one_of("chunk_size", request, request.chunk_size, &sizes)?
         };
         let chunk_size = match chunk_size {
             None => self.context.chunk_size,
@@ -166,9 +167,10 @@ fn size_of(tokens: u64) -> Option<NonZeroUsize> {
 
 /// The values that workers have, or else those that stored objects have.
 fn either<'a, T>(registered: &'a BTreeSet<T>, stored: &'a BTreeSet<T>) -> &'a BTreeSet<T> {
-    match registered.is_empty() {
-        true => stored,
-        false => registered,
+    if registered.is_empty() {
+        stored
+    } else {
+        registered
     }
 }
 

@@ -230,11 +230,10 @@ pub(super) fn summary(explanation: &Explanation, has_left: bool) -> String {
     if let Some(refused) = &explanation.refused {
         let why = match refused.as_str() {
             NO_WORKER => {
-                let left = match has_left {
-                    true => {
-                        "; those that stored its objects in L1 have left, and the next ones find these"
-                    }
-                    false => "",
+                let left = if has_left {
+                    "; those that stored its objects in L1 have left, and the next ones find these"
+                } else {
+                    ""
                 };
                 format!(
                     "no worker of model {} is registered with world size {world_size} and chunks of {chunk_size} tokens{left}",

@@ -78,17 +78,18 @@ impl Registered {
             }
         }
         let tensor = |index| TensorSpec {
-            memory: match self.on_gpu {
-                false => MemorySpec::CpuShm {
-                    name: format!("/lmcache_kv_1_{index}"),
-                    nbytes: 1 << 20,
-                },
-                true => MemorySpec::Cuda(Box::new(CudaStorage {
+            memory: if self.on_gpu {
+                MemorySpec::Cuda(Box::new(CudaStorage {
                     device_uuid: String::new(),
                     allocation: CudaAllocation::Raw { handle: [0; 64] },
                     offset: 0,
                     bytes: 1 << 20,
-                })),
+                }))
+            } else {
+                MemorySpec::CpuShm {
+                    name: format!("/lmcache_kv_1_{index}"),
+                    nbytes: 1 << 20,
+                }
             },
             dtype_size: self.dtype.1,
             dtype_name: self.dtype.0.into(),

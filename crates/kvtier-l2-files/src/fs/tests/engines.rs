@@ -171,12 +171,13 @@ fn status_has_io_engine_and_reason() {
     });
     let status = fixture.adapter.status();
     let reason = status["io_engine_reason"].as_str().unwrap();
-    match has_uring() {
-        true => assert_eq!(
+    if has_uring() {
+        assert_eq!(
             (&status["io_engine"], reason),
             (&"io_uring".into(), "use_odirect is on")
-        ),
-        false => assert!(reason.contains("io_uring is not available"), "{reason}"),
+        )
+    } else {
+        assert!(reason.contains("io_uring is not available"), "{reason}")
     }
     if has_uring() {
         let fixture = Fixture::with(|options| options.io_engine = IoEngine::Uring);

@@ -148,15 +148,16 @@ fn refused_direct_io_uses_page_cache() {
     /// Refuses once a file, as file systems with larger blocks do.
     struct Picky;
     fn is_direct(file: BorrowedFd<'_>) -> Result<(), FileError> {
-        match rustix::fs::fcntl_getfl(file)
+        if rustix::fs::fcntl_getfl(file)
             .unwrap()
             .contains(rustix::fs::OFlags::DIRECT)
         {
-            true => Err(FileError::System {
+            Err(FileError::System {
                 done: 0,
                 source: Errno::INVAL.into(),
-            }),
-            false => Ok(()),
+            })
+        } else {
+            Ok(())
         }
     }
     impl Engine for Picky {

@@ -186,13 +186,14 @@ fn names_in(dir: &Path) -> Vec<String> {
     for entry in std::fs::read_dir(dir).unwrap() {
         let entry = entry.unwrap();
         let name = entry.file_name().into_string().unwrap();
-        match entry.file_type().unwrap().is_dir() {
-            true => names.extend(
+        if entry.file_type().unwrap().is_dir() {
+            names.extend(
                 names_in(&entry.path())
                     .iter()
                     .map(|inside| format!("{name}/{inside}")),
-            ),
-            false => names.push(name),
+            )
+        } else {
+            names.push(name)
         }
     }
     names.sort();

@@ -65,18 +65,17 @@ async fn replacement_is_old_or_new_at_each_step() {
             load(&adapter, &memory, &old).await,
             Err(ErrorKind::NotFound)
         );
-        match has_bytes {
-            true => assert_eq!(load(&adapter, &memory, &new).await, Ok(())),
-            false => {
-                assert_eq!(load(&adapter, &memory, &new).await, Err(ErrorKind::Corrupt));
-                assert!(!is_there(&adapter, &new).await);
-                // It is written again, although the record has its checksum.
-                assert!(matches!(
-                    store(&adapter, &memory, &new).await,
-                    Ok(Stored::Written(_))
-                ));
-                assert_eq!(load(&adapter, &memory, &new).await, Ok(()));
-            }
+        if has_bytes {
+            assert_eq!(load(&adapter, &memory, &new).await, Ok(()))
+        } else {
+            assert_eq!(load(&adapter, &memory, &new).await, Err(ErrorKind::Corrupt));
+            assert!(!is_there(&adapter, &new).await);
+            // It is written again, although the record has its checksum.
+            assert!(matches!(
+                store(&adapter, &memory, &new).await,
+                Ok(Stored::Written(_))
+            ));
+            assert_eq!(load(&adapter, &memory, &new).await, Ok(()));
         }
         adapter.close().await;
         assert_eq!(crashed.records().len(), 1);
@@ -264,21 +263,19 @@ async fn file_that_is_cut_costs_what_was_cut() {
             store(&adapter, &memory, object).await.unwrap();
         }
         let (first, second) = (device.place(&one.key).1, device.place(&other.key).1);
-        let (kept, lost) = match first < second {
-            true => (&one, &other),
-            false => (&other, &one),
+        let (kept, lost) = if first < second {
+            (&one, &other)
+        } else {
+            (&other, &one)
         };
         let cut = |bytes| device.file().set_len(first.max(second) + bytes).unwrap();
-        let adapter = match is_open {
-            true => {
-                cut(50_000);
-                adapter
-            }
-            false => {
-                adapter.close().await;
-                cut(50_000);
-                device.open()
-            }
+        let adapter = if is_open {
+            cut(50_000);
+            adapter
+        } else {
+            adapter.close().await;
+            cut(50_000);
+            device.open()
         };
         assert_eq!(load(&adapter, &memory, kept).await, Ok(()));
         assert_eq!(load(&adapter, &memory, lost).await, Err(ErrorKind::Corrupt));

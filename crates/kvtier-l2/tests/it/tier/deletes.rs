@@ -117,9 +117,10 @@ async fn store_waits_for_delete_in_flight() {
         let tier = tier(&memory, Some(3));
         store(&tier, &bytes, 1..=3).await;
         let deleting = async {
-            match by_name {
-                true => drop(tier.delete(vec![key(1, "")], false).await),
-                false => drop(store(&tier, &bytes, [4]).await),
+            if by_name {
+                drop(tier.delete(vec![key(1, "")], false).await)
+            } else {
+                drop(store(&tier, &bytes, [4]).await)
             }
         };
         let mut deleting = std::pin::pin!(deleting);
