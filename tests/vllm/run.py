@@ -16,8 +16,10 @@
                                behind vLLM's own prefix cache
   run.py ... --remote resp     two servers that share a tier of this type: an engine at the second hits what one at the first
                                has stored
-  run.py ... --restart         a server that restarts while an engine serves 20 requests at once
+  run.py ... --restart-amid    a server that restarts while an engine serves 20 requests at once
   run.py ... --restored        a server without a second tier that is killed: hits after its start, from the L1 that it had
+  run.py ... --long-prompts    prompts that are longer than L1, in a tier and without one, asked again and again
+  run.py ... --restarted       a server with a state directory that is stopped while a request is computed: hits after its start
   run.py ... --wheel DIR       engines of an earlier vLLM or LMCache; with --silent-scheduler for LMCache 0.5.0 to 0.5.5
   run.py ... --fresh           every engine is a new process, as an operator starts it, instead of a fork of one that has
                                imported vLLM; always so with several workers and with --mla
@@ -46,8 +48,10 @@ from kvrig import tiers
 from kvrig.proxy import Proxy
 from kvrig.report import Report
 from kvrig.server import Server, free_port, our_command, peer_command
+from long_prompts import LongPromptCases, lengths
 from mla import MlaCases
 from remote import RemoteCases, RemoteTier
+from restarted import RestartedCases
 from restored import RestoredCases
 from restarts import RestartCases
 
@@ -73,8 +77,11 @@ def options():
     parser.add_argument("--connector", choices=["lmcache", "kvtier"], default="lmcache", help="vLLM's connector")
     parser.add_argument("--package", help="directory with the Python package kvtier, for its connector")
     parser.add_argument("--remote", choices=["resp", "s3"], help="type of the tier that two servers share")
-    parser.add_argument("--restart", action="store_true", help="the server restarts under load")
+    parser.add_argument("--restart-amid", action="store_true", help="the server restarts under load")
     parser.add_argument("--restored", action="store_true", help="a server that is killed leaves its L1 to the next")
+    parser.add_argument("--long-prompts", type=int, nargs="?", const=10, metavar="N", help="prompts longer than an L1 of N chunks")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="requests of a long prompt")
+    parser.add_argument("--restarted", action="store_true", help="a server that was stopped for the time of a request")
     parser.add_argument("--wheel", action="append", default=[], metavar="DIR",
                         help="an unpacked earlier vLLM or LMCache, in front of the engine's packages; may be repeated")  # fmt: skip
     parser.add_argument("--transfer-mode", help="what the engine's LMCache calls the mode, if not as 0.5.6 does")
@@ -100,8 +107,10 @@ def options():
         parser.error("--brief, --mla, --tensor-parallel and --pipeline-parallel need --connector kvtier")
     if chosen.mla:
         chosen.block_size = 16
-    if chosen.restart:
+    if chosen.restart_amid:
         chosen.kv_blocks = max(chosen.kv_blocks, 160)
+    if chosen.long_prompts:
+        chosen.kv_blocks = lengths(chosen.long_prompts)[0] // chosen.block_size + 8
     chosen.model = chosen.model or os.path.join(home, "model-mla" if chosen.mla else "model")
     return chosen
 
@@ -124,8 +133,8 @@ def main():
         ours = chosen.connector == "kvtier"
         log = Path(chosen.logs) / f"server-{run_name(chosen, mode)}.log"
         log.unlink(missing_ok=True)
-        keeps_l1 = chosen.restart or chosen.restored
-        has_directory = mode in WITH_TIER and not ours and not chosen.remote and not keeps_l1
+        keeps_l1 = chosen.restart_amid or chosen.restored or chosen.restarted
+        has_directory = mode in WITH_TIER and not ours and not chosen.remote and (not keeps_l1 or chosen.restarted)
         directory = Path(chosen.logs) / f"tier-{mode}" if has_directory else None
         flags = chosen.server_flag
         remote = chosen.remote and RemoteTier(chosen.remote, Path(chosen.logs) / f"{chosen.remote}-{mode}")
@@ -156,10 +165,14 @@ def main():
                     RemoteCases(chosen, prompts, known, server, report).run_remote(second)
                 finally:
                     finish(second, report, f"{run_name(chosen, mode)}-second")
-            elif chosen.restart:
+            elif chosen.restart_amid:
                 RestartCases(chosen, prompts, known, server, report).run_restarts()
             elif chosen.restored:
                 RestoredCases(chosen, prompts, known, server, report, state=state / INSTANCE).run_restored()
+            elif chosen.long_prompts:
+                LongPromptCases(chosen, prompts, known, server, report).run_long_prompts()
+            elif chosen.restarted:
+                RestartedCases(chosen, prompts, known, server, report).run_restarted()
             elif chosen.mla:
                 MlaCases(chosen, prompts, known, server, report).run_mla()
             elif chosen.tensor_parallel * chosen.pipeline_parallel > 1:
