@@ -61,7 +61,7 @@ class RestartCases(ModeCases):
             status, _ = self.server.stop()
             self.server.start()
             took = time.monotonic() - began
-            was_amid = not all(answer.done() for answer in answers)
+            was_during = not all(answer.done() for answer in answers)
             failed = [repr(answer.exception()) for answer in answers if answer.exception()]
             said = [None if answer.exception() else answer.result().ids for answer in answers]
         hit = vllm.counters()[0] - before
@@ -70,7 +70,7 @@ class RestartCases(ModeCases):
         alike = len(prompts) - len(failed) - len(others)
         right = not failed and status == 0 and hit <= external and all(self.is_near_tie(*other) for other in others)
         detail = (
-            f"restart of {took:.2f} s, {'amid the requests' if was_amid else 'behind them'}; {len(failed)} failed {failed[:2]}, "
+            f"restart of {took:.2f} s, {'during the requests' if was_during else 'behind them'}; {len(failed)} failed {failed[:2]}, "
             f"{external - hit} of {external} tokens recomputed, same tokens {alike} of {len(prompts)}"
         )
         self.check(f"restart-{name}", right, detail)

@@ -16,7 +16,7 @@
                                behind vLLM's own prefix cache
   run.py ... --remote resp     two servers that share a tier of this type: an engine at the second hits what one at the first
                                has stored
-  run.py ... --restart-amid    a server that restarts while an engine serves 20 requests at once
+  run.py ... --restart-under-load  a server that restarts while an engine serves 20 requests at once
   run.py ... --restored        a server without a second tier that is killed: hits after its start, from the L1 that it had
   run.py ... --long-prompts    prompts that are longer than L1, in a tier and without one, asked again and again
   run.py ... --restarted       a server with a state directory that is stopped while a request is computed: hits after its start
@@ -77,7 +77,7 @@ def options():
     parser.add_argument("--connector", choices=["lmcache", "kvtier"], default="lmcache", help="vLLM's connector")
     parser.add_argument("--package", help="directory with the Python package kvtier, for its connector")
     parser.add_argument("--remote", choices=["resp", "s3"], help="type of the tier that two servers share")
-    parser.add_argument("--restart-amid", action="store_true", help="the server restarts under load")
+    parser.add_argument("--restart-under-load", action="store_true", help="the server restarts under load")
     parser.add_argument("--restored", action="store_true", help="a server that is killed leaves its L1 to the next")
     parser.add_argument("--long-prompts", type=int, nargs="?", const=10, metavar="N", help="prompts longer than an L1 of N chunks")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="requests of a long prompt")
@@ -107,7 +107,7 @@ def options():
         parser.error("--brief, --mla, --tensor-parallel and --pipeline-parallel need --connector kvtier")
     if chosen.mla:
         chosen.block_size = 16
-    if chosen.restart_amid:
+    if chosen.restart_under_load:
         chosen.kv_blocks = max(chosen.kv_blocks, 160)
     if chosen.long_prompts:
         chosen.kv_blocks = lengths(chosen.long_prompts)[0] // chosen.block_size + 8
@@ -133,7 +133,7 @@ def main():
         ours = chosen.connector == "kvtier"
         log = Path(chosen.logs) / f"server-{run_name(chosen, mode)}.log"
         log.unlink(missing_ok=True)
-        keeps_l1 = chosen.restart_amid or chosen.restored or chosen.restarted
+        keeps_l1 = chosen.restart_under_load or chosen.restored or chosen.restarted
         has_directory = mode in WITH_TIER and not ours and not chosen.remote and (not keeps_l1 or chosen.restarted)
         directory = Path(chosen.logs) / f"tier-{mode}" if has_directory else None
         flags = chosen.server_flag
@@ -165,7 +165,7 @@ def main():
                     RemoteCases(chosen, prompts, known, server, report).run_remote(second)
                 finally:
                     finish(second, report, f"{run_name(chosen, mode)}-second")
-            elif chosen.restart_amid:
+            elif chosen.restart_under_load:
                 RestartCases(chosen, prompts, known, server, report).run_restarts()
             elif chosen.restored:
                 RestoredCases(chosen, prompts, known, server, report, state=state / INSTANCE).run_restored()

@@ -1,7 +1,7 @@
 //! CUDA device: all GPUs of this machine as one [`Device`]. A GPU is activated when its first worker registers.
 //!
 //! An activation acquires the slot's `activation`, `trials` (one trial at a time), `pinned` (guards the arena once it
-//! is pinned), and what pauses pinning, in this order.
+//! is pinned), and what pauses pinning, in this order; no other lock is acquired inside.
 
 use std::path::PathBuf;
 use std::sync::Arc;
