@@ -177,7 +177,7 @@ impl Operation {
     #[must_use]
     pub fn lane(self) -> Lane {
         match self {
-            Self::GetExperimental | Self::Noop | Self::Ping => Lane::Inline,
+            Self::GetChunkSize | Self::GetExperimental | Self::Noop | Self::Ping => Lane::Inline,
             // Registrations are ordered with the transfers of their connection: a store sent before an
             // unregistration must still find its pages.
             Self::RegisterKvCache

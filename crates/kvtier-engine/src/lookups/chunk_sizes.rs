@@ -5,8 +5,8 @@
 //! would take one chunk of ours for one of theirs: more tokens than they asked for, and the engine dies.
 //!
 //! A reconnected client is served once no other size is possible. Possible are the sizes that servers of this instance have
-//! [announced](ChunkSizes::announce), as the state directory keeps them, or all sizes if it does not. A size is
-//! announced before a client learns of it, and the default also when a worker registers with it. If there is [one](ChunkSizes::only), the
+//! [announced](ChunkSizes::announce), as the state directory keeps them, or all sizes if it does not. The default counts as
+//! announced once a worker registers with it, any other before a client learns of it. If there is [one](ChunkSizes::only), the
 //! requests of the client are read in it, else in the default. A size is out
 //! if it does not divide the end of a lookup, which its client cuts down to whole chunks; if it is shorter than the rest that
 //! was cut off; or if it is not a multiple of the blocks of the model's workers. Until then, and again if its lookups

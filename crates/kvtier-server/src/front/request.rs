@@ -284,9 +284,7 @@ impl Server {
                 reply.answer(self.negotiate(context, alignment));
             }
             Ok((Request::GetChunkSize, _)) => {
-                let tokens = self.chunk_tokens(context);
-                self.engine.announce_chunk_size(tokens);
-                reply.answer(chunk_size_answer(tokens));
+                reply.answer(chunk_size_answer(self.chunk_tokens(context)));
             }
             Ok((mut request, _)) => {
                 match &mut request {
