@@ -194,6 +194,7 @@ def test_resource_headers_tenants_and_failures(collector, serve, engines, tmp_pa
     """What a process says of itself, a token of the collector, a tenant by its hash, and why a retrieve failed."""
     secret = tmp_path / "secret"
     secret.write_text("0123456789abcdef")
+    secret.chmod(0o600)
     env = {
         "OTEL_EXPORTER_OTLP_HEADERS": "Authorization=Bearer%20MARK",
         "OTEL_RESOURCE_ATTRIBUTES": "deployment.environment=test",

@@ -381,15 +381,9 @@ impl Engine {
         self.context.instances.get(id).is_some()
     }
 
-    /// Notes a chunk size that clients have from this server. One that is new to this instance waits for the disk.
+    /// Notes a chunk size that a client is about to learn. One that is new to this instance waits for the disk.
     pub fn announce_chunk_size(&self, tokens: u32) {
         self.lookups.chunk_sizes.announce(tokens.into());
-    }
-
-    /// The only chunk size that a client of this instance can have from an earlier server; `None` if there may be several.
-    pub fn only_chunk_size(&self) -> Option<u32> {
-        let only = self.lookups.chunk_sizes.only();
-        only.and_then(|tokens| u32::try_from(tokens).ok())
     }
 
     /// Counts a request that no served release of LMCache sends, and warns of its client in the log, in health probes and in

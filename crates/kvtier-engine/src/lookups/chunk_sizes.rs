@@ -5,9 +5,7 @@
 //! would take one chunk of ours for one of theirs: more tokens than they asked for, and the engine dies.
 //!
 //! A reconnected client is served once no other size is possible. Possible are the sizes that servers of this instance have
-//! [announced](ChunkSizes::announce), as the state directory keeps them, or all sizes if it does not. The default counts as
-//! announced once a worker registers with it, any other before a client learns of it. If there is [one](ChunkSizes::only), the
-//! requests of the client are read in it, else in the default. A size is out
+//! [announced](ChunkSizes::announce), as the state directory keeps them, or all sizes if it does not. A size is out
 //! if it does not divide the end of a lookup, which its client cuts down to whole chunks; if it is shorter than the rest that
 //! was cut off; or if it is not a multiple of the blocks of the model's workers. Until then, and again if its lookups
 //! stop to fit, a client finds nothing.
@@ -28,6 +26,7 @@
 //! The mutex guards the table; no other lock is acquired inside, and none is held while the file is written.
 
 use std::collections::HashMap;
+use std::num::NonZeroUsize;
 
 use kvtier_state::StateDir;
 use kvtier_sync::Mutex;
@@ -54,8 +53,6 @@ struct Seen {
     longest_rest: u64,
     lookups: u32,
     is_logged: bool,
-    /// Whether only its size was announced before its first lookup; a later one is not its client's.
-    is_only: bool,
 }
 
 impl Seen {
@@ -74,13 +71,11 @@ impl Seen {
     }
 }
 
-/// A lookup of a prompt of `tokens` tokens up to `end` in chunks of `size`, for workers whose blocks are multiples of `block`
-/// tokens.
+/// A lookup of a prompt of `tokens` tokens up to `end`, for workers whose blocks are multiples of `block` tokens.
 #[derive(Debug, Clone, Copy)]
 pub struct LookupRange {
     pub tokens: u64,
     pub end: u64,
-    pub size: u64,
     pub block: u64,
 }
 
@@ -102,17 +97,7 @@ impl Table {
             return seen.proves(own, block);
         }
         let mut announced = self.announced.iter();
-        seen.is_only && seen.fits(own, block)
-            || self.announced.contains(&own)
-                && announced.all(|size| seen.fits(*size, block) == (*size == own))
-    }
-
-    /// The only announced size.
-    fn only(&self) -> Option<u64> {
-        match self.announced[..] {
-            [size] if self.is_complete => Some(size),
-            _ => None,
-        }
+        announced.all(|size| seen.fits(*size, block) == (*size == own))
     }
 
     /// What is to be noted for a size that is announced, if that is new.
@@ -136,14 +121,15 @@ impl Table {
 
 /// What the lookups of reconnected clients show of their chunk sizes.
 pub struct ChunkSizes {
+    own: u64,
     /// `None` without a state directory.
     file: Option<AnnouncedFile>,
     table: Mutex<Table>,
 }
 
 impl ChunkSizes {
-    /// For a server of the instance in this folder.
-    pub fn new(state: Option<&StateDir>) -> Self {
+    /// For a server of this chunk size, which it announces, and of the instance in this folder.
+    pub fn new(own: NonZeroUsize, state: Option<&StateDir>) -> Self {
         let opened = state.and_then(|state| {
             let opened = AnnouncedFile::open(state);
             opened
@@ -154,7 +140,8 @@ impl ChunkSizes {
         });
         let (file, kept) = opened.unzip();
         let kept = kept.flatten();
-        Self {
+        let sizes = Self {
+            own: own.get() as u64,
             file,
             table: Mutex::new(Table {
                 by_connection: HashMap::new(),
@@ -162,15 +149,12 @@ impl ChunkSizes {
                 announced: kept.unwrap_or_default(),
                 is_foreign_new: false,
             }),
-        }
+        };
+        sizes.announce(sizes.own);
+        sizes
     }
 
-    /// The size that reconnected clients of this instance have, if it is certain.
-    pub fn only(&self) -> Option<u64> {
-        self.table.lock().only()
-    }
-
-    /// Notes a chunk size that clients have from this server. A new one waits for the disk.
+    /// Notes a chunk size that a client is about to learn from this server. A new one waits for the disk.
     pub fn announce(&self, size: u64) {
         let new = self.table.lock().unknown(size);
         if let Some(new) = new {
@@ -203,28 +187,19 @@ impl ChunkSizes {
         self.table.lock().by_connection.len()
     }
 
-    /// Whether the client of a lookup certainly counts in the chunks in which it was read.
+    /// Whether the client of a lookup certainly counts in our chunks.
     pub fn is_proven(&self, caller: Caller, lookup: LookupRange) -> bool {
         if caller.knows_chunk_size {
             return true;
         }
-        let LookupRange {
-            tokens,
-            end,
-            size: own,
-            block,
-        } = lookup;
-        let connection = caller.connection;
+        let LookupRange { tokens, end, block } = lookup;
+        let (own, connection) = (self.own, caller.connection);
         let mut table = self.table.lock();
-        let is_only = table.only() == Some(own);
         let connections = &mut table.by_connection;
         if connections.len() >= MAX_CONNECTIONS && !connections.contains_key(&connection) {
             connections.clear();
         }
-        let seen = connections.entry(connection).or_insert(Seen {
-            is_only,
-            ..Seen::default()
-        });
+        let seen = connections.entry(connection).or_default();
         seen.divisor = gcd(seen.divisor, end);
         seen.longest_rest = seen.longest_rest.max(tokens.saturating_sub(end));
         seen.lookups = seen.lookups.saturating_add(1);
@@ -269,7 +244,7 @@ mod tests {
 
     use super::*;
 
-    const CHUNK: u64 = 16;
+    const CHUNK: NonZeroUsize = NonZeroUsize::new(16).unwrap();
 
     fn client(connection: u64, knows_chunk_size: bool) -> Caller {
         Caller {
@@ -289,31 +264,24 @@ mod tests {
 
     fn is_proven_of(sizes: &ChunkSizes, caller: Caller, tokens: u64, chunk: u64) -> bool {
         let end = tokens / chunk * chunk;
-        let (size, block) = (CHUNK, 1);
-        let range = LookupRange {
-            tokens,
-            end,
-            size,
-            block,
-        };
-        sizes.is_proven(caller, range)
+        let block = 1;
+        sizes.is_proven(caller, LookupRange { tokens, end, block })
     }
 
     /// A server of this chunk size, without a state directory.
     fn alone() -> ChunkSizes {
-        ChunkSizes::new(None)
+        ChunkSizes::new(CHUNK, None)
     }
 
     /// The server of an instance, once it has announced these sizes too; then it ends.
     fn announce(base: &Path, sizes: &[u64]) {
         let server = next(base);
-        server.announce(CHUNK);
         sizes.iter().for_each(|size| server.announce(*size));
     }
 
     /// The next server of that instance.
     fn next(base: &Path) -> ChunkSizes {
-        ChunkSizes::new(Some(&StateDir::open(base, "a").unwrap()))
+        ChunkSizes::new(CHUNK, Some(&StateDir::open(base, "a").unwrap()))
     }
 
     #[test]
@@ -322,7 +290,6 @@ mod tests {
             let range = LookupRange {
                 tokens: 64,
                 end,
-                size: CHUNK,
                 block: 1,
             };
             assert!(alone().is_proven(client(1, true), range));
@@ -375,7 +342,6 @@ mod tests {
             let range = LookupRange {
                 tokens,
                 end: 16,
-                size: CHUNK,
                 block,
             };
             let is_proven = alone().is_proven(client(1, false), range);
@@ -389,13 +355,7 @@ mod tests {
         let base = tempfile::tempdir().unwrap();
         // Earlier servers may have announced any.
         assert!(!is_proven(&next(base.path()), 64, 16));
-        // Or none: a client that has a size is one of another server.
         let sizes = next(base.path());
-        assert_eq!(sizes.only(), None);
-        assert!(!is_proven(&sizes, 64, 16));
-        announce(base.path(), &[]);
-        let sizes = next(base.path());
-        assert_eq!(sizes.only(), Some(16));
         for _ in 0..3 {
             assert!(is_proven(&sizes, 64, 16));
         }
@@ -413,7 +373,6 @@ mod tests {
         let base = tempfile::tempdir().unwrap();
         announce(base.path(), &[32, 24]);
         let sizes = next(base.path());
-        assert_eq!(sizes.only(), None);
         assert!(!is_proven(&sizes, 96, 16), "16, 24 or 32");
         assert!(!is_proven(&sizes, 64, 16), "16 or 32");
         assert!(is_proven(&sizes, 80, 16));
@@ -434,7 +393,6 @@ mod tests {
             assert!(is_proven(&sizes, 64, 16));
             assert!(!is_proven_of(&sizes, client(2, false), tokens, theirs));
             assert!(!is_proven(&sizes, 64, 16), "{theirs}");
-            assert_eq!(sizes.only(), None);
             let file = base.path().join("a/chunk-sizes");
             let before = std::fs::read(&file).unwrap();
             assert!(!before.ends_with(b"\n0"), "a lookup writes nothing");

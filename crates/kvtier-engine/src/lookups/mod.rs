@@ -70,7 +70,7 @@ impl Lookups {
         Self {
             held: Arc::default(),
             prompts: PromptMemory::new(hasher, PROMPT_MEMORY_BYTES),
-            chunk_sizes: ChunkSizes::new(context.state.as_ref().ok()),
+            chunk_sizes: ChunkSizes::new(context.chunk_size, context.state.as_ref().ok()),
             recent: Arc::default(),
             scheduler_pings: Mutex::default(),
             waits_ended: watch::Sender::new(false),
@@ -246,7 +246,6 @@ impl Lookups {
         let range = LookupRange {
             tokens: tokens as u64,
             end: key.end,
-            size: key.tokens.chunk_size.get() as u64,
             block: block_tokens(&instances, key.tokens.chunk_size),
         };
         // A client that names its chunk size has it.

@@ -30,8 +30,6 @@ pub struct Peer {
     pub lookups: LookupNumbers,
     /// Tokens per chunk, once they were negotiated: its requests do not repeat them.
     pub chunk_tokens: OnceLock<u32>,
-    /// Tokens per chunk that its client has from an earlier server, if that is certain, once it was needed.
-    pub earlier_chunk_tokens: OnceLock<Option<u32>>,
     is_closed: AtomicBool,
     engine: Weak<Engine>,
 }
@@ -168,7 +166,6 @@ impl Budgets {
                 is_closed: AtomicBool::new(false),
                 lookups: LookupNumbers::default(),
                 chunk_tokens: OnceLock::new(),
-                earlier_chunk_tokens: OnceLock::new(),
                 engine: Weak::clone(&self.engine),
             }),
             candidates: Candidates::default(),

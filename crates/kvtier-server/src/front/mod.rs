@@ -128,7 +128,7 @@ impl FrontEnd {
         self.socket.endpoint()
     }
 
-    /// Stops serving once no request is in flight, at the latest after a quarter of the stop's time, and closes all connections.
+    /// Stops serving once no request is in flight, at the latest after an eighth of the stop's time, and closes all connections.
     /// The socket stays bound until the front end is dropped.
     pub fn stop(&mut self) {
         self.stop.store(true, Ordering::Release);

@@ -268,7 +268,7 @@ impl Server {
         let payloads: Vec<&[u8]> = payloads.iter().map(Vec::as_slice).collect();
         let mut prompts = self.engine.prompt_reader();
         let chunk_tokens = context.peer.chunk_tokens.get().copied();
-        if let Some(tokens) = chunk_tokens.or_else(|| self.earlier_chunk_tokens(context)) {
+        if let Some(tokens) = chunk_tokens {
             prompts.set_chunk_tokens(tokens);
         }
         let decoded = Request::decode_noting_unknown(spec, &payloads, &mut prompts);
@@ -289,10 +289,12 @@ impl Server {
             Ok((mut request, _)) => {
                 match &mut request {
                     Request::RegisterKvCache(registration) => {
-                        self.name_chunk_size(&mut registration.hints.chunk_tokens, chunk_tokens);
+                        let named = &mut registration.hints.chunk_tokens;
+                        *named = named.or(chunk_tokens);
                     }
                     Request::RegisterEngineDriven(registration) => {
-                        self.name_chunk_size(&mut registration.chunk_tokens, chunk_tokens);
+                        let named = &mut registration.chunk_tokens;
+                        *named = named.or(chunk_tokens);
                     }
                     _ => {}
                 }
@@ -335,26 +337,6 @@ impl Server {
     fn chunk_tokens(&self, context: &RequestContext) -> u32 {
         let bound = context.peer.chunk_tokens.get().copied();
         bound.unwrap_or_else(|| self.engine.config().chunk_size)
-    }
-
-    /// Tokens per chunk of a client that did not ask this server for them.
-    fn earlier_chunk_tokens(&self, context: &RequestContext) -> Option<u32> {
-        let RequestContext { caller, peer, .. } = context;
-        if caller.knows_chunk_size || !caller.release.notices_failed_retrieves() {
-            return None;
-        }
-        let tokens = &peer.earlier_chunk_tokens;
-        *tokens.get_or_init(|| self.engine.only_chunk_size())
-    }
-
-    /// Completes the chunk size that a registration names by the one that was negotiated for its connection. A worker that has
-    /// the default is of an engine that has it from this server.
-    fn name_chunk_size(&self, named: &mut Option<u32>, negotiated: Option<u32>) {
-        *named = named.or(negotiated);
-        if named.is_none() {
-            let default = self.engine.config().chunk_size;
-            self.engine.announce_chunk_size(default);
-        }
     }
 
     /// Agrees on the chunk size of a connection. Later requests are counted in it, so it stays: another alignment has to

@@ -214,7 +214,7 @@ impl Front {
         // What waits for a tier, and then for a GPU: requests that the lanes still hold may wait for its driver. Lookups
         // have what L1 has from here on.
         self.server.engine.end_waits();
-        self.serve_until_quiet(until.min(Instant::now() + stop_timeout / 4))?;
+        self.serve_until_quiet(until.min(Instant::now() + stop_timeout / 8))?;
         self.server.engine.end_transfers();
         self.transfers.close();
         self.control.close();

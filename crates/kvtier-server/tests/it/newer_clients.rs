@@ -169,51 +169,6 @@ fn reconnected_client_finds_nothing_until_it_negotiates() {
     assert_eq!(scheduler.hits(key), 3);
 }
 
-// proves: docs/clients.md#from-057-on
-#[test]
-fn reconnected_client_has_the_only_size_of_its_instance() {
-    const MODEL: &str = "newer/restarted";
-    let base = tempfile::tempdir().unwrap();
-    let state = base.path().to_str().unwrap();
-    let start = || TestServer::start(&["--state-dir", state, "--instance-id", "a"]);
-    let server = start();
-    assert_eq!(Scheduler::connect(&server, MODEL, 0).negotiate(32), 32);
-    drop(server);
-
-    let server = start();
-    let mut scope = Scope::new(MODEL);
-    scope.chunk_tokens = Some(32);
-    let mut worker = server.engine_driven(1, &scope);
-    let len = worker.chunk_bytes();
-    let stored = worker.store(&prompt(1, 6), 0..96, "s", |chunk| bytes(1, chunk, len));
-    assert_eq!(stored.unwrap().chunks, [0, 1, 2]);
-    let mut scheduler = Scheduler::connect(&server, MODEL, 7);
-    let hits = |scheduler: &mut Scheduler, request| {
-        let key = scheduler.key(&tokens(1, 6), 0, request);
-        scheduler.hits(key)
-    };
-    assert_eq!(hits(&mut scheduler, "a"), 3);
-    // Its worker counts in the same chunks.
-    let mut key = scheduler.key(&tokens(1, 6), 0, "a");
-    key.worker_id = Some(0);
-    let instance = kvtier_client::InstanceId(1);
-    let (_, answer) = scheduler.ask(&Request::PrepareRetrieve { key, instance });
-    let row = row(Operation::PrepareRetrieve);
-    let answer = Response::decode(row.response, answer.as_deref()).unwrap();
-    assert!(
-        matches!(&answer, Response::PrepareRetrieve(granted) if granted.success),
-        "{answer:?}"
-    );
-    // It goes on when another size is negotiated, and a client that comes back later may have either.
-    assert_eq!(Scheduler::connect(&server, MODEL, 0).negotiate(48), 48);
-    assert_eq!(hits(&mut scheduler, "b"), 3);
-    let mut later = Scheduler::connect(&server, MODEL, 9);
-    assert_eq!(hits(&mut later, "c"), 0);
-    assert_eq!(later.negotiate(32), 32);
-    assert_eq!(hits(&mut later, "d"), 3);
-    server.assert_sound();
-}
-
 #[test]
 fn negotiated_chunk_size_is_kept_for_the_next_server() {
     let base = tempfile::tempdir().unwrap();
