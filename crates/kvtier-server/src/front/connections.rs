@@ -360,19 +360,6 @@ impl Connections {
             && !self.open.values().any(Connection::has_input)
     }
 
-    /// Closes the connections whose clients wait for no answer and have sent nothing that is not served.
-    pub fn close_quiet(&mut self) {
-        let is_quiet =
-            |of: &mut Connection| of.is_idle() && of.is_between_messages() && !of.has_input();
-        let quiet = self
-            .open
-            .iter_mut()
-            .filter_map(|(id, of)| is_quiet(of).then_some(*id));
-        for id in quiet.collect::<Vec<_>>() {
-            self.close(id, Closed::ByClient);
-        }
-    }
-
     /// Connections that have sent more stray frames than allowed, and are read in turns.
     #[cfg(test)]
     pub fn excessive(&mut self) -> usize {

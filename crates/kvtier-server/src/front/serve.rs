@@ -256,12 +256,11 @@ impl Front {
             .for_each(|id| self.answer_undecided(id));
     }
 
-    /// Serves on until nothing is in flight, and ends all connections then. If that has not come by `until`, ends those whose own
-    /// client waits for nothing.
+    /// Serves on until nothing is in flight, and ends all connections then; by `until` it has come, or the
+    /// stop goes on without it.
     fn serve_until_quiet(&mut self, until: Instant) -> std::io::Result<()> {
         while !self.is_quiet() {
             if Instant::now() >= until {
-                self.connections.close_quiet();
                 return Ok(());
             }
             self.turn(QUIET_POLL_INTERVAL)?;
