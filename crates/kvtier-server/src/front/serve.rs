@@ -240,24 +240,15 @@ impl Front {
     /// that it is refused stays without an answer, which it would take for data.
     fn serve_last_pings(&mut self, until: Instant) -> std::io::Result<()> {
         let engine = Arc::clone(&self.server.engine);
-        let mut undecided = self.connections.undecided();
-        while (engine.holds_answers() || !undecided.is_empty()) && Instant::now() < until {
+        while (engine.holds_answers() || !self.connections.undecided().is_empty())
+            && Instant::now() < until
+        {
             self.turn(ENDING)?;
-            undecided = self.connections.undecided();
         }
-        self.answer_all_undecided();
         Ok(())
     }
 
-    fn answer_all_undecided(&mut self) {
-        let undecided = self.connections.undecided();
-        undecided
-            .into_iter()
-            .for_each(|id| self.answer_undecided(id));
-    }
-
-    /// Serves on until nothing is in flight, and ends all connections then; by `until` it has come, or the
-    /// stop goes on without it.
+    /// Serves on until nothing is in flight, and ends all connections then. After `until` the stop goes on in any case.
     fn serve_until_quiet(&mut self, until: Instant) -> std::io::Result<()> {
         while !self.is_quiet() {
             if Instant::now() >= until {
@@ -271,7 +262,9 @@ impl Front {
 
     /// Whether no client waits for an answer or has sent anything that is not served.
     fn is_quiet(&mut self) -> bool {
-        self.answer_all_undecided();
+        for id in self.connections.undecided() {
+            self.answer_undecided(id);
+        }
         // In this order: a request has left its lane when its reply is counted, and is counted until its answer is in the outbox.
         let is_answered = self.connections.are_idle() && !self.server.has_unanswered();
         self.send_replies();
