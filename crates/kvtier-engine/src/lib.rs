@@ -508,7 +508,8 @@ impl Engine {
             self.context.l1.discard();
         }
         self.is_drained.store(true, Ordering::Release);
-        self.finish_driver_threads();
+        // Memory of workers that have left is released, for a while.
+        self.workers.driver_threads.finish();
         self.workers.close();
         self.context.devices.close();
         // From here on the next server may have them: both change only by requests, and there are none any more.
@@ -521,11 +522,6 @@ impl Engine {
     /// Lets L1 end with the process: [`Engine::close`] frees it, in place of leaving it to the next server.
     pub fn end_l1(&self) {
         self.context.l1.end_with_process();
-    }
-
-    /// Waits, for a while, until the memory of workers that have left is released.
-    pub fn finish_driver_threads(&self) {
-        self.workers.driver_threads.finish();
     }
 
     /// Whether nothing is lost when the process ends now, as far as [`Engine::close`] has come: all requests are answered and

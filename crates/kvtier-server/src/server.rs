@@ -11,7 +11,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use crossbeam_channel::{Receiver, Sender};
+use crossbeam_channel::Receiver;
 use kvtier_error::{Error, Result};
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
@@ -90,10 +90,11 @@ impl Server {
             dashboard: Arc::new(Dashboard::new(logging::latest_warnings)),
         });
         let (stop_http, _) = watch::channel(false);
-        let mut http = Http::bind(&config, &api, &mut inherited)?;
+        let http = Http::bind(&config, &api, &mut inherited)?;
         inherited.check_used_up()?;
+        let http_address = http.address;
         // A probe is answered from here on.
-        http.serve(&api, &stop_http);
+        let http = http.serve(&api, &stop_http);
 
         let metrics = Arc::new(Metrics::new());
         metrics.has_descriptors(descriptors.limit, descriptors.connections);
@@ -126,8 +127,8 @@ impl Server {
             health,
             access,
             reloader,
-            http_address: http.address,
-            http: Some((http.runtime, http.answered)),
+            http_address,
+            http: Some(http),
             stop_http,
             stop_background: Arc::default(),
             background: Vec::new(),
@@ -228,15 +229,11 @@ pub fn end_process(code: i32) -> ! {
     kvtier_memory::exit_at_once(code)
 }
 
-/// HTTP, which serves from [`Http::serve`] on.
+/// Bound ports of HTTP, served from [`Http::serve`] on.
 struct Http {
     runtime: Runtime,
-    /// Held by each port's task, which ends when the requests in flight are answered.
-    answering: Option<Sender<()>>,
-    /// Disconnected when all of them have ended.
-    answered: Receiver<()>,
     address: SocketAddr,
-    listener: Option<tokio::net::TcpListener>,
+    listener: tokio::net::TcpListener,
     metrics: Option<tokio::net::TcpListener>,
 }
 
@@ -259,18 +256,18 @@ impl Http {
             .prometheus_port
             .map(|port| bind("prometheus-port", port))
             .transpose()?;
-        let (answering, answered) = crossbeam_channel::bounded(0);
         Ok(Self {
-            answering: Some(answering),
-            answered,
             address,
-            listener: Some(listener),
+            listener,
             metrics: metrics.map(|(listener, _)| listener),
             runtime,
         })
     }
 
-    fn serve(&mut self, api: &Arc<Api>, stop: &watch::Sender<bool>) {
+    /// Serves in tasks of the runtime, until `stop`. What is returned beside it is disconnected when the requests in flight are
+    /// answered.
+    fn serve(self, api: &Arc<Api>, stop: &watch::Sender<bool>) -> (Runtime, Receiver<()>) {
+        let (answering, answered) = crossbeam_channel::bounded::<()>(0);
         let stopped = || {
             let mut stop = stop.subscribe();
             async move {
@@ -278,12 +275,9 @@ impl Http {
                 let _ = stop.wait_for(|stop| *stop).await;
             }
         };
-        let answering = self.answering.take();
-        if let Some(listener) = self.listener.take() {
-            let serve = http::serve(listener, Arc::clone(api), stopped());
-            self.runtime.spawn(held(answering.clone(), serve));
-        }
-        if let Some(listener) = self.metrics.take() {
+        let serve = http::serve(self.listener, Arc::clone(api), stopped());
+        self.runtime.spawn(held(answering.clone(), serve));
+        if let Some(listener) = self.metrics {
             let serve = http::serve_metrics(listener, Arc::clone(api), stopped());
             self.runtime.spawn(held(answering, serve));
         }
@@ -294,6 +288,7 @@ impl Http {
                 () = access.watch(&health) => {}
             }
         });
+        (self.runtime, answered)
     }
 }
 

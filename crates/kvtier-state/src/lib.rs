@@ -75,33 +75,19 @@ impl StateDir {
             Err(rustix::io::Errno::WOULDBLOCK) => return Err(in_use(&lock)),
             Err(error) => return Err(Error::io("cannot be locked", error)),
         }
-        let state = Self::locked(path, directory, lock)?;
-        // A file system that is full or read-only would fail later, when something has to be kept.
-        state.claim()?;
-        Ok(state)
-    }
-
-    /// Of a folder whose lock is held.
-    fn locked(path: &Path, directory: OwnedFd, lock: File) -> Result<Self> {
         let stat = stat(&directory)?;
         let random = random_id(&directory).map_err(|error| error.context(ID))?;
+        // A file system that is full or read-only would fail later, when something has to be kept.
+        let pid = format!("{}\n", std::process::id());
+        let written = lock.set_len(0);
+        let written = written.and_then(|()| lock.write_all_at(pid.as_bytes(), 0));
+        written.map_err(|error| Error::io("cannot be written", error))?;
         Ok(Self {
             path: path.to_owned(),
             directory,
             lock,
             id: identity(&stat, &random),
         })
-    }
-
-    /// Writes the process id of this server beside the lock.
-    ///
-    /// # Errors
-    /// The system's.
-    pub fn claim(&self) -> Result<()> {
-        let id = format!("{}\n", std::process::id());
-        let written = self.lock.set_len(0);
-        let written = written.and_then(|()| self.lock.write_all_at(id.as_bytes(), 0));
-        written.map_err(|error| Error::io("cannot be written", error))
     }
 
     /// Identity of the folder on this machine. Its device and inode tell it from a copy, its random part from a later folder
@@ -132,7 +118,7 @@ impl StateDir {
     }
 }
 
-/// Where the folder of an instance is or will be below `base`, if it could be opened now; creates and changes nothing.
+/// Path of an instance's folder below `base`, if the folder could be opened or made now. Nothing is made or changed.
 ///
 /// # Errors
 /// As [`StateDir::open`].

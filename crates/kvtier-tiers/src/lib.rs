@@ -122,27 +122,7 @@ impl L2 {
             let _within = runtime.enter();
             open()?
         };
-        let (l2, queues) = Self::over(config, runtime, tiers, cache, arena, clock, metrics);
-        for (number, (tier, queue)) in l2.tiers.iter().zip(queues).enumerate() {
-            let (stop, recovered) = (Arc::clone(&l2.stop), Arc::clone(tier));
-            l2.handle
-                .spawn(async move { recovered.recover(&stop).await });
-            l2.serve(number, queue);
-        }
-        Ok(l2)
-    }
-
-    /// L2 over open tiers, which does nothing yet, and the queue of each tier.
-    fn over(
-        config: &L2Config,
-        runtime: Runtime,
-        tiers: Vec<Arc<Tier>>,
-        cache: Cache<L1Allocator>,
-        arena: Arc<Arena>,
-        clock: Arc<Clock>,
-        metrics: Arc<Metrics>,
-    ) -> (Arc<Self>, Vec<UnboundedReceiver<Batch>>) {
-        let (stores, receivers) = StoreQueue::new(tiers.len(), config.store_queue_bytes);
+        let (stores, queues) = StoreQueue::new(tiers.len(), config.store_queue_bytes);
         let units = usize::try_from(config.load_bytes / LOAD_UNIT).unwrap_or(usize::MAX);
         let load_units = units.clamp(1, Semaphore::MAX_PERMITS);
         let l2 = Arc::new(Self {
@@ -163,7 +143,13 @@ impl L2 {
             clock,
             stores,
         });
-        (l2, receivers)
+        for (number, (tier, queue)) in l2.tiers.iter().zip(queues).enumerate() {
+            let (stop, recovered) = (Arc::clone(&l2.stop), Arc::clone(tier));
+            l2.handle
+                .spawn(async move { recovered.recover(&stop).await });
+            l2.serve(number, queue);
+        }
+        Ok(l2)
     }
 
     /// Starts the tasks that store to a tier and evict from it.

@@ -23,7 +23,6 @@ use super::uuid::Gpus;
 use crate::device::{Device, DeviceError, Done, EngineMemory, OnSubmitted, Transfer};
 use crate::layout::KvLayout;
 use crate::physical::visit_block_runs;
-use crate::spec::MemorySpec;
 
 /// Maximum wait, at registration, for the engine's earlier work on its pages.
 const REGISTRATION_TIMEOUT: Duration = Duration::from_secs(10);
@@ -52,15 +51,6 @@ pub struct CudaDevice {
     next_pages: AtomicU64,
     /// No further GPU is activated.
     stopped: AtomicBool,
-}
-
-/// The open memories of a registration.
-#[derive(Debug)]
-struct OpenMemories {
-    storages: Storages,
-    owner: Option<Owner>,
-    numa_node: Option<u32>,
-    gpu: Arc<Gpu>,
 }
 
 /// State of one GPU, for `/status` and metrics.
@@ -100,24 +90,6 @@ impl CudaDevice {
             trials: Mutex::default(),
             next_pages: AtomicU64::new(0),
             stopped: AtomicBool::new(false),
-        })
-    }
-
-    fn open_memories(&self, memories: &[MemorySpec]) -> Result<OpenMemories, DeviceError> {
-        let found = self.gpus.of(memories)?;
-        let numa_node = u32::try_from(found.numa_node).ok();
-        let gpu = self.gpu(found)?;
-        // First: opening fails for a process that exits before this, and a later exit is noticed.
-        let owner = Owner::identify(memories);
-        let mut storages = Storages::open(&gpu.allocations, memories)?;
-        if !storages.wait_until_ready(Instant::now() + REGISTRATION_TIMEOUT)? {
-            return Err(DeviceError::EventTimeout);
-        }
-        Ok(OpenMemories {
-            storages,
-            owner,
-            numa_node,
-            gpu,
         })
     }
 
@@ -223,12 +195,16 @@ impl Device for CudaDevice {
     }
 
     fn open(&self, layout: Arc<KvLayout>) -> Result<Box<dyn EngineMemory>, DeviceError> {
-        let OpenMemories {
-            storages,
-            owner,
-            numa_node,
-            gpu,
-        } = self.open_memories(layout.memories())?;
+        let memories = layout.memories();
+        let found = self.gpus.of(memories)?;
+        let numa_node = u32::try_from(found.numa_node).ok();
+        let gpu = self.gpu(found)?;
+        // First: opening fails for a process that exits before this, and a later exit is noticed.
+        let owner = Owner::identify(memories);
+        let mut storages = Storages::open(&gpu.allocations, memories)?;
+        if !storages.wait_until_ready(Instant::now() + REGISTRATION_TIMEOUT)? {
+            return Err(DeviceError::EventTimeout);
+        }
         let places = storages.all().iter().map(|storage| AddressRange {
             address: storage.start().0,
             bytes: storage.bytes(),

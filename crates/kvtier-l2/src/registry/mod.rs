@@ -312,13 +312,7 @@ impl Registry {
     /// # Errors
     /// Those of the adapter's constructor.
     pub fn open(&self, config: &AdapterConfig) -> Result<Arc<dyn Adapter>, L2Error> {
-        Self::wrap(self.open_bare(config)?, config)
-    }
-
-    fn wrap(
-        adapter: Arc<dyn Adapter>,
-        config: &AdapterConfig,
-    ) -> Result<Arc<dyn Adapter>, L2Error> {
+        let adapter = self.open_bare(config)?;
         if config.serde.is_empty() {
             return Ok(wrap::guard(adapter, &config.guards));
         }
@@ -337,15 +331,12 @@ impl Registry {
     /// # Errors
     /// Those of the adapter's constructor.
     pub fn open_bare(&self, config: &AdapterConfig) -> Result<Arc<dyn Adapter>, L2Error> {
-        (self.registered(config)?.open)(config, self)
-    }
-
-    fn registered(&self, config: &AdapterConfig) -> Result<&AdapterType, L2Error> {
-        self.find(config.kind).ok_or_else(|| {
+        let kind = self.find(config.kind).ok_or_else(|| {
             L2Error::new(
                 crate::ErrorKind::Unsupported,
                 format!("type {:?} is not registered", config.kind),
             )
-        })
+        })?;
+        (kind.open)(config, self)
     }
 }
