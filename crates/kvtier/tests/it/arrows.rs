@@ -8,12 +8,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::docs::root;
+
 /// Names of a module: its path below the crate's root.
 type Module = Vec<String>;
-
-fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
-}
 
 fn crates() -> Vec<PathBuf> {
     let entries = fs::read_dir(root().join("crates")).unwrap();
