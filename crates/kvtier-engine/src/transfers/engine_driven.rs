@@ -161,7 +161,8 @@ impl Transfers {
         if let Some(unserved) = instance.unserved {
             return Err(unserved.name());
         }
-        let staged = self.stage(instance, &copy.range, groups, None, more_pieces);
+        let prompt = copy.range.prompt(key);
+        let staged = self.stage(instance, &copy.range, prompt, groups, None, more_pieces);
         staged.map_err(|error| {
             if is_trouble(&error) {
                 let (request, instance) = (key.request_id, instance.id.0);
@@ -295,6 +296,7 @@ impl Transfers {
             return Err("not_prepared");
         };
         let store = StagedStore {
+            prompt: copy.range.prompt(copy.key),
             groups: copy.unskipped(&skipped),
             reservation,
             charge,

@@ -29,8 +29,8 @@ use std::collections::HashMap;
 use std::hash::Hash;
 use std::sync::Arc;
 
-use kvtier_core::Namespace;
 use kvtier_core::cache::{KeyOutcome, ReserveOptions, ReservedPrompt};
+use kvtier_core::{ChunkHash, Namespace};
 use kvtier_device::Direction;
 use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_proto::request::InstanceId;
@@ -261,21 +261,11 @@ impl StagingBudget {
             },
         };
         let tenant = (direction == Direction::Store).then_some(&**namespace.cache_salt());
-        let mut charge = self.charge_earlier(&worker, tenant, bytes);
-        charge.depart();
-        charge
-    }
-
-    fn charge_earlier(
-        self: &Arc<Self>,
-        worker: &WorkerShare,
-        tenant: Option<&str>,
-        bytes: u64,
-    ) -> Charge {
-        let charge = self.charge(worker, tenant, bytes);
+        let mut charge = self.charge(&worker, tenant, bytes);
         let mut ledgers = self.ledgers.lock();
-        charge.ledger(&mut ledgers).add(worker, tenant, bytes);
+        charge.ledger(&mut ledgers).add(&worker, tenant, bytes);
         drop(ledgers);
+        charge.depart();
         charge
     }
 }
@@ -341,6 +331,7 @@ impl Transfers {
         &self,
         instance: &Instance,
         range: &WorkerRange,
+        prompt: Arc<[ChunkHash]>,
         groups: Vec<GroupChunks>,
         near: Option<u32>,
         more_pieces: u32,
@@ -359,16 +350,16 @@ impl Transfers {
             range.chunk_size,
         );
         let rows = rows(&scope, &instances.unwrap_or_default());
-        let prompt = ReservedPrompt {
+        let reserved_prompt = ReservedPrompt {
             rows: &rows,
-            hashes: &range.prompt,
+            hashes: &prompt,
             prefix: 0,
         };
         let reserve = |max_bytes| {
             let options = ReserveOptions {
                 near,
                 max_staged_bytes: Some(max_bytes),
-                prompt: Some(prompt),
+                prompt: Some(reserved_prompt),
             };
             let reserved = cache.reserve_with(self.context.now(), &requests, &options);
             let reserved = reserved.map_err(Error::refused)?;
@@ -396,6 +387,7 @@ impl Transfers {
         }
         drop(requests);
         Ok(StagedStore {
+            prompt,
             groups,
             reservation: reserved.reservation,
             charge,

@@ -60,6 +60,8 @@ impl GroupChunks {
 
 /// A store whose bytes are being written. Dropped without a commit, its objects never become readable.
 pub(super) struct StagedStore {
+    /// Hashes of the chunks of the prompt, up to the last that the store names.
+    pub prompt: Arc<[ChunkHash]>,
     pub groups: Vec<GroupChunks>,
     pub reservation: Reservation<L1Allocator>,
     pub charge: Charge,
@@ -74,6 +76,7 @@ pub(super) const MORE_PIECES: u32 = 7;
 pub(super) struct Rest {
     /// Without chunks.
     transfer: Transfer,
+    prompt: Arc<[ChunkHash]>,
     /// All that the store has.
     groups: Vec<GroupChunks>,
     near: Option<u32>,
@@ -83,7 +86,7 @@ pub(super) struct Rest {
 }
 
 impl StagedStore {
-    /// Its copies.
+    /// Copies from the engine's pages into the staged extents.
     fn copies(&self) -> Vec<ChunkCopy> {
         let copies = self.reservation.staged().iter().map(|staged| ChunkCopy {
             request: ChunkRequest {
@@ -135,11 +138,14 @@ impl Transfers {
             let message = "the client drops its stores until it is healthy again";
             return Err(Error::new(ErrorKind::NotHeld, message));
         }
-        let groups = self.group_chunks(&guard, &range, &transfer.blocks);
+        let prompt = range.prompt(request.key);
+        let hashes = &prompt[range.chunks.clone()];
+        let groups = self.group_chunks(&guard, &range, hashes, &transfer.blocks);
         let near = self.context.l1.part_near(guard.pages().numa_node());
-        let store = self.stage(instance, &range, groups, near, MORE_PIECES)?;
+        let store = self.stage(instance, &range, prompt, groups, near, MORE_PIECES)?;
         let rest = store.has_rest.then(|| Rest {
             transfer: transfer.clone(),
+            prompt: Arc::clone(&store.prompt),
             groups: store.groups.clone(),
             near,
             moved: Moved::default(),
@@ -159,8 +165,8 @@ impl Transfers {
         rest: &mut Rest,
     ) -> Option<(Transfer, StagedStore)> {
         rest.more_pieces -= 1;
-        let groups = rest.groups.clone();
-        let store = self.stage(instance, range, groups, rest.near, rest.more_pieces);
+        let (prompt, groups) = (Arc::clone(&rest.prompt), rest.groups.clone());
+        let store = self.stage(instance, range, prompt, groups, rest.near, rest.more_pieces);
         let store = store.ok().filter(|store| !store.reservation.is_empty())?;
         let transfer = Transfer {
             chunks: store.copies(),
@@ -174,9 +180,9 @@ impl Transfers {
         &self,
         guard: &CopyGuard,
         range: &WorkerRange,
+        hashes: &[ChunkHash],
         blocks: &BlockTable,
     ) -> Vec<GroupChunks> {
-        let hashes = &range.prompt[range.chunks.clone()];
         let null_block_id = self.context.config().null_block_id;
         let (layout, model) = (guard.pages().layout(), &guard.instance().layout);
         let groups = model.groups.iter().map(|group| {
@@ -204,8 +210,13 @@ impl Transfers {
         let committed = self.commit(range, store.reservation, &requests, is_written);
         if first > 0 {
             let namespaces = requests.iter().map(|request| request.namespace);
-            let cache = &self.context.l1.cache;
-            cache.renew(self.context.now(), namespaces, &range.prompt);
+            let Context { l1, l2, .. } = &*self.context;
+            l1.cache
+                .renew(self.context.now(), namespaces.clone(), &store.prompt);
+            // Before what was committed is stored there.
+            if let Some(l2) = l2 {
+                l2.renew(namespaces, &store.prompt);
+            }
         }
         self.admitted(range, committed.inserted, &requests, &staged);
         committed
@@ -258,10 +269,6 @@ impl Transfers {
         let Context { l2, metrics, .. } = &*self.context;
         metrics.admitted(range.scope.cache_salt(), inserted as u64);
         let Some(l2) = l2 else { return };
-        if range.chunks.start > 0 {
-            let namespaces = requests.iter().map(|request| request.namespace);
-            l2.renew(namespaces, &range.prompt);
-        }
         for (request, number) in requests.iter().zip(0..) {
             let of_request = committed.iter().filter(|staged| staged.request == number);
             let hashes: Vec<_> = of_request

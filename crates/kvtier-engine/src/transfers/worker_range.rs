@@ -2,6 +2,7 @@
 
 use std::num::NonZeroUsize;
 use std::ops::Range;
+use std::sync::Arc;
 
 use kvtier_core::ChunkHash;
 use kvtier_core::cache::ReadLease;
@@ -24,8 +25,6 @@ pub struct WorkerRange {
     pub kv_rank: u64,
     pub worker: u32,
     pub chunks: Range<usize>,
-    /// Hashes of the prompt's chunks, up to the last of the range.
-    pub prompt: Box<[ChunkHash]>,
     /// Tokens per chunk.
     pub chunk_size: NonZeroUsize,
     /// How long what a store of it writes is to be kept; `None` as the eviction policy does.
@@ -38,6 +37,13 @@ pub struct GroupLease {
     /// Counted from the prompt's start.
     pub chunks: Range<usize>,
     pub lease: ReadLease<L1Allocator>,
+}
+
+impl WorkerRange {
+    /// Hashes of its key's prompt, up to the last chunk of the range.
+    pub(super) fn prompt(&self, key: &CacheKey<'_, Prompt>) -> Arc<[ChunkHash]> {
+        key.tokens.hashes[..self.chunks.end].into()
+    }
 }
 
 impl Transfers {
@@ -81,7 +87,6 @@ impl Transfers {
             scope,
             kv_rank: kvtier_core::kv_rank(key.world_size, worker),
             worker,
-            prompt: key.tokens.hashes[..chunks.end].into(),
             chunks,
             chunk_size,
             keep_seconds: keep_seconds::decode(key.request_configs),

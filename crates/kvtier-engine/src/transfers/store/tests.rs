@@ -295,7 +295,7 @@ fn grant_of_another_layout_is_not_committed() {
         chunks: vec![0],
         hashes: hashes.clone(),
     };
-    let staged = transfers.stage(&instance, &range, vec![group], None, 0);
+    let staged = transfers.stage(&instance, &range, range.prompt(&key), vec![group], None, 0);
     let StagedStore {
         reservation,
         charge,
