@@ -36,7 +36,7 @@ pub enum Insertion {
     Replaced,
     /// It stood already.
     Known,
-    /// Its connection has caused others.
+    /// Not noted, since the connection has caused as many as one may.
     LeftOut,
 }
 

@@ -225,7 +225,7 @@ impl<'a, T> Request<'a, T> {
 pub struct UnknownField<'a> {
     /// Name of the payload that has it, in the map or inside it.
     pub payload: &'static str,
-    /// Its name, as far as it is shown.
+    /// Name of the field, cut as it is shown.
     pub name: &'a str,
 }
 

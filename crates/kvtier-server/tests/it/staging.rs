@@ -334,7 +334,7 @@ fn pickled_store_counts_in_worker_share() {
     assert!(commit_pickled(&mut other, &scope));
 }
 
-/// Of 64 MiB the share is 14, and the prompt has 31.
+/// A worker's share of an L1 of 64 MiB is 14 MiB, and the prompt takes 31.
 #[test]
 fn pickled_store_larger_than_its_share_is_stored_at_once() {
     let server = TestServer::start(&[]);
