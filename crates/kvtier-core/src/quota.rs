@@ -41,7 +41,7 @@ impl Default for QuotaConfig {
 /// Limit and reserved share of one tenant, in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Grant {
-    /// At most this; `None` = unlimited.
+    /// Limit in bytes; `None` = unlimited.
     pub limit: Option<u64>,
     /// Other tenants cannot evict its objects if less than this could remain. At most the limit.
     pub reserved: u64,

@@ -44,7 +44,7 @@ pub struct Lookup<A: ExtentAllocator> {
 pub struct PrefixLease<A: ExtentAllocator> {
     cache: Cache<A>,
     rows: Arc<[GroupRow]>,
-    /// One per row.
+    /// Held chunks, one entry per row.
     holds: Vec<HeldChunks>,
     held: usize,
 }

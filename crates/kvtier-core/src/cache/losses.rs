@@ -31,15 +31,15 @@ pub enum LossCause {
     Space,
     /// The policy evicted it ahead of demand, above the watermark.
     Watermark,
-    /// Its tenant was over quota.
+    /// Eviction from a tenant over quota.
     Quota,
-    /// It was removed on request.
+    /// Removal on request.
     Removed,
-    /// It was not stored: no memory was free, and no eviction would have freed enough.
+    /// Refused store: no memory was free, and no eviction would have freed enough.
     RefusedSpace,
-    /// It was not stored: its tenant's limit.
+    /// Refused store: the limit of the object's tenant.
     RefusedQuota,
-    /// It was not stored: the limit of uncommitted bytes.
+    /// Refused store: the limit of uncommitted bytes.
     RefusedStaging,
 }
 

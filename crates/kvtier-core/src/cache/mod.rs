@@ -94,7 +94,7 @@ pub struct ReserveOptions<'a> {
 pub struct Evicted {
     /// Objects evicted.
     pub objects: usize,
-    /// Their bytes.
+    /// Bytes of the evicted objects.
     pub bytes: u64,
 }
 
@@ -103,7 +103,7 @@ pub struct Evicted {
 pub struct Removed {
     /// Objects removed.
     pub objects: usize,
-    /// Their bytes; those of leased objects are freed with the last lease.
+    /// Bytes of the removed objects; those of leased ones are freed with the last lease.
     pub bytes: u64,
     /// Objects kept because they are leased, without `force`.
     pub kept: usize,
@@ -118,7 +118,7 @@ pub struct ResidentObject {
     pub chunk_hash: ChunkHash,
     /// The rest of the key.
     pub namespace: Arc<Namespace>,
-    /// Its bytes.
+    /// Bytes of the object.
     pub bytes: u64,
     /// Number of leases on it.
     pub leases: u32,

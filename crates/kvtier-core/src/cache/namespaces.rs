@@ -18,7 +18,7 @@ struct Model {
 
 #[derive(Debug)]
 struct Entry {
-    /// With the strings that the table shares.
+    /// Namespace with the strings that the table shares.
     namespace: Arc<Namespace>,
     model: u32,
     tenant: u32,

@@ -132,7 +132,7 @@ impl<A: ExtentAllocator> Reservation<A> {
             .collect()
     }
 
-    /// The same, whose objects will be evicted before others, until they are used.
+    /// Makes the reserved objects the first to be evicted, until they are used.
     pub fn evict_first(mut self) -> Self {
         self.evict_first = true;
         self

@@ -18,9 +18,9 @@ const MISSING: SlotRef = SlotRef::NONE;
 /// evicted before an earlier one is refused.
 #[derive(Clone, Copy, Debug)]
 pub struct ReservedPrompt<'a> {
-    /// All its rows.
+    /// All rows of the prompt.
     pub rows: &'a [GroupRow],
-    /// All its chunks, up to the last that is reserved.
+    /// All chunks of the prompt, up to the last that is reserved.
     pub hashes: &'a [ChunkHash],
     /// Chunks of the prefix that will be read, 0 if that is not known: what only shorter ones need of a row with a window is not
     /// kept.
@@ -31,9 +31,9 @@ pub struct ReservedPrompt<'a> {
 struct Key<'a> {
     hash: &'a ChunkHash,
     request: u32,
-    /// In its request.
+    /// Position of the key in its request.
     position: u32,
-    /// In the prompt; without one, the position.
+    /// Chunk of the prompt; without one, the position.
     chunk: u32,
     /// Number among all keys.
     at: u32,
@@ -57,12 +57,12 @@ type Held = (u32, SlotRef);
 pub(super) struct ReserveBatch<'a> {
     pub(super) outcomes: Vec<KeyOutcome>,
     pub(super) staged: Vec<Staged>,
-    /// Taken by what is staged, rounding included.
+    /// Bytes taken by what is staged, rounding included.
     pub(super) bytes: u64,
-    /// In the order in which they are served.
+    /// Keys in the order in which they are served.
     keys: Vec<Key<'a>>,
     opened: Vec<Opened>,
-    /// By chunk. Up to `held_until` they are held, but for those that are [`MISSING`].
+    /// Residents by chunk. Up to `held_until` they are held, but for those that are [`MISSING`].
     held: Vec<Held>,
     held_until: usize,
     /// Chunks of the prompt. The state has it meanwhile, until all that is resident of it is in `held`.

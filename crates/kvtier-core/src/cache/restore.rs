@@ -15,7 +15,7 @@ use std::time::Duration;
 pub struct Restored<A: ExtentAllocator> {
     /// Readable objects.
     pub objects: u64,
-    /// Their bytes, rounding included.
+    /// Bytes of the readable objects, rounding included.
     pub bytes: u64,
     /// Objects left out.
     pub rejected: Rejected,

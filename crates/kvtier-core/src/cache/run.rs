@@ -157,7 +157,7 @@ impl<A: ExtentAllocator> State<A> {
         cheapest.members
     }
 
-    /// As [`Self::cheapest_run`], with pinned objects, if there are any.
+    /// Cheapest run that may have pinned objects, searched only if there are any.
     #[cold]
     pub(super) fn pinned_run(&mut self, tenant: u32, bytes: u64) -> Option<Vec<u32>> {
         let mut cheapest = Cheapest::new(bytes);

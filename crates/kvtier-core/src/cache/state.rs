@@ -51,7 +51,7 @@ pub(super) struct State<A> {
     pub(super) upcoming: Vec<u32>,
     /// Chunks of the prompt that is being reserved: a victim among them refuses the store, so that they can be held.
     pub(super) kept_prompt: Option<Chunks>,
-    /// Where the next search for a run begins, in bytes from the arena's start.
+    /// Start of the next search for a run, in bytes from the arena's start.
     pub(super) hand: u64,
     /// Evicted objects that were not taken yet; `None` unless they are reported.
     pub(super) evicted: Option<Vec<ResidentObject>>,

@@ -80,7 +80,7 @@ pub struct Stats {
 pub struct Usage {
     /// Bytes allocated.
     pub used_bytes: u64,
-    /// Those of pinned objects.
+    /// Bytes of pinned objects.
     pub pinned_bytes: u64,
     /// Bytes in all.
     pub capacity_bytes: u64,

@@ -34,7 +34,7 @@ pub(super) struct Tenant {
     pub(super) grant: Option<Grant>,
     limit: Option<u64>,
     marks: Marks,
-    /// Its place in the list of tenants over quota.
+    /// Index in the list of tenants over quota.
     over_at: u32,
     /// Bytes of resident objects with leases.
     pub(super) leased: u64,

@@ -12,7 +12,7 @@ const COMPARED: usize = 8;
 #[derive(Clone, Copy, Debug)]
 struct Tenant {
     list: List,
-    /// Its place among the evictable tenants; `NONE` if it is not one.
+    /// Index in the list of evictable tenants; `NONE` if the tenant is not evictable.
     evictable_at: u32,
     protected: bool,
 }
@@ -53,11 +53,11 @@ const NO_LOSER: Loser = Loser {
 #[derive(Debug)]
 pub struct IsolatedLru {
     links: Links<u64>,
-    /// By number.
+    /// Tenants by number.
     tenants: Vec<Tenant>,
     /// Tenants that have objects and are not protected.
     evictable: Vec<Evictable>,
-    /// Where in `evictable` the next comparison starts.
+    /// Index in `evictable` at which the next comparison starts.
     turn: usize,
     loser: Loser,
     uses: u64,

@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 pub(crate) struct Pins {
     /// The fact is the deadline.
     links: Links<u32>,
-    /// By tenant and deadline.
+    /// Lists by tenant and deadline.
     lists: BTreeMap<(u32, u32), List>,
     /// Deadline and tenant of each list.
     deadlines: BTreeSet<(u32, u32)>,

@@ -182,7 +182,7 @@ impl ChunkHasher {
         self.hash_chunks(self.chunk_size, tokens)
     }
 
-    /// The same in chunks of another size, in tokens. Equal hashes mean equal chunk sizes: the number of tokens is
+    /// Hashes of a prompt's full chunks of `chunk_size` tokens. Equal hashes mean equal chunk sizes: the number of tokens is
     /// part of what is hashed, and so is the hash before.
     pub fn hash_chunks(&self, chunk_size: NonZeroUsize, tokens: &[u32]) -> Vec<ChunkHash> {
         let mut previous = self.none_hash;

@@ -52,7 +52,7 @@ pub enum RangeError {
     /// `start` is inside a chunk.
     #[error("start {start} is not a multiple of the chunk size {chunk_size}")]
     StartUnaligned {
-        /// As received, in tokens.
+        /// Start of the range as received, in tokens.
         start: u64,
         /// Tokens in a chunk.
         chunk_size: NonZeroUsize,
@@ -60,7 +60,7 @@ pub enum RangeError {
     /// `end` is inside a chunk.
     #[error("end {end} is not a multiple of the chunk size {chunk_size}")]
     EndUnaligned {
-        /// As received, in tokens.
+        /// End of the range as received, in tokens.
         end: u64,
         /// Tokens in a chunk.
         chunk_size: NonZeroUsize,
@@ -68,7 +68,7 @@ pub enum RangeError {
     /// `end` is behind the prompt.
     #[error("end {end} is past the {token_count} token ids of the key")]
     EndPastTokens {
-        /// As received, in tokens.
+        /// End of the range as received, in tokens.
         end: u64,
         /// Tokens in the key.
         token_count: usize,
@@ -76,9 +76,9 @@ pub enum RangeError {
     /// The range runs backwards.
     #[error("start {start} is past end {end}")]
     StartPastEnd {
-        /// As received, in tokens.
+        /// Start of the range as received, in tokens.
         start: u64,
-        /// As received, in tokens.
+        /// End of the range as received, in tokens.
         end: u64,
     },
 }

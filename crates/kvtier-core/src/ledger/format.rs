@@ -379,7 +379,7 @@ pub(super) fn remove_record(words: &mut impl Words, at: u64) {
     words.set(at + LIFE, 0);
 }
 
-/// As [`remove_record`], for a slot whose object is not recorded.
+/// Invalidates the record of a slot whose object is not recorded.
 pub(super) fn invalidate(words: &mut impl Words, at: u64) {
     words.set(at + LIFE, 0);
     words.set(at, 0);

@@ -40,7 +40,7 @@ pub trait Words: Send {
         }
     }
 
-    /// Where the last words end that were reached, by an earlier process too.
+    /// End of the last words that were reached, by an earlier process too.
     fn end(&self) -> u64;
 
     /// Allocates memory for the words from one place to another; returns whether there was some.
@@ -65,7 +65,7 @@ pub struct Object<'a> {
     pub hash: &'a ChunkHash,
     /// Number of its namespace, which is another's after [`Journal::forget_namespace`].
     pub namespace: u32,
-    /// Its memory.
+    /// Memory of the object.
     pub extent: Extent,
     /// Time of the last use, or the grant of memory that is not readable, in ticks of the cache's clock.
     pub used_at: u32,

@@ -17,16 +17,16 @@ pub enum LedgerError {
     /// The header's checksum is wrong.
     #[error("its header is damaged")]
     Damaged,
-    /// It has another version.
+    /// Another format version.
     #[error("it has format version {0}, and this server reads only {FORMAT_VERSION}")]
     Version(u64),
-    /// It is about other objects.
+    /// Ledger of other objects: this part of the identity differs.
     #[error("it is of another {0}")]
     Other(&'static str),
-    /// Its moment of tick 0 is in the future.
+    /// Moment of tick 0 in the future.
     #[error("its clock is ahead")]
     Clock,
-    /// There is no memory for it.
+    /// No memory for a ledger.
     #[error("there is no memory for one")]
     Memory,
 }
@@ -36,20 +36,20 @@ pub enum LedgerError {
 pub enum Fault {
     /// The checksum of its record is wrong, or its state is none.
     Checksum,
-    /// Its namespace is unknown, damaged or another.
+    /// Unknown, damaged or different namespace.
     Namespace,
-    /// Its memory is not whole in the arena: L1 may be smaller than it was.
+    /// Memory not fully in the arena: L1 may be smaller than it was.
     Bounds,
-    /// Its memory begins between two multiples of the alignment.
+    /// Memory that begins between two multiples of the alignment.
     Alignment,
-    /// Its memory is another object's too, which is left out as well.
+    /// Memory shared with another object, which is left out as well.
     Overlap,
     /// Another object has the same key.
     Duplicate,
 }
 
 impl Fault {
-    /// All of them.
+    /// All reasons.
     pub const ALL: [Self; 6] = [
         Self::Checksum,
         Self::Namespace,
@@ -59,7 +59,7 @@ impl Fault {
         Self::Duplicate,
     ];
 
-    /// Its name in metrics and logs.
+    /// Name in metrics and logs.
     pub fn name(self) -> &'static str {
         match self {
             Self::Checksum => "checksum",
@@ -92,7 +92,7 @@ impl Rejected {
         all.filter(|(_, count)| *count > 0)
     }
 
-    /// All of them.
+    /// Number for all reasons.
     pub fn total(&self) -> u64 {
         self.0.iter().sum()
     }
@@ -104,7 +104,7 @@ pub(crate) struct Found {
     pub(crate) slot: u32,
     pub(crate) hash: ChunkHash,
     pub(crate) extent: Extent,
-    /// Its namespace's number.
+    /// Number of the namespace.
     pub(crate) namespace: u32,
     pub(crate) state: ObjectState,
     pub(crate) used_at: u32,
@@ -117,9 +117,9 @@ pub(crate) struct Found {
 /// its memory is in the arena, aligned, and no other object's. What the header says nothing about is left out alone.
 #[derive(Debug)]
 pub struct Snapshot {
-    /// In the order of their memory.
+    /// Objects in the order of their memory.
     pub(crate) objects: Vec<Found>,
-    /// By number, as far as objects have them.
+    /// Namespaces by number, as far as objects have them.
     pub(crate) namespaces: Vec<Option<Arc<Namespace>>>,
     pub(crate) rejected: Rejected,
     /// Whether clients may still copy memory of an object that was left out.

@@ -90,7 +90,7 @@ pub enum KeyError {
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ObjectKey {
     chunk_hash: ChunkHash,
-    /// Of layout 0.
+    /// Namespace of layout 0.
     namespace: Arc<Namespace>,
 }
 

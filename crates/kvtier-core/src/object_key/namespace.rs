@@ -94,7 +94,7 @@ impl Namespace {
         }
     }
 
-    /// The same namespace with other, equal strings.
+    /// Returns the namespace with other, equal strings.
     pub(crate) fn with_names(&self, model_name: &Arc<str>, cache_salt: &Arc<str>) -> Self {
         debug_assert!(self.model_name == *model_name && self.cache_salt == *cache_salt);
         Self {

@@ -68,7 +68,7 @@ impl KeyScope {
         self.workers.clone()
     }
 
-    /// The same scope with all workers of the world.
+    /// Returns the scope with all workers of the world.
     pub fn of_all_workers(&self) -> Self {
         Self {
             workers: 0..self.world_size,
@@ -76,7 +76,7 @@ impl KeyScope {
         }
     }
 
-    /// Their ranks, in worker order.
+    /// Ranks of the workers in scope, in worker order.
     pub fn kv_ranks(&self) -> impl ExactSizeIterator<Item = u64> + Clone + use<> {
         let world_size = self.world_size;
         self.workers

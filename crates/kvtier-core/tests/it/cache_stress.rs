@@ -158,7 +158,7 @@ fn threads_never_read_what_others_wrote() {
     );
 }
 
-/// The same in few steps and little memory, in many orders of the threads.
+/// Stress in few steps and little memory, in many orders of the threads.
 #[cfg(shuttle)]
 #[test]
 fn interleavings_lose_no_lease() {

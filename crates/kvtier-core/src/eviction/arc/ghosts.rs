@@ -12,13 +12,13 @@ const NONE: u32 = u32::MAX;
 /// object, which costs at most a wrong guess.
 #[derive(Debug)]
 pub(super) struct Ghosts {
-    /// By number; for a free number, the next free one.
+    /// Keys by number; a free number holds the next free one.
     keys: BlockVec<u64, 4096>,
     /// Numbers below this one were used at least once.
     known: u32,
     first_free: u32,
     numbers: Sharded,
-    /// Of the numbers in use; the next to be removed first.
+    /// Order of the numbers in use; the next to be removed first.
     order: Lru,
 }
 

@@ -353,7 +353,7 @@ impl Model {
 enum Step {
     Store(u32),
     Evict,
-    /// This and the following name one of the residents.
+    /// Index among the residents, as in all variants from here on.
     Lease(usize),
     Release(usize),
     Touch(usize),

@@ -5,7 +5,7 @@ use kvtier_core::cache::{Extent, ExtentAllocator, KeyOutcome, Piece};
 use kvtier_core::quota::{Grant, QuotaConfig, QuotaMode};
 use std::collections::BTreeMap;
 
-/// Which namespace, which chunk.
+/// Namespace and chunk, by number.
 pub type Key = (usize, u32);
 /// An object for as long as it has memory.
 pub type Id = usize;

@@ -56,7 +56,7 @@ impl Memory {
     }
 }
 
-/// The same, shared with a ledger.
+/// [`Memory`] shared with a ledger.
 #[derive(Clone, Debug, Default)]
 struct Shared(Arc<Mutex<Memory>>);
 
