@@ -34,7 +34,7 @@ pub enum Insertion {
     New,
     /// New, in the place of another.
     Replaced,
-    /// It stood already.
+    /// Known: the warning stands already.
     Known,
     /// Not noted, since the connection has caused as many as one may.
     LeftOut,

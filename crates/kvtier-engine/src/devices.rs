@@ -175,7 +175,7 @@ impl Devices {
         gpus.find_map(|gpu| gpu.readings.and_then(|readings| readings.broken))
     }
 
-    /// For `/status`.
+    /// State of CUDA for `/status`.
     pub fn status(&self) -> CudaStatus {
         let cuda = match &self.cuda {
             Ok(cuda) => cuda,

@@ -13,7 +13,7 @@ use super::Engine;
 pub const INTERVAL: Duration = Duration::from_secs(1);
 
 impl Engine {
-    /// One round.
+    /// Runs one round of the periodic work.
     pub fn housekeep(&self) {
         let now = self.context.now();
         self.workers.expire(now);

@@ -236,7 +236,7 @@ impl Engine {
         self.admin.reload()
     }
 
-    /// What it counts.
+    /// Metrics of the engine.
     pub fn metrics(&self) -> &Arc<Metrics> {
         &self.context.metrics
     }
@@ -264,7 +264,7 @@ impl Engine {
             .saturating_mul(groups as u64)
     }
 
-    /// Its clock.
+    /// Clock of all deadlines.
     pub fn clock(&self) -> &Clock {
         &self.context.clock
     }

@@ -20,18 +20,18 @@ pub struct Payload {
 pub struct LeasedChunks {
     /// The memory that they are in.
     pub arena: Arc<Arena>,
-    /// Where in the frame's own bytes each belongs, in order, and its memory.
+    /// Position in the frame's own bytes, and memory, of each chunk, in order.
     pub places: Vec<(usize, Extent)>,
     /// The leases that keep them.
     pub leases: Vec<ReadLease<L1Allocator>>,
-    /// Their bytes in the staging budget.
+    /// Bytes of the chunks in the staging budget.
     pub charge: Charge,
 }
 
 /// A contiguous part of a frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Part {
-    /// Some of its own bytes.
+    /// Range of the frame's own bytes.
     Own(Range<usize>),
     /// A chunk.
     Chunk(Extent),
@@ -89,7 +89,7 @@ impl Payload {
         self.chunks.is_none().then_some(&self.own)
     }
 
-    /// Its parts, in order.
+    /// Parts of the frame, in order.
     pub fn parts(&self) -> Vec<Part> {
         let mut parts = Vec::new();
         let mut from = 0;

@@ -21,7 +21,7 @@ pub struct Preflight {
     pub warning: Option<String>,
     /// The folder of the instance in the state directory, or why there is none.
     pub state: Result<PathBuf>,
-    /// Where L1 is kept for the next server, or why it is not.
+    /// File that keeps L1 for the next server, or why there is none.
     pub kept: Result<PathBuf>,
     /// What becomes of L1 that an earlier server has left.
     pub earlier: EarlierL1,

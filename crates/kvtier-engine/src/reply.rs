@@ -2,7 +2,7 @@
 
 use super::Answer;
 
-/// Where the answer to one request goes.
+/// Destination of the answer to one request.
 pub trait ReplyTarget: Send {
     /// Sends the answer. `None` is the operation's failure answer: the handle was dropped, or could not be deferred.
     fn send(self: Box<Self>, answer: Option<Answer>);
@@ -49,7 +49,7 @@ impl Reply {
         is_deferred
     }
 
-    /// As [`Reply::later`], and what the connection has sent behind the request waits for the answer.
+    /// Defers like [`Reply::later`], but what the connection has sent behind the request waits for the answer.
     #[must_use]
     pub fn later_in_turn(&mut self) -> bool {
         self.0.as_mut().is_some_and(|target| target.defer())

@@ -41,7 +41,7 @@ pub fn engine(flags: &[&str]) -> Engine {
     engine_with(flags, |context| context)
 }
 
-/// The same, with a context that the test has changed.
+/// [`engine`] with a context that the test has changed.
 pub fn engine_with(flags: &[&str], change: impl FnOnce(Context) -> Context) -> Engine {
     let mut all = vec![
         "--shm-name",

@@ -36,7 +36,7 @@ pub enum PrefetchError {
     /// Nothing of the model's workers is served.
     #[error("nothing of model_name='{model_name}' is served: {}", unserved.name())]
     NotServed {
-        /// As asked for.
+        /// Model name asked for.
         model_name: String,
         /// Why.
         unserved: Unserved,
@@ -47,9 +47,9 @@ pub enum PrefetchError {
          cache on this node yet"
     )]
     NoLayout {
-        /// As asked for.
+        /// Model name asked for.
         model_name: String,
-        /// As asked for.
+        /// World size asked for.
         world_size: i64,
     },
     /// No worker of the model has this chunk size, or none was asked for and they have several.
@@ -59,14 +59,14 @@ pub enum PrefetchError {
         sizes.iter().map(u64::to_string).collect::<Vec<_>>().join(", ")
     )]
     ChunkSize {
-        /// As asked for.
+        /// Model name asked for.
         model_name: String,
-        /// As asked for.
+        /// Chunk size asked for; `None` if it was left out.
         asked: Option<u32>,
-        /// Those of the model's workers.
+        /// Chunk sizes of the model's workers.
         sizes: BTreeSet<u64>,
     },
-    /// There is nothing below L1.
+    /// No tier below L1 is configured.
     #[error("no L2 adapters configured")]
     NoTiers,
     /// Names that no object can have.
@@ -75,7 +75,7 @@ pub enum PrefetchError {
     /// The prompt is too long.
     #[error("too many token_ids in a single request (limit={MAX_TOKENS}, got={0})")]
     TooManyTokens(usize),
-    /// There are as many as there may be.
+    /// Too many prefetches are pending.
     #[error(
         "{MAX_PENDING} prefetches are pending, which is the limit; try again when one of them is completed"
     )]
@@ -85,9 +85,9 @@ pub enum PrefetchError {
 /// State of a prefetch job.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PrefetchJob {
-    /// It is queued or running.
+    /// Queued or running.
     Pending,
-    /// It has ended.
+    /// Completed, with this result.
     Done(PrefetchResult),
 }
 

@@ -40,7 +40,7 @@ const VERSION: u64 = 2;
 pub struct Processor(String);
 
 impl Processor {
-    /// Of this host.
+    /// Processor of this host.
     pub fn of_host() -> &'static Self {
         static HOST: LazyLock<Processor> = LazyLock::new(|| {
             let cpuinfo = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
@@ -49,7 +49,7 @@ impl Processor {
         &HOST
     }
 
-    /// From the text of `/proc/cpuinfo`.
+    /// Processor that the text of `/proc/cpuinfo` describes.
     fn from_cpuinfo(architecture: &str, cpuinfo: &str) -> Self {
         let flags = cpuinfo.lines().find(|line| line.starts_with("flags"));
         let mut name = architecture.to_owned();

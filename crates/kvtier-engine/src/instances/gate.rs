@@ -111,7 +111,7 @@ impl CopyGuard {
         self.instance.dropped_stores.load(Ordering::Acquire) != self.dropped_stores
     }
 
-    /// Its pages.
+    /// Pages of the instance.
     pub fn pages(&self) -> &Arc<dyn EngineMemory> {
         &self.memory
     }

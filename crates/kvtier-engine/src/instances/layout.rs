@@ -41,7 +41,7 @@ pub struct ModelLayout {
 }
 
 impl ModelLayout {
-    /// With [`PAGE_BOUND`] in the fingerprint as `page_bound` says, and the type of the values, so that tiers know both
+    /// Adds [`PAGE_BOUND`], as `page_bound` says, and the type of the values to the fingerprint, so that tiers know both
     /// wherever the fingerprint is.
     #[must_use]
     pub fn for_tiers(mut self) -> Self {
@@ -52,7 +52,7 @@ impl ModelLayout {
         self
     }
 
-    /// With the kind of its untyped bytes in the fingerprint, if the configuration says it.
+    /// Adds the kind of untyped bytes to the fingerprint, if the configuration says it.
     #[must_use]
     pub fn with_byte_kind(mut self, kind: Option<&str>) -> Self {
         if let Some(kind) = kind.filter(|_| self.unnamed_bytes) {
@@ -62,7 +62,7 @@ impl ModelLayout {
         self
     }
 
-    /// Of a worker whose pages we copy.
+    /// Layout of a worker whose pages the server copies.
     pub fn of_pages(layout: &KvLayout) -> Self {
         let groups = layout.object_groups().iter().map(|group| GroupLayout {
             // Both are bounded by the number of layers of a registration.
@@ -103,7 +103,7 @@ pub struct EngineDrivenLayout {
     pub chunk_tokens: u64,
     /// Tokens of a block, as registered.
     pub block_size: i64,
-    /// As registered; "one plane" rather than MLA.
+    /// MLA flag as registered; "one plane" rather than MLA.
     pub use_mla: bool,
 }
 
@@ -262,7 +262,7 @@ impl EngineDrivenLayout {
         self.groups.len() > 1
     }
 
-    /// The same for lookups.
+    /// Layout of these objects for lookups.
     pub fn model(&self) -> ModelLayout {
         let groups = self.groups.iter().zip(0..).map(|(group, id)| GroupLayout {
             id,

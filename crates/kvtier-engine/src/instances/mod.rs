@@ -53,16 +53,16 @@ pub fn rows(scope: &KeyScope, instances: &[Vec<Arc<Instance>>]) -> Arc<[GroupRow
 pub enum Mode {
     /// We copy between its pages and the arena.
     LmcacheDriven {
-        /// Its pages.
+        /// Pages of the worker.
         memory: Arc<dyn EngineMemory>,
-        /// To recognise the same registration.
+        /// Description of the pages, to recognise the same registration.
         registered: RegisteredPages,
     },
-    /// It copies by itself.
+    /// The worker copies by itself.
     EngineDriven {
-        /// Its objects.
+        /// Objects of the worker.
         layout: EngineDrivenLayout,
-        /// It sent its data although it was offered the pool, so it cannot map the pool.
+        /// Whether the worker sent its data although it was offered the pool, so it cannot map the pool.
         pickles: AtomicBool,
         /// How it sends and expects its data then.
         form: InlineForm,
@@ -80,12 +80,12 @@ pub struct RegisteredPages {
 /// Why a registered worker has no cache. Nothing of it is stored or served.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Unserved {
-    /// It keeps only windows or states of some layers, and does not hold the blocks that it has stores read.
+    /// The worker keeps only windows or states of some layers, and does not hold the blocks that it has stores read.
     Windowed,
 }
 
 impl Unserved {
-    /// For metric labels and `/status`.
+    /// Name for metric labels and `/status`.
     pub fn name(self) -> &'static str {
         match self {
             Self::Windowed => "windowed_client",
@@ -112,15 +112,15 @@ struct Pings {
 
 /// A registered worker.
 pub struct Instance {
-    /// Chosen by the worker.
+    /// Id chosen by the worker.
     pub id: InstanceId,
-    /// Its model.
+    /// Name of the worker's model.
     pub model_name: Arc<str>,
     /// Workers that share the model's KV.
     pub world_size: u32,
     /// How its bytes travel.
     pub mode: Mode,
-    /// Its objects.
+    /// Objects of the worker's model.
     pub layout: ModelLayout,
     /// Why it has no cache; `None` for a worker that is served.
     pub unserved: Option<Unserved>,
@@ -128,7 +128,7 @@ pub struct Instance {
     pub releases: &'static str,
     /// Whether it registered on a connection that began at an earlier server.
     pub is_again: bool,
-    /// That it has not registered with this process, and its client has to.
+    /// Set if the worker has not registered with this process, and its client has to.
     pub provisional: Option<Provisional>,
     /// When the connection by which alone it is known has ended.
     lost: OnceLock<Instant>,
@@ -136,7 +136,7 @@ pub struct Instance {
     left: OnceLock<Instant>,
     /// Counts the times at which the client dropped its stores in flight: their pages may belong to other requests.
     dropped_stores: AtomicU64,
-    /// Its number in the world, known from its first transfer: a registration does not tell.
+    /// Number of the worker in the world, known from its first transfer: a registration does not tell.
     worker: OnceLock<u32>,
     last_seen: AtomicU64,
     pinged: AtomicBool,
@@ -303,7 +303,7 @@ impl Instance {
         self.device() != "cpu"
     }
 
-    /// Its pages, unless it copies by itself.
+    /// Pages of the worker, unless it copies by itself.
     pub fn pages(&self) -> Option<&Arc<dyn EngineMemory>> {
         match &self.mode {
             Mode::LmcacheDriven { memory, .. } => Some(memory),
@@ -327,7 +327,7 @@ impl Instance {
         }
     }
 
-    /// To be held while a retrieve is in flight.
+    /// Reference to hold while a retrieve is in flight.
     pub fn retrieving(&self) -> Arc<()> {
         Arc::clone(&self.retrieves)
     }

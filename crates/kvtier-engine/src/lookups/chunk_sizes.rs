@@ -47,7 +47,7 @@ const EXPECTED_LOOKUPS: u32 = 32;
 
 #[derive(Debug, Default, Clone, Copy)]
 struct Seen {
-    /// Of all ends, in tokens; 0 before the first.
+    /// Greatest common divisor of all ends, in tokens; 0 before the first.
     divisor: u64,
     /// Tokens between an end and its prompt's, the most of all lookups.
     longest_rest: u64,

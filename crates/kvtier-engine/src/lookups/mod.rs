@@ -337,7 +337,7 @@ impl Lookups {
         }
     }
 
-    /// The same without taking it: the next question receives it again.
+    /// Result of a lookup without taking it: the next question receives it again.
     pub fn hits(&self, caller: Caller, job: JobRef<'_>) -> Answer {
         match job {
             JobRef::Request(request_id) => {

@@ -17,11 +17,11 @@ const REMEMBERED: usize = 1024;
 pub struct RecentLookup {
     /// When it was asked.
     pub at: Duration,
-    /// Its model.
+    /// Model of the lookup.
     pub model_name: Arc<str>,
-    /// Its tenant.
+    /// Tenant of the lookup.
     pub cache_salt: Arc<str>,
-    /// Its first chunk.
+    /// First chunk of the lookup.
     pub first: Option<ChunkHash>,
     /// Tokens asked for, in whole chunks.
     pub tokens: u64,

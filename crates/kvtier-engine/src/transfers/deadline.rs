@@ -31,7 +31,7 @@ fn here(
     Ok(left.and_then(|left| now.checked_add(left)))
 }
 
-/// Both in the time of the system's monotonic clock.
+/// Time until the deadline; both arguments are in the time of the system's monotonic clock.
 fn left(deadline: Option<Duration>, now: Duration) -> Result<Option<Duration>> {
     let left = deadline.map(|deadline| deadline.checked_sub(now));
     match left {

@@ -69,7 +69,7 @@ struct CopyRequest<'a> {
     key: &'a CacheKey<'a, Prompt>,
     block_ids: &'a [Vec<i64>],
     event: &'a [u8],
-    /// Of a retrieve: tokens at its start that are not copied.
+    /// Tokens at the start of a retrieve that are not copied.
     skip_tokens: i64,
     started: Duration,
 }
@@ -95,7 +95,7 @@ enum Finished {
 
 /// The memory of a transfer in flight.
 enum Work {
-    /// With what its further pieces need, if it has had more than one or may have.
+    /// Store, with what its further pieces need, if it has had more than one or may have.
     Store(StagedStore, Option<Box<Rest>>),
     Retrieve {
         /// Keeps the bytes from eviction until they are copied.

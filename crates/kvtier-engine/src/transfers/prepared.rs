@@ -84,9 +84,9 @@ impl TransferId {
 
 /// Memory granted to a client.
 pub enum Grant {
-    /// To write, but for chunks that each group skips.
+    /// Memory to write, but for chunks that each group skips.
     Store(Reservation<L1Allocator>, Charge, Skipped),
-    /// To read; one lease per object group, of every PREPARE, and one charge per PREPARE.
+    /// Objects to read; one lease per object group, of every PREPARE, and one charge per PREPARE.
     Retrieve(Vec<ReadLease<L1Allocator>>, Vec<Charge>),
 }
 
@@ -98,7 +98,7 @@ const MAX_PREPARED: usize = 8;
 const MAX_TRANSFERS: usize = 65_536;
 
 impl Grant {
-    /// Its instance has left.
+    /// Notes that the instance of the grant has left.
     fn depart(&mut self) {
         match self {
             Self::Store(_, charge, _) => charge.depart(),
@@ -132,7 +132,7 @@ struct Quarantined {
     until: Option<Duration>,
     /// When the ledger last noted the grant.
     noted_at: Duration,
-    /// Its instance has left, so that no COMMIT ends it.
+    /// Whether the instance has left, so that no COMMIT ends the transfer.
     has_departed: bool,
     bytes: u64,
     grant: Grant,
@@ -183,9 +183,9 @@ impl Tables {
 pub enum Finish {
     /// The transfer, and when it began.
     Last(Grant, Duration),
-    /// One of several retrieves of it.
+    /// One of several retrieves of the same transfer.
     Earlier,
-    /// One that was abandoned: there is nothing to commit, and no other transfer had its memory until now.
+    /// An abandoned transfer: there is nothing to commit, and no other transfer had its memory until now.
     Abandoned,
     /// Nothing that is known.
     Unknown,

@@ -56,7 +56,7 @@ struct WorkerName {
     worker: u32,
 }
 
-/// Whose share of the budget a transfer takes.
+/// Worker whose share of the budget a transfer takes.
 #[derive(Debug, Clone)]
 pub struct WorkerShare {
     instance: InstanceId,
@@ -275,7 +275,7 @@ pub struct Charge {
     budget: Arc<StagingBudget>,
     worker: WorkerShare,
     has_departed: bool,
-    /// Of a store.
+    /// Tenant of a store; `None` for a retrieve.
     tenant: Option<Box<str>>,
     bytes: u64,
 }
@@ -293,7 +293,7 @@ impl Charge {
         self.bytes
     }
 
-    /// Its instance has left; the worker keeps it in its share.
+    /// Notes that the instance has left; the worker keeps the bytes in its share.
     pub fn depart(&mut self) {
         if std::mem::replace(&mut self.has_departed, true) {
             return;

@@ -26,7 +26,7 @@ pub(super) struct GroupChunks {
     object_bytes: u64,
     /// Positions in the range.
     chunks: Vec<usize>,
-    /// Of those chunks.
+    /// Hashes of `chunks`, in the same order.
     hashes: Vec<ChunkHash>,
 }
 
@@ -74,7 +74,7 @@ pub(super) const MORE_PIECES: u32 = 7;
 
 /// What the further pieces of a store need.
 pub(super) struct Rest {
-    /// Without chunks.
+    /// Transfer without chunks.
     transfer: Transfer,
     prompt: Arc<[ChunkHash]>,
     /// All that the store has.
@@ -99,7 +99,7 @@ impl StagedStore {
         copies.collect()
     }
 
-    /// Where in the range a staged object's chunk is.
+    /// Position in the range of a staged object's chunk.
     pub(super) fn chunk(&self, staged: &Staged) -> usize {
         self.groups[staged.request as usize].chunks[staged.position as usize]
     }

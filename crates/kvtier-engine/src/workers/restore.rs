@@ -212,6 +212,6 @@ fn provisional(kept: &Kept, chunk_tokens: Option<u32>) -> Result<Option<Provisio
 /// A registration of an earlier process that is checked.
 enum Restoring {
     Ready(Instance),
-    /// Its driver may take long.
+    /// Worker on a GPU, whose driver may take long.
     OnGpu(Newcomer, Option<Provisional>),
 }

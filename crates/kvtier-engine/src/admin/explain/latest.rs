@@ -85,7 +85,7 @@ fn losses(places: &[Place<'_>], chunks: &[&(Arc<Namespace>, ChunkHash)]) -> Vec<
     found
 }
 
-/// Where these chunks are, or what became of them.
+/// State of each of these chunks: its place, or what became of it.
 fn states(places: &[Place<'_>], chunks: &[&(Arc<Namespace>, ChunkHash)]) -> Vec<Found> {
     let mut found = losses(places, chunks);
     for (number, place) in places.iter().enumerate().rev() {

@@ -37,7 +37,7 @@ const MAX_LOOKUPS: usize = 16;
 pub enum TenantView {
     /// The tenant that it names.
     One,
-    /// All of them.
+    /// All tenants.
     All,
 }
 
@@ -73,20 +73,20 @@ pub enum ExplainError {
     Choice {
         /// Name of the field.
         field: &'static str,
-        /// Its value.
+        /// Value of the field; `None` if it was left out.
         asked: Option<String>,
-        /// As asked for.
+        /// Model name asked for.
         model_name: String,
         /// What is allowed.
         allowed: Vec<String>,
     },
 }
 
-/// Where an object is.
+/// Place of an object, or why it is missing.
 #[derive(Debug, Clone, PartialEq)]
 enum Found {
     L1,
-    /// In the tier of this number.
+    /// Number of the tier that has the object.
     Tier(usize),
     Missing(Missing),
 }
@@ -96,7 +96,7 @@ enum Found {
 enum Missing {
     /// The place of this number lost or refused it.
     Lost(usize, Loss),
-    /// It is there in this layout.
+    /// Stored in another layout, which is this one.
     Layout(u64),
     Other(Other),
     NotAsked,

@@ -28,7 +28,7 @@ impl Place<'_> {
         }
     }
 
-    /// Its eviction policy.
+    /// Name of the eviction policy.
     pub(super) fn policy(&self) -> &'static str {
         match self {
             Self::L1(_, policy) => policy.kind().name(),
@@ -73,7 +73,7 @@ impl Place<'_> {
         }
     }
 
-    /// Its namespaces that `which` accepts.
+    /// Namespaces of the place that `which` accepts.
     pub(super) fn namespaces(&self, which: impl Fn(&Namespace) -> bool) -> Vec<Arc<Namespace>> {
         let (mut all, mut next) = (Vec::new(), Some(0));
         while let Some(from) = next {

@@ -1,4 +1,4 @@
-//! Which engine a question means: its model's full name, ranks, chunk size and layouts.
+//! Engine that a question means: its model's full name, ranks, chunk size and layouts.
 
 use std::collections::BTreeSet;
 use std::num::NonZeroUsize;

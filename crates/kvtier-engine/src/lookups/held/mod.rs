@@ -75,7 +75,7 @@ pub struct HeldLookups {
 
 /// Outcome of a lookup, as far as it is known.
 pub enum LookupOutcome {
-    /// There is none, or it was reported already.
+    /// No such lookup, or one that was reported already.
     Unknown,
     /// The tiers are still being asked. Closed once they were.
     Pending(watch::Receiver<()>),

@@ -54,7 +54,7 @@ pub(super) struct Table {
     pub(super) schedulers: Schedulers,
 }
 
-/// Which scheduler's connection was there when, by the numbers of their requests.
+/// Times of the schedulers' connections, as numbers of their requests.
 #[derive(Default)]
 pub(super) struct Schedulers {
     /// The first and the last request of each connection.

@@ -26,7 +26,7 @@ use super::super::super::Caller;
 /// The format and its version.
 const MAGIC: &[u8; 8] = b"kvtreg01";
 
-/// Where that begins which changes while a worker is registered.
+/// Offset of what changes while a worker is registered.
 pub(super) const SEEN_AT: u64 = 8;
 
 const CHECKSUM_AT: usize = 32;
@@ -83,7 +83,7 @@ impl KeptRequest {
         Request::decode(spec, &frames, &mut SkipTokens).map_err(Error::refused)
     }
 
-    /// As the client was when it registered.
+    /// Client as it was when it registered.
     pub fn caller(&self) -> Caller {
         Caller {
             connection: 0,
@@ -117,7 +117,7 @@ pub struct Kept {
     pub id: InstanceId,
     pub request: KeptRequest,
     pub memory: KeptMemory,
-    /// It cannot map the pool that it learned of.
+    /// Whether the worker cannot map the pool that it learned of.
     pub pickles: bool,
     /// Time since its last ping, or its registration.
     pub silent_for: Duration,
@@ -130,22 +130,22 @@ pub struct Kept {
 pub enum LeftOut {
     /// The file is truncated, changed, or of another version.
     Damaged,
-    /// It is of another boot, folder, or chunk size.
+    /// Another boot, folder, or chunk size.
     Foreign,
-    /// Its memory is other memory by now, cannot be opened, or its process has ended.
+    /// Memory that is other memory by now, that cannot be opened, or whose process has ended.
     Memory,
-    /// Its pool is not the one of this process.
+    /// Pool other than the one of this process.
     Pool,
-    /// Its client may have abandoned transfers that it sent, and cannot be known not to have.
+    /// Client that may have abandoned transfers that it sent, and cannot be known not to have.
     Silent,
-    /// This configuration refuses it.
+    /// Refused by this configuration.
     Refused,
     /// A driver did not answer in time.
     Timeout,
 }
 
 impl LeftOut {
-    /// For `/status` and the log.
+    /// Name for `/status` and the log.
     pub fn name(self) -> &'static str {
         match self {
             Self::Damaged => "damaged",
