@@ -14,7 +14,7 @@ pub struct Calls {
     phases: [AtomicU64; 3],
 }
 
-/// Of one tier.
+/// Calls in flight of one tier.
 struct InFlight {
     name: Arc<str>,
     calls: [AtomicU64; 3],
@@ -47,7 +47,7 @@ pub struct Phase<'a> {
 }
 
 impl Calls {
-    /// For tiers of these names.
+    /// Counters for tiers of these names.
     pub fn new<'a>(metrics: Arc<Metrics>, names: impl Iterator<Item = &'a str>) -> Self {
         let in_flight = |name: &str| InFlight {
             name: name.into(),
@@ -66,7 +66,7 @@ impl Calls {
         &self.metrics
     }
 
-    /// The same, to be kept.
+    /// Metrics, shared so that the caller can keep them.
     pub fn shared_metrics(&self) -> Arc<Metrics> {
         Arc::clone(&self.metrics)
     }

@@ -108,7 +108,7 @@ impl L2 {
         Self::start_with(config, tiers, cache, arena, clock, metrics)
     }
 
-    /// The same with tiers that `open` gives, within a runtime.
+    /// Starts with the tiers that `open` returns, called within a runtime.
     fn start_with(
         config: &L2Config,
         open: impl FnOnce() -> Result<Vec<Arc<Tier>>>,
@@ -220,7 +220,7 @@ impl L2 {
         *self.config.write() = Arc::new(config);
     }
 
-    /// Where its tasks run.
+    /// Handle of the runtime that the tiers' tasks run on.
     pub fn handle(&self) -> &Handle {
         &self.handle
     }

@@ -1,4 +1,4 @@
-//! Where the tiers have a prompt, for people: nothing is loaded, leased or counted.
+//! Location of a prompt in the tiers, for people: nothing is loaded, leased or counted.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ use tokio::time::{Instant, timeout_at};
 use super::L2;
 use super::prefetch::{FIRST_SLICE, LAST_SLICE, objects};
 
-/// Where the objects of a prompt are.
+/// Location of a prompt's objects in the tiers.
 #[derive(Debug)]
 pub struct Located {
     /// Per row and chunk, the number of the first tier that has the object.

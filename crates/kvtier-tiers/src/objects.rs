@@ -14,10 +14,10 @@ const SLICE: usize = 1000;
 /// Pages of the adapter that one call looks through, where most objects are of other models.
 const MAX_SLICES: usize = 100;
 
-/// Where a listing goes on.
+/// Position at which a listing continues.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Cursor {
-    /// Which page of the adapter; `None` is the first one.
+    /// Page of the adapter; `None` is the first one.
     pub position: Option<String>,
     /// The last object of that page that was looked at.
     pub after: Option<String>,
@@ -26,9 +26,9 @@ pub struct Cursor {
 /// A part of a listing.
 #[derive(Debug, Default)]
 pub struct Listing {
-    /// Its objects.
+    /// Objects of the part.
     pub objects: Vec<Listed>,
-    /// Where the next part begins; `None` at the end.
+    /// Start of the next part; `None` at the end.
     pub next: Option<Cursor>,
 }
 

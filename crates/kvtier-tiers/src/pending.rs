@@ -15,7 +15,7 @@ use super::store::{Shared, Ticket};
 
 /// Objects of one request and namespace.
 pub struct Objects {
-    /// As the tiers name it: without a layout.
+    /// Namespace as the tiers name it: without a layout.
     pub stored_as: Arc<Namespace>,
     pub namespace: Arc<Namespace>,
     pub hashes: Vec<ChunkHash>,
@@ -29,13 +29,13 @@ pub struct Hold {
     pub(super) tier: usize,
     /// Goes before `ticket`: once nothing waits any more, what is to leave L1 has left it.
     pub(super) shared: Arc<Shared>,
-    /// Those objects that were deleted since they were given to the tier, or before, and whether also while they are read.
+    /// Objects that were deleted since they were given to the tier, or before, and whether also while they are read.
     revoked: Mutex<HashMap<ChunkHash, bool>>,
     ticket: Option<Ticket>,
 }
 
 impl Hold {
-    /// Which objects are not to be stored. What is revoked from now on is deleted at the end.
+    /// Takes the objects that are not to be stored. What is revoked from now on is deleted at the end.
     pub fn take_revoked(&self) -> HashMap<ChunkHash, bool> {
         std::mem::take(&mut *self.revoked.lock())
     }

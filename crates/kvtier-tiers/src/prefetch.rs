@@ -39,7 +39,7 @@ pub(super) const LOAD_BATCH: u64 = 16 << 20;
 /// What a lookup asks for.
 #[derive(Debug, Clone)]
 pub struct PrefetchRequest {
-    /// Whose objects.
+    /// Scope of the objects.
     pub scope: KeyScope,
     /// Object groups and ranks.
     pub rows: Arc<[GroupRow]>,
@@ -47,7 +47,7 @@ pub struct PrefetchRequest {
     pub hashes: Arc<[ChunkHash]>,
     /// What of its lookup is counted already.
     pub counted: Counted,
-    /// Its lookup, if that is traced.
+    /// Span of the lookup, if it is traced.
     pub span: Option<LookupSpan>,
 }
 
@@ -67,9 +67,9 @@ type Source = (usize, TierLease);
 struct Landing {
     l2: Arc<L2>,
     reservation: Mutex<Option<Reservation<L1Allocator>>>,
-    /// Which staged objects have their bytes.
+    /// Whether each staged object has its bytes.
     landed: Mutex<Vec<bool>>,
-    /// Its part of the memory that may be loaded into at the same time.
+    /// Part of the memory that may be loaded into at the same time.
     _permit: OwnedSemaphorePermit,
 }
 
@@ -89,7 +89,7 @@ impl Drop for Landing {
     }
 }
 
-/// Where an object of a batch goes: its number among what is staged, and its memory.
+/// Destination of an object of a batch: its number among what is staged, and its memory.
 type Destination = (usize, Extent);
 
 /// A load of its own: the object, its source, and the sender that wakes the other requests for it.

@@ -110,11 +110,11 @@ struct Queue {
 pub struct StoreCounts {
     /// Objects waiting or being stored.
     pub queued_objects: u64,
-    /// Their bytes.
+    /// Bytes of the queued objects.
     pub queued_bytes: u64,
     /// Objects that were not stored because too many bytes waited.
     pub dropped_objects: u64,
-    /// Their bytes.
+    /// Bytes of the dropped objects.
     pub dropped_bytes: u64,
 }
 
