@@ -60,12 +60,12 @@ impl Part {
 
 /// The arena's allocator as the cache wants it.
 pub struct L1Allocator {
-    /// By where they start.
+    /// Parts of the arena, by start.
     parts: Vec<Part>,
 }
 
 impl L1Allocator {
-    /// Over these parts of an arena, which adjoin from its start on, see [`parts`].
+    /// Allocator over these parts of an arena, which adjoin from its start on, see [`parts`].
     ///
     /// # Errors
     /// A size or an alignment that cannot be.
@@ -81,7 +81,7 @@ impl L1Allocator {
         Ok(Self { parts })
     }
 
-    /// For a cache without an arena.
+    /// Allocator for a cache without an arena.
     #[cfg(any(test, feature = "testing"))]
     pub fn of_bytes(bytes: u64) -> Self {
         Self::over(divide(bytes, 1, 1), 1).expect("a size that can be")

@@ -14,13 +14,13 @@ use super::place::{Instance, kept_place, named_place};
 /// What a start makes of L1 that an earlier server has left.
 #[derive(Debug)]
 pub enum EarlierL1 {
-    /// There is none.
+    /// No earlier L1.
     Absent,
-    /// It goes on with this number of objects.
+    /// Kept, with this number of objects.
     Kept(usize),
-    /// It takes a new one in its place, for this reason.
+    /// Replaced by a new one, for this reason.
     Replaced(Error),
-    /// It removes this file.
+    /// Removed: the file at this path.
     Removed(PathBuf),
 }
 

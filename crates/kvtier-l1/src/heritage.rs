@@ -17,7 +17,7 @@ use super::allocator::L1Allocator;
 
 /// Memory of the server before that its clients may still copy.
 struct Withheld {
-    /// Of both.
+    /// Cache of `memory` and `objects`.
     cache: Cache<L1Allocator>,
     memory: Reservation<L1Allocator>,
     objects: ReadLease<L1Allocator>,
@@ -30,7 +30,7 @@ pub struct Heritage {
     pub age: Duration,
     /// Readable objects at the start.
     pub objects: u64,
-    /// Their bytes.
+    /// Bytes of the readable objects at the start.
     pub bytes: u64,
     /// Objects that were left out.
     pub rejected: Rejected,

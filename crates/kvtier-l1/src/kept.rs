@@ -34,7 +34,7 @@ use super::unavailable;
 /// How long a start waits for the segments of a process that has been killed: the system releases them behind the state directory.
 const RELEASE_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// Between two tries.
+/// Pause between two tries.
 const RELEASE_PAUSE: Duration = Duration::from_millis(10);
 
 /// Words in a segment.
@@ -220,7 +220,7 @@ fn with_privacy(config: &ServerConfig, arena: Arena) -> Arena {
     }
 }
 
-/// Of kind [`ErrorKind::InUse`] if another server has it, and [`ErrorKind::Invalid`] if there are too few hugepages.
+/// Error of kind [`ErrorKind::InUse`] if another server has it, and [`ErrorKind::Invalid`] if there are too few hugepages.
 fn failed(config: &ServerConfig, error: ArenaError) -> Error {
     match error {
         ArenaError::NameInUse { .. } => Error::new(ErrorKind::InUse, error),
@@ -370,7 +370,7 @@ impl Kept {
 /// A cache, and what it has of the server before.
 pub(super) struct Begun {
     pub(super) cache: Cache<L1Allocator>,
-    /// Its objects, and the age of its L1.
+    /// Restored objects, and the age of the L1 that they were in.
     pub(super) restored: Option<(Restored<L1Allocator>, Duration)>,
     /// Why it ends with the process, if it does.
     pub(super) unkept: Option<String>,
@@ -461,7 +461,7 @@ mod tests {
         drop(open_as("limit", &["--l1-restore", "off"], "one", None).unwrap());
     }
 
-    /// Of two state directories, or network namespaces, with one `/dev/shm`.
+    /// Two state directories, or network namespaces, with one `/dev/shm`.
     // proves: docs/operate.md#l1-after-a-restart
     #[test]
     fn pool_of_another_server_is_left_alone() {

@@ -35,9 +35,9 @@ const PREFLIGHT_BYTES: u64 = 2 << 20;
 pub struct L1 {
     /// The bytes.
     pub arena: Arc<Arena>,
-    /// Which objects they are.
+    /// Cache of the objects in the arena.
     pub cache: Cache<L1Allocator>,
-    /// What it has of the server before.
+    /// What L1 has of the server before.
     pub heritage: Heritage,
     /// The NUMA node of each part of the arena; none when it has no parts.
     nodes: Vec<u32>,
@@ -95,7 +95,7 @@ impl L1 {
         })
     }
 
-    /// With a part for each of these nodes, whatever the machine has.
+    /// L1 with a part for each of these nodes, whatever the machine has.
     #[cfg(any(test, feature = "testing"))]
     pub fn in_parts(self, nodes: &[u32]) -> Self {
         let parts = parts(&self.arena, 4096, nodes.len());
@@ -225,7 +225,7 @@ pub fn divide(
     Ok((nodes, allocate_in(parts, arena, config)?))
 }
 
-/// Without parts, the arena is one.
+/// Allocator over these parts; without parts, over the whole arena.
 fn allocate_in(
     mut parts: Vec<Range<u64>>,
     arena: &Arena,

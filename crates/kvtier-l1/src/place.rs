@@ -1,4 +1,4 @@
-//! Where L1 of an instance is, and where earlier servers of it have left theirs.
+//! Place of L1 of an instance, and the places where earlier servers of it have left theirs.
 
 use std::path::{Path, PathBuf};
 
@@ -33,7 +33,7 @@ impl Instance<'_> {
         checksum128(format!("{}\0{}", config.state.instance, self.folder).as_bytes()) as u64
     }
 
-    /// Where earlier servers of the instance have left L1, as they wrote down. Of other files nothing is believed.
+    /// Files in which earlier servers of the instance have left L1, as they wrote down. Of other files nothing is believed.
     fn recorded(&self) -> Vec<PathBuf> {
         let text = self
             .record
@@ -97,7 +97,7 @@ fn private_name(config: &ServerConfig) -> String {
     format!("kvtier_private_{number:016x}")
 }
 
-/// Where an arena is that the next server is to find.
+/// Place of an arena that the next server is to find.
 ///
 /// # Errors
 /// There is no such place, or none is kept.
@@ -108,7 +108,7 @@ pub(super) fn kept_place(config: &ServerConfig) -> Result<ArenaKind> {
     }
 }
 
-/// Where an arena is that outlives a process.
+/// Place of an arena that outlives a process.
 ///
 /// # Errors
 /// There is no such place.
@@ -125,7 +125,7 @@ pub(super) fn named_place(config: &ServerConfig) -> Result<ArenaKind> {
     })
 }
 
-/// Where a server with this configuration keeps L1 for the next one.
+/// Path at which a server with this configuration keeps L1 for the next one.
 ///
 /// # Errors
 /// Why it does not, as far as the configuration and the machine show.

@@ -14,9 +14,9 @@ const SLICE: usize = 1024;
 
 /// The tenants of L1.
 pub struct L1Tenants {
-    /// Where their objects are.
+    /// Cache with the tenants' objects.
     pub cache: Cache<L1Allocator>,
-    /// By which it is decided what is evicted.
+    /// Clock for evictions.
     pub clock: Arc<Clock>,
 }
 

@@ -23,7 +23,7 @@ pub(crate) fn config(test: &str, flags: &[&str]) -> ServerConfig {
     ServerConfig::from_flags(&[&host, flags].concat()).unwrap()
 }
 
-/// As the server with these flags besides, in a state folder of this identity.
+/// Opens L1 as a server with these additional flags does, in a state folder of this identity.
 pub(crate) fn open_as(
     test: &str,
     flags: &[&str],
