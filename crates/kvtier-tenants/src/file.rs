@@ -29,10 +29,10 @@ const MAX_LEN: u64 = 512 * MAX_TENANTS as u64;
 
 const NO_NAME: &str = "it is no name of a file";
 
-/// Which file it is, as far as the file system tells: device, number, size, and time of the last change.
+/// Identity of a file, as far as the file system tells: device, number, size, and time of the last change.
 type Identity = (u64, u64, u64, i64, i64);
 
-/// Where a table is on disk, and by which flag.
+/// Place of a table on disk, and the flag that names it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct QuotaPlace {
     /// The file, which exists or not.
@@ -77,7 +77,7 @@ impl std::fmt::Display for QuotaPlace {
 /// A place for a table on disk.
 #[derive(Debug)]
 pub struct QuotaFile {
-    /// With no symbolic link at its end, which would be replaced.
+    /// Path with no symbolic link at its end, which would be replaced.
     path: PathBuf,
     directory: PathBuf,
     /// Starts the names of files that are not whole yet.
@@ -132,7 +132,7 @@ impl QuotaFile {
         table.map_err(|error| about(&place, error))
     }
 
-    /// Where it is.
+    /// Path of the file.
     pub fn path(&self) -> &Path {
         &self.path
     }

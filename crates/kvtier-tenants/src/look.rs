@@ -28,7 +28,7 @@ pub struct InTier<'a> {
     pub place: &'a Place,
     /// What holds there: its entry, or the default.
     pub grant: Grant,
-    /// Its bytes, those being written and those being deleted included; not those that wait until others are deleted.
+    /// Bytes of the tenant, also those being written or deleted; not those that wait until others are deleted.
     pub bytes: u64,
     /// What the tier counts of it, as long as it knows the tenant.
     pub usage: Option<SaltUsage>,

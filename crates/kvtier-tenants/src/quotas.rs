@@ -151,7 +151,7 @@ fn prepared(
     Ok(table)
 }
 
-/// Where a tier is, if it is one whose place can be another.
+/// Location of a tier, if it is one whose place can be another.
 fn place_of(places: &[Place], tier: &str) -> Option<String> {
     let found = places.iter().find(|place| &*place.name == tier)?;
     found.location.clone()
@@ -226,7 +226,7 @@ pub struct Quotas {
 
 /// Reserved shares, and what there is to reserve.
 struct Shares {
-    /// Of each tier together.
+    /// Sum of the reserved shares, per tier.
     reserved: Vec<u128>,
     /// The tiers with their capacities now.
     places: Vec<Place>,
@@ -302,7 +302,7 @@ impl Quotas {
         &self.places
     }
 
-    /// Where the table is kept.
+    /// File that keeps the table.
     pub fn file(&self) -> Option<&Path> {
         self.file.as_ref().map(QuotaFile::path)
     }

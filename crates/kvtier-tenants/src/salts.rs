@@ -15,12 +15,12 @@ use kvtier_config::TenantSettings;
 pub struct Salts(Option<SaltKey>);
 
 impl Salts {
-    /// With the key that hashes them, if there is one.
+    /// Names hashed with this key, if there is one.
     pub fn of(key: Option<SaltKey>) -> Self {
         Self(key)
     }
 
-    /// As configured.
+    /// Names as configured.
     ///
     /// # Errors
     /// One line: a secret that cannot be read.
@@ -70,7 +70,7 @@ impl Salts {
         ))
     }
 
-    /// Whose objects a request means.
+    /// Scope of the objects that a request means.
     ///
     /// # Errors
     /// A key whose names cannot be.

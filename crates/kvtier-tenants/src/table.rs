@@ -19,7 +19,7 @@ pub struct Entry {
     pub limit: Limit,
     /// Bytes that others cannot evict.
     pub reserved: u64,
-    /// By the name of the tier, such as `l1` or `fs-0`.
+    /// Exceptions by the name of the tier, such as `l1` or `fs-0`.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub tiers: BTreeMap<String, TierEntry>,
 }
@@ -51,7 +51,7 @@ impl Entry {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Table {
     entries: BTreeMap<Arc<str>, Arc<Entry>>,
-    /// Where the tiers were that entries name, so that what was meant for one directory never holds for another.
+    /// Locations of the tiers that entries name, so that what was meant for one directory never holds for another.
     places: BTreeMap<String, String>,
 }
 
@@ -101,7 +101,7 @@ impl Table {
         };
     }
 
-    /// The same entries under other names.
+    /// Table with the same entries under other names.
     ///
     /// # Errors
     /// The first name that two of them would have.
@@ -117,12 +117,12 @@ impl Table {
         Ok(Self { entries, places })
     }
 
-    /// Where the tiers were that entries name.
+    /// Locations of the tiers that entries name.
     pub fn places(&self) -> &BTreeMap<String, String> {
         &self.places
     }
 
-    /// The same with these places.
+    /// Table with these locations.
     #[must_use]
     pub fn with_places(self, places: BTreeMap<String, String>) -> Self {
         Self { places, ..self }

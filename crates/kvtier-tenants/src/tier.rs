@@ -11,7 +11,7 @@ pub trait TenantSource {
     /// `l1`, or the name of the tier below it.
     fn name(&self) -> &str;
 
-    /// Its tenants, one page of at most `limit` from `from` on.
+    /// Tenants of the tier, one page of at most `limit` from `from` on.
     fn tenants(&self, from: u32, limit: usize) -> Page<SaltUsage>;
 
     /// What it counts in all and of these tenants, at one moment.
