@@ -96,7 +96,7 @@ impl StateDir {
         &self.id
     }
 
-    /// Where it is.
+    /// Path of the folder.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -265,7 +265,7 @@ fn known_random(file: &File) -> Option<String> {
     is_whole.then(|| known.to_owned())
 }
 
-/// The same, written if it is not there. The folder is locked.
+/// Random part of a folder's id, written if it is not there. The folder is locked.
 fn random_id(directory: &OwnedFd) -> Result<String> {
     let file = open_own(directory, ID)?;
     if let Some(known) = known_random(&file) {

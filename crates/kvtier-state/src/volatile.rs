@@ -25,7 +25,7 @@ use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags};
 
 use super::{StateDir, check_file, open_base, open_folder, stat};
 
-/// Where it is.
+/// Parent of the folders.
 const BASE: &str = "/dev/shm";
 
 /// Begins the name of each folder.
@@ -63,7 +63,7 @@ impl VolatileDir {
         }
     }
 
-    /// Where it is, or would be.
+    /// Path of the folder, which exists or not.
     pub fn path(&self) -> PathBuf {
         self.base.join(&self.name)
     }
