@@ -11,7 +11,7 @@ pub struct Budget {
 }
 
 impl Budget {
-    /// For `limit` bytes.
+    /// Budget of `limit` bytes.
     pub fn new(limit: u64) -> Arc<Self> {
         Arc::new(Self {
             limit,
@@ -29,7 +29,7 @@ impl Budget {
         })
     }
 
-    /// Its limit.
+    /// Limit in bytes.
     pub fn limit(&self) -> u64 {
         self.limit
     }

@@ -53,7 +53,7 @@ pub(crate) struct Held {
 }
 
 impl Held {
-    /// For a lock that the thread is going to wait for.
+    /// Held lock that the thread is going to wait for.
     ///
     /// # Panics
     /// If the thread holds one that is not outside it.
@@ -70,7 +70,7 @@ impl Held {
         Self::unchecked(lock)
     }
 
-    /// For one that was acquired without waiting.
+    /// Held lock that was acquired without waiting.
     #[track_caller]
     pub(crate) fn unchecked(lock: Lock) -> Self {
         let acquired = Acquisition {
