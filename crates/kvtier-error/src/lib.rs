@@ -30,7 +30,7 @@ pub enum ErrorKind {
 }
 
 impl ErrorKind {
-    /// Its metric label, or `other` for a kind without a label of its own.
+    /// Metric label, or `other` for a kind without a label of its own.
     #[must_use]
     pub fn label(self, other: &'static str) -> &'static str {
         match self {
@@ -114,7 +114,7 @@ impl Error {
         Self::new(self.kind, rewrite(&self.to_string()))
     }
 
-    /// Its kind.
+    /// Kind of the error.
     #[must_use]
     pub fn kind(&self) -> ErrorKind {
         self.kind
