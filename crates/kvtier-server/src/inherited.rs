@@ -23,7 +23,7 @@ pub struct Inherited {
     sockets: Vec<(Address, OwnedFd)>,
 }
 
-/// Where an inherited socket listens.
+/// Address of an inherited socket.
 #[derive(Debug, PartialEq, Eq)]
 enum Address {
     Ip(SocketAddr),

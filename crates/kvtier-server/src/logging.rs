@@ -39,10 +39,10 @@ const FLUSH: Duration = Duration::from_secs(1);
 const MAX_WARNINGS: usize = 50;
 const MAX_WARNING_BYTES: usize = 512;
 
-/// Those that were asked for, the oldest first.
+/// Warnings that were asked for, the oldest first.
 static WARNINGS: Mutex<VecDeque<LogLine>> = Mutex::new(VecDeque::new());
 
-/// Those since then: an event may come from inside any lock, so none is acquired for it.
+/// Warnings since the last request: an event may come from inside any lock, so none is acquired for it.
 static NEW_WARNINGS: LazyLock<(Sender<LogLine>, Receiver<LogLine>)> =
     LazyLock::new(|| bounded(MAX_WARNINGS));
 
@@ -140,7 +140,7 @@ enum Entry {
     Flush(#[expect(dead_code, reason = "hangs up")] Sender<()>),
 }
 
-/// Where lines are put, each with one write.
+/// Writer of lines, each with one write.
 struct Lines {
     entries: Sender<Entry>,
     waiting: Arc<Budget>,

@@ -49,7 +49,7 @@ pub struct Server {
     health: Arc<Health>,
     access: Arc<Access>,
     reloader: Arc<Reloader>,
-    /// Its runtime, and what is disconnected when the requests in flight are answered.
+    /// Runtime of HTTP, and what is disconnected when the requests in flight are answered.
     http: Option<(Runtime, Receiver<()>)>,
     http_address: SocketAddr,
     stop_http: watch::Sender<bool>,
@@ -148,12 +148,12 @@ impl Server {
         Ok(())
     }
 
-    /// Where requests are served, such as `tcp://127.0.0.1:5555`.
+    /// Address of the request port, such as `tcp://127.0.0.1:5555`.
     pub fn endpoint(&self) -> &str {
         self.front.endpoint()
     }
 
-    /// Where HTTP is served.
+    /// Address of the HTTP API.
     pub fn http_address(&self) -> SocketAddr {
         self.http_address
     }

@@ -24,9 +24,9 @@ pub struct Peer {
     pub requests: Arc<Budget>,
     /// Bytes of large replies to it that the system has not taken yet.
     pub replies: Arc<Budget>,
-    /// Its workers, if they are named by process ids.
+    /// Workers of the client, if they are named by process ids.
     pub workers: WorkerNames,
-    /// Its lookups, if its release asks for results by number.
+    /// Lookups of the client, if its release asks for results by number.
     pub lookups: LookupNumbers,
     /// Tokens per chunk, once they were negotiated: its requests do not repeat them.
     pub chunk_tokens: OnceLock<u32>,

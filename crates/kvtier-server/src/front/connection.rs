@@ -101,15 +101,15 @@ pub struct Connection {
     pub client: Option<Client>,
     /// Bytes read at a time.
     read_bytes: usize,
-    /// Of stray frames.
+    /// Allowance of stray frames.
     pub strays: Allowance,
-    /// Its place among the connections with large messages, when it was last counted.
+    /// Place among the connections with large messages, when it was last counted.
     pub large: Option<Large>,
     /// What its socket is watched for.
     pub interest: Interest,
     /// Whether its output is about to be written.
     pub is_queued: bool,
-    /// Its part of what all connections hold, when that was last counted.
+    /// Part of the bytes that all connections hold, when it was last counted.
     pub counted_bytes: usize,
     /// When it is to be ticked next.
     pub next_tick: Instant,

@@ -65,24 +65,24 @@ pub struct Connections {
     poller: Poller,
     ready: Vec<Ready>,
     open: HashMap<u64, Connection>,
-    /// Those that give way, in this order: first those that have never sent a request. Numbers are in the order of accepting.
+    /// Connections that give way, first the ones that have never sent a request. Numbers are in the order of accepting.
     guests: BTreeSet<Guest>,
     /// When each is to be ticked next.
     ticks: BTreeSet<(Instant, u64)>,
-    /// Those whose output is about to be written.
+    /// Connections whose output is about to be written.
     queued: Vec<u64>,
-    /// Those that are not read until their turn, in this order.
+    /// Connections that are not read until their turn, in this order.
     parked: VecDeque<u64>,
     /// When the next of them is read.
     next_turn: Instant,
-    /// Of connections that end without a request.
+    /// Allowance of connections that end without a request.
     vain: Allowance,
     next_id: u64,
     bounds: Bounds,
     held_bytes: usize,
-    /// Those with a large message that is incomplete, the oldest message first.
+    /// Connections with a large message that is incomplete, the oldest message first.
     large: BTreeSet<Large>,
-    /// Those of them that are not read until there is memory.
+    /// Connections with a large message that are not read until there is memory.
     paused: BTreeSet<Large>,
     /// Bytes that may still be read in this round.
     round_bytes: usize,
@@ -100,7 +100,7 @@ pub struct Bounds {
     pub connections: usize,
     /// Bytes that they hold together: incomplete messages but for the oldest large one, and small replies that are not read.
     pub held_bytes: usize,
-    /// Of each session.
+    /// Limits of each session.
     pub session: Limits,
 }
 

@@ -51,7 +51,7 @@ impl<J> Lane<J> {
 /// A lane with a job, in its pool's run queue.
 struct Ready<J> {
     lane: Arc<Lane<J>>,
-    /// That queue, which ends when no lane can come back to it any more.
+    /// Run queue of the pool, which ends when no lane can come back to it any more.
     queue: Sender<Ready<J>>,
 }
 

@@ -52,7 +52,7 @@ pub const MAX_SMALL_OUTPUT: usize = 2 * LANE_LIMIT * (MAX_HEAD + SMALL_REPLY);
 /// retrieve in flight, which is never refused: the replies before it have been sent when it asks.
 pub const REPLY_SHARE: u64 = 256 << 20;
 
-/// The same for all connections together: 16 workers that do not read.
+/// Bytes of replies of all connections together: 16 workers that do not read.
 const REPLIES: u64 = 16 * REPLY_SHARE;
 
 /// Bytes of incomplete messages and small replies of all connections. The oldest large message is not among them, so that the

@@ -123,7 +123,7 @@ impl PreparedFront {
 }
 
 impl FrontEnd {
-    /// Where it listens, such as `tcp://127.0.0.1:5555`.
+    /// Address of the request port, such as `tcp://127.0.0.1:5555`.
     pub fn endpoint(&self) -> &str {
         self.socket.endpoint()
     }

@@ -175,7 +175,7 @@ impl LookupNumbers {
     }
 }
 
-/// Where the numbers of this process begin.
+/// Returns the first number of this process.
 pub fn first_number() -> i64 {
     let random = RandomState::new().hash_one(());
     (random >> (u64::BITS - NUMBER_BITS)) as i64

@@ -31,7 +31,7 @@ pub struct Outgoing {
     pub op: Vec<u8>,
     /// The response; nothing is no third frame.
     pub payload: Option<Payload>,
-    /// Its bytes in the budget of the connection, if it is large or has chunks.
+    /// Bytes of the message in the budget of the connection, if it is large or has chunks.
     pub charge: Option<Charge>,
 }
 
@@ -44,7 +44,7 @@ struct Wake {
     state: AtomicU8,
 }
 
-/// Where messages are sent, from any thread. The lanes bound the requests in flight, and so the number of messages in the
+/// Sender of messages, from any thread. The lanes bound the requests in flight, and so the number of messages in the
 /// channel; the charges of the messages bound their bytes.
 #[derive(Clone)]
 pub struct Outbox {
@@ -52,7 +52,7 @@ pub struct Outbox {
     wake: Arc<Wake>,
 }
 
-/// Where the socket's thread takes them.
+/// Receiver of messages, on the socket's thread.
 pub struct Inbox {
     messages: Receiver<Outgoing>,
     wake: Arc<Wake>,

@@ -20,7 +20,7 @@ pub struct Interest {
 }
 
 impl Interest {
-    /// Of a new socket.
+    /// Interest of a new socket.
     pub const READ: Self = Self {
         read: true,
         write: false,
@@ -37,7 +37,7 @@ impl Interest {
 /// A socket that is ready.
 #[derive(Debug, Clone, Copy)]
 pub struct Ready {
-    /// As given to [`Poller::add`].
+    /// Token given to [`Poller::add`].
     pub token: u64,
     /// Reading gives bytes, or tells why there are none any more.
     pub readable: bool,

@@ -41,7 +41,7 @@ pub struct RequestSender {
     pub op: Vec<u8>,
     /// Bytes of the payload frames.
     pub bytes: u64,
-    /// Those bytes in the budget of its connection, if it, or its answer, has to wait.
+    /// Bytes of the request in the budget of its connection, if it, or its answer, has to wait.
     pub charge: Option<Charge>,
     /// The row of the table that the request is read by.
     pub resolved: Resolved,
@@ -55,9 +55,9 @@ pub struct RequestSender {
 pub struct Server {
     /// The cache.
     pub engine: Arc<Engine>,
-    /// Where a panic is noted.
+    /// Health, in which panics are noted.
     pub health: Arc<Health>,
-    /// Where answers go.
+    /// Outbox of answers.
     pub outbox: Outbox,
     /// The first number of a lookup.
     pub first_number: i64,

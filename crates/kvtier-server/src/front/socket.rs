@@ -102,7 +102,7 @@ impl RequestSocket {
         })
     }
 
-    /// Its address, such as `tcp://127.0.0.1:5555`.
+    /// Address of the socket, such as `tcp://127.0.0.1:5555`.
     pub fn endpoint(&self) -> &str {
         &self.endpoint
     }

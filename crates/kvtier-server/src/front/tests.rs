@@ -27,7 +27,7 @@ struct ByHand {
     /// Lets one job run for each message, and all once it is dropped. First, so that nothing waits for it at the end.
     gate: Option<Sender<()>>,
     client: zmq::Socket,
-    /// Of the client, and not yet asked for.
+    /// Answers to the client that are not yet asked for.
     answered: Vec<Vec<Vec<u8>>>,
     another: Client,
     front: Front,
@@ -42,12 +42,12 @@ impl ByHand {
         Self::bounded(10, request_bytes)
     }
 
-    /// Likewise, for at most `connections` clients.
+    /// Starts a server for at most `connections` clients.
     fn bounded(connections: usize, request_bytes: u64) -> Self {
         Self::with(serve::bounds(connections, 1 << 30), request_bytes)
     }
 
-    /// Likewise, with these bounds.
+    /// Starts a server with these bounds.
     fn with(bounds: Bounds, request_bytes: u64) -> Self {
         let flags = ["--port", "0", "--http-port", "0", "--l1-size-gb", "0.0625"];
         let pickled = ["--no-l1-prefault", "--shm-name", ""];

@@ -4,7 +4,7 @@ use kvtier_proto::generation::{Generation, OperationSpec, Unresolved, served_rel
 use kvtier_proto::request::UnknownField;
 use kvtier_proto::wire::DecodeError;
 
-/// Where operators read which releases are served.
+/// Page that lists the served releases.
 const PAGE: &str = "docs/clients.md";
 
 /// A field of keys that 0.4.1 sends; all else it sends is as of 0.4.2.

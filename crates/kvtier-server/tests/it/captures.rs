@@ -83,7 +83,7 @@ fn converse(server: &TestServer, file: &str, mut after: impl FnMut(&Frames, &Seg
     server.assert_sound();
 }
 
-/// Where a chunk lies is ours to choose, and so are the pool and the optional features; all else is the same.
+/// Compares answers. The place of a chunk is ours to choose, and so are the pool and the optional features; all else is equal.
 fn compare(request: &Frames, ours: Option<Vec<u8>>, theirs: Option<Vec<u8>>, context: &str) {
     fn read(kind: ResponseKind, payload: &Option<Vec<u8>>) -> Response<'_> {
         Response::decode(kind, payload.as_deref()).unwrap()

@@ -447,7 +447,7 @@ pub fn request_as(server: &TestServer, token: &str, line: &str, body: &str) -> (
     (status, serde_json::from_str(body).unwrap())
 }
 
-/// The same for a question.
+/// Asks for an explanation with a token.
 fn ask_as(server: &TestServer, token: &str, body: &Value) -> (u16, Value) {
     request_as(server, token, &format!("POST {EXPLAIN}"), &body.to_string())
 }

@@ -76,7 +76,7 @@ fn given_in_tier(
     given
 }
 
-/// Likewise, after a restart of the server.
+/// Stores chunks, and restarts the server.
 fn given_restarted(
     directory: &Path,
     scope: Scope,

@@ -198,7 +198,7 @@ fn retrieve_releases_leases_at_its_end() {
     server.assert_sound();
 }
 
-/// Its engine computes what it does not get. One that asks again gets it as long as it is there.
+/// The engine of a refused retrieve computes. A retrieve that asks again succeeds as long as the objects are there.
 // proves: docs/troubleshoot.md#the-cache-is-full
 #[test]
 fn refused_retrieve_releases_leases_at_once() {
@@ -234,7 +234,7 @@ fn refused_retrieve_releases_leases_at_once() {
     }
 }
 
-/// Of two workers that read the same objects, one is refused and asks again, however often: the other has still to read.
+/// Two workers read the same objects. One is refused and asks again, however often: the other has still to read.
 // proves: docs/troubleshoot.md#the-cache-is-full
 #[test]
 fn retrying_worker_is_one_reader() {

@@ -26,7 +26,6 @@ fn table(generation: u64) -> Table {
         .collect()
 }
 
-/// Which generation a table is.
 fn generation(table: &Table) -> u64 {
     let first = table.get("tenant-0").map(|entry| entry.limit.0.unwrap());
     let generation = first.unwrap_or(0);

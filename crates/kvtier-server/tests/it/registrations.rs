@@ -71,7 +71,7 @@ impl Bed {
         self.start_on_changed(Some(self.pool.clone()), &["--instance-id", "a"], change)
     }
 
-    /// Where the registrations are.
+    /// Folder of the registrations.
     fn folder(&self) -> PathBuf {
         let id = std::fs::read_to_string(self.base.path().join("state/a/id")).unwrap();
         let all = std::fs::read_dir("/dev/shm").unwrap().flatten();
@@ -117,7 +117,7 @@ impl Drop for Bed {
     }
 }
 
-/// Of a client of kvtier's own, which names its chunk size.
+/// Scope of a client of kvtier's own, which names its chunk size.
 fn own(model: &str) -> Scope {
     Scope {
         chunk_tokens: Some(CHUNK as u32),
@@ -398,7 +398,7 @@ fn client_that_may_have_timed_out_is_not_served() {
     assert!(!worker.connection().ping(Some(ID)).unwrap());
 }
 
-/// Its offsets would be of the other server's pool.
+/// Offsets of the worker would be of the other server's pool.
 // proves: docs/operate.md#workers-after-a-restart
 #[test]
 fn worker_that_another_server_may_have_registered_meanwhile_is_not_served() {

@@ -29,7 +29,7 @@ impl TestServer {
         Self::start_with(flags, |_| {})
     }
 
-    /// Likewise, and with what no flag tells.
+    /// Starts a server, with settings that no flag has.
     pub fn start_with(flags: &[&str], change: impl FnOnce(&mut ServerConfig)) -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -114,7 +114,7 @@ pub fn given_stored(model: &str, chunks: usize) -> (TestServer, Scope, EngineDri
     given_stored_on(TestServer::start(&[]), Scope::new(model), chunks)
 }
 
-/// Likewise, on this server.
+/// Stores chunks on this server.
 pub fn given_stored_on(
     server: TestServer,
     scope: Scope,
@@ -300,7 +300,7 @@ pub fn prompt(seed: u32, chunks: usize) -> Prompt {
     Prompt::new(&tokens(seed, chunks))
 }
 
-/// Its tokens.
+/// Tokens of a prompt of `chunks` chunks.
 pub fn tokens(seed: u32, chunks: usize) -> Vec<u32> {
     (0..chunks * CHUNK)
         .map(|index| seed * 100_000 + u32::try_from(index).unwrap())

@@ -15,7 +15,7 @@ enum Ours {
     Silence,
     /// The response "nothing": no third frame.
     Nothing,
-    /// This response, in hex.
+    /// Response, in hex.
     Response(&'static str),
     /// A text with these words in place of the operation.
     Text(&'static str),
@@ -118,7 +118,7 @@ const ERRORS: Differences = &[
     ("stream_cancel", Silence, "the stream has ended already"),
 ];
 
-/// Both files go on like this: a failed commit leaves the chunks it had no data for reserved at the peer, for minutes.
+/// Differences in both files: a failed commit leaves the chunks it had no data for reserved at the peer, for minutes.
 const NOTHING_STAYS_RESERVED: Differences = &[
     (
         "query_hit",

@@ -284,7 +284,7 @@ fn shaken(server: &mut ByHand) -> TcpStream {
     shaken_by(server, PING)
 }
 
-/// As [`shaken`], for a client that may be silent.
+/// Connects a client that may be silent.
 fn patient(server: &mut ByHand) -> TcpStream {
     shaken_by(server, b"\x04\x07\x04PING\x00\x00")
 }

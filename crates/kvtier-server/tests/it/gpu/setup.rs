@@ -34,7 +34,7 @@ impl Bed {
         Self::with_flags(&[], options)
     }
 
-    /// The same, with more flags.
+    /// Starts a server with more flags.
     pub fn with_flags(more: &[&str], options: impl FnOnce(&mut GpuOptions)) -> Self {
         let (fake_driver, alone) = FakeDriver::alone();
         fake_driver.script("reset; clear; devices=2");

@@ -19,7 +19,7 @@ const CHUNKS: u64 = 5;
 #[derive(Debug, Clone)]
 enum Act {
     Store(Range<u64>),
-    /// Of this number of first chunks.
+    /// Lookup of this number of first chunks.
     Lookup(u64),
     Retrieve(Range<u64>),
     Free(Range<u64>),
@@ -183,7 +183,7 @@ impl<'s> Round<'s> {
         self.model.end(op.connection, op.request);
     }
 
-    /// As if nothing is ever evicted: each answer is what the tenant would get alone.
+    /// Runs an operation as if nothing is ever evicted: each answer is what the tenant would get alone.
     fn run_exactly(&mut self, op: &Op) {
         match op.act.clone() {
             Act::Store(chunks) => self.store(op, chunks),
