@@ -23,7 +23,7 @@ pub(super) struct Did(String);
 /// An answer with what was done, for the line of its request.
 pub(super) type Audited<T> = (Extension<Did>, Answer<T>);
 
-/// Such an answer.
+/// Answer of a request that is audited.
 pub(super) fn audited<T>(did: String, answer: T) -> Audited<T> {
     (Extension(Did(did)), Answer(answer))
 }

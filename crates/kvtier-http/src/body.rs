@@ -144,7 +144,7 @@ pub(super) fn optional<T: DeserializeOwned>(bytes: &[u8], most: usize) -> Result
         .map_err(|error| refusal(error.path(), &error.inner().to_string(), &value).into())
 }
 
-/// Likewise for a body that must be there.
+/// Parses a body that must be there.
 pub(super) fn required<T: DeserializeOwned>(bytes: &[u8], most: usize) -> Result<T, ApiError> {
     match bytes.trim_ascii() {
         b"" | b"null" => {

@@ -19,7 +19,7 @@ use kvtier_engine::ChecksumError;
 /// Checksums read every byte of their blocks, so one request runs at a time.
 static CHECKSUMS: Semaphore = Semaphore::const_new(1);
 
-/// Which objects to drop.
+/// Objects to drop.
 #[derive(Deserialize, ToSchema)]
 struct Clear {
     /// Only `l1` can be cleared as a whole.
@@ -46,7 +46,7 @@ struct Cleared {
     tier: &'static str,
     /// Dropped objects.
     objects: usize,
-    /// Their bytes.
+    /// Bytes of the dropped objects.
     bytes: u64,
     /// Objects kept because of a lease.
     kept: usize,

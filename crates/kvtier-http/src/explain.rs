@@ -22,7 +22,7 @@ static EXPLANATIONS: Semaphore = Semaphore::const_new(1);
 /// itself, which a slow client would keep from small bodies.
 static LARGE_BODY: Semaphore = Semaphore::const_new(1);
 
-/// Where each chunk of a prompt is, and why a lookup of it would miss.
+/// Explains where each chunk of a prompt is, and why a lookup of it would miss.
 ///
 /// Changes nothing, so a token that reads may ask. Only an admin learns what is stored under another salt.
 #[utoipa::path(post, path = "/cache/explain", request_body = ExplainRequest, responses(

@@ -23,14 +23,14 @@ pub(super) const OPEN: &str = "/healthcheck";
 /// The path whose POST only reads.
 const QUESTION: &str = "/cache/explain";
 
-/// Where a request came from; every connection adds it to its requests.
+/// Address that a request came from; every connection adds it to its requests.
 #[derive(Clone, Copy)]
 pub(super) struct Peer(pub(super) SocketAddr);
 
 /// What the gate knows.
 pub(super) struct Gate {
     access: Arc<Access>,
-    /// Of requests without a token that is known: a client that tries many should not fill the log.
+    /// Refusals of requests without a known token: a client that tries many should not fill the log.
     refusals: RateLimited,
 }
 

@@ -21,7 +21,7 @@ const TEXT: usize = 16;
 /// Why there is no value.
 #[derive(Debug)]
 pub(super) enum JsonError {
-    /// It is no JSON.
+    /// The text is not JSON.
     Syntax(serde_json::Error),
     /// Parsed, it would take more than is allowed.
     TooLarge,
@@ -30,11 +30,11 @@ pub(super) enum JsonError {
 /// Why entries were not read to the end.
 #[derive(Debug)]
 pub(super) enum EntriesError {
-    /// As for one value.
+    /// Error of one value.
     Json(JsonError),
-    /// It is no object with that member, which has to be an object too.
+    /// The value is no object with that member, which has to be an object too.
     Shape,
-    /// It has a member of another name.
+    /// The object has a member of another name.
     Unknown(String),
     /// An entry was refused.
     Refused(Refusal),

@@ -62,11 +62,11 @@ pub(super) struct Adapters {
 /// A tier.
 #[derive(Serialize, ToSchema)]
 struct AdapterEntry {
-    /// Its position.
+    /// Position of the tier.
     index: usize,
-    /// Its type in the configuration, such as `fs`.
+    /// Type of the tier in the configuration, such as `fs`.
     type_name: &'static str,
-    /// Its name, such as `fs-0`.
+    /// Name of the tier, such as `fs-0`.
     name: String,
     /// Always `l2`.
     tier: &'static str,
@@ -115,15 +115,15 @@ pub(super) struct ObjectPage {
 /// An object.
 #[derive(Serialize, ToSchema)]
 struct ObjectEntry {
-    /// Its key.
+    /// Key of the object.
     #[schema(value_type = Key)]
     key: EncodedObjectKey,
-    /// Its size there, bytes.
+    /// Size of the object there, bytes.
     size_bytes: u64,
-    /// Its readers; only in L1.
+    /// Readers of the object; only in L1.
     #[serde(skip_serializing_if = "Option::is_none")]
     leases: Option<u32>,
-    /// Its last use or write as far as the tier knows, seconds since 1970; only below L1.
+    /// Last use or write of the object as far as the tier knows, seconds since 1970; only below L1.
     #[serde(skip_serializing_if = "Option::is_none")]
     used_at: Option<u64>,
 }
@@ -257,7 +257,7 @@ async fn list_tier(
     })
 }
 
-/// Where a listing goes on, as a text for its client.
+/// Position at which a listing goes on, as a text for its client.
 fn token(name: &str, cursor: &Cursor) -> String {
     hex::encode(json!([name, cursor.position, cursor.after]).to_string())
 }
@@ -336,7 +336,7 @@ pub(super) struct Outcome {
     skipped: usize,
     /// Whether no tier failed.
     ok: bool,
-    /// The same by tier.
+    /// Outcome by tier.
     by_tier: BTreeMap<String, TierOutcome>,
     /// The first failure.
     #[serde(skip_serializing_if = "Option::is_none")]

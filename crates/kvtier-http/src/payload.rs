@@ -35,7 +35,7 @@ const LINGER: Duration = Duration::from_secs(1);
 /// What all requests of a server share.
 pub struct Bodies {
     received: Arc<Budget>,
-    /// Of the large body that is being parsed.
+    /// Turn to parse a large body.
     turn: Arc<Semaphore>,
 }
 

@@ -20,7 +20,7 @@ pub(super) const PARSED: usize = 48 << 20;
 /// A prompt to load.
 #[derive(Deserialize, ToSchema)]
 struct PrefetchRequest {
-    /// Its model.
+    /// Model of the prompt.
     model_name: String,
     /// Workers of the engine.
     world_size: i64,
@@ -43,7 +43,7 @@ struct PrefetchRequest {
 /// A submitted prefetch.
 #[derive(Serialize, ToSchema)]
 pub(super) struct Submitted {
-    /// Its id for `GET /cache/prefetches/{request_id}`; absent if there is nothing to do.
+    /// Id of the prefetch for `GET /cache/prefetches/{request_id}`; absent if there is nothing to do.
     #[serde(skip_serializing_if = "Option::is_none")]
     request_id: Option<String>,
     /// Chunks of the prompt.
@@ -122,11 +122,11 @@ fn begin(engine: &Engine, bytes: &[u8]) -> Result<(Option<(String, usize)>, Stri
 /// State of a prefetch.
 #[derive(Serialize, ToSchema)]
 pub(super) struct Prefetch {
-    /// Its id.
+    /// Id of the prefetch.
     request_id: String,
     /// `pending` or `completed`.
     status: &'static str,
-    /// Its result, once it is completed.
+    /// Result of the prefetch, once it is completed.
     #[serde(flatten)]
     result: Option<PrefetchResult>,
 }

@@ -22,7 +22,7 @@ pub(super) struct Wanted {
 /// What is answered to a body of the wrong shape.
 const SHAPE: &str = "body must be {'limit_gb': <float>}";
 
-/// The same for many tenants.
+/// Message for a wrong body of many tenants.
 const SHAPE_OF_MANY: &str = "body must be {'users': {<cache salt>: {'limit_gb': <float>}}}";
 
 /// What is answered to a body that is not JSON.

@@ -19,7 +19,7 @@ use tokio_rustls::rustls;
 pub(crate) use tokens::{Role, Tokens};
 use watched::Watched;
 
-/// Whose request it is.
+/// Sender of a request.
 #[derive(Clone)]
 pub(crate) struct Caller {
     pub(crate) name: String,
@@ -163,7 +163,7 @@ impl fmt::Debug for Access {
     }
 }
 
-/// Those of the file and of the variable.
+/// Tokens of the file and of the variable.
 fn tokens(
     file: Option<PathBuf>,
     variable: Option<OsString>,

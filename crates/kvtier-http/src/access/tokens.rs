@@ -28,7 +28,7 @@ pub(crate) enum Role {
 }
 
 impl Role {
-    /// As the file has it.
+    /// Name of the role, as the file has it.
     pub(crate) fn as_str(self) -> &'static str {
         match self {
             Role::Read => "read",
@@ -97,7 +97,7 @@ impl Tokens {
         Ok(())
     }
 
-    /// Those of both.
+    /// Tokens of both.
     ///
     /// # Errors
     /// A name or a token that both have.
@@ -108,7 +108,7 @@ impl Tokens {
         Ok(self)
     }
 
-    /// Whose this is. How long that takes tells nothing about the tokens there are: all are compared, as hashes, and
+    /// Finds a presented token. The time tells nothing about the tokens there are: all are compared, as hashes, and
     /// those compare in constant time.
     pub(crate) fn find(&self, presented: &[u8]) -> Option<&Token> {
         let hash = blake3::hash(presented);
