@@ -110,7 +110,7 @@ typed_calls! {
         } => answers::optional_count
     }
 
-    /// As `query_prefetch_status`, but the server waits up to `wait` for the result. A [`Connection`]'s timeout must
+    /// Calls `query_prefetch_status`, but the server waits up to `wait` for the result. A [`Connection`]'s timeout must
     /// be longer than that; a [`Client`] adds it to its own.
     fn wait_prefetch_status(request_id: &str, wait: Duration) -> Option<u64> {
         wait_request(request_id, wait) => answers::optional_count

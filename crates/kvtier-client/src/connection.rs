@@ -251,7 +251,7 @@ impl Connection {
         self.lookup_chunks(key, key.end)
     }
 
-    /// As [`Connection::lookup_hits`], for a lookup of `limit` chunks: a result of more chunks is an error.
+    /// Calls [`Connection::lookup_hits`] for a lookup of `limit` chunks: a result of more chunks is an error.
     pub(crate) fn lookup_chunks<T: TokenWriter + Clone>(
         &mut self,
         key: &CacheKey<'_, T>,

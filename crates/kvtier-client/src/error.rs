@@ -159,15 +159,15 @@ pub enum ClientError {
     /// An argument is invalid.
     #[error("{field}: {message}")]
     Argument {
-        /// Which argument.
+        /// Name of the argument.
         field: &'static str,
-        /// Its value, and what is allowed.
+        /// Value of the argument, and what is allowed.
         message: String,
     },
     /// The server's shared pool cannot be used.
     #[error("shared pool {name:?}: {message}")]
     Pool {
-        /// Its name, as sent by the server.
+        /// Name of the pool, as sent by the server.
         name: String,
         /// What is wrong.
         message: String,

@@ -61,7 +61,7 @@ impl Prompt {
         self.tokens == 0
     }
 
-    /// Its tokens, encoded for keys.
+    /// Tokens of the prompt, encoded for keys.
     #[must_use]
     pub fn encoded(&self) -> EncodedTokens<'_> {
         EncodedTokens(&self.encoded)
@@ -115,14 +115,14 @@ impl Scope {
         }
     }
 
-    /// The same for a tenant.
+    /// Returns the scope with this tenant.
     #[must_use]
     pub fn with_salt(mut self, salt: impl Into<String>) -> Self {
         self.cache_salt = salt.into();
         self
     }
 
-    /// The same with these settings in each key.
+    /// Returns the scope with these settings in each key.
     #[must_use]
     pub fn with_settings(mut self, settings: KeySettings<'_>) -> Self {
         self.settings = settings.encode().map(Arc::from);

@@ -19,11 +19,11 @@ use crate::worker::{Worker, WorkerSpec};
 /// head_size]`, one after another in one segment.
 #[derive(Debug, Clone)]
 pub struct LmcacheDrivenSpec {
-    /// Its number, different from that of any other worker of the server.
+    /// Number of the worker, different from that of any other worker of the server.
     pub instance: InstanceId,
     /// Model, world and tenant of its keys.
     pub scope: Scope,
-    /// Its rank in the world.
+    /// Rank of the worker in the world.
     pub worker_id: u32,
     /// Number of layers.
     pub layers: u64,

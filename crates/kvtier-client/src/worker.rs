@@ -21,7 +21,7 @@ pub trait WorkerSpec {
     /// Model, world and tenant of its keys.
     fn scope(&self) -> &Scope;
 
-    /// Its rank in the world.
+    /// Rank of the worker in the world.
     fn worker_id(&self) -> u32;
 
     /// The request that unregisters it.
@@ -58,7 +58,7 @@ impl<S: WorkerSpec> Worker<S> {
         self.chunk_tokens
     }
 
-    /// Its registration.
+    /// Registration of the worker.
     #[must_use]
     pub fn spec(&self) -> &S {
         &self.spec
@@ -76,7 +76,7 @@ impl<S: WorkerSpec> Worker<S> {
         (connection, &self.spec, &self.memory)
     }
 
-    /// This worker's key for a range of a prompt.
+    /// Returns the worker's key for a range of a prompt.
     #[must_use]
     pub fn key<'a>(
         &'a self,

@@ -21,17 +21,17 @@ const SILENT_HEARTBEATS: u32 = 3;
 /// State of the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Health {
-    /// It answers, and knows this client's worker.
+    /// The server answers, and knows this client's worker.
     Healthy,
-    /// There is no connection, or a heartbeat was not answered. Requests may still be submitted and fail in time; an
+    /// No connection, or a heartbeat was not answered. Requests may still be submitted and fail in time; an
     /// engine should submit none.
     Degraded,
-    /// It answers again (or for the first time); the client registers again.
+    /// The server answers again (or for the first time); the client registers again.
     Recovering,
 }
 
 impl Health {
-    /// Its name, in lower case.
+    /// Name of the state, in lower case.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {

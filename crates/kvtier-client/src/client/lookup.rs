@@ -25,7 +25,7 @@ impl Client {
         self.lookup_hits_within(key, self.timeout())
     }
 
-    /// As [`Client::lookup_hits`], with its own deadline.
+    /// Calls [`Client::lookup_hits`] with a deadline of its own.
     pub fn lookup_hits_within<T: TokenWriter + Clone>(
         &self,
         key: &CacheKey<'_, T>,

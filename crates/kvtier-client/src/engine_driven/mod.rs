@@ -23,11 +23,11 @@ use crate::worker::{Worker, WorkerSpec};
 /// Registration of a worker that copies by itself.
 #[derive(Debug, Clone)]
 pub struct EngineDrivenSpec {
-    /// Its number, different from that of any other worker of the server.
+    /// Number of the worker, different from that of any other worker of the server.
     pub instance: InstanceId,
     /// Model, world and tenant of its keys.
     pub scope: Scope,
-    /// Its rank in the world.
+    /// Rank of the worker in the world.
     pub worker_id: u32,
     /// Tokens per block; must divide the chunk.
     pub block_tokens: u64,
@@ -122,7 +122,7 @@ pub struct Stored {
     /// Positions in the range of the chunks that were sent. The others were cached, or there was no space for them;
     /// pickled stores always send all.
     pub chunks: Vec<u64>,
-    /// Their bytes.
+    /// Bytes of the stored chunks.
     pub bytes: u64,
 }
 
@@ -131,7 +131,7 @@ pub struct Stored {
 pub struct Retrieved {
     /// Number of chunks.
     pub chunks: u64,
-    /// Their bytes.
+    /// Bytes of the retrieved chunks.
     pub bytes: u64,
 }
 

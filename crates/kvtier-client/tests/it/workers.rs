@@ -440,7 +440,7 @@ fn dropped_worker_unregisters() {
     );
 }
 
-/// It would skip the size, and keep these chunks under hashes of its own.
+/// Other servers would skip the size, and keep these chunks under hashes of their own.
 #[test]
 fn chunk_size_is_named_only_to_a_server_that_reads_it() {
     let server = Server::typed(|request| match request {

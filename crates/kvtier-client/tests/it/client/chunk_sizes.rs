@@ -45,7 +45,7 @@ fn server_with_other_chunk_size_is_not_used() {
     recoveries.recv().unwrap();
 }
 
-/// The same for a server that reads a named size.
+/// Answers of a server that reads a named size.
 fn with_named_chunks(
     tokens: i64,
 ) -> impl FnMut(&Request<'_, Vec<u32>>) -> Option<Response<'static>> + Send + 'static {

@@ -26,7 +26,7 @@ fn settings() -> Settings {
     }
 }
 
-/// The same for an engine with these blocks and chunks.
+/// Settings of an engine with these blocks and chunks.
 fn settings_with(block_tokens: u64, chunk_tokens: Option<u64>) -> Settings {
     let terms = ChunkTerms {
         block_tokens,
@@ -42,7 +42,7 @@ fn connect(server: &Server, settings: Settings) -> Client {
     Client::connect_with(server.endpoint(), settings).unwrap()
 }
 
-/// The same, once it is healthy.
+/// Connects a client, and waits until it is healthy.
 fn connect_healthy(server: &Server, settings: Settings) -> Client {
     let client = connect(server, settings);
     assert!(client.wait_healthy(MAX_TEST));

@@ -70,7 +70,7 @@ impl Server {
         Self::typed_at(ANYWHERE, answer)
     }
 
-    /// The same at an address.
+    /// Starts a typed server at an address.
     pub fn typed_at(
         address: &str,
         mut answer: impl FnMut(&Request<'_, Vec<u32>>) -> Option<Response<'static>> + Send + 'static,
