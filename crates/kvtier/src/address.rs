@@ -24,7 +24,7 @@ pub(crate) struct HttpArgs {
     /// The server's HTTP API: host:port, http://host:port or https://host:port [default: http://127.0.0.1:8080]
     #[arg(value_name = "URL", value_parser = http)]
     server: Option<String>,
-    /// The same as the argument
+    /// Address of the server, like the argument
     #[arg(long, value_parser = http, conflicts_with = "server")]
     url: Option<String>,
 }

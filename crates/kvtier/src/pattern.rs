@@ -51,7 +51,7 @@ pub(crate) struct ChunkSeeds {
 }
 
 impl ChunkSeeds {
-    /// The same seeds for all tenants.
+    /// Returns seeds that are equal for all tenants.
     pub(crate) fn new(chunk_tokens: usize) -> Self {
         Self {
             chunk_tokens,

@@ -20,7 +20,7 @@ pub struct PingArgs {
     /// https://host:port, its health) [default: tcp://127.0.0.1:5555]
     #[arg(value_name = "URL", value_parser = requests_or_http)]
     server: Option<String>,
-    /// The same as the argument
+    /// Address of the server, like the argument
     #[arg(long, value_parser = requests_or_http, conflicts_with = "server")]
     url: Option<String>,
     /// Number of pings

@@ -96,7 +96,7 @@ impl Subject for Tier {
         })
     }
 
-    /// Of any backend: Redis does it while its table of keys grows.
+    /// Any backend may: Redis does it while its table of keys grows.
     fn may_list_twice(&self) -> bool {
         true
     }

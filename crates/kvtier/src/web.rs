@@ -106,7 +106,7 @@ impl Client {
         self.request("GET", path, None)
     }
 
-    /// The same for any method, with a body of JSON if there is one.
+    /// Sends a request of any method, with a body of JSON if there is one.
     pub(crate) fn request(
         &self,
         method: &str,

@@ -45,7 +45,7 @@ pub(crate) struct L2Args {
     /// Measured rounds, after one to warm up.
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u32).range(1..=1000))]
     pub(crate) rounds: u32,
-    /// Also write the report as JSON to a file.
+    /// File that the report is also written to, as JSON.
     #[arg(long, value_name = "FILE")]
     pub(crate) json: Option<PathBuf>,
 }
@@ -62,7 +62,7 @@ pub(crate) struct LoadArgs {
     /// Request socket of the server: host:port, tcp://host:port or ipc://path [default: tcp://127.0.0.1:5555].
     #[arg(value_name = "URL", value_parser = requests)]
     server: Option<String>,
-    /// The same as the argument.
+    /// Address of the server, like the argument.
     #[arg(long, value_parser = requests, conflicts_with = "server")]
     url: Option<String>,
     /// Scenarios; default is all except replay, tenants and memory. May be repeated or separated by commas.
@@ -153,7 +153,7 @@ impl LoadArgs {
         given.unwrap_or(REQUESTS)
     }
 
-    /// The same load for another server.
+    /// Returns the load for another server.
     pub(crate) fn at(&self, url: &str) -> Self {
         Self {
             server: Some(url.to_owned()),
@@ -239,7 +239,7 @@ pub(crate) struct StartArgs {
     /// Request socket of the server to start: host:port, tcp://host:port or ipc://path.
     #[arg(value_name = "URL", required_unless_present = "url", value_parser = requests)]
     server: Option<String>,
-    /// The same as the argument.
+    /// Address of the server, like the argument.
     #[arg(long, value_parser = requests, conflicts_with = "server")]
     url: Option<String>,
     /// Number of starts.

@@ -122,7 +122,7 @@ pub(crate) struct Row {
     pub(crate) gb_per_second: Option<f64>,
     /// The first failure.
     pub(crate) first_failure: Option<String>,
-    /// Other numbers of this row, by name.
+    /// Further numbers of this row, by name.
     pub(crate) facts: BTreeMap<String, f64>,
 }
 

@@ -16,7 +16,6 @@ pub(crate) struct Report {
     pub(crate) version: String,
     /// The server's name.
     pub(crate) label: String,
-    /// Its address.
     pub(crate) url: String,
     /// Tokens per chunk.
     pub(crate) chunk_tokens: usize,

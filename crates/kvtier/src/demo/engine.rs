@@ -38,7 +38,7 @@ pub(super) enum Kind {
 impl Kind {
     pub(super) const ALL: [Self; 3] = [Self::Pool, Self::Pickle, Self::Pages];
 
-    /// Its name in the report.
+    /// Name of the kind in the report.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Pool => "engine-driven, shared pool",

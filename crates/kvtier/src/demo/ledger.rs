@@ -19,7 +19,7 @@ impl Ledger {
         add(&self.started, chunks);
     }
 
-    /// That store was answered: from now on it can be retrieved.
+    /// Notes that a store was answered: from now on it can be retrieved.
     pub(super) fn stored(&self, chunks: &[u64]) {
         add(&self.stored, chunks);
     }

@@ -104,7 +104,7 @@ enum QuotaCommand {
     },
     /// List the tenants that have a quota.
     List {
-        /// Also list tenants with objects but without a quota
+        /// List tenants with objects but without a quota too
         #[arg(long)]
         all: bool,
         #[command(flatten)]

@@ -9,7 +9,7 @@ use kvtier_server::escape::escape;
 use crate::out;
 use crate::web::{Client, refusal};
 
-/// Both answers.
+/// Answers of `/status` and `/metrics`.
 pub(super) struct Sample {
     pub(super) status: Status,
     pub(super) metrics: Metrics,

@@ -130,7 +130,7 @@ impl Files {
         None
     }
 
-    /// Which files each file uses. A module and its children are one family, in which there are no arrows.
+    /// Returns the files that each file uses. A module and its children are one family, in which there are no arrows.
     fn arrows(&self) -> BTreeMap<&Module, BTreeSet<Module>> {
         let targets = |from: &Module, used: &[Module]| {
             let targets = used.iter().filter_map(|path| self.file_of(path));

@@ -105,7 +105,7 @@ impl TenantSource for NoTenants {
     }
 }
 
-/// Of a server with a tier that has failed in some way.
+/// Readings of a server with a tier that has failed in some way.
 fn readings() -> Readings {
     let tier = TierReadings {
         name: "fs-0".into(),

@@ -8,10 +8,10 @@ use std::process::{Child, Command, Stdio};
 
 const PAGES: &str = "/sys/kernel/mm/hugepages/hugepages-2048kB";
 
-/// Where the file system is in its namespace, which has no other one of its kind.
+/// Mount point of the file system in its namespace, which has no other one of its kind.
 const FOLDER: &str = "/mnt";
 
-/// Of a shell in the namespace: says "ready" or why not, and gives everything back when its input ends. Its arguments are the number of
+/// Script of a shell in the namespace: prints "ready" or why not, and frees all when its input ends. Arguments: the number of
 /// pages, the options of the mount (none for ""), the folders above, and a file to lock.
 const HOLD: &str = r#"
     trap "" PIPE

@@ -220,7 +220,7 @@ enum Damage {
     None,
     Open,
     Foreign,
-    /// It has another name. (There are no symbolic links in a hugetlbfs.)
+    /// The file has another name. (There are no symbolic links in a hugetlbfs.)
     Linked,
     NoLedger,
 }

@@ -34,9 +34,9 @@ const KILLS: u64 = 20;
 
 /// A worker in one of both transfer modes.
 enum Worker {
-    /// It copies by itself.
+    /// Worker that copies by itself.
     Copying(EngineDrivenWorker),
-    /// The server copies its pages.
+    /// Worker whose pages the server copies.
     Pages(LmcacheDrivenWorker),
 }
 
@@ -583,7 +583,7 @@ fn pools_frees_only_what_no_process_has() {
     assert!(text.contains("there is none"), "{text}");
 }
 
-/// Of a client of kvtier's own, which names its chunk size.
+/// Scope of a client of kvtier's own, which names its chunk size.
 fn own_scope() -> Scope {
     Scope {
         chunk_tokens: Some(CHUNK as u32),

@@ -94,7 +94,7 @@ pub(crate) fn try_store_pages(
     stored.map_err(|error| error.to_string())
 }
 
-/// The same of a server that has the memory for it.
+/// Stores pages on a server that has the memory for them.
 pub(crate) fn store_pages(pages: &mut LmcacheDrivenWorker, salt: &str, number: u64) {
     assert_eq!(try_store_pages(pages, salt, number), Ok(true));
 }

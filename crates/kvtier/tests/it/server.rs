@@ -17,7 +17,7 @@ use kvtier_client::{
 
 use crate::prompts::{scope, store};
 
-/// Its `--instance-id`, which is also its folder in the state directory, and names memory that clients do not map: of this test alone.
+/// Value of `--instance-id`: also the folder in the state directory, and in names of memory that clients do not map.
 pub(crate) static INSTANCE_NAME: LazyLock<String> =
     LazyLock::new(|| format!("kills-{}", std::process::id()));
 
@@ -44,7 +44,7 @@ impl Server {
         started.unwrap_or_else(|log| panic!("the server does not serve: {log}"))
     }
 
-    /// The same, or the log of a server that ends before it serves.
+    /// Starts a server; returns the log of one that ends before it serves.
     pub(crate) fn try_start(base: &Path, l1: &str, more: &[&str]) -> Result<Self, String> {
         let mut server = Self::spawn(base, l1, more);
         if server.wait_until_served() {
@@ -54,12 +54,12 @@ impl Server {
         }
     }
 
-    /// The same, which does not serve yet.
+    /// Starts a server, and does not wait until it serves.
     pub(crate) fn spawn(base: &Path, l1: &str, more: &[&str]) -> Self {
         Self::spawn_by(Command::new(KVTIER), base, l1, more)
     }
 
-    /// The same by a command that takes the server's arguments.
+    /// Starts a server by a command that takes the server's arguments.
     pub(crate) fn spawn_by(mut command: Command, base: &Path, l1: &str, more: &[&str]) -> Self {
         let mut bases = BASES.lock().unwrap_or_else(PoisonError::into_inner);
         bases.insert(base.to_owned());
@@ -155,7 +155,7 @@ impl Server {
         self.worker(Self::next_instance(), salt)
     }
 
-    /// The same, whose pages the server copies.
+    /// Returns a reader whose pages the server copies.
     pub(crate) fn pages_reader(&self, salt: &str) -> LmcacheDrivenWorker {
         self.pages(Self::next_instance(), salt)
     }
@@ -184,7 +184,7 @@ impl Server {
         self.pages_of(instance, scope(salt))
     }
 
-    /// The same of any tenant and chunk size.
+    /// Returns a worker of any tenant and chunk size, whose pages the server copies.
     pub(crate) fn pages_of(&self, instance: i64, mut scope: Scope) -> LmcacheDrivenWorker {
         // A model of its own: the layouts differ.
         scope.model_name += "/pages";

@@ -11,7 +11,7 @@ const FLAGS: &str = "--l1-size-gb 0.0390625 --host 127.0.0.1 --port 0 --http-por
 /// The pool that a server killed with SIGKILL leaves, all of it touched.
 const STALE: &str = "head -c 40m /dev/zero > /dev/shm/lmcache_l1_pool_old;";
 
-/// The same, removed, and held by a process, as by a worker that has it mapped.
+/// Removed file that a process holds, as a worker that has it mapped.
 const HELD: &str = "exec 9> /dev/shm/x; head -c 40m /dev/zero >&9; rm /dev/shm/x;";
 
 /// What a shell does in namespaces of its own, whose /dev/shm has 64 MiB. KVTIER is the program, SERVER a server with the

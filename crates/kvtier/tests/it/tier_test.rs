@@ -31,7 +31,7 @@ fn right_tier_passes_and_is_left_empty() {
     assert_eq!(left.sum::<usize>(), 0);
 }
 
-/// As Redis lists while its table of keys grows, which the contract allows.
+/// Redis lists like this while its table of keys grows, which the contract allows.
 #[test]
 fn tier_may_list_an_object_on_two_pages() {
     let program = r#"

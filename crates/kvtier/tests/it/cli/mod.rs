@@ -23,7 +23,6 @@ fn kvtier(args: &[&str]) -> Output {
     kvtier_with(&[], args)
 }
 
-/// The same with these variables.
 fn kvtier_with(variables: &[(&str, &str)], args: &[&str]) -> Output {
     Assert::new(KVTIER)
         .envs(variables.iter().copied())
