@@ -44,7 +44,7 @@ impl Given {
 }
 
 impl ServerConfig {
-    /// These flags, of the adapters the names of their tiers, and each key as a flag of its own: `l2-adapter fs-0 type`.
+    /// Returns the flags, for adapters with their tiers' names, and each key as a flag of its own: `l2-adapter fs-0 type`.
     /// Without a `max_capacity_gb` that bounds nothing.
     pub(super) fn by_key(&self, mut flags: Values) -> Values {
         let Some(Value::Array(given)) = flags.remove(ADAPTER) else {

@@ -12,25 +12,25 @@ use kvtier_l2::config::{ALLOWED_PATH, is_path};
 use super::checks::seconds;
 use super::values::parse_seconds;
 
-/// Where the CUDA driver's library is.
+/// Location of the CUDA driver's library.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CudaDriver {
-    /// Where the system finds it, if it does.
+    /// The library is where the system finds it, if it does.
     Auto,
     /// GPUs are not used.
     Off,
-    /// This file, which must be one.
+    /// The library is this file.
     Path(PathBuf),
 }
 
 /// `--l1-numa-nodes`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum NumaNodes {
-    /// Those that the GPUs are on, as far as the system tells.
+    /// NUMA nodes that the GPUs are on, as far as the system tells.
     Auto,
     /// Whatever the system does.
     Off,
-    /// These.
+    /// Exactly these nodes.
     List(Vec<u32>),
 }
 
@@ -119,7 +119,7 @@ fn parse_nodes(text: &str) -> Result<NumaNodes> {
     }
 }
 
-/// Those of the flags that mean nothing without a GPU and were given, by their names.
+/// Returns the names of given flags that mean nothing without a GPU.
 pub(super) fn given(matches: &ArgMatches) -> Vec<String> {
     let names = matches.ids().map(|id| id.as_str());
     let given = names.filter(|name| {

@@ -223,7 +223,7 @@ pub(super) fn is_read_only(adapter: &AdapterConfig) -> bool {
     }
 }
 
-/// Where what a tier has is, to tell it from another one of the same name; its type, where it keeps nothing on a disk.
+/// Location of a tier's data, to tell it from another of the same name; its type, where it keeps nothing on a disk.
 pub(super) fn location(adapter: &AdapterConfig) -> String {
     let path = base_path(adapter).map(|path| resolved(&path));
     path.map_or_else(

@@ -121,7 +121,7 @@ pub struct ServerConfig {
     pub control_workers: usize,
     /// How chunk hashes are made.
     pub hash_algorithm: HashAlgorithm,
-    /// Which transfer modes a worker may register for.
+    /// Transfer modes that a worker may register for.
     pub transfer_mode: TransferMode,
     /// POSIX shm segment that holds the L1 arena; `None` keeps it in anonymous memory.
     pub shm_name: Option<String>,
@@ -145,7 +145,7 @@ pub struct ServerConfig {
     pub session_ttl: Duration,
     /// Bytes of L1.
     pub l1_bytes: u64,
-    /// Where `l1_bytes` come from.
+    /// Origin of `l1_bytes`.
     pub l1_origin: L1Origin,
     /// What this process may use of the machine's memory.
     pub memory: HostMemory,
@@ -163,7 +163,7 @@ pub struct ServerConfig {
     pub read_ttl: Duration,
     /// The tiers below L1; `None` without any.
     pub l2: Option<L2Config>,
-    /// Which objects go first.
+    /// Eviction policy of L1.
     pub eviction_policy: EvictionPolicyName,
     /// Share of L1 in use that starts a background eviction pass, (0, 1].
     pub eviction_trigger_watermark: f64,
@@ -171,7 +171,7 @@ pub struct ServerConfig {
     pub eviction_ratio: f64,
     /// Share of L1, and of each tenant's quota, that pinned objects may take, [0, 1].
     pub max_pinned_share: f64,
-    /// Where is kept what outlives the process.
+    /// Location of what outlives the process.
     pub state: StateSettings,
     /// What tenants may have.
     pub quotas: QuotaSettings,
@@ -185,7 +185,7 @@ pub struct ServerConfig {
     pub gpu_reply: GpuReply,
     /// NUMA nodes that L1 comes from.
     pub l1_numa_nodes: NumaNodes,
-    /// Where the HTTP API is, and where the secrets are that guard it.
+    /// Address of the HTTP API, and where the secrets are that guard it.
     pub http: HttpConfig,
     /// Port of the HTTP API; 0 lets the system choose.
     pub http_port: u16,
@@ -193,7 +193,7 @@ pub struct ServerConfig {
     pub prometheus_port: Option<u16>,
     /// Largest message a client may send, bytes.
     pub max_message_bytes: u64,
-    /// Where traces are sent; `None` without any.
+    /// Collector of traces; `None` without any.
     pub tracing: Option<TracingConfig>,
     /// Log filter, in the syntax of `tracing`.
     pub log_level: String,
@@ -234,7 +234,7 @@ impl ServerConfig {
         }
     }
 
-    /// Where the size of L1 comes from, for people.
+    /// Origin of L1's size, for people.
     pub fn l1_origin(&self) -> String {
         match self.l1_origin {
             L1Origin::Given => "as asked for".to_owned(),

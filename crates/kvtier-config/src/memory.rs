@@ -89,10 +89,10 @@ impl std::fmt::Display for HostMemory {
     }
 }
 
-/// Where the size of L1 comes from.
+/// Origin of L1's size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum L1Origin {
-    /// It was asked for.
+    /// The size was asked for.
     Given,
     /// A quarter of [`HostMemory`].
     Memory,

@@ -54,7 +54,7 @@ pub struct Place {
     pub isolates: bool,
     /// Bytes that it holds at most.
     pub capacity: Option<u64>,
-    /// Its directory, or its type where it has none; `None` for L1.
+    /// Directory of the tier, or its type where it has none; `None` for L1.
     pub location: Option<String>,
 }
 
@@ -78,7 +78,7 @@ impl Place {
     }
 }
 
-/// Where to set what keeps tenants apart.
+/// Advice on the setting that isolates tenants.
 const HOW: &str = "set --eviction-policy IsolatedLRU, or \"eviction\": {\"eviction_policy\": \"IsolatedLRU\"} in an --l2-adapter";
 
 impl ServerConfig {

@@ -87,7 +87,7 @@ impl ServerConfig {
         Ok((self.with_live_values(*config), changes))
     }
 
-    /// This configuration with the live values of another. What is derived from the machine stays: a default of L1's size
+    /// Returns this configuration with the live values of `newer`. Values derived from the machine stay: a default of L1's size
     /// would be another one now.
     fn with_live_values(&self, newer: Self) -> Self {
         let mut quotas = self.quotas.clone();

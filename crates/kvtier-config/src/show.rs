@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 
 use super::command::command;
 
-/// Where LMCache 0.5.6's `/config` has the flags of a heading.
+/// Sections of LMCache 0.5.6's `/config` that have the flags of a heading.
 const SECTIONS: &[(&str, &str)] = &[
     ("Request server", "mp"),
     ("L1", "storage_manager"),

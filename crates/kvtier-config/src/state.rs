@@ -9,7 +9,7 @@ use super::checks::refuse;
 use super::flags::ServerArgs;
 use super::values::L1Restore;
 
-/// Where a server keeps what outlives its process.
+/// Location of what outlives a server's process.
 #[derive(Debug, Clone, PartialEq)]
 pub struct StateSettings {
     /// The directory of all instances, or why nothing is kept.

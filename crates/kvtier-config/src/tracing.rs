@@ -15,7 +15,7 @@ const HEADERS: &str = "OTEL_EXPORTER_OTLP_HEADERS";
 /// Attributes of this process.
 const RESOURCE: &str = "OTEL_RESOURCE_ATTRIBUTES";
 
-/// Its attribute `service.name`.
+/// Variable with the attribute `service.name`.
 const SERVICE_NAME: &str = "OTEL_SERVICE_NAME";
 
 /// Port of OTLP over gRPC.
@@ -27,7 +27,7 @@ const RESERVED: &[&str] = &["content-type", "te", "user-agent", "host", "connect
 /// A collector of traces.
 #[derive(Debug, Clone)]
 pub struct TracingConfig {
-    /// Where it is.
+    /// Address of the collector.
     pub endpoint: OtlpEndpoint,
     /// Headers of each call.
     pub headers: Pairs,
@@ -206,7 +206,7 @@ fn decoded(text: &str) -> Option<String> {
     String::from_utf8(bytes).ok()
 }
 
-/// Its value may be a secret, and is not repeated.
+/// Error for an invalid variable. The value may be a secret, and is not repeated.
 fn invalid(variable: &str) -> Error {
     Error::refused(format!(
         "{variable} is invalid; allowed: name=value pairs, with commas between them and values percent-encoded"

@@ -8,7 +8,7 @@ use kvtier_error::{Error, Result};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
 
-/// Which transfer modes workers may register for.
+/// Transfer modes that workers may register for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 #[value(rename_all = "snake_case")]
 pub enum TransferMode {
@@ -16,7 +16,7 @@ pub enum TransferMode {
     LmcacheDriven,
     /// The worker copies (PREPARE and COMMIT).
     EngineDriven,
-    /// Both; each worker chooses.
+    /// The server or the worker copies; each worker chooses.
     Auto,
 }
 
@@ -64,9 +64,9 @@ impl EvictionPolicyName {
 /// Whether workers with sliding windows or recurrent states have a cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum WindowedClients {
-    /// They register, and nothing of them is stored or served.
+    /// Workers register, and nothing of them is stored or served.
     Refuse,
-    /// They are served like others.
+    /// Workers are served like others.
     Allow,
 }
 
@@ -96,7 +96,7 @@ pub enum L1Restore {
     Auto,
     /// The next server of the instance goes on with it, but after Ctrl-C.
     On,
-    /// It ends with the process.
+    /// L1 ends with the process.
     Off,
 }
 
@@ -104,18 +104,18 @@ pub enum L1Restore {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 #[value(rename_all = "snake_case")]
 pub enum StorePolicy {
-    /// It stays until it is evicted.
+    /// The object stays until it is evicted.
     Default,
-    /// It leaves L1.
+    /// The object leaves L1.
     SkipL1,
 }
 
 /// What becomes of an object that was loaded into L1, once its request has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum PrefetchPolicy {
-    /// It leaves L1, as LMCache's policy of this name has it.
+    /// The object leaves L1, as LMCache's policy of this name has it.
     Default,
-    /// It stays until it is evicted.
+    /// The object stays until it is evicted.
     Retain,
 }
 
