@@ -44,11 +44,11 @@ pub struct DashboardTick {
     pub at: u64,
     /// Number of the latest point of the history.
     pub sequence: u64,
-    /// That point, by the name of its series.
+    /// Newest point of the history, by the name of its series.
     pub point: BTreeMap<String, Option<f32>>,
-    /// As `GET /healthcheck`.
+    /// Health, as in `GET /healthcheck`.
     pub health: Health,
-    /// As `GET /status`, without what is there twice and without the layers of workers; `null` before the engine is there.
+    /// Status, as in `GET /status`, without repeated fields and the layers of workers; `null` before the engine is there.
     pub status: Option<Status>,
     /// What happened in the last interval; `null` before the second reading.
     pub traffic: Option<Traffic>,
@@ -102,9 +102,9 @@ pub struct Refusals {
     pub operation: String,
     /// The reason, as in the metrics.
     pub reason: String,
-    /// Their number since the start.
+    /// Number of refusals since the start.
     pub total: f64,
-    /// Their number per second.
+    /// Number of refusals per second.
     pub per_second: f64,
 }
 
@@ -134,7 +134,7 @@ pub struct RecentLookup {
     pub seconds_ago: u64,
     /// Full name of its model.
     pub model_name: String,
-    /// Its tenant, as `GET /quota` calls it.
+    /// Tenant, as `GET /quota` calls it.
     pub cache_salt: String,
     /// Tokens asked for, in whole chunks.
     pub tokens: u64,
@@ -166,7 +166,7 @@ pub struct LogLine {
 pub struct TenantList {
     /// Tenants that have a quota or objects.
     pub total: usize,
-    /// Those of them that were asked for.
+    /// Number of tenants that match the request.
     pub matching: usize,
     /// The tenants from `offset` on, at most `limit`, with their names in `cache_salt`.
     pub tenants: Vec<Tenant>,

@@ -68,15 +68,15 @@ pub struct Gpu {
     pub name: String,
     /// Lower case, `8-4-4-4-12`.
     pub uuid: String,
-    /// Such as `0000:3b:00.0`.
+    /// PCI bus id, such as `0000:3b:00.0`.
     pub pci_bus_id: String,
-    /// Its NUMA node; -1 if it is not known.
+    /// NUMA node of the GPU; -1 if it is not known.
     pub numa_node: i32,
     /// Whether it had a worker.
     pub in_use: bool,
     /// Why it is unusable; `null` if it is not.
     pub error: Option<String>,
-    /// Its counters; `null` before its first worker.
+    /// Counters of the GPU; `null` before its first worker.
     pub state: Option<GpuState>,
 }
 

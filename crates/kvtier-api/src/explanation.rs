@@ -7,7 +7,7 @@ use utoipa::ToSchema;
 /// A prompt, and the engine that would ask for it.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct ExplainRequest {
-    /// Its model: the full name of the workers, or what is before its `#`.
+    /// Model: the full name of the workers, or what is before its `#`.
     pub model_name: String,
     /// Workers of the engine; may be left out if all engines of the model have the same.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -22,7 +22,7 @@ pub struct ExplainRequest {
     pub chunk_size: Option<u64>,
 }
 
-/// Where the chunks of a prompt are, and why a lookup would miss.
+/// Chunks of a prompt, the tiers that have them, and why a lookup would miss.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(default)]
 pub struct Explanation {
@@ -38,7 +38,7 @@ pub struct Explanation {
     pub chunk_size: u64,
     /// Tokens of the prompt.
     pub tokens: u64,
-    /// Its whole chunks.
+    /// Whole chunks of the prompt.
     pub chunks: u64,
     /// Tokens that a lookup would find, in L1 and the tiers.
     pub hit_tokens: u64,
@@ -68,7 +68,7 @@ pub struct ExplainedRow {
     pub workers: Vec<u32>,
     /// Chunks that it needs at the end of a prefix; `null` is all of them.
     pub window: Option<u32>,
-    /// Its chunks from the prompt's start: consecutive ones with the same state are one run.
+    /// Chunks from the prompt's start: consecutive ones with the same state are one run.
     pub runs: Vec<ChunkRun>,
 }
 
@@ -78,7 +78,7 @@ pub struct ExplainedRow {
 pub struct ChunkRun {
     /// The first one, counted from 0.
     pub first_chunk: u64,
-    /// Their number.
+    /// Number of chunks of the run.
     pub chunks: u64,
     /// The first token, counted from 0.
     pub first_token: u64,
@@ -102,7 +102,7 @@ pub struct ChunkRun {
     /// The layout, chunk size, model, world size or salt under which they are stored instead.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stored_as: Option<String>,
-    /// The same in words.
+    /// State of the run in words.
     pub text: String,
 }
 

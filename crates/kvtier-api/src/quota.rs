@@ -45,7 +45,7 @@ pub struct NewQuota {
     pub limit_gb: Limit,
     /// Share of each tier that other tenants cannot evict: GiB, or a text such as `1GiB`.
     pub reserved_gb: f64,
-    /// Other values for single tiers, by `l1` or the tier's name.
+    /// Values for single tiers that differ, by `l1` or the tier's name.
     pub tiers: BTreeMap<String, NewTierQuota>,
 }
 
@@ -56,7 +56,7 @@ pub struct NewTierQuota {
     /// Most that the tenant may have there, as for all tiers.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub limit_gb: Option<Limit>,
-    /// Its share there, as for all tiers.
+    /// Reserved share in this tier, as for all tiers.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reserved_gb: Option<f64>,
 }
@@ -104,7 +104,7 @@ pub struct Tenant {
     /// Whether a restart keeps the quotas. Absent in lists.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub persisted: Option<bool>,
-    /// Its lookups. Absent in lists without pages.
+    /// Lookups of the tenant. Absent in lists without pages.
     #[serde(flatten)]
     pub activity: Option<Activity>,
     /// Each tier; in lists without pages those with a quota of their own.
@@ -159,7 +159,7 @@ pub struct TierUsage {
     pub refused_no_space: u64,
     /// Objects evicted to free space, or because of the limit.
     pub evicted_objects: u64,
-    /// Their bytes.
+    /// Bytes of the evicted objects.
     pub evicted_bytes: u64,
 }
 

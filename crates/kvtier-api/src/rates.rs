@@ -23,19 +23,19 @@ pub struct Rates<'a> {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default)]
 pub struct OperationRate {
-    /// Its name.
+    /// Name of the operation.
     pub name: String,
     /// Answers per second.
     pub per_second: f64,
     /// The bound of the histogram below which half of the answers were, seconds; `null` without answers, or above the last
     /// bound.
     pub p50: Option<f64>,
-    /// The same for 99 of 100.
+    /// Bound of the histogram below which 99 of 100 answers were, seconds; `null` as for `p50`.
     pub p99: Option<f64>,
 }
 
 impl<'a> Rates<'a> {
-    /// Of the interval between two readings.
+    /// Rates of the interval between two readings.
     pub fn between(before: &'a Metrics, after: &'a Metrics) -> Self {
         let seconds = after.at.duration_since(before.at).as_secs_f64();
         Self {

@@ -7,7 +7,7 @@ use std::time::Instant;
 /// One series: its labels and its value.
 pub struct Series {
     labels: Vec<(String, String)>,
-    /// Its value.
+    /// Value of the series.
     pub value: f64,
 }
 
@@ -45,7 +45,7 @@ pub struct MetricsReader<'a> {
 }
 
 impl<'a> MetricsReader<'a> {
-    /// Of the series whose names begin with one of these, with all labels or only these.
+    /// Reader of the series whose names begin with one of these, with all labels or only these.
     pub fn new(prefixes: &'a [&'a str], labels: Option<&'a [&'a str]>) -> Self {
         Self {
             prefixes,

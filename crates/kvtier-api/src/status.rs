@@ -95,7 +95,7 @@ pub struct StorageManagerStatus {
     pub l1_eviction_controllers: BTreeMap<String, L1EvictionStatus>,
     /// Eviction of L1.
     pub l1_eviction_controller: L1EvictionStatus,
-    /// The same under its older name, which LMCache's command line reads.
+    /// L1's eviction under its older name, which LMCache's command line reads.
     pub eviction_controller: L1EvictionStatus,
     /// Lookups that ask the tiers.
     pub prefetch_controller: PrefetchStatus,
@@ -125,7 +125,7 @@ pub struct L1Status {
     pub read_locked_count: u64,
     /// Objects that requests have pinned.
     pub pinned_object_count: u64,
-    /// Their bytes.
+    /// Bytes of the pinned objects.
     pub pinned_object_bytes: u64,
     /// Objects that were not pinned because pinned ones were at their share.
     pub pins_refused_count: u64,
@@ -167,7 +167,7 @@ pub struct L1Status {
     pub accounting_errors: u64,
     /// Readable objects at the start that the server before had left.
     pub restored_objects: u64,
-    /// Their bytes.
+    /// Bytes of the restored objects.
     pub restored_bytes: u64,
     /// Objects of that server that were left out, by reason.
     pub left_out_objects: BTreeMap<String, u64>,
@@ -179,7 +179,7 @@ pub struct L1Status {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(default)]
 pub struct MemoryPart {
-    /// Its NUMA node.
+    /// NUMA node of the part.
     pub numa_node: u32,
     /// All bytes.
     pub total_bytes: u64,
@@ -197,7 +197,7 @@ pub struct MemoryPart {
 pub struct L1EvictionStatus {
     /// Whether requests are served.
     pub is_healthy: bool,
-    /// The same.
+    /// Whether requests are served, as `is_healthy`.
     pub thread_alive: bool,
     #[serde(flatten)]
     /// The policy and what it has evicted.
@@ -234,21 +234,21 @@ pub struct EvictionStatus {
 pub struct StoreStatus {
     /// Whether requests are served.
     pub is_healthy: bool,
-    /// The same.
+    /// Whether requests are served, as `is_healthy`.
     pub thread_alive: bool,
     /// Objects that wait or are being stored.
     pub pending_keys_count: u64,
-    /// Their bytes.
+    /// Bytes that wait or are being stored.
     pub pending_bytes: Option<u64>,
     /// Objects that were not stored because the queue was full.
     pub dropped_objects: u64,
-    /// Their bytes.
+    /// Bytes of the objects that were not stored.
     pub dropped_bytes: u64,
     /// Batches being stored.
     pub in_flight_task_count: u64,
     /// Number of tiers.
     pub num_l2_adapters: usize,
-    /// The same.
+    /// Number of tiers, as `num_l2_adapters`.
     pub num_active_adapters: usize,
     /// Always 0.
     pub num_draining_adapters: usize,
@@ -260,7 +260,7 @@ pub struct StoreStatus {
 pub struct PrefetchStatus {
     /// Whether requests are served.
     pub is_healthy: bool,
-    /// The same.
+    /// Whether requests are served, as `is_healthy`.
     pub thread_alive: bool,
     /// Most lookups that ask at once; 0 without tiers.
     pub max_in_flight: usize,
@@ -280,7 +280,7 @@ pub struct PrefetchStatus {
     pub completed_results_count: usize,
     /// Number of tiers.
     pub num_l2_adapters: usize,
-    /// The same.
+    /// Number of tiers, as `num_l2_adapters`.
     pub num_active_adapters: usize,
     /// Always 0.
     pub num_draining_adapters: usize,
@@ -292,7 +292,7 @@ pub struct PrefetchStatus {
 pub struct L2EvictionStatus {
     /// Whether requests are served.
     pub is_healthy: bool,
-    /// The same.
+    /// Whether requests are served, as `is_healthy`.
     pub thread_alive: bool,
     /// The tiers that evict.
     pub adapters: Vec<TierEvictionStatus>,
@@ -342,7 +342,7 @@ pub struct WorkerLiveness {
     pub enabled: bool,
     /// Seconds without a ping after which a worker is considered dead; 0 if it never is.
     pub reap_timeout_seconds: f64,
-    /// The same for a worker that has not pinged yet.
+    /// Silence in seconds granted to a worker that has not pinged yet.
     pub registration_grace_seconds: f64,
     /// Registered workers.
     pub tracked_instances: usize,
@@ -372,7 +372,7 @@ pub struct KvEvents {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(default)]
 pub struct LmcacheDrivenInstance {
-    /// Its model.
+    /// Model of the worker.
     pub model_name: String,
     /// Workers of the engine.
     pub world_size: u32,
@@ -380,7 +380,7 @@ pub struct LmcacheDrivenInstance {
     pub client_releases: String,
     /// Tokens per chunk.
     pub chunk_size: u64,
-    /// Its pages.
+    /// Layout of the worker's pages.
     pub kv_cache_layout: KvCacheLayout,
 }
 
@@ -388,7 +388,7 @@ pub struct LmcacheDrivenInstance {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(default)]
 pub struct EngineDrivenInstance {
-    /// Its model.
+    /// Model of the worker.
     pub model_name: String,
     /// Workers of the engine.
     pub world_size: u32,
@@ -428,7 +428,7 @@ pub struct KernelGroup {
     pub object_group_idx: usize,
     /// Layers of the group.
     pub num_layers: usize,
-    /// Their positions in the registration.
+    /// Positions of the group's layers in the registration.
     pub layer_indices: Vec<usize>,
     /// Tokens per block id.
     pub tokens_per_block: u64,
@@ -436,7 +436,7 @@ pub struct KernelGroup {
     pub slots_per_block: u64,
     /// Torch's name, such as `torch.float16`.
     pub dtype: String,
-    /// Such as `4 x [2, 256, 16, 2, 64]`.
+    /// Shape of the engine's tensors, such as `4 x [2, 256, 16, 2, 64]`.
     pub engine_kv_concrete_shape: String,
     /// Whether a token has one latent vector.
     pub is_mla: bool,

@@ -16,9 +16,9 @@ pub struct TierStatus {
     pub is_healthy: bool,
     /// LMCache's name of its type, such as `FSL2Adapter`.
     pub r#type: String,
-    /// Its type in the configuration, such as `fs`.
+    /// Type of the tier in the configuration, such as `fs`.
     pub type_name: Option<String>,
-    /// Its name, such as `fs-0`.
+    /// Name of the tier, such as `fs-0`.
     pub name: Option<String>,
     /// Objects.
     pub stored_object_count: Option<u64>,
@@ -42,7 +42,7 @@ pub struct TierStatus {
     pub recovery: Option<Recovery>,
     /// Objects waiting to be stored.
     pub pending_objects: u64,
-    /// Their bytes.
+    /// Bytes of the objects that wait or are being stored.
     pub pending_bytes: u64,
     /// Objects that were not stored because the queue was full.
     pub dropped_objects: u64,
@@ -101,11 +101,11 @@ impl TierStatus {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(default)]
 pub struct SerdeStatus {
-    /// Its type in the configuration.
+    /// Type of the transformation in the configuration.
     pub r#type: String,
     /// Bytes of stored objects before it.
     pub stored_bytes: u64,
-    /// Their bytes behind it.
+    /// Bytes of stored objects behind the transformation.
     pub transformed_bytes: u64,
     /// Processor time of stores and loads.
     pub cpu_seconds: f64,
@@ -131,7 +131,7 @@ pub enum Recovery {
         /// Objects found.
         #[serde(default)]
         objects: u64,
-        /// Their bytes.
+        /// Bytes of the objects that were found.
         #[serde(default)]
         bytes: u64,
         /// Removed leftovers of interrupted writes.
@@ -141,7 +141,7 @@ pub enum Recovery {
         #[serde(default)]
         foreign: u64,
     },
-    /// It failed and is retried.
+    /// Recovery failed and is retried.
     Failed {
         /// Cause, and when it is retried.
         #[serde(default)]
