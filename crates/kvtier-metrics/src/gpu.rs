@@ -15,7 +15,7 @@ use super::Prefix;
 /// One GPU that there is, in use or not.
 #[derive(Debug, Clone)]
 pub struct GpuFigures {
-    /// Its ordinal.
+    /// Ordinal of the GPU.
     pub gpu: Arc<str>,
     /// Whether it is of any use.
     pub healthy: bool,

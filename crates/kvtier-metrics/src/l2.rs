@@ -28,7 +28,7 @@ const THROUGHPUT_BUCKETS: [f64; 14] = [
 /// A call of a tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum TierCall {
-    /// Which objects are there.
+    /// Asks which objects the tier has.
     Lookup,
     /// Objects into L1.
     Load,
@@ -50,14 +50,14 @@ impl TierCall {
     }
 }
 
-/// Where a prefetch is.
+/// Phase that a prefetch is in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PrefetchPhase {
-    /// It waits for its turn.
+    /// The prefetch waits for its turn.
     Queue,
     /// The tiers are asked what they have.
     Lookup,
-    /// It waits for what is being loaded.
+    /// The prefetch waits for what is being loaded.
     Load,
 }
 
@@ -78,7 +78,7 @@ impl PrefetchPhase {
 /// Figures of one tier, since start.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct TierReadings {
-    /// Its type and number.
+    /// Type and number of the tier.
     pub name: String,
     /// Bytes its objects take now.
     pub used_bytes: u64,
@@ -86,21 +86,21 @@ pub struct TierReadings {
     pub capacity_bytes: u64,
     /// Objects in it now.
     pub objects: u64,
-    /// Its adapter works and its breakers are closed.
+    /// Whether the adapter works and its breakers are closed.
     pub is_healthy: bool,
-    /// It had no free space at the last store.
+    /// Whether the tier had no free space at the last store.
     pub is_full: bool,
-    /// It is only loaded from.
+    /// Whether the tier is only loaded from.
     pub is_read_only: bool,
-    /// It does not know yet what it held before the start.
+    /// Whether the tier does not know yet what it held before the start.
     pub is_recovering: bool,
     /// Objects that wait to be stored there, or are being stored.
     pub queued_objects: u64,
-    /// Their bytes.
+    /// Bytes of the queued objects.
     pub queued_bytes: u64,
     /// Objects that were not stored there because too many bytes waited.
     pub dropped_objects: u64,
-    /// Their bytes.
+    /// Bytes of the dropped objects.
     pub dropped_bytes: u64,
     /// Calls in flight, as [`TierCall::ALL`].
     pub calls: [u64; 3],
@@ -134,9 +134,9 @@ pub struct TierReadings {
     pub quarantined: u64,
     /// Violated invariants of its accounting; anything but 0 is a bug.
     pub accounting_errors: u64,
-    /// Its guards, as [`TierCall::ALL`]; none where they are switched off.
+    /// Guards of the tier, as [`TierCall::ALL`]; none where they are switched off.
     pub guards: Vec<GuardReadings>,
-    /// Its transformations, one per type.
+    /// Transformations of the tier, one per type.
     pub serdes: Vec<SerdeReadings>,
 }
 

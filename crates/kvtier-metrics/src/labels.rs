@@ -80,14 +80,14 @@ pub enum SpanLoss {
     BufferFull,
     /// The collector would not take them.
     Rejected,
-    /// It has not taken them for minutes.
+    /// The collector has not taken the spans for minutes.
     TimedOut,
     /// The server stopped first.
     Stopped,
 }
 
 impl SpanLoss {
-    /// Its metric label.
+    /// Metric label of the loss.
     pub fn name(self) -> &'static str {
         match self {
             Self::QueueFull => "queue_full",

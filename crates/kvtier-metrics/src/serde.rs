@@ -12,11 +12,11 @@ use super::{Prefix, TierReadings};
 /// Figures of the transformations of one type that a tier has, since start.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct SerdeReadings {
-    /// Its type.
+    /// Type of the transformation.
     pub name: String,
     /// Bytes of stored objects before it.
     pub original_bytes: u64,
-    /// Their bytes behind it.
+    /// Bytes of stored objects behind the transformation.
     pub stored_bytes: u64,
     /// Processor time of stores and loads.
     pub cpu_seconds: f64,

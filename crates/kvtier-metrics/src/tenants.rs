@@ -113,7 +113,7 @@ type Labelled = HashMap<Arc<str>, Vec<Since>>;
 pub struct TenantMetrics {
     bytes: Family<Labels, Gauge>,
     counters: [Family<Labels, Counter>; COUNTS.len()],
-    /// Also held while the series are written, as each scrape rebuilds them.
+    /// Series by tenant; also locked while they are written, as each scrape rebuilds them.
     labelled: Mutex<Labelled>,
 }
 
