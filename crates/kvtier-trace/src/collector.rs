@@ -51,7 +51,7 @@ pub enum Failure {
     Disconnected(String),
     /// The collector is unreachable, does not answer, or asks for a retry.
     Unavailable(String),
-    /// It will not take these spans.
+    /// The collector refuses these spans.
     Rejected(String),
 }
 

@@ -47,7 +47,7 @@ const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 /// What that thread may take to notice that its time is over.
 const END_MARGIN: Duration = Duration::from_millis(500);
 
-/// Where finished work is recorded; off, it records nothing. Cheap to clone.
+/// Recorder of finished work; off, it records nothing. Cheap to clone.
 #[derive(Clone, Default)]
 pub struct Tracer(Option<Arc<Queue>>);
 

@@ -14,9 +14,9 @@ use super::traceparent::TraceParent;
 pub struct Session {
     /// The engine's request.
     pub request_id: Box<str>,
-    /// Its model.
+    /// Model of the session.
     pub model_name: Arc<str>,
-    /// Its tenant, as listings and metrics name it.
+    /// Tenant of the session, as listings and metrics name it.
     pub cache_salt: Arc<str>,
     /// The span of the engine's side, if the client names one; not part of the identity.
     pub parent: Option<TraceParent>,
@@ -67,7 +67,7 @@ pub enum Work {
     /// The lookup with this span waits for the tiers: its session may end before it.
     Wait(SpanId),
     Lookup(SpanId, LookupResult),
-    /// Of the lookup with this span.
+    /// Call of a tier for the lookup with this span.
     TierCall(SpanId, TierSpan),
     Transfer(Transfer),
     /// The end of the session.
@@ -105,7 +105,7 @@ pub enum TierWork {
 /// A call of a tier.
 #[derive(Debug, Clone)]
 pub struct TierSpan {
-    /// Its kind.
+    /// Kind of the tier's work.
     pub work: TierWork,
     /// The tier.
     pub tier: Arc<str>,
@@ -129,15 +129,15 @@ pub enum TransferKind {
 /// A store or a retrieve.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Transfer {
-    /// Its kind.
+    /// Kind of the transfer.
     pub kind: TransferKind,
-    /// Where the engine's pages are.
+    /// Device that the engine's pages are on.
     pub device: &'static str,
     /// Id of the worker.
     pub engine_id: i64,
     /// Chunks that were moved.
     pub chunks: u64,
-    /// Their tokens.
+    /// Tokens of the transfer.
     pub tokens: u64,
     /// Bytes that were moved.
     pub bytes: u64,

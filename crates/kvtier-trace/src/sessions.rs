@@ -52,13 +52,13 @@ struct Trace {
     /// First begin and last end of its spans, nanoseconds since 1970.
     start: u64,
     end: u64,
-    /// Of its last lookup.
+    /// Result of the session's last lookup.
     outcome: LookupResult,
     /// When its last record came.
     active: Instant,
     /// When its session has ended, nanoseconds since 1970.
     ended: Option<u64>,
-    /// Its lookups that wait for a tier.
+    /// Lookups of the session that wait for a tier.
     waiting: HashSet<SpanId>,
     finished: Option<Instant>,
 }

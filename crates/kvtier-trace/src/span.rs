@@ -52,7 +52,7 @@ pub struct Span {
     pub name: &'static str,
     /// Nanoseconds since 1970.
     pub start: u64,
-    /// The same.
+    /// End, nanoseconds since 1970.
     pub end: u64,
     pub attributes: Vec<(&'static str, Value)>,
     /// Why the work failed.

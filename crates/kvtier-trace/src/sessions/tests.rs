@@ -62,7 +62,7 @@ impl Bench {
         self.add_after(session, end, 1, work);
     }
 
-    /// The same for work that took `took` milliseconds.
+    /// Adds `work` that took `took` milliseconds.
     fn add_after(&mut self, session: &Arc<Session>, end: u64, took: u64, work: Work) {
         let record = Record {
             session: Arc::clone(session),
@@ -128,7 +128,7 @@ fn spans_of_a_session_are_below_one_root() {
     assert_eq!(bench.sweep(2020), []);
 }
 
-/// Its session ends while it waits for a tier, whether something was recorded before or not.
+/// A session ends while its lookup waits for a tier, whether something was recorded before or not.
 // proves: docs/metrics.md#spans
 #[test]
 fn aborted_lookup_ends_before_its_root() {
