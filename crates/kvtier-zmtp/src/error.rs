@@ -17,7 +17,7 @@ pub enum Error {
     SocketType {
         /// The peer's.
         found: String,
-        /// Those that can.
+        /// Socket types that are allowed.
         allowed: &'static [&'static str],
     },
     /// Reserved bits of a frame's flags are set, or a command has more parts.

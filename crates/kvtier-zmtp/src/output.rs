@@ -14,7 +14,7 @@ const KEPT_BUFFER_BYTES: usize = 4 << 10;
 
 /// Bytes that are written from where they are, and are dropped then.
 pub trait Piece {
-    /// Their number; it never changes.
+    /// Number of bytes of the piece; it never changes.
     fn len(&self) -> usize;
 
     /// Whether there are none.
