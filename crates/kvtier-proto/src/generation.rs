@@ -56,9 +56,9 @@ pub struct OperationSpec {
     pub number: Option<u16>,
     /// What it means.
     pub operation: Operation,
-    /// Its payloads, one frame each.
+    /// Payloads of the request, one frame each.
     pub payloads: &'static [Field],
-    /// Its response.
+    /// Response of the operation.
     pub response: ResponseKind,
 }
 

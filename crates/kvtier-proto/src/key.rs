@@ -12,7 +12,7 @@ pub const MAX_SALT_BYTES: usize = 4 * MAX_SALT_CHARS;
 /// Fields of a key in its full and its packed form.
 pub(crate) const FULL_KEY_FIELDS: usize = 10;
 
-/// The same with the chunk size that only kvtier's own clients ask for.
+/// Fields of a key that has the chunk size, which only kvtier's own clients ask for.
 pub(crate) const OWN_KEY_FIELDS: usize = FULL_KEY_FIELDS + 1;
 
 /// The key of every lookup, store and retrieve (`IPCCacheServerKey` of LMCache 0.5.6).
@@ -47,13 +47,13 @@ pub struct CacheKey<'a, T> {
 /// The part of a key in front of its token ids, and their number.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyHead<'a> {
-    /// As in [`CacheKey`].
+    /// Model, as in [`CacheKey`].
     pub model_name: &'a str,
-    /// As in [`CacheKey`].
+    /// Number of workers, as in [`CacheKey`].
     pub world_size: u32,
-    /// As in [`CacheKey`].
+    /// Rank of the worker, as in [`CacheKey`].
     pub worker_id: Option<u32>,
-    /// As in [`CacheKey`].
+    /// Tokens of one chunk, as in [`CacheKey`].
     pub chunk_tokens: Option<u32>,
     /// Token ids that are announced; at most the bytes that follow.
     pub token_count: usize,
@@ -103,7 +103,7 @@ pub enum KeyForm {
     Salted,
     /// Ten fields, with `request_configs` and `num_kv_readers`: 0.5.5 and 0.5.6.
     Full,
-    /// The same ten, but for the token ids: `token_bytes`, four bytes per id, big-endian. From 0.5.7.
+    /// Ten fields, with `token_bytes` in place of the token ids: four bytes per id, big-endian. From 0.5.7.
     Packed,
 }
 

@@ -16,7 +16,7 @@ pub struct KeySettings<'a> {
 }
 
 impl KeySettings<'_> {
-    /// Their form in a key; `None` without any.
+    /// Encodes the settings for a key; `None` without any.
     #[must_use]
     pub fn encode(&self) -> Option<Vec<u8>> {
         let Self {

@@ -12,11 +12,11 @@ pub enum Operation {
     RegisterKvCache,
     /// The worker's pages go away.
     UnregisterKvCache,
-    /// As `register_kv_cache`, for the experimental query ring.
+    /// Registration for the experimental query ring, as `register_kv_cache`.
     RegisterQCache,
-    /// As `unregister_kv_cache`, for the query ring.
+    /// End of a registration for the query ring, as `unregister_kv_cache`.
     UnregisterQCache,
-    /// As `store`, for the query ring.
+    /// Store for the query ring, as `store`.
     StoreQ,
     /// Copy blocks of a worker into the cache.
     Store,
@@ -34,13 +34,13 @@ pub enum Operation {
     EndSession,
     /// Registration of a worker that copies by itself, with its geometry.
     RegisterEngineDriven,
-    /// That worker goes away.
+    /// Unregisters a worker that copies by itself.
     UnregisterEngineDriven,
-    /// Where may the worker write these chunks?
+    /// Asks where the worker may write these chunks.
     PrepareStore,
     /// The worker wrote them, or sends them along.
     CommitStore,
-    /// Where can the worker read these chunks?
+    /// Asks where the worker can read these chunks.
     PrepareRetrieve,
     /// The worker read them.
     CommitRetrieve,
@@ -78,7 +78,7 @@ pub enum Operation {
     SubscribeKvEvents,
     /// A call into a server plug-in.
     ServerModuleCall,
-    /// The same, always by the same thread of the server.
+    /// Call into a server plug-in, always by the same thread of the server.
     ServerModuleAffinityCall,
     /// Tokens in a chunk, a multiple of what the client asks for. A vLLM adapter's first request from 0.5.7 on, repeated
     /// when the server was away.
@@ -141,7 +141,7 @@ const NAMES: [(Operation, &str); 38] = [
     ),
 ];
 
-/// Where a server runs an operation: the order it owes its callers.
+/// Lane that runs an operation: the order a server owes its callers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Lane {
     /// Answered at once by the thread that reads the socket.

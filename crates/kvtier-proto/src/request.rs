@@ -193,7 +193,7 @@ pub struct Retrieve<'a, T> {
 pub struct RetrieveMatched<'a, T> {
     /// The prompt.
     pub key: CacheKey<'a, T>,
-    /// Which segments of other prompts go where.
+    /// Segments of other prompts, and where they go.
     pub matches: Vec<MatchedSegment<'a>>,
     /// Block ids of each group.
     pub block_ids: Vec<Vec<i64>>,

@@ -30,11 +30,11 @@ pub enum ResponseKind {
     Ints,
     /// Event handle and verdict of a transfer.
     Transfer,
-    /// Where the shared pool is.
+    /// Location of the shared pool.
     EngineDriven,
-    /// Where to write.
+    /// Targets that the worker writes to.
     PrepareStore,
-    /// Where to read.
+    /// Sources that the worker reads from.
     PrepareRetrieve,
     /// A batch of a stream of events.
     EventBatch,
@@ -133,9 +133,9 @@ pub struct PrepareStore<'a> {
 pub struct StoreTarget<'a> {
     /// One slot for each chunk that is wanted.
     pub slots: Vec<Slot<'a>>,
-    /// Which chunks of the request's range they are, counted from its start.
+    /// Chunks of the request's range, counted from its start.
     pub chunk_indices: Vec<u64>,
-    /// Which group each is of; absent for workers of one group.
+    /// Group of each chunk; absent for workers of one group.
     pub group_ids: Option<Vec<u64>>,
 }
 
@@ -196,7 +196,7 @@ pub struct EventRecord<'a> {
     pub seq: i64,
     /// `stored` or `removed`.
     pub kind: Cow<'a, str>,
-    /// Where, such as `CPU`.
+    /// Medium, such as `CPU`.
     pub medium: Cow<'a, str>,
     /// The model.
     pub model_name: Cow<'a, str>,

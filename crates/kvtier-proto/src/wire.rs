@@ -68,7 +68,7 @@ impl DecodeError {
         }
     }
 
-    /// The same error, seen from the structure that holds the value as `outer`.
+    /// Returns the error as seen from the structure that holds the value as `outer`.
     #[cold]
     #[must_use]
     pub fn inside(mut self, outer: &str) -> Self {

@@ -157,7 +157,7 @@ pub enum TensorDescriptor {
     CudaVmm(CudaVmm),
     /// Tag `musa` or `npu`: the whole body, a msgpack map that is well formed and has that tag, otherwise unread.
     Opaque {
-        /// Whose it is.
+        /// Vendor of the descriptor.
         vendor: OpaqueVendor,
         /// The body as received.
         body: Vec<u8>,

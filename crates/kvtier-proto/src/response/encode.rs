@@ -88,7 +88,7 @@ impl Response<'_> {
 pub struct InlineHit {
     /// All other bytes.
     pub text: Vec<u8>,
-    /// Where in `text` the bytes of each chunk belong.
+    /// Positions in `text` that the bytes of each chunk belong at.
     pub places: Vec<usize>,
 }
 

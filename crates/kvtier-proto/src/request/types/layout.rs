@@ -190,7 +190,7 @@ impl LayoutHints {
 pub struct EngineGroupInfo {
     /// The engine's number of the group.
     pub engine_group_id: i64,
-    /// Which of the registered tensors belong to it.
+    /// Indices of the registered tensors that belong to the group.
     pub layer_indices: Vec<i64>,
     /// Tokens in one block; 0 when unknown.
     pub tokens_per_block: i64,

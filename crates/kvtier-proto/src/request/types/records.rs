@@ -5,7 +5,7 @@ use crate::key::check_salt;
 use crate::wire::fields::{read_fields, write_fields};
 use crate::wire::{self, DecodeError, Reader, name_shown};
 
-/// Which blocks one request got.
+/// Blocks that one request got.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AllocationRecord<'a> {
     /// The engine's request.
