@@ -79,7 +79,7 @@ fn fp16(value: f32) -> u16 {
     (sign | code) as u16
 }
 
-/// Of -127 to 127, the largest value of each channel being one of them.
+/// Returns int8 codes, scaled per channel so that its largest value becomes 127 or -127.
 fn int8(values: &[f32]) -> Vec<u8> {
     let mut largest = vec![0.0_f32; 2 * CHANNELS];
     let channel = |at: usize| at / (TOKENS * CHANNELS) * CHANNELS + at % CHANNELS;

@@ -38,11 +38,11 @@ pub struct Capabilities {
     pub delete: bool,
     /// Objects can be listed, hence also recovered after a restart.
     pub list: bool,
-    /// It is used for loads only: nothing is stored, deleted, quarantined or evicted.
+    /// Used for loads only: nothing is stored, deleted, quarantined or evicted.
     pub read_only: bool,
     /// Other processes may store and delete there, so the index can lack objects and have deleted ones.
     pub shared: bool,
-    /// Its loads compare bytes with a checksum that was stored with them. Without it, a wrapper compares them with the
+    /// Loads compare bytes with a checksum that was stored with them. Without it, a wrapper compares them with the
     /// checksums of what this process stored.
     pub verifies: bool,
     /// Whether no other program uses its space: what is deleted is free at once, though free space may be in pieces that are too small.
@@ -52,7 +52,7 @@ pub struct Capabilities {
 /// Result of the store of one object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Stored {
-    /// It was written; its bytes in the backend, which may be more than those of the object.
+    /// Written; bytes of the object in the backend, which may be more than its own.
     Written(u64),
     /// An equal object was there already; its bytes in the backend.
     AlreadyThere(u64),
@@ -80,9 +80,9 @@ pub struct Loaded {
 pub struct Listed {
     /// Time of its last use or write as the backend reports it, in seconds since the Unix epoch.
     pub used_at: u64,
-    /// Its key.
+    /// Key of the object.
     pub key: ObjectKey,
-    /// Its bytes in the backend.
+    /// Bytes of the object in the backend.
     pub bytes: u64,
 }
 
@@ -100,7 +100,7 @@ pub struct ListPage {
 pub struct Recovered {
     /// Objects found.
     pub objects: u64,
-    /// Their bytes.
+    /// Bytes of the objects found.
     pub bytes: u64,
     /// Removed leftovers of interrupted writes.
     pub removed: u64,
@@ -110,10 +110,10 @@ pub struct Recovered {
 
 /// Client of one backend of whole objects.
 pub trait Adapter: Send + Sync + 'static {
-    /// Its `type` in the configuration.
+    /// Returns the adapter's `type` in the configuration.
     fn kind(&self) -> &'static str;
 
-    /// Its optional features.
+    /// Returns the adapter's optional features.
     fn capabilities(&self) -> Capabilities;
 
     /// Writes objects; one result each.

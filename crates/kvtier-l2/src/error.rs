@@ -38,7 +38,7 @@ impl ErrorKind {
         matches!(self, Self::Deadline | Self::Busy | Self::Unavailable)
     }
 
-    /// Its name in logs and metric labels.
+    /// Returns the kind's name in logs and metric labels.
     #[must_use]
     pub fn name(self) -> &'static str {
         match self {
@@ -80,7 +80,7 @@ impl L2Error {
         }
     }
 
-    /// Its kind.
+    /// Returns the kind of the error.
     #[must_use]
     pub fn kind(&self) -> ErrorKind {
         self.kind

@@ -10,9 +10,9 @@ pub enum Metadata {
     None,
     /// The checksum of its bytes.
     Of(u128),
-    /// It belongs to another layout, or to another object.
+    /// Metadata of another layout, or of another object.
     Other,
-    /// It is damaged.
+    /// Damaged metadata.
     Damaged,
 }
 

@@ -34,7 +34,7 @@ impl Element {
     const BITS: u64 = 0xf << Self::SHIFT;
     const ALL: [Self; 2] = [Self::BFloat16, Self::Float16];
 
-    /// Its name in torch.
+    /// Returns the type's name in torch.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -63,9 +63,9 @@ impl Element {
 /// Expected identity, length and layout of one object.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ObjectSpec {
-    /// Its key.
+    /// Key of the object.
     pub key: ObjectKey,
-    /// Its length in bytes.
+    /// Length in bytes.
     pub len: u64,
     /// Fingerprint of shape and type of its arrays, with [`PAGE_BOUND`] and [`Element`]. It is not part of the key, so equal
     /// keys can have different layouts; bytes of another layout must not be loaded.
@@ -110,7 +110,7 @@ impl Buffer {
         }
     }
 
-    /// Its length in bytes.
+    /// Returns the length in bytes.
     #[must_use]
     pub fn len(&self) -> u64 {
         self.extent.len
@@ -142,13 +142,13 @@ impl Buffer {
         start.is_ok_and(|start| (start.as_ptr().addr() as u64).is_multiple_of(unit))
     }
 
-    /// Its arena, for I/O directly from and to it.
+    /// Returns the buffer's arena, for I/O directly from and to it.
     #[must_use]
     pub fn arena(&self) -> &Arc<Arena> {
         &self.arena
     }
 
-    /// Its extent in the arena.
+    /// Returns the buffer's extent in the arena.
     #[must_use]
     pub fn extent(&self) -> Extent {
         self.extent
@@ -198,16 +198,16 @@ impl fmt::Debug for Buffer {
 /// Object to be written to a backend.
 #[derive(Debug, Clone)]
 pub struct StoreItem {
-    /// Its identity.
+    /// Identity of the object.
     pub object: ObjectSpec,
-    /// Its `object.len` bytes.
+    /// Source of the `object.len` bytes.
     pub from: Buffer,
 }
 
 /// Object to be read from a backend.
 #[derive(Debug, Clone)]
 pub struct LoadItem {
-    /// Its expected identity.
+    /// Expected identity of the object.
     pub object: ObjectSpec,
     /// Destination of its `object.len` bytes. The contents are undefined after an error.
     pub to: Buffer,

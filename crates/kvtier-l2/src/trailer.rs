@@ -34,7 +34,7 @@ pub struct Trailer {
     pub text_len: u16,
     /// Bytes of the object.
     pub len: u64,
-    /// Its layout.
+    /// Layout of the object.
     pub layout: u64,
     /// xxh3-128 of the key's text.
     pub key: u128,
@@ -55,7 +55,7 @@ impl Trailer {
         }
     }
 
-    /// Its bytes.
+    /// Returns the trailer's bytes.
     pub fn encode(&self) -> [u8; LEN] {
         let mut out = [0; LEN];
         out[..4].copy_from_slice(&MAGIC);

@@ -13,15 +13,15 @@ use super::error::ConfigError;
 /// Values are checked against the definition before the adapter sees them, and the documentation is generated from it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Key {
-    /// Its name in JSON and TOML.
+    /// Name in JSON and TOML.
     pub name: &'static str,
-    /// Its allowed values.
+    /// Allowed values.
     pub shape: Shape,
-    /// Its value if unset.
+    /// Value if unset.
     pub fallback: Fallback,
     /// Unit of a number, such as "ms"; empty if there is none.
     pub unit: &'static str,
-    /// Its help text, one line.
+    /// Help text, one line.
     pub help: &'static str,
 }
 

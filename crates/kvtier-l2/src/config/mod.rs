@@ -32,7 +32,7 @@ pub const GIB: u64 = 1 << 30;
 /// A checked configuration of one adapter.
 #[derive(Debug, Clone, PartialEq)]
 pub struct AdapterConfig {
-    /// Its type.
+    /// Adapter type, the `type` in a configuration.
     pub kind: &'static str,
     /// Name of its tier; `None` within another adapter, or where a configuration has one adapter only.
     pub name: Option<String>,

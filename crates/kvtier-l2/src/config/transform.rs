@@ -141,7 +141,7 @@ pub(crate) enum Format {
 }
 
 impl SerdeKind {
-    /// Its name, if it takes values rather than bytes.
+    /// Returns the name of the transformation if it takes values rather than bytes.
     fn of_values(&self) -> Option<&'static str> {
         match self {
             Self::Compress => Some("compress"),

@@ -67,7 +67,7 @@ impl MemoryStore {
         (objects.by_key.len() as u64, objects.used)
     }
 
-    /// Its capacity in bytes.
+    /// Returns the capacity in bytes.
     #[must_use]
     pub fn capacity(&self) -> u64 {
         self.capacity

@@ -106,19 +106,19 @@ impl AdapterType {
         }
     }
 
-    /// Its name: the `type` in a configuration.
+    /// Returns the type's name: the `type` in a configuration.
     #[must_use]
     pub fn name(&self) -> &'static str {
         self.name
     }
 
-    /// Its summary of one line.
+    /// Returns a summary of one line.
     #[must_use]
     pub fn summary(&self) -> &'static str {
         self.summary
     }
 
-    /// Its keys beyond [`COMMON`], as a configuration may have them.
+    /// Returns the keys beyond [`COMMON`] that a configuration of this type may have.
     pub fn keys(&self) -> impl Iterator<Item = &'static Key> + use<> {
         let Translation { keys, hidden, .. } = self.translation;
         let own = self.keys.iter();

@@ -49,7 +49,7 @@ impl Failures {
 pub struct TierCounters {
     /// Objects written.
     pub stored_objects: Counter,
-    /// Their bytes in the backend.
+    /// Bytes written, as the backend counts them.
     pub stored_bytes: Counter,
     /// Objects that were not written because they were there already.
     pub already_there: Counter,
@@ -61,7 +61,7 @@ pub struct TierCounters {
     pub found: Counter,
     /// Objects read.
     pub loaded_objects: Counter,
-    /// Their bytes.
+    /// Bytes read.
     pub loaded_bytes: Counter,
     /// Objects read without a checksum to compare with.
     pub unverified: Counter,
@@ -69,6 +69,6 @@ pub struct TierCounters {
     pub load_failures: Failures,
     /// Objects evicted.
     pub evicted_objects: Counter,
-    /// Their bytes.
+    /// Bytes evicted.
     pub evicted_bytes: Counter,
 }

@@ -57,11 +57,11 @@ pub(super) type DeleteBytes = Option<u64>;
 /// End of one delete in flight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum DeleteEnd {
-    /// It was answered: the key is not there.
+    /// The delete was answered: the key is not there.
     Deleted,
-    /// It failed, and the index has the key again.
+    /// The delete failed, and the index has the key again.
     Reinserted,
-    /// It failed; if `is_late` it was not answered, and may still be executed.
+    /// The delete failed; if `is_late` it was not answered, and may still be executed.
     Failed { is_late: bool },
 }
 
@@ -289,11 +289,11 @@ impl Beside {
 /// Whether a key may be stored.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Claim {
-    /// It may; no delete was pending.
+    /// The key may be stored; no delete was pending.
     Free,
-    /// It may; its pending delete was cancelled, and this many bytes are still in the backend.
+    /// The key may be stored; its pending delete was cancelled, and this many bytes are still in the backend.
     Cancelled(u64),
-    /// It may not: a delete may still be executed.
+    /// The key may not be stored: a delete may still be executed.
     Refused,
 }
 

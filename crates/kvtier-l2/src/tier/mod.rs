@@ -68,7 +68,7 @@ impl Default for TierEviction {
 /// Configuration of a tier.
 #[derive(Debug, Clone)]
 pub struct TierConfig {
-    /// Its name in metrics and logs, such as `fs-0`.
+    /// Name of the tier in metrics and logs, such as `fs-0`.
     pub name: String,
     /// Bytes that its objects may take; `None` is bounded by the backend only.
     pub capacity_bytes: Option<u64>,
@@ -85,11 +85,11 @@ pub struct TierConfig {
 /// Result of [`Tier::delete`] for one object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Deleted {
-    /// It was deleted.
+    /// The object was deleted.
     Removed,
-    /// It was not there.
+    /// The object was not there.
     Absent,
-    /// It is leased and was kept.
+    /// The object is leased and was kept.
     Kept,
 }
 
@@ -98,11 +98,11 @@ pub enum Deleted {
 enum Adopted {
     /// The index has it.
     Indexed,
-    /// It exceeds the capacity, and nothing can be evicted for it.
+    /// The object exceeds the capacity, and nothing can be evicted for it.
     OverCapacity,
-    /// Its tenant is at its limit.
+    /// The object's tenant is at its limit.
     OverQuota,
-    /// It is being deleted, or a late delete of it may still be executed.
+    /// The object is being deleted, or a late delete of it may still be executed.
     Deleting,
 }
 
@@ -190,12 +190,12 @@ impl Tier {
         }
     }
 
-    /// Its name in metrics and logs.
+    /// Returns the tier's name in metrics and logs.
     pub fn name(&self) -> &str {
         &self.config.name
     }
 
-    /// Its adapter.
+    /// Returns the tier's adapter.
     pub fn adapter(&self) -> &Arc<dyn Adapter> {
         &self.adapter
     }
@@ -205,7 +205,7 @@ impl Tier {
         self.adapter.capabilities().read_only
     }
 
-    /// Its configuration at the start; capacity and eviction are those of [`Tier::capacity_bytes`] and [`Tier::eviction`] now.
+    /// Returns the configuration at the start. [`Tier::capacity_bytes`] and [`Tier::eviction`] return the current values.
     pub fn config(&self) -> &TierConfig {
         &self.config
     }
@@ -241,7 +241,7 @@ impl Tier {
         }
     }
 
-    /// Its counters.
+    /// Returns the tier's counters.
     pub fn counters(&self) -> &TierCounters {
         &self.counters
     }

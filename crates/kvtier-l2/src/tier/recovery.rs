@@ -40,7 +40,7 @@ pub enum Recovery {
     Running,
     /// All objects of the backend are in the index.
     Done(Recovered),
-    /// It failed; the error says when it is retried. Until it succeeds, a tier with a capacity or strict limits stores
+    /// Recovery failed; the error says when it is retried. Until it succeeds, a tier with a capacity or strict limits stores
     /// nothing; in others, the objects found so far are in the index.
     Failed(L2Error),
 }

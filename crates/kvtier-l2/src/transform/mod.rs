@@ -32,7 +32,7 @@ use crate::object::{Buffer, Element, ObjectSpec, PAGE_BOUND};
 
 /// Transformation of the bytes of one object. Its calls block; they run on workers.
 trait Transform: Send + Sync + 'static {
-    /// Its `type` in the configuration.
+    /// Returns the transformation's `type` in the configuration.
     fn kind(&self) -> &'static str;
 
     /// Text that differs between all transformations with different bytes: its type and parameters.

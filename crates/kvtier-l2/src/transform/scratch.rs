@@ -134,7 +134,7 @@ impl Scratch {
 }
 
 impl Piece {
-    /// Its bytes, `None` while anything else holds its arena.
+    /// Returns the piece's bytes, `None` while anything else holds its arena.
     pub(super) fn bytes_mut(&mut self) -> Option<&mut [u8]> {
         Arc::get_mut(self.arena.as_mut()?)?.bytes_mut()
     }

@@ -70,7 +70,7 @@ impl<T> Index<Lane> for PerLane<T> {
 /// State of the backend as an answer shows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
-    /// It answered, possibly with errors.
+    /// The backend answered, possibly with errors.
     Answered,
     /// All items failed with errors of a backend that does not answer.
     Failed,

@@ -9,7 +9,7 @@ use super::super::object;
 use crate::error::ErrorKind;
 use kvtier_core::random::SplitMix64;
 
-/// The same object stored, then loaded, by many at a time.
+/// Many callers store the same object at a time, then load it.
 pub(super) async fn same_key_by_many_callers(context: TestContext) {
     let adapter = context.open().await;
     let context = Arc::new(context);

@@ -62,7 +62,7 @@ pub(super) async fn other_lengths_are_never_ok(context: TestContext) {
     .await;
 }
 
-/// The same number of bytes of another shape is another object.
+/// An object of equal length and another shape is another object.
 pub(super) async fn other_layouts_are_never_ok(context: TestContext) {
     never_ok(
         &context,
@@ -74,7 +74,7 @@ pub(super) async fn other_layouts_are_never_ok(context: TestContext) {
     .await;
 }
 
-/// The same chunk of two tenants, two models, two ranks and two groups.
+/// One chunk of two tenants, two models, two ranks and two groups makes different objects.
 pub(super) async fn tenants_and_models_are_apart(context: TestContext) {
     let adapter = context.open().await;
     let like = |salt, model| object_with(1, 4096, model, salt);

@@ -4,7 +4,7 @@ use crate::config::Format;
 use crate::object::Element;
 
 impl Format {
-    /// Its name in torch and in LMCache's configuration.
+    /// Returns the format's name in torch and in LMCache's configuration.
     pub(in crate::transform) const fn name(self) -> &'static str {
         match self {
             Self::E4M3 => "float8_e4m3fn",

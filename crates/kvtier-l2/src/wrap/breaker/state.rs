@@ -28,9 +28,9 @@ enum State {
 /// Decision about a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Admission {
-    /// It is sent.
+    /// The call is sent.
     Pass(Ticket),
-    /// It is not sent; the duration until the next one is.
+    /// The call is not sent; the duration until the next one is.
     Refused(Duration),
 }
 
@@ -46,9 +46,9 @@ pub enum Ticket {
 /// Transition of a breaker at the end of a call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Change {
-    /// It opened for this duration.
+    /// The breaker opened for this duration.
     Opened(Duration),
-    /// It closed.
+    /// The breaker closed.
     Closed,
 }
 

@@ -222,7 +222,7 @@ async fn any_operation_means_each_possible_one() {
     assert!(adapter.free_bytes().await.is_ok());
 }
 
-/// Which of these objects fail to load.
+/// Returns the numbers of the objects that fail to load.
 async fn failing(rule: Value, loads_of: u64, of: u64) -> Vec<u64> {
     let memory = Memory::new(4 << 20);
     let mut rule = rule;
