@@ -54,7 +54,7 @@ pub(super) struct Temporary {
 pub(super) enum Quarantined {
     Kept,
     Deleted,
-    /// It was replaced meanwhile.
+    /// The file was replaced meanwhile.
     Replaced,
 }
 

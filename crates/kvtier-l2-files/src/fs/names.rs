@@ -97,7 +97,7 @@ impl Layout {
         }
     }
 
-    /// Its name in a configuration.
+    /// Returns the layout's name in a configuration.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Flat => "flat",

@@ -157,7 +157,7 @@ pub const NIXL_STORE: AdapterType = FS
 /// Parameters that are being translated.
 struct Params<'a> {
     options: &'a Options,
-    /// Those that nothing has read yet.
+    /// Parameters that nothing has read yet.
     left: BTreeMap<&'a str, &'a str>,
     translated: Translated,
 }

@@ -39,9 +39,9 @@ enum There {
 enum Failed {
     /// A directory was removed.
     NoDirectory,
-    /// It cannot be renamed into its place from its directory.
+    /// The file cannot be renamed into its place from its directory.
     Apart,
-    /// Its place is occupied by an unchecked file.
+    /// The file's place is occupied by an unchecked file.
     Taken,
     Error(L2Error),
 }

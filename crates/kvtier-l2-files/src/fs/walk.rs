@@ -27,7 +27,7 @@ const NAMES: usize = 64 << 10;
 /// Age after which a temporary file without a known writer is a leftover.
 const STALE_SECONDS: u64 = 60;
 
-/// The same if files cannot be locked.
+/// Age after which a temporary file is a leftover if files cannot be locked.
 const STALE_WITHOUT_LOCKS: u64 = 24 * 60 * 60;
 
 /// Position of the walk: first the base directory, then the directories below it.

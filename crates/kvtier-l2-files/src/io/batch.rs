@@ -7,7 +7,7 @@ use kvtier_l2::L2Error;
 
 /// Objects, those of them that are in flight, and their results.
 pub(crate) struct Batch<Place, Item, InFlight, Done> {
-    /// Where the objects are.
+    /// Files or device that the objects are in.
     pub place: Place,
     pub items: Vec<Item>,
     pub begun: usize,

@@ -25,7 +25,7 @@ pub(crate) struct Move {
     /// Identifies it for its [`Work`].
     pub number: usize,
     pub file: OwnedFd,
-    /// Where its bytes are in the file.
+    /// Offset of the bytes in the file.
     pub at: u64,
     pub buffer: Buffer,
     /// Bytes of the buffer.
@@ -53,10 +53,10 @@ pub(crate) trait Work {
 /// Moves bytes between files and arenas. A call ends when its bytes are moved; several threads call at once. By default
 /// transfers run one at a time by POSIX calls.
 pub(crate) trait Engine: Send + Sync + 'static {
-    /// Its name in `/status`.
+    /// Returns the engine's name in `/status`.
     fn name(&self) -> &'static str;
 
-    /// Its part of `/status`, if it has one.
+    /// Returns the engine's part of `/status`, if it has one.
     fn status(&self) -> Option<Value> {
         None
     }

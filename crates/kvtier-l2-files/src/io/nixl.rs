@@ -26,9 +26,9 @@ const LOG_INTERVAL: Duration = Duration::from_secs(60);
 /// NIXL as it is configured.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct NixlOptions {
-    /// Its library, or a directory that it is in; `None` is where it is installed.
+    /// NIXL's library, or a directory that it is in; `None` is where it is installed.
     pub library: Option<PathBuf>,
-    /// Its backend.
+    /// NIXL backend.
     pub backend: String,
     /// Parameters of the backend.
     pub params: BTreeMap<String, String>,

@@ -27,7 +27,7 @@ pub(crate) enum Lane {
 
 struct Job {
     run: Box<dyn FnOnce() + Send>,
-    /// Its permit of the queue.
+    /// Permit of the queue.
     _place: OwnedSemaphorePermit,
 }
 

@@ -17,10 +17,10 @@ use kvtier_l2::ObjectSpec;
 /// Unit of everything on the device: reads and writes past the page cache need no other.
 pub(super) const BLOCK: u64 = 4096;
 
-/// Where the superblocks are.
+/// Offsets of the superblocks.
 pub(super) const SUPERBLOCKS: [u64; 2] = [0, BLOCK];
 
-/// Where the table begins.
+/// Offset of the table.
 pub(super) const TABLE: u64 = 2 * BLOCK;
 
 /// What the place of the objects is a multiple of.
@@ -48,7 +48,7 @@ pub(super) struct Geometry {
 }
 
 impl Geometry {
-    /// Where the objects begin.
+    /// Returns the offset of the objects.
     pub(super) fn data_offset(self) -> u64 {
         (TABLE + self.records * BLOCK).next_multiple_of(DATA_ALIGN)
     }
@@ -58,7 +58,7 @@ impl Geometry {
         self.data_offset() + self.data_bytes
     }
 
-    /// Where a record is.
+    /// Returns the offset of a record.
     pub(super) fn record_at(self, number: u64) -> u64 {
         TABLE + number * BLOCK
     }
@@ -76,7 +76,7 @@ pub(super) struct Superblock {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum First {
     Ours(Superblock),
-    /// Of another release.
+    /// Superblock of another release.
     Version(u32),
     Other,
 }
@@ -132,7 +132,7 @@ impl Superblock {
 /// An object of the device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Record {
-    /// Its place in the table.
+    /// Place of the record in the table.
     pub number: u64,
     /// Grows with each record that is written: of two that contradict each other the later one is right.
     pub sequence: u64,
@@ -141,7 +141,7 @@ pub(super) struct Record {
     pub layout: u64,
     /// The xxh3-128 of its bytes.
     pub sum: u128,
-    /// Where its bytes are, from `data_offset` on.
+    /// Offset of the object's bytes, from `data_offset` on.
     pub offset: u64,
     /// When it was stored, in seconds since the Unix epoch.
     pub stored_at: u64,
@@ -236,7 +236,7 @@ impl Fields<'_> {
     }
 }
 
-/// Where other data is recognised: offset, bytes, and what they begin.
+/// Signatures of other data: offset, bytes, and what they begin.
 const FOREIGN: &[(usize, &[u8], &str)] = &[
     (1080, &[0x53, 0xef], "an ext2, ext3 or ext4 file system"),
     (0, b"XFSB", "an XFS file system"),

@@ -47,12 +47,12 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// Its record is about to be written.
+    /// Notes that the record is about to be written.
     pub(super) fn recording(&self) {
         self.is_recorded.store(true, Ordering::Release);
     }
 
-    /// Its record was erased.
+    /// Notes that the record was erased.
     pub(super) fn erased(&self) {
         self.is_recorded.store(false, Ordering::Release);
     }

@@ -141,7 +141,7 @@ impl Shared {
 }
 
 impl Object {
-    /// Its bytes on the device.
+    /// Returns the object's bytes on the device.
     fn bytes(&self) -> u64 {
         format::span(self.record.len)
     }
@@ -245,7 +245,7 @@ impl RawBlockAdapter {
     }
 }
 
-/// The same error for all items.
+/// Returns one error for all items.
 fn all<T, R>(items: &[T], error: &L2Error) -> Vec<Result<R, L2Error>> {
     items.iter().map(|_| Err(error.clone())).collect()
 }

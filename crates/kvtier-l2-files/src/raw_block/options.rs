@@ -24,7 +24,7 @@ pub struct RawOptions {
     pub device_path: PathBuf,
     /// Bytes for objects.
     pub capacity_bytes: u64,
-    /// The same as it was configured.
+    /// Capacity in GiB as it was configured.
     pub max_capacity_gb: f64,
     /// Capacity per record.
     pub slot_bytes: u64,

@@ -40,7 +40,7 @@ impl Shared {
         }
     }
 
-    /// Where an object is on the device.
+    /// Returns the offset of an object on the device.
     fn at(&self, offset: u64) -> u64 {
         self.device.geometry().data_offset() + offset
     }
@@ -84,7 +84,7 @@ impl Work for Stores<'_> {
 }
 
 enum Begun {
-    /// It is there; its bytes.
+    /// The object is there already; its bytes.
     There(u64),
     Writing(Box<Writing>, Move),
 }
