@@ -13,7 +13,7 @@ struct Written {
     number: usize,
     item: LoadItem,
     at: u64,
-    /// Its checksum, if it has one.
+    /// Checksum of the object, if it has one.
     sum: Option<u128>,
 }
 

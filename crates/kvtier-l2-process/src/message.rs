@@ -98,7 +98,7 @@ impl<'a> Request<'a> {
         }
     }
 
-    /// Its body.
+    /// Returns the request's body.
     ///
     /// # Errors
     /// If it is too long for a frame.
@@ -232,7 +232,7 @@ impl Entry {
         Some(failure(what, kind, self.message.as_deref()))
     }
 
-    /// Its metadata, `None` if it cannot be what kvtier wrote.
+    /// Returns the entry's metadata, `None` if it cannot be what kvtier wrote.
     pub(super) fn meta(&self) -> Option<&str> {
         self.meta.as_deref().filter(|meta| meta.len() <= MAX_META)
     }

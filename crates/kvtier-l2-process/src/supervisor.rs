@@ -99,7 +99,7 @@ impl Supervisor {
         starting.is_some_and(|since| since.elapsed() < START_TIMEOUT)
     }
 
-    /// It has answered.
+    /// Notes that the command has answered.
     pub(super) fn has_started(&self) {
         self.starting.send_replace(None);
     }

@@ -198,7 +198,7 @@ async fn command_that_cannot_start_is_an_unhealthy_tier() {
     }
 }
 
-/// Also what a command has started itself ends, if the adapter is dropped and not closed.
+/// Processes started by a command end as well, if the adapter is dropped and not closed.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn dropped_adapter_leaves_no_process() {
     let place = tempfile::tempdir().unwrap();
