@@ -6,7 +6,7 @@ use std::path::PathBuf;
 /// Longest name of a host.
 const MAX_HOST: usize = 253;
 
-/// Where a server listens.
+/// Address that a server listens on.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Address {
     /// Host name or address, IPv6 without brackets.

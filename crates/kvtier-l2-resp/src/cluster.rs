@@ -58,7 +58,7 @@ struct Shared {
     is_wanted: Notify,
 }
 
-/// Which primary serves which slot.
+/// Primaries, and the slots that each one serves.
 #[derive(Default)]
 struct Topology {
     primaries: Vec<Arc<Pool>>,
@@ -146,7 +146,7 @@ impl Cluster {
         self.shared.is_wanted.notify_one();
     }
 
-    /// Its primaries, by address.
+    /// Returns the cluster's primaries, by address.
     pub(super) fn primaries(&self) -> Vec<Arc<Pool>> {
         let topology = self.shared.topology.lock();
         let serving: BTreeSet<_> = topology.slots.iter().copied().collect();
@@ -258,7 +258,7 @@ impl Shared {
         Some(known.unwrap_or(opened))
     }
 
-    /// Where the slots can be asked for: nodes that are connected, each in turn the first, then those of the configuration,
+    /// Addresses to ask for the slots: nodes that are connected, each in turn the first, then those of the configuration,
     /// whose names may have other addresses now, then the others.
     fn candidates(&self) -> Vec<Address> {
         let nodes = self.topology.lock().primaries.clone();

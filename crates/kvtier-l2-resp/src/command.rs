@@ -40,7 +40,7 @@ impl Segment {
 pub(super) enum Expected {
     /// Kept whole.
     Value,
-    /// That to ASKING, which is left out.
+    /// Reply to ASKING, which is left out.
     Asking,
     /// The body of an object, of the buffer's length and read into it.
     Object(Buffer),

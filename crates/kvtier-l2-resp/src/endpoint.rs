@@ -35,7 +35,7 @@ pub(super) const MAX_CONNECTING: usize = 64;
 
 /// A server, and what a connection to it needs.
 pub(super) struct Endpoint {
-    /// Where it is. Of several, it is the first one that is a primary.
+    /// Addresses of the server; of several, the first one that is a primary is used.
     pub(super) addresses: Vec<Address>,
     pub(super) options: Arc<RespOptions>,
     connecting: Arc<Semaphore>,
@@ -117,7 +117,7 @@ impl Endpoint {
         replies.into_iter().map(value).collect()
     }
 
-    /// Of several errors the first is the reason for the others. A key of another type is none: it is replaced.
+    /// Fails with the first error, which is the reason for the others. A key of another type is no error: it is replaced.
     pub(super) fn refuse_errors(&self, values: &[Value]) -> Result<(), L2Error> {
         for value in values {
             if let Value::Error(text) = value

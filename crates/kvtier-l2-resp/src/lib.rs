@@ -111,9 +111,9 @@ enum Companion {
     None,
     /// The checksum of its bytes.
     Of(u128),
-    /// It belongs to another layout.
+    /// Companion of another layout.
     Other,
-    /// It is damaged.
+    /// Damaged companion.
     Damaged,
 }
 

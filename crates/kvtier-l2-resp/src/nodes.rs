@@ -206,7 +206,7 @@ impl Nodes {
         }
     }
 
-    /// Where the keys are, by the replies of a node.
+    /// Returns the place of the keys, by the replies of a node.
     fn found(&self, replies: Vec<Reply>, node: &Endpoint) -> Found {
         let (Self::Cluster(cluster), Some(asked)) = (self, node.addresses.first()) else {
             return Found::Here(replies);

@@ -18,7 +18,7 @@ use kvtier_net::ClientTls;
 pub struct RespOptions {
     /// The tier, for log lines.
     pub tier: String,
-    /// Where it listens: one address, a primary and its replicas in any order, or some nodes of a cluster.
+    /// Addresses of the server: one, a primary and its replicas in any order, or some nodes of a cluster.
     pub addresses: Vec<Address>,
     /// Whether it is a cluster.
     pub cluster_mode: bool,
@@ -206,7 +206,7 @@ fn check(options: &Options) -> Result<(), ConfigError> {
     check_all(options)
 }
 
-/// Of a type without LMCache's variables.
+/// Checks the options of a type without LMCache's variables.
 fn check_valkey(options: &Options) -> Result<(), ConfigError> {
     check_password(options, false)?;
     check_all(options)

@@ -47,7 +47,7 @@ struct Pending {
     expected: VecDeque<Expected>,
     replies: Vec<Reply>,
     answer: oneshot::Sender<Result<Vec<Reply>, L2Error>>,
-    /// Its part of [`State::load`].
+    /// Part of the call in [`State::load`].
     size: u64,
     expected_bytes: u64,
     /// [`Pipe::sent_bytes`] once it is sent.
@@ -58,9 +58,9 @@ struct Pending {
 
 /// The body that is being read.
 enum Body {
-    /// Of the right length: `done` bytes are in the buffer.
+    /// Body of the right length: `done` bytes are in the buffer.
     Object { done: u64 },
-    /// Of another length: this much is left of it and its end.
+    /// Body of another length: this much is left of it and its end.
     Discarded { left: u64 },
 }
 
@@ -75,7 +75,7 @@ pub(super) struct Pipe<'a> {
     unsent_bytes: u64,
     sent_bytes: u64,
     pending: VecDeque<Pending>,
-    /// Of the objects whose replies have not ended.
+    /// Bytes expected of the objects whose replies have not ended.
     expected_bytes: u64,
     received: Vec<u8>,
     /// How far the first reply of those was read.

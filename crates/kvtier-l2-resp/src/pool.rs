@@ -42,7 +42,7 @@ pub(super) struct Pool {
 pub(super) struct Health {
     pub(super) all: usize,
     pub(super) up: usize,
-    /// Those whose last attempt has failed.
+    /// Connections whose last attempt has failed.
     pub(super) down: usize,
     /// Why one is down.
     pub(super) error: Option<L2Error>,

@@ -100,7 +100,7 @@ fn ip(facts: &[Value]) -> Option<&str> {
     }
 }
 
-/// Where another node sent a command: MOVED for good, or ASK for this time.
+/// Node to which another node sent a command: MOVED for good, or ASK for this time.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Redirect {
     pub(super) slot: u16,

@@ -19,7 +19,7 @@ fn cluster(replicas: usize) -> (Vec<Redis>, Vec<Redis>) {
     cluster_of(&redis(), replicas)
 }
 
-/// The same with another program.
+/// Starts a cluster of another program.
 fn cluster_of(program: &Path, replicas: usize) -> (Vec<Redis>, Vec<Redis>) {
     // A node that is not scheduled for this long is taken for a dead one, and the cluster is down; only a replica that is to
     // take over needs that soon.

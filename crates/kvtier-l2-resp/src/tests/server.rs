@@ -58,7 +58,7 @@ pub(super) struct Redis {
     program: PathBuf,
     process: Child,
     pub(super) port: u16,
-    /// Of the bus of a cluster.
+    /// Port of the bus of a cluster.
     pub(super) bus: u16,
     directory: TempDir,
     flags: Vec<String>,
@@ -70,7 +70,7 @@ impl Redis {
         Self::start_program(&redis(), flags)
     }
 
-    /// The same with another program.
+    /// Starts a server of another program.
     pub(super) fn start_program(program: &Path, flags: &[&str]) -> Self {
         let directory = tempfile::tempdir().unwrap();
         for _ in 0..20 {
@@ -141,7 +141,6 @@ impl Redis {
         rustix::process::kill_process(pid, signal).unwrap();
     }
 
-    /// Where it listens.
     pub(super) fn address(&self) -> Address {
         Address::Tcp("127.0.0.1".into(), self.port)
     }
