@@ -31,7 +31,7 @@ const TIMEOUT_BYTES: u64 = 4 << 20;
 /// Bytes of a response that does not say how many it has, for its time.
 const UNKNOWN_BYTES: u64 = 64 << 20;
 
-/// Where the backend listens.
+/// Address of the backend.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Server {
     /// Name or address, without brackets.

@@ -8,7 +8,7 @@ pub(super) const MAX_KEY: usize = 1024;
 /// Characters that Python's `quote` keeps, beside letters and digits. LMCache quotes keys by it.
 const KEPT_IN_PATH: &[u8] = b"_.-~/";
 
-/// Those that a query keeps.
+/// Characters that a query keeps, beside letters and digits.
 const KEPT_IN_QUERY: &[u8] = b"_.-~";
 
 /// Returns the key of an object in the bucket: the peer's name, behind the prefix and an `@` if there is one.

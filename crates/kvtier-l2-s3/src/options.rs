@@ -17,7 +17,7 @@ use kvtier_net::host_and_port;
 /// Smallest part of an upload that S3 takes.
 const MIN_PART: u64 = 5 << 20;
 
-/// Where a bucket is.
+/// Server and name of a bucket.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Place {
     /// The host that answers, and its port.

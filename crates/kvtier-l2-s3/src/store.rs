@@ -22,7 +22,7 @@ const MAX_PARTS: u64 = 10_000;
 
 /// What is under a key before a store.
 enum Before {
-    /// The same bytes, unless they were damaged since.
+    /// An object with the same bytes, unless they were damaged since.
     Equal,
     /// Something of the same length.
     Similar,

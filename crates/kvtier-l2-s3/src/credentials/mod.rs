@@ -36,7 +36,6 @@ type GetVariable = dyn Fn(&str) -> Option<String> + Send + Sync;
 pub(super) struct Variables(Arc<GetVariable>);
 
 impl Variables {
-    /// Those of the process.
     pub(super) fn of_process() -> Self {
         Self(Arc::new(|name| std::env::var(name).ok()))
     }
