@@ -107,7 +107,7 @@ impl EngineMemory for CpuMemory {
         done(self.copy_all(&transfer, Instant::now));
     }
 
-    /// Also ends running transfers after their current batch, because a partial transfer is useless.
+    /// Starts no more copies; running transfers end after their current batch, because a partial transfer is useless.
     fn stop(&self) {
         self.has_stopped.store(true, Ordering::SeqCst);
     }

@@ -105,7 +105,7 @@ impl KernelGroup {
 pub struct ObjectGroup {
     /// Number of the group, part of the object key.
     pub index: usize,
-    /// Its kernel groups, in object order.
+    /// Kernel groups of the object group, in object order.
     pub kernel_groups: Vec<usize>,
     /// Chunks needed at the end of a prefix; `None` = all.
     pub window_chunks: Option<u64>,

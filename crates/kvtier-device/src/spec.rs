@@ -197,7 +197,7 @@ pub struct CudaStorage {
 pub enum CudaAllocation {
     /// As PyTorch does (`cuda`, `UntypedStorage._share_cuda_()`).
     Torch {
-        /// Its shareable handle; `None` for a storage without bytes.
+        /// Shareable handle; `None` for a storage without bytes.
         handle: Option<Vec<u8>>,
         /// File of the reference counter of this use of the storage, and the counter's index.
         ref_counter: Option<(Vec<u8>, u64)>,

@@ -15,7 +15,7 @@ const SMALL: u64 = 8 << 10;
 pub struct Figure {
     /// What it is.
     pub what: &'static str,
-    /// It.
+    /// Measured value.
     pub value: f64,
     /// Behind it.
     pub unit: &'static str,
@@ -23,7 +23,7 @@ pub struct Figure {
     pub goal: f64,
     /// Whether less is better.
     pub at_most: bool,
-    /// Where it was measured.
+    /// Circumstances of the measurement.
     pub at: String,
 }
 

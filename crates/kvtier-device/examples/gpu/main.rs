@@ -51,7 +51,7 @@ struct Settings {
     /// Bytes of a copy that shows what the link does.
     link_bytes: u64,
     repeats: usize,
-    /// Those that are forced one after the other, before the choice among them.
+    /// Executors that are forced one after the other, before the choice among them.
     executors: Vec<Executor>,
     dry_run: bool,
 }
@@ -124,7 +124,7 @@ impl Measured {
     }
 }
 
-/// Of an uneven number of values the one in the middle.
+/// Returns the value in the middle of an odd number of values.
 fn median(values: &[f64]) -> f64 {
     let mut sorted = values.to_vec();
     sorted.sort_by(f64::total_cmp);

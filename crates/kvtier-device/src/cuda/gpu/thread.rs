@@ -32,7 +32,8 @@ const BROKEN_POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// How long memory of submitted pieces stays reserved after the context is lost. The driver runs nothing more of the
 /// context, but a copy engine may still finish its work; 8 pieces take a few milliseconds.
 const CONTEXT_GRACE: Duration = Duration::from_secs(1);
-/// The same after other errors, which leave open whether work still runs. By then it has ended or never will.
+/// How long memory of submitted pieces stays reserved after other errors, which leave open whether work still runs. By then
+/// it has ended or never will.
 const ERROR_GRACE: Duration = Duration::from_secs(30);
 
 /// The queue and the pieces in flight of one direction.

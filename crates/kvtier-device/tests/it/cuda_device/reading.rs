@@ -11,7 +11,7 @@ use crate::cpu::share;
 use crate::exporter::Exporter;
 use crate::model::{Case, random_case};
 
-/// The same registration in shared memory.
+/// Opens the case's registration in shared memory.
 fn in_host_memory(case: &mut Case) -> (Box<dyn EngineMemory>, Vec<OwnSegment>) {
     let segments = share(case);
     (CpuDevice.open(Arc::new(case.layout())).unwrap(), segments)

@@ -125,7 +125,7 @@ impl Exporter {
         self.export_on(0, bytes)
     }
 
-    /// The same, on one of two GPUs.
+    /// Allocates memory on one of two GPUs that other processes may open; returns its number and handle.
     pub fn export_on(&mut self, gpu: u8, bytes: u64) -> (usize, [u8; 64]) {
         let answer = self.ask(&format!("alloc {bytes} {gpu}"));
         let (number, handle) = answer.split_once(' ').unwrap();

@@ -16,7 +16,7 @@ fn counted(name: &str) -> MemorySpec {
     spec(storage)
 }
 
-/// The same file under a name with another process id.
+/// Links the file under a name with another process id.
 fn linked(counters: &Counters, pid: u32) -> Counters {
     let name = format!("/torch_{pid}_78_0");
     let at = |name: &str| format!("/dev/shm{name}");
