@@ -21,7 +21,7 @@ pub enum AccessError {
     Overflow {
         /// What was to be accessed: "extent" or "segment".
         what: &'static str,
-        /// Which copy of the list.
+        /// Index of the copy in the list.
         index: usize,
     },
     /// Pages were lost under a mapping (its file was truncated, or its file system is full).

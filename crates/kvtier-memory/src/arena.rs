@@ -17,14 +17,14 @@ use crate::prefault::{self, PrefaultEnd, PrefaultError, PrefaultProgress};
 use crate::shm_file::{FileId, SHM, ShmFile, Space, pool_name};
 use kvtier_extent::Extent;
 
-/// Where the memory of an arena comes from.
+/// Kind of memory that an arena has.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ArenaKind {
     /// Private memory of this process.
     Anonymous,
     /// A POSIX shared memory segment that engines of the same user can map.
     Shm {
-        /// Its name; a leading `/` is dropped and [`SHM_PREFIX`](crate::SHM_PREFIX) put before it unless there.
+        /// Name of the segment; a leading `/` is dropped and [`SHM_PREFIX`](crate::SHM_PREFIX) put before it unless there.
         name: String,
     },
     /// Private memory in huge pages of 2 MiB, which the administrator must have reserved.
@@ -33,7 +33,7 @@ pub enum ArenaKind {
     HugeFile {
         /// A mount of hugetlbfs, as [`crate::hugetlbfs_mounts`] finds them.
         folder: PathBuf,
-        /// Its name there, as that of a segment.
+        /// Name of the file in `folder`, made as that of a segment.
         name: String,
     },
     /// A file, for memory that swaps to a chosen place. The file is created, must not exist
@@ -303,7 +303,7 @@ impl Arena {
         self.mapping.len()
     }
 
-    /// Where its memory comes from, as asked for.
+    /// Returns the kind of memory that was asked for.
     #[must_use]
     pub fn kind(&self) -> &ArenaKind {
         &self.kind
@@ -321,7 +321,7 @@ impl Arena {
         self.segment_name().filter(|_| !self.is_private)
     }
 
-    /// The same, also where clients do not receive it.
+    /// Returns the name of the shared memory segment, also where clients do not receive it.
     #[must_use]
     pub fn segment_name(&self) -> Option<&str> {
         self.shm.as_ref().map(ShmFile::name)
@@ -334,7 +334,7 @@ impl Arena {
         Some(folder.join(self.segment_name()?))
     }
 
-    /// The same arena, whose name clients do not receive.
+    /// Returns the arena as one whose name clients do not receive.
     #[must_use]
     pub fn into_private(self) -> Self {
         Self {

@@ -14,7 +14,7 @@ mod kernel;
 /// Loops around the contiguous bytes of an [`AffineCopy`].
 pub const MAX_LOOPS: usize = 4;
 
-/// Which way bytes go.
+/// Direction in which bytes go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// From the engine's memory into the arena (store).

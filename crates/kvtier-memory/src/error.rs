@@ -62,7 +62,7 @@ pub enum ArenaError {
     System {
         /// The failed action.
         action: &'static str,
-        /// Where.
+        /// Place of the arena: a path, the name of a segment, or "memory".
         place: String,
         /// The system's error.
         source: io::Error,

@@ -220,7 +220,7 @@ impl Pieces {
     }
 }
 
-/// Where the next byte is in the file; the end must be a file offset too.
+/// Returns the file offset of the next byte; the end must be a file offset too.
 fn offset(at: u64, done: u64, len: u64) -> Result<i64, FileError> {
     let end = at.checked_add(len).and_then(|end| i64::try_from(end).ok());
     end.map(|_| (at + done) as i64).ok_or(FileError::System {

@@ -82,7 +82,7 @@ fn check(path: &PathBuf) -> Result<(), Error> {
     rustix::fs::accessat(rustix::fs::CWD, path, rights, flags).map_err(system)
 }
 
-/// Where hugetlbfs is mounted, of the lines `SOURCE PATH TYPE OPTIONS 0 0`.
+/// Returns the mounts of hugetlbfs, of the lines `SOURCE PATH TYPE OPTIONS 0 0`.
 fn mount_points(mounts: &[u8]) -> impl Iterator<Item = PathBuf> {
     mounts.split(|byte| *byte == b'\n').filter_map(|line| {
         let mut parts = line.split(|byte| *byte == b' ').skip(1);

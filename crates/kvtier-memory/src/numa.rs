@@ -100,7 +100,7 @@ mod tests {
         policy_at(arena, 0)
     }
 
-    /// The same of the page at an offset.
+    /// Policy and nodes of the page at an offset.
     fn policy_at(arena: &Arena, offset: usize) -> (i32, libc::c_ulong) {
         let (mut mode, mut mask) = (0i32, [0 as libc::c_ulong; MAX_NODES / WORD_BITS]);
         // SAFETY: both addresses are live, and the mask has as many bits as is said.

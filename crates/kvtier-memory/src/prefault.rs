@@ -120,7 +120,7 @@ fn populate(mapping: &Mapping, offset: usize, len: usize, how: Advice) -> Result
     }
 }
 
-/// The same for old kernels: an atomic addition of nothing to one byte of each page. It is one
+/// Faults the pages in on old kernels: an atomic addition of nothing to one byte of each page. It is one
 /// indivisible read and write, so no concurrent writer, here or in another process, can lose a
 /// byte to it.
 fn touch(mapping: &Mapping, offset: usize, len: usize) -> Result<(), Errno> {

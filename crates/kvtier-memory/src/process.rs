@@ -39,7 +39,7 @@ impl SeenProcess {
         has_mapped(number, vec![file]).then_some(seen)
     }
 
-    /// Its number, and its start in clock ticks since boot, 0 if that is not known.
+    /// Returns the process's number, and its start in clock ticks since boot, 0 if that is not known.
     pub(crate) fn numbers(&self) -> [u64; 2] {
         let number = self.pid.as_raw_nonzero().get().unsigned_abs();
         [number.into(), self.started.unwrap_or(0)]

@@ -70,7 +70,7 @@ pub enum SegmentError {
     /// The segment is smaller than the client says.
     #[error("segment {name:?} has {actual} bytes, fewer than the {expected} stated")]
     TooSmall {
-        /// Its name.
+        /// Name of the segment.
         name: String,
         /// Bytes stated.
         expected: u64,
@@ -88,7 +88,7 @@ pub enum SegmentError {
     System {
         /// What was tried.
         action: &'static str,
-        /// Its name.
+        /// Name of the segment.
         name: String,
         /// What the system said.
         source: io::Error,
@@ -269,7 +269,7 @@ impl ForeignSegment {
         }
     }
 
-    /// Its name, with the slash.
+    /// Returns the segment's name, with the slash.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.name
@@ -387,7 +387,7 @@ impl OwnSegment {
         &self.segment
     }
 
-    /// Its name, with the slash, for the other side to open.
+    /// Returns the segment's name, with the slash, for the other side to open.
     #[must_use]
     pub fn name(&self) -> &str {
         self.segment.name()

@@ -19,7 +19,7 @@ use crate::kept_files::KeptFile;
 /// clients look for the name they receive, without a slash).
 pub const SHM_PREFIX: &str = "lmcache_l1_pool_";
 
-/// Where the system has POSIX shared memory.
+/// Directory in which the system has POSIX shared memory.
 pub const SHM: &str = "/dev/shm";
 
 /// How a named file is opened besides: a link in its place is not followed, since others may write the directory, and opening a pipe
@@ -54,7 +54,6 @@ pub struct FileId {
 }
 
 impl FileId {
-    /// Of the file with this number on this device.
     pub(crate) fn new(device: u64, inode: u64) -> Self {
         Self { device, inode }
     }
@@ -65,18 +64,16 @@ impl FileId {
         [self.device, self.inode]
     }
 
-    /// Of a file that was examined.
     pub(crate) fn of(stat: &rustix::fs::Stat) -> Self {
         Self::new(stat.st_dev, stat.st_ino)
     }
 
-    /// Of the segment that has this name now.
+    /// Returns the id of the segment that has this name now.
     pub fn named(name: impl rustix::path::Arg) -> Option<Self> {
         let file = shm::open(name, OFlags::RDONLY | NO_FOLLOW | NO_WAIT, Mode::empty()).ok()?;
         Some(Self::of(&rustix::fs::fstat(&file).ok()?))
     }
 
-    /// Of the file that is at this path now.
     fn at(path: &CStr) -> Option<Self> {
         let file = open(path, FileFlags::RDONLY, Mode::empty()).ok()?;
         Some(Self::of(&rustix::fs::fstat(&file).ok()?))
@@ -189,7 +186,7 @@ fn names(folder: &Path, name: &str) -> Result<(String, CString), ArenaError> {
 }
 
 impl ShmFile {
-    /// Its name, without a slash.
+    /// Returns the file's name, without a slash.
     pub(crate) fn name(&self) -> &str {
         &self.name
     }
@@ -321,7 +318,6 @@ impl ShmFile {
         let _ = rustix::fs::flock(&self.file, FlockOperation::Unlock);
     }
 
-    /// Its identity.
     pub(crate) fn id(&self) -> Option<FileId> {
         rustix::fs::fstat(&self.file)
             .ok()
@@ -400,8 +396,8 @@ pub struct Space {
 }
 
 impl Space {
-    /// Of `/dev/shm` for a pool of this name, which replaces an old one: the pages of that count as free. (They are freed only
-    /// when no process maps it any more.) `None` if there is no limit, or it is unknown.
+    /// Returns the space in `/dev/shm` for a pool of this name, which replaces an old one: the pages of that count as free.
+    /// (They are freed only when no process maps it any more.) `None` if there is no limit, or it is unknown.
     #[must_use]
     pub fn of_pool(name: &str) -> Option<Self> {
         let space = Self::read(&rustix::fs::statvfs(SHM).ok()?)?;
@@ -409,7 +405,7 @@ impl Space {
         Some(space.beside(&Path::new(SHM).join(old)))
     }
 
-    /// Of the file system that this file is on; `None` if it has no limit.
+    /// Returns the space of the file system that this file is on; `None` if it has no limit.
     pub(crate) fn of_file(file: &OwnedFd) -> rustix::io::Result<Option<Self>> {
         Ok(Self::read(&rustix::fs::fstatvfs(file)?))
     }

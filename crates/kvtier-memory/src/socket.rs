@@ -13,9 +13,9 @@ pub const MAX_SLICES: usize = 64;
 /// Bytes to be sent.
 #[derive(Debug, Clone, Copy)]
 pub enum Slice<'a> {
-    /// Of this process.
+    /// Bytes of this process.
     Bytes(&'a [u8]),
-    /// Of an arena.
+    /// Bytes of an arena.
     Extent(&'a Arena, Extent),
 }
 

@@ -67,9 +67,9 @@ impl std::ops::DerefMut for Tail {
 pub struct Transfer<H> {
     /// The file.
     pub file: OwnedFd,
-    /// Where they are in it.
+    /// Offset of the bytes in the file.
     pub at: u64,
-    /// Where the extent is.
+    /// Arena that the extent is in.
     pub arena: Arc<Arena>,
     /// Part of it.
     pub extent: Extent,

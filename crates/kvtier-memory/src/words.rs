@@ -25,7 +25,7 @@ pub struct SharedWords {
     shm: ShmFile,
     /// One bit for each piece with memory.
     pieces: Vec<u64>,
-    /// Where the last piece with memory ends.
+    /// End of the last piece with memory.
     end: u64,
 }
 
@@ -148,7 +148,7 @@ impl SharedWords {
         }
     }
 
-    /// Where the last piece with memory ends.
+    /// Returns the end of the last piece with memory.
     #[must_use]
     pub fn end(&self) -> u64 {
         self.end

@@ -209,7 +209,7 @@ fn orphans_are_marked_segments_without_lock() {
     assert!(!locked.is_there());
 }
 
-/// It is removed as an orphan between its creation and its lock, or not at all.
+/// A new segment is removed as an orphan between its creation and its lock, or not at all.
 // proves: docs/troubleshoot.md#an-engine-dies
 #[test]
 fn removal_of_orphans_races_no_creation() {
