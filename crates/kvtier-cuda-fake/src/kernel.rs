@@ -121,7 +121,7 @@ struct Touched {
 }
 
 impl Touched {
-    /// Where the fake driver sees memory that a kernel may touch; 0: nowhere.
+    /// Returns the address at which the fake driver sees memory that a kernel may touch, 0 if the kernel may not.
     fn find(&mut self, address: u64, bytes: u64) -> u64 {
         let state = world().state.lock();
         let found = if state.space.covers(address) {

@@ -141,8 +141,8 @@ pub(crate) fn bytes_of(fd: i32) -> u64 {
     }
 }
 
-/// Where the fake driver itself sees device memory. Callers get other addresses, at which nothing can be read, as with a
-/// real device.
+/// Mapping in which the fake driver itself sees device memory. Callers get other addresses, at which nothing can be read, as
+/// with a real device.
 pub(crate) struct Mapping {
     at: *mut u8,
     bytes: usize,

@@ -57,7 +57,7 @@ impl Piece {
     }
 }
 
-/// Which memory an address must be in.
+/// Kind of memory that an address must be in.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Must {
     Device,
