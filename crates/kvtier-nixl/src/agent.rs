@@ -49,9 +49,9 @@ unsafe impl Send for Agent {}
 
 /// Result of a transfer.
 pub enum Outcome<H> {
-    /// It has ended: the extent was moved, or an error.
+    /// The transfer has ended: the extent was moved, or an error.
     Ended(Transfer<H>, Result<(), NixlError>),
-    /// It does not end, or cannot be ended, so its memory may be accessed at any time: the transfer is leaked, with all that it
+    /// The transfer does not end, or cannot be ended, so its memory may be accessed at any time: it is leaked, with all that it
     /// holds. The agent must not be used again.
     Lost,
 }

@@ -12,7 +12,7 @@ use crate::table::Table;
 /// File name of the library.
 pub const LIBRARY: &str = "libnixl_capi.so";
 
-/// Where an installation from source has it, if the dynamic linker does not find it.
+/// Directories of installations from source, for when the dynamic linker does not find the library.
 const DIRECTORIES: &[&str] = &[
     "/opt/nvidia/nvda_nixl/lib64",
     "/opt/nvidia/nvda_nixl/lib/x86_64-linux-gnu",
@@ -77,7 +77,7 @@ impl Library {
         Ok(table)
     }
 
-    /// Where it was loaded from.
+    /// Returns the path that the library was loaded from.
     pub fn path(&self) -> &Path {
         &self.path
     }

@@ -11,12 +11,12 @@ use crate::table::{Raw, Table};
 #[derive(Default)]
 struct Fake {
     post: c_int,
-    /// Of `get_xfer_status` in turn; then success, or in progress for ever.
+    /// Answers of `get_xfer_status` in turn; then success, or in progress for ever.
     statuses: VecDeque<c_int>,
     is_endless: bool,
-    /// Of `release_xfer_req` in turn; the last one for ever.
+    /// Answers of `release_xfer_req` in turn; the last one for ever.
     releases: VecDeque<c_int>,
-    /// Of `register_mem` for files.
+    /// Answer of `register_mem` for files.
     register_file: c_int,
     made: usize,
     live: usize,
