@@ -17,7 +17,7 @@ use super::geometry::Geometry;
 use super::instance_ids::InstanceIds;
 use super::server_transfers::ServerTransfers;
 
-/// Which side copies.
+/// Side that copies.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mode {
     /// The worker itself, to and from the server's pool, or in messages.
@@ -56,7 +56,7 @@ pub struct Finished {
 pub struct Done {
     /// The device event after which the copy is complete.
     pub event: Vec<u8>,
-    /// Of a store, the positions in its range of the chunks that the server took; none if it does not say.
+    /// Positions, in the range of a store, of the chunks that the server took; `None` if the server does not say.
     pub chunks: Option<Vec<u64>>,
 }
 
