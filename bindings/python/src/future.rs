@@ -5,7 +5,7 @@
 use std::time::{Duration, Instant};
 
 use kvtier_client::ClientError;
-use kvtier_sync::Mutex;
+use kvtier_common::sync::Mutex;
 use pyo3::IntoPyObjectExt;
 use pyo3::exceptions::PyTimeoutError;
 use pyo3::prelude::*;

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvtier_error::{Error, Result};
+use kvtier_common::error::{Error, Result};
 
 use super::GIB;
 

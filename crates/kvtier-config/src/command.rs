@@ -4,7 +4,7 @@ use std::path::PathBuf;
 
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Command, CommandFactory as _, value_parser};
-use kvtier_error::Result;
+use kvtier_common::error::Result;
 use kvtier_l2::config::{ALLOWED_PATH, is_path};
 
 use super::checks::refuse;

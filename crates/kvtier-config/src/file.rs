@@ -8,7 +8,7 @@ use std::path::Path;
 use clap::error::ErrorKind;
 use clap::{ArgMatches, Command, FromArgMatches as _};
 
-use kvtier_error::{Error, Result};
+use kvtier_common::error::{Error, Result};
 use kvtier_l2::redact;
 
 use super::command::{check_paths, command};

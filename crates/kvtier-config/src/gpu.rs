@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use clap::parser::ValueSource;
 use clap::{ArgMatches, Args, ValueEnum};
+use kvtier_common::error::{Error, Result};
 use kvtier_device::cuda::{CudaOptions, Executor, GpuOptions};
-use kvtier_error::{Error, Result};
 use kvtier_l2::config::{ALLOWED_PATH, is_path};
 
 use super::checks::seconds;

@@ -1,6 +1,6 @@
 //! `--l1-manager`: LMCache's JSON form of L1's size.
 
-use kvtier_error::Result;
+use kvtier_common::error::Result;
 use serde_json::{Map, Value};
 
 use super::checks::{gib, refuse};

@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use kvtier_error::{Error, Result};
+use kvtier_common::error::{Error, Result};
 use kvtier_l2::{AdapterConfig, redact};
 use rustix::fs::{Access, access};
 

@@ -55,9 +55,9 @@ pub use values::{
     WindowedClients, parse_gib,
 };
 
+use kvtier_common::error::{Error, Result};
 use kvtier_core::hashing::{DEFAULT_SEED, HashAlgorithm};
 use kvtier_device::cuda::CudaOptions;
-use kvtier_error::{Error, Result};
 use kvtier_l2::redact;
 use kvtier_memory::Space;
 

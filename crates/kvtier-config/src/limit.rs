@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use kvtier_error::{Error, Result};
+use kvtier_common::error::{Error, Result};
 use serde::de::{self, Deserialize, Deserializer, Visitor};
 use serde::ser::{Serialize, Serializer};
 

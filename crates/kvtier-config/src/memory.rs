@@ -2,7 +2,7 @@
 
 use std::path::{Component, Path, PathBuf};
 
-use kvtier_error::{Error, Result};
+use kvtier_common::error::{Error, Result};
 
 use super::in_gib;
 

@@ -3,9 +3,9 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use kvtier_common::error::{Error, Result};
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::quota::QuotaMode;
-use kvtier_error::{Error, Result};
 
 use super::ServerConfig;
 use super::flags::ServerArgs;

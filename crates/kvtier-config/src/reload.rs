@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use kvtier_error::{Error, Result};
+use kvtier_common::error::{Error, Result};
 use serde_json::Value;
 
 use super::given::{ADAPTER, CAPACITY, flags_by_name};

@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 use std::path::Path;
 
-use kvtier_error::Result;
+use kvtier_common::error::Result;
 use kvtier_l2::config::{ALLOWED_PATH, is_path};
 
 use super::ServerConfig;

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::time::Duration;
 
-use kvtier_error::{Error, Result};
+use kvtier_common::error::{Error, Result};
 use kvtier_memory::Space;
 use kvtier_memory::checksum::checksum64;
 

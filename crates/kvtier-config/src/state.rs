@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use kvtier_error::{Error, Result};
+use kvtier_common::error::{Error, Result};
 
 use super::checks::refuse;
 use super::flags::ServerArgs;

@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use kvtier_common::error::{Error, Result};
 use kvtier_core::object_key::SaltKey;
-use kvtier_error::{Error, Result};
 
 /// Sizes that a file with a secret may have, bytes.
 const SECRET_BYTES: std::ops::RangeInclusive<usize> = 16..=4096;

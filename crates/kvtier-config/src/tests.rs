@@ -348,7 +348,7 @@ fn a_directory_that_is_only_read_has_to_be_there() {
             let config = ServerConfig::from_flags(&["--l2-adapter", &tier]).unwrap();
             config.l2.unwrap().preflight()?;
         }
-        Ok::<_, kvtier_error::Error>(())
+        Ok::<_, kvtier_common::error::Error>(())
     };
     assert_eq!(preflight("", true), Ok(()));
     assert_eq!(preflight("absent", false), Ok(()));
@@ -526,7 +526,7 @@ fn tiers_have_names_that_are_theirs_alone() {
             .flat_map(|tier| ["--l2-adapter", tier])
             .collect();
         let names = ServerConfig::from_flags(&flags)?.places();
-        Ok::<_, kvtier_error::Error>(
+        Ok::<_, kvtier_common::error::Error>(
             names
                 .iter()
                 .map(|place| place.name.to_string())

@@ -3,7 +3,7 @@
 use std::env;
 use std::fmt;
 
-use kvtier_error::{Error, Result};
+use kvtier_common::error::{Error, Result};
 use kvtier_net::host_and_port;
 
 use super::checks::refuse;

@@ -3,8 +3,8 @@
 use std::str::FromStr as _;
 
 use clap::ValueEnum;
+use kvtier_common::error::{Error, Result};
 use kvtier_core::eviction::EvictionKind;
-use kvtier_error::{Error, Result};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
 

@@ -8,7 +8,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use kvtier_sync::Mutex;
+use kvtier_common::sync::Mutex;
 
 /// Time that a warning stands without its clients.
 const WARNING_TTL: Duration = Duration::from_secs(600);

@@ -6,14 +6,14 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvtier_common::error::{Error, Result};
+use kvtier_common::state::StateDir;
+use kvtier_common::sync::RwLock;
 use kvtier_config::ServerConfig;
 use kvtier_core::object_key::{KeyError, KeyScope};
-use kvtier_error::{Error, Result};
 use kvtier_l1::{Clock, L1};
 use kvtier_metrics::Metrics;
 use kvtier_proto::key::CacheKey;
-use kvtier_state::StateDir;
-use kvtier_sync::RwLock;
 use kvtier_tenants::Salts;
 use kvtier_tiers::L2;
 use kvtier_trace::Tracer;

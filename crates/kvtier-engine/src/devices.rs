@@ -6,12 +6,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvtier_api::{ByDirection, CudaStatus, Gpu, GpuState, Gpus, MovedBytes, Pinning};
+use kvtier_common::error::{Error, ErrorKind, Result};
 use kvtier_device::cuda::driver::LIBRARY;
 use kvtier_device::cuda::{
     CudaDevice, DeviceStatus, Executor, GpuReadings, RUN_BUCKETS, TRIED_RUNS,
 };
 use kvtier_device::{CpuDevice, Device, Direction, EngineMemory, KvLayout, MemorySpec};
-use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_memory::Arena;
 
 use kvtier_config::ServerConfig;

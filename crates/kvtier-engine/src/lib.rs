@@ -46,12 +46,14 @@ pub use admin::{
 };
 pub use answer::Answer;
 pub use housekeeping::INTERVAL as HOUSEKEEPING_INTERVAL;
-pub use kvtier_error::{Error, ErrorKind, Result};
+pub use kvtier_common::error::{Error, ErrorKind, Result};
 use kvtier_l1::Clock;
 pub use payload::{Part, Payload};
 pub use preflight::{EarlierL1, Preflight, preflight};
 pub use reply::{Reply, ReplyTarget};
 
+use kvtier_common::state::StateDir;
+use kvtier_common::sync::{Mutex, RateLimited, RwLock};
 use kvtier_config::{Change, ServerConfig};
 use kvtier_core::cache::Removed;
 use kvtier_core::prompt::{Prompt, PromptReader};
@@ -63,8 +65,6 @@ use kvtier_proto::key::KeyHead;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{HELD_BLOCKS_FEATURE, InstanceId, Request};
 use kvtier_proto::response::Response;
-use kvtier_state::StateDir;
-use kvtier_sync::{Mutex, RateLimited, RwLock};
 use kvtier_tenants::{QuotaTier, Quotas, Salts};
 use kvtier_tiers::L2;
 use kvtier_trace::Tracer;

@@ -3,11 +3,11 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use kvtier_common::error::{ErrorKind, Result};
+use kvtier_common::state::existing_id;
 use kvtier_config::{L1Restore, ServerConfig};
-use kvtier_error::{ErrorKind, Result};
 pub use kvtier_l1::EarlierL1;
 use kvtier_l1::{Instance, divide, find_earlier, kept_path, preflight_arena};
-use kvtier_state::existing_id;
 use kvtier_tenants::Salts;
 
 use super::devices::Devices;
@@ -77,7 +77,7 @@ fn find_state(config: &ServerConfig) -> Result<Result<PathBuf>> {
         Ok(base) => base,
         Err(reason) => return Ok(Err(reason.clone())),
     };
-    match kvtier_state::preflight(base, &config.state.instance) {
+    match kvtier_common::state::preflight(base, &config.state.instance) {
         Err(error) if error.kind() == ErrorKind::InUse => Err(error.context("--state-dir")),
         found => Ok(found.map_err(|error| error.context("--state-dir cannot be used"))),
     }

@@ -8,6 +8,7 @@ use std::sync::atomic::AtomicBool;
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
+use kvtier_common::sync::Mutex;
 use kvtier_core::ChunkHash;
 use kvtier_core::prompt::Prompt;
 use kvtier_device::{DeviceError, Done, EngineMemory, KvLayout, OnSubmitted, Transfer};
@@ -17,7 +18,6 @@ use kvtier_proto::generation::Release;
 use kvtier_proto::inline::InlineForm;
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::{InstanceId, Store};
-use kvtier_sync::Mutex;
 
 use super::context::Context;
 use super::instances::{EngineDrivenGroup, EngineDrivenLayout, Instance, Mode, ModelLayout};

@@ -12,7 +12,7 @@ use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::middleware::Next;
 use axum::response::{IntoResponse as _, Response};
-use kvtier_sync::RateLimited;
+use kvtier_common::sync::RateLimited;
 
 use super::{audit, detail, origin, ui};
 use crate::access::{Access, Caller, Role};

@@ -4,7 +4,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
-use kvtier_sync::Mutex;
+use kvtier_common::sync::Mutex;
 
 /// Readiness of the server. Poisoning is for good: a component whose thread panicked is not trusted again.
 #[derive(Debug, Default)]

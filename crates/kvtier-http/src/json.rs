@@ -3,7 +3,7 @@
 use std::cell::Cell;
 use std::fmt;
 
-use kvtier_error::Error as Refusal;
+use kvtier_common::error::Error as Refusal;
 use serde::de::{
     DeserializeSeed, Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor,
 };

@@ -45,8 +45,8 @@ use utoipa_axum::routes;
 
 use self::body::Invalid;
 use kvtier_api::Reloaded;
+use kvtier_common::error::{Error, ErrorKind, Result};
 use kvtier_engine::Engine;
-use kvtier_error::{Error, ErrorKind, Result};
 
 pub use access::Access;
 pub use health::Health;

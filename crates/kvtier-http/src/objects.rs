@@ -21,8 +21,8 @@ use super::quota_body::clip;
 use super::{
     Answer, ApiError, DetailBody, InvalidBody, State, detail, engine, run_blocking, run_change,
 };
+use kvtier_common::error::Error;
 use kvtier_engine::Engine;
-use kvtier_error::Error;
 use kvtier_tiers::{Cursor, L2};
 
 /// Most keys of one deletion.

@@ -21,7 +21,7 @@ use tokio::task::yield_now;
 use tokio::time::timeout;
 
 use super::{Api, ApiError, BODY_LIMIT, detail, run_blocking};
-use kvtier_sync::budget::{Budget, Charge};
+use kvtier_common::sync::budget::{Budget, Charge};
 
 /// Bytes of all large bodies together.
 const RECEIVED: u64 = 40 << 20;

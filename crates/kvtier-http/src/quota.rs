@@ -26,9 +26,9 @@ use super::{
     Answer, Api, ApiError, DetailBody, ErrorBody, InvalidBody, NO_ENGINE, State, detail, error,
     run_blocking, status_of,
 };
+use kvtier_common::error::Error;
 use kvtier_config::Limit;
 use kvtier_engine::Engine;
-use kvtier_error::Error;
 use kvtier_tenants::{Changes, Entry, InTier, Look};
 
 /// How the tenant without a salt is called in paths and answers.

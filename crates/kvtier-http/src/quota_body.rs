@@ -7,8 +7,8 @@ use serde_json::{Map, Value};
 use super::body::too_many_values;
 use super::json::{self, EntriesError, JsonError};
 
+use kvtier_common::error::{Error, Result};
 use kvtier_config::{GIB, Limit, MAX_BYTES, Place, parse_size};
-use kvtier_error::{Error, Result};
 use kvtier_tenants::{Entry, MAX_TENANTS, TierEntry, only_set};
 
 /// What a body asks for.

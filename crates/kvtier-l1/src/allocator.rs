@@ -7,8 +7,8 @@
 
 use std::ops::Range;
 
+use kvtier_common::extent::{Extent, FreeExtents, GeometryError, Piece};
 use kvtier_core::cache;
-use kvtier_extent::{Extent, FreeExtents, GeometryError, Piece};
 use kvtier_memory::Arena;
 
 /// Share of another part (1/64) that stays free while a worker evicts from its own part.

@@ -3,9 +3,9 @@
 use std::ops::Range;
 use std::path::PathBuf;
 
+use kvtier_common::error::{Error, ErrorKind, Result};
 use kvtier_config::ServerConfig;
 use kvtier_core::ledger::Words;
-use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_memory::{ArenaKind, SharedWords};
 
 use super::kept::{check_grants, find_arena, find_ledger, named};

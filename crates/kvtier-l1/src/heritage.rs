@@ -8,10 +8,10 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
+use kvtier_common::sync::Mutex;
 use kvtier_core::cache::{Cache, ReadLease, Reservation, Restored};
 use kvtier_core::ledger::Rejected;
 use kvtier_memory::Arena;
-use kvtier_sync::Mutex;
 
 use super::allocator::L1Allocator;
 

@@ -15,11 +15,11 @@ use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
+use kvtier_common::error::{Error, ErrorKind, Result};
+use kvtier_common::extent::Extent;
 use kvtier_config::{L1Restore, ServerConfig, in_gib};
 use kvtier_core::cache::{Cache, CacheConfig, Restored};
 use kvtier_core::ledger::{Identity, Ledger, Snapshot, Words, max_words};
-use kvtier_error::{Error, ErrorKind, Result};
-use kvtier_extent::Extent;
 use kvtier_memory::checksum::checksum128;
 use kvtier_memory::{Arena, ArenaError, ArenaKind, SharedWords};
 use rustix::time::{ClockId, clock_gettime};

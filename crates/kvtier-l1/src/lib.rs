@@ -24,6 +24,6 @@ pub use place::{Instance, kept_path};
 pub use tenants::L1Tenants;
 
 /// What a start asks for is not there.
-fn unavailable(what: impl std::fmt::Display) -> kvtier_error::Error {
-    kvtier_error::Error::new(kvtier_error::ErrorKind::Unavailable, what)
+fn unavailable(what: impl std::fmt::Display) -> kvtier_common::error::Error {
+    kvtier_common::error::Error::new(kvtier_common::error::ErrorKind::Unavailable, what)
 }

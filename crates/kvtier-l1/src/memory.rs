@@ -6,10 +6,10 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use kvtier_common::error::{Error, ErrorKind, Result};
+use kvtier_common::extent::Extent;
 use kvtier_core::cache::{Cache, CacheConfig};
 use kvtier_core::quota::QuotaConfig;
-use kvtier_error::{Error, ErrorKind, Result};
-use kvtier_extent::Extent;
 use kvtier_memory::{
     Arena, ArenaError, ArenaKind, SHM, SHM_PREFIX, Space, hugetlbfs_mounts, remove_kept,
 };

@@ -2,8 +2,8 @@
 
 use std::path::{Path, PathBuf};
 
+use kvtier_common::error::Result;
 use kvtier_config::{L1Restore, ServerConfig, in_gib};
-use kvtier_error::Result;
 use kvtier_memory::checksum::checksum128;
 use kvtier_memory::{ArenaKind, SHM, SHM_PREFIX, Space, hugetlbfs_mounts, pool_name, remove_kept};
 

@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
+use kvtier_common::error::Result;
 use kvtier_config::ServerConfig;
-use kvtier_error::Result;
 use kvtier_memory::Arena;
 
 use super::kept::{Kept, open_arena};

@@ -9,7 +9,7 @@ use std::os::fd::AsFd as _;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvtier_sync::Mutex;
+use kvtier_common::sync::Mutex;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _, Interest};
 use tokio::net::UnixStream;
@@ -23,11 +23,11 @@ use super::options::ProcessOptions;
 use super::segment::Segment;
 use super::session::{End, Session, Wire};
 use super::supervisor::Supervisor;
+use kvtier_common::sync::RateLimited;
 use kvtier_l2::{
     ErrorKind, L2Error,
     backoff::{FIRST_PAUSE, pause},
 };
-use kvtier_sync::RateLimited;
 
 /// Pause after a refused hello.
 const REFUSED_PAUSE: Duration = Duration::from_secs(30);

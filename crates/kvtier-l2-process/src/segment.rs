@@ -5,8 +5,8 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use kvtier_common::sync::Mutex;
 use kvtier_memory::{Extent, FreeExtents, SharedSegment};
-use kvtier_sync::Mutex;
 use tokio::sync::Notify;
 
 use kvtier_l2::{ErrorKind, L2Error};

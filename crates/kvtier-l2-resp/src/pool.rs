@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use kvtier_sync::Mutex;
+use kvtier_common::sync::Mutex;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 

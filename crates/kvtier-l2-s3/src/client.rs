@@ -9,7 +9,7 @@
 use std::sync::atomic::{AtomicI64, Ordering};
 use std::time::{Duration, Instant};
 
-use kvtier_sync::Mutex;
+use kvtier_common::sync::Mutex;
 
 use super::content::Content;
 use super::credentials::{Provider, Variables};

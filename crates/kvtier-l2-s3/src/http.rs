@@ -13,7 +13,7 @@ use hyper::body::{Body as _, Bytes, Incoming};
 use hyper::client::conn::http1::{self, SendRequest};
 use hyper::http::response::Parts;
 use hyper_util::rt::TokioIo;
-use kvtier_sync::Mutex;
+use kvtier_common::sync::Mutex;
 use tokio::task::AbortHandle;
 use tokio::time::timeout;
 use tokio_rustls::TlsConnector;

@@ -4,8 +4,8 @@
 
 use std::collections::HashSet;
 
+use kvtier_common::sync::Mutex;
 use kvtier_core::object_key::ObjectKey;
-use kvtier_sync::Mutex;
 
 use crate::object::key_digest;
 

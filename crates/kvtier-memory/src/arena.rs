@@ -15,7 +15,7 @@ use crate::hugetlbfs;
 use crate::mapping::{HUGE_PAGE, MapError, Mapping};
 use crate::prefault::{self, PrefaultEnd, PrefaultError, PrefaultProgress};
 use crate::shm_file::{FileId, SHM, ShmFile, Space, pool_name};
-use kvtier_extent::Extent;
+use kvtier_common::extent::Extent;
 
 /// Kind of memory that an arena has.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -4,7 +4,7 @@ use xxhash_rust::xxh3::{Xxh3, xxh3_64, xxh3_128};
 
 use crate::access::AccessError;
 use crate::mapping::Mapping;
-use kvtier_extent::Extent;
+use kvtier_common::extent::Extent;
 
 /// The 128-bit xxh3 of `bytes`: equal to [`crate::Arena::checksum`] of the same bytes.
 #[must_use]

@@ -7,7 +7,7 @@
 use crate::access::{AccessError, within};
 use crate::arena::Arena;
 use crate::segment::ForeignSegment;
-use kvtier_extent::Extent;
+use kvtier_common::extent::Extent;
 
 mod kernel;
 

@@ -8,7 +8,7 @@ use xxhash_rust::xxh3::Xxh3;
 use crate::access::AccessError;
 use crate::arena::Arena;
 use crate::checksum;
-use kvtier_extent::Extent;
+use kvtier_common::extent::Extent;
 
 /// Bytes that are read before they are hashed; they stay in a second-level cache.
 const PIECE: u64 = 256 << 10;

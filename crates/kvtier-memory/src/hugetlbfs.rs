@@ -5,7 +5,7 @@ use std::fmt;
 use std::os::unix::ffi::OsStringExt as _;
 use std::path::PathBuf;
 
-use kvtier_error::{Error, ErrorKind};
+use kvtier_common::error::{Error, ErrorKind};
 use rustix::fs::Access;
 
 use crate::mapping::HUGE_PAGE;

@@ -56,7 +56,7 @@ pub use file::{FileError, close_file};
 pub use heap::return_large_blocks;
 pub use hugetlbfs::{NoHugetlbfs, hugetlbfs_mounts};
 pub use kept_files::{Holder, KeptFile};
-pub use kvtier_extent::{Extent, FreeExtents};
+pub use kvtier_common::extent::{Extent, FreeExtents};
 pub use memfd::SharedSegment;
 pub use numa::NumaError;
 pub use prefault::{PrefaultEnd, PrefaultError, PrefaultProgress};

@@ -10,7 +10,7 @@ use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mmap_anonymous, mprot
 
 use crate::access::AccessError;
 use crate::fault::{Registration, TableFull};
-use kvtier_extent::Extent;
+use kvtier_common::extent::Extent;
 
 /// A mapping of `len` bytes that stays where it is until dropped.
 #[derive(Debug)]

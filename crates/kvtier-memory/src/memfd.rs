@@ -10,7 +10,7 @@ use crate::access::AccessError;
 use crate::arena::Arena;
 use crate::error::ArenaError;
 use crate::mapping::{MapError, Mapping};
-use kvtier_extent::Extent;
+use kvtier_common::extent::Extent;
 
 /// Bytes that are hashed and copied at a time, by way of private memory in the first-level cache.
 const PIECE: usize = 16 << 10;

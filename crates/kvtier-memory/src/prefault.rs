@@ -8,7 +8,7 @@ use rustix::mm::Advice;
 
 use crate::access::AccessError;
 use crate::mapping::Mapping;
-use kvtier_extent::Extent;
+use kvtier_common::extent::Extent;
 
 /// How much is asked of the kernel at a time, some 100 µs. Small, because a thread that wants to change the
 /// address space meanwhile waits for one of these, and page faults of others wait behind it.

@@ -18,7 +18,7 @@ use crate::fault::TableFull;
 use crate::mapping::{MapError, Mapping};
 use crate::process::SeenProcess;
 use crate::shm_file::{FileId, NAME_MAX, NO_FOLLOW, NO_WAIT, SHM_PREFIX, Space};
-use kvtier_extent::Extent;
+use kvtier_common::extent::Extent;
 
 /// What every segment's name begins with: `/lmcache_kv_<pid>_<n>` (LMCache 0.5.6 clients, for
 /// KV caches in CPU memory). Other names are refused: a client must not make us write into

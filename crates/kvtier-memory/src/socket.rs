@@ -5,7 +5,7 @@ use std::os::fd::{AsRawFd, BorrowedFd};
 
 use crate::access::AccessError;
 use crate::arena::Arena;
-use kvtier_extent::Extent;
+use kvtier_common::extent::Extent;
 
 /// Slices of one [`send_slices`] at most.
 pub const MAX_SLICES: usize = 64;

@@ -15,7 +15,7 @@ use io_uring::{IoUring, Probe, opcode, types};
 use crate::access::AccessError;
 use crate::arena::Arena;
 use crate::file::{FileError, Pieces};
-use kvtier_extent::Extent;
+use kvtier_common::extent::Extent;
 
 /// What tails are aligned to; I/O past the page cache wants no more.
 const ALIGN: usize = 4096;

@@ -5,7 +5,7 @@
 use std::collections::HashSet;
 use std::sync::Arc;
 
-use kvtier_sync::RwLock;
+use kvtier_common::sync::RwLock;
 
 /// Longest name that becomes a label value, bytes.
 const MAX_BYTES: usize = 256;

@@ -9,9 +9,9 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use kvtier_common::sync::{Mutex, MutexGuard};
 use kvtier_core::cache::{SaltUsage, Stats};
 use kvtier_core::object_key::ShownSalt;
-use kvtier_sync::{Mutex, MutexGuard};
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;

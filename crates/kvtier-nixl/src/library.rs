@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use kvtier_error::{Error, ErrorKind};
+use kvtier_common::error::{Error, ErrorKind};
 
 use crate::error::NixlError;
 use crate::table::Table;

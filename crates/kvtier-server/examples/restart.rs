@@ -21,11 +21,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use kvtier_client::{Connection, EngineDrivenSpec, EngineDrivenWorker, InstanceId, Prompt, Scope};
+use kvtier_common::state::StateDir;
 use kvtier_core::cache::ReserveRequest;
 use kvtier_core::{ChunkHash, Namespace};
 use kvtier_l1::{Instance, L1, open_arena};
 use kvtier_server::ServerConfig;
-use kvtier_state::StateDir;
 use kvtier_tenants::{Opened, Salts};
 
 const CHUNK: usize = 16;

@@ -5,7 +5,7 @@
 //! | files of tiers, HTTP, and what the process itself needs | a quarter, from 512 to 4096, at most half |
 //! | connections to the request port | the rest, at most [`MAX_CONNECTIONS`] |
 
-use kvtier_error::{Error, ErrorKind, Result};
+use kvtier_common::error::{Error, ErrorKind, Result};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// Fewer are too few to start with.

@@ -10,7 +10,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 
-use kvtier_error::{Error, Result};
+use kvtier_common::error::{Error, Result};
 use rustix::io::{FdFlags, fcntl_setfd, ioctl_fionbio};
 use rustix::net::{SocketAddrUnix, SocketType, getsockname, sockopt};
 

@@ -24,10 +24,10 @@ use tracing_subscriber::{EnvFilter, Layer};
 
 use crate::escape::escape;
 use kvtier_api::{LogLine, unix_millis};
+use kvtier_common::sync::Mutex;
+use kvtier_common::sync::budget::{Budget, Charge};
 use kvtier_config::{LogFormat, ServerConfig};
 use kvtier_l2::redact;
-use kvtier_sync::Mutex;
-use kvtier_sync::budget::{Budget, Charge};
 
 /// Bytes of lines that may wait: some 20,000 of them.
 const WAITING: u64 = 4 << 20;

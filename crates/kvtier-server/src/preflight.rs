@@ -3,9 +3,9 @@
 
 use std::net::{TcpListener, ToSocketAddrs as _};
 
+use kvtier_common::error::{Error, ErrorKind, Result};
 use kvtier_config::ServerConfig;
 pub use kvtier_engine::{EarlierL1, Preflight};
-use kvtier_error::{Error, ErrorKind, Result};
 
 use crate::front::RequestSocket;
 use crate::inherited::Inherited;
@@ -15,7 +15,7 @@ use kvtier_http::{Access, cannot_bind};
 /// checked.
 ///
 /// # Errors
-/// The line with which the start would end; [`ErrorKind::InUse`](kvtier_error::ErrorKind::InUse) if a server that runs is
+/// The line with which the start would end; [`ErrorKind::InUse`](kvtier_common::error::ErrorKind::InUse) if a server that runs is
 /// in the way.
 pub fn check(config: &ServerConfig, inherited: &Inherited) -> Result<()> {
     let access = Access::open(&config.http)?;

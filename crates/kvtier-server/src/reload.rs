@@ -6,11 +6,11 @@
 use std::sync::Arc;
 
 use kvtier_api::{ChangedFlag, Reloaded};
+use kvtier_common::error::{Error, ErrorKind, Result};
+use kvtier_common::sync::Mutex;
 use kvtier_config::Change;
 use kvtier_engine::Engine;
-use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_http::Access;
-use kvtier_sync::Mutex;
 
 use crate::logging;
 

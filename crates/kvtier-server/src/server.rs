@@ -12,7 +12,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use crossbeam_channel::Receiver;
-use kvtier_error::{Error, Result};
+use kvtier_common::error::{Error, Result};
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
 

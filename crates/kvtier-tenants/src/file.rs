@@ -13,10 +13,10 @@ use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use kvtier_common::error::{Error, Result};
+use kvtier_common::sync::Mutex;
 use kvtier_core::object_key::check_cache_salt;
-use kvtier_error::{Error, Result};
 use kvtier_memory::checksum::checksum128;
-use kvtier_sync::Mutex;
 use serde::Deserialize;
 
 use super::table::{Entry, MAX_TENANTS, Table};

@@ -14,10 +14,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crossbeam_channel::{Sender, bounded};
+use kvtier_common::error::{Error, ErrorKind, Result};
+use kvtier_common::state::{StateDir, existing_file};
+use kvtier_common::sync::{Mutex, RwLock};
 use kvtier_core::quota::{Grant, QuotaConfig, QuotaMode};
-use kvtier_error::{Error, ErrorKind, Result};
-use kvtier_state::{StateDir, existing_file};
-use kvtier_sync::{Mutex, RwLock};
 
 use kvtier_config::{Limit, Place, QuotaSettings, ServerConfig};
 

@@ -4,8 +4,8 @@
 
 use std::borrow::Cow;
 
+use kvtier_common::error::{Error, Result};
 use kvtier_core::object_key::{KeyError, KeyScope, SaltKey, check_cache_salt};
-use kvtier_error::{Error, Result};
 use kvtier_proto::key::CacheKey;
 
 use kvtier_config::TenantSettings;

@@ -7,8 +7,8 @@ use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::Arc;
 
+use kvtier_common::sync::Mutex;
 use kvtier_l2::ObjectSpec;
-use kvtier_sync::Mutex;
 use tokio::sync::watch;
 
 /// Identity and layout: objects of other layouts are other objects.

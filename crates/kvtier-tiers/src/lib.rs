@@ -24,12 +24,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use kvtier_common::error::{Error, ErrorKind, Result};
+use kvtier_common::sync::{Mutex, RwLock};
 use kvtier_core::cache::{Cache, Extent};
-use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_l2::tier::{Tier, TierConfig, TierEviction};
 use kvtier_l2::{Adapter, AdapterConfig, Buffer, L2Error};
 use kvtier_memory::Arena;
-use kvtier_sync::{Mutex, RwLock};
 use tokio::runtime::{Handle, Runtime};
 use tokio::sync::mpsc::UnboundedReceiver;
 use tokio::sync::{Notify, Semaphore};

@@ -6,9 +6,9 @@
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Weak};
 
+use kvtier_common::sync::{Mutex, MutexGuard};
 use kvtier_core::object_key::ObjectKey;
 use kvtier_core::{ChunkHash, Namespace};
-use kvtier_sync::{Mutex, MutexGuard};
 
 use super::L2;
 use super::store::{Shared, Ticket};

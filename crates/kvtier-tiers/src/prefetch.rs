@@ -8,6 +8,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 
+use kvtier_common::sync::Mutex;
 use kvtier_core::cache::{
     Counted, Extent, KeyOutcome, Lookup, ReadLease, Reservation, ReserveOptions, ReserveRequest,
     ReservedPrompt,
@@ -17,7 +18,6 @@ use kvtier_core::prefetch::{Cell, PrefetchPlan};
 use kvtier_core::{ChunkHash, GroupRow, ObjectKey};
 use kvtier_l2::tier::TierLease;
 use kvtier_l2::{ErrorKind, LoadItem, ObjectSpec};
-use kvtier_sync::Mutex;
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout_at};

@@ -11,10 +11,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
+use kvtier_common::sync::Mutex;
 use kvtier_core::cache::{PrefixLease, ReadLease};
 use kvtier_core::{ChunkHash, Namespace, ObjectKey};
 use kvtier_l2::{ObjectSpec, StoreItem};
-use kvtier_sync::Mutex;
 use tokio::sync::{Notify, Semaphore, mpsc};
 
 use super::L2;

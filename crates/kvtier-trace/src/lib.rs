@@ -26,8 +26,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
 use crossbeam_channel::{Receiver, bounded};
+use kvtier_common::error::{Error, Result};
 use kvtier_config::TracingConfig;
-use kvtier_error::{Error, Result};
 use kvtier_metrics::{Metrics, SpanLoss};
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, watch};

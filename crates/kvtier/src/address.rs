@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::Args;
-use kvtier_error::{Error, Result};
+use kvtier_common::error::{Error, Result};
 use kvtier_net::host_and_port;
 
 /// The default request socket.

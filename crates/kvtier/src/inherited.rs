@@ -5,7 +5,7 @@ use std::os::fd::{FromRawFd as _, OwnedFd, RawFd};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use kvtier_error::{Error, Result};
+use kvtier_common::error::{Error, Result};
 
 /// The first descriptor that a service manager passes.
 const FIRST: RawFd = 3;

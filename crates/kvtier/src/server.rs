@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::Context;
 use clap::Args;
-use kvtier_error::{Error, ErrorKind};
+use kvtier_common::error::{Error, ErrorKind};
 use kvtier_l2::AdapterConfig;
 use kvtier_server::config::{L1Restore, in_gib};
 use kvtier_server::preflight::EarlierL1;
@@ -151,8 +151,8 @@ fn end_after(limit: Duration, end: impl FnOnce() -> i32 + Send + 'static) -> std
 /// Returns the inherited sockets of a configuration with which a server could start.
 fn checked(
     config: &ServerConfig,
-    sockets: kvtier_error::Result<Inherited>,
-) -> kvtier_error::Result<Inherited> {
+    sockets: kvtier_common::error::Result<Inherited>,
+) -> kvtier_common::error::Result<Inherited> {
     let sockets = sockets?;
     preflight::check(config, &sockets)?;
     Ok(sockets)
@@ -170,7 +170,7 @@ fn refuse(error: &Error) -> ExitCode {
 /// `--check-config`: says what a server would do, and what is against it.
 fn check(
     config: &ServerConfig,
-    sockets: kvtier_error::Result<Inherited>,
+    sockets: kvtier_common::error::Result<Inherited>,
 ) -> anyhow::Result<ExitCode> {
     let mut out = out::stdout();
     let shortage = config.shm_shortage();

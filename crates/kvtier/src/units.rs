@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use kvtier_error::{Error, Result};
+use kvtier_common::error::{Error, Result};
 
 /// Parses a span of time: seconds, or a number with the unit ms, s or m.
 pub(crate) fn duration(text: &str) -> Result<Duration> {

@@ -17,8 +17,8 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use kvtier_client::{Client as Native, Scope, SharedPool};
+use kvtier_common::sync::{Condvar, Mutex};
 use kvtier_proto::key::check_salt;
-use kvtier_sync::{Condvar, Mutex};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;

@@ -4,8 +4,8 @@
 
 use std::convert::Infallible;
 
+use kvtier_common::sync::RwLock;
 use kvtier_device::{BlockTable, ChunkRequest, KvLayout, PlanError, PlannedCopy};
-use kvtier_sync::RwLock;
 
 /// The storage of one or several tensors.
 #[derive(Debug, Clone, Copy)]

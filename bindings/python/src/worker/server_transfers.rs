@@ -13,7 +13,7 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use kvtier_client::InstanceId;
-use kvtier_sync::Mutex;
+use kvtier_common::sync::Mutex;
 
 /// How long a copy that started before its deadline may take: a hundred times as long as copying a large chunk.
 pub const COPY_MARGIN: Duration = Duration::from_secs(1);

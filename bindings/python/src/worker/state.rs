@@ -10,8 +10,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvtier_client::{Client as Native, InstanceId, Prompt, Scope, SharedPool};
+use kvtier_common::sync::{Condvar, Mutex};
 use kvtier_proto::key_settings::KeySettings;
-use kvtier_sync::{Condvar, Mutex};
 
 use super::geometry::Geometry;
 use super::instance_ids::InstanceIds;

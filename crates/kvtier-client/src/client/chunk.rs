@@ -5,7 +5,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kvtier_error::{Error, Result};
+use kvtier_common::error::{Error, Result};
 use kvtier_proto::chunk::{self, CHUNK_TOKENS_FEATURE, MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS};
 
 /// Fewest tokens of a chunk that an engine asks for by itself, which is also the servers' usual default.

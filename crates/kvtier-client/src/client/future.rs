@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvtier_sync::{Condvar, Mutex, MutexGuard};
+use kvtier_common::sync::{Condvar, Mutex, MutexGuard};
 
 use kvtier_proto::operation::Operation;
 

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use kvtier_sync::{Condvar, Mutex};
+use kvtier_common::sync::{Condvar, Mutex};
 
 use super::chunk::Offer;
 use super::{Client, Shared};

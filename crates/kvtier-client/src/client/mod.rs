@@ -17,10 +17,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use kvtier_common::sync::Mutex;
 use kvtier_proto::key::TokenWriter;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{InstanceId, Request};
-use kvtier_sync::Mutex;
 use rustix::event::{EventfdFlags, eventfd};
 
 pub use chunk::ChunkTerms;

@@ -1,6 +1,6 @@
 //! The cache's view of memory: byte ranges from an allocator.
 
-use kvtier_extent::{Extent, Piece};
+use kvtier_common::extent::{Extent, Piece};
 
 /// Free space of one part of the arena, in bytes, rounding included.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -33,7 +33,7 @@ mod stats;
 mod tenant;
 
 pub use allocator::{ExtentAllocator, FreeSpace};
-pub use kvtier_extent::{Extent, Piece};
+pub use kvtier_common::extent::{Extent, Piece};
 pub use lease::{Counted, Lookup, PrefixLease, ReadLease};
 pub use losses::{Loss, LossCause};
 pub use reservation::{
@@ -50,8 +50,8 @@ use crate::hashing::ChunkHash;
 use crate::ledger::{Ledger, Words};
 use crate::object_key::Namespace;
 use crate::quota::{Grant, QuotaConfig};
-use kvtier_sync::Mutex;
-use kvtier_sync::atomic::{AtomicU32, Ordering};
+use kvtier_common::sync::Mutex;
+use kvtier_common::sync::atomic::{AtomicU32, Ordering};
 use lease::OrderedHold;
 use lookup::LookupBatch;
 use reserve::ReserveBatch;

@@ -11,7 +11,7 @@
 use super::{ObjectState, Words};
 use crate::hashing::ChunkHash;
 use crate::object_key::Namespace;
-use kvtier_extent::Extent;
+use kvtier_common::extent::Extent;
 
 /// Version of the format. A ledger of another one is not read.
 pub const FORMAT_VERSION: u64 = 3;

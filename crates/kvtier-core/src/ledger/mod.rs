@@ -14,7 +14,7 @@ mod snapshot;
 use crate::hashing::ChunkHash;
 use crate::object_key::Namespace;
 use format::{HEADER, Life, NAME, NAMES, RECORD, Record, name_at, record_at};
-use kvtier_extent::Extent;
+use kvtier_common::extent::Extent;
 use std::fmt;
 use std::ops::Range;
 

@@ -4,7 +4,7 @@ use super::format::{self, FORMAT_VERSION, Identity, record_at, slots};
 use super::{Journal, Ledger, ObjectState, Words};
 use crate::hashing::ChunkHash;
 use crate::object_key::Namespace;
-use kvtier_extent::Extent;
+use kvtier_common::extent::Extent;
 use std::collections::HashSet;
 use std::sync::Arc;
 

@@ -5,7 +5,7 @@
 
 use crate::hashing::ChunkHash;
 use hashbrown::HashTable;
-use kvtier_sync::atomic::{AtomicU64, Ordering::Relaxed};
+use kvtier_common::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 pub(super) type Table = HashTable<Entry>;
 

@@ -1,13 +1,13 @@
 //! Several threads at once, with real "bytes": a lease holder reads exactly what the writer of its key wrote.
 
 use crate::cache_support::{FirstFit, NOW, hash, namespace, row};
+use kvtier_common::sync::atomic::{AtomicU64, Ordering};
+#[cfg(shuttle)]
+use kvtier_common::sync::shuttle::{self, thread};
 use kvtier_core::ChunkHash;
 use kvtier_core::cache::{Cache, CacheConfig, Extent, ReserveRequest, Stats};
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::random::SplitMix64;
-use kvtier_sync::atomic::{AtomicU64, Ordering};
-#[cfg(shuttle)]
-use kvtier_sync::shuttle::{self, thread};
 use std::ops::Range;
 #[cfg(not(shuttle))]
 use std::thread;
@@ -162,7 +162,7 @@ fn threads_never_read_what_others_wrote() {
 #[cfg(shuttle)]
 #[test]
 fn interleavings_lose_no_lease() {
-    use kvtier_sync::shuttle::rand::{RngCore, thread_rng};
+    use kvtier_common::sync::shuttle::rand::{RngCore, thread_rng};
 
     let few_steps = || {
         let seed = u64::from(thread_rng().next_u32());

@@ -16,7 +16,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use kvtier_sync::{Condvar, Mutex};
+use kvtier_common::sync::{Condvar, Mutex};
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, pidfd_getfd, pidfd_open};
 
 use super::driver::{Allocation, Context, DevicePtr, IpcHandle, Reservation};

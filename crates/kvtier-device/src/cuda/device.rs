@@ -8,8 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use kvtier_common::sync::Mutex;
 use kvtier_memory::{Arena, SegmentError};
-use kvtier_sync::Mutex;
 
 use super::device_copy::AddressRange;
 use super::driver::{DevicePtr, Driver, Stream};

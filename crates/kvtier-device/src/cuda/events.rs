@@ -17,7 +17,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use kvtier_sync::Mutex;
+use kvtier_common::sync::Mutex;
 
 use super::allocations::{Allocations, Mapped, OpenError};
 use super::driver::{

@@ -8,7 +8,7 @@ use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::sync::{Arc, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use kvtier_sync::Mutex;
+use kvtier_common::sync::Mutex;
 
 use super::error::CudaError;
 use super::gpu::Gpu;

@@ -9,8 +9,8 @@
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use kvtier_common::sync::Mutex;
 use kvtier_memory::FileId;
-use kvtier_sync::Mutex;
 use rustix::fs::{FileType, Mode};
 use rustix::io::Errno;
 use rustix::shm::{self, OFlags};

@@ -9,9 +9,9 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvtier_common::sync::Mutex;
 use kvtier_core::cache::Counted;
 use kvtier_core::object_key::{KeyError, KeyScope, MAX_WORLD_SIZE, check_cache_salt};
-use kvtier_sync::Mutex;
 
 use super::super::instances::{Unserved, rows};
 use super::super::lookups;

@@ -4,9 +4,9 @@ use std::path::Path;
 
 use std::sync::Arc;
 
+use kvtier_common::error::ErrorKind;
 use kvtier_config::{Limit, ServerConfig};
 use kvtier_core::quota::Grant;
-use kvtier_error::ErrorKind;
 use kvtier_metrics::Metrics;
 use kvtier_tenants::*;
 
@@ -14,7 +14,7 @@ use crate::Engine;
 
 const MIB: u64 = 1 << 20;
 
-fn engine(flags: &[&str]) -> kvtier_error::Result<Engine> {
+fn engine(flags: &[&str]) -> kvtier_common::error::Result<Engine> {
     let mut all = vec![
         "--l1-size-gb",
         "0.0078125",
@@ -40,7 +40,7 @@ fn entry(limit: u64, reserved: u64) -> Option<Entry> {
     })
 }
 
-fn refused(outcome: kvtier_error::Result<bool>) -> String {
+fn refused(outcome: kvtier_common::error::Result<bool>) -> String {
     let error = outcome.unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Invalid, "{error}");
     error.to_string()

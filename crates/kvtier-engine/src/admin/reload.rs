@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use kvtier_common::error::Result;
 use kvtier_config::Change;
-use kvtier_error::Result;
 
 use super::Admin;
 

@@ -6,9 +6,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use kvtier_common::error::{Error, ErrorKind, Result};
+use kvtier_common::sync::{Condvar, Mutex};
 use kvtier_device::EngineMemory;
-use kvtier_error::{Error, ErrorKind, Result};
-use kvtier_sync::{Condvar, Mutex};
 
 use super::Instance;
 

@@ -1,7 +1,7 @@
 //! The objects of a model as the cache sees them: object groups, windows, sizes, and the fingerprint of their bytes.
 
+use kvtier_common::error::{Error, Result};
 use kvtier_device::{KernelGroup, KvLayout, is_untyped};
-use kvtier_error::{Error, Result};
 use kvtier_l2::{Element, PAGE_BOUND};
 use kvtier_proto::chunk::CHUNK_TOKENS;
 use kvtier_proto::descriptor::Dtype;

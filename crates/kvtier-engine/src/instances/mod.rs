@@ -9,10 +9,10 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use kvtier_common::error::{Error, ErrorKind, Result};
 use kvtier_core::GroupRow;
 use kvtier_core::object_key::KeyScope;
 use kvtier_device::EngineMemory;
-use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_proto::descriptor::TensorDescriptor;
 use kvtier_proto::generation::Release;
 use kvtier_proto::inline::InlineForm;

@@ -14,10 +14,10 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use kvtier_common::error::{Error, Result};
+use kvtier_common::sync::RwLock;
 use kvtier_device::cuda::owner::Owner;
-use kvtier_error::{Error, Result};
 use kvtier_proto::request::InstanceId;
-use kvtier_sync::RwLock;
 
 use super::{DRAIN_TIMEOUT, Instance};
 

@@ -9,8 +9,8 @@ use std::io::{Read as _, Write as _};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::PathBuf;
 
-use kvtier_error::{Error, Result};
-use kvtier_state::StateDir;
+use kvtier_common::error::{Error, Result};
+use kvtier_common::state::StateDir;
 
 /// Name of the file.
 const NAME: &str = "chunk-sizes";

@@ -28,8 +28,8 @@
 use std::collections::HashMap;
 use std::num::NonZeroUsize;
 
-use kvtier_state::StateDir;
-use kvtier_sync::Mutex;
+use kvtier_common::state::StateDir;
+use kvtier_common::sync::Mutex;
 
 use super::super::instances::gcd;
 use super::Caller;

@@ -6,8 +6,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvtier_common::sync::Mutex;
 use kvtier_core::{ChunkHash, Namespace};
-use kvtier_sync::Mutex;
 
 /// Lookups that are remembered, of all tenants together.
 const REMEMBERED: usize = 1024;

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvtier_error::{Error, Result};
+use kvtier_common::error::{Error, Result};
 use kvtier_proto::deadline;
 use kvtier_proto::key::CacheKey;
 use rustix::time::{ClockId, clock_gettime};

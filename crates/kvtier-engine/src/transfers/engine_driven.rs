@@ -5,11 +5,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use kvtier_common::error::Error;
 use kvtier_core::cache::{Extent, ReadLease};
 use kvtier_core::prompt::Prompt;
 use kvtier_core::window::needed;
 use kvtier_device::Direction;
-use kvtier_error::Error;
 use kvtier_proto::inline::InlineForm;
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::{ABORT_STORE, InstanceId};

@@ -25,16 +25,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use kvtier_common::error::{Error, ErrorKind, Result};
+use kvtier_common::sync::Mutex;
 use kvtier_config::GpuReply;
 use kvtier_core::cache::GrantOrigin;
 use kvtier_core::prompt::Prompt;
 use kvtier_device::{BlockTable, DeviceError, Direction, Transfer};
-use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_proto::generation::Release;
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::{InstanceId, Retrieve, Store};
 use kvtier_proto::response::Response;
-use kvtier_sync::Mutex;
 
 use super::context::Context;
 use super::instances::{CopyGuard, Instance};

@@ -30,12 +30,12 @@
 use std::collections::HashMap;
 use std::time::Duration;
 
+use kvtier_common::sync::Mutex;
 use kvtier_core::ChunkHash;
 use kvtier_core::cache::{ReadLease, Reservation};
 use kvtier_device::Direction;
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::InstanceId;
-use kvtier_sync::Mutex;
 
 use super::skipped::Skipped;
 use super::staging::Charge;

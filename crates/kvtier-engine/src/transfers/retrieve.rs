@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use kvtier_common::error::{Error, ErrorKind, Result};
 use kvtier_device::{ChunkCopy, ChunkRequest, Transfer};
-use kvtier_error::{Error, ErrorKind, Result};
 
 use super::super::instances::Instance;
 use super::worker_range::WorkerRange;

@@ -29,18 +29,18 @@ use std::collections::HashMap;
 use std::hash::Hash;
 use std::sync::Arc;
 
+use kvtier_common::error::{Error, ErrorKind, Result};
+use kvtier_common::sync::Mutex;
 use kvtier_core::cache::{KeyOutcome, ReserveOptions, ReservedPrompt};
 use kvtier_core::{ChunkHash, Namespace};
 use kvtier_device::Direction;
-use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_proto::request::InstanceId;
-use kvtier_sync::Mutex;
 
 use super::super::instances::{Instance, rows};
 use super::Transfers;
 use super::store::{GroupChunks, StagedStore};
 use super::worker_range::WorkerRange;
-use kvtier_sync::RateLimited;
+use kvtier_common::sync::RateLimited;
 
 /// A worker may have this many times the bytes that stay free.
 const WORKER_RATIO: u64 = 7;

@@ -6,10 +6,10 @@ mod tests;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvtier_common::error::{Error, ErrorKind, Result};
 use kvtier_core::cache::{Committed, Reservation, ReserveRequest, Staged};
 use kvtier_core::{ChunkHash, Namespace};
 use kvtier_device::{BlockTable, ChunkCopy, ChunkRequest, Transfer};
-use kvtier_error::{Error, ErrorKind, Result};
 use kvtier_l1::L1Allocator;
 
 use super::super::context::Context;

@@ -4,13 +4,13 @@ use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::sync::Arc;
 
+use kvtier_common::error::{Error, Result};
 use kvtier_core::ChunkHash;
 use kvtier_core::cache::ReadLease;
 use kvtier_core::hashing::store_chunks;
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prompt::Prompt;
 use kvtier_core::window::needed;
-use kvtier_error::{Error, Result};
 use kvtier_proto::keep_seconds;
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::InstanceId;

@@ -9,7 +9,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvtier_sync::{Condvar, Mutex};
+use kvtier_common::sync::{Condvar, Mutex};
 
 /// Threads at once: twice the GPUs of a host. Further work waits; the lane of a connection holds one piece of work.
 const THREADS: usize = 16;

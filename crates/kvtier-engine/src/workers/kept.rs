@@ -18,12 +18,12 @@ use std::num::NonZeroUsize;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvtier_error::{Error, Result};
+use kvtier_common::error::{Error, Result};
+use kvtier_common::state::VolatileDir;
+use kvtier_common::sync::Mutex;
+use kvtier_common::sync::RateLimited;
 use kvtier_l1::boot_time;
 use kvtier_proto::request::InstanceId;
-use kvtier_state::VolatileDir;
-use kvtier_sync::Mutex;
-use kvtier_sync::RateLimited;
 
 use super::super::context::Context;
 use super::super::instances::{Instance, Instances};

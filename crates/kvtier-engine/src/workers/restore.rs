@@ -16,8 +16,8 @@ use std::sync::atomic::Ordering;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
+use kvtier_common::error::{Error, Result};
 use kvtier_device::MemorySpec;
-use kvtier_error::{Error, Result};
 use kvtier_proto::request::{EngineDrivenContext, InstanceId, Registration, Request};
 
 use super::super::devices::Devices;

@@ -1,7 +1,7 @@
 //! From the descriptors that an engine registers to the shapes and places of its tensors.
 
+use kvtier_common::error::{Error, Result};
 use kvtier_device::{CudaAllocation, CudaStorage, MemorySpec, TensorSpec};
-use kvtier_error::{Error, Result};
 use kvtier_proto::descriptor::{Cuda, TensorDescriptor, VmmHandle};
 use kvtier_proto::pickle::{Limits, read_registration};
 

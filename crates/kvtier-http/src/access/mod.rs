@@ -11,8 +11,8 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use kvtier_common::error::{Error, Result};
 use kvtier_config::{HttpConfig, TOKENS_VARIABLE, is_loopback};
-use kvtier_error::{Error, Result};
 use kvtier_l2::redact;
 use tokio_rustls::rustls;
 

@@ -4,7 +4,7 @@
 
 use std::fmt;
 
-use kvtier_error::{Error, Result};
+use kvtier_common::error::{Error, Result};
 
 /// Fewest characters of a token: 16 of base64 are 96 bits, more than any client can try.
 const SHORTEST: usize = 16;

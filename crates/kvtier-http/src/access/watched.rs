@@ -11,9 +11,9 @@ use std::io::Read as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use kvtier_common::error::{Error, Result};
+use kvtier_common::sync::Mutex;
 use kvtier_config::secret_file_warning;
-use kvtier_error::{Error, Result};
-use kvtier_sync::Mutex;
 
 /// Most bytes of one file.
 const MAX_BYTES: u64 = 1 << 20;

@@ -21,7 +21,7 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
 use axum::{Extension, Router};
 use kvtier_api::{DashboardHistory, DashboardTick, LogLine};
-use kvtier_sync::Mutex;
+use kvtier_common::sync::Mutex;
 use tokio::sync::{Notify, Semaphore, watch};
 use tokio::time::MissedTickBehavior;
 

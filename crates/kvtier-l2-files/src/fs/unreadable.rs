@@ -4,7 +4,7 @@
 
 use std::collections::VecDeque;
 
-use kvtier_sync::Mutex;
+use kvtier_common::sync::Mutex;
 use rustix::fs::Stat;
 
 /// Capacity; beyond it the oldest are dropped.

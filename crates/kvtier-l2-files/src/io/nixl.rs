@@ -13,12 +13,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use kvtier_common::sync::Mutex;
 use kvtier_nixl::{Agent, Library, NixlError, Outcome};
-use kvtier_sync::Mutex;
 use serde_json::{Value, json};
 
 use super::{Engine, Posix, Work, done, transfer};
-use kvtier_sync::RateLimited;
+use kvtier_common::sync::RateLimited;
 
 /// Interval of the line about failures.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);

@@ -4,8 +4,8 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use kvtier_common::sync::Mutex;
 use kvtier_memory::uring::Ring;
-use kvtier_sync::Mutex;
 
 use super::{Engine, Held, Posix, Work, done, transfer};
 

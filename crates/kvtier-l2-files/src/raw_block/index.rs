@@ -7,8 +7,8 @@ use std::ops::Bound;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 
+use kvtier_common::sync::Mutex;
 use kvtier_core::object_key::ObjectKey;
-use kvtier_sync::Mutex;
 
 use super::format::{Geometry, Record, span};
 use super::space::Space;

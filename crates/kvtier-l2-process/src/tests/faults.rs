@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use kvtier_sync::Mutex;
+use kvtier_common::sync::Mutex;
 use serde_json::{Value, json};
 
 use super::fake::{Asked, Fake, Good, Then, number};

@@ -13,7 +13,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvtier_sync::Mutex;
+use kvtier_common::sync::Mutex;
 
 use super::sign::Credentials;
 use super::time;

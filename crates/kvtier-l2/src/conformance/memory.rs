@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
+use kvtier_common::sync::Mutex;
 use kvtier_memory::{Arena, ArenaKind, Extent, FreeExtents};
-use kvtier_sync::Mutex;
 use tokio::sync::Notify;
 
 use crate::object::Buffer;

@@ -3,8 +3,8 @@
 use std::collections::BTreeSet;
 use std::sync::Arc;
 
+use kvtier_common::sync::Mutex;
 use kvtier_core::object_key::ObjectKey;
-use kvtier_sync::Mutex;
 use serde_json::Value;
 
 use super::*;

@@ -4,7 +4,7 @@
 
 use std::time::Duration;
 
-use kvtier_sync::Mutex;
+use kvtier_common::sync::Mutex;
 use tokio::time::{Instant, sleep_until};
 
 /// Shortest wait, as timers are not finer. Shorter times are added to later transfers.

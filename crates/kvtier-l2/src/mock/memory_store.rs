@@ -7,8 +7,8 @@ use std::ops::Bound;
 use std::sync::Arc;
 use std::time::SystemTime;
 
+use kvtier_common::sync::Mutex;
 use kvtier_core::object_key::{KeyShape, ObjectKey};
-use kvtier_sync::Mutex;
 
 use crate::adapter::{ListPage, Listed, Stored};
 use crate::error::{ErrorKind, L2Error};

@@ -4,9 +4,9 @@ use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
+use kvtier_common::sync::Mutex;
 use kvtier_core::ChunkHash;
 use kvtier_core::object_key::ObjectKey;
-use kvtier_sync::Mutex;
 use serde_json::{Value, json};
 use tokio::sync::Semaphore;
 

@@ -5,7 +5,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use kvtier_sync::Mutex;
+use kvtier_common::sync::Mutex;
 
 use crate::error::ErrorKind;
 

@@ -12,9 +12,9 @@ mod tests;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::sync::Arc;
 
+use kvtier_common::sync::Mutex;
 use kvtier_core::cache::Removed;
 use kvtier_core::object_key::ObjectKey;
-use kvtier_sync::Mutex;
 use tokio::sync::watch;
 
 use super::Adopted;

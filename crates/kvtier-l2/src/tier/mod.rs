@@ -25,11 +25,11 @@ use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::time::{Duration, Instant};
 
 pub use counters::{Counter, Failures, TierCounters};
+use kvtier_common::sync::{Mutex, OutageLog, RateLimited};
 use kvtier_core::cache::{Cache, CacheConfig, ReadLease, Removed, Stats};
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::object_key::ObjectKey;
 use kvtier_core::quota::{QuotaConfig, QuotaMode};
-use kvtier_sync::{Mutex, OutageLog, RateLimited};
 use tokio::sync::watch;
 pub use usage::AdapterUsage;
 

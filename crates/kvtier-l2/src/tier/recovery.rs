@@ -11,10 +11,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::Poll;
 use std::time::Duration;
 
+use kvtier_common::sync::Mutex;
 use kvtier_core::cache::{Cache, ReadLease};
 use kvtier_core::quota::QuotaMode;
 use kvtier_core::{ChunkHash, Namespace};
-use kvtier_sync::Mutex;
 use tokio::time::sleep;
 
 use super::budget::Budget;

@@ -5,8 +5,8 @@
 
 use std::sync::Arc;
 
+use kvtier_common::sync::Mutex;
 use kvtier_memory::{Arena, ArenaKind, Extent};
-use kvtier_sync::Mutex;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, TryAcquireError};
 
 use crate::error::{ErrorKind, L2Error};

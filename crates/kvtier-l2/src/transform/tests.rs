@@ -361,7 +361,7 @@ async fn wrong_key_deletes_nothing() {
 #[tokio::test]
 async fn adapter_that_keeps_buffers_is_no_error() {
     /// Holds the buffers of its calls for ever.
-    struct Keeping(Mock, kvtier_sync::Mutex<Vec<Buffer>>);
+    struct Keeping(Mock, kvtier_common::sync::Mutex<Vec<Buffer>>);
 
     impl Adapter for Keeping {
         fn kind(&self) -> &'static str {

@@ -6,7 +6,7 @@ use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::Arc;
 
-use kvtier_extent::Extent;
+use kvtier_common::extent::Extent;
 use kvtier_memory::uring::{Tail, Transfer};
 use kvtier_memory::{Arena, ArenaKind};
 

@@ -13,8 +13,8 @@ use super::limits::{
 };
 use super::names::{LookupNumbers, RandomIds, WorkerNames};
 use super::request::Job;
+use kvtier_common::sync::budget::Budget;
 use kvtier_engine::Engine;
-use kvtier_sync::budget::Budget;
 
 /// The part of a client that its jobs carry around. The engine forgets the connection with the last of them.
 pub struct Peer {

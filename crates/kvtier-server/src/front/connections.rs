@@ -24,8 +24,8 @@ use super::outbox::Outgoing;
 use super::poll::{Interest, Poller, Ready};
 use super::socket::RequestSocket;
 use crate::clock::Clock;
+use kvtier_common::sync::RateLimited;
 use kvtier_metrics::Metrics;
-use kvtier_sync::RateLimited;
 
 use accepting::{Accept, Guest};
 #[cfg(test)]

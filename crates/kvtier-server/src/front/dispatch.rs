@@ -17,8 +17,8 @@ use super::outbox::Outgoing;
 use super::request::{Job, RequestSender, Server, error_frame};
 use super::serve::Front;
 use super::warnings;
+use kvtier_common::sync::RateLimited;
 use kvtier_engine::{Answer, Engine};
-use kvtier_sync::RateLimited;
 
 /// Work up to which this thread serves a quick request itself, while other clients wait for it and while none do. To hand
 /// one over to another thread and back costs about 50 us.

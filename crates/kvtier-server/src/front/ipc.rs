@@ -9,7 +9,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use kvtier_error::{Error, ErrorKind, Result};
+use kvtier_common::error::{Error, ErrorKind, Result};
 use rustix::fs::{CWD, FlockOperation, Mode, OFlags, chmodat, fchmod, flock, openat};
 use rustix::io::Errno;
 use rustix::net::{

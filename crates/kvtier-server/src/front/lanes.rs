@@ -11,8 +11,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use kvtier_sync::Mutex;
-use kvtier_sync::channel::{Receiver, Sender, unbounded};
+use kvtier_common::sync::Mutex;
+use kvtier_common::sync::channel::{Receiver, Sender, unbounded};
 
 /// Requests that may wait in one lane. A client has few requests in flight; a lane this long belongs to a client that
 /// does not wait for answers.
@@ -292,8 +292,8 @@ mod tests {
 /// See `tests/run interleavings`.
 #[cfg(all(test, shuttle))]
 mod interleavings {
-    use kvtier_sync::atomic::{AtomicBool, Ordering};
-    use kvtier_sync::shuttle::{self, thread};
+    use kvtier_common::sync::atomic::{AtomicBool, Ordering};
+    use kvtier_common::sync::shuttle::{self, thread};
 
     use super::*;
 

@@ -15,7 +15,7 @@ use std::sync::Arc;
 use kvtier_proto::operation::Operation;
 
 use super::lanes::LANE_LIMIT;
-use kvtier_sync::budget::Budget;
+use kvtier_common::sync::budget::Budget;
 
 /// Most bytes of uid and op together. A client's uid is a number, its op a number or a name.
 pub const MAX_HEAD: usize = 1024;

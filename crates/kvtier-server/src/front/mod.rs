@@ -27,9 +27,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 
+use kvtier_common::error::{Error, Result};
 use kvtier_config::ServerConfig;
 use kvtier_engine::Engine;
-use kvtier_error::{Error, Result};
 use kvtier_http::Health;
 use lanes::Pool;
 use outbox::Outbox;

@@ -19,8 +19,8 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use kvtier_proto::request::InstanceId;
 use kvtier_proto::wire::Reader;
 
-use kvtier_sync::Mutex;
-use kvtier_sync::budget::Charge;
+use kvtier_common::sync::Mutex;
+use kvtier_common::sync::budget::Charge;
 
 /// Process ids are smaller. What is larger is a random id.
 const PROCESS_IDS: std::ops::Range<i64> = 0..1 << 32;
@@ -190,7 +190,7 @@ pub fn lookup_number(first: i64, uid: &[u8]) -> i64 {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use kvtier_sync::budget::Budget;
+    use kvtier_common::sync::budget::Budget;
 
     const PROCESS: InstanceId = InstanceId(77);
 

@@ -14,12 +14,12 @@
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
-use kvtier_sync::atomic::{AtomicU8, Ordering};
-use kvtier_sync::channel::{Receiver, Sender, unbounded};
+use kvtier_common::sync::atomic::{AtomicU8, Ordering};
+use kvtier_common::sync::channel::{Receiver, Sender, unbounded};
 use rustix::event::{EventfdFlags, eventfd};
 
+use kvtier_common::sync::budget::Charge;
 use kvtier_engine::Payload;
-use kvtier_sync::budget::Charge;
 
 /// One message to a client.
 pub struct Outgoing {
@@ -169,8 +169,8 @@ mod tests {
     #[cfg(shuttle)]
     #[test]
     fn interleavings_leave_no_message_to_a_sleeping_thread() {
-        use kvtier_sync::atomic::AtomicUsize;
-        use kvtier_sync::shuttle::{self, thread};
+        use kvtier_common::sync::atomic::AtomicUsize;
+        use kvtier_common::sync::shuttle::{self, thread};
 
         fn deliver() {
             let (outbox, inbox) = outbox().unwrap();

@@ -8,9 +8,9 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Instant;
 
+use kvtier_common::sync::budget::Charge;
 use kvtier_engine::{Part, Payload};
 use kvtier_memory::socket::{self, SocketError, send_slices};
-use kvtier_sync::budget::Charge;
 use kvtier_zmtp::Slice;
 
 use super::outbox::Outgoing;
@@ -132,7 +132,7 @@ mod tests {
     fn replies_arrive_in_order_and_charges_end_with_the_last_byte() {
         let (socket, mut peer) = UnixStream::pair().unwrap();
         socket.set_nonblocking(true).unwrap();
-        let budget = kvtier_sync::budget::Budget::new(1 << 30);
+        let budget = kvtier_common::sync::budget::Budget::new(1 << 30);
         let mut output = Output::default();
         let mut expected = Vec::new();
         for byte in 0..100_u8 {

@@ -19,9 +19,9 @@ use super::limits::{JOB_BYTES, SMALL_REPLY, answers_much};
 use super::names::first_number;
 use super::outbox::{Outbox, Outgoing};
 use super::warnings;
+use kvtier_common::sync::budget::Charge;
 use kvtier_engine::{Answer, Caller, Engine, Payload, Reply, ReplyTarget};
 use kvtier_http::Health;
-use kvtier_sync::budget::Charge;
 
 /// A request whose frames are still undecoded.
 pub struct Job {

@@ -14,7 +14,7 @@ use super::limits;
 use super::outbox::{Inbox, Outgoing};
 use super::request::{Job, Server};
 use super::socket::RequestSocket;
-use kvtier_sync::RateLimited;
+use kvtier_common::sync::RateLimited;
 
 /// Longest sleep. Stopping wakes the thread.
 const IDLE: Duration = Duration::from_secs(1);

@@ -13,8 +13,8 @@ use rustix::net::{
 use super::interface::ipv4_address;
 use super::ipc::{self, SocketFile};
 use crate::inherited::Inherited;
+use kvtier_common::error::{Error, Result};
 use kvtier_config::ServerConfig;
-use kvtier_error::{Error, Result};
 
 /// Connections that may wait to be accepted, if the system allows as many.
 pub(super) const BACKLOG: i32 = 1024;
@@ -38,7 +38,7 @@ impl RequestSocket {
     /// Checks that such a socket is possible, whatever its port; nothing is left behind.
     ///
     /// # Errors
-    /// As [`RequestSocket::bind`]; [`ErrorKind::InUse`](kvtier_error::ErrorKind::InUse) for a path where a server listens.
+    /// As [`RequestSocket::bind`]; [`ErrorKind::InUse`](kvtier_common::error::ErrorKind::InUse) for a path where a server listens.
     pub(crate) fn preflight(config: &ServerConfig, inherited: &Inherited) -> Result<()> {
         if let Some(path) = config.ipc_path() {
             if inherited.has_path(path) {

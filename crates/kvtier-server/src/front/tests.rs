@@ -388,7 +388,7 @@ fn what_is_sent_back_as_it_came_is_small() {
 
 /// Lines of the log.
 #[derive(Default)]
-struct Log(kvtier_sync::Mutex<Vec<u8>>);
+struct Log(kvtier_common::sync::Mutex<Vec<u8>>);
 
 impl std::io::Write for &Log {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {

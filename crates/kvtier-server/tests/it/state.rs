@@ -4,7 +4,7 @@ use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::Path;
 
 use kvtier_api::StateStatus;
-use kvtier_error::Error;
+use kvtier_common::error::Error;
 use kvtier_server::{Server, ServerConfig};
 use serde_json::{Value, json};
 

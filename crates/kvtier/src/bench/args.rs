@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Subcommand, ValueEnum};
-use kvtier_error::{Error, Result};
+use kvtier_common::error::{Error, Result};
 
 use crate::address::{REQUESTS, requests};
 use crate::units::{duration, split_unit};

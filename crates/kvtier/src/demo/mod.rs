@@ -27,7 +27,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use clap::Args;
 use kvtier_client::Connection;
-use kvtier_error::Error;
+use kvtier_common::error::Error;
 use kvtier_server::{Server, ServerConfig};
 
 use crate::signals;
@@ -69,7 +69,7 @@ pub struct DemoArgs {
     json: bool,
 }
 
-fn seconds(text: &str) -> kvtier_error::Result<f64> {
+fn seconds(text: &str) -> kvtier_common::error::Result<f64> {
     match text.parse() {
         Ok(seconds) if (0.0..=3600.0).contains(&seconds) => Ok(seconds),
         Ok(_) => Err(Error::refused("give 0 to 3600 seconds")),

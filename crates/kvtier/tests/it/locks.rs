@@ -7,7 +7,7 @@ use crate::docs::root;
 
 #[test]
 fn files_of_the_order_exist() {
-    for (file, _) in kvtier_sync::ORDER {
+    for (file, _) in kvtier_common::sync::ORDER {
         assert!(root().join(file).exists(), "{file}");
     }
 }
@@ -44,8 +44,8 @@ fn files_with_locks() -> BTreeSet<String> {
                 "test",
                 "conformance",
                 "kvtier-cuda-fake",
-                "kvtier-sync/src/checked",
-                "kvtier-sync/src/shuttled",
+                "kvtier-common/src/sync/checked",
+                "kvtier-common/src/sync/shuttled",
             ];
             if apart.iter().any(|part| file.contains(part)) {
                 continue;
@@ -55,7 +55,8 @@ fn files_with_locks() -> BTreeSet<String> {
             } else if file.ends_with(".rs") {
                 let text = fs::read_to_string(&path).unwrap();
                 let text = text.split("#[cfg(test)]\nmod tests {").next().unwrap();
-                let is_ours = text.contains("use kvtier_sync::") || file.contains("kvtier-sync");
+                let is_ours =
+                    text.contains("use kvtier_common::sync::") || file.contains("kvtier-common");
                 if is_ours && text.lines().any(|line| lock(line).is_some()) {
                     files.insert(file.to_owned());
                 }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use kvtier_sync::Mutex;
+use kvtier_common::sync::Mutex;
 
 use super::super::device_copy::{AddressRange, DeviceCopies};
 use super::super::events::{ForeignEvent, ForeignEvents};

@@ -26,7 +26,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kvtier_sync::{Condvar, Mutex, RwLock};
+use kvtier_common::sync::{Condvar, Mutex, RwLock};
 
 use super::allocations::Allocations;
 use super::driver::{Context, Event, EventFlags, IpcHandle, PhysicalDevice, Stream};

@@ -15,9 +15,9 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use kvtier_error::{Error, ErrorKind};
+use kvtier_common::error::{Error, ErrorKind};
+use kvtier_common::sync::{Mutex, RwLock, RwLockWriteGuard};
 use kvtier_memory::{Arena, Extent};
-use kvtier_sync::{Mutex, RwLock, RwLockWriteGuard};
 
 use super::super::device_copy::PinnedPieces;
 use super::super::driver::{Context, RegisteredHost};

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use kvtier_error::{Error, ErrorKind};
+use kvtier_common::error::{Error, ErrorKind};
 use kvtier_memory::{Arena, ArenaKind, CopyLoop};
 
 use super::super::device_copy::{DeviceCopies, DeviceCopy, PinnedPieces};

@@ -16,12 +16,12 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvtier_common::sync::Mutex;
 use kvtier_core::cache::PrefixLease;
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prefetch::Cell;
 use kvtier_core::{ChunkHash, Namespace};
 use kvtier_proto::request::InstanceId;
-use kvtier_sync::Mutex;
 use tokio::sync::watch;
 
 use kvtier_l1::L1Allocator;

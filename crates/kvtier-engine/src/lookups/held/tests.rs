@@ -155,7 +155,7 @@ fn every_one_of_many_readers_counts() {
 /// A result arrives while its scheduler asks for it and another thread frees it, ends its request, or sweeps it out.
 #[cfg(shuttle)]
 mod interleavings {
-    use kvtier_sync::shuttle::{self, thread};
+    use kvtier_common::sync::shuttle::{self, thread};
 
     use super::*;
 

@@ -13,7 +13,7 @@
 
 use std::time::Duration;
 
-use kvtier_error::{Error, Result};
+use kvtier_common::error::{Error, Result};
 use kvtier_l1::boot_time;
 use kvtier_memory::checksum::checksum128;
 use kvtier_proto::generation::{Generation, OperationSpec, Release};

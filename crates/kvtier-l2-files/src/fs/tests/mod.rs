@@ -18,10 +18,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Arc;
 
+use kvtier_common::sync::Mutex;
 use kvtier_core::hashing::ChunkHash;
 use kvtier_core::object_key::{KeyShape, ObjectKey};
 use kvtier_memory::{Arena, ArenaKind, Extent};
-use kvtier_sync::Mutex;
 use tempfile::TempDir;
 
 use super::names::Place;

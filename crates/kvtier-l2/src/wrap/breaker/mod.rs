@@ -9,7 +9,7 @@ mod tests;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvtier_sync::{Mutex, OutageLog};
+use kvtier_common::sync::{Mutex, OutageLog};
 use serde_json::{Map, Value, json};
 use tokio::time::Instant;
 

@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::fmt;
 use std::sync::Arc;
 
-use kvtier_sync::Mutex;
+use kvtier_common::sync::Mutex;
 
 /// Digest of a key, and the checksum of its object.
 pub(super) type Known = (u128, u128);

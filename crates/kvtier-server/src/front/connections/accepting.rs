@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvtier_sync::RateLimited;
+use kvtier_common::sync::RateLimited;
 use rustix::io::Errno;
 
 use super::super::connection::{Closed, Connection};

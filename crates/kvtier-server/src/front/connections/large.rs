@@ -10,7 +10,7 @@
 
 use std::time::{Duration, Instant};
 
-use kvtier_sync::RateLimited;
+use kvtier_common::sync::RateLimited;
 
 use super::super::connection::{Closed, Large, SCRATCH_BYTES, TURN_BYTES};
 use super::super::poll::Interest;

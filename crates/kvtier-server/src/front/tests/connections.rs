@@ -2,7 +2,7 @@
 
 mod large;
 
-use kvtier_sync::budget::{Budget, Charge};
+use kvtier_common::sync::budget::{Budget, Charge};
 use std::io::{ErrorKind, Read as _, Write as _};
 use std::net::TcpStream;
 use std::os::unix::net::UnixStream;

@@ -9,9 +9,7 @@
 //! ```
 //!
 //! A folder or file that another user owns or may write, and a symbolic link in its place, is never used: root would follow
-//! it. This crate never knows what the files hold.
-
-#![forbid(unsafe_code)]
+//! it. This module never knows what the files hold.
 
 use std::fs::{DirBuilder, File};
 use std::hash::{BuildHasher as _, Hasher as _, RandomState};
@@ -19,7 +17,7 @@ use std::os::fd::{AsFd as _, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt as _, FileExt as _};
 use std::path::{Path, PathBuf};
 
-use kvtier_error::{Error, ErrorKind, Result};
+use crate::error::{Error, ErrorKind, Result};
 use rustix::fs::{Access, AtFlags, FileType, FlockOperation, Mode, OFlags, Stat};
 
 mod volatile;

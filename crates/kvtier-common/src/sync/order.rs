@@ -4,7 +4,7 @@ use std::cell::RefCell;
 use std::marker::PhantomData;
 use std::panic::Location;
 
-use crate::ORDER;
+use crate::sync::ORDER;
 
 /// A lock in the source.
 #[derive(Clone, Copy)]
@@ -109,7 +109,7 @@ fn check(outer: Acquisition, inner: Acquisition) {
     let in_order = is_in_order(outer.lock.place(), inner.lock.place());
     assert!(
         in_order || outer.lock.is_of_tests(),
-        "lock order (ORDER in kvtier-sync): the lock of {} is acquired at {} inside that of {}, acquired at {}",
+        "lock order (ORDER in kvtier-common): the lock of {} is acquired at {} inside that of {}, acquired at {}",
         inner.lock.created,
         inner.at,
         outer.lock.created,
@@ -124,7 +124,7 @@ fn is_in_order(outer: Option<usize>, inner: Option<usize>) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use crate::{Condvar, Mutex, RwLock};
+    use crate::sync::{Condvar, Mutex, RwLock};
 
     #[test]
     fn places_grow_inwards_and_the_innermost_have_none() {

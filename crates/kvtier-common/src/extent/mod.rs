@@ -1,9 +1,7 @@
 //! Byte ranges of an arena, and which of them are free.
 //!
 //! Plain data and arithmetic: what decides about objects (`kvtier-core`) and what moves their bytes (`kvtier-memory`)
-//! mean the same [`Extent`]. This crate must never know what lies in an extent, nor where the arena is mapped.
-#![forbid(unsafe_code)]
-
+//! mean the same [`Extent`]. This module must never know what lies in an extent, nor where the arena is mapped.
 mod extent;
 mod free_extents;
 

@@ -3,7 +3,7 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use kvtier_extent::{Extent, FreeExtents};
+use kvtier_common::extent::{Extent, FreeExtents};
 
 struct Counting;
 

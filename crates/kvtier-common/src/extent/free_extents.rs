@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::{Extent, Piece};
+use crate::extent::{Extent, Piece};
 
 /// Alignment of extents unless stated otherwise, in bytes (as LMCache 0.5.6 aligns).
 pub const DEFAULT_ALIGNMENT: u64 = 4096;

@@ -20,7 +20,7 @@ use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
 
-use kvtier_error::{Error, Result};
+use crate::error::{Error, Result};
 use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags};
 
 use super::{StateDir, check_file, open_base, open_folder, stat};

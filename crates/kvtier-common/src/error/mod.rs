@@ -1,9 +1,7 @@
 //! The error type of the server: a kind for code, and one line for people.
 //!
 //! Metric labels, HTTP codes and exit codes derive from the kind, never from the text. Second tiers have their own type,
-//! `kvtier_l2::L2Error`. This crate knows nothing of what fails.
-
-#![forbid(unsafe_code)]
+//! `kvtier_l2::L2Error`. This module knows nothing of what fails.
 
 use std::error::Error as StdError;
 use std::fmt;

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 pub use parking_lot::WaitTimeoutResult;
 
-use crate::order::{Held, Lock};
+use crate::sync::order::{Held, Lock};
 
 /// A lock that guards a `T`.
 pub struct Mutex<T: ?Sized> {
