@@ -4,7 +4,7 @@ use std::env;
 use std::fmt;
 
 use kvtier_common::error::{Error, Result};
-use kvtier_net::host_and_port;
+use kvtier_l2::net::host_and_port;
 
 use super::checks::refuse;
 use super::flags::ServerArgs;

@@ -21,8 +21,8 @@ use super::reply::{self, Value};
 use super::socket::Socket;
 use super::stream::Stream;
 use kvtier_common::sync::RateLimited;
+use kvtier_l2::net::{connect_any, tls::Settings};
 use kvtier_l2::{ErrorKind, L2Error};
-use kvtier_net::{connect_any, tls::Settings};
 
 /// TCP keepalive: silence before the first probe, and time between two probes.
 const KEEPALIVE: (Duration, Duration) = (Duration::from_secs(30), Duration::from_secs(10));

@@ -6,12 +6,12 @@ use std::time::Duration;
 
 use super::RespAdapter;
 use super::address::Address;
+use kvtier_l2::net::ClientTls;
 use kvtier_l2::{
     Adapter, AdapterConfig, AdapterType, ConfigError, L2Error, Registry,
     config::{Fallback, Interval, Key, Options, Shape},
     tls,
 };
-use kvtier_net::ClientTls;
 
 /// Options of a server.
 #[derive(Clone, PartialEq, Eq)]

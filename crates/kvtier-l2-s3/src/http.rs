@@ -19,8 +19,8 @@ use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 
 use super::content::{Content, Outgoing};
+use kvtier_l2::net::{ClientTls, connect_any, tls::Settings};
 use kvtier_l2::{ErrorKind, L2Error};
-use kvtier_net::{ClientTls, connect_any, tls::Settings};
 
 /// How long a connection is kept without use: servers close theirs after 5 to 60 s.
 const IDLE: Duration = Duration::from_secs(20);

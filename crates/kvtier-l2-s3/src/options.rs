@@ -7,12 +7,12 @@ use std::time::Duration;
 use super::S3Adapter;
 use super::http::Server;
 use super::sign::Credentials;
+use kvtier_l2::net::host_and_port;
 use kvtier_l2::{
     Adapter, AdapterConfig, AdapterType, ConfigError, L2Error, Registry,
     config::{Fallback, Interval, Key, MAX_CAPACITY_GB, Options, Shape, WITHOUT_EFFECT},
     tls,
 };
-use kvtier_net::host_and_port;
 
 /// Smallest part of an upload that S3 takes.
 const MIN_PART: u64 = 5 << 20;

@@ -14,6 +14,7 @@ mod error;
 mod key_set;
 pub mod metadata;
 pub mod mock;
+pub mod net;
 mod object;
 mod probe;
 pub mod redact;

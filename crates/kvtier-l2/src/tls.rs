@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use kvtier_net::{ClientTls, TlsError, tls};
+use crate::net::{ClientTls, TlsError, tls};
 
 use crate::config::{ConfigError, Key, Options, Shape};
 use crate::error::{ErrorKind, L2Error};

@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::Args;
 use kvtier_common::error::{Error, Result};
-use kvtier_net::host_and_port;
+use kvtier_l2::net::host_and_port;
 
 /// The default request socket.
 pub(crate) const REQUESTS: &str = "tcp://127.0.0.1:5555";

@@ -9,7 +9,7 @@ use super::part::Part;
 use super::server::Redis;
 use super::*;
 use kvtier_l2::conformance::{object, run};
-use kvtier_net::ClientTls;
+use kvtier_l2::net::ClientTls;
 
 /// An authority, and certificates that it has signed, as files.
 struct Files {

@@ -9,8 +9,8 @@ use super::super::content::Content;
 use super::super::http::{Http, Outbound, Server};
 use super::super::{name, time, xml};
 use super::{Credentials, Variables, refused};
+use kvtier_l2::net::ClientTls;
 use kvtier_l2::{ErrorKind, L2Error};
-use kvtier_net::ClientTls;
 
 /// Time for a connection and for each answer. Without an instance's service there is nothing at its address.
 const TIMEOUT: Duration = Duration::from_secs(2);

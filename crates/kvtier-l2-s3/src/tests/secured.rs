@@ -10,7 +10,7 @@ use tokio_rustls::rustls::pki_types::PrivateKeyDer;
 
 use super::*;
 use kvtier_l2::conformance::object;
-use kvtier_net::ClientTls;
+use kvtier_l2::net::ClientTls;
 
 /// A server with a certificate for this name, and the file that has it.
 async fn secured(name: &str, directory: &Path) -> (Server, std::path::PathBuf) {
