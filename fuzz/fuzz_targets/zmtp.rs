@@ -2,7 +2,7 @@
 
 #![no_main]
 
-use kvtier_zmtp::{Limits, Session, Version};
+use kvtier_proto::zmtp::{Limits, Session, Version};
 use libfuzzer_sys::fuzz_target;
 
 const LIMITS: Limits = Limits {

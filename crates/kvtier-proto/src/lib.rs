@@ -64,3 +64,4 @@ pub mod skip_load;
 pub mod tensor;
 pub mod traceparent;
 pub mod wire;
+pub mod zmtp;

@@ -14,7 +14,7 @@ use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use kvtier_zmtp::{Limits, Message, Output, Session, Slice, Version};
+use kvtier_proto::zmtp::{Limits, Message, Output, Session, Slice, Version};
 use rustix::buffer::spare_capacity;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, read, retry_on_intr};

@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use kvtier_memory::socket::SocketError;
-use kvtier_zmtp::{Error, Limits, Message, Session};
+use kvtier_proto::zmtp::{Error, Limits, Message, Session};
 use rustix::io::{Errno, ioctl_fionread, read};
 use rustix::net::{Shutdown, shutdown};
 

@@ -14,7 +14,7 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvtier_zmtp::{Error, Limits, Message};
+use kvtier_proto::zmtp::{Error, Limits, Message};
 
 use super::allowance::Allowance;
 use super::client::Client;

@@ -11,7 +11,7 @@ use std::time::Instant;
 use kvtier_common::sync::budget::Charge;
 use kvtier_engine::{Part, Payload};
 use kvtier_memory::socket::{self, SocketError, send_slices};
-use kvtier_zmtp::Slice;
+use kvtier_proto::zmtp::Slice;
 
 use super::outbox::Outgoing;
 
@@ -38,14 +38,14 @@ pub fn oldest(output: &Output) -> Option<Instant> {
     output.first_piece().map(|piece| piece.sent.queued)
 }
 
-impl kvtier_zmtp::Piece for Piece {
+impl kvtier_proto::zmtp::Piece for Piece {
     fn len(&self) -> usize {
         self.part.byte_len()
     }
 }
 
 /// A queue of bytes.
-pub type Output = kvtier_zmtp::Output<Piece>;
+pub type Output = kvtier_proto::zmtp::Output<Piece>;
 
 /// Appends a reply.
 pub fn push_reply(output: &mut Output, reply: Outgoing, now: Instant) {
@@ -114,7 +114,7 @@ mod tests {
     use std::os::unix::net::UnixStream;
     use std::sync::Arc;
 
-    use kvtier_zmtp::write_frame_header;
+    use kvtier_proto::zmtp::write_frame_header;
 
     use super::*;
 

@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use kvtier_proto::frames::MAX_PAYLOADS;
-use kvtier_zmtp::{Limits, Message};
+use kvtier_proto::zmtp::{Limits, Message};
 
 use super::client::Budgets;
 use super::connections::{Bounds, Connections, Happened};

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use kvtier_proto::generation::Release;
-use kvtier_zmtp::write_frame_header;
+use kvtier_proto::zmtp::write_frame_header;
 
 use super::super::connection::{Closed, Connection, SCRATCH_BYTES, TURN_BYTES};
 use super::super::connections::TURN_INTERVAL;

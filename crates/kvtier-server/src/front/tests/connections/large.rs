@@ -4,7 +4,7 @@ use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
 use std::time::Duration;
 
-use kvtier_zmtp::write_frame_header;
+use kvtier_proto::zmtp::write_frame_header;
 
 use super::super::super::connections::{Bounds, ROUND_BYTES};
 use super::super::super::serve;

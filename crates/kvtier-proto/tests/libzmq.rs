@@ -4,7 +4,7 @@
 use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
 
-use kvtier_zmtp::{Event, Limits, Session, Version, write_frame_header};
+use kvtier_proto::zmtp::{Event, Limits, Session, Version, write_frame_header};
 use proptest::prelude::*;
 
 const LIMITS: Limits = Limits {

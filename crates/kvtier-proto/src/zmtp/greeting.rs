@@ -1,7 +1,7 @@
 //! The greeting: signature, version, mechanism.
 
-use crate::Error;
-use crate::role::Version;
+use crate::zmtp::Error;
+use crate::zmtp::role::Version;
 
 /// Bytes of a greeting.
 pub(crate) const GREETING_BYTES: usize = 64;

@@ -4,7 +4,7 @@
 
 use std::collections::VecDeque;
 
-use crate::frame::write_frame_header;
+use crate::zmtp::frame::write_frame_header;
 
 /// Bytes of a buffer of small frames after which the next one begins: a buffer is freed when all of it is written.
 const MAX_BUFFER_BYTES: usize = 64 << 10;

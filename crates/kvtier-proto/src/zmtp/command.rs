@@ -1,8 +1,8 @@
 //! Commands: READY and ERROR of the handshake, PING and PONG after it.
 
-use crate::Error;
-use crate::frame::write_command_header;
-use crate::role::Role;
+use crate::zmtp::Error;
+use crate::zmtp::frame::write_command_header;
+use crate::zmtp::role::Role;
 
 /// Maximum context that a PONG echoes; libzmq truncates longer ones too.
 const MAX_PING_CONTEXT_BYTES: usize = 16;

@@ -2,11 +2,11 @@
 
 use std::time::Duration;
 
-use crate::Error;
-use crate::command;
-use crate::frame::{Body, Decoder, Frame, Header, Kind};
-use crate::greeting::{self, GREETING_BYTES};
-use crate::role::{Role, Version};
+use crate::zmtp::Error;
+use crate::zmtp::command;
+use crate::zmtp::frame::{Body, Decoder, Frame, Header, Kind};
+use crate::zmtp::greeting::{self, GREETING_BYTES};
+use crate::zmtp::role::{Role, Version};
 
 /// Bounds of a session.
 #[derive(Debug, Clone, Copy)]
@@ -299,7 +299,7 @@ fn admit(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::greeting::GREETING;
+    use crate::zmtp::greeting::GREETING;
 
     const LIMITS: Limits = Limits {
         frame_bytes: 100,

@@ -1,6 +1,6 @@
 //! Frames: a byte of flags, a length of one or eight bytes, a body.
 
-use crate::Error;
+use crate::zmtp::Error;
 
 const MORE: u8 = 1;
 const LONG: u8 = 2;
