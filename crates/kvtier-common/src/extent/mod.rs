@@ -2,10 +2,10 @@
 //!
 //! Plain data and arithmetic: what decides about objects (`kvtier-core`) and what moves their bytes (`kvtier-memory`)
 //! mean the same [`Extent`]. This module must never know what lies in an extent, nor where the arena is mapped.
-mod extent;
 mod free_extents;
+mod range;
 
-pub use extent::{Extent, Piece};
 pub use free_extents::{
     AllocateError, AllocatorStats, DEFAULT_ALIGNMENT, FreeError, FreeExtents, GeometryError,
 };
+pub use range::{Extent, Piece};

@@ -13,8 +13,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::nixl::{Agent, Library, NixlError, Outcome};
 use kvtier_common::sync::Mutex;
-use kvtier_nixl::{Agent, Library, NixlError, Outcome};
 use serde_json::{Value, json};
 
 use super::{Engine, Posix, Work, done, transfer};

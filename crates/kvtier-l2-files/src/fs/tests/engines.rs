@@ -32,7 +32,7 @@ pub(super) fn set(options: &mut FsOptions) {
 /// NIXL, if it is here.
 pub(super) fn nixl() -> Option<NixlOptions> {
     Some(NixlOptions {
-        library: Some(kvtier_nixl::testing::library("tests of io_engine nixl")?),
+        library: Some(crate::nixl::testing::library("tests of io_engine nixl")?),
         ..NixlOptions::default()
     })
 }

@@ -173,7 +173,7 @@ fn wheel_is_found_in_its_directory() {
     let dir = tempfile::tempdir().unwrap();
     let wheel = dir.path().join(".nixl_cu99.mesonpy.libs");
     std::fs::create_dir(&wheel).unwrap();
-    std::fs::write(wheel.join(LIBRARY), "x").unwrap();
+    std::fs::write(wheel.join(super::library::LIBRARY), "x").unwrap();
     let line = Library::load(Some(dir.path())).unwrap_err().to_string();
     assert!(
         line.contains(".nixl_cu99.mesonpy.libs/libnixl_capi.so ("),

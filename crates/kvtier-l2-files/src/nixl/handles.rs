@@ -3,9 +3,9 @@
 use std::ffi::{CStr, c_int};
 use std::ptr;
 
-use crate::agent::Agent;
-use crate::error::{Code, NixlError};
-use crate::table::{Raw, Table};
+use crate::nixl::agent::Agent;
+use crate::nixl::error::{Code, NixlError};
+use crate::nixl::table::{Raw, Table};
 
 /// A destructor of the library.
 pub(crate) type Destroy = unsafe extern "C" fn(Raw) -> c_int;

@@ -9,10 +9,10 @@ use std::time::{Duration, Instant};
 
 use kvtier_memory::uring::Transfer;
 
-use crate::error::{Code, NixlError};
-use crate::handles::{Bytes, Handle, Registered, check, listed, params};
-use crate::library::Library;
-use crate::table::{DRAM, FILE, READ, Raw, Table, WRITE};
+use crate::nixl::error::{Code, NixlError};
+use crate::nixl::handles::{Bytes, Handle, Registered, check, listed, params};
+use crate::nixl::library::Library;
+use crate::nixl::table::{DRAM, FILE, READ, Raw, Table, WRITE};
 
 /// Time after which a transfer that does not end is abandoned.
 const TRANSFER_TIMEOUT: Duration = if cfg!(test) {

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::ffi::{c_char, c_int, c_void};
 
 use super::*;
-use crate::table::{Raw, Table};
+use crate::nixl::table::{Raw, Table};
 
 /// Answers of the fake of this thread, and what it has.
 #[derive(Default)]
@@ -91,7 +91,7 @@ unsafe extern "C" fn add_registered(
 unsafe extern "C" fn register(_: Raw, _: Raw, _: Raw) -> c_int {
     fake(|fake| {
         let answer = match fake.last_kind {
-            crate::table::FILE => fake.register_file,
+            crate::nixl::table::FILE => fake.register_file,
             _ => 0,
         };
         fake.registered += usize::from(answer == 0);

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use kvtier_common::error::{Error, ErrorKind};
 
-use crate::error::NixlError;
-use crate::table::Table;
+use crate::nixl::error::NixlError;
+use crate::nixl::table::Table;
 
 /// File name of the library.
 pub const LIBRARY: &str = "libnixl_capi.so";
