@@ -292,7 +292,7 @@ fn is_same(one: &Path, other: &Path) -> bool {
 
 /// The adapters, checked; warnings of theirs are logged at the start. A tier without a name is called by its type and number, the first one having 0.
 fn adapters(specs: &[String]) -> Result<Vec<AdapterConfig>> {
-    let registry = kvtier_adapters::registry();
+    let registry = crate::adapters::registry();
     let adapter = |(number, spec): (usize, &String)| {
         let parsed = registry.parse_json(spec);
         let mut adapter = parsed.map_err(|error| Error::refused("--l2-adapter").source(error))?;

@@ -8,6 +8,7 @@
 
 #![forbid(unsafe_code)]
 
+pub mod adapters;
 mod checks;
 mod command;
 mod docs;

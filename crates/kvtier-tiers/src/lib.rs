@@ -101,7 +101,7 @@ impl L2 {
         metrics: Arc<Metrics>,
     ) -> Result<Arc<Self>> {
         let tiers = || {
-            let registry = kvtier_adapters::registry();
+            let registry = kvtier_config::adapters::registry();
             let adapters = open(config, |adapter| registry.open(adapter))?;
             Ok(new_tiers(config, quotas, adapters))
         };

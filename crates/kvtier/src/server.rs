@@ -278,7 +278,7 @@ fn try_out(adapter: &AdapterConfig) -> anyhow::Result<String> {
         .enable_all()
         .build()?;
     let probed = runtime.block_on(async {
-        let adapter = kvtier_adapters::registry().open(adapter)?;
+        let adapter = kvtier_config::adapters::registry().open(adapter)?;
         let probed = kvtier_l2::probe(&*adapter).await;
         adapter.close().await;
         probed

@@ -61,7 +61,7 @@ impl TierTestArgs {
             "options": options,
             "shared_memory_mb": self.shared_memory_mb,
         });
-        let config = kvtier_adapters::registry().parse(&config);
+        let config = kvtier_config::adapters::registry().parse(&config);
         Ok(ProcessOptions::of(
             &config.map_err(|error| anyhow!("{error}"))?,
         ))
@@ -80,7 +80,7 @@ impl Tier {
     async fn open(&self) -> anyhow::Result<Arc<dyn Adapter>> {
         match self {
             Self::Process(options, timeout) => Ok(Arc::new(connect(options, *timeout).await?)),
-            Self::Configured(config) => Ok(kvtier_adapters::registry().open(config)?),
+            Self::Configured(config) => Ok(kvtier_config::adapters::registry().open(config)?),
         }
     }
 }
@@ -164,7 +164,7 @@ impl Tested {
 
     /// A configured tier that works.
     async fn configured(json: &str) -> anyhow::Result<Self> {
-        let config = kvtier_adapters::registry().parse_json(json);
+        let config = kvtier_config::adapters::registry().parse_json(json);
         let mut config = config.map_err(|error| anyhow!("--l2-adapter: {error}"))?;
         // Cases ask for more objects at once than a server does.
         let guards = &mut config.guards;

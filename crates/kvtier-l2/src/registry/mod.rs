@@ -1,6 +1,6 @@
 //! Registry of adapters by the name of their type.
 //!
-//! Which types are built in is said in `kvtier-adapters`; one of another program is added by [`Registry::add`].
+//! Which types are built in is said in `kvtier-config`; one of another program is added by [`Registry::add`].
 
 mod absent;
 mod reference;

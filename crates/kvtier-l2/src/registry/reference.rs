@@ -9,7 +9,7 @@ use crate::config::{
 
 const TITLE: &str = "# Tier keys
 
-<!-- Generated from the definitions by `KVTIER_WRITE_DOCS=1 cargo test -p kvtier-adapters --test it`. -->
+<!-- Generated from the definitions by `KVTIER_WRITE_DOCS=1 cargo test -p kvtier-config --test it`. -->
 
 Keys of `--l2-adapter` and of `[[l2-adapter]]` in the file; [Second tiers](l2.md) is the guide. A range without a word is of \
 whole numbers. A text is not empty unless it is by \

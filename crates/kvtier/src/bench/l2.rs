@@ -91,7 +91,7 @@ impl Objects {
 }
 
 pub(crate) fn run(args: &L2Args) -> anyhow::Result<ExitCode> {
-    let registry = kvtier_adapters::registry();
+    let registry = kvtier_config::adapters::registry();
     let config = registry
         .parse_json(&args.l2_adapter)
         .map_err(|error| anyhow::anyhow!("--l2-adapter: {error}"))?;

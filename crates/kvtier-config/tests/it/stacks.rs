@@ -7,7 +7,7 @@ use kvtier_l2::{Adapter, ErrorKind, LoadItem, ObjectSpec, probe};
 use serde_json::{Value, json};
 
 fn open(config: &Value) -> Arc<dyn Adapter> {
-    let registry = kvtier_adapters::registry();
+    let registry = kvtier_config::adapters::registry();
     registry.open(&registry.parse(config).unwrap()).unwrap()
 }
 

@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 #[test]
 fn types_are_sound_and_in_order() {
     let mut again = Registry::of(&[]);
-    let all = kvtier_adapters::registry();
+    let all = kvtier_config::adapters::registry();
     for kind in all.types() {
         again.add(*kind).unwrap();
     }
@@ -40,7 +40,7 @@ fn lmcache_type_is_registered_or_refused_with_alternative() {
         "sagemaker-hyperpod",
         "valkey",
     ];
-    let registry = kvtier_adapters::registry();
+    let registry = kvtier_config::adapters::registry();
     for name in LMCACHE {
         let is_registered = registry.types().iter().any(|kind| kind.name() == *name);
         let line = registry.parse(&json!({"type": name})).unwrap_err();
@@ -63,7 +63,7 @@ fn plugins_are_referred_to_processes() {
         "sagemaker-hyperpod",
         "p2p",
     ] {
-        let error = kvtier_adapters::registry()
+        let error = kvtier_config::adapters::registry()
             .parse(&json!({"type": name}))
             .unwrap_err()
             .to_string();
@@ -75,7 +75,7 @@ fn plugins_are_referred_to_processes() {
 fn fs(key: &str, value: Value) -> Result<Vec<String>, String> {
     let mut spec = json!({"type": "fs", "base_path": "/x", "num_workers": 2});
     spec[key] = value;
-    let parsed = kvtier_adapters::registry().parse(&spec);
+    let parsed = kvtier_config::adapters::registry().parse(&spec);
     parsed
         .map(|config| config.warnings)
         .map_err(|error| error.to_string())
@@ -118,7 +118,7 @@ fn fs_keys_without_effect_are_named() {
     );
     assert_eq!(fs("read_only", json!(true)), Ok(vec![]));
     let spec = json!({"type": "fs", "base_path": "/x", "read_only": true, "max_capacity_gb": 1});
-    let config = kvtier_adapters::registry().parse(&spec).unwrap();
+    let config = kvtier_config::adapters::registry().parse(&spec).unwrap();
     assert_eq!(
         config.warnings,
         [

@@ -1,9 +1,7 @@
 //! The types of second tiers that are built in.
 //!
-//! A new adapter is a crate or a folder with an [`AdapterType`], and one line here. This crate knows which there are and
+//! A new adapter is a crate or a folder with an [`AdapterType`], and one line here. This module knows which there are and
 //! nothing else; what a type does is in its own crate, and what all have in common in `kvtier-l2`.
-
-#![forbid(unsafe_code)]
 
 use kvtier_l2::{AdapterType, Registry, mock, wrap};
 use kvtier_l2_files::{fs, raw_block};
