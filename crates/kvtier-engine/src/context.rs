@@ -12,11 +12,11 @@ use kvtier_common::sync::RwLock;
 use kvtier_config::ServerConfig;
 use kvtier_core::object_key::{KeyError, KeyScope};
 use kvtier_l1::{Clock, L1};
-use kvtier_metrics::Metrics;
+use kvtier_observe::metrics::Metrics;
+use kvtier_observe::trace::Tracer;
 use kvtier_proto::key::CacheKey;
 use kvtier_tenants::Salts;
 use kvtier_tiers::L2;
-use kvtier_trace::Tracer;
 
 use super::client_warnings::ClientWarnings;
 use super::devices::Devices;

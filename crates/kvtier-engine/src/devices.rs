@@ -5,7 +5,6 @@ use std::fmt::Display;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use kvtier_api::{ByDirection, CudaStatus, Gpu, GpuState, Gpus, MovedBytes, Pinning};
 use kvtier_common::error::{Error, ErrorKind, Result};
 use kvtier_device::cuda::driver::LIBRARY;
 use kvtier_device::cuda::{
@@ -13,9 +12,10 @@ use kvtier_device::cuda::{
 };
 use kvtier_device::{CpuDevice, Device, Direction, EngineMemory, KvLayout, MemorySpec};
 use kvtier_memory::Arena;
+use kvtier_observe::api::{ByDirection, CudaStatus, Gpu, GpuState, Gpus, MovedBytes, Pinning};
 
 use kvtier_config::ServerConfig;
-use kvtier_metrics::GpuFigures;
+use kvtier_observe::metrics::GpuFigures;
 
 /// The devices of this server.
 pub struct Devices {

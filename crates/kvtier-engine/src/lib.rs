@@ -58,7 +58,8 @@ use kvtier_config::{Change, ServerConfig};
 use kvtier_core::cache::Removed;
 use kvtier_core::prompt::{Prompt, PromptReader};
 use kvtier_l1::{Instance, L1, L1Tenants, open_arena};
-use kvtier_metrics::{Metrics, Readings};
+use kvtier_observe::metrics::{Metrics, Readings};
+use kvtier_observe::trace::Tracer;
 use kvtier_proto::chunk::CHUNK_TOKENS_FEATURE;
 use kvtier_proto::generation::Release;
 use kvtier_proto::key::KeyHead;
@@ -67,7 +68,6 @@ use kvtier_proto::request::{HELD_BLOCKS_FEATURE, InstanceId, Request};
 use kvtier_proto::response::Response;
 use kvtier_tenants::{QuotaTier, Quotas, Salts};
 use kvtier_tiers::L2;
-use kvtier_trace::Tracer;
 
 use client_warnings::{ClientWarnings, Insertion};
 use context::Context;
@@ -467,7 +467,7 @@ impl Engine {
     }
 
     /// [`Admin::status`].
-    pub fn status(&self, healthy: bool) -> kvtier_api::Status {
+    pub fn status(&self, healthy: bool) -> kvtier_observe::api::Status {
         self.admin.status(healthy)
     }
 

@@ -23,7 +23,7 @@ use super::context::Context;
 use super::instances::{EngineDrivenGroup, EngineDrivenLayout, Instance, Mode, ModelLayout};
 use super::{Answer, Caller, Engine, Reply};
 use kvtier_config::ServerConfig;
-use kvtier_metrics::Metrics;
+use kvtier_observe::metrics::Metrics;
 
 /// A client of 0.5.5 or later that has the chunk size.
 pub const CALLER: Caller = Caller {

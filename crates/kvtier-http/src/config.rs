@@ -1,7 +1,7 @@
 //! Routes of the configuration.
 
 use axum::http::StatusCode;
-use kvtier_api::Reloaded;
+use kvtier_observe::api::Reloaded;
 use serde_json::Value;
 
 use super::audit::{Audited, audited};

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use axum::Extension;
 use axum::extract::{FromRequest as _, Request};
 use axum::http::StatusCode;
-use kvtier_api::{ExplainRequest, Explanation};
 use kvtier_engine::TenantView;
+use kvtier_observe::api::{ExplainRequest, Explanation};
 use tokio::sync::Semaphore;
 
 use super::access::Role;

@@ -3,7 +3,7 @@
 use axum::Json;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use kvtier_api::{Health, Status};
+use kvtier_observe::api::{Health, Status};
 use serde::Serialize;
 use utoipa::ToSchema;
 

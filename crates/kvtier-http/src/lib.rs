@@ -44,9 +44,9 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use self::body::Invalid;
-use kvtier_api::Reloaded;
 use kvtier_common::error::{Error, ErrorKind, Result};
 use kvtier_engine::Engine;
+use kvtier_observe::api::Reloaded;
 
 pub use access::Access;
 pub use health::Health;
@@ -201,7 +201,7 @@ impl<T: Serialize> IntoResponse for Answer<T> {
         title = "kvtier HTTP API",
         description = "Health, status, metrics and administration of a kvtier server."
     ),
-    components(schemas(kvtier_api::DashboardHistory))
+    components(schemas(kvtier_observe::api::DashboardHistory))
 )]
 struct Description;
 

@@ -9,11 +9,11 @@ use axum::extract::{self, OriginalUri, Path};
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::any;
-use kvtier_api::{
-    Activity, NewQuota, NewTierQuota, QuotaChange, Tenant, TenantInTier, TenantPage, TierUsage,
-};
 use kvtier_core::cache::SaltUsage;
 use kvtier_core::object_key::check_cache_salt;
+use kvtier_observe::api::{
+    Activity, NewQuota, NewTierQuota, QuotaChange, Tenant, TenantInTier, TenantPage, TierUsage,
+};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
@@ -373,8 +373,8 @@ fn own(look: &Look<'_>, salt: &str, tier: &InTier<'_>) -> Option<NewTierQuota> {
     })
 }
 
-fn limit_gb(limit: Limit) -> kvtier_api::Limit {
-    kvtier_api::Limit::new(limit.0.map(gib))
+fn limit_gb(limit: Limit) -> kvtier_observe::api::Limit {
+    kvtier_observe::api::Limit::new(limit.0.map(gib))
 }
 
 fn head(look: &Look<'_>, salt: &str, tiers: &[InTier<'_>]) -> Tenant {

@@ -16,7 +16,7 @@ use kvtier_tenants::{Entry, MAX_TENANTS, TierEntry, only_set};
 pub(super) struct Wanted {
     pub entry: Entry,
     /// The limit as it was given.
-    pub limit_gb: kvtier_api::Limit,
+    pub limit_gb: kvtier_observe::api::Limit,
 }
 
 /// What is answered to a body of the wrong shape.
@@ -81,7 +81,7 @@ impl Wanted {
             reserved,
             tiers,
         };
-        let limit_gb = kvtier_api::Limit::new(size);
+        let limit_gb = kvtier_observe::api::Limit::new(size);
         Ok(Some(Self { entry, limit_gb }))
     }
 }

@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use axum::extract;
 use axum::http::StatusCode;
-use kvtier_api::{Tenant, TenantList};
 use kvtier_core::cache::SaltUsage;
+use kvtier_observe::api::{Tenant, TenantList};
 use kvtier_tenants::InTier;
 
 use super::query::Query;

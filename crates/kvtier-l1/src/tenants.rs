@@ -5,7 +5,8 @@ use std::sync::Arc;
 
 use kvtier_core::cache::{Cache, Page, SaltUsage, Stats};
 use kvtier_core::quota::Grant;
-use kvtier_tenants::{QuotaTier, TenantSource};
+use kvtier_observe::metrics::TenantSource;
+use kvtier_tenants::QuotaTier;
 
 use crate::{Clock, L1Allocator};
 

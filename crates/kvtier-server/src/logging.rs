@@ -23,11 +23,11 @@ use tracing_subscriber::util::SubscriberInitExt as _;
 use tracing_subscriber::{EnvFilter, Layer};
 
 use crate::escape::escape;
-use kvtier_api::{LogLine, unix_millis};
 use kvtier_common::sync::Mutex;
 use kvtier_common::sync::budget::{Budget, Charge};
 use kvtier_config::{LogFormat, ServerConfig};
 use kvtier_l2::redact;
+use kvtier_observe::api::{LogLine, unix_millis};
 
 /// Bytes of lines that may wait: some 20,000 of them.
 const WAITING: u64 = 4 << 20;

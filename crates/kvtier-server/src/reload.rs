@@ -5,12 +5,12 @@
 
 use std::sync::Arc;
 
-use kvtier_api::{ChangedFlag, Reloaded};
 use kvtier_common::error::{Error, ErrorKind, Result};
 use kvtier_common::sync::Mutex;
 use kvtier_config::Change;
 use kvtier_engine::Engine;
 use kvtier_http::Access;
+use kvtier_observe::api::{ChangedFlag, Reloaded};
 
 use crate::logging;
 

@@ -27,7 +27,7 @@ use kvtier_config::ServerConfig;
 use kvtier_engine::Engine;
 use kvtier_http::Health;
 use kvtier_http::{self as http, Access, Api, Dashboard};
-use kvtier_metrics::Metrics;
+use kvtier_observe::metrics::Metrics;
 
 /// Threads of the HTTP runtime; a scrape or a health probe is all they serve.
 const HTTP_THREADS: usize = 1;

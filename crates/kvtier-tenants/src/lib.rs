@@ -17,4 +17,4 @@ pub use look::{InTier, Look};
 pub use quotas::{Changes, Opened, Quotas, preflight};
 pub use salts::Salts;
 pub use table::{Entry, MAX_TENANTS, Table, TierEntry};
-pub use tier::{QuotaTier, TenantSource};
+pub use tier::QuotaTier;

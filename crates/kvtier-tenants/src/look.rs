@@ -118,7 +118,8 @@ mod tests {
     use kvtier_core::cache::Stats;
 
     use super::*;
-    use crate::{Opened, QuotaTier, Salts, TenantSource};
+    use crate::{Opened, QuotaTier, Salts};
+    use kvtier_observe::metrics::TenantSource;
 
     /// A tier whose tenants have as many bytes as their names; counts how often its lock would be acquired.
     struct Counting(Arc<AtomicUsize>);

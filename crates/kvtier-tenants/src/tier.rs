@@ -1,22 +1,11 @@
-//! A tier as seen by what counts and limits its tenants.
+//! A tier as seen by what limits its tenants.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use kvtier_core::cache::{Page, SaltUsage, Stats};
+use kvtier_core::cache::SaltUsage;
 use kvtier_core::quota::Grant;
-
-/// A tier that counts per tenant.
-pub trait TenantSource {
-    /// `l1`, or the name of the tier below it.
-    fn name(&self) -> &str;
-
-    /// Tenants of the tier, one page of at most `limit` from `from` on.
-    fn tenants(&self, from: u32, limit: usize) -> Page<SaltUsage>;
-
-    /// What it counts in all and of these tenants, at one moment.
-    fn stats_with(&self, salts: &[Arc<str>]) -> (Stats, Vec<Option<SaltUsage>>);
-}
+use kvtier_observe::metrics::TenantSource;
 
 /// A tier that enforces quotas.
 pub trait QuotaTier: TenantSource + Send + Sync {

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use kvtier_metrics::{Metrics, PrefetchPhase, TierCall};
-use kvtier_trace::{LookupSpan, TierSpan, TierWork};
+use kvtier_observe::metrics::{Metrics, PrefetchPhase, TierCall};
+use kvtier_observe::trace::{LookupSpan, TierSpan, TierWork};
 
 /// Counts calls of tiers and phases of prefetches.
 pub struct Calls {

@@ -44,7 +44,7 @@ use calls::Calls;
 use flights::Flights;
 use kvtier_config::L2Config;
 use kvtier_l1::{Clock, L1Allocator};
-use kvtier_metrics::Metrics;
+use kvtier_observe::metrics::Metrics;
 use kvtier_tenants::{Opened, QuotaTier};
 use pending::Pending;
 use store::{Batch, StoreQueue};

@@ -25,8 +25,8 @@ use tokio::time::{Instant, timeout_at};
 use super::flights::{Claimed, Flight, over};
 use super::{L2, LOAD_UNIT};
 use kvtier_l1::L1Allocator;
-use kvtier_metrics::{PrefetchPhase, TierCall};
-use kvtier_trace::LookupSpan;
+use kvtier_observe::metrics::{PrefetchPhase, TierCall};
+use kvtier_observe::trace::LookupSpan;
 
 /// Chunks that are asked for first, and at most at once. The rest behind a gap is not asked for, and most prompts that
 /// miss do so at their first chunk.

@@ -2,12 +2,12 @@
 
 use std::collections::BTreeMap;
 
-use kvtier_api::{EvictionStatus, Recovery, TierEvictionStatus, TierStatus};
 use kvtier_l2::redact;
 use kvtier_l2::tier::{Failures, Tier};
+use kvtier_observe::api::{EvictionStatus, Recovery, TierEvictionStatus, TierStatus};
 
 use super::L2;
-use kvtier_metrics::{GuardReadings, Metrics, SerdeReadings, TierCall, TierReadings};
+use kvtier_observe::metrics::{GuardReadings, Metrics, SerdeReadings, TierCall, TierReadings};
 
 /// Types whose name in LMCache 0.5.6's `/status` is another one than in its configuration.
 const CLASSES: [(&str, &str); 4] = [
@@ -18,7 +18,7 @@ const CLASSES: [(&str, &str); 4] = [
 ];
 
 impl L2 {
-    /// Prefetches by their phase, as [`kvtier_metrics::PrefetchPhase::ALL`].
+    /// Prefetches by their phase, as [`kvtier_observe::metrics::PrefetchPhase::ALL`].
     pub fn prefetches(&self) -> [u64; 3] {
         self.calls.phases()
     }
@@ -181,7 +181,7 @@ impl L2 {
 fn of_adapter(tier: &Tier) -> TierStatus {
     let status = redact::value(&tier.adapter().status());
     // A field with another type than that of all adapters is left out.
-    kvtier_api::from_value(status).unwrap_or_default()
+    kvtier_observe::api::from_value(status).unwrap_or_default()
 }
 
 /// Used part of the capacity; -1 when there is no bound.
@@ -236,9 +236,9 @@ pub fn count_evicted(tier: &Tier, metrics: &Metrics) {
 
 #[cfg(test)]
 mod tests {
-    use kvtier_api::SerdeStatus;
     use kvtier_core::quota::QuotaMode;
     use kvtier_l2::tier::TierConfig;
+    use kvtier_observe::api::SerdeStatus;
 
     use super::*;
 

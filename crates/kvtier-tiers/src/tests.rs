@@ -19,7 +19,7 @@ use super::store::BATCHES;
 use super::{L2, PrefetchRequest, Prefetched};
 use kvtier_config::{L2Config, PrefetchPolicy, StorePolicy};
 use kvtier_l1::{Clock, L1Allocator};
-use kvtier_metrics::Readings;
+use kvtier_observe::metrics::Readings;
 
 const LEN: u64 = 4096;
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use clap::{Args, Subcommand};
-use kvtier_api::{ChangedFlag, Reloaded};
+use kvtier_observe::api::{ChangedFlag, Reloaded};
 use kvtier_server::config::flags_by_name;
 use kvtier_server::escape::escape;
 use kvtier_server::{Parsed, ServerConfig};
@@ -130,5 +130,5 @@ fn reload(args: &ServerArgs) -> anyhow::Result<Reloaded> {
     }
     let answer: Value = serde_json::from_str(&body)
         .with_context(|| format!("the answer of {url} is not that of a reload"))?;
-    Ok(kvtier_api::from_value(answer)?)
+    Ok(kvtier_observe::api::from_value(answer)?)
 }

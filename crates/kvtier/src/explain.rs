@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use clap::Args;
-use kvtier_api::{ChunkRun, ExplainRequest, ExplainedLookup, ExplainedRow, Explanation};
+use kvtier_observe::api::{ChunkRun, ExplainRequest, ExplainedLookup, ExplainedRow, Explanation};
 use serde_json::{Value, json};
 
 use crate::address::HttpArgs;
@@ -69,7 +69,7 @@ pub fn run(args: &ExplainArgs) -> anyhow::Result<ExitCode> {
     let shown = if args.json {
         out::json(&answer) + "\n"
     } else {
-        let explanation = kvtier_api::from_value(out::shown(&answer));
+        let explanation = kvtier_observe::api::from_value(out::shown(&answer));
         report(&explanation.with_context(|| format!("{url} answers with a field of another type"))?)
     };
     write!(out::stdout(), "{shown}").context("stdout")?;

@@ -196,9 +196,9 @@ fn base_that_others_may_rename_in_is_refused() {
 
 #[test]
 fn unwritable_base_is_an_error_that_names_it() {
-    let told = refusal(Path::new("/proc/kvtier-common"), "a");
+    let told = refusal(Path::new("/proc/kvtier-state"), "a");
     assert!(
-        told.starts_with("/proc/kvtier-common/a: cannot be created"),
+        told.starts_with("/proc/kvtier-state/a: cannot be created"),
         "{told}"
     );
     let file = tempfile::NamedTempFile::new().unwrap();

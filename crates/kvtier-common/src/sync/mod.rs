@@ -46,7 +46,7 @@ pub const ORDER: &[(&str, &str)] = &[
     ("bindings/python/src/worker/mod.rs", "Finished>"),
     ("bindings/python/src/future.rs", ""),
     ("crates/kvtier-server/src/reload.rs", ""),
-    ("crates/kvtier-metrics/src/tenants.rs", ""),
+    ("crates/kvtier-observe/src/metrics/tenants.rs", ""),
     ("crates/kvtier-http/src/waiting.rs", "u64"),
     ("crates/kvtier-client/src/client/health.rs", "WatchState"),
     ("crates/kvtier-tenants/src/quotas.rs", "Shares"),

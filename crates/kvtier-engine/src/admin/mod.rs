@@ -21,8 +21,9 @@ use std::time::Duration;
 
 use kvtier_core::cache::Removed;
 use kvtier_memory::PrefaultEnd;
-use kvtier_metrics::Readings;
-use kvtier_tenants::{Quotas, TenantSource};
+use kvtier_observe::metrics::Readings;
+use kvtier_observe::metrics::TenantSource;
+use kvtier_tenants::Quotas;
 
 use super::context::Context;
 use super::lookups::Lookups;

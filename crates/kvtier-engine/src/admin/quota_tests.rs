@@ -7,7 +7,7 @@ use std::sync::Arc;
 use kvtier_common::error::ErrorKind;
 use kvtier_config::{Limit, ServerConfig};
 use kvtier_core::quota::Grant;
-use kvtier_metrics::Metrics;
+use kvtier_observe::metrics::Metrics;
 use kvtier_tenants::*;
 
 use crate::Engine;

@@ -3,14 +3,14 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::Ordering;
 
-use kvtier_api::{
+use kvtier_core::cache::FreeSpace;
+use kvtier_device::{Axis, KvLayout};
+use kvtier_observe::api::{
     DevicesStatus, EngineDrivenInstance, EvictionStatus, KernelGroup, KvCacheLayout, KvEvents,
     L1EvictionStatus, L1Status, L2EvictionStatus, LmcacheDrivenInstance, MemoryPart,
     PrefetchStatus, QuotaStatus, StateStatus, Status, StorageManagerStatus, StoreStatus,
     WorkerLiveness,
 };
-use kvtier_core::cache::FreeSpace;
-use kvtier_device::{Axis, KvLayout};
 
 use super::super::instances::Mode;
 use super::Admin;

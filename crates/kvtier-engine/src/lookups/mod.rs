@@ -26,12 +26,12 @@ use kvtier_core::object_key::KeyScope;
 use kvtier_core::prefetch::Cell;
 use kvtier_core::prompt::{Prompt, PromptMemory};
 use kvtier_core::{ChunkHash, GroupRow, Namespace};
+use kvtier_observe::trace::{LookupResult, Session, TraceParent};
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::JobRef;
 use kvtier_proto::response::Response;
 use kvtier_proto::{keep_seconds, skip_load, traceparent};
 use kvtier_tiers::{L2, PrefetchRequest};
-use kvtier_trace::{LookupResult, Session, TraceParent};
 use tokio::sync::watch;
 
 use super::context::Context;

@@ -6,9 +6,9 @@ use std::time::Duration;
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prompt::Prompt;
 use kvtier_device::Direction;
+use kvtier_observe::trace::{Session, Transfer, TransferKind};
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::InstanceId;
-use kvtier_trace::{Session, Transfer, TransferKind};
 
 use super::super::instances::Instance;
 use super::Transfers;

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use kvtier_api::DashboardHistory;
+use kvtier_observe::api::DashboardHistory;
 
 use super::INTERVAL;
 

@@ -20,8 +20,8 @@ use axum::extract::State as Extracted;
 use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
 use axum::{Extension, Router};
-use kvtier_api::{DashboardHistory, DashboardTick, LogLine};
 use kvtier_common::sync::Mutex;
+use kvtier_observe::api::{DashboardHistory, DashboardTick, LogLine};
 use tokio::sync::{Notify, Semaphore, watch};
 use tokio::time::MissedTickBehavior;
 

@@ -3,10 +3,10 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use kvtier_api::{
+use kvtier_engine::Engine;
+use kvtier_observe::api::{
     DashboardTick, Metrics, MetricsReader, Rates, RecentLookup, Status, Traffic, unix_millis,
 };
-use kvtier_engine::Engine;
 
 use super::history::Point;
 use super::traffic;

@@ -3,8 +3,10 @@
 use std::collections::BTreeMap;
 use std::time::Instant;
 
-use kvtier_api::{ByDirection, Metrics, OperationRate, Rates, Refusals, TierTraffic, Traffic};
-use kvtier_metrics::{Readings, TierReadings};
+use kvtier_observe::api::{
+    ByDirection, Metrics, OperationRate, Rates, Refusals, TierTraffic, Traffic,
+};
+use kvtier_observe::metrics::{Readings, TierReadings};
 
 use super::history::{Point, SERIES};
 

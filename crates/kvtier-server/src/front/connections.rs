@@ -25,7 +25,7 @@ use super::poll::{Interest, Poller, Ready};
 use super::socket::RequestSocket;
 use crate::clock::Clock;
 use kvtier_common::sync::RateLimited;
-use kvtier_metrics::Metrics;
+use kvtier_observe::metrics::Metrics;
 
 use accepting::{Accept, Guest};
 #[cfg(test)]

@@ -21,7 +21,7 @@ use super::limits::{JOB_BYTES, MAX_HEAD};
 use super::request::{Job, RequestSender, error_frame};
 use super::*;
 use crate::inherited::Inherited;
-use kvtier_metrics::Metrics;
+use kvtier_observe::metrics::Metrics;
 
 struct ByHand {
     /// Lets one job run for each message, and all once it is dropped. First, so that nothing waits for it at the end.

@@ -3,8 +3,8 @@
 use std::os::unix::fs::{PermissionsExt as _, symlink};
 use std::path::Path;
 
-use kvtier_api::StateStatus;
 use kvtier_common::error::Error;
+use kvtier_observe::api::StateStatus;
 use kvtier_server::{Server, ServerConfig};
 use serde_json::{Value, json};
 

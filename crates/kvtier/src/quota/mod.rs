@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::{Args, Subcommand};
-use kvtier_api::{NewQuota, NewTierQuota, QuotaChange};
 use kvtier_common::error::{Error, Result};
 use kvtier_core::object_key::check_cache_salt;
+use kvtier_observe::api::{NewQuota, NewTierQuota, QuotaChange};
 use kvtier_server::config::{GIB, Limit, parse_size};
 use kvtier_server::quota::only_set;
 use serde::de::DeserializeOwned;
@@ -157,8 +157,8 @@ fn gib(bytes: u64) -> f64 {
     bytes as f64 / GIB as f64
 }
 
-fn limit_gb(limit: Limit) -> kvtier_api::Limit {
-    kvtier_api::Limit::new(limit.0.map(gib))
+fn limit_gb(limit: Limit) -> kvtier_observe::api::Limit {
+    kvtier_observe::api::Limit::new(limit.0.map(gib))
 }
 
 /// Runs the command. Exit code 1, with one line on stderr, if the server refuses or does not answer; 3 for a change
@@ -302,7 +302,7 @@ impl ServerArgs {
 
     fn typed<T: DeserializeOwned>(&self, answer: Value) -> anyhow::Result<T> {
         let url = self.address.url();
-        kvtier_api::from_value(answer)
+        kvtier_observe::api::from_value(answer)
             .with_context(|| format!("{url} answers with a field of another type"))
     }
 

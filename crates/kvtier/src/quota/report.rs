@@ -2,7 +2,7 @@
 
 use comfy_table::{CellAlignment, Table, presets};
 use indicatif::{HumanBytes, HumanCount};
-use kvtier_api::{Limit, QuotaChange, Tenant, TenantInTier, TenantPage, TierUsage};
+use kvtier_observe::api::{Limit, QuotaChange, Tenant, TenantInTier, TenantPage, TierUsage};
 
 fn table(header: &[&str]) -> Table {
     let mut table = Table::new();

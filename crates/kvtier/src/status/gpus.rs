@@ -3,7 +3,7 @@
 use std::fmt::Write as _;
 
 use indicatif::{HumanBytes, HumanCount};
-use kvtier_api::{CudaStatus, Gpu, Pinning};
+use kvtier_observe::api::{CudaStatus, Gpu, Pinning};
 
 use super::line;
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::Args;
 use indicatif::{HumanBytes, HumanCount, HumanDuration};
-use kvtier_api::{
+use kvtier_observe::api::{
     Health, QuotaStatus, Recovery, StateStatus, Status, StorageManagerStatus, TierStatus,
 };
 use serde_json::Value;
@@ -68,7 +68,7 @@ fn status(url: &str, client: &Client, json: bool) -> anyhow::Result<bool> {
     if json {
         writeln!(out::stdout(), "{}", out::json(&status))?;
     }
-    let status: Status = kvtier_api::from_value(out::shown(&status))
+    let status: Status = kvtier_observe::api::from_value(out::shown(&status))
         .with_context(|| format!("{url}/status has a field of another type"))?;
     if !json {
         write!(out::stdout(), "{}", summary(url, &status))?;

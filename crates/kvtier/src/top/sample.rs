@@ -3,7 +3,7 @@
 use std::time::Instant;
 
 use anyhow::{Context as _, bail};
-use kvtier_api::{Metrics, Status};
+use kvtier_observe::api::{Metrics, Status};
 use kvtier_server::escape::escape;
 
 use crate::out;
@@ -21,7 +21,7 @@ impl Sample {
         let (at, status) = (Instant::now(), get(client, "/status")?);
         let status = serde_json::from_str(&status).context("/status is not JSON")?;
         Ok(Self {
-            status: kvtier_api::from_value(out::shown(&status))
+            status: kvtier_observe::api::from_value(out::shown(&status))
                 .context("/status has a field of another type")?,
             metrics: shown(at, &get(client, "/metrics")?),
         })
@@ -44,7 +44,7 @@ fn shown(at: Instant, text: &str) -> Metrics {
 #[cfg(test)]
 pub(super) fn sample(status: serde_json::Value, metrics: &str) -> Sample {
     Sample {
-        status: kvtier_api::from_value(status).unwrap(),
+        status: kvtier_observe::api::from_value(status).unwrap(),
         metrics: shown(Instant::now(), metrics),
     }
 }

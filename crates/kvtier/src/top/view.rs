@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 
 use indicatif::{HumanBytes, HumanCount, HumanDuration};
-use kvtier_api::{Metrics, Rates, Status, TierStatus};
+use kvtier_observe::api::{Metrics, Rates, Status, TierStatus};
 use ratatui::style::{Color, Modifier, Style};
 use ratatui::text::{Line, Span};
 

@@ -8,11 +8,11 @@ use std::time::{Duration, SystemTime};
 use kvtier_core::cache::{KeyOutcome, Page, SaltUsage, Stats};
 use kvtier_device::Direction;
 use kvtier_device::cuda::{Executor, GpuReadings, Moved, Profile};
+use kvtier_server::metrics::TenantSource;
 use kvtier_server::metrics::{
     GpuFigures, GuardReadings, Metrics, PrefetchPhase, Readings, SerdeReadings, SpanLoss, TierCall,
     TierReadings,
 };
-use kvtier_server::quota::TenantSource;
 
 pub(crate) fn root() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
@@ -205,7 +205,7 @@ fn metrics_page_has_every_series() {
         "docs/metrics.md has what does not exist: {unknown:?}"
     );
     // A family that the list above forgets to count would not be missed; its registration is.
-    let folder = root().join("crates/kvtier-metrics/src");
+    let folder = root().join("crates/kvtier-observe/src/metrics");
     let mut registered = 0;
     for file in std::fs::read_dir(folder).unwrap() {
         let source = std::fs::read_to_string(file.unwrap().path()).unwrap();

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvtier_api::RecentLookup;
 use kvtier_core::cache::Loss;
 use kvtier_core::{ChunkHash, Namespace};
+use kvtier_observe::api::RecentLookup;
 
 use super::{Admin, Found, Missing, Place, words};
 

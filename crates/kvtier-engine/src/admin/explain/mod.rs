@@ -13,12 +13,12 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvtier_api::{ExplainRequest, ExplainedLookup, Explanation};
 use kvtier_common::error::Error;
 use kvtier_core::cache::Loss;
 use kvtier_core::object_key::{KeyError, KeyScope};
 use kvtier_core::window::{ChunkBitmap, longest_prefix};
 use kvtier_core::{ChunkHash, GroupRow, Namespace};
+use kvtier_observe::api::{ExplainRequest, ExplainedLookup, Explanation};
 use kvtier_tiers::Located;
 
 use super::Admin;

@@ -4,9 +4,9 @@ use std::collections::BTreeSet;
 use std::num::NonZeroUsize;
 use std::sync::Arc;
 
-use kvtier_api::ExplainRequest;
 use kvtier_core::object_key::check_cache_salt;
 use kvtier_core::{GroupRow, Namespace};
+use kvtier_observe::api::ExplainRequest;
 
 use super::super::super::context::check_name;
 use super::super::super::instances;

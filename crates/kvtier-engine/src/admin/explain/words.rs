@@ -1,7 +1,7 @@
 //! Explanations as runs of chunks, and in words.
 
-use kvtier_api::{ChunkRun, ExplainedRow, Explanation};
 use kvtier_core::cache::{Loss, LossCause};
+use kvtier_observe::api::{ChunkRun, ExplainedRow, Explanation};
 
 use super::super::super::instances::Unserved;
 use super::resolve::NO_WORKER;

@@ -158,7 +158,7 @@ fn store_larger_than_its_share_is_stored_at_once() {
     let metrics = engine
         .context
         .metrics
-        .encode(&kvtier_metrics::Readings::default());
+        .encode(&kvtier_observe::metrics::Readings::default());
     assert!(!metrics.contains("over_staging_chunks_total{"), "{metrics}");
 }
 

@@ -10,14 +10,12 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use kvtier_common::sync::{Mutex, MutexGuard};
-use kvtier_core::cache::{SaltUsage, Stats};
+use kvtier_core::cache::{Page, SaltUsage, Stats};
 use kvtier_core::object_key::ShownSalt;
 use prometheus_client::encoding::EncodeLabelSet;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::family::Family;
 use prometheus_client::metrics::gauge::Gauge;
-
-use kvtier_tenants::TenantSource;
 
 use super::Prefix;
 
@@ -32,6 +30,18 @@ const PAGE: usize = 1024;
 
 /// Longest salt that becomes a label value, bytes.
 const MAX_BYTES: usize = 256;
+
+/// A tier that counts per tenant.
+pub trait TenantSource {
+    /// `l1`, or the name of the tier below it.
+    fn name(&self) -> &str;
+
+    /// Tenants of the tier, one page of at most `limit` from `from` on.
+    fn tenants(&self, from: u32, limit: usize) -> Page<SaltUsage>;
+
+    /// What it counts in all and of these tenants, at one moment.
+    fn stats_with(&self, salts: &[Arc<str>]) -> (Stats, Vec<Option<SaltUsage>>);
+}
 
 #[derive(Clone, Debug, Hash, PartialEq, Eq, EncodeLabelSet)]
 struct Labels {

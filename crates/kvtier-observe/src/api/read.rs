@@ -57,7 +57,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::Status;
+    use crate::api::Status;
 
     #[test]
     fn odd_fields_are_left_out_and_the_rest_is_read() {

@@ -90,7 +90,7 @@ impl SerdeMetrics {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{Metrics, Readings};
+    use crate::metrics::{Metrics, Readings};
 
     #[test]
     fn ratio_and_time_of_a_transformation_are_in_the_text() {

@@ -6,8 +6,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use utoipa::ToSchema;
 
-use crate::devices::DevicesStatus;
-use crate::tiers::{TierEvictionStatus, TierStatus};
+use crate::api::devices::DevicesStatus;
+use crate::api::tiers::{TierEvictionStatus, TierStatus};
 
 /// State of a server: the answer of `GET /status`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]

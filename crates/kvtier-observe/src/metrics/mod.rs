@@ -1,10 +1,8 @@
 //! Metrics: LMCache 0.5.6's names where it has the figure, `kvtier_` names for what it lacks.
 //!
 //! Counters that belong to a request are incremented as it is answered; gauges are read from the engine by a scrape.
-//! This crate must never depend on the crates that count: it receives only numbers and names. Labels that clients choose
+//! This module must never depend on the crates that count: it receives only numbers and names. Labels that clients choose
 //! are bounded: after [`MAX_SALTS`] tenants and [`MAX_MODELS`] models further ones share the value `other`.
-
-#![forbid(unsafe_code)]
 
 mod gpu;
 mod l2;
@@ -20,8 +18,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, SystemTime};
 
+use crate::api::RequestPortStatus;
 pub use gpu::{GpuFigures, GpuMetrics};
-use kvtier_api::RequestPortStatus;
 use kvtier_core::cache::KeyOutcome;
 pub use l2::{GuardReadings, L2Metrics, PrefetchPhase, TierCall, TierReadings};
 pub use labels::SpanLoss;
@@ -38,7 +36,7 @@ use prometheus_client::metrics::gauge::Gauge;
 use prometheus_client::metrics::histogram::Histogram;
 use prometheus_client::registry::{Metric, Registry};
 pub use serde::SerdeReadings;
-pub use tenants::TenantMetrics;
+pub use tenants::{TenantMetrics, TenantSource};
 
 /// Tenants with a label value of their own.
 pub const MAX_SALTS: usize = 1000;

@@ -1,8 +1,8 @@
 use super::*;
-use crate::record::{Session, Transfer, TransferKind};
-use crate::span::Ids;
-use crate::testing::config;
-use crate::{LookupResult, Tracer};
+use crate::trace::record::{Session, Transfer, TransferKind};
+use crate::trace::span::Ids;
+use crate::trace::testing::config;
+use crate::trace::{LookupResult, Tracer};
 use std::net::{SocketAddr, TcpListener};
 
 fn spans(count: usize) -> Vec<Span> {

@@ -5,8 +5,8 @@ use std::fmt;
 use prometheus_client::encoding::text;
 use prometheus_client::metrics::gauge::Gauge;
 
-use crate::labels::L1GaugeLabels;
-use crate::{Metrics, Readings};
+use crate::metrics::labels::L1GaugeLabels;
+use crate::metrics::{Metrics, Readings};
 
 const L1: L1GaugeLabels = L1GaugeLabels {
     backend: "dram",

@@ -290,7 +290,7 @@ mod tests {
     use tokio::net::TcpListener;
 
     use super::*;
-    use crate::testing::config;
+    use crate::trace::testing::config;
 
     /// What a collector does with a call.
     #[derive(Clone, Copy)]

@@ -8,8 +8,8 @@ use kvtier_core::cache::{Page, SaltUsage, Stats};
 use kvtier_core::object_key::ShownSalt;
 use proptest::prelude::*;
 
+use super::tenants::TenantSource;
 use super::{Metrics, Readings};
-use kvtier_tenants::TenantSource;
 
 /// A tier whose counts the test sets.
 #[derive(Default)]

@@ -8,9 +8,7 @@
 //!
 //! Only the first step runs on threads that serve requests, and it waits for nothing. All others run on one thread.
 //!
-//! This crate must never know how a request is served, and never sees token ids or bytes of KV.
-
-#![forbid(unsafe_code)]
+//! This module must never know how a request is served, and never sees token ids or bytes of KV.
 
 mod collector;
 mod exporter;
@@ -25,10 +23,10 @@ mod traceparent;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
+use crate::metrics::{Metrics, SpanLoss};
 use crossbeam_channel::{Receiver, bounded};
 use kvtier_common::error::{Error, Result};
 use kvtier_config::TracingConfig;
-use kvtier_metrics::{Metrics, SpanLoss};
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, watch};
 

@@ -8,9 +8,9 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
+use crate::metrics::{Metrics, SpanLoss};
 use kvtier_common::sync::RateLimited;
 use kvtier_config::TracingConfig;
-use kvtier_metrics::{Metrics, SpanLoss};
 use tokio::sync::{Notify, mpsc, watch};
 use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 

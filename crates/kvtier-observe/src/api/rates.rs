@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, HashMap};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::series::{Metrics, Series};
+use crate::api::series::{Metrics, Series};
 
 /// Prefix of a histogram's series.
 const DURATION: &str = "kvtier_request_duration_seconds";

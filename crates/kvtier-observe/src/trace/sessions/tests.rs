@@ -1,5 +1,5 @@
 use super::*;
-use crate::TraceParent;
+use crate::trace::TraceParent;
 
 const TTL: Duration = Duration::from_secs(600);
 

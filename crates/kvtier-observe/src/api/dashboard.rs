@@ -6,11 +6,11 @@ use std::time::SystemTime;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::Health;
-use crate::devices::ByDirection;
-use crate::quota::Tenant;
-use crate::rates::OperationRate;
-use crate::status::Status;
+use crate::api::Health;
+use crate::api::devices::ByDirection;
+use crate::api::quota::Tenant;
+use crate::api::rates::OperationRate;
+use crate::api::status::Status;
 
 /// Milliseconds since 1970, as in [`DashboardTick::at`] and [`LogLine::at`].
 pub fn unix_millis() -> u64 {

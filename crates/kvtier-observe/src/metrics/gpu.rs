@@ -162,7 +162,7 @@ impl GpuMetrics {
 #[cfg(test)]
 mod tests {
     use super::GpuFigures;
-    use crate::{Metrics, Readings};
+    use crate::metrics::{Metrics, Readings};
 
     #[test]
     fn unusable_gpu_is_not_healthy() {

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use utoipa::ToSchema;
 
-use crate::status::EvictionStatus;
+use crate::api::status::EvictionStatus;
 
 /// One tier. Further fields are those of its type, such as `base_path`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
