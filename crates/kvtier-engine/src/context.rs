@@ -11,12 +11,12 @@ use kvtier_common::state::StateDir;
 use kvtier_common::sync::RwLock;
 use kvtier_config::ServerConfig;
 use kvtier_core::object_key::{KeyError, KeyScope};
-use kvtier_l1::{Clock, L1};
 use kvtier_observe::metrics::Metrics;
 use kvtier_observe::trace::Tracer;
 use kvtier_proto::key::CacheKey;
-use kvtier_tenants::Salts;
-use kvtier_tiers::L2;
+use kvtier_store::l1::{Clock, L1};
+use kvtier_store::tenants::Salts;
+use kvtier_store::tiers::L2;
 
 use super::client_warnings::ClientWarnings;
 use super::devices::Devices;

@@ -47,7 +47,7 @@ pub use admin::{
 pub use answer::Answer;
 pub use housekeeping::INTERVAL as HOUSEKEEPING_INTERVAL;
 pub use kvtier_common::error::{Error, ErrorKind, Result};
-use kvtier_l1::Clock;
+use kvtier_store::l1::Clock;
 pub use payload::{Part, Payload};
 pub use preflight::{EarlierL1, Preflight, preflight};
 pub use reply::{Reply, ReplyTarget};
@@ -57,7 +57,6 @@ use kvtier_common::sync::{Mutex, RateLimited, RwLock};
 use kvtier_config::{Change, ServerConfig};
 use kvtier_core::cache::Removed;
 use kvtier_core::prompt::{Prompt, PromptReader};
-use kvtier_l1::{Instance, L1, L1Tenants, open_arena};
 use kvtier_observe::metrics::{Metrics, Readings};
 use kvtier_observe::trace::Tracer;
 use kvtier_proto::chunk::CHUNK_TOKENS_FEATURE;
@@ -66,8 +65,9 @@ use kvtier_proto::key::KeyHead;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{HELD_BLOCKS_FEATURE, InstanceId, Request};
 use kvtier_proto::response::Response;
-use kvtier_tenants::{QuotaTier, Quotas, Salts};
-use kvtier_tiers::L2;
+use kvtier_store::l1::{Instance, L1, L1Tenants, open_arena};
+use kvtier_store::tenants::{QuotaTier, Quotas, Salts};
+use kvtier_store::tiers::L2;
 
 use client_warnings::{ClientWarnings, Insertion};
 use context::Context;
@@ -155,7 +155,7 @@ impl Engine {
             .ok_or_else(|| Error::refused("--chunk-size: 0 is not allowed"))?;
         let salts = Salts::open(&config.tenants)?;
         let state = open_state(&config)?;
-        let quotas = kvtier_tenants::Opened::open(&config, state.as_ref().ok(), &salts)?;
+        let quotas = kvtier_store::tenants::Opened::open(&config, state.as_ref().ok(), &salts)?;
         // A file that others may write says nothing.
         let record = state
             .as_ref()

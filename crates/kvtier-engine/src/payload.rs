@@ -4,9 +4,9 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use kvtier_core::cache::{Extent, ReadLease};
-use kvtier_l1::L1Allocator;
 use kvtier_memory::Arena;
 use kvtier_memory::socket::Slice;
+use kvtier_store::l1::L1Allocator;
 
 use super::transfers::Charge;
 

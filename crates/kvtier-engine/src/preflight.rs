@@ -6,9 +6,9 @@ use std::sync::Arc;
 use kvtier_common::error::{ErrorKind, Result};
 use kvtier_common::state::existing_id;
 use kvtier_config::{L1Restore, ServerConfig};
-pub use kvtier_l1::EarlierL1;
-use kvtier_l1::{Instance, divide, find_earlier, kept_path, preflight_arena};
-use kvtier_tenants::Salts;
+pub use kvtier_store::l1::EarlierL1;
+use kvtier_store::l1::{Instance, divide, find_earlier, kept_path, preflight_arena};
+use kvtier_store::tenants::Salts;
 
 use super::devices::Devices;
 

@@ -23,7 +23,7 @@ use super::{
 };
 use kvtier_common::error::Error;
 use kvtier_engine::Engine;
-use kvtier_tiers::{Cursor, L2};
+use kvtier_store::tiers::{Cursor, L2};
 
 /// Most keys of one deletion.
 const MAX_KEYS: usize = 10_000;

@@ -29,7 +29,7 @@ use super::{
 use kvtier_common::error::Error;
 use kvtier_config::Limit;
 use kvtier_engine::Engine;
-use kvtier_tenants::{Changes, Entry, InTier, Look};
+use kvtier_store::tenants::{Changes, Entry, InTier, Look};
 
 /// How the tenant without a salt is called in paths and answers.
 const DEFAULT: &str = "_default";

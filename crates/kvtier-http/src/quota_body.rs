@@ -9,7 +9,7 @@ use super::json::{self, EntriesError, JsonError};
 
 use kvtier_common::error::{Error, Result};
 use kvtier_config::{GIB, Limit, MAX_BYTES, Place, parse_size};
-use kvtier_tenants::{Entry, MAX_TENANTS, TierEntry, only_set};
+use kvtier_store::tenants::{Entry, MAX_TENANTS, TierEntry, only_set};
 
 /// What a body asks for.
 #[derive(Debug)]

@@ -8,7 +8,7 @@ use axum::extract;
 use axum::http::StatusCode;
 use kvtier_core::cache::SaltUsage;
 use kvtier_observe::api::{Tenant, TenantList};
-use kvtier_tenants::InTier;
+use kvtier_store::tenants::InTier;
 
 use super::query::Query;
 use super::quota::{shown, whole};

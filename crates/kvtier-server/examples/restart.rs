@@ -24,9 +24,9 @@ use kvtier_client::{Connection, EngineDrivenSpec, EngineDrivenWorker, InstanceId
 use kvtier_common::state::StateDir;
 use kvtier_core::cache::ReserveRequest;
 use kvtier_core::{ChunkHash, Namespace};
-use kvtier_l1::{Instance, L1, open_arena};
 use kvtier_server::ServerConfig;
-use kvtier_tenants::{Opened, Salts};
+use kvtier_store::l1::{Instance, L1, open_arena};
+use kvtier_store::tenants::{Opened, Salts};
 
 const CHUNK: usize = 16;
 /// Objects committed at once.

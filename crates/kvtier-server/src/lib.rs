@@ -22,6 +22,6 @@ pub use kvtier_http as http;
 /// For programs that start servers whose pools have names that are never used again.
 pub use kvtier_memory::remove_stale_pools;
 pub use kvtier_observe::metrics;
-pub use kvtier_tenants as quota;
+pub use kvtier_store::tenants as quota;
 pub use reload::Reloader;
 pub use server::{Server, end_process};

@@ -24,7 +24,7 @@ pub fn check(config: &ServerConfig, inherited: &Inherited) -> Result<()> {
     RequestSocket::preflight(config, inherited)?;
     check_http_host(&access)?;
     config.l2.as_ref().map_or(Ok(()), |l2| l2.preflight())?;
-    kvtier_tenants::preflight(config)
+    kvtier_store::tenants::preflight(config)
 }
 
 /// What an operator should know about a configuration with which a server starts, except for the tiers' warnings.

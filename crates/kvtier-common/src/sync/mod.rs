@@ -49,7 +49,7 @@ pub const ORDER: &[(&str, &str)] = &[
     ("crates/kvtier-observe/src/metrics/tenants.rs", ""),
     ("crates/kvtier-http/src/waiting.rs", "u64"),
     ("crates/kvtier-client/src/client/health.rs", "WatchState"),
-    ("crates/kvtier-tenants/src/quotas.rs", "Shares"),
+    ("crates/kvtier-store/src/tenants/quotas.rs", "Shares"),
     ("crates/kvtier-device/src/cuda/gpu_slot.rs", "()"),
     ("crates/kvtier-device/src/cuda/device.rs", "()"),
     ("crates/kvtier-device/src/cuda/device.rs", "PinnedArena>>"),
@@ -60,7 +60,7 @@ pub const ORDER: &[(&str, &str)] = &[
     ("crates/kvtier-engine/src/transfers/prepared.rs", ""),
     ("crates/kvtier-engine/src/transfers/staging.rs", ""),
     ("crates/kvtier-engine/src/lookups/held/mod.rs", ""),
-    ("crates/kvtier-tiers/src/pending.rs", "Holds"),
+    ("crates/kvtier-store/src/tiers/pending.rs", "Holds"),
     ("crates/kvtier-l2/src/tier/key_states.rs", ""),
     (
         "crates/kvtier-l2-files/src/fs/base.rs",

@@ -23,7 +23,7 @@ use kvtier_core::cache::Removed;
 use kvtier_memory::PrefaultEnd;
 use kvtier_observe::metrics::Readings;
 use kvtier_observe::metrics::TenantSource;
-use kvtier_tenants::Quotas;
+use kvtier_store::tenants::Quotas;
 
 use super::context::Context;
 use super::lookups::Lookups;

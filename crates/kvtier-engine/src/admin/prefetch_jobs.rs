@@ -16,7 +16,7 @@ use kvtier_core::object_key::{KeyError, KeyScope, MAX_WORLD_SIZE, check_cache_sa
 use super::super::instances::{Unserved, rows};
 use super::super::lookups;
 use super::Admin;
-use kvtier_tiers::{L2, PrefetchRequest};
+use kvtier_store::tiers::{L2, PrefetchRequest};
 
 /// Most tokens of a prompt.
 pub(super) const MAX_TOKENS: usize = 1_000_000;

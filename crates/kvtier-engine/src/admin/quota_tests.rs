@@ -8,7 +8,7 @@ use kvtier_common::error::ErrorKind;
 use kvtier_config::{Limit, ServerConfig};
 use kvtier_core::quota::Grant;
 use kvtier_observe::metrics::Metrics;
-use kvtier_tenants::*;
+use kvtier_store::tenants::*;
 
 use crate::Engine;
 

@@ -31,7 +31,7 @@ use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::JobRef;
 use kvtier_proto::response::Response;
 use kvtier_proto::{keep_seconds, skip_load, traceparent};
-use kvtier_tiers::{L2, PrefetchRequest};
+use kvtier_store::tiers::{L2, PrefetchRequest};
 use tokio::sync::watch;
 
 use super::context::Context;

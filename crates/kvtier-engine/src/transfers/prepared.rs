@@ -39,7 +39,7 @@ use kvtier_proto::request::InstanceId;
 
 use super::skipped::Skipped;
 use super::staging::Charge;
-use kvtier_l1::L1Allocator;
+use kvtier_store::l1::L1Allocator;
 
 /// What makes two PREPAREs or a PREPARE and a COMMIT the same transfer.
 ///

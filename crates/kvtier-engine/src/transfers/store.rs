@@ -10,7 +10,7 @@ use kvtier_common::error::{Error, ErrorKind, Result};
 use kvtier_core::cache::{Committed, Reservation, ReserveRequest, Staged};
 use kvtier_core::{ChunkHash, Namespace};
 use kvtier_device::{BlockTable, ChunkCopy, ChunkRequest, Transfer};
-use kvtier_l1::L1Allocator;
+use kvtier_store::l1::L1Allocator;
 
 use super::super::context::Context;
 use super::super::instances::{CopyGuard, GroupLayout, Instance, ModelLayout};

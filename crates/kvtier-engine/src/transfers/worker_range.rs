@@ -17,7 +17,7 @@ use kvtier_proto::request::InstanceId;
 
 use super::super::instances::Instance;
 use super::Transfers;
-use kvtier_l1::L1Allocator;
+use kvtier_store::l1::L1Allocator;
 
 /// The objects and chunks that a worker's key names.
 pub struct WorkerRange {

@@ -22,8 +22,8 @@ use kvtier_common::error::{Error, Result};
 use kvtier_common::state::VolatileDir;
 use kvtier_common::sync::Mutex;
 use kvtier_common::sync::RateLimited;
-use kvtier_l1::boot_time;
 use kvtier_proto::request::InstanceId;
+use kvtier_store::l1::boot_time;
 
 use super::super::context::Context;
 use super::super::instances::{Instance, Instances};

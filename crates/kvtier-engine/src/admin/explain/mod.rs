@@ -19,7 +19,7 @@ use kvtier_core::object_key::{KeyError, KeyScope};
 use kvtier_core::window::{ChunkBitmap, longest_prefix};
 use kvtier_core::{ChunkHash, GroupRow, Namespace};
 use kvtier_observe::api::{ExplainRequest, ExplainedLookup, Explanation};
-use kvtier_tiers::Located;
+use kvtier_store::tiers::Located;
 
 use super::Admin;
 use super::prefetch_jobs::MAX_TOKENS;

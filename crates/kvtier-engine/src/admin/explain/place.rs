@@ -6,8 +6,8 @@ use std::time::Duration;
 use kvtier_config::EvictionPolicyName;
 use kvtier_core::cache::{Cache, Loss, Page};
 use kvtier_core::{ChunkHash, Namespace};
-use kvtier_l1::L1Allocator;
 use kvtier_l2::tier::Tier;
+use kvtier_store::l1::L1Allocator;
 
 use super::super::objects::SLICE;
 

@@ -24,8 +24,8 @@ use kvtier_core::{ChunkHash, Namespace};
 use kvtier_proto::request::InstanceId;
 use tokio::sync::watch;
 
-use kvtier_l1::L1Allocator;
-use kvtier_tiers::Prefetched;
+use kvtier_store::l1::L1Allocator;
+use kvtier_store::tiers::Prefetched;
 use table::{Entry, Table, covered, same_scope};
 
 /// Lookups kept at most; the oldest go first. An engine has as many as it has requests waiting or running.

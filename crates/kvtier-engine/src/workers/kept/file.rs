@@ -14,12 +14,12 @@
 use std::time::Duration;
 
 use kvtier_common::error::{Error, Result};
-use kvtier_l1::boot_time;
 use kvtier_memory::checksum::checksum128;
 use kvtier_proto::generation::{Generation, OperationSpec, Release};
 use kvtier_proto::key::SkipTokens;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{EngineDrivenContext, InstanceId, Registration, Request};
+use kvtier_store::l1::boot_time;
 
 use super::super::super::Caller;
 

@@ -1,8 +1,6 @@
 //! L1: the arena with the bytes, the allocator that places them in it, and the cache that decides about them.
 //!
 //! It must never know requests, workers or tiers below it.
-#![forbid(unsafe_code)]
-
 mod allocator;
 mod clock;
 mod earlier;

@@ -3,12 +3,12 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use crate::tenants::QuotaTier;
 use kvtier_core::cache::{Cache, Page, SaltUsage, Stats};
 use kvtier_core::quota::Grant;
 use kvtier_observe::metrics::TenantSource;
-use kvtier_tenants::QuotaTier;
 
-use crate::{Clock, L1Allocator};
+use crate::l1::{Clock, L1Allocator};
 
 /// Objects evicted under one hold of the cache's lock.
 const SLICE: usize = 1024;

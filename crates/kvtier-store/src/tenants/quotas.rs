@@ -21,7 +21,7 @@ use kvtier_core::quota::{Grant, QuotaConfig, QuotaMode};
 
 use kvtier_config::{Limit, Place, QuotaSettings, ServerConfig};
 
-use crate::{Entry, Look, MAX_TENANTS, QuotaFile, QuotaPlace, QuotaTier, Salts, Table};
+use crate::tenants::{Entry, Look, MAX_TENANTS, QuotaFile, QuotaPlace, QuotaTier, Salts, Table};
 
 /// The table as it was read, for the code that opens the tiers.
 pub struct Opened {

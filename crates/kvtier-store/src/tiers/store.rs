@@ -19,8 +19,8 @@ use tokio::sync::{Notify, Semaphore, mpsc};
 
 use super::L2;
 use super::pending::{Admission, Hold, Objects};
+use crate::l1::L1Allocator;
 use kvtier_config::StorePolicy;
-use kvtier_l1::L1Allocator;
 use kvtier_observe::metrics::TierCall;
 
 /// Batches that are stored in a tier at the same time: enough that one slow object does not hold up the others.

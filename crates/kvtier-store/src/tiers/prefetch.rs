@@ -24,7 +24,7 @@ use tokio::time::{Instant, timeout_at};
 
 use super::flights::{Claimed, Flight, over};
 use super::{L2, LOAD_UNIT};
-use kvtier_l1::L1Allocator;
+use crate::l1::L1Allocator;
 use kvtier_observe::metrics::{PrefetchPhase, TierCall};
 use kvtier_observe::trace::LookupSpan;
 

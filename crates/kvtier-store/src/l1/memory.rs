@@ -19,8 +19,8 @@ use super::heritage::Heritage;
 use super::kept::{Begun, Kept};
 use super::place::{named_place, with_ledger};
 use super::unavailable;
+use crate::tenants::Opened;
 use kvtier_config::{HostMemory, NumaNodes, ServerConfig, in_gib};
-use kvtier_tenants::Opened;
 
 /// Bytes of a part, at least: an object lies in one, and none is a tenth as large.
 const LEAST_PART: u64 = 4 << 30;

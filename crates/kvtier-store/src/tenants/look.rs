@@ -8,7 +8,7 @@ use kvtier_core::quota::Grant;
 
 use kvtier_config::Place;
 
-use crate::{Quotas, Table};
+use crate::tenants::{Quotas, Table};
 
 /// Tenants read under one hold of a lock: lookups wait for it.
 const PAGE: usize = 256;
@@ -118,7 +118,7 @@ mod tests {
     use kvtier_core::cache::Stats;
 
     use super::*;
-    use crate::{Opened, QuotaTier, Salts};
+    use crate::tenants::{Opened, QuotaTier, Salts};
     use kvtier_observe::metrics::TenantSource;
 
     /// A tier whose tenants have as many bytes as their names; counts how often its lock would be acquired.

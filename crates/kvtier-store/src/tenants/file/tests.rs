@@ -1,7 +1,7 @@
 //! What is in the file is the old table or the new one, and anything else is refused.
 
 use super::*;
-use crate::TierEntry;
+use crate::tenants::TierEntry;
 use kvtier_config::Limit;
 
 fn table() -> Table {

@@ -6,8 +6,6 @@
 //! The mutex guards the threads until they are stopped, the other lock which configuration is the current one; no other lock is
 //! acquired inside.
 
-#![forbid(unsafe_code)]
-
 mod calls;
 mod flights;
 mod locate;
@@ -40,12 +38,12 @@ pub use objects::Cursor;
 pub use prefetch::{PrefetchRequest, Prefetched};
 pub use store::StoreCounts;
 
+use crate::l1::{Clock, L1Allocator};
+use crate::tenants::{Opened, QuotaTier};
 use calls::Calls;
 use flights::Flights;
 use kvtier_config::L2Config;
-use kvtier_l1::{Clock, L1Allocator};
 use kvtier_observe::metrics::Metrics;
-use kvtier_tenants::{Opened, QuotaTier};
 use pending::Pending;
 use store::{Batch, StoreQueue};
 use tenants::TierTenants;

@@ -1,8 +1,6 @@
 //! Tenants: the names they have inside, and the table of their quotas, which is kept in a file.
 //!
 //! It must never know how a tier holds or evicts objects: tiers are given to it as [`QuotaTier`].
-#![forbid(unsafe_code)]
-
 mod file;
 mod listing;
 mod look;

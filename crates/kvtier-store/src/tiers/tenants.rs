@@ -3,11 +3,11 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use crate::tenants::QuotaTier;
 use kvtier_core::cache::{Page, SaltUsage, Stats};
 use kvtier_core::quota::Grant;
 use kvtier_l2::tier::Tier;
 use kvtier_observe::metrics::TenantSource;
-use kvtier_tenants::QuotaTier;
 use tokio::sync::Notify;
 
 /// The tenants of one tier.

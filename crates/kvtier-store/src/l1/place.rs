@@ -207,8 +207,8 @@ mod tests {
     use kvtier_memory::Arena;
 
     use super::*;
-    use crate::kept::Kept;
-    use crate::testing::open_as;
+    use crate::l1::kept::Kept;
+    use crate::l1::testing::open_as;
 
     /// The memory of a server, which ends.
     fn ended((arena, kept): (Arena, Kept)) -> PathBuf {
@@ -256,7 +256,7 @@ mod tests {
             eprintln!("skipped: only root may make a file of another user");
             return;
         }
-        let path = pool_path(&crate::testing::config("foreign", &[])).unwrap();
+        let path = pool_path(&crate::l1::testing::config("foreign", &[])).unwrap();
         let file = std::fs::File::create(&path).unwrap();
         file.lock().unwrap();
         std::os::unix::fs::chown(&path, Some(65534), None).unwrap();

@@ -380,13 +380,13 @@ pub(super) struct Begun {
 mod tests {
     use std::sync::Arc;
 
+    use crate::tenants::{Opened, Salts};
     use kvtier_config::HostMemory;
-    use kvtier_tenants::{Opened, Salts};
 
     use super::*;
-    use crate::L1;
-    use crate::earlier::{EarlierL1, find_earlier};
-    use crate::testing::{config, open_as};
+    use crate::l1::L1;
+    use crate::l1::earlier::{EarlierL1, find_earlier};
+    use crate::l1::testing::{config, open_as};
 
     #[test]
     fn memory_that_has_lost_pages_is_left_to_no_server() {
