@@ -32,7 +32,12 @@ impl ConfigError {
 
 /// Returns the beginning of `text`.
 pub(crate) fn clip(text: &str) -> String {
-    match text.char_indices().nth(SHOWN) {
+    clip_to(text, SHOWN)
+}
+
+/// Returns the first `chars` characters of `text`.
+pub(crate) fn clip_to(text: &str, chars: usize) -> String {
+    match text.char_indices().nth(chars) {
         None => text.to_owned(),
         Some((end, _)) => format!("{}...", &text[..end]),
     }

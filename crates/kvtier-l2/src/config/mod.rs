@@ -20,7 +20,7 @@ pub use transform::SerdeConfig;
 pub(crate) use transform::{AESGCM_KEYS, Bits, COMPRESS_KEYS, FP8_KEYS, Format, Frame, SerdeKind};
 
 pub(crate) use common::Common;
-pub(crate) use error::clip;
+pub(crate) use error::{clip, clip_to};
 
 use kvtier_core::eviction::EvictionKind;
 

@@ -119,6 +119,9 @@ pub(super) trait Answer: Send + 'static {
 
     /// Returns the state of the backend, `None` if it was not called.
     fn verdict(&self) -> Option<Verdict>;
+
+    /// Returns the error of the first failed item.
+    fn error(&self) -> Option<&L2Error>;
 }
 
 impl<T: Send + 'static> Answer for Vec<Result<T, L2Error>> {
@@ -151,6 +154,10 @@ impl<T: Send + 'static> Answer for Vec<Result<T, L2Error>> {
         } else {
             Verdict::Answered
         })
+    }
+
+    fn error(&self) -> Option<&L2Error> {
+        self.iter().find_map(|item| item.as_ref().err())
     }
 }
 
@@ -211,6 +218,10 @@ impl<T: Whole> Answer for Result<T, L2Error> {
                 Verdict::Answered
             }
         })
+    }
+
+    fn error(&self) -> Option<&L2Error> {
+        self.as_ref().err()
     }
 }
 

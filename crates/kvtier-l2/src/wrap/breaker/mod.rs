@@ -1,6 +1,7 @@
 //! Circuit breaker: pauses calls to a backend that does not answer.
 //!
-//! The mutex of a lane guards the state of its breaker and which of its changes were logged; no other lock is acquired inside.
+//! The mutex of a lane guards the state of its breaker, the last error, and which of its changes were logged; no other lock is
+//! acquired inside.
 
 mod state;
 #[cfg(test)]
@@ -15,13 +16,17 @@ use tokio::time::Instant;
 
 pub use state::{Admission, Breaker, Change, Rule, Ticket};
 
-use super::call::{Answer, Call, PerLane, Verdict};
+use super::call::{Answer, Call, Lane, PerLane, Verdict};
 use super::guarded::Guard;
 use crate::adapter::Adapter;
+use crate::config::clip_to;
 use crate::error::{ErrorKind, L2Error};
 
 /// Interval of log lines about calls that are paused: some nodes of a backend may answer while others do not.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
+
+/// Characters of an error that the refusals name.
+const CAUSE_CHARS: usize = 300;
 
 /// One breaker per lane: lookups that are answered from memory say nothing about a disk that does not load.
 pub(super) struct Breakers {
@@ -31,6 +36,8 @@ pub(super) struct Breakers {
 struct LaneState {
     breaker: Breaker,
     log: OutageLog<()>,
+    /// Error of the last failed call.
+    cause: String,
 }
 
 impl Breakers {
@@ -40,8 +47,27 @@ impl Breakers {
                 Mutex::new(LaneState {
                     breaker: Breaker::new(rule),
                     log: OutageLog::new(LOG_INTERVAL),
+                    cause: String::new(),
                 })
             }),
+        }
+    }
+
+    /// Admits a call, or returns why it is not sent.
+    fn admit(&self, lane: Lane) -> Result<Admitted<'_>, String> {
+        let lane = &self.lanes[lane];
+        let mut state = lane.lock();
+        match state.breaker.admit(Instant::now().into_std()) {
+            Admission::Pass(ticket) => Ok(Admitted {
+                lane,
+                ticket,
+                is_finished: false,
+            }),
+            Admission::Refused(wait) => Err(format!(
+                "not sent, as earlier calls failed ({}); the next try is in {} ms",
+                state.cause,
+                wait.as_millis()
+            )),
         }
     }
 }
@@ -55,10 +81,18 @@ struct Admitted<'a> {
 
 impl Admitted<'_> {
     /// Returns a change that is to be logged.
-    fn finish(mut self, verdict: Option<Verdict>) -> Option<Change> {
+    fn finish(mut self, answer: &impl Answer) -> Option<Change> {
         self.is_finished = true;
+        let verdict = answer.verdict();
+        let failure = answer
+            .error()
+            .filter(|_| verdict == Some(Verdict::Failed))
+            .map(|error| clip_to(&error.to_string(), CAUSE_CHARS));
         let now = Instant::now().into_std();
         let mut lane = self.lane.lock();
+        if let Some(cause) = failure {
+            lane.cause = cause;
+        }
         let change = lane.breaker.finish(self.ticket, verdict, now)?;
         let is_logged = match change {
             Change::Opened(_) => lane.log.failed((), now),
@@ -85,27 +119,16 @@ impl Guard for Breakers {
             // It says nothing about the backend, so it needs no admission and is no probe.
             return call.send(&**inner).await;
         }
-        let lane = &self.lanes[C::LANE];
-        let admission = lane.lock().breaker.admit(Instant::now().into_std());
-        let ticket = match admission {
-            Admission::Pass(ticket) => ticket,
-            Admission::Refused(wait) => {
-                let line = format!(
-                    "{}: not sent, as earlier calls were not answered; the next try is in {} ms",
-                    C::title(&**inner, items),
-                    wait.as_millis()
-                );
+        let admitted = match self.admit(C::LANE) {
+            Ok(admitted) => admitted,
+            Err(reason) => {
+                let line = format!("{}: {reason}", C::title(&**inner, items));
                 return C::Answer::failed(items, L2Error::new(ErrorKind::Unavailable, line));
             }
         };
-        let admitted = Admitted {
-            lane,
-            ticket,
-            is_finished: false,
-        };
         let answer = call.send(&**inner).await;
         let (adapter, lane) = (inner.kind(), C::LANE);
-        match admitted.finish(answer.verdict()) {
+        match admitted.finish(&answer) {
             Some(Change::Opened(pause)) => tracing::warn!(
                 adapter,
                 ?lane,

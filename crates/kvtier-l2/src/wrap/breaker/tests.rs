@@ -143,3 +143,17 @@ fn calls_from_before_it_opened_change_nothing() {
         assert_eq!(clocked.admit(), Admission::Refused(Duration::ZERO));
     }
 }
+
+#[test]
+fn named_cause_is_bounded() {
+    let breakers = Breakers::new(Rule {
+        failures: 1,
+        ..RULE
+    });
+    let error = L2Error::new(ErrorKind::Unavailable, "x".repeat(10_000));
+    let admitted = breakers.admit(Lane::Store).ok().unwrap();
+    admitted.finish(&vec![Err::<(), _>(error)]);
+    let refused = breakers.admit(Lane::Store).err().unwrap();
+    let cause = format!("({}...)", "x".repeat(CAUSE_CHARS));
+    assert!(refused.contains(&cause), "{refused}");
+}

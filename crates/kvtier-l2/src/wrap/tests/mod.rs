@@ -172,7 +172,7 @@ async fn breaker_pauses_calls_until_probe_succeeds() {
     assert_eq!(kinds(&refused), [UNAVAILABLE; 2]);
     assert_eq!(
         refused[0].as_ref().unwrap_err().to_string(),
-        "test: load of 2 objects: not sent, as earlier calls were not answered; the next try is in 1000 ms"
+        "test: load of 2 objects: not sent, as earlier calls failed (unavailable); the next try is in 1000 ms"
     );
     assert_eq!(
         (script.take_log().len(), began.elapsed()),
@@ -203,6 +203,26 @@ async fn breaker_pauses_calls_until_probe_succeeds() {
     assert_eq!(load_one(&*adapter, &memory).await, None);
     assert_eq!(adapter.status()["breaker"]["load"]["state"], "closed");
     assert_eq!(adapter.status()["is_healthy"], true);
+}
+
+#[tokio::test(start_paused = true)]
+async fn refusal_names_last_failure() {
+    let memory = memory();
+    let both = Step::Items(vec![DEADLINE, UNAVAILABLE]);
+    let script = TestAdapter::scripted([both, Step::Fail(ErrorKind::Unavailable)]);
+    let guards = Guards {
+        breaker_failures: 1,
+        ..bare()
+    };
+    let adapter = guard(script, &guards);
+    let load = async || adapter.load(loads(&memory, 2)).await[0].clone();
+    for cause in ["deadline", "unavailable"] {
+        assert_eq!(load().await.unwrap_err().to_string(), cause);
+        let refused = load().await.unwrap_err().to_string();
+        let named = format!("not sent, as earlier calls failed ({cause}); the next try");
+        assert!(refused.contains(&named), "{refused}");
+        tokio::time::advance(Duration::from_secs(1)).await;
+    }
 }
 
 #[tokio::test(start_paused = true)]
