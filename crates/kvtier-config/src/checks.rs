@@ -1,25 +1,11 @@
 //! Checks that flags have in common, and their error.
 
-use std::time::Duration;
-
 use kvtier_common::error::{Error, Result};
 
 use super::GIB;
 
 pub(super) fn refuse(flag: &str, value: impl std::fmt::Display, allowed: &str) -> Error {
     Error::invalid(format_args!("--{flag}"), value, allowed)
-}
-
-pub(super) fn seconds(flag: &str, value: f64, min: f64) -> Result<Duration> {
-    if value.is_finite() && (min..=31_536_000.0).contains(&value) {
-        Ok(Duration::from_secs_f64(value))
-    } else {
-        Err(refuse(
-            flag,
-            value,
-            &format!("give seconds from {min} to 31536000 (a year)"),
-        ))
-    }
 }
 
 pub(super) fn gib(flag: &str, value: f64) -> Result<u64> {

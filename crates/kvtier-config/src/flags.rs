@@ -1,21 +1,23 @@
 //! The flags of `kvtier server` and their defaults.
 
+use std::fmt;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use clap::Parser;
 use kvtier_core::hashing::HashAlgorithm;
 
 use super::values::{
     EngineType, EvictionPolicyName, L1Restore, LogFormat, PrefetchPolicy, QuotaModeName,
-    StorePolicy, TransferMode, Transport, WindowedClients, parse_byte_pages, parse_gib, parse_mode,
-    parse_seconds, parse_share,
+    StorePolicy, TransferMode, Transport, WindowedClients, parse_alignment, parse_byte_pages,
+    parse_gib, parse_mode, parse_reap_timeout, parse_share, parse_watermark, seconds,
 };
 use super::{TenantSettings, gpu::GpuSettings};
 use crate::limit::Limit;
 
 /// Flags of `kvtier server`. Names, meanings and defaults are those of LMCache 0.5.6's `lmcache server` where it has
 /// them; where a default differs the help says so.
-#[derive(Debug, Clone, Parser)]
+#[derive(Clone, Parser)]
 #[command(
     name = "kvtier server",
     version,
@@ -133,17 +135,17 @@ pub struct ServerArgs {
     #[arg(long, value_name = "MODEL=DTYPE", value_parser = parse_byte_pages, help_heading = "Request server")]
     pub byte_pages: Vec<(String, String)>,
     /// Seconds without a ping after which a worker is considered dead; 0 (never) or at least 30
-    #[arg(long, default_value_t = 120.0, value_parser = parse_seconds, help_heading = "Request server")]
-    pub worker_reap_timeout_seconds: f64,
+    #[arg(long, value_name = "SECONDS", default_value = "120", value_parser = parse_reap_timeout, help_heading = "Request server")]
+    pub worker_reap_timeout_seconds: Duration,
     /// Seconds after which a worker that has never pinged is considered dead; at least the reap timeout
-    #[arg(long, default_value_t = 3600.0, value_parser = parse_seconds, help_heading = "Request server")]
-    pub worker_registration_grace_seconds: f64,
+    #[arg(long = "worker-registration-grace-seconds", value_name = "SECONDS", default_value = "3600", value_parser = seconds(1.0), help_heading = "Request server")]
+    pub registration_grace: Duration,
     /// Seconds that a stop may take in addition to --l2-drain-timeout-seconds; then the process ends in any case
-    #[arg(long, default_value_t = 20.0, value_parser = parse_seconds, help_heading = "Request server")]
-    pub stop_timeout_seconds: f64,
+    #[arg(long = "stop-timeout-seconds", value_name = "SECONDS", default_value = "20", value_parser = seconds(1.0), help_heading = "Request server")]
+    pub stop_timeout: Duration,
     /// Maximum lifetime of a request session in seconds
-    #[arg(long, default_value_t = 600.0, value_parser = parse_seconds, help_heading = "Request server")]
-    pub session_ttl_seconds: f64,
+    #[arg(long = "session-ttl-seconds", value_name = "SECONDS", default_value = "600", value_parser = seconds(1.0), help_heading = "Request server")]
+    pub session_ttl: Duration,
     /// Microseconds that the thread of the request port polls before it sleeps; 0 spares the processor and adds a
     /// wake-up to each request, 1000000 keeps a core busy
     #[arg(
@@ -172,7 +174,7 @@ pub struct ServerArgs {
     #[arg(long, value_name = "JSON", help_heading = "L1")]
     pub l1_manager: Vec<String>,
     /// Alignment of objects in L1, bytes; a power of two from 64 to 2097152
-    #[arg(long, default_value_t = 4096, help_heading = "L1")]
+    #[arg(long, default_value_t = 4096, value_parser = parse_alignment, help_heading = "L1")]
     pub l1_align_bytes: u64,
     /// Take L1 from the pool of 2 MiB hugepages; not with --shm-name. If L1 is kept (--l1-restore), it is a file in the
     /// first writable hugetlbfs
@@ -190,11 +192,11 @@ pub struct ServerArgs {
     #[arg(long, value_enum, default_value = "auto", help_heading = "L1")]
     pub l1_restore: L1Restore,
     /// Seconds after which an uncommitted reservation expires
-    #[arg(long, default_value_t = 600.0, value_parser = parse_seconds, help_heading = "L1")]
-    pub l1_write_ttl_seconds: f64,
+    #[arg(long = "l1-write-ttl-seconds", value_name = "SECONDS", default_value = "600", value_parser = seconds(1.0), help_heading = "L1")]
+    pub write_ttl: Duration,
     /// Seconds after which unused leases of a lookup expire
-    #[arg(long, default_value_t = 300.0, value_parser = parse_seconds, help_heading = "L1")]
-    pub l1_read_ttl_seconds: f64,
+    #[arg(long = "l1-read-ttl-seconds", value_name = "SECONDS", default_value = "300", value_parser = seconds(1.0), help_heading = "L1")]
+    pub read_ttl: Duration,
     /// Eviction policy of L1
     #[arg(
         long,
@@ -205,7 +207,7 @@ pub struct ServerArgs {
     )]
     pub eviction_policy: EvictionPolicyName,
     /// Share of L1 in use at which the background pass evicts, above 0 up to 1
-    #[arg(long, default_value_t = 0.8, value_parser = parse_share, help_heading = "L1")]
+    #[arg(long, default_value_t = 0.8, value_parser = parse_watermark, help_heading = "L1")]
     pub eviction_trigger_watermark: f64,
     /// Share of the bytes in use that the background pass evicts, 0 to 1
     #[arg(long, default_value_t = 0.2, value_parser = parse_share, help_heading = "L1")]
@@ -234,18 +236,18 @@ pub struct ServerArgs {
     )]
     pub l2_prefetch_max_in_flight: u16,
     /// Seconds that a lookup asks the tiers, queueing included; its answer is what is known by then
-    #[arg(long, default_value_t = 2.0, value_parser = parse_seconds, help_heading = "L2")]
-    pub l2_lookup_timeout_seconds: f64,
+    #[arg(long = "l2-lookup-timeout-seconds", value_name = "SECONDS", default_value = "2", value_parser = seconds(0.001), help_heading = "L2")]
+    pub l2_lookup_timeout: Duration,
     /// Seconds that a lookup waits for loads; its answer is what is in L1 by then
-    #[arg(long, default_value_t = 15.0, value_parser = parse_seconds, help_heading = "L2")]
-    pub l2_load_timeout_seconds: f64,
+    #[arg(long = "l2-load-timeout-seconds", value_name = "SECONDS", default_value = "15", value_parser = seconds(0.001), help_heading = "L2")]
+    pub l2_load_timeout: Duration,
     /// GiB of L1 that may wait to be stored in a tier, at most half of L1; further objects are not stored there
     /// [default: a quarter of L1, shared by all tiers]
     #[arg(long, value_parser = parse_gib, help_heading = "L2")]
     pub l2_store_queue_gb: Option<f64>,
     /// Seconds that a stop waits for objects that are not stored in the tiers yet
-    #[arg(long, default_value_t = 10.0, value_parser = parse_seconds, help_heading = "L2")]
-    pub l2_drain_timeout_seconds: f64,
+    #[arg(long = "l2-drain-timeout-seconds", value_name = "SECONDS", default_value = "10", value_parser = seconds(0.0), help_heading = "L2")]
+    pub l2_drain_timeout: Duration,
     /// GiB of a tier's disk that stay free, 0 or more
     #[arg(long, default_value_t = 1.0, value_parser = parse_gib, help_heading = "L2")]
     pub l2_min_free_gb: f64,
@@ -266,11 +268,13 @@ pub struct ServerArgs {
     /// File of the quotas set over HTTP; created if missing [default: in the folder of --state-dir; LMCache keeps none]
     #[arg(long, value_name = "FILE", help_heading = "Tenants")]
     pub(super) quota_file: Option<PathBuf>,
+    /// How tenants are named, and how much is reported per tenant.
     #[command(flatten)]
-    pub(super) tenants: TenantSettings,
+    pub tenants: TenantSettings,
 
+    /// How GPUs are found and used.
     #[command(flatten)]
-    pub(super) gpu: GpuSettings,
+    pub gpu: GpuSettings,
 
     /// Host of the HTTP API; beyond loopback it needs tokens
     #[arg(long, default_value = "127.0.0.1", help_heading = "HTTP")]
@@ -311,4 +315,11 @@ pub struct ServerArgs {
     /// Format of log lines
     #[arg(long, value_enum, default_value = "text", help_heading = "Logs")]
     pub log_format: LogFormat,
+}
+
+impl fmt::Debug for ServerArgs {
+    /// Without values: some are secrets.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ServerArgs").finish_non_exhaustive()
+    }
 }

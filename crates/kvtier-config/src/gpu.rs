@@ -9,8 +9,7 @@ use kvtier_common::error::{Error, Result};
 use kvtier_device::cuda::{CudaOptions, Executor, GpuOptions};
 use kvtier_l2::config::{ALLOWED_PATH, is_path};
 
-use super::checks::seconds;
-use super::values::parse_seconds;
+use super::values::seconds;
 
 /// Location of the CUDA driver's library.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -44,29 +43,13 @@ pub(super) enum ExecutorName {
     Plain,
 }
 
-/// `--gpu-reply`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(super) enum GpuReplyName {
-    Done,
-    Event,
-}
-
 /// When a transfer of a worker on a GPU is answered.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum GpuReply {
     /// When its bytes are in place.
     Done,
     /// When it is with the GPU, with an event that is complete when they are.
     Event,
-}
-
-impl From<GpuReplyName> for GpuReply {
-    fn from(name: GpuReplyName) -> Self {
-        match name {
-            GpuReplyName::Done => Self::Done,
-            GpuReplyName::Event => Self::Event,
-        }
-    }
 }
 
 /// The flags.
@@ -82,14 +65,14 @@ pub struct GpuSettings {
     /// When transfers of workers on a GPU are answered: done, when their bytes are in place; event, at once with an
     /// event to query, as LMCache does, so that later failures are only logged
     #[arg(long, value_enum, default_value = "done", help_heading = "GPU")]
-    pub(super) gpu_reply: GpuReplyName,
+    pub gpu_reply: GpuReply,
     /// NUMA nodes of L1's memory: auto, those of the GPUs, each with a part of L1; off, the nodes of first touch; or a
     /// list such as 0,1, used in turn
     #[arg(long, value_name = "auto|off|LIST", default_value = "auto", value_parser = parse_nodes, help_heading = "GPU")]
     pub l1_numa_nodes: NumaNodes,
     /// Seconds that an engine's event may take to complete, 0.1 or more; then its store or retrieve fails
-    #[arg(long, default_value_t = 30.0, value_parser = parse_seconds, help_heading = "GPU")]
-    pub(super) gpu_event_timeout_seconds: f64,
+    #[arg(long, value_name = "SECONDS", default_value = "30", value_parser = seconds(0.1), help_heading = "GPU")]
+    pub(super) gpu_event_timeout_seconds: Duration,
 }
 
 fn parse_driver(text: &str) -> Result<CudaDriver> {
@@ -134,10 +117,7 @@ pub(super) fn given(matches: &ArgMatches) -> Vec<String> {
 
 impl GpuSettings {
     /// What the device crate wants to know; `None` when GPUs are not used.
-    ///
-    /// # Errors
-    /// A time out of its range.
-    pub(super) fn options(&self) -> Result<Option<CudaOptions>> {
+    pub(super) fn options(&self) -> Option<CudaOptions> {
         let executor = match self.gpu_executor {
             ExecutorName::Auto => None,
             ExecutorName::Batch => Some(Executor::Batch),
@@ -145,24 +125,19 @@ impl GpuSettings {
             ExecutorName::Staged => Some(Executor::Staged),
             ExecutorName::Plain => Some(Executor::Plain),
         };
-        let event_timeout: Duration = seconds(
-            "gpu-event-timeout-seconds",
-            self.gpu_event_timeout_seconds,
-            0.1,
-        )?;
         let library = match &self.cuda_driver {
             CudaDriver::Auto => None,
-            CudaDriver::Off => return Ok(None),
+            CudaDriver::Off => return None,
             CudaDriver::Path(path) => Some(path.clone()),
         };
-        Ok(Some(CudaOptions {
+        Some(CudaOptions {
             library,
             gpu: GpuOptions {
                 executor,
-                event_timeout,
+                event_timeout: self.gpu_event_timeout_seconds,
                 ..GpuOptions::default()
             },
-        }))
+        })
     }
 }
 
@@ -187,7 +162,7 @@ mod tests {
         );
         let nodes = |text| {
             let flags = ["--l1-numa-nodes", text];
-            ServerConfig::from_flags(&flags).map(|config| config.l1_numa_nodes)
+            ServerConfig::from_flags(&flags).map(|config| config.args.gpu.l1_numa_nodes)
         };
         assert_eq!(nodes("0, 1").unwrap(), NumaNodes::List(vec![0, 1]));
         assert_eq!(nodes("auto").unwrap(), NumaNodes::Auto);

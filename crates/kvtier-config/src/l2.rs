@@ -10,7 +10,7 @@ use kvtier_l2::{AdapterConfig, redact};
 use rustix::fs::{Access, access};
 
 use super::GIB;
-use super::checks::{gib, refuse, seconds};
+use super::checks::{gib, refuse};
 use super::flags::ServerArgs;
 use super::values::{PrefetchPolicy, StorePolicy};
 
@@ -108,21 +108,9 @@ impl L2Config {
             store_policy: args.l2_store_policy,
             prefetch_policy: args.l2_prefetch_policy,
             prefetch_max_in_flight: args.l2_prefetch_max_in_flight.into(),
-            lookup_timeout: seconds(
-                "l2-lookup-timeout-seconds",
-                args.l2_lookup_timeout_seconds,
-                0.001,
-            )?,
-            load_timeout: seconds(
-                "l2-load-timeout-seconds",
-                args.l2_load_timeout_seconds,
-                0.001,
-            )?,
-            drain_timeout: seconds(
-                "l2-drain-timeout-seconds",
-                args.l2_drain_timeout_seconds,
-                0.0,
-            )?,
+            lookup_timeout: args.l2_lookup_timeout,
+            load_timeout: args.l2_load_timeout,
+            drain_timeout: args.l2_drain_timeout,
             store_queue_bytes: match args.l2_store_queue_gb {
                 Some(size) => store_queue(size, l1_bytes)?,
                 None => l1_bytes / 4 / tiers.max(1),

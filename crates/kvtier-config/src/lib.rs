@@ -35,13 +35,14 @@ mod values;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::ops::Deref;
 use std::time::Duration;
 
 pub use command::server_command;
 pub use docs::reference_markdown;
 pub use flags::ServerArgs;
 pub use given::{Given, flags_by_name};
-pub use gpu::{GpuReply, NumaNodes};
+pub use gpu::{GpuReply, GpuSettings, NumaNodes};
 pub use http::{HttpConfig, TOKENS_VARIABLE, is_loopback};
 pub use l2::L2Config;
 pub use limit::{Limit, MAX_BYTES, parse_size};
@@ -57,7 +58,7 @@ pub use values::{
 };
 
 use kvtier_common::error::{Error, Result};
-use kvtier_core::hashing::{DEFAULT_SEED, HashAlgorithm};
+use kvtier_core::hashing::DEFAULT_SEED;
 use kvtier_device::cuda::CudaOptions;
 use kvtier_l2::redact;
 use kvtier_memory::Space;
@@ -101,111 +102,67 @@ pub enum Parsed {
     Print(String),
 }
 
-/// A checked configuration; every value is in its range.
+/// A checked configuration: the flags, and what follows from them and from the machine. Every value is in its range.
 #[derive(Debug, Clone)]
 pub struct ServerConfig {
+    /// The flags. A value that needs no more than its parser is read from here.
+    pub args: ServerArgs,
     /// Identity of this server in logs and metrics.
     pub instance_id: String,
-    /// Host of the request socket, as given, or `ipc://` and a path.
-    pub host: String,
-    /// Mode of that path.
-    pub ipc_mode: u32,
-    /// TCP port of the request socket; 0 lets the system choose.
-    pub port: u16,
-    /// Tokens of one chunk.
-    pub chunk_size: u32,
-    /// Block id that stands for "no data" in an engine's block lists.
-    pub null_block_id: i64,
     /// Threads for copies and the store/retrieve class.
     pub transfer_workers: usize,
     /// Threads for lookups and everything else that is not a copy.
     pub control_workers: usize,
-    /// How chunk hashes are made.
-    pub hash_algorithm: HashAlgorithm,
-    /// Transfer modes that a worker may register for.
-    pub transfer_mode: TransferMode,
     /// POSIX shm segment that holds the L1 arena; `None` keeps it in anonymous memory.
     pub shm_name: Option<String>,
     /// Whether `shm_name` was asked for by name rather than chosen by us.
     pub shm_required: bool,
     /// One object group per sliding-window size.
     pub separate_object_groups: bool,
-    /// Whether workers with sliding windows or recurrent states have a cache.
-    pub windowed_clients: WindowedClients,
     /// Kind of the untyped bytes in the pages of a model.
     pub byte_pages: BTreeMap<String, String>,
     /// Silence after which a worker that has pinged is considered dead; `None` = never.
     pub worker_reap_timeout: Option<Duration>,
-    /// Silence granted to a worker that registered but has not pinged yet.
-    pub registration_grace: Duration,
-    /// How long a stop may take, but for what waits to be stored in tiers.
-    pub stop_timeout: Duration,
     /// How long the thread of the request port looks for more work before it sleeps.
     pub busy_poll: Duration,
-    /// Longest life of a request session.
-    pub session_ttl: Duration,
     /// Bytes of L1.
     pub l1_bytes: u64,
     /// Origin of `l1_bytes`.
     pub l1_origin: L1Origin,
     /// What this process may use of the machine's memory.
     pub memory: HostMemory,
-    /// Alignment of every object in L1, bytes, a power of two.
-    pub l1_align_bytes: u64,
-    /// Take L1 from the 2 MiB hugepage pool.
-    pub l1_hugepages: bool,
-    /// Whether the next server of this instance goes on with L1.
-    pub l1_restore: L1Restore,
     /// Touch all of L1 in the background after start.
     pub l1_prefault: bool,
-    /// Life of a reservation whose client never commits.
-    pub write_ttl: Duration,
-    /// Time after which the leases of a lookup expire if no client consumes them.
-    pub read_ttl: Duration,
     /// The tiers below L1; `None` without any.
     pub l2: Option<L2Config>,
-    /// Eviction policy of L1.
-    pub eviction_policy: EvictionPolicyName,
-    /// Share of L1 in use that starts a background eviction pass, (0, 1].
-    pub eviction_trigger_watermark: f64,
-    /// Share of the bytes in use that such a pass frees, [0, 1].
-    pub eviction_ratio: f64,
-    /// Share of L1, and of each tenant's quota, that pinned objects may take, [0, 1].
-    pub max_pinned_share: f64,
     /// Location of what outlives the process.
     pub state: StateSettings,
     /// What tenants may have.
     pub quotas: QuotaSettings,
-    /// How tenants are named, and how much is reported per tenant.
-    pub tenants: TenantSettings,
     /// How GPUs are found and used; `None` when they are not.
     pub cuda: Option<CudaOptions>,
     /// Flags that were given and mean nothing without a GPU.
     pub gpu_flags: Vec<String>,
-    /// When workers on GPUs are answered.
-    pub gpu_reply: GpuReply,
-    /// NUMA nodes that L1 comes from.
-    pub l1_numa_nodes: NumaNodes,
     /// Address of the HTTP API, and where the secrets are that guard it.
     pub http: HttpConfig,
-    /// Port of the HTTP API; 0 lets the system choose.
-    pub http_port: u16,
-    /// Extra port that serves only `/metrics`.
-    pub prometheus_port: Option<u16>,
     /// Largest message a client may send, bytes.
     pub max_message_bytes: u64,
     /// Collector of traces; `None` without any.
     pub tracing: Option<TracingConfig>,
-    /// Log filter, in the syntax of `tracing`.
-    pub log_level: String,
-    /// Shape of log lines.
-    pub log_format: LogFormat,
     /// Flags that were given and have no effect: LMCache's that are only known, and ours with what they need.
     pub ignored: Vec<String>,
     /// All flags as given, by section, for `GET /config`; without secrets.
     pub shown: serde_json::Value,
     /// What was given, for [`ServerConfig::read_again`].
     pub given: Given,
+}
+
+impl Deref for ServerConfig {
+    type Target = ServerArgs;
+
+    fn deref(&self) -> &ServerArgs {
+        &self.args
+    }
 }
 
 impl ServerConfig {
@@ -310,7 +267,7 @@ impl ServerConfig {
     /// # Errors
     /// Both numbers, and what is allowed.
     pub fn check_memory(&self, kept: u64) -> Result<()> {
-        if self.l1_hugepages {
+        if self.l1_use_hugepages {
             Ok(())
         } else {
             self.memory.check_l1(self.l1_bytes, kept)

@@ -90,33 +90,27 @@ impl ServerConfig {
     /// Returns this configuration with the live values of `newer`. Values derived from the machine stay: a default of L1's size
     /// would be another one now.
     fn with_live_values(&self, newer: Self) -> Self {
-        let mut quotas = self.quotas.clone();
-        quotas.default_limit = newer.quotas.default_limit;
-        let mut tenants = self.tenants.clone();
-        tenants.tenant_metrics = newer.tenants.tenant_metrics;
-        let l2 = self.l2.clone().zip(newer.l2).map(|(own, newer)| L2Config {
+        let mut config = self.clone();
+        config.args.eviction_ratio = newer.eviction_ratio;
+        config.args.eviction_trigger_watermark = newer.eviction_trigger_watermark;
+        config.args.log_level.clone_from(&newer.log_level);
+        config.args.tenants.tenant_metrics = newer.tenants.tenant_metrics;
+        config.quotas.default_limit = newer.quotas.default_limit;
+        config.args.read_ttl = newer.read_ttl;
+        config.args.registration_grace = newer.registration_grace;
+        config.args.session_ttl = newer.session_ttl;
+        config.args.stop_timeout = newer.stop_timeout;
+        config.worker_reap_timeout = newer.worker_reap_timeout;
+        config.shown = newer.shown;
+        config.given = newer.given;
+        config.l2 = self.l2.clone().zip(newer.l2).map(|(own, newer)| L2Config {
             drain_timeout: newer.drain_timeout,
             load_timeout: newer.load_timeout,
             lookup_timeout: newer.lookup_timeout,
             adapters: newer.adapters,
             ..own
         });
-        Self {
-            eviction_ratio: newer.eviction_ratio,
-            eviction_trigger_watermark: newer.eviction_trigger_watermark,
-            read_ttl: newer.read_ttl,
-            l2,
-            log_level: newer.log_level,
-            quotas,
-            session_ttl: newer.session_ttl,
-            stop_timeout: newer.stop_timeout,
-            tenants,
-            worker_reap_timeout: newer.worker_reap_timeout,
-            registration_grace: newer.registration_grace,
-            shown: newer.shown,
-            given: newer.given,
-            ..self.clone()
-        }
+        config
     }
 
     fn changes(&self, newer: &Self) -> Vec<Change> {
@@ -205,7 +199,7 @@ mod tests {
         assert_eq!(changed, LIVE);
         assert_eq!(after.l1_bytes, 3 << 30);
         let seconds = Duration::from_secs;
-        let l2 = after.l2.unwrap();
+        let l2 = after.l2.clone().unwrap();
         assert_eq!(
             (after.eviction_ratio, after.eviction_trigger_watermark),
             (0.55, 0.55)

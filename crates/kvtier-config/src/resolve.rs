@@ -7,7 +7,7 @@ use kvtier_common::error::{Error, Result};
 use kvtier_memory::Space;
 use kvtier_memory::checksum::checksum64;
 
-use super::checks::{gib, refuse, seconds};
+use super::checks::{gib, refuse};
 use super::flags::ServerArgs;
 use super::http::{HttpConfig, TOKENS_VARIABLE};
 use super::memory::default_l1;
@@ -27,11 +27,11 @@ pub(super) fn default_pool(host: &str, port: u16) -> String {
 }
 
 /// Kinds of untyped bytes by model.
-fn byte_pages(given: Vec<(String, String)>) -> Result<BTreeMap<String, String>> {
+fn byte_pages(given: &[(String, String)]) -> Result<BTreeMap<String, String>> {
     let mut kinds = BTreeMap::new();
     for (model, kind) in given {
         if let Some(other) = kinds.insert(model.clone(), kind.clone())
-            && other != kind
+            && other != *kind
         {
             let allowed = format!("{model} has {other} too; give one kind per model");
             return Err(refuse("byte-pages", format!("{model}={kind}"), &allowed));
@@ -89,58 +89,12 @@ impl ServerArgs {
         };
         // Whole pages, and never less than one chunk of the smallest model.
         let l1_bytes = l1_bytes.max(1).next_multiple_of(2 << 20);
-        if !self.l1_align_bytes.is_power_of_two() || !(64..=2 << 20).contains(&self.l1_align_bytes)
-        {
-            return Err(refuse(
-                "l1-align-bytes",
-                self.l1_align_bytes,
-                "give a power of two from 64 to 2097152",
-            ));
-        }
         let l2 = L2Config::of(&self, l1_bytes)?;
-        let watermark = self.eviction_trigger_watermark;
-        if !(watermark > 0.0 && watermark <= 1.0) {
-            return Err(refuse(
-                "eviction-trigger-watermark",
-                watermark,
-                "give a share above 0 and at most 1",
-            ));
-        }
-        if !(0.0..=1.0).contains(&self.eviction_ratio) {
-            return Err(refuse(
-                "eviction-ratio",
-                self.eviction_ratio,
-                "give a share from 0 to 1",
-            ));
-        }
-        if !(0.0..=1.0).contains(&self.max_pinned_share) {
-            return Err(refuse(
-                "max-pinned-share",
-                self.max_pinned_share,
-                "give a share from 0 to 1",
-            ));
-        }
         let reap = self.worker_reap_timeout_seconds;
-        let worker_reap_timeout = match reap {
-            0.0 => None,
-            reap if reap < 30.0 => {
-                return Err(refuse(
-                    "worker-reap-timeout-seconds",
-                    reap,
-                    "give 0 (never) or at least 30",
-                ));
-            }
-            reap => Some(seconds("worker-reap-timeout-seconds", reap, 30.0)?),
-        };
-        let registration_grace = seconds(
-            "worker-registration-grace-seconds",
-            self.worker_registration_grace_seconds,
-            1.0,
-        )?;
-        if worker_reap_timeout.is_some_and(|reap| registration_grace < reap) {
+        if self.registration_grace < reap {
             return Err(refuse(
                 "worker-registration-grace-seconds",
-                self.worker_registration_grace_seconds,
+                self.registration_grace.as_secs_f64(),
                 "give at least --worker-reap-timeout-seconds",
             ));
         }
@@ -159,64 +113,38 @@ impl ServerArgs {
         let state = StateSettings::of(&self)?;
         let tracing = TracingConfig::of(&self)?;
         let http = HttpConfig {
-            host: self.http_host,
-            token_file: self.http_token_file,
+            host: self.http_host.clone(),
+            token_file: self.http_token_file.clone(),
             tokens: std::env::var_os(TOKENS_VARIABLE),
-            tls_cert: self.http_tls_cert,
-            tls_key: self.http_tls_key,
+            tls_cert: self.http_tls_cert.clone(),
+            tls_key: self.http_tls_key.clone(),
         };
         ServerConfig {
             instance_id: state.instance.clone(),
-            host: self.host,
-            ipc_mode: self.ipc_mode,
-            port: self.port,
-            chunk_size: self.chunk_size,
-            null_block_id: self.null_block_id,
             transfer_workers: self.max_gpu_workers.map_or(workers, usize::from),
             control_workers: self.max_cpu_workers.map_or(workers, usize::from),
-            hash_algorithm: self.hash_algorithm,
-            transfer_mode: self.supported_transfer_mode,
             shm_name,
             shm_required,
             separate_object_groups: !self.no_separate_object_groups,
-            windowed_clients: self.windowed_clients,
-            byte_pages: byte_pages(self.byte_pages)?,
-            worker_reap_timeout,
-            registration_grace,
-            stop_timeout: seconds("stop-timeout-seconds", self.stop_timeout_seconds, 1.0)?,
+            byte_pages: byte_pages(&self.byte_pages)?,
+            worker_reap_timeout: (!reap.is_zero()).then_some(reap),
             busy_poll: Duration::from_micros(self.busy_poll_us.into()),
-            session_ttl: seconds("session-ttl-seconds", self.session_ttl_seconds, 1.0)?,
             l1_bytes,
             l1_origin,
             memory,
-            l1_align_bytes: self.l1_align_bytes,
-            l1_hugepages: self.l1_use_hugepages,
-            l1_restore: self.l1_restore,
             l1_prefault: !self.no_l1_prefault,
-            write_ttl: seconds("l1-write-ttl-seconds", self.l1_write_ttl_seconds, 1.0)?,
-            read_ttl: seconds("l1-read-ttl-seconds", self.l1_read_ttl_seconds, 1.0)?,
             l2,
-            eviction_policy: self.eviction_policy,
-            eviction_trigger_watermark: watermark,
-            eviction_ratio: self.eviction_ratio,
-            max_pinned_share: self.max_pinned_share,
             state,
             quotas,
-            tenants: self.tenants,
-            cuda: self.gpu.options()?,
+            cuda: self.gpu.options(),
             gpu_flags: Vec::new(),
-            gpu_reply: self.gpu.gpu_reply.into(),
-            l1_numa_nodes: self.gpu.l1_numa_nodes,
             http,
-            http_port: self.http_port,
-            prometheus_port: self.prometheus_port,
             max_message_bytes,
             tracing,
-            log_level: self.log_level,
-            log_format: self.log_format,
             ignored,
             shown: serde_json::Value::Null,
             given: Default::default(),
+            args: self,
         }
         .check_quotas()
     }

@@ -20,7 +20,7 @@ fn no_flag_at_all_is_a_sensible_server() {
         let config = ServerConfig::from_flags(&["--host", host]).unwrap();
         assert_eq!(config.bind_address(), "tcp://[::1]:5555");
     }
-    assert_eq!(config.transfer_mode, TransferMode::Auto);
+    assert_eq!(config.supported_transfer_mode, TransferMode::Auto);
     assert_eq!(config.shm_name.as_deref(), Some("kvtier_5555"));
     assert!(!config.shm_required);
     assert_eq!(config.eviction_policy, EvictionPolicyName::Lru);
@@ -64,7 +64,7 @@ fn values_that_cannot_work_are_refused_by_flag_value_and_range() {
         ),
         (
             vec!["--eviction-trigger-watermark", "nan"],
-            vec!["--eviction-trigger-watermark", "NaN"],
+            vec!["--eviction-trigger-watermark", "nan"],
         ),
         (
             vec!["--eviction-ratio=-0.1"],
@@ -161,7 +161,7 @@ fn values_that_cannot_work_are_refused_by_flag_value_and_range() {
         ),
         (
             vec!["--l2-load-timeout-seconds", "-1"],
-            vec!["--l2-load-timeout-seconds: -1", "from 0.001"],
+            vec!["--l2-load-timeout-seconds", "-1", "from 0.001"],
         ),
         (
             vec!["--l2-store-queue-gb", "0"],

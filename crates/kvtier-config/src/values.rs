@@ -1,12 +1,16 @@
 //! Values of flags: names with a meaning, and texts that are parsed.
 
 use std::str::FromStr as _;
+use std::time::Duration;
 
 use clap::ValueEnum;
 use kvtier_common::error::{Error, Result};
 use kvtier_core::eviction::EvictionKind;
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
+
+/// Most seconds of a flag: a year.
+const YEAR: f64 = 31_536_000.0;
 
 /// Transfer modes that workers may register for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -150,12 +154,31 @@ pub fn parse_gib(text: &str) -> Result<f64> {
     )
 }
 
-/// A number of seconds.
-pub(super) fn parse_seconds(text: &str) -> Result<f64> {
-    number(
-        text,
-        "give seconds as a number without a unit, such as 30 or 0.5",
-    )
+/// Parser of seconds from `min` to a year.
+pub(super) fn seconds(min: f64) -> impl Fn(&str) -> Result<Duration> + Clone + Send + Sync {
+    move |text| {
+        let allowed = || {
+            Error::refused(format!(
+                "give seconds as a number without a unit, from {min} to {YEAR} (a year)"
+            ))
+        };
+        let given = number(text, "").ok().filter(|it| (min..=YEAR).contains(it));
+        given.map(Duration::from_secs_f64).ok_or_else(allowed)
+    }
+}
+
+/// Seconds of silence, or 0 for never.
+pub(super) fn parse_reap_timeout(text: &str) -> Result<Duration> {
+    let given = seconds(0.0)(text).ok();
+    let given = given.filter(|it| it.is_zero() || *it >= Duration::from_secs(30));
+    given.ok_or_else(|| Error::refused("give 0 (never) or seconds from 30 to 31536000 (a year)"))
+}
+
+/// A power of two.
+pub(super) fn parse_alignment(text: &str) -> Result<u64> {
+    let given = text.parse().ok();
+    let given = given.filter(|it: &u64| it.is_power_of_two() && (64..=2 << 20).contains(it));
+    given.ok_or_else(|| Error::refused("give a power of two from 64 to 2097152"))
 }
 
 /// A model, and the kind of its untyped bytes.
@@ -176,10 +199,21 @@ pub(super) fn parse_byte_pages(text: &str) -> Result<(String, String)> {
 
 /// A share.
 pub(super) fn parse_share(text: &str) -> Result<f64> {
-    number(text, "give a share from 0 to 1, such as 0.8")
+    let allowed = "give a share from 0 to 1, such as 0.8";
+    let share = number(text, allowed)?;
+    if (0.0..=1.0).contains(&share) {
+        Ok(share)
+    } else {
+        Err(Error::refused(allowed))
+    }
 }
 
-/// Whether it is within the flag's limits is checked with the others.
+/// A share of what may be in use.
+pub(super) fn parse_watermark(text: &str) -> Result<f64> {
+    let share = parse_share(text).ok().filter(|share| *share > 0.0);
+    share.ok_or_else(|| Error::refused("give a share above 0 and at most 1"))
+}
+
 fn number(text: &str, allowed: &str) -> Result<f64> {
     text.parse().map_err(|_| Error::refused(allowed))
 }

@@ -321,7 +321,7 @@ impl Transfers {
         let transfers = Arc::clone(self);
         let has_rest = matches!(&in_flight.work, Work::Store(store, _) if store.has_rest);
         // With a deadline the client asks whether the transfer has ended, which only its end tells.
-        let is_answered_at_end = self.context.config().gpu_reply == GpuReply::Done
+        let is_answered_at_end = self.context.config().gpu.gpu_reply == GpuReply::Done
             || transfer.deadline.is_some()
             || has_rest;
         if is_answered_at_end {

@@ -130,7 +130,12 @@ impl Workers {
         caller: Caller,
         registration: &Registration<'_>,
     ) -> Result<Option<Newcomer>> {
-        if !self.context.config().transfer_mode.allows_lmcache_driven() {
+        if !self
+            .context
+            .config()
+            .supported_transfer_mode
+            .allows_lmcache_driven()
+        {
             return Err(Error::refused(
                 "this server runs with --supported-transfer-mode engine_driven; lmcache_driven workers cannot register",
             ));
@@ -223,7 +228,12 @@ impl Workers {
         caller: Caller,
         context: &EngineDrivenContext<'_>,
     ) -> Result<(Instance, bool)> {
-        if !self.context.config().transfer_mode.allows_engine_driven() {
+        if !self
+            .context
+            .config()
+            .supported_transfer_mode
+            .allows_engine_driven()
+        {
             return Err(Error::refused(
                 "this server runs with --supported-transfer-mode lmcache_driven; engine_driven workers cannot register",
             ));

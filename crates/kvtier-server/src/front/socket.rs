@@ -47,10 +47,8 @@ impl RequestSocket {
             }
             return ipc::preflight(path).map_err(|error| cannot_bind(config, error));
         }
-        let any_port = ServerConfig {
-            port: 0,
-            ..config.clone()
-        };
+        let mut any_port = config.clone();
+        any_port.args.port = 0;
         Self::bind(&any_port, &mut Inherited::default()).map(drop)
     }
 

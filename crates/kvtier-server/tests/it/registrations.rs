@@ -616,7 +616,7 @@ fn files_that_are_no_registrations_of_the_server_are_left_out() {
     drop(server);
     restore(&path);
     assert_eq!(outcome(&bed.start()), (1, BTreeMap::new()));
-    let server = bed.start_changed(|config| config.chunk_size = 32);
+    let server = bed.start_changed(|config| config.args.chunk_size = 32);
     assert_eq!(outcome(&server), left_out("foreign"));
 }
 

@@ -47,7 +47,7 @@ impl TestServer {
         let mut config = ServerConfig::from_flags(&all).unwrap();
         // Nothing stays in /dev/shm unless the test wants it.
         if !flags.contains(&"--l1-restore") {
-            config.l1_restore = L1Restore::Off;
+            config.args.l1_restore = L1Restore::Off;
         }
         change(&mut config);
         Self(Server::start(config).unwrap())

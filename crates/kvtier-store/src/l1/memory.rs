@@ -258,7 +258,7 @@ fn keep_whole(
 /// # Errors
 /// One line, if requested nodes are unavailable. If those of the GPUs are, the arena is placed without them.
 fn place(arena: &Arena, config: &ServerConfig, gpus: &[u32]) -> Result<Vec<(u32, Range<u64>)>> {
-    let placed = match &config.l1_numa_nodes {
+    let placed = match &config.gpu.l1_numa_nodes {
         NumaNodes::Off => return Ok(Vec::new()),
         NumaNodes::List(nodes) => {
             let failed = |error| unavailable("--l1-numa-nodes").source(error);
@@ -292,7 +292,7 @@ fn place(arena: &Arena, config: &ServerConfig, gpus: &[u32]) -> Result<Vec<(u32,
 /// # Errors
 /// As [`create_arena`].
 pub fn preflight_arena(config: &ServerConfig, has_folder: bool) -> Result<Arena> {
-    if config.l1_hugepages {
+    if config.l1_use_hugepages {
         return preflight_hugepages(config, has_folder);
     }
     check_name(config)?;
@@ -370,7 +370,7 @@ pub fn create_arena(config: &ServerConfig) -> Result<Arena> {
     config.check_memory(0)?;
     let bytes = config.l1_bytes;
     let describe = |error| no_arena(config, error);
-    if config.l1_hugepages {
+    if config.l1_use_hugepages {
         return Arena::create(ArenaKind::Hugepages, bytes).map_err(|error| {
             let (error, kept) = (describe(error), kept_hugepages());
             if kept.is_empty() {
@@ -421,7 +421,7 @@ pub(super) fn check_possible(config: &ServerConfig) -> Result<()> {
     let name = config.shm_name.as_deref().unwrap_or(SHM_PREFIX);
     let is_for_shm = Space::of_pool(name).is_none_or(|shm| config.l1_bytes <= shm.size);
     // Of hugepages the earlier L1 has some, and stays if there are too few.
-    if is_for_shm || config.l1_hugepages {
+    if is_for_shm || config.l1_use_hugepages {
         return Ok(());
     }
     let trial = Arena::create(ArenaKind::Anonymous, config.l1_bytes);

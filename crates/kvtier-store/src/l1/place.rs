@@ -113,7 +113,7 @@ pub(super) fn kept_place(config: &ServerConfig) -> Result<ArenaKind> {
 /// # Errors
 /// There is no such place.
 pub(super) fn named_place(config: &ServerConfig) -> Result<ArenaKind> {
-    Ok(match (&config.shm_name, config.l1_hugepages) {
+    Ok(match (&config.shm_name, config.l1_use_hugepages) {
         (Some(name), _) => ArenaKind::Shm { name: name.clone() },
         (None, false) => ArenaKind::Shm {
             name: private_name(config),
