@@ -1,16 +1,11 @@
 //! Wrappers around every adapter: see [`guard`].
 //!
-//! A guard is written once for all calls (`call`); one type makes it an adapter (`guarded`). Decisions that depend on time
-//! are functions with the time as an argument.
+//! Decisions of a breaker, and pauses, are functions with the time as an argument.
 
 mod breaker;
-mod call;
 pub mod checksum;
-mod deadline;
 pub mod fault;
 mod guarded;
-mod limit;
-mod retry;
 #[cfg(test)]
 mod tests;
 
@@ -18,13 +13,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::Adapter;
-use breaker::{Breakers, Rule};
-use call::PerLane;
 use checksum::{ChecksumCache, Checksums};
-use deadline::Deadline;
-use guarded::around;
-use limit::Limit;
-use retry::Retry;
+use guarded::Guarded;
 
 /// Limits of the calls of an adapter, as configured by the common keys.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -116,24 +106,5 @@ pub(crate) fn checked(adapter: Arc<dyn Adapter>, guards: &Guards) -> Arc<dyn Ada
 
 /// Returns `adapter` with its other guards.
 pub(crate) fn limited(adapter: Arc<dyn Adapter>, guards: &Guards) -> Arc<dyn Adapter> {
-    let mut guarded = around(Limit::new(guards.max_in_flight), adapter);
-    if guards.retries > 0 {
-        let retry = Retry::new(guards.retries, guards.retry_pause, guards.jitter_seed);
-        guarded = around(retry, guarded);
-    }
-    let times = PerLane {
-        lookup: guards.lookup_timeout,
-        load: guards.load_timeout,
-        store: guards.store_timeout,
-    };
-    guarded = around(Deadline::new(times), guarded);
-    if guards.breaker_failures > 0 {
-        let rule = Rule {
-            failures: guards.breaker_failures,
-            pause: guards.breaker_pause,
-            pause_max: guards.breaker_pause_max,
-        };
-        guarded = around(Breakers::new(rule), guarded);
-    }
-    guarded
+    Arc::new(Guarded::new(adapter, guards))
 }

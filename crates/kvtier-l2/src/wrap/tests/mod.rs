@@ -4,7 +4,7 @@ use serde_json::json;
 use tokio::task::yield_now;
 use tokio::time::Instant;
 
-use super::retry::back_off;
+use super::guarded::back_off;
 use super::*;
 use crate::conformance::{self, Memory, object, poll_once};
 use crate::error::{ErrorKind, L2Error};
@@ -139,6 +139,35 @@ async fn retries_are_bounded_and_paused_between() {
         .unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable);
     assert_eq!(script.take_log(), ["lookup 7 8"; 4]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn panicking_retry_fails_only_its_items() {
+    let memory = memory();
+    let script = TestAdapter::scripted([Step::Items(vec![None, UNAVAILABLE]), Step::Panic]);
+    let guards = Guards {
+        retries: 1,
+        ..bare()
+    };
+    let loaded = guard(script, &guards).load(loads(&memory, 2)).await;
+    assert_eq!(kinds(&loaded), [None, Some(ErrorKind::Refused)]);
+    let error = loaded[1].as_ref().unwrap_err().to_string();
+    assert_eq!(error, "test: load of 1 object: it panicked");
+}
+
+#[tokio::test(start_paused = true)]
+async fn deadline_of_a_retry_fails_all_items() {
+    let (memory, began) = (memory(), Instant::now());
+    let script = TestAdapter::scripted([Step::Items(vec![None, UNAVAILABLE]), Step::Wait]);
+    let guards = Guards {
+        retries: 1,
+        ..bare()
+    };
+    let loaded = guard(script, &guards).load(loads(&memory, 2)).await;
+    assert_eq!(kinds(&loaded), [DEADLINE; 2]);
+    assert_eq!(began.elapsed().as_secs(), 10);
+    let error = loaded[0].as_ref().unwrap_err().to_string();
+    assert_eq!(error, "test: load of 2 objects: no answer within 10000 ms");
 }
 
 #[test]
