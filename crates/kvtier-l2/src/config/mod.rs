@@ -17,7 +17,7 @@ pub(crate) use key::refuse_rest;
 pub use key::{ALLOWED_PATH, Fallback, Interval, Key, Shape, WITHOUT_EFFECT, is_path, one_of};
 pub use options::{FromSetting, Options};
 pub use transform::SerdeConfig;
-pub(crate) use transform::{AESGCM_KEYS, Bits, COMPRESS_KEYS, FP8_KEYS, Format, Frame, SerdeKind};
+pub(crate) use transform::{AESGCM_KEYS, COMPRESS_KEYS, FP8_KEYS, SerdeKind};
 
 pub(crate) use common::Common;
 pub(crate) use error::{clip, clip_to};

@@ -6,6 +6,7 @@ use super::error::{ConfigError, clip};
 use super::key::{Fallback, Interval, Key, Shape, refuse_rest};
 use super::options::Options;
 use crate::redact;
+use crate::transform::{AesBits, AesFrame, Fp8Format};
 
 const fn workers() -> Key {
     Key::integer(
@@ -106,38 +107,13 @@ pub struct SerdeConfig {
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum SerdeKind {
     Compress,
-    Fp8(Format),
+    Fp8(Fp8Format),
     AesGcm {
-        frame: Frame,
-        bits: Bits,
+        frame: AesFrame,
+        bits: AesBits,
         /// Key files, the current one first.
         paths: Vec<String>,
     },
-}
-
-/// Form of the stored bytes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Frame {
-    /// LMCache's.
-    Lmcache,
-    /// kvtier's own, bound to its object.
-    Bound,
-}
-
-/// Size of the derived keys.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Bits {
-    Aes128,
-    Aes256,
-}
-
-/// A format of one byte: sign, exponent, mantissa.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Format {
-    /// 4 bits of exponent (bias 7), 3 of mantissa; no infinity, largest value 448, which larger ones become.
-    E4M3,
-    /// 5 bits of exponent (bias 15), 2 of mantissa; largest value 57344, then infinity.
-    E5M2,
 }
 
 impl SerdeKind {
@@ -208,8 +184,8 @@ impl SerdeConfig {
         refuse_rest(owner, &map, FP8_KEYS)?;
         let options = Options::take(owner, FP8_KEYS, &mut map)?;
         let format = match options.get::<&str>("fp8_dtype") {
-            "float8_e5m2" => Format::E5M2,
-            _ => Format::E4M3,
+            "float8_e5m2" => Fp8Format::E5M2,
+            _ => Fp8Format::E4M3,
         };
         Ok(Self {
             kind: SerdeKind::Fp8(format),
@@ -222,16 +198,16 @@ impl SerdeConfig {
         refuse_rest(owner, &map, AESGCM_KEYS)?;
         let options = Options::take(owner, AESGCM_KEYS, &mut map)?;
         let bits = match options.get::<u32>("aes_bits") {
-            128 => Bits::Aes128,
-            256 => Bits::Aes256,
+            128 => AesBits::Aes128,
+            256 => AesBits::Aes256,
             _ => return Err(options.refuse("aes_bits", "128 or 256")),
         };
         let frame = match options.get::<&str>("frame") {
-            "bound" => Frame::Bound,
-            _ => Frame::Lmcache,
+            "bound" => AesFrame::Bound,
+            _ => AesFrame::Lmcache,
         };
         let earlier: &[Options] = options.get("earlier_keys");
-        if frame == Frame::Lmcache && !earlier.is_empty() {
+        if frame == AesFrame::Lmcache && !earlier.is_empty() {
             let allowed =
                 "none with the frame lmcache, which does not name its key, or \"frame\": \"bound\"";
             return Err(options.refuse("earlier_keys", allowed));

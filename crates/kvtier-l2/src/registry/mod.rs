@@ -181,6 +181,12 @@ impl Registry {
         &self.types
     }
 
+    /// Returns a page of Markdown with the keys of all types. A type under another name has only what differs.
+    #[must_use]
+    pub fn reference_markdown(&self) -> String {
+        reference::markdown(self)
+    }
+
     fn find(&self, name: &str) -> Option<&AdapterType> {
         self.types.iter().find(|known| known.name == name)
     }

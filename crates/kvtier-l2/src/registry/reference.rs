@@ -16,27 +16,24 @@ whole numbers. A text is not empty unless it is by \
 default. Paths begin neither with `~` nor with `$`, which nothing expands.
 ";
 
-impl Registry {
-    /// Returns a page of Markdown with the keys of all types. A type under another name has only what differs.
-    #[must_use]
-    pub fn reference_markdown(&self) -> String {
-        let mut out = format!("{TITLE}\n## Every type\n\n");
-        table(&mut out, COMMON);
-        out.push_str("\n## `eviction`\n\n");
-        table(&mut out, EVICTION);
-        transformations(&mut out);
-        for kind in &self.types {
-            let _ = write!(out, "\n## `{}`\n\n", kind.name);
-            match kind.base.and_then(|base| self.find(base)) {
-                Some(base) => differences(&mut out, kind, base),
-                None => {
-                    let _ = write!(out, "{}.\n\n", kind.summary);
-                    table(&mut out, kind.keys());
-                }
+/// Returns the page of [`Registry::reference_markdown`].
+pub(super) fn markdown(registry: &Registry) -> String {
+    let mut out = format!("{TITLE}\n## Every type\n\n");
+    table(&mut out, COMMON);
+    out.push_str("\n## `eviction`\n\n");
+    table(&mut out, EVICTION);
+    transformations(&mut out);
+    for kind in &registry.types {
+        let _ = write!(out, "\n## `{}`\n\n", kind.name);
+        match kind.base.and_then(|base| registry.find(base)) {
+            Some(base) => differences(&mut out, kind, base),
+            None => {
+                let _ = write!(out, "{}.\n\n", kind.summary);
+                table(&mut out, kind.keys());
             }
         }
-        out
     }
+    out
 }
 
 /// Writes the keys of the types of `serde`, those that all have first.

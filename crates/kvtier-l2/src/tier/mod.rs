@@ -11,12 +11,10 @@ mod budget;
 mod counters;
 mod deletes;
 mod eviction;
-mod inspection;
 mod key_states;
 mod listing;
 mod recovery;
 mod store;
-mod tenants;
 mod usage;
 
 use std::collections::BTreeMap;
@@ -26,10 +24,11 @@ use std::time::{Duration, Instant};
 
 pub use counters::{Counter, Failures, TierCounters};
 use kvtier_common::sync::{Mutex, OutageLog, RateLimited};
-use kvtier_core::cache::{Cache, CacheConfig, ReadLease, Removed, Stats};
+use kvtier_core::cache::{Cache, CacheConfig, Loss, Page, ReadLease, Removed, SaltUsage, Stats};
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::object_key::ObjectKey;
 use kvtier_core::quota::{QuotaConfig, QuotaMode};
+use kvtier_core::{ChunkHash, Namespace};
 use tokio::sync::watch;
 pub use usage::AdapterUsage;
 
@@ -38,7 +37,7 @@ use crate::error::{ErrorKind, L2Error};
 use crate::object::{LoadItem, ObjectSpec};
 use budget::Budget;
 use deletes::{DeletesInFlight, missing_result};
-use key_states::KeyStates;
+use key_states::{Beside, KeyStates};
 pub use recovery::Recovery;
 
 /// Interval of log lines about failed stores and deletes and corrupt objects, which a broken backend causes with every call.
@@ -460,6 +459,68 @@ impl Tier {
         let (mut stats, beside) = self.states.read(|| self.index.stats());
         stats.used_bytes = beside.held(stats.used_bytes);
         stats
+    }
+
+    /// Returns the usage that the index has of each tenant, `None` for an unknown one, and the bytes that the backend may
+    /// hold of it, as in [`Tier::stats`].
+    pub fn usages(&self, salts: &[&str]) -> Vec<(Option<SaltUsage>, u64)> {
+        let (usages, beside) = self
+            .states
+            .read_each(salts, || self.index.stats_with(salts).1);
+        let held = |(usage, beside): (Option<SaltUsage>, Beside)| {
+            let indexed = usage.as_ref().map_or(0, |usage| usage.counted_bytes);
+            (usage, beside.held(indexed))
+        };
+        usages.into_iter().zip(beside).map(held).collect()
+    }
+
+    /// Returns the statistics of the index and the usage of some tenants: [`Cache::stats_with`].
+    pub fn stats_with<S: AsRef<str>>(&self, salts: &[S]) -> (Stats, Vec<Option<SaltUsage>>) {
+        self.index.stats_with(salts)
+    }
+
+    /// Returns the tenants with objects or a grant: [`Cache::salts`].
+    pub fn tenants(&self, from: u32, limit: usize) -> Page<SaltUsage> {
+        self.index.salts(from, limit)
+    }
+
+    /// Bytes that were evicted and are not deleted yet, by cache salt.
+    pub fn deleting_by_salt(&self) -> BTreeMap<Arc<str>, u64> {
+        self.states.deleting_by_salt()
+    }
+
+    /// Whether the backend may have objects that the index lacks, so that a lookup asks it.
+    pub fn may_have_more(&self) -> bool {
+        self.adapter.capabilities().shared || self.is_recovering()
+    }
+
+    /// Whether the index has each of these objects. This neither leases nor uses them.
+    pub fn indexes(&self, namespace: &Namespace, hashes: &[ChunkHash]) -> Vec<bool> {
+        self.index.contains(namespace, hashes)
+    }
+
+    /// Whether the backend has each of these objects.
+    ///
+    /// # Errors
+    /// As [`Adapter::lookup`].
+    pub async fn backend_has(&self, objects: Vec<ObjectSpec>) -> Result<Vec<bool>, L2Error> {
+        let found = self.adapter.lookup(objects).await?;
+        Ok(found.iter().map(Option::is_some).collect())
+    }
+
+    /// The last loss of each of these objects, as far as it is remembered; ask for all in one call.
+    pub fn losses(&self, asked: &[(&Arc<Namespace>, &[ChunkHash])]) -> Vec<Vec<Option<Loss>>> {
+        self.index.losses(asked)
+    }
+
+    /// How far back [`Tier::losses`] remembers; `None` if nothing was forgotten yet.
+    pub fn losses_since(&self) -> Option<Duration> {
+        self.index.losses_since()
+    }
+
+    /// The namespaces with objects in the index, at most `limit` of them; start with `from` 0.
+    pub fn namespaces(&self, from: u32, limit: usize) -> Page<Arc<Namespace>> {
+        self.index.namespaces(from, limit)
     }
 }
 

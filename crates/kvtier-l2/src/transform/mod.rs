@@ -22,11 +22,13 @@ use kvtier_memory::checksum::checksum64;
 use serde_json::{Map, Value};
 
 use aesgcm::AesGcm;
+pub(crate) use aesgcm::{AesBits, AesFrame};
 use compress::Compress;
 use fp8::Fp8;
+pub(crate) use fp8::Fp8Format;
 
 use crate::Adapter;
-use crate::config::{Frame, SerdeConfig, SerdeKind};
+use crate::config::{SerdeConfig, SerdeKind};
 use crate::error::L2Error;
 use crate::object::{Buffer, Element, ObjectSpec, PAGE_BOUND};
 
@@ -92,7 +94,7 @@ pub(crate) fn verifies(configs: &[SerdeConfig]) -> bool {
     configs.iter().any(|config| match &config.kind {
         SerdeKind::Compress => true,
         SerdeKind::Fp8(_) => false,
-        SerdeKind::AesGcm { frame, .. } => *frame == Frame::Bound,
+        SerdeKind::AesGcm { frame, .. } => *frame == AesFrame::Bound,
     })
 }
 

@@ -9,7 +9,6 @@ use ring::aead::{AES_128_GCM, AES_256_GCM, Algorithm, LessSafeKey, UnboundKey};
 use ring::hkdf::{HKDF_SHA256, KeyType, Prk, Salt};
 use zeroize::Zeroizing;
 
-use crate::config::Bits;
 use crate::error::{ErrorKind, L2Error};
 
 /// Longest key file in bytes.
@@ -108,16 +107,16 @@ impl MasterKey {
     }
 
     /// Key of all objects of a tenant, as LMCache derives it.
-    pub(super) fn of_salt(&self, salt: &str, bits: Bits) -> LessSafeKey {
+    pub(super) fn of_salt(&self, salt: &str, bits: AesBits) -> LessSafeKey {
         self.derive(&[b"lmcache-l2-aesgcm-v1", salt.as_bytes()], bits)
     }
 
     /// Key of one store of the object of this name, which has the tenant, by `random` bytes.
-    pub(super) fn of_object(&self, name: &str, random: &[u8], bits: Bits) -> LessSafeKey {
+    pub(super) fn of_object(&self, name: &str, random: &[u8], bits: AesBits) -> LessSafeKey {
         self.derive(&[b"kvtier-l2-aesgcm-v2", random, name.as_bytes()], bits)
     }
 
-    fn derive(&self, info: &[&[u8]], bits: Bits) -> LessSafeKey {
+    fn derive(&self, info: &[&[u8]], bits: AesBits) -> LessSafeKey {
         let algorithm = bits.algorithm();
         let mut bytes = Zeroizing::new([0; 32]);
         let bytes = &mut bytes[..algorithm.key_len()];
@@ -136,7 +135,14 @@ pub(super) fn fill(prk: &Prk, info: &[&[u8]], out: &mut [u8]) {
     assert!(filled.is_ok(), "a few bytes are within the limits of HKDF");
 }
 
-impl Bits {
+/// Size of the derived keys.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum AesBits {
+    Aes128,
+    Aes256,
+}
+
+impl AesBits {
     pub(crate) fn number(self) -> u32 {
         match self {
             Self::Aes128 => 128,

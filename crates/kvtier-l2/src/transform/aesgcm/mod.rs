@@ -20,9 +20,9 @@ use serde_json::{Map, Value};
 use kvtier_core::object_key::KeyShape;
 
 use super::Transform;
-use crate::config::{Bits, Frame};
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{Buffer, ObjectSpec};
+pub(crate) use keys::AesBits;
 use keys::{ID_LEN, MasterKey};
 
 const TAG_LEN: usize = 16;
@@ -33,7 +33,16 @@ const RANDOM_LEN: usize = 16;
 /// Plain bytes of a segment of a frame `bound`.
 const SEGMENT: usize = 64 << 10;
 
-impl Frame {
+/// Form of the stored bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum AesFrame {
+    /// LMCache's.
+    Lmcache,
+    /// kvtier's own, bound to its object.
+    Bound,
+}
+
+impl AesFrame {
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Lmcache => "lmcache",
@@ -84,8 +93,8 @@ impl Frame {
 
 /// Encrypts with one master key; decrypts with any of several.
 pub(super) struct AesGcm {
-    frame: Frame,
-    bits: Bits,
+    frame: AesFrame,
+    bits: AesBits,
     /// The current one first.
     keys: Vec<MasterKey>,
     random: SystemRandom,
@@ -96,7 +105,7 @@ impl AesGcm {
     ///
     /// # Errors
     /// If one of them cannot be used.
-    pub(super) fn open(frame: Frame, bits: Bits, paths: &[&str]) -> Result<Self, L2Error> {
+    pub(super) fn open(frame: AesFrame, bits: AesBits, paths: &[&str]) -> Result<Self, L2Error> {
         let keys = paths.iter().map(|path| MasterKey::read(path));
         Ok(Self {
             frame,
@@ -113,7 +122,7 @@ impl AesGcm {
         object: &ObjectSpec,
         random: &[u8],
     ) -> (LessSafeKey, Vec<u8>) {
-        if self.frame == Frame::Lmcache {
+        if self.frame == AesFrame::Lmcache {
             let key = master.of_salt(object.key.cache_salt(), self.bits);
             return (key, Vec::new());
         }
@@ -130,8 +139,8 @@ impl AesGcm {
     fn nonce(&self, random: &[u8], number: u64) -> Nonce {
         let mut nonce = [0; NONCE_LEN];
         match self.frame {
-            Frame::Lmcache => nonce.copy_from_slice(&random[..NONCE_LEN]),
-            Frame::Bound => nonce[..8].copy_from_slice(&number.to_le_bytes()),
+            AesFrame::Lmcache => nonce.copy_from_slice(&random[..NONCE_LEN]),
+            AesFrame::Bound => nonce[..8].copy_from_slice(&number.to_le_bytes()),
         }
         Nonce::assume_unique_for_key(nonce)
     }
@@ -151,7 +160,7 @@ impl AesGcm {
             .ok_or_else(impossible)?;
         let (prefix, random_at) = head.split_at_mut(self.frame.prefix_len());
         prefix[0] = self.frame.version();
-        if self.frame == Frame::Bound {
+        if self.frame == AesFrame::Bound {
             prefix[1..].copy_from_slice(&master.id());
         }
         random_at.copy_from_slice(random);
@@ -187,7 +196,7 @@ impl Transform for AesGcm {
     }
 
     fn verifies(&self) -> bool {
-        self.frame == Frame::Bound
+        self.frame == AesFrame::Bound
     }
 
     fn stored_len(&self, len: u64) -> Option<u64> {
@@ -213,8 +222,8 @@ impl Transform for AesGcm {
             return Err(corrupt("is not encrypted in this frame"));
         }
         let master = match self.frame {
-            Frame::Lmcache => self.keys.first(),
-            Frame::Bound => self.keys.iter().find(|key| key.id() == prefix[1..]),
+            AesFrame::Lmcache => self.keys.first(),
+            AesFrame::Bound => self.keys.iter().find(|key| key.id() == prefix[1..]),
         };
         let Some(master) = master else {
             let id = hex::encode(&prefix[1..]);
@@ -222,8 +231,8 @@ impl Transform for AesGcm {
             return Err(L2Error::new(ErrorKind::Refused, line));
         };
         let what = match self.frame {
-            Frame::Lmcache => "is damaged, or was encrypted with another key",
-            Frame::Bound => "is damaged, or another object's",
+            AesFrame::Lmcache => "is damaged, or was encrypted with another key",
+            AesFrame::Bound => "is damaged, or another object's",
         };
         let (key, aad) = self.key(master, object, random);
         let mut at = 0;

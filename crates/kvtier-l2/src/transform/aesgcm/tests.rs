@@ -9,7 +9,7 @@ use crate::conformance::{Memory, content, object, object_with};
 
 const PLAIN: &[u8] = b"kvtier aesgcm vector 0123456789";
 
-fn with(frame: Frame, bits: Bits, masters: &[&[u8]]) -> AesGcm {
+fn with(frame: AesFrame, bits: AesBits, masters: &[&[u8]]) -> AesGcm {
     AesGcm {
         frame,
         bits,
@@ -50,7 +50,7 @@ fn lmcache_frame_matches_the_recorded_bytes() {
     let recorded = "01a0a1a2a3a4a5a6a7a8a9aaab46ab27347e5d6319f203de962992ec2800d756723d4bccc09f2102d9a44650e069987a8a\
                     78fd8af74ff19d9db23332";
     let recorded = hex::decode(recorded).unwrap();
-    let aes = with(Frame::Lmcache, Bits::Aes128, &[&master()]);
+    let aes = with(AesFrame::Lmcache, AesBits::Aes128, &[&master()]);
     let object = tenant_a(PLAIN.len());
     let mut stored = vec![0; PLAIN.len() + 29];
     let iv: [u8; NONCE_LEN] = std::array::from_fn(|at| 0xa0 + at as u8);
@@ -78,8 +78,8 @@ fn derived_keys_match_the_recorded_ones() {
 
 #[test]
 fn every_changed_bit_and_length_is_detected() {
-    for frame in [Frame::Lmcache, Frame::Bound] {
-        let aes = with(frame, Bits::Aes256, &[&master()]);
+    for frame in [AesFrame::Lmcache, AesFrame::Bound] {
+        let aes = with(frame, AesBits::Aes256, &[&master()]);
         let object = tenant_a(PLAIN.len());
         let stored = encoded(&aes, &object, PLAIN);
         assert_eq!(stored.len(), frame.stored_len(object.len).unwrap() as usize);
@@ -88,7 +88,7 @@ fn every_changed_bit_and_length_is_detected() {
             let mut flipped = stored.clone();
             flipped[bit / 8] ^= 1 << (bit % 8);
             // Another id of the key is the one of an unknown key.
-            let is_id = frame == Frame::Bound && (8..72).contains(&bit);
+            let is_id = frame == AesFrame::Bound && (8..72).contains(&bit);
             let kind = if is_id {
                 ErrorKind::Refused
             } else {
@@ -116,8 +116,8 @@ fn bound_frame_is_of_one_object_only() {
             ..object.clone()
         },
     ];
-    let lmcache = with(Frame::Lmcache, Bits::Aes128, &[&master()]);
-    let bound = with(Frame::Bound, Bits::Aes128, &[&master()]);
+    let lmcache = with(AesFrame::Lmcache, AesBits::Aes128, &[&master()]);
+    let bound = with(AesFrame::Bound, AesBits::Aes128, &[&master()]);
     let (free, tied) = (
         encoded(&lmcache, &object, PLAIN),
         encoded(&bound, &object, PLAIN),
@@ -140,7 +140,7 @@ fn bound_frame_is_of_one_object_only() {
 
 #[test]
 fn segments_cannot_be_swapped_or_cut() {
-    let bound = with(Frame::Bound, Bits::Aes128, &[&master()]);
+    let bound = with(AesFrame::Bound, AesBits::Aes128, &[&master()]);
     let step = SEGMENT + TAG_LEN;
     for len in [1, SEGMENT - 1, SEGMENT, SEGMENT + 1, 3 * SEGMENT] {
         let object = tenant_a(len);
@@ -171,13 +171,13 @@ fn segments_cannot_be_swapped_or_cut() {
 #[test]
 fn rotated_keys_load_what_earlier_ones_stored() {
     let object = object(7, PLAIN.len() as u64);
-    let old = with(Frame::Bound, Bits::Aes128, &[b"the old key"]);
+    let old = with(AesFrame::Bound, AesBits::Aes128, &[b"the old key"]);
     let new = with(
-        Frame::Bound,
-        Bits::Aes128,
+        AesFrame::Bound,
+        AesBits::Aes128,
         &[b"the new key", b"the old key"],
     );
-    let retired = with(Frame::Bound, Bits::Aes128, &[b"the new key"]);
+    let retired = with(AesFrame::Bound, AesBits::Aes128, &[b"the new key"]);
     let stored = encoded(&old, &object, PLAIN);
     assert_eq!(decoded(&new, &object, &stored), Ok(PLAIN.to_vec()));
     assert_eq!(decoded(&retired, &object, &stored), Err(ErrorKind::Refused));
@@ -189,8 +189,8 @@ fn rotated_keys_load_what_earlier_ones_stored() {
 #[test]
 fn equal_objects_are_encrypted_differently() {
     let object = object(7, 1000);
-    for frame in [Frame::Lmcache, Frame::Bound] {
-        let aes = with(frame, Bits::Aes128, &[&master()]);
+    for frame in [AesFrame::Lmcache, AesFrame::Bound] {
+        let aes = with(frame, AesBits::Aes128, &[&master()]);
         let plain = content(&object);
         let (one, two) = (
             encoded(&aes, &object, &plain),
@@ -235,7 +235,7 @@ fn unusable_key_files_are_named() {
 
 #[test]
 fn keys_are_never_shown() {
-    let aes = with(Frame::Bound, Bits::Aes128, &[b"MARK-of-a-secret"]);
+    let aes = with(AesFrame::Bound, AesBits::Aes128, &[b"MARK-of-a-secret"]);
     let mut status = Map::new();
     aes.report(&mut status);
     let shown = format!("{:?} {}", aes.keys, Value::Object(status));

@@ -11,16 +11,16 @@ mod tests;
 use serde_json::{Map, Value};
 
 use super::Transform;
-use crate::config::Format;
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{Buffer, Element, ObjectSpec};
+pub(crate) use number::Fp8Format;
 
 /// Values that are converted at once.
 const CHUNK: usize = 16 << 10;
 
 /// Conversion of values to one format.
 pub(super) struct Fp8 {
-    format: Format,
+    format: Fp8Format,
     bfloat16: Tables,
     float16: Tables,
 }
@@ -33,7 +33,7 @@ struct Tables {
 }
 
 impl Tables {
-    fn new(element: Element, format: Format) -> Self {
+    fn new(element: Element, format: Fp8Format) -> Self {
         let code = |bits| format.code(number::widened(element, bits));
         let value = |code| number::narrowed(element, format, code);
         Self {
@@ -44,7 +44,7 @@ impl Tables {
 }
 
 impl Fp8 {
-    pub(super) fn new(format: Format) -> Self {
+    pub(super) fn new(format: Fp8Format) -> Self {
         Self {
             format,
             bfloat16: Tables::new(Element::BFloat16, format),

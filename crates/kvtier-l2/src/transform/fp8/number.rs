@@ -1,9 +1,17 @@
 //! Conversions of single values, as `torch.Tensor.to` has them: to the nearest value, ties to even.
 
-use crate::config::Format;
 use crate::object::Element;
 
-impl Format {
+/// A format of one byte: sign, exponent, mantissa.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Fp8Format {
+    /// 4 bits of exponent (bias 7), 3 of mantissa; no infinity, largest value 448, which larger ones become.
+    E4M3,
+    /// 5 bits of exponent (bias 15), 2 of mantissa; largest value 57344, then infinity.
+    E5M2,
+}
+
+impl Fp8Format {
     /// Returns the format's name in torch and in LMCache's configuration.
     pub(in crate::transform) const fn name(self) -> &'static str {
         match self {
@@ -103,15 +111,15 @@ fn half(bits: u16) -> f32 {
 }
 
 /// Returns the 16 bits that the value of a code has in a type; each type has all of them.
-pub(super) fn narrowed(element: Element, format: Format, code: u8) -> u16 {
+pub(super) fn narrowed(element: Element, format: Fp8Format, code: u8) -> u16 {
     let value = format.value(code);
     let sign = u16::from(code & 0x80) << 8;
     let is_nan = value.is_nan();
     match (element, format) {
         // The NaNs of torch, so that files are the same.
         (Element::BFloat16, _) if is_nan => 0x7fc0,
-        (Element::Float16, Format::E4M3) if is_nan => sign | 0x7f80,
-        (Element::Float16, Format::E5M2) if is_nan => u16::from(code) << 8 | 0x200,
+        (Element::Float16, Fp8Format::E4M3) if is_nan => sign | 0x7f80,
+        (Element::Float16, Fp8Format::E5M2) if is_nan => u16::from(code) << 8 | 0x200,
         (Element::BFloat16, _) => (value.to_bits() >> 16) as u16,
         (Element::Float16, _) => sign | half_bits(value.abs()),
     }
