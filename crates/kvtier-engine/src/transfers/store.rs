@@ -7,10 +7,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvtier_common::error::{Error, ErrorKind, Result};
+use kvtier_common::error::{Error, ErrorKind, Result};
 use kvtier_core::cache::{Committed, Reservation, ReserveRequest, Staged};
 use kvtier_core::{ChunkHash, Namespace};
 use kvtier_device::{BlockTable, ChunkCopy, ChunkRequest, Transfer};
 use kvtier_store::l1::L1Allocator;
+use kvtier_store::tiers::StoredPrompt;
 
 use super::super::context::Context;
 use super::super::instances::{CopyGuard, GroupLayout, Instance, ModelLayout};
@@ -210,15 +212,10 @@ impl Transfers {
         let committed = self.commit(range, store.reservation, &requests, is_written);
         if first > 0 {
             let namespaces = requests.iter().map(|request| request.namespace);
-            let Context { l1, l2, .. } = &*self.context;
-            l1.cache
-                .renew(self.context.now(), namespaces.clone(), &store.prompt);
-            // Before what was committed is stored there.
-            if let Some(l2) = l2 {
-                l2.renew(namespaces, &store.prompt);
-            }
+            let (cache, now) = (&self.context.l1.cache, self.context.now());
+            cache.renew(now, namespaces, &store.prompt);
         }
-        self.admitted(range, committed.inserted, &requests, &staged);
+        self.admitted(range, committed.inserted, store.prompt, &requests, &staged);
         committed
     }
 
@@ -263,18 +260,21 @@ impl Transfers {
         &self,
         range: &WorkerRange,
         inserted: usize,
+        prompt: Arc<[ChunkHash]>,
         requests: &[ReserveRequest<'_>],
         committed: &[Staged],
     ) {
         let Context { l2, metrics, .. } = &*self.context;
         metrics.admitted(range.scope.cache_salt(), inserted as u64);
         let Some(l2) = l2 else { return };
+        let namespaces = requests.iter().map(|request| request.namespace);
+        let prompt = StoredPrompt::new(namespaces, prompt);
         for (request, number) in requests.iter().zip(0..) {
             let of_request = committed.iter().filter(|staged| staged.request == number);
             let hashes: Vec<_> = of_request
                 .map(|staged| request.hashes[staged.position as usize])
                 .collect();
-            l2.store(request.namespace, &hashes, request.len);
+            l2.store(&prompt, request.namespace, &hashes, request.len);
         }
     }
 }

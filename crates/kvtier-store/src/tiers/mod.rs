@@ -36,7 +36,7 @@ use tokio::time::timeout_at;
 pub use locate::Located;
 pub use objects::Cursor;
 pub use prefetch::{PrefetchRequest, Prefetched};
-pub use store::StoreCounts;
+pub use store::{StoreCounts, StoredPrompt};
 
 use crate::l1::{Clock, L1Allocator};
 use crate::tenants::{Opened, QuotaTier};

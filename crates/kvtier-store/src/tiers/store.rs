@@ -32,8 +32,27 @@ const BATCH_BYTES: u64 = 16 << 20;
 /// Pause between hits whose objects are stored again, while tiers cannot store.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
+/// Prompt whose objects are stored.
+pub struct StoredPrompt {
+    /// Its namespaces as the tiers name them.
+    namespaces: Vec<Arc<Namespace>>,
+    hashes: Arc<[ChunkHash]>,
+}
+
+impl StoredPrompt {
+    /// Prompt with these chunks, up to the last that is stored, in these namespaces.
+    pub fn new<'n>(
+        namespaces: impl Iterator<Item = &'n Arc<Namespace>>,
+        hashes: Arc<[ChunkHash]>,
+    ) -> Arc<Self> {
+        let namespaces = namespaces.map(|it| it.without_layout()).collect();
+        Arc::new(Self { namespaces, hashes })
+    }
+}
+
 /// Objects to be stored in one tier, all of one request and namespace.
 pub struct Batch {
+    prompt: Arc<StoredPrompt>,
     items: Vec<StoreItem>,
     hold: Arc<Hold>,
     bytes: u64,
@@ -219,28 +238,27 @@ impl StoreQueue {
 }
 
 impl L2 {
-    /// Stores objects of `len` bytes, which have just become resident, in every tier.
-    pub fn store(self: &Arc<Self>, namespace: &Arc<Namespace>, hashes: &[ChunkHash], len: u64) {
+    /// Stores objects of `len` bytes of this prompt, which have just become resident, in every tier.
+    pub fn store(
+        self: &Arc<Self>,
+        prompt: &Arc<StoredPrompt>,
+        namespace: &Arc<Namespace>,
+        hashes: &[ChunkHash],
+        len: u64,
+    ) {
         let objects = (BATCH_BYTES / len.max(1)).max(1);
         for hashes in hashes.chunks(usize::try_from(objects).unwrap_or(usize::MAX)) {
-            self.store_batch(namespace, hashes, len);
+            self.store_batch(prompt, namespace, hashes, len);
         }
     }
 
-    /// Makes what tiers have of a prompt the youngest of their eviction order, the last chunk the oldest of it: what follows is
-    /// stored in place of others, then of the prompt's end.
-    pub fn renew<'n>(
-        &self,
-        namespaces: impl Iterator<Item = &'n Arc<Namespace>> + Clone,
-        prompt: &[ChunkHash],
+    fn store_batch(
+        self: &Arc<Self>,
+        prompt: &Arc<StoredPrompt>,
+        namespace: &Arc<Namespace>,
+        hashes: &[ChunkHash],
+        len: u64,
     ) {
-        let stored_as: Vec<_> = namespaces.map(|it| it.without_layout()).collect();
-        for tier in self.tiers.iter().filter(|tier| !tier.is_read_only()) {
-            tier.renew(&stored_as, prompt);
-        }
-    }
-
-    fn store_batch(self: &Arc<Self>, namespace: &Arc<Namespace>, hashes: &[ChunkHash], len: u64) {
         let admission = self.pending.admit();
         let leased = self.lease(namespace, hashes);
         let gone = hashes.len() - leased.as_ref().map_or(0, |(hashes, _)| hashes.len());
@@ -251,15 +269,12 @@ impl L2 {
         let Some((hashes, lease)) = leased else {
             return;
         };
-        let waiting = self.tiers.iter().enumerate();
-        let waiting = waiting.filter(|(_, tier)| !tier.is_read_only());
-        let waiting = waiting.map(|(number, _)| (number, Vec::new())).collect();
         let objects = Objects {
             stored_as: namespace.without_layout(),
             namespace: Arc::clone(namespace),
             hashes,
         };
-        self.queue(admission, objects, lease, len, 0, waiting);
+        self.queue(admission, prompt, objects, lease, len);
     }
 
     /// Stores again what of a hit a tier could not store earlier: all at once if the tiers have stored since, else what one hit
@@ -268,11 +283,18 @@ impl L2 {
         if !self.stores.may_retry(self.now()) {
             return;
         }
-        for (row, chunks) in hit.take_unstored() {
+        let unstored = hit.take_unstored();
+        if unstored.is_empty() {
+            return;
+        }
+        let namespaces = unstored.iter().map(|(row, _)| &row.namespace);
+        let prompt = StoredPrompt::new(namespaces, hashes.into());
+        for (row, chunks) in unstored {
             let hashes = chunks
                 .iter()
                 .filter_map(|chunk| hashes.get(*chunk).copied());
             self.store(
+                &prompt,
                 &row.namespace,
                 &hashes.collect::<Vec<_>>(),
                 row.object_bytes,
@@ -286,38 +308,34 @@ impl L2 {
         self.cache.set_unstored(namespace, hashes);
     }
 
-    /// Queues leased objects of `len` bytes for the tiers of these numbers, each with objects that were deleted there.
-    /// `complete` tiers have all of them already.
-    pub(super) fn queue(
+    /// Queues leased objects of `len` bytes for every tier.
+    fn queue(
         self: &Arc<Self>,
         mut admission: Admission<'_>,
+        prompt: &Arc<StoredPrompt>,
         objects: Objects,
         lease: ReadLease<L1Allocator>,
         len: u64,
-        complete: u64,
-        waiting: Vec<(usize, Vec<ChunkHash>)>,
     ) {
         let number = objects.hashes.len() as u64;
         let bytes = len * number;
-        let written = self.tiers.iter().filter(|tier| !tier.is_read_only());
+        let written = self.tiers.iter().enumerate();
+        let written = written.filter(|(_, tier)| !tier.is_read_only());
         let extents = lease.extents().to_vec();
         let shared = Arc::new(Shared {
             l2: Arc::downgrade(self),
-            complete: AtomicU64::new(complete),
-            tiers: written.count() as u64,
+            complete: AtomicU64::new(0),
+            tiers: written.clone().count() as u64,
             objects,
             lease: Some(lease),
         });
-        let wanted = waiting.len();
-        let holds = waiting.into_iter().filter_map(|(tier, revoked)| {
+        let holds = written.filter_map(|(tier, _)| {
             let ticket = self.stores.admit(tier, number, bytes)?;
-            let hold = admission.hold(self, tier, &shared, ticket);
-            hold.revoke(revoked, true);
-            Some((tier, hold))
+            Some((tier, admission.hold(self, tier, &shared, ticket)))
         });
         let holds: Vec<_> = holds.collect();
         drop(admission);
-        if holds.len() < wanted {
+        if (holds.len() as u64) < shared.tiers {
             self.set_unstored(&shared.objects.namespace, &shared.objects.hashes);
         }
         for (tier, hold) in holds {
@@ -331,6 +349,7 @@ impl L2 {
                 from: self.buffer(*extent, Arc::clone(&hold) as _),
             });
             let batch = Batch {
+                prompt: Arc::clone(prompt),
                 items: items.collect(),
                 hold,
                 bytes,
@@ -372,6 +391,7 @@ pub async fn serve(l2: Weak<L2>, number: usize, mut queue: mpsc::UnboundedReceiv
         tokio::spawn(async move {
             let _place = place;
             let Batch {
+                prompt,
                 mut items,
                 // It waits until its results are counted.
                 hold,
@@ -390,6 +410,8 @@ pub async fn serve(l2: Weak<L2>, number: usize, mut queue: mpsc::UnboundedReceiv
             let call = l2.calls.begin(call, number, salt, items.len(), bytes, None);
             let hashes = items.iter().map(|item| item.object.key.chunk_hash());
             let hashes: Vec<_> = hashes.collect();
+            // What the batch replaces is of other prompts, or else the end of its own.
+            tier.renew(&prompt.namespaces, &prompt.hashes);
             let results = tier.store(items).await;
             // What was deleted meanwhile is not stored again.
             let gone = hold.revoked();

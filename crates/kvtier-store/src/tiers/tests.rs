@@ -16,8 +16,7 @@ use kvtier_memory::{Arena, ArenaKind};
 
 use super::prefetch::LOAD_BATCH;
 use super::store::BATCHES;
-use super::{L2, PrefetchRequest, Prefetched};
-use crate::l1::{Clock, L1Allocator};
+use super::{L2, PrefetchRequest, Prefetched, StoredPrompt};
 use kvtier_config::{L2Config, PrefetchPolicy, StorePolicy};
 use kvtier_observe::metrics::Readings;
 
@@ -101,7 +100,7 @@ fn tiers(adapters: &[Arc<TestAdapter>]) -> Vec<Arc<Tier>> {
     let tier = |adapter: &Arc<TestAdapter>| {
         let config = TierConfig {
             name: "scripted".into(),
-            capacity_bytes: None,
+            capacity_bytes: Some(1 << 40),
             eviction: None,
             quota_mode: QuotaMode::Soft,
             quota_default: None,
@@ -164,6 +163,12 @@ impl Bed {
         self.l2.handle().block_on(prefetch)
     }
 
+    /// The prompt of chunks 1 to 9.
+    fn prompt(&self) -> Arc<StoredPrompt> {
+        let hashes = (1..10).map(|number| ChunkHash([number; 32])).collect();
+        StoredPrompt::new([&self.request.rows[0].namespace].into_iter(), hashes)
+    }
+
     /// Puts the chunks of these numbers into L1, and has each stored by a batch of its own.
     fn store(&self, numbers: impl IntoIterator<Item = u8>) {
         let namespace = &self.request.rows[0].namespace;
@@ -179,7 +184,7 @@ impl Bed {
                 .reserve(Duration::ZERO, &[request])
                 .expect("free space");
             let _ = reserved.reservation.commit(Duration::ZERO);
-            self.l2.store(namespace, hashes, LEN);
+            self.l2.store(&self.prompt(), namespace, hashes, LEN);
         }
     }
 
@@ -508,6 +513,23 @@ fn objects_beyond_the_queue_are_stored_when_hit() {
         bed.l2.store_again(&found.lease, &request.hashes);
         gated.keys().len() == 3
     });
+}
+
+/// A tier for six of nine chunks, each in a batch of its own.
+#[test]
+fn queued_batches_keep_the_beginning_of_their_prompt() {
+    let gated = gated(0);
+    let bed = bed(&[Arc::clone(&gated)], Duration::from_secs(60));
+    bed.l2.tiers()[0].set_limits(Some(6 * LEN), None);
+    bed.store(1..=9);
+    gated.gate.add_permits(1000);
+    bed.settle();
+    let kept = gated.keys();
+    assert_eq!(kept.len(), 6);
+    assert!(
+        kept.is_superset(&[bed.key(1), bed.key(2)].into()),
+        "{kept:?}"
+    );
 }
 
 /// The backend writes what it is sent and answers later, after the delete.
