@@ -85,6 +85,8 @@ pub struct ReserveOptions<'a> {
     /// For a writer that may never commit: reserves at most these bytes, rounding included, and for a tenant with a limit, also
     /// a soft one, at most that limit staged at once. Keys beyond that are refused, and evict nothing.
     pub max_staged_bytes: Option<u64>,
+    /// Whether what `max_staged_bytes` refuses is reserved by a later call, if this one reserves anything: it is not lost then.
+    pub has_further_pieces: bool,
     /// The prompt that the objects are of. Keys are reserved chunk by chunk, and none behind one that is refused.
     pub prompt: Option<ReservedPrompt<'a>>,
 }

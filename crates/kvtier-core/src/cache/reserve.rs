@@ -175,8 +175,12 @@ impl<A: ExtentAllocator> State<A> {
                 Ok(staged) => staged,
                 Err(refusal) => {
                     refused = Some((number, refusal));
+                    let is_stored_later = options.has_further_pieces
+                        && matches!(refusal, Refusal::Staging)
+                        && !batch.staged.is_empty();
                     // Only the first: engines repeat what was refused, and the ring is of all tenants.
-                    if !std::mem::replace(&mut batch.opened[number as usize].is_recorded, true) {
+                    let is_recorded = &mut batch.opened[number as usize].is_recorded;
+                    if !is_stored_later && !std::mem::replace(is_recorded, true) {
                         self.lose(namespace, key.hash, refusal.into());
                     }
                     batch.outcomes[at] = self.refuse(namespace, refusal);

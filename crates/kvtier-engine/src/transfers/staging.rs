@@ -359,6 +359,7 @@ impl Transfers {
             let options = ReserveOptions {
                 near,
                 max_staged_bytes: Some(max_bytes),
+                has_further_pieces: more_pieces > 0,
                 prompt: Some(reserved_prompt),
             };
             let reserved = cache.reserve_with(self.context.now(), &requests, &options);

@@ -193,7 +193,9 @@ fn lost(place: &Place<'_>, loss: &Loss) -> ChunkRun {
             format!("removed from {shown} {ago} {why}")
         }
         LossCause::RefusedSpace => {
-            format!("not stored in {shown} {ago}: no space was free, and none could be evicted")
+            format!(
+                "not stored in {shown} {ago}: no space was free, and nothing but earlier chunks of its prompt could be evicted"
+            )
         }
         LossCause::RefusedQuota => {
             format!("not stored in {shown} {ago} because of the tenant's limit")

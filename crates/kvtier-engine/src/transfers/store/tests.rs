@@ -3,6 +3,7 @@
 use std::ops::Range;
 use std::sync::mpsc::Receiver;
 
+use kvtier_core::cache::LossCause;
 use kvtier_core::object_key::KeyScope;
 use kvtier_device::{DeviceError, Direction, Done};
 use kvtier_proto::key::CacheKey;
@@ -121,12 +122,24 @@ fn store_behind(engine: &Engine, chunk: u8) {
     assert_eq!(answers.try_recv().unwrap().refused, None);
 }
 
-/// Chunks at the start of a prompt of 20 that are resident.
-fn prefix(engine: &Engine) -> usize {
+fn prompt_namespace(engine: &Engine) -> Arc<Namespace> {
     let instance = engine.context.instances.get(InstanceId(0)).unwrap();
     let scope = KeyScope::new("model", "", 1, None).unwrap();
-    let namespace = scope.namespace(kvtier_core::kv_rank(1, 0), 0, instance.layout.fingerprint);
+    scope.namespace(kvtier_core::kv_rank(1, 0), 0, instance.layout.fingerprint)
+}
+
+/// Causes of the last losses of a prompt of 20.
+fn losses(engine: &Engine) -> Vec<Option<LossCause>> {
     let hashes = key(0..20).tokens.hashes;
+    let asked = (&prompt_namespace(engine), &hashes[..]);
+    let losses = engine.context.l1.cache.losses(&[asked]).remove(0);
+    losses.into_iter().map(|loss| Some(loss?.cause)).collect()
+}
+
+/// Chunks at the start of a prompt of 20 that are resident.
+fn prefix(engine: &Engine) -> usize {
+    let hashes = key(0..20).tokens.hashes;
+    let namespace = prompt_namespace(engine);
     let resident = engine.context.l1.cache.contains(&namespace, &hashes);
     resident.iter().take_while(|is| **is).count()
 }
@@ -152,6 +165,11 @@ fn store_larger_than_its_share_is_stored_at_once() {
     assert_eq!(stored.try_recv().unwrap().refused, None);
     assert!(stored.try_recv().is_err(), "answered once");
     assert_eq!(prefix(&engine), 12);
+    let refused = Some(LossCause::RefusedSpace);
+    assert_eq!(
+        losses(&engine),
+        [vec![None; 12], vec![refused], vec![None; 7]].concat()
+    );
     // Each chunk was copied once, behind the 12 that L1 had.
     assert_eq!(pages.places.lock().len(), 24);
     assert_eq!(engine.transfers.staging.staged_bytes(), 0);
