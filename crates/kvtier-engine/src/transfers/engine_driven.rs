@@ -155,14 +155,14 @@ impl Transfers {
         operation: &'static str,
         copy: &WorkerCopy<'_>,
         groups: Vec<GroupChunks>,
-        more_pieces: u32,
+        further_pieces: u32,
     ) -> Result<StagedStore, &'static str> {
         let (instance, key) = (&copy.instance, copy.key);
         if let Some(unserved) = instance.unserved {
             return Err(unserved.name());
         }
         let prompt = copy.range.prompt(key);
-        let staged = self.stage(instance, &copy.range, prompt, groups, None, more_pieces);
+        let staged = self.stage(instance, &copy.range, prompt, groups, None, further_pieces);
         staged.map_err(|error| {
             if is_trouble(&error) {
                 let (request, instance) = (key.request_id, instance.id.0);
@@ -300,7 +300,7 @@ impl Transfers {
             groups: copy.unskipped(&skipped),
             reservation,
             charge,
-            has_rest: false,
+            has_remainder: false,
         };
         // Its worker is registering again with another layout, and the grant is not abandoned yet.
         if !store.is_of_its_groups() {

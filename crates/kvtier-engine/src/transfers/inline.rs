@@ -16,7 +16,7 @@ use super::super::payload::{LeasedChunks, Payload};
 use super::Transfers;
 use super::engine_driven::{DEVICE, WorkerCopy};
 use super::staging::Charge;
-use super::store::MORE_PIECES;
+use super::store::MAX_FURTHER_PIECES;
 use super::traced::Moved;
 use super::worker_range::GroupLease;
 
@@ -66,8 +66,8 @@ impl Transfers {
             .map(|group| vec![false; group.tensors.len()])
             .collect();
         let mut moved = Moved::default();
-        for more_pieces in (0..=MORE_PIECES).rev() {
-            let store = self.stage_chunks("commit_store", copy, groups.clone(), more_pieces);
+        for further_pieces in (0..=MAX_FURTHER_PIECES).rev() {
+            let store = self.stage_chunks("commit_store", copy, groups.clone(), further_pieces);
             let store = match store {
                 Err("staging_full") if moved.chunks > 0 => break,
                 store => store?,
@@ -83,7 +83,7 @@ impl Transfers {
                 }
             }
             moved += store.moved();
-            let (wanted, has_rest) = (store.reservation.len(), store.has_rest);
+            let (wanted, has_remainder) = (store.reservation.len(), store.has_remainder);
             let committed = self.commit_staged(&copy.range, store, |staged| {
                 let written = written[staged.request as usize].get(staged.position as usize);
                 written.is_some_and(|written| *written)
@@ -100,7 +100,7 @@ impl Transfers {
                 self.stored(copy, moved);
                 return Err("bad_data");
             }
-            if !has_rest {
+            if !has_remainder {
                 break;
             }
         }

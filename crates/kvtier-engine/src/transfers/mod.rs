@@ -46,7 +46,7 @@ use refused_retrieves::RefusedRetrieves;
 pub use skipped::Skipped;
 pub use staging::Charge;
 use staging::StagingBudget;
-use store::{Rest, StagedStore};
+use store::{StagedStore, StoreRemainder};
 use traced::Moved;
 use worker_range::{GroupLease, WorkerRange};
 
@@ -87,7 +87,7 @@ struct InFlight {
 }
 
 /// What follows the end of a copy.
-enum Finished {
+enum TransferOutcome {
     Answer(Answer),
     /// The next piece of a store.
     Piece(Box<(Transfer, InFlight)>),
@@ -96,7 +96,7 @@ enum Finished {
 /// The memory of a transfer in flight.
 enum Work {
     /// Store, with what its further pieces need, if it has had more than one or may have.
-    Store(StagedStore, Option<Box<Rest>>),
+    Store(StagedStore, Option<Box<StoreRemainder>>),
     Retrieve {
         /// Keeps the bytes from eviction until they are copied.
         _leases: Vec<GroupLease>,
@@ -319,15 +319,15 @@ impl Transfers {
     fn run(self: &Arc<Self>, transfer: Transfer, in_flight: InFlight, reply: Reply) {
         let pages = Arc::clone(in_flight.guard.pages());
         let transfers = Arc::clone(self);
-        let has_rest = matches!(&in_flight.work, Work::Store(store, _) if store.has_rest);
+        let has_remainder = matches!(&in_flight.work, Work::Store(store, _) if store.has_remainder);
         // With a deadline the client asks whether the transfer has ended, which only its end tells.
         let is_answered_at_end = self.context.config().gpu.gpu_reply == GpuReply::Done
             || transfer.deadline.is_some()
-            || has_rest;
+            || has_remainder;
         if is_answered_at_end {
             let done = move |moved| match transfers.finish(in_flight, moved) {
-                Finished::Answer(answer) => reply.answer(answer),
-                Finished::Piece(piece) => {
+                TransferOutcome::Answer(answer) => reply.answer(answer),
+                TransferOutcome::Piece(piece) => {
                     let (transfer, in_flight) = *piece;
                     transfers.run(transfer, in_flight, reply);
                 }
@@ -344,8 +344,8 @@ impl Transfers {
             }
         };
         let done = move |moved| {
-            // Nothing follows: it has no rest.
-            let Finished::Answer(answer) = transfers.finish(in_flight, moved) else {
+            // Nothing follows: it has no remainder.
+            let TransferOutcome::Answer(answer) = transfers.finish(in_flight, moved) else {
                 return;
             };
             let reply = reply.lock().take();
@@ -363,7 +363,7 @@ impl Transfers {
     }
 
     /// Finishes a transfer whose bytes are in place, or never will be. Earlier pieces of a store stay committed.
-    fn finish(&self, in_flight: InFlight, moved: Result<u64, DeviceError>) -> Finished {
+    fn finish(&self, in_flight: InFlight, moved: Result<u64, DeviceError>) -> TransferOutcome {
         let (instance, range) = (in_flight.guard.instance(), &in_flight.range);
         let request_id = &*in_flight.request_id;
         let event = instance.answer_event(&in_flight.event, in_flight.release);
@@ -390,23 +390,24 @@ impl Transfers {
                 let reason = self.failed(direction, instance, request_id, &error);
                 trace(Err(reason));
                 let answer = Answer::from(Response::transfer(event, false)).because(reason);
-                return Finished::Answer(answer);
+                return TransferOutcome::Answer(answer);
             }
         };
         let (has, moved) = match in_flight.work {
-            Work::Store(store, rest) => {
+            Work::Store(store, remainder) => {
                 let chunks = store.moved().chunks;
                 let mut moved = Moved { chunks, bytes };
-                let has_rest = store.has_rest;
+                let has_remainder = store.has_remainder;
                 self.commit_staged(range, store, |_| true);
-                if let Some(mut rest) = rest {
-                    rest.moved += moved;
-                    moved = rest.moved;
-                    let next = has_rest.then(|| self.next_piece(instance, range, &mut rest));
+                if let Some(mut remainder) = remainder {
+                    remainder.moved += moved;
+                    moved = remainder.moved;
+                    let next =
+                        has_remainder.then(|| self.next_piece(instance, range, &mut remainder));
                     if let Some((transfer, store)) = next.flatten() {
-                        let work = Work::Store(store, Some(rest));
+                        let work = Work::Store(store, Some(remainder));
                         let in_flight = InFlight { work, ..in_flight };
-                        return Finished::Piece(Box::new((transfer, in_flight)));
+                        return TransferOutcome::Piece(Box::new((transfer, in_flight)));
                     }
                 }
                 ("Stored", moved)
@@ -424,7 +425,7 @@ impl Transfers {
             request = request_id,
             "{has} {tokens} tokens in {seconds:.6} seconds"
         );
-        Finished::Answer(Answer::from(Response::transfer(event, true)))
+        TransferOutcome::Answer(Answer::from(Response::transfer(event, true)))
     }
 
     /// Logs and counts a transfer that failed, or was refused after it was counted as begun. Returns its metric label.

@@ -323,7 +323,7 @@ impl Drop for Charge {
 
 impl Transfers {
     /// Reserves memory for those of these objects that are not resident, in the order of the prompt, as far as the staging
-    /// budget allows. What it refuses is counted as refused unless it may be staged as one of `more_pieces`.
+    /// budget allows. What it refuses is counted as refused unless it may be staged as one of `further_pieces`.
     ///
     /// # Errors
     /// The budget allows none of those that are missing.
@@ -334,7 +334,7 @@ impl Transfers {
         prompt: Arc<[ChunkHash]>,
         groups: Vec<GroupChunks>,
         near: Option<u32>,
-        more_pieces: u32,
+        further_pieces: u32,
     ) -> Result<StagedStore> {
         let requests: Vec<_> = groups.iter().map(GroupChunks::request).collect();
         let worker = WorkerShare::of(instance, range);
@@ -359,7 +359,7 @@ impl Transfers {
             let options = ReserveOptions {
                 near,
                 max_staged_bytes: Some(max_bytes),
-                has_further_pieces: more_pieces > 0,
+                has_further_pieces: further_pieces > 0,
                 prompt: Some(reserved_prompt),
             };
             let reserved = cache.reserve_with(self.context.now(), &requests, &options);
@@ -370,8 +370,8 @@ impl Transfers {
         let (mut reserved, charge) = self.staging.stage(&worker, salt, object_bytes, reserve)?;
         let is_over = reserved.outcomes.contains(&KeyOutcome::OverStaging);
         let is_empty = reserved.reservation.is_empty();
-        let has_rest = is_over && !is_empty && more_pieces > 0;
-        if has_rest {
+        let has_remainder = is_over && !is_empty && further_pieces > 0;
+        if has_remainder {
             reserved
                 .outcomes
                 .retain(|it| *it != KeyOutcome::OverStaging);
@@ -379,7 +379,7 @@ impl Transfers {
         self.context
             .metrics
             .reserved("l1_store", scope.model_name(), salt, &reserved.outcomes);
-        if is_over && !has_rest {
+        if is_over && !has_remainder {
             self.warn_of_staging(instance, &worker, object_bytes);
             if is_empty {
                 let message = "staged and not committed bytes are at the limit";
@@ -392,7 +392,7 @@ impl Transfers {
             groups,
             reservation: reserved.reservation,
             charge,
-            has_rest,
+            has_remainder,
         })
     }
 

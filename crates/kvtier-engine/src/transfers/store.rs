@@ -68,14 +68,14 @@ pub(super) struct StagedStore {
     pub reservation: Reservation<L1Allocator>,
     pub charge: Charge,
     /// Whether the budget has refused chunks that another piece may store.
-    pub has_rest: bool,
+    pub has_remainder: bool,
 }
 
-/// Pieces that a store may still have. A worker alone may stage 7/32 of L1, so five fill it.
-pub(super) const MORE_PIECES: u32 = 7;
+/// Most pieces of a store after the first. A worker alone may stage 7/32 of L1, so five fill it.
+pub(super) const MAX_FURTHER_PIECES: u32 = 7;
 
-/// What the further pieces of a store need.
-pub(super) struct Rest {
+/// Part of a store that further pieces may store.
+pub(super) struct StoreRemainder {
     /// Transfer without chunks.
     transfer: Transfer,
     prompt: Arc<[ChunkHash]>,
@@ -84,7 +84,7 @@ pub(super) struct Rest {
     near: Option<u32>,
     /// What the pieces so far have moved.
     pub moved: Moved,
-    more_pieces: u32,
+    further_pieces: u32,
 }
 
 impl StagedStore {
@@ -144,17 +144,17 @@ impl Transfers {
         let hashes = &prompt[range.chunks.clone()];
         let groups = self.group_chunks(&guard, &range, hashes, &transfer.blocks);
         let near = self.context.l1.part_near(guard.pages().numa_node());
-        let store = self.stage(instance, &range, prompt, groups, near, MORE_PIECES)?;
-        let rest = store.has_rest.then(|| Rest {
+        let store = self.stage(instance, &range, prompt, groups, near, MAX_FURTHER_PIECES)?;
+        let remainder = store.has_remainder.then(|| StoreRemainder {
             transfer: transfer.clone(),
             prompt: Arc::clone(&store.prompt),
             groups: store.groups.clone(),
             near,
             moved: Moved::default(),
-            more_pieces: MORE_PIECES,
+            further_pieces: MAX_FURTHER_PIECES,
         });
         transfer.chunks = store.copies();
-        let work = Work::Store(store, rest.map(Box::new));
+        let work = Work::Store(store, remainder.map(Box::new));
         let in_flight = request.in_flight(work, range, guard);
         Ok((transfer, in_flight))
     }
@@ -164,15 +164,22 @@ impl Transfers {
         &self,
         instance: &Instance,
         range: &WorkerRange,
-        rest: &mut Rest,
+        remainder: &mut StoreRemainder,
     ) -> Option<(Transfer, StagedStore)> {
-        rest.more_pieces -= 1;
-        let (prompt, groups) = (Arc::clone(&rest.prompt), rest.groups.clone());
-        let store = self.stage(instance, range, prompt, groups, rest.near, rest.more_pieces);
+        remainder.further_pieces -= 1;
+        let (prompt, groups) = (Arc::clone(&remainder.prompt), remainder.groups.clone());
+        let store = self.stage(
+            instance,
+            range,
+            prompt,
+            groups,
+            remainder.near,
+            remainder.further_pieces,
+        );
         let store = store.ok().filter(|store| !store.reservation.is_empty())?;
         let transfer = Transfer {
             chunks: store.copies(),
-            ..rest.transfer.clone()
+            ..remainder.transfer.clone()
         };
         Some((transfer, store))
     }
