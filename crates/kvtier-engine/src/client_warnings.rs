@@ -13,7 +13,7 @@ use kvtier_common::sync::Mutex;
 /// Time that a warning stands without its clients.
 const WARNING_TTL: Duration = Duration::from_secs(600);
 
-/// Most warnings at once; a further one takes the place of the one that was caused longest ago.
+/// Most warnings at once; a further one takes the place of the oldest one without a client, or else of the oldest.
 const MAX_WARNINGS: usize = 16;
 
 /// Most warnings that one connection causes: it leaves some to others.
@@ -58,7 +58,8 @@ impl ClientWarnings {
             return Insertion::LeftOut;
         }
         let is_full = warnings.len() >= MAX_WARNINGS;
-        let oldest = warnings.iter().min_by_key(|(_, warning)| warning.last);
+        let rank = |warning: &Warning| (!warning.connections.is_empty(), warning.last);
+        let oldest = warnings.iter().min_by_key(|(_, warning)| rank(warning));
         let replaced = oldest
             .filter(|_| is_new && is_full)
             .map(|(text, _)| text.clone());
@@ -140,6 +141,15 @@ mod tests {
         assert_eq!(current.len(), MAX_WARNINGS);
         for (text, stands) in [("0", true), ("more", true), ("1", false), ("2", true)] {
             assert_eq!(current.iter().any(|it| it == text), stands, "{text}");
+        }
+        // One without a client goes first, however late that ended.
+        warnings.forget(1, 4 * SECOND);
+        for (text, left) in [("a", ["2", "3"]), ("b", ["3", "4"])] {
+            let inserted = warnings.insert(101, text, 5 * SECOND);
+            assert_eq!(inserted, Insertion::Replaced);
+            let current = warnings.current(5 * SECOND);
+            assert!(!current.iter().any(|it| it == left[0]));
+            assert!(current.iter().any(|it| it == left[1]));
         }
         for connection in 0..2 * MAX_CONNECTIONS as u64 {
             warnings.insert(connection, "0", SECOND);
