@@ -7,7 +7,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvtier_common::error::{Error, ErrorKind, Result};
-use kvtier_common::error::{Error, ErrorKind, Result};
 use kvtier_core::cache::{Committed, Reservation, ReserveRequest, Staged};
 use kvtier_core::{ChunkHash, Namespace};
 use kvtier_device::{BlockTable, ChunkCopy, ChunkRequest, Transfer};

@@ -17,6 +17,7 @@ use kvtier_memory::{Arena, ArenaKind};
 use super::prefetch::LOAD_BATCH;
 use super::store::BATCHES;
 use super::{L2, PrefetchRequest, Prefetched, StoredPrompt};
+use crate::l1::{Clock, L1Allocator};
 use kvtier_config::{L2Config, PrefetchPolicy, StorePolicy};
 use kvtier_observe::metrics::Readings;
 
