@@ -129,7 +129,7 @@ impl<T: Into<Value> + Send> AnyFuture for kvtier_client::Future<T> {
     }
 }
 
-enum State {
+enum CallState {
     Waiting,
     Done(Result<Value, ClientError>),
     Cancelled,
@@ -138,7 +138,7 @@ enum State {
 #[pyclass(frozen, module = "kvtier")]
 pub struct Future {
     inner: Box<dyn AnyFuture>,
-    state: Mutex<State>,
+    state: Mutex<CallState>,
     /// The process in which the result arrives.
     owner: u32,
 }
@@ -147,7 +147,7 @@ impl Future {
     pub fn new<T: Into<Value> + Send + 'static>(future: kvtier_client::Future<T>) -> Self {
         Self {
             inner: Box::new(future),
-            state: Mutex::new(State::Waiting),
+            state: Mutex::new(CallState::Waiting),
             owner: std::process::id(),
         }
     }
@@ -160,12 +160,12 @@ impl Future {
         }
     }
 
-    fn outcome(state: &State, py: Python<'_>) -> Option<PyResult<Py<PyAny>>> {
+    fn outcome(state: &CallState, py: Python<'_>) -> Option<PyResult<Py<PyAny>>> {
         match state {
-            State::Waiting => None,
-            State::Done(Ok(value)) => Some(value.to_python(py)),
-            State::Done(Err(error)) => Some(Err(exception(error))),
-            State::Cancelled => Some(Err(KvTierError::new_err("cancelled"))),
+            CallState::Waiting => None,
+            CallState::Done(Ok(value)) => Some(value.to_python(py)),
+            CallState::Done(Err(error)) => Some(Err(exception(error))),
+            CallState::Cancelled => Some(Err(KvTierError::new_err("cancelled"))),
         }
     }
 }
@@ -176,8 +176,8 @@ impl Future {
     fn done(&self) -> PyResult<bool> {
         self.check_owner()?;
         Ok(match *self.state.lock() {
-            State::Waiting => self.inner.is_ready(),
-            State::Done(_) | State::Cancelled => true,
+            CallState::Waiting => self.inner.is_ready(),
+            CallState::Done(_) | CallState::Cancelled => true,
         })
     }
 
@@ -201,15 +201,15 @@ impl Future {
         wait_in_slices(py, timeout, |slice| {
             self.inner.wait_ready(slice);
             // Another thread may have taken the result, or cancelled.
-            let is_over = || !matches!(*self.state.lock(), State::Waiting);
+            let is_over = || !matches!(*self.state.lock(), CallState::Waiting);
             (self.inner.is_ready() || is_over()).then_some(())
         })?;
         // Several threads may have waited; it is taken once.
         let mut state = self.state.lock();
-        if matches!(*state, State::Waiting)
+        if matches!(*state, CallState::Waiting)
             && let Some(result) = self.inner.try_take()
         {
-            *state = State::Done(result);
+            *state = CallState::Done(result);
         }
         Self::outcome(&state, py).unwrap_or_else(|| {
             Err(PyTimeoutError::new_err(format!(
@@ -223,8 +223,8 @@ impl Future {
     fn cancel(&self) -> PyResult<()> {
         self.check_owner()?;
         let mut state = self.state.lock();
-        if matches!(*state, State::Waiting) {
-            *state = State::Cancelled;
+        if matches!(*state, CallState::Waiting) {
+            *state = CallState::Cancelled;
         }
         Ok(())
     }

@@ -2,20 +2,20 @@
 
 use kvtier_proto::operation::Operation;
 use kvtier_proto::response::{
-    EngineDriven, PrepareRetrieve, PrepareStore, Response, Slot, StoreTarget,
+    ChunkSlot, EngineDriven, PrepareRetrieve, PrepareStore, Response, StoreTarget,
 };
 
 use crate::error::ClientError;
-use crate::message::Reply;
+use crate::message::ClientReply;
 
-pub(crate) fn unexpected(reply: &Reply, message: String) -> ClientError {
+pub(crate) fn unexpected(reply: &ClientReply, message: String) -> ClientError {
     ClientError::Unexpected {
         operation: reply.operation(),
         message,
     }
 }
 
-pub(crate) fn wrong(reply: &Reply, expected: &str, got: &Response<'_>) -> ClientError {
+pub(crate) fn wrong(reply: &ClientReply, expected: &str, got: &Response<'_>) -> ClientError {
     let kind = match got {
         Response::Nothing => "nothing",
         _ => "something else",
@@ -23,14 +23,14 @@ pub(crate) fn wrong(reply: &Reply, expected: &str, got: &Response<'_>) -> Client
     unexpected(reply, format!("{expected} was expected, {kind} came"))
 }
 
-pub(crate) fn nothing(reply: &Reply) -> Result<(), ClientError> {
+pub(crate) fn nothing(reply: &ClientReply) -> Result<(), ClientError> {
     match reply.response()? {
         Response::Nothing => Ok(()),
         other => Err(wrong(reply, "nothing", &other)),
     }
 }
 
-pub(crate) fn chunk_size(reply: &Reply) -> Result<usize, ClientError> {
+pub(crate) fn chunk_size(reply: &ClientReply) -> Result<usize, ClientError> {
     let size = match reply.response()? {
         Response::Int(size) => size,
         other => return Err(wrong(reply, "an int", &other)),
@@ -46,28 +46,28 @@ pub(crate) fn chunk_size(reply: &Reply) -> Result<usize, ClientError> {
         })
 }
 
-pub(crate) fn text(reply: &Reply) -> Result<String, ClientError> {
+pub(crate) fn text(reply: &ClientReply) -> Result<String, ClientError> {
     match reply.response()? {
         Response::Text(text) => Ok(text.into_owned()),
         other => Err(wrong(reply, "a text", &other)),
     }
 }
 
-pub(crate) fn texts(reply: &Reply) -> Result<Vec<String>, ClientError> {
+pub(crate) fn texts(reply: &ClientReply) -> Result<Vec<String>, ClientError> {
     match reply.response()? {
         Response::Texts(names) => Ok(names.into_iter().map(Into::into).collect()),
         other => Err(wrong(reply, "a list of names", &other)),
     }
 }
 
-pub(crate) fn truth(reply: &Reply) -> Result<bool, ClientError> {
+pub(crate) fn truth(reply: &ClientReply) -> Result<bool, ClientError> {
     match reply.response()? {
         Response::Bool(value) => Ok(value),
         other => Err(wrong(reply, "a bool", &other)),
     }
 }
 
-pub(crate) fn optional_count(reply: &Reply) -> Result<Option<u64>, ClientError> {
+pub(crate) fn optional_count(reply: &ClientReply) -> Result<Option<u64>, ClientError> {
     match reply.response()? {
         Response::Nothing => Ok(None),
         Response::Int(value) => u64::try_from(value)
@@ -78,7 +78,7 @@ pub(crate) fn optional_count(reply: &Reply) -> Result<Option<u64>, ClientError> 
 }
 
 /// The result of a lookup of `limit` chunks.
-pub(crate) fn hits(reply: &Reply, limit: u64) -> Result<Option<u64>, ClientError> {
+pub(crate) fn hits(reply: &ClientReply, limit: u64) -> Result<Option<u64>, ClientError> {
     limited(reply.operation(), optional_count(reply)?, limit)
 }
 
@@ -98,14 +98,14 @@ pub(crate) fn limited(
 }
 
 /// Whether a transfer succeeded. Its device event is left out: CPU workers need none.
-pub(crate) fn transferred(reply: &Reply) -> Result<bool, ClientError> {
+pub(crate) fn transferred(reply: &ClientReply) -> Result<bool, ClientError> {
     match reply.response()? {
         Response::Transfer(verdict) => Ok(verdict.ok),
         other => Err(wrong(reply, "an event and a verdict", &other)),
     }
 }
 
-pub(crate) fn pool(reply: &Reply) -> Result<EngineDriven<'static>, ClientError> {
+pub(crate) fn pool(reply: &ClientReply) -> Result<EngineDriven<'static>, ClientError> {
     match reply.response()? {
         Response::EngineDriven(pool) => Ok(EngineDriven {
             shm_name: pool.shm_name.into_owned().into(),
@@ -116,7 +116,7 @@ pub(crate) fn pool(reply: &Reply) -> Result<EngineDriven<'static>, ClientError> 
     }
 }
 
-pub(crate) fn prepare_store(reply: &Reply) -> Result<PrepareStore<'static>, ClientError> {
+pub(crate) fn prepare_store(reply: &ClientReply) -> Result<PrepareStore<'static>, ClientError> {
     match reply.response()? {
         Response::PrepareStore(answer) => Ok(PrepareStore {
             target: answer.target.map(|target| StoreTarget {
@@ -129,7 +129,9 @@ pub(crate) fn prepare_store(reply: &Reply) -> Result<PrepareStore<'static>, Clie
     }
 }
 
-pub(crate) fn prepare_retrieve(reply: &Reply) -> Result<PrepareRetrieve<'static>, ClientError> {
+pub(crate) fn prepare_retrieve(
+    reply: &ClientReply,
+) -> Result<PrepareRetrieve<'static>, ClientError> {
     match reply.response()? {
         Response::PrepareRetrieve(answer) => Ok(PrepareRetrieve {
             success: answer.success,
@@ -143,8 +145,8 @@ pub(crate) fn prepare_retrieve(reply: &Reply) -> Result<PrepareRetrieve<'static>
     }
 }
 
-fn owned_slot(slot: Slot<'_>) -> Slot<'static> {
-    Slot {
+fn owned_slot(slot: ChunkSlot<'_>) -> ChunkSlot<'static> {
+    ChunkSlot {
         offset: slot.offset,
         length: slot.length,
         shape: slot.shape.into_owned().into(),

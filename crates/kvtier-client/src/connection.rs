@@ -11,7 +11,7 @@ use kvtier_proto::response::ResponseKind;
 use crate::answers;
 use crate::backoff::Backoff;
 use crate::error::ClientError;
-use crate::message::{Incoming, Outgoing, Reply, Ticket};
+use crate::message::{ClientReply, Incoming, Outgoing, Ticket};
 use crate::wire::{Address, BUSY_POLL, Frames, Heartbeats, Wire, wait};
 
 /// Limit of requests that wait to be sent.
@@ -86,7 +86,7 @@ pub struct Connection {
     unsent: VecDeque<(u64, Frames)>,
     in_flight: HashMap<u64, InFlight>,
     /// Replies that were not received by the caller yet.
-    arrived: HashMap<u64, Result<Reply, ClientError>>,
+    arrived: HashMap<u64, Result<ClientReply, ClientError>>,
 }
 
 impl Connection {
@@ -195,7 +195,7 @@ impl Connection {
     /// # Errors
     /// [`ClientError::Timeout`], [`ClientError::Disconnected`], [`ClientError::Server`] with the server's error text,
     /// [`ClientError::UnknownTicket`]. After any of them the ticket is used up.
-    pub fn receive(&mut self, ticket: Ticket) -> Result<Reply, ClientError> {
+    pub fn receive(&mut self, ticket: Ticket) -> Result<ClientReply, ClientError> {
         let uid = ticket.uid;
         loop {
             if let Some(arrival) = self.arrived.remove(&uid) {
@@ -227,7 +227,10 @@ impl Connection {
     ///
     /// # Errors
     /// As [`Connection::send`] and [`Connection::receive`].
-    pub fn call<T: TokenWriter>(&mut self, request: &Request<'_, T>) -> Result<Reply, ClientError> {
+    pub fn call<T: TokenWriter>(
+        &mut self,
+        request: &Request<'_, T>,
+    ) -> Result<ClientReply, ClientError> {
         let ticket = self.send(request)?;
         self.receive(ticket)
     }

@@ -36,7 +36,7 @@ pub use engine_driven::{
 pub use error::ClientError;
 pub use key::{Key, Prompt, Scope};
 pub use lmcache_driven::{LmcacheDrivenSpec, LmcacheDrivenWorker};
-pub use message::{Reply, Ticket};
+pub use message::{ClientReply, Ticket};
 pub use worker::{Worker, WorkerSpec};
 
 /// The types of chunks, blocks and answers.

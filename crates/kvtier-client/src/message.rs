@@ -78,9 +78,9 @@ impl Incoming {
         mut self,
         operation: Operation,
         kind: ResponseKind,
-    ) -> Result<Reply, ClientError> {
+    ) -> Result<ClientReply, ClientError> {
         check_operation(&self.frames[1], operation)?;
-        Ok(Reply {
+        Ok(ClientReply {
             ticket: Ticket {
                 uid: self.uid,
                 operation,
@@ -133,14 +133,14 @@ impl Ticket {
 }
 
 /// The reply to one request.
-pub struct Reply {
+pub struct ClientReply {
     ticket: Ticket,
     kind: ResponseKind,
     payload: Option<Vec<u8>>,
     received: Instant,
 }
 
-impl Reply {
+impl ClientReply {
     /// The request it answers.
     pub fn ticket(&self) -> Ticket {
         self.ticket
@@ -176,7 +176,7 @@ impl Reply {
     }
 }
 
-impl std::fmt::Debug for Reply {
+impl std::fmt::Debug for ClientReply {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Reply")
             .field("ticket", &self.ticket)

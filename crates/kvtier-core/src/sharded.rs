@@ -6,7 +6,7 @@ use hashbrown::HashTable;
 const SHARDS: usize = 256;
 
 #[derive(Clone, Copy, Debug)]
-struct Entry {
+struct ShardEntry {
     /// Low half of the hash: spares most comparisons of keys, and all of them while a shard grows.
     tag: u32,
     number: u32,
@@ -15,7 +15,7 @@ struct Entry {
 /// Table from hashes to numbers. The caller has the keys and compares them.
 #[derive(Debug)]
 pub(crate) struct Sharded {
-    shards: Vec<HashTable<Entry>>,
+    shards: Vec<HashTable<ShardEntry>>,
 }
 
 impl Default for Sharded {
@@ -49,7 +49,7 @@ impl Sharded {
     /// Inserts a number whose key is not in the table.
     pub(crate) fn insert(&mut self, hash: u64, number: u32) {
         let tag = hash as u32;
-        let entry = Entry { tag, number };
+        let entry = ShardEntry { tag, number };
         self.shards[shard(hash)].insert_unique(spread(tag), entry, |entry| spread(entry.tag));
     }
 
@@ -72,6 +72,6 @@ impl Sharded {
 
     pub(crate) fn bookkeeping_bytes(&self) -> usize {
         let tables: usize = self.shards.iter().map(HashTable::allocation_size).sum();
-        tables + SHARDS * size_of::<HashTable<Entry>>()
+        tables + SHARDS * size_of::<HashTable<ShardEntry>>()
     }
 }

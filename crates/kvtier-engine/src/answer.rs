@@ -13,7 +13,7 @@ use kvtier_proto::response::{
 
 /// What goes back to a client.
 #[derive(Debug, PartialEq)]
-pub struct Answer {
+pub struct EngineAnswer {
     /// The third frame; nothing is no third frame.
     pub payload: Option<Payload>,
     /// Text for the operation's frame. Only clients that take one get it; others get the payload alone.
@@ -24,7 +24,7 @@ pub struct Answer {
     pub ends_stream: bool,
 }
 
-impl From<Response<'_>> for Answer {
+impl From<Response<'_>> for EngineAnswer {
     fn from(response: Response<'_>) -> Self {
         Self {
             payload: response.encode().map(Payload::from),
@@ -35,7 +35,7 @@ impl From<Response<'_>> for Answer {
     }
 }
 
-impl Answer {
+impl EngineAnswer {
     /// No third frame.
     pub fn nothing() -> Self {
         Self {

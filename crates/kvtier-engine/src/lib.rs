@@ -44,11 +44,11 @@ use std::time::{Duration, Instant};
 pub use admin::{
     Admin, ChecksumError, ExplainError, PrefetchError, PrefetchJob, PrefetchResult, TenantView,
 };
-pub use answer::Answer;
+pub use answer::EngineAnswer;
 pub use housekeeping::INTERVAL as HOUSEKEEPING_INTERVAL;
 pub use kvtier_common::error::{Error, ErrorKind, Result};
 use kvtier_store::l1::Clock;
-pub use payload::{Part, Payload};
+pub use payload::{Payload, PayloadPart};
 pub use preflight::{EarlierL1, Preflight, preflight};
 pub use reply::{Reply, ReplyTarget};
 
@@ -65,7 +65,7 @@ use kvtier_proto::key::KeyHead;
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{HELD_BLOCKS_FEATURE, InstanceId, Request};
 use kvtier_proto::response::Response;
-use kvtier_store::l1::{Instance, L1, L1Tenants, open_arena};
+use kvtier_store::l1::{L1, L1Tenants, ServerInstance, open_arena};
 use kvtier_store::tenants::{QuotaTier, Quotas, Salts};
 use kvtier_store::tiers::L2;
 
@@ -161,11 +161,14 @@ impl Engine {
             .as_ref()
             .ok()
             .and_then(|state| state.file(L1_RECORD).ok());
-        let instance = state.as_ref().map_err(Clone::clone).map(|state| Instance {
-            folder: state.id(),
-            tenants: salts.number(),
-            record: record.as_deref(),
-        });
+        let instance = state
+            .as_ref()
+            .map_err(Clone::clone)
+            .map(|state| ServerInstance {
+                folder: state.id(),
+                tenants: salts.number(),
+                record: record.as_deref(),
+            });
         let (arena, kept) = open_arena(&config, instance)?;
         let arena = Arc::new(arena);
         let devices = Devices::find(&config, &arena)?;
@@ -307,18 +310,18 @@ impl Engine {
     }
 
     /// Serves a request that never waits.
-    fn answer(&self, caller: Caller, request: &Request<'_, Prompt>) -> Answer {
+    fn answer(&self, caller: Caller, request: &Request<'_, Prompt>) -> EngineAnswer {
         match request {
-            Request::GetExperimental => Answer::from(Response::Texts(vec![
+            Request::GetExperimental => EngineAnswer::from(Response::Texts(vec![
                 HELD_BLOCKS_FEATURE.into(),
                 CHUNK_TOKENS_FEATURE.into(),
             ])),
-            Request::Noop => Answer::from(Response::Text("OK".into())),
+            Request::Noop => EngineAnswer::from(Response::Text("OK".into())),
             Request::Ping { instance } => self.workers.ping(caller, *instance),
-            Request::ReportBlockAllocation(_) => Answer::nothing(),
+            Request::ReportBlockAllocation(_) => EngineAnswer::nothing(),
             Request::Clear { force } => {
                 self.clear(*force);
-                Answer::nothing()
+                EngineAnswer::nothing()
             }
 
             Request::RegisterEngineDriven(context) => {
@@ -350,15 +353,17 @@ impl Engine {
             }
 
             // Between servers: there is nothing here for another server, and it learns so at once.
-            Request::P2pLookupAndLock { .. } => Answer::from(Response::Int(0)),
-            Request::P2pQueryLookupResults { .. } => Answer::from(Response::Addresses(Vec::new())),
-            Request::P2pUnlockObjects { .. } => Answer::nothing(),
+            Request::P2pLookupAndLock { .. } => EngineAnswer::from(Response::Int(0)),
+            Request::P2pQueryLookupResults { .. } => {
+                EngineAnswer::from(Response::Addresses(Vec::new()))
+            }
+            Request::P2pUnlockObjects { .. } => EngineAnswer::nothing(),
             other => self.unserved(other.operation()),
         }
     }
 
     /// Answers an operation that is not served: its client learns so at once, the operator once.
-    fn unserved(&self, operation: Operation) -> Answer {
+    fn unserved(&self, operation: Operation) -> EngineAnswer {
         let mut known = self.unserved.lock();
         if !known.contains(&operation) {
             known.push(operation);
@@ -367,7 +372,7 @@ impl Engine {
                 "this operation is not served here; said once"
             );
         }
-        Answer::unserved(operation)
+        EngineAnswer::unserved(operation)
     }
 
     /// Takes over the registrations of an earlier process of the server. To be called before the first request; returns within

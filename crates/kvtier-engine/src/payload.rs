@@ -30,14 +30,14 @@ pub struct LeasedChunks {
 
 /// A contiguous part of a frame.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Part {
+pub enum PayloadPart {
     /// Range of the frame's own bytes.
     Own(Range<usize>),
     /// A chunk.
     Chunk(Extent),
 }
 
-impl Part {
+impl PayloadPart {
     /// Bytes.
     pub fn byte_len(&self) -> usize {
         match self {
@@ -90,33 +90,33 @@ impl Payload {
     }
 
     /// Parts of the frame, in order.
-    pub fn parts(&self) -> Vec<Part> {
+    pub fn parts(&self) -> Vec<PayloadPart> {
         let mut parts = Vec::new();
         let mut from = 0;
         for (place, chunk) in self.places() {
-            parts.push(Part::Own(from..place));
+            parts.push(PayloadPart::Own(from..place));
             parts.push(chunk);
             from = place;
         }
-        parts.push(Part::Own(from..self.own.len()));
+        parts.push(PayloadPart::Own(from..self.own.len()));
         parts
     }
 
     /// The bytes of one of its parts, from `from` on.
-    pub fn slice(&self, part: &Part, from: usize) -> Slice<'_> {
+    pub fn slice(&self, part: &PayloadPart, from: usize) -> Slice<'_> {
         match (part, &self.chunks) {
-            (Part::Own(range), _) => Slice::Bytes(&self.own[range.clone()][from..]),
-            (Part::Chunk(extent), Some(chunks)) => {
+            (PayloadPart::Own(range), _) => Slice::Bytes(&self.own[range.clone()][from..]),
+            (PayloadPart::Chunk(extent), Some(chunks)) => {
                 let from = from as u64;
                 let rest = Extent::new(extent.offset + from, extent.len - from);
                 Slice::Extent(&chunks.arena, rest)
             }
-            (Part::Chunk(_), None) => Slice::Bytes(&[]),
+            (PayloadPart::Chunk(_), None) => Slice::Bytes(&[]),
         }
     }
 
-    fn places(&self) -> impl Iterator<Item = (usize, Part)> {
+    fn places(&self) -> impl Iterator<Item = (usize, PayloadPart)> {
         let places = self.chunks.iter().flat_map(|chunks| &chunks.places);
-        places.map(|(place, extent)| (*place, Part::Chunk(*extent)))
+        places.map(|(place, extent)| (*place, PayloadPart::Chunk(*extent)))
     }
 }

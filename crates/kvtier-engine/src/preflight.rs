@@ -7,7 +7,7 @@ use kvtier_common::error::{ErrorKind, Result};
 use kvtier_common::state::existing_id;
 use kvtier_config::{L1Restore, ServerConfig};
 pub use kvtier_store::l1::EarlierL1;
-use kvtier_store::l1::{Instance, divide, find_earlier, kept_path, preflight_arena};
+use kvtier_store::l1::{ServerInstance, divide, find_earlier, kept_path, preflight_arena};
 use kvtier_store::tenants::Salts;
 
 use super::devices::Devices;
@@ -43,7 +43,7 @@ pub fn preflight(config: &ServerConfig) -> Result<Preflight> {
         (devices.names(), devices.warning(config))
     };
     // Once the hugepages of that are free again: they may be those by which the earlier L1 grows.
-    let instance = Instance {
+    let instance = ServerInstance {
         // Without one, L1 that is there is of another folder.
         folder: folder.as_deref().unwrap_or_default(),
         tenants: Salts::of(config.tenants.salt_key()?).number(),

@@ -1,11 +1,11 @@
 //! The handle with which a request is answered.
 
-use super::Answer;
+use super::EngineAnswer;
 
 /// Destination of the answer to one request.
 pub trait ReplyTarget: Send {
     /// Sends the answer. `None` is the operation's failure answer: the handle was dropped, or could not be deferred.
-    fn send(self: Box<Self>, answer: Option<Answer>);
+    fn send(self: Box<Self>, answer: Option<EngineAnswer>);
 
     /// The answer comes after the call that handles the request. Returns false if too much waits already.
     fn defer(&mut self) -> bool {
@@ -16,8 +16,8 @@ pub trait ReplyTarget: Send {
     fn release_turn(&mut self) {}
 }
 
-impl<F: FnOnce(Option<Answer>) + Send> ReplyTarget for F {
-    fn send(self: Box<Self>, answer: Option<Answer>) {
+impl<F: FnOnce(Option<EngineAnswer>) + Send> ReplyTarget for F {
+    fn send(self: Box<Self>, answer: Option<EngineAnswer>) {
         self(answer);
     }
 }
@@ -32,7 +32,7 @@ impl Reply {
     }
 
     /// Sends the answer.
-    pub fn answer(mut self, answer: Answer) {
+    pub fn answer(mut self, answer: EngineAnswer) {
         if let Some(target) = self.0.take() {
             target.send(Some(answer));
         }

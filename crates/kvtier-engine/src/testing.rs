@@ -21,7 +21,7 @@ use kvtier_proto::request::{InstanceId, Store};
 
 use super::context::Context;
 use super::instances::{EngineDrivenGroup, EngineDrivenLayout, Instance, Mode, ModelLayout};
-use super::{Answer, Caller, Engine, Reply};
+use super::{Caller, Engine, EngineAnswer, Reply};
 use kvtier_config::ServerConfig;
 use kvtier_observe::metrics::Metrics;
 
@@ -237,7 +237,7 @@ pub fn key(chunks: Range<u8>) -> CacheKey<'static, Prompt> {
 }
 
 /// Stores these chunks, three at most, for a worker. The answer comes when it is there.
-pub fn store(engine: &Engine, id: i64, chunks: Range<u8>) -> Receiver<Answer> {
+pub fn store(engine: &Engine, id: i64, chunks: Range<u8>) -> Receiver<EngineAnswer> {
     let store = Store {
         block_ids: vec![(1..).take(chunks.len()).collect()],
         key: key(chunks),
@@ -250,8 +250,9 @@ pub fn store(engine: &Engine, id: i64, chunks: Range<u8>) -> Receiver<Answer> {
 }
 
 /// A reply, and what is answered with it.
-pub fn reply() -> (Reply, Receiver<Answer>) {
+pub fn reply() -> (Reply, Receiver<EngineAnswer>) {
     let (answers, receiver) = channel();
-    let target = move |answer: Option<Answer>| answers.send(answer.unwrap()).unwrap_or_default();
+    let target =
+        move |answer: Option<EngineAnswer>| answers.send(answer.unwrap()).unwrap_or_default();
     (Reply::new(target), receiver)
 }

@@ -6,10 +6,10 @@ use kvtier_core::object_key::{KeyShape, ObjectKey};
 use serde::de::DeserializeOwned;
 use tokio::task::JoinSet;
 
-use super::message::{self, Deleted, Entry, MAX_BATCH, MAX_CURSOR, Request};
+use super::message::{self, Deleted, MAX_BATCH, MAX_CURSOR, ObjectResult, Request};
 use super::metadata::{self, Metadata};
-use super::session::{Lane, Session};
-use super::{Shared, count, name_of};
+use super::session::{ProcessConnection, RequestClass};
+use super::{ProcessTier, count, name_of};
 use kvtier_l2::{
     BoxFuture, ErrorKind, L2Error, ListPage, Listed, ObjectSpec, Recovered, recover_pages,
 };
@@ -33,15 +33,15 @@ impl Question {
     }
 }
 
-impl Shared {
+impl ProcessTier {
     /// Returns the bytes at the tier per object that can be loaded.
     pub(super) async fn lookup(
         &self,
-        session: Arc<Session>,
+        session: Arc<ProcessConnection>,
         batch: Vec<ObjectSpec>,
     ) -> Result<Vec<Option<u64>>, L2Error> {
         let names = batch.iter().map(|object| name_of(&object.key)).collect();
-        let entries = self.ask::<Option<Entry>>(&session, Question::Lookup, names);
+        let entries = self.ask::<Option<ObjectResult>>(&session, Question::Lookup, names);
         let mut found = vec![None; batch.len()];
         for (number, entry) in entries.await? {
             if let (Some(object), Some(place)) = (batch.get(number), found.get_mut(number)) {
@@ -56,7 +56,7 @@ impl Shared {
         Ok(found)
     }
 
-    fn is_loadable(&self, object: &ObjectSpec, entry: &Entry) -> Result<bool, L2Error> {
+    fn is_loadable(&self, object: &ObjectSpec, entry: &ObjectResult) -> Result<bool, L2Error> {
         if let Some(error) = entry.failure("lookup") {
             return match error.kind() {
                 ErrorKind::Busy | ErrorKind::Unavailable => {
@@ -81,7 +81,7 @@ impl Shared {
 
     pub(super) async fn delete(
         &self,
-        session: Arc<Session>,
+        session: Arc<ProcessConnection>,
         keys: Vec<ObjectKey>,
     ) -> Result<Vec<Result<bool, L2Error>>, L2Error> {
         if !session.welcome.features.delete {
@@ -114,7 +114,7 @@ impl Shared {
     /// long for the tier have none.
     async fn ask<T: DeserializeOwned + Send + 'static>(
         &self,
-        session: &Arc<Session>,
+        session: &Arc<ProcessConnection>,
         question: Question,
         names: Vec<String>,
     ) -> Result<Vec<(usize, T)>, L2Error> {
@@ -138,7 +138,7 @@ impl Shared {
         for (_, group) in groups {
             let session = Arc::clone(session);
             tasks.spawn(async move {
-                let permit = session.permit(Lane::Keys).await?;
+                let permit = session.permit(RequestClass::Keys).await?;
                 let keys: Vec<_> = group.iter().map(|(_, name)| &**name).collect();
                 let request = match question {
                     Question::Lookup => Request::Lookup { keys: &keys },
@@ -167,7 +167,7 @@ impl Shared {
     /// A page of a listing, and the number of other objects in it.
     pub(super) async fn page(
         &self,
-        session: &Session,
+        session: &ProcessConnection,
         from: Option<&str>,
         limit: usize,
     ) -> Result<(ListPage, u64), L2Error> {
@@ -182,7 +182,7 @@ impl Shared {
             cursor: from,
             limit: limit.clamp(1, MAX_BATCH),
         };
-        let permit = session.permit(Lane::Keys).await?;
+        let permit = session.permit(RequestClass::Keys).await?;
         let answered = session.call(&request, permit, None).await?;
         let page = message::page(&answered.body).map_err(|what| session.violate(what))?;
         let page = page.map_err(|error| self.link.error(error.kind(), &error.to_string()))?;
@@ -214,7 +214,7 @@ impl Shared {
     /// Passes all objects to `found`, until that returns false. A tier that cannot list has none to pass.
     pub(super) async fn recover(
         &self,
-        session: Arc<Session>,
+        session: Arc<ProcessConnection>,
         found: &(dyn Fn(Vec<Listed>) -> bool + Send + Sync),
     ) -> Result<Recovered, L2Error> {
         if !session.welcome.features.list {
@@ -231,11 +231,14 @@ impl Shared {
         recover_pages(page, found, circles).await
     }
 
-    pub(super) async fn free_bytes(&self, session: Arc<Session>) -> Result<Option<u64>, L2Error> {
+    pub(super) async fn free_bytes(
+        &self,
+        session: Arc<ProcessConnection>,
+    ) -> Result<Option<u64>, L2Error> {
         if !session.welcome.features.free_bytes {
             return Ok(None);
         }
-        let permit = session.permit(Lane::Keys).await?;
+        let permit = session.permit(RequestClass::Keys).await?;
         let answered = session.call(&Request::FreeBytes, permit, None).await?;
         let free = message::free_bytes(&answered.body).map_err(|what| session.violate(what))?;
         free.map_err(|error| self.link.error(error.kind(), &error.to_string()))

@@ -41,7 +41,7 @@ use kvtier_l2::{
 use link::Link;
 use message::Welcome;
 use segment::ALIGNMENT;
-use session::Session;
+use session::ProcessConnection;
 
 pub use options::PROCESS;
 pub use options::ProcessOptions;
@@ -58,13 +58,13 @@ const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Adapter of a tier in a process of its own.
 pub struct ProcessAdapter {
-    shared: Arc<Shared>,
+    shared: Arc<ProcessTier>,
     /// Whether it is open. Calls in flight hold it for reading, and the end waits for them.
     open: Arc<RwLock<bool>>,
 }
 
 /// What the tasks of calls share.
-struct Shared {
+struct ProcessTier {
     link: Link,
     options: ProcessOptions,
     /// Objects that were found to be damaged: the next store replaces them.
@@ -142,7 +142,8 @@ pub fn read_answers(bytes: &[u8]) {
     let _ = frame::Head::decode(head);
     let _ = Welcome::decode(body);
     let count = usize::from(head[0] % 4);
-    if let Ok(Ok(entries)) = message::results::<Option<message::Entry>>("load", body, count) {
+    if let Ok(Ok(entries)) = message::results::<Option<message::ObjectResult>>("load", body, count)
+    {
         assert_eq!(entries.len(), count);
         for entry in entries.into_iter().flatten() {
             let _ = entry.failure("load");
@@ -173,7 +174,7 @@ async fn copying<T: Send + 'static>(
     tokio::task::spawn_blocking(work).await.map_err(lost)
 }
 
-impl Shared {
+impl ProcessTier {
     /// Whether bytes without a layout are no object's.
     fn needs_layout(&self) -> bool {
         !self.options.trust_missing_layout || self.options.require_checksum
@@ -195,7 +196,12 @@ impl Shared {
     }
 
     /// Whether an item can be moved.
-    fn check(&self, session: &Session, item: &impl About, name: &str) -> Result<(), L2Error> {
+    fn check(
+        &self,
+        session: &ProcessConnection,
+        item: &impl About,
+        name: &str,
+    ) -> Result<(), L2Error> {
         let (object, buffer, welcome) = (item.object(), item.buffer(), &session.welcome);
         let refused = |what: String| Err(self.link.error(ErrorKind::Refused, &what));
         self.check_name(welcome, name)?;
@@ -228,7 +234,7 @@ impl Shared {
     /// Divides items into groups, of one request each; results of those that cannot be moved are among `refused`.
     fn groups<T: About, R>(
         &self,
-        session: &Session,
+        session: &ProcessConnection,
         items: Vec<T>,
         refused: &mut Results<R>,
     ) -> Vec<(u64, Vec<Item<T>>)> {
@@ -265,7 +271,7 @@ impl ProcessAdapter {
     /// Returns an adapter, which starts to connect. To be called within a tokio runtime.
     #[must_use]
     pub fn open(options: &ProcessOptions) -> Self {
-        let shared = Shared {
+        let shared = ProcessTier {
             link: Link::open(options),
             options: options.clone(),
             damaged: KeySet::default(),
@@ -294,7 +300,7 @@ impl ProcessAdapter {
     /// Runs `work` on a session while the adapter is open.
     async fn with<R, F: Future<Output = Result<R, L2Error>>>(
         &self,
-        work: impl FnOnce(Arc<Session>) -> F,
+        work: impl FnOnce(Arc<ProcessConnection>) -> F,
     ) -> Result<R, L2Error> {
         let open = self.open.read().await;
         if !*open {
@@ -308,7 +314,7 @@ impl ProcessAdapter {
     async fn each<T, R, F>(
         &self,
         items: Vec<T>,
-        work: fn(Arc<Shared>, Arc<Session>, u64, Group<T>) -> F,
+        work: fn(Arc<ProcessTier>, Arc<ProcessConnection>, u64, Group<T>) -> F,
     ) -> Vec<Result<R, L2Error>>
     where
         T: About + Send + 'static,
@@ -378,7 +384,7 @@ impl Adapter for ProcessAdapter {
     }
 
     fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
-        Box::pin(self.each(batch, Shared::store))
+        Box::pin(self.each(batch, ProcessTier::store))
     }
 
     fn lookup(&self, batch: Vec<ObjectSpec>) -> BoxFuture<'_, Result<Vec<Option<u64>>, L2Error>> {
@@ -386,7 +392,7 @@ impl Adapter for ProcessAdapter {
     }
 
     fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>> {
-        Box::pin(self.each(batch, Shared::load))
+        Box::pin(self.each(batch, ProcessTier::load))
     }
 
     fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
@@ -433,7 +439,7 @@ impl Adapter for ProcessAdapter {
     }
 
     fn status(&self) -> Value {
-        let Shared {
+        let ProcessTier {
             link,
             options,
             counters,

@@ -21,7 +21,7 @@ use super::frame::{self, HEADER, Head};
 use super::message::{Request, Welcome};
 use super::options::ProcessOptions;
 use super::segment::Segment;
-use super::session::{End, Session, Wire};
+use super::session::{End, ProcessConnection, Wire};
 use super::supervisor::Supervisor;
 use kvtier_common::sync::RateLimited;
 use kvtier_l2::{
@@ -42,17 +42,17 @@ const MAX_WELCOME: usize = 64 << 10;
 const CLIENT: &str = concat!("kvtier/", env!("CARGO_PKG_VERSION"));
 
 #[derive(Clone)]
-enum State {
+enum ProcessLinkState {
     /// During the first attempt only, or while a command starts: calls wait for it.
     Connecting,
-    Up(Arc<Session>),
+    Up(Arc<ProcessConnection>),
     Down(L2Error),
 }
 
-struct Shared {
+struct LinkShared {
     options: Arc<ProcessOptions>,
     instance: String,
-    state: watch::Sender<State>,
+    state: watch::Sender<ProcessLinkState>,
     /// What the tier said last of itself.
     welcome: watch::Sender<Option<Arc<Welcome>>>,
     supervisor: Option<Supervisor>,
@@ -60,7 +60,7 @@ struct Shared {
 
 /// A connection to a tier, or the attempts to make one.
 pub(super) struct Link {
-    shared: Arc<Shared>,
+    shared: Arc<LinkShared>,
     stop: watch::Sender<bool>,
     tasks: Mutex<Vec<JoinHandle<()>>>,
 }
@@ -70,10 +70,10 @@ impl Link {
     pub(super) fn open(options: &ProcessOptions) -> Self {
         let supervisor = (!options.command.is_empty()).then(Supervisor::default);
         let random = RandomState::new();
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(LinkShared {
             options: Arc::new(options.clone()),
             instance: format!("{:016x}{:016x}", random.hash_one(0), random.hash_one(1)),
-            state: watch::Sender::new(State::Connecting),
+            state: watch::Sender::new(ProcessLinkState::Connecting),
             welcome: watch::Sender::new(None),
             supervisor,
         });
@@ -99,20 +99,20 @@ impl Link {
     }
 
     /// Returns the session. Waits for the first attempt to connect, not for another one.
-    pub(super) async fn session(&self) -> Result<Arc<Session>, L2Error> {
+    pub(super) async fn session(&self) -> Result<Arc<ProcessConnection>, L2Error> {
         let mut states = self.shared.state.subscribe();
-        let state = states.wait_for(|state| !matches!(state, State::Connecting));
+        let state = states.wait_for(|state| !matches!(state, ProcessLinkState::Connecting));
         match state.await.as_deref() {
-            Ok(State::Up(session)) => Ok(Arc::clone(session)),
-            Ok(State::Down(error)) => Err(error.clone()),
+            Ok(ProcessLinkState::Up(session)) => Ok(Arc::clone(session)),
+            Ok(ProcessLinkState::Down(error)) => Err(error.clone()),
             _ => Err(closed()),
         }
     }
 
     /// Returns the session, if there is one.
-    pub(super) fn current(&self) -> Option<Arc<Session>> {
+    pub(super) fn current(&self) -> Option<Arc<ProcessConnection>> {
         match &*self.shared.state.borrow() {
-            State::Up(session) => Some(Arc::clone(session)),
+            ProcessLinkState::Up(session) => Some(Arc::clone(session)),
             _ => None,
         }
     }
@@ -125,9 +125,11 @@ impl Link {
     /// Why there is no session.
     pub(super) fn problem(&self) -> Option<L2Error> {
         match &*self.shared.state.borrow() {
-            State::Up(_) => None,
-            State::Down(error) => Some(error.clone()),
-            State::Connecting => Some(self.shared.error(ErrorKind::Unavailable, "connecting")),
+            ProcessLinkState::Up(_) => None,
+            ProcessLinkState::Down(error) => Some(error.clone()),
+            ProcessLinkState::Connecting => {
+                Some(self.shared.error(ErrorKind::Unavailable, "connecting"))
+            }
         }
     }
 
@@ -149,7 +151,9 @@ impl Link {
             // Both end in a bounded time.
             let _ = task.await;
         }
-        self.shared.state.send_replace(State::Down(closed()));
+        self.shared
+            .state
+            .send_replace(ProcessLinkState::Down(closed()));
     }
 }
 
@@ -163,7 +167,7 @@ pub(super) async fn stopped(stop: &mut watch::Receiver<bool>) {
     let _ = stop.wait_for(|stop| *stop).await;
 }
 
-impl Shared {
+impl LinkShared {
     fn error(&self, kind: ErrorKind, what: &str) -> L2Error {
         self.options.error(kind, what)
     }
@@ -173,8 +177,8 @@ impl Shared {
             () = self.connect_always() => {}
             () = stopped(&mut stop) => {}
         }
-        let state = self.state.send_replace(State::Down(closed()));
-        if let State::Up(session) = state {
+        let state = self.state.send_replace(ProcessLinkState::Down(closed()));
+        if let ProcessLinkState::Up(session) = state {
             session.end(&closed());
         }
     }
@@ -202,14 +206,16 @@ impl Shared {
                         "connected to a tier in a process of its own"
                     );
                     self.welcome.send_replace(Some(welcome));
-                    self.state.send_replace(State::Up(Arc::clone(&session)));
+                    self.state
+                        .send_replace(ProcessLinkState::Up(Arc::clone(&session)));
                     let end = session.serve(wire, self.options.request_timeout).await;
                     if session.has_answered() {
                         failures = 0;
                     }
                     let error = self.error(ErrorKind::Unavailable, &end.to_string());
                     // Later calls are not sent there any more.
-                    self.state.send_replace(State::Down(error.clone()));
+                    self.state
+                        .send_replace(ProcessLinkState::Down(error.clone()));
                     if let (End::Silent(_) | End::Unanswered(_), Some(supervisor)) =
                         (&end, &self.supervisor)
                     {
@@ -227,7 +233,8 @@ impl Shared {
                         sleep(FIRST_PAUSE).await;
                         continue;
                     }
-                    self.state.send_replace(State::Down(error.clone()));
+                    self.state
+                        .send_replace(ProcessLinkState::Down(error.clone()));
                     (error, (failures == 0).then_some(0))
                 }
             };
@@ -244,7 +251,7 @@ impl Shared {
     }
 
     /// Connects and greets.
-    async fn connect(&self) -> Result<(Session, Wire), L2Error> {
+    async fn connect(&self) -> Result<(ProcessConnection, Wire), L2Error> {
         let path = &self.options.socket_path;
         let stream = UnixStream::connect(path).await;
         let stream = stream.map_err(|error| {
@@ -263,7 +270,7 @@ impl Shared {
         })
     }
 
-    async fn greet(&self, mut stream: UnixStream) -> Result<(Session, Wire), L2Error> {
+    async fn greet(&self, mut stream: UnixStream) -> Result<(ProcessConnection, Wire), L2Error> {
         let broken = |error: std::io::Error| {
             let what = format!("the hello failed: {}", End::from(error));
             self.error(ErrorKind::Unavailable, &what)
@@ -297,7 +304,7 @@ impl Shared {
             return Err(self.error(ErrorKind::Refused, what));
         }
         let options = Arc::clone(&self.options);
-        Ok(Session::new(options, welcome, segment, stream))
+        Ok(ProcessConnection::new(options, welcome, segment, stream))
     }
 }
 

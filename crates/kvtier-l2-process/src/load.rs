@@ -2,10 +2,10 @@
 
 use std::sync::Arc;
 
-use super::message::{self, Entry, LoadEntry, Request};
+use super::message::{self, LoadEntry, ObjectResult, Request};
 use super::metadata::{self, Metadata};
-use super::session::{Lane, Session};
-use super::{Item, Results, Shared, copying, count, footprint};
+use super::session::{ProcessConnection, RequestClass};
+use super::{Item, ProcessTier, Results, copying, count, footprint};
 use kvtier_l2::{ErrorKind, L2Error, LoadItem, Loaded, ObjectSpec};
 
 /// An object that the tier says is in the segment.
@@ -17,15 +17,15 @@ struct Written {
     sum: Option<u128>,
 }
 
-impl Shared {
+impl ProcessTier {
     /// Loads a group of objects, which take `bytes` of the segment.
     pub(super) async fn load(
         self: Arc<Self>,
-        session: Arc<Session>,
+        session: Arc<ProcessConnection>,
         bytes: u64,
         group: Vec<Item<LoadItem>>,
     ) -> Result<Results<Loaded>, L2Error> {
-        let permit = session.permit(Lane::Data).await?;
+        let permit = session.permit(RequestClass::Data).await?;
         let slot = session.slot(bytes).await?;
         let mut at = slot.at();
         let objects: Vec<_> = group
@@ -42,9 +42,10 @@ impl Shared {
             .collect();
         let request = Request::Load { objects: &objects };
         let answered = session.call(&request, permit, Some(slot)).await?;
-        let entries: Vec<Option<Entry>> = message::results("load", &answered.body, group.len())
-            .map_err(|what| session.violate(what))?
-            .map_err(|error| session.named(&error))?;
+        let entries: Vec<Option<ObjectResult>> =
+            message::results("load", &answered.body, group.len())
+                .map_err(|what| session.violate(what))?
+                .map_err(|error| session.named(&error))?;
         let places: Vec<_> = objects.iter().map(|object| object.at).collect();
         let (mut results, mut written) = (Results::new(), Vec::new());
         for ((Item { number, item, .. }, entry), at) in group.into_iter().zip(entries).zip(places) {
@@ -97,7 +98,11 @@ impl Shared {
     }
 
     /// Returns the checksum of an object that the tier says to have written.
-    fn written(&self, object: &ObjectSpec, entry: Option<Entry>) -> Result<Option<u128>, L2Error> {
+    fn written(
+        &self,
+        object: &ObjectSpec,
+        entry: Option<ObjectResult>,
+    ) -> Result<Option<u128>, L2Error> {
         let error = |kind, what: &str| Err(self.link.error(kind, what));
         let Some(entry) = entry else {
             return error(ErrorKind::NotFound, "load: there is no such object");

@@ -217,7 +217,7 @@ impl Welcome {
 
 /// Result of one object of a store, a lookup or a load.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Deserialize)]
-pub(super) struct Entry {
+pub(super) struct ObjectResult {
     pub(super) new: Option<bool>,
     pub(super) len: Option<u64>,
     pub(super) meta: Option<String>,
@@ -225,7 +225,7 @@ pub(super) struct Entry {
     message: Option<String>,
 }
 
-impl Entry {
+impl ObjectResult {
     /// Returns the error that it is.
     pub(super) fn failure(&self, what: &str) -> Option<L2Error> {
         let kind = self.error.as_deref()?;
@@ -243,7 +243,7 @@ impl Entry {
 #[serde(untagged)]
 pub(super) enum Deleted {
     Was(bool),
-    Failed(Entry),
+    Failed(ObjectResult),
 }
 
 /// One object of a page.
@@ -424,11 +424,11 @@ mod tests {
     #[test]
     fn results_must_be_as_many_as_asked() {
         let two = br#"{"results":[{"len":1,"meta":"x","other":[]},null]}"#;
-        let read: Vec<Option<Entry>> = results("lookup", two, 2).unwrap().unwrap();
+        let read: Vec<Option<ObjectResult>> = results("lookup", two, 2).unwrap().unwrap();
         assert_eq!(read[0].as_ref().unwrap().len, Some(1));
         assert_eq!(read[1], None);
         for count in [0, 1, 3] {
-            assert!(results::<Option<Entry>>("lookup", two, count).is_err());
+            assert!(results::<Option<ObjectResult>>("lookup", two, count).is_err());
         }
         for body in [
             &b""[..],
@@ -442,7 +442,7 @@ mod tests {
             br#"{"results":{}}"#,
             b"{\"results\":[\xff]}",
         ] {
-            assert!(results::<Option<Entry>>("lookup", body, 2).is_err());
+            assert!(results::<Option<ObjectResult>>("lookup", body, 2).is_err());
         }
     }
 
@@ -456,7 +456,7 @@ mod tests {
             ("anything", ErrorKind::Unavailable),
         ] {
             let body = format!(r#"{{"error":"{kind}","message":"a\nb password=MARK"}}"#);
-            let error = results::<Entry>("load", body.as_bytes(), 9)
+            let error = results::<ObjectResult>("load", body.as_bytes(), 9)
                 .unwrap()
                 .unwrap_err();
             assert_eq!(error.kind(), expected, "{kind}");

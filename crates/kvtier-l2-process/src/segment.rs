@@ -25,12 +25,12 @@ pub(super) struct Segment {
 }
 
 /// A part of a segment; free again when it is dropped.
-pub(super) struct Slot {
+pub(super) struct SegmentSlot {
     segment: Arc<Segment>,
     extent: Extent,
 }
 
-impl Slot {
+impl SegmentSlot {
     pub(super) fn at(&self) -> u64 {
         self.extent.offset
     }
@@ -40,7 +40,7 @@ impl Slot {
     }
 }
 
-impl Drop for Slot {
+impl Drop for SegmentSlot {
     fn drop(&mut self) {
         let freed = self.segment.free.lock().free(self.extent);
         debug_assert!(freed.is_ok(), "a slot was not allocated: {freed:?}");
@@ -76,7 +76,7 @@ impl Segment {
     }
 
     /// Waits for `bytes`, at most [`Self::len`](SharedSegment::len). `None` if the segment was closed.
-    pub(super) async fn allocate(self: &Arc<Self>, bytes: u64) -> Option<Slot> {
+    pub(super) async fn allocate(self: &Arc<Self>, bytes: u64) -> Option<SegmentSlot> {
         let _turn = self.turn.lock().await;
         loop {
             let mut freed = std::pin::pin!(self.freed.notified());
@@ -86,7 +86,7 @@ impl Segment {
             }
             let allocated = self.free.lock().allocate(bytes.max(1));
             if let Ok(extent) = allocated {
-                return Some(Slot {
+                return Some(SegmentSlot {
                     segment: Arc::clone(self),
                     extent,
                 });

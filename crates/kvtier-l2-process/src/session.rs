@@ -18,7 +18,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use super::frame::{self, HEADER, Head, Violation};
 use super::message::{Request, Welcome};
 use super::options::ProcessOptions;
-use super::segment::{Segment, Slot};
+use super::segment::{Segment, SegmentSlot};
 use kvtier_l2::{ErrorKind, L2Error};
 
 /// Longest silences for which one request may wait while others are answered: its part of the segment and its permit are of no
@@ -27,7 +27,7 @@ const MAX_SILENCES: u32 = 4;
 
 /// What a request is about; each lane has requests in flight of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Lane {
+pub(super) enum RequestClass {
     /// Keys only: it waits for no bytes of objects.
     Keys,
     /// Bytes of objects.
@@ -37,21 +37,21 @@ pub(super) enum Lane {
 /// Answer to a request, and the part of the segment that it was about.
 pub(super) struct Answered {
     pub(super) body: Vec<u8>,
-    pub(super) slot: Option<Slot>,
+    pub(super) slot: Option<SegmentSlot>,
 }
 
-type Answer = oneshot::Sender<Result<Answered, L2Error>>;
+type AnswerSender = oneshot::Sender<Result<Answered, L2Error>>;
 
 struct InFlight {
-    answer: Answer,
-    slot: Option<Slot>,
+    answer: AnswerSender,
+    slot: Option<SegmentSlot>,
     /// Held until the answer.
     permit: Option<OwnedSemaphorePermit>,
     max_answer: usize,
     since: Instant,
 }
 
-struct Pending {
+struct PendingRequest {
     next: u64,
     requests: HashMap<u64, InFlight>,
     last_answer: Instant,
@@ -59,14 +59,14 @@ struct Pending {
 }
 
 /// A connection in use.
-pub(super) struct Session {
+pub(super) struct ProcessConnection {
     options: Arc<ProcessOptions>,
     pub(super) welcome: Welcome,
     pub(super) segment: Arc<Segment>,
     /// Bounded by the requests in flight.
     outgoing: mpsc::UnboundedSender<Vec<u8>>,
     violations: mpsc::UnboundedSender<Violation>,
-    pending: Mutex<Pending>,
+    pending: Mutex<PendingRequest>,
     keys: Arc<Semaphore>,
     data: Arc<Semaphore>,
     is_pinged: AtomicBool,
@@ -121,7 +121,7 @@ impl From<std::io::Error> for End {
     }
 }
 
-impl Session {
+impl ProcessConnection {
     pub(super) fn new(
         options: Arc<ProcessOptions>,
         welcome: Welcome,
@@ -144,7 +144,7 @@ impl Session {
             segment,
             outgoing,
             violations: violated,
-            pending: Mutex::new(Pending {
+            pending: Mutex::new(PendingRequest {
                 next: 1,
                 requests: HashMap::new(),
                 last_answer: Instant::now(),
@@ -164,17 +164,17 @@ impl Session {
     }
 
     /// Waits until another request of the lane may be sent.
-    pub(super) async fn permit(&self, lane: Lane) -> Result<OwnedSemaphorePermit, L2Error> {
+    pub(super) async fn permit(&self, lane: RequestClass) -> Result<OwnedSemaphorePermit, L2Error> {
         let permits = match lane {
-            Lane::Keys => &self.keys,
-            Lane::Data => &self.data,
+            RequestClass::Keys => &self.keys,
+            RequestClass::Data => &self.data,
         };
         let permit = Arc::clone(permits).acquire_owned().await;
         permit.map_err(|_| self.error())
     }
 
     /// Waits for a part of the segment.
-    pub(super) async fn slot(&self, bytes: u64) -> Result<Slot, L2Error> {
+    pub(super) async fn slot(&self, bytes: u64) -> Result<SegmentSlot, L2Error> {
         let slot = self.segment.allocate(bytes).await;
         slot.ok_or_else(|| self.error())
     }
@@ -184,7 +184,7 @@ impl Session {
         &self,
         request: &Request<'_>,
         permit: OwnedSemaphorePermit,
-        slot: Option<Slot>,
+        slot: Option<SegmentSlot>,
     ) -> Result<Answered, L2Error> {
         let answer = self.send(request, Some(permit), slot)?;
         answer.await.unwrap_or_else(|_| Err(self.error()))
@@ -194,7 +194,7 @@ impl Session {
         &self,
         request: &Request<'_>,
         permit: Option<OwnedSemaphorePermit>,
-        slot: Option<Slot>,
+        slot: Option<SegmentSlot>,
     ) -> Result<oneshot::Receiver<Result<Answered, L2Error>>, L2Error> {
         let body = request.encode()?;
         let (answer, answered) = oneshot::channel();

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use super::message::{self, Entry, Request, StoreEntry};
-use super::session::{Lane, Session};
-use super::{Item, Results, Shared, copying, footprint, metadata};
+use super::message::{self, ObjectResult, Request, StoreEntry};
+use super::session::{ProcessConnection, RequestClass};
+use super::{Item, ProcessTier, Results, copying, footprint, metadata};
 use kvtier_l2::{ErrorKind, L2Error, StoreItem, Stored};
 
 /// An object in the segment.
@@ -16,15 +16,15 @@ struct Copied {
     sum: u128,
 }
 
-impl Shared {
+impl ProcessTier {
     /// Stores a group of objects, which take `bytes` of the segment.
     pub(super) async fn store(
         self: Arc<Self>,
-        session: Arc<Session>,
+        session: Arc<ProcessConnection>,
         bytes: u64,
         group: Vec<Item<StoreItem>>,
     ) -> Result<Results<Stored>, L2Error> {
-        let permit = session.permit(Lane::Data).await?;
+        let permit = session.permit(RequestClass::Data).await?;
         let slot = session.slot(bytes).await?;
         let work = move || {
             let (mut copied, mut results) = (Vec::with_capacity(group.len()), Results::new());
@@ -61,7 +61,7 @@ impl Shared {
             .collect();
         let request = Request::Store { objects: &objects };
         let answered = session.call(&request, permit, Some(slot)).await?;
-        let entries: Vec<Entry> = message::results("store", &answered.body, copied.len())
+        let entries: Vec<ObjectResult> = message::results("store", &answered.body, copied.len())
             .map_err(|what| session.violate(what))?
             .map_err(|error| session.named(&error))?;
         for (copied, entry) in copied.iter().zip(entries) {

@@ -19,7 +19,7 @@ use super::address::Address;
 use super::command::Commands;
 use super::endpoint::{Endpoint, MAX_CONNECTING};
 use super::errors;
-use super::pool::Pool;
+use super::pool::ConnectionPool;
 use super::reply::Value;
 use super::slots::{self, Range, Redirect, SLOTS, slot};
 use kvtier_l2::{ErrorKind, L2Error};
@@ -43,11 +43,11 @@ const NEXT_NODE: Duration = Duration::from_millis(500);
 
 /// A cluster.
 pub(super) struct Cluster {
-    shared: Arc<Shared>,
+    shared: Arc<ClusterNodes>,
     task: Mutex<Option<JoinHandle<()>>>,
 }
 
-struct Shared {
+struct ClusterNodes {
     options: Arc<RespOptions>,
     connecting: Arc<Semaphore>,
     topology: Mutex<Topology>,
@@ -61,7 +61,7 @@ struct Shared {
 /// Primaries, and the slots that each one serves.
 #[derive(Default)]
 struct Topology {
-    primaries: Vec<Arc<Pool>>,
+    primaries: Vec<Arc<ConnectionPool>>,
     /// How many of them serve slots; the others are there because of redirects.
     serving: usize,
     /// Indices of them per slot, or `NONE`; empty before they are known.
@@ -75,7 +75,7 @@ const NONE: u16 = u16::MAX;
 impl Cluster {
     /// Starts to ask for its slots. To be called within a tokio runtime.
     pub(super) fn open(options: Arc<RespOptions>) -> Self {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(ClusterNodes {
             options,
             connecting: Arc::new(Semaphore::new(MAX_CONNECTING)),
             topology: Mutex::new(Topology::default()),
@@ -102,7 +102,7 @@ impl Cluster {
     }
 
     /// The primary of a key.
-    pub(super) async fn primary_of(&self, key: &[u8]) -> Result<Arc<Pool>, L2Error> {
+    pub(super) async fn primary_of(&self, key: &[u8]) -> Result<Arc<ConnectionPool>, L2Error> {
         self.until_asked().await;
         let slot = slot(key);
         if let Some(found) = self.shared.topology.lock().at(slot) {
@@ -123,7 +123,7 @@ impl Cluster {
     ///
     /// # Errors
     /// If there are too many such nodes.
-    pub(super) fn redirected(&self, redirect: &Redirect) -> Result<Arc<Pool>, L2Error> {
+    pub(super) fn redirected(&self, redirect: &Redirect) -> Result<Arc<ConnectionPool>, L2Error> {
         let Some(node) = self.shared.node_at(&redirect.to) else {
             let what = format!(
                 "sent to {}, which is none of the cluster's nodes",
@@ -147,7 +147,7 @@ impl Cluster {
     }
 
     /// Returns the cluster's primaries, by address.
-    pub(super) fn primaries(&self) -> Vec<Arc<Pool>> {
+    pub(super) fn primaries(&self) -> Vec<Arc<ConnectionPool>> {
         let topology = self.shared.topology.lock();
         let serving: BTreeSet<_> = topology.slots.iter().copied().collect();
         let serving = serving.into_iter().map(usize::from);
@@ -208,12 +208,12 @@ impl Drop for Cluster {
 }
 
 impl Topology {
-    fn at(&self, slot: u16) -> Option<Arc<Pool>> {
+    fn at(&self, slot: u16) -> Option<Arc<ConnectionPool>> {
         let at = *self.slots.get(usize::from(slot))?;
         self.primaries.get(usize::from(at)).cloned()
     }
 
-    fn assign(&mut self, first: u16, last: u16, node: &Arc<Pool>) {
+    fn assign(&mut self, first: u16, last: u16, node: &Arc<ConnectionPool>) {
         let at = self
             .primaries
             .iter()
@@ -224,20 +224,20 @@ impl Topology {
         }
     }
 
-    fn find(&self, address: &Address) -> Option<Arc<Pool>> {
-        let is_at = |pool: &&Arc<Pool>| pool.endpoint.addresses.first() == Some(address);
+    fn find(&self, address: &Address) -> Option<Arc<ConnectionPool>> {
+        let is_at = |pool: &&Arc<ConnectionPool>| pool.endpoint.addresses.first() == Some(address);
         self.primaries.iter().find(is_at).cloned()
     }
 }
 
-impl Shared {
+impl ClusterNodes {
     fn endpoint(&self, address: &Address) -> Endpoint {
         let connecting = Arc::clone(&self.connecting);
         Endpoint::new(vec![address.clone()], Arc::clone(&self.options), connecting)
     }
 
     /// The node at an address; the first call about it begins to connect. None if there are too many.
-    fn node_at(&self, address: &Address) -> Option<Arc<Pool>> {
+    fn node_at(&self, address: &Address) -> Option<Arc<ConnectionPool>> {
         {
             let topology = self.topology.lock();
             let is_full = topology.primaries.len() >= topology.serving + MAX_OTHERS;
@@ -246,7 +246,7 @@ impl Shared {
                 return known;
             }
         }
-        let opened = Arc::new(Pool::open(self.endpoint(address)));
+        let opened = Arc::new(ConnectionPool::open(self.endpoint(address)));
         let mut topology = self.topology.lock();
         if topology.is_closed {
             return None;
@@ -266,7 +266,7 @@ impl Shared {
         let turn = self.questions.fetch_add(1, Ordering::Relaxed);
         let first = turn % up.len().max(1);
         up.rotate_left(first);
-        let address = |node: &Arc<Pool>| node.endpoint.addresses.first().cloned();
+        let address = |node: &Arc<ConnectionPool>| node.endpoint.addresses.first().cloned();
         let mut addresses: Vec<_> = up.into_iter().filter_map(address).collect();
         addresses.extend(self.options.addresses.iter().cloned());
         addresses.extend(down.into_iter().filter_map(address));
@@ -333,8 +333,9 @@ impl Shared {
                 None if next.primaries.len() >= MAX_PRIMARIES => continue,
                 None => {
                     let node = self.topology.lock().find(&range.primary);
-                    let node =
-                        node.unwrap_or_else(|| Arc::new(Pool::open(self.endpoint(&range.primary))));
+                    let node = node.unwrap_or_else(|| {
+                        Arc::new(ConnectionPool::open(self.endpoint(&range.primary)))
+                    });
                     next.primaries.push(Arc::clone(&node));
                     node
                 }
@@ -349,7 +350,7 @@ impl Shared {
 }
 
 /// Keeps the slots of a cluster known.
-async fn keep(shared: Arc<Shared>) {
+async fn keep(shared: Arc<ClusterNodes>) {
     let mut failures = 0;
     loop {
         let asked_at = Instant::now();

@@ -48,7 +48,7 @@ pub(super) enum Expected {
 
 /// A reply that has arrived.
 #[derive(Debug)]
-pub(super) enum Reply {
+pub(super) enum RespReply {
     /// A value, or the error of a command.
     Value(Value),
     /// The object is in its buffer, or the reason why it is not.

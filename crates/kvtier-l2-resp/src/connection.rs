@@ -13,7 +13,7 @@ use kvtier_common::sync::Mutex;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep_until, timeout};
 
-use super::command::{Commands, Reply};
+use super::command::{Commands, RespReply};
 use super::endpoint::Endpoint;
 use super::pipe::Pipe;
 use kvtier_l2::{ErrorKind, L2Error, backoff::pause};
@@ -22,12 +22,12 @@ use kvtier_l2::{ErrorKind, L2Error, backoff::pause};
 const REFUSED_PAUSE: Duration = Duration::from_secs(30);
 
 /// Commands and where their replies go.
-pub(super) struct Call {
+pub(super) struct ConnectionCall {
     pub(super) commands: Commands,
-    pub(super) answer: oneshot::Sender<Result<Vec<Reply>, L2Error>>,
+    pub(super) answer: oneshot::Sender<Result<Vec<RespReply>, L2Error>>,
 }
 
-impl Call {
+impl ConnectionCall {
     /// Bytes that it moves.
     pub(super) fn size(&self) -> u64 {
         self.commands.len() + self.commands.expected_bytes()
@@ -39,7 +39,7 @@ const DOWN: u8 = 2;
 
 /// What others see of a connection.
 #[derive(Default)]
-pub(super) struct State {
+pub(super) struct ConnectionState {
     /// `CONNECTING` only during the first attempt: calls wait for that one.
     stage: AtomicU8,
     /// Bytes of the calls that it has.
@@ -48,7 +48,7 @@ pub(super) struct State {
     error: Mutex<Option<L2Error>>,
 }
 
-impl State {
+impl ConnectionState {
     pub(super) fn is_up(&self) -> bool {
         self.stage.load(Ordering::Acquire) == UP
     }
@@ -69,8 +69,8 @@ impl State {
     pub(super) fn end(
         &self,
         size: u64,
-        answer: oneshot::Sender<Result<Vec<Reply>, L2Error>>,
-        result: Result<Vec<Reply>, L2Error>,
+        answer: oneshot::Sender<Result<Vec<RespReply>, L2Error>>,
+        result: Result<Vec<RespReply>, L2Error>,
     ) {
         self.load.fetch_sub(size, Ordering::Relaxed);
         // The caller may wait no longer.
@@ -85,7 +85,7 @@ impl State {
 }
 
 /// Nothing is sent to a task that has ended, whatever ended it.
-struct Ended(Arc<State>);
+struct Ended(Arc<ConnectionState>);
 
 impl Drop for Ended {
     fn drop(&mut self) {
@@ -96,28 +96,32 @@ impl Drop for Ended {
 
 /// A connection, or the attempts to make one. Its task ends when this is dropped and all calls have ended.
 pub(super) struct Connection {
-    calls: mpsc::UnboundedSender<Call>,
-    pub(super) state: Arc<State>,
+    calls: mpsc::UnboundedSender<ConnectionCall>,
+    pub(super) state: Arc<ConnectionState>,
 }
 
 impl Connection {
     /// Starts to connect. To be called within a tokio runtime.
     pub(super) fn open(endpoint: Arc<Endpoint>) -> (Self, tokio::task::JoinHandle<()>) {
         let (calls, taken) = mpsc::unbounded_channel();
-        let state = Arc::new(State::default());
+        let state = Arc::new(ConnectionState::default());
         let task = tokio::spawn(run(endpoint, Arc::clone(&state), taken));
         (Self { calls, state }, task)
     }
 
     /// Sends a call behind those that it has.
-    pub(super) fn send(&self, call: Call) {
+    pub(super) fn send(&self, call: ConnectionCall) {
         self.state.load.fetch_add(call.size(), Ordering::Relaxed);
         // Fails only if the task has panicked: then the answer is dropped, which its receiver notices.
         let _ = self.calls.send(call);
     }
 }
 
-async fn run(endpoint: Arc<Endpoint>, state: Arc<State>, mut calls: mpsc::UnboundedReceiver<Call>) {
+async fn run(
+    endpoint: Arc<Endpoint>,
+    state: Arc<ConnectionState>,
+    mut calls: mpsc::UnboundedReceiver<ConnectionCall>,
+) {
     let _ended = Ended(Arc::clone(&state));
     // Servers that lost their connections at once come back at different times.
     let seed = RandomState::new().hash_one(0);
@@ -193,6 +197,6 @@ async fn run(endpoint: Arc<Endpoint>, state: Arc<State>, mut calls: mpsc::Unboun
     }
 }
 
-fn refuse(state: &State, call: Call, error: &L2Error) {
+fn refuse(state: &ConnectionState, call: ConnectionCall, error: &L2Error) {
     state.end(call.size(), call.answer, Err(error.clone()));
 }

@@ -15,13 +15,13 @@ use tokio::time::timeout;
 
 use super::RespOptions;
 use super::address::Address;
-use super::command::{Commands, Reply};
+use super::command::{Commands, RespReply};
 use super::errors;
 use super::reply::{self, Value};
 use super::socket::Socket;
 use super::stream::Stream;
 use kvtier_common::sync::RateLimited;
-use kvtier_l2::net::{connect_any, tls::Settings};
+use kvtier_l2::net::{connect_any, tls::TlsSettings};
 use kvtier_l2::{ErrorKind, L2Error};
 
 /// TCP keepalive: silence before the first probe, and time between two probes.
@@ -39,7 +39,7 @@ pub(super) struct Endpoint {
     pub(super) addresses: Vec<Address>,
     pub(super) options: Arc<RespOptions>,
     connecting: Arc<Semaphore>,
-    tls: Option<Settings>,
+    tls: Option<TlsSettings>,
     /// How often a connection found that the server has become a replica: all of them look for the primary again then.
     pub(super) demotions: AtomicU64,
     /// For the log line about lost connections: a server that hangs costs one after the other.
@@ -58,7 +58,7 @@ impl Endpoint {
         Self {
             addresses,
             connecting,
-            tls: options.tls.clone().map(Settings::new),
+            tls: options.tls.clone().map(TlsSettings::new),
             options,
             demotions: AtomicU64::new(0),
             loss_log: RateLimited::new(LOG_INTERVAL),
@@ -109,10 +109,10 @@ impl Endpoint {
     }
 
     /// The values of replies without objects.
-    pub(super) fn values_of(&self, replies: Vec<Reply>) -> Result<Vec<Value>, L2Error> {
+    pub(super) fn values_of(&self, replies: Vec<RespReply>) -> Result<Vec<Value>, L2Error> {
         let value = |reply| match reply {
-            Reply::Value(value) => Ok(value),
-            Reply::Object(_) => Err(self.unexpected()),
+            RespReply::Value(value) => Ok(value),
+            RespReply::Object(_) => Err(self.unexpected()),
         };
         replies.into_iter().map(value).collect()
     }

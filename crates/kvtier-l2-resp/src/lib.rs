@@ -44,7 +44,7 @@ use kvtier_l2::{
 };
 use names::Named;
 use nodes::Nodes;
-use pool::Lane;
+use pool::CommandClass;
 use reply::Value;
 
 pub use address::Address;
@@ -207,7 +207,7 @@ impl Adapter for RespAdapter {
             let read = |named: &Named<'_, _>, node: &Endpoint, replies| {
                 self.read_store(named, node, node.values_of(replies)?)
             };
-            let ask = self.nodes.ask(Lane::Values, 1, &items, write, read);
+            let ask = self.nodes.ask(CommandClass::Values, 1, &items, write, read);
             ask.await
         })
     }
@@ -224,7 +224,7 @@ impl Adapter for RespAdapter {
             };
             let ask = self
                 .nodes
-                .ask(Lane::Keys, KEYS_PER_CALL, &items, write, read);
+                .ask(CommandClass::Keys, KEYS_PER_CALL, &items, write, read);
             let found = ask.await;
             if !found.is_empty() && found.iter().all(Result::is_err) {
                 return found.into_iter().collect();
@@ -248,7 +248,7 @@ impl Adapter for RespAdapter {
             let read = |named: &Named<'_, LoadItem>, node: &Endpoint, replies| {
                 self.read_load(named.item, node, replies)
             };
-            let ask = self.nodes.ask(Lane::Values, 1, &items, write, read);
+            let ask = self.nodes.ask(CommandClass::Values, 1, &items, write, read);
             ask.await
         })
     }
@@ -276,7 +276,7 @@ impl Adapter for RespAdapter {
             };
             let ask = self
                 .nodes
-                .ask(Lane::Keys, KEYS_PER_CALL, &items, write, read);
+                .ask(CommandClass::Keys, KEYS_PER_CALL, &items, write, read);
             ask.await
         })
     }

@@ -8,7 +8,7 @@ use kvtier_core::object_key::{KeyShape, ObjectKey};
 
 use super::command::Commands;
 use super::names::{is_companion, unprefixed};
-use super::pool::Pool;
+use super::pool::ConnectionPool;
 use super::reply::Value;
 use super::{RespAdapter, errors};
 use kvtier_l2::{
@@ -50,7 +50,7 @@ impl RespAdapter {
     /// The node of a position, and the cursor there.
     fn start<'a>(
         &self,
-        nodes: &[Arc<Pool>],
+        nodes: &[Arc<ConnectionPool>],
         position: &'a str,
     ) -> Result<(usize, &'a str), L2Error> {
         let is_cursor = |text: &str| text.parse::<u64>().is_ok();
@@ -74,7 +74,7 @@ impl RespAdapter {
     /// A page of one node.
     async fn page_of(
         &self,
-        node: &Pool,
+        node: &ConnectionPool,
         cursor: &str,
         limit: usize,
     ) -> Result<(Vec<Listed>, String, u64), L2Error> {
@@ -154,7 +154,7 @@ impl RespAdapter {
     /// larger or a slot moves.
     pub(super) async fn recover_from(
         &self,
-        node: &Pool,
+        node: &ConnectionPool,
         found: &(dyn Fn(Vec<Listed>) -> bool + Send + Sync),
     ) -> Result<Recovered, L2Error> {
         let page = |cursor: Option<String>| -> BoxFuture<'_, _> {

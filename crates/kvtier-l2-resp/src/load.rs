@@ -1,6 +1,6 @@
 //! Lookups and loads: an object counts only with a companion that is its own, unless the options say otherwise.
 
-use super::command::{Commands, Reply};
+use super::command::{Commands, RespReply};
 use super::endpoint::Endpoint;
 use super::names::Named;
 use super::reply::Value;
@@ -88,17 +88,17 @@ impl RespAdapter {
         &self,
         item: &LoadItem,
         node: &Endpoint,
-        replies: Vec<Reply>,
+        replies: Vec<RespReply>,
     ) -> Result<Loaded, L2Error> {
         let mut replies = replies.into_iter();
         match replies.next() {
-            Some(Reply::Object(read)) => read?,
-            Some(Reply::Value(Value::Error(text))) => return Err(errors::of(node, &text)),
+            Some(RespReply::Object(read)) => read?,
+            Some(RespReply::Value(Value::Error(text))) => return Err(errors::of(node, &text)),
             _ => return Err(node.unexpected()),
         }
         let companion = match replies.next() {
-            Some(Reply::Value(value)) => self.companion(&item.object, node, &value)?,
-            Some(Reply::Object(_)) => return Err(node.unexpected()),
+            Some(RespReply::Value(value)) => self.companion(&item.object, node, &value)?,
+            Some(RespReply::Object(_)) => return Err(node.unexpected()),
             None => Companion::None,
         };
         let sum = match companion {

@@ -11,11 +11,11 @@ use tokio::time::{Sleep, sleep};
 
 use super::RespOptions;
 use super::cluster::Cluster;
-use super::command::{Commands, Reply};
+use super::command::{Commands, RespReply};
 use super::endpoint::{Endpoint, MAX_CONNECTING};
 use super::errors;
 use super::names::Named;
-use super::pool::{Health, Lane, Pool, Waiting, ended};
+use super::pool::{CommandClass, ConnectionPool, Health, Waiting, ended};
 use super::reply::Value;
 use super::slots::Redirect;
 use kvtier_l2::{ErrorKind, L2Error};
@@ -28,38 +28,38 @@ const GRACE: Duration = Duration::from_millis(250);
 
 /// The servers behind an adapter.
 pub(super) enum Nodes {
-    One(Arc<Pool>),
+    One(Arc<ConnectionPool>),
     Cluster(Cluster),
 }
 
 /// Commands about some keys, for one node.
-struct Call {
-    node: Arc<Pool>,
+struct NodeCall {
+    node: Arc<ConnectionPool>,
     commands: Commands,
     /// The positions of the items, and the numbers of their replies.
     items: Vec<(usize, usize)>,
 }
 
 /// The answer to a call.
-enum Answer {
+enum NodeAnswer {
     Waiting(Waiting),
-    Got(Result<Vec<Reply>, L2Error>),
+    Got(Result<Vec<RespReply>, L2Error>),
 }
 
 /// What is left to be asked about an item.
-struct Left {
+struct UnansweredItem {
     at: usize,
     redirect: Option<Redirect>,
     /// The replies of the node before, if it has a part of the keys.
-    known: Vec<Reply>,
+    known: Vec<RespReply>,
 }
 
 /// What the replies of a node say about where the keys are.
 enum Found {
     /// There.
-    Here(Vec<Reply>),
+    Here(Vec<RespReply>),
     /// At another node, or on their way to it; replies of the keys that are still here are kept.
-    Elsewhere(Redirect, Vec<Reply>),
+    Elsewhere(Redirect, Vec<RespReply>),
     /// On their way, one before the other.
     Divided,
 }
@@ -73,7 +73,7 @@ impl Nodes {
         } else {
             let connecting = Arc::new(Semaphore::new(MAX_CONNECTING));
             let endpoint = Endpoint::new(options.addresses.clone(), options, connecting);
-            Self::One(Arc::new(Pool::open(endpoint)))
+            Self::One(Arc::new(ConnectionPool::open(endpoint)))
         }
     }
 
@@ -84,24 +84,24 @@ impl Nodes {
     /// moved to another node. `read` is called as soon as the replies about an item are there, as many as it has commands.
     pub(super) async fn ask<'a, I, T>(
         &self,
-        lane: Lane,
+        lane: CommandClass,
         per_call: usize,
         items: &[Named<'a, I>],
         write: impl Fn(&Named<'a, I>, &mut Commands) -> Result<(), L2Error>,
-        read: impl Fn(&Named<'a, I>, &Endpoint, Vec<Reply>) -> Result<T, L2Error>,
+        read: impl Fn(&Named<'a, I>, &Endpoint, Vec<RespReply>) -> Result<T, L2Error>,
     ) -> Vec<Result<T, L2Error>> {
         let mut results: Vec<Option<Result<T, L2Error>>> = items.iter().map(|_| None).collect();
-        let new = |at| Left {
+        let new = |at| UnansweredItem {
             at,
             redirect: None,
             known: Vec::new(),
         };
-        let mut left: Vec<Left> = (0..items.len()).map(new).collect();
+        let mut left: Vec<UnansweredItem> = (0..items.len()).map(new).collect();
         for _ in 0..=MAX_REDIRECTS {
-            let mut known: Vec<Vec<Reply>> = items.iter().map(|_| Vec::new()).collect();
-            let mut unsent: Vec<Call> = Vec::new();
-            let mut sent: Vec<(Call, Answer)> = Vec::new();
-            for Left {
+            let mut known: Vec<Vec<RespReply>> = items.iter().map(|_| Vec::new()).collect();
+            let mut unsent: Vec<NodeCall> = Vec::new();
+            let mut sent: Vec<(NodeCall, NodeAnswer)> = Vec::new();
+            for UnansweredItem {
                 at,
                 redirect,
                 known: replies,
@@ -115,10 +115,11 @@ impl Nodes {
                         continue;
                     }
                 };
-                let is_same =
-                    |call: &Call| Arc::ptr_eq(&call.node, &node) && call.commands.asking == asking;
+                let is_same = |call: &NodeCall| {
+                    Arc::ptr_eq(&call.node, &node) && call.commands.asking == asking
+                };
                 let of_node = unsent.iter().position(is_same).unwrap_or_else(|| {
-                    unsent.push(Call::new(&node, asking));
+                    unsent.push(NodeCall::new(&node, asking));
                     unsent.len() - 1
                 });
                 let call = &mut unsent[of_node];
@@ -136,7 +137,7 @@ impl Nodes {
             }
             unsent.retain(|call| !call.items.is_empty());
             sent.extend(unsent.into_iter().map(|call| call.send(lane)));
-            if lane == Lane::Keys && matches!(self, Self::Cluster(_)) {
+            if lane == CommandClass::Keys && matches!(self, Self::Cluster(_)) {
                 settle(&mut sent).await;
             }
             for (call, answer) in sent {
@@ -155,7 +156,7 @@ impl Nodes {
                     let own = merged(std::mem::take(&mut known[at]), own);
                     let endpoint = &call.node.endpoint;
                     match self.found(own, endpoint) {
-                        Found::Elsewhere(redirect, known) => left.push(Left {
+                        Found::Elsewhere(redirect, known) => left.push(UnansweredItem {
                             at,
                             redirect: Some(redirect),
                             known,
@@ -167,7 +168,7 @@ impl Nodes {
                             results[at] = Some(Err(endpoint.error(ErrorKind::Unavailable, what)));
                         }
                     }
-                    if lane == Lane::Values {
+                    if lane == CommandClass::Values {
                         tokio::task::yield_now().await;
                     }
                 }
@@ -190,7 +191,7 @@ impl Nodes {
         &self,
         named: &Named<'_, I>,
         redirect: Option<&Redirect>,
-    ) -> Result<(Arc<Pool>, bool), L2Error> {
+    ) -> Result<(Arc<ConnectionPool>, bool), L2Error> {
         match (self, redirect) {
             (Self::One(pool), _) => Ok((Arc::clone(pool), false)),
             (Self::Cluster(cluster), Some(redirect)) => {
@@ -207,12 +208,12 @@ impl Nodes {
     }
 
     /// Returns the place of the keys, by the replies of a node.
-    fn found(&self, replies: Vec<Reply>, node: &Endpoint) -> Found {
+    fn found(&self, replies: Vec<RespReply>, node: &Endpoint) -> Found {
         let (Self::Cluster(cluster), Some(asked)) = (self, node.addresses.first()) else {
             return Found::Here(replies);
         };
-        let error = |reply: &Reply| match reply {
-            Reply::Value(Value::Error(text)) => Some(text.clone()),
+        let error = |reply: &RespReply| match reply {
+            RespReply::Value(Value::Error(text)) => Some(text.clone()),
             _ => None,
         };
         let mut redirect = None;
@@ -222,8 +223,7 @@ impl Nodes {
                 cluster.refresh();
             }
         }
-        let is_queued =
-            |reply: &Reply| matches!(reply, Reply::Value(Value::Simple(text)) if text == "QUEUED");
+        let is_queued = |reply: &RespReply| matches!(reply, RespReply::Value(Value::Simple(text)) if text == "QUEUED");
         match redirect {
             None => Found::Here(replies),
             Some(redirect) if redirect.is_for_good => Found::Elsewhere(redirect, Vec::new()),
@@ -238,12 +238,12 @@ impl Nodes {
     }
 
     /// The error of a call without an answer. In a cluster whose other nodes answer, it is no reason to stop asking them.
-    fn lost(&self, node: &Pool, error: L2Error) -> L2Error {
+    fn lost(&self, node: &ConnectionPool, error: L2Error) -> L2Error {
         let Self::Cluster(cluster) = self else {
             return error;
         };
         cluster.refresh();
-        let is_other = |other: &&Arc<Pool>| !std::ptr::eq(&***other, node);
+        let is_other = |other: &&Arc<ConnectionPool>| !std::ptr::eq(&***other, node);
         let others = cluster.primaries();
         let answers = others
             .iter()
@@ -259,7 +259,7 @@ impl Nodes {
     ///
     /// # Errors
     /// If none is known.
-    pub(super) async fn primaries(&self) -> Result<Vec<Arc<Pool>>, L2Error> {
+    pub(super) async fn primaries(&self) -> Result<Vec<Arc<ConnectionPool>>, L2Error> {
         if let Self::Cluster(cluster) = self {
             cluster.until_asked().await;
         }
@@ -270,7 +270,7 @@ impl Nodes {
         }
     }
 
-    fn known(&self) -> Vec<Arc<Pool>> {
+    fn known(&self) -> Vec<Arc<ConnectionPool>> {
         match self {
             Self::One(pool) => vec![Arc::clone(pool)],
             Self::Cluster(cluster) => cluster.primaries(),
@@ -283,12 +283,12 @@ impl Nodes {
         commands: impl Fn() -> Commands,
     ) -> Result<Vec<Result<Vec<Value>, L2Error>>, L2Error> {
         let nodes = self.primaries().await?;
-        let send = |node: &Arc<Pool>| {
-            Call {
+        let send = |node: &Arc<ConnectionPool>| {
+            NodeCall {
                 commands: commands(),
-                ..Call::new(node, false)
+                ..NodeCall::new(node, false)
             }
-            .send(Lane::Keys)
+            .send(CommandClass::Keys)
         };
         let mut sent: Vec<_> = nodes.iter().map(send).collect();
         settle(&mut sent).await;
@@ -330,8 +330,8 @@ impl Nodes {
     }
 }
 
-impl Call {
-    fn new(node: &Arc<Pool>, asking: bool) -> Self {
+impl NodeCall {
+    fn new(node: &Arc<ConnectionPool>, asking: bool) -> Self {
         Self {
             node: Arc::clone(node),
             commands: Commands {
@@ -342,15 +342,15 @@ impl Call {
         }
     }
 
-    fn send(mut self, lane: Lane) -> (Self, Answer) {
+    fn send(mut self, lane: CommandClass) -> (Self, NodeAnswer) {
         let sent = self.node.send(lane, std::mem::take(&mut self.commands));
-        let answer = sent.map_or_else(|error| Answer::Got(Err(error)), Answer::Waiting);
+        let answer = sent.map_or_else(|error| NodeAnswer::Got(Err(error)), NodeAnswer::Waiting);
         (self, answer)
     }
 }
 
 /// The replies of a node to which a slot is on its way, but for the keys that the node before still has.
-fn merged(known: Vec<Reply>, asked: Vec<Reply>) -> Vec<Reply> {
+fn merged(known: Vec<RespReply>, asked: Vec<RespReply>) -> Vec<RespReply> {
     if known.len() != asked.len() {
         return asked;
     }
@@ -360,12 +360,12 @@ fn merged(known: Vec<Reply>, asked: Vec<Reply>) -> Vec<Reply> {
 }
 
 /// Whether a reply sends its command to another node for this time.
-fn is_ask(reply: &Reply) -> bool {
-    matches!(reply, Reply::Value(Value::Error(text)) if errors::code(text) == "ASK")
+fn is_ask(reply: &RespReply) -> bool {
+    matches!(reply, RespReply::Value(Value::Error(text)) if errors::code(text) == "ASK")
 }
 
-impl Answer {
-    async fn get(self) -> Result<Vec<Reply>, L2Error> {
+impl NodeAnswer {
+    async fn get(self) -> Result<Vec<RespReply>, L2Error> {
         match self {
             Self::Waiting(waiting) => waiting.await.unwrap_or_else(|_| Err(ended())),
             Self::Got(answer) => answer,
@@ -374,25 +374,25 @@ impl Answer {
 }
 
 /// Waits for all answers: once one node has answered all of its calls the others have [`GRACE`], then their calls fail.
-async fn settle(sent: &mut [(Call, Answer)]) {
+async fn settle(sent: &mut [(NodeCall, NodeAnswer)]) {
     let mut grace: Option<Pin<Box<Sleep>>> = None;
     poll_fn(|context| {
         let mut waiting_nodes = Vec::new();
         for (call, answer) in sent.iter_mut() {
-            if let Answer::Waiting(waiting) = answer
+            if let NodeAnswer::Waiting(waiting) = answer
                 && let Poll::Ready(got) = Pin::new(waiting).poll(context)
             {
-                *answer = Answer::Got(got.unwrap_or_else(|_| Err(ended())));
+                *answer = NodeAnswer::Got(got.unwrap_or_else(|_| Err(ended())));
             }
-            if matches!(answer, Answer::Waiting(_)) {
+            if matches!(answer, NodeAnswer::Waiting(_)) {
                 waiting_nodes.push(Arc::as_ptr(&call.node));
             }
         }
         if waiting_nodes.is_empty() {
             return Poll::Ready(());
         }
-        let has_answered = |(call, answer): &(Call, Answer)| {
-            matches!(answer, Answer::Got(Ok(_)))
+        let has_answered = |(call, answer): &(NodeCall, NodeAnswer)| {
+            matches!(answer, NodeAnswer::Got(Ok(_)))
                 && !waiting_nodes.contains(&Arc::as_ptr(&call.node))
         };
         if !sent.iter().any(has_answered) {
@@ -403,9 +403,9 @@ async fn settle(sent: &mut [(Call, Answer)]) {
             return Poll::Pending;
         }
         for (call, answer) in sent.iter_mut() {
-            if matches!(answer, Answer::Waiting(_)) {
+            if matches!(answer, NodeAnswer::Waiting(_)) {
                 let what = &"no answer, while other nodes of the cluster answer";
-                *answer = Answer::Got(Err(call.node.endpoint.error(ErrorKind::Deadline, what)));
+                *answer = NodeAnswer::Got(Err(call.node.endpoint.error(ErrorKind::Deadline, what)));
             }
         }
         Poll::Ready(())
@@ -421,11 +421,11 @@ mod tests {
     use super::*;
 
     /// A node without a server.
-    fn node(port: u16) -> Arc<Pool> {
+    fn node(port: u16) -> Arc<ConnectionPool> {
         let options = RespOptions::new(Address::Tcp("127.0.0.1".into(), port));
         let addresses = options.addresses.clone();
         let connecting = Arc::new(Semaphore::new(1));
-        Arc::new(Pool::open(Endpoint::new(
+        Arc::new(ConnectionPool::open(Endpoint::new(
             addresses,
             Arc::new(options),
             connecting,
@@ -435,11 +435,15 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn grace_begins_when_another_node_has_answered_all_of_its_calls() {
         let (slow, fast) = (node(1), node(2));
-        let call = |node: &Arc<Pool>| {
+        let call = |node: &Arc<ConnectionPool>| {
             let (answer, waiting) = oneshot::channel();
-            (answer, (Call::new(node, false), Answer::Waiting(waiting)))
+            (
+                answer,
+                (NodeCall::new(node, false), NodeAnswer::Waiting(waiting)),
+            )
         };
-        let is_waiting = |(_, answer): &(Call, Answer)| matches!(answer, Answer::Waiting(_));
+        let is_waiting =
+            |(_, answer): &(NodeCall, NodeAnswer)| matches!(answer, NodeAnswer::Waiting(_));
         // A part of its own answers is no reason for a node to be timed out.
         let ((first, first_call), (second, second_call)) = (call(&slow), call(&slow));
         let mut sent = vec![first_call, second_call];
@@ -455,8 +459,8 @@ mod tests {
         assert!(settled.is_err());
         fourth.send(Ok(Vec::new())).unwrap();
         settle(&mut sent).await;
-        let failed = |(_, answer): &(Call, Answer)| match answer {
-            Answer::Got(Err(error)) => Some(error.kind()),
+        let failed = |(_, answer): &(NodeCall, NodeAnswer)| match answer {
+            NodeAnswer::Got(Err(error)) => Some(error.kind()),
             _ => None,
         };
         let kinds: Vec<_> = sent.iter().map(failed).collect();

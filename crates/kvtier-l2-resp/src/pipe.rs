@@ -12,8 +12,8 @@ use tokio::io::Interest;
 use tokio::sync::{mpsc, oneshot};
 use tokio::time::{Instant, sleep_until};
 
-use super::command::{Expected, Reply, Segment};
-use super::connection::{Call, State};
+use super::command::{Expected, RespReply, Segment};
+use super::connection::{ConnectionCall, ConnectionState};
 use super::endpoint::Endpoint;
 use super::errors::Fatal;
 use super::reply::{self, Head};
@@ -43,10 +43,10 @@ const TIMEOUT_BYTES: u64 = 4 << 20;
 const TURN_BYTES: usize = 1 << 20;
 
 /// A call that was sent, or is being sent.
-struct Pending {
+struct PendingCommand {
     expected: VecDeque<Expected>,
-    replies: Vec<Reply>,
-    answer: oneshot::Sender<Result<Vec<Reply>, L2Error>>,
+    replies: Vec<RespReply>,
+    answer: oneshot::Sender<Result<Vec<RespReply>, L2Error>>,
     /// Part of the call in [`State::load`].
     size: u64,
     expected_bytes: u64,
@@ -67,14 +67,14 @@ enum Body {
 /// An established connection.
 pub(super) struct Pipe<'a> {
     endpoint: &'a Endpoint,
-    state: &'a State,
+    state: &'a ConnectionState,
     stream: Stream,
     unsent: VecDeque<Segment>,
     /// Bytes of the first segment that are sent, of all that are not, and of all that were.
     sent: u64,
     unsent_bytes: u64,
     sent_bytes: u64,
-    pending: VecDeque<Pending>,
+    pending: VecDeque<PendingCommand>,
     /// Bytes expected of the objects whose replies have not ended.
     expected_bytes: u64,
     received: Vec<u8>,
@@ -94,7 +94,7 @@ pub(super) struct Pipe<'a> {
 }
 
 impl<'a> Pipe<'a> {
-    pub(super) fn new(endpoint: &'a Endpoint, state: &'a State, stream: Stream) -> Self {
+    pub(super) fn new(endpoint: &'a Endpoint, state: &'a ConnectionState, stream: Stream) -> Self {
         let now = Instant::now();
         Self {
             endpoint,
@@ -120,8 +120,8 @@ impl<'a> Pipe<'a> {
     /// Serves calls until there can be no more, or the connection is lost.
     pub(super) async fn serve(
         &mut self,
-        queued: &mut VecDeque<Call>,
-        calls: &mut mpsc::UnboundedReceiver<Call>,
+        queued: &mut VecDeque<ConnectionCall>,
+        calls: &mut mpsc::UnboundedReceiver<ConnectionCall>,
     ) -> Result<(), L2Error> {
         let mut is_open = true;
         loop {
@@ -198,9 +198,9 @@ impl<'a> Pipe<'a> {
         }
     }
 
-    fn take(&mut self, call: Call) {
+    fn take(&mut self, call: ConnectionCall) {
         let size = call.size();
-        let Call { commands, answer } = call;
+        let ConnectionCall { commands, answer } = call;
         if answer.is_closed() {
             // The caller waits no longer, and nothing is sent.
             return self.state.end(size, answer, Ok(Vec::new()));
@@ -212,7 +212,7 @@ impl<'a> Pipe<'a> {
         self.unsent_bytes += bytes;
         self.expected_bytes += expected_bytes;
         self.unsent.extend(commands.segments);
-        self.pending.push_back(Pending {
+        self.pending.push_back(PendingCommand {
             expected: commands.expected.into(),
             replies: Vec::new(),
             answer,
@@ -376,7 +376,7 @@ impl<'a> Pipe<'a> {
 
     /// Reads from byte `at` of what was received on: the bytes used, and the reply, if it is complete. None if more has to
     /// arrive.
-    fn next_reply(&mut self, at: usize) -> Result<Option<(usize, Option<Reply>)>, L2Error> {
+    fn next_reply(&mut self, at: usize) -> Result<Option<(usize, Option<RespReply>)>, L2Error> {
         let bytes = &self.received[at..];
         let malformed = |error: reply::Malformed| {
             let message = format!("{}: {error}", self.endpoint.name());
@@ -396,7 +396,7 @@ impl<'a> Pipe<'a> {
         let to = match expected {
             Expected::Value | Expected::Asking => {
                 let value = self.progress.value(bytes).map_err(malformed)?;
-                return Ok(value.map(|(value, used)| (used, Some(Reply::Value(value)))));
+                return Ok(value.map(|(value, used)| (used, Some(RespReply::Value(value)))));
             }
             Expected::Object(to) => to,
         };
@@ -413,7 +413,7 @@ impl<'a> Pipe<'a> {
             Some(Body::Object { .. }) => match bytes.first_chunk() {
                 Some(b"\r\n") => {
                     self.body = None;
-                    Ok(Some((2, Some(Reply::Object(Ok(()))))))
+                    Ok(Some((2, Some(RespReply::Object(Ok(()))))))
                 }
                 Some(_) => Err(malformed(reply::Malformed("a body of another length"))),
                 None => Ok(None),
@@ -426,7 +426,7 @@ impl<'a> Pipe<'a> {
                 }
                 self.body = None;
                 let error = L2Error::new(ErrorKind::Corrupt, "the value has another length");
-                Ok(Some((used as usize, Some(Reply::Object(Err(error))))))
+                Ok(Some((used as usize, Some(RespReply::Object(Err(error))))))
             }
             None => {
                 let Some((head, used)) = reply::head(bytes).map_err(malformed)? else {
@@ -447,10 +447,10 @@ impl<'a> Pipe<'a> {
                         self.ending =
                             Some(malformed(reply::Malformed("a value that is much longer")));
                         let error = L2Error::new(ErrorKind::Corrupt, "the value is much longer");
-                        Some(Reply::Object(Err(error)))
+                        Some(RespReply::Object(Err(error)))
                     }
-                    Head::Bulk(None) => Some(Reply::Object(Err(not_found()))),
-                    Head::Error(text) => Some(Reply::Value(reply::Value::Error(text))),
+                    Head::Bulk(None) => Some(RespReply::Object(Err(not_found()))),
+                    Head::Error(text) => Some(RespReply::Value(reply::Value::Error(text))),
                     _ => return Err(malformed(reply::Malformed("another type than a body"))),
                 };
                 Ok(Some((used, reply)))
@@ -459,9 +459,9 @@ impl<'a> Pipe<'a> {
     }
 
     /// Files a reply of `bytes` under the oldest call.
-    fn file(&mut self, reply: Reply, bytes: usize) -> Result<(), L2Error> {
+    fn file(&mut self, reply: RespReply, bytes: usize) -> Result<(), L2Error> {
         let fatal = match &reply {
-            Reply::Value(reply::Value::Error(text)) => Fatal::of(self.endpoint, text),
+            RespReply::Value(reply::Value::Error(text)) => Fatal::of(self.endpoint, text),
             _ => None,
         };
         let Some(oldest) = self.pending.front_mut() else {

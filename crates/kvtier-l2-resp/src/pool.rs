@@ -9,15 +9,15 @@ use kvtier_common::sync::Mutex;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
-use super::command::{Commands, Reply};
-use super::connection::{Call, Connection, State};
+use super::command::{Commands, RespReply};
+use super::connection::{Connection, ConnectionCall, ConnectionState};
 use super::endpoint::Endpoint;
 use super::reply::Value;
 use kvtier_l2::{ErrorKind, L2Error};
 
 /// What a call moves: values are not in the way of everything else.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Lane {
+pub(super) enum CommandClass {
     /// Whole objects.
     Values,
     /// Lookups, deletes, listings.
@@ -31,7 +31,7 @@ struct Connections {
 }
 
 /// The connections to one server. The mutex guards whether they are there: calls take it to be queued.
-pub(super) struct Pool {
+pub(super) struct ConnectionPool {
     pub(super) endpoint: Arc<Endpoint>,
     open: Mutex<Option<Connections>>,
     tasks: Mutex<Vec<JoinHandle<()>>>,
@@ -49,9 +49,9 @@ pub(super) struct Health {
 }
 
 /// The replies of a call, as they are waited for.
-pub(super) type Waiting = oneshot::Receiver<Result<Vec<Reply>, L2Error>>;
+pub(super) type Waiting = oneshot::Receiver<Result<Vec<RespReply>, L2Error>>;
 
-impl Pool {
+impl ConnectionPool {
     /// Starts to connect [`RespOptions::num_workers`](super::RespOptions) times for values, and once for everything else.
     pub(super) fn open(endpoint: Endpoint) -> Self {
         let endpoint = Arc::new(endpoint);
@@ -77,7 +77,7 @@ impl Pool {
     ///
     /// # Errors
     /// If there is no connection, that of the last attempt to make one.
-    pub(super) fn send(&self, lane: Lane, commands: Commands) -> Result<Waiting, L2Error> {
+    pub(super) fn send(&self, lane: CommandClass, commands: Commands) -> Result<Waiting, L2Error> {
         let open = self.open.lock();
         let Some(connections) = &*open else {
             return Err(L2Error::new(
@@ -86,8 +86,8 @@ impl Pool {
             ));
         };
         let among = match lane {
-            Lane::Values => &connections.values[..],
-            Lane::Keys => std::slice::from_ref(&connections.keys),
+            CommandClass::Values => &connections.values[..],
+            CommandClass::Keys => std::slice::from_ref(&connections.keys),
         };
         let usable = among
             .iter()
@@ -99,7 +99,7 @@ impl Pool {
             return Err(error.unwrap_or_else(ended));
         };
         let (answer, waiting) = oneshot::channel();
-        idlest.send(Call { commands, answer });
+        idlest.send(ConnectionCall { commands, answer });
         Ok(waiting)
     }
 
@@ -108,7 +108,7 @@ impl Pool {
         let count = commands.replies;
         let values = self
             .endpoint
-            .values_of(replies(self.send(Lane::Keys, commands)).await?)?;
+            .values_of(replies(self.send(CommandClass::Keys, commands)).await?)?;
         if values.len() == count {
             Ok(values)
         } else {
@@ -144,13 +144,13 @@ impl Pool {
 }
 
 /// What others see of connections, without the lock of the pool.
-fn states<'a>(connections: impl IntoIterator<Item = &'a Connection>) -> Vec<Arc<State>> {
+fn states<'a>(connections: impl IntoIterator<Item = &'a Connection>) -> Vec<Arc<ConnectionState>> {
     let states = connections.into_iter().map(|each| Arc::clone(&each.state));
     states.collect()
 }
 
 /// The replies of a call.
-pub(super) async fn replies(waiting: Result<Waiting, L2Error>) -> Result<Vec<Reply>, L2Error> {
+pub(super) async fn replies(waiting: Result<Waiting, L2Error>) -> Result<Vec<RespReply>, L2Error> {
     waiting?.await.unwrap_or_else(|_| Err(ended()))
 }
 

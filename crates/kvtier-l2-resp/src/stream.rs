@@ -21,11 +21,11 @@ const MAX_RECEIVES: usize = 16;
 /// A connection. Nothing here waits but [`ready`](Self::ready).
 pub(super) struct Stream {
     socket: Socket,
-    tls: Option<Box<Session>>,
+    tls: Option<Box<TlsSession>>,
 }
 
 /// The TLS of a connection.
-struct Session {
+struct TlsSession {
     connection: ClientConnection,
     /// What was received; the part from `decrypted` up to `received` is not decrypted yet.
     encrypted: Vec<u8>,
@@ -49,7 +49,7 @@ impl Stream {
         let mut connection = ClientConnection::new(settings, name).map_err(io::Error::other)?;
         // What is sent is bounded by what is encrypted at once.
         connection.set_buffer_limit(None);
-        let mut session = Box::new(Session {
+        let mut session = Box::new(TlsSession {
             connection,
             encrypted: vec![0; TLS_BYTES],
             decrypted: 0,
@@ -134,7 +134,7 @@ impl Stream {
     }
 }
 
-impl Session {
+impl TlsSession {
     fn send(&mut self, socket: &Socket, slices: &[Slice<'_>]) -> Result<usize, SocketError> {
         self.flush(socket)?;
         let mut taken = 0;

@@ -19,7 +19,7 @@ use tokio::time::timeout;
 use tokio_rustls::TlsConnector;
 
 use super::content::{Content, Outgoing};
-use kvtier_l2::net::{ClientTls, connect_any, tls::Settings};
+use kvtier_l2::net::{ClientTls, connect_any, tls::TlsSettings};
 use kvtier_l2::{ErrorKind, L2Error};
 
 /// How long a connection is kept without use: servers close theirs after 5 to 60 s.
@@ -61,7 +61,7 @@ pub(super) struct Http {
     request_timeout: Duration,
     idle: Mutex<Vec<Connection>>,
     is_closed: AtomicBool,
-    tls: Option<Settings>,
+    tls: Option<TlsSettings>,
 }
 
 /// A request as it is sent.
@@ -103,7 +103,7 @@ impl Http {
         request_timeout: Duration,
     ) -> Self {
         Self {
-            tls: server.tls.clone().map(Settings::new),
+            tls: server.tls.clone().map(TlsSettings::new),
             server,
             connection_timeout,
             request_timeout,

@@ -12,7 +12,7 @@
 use std::ops::Range;
 
 use crate::descriptor::{Dtype, MAX_RANK};
-use crate::pickle::{self, Limits, WriteError, write_around_elements};
+use crate::pickle::{self, PickleLimits, WriteError, write_around_elements};
 use crate::tensor::{InlineTensor, TensorToWrite};
 use crate::wire::{self, DecodeError, Reader, name_shown};
 
@@ -54,7 +54,7 @@ impl InlineForm {
     pub fn read(self, message: &[u8]) -> Result<Vec<InlineGroup<'_>>, DecodeError> {
         match self {
             Self::Pickle => {
-                let tensors = pickle::read_tensors(message, &Limits::default())?;
+                let tensors = pickle::read_tensors(message, &PickleLimits::default())?;
                 let positions = None;
                 Ok(vec![InlineGroup { positions, tensors }])
             }

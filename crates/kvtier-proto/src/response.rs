@@ -110,7 +110,7 @@ pub struct EngineDriven<'a> {
 
 /// A chunk's place in the shared pool.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Slot<'a> {
+pub struct ChunkSlot<'a> {
     /// Bytes from the pool's start.
     pub offset: u64,
     /// Bytes.
@@ -132,7 +132,7 @@ pub struct PrepareStore<'a> {
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct StoreTarget<'a> {
     /// One slot for each chunk that is wanted.
-    pub slots: Vec<Slot<'a>>,
+    pub slots: Vec<ChunkSlot<'a>>,
     /// Chunks of the request's range, counted from its start.
     pub chunk_indices: Vec<u64>,
     /// Group of each chunk; absent for workers of one group.
@@ -147,7 +147,7 @@ pub struct PrepareRetrieve<'a> {
     /// The chunks in the client's [form](crate::inline::InlineForm); empty for a miss and with a shared pool.
     pub data: Cow<'a, [u8]>,
     /// One slot for each chunk of the range, in order; none without a shared pool.
-    pub slots: Option<Vec<Slot<'a>>>,
+    pub slots: Option<Vec<ChunkSlot<'a>>>,
     /// Group and chunk of each slot; absent for workers of one group.
     pub groups: Option<SlotGroups>,
 }

@@ -4,10 +4,10 @@
 use std::io::{Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
 
-use kvtier_proto::zmtp::{Event, Limits, Session, Version, write_frame_header};
+use kvtier_proto::zmtp::{Event, Version, ZmtpLimits, ZmtpSession, write_frame_header};
 use proptest::prelude::*;
 
-const LIMITS: Limits = Limits {
+const LIMITS: ZmtpLimits = ZmtpLimits {
     frame_bytes: 1 << 20,
     message_frames: 20,
     message_bytes: 4 << 20,
@@ -28,7 +28,7 @@ fn write_cut(stream: &mut TcpStream, mut bytes: &[u8], cuts: &mut impl Iterator<
 /// Reads a piece and appends the messages that it completes.
 fn read_piece(
     stream: &mut TcpStream,
-    session: &mut Session,
+    session: &mut ZmtpSession,
     piece: usize,
     messages: &mut Vec<Vec<Vec<u8>>>,
 ) {
@@ -76,7 +76,7 @@ fn encode(frames: &[Vec<u8>]) -> Vec<u8> {
 fn echo(mut stream: TcpStream, count: usize, pieces: &[usize]) {
     stream.set_nodelay(true).unwrap();
     let mut cuts = pieces.iter().copied().cycle();
-    let mut session = Session::router(LIMITS);
+    let mut session = ZmtpSession::router(LIMITS);
     let mut echoed = 0;
     while echoed < count {
         let output = std::mem::take(session.output());
@@ -167,7 +167,7 @@ proptest! {
         let endpoint = router.get_last_endpoint().unwrap().unwrap();
         let mut stream = TcpStream::connect(endpoint.strip_prefix("tcp://").unwrap()).unwrap();
         stream.set_nodelay(true).unwrap();
-        let mut session = Session::dealer(version, LIMITS);
+        let mut session = ZmtpSession::dealer(version, LIMITS);
         for message in &messages {
             // The next message follows the echo, so that neither side waits for the other to read.
             let mut echoes = Vec::new();
@@ -203,9 +203,9 @@ proptest! {
             input.extend_from_slice(b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER");
         }
         input.extend_from_slice(&bytes);
-        let limits = Limits { frame_bytes: 100, message_frames: 3, message_bytes: 150, command_bytes: 100 };
+        let limits = ZmtpLimits { frame_bytes: 100, message_frames: 3, message_bytes: 150, command_bytes: 100 };
         let run = |pieces: &mut dyn Iterator<Item = usize>| {
-            let mut session = Session::router(limits);
+            let mut session = ZmtpSession::router(limits);
             let (mut left, mut events) = (&input[..], Vec::new());
             while !left.is_empty() {
                 let (mut here, rest) = left.split_at(pieces.next().unwrap().min(left.len()));

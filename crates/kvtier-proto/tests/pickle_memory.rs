@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use kvtier_proto::descriptor::Dtype;
 use kvtier_proto::inline::InlineForm;
 use kvtier_proto::pickle::{
-    Limits, TensorToWrite, WriteError, read_registration, read_tensors, write_tensors,
+    PickleLimits, TensorToWrite, WriteError, read_registration, read_tensors, write_tensors,
 };
 
 struct Counting;
@@ -49,7 +49,7 @@ const SLACK: usize = 64 * 1024;
 
 #[test]
 fn memory_is_bounded_by_message_size() {
-    let limits = Limits::default();
+    let limits = PickleLimits::default();
     let repeated: [&[u8]; 10] = [
         b"N",
         b"]",

@@ -25,7 +25,7 @@ use kvtier_common::state::StateDir;
 use kvtier_core::cache::ReserveRequest;
 use kvtier_core::{ChunkHash, Namespace};
 use kvtier_server::ServerConfig;
-use kvtier_store::l1::{Instance, L1, open_arena};
+use kvtier_store::l1::{L1, ServerInstance, open_arena};
 use kvtier_store::tenants::{Opened, Salts};
 
 const CHUNK: usize = 16;
@@ -88,7 +88,7 @@ impl Setup<'_> {
         let config = ServerConfig::from_flags(&flags).unwrap();
         let base = config.state.base.as_ref().expect("a state directory");
         let state = StateDir::open(base, &config.state.instance).unwrap();
-        let instance = Instance {
+        let instance = ServerInstance {
             folder: state.id(),
             tenants: 0,
             record: None,

@@ -129,9 +129,9 @@ fn subscriber(
 
 /// The log's thread. Dropping this waits, a second at most, until the lines so far are written.
 #[must_use = "lines that were not written when the process ends are lost"]
-pub struct Log(Sender<Entry>);
+pub struct Log(Sender<LogEntry>);
 
-enum Entry {
+enum LogEntry {
     Line(
         Vec<u8>,
         #[expect(dead_code, reason = "gives its bytes back")] Charge,
@@ -142,7 +142,7 @@ enum Entry {
 
 /// Writer of lines, each with one write.
 struct Lines {
-    entries: Sender<Entry>,
+    entries: Sender<LogEntry>,
     waiting: Arc<Budget>,
     lost: Arc<AtomicU64>,
     colored: bool,
@@ -213,9 +213,14 @@ fn start(
     Ok((lines, log))
 }
 
-fn write(entries: &Receiver<Entry>, mut out: impl Write, lost: &AtomicU64, say_lost: impl Fn(u64)) {
+fn write(
+    entries: &Receiver<LogEntry>,
+    mut out: impl Write,
+    lost: &AtomicU64,
+    say_lost: impl Fn(u64),
+) {
     for entry in entries {
-        if let Entry::Line(line, _) = &entry {
+        if let LogEntry::Line(line, _) = &entry {
             // There is no other place to report a failure to.
             let _ = out.write_all(line);
         }
@@ -238,7 +243,7 @@ impl Write for &Lines {
         line.push(b'\n');
         match self.waiting.take(line.len() as u64) {
             // Cannot fail: the thread takes entries as long as there is a sender.
-            Some(charge) => drop(self.entries.send(Entry::Line(line, charge))),
+            Some(charge) => drop(self.entries.send(LogEntry::Line(line, charge))),
             None => drop(self.lost.fetch_add(1, Ordering::Relaxed)),
         }
         Ok(event.len())
@@ -252,7 +257,7 @@ impl Write for &Lines {
 impl Drop for Log {
     fn drop(&mut self) {
         let (done, written) = bounded(0);
-        let _ = self.0.send(Entry::Flush(done));
+        let _ = self.0.send(LogEntry::Flush(done));
         // Either way it ends: written, or stderr is not read.
         let _ = written.recv_timeout(FLUSH);
     }

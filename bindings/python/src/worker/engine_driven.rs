@@ -7,8 +7,9 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use kvtier_client::{
-    ChunkSink, ChunkSource, Client as Native, ClientError, EngineDrivenSpec, EngineDrivenTransfer,
-    InstanceId, Prompt, Reply, Retrieval, Scope, SharedPool, TransferServer, whole_chunks,
+    ChunkSink, ChunkSource, Client as Native, ClientError, ClientReply, EngineDrivenSpec,
+    EngineDrivenTransfer, InstanceId, Prompt, Retrieval, Scope, SharedPool, TransferServer,
+    whole_chunks,
 };
 use kvtier_device::{BlockTable, KernelGroup};
 use kvtier_proto::descriptor::Dtype;
@@ -212,7 +213,10 @@ impl DeadlineServer<'_> {
 }
 
 impl TransferServer for DeadlineServer<'_> {
-    fn call(&mut self, request: &Request<'_, EncodedTokens<'_>>) -> Result<Reply, ClientError> {
+    fn call(
+        &mut self,
+        request: &Request<'_, EncodedTokens<'_>>,
+    ) -> Result<ClientReply, ClientError> {
         let operation = request.operation();
         let deadline = match operation {
             // Slots that were reserved and written are worth a longer wait for the reply.

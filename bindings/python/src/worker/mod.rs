@@ -30,7 +30,7 @@ use geometry::{Group, Storage, Tensor};
 use instance_ids::InstanceIds;
 use server_transfers::ServerTransfers;
 use start::{parse_mode_and_geometry, register_in_slices};
-use state::{Core, Finished, Mode, Transfer};
+use state::{Core, FinishedTransfers, Mode, Transfer};
 
 /// A finished transfer for Python: id, device event, error, chunks.
 type FinishedTuple<'py> = (u64, Bound<'py, PyBytes>, Option<String>, Option<Vec<u64>>);
@@ -325,7 +325,7 @@ impl Worker {
         let finished = std::mem::take(&mut *self.core.finished.lock());
         let tuples = finished
             .into_iter()
-            .map(|Finished { id, outcome }| match outcome {
+            .map(|FinishedTransfers { id, outcome }| match outcome {
                 Ok(done) => (id, PyBytes::new(py, &done.event), None, done.chunks),
                 Err(error) => (id, PyBytes::new(py, &[]), Some(error), None),
             });

@@ -46,7 +46,7 @@ pub struct Transfer {
 }
 
 /// A transfer that has ended.
-pub struct Finished {
+pub struct FinishedTransfers {
     pub id: u64,
     pub outcome: Result<Done, String>,
 }
@@ -96,7 +96,7 @@ pub struct Core {
     pub geometry: Geometry,
     pub registered: Mutex<Option<Arc<Registered>>>,
     pub server_transfers: ServerTransfers,
-    pub finished: Mutex<Vec<Finished>>,
+    pub finished: Mutex<Vec<FinishedTransfers>>,
     /// Signals that `finished` or `server_transfers` has changed.
     pub changed: Condvar,
     /// Stores whose pages this process has not completely read, and whether it is reading them.
@@ -132,7 +132,7 @@ impl Core {
     /// Finishes a transfer.
     pub fn finish(&self, id: u64, outcome: Result<Done, String>) {
         self.unread.lock().remove(&id);
-        self.finished.lock().push(Finished { id, outcome });
+        self.finished.lock().push(FinishedTransfers { id, outcome });
         self.changed.notify_all();
     }
 

@@ -19,19 +19,19 @@ use crate::error::ClientError;
 #[derive(Debug)]
 #[must_use = "the result is lost with it; Future::forget drops it on purpose"]
 pub struct Future<T> {
-    slot: Arc<Slot<T>>,
+    slot: Arc<FutureSlot<T>>,
     operation: Operation,
 }
 
 /// The place of the result, shared by a future and its promise.
 #[derive(Debug)]
-struct Slot<T> {
-    state: Mutex<State<T>>,
+struct FutureSlot<T> {
+    state: Mutex<FutureState<T>>,
     arrived: Condvar,
 }
 
 #[derive(Debug)]
-enum State<T> {
+enum FutureState<T> {
     Waiting,
     Arrived(Result<T, ClientError>),
     /// Taken, or cancelled.
@@ -41,15 +41,15 @@ enum State<T> {
 /// The other end of a [`Future`]. Dropping it without a result completes the future with [`ClientError::Closed`].
 #[derive(Debug)]
 pub(super) struct Promise<T> {
-    slot: Arc<Slot<T>>,
+    slot: Arc<FutureSlot<T>>,
     operation: Operation,
     kept: bool,
 }
 
 /// Returns a promise and its future.
 pub(super) fn channel<T>(operation: Operation) -> (Promise<T>, Future<T>) {
-    let slot = Arc::new(Slot {
-        state: Mutex::new(State::Waiting),
+    let slot = Arc::new(FutureSlot {
+        state: Mutex::new(FutureState::Waiting),
         arrived: Condvar::new(),
     });
     let promise = Promise {
@@ -78,11 +78,11 @@ impl<T> Drop for Promise<T> {
     }
 }
 
-impl<T> Slot<T> {
+impl<T> FutureSlot<T> {
     fn fill(&self, result: Result<T, ClientError>) {
         let mut state = self.state.lock();
-        if matches!(*state, State::Waiting) {
-            *state = State::Arrived(result);
+        if matches!(*state, FutureState::Waiting) {
+            *state = FutureState::Arrived(result);
             drop(state);
             self.arrived.notify_all();
         }
@@ -99,7 +99,7 @@ impl<T> Future<T> {
     /// Whether [`Future::try_take`] would return a result. Never waits.
     #[must_use]
     pub fn is_ready(&self) -> bool {
-        matches!(*self.slot.state.lock(), State::Arrived(_))
+        matches!(*self.slot.state.lock(), FutureState::Arrived(_))
     }
 
     /// Takes the result if it has arrived; only one call returns it. Never waits.
@@ -119,10 +119,10 @@ impl<T> Future<T> {
         drop(self.arrival(timeout));
     }
 
-    fn arrival(&self, timeout: Duration) -> MutexGuard<'_, State<T>> {
+    fn arrival(&self, timeout: Duration) -> MutexGuard<'_, FutureState<T>> {
         let deadline = Instant::now() + timeout;
         let mut state = self.slot.state.lock();
-        while matches!(*state, State::Waiting) {
+        while matches!(*state, FutureState::Waiting) {
             if self
                 .slot
                 .arrived
@@ -141,7 +141,7 @@ impl<T> Future<T> {
     /// The request's error; [`ClientError::Cancelled`] if the result was taken before.
     pub fn join(self) -> Result<T, ClientError> {
         let mut state = self.slot.state.lock();
-        while matches!(*state, State::Waiting) {
+        while matches!(*state, FutureState::Waiting) {
             self.slot.arrived.wait(&mut state);
         }
         take(&mut state).unwrap_or(Err(ClientError::Cancelled {
@@ -156,16 +156,18 @@ impl<T> Future<T> {
 
     /// Cancels the future: the result is dropped when it arrives. The server may still serve the request.
     pub fn cancel(self) {
-        *self.slot.state.lock() = State::Over;
+        *self.slot.state.lock() = FutureState::Over;
     }
 }
 
-fn take<T>(state: &mut State<T>) -> Option<Result<T, ClientError>> {
+fn take<T>(state: &mut FutureState<T>) -> Option<Result<T, ClientError>> {
     match state {
-        State::Waiting => None,
-        State::Arrived(_) | State::Over => match std::mem::replace(state, State::Over) {
-            State::Arrived(result) => Some(result),
-            _ => None,
-        },
+        FutureState::Waiting => None,
+        FutureState::Arrived(_) | FutureState::Over => {
+            match std::mem::replace(state, FutureState::Over) {
+                FutureState::Arrived(result) => Some(result),
+                _ => None,
+            }
+        }
     }
 }

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use kvtier_common::sync::{Condvar, Mutex};
 
 use super::chunk::Offer;
-use super::{Client, Shared};
+use super::{Client, ClientShared};
 use crate::error::ClientError;
 
 /// Heartbeats in a row without any reply after which a connection is dropped as lost: it may have died silently.
@@ -229,7 +229,7 @@ impl Watch {
 }
 
 /// Sets the state of a server that does not answer, or cannot be used.
-fn degrade(shared: &Shared, obstacle: Option<String>) {
+fn degrade(shared: &ClientShared, obstacle: Option<String>) {
     if shared.watch.change(Health::Degraded, 0, obstacle) != Health::Degraded {
         shared.fail_in_flight();
     }
@@ -246,7 +246,7 @@ fn unanswered(error: &ClientError) -> Option<String> {
 }
 
 /// Agrees on the chunk size with the server of a connection. The error is why it cannot be used, if it has answered.
-fn agree(shared: &Shared, client: &Client, connection: u64) -> Result<(), Option<String>> {
+fn agree(shared: &ClientShared, client: &Client, connection: u64) -> Result<(), Option<String>> {
     let (chunk_tokens, features) = (client.get_chunk_size(), client.get_experimental());
     let chunk_tokens = chunk_tokens
         .join()
@@ -271,7 +271,7 @@ fn agree(shared: &Shared, client: &Client, connection: u64) -> Result<(), Option
 }
 
 /// Agrees with the server of a connection and registers again. The error is why it cannot be used, if it has answered.
-fn recover(shared: &Shared, client: &Client, connection: u64) -> Result<(), Option<String>> {
+fn recover(shared: &ClientShared, client: &Client, connection: u64) -> Result<(), Option<String>> {
     if shared.agreement.is_wanted() {
         agree(shared, client, connection)?;
     }
@@ -283,7 +283,7 @@ fn recover(shared: &Shared, client: &Client, connection: u64) -> Result<(), Opti
 }
 
 /// Runs until the client is closed: a heartbeat at once on each new connection and then every `interval`.
-pub(super) fn run(shared: &Arc<Shared>, interval: Duration) {
+pub(super) fn run(shared: &Arc<ClientShared>, interval: Duration) {
     let client = Client::internal(Arc::clone(shared));
     let mut seen = LinkState::default();
     let mut next = Instant::now() + interval;

@@ -18,7 +18,7 @@ use kvtier_proto::operation::Operation;
 use kvtier_proto::response::ResponseKind;
 use rustix::event::{PollFd, PollFlags};
 
-use super::{Settings, Shared, Sink, Submitted, keep_end};
+use super::{ClientShared, Settings, Sink, Submitted, keep_end};
 use crate::backoff::Backoff;
 use crate::error::ClientError;
 use crate::message::{Incoming, Outgoing};
@@ -36,7 +36,7 @@ struct Sent {
 }
 
 pub(super) struct Io {
-    shared: Arc<Shared>,
+    shared: Arc<ClientShared>,
     linger: Duration,
     busy_poll: Duration,
     /// None while there is no connection and no attempt to make one.
@@ -57,7 +57,7 @@ pub(super) struct Io {
 }
 
 impl Io {
-    pub(super) fn new(shared: Arc<Shared>, settings: Settings) -> Self {
+    pub(super) fn new(shared: Arc<ClientShared>, settings: Settings) -> Self {
         Self {
             shared,
             linger: settings.linger,
@@ -371,7 +371,7 @@ mod tests {
     /// The I/O state of a client without threads.
     fn io_to(endpoint: &str) -> Io {
         let settings = Settings::default();
-        let shared = Shared::new(endpoint, settings).unwrap();
+        let shared = ClientShared::new(endpoint, settings).unwrap();
         Io::new(Arc::new(shared), settings)
     }
 

@@ -30,7 +30,7 @@ pub use health::{Health, HealthCallback, RecoverHook};
 use crate::answers;
 use crate::calls::{Keyless, server_wait};
 use crate::error::ClientError;
-use crate::message::{Outgoing, Reply};
+use crate::message::{ClientReply, Outgoing};
 use crate::wire::{Address, BUSY_POLL};
 
 /// Limit of requests in flight.
@@ -84,13 +84,13 @@ impl Default for Settings {
 /// restarts. If the connection is lost, the requests in flight fail at once.
 #[derive(Clone)]
 pub struct Client {
-    shared: Arc<Shared>,
+    shared: Arc<ClientShared>,
     /// None for the handle of the client's own threads.
     _handle: Option<Arc<Handle>>,
 }
 
 /// Closes the client when it is dropped.
-struct Handle(Arc<Shared>);
+struct Handle(Arc<ClientShared>);
 
 impl Drop for Handle {
     fn drop(&mut self) {
@@ -99,17 +99,17 @@ impl Drop for Handle {
 }
 
 /// Consumer of a request's result.
-type OnResult = Box<dyn FnOnce(Result<Reply, ClientError>) + Send>;
+type OnResult = Box<dyn FnOnce(Result<ClientReply, ClientError>) + Send>;
 
 /// Receiver of one request's result. Dropped without one, it receives [`ClientError::Closed`].
 struct Sink(Option<OnResult>, Operation);
 
 impl Sink {
-    fn complete(mut self, result: Result<Reply, ClientError>) {
+    fn complete(mut self, result: Result<ClientReply, ClientError>) {
         self.complete_once(result);
     }
 
-    fn complete_once(&mut self, result: Result<Reply, ClientError>) {
+    fn complete_once(&mut self, result: Result<ClientReply, ClientError>) {
         if let Some(consume) = self.0.take() {
             // A panic is the consumer's, and printed; the thread serves other requests too.
             let _ = catch_unwind(AssertUnwindSafe(|| consume(result)));
@@ -145,7 +145,7 @@ struct Inbox {
 }
 
 /// State of the handles and the two threads.
-struct Shared {
+struct ClientShared {
     endpoint: String,
     address: Address,
     /// The process that has the threads.
@@ -183,7 +183,7 @@ fn keep_end(ends: &mut VecDeque<Outgoing>, end: Outgoing) {
     }
 }
 
-impl Shared {
+impl ClientShared {
     fn new(endpoint: &str, settings: Settings) -> Result<Self, ClientError> {
         let (endpoint, address) = Address::of_endpoint(endpoint)?;
         let wake = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC);
@@ -282,7 +282,7 @@ impl Client {
     /// # Errors
     /// [`ClientError::Connect`] if the address is invalid; [`ClientError::System`] if no thread can be started.
     pub fn connect_with(endpoint: &str, settings: Settings) -> Result<Self, ClientError> {
-        let shared = Arc::new(Shared::new(endpoint, settings)?);
+        let shared = Arc::new(ClientShared::new(endpoint, settings)?);
         let io = io::Io::new(Arc::clone(&shared), settings);
         // From here on dropping the handle ends the threads that were started.
         let client = Self {
@@ -301,7 +301,7 @@ impl Client {
     }
 
     /// A handle for the client's own threads, which does not keep the client open.
-    fn internal(shared: Arc<Shared>) -> Self {
+    fn internal(shared: Arc<ClientShared>) -> Self {
         Self {
             shared,
             _handle: None,
@@ -434,7 +434,7 @@ impl Client {
         &self,
         request: &Request<'_, T>,
         timeout: Duration,
-        sink: impl FnOnce(Result<Reply, ClientError>) + Send + 'static,
+        sink: impl FnOnce(Result<ClientReply, ClientError>) + Send + 'static,
     ) {
         let operation = request.operation();
         let sink = Sink(Some(Box::new(sink)), operation);
@@ -484,7 +484,7 @@ impl Client {
         &self,
         request: &Request<'_, T>,
         timeout: Duration,
-        read: impl FnOnce(&Reply) -> Result<R, ClientError> + Send + 'static,
+        read: impl FnOnce(&ClientReply) -> Result<R, ClientError> + Send + 'static,
     ) -> Future<R> {
         let (promise, future) = future::channel(request.operation());
         self.submit_then(request, timeout, move |reply| {
@@ -498,7 +498,7 @@ impl Client {
         &self,
         request: &Request<'_, T>,
         timeout: Duration,
-    ) -> Future<Reply> {
+    ) -> Future<ClientReply> {
         let (promise, future) = future::channel(request.operation());
         self.submit_then(request, timeout, move |reply| promise.keep(reply));
         future
@@ -508,7 +508,7 @@ impl Client {
     pub(crate) fn ask<T: TokenWriter, R: Send + 'static>(
         &self,
         request: &Request<'_, T>,
-        read: fn(&Reply) -> Result<R, ClientError>,
+        read: fn(&ClientReply) -> Result<R, ClientError>,
     ) -> Future<R> {
         self.submit(request, self.timeout() + server_wait(request), read)
     }

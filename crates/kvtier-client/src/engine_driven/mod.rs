@@ -17,7 +17,7 @@ use crate::calls::Keyless;
 use crate::connection::Connection;
 use crate::error::ClientError;
 use crate::key::{Prompt, Scope};
-use crate::message::Reply;
+use crate::message::ClientReply;
 use crate::worker::{Worker, WorkerSpec};
 
 /// Registration of a worker that copies by itself.
@@ -283,7 +283,10 @@ impl EngineDrivenWorker {
 }
 
 impl TransferServer for Connection {
-    fn call(&mut self, request: &Request<'_, EncodedTokens<'_>>) -> Result<Reply, ClientError> {
+    fn call(
+        &mut self,
+        request: &Request<'_, EncodedTokens<'_>>,
+    ) -> Result<ClientReply, ClientError> {
         Self::call(self, request)
     }
 

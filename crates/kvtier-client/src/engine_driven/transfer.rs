@@ -13,14 +13,14 @@ use kvtier_memory::{AccessError, ForeignSegment};
 use kvtier_proto::descriptor::Dtype;
 use kvtier_proto::key::EncodedTokens;
 use kvtier_proto::operation::Operation;
-use kvtier_proto::pickle::{self, Limits, TensorToWrite};
+use kvtier_proto::pickle::{self, PickleLimits, TensorToWrite};
 use kvtier_proto::request::{ABORT_STORE, InstanceId, Request};
-use kvtier_proto::response::{EngineDriven, PrepareRetrieve, Response, Slot, StoreTarget};
+use kvtier_proto::response::{ChunkSlot, EngineDriven, PrepareRetrieve, Response, StoreTarget};
 
 use crate::answers;
 use crate::error::ClientError;
 use crate::key::Key;
-use crate::message::Reply;
+use crate::message::ClientReply;
 
 /// The chunks of a store, counted from the start of its range.
 pub trait ChunkSource {
@@ -59,7 +59,10 @@ pub trait TransferServer {
     ///
     /// # Errors
     /// As [`Connection::call`](crate::Connection::call).
-    fn call(&mut self, request: &Request<'_, EncodedTokens<'_>>) -> Result<Reply, ClientError>;
+    fn call(
+        &mut self,
+        request: &Request<'_, EncodedTokens<'_>>,
+    ) -> Result<ClientReply, ClientError>;
 
     /// Sends a request, without waiting, that ends a transfer without success.
     fn notify(&mut self, request: &Request<'_, EncodedTokens<'_>>);
@@ -117,7 +120,7 @@ impl ChunkFormat {
         }
     }
 
-    fn check_slot(&self, operation: Operation, slot: &Slot<'_>) -> Result<(), ClientError> {
+    fn check_slot(&self, operation: Operation, slot: &ChunkSlot<'_>) -> Result<(), ClientError> {
         if slot.length == self.bytes
             && *slot.shape == *self.shape
             && slot.dtype == self.dtype.name()
@@ -215,7 +218,7 @@ impl EngineDrivenTransfer<'_> {
         server: &mut impl TransferServer,
         source: &mut impl ChunkSource,
     ) -> Result<Option<Vec<u64>>, ClientError> {
-        let mut prepared = Prepared::new(server, self.commit_store(ABORT_STORE));
+        let mut prepared = PreparedChunks::new(server, self.commit_store(ABORT_STORE));
         let reply = prepared.server.call(&Request::PrepareStore {
             key: self.key.clone(),
             instance: self.instance,
@@ -259,7 +262,7 @@ impl EngineDrivenTransfer<'_> {
         sink: &mut impl ChunkSink,
     ) -> Result<Retrieval, ClientError> {
         // After a miss as well: the server releases what it has leased.
-        let mut prepared = Prepared::new(server, self.commit_retrieve());
+        let mut prepared = PreparedChunks::new(server, self.commit_retrieve());
         let reply = prepared.server.call(&Request::PrepareRetrieve {
             key: self.key.clone(),
             instance: self.instance,
@@ -394,7 +397,7 @@ impl EngineDrivenTransfer<'_> {
         sink: &mut impl ChunkSink,
     ) -> Result<Retrieval, ClientError> {
         let operation = Operation::PrepareRetrieve;
-        let tensors = pickle::read_tensors(data, &Limits::default())
+        let tensors = pickle::read_tensors(data, &PickleLimits::default())
             .map_err(|source| ClientError::Reply { operation, source })?;
         self.check_count(tensors.len())?;
         let mut gathered = Vec::new();
@@ -434,12 +437,12 @@ impl EngineDrivenTransfer<'_> {
 }
 
 /// A transfer that the server has prepared, or may have. Dropped before its end, it notifies the server.
-struct Prepared<'a, S: TransferServer> {
+struct PreparedChunks<'a, S: TransferServer> {
     server: &'a mut S,
     abort: Option<Request<'a, EncodedTokens<'a>>>,
 }
 
-impl<'a, S: TransferServer> Prepared<'a, S> {
+impl<'a, S: TransferServer> PreparedChunks<'a, S> {
     fn new(server: &'a mut S, abort: Request<'a, EncodedTokens<'a>>) -> Self {
         Self {
             server,
@@ -454,7 +457,7 @@ impl<'a, S: TransferServer> Prepared<'a, S> {
     }
 }
 
-impl<S: TransferServer> Drop for Prepared<'_, S> {
+impl<S: TransferServer> Drop for PreparedChunks<'_, S> {
     fn drop(&mut self) {
         if let Some(abort) = &self.abort {
             self.server.notify(abort);

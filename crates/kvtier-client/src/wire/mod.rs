@@ -14,7 +14,7 @@ use std::net::SocketAddr;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use kvtier_proto::zmtp::{Limits, Message, Output, Session, Slice, Version};
+use kvtier_proto::zmtp::{Output, Slice, Version, ZmtpLimits, ZmtpMessage, ZmtpSession};
 use rustix::buffer::spare_capacity;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, read, retry_on_intr};
@@ -59,7 +59,7 @@ pub(crate) const BUSY_POLL: Duration = Duration::from_micros(50);
 const SCRATCH_BYTES: usize = 16 << 10;
 
 /// Bounds of what a server may send: the longest value of MessagePack, with number and operation.
-const LIMITS: Limits = Limits {
+const LIMITS: ZmtpLimits = ZmtpLimits {
     frame_bytes: u32::MAX as u64 + 5,
     message_frames: 4,
     message_bytes: u32::MAX as u64 + 4096,
@@ -97,7 +97,7 @@ pub(crate) struct Wire {
     candidate: Option<SocketAddrAny>,
     /// Addresses that failed before it, and why.
     failures: String,
-    session: Session,
+    session: ZmtpSession,
     output: Output,
     scratch: Box<[u8]>,
     heartbeats: Heartbeats,
@@ -127,7 +127,7 @@ impl Wire {
             stage: Stage::Lost,
             candidate: None,
             failures: String::new(),
-            session: Session::dealer(version, LIMITS),
+            session: ZmtpSession::dealer(version, LIMITS),
             output: Output::default(),
             scratch: vec![0; SCRATCH_BYTES].into(),
             heartbeats,
@@ -380,9 +380,9 @@ impl Drop for Wire {
 /// Reads a turn's worth and appends the messages that are complete; returns whether anything arrived.
 fn read_turn(
     socket: &OwnedFd,
-    session: &mut Session,
+    session: &mut ZmtpSession,
     scratch: &mut [u8],
-    messages: &mut Vec<Message>,
+    messages: &mut Vec<ZmtpMessage>,
 ) -> std::io::Result<bool> {
     let mut taken = 0;
     while taken < TURN_BYTES {
@@ -473,7 +473,7 @@ mod tests {
 
     /// Completes the handshake.
     fn shake_hands(wire: &mut Wire, stream: &mut TcpStream, now: Instant) {
-        let mut session = Session::router(LIMITS);
+        let mut session = ZmtpSession::router(LIMITS);
         let mut messages = Vec::new();
         while !wire.is_ready() {
             stream.write_all(session.output()).unwrap();

@@ -7,10 +7,10 @@ use std::time::Duration;
 use crate::support::Server;
 use kvtier_client::proto::descriptor::{Dtype, TensorDescriptor};
 use kvtier_client::proto::key::CacheKey;
-use kvtier_client::proto::pickle::{self, Limits, TensorToWrite, WriteError};
+use kvtier_client::proto::pickle::{self, PickleLimits, TensorToWrite, WriteError};
 use kvtier_client::proto::request::{ABORT_STORE, Request};
 use kvtier_client::proto::response::{
-    EngineDriven, PrepareRetrieve, PrepareStore, Response, Slot, StoreTarget,
+    ChunkSlot, EngineDriven, PrepareRetrieve, PrepareStore, Response, StoreTarget,
 };
 use kvtier_client::{
     ClientError, Connection, EngineDrivenSpec, EngineDrivenWorker, InstanceId, LmcacheDrivenSpec,
@@ -52,8 +52,8 @@ fn prefixes(key: &CacheKey<'_, Vec<u32>>) -> Vec<(String, Vec<u32>)> {
         .collect()
 }
 
-fn slot(index: usize, length: u64) -> Slot<'static> {
-    Slot {
+fn slot(index: usize, length: u64) -> ChunkSlot<'static> {
+    ChunkSlot {
         offset: (index * CHUNK_BYTES) as u64,
         length,
         shape: SHAPE.to_vec().into(),
@@ -174,7 +174,7 @@ fn commit(chunks: &mut Chunks, key: &CacheKey<'_, Vec<u32>>, data: &[u8], pool: 
             }
         }
         _ => {
-            let tensors = pickle::read_tensors(data, &Limits::default()).unwrap();
+            let tensors = pickle::read_tensors(data, &PickleLimits::default()).unwrap();
             for (prefix, tensor) in prefixes(key).into_iter().zip(tensors) {
                 assert_eq!(tensor.shape, SHAPE);
                 chunks.insert(prefix, tensor.contiguous_bytes().unwrap().to_vec());

@@ -11,16 +11,16 @@ use super::Mutex;
 #[derive(Debug)]
 pub struct RateLimited {
     interval: Duration,
-    state: Mutex<State>,
+    state: Mutex<LogWindow>,
 }
 
 #[derive(Debug)]
-struct State {
+struct LogWindow {
     next: Option<Instant>,
     suppressed: u64,
 }
 
-impl State {
+impl LogWindow {
     fn is_due(&self, now: Instant) -> bool {
         self.next.is_none_or(|next| now >= next)
     }
@@ -30,7 +30,7 @@ impl RateLimited {
     /// Returns a limit of one line per `interval`.
     #[must_use]
     pub const fn new(interval: Duration) -> Self {
-        let state = State {
+        let state = LogWindow {
             next: None,
             suppressed: 0,
         };

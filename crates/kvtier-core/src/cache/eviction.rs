@@ -11,8 +11,8 @@
 
 use super::losses::LossCause;
 use super::refusal::Refusal;
-use super::slab::{Slot, SlotState};
-use super::state::{MAX_WARM, State};
+use super::slab::{ObjectSlot, SlotState};
+use super::state::{CacheState, MAX_WARM};
 use super::tenant::Tenant;
 use super::{Evicted, Extent, ExtentAllocator, ResidentObject};
 use crate::quota::Grant;
@@ -29,7 +29,7 @@ const SPARE_PART: u64 = 16;
 /// Most such victims per object, before a run is evicted.
 const MAX_SMALL_VICTIMS: usize = 64;
 
-impl<A: ExtentAllocator> State<A> {
+impl<A: ExtentAllocator> CacheState<A> {
     /// Allocates memory for one object of slot `owner`, evicting others for it: in the part `near` if there is one. `more`
     /// is how many more objects the caller is likely to store.
     ///
@@ -329,7 +329,7 @@ impl<A: ExtentAllocator> State<A> {
     fn evict_slot(&mut self, number: u32, mut cause: LossCause) -> u64 {
         let bytes = self.footprint(number);
         let slot = self.slab.at(number);
-        let Slot {
+        let ObjectSlot {
             hash, namespace, ..
         } = *slot;
         let object_bytes = slot.extent.len;

@@ -2,13 +2,13 @@
 
 use super::counters::{Counters, Tally};
 use super::slab::SlotState;
-use super::state::State;
+use super::state::CacheState;
 use super::{BrokenInvariant, ExtentAllocator};
 use crate::violation::Violation;
 use std::collections::HashMap;
 
 type Checked = Result<(), Violation>;
-type Check<A> = (&'static str, fn(&State<A>) -> Checked);
+type Check<A> = (&'static str, fn(&CacheState<A>) -> Checked);
 
 fn same<T: PartialEq + std::fmt::Debug>(what: &str, counted: T, known: T) -> Checked {
     if counted == known {
@@ -19,7 +19,7 @@ fn same<T: PartialEq + std::fmt::Debug>(what: &str, counted: T, known: T) -> Che
     )))
 }
 
-impl<A: ExtentAllocator> State<A> {
+impl<A: ExtentAllocator> CacheState<A> {
     /// Checks all of them.
     pub(super) fn check_invariants(&self) -> Result<(), BrokenInvariant> {
         let checks: [Check<A>; 12] = [

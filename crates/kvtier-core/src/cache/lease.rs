@@ -1,7 +1,7 @@
 //! Leases: while one is held, its objects are not evicted and keep their memory.
 
 use super::slab::SlotRef;
-use super::state::State;
+use super::state::CacheState;
 use super::{Cache, Extent, ExtentAllocator, GrantOrigin, pins};
 use crate::group_row::GroupRow;
 use std::ops::Range;
@@ -205,7 +205,7 @@ impl<A: ExtentAllocator> Drop for PrefixLease<A> {
     }
 }
 
-impl<A: ExtentAllocator> State<A> {
+impl<A: ExtentAllocator> CacheState<A> {
     /// Releases these chunks, the last chunk of all rows first: so it is evicted first, and no row loses its front while
     /// another still has its tail.
     fn release(&mut self, rows: &[HeldChunks], chunks: &Range<usize>) {

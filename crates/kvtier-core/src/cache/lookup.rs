@@ -3,7 +3,7 @@
 use super::ExtentAllocator;
 use super::lease::{Counted, HeldChunks};
 use super::slab::SlotRef;
-use super::state::State;
+use super::state::CacheState;
 use super::tenant::Tenant;
 use crate::group_row::GroupRow;
 use crate::hashing::ChunkHash;
@@ -29,7 +29,7 @@ impl LookupBatch {
     }
 }
 
-impl<A: ExtentAllocator> State<A> {
+impl<A: ExtentAllocator> CacheState<A> {
     /// See [`super::Cache::lookup`]. Examines only chunks that can still matter: full-attention rows from the front
     /// to the first gap, the others from the end of the remaining prefix, each chunk of a row at most once.
     pub(super) fn lookup(

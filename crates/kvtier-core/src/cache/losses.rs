@@ -7,7 +7,7 @@
 use super::ExtentAllocator;
 use super::namespaces::identities;
 use super::refusal::Refusal;
-use super::state::{State, TICKS_PER_SECOND};
+use super::state::{CacheState, TICKS_PER_SECOND};
 use crate::hashing::ChunkHash;
 use crate::object_key::Namespace;
 use foldhash::quality::RandomState;
@@ -75,12 +75,12 @@ pub struct Loss {
 }
 
 /// A key's hash, then time (in ticks) and cause.
-pub(super) type Entry = [u64; 2];
+pub(super) type LossWords = [u64; 2];
 
 /// The ring.
 #[derive(Debug)]
 pub(super) struct Losses {
-    ring: Box<[Entry; ENTRIES]>,
+    ring: Box<[LossWords; ENTRIES]>,
     /// Losses recorded so far.
     total: u64,
 }
@@ -106,7 +106,7 @@ impl Losses {
 
     /// Bytes of the ring that were written.
     pub(super) fn bookkeeping_bytes(&self) -> usize {
-        ENTRIES.min(self.total as usize) * size_of::<Entry>()
+        ENTRIES.min(self.total as usize) * size_of::<LossWords>()
     }
 
     pub(super) fn total(&self) -> u64 {
@@ -125,7 +125,7 @@ impl Losses {
     }
 
     /// Copies the losses numbered `from..to`; those overwritten meanwhile are skipped.
-    pub(super) fn copy(&self, from: u64, to: u64, copied: &mut Vec<Entry>) {
+    pub(super) fn copy(&self, from: u64, to: u64, copied: &mut Vec<LossWords>) {
         let numbers = from.max(self.first())..to;
         copied.extend(numbers.map(|number| self.ring[number as usize % ENTRIES]));
     }
@@ -137,7 +137,7 @@ pub(super) struct Question {
     latest: HashMap<u64, Option<(u32, LossCause)>>,
 }
 
-impl<A: ExtentAllocator> State<A> {
+impl<A: ExtentAllocator> CacheState<A> {
     /// Notes that an object of a namespace that is known was not stored, or was removed.
     #[cold]
     pub(super) fn lose(&mut self, namespace: u32, hash: &ChunkHash, cause: LossCause) {
@@ -164,7 +164,7 @@ impl Question {
     }
 
     /// Notes what these entries, later than those before, say of the keys.
-    pub(super) fn note(&mut self, entries: &[Entry]) {
+    pub(super) fn note(&mut self, entries: &[LossWords]) {
         for [key, word] in entries {
             if let Some(known) = self.latest.get_mut(key) {
                 let cause = (word & ((1 << CAUSE_BITS) - 1)) as usize;

@@ -37,7 +37,7 @@ pub use kvtier_common::extent::{Extent, Piece};
 pub use lease::{Counted, Lookup, PrefixLease, ReadLease};
 pub use losses::{Loss, LossCause};
 pub use reservation::{
-    Committed, KeyOutcome, Reservation, ReserveError, ReserveRequest, Reserved, Staged,
+    Committed, KeyOutcome, Reservation, ReserveError, ReserveRequest, Reserved, StagedObject,
 };
 pub use reserve::ReservedPrompt;
 pub use restore::Restored;
@@ -56,7 +56,7 @@ use lease::OrderedHold;
 use lookup::LookupBatch;
 use reserve::ReserveBatch;
 use slab::SlotRef;
-use state::State;
+use state::CacheState;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -138,12 +138,12 @@ pub struct BrokenInvariant {
 
 /// Handle to a cache; clones share it. All times are since one fixed moment, such as the process's start.
 pub struct Cache<A: ExtentAllocator> {
-    shared: Arc<Shared<A>>,
+    shared: Arc<LockedCache<A>>,
 }
 
-struct Shared<A: ExtentAllocator> {
+struct LockedCache<A: ExtentAllocator> {
     /// Guards all metadata. No bytes are touched and nothing waits under it.
-    state: Mutex<State<A>>,
+    state: Mutex<CacheState<A>>,
     /// See [`CacheConfig::check_invariants_every`].
     check_every: u32,
     calls: AtomicU32,
@@ -166,12 +166,12 @@ impl<A: ExtentAllocator> fmt::Debug for Cache<A> {
 impl<A: ExtentAllocator> Cache<A> {
     /// An empty cache over this memory, which must be entirely free.
     pub fn new(allocator: A, config: CacheConfig) -> Self {
-        Self::over(State::new(allocator, config), config)
+        Self::over(CacheState::new(allocator, config), config)
     }
 
-    fn over(state: State<A>, config: CacheConfig) -> Self {
+    fn over(state: CacheState<A>, config: CacheConfig) -> Self {
         Self {
-            shared: Arc::new(Shared {
+            shared: Arc::new(LockedCache {
                 state: Mutex::new(state),
                 check_every: config.check_invariants_every,
                 calls: AtomicU32::new(0),
@@ -185,7 +185,7 @@ impl<A: ExtentAllocator> Cache<A> {
         config: CacheConfig,
         ledger: Ledger<W>,
     ) -> Self {
-        let mut state = State::new(allocator, config);
+        let mut state = CacheState::new(allocator, config);
         state.journal = Some(Box::new(ledger));
         Self::over(state, config)
     }
@@ -212,7 +212,7 @@ impl<A: ExtentAllocator> Cache<A> {
     }
 
     /// Runs one step under the lock.
-    fn locked<T>(&self, step: impl FnOnce(&mut State<A>) -> T) -> T {
+    fn locked<T>(&self, step: impl FnOnce(&mut CacheState<A>) -> T) -> T {
         let mut state = self.shared.state.lock();
         let result = step(&mut state);
         // A second panic while one unwinds would abort the process without a message.
@@ -295,7 +295,7 @@ impl<A: ExtentAllocator> Cache<A> {
         now: Duration,
         rows: &Arc<[GroupRow]>,
         hashes: &[ChunkHash],
-        count: impl FnOnce(&mut State<A>, usize) -> Counted,
+        count: impl FnOnce(&mut CacheState<A>, usize) -> Counted,
     ) -> Lookup<A> {
         let mut batch = LookupBatch::new(rows, hashes.len());
         let (hit_chunks, counted, may_be_unstored) = self.locked(|state| {
@@ -318,7 +318,7 @@ impl<A: ExtentAllocator> Cache<A> {
         namespace: &Namespace,
         hashes: &[ChunkHash],
     ) -> Option<ReadLease<A>> {
-        self.lease_by(now, namespace, hashes, State::lease)
+        self.lease_by(now, namespace, hashes, CacheState::lease)
     }
 
     /// [`lease`](Self::lease) for the server's own purposes, such as writing objects to a tier: does not count as a use.
@@ -328,7 +328,7 @@ impl<A: ExtentAllocator> Cache<A> {
         namespace: &Namespace,
         hashes: &[ChunkHash],
     ) -> Option<ReadLease<A>> {
-        self.lease_by(now, namespace, hashes, State::hold)
+        self.lease_by(now, namespace, hashes, CacheState::hold)
     }
 
     fn lease_by(
@@ -336,7 +336,7 @@ impl<A: ExtentAllocator> Cache<A> {
         now: Duration,
         namespace: &Namespace,
         hashes: &[ChunkHash],
-        one: fn(&mut State<A>, u32) -> SlotRef,
+        one: fn(&mut CacheState<A>, u32) -> SlotRef,
     ) -> Option<ReadLease<A>> {
         let mut hold = OrderedHold {
             slots: Vec::with_capacity(hashes.len()),
@@ -405,7 +405,7 @@ impl<A: ExtentAllocator> Cache<A> {
         namespaces: impl IntoIterator<Item = &'n Arc<Namespace>>,
         hashes: &[ChunkHash],
     ) -> usize {
-        self.reorder(now, namespaces, hashes, State::touch)
+        self.reorder(now, namespaces, hashes, CacheState::touch)
     }
 
     /// Orders these chunks in all these namespaces as [`Cache::touch`] does, without a use.
@@ -415,7 +415,7 @@ impl<A: ExtentAllocator> Cache<A> {
         namespaces: impl IntoIterator<Item = &'n Arc<Namespace>>,
         hashes: &[ChunkHash],
     ) {
-        self.reorder(now, namespaces, hashes, State::renew);
+        self.reorder(now, namespaces, hashes, CacheState::renew);
     }
 
     fn reorder<'n>(
@@ -423,7 +423,7 @@ impl<A: ExtentAllocator> Cache<A> {
         now: Duration,
         namespaces: impl IntoIterator<Item = &'n Arc<Namespace>>,
         hashes: &[ChunkHash],
-        one: fn(&mut State<A>, u32),
+        one: fn(&mut CacheState<A>, u32),
     ) -> usize {
         let namespaces: Vec<_> = namespaces.into_iter().collect();
         self.locked(|state| {

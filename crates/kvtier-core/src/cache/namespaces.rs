@@ -17,7 +17,7 @@ struct Model {
 }
 
 #[derive(Debug)]
-struct Entry {
+struct NamespaceEntry {
     /// Namespace with the strings that the table shares.
     namespace: Arc<Namespace>,
     model: u32,
@@ -56,7 +56,7 @@ pub(super) struct NamespaceTable {
     pub(super) seed: RandomState,
     models: Interner<Model>,
     pub(super) tenants: Tenants,
-    namespaces: Interner<Entry>,
+    namespaces: Interner<NamespaceEntry>,
     /// Heap bytes of all model names.
     name_bytes: usize,
 }
@@ -105,7 +105,7 @@ impl NamespaceTable {
         }
     }
 
-    fn entry(&mut self, namespace: &Namespace) -> Entry {
+    fn entry(&mut self, namespace: &Namespace) -> NamespaceEntry {
         let seed = &self.seed;
         let name = namespace.model_name();
         let hash = seed.hash_one(&**name);
@@ -126,7 +126,7 @@ impl NamespaceTable {
             model.namespaces += 1;
             model_name = &model.name;
         }
-        Entry {
+        NamespaceEntry {
             namespace: Arc::new(namespace.with_names(model_name, &cache_salt)),
             model,
             tenant,

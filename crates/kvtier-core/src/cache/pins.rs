@@ -8,7 +8,7 @@
 
 use super::ExtentAllocator;
 use super::slab::SlotState;
-use super::state::{State, TICKS_PER_SECOND, ticks};
+use super::state::{CacheState, TICKS_PER_SECOND, ticks};
 use std::time::Duration;
 
 /// Pinned objects of a tenant over its limit that are examined for one that is not leased.
@@ -21,7 +21,7 @@ pub(super) fn deadline(now: Duration, time: Duration) -> u32 {
     ticks(now).saturating_add(time)
 }
 
-impl<A: ExtentAllocator> State<A> {
+impl<A: ExtentAllocator> CacheState<A> {
     /// Pins a resident object until a deadline, or extends its pin. Counts a refusal if the shares do not allow it.
     pub(super) fn pin(&mut self, number: u32, deadline: u32) {
         let slot = self.slab.at(number);

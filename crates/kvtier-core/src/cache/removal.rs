@@ -2,14 +2,14 @@
 
 use super::losses::LossCause;
 use super::slab::SlotState;
-use super::state::State;
+use super::state::CacheState;
 use super::{ExtentAllocator, Page, Removed, ResidentObject};
 use crate::hashing::ChunkHash;
 use crate::object_key::Namespace;
 use std::ops::Range;
 use std::sync::Arc;
 
-impl<A: ExtentAllocator> State<A> {
+impl<A: ExtentAllocator> CacheState<A> {
     /// See [`super::Cache::remove`] and [`super::Cache::unload`].
     pub(super) fn remove(
         &mut self,

@@ -60,7 +60,7 @@ pub struct Reserved<A: ExtentAllocator> {
 
 /// One object being written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Staged {
+pub struct StagedObject {
     /// Index of its request.
     pub request: u32,
     /// Index in that request's hashes.
@@ -88,12 +88,12 @@ pub struct Committed {
 #[derive(Debug)]
 pub struct Reservation<A: ExtentAllocator> {
     cache: Cache<A>,
-    staged: Vec<Staged>,
+    staged: Vec<StagedObject>,
     evict_first: bool,
 }
 
 impl<A: ExtentAllocator> Reservation<A> {
-    pub(super) fn new(cache: Cache<A>, staged: Vec<Staged>) -> Self {
+    pub(super) fn new(cache: Cache<A>, staged: Vec<StagedObject>) -> Self {
         Self {
             cache,
             staged,
@@ -102,7 +102,7 @@ impl<A: ExtentAllocator> Reservation<A> {
     }
 
     /// The objects to write, in the order of the requests.
-    pub fn staged(&self) -> &[Staged] {
+    pub fn staged(&self) -> &[StagedObject] {
         &self.staged
     }
 
@@ -154,7 +154,11 @@ impl<A: ExtentAllocator> Reservation<A> {
     }
 
     /// Makes the objects resident that `keep` accepts, and aborts the others, in one step.
-    pub fn commit_subset(mut self, now: Duration, keep: impl FnMut(&Staged) -> bool) -> Committed {
+    pub fn commit_subset(
+        mut self,
+        now: Duration,
+        keep: impl FnMut(&StagedObject) -> bool,
+    ) -> Committed {
         let keep: Vec<bool> = self.staged.iter().map(keep).collect();
         let staged = mem::take(&mut self.staged);
         if staged.is_empty() {
@@ -212,7 +216,7 @@ impl<A: ExtentAllocator> Drop for Reservation<A> {
 
 /// The order in which staged objects become resident: the last chunk of all requests first, because it is worth least
 /// without the others and should be evicted first.
-fn last_chunk_first(staged: &[Staged]) -> impl Iterator<Item = usize> + use<> {
+fn last_chunk_first(staged: &[StagedObject]) -> impl Iterator<Item = usize> + use<> {
     let one_request =
         staged.first().map(|first| first.request) == staged.last().map(|last| last.request);
     let mut order = Vec::new();

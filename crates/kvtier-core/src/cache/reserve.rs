@@ -2,9 +2,9 @@
 
 use super::lease::OrderedHold;
 use super::refusal::Refusal;
-use super::reservation::{Committed, KeyOutcome, ReserveRequest, Staged};
+use super::reservation::{Committed, KeyOutcome, ReserveRequest, StagedObject};
 use super::slab::{SlotRef, SlotState};
-use super::state::{Chunks, State};
+use super::state::{CacheState, Chunks};
 use super::{ExtentAllocator, ReserveOptions};
 use crate::group_row::GroupRow;
 use crate::hashing::ChunkHash;
@@ -56,7 +56,7 @@ type Held = (u32, SlotRef);
 /// Result of a `reserve`, allocated before the lock is taken.
 pub(super) struct ReserveBatch<'a> {
     pub(super) outcomes: Vec<KeyOutcome>,
-    pub(super) staged: Vec<Staged>,
+    pub(super) staged: Vec<StagedObject>,
     /// Bytes taken by what is staged, rounding included.
     pub(super) bytes: u64,
     /// Keys in the order in which they are served.
@@ -105,7 +105,7 @@ impl<'a> ReserveBatch<'a> {
     }
 }
 
-impl<A: ExtentAllocator> State<A> {
+impl<A: ExtentAllocator> CacheState<A> {
     /// See [`super::Cache::reserve`].
     ///
     /// Resident keys are held until the end, so that the head of a prefix is never evicted for its tail. With a prompt, keys are
@@ -190,7 +190,7 @@ impl<A: ExtentAllocator> State<A> {
             staging_left -= taken;
             batch.bytes += taken;
             batch.outcomes[at] = KeyOutcome::Reserved(extent);
-            batch.staged.push(Staged {
+            batch.staged.push(StagedObject {
                 request: number,
                 position: key.position,
                 extent,
@@ -341,7 +341,7 @@ impl<A: ExtentAllocator> State<A> {
     /// Admits the staged objects that `keep` marks and aborts the others, in this order.
     pub(super) fn commit(
         &mut self,
-        staged: &[Staged],
+        staged: &[StagedObject],
         order: impl Iterator<Item = usize>,
         keep: &[bool],
     ) -> Committed {
@@ -366,7 +366,7 @@ impl<A: ExtentAllocator> State<A> {
     /// Admits all staged objects and leases each key's resident object.
     pub(super) fn commit_leased(
         &mut self,
-        staged: &[Staged],
+        staged: &[StagedObject],
         order: impl Iterator<Item = usize>,
         hold: &mut OrderedHold,
     ) -> Committed {

@@ -1,9 +1,9 @@
 //! A cache with the objects of an earlier process.
 
 use super::lease::OrderedHold;
-use super::reservation::Staged;
+use super::reservation::StagedObject;
 use super::slab::{GrantOrigin, SlotRef, SlotState};
-use super::state::{State, TICKS_PER_SECOND};
+use super::state::{CacheState, TICKS_PER_SECOND};
 use super::{Cache, CacheConfig, ExtentAllocator, ReadLease, Reservation};
 use crate::ledger::{Fault, Found, Journal, Ledger, ObjectState, Rejected, Snapshot, Words};
 use std::collections::BTreeMap;
@@ -28,7 +28,7 @@ pub struct Restored<A: ExtentAllocator> {
 /// Objects with memory that clients may still copy.
 #[derive(Default)]
 struct Granted {
-    withheld: Vec<Staged>,
+    withheld: Vec<StagedObject>,
     read: OrderedHold,
 }
 
@@ -43,7 +43,7 @@ impl<A: ExtentAllocator> Cache<A> {
         mut ledger: Ledger<W>,
         mut snapshot: Snapshot,
     ) -> (Self, Restored<A>) {
-        let mut state = State::new(allocator, config);
+        let mut state = CacheState::new(allocator, config);
         let found = state.admit_all(&mut ledger, &mut snapshot);
         let granted = state.restore(&found);
         for (number, namespace) in (0..).zip(&snapshot.namespaces) {
@@ -69,7 +69,7 @@ impl<A: ExtentAllocator> Cache<A> {
     }
 }
 
-impl<A: ExtentAllocator> State<A> {
+impl<A: ExtentAllocator> CacheState<A> {
     /// Takes the memory and the namespaces of a snapshot's objects. Returns those that have both, in eviction order.
     fn admit_all<W: Words>(
         &mut self,
@@ -127,7 +127,7 @@ impl<A: ExtentAllocator> State<A> {
             if found.state == ObjectState::Withheld {
                 self.account(namespace, bytes, SlotState::Free, SlotState::Staged);
                 self.slab.at_mut(number).grant();
-                granted.withheld.push(Staged {
+                granted.withheld.push(StagedObject {
                     request: 0,
                     position: 0,
                     extent: found.extent,

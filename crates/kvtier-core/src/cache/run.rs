@@ -21,7 +21,7 @@
 //! In an arena of up to [`SWEEP`] pieces a run is found if one exists; in a larger one by later searches.
 
 use super::slab::SlotState;
-use super::state::State;
+use super::state::CacheState;
 use super::{ExtentAllocator, Piece};
 use std::ops::Range;
 
@@ -45,7 +45,7 @@ struct Movable {
 
 /// Decides which pieces of one neighbourhood are movable for a store of one tenant.
 struct Judge<'a, A> {
-    state: &'a State<A>,
+    state: &'a CacheState<A>,
     tenant: u32,
     /// Whether pinned objects are movable.
     with_pinned: bool,
@@ -138,7 +138,7 @@ impl Cheapest {
     }
 }
 
-impl<A: ExtentAllocator> State<A> {
+impl<A: ExtentAllocator> CacheState<A> {
     /// Objects whose eviction leaves a free range of `bytes` bytes, in address order. `over`: the storing tenant if it is
     /// over its strict limit, so that its own objects are examined first.
     pub(super) fn cheapest_run(

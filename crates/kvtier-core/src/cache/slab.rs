@@ -24,7 +24,7 @@ pub(super) enum SlotState {
 /// One object. Exactly one cache line, because a batch's cost is the lines it touches.
 #[derive(Debug)]
 #[repr(align(64))]
-pub(super) struct Slot {
+pub(super) struct ObjectSlot {
     pub(super) hash: ChunkHash,
     pub(super) extent: Extent,
     /// Number of the namespace; the next free slot while this one is free.
@@ -37,7 +37,7 @@ pub(super) struct Slot {
     pub(super) used_at: u32,
 }
 
-const _: () = assert!(size_of::<Slot>() == 64);
+const _: () = assert!(size_of::<ObjectSlot>() == 64);
 
 /// Bits of an object's last use, in ticks, that may be out of date in the ledger: 6.4 seconds.
 const COARSE_BITS: u32 = 6;
@@ -51,7 +51,7 @@ const PINNED: u32 = 0b1_0000;
 const EVICT_FIRST: u32 = 0b10_0000;
 const UNSTORED: u32 = 0b100_0000;
 
-impl Slot {
+impl ObjectSlot {
     pub(super) fn state(&self) -> SlotState {
         match self.life & 0b11 {
             0 => SlotState::Free,
@@ -192,7 +192,7 @@ const BLOCK: usize = 1024;
 /// All slots, by number.
 #[derive(Debug)]
 pub(super) struct Slab {
-    slots: BlockVec<Slot, BLOCK>,
+    slots: BlockVec<ObjectSlot, BLOCK>,
     /// Slots below this number were used at least once.
     known: u32,
     first_free: u32,
@@ -254,7 +254,7 @@ impl Slab {
         if number as usize == MAX_SLOTS {
             return None;
         }
-        self.slots.grow_to(number, || Slot {
+        self.slots.grow_to(number, || ObjectSlot {
             hash: ChunkHash([0; 32]),
             extent: Extent { offset: 0, len: 0 },
             namespace: NO_SLOT,
@@ -291,17 +291,17 @@ impl Slab {
     }
 
     /// The slot of this number, which must have been used once.
-    pub(super) fn at(&self, number: u32) -> &Slot {
+    pub(super) fn at(&self, number: u32) -> &ObjectSlot {
         &self.slots[number]
     }
 
     /// See [`at`](Self::at).
-    pub(super) fn at_mut(&mut self, number: u32) -> &mut Slot {
+    pub(super) fn at_mut(&mut self, number: u32) -> &mut ObjectSlot {
         &mut self.slots[number]
     }
 
     /// The slot, unless it was freed since.
-    pub(super) fn get(&self, reference: SlotRef) -> Option<&Slot> {
+    pub(super) fn get(&self, reference: SlotRef) -> Option<&ObjectSlot> {
         let slot = self.slots.get(reference.slot)?;
         (slot.generation() == reference.generation && slot.state() != SlotState::Free)
             .then_some(slot)
@@ -326,7 +326,7 @@ impl Slab {
     }
 
     /// All slots with their numbers, free ones included.
-    pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &Slot)> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u32, &ObjectSlot)> {
         (0..self.known).zip(self.slots.iter())
     }
 
@@ -366,7 +366,10 @@ mod tests {
     fn reference_of_freed_slot_is_recognised() {
         let mut slab = Slab::default();
         let old = take(&mut slab);
-        assert_eq!(slab.get(old).map(Slot::state), Some(SlotState::Staged));
+        assert_eq!(
+            slab.get(old).map(ObjectSlot::state),
+            Some(SlotState::Staged)
+        );
         slab.free(old.slot);
         assert!(slab.get(old).is_none());
         let new = take(&mut slab);

@@ -5,7 +5,7 @@ use super::index::Index;
 use super::losses::Losses;
 use super::namespaces::NamespaceTable;
 use super::refusal::Refusal;
-use super::slab::{Slab, Slot, SlotRef, SlotState};
+use super::slab::{ObjectSlot, Slab, SlotRef, SlotState};
 use super::{CacheConfig, Extent, ExtentAllocator, ResidentObject};
 use crate::eviction::pins::Pins;
 use crate::eviction::{Candidate, EvictionPolicy};
@@ -26,7 +26,7 @@ pub(super) type Chunks = HashSet<ChunkHash, RandomState>;
 
 /// State of a cache. Every method is one step under the lock.
 #[derive(Debug)]
-pub(super) struct State<A> {
+pub(super) struct CacheState<A> {
     pub(super) allocator: A,
     pub(super) slab: Slab,
     pub(super) index: Index,
@@ -68,7 +68,7 @@ pub(super) fn ticks(time: Duration) -> u32 {
     u32::try_from(ticks).unwrap_or(u32::MAX)
 }
 
-impl<A: ExtentAllocator> State<A> {
+impl<A: ExtentAllocator> CacheState<A> {
     pub(super) fn new(allocator: A, config: CacheConfig) -> Self {
         Self {
             allocator,
@@ -109,7 +109,7 @@ impl<A: ExtentAllocator> State<A> {
             })
     }
 
-    pub(super) fn candidate(&self, number: u32, slot: &Slot) -> Candidate {
+    pub(super) fn candidate(&self, number: u32, slot: &ObjectSlot) -> Candidate {
         Candidate {
             slot: number,
             tenant: self.namespaces.tenant_of(slot.namespace),
@@ -225,7 +225,7 @@ impl<A: ExtentAllocator> State<A> {
         journal: &mut Option<Box<dyn Journal>>,
         namespaces: &NamespaceTable,
         number: u32,
-        slot: &Slot,
+        slot: &ObjectSlot,
         state: ObjectState,
     ) {
         if let Some(journal) = journal {

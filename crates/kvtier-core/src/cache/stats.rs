@@ -1,7 +1,7 @@
 //! Statistics of the cache.
 
 use super::ExtentAllocator;
-use super::state::{State, TICKS_PER_SECOND};
+use super::state::{CacheState, TICKS_PER_SECOND};
 use super::tenant::Tenant;
 use crate::quota::Grant;
 use std::sync::Arc;
@@ -155,7 +155,7 @@ impl SaltUsage {
     }
 }
 
-impl<A: ExtentAllocator> State<A> {
+impl<A: ExtentAllocator> CacheState<A> {
     pub(super) fn salt_usage(&self, salt: &str) -> Option<SaltUsage> {
         let tenant = self.namespaces.tenants.find(salt)?;
         self.namespaces.tenants.get(tenant).map(SaltUsage::of)

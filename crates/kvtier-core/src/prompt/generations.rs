@@ -7,14 +7,14 @@ use crate::hashing::ChunkHash;
 use hashbrown::HashTable;
 use kvtier_common::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
-pub(super) type Table = HashTable<Entry>;
+pub(super) type Table = HashTable<RememberedChunk>;
 
 /// Bytes of heap an entry takes beside its chunk's raw bytes: two hashes and the allocator's own.
 const ENTRY_BYTES: usize = 2 * ChunkHash::LEN + 16;
 
 /// Bytes a table takes per entry of its capacity: an entry and a control byte, where a table of a power of two of
 /// slots is filled to 7/16 at worst.
-const SLOT_BYTES: usize = (size_of::<Entry>() + 1) * 16 / 7 + 1;
+const SLOT_BYTES: usize = (size_of::<RememberedChunk>() + 1) * 16 / 7 + 1;
 
 /// Most entries that one prompt moves into the young generation, which bounds how long the lock is held (about 0.2
 /// ms). A longer prompt is remembered over as many requests as it takes.
@@ -22,7 +22,7 @@ pub(super) const MAX_ARRIVALS: usize = 4096;
 
 /// One remembered chunk.
 #[derive(Debug, Default)]
-pub(super) struct Entry {
+pub(super) struct RememberedChunk {
     /// Keyed hash of the previous chunk's hash and the raw bytes; where the entry is found, never a proof.
     key: u64,
     /// The key of the chunk that followed last time, which spares most walks computing it; 0 when none did.
@@ -31,7 +31,7 @@ pub(super) struct Entry {
     bytes: Box<[u8]>,
 }
 
-impl Entry {
+impl RememberedChunk {
     /// Remembers that the token ids `raw` behind `previous` have the hash `hash`.
     pub(super) fn new(key: u64, previous: &ChunkHash, hash: &ChunkHash, raw: &[u8]) -> Self {
         let bytes = [&previous.0[..], &hash.0, raw].concat().into_boxed_slice();
@@ -97,9 +97,9 @@ impl Size {
 
 /// The most that one generation holds.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Limits(Size);
+pub(super) struct GenerationLimits(Size);
 
-impl Limits {
+impl GenerationLimits {
     /// Limits that keep a generation, its table included, within `bytes`.
     pub(super) fn new(bytes: usize, chunk_size: usize) -> Self {
         // A token id takes at least one byte.
@@ -134,11 +134,11 @@ impl Generation {
         }
     }
 
-    fn find(&self, key: u64) -> Option<&Entry> {
+    fn find(&self, key: u64) -> Option<&RememberedChunk> {
         self.table.find(key, |entry| entry.key == key)
     }
 
-    fn insert(&mut self, entry: Entry) {
+    fn insert(&mut self, entry: RememberedChunk) {
         // The caller checked the capacity, so the table does not grow.
         debug_assert!(self.table.len() < self.table.capacity());
         self.size = self.size.plus(entry.size());
@@ -146,7 +146,7 @@ impl Generation {
             .insert_unique(entry.key, entry, |entry| entry.key);
     }
 
-    fn remove(&mut self, key: u64) -> Option<Entry> {
+    fn remove(&mut self, key: u64) -> Option<RememberedChunk> {
         let found = self.table.find_entry(key, |entry| entry.key == key).ok()?;
         let (entry, _) = found.remove();
         self.size = self.size.minus(entry.size());
@@ -157,14 +157,14 @@ impl Generation {
 /// All entries. A key is in at most one generation, and at most once.
 #[derive(Debug)]
 pub(super) struct Generations {
-    limits: Limits,
+    limits: GenerationLimits,
     young: Generation,
     old: Generation,
 }
 
 /// A known chunk of a prompt.
 pub(super) struct Found<'a> {
-    pub(super) entry: &'a Entry,
+    pub(super) entry: &'a RememberedChunk,
     pub(super) is_old: bool,
     pub(super) hash: ChunkHash,
     /// Bytes of its token ids.
@@ -177,7 +177,7 @@ pub(super) struct Arrivals {
     /// Keys of used entries of the old generation.
     aging: Vec<u64>,
     /// New entries in prompt order.
-    pub(super) fresh: Vec<Entry>,
+    pub(super) fresh: Vec<RememberedChunk>,
     /// What all of them take.
     pub(super) size: Size,
     /// The key of the last used entry, which the first of `fresh` follows; none at the start of a prompt.
@@ -196,7 +196,7 @@ impl Arrivals {
 
     /// Adds a new entry, which follows the one before. Refuses it when a generation could not hold them all, or when
     /// moving them in would take too long.
-    pub(super) fn push(&mut self, entry: Entry, limits: &Limits) -> bool {
+    pub(super) fn push(&mut self, entry: RememberedChunk, limits: &GenerationLimits) -> bool {
         let size = self.size.plus(entry.size());
         if size.entries > MAX_ARRIVALS || !limits.admit(size) {
             return false;
@@ -211,7 +211,7 @@ impl Arrivals {
 }
 
 impl Generations {
-    pub(super) fn new(limits: Limits) -> Self {
+    pub(super) fn new(limits: GenerationLimits) -> Self {
         Self {
             limits,
             young: Generation::new(limits.table()),
@@ -231,7 +231,7 @@ impl Generations {
         })
     }
 
-    fn entry(&self, key: u64) -> Option<(&Entry, bool)> {
+    fn entry(&self, key: u64) -> Option<(&RememberedChunk, bool)> {
         let young = self.young.find(key).map(|entry| (entry, false));
         young.or_else(|| self.old.find(key).map(|entry| (entry, true)))
     }
@@ -278,7 +278,7 @@ impl Generations {
     pub(super) fn check_invariants(&self) {
         let mut keys = std::collections::HashSet::new();
         for generation in [&self.young, &self.old] {
-            let sum = |size: Size, entry: &Entry| size.plus(entry.size());
+            let sum = |size: Size, entry: &RememberedChunk| size.plus(entry.size());
             assert_eq!(
                 generation.table.iter().fold(Size::default(), sum),
                 generation.size
@@ -299,7 +299,7 @@ impl Generations {
 pub(super) struct Retired(Generation);
 
 impl Retired {
-    pub(super) fn into_entries(self) -> hashbrown::hash_table::IntoIter<Entry> {
+    pub(super) fn into_entries(self) -> hashbrown::hash_table::IntoIter<RememberedChunk> {
         self.0.table.into_iter()
     }
 }

@@ -17,7 +17,7 @@ mod tests;
 
 use crate::hashing::{ChunkHash, ChunkHasher};
 use foldhash::quality::RandomState;
-use generations::{Arrivals, Entry, Found, Generations, Limits, Table};
+use generations::{Arrivals, Found, GenerationLimits, Generations, RememberedChunk, Table};
 use kvtier_common::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use kvtier_common::sync::{Mutex, RwLock};
 use kvtier_proto::key::TokenReader;
@@ -70,13 +70,13 @@ pub struct PromptStats {
 pub struct PromptMemory {
     hasher: ChunkHasher,
     keys: RandomState,
-    limits: Limits,
+    limits: GenerationLimits,
     generations: RwLock<Generations>,
     /// The key of the chunk that a prompt started with last time; 0 at first.
     first: AtomicU64,
     /// A retired generation. Freeing it at once would stop one request for milliseconds, so every insertion frees a few
     /// of its entries.
-    retired: Mutex<hashbrown::hash_table::IntoIter<Entry>>,
+    retired: Mutex<hashbrown::hash_table::IntoIter<RememberedChunk>>,
     prompts: AtomicU64,
     chunks_known: AtomicU64,
     chunks_hashed: AtomicU64,
@@ -169,7 +169,7 @@ impl PromptMemory {
     /// budget was filled with newer or newly used entries is forgotten.
     pub fn new(hasher: ChunkHasher, budget: usize) -> Self {
         // One third for each generation and one for what is on its way out.
-        let limits = Limits::new(budget / 3, hasher.chunk_size().get());
+        let limits = GenerationLimits::new(budget / 3, hasher.chunk_size().get());
         Self {
             hasher,
             keys: RandomState::default(),
@@ -356,7 +356,8 @@ impl PromptMemory {
             let hash = self.hasher.hash_chunk(&previous, &tokens);
             if remembering {
                 let raw = &data[..length];
-                let entry = Entry::new(self.search_key(&behind, raw), &behind, &hash, raw);
+                let entry =
+                    RememberedChunk::new(self.search_key(&behind, raw), &behind, &hash, raw);
                 // Of a prompt too long, the start is kept: that is what others may share.
                 remembering = walk.arrivals.push(entry, &self.limits);
             }

@@ -227,12 +227,12 @@ fn a_claimed_count_allocates_nothing() {
 
 #[test]
 fn a_key_alone_proves_nothing() {
-    let limits = Limits::new(1 << 20, 4);
+    let limits = GenerationLimits::new(1 << 20, 4);
     let mut generations = Generations::new(limits);
     let (before, hash) = (ChunkHash([1; 32]), ChunkHash([2; 32]));
     let raw = encoded([1, 2, 3, 4]);
     let mut arrivals = Arrivals::default();
-    assert!(arrivals.push(Entry::new(77, &before, &hash, &raw), &limits));
+    assert!(arrivals.push(RememberedChunk::new(77, &before, &hash, &raw), &limits));
     generations.admit(&mut arrivals, None);
     assert!(generations.find(77, &before, &raw).is_some());
     assert!(
@@ -250,7 +250,7 @@ fn a_key_alone_proves_nothing() {
     assert!(generations.find(77, &hash, &raw).is_none());
     // An entry that collides with it finds the place taken.
     let mut arrivals = Arrivals::default();
-    assert!(arrivals.push(Entry::new(77, &hash, &before, &raw), &limits));
+    assert!(arrivals.push(RememberedChunk::new(77, &hash, &before, &raw), &limits));
     generations.admit(&mut arrivals, None);
     assert!(generations.find(77, &before, &raw).is_some());
     generations.check_invariants();

@@ -77,7 +77,7 @@ fn commit_subset_aborts_the_rest() {
     let reserved = cache
         .reserve(NOW, &request(namespace(0, ""), &keys, 10))
         .unwrap();
-    let even = |staged: &kvtier_core::cache::Staged| staged.position.is_multiple_of(2);
+    let even = |staged: &kvtier_core::cache::StagedObject| staged.position.is_multiple_of(2);
     let committed = reserved.reservation.commit_subset(NOW, even);
     assert_eq!((committed.inserted, committed.aborted), (2, 2));
     assert_eq!(resident(&cache, namespace(0, ""), 4), [0, 2]);

@@ -132,12 +132,12 @@ impl Table {
 }
 
 /// A job in the table; one that is dropped without a result is removed.
-struct Entry {
+struct PrefetchJobRow {
     all: Arc<PrefetchJobs>,
     id: String,
 }
 
-impl Entry {
+impl PrefetchJobRow {
     fn done(self, now: Duration, result: PrefetchResult) {
         let mut table = self.all.table.lock();
         if let Some(state) = table.by_id.get_mut(&self.id) {
@@ -148,7 +148,7 @@ impl Entry {
     }
 }
 
-impl Drop for Entry {
+impl Drop for PrefetchJobRow {
     fn drop(&mut self) {
         let mut table = self.all.table.lock();
         if table.by_id.get(&self.id) == Some(&PrefetchJob::Pending) {
@@ -158,7 +158,7 @@ impl Drop for Entry {
 }
 
 impl PrefetchJobs {
-    fn enter(self: &Arc<Self>, now: Duration) -> Result<Entry, PrefetchError> {
+    fn enter(self: &Arc<Self>, now: Duration) -> Result<PrefetchJobRow, PrefetchError> {
         let mut table = self.table.lock();
         table.forget(now);
         if table.by_id.len() - table.done.len() >= MAX_PENDING {
@@ -166,7 +166,7 @@ impl PrefetchJobs {
         }
         let id = format!("{:016x}{:016x}", random(), random());
         table.by_id.insert(id.clone(), PrefetchJob::Pending);
-        Ok(Entry {
+        Ok(PrefetchJobRow {
             all: Arc::clone(self),
             id,
         })

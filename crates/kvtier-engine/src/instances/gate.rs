@@ -22,13 +22,13 @@ pub(super) const MAX_WAITING: usize = 2;
 /// The gate of one instance. The mutex guards the counts.
 #[derive(Default)]
 pub(super) struct Gate {
-    pub(super) state: Mutex<State>,
+    pub(super) state: Mutex<GateState>,
     /// Notified when the last transfer has ended.
     drained: Condvar,
 }
 
 #[derive(Default)]
-pub(super) struct State {
+pub(super) struct GateState {
     pub(super) is_closed: bool,
     pub(super) in_flight: usize,
     pub(super) waiting: usize,
@@ -64,7 +64,7 @@ impl Gate {
         let mut state = self.state.lock();
         if state.in_flight > 0 && state.waiting < MAX_WAITING {
             state.waiting += 1;
-            let running = |state: &mut State| state.in_flight > 0;
+            let running = |state: &mut GateState| state.in_flight > 0;
             self.drained.wait_while_until(&mut state, running, until);
             state.waiting -= 1;
         }

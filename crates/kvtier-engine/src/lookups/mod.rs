@@ -26,7 +26,7 @@ use kvtier_core::object_key::KeyScope;
 use kvtier_core::prefetch::Cell;
 use kvtier_core::prompt::{Prompt, PromptMemory};
 use kvtier_core::{ChunkHash, GroupRow, Namespace};
-use kvtier_observe::trace::{LookupResult, Session, TraceParent};
+use kvtier_observe::trace::{LookupResult, TraceParent, TracedSession};
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::JobRef;
 use kvtier_proto::response::Response;
@@ -36,7 +36,7 @@ use tokio::sync::watch;
 
 use super::context::Context;
 use super::instances::{Instance, Unserved, gcd, rows};
-use super::{Answer, Caller, Reply};
+use super::{Caller, EngineAnswer, Reply};
 use chunk_sizes::{ChunkSizes, LookupRange};
 use held::{HeldLookup, HeldLookups, LookupOutcome};
 pub use recent::{RecentLookup, RecentLookups};
@@ -79,14 +79,14 @@ impl Lookups {
     }
 
     /// Looks a prompt up and leases what it finds. The answer does not contain the result, which is asked for.
-    pub fn lookup(&self, caller: Caller, key: &CacheKey<'_, Prompt>, tp_size: i64) -> Answer {
+    pub fn lookup(&self, caller: Caller, key: &CacheKey<'_, Prompt>, tp_size: i64) -> EngineAnswer {
         match self.try_lookup(caller, key, tp_size) {
-            Ok(()) => Answer::nothing(),
+            Ok(()) => EngineAnswer::nothing(),
             // No object can have such a key: the result is 0, whatever an earlier lookup of the request has found.
             Err(error) => {
                 tracing::debug!(request = key.request_id, %error, "lookup refused");
                 self.held.forget(key.request_id, caller.connection);
-                Answer::nothing().because("bad_key")
+                EngineAnswer::nothing().because("bad_key")
             }
         }
     }
@@ -103,7 +103,7 @@ impl Lookups {
         // One that was refused has none: no request follows from it.
         let span = tracer.lookup(|| {
             let parent = traceparent::decode(key.request_configs).and_then(TraceParent::parse);
-            Session::new(key.request_id, &scope, parent)
+            TracedSession::new(key.request_id, &scope, parent)
         });
         // A lookup of nothing is held too. Its result is 0, whatever an earlier lookup of the request or one of another
         // engine under the same id has found.
@@ -327,23 +327,23 @@ impl Lookups {
     }
 
     /// The result of a lookup in chunks, once; 0 for one that is unknown, nothing for one that is pending.
-    pub fn result(&self, caller: Caller, job: JobRef<'_>) -> Answer {
+    pub fn result(&self, caller: Caller, job: JobRef<'_>) -> EngineAnswer {
         match job {
             JobRef::Request(request_id) => {
                 outcome_answer(self.held.take_outcome(request_id, caller.connection))
             }
             // A number that no lookup has, or whose lookup has ended.
-            JobRef::Job(_) => Answer::from(Response::Int(0)),
+            JobRef::Job(_) => EngineAnswer::from(Response::Int(0)),
         }
     }
 
     /// Result of a lookup without taking it: the next question receives it again.
-    pub fn hits(&self, caller: Caller, job: JobRef<'_>) -> Answer {
+    pub fn hits(&self, caller: Caller, job: JobRef<'_>) -> EngineAnswer {
         match job {
             JobRef::Request(request_id) => {
                 outcome_answer(self.held.outcome(request_id, caller.connection))
             }
-            JobRef::Job(_) => Answer::from(Response::Int(0)),
+            JobRef::Job(_) => EngineAnswer::from(Response::Int(0)),
         }
     }
 
@@ -387,34 +387,34 @@ impl Lookups {
     }
 
     /// Frees chunks that the scheduler does not need.
-    pub fn free(&self, caller: Caller, key: &CacheKey<'_, Prompt>) -> Answer {
+    pub fn free(&self, caller: Caller, key: &CacheKey<'_, Prompt>) -> EngineAnswer {
         match self.context.scope(key) {
             Ok(scope) => {
                 let tokens = key.tokens.token_count;
                 let chunks = lookup_chunks(key.tokens.chunk_size, tokens, key.start, key.end);
                 self.held
                     .free(key.request_id, caller.connection, &scope, chunks);
-                Answer::nothing()
+                EngineAnswer::nothing()
             }
             Err(error) => {
                 tracing::debug!(request = key.request_id, %error, "free_lookup_locks refused");
-                Answer::nothing().because("bad_key")
+                EngineAnswer::nothing().because("bad_key")
             }
         }
     }
 
     /// Ends a request: the chunks of its prompt, those that it stored too, count as used just now, and what it still held is
     /// released.
-    pub fn end_session(&self, caller: Caller, request_id: &str) -> Answer {
+    pub fn end_session(&self, caller: Caller, request_id: &str) -> EngineAnswer {
         let now = self.context.now();
         for lookup in self.held.end(request_id, caller.connection) {
-            let session = || Session::new(request_id, &lookup.scope, None);
+            let session = || TracedSession::new(request_id, &lookup.scope, None);
             self.context.tracer.end(session);
             let namespaces = lookup.lease.rows().iter().map(|row| &row.namespace);
             self.context.l1.cache.touch(now, namespaces, &lookup.prompt);
             self.unload(lookup);
         }
-        Answer::nothing()
+        EngineAnswer::nothing()
     }
 
     /// If the prefetch policy says so, removes from L1 what was loaded for a lookup that has ended.
@@ -532,11 +532,11 @@ fn pin_time(key: &CacheKey<'_, Prompt>) -> Option<Duration> {
     (seconds > 0).then(|| Duration::from_secs(seconds.into()))
 }
 
-fn outcome_answer(outcome: LookupOutcome) -> Answer {
+fn outcome_answer(outcome: LookupOutcome) -> EngineAnswer {
     let chunks = match outcome {
-        LookupOutcome::Pending(_) => return Answer::nothing(),
+        LookupOutcome::Pending(_) => return EngineAnswer::nothing(),
         LookupOutcome::Unknown => 0,
         LookupOutcome::Hit(chunks) => chunks,
     };
-    Answer::from(Response::Int(i64::try_from(chunks).unwrap_or(i64::MAX)))
+    EngineAnswer::from(Response::Int(i64::try_from(chunks).unwrap_or(i64::MAX)))
 }

@@ -14,11 +14,11 @@ use kvtier_proto::inline::InlineForm;
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::{ABORT_STORE, InstanceId};
 use kvtier_proto::response::{
-    PrepareRetrieve, PrepareStore, Response, Slot, SlotGroups, StoreTarget,
+    ChunkSlot, PrepareRetrieve, PrepareStore, Response, SlotGroups, StoreTarget,
 };
 
 use super::super::instances::{EngineDrivenLayout, Instance, Mode};
-use super::super::{Answer, Caller};
+use super::super::{Caller, EngineAnswer};
 use super::prepared::{Finish, Grant, TransferId};
 use super::skipped::Skipped;
 use super::staging::{Charge, WorkerShare};
@@ -61,9 +61,9 @@ impl WorkerCopy<'_> {
         TransferId::new(direction, self.instance.id, self.key, last_hash)
     }
 
-    fn slot(&self, group: u32, extent: Extent) -> Slot<'_> {
+    fn slot(&self, group: u32, extent: Extent) -> ChunkSlot<'_> {
         let group = &self.layout().groups[group as usize];
-        Slot {
+        ChunkSlot {
             offset: extent.offset,
             length: extent.len,
             shape: group.shape.as_slice().into(),
@@ -198,7 +198,7 @@ impl Transfers {
         key: &CacheKey<'_, Prompt>,
         id: InstanceId,
         skipped: &[Vec<i64>],
-    ) -> Answer {
+    ) -> EngineAnswer {
         let started = self.context.now();
         // Empty lists are the one "no" a worker understands here: it sends nothing and commits nothing.
         let prepared = self.try_prepare_store(key, id, skipped);
@@ -215,7 +215,7 @@ impl Transfers {
         key: &CacheKey<'_, Prompt>,
         id: InstanceId,
         skipped: &[Vec<i64>],
-    ) -> Result<Answer, &'static str> {
+    ) -> Result<EngineAnswer, &'static str> {
         let copy = self.worker_copy("prepare_store", key, id)?;
         if !self.has_pool(&copy) {
             return Ok(store_target(None));
@@ -258,7 +258,12 @@ impl Transfers {
     }
 
     /// Commits a store: without data the slots that the worker has written, else the chunks that it sends.
-    pub fn commit_store(&self, key: &CacheKey<'_, Prompt>, id: InstanceId, data: &[u8]) -> Answer {
+    pub fn commit_store(
+        &self,
+        key: &CacheKey<'_, Prompt>,
+        id: InstanceId,
+        data: &[u8],
+    ) -> EngineAnswer {
         let started = self.context.now();
         let committed = match self.worker_copy("commit_store", key, id) {
             Err(reason) => {
@@ -285,8 +290,8 @@ impl Transfers {
             }
         };
         match committed {
-            Ok(_) => Answer::from(Response::Bool(true)),
-            Err(reason) => Answer::from(Response::Bool(false)).because(reason),
+            Ok(_) => EngineAnswer::from(Response::Bool(true)),
+            Err(reason) => EngineAnswer::from(Response::Bool(false)).because(reason),
         }
     }
 
@@ -343,7 +348,7 @@ impl Transfers {
         caller: Caller,
         key: &CacheKey<'_, Prompt>,
         id: InstanceId,
-    ) -> Answer {
+    ) -> EngineAnswer {
         let started = self.context.now();
         let prepared = if self.refused_retrieves.is_refusing(caller.connection) {
             Err("not_held")
@@ -352,7 +357,7 @@ impl Transfers {
         };
         prepared.unwrap_or_else(|reason| {
             self.trace_refused(Direction::Retrieve, key, id, started, reason);
-            Answer::from(Response::PrepareRetrieve(PrepareRetrieve::miss())).because(reason)
+            EngineAnswer::from(Response::PrepareRetrieve(PrepareRetrieve::miss())).because(reason)
         })
     }
 
@@ -360,7 +365,7 @@ impl Transfers {
         &self,
         key: &CacheKey<'_, Prompt>,
         id: InstanceId,
-    ) -> Result<Answer, &'static str> {
+    ) -> Result<EngineAnswer, &'static str> {
         let copy = self
             .worker_copy("prepare_retrieve", key, id)
             .inspect_err(|_| self.release_refused(id, key))?;
@@ -398,7 +403,7 @@ impl Transfers {
                 groups.chunk_indices.push(chunk as u64);
             }
         }
-        let answer = Answer::from(Response::PrepareRetrieve(PrepareRetrieve {
+        let answer = EngineAnswer::from(Response::PrepareRetrieve(PrepareRetrieve {
             success: true,
             data: (&[][..]).into(),
             slots: Some(slots),
@@ -424,13 +429,13 @@ impl Transfers {
 
     /// Ends a retrieve. The answer is whether no other request had the memory until now. LMCache's server always answers yes, and
     /// its worker ignores the answer.
-    pub fn commit_retrieve(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> Answer {
+    pub fn commit_retrieve(&self, key: &CacheKey<'_, Prompt>, id: InstanceId) -> EngineAnswer {
         let started = self.context.now();
         let copy = match self.worker_copy("commit_retrieve", key, id) {
             Ok(copy) => copy,
             Err(reason) => {
                 self.trace_refused(Direction::Retrieve, key, id, started, reason);
-                return Answer::from(Response::Bool(false)).because(reason);
+                return EngineAnswer::from(Response::Bool(false)).because(reason);
             }
         };
         let was_held = match self.prepared.finish(&copy.id(Direction::Retrieve)) {
@@ -448,12 +453,12 @@ impl Transfers {
             // Data that was sent needs no commit. A worker commits after a miss too, which is no failure, but no yes either.
             Finish::Unknown => !self.has_pool(&copy),
         };
-        Answer::from(Response::Bool(was_held))
+        EngineAnswer::from(Response::Bool(was_held))
     }
 }
 
-fn store_target(target: Option<StoreTarget<'_>>) -> Answer {
-    Answer::from(Response::PrepareStore(PrepareStore { target }))
+fn store_target(target: Option<StoreTarget<'_>>) -> EngineAnswer {
+    EngineAnswer::from(Response::PrepareStore(PrepareStore { target }))
 }
 
 /// The answer that nothing is to be written.

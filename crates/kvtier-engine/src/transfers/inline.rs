@@ -11,7 +11,7 @@ use kvtier_proto::pickle::WriteError;
 use kvtier_proto::response::InlineHit;
 use kvtier_proto::tensor::{InlineTensor, TensorToWrite};
 
-use super::super::Answer;
+use super::super::EngineAnswer;
 use super::super::payload::{LeasedChunks, Payload};
 use super::Transfers;
 use super::engine_driven::{DEVICE, WorkerCopy};
@@ -129,16 +129,16 @@ impl Transfers {
         copy: &WorkerCopy<'_>,
         leases: Vec<GroupLease>,
         charge: Charge,
-    ) -> Result<Answer, &'static str> {
+    ) -> Result<EngineAnswer, &'static str> {
         let request = copy.key.request_id;
         match self.inline_payload(copy, leases, charge) {
             Ok(Some(payload)) => {
                 self.context.metrics.retrieve(DEVICE, true);
                 let moved = Ok(copy.retrieved());
                 self.trace_copy(Direction::Retrieve, copy, copy.started, moved);
-                Ok(Answer {
+                Ok(EngineAnswer {
                     payload: Some(payload),
-                    ..Answer::nothing()
+                    ..EngineAnswer::nothing()
                 })
             }
             Ok(None) => {

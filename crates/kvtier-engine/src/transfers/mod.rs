@@ -39,7 +39,7 @@ use kvtier_proto::response::Response;
 use super::context::Context;
 use super::instances::{CopyGuard, Instance};
 use super::lookups::Lookups;
-use super::{Answer, Caller, Reply};
+use super::{Caller, EngineAnswer, Reply};
 pub use prepared::Grant;
 use prepared::{GRANT_TTLS, PreparedTransfers};
 use refused_retrieves::RefusedRetrieves;
@@ -77,7 +77,7 @@ struct CopyRequest<'a> {
 /// A transfer whose bytes are being copied: what its end needs.
 struct InFlight {
     /// Dropped before the guard, behind which the pages may be closed.
-    work: Work,
+    work: TransferWork,
     request_id: Box<str>,
     started: Duration,
     event: Vec<u8>,
@@ -88,13 +88,13 @@ struct InFlight {
 
 /// What follows the end of a copy.
 enum TransferOutcome {
-    Answer(Answer),
+    Answer(EngineAnswer),
     /// The next piece of a store.
     Piece(Box<(Transfer, InFlight)>),
 }
 
 /// The memory of a transfer in flight.
-enum Work {
+enum TransferWork {
     /// Store, with what its further pieces need, if it has had more than one or may have.
     Store(StagedStore, Option<Box<StoreRemainder>>),
     Retrieve {
@@ -252,7 +252,7 @@ impl Transfers {
                 ..
             } = *request;
             self.trace_refused(direction, key, instance, started, reason);
-            Answer::from(Response::transfer(event, false)).because(reason)
+            EngineAnswer::from(Response::transfer(event, false)).because(reason)
         };
         let Some(instance) = instances.get(request.instance) else {
             return reply.answer(refused(&[], "unknown_instance"));
@@ -319,7 +319,8 @@ impl Transfers {
     fn run(self: &Arc<Self>, transfer: Transfer, in_flight: InFlight, reply: Reply) {
         let pages = Arc::clone(in_flight.guard.pages());
         let transfers = Arc::clone(self);
-        let has_remainder = matches!(&in_flight.work, Work::Store(store, _) if store.has_remainder);
+        let has_remainder =
+            matches!(&in_flight.work, TransferWork::Store(store, _) if store.has_remainder);
         // With a deadline the client asks whether the transfer has ended, which only its end tells.
         let is_answered_at_end = self.context.config().gpu.gpu_reply == GpuReply::Done
             || transfer.deadline.is_some()
@@ -340,7 +341,7 @@ impl Transfers {
         let submitted = move |event: &[u8]| {
             let reply = early.lock().take();
             if let Some(reply) = reply {
-                reply.answer(Answer::from(Response::transfer(event, true)));
+                reply.answer(EngineAnswer::from(Response::transfer(event, true)));
             }
         };
         let done = move |moved| {
@@ -368,8 +369,8 @@ impl Transfers {
         let request_id = &*in_flight.request_id;
         let event = instance.answer_event(&in_flight.event, in_flight.release);
         let direction = match in_flight.work {
-            Work::Store(..) => Direction::Store,
-            Work::Retrieve { .. } => Direction::Retrieve,
+            TransferWork::Store(..) => Direction::Store,
+            TransferWork::Retrieve { .. } => Direction::Retrieve,
         };
         let moved = moved.map_err(|error| Error::refused(error.to_string()));
         // What it read may be another request's by then.
@@ -389,12 +390,12 @@ impl Transfers {
             Err(error) => {
                 let reason = self.failed(direction, instance, request_id, &error);
                 trace(Err(reason));
-                let answer = Answer::from(Response::transfer(event, false)).because(reason);
+                let answer = EngineAnswer::from(Response::transfer(event, false)).because(reason);
                 return TransferOutcome::Answer(answer);
             }
         };
         let (has, moved) = match in_flight.work {
-            Work::Store(store, remainder) => {
+            TransferWork::Store(store, remainder) => {
                 let chunks = store.moved().chunks;
                 let mut moved = Moved { chunks, bytes };
                 let has_remainder = store.has_remainder;
@@ -405,14 +406,14 @@ impl Transfers {
                     let next =
                         has_remainder.then(|| self.next_piece(instance, range, &mut remainder));
                     if let Some((transfer, store)) = next.flatten() {
-                        let work = Work::Store(store, Some(remainder));
+                        let work = TransferWork::Store(store, Some(remainder));
                         let in_flight = InFlight { work, ..in_flight };
                         return TransferOutcome::Piece(Box::new((transfer, in_flight)));
                     }
                 }
                 ("Stored", moved)
             }
-            Work::Retrieve { .. } => {
+            TransferWork::Retrieve { .. } => {
                 let chunks = self.count_loaded(range);
                 ("Retrieved", Moved { chunks, bytes })
             }
@@ -425,7 +426,7 @@ impl Transfers {
             request = request_id,
             "{has} {tokens} tokens in {seconds:.6} seconds"
         );
-        TransferOutcome::Answer(Answer::from(Response::transfer(event, true)))
+        TransferOutcome::Answer(EngineAnswer::from(Response::transfer(event, true)))
     }
 
     /// Logs and counts a transfer that failed, or was refused after it was counted as begun. Returns its metric label.
@@ -454,7 +455,7 @@ impl Transfers {
 
 impl CopyRequest<'_> {
     /// The transfer in flight with this memory.
-    fn in_flight(&self, work: Work, range: WorkerRange, guard: CopyGuard) -> InFlight {
+    fn in_flight(&self, work: TransferWork, range: WorkerRange, guard: CopyGuard) -> InFlight {
         InFlight {
             work,
             request_id: self.key.request_id.into(),
@@ -509,7 +510,7 @@ mod tests {
     }
 
     /// The answers to a store without chunks, in order. One is expected.
-    fn answers(reply: &str, fails: bool, deadline: Option<Instant>) -> Vec<Option<Answer>> {
+    fn answers(reply: &str, fails: bool, deadline: Option<Instant>) -> Vec<Option<EngineAnswer>> {
         let engine = engine(&["--gpu-reply", reply]);
         let pages = TestPages {
             fails,
@@ -529,8 +530,9 @@ mod tests {
 
     #[test]
     fn a_transfer_has_one_answer_whenever_it_is_given() {
-        let ok = |event: &[u8]| Answer::from(Response::transfer(event, true));
-        let failed = || Answer::from(Response::transfer(&[][..], false)).because("store_failed");
+        let ok = |event: &[u8]| EngineAnswer::from(Response::transfer(event, true));
+        let failed =
+            || EngineAnswer::from(Response::transfer(&[][..], false)).because("store_failed");
         assert_eq!(answers("done", false, None), [Some(ok(b""))]);
         assert_eq!(answers("done", true, None), [Some(failed())]);
         assert_eq!(answers("event", false, None), [Some(ok(b"event"))]);
@@ -549,7 +551,7 @@ mod tests {
     }
 
     impl ReplyTarget for Full {
-        fn send(self: Box<Self>, answer: Option<Answer>) {
+        fn send(self: Box<Self>, answer: Option<EngineAnswer>) {
             assert_eq!(answer, None);
             let was_drained = self.instance.is_drained();
             self.was_drained.store(was_drained, Ordering::Relaxed);

@@ -114,7 +114,7 @@ impl Grant {
     }
 }
 
-struct Pending {
+struct PreparedTransfer {
     grant: Grant,
     /// PREPAREs whose COMMIT has not come.
     prepared: usize,
@@ -140,7 +140,7 @@ struct Quarantined {
 
 #[derive(Default)]
 struct Tables {
-    pending: HashMap<TransferId, Pending>,
+    pending: HashMap<TransferId, PreparedTransfer>,
     quarantined: HashMap<TransferId, Quarantined>,
     /// Memory of an earlier process's clients.
     inherited: Vec<(Duration, Grant)>,
@@ -154,7 +154,7 @@ impl Tables {
         &mut self,
         until: Duration,
         has_departed: bool,
-        which: impl Fn(&TransferId, &Pending) -> bool,
+        which: impl Fn(&TransferId, &PreparedTransfer) -> bool,
     ) -> usize {
         // No id is in both tables, so none is displaced here.
         let taken = self.pending.extract_if(|id, pending| which(id, pending));
@@ -213,7 +213,7 @@ impl PreparedTransfers {
         let may_begin = !is_full && !tables.quarantined.contains_key(&id);
         match (tables.pending.get_mut(&id), grant) {
             (None, grant) if may_begin => {
-                let pending = Pending {
+                let pending = PreparedTransfer {
                     grant,
                     prepared: 1,
                     since: now,
@@ -221,7 +221,7 @@ impl PreparedTransfers {
                 tables.pending.insert(id, pending);
             }
             (
-                Some(Pending {
+                Some(PreparedTransfer {
                     grant: Grant::Retrieve(leases, charges),
                     prepared,
                     ..

@@ -7,7 +7,7 @@ use kvtier_device::{ChunkCopy, ChunkRequest, Transfer};
 
 use super::super::instances::Instance;
 use super::worker_range::WorkerRange;
-use super::{CopyRequest, InFlight, Transfers, Work};
+use super::{CopyRequest, InFlight, TransferWork, Transfers};
 
 impl Transfers {
     /// Leases what the range needs, and plans the copies.
@@ -58,7 +58,7 @@ impl Transfers {
                     extent: *extent,
                 }));
         }
-        let work = Work::Retrieve {
+        let work = TransferWork::Retrieve {
             _leases: leases,
             _retrieving: retrieving,
         };

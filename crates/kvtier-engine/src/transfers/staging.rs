@@ -79,7 +79,7 @@ impl WorkerShare {
 
 /// Bytes by holder; those that hold none are not kept.
 #[derive(Default)]
-struct Ledger {
+struct StagedBytes {
     bytes: u64,
     instances: HashMap<InstanceId, u64>,
     /// What workers hold whose instance has left.
@@ -105,7 +105,7 @@ fn share(ratio: u64, free: u64, own: u64) -> u64 {
     ratio.saturating_mul(free).saturating_sub(own) / (ratio + 1)
 }
 
-impl Ledger {
+impl StagedBytes {
     fn own(&self, worker: &WorkerShare) -> u64 {
         let departed = self.departed.get(&worker.name).copied();
         let own = self.instances.get(&worker.instance).copied();
@@ -157,8 +157,8 @@ impl Ledger {
 
 #[derive(Default)]
 struct Ledgers {
-    stores: Ledger,
-    retrieves: Ledger,
+    stores: StagedBytes,
+    retrieves: StagedBytes,
 }
 
 /// What all workers have, and how much that may be.
@@ -281,7 +281,7 @@ pub struct Charge {
 }
 
 impl Charge {
-    fn ledger<'a>(&self, ledgers: &'a mut Ledgers) -> &'a mut Ledger {
+    fn ledger<'a>(&self, ledgers: &'a mut Ledgers) -> &'a mut StagedBytes {
         match self.tenant {
             Some(_) => &mut ledgers.stores,
             None => &mut ledgers.retrieves,

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvtier_common::error::{Error, ErrorKind, Result};
-use kvtier_core::cache::{Committed, Reservation, ReserveRequest, Staged};
+use kvtier_core::cache::{Committed, Reservation, ReserveRequest, StagedObject};
 use kvtier_core::{ChunkHash, Namespace};
 use kvtier_device::{BlockTable, ChunkCopy, ChunkRequest, Transfer};
 use kvtier_store::l1::L1Allocator;
@@ -18,7 +18,7 @@ use super::super::instances::{CopyGuard, GroupLayout, Instance, ModelLayout};
 use super::staging::Charge;
 use super::traced::Moved;
 use super::worker_range::WorkerRange;
-use super::{CopyRequest, InFlight, Transfers, Work};
+use super::{CopyRequest, InFlight, TransferWork, Transfers};
 
 /// The chunks of a range that one object group has data for.
 #[derive(Clone)]
@@ -101,7 +101,7 @@ impl StagedStore {
     }
 
     /// Position in the range of a staged object's chunk.
-    pub(super) fn chunk(&self, staged: &Staged) -> usize {
+    pub(super) fn chunk(&self, staged: &StagedObject) -> usize {
         self.groups[staged.request as usize].chunks[staged.position as usize]
     }
 
@@ -153,7 +153,7 @@ impl Transfers {
             further_pieces: MAX_FURTHER_PIECES,
         });
         transfer.chunks = store.copies();
-        let work = Work::Store(store, remainder.map(Box::new));
+        let work = TransferWork::Store(store, remainder.map(Box::new));
         let in_flight = request.in_flight(work, range, guard);
         Ok((transfer, in_flight))
     }
@@ -208,7 +208,7 @@ impl Transfers {
         &self,
         range: &WorkerRange,
         store: StagedStore,
-        is_written: impl Fn(&Staged) -> bool,
+        is_written: impl Fn(&StagedObject) -> bool,
     ) -> Committed {
         let mut staged = self.to_write_behind(&store.reservation);
         staged.retain(&is_written);
@@ -231,7 +231,7 @@ impl Transfers {
         range: &WorkerRange,
         reservation: Reservation<L1Allocator>,
         requests: &[ReserveRequest<'_>],
-        is_written: impl Fn(&Staged) -> bool,
+        is_written: impl Fn(&StagedObject) -> bool,
     ) -> Committed {
         let reservation = match range.keep_seconds {
             Some(0) => reservation.evict_first(),
@@ -254,7 +254,7 @@ impl Transfers {
     }
 
     /// The objects of a reservation that the tiers will want; none without a tier.
-    fn to_write_behind(&self, reservation: &Reservation<L1Allocator>) -> Vec<Staged> {
+    fn to_write_behind(&self, reservation: &Reservation<L1Allocator>) -> Vec<StagedObject> {
         match &self.context.l2 {
             Some(_) => reservation.staged().to_vec(),
             None => Vec::new(),
@@ -268,7 +268,7 @@ impl Transfers {
         inserted: usize,
         prompt: Arc<[ChunkHash]>,
         requests: &[ReserveRequest<'_>],
-        committed: &[Staged],
+        committed: &[StagedObject],
     ) {
         let Context { l2, metrics, .. } = &*self.context;
         metrics.admitted(range.scope.cache_salt(), inserted as u64);

@@ -6,7 +6,7 @@ use std::time::Duration;
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prompt::Prompt;
 use kvtier_device::Direction;
-use kvtier_observe::trace::{Session, Transfer, TransferKind};
+use kvtier_observe::trace::{TracedSession, Transfer, TransferKind};
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::InstanceId;
 
@@ -79,7 +79,7 @@ impl Transfers {
 
     fn record(&self, request_id: &str, scope: &KeyScope, started: Duration, transfer: Transfer) {
         let took = self.context.now().saturating_sub(started);
-        let session = Session::new(request_id, scope, None);
+        let session = TracedSession::new(request_id, scope, None);
         self.context.tracer.transfer(session, took, transfer);
     }
 }

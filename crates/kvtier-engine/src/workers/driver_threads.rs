@@ -17,22 +17,22 @@ const THREADS: usize = 16;
 /// How long [`DriverThreads::finish`] waits for running work.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(10);
 
-type Work = Box<dyn FnOnce() + Send>;
+type DriverWork = Box<dyn FnOnce() + Send>;
 
 /// The threads.
 #[derive(Default)]
-pub struct DriverThreads(Arc<Shared>);
+pub struct DriverThreads(Arc<DriverQueue>);
 
 #[derive(Default)]
-struct Shared {
-    state: Mutex<State>,
+struct DriverQueue {
+    state: Mutex<DriverQueueState>,
     /// Notified when the last thread has ended.
     idle: Condvar,
 }
 
 #[derive(Default)]
-struct State {
-    waiting: VecDeque<Work>,
+struct DriverQueueState {
+    waiting: VecDeque<DriverWork>,
     threads: usize,
 }
 
@@ -57,12 +57,12 @@ impl DriverThreads {
     /// Waits until nothing is left, for a while: a call to a driver that hangs ends with the process.
     pub fn finish(&self) {
         let mut state = self.0.state.lock();
-        let busy = |state: &mut State| state.threads > 0;
+        let busy = |state: &mut DriverQueueState| state.threads > 0;
         self.0.idle.wait_while_for(&mut state, busy, FINISH_TIMEOUT);
     }
 }
 
-impl Shared {
+impl DriverQueue {
     /// Runs waiting work until none is left.
     fn serve(&self) {
         loop {

@@ -27,7 +27,7 @@ use kvtier_store::l1::boot_time;
 
 use super::super::context::Context;
 use super::super::instances::{Instance, Instances};
-pub use file::{Kept, KeptMemory, KeptRequest, LeftOut};
+pub use file::{KeptMemory, KeptRequest, KeptWorker, LeftOut};
 use file::{SEEN_AT, content, nanos, parse, write_bytes, write_number};
 
 /// Most bytes of one file. A registration has some hundred per tensor.
@@ -59,7 +59,7 @@ struct Files {
     dir: Option<VolatileDir>,
     /// What each file begins with.
     head: Vec<u8>,
-    entries: HashMap<InstanceId, Entry>,
+    entries: HashMap<InstanceId, WorkerEntry>,
     bytes: u64,
     outcome: RestoredWorkers,
     /// No further registration of an earlier process is taken over.
@@ -67,7 +67,7 @@ struct Files {
 }
 
 #[derive(Default)]
-struct Entry {
+struct WorkerEntry {
     bytes: u64,
     /// The ping that the file has, and whether the worker cannot map the pool.
     recorded: (Option<Duration>, bool),
@@ -215,7 +215,7 @@ impl KeptRegistrations {
     }
 
     /// The registrations of an earlier process that can be read. Files of others are removed.
-    pub fn read(&self, now: Duration) -> Vec<Kept> {
+    pub fn read(&self, now: Duration) -> Vec<KeptWorker> {
         let mut files = self.files.lock();
         let names = match &mut files.dir {
             Some(dir) => dir.names(MAX_FILES),
@@ -238,9 +238,9 @@ impl KeptRegistrations {
             let content = dir.read(&name, left.min(MAX_FILE_BYTES));
             let bytes = content.as_ref().map_or(0, |content| content.len() as u64);
             files.bytes += bytes;
-            let entry = Entry {
+            let entry = WorkerEntry {
                 bytes,
-                ..Entry::default()
+                ..WorkerEntry::default()
             };
             files.entries.insert(id, entry);
             let found = content
@@ -323,9 +323,9 @@ impl Files {
         match written {
             Ok(()) => {
                 self.bytes += bytes;
-                let entry = Entry {
+                let entry = WorkerEntry {
                     bytes,
-                    ..Entry::default()
+                    ..WorkerEntry::default()
                 };
                 self.entries.insert(id, entry);
             }

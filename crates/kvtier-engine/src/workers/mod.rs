@@ -26,7 +26,7 @@ use super::context::Context;
 use super::instances::Instance;
 use super::lookups::Lookups;
 use super::transfers::Transfers;
-use super::{Answer, Caller, Reply};
+use super::{Caller, EngineAnswer, Reply};
 pub use driver_threads::DriverThreads;
 use kept::KeptRegistrations;
 pub use kept::RestoredWorkers;
@@ -52,7 +52,7 @@ impl Workers {
     }
 
     /// A ping; schedulers and probes have no instance.
-    pub fn ping(&self, caller: Caller, instance: Option<InstanceId>) -> Answer {
+    pub fn ping(&self, caller: Caller, instance: Option<InstanceId>) -> EngineAnswer {
         let now = self.context.now();
         let instances = &self.context.instances;
         let known = instance.and_then(|id| instances.get(id));
@@ -65,11 +65,11 @@ impl Workers {
                 worker.seen(now);
                 worker.drop_stores();
             }
-            return Answer::from(Response::Bool(false)).because("refused_retrieve");
+            return EngineAnswer::from(Response::Bool(false)).because("refused_retrieve");
         }
         let Some(id) = instance else {
             self.lookups.scheduler_pinged(caller.connection);
-            return Answer::from(Response::Bool(true));
+            return EngineAnswer::from(Response::Bool(true));
         };
         self.end_provisional(id);
         let is_known = instances.ping(id, now);
@@ -79,7 +79,7 @@ impl Workers {
                 "ping of an unknown worker refused; its client registers again"
             );
         }
-        Answer::from(Response::Bool(is_known))
+        EngineAnswer::from(Response::Bool(is_known))
     }
 
     /// Ends a registration of an earlier process whose client has to register again: what that had sent to the earlier process is
@@ -116,7 +116,7 @@ impl Workers {
         self.answer_with(on_gpu, reply, move |workers| workers.remove(operation, id));
     }
 
-    fn remove(&self, operation: Operation, id: InstanceId) -> Answer {
+    fn remove(&self, operation: Operation, id: InstanceId) -> EngineAnswer {
         // In this order: no transfer begins for an instance that was removed.
         let instance = self.kept.remove(&self.context.instances, id);
         let drained = self.context.instances.drain(id);
@@ -126,11 +126,11 @@ impl Workers {
             tracing::info!(transfers, "Unregistered instance {id}");
         }
         match drained {
-            Ok(()) => Answer::nothing(),
+            Ok(()) => EngineAnswer::nothing(),
             Err(error) => {
                 tracing::error!("{}: {error}", operation.name());
                 // A client that takes no text has timed out long before.
-                Answer::error(error.to_string(), "still_copying")
+                EngineAnswer::error(error.to_string(), "still_copying")
             }
         }
     }
@@ -141,7 +141,7 @@ impl Workers {
         self: &Arc<Self>,
         on_gpu: bool,
         mut reply: Reply,
-        work: impl FnOnce(&Self) -> Answer + Send + 'static,
+        work: impl FnOnce(&Self) -> EngineAnswer + Send + 'static,
     ) {
         if !on_gpu {
             return reply.answer(work(self));
@@ -258,7 +258,7 @@ mod tests {
         instances.insert(instance).unwrap();
         let copying = instances.get(ID).unwrap().copying().unwrap();
         let ping = || engine.workers.ping(CALLER, Some(ID));
-        let answer = |is_known| Answer::from(Response::Bool(is_known));
+        let answer = |is_known| EngineAnswer::from(Response::Bool(is_known));
         assert_eq!(ping(), answer(true));
         // Nothing further begins, and its stores are dropped.
         assert!(instances.get(ID).is_none() && copying.is_dropped());
@@ -278,7 +278,7 @@ mod tests {
         register().unwrap();
         engine.clock().skip(Duration::from_secs(1));
         let answer = engine.workers.ping(CALLER, Some(ID));
-        assert_eq!(answer, Answer::from(Response::Bool(true)));
+        assert_eq!(answer, EngineAnswer::from(Response::Bool(true)));
         assert!(instances.get(ID).unwrap().pings().is_some());
     }
 }

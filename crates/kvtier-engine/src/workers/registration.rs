@@ -23,7 +23,7 @@ use super::super::devices::Devices;
 use super::super::instances::{
     EngineDrivenGroup, EngineDrivenLayout, Instance, Mode, ModelLayout, RegisteredPages, Unserved,
 };
-use super::super::{Answer, Caller, Reply};
+use super::super::{Caller, EngineAnswer, Reply};
 use super::Workers;
 use super::kept::{KeptMemory, KeptRequest};
 use super::tensors::tensor_spec;
@@ -106,7 +106,7 @@ impl Workers {
                 let request = KeptRequest::of_pages(caller, registration);
                 (newcomer, request.filter(|_| is_lasting))
             }
-            Ok(None) => return reply.answer(Answer::nothing()),
+            Ok(None) => return reply.answer(EngineAnswer::nothing()),
             Err(error) => {
                 let (id, model_name) = (registration.instance, registration.model_name);
                 return reply.answer(refused(PAGES, id, model_name, &error));
@@ -118,7 +118,7 @@ impl Workers {
             let (id, model_name) = (newcomer.id, newcomer.model_name.clone());
             let instance = workers.open(newcomer);
             match instance.and_then(|instance| workers.admit(instance, request)) {
-                Ok(()) => Answer::nothing(),
+                Ok(()) => EngineAnswer::nothing(),
                 Err(error) => refused(PAGES, id, &model_name, &error),
             }
         });
@@ -215,9 +215,9 @@ impl Workers {
         &self,
         caller: Caller,
         context: &EngineDrivenContext<'_>,
-    ) -> Answer {
+    ) -> EngineAnswer {
         match self.try_register_engine_driven(caller, context) {
-            Ok(pool) => Answer::from(Response::EngineDriven(pool)),
+            Ok(pool) => EngineAnswer::from(Response::EngineDriven(pool)),
             Err(error) => refused(ENGINE_DRIVEN, context.instance, context.model_name, &error),
         }
     }
@@ -499,9 +499,9 @@ fn has_windows(layout: &KvLayout) -> bool {
 }
 
 /// Logs and answers a registration that is refused.
-fn refused(kind: Kind, id: InstanceId, model: &str, error: &Error) -> Answer {
+fn refused(kind: Kind, id: InstanceId, model: &str, error: &Error) -> EngineAnswer {
     tracing::warn!(instance = id.0, model, %error, "registration refused");
-    Answer::refusal_with(kind.0, kind.1, "bad_registration", error)
+    EngineAnswer::refusal_with(kind.0, kind.1, "bad_registration", error)
 }
 
 /// Whether a worker is registered with these pages.

@@ -23,7 +23,7 @@ use kvtier_proto::request::{EngineDrivenContext, InstanceId, Registration, Reque
 use super::super::devices::Devices;
 use super::super::instances::{Instance, Mode, Provisional};
 use super::Workers;
-use super::kept::{Kept, KeptMemory, LeftOut};
+use super::kept::{KeptMemory, KeptWorker, LeftOut};
 use super::registration::{Newcomer, log_registered};
 
 /// How long a start waits for the drivers of GPUs.
@@ -85,7 +85,7 @@ impl Workers {
         }
     }
 
-    fn begin_restore(&self, kept: &Kept) -> Result<Restoring, Obstacle> {
+    fn begin_restore(&self, kept: &KeptWorker) -> Result<Restoring, Obstacle> {
         let request = kept.request.decode();
         let request = request.map_err(|error| (LeftOut::Damaged, error))?;
         if request.instance() != Some(kept.id) {
@@ -101,7 +101,7 @@ impl Workers {
 
     fn restore_pages(
         &self,
-        kept: &Kept,
+        kept: &KeptWorker,
         registration: &Registration<'_>,
     ) -> Result<Restoring, Obstacle> {
         let provisional = provisional(kept, registration.hints.chunk_tokens)?;
@@ -149,7 +149,7 @@ impl Workers {
 
     fn restore_engine_driven(
         &self,
-        kept: &Kept,
+        kept: &KeptWorker,
         context: &EngineDrivenContext<'_>,
     ) -> Result<Restoring, Obstacle> {
         let provisional = provisional(kept, context.chunk_tokens)?;
@@ -194,7 +194,10 @@ impl Workers {
 }
 
 /// How long a worker is served that names this chunk size; `None` for good.
-fn provisional(kept: &Kept, chunk_tokens: Option<u32>) -> Result<Option<Provisional>, Obstacle> {
+fn provisional(
+    kept: &KeptWorker,
+    chunk_tokens: Option<u32>,
+) -> Result<Option<Provisional>, Obstacle> {
     // A client of LMCache has not named the chunk size that was negotiated for it.
     let named = chunk_tokens.filter(|_| !kept.request.caller().negotiates_chunk_size);
     match (named, kept.patient_until) {

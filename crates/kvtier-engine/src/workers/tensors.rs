@@ -3,12 +3,12 @@
 use kvtier_common::error::{Error, Result};
 use kvtier_device::{CudaAllocation, CudaStorage, MemorySpec, TensorSpec};
 use kvtier_proto::descriptor::{Cuda, TensorDescriptor, VmmHandle};
-use kvtier_proto::pickle::{Limits, read_registration};
+use kvtier_proto::pickle::{PickleLimits, read_registration};
 
 /// Reads a descriptor, or the pickled wrapper that clients up to 0.5.0 send in its place.
 pub(super) fn tensor_spec(descriptor: &TensorDescriptor) -> Result<TensorSpec> {
     if let TensorDescriptor::Legacy { pickle } = descriptor {
-        let read = read_registration(pickle, &Limits::default());
+        let read = read_registration(pickle, &PickleLimits::default());
         return tensor_spec(&read.map_err(Error::refused)?);
     }
     let Some(metadata) = descriptor.metadata() else {

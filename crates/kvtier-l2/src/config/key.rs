@@ -240,13 +240,15 @@ impl Key {
     pub fn allowed(&self) -> String {
         match self.shape {
             Shape::Switch => "true or false".into(),
-            Shape::Integer { min, max } => format!("a whole number {}", Whole(min, max)),
+            Shape::Integer { min, max } => format!("a whole number {}", WholeNumber(min, max)),
             Shape::Number(interval) => format!("a number {interval}"),
             Shape::Text => "a text that is not empty".into(),
             Shape::Path => ALLOWED_PATH.into(),
             Shape::AnyText => "a text".into(),
             Shape::OneOf(words) => one_of(words),
-            Shape::Integers { min } => format!("a list of whole numbers {}", Whole(min, i64::MAX)),
+            Shape::Integers { min } => {
+                format!("a list of whole numbers {}", WholeNumber(min, i64::MAX))
+            }
             Shape::Numbers(interval) => format!("a list of numbers {interval}"),
             Shape::Texts => "a list of texts that are not empty".into(),
             Shape::Adapter => "an adapter's object with a \"type\"".into(),
@@ -355,9 +357,9 @@ fn as_text(value: &Value) -> Option<String> {
 }
 
 /// Range of whole numbers in words, without the limits of the type.
-struct Whole(i64, i64);
+struct WholeNumber(i64, i64);
 
-impl fmt::Display for Whole {
+impl fmt::Display for WholeNumber {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match (self.0, self.1) {
             (i64::MIN, i64::MAX) => f.write_str("of 64 bits"),

@@ -24,13 +24,13 @@ pub struct MemoryStore {
 
 #[derive(Debug, Default)]
 struct Objects {
-    by_key: BTreeMap<ObjectKey, Kept>,
+    by_key: BTreeMap<ObjectKey, MockObject>,
     used: u64,
 }
 
 /// One object. Tests may damage its bytes: their number is checked here, the bytes by the checksum wrapper.
 #[derive(Debug, Clone)]
-struct Kept {
+struct MockObject {
     len: u64,
     layout: u64,
     bytes: Arc<Vec<u8>>,
@@ -82,7 +82,7 @@ impl MemoryStore {
     /// Inserts an object and replaces one of another length or layout.
     pub(super) fn put(&self, object: &ObjectSpec, bytes: Vec<u8>) -> Result<Stored, L2Error> {
         let len = object.len;
-        let kept = Kept {
+        let kept = MockObject {
             len,
             layout: object.layout,
             bytes: Arc::new(bytes),

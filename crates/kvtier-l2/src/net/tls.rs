@@ -117,12 +117,12 @@ fn system_authorities() -> Result<Arc<RootCertStore>, TlsError> {
 
 /// What connections are secured by: files read a minute ago at most, so that renewed ones are used.
 #[derive(Debug)]
-pub struct Settings {
+pub struct TlsSettings {
     tls: ClientTls,
     read: Mutex<Option<(Instant, Arc<ClientConfig>)>>,
 }
 
-impl Settings {
+impl TlsSettings {
     /// Returns settings whose files are not read yet.
     pub fn new(tls: ClientTls) -> Self {
         Self {
@@ -228,7 +228,7 @@ mod tests {
         let made = rcgen::generate_simple_self_signed(["localhost".to_owned()]).unwrap();
         let path = directory.path().join("ca.pem");
         std::fs::write(&path, made.cert.pem()).unwrap();
-        let settings = Settings::new(ClientTls {
+        let settings = TlsSettings::new(ClientTls {
             ca: Some(path.clone()),
             ..ClientTls::default()
         });

@@ -242,8 +242,8 @@ impl Table {
         tenants.any(|tenant| !tenant.pending.is_empty())
     }
 
-    fn beside(&self, salt: Option<&str>) -> Beside {
-        Beside {
+    fn beside(&self, salt: Option<&str>) -> UncountedBytes {
+        UncountedBytes {
             deleting: self.deleting_bytes(salt),
             unsent: self.unsent_bytes(salt),
         }
@@ -272,14 +272,14 @@ impl Table {
 
 /// Bytes that the index does not count, and those that it counts too early.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Beside {
+pub(super) struct UncountedBytes {
     /// Pending deletes and those in flight.
     pub deleting: u64,
     /// Reserved, but the backend has not been asked to write them: the store still waits for deletes.
     pub unsent: u64,
 }
 
-impl Beside {
+impl UncountedBytes {
     /// Bytes that the backend may hold if the index counts `indexed`.
     pub(super) fn held(self, indexed: u64) -> u64 {
         (indexed + self.deleting).saturating_sub(self.unsent)
@@ -346,7 +346,7 @@ impl KeyStates {
     }
 
     /// Returns a reading of the index and the bytes beside it, of all tenants. No object is counted twice.
-    pub(super) fn read<T>(&self, index: impl FnOnce() -> T) -> (T, Beside) {
+    pub(super) fn read<T>(&self, index: impl FnOnce() -> T) -> (T, UncountedBytes) {
         let table = self.table.lock();
         let beside = table.beside(None);
         (index(), beside)
@@ -357,7 +357,7 @@ impl KeyStates {
         &self,
         salts: &[&str],
         index: impl FnOnce() -> T,
-    ) -> (T, Vec<Beside>) {
+    ) -> (T, Vec<UncountedBytes>) {
         let table = self.table.lock();
         let beside = salts.iter().map(|salt| table.beside(Some(salt))).collect();
         (index(), beside)

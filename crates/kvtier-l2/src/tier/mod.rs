@@ -37,7 +37,7 @@ use crate::error::{ErrorKind, L2Error};
 use crate::object::{LoadItem, ObjectSpec};
 use budget::Budget;
 use deletes::{DeletesInFlight, missing_result};
-use key_states::{Beside, KeyStates};
+use key_states::{KeyStates, UncountedBytes};
 pub use recovery::Recovery;
 
 /// Interval of log lines about failed stores and deletes and corrupt objects, which a broken backend causes with every call.
@@ -467,7 +467,7 @@ impl Tier {
         let (usages, beside) = self
             .states
             .read_each(salts, || self.index.stats_with(salts).1);
-        let held = |(usage, beside): (Option<SaltUsage>, Beside)| {
+        let held = |(usage, beside): (Option<SaltUsage>, UncountedBytes)| {
             let indexed = usage.as_ref().map_or(0, |usage| usage.counted_bytes);
             (usage, beside.held(indexed))
         };

@@ -38,7 +38,7 @@ enum Sent {
 
 /// Bytes reserved for an object. If it is dropped after it was sent and before the answer, the object counts as stored,
 /// since it may be in the backend.
-struct Staged<'a> {
+struct PlannedStore<'a> {
     tier: &'a Tier,
     /// Position in the batch.
     position: usize,
@@ -55,7 +55,7 @@ struct Staged<'a> {
     _write: WriteInFlight<'a>,
 }
 
-impl Staged<'_> {
+impl PlannedStore<'_> {
     fn finish(mut self, result: &Result<Stored, L2Error>) {
         self.sent = match result {
             Ok(stored) => {
@@ -71,7 +71,7 @@ impl Staged<'_> {
     }
 }
 
-impl Drop for Staged<'_> {
+impl Drop for PlannedStore<'_> {
     fn drop(&mut self) {
         let (tier, key) = (self.tier, &self.key);
         let reservation = self.reservation.take();
@@ -216,7 +216,7 @@ impl Tier {
     /// was evicted for it is deleted.
     async fn enforce_limits(
         &self,
-        staged: &mut Vec<Staged<'_>>,
+        staged: &mut Vec<PlannedStore<'_>>,
         items: &mut Vec<StoreItem>,
         results: &mut [Option<Result<Stored, L2Error>>],
     ) {
@@ -225,7 +225,7 @@ impl Tier {
         for salt in salts {
             let freed = self.free_quota(&salt).await;
             while self.is_over_limit(&salt) {
-                let is_of_tenant = |object: &Staged<'_>| *object.key.cache_salt() == salt;
+                let is_of_tenant = |object: &PlannedStore<'_>| *object.key.cache_salt() == salt;
                 let Some(at) = staged.iter().rposition(is_of_tenant) else {
                     break;
                 };
@@ -301,7 +301,7 @@ impl Tier {
         position: usize,
         item: &StoreItem,
         space_left: FreeSpace,
-    ) -> Result<Option<Staged<'_>>, L2Error> {
+    ) -> Result<Option<PlannedStore<'_>>, L2Error> {
         item.from.check_len(item.object.len)?;
         let key = &item.object.key;
         let bytes = self.adapter.size_of(item.object.len);
@@ -343,7 +343,7 @@ impl Tier {
                 break (None, held);
             }
         };
-        Ok(Some(Staged {
+        Ok(Some(PlannedStore {
             tier: self,
             position,
             key: key.clone(),

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use kvtier_core::object_key::ObjectKey;
 use serde_json::{Map, Value};
 
-use super::scratch::{Piece, Scratch, buffer};
+use super::scratch::{Scratch, ScratchPiece, buffer};
 use super::workers::Workers;
 use super::{Transform, stored_layout};
 use crate::adapter::{
@@ -104,7 +104,7 @@ impl Transformed {
         scratch: &Scratch,
         (object, buffer): (&ObjectSpec, &Buffer),
         is_first: bool,
-    ) -> Option<Result<(ObjectSpec, Piece), L2Error>> {
+    ) -> Option<Result<(ObjectSpec, ScratchPiece), L2Error>> {
         let stored = match self.checked(object, buffer) {
             Ok(stored) => stored,
             Err(error) => return Some(Err(error)),
@@ -319,7 +319,7 @@ fn encode(
     transform: &dyn Transform,
     item: &StoreItem,
     stored: &ObjectSpec,
-    mut piece: Piece,
+    mut piece: ScratchPiece,
 ) -> Result<StoreItem, L2Error> {
     let none = || L2Error::new(ErrorKind::Memory, "the scratch memory is in use");
     let len = stored.len as usize;
@@ -335,10 +335,10 @@ fn encode(
 fn decode(
     transform: &dyn Transform,
     item: &LoadItem,
-    mut piece: Arc<Piece>,
+    mut piece: Arc<ScratchPiece>,
     len: u64,
 ) -> Result<(), L2Error> {
-    if let Some(bytes) = Arc::get_mut(&mut piece).and_then(Piece::bytes_mut)
+    if let Some(bytes) = Arc::get_mut(&mut piece).and_then(ScratchPiece::bytes_mut)
         && let Some(bytes) = bytes.get_mut(..len as usize)
     {
         return transform.decode(&item.object, bytes, &item.to);

@@ -20,9 +20,9 @@ const PAGE: u64 = 4096;
 
 /// Bounded scratch memory; calls that need more wait in order of arrival.
 #[derive(Clone)]
-pub(super) struct Scratch(Arc<Shared>);
+pub(super) struct Scratch(Arc<ScratchMemory>);
 
-struct Shared {
+struct ScratchMemory {
     /// Bytes per permit.
     unit: u64,
     /// All permits.
@@ -33,7 +33,7 @@ struct Shared {
 }
 
 /// Memory for one transformed object. It goes back to the scratch memory when dropped.
-pub(super) struct Piece {
+pub(super) struct ScratchPiece {
     /// `None` only while it is dropped.
     arena: Option<Arc<Arena>>,
     scratch: Scratch,
@@ -45,7 +45,7 @@ impl Scratch {
     pub(super) fn new(bytes: u64) -> Self {
         let unit = (bytes / MAX_PIECES).max(PAGE);
         let units = u32::try_from((bytes / unit).max(1)).unwrap_or(u32::MAX);
-        Self(Arc::new(Shared {
+        Self(Arc::new(ScratchMemory {
             unit,
             units,
             free: Arc::new(Semaphore::new(units as usize)),
@@ -62,7 +62,7 @@ impl Scratch {
 
     /// Returns a piece of at least `len` bytes, whose contents are undefined. Waits until there is one: the caller holds
     /// none meanwhile.
-    pub(super) async fn take(&self, len: u64) -> Result<Piece, L2Error> {
+    pub(super) async fn take(&self, len: u64) -> Result<ScratchPiece, L2Error> {
         let permits = self.permits(len);
         let free = Arc::clone(&self.0.free);
         let permit = free.acquire_many_owned(permits).await;
@@ -72,7 +72,7 @@ impl Scratch {
     }
 
     /// [`Self::take`] without waiting; `None` if there is not enough free memory now.
-    pub(super) fn try_take(&self, len: u64) -> Option<Result<Piece, L2Error>> {
+    pub(super) fn try_take(&self, len: u64) -> Option<Result<ScratchPiece, L2Error>> {
         let permits = self.permits(len);
         match Arc::clone(&self.0.free).try_acquire_many_owned(permits) {
             Ok(permit) => Some(self.piece(len, permit)),
@@ -84,7 +84,7 @@ impl Scratch {
         }
     }
 
-    fn piece(&self, len: u64, permit: OwnedSemaphorePermit) -> Result<Piece, L2Error> {
+    fn piece(&self, len: u64, permit: OwnedSemaphorePermit) -> Result<ScratchPiece, L2Error> {
         let class = class(len);
         let arena = {
             let mut idle = self.0.idle.lock();
@@ -101,7 +101,7 @@ impl Scratch {
                 })?
             }
         };
-        Ok(Piece {
+        Ok(ScratchPiece {
             arena: Some(Arc::new(arena)),
             scratch: self.clone(),
             _permit: permit,
@@ -133,7 +133,7 @@ impl Scratch {
     }
 }
 
-impl Piece {
+impl ScratchPiece {
     /// Returns the piece's bytes, `None` while anything else holds its arena.
     pub(super) fn bytes_mut(&mut self) -> Option<&mut [u8]> {
         Arc::get_mut(self.arena.as_mut()?)?.bytes_mut()
@@ -141,13 +141,13 @@ impl Piece {
 }
 
 /// Returns the first `len` bytes of `piece` as a buffer.
-pub(super) fn buffer(piece: &Arc<Piece>, len: u64) -> Option<Buffer> {
+pub(super) fn buffer(piece: &Arc<ScratchPiece>, len: u64) -> Option<Buffer> {
     let arena = Arc::clone(piece.arena.as_ref()?);
     let hold = Arc::clone(piece) as _;
     Some(Buffer::new(arena, Extent::new(0, len), hold))
 }
 
-impl Drop for Piece {
+impl Drop for ScratchPiece {
     fn drop(&mut self) {
         // An arena that an adapter still holds is not reused.
         let Some(arena) = self.arena.take().and_then(Arc::into_inner) else {

@@ -9,7 +9,7 @@ use h2::{RecvStream, client};
 use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Uri, Version};
 use kvtier_config::{OtlpEndpoint, TracingConfig};
 use kvtier_l2::net::connect_any;
-use kvtier_l2::net::tls::{ClientTls, Settings};
+use kvtier_l2::net::tls::{ClientTls, TlsSettings};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
@@ -33,7 +33,7 @@ pub struct Collector {
     endpoint: OtlpEndpoint,
     uri: Uri,
     headers: HeaderMap,
-    tls: Option<Settings>,
+    tls: Option<TlsSettings>,
     link: Option<Link>,
 }
 
@@ -88,7 +88,7 @@ impl Collector {
         let agent = concat!("kvtier/", env!("CARGO_PKG_VERSION"));
         headers.insert("user-agent", HeaderValue::from_static(agent));
         Self {
-            tls: endpoint.tls.then(|| Settings::new(ClientTls::default())),
+            tls: endpoint.tls.then(|| TlsSettings::new(ClientTls::default())),
             // The parts were checked as flags are.
             uri: uri.unwrap_or_default(),
             endpoint,
@@ -294,7 +294,7 @@ mod tests {
 
     /// What a collector does with a call.
     #[derive(Clone, Copy)]
-    enum Answer {
+    enum CollectorAnswer {
         Status(u32),
         Reset,
         Disconnect,
@@ -302,7 +302,7 @@ mod tests {
 
     /// Makes a successful call, and another one on the same connection whose first answer is this. Returns the outcome of the
     /// second one and the calls that the collector got.
-    async fn second_call(second: Answer) -> (Result<(u64, String), Failure>, usize) {
+    async fn second_call(second: CollectorAnswer) -> (Result<(u64, String), Failure>, usize) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let mut collector = Collector::new(&config(listener.local_addr().unwrap()));
         let calls = Cell::new(0);
@@ -315,15 +315,15 @@ mod tests {
                     let answer = if calls.get() == 2 {
                         second
                     } else {
-                        Answer::Status(0)
+                        CollectorAnswer::Status(0)
                     };
                     match answer {
-                        Answer::Status(code) => {
+                        CollectorAnswer::Status(code) => {
                             let head = Response::builder().header("grpc-status", code);
                             respond.send_response(head.body(()).unwrap(), true).unwrap();
                         }
-                        Answer::Reset => respond.send_reset(Reason::INTERNAL_ERROR),
-                        Answer::Disconnect => break,
+                        CollectorAnswer::Reset => respond.send_reset(Reason::INTERNAL_ERROR),
+                        CollectorAnswer::Disconnect => break,
                     }
                 }
             }
@@ -341,7 +341,7 @@ mod tests {
     // proves: docs/metrics.md#when-the-collector-fails
     #[tokio::test]
     async fn only_a_lost_connection_is_replaced_at_once() {
-        for answer in [Answer::Status(14), Answer::Reset] {
+        for answer in [CollectorAnswer::Status(14), CollectorAnswer::Reset] {
             let (outcome, calls) = second_call(answer).await;
             assert!(
                 matches!(outcome, Err(Failure::Unavailable(_))),
@@ -349,7 +349,7 @@ mod tests {
             );
             assert_eq!(calls, 2);
         }
-        let (outcome, calls) = second_call(Answer::Disconnect).await;
+        let (outcome, calls) = second_call(CollectorAnswer::Disconnect).await;
         assert!(outcome.is_ok(), "{outcome:?}");
         assert_eq!(calls, 3);
     }

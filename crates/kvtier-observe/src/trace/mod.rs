@@ -30,10 +30,10 @@ use kvtier_config::TracingConfig;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::{mpsc, watch};
 
-pub use record::{LookupResult, Session, TierSpan, TierWork, Transfer, TransferKind};
+pub use record::{LookupResult, TierSpan, TierWork, TracedSession, Transfer, TransferKind};
 pub use traceparent::TraceParent;
 
-use record::{Record, Work};
+use record::{Record, RecordedWork};
 use span::{Ids, SpanId};
 
 /// Records that wait to become spans. The thread that takes them only pauses to encode a batch.
@@ -47,10 +47,10 @@ const END_MARGIN: Duration = Duration::from_millis(500);
 
 /// Recorder of finished work; off, it records nothing. Cheap to clone.
 #[derive(Clone, Default)]
-pub struct Tracer(Option<Arc<Queue>>);
+pub struct Tracer(Option<Arc<RecordQueue>>);
 
 /// The way to the thread that makes and sends spans.
-struct Queue {
+struct RecordQueue {
     records: mpsc::Sender<Record>,
     ids: Ids,
     metrics: Arc<Metrics>,
@@ -62,8 +62,8 @@ struct Queue {
 /// A lookup in flight that is recorded.
 #[derive(Clone)]
 pub struct LookupSpan {
-    queue: Arc<Queue>,
-    session: Arc<Session>,
+    queue: Arc<RecordQueue>,
+    session: Arc<TracedSession>,
     id: SpanId,
     started: Instant,
 }
@@ -103,7 +103,7 @@ impl Tracer {
             })
             .map_err(no_thread)?;
         tracing::info!(endpoint = %config.endpoint, "traces are sent to a collector");
-        Ok(Self(Some(Arc::new(Queue {
+        Ok(Self(Some(Arc::new(RecordQueue {
             records,
             ids: Ids::new(),
             metrics: Arc::clone(metrics),
@@ -118,7 +118,7 @@ impl Tracer {
     }
 
     /// Begins a lookup, if it is recorded.
-    pub fn lookup(&self, session: impl FnOnce() -> Session) -> Option<LookupSpan> {
+    pub fn lookup(&self, session: impl FnOnce() -> TracedSession) -> Option<LookupSpan> {
         let queue = Arc::clone(self.0.as_ref()?);
         Some(LookupSpan {
             id: queue.ids.span(),
@@ -129,16 +129,16 @@ impl Tracer {
     }
 
     /// Records a transfer that has ended just now.
-    pub fn transfer(&self, session: Session, took: Duration, transfer: Transfer) {
+    pub fn transfer(&self, session: TracedSession, took: Duration, transfer: Transfer) {
         if let Some(queue) = &self.0 {
-            queue.push(Arc::new(session), took, Work::Transfer(transfer));
+            queue.push(Arc::new(session), took, RecordedWork::Transfer(transfer));
         }
     }
 
     /// Records the end of a session.
-    pub fn end(&self, session: impl FnOnce() -> Session) {
+    pub fn end(&self, session: impl FnOnce() -> TracedSession) {
         if let Some(queue) = &self.0 {
-            queue.push(Arc::new(session()), Duration::ZERO, Work::End);
+            queue.push(Arc::new(session()), Duration::ZERO, RecordedWork::End);
         }
     }
 
@@ -152,8 +152,8 @@ impl Tracer {
     }
 }
 
-impl Queue {
-    fn push(&self, session: Arc<Session>, took: Duration, work: Work) {
+impl RecordQueue {
+    fn push(&self, session: Arc<TracedSession>, took: Duration, work: RecordedWork) {
         let record = Record {
             session,
             took,
@@ -173,19 +173,22 @@ impl LookupSpan {
     /// Notes that it waits for the tiers: its session is not over before it.
     pub fn wait(&self) {
         let (session, took) = (Arc::clone(&self.session), self.started.elapsed());
-        self.queue.push(session, took, Work::Wait(self.id));
+        self.queue.push(session, took, RecordedWork::Wait(self.id));
     }
 
     /// Records a call of a tier for it that has ended just now.
     pub fn tier_call(&self, call: TierSpan, took: Duration) {
-        let (session, work) = (Arc::clone(&self.session), Work::TierCall(self.id, call));
+        let (session, work) = (
+            Arc::clone(&self.session),
+            RecordedWork::TierCall(self.id, call),
+        );
         self.queue.push(session, took, work);
     }
 
     /// Records its end.
     pub fn end(self, outcome: LookupResult) {
         let took = self.started.elapsed();
-        let work = Work::Lookup(self.id, outcome);
+        let work = RecordedWork::Lookup(self.id, outcome);
         self.queue.push(self.session, took, work);
     }
 }

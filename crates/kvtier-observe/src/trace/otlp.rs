@@ -19,9 +19,9 @@ const REMOTE_PARENT: u32 = 0x200;
 
 /// Appends fields of a message.
 #[derive(Default)]
-struct Message(Vec<u8>);
+struct OtlpMessage(Vec<u8>);
 
-impl Message {
+impl OtlpMessage {
     fn varint(&mut self, mut value: u64) {
         while value >= 0x80 {
             self.0.push(value as u8 | 0x80);
@@ -107,7 +107,7 @@ impl Message {
 
 /// The attributes of a process, encoded once: `Resource`.
 pub fn resource(attributes: &[(String, String)]) -> Vec<u8> {
-    let mut resource = Message::default();
+    let mut resource = OtlpMessage::default();
     for (name, value) in attributes {
         resource.attribute(1, name, &Value::from(value.as_str()));
     }
@@ -116,7 +116,7 @@ pub fn resource(attributes: &[(String, String)]) -> Vec<u8> {
 
 /// `ExportTraceServiceRequest` of these spans, with a [`resource`].
 pub fn request<'a>(resource: &[u8], spans: impl Iterator<Item = &'a Span>) -> Vec<u8> {
-    let mut request = Message::default();
+    let mut request = OtlpMessage::default();
     request.message(1, |resource_spans| {
         resource_spans.bytes(1, resource);
         resource_spans.message(2, |scope_spans| {
@@ -216,7 +216,7 @@ mod tests {
             attributes: vec![("a", (-1_i64 as u64).into()), ("b", "x".into())],
             failure: Some("no"),
         };
-        let mut message = Message::default();
+        let mut message = OtlpMessage::default();
         message.span(2, &span);
         // By `protoc --encode` of the same message.
         let mut wanted = vec![0x12, 105, 0x0a, 16];

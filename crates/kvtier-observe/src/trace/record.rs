@@ -11,7 +11,7 @@ use super::traceparent::TraceParent;
 
 /// A request of an engine, from its lookup to its end. Requests of two models or tenants are never the same.
 #[derive(Debug)]
-pub struct Session {
+pub struct TracedSession {
     /// The engine's request.
     pub request_id: Box<str>,
     /// Model of the session.
@@ -22,7 +22,7 @@ pub struct Session {
     pub parent: Option<TraceParent>,
 }
 
-impl Session {
+impl TracedSession {
     /// The session of a request.
     pub fn new(request_id: &str, scope: &KeyScope, parent: Option<TraceParent>) -> Self {
         Self {
@@ -38,15 +38,15 @@ impl Session {
     }
 }
 
-impl PartialEq for Session {
+impl PartialEq for TracedSession {
     fn eq(&self, other: &Self) -> bool {
         self.identity() == other.identity()
     }
 }
 
-impl Eq for Session {}
+impl Eq for TracedSession {}
 
-impl Hash for Session {
+impl Hash for TracedSession {
     fn hash<H: Hasher>(&self, state: &mut H) {
         self.identity().hash(state);
     }
@@ -55,15 +55,15 @@ impl Hash for Session {
 /// Work that has ended.
 #[derive(Debug)]
 pub struct Record {
-    pub session: Arc<Session>,
+    pub session: Arc<TracedSession>,
     pub took: Duration,
     pub ended: SystemTime,
-    pub work: Work,
+    pub work: RecordedWork,
 }
 
 /// The kinds of work.
 #[derive(Debug)]
-pub enum Work {
+pub enum RecordedWork {
     /// The lookup with this span waits for the tiers: its session may end before it.
     Wait(SpanId),
     Lookup(SpanId, LookupResult),

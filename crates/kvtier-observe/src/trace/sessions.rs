@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::record::{
-    LookupResult, Record, Session, TierSpan, TierWork, Transfer, TransferKind, Work,
+    LookupResult, Record, RecordedWork, TierSpan, TierWork, TracedSession, Transfer, TransferKind,
 };
 use super::span::{Ids, Span, SpanId, TraceId, Value};
 
@@ -29,9 +29,9 @@ const MAX_SESSIONS: usize = 16_384;
 
 /// Sessions, and the spans that are made of their records.
 pub struct Sessions {
-    open: HashMap<Arc<Session>, Trace>,
+    open: HashMap<Arc<TracedSession>, Trace>,
     /// Sessions and their serials, oldest first; those that are forgotten are still in it for a while.
-    ages: VecDeque<(Arc<Session>, u64)>,
+    ages: VecDeque<(Arc<TracedSession>, u64)>,
     next_serial: u64,
     ids: Ids,
     /// How long a session may have no record.
@@ -88,7 +88,7 @@ impl Sessions {
         // What begins after the end of a finished session is another one with its id.
         let is_known = |trace: &Trace| trace.finished.is_none() || start <= trace.end;
         if !self.open.get(&session).is_some_and(is_known) {
-            if matches!(work, Work::End) {
+            if matches!(work, RecordedWork::End) {
                 // Nothing was recorded of it.
                 return;
             }
@@ -100,23 +100,23 @@ impl Sessions {
         (trace.start, trace.end) = (trace.start.min(start), trace.end.max(end));
         trace.active = now;
         let (id, parent, name, attributes, failure) = match work {
-            Work::End => {
+            RecordedWork::End => {
                 trace.ended = Some(end);
                 return;
             }
-            Work::Wait(id) => {
+            RecordedWork::Wait(id) => {
                 trace.waiting.insert(id);
                 trace.go_on(start);
                 return;
             }
-            Work::Lookup(id, outcome) => {
+            RecordedWork::Lookup(id, outcome) => {
                 trace.outcome = outcome;
                 trace.waiting.remove(&id);
                 trace.go_on(start);
                 let attributes = lookup_attributes(&session, &outcome);
                 (id, trace.root, "mp.lookup_prefetch", attributes, None)
             }
-            Work::TierCall(lookup, call) => {
+            RecordedWork::TierCall(lookup, call) => {
                 let failure = call.succeeded.is_none().then_some("no_answer");
                 let attributes = tier_attributes(&session, &call);
                 let name = match call.work {
@@ -125,7 +125,7 @@ impl Sessions {
                 };
                 (self.ids.span(), lookup, name, attributes, failure)
             }
-            Work::Transfer(transfer) => {
+            RecordedWork::Transfer(transfer) => {
                 let number = self.transfers;
                 self.transfers += 1;
                 let name = match transfer.kind {
@@ -157,7 +157,13 @@ impl Sessions {
         }
     }
 
-    fn open(&mut self, session: &Arc<Session>, start: u64, now: Instant, spans: &mut Vec<Span>) {
+    fn open(
+        &mut self,
+        session: &Arc<TracedSession>,
+        start: u64,
+        now: Instant,
+        spans: &mut Vec<Span>,
+    ) {
         while self.open.len() >= MAX_SESSIONS {
             let Some((oldest, serial)) = self.ages.pop_front() else {
                 break;
@@ -220,7 +226,7 @@ impl Trace {
     }
 
     /// The root, once.
-    fn finish(&mut self, session: &Session, now: Instant) -> Option<Span> {
+    fn finish(&mut self, session: &TracedSession, now: Instant) -> Option<Span> {
         if self.finished.is_some() {
             return None;
         }
@@ -250,7 +256,7 @@ fn nanos(time: SystemTime) -> u64 {
 /// Attributes of a list.
 type Attributes = Vec<(&'static str, Value)>;
 
-fn root_attributes(session: &Session, outcome: &LookupResult) -> Attributes {
+fn root_attributes(session: &TracedSession, outcome: &LookupResult) -> Attributes {
     let LookupResult {
         requested_tokens,
         l1_hit_tokens,
@@ -277,7 +283,7 @@ fn root_attributes(session: &Session, outcome: &LookupResult) -> Attributes {
     ]
 }
 
-fn lookup_attributes(session: &Session, outcome: &LookupResult) -> Attributes {
+fn lookup_attributes(session: &TracedSession, outcome: &LookupResult) -> Attributes {
     let hit_tokens = outcome.l1_hit_tokens + outcome.l2_hit_tokens;
     let text = Value::as_text::<u64>;
     vec![
@@ -295,7 +301,7 @@ fn lookup_attributes(session: &Session, outcome: &LookupResult) -> Attributes {
     ]
 }
 
-fn tier_attributes(session: &Session, call: &TierSpan) -> Attributes {
+fn tier_attributes(session: &TracedSession, call: &TierSpan) -> Attributes {
     vec![
         ("session_id", (&*session.request_id).into()),
         ("l2_name", (&call.tier).into()),
@@ -307,7 +313,7 @@ fn tier_attributes(session: &Session, call: &TierSpan) -> Attributes {
     ]
 }
 
-fn transfer_attributes(session: &Session, transfer: &Transfer, number: u64) -> Attributes {
+fn transfer_attributes(session: &TracedSession, transfer: &Transfer, number: u64) -> Attributes {
     let count = match transfer.kind {
         TransferKind::Store => "stored_count",
         TransferKind::Retrieve => "retrieved_count",

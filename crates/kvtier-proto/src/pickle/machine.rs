@@ -39,7 +39,7 @@ pub(super) enum Value<'a> {
 
 /// A call a real unpickler would make.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Call<'a> {
+pub(super) struct PickleCall<'a> {
     pub(super) callable: Value<'a>,
     pub(super) arguments: Value<'a>,
     /// What BUILD would give to the object.
@@ -52,7 +52,7 @@ pub(super) struct Machine<'a> {
     items: Vec<Value<'a>>,
     lists: Vec<Vec<Value<'a>>>,
     dicts: Vec<Vec<(Value<'a>, Value<'a>)>>,
-    calls: Vec<Call<'a>>,
+    calls: Vec<PickleCall<'a>>,
     persistent: Vec<Value<'a>>,
 }
 
@@ -80,7 +80,7 @@ impl<'a> Machine<'a> {
         }
     }
 
-    pub(super) fn call(&self, value: Value<'a>) -> Option<Call<'a>> {
+    pub(super) fn call(&self, value: Value<'a>) -> Option<PickleCall<'a>> {
         match value {
             Value::Call(index) => self.calls.get(index as usize).copied(),
             _ => None,
@@ -356,7 +356,7 @@ impl<'a> Run<'a> {
             )));
         }
         reserve(&mut self.machine.calls, 1)?;
-        self.machine.calls.push(Call {
+        self.machine.calls.push(PickleCall {
             callable,
             arguments,
             state: None,

@@ -26,7 +26,7 @@ pub use writer::{WriteError, write_around_elements, write_tensors};
 
 /// What a reader accepts at most.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
+pub struct PickleLimits {
     /// Steps of the machine for one message. A tensor takes about 35, and 40 more inside its storage.
     /// A step keeps at most 160 bytes alive.
     pub max_opcodes: usize,
@@ -34,10 +34,10 @@ pub struct Limits {
     pub max_tensors: usize,
 }
 
-impl Default for Limits {
+impl Default for PickleLimits {
     /// Limits for 4096 tensors: a prompt of a million tokens in chunks of 256.
     fn default() -> Self {
-        Limits {
+        PickleLimits {
             max_opcodes: 512 * 1024,
             max_tensors: 4096,
         }

@@ -4,7 +4,7 @@
 //! `CpuShmTensorWrapper` (from 0.4.7) and `VmmCudaIPCWrapper` (0.5.5). Each is an object without arguments whose members
 //! follow as a dict.
 
-use super::Limits;
+use super::PickleLimits;
 use super::globals::{Global, WrapperClass};
 use super::machine::{Budget, Machine, Value, run};
 use super::tensors::read_axes;
@@ -22,7 +22,10 @@ fn error(message: impl Into<String>) -> DecodeError {
 ///
 /// The result is never [`TensorDescriptor::Legacy`] or [`TensorDescriptor::Opaque`]. The same rules hold as for
 /// descriptors: no unknown member, equal ranks, the view inside its memory.
-pub fn read_registration(pickle: &[u8], limits: &Limits) -> Result<TensorDescriptor, DecodeError> {
+pub fn read_registration(
+    pickle: &[u8],
+    limits: &PickleLimits,
+) -> Result<TensorDescriptor, DecodeError> {
     let (machine, object, used) = run(pickle, &mut Budget::new(limits.max_opcodes))?;
     if used != pickle.len() {
         return Err(error(format!(

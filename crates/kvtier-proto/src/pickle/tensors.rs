@@ -2,7 +2,7 @@
 
 use super::globals::Global;
 use super::machine::{Budget, Machine, Value, run};
-use super::{Limits, storage};
+use super::{PickleLimits, storage};
 use crate::descriptor::{MAX_RANK, byte_span};
 use crate::tensor::InlineTensor;
 use crate::wire::DecodeError;
@@ -18,7 +18,7 @@ fn error(message: impl Into<String>) -> DecodeError {
 /// allowed; a pickle that mentions anything but tensors is refused, and nothing in it is ever called.
 pub fn read_tensors<'a>(
     message: &'a [u8],
-    limits: &Limits,
+    limits: &PickleLimits,
 ) -> Result<Vec<InlineTensor<'a>>, DecodeError> {
     let mut budget = Budget::new(limits.max_opcodes);
     let (machine, list, used) = run(message, &mut budget)?;

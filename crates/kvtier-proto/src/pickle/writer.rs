@@ -55,13 +55,13 @@ pub enum WriteError {
 }
 
 /// Everything of one tensor but its elements.
-struct Frame {
+struct PickleFrame {
     head: Vec<u8>,
     elements: usize,
     tail: Vec<u8>,
 }
 
-impl Frame {
+impl PickleFrame {
     fn size(&self) -> usize {
         self.head.len() + self.elements + self.tail.len()
     }
@@ -127,7 +127,7 @@ const LIST_START: &[u8] = b"\x80\x04](";
 const LIST_END: &[u8] = b"e.";
 
 /// All frames, and the size of the message.
-fn frames(tensors: &[TensorToWrite<'_>]) -> Result<(Vec<Frame>, usize), WriteError> {
+fn frames(tensors: &[TensorToWrite<'_>]) -> Result<(Vec<PickleFrame>, usize), WriteError> {
     let frames = tensors
         .iter()
         .enumerate()
@@ -154,7 +154,7 @@ fn shape_error(index: usize, shape: &[u64]) -> WriteError {
     }
 }
 
-fn frame(index: usize, tensor: &TensorToWrite<'_>) -> Result<Frame, WriteError> {
+fn frame(index: usize, tensor: &TensorToWrite<'_>) -> Result<PickleFrame, WriteError> {
     let representable = |shape: &[u64]| {
         shape.len() <= MAX_RANK && shape.iter().all(|&length| i64::try_from(length).is_ok())
     };
@@ -210,7 +210,7 @@ fn frame(index: usize, tensor: &TensorToWrite<'_>) -> Result<Frame, WriteError> 
         global(&mut tail, "torch", tensor.dtype.name());
     }
     tail.extend_from_slice(b"tR");
-    Ok(Frame {
+    Ok(PickleFrame {
         head,
         elements,
         tail,

@@ -1,8 +1,8 @@
 //! Bytes to responses, for clients.
 
 use super::{
-    ChannelAddress, EngineDriven, EventBatch, EventRecord, MatchedSegment, ModuleCall,
-    PrepareRetrieve, PrepareStore, Response, ResponseKind, Slot, SlotGroups, StoreTarget, Transfer,
+    ChannelAddress, ChunkSlot, EngineDriven, EventBatch, EventRecord, MatchedSegment, ModuleCall,
+    PrepareRetrieve, PrepareStore, Response, ResponseKind, SlotGroups, StoreTarget, Transfer,
     UnifiedLookup,
 };
 use crate::lenient;
@@ -101,14 +101,14 @@ fn read_pool<'a>(reader: &mut Reader<'a>) -> Result<EngineDriven<'a>, DecodeErro
     })
 }
 
-fn read_slot<'a>(reader: &mut Reader<'a>) -> Result<Slot<'a>, DecodeError> {
+fn read_slot<'a>(reader: &mut Reader<'a>) -> Result<ChunkSlot<'a>, DecodeError> {
     read_fields!(reader, |value| {
         offset, "offset" => value.int()?;
         length, "length" => value.int()?;
         shape, "shape" => value.ints()?;
         dtype, "dtype" => value.str()?;
     });
-    Ok(Slot {
+    Ok(ChunkSlot {
         offset,
         length,
         shape: shape.into(),
@@ -119,7 +119,7 @@ fn read_slot<'a>(reader: &mut Reader<'a>) -> Result<Slot<'a>, DecodeError> {
 /// What a context map may hold; a context without a list of slots is one without a shared pool.
 #[derive(Default)]
 struct Context<'a> {
-    slots: Option<Vec<Slot<'a>>>,
+    slots: Option<Vec<ChunkSlot<'a>>>,
     chunk_indices: Vec<u64>,
     group_ids: Option<Vec<u64>>,
 }

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use super::{
-    EventBatch, EventRecord, MatchedSegment, PrepareRetrieve, PrepareStore, Response, Slot,
+    ChunkSlot, EventBatch, EventRecord, MatchedSegment, PrepareRetrieve, PrepareStore, Response,
 };
 use crate::inline::{ChunksToWrite, InlineForm};
 use crate::pickle::WriteError;
@@ -118,7 +118,7 @@ impl InlineHit {
     }
 }
 
-fn write_slots(out: &mut Vec<u8>, slots: &[Slot<'_>]) {
+fn write_slots(out: &mut Vec<u8>, slots: &[ChunkSlot<'_>]) {
     wire::write_str(out, "slots");
     wire::write_array_len(out, slots.len());
     for slot in slots {

@@ -62,7 +62,7 @@ pub(crate) enum Body {
 
 /// A complete frame; the body is empty if it was discarded.
 #[derive(Debug)]
-pub(crate) struct Frame {
+pub(crate) struct ZmtpFrame {
     pub kind: Kind,
     pub disposition: Body,
     pub body: Vec<u8>,
@@ -85,7 +85,7 @@ pub(crate) struct Decoder {
 
 #[derive(Debug)]
 struct Partial {
-    frame: Frame,
+    frame: ZmtpFrame,
     /// Bytes of the body still to come.
     missing: u64,
 }
@@ -103,13 +103,13 @@ impl Decoder {
         &mut self,
         input: &mut &[u8],
         admit: impl FnOnce(Header) -> Result<Body, Error>,
-    ) -> Result<Option<Frame>, Error> {
+    ) -> Result<Option<ZmtpFrame>, Error> {
         if self.partial.is_none() {
             let Some(header) = self.header(input)? else {
                 return Ok(None);
             };
             self.partial = Some(Partial {
-                frame: Frame {
+                frame: ZmtpFrame {
                     kind: header.kind,
                     disposition: admit(header)?,
                     body: Vec::new(),
@@ -153,7 +153,7 @@ impl Decoder {
 
     /// Reports that [`Decoder::body`] had `len` bytes and has grown. Returns the frame if it is complete, and the bytes
     /// appended beyond its end.
-    pub fn body_received(&mut self, len: usize) -> (Option<Frame>, Vec<u8>) {
+    pub fn body_received(&mut self, len: usize) -> (Option<ZmtpFrame>, Vec<u8>) {
         let Some(partial) = &mut self.partial else {
             return (None, Vec::new());
         };
@@ -179,7 +179,7 @@ impl Decoder {
         partial.map_or(0, |partial| partial.frame.body.len())
     }
 
-    fn take_complete(&mut self) -> Option<Frame> {
+    fn take_complete(&mut self) -> Option<ZmtpFrame> {
         let partial = self.partial.take_if(|partial| partial.missing == 0)?;
         Some(partial.frame)
     }

@@ -25,6 +25,6 @@ mod session;
 
 pub use error::Error;
 pub use frame::write_frame_header;
-pub use output::{Output, Piece, Slice};
+pub use output::{Output, OutputPiece, Slice};
 pub use role::Version;
-pub use session::{Event, Limits, Message, Session};
+pub use session::{Event, ZmtpLimits, ZmtpMessage, ZmtpSession};

@@ -13,7 +13,7 @@ const MAX_BUFFER_BYTES: usize = 64 << 10;
 const KEPT_BUFFER_BYTES: usize = 4 << 10;
 
 /// Bytes that are written from where they are, and are dropped then.
-pub trait Piece {
+pub trait OutputPiece {
     /// Number of bytes of the piece; it never changes.
     fn len(&self) -> usize;
 
@@ -23,7 +23,7 @@ pub trait Piece {
     }
 }
 
-impl Piece for Vec<u8> {
+impl OutputPiece for Vec<u8> {
     fn len(&self) -> usize {
         self.len()
     }
@@ -44,7 +44,7 @@ enum Segment<P> {
     Piece(P),
 }
 
-impl<P: Piece> Segment<P> {
+impl<P: OutputPiece> Segment<P> {
     fn len(&self) -> usize {
         match self {
             Self::Small(bytes) => bytes.len(),
@@ -83,7 +83,7 @@ impl<P> Default for Output<P> {
     }
 }
 
-impl<P: Piece> Output<P> {
+impl<P: OutputPiece> Output<P> {
     /// Whether nothing waits.
     pub fn is_empty(&self) -> bool {
         self.segments.is_empty()
@@ -197,7 +197,7 @@ mod tests {
 
     struct Counted(Vec<u8>, #[expect(dead_code, reason = "counts")] Rc<()>);
 
-    impl Piece for Counted {
+    impl OutputPiece for Counted {
         fn len(&self) -> usize {
             self.0.len()
         }

@@ -4,13 +4,13 @@ use std::time::Duration;
 
 use crate::zmtp::Error;
 use crate::zmtp::command;
-use crate::zmtp::frame::{Body, Decoder, Frame, Header, Kind};
+use crate::zmtp::frame::{Body, Decoder, Header, Kind, ZmtpFrame};
 use crate::zmtp::greeting::{self, GREETING_BYTES};
 use crate::zmtp::role::{Role, Version};
 
 /// Bounds of a session.
 #[derive(Debug, Clone, Copy)]
-pub struct Limits {
+pub struct ZmtpLimits {
     /// Maximum bytes of a message frame.
     pub frame_bytes: u64,
     /// Maximum frames kept per message. Further ones are discarded on arrival, and counted.
@@ -27,11 +27,11 @@ pub enum Event {
     /// The handshake is complete: messages may be sent.
     Ready,
     /// A message.
-    Message(Message),
+    Message(ZmtpMessage),
 }
 
 impl Event {
-    fn into_message(self) -> Option<Message> {
+    fn into_message(self) -> Option<ZmtpMessage> {
         match self {
             Self::Ready => None,
             Self::Message(message) => Some(message),
@@ -41,7 +41,7 @@ impl Event {
 
 /// A message of one or more frames.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub struct Message {
+pub struct ZmtpMessage {
     /// The frames, at most [`Limits::message_frames`].
     pub frames: Vec<Vec<u8>>,
     /// Number of discarded frames.
@@ -50,12 +50,12 @@ pub struct Message {
 
 /// State of one connection.
 #[derive(Debug)]
-pub struct Session {
+pub struct ZmtpSession {
     role: Role,
-    limits: Limits,
+    limits: ZmtpLimits,
     stage: Stage,
     decoder: Decoder,
-    message: Message,
+    message: ZmtpMessage,
     /// Bytes of the frames in `message`.
     message_bytes: u64,
     stray_frames: u64,
@@ -71,24 +71,24 @@ enum Stage {
     Traffic,
 }
 
-impl Session {
+impl ZmtpSession {
     /// Creates a ROUTER's session for a new connection.
-    pub fn router(limits: Limits) -> Self {
+    pub fn router(limits: ZmtpLimits) -> Self {
         Self::new(Role::Router, Version::V3_1, limits)
     }
 
     /// Creates a DEALER's session for a new connection.
-    pub fn dealer(version: Version, limits: Limits) -> Self {
+    pub fn dealer(version: Version, limits: ZmtpLimits) -> Self {
         Self::new(Role::Dealer, version, limits)
     }
 
-    fn new(role: Role, version: Version, limits: Limits) -> Self {
+    fn new(role: Role, version: Version, limits: ZmtpLimits) -> Self {
         Self {
             role,
             limits,
             stage: Stage::Greeting([0; GREETING_BYTES], 0),
             decoder: Decoder::default(),
-            message: Message::default(),
+            message: ZmtpMessage::default(),
             message_bytes: 0,
             stray_frames: 0,
             output: greeting::own(version).to_vec(),
@@ -141,7 +141,7 @@ impl Session {
     pub fn receive_messages(
         &mut self,
         mut input: &[u8],
-        messages: &mut Vec<Message>,
+        messages: &mut Vec<ZmtpMessage>,
     ) -> Result<(), Error> {
         while !input.is_empty() {
             messages.extend(self.receive(&mut input)?.and_then(Event::into_message));
@@ -153,7 +153,11 @@ impl Session {
     ///
     /// # Errors
     /// As [`Session::receive_messages`].
-    pub fn body_messages(&mut self, len: usize, messages: &mut Vec<Message>) -> Result<(), Error> {
+    pub fn body_messages(
+        &mut self,
+        len: usize,
+        messages: &mut Vec<ZmtpMessage>,
+    ) -> Result<(), Error> {
         let (event, rest) = self.body_received(len)?;
         messages.extend(event.and_then(Event::into_message));
         self.receive_messages(&rest, messages)
@@ -219,7 +223,7 @@ impl Session {
         self.stray_frames
     }
 
-    fn frame(&mut self, frame: Frame) -> Result<Option<Event>, Error> {
+    fn frame(&mut self, frame: ZmtpFrame) -> Result<Option<Event>, Error> {
         self.ttl = None;
         let more = match frame.kind {
             Kind::Command => {
@@ -269,8 +273,8 @@ impl Session {
 fn admit(
     header: Header,
     stage: &Stage,
-    limits: &Limits,
-    message: &Message,
+    limits: &ZmtpLimits,
+    message: &ZmtpMessage,
     message_bytes: u64,
 ) -> Result<Body, Error> {
     let bounded = |what, bytes, limit| {
@@ -301,7 +305,7 @@ mod tests {
     use super::*;
     use crate::zmtp::greeting::GREETING;
 
-    const LIMITS: Limits = Limits {
+    const LIMITS: ZmtpLimits = ZmtpLimits {
         frame_bytes: 100,
         message_frames: 3,
         message_bytes: 150,
@@ -310,7 +314,7 @@ mod tests {
 
     const READY: &[u8] = b"\x04\x1c\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER";
 
-    fn receive(session: &mut Session, mut input: &[u8]) -> Result<Vec<Event>, Error> {
+    fn receive(session: &mut ZmtpSession, mut input: &[u8]) -> Result<Vec<Event>, Error> {
         let mut events = Vec::new();
         while !input.is_empty() {
             events.extend(session.receive(&mut input)?);
@@ -318,8 +322,8 @@ mod tests {
         Ok(events)
     }
 
-    fn ready() -> Session {
-        let mut session = Session::router(LIMITS);
+    fn ready() -> ZmtpSession {
+        let mut session = ZmtpSession::router(LIMITS);
         let hello = [&GREETING[..], READY].concat();
         assert_eq!(receive(&mut session, &hello), Ok(vec![Event::Ready]));
         session.output().clear();
@@ -328,7 +332,7 @@ mod tests {
 
     fn message(frames: &[&[u8]], discarded_frames: u64) -> Event {
         let frames = frames.iter().map(|frame| frame.to_vec()).collect();
-        Event::Message(Message {
+        Event::Message(ZmtpMessage {
             frames,
             discarded_frames,
         })
@@ -336,7 +340,7 @@ mod tests {
 
     #[test]
     fn handshake_answers_greeting_and_ready() {
-        let mut session = Session::router(LIMITS);
+        let mut session = ZmtpSession::router(LIMITS);
         assert_eq!(*session.output(), GREETING);
         session.output().clear();
         assert_eq!(receive(&mut session, &GREETING), Ok(vec![]));
@@ -365,7 +369,7 @@ mod tests {
                 },
             ),
         ] {
-            let mut session = Session::router(LIMITS);
+            let mut session = ZmtpSession::router(LIMITS);
             receive(&mut session, &GREETING).unwrap();
             assert_eq!(receive(&mut session, sent), Err(error));
         }
@@ -423,7 +427,7 @@ mod tests {
 
     #[test]
     fn peer_of_version_3_0_is_not_pinged() {
-        let mut session = Session::router(LIMITS);
+        let mut session = ZmtpSession::router(LIMITS);
         let mut greeting = GREETING;
         greeting[11] = 0;
         receive(&mut session, &[&greeting[..], READY].concat()).unwrap();
@@ -433,8 +437,8 @@ mod tests {
     #[test]
     fn dealer_and_router_shake_hands_in_either_version() {
         for (version, is_pinged) in [(Version::V3_0, false), (Version::V3_1, true)] {
-            let mut dealer = Session::dealer(version, LIMITS);
-            let mut router = Session::router(LIMITS);
+            let mut dealer = ZmtpSession::dealer(version, LIMITS);
+            let mut router = ZmtpSession::router(LIMITS);
             for _ in 0..2 {
                 let sent = std::mem::take(dealer.output());
                 receive(&mut router, &sent).unwrap();

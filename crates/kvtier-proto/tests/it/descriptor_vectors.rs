@@ -1,7 +1,7 @@
 //! Every row of `ipc_wrappers.json`: descriptors the real client made, and ones the real server refuses.
 
 use kvtier_proto::descriptor::{Dtype, OpaqueVendor, TensorDescriptor, TensorMetadata, VmmHandle};
-use kvtier_proto::pickle::{Limits, read_registration};
+use kvtier_proto::pickle::{PickleLimits, read_registration};
 use kvtier_proto::wire::{Reader, write_array_len};
 use serde_json::{Value, json};
 
@@ -132,7 +132,7 @@ fn invalid_descriptors_are_refused_naming_the_field() {
                         pickle: body.clone()
                     }
                 );
-                read_registration(&body, &Limits::default()).unwrap_err();
+                read_registration(&body, &PickleLimits::default()).unwrap_err();
                 continue;
             }
             "unknown_tag" | "missing_tag" => "type",

@@ -11,7 +11,7 @@ use kvtier_proto::request::{
     KvLayoutName, LayoutHints, Registration, Request, Retrieve, Seconds, Store, Subscription,
 };
 use kvtier_proto::response::{
-    EngineDriven, InlineHit, PrepareRetrieve, PrepareStore, Response, ResponseKind, Slot,
+    ChunkSlot, EngineDriven, InlineHit, PrepareRetrieve, PrepareStore, Response, ResponseKind,
     SlotGroups, StoreTarget,
 };
 use kvtier_proto::tensor::TensorToWrite;
@@ -399,7 +399,7 @@ proptest! {
         data in vec(any::<u8>(), 0..300),
         flag in any::<bool>(),
     ) {
-        let slots: Vec<_> = ints.iter().map(|&offset| Slot {
+        let slots: Vec<_> = ints.iter().map(|&offset| ChunkSlot {
             offset,
             length: 1,
             shape: ints.clone().into(),

@@ -4,7 +4,7 @@ use crate::support::{frames, g6_row, hex_json, list, load, segment_json, slices,
 use kvtier_proto::frames::{OperationId, ReplyFrames};
 use kvtier_proto::generation::Generation;
 use kvtier_proto::operation::{Lane, Operation};
-use kvtier_proto::response::{Response, Slot};
+use kvtier_proto::response::{ChunkSlot, Response};
 use serde_json::{Value, json};
 
 #[test]
@@ -215,7 +215,7 @@ fn response_json(response: &Response<'_>) -> Value {
     }
 }
 
-fn slots_json(slots: &[Slot<'_>]) -> Value {
+fn slots_json(slots: &[ChunkSlot<'_>]) -> Value {
     slots
         .iter()
         .map(|slot| {

@@ -7,7 +7,7 @@ use std::time::Instant;
 use kvtier_proto::generation::Candidates;
 use kvtier_proto::operation::Operation;
 
-use super::lanes::Lane;
+use super::lanes::LaneQueue;
 use super::limits::{
     self, JOB_BYTES, MAX_UNDECIDED, MAX_UNDECIDED_BYTES, REPLY_SHARE, UNDECIDED_PART,
 };
@@ -74,9 +74,9 @@ pub struct Client {
     /// Requests whose operation is not certain and whose answer depends on it, until a later one decides.
     pub undecided: Option<Undecided>,
     /// Requests whose order among themselves matters: transfers and registrations.
-    pub transfers: Arc<Lane<Job>>,
+    pub transfers: Arc<LaneQueue<Job>>,
     /// Everything else.
-    pub control: Arc<Lane<Job>>,
+    pub control: Arc<LaneQueue<Job>>,
     /// Work of its longest lookup.
     longest_lookup: u64,
     /// Whether the log has its release, if that is an old one.

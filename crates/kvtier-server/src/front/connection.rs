@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use kvtier_memory::socket::SocketError;
-use kvtier_proto::zmtp::{Error, Limits, Message, Session};
+use kvtier_proto::zmtp::{Error, ZmtpLimits, ZmtpMessage, ZmtpSession};
 use rustix::io::{Errno, ioctl_fionread, read};
 use rustix::net::{Shutdown, shutdown};
 
@@ -95,7 +95,7 @@ pub type Large = (Instant, u64);
 /// A connection.
 pub struct Connection {
     socket: OwnedFd,
-    session: Session,
+    session: ZmtpSession,
     output: Output,
     /// From its first request on.
     pub client: Option<Client>,
@@ -128,10 +128,10 @@ pub struct Connection {
 
 impl Connection {
     /// A connection that has just been accepted; our greeting waits to be written.
-    pub fn new(socket: OwnedFd, limits: Limits, now: Instant) -> Self {
+    pub fn new(socket: OwnedFd, limits: ZmtpLimits, now: Instant) -> Self {
         Self {
             socket,
-            session: Session::router(limits),
+            session: ZmtpSession::router(limits),
             output: Output::default(),
             client: None,
             read_bytes: FIRST_READ_BYTES,
@@ -158,7 +158,7 @@ impl Connection {
     pub fn read(
         &mut self,
         scratch: &mut [u8],
-        messages: &mut Vec<Message>,
+        messages: &mut Vec<ZmtpMessage>,
         turn_bytes: usize,
         now: Instant,
     ) -> Result<usize, Closed> {

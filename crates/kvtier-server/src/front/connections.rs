@@ -14,7 +14,7 @@ use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvtier_proto::zmtp::{Error, Limits, Message};
+use kvtier_proto::zmtp::{Error, ZmtpLimits, ZmtpMessage};
 
 use super::allowance::Allowance;
 use super::client::Client;
@@ -50,7 +50,7 @@ const TICK: Duration = Duration::from_secs(1);
 const MAX_STEP: Duration = Duration::from_secs(2);
 
 /// What the front end is to look at.
-pub enum Happened {
+pub enum ConnectionEvent {
     /// The outbox has replies.
     Wake,
     /// A connection has something to read.
@@ -101,7 +101,7 @@ pub struct Bounds {
     /// Bytes that they hold together: incomplete messages but for the oldest large one, and small replies that are not read.
     pub held_bytes: usize,
     /// Limits of each session.
-    pub session: Limits,
+    pub session: ZmtpLimits,
 }
 
 impl Connections {
@@ -176,7 +176,11 @@ impl Connections {
     ///
     /// # Errors
     /// The system's.
-    pub fn wait(&mut self, timeout: Duration, happened: &mut Vec<Happened>) -> std::io::Result<()> {
+    pub fn wait(
+        &mut self,
+        timeout: Duration,
+        happened: &mut Vec<ConnectionEvent>,
+    ) -> std::io::Result<()> {
         let mut ready = std::mem::take(&mut self.ready);
         self.begin_round();
         let timeout = timeout.min(self.until_turn());
@@ -190,7 +194,7 @@ impl Connections {
         {
             match token {
                 LISTENER => self.accept(),
-                WAKE => happened.push(Happened::Wake),
+                WAKE => happened.push(ConnectionEvent::Wake),
                 id => {
                     if writable {
                         self.queue(id);
@@ -209,7 +213,7 @@ impl Connections {
     }
 
     /// Reports a connection that has something to read, or parks it.
-    fn readable(&mut self, id: u64, happened: &mut Vec<Happened>) {
+    fn readable(&mut self, id: u64, happened: &mut Vec<ConnectionEvent>) {
         let now = self.clock.now();
         let Some(connection) = self.open.get_mut(&id) else {
             return;
@@ -225,7 +229,7 @@ impl Connections {
             return;
         };
         if !connection.strays.is_exceeded(now) {
-            return happened.push(Happened::Readable(id));
+            return happened.push(ConnectionEvent::Readable(id));
         }
         connection.park();
         self.watch_for_reading(id, false);
@@ -250,7 +254,7 @@ impl Connections {
     }
 
     /// Reports the parked connection whose turn it is.
-    fn unpark(&mut self, happened: &mut Vec<Happened>) {
+    fn unpark(&mut self, happened: &mut Vec<ConnectionEvent>) {
         let now = self.clock.now();
         if now < self.next_turn {
             return;
@@ -261,7 +265,7 @@ impl Connections {
             }
             self.watch_for_reading(id, true);
             self.next_turn = now + TURN_INTERVAL;
-            return happened.push(Happened::Readable(id));
+            return happened.push(ConnectionEvent::Readable(id));
         }
     }
 
@@ -281,7 +285,7 @@ impl Connections {
     }
 
     /// Reads from a connection, and appends its messages. Returns why it has to be closed after they were served, if so.
-    pub fn read(&mut self, id: u64, messages: &mut Vec<Message>) -> Option<Closed> {
+    pub fn read(&mut self, id: u64, messages: &mut Vec<ZmtpMessage>) -> Option<Closed> {
         let turn_bytes = self.turn_bytes(id)?;
         let connection = self.open.get_mut(&id)?;
         let was_large = connection.large.is_some();
@@ -415,7 +419,7 @@ impl Connections {
         self.metrics.request_connections.set(0);
     }
 
-    fn pass_time(&mut self, happened: &mut Vec<Happened>) {
+    fn pass_time(&mut self, happened: &mut Vec<ConnectionEvent>) {
         let now = self.clock.now();
         self.end_accept_pause(now);
         if now < self.next_tick {
@@ -433,7 +437,7 @@ impl Connections {
             match connection.tick(now) {
                 Ok(()) => {
                     if connection.is_undecided(now) {
-                        happened.push(Happened::Undecided(id));
+                        happened.push(ConnectionEvent::Undecided(id));
                     }
                     // Later than now: what is overdue and stays open is about to be read.
                     let next = connection.due().max(now + TICK);

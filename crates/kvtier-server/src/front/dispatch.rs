@@ -18,7 +18,7 @@ use super::request::{Job, RequestSender, Server, error_frame};
 use super::serve::Front;
 use super::warnings;
 use kvtier_common::sync::RateLimited;
-use kvtier_engine::{Answer, Engine};
+use kvtier_engine::{Engine, EngineAnswer};
 
 /// Work up to which this thread serves a quick request itself, while other clients wait for it and while none do. To hand
 /// one over to another thread and back costs about 50 us.
@@ -261,9 +261,11 @@ fn unresolved(
     });
     let answer = match known {
         // No value: its adapter computes with it and fails at once. Any other answer ends its receiving, and it waits for ever.
-        _ if matches!(error, Unresolved::TooOld { .. }) => Answer::nothing(),
-        Some(spec) => Answer::refusal_with(spec.operation, spec.response, "payload_count", error),
-        None => Answer::error(error.to_string(), "unknown_operation"),
+        _ if matches!(error, Unresolved::TooOld { .. }) => EngineAnswer::nothing(),
+        Some(spec) => {
+            EngineAnswer::refusal_with(spec.operation, spec.response, "payload_count", error)
+        }
+        None => EngineAnswer::error(error.to_string(), "unknown_operation"),
     };
     let (op, payload) = match answer.error {
         Some(text) if takes_text => (error_frame(&text), None),

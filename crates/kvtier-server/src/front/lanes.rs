@@ -19,7 +19,7 @@ use kvtier_common::sync::channel::{Receiver, Sender, unbounded};
 pub const LANE_LIMIT: usize = 4096;
 
 /// Jobs of one connection that must run one after the other.
-pub struct Lane<J> {
+pub struct LaneQueue<J> {
     state: Mutex<LaneState<J>>,
 }
 
@@ -29,7 +29,7 @@ struct LaneState<J> {
     scheduled: bool,
 }
 
-impl<J> Default for Lane<J> {
+impl<J> Default for LaneQueue<J> {
     fn default() -> Self {
         Self {
             state: Mutex::new(LaneState {
@@ -40,7 +40,7 @@ impl<J> Default for Lane<J> {
     }
 }
 
-impl<J> Lane<J> {
+impl<J> LaneQueue<J> {
     /// Whether nothing waits or runs.
     pub fn is_idle(&self) -> bool {
         let state = self.state.lock();
@@ -50,7 +50,7 @@ impl<J> Lane<J> {
 
 /// A lane with a job, in its pool's run queue.
 struct Ready<J> {
-    lane: Arc<Lane<J>>,
+    lane: Arc<LaneQueue<J>>,
     /// Run queue of the pool, which ends when no lane can come back to it any more.
     queue: Sender<Ready<J>>,
 }
@@ -84,13 +84,13 @@ impl<J> Drop for TurnEnd<J> {
 }
 
 /// Threads that serve lanes.
-pub struct Pool<J> {
+pub struct LanePool<J> {
     /// None once nothing is taken any more.
     queue: Option<Sender<Ready<J>>>,
     threads: Vec<JoinHandle<()>>,
 }
 
-impl<J: Send + 'static> Pool<J> {
+impl<J: Send + 'static> LanePool<J> {
     /// Starts `threads` threads named `name-<n>` that run every job with `run`, which is given the turn of its lane.
     ///
     /// # Errors
@@ -120,7 +120,7 @@ impl<J: Send + 'static> Pool<J> {
     ///
     /// # Errors
     /// The job itself.
-    pub fn push(&self, lane: &Arc<Lane<J>>, job: J) -> Result<(), J> {
+    pub fn push(&self, lane: &Arc<LaneQueue<J>>, job: J) -> Result<(), J> {
         let Some(queue) = &self.queue else {
             return Err(job);
         };
@@ -142,7 +142,7 @@ impl<J: Send + 'static> Pool<J> {
     }
 }
 
-impl<J> Pool<J> {
+impl<J> LanePool<J> {
     /// Takes no further jobs: the threads end when all that are queued have run and all turns have ended.
     pub fn close(&mut self) {
         self.queue = None;
@@ -163,7 +163,7 @@ impl<J> Pool<J> {
     }
 }
 
-impl<J> Drop for Pool<J> {
+impl<J> Drop for LanePool<J> {
     fn drop(&mut self) {
         self.finish();
     }
@@ -190,14 +190,17 @@ mod tests {
     fn jobs_of_one_lane_run_in_order_and_lanes_run_side_by_side() {
         let (sender, receiver) = unbounded();
         let (gate, blocked) = crossbeam_channel::bounded::<()>(0);
-        let pool = Pool::start("test", 2, move |job: (usize, usize), _turn| {
+        let pool = LanePool::start("test", 2, move |job: (usize, usize), _turn| {
             if job.0 == 0 && job.1 == 0 {
                 let _ = blocked.recv();
             }
             let _ = sender.send(job);
         })
         .unwrap();
-        let lanes = [Arc::new(Lane::default()), Arc::new(Lane::default())];
+        let lanes = [
+            Arc::new(LaneQueue::default()),
+            Arc::new(LaneQueue::default()),
+        ];
         for index in 0..10 {
             for (id, lane) in lanes.iter().enumerate() {
                 pool.push(lane, (id, index)).unwrap();
@@ -217,14 +220,17 @@ mod tests {
     fn a_turn_that_outlasts_its_job_holds_up_its_lane_alone_and_the_end_of_the_pool() {
         let (say, hear) = unbounded();
         let (keep, kept) = unbounded();
-        let mut pool = Pool::start("test", 1, move |job: (usize, usize), turn| {
+        let mut pool = LanePool::start("test", 1, move |job: (usize, usize), turn| {
             if job == (0, 0) {
                 let _ = keep.send(turn);
             }
             let _ = say.send(job);
         })
         .unwrap();
-        let lanes = [Arc::new(Lane::default()), Arc::new(Lane::default())];
+        let lanes = [
+            Arc::new(LaneQueue::default()),
+            Arc::new(LaneQueue::default()),
+        ];
         for job in 0..3 {
             for (id, lane) in lanes.iter().enumerate() {
                 pool.push(lane, (id, job)).unwrap();
@@ -252,14 +258,14 @@ mod tests {
         let (gate, blocked) = crossbeam_channel::bounded::<()>(0);
         let ran = Arc::new(AtomicUsize::new(0));
         let count = Arc::clone(&ran);
-        let mut pool = Pool::start("test", 1, move |job: usize, _turn| {
+        let mut pool = LanePool::start("test", 1, move |job: usize, _turn| {
             if job == 0 {
                 let _ = blocked.recv();
             }
             count.fetch_add(1, Ordering::SeqCst);
         })
         .unwrap();
-        let lane = Arc::new(Lane::default());
+        let lane = Arc::new(LaneQueue::default());
         (0..3).for_each(|job| pool.push(&lane, job).unwrap());
         gate.send(()).unwrap();
         pool.finish();
@@ -272,12 +278,12 @@ mod tests {
         let (gate, blocked) = crossbeam_channel::bounded::<()>(0);
         let ran = Arc::new(AtomicUsize::new(0));
         let count = Arc::clone(&ran);
-        let pool = Pool::start("test", 1, move |_: usize, _turn| {
+        let pool = LanePool::start("test", 1, move |_: usize, _turn| {
             let _ = blocked.recv();
             count.fetch_add(1, Ordering::SeqCst);
         })
         .unwrap();
-        let lane = Arc::new(Lane::default());
+        let lane = Arc::new(LaneQueue::default());
         let refused = (0..LANE_LIMIT + 2)
             .filter(|&job| pool.push(&lane, job).is_err())
             .count();
@@ -329,11 +335,14 @@ mod interleavings {
         }));
         drop(keep);
         let queue = Some(queue);
-        let mut pool = Pool {
+        let mut pool = LanePool {
             queue,
             threads: Vec::new(),
         };
-        let lanes = [Arc::new(Lane::default()), Arc::new(Lane::default())];
+        let lanes = [
+            Arc::new(LaneQueue::default()),
+            Arc::new(LaneQueue::default()),
+        ];
         thread::scope(|scope| {
             for (id, lane) in lanes.iter().enumerate() {
                 let pool = &pool;

@@ -31,7 +31,7 @@ use kvtier_common::error::{Error, Result};
 use kvtier_config::ServerConfig;
 use kvtier_engine::Engine;
 use kvtier_http::Health;
-use lanes::Pool;
+use lanes::LanePool;
 use outbox::Outbox;
 use request::Server;
 use serve::Front;
@@ -69,7 +69,7 @@ impl PreparedFront {
         let server = Arc::new(Server::new(engine, health, outbox.clone()));
         let pool = |name, threads| {
             let server = Arc::clone(&server);
-            Pool::start(name, threads, move |job, turn| {
+            LanePool::start(name, threads, move |job, turn| {
                 server.serve(job, Some(turn))
             })
             .map_err(|error| Error::io("no thread", error))

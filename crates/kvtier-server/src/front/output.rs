@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvtier_common::sync::budget::Charge;
-use kvtier_engine::{Part, Payload};
+use kvtier_engine::{Payload, PayloadPart};
 use kvtier_memory::socket::{self, SocketError, send_slices};
 use kvtier_proto::zmtp::Slice;
 
@@ -22,9 +22,9 @@ const TURN_BYTES: usize = 1 << 20;
 const MAX_SLICES: usize = 16;
 
 /// A part of a large payload.
-pub struct Piece {
+pub struct PayloadPiece {
     sent: Arc<LargePayload>,
-    part: Part,
+    part: PayloadPart,
 }
 
 struct LargePayload {
@@ -38,14 +38,14 @@ pub fn oldest(output: &Output) -> Option<Instant> {
     output.first_piece().map(|piece| piece.sent.queued)
 }
 
-impl kvtier_proto::zmtp::Piece for Piece {
+impl kvtier_proto::zmtp::OutputPiece for PayloadPiece {
     fn len(&self) -> usize {
         self.part.byte_len()
     }
 }
 
 /// A queue of bytes.
-pub type Output = kvtier_proto::zmtp::Output<Piece>;
+pub type Output = kvtier_proto::zmtp::Output<PayloadPiece>;
 
 /// Appends a reply.
 pub fn push_reply(output: &mut Output, reply: Outgoing, now: Instant) {
@@ -70,7 +70,7 @@ pub fn push_reply(output: &mut Output, reply: Outgoing, now: Instant) {
                 queued: now,
                 _charge: charge,
             });
-            let piece = |part| Piece {
+            let piece = |part| PayloadPiece {
                 sent: Arc::clone(&sent),
                 part,
             };

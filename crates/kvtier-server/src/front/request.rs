@@ -20,7 +20,7 @@ use super::names::first_number;
 use super::outbox::{Outbox, Outgoing};
 use super::warnings;
 use kvtier_common::sync::budget::Charge;
-use kvtier_engine::{Answer, Caller, Engine, Payload, Reply, ReplyTarget};
+use kvtier_engine::{Caller, Engine, EngineAnswer, Payload, Reply, ReplyTarget};
 use kvtier_http::Health;
 
 /// A request whose frames are still undecoded.
@@ -102,8 +102,8 @@ impl RequestSender {
         self.charge.is_some()
     }
 
-    fn refusal(&self, reason: &'static str) -> Answer {
-        Answer::refusal(self.spec().operation, self.spec().response, reason)
+    fn refusal(&self, reason: &'static str) -> EngineAnswer {
+        EngineAnswer::refusal(self.spec().operation, self.spec().response, reason)
     }
 }
 
@@ -160,7 +160,7 @@ struct Unanswered {
 }
 
 impl ReplyTarget for Unanswered {
-    fn send(self: Box<Self>, answer: Option<Answer>) {
+    fn send(self: Box<Self>, answer: Option<EngineAnswer>) {
         let Self {
             server,
             sender,
@@ -242,7 +242,7 @@ impl Server {
     }
 
     /// Notes a panic, which has been printed. Returns the answer to the request that met it.
-    fn panicked(&self, sender: &RequestSender) -> Answer {
+    fn panicked(&self, sender: &RequestSender) -> EngineAnswer {
         // State under a lock may be half changed, so the health says it for good.
         self.health.poison(sender.spec().operation.name());
         self.engine.metrics().handler_panics.inc();
@@ -257,10 +257,10 @@ impl Server {
 
     fn handle(&self, context: &RequestContext, payloads: &[Vec<u8>], reply: Reply) {
         let spec = context.resolved.spec;
-        let refusal = |reason| Answer::refusal(spec.operation, spec.response, reason);
+        let refusal = |reason| EngineAnswer::refusal(spec.operation, spec.response, reason);
         // The readings of generations differ, and so may the answers they take: but for those without a payload.
         if !context.resolved.certain && spec.response != ResponseKind::Nothing {
-            return reply.answer(Answer::nothing().because("uncertain_generation"));
+            return reply.answer(EngineAnswer::nothing().because("uncertain_generation"));
         }
         if answers_much(spec.operation) && !context.may_answer_much {
             return reply.answer(refusal("replies_unread"));
@@ -312,7 +312,12 @@ impl Server {
                 let connection = context.caller.connection;
                 self.engine.warn_of_client(connection, &text);
                 let (operation, kind) = (spec.operation, spec.response);
-                reply.answer(Answer::refusal_with(operation, kind, "undecodable", &error));
+                reply.answer(EngineAnswer::refusal_with(
+                    operation,
+                    kind,
+                    "undecodable",
+                    &error,
+                ));
             }
         }
     }
@@ -341,7 +346,7 @@ impl Server {
 
     /// Agrees on the chunk size of a connection. Later requests are counted in it, so it stays: another alignment has to
     /// divide it.
-    fn negotiate(&self, context: &RequestContext, alignment: i64) -> Answer {
+    fn negotiate(&self, context: &RequestContext, alignment: i64) -> EngineAnswer {
         let bound = &context.peer.chunk_tokens;
         let minimum = self.chunk_tokens(context);
         match chunk::aligned(minimum, alignment) {
@@ -360,7 +365,7 @@ impl Server {
                     Err(error) => error,
                 };
                 let spec = context.resolved.spec;
-                Answer::refusal_with(spec.operation, spec.response, "chunk_alignment", &error)
+                EngineAnswer::refusal_with(spec.operation, spec.response, "chunk_alignment", &error)
             }
         }
     }
@@ -419,7 +424,7 @@ impl Server {
         true
     }
 
-    fn send(&self, sender: RequestSender, answer: Answer) {
+    fn send(&self, sender: RequestSender, answer: EngineAnswer) {
         if registers(sender.spec().operation) {
             sender.peer.workers.end_registration();
             if sender.peer.is_closed() {
@@ -439,7 +444,11 @@ impl Server {
     }
 
     /// Returns a "no" to send, unless the client would not notice or not survive it: then its next ping says so.
-    fn report(&self, sender: RequestSender, answer: Answer) -> Option<(RequestSender, Answer)> {
+    fn report(
+        &self,
+        sender: RequestSender,
+        answer: EngineAnswer,
+    ) -> Option<(RequestSender, EngineAnswer)> {
         let caller = sender.caller();
         if caller.release != Release::Before0_5_5 {
             return Some((sender, answer));
@@ -475,7 +484,7 @@ impl Server {
     fn messages(
         &self,
         sender: RequestSender,
-        answer: Answer,
+        answer: EngineAnswer,
     ) -> impl Iterator<Item = Outgoing> + use<> {
         let operation = sender.spec().operation.name();
         let metrics = self.engine.metrics();
@@ -528,12 +537,12 @@ fn registers(operation: Operation) -> bool {
     )
 }
 
-fn chunk_size_answer(tokens: u32) -> Answer {
-    Answer::from(Response::Int(tokens.into()))
+fn chunk_size_answer(tokens: u32) -> EngineAnswer {
+    EngineAnswer::from(Response::Int(tokens.into()))
 }
 
 /// Whether it is the "no" of a transfer without an event, which clients up to 0.5.4 on a GPU do not survive.
-fn lacks_event(answer: &Answer) -> bool {
+fn lacks_event(answer: &EngineAnswer) -> bool {
     let payload = answer.payload.as_ref().and_then(Payload::without_chunks);
     payload == Response::transfer(&[][..], false).encode().as_deref()
 }

@@ -5,11 +5,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use kvtier_proto::frames::MAX_PAYLOADS;
-use kvtier_proto::zmtp::{Limits, Message};
+use kvtier_proto::zmtp::{ZmtpLimits, ZmtpMessage};
 
 use super::client::Budgets;
-use super::connections::{Bounds, Connections, Happened};
-use super::lanes::Pool;
+use super::connections::{Bounds, ConnectionEvent, Connections};
+use super::lanes::LanePool;
 use super::limits;
 use super::outbox::{Inbox, Outgoing};
 use super::request::{Job, Server};
@@ -38,14 +38,14 @@ pub struct Front {
     pub(super) connections: Connections,
     pub(super) budgets: Budgets,
     pub(super) inbox: Inbox,
-    pub(super) transfers: Pool<Job>,
-    pub(super) control: Pool<Job>,
+    pub(super) transfers: LanePool<Job>,
+    pub(super) control: LanePool<Job>,
     pub(super) server: Arc<Server>,
     pub(super) stop: Arc<AtomicBool>,
-    pub(super) happened: Vec<Happened>,
+    pub(super) happened: Vec<ConnectionEvent>,
     /// Whether one connection alone has something to be read.
     pub(super) is_alone: bool,
-    pub(super) messages: Vec<Message>,
+    pub(super) messages: Vec<ZmtpMessage>,
 }
 
 /// Bounds of the connections, for messages of at most `max_message_bytes`.
@@ -54,7 +54,7 @@ pub(super) fn bounds(connections: usize, max_message_bytes: u64) -> Bounds {
     Bounds {
         connections,
         held_bytes: limits::HELD_BYTES,
-        session: Limits {
+        session: ZmtpLimits {
             frame_bytes,
             // One that shows that there are too many.
             message_frames: 2 + MAX_PAYLOADS + 1,
@@ -73,7 +73,7 @@ impl Front {
         socket: Arc<RequestSocket>,
         server: Arc<Server>,
         inbox: Inbox,
-        [transfers, control]: [Pool<Job>; 2],
+        [transfers, control]: [LanePool<Job>; 2],
         bounds: Bounds,
         request_bytes: u64,
     ) -> std::io::Result<Self> {
@@ -131,16 +131,16 @@ impl Front {
         let mut worked = self.send_replies();
         let mut happened = std::mem::take(&mut self.happened);
         self.wait(timeout, &mut happened)?;
-        let is_readable = |what: &&Happened| matches!(what, Happened::Readable(_));
+        let is_readable = |what: &&ConnectionEvent| matches!(what, ConnectionEvent::Readable(_));
         self.is_alone = happened.iter().filter(is_readable).count() == 1;
         for what in happened.drain(..) {
             match what {
-                Happened::Wake => {
+                ConnectionEvent::Wake => {
                     worked = true;
                     self.inbox.clear();
                 }
-                Happened::Readable(id) => worked |= self.read(id),
-                Happened::Undecided(id) => self.answer_undecided(id),
+                ConnectionEvent::Readable(id) => worked |= self.read(id),
+                ConnectionEvent::Undecided(id) => self.answer_undecided(id),
             }
         }
         self.happened = happened;
@@ -150,7 +150,11 @@ impl Front {
     }
 
     /// Waits for the sockets and for replies.
-    fn wait(&mut self, timeout: Duration, happened: &mut Vec<Happened>) -> std::io::Result<()> {
+    fn wait(
+        &mut self,
+        timeout: Duration,
+        happened: &mut Vec<ConnectionEvent>,
+    ) -> std::io::Result<()> {
         // Their wake-up may have come before the last replies were drained.
         let sleeps = !timeout.is_zero()
             && self.inbox.begin_sleep()
@@ -278,10 +282,10 @@ impl Front {
         self.wait(timeout, &mut happened)?;
         for what in happened.drain(..) {
             match what {
-                Happened::Wake => self.inbox.clear(),
+                ConnectionEvent::Wake => self.inbox.clear(),
                 // The client may have ended, or goes on asking: neither keeps the others waiting.
-                Happened::Readable(id) => self.connections.ignore_requests(id),
-                Happened::Undecided(id) => self.answer_undecided(id),
+                ConnectionEvent::Readable(id) => self.connections.ignore_requests(id),
+                ConnectionEvent::Undecided(id) => self.answer_undecided(id),
             }
         }
         self.happened = happened;

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crossbeam_channel::{Sender, bounded};
 use kvtier_core::prompt::Prompt;
-use kvtier_engine::{Answer, Caller, Reply};
+use kvtier_engine::{Caller, EngineAnswer, Reply};
 use kvtier_proto::frames::ClientMessage;
 use kvtier_proto::generation::{Generation, Release};
 use kvtier_proto::key::{CacheKey, KeyForm};
@@ -60,7 +60,7 @@ impl ByHand {
         let (gate, told) = bounded::<()>(0);
         let pool = |name| {
             let (server, told) = (Arc::clone(&server), told.clone());
-            Pool::start(name, 1, move |job, turn| {
+            LanePool::start(name, 1, move |job, turn| {
                 // An error is the gate that was dropped.
                 let _ = told.recv();
                 server.serve(job, Some(turn));
@@ -306,7 +306,7 @@ fn last_waits(is_alone: bool, requests: &[[&[u8]; 2]]) -> bool {
         registers_again: Some(true),
         names_workers: true,
     };
-    engine.handle(caller, &worker, Reply::new(|_: Option<Answer>| {}));
+    engine.handle(caller, &worker, Reply::new(|_: Option<EngineAnswer>| {}));
     assert!(engine.is_registered(InstanceId(1)));
     let Front {
         connections,

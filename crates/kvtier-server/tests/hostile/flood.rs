@@ -134,7 +134,7 @@ fn unread_chunks_hold_back_further_chunks() {
             panic!("{answer:?}");
         };
         if success {
-            let tensors = pickle::read_tensors(&pickled, &pickle::Limits::default()).unwrap();
+            let tensors = pickle::read_tensors(&pickled, &pickle::PickleLimits::default()).unwrap();
             assert_eq!(tensors.len(), chunks);
             let is_equal = |(tensor, data): (&InlineTensor<'_>, &Vec<u8>)| {
                 tensor.contiguous_bytes().unwrap() == data.as_slice()

@@ -6,11 +6,11 @@ use kvtier_client::proto::chunk::CHUNK_TOKENS_FEATURE;
 use kvtier_client::proto::descriptor::Dtype;
 use kvtier_client::proto::operation::Operation;
 use kvtier_client::proto::pickle::{
-    Limits, TensorToWrite, WriteError, read_tensors, write_tensors,
+    PickleLimits, TensorToWrite, WriteError, read_tensors, write_tensors,
 };
 use kvtier_client::proto::request::HELD_BLOCKS_FEATURE;
 use kvtier_client::proto::response::{
-    PrepareRetrieve, PrepareStore, Response, ResponseKind, Slot, StoreTarget,
+    ChunkSlot, PrepareRetrieve, PrepareStore, Response, ResponseKind, StoreTarget,
 };
 use kvtier_client::proto::wire;
 use kvtier_memory::OwnSegment;
@@ -163,7 +163,7 @@ fn compare(request: &Frames, ours: Option<Vec<u8>>, theirs: Option<Vec<u8>>, con
 }
 
 /// Slots without their offsets.
-fn shapes(slots: Option<Vec<Slot<'_>>>) -> Vec<(u64, Vec<u64>, String)> {
+fn shapes(slots: Option<Vec<ChunkSlot<'_>>>) -> Vec<(u64, Vec<u64>, String)> {
     let slots = slots.unwrap_or_default().into_iter();
     slots
         .map(|slot| {
@@ -212,7 +212,7 @@ fn chunks(data: &[u8]) -> Vec<Vec<u8>> {
     if data.is_empty() {
         return Vec::new();
     }
-    let tensors = read_tensors(data, &Limits::default()).unwrap();
+    let tensors = read_tensors(data, &PickleLimits::default()).unwrap();
     tensors
         .iter()
         .map(|tensor| tensor.contiguous_bytes().unwrap().to_vec())

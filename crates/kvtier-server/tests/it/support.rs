@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvtier_client::proto::request::EngineDrivenContext;
-use kvtier_client::proto::response::{PrepareStore, Slot};
+use kvtier_client::proto::response::{ChunkSlot, PrepareStore};
 use kvtier_client::{
     Connection, EngineDrivenSpec, EngineDrivenWorker, InstanceId, Key, LmcacheDrivenSpec,
     LmcacheDrivenWorker, Options, Prompt, Scope,
@@ -208,13 +208,13 @@ pub fn context(instance: i64, scope: &Scope) -> EngineDrivenContext<'_> {
 }
 
 /// Slots of a prepared store, with the chunks they are for.
-pub fn slots(prepared: PrepareStore<'static>) -> Vec<(u64, Slot<'static>)> {
+pub fn slots(prepared: PrepareStore<'static>) -> Vec<(u64, ChunkSlot<'static>)> {
     let target = prepared.target.expect("the server has a pool");
     target.chunk_indices.into_iter().zip(target.slots).collect()
 }
 
 /// Reserves memory for a store and returns the granted slots.
-pub fn reserve(worker: &mut EngineDrivenWorker, key: &Key<'_>) -> Vec<(u64, Slot<'static>)> {
+pub fn reserve(worker: &mut EngineDrivenWorker, key: &Key<'_>) -> Vec<(u64, ChunkSlot<'static>)> {
     let instance = worker.spec().instance;
     slots(worker.connection().prepare_store(key, instance).unwrap())
 }

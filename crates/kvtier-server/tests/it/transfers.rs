@@ -408,7 +408,7 @@ fn load_only_worker_without_pool_receives_chunks() {
         .prepare_retrieve(&key, InstanceId(2))
         .unwrap();
     assert!(answer.success && answer.slots.is_none_or(|slots| slots.is_empty()));
-    let limits = pickle::Limits::default();
+    let limits = pickle::PickleLimits::default();
     let tensors = pickle::read_tensors(&answer.data, &limits).unwrap();
     assert_eq!(tensors.len(), 2);
     assert_eq!(server.readings().leased_objects, 0);

@@ -2,7 +2,7 @@
 //! with its reason.
 
 use kvtier_client::proto::frames::OperationId;
-use kvtier_client::proto::pickle::{Limits, read_tensors};
+use kvtier_client::proto::pickle::{PickleLimits, read_tensors};
 use kvtier_client::proto::response::{EventBatch, Response, ResponseKind};
 
 use crate::replay::{Segments, frames, load};
@@ -348,7 +348,7 @@ fn is(expected: &Ours, request: &Frames, answers: &[Frames]) -> bool {
         Chunks(count) => match response(ResponseKind::PrepareRetrieve) {
             Some(Response::PrepareRetrieve(hit)) => {
                 hit.success
-                    && read_tensors(&hit.data, &Limits::default())
+                    && read_tensors(&hit.data, &PickleLimits::default())
                         .is_ok_and(|chunks| chunks.len() == *count)
             }
             _ => false,

@@ -30,12 +30,12 @@ fn divide(bytes: u64, unit: u64, count: usize) -> Vec<Range<u64>> {
         .collect()
 }
 
-struct Part {
+struct ArenaPart {
     start: u64,
     extents: FreeExtents,
 }
 
-impl Part {
+impl ArenaPart {
     fn free(&self) -> u64 {
         self.extents.capacity() - self.extents.used()
     }
@@ -61,7 +61,7 @@ impl Part {
 /// The arena's allocator as the cache wants it.
 pub struct L1Allocator {
     /// Parts of the arena, by start.
-    parts: Vec<Part>,
+    parts: Vec<ArenaPart>,
 }
 
 impl L1Allocator {
@@ -72,7 +72,7 @@ impl L1Allocator {
     pub fn over(parts: Vec<Range<u64>>, align: u64) -> Result<Self, GeometryError> {
         let part = |range: Range<u64>| {
             let extents = FreeExtents::with_alignment(range.end - range.start, align)?;
-            Ok(Part {
+            Ok(ArenaPart {
                 start: range.start,
                 extents,
             })
@@ -105,9 +105,9 @@ impl L1Allocator {
         &mut self,
         bytes: u64,
         owner: u32,
-        spare: impl Fn(&Part) -> u64,
+        spare: impl Fn(&ArenaPart) -> u64,
     ) -> Option<Extent> {
-        let has_space = |part: &&mut Part| part.free() >= bytes.saturating_add(spare(part));
+        let has_space = |part: &&mut ArenaPart| part.free() >= bytes.saturating_add(spare(part));
         let mut fitting: Vec<_> = self.parts.iter_mut().filter(has_space).collect();
         fitting.sort_by_key(|part| std::cmp::Reverse(part.free()));
         fitting

@@ -9,7 +9,7 @@ use kvtier_core::ledger::Words;
 use kvtier_memory::{ArenaKind, SharedWords};
 
 use super::kept::{check_grants, find_arena, find_ledger, named};
-use super::place::{Instance, kept_place, named_place};
+use super::place::{ServerInstance, kept_place, named_place};
 
 /// What a start makes of L1 that an earlier server has left.
 #[derive(Debug)]
@@ -48,7 +48,7 @@ impl Words for ReadOnlyWords {
 /// # Errors
 /// It may not be replaced, and the start cannot go on with it: another server has it ([`ErrorKind::InUse`]), there are too few
 /// hugepages, or L1 is above the memory limit ([`ErrorKind::Invalid`]).
-pub fn find_earlier(config: &ServerConfig, instance: Instance<'_>) -> Result<EarlierL1> {
+pub fn find_earlier(config: &ServerConfig, instance: ServerInstance<'_>) -> Result<EarlierL1> {
     let path = |place: Result<ArenaKind>| place.ok()?.path().filter(|path| path.exists());
     let place = match kept_place(config) {
         Ok(place) => place,
@@ -73,7 +73,7 @@ pub fn find_earlier(config: &ServerConfig, instance: Instance<'_>) -> Result<Ear
 fn count_objects(
     config: &ServerConfig,
     place: &ArenaKind,
-    instance: Instance<'_>,
+    instance: ServerInstance<'_>,
 ) -> Result<usize> {
     let (arena, bytes) = find_arena(config, place)?;
     let (_, snapshot) = find_ledger(config, &arena, bytes, instance, ReadOnlyWords)?;

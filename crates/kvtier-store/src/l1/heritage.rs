@@ -25,7 +25,7 @@ struct Withheld {
 
 /// What L1 has of the server before.
 #[derive(Default)]
-pub struct Heritage {
+pub struct EarlierMemory {
     /// Age of L1 at the start.
     pub age: Duration,
     /// Readable objects at the start.
@@ -37,7 +37,7 @@ pub struct Heritage {
     withheld: Mutex<Option<Withheld>>,
 }
 
-impl Heritage {
+impl EarlierMemory {
     pub(super) fn new(
         restored: Option<(Restored<L1Allocator>, Duration)>,
         cache: &Cache<L1Allocator>,
@@ -92,7 +92,7 @@ impl Heritage {
     }
 }
 
-impl Drop for Heritage {
+impl Drop for EarlierMemory {
     /// A start that fails frees nothing in the ledger: for the next one, clients may still copy.
     fn drop(&mut self) {
         let held = self.withheld.lock();

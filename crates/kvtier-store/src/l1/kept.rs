@@ -27,7 +27,7 @@ use rustix::time::{ClockId, clock_gettime};
 use super::allocator::L1Allocator;
 use super::memory::{check_possible, create_arena};
 use super::place::{
-    Instance, check_private, kept_place, ledger_name, pool_path, remove_earlier, with_ledger,
+    ServerInstance, check_private, kept_place, ledger_name, pool_path, remove_earlier, with_ledger,
 };
 use super::unavailable;
 
@@ -66,7 +66,7 @@ impl Words for SegmentWords {
 }
 
 /// What is beside an arena.
-pub struct Kept(Ledgers);
+pub struct KeptL1(Ledgers);
 
 enum Ledgers {
     /// Nothing, for this reason.
@@ -77,7 +77,7 @@ enum Ledgers {
     Old(Ledger<SegmentWords>, Snapshot),
 }
 
-impl fmt::Debug for Kept {
+impl fmt::Debug for KeptL1 {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let name = match &self.0 {
             Ledgers::None(_) => "None",
@@ -100,7 +100,10 @@ pub fn boot_time() -> u64 {
 ///
 /// # Errors
 /// As [`create_arena`]; another server has the segments.
-pub fn open_arena(config: &ServerConfig, instance: Result<Instance<'_>>) -> Result<(Arena, Kept)> {
+pub fn open_arena(
+    config: &ServerConfig,
+    instance: Result<ServerInstance<'_>>,
+) -> Result<(Arena, KeptL1)> {
     check_possible(config)?;
     let instance = match instance {
         Ok(instance) => instance,
@@ -149,7 +152,7 @@ pub fn open_arena(config: &ServerConfig, instance: Result<Instance<'_>>) -> Resu
             // Before there is anything to remove.
             instance.write_record(&with_ledger(path));
             arena.keep();
-            Ok((arena, Kept(Ledgers::New(ledger))))
+            Ok((arena, KeptL1(Ledgers::New(ledger))))
         }
         Err(error) => unkept(config, Some(arena), format!("{reason}; {error}")),
     }
@@ -180,7 +183,7 @@ fn unkept(
     config: &ServerConfig,
     arena: Option<Arena>,
     reason: impl fmt::Display,
-) -> Result<(Arena, Kept)> {
+) -> Result<(Arena, KeptL1)> {
     let arena = match arena {
         Some(arena) => arena,
         None => create_arena(config)?,
@@ -192,15 +195,15 @@ fn unkept(
             tracing::info!(reason, "L1 starts empty, and ends with this process");
         }
     }
-    Ok((arena, Kept(Ledgers::None(reason))))
+    Ok((arena, KeptL1(Ledgers::None(reason))))
 }
 
 /// What [`find`] returns, once a process that ends has released it.
 fn find_released(
     config: &ServerConfig,
     place: &ArenaKind,
-    instance: Instance<'_>,
-) -> Result<(Arena, Kept)> {
+    instance: ServerInstance<'_>,
+) -> Result<(Arena, KeptL1)> {
     let until = Instant::now() + RELEASE_TIMEOUT;
     loop {
         match find(config, place, instance) {
@@ -246,7 +249,7 @@ pub(super) fn find_ledger<W: Words>(
     config: &ServerConfig,
     arena: &Arena,
     bytes: u64,
-    instance: Instance<'_>,
+    instance: ServerInstance<'_>,
     over: impl FnOnce(SharedWords) -> W,
 ) -> Result<(Ledger<W>, Snapshot)> {
     let len = max_words(arena.len() / config.l1_align_bytes);
@@ -267,7 +270,11 @@ pub(super) fn find_ledger<W: Words>(
 /// # Errors
 /// Why there are none. There are some if another server has them ([`ErrorKind::InUse`]), or there are too few hugepages for what this
 /// one asks for ([`ErrorKind::Invalid`]): neither may be replaced.
-fn find(config: &ServerConfig, place: &ArenaKind, instance: Instance<'_>) -> Result<(Arena, Kept)> {
+fn find(
+    config: &ServerConfig,
+    place: &ArenaKind,
+    instance: ServerInstance<'_>,
+) -> Result<(Arena, KeptL1)> {
     let (arena, bytes) = find_arena(config, place)?;
     let (mut ledger, snapshot) = find_ledger(config, &arena, bytes, instance, SegmentWords)?;
     check_grants(&arena, &snapshot)?;
@@ -282,7 +289,7 @@ fn find(config: &ServerConfig, place: &ArenaKind, instance: Instance<'_>) -> Res
         }
         Err(error) => return Err(failed(config, error)),
     }
-    Ok((arena, Kept(Ledgers::Old(ledger, snapshot))))
+    Ok((arena, KeptL1(Ledgers::Old(ledger, snapshot))))
 }
 
 /// Whether it is known what clients of the server before may still copy.
@@ -302,7 +309,7 @@ pub(super) fn check_grants(arena: &Arena, snapshot: &Snapshot) -> Result<()> {
 fn identity(
     config: &ServerConfig,
     arena: &Arena,
-    instance: Instance<'_>,
+    instance: ServerInstance<'_>,
     origin: u64,
 ) -> Result<Identity> {
     let file = arena.file_id();
@@ -321,7 +328,7 @@ fn identity(
 fn create_ledger(
     config: &ServerConfig,
     arena: &Arena,
-    instance: Instance<'_>,
+    instance: ServerInstance<'_>,
 ) -> Result<Ledger<SegmentWords>> {
     let identity = identity(config, arena, instance, boot_time())?;
     let name = ledger_name(arena.segment_name().unwrap_or_default());
@@ -332,7 +339,7 @@ fn create_ledger(
     Ledger::create(SegmentWords(words), id, &identity).map_err(unavailable)
 }
 
-impl Kept {
+impl KeptL1 {
     /// Memory that clients of the server before may still copy.
     pub(super) fn granted(&self) -> impl Iterator<Item = Extent> {
         let snapshot = match &self.0 {
@@ -425,7 +432,7 @@ mod tests {
             },
             ..config("limit", flags)
         };
-        let instance = Instance {
+        let instance = ServerInstance {
             folder: "one",
             tenants: 0,
             record: None,

@@ -15,8 +15,8 @@ use kvtier_memory::{
 };
 
 use super::allocator::{L1Allocator, parts};
-use super::heritage::Heritage;
-use super::kept::{Begun, Kept};
+use super::heritage::EarlierMemory;
+use super::kept::{Begun, KeptL1};
 use super::place::{named_place, with_ledger};
 use super::unavailable;
 use crate::tenants::Opened;
@@ -38,7 +38,7 @@ pub struct L1 {
     /// Cache of the objects in the arena.
     pub cache: Cache<L1Allocator>,
     /// What L1 has of the server before.
-    pub heritage: Heritage,
+    pub heritage: EarlierMemory,
     /// The NUMA node of each part of the arena; none when it has no parts.
     nodes: Vec<u32>,
     /// Whether it was left to the next server or discarded, which happens once.
@@ -59,7 +59,7 @@ impl L1 {
         config: &ServerConfig,
         quotas: &Opened,
         arena: Arc<Arena>,
-        kept: Kept,
+        kept: KeptL1,
         nodes: &[u32],
     ) -> Result<Self> {
         let divided = divide(&arena, config, nodes)?;
@@ -79,7 +79,7 @@ impl L1 {
             restored,
             unkept,
         } = kept.begin(allocator, cache_config);
-        let heritage = Heritage::new(restored, &cache, arena.path());
+        let heritage = EarlierMemory::new(restored, &cache, arena.path());
         heritage.release_unreachable(&arena);
         for (salt, grant) in quotas.grants("l1") {
             cache.set_grant(salt, Some(grant));

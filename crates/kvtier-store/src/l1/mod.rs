@@ -15,10 +15,10 @@ mod testing;
 pub use allocator::L1Allocator;
 pub use clock::Clock;
 pub use earlier::{EarlierL1, find_earlier};
-pub use heritage::Heritage;
-pub use kept::{Kept, boot_time, open_arena};
+pub use heritage::EarlierMemory;
+pub use kept::{KeptL1, boot_time, open_arena};
 pub use memory::{L1, divide, preflight_arena};
-pub use place::{Instance, kept_path};
+pub use place::{ServerInstance, kept_path};
 pub use tenants::L1Tenants;
 
 /// What a start asks for is not there.

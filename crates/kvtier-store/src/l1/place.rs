@@ -18,7 +18,7 @@ const LARGEST_PRIVATE: u64 = 60;
 
 /// The server whose L1 it is: a configuration's `instance`, as its state folder knows it.
 #[derive(Clone, Copy, Debug)]
-pub struct Instance<'a> {
+pub struct ServerInstance<'a> {
     /// Identity of that folder: another state directory may have the name too, and the same `/dev/shm`.
     pub folder: &'a str,
     /// Number that stands for the names of tenants.
@@ -27,7 +27,7 @@ pub struct Instance<'a> {
     pub record: Option<&'a Path>,
 }
 
-impl Instance<'_> {
+impl ServerInstance<'_> {
     /// A number that no other instance or folder has.
     pub(super) fn number(&self, config: &ServerConfig) -> u64 {
         checksum128(format!("{}\0{}", config.state.instance, self.folder).as_bytes()) as u64
@@ -207,11 +207,11 @@ mod tests {
     use kvtier_memory::Arena;
 
     use super::*;
-    use crate::l1::kept::Kept;
+    use crate::l1::kept::KeptL1;
     use crate::l1::testing::open_as;
 
     /// The memory of a server, which ends.
-    fn ended((arena, kept): (Arena, Kept)) -> PathBuf {
+    fn ended((arena, kept): (Arena, KeptL1)) -> PathBuf {
         assert_ne!(format!("{kept:?}"), "Kept(\"None\")");
         arena.path().unwrap()
     }

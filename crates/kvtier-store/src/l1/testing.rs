@@ -6,8 +6,8 @@ use kvtier_common::error::Result;
 use kvtier_config::ServerConfig;
 use kvtier_memory::Arena;
 
-use super::kept::{Kept, open_arena};
-use super::place::Instance;
+use super::kept::{KeptL1, open_arena};
+use super::place::ServerInstance;
 
 /// A configuration of this test's own instance.
 pub(crate) fn config(test: &str, flags: &[&str]) -> ServerConfig {
@@ -29,9 +29,9 @@ pub(crate) fn open_as(
     flags: &[&str],
     folder: &str,
     record: Option<&Path>,
-) -> Result<(Arena, Kept)> {
+) -> Result<(Arena, KeptL1)> {
     let config = config(test, flags);
-    let instance = Instance {
+    let instance = ServerInstance {
         folder,
         tenants: 0,
         record,

@@ -22,7 +22,7 @@ struct InFlight {
 }
 
 /// A call of a tier. It is over when this is dropped, whether there was an answer or not.
-pub struct Call<'a> {
+pub struct TrackedCall<'a> {
     calls: &'a Calls,
     tier: &'a InFlight,
     call: TierCall,
@@ -80,14 +80,14 @@ impl Calls {
         objects: usize,
         bytes: u64,
         lookup: Option<&LookupSpan>,
-    ) -> Call<'_> {
+    ) -> TrackedCall<'_> {
         let tier = &self.tiers[tier];
         self.metrics.l2.began(call, salt, objects);
         tier.calls[call as usize].fetch_add(1, Ordering::Relaxed);
         if call == TierCall::Load {
             tier.loading_bytes.fetch_add(bytes, Ordering::Relaxed);
         }
-        Call {
+        TrackedCall {
             calls: self,
             tier,
             call,
@@ -142,7 +142,7 @@ fn values(counters: &[AtomicU64; 3]) -> [u64; 3] {
         .map(|counter| counter.load(Ordering::Relaxed))
 }
 
-impl Call<'_> {
+impl TrackedCall<'_> {
     /// The tier has answered, with success for this many objects and bytes.
     pub fn answered(mut self, salt: &str, objects: usize, bytes: u64) {
         if let Some(traced) = &mut self.traced {
@@ -161,7 +161,7 @@ impl Call<'_> {
     }
 }
 
-impl Drop for Call<'_> {
+impl Drop for TrackedCall<'_> {
     fn drop(&mut self) {
         let took = self.started.elapsed();
         self.calls.metrics.l2.took(self.call, &self.tier.name, took);

@@ -44,7 +44,7 @@ use calls::Calls;
 use flights::Flights;
 use kvtier_config::L2Config;
 use kvtier_observe::metrics::Metrics;
-use pending::Pending;
+use pending::PendingStores;
 use store::{Batch, StoreQueue};
 use tenants::TierTenants;
 
@@ -68,7 +68,7 @@ pub struct L2 {
     arena: Arc<Arena>,
     clock: Arc<Clock>,
     stores: StoreQueue,
-    pending: Pending,
+    pending: PendingStores,
     flights: Flights,
     calls: Calls,
     /// Permits for running lookups in the tiers.
@@ -128,7 +128,7 @@ impl L2 {
             loads: Arc::new(Semaphore::new(load_units)),
             load_units,
             flights: Flights::default(),
-            pending: Pending::default(),
+            pending: PendingStores::default(),
             calls: Calls::new(metrics, tiers.iter().map(|tier| tier.name())),
             stop: Arc::default(),
             handle: runtime.handle().clone(),

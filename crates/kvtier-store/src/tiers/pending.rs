@@ -11,7 +11,7 @@ use kvtier_core::object_key::ObjectKey;
 use kvtier_core::{ChunkHash, Namespace};
 
 use super::L2;
-use super::store::{Shared, Ticket};
+use super::store::{StoredObjects, Ticket};
 
 /// Objects of one request and namespace.
 pub struct Objects {
@@ -23,18 +23,18 @@ pub struct Objects {
 
 /// What the buffers of a batch hold: the bytes in L1, and their part of the tier's bound. It is dropped with the last
 /// buffer: from then on nothing writes the batch any more.
-pub struct Hold {
+pub struct StoreHold {
     l2: Weak<L2>,
     number: u64,
     pub(super) tier: usize,
     /// Goes before `ticket`: once nothing waits any more, what is to leave L1 has left it.
-    pub(super) shared: Arc<Shared>,
+    pub(super) shared: Arc<StoredObjects>,
     /// Objects that were deleted since they were given to the tier, or before, and whether also while they are read.
     revoked: Mutex<HashMap<ChunkHash, bool>>,
     ticket: Option<Ticket>,
 }
 
-impl Hold {
+impl StoreHold {
     /// Takes the objects that are not to be stored. What is revoked from now on is deleted at the end.
     pub fn take_revoked(&self) -> HashMap<ChunkHash, bool> {
         std::mem::take(&mut *self.revoked.lock())
@@ -59,7 +59,7 @@ impl Hold {
     }
 }
 
-impl Drop for Hold {
+impl Drop for StoreHold {
     fn drop(&mut self) {
         let Some(l2) = self.l2.upgrade() else { return };
         l2.pending.0.lock().holds.remove(&self.number);
@@ -85,25 +85,25 @@ impl Drop for Hold {
 
 /// All batches that wait or are being stored.
 #[derive(Default)]
-pub struct Pending(Mutex<Holds>);
+pub struct PendingStores(Mutex<StoreHolds>);
 
 #[derive(Default)]
-struct Holds {
+struct StoreHolds {
     next: u64,
-    holds: HashMap<u64, Weak<Hold>>,
+    holds: HashMap<u64, Weak<StoreHold>>,
 }
 
 /// While it lives nothing is revoked. No [`Hold`] may go meanwhile.
-pub struct Admission<'a>(MutexGuard<'a, Holds>);
+pub struct Admission<'a>(MutexGuard<'a, StoreHolds>);
 
-impl Pending {
+impl PendingStores {
     /// Objects are taken from L1 and recorded here in one step: a deletion there finds them here.
     pub fn admit(&self) -> Admission<'_> {
         Admission(self.0.lock())
     }
 
     /// All batches.
-    pub fn all(&self) -> Vec<Arc<Hold>> {
+    pub fn all(&self) -> Vec<Arc<StoreHold>> {
         let pending = self.0.lock();
         pending.holds.values().filter_map(Weak::upgrade).collect()
     }
@@ -133,12 +133,12 @@ impl Admission<'_> {
         &mut self,
         l2: &Arc<L2>,
         tier: usize,
-        shared: &Arc<Shared>,
+        shared: &Arc<StoredObjects>,
         ticket: Ticket,
-    ) -> Arc<Hold> {
+    ) -> Arc<StoreHold> {
         let number = self.0.next;
         self.0.next += 1;
-        let hold = Arc::new(Hold {
+        let hold = Arc::new(StoreHold {
             l2: Arc::downgrade(l2),
             number,
             tier,

@@ -64,7 +64,7 @@ type Source = (usize, TierLease);
 
 /// Load buffer. An adapter may still write after its load was abandoned, so the adapter's holds keep the memory: when
 /// the last of them is dropped, what was loaded is committed, and the rest released.
-struct Landing {
+struct LoadBuffer {
     l2: Arc<L2>,
     reservation: Mutex<Option<Reservation<L1Allocator>>>,
     /// Whether each staged object has its bytes.
@@ -73,7 +73,7 @@ struct Landing {
     _permit: OwnedSemaphorePermit,
 }
 
-impl Landing {
+impl LoadBuffer {
     fn commit(&mut self) {
         let landed = std::mem::take(self.landed.get_mut());
         if let Some(reservation) = self.reservation.get_mut().take() {
@@ -83,7 +83,7 @@ impl Landing {
     }
 }
 
-impl Drop for Landing {
+impl Drop for LoadBuffer {
     fn drop(&mut self) {
         self.commit();
     }
@@ -93,7 +93,7 @@ impl Drop for Landing {
 type Destination = (usize, Extent);
 
 /// A load of its own: the object, its source, and the sender that wakes the other requests for it.
-struct Wanted {
+struct LoadRequest {
     cell: Cell,
     object: ObjectSpec,
     source: Source,
@@ -257,7 +257,7 @@ impl L2 {
                     Claimed::Others(flight) => joined.push((cell, flight)),
                     Claimed::Own(flight) => {
                         bytes += object.len;
-                        batch.push(Wanted {
+                        batch.push(LoadRequest {
                             cell,
                             object,
                             source,
@@ -338,9 +338,9 @@ impl L2 {
         self: &Arc<Self>,
         request: &PrefetchRequest,
         chunks: usize,
-        batch: &[Wanted],
+        batch: &[LoadRequest],
         permit: OwnedSemaphorePermit,
-    ) -> Option<(Arc<Landing>, Vec<Option<Destination>>, bool)> {
+    ) -> Option<(Arc<LoadBuffer>, Vec<Option<Destination>>, bool)> {
         let of_row = |row| {
             let wanted = batch.iter().enumerate();
             let wanted = wanted.filter(move |(_, wanted)| wanted.cell.row == row);
@@ -384,7 +384,7 @@ impl L2 {
             let (places, _) = &by_row[staged.request as usize];
             extents[places[staged.position as usize]] = Some((place, staged.extent));
         }
-        let landing = Arc::new(Landing {
+        let landing = Arc::new(LoadBuffer {
             l2: Arc::clone(self),
             landed: Mutex::new(vec![false; reservation.len()]),
             reservation: Mutex::new(Some(reservation)),
@@ -397,8 +397,8 @@ impl L2 {
     async fn load_batch(
         self: &Arc<Self>,
         request: &PrefetchRequest,
-        batch: Vec<Wanted>,
-        landing: Arc<Landing>,
+        batch: Vec<LoadRequest>,
+        landing: Arc<LoadBuffer>,
         extents: Vec<Option<Destination>>,
     ) -> Vec<Cell> {
         let (model, salt) = (request.scope.model_name(), request.scope.cache_salt());

@@ -18,7 +18,7 @@ use kvtier_l2::{ObjectSpec, StoreItem};
 use tokio::sync::{Notify, Semaphore, mpsc};
 
 use super::L2;
-use super::pending::{Admission, Hold, Objects};
+use super::pending::{Admission, Objects, StoreHold};
 use crate::l1::L1Allocator;
 use kvtier_config::StorePolicy;
 use kvtier_observe::metrics::TierCall;
@@ -54,12 +54,12 @@ impl StoredPrompt {
 pub struct Batch {
     prompt: Arc<StoredPrompt>,
     items: Vec<StoreItem>,
-    hold: Arc<Hold>,
+    hold: Arc<StoreHold>,
     bytes: u64,
 }
 
 /// What the batches of all tiers for the same objects have in common; the last one to be done drops it.
-pub struct Shared {
+pub struct StoredObjects {
     l2: Weak<L2>,
     pub(super) objects: Objects,
     /// Nothing of it leaves L1 meanwhile.
@@ -69,7 +69,7 @@ pub struct Shared {
     tiers: u64,
 }
 
-impl Drop for Shared {
+impl Drop for StoredObjects {
     fn drop(&mut self) {
         drop(self.lease.take());
         let Some(l2) = self.l2.upgrade() else { return };
@@ -112,12 +112,12 @@ pub struct StoreQueue {
 }
 
 struct Queues {
-    of_tier: Vec<Queue>,
+    of_tier: Vec<TierQueue>,
     drained: Notify,
 }
 
 #[derive(Default)]
-struct Queue {
+struct TierQueue {
     bytes: AtomicU64,
     objects: AtomicU64,
     dropped_objects: AtomicU64,
@@ -143,7 +143,7 @@ impl StoreQueue {
         // Unbounded in number: bounded in bytes.
         let (senders, receivers) = (0..tiers).map(|_| mpsc::unbounded_channel()).unzip();
         let queues = Queues {
-            of_tier: (0..tiers).map(|_| Queue::default()).collect(),
+            of_tier: (0..tiers).map(|_| TierQueue::default()).collect(),
             drained: Notify::new(),
         };
         let queue = Self {
@@ -322,7 +322,7 @@ impl L2 {
         let written = self.tiers.iter().enumerate();
         let written = written.filter(|(_, tier)| !tier.is_read_only());
         let extents = lease.extents().to_vec();
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(StoredObjects {
             l2: Arc::downgrade(self),
             complete: AtomicU64::new(0),
             tiers: written.clone().count() as u64,

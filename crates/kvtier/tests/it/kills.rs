@@ -8,7 +8,7 @@ use std::os::unix::fs::FileExt as _;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use kvtier_client::proto::response::Slot;
+use kvtier_client::proto::response::ChunkSlot;
 use kvtier_client::{
     Connection, EngineDrivenSpec, EngineDrivenWorker, InstanceId, LmcacheDrivenWorker, Scope,
 };
@@ -462,7 +462,7 @@ fn granted_memory_is_withheld_until_client_ends() {
         let places = |slots: Vec<_>| -> Vec<_> {
             let slots = slots.into_iter();
             slots
-                .map(|slot: Slot<'_>| (slot.offset, slot.length))
+                .map(|slot: ChunkSlot<'_>| (slot.offset, slot.length))
                 .collect()
         };
         let key = scope.worker_key(0, &stored, whole(), "r");

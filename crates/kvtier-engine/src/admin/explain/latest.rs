@@ -7,7 +7,7 @@ use kvtier_core::cache::Loss;
 use kvtier_core::{ChunkHash, Namespace};
 use kvtier_observe::api::RecentLookup;
 
-use super::{Admin, Found, Missing, Place, words};
+use super::{Admin, ExplainedPlace, Found, Missing, words};
 
 /// Precision of the time of a loss.
 const TICK: Duration = Duration::from_millis(100);
@@ -68,7 +68,7 @@ impl Admin {
 }
 
 /// What became of these chunks, wherever they are now: the last loss of each, or nothing.
-fn losses(places: &[Place<'_>], chunks: &[&(Arc<Namespace>, ChunkHash)]) -> Vec<Found> {
+fn losses(places: &[ExplainedPlace<'_>], chunks: &[&(Arc<Namespace>, ChunkHash)]) -> Vec<Found> {
     let asked = chunks
         .iter()
         .map(|(it, hash)| (it, std::slice::from_ref(hash)));
@@ -86,7 +86,7 @@ fn losses(places: &[Place<'_>], chunks: &[&(Arc<Namespace>, ChunkHash)]) -> Vec<
 }
 
 /// State of each of these chunks: its place, or what became of it.
-fn states(places: &[Place<'_>], chunks: &[&(Arc<Namespace>, ChunkHash)]) -> Vec<Found> {
+fn states(places: &[ExplainedPlace<'_>], chunks: &[&(Arc<Namespace>, ChunkHash)]) -> Vec<Found> {
     let mut found = losses(places, chunks);
     for (number, place) in places.iter().enumerate().rev() {
         for (state, (namespace, hash)) in found.iter_mut().zip(chunks) {

@@ -23,7 +23,7 @@ use kvtier_store::tiers::Located;
 
 use super::Admin;
 use super::prefetch_jobs::MAX_TOKENS;
-use place::Place;
+use place::ExplainedPlace;
 use resolve::Subject;
 
 /// Most objects of one prompt: its chunks, times object groups, ranks and layouts.
@@ -115,7 +115,7 @@ enum Other {
 /// A namespace that is searched for chunks, and their hashes there.
 struct Search<'a> {
     other: Other,
-    place: &'a Place<'a>,
+    place: &'a ExplainedPlace<'a>,
     namespace: &'a Namespace,
     hashes: &'a [ChunkHash],
     chunk_size: usize,
@@ -185,11 +185,11 @@ impl Admin {
     }
 
     /// L1, then the tiers.
-    fn places(&self) -> Vec<Place<'_>> {
+    fn places(&self) -> Vec<ExplainedPlace<'_>> {
         let policy = self.context.config().eviction_policy;
-        let l1 = Place::L1(&self.context.l1.cache, policy);
+        let l1 = ExplainedPlace::L1(&self.context.l1.cache, policy);
         let tiers = self.context.l2.iter().flat_map(|l2| l2.tiers());
-        let tiers = tiers.map(Place::Tier);
+        let tiers = tiers.map(ExplainedPlace::Tier);
         std::iter::once(l1).chain(tiers).collect()
     }
 
@@ -217,7 +217,7 @@ impl Admin {
     fn find_others(
         &self,
         subject: &Subject,
-        places: &[Place<'_>],
+        places: &[ExplainedPlace<'_>],
         hashes: &[ChunkHash],
         tokens: &[u32],
         found: &mut [Vec<Found>],
@@ -346,7 +346,7 @@ fn never_seen(states: &[Found]) -> Vec<usize> {
 /// The last loss of each missing chunk, of all places.
 fn find_losses(
     subject: &Subject,
-    places: &[Place<'_>],
+    places: &[ExplainedPlace<'_>],
     hashes: &[ChunkHash],
     found: &mut [Vec<Found>],
 ) {
@@ -370,7 +370,7 @@ fn find_losses(
 /// Objects of L1 in other layouts.
 fn find_layouts(
     subject: &Subject,
-    places: &[Place<'_>],
+    places: &[ExplainedPlace<'_>],
     hashes: &[ChunkHash],
     found: &mut [Vec<Found>],
 ) {

@@ -12,14 +12,14 @@ use kvtier_store::l1::L1Allocator;
 use super::super::objects::SLICE;
 
 /// A place of objects.
-pub(super) enum Place<'a> {
+pub(super) enum ExplainedPlace<'a> {
     /// L1 and its eviction policy.
     L1(&'a Cache<L1Allocator>, EvictionPolicyName),
     /// A tier below it.
     Tier(&'a Arc<Tier>),
 }
 
-impl Place<'_> {
+impl ExplainedPlace<'_> {
     /// `l1`, or the tier's name.
     pub(super) fn name(&self) -> &str {
         match self {

@@ -11,7 +11,7 @@ use kvtier_observe::api::ExplainRequest;
 use super::super::super::context::check_name;
 use super::super::super::instances;
 use super::super::super::lookups;
-use super::{Admin, ExplainError, KeyScope, MAX_TOKENS, Place, TenantView};
+use super::{Admin, ExplainError, ExplainedPlace, KeyScope, MAX_TOKENS, TenantView};
 
 /// Values that an error names at most.
 const MAX_ALLOWED: usize = 16;
@@ -62,7 +62,7 @@ impl Admin {
         &self,
         request: &ExplainRequest,
         view: TenantView,
-        places: &[Place<'_>],
+        places: &[ExplainedPlace<'_>],
     ) -> Result<Subject, ExplainError> {
         let asked = &request.model_name;
         if request.token_ids.len() > MAX_TOKENS {

@@ -5,12 +5,12 @@ use kvtier_observe::api::{ChunkRun, ExplainedRow, Explanation};
 
 use super::super::super::instances::Unserved;
 use super::resolve::NO_WORKER;
-use super::{Found, Missing, Other, Place, Subject, ago};
+use super::{ExplainedPlace, Found, Missing, Other, Subject, ago};
 
 /// The rows of an answer; workers with equal runs share one.
 pub(super) fn rows(
     subject: &Subject,
-    places: &[Place<'_>],
+    places: &[ExplainedPlace<'_>],
     found: &[Vec<Found>],
 ) -> Vec<ExplainedRow> {
     let mut rows: Vec<ExplainedRow> = Vec::new();
@@ -45,7 +45,7 @@ pub(super) fn rows(
     rows
 }
 
-fn runs(places: &[Place<'_>], states: &[Found], chunk_size: usize) -> Vec<ChunkRun> {
+fn runs(places: &[ExplainedPlace<'_>], states: &[Found], chunk_size: usize) -> Vec<ChunkRun> {
     let mut runs: Vec<ChunkRun> = Vec::new();
     for (chunk, state) in states.iter().enumerate() {
         let tokens = chunk_size as u64;
@@ -84,7 +84,7 @@ fn is_alike(one: &ChunkRun, other: &ChunkRun) -> bool {
 }
 
 /// What became of a chunk that a lookup missed, in words.
-pub(super) fn text(places: &[Place<'_>], state: &Found) -> String {
+pub(super) fn text(places: &[ExplainedPlace<'_>], state: &Found) -> String {
     match state {
         Found::L1 | Found::Tier(_) => {
             format!("not there yet, {} by now", described(places, state).text)
@@ -93,7 +93,7 @@ pub(super) fn text(places: &[Place<'_>], state: &Found) -> String {
     }
 }
 
-fn described(places: &[Place<'_>], state: &Found) -> ChunkRun {
+fn described(places: &[ExplainedPlace<'_>], state: &Found) -> ChunkRun {
     let missing = |reason: &str, text: String| ChunkRun {
         state: "missing".into(),
         reason: Some(reason.into()),
@@ -168,11 +168,11 @@ pub(super) fn reason(cause: LossCause) -> (&'static str, Option<&'static str>) {
     }
 }
 
-fn lost(place: &Place<'_>, loss: &Loss) -> ChunkRun {
+fn lost(place: &ExplainedPlace<'_>, loss: &Loss) -> ChunkRun {
     let (name, policy, ago) = (place.name(), place.policy(), ago(loss.ago));
     let shown = match place {
-        Place::L1(..) => "L1",
-        Place::Tier(_) => name,
+        ExplainedPlace::L1(..) => "L1",
+        ExplainedPlace::Tier(_) => name,
     };
     let (reason, cause) = reason(loss.cause);
     let text = match loss.cause {
@@ -187,8 +187,8 @@ fn lost(place: &Place<'_>, loss: &Loss) -> ChunkRun {
         }
         LossCause::Removed => {
             let why = match place {
-                Place::L1(..) => "on request",
-                Place::Tier(_) => "on request, or since it was lost or damaged there",
+                ExplainedPlace::L1(..) => "on request",
+                ExplainedPlace::Tier(_) => "on request, or since it was lost or damaged there",
             };
             format!("removed from {shown} {ago} {why}")
         }

@@ -6,7 +6,7 @@ use std::sync::{Barrier, OnceLock};
 use kvtier_proto::request::Request;
 
 use super::super::super::testing::{CALLER, TestPages, engine, reply};
-use super::super::super::{Answer, Engine};
+use super::super::super::{Engine, EngineAnswer};
 use super::super::gate::{Gate, MAX_WAITING};
 use super::*;
 
@@ -174,10 +174,10 @@ fn an_unregistration_that_cannot_promise_free_pages_is_refused_with_a_text() {
         assert!(text.contains("1 transfers of instance 7"), "{text}");
         drop(copying);
         for waits in wait {
-            assert_eq!(waits.join().unwrap(), Answer::nothing());
+            assert_eq!(waits.join().unwrap(), EngineAnswer::nothing());
         }
     });
-    assert_eq!(unregister(), Answer::nothing());
+    assert_eq!(unregister(), EngineAnswer::nothing());
 }
 
 #[test]

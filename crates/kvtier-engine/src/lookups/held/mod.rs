@@ -26,7 +26,7 @@ use tokio::sync::watch;
 
 use kvtier_store::l1::L1Allocator;
 use kvtier_store::tiers::Prefetched;
-use table::{Entry, Table, covered, same_scope};
+use table::{HeldRow, Table, covered, same_scope};
 
 /// Lookups kept at most; the oldest go first. An engine has as many as it has requests waiting or running.
 const MAX_LOOKUPS: usize = 65_536;
@@ -138,7 +138,7 @@ impl HeldLookups {
         let serial = table.next_serial;
         table.next_serial += 1;
         table.len += 1;
-        let entry = Entry {
+        let entry = HeldRow {
             lookup,
             serial,
             unread: true,
@@ -179,7 +179,7 @@ impl HeldLookups {
         &self,
         request_id: &str,
         connection: u64,
-        known: impl FnOnce(&mut Entry),
+        known: impl FnOnce(&mut HeldRow),
     ) -> LookupOutcome {
         let mut table = self.table.lock();
         table.schedulers.heard(connection);
@@ -210,7 +210,7 @@ impl HeldLookups {
         chunks: Range<usize>,
     ) -> Option<Vec<Arc<Namespace>>> {
         let mut table = self.table.lock();
-        let freed = |entry: &Entry| {
+        let freed = |entry: &HeldRow| {
             let freed = entry.freed.get(chunks.clone());
             freed.is_some_and(|freed| freed.contains(&true))
         };

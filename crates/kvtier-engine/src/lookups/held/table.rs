@@ -13,7 +13,7 @@ use super::HeldLookup;
 /// Scheduler connections remembered; an engine has one.
 const MAX_SCHEDULERS: usize = 16_384;
 
-pub(super) struct Entry {
+pub(super) struct HeldRow {
     pub(super) lookup: HeldLookup,
     /// Age order; also tells a newer lookup of the same request apart.
     pub(super) serial: u64,
@@ -29,7 +29,7 @@ pub(super) struct Entry {
     pub(super) freed: Vec<bool>,
 }
 
-impl Entry {
+impl HeldRow {
     /// Objects it was made for, whether still held or not, and the chunks behind them.
     pub(super) fn objects(&self) -> usize {
         let HeldLookup {
@@ -44,7 +44,7 @@ impl Entry {
 
 #[derive(Default)]
 pub(super) struct Table {
-    pub(super) by_request: HashMap<Box<str>, Vec<Entry>>,
+    pub(super) by_request: HashMap<Box<str>, Vec<HeldRow>>,
     /// Serial and request, oldest first; entries that were removed already are skipped.
     pub(super) ages: VecDeque<(u64, Box<str>)>,
     pub(super) next_serial: u64,
@@ -90,8 +90,8 @@ impl Table {
     pub(super) fn remove_where(
         &mut self,
         request_id: &str,
-        which: impl Fn(&Schedulers, &Entry) -> bool,
-    ) -> Vec<Entry> {
+        which: impl Fn(&Schedulers, &HeldRow) -> bool,
+    ) -> Vec<HeldRow> {
         let Some(entries) = self.by_request.get_mut(request_id) else {
             return Vec::new();
         };
@@ -106,7 +106,7 @@ impl Table {
     }
 
     /// Removes and returns the lookups of a request of the scheduler on `connection`.
-    pub(super) fn take_own(&mut self, request_id: &str, connection: u64) -> Vec<Entry> {
+    pub(super) fn take_own(&mut self, request_id: &str, connection: u64) -> Vec<HeldRow> {
         let own = self.remove_where(request_id, |_, entry| entry.lookup.connection == connection);
         if !own.is_empty() {
             return own;
@@ -117,9 +117,9 @@ impl Table {
     }
 
     /// Takes entries out of the totals.
-    pub(super) fn forget(&mut self, taken: &[Entry]) {
+    pub(super) fn forget(&mut self, taken: &[HeldRow]) {
         self.len -= taken.len();
-        self.held -= taken.iter().map(Entry::objects).sum::<usize>();
+        self.held -= taken.iter().map(HeldRow::objects).sum::<usize>();
     }
 
     /// The lookups of a request that asked for the same tokens, as far as they found any of these chunks.
@@ -129,7 +129,7 @@ impl Table {
         scope: &KeyScope,
         hashes: &[ChunkHash],
         chunks: &Range<usize>,
-    ) -> impl Iterator<Item = &'t mut Entry> {
+    ) -> impl Iterator<Item = &'t mut HeldRow> {
         let entries = self.by_request.get_mut(request_id);
         entries.into_iter().flatten().filter(move |entry| {
             let found = entry.lookup.hashes();
@@ -144,11 +144,11 @@ impl Table {
         &mut self,
         request_id: &str,
         connection: u64,
-        matches: impl Fn(&Entry) -> bool,
-    ) -> Option<&mut Entry> {
+        matches: impl Fn(&HeldRow) -> bool,
+    ) -> Option<&mut HeldRow> {
         let entries = self.by_request.get_mut(request_id)?;
         let schedulers = &self.schedulers;
-        let own = |entry: &Entry| entry.lookup.connection == connection;
+        let own = |entry: &HeldRow| entry.lookup.connection == connection;
         let reconnected = !entries.iter().any(own);
         entries.iter_mut().find(|entry| {
             let meant = own(entry)
@@ -159,7 +159,7 @@ impl Table {
 
     /// Drops removed lookups from the front of the age order, and from all of it once they are the greater part.
     pub(super) fn trim_ages(&mut self) {
-        let alive = |by_request: &HashMap<Box<str>, Vec<Entry>>,
+        let alive = |by_request: &HashMap<Box<str>, Vec<HeldRow>>,
                      (serial, request): &(u64, Box<str>)| {
             by_request
                 .get(request)

@@ -9,7 +9,7 @@ use kvtier_device::{DeviceError, Direction, Done};
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::{InstanceId, Retrieve, Store};
 
-use super::super::super::{Answer, Engine};
+use super::super::super::{Engine, EngineAnswer};
 use super::super::prepared::{Grant, TransferId};
 use super::super::skipped::Skipped;
 
@@ -145,7 +145,7 @@ fn prefix(engine: &Engine) -> usize {
 }
 
 /// Stores these chunks from one page. The answer comes when it is there.
-fn store_many(engine: &Engine, chunks: Range<u8>) -> Receiver<Answer> {
+fn store_many(engine: &Engine, chunks: Range<u8>) -> Receiver<EngineAnswer> {
     let store = Store {
         block_ids: vec![vec![1; chunks.len()]],
         key: key(chunks),

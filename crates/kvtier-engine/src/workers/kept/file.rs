@@ -113,7 +113,7 @@ pub struct KeptMemory {
 }
 
 /// A registration of an earlier process.
-pub struct Kept {
+pub struct KeptWorker {
     pub id: InstanceId,
     pub request: KeptRequest,
     pub memory: KeptMemory,
@@ -196,7 +196,7 @@ pub(super) fn parse(
     id: InstanceId,
     content: &[u8],
     now: Duration,
-) -> Result<Kept, (LeftOut, Error)> {
+) -> Result<KeptWorker, (LeftOut, Error)> {
     let damaged = |why: &str| (LeftOut::Damaged, Error::refused(why));
     let body = content.get(BODY_AT..);
     let body = body.ok_or_else(|| damaged("it is truncated"))?;
@@ -237,7 +237,7 @@ pub(super) fn parse(
     let boot = boot_time();
     // One in the future is none that a server has written.
     let silent_for = boot.checked_sub(last).unwrap_or(u64::MAX);
-    Ok(Kept {
+    Ok(KeptWorker {
         id,
         request,
         memory,

@@ -22,11 +22,11 @@ pub(super) type Known = (u128, u128);
 pub struct ChecksumCache {
     bound: usize,
     /// Locked once per batch.
-    state: Mutex<State>,
+    state: Mutex<ChecksumTable>,
 }
 
 #[derive(Default)]
-struct State {
+struct ChecksumTable {
     /// The new half, the old half.
     halves: [HashMap<u128, u128>; 2],
     /// Per key one checksum per store in flight.
@@ -56,7 +56,7 @@ impl Expected {
 
 /// Outcome of a store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Outcome {
+pub(super) enum ChecksumVerdict {
     /// The backend has the new bytes, or may have them and no other checksum is known.
     Stored,
     /// The backend has the earlier bytes.
@@ -71,9 +71,9 @@ pub(super) struct InFlight {
 
 impl InFlight {
     /// Ends all stores with their outcomes in order; those without one may have been executed.
-    pub(super) fn finish(mut self, outcomes: impl IntoIterator<Item = Outcome>) {
+    pub(super) fn finish(mut self, outcomes: impl IntoIterator<Item = ChecksumVerdict>) {
         let stores = std::mem::take(&mut self.stores);
-        let unknown = std::iter::repeat(Outcome::Stored);
+        let unknown = std::iter::repeat(ChecksumVerdict::Stored);
         let outcomes = outcomes.into_iter().chain(unknown);
         self.sums.end(stores.into_iter().zip(outcomes));
     }
@@ -83,8 +83,11 @@ impl Drop for InFlight {
     fn drop(&mut self) {
         let stores = std::mem::take(&mut self.stores);
         if !stores.is_empty() {
-            self.sums
-                .end(stores.into_iter().map(|store| (store, Outcome::Stored)));
+            self.sums.end(
+                stores
+                    .into_iter()
+                    .map(|store| (store, ChecksumVerdict::Stored)),
+            );
         }
     }
 }
@@ -139,9 +142,9 @@ impl ChecksumCache {
         }
     }
 
-    fn end(&self, stores: impl IntoIterator<Item = (Known, Outcome)>) {
+    fn end(&self, stores: impl IntoIterator<Item = (Known, ChecksumVerdict)>) {
         let mut state = self.state.lock();
-        let State { halves, in_flight } = &mut *state;
+        let ChecksumTable { halves, in_flight } = &mut *state;
         for ((key, sum), outcome) in stores {
             if let Some(sums) = in_flight.get_mut(&key) {
                 if let Some(at) = sums.iter().position(|other| *other == sum) {
@@ -151,7 +154,7 @@ impl ChecksumCache {
                     in_flight.remove(&key);
                 }
             }
-            if outcome == Outcome::Stored {
+            if outcome == ChecksumVerdict::Stored {
                 halves[1].remove(&key);
                 self.put_in(halves, (key, sum));
             }

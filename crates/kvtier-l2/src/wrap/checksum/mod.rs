@@ -20,7 +20,7 @@ use crate::adapter::{
 };
 use crate::error::{ErrorKind, L2Error};
 use crate::object::{Buffer, LoadItem, ObjectSpec, StoreItem, key_digest};
-use cache::{Expected, Known, Outcome};
+use cache::{ChecksumVerdict, Expected, Known};
 
 /// Wrapper that keeps the checksum of each object stored through it and compares it at each load.
 ///
@@ -80,13 +80,13 @@ impl Checksums {
         let in_flight = self.sums.start(stores);
         let results = self.inner.store(batch).await;
         let outcome = |(result, before): (&Result<Stored, L2Error>, Expected)| match result {
-            Ok(Stored::Written(_)) => Outcome::Stored,
+            Ok(Stored::Written(_)) => ChecksumVerdict::Stored,
             // The stored bytes may differ: engines do not compute the same KV bit by bit.
-            Ok(Stored::AlreadyThere(_)) => Outcome::Unchanged,
+            Ok(Stored::AlreadyThere(_)) => ChecksumVerdict::Unchanged,
             Err(error) => match error.kind() {
-                ErrorKind::Deadline => Outcome::Stored,
-                ErrorKind::Unavailable if before.known.is_none() => Outcome::Stored,
-                _ => Outcome::Unchanged,
+                ErrorKind::Deadline => ChecksumVerdict::Stored,
+                ErrorKind::Unavailable if before.known.is_none() => ChecksumVerdict::Stored,
+                _ => ChecksumVerdict::Unchanged,
             },
         };
         in_flight.finish(results.iter().zip(before).map(outcome));

@@ -294,7 +294,7 @@ fn checksum_cache_evicts_the_least_recently_used() {
     let sums = Arc::new(ChecksumCache::new(10));
     let store = |sums: &Arc<ChecksumCache>, all: &[Known]| {
         sums.start(all.to_vec())
-            .finish(all.iter().map(|_| Outcome::Stored));
+            .finish(all.iter().map(|_| ChecksumVerdict::Stored));
     };
     let known = |keys: &[u128]| -> Vec<_> {
         let expected = sums.get(keys).into_iter();
@@ -314,7 +314,7 @@ fn checksum_cache_evicts_the_least_recently_used() {
     let none = Arc::new(ChecksumCache::new(0));
     let begun = none.start(vec![(1, 1)]);
     assert_eq!(none.get(&[1]), [Expected::default()]);
-    begun.finish([Outcome::Stored]);
+    begun.finish([ChecksumVerdict::Stored]);
     assert!(none.is_empty());
 }
 
@@ -322,10 +322,10 @@ fn checksum_cache_evicts_the_least_recently_used() {
 fn concurrent_stores_of_one_key_are_allowed() {
     let sums = Arc::new(ChecksumCache::new(10));
     let (one, two) = (sums.start(vec![(1, 7), (1, 8)]), sums.start(vec![(1, 8)]));
-    one.finish([Outcome::Unchanged, Outcome::Unchanged]);
+    one.finish([ChecksumVerdict::Unchanged, ChecksumVerdict::Unchanged]);
     let expected = &sums.get(&[1])[0];
     assert!(expected.allows(8) && !expected.allows(7));
-    two.finish([Outcome::Unchanged]);
+    two.finish([ChecksumVerdict::Unchanged]);
     assert!(sums.get(&[1])[0].is_empty());
 }
 

@@ -1,5 +1,5 @@
 use super::*;
-use crate::trace::record::{Session, Transfer, TransferKind};
+use crate::trace::record::{TracedSession, Transfer, TransferKind};
 use crate::trace::span::Ids;
 use crate::trace::testing::config;
 use crate::trace::{LookupResult, Tracer};
@@ -95,8 +95,8 @@ fn tracer(address: SocketAddr, metrics: &Arc<Metrics>) -> Tracer {
     Tracer::start(Some(&config(address)), "i", ttl, metrics).unwrap()
 }
 
-fn session() -> Session {
-    Session {
+fn session() -> TracedSession {
+    TracedSession {
         request_id: "r".into(),
         model_name: "m".into(),
         cache_salt: "".into(),

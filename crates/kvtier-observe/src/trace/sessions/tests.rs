@@ -10,8 +10,8 @@ struct Bench {
     spans: Vec<Span>,
 }
 
-fn session(request: &str, salt: &str) -> Arc<Session> {
-    Arc::new(Session {
+fn session(request: &str, salt: &str) -> Arc<TracedSession> {
+    Arc::new(TracedSession {
         request_id: request.into(),
         model_name: "m".into(),
         cache_salt: salt.into(),
@@ -19,8 +19,8 @@ fn session(request: &str, salt: &str) -> Arc<Session> {
     })
 }
 
-fn store(chunks: u64) -> Work {
-    Work::Transfer(Transfer {
+fn store(chunks: u64) -> RecordedWork {
+    RecordedWork::Transfer(Transfer {
         kind: TransferKind::Store,
         device: "cpu",
         engine_id: 7,
@@ -31,7 +31,7 @@ fn store(chunks: u64) -> Work {
     })
 }
 
-fn lookup(id: u8) -> Work {
+fn lookup(id: u8) -> RecordedWork {
     let outcome = LookupResult {
         requested_tokens: 1024,
         found_chunks: 3,
@@ -41,7 +41,7 @@ fn lookup(id: u8) -> Work {
         l2_hit_keys: 1,
         early_exit_reason: "",
     };
-    Work::Lookup([id; 8], outcome)
+    RecordedWork::Lookup([id; 8], outcome)
 }
 
 impl Bench {
@@ -58,12 +58,12 @@ impl Bench {
     }
 
     /// Adds work that took a millisecond up to `end`.
-    fn add(&mut self, session: &Arc<Session>, end: u64, work: Work) {
+    fn add(&mut self, session: &Arc<TracedSession>, end: u64, work: RecordedWork) {
         self.add_after(session, end, 1, work);
     }
 
     /// Adds `work` that took `took` milliseconds.
-    fn add_after(&mut self, session: &Arc<Session>, end: u64, took: u64, work: Work) {
+    fn add_after(&mut self, session: &Arc<TracedSession>, end: u64, took: u64, work: RecordedWork) {
         let record = Record {
             session: Arc::clone(session),
             took: Duration::from_millis(took),
@@ -101,9 +101,9 @@ fn spans_of_a_session_are_below_one_root() {
         succeeded: Some(1),
         bytes: 9,
     };
-    bench.add(&session, 10, Work::TierCall([1; 8], load));
+    bench.add(&session, 10, RecordedWork::TierCall([1; 8], load));
     bench.add(&session, 11, lookup(1));
-    bench.add(&session, 15, Work::End);
+    bench.add(&session, 15, RecordedWork::End);
     // It ends after its session.
     bench.add(&session, 20, store(4));
     let spans = bench.sweep(1020);
@@ -134,7 +134,7 @@ fn spans_of_a_session_are_below_one_root() {
 fn aborted_lookup_ends_before_its_root() {
     for has_call in [true, false] {
         let (mut bench, session) = (Bench::new(), session("r", ""));
-        bench.add(&session, 10, Work::Wait([1; 8]));
+        bench.add(&session, 10, RecordedWork::Wait([1; 8]));
         if has_call {
             let call = TierSpan {
                 work: TierWork::Lookup,
@@ -143,9 +143,9 @@ fn aborted_lookup_ends_before_its_root() {
                 succeeded: Some(1),
                 bytes: 0,
             };
-            bench.add(&session, 11, Work::TierCall([1; 8], call));
+            bench.add(&session, 11, RecordedWork::TierCall([1; 8], call));
         }
-        bench.add(&session, 20, Work::End);
+        bench.add(&session, 20, RecordedWork::End);
         bench.sweep(60_000);
         bench.add_after(&session, 61_000, 60_990, lookup(1));
         let spans = bench.sweep(62_000);
@@ -160,14 +160,14 @@ fn aborted_lookup_ends_before_its_root() {
 fn preempted_request_goes_on_in_its_trace() {
     let (mut bench, session) = (Bench::new(), session("r", ""));
     bench.add(&session, 10, lookup(1));
-    bench.add(&session, 20, Work::End);
-    bench.add(&session, 500, Work::Wait([2; 8]));
+    bench.add(&session, 20, RecordedWork::End);
+    bench.add(&session, 500, RecordedWork::Wait([2; 8]));
     bench.add_after(&session, 3000, 2501, lookup(2));
     assert_eq!(
         names(&bench.sweep(9000)),
         ["mp.lookup_prefetch", "mp.lookup_prefetch"]
     );
-    bench.add(&session, 9500, Work::End);
+    bench.add(&session, 9500, RecordedWork::End);
     assert_eq!(names(&bench.sweep(10_500)), ["request"]);
 }
 
@@ -176,7 +176,7 @@ fn preempted_request_goes_on_in_its_trace() {
 fn late_span_finds_its_finished_trace() {
     let (mut bench, session) = (Bench::new(), session("r", ""));
     bench.add(&session, 10, lookup(1));
-    bench.add(&session, 5000, Work::End);
+    bench.add(&session, 5000, RecordedWork::End);
     let root = bench.sweep(6000).pop().unwrap();
     bench.add(&session, 4500, store(1));
     let spans = bench.sweep(7000);
@@ -191,10 +191,10 @@ fn late_span_finds_its_finished_trace() {
 fn request_id_used_again_has_another_trace() {
     let (mut bench, session) = (Bench::new(), session("r", ""));
     bench.add(&session, 10, lookup(1));
-    bench.add(&session, 20, Work::End);
+    bench.add(&session, 20, RecordedWork::End);
     let first = bench.sweep(1020).pop().unwrap();
     bench.add(&session, 1030, lookup(2));
-    bench.add(&session, 1040, Work::End);
+    bench.add(&session, 1040, RecordedWork::End);
     let second = bench.sweep(2040).pop().unwrap();
     assert_eq!([first.name, second.name], ["request"; 2]);
     assert_ne!(first.trace, second.trace);
@@ -206,7 +206,7 @@ fn tenants_never_share_a_trace() {
     let mut bench = Bench::new();
     bench.add(&session("r", "a"), 10, lookup(1));
     bench.add(&session("r", "b"), 10, lookup(2));
-    bench.add(&session("r", "a"), 11, Work::End);
+    bench.add(&session("r", "a"), 11, RecordedWork::End);
     let spans = bench.sweep(1011);
     // Only the first has ended.
     assert_eq!(
@@ -241,14 +241,14 @@ fn parent_of_the_engine_decides_trace_and_sampling() {
     let mut bench = Bench::new();
     for (request, flags) in [("kept", "01"), ("left_out", "00")] {
         let parent = format!("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-{flags}");
-        let session = Arc::new(Session {
+        let session = Arc::new(TracedSession {
             request_id: request.into(),
             model_name: "m".into(),
             cache_salt: "".into(),
             parent: TraceParent::parse(&parent),
         });
         bench.add(&session, 10, lookup(1));
-        bench.add(&session, 11, Work::End);
+        bench.add(&session, 11, RecordedWork::End);
     }
     let spans = bench.sweep(1011);
     assert_eq!(names(&spans), ["mp.lookup_prefetch", "request"]);

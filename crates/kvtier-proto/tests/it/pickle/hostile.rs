@@ -1,7 +1,7 @@
 //! Hostile pickles: refused, without a panic and without taking more memory than their size allows.
 
 use kvtier_proto::descriptor::TensorDescriptor;
-use kvtier_proto::pickle::{Limits, read_registration, read_tensors};
+use kvtier_proto::pickle::{PickleLimits, read_registration, read_tensors};
 use proptest::prelude::*;
 use serde_json::Value;
 
@@ -22,7 +22,7 @@ fn seeds() -> Vec<Vec<u8>> {
 
 /// Reads the message every way there is, and walks over whatever it gives.
 fn exercise(message: &[u8]) {
-    let limits = Limits {
+    let limits = PickleLimits {
         max_opcodes: 10_000,
         max_tensors: 64,
     };
@@ -100,7 +100,7 @@ proptest! {
         }
         let data: Vec<u8> = (0..elements + offset).collect();
         let message = flat_storage(&data, offset, &shape, &strides);
-        let tensors = read_tensors(&message, &Limits::default()).unwrap();
+        let tensors = read_tensors(&message, &PickleLimits::default()).unwrap();
 
         let mut expected = Vec::new();
         for position in 0..elements {
@@ -160,7 +160,7 @@ fn view_must_stay_inside_storage_without_repeats() {
     let read = |offset, shape: &[u8], strides: &[u8]| {
         read_tensors(
             &flat_storage(&data, offset, shape, strides),
-            &Limits::default(),
+            &PickleLimits::default(),
         )
         .map(|_| ())
     };
@@ -184,7 +184,8 @@ fn many_tensors_over_one_storage_are_refused() {
         let more = b"h\x00".repeat(times);
         [b"\x80\x04](".as_slice(), body, b"q\x00", &more, b"e."].concat()
     };
-    let read = |times| read_tensors(&repeated(times), &Limits::default()).map(|list| list.len());
+    let read =
+        |times| read_tensors(&repeated(times), &PickleLimits::default()).map(|list| list.len());
     assert_eq!(read(1), Ok(2));
     assert!(read(40).unwrap_err().message.contains("more bytes"));
 }
@@ -196,7 +197,7 @@ fn long_texts_are_refused() {
         [b"\x80\x04X".as_slice(), &length.to_le_bytes(), &text, b"."].concat()
     };
     let read = |length| {
-        read_tensors(&text(length), &Limits::default())
+        read_tensors(&text(length), &PickleLimits::default())
             .unwrap_err()
             .message
     };
@@ -211,7 +212,7 @@ fn the_limits_hold() {
     let read = |max_opcodes, max_tensors| {
         read_tensors(
             &two,
-            &Limits {
+            &PickleLimits {
                 max_opcodes,
                 max_tensors,
             },
@@ -224,7 +225,7 @@ fn the_limits_hold() {
 
     // Steps, not bytes, are what a long run of cheap opcodes costs.
     let many = [b"\x80\x04".as_slice(), &[b'N'; 100_000], b"."].concat();
-    let limits = Limits {
+    let limits = PickleLimits {
         max_opcodes: 1000,
         max_tensors: 1,
     };
@@ -258,13 +259,16 @@ fn tricks_with_the_machine_are_refused() {
         ("something behind", b"\x80\x04].]"),
     ];
     for (name, message) in cases {
-        assert!(read_tensors(message, &Limits::default()).is_err(), "{name}");
+        assert!(
+            read_tensors(message, &PickleLimits::default()).is_err(),
+            "{name}"
+        );
     }
     // A list inside itself is just a list that holds no tensor.
-    read_tensors(b"\x80\x04]\x94h\x00a.", &Limits::default()).unwrap_err();
+    read_tensors(b"\x80\x04]\x94h\x00a.", &PickleLimits::default()).unwrap_err();
     let deep = [b"\x80\x04".as_slice(), &[b'('; 1000], b"."].concat();
     assert!(
-        read_tensors(&deep, &Limits::default())
+        read_tensors(&deep, &PickleLimits::default())
             .unwrap_err()
             .message
             .contains("nested")
@@ -287,8 +291,8 @@ fn errors_stay_short() {
     .concat();
     for message in [text, bytes] {
         for error in [
-            read_tensors(&message, &Limits::default()).unwrap_err(),
-            read_registration(&message, &Limits::default()).unwrap_err(),
+            read_tensors(&message, &PickleLimits::default()).unwrap_err(),
+            read_registration(&message, &PickleLimits::default()).unwrap_err(),
         ] {
             assert!(error.to_string().len() < 400, "{error}");
         }

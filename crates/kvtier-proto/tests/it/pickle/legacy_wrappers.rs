@@ -2,7 +2,7 @@
 
 use super::support::hex_field;
 use kvtier_proto::descriptor::{TensorDescriptor, VmmHandle};
-use kvtier_proto::pickle::{Limits, read_registration};
+use kvtier_proto::pickle::{PickleLimits, read_registration};
 use serde_json::{Value, json};
 
 /// The members the Python object has, from what we read.
@@ -71,7 +71,7 @@ fn every_wrapper_reads_as_its_members() {
         let TensorDescriptor::Legacy { pickle } = TensorDescriptor::decode(&body).unwrap() else {
             panic!("{} is not kept for the pickle reader", row["name"]);
         };
-        let descriptor = read_registration(&pickle, &Limits::default()).unwrap();
+        let descriptor = read_registration(&pickle, &PickleLimits::default()).unwrap();
         assert_eq!(
             members(&row["release"], &descriptor),
             row["members"],
@@ -80,7 +80,7 @@ fn every_wrapper_reads_as_its_members() {
             row["name"]
         );
         for end in 0..body.len() {
-            read_registration(&body[..end], &Limits::default()).unwrap_err();
+            read_registration(&body[..end], &PickleLimits::default()).unwrap_err();
         }
     }
 }

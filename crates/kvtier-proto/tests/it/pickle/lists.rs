@@ -1,7 +1,7 @@
 //! Every row of `pickle.json`: lists of tensors that real PyTorch pickled.
 
 use super::support::{gathered, hex_field};
-use kvtier_proto::pickle::{Limits, read_tensors};
+use kvtier_proto::pickle::{PickleLimits, read_tensors};
 use serde_json::{Value, json};
 
 #[test]
@@ -10,7 +10,7 @@ fn every_pickled_list_reads_as_pytorch_reads_it() {
     for row in vectors["cases"].as_array().unwrap() {
         let name = row["name"].as_str().unwrap();
         let message = hex_field(row, "pickle");
-        let outcome = read_tensors(&message, &Limits::default());
+        let outcome = read_tensors(&message, &PickleLimits::default());
         match name {
             // Protocol 2 has no bytes: it asks for a call that builds them from text. No release sends it.
             "protocol_2" => {

@@ -2,7 +2,7 @@
 
 use super::support::{gathered, hex_field};
 use kvtier_proto::descriptor::{Dtype, TensorDescriptor};
-use kvtier_proto::pickle::{Limits, read_registration, read_tensors};
+use kvtier_proto::pickle::{PickleLimits, read_registration, read_tensors};
 use kvtier_proto::wire::{Reader, write_array_len};
 use serde_json::{Value, json};
 
@@ -52,7 +52,7 @@ fn check_row(row: &Value) {
     let name = row["name"].as_str().unwrap();
     let bytes = hex_field(row, "hex");
     assert_eq!(json!(bytes.len()), row["len"], "{name}");
-    let limits = Limits::default();
+    let limits = PickleLimits::default();
     match name.split_once('.').unwrap_or((name, "")) {
         ("reject", "pickle") => {
             // Kept for the pickle reader, which refuses it.

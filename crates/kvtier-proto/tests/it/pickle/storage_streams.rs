@@ -1,7 +1,7 @@
 //! Every row of `pickle_inner_storage.json`: the streams inside pickled tensors.
 
 use super::support::hex_field;
-use kvtier_proto::pickle::{Limits, read_tensors};
+use kvtier_proto::pickle::{PickleLimits, read_tensors};
 use serde_json::Value;
 
 /// A pickled list of one flat tensor over that stream.
@@ -43,7 +43,7 @@ fn every_stream_gives_its_elements() {
         let count = u8::try_from(u64::from_le_bytes(*count)).unwrap();
 
         let message = around(&stream, count, named);
-        let tensors = read_tensors(&message, &Limits::default()).unwrap();
+        let tensors = read_tensors(&message, &PickleLimits::default()).unwrap();
         assert_eq!(tensors.len(), 1);
         assert_eq!(tensors[0].dtype.name(), expected);
         assert_eq!(tensors[0].contiguous_bytes().unwrap(), elements, "{name}");
@@ -55,7 +55,7 @@ fn every_stream_gives_its_elements() {
             around(&longer, count, named),
             around(&stream, count + 1, named),
         ] {
-            read_tensors(&wrong, &Limits::default()).unwrap_err();
+            read_tensors(&wrong, &PickleLimits::default()).unwrap_err();
         }
     }
 }

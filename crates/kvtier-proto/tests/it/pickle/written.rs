@@ -4,7 +4,7 @@
 
 use kvtier_proto::descriptor::Dtype;
 use kvtier_proto::pickle::{
-    Limits, TensorToWrite, WriteError, read_tensors, write_around_elements, write_tensors,
+    PickleLimits, TensorToWrite, WriteError, read_tensors, write_around_elements, write_tensors,
 };
 use serde_json::{Value, json};
 
@@ -40,7 +40,7 @@ fn written(tensors: &[Tensor]) -> Vec<u8> {
 
 /// Reads our own pickle; the tensors must come back.
 fn assert_reads_back(message: &[u8], tensors: &[Tensor]) {
-    let read = read_tensors(message, &Limits::default()).unwrap();
+    let read = read_tensors(message, &PickleLimits::default()).unwrap();
     assert_eq!(read.len(), tensors.len());
     for (read, (dtype, shape, elements)) in read.iter().zip(tensors) {
         assert_eq!((read.dtype, &read.shape), (*dtype, shape));

@@ -14,7 +14,7 @@ use kvtier_common::sync::RateLimited;
 
 use super::super::connection::{Closed, Large, SCRATCH_BYTES, TURN_BYTES};
 use super::super::poll::Interest;
-use super::{Connections, Happened};
+use super::{ConnectionEvent, Connections};
 
 /// Bytes read per round, beyond a buffer's worth of each connection without a large message. Other clients wait for that
 /// much at most. A turn of them is for large messages, which other traffic would starve.
@@ -76,13 +76,13 @@ impl Connections {
     }
 
     /// Moves the connections with large messages behind all others, the oldest message first.
-    pub(super) fn put_large_last(&self, happened: &mut [Happened]) {
+    pub(super) fn put_large_last(&self, happened: &mut [ConnectionEvent]) {
         if self.large.is_empty() {
             return;
         }
         happened.sort_by_key(|what| match what {
-            Happened::Readable(id) => self.open.get(id).and_then(|of| of.large),
-            Happened::Wake | Happened::Undecided(_) => None,
+            ConnectionEvent::Readable(id) => self.open.get(id).and_then(|of| of.large),
+            ConnectionEvent::Wake | ConnectionEvent::Undecided(_) => None,
         });
     }
 

@@ -380,8 +380,9 @@ fn engine_forgets_a_connection_that_ends() {
     };
     let is_sent = Arc::new(AtomicBool::new(false));
     let held = Arc::clone(&is_sent);
-    let held =
-        Reply::new(move |_: Option<kvtier_engine::Answer>| held.store(true, Ordering::Relaxed));
+    let held = Reply::new(move |_: Option<kvtier_engine::EngineAnswer>| {
+        held.store(true, Ordering::Relaxed)
+    });
     engine.refuse_by_ping(caller, Some(held));
     assert_eq!(engine.known_connections(), 1);
     server.client = zmq::Context::new().socket(zmq::DEALER).unwrap();
