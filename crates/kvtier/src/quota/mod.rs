@@ -254,8 +254,10 @@ fn changed(
     }
     let has_effect = change.enforced != Some(false);
     if !has_effect {
-        let text = "no tier of the server has the eviction policy IsolatedLRU; this has no effect";
-        out::complain("quota", text);
+        out::complain(
+            "quota",
+            "no tier of the server has the eviction policy IsolatedLRU; this has no effect until the server has --eviction-policy IsolatedLRU",
+        );
     }
     let printed = server.print(answer, report)?;
     Ok(if has_effect || allow_ineffective {

@@ -16,7 +16,7 @@ fn quota_without_effect_is_reported() {
     assert_eq!(
         lines(&set.stderr)[1..],
         [
-            "kvtier quota: no tier of the server has the eviction policy IsolatedLRU; this has no effect"
+            "kvtier quota: no tier of the server has the eviction policy IsolatedLRU; this has no effect until the server has --eviction-policy IsolatedLRU"
         ]
     );
 }
