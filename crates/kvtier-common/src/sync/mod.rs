@@ -43,7 +43,7 @@ pub use shuttled::{
 pub const ORDER: &[(&str, &str)] = &[
     ("bindings/python/src/worker/mod.rs", "Threads"),
     ("bindings/python/src/worker/mod.rs", "InstanceIds"),
-    ("bindings/python/src/worker/mod.rs", "Finished>"),
+    ("bindings/python/src/worker/mod.rs", "FinishedTransfers>"),
     ("bindings/python/src/future.rs", ""),
     ("crates/kvtier-server/src/reload.rs", ""),
     ("crates/kvtier-observe/src/metrics/tenants.rs", ""),
@@ -60,7 +60,7 @@ pub const ORDER: &[(&str, &str)] = &[
     ("crates/kvtier-engine/src/transfers/prepared.rs", ""),
     ("crates/kvtier-engine/src/transfers/staging.rs", ""),
     ("crates/kvtier-engine/src/lookups/held/mod.rs", ""),
-    ("crates/kvtier-store/src/tiers/pending.rs", "Holds"),
+    ("crates/kvtier-store/src/tiers/pending.rs", "StoreHolds"),
     ("crates/kvtier-l2/src/tier/key_states.rs", ""),
     (
         "crates/kvtier-l2-files/src/fs/base.rs",
