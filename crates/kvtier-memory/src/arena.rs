@@ -5,7 +5,6 @@ use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicBool;
 
-use rustix::fs::{FallocateFlags, Mode, OFlags};
 use rustix::mm::{Advice, ProtFlags};
 
 use crate::access::AccessError;
@@ -36,21 +35,6 @@ pub enum ArenaKind {
         /// Name of the file in `folder`, made as that of a segment.
         name: String,
     },
-    /// A file, for memory that swaps to a chosen place. The file is created, must not exist
-    /// before, and loses its name at once, so none is left behind whatever happens.
-    File {
-        /// Path of the file, or of an existing directory to make a nameless one in.
-        path: PathBuf,
-    },
-}
-
-/// Options whose defaults suit nearly every server.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ArenaOptions {
-    /// Ask for transparent huge pages. Off: on some hosts first touches become much slower.
-    pub transparent_hugepages: bool,
-    /// Leave the arena out of core dumps. On: it is large and holds other people's prompts.
-    pub exclude_from_core_dumps: bool,
 }
 
 impl ArenaKind {
@@ -59,7 +43,7 @@ impl ArenaKind {
         match self {
             Self::Shm { name } => Some((Path::new(SHM), name)),
             Self::HugeFile { folder, name } => Some((folder, name)),
-            Self::Anonymous | Self::Hugepages | Self::File { .. } => None,
+            Self::Anonymous | Self::Hugepages => None,
         }
     }
 
@@ -99,15 +83,6 @@ impl ArenaKind {
     }
 }
 
-impl Default for ArenaOptions {
-    fn default() -> Self {
-        Self {
-            transparent_hugepages: false,
-            exclude_from_core_dumps: true,
-        }
-    }
-}
-
 /// One block of memory. Its bytes are reached by [`Extent`], bounds-checked, through `&self`. The
 /// caller decides when an extent may be touched (see the crate's notes).
 pub struct Arena {
@@ -125,18 +100,6 @@ impl Arena {
     /// # Errors
     /// See [`ArenaError`]; nothing is left behind.
     pub fn create(kind: ArenaKind, bytes: u64) -> Result<Self, ArenaError> {
-        Self::create_with(kind, bytes, ArenaOptions::default())
-    }
-
-    /// [`Arena::create`] with options.
-    ///
-    /// # Errors
-    /// See [`ArenaError`]; nothing is left behind.
-    pub fn create_with(
-        kind: ArenaKind,
-        bytes: u64,
-        options: ArenaOptions,
-    ) -> Result<Self, ArenaError> {
         let len = kind.whole_pages(bytes)?;
         let (mapping, shm) = match &kind {
             ArenaKind::Anonymous => {
@@ -152,16 +115,10 @@ impl Arena {
             }
             ArenaKind::Shm { name } => {
                 let shm = ShmFile::create(Path::new(SHM), name)?;
-                size_file(shm.file(), len as u64, SHM, false)?;
+                check_space(shm.file(), len as u64, SHM)?;
+                resize(shm.file(), len as u64, SHM)?;
                 let mapped = Mapping::shared(shm.file().as_fd(), len, "arena");
                 (mapped.map_err(|e| map_error(e, shm.name()))?, Some(shm))
-            }
-            ArenaKind::File { path } => {
-                let place = path.display().to_string();
-                let file = create_nameless(path)?;
-                size_file(&file, len as u64, &place, true)?;
-                let mapped = Mapping::shared(file.as_fd(), len, "arena");
-                (mapped.map_err(|e| map_error(e, &place))?, None)
             }
         };
         let arena = Self {
@@ -170,12 +127,8 @@ impl Arena {
             shm,
             is_private: false,
         };
-        if options.exclude_from_core_dumps {
-            arena.advise(Advice::LinuxDontDump);
-        }
-        if options.transparent_hugepages && !arena.kind.is_huge() {
-            arena.advise(Advice::LinuxHugepage);
-        }
+        // It is large and holds other people's prompts.
+        arena.advise(Advice::LinuxDontDump);
         Ok(arena)
     }
 
@@ -400,7 +353,7 @@ impl Arena {
                 // are none while it is borrowed exclusively.
                 Some(unsafe { self.mapping.bytes_mut() })
             }
-            ArenaKind::HugeFile { .. } | ArenaKind::Shm { .. } | ArenaKind::File { .. } => None,
+            ArenaKind::HugeFile { .. } | ArenaKind::Shm { .. } => None,
         }
     }
 
@@ -505,22 +458,6 @@ impl std::fmt::Debug for Arena {
     }
 }
 
-/// Sets the size of the new `file`, after checking that the file system has that much: touching a
-/// page that it cannot back would be a fault, long after start.
-fn size_file(file: &OwnedFd, bytes: u64, place: &str, reserve: bool) -> Result<(), ArenaError> {
-    check_space(file, bytes, place)?;
-    resize(file, bytes, place)?;
-    if reserve {
-        // Disk file systems set the blocks aside without writing them; those that cannot
-        // are covered by the fault guard. (On /dev/shm this would touch every page.)
-        match rustix::fs::fallocate(file, FallocateFlags::empty(), 0, bytes) {
-            Ok(()) | Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::NOSYS) => {}
-            Err(e) => return Err(system_error("reserve space for", place, e)),
-        }
-    }
-    Ok(())
-}
-
 fn system_error(action: &'static str, place: &str, error: rustix::io::Errno) -> ArenaError {
     ArenaError::System {
         action,
@@ -529,7 +466,8 @@ fn system_error(action: &'static str, place: &str, error: rustix::io::Errno) -> 
     }
 }
 
-/// Checks that the file system has `bytes` free bytes.
+/// Checks that the file system has `bytes` free bytes: touching a page that it cannot back would be a fault, long after
+/// start.
 fn check_space(file: &OwnedFd, bytes: u64, place: &str) -> Result<(), ArenaError> {
     let space = Space::of_file(file);
     match space.map_err(|e| system_error("ask for the free space of", place, e))? {
@@ -544,24 +482,6 @@ fn check_space(file: &OwnedFd, bytes: u64, place: &str) -> Result<(), ArenaError
 
 fn resize(file: &OwnedFd, bytes: u64, place: &str) -> Result<(), ArenaError> {
     rustix::fs::ftruncate(file, bytes).map_err(|e| system_error("size", place, e))
-}
-
-/// A new file without a name: in the directory `path`, or at `path` and then unlinked.
-fn create_nameless(path: &Path) -> Result<OwnedFd, ArenaError> {
-    let mode = Mode::RUSR | Mode::WUSR;
-    let system = |action, e: rustix::io::Errno| ArenaError::System {
-        action,
-        place: path.display().to_string(),
-        source: e.into(),
-    };
-    if path.is_dir() {
-        return rustix::fs::open(path, OFlags::TMPFILE | OFlags::RDWR | OFlags::CLOEXEC, mode)
-            .map_err(|e| system("create a nameless file for", e));
-    }
-    let flags = OFlags::CREATE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-    let file = rustix::fs::open(path, flags, mode).map_err(|e| system("create", e))?;
-    rustix::fs::unlink(path).map_err(|e| system("remove the name of", e))?;
-    Ok(file)
 }
 
 fn map_hugepages(len: usize) -> Result<Mapping, ArenaError> {

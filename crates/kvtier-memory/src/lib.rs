@@ -49,7 +49,7 @@ pub mod uring;
 mod words;
 
 pub use access::{AccessError, within};
-pub use arena::{Arena, ArenaKind, ArenaOptions};
+pub use arena::{Arena, ArenaKind};
 pub use copy::{AffineCopy, CopyLoop, Direction, MAX_LOOPS, Run, copy_affine, copy_runs};
 pub use error::ArenaError;
 pub use file::{FileError, close_file};

@@ -8,8 +8,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use kvtier_memory::SHM_PREFIX;
 use kvtier_memory::checksum::{checksum64, checksum128};
 use kvtier_memory::{
-    AccessError, Arena, ArenaError, ArenaKind, ArenaOptions, Extent, FileId, PrefaultEnd,
-    remove_stale_pools,
+    AccessError, Arena, ArenaError, ArenaKind, Extent, FileId, PrefaultEnd, remove_stale_pools,
 };
 use proptest::prelude::*;
 
@@ -88,24 +87,12 @@ fn sums_are_those_of_xxh3_whole_and_in_pieces() {
 
 #[test]
 fn every_kind_keeps_bytes() {
-    let folder = tempfile::tempdir().unwrap();
-    for kind in [
-        ArenaKind::Anonymous,
-        shm(&unique_name()),
-        ArenaKind::File {
-            path: folder.path().join("arena"),
-        },
-        ArenaKind::File {
-            path: folder.path().to_owned(),
-        },
-    ] {
+    for kind in [ArenaKind::Anonymous, shm(&unique_name())] {
         let arena = Arena::create(kind.clone(), 100_001).unwrap();
         assert_eq!(arena.len() % arena.page_bytes(), 0);
         assert!(arena.len() >= 100_001 && arena.len() < 100_001 + arena.page_bytes());
         assert_eq!(arena.kind(), &kind);
         round_trip(&arena);
-        // Files have no name from the start.
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
     }
 }
 
@@ -121,16 +108,6 @@ fn huge_pages_or_a_reason() {
         Err(ArenaError::Hugepages { needed: 2, free }) => assert!(free < 2 && mount.is_none()),
         Err(other) => panic!("{other}"),
     }
-}
-
-#[test]
-fn options_are_wishes() {
-    let options = ArenaOptions {
-        transparent_hugepages: true,
-        exclude_from_core_dumps: false,
-    };
-    let arena = Arena::create_with(ArenaKind::Anonymous, 8 << 20, options).unwrap();
-    round_trip(&arena);
 }
 
 #[test]
@@ -323,17 +300,6 @@ fn unlink_removes_only_our_own() {
 }
 
 #[test]
-fn an_existing_file_is_never_taken() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().join("precious");
-    fs::write(&path, b"data").unwrap();
-    let kind = ArenaKind::File { path: path.clone() };
-    let error = Arena::create(kind, 4096).unwrap_err();
-    assert!(matches!(error, ArenaError::System { .. }), "{error}");
-    assert_eq!(fs::read(&path).unwrap(), b"data");
-}
-
-#[test]
 fn other_mappings_see_the_same_bytes() {
     let arena = Arena::create(shm(&unique_name()), 8192).unwrap();
     arena.write(Extent::new(4096, 4096), 1, b"shared").unwrap();
@@ -425,11 +391,8 @@ fn bytes_in_place_only_of_private_memory() {
     assert!(matches!(beyond, Err(AccessError::OutOfBounds { .. })));
     assert_eq!(arena.bytes_mut().unwrap().len() as u64, arena.len());
 
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().to_owned();
-    for kind in [shm(&unique_name()), ArenaKind::File { path }] {
-        assert!(Arena::create(kind, 8192).unwrap().bytes_mut().is_none());
-    }
+    let mut shared = Arena::create(shm(&unique_name()), 8192).unwrap();
+    assert!(shared.bytes_mut().is_none());
 }
 
 #[test]
