@@ -5,7 +5,7 @@
     reason = "a script may answer with any of the codes, so they have names"
 )]
 
-use std::ffi::c_void;
+use std::ffi::{c_char, c_void};
 
 pub(crate) type CUresult = i32;
 
@@ -23,18 +23,13 @@ codes! {
     ERROR_INVALID_VALUE = 1, "invalid argument";
     ERROR_OUT_OF_MEMORY = 2, "out of memory";
     ERROR_NOT_INITIALIZED = 3, "initialization error";
-    ERROR_DEINITIALIZED = 4, "driver shutting down";
     ERROR_NO_DEVICE = 100, "no CUDA-capable device is detected";
     ERROR_INVALID_DEVICE = 101, "invalid device ordinal";
-    ERROR_INVALID_IMAGE = 200, "device kernel image is invalid";
     ERROR_INVALID_CONTEXT = 201, "invalid device context";
-    ERROR_MAP_FAILED = 205, "mapping of buffer object failed";
     ERROR_ALREADY_MAPPED = 208, "resource already mapped";
     ERROR_NOT_MAPPED = 211, "resource not mapped";
     ERROR_PEER_ACCESS_UNSUPPORTED = 217, "peer access is not supported between these two devices";
     ERROR_INVALID_PTX = 218, "a PTX JIT compilation failed";
-    ERROR_UNSUPPORTED_PTX_VERSION = 222, "the provided PTX was compiled with an unsupported toolchain.";
-    ERROR_OPERATING_SYSTEM = 304, "OS call failed or operation not supported on this OS";
     ERROR_INVALID_HANDLE = 400, "invalid resource handle";
     ERROR_NOT_FOUND = 500, "named symbol not found";
     ERROR_NOT_READY = 600, "device not ready";
@@ -94,27 +89,6 @@ pub(crate) struct CopyAttributes {
     pub flags: u32,
 }
 
-/// `CUDA_MEMCPY2D_v2`.
-#[repr(C)]
-pub(crate) struct Copy2D {
-    pub src_x: usize,
-    pub src_y: usize,
-    pub src_kind: u32,
-    pub src_host: *const c_void,
-    pub src_device: u64,
-    pub src_array: *mut c_void,
-    pub src_pitch: usize,
-    pub dst_x: usize,
-    pub dst_y: usize,
-    pub dst_kind: u32,
-    pub dst_host: *mut c_void,
-    pub dst_device: u64,
-    pub dst_array: *mut c_void,
-    pub dst_pitch: usize,
-    pub width: usize,
-    pub height: usize,
-}
-
 /// What a call may answer instead of success.
 pub(crate) enum Fault {
     /// A code that a correct caller meets too: not ready, out of memory, a dead exporter.
@@ -138,6 +112,18 @@ pub(crate) fn put<T>(to: *mut T, value: T) -> Outcome {
     }
     unsafe { to.write_unaligned(value) };
     Ok(())
+}
+
+/// Writes as much of a text as fits, with a closing NUL.
+pub(crate) fn put_text(text: &str, to: *mut c_char, capacity: usize) {
+    if to.is_null() || capacity == 0 {
+        return;
+    }
+    let n = text.len().min(capacity - 1);
+    unsafe {
+        std::ptr::copy_nonoverlapping(text.as_ptr(), to.cast(), n);
+        to.add(n).write(0);
+    }
 }
 
 /// The array of a caller, which by the C contract is null or valid.

@@ -3,17 +3,13 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use crate::abi::{
-    ERROR_HOST_MEMORY_ALREADY_REGISTERED, ERROR_HOST_MEMORY_NOT_REGISTERED, ERROR_INVALID_VALUE,
-    HOST_REGISTER_PORTABLE, Outcome, wrong,
-};
+use crate::abi::*;
 
+/// Registrations by address.
 #[derive(Default)]
-pub(crate) struct Host {
-    ranges: BTreeMap<u64, Range>,
-}
+pub(crate) struct Host(pub BTreeMap<u64, Registration>);
 
-pub(crate) struct Range {
+pub(crate) struct Registration {
     pub bytes: u64,
     pub device: usize,
     pub flags: u32,
@@ -23,138 +19,75 @@ pub(crate) struct Range {
     pub users: Arc<()>,
 }
 
-impl Range {
+impl Registration {
     pub(crate) fn in_use(&self) -> bool {
         Arc::strong_count(&self.users) > 1
     }
 }
 
-/// Host memory as a copy meets it.
-pub(crate) enum Place {
-    Registered { users: Arc<()>, flags: u32 },
-    Pageable,
-}
-
 impl Host {
-    pub(crate) fn add(
-        &mut self,
-        device: usize,
-        base: u64,
-        bytes: u64,
-        flags: u32,
-        owned: bool,
-    ) -> Outcome {
-        let end = base
-            .checked_add(bytes)
-            .filter(|_| base != 0 && bytes > 0)
-            .ok_or_else(|| wrong!(ERROR_INVALID_VALUE, "{bytes} bytes at {base:#x}"))?;
-        if let Some((at, range)) = self.ranges.range(..end).next_back()
-            && at + range.bytes > base
+    pub(crate) fn add(&mut self, base: u64, registration: Registration) -> Outcome {
+        let bytes = registration.bytes;
+        if bytes == 0 || base.checked_add(bytes).is_none() {
+            return Err(wrong!(ERROR_INVALID_VALUE, "{bytes} bytes at {base:#x}"));
+        }
+        if let Some((at, other)) = self.0.range(..base + bytes).next_back()
+            && at + other.bytes > base
         {
             return Err(wrong!(
                 ERROR_HOST_MEMORY_ALREADY_REGISTERED,
                 "{bytes} bytes at {base:#x} overlap {} at {at:#x}",
-                range.bytes
+                other.bytes
             ));
         }
-        self.ranges.insert(
-            base,
-            Range {
-                bytes,
-                device,
-                flags,
-                owned,
-                users: Arc::new(()),
-            },
-        );
+        self.0.insert(base, registration);
         Ok(())
     }
 
-    pub(crate) fn remove(&mut self, base: u64, owned: bool) -> Outcome<Range> {
-        match self.ranges.remove(&base) {
-            Some(range) if range.owned == owned => Ok(range),
-            Some(range) => {
-                self.ranges.insert(base, range);
-                Err(wrong!(
-                    ERROR_INVALID_VALUE,
-                    "{base:#x} was made by the other kind of call"
-                ))
-            }
-            None => Err(wrong!(
+    pub(crate) fn remove(&mut self, base: u64, owned: bool) -> Outcome<Registration> {
+        let found = self.0.remove(&base).filter(|range| range.owned == owned);
+        found.ok_or_else(|| {
+            wrong!(
                 ERROR_HOST_MEMORY_NOT_REGISTERED,
                 "nothing starts at {base:#x}"
-            )),
-        }
+            )
+        })
     }
 
-    /// Removes the registrations of a device's context; returns their number.
-    pub(crate) fn drop_of(&mut self, device: usize) -> usize {
-        let n = self.ranges.len();
-        self.ranges.retain(|_, range| range.device != device);
-        n - self.ranges.len()
-    }
-
-    pub(crate) fn len(&self) -> usize {
-        self.ranges.len()
-    }
-
-    /// Locates `bytes` at `address` for a device. The driver refuses ranges only partly in one registration; another
-    /// device's registration is one for all if it is PORTABLE.
+    /// The registration around `bytes` at `address` for a device; `None`: pageable. The driver refuses ranges only partly
+    /// in one registration; another device's registration is one for all if it is PORTABLE.
     pub(crate) fn find(
         &self,
         address: u64,
         bytes: u64,
         device: usize,
         what: &str,
-    ) -> Outcome<Place> {
-        let end = address
-            .checked_add(bytes)
-            .filter(|_| address != 0)
-            .ok_or_else(|| {
-                wrong!(
-                    ERROR_INVALID_VALUE,
-                    "{what}: {bytes} bytes at host address {address:#x}"
-                )
-            })?;
-        match self.ranges.range(..end).next_back() {
-            Some((at, range)) if at + range.bytes > address => {
-                if range.device != device && range.flags & HOST_REGISTER_PORTABLE == 0 {
-                    return Ok(Place::Pageable);
-                }
-                if *at <= address && end <= at + range.bytes {
-                    return Ok(Place::Registered {
-                        users: range.users.clone(),
-                        flags: range.flags,
-                    });
-                }
-                Err(wrong!(
-                    ERROR_INVALID_VALUE,
-                    "{what}: {bytes} bytes at host address {address:#x} are partly outside the registration \
-                     of {} bytes at {at:#x}",
-                    range.bytes
-                ))
-            }
-            _ => Ok(Place::Pageable),
+    ) -> Outcome<Option<&Registration>> {
+        let end = address.saturating_add(bytes);
+        let Some((at, range)) = self.0.range(..end).next_back() else {
+            return Ok(None);
+        };
+        let is_ours = range.device == device || range.flags & HOST_REGISTER_PORTABLE != 0;
+        if at + range.bytes <= address || !is_ours {
+            return Ok(None);
         }
+        if *at <= address && end <= at + range.bytes {
+            return Ok(Some(range));
+        }
+        Err(wrong!(
+            ERROR_INVALID_VALUE,
+            "{what}: {bytes} bytes at host address {address:#x} are partly outside the registration of {} bytes at {at:#x}",
+            range.bytes
+        ))
     }
 }
 
 /// Number of pages of a range that have no memory yet; `None` if not all of it is mapped.
-pub(crate) fn untouched_pages(base: u64, bytes: u64) -> Option<u64> {
-    let page = 4096;
-    let first = base / page * page;
-    let end = base.checked_add(bytes)?.checked_next_multiple_of(page)?;
-    // In pieces, so that the answers need little memory.
-    let mut answers = vec![0_u8; 1 << 16];
-    let step = (answers.len() as u64) * page;
-    let mut untouched = 0;
-    for at in (first..end).step_by(step as usize) {
-        let n = step.min(end - at) as usize;
-        if unsafe { libc::mincore(at as *mut _, n, answers.as_mut_ptr()) } != 0 {
-            return None;
-        }
-        let answers = &answers[..n / page as usize];
-        untouched += answers.iter().filter(|&answer| answer & 1 == 0).count() as u64;
-    }
-    Some(untouched)
+pub(crate) fn untouched_pages(base: u64, bytes: u64) -> Option<usize> {
+    let first = base / 4096 * 4096;
+    let end = base.checked_add(bytes)?.checked_next_multiple_of(4096)?;
+    let bytes = (end - first) as usize;
+    let mut answers = vec![0_u8; bytes / 4096];
+    let known = unsafe { libc::mincore(first as *mut _, bytes, answers.as_mut_ptr()) } == 0;
+    known.then(|| answers.iter().filter(|&&answer| answer & 1 == 0).count())
 }

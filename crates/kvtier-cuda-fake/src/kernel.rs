@@ -1,70 +1,21 @@
-//! The copy kernel: its PTX is checked, and its source, compiled for the processor, is run.
+//! The copy kernel: its source, compiled for the processor, is run on addresses that were checked.
 
+use std::any::Any;
 use std::ffi::c_void;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
-use crate::abi::{
-    CUresult, ERROR_ILLEGAL_ADDRESS, ERROR_INVALID_PTX, ERROR_MISALIGNED_ADDRESS,
-    ERROR_UNSUPPORTED_PTX_VERSION, Fault, HOST_REGISTER_DEVICEMAP,
-};
-use crate::host::Place;
-use crate::segment::Held;
-use crate::stream::{Direction, Engines};
-use crate::world::world;
+use crate::abi::*;
+use crate::world::{MemoryKind, world};
 
 pub(crate) struct Module {
     pub device: usize,
-    pub entries: Vec<String>,
+    pub ptx: String,
 }
 
 pub(crate) struct Function {
     pub module: u64,
     pub device: usize,
     pub name: String,
-}
-
-/// The kernels in PTX that a driver of this version would take.
-pub(crate) fn entries(ptx: &str, driver: i32) -> Result<Vec<String>, (CUresult, String)> {
-    let directive = |name: &str| {
-        ptx.lines().find_map(|line| {
-            line.trim()
-                .strip_prefix(name)?
-                .split_whitespace()
-                .next()
-                .map(str::to_owned)
-        })
-    };
-    let refuse = |why: &str| Err((ERROR_INVALID_PTX, why.to_owned()));
-    let (Some(version), Some(target)) = (directive(".version "), directive(".target ")) else {
-        return refuse("no .version or .target");
-    };
-    // The PTX of CUDA 11, 12 and 13 is 7, 8 and 9.
-    let major = version
-        .split('.')
-        .next()
-        .and_then(|major| major.parse::<i32>().ok());
-    if major.is_none_or(|major| major + 4 > driver / 1000) {
-        return Err((
-            ERROR_UNSUPPORTED_PTX_VERSION,
-            format!(".version {version} with a driver {driver}"),
-        ));
-    }
-    let sm = target
-        .strip_prefix("sm_")
-        .and_then(|sm| sm.trim_end_matches(',').parse::<i32>().ok());
-    if sm.is_none_or(|sm| sm > 90) {
-        return refuse(&format!(".target {target} on a device of sm_90"));
-    }
-    let entries: Vec<String> = ptx
-        .lines()
-        .filter_map(|line| line.split_once(".entry "))
-        .map(|(_, name)| name.trim().trim_end_matches('(').to_owned())
-        .collect();
-    if entries.is_empty() || ptx.matches('{').count() != ptx.matches('}').count() {
-        return refuse("no kernel, or not all of it");
-    }
-    Ok(entries)
 }
 
 /// The unit of `kvcopy_UNIT`.
@@ -108,137 +59,95 @@ pub(crate) struct Launch {
     pub tiles: u64,
     pub n_tiles: u32,
     pub device: usize,
-    pub engines: Arc<Engines>,
 }
 
-/// What a kernel touches, held while it runs.
-struct Touched {
+/// What a kernel touches, held while it runs, and what is wrong with it.
+struct KernelMemory {
     device: usize,
-    memory: Vec<Held>,
-    host: Vec<Arc<()>>,
-    bytes: u64,
+    held: Vec<Arc<dyn Any + Send + Sync>>,
     why: String,
 }
 
-impl Touched {
+impl KernelMemory {
     /// Returns the address at which the fake driver sees memory that a kernel may touch, 0 if the kernel may not.
     fn find(&mut self, address: u64, bytes: u64) -> u64 {
         let state = world().state.lock();
-        let found = if state.space.covers(address) {
-            state
-                .space
-                .find(address, bytes, self.device, "kernel")
-                .map(|found| {
-                    self.memory.push(found.held);
-                    found.at as u64
-                })
-        } else {
-            match state.host.find(address, bytes, self.device, "kernel") {
-                Ok(Place::Registered { users, flags }) if flags & HOST_REGISTER_DEVICEMAP != 0 => {
-                    self.host.push(users);
-                    Ok(address)
+        match state.touch(self.device, address, bytes, "kernel") {
+            Ok(found) => {
+                let usable = match found.kind {
+                    MemoryKind::Device => true,
+                    MemoryKind::Registered(flags) => flags & HOST_REGISTER_DEVICEMAP != 0,
+                    MemoryKind::Pageable => false,
+                };
+                self.held.extend(found.held);
+                if usable {
+                    return found.at as u64;
                 }
-                Ok(_) => {
-                    self.why = format!(
-                        "kernel: host memory at {address:#x} is not registered with DEVICEMAP"
-                    );
-                    Ok(0)
-                }
-                Err(fault) => Err(fault),
+                self.why = format!("host memory at {address:#x} is not registered with DEVICEMAP");
             }
-        };
-        self.bytes += bytes;
-        found.unwrap_or_else(|fault| {
-            if let Fault::Wrong(_, why) = fault {
-                self.why = why;
-            }
-            0
-        })
+            Err(Fault::Wrong(_, why)) => self.why = why,
+            Err(Fault::Code(code)) => self.why = format!("code {code}"),
+        }
+        0
+    }
+
+    /// Locates items or tiles.
+    fn table(&mut self, address: u64, bytes: u64) -> Result<*mut c_void, CUresult> {
+        match self.find(address, bytes) {
+            0 => Err(ERROR_ILLEGAL_ADDRESS),
+            at => Ok(std::ptr::with_exposed_provenance_mut(at as usize)),
+        }
     }
 }
 
 extern "C" fn resolve(to: *mut c_void, address: u64, bytes: u64) -> u64 {
-    // SAFETY: `translate` below passes its `Touched`, which has no other user meanwhile.
-    unsafe { &mut *to.cast::<Touched>() }.find(address, bytes)
+    // SAFETY: `copy` below passes its `KernelMemory`, which has no other user meanwhile.
+    unsafe { &mut *to.cast::<KernelMemory>() }.find(address, bytes)
 }
 
 impl Launch {
     pub(crate) fn run(self) {
-        let mut touched = Touched {
+        let mut memory = KernelMemory {
             device: self.device,
-            memory: Vec::new(),
-            host: Vec::new(),
-            bytes: 0,
-            why: String::new(),
+            held: Vec::new(),
+            why: "a tile or an item cannot be right".into(),
         };
-        if self.n_tiles == 0 {
-            return;
-        }
-        if let Err(code) = self.copy(&mut touched) {
-            let line = format!("kvcopy_{}: {} ({code})", self.unit, touched.why);
+        if let Err(code) = self.copy(&mut memory) {
+            let line = format!("kvcopy_{}: {} ({code})", self.unit, memory.why);
             world().journal.violation(line);
             // Every later call of this device's context fails with it; by then it has been noted.
-            self.engines.poison.store(code, Ordering::Release);
+            world().state.lock().devices()[self.device].poison = code;
         }
     }
 
-    fn copy(&self, touched: &mut Touched) -> Result<(), CUresult> {
+    fn copy(&self, memory: &mut KernelMemory) -> Result<(), CUresult> {
         let (item_bytes, tile_bytes) = unsafe { (standin_item_bytes(), standin_tile_bytes()) };
-        let read = |touched: &mut Touched, address: u64, bytes: u64| {
-            if !address.is_multiple_of(16) {
-                touched.why = format!("items or tiles at {address:#x}");
-                return Err(ERROR_MISALIGNED_ADDRESS);
-            }
-            match touched.find(address, bytes) {
-                0 => Err(ERROR_ILLEGAL_ADDRESS),
-                at => Ok(std::ptr::with_exposed_provenance_mut::<c_void>(at as usize)),
-            }
-        };
-        let tiles = read(touched, self.tiles, u64::from(self.n_tiles) * tile_bytes)?;
-        let n_items = unsafe { standin_items(tiles, self.n_tiles) };
-        let items = read(touched, self.items, n_items * item_bytes)?;
-        let mut own = vec![0_u128; (n_items * item_bytes).div_ceil(16) as usize];
-        unsafe {
-            std::ptr::copy_nonoverlapping(
-                items.cast(),
-                own.as_mut_ptr().cast::<u8>(),
-                (n_items * item_bytes) as usize,
-            )
-        };
-        touched.bytes = 0;
-        let to = std::ptr::from_mut(touched).cast();
-        match unsafe {
-            standin_translate(
-                own.as_mut_ptr().cast(),
-                tiles,
-                self.n_tiles,
-                self.unit,
-                resolve,
-                to,
-            )
-        } {
-            0 => {}
-            code => {
-                if touched.why.is_empty() {
-                    touched.why = "a tile or an item cannot be right".into();
-                }
-                return Err(code);
-            }
+        let (n, unit) = (self.n_tiles, self.unit);
+        // The kernel reads items and tiles with 16-byte loads.
+        if !(self.items | self.tiles).is_multiple_of(16) {
+            return Err(ERROR_MISALIGNED_ADDRESS);
         }
-        // Both sides were counted.
-        self.engines.run(Direction::Kernel, touched.bytes / 2, || {
-            let items = own.as_ptr().cast();
-            unsafe {
-                kvcopy_launch_host(
-                    self.unit as i32,
-                    self.grid,
-                    self.block,
-                    items,
-                    tiles,
-                    self.n_tiles,
-                )
-            };
-        });
+        let tiles = memory.table(self.tiles, u64::from(n) * tile_bytes)?;
+        let bytes = unsafe { standin_items(tiles, n) } * item_bytes;
+        let items = memory.table(self.items, bytes)?;
+        let mut own = vec![0_u128; bytes.div_ceil(16) as usize];
+        let to = std::ptr::from_mut(memory).cast();
+        // SAFETY: tiles and items were found with their sizes; the copy of the items is as long.
+        let code = unsafe {
+            std::ptr::copy_nonoverlapping(
+                items.cast::<u8>(),
+                own.as_mut_ptr().cast(),
+                bytes as usize,
+            );
+            standin_translate(own.as_mut_ptr().cast(), tiles, n, unit, resolve, to)
+        };
+        if code != SUCCESS {
+            return Err(code);
+        }
+        world().pass("kernel");
+        let (items, unit) = (own.as_ptr().cast(), unit as i32);
+        // SAFETY: every address was replaced by one that is mapped, and is held.
+        unsafe { kvcopy_launch_host(unit, self.grid, self.block, items, tiles, n) };
         Ok(())
     }
 }

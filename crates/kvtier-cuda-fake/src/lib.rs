@@ -17,39 +17,26 @@
 //!
 //! # Functions for tests
 //! * `uint64_t fake_driver_count(const char *name)`: calls of a function since the start or the last `clear`. Also
-//!   `violations`; `pageable`: asynchronous copies from or to host memory that is not registered, which wait as the
-//!   driver's do; `batched`: copies in batches; `queued.E`, `started.E` and `bytes.E`: work that came to engine E, work
-//!   it began, and bytes it did, where E is `h2d`, `d2h` or `kernel` (kernels, fills, and copies inside the device);
-//!   `overlaps`: work started while another engine was busy; and live objects: `live.memory` (allocations, openings
+//!   `violations`; work that a stream began: `h2d`, `d2h` or `kernel` (kernels, fills, and copies inside the device);
+//!   `pageable`: asynchronous copies from or to host memory that is not registered, which wait as the
+//!   driver's do; `batched`: copies in batches; and live objects: `live.memory` (allocations, openings
 //!   and reservations), `live.physical`, `live.host`, `live.streams`, `live.events`, `live.modules`, `live.contexts`;
 //!   `registered.untouched`: pages that had no memory when they were registered, which the driver touches while its other calls wait.
 //! * `uint64_t fake_driver_violations(char *to, size_t bytes)`: their number; writes as many lines of their text as fit.
-//! * `int fake_driver_script(const char *text)`: the script below; 1, and a violation, if it cannot be read.
-//!   The variable `KVTIER_CUDA_FAKE` holds one that is read at the first call, and aborts the process if it is wrong.
+//! * `int fake_driver_script(const char *text)`: the settings below, separated by `;`; 1, and a violation, if they cannot be
+//!   read. The variable `KVTIER_CUDA_FAKE` has some that are read at the first call, and aborts the process if they are wrong.
 //! * The variable `KVTIER_CUDA_FAKE_LOUD` sends violations to stderr, too.
 //!
-//! # Scripts
-//! Statements, separated by `;` or newlines; `#` starts a comment. WHEN is a number K, the K-th from now, or `K+`, all from
-//! the K-th on.
+//! | setting | meaning |
+//! | --- | --- |
+//! | `fail FUNCTION=CODE@WHEN` | these calls answer CODE and do nothing; FUNCTION may also be a kernel, for its launches |
+//! | `hold NAME@WHEN`, `release` | these calls of a function, or pieces of work `h2d`, `d2h` or `kernel`, block until `release` |
+//! | `devices=N` | number of devices, 0 to 16, from the next `cuInit` on, which removes none; 1 at the start |
+//! | `memory=BYTES` | of each device; 8 GiB at the start |
+//! | `driver=VERSION` | 1000 * major + 10 * minor; 12080 at the start |
+//! | `reset`, `clear` | no fault or hold is left; no count and violation is |
 //!
-//! | statement | meaning | at the start |
-//! | --- | --- | --- |
-//! | `devices=N` | number of devices, 0 to 16, from the next `cuInit` on, which removes none | 1 |
-//! | `uuid.D=UUID`, `name.D=TEXT`, `bus.D=TEXT` | of device D | `5ca1ab1e-0000-4000-8000-00000000000D`, "kvtier fake GPU", `cafe:17:00.0` and up: no machine has it |
-//! | `memory=BYTES` | of each device | 8 GiB |
-//! | `driver=VERSION` | 1000 * major + 10 * minor | 12080 |
-//! | `fail FUNCTION=CODE@WHEN` | these calls answer CODE and do nothing; without `@WHEN` all. FUNCTION may also be a kernel, for its launches | |
-//! | `die FUNCTION@WHEN` | this call kills the process; without `@WHEN` the next | |
-//! | `h2d=RATE`, `d2h=RATE`, `kernel=RATE` | maximum bytes per second of an engine; 0: no limit | 0 |
-//! | `hold ENGINE`, `release` | an engine blocks in its next work; all continue | |
-//! | `hold FUNCTION@WHEN` | these calls are counted and block until `release`; without `@WHEN` all | |
-//! | `event.never=WHEN` | these records of events are never reached | |
-//! | `import.never=WHEN` | these opened events never complete in the opening process | |
-//! | `batch=absent` | no `cuMemcpyBatchAsync`; `present` | `present` |
-//! | `ptx=refused` | every PTX is refused; `accepted` | `accepted` |
-//! | `fabric=absent` | fabric handles are not permitted; `present` | `present` |
-//! | `reset` | all settings as at the start, except devices, memory and driver | |
-//! | `clear` | clears counts and violations | |
+//! WHEN is a number K, the K-th from now, or `K+`, all from the K-th on; without it, all.
 #![expect(
     clippy::undocumented_unsafe_blocks,
     reason = "the crate is a C interface: callers' pointers are what its documentation says; other reasons are written down"

@@ -1,31 +1,21 @@
-//! POSIX shared memory named after its process: `/dev/shm/kvtier-cuda-fake-PID-START-LIBRARY-WHAT`.
+//! POSIX shared memory named after its process: `/dev/shm/kvtier-cuda-fake-PID-START-WHAT`.
 //!
-//! START is the process's start in clock ticks, so a reused PID is another process; LIBRARY distinguishes copies
-//! of the fake driver in one process.
+//! START is the process's start in clock ticks, so a reused PID is another process. A handle for other processes is such
+//! a name without the prefix, and the device in its last byte.
 
-use std::ffi::CString;
-use std::os::fd::{AsRawFd as _, FromRawFd as _, OwnedFd};
+use std::os::fd::{AsRawFd as _, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::sync::LazyLock;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
-const PREFIX: &str = "kvtier-cuda-fake-";
+use crate::abi::*;
+
 const FOLDER: &str = "/dev/shm";
+const PREFIX: &str = "kvtier-cuda-fake-";
 
-/// A process, as a handle names it.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub(crate) struct Owner {
-    pub pid: u32,
-    pub start: u64,
-    pub library: u64,
-}
-
-static US: LazyLock<Owner> = LazyLock::new(|| {
+/// PID and start of this process.
+static US: LazyLock<String> = LazyLock::new(|| {
     let pid = std::process::id();
-    Owner {
-        pid,
-        start: start_of(pid).unwrap_or(0),
-        library: std::ptr::from_ref(&US).addr() as u64,
-    }
+    format!("{pid}-{}-", start_of(pid).unwrap_or(0))
 });
 
 /// The start of a process that lives, in clock ticks since boot.
@@ -36,204 +26,166 @@ fn start_of(pid: u32) -> Option<u64> {
     (!matches!(state, "Z" | "X")).then(|| fields.nth(18)?.parse().ok())?
 }
 
-impl Owner {
-    pub(crate) fn us() -> Self {
-        *US
-    }
-
-    pub(crate) fn lives(&self) -> bool {
-        start_of(self.pid) == Some(self.start)
-    }
-
-    fn path(&self, what: &str) -> String {
-        format!(
-            "{FOLDER}/{PREFIX}{}-{}-{:x}-{what}",
-            self.pid, self.start, self.library
-        )
-    }
+/// Whether the process of a name lives.
+fn lives(name: &str) -> bool {
+    let mut numbers = name.split('-').map(|part| part.parse::<u64>().ok());
+    let pid = numbers.next().flatten().and_then(|n| u32::try_from(n).ok());
+    let start = numbers.next().flatten();
+    start.is_some() && pid.and_then(start_of) == start
 }
 
 /// Removes the files of dead processes, and at exit those of this one.
 pub(crate) fn clean_up() {
-    remove(|owner| !owner.lives());
+    remove(|name| !lives(name));
     extern "C" fn at_exit() {
         // A forked child inherits this function, but the files are its parent's.
-        if std::process::id() == Owner::us().pid {
-            remove(|owner| *owner == Owner::us());
+        if US.starts_with(&format!("{}-", std::process::id())) {
+            remove(|name| name.starts_with(&*US));
         }
     }
     unsafe { libc::atexit(at_exit) };
 }
 
-fn remove(matches: impl Fn(&Owner) -> bool) {
-    let Ok(folder) = std::fs::read_dir(FOLDER) else {
-        return;
-    };
-    for entry in folder.flatten() {
+fn remove(matches: impl Fn(&str) -> bool) {
+    for entry in std::fs::read_dir(FOLDER).into_iter().flatten().flatten() {
         let name = entry.file_name();
-        let owner = name.to_str().and_then(owner_of);
-        if owner.is_some_and(|owner| matches(&owner)) {
+        let name = name.to_str().and_then(|name| name.strip_prefix(PREFIX));
+        if name.is_some_and(&matches) {
             _ = std::fs::remove_file(entry.path());
         }
     }
 }
 
-fn owner_of(name: &str) -> Option<Owner> {
-    let mut parts = name.strip_prefix(PREFIX)?.split('-');
-    Some(Owner {
-        pid: parts.next()?.parse().ok()?,
-        start: parts.next()?.parse().ok()?,
-        library: u64::from_str_radix(parts.next()?, 16).ok()?,
-    })
+fn open(name: &str, create: bool) -> Option<OwnedFd> {
+    let mut options = std::fs::File::options();
+    options.read(true).write(true).create_new(create);
+    options.mode(0o600).custom_flags(libc::O_NOFOLLOW);
+    let file = options.open(format!("{FOLDER}/{PREFIX}{name}"));
+    file.ok().map(OwnedFd::from)
 }
 
-/// A file of this process, removed when dropped; open descriptors keep its bytes.
+/// A file of this process, removed when dropped; open descriptors and mappings keep its bytes.
 pub(crate) struct Segment {
-    pub fd: OwnedFd,
-    path: String,
+    name: String,
 }
 
 impl Segment {
-    pub(crate) fn create(what: &str, bytes: u64) -> Option<Self> {
-        let path = Owner::us().path(what);
-        let fd = open(&path, libc::O_CREAT | libc::O_EXCL)?;
-        let segment = Self { fd, path };
-        let sized = unsafe { libc::ftruncate(segment.fd.as_raw_fd(), bytes as i64) } == 0;
-        sized.then_some(segment)
+    /// Creates the file; the kind is a letter.
+    pub(crate) fn create(kind: char, id: u64, bytes: u64) -> Outcome<(Self, OwnedFd)> {
+        let name = format!("{}{kind}{id:x}", *US);
+        let fd = open(&name, true).ok_or(Fault::Code(ERROR_OUT_OF_MEMORY))?;
+        let segment = Self { name };
+        match unsafe { libc::ftruncate(fd.as_raw_fd(), bytes as i64) } {
+            0 => Ok((segment, fd)),
+            _ => Err(Fault::Code(ERROR_OUT_OF_MEMORY)),
+        }
+    }
+
+    pub(crate) fn handle(&self, device: usize) -> [u8; 64] {
+        let mut handle = [0; 64];
+        handle[..self.name.len()].copy_from_slice(self.name.as_bytes());
+        handle[63] = device as u8;
+        handle
     }
 }
 
 impl Drop for Segment {
     fn drop(&mut self) {
-        _ = std::fs::remove_file(&self.path);
+        _ = std::fs::remove_file(format!("{FOLDER}/{PREFIX}{}", self.name));
     }
 }
 
-/// A segment of a process that lives, by name.
-pub(crate) fn open_of(owner: &Owner, what: &str) -> Option<OwnedFd> {
-    if !owner.lives() {
-        return None;
+/// Opens the file of a handle, whose process must live.
+pub(crate) fn open_handle(handle: &[u8; 64], kind: char) -> Outcome<OwnedFd> {
+    let end = handle.iter().position(|&b| b == 0).unwrap_or(63);
+    let name = std::str::from_utf8(&handle[..end]).unwrap_or_default();
+    let what = name.rsplit('-').next().unwrap_or_default();
+    if name.contains(['/', '.']) || !what.starts_with(kind) {
+        let why = "these 64 bytes are no such handle";
+        return Err(Fault::Wrong(ERROR_INVALID_HANDLE, why.into()));
     }
-    open(&owner.path(what), 0)
+    let fd = if lives(name) { open(name, false) } else { None };
+    fd.ok_or(Fault::Code(ERROR_INVALID_HANDLE))
 }
 
-fn open(path: &str, flags: i32) -> Option<OwnedFd> {
-    let path = CString::new(path).ok()?;
-    let flags = flags | libc::O_RDWR | libc::O_CLOEXEC | libc::O_NOFOLLOW;
-    let fd = unsafe { libc::open(path.as_ptr(), flags, 0o600) };
-    (fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd) })
+/// Opens a handle as `cuIpc` functions do: not one of this process, nor of another device, which is no peer here.
+pub(crate) fn open_foreign(handle: &[u8; 64], kind: char, device: usize) -> Outcome<OwnedFd> {
+    let fd = open_handle(handle, kind)?;
+    let (code, why) = if handle.starts_with(US.as_bytes()) {
+        (ERROR_INVALID_CONTEXT, "the handle is of this very process")
+    } else if usize::from(handle[63]) != device {
+        let why = "the handle is of another device";
+        (ERROR_PEER_ACCESS_UNSUPPORTED, why)
+    } else {
+        return Ok(fd);
+    };
+    Err(Fault::Wrong(code, why.into()))
 }
 
 /// Whether a descriptor is a physical allocation of some fake driver.
 pub(crate) fn is_ours(fd: i32) -> bool {
-    std::fs::read_link(format!("/proc/self/fd/{fd}")).is_ok_and(|to| {
-        to.to_string_lossy()
-            .starts_with(&format!("{FOLDER}/{PREFIX}"))
-    })
+    std::fs::read_link(format!("/proc/self/fd/{fd}"))
+        .is_ok_and(|to| to.to_string_lossy().contains(PREFIX))
 }
 
-pub(crate) fn bytes_of(fd: i32) -> u64 {
+pub(crate) fn bytes_of(fd: &OwnedFd) -> u64 {
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
-    if unsafe { libc::fstat(fd, &mut stat) } == 0 {
-        stat.st_size as u64
-    } else {
-        0
-    }
+    unsafe { libc::fstat(fd.as_raw_fd(), &mut stat) };
+    stat.st_size as u64
 }
 
 /// Mapping in which the fake driver itself sees device memory. Callers get other addresses, at which nothing can be read, as
-/// with a real device.
+/// with a real device. Work on a stream has a reference.
 pub(crate) struct Mapping {
     at: *mut u8,
     bytes: usize,
-    users: AtomicUsize,
 }
 
 // The bytes are shared with other processes anyway; only copies reach them.
 unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
+const READ_WRITE: i32 = libc::PROT_READ | libc::PROT_WRITE;
+const NOTHING: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+
 impl Mapping {
     /// All of a file.
-    pub(crate) fn of(fd: &OwnedFd, bytes: u64) -> Option<Self> {
-        Self::new(
-            bytes,
-            libc::PROT_READ | libc::PROT_WRITE,
-            libc::MAP_SHARED,
-            fd.as_raw_fd(),
-        )
+    pub(crate) fn of(fd: &OwnedFd) -> Outcome<Self> {
+        Self::new(bytes_of(fd), READ_WRITE, libc::MAP_SHARED, fd.as_raw_fd())
     }
 
     /// Addresses with nothing behind them.
-    pub(crate) fn reserve(bytes: u64) -> Option<Self> {
-        let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-        Self::new(bytes, libc::PROT_NONE, flags, -1)
+    pub(crate) fn reserve(bytes: u64) -> Outcome<Self> {
+        Self::new(bytes, libc::PROT_NONE, NOTHING, -1)
     }
 
-    fn new(bytes: u64, protection: i32, flags: i32, fd: i32) -> Option<Self> {
-        let bytes = usize::try_from(bytes).ok()?;
+    fn new(bytes: u64, protection: i32, flags: i32, fd: i32) -> Outcome<Self> {
+        let bytes = bytes as usize;
         let at = unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, flags, fd, 0) };
-        (at != libc::MAP_FAILED).then_some(Self {
-            at: at.cast(),
-            bytes,
-            users: AtomicUsize::new(0),
-        })
-    }
-
-    /// Puts a file into reserved addresses.
-    pub(crate) fn place(&self, offset: u64, bytes: u64, fd: &OwnedFd) -> bool {
-        let flags = libc::MAP_SHARED | libc::MAP_FIXED;
-        self.fixed(
-            offset,
-            bytes,
-            libc::PROT_READ | libc::PROT_WRITE,
-            flags,
-            fd.as_raw_fd(),
-        )
-    }
-
-    /// Takes the value, unless it is in use.
-    pub(crate) fn clear(&self, offset: u64, bytes: u64) {
-        if !self.in_use() {
-            let flags =
-                libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | libc::MAP_FIXED;
-            self.fixed(offset, bytes, libc::PROT_NONE, flags, -1);
+        if at == libc::MAP_FAILED {
+            return Err(Fault::Code(ERROR_OUT_OF_MEMORY));
         }
+        let at = at.cast();
+        Ok(Self { at, bytes })
     }
 
-    fn fixed(&self, offset: u64, bytes: u64, protection: i32, flags: i32, fd: i32) -> bool {
-        // Inside this mapping: `offset` and `bytes` were checked against the region it belongs to.
-        let at = self.at(offset).cast();
-        unsafe { libc::mmap(at, bytes as usize, protection, flags, fd, 0) == at }
+    /// Puts a file into reserved addresses, or nothing again. The range was checked.
+    pub(crate) fn place(&self, offset: u64, bytes: u64, file: Option<&OwnedFd>) {
+        let (protection, flags, fd) = match file {
+            Some(fd) => (READ_WRITE, libc::MAP_SHARED, fd.as_raw_fd()),
+            None => (libc::PROT_NONE, NOTHING, -1),
+        };
+        let (at, flags) = (self.at(offset).cast(), flags | libc::MAP_FIXED);
+        unsafe { libc::mmap(at, bytes as usize, protection, flags, fd, 0) };
     }
 
     pub(crate) fn at(&self, offset: u64) -> *mut u8 {
         self.at.wrapping_add(offset as usize)
-    }
-
-    pub(crate) fn in_use(&self) -> bool {
-        self.users.load(Ordering::Acquire) > 0
     }
 }
 
 impl Drop for Mapping {
     fn drop(&mut self) {
         unsafe { libc::munmap(self.at.cast(), self.bytes) };
-    }
-}
-
-/// A reference held by work on a stream.
-pub(crate) struct Held(std::sync::Arc<Mapping>);
-
-impl Held {
-    pub(crate) fn new(mapping: &std::sync::Arc<Mapping>) -> Self {
-        mapping.users.fetch_add(1, Ordering::AcqRel);
-        Self(mapping.clone())
-    }
-}
-
-impl Drop for Held {
-    fn drop(&mut self) {
-        self.0.users.fetch_sub(1, Ordering::AcqRel);
     }
 }

@@ -1,23 +1,21 @@
 //! The driver's state in this process: devices, contexts, and the objects behind handles.
 
+use std::any::Any;
 use std::cell::Cell;
 use std::collections::HashMap;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, LazyLock};
 
 use parking_lot::Mutex;
 
-use crate::abi::{
-    ERROR_CONTEXT_IS_DESTROYED, ERROR_INVALID_CONTEXT, ERROR_INVALID_HANDLE, ERROR_INVALID_VALUE,
-    Fault, Outcome, wrong,
-};
-use crate::event::{Event, Slots};
+use crate::abi::*;
+use crate::event::Event;
 use crate::host::Host;
 use crate::journal::Journal;
 use crate::kernel::{Function, Module};
 use crate::script::Script;
-use crate::space::{Physical, Space};
-use crate::stream::{Engines, Stream};
+use crate::segment::Segment;
+use crate::space::Space;
+use crate::stream::{Stream, until};
 
 pub(crate) struct World {
     pub script: Mutex<Script>,
@@ -25,27 +23,54 @@ pub(crate) struct World {
     pub state: Mutex<State>,
 }
 
+#[derive(Default)]
 pub(crate) struct State {
     /// Set by `cuInit`.
     pub devices: Option<Vec<Device>>,
     pub space: Space,
     pub host: Host,
-    pub slots: Slots,
     pub streams: HashMap<u64, Arc<Stream>>,
     pub events: HashMap<u64, Event>,
     pub modules: HashMap<u64, Module>,
     pub functions: HashMap<u64, Function>,
-    pub physical: HashMap<u64, Arc<Physical>>,
+    pub physical: HashMap<u64, Physical>,
     last: u64,
 }
 
+#[derive(Default)]
 pub(crate) struct Device {
     pub retained: u32,
     pub used: u64,
-    pub engines: Arc<Engines>,
     /// The stream that handles 0, 1 and 2 mean.
-    pub default: Option<Arc<Stream>>,
+    default: Option<Arc<Stream>>,
+    /// Set by a failing kernel; every later call of the device returns it.
+    pub poison: CUresult,
 }
+
+/// `cuMemCreate`, or imported.
+pub(crate) struct Physical {
+    pub device: usize,
+    pub fd: std::os::fd::OwnedFd,
+    pub segment: Option<Segment>,
+}
+
+/// Memory as a copy meets it: where it is, and what holds it.
+pub(crate) struct Touched {
+    pub at: *mut u8,
+    pub kind: MemoryKind,
+    pub held: Option<Arc<dyn Any + Send + Sync>>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum MemoryKind {
+    Device,
+    /// With the flags of the registration.
+    Registered(u32),
+    Pageable,
+}
+
+// Any thread may access the bytes, as with a real device.
+unsafe impl Send for Touched {}
 
 thread_local! {
     /// The context that is current on a thread; 0: none.
@@ -59,26 +84,14 @@ static WORLD: LazyLock<World> = LazyLock::new(|| {
     let world = World {
         script: Mutex::default(),
         journal: Journal::default(),
-        state: Mutex::new(State {
-            devices: None,
-            space: Space::new(),
-            host: Host::default(),
-            slots: Slots::default(),
-            streams: HashMap::new(),
-            events: HashMap::new(),
-            modules: HashMap::new(),
-            functions: HashMap::new(),
-            physical: HashMap::new(),
-            last: 0,
-        }),
+        state: Mutex::default(),
     };
-    if let Ok(text) = std::env::var("KVTIER_CUDA_FAKE") {
-        let done = world.script.lock().apply(&text, crate::api::knows);
-        if let Err(why) = done {
-            // Continuing would test something else than intended.
-            eprintln!("KVTIER_CUDA_FAKE: {why}");
-            std::process::abort();
-        }
+    if let Ok(text) = std::env::var("KVTIER_CUDA_FAKE")
+        && let Err(why) = world.script.lock().apply(&text, crate::api::knows)
+    {
+        // Continuing would test something else than intended.
+        eprintln!("KVTIER_CUDA_FAKE: {why}");
+        std::process::abort();
     }
     world
 });
@@ -87,16 +100,23 @@ pub(crate) fn world() -> &'static World {
     &WORLD
 }
 
+impl World {
+    /// Counts a call, or the start of work on a stream, and holds it as scripted; returns the code with which it fails.
+    pub(crate) fn pass(&self, name: &str) -> Option<CUresult> {
+        self.journal.add(name, 1);
+        let (held, fails) = self.script.lock().act(name);
+        if held {
+            until(|| !self.script.lock().holds(name));
+        }
+        fails
+    }
+}
+
 const CONTEXTS: u64 = 0x00c0_c000_0000;
 
 /// The handle of a device's primary context.
 pub(crate) fn context(device: usize) -> u64 {
-    CONTEXTS + 0x100 * device as u64
-}
-
-pub(crate) fn device_of(context: u64) -> Option<usize> {
-    let at = context.checked_sub(CONTEXTS)?;
-    (at.is_multiple_of(0x100) && at < 0x10000).then_some((at / 0x100) as usize)
+    CONTEXTS + device as u64 * 0x100
 }
 
 impl State {
@@ -106,35 +126,36 @@ impl State {
 
     pub(crate) fn device(&mut self, ordinal: i32) -> Outcome<usize> {
         let n = self.devices().len();
-        usize::try_from(ordinal)
-            .ok()
-            .filter(|&d| d < n)
-            .ok_or_else(|| wrong!(crate::abi::ERROR_INVALID_DEVICE, "device {ordinal} of {n}"))
+        let device = usize::try_from(ordinal).ok().filter(|&d| d < n);
+        device.ok_or_else(|| wrong!(ERROR_INVALID_DEVICE, "device {ordinal} of {n}"))
+    }
+
+    /// The device of a context that is retained.
+    pub(crate) fn device_of(&mut self, of: u64) -> Option<usize> {
+        let mut retained = self.devices().iter().enumerate();
+        retained
+            .find(|(device, d)| d.retained > 0 && context(*device) == of)
+            .map(|(device, _)| device)
     }
 
     /// The device whose context is current on this thread.
     pub(crate) fn current(&mut self) -> Outcome<usize> {
         let current = CURRENT.get();
-        let Some(device) = device_of(current) else {
-            return Err(wrong!(
-                ERROR_INVALID_CONTEXT,
-                "no context is current on this thread"
-            ));
+        let Some(device) = self.device_of(current) else {
+            let why = match current {
+                0 => "no context is current on this thread",
+                _ => "the current context was released",
+            };
+            return Err(Fault::Wrong(ERROR_INVALID_CONTEXT, why.into()));
         };
         self.healthy(device).map(|()| device)
     }
 
-    /// Whether a device's context lives, and no kernel of its went wrong.
+    /// Whether no kernel of a device's context went wrong.
     pub(crate) fn healthy(&mut self, device: usize) -> Outcome {
-        match self.devices().get(device) {
-            Some(d) if d.retained > 0 => match d.engines.poison.load(Ordering::Acquire) {
-                0 => Ok(()),
-                code => Err(Fault::Code(code)),
-            },
-            _ => Err(wrong!(
-                ERROR_CONTEXT_IS_DESTROYED,
-                "the context of device {device} was released"
-            )),
+        match self.devices()[device].poison {
+            SUCCESS => Ok(()),
+            code => Err(Fault::Code(code)),
         }
     }
 
@@ -151,68 +172,84 @@ impl State {
             let default = &mut self.devices()[device].default;
             return Ok(default.get_or_insert_with(|| Stream::start(device)).clone());
         }
-        match self.streams.get(&handle) {
-            Some(stream) if stream.device == device => Ok(stream.clone()),
-            Some(stream) => Err(wrong!(
+        let stream = self.streams.get(&handle);
+        let stream = stream.ok_or_else(|| unknown("stream", handle))?;
+        if stream.device != device {
+            return Err(wrong!(
                 ERROR_INVALID_CONTEXT,
                 "the stream is of device {}, the current context of device {device}",
                 stream.device
-            )),
-            None => Err(unknown("stream", handle)),
+            ));
         }
+        Ok(stream.clone())
     }
 
     pub(crate) fn event(&self, handle: u64) -> Outcome<&Event> {
-        self.events
-            .get(&handle)
-            .ok_or_else(|| unknown("event", handle))
+        let event = self.events.get(&handle);
+        event.ok_or_else(|| unknown("event", handle))
     }
 
-    /// Ends a device's primary context; frees and lists the objects left in it.
-    pub(crate) fn end_of(&mut self, device: usize) -> Vec<String> {
-        let mut left = Vec::new();
-        let mut note = |n: usize, what: &str| {
-            if n > 0 {
-                left.push(format!("{n} {what}"));
-            }
+    /// Takes memory of a device.
+    pub(crate) fn allocate(&mut self, device: usize, bytes: u64) -> Outcome {
+        let (total, used) = (
+            world().script.lock().memory,
+            &mut self.devices()[device].used,
+        );
+        if bytes > total.saturating_sub(*used) {
+            return Err(Fault::Code(ERROR_OUT_OF_MEMORY));
+        }
+        *used += bytes;
+        Ok(())
+    }
+
+    /// Locates memory of a device or of the host that a device is to access.
+    pub(crate) fn touch(
+        &self,
+        device: usize,
+        address: u64,
+        bytes: u64,
+        what: &str,
+    ) -> Outcome<Touched> {
+        if self.space.covers(address) {
+            let (at, mapping) = self.space.find(address, bytes, device, what)?;
+            return Ok(Touched {
+                at,
+                kind: MemoryKind::Device,
+                held: Some(mapping),
+            });
+        }
+        let range = self.host.find(address, bytes, device, what)?;
+        Ok(Touched {
+            at: std::ptr::with_exposed_provenance_mut(address as usize),
+            kind: range.map_or(MemoryKind::Pageable, |r| MemoryKind::Registered(r.flags)),
+            held: range.map(|range| range.users.clone() as _),
+        })
+    }
+
+    /// Ends a device's primary context; frees the objects left in it, and returns their number.
+    pub(crate) fn end_of(&mut self, device: usize) -> usize {
+        let objects = |state: &Self| {
+            let (regions, modules) = (state.space.regions.len(), state.modules.len());
+            regions + modules + state.host.0.len() + state.streams.len() + state.events.len()
         };
-        note(self.space.drop_of(device), "allocations or mappings");
-        note(self.host.drop_of(device), "registrations");
-        let n = self.streams.len();
-        self.streams.retain(|_, stream| {
-            if stream.device == device {
-                stream.close();
-            }
-            stream.device != device
-        });
-        note(n - self.streams.len(), "streams");
-        let n = self.events.len();
+        let before = objects(self);
+        let regions = &mut self.space.regions;
+        regions.retain(|_, region| region.device() != Some(device));
+        self.host.0.retain(|_, range| range.device != device);
+        self.streams.retain(|_, stream| stream.device != device);
         self.events.retain(|_, event| event.device != device);
-        note(n - self.events.len(), "events");
-        let n = self.modules.len();
         self.modules.retain(|_, module| module.device != device);
         self.functions
             .retain(|_, function| function.device != device);
-        note(n - self.modules.len(), "modules");
-        let reset = &mut self.devices()[device];
-        reset.used = 0;
-        reset.engines.poison.store(0, Ordering::Release);
-        if let Some(stream) = reset.default.take() {
-            stream.close();
-        }
-        left
+        self.devices()[device] = Device::default();
+        before - objects(self)
     }
 
     /// Every stream of a device.
     pub(crate) fn streams_of(&mut self, device: usize) -> Vec<Arc<Stream>> {
-        let mut all: Vec<_> = self
-            .streams
-            .values()
-            .filter(|s| s.device == device)
-            .cloned()
-            .collect();
-        all.extend(self.devices()[device].default.clone());
-        all
+        let default = self.devices()[device].default.clone();
+        let others = self.streams.values().filter(|s| s.device == device);
+        others.cloned().chain(default).collect()
     }
 }
 
@@ -223,14 +260,13 @@ pub(crate) fn unknown(what: &str, handle: u64) -> Fault {
     )
 }
 
-/// Flags with bits that the driver does not know.
+/// Refuses flags with bits that the driver does not know.
 pub(crate) fn only(flags: u32, known: u32) -> Outcome {
     if flags & !known == 0 {
-        Ok(())
-    } else {
-        Err(wrong!(
-            ERROR_INVALID_VALUE,
-            "flags {flags:#x}; there are {known:#x}"
-        ))
+        return Ok(());
     }
+    Err(wrong!(
+        ERROR_INVALID_VALUE,
+        "flags {flags:#x}; there are {known:#x}"
+    ))
 }

@@ -34,8 +34,8 @@ cudaError_t cudaRuntimeGetVersion(int *v) { *v = 13000; return cudaSuccess; }
 cudaError_t cudaDeviceCanAccessPeer(int *can, int a, int b) { (void)a; (void)b; *can = 0; return cudaSuccess; }
 cudaError_t cudaDeviceGetPCIBusId(char *to, int capacity, int d) { CALL(cuDeviceGetPCIBusId(to, capacity, d)); }
 cudaError_t cudaDeviceGetAttribute(int *v, enum cudaDeviceAttr a, int d) { (void)a; (void)d; *v = 1; return cudaSuccess; }
-cudaError_t cudaDeviceGetStreamPriorityRange(int *l, int *g) { CALL(cuCtxGetStreamPriorityRange(l, g)); }
-cudaError_t cudaMemGetInfo(size_t *f, size_t *t) { CALL(cuMemGetInfo(f, t)); }
+cudaError_t cudaDeviceGetStreamPriorityRange(int *l, int *g) { *l = 0; *g = -5; return cudaSuccess; }
+cudaError_t cudaMemGetInfo(size_t *f, size_t *t) { CALL(cuDeviceTotalMem(t, 0) || cuDeviceTotalMem(f, 0)); }
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int d) {
   CUresult code = ready();
   if (code) return record(code);
@@ -92,7 +92,7 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *m) {
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *e, unsigned f) { CALL(cuEventCreate(e, f)); }
 cudaError_t cudaEventDestroy(cudaEvent_t e) { CALL(cuEventDestroy(e)); }
 cudaError_t cudaEventRecord(cudaEvent_t e, cudaStream_t s) { CALL(cuEventRecord(e, s)); }
-cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned f) { CALL(cuEventRecordWithFlags(e, s, f)); }
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t e, cudaStream_t s, unsigned f) { (void)f; CALL(cuEventRecord(e, s)); }
 cudaError_t cudaEventQuery(cudaEvent_t e) { CALL(cuEventQuery(e)); }
 cudaError_t cudaEventSynchronize(cudaEvent_t e) { CALL(cuEventSynchronize(e)); }
 

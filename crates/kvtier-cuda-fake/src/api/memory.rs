@@ -1,14 +1,13 @@
 //! Device memory by `cuMemAlloc`, and host memory that is registered or allocated.
 
 use std::ffi::c_void;
-use std::sync::Arc;
 
 use super::exports;
 use crate::abi::*;
-use crate::host;
+use crate::host::{Registration, untouched_pages};
 use crate::segment::{Mapping, Segment};
-use crate::space::{GRANULE, Kind};
-use crate::world::{only, world};
+use crate::space::{Region, RegionKind};
+use crate::world::{MemoryKind, only, world};
 
 /// Records memory freed while streams still use it, which the driver may or may not wait for.
 pub(super) fn note_use(in_use: bool, function: &str, address: u64) {
@@ -16,10 +15,6 @@ pub(super) fn note_use(in_use: bool, function: &str, address: u64) {
         let line = format!("{function}: a stream still has work on what is at {address:#x}");
         world().journal.violation(line);
     }
-}
-
-fn free_host(address: *mut u8, bytes: u64) {
-    unsafe { libc::munmap(address.cast(), bytes as usize) };
 }
 
 exports! {
@@ -30,46 +25,28 @@ exports! {
             return Err(wrong!(ERROR_INVALID_VALUE, "0 bytes"));
         }
         let bytes = bytes as u64;
-        let total = world().script.lock().memory;
-        let used = state.devices()[device].used;
-        if bytes > total.saturating_sub(used) {
-            return Err(Fault::Code(ERROR_OUT_OF_MEMORY));
-        }
-        let id = state.handle();
-        let none = || Fault::Code(ERROR_OUT_OF_MEMORY);
-        let segment = Segment::create(&format!("m{id:x}"), bytes).ok_or_else(none)?;
-        let mapping = Mapping::of(&segment.fd, bytes).ok_or_else(none)?;
-        let at = state.space.add(bytes, mapping, Kind::Own { device, id, _segment: segment })?;
-        state.devices()[device].used += bytes;
-        put(to, at)
+        state.allocate(device, bytes)?;
+        let (segment, fd) = Segment::create('m', state.handle(), bytes)?;
+        put(to, state.space.add(bytes, Mapping::of(&fd)?, RegionKind::Own(device, segment))?)
     }
 
     fn cuMemFree_v2(at: u64) {
         let mut state = world().state.lock();
         let current = state.current()?;
-        if at == 0 {
-            return Ok(());
-        }
-        match state.space.get(at).map(|region| (&region.kind, region.bytes)) {
-            Some((Kind::Own { device, .. }, bytes)) => {
-                if *device != current {
-                    return Err(wrong!(ERROR_INVALID_CONTEXT, "memory of device {device}, freed in another context"));
-                }
+        match state.space.regions.get(&at) {
+            _ if at == 0 => return Ok(()),
+            Some(Region { kind: RegionKind::Own(device, _), .. }) if *device != current => {
+                return Err(wrong!(ERROR_INVALID_CONTEXT, "memory of device {device}, freed in another context"));
+            }
+            Some(region @ Region { kind: RegionKind::Own(..), .. }) => {
+                note_use(region.in_use(), "cuMemFree_v2", at);
+                let bytes = region.bytes;
                 state.devices()[current].used -= bytes;
             }
             _ => return Err(wrong!(ERROR_INVALID_VALUE, "no allocation starts at {at:#x}, or it was freed")),
         }
-        let region = state.space.remove(at);
-        note_use(region.is_some_and(|region| region.mapping.in_use()), "cuMemFree_v2", at);
+        state.space.regions.remove(&at);
         Ok(())
-    }
-
-    fn cuMemGetInfo_v2(free: *mut usize, total: *mut usize) {
-        let mut state = world().state.lock();
-        let device = state.current()?;
-        let all = world().script.lock().memory;
-        put(free, all.saturating_sub(state.devices()[device].used) as usize)?;
-        put(total, all as usize)
     }
 
     fn cuMemGetAddressRange_v2(base: *mut u64, bytes: *mut usize, at: u64) {
@@ -78,26 +55,20 @@ exports! {
         let Some((start, length)) = state.space.range(at) else {
             return Err(wrong!(ERROR_INVALID_VALUE, "{at:#x} is not in a live allocation or mapping"));
         };
-        if !base.is_null() {
-            put(base, start)?;
-        }
-        if !bytes.is_null() {
-            put(bytes, length as usize)?;
-        }
-        Ok(())
+        put(base, start)?;
+        put(bytes, length as usize)
     }
 
     fn cuMemHostRegister_v2(at: *mut c_void, bytes: usize, flags: u32) {
         let mut state = world().state.lock();
         let device = state.current()?;
         only(flags, 0xf)?;
-        let base = at as u64;
-        let untouched = host::untouched_pages(base, bytes as u64).filter(|_| !state.space.covers(base));
-        let Some(untouched) = untouched else {
+        let (base, bytes) = (at as u64, bytes as u64);
+        let Some(untouched) = untouched_pages(base, bytes).filter(|_| !state.space.covers(base)) else {
             return Err(wrong!(ERROR_INVALID_VALUE, "{bytes} bytes at {base:#x} are not host memory"));
         };
-        world().journal.add("registered.untouched", untouched);
-        state.host.add(device, base, bytes as u64, flags, false)
+        world().journal.add("registered.untouched", untouched as u64);
+        state.host.add(base, Registration { bytes, device, flags, owned: false, users: Default::default() })
     }
 
     fn cuMemHostUnregister(at: *mut c_void) {
@@ -112,12 +83,10 @@ exports! {
         let mut state = world().state.lock();
         let device = state.current()?;
         only(flags, 0)?;
-        match state.host.find(at as u64, 1, device, "the pointer")? {
-            host::Place::Registered { flags, .. } if flags & HOST_REGISTER_DEVICEMAP != 0 => put(to, at as u64),
-            host::Place::Registered { .. } => {
-                Err(wrong!(ERROR_INVALID_VALUE, "{at:?} was registered without DEVICEMAP"))
-            }
-            host::Place::Pageable => Err(wrong!(ERROR_INVALID_VALUE, "{at:?} is not registered")),
+        match state.touch(device, at as u64, 1, "the pointer")?.kind {
+            MemoryKind::Registered(flags) if flags & HOST_REGISTER_DEVICEMAP != 0 => put(to, at as u64),
+            MemoryKind::Registered(_) => Err(wrong!(ERROR_INVALID_VALUE, "{at:?} was registered without DEVICEMAP")),
+            _ => Err(wrong!(ERROR_INVALID_VALUE, "{at:?} is not registered")),
         }
     }
 
@@ -125,15 +94,13 @@ exports! {
         let mut state = world().state.lock();
         let device = state.current()?;
         only(flags, 7)?;
-        if bytes == 0 || to.is_null() {
-            return Err(wrong!(ERROR_INVALID_VALUE, "{bytes} bytes to {to:?}"));
-        }
         let (protection, kind) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_PRIVATE | libc::MAP_ANONYMOUS);
         let at = unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, kind, -1, 0) };
         if at == libc::MAP_FAILED {
             return Err(Fault::Code(ERROR_OUT_OF_MEMORY));
         }
-        state.host.add(device, at as u64, bytes as u64, flags, true)?;
+        let bytes = bytes as u64;
+        state.host.add(at as u64, Registration { bytes, device, flags, owned: true, users: Default::default() })?;
         put(to, at)
     }
 
@@ -143,15 +110,9 @@ exports! {
         let range = state.host.remove(at as u64, true)?;
         note_use(range.in_use(), "cuMemFreeHost", at as u64);
         // What a stream still uses is left there.
-        if Arc::strong_count(&range.users) == 1 {
-            free_host(at.cast(), range.bytes);
+        if !range.in_use() {
+            unsafe { libc::munmap(at, range.bytes as usize) };
         }
         Ok(())
-    }
-
-    fn cuMemGetAllocationGranularity(to: *mut usize, prop: *const AllocationProp, option: u32) {
-        super::vmm::check(prop)?;
-        only(option, 1)?;
-        put(to, GRANULE as usize)
     }
 }

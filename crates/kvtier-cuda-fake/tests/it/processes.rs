@@ -116,6 +116,7 @@ fn exporter() {
         let answer = match word {
             "ready" => String::new(),
             "memory" => hex(&memory_handle(at)),
+            "try" => call!(cuIpcGetMemHandle(&mut [0; 64] => *mut [u8; 64], at => u64)).to_string(),
             "fill" => {
                 host.fill(rest.parse().unwrap());
                 assert_eq!(OK, to_device(at, host, stream));
@@ -159,14 +160,6 @@ fn exporter() {
                 } else {
                     i32::from_le_bytes(to[..4].try_into().unwrap()).to_string()
                 }
-            }
-            "capacity" => {
-                let (mut free, mut total) = (0, 0);
-                assert_eq!(
-                    OK,
-                    call!(cuMemGetInfo_v2(&mut free => *mut u64, &mut total => *mut u64))
-                );
-                format!("{free} of {total}")
             }
             "violations" => violations().join(", "),
             _ => panic!("{line}"),
@@ -326,33 +319,6 @@ fn opened_memory_outlives_its_exporter() {
     clean();
 }
 
-#[test]
-fn scripted_call_kills_the_exporter() {
-    let _alone = alone();
-    let mut exporter = Exporter::start();
-    let (_, event) = open_event(exporter.handle("event"));
-    exporter.ask("script die cuEventRecord@2");
-    exporter.ask("record");
-    assert_eq!("0", exporter.ask("sync"));
-    writeln!(exporter.say, "record").unwrap();
-    let status = exporter.child.wait().unwrap();
-    use std::os::unix::process::ExitStatusExt as _;
-    assert_eq!(Some(libc::SIGKILL), status.signal());
-    assert_eq!(OK, query(event));
-}
-
-#[test]
-fn scripted_import_never_completes() {
-    let _alone = alone();
-    let mut exporter = Exporter::start();
-    exporter.ask("record");
-    exporter.ask("sync");
-    let handle = exporter.handle("event");
-    script("import.never=1");
-    let (stuck, fine) = (open_event(handle).1, open_event(handle).1);
-    assert_eq!((600, OK), (query(stuck), query(fine)));
-}
-
 fn import(from: usize, kind: u32) -> (c_int, u64) {
     let mut handle = 0;
     (
@@ -400,9 +366,6 @@ fn physical_memory_is_shared_by_descriptor_and_fabric() {
     assert_eq!(OK, code);
     look(handle);
     clean();
-    script("fabric=absent");
-    assert_eq!(800, import(blob.as_ptr().addr(), 8).0);
-    script("fabric=present");
     exporter.kill();
     assert_eq!(400, import(blob.as_ptr().addr(), 8).0);
     clean();
@@ -445,11 +408,9 @@ fn files_of_ended_processes_are_removed() {
 
 #[test]
 fn script_is_read_from_the_environment() {
-    let mut exporter = Exporter::start_with("memory=10000\n# a remark\nfail cuEventQuery=999");
-    assert_eq!(
-        format!("{} of 10000", 10000 - BYTES),
-        exporter.ask("capacity")
-    );
+    let mut exporter = Exporter::start_with("memory=10000; fail cuIpcGetMemHandle=801@1");
+    assert_eq!("801", exporter.ask("try"));
+    exporter.ask("memory");
     let wrong = Command::new(std::env::current_exe().unwrap())
         .args(["--exact", "--ignored", "processes::exporter"])
         .env("KVTIER_CUDA_FAKE", "memory=much")

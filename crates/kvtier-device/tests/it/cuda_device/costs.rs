@@ -45,12 +45,11 @@ unsafe impl GlobalAlloc for Counting {
 static ALLOCATOR: Counting = Counting;
 
 /// Functions of the driver that a transfer may call, however often it asks what is done.
-const CALLS: [&str; 17] = [
+const CALLS: [&str; 16] = [
     "cuMemcpyAsync",
     "cuMemcpyBatchAsync",
     "cuMemcpyHtoDAsync_v2",
     "cuMemcpyDtoHAsync_v2",
-    "cuMemcpy2DAsync_v2",
     "cuLaunchKernel",
     "cuEventRecord",
     "cuStreamWaitEvent",

@@ -30,7 +30,7 @@ fn was_asked(server: &Server, form: &str) {
 
 fn moved(server: &Server) -> u64 {
     ["d2h", "kernel"]
-        .map(|engine| server.count(&format!("queued.{engine}")))
+        .map(|work| server.count(work))
         .iter()
         .sum()
 }
@@ -58,11 +58,7 @@ fn pages_are_read_after_their_event() {
             "{form}"
         );
         // Neither a stream nor the thread has waited for another process.
-        for function in [
-            "cuStreamWaitEvent",
-            "cuStreamWaitValue64_v2",
-            "cuEventSynchronize",
-        ] {
+        for function in ["cuStreamWaitEvent", "cuEventSynchronize"] {
             assert_eq!(server.count(function), 0, "{function}");
         }
         drop(pages);
@@ -185,11 +181,12 @@ fn opened_event_without_answer_times_out() {
     let server = Server::with("", options, 1 << 20);
     let mut engine = Exporter::start();
     let pages = Pages::register(&server, &mut engine, [64, 512, 8]);
-    server.script("import.never=1");
     let mut transfer = pages.store(&server, 8);
-    transfer.event = engine.bytes("event");
+    transfer.event = pending(&mut engine, "event", &pages);
     let error = pages.run(transfer.clone()).unwrap_err();
     assert!(matches!(error, DeviceError::EventTimeout), "{error}");
+    engine.ask("script release");
+    engine.ask("sync");
     transfer.event = engine.bytes("event");
     pages.run(transfer).unwrap();
     drop(pages);
@@ -258,7 +255,7 @@ fn timeline_value_is_read_in_the_background() {
     transfer.event = engine.bytes("number");
     server.script("hold d2h");
     let ticket = pages.begin(transfer);
-    wait(|| server.count("started.d2h") == 1);
+    wait(|| server.count("d2h") == 1);
     others.run(others.retrieve(&server, 8)).unwrap();
     assert!(!ticket.has_ended());
     server.script("release");

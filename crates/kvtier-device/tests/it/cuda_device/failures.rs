@@ -300,7 +300,7 @@ fn feeder_panic_fails_all_transfers() {
     let pages = Pages::pieces(&server, &mut engine, 4);
     server.script("hold d2h");
     let in_flight = pages.begin(pages.store(&server, 1));
-    wait(|| server.count("queued.d2h") == 1);
+    wait(|| server.count("d2h") == 1);
     // The next piece gets no staging buffer, which is logged.
     server.script("fail cuMemAlloc_v2=2");
     log::panic_once();

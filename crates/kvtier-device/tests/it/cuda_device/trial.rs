@@ -52,20 +52,23 @@ fn all_executors_are_available_on_a_full_driver() {
 
 #[test]
 fn driver_without_kernel_or_batches_still_serves() {
-    let obstacles = without("ptx=refused");
+    let obstacles = without("fail cuModuleLoadDataEx=218");
     let [(Executor::Staged, why), (Executor::Kernel, same)] = &obstacles[..] else {
         panic!("{obstacles:?}")
     };
-    assert!(why.contains("the script refuses it"), "{why}");
+    assert!(why.contains("cuModuleLoadDataEx"), "{why}");
     assert_eq!(why, same);
-    for script in ["batch=absent", "driver=12070"] {
+    for script in ["fail cuGetProcAddress_v2=500", "driver=12070"] {
         let obstacles = without(script);
         let [(Executor::Batch, why)] = &obstacles[..] else {
             panic!("{script}: {obstacles:?}")
         };
         assert_eq!(why, "the driver is older than CUDA 12.8");
     }
-    assert_eq!(without("ptx=refused; batch=absent; driver=12080").len(), 3);
+    assert_eq!(
+        without("fail cuModuleLoadDataEx=218; fail cuGetProcAddress_v2=500; driver=12080").len(),
+        3
+    );
 }
 
 /// A call that succeeds without doing its work.
@@ -171,17 +174,17 @@ fn staging_trial_uses_the_buffers_that_fit() {
 fn configured_executor_that_fails_is_refused() {
     for (script, executor, expected) in [
         (
-            "ptx=refused",
+            "fail cuModuleLoadDataEx=218",
             Executor::Kernel,
             "the executor kernel cannot be used on this GPU",
         ),
         (
-            "ptx=refused",
+            "fail cuModuleLoadDataEx=218",
             Executor::Staged,
             "the executor staged cannot be used on this GPU",
         ),
         (
-            "batch=absent",
+            "fail cuGetProcAddress_v2=500",
             Executor::Batch,
             "the driver is older than CUDA 12.8",
         ),
@@ -206,7 +209,7 @@ fn configured_executor_that_fails_is_refused() {
         // Nothing of it is left, and it may work the next time; what a driver has is looked up once.
         server.script("reset");
         let again = Pages::on(0, &server, &mut engine, [8, 64, 8]);
-        assert_eq!(again.is_err(), script == "batch=absent");
+        assert_eq!(again.is_err(), script == "fail cuGetProcAddress_v2=500");
         drop(again);
         server.ends_clean();
     }

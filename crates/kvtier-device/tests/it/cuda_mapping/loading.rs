@@ -35,7 +35,7 @@ fn old_driver_has_no_batch_copy() {
         "false"
     );
     assert_eq!(
-        Exporter::with_script("batch=absent").ask("batches"),
+        Exporter::with_script("fail cuGetProcAddress_v2=500").ask("batches"),
         "false"
     );
     assert_eq!(Exporter::with_script("driver=13000").ask("batches"), "true");
@@ -68,13 +68,16 @@ fn driver_errors_keep_the_drivers_text() {
         "{text}"
     );
     assert!(text.ends_with("(2)"), "{text}");
-    bench.script("ptx=refused");
     // SAFETY: it is no code at all.
     let error = unsafe { Module::load(bench.context(), c"none") }.unwrap_err();
     assert!(
         error
             .to_string()
             .starts_with("cuModuleLoadDataEx: CUDA_ERROR"),
+        "{error}"
+    );
+    assert!(
+        error.to_string().contains("no kernel, or not all of it"),
         "{error}"
     );
     bench.nothing_is_left();
