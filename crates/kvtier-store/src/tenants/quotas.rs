@@ -6,15 +6,12 @@
 //! | --- | --- | --- |
 //! | `turn` | the file and the quotas of the tiers, one writer at a time | the others, and those of the tiers' caches |
 //! | `table` | which table is the current one | none |
-//! | `waiting` | changes that the next writer takes along | none |
 //! | `default_limit` | the limit of tenants without a quota | none |
 
-use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
-use crossbeam_channel::{Sender, bounded};
-use kvtier_common::error::{Error, ErrorKind, Result};
+use kvtier_common::error::{Error, Result};
 use kvtier_common::state::{StateDir, existing_file};
 use kvtier_common::sync::{Mutex, RwLock};
 use kvtier_core::quota::{Grant, QuotaConfig, QuotaMode};
@@ -194,20 +191,6 @@ fn check_together(tenants: usize, will_be: usize, before: &Shares, sums: &[u128]
 /// Entries to set, or with `None` to take away.
 pub type Changes = Vec<(Arc<str>, Option<Entry>)>;
 
-/// Changes that wait to be written, all of them or none.
-struct Waiting {
-    changes: Changes,
-    /// Takes how many entries were there before.
-    answer: Sender<Result<usize>>,
-}
-
-/// Changes that were made.
-struct Accepted {
-    changes: Vec<(Arc<str>, Option<Arc<Entry>>)>,
-    existed: usize,
-    answer: Sender<Result<usize>>,
-}
-
 /// Quotas of all tenants in all tiers.
 pub struct Quotas {
     settings: QuotaSettings,
@@ -219,7 +202,6 @@ pub struct Quotas {
     tiers: Vec<Box<dyn QuotaTier>>,
     /// Guards which table is the current one, no longer than that takes to read or to set.
     table: RwLock<Arc<Table>>,
-    waiting: Mutex<Vec<Waiting>>,
     /// Turn to write the file. Only changes of quotas and of capacities wait for it; reads and enforcement do not.
     turn: Mutex<Shares>,
 }
@@ -259,7 +241,6 @@ impl Quotas {
             file,
             tiers,
             table: RwLock::new(Arc::new(table)),
-            waiting: Mutex::default(),
         }
     }
 
@@ -329,7 +310,7 @@ impl Quotas {
     /// Makes all of these changes, or none; says how many entries were there before. They are written when this returns,
     /// and L1 has evicted what has become too much; the tiers below have begun to.
     ///
-    /// May wait for the disk. Changes that come meanwhile are written together.
+    /// May wait for the disk.
     ///
     /// # Errors
     /// Then everything is as it was.
@@ -337,22 +318,42 @@ impl Quotas {
         for entry in changes.iter().filter_map(|(_, entry)| entry.as_ref()) {
             self.check(entry)?;
         }
-        let (answer, outcome) = bounded(1);
-        self.waiting.lock().push(Waiting { changes, answer });
-        let mut turn = self.turn.lock();
-        // The previous holder of the turn may have written this one too.
-        let waiting = std::mem::take(&mut *self.waiting.lock());
-        if !waiting.is_empty() {
-            self.write(waiting, &mut turn);
+        let mut shares = self.turn.lock();
+        let before = self.table();
+        let mut table = Table::clone(&before);
+        let mut sums = shares.reserved.clone();
+        let mut existed = 0;
+        let mut salts = Vec::with_capacity(changes.len());
+        for (salt, entry) in changes {
+            if let Some(entry) = &entry {
+                table.place(entry, |tier| place_of(&self.places, tier));
+            }
+            let old = table.set(&salt, entry);
+            let new = table.get(&salt);
+            for (place, sum) in self.places.iter().zip(&mut sums) {
+                let share = |entry: Option<&Arc<Entry>>| {
+                    u128::from(entry.map_or(0, |entry| entry.of_tier(&place.name).reserved))
+                };
+                *sum = *sum + share(new) - share(old.as_ref());
+            }
+            existed += usize::from(old.is_some());
+            salts.push(salt);
         }
-        drop(turn);
-        let lost = |_| {
-            Err(not_written(Error::new(
-                ErrorKind::Io,
-                "an error of this server",
-            )))
-        };
-        let existed = outcome.recv().unwrap_or_else(lost)?;
+        check_together(before.len(), table.len(), &shares, &sums)?;
+        if let Some(file) = self.file.as_ref().filter(|_| table != *before) {
+            file.save(&table).map_err(|error| {
+                let path = file.path().display().to_string();
+                tracing::error!(%error, file = path, "the quotas could not be written");
+                not_written(Error::io(path, error))
+            })?;
+        }
+        shares.reserved = sums;
+        let table = Arc::new(table);
+        *self.table.write() = Arc::clone(&table);
+        for salt in salts {
+            self.grant(&salt, table.get(&salt).map(|entry| &**entry));
+        }
+        drop(shares);
         for tier in &self.tiers {
             tier.enforce();
         }
@@ -386,100 +387,6 @@ impl Quotas {
     /// The tiers, L1 first.
     pub fn tiers(&self) -> impl Iterator<Item = &dyn QuotaTier> {
         self.tiers.iter().map(|tier| &**tier)
-    }
-
-    fn write(&self, waiting: Vec<Waiting>, shares: &mut Shares) {
-        let accepted = match &self.file {
-            // Large tables are not copied where nothing can fail.
-            None => {
-                let mut table = self.table.write();
-                self.admit(waiting, Arc::make_mut(&mut table), shares).0
-            }
-            Some(file) => {
-                let mut table = Table::clone(&self.table());
-                let before = shares.reserved.clone();
-                let (accepted, is_other) = self.admit(waiting, &mut table, shares);
-                if is_other && let Err(error) = file.save(&table) {
-                    let path = file.path().display().to_string();
-                    let error = match error.kind() {
-                        io::ErrorKind::FileTooLarge => Error::refused(error.to_string()),
-                        _ => {
-                            tracing::error!(%error, file = path, "the quotas could not be written");
-                            not_written(Error::io(path, error))
-                        }
-                    };
-                    for change in accepted {
-                        let _ = change.answer.send(Err(error.clone()));
-                    }
-                    shares.reserved = before;
-                    return;
-                }
-                *self.table.write() = Arc::new(table);
-                accepted
-            }
-        };
-        for Accepted {
-            changes,
-            existed,
-            answer,
-        } in accepted
-        {
-            for (salt, entry) in changes {
-                self.grant(&salt, entry.as_deref());
-            }
-            let _ = answer.send(Ok(existed));
-        }
-    }
-
-    /// Makes the changes that are possible, and refuses the others; returns whether anything has changed.
-    fn admit(
-        &self,
-        waiting: Vec<Waiting>,
-        table: &mut Table,
-        shares: &mut Shares,
-    ) -> (Vec<Accepted>, bool) {
-        let (mut accepted, mut is_other) = (Vec::new(), false);
-        for Waiting { changes, answer } in waiting {
-            let tenants = table.len();
-            let mut sums = shares.reserved.clone();
-            let (mut before, mut after) = (Vec::new(), Vec::with_capacity(changes.len()));
-            for (salt, entry) in changes {
-                if let Some(entry) = &entry {
-                    table.place(entry, |tier| place_of(&self.places, tier));
-                }
-                let old = table.set(&salt, entry);
-                let new = table.get(&salt).cloned();
-                for (place, sum) in self.places.iter().zip(&mut sums) {
-                    let share = |entry: &Option<Arc<Entry>>| {
-                        let entry = entry.as_ref();
-                        u128::from(entry.map_or(0, |entry| entry.of_tier(&place.name).reserved))
-                    };
-                    *sum = *sum + share(&new) - share(&old);
-                }
-                before.push((Arc::clone(&salt), old));
-                after.push((salt, new));
-            }
-            match check_together(tenants, table.len(), shares, &sums) {
-                Ok(()) => {
-                    let pairs = || before.iter().zip(&after);
-                    is_other |= pairs().any(|((_, old), (_, new))| old != new);
-                    shares.reserved = sums;
-                    accepted.push(Accepted {
-                        existed: before.iter().filter(|(_, old)| old.is_some()).count(),
-                        changes: after,
-                        answer,
-                    });
-                }
-                Err(what) => {
-                    // Backwards, for a tenant that is named twice.
-                    for (salt, old) in before.into_iter().rev() {
-                        table.restore(&salt, old);
-                    }
-                    let _ = answer.send(Err(what));
-                }
-            }
-        }
-        (accepted, is_other)
     }
 
     /// Sets the grant of a tenant in each tier that isolates tenants.

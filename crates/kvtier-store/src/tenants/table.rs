@@ -93,14 +93,6 @@ impl Table {
         }
     }
 
-    /// Puts back an entry as it was.
-    pub(super) fn restore(&mut self, salt: &Arc<str>, entry: Option<Arc<Entry>>) {
-        match entry {
-            Some(entry) => self.entries.insert(Arc::clone(salt), entry),
-            None => self.entries.remove(salt),
-        };
-    }
-
     /// Table with the same entries under other names.
     ///
     /// # Errors
