@@ -285,14 +285,14 @@ pub struct ServerArgs {
     /// Additional port that serves only /metrics [default: none; /metrics is on the HTTP port]
     #[arg(long, help_heading = "HTTP")]
     pub prometheus_port: Option<u16>,
-    /// File of bearer tokens, one per line: ROLE NAME TOKEN, with the role read or admin; read again when it changes.
+    /// File of bearer tokens, one per line: ROLE NAME TOKEN, with the role read or admin; a reload reads it again.
     /// KVTIER_HTTP_TOKENS may have such lines too, separated by ; (docs/http.md)
     #[arg(long, value_name = "FILE", help_heading = "HTTP")]
     pub http_token_file: Option<PathBuf>,
-    /// Certificate chain for TLS on the HTTP ports, PEM, the server's own first; read again when it changes
+    /// Certificate chain for TLS on the HTTP ports, PEM, the server's own first; a reload reads it again
     #[arg(long, value_name = "FILE", help_heading = "HTTP")]
     pub http_tls_cert: Option<PathBuf>,
-    /// Private key of the certificate, PEM, not encrypted; read again when it changes
+    /// Private key of the certificate, PEM, not encrypted; a reload reads it again
     #[arg(long, value_name = "FILE", help_heading = "HTTP")]
     pub http_tls_key: Option<PathBuf>,
 

@@ -33,13 +33,13 @@ impl Reloader {
     /// Reads everything again. What has changed is used from here on; returns what that is, and logs it.
     ///
     /// # Errors
-    /// The file of `--config` is invalid, or changes flags that need a restart; then none of its flags changes. Tokens and
-    /// certificate are taken in any case. Or another reload is running.
+    /// Tokens or certificate cannot be used, the file of `--config` is invalid, or it changes flags that need a restart; then
+    /// no flag changes. Or another reload is running.
     pub fn reload(&self) -> Result<Reloaded> {
         let Some(_turn) = self.turn.try_lock() else {
             return Err(Error::new(ErrorKind::InUse, "another reload is running"));
         };
-        let checked = self.access.reload();
+        let checked = self.access.reload()?;
         let reloaded = self.engine.reload();
         let changes = reloaded.inspect_err(|error| {
             let checked = checked.join(", ");

@@ -281,13 +281,6 @@ impl Http {
             let serve = http::serve_metrics(listener, Arc::clone(api), stopped());
             self.runtime.spawn(held(answering, serve));
         }
-        let (access, health, stop) = (Arc::clone(&api.access), Arc::clone(&api.health), stopped());
-        self.runtime.spawn(async move {
-            tokio::select! {
-                () = stop => {}
-                () = access.watch(&health) => {}
-            }
-        });
         (self.runtime, answered)
     }
 }

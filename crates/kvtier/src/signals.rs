@@ -155,7 +155,7 @@ fn reload(server: &Server, notifier: &Arc<Notifier>) {
     };
     let thread = std::thread::Builder::new().name("kvtier-reload".into());
     if let Err(error) = thread.spawn(reload) {
-        tracing::error!(%error, "reload failed: no thread for it; tokens and certificate are looked at every second anyway");
+        tracing::error!(%error, "reload failed: no thread for it");
         notifier.ready();
     }
 }

@@ -1,9 +1,8 @@
 //! Access to the HTTP API: bearer tokens with a role each, and TLS. Without tokens it stays on loopback.
 
+mod secret_files;
 mod tls;
 mod tokens;
-mod watched;
-mod watching;
 
 use std::ffi::OsString;
 use std::fmt;
@@ -16,8 +15,8 @@ use kvtier_config::{HttpConfig, TOKENS_VARIABLE, is_loopback};
 use kvtier_l2::redact;
 use tokio_rustls::rustls;
 
+use secret_files::SecretFiles;
 pub(crate) use tokens::{Role, Tokens};
-use watched::Watched;
 
 /// Sender of a request.
 #[derive(Clone)]
@@ -27,12 +26,12 @@ pub(crate) struct Caller {
     pub(crate) peer: String,
 }
 
-/// Tokens and certificates; both are read again when their files have changed.
+/// Tokens and certificates, which a reload reads again.
 pub struct Access {
     host: String,
     /// `None` allows every client on this host everything.
-    tokens: Option<Arc<Watched<Tokens>>>,
-    tls: Option<Arc<Watched<rustls::ServerConfig>>>,
+    tokens: Option<SecretFiles<Tokens>>,
+    tls: Option<SecretFiles<rustls::ServerConfig>>,
 }
 
 impl Access {
@@ -55,12 +54,12 @@ impl Access {
                     tls::settings((&cert, &contents[0]), (&key, &contents[1]))
                 };
                 let flags = "--http-tls-cert, --http-tls-key";
-                Some(Arc::new(Watched::open(
+                Some(SecretFiles::open(
                     "the certificate and key of HTTP",
                     flags,
                     paths,
                     make,
-                )?))
+                )?)
             }
             _ => {
                 return Err(Error::refused(
@@ -81,18 +80,21 @@ impl Access {
 
     /// The tokens as last read; `None` without any, which allows every client everything.
     pub(crate) fn tokens(&self) -> Option<Arc<Tokens>> {
-        self.tokens.as_deref().map(Watched::get)
+        self.tokens.as_ref().map(SecretFiles::get)
     }
 
-    /// How to answer a handshake, as of the last check; `None` without TLS.
+    /// How to answer a handshake; `None` without TLS.
     pub(crate) fn tls(&self) -> Option<Arc<rustls::ServerConfig>> {
-        self.tls.as_deref().map(Watched::get)
+        self.tls.as_ref().map(SecretFiles::get)
     }
 
-    /// Checks the files now. What has changed is used from here on, and logged; returns the names of what was checked.
-    pub fn reload(&self) -> Vec<&'static str> {
-        let tokens = self.tokens.as_deref().map(Watched::reload);
-        let tls = self.tls.as_deref().map(Watched::reload);
+    /// Reads the files again; returns the names of what was read.
+    ///
+    /// # Errors
+    /// Files that cannot be used; what they held stays in use. The others are taken.
+    pub fn reload(&self) -> Result<Vec<&'static str>> {
+        let tokens = self.tokens.as_ref().map(SecretFiles::reload);
+        let tls = self.tls.as_ref().map(SecretFiles::reload);
         tokens.into_iter().chain(tls).collect()
     }
 
@@ -139,8 +141,8 @@ impl Access {
                 self.host
             ));
         }
-        warnings.extend(self.tokens.as_deref().and_then(Watched::warning));
-        warnings.extend(self.tls.as_deref().and_then(Watched::warning));
+        warnings.extend(self.tokens.as_ref().and_then(SecretFiles::warning));
+        warnings.extend(self.tls.as_ref().and_then(SecretFiles::warning));
         warnings
     }
 
@@ -167,7 +169,7 @@ impl fmt::Debug for Access {
 fn tokens(
     file: Option<PathBuf>,
     variable: Option<OsString>,
-) -> Result<Option<Arc<Watched<Tokens>>>> {
+) -> Result<Option<SecretFiles<Tokens>>> {
     let given = variable.filter(|text| !text.is_empty());
     let given = given.map(|text| {
         let text = text.to_string_lossy().replace(';', "\n");
@@ -190,8 +192,7 @@ fn tokens(
         }
         Ok(all)
     };
-    let watched = Watched::open("the tokens of HTTP", "--http-token-file", paths, make)?;
-    Ok(Some(Arc::new(watched)))
+    SecretFiles::open("the tokens of HTTP", "--http-token-file", paths, make).map(Some)
 }
 
 #[cfg(test)]

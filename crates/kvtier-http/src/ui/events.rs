@@ -39,7 +39,7 @@ impl Viewer {
             self.ticks.changed().await.ok()?;
             let latest = self.ticks.borrow_and_update().clone();
             // Other tokens may be without the viewer's. It connects again, and learns whether they are.
-            if !same(self.access.tokens().as_ref(), self.tokens.as_ref()) {
+            if self.access.tokens() != self.tokens {
                 return None;
             }
             match latest {
@@ -48,13 +48,6 @@ impl Viewer {
                 Latest::End => return None,
             }
         }
-    }
-}
-
-fn same(one: Option<&Arc<Tokens>>, other: Option<&Arc<Tokens>>) -> bool {
-    match (one, other) {
-        (Some(one), Some(other)) => Arc::ptr_eq(one, other),
-        (one, other) => one.is_none() && other.is_none(),
     }
 }
 

@@ -359,7 +359,7 @@ mod tests {
         api.dashboard.publish(event("tick", &1));
         assert_eq!(poll(&mut body), Poll::Ready(Some(text(1))));
         std::fs::write(&file, "admin other 0123456789abcdeX\n").unwrap();
-        api.access.reload();
+        api.access.reload().unwrap();
         api.dashboard.publish(event("tick", &2));
         assert_eq!(poll(&mut body), Poll::Ready(None));
     }

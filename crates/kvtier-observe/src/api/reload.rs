@@ -10,7 +10,7 @@ use utoipa::ToSchema;
 pub struct Reloaded {
     /// Flags with another value. Empty if the file has not changed, or if there is none.
     pub changed: Vec<ChangedFlag>,
-    /// What was read again from other files, if they had changed, such as `the tokens of HTTP`.
+    /// What was read again from other files, such as `the tokens of HTTP`.
     pub checked: Vec<String>,
 }
 

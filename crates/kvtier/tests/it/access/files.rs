@@ -6,26 +6,44 @@ use super::served::{ADMIN, Files, KVTIER, READER, Served, Setup};
 
 const NEW: &str = "another-0123456789abcdef";
 
+const RELOAD: &str = "POST /config/reload";
+
 #[test]
 fn tokens_reload_without_restart_unless_invalid() {
     let server = Served::start(Setup::Tokens, &[]);
     let status = |token: &str| server.ask_as(token, "GET /version", "").status;
+    server
+        .files
+        .put("tokens", &format!("admin new {NEW}\nread old {READER}\n"));
     assert_eq!((status(ADMIN), status(NEW)), (200, 401));
-    server.files.put("tokens", &format!("read new {NEW}\n"));
-    server.wait_for_line("the tokens of HTTP read again");
+    let answer = server.ask_as(ADMIN, RELOAD, "");
+    assert!(
+        answer.status == 200 && answer.body.contains("the tokens of HTTP"),
+        "{answer:?}"
+    );
     assert_eq!((status(ADMIN), status(NEW)), (401, 200));
     server
         .files
-        .put("tokens", &format!("read new {READER}\nnonsense {ADMIN}\n"));
-    let line = server.wait_for_line("cannot be used; the former stay");
+        .put("tokens", &format!("admin a {ADMIN}\nnonsense {READER}\n"));
+    let refused = |status: u16, text: &str| {
+        let answer = server.ask_as(NEW, RELOAD, "");
+        assert!(
+            answer.status == status
+                && answer.body.contains(text)
+                && answer.body.contains("the previous version stays in use"),
+            "{answer:?}"
+        );
+    };
+    refused(400, "line 2: 2 words");
+    let line = server.wait_for_line("reload failed; keeping the previous version");
     assert!(
         line.contains("line 2: 2 words") && line.contains("\"ERROR\""),
         "{line}"
     );
-    assert_eq!((status(READER), status(NEW)), (401, 200));
+    assert_eq!((status(ADMIN), status(NEW)), (401, 200));
     std::fs::remove_file(server.files.path("tokens")).unwrap();
-    server.wait_for_line("tokens cannot be read: ");
-    assert_eq!(status(NEW), 200);
+    refused(500, "tokens cannot be read: ");
+    assert_eq!((status(READER), status(NEW)), (200, 200));
     for token in [ADMIN, READER, NEW] {
         assert!(!server.log().contains(token));
     }
@@ -37,12 +55,20 @@ fn certificate_reloads_only_with_its_key() {
     let key = std::fs::read_to_string(server.files.path("key.pem")).unwrap();
     let version = || server.ask_as(READER, "GET /version", "").status;
     assert_eq!(version(), 200);
-    // The client trusts what is in the file now.
+    // The client trusts what is in the file now, so it can ask only after a signal.
     server.files.certify();
+    server.signal("HUP");
     server.wait_for_line("the certificate and key of HTTP read again");
     assert_eq!(version(), 200);
     server.files.put("key.pem", &key);
-    server.wait_for_line("key.pem is not the key of the certificate of");
+    let answer = server.ask_as(ADMIN, RELOAD, "");
+    assert!(
+        answer.status == 400
+            && answer
+                .body
+                .contains("key.pem is not the key of the certificate of"),
+        "{answer:?}"
+    );
     assert_eq!(version(), 200);
 }
 

@@ -221,10 +221,15 @@ impl Served {
         self.ask(request, &[bearer(token)], body)
     }
 
+    pub fn signal(&self, name: &str) {
+        let pid = self.child.id().to_string();
+        let status = Command::new("kill").args(["-s", name, &pid]).status();
+        assert!(status.unwrap().success());
+    }
+
     /// Stops it as its user would.
     pub fn stop(&mut self) -> ExitStatus {
-        let pid = self.child.id().to_string();
-        assert!(Command::new("kill").arg(pid).status().unwrap().success());
+        self.signal("TERM");
         let began = Instant::now();
         loop {
             if let Some(status) = self.child.try_wait().unwrap() {

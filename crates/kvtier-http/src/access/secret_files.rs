@@ -1,10 +1,8 @@
-//! Files that are read again once they have changed, so that secrets are replaced without a restart.
+//! Files that a reload reads again, so that secrets are replaced without a restart.
 //!
-//! A task checks them once per second, and may wait for the disk. A reader of the value never waits. If the content is
-//! unusable, the last good one stays, and the log says so once per bad content.
+//! If the content is unusable, the previous one stays.
 //!
-//! `value` guards the content, `last` what is known of the file. Neither is held while a file is read, nor another
-//! lock inside.
+//! `value` guards the content. It is not held while a file is read, so a reader of the value never waits for the disk.
 
 use std::fmt;
 use std::io::Read as _;
@@ -22,19 +20,17 @@ const MAX_BYTES: u64 = 1 << 20;
 type Make<T> = Box<dyn Fn(&[Vec<u8>]) -> Result<T> + Send + Sync>;
 
 /// Value of some files.
-pub(crate) struct Watched<T> {
+pub(crate) struct SecretFiles<T> {
     /// For the log.
     what: &'static str,
     /// The last one is secret.
     paths: Vec<PathBuf>,
     make: Make<T>,
-    /// Not held while a file is read, nor is `last`.
+    /// Not held while a file is read.
     value: Mutex<Arc<T>>,
-    /// Digest of what was read last, or of why nothing was.
-    last: Mutex<blake3::Hash>,
 }
 
-impl<T> Watched<T> {
+impl<T> SecretFiles<T> {
     /// Reads the files that `flags` name; the last one is secret.
     ///
     /// # Errors
@@ -45,61 +41,37 @@ impl<T> Watched<T> {
         paths: Vec<PathBuf>,
         make: impl Fn(&[Vec<u8>]) -> Result<T> + Send + Sync + 'static,
     ) -> Result<Self> {
-        let contents = read(&paths);
-        let last = Mutex::new(digest(&contents));
-        let value = make(&contents.map_err(|error| error.context(flags))?)?;
+        let contents = read(&paths).map_err(|error| error.context(flags))?;
         Ok(Self {
             what,
+            value: Mutex::new(Arc::new(make(&contents)?)),
             make: Box::new(make),
-            value: Mutex::new(Arc::new(value)),
-            last,
             paths,
         })
     }
 
-    /// Name of the value in the log.
-    pub(crate) fn what(&self) -> &'static str {
-        self.what
-    }
-
-    /// Value as of the last check, or of the last one that found it usable.
+    /// Value as last read.
     pub(crate) fn get(&self) -> Arc<T> {
         Arc::clone(&self.value.lock())
     }
 
-    /// Reads the files, and takes what has changed. Of two checks at a time the later to end counts; if it read the older
-    /// files, the next check corrects that.
-    pub(crate) fn check(&self) {
-        let last = *self.last.lock();
-        let contents = read(&self.paths);
-        let now = digest(&contents);
-        if now != last {
-            self.take(contents);
-        }
-        *self.last.lock() = now;
-    }
-
-    /// Checks; returns the name of the value.
-    pub(crate) fn reload(&self) -> &'static str {
-        self.check();
-        self.what
-    }
-
-    fn take(&self, contents: Result<Vec<Vec<u8>>>) {
+    /// Reads the files again; returns the name of the value.
+    ///
+    /// # Errors
+    /// The files cannot be used; the value stays.
+    pub(crate) fn reload(&self) -> Result<&'static str> {
         let (what, files) = (self.what, self.names());
-        match contents.and_then(|contents| (self.make)(&contents)) {
-            Ok(value) => {
-                *self.value.lock() = Arc::new(value);
-                tracing::info!(target: "audit", files, "{what} read again");
-                if let Some(warning) = self.warning() {
-                    tracing::warn!("{warning}");
-                }
-            }
-            Err(error) => {
-                let error = error.to_string();
-                tracing::error!(target: "audit", files, error, "{what} cannot be used; the former stay");
-            }
+        let made = read(&self.paths).and_then(|contents| (self.make)(&contents));
+        let value = made.map_err(|error| {
+            tracing::error!(target: "audit", files, %error, "{what}: reload failed; keeping the previous version");
+            error.context(what).hint("the previous version stays in use")
+        })?;
+        *self.value.lock() = Arc::new(value);
+        tracing::info!(target: "audit", files, "{what} read again");
+        if let Some(warning) = self.warning() {
+            tracing::warn!("{warning}");
         }
+        Ok(what)
     }
 
     fn names(&self) -> String {
@@ -113,7 +85,7 @@ impl<T> Watched<T> {
     }
 }
 
-impl<T> fmt::Debug for Watched<T> {
+impl<T> fmt::Debug for SecretFiles<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} of {}", self.what, self.names())
     }
@@ -145,30 +117,12 @@ fn read_file(path: &Path) -> Result<Vec<u8>> {
     }
 }
 
-fn digest(contents: &Result<Vec<Vec<u8>>>) -> blake3::Hash {
-    let mut hasher = blake3::Hasher::new();
-    match contents {
-        Err(error) => {
-            hasher.update(error.to_string().as_bytes());
-        }
-        Ok(contents) => {
-            for content in contents {
-                hasher.update(&(content.len() as u64).to_le_bytes());
-                hasher.update(content);
-            }
-        }
-    }
-    hasher.finalize()
-}
-
 #[cfg(test)]
 mod tests {
-    use std::time::{Duration, SystemTime};
-
     use super::*;
 
-    fn text(path: &Path) -> Result<Watched<String>> {
-        Watched::open("words", "--words", vec![path.to_owned()], |contents| {
+    fn text(path: &Path) -> Result<SecretFiles<String>> {
+        SecretFiles::open("words", "--words", vec![path.to_owned()], |contents| {
             match String::from_utf8_lossy(&contents[0]).into_owned() {
                 bad if bad.contains("bad") => Err(Error::refused("that is bad")),
                 good => Ok(good),
@@ -177,25 +131,23 @@ mod tests {
     }
 
     #[test]
-    fn a_change_is_noticed_and_a_bad_one_changes_nothing() {
+    fn reload_takes_good_content_and_keeps_the_value_otherwise() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("words");
         std::fs::write(&path, "one").unwrap();
         let words = text(&path).unwrap();
-        let checked = || {
-            words.check();
-            words.get()
-        };
-        assert_eq!(*checked(), "one");
-        // Of the same length and within the same tick.
         std::fs::write(&path, "two").unwrap();
-        assert_eq!(*checked(), "two");
+        assert_eq!(*words.get(), "one");
+        assert_eq!(words.reload(), Ok("words"));
+        assert_eq!(*words.get(), "two");
+        let refused = || words.reload().unwrap_err().to_string();
         std::fs::write(&path, "bad").unwrap();
-        assert_eq!(*checked(), "two");
+        let told = refused();
+        assert!(told.starts_with("words: that is bad"), "{told}");
         std::fs::remove_file(&path).unwrap();
-        assert_eq!(*checked(), "two");
-        std::fs::write(&path, "three").unwrap();
-        assert_eq!(*checked(), "three");
+        let told = refused();
+        assert!(told.contains("cannot be read"), "{told}");
+        assert_eq!(*words.get(), "two");
     }
 
     #[test]
@@ -206,7 +158,7 @@ mod tests {
         let (reading, read) = std::sync::mpsc::channel::<()>();
         let (go_on, waiting) = std::sync::mpsc::channel::<()>();
         let waiting = Mutex::new(waiting);
-        let words = Watched::open("words", "--words", vec![path.clone()], move |contents| {
+        let words = SecretFiles::open("words", "--words", vec![path.clone()], move |contents| {
             if contents[0] == b"two" {
                 reading.send(()).unwrap();
                 waiting.lock().recv().unwrap();
@@ -217,39 +169,14 @@ mod tests {
         std::fs::write(&path, "two").unwrap();
         assert_eq!(*words.get(), b"one");
         std::thread::scope(|scope| {
-            let check = scope.spawn(|| words.check());
+            let reload = scope.spawn(|| words.reload());
             read.recv().unwrap();
-            // During a check that does not end.
+            // During a reload that does not end.
             assert_eq!(*words.get(), b"one");
             go_on.send(()).unwrap();
-            check.join().unwrap();
+            reload.join().unwrap().unwrap();
         });
         assert_eq!(*words.get(), b"two");
-    }
-
-    #[test]
-    fn old_file_is_taken_again_only_when_replaced() {
-        let directory = tempfile::tempdir().unwrap();
-        let path = directory.path().join("words");
-        let old = SystemTime::now() - Duration::from_secs(60);
-        let put = |content: &str| {
-            let next = directory.path().join("next");
-            std::fs::write(&next, content).unwrap();
-            std::fs::File::options()
-                .append(true)
-                .open(&next)
-                .and_then(|file| file.set_modified(old))
-                .unwrap();
-            std::fs::rename(&next, &path).unwrap();
-        };
-        put("one");
-        let words = text(&path).unwrap();
-        let first = words.get();
-        words.check();
-        assert!(Arc::ptr_eq(&first, &words.get()));
-        put("two");
-        words.check();
-        assert_eq!(*words.get(), "two");
     }
 
     #[test]
