@@ -11,9 +11,9 @@ use tokio::sync::Semaphore;
 use utoipa::ToSchema;
 
 use super::audit::{Audited, Begun, audited};
-use super::body::{PARSED, TierName, optional};
+use super::body::{TierName, optional};
 use super::payload::Payload;
-use super::{Answer, ApiError, DetailBody, InvalidBody, State, detail, engine, run_blocking};
+use super::{Answer, ApiError, DetailBody, State, detail, engine, run_blocking};
 use kvtier_engine::ChecksumError;
 
 /// Checksums read every byte of their blocks, so one request runs at a time.
@@ -59,14 +59,14 @@ struct Cleared {
 #[utoipa::path(post, path = "/cache/clear", request_body = Option<Clear>, responses(
     (status = 200, description = "Cleared", body = ClearResult),
     (status = 400, description = "That tier cannot be cleared", body = DetailBody),
-    (status = 422, description = "Body of the wrong shape", body = InvalidBody),
+    (status = 422, description = "Body of the wrong shape", body = DetailBody),
 ))]
 pub(super) async fn clear(
     api: State,
     Extension(begun): Extension<Begun>,
     body: Payload,
 ) -> Result<Audited<ClearResult>, ApiError> {
-    let read = body.read(|bytes| optional::<Clear>(bytes, PARSED));
+    let read = body.read(optional::<Clear>);
     let Clear { tier, force } = read.await??;
     let (tier, force) = (tier.0, force.unwrap_or(false));
     if tier != "l1" {
@@ -147,13 +147,13 @@ enum BlockIds {
     (status = 200, description = "Checksums", body = Checksums),
     (status = 400, description = "A value is not allowed", body = DetailBody),
     (status = 404, description = "That instance is not registered", body = DetailBody),
-    (status = 422, description = "Body of the wrong shape", body = InvalidBody),
+    (status = 422, description = "Body of the wrong shape", body = DetailBody),
 ))]
 pub(super) async fn checksums(api: State, body: Payload) -> Result<Answer<Checksums>, ApiError> {
     let engine = Arc::clone(engine(&api)?);
     // Before the body is parsed: a waiting body counts in the budget, its values do not. Never closed.
     let turn = CHECKSUMS.acquire().await;
-    let read = body.read(|bytes| optional::<ChecksumRequest>(bytes, PARSED));
+    let read = body.read(optional::<ChecksumRequest>);
     let request = read.await??;
     // Otherwise the error would be that instance 0, which the request did not name, is not registered.
     let missing = || detail(StatusCode::BAD_REQUEST, "block_ids is required");

@@ -12,8 +12,8 @@ use tokio::sync::Semaphore;
 use super::access::Role;
 use super::body::required;
 use super::payload::{Payload, is_small};
-use super::prefetches::{BODY_LIMIT, PARSED};
-use super::{Answer, ApiError, DetailBody, InvalidBody, State, detail, engine, run_blocking};
+use super::prefetches::BODY_LIMIT;
+use super::{Answer, ApiError, DetailBody, State, detail, engine, run_blocking};
 
 /// An explanation reads what the cache remembers, so one runs at a time.
 static EXPLANATIONS: Semaphore = Semaphore::const_new(1);
@@ -28,7 +28,7 @@ static LARGE_BODY: Semaphore = Semaphore::const_new(1);
 #[utoipa::path(post, path = "/cache/explain", request_body = ExplainRequest, responses(
     (status = 200, description = "Where the chunks are", body = Explanation),
     (status = 400, description = "A value is not allowed, or must be given", body = DetailBody),
-    (status = 422, description = "Body of the wrong shape", body = InvalidBody),
+    (status = 422, description = "Body of the wrong shape", body = DetailBody),
     (status = 503, description = "The engine is not there yet", body = DetailBody),
 ))]
 pub(super) async fn explain(
@@ -46,7 +46,7 @@ pub(super) async fn explain(
     let engine = Arc::clone(engine(&api)?);
     // Before the body is parsed: a waiting body counts in the budget, its values do not.
     let turn = EXPLANATIONS.acquire().await;
-    let request: ExplainRequest = body.read(|bytes| required(bytes, PARSED)).await??;
+    let request: ExplainRequest = body.read(required).await??;
     drop(alone);
     let view = match role {
         Role::Read => TenantView::One,

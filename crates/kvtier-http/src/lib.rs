@@ -1,6 +1,6 @@
 //! The HTTP API: health, status, metrics and administration, with its access rules.
 //!
-//! Paths, bodies and the three error shapes are those of LMCache 0.5.6's HTTP server where it has the route; what it
+//! Paths and answers are those of LMCache 0.5.6's HTTP server where it has the route; error texts are kvtier's own. What it
 //! lacks is added beside them. The socket opens before the engine does, so that a probe is answered from the start.
 //!
 //! This crate must never know the request port, nor how an operation works: it asks the engine.
@@ -15,7 +15,6 @@ mod explain;
 mod gate;
 mod health;
 mod info;
-mod json;
 mod listen;
 mod objects;
 mod origin;
@@ -43,7 +42,6 @@ use utoipa::{OpenApi, ToSchema};
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use self::body::Invalid;
 use kvtier_common::error::{Error, ErrorKind, Result};
 use kvtier_engine::Engine;
 use kvtier_observe::api::Reloaded;
@@ -85,8 +83,6 @@ type State = axum::extract::State<Arc<Api>>;
 enum ApiError {
     /// `{"detail": "<text>"}`, as `/cache/*` answers.
     Detail(StatusCode, String),
-    /// `{"detail": [...]}` with status 422, for a body of the wrong shape.
-    Invalid(Box<Invalid>),
     /// `{"error": "<text>"}`, as `/status` answers.
     Error(StatusCode, String),
 }
@@ -145,24 +141,11 @@ async fn ended<T>(task: tokio::task::JoinHandle<T>) -> Result<T, ApiError> {
     task.await.map_err(failed)
 }
 
-impl From<Invalid> for ApiError {
-    fn from(error: Invalid) -> Self {
-        Self::Invalid(Box::new(error))
-    }
-}
-
 /// An error of most routes.
 #[derive(Serialize, ToSchema)]
 struct DetailBody {
     /// The error.
     detail: String,
-}
-
-/// The error for a request of the wrong shape.
-#[derive(Serialize, ToSchema)]
-struct InvalidBody {
-    /// The invalid value.
-    detail: [Box<Invalid>; 1],
 }
 
 /// An error of `/status` and `/quota`.
@@ -176,10 +159,6 @@ impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         match self {
             Self::Detail(status, detail) => (status, Answer(DetailBody { detail })).into_response(),
-            Self::Invalid(error) => {
-                let body = InvalidBody { detail: [error] };
-                (StatusCode::UNPROCESSABLE_ENTITY, Answer(body)).into_response()
-            }
             Self::Error(status, error) => (status, Answer(ErrorBody { error })).into_response(),
         }
     }

@@ -14,13 +14,11 @@ use serde_json::json;
 use utoipa::ToSchema;
 
 use super::audit::{Audited, Begun, audited};
-use super::body::{Object, PARSED, TierName, required};
+use super::body::{TierName, required};
 use super::payload::Payload;
 use super::query::Query;
 use super::quota_body::clip;
-use super::{
-    Answer, ApiError, DetailBody, InvalidBody, State, detail, engine, run_blocking, run_change,
-};
+use super::{Answer, ApiError, DetailBody, State, detail, engine, run_blocking, run_change};
 use kvtier_common::error::Error;
 use kvtier_engine::Engine;
 use kvtier_store::tiers::{Cursor, L2};
@@ -141,7 +139,7 @@ struct ObjectEntry {
         (status = 200, description = "A page, which may have fewer objects than asked for and yet a next one", body = ObjectPage),
         (status = 400, description = "That tier cannot be listed, or the token is not of this listing", body = DetailBody),
         (status = 404, description = "There is no such adapter", body = DetailBody),
-        (status = 422, description = "A parameter is not allowed", body = InvalidBody),
+        (status = 422, description = "A parameter is not allowed", body = DetailBody),
         (status = 503, description = "There are no adapters, or the adapter cannot be listed", body = DetailBody),
     ))]
 pub(super) async fn list(
@@ -280,8 +278,7 @@ fn bad_token(what: &str) -> ApiError {
 #[derive(Deserialize, ToSchema)]
 struct Deletion {
     /// At most 10,000 keys.
-    #[schema(value_type = Vec<Key>)]
-    keys: Vec<Object<Key>>,
+    keys: Vec<Key>,
     /// `l1`, `l2` (default) or `all`.
     #[serde(default = "TierName::l2")]
     #[schema(value_type = Option<String>)]
@@ -294,6 +291,7 @@ struct Deletion {
 
 /// Key of an object, as `GET /cache/objects` has it.
 #[derive(Deserialize, ToSchema)]
+#[serde(expecting = "an object")]
 struct Key {
     /// Hash of the chunk in hexadecimal digits.
     chunk_hash_hex: String,
@@ -361,7 +359,7 @@ struct TierOutcome {
     (status = 200, description = "Deleted, but for objects that are being read; a tier may have failed", body = Outcome),
     (status = 400, description = "A key that no object can have, or too many of them; nothing was deleted", body = DetailBody),
     (status = 404, description = "There is no such adapter", body = DetailBody),
-    (status = 422, description = "Body of the wrong shape", body = InvalidBody),
+    (status = 422, description = "Body of the wrong shape", body = DetailBody),
     (status = 503, description = "There are no adapters; nothing was deleted", body = DetailBody),
 ))]
 pub(super) async fn delete(
@@ -371,7 +369,7 @@ pub(super) async fn delete(
 ) -> Result<Audited<Outcome>, ApiError> {
     let engine = Arc::clone(engine(&api)?);
     let read = body.read(|bytes| {
-        let mut request: Deletion = required(bytes, PARSED)?;
+        let mut request: Deletion = required(bytes)?;
         let keys = keys(std::mem::take(&mut request.keys))?;
         Ok::<_, ApiError>((request, Arc::new(keys)))
     });
@@ -409,14 +407,14 @@ pub(super) async fn delete(
 }
 
 /// Checks and decodes the keys of a deletion.
-fn keys(keys: Vec<Object<Key>>) -> Result<Vec<ObjectKey>, ApiError> {
+fn keys(keys: Vec<Key>) -> Result<Vec<ObjectKey>, ApiError> {
     let bad = |text| detail(StatusCode::BAD_REQUEST, text);
     if keys.len() > MAX_KEYS {
         let got = keys.len();
         let text = format!("too many keys in a single request (limit={MAX_KEYS}, got={got})");
         return Err(bad(text));
     }
-    let keys = keys.into_iter().enumerate().map(|(index, Object(key))| {
+    let keys = keys.into_iter().enumerate().map(|(index, key)| {
         let key = key.decode();
         key.map_err(|error| bad(format!("keys[{index}]: {error}")))
     });

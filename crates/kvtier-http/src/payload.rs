@@ -5,7 +5,7 @@
 //! | one body | `LIMIT` of its route; 413 beyond |
 //! | all bodies that are being received or wait to be parsed | [`RECEIVED`]; 503 beyond |
 //! | what bodies of at most [`SMALL`] bytes hold besides | [`SMALL`] per connection |
-//! | one parsed body | the `most` of [`super::json::parse`] |
+//! | one parsed body | its type; for quotas the bytes per tenant |
 
 use std::future::poll_fn;
 use std::pin::Pin;

@@ -8,14 +8,11 @@ use utoipa::ToSchema;
 use super::audit::{Audited, audited, hidden};
 use super::body::{TierName, required};
 use super::payload::Payload;
-use super::{Answer, ApiError, DetailBody, InvalidBody, State, detail, engine};
+use super::{Answer, ApiError, DetailBody, State, detail, engine};
 use kvtier_engine::{Engine, PrefetchError, PrefetchJob};
 
 /// Largest body: as many tokens as are allowed, of ten digits each, with space for commas and blanks.
 pub(super) const BODY_LIMIT: usize = 16 << 20;
-
-/// Bytes that they may take parsed.
-pub(super) const PARSED: usize = 48 << 20;
 
 /// A prompt to load.
 #[derive(Deserialize, ToSchema)]
@@ -58,7 +55,7 @@ pub(super) struct Submitted {
 #[utoipa::path(post, path = "/cache/prefetches", request_body = PrefetchRequest, responses(
     (status = 202, description = "Begun, or nothing to do because there is no whole chunk", body = Submitted),
     (status = 400, description = "A value is not allowed", body = DetailBody),
-    (status = 422, description = "Body of the wrong shape", body = InvalidBody),
+    (status = 422, description = "Body of the wrong shape", body = DetailBody),
     (status = 429, description = "Too many are pending", body = DetailBody),
     (status = 503, description = "No worker is registered for the model, or there are no adapters", body = DetailBody),
 ))]
@@ -83,7 +80,7 @@ pub(super) async fn submit(
 
 /// Begins the prefetch of a body; returns its id and chunks unless there is nothing to do, and its description for the log.
 fn begin(engine: &Engine, bytes: &[u8]) -> Result<(Option<(String, usize)>, String), ApiError> {
-    let request: PrefetchRequest = required(bytes, PARSED)?;
+    let request: PrefetchRequest = required(bytes)?;
     let (model_name, token_ids) = (&request.model_name, &request.token_ids);
     let cache_salt = request.cache_salt.as_deref().unwrap_or_default();
     let (source, target) = (request.source_tier.0, request.target_tier.0);

@@ -1,18 +1,19 @@
-//! Query strings. What does not fit is refused in the shape of LMCache's API.
+//! Query strings.
 
 use std::collections::HashMap;
 use std::ops::RangeInclusive;
 
-use serde_json::{Value, json};
+use axum::http::StatusCode;
 
-use super::ApiError;
-use super::body::{not_an_integer, not_one_of, out_of_range};
+use super::body::not_allowed;
+use super::{ApiError, detail};
 
 /// The parameters of a request, read by name; unknown ones are ignored.
 pub(super) struct Query(pub HashMap<String, String>);
 
-fn at(name: &str) -> Vec<Value> {
-    vec!["query".into(), name.into()]
+fn refused(name: &str, value: &str, allowed: &str) -> ApiError {
+    let text = not_allowed(name, &format!("{value:?}"), allowed);
+    detail(StatusCode::UNPROCESSABLE_ENTITY, text)
 }
 
 impl Query {
@@ -31,15 +32,13 @@ impl Query {
         let Some(text) = self.text(name) else {
             return Ok(default);
         };
-        let input = json!(text);
-        let (least, most) = allowed.into_inner();
-        Err(match text.trim().parse() {
-            Err(_) => not_an_integer(at(name), &input),
-            Ok(number) if number < least => out_of_range(at(name), true, least, &input),
-            Ok(number) if number > most => out_of_range(at(name), false, most, &input),
-            Ok(number) => return Ok(number),
-        }
-        .into())
+        let number = text.trim().parse().ok();
+        number
+            .filter(|number| allowed.contains(number))
+            .ok_or_else(|| {
+                let allowed = format!("an integer from {} to {}", allowed.start(), allowed.end());
+                refused(name, text, &allowed)
+            })
     }
 
     /// One of `allowed`; absent is `default`.
@@ -53,6 +52,6 @@ impl Query {
             return Ok(default);
         };
         let found = allowed.iter().copied().find(|word| *word == text);
-        found.ok_or_else(|| not_one_of(at(name), allowed, &json!(text)).into())
+        found.ok_or_else(|| refused(name, text, &allowed.join(", ")))
     }
 }

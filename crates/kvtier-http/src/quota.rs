@@ -5,10 +5,8 @@ use std::sync::Arc;
 
 use axum::Extension;
 use axum::extract::rejection::PathRejection;
-use axum::extract::{self, OriginalUri, Path};
-use axum::http::{StatusCode, header};
-use axum::response::{IntoResponse, Response};
-use axum::routing::any;
+use axum::extract::{self, Path};
+use axum::http::StatusCode;
 use kvtier_core::cache::SaltUsage;
 use kvtier_core::object_key::check_cache_salt;
 use kvtier_observe::api::{
@@ -23,8 +21,8 @@ use super::payload::Payload;
 use super::query::Query;
 use super::quota_body::{Wanted, clip, gib, parse_many};
 use super::{
-    Answer, Api, ApiError, DetailBody, ErrorBody, InvalidBody, NO_ENGINE, State, detail, error,
-    run_blocking, status_of,
+    Answer, Api, ApiError, DetailBody, ErrorBody, NO_ENGINE, State, detail, error, run_blocking,
+    status_of,
 };
 use kvtier_common::error::Error;
 use kvtier_config::Limit;
@@ -40,16 +38,11 @@ const CALLED_DEFAULT: &str = "@_default";
 /// Largest body of `PUT /quota`, bytes: more than 300 for each of 100,000 tenants.
 const BODY_LIMIT: usize = 32 << 20;
 
-/// The routes; the older design has the same below `/api`.
+/// The routes.
 pub(super) fn quota_routes() -> OpenApiRouter<Arc<Api>> {
-    let routes = || {
-        OpenApiRouter::new()
-            .routes(routes!(list, put_all))
-            .routes(routes!(get, put, delete))
-            .route("/quota/", any(without_slash))
-            .route("/quota/{salt}/", any(without_slash))
-    };
-    routes().nest("/api", routes())
+    OpenApiRouter::new()
+        .routes(routes!(list, put_all))
+        .routes(routes!(get, put, delete))
 }
 
 fn failure(failed: Error) -> ApiError {
@@ -279,7 +272,7 @@ async fn get(
     responses(
         (status = 200, description = "The tenants", body = TenantPage),
         (status = 400, description = "The token is not of this listing", body = ErrorBody),
-        (status = 422, description = "A parameter is not allowed", body = InvalidBody),
+        (status = 422, description = "A parameter is not allowed", body = DetailBody),
         (status = 503, description = "The engine is not there yet", body = ErrorBody),
     ))]
 async fn list(
@@ -430,14 +423,4 @@ fn in_tier(tier: &InTier<'_>) -> TierUsage {
         evicted_objects: count(|usage| usage.evicted_objects_total),
         evicted_bytes: count(|usage| usage.evicted_bytes_total),
     }
-}
-
-/// Redirect of LMCache for a path with a slash at its end.
-async fn without_slash(OriginalUri(uri): OriginalUri) -> Response {
-    let path = uri.path().trim_end_matches('/');
-    let query = uri
-        .query()
-        .map_or(String::new(), |query| format!("?{query}"));
-    let place = [(header::LOCATION, format!("{path}{query}"))];
-    (StatusCode::TEMPORARY_REDIRECT, place).into_response()
 }

@@ -12,7 +12,7 @@ use kvtier_store::tenants::InTier;
 
 use super::query::Query;
 use super::quota::{shown, whole};
-use super::{Answer, ApiError, ErrorBody, InvalidBody, NO_ENGINE, State, error, run_blocking};
+use super::{Answer, ApiError, DetailBody, ErrorBody, NO_ENGINE, State, error, run_blocking};
 
 /// What tenants are sorted by.
 const KEYS: [&str; 6] = [
@@ -40,7 +40,7 @@ const LIMIT: i64 = 500;
     ),
     responses(
         (status = 200, description = "The tenants", body = TenantList),
-        (status = 422, description = "A parameter is not allowed", body = InvalidBody),
+        (status = 422, description = "A parameter is not allowed", body = DetailBody),
         (status = 503, description = "The engine is not there yet", body = ErrorBody),
     ))]
 pub(super) async fn tenants(

@@ -6,7 +6,7 @@
 
 mod common;
 mod error;
-pub(crate) mod json;
+pub mod json;
 mod key;
 mod options;
 mod transform;

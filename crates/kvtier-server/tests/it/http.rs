@@ -55,7 +55,7 @@ pub fn json_of(server: &TestServer, method: &str, path: &str, body: &str) -> (u1
 /// difference.
 fn differences() -> Vec<(&'static str, &'static str, Value, u16, Value, &'static str)> {
     let service = "the service's own name";
-    let words = "our own words; type, place and value are the same";
+    let words = "our own text, with the same status";
     vec![
         (
             "GET",
@@ -78,8 +78,15 @@ fn differences() -> Vec<(&'static str, &'static str, Value, u16, Value, &'static
             "/cache/clear",
             json!({ "force": "maybe" }),
             422,
-            json!({ "detail": [{ "type": "bool_parsing", "loc": ["body", "force"],
-                "msg": "Input should be true or false", "input": "maybe" }] }),
+            json!({ "detail": "force: invalid type: string \"maybe\"; allowed: a boolean" }),
+            words,
+        ),
+        (
+            "POST",
+            "/cache/clear",
+            json!({ "tier": "bad" }),
+            422,
+            json!({ "detail": "tier: \"bad\"; allowed: l1, l2, all" }),
             words,
         ),
         (
@@ -87,9 +94,8 @@ fn differences() -> Vec<(&'static str, &'static str, Value, u16, Value, &'static
             "/cache/clear",
             json!("notjson"),
             422,
-            json!({ "detail": [{ "type": "json_invalid", "loc": ["body", 2],
-                "msg": "JSON decode error: expected ident at line 1 column 2", "input": {} }] }),
-            "our own words, and the column where they were of no use",
+            json!({ "detail": "the body is no JSON object" }),
+            words,
         ),
     ]
 }
@@ -310,7 +316,7 @@ fn bodies_of_the_wrong_shape_are_refused() {
         let (status, answer) = json_of(&server, "POST", path, body);
         assert_eq!(status, 422, "{path} {body}: {answer}");
         assert!(
-            answer["detail"][0]["loc"].to_string().contains(place),
+            answer["detail"].to_string().contains(place),
             "{path} {body}: {answer}"
         );
     }
@@ -384,8 +390,6 @@ fn description_lists_every_existing_route() {
         "/config/reload",
         "/quota",
         "/quota/{salt}",
-        "/api/quota",
-        "/api/quota/{salt}",
         "/tenants",
         "/ui/events",
     ];
@@ -433,7 +437,7 @@ fn bodies_of_every_route_have_described_schemas() {
         for (method, operation) in methods.as_object().unwrap() {
             let place = format!("{method} {path}");
             let takes_body = !matches!(
-                (method.as_str(), path.trim_start_matches("/api")),
+                (method.as_str(), path.as_str()),
                 ("get", _) | ("delete", "/quota/{salt}") | ("post", "/config/reload")
             );
             if takes_body {

@@ -231,8 +231,6 @@ fn the_http_page_has_every_route() {
     let page = page("docs/http.md");
     let mut headings = BTreeSet::new();
     for (path, item) in kvtier_server::http::openapi().paths.paths {
-        // The same routes under their older place.
-        let path = path.strip_prefix("/api").unwrap_or(&path);
         for (method, operation) in [
             ("GET", item.get),
             ("POST", item.post),

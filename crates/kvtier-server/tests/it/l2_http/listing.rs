@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use kvtier_client::Scope;
 use serde_json::{Value, json};
 
-use super::{MOCK, OBJECTS, detail, list, with_context, wrong};
+use super::{MOCK, OBJECTS, detail, list};
 use crate::http::json_of;
 use crate::l2::{fs, settle, store, with_tiers};
 use crate::support::{TestServer, prompt};
@@ -102,7 +102,6 @@ fn impossible_listing_is_refused_with_reason() {
 
     let directory = tempfile::tempdir().unwrap();
     let server = with_tiers(&[&fs(directory.path()), MOCK], &[]);
-    let at = |name: &str| json!(["query", name]);
     let token = |parts: Value| hex(&parts.to_string());
     let bad = |token: &str| {
         detail(&format!(
@@ -114,27 +113,13 @@ fn impossible_listing_is_refused_with_reason() {
         token(json!(["l1", "-1", null])),
         token(json!(["fs-0"])),
     );
-    let int = "Input should be a valid integer, unable to parse string as an integer";
     let cases = [
         (
             "tier=all",
             400,
             detail("tier 'all' not supported; only 'l2' and 'l1'"),
         ),
-        (
-            "tier=l9",
-            422,
-            with_context(
-                wrong(
-                    "enum",
-                    at("tier"),
-                    "Input should be 'l1', 'l2' or 'all'",
-                    json!("l9"),
-                ),
-                "expected",
-                json!("'l1', 'l2' or 'all'"),
-            ),
-        ),
+        ("tier=l9", 422, detail("tier: \"l9\"; allowed: l1, l2, all")),
         (
             "adapter=nope",
             404,
@@ -143,35 +128,17 @@ fn impossible_listing_is_refused_with_reason() {
         (
             "page_size=0",
             422,
-            with_context(
-                wrong(
-                    "greater_than_equal",
-                    at("page_size"),
-                    "Input should be greater than or equal to 1",
-                    json!("0"),
-                ),
-                "ge",
-                json!(1),
-            ),
+            detail("page_size: \"0\"; allowed: an integer from 1 to 5000"),
         ),
         (
             "page_size=5001",
             422,
-            with_context(
-                wrong(
-                    "less_than_equal",
-                    at("page_size"),
-                    "Input should be less than or equal to 5000",
-                    json!("5001"),
-                ),
-                "le",
-                json!(5000),
-            ),
+            detail("page_size: \"5001\"; allowed: an integer from 1 to 5000"),
         ),
         (
             "page_size=abc",
             422,
-            wrong("int_parsing", at("page_size"), int, json!("abc")),
+            detail("page_size: \"abc\"; allowed: an integer from 1 to 5000"),
         ),
         ("page_token=@@@", 400, bad("@@@")),
         ("page_token=00", 400, bad("00")),

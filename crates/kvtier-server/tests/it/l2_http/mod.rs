@@ -59,12 +59,3 @@ fn counts(answer: &Value) -> (u64, u64, bool) {
 fn detail(text: &str) -> Value {
     json!({ "detail": text })
 }
-
-fn wrong(kind: &str, location: Value, message: &str, input: Value) -> Value {
-    json!({ "detail": [{ "type": kind, "loc": location, "msg": message, "input": input }] })
-}
-
-fn with_context(mut wrong: Value, key: &str, value: Value) -> Value {
-    wrong["detail"][0]["ctx"] = json!({ key: value });
-    wrong
-}

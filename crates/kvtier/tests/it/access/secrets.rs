@@ -79,7 +79,6 @@ fn secrets_appear_in_no_answer_or_log() {
     assert_eq!(ask(&[bearer(&more)], "GET /config", ""), 200);
     // Bad files are logged, too.
     server.files.put("tokens", &format!("admin {MARK}\n"));
-    assert_eq!(ask(&[bearer(&ops)], "GET /version", ""), 200);
     server.files.put(
         "key.pem",
         &key.replace("-----END", &format!("{MARK}\n-----END")),
@@ -240,10 +239,10 @@ fn every_change_is_logged_with_caller_and_result() {
         entry("\"route\":\"/quota\"")["fields"]["did"],
         "1 quotas set"
     );
-    let request = format!("DELETE /api/quota/{salt}");
+    let request = format!("DELETE /quota/{salt}");
     assert_eq!(server.ask_as(ops, &request, "").status, 200);
-    let line = entry("\"route\":\"/api/quota/{salt}\"");
-    assert_eq!(line["fields"]["did"], "removed");
+    let line = entry("\"did\":\"removed\"");
+    assert_eq!(line["fields"]["route"], "/quota/{salt}");
     assert_eq!(server.ask_as(watcher, "POST /cache/clear", "").status, 403);
     let line = entry("that takes the role admin");
     assert_eq!(

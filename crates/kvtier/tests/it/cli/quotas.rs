@@ -105,7 +105,7 @@ fn quotas_are_set_shown_listed_and_removed() {
     .unwrap();
     let refused = complaint(&quota(&["import", file]), 1);
     assert!(
-        refused.contains("refuses: 400, users.c: limit_gb must be non-negative"),
+        refused.contains("refuses: 400, users.c.limit_gb: -1; allowed: GiB from 0"),
         "{refused}"
     );
     assert_eq!(stdout(&["list", "--all", "--json"]), listed);
