@@ -149,22 +149,35 @@ fn about(place: &QuotaPlace, error: Error) -> Error {
 /// The path of the file itself, its identity and its table.
 fn load(path: &Path) -> Result<(PathBuf, Option<Identity>, Table)> {
     let failed = |error| Error::io("it cannot be read", error);
-    let Some(seen) = identity(path).map_err(failed)? else {
-        let name = path.file_name();
-        let name = name.ok_or_else(|| Error::refused("it is no name of a file"))?;
-        let directory = path.parent().filter(|path| !path.as_os_str().is_empty());
-        let directory = fs::canonicalize(directory.unwrap_or(Path::new(".")));
-        let directory =
-            directory.map_err(|error| Error::io("its directory cannot be used", error))?;
-        return Ok((directory.join(name), None, Table::default()));
+    let path = resolve(path)?;
+    let Some(seen) = identity(&path).map_err(failed)? else {
+        return Ok((path, None, Table::default()));
     };
-    let path = fs::canonicalize(path).map_err(failed)?;
     // A pipe would be waited for.
     if !fs::metadata(&path).map_err(failed)?.is_file() {
         return Err(Error::refused("it is no file"));
     }
     let table = decode(&fs::read(&path).map_err(failed)?)?;
     Ok((path, Some(seen), table))
+}
+
+/// The path behind symbolic links, whose directory must be there.
+fn resolve(path: &Path) -> Result<PathBuf> {
+    let mut path = path.to_owned();
+    // As many as the system follows.
+    for _ in 0..40 {
+        let Ok(target) = fs::read_link(&path) else {
+            break;
+        };
+        path.pop();
+        path.push(target);
+    }
+    let name = path.file_name();
+    let name = name.ok_or_else(|| Error::refused("it is no name of a file"))?;
+    let directory = path.parent().filter(|path| !path.as_os_str().is_empty());
+    let directory = directory.unwrap_or(Path::new("."));
+    fs::read_dir(directory).map_err(|error| Error::io("its directory cannot be used", error))?;
+    Ok(directory.join(name))
 }
 
 fn identity(path: &Path) -> io::Result<Option<Identity>> {
