@@ -4,6 +4,7 @@ import json
 import math
 import os
 import random
+import signal
 import time
 import urllib.error
 import urllib.request
@@ -279,7 +280,7 @@ def test_quotas_are_edited(with_quotas, engines, visit):
     page.wait("document.querySelector('#quota').open")
     page.fill("#quota-limit", "much")
     page.click("#quota [value=save]")
-    wait_for_text(page, "#quota .error", "users.alice: limit_gb")
+    wait_for_text(page, "#quota .error", "users.alice.limit_gb")
     page.fill("#quota-limit", "512MiB")
     page.run("document.querySelector('#quota details').open = true")
     page.fill("#quota-reserved-0", "1MiB")
@@ -393,8 +394,10 @@ def test_tokens_decide_what_is_shown_and_changed(with_quotas, visit, tmp_path):
     # A token that was revoked ends the stream, and the page asks again.
     file = tmp_path / "tokens"
     file.write_text(f"admin other {'x' * 32}\n")
+    server.process.send_signal(signal.SIGHUP)
     page.wait(f"!{sign_in}.hidden")
     file.write_text(f"admin ops {ADMIN}\n")
+    server.process.send_signal(signal.SIGHUP)
     wait_until(lambda: with_token(server, "GET", "/", ADMIN)[0] == 200, 30, "the token again")
     server.expect_trouble("refused: no token that is known")
     server.expect_trouble("refused: that takes the role admin")
