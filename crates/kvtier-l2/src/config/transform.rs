@@ -6,7 +6,8 @@ use super::error::{ConfigError, clip};
 use super::key::{Fallback, Interval, Key, Shape, refuse_rest};
 use super::options::Options;
 use crate::redact;
-use crate::transform::{AesBits, AesFrame, Fp8Format};
+use crate::transform::aesgcm::{AesBits, AesFrame};
+use crate::transform::fp8::Fp8Format;
 
 const fn workers() -> Key {
     Key::integer(

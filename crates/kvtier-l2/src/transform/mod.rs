@@ -8,9 +8,9 @@
 //! [`PAGE_BOUND`] stays as it is; the values have no [`Element`] any more.
 
 mod adapter;
-mod aesgcm;
+pub(crate) mod aesgcm;
 mod compress;
-mod fp8;
+pub(crate) mod fp8;
 mod scratch;
 #[cfg(test)]
 mod tests;
@@ -22,10 +22,8 @@ use kvtier_memory::checksum::checksum64;
 use serde_json::{Map, Value};
 
 use aesgcm::AesGcm;
-pub(crate) use aesgcm::{AesBits, AesFrame};
 use compress::Compress;
 use fp8::Fp8;
-pub(crate) use fp8::Fp8Format;
 
 use crate::Adapter;
 use crate::config::{SerdeConfig, SerdeKind};
@@ -94,7 +92,7 @@ pub(crate) fn verifies(configs: &[SerdeConfig]) -> bool {
     configs.iter().any(|config| match &config.kind {
         SerdeKind::Compress => true,
         SerdeKind::Fp8(_) => false,
-        SerdeKind::AesGcm { frame, .. } => *frame == AesFrame::Bound,
+        SerdeKind::AesGcm { frame, .. } => *frame == aesgcm::AesFrame::Bound,
     })
 }
 
