@@ -1,16 +1,10 @@
 //! The kvtier command line. Each subcommand is a module; this file dispatches to them.
 
-mod address;
-mod bench;
 mod config;
 mod definitions;
-mod demo;
 mod explain;
 mod inherited;
-mod latencies;
 mod notify;
-mod out;
-mod pattern;
 mod ping;
 mod pools;
 mod quota;
@@ -19,13 +13,14 @@ mod signals;
 mod status;
 mod tier_test;
 mod top;
-mod units;
 mod version;
 mod web;
 
 use std::process::ExitCode;
 
 use clap::{CommandFactory as _, Parser, Subcommand};
+use kvtier_bench::cli::{USAGE, address, out, units};
+use kvtier_bench::demo;
 use kvtier_server::escape::escape;
 
 /// A KV-cache server for LLM inference that speaks the LMCache MP protocol, with quotas for tenants.
@@ -41,7 +36,7 @@ enum Command {
     /// Serve a KV cache to LMCache clients.
     Server(server::ServerCommand),
     /// Generate load for a server of the protocol (this one or LMCache's), check every byte, and print latencies.
-    Bench(Box<bench::BenchArgs>),
+    Bench(Box<kvtier_bench::BenchArgs>),
     /// Start a server here, use it like engines of several tenants, and check every byte.
     Demo(demo::DemoArgs),
     /// Show server status: health, memory, tiers, GPUs, workers, sessions.
@@ -89,9 +84,6 @@ impl Command {
     }
 }
 
-/// Exit code for invalid arguments.
-const USAGE: u8 = 2;
-
 fn main() -> ExitCode {
     let command = match Cli::try_parse() {
         Ok(cli) => cli.command,
@@ -100,7 +92,7 @@ fn main() -> ExitCode {
     let name = command.name();
     let outcome = match command {
         Command::Server(command) => server::run(command),
-        Command::Bench(args) => bench::run(*args),
+        Command::Bench(args) => kvtier_bench::run(*args),
         Command::Demo(args) => demo::run(&args),
         Command::Status(args) => status::run(&args),
         Command::Top(args) => top::run(&args),

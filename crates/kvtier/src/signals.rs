@@ -1,9 +1,7 @@
-//! Signals: a flag for commands that Ctrl-C and SIGTERM set, and the signals of a server.
+//! The signals of a server.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
-use anyhow::Context as _;
 use kvtier_server::Server;
 use tokio::runtime::Runtime;
 use tokio::signal::unix::{Signal, SignalKind, signal};
@@ -15,43 +13,6 @@ const WATCHDOG: &str = "watchdog";
 
 /// Among the signals: Ctrl-C.
 pub(crate) const SIGINT: &str = "SIGINT";
-
-/// Exit code of a command that was interrupted, as in shells.
-pub(crate) const INTERRUPTED: u8 = 130;
-
-/// Signals that stop.
-pub(crate) const STOP: [SignalKind; 2] = [SignalKind::interrupt(), SignalKind::terminate()];
-
-/// A flag that the first SIGINT or SIGTERM sets; the second ends the process.
-pub(crate) fn stop_flag() -> anyhow::Result<Arc<AtomicBool>> {
-    flag_at(&STOP, |is_again| {
-        if is_again {
-            std::process::exit(i32::from(INTERRUPTED));
-        }
-        eprintln!("stopping; repeat to stop at once");
-    })
-}
-
-/// A flag that these signals set. `seen` is called at each, with whether it was set already.
-pub(crate) fn flag_at(kinds: &[SignalKind], seen: fn(bool)) -> anyhow::Result<Arc<AtomicBool>> {
-    let flag = Arc::new(AtomicBool::new(false));
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_io()
-        .build()
-        .context("cannot wait for signals")?;
-    for kind in kinds {
-        let _inside = runtime.enter();
-        let (mut signal, flag) = (signal(*kind)?, Arc::clone(&flag));
-        runtime.spawn(async move {
-            while signal.recv().await.is_some() {
-                seen(flag.swap(true, Ordering::Relaxed));
-            }
-        });
-    }
-    let thread = std::thread::Builder::new().name("signals".to_owned());
-    thread.spawn(move || runtime.block_on(std::future::pending::<()>()))?;
-    Ok(flag)
-}
 
 /// The signals of a server.
 ///

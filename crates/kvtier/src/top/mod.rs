@@ -11,15 +11,16 @@ use std::time::Duration;
 
 use anyhow::{Context as _, bail};
 use clap::Args;
+use kvtier_bench::cli::stop;
 use ratatui::DefaultTerminal;
 use ratatui::crossterm::event::{self, Event, KeyCode, KeyEventKind, KeyModifiers};
 use ratatui::text::Text;
 use tokio::signal::unix::SignalKind;
 
 use crate::address::HttpArgs;
+use crate::out;
 use crate::units::duration;
 use crate::web::{AccessArgs, Client};
-use crate::{out, signals};
 use sample::Sample;
 use view::View;
 
@@ -78,7 +79,7 @@ pub(crate) fn run(args: &TopArgs) -> anyhow::Result<ExitCode> {
         SignalKind::hangup(),
         SignalKind::interrupt(),
     ];
-    let stop = signals::flag_at(&kinds, |_| {})?;
+    let stop = stop::flag_at(&kinds, |_| {})?;
     let mut terminal = ratatui::try_init().context("the terminal cannot be used")?;
     let outcome = show(&mut terminal, &mut view, &samples, &stop);
     ratatui::restore();

@@ -119,7 +119,7 @@ pub(crate) fn run(args: &CompareArgs) -> anyhow::Result<ExitCode> {
             ]);
         }
     }
-    let mut out = crate::out::stdout();
+    let mut out = crate::cli::out::stdout();
     writeln!(out, "{table}")?;
     let bad: Vec<_> = base
         .iter()

@@ -7,12 +7,12 @@ use kvtier_server::escape::escape;
 use serde_json::{Map, Value};
 
 /// Stdout for results. If the reader closes it, as `head` does, the rest is dropped, and the command ends as it would have.
-pub(crate) fn stdout() -> Out {
+pub fn stdout() -> Out {
     Out(std::io::stdout())
 }
 
 /// Stdout that ignores a closed pipe.
-pub(crate) struct Out(Stdout);
+pub struct Out(Stdout);
 
 impl Write for Out {
     fn write(&mut self, bytes: &[u8]) -> Result<usize> {
@@ -32,7 +32,7 @@ fn unless_closed<T>(outcome: Result<T>, otherwise: T) -> Result<T> {
 }
 
 /// Prints an error to stderr, in the form of all commands. It has one line, unless it quotes the output of another program.
-pub(crate) fn complain(command: &str, text: impl Display) {
+pub fn complain(command: &str, text: impl Display) {
     eprintln!("kvtier {command}: {}", escape_lines(&text.to_string()));
 }
 
@@ -42,7 +42,7 @@ fn escape_lines(text: &str) -> String {
 }
 
 /// A server's answer for tables and sentences. Names in it were chosen by its clients, and may contain terminal escapes.
-pub(crate) fn shown(value: &Value) -> Value {
+pub fn shown(value: &Value) -> Value {
     match value {
         Value::String(text) => escape(text).into(),
         Value::Array(list) => list.iter().map(shown).collect(),
@@ -56,7 +56,7 @@ pub(crate) fn shown(value: &Value) -> Value {
 }
 
 /// A server's answer as JSON, which has its own escapes: the value stays the same.
-pub(crate) fn json(value: &Value) -> String {
+pub fn json(value: &Value) -> String {
     escape_lines(&format!("{value:#}"))
 }
 

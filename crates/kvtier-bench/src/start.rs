@@ -16,8 +16,8 @@ use super::args::StartArgs;
 use super::footprint::resident;
 use super::record::{Recorder, Row};
 use super::report::Report;
-use crate::address::no_listener;
-use crate::signals::stop_flag;
+use crate::cli::address::no_listener;
+use crate::cli::stop::stop_flag;
 
 /// Interval between attempts to connect.
 const CONNECT_INTERVAL: Duration = Duration::from_millis(1);

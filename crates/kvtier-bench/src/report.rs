@@ -80,7 +80,7 @@ impl Report {
     /// Prints the table, or with `-` the JSON, to stdout; with a path both.
     pub(crate) fn print(&self, json: Option<&Path>) -> anyhow::Result<()> {
         let text = serde_json::to_string_pretty(self)?;
-        let mut stdout = crate::out::stdout();
+        let mut stdout = crate::cli::out::stdout();
         match json {
             Some(path) if path == Path::new("-") => writeln!(stdout, "{text}")?,
             json => {

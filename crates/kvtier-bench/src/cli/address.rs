@@ -13,14 +13,14 @@ use kvtier_common::error::{Error, Result};
 use kvtier_l2::net::host_and_port;
 
 /// The default request socket.
-pub(crate) const REQUESTS: &str = "tcp://127.0.0.1:5555";
+pub const REQUESTS: &str = "tcp://127.0.0.1:5555";
 
 /// The default HTTP API.
 const HTTP: &str = "http://127.0.0.1:8080";
 
 /// Arguments for the address of an HTTP API.
 #[derive(Debug, Args)]
-pub(crate) struct HttpArgs {
+pub struct HttpArgs {
     /// The server's HTTP API: host:port, http://host:port or https://host:port [default: http://127.0.0.1:8080]
     #[arg(value_name = "URL", value_parser = http)]
     server: Option<String>,
@@ -31,28 +31,28 @@ pub(crate) struct HttpArgs {
 
 impl HttpArgs {
     /// The address.
-    pub(crate) fn url(&self) -> &str {
+    pub fn url(&self) -> &str {
         let given = self.server.as_ref().or(self.url.as_ref());
         given.map_or(HTTP, String::as_str)
     }
 }
 
 /// Parses the address of a request socket.
-pub(crate) fn requests(text: &str) -> Result<String> {
+pub fn requests(text: &str) -> Result<String> {
     complete(text, &["tcp", "ipc"]).ok_or_else(|| {
         Error::refused("give host:port, tcp://host:port or ipc://path of a request socket")
     })
 }
 
 /// Parses the address of an HTTP API.
-pub(crate) fn http(text: &str) -> Result<String> {
+pub fn http(text: &str) -> Result<String> {
     complete(text, &["http", "https"]).ok_or_else(|| {
         Error::refused("give host:port, http://host:port or https://host:port of an HTTP API")
     })
 }
 
 /// Parses the address of either.
-pub(crate) fn requests_or_http(text: &str) -> Result<String> {
+pub fn requests_or_http(text: &str) -> Result<String> {
     complete(text, &["tcp", "ipc", "http", "https"]).ok_or_else(|| {
         Error::refused("give host:port, tcp://host:port or ipc://path of a request socket, or http://host:port or https://host:port of an HTTP API")
     })
@@ -80,7 +80,7 @@ fn is_host_and_port(text: &str) -> bool {
 
 /// Why no connection is accepted at an address of the request protocol, for each address that its name has; none if one is.
 /// ZMQ does not report that: it tries again and again.
-pub(crate) fn no_listener(url: &str, timeout: Duration) -> anyhow::Result<Option<String>> {
+pub fn no_listener(url: &str, timeout: Duration) -> anyhow::Result<Option<String>> {
     let Some(address) = url.strip_prefix("tcp://") else {
         let path = url.strip_prefix("ipc://").unwrap_or(url);
         return Ok(UnixStream::connect(path).err().map(|it| it.to_string()));
@@ -99,7 +99,7 @@ pub(crate) fn no_listener(url: &str, timeout: Duration) -> anyhow::Result<Option
 }
 
 /// Fails at once if nothing listens.
-pub(crate) fn expect_listener(url: &str, timeout: Duration) -> anyhow::Result<()> {
+pub fn expect_listener(url: &str, timeout: Duration) -> anyhow::Result<()> {
     match no_listener(url, timeout)? {
         None => Ok(()),
         Some(why) => anyhow::bail!("no server at {url}: {why}"),

@@ -1,4 +1,4 @@
-//! `kvtier bench`: a load generator for any server of the LMCache MP protocol.
+//! `kvtier bench`, a load generator for any server of the LMCache MP protocol, and `kvtier demo`.
 //!
 //! It measures round trips with one blocking DEALER socket per client, like an engine's process. Latencies are those of
 //! single calls (or of the two or three calls that a row names), without cleanup. By default each client sends its next
@@ -9,14 +9,18 @@
 //! Every stored chunk has bytes derived from its whole prefix, and every retrieved chunk is compared.
 
 mod args;
+pub mod cli;
 mod compare;
 mod context;
+pub mod demo;
 mod footprint;
 mod l2;
+mod latencies;
 mod latency;
 mod lookups;
 mod memcpy;
 mod mixed;
+mod pattern;
 mod record;
 mod replay;
 mod report;
@@ -28,16 +32,19 @@ use std::process::ExitCode;
 
 use anyhow::Context as _;
 
-pub(crate) use args::BenchArgs;
+pub use args::BenchArgs;
 use args::{BenchCommand, LoadArgs, Scenario};
 use context::Context;
 use report::Report;
 
-use crate::USAGE;
-use crate::out::complain;
+use crate::cli::USAGE;
+use crate::cli::out::complain;
 
 /// Runs the command. Exit code 0 if all requests succeeded and all bytes were correct.
-pub(crate) fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
+///
+/// # Errors
+/// If the server does not answer, or the report cannot be written.
+pub fn run(args: BenchArgs) -> anyhow::Result<ExitCode> {
     match args.command {
         Some(BenchCommand::Start(args)) => start::run(&args),
         Some(BenchCommand::Compare(args)) => compare::run(&args),

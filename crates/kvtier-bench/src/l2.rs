@@ -299,7 +299,7 @@ fn report(
         ]);
         rows.push(json!({ "step": step, "us_per_object": us, "gb_per_second": rate, "plain_us_per_object": plain }));
     }
-    let mut out = crate::out::stdout();
+    let mut out = crate::cli::out::stdout();
     writeln!(
         out,
         "{} objects of {} KiB, type {:?}, medians of {} rounds",

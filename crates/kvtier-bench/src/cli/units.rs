@@ -5,7 +5,7 @@ use std::time::Duration;
 use kvtier_common::error::{Error, Result};
 
 /// Parses a span of time: seconds, or a number with the unit ms, s or m.
-pub(crate) fn duration(text: &str) -> Result<Duration> {
+pub fn duration(text: &str) -> Result<Duration> {
     let (number, scale) = split_unit(text, &[("ms", 0.001), ("s", 1.0), ("m", 60.0), ("", 1.0)])
         .ok_or_else(|| Error::refused("give a time in seconds, or such as 500ms, 30s or 2m"))?;
     if !(number * scale).is_finite() || number * scale < 0.001 || number * scale > 86_400.0 {
@@ -15,7 +15,7 @@ pub(crate) fn duration(text: &str) -> Result<Duration> {
 }
 
 /// The number before the first unit that matches, and the unit's value.
-pub(crate) fn split_unit(text: &str, units: &[(&str, f64)]) -> Option<(f64, f64)> {
+pub fn split_unit(text: &str, units: &[(&str, f64)]) -> Option<(f64, f64)> {
     units.iter().find_map(|&(unit, scale)| {
         let number = text.strip_suffix(unit)?.trim().parse::<f64>().ok()?;
         Some((number, scale))

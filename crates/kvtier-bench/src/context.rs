@@ -12,7 +12,7 @@ use kvtier_client::{
 };
 
 use super::args::LoadArgs;
-use crate::address::expect_listener;
+use crate::cli::address::expect_listener;
 use crate::pattern;
 
 /// Context of one run.
@@ -42,7 +42,7 @@ impl Context {
             url,
             chunk_tokens: 0,
             run,
-            stop: crate::signals::stop_flag()?,
+            stop: crate::cli::stop::stop_flag()?,
             // Outside the range of process ids, which real workers use.
             instances: AtomicI64::new((1 << 40) | ((run >> 24) as i64 & 0xff_ffff_f000)),
             requests: AtomicU64::new(0),

@@ -30,7 +30,7 @@ use kvtier_client::Connection;
 use kvtier_common::error::Error;
 use kvtier_server::{Server, ServerConfig};
 
-use crate::signals;
+use crate::cli::stop::{self, INTERRUPTED};
 use display::Display;
 use engine::Kind;
 use report::{Phase, Report};
@@ -79,7 +79,7 @@ fn seconds(text: &str) -> kvtier_common::error::Result<f64> {
 
 /// Runs the demo. Exit code 0 if all answers were correct, 1 if not, 130 after Ctrl-C.
 pub fn run(args: &DemoArgs) -> anyhow::Result<ExitCode> {
-    let stop = signals::stop_flag()?;
+    let stop = stop::stop_flag()?;
     let config = server_config(args, None)?;
     // Before the demo starts, so that a directory that cannot be used is reported at once.
     let tiered = args.l2.as_deref().map(|dir| server_config(args, Some(dir)));
@@ -97,7 +97,7 @@ pub fn run(args: &DemoArgs) -> anyhow::Result<ExitCode> {
     }
     report.print(args.json).context("cannot write the report")?;
     Ok(match (report.interrupted, report.ok) {
-        (true, _) => ExitCode::from(signals::INTERRUPTED),
+        (true, _) => ExitCode::from(INTERRUPTED),
         (false, true) => ExitCode::SUCCESS,
         (false, false) => ExitCode::FAILURE,
     })

@@ -123,7 +123,7 @@ impl Report {
 
     /// Prints it to stdout.
     pub(super) fn print(&self, json: bool) -> anyhow::Result<()> {
-        let mut out = crate::out::stdout();
+        let mut out = crate::cli::out::stdout();
         if json {
             writeln!(out, "{}", serde_json::to_string_pretty(&self.json())?)?;
             return Ok(());

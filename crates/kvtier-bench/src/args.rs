@@ -6,13 +6,13 @@ use std::time::Duration;
 use clap::{Args, Subcommand, ValueEnum};
 use kvtier_common::error::{Error, Result};
 
-use crate::address::{REQUESTS, requests};
-use crate::units::{duration, split_unit};
+use crate::cli::address::{REQUESTS, requests};
+use crate::cli::units::{duration, split_unit};
 
 /// Arguments of `kvtier bench`.
 #[derive(Debug, Args)]
 #[command(args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
-pub(crate) struct BenchArgs {
+pub struct BenchArgs {
     #[command(subcommand)]
     pub(crate) command: Option<BenchCommand>,
     #[command(flatten)]
