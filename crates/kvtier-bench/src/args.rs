@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, Subcommand, ValueEnum};
+use clap::{Args, Parser, Subcommand, ValueEnum};
 use kvtier_common::error::{Error, Result};
 
 use crate::cli::address::{REQUESTS, requests};
@@ -151,6 +151,16 @@ impl LoadArgs {
     pub(crate) fn url(&self) -> &str {
         let given = self.server.as_deref().or(self.url.as_deref());
         given.unwrap_or(REQUESTS)
+    }
+
+    /// The defaults, with this server and seed.
+    pub(crate) fn of(url: &str, seed: u64) -> Self {
+        #[derive(Parser)]
+        struct Defaults {
+            #[command(flatten)]
+            load: LoadArgs,
+        }
+        Defaults::parse_from(["", url, "--seed", &seed.to_string()]).load
     }
 
     /// Returns the load for another server.

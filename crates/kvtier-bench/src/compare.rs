@@ -7,73 +7,32 @@ use std::process::ExitCode;
 use anyhow::Context as _;
 
 use super::args::CompareArgs;
-use super::record::Row;
+use super::record::{self, Row};
 use super::report::{Report, new_table, number, time};
 
-/// A number of a row to compare.
-struct Figure {
-    name: &'static str,
-    pick: fn(&Row) -> Option<f64>,
-    show: fn(f64) -> String,
-    /// Whether less is better.
-    less_is_better: bool,
-}
+/// A number of a row to compare: its name, where it is, how it is shown, and whether less is better.
+type Figure = (
+    &'static str,
+    fn(&Row) -> Option<f64>,
+    fn(f64) -> String,
+    bool,
+);
 
 const FIGURES: [Figure; 9] = [
-    Figure {
-        name: "p50",
-        pick: |row| row.latency_us.map(|latency| latency.p50),
-        show: time,
-        less_is_better: true,
-    },
-    Figure {
-        name: "p99",
-        pick: |row| row.latency_us.map(|latency| latency.p99),
-        show: time,
-        less_is_better: true,
-    },
-    Figure {
-        name: "p99.9",
-        pick: |row| row.latency_us.map(|latency| latency.p999),
-        show: time,
-        less_is_better: true,
-    },
-    Figure {
-        name: "per s",
-        pick: |row| row.per_second,
-        show: number,
-        less_is_better: false,
-    },
-    Figure {
-        name: "GB/s",
-        pick: |row| row.gb_per_second,
-        show: number,
-        less_is_better: false,
-    },
-    Figure {
-        name: "of memcpy",
-        pick: |row| row.facts.get("of memcpy").copied(),
-        show: number,
-        less_is_better: false,
-    },
-    Figure {
-        name: "of memcpy in runs",
-        pick: |row| row.facts.get("of memcpy in runs").copied(),
-        show: number,
-        less_is_better: false,
-    },
-    Figure {
-        name: "private MiB",
-        pick: |row| row.facts.get("private MiB").copied(),
-        show: number,
-        less_is_better: true,
-    },
-    Figure {
-        name: "B an object",
-        pick: |row| row.facts.get("B an object").copied(),
-        show: number,
-        less_is_better: true,
-    },
+    ("p50", |row| row.latency_us.map(|us| us.p50), time, true),
+    ("p99", |row| row.latency_us.map(|us| us.p99), time, true),
+    ("p99.9", |row| row.latency_us.map(|us| us.p999), time, true),
+    ("per s", |row| row.per_second, number, false),
+    ("GB/s", |row| row.gb_per_second, number, false),
+    ("of memcpy", |row| row.get("of memcpy"), number, false),
+    (
+        "of memcpy in runs",
+        |row| row.get("of memcpy in runs"),
+        number,
+        false,
+    ),
+    ("private MiB", |row| row.get("private MiB"), number, true),
+    ("B an object", |row| row.get("B an object"), number, true),
 ];
 
 pub(crate) fn run(args: &CompareArgs) -> anyhow::Result<ExitCode> {
@@ -92,15 +51,15 @@ pub(crate) fn run(args: &CompareArgs) -> anyhow::Result<ExitCode> {
         "better by",
     ]);
     for name in names(&base, &ours) {
-        for figure in &FIGURES {
-            let base = median(&base, &name, figure.pick);
-            let ours = median(&ours, &name, figure.pick);
+        for (figure, pick, show, less_is_better) in FIGURES {
+            let base = median(&base, &name, pick);
+            let ours = median(&ours, &name, pick);
             if base.is_none() && ours.is_none() {
                 continue;
             }
             let ratio = match (base, ours) {
                 (Some(base), Some(ours)) if base > 0.0 && ours > 0.0 => {
-                    let ratio = if figure.less_is_better {
+                    let ratio = if less_is_better {
                         base / ours
                     } else {
                         ours / base
@@ -109,12 +68,12 @@ pub(crate) fn run(args: &CompareArgs) -> anyhow::Result<ExitCode> {
                 }
                 _ => String::new(),
             };
-            let show = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), figure.show);
+            let shown = |value: Option<f64>| value.map_or_else(|| "-".to_owned(), show);
             table.add_row([
                 name.clone(),
-                figure.name.to_owned(),
-                show(base),
-                show(ours),
+                figure.to_owned(),
+                shown(base),
+                shown(ours),
                 ratio,
             ]);
         }
@@ -164,19 +123,12 @@ fn names(base: &[Report], ours: &[Report]) -> Vec<String> {
 
 /// The median of a figure over all reports that have the row.
 fn median(reports: &[Report], name: &str, pick: fn(&Row) -> Option<f64>) -> Option<f64> {
-    let mut values: Vec<f64> = reports
-        .iter()
-        .flat_map(|report| &report.rows)
-        .filter(|row| row.name == name)
-        .filter_map(pick)
-        .collect();
-    values.sort_by(f64::total_cmp);
-    let middle = values.len() / 2;
-    match values.len() {
-        0 => None,
-        len if len % 2 == 0 => Some(f64::midpoint(values[middle - 1], values[middle])),
-        _ => Some(values[middle]),
-    }
+    let rows = reports.iter().flat_map(|report| &report.rows);
+    record::median(
+        rows.filter(|row| row.name == name)
+            .filter_map(pick)
+            .collect(),
+    )
 }
 
 #[cfg(test)]
@@ -186,7 +138,7 @@ mod tests {
     #[test]
     fn medians_skip_reports_without_row() {
         let report = |value: Option<f64>| {
-            let mut report = Report::bare("x".to_owned(), "tcp://x:1", 256, 1);
+            let mut report = Report::new("x".to_owned(), "tcp://x:1", 256, 1);
             if let Some(value) = value {
                 report
                     .rows
@@ -194,7 +146,7 @@ mod tests {
             }
             report
         };
-        let pick = |row: &Row| row.facts.get("B an object").copied();
+        let pick = |row: &Row| row.get("B an object");
         let reports = [
             report(Some(4.0)),
             report(None),

@@ -12,6 +12,7 @@ use kvtier_client::{
 };
 
 use super::args::LoadArgs;
+use super::record::Recorder;
 use crate::cli::address::expect_listener;
 use crate::pattern;
 
@@ -24,14 +25,14 @@ pub(crate) struct Context {
     pub(crate) chunk_tokens: usize,
     /// Part of all names of this run, so that chunks of earlier runs never hit.
     run: u64,
-    stop: Arc<AtomicBool>,
+    pub(crate) stop: Arc<AtomicBool>,
     instances: AtomicI64,
     requests: AtomicU64,
 }
 
 impl Context {
     /// Asks the server for its chunk size. A server that does not answer ends the run here.
-    pub(crate) fn new(args: LoadArgs) -> anyhow::Result<Self> {
+    pub(crate) fn new(args: LoadArgs, stop: Arc<AtomicBool>) -> anyhow::Result<Self> {
         let url = args.url().to_owned();
         expect_listener(&url, args.timeout)?;
         let since = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
@@ -42,7 +43,7 @@ impl Context {
             url,
             chunk_tokens: 0,
             run,
-            stop: crate::cli::stop::stop_flag()?,
+            stop,
             // Outside the range of process ids, which real workers use.
             instances: AtomicI64::new((1 << 40) | ((run >> 24) as i64 & 0xff_ffff_f000)),
             requests: AtomicU64::new(0),
@@ -88,7 +89,7 @@ impl Context {
 
     /// A registered worker with small chunks, for scenarios that do not measure copies.
     pub(crate) fn small_worker(&self, scope: &Scope) -> anyhow::Result<EngineDrivenWorker> {
-        self.engine_driven(scope, self.args.small_chunk_bytes)
+        self.engine_driven(scope, self.args.small_chunk_bytes, self.args.pickle)
     }
 
     /// A registered worker that copies by itself, with chunks of this size.
@@ -96,16 +97,32 @@ impl Context {
         &self,
         scope: &Scope,
         chunk_bytes: u64,
+        force_pickle: bool,
     ) -> anyhow::Result<EngineDrivenWorker> {
         let (layers, hidden) = geometry(chunk_bytes, self.chunk_tokens as u64)?;
         let mut spec = EngineDrivenSpec::new(self.instance(), scope.clone(), layers, hidden);
         spec.dtype = Dtype::BFloat16;
-        spec.force_pickle = self.args.pickle;
+        spec.force_pickle = force_pickle;
         spec.block_tokens = block_tokens(self.chunk_tokens as u64);
         EngineDrivenWorker::register(self.connect()?, spec).context(
             "registering a worker that copies by itself (LMCache's server takes such workers only with \
              `--supported-transfer-mode auto`)",
         )
+    }
+
+    /// Runs the requests of one client of a latency scenario; returns their results, and the time from the first measured one.
+    pub(crate) fn measure(
+        &self,
+        name: &str,
+        mut request: impl FnMut(Turn, &mut Recorder) -> anyhow::Result<()>,
+    ) -> anyhow::Result<(Recorder, Duration)> {
+        let bar = self.bar(name, self.bar_total());
+        let (mut recorder, mut pace) = (Recorder::default(), self.pace(&bar));
+        while let Some(turn) = pace.next() {
+            request(turn, &mut recorder)?;
+        }
+        bar.finish_and_clear();
+        Ok((recorder, pace.measured()))
     }
 
     /// The progress bar of a scenario, on a terminal only.
@@ -286,7 +303,7 @@ pub(crate) fn make_resident(
     let prompt = Prompt::new(tokens);
     let range = prompt.whole_chunks(chunk_tokens);
     let chunks = range.end / chunk_tokens as u64;
-    let seeds = pattern::chunk_seeds(tokens, chunk_tokens);
+    let seeds = pattern::chunk_seeds("", tokens, chunk_tokens);
     let size = worker.chunk_bytes();
     let request = context.request_id();
     let stored = worker.store(&prompt, range.clone(), &request, |index| {
@@ -313,4 +330,9 @@ pub(crate) fn make_resident(
         );
         std::thread::sleep(Duration::from_millis(5));
     }
+}
+
+/// The result of a thread; its panic continues here.
+pub(crate) fn joined<T>(outcome: std::thread::Result<anyhow::Result<T>>) -> anyhow::Result<T> {
+    outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }

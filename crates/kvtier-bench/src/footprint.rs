@@ -60,7 +60,7 @@ pub(crate) fn run(context: &Context, report: &mut Report) -> anyhow::Result<()> 
 
     let before = resident(pid)?;
     let bar = context.bar("memory", context.args.objects);
-    let mut recorder = Recorder::new();
+    let mut recorder = Recorder::default();
     let mut stored = 0_u64;
     let mut pace = Pace::endless(context, None);
     while stored < context.args.objects {

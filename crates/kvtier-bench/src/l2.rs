@@ -20,6 +20,7 @@ use rustix::fs::{AtFlags, CWD, Mode, OFlags};
 use serde_json::json;
 
 use super::args::L2Args;
+use super::record::median;
 
 /// Alignment of objects in the arena.
 const ALIGNMENT: u64 = 4096;
@@ -257,11 +258,6 @@ fn plain_files_in(
     })
 }
 
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
-}
-
 fn report(
     args: &L2Args,
     config: &AdapterConfig,
@@ -274,7 +270,7 @@ fn report(
         let times = all
             .iter()
             .map(|times| [times.store, times.lookup, times.load][step]);
-        median(times.collect()) * 1e6 / count
+        median(times.collect()).unwrap_or(f64::NAN) * 1e6 / count
     };
     let mut table = Table::new();
     table.set_header([

@@ -5,18 +5,14 @@ use kvtier_client::Prompt;
 use kvtier_client::Transport;
 
 use super::context::{Context, make_resident};
-use super::record::Recorder;
 use super::report::Report;
 
 /// Runs pings, the smallest requests.
 pub(crate) fn ping(context: &Context, report: &mut Report) -> anyhow::Result<()> {
-    let bar = context.bar("ping", context.bar_total());
     let mut connection = context.connect()?;
     // The connection itself is not measured.
     connection.get_chunk_size()?;
-    let mut recorder = Recorder::new();
-    let mut pace = context.pace(&bar);
-    while let Some(turn) = pace.next() {
+    let (recorder, wall) = context.measure("ping", |turn, recorder| {
         let start = turn.start();
         let alive = connection.ping(None)?;
         let latency = start.elapsed();
@@ -25,9 +21,8 @@ pub(crate) fn ping(context: &Context, report: &mut Report) -> anyhow::Result<()>
         } else if turn.measured {
             recorder.success(latency, 0);
         }
-    }
-    let wall = pace.measured();
-    bar.finish_and_clear();
+        Ok(())
+    })?;
     report.add(recorder.row("ping", wall));
     Ok(())
 }
@@ -43,10 +38,7 @@ pub(crate) fn retrieve_bookkeeping(context: &Context, report: &mut Report) -> an
     let shared = worker.transport() == Transport::SharedPool;
     let instance = worker.spec().instance;
 
-    let bar = context.bar("retrieve bookkeeping", context.bar_total());
-    let mut recorder = Recorder::new();
-    let mut pace = context.pace(&bar);
-    while let Some(turn) = pace.next() {
+    let (recorder, wall) = context.measure("retrieve bookkeeping", |turn, recorder| {
         let request = context.request_id();
         worker.lookup(&prompt, &request)?;
         let key = scope.worker_key(0, &prompt, range.clone(), &request);
@@ -68,9 +60,8 @@ pub(crate) fn retrieve_bookkeeping(context: &Context, report: &mut Report) -> an
         } else if turn.measured {
             recorder.success(latency, 0);
         }
-    }
-    let wall = pace.measured();
-    bar.finish_and_clear();
+        Ok(())
+    })?;
     let name = if shared {
         "retrieve bookkeeping"
     } else {
@@ -89,10 +80,7 @@ pub(crate) fn store_bookkeeping(context: &Context, report: &mut Report) -> anyho
     let instance = worker.spec().instance;
     let size = worker.chunk_bytes();
 
-    let bar = context.bar("store bookkeeping", context.bar_total());
-    let mut recorder = Recorder::new();
-    let mut pace = context.pace(&bar);
-    while let Some(turn) = pace.next() {
+    let (recorder, wall) = context.measure("store bookkeeping", |turn, recorder| {
         let prompt = Prompt::new(&context.tokens(1 << 40 | turn.number, context.chunk_tokens));
         let request = context.request_id();
         if !shared {
@@ -102,7 +90,7 @@ pub(crate) fn store_bookkeeping(context: &Context, report: &mut Report) -> anyho
             if turn.measured {
                 recorder.success(start.elapsed(), 0);
             }
-            continue;
+            return Ok(());
         }
         let key = scope.worker_key(0, &prompt, 0..context.chunk_tokens as u64, &request);
         let connection = worker.connection();
@@ -120,9 +108,8 @@ pub(crate) fn store_bookkeeping(context: &Context, report: &mut Report) -> anyho
         } else if turn.measured {
             recorder.success(latency, 0);
         }
-    }
-    let wall = pace.measured();
-    bar.finish_and_clear();
+        Ok(())
+    })?;
     let name = if shared {
         "store bookkeeping"
     } else {

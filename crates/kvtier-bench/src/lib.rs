@@ -13,9 +13,9 @@ pub mod cli;
 mod compare;
 mod context;
 pub mod demo;
+mod engine;
 mod footprint;
 mod l2;
-mod latencies;
 mod latency;
 mod lookups;
 mod memcpy;
@@ -35,10 +35,12 @@ use anyhow::Context as _;
 pub use args::BenchArgs;
 use args::{BenchCommand, LoadArgs, Scenario};
 use context::Context;
+use engine::Kind;
 use report::Report;
 
 use crate::cli::USAGE;
 use crate::cli::out::complain;
+use crate::cli::stop::stop_flag;
 
 /// Runs the command. Exit code 0 if all requests succeeded and all bytes were correct.
 ///
@@ -59,8 +61,10 @@ fn load(args: LoadArgs) -> anyhow::Result<ExitCode> {
         return Ok(ExitCode::from(USAGE));
     }
     let json = args.json.clone();
-    let context = Context::new(args)?;
-    let mut report = Report::new(&context);
+    let context = Context::new(args, stop_flag()?)?;
+    let (url, label) = (&context.url, context.args.label.clone());
+    let label = label.unwrap_or_else(|| url.clone());
+    let mut report = Report::new(label, url, context.chunk_tokens, context.args.seed);
     let outcome = scenarios(&context, &mut report);
     if let Err(error) = &outcome {
         report.abort(format!("{error:#}"));
@@ -96,8 +100,8 @@ fn scenarios(context: &Context, report: &mut Report) -> anyhow::Result<()> {
             Scenario::LookupMiss => lookups::miss(context, report),
             Scenario::RetrieveBookkeeping => latency::retrieve_bookkeeping(context, report),
             Scenario::StoreBookkeeping => latency::store_bookkeeping(context, report),
-            Scenario::EngineDriven => transfer::engine_driven(context, report),
-            Scenario::LmcacheDriven => transfer::lmcache_driven(context, report),
+            Scenario::EngineDriven => transfer::run(context, report, Kind::of(context)),
+            Scenario::LmcacheDriven => transfer::run(context, report, Kind::Pages),
             Scenario::Mixed => mixed::run(context, report),
             Scenario::Replay => replay::run(context, report),
             Scenario::Tenants => tenants::run(context, report),

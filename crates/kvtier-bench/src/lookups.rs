@@ -1,92 +1,61 @@
 //! Lookups without other load on the server.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use kvtier_client::{Connection, Prompt, Scope};
 
 use super::context::{Context, Pace, make_resident};
-use super::record::Recorder;
+use super::record::{Latency, Recorder};
 use super::report::Report;
 
-/// Looks up prompts whose chunks are all cached.
+/// Looks up prompts whose chunks are all cached; with `--beside` at two servers, in turn.
 pub(crate) fn hit(context: &Context, report: &mut Report) -> anyhow::Result<()> {
-    if let Some(url) = &context.args.beside {
-        return hit_beside(context, &Context::new(context.args.at(url))?, report);
-    }
-    let scope = context.scope("lookup-hit");
-    let mut worker = context.small_worker(&scope)?;
-    let prompts = resident_prompts(context, &mut worker, 2000)?;
-    let chunks = chunks(context, &prompts[0]);
-
-    let bar = context.bar("lookup hit", context.bar_total());
-    let mut recorder = Recorder::new();
-    let mut pace = context.pace(&bar);
-    repeat(
-        context,
-        &mut pace,
-        worker.connection(),
-        &scope,
-        &prompts,
-        &mut recorder,
-    )?;
-    let wall = pace.measured();
-    bar.finish_and_clear();
-    report.add(
-        recorder
-            .row("lookup hit", wall)
-            .fact("tokens", prompts[0].len() as f64)
-            .fact("chunks", chunks as f64),
-    );
-    worker.close()?;
-    Ok(())
-}
-
-/// Runs the same lookups at two servers, in turn.
-fn hit_beside(context: &Context, other: &Context, report: &mut Report) -> anyhow::Result<()> {
+    let beside = context.args.beside.as_deref();
+    let beside = beside.map(|url| Context::new(context.args.at(url), Arc::clone(&context.stop)));
+    let beside = beside.transpose()?;
     let mut sides = Vec::new();
-    for context in [context, other] {
+    for context in [Some(context), beside.as_ref()].into_iter().flatten() {
         let scope = context.scope("lookup-hit");
         let mut worker = context.small_worker(&scope)?;
         let prompts = resident_prompts(context, &mut worker, 2000)?;
-        sides.push((context, scope, worker, prompts, Recorder::new()));
+        sides.push((context, scope, worker, prompts, Recorder::default()));
     }
-    let bar = context.bar("lookup hit", context.bar_total());
-    let mut pace = context.pace(&bar);
-    while let Some(turn) = pace.next() {
+    let (_, wall) = context.measure("lookup hit", |turn, _| {
         // So that neither is always the first.
-        sides.swap(0, 1);
+        sides.reverse();
+        let due = beside.is_none().then(|| turn.start());
         for (context, scope, worker, prompts, recorder) in &mut sides {
             let prompt = &prompts[turn.number as usize % prompts.len()];
-            let (server, measured) = (worker.connection(), turn.measured);
+            let (server, start) = (worker.connection(), || due.unwrap_or_else(Instant::now));
             look_up(
                 context,
                 server,
                 scope,
                 prompt,
-                Instant::now,
+                start,
                 recorder,
-                measured,
+                turn.measured,
             )?;
         }
-    }
-    let wall = pace.measured();
-    bar.finish_and_clear();
-    sides.sort_by_key(|(at, ..)| at.url == other.url);
-    let mut rows = Vec::new();
-    for (context, _, worker, prompts, recorder) in sides {
-        let name = ["lookup hit", "lookup hit beside"][rows.len()];
-        let row = recorder.row(name, wall);
-        rows.push(row.fact("chunks", chunks(context, &prompts[0]) as f64));
+        Ok(())
+    })?;
+    sides.sort_by_key(|(at, ..)| at.url != context.url);
+    let mut first: Option<Latency> = None;
+    for ((context, _, worker, prompts, recorder), name) in
+        sides.into_iter().zip(["lookup hit", "lookup hit beside"])
+    {
+        let mut row = recorder.row(name, wall);
+        row = row.fact("tokens", prompts[0].len() as f64);
+        row = row.fact("chunks", chunks(context, &prompts[0]) as f64);
+        if let (Some(first), Some(second)) = (first, row.latency_us) {
+            row = row.fact("p50 of the first's", second.p50 / first.p50);
+            row = row.fact("p99 of the first's", second.p99 / first.p99);
+        }
+        first = row.latency_us;
+        report.add(row);
         worker.close()?;
     }
-    if let (Some(first), Some(second)) = (rows[0].latency_us, rows[1].latency_us) {
-        let last = rows.remove(1);
-        rows.push(
-            last.fact("p50 of the first's", second.p50 / first.p50)
-                .fact("p99 of the first's", second.p99 / first.p99),
-        );
-    }
-    rows.into_iter().for_each(|row| report.add(row));
     Ok(())
 }
 
@@ -95,10 +64,7 @@ pub(crate) fn miss(context: &Context, report: &mut Report) -> anyhow::Result<()>
     let scope = context.scope("lookup-miss");
     // Without a registered worker of the model there is no layout, and every lookup is a miss.
     let mut worker = context.small_worker(&scope)?;
-    let bar = context.bar("lookup miss", context.bar_total());
-    let mut recorder = Recorder::new();
-    let mut pace = context.pace(&bar);
-    while let Some(turn) = pace.next() {
+    let (recorder, wall) = context.measure("lookup miss", |turn, recorder| {
         let tokens = context.tokens(2 << 40 | turn.number, context.args.prompt_tokens as usize);
         let prompt = Prompt::new(&tokens);
         let request = context.request_id();
@@ -113,9 +79,8 @@ pub(crate) fn miss(context: &Context, report: &mut Report) -> anyhow::Result<()>
         } else if turn.measured {
             recorder.success(latency, 0);
         }
-    }
-    let wall = pace.measured();
-    bar.finish_and_clear();
+        Ok(())
+    })?;
     report.add(
         recorder
             .row("lookup miss", wall)

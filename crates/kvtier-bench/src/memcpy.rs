@@ -5,6 +5,7 @@
 
 use std::time::{Duration, Instant};
 
+use super::record::median;
 use crate::pattern;
 
 /// Bytes of the cold side: more than caches hold.
@@ -27,18 +28,13 @@ pub(crate) fn gb_per_second(way: Way, warm: usize, piece: usize) -> f64 {
     let piece = piece.clamp(1, warm);
     let mut near = vec![0_u8; warm];
     let mut far: Vec<u8> = vec![1; COLD_BYTES];
-    let mut speeds: Vec<f64> = far
-        .chunks_exact_mut(warm)
-        .zip(0..)
-        .map(|(far, seed)| {
-            pattern::fill(seed, &mut near);
-            let took = copy(way, &mut near, far, piece);
-            std::hint::black_box((&mut near, far));
-            warm as f64 / 1e9 / took.as_secs_f64()
-        })
-        .collect();
-    speeds.sort_by(f64::total_cmp);
-    speeds[speeds.len() / 2]
+    let speeds = far.chunks_exact_mut(warm).zip(0..).map(|(far, seed)| {
+        pattern::fill(seed, &mut near);
+        let took = copy(way, &mut near, far, piece);
+        std::hint::black_box((&mut near, far));
+        warm as f64 / 1e9 / took.as_secs_f64()
+    });
+    median(speeds.collect()).unwrap_or(f64::NAN)
 }
 
 fn copy(way: Way, near: &mut [u8], far: &mut [u8], piece: usize) -> Duration {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use kvtier_client::{EngineDrivenWorker, Prompt};
 
-use super::context::{Context, Pace};
+use super::context::{Context, Pace, joined};
 use super::lookups;
 use super::record::Recorder;
 use super::report::Report;
@@ -31,7 +31,7 @@ pub(crate) fn run(context: &Context, report: &mut Report) -> anyhow::Result<()> 
                     start.wait();
                     let mut connection = connection?;
                     connection.get_chunk_size()?;
-                    let mut recorder = Recorder::new();
+                    let mut recorder = Recorder::default();
                     let part = f64::from(client) / f64::from(clients);
                     let mut pace = context.pace(bar).shifted(part);
                     lookups::repeat(
@@ -59,7 +59,7 @@ pub(crate) fn run(context: &Context, report: &mut Report) -> anyhow::Result<()> 
     });
     bar.finish_and_clear();
 
-    let mut all = Recorder::new();
+    let mut all = Recorder::default();
     let mut wall = Duration::ZERO;
     for outcome in lookups {
         let (recorder, measured) = joined(outcome).context("a client that looks up")?;
@@ -93,7 +93,7 @@ fn write(
         return Ok(None);
     }
     let size = worker.chunk_bytes();
-    let mut recorder = Recorder::new();
+    let mut recorder = Recorder::default();
     let mut pace = Pace::endless(context, Some(context.args.writer_rate));
     while !over.load(Ordering::Relaxed) {
         let Some(turn) = pace.next() else {
@@ -101,7 +101,10 @@ fn write(
         };
         let tokens = context.tokens(5 << 40 | turn.number, context.chunk_tokens);
         let prompt = Prompt::new(&tokens);
-        let bytes = pattern::chunk(pattern::chunk_seeds(&tokens, context.chunk_tokens)[0], size);
+        let bytes = pattern::chunk(
+            pattern::chunk_seeds("", &tokens, context.chunk_tokens)[0],
+            size,
+        );
         let request = context.request_id();
         let range = prompt.whole_chunks(context.chunk_tokens);
         let start = turn.start();
@@ -114,9 +117,4 @@ fn write(
         }
     }
     Ok(Some((recorder, pace.measured())))
-}
-
-/// The result of a thread; its panic continues here.
-fn joined<T>(outcome: std::thread::Result<anyhow::Result<T>>) -> anyhow::Result<T> {
-    outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
 }

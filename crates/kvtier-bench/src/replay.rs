@@ -8,12 +8,12 @@ use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
-use kvtier_client::{EngineDrivenWorker, Prompt};
 use serde::Deserialize;
 
 use super::args::NEEDS_TRACE;
-use super::context::Context;
-use super::record::{Recorder, Row};
+use super::context::{Context, joined};
+use super::engine::{Engine, Job, Kind};
+use super::record::{Outcome, Row};
 use super::report::Report;
 use crate::pattern;
 
@@ -34,38 +34,31 @@ struct Line {
     hash_ids: Vec<u64>,
 }
 
-/// Results of one client.
-struct Outcome {
-    lookups: Recorder,
-    retrieves: Recorder,
-    stores: Recorder,
-    asked_tokens: u64,
-    hit_tokens: u64,
-}
-
 pub(crate) fn run(context: &Context, report: &mut Report) -> anyhow::Result<()> {
     let path = context.args.trace.as_ref().context(NEEDS_TRACE)?;
     let lines = read(path, context.args.limit)?;
     let scope = context.scope("replay");
     let bar = context.bar("replay", lines.len() as u64);
     let queue = Mutex::new(lines.iter());
-    let workers = (0..context.args.clients)
-        .map(|_| context.small_worker(&scope))
+    let engines = (0..context.args.clients)
+        .map(|_| {
+            Engine::start(
+                context,
+                Kind::of(context),
+                &scope,
+                context.args.small_chunk_bytes,
+                0,
+            )
+        })
         .collect::<anyhow::Result<Vec<_>>>()?;
     let started = Instant::now();
     let outcomes: Vec<_> = std::thread::scope(|threads| {
-        let clients: Vec<_> = workers
+        let clients: Vec<_> = engines
             .into_iter()
-            .map(|mut worker| {
+            .map(|mut engine| {
                 let (queue, bar) = (&queue, &bar);
                 threads.spawn(move || {
-                    let mut outcome = Outcome {
-                        lookups: Recorder::new(),
-                        retrieves: Recorder::new(),
-                        stores: Recorder::new(),
-                        asked_tokens: 0,
-                        hit_tokens: 0,
-                    };
+                    let mut outcome = Outcome::default();
                     while !context.is_stopped() {
                         let next = queue.lock().map_or(None, |mut lines| lines.next());
                         let Some(line) = next else { break };
@@ -75,10 +68,10 @@ pub(crate) fn run(context: &Context, report: &mut Report) -> anyhow::Result<()> 
                         {
                             std::thread::sleep(early);
                         }
-                        replay(context, &mut worker, line, due, &mut outcome)?;
+                        replay(context, &mut engine, line, due, &mut outcome)?;
                         bar.inc(1);
                     }
-                    worker.close()?;
+                    engine.close()?;
                     Ok::<_, anyhow::Error>(outcome)
                 })
             })
@@ -90,35 +83,16 @@ pub(crate) fn run(context: &Context, report: &mut Report) -> anyhow::Result<()> 
     });
     let wall = started.elapsed();
     bar.finish_and_clear();
-    add_rows(report, outcomes, lines.len(), wall)
-}
-
-fn add_rows(
-    report: &mut Report,
-    outcomes: Vec<std::thread::Result<anyhow::Result<Outcome>>>,
-    requests: usize,
-    wall: Duration,
-) -> anyhow::Result<()> {
-    let mut lookups = Recorder::new();
-    let mut retrieves = Recorder::new();
-    let mut stores = Recorder::new();
-    let (mut asked, mut hit) = (0, 0);
+    let mut all = Outcome::default();
     for outcome in outcomes {
-        let outcome = outcome.unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
-        lookups.add(outcome.lookups);
-        retrieves.add(outcome.retrieves);
-        stores.add(outcome.stores);
-        asked += outcome.asked_tokens;
-        hit += outcome.hit_tokens;
+        all.add(joined(outcome)?);
     }
-    report.add(lookups.row("replay lookup", wall));
-    report.add(retrieves.row("replay retrieve", wall));
-    report.add(stores.row("replay store", wall));
+    all.report(report, wall, |name| format!("replay {name}"));
     report.add(
         Row::of_facts("replay")
-            .fact("requests", requests as f64)
+            .fact("requests", lines.len() as f64)
             .fact("seconds", wall.as_secs_f64())
-            .fact("hit rate", hit as f64 / (asked as f64).max(1.0)),
+            .fact("hit rate", all.hit_rate()),
     );
     Ok(())
 }
@@ -132,66 +106,17 @@ fn due(context: &Context, started: Instant, line: &Line) -> Option<Instant> {
 
 fn replay(
     context: &Context,
-    worker: &mut EngineDrivenWorker,
+    engine: &mut Engine,
     line: &Line,
     due: Option<Instant>,
     outcome: &mut Outcome,
 ) -> anyhow::Result<()> {
-    let chunk_tokens = context.chunk_tokens;
     let tokens = tokens(context.args.seed, line);
-    let prompt = Prompt::new(&tokens);
-    let seeds = pattern::chunk_seeds(&tokens, chunk_tokens);
-    let range = prompt.whole_chunks(chunk_tokens);
-    let size = worker.chunk_bytes();
+    let job = Job::new("", &tokens, context.chunk_tokens);
     let request = context.request_id();
-
     let start = due.unwrap_or_else(Instant::now);
-    let hits = worker.lookup(&prompt, &request)?;
-    outcome.lookups.success(start.elapsed(), 0);
-    outcome.asked_tokens += tokens.len() as u64;
-    outcome.hit_tokens += hits * chunk_tokens as u64;
-    let hit_end = hits * chunk_tokens as u64;
-    if hit_end > range.end {
-        outcome
-            .lookups
-            .mismatch(|| format!("{hits} chunks hit of a prompt of {}", seeds.len()));
-        return Ok(());
-    }
-    if hits > 0 {
-        let mut checking = Duration::ZERO;
-        let start = Instant::now();
-        let got = worker.retrieve(&prompt, 0..hit_end, &request, |index, bytes| {
-            let check = Instant::now();
-            if !pattern::matches(seeds[index as usize], bytes) {
-                outcome
-                    .retrieves
-                    .mismatch(|| format!("chunk {index} of {request}"));
-            }
-            checking += check.elapsed();
-        })?;
-        match got {
-            Some(got) => outcome
-                .retrieves
-                .success(start.elapsed() - checking, got.bytes),
-            None => outcome
-                .retrieves
-                .failure(|| format!("{hits} chunks were found, then missed")),
-        }
-    }
-    if hit_end < range.end {
-        let chunks: Vec<_> = seeds[hits as usize..]
-            .iter()
-            .map(|seed| pattern::chunk(*seed, size))
-            .collect();
-        let start = Instant::now();
-        // A full server may take fewer chunks, which the hit rate shows.
-        let stored = worker.store(&prompt, hit_end..range.end, &request, |index| {
-            &chunks[index as usize]
-        })?;
-        outcome.stores.success(start.elapsed(), stored.bytes);
-    }
-    worker.connection().end_session(&request)?;
-    Ok(())
+    let hits = engine.look_up(&job, &request, start, outcome)?;
+    engine.complete(&job, &request, hits, outcome)
 }
 
 /// The prompt of a line: the same id gives the same tokens.

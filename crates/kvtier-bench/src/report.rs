@@ -6,7 +6,6 @@ use std::path::Path;
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use serde::{Deserialize, Serialize};
 
-use super::context::Context;
 use super::record::Row;
 
 /// Results of a run.
@@ -30,17 +29,7 @@ pub(crate) struct Report {
 }
 
 impl Report {
-    pub(crate) fn new(context: &Context) -> Self {
-        let args = &context.args;
-        Self::bare(
-            args.label.clone().unwrap_or_else(|| context.url.clone()),
-            &context.url,
-            context.chunk_tokens,
-            args.seed,
-        )
-    }
-
-    pub(crate) fn bare(label: String, url: &str, chunk_tokens: usize, seed: u64) -> Self {
+    pub(crate) fn new(label: String, url: &str, chunk_tokens: usize, seed: u64) -> Self {
         Self {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             label,
@@ -101,7 +90,8 @@ impl Report {
         let mut table = new_table(&[
             "scenario", "count", "p50", "p99", "p99.9", "max", "per s", "GB/s",
         ]);
-        for row in &self.rows {
+        let has_requests = |row: &&Row| row.count + row.failed + row.mismatched > 0;
+        for row in self.rows.iter().filter(has_requests) {
             let latency = |pick: fn(&super::record::Latency) -> f64| {
                 row.latency_us
                     .as_ref()
@@ -196,10 +186,10 @@ pub(crate) fn time(micros: f64) -> String {
     }
 }
 
-/// A number with about three digits.
+/// A whole number, or one with about three digits.
 pub(crate) fn number(value: f64) -> String {
     match value.abs() {
-        v if v >= 100.0 => format!("{value:.0}"),
+        v if v >= 100.0 || v.fract() == 0.0 => format!("{value:.0}"),
         v if v >= 10.0 => format!("{value:.1}"),
         _ => format!("{value:.2}"),
     }

@@ -14,7 +14,7 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use super::args::StartArgs;
 use super::footprint::resident;
-use super::record::{Recorder, Row};
+use super::record::{Recorder, Row, median};
 use super::report::Report;
 use crate::cli::address::no_listener;
 use crate::cli::stop::stop_flag;
@@ -144,9 +144,9 @@ pub(crate) fn run(args: &StartArgs) -> anyhow::Result<ExitCode> {
         .clone()
         .or_else(|| args.command.first().cloned())
         .unwrap_or_default();
-    let mut report = Report::bare(label, url, 0, 0);
-    let mut starts = Recorder::new();
-    let mut ends = Recorder::new();
+    let mut report = Report::new(label, url, 0, 0);
+    let mut starts = Recorder::default();
+    let mut ends = Recorder::default();
     let mut memory = Vec::new();
     for _ in 0..args.rounds {
         if stopped() {
@@ -173,16 +173,15 @@ pub(crate) fn run(args: &StartArgs) -> anyhow::Result<ExitCode> {
     report.add(starts.row("start to first answer", wall));
     report.add(ends.row("stop", wall));
     if !memory.is_empty() {
-        let median = |pick: fn(&super::footprint::Resident) -> u64| {
-            let mut values: Vec<u64> = memory.iter().map(pick).collect();
-            values.sort_unstable();
-            values[values.len() / 2] as f64 / 1_048_576.0
+        let mib = |pick: fn(&super::footprint::Resident) -> u64| {
+            let values = memory.iter().map(|resident| pick(resident) as f64);
+            median(values.collect()).unwrap_or(f64::NAN) / 1_048_576.0
         };
         report.add(
             Row::of_facts("idle memory")
-                .fact("private MiB", median(|m| m.anonymous))
-                .fact("shared MiB", median(|m| m.shared))
-                .fact("all MiB", median(|m| m.all)),
+                .fact("private MiB", mib(|m| m.anonymous))
+                .fact("shared MiB", mib(|m| m.shared))
+                .fact("all MiB", mib(|m| m.all)),
         );
     }
     report.print(args.json.as_deref())?;

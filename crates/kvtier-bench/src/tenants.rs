@@ -19,7 +19,7 @@ pub(crate) fn run(context: &Context, report: &mut Report) -> anyhow::Result<()> 
     let mut worker = context.small_worker(&context.scope("tenants"))?;
     let size = worker.chunk_bytes();
     let bar = context.bar("tenants", context.bar_total());
-    let (mut stores, mut retrieves) = (Recorder::new(), Recorder::new());
+    let (mut stores, mut retrieves) = (Recorder::default(), Recorder::default());
     let (mut refused, mut misses) = (0_u64, 0_u64);
     let mut last: HashMap<u64, u64> = HashMap::new();
     let mut pace = context.pace(&bar);
@@ -29,7 +29,7 @@ pub(crate) fn run(context: &Context, report: &mut Report) -> anyhow::Result<()> 
         worker.set_salt(format!("tenant-{tenant}"));
         let prompt_of = |number: u64| {
             let tokens = context.tokens(6 << 40 | number, context.chunk_tokens);
-            let seed = pattern::chunk_seeds(&tokens, context.chunk_tokens)[0] ^ tenant;
+            let seed = pattern::chunk_seeds("", &tokens, context.chunk_tokens)[0] ^ tenant;
             (Prompt::new(&tokens), seed)
         };
         let (prompt, seed) = prompt_of(turn.number);

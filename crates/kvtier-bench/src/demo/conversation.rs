@@ -1,79 +1,58 @@
 //! Conversations: a system prompt that all tenants share, then turns, each a question and an answer.
 
-use kvtier_client::Prompt;
+use kvtier_core::random::SplitMix64;
 
-use crate::pattern::{ChunkSeeds, Random};
+use crate::engine::Job;
+use crate::pattern;
 
 /// Tokens of the system prompt: no multiple of a chunk, as in practice.
-const SYSTEM_TOKENS: u64 = 600;
+const SYSTEM_TOKENS: usize = 600;
 /// Range of tokens of a question, and of an answer.
 const QUESTION: (u64, u64) = (64, 512);
 const ANSWER: (u64, u64) = (32, 256);
 
-/// The system prompt of this seed.
-pub(super) fn system_prompt(seed: u64) -> Vec<u32> {
-    let mut tokens = Vec::new();
-    Random::new(seed).push_tokens(&mut tokens, SYSTEM_TOKENS, SYSTEM_TOKENS);
-    tokens
-}
-
 /// Whole chunks of the longest prompt after this number of turns.
 pub(super) fn max_chunks(turns: u32, chunk_tokens: usize) -> usize {
-    let tokens = SYSTEM_TOKENS + u64::from(turns) * (QUESTION.1 + ANSWER.1);
-    tokens as usize / chunk_tokens
+    (SYSTEM_TOKENS + turns as usize * (QUESTION.1 + ANSWER.1) as usize) / chunk_tokens
 }
 
 /// Whole chunks of the system prompt, which the conversations of one tenant share.
 pub(super) fn shared_chunks(chunk_tokens: usize) -> usize {
-    SYSTEM_TOKENS as usize / chunk_tokens
+    SYSTEM_TOKENS / chunk_tokens
 }
 
-/// A tenant's conversation.
-#[derive(Debug, Clone)]
+/// A conversation, which any tenant may have.
 pub(super) struct Conversation {
-    random: Random,
     tokens: Vec<u32>,
-    chunks: ChunkSeeds,
-    /// Questions asked so far.
-    pub(super) turns: u32,
+    /// Ends of the prompts, one per turn.
+    ends: Vec<usize>,
+    /// The next turn.
+    pub(super) turn: usize,
 }
 
 impl Conversation {
-    /// A new conversation of `tenant`; `seed` determines its tokens.
-    pub(super) fn new(tenant: &str, system: &[u32], seed: u64, chunk_tokens: usize) -> Self {
+    /// A new conversation. Those of one `seed` have the same system prompt, and differ by their number.
+    pub(super) fn new(seed: u64, number: u64, turns: u32) -> Self {
+        let mut random = SplitMix64::new(pattern::mix(seed) ^ number);
+        let mut end = SYSTEM_TOKENS;
+        let mut part = |(least, most): (u64, u64)| {
+            end += (least + random.below(most - least + 1)) as usize;
+            end
+        };
+        let turns = (0..turns).map(|_| (part(QUESTION), part(ANSWER)));
+        let ends = turns.map(|(question, _)| question).collect();
+        let mut tokens = pattern::tokens(pattern::mix(seed), SYSTEM_TOKENS);
+        tokens.extend(pattern::tokens(random.next(), end - SYSTEM_TOKENS));
         Self {
-            random: Random::new(seed),
-            tokens: system.to_vec(),
-            chunks: ChunkSeeds::of_tenant(tenant, chunk_tokens),
-            turns: 0,
+            tokens,
+            ends,
+            turn: 0,
         }
     }
 
-    /// Adds a question; returns the prompt of the next request.
-    pub(super) fn ask(&mut self) -> Prompt {
-        self.random
-            .push_tokens(&mut self.tokens, QUESTION.0, QUESTION.1);
-        self.turns += 1;
-        self.chunks.extend(&self.tokens);
-        Prompt::new(&self.tokens)
-    }
-
-    /// Adds an answer; the next prompt repeats it.
-    pub(super) fn answer(&mut self) {
-        self.random
-            .push_tokens(&mut self.tokens, ANSWER.0, ANSWER.1);
-    }
-
-    /// Seeds of the last prompt's whole chunks.
-    pub(super) fn chunks(&self) -> &[u64] {
-        self.chunks.as_slice()
-    }
-
-    /// The last prompt, and the seeds of its chunks for another tenant.
-    pub(super) fn as_seen_by(&self, tenant: &str, chunk_tokens: usize) -> (Prompt, ChunkSeeds) {
-        let whole = self.chunks().len() * chunk_tokens;
-        let mut chunks = ChunkSeeds::of_tenant(tenant, chunk_tokens);
-        chunks.extend(&self.tokens[..whole]);
-        (Prompt::new(&self.tokens[..whole]), chunks)
+    /// The request of a turn: the whole conversation up to its question. None after the last turn.
+    pub(super) fn job(&self, tenant: &str, turn: usize, chunk_tokens: usize) -> Option<Job> {
+        let tokens = &self.tokens[..*self.ends.get(turn)?];
+        Some(Job::new(tenant, tokens, chunk_tokens))
     }
 }

@@ -11,14 +11,9 @@
 //! other's prompts. The command succeeds only if all answers were correct.
 
 mod conversation;
-mod display;
-mod engine;
-mod ledger;
-mod report;
-mod tally;
-mod tier;
-mod workload;
+mod group;
 
+use std::io::Write as _;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -26,16 +21,18 @@ use std::time::{Duration, Instant};
 
 use anyhow::Context as _;
 use clap::Args;
-use kvtier_client::Connection;
+use indicatif::ProgressBar;
 use kvtier_common::error::Error;
 use kvtier_server::{Server, ServerConfig};
 
-use crate::cli::stop::{self, INTERRUPTED};
-use display::Display;
-use engine::Kind;
-use report::{Phase, Report};
-use tally::Faults;
-use workload::{EngineGroup, Setup, TENANTS};
+use crate::args::LoadArgs;
+use crate::cli::stop::{INTERRUPTED, stop_flag};
+use crate::context::Context;
+use crate::engine::Kind;
+use crate::record::{Outcome, Recorder, Row};
+use crate::report::Report;
+use conversation::Conversation;
+use group::{Group, Ledger, TENANTS, TOKEN_BYTES, engine};
 
 /// Prefix of pool names; the process id follows.
 const POOL_PREFIX: &str = "kvtier_demo_";
@@ -45,6 +42,12 @@ const MAX_FILL: f64 = 0.75;
 
 /// Bytes stored in the second phase, at least, as a multiple of L1's size.
 const OVERCOMMIT: u64 = 2;
+
+/// Time for the tier to write the conversations.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Interval between two checks for that.
+const CHECK_INTERVAL: Duration = Duration::from_millis(5);
 
 /// Arguments of `kvtier demo`.
 #[derive(Debug, Args)]
@@ -78,27 +81,41 @@ fn seconds(text: &str) -> kvtier_common::error::Result<f64> {
 }
 
 /// Runs the demo. Exit code 0 if all answers were correct, 1 if not, 130 after Ctrl-C.
+///
+/// # Errors
+/// If a server cannot be started, or an engine cannot register.
 pub fn run(args: &DemoArgs) -> anyhow::Result<ExitCode> {
-    let stop = stop::stop_flag()?;
+    let (stop, began) = (stop_flag()?, Instant::now());
     let config = server_config(args, None)?;
     // Before the demo starts, so that a directory that cannot be used is reported at once.
     let tiered = args.l2.as_deref().map(|dir| server_config(args, Some(dir)));
     let tiered = tiered.transpose()?;
     let _log = kvtier_server::logging::init(&config).context("no thread for the log")?;
-    let server = Server::start(config)?;
-    let outcome = play(args, &server, Arc::clone(&stop));
-    server.stop();
-    let mut report = outcome?;
-    if let Some(config) = tiered.filter(|_| !report.interrupted) {
-        let server = Server::start(config)?;
-        let outcome = recall(args, &server, stop, &mut report);
-        server.stop();
-        outcome?;
+    let tokens = config.chunk_size as usize;
+    let mut report = Report::new("kvtier demo".to_owned(), "", tokens, args.seed);
+    on_server(config, args, &stop, &mut report, |demo, report| {
+        demo.play(report)
+    })?;
+    if let Some(config) = tiered.filter(|_| report.aborted.is_none()) {
+        on_server(config, args, &stop, &mut report, |demo, report| {
+            demo.recall(report)
+        })?;
     }
-    report.print(args.json).context("cannot write the report")?;
-    Ok(match (report.interrupted, report.ok) {
-        (true, _) => ExitCode::from(INTERRUPTED),
-        (false, true) => ExitCode::SUCCESS,
+    let (seconds, seed) = (began.elapsed().as_secs_f64(), args.seed);
+    let json = args.json.then_some("-".as_ref());
+    report.print(json).context("cannot write the report")?;
+    let verdict = match (report.is_good(), report.aborted.is_some()) {
+        (true, _) => "All answers were correct.",
+        (false, true) => "Interrupted.",
+        (false, false) => "NOT all answers were correct.",
+    };
+    if !args.json {
+        let mut out = crate::cli::out::stdout();
+        writeln!(out, "{verdict} ({seconds:.1} s, seed {seed})")?;
+    }
+    Ok(match (report.is_good(), report.aborted.is_some()) {
+        (true, _) => ExitCode::SUCCESS,
+        (false, true) => ExitCode::from(INTERRUPTED),
         (false, false) => ExitCode::FAILURE,
     })
 }
@@ -134,177 +151,266 @@ fn server_config(args: &DemoArgs, l2: Option<&str>) -> anyhow::Result<ServerConf
     Ok(config)
 }
 
-fn play(args: &DemoArgs, server: &Server, stop: Arc<AtomicBool>) -> anyhow::Result<Report> {
-    let began = Instant::now();
-    let config = server.engine().config();
-    let chunk_tokens = config.chunk_size as usize;
-    let max_chunks = conversation::max_chunks(args.turns, chunk_tokens);
-    let setup = setup(args, server, stop);
-    let capacity = (config.l1_bytes / (chunk_tokens as u64 * engine::TOKEN_BYTES)) as usize;
-    let shared = conversation::shared_chunks(chunk_tokens);
-    // Engines whose pages the server copies share no objects with the others, so their shared part counts again.
-    let needed = TENANTS.len() * (Kind::ALL.len() * (max_chunks - shared) + 2 * shared);
-    anyhow::ensure!(
-        needed as f64 <= capacity as f64 * MAX_FILL,
-        "--turns {}: the first phase may need {needed} chunks, and L1 has {capacity}; give fewer turns or a larger \
-         --l1-size-gb",
-        args.turns
-    );
-    let mut groups = Kind::ALL
-        .iter()
-        .zip(0..)
-        .map(|(kind, number)| EngineGroup::start(&setup, *kind, number, max_chunks))
-        .collect::<Result<Vec<_>, _>>()
-        .context("an engine could not register")?;
-    let mut report = Report::new(args.seed, &config, groups[0].chunk_bytes());
-    let display = Display::new(
-        args.seconds,
-        groups.iter().map(|group| group.latencies.kind),
-    );
-    let half = Duration::from_secs_f64(args.seconds / 2.0);
-
-    let mut phase = Phase::begin("all fits", server);
-    while phase.rounds == 0 || (phase.elapsed() < half && !setup.is_stopped()) {
-        side_by_side(&setup, &display, &mut groups, |group| {
-            group.converse(&setup)
-        });
-        phase.rounds += 1;
-        clear(&setup, server, &mut report.faults);
-    }
-    phase.end(server, &mut groups);
-    if phase.evicted_objects > 0 {
-        report.faults.push(format!(
-            "{} objects were evicted although everything fits",
-            phase.evicted_objects
-        ));
-    }
-    report.phases.push(phase);
-
-    if !setup.is_stopped() {
-        let mut phase = Phase::begin("under pressure", server);
-        let (start, least) = (
-            phase.began,
-            config.l1_bytes * OVERCOMMIT / groups.len() as u64,
-        );
-        // Twice as many conversations as fit, at half of their length on average.
-        let at_once =
-            (2 * capacity / (TENANTS.len() * groups.len()) / (max_chunks / 2).max(1)).max(2);
-        side_by_side(&setup, &display, &mut groups, |group| {
-            group.overcommit(&setup, at_once, |stored| {
-                stored >= least && start.elapsed() >= half
-            })
-        });
-        phase.rounds = 1;
-        phase.end(server, &mut groups);
-        if phase.evicted_objects == 0 && !setup.is_stopped() {
-            report
-                .faults
-                .push("no object was evicted although far more was stored than fits".to_owned());
-        }
-        clear(&setup, server, &mut report.faults);
-        report.phases.push(phase);
-    }
-    display.finish();
-    for group in &mut groups {
-        if let Err(error) = group.stop() {
-            report
-                .faults
-                .push(format!("an engine could not unregister: {error}"));
-        }
-        report.latencies.push(group.latencies.clone());
-        report.faults.add(std::mem::take(&mut group.faults));
-    }
-    check_leaks(server, &mut report.faults);
-    report.close(began.elapsed(), setup.is_stopped());
-    Ok(report)
-}
-
-fn setup(args: &DemoArgs, server: &Server, stop: Arc<AtomicBool>) -> Setup {
-    Setup {
-        endpoint: server.endpoint().to_owned(),
-        seed: args.seed,
-        turns: args.turns,
-        chunk_tokens: server.engine().config().chunk_size as usize,
-        system: conversation::system_prompt(args.seed),
-        ledgers: Default::default(),
-        stop,
-        progress: workload::Progress::default(),
-    }
-}
-
-/// Plays the part with a second tier, on a server that has one.
-fn recall(
+/// Plays a part of the demo on a server of its own.
+fn on_server(
+    config: ServerConfig,
     args: &DemoArgs,
-    server: &Server,
-    stop: Arc<AtomicBool>,
+    stop: &Arc<AtomicBool>,
     report: &mut Report,
+    part: impl FnOnce(&Demo<'_>, &mut Report) -> anyhow::Result<()>,
 ) -> anyhow::Result<()> {
-    let began = Instant::now();
-    let setup = setup(args, server, stop);
-    let max_chunks = conversation::max_chunks(args.turns, setup.chunk_tokens);
-    report.recall = Some(tier::play(&setup, server, max_chunks, &mut report.faults)?);
-    check_leaks(server, &mut report.faults);
-    report.close(report.took + began.elapsed(), setup.is_stopped());
-    Ok(())
+    let server = Server::start(config)?;
+    let load = LoadArgs::of(server.endpoint(), args.seed);
+    let outcome = Context::new(load, Arc::clone(stop)).and_then(|context| {
+        let milliseconds = (args.seconds * 1000.0) as u64;
+        let demo = Demo {
+            args,
+            server: &server,
+            bar: context.bar("demo", milliseconds),
+            began: Instant::now(),
+            context,
+            ledgers: Default::default(),
+        };
+        part(&demo, report)?;
+        demo.bar.finish_and_clear();
+        if demo.context.is_stopped() {
+            report.abort("interrupted".to_owned());
+        }
+        report.add(demo.leaks());
+        Ok(())
+    });
+    server.stop();
+    outcome
+}
+
+/// A part of the demo, on its server.
+struct Demo<'a> {
+    args: &'a DemoArgs,
+    server: &'a Server,
+    context: Context,
+    bar: ProgressBar,
+    began: Instant,
+    /// One of the engines that copy by themselves, and one of the others, which share nothing with them.
+    ledgers: [Ledger; 2],
+}
+
+impl Demo<'_> {
+    fn chunk_tokens(&self) -> usize {
+        self.context.chunk_tokens
+    }
+
+    fn max_chunks(&self) -> usize {
+        conversation::max_chunks(self.args.turns, self.chunk_tokens())
+    }
+
+    fn ledger(&self, kind: Kind) -> &Ledger {
+        &self.ledgers[usize::from(kind == Kind::Pages)]
+    }
+
+    fn chunk_bytes(&self) -> u64 {
+        (self.chunk_tokens() * TOKEN_BYTES) as u64
+    }
+
+    /// Plays both phases.
+    fn play(&self, report: &mut Report) -> anyhow::Result<()> {
+        const KINDS: [Kind; 3] = [Kind::Pool, Kind::Pickle, Kind::Pages];
+        let (max_chunks, engines) = (self.max_chunks(), KINDS.len() * TENANTS.len());
+        let l1_bytes = self.server.engine().config().l1_bytes;
+        let capacity = (l1_bytes / self.chunk_bytes()) as usize;
+        let shared = conversation::shared_chunks(self.chunk_tokens());
+        // Engines whose pages the server copies share no objects with the others, so their shared part counts again.
+        let needed = TENANTS.len() * (KINDS.len() * (max_chunks - shared) + 2 * shared);
+        anyhow::ensure!(
+            needed as f64 <= capacity as f64 * MAX_FILL,
+            "--turns {}: the first phase may need {needed} chunks, and L1 has {capacity}; give fewer turns or a larger \
+             --l1-size-gb",
+            self.args.turns
+        );
+        let groups = KINDS.map(|kind| Group::start(self, kind));
+        let mut groups = groups.into_iter().collect::<anyhow::Result<Vec<_>>>()?;
+        eprintln!(
+            "kvtier demo: {} tenants with {engines} engines, one server",
+            TENANTS.len()
+        );
+        let half = Duration::from_secs_f64(self.args.seconds / 2.0);
+        let mut totals = KINDS.map(|_| Outcome::default());
+
+        let mut faults = Recorder::default();
+        while {
+            side_by_side(&mut groups, |group| group.converse(self));
+            self.clear(&mut faults);
+            self.began.elapsed() < half && !self.context.is_stopped()
+        } {}
+        let evicted = self.server.engine().readings().evicted_objects;
+        if evicted > 0 {
+            faults.failure(|| format!("{evicted} objects were evicted although everything fits"));
+        }
+        let row = self.phase("all fits", faults, &mut groups, &mut totals);
+        report.add(row.fact("evicted objects", evicted as f64));
+
+        if !self.context.is_stopped() {
+            let (start, least) = (Instant::now(), l1_bytes * OVERCOMMIT / groups.len() as u64);
+            // Twice as many conversations as fit, at half of their length on average.
+            let at_once = (2 * capacity / engines / (max_chunks / 2).max(1)).max(2);
+            let is_enough = |stored| stored >= least && start.elapsed() >= half;
+            side_by_side(&mut groups, |group| {
+                group.overcommit(self, at_once, is_enough)
+            });
+            let evicted = self.server.engine().readings().evicted_objects - evicted;
+            let mut faults = Recorder::default();
+            if evicted == 0 && !self.context.is_stopped() {
+                faults.failure(|| "no object was evicted although not all fits".to_owned());
+            }
+            self.clear(&mut faults);
+            let row = self.phase("under pressure", faults, &mut groups, &mut totals);
+            report.add(row.fact("evicted objects", evicted as f64));
+        }
+        for (group, total) in groups.iter_mut().zip(totals) {
+            total.report(report, self.began.elapsed(), |name| group.row_name(name));
+            group.stop()?;
+        }
+        Ok(())
+    }
+
+    /// The row of a phase: what the groups did in it. Their results are added to the totals.
+    fn phase(
+        &self,
+        name: &str,
+        mut faults: Recorder,
+        groups: &mut [Group],
+        totals: &mut [Outcome],
+    ) -> Row {
+        let (mut all, mut foreign) = (Outcome::default(), (0, 0));
+        for (group, total) in groups.iter_mut().zip(totals) {
+            let outcome = std::mem::take(&mut group.outcome);
+            all.add(outcome.clone());
+            total.add(outcome);
+            let (lookups, retrieves) = std::mem::take(&mut group.foreign);
+            foreign = (foreign.0 + lookups, foreign.1 + retrieves);
+            faults.add(std::mem::take(&mut group.faults));
+        }
+        let row = faults.row(name, Duration::ZERO);
+        let chunks = |bytes: u64| (bytes / self.chunk_bytes()) as f64;
+        row.fact("requests", all.lookups.count() as f64)
+            .fact("tokens asked", all.asked_tokens as f64)
+            .fact("tokens hit", all.hit_tokens as f64)
+            .fact("hit rate", all.hit_rate())
+            .fact("chunks stored", chunks(all.stores.bytes))
+            .fact("chunks compared", chunks(all.retrieves.bytes))
+            .fact("lookups by other tenants", foreign.0 as f64)
+            .fact("retrieves refused to other tenants", foreign.1 as f64)
+    }
+
+    /// Plays the part with a second tier: conversations are written there, L1 is emptied, and every prompt has to be retrieved
+    /// with its bytes.
+    fn recall(&self, report: &mut Report) -> anyhow::Result<()> {
+        let mut played = Vec::new();
+        for (tenant, number) in TENANTS.into_iter().zip(1..) {
+            let mut engine = engine(self, Kind::Pages, tenant)?;
+            let (turns, tokens) = (self.args.turns, self.chunk_tokens());
+            let conversation = Conversation::new(self.args.seed, number, turns);
+            let job = conversation.job(tenant, turns as usize - 1, tokens);
+            let job = job.context("a conversation has turns")?;
+            let request = self.context.request_id();
+            // The tier may have a part from an earlier demo.
+            let hits = engine.lookup(&job, &request)?;
+            if let Some(missed @ [_, ..]) = job.seeds.get(hits..) {
+                engine.fill(missed)?;
+                engine.store(&job, &request, hits)?;
+            }
+            engine.connection().end_session(&request)?;
+            played.push((engine, job));
+        }
+        let (mut outcome, is_empty) = (Outcome::default(), self.empty_l1()?);
+        for (mut engine, job) in played {
+            let request = self.context.request_id();
+            if is_empty {
+                let hits = engine.look_up(&job, &request, Instant::now(), &mut outcome)?;
+                let all = job.seeds.len();
+                if hits < all {
+                    let lookups = &mut outcome.lookups;
+                    lookups.failure(|| format!("the tier returned {hits} chunks of {all}"));
+                }
+                engine.complete(&job, &request, hits, &mut outcome)?;
+            }
+            engine.close()?;
+        }
+        let compared = (outcome.retrieves.bytes / self.chunk_bytes()) as f64;
+        outcome.report(report, self.began.elapsed(), |name| format!("tier {name}"));
+        report.add(Row::of_facts("tier, with L1 emptied").fact("chunks compared", compared));
+        Ok(())
+    }
+
+    /// Clears L1 until it is empty: objects that the tier has not written stay. False after a signal.
+    fn empty_l1(&self) -> anyhow::Result<bool> {
+        let began = Instant::now();
+        while !self.context.is_stopped() {
+            self.server.engine().clear(false);
+            let left = self.server.engine().readings().objects;
+            if left == 0 {
+                return Ok(true);
+            }
+            anyhow::ensure!(
+                began.elapsed() < WRITE_TIMEOUT,
+                "the tier has not written {left} objects within {WRITE_TIMEOUT:?}"
+            );
+            std::thread::sleep(CHECK_INTERVAL);
+        }
+        Ok(false)
+    }
+
+    /// Clears the cache, as `reset_prefix_cache` of vLLM does; nothing is leased any more, so nothing may stay.
+    fn clear(&self, faults: &mut Recorder) {
+        let clear = || anyhow::Ok(self.context.connect()?.clear(false)?);
+        if let Err(error) = clear() {
+            return faults.failure(|| format!("the cache could not be cleared: {error}"));
+        }
+        for ledger in &self.ledgers {
+            ledger.started.clear();
+            ledger.stored.clear();
+        }
+        let left = self.server.engine().readings();
+        if left.objects + left.used_bytes > 0 {
+            let (objects, leased) = (left.objects, left.leased_objects);
+            faults.failure(|| format!("{objects} objects stayed after a clear ({leased} leased)"));
+        }
+    }
+
+    /// The row of what is left in the server after all engines have unregistered: nothing.
+    fn leaks(&self) -> Row {
+        let (left, mut faults) = (self.server.engine().readings(), Recorder::default());
+        for (what, count) in [
+            ("engines", left.instances),
+            ("sessions", left.sessions),
+            ("leased objects", left.leased_objects),
+            ("staged bytes", left.staged_bytes),
+            ("accounting errors", left.accounting_errors),
+        ] {
+            if count > 0 {
+                faults.failure(|| format!("{count} {what} are left in the server"));
+            }
+        }
+        if let Some(reason) = self.server.health().reason() {
+            faults.failure(|| format!("the server is not healthy: {reason}"));
+        }
+        faults.row("server at the end", Duration::ZERO)
+    }
 }
 
 /// Runs `serve` for all groups, each on its own thread.
-fn side_by_side<F>(setup: &Setup, display: &Display, groups: &mut [EngineGroup], serve: F)
+fn side_by_side<F>(groups: &mut [Group], serve: F)
 where
-    F: Fn(&mut EngineGroup) -> Result<(), kvtier_client::ClientError> + Sync,
+    F: Fn(&mut Group) -> anyhow::Result<()> + Sync,
 {
     std::thread::scope(|scope| {
-        let threads: Vec<_> = groups
-            .iter_mut()
-            .map(|group| {
-                let serve = &serve;
-                scope.spawn(move || {
-                    if let Err(error) = serve(group) {
-                        group.faults.push(format!("an engine failed: {error}"));
-                    }
-                })
-            })
-            .collect();
-        while threads.iter().any(|thread| !thread.is_finished()) {
-            display.show(&setup.progress);
-            std::thread::sleep(Duration::from_millis(20));
+        for group in groups {
+            scope.spawn(|| {
+                if let Err(error) = serve(group) {
+                    group
+                        .faults
+                        .failure(|| format!("an engine failed: {error:#}"));
+                }
+            });
         }
     });
-}
-
-/// Clears the cache, as `reset_prefix_cache` of vLLM does; nothing is leased any more, so nothing may stay.
-fn clear(setup: &Setup, server: &Server, faults: &mut Faults) {
-    let cleared =
-        Connection::connect(&setup.endpoint).and_then(|mut connection| connection.clear(false));
-    if let Err(error) = cleared {
-        faults.push(format!("the cache could not be cleared: {error}"));
-        return;
-    }
-    setup.ledgers.iter().for_each(ledger::Ledger::clear);
-    let left = server.engine().readings();
-    if left.objects + left.used_bytes > 0 {
-        faults.push(format!(
-            "{} objects and {} bytes stayed after a clear ({} objects leased)",
-            left.objects, left.used_bytes, left.leased_objects
-        ));
-    }
-}
-
-/// Checks for leaks after all engines have unregistered.
-fn check_leaks(server: &Server, faults: &mut Faults) {
-    let left = server.engine().readings();
-    for (what, count) in [
-        ("engines", left.instances),
-        ("sessions", left.sessions),
-        ("leased objects", left.leased_objects),
-        ("staged bytes", left.staged_bytes),
-        ("accounting errors", left.accounting_errors),
-    ] {
-        if count > 0 {
-            faults.push(format!("{count} {what} are left in the server"));
-        }
-    }
-    if let Some(reason) = server.health().reason() {
-        faults.push(format!("the server is not healthy: {reason}"));
-    }
 }

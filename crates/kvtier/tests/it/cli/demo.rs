@@ -23,60 +23,57 @@ fn demo_is_correct_and_figures_add_up() {
     ]);
     assert!(output.status.success(), "{:?}", lines(&output.stderr));
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    let number = |value: &Value| {
-        value
-            .as_u64()
-            .unwrap_or_else(|| panic!("{value} is no number"))
+    assert_eq!(
+        (&report["seed"], &report["aborted"]),
+        (&7.into(), &Value::Null)
+    );
+    let rows = report["rows"].as_array().unwrap();
+    for row in rows {
+        assert_eq!(
+            (&row["failed"], &row["mismatched"]),
+            (&0.into(), &0.into()),
+            "{row:#}"
+        );
+    }
+    let fact = |row: &Value, name: &str| {
+        let fact = row["facts"][name].as_f64();
+        fact.unwrap_or_else(|| panic!("no {name} in {row:#}"))
     };
-    assert_eq!(
-        (&report["ok"], &report["interrupted"]),
-        (&true.into(), &false.into())
-    );
-    assert_eq!(
-        (number(&report["seed"]), number(&report["faults"]["count"])),
-        (7, 0)
-    );
-    let phases = report["phases"].as_array().unwrap();
-    assert_eq!(phases.len(), 2);
-    for key in [
-        "requests",
-        "asked_tokens",
-        "hit_tokens",
-        "stored_bytes",
-        "retrieved_bytes",
-        "verified_chunks",
-        "foreign_lookups",
-        "foreign_loads",
-    ] {
-        let sum: u64 = phases.iter().map(|phase| number(&phase[key])).sum();
-        assert_eq!(number(&report["total"][key]), sum, "{key}");
-        assert!(
-            phases.iter().all(|phase| number(&phase[key]) > 0),
-            "{key} is 0"
-        );
-    }
-    let (roomy, tight) = (&phases[0], &phases[1]);
-    // Four tenants with three engines each, two turns.
-    assert_eq!(number(&roomy["requests"]), 4 * 3 * 2);
-    assert_eq!(number(&roomy["evicted_objects"]), 0);
-    assert!(number(&tight["evicted_objects"]) > 0);
-    for phase in phases {
-        assert!(number(&phase["hit_tokens"]) <= number(&phase["asked_tokens"]));
+    let (roomy, tight) = (row(&report, "all fits"), row(&report, "under pressure"));
+    for phase in [roomy, tight] {
+        for name in [
+            "hit rate",
+            "chunks stored",
+            "chunks compared",
+            "lookups by other tenants",
+            "retrieves refused to other tenants",
+        ] {
+            assert!(fact(phase, name) > 0.0, "{name} is 0 in {phase:#}");
+        }
+        assert!(fact(phase, "tokens hit") < fact(phase, "tokens asked"));
         // Hits were retrieved, except in the first request of engines that pickle.
-        let (chunk_bytes, verified) = (
-            number(&report["chunk_bytes"]),
-            number(&phase["verified_chunks"]),
-        );
-        assert_eq!(number(&phase["retrieved_bytes"]), verified * chunk_bytes);
-        assert!(verified * number(&report["chunk_tokens"]) <= number(&phase["hit_tokens"]));
+        let compared = fact(phase, "chunks compared") * report["chunk_tokens"].as_f64().unwrap();
+        assert!(compared <= fact(phase, "tokens hit"));
     }
-    let lookups: u64 = report["latency_us"]
-        .as_array()
-        .unwrap()
+    // Four tenants with three engines each, two turns.
+    assert_eq!(fact(roomy, "requests"), (4 * 3 * 2) as f64);
+    assert_eq!(fact(roomy, "evicted objects"), 0.0);
+    assert!(fact(tight, "evicted objects") > 0.0);
+    let lookups = rows
         .iter()
-        .map(|engine| number(&engine["lookup"]["count"]))
-        .sum();
-    assert_eq!(lookups, number(&report["total"]["requests"]));
+        .filter(|row| row["name"].as_str().unwrap().contains("lookup"));
+    let lookups: u64 = lookups.map(|row| row["count"].as_u64().unwrap()).sum();
+    assert_eq!(
+        lookups as f64,
+        fact(roomy, "requests") + fact(tight, "requests")
+    );
+}
+
+/// The row of this name.
+fn row<'a>(report: &'a Value, name: &str) -> &'a Value {
+    let rows = report["rows"].as_array().unwrap();
+    let row = rows.iter().find(|row| row["name"] == name);
+    row.unwrap_or_else(|| panic!("no {name} in {report:#}"))
 }
 
 // proves: docs/compare.md#command-line
@@ -91,10 +88,8 @@ fn demo_with_directory_loads_prompts_from_it() {
         let output = demo(path);
         assert!(output.status.success(), "{:?}", lines(&output.stderr));
         let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-        let chunks = report["l2"]["verified_chunks"].as_u64().unwrap();
-        let bytes = report["l2"]["retrieved_bytes"].as_u64().unwrap();
-        assert_eq!(bytes, chunks * report["chunk_bytes"].as_u64().unwrap());
-        chunks
+        let facts = &row(&report, "tier, with L1 emptied")["facts"];
+        facts["chunks compared"].as_f64().unwrap() as u64
     });
     // Four tenants, each at least the two whole chunks of the system prompt.
     assert!(chunks[0] >= 8 && chunks[0] == chunks[1], "{chunks:?}");
