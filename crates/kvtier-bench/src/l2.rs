@@ -28,13 +28,8 @@ const ALIGNMENT: u64 = 4096;
 /// Size of the arena, which the objects share.
 const ARENA_BYTES: u64 = 256 << 20;
 
-/// Seconds per step.
-#[derive(Debug, Clone, Copy, Default)]
-struct Times {
-    store: f64,
-    lookup: f64,
-    load: f64,
-}
+/// Seconds per step: store, lookup, load.
+type Times = [f64; 3];
 
 /// The objects of a run, all of one size.
 struct Objects {
@@ -168,11 +163,7 @@ async fn adapter(
         deleted.context("a delete failed")?;
     }
     adapter.close().await;
-    Ok(Times {
-        store,
-        lookup,
-        load,
-    })
+    Ok([store, lookup, load])
 }
 
 /// The minimum of any implementation: one file per object, published by a rename, with the same number of threads.
@@ -251,11 +242,7 @@ fn plain_files_in(
             .read_file(extent, &mut [], file.as_fd(), 0, objects.len)?;
         Ok(())
     })?;
-    Ok(Times {
-        store,
-        lookup,
-        load,
-    })
+    Ok([store, lookup, load])
 }
 
 fn report(
@@ -267,9 +254,7 @@ fn report(
 ) -> anyhow::Result<()> {
     let count = objects.specs.len() as f64;
     let median_of = |all: &[Times], step: usize| {
-        let times = all
-            .iter()
-            .map(|times| [times.store, times.lookup, times.load][step]);
+        let times = all.iter().map(|times| times[step]);
         median(times.collect()).unwrap_or(f64::NAN) * 1e6 / count
     };
     let mut table = Table::new();

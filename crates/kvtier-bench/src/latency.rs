@@ -62,11 +62,7 @@ pub(crate) fn retrieve_bookkeeping(context: &Context, report: &mut Report) -> an
         }
         Ok(())
     })?;
-    let name = if shared {
-        "retrieve bookkeeping"
-    } else {
-        "retrieve bookkeeping (pickled)"
-    };
+    let name = format!("retrieve bookkeeping{}", way(shared));
     report.add(recorder.row(name, wall).fact("chunks", chunks as f64));
     worker.close()?;
     Ok(())
@@ -110,12 +106,13 @@ pub(crate) fn store_bookkeeping(context: &Context, report: &mut Report) -> anyho
         }
         Ok(())
     })?;
-    let name = if shared {
-        "store bookkeeping"
-    } else {
-        "store bookkeeping (pickled)"
-    };
+    let name = format!("store bookkeeping{}", way(shared));
     report.add(recorder.row(name, wall));
     worker.close().context("unregistering")?;
     Ok(())
+}
+
+/// What a row's name says of the way of chunks.
+fn way(shared: bool) -> &'static str {
+    if shared { "" } else { " (pickled)" }
 }

@@ -75,11 +75,7 @@ fn load(args: LoadArgs) -> anyhow::Result<ExitCode> {
         .print(json.as_deref())
         .context("cannot write the report")?;
     outcome?;
-    Ok(if report.is_good() {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    })
+    Ok(report.exit_code())
 }
 
 /// Runs the scenarios in order. The first request without a reply ends the run.

@@ -2,6 +2,7 @@
 
 use std::io::{IsTerminal, Write};
 use std::path::Path;
+use std::process::ExitCode;
 
 use comfy_table::{CellAlignment, ContentArrangement, Table, presets};
 use serde::{Deserialize, Serialize};
@@ -66,6 +67,11 @@ impl Report {
                 .all(|row| row.failed == 0 && row.mismatched == 0)
     }
 
+    /// The exit code of a command with this report.
+    pub(crate) fn exit_code(&self) -> ExitCode {
+        ExitCode::from(u8::from(!self.is_good()))
+    }
+
     /// Prints the table, or with `-` the JSON, to stdout; with a path both.
     pub(crate) fn print(&self, json: Option<&Path>) -> anyhow::Result<()> {
         let text = serde_json::to_string_pretty(self)?;
@@ -97,26 +103,21 @@ impl Report {
                     .as_ref()
                     .map_or_else(String::new, |latency| time(pick(latency)))
             };
+            let at_least = |least, text| {
+                if row.count < least {
+                    String::new()
+                } else {
+                    text
+                }
+            };
             let optional = |value: Option<f64>| value.map_or_else(String::new, number);
             table.add_row([
                 row.name.clone(),
-                if row.count > 0 {
-                    row.count.to_string()
-                } else {
-                    String::new()
-                },
+                at_least(1, row.count.to_string()),
                 latency(|l| l.p50),
                 // With too few requests a high percentile is only their maximum.
-                if row.count < 100 {
-                    String::new()
-                } else {
-                    latency(|l| l.p99)
-                },
-                if row.count < 1000 {
-                    String::new()
-                } else {
-                    latency(|l| l.p999)
-                },
+                at_least(100, latency(|l| l.p99)),
+                at_least(1000, latency(|l| l.p999)),
                 latency(|l| l.max),
                 optional(row.per_second),
                 optional(row.gb_per_second),

@@ -185,11 +185,7 @@ pub(crate) fn run(args: &StartArgs) -> anyhow::Result<ExitCode> {
         );
     }
     report.print(args.json.as_deref())?;
-    Ok(if report.is_good() {
-        ExitCode::SUCCESS
-    } else {
-        ExitCode::FAILURE
-    })
+    Ok(report.exit_code())
 }
 
 /// Waits for the first answered request; returns its answer, tokens per chunk.

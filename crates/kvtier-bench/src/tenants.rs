@@ -18,12 +18,10 @@ pub(crate) fn run(context: &Context, report: &mut Report) -> anyhow::Result<()> 
     let tenants = u64::from(context.args.tenants);
     let mut worker = context.small_worker(&context.scope("tenants"))?;
     let size = worker.chunk_bytes();
-    let bar = context.bar("tenants", context.bar_total());
-    let (mut stores, mut retrieves) = (Recorder::default(), Recorder::default());
+    let mut retrieves = Recorder::default();
     let (mut refused, mut misses) = (0_u64, 0_u64);
     let mut last: HashMap<u64, u64> = HashMap::new();
-    let mut pace = context.pace(&bar);
-    while let Some(turn) = pace.next() {
+    let (stores, wall) = context.measure("tenants", |turn, stores| {
         // The names are the same in each run, so that quotas can be set for them.
         let tenant = pattern::mix(context.args.seed ^ turn.number) % tenants;
         worker.set_salt(format!("tenant-{tenant}"));
@@ -52,7 +50,7 @@ pub(crate) fn run(context: &Context, report: &mut Report) -> anyhow::Result<()> 
             .get(&tenant)
             .filter(|_| turn.number.is_multiple_of(RETRIEVE_INTERVAL))
         else {
-            continue;
+            return Ok(());
         };
         let (prompt, seed) = prompt_of(number);
         let request = context.request_id();
@@ -74,9 +72,8 @@ pub(crate) fn run(context: &Context, report: &mut Report) -> anyhow::Result<()> 
             Some(got) if turn.measured => retrieves.success(latency, got.bytes),
             Some(_) => {}
         }
-    }
-    let wall = pace.measured();
-    bar.finish_and_clear();
+        Ok(())
+    })?;
     let store = stores.row(format!("store, {tenants} tenants"), wall);
     report.add(store.fact("refused", refused as f64));
     let retrieve = retrieves.row(format!("lookup and retrieve, {tenants} tenants"), wall);

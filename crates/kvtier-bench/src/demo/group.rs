@@ -9,19 +9,19 @@ use kvtier_core::random::SplitMix64;
 
 use super::Demo;
 use super::conversation::Conversation;
-use crate::engine::{Engine, Job, Kind};
+use crate::engine::{Engine, Kind};
 use crate::record::{Outcome, Recorder};
 
 /// The tenants. One has no name: requests without a salt are of a tenant like any other.
 pub(super) const TENANTS: [&str; 4] = ["blue", "green", "red", ""];
 
-/// KV bytes per token. With the server's 256 tokens a chunk has 512 KiB.
+/// KV bytes per token: 512 KiB per chunk of 256 tokens.
 pub(super) const TOKEN_BYTES: usize = 2048;
 
 /// One in this number of turns under pressure is followed by a lookup of another tenant's prompt.
 const FOREIGN_LOOKUP_INTERVAL: u64 = 4;
 
-/// Chunks of which a store was started, and chunks of which one was answered.
+/// Chunks whose store was started, and those whose store was answered.
 ///
 /// A hit beyond the started ones is another tenant's data, or none; while nothing is evicted, a hit short of the answered
 /// ones is lost data.
@@ -73,8 +73,9 @@ pub(super) struct Group {
     kind: Kind,
     engines: Vec<Engine>,
     random: SplitMix64,
-    /// Results of this phase.
+    /// Results of this phase, and of those before.
     pub(super) outcome: Outcome,
+    pub(super) total: Outcome,
     /// Lookups of another tenant's prompt, and refused retrieves beyond their hits.
     pub(super) foreign: (u64, u64),
     /// Answers that were wrong in another way than the outcome tells.
@@ -89,6 +90,7 @@ impl Group {
             engines: engines.collect::<anyhow::Result<_>>()?,
             random: SplitMix64::new(demo.args.seed ^ (kind as u64) << 32),
             outcome: Outcome::default(),
+            total: Outcome::default(),
             foreign: (0, 0),
             faults: Recorder::default(),
         })
@@ -193,7 +195,7 @@ impl Group {
         conversation: &Conversation,
     ) -> anyhow::Result<()> {
         let (name, turn) = (TENANTS[tenant], conversation.turn - 1);
-        let job: Option<Job> = conversation.job(name, turn, demo.chunk_tokens());
+        let job = conversation.job(name, turn, demo.chunk_tokens());
         let Some(job) = job else { return Ok(()) };
         let request = demo.context.request_id();
         let engine = &mut self.engines[tenant];

@@ -104,20 +104,16 @@ pub fn run(args: &DemoArgs) -> anyhow::Result<ExitCode> {
     let (seconds, seed) = (began.elapsed().as_secs_f64(), args.seed);
     let json = args.json.then_some("-".as_ref());
     report.print(json).context("cannot write the report")?;
-    let verdict = match (report.is_good(), report.aborted.is_some()) {
-        (true, _) => "All answers were correct.",
-        (false, true) => "Interrupted.",
-        (false, false) => "NOT all answers were correct.",
+    let (verdict, code) = match (report.is_good(), report.aborted.is_some()) {
+        (true, _) => ("All answers were correct.", ExitCode::SUCCESS),
+        (false, true) => ("Interrupted.", ExitCode::from(INTERRUPTED)),
+        (false, false) => ("NOT all answers were correct.", ExitCode::FAILURE),
     };
     if !args.json {
         let mut out = crate::cli::out::stdout();
         writeln!(out, "{verdict} ({seconds:.1} s, seed {seed})")?;
     }
-    Ok(match (report.is_good(), report.aborted.is_some()) {
-        (true, _) => ExitCode::SUCCESS,
-        (false, true) => ExitCode::from(INTERRUPTED),
-        (false, false) => ExitCode::FAILURE,
-    })
+    Ok(code)
 }
 
 /// The configuration of a server without flags, except for its ports, its size, the name of its pool, and its tier.
@@ -228,77 +224,80 @@ impl Demo<'_> {
         );
         let groups = KINDS.map(|kind| Group::start(self, kind));
         let mut groups = groups.into_iter().collect::<anyhow::Result<Vec<_>>>()?;
-        eprintln!(
-            "kvtier demo: {} tenants with {engines} engines, one server",
-            TENANTS.len()
-        );
+        let tenants = TENANTS.len();
+        eprintln!("kvtier demo: {tenants} tenants with {engines} engines, one server");
         let half = Duration::from_secs_f64(self.args.seconds / 2.0);
-        let mut totals = KINDS.map(|_| Outcome::default());
 
-        let mut faults = Recorder::default();
-        while {
-            side_by_side(&mut groups, |group| group.converse(self));
-            self.clear(&mut faults);
-            self.began.elapsed() < half && !self.context.is_stopped()
-        } {}
-        let evicted = self.server.engine().readings().evicted_objects;
-        if evicted > 0 {
-            faults.failure(|| format!("{evicted} objects were evicted although everything fits"));
-        }
-        let row = self.phase("all fits", faults, &mut groups, &mut totals);
-        report.add(row.fact("evicted objects", evicted as f64));
-
-        if !self.context.is_stopped() {
-            let (start, least) = (Instant::now(), l1_bytes * OVERCOMMIT / groups.len() as u64);
-            // Twice as many conversations as fit, at half of their length on average.
-            let at_once = (2 * capacity / engines / (max_chunks / 2).max(1)).max(2);
-            let is_enough = |stored| stored >= least && start.elapsed() >= half;
-            side_by_side(&mut groups, |group| {
-                group.overcommit(self, at_once, is_enough)
-            });
-            let evicted = self.server.engine().readings().evicted_objects - evicted;
-            let mut faults = Recorder::default();
-            if evicted == 0 && !self.context.is_stopped() {
-                faults.failure(|| "no object was evicted although not all fits".to_owned());
-            }
-            self.clear(&mut faults);
-            let row = self.phase("under pressure", faults, &mut groups, &mut totals);
-            report.add(row.fact("evicted objects", evicted as f64));
-        }
-        for (group, total) in groups.iter_mut().zip(totals) {
-            total.report(report, self.began.elapsed(), |name| group.row_name(name));
+        self.phase("all fits", false, report, &mut groups, |groups, faults| {
+            while {
+                side_by_side(groups, |group| group.converse(self));
+                self.clear(faults);
+                self.began.elapsed() < half && !self.context.is_stopped()
+            } {}
+        });
+        // Twice as many conversations as fit, at half of their length on average.
+        let at_once = (2 * capacity / engines / (max_chunks / 2).max(1)).max(2);
+        let (start, least) = (Instant::now(), l1_bytes * OVERCOMMIT / KINDS.len() as u64);
+        let is_enough = |stored| stored >= least && start.elapsed() >= half;
+        self.phase(
+            "under pressure",
+            true,
+            report,
+            &mut groups,
+            |groups, faults| {
+                side_by_side(groups, |group| group.overcommit(self, at_once, is_enough));
+                self.clear(faults);
+            },
+        );
+        for mut group in groups {
+            let name = |operation: &str| group.row_name(operation);
+            group.total.report(report, self.began.elapsed(), name);
             group.stop()?;
         }
         Ok(())
     }
 
-    /// The row of a phase: what the groups did in it. Their results are added to the totals.
+    /// Plays a phase, unless the demo was stopped; adds its row. Objects have to be evicted, or must not.
     fn phase(
         &self,
         name: &str,
-        mut faults: Recorder,
+        evicts: bool,
+        report: &mut Report,
         groups: &mut [Group],
-        totals: &mut [Outcome],
-    ) -> Row {
+        play: impl FnOnce(&mut [Group], &mut Recorder),
+    ) {
+        if self.context.is_stopped() {
+            return;
+        }
+        let evicted = || self.server.engine().readings().evicted_objects;
+        let (before, mut faults) = (evicted(), Recorder::default());
+        play(groups, &mut faults);
+        let evicted = evicted() - before;
+        if evicts != (evicted > 0) && !self.context.is_stopped() {
+            faults.failure(|| format!("{evicted} objects were evicted"));
+        }
         let (mut all, mut foreign) = (Outcome::default(), (0, 0));
-        for (group, total) in groups.iter_mut().zip(totals) {
+        for group in groups {
             let outcome = std::mem::take(&mut group.outcome);
             all.add(outcome.clone());
-            total.add(outcome);
+            group.total.add(outcome);
             let (lookups, retrieves) = std::mem::take(&mut group.foreign);
             foreign = (foreign.0 + lookups, foreign.1 + retrieves);
             faults.add(std::mem::take(&mut group.faults));
         }
-        let row = faults.row(name, Duration::ZERO);
         let chunks = |bytes: u64| (bytes / self.chunk_bytes()) as f64;
-        row.fact("requests", all.lookups.count() as f64)
-            .fact("tokens asked", all.asked_tokens as f64)
-            .fact("tokens hit", all.hit_tokens as f64)
-            .fact("hit rate", all.hit_rate())
-            .fact("chunks stored", chunks(all.stores.bytes))
-            .fact("chunks compared", chunks(all.retrieves.bytes))
-            .fact("lookups by other tenants", foreign.0 as f64)
-            .fact("retrieves refused to other tenants", foreign.1 as f64)
+        let row = faults.row(name, Duration::ZERO);
+        report.add(
+            row.fact("requests", all.lookups.count() as f64)
+                .fact("tokens asked", all.asked_tokens as f64)
+                .fact("tokens hit", all.hit_tokens as f64)
+                .fact("hit rate", all.hit_rate())
+                .fact("chunks stored", chunks(all.stores.bytes))
+                .fact("chunks compared", chunks(all.retrieves.bytes))
+                .fact("lookups by other tenants", foreign.0 as f64)
+                .fact("retrieves refused to other tenants", foreign.1 as f64)
+                .fact("evicted objects", evicted as f64),
+        );
     }
 
     /// Plays the part with a second tier: conversations are written there, L1 is emptied, and every prompt has to be retrieved
