@@ -38,14 +38,14 @@ impl HttpArgs {
 }
 
 /// Parses the address of a request socket.
-pub fn requests(text: &str) -> Result<String> {
+pub(crate) fn requests(text: &str) -> Result<String> {
     complete(text, &["tcp", "ipc"]).ok_or_else(|| {
         Error::refused("give host:port, tcp://host:port or ipc://path of a request socket")
     })
 }
 
 /// Parses the address of an HTTP API.
-pub fn http(text: &str) -> Result<String> {
+fn http(text: &str) -> Result<String> {
     complete(text, &["http", "https"]).ok_or_else(|| {
         Error::refused("give host:port, http://host:port or https://host:port of an HTTP API")
     })
@@ -80,7 +80,7 @@ fn is_host_and_port(text: &str) -> bool {
 
 /// Why no connection is accepted at an address of the request protocol, for each address that its name has; none if one is.
 /// ZMQ does not report that: it tries again and again.
-pub fn no_listener(url: &str, timeout: Duration) -> anyhow::Result<Option<String>> {
+pub(crate) fn no_listener(url: &str, timeout: Duration) -> anyhow::Result<Option<String>> {
     let Some(address) = url.strip_prefix("tcp://") else {
         let path = url.strip_prefix("ipc://").unwrap_or(url);
         return Ok(UnixStream::connect(path).err().map(|it| it.to_string()));

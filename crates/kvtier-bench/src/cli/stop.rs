@@ -7,16 +7,16 @@ use anyhow::Context as _;
 use tokio::signal::unix::{SignalKind, signal};
 
 /// Exit code of a command that was interrupted, as in shells.
-pub const INTERRUPTED: u8 = 130;
+pub(crate) const INTERRUPTED: u8 = 130;
 
 /// Signals that stop.
-pub const STOP: [SignalKind; 2] = [SignalKind::interrupt(), SignalKind::terminate()];
+const STOP: [SignalKind; 2] = [SignalKind::interrupt(), SignalKind::terminate()];
 
 /// A flag that the first SIGINT or SIGTERM sets; the second ends the process.
 ///
 /// # Errors
 /// If the process can have no thread, or no handler, for them.
-pub fn stop_flag() -> anyhow::Result<Arc<AtomicBool>> {
+pub(crate) fn stop_flag() -> anyhow::Result<Arc<AtomicBool>> {
     flag_at(&STOP, |is_again| {
         if is_again {
             std::process::exit(i32::from(INTERRUPTED));

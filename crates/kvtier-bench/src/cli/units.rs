@@ -15,7 +15,7 @@ pub fn duration(text: &str) -> Result<Duration> {
 }
 
 /// The number before the first unit that matches, and the unit's value.
-pub fn split_unit(text: &str, units: &[(&str, f64)]) -> Option<(f64, f64)> {
+pub(crate) fn split_unit(text: &str, units: &[(&str, f64)]) -> Option<(f64, f64)> {
     units.iter().find_map(|&(unit, scale)| {
         let number = text.strip_suffix(unit)?.trim().parse::<f64>().ok()?;
         Some((number, scale))
