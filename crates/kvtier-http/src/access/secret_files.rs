@@ -2,7 +2,7 @@
 //!
 //! If the content is unusable, the previous one stays.
 //!
-//! `value` guards the content. It is not held while a file is read, so a reader of the value never waits for the disk.
+//! The mutex guards the content; no other lock is acquired inside, and no file is read, so a reader never waits for the disk.
 
 use std::fmt;
 use std::io::Read as _;

@@ -1,4 +1,6 @@
 //! An adapter with its breakers, deadlines, retries and limit.
+//!
+//! A mutex guards the breaker of a class of calls; no other lock is acquired inside.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
