@@ -3,12 +3,12 @@
 #![no_main]
 
 use kvtier_proto::descriptor::TensorDescriptor;
-use kvtier_proto::pickle::{Limits, read_registration};
+use kvtier_proto::pickle::{PickleLimits, read_registration};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|body: &[u8]| {
     let descriptor = match TensorDescriptor::decode(body) {
-        Ok(TensorDescriptor::Legacy { pickle }) => read_registration(&pickle, &Limits::default()),
+        Ok(TensorDescriptor::Legacy { pickle }) => read_registration(&pickle, &PickleLimits::default()),
         other => other,
     };
     let Ok(descriptor) = descriptor else { return };

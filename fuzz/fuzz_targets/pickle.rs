@@ -3,7 +3,7 @@
 #![no_main]
 
 use kvtier_proto::inline::InlineForm;
-use kvtier_proto::pickle::{Limits, TensorToWrite, WriteError, read_tensors, write_tensors};
+use kvtier_proto::pickle::{PickleLimits, TensorToWrite, WriteError, read_tensors, write_tensors};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|message: &[u8]| {
@@ -13,9 +13,9 @@ fuzz_target!(|message: &[u8]| {
             assert_eq!(tensor.contiguous_bytes(), Some(tensor.data));
         }
     }
-    let limits = Limits {
+    let limits = PickleLimits {
         max_tensors: 64,
-        ..Limits::default()
+        ..PickleLimits::default()
     };
     let Ok(tensors) = read_tensors(message, &limits) else {
         return;

@@ -2,10 +2,10 @@
 
 #![no_main]
 
-use kvtier_proto::zmtp::{Limits, Session, Version};
+use kvtier_proto::zmtp::{Version, ZmtpLimits, ZmtpSession};
 use libfuzzer_sys::fuzz_target;
 
-const LIMITS: Limits = Limits {
+const LIMITS: ZmtpLimits = ZmtpLimits {
     frame_bytes: 1 << 16,
     message_frames: 19,
     message_bytes: 1 << 17,
@@ -19,8 +19,8 @@ fuzz_target!(|data: &[u8]| {
     };
     let (piece, in_place) = (1 + usize::from(first >> 2), first & 1 == 1);
     let mut session = match first & 2 {
-        0 => Session::router(LIMITS),
-        _ => Session::dealer(Version::V3_1, LIMITS),
+        0 => ZmtpSession::router(LIMITS),
+        _ => ZmtpSession::dealer(Version::V3_1, LIMITS),
     };
     for mut here in data.chunks(piece) {
         if in_place && let Ok(Some(body)) = session.body(1) {
