@@ -132,14 +132,14 @@ impl Guarded {
     }
 
     /// Runs a call that is answered as a whole.
-    async fn run_whole<I: CallItem, T: Default + Send + 'static>(
+    async fn run_whole<I: CallItem, T: Send + 'static>(
         &self,
         call: GuardedCall,
         request: I,
         send: SendItems<I, T>,
     ) -> Result<T, L2Error> {
         let result = self.run(call, vec![request], send).await.pop();
-        result.transpose().map(Option::unwrap_or_default)
+        result.unwrap_or_else(|| Err(self.error(call, ErrorKind::Refused, WRONG_COUNT)))
     }
 
     /// Runs a call with one result per item.
@@ -167,8 +167,8 @@ impl Guarded {
         results
     }
 
-    /// Sends items, and again those with a transient error. What was not sent, while others are answered, is for the caller to
-    /// send again.
+    /// Sends items, and again those with a transient error. Items of a batch for which the backend was busy are for the caller to
+    /// send again, since others are answered; a call that is answered as a whole is sent again.
     ///
     /// # Errors
     /// [`ErrorKind::Deadline`] or [`ErrorKind::Busy`] at the deadline. The work may continue: its result is dropped, and it
@@ -180,6 +180,7 @@ impl Guarded {
         send: SendItems<I, T>,
     ) -> Result<Results<T>, ErrorKind> {
         let (state, count) = (self.state(call), items.len());
+        let is_whole = matches!(call.class, CallClass::Lookup);
         let mut clock = CallClock {
             expires_at: Instant::now() + state.time,
             queue: state.time,
@@ -188,7 +189,9 @@ impl Guarded {
         for retry in 0..self.guards.retries {
             let is_again = |at: &usize| {
                 let kind = results[*at].as_ref().err().map(L2Error::kind);
-                kind.is_some_and(|kind| kind.is_transient() && kind != ErrorKind::Busy)
+                kind.is_some_and(|kind| {
+                    kind.is_transient() && (is_whole || kind != ErrorKind::Busy)
+                })
             };
             let again: Vec<_> = (0..count).filter(is_again).collect();
             if again.is_empty() {

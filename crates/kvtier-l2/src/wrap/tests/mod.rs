@@ -170,6 +170,23 @@ async fn deadline_of_a_retry_fails_all_items() {
     assert_eq!(error, "test: load of 2 objects: no answer within 10000 ms");
 }
 
+#[tokio::test(start_paused = true)]
+async fn lookup_of_a_busy_backend_is_sent_again_and_items_of_a_batch_are_not() {
+    let memory = memory();
+    let script = TestAdapter::scripted([Step::Fail(ErrorKind::Busy)]);
+    let guards = Guards {
+        retries: 1,
+        ..bare()
+    };
+    let adapter = guard(script.clone(), &guards);
+    assert!(adapter.lookup(vec![object(1, 1)]).await.is_ok());
+    assert_eq!(script.take_log().len(), 2);
+    let script = TestAdapter::scripted([Step::Items(vec![Some(ErrorKind::Busy), None])]);
+    let loaded = guard(script.clone(), &guards).load(loads(&memory, 2)).await;
+    assert_eq!(kinds(&loaded), [Some(ErrorKind::Busy), None]);
+    assert_eq!(script.take_log().len(), 1);
+}
+
 #[test]
 fn back_off_doubles_within_its_bounds() {
     let first = Duration::from_millis(50);
