@@ -13,12 +13,16 @@ pub(super) fn without_effect(given: &ArgMatches) -> Vec<String> {
         raw.map_or_else(String::new, |text| text.to_string_lossy().into_owned())
     };
     let mut flags = Vec::new();
-    let mut need = |ids: &[&str], needed: &str| {
-        let given = ids.iter().filter(|id| is_given(id));
-        let flag = |id: &&str| format!("--{} (needs {needed})", id.replace('_', "-"));
-        flags.extend(given.map(flag));
-    };
     let command = command();
+    let mut need = |ids: &[&str], needed: &str| {
+        let args = command.get_arguments();
+        let given = args.filter(|arg| {
+            let id = arg.get_id().as_str();
+            ids.contains(&id) && is_given(id)
+        });
+        let names = given.filter_map(|arg| arg.get_long());
+        flags.extend(names.map(|name| format!("--{name} (needs {needed})")));
+    };
     if !is_given("l2_adapter") {
         let l2 = command
             .get_arguments()
@@ -85,11 +89,14 @@ mod tests {
                 "skip_l1",
                 "--l2-store-queue-gb",
                 "0.1",
+                "--l2-load-timeout-seconds",
+                "5",
                 "--l2-min-free-gb",
                 "1"
             ]),
             [
                 "--l2-store-policy (needs --l2-adapter)",
+                "--l2-load-timeout-seconds (needs --l2-adapter)",
                 "--l2-store-queue-gb (needs --l2-adapter)",
                 "--l2-min-free-gb (needs --l2-adapter)",
             ]

@@ -28,19 +28,19 @@ use crate::limit::Limit;
 pub struct ServerArgs {
     /// TOML file with the same keys as these flags, without the leading dashes; the command line wins
     #[arg(long, value_name = "FILE", help_heading = "Configuration")]
-    pub config: Option<PathBuf>,
+    pub(super) config: Option<PathBuf>,
     /// Check the configuration and what it needs (ports, memory, /dev/shm, NUMA nodes, the CUDA driver, the tiers),
     /// report, and stop. Each tier stores, loads and deletes one object, unless its directory or device does not exist
     /// yet, or has "force". Nothing is left behind, but an empty device is formatted
     #[arg(long, help_heading = "Configuration")]
-    pub check_config: bool,
+    pub(super) check_config: bool,
     /// Refuse flags without effect, which otherwise cause a warning
     #[arg(long, help_heading = "Configuration")]
-    pub strict_flags: bool,
+    pub(super) strict_flags: bool,
 
     /// Identity of this server in logs and metrics [default: kvtier-<port>, or the path of an ipc:// host]
     #[arg(long, help_heading = "Request server")]
-    pub instance_id: Option<String>,
+    pub(super) instance_id: Option<String>,
     /// Directory of what outlives the process, such as quotas, in a folder per instance id [default: $STATE_DIRECTORY
     /// of systemd, else /var/lib/kvtier for root, else $XDG_STATE_HOME/kvtier or ~/.local/state/kvtier; with --port 0
     /// and no instance id, or with none, nothing is kept]
@@ -78,13 +78,13 @@ pub struct ServerArgs {
     pub null_block_id: i64,
     /// Worker threads of each pool, 1 to 256 [default: the number of cores, at most 4; LMCache: 1]
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256), help_heading = "Request server")]
-    pub max_workers: Option<u16>,
+    pub(super) max_workers: Option<u16>,
     /// Threads that copy (store and retrieve), 1 to 256 [default: --max-workers]
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256), help_heading = "Request server")]
-    pub max_gpu_workers: Option<u16>,
+    pub(super) max_gpu_workers: Option<u16>,
     /// Threads for lookups and other requests, 1 to 256 [default: --max-workers]
     #[arg(long, value_parser = clap::value_parser!(u16).range(1..=256), help_heading = "Request server")]
-    pub max_cpu_workers: Option<u16>,
+    pub(super) max_cpu_workers: Option<u16>,
     /// Algorithm of chunk hashes: blake3, sha256_cbor, or sha256_cbor_64bit (the same as sha256_cbor)
     #[arg(long, default_value = "blake3", help_heading = "Request server")]
     pub hash_algorithm: HashAlgorithm,
@@ -109,7 +109,7 @@ pub struct ServerArgs {
     /// lmcache_l1_pool_kvtier_<port> if /dev/shm is large enough, with an ipc:// host a hash of its path for the port;
     /// LMCache: off]
     #[arg(long, help_heading = "Request server")]
-    pub shm_name: Option<String>,
+    pub(super) shm_name: Option<String>,
     /// One object group for all layers, even if their sliding windows differ (LMCache's default). A chunk is then
     /// stored only if the engine has data for every layer, so hybrid models have fewer hits
     #[arg(
@@ -117,7 +117,7 @@ pub struct ServerArgs {
         overrides_with = "separate_object_groups",
         help_heading = "Request server"
     )]
-    pub no_separate_object_groups: bool,
+    pub(super) no_separate_object_groups: bool,
     #[arg(long, hide = true)]
     separate_object_groups: bool,
     /// LMCache's workers that register layers with sliding windows or recurrent states: refuse gives them no cache,
@@ -133,10 +133,10 @@ pub struct ServerArgs {
     /// LMCache's clients do not send; objects of other dtypes are then not loaded (docs/identity.md). May be given
     /// several times
     #[arg(long, value_name = "MODEL=DTYPE", value_parser = parse_byte_pages, help_heading = "Request server")]
-    pub byte_pages: Vec<(String, String)>,
+    pub(super) byte_pages: Vec<(String, String)>,
     /// Seconds without a ping after which a worker is considered dead; 0 (never) or at least 30
     #[arg(long, value_name = "SECONDS", default_value = "120", value_parser = parse_reap_timeout, help_heading = "Request server")]
-    pub worker_reap_timeout_seconds: Duration,
+    pub(super) worker_reap_timeout_seconds: Duration,
     /// Seconds after which a worker that has never pinged is considered dead; at least the reap timeout
     #[arg(long = "worker-registration-grace-seconds", value_name = "SECONDS", default_value = "3600", value_parser = seconds(1.0), help_heading = "Request server")]
     pub registration_grace: Duration,
@@ -154,7 +154,7 @@ pub struct ServerArgs {
         value_parser = clap::value_parser!(u32).range(0..=1_000_000),
         help_heading = "Request server"
     )]
-    pub busy_poll_us: u32,
+    pub(super) busy_poll_us: u32,
     /// Largest message a client may send, GiB; frames above 4 GiB are never accepted
     #[arg(
         long,
@@ -163,16 +163,16 @@ pub struct ServerArgs {
         value_parser = parse_gib,
         help_heading = "Request server"
     )]
-    pub max_message_gb: f64,
+    pub(super) max_message_gb: f64,
 
     /// Size of L1 in GiB [default: a quarter of the memory of the machine or its cgroup; as a pool in /dev/shm at most
     /// 45 % of /dev/shm]
     #[arg(long, value_name = "GB", value_parser = parse_gib, help_heading = "L1")]
-    pub l1_size_gb: Option<f64>,
+    pub(super) l1_size_gb: Option<f64>,
     /// LMCache's form of --l1-size-gb: {"type": "DRAM", "size_gb": 20}; other fields are refused with the name of their
     /// flag
     #[arg(long, value_name = "JSON", help_heading = "L1")]
-    pub l1_manager: Vec<String>,
+    pub(super) l1_manager: Vec<String>,
     /// Alignment of objects in L1, bytes; a power of two from 64 to 2097152
     #[arg(long, default_value_t = 4096, value_parser = parse_alignment, help_heading = "L1")]
     pub l1_align_bytes: u64,
@@ -184,7 +184,7 @@ pub struct ServerArgs {
     no_l1_use_hugepages: bool,
     /// Do not touch L1's pages in the background after start
     #[arg(long, overrides_with = "l1_prefault", help_heading = "L1")]
-    pub no_l1_prefault: bool,
+    pub(super) no_l1_prefault: bool,
     #[arg(long, hide = true)]
     l1_prefault: bool,
     /// Whether L1 is kept for the next server of the instance, in /dev/shm or with --l1-use-hugepages in a hugetlbfs;
@@ -219,14 +219,14 @@ pub struct ServerArgs {
 
     /// A second tier, as JSON with a "type" (docs/l2.md); may be given several times, the first one is asked first
     #[arg(long, value_name = "JSON", help_heading = "L2")]
-    pub l2_adapter: Vec<String>,
+    pub(super) l2_adapter: Vec<String>,
     /// default: objects stay in L1 once every tier has them; skip_l1: they are removed
     #[arg(long, value_enum, default_value = "default", help_heading = "L2")]
-    pub l2_store_policy: StorePolicy,
+    pub(super) l2_store_policy: StorePolicy,
     /// retain: loaded objects stay in L1 until they are evicted; default (LMCache's default): they are removed at the
     /// end of their request, so a hot prefix is read from L2 every time
     #[arg(long, value_enum, default_value = "retain", help_heading = "L2")]
-    pub l2_prefetch_policy: PrefetchPolicy,
+    pub(super) l2_prefetch_policy: PrefetchPolicy,
     /// Lookups that may ask the tiers at the same time, 1 to 4096; the others wait
     #[arg(
         long,
@@ -234,23 +234,23 @@ pub struct ServerArgs {
         value_parser = clap::value_parser!(u16).range(1..=4096),
         help_heading = "L2"
     )]
-    pub l2_prefetch_max_in_flight: u16,
+    pub(super) l2_prefetch_max_in_flight: u16,
     /// Seconds that a lookup asks the tiers, queueing included; its answer is what is known by then
     #[arg(long = "l2-lookup-timeout-seconds", value_name = "SECONDS", default_value = "2", value_parser = seconds(0.001), help_heading = "L2")]
-    pub l2_lookup_timeout: Duration,
+    pub(super) l2_lookup_timeout: Duration,
     /// Seconds that a lookup waits for loads; its answer is what is in L1 by then
     #[arg(long = "l2-load-timeout-seconds", value_name = "SECONDS", default_value = "15", value_parser = seconds(0.001), help_heading = "L2")]
-    pub l2_load_timeout: Duration,
+    pub(super) l2_load_timeout: Duration,
     /// GiB of L1 that may wait to be stored in a tier, at most half of L1; further objects are not stored there
     /// [default: a quarter of L1, shared by all tiers]
     #[arg(long, value_parser = parse_gib, help_heading = "L2")]
-    pub l2_store_queue_gb: Option<f64>,
+    pub(super) l2_store_queue_gb: Option<f64>,
     /// Seconds that a stop waits for objects that are not stored in the tiers yet
     #[arg(long = "l2-drain-timeout-seconds", value_name = "SECONDS", default_value = "10", value_parser = seconds(0.0), help_heading = "L2")]
-    pub l2_drain_timeout: Duration,
+    pub(super) l2_drain_timeout: Duration,
     /// GiB of a tier's disk that stay free, 0 or more
     #[arg(long, default_value_t = 1.0, value_parser = parse_gib, help_heading = "L2")]
-    pub l2_min_free_gb: f64,
+    pub(super) l2_min_free_gb: f64,
 
     /// soft (LMCache's): stores are accepted, and eviction brings the tenant below its watermark; strict: a store
     /// beyond the limit is refused
@@ -278,7 +278,7 @@ pub struct ServerArgs {
 
     /// Host of the HTTP API; beyond loopback it needs tokens
     #[arg(long, default_value = "127.0.0.1", help_heading = "HTTP")]
-    pub http_host: String,
+    pub(super) http_host: String,
     /// Port of the HTTP API; 0 lets the system choose one
     #[arg(long, default_value_t = 8080, help_heading = "HTTP")]
     pub http_port: u16,
@@ -288,13 +288,13 @@ pub struct ServerArgs {
     /// File of bearer tokens, one per line: ROLE NAME TOKEN, with the role read or admin; a reload reads it again.
     /// KVTIER_HTTP_TOKENS may have such lines too, separated by ; (docs/http.md)
     #[arg(long, value_name = "FILE", help_heading = "HTTP")]
-    pub http_token_file: Option<PathBuf>,
+    pub(super) http_token_file: Option<PathBuf>,
     /// Certificate chain for TLS on the HTTP ports, PEM, the server's own first; a reload reads it again
     #[arg(long, value_name = "FILE", help_heading = "HTTP")]
-    pub http_tls_cert: Option<PathBuf>,
+    pub(super) http_tls_cert: Option<PathBuf>,
     /// Private key of the certificate, PEM, not encrypted; a reload reads it again
     #[arg(long, value_name = "FILE", help_heading = "HTTP")]
-    pub http_tls_key: Option<PathBuf>,
+    pub(super) http_tls_key: Option<PathBuf>,
 
     /// Send traces of requests to an OpenTelemetry collector; needs --otlp-endpoint (docs/metrics.md)
     #[arg(long, help_heading = "Traces")]
