@@ -6,15 +6,19 @@
 //! The mutex guards the file's identity as last read or written; no other lock is acquired inside.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::fs::{self, File, OpenOptions};
+use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::io::{self, Write as _};
+use std::marker::PhantomData;
 use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use kvtier_common::error::{Error, Result};
 use kvtier_common::sync::Mutex;
 use kvtier_core::object_key::check_cache_salt;
-use serde::{Deserialize, Serialize};
+use serde::de::{Error as _, IgnoredAny, MapAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
 
 use super::table::{Entry, MAX_TENANTS, Table};
 
@@ -60,8 +64,8 @@ impl<P: AsRef<Path>> From<P> for QuotaPlace {
     }
 }
 
-impl std::fmt::Display for QuotaPlace {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+impl fmt::Display for QuotaPlace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} {}", self.flag, self.path.display())
     }
 }
@@ -71,8 +75,8 @@ impl std::fmt::Display for QuotaPlace {
 pub struct QuotaFile {
     /// Path with no symbolic link at its end, which would be replaced.
     path: PathBuf,
-    /// The next content while it is written.
-    temporary: PathBuf,
+    /// Starts the names of files that are not whole yet.
+    temporary: String,
     /// What was read or written last; `None` for no file.
     seen: Mutex<Option<Identity>>,
 }
@@ -86,13 +90,12 @@ impl QuotaFile {
         let place = place.into();
         let (path, seen, table) = load(&place.path).map_err(|error| about(&place, error))?;
         let name = path.file_name().unwrap_or_default().to_string_lossy();
-        let temporary = path.with_file_name(format!(".{name}.kvtier-tmp"));
-        let _ = fs::remove_file(&temporary);
         let file = Self {
+            temporary: format!(".{name}.kvtier-tmp"),
             seen: Mutex::new(seen),
-            temporary,
             path,
         };
+        file.remove_stale();
         Ok((file, table))
     }
 
@@ -125,11 +128,14 @@ impl QuotaFile {
         // Before there is anything that it could fail.
         let directory = File::open(self.path.with_file_name("."))?;
         let content = encode(table)?;
-        let _ = fs::remove_file(&self.temporary);
-        let replaced = write(&self.temporary, &content)
-            .and_then(|written| fs::rename(&self.temporary, &self.path).map(|()| written));
+        // A server that shares the file, and its process id from another container, does not write to the same one.
+        let random = RandomState::new().build_hasher().finish();
+        let name = format!("{}-{random:016x}", self.temporary);
+        let temporary = self.path.with_file_name(name);
+        let replaced = write(&temporary, &content)
+            .and_then(|written| fs::rename(&temporary, &self.path).map(|()| written));
         let written = replaced.inspect_err(|_| {
-            let _ = fs::remove_file(&self.temporary);
+            let _ = fs::remove_file(&temporary);
         })?;
         *seen = Some(written);
         if let Err(error) = directory.sync_all() {
@@ -137,6 +143,21 @@ impl QuotaFile {
             tracing::warn!(%error, "the quota file was written, and may be the old one after a power failure");
         }
         Ok(())
+    }
+
+    fn remove_stale(&self) {
+        let entries = fs::read_dir(self.path.with_file_name("."))
+            .into_iter()
+            .flatten();
+        for entry in entries.flatten() {
+            if entry
+                .file_name()
+                .to_string_lossy()
+                .starts_with(&self.temporary)
+            {
+                let _ = fs::remove_file(entry.path());
+            }
+        }
     }
 }
 
@@ -227,6 +248,35 @@ fn encode(table: &Table) -> io::Result<Vec<u8>> {
     })?)
 }
 
+/// A map that has no key twice, as one of the values would have no effect.
+struct UniqueKeys<V>(BTreeMap<String, V>);
+
+impl<'de, V: Deserialize<'de>> Deserialize<'de> for UniqueKeys<V> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct MapVisitor<V>(PhantomData<V>);
+
+        impl<'de, V: Deserialize<'de>> Visitor<'de> for MapVisitor<V> {
+            type Value = UniqueKeys<V>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut access: A) -> Result<Self::Value, A::Error> {
+                let mut map = BTreeMap::new();
+                while let Some((key, value)) = access.next_entry()? {
+                    if map.insert(key, value).is_some() {
+                        return Err(A::Error::custom("a tenant is named twice"));
+                    }
+                }
+                Ok(UniqueKeys(map))
+            }
+        }
+
+        deserializer.deserialize_map(MapVisitor(PhantomData))
+    }
+}
+
 /// The table of a text.
 fn decode(content: &[u8]) -> Result<Table> {
     #[derive(Deserialize)]
@@ -234,8 +284,13 @@ fn decode(content: &[u8]) -> Result<Table> {
         version: u64,
     }
     #[derive(Deserialize)]
+    #[serde(deny_unknown_fields)]
     struct Content {
-        quotas: BTreeMap<String, Entry>,
+        #[serde(rename = "version")]
+        _version: IgnoredAny,
+        #[serde(default, rename = "checksum")]
+        _checksum: IgnoredAny,
+        quotas: UniqueKeys<Entry>,
         #[serde(default)]
         places: BTreeMap<String, String>,
     }
@@ -247,7 +302,8 @@ fn decode(content: &[u8]) -> Result<Table> {
             "it has version {version}, and this server reads only versions up to {VERSION}"
         )));
     }
-    let Content { quotas, places } = serde_json::from_slice(content).map_err(damaged)?;
+    let Content { quotas, places, .. } = serde_json::from_slice(content).map_err(damaged)?;
+    let UniqueKeys(quotas) = quotas;
     if quotas.len() > MAX_TENANTS {
         return Err(Error::refused(format!(
             "it has more than {MAX_TENANTS} tenants"

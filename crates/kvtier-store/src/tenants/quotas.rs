@@ -14,6 +14,7 @@ use std::sync::Arc;
 use kvtier_common::error::{Error, Result};
 use kvtier_common::state::{StateDir, existing_file};
 use kvtier_common::sync::{Mutex, RwLock};
+use kvtier_core::object_key::ShownSalt;
 use kvtier_core::quota::{Grant, QuotaConfig, QuotaMode};
 
 use kvtier_config::{Limit, Place, QuotaSettings, ServerConfig};
@@ -144,8 +145,29 @@ fn prepared(
         }
     }
     let table = table.placed(now);
+    for (salt, entry) in table.iter() {
+        let salt = ShownSalt(salt);
+        check_entry(&places, entry)
+            .map_err(|error| error.context(format!("{}: tenant {salt}", place.flag)))?;
+    }
     check_reserved(config, place, &table)?;
     Ok(table)
+}
+
+/// Checks that no tier's share is more than its limit.
+fn check_entry(places: &[Place], entry: &Entry) -> Result<()> {
+    for Place { name, .. } in places {
+        let Grant { limit, reserved } = entry.of_tier(name);
+        if let Some(limit) = limit
+            && reserved > limit
+        {
+            let (reserved, limit) = (Limit(Some(reserved)), Limit(Some(limit)));
+            return Err(Error::refused(format!(
+                "{name}: {reserved} reserved is more than the limit of {limit}"
+            )));
+        }
+    }
+    Ok(())
 }
 
 /// Location of a tier, if it is one whose place can be another.
@@ -365,18 +387,7 @@ impl Quotas {
     /// # Errors
     /// Names the tier whose share is more than its limit.
     pub fn check(&self, entry: &Entry) -> Result<()> {
-        for Place { name, .. } in &self.places {
-            let Grant { limit, reserved } = entry.of_tier(name);
-            if let Some(limit) = limit
-                && reserved > limit
-            {
-                let (reserved, limit) = (Limit(Some(reserved)), Limit(Some(limit)));
-                return Err(Error::refused(format!(
-                    "{name}: {reserved} reserved is more than the limit of {limit}"
-                )));
-            }
-        }
-        Ok(())
+        check_entry(&self.places, entry)
     }
 
     /// Evicts from L1 what exceeds quotas. Returns the number of objects.

@@ -67,6 +67,9 @@ fn what_it_cannot_be_is_named_with_what_to_do() {
     let path = directory.path().join("quotas.json");
     let head = |version| format!("{{\"version\":{version},\"checksum\":\"\",\"quotas\":{{}}}}");
     let future = head(4);
+    let place = "{\"version\":3,\"quotas\":{},\"place\":{}}";
+    let row = "\"a\":{\"limit\":1,\"reserved\":0}";
+    let twice = &format!("{{\"version\":3,\"quotas\":{{{row},{row}}}}}");
     let no_quotas = "{\"version\":3,\"places\":{}}";
     let bad_salt = encode(&Table::from_iter([("a/b", Entry::default())])).unwrap();
     let bad_salt = String::from_utf8(bad_salt).unwrap();
@@ -79,6 +82,8 @@ fn what_it_cannot_be_is_named_with_what_to_do() {
             "version 4, and this server reads only versions up to 3",
         ),
         (no_quotas, "missing field `quotas`"),
+        (place, "unknown field `place`"),
+        (twice, "a tenant is named twice"),
         (&bad_salt, "entry 1 is no tenant's"),
     ] {
         fs::write(&path, content).unwrap();
@@ -109,7 +114,7 @@ fn a_table_replaces_the_one_before() {
     let directory = tempfile::tempdir().unwrap();
     let (path, link) = (directory.path().join("q"), directory.path().join("link"));
     std::os::unix::fs::symlink(&path, &link).unwrap();
-    let stale = directory.path().join(".q.kvtier-tmp");
+    let stale = directory.path().join(".q.kvtier-tmp-7-0");
     fs::write(&stale, "half").unwrap();
     let other = directory.path().join(".other.kvtier-tmp");
     fs::write(&other, "of another").unwrap();
@@ -141,4 +146,35 @@ fn what_cannot_be_written_leaves_the_file_as_it_was() {
     fs::remove_file(&path).unwrap();
     assert!(file.save(&table()).is_err());
     assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn share_above_its_limit_is_refused_at_the_start() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("q");
+    let flags = [
+        "--l1-size-gb",
+        "1",
+        "--eviction-policy",
+        "IsolatedLRU",
+        "--quota-file",
+        path.to_str().unwrap(),
+    ];
+    let config = kvtier_config::ServerConfig::from_flags(&flags).unwrap();
+    for (reserved, is_refused) in [(5, false), (6, true)] {
+        let row = format!("{{\"limit\":5,\"reserved\":{reserved}}}");
+        fs::write(
+            &path,
+            format!("{{\"version\":3,\"quotas\":{{\"a\":{row}}}}}"),
+        )
+        .unwrap();
+        let told = crate::tenants::preflight(&config);
+        assert_eq!(told.is_err(), is_refused, "{told:?}");
+        let told = told.err().map_or(String::new(), |error| error.to_string());
+        assert_eq!(
+            told.contains("reserved is more than the limit"),
+            is_refused,
+            "{told}"
+        );
+    }
 }
