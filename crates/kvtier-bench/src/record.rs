@@ -20,7 +20,7 @@ pub(crate) struct Recorder {
     /// Time in all measured requests.
     busy: Duration,
     pub(crate) bytes: u64,
-    failed: u64,
+    pub(crate) failed: u64,
     mismatched: u64,
     first_failure: Option<String>,
 }

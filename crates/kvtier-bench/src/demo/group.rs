@@ -119,7 +119,7 @@ impl Group {
         Ok(())
     }
 
-    /// Plays many conversations at once, more than fit, until `is_enough`. Some continue soon, some late, as in practice.
+    /// Plays many conversations at once, more than fit, until `is_enough` or a store fails. Some continue soon, some late, as in practice.
     pub(super) fn overcommit(
         &mut self,
         demo: &Demo<'_>,
@@ -129,7 +129,10 @@ impl Group {
         let mut conversations: Vec<_> = (0..TENANTS.len() * at_once)
             .map(|_| self.conversation(demo))
             .collect();
-        while !demo.context.is_stopped() && !is_enough(self.outcome.stores.bytes) {
+        while !demo.context.is_stopped()
+            && self.outcome.stores.failed == 0
+            && !is_enough(self.outcome.stores.bytes)
+        {
             let tenant = self.random.below(TENANTS.len() as u64) as usize;
             // The smaller of two draws: the first conversations are busy, the last ones idle.
             let mut draw = || self.random.below(at_once as u64) as usize;
