@@ -25,9 +25,9 @@ pub(super) async fn config(api: State) -> Result<Answer<Value>, ApiError> {
 /// need a restart, none of its flags changes.
 #[utoipa::path(post, path = "/config/reload", responses(
     (status = 200, description = "Applied", body = Reloaded),
-    (status = 400, description = "The file is invalid, or changes flags that need a restart", body = DetailBody),
+    (status = 400, description = "A file is invalid, or that of --config changes flags that need a restart", body = DetailBody),
     (status = 409, description = "Another reload is running", body = DetailBody),
-    (status = 500, description = "The file cannot be read", body = DetailBody),
+    (status = 500, description = "A file cannot be read", body = DetailBody),
     (status = 503, description = "The engine is not there yet", body = DetailBody),
 ))]
 pub(super) async fn reload(api: State) -> Result<Audited<Reloaded>, ApiError> {
