@@ -1,6 +1,6 @@
 //! What is deleted while it waits to be stored, or is being stored: it must not come after its delete.
 //!
-//! [`Pending`] guards all batches; L1's cache leases objects inside. `revoked` guards the deleted objects of one
+//! [`PendingStores`] guards all batches; L1's cache leases objects inside. `revoked` guards the deleted objects of one
 //! batch, with no lock inside.
 
 use std::collections::{HashMap, HashSet};
@@ -93,7 +93,7 @@ struct StoreHolds {
     holds: HashMap<u64, Weak<StoreHold>>,
 }
 
-/// While it lives nothing is revoked. No [`Hold`] may go meanwhile.
+/// While it lives nothing is revoked. No [`StoreHold`] may go meanwhile.
 pub struct Admission<'a>(MutexGuard<'a, StoreHolds>);
 
 impl PendingStores {
