@@ -25,13 +25,13 @@ pub struct Guards {
     pub load_timeout: Duration,
     /// Deadline of a store, a delete or the closing.
     pub store_timeout: Duration,
-    /// Calls in flight per lane.
+    /// Calls in flight per class: lookups, loads, stores.
     pub max_in_flight: u32,
     /// Retries of items with a transient error.
     pub retries: u32,
     /// Pause before the first retry.
     pub retry_pause: Duration,
-    /// Consecutive unanswered calls of a lane that open its breaker; 0 is never.
+    /// Consecutive unanswered calls of a class that open its breaker; 0 is never.
     pub breaker_failures: u32,
     /// First pause of an open breaker.
     pub breaker_pause: Duration,

@@ -48,7 +48,7 @@ const DEADLINE: Option<ErrorKind> = Some(ErrorKind::Deadline);
 const UNAVAILABLE: Option<ErrorKind> = Some(ErrorKind::Unavailable);
 
 #[tokio::test(start_paused = true)]
-async fn each_lane_has_its_own_deadline() {
+async fn each_class_of_calls_has_its_own_deadline() {
     let (memory, began) = (memory(), Instant::now());
     let script =
         TestAdapter::scripted([Step::Wait, Step::Wait, Step::Wait, Step::Wait, Step::Wait]);
@@ -231,7 +231,7 @@ async fn breaker_pauses_calls_until_probe_succeeds() {
         json!({"state": "open", "failures": 0, "opened": 1, "refused": 1})
     );
 
-    // Other lanes, and calls for nothing, are not concerned.
+    // Other classes, and calls for nothing, are not concerned.
     assert!(adapter.lookup(vec![object(1, 1)]).await.is_ok());
     assert!(adapter.load(Vec::new()).await.is_empty());
     assert_eq!(script.take_log(), ["lookup 1", "load "]);
@@ -314,7 +314,7 @@ async fn dropped_probe_is_repeated() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn calls_in_flight_are_limited_per_lane() {
+async fn calls_in_flight_are_limited_per_class() {
     let memory = memory();
     let script = TestAdapter::scripted((0..8).map(|_| Step::Wait));
     let guards = Guards {
