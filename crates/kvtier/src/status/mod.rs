@@ -386,7 +386,7 @@ fn workers(status: &Status) -> Vec<String> {
             ),
             worker.block_size,
             if worker.use_mla {
-                ", K and V in one tensor, as with MLA"
+                ", K and V in one tensor"
             } else {
                 ""
             }
@@ -432,7 +432,7 @@ mod tests {
         );
         assert!(
             text.contains(
-                "\n  7: m, world of 2, engine-driven, 16 tokens per block, K and V in one tensor, as with MLA\n"
+                "\n  7: m, world of 2, engine-driven, 16 tokens per block, K and V in one tensor\n"
             ),
             "{text}"
         );
