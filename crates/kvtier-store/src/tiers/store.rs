@@ -34,7 +34,7 @@ const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Prompt whose objects are stored.
 pub struct StoredPrompt {
-    /// Its namespaces as the tiers name them.
+    /// Namespaces of the prompt as tiers name them.
     namespaces: Vec<Arc<Namespace>>,
     hashes: Arc<[ChunkHash]>,
 }
