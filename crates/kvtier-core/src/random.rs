@@ -41,8 +41,12 @@ impl SplitMix64 {
     /// Returns the next `len` random bytes.
     #[must_use]
     pub fn bytes(&mut self, len: usize) -> Vec<u8> {
-        let words = (0..len.div_ceil(8)).flat_map(|_| self.next().to_le_bytes());
-        words.take(len).collect()
+        let mut bytes = vec![0; len.next_multiple_of(8)];
+        for word in bytes.chunks_exact_mut(8) {
+            word.copy_from_slice(&self.next().to_le_bytes());
+        }
+        bytes.truncate(len);
+        bytes
     }
 
     /// Returns a random one of `items`.

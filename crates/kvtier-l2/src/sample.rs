@@ -15,8 +15,10 @@ const NOISE: u64 = 0x81e0_81e0_81e0_81e0;
 /// Returns `len` bytes of values from ±0.125 to ±1.75; equal seeds, equal bytes.
 #[must_use]
 pub fn values(seed: u64, len: usize) -> Vec<u8> {
-    let eight = |at| (SplitMix64::nth(seed, at) & NOISE | BASE).to_le_bytes();
-    let mut bytes: Vec<u8> = (0..len.div_ceil(8) as u64).flat_map(eight).collect();
+    let mut bytes = vec![0; len.next_multiple_of(8)];
+    for (at, four) in (0..).zip(bytes.chunks_exact_mut(8)) {
+        four.copy_from_slice(&(SplitMix64::nth(seed, at) & NOISE | BASE).to_le_bytes());
+    }
     bytes.truncate(len);
     bytes
 }
