@@ -297,6 +297,10 @@ class Engine:
         """Unregister and disconnect everything; a second call does nothing."""
         if self.context.closed:
             return
+        if not self.server.running():
+            # An adapter waits this long for the answer to its unregistration.
+            for adapter in (self.scheduler, *(worker.adapter for worker in self.workers)):
+                adapter._mq_timeout = 0.1
         for worker in self.workers:
             worker.close()
         older.shut_down(self.scheduler)
