@@ -14,6 +14,7 @@ use kvtier_l2::redact;
 use super::command::{check_paths, command};
 use super::flags::ServerArgs;
 use super::given::Given;
+use super::resolve::resolve;
 use super::{Parsed, RunMode, ServerConfig, effect, gpu, peer, show};
 
 /// Keys that are named for one that is unknown.
@@ -99,7 +100,7 @@ pub(super) fn parse_with_file(args: Vec<OsString>) -> Result<Parsed> {
             shown: redact::value(&values),
             given,
             gpu_flags: gpu::given(&merged),
-            ..args.resolve(ignored)?
+            ..resolve(args, ignored)?
         }),
         mode,
     })

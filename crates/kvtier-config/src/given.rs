@@ -43,26 +43,24 @@ impl Given {
     }
 }
 
-impl ServerConfig {
-    /// Returns the flags, for adapters with their tiers' names, and each key as a flag of its own: `l2-adapter fs-0 type`.
-    /// Without a `max_capacity_gb` that bounds nothing.
-    pub(super) fn by_key(&self, mut flags: Values) -> Values {
-        let Some(Value::Array(given)) = flags.remove(ADAPTER) else {
-            return flags;
-        };
-        let adapters = self.l2.iter().flat_map(|l2| &l2.adapters);
-        let mut tiers = Vec::new();
-        for (adapter, given) in adapters.zip(given) {
-            let name = adapter.tier();
-            add_keys(&mut flags, &format!("{ADAPTER} {name} "), given);
-            if adapter.capacity_bytes().is_none() {
-                flags.remove(&format!("{ADAPTER} {name} {CAPACITY}"));
-            }
-            tiers.push(name);
+/// Returns the flags, for adapters with their tiers' names, and each key as a flag of its own: `l2-adapter fs-0 type`.
+/// Without a `max_capacity_gb` that bounds nothing.
+pub(super) fn by_key(config: &ServerConfig, mut flags: Values) -> Values {
+    let Some(Value::Array(given)) = flags.remove(ADAPTER) else {
+        return flags;
+    };
+    let adapters = config.l2.iter().flat_map(|l2| &l2.adapters);
+    let mut tiers = Vec::new();
+    for (adapter, given) in adapters.zip(given) {
+        let name = adapter.tier();
+        add_keys(&mut flags, &format!("{ADAPTER} {name} "), given);
+        if adapter.capacity_bytes().is_none() {
+            flags.remove(&format!("{ADAPTER} {name} {CAPACITY}"));
         }
-        flags.insert(ADAPTER.into(), tiers.into());
-        flags
+        tiers.push(name);
     }
+    flags.insert(ADAPTER.into(), tiers.into());
+    flags
 }
 
 /// Values as they are compared: 1.0 is 1.

@@ -35,7 +35,9 @@ mod values;
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::net::IpAddr;
 use std::ops::Deref;
+use std::path::Path;
 use std::time::Duration;
 
 pub use command::server_command;
@@ -47,7 +49,7 @@ pub use http::{HttpConfig, TOKENS_VARIABLE, is_loopback};
 pub use l2::L2Config;
 pub use limit::{Limit, MAX_BYTES, parse_size};
 pub use memory::{HostMemory, L1Origin};
-pub use quota::{Place, QuotaSettings};
+pub use quota::{QuotaSettings, TierPlace};
 pub use reload::Change;
 pub use state::StateSettings;
 pub use tenants::{TenantSettings, secret_file_warning};
@@ -58,10 +60,15 @@ pub use values::{
 };
 
 use kvtier_common::error::{Error, Result};
+use kvtier_core::eviction::EvictionKind;
 use kvtier_core::hashing::DEFAULT_SEED;
+use kvtier_core::quota::QuotaMode;
 use kvtier_device::cuda::CudaOptions;
 use kvtier_l2::redact;
 use kvtier_memory::Space;
+
+use l2::{is_read_only, location};
+use request::IPC;
 
 /// Bytes of one "GB" of the flags. LMCache's sizes are GiB under that name.
 pub const GIB: u64 = 1 << 30;
@@ -78,6 +85,9 @@ pub(crate) const HASH_SEED: &str = "PYTHONHASHSEED";
 pub fn hash_seed() -> String {
     std::env::var(HASH_SEED).unwrap_or_else(|_| DEFAULT_SEED.into())
 }
+
+/// Advice on the setting that isolates tenants.
+const ISOLATION_ADVICE: &str = "set --eviction-policy IsolatedLRU, or \"eviction\": {\"eviction_policy\": \"IsolatedLRU\"} in an --l2-adapter";
 
 /// What to do with a configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -271,6 +281,114 @@ impl ServerConfig {
             Ok(())
         } else {
             self.memory.check_l1(self.l1_bytes, kept)
+        }
+    }
+
+    /// Reads the file of `--config` again, and returns the configuration with it and what it changes.
+    ///
+    /// # Errors
+    /// As [`ServerConfig::parse`], or there is no such file, or it changes flags that need a restart: these are named.
+    pub fn read_again(&self) -> Result<(Self, Vec<Change>)> {
+        reload::read_again(self)
+    }
+
+    /// The path of the request socket, where it is one.
+    pub fn ipc_path(&self) -> Option<&Path> {
+        self.host.strip_prefix(IPC).map(Path::new)
+    }
+
+    /// The address of the request socket, for messages. `localhost` is IPv4 loopback, as it is for every client of this
+    /// protocol; any other name is one of an interface.
+    pub fn bind_address(&self) -> String {
+        let host = match self.host.as_str() {
+            ipc if ipc.starts_with(IPC) => return ipc.to_owned(),
+            "localhost" => "127.0.0.1".into(),
+            address if address.contains(':') && !address.starts_with('[') => format!("[{address}]"),
+            host => host.to_string(),
+        };
+        match self.port {
+            0 => format!("tcp://{host}:*"),
+            port => format!("tcp://{host}:{port}"),
+        }
+    }
+
+    /// The kind of the untyped bytes in a model's pages, if it was given.
+    pub fn byte_kind(&self, model: &str) -> Option<&str> {
+        self.byte_pages.get(model).map(String::as_str)
+    }
+
+    /// What it means that others than this host's reach the request socket, if they do.
+    pub fn exposure_warning(&self) -> Option<String> {
+        let host = self.host.trim_start_matches('[').trim_end_matches(']');
+        let is_local = match host.parse::<IpAddr>() {
+            Ok(ip) => is_loopback(ip),
+            Err(_) => self.ipc_path().is_some() || ["localhost", "lo"].contains(&host),
+        };
+        (!is_local).then(|| {
+            format!(
+                "--host {}: the request port is reachable from other hosts and the protocol knows no authentication: any \
+                 client that reaches it reads, replaces and removes the cached data of every tenant; let only engines reach it, or give \
+                 --host ipc://PATH for those on this host",
+                self.host
+            )
+        })
+    }
+
+    /// The tiers, L1 first.
+    pub fn places(&self) -> Vec<TierPlace> {
+        let isolates = |kind: EvictionKind| kind.build().isolates();
+        let l1 = TierPlace {
+            name: "l1".into(),
+            isolates: isolates(self.eviction_policy.kind()),
+            capacity: Some(self.l1_bytes),
+            location: None,
+        };
+        let adapters = self.l2.iter().flat_map(|l2| &l2.adapters);
+        let below = adapters.map(|adapter| TierPlace {
+            name: adapter.tier().into(),
+            // Nothing leaves what is only read.
+            isolates: !is_read_only(adapter)
+                && adapter
+                    .eviction
+                    .is_some_and(|eviction| isolates(eviction.policy)),
+            capacity: adapter.capacity_bytes(),
+            location: Some(location(adapter)),
+        });
+        std::iter::once(l1).chain(below).collect()
+    }
+
+    fn isolates(&self) -> bool {
+        self.places().iter().any(|place| place.isolates)
+    }
+
+    /// Refuses strict limits that no tier would enforce.
+    fn check_quotas(self) -> Result<Self> {
+        if self.quotas.mode == QuotaMode::Strict && !self.isolates() {
+            Err(Error::refused(format!(
+                "--quota-mode strict: no tier keeps tenants apart; {ISOLATION_ADVICE}"
+            )))
+        } else {
+            Ok(self)
+        }
+    }
+
+    /// What does not do what it looks like.
+    pub fn quota_warning(&self) -> Option<String> {
+        let quotas = &self.quotas;
+        if self.isolates() {
+            match (&quotas.file, &self.state.base) {
+                (None, Err(why)) => Some(format!(
+                    "quotas that are set over HTTP end with this process: {why}, and no --quota-file"
+                )),
+                _ => None,
+            }
+        } else {
+            let limits = quotas.default_limit.0.map(|_| "--quota-default");
+            let file = quotas.file.as_ref().map(|_| "--quota-file");
+            Some(format!(
+                "{}: quotas have no effect, since no tier keeps tenants apart; {ISOLATION_ADVICE}",
+                limits.or(file)?
+            ))
         }
     }
 

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use kvtier_common::error::{Error, Result};
 use serde_json::Value;
 
-use super::given::{ADAPTER, CAPACITY, flags_by_name};
+use super::given::{ADAPTER, CAPACITY, by_key, flags_by_name};
 use super::{L2Config, Parsed, ServerConfig};
 
 /// Flags that a running server can change. Anything else needs a restart, among it `--l1-write-ttl-seconds`: memory that
@@ -59,74 +59,73 @@ pub(super) fn is_live(flag: &str) -> bool {
     LIVE.contains(&flag) || key.is_some_and(|(_, key)| LIVE_KEYS.contains(&key))
 }
 
-impl ServerConfig {
-    /// Reads the file of `--config` again, and returns the configuration with it and what it changes.
-    ///
-    /// # Errors
-    /// As [`ServerConfig::parse`], or there is no such file, or it changes flags that need a restart: these are named.
-    pub fn read_again(&self) -> Result<(Self, Vec<Change>)> {
-        if !self.given.has_file {
-            return Ok((self.clone(), Vec::new()));
-        }
-        let parsed = Self::parse(self.given.arguments.iter().cloned())?;
-        let Parsed::Run { config, .. } = parsed else {
-            return Err(Error::refused("--config: is no configuration"));
-        };
-        let changes = self.changes(&config);
-        let fixed = changes.iter().filter(|change| !change.is_live());
-        let fixed: Vec<_> = fixed.map(|change| change.flag.as_str()).collect();
-        if !fixed.is_empty() {
-            return Err(Error::refused(format!(
-                "{} can be changed only by a restart; allowed: {}; of an {ADAPTER}: {} (not from or to 0)",
-                fixed.join(", "),
-                LIVE.join(", "),
-                LIVE_KEYS.join(", ")
-            ))
-            .hint("no flag was changed"));
-        }
-        Ok((self.with_live_values(*config), changes))
+/// Does [`ServerConfig::read_again`].
+pub(super) fn read_again(running: &ServerConfig) -> Result<(ServerConfig, Vec<Change>)> {
+    if !running.given.has_file {
+        return Ok((running.clone(), Vec::new()));
     }
+    let parsed = ServerConfig::parse(running.given.arguments.iter().cloned())?;
+    let Parsed::Run { config, .. } = parsed else {
+        return Err(Error::refused("--config: is no configuration"));
+    };
+    let changes = changes(running, &config);
+    let fixed = changes.iter().filter(|change| !change.is_live());
+    let fixed: Vec<_> = fixed.map(|change| change.flag.as_str()).collect();
+    if !fixed.is_empty() {
+        return Err(Error::refused(format!(
+            "{} can be changed only by a restart; allowed: {}; of an {ADAPTER}: {} (not from or to 0)",
+            fixed.join(", "),
+            LIVE.join(", "),
+            LIVE_KEYS.join(", ")
+        ))
+        .hint("no flag was changed"));
+    }
+    Ok((with_live_values(running, *config), changes))
+}
 
-    /// Returns this configuration with the live values of `newer`. Values derived from the machine stay: a default of L1's size
-    /// would be another one now.
-    fn with_live_values(&self, newer: Self) -> Self {
-        let mut config = self.clone();
-        config.args.eviction_ratio = newer.eviction_ratio;
-        config.args.eviction_trigger_watermark = newer.eviction_trigger_watermark;
-        config.args.log_level.clone_from(&newer.log_level);
-        config.args.tenants.tenant_metrics = newer.tenants.tenant_metrics;
-        config.quotas.default_limit = newer.quotas.default_limit;
-        config.args.read_ttl = newer.read_ttl;
-        config.args.registration_grace = newer.registration_grace;
-        config.args.session_ttl = newer.session_ttl;
-        config.args.stop_timeout = newer.stop_timeout;
-        config.worker_reap_timeout = newer.worker_reap_timeout;
-        config.shown = newer.shown;
-        config.given = newer.given;
-        config.l2 = self.l2.clone().zip(newer.l2).map(|(own, newer)| L2Config {
+/// Returns the running configuration with the live values of `newer`. Values derived from the machine stay: a default of L1's size
+/// would be another one now.
+fn with_live_values(running: &ServerConfig, newer: ServerConfig) -> ServerConfig {
+    let mut config = running.clone();
+    config.args.eviction_ratio = newer.eviction_ratio;
+    config.args.eviction_trigger_watermark = newer.eviction_trigger_watermark;
+    config.args.log_level.clone_from(&newer.log_level);
+    config.args.tenants.tenant_metrics = newer.tenants.tenant_metrics;
+    config.quotas.default_limit = newer.quotas.default_limit;
+    config.args.read_ttl = newer.read_ttl;
+    config.args.registration_grace = newer.registration_grace;
+    config.args.session_ttl = newer.session_ttl;
+    config.args.stop_timeout = newer.stop_timeout;
+    config.worker_reap_timeout = newer.worker_reap_timeout;
+    config.shown = newer.shown;
+    config.given = newer.given;
+    config.l2 = running
+        .l2
+        .clone()
+        .zip(newer.l2)
+        .map(|(own, newer)| L2Config {
             drain_timeout: newer.drain_timeout,
             load_timeout: newer.load_timeout,
             lookup_timeout: newer.lookup_timeout,
             adapters: newer.adapters,
             ..own
         });
-        config
-    }
+    config
+}
 
-    fn changes(&self, newer: &Self) -> Vec<Change> {
-        let values = |config: &Self| config.by_key(config.given.values.clone());
-        let shown = |config: &Self| config.by_key(flags_by_name(&config.shown));
-        let (own, newer_values) = (values(self), values(newer));
-        let (mut before, mut after) = (shown(self), shown(newer));
-        let flags: BTreeSet<_> = own.keys().chain(newer_values.keys()).collect();
-        let is_other = |flag: &&String| own.get(*flag) != newer_values.get(*flag);
-        let change = |flag: &String| Change {
-            flag: flag.clone(),
-            from: before.remove(flag).unwrap_or_default(),
-            to: after.remove(flag).unwrap_or_default(),
-        };
-        flags.into_iter().filter(is_other).map(change).collect()
-    }
+fn changes(running: &ServerConfig, newer: &ServerConfig) -> Vec<Change> {
+    let values = |config: &ServerConfig| by_key(config, config.given.values.clone());
+    let shown = |config: &ServerConfig| by_key(config, flags_by_name(&config.shown));
+    let (own, newer_values) = (values(running), values(newer));
+    let (mut before, mut after) = (shown(running), shown(newer));
+    let flags: BTreeSet<_> = own.keys().chain(newer_values.keys()).collect();
+    let is_other = |flag: &&String| own.get(*flag) != newer_values.get(*flag);
+    let change = |flag: &String| Change {
+        flag: flag.clone(),
+        from: before.remove(flag).unwrap_or_default(),
+        to: after.remove(flag).unwrap_or_default(),
+    };
+    flags.into_iter().filter(is_other).map(change).collect()
 }
 
 #[cfg(test)]

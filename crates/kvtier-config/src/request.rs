@@ -1,64 +1,15 @@
-//! Where the request socket is, and which clients can reach it.
-
-use std::net::IpAddr;
-use std::path::Path;
+//! The `--host` of the request socket where it is a path.
 
 use kvtier_common::error::Result;
 use kvtier_l2::config::{ALLOWED_PATH, is_path};
 
-use super::ServerConfig;
 use super::checks::refuse;
-use crate::http::is_loopback;
 
 /// Begins a `--host` that is the path of a socket.
-const IPC: &str = "ipc://";
+pub(super) const IPC: &str = "ipc://";
 
 /// Most bytes of such a path, which the system bounds.
 const LONGEST: usize = 107;
-
-impl ServerConfig {
-    /// The path of the request socket, where it is one.
-    pub fn ipc_path(&self) -> Option<&Path> {
-        self.host.strip_prefix(IPC).map(Path::new)
-    }
-
-    /// The address of the request socket, for messages. `localhost` is IPv4 loopback, as it is for every client of this
-    /// protocol; any other name is one of an interface.
-    pub fn bind_address(&self) -> String {
-        let host = match self.host.as_str() {
-            ipc if ipc.starts_with(IPC) => return ipc.to_owned(),
-            "localhost" => "127.0.0.1".into(),
-            address if address.contains(':') && !address.starts_with('[') => format!("[{address}]"),
-            host => host.to_string(),
-        };
-        match self.port {
-            0 => format!("tcp://{host}:*"),
-            port => format!("tcp://{host}:{port}"),
-        }
-    }
-
-    /// The kind of the untyped bytes in a model's pages, if it was given.
-    pub fn byte_kind(&self, model: &str) -> Option<&str> {
-        self.byte_pages.get(model).map(String::as_str)
-    }
-
-    /// What it means that others than this host's reach the request socket, if they do.
-    pub fn exposure_warning(&self) -> Option<String> {
-        let host = self.host.trim_start_matches('[').trim_end_matches(']');
-        let is_local = match host.parse::<IpAddr>() {
-            Ok(ip) => is_loopback(ip),
-            Err(_) => self.ipc_path().is_some() || ["localhost", "lo"].contains(&host),
-        };
-        (!is_local).then(|| {
-            format!(
-                "--host {}: the request port is reachable from other hosts and the protocol knows no authentication: any \
-                 client that reaches it reads, replaces and removes the cached data of every tenant; let only engines reach it, or give \
-                 --host ipc://PATH for those on this host",
-                self.host
-            )
-        })
-    }
-}
 
 /// Checks the path of a `--host` that is one.
 pub(super) fn check_host(host: &str) -> Result<()> {
@@ -81,6 +32,9 @@ pub(super) fn check_host(host: &str) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::Path;
+
+    use super::super::ServerConfig;
     use super::super::values::parse_mode;
     use super::*;
 

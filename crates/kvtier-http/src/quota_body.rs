@@ -10,7 +10,7 @@ use serde_json::{Map, Value};
 use super::body::{not_allowed, shorten, text_of};
 
 use kvtier_common::error::{Error, Result};
-use kvtier_config::{GIB, Limit, MAX_BYTES, Place};
+use kvtier_config::{GIB, Limit, MAX_BYTES, TierPlace};
 use kvtier_store::tenants::{Entry, MAX_TENANTS, TierEntry, only_set};
 
 /// What a body asks for.
@@ -42,7 +42,7 @@ pub(super) fn clip(name: &str) -> String {
 
 impl Wanted {
     /// Reads a body.
-    pub(super) fn parse(bytes: &[u8], places: &[Place]) -> Result<Self> {
+    pub(super) fn parse(bytes: &[u8], places: &[TierPlace]) -> Result<Self> {
         let mut reader = serde_json::Deserializer::from_slice(bytes);
         let body = Bounded::new(PARSED).deserialize(&mut reader);
         let body = body.and_then(|body| reader.end().map(|()| body));
@@ -54,7 +54,7 @@ impl Wanted {
     }
 
     /// Reads the object of one tenant; `place` is before the names of its fields.
-    fn of(place: &str, body: &Value, places: &[Place]) -> Result<Self> {
+    fn of(place: &str, body: &Value, places: &[TierPlace]) -> Result<Self> {
         let body = object(place.trim_end_matches('.'), body, &KEYS)?;
         let limit = format!("{place}limit_gb");
         let wanted = body
@@ -75,7 +75,7 @@ impl Wanted {
 fn tiers(
     place: &str,
     body: &Map<String, Value>,
-    places: &[Place],
+    places: &[TierPlace],
 ) -> Result<BTreeMap<String, TierEntry>> {
     let Some(tiers) = body.get("tiers").filter(|tiers| !tiers.is_null()) else {
         return Ok(BTreeMap::new());
@@ -148,7 +148,7 @@ fn reserved(place: &str, body: &Map<String, Value>) -> Result<Option<u64>> {
 }
 
 /// Reads what a listing has, or the same without what it only tells: the names of tenants, and what each may have.
-pub(super) fn parse_many(bytes: &[u8], places: &[Place]) -> Result<Vec<(String, Entry)>> {
+pub(super) fn parse_many(bytes: &[u8], places: &[TierPlace]) -> Result<Vec<(String, Entry)>> {
     let mut entries = Vec::new();
     let body = Listing {
         places,
@@ -163,7 +163,7 @@ pub(super) fn parse_many(bytes: &[u8], places: &[Place]) -> Result<Vec<(String, 
 
 /// Reads a body with `users`.
 struct Listing<'a> {
-    places: &'a [Place],
+    places: &'a [TierPlace],
     entries: &'a mut Vec<(String, Entry)>,
 }
 
@@ -241,9 +241,9 @@ impl<'de> Visitor<'de> for Users<'_> {
 mod tests {
     use super::*;
 
-    fn places() -> Vec<Place> {
+    fn places() -> Vec<TierPlace> {
         ["l1", "fs-0"]
-            .map(|name| Place {
+            .map(|name| TierPlace {
                 name: name.into(),
                 isolates: true,
                 capacity: None,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvtier_core::cache::{Page, SaltUsage};
 use kvtier_core::quota::Grant;
 
-use kvtier_config::Place;
+use kvtier_config::TierPlace;
 
 use crate::tenants::{Quotas, Table};
 
@@ -25,7 +25,7 @@ pub struct Look<'a> {
 #[derive(Debug, Clone)]
 pub struct InTier<'a> {
     /// The tier.
-    pub place: &'a Place,
+    pub place: &'a TierPlace,
     /// What holds there: its entry, or the default.
     pub grant: Grant,
     /// Bytes of the tenant, also those being written or deleted; not those that wait until others are deleted.

@@ -17,14 +17,14 @@ use kvtier_common::sync::{Mutex, RwLock};
 use kvtier_core::object_key::ShownSalt;
 use kvtier_core::quota::{Grant, QuotaConfig, QuotaMode};
 
-use kvtier_config::{Limit, Place, QuotaSettings, ServerConfig};
+use kvtier_config::{Limit, QuotaSettings, ServerConfig, TierPlace};
 
 use crate::tenants::{Entry, Look, MAX_TENANTS, QuotaFile, QuotaPlace, QuotaTier, Salts, Table};
 
 /// The table as it was read, for the code that opens the tiers.
 pub struct Opened {
     settings: QuotaSettings,
-    places: Vec<Place>,
+    places: Vec<TierPlace>,
     file: Option<QuotaFile>,
     table: Table,
 }
@@ -155,8 +155,8 @@ fn prepared(
 }
 
 /// Checks that no tier's share is more than its limit.
-fn check_entry(places: &[Place], entry: &Entry) -> Result<()> {
-    for Place { name, .. } in places {
+fn check_entry(places: &[TierPlace], entry: &Entry) -> Result<()> {
+    for TierPlace { name, .. } in places {
         let Grant { limit, reserved } = entry.of_tier(name);
         if let Some(limit) = limit
             && reserved > limit
@@ -171,7 +171,7 @@ fn check_entry(places: &[Place], entry: &Entry) -> Result<()> {
 }
 
 /// Location of a tier, if it is one whose place can be another.
-fn place_of(places: &[Place], tier: &str) -> Option<String> {
+fn place_of(places: &[TierPlace], tier: &str) -> Option<String> {
     let found = places.iter().find(|place| &*place.name == tier)?;
     found.location.clone()
 }
@@ -216,7 +216,7 @@ pub type Changes = Vec<(Arc<str>, Option<Entry>)>;
 /// Quotas of all tenants in all tiers.
 pub struct Quotas {
     settings: QuotaSettings,
-    places: Vec<Place>,
+    places: Vec<TierPlace>,
     file: Option<QuotaFile>,
     /// What tenants without a quota of their own may have.
     default_limit: RwLock<Limit>,
@@ -233,7 +233,7 @@ struct Shares {
     /// Sum of the reserved shares, per tier.
     reserved: Vec<u128>,
     /// The tiers with their capacities now.
-    places: Vec<Place>,
+    places: Vec<TierPlace>,
 }
 
 impl Quotas {
@@ -291,7 +291,7 @@ impl Quotas {
     ///
     /// # Errors
     /// More is reserved in a tier than its capacity; nothing has changed.
-    pub fn set_capacities(&self, places: Vec<Place>) -> Result<()> {
+    pub fn set_capacities(&self, places: Vec<TierPlace>) -> Result<()> {
         let mut turn = self.turn.lock();
         for (place, reserved) in places.iter().zip(&turn.reserved) {
             place.check_reserved(*reserved)?;
@@ -301,7 +301,7 @@ impl Quotas {
     }
 
     /// The tiers as they were at the start, L1 first.
-    pub fn places(&self) -> &[Place] {
+    pub fn places(&self) -> &[TierPlace] {
         &self.places
     }
 
