@@ -1,20 +1,27 @@
 //! Arenas: the large blocks of memory that objects lie in.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::ptr::NonNull;
 use std::sync::atomic::AtomicBool;
 
 use rustix::mm::{Advice, ProtFlags};
+use xxhash_rust::xxh3::Xxh3;
 
 use crate::access::AccessError;
 use crate::checksum;
 use crate::error::ArenaError;
+use crate::file::{self, FileError, Pieces, file_offset};
 use crate::hugetlbfs;
 use crate::mapping::{HUGE_PAGE, MapError, Mapping};
+use crate::numa::{self, NumaError};
 use crate::prefault::{self, PrefaultEnd, PrefaultError, PrefaultProgress};
 use crate::shm_file::{FileId, SHM, ShmFile, Space, pool_name};
+use crate::socket::{self, SocketError};
 use kvtier_common::extent::Extent;
+
+/// Bytes that are read before they are hashed; they stay in a second-level cache.
+const PIECE: u64 = 256 << 10;
 
 /// Kind of memory that an arena has.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -425,6 +432,195 @@ impl Arena {
             });
         }
         prefault::run(&self.mapping, extent, stop, progress)
+    }
+
+    /// Has pages that are touched from now on come from these NUMA nodes: from the only one while it has memory left, or
+    /// from several by turns. No nodes change nothing.
+    ///
+    /// # Errors
+    /// [`NumaError`]; the arena is as good as before.
+    pub fn prefer_nodes(&self, nodes: &[u32]) -> Result<(), NumaError> {
+        // Of several the system leaves out those that are not there; one by one, and elsewhere, it refuses them.
+        if let [_, _, ..] = nodes
+            && let Ok(other) = Self::create(ArenaKind::Anonymous, 1)
+        {
+            let each = nodes.iter();
+            each.copied()
+                .try_for_each(|node| other.prefer_node_in(0, 1, node))?;
+        }
+        numa::bind(&self.mapping, self.whole(), nodes)
+    }
+
+    /// [`Arena::prefer_nodes`] for `bytes` bytes from `offset`, the start of a page. Bytes beyond the arena are ignored.
+    ///
+    /// # Errors
+    /// As [`Arena::prefer_nodes`].
+    pub fn prefer_node_in(&self, offset: u64, bytes: u64, node: u32) -> Result<(), NumaError> {
+        let bytes = bytes.min(self.len().saturating_sub(offset));
+        numa::bind(
+            &self.mapping,
+            Extent::new(offset.min(self.len()), bytes),
+            &[node],
+        )
+    }
+
+    /// Reads `file` from its byte `at` on: into `extent`, and behind it into `tail`, until `enough` bytes are there or
+    /// the file ends. Returns the bytes read, which may be more than `enough`.
+    ///
+    /// With `O_DIRECT` the extent, `tail` and `at` must be aligned as the file system wants it, and `enough` should be
+    /// what the file has: a second read would begin where the first ended.
+    ///
+    /// # Errors
+    /// [`FileError`]; what is in the extent then is undefined.
+    pub fn read_file(
+        &self,
+        extent: Extent,
+        tail: &mut [u8],
+        file: BorrowedFd<'_>,
+        at: u64,
+        enough: u64,
+    ) -> Result<u64, FileError> {
+        self.read_rest(extent, tail, file, at, enough, 0)
+    }
+
+    /// [`Self::read_file`] behind the first `done` bytes; returns those too.
+    pub(crate) fn read_rest(
+        &self,
+        extent: Extent,
+        tail: &mut [u8],
+        file: BorrowedFd<'_>,
+        at: u64,
+        enough: u64,
+        mut done: u64,
+    ) -> Result<u64, FileError> {
+        let first = self.address(extent, 0, extent.len)?.as_ptr();
+        let pieces = Pieces::new(first, extent.len, tail.as_mut_ptr(), tail.len());
+        while done < enough.min(pieces.len()) {
+            let vectors = pieces.from(done as usize);
+            // SAFETY: `vectors` name writable memory that outlives the call: the extent, checked to lie inside this
+            // arena, and `tail`, which is borrowed exclusively. Others may write the extent meanwhile; the system does
+            // not mind, and we make no reference to it.
+            let moved = unsafe {
+                libc::preadv(
+                    file.as_raw_fd(),
+                    vectors.as_ptr(),
+                    2,
+                    file_offset(at, done, pieces.len())?,
+                )
+            };
+            match file::outcome(moved, done)? {
+                Some(0) => break,
+                Some(moved) => done += moved,
+                None => {}
+            }
+        }
+        self.mapping.check_poison(extent)?;
+        Ok(done)
+    }
+
+    /// [`Self::read_file`], which also returns the [`Self::checksum`] of the extent. The bytes are hashed piece by piece while
+    /// the processor's caches have them, so it suits files in the page cache; others are better read whole.
+    ///
+    /// # Errors
+    /// As [`Self::read_file`].
+    pub fn read_file_summed(
+        &self,
+        extent: Extent,
+        tail: &mut [u8],
+        file: BorrowedFd<'_>,
+        at: u64,
+        enough: u64,
+    ) -> Result<(u64, u128), FileError> {
+        let mut hasher = Xxh3::new();
+        let mut done = 0;
+        loop {
+            // The last piece comes with the tail.
+            let left = extent.len - done;
+            let is_last = left <= 2 * PIECE;
+            let piece = Extent::new(extent.offset + done, if is_last { left } else { PIECE });
+            let (tail, wanted) = if is_last {
+                (&mut *tail, enough.saturating_sub(done))
+            } else {
+                (&mut [][..], PIECE)
+            };
+            let read = self.read_file(piece, tail, file, at.saturating_add(done), wanted)?;
+            checksum::feed(&mut hasher, &self.mapping, piece)?;
+            done += read;
+            if is_last || read < piece.len {
+                return Ok((done, hasher.digest128()));
+            }
+        }
+    }
+
+    /// Writes `extent` and behind it `tail` to `file` from its byte `at` on, all of it.
+    ///
+    /// # Errors
+    /// [`FileError`]; the file may have part of the bytes then.
+    pub fn write_file(
+        &self,
+        extent: Extent,
+        tail: &[u8],
+        file: BorrowedFd<'_>,
+        at: u64,
+    ) -> Result<(), FileError> {
+        self.write_rest(extent, tail, file, at, 0)
+    }
+
+    /// [`Self::write_file`] behind the first `done` bytes.
+    pub(crate) fn write_rest(
+        &self,
+        extent: Extent,
+        tail: &[u8],
+        file: BorrowedFd<'_>,
+        at: u64,
+        mut done: u64,
+    ) -> Result<(), FileError> {
+        let first = self.address(extent, 0, extent.len)?.as_ptr();
+        let pieces = Pieces::new(first, extent.len, tail.as_ptr().cast_mut(), tail.len());
+        while done < pieces.len() {
+            let vectors = pieces.from(done as usize);
+            // SAFETY: `vectors` name readable memory that outlives the call: the extent, checked to lie inside this
+            // arena, and `tail`, which is borrowed. The system only reads them.
+            let moved = unsafe {
+                libc::pwritev(
+                    file.as_raw_fd(),
+                    vectors.as_ptr(),
+                    2,
+                    file_offset(at, done, pieces.len())?,
+                )
+            };
+            match file::outcome(moved, done)? {
+                Some(0) => return Err(FileError::Stuck(done)),
+                Some(moved) => done += moved,
+                None => {}
+            }
+        }
+        Ok(self.mapping.check_poison(extent)?)
+    }
+
+    /// Receives what `socket` has, at most all of `extent`, without waiting. Returns the number of bytes; 0 if the other side
+    /// has ended, or `extent` is empty.
+    ///
+    /// # Errors
+    /// [`SocketError`]; what is in the extent then is undefined.
+    pub fn receive(&self, extent: Extent, socket: BorrowedFd<'_>) -> Result<usize, SocketError> {
+        let first = self.address(extent, 0, extent.len)?;
+        loop {
+            // SAFETY: the extent lies inside this arena, which outlives the call. Others may write it meanwhile; the system
+            // does not mind, and we make no reference to it.
+            let moved = unsafe {
+                libc::recv(
+                    socket.as_raw_fd(),
+                    first.as_ptr().cast(),
+                    extent.len as usize,
+                    libc::MSG_DONTWAIT,
+                )
+            };
+            if let Some(moved) = socket::outcome(moved)? {
+                self.mapping.check_poison(extent)?;
+                return Ok(moved);
+            }
+        }
     }
 
     /// All of it.

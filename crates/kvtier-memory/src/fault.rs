@@ -28,7 +28,7 @@ pub struct TableFull;
 /// One registered range. `state` is a sequence lock: the low two bits say FREE, CHANGING or
 /// ACTIVE, the rest counts changes, so the handler notices a slot that changes under its eyes
 /// (which is then not the slot of the mapping that faulted: that one is in use).
-struct Slot {
+struct FaultSlot {
     state: AtomicUsize,
     start: AtomicUsize,
     end: AtomicUsize,
@@ -43,8 +43,8 @@ const CHANGING: usize = 1;
 const ACTIVE: usize = 2;
 const STATE_MASK: usize = 3;
 
-static TABLE: [Slot; MAX_MAPPINGS] = [const {
-    Slot {
+static TABLE: [FaultSlot; MAX_MAPPINGS] = [const {
+    FaultSlot {
         state: AtomicUsize::new(FREE),
         start: AtomicUsize::new(0),
         end: AtomicUsize::new(0),

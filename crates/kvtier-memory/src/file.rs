@@ -1,17 +1,9 @@
-//! Files straight from and to an arena, without a buffer in between.
+//! What reading a file into an arena and writing it from there has in common.
 
 use std::io;
-use std::os::fd::{AsRawFd, BorrowedFd, IntoRawFd, OwnedFd};
-
-use xxhash_rust::xxh3::Xxh3;
+use std::os::fd::{IntoRawFd, OwnedFd};
 
 use crate::access::AccessError;
-use crate::arena::Arena;
-use crate::checksum;
-use kvtier_common::extent::Extent;
-
-/// Bytes that are read before they are hashed; they stay in a second-level cache.
-const PIECE: u64 = 256 << 10;
 
 /// Why a file could not be read or written.
 #[derive(Debug, thiserror::Error)]
@@ -31,142 +23,6 @@ pub enum FileError {
     /// A write moved nothing and gave no reason.
     #[error("no more bytes are taken after {0} bytes")]
     Stuck(u64),
-}
-
-impl Arena {
-    /// Reads `file` from its byte `at` on: into `extent`, and behind it into `tail`, until `enough` bytes are there or
-    /// the file ends. Returns the bytes read, which may be more than `enough`.
-    ///
-    /// With `O_DIRECT` the extent, `tail` and `at` must be aligned as the file system wants it, and `enough` should be
-    /// what the file has: a second read would begin where the first ended.
-    ///
-    /// # Errors
-    /// [`FileError`]; what is in the extent then is undefined.
-    pub fn read_file(
-        &self,
-        extent: Extent,
-        tail: &mut [u8],
-        file: BorrowedFd<'_>,
-        at: u64,
-        enough: u64,
-    ) -> Result<u64, FileError> {
-        self.read_rest(extent, tail, file, at, enough, 0)
-    }
-
-    /// [`Self::read_file`] behind the first `done` bytes; returns those too.
-    pub(crate) fn read_rest(
-        &self,
-        extent: Extent,
-        tail: &mut [u8],
-        file: BorrowedFd<'_>,
-        at: u64,
-        enough: u64,
-        mut done: u64,
-    ) -> Result<u64, FileError> {
-        let first = self.address(extent, 0, extent.len)?.as_ptr();
-        let pieces = Pieces::new(first, extent.len, tail.as_mut_ptr(), tail.len());
-        while done < enough.min(pieces.len()) {
-            let vectors = pieces.from(done as usize);
-            // SAFETY: `vectors` name writable memory that outlives the call: the extent, checked to lie inside this
-            // arena, and `tail`, which is borrowed exclusively. Others may write the extent meanwhile; the system does
-            // not mind, and we make no reference to it.
-            let moved = unsafe {
-                libc::preadv(
-                    file.as_raw_fd(),
-                    vectors.as_ptr(),
-                    2,
-                    offset(at, done, pieces.len())?,
-                )
-            };
-            match outcome(moved, done)? {
-                Some(0) => break,
-                Some(moved) => done += moved,
-                None => {}
-            }
-        }
-        self.mapping().check_poison(extent)?;
-        Ok(done)
-    }
-
-    /// [`Self::read_file`], which also returns the [`Self::checksum`] of the extent. The bytes are hashed piece by piece while
-    /// the processor's caches have them, so it suits files in the page cache; others are better read whole.
-    ///
-    /// # Errors
-    /// As [`Self::read_file`].
-    pub fn read_file_summed(
-        &self,
-        extent: Extent,
-        tail: &mut [u8],
-        file: BorrowedFd<'_>,
-        at: u64,
-        enough: u64,
-    ) -> Result<(u64, u128), FileError> {
-        let mut hasher = Xxh3::new();
-        let mut done = 0;
-        loop {
-            // The last piece comes with the tail.
-            let left = extent.len - done;
-            let is_last = left <= 2 * PIECE;
-            let piece = Extent::new(extent.offset + done, if is_last { left } else { PIECE });
-            let (tail, wanted) = if is_last {
-                (&mut *tail, enough.saturating_sub(done))
-            } else {
-                (&mut [][..], PIECE)
-            };
-            let read = self.read_file(piece, tail, file, at.saturating_add(done), wanted)?;
-            checksum::feed(&mut hasher, self.mapping(), piece)?;
-            done += read;
-            if is_last || read < piece.len {
-                return Ok((done, hasher.digest128()));
-            }
-        }
-    }
-
-    /// Writes `extent` and behind it `tail` to `file` from its byte `at` on, all of it.
-    ///
-    /// # Errors
-    /// [`FileError`]; the file may have part of the bytes then.
-    pub fn write_file(
-        &self,
-        extent: Extent,
-        tail: &[u8],
-        file: BorrowedFd<'_>,
-        at: u64,
-    ) -> Result<(), FileError> {
-        self.write_rest(extent, tail, file, at, 0)
-    }
-
-    /// [`Self::write_file`] behind the first `done` bytes.
-    pub(crate) fn write_rest(
-        &self,
-        extent: Extent,
-        tail: &[u8],
-        file: BorrowedFd<'_>,
-        at: u64,
-        mut done: u64,
-    ) -> Result<(), FileError> {
-        let first = self.address(extent, 0, extent.len)?.as_ptr();
-        let pieces = Pieces::new(first, extent.len, tail.as_ptr().cast_mut(), tail.len());
-        while done < pieces.len() {
-            let vectors = pieces.from(done as usize);
-            // SAFETY: `vectors` name readable memory that outlives the call: the extent, checked to lie inside this
-            // arena, and `tail`, which is borrowed. The system only reads them.
-            let moved = unsafe {
-                libc::pwritev(
-                    file.as_raw_fd(),
-                    vectors.as_ptr(),
-                    2,
-                    offset(at, done, pieces.len())?,
-                )
-            };
-            match outcome(moved, done)? {
-                Some(0) => return Err(FileError::Stuck(done)),
-                Some(moved) => done += moved,
-                None => {}
-            }
-        }
-        Ok(self.mapping().check_poison(extent)?)
-    }
 }
 
 /// Closes a file and returns the system's result, unlike a drop: over a network, a write may fail only here.
@@ -199,7 +55,7 @@ impl Pieces {
         }
     }
 
-    fn len(&self) -> u64 {
+    pub(crate) fn len(&self) -> u64 {
         self.first_len as u64 + self.second_len as u64
     }
 
@@ -221,7 +77,7 @@ impl Pieces {
 }
 
 /// Returns the file offset of the next byte; the end must be a file offset too.
-fn offset(at: u64, done: u64, len: u64) -> Result<i64, FileError> {
+pub(crate) fn file_offset(at: u64, done: u64, len: u64) -> Result<i64, FileError> {
     let end = at.checked_add(len).and_then(|end| i64::try_from(end).ok());
     end.map(|_| (at + done) as i64).ok_or(FileError::System {
         done,
@@ -230,7 +86,7 @@ fn offset(at: u64, done: u64, len: u64) -> Result<i64, FileError> {
 }
 
 /// Bytes moved; `None` to try again.
-fn outcome(moved: isize, done: u64) -> Result<Option<u64>, FileError> {
+pub(crate) fn outcome(moved: isize, done: u64) -> Result<Option<u64>, FileError> {
     if let Ok(moved) = u64::try_from(moved) {
         return Ok(Some(moved));
     }

@@ -2,7 +2,8 @@
 
 use std::io;
 
-use crate::arena::{Arena, ArenaKind};
+use crate::mapping::Mapping;
+use kvtier_common::extent::Extent;
 
 /// `MPOL_PREFERRED`: from this node while it has memory, else from the nearest.
 const PREFERRED: libc::c_ulong = 1;
@@ -28,72 +29,46 @@ pub enum NumaError {
     },
 }
 
-impl Arena {
-    /// Has pages that are touched from now on come from these NUMA nodes: from the only one while it has memory left, or
-    /// from several by turns. No nodes change nothing.
-    ///
-    /// # Errors
-    /// [`NumaError`]; the arena is as good as before.
-    pub fn prefer_nodes(&self, nodes: &[u32]) -> Result<(), NumaError> {
-        // Of several the system leaves out those that are not there; one by one, and elsewhere, it refuses them.
-        if let [_, _, ..] = nodes
-            && let Ok(other) = Arena::create(ArenaKind::Anonymous, 1)
-        {
-            let each = nodes.iter();
-            each.copied()
-                .try_for_each(|node| other.prefer_node_in(0, 1, node))?;
-        }
-        self.bind(0, self.len(), nodes)
+/// Has pages of `extent` that are touched from now on come from these nodes.
+pub(crate) fn bind(mapping: &Mapping, extent: Extent, nodes: &[u32]) -> Result<(), NumaError> {
+    if nodes.is_empty() {
+        return Ok(());
     }
-
-    /// [`Arena::prefer_nodes`] for `bytes` bytes from `offset`, the start of a page. Bytes beyond the arena are ignored.
-    ///
-    /// # Errors
-    /// As [`Arena::prefer_nodes`].
-    pub fn prefer_node_in(&self, offset: u64, bytes: u64, node: u32) -> Result<(), NumaError> {
-        let bytes = bytes.min(self.len().saturating_sub(offset));
-        self.bind(offset.min(self.len()), bytes, &[node])
+    let mut mask = [0 as libc::c_ulong; MAX_NODES / WORD_BITS];
+    for node in nodes {
+        let word = mask.get_mut(*node as usize / WORD_BITS);
+        *word.ok_or(NumaError::Node(*node))? |= 1 << (*node as usize % WORD_BITS);
     }
-
-    fn bind(&self, offset: u64, bytes: u64, nodes: &[u32]) -> Result<(), NumaError> {
-        if nodes.is_empty() {
-            return Ok(());
-        }
-        let mut mask = [0 as libc::c_ulong; MAX_NODES / WORD_BITS];
-        for node in nodes {
-            let word = mask.get_mut(*node as usize / WORD_BITS);
-            *word.ok_or(NumaError::Node(*node))? |= 1 << (*node as usize % WORD_BITS);
-        }
-        let mode = match nodes {
-            [_] => PREFERRED,
-            _ => INTERLEAVE,
-        };
-        // SAFETY: the range is of our mapping, and only its policy changes; the mask lives and has the number of bits
-        // that is passed (the kernel reads one less).
-        let result = unsafe {
-            libc::syscall(
-                libc::SYS_mbind,
-                self.base().as_ptr().wrapping_add(offset as usize),
-                bytes as libc::c_ulong,
-                mode,
-                mask.as_ptr(),
-                (MAX_NODES + 1) as libc::c_ulong,
-                0,
-            )
-        };
-        match result {
-            0 => Ok(()),
-            _ => Err(NumaError::System {
-                nodes: nodes.to_vec(),
-                source: io::Error::last_os_error(),
-            }),
-        }
+    let mode = match nodes {
+        [_] => PREFERRED,
+        _ => INTERLEAVE,
+    };
+    // SAFETY: the range is of this mapping, and only its policy changes; the mask lives and has the number of bits
+    // that is passed (the kernel reads one less).
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_mbind,
+            mapping.base().as_ptr().wrapping_add(extent.offset as usize),
+            extent.len as libc::c_ulong,
+            mode,
+            mask.as_ptr(),
+            (MAX_NODES + 1) as libc::c_ulong,
+            0,
+        )
+    };
+    match result {
+        0 => Ok(()),
+        _ => Err(NumaError::System {
+            nodes: nodes.to_vec(),
+            source: io::Error::last_os_error(),
+        }),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::arena::{Arena, ArenaKind};
 
     /// Policy and nodes of the first page, from `get_mempolicy`.
     fn policy(arena: &Arena) -> (i32, libc::c_ulong) {

@@ -31,33 +31,6 @@ pub enum SocketError {
     System(#[from] io::Error),
 }
 
-impl Arena {
-    /// Receives what `socket` has, at most all of `extent`, without waiting. Returns the number of bytes; 0 if the other side
-    /// has ended, or `extent` is empty.
-    ///
-    /// # Errors
-    /// [`SocketError`]; what is in the extent then is undefined.
-    pub fn receive(&self, extent: Extent, socket: BorrowedFd<'_>) -> Result<usize, SocketError> {
-        let first = self.address(extent, 0, extent.len)?;
-        loop {
-            // SAFETY: the extent lies inside this arena, which outlives the call. Others may write it meanwhile; the system
-            // does not mind, and we make no reference to it.
-            let moved = unsafe {
-                libc::recv(
-                    socket.as_raw_fd(),
-                    first.as_ptr().cast(),
-                    extent.len as usize,
-                    libc::MSG_DONTWAIT,
-                )
-            };
-            if let Some(moved) = outcome(moved)? {
-                self.mapping().check_poison(extent)?;
-                return Ok(moved);
-            }
-        }
-    }
-}
-
 /// Sends what `socket` takes of `slices`, in order and without waiting. Returns the number of bytes; only the first
 /// [`MAX_SLICES`] slices are looked at.
 ///
@@ -105,7 +78,7 @@ pub fn send_slices(socket: BorrowedFd<'_>, slices: &[Slice<'_>]) -> Result<usize
 }
 
 /// Bytes moved; `None` to try again.
-fn outcome(moved: isize) -> Result<Option<usize>, SocketError> {
+pub(crate) fn outcome(moved: isize) -> Result<Option<usize>, SocketError> {
     if let Ok(moved) = usize::try_from(moved) {
         return Ok(Some(moved));
     }

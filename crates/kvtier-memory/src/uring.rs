@@ -114,7 +114,7 @@ impl<H> Transfer<H> {
 }
 
 /// One transfer in flight, at an address that the system uses.
-struct Slot<H> {
+struct TransferSlot<H> {
     transfer: Transfer<H>,
     vectors: [libc::iovec; 2],
 }
@@ -122,13 +122,13 @@ struct Slot<H> {
 /// An io_uring and the transfers in flight in it.
 pub struct Ring<H> {
     /// Dropped by hand, and not at all while the system may still use a slot.
-    inner: ManuallyDrop<Inner<H>>,
+    inner: ManuallyDrop<RingInner<H>>,
 }
 
-struct Inner<H> {
+struct RingInner<H> {
     ring: IoUring,
     /// Each in a place of its own, which does not move.
-    slots: Vec<Option<Box<Slot<H>>>>,
+    slots: Vec<Option<Box<TransferSlot<H>>>>,
     free: Vec<usize>,
     is_broken: bool,
 }
@@ -158,7 +158,7 @@ impl<H> Ring<H> {
             }
         }
         Ok(Self {
-            inner: ManuallyDrop::new(Inner {
+            inner: ManuallyDrop::new(RingInner {
                 ring,
                 slots: (0..most).map(|_| None).collect(),
                 free: (0..most).rev().collect(),
@@ -198,7 +198,7 @@ impl<H> Ring<H> {
         let Some(number) = inner.free.pop() else {
             return Err(transfer);
         };
-        let slot = inner.slots[number].insert(Box::new(Slot {
+        let slot = inner.slots[number].insert(Box::new(TransferSlot {
             vectors: pieces.from(0),
             transfer,
         }));
@@ -250,7 +250,7 @@ impl<H> Drop for Ring<H> {
     }
 }
 
-impl<H> Inner<H> {
+impl<H> RingInner<H> {
     /// The next transfer that has ended, and what the system says of it.
     fn next(&mut self) -> Option<(Transfer<H>, i32)> {
         while self.free.len() < self.slots.len() {

@@ -104,7 +104,7 @@ fn normalise(copy: &AffineCopy, direction: Direction) -> ([Step; MAX_LOOPS], usi
 }
 
 /// How one contiguous piece is copied.
-trait Piece {
+trait CopyPiece {
     /// Copies one piece.
     ///
     /// # Safety
@@ -115,7 +115,7 @@ trait Piece {
 /// `N` bytes in a few moves.
 struct Whole<const N: usize>;
 
-impl<const N: usize> Piece for Whole<N> {
+impl<const N: usize> CopyPiece for Whole<N> {
     #[inline(always)]
     unsafe fn copy(&self, from: *const u8, to: *mut u8) {
         // SAFETY: as promised by the caller. Arrays of bytes have no alignment.
@@ -126,7 +126,7 @@ impl<const N: usize> Piece for Whole<N> {
 /// `N` times 64 bytes, each in a few moves: the compiler calls `memcpy` for larger arrays.
 struct Lines<const N: usize>;
 
-impl<const N: usize> Piece for Lines<N> {
+impl<const N: usize> CopyPiece for Lines<N> {
     #[inline(always)]
     unsafe fn copy(&self, from: *const u8, to: *mut u8) {
         for line in 0..N {
@@ -141,7 +141,7 @@ struct Any {
     bytes: usize,
 }
 
-impl Piece for Any {
+impl CopyPiece for Any {
     #[inline(always)]
     unsafe fn copy(&self, from: *const u8, to: *mut u8) {
         // SAFETY: as promised by the caller.
@@ -154,7 +154,7 @@ impl Piece for Any {
 /// # Safety
 /// As [`execute`], for the pieces that the steps reach.
 #[inline(always)]
-unsafe fn nest(steps: &[Step; MAX_LOOPS], from: *const u8, to: *mut u8, piece: impl Piece) {
+unsafe fn nest(steps: &[Step; MAX_LOOPS], from: *const u8, to: *mut u8, piece: impl CopyPiece) {
     let [a, b, c, d] = *steps;
     for i in 0..a.count {
         for j in 0..b.count {
