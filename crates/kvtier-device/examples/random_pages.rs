@@ -96,7 +96,7 @@ fn copy(
                 chunk,
                 skip_tokens,
             };
-            layout.plan_chunk(&table, request, &mut copies).unwrap();
+            request.plan(&layout, &table, &mut copies).unwrap();
             run(&copies, &mut memories, object, direction);
         }
         (memories, objects)

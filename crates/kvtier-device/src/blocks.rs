@@ -1,7 +1,7 @@
 //! Block table: the checked block ids of one request.
 
 use crate::error::PlanError;
-use crate::layout::KvLayout;
+use crate::layout::{KvLayout, checked_id};
 
 /// A block that the engine does not have. No block has this number, as there are at most as many.
 pub(crate) const NO_BLOCK: u32 = u32::MAX;
@@ -136,11 +136,4 @@ impl BlockTable {
             }
         })
     }
-}
-
-/// The id as a block number, if the block exists (there are at most `u32::MAX`).
-pub(crate) fn checked_id(id: i64, num_blocks: u64) -> Option<u32> {
-    u32::try_from(id)
-        .ok()
-        .filter(|id| u64::from(*id) < num_blocks)
 }

@@ -189,20 +189,19 @@ impl CpuMemory {
             }
             Ok(())
         };
-        self.layout
-            .visit_chunk(&transfer.blocks, request, |planned| {
-                visit_pieces(&planned.copy, &mut |piece, bytes| {
-                    let is_full = batch.len() == BATCH || batch_bytes + bytes > BATCH_BYTES;
-                    if planned.memory != batch_memory || is_full {
-                        flush(batch_memory, &mut batch)?;
-                        batch_memory = planned.memory;
-                        batch_bytes = 0;
-                    }
-                    batch.push(piece);
-                    batch_bytes += bytes;
-                    Ok::<(), DeviceError>(())
-                })
-            })?;
+        request.visit_copies(&self.layout, &transfer.blocks, |planned| {
+            visit_pieces(&planned.copy, &mut |piece, bytes| {
+                let is_full = batch.len() == BATCH || batch_bytes + bytes > BATCH_BYTES;
+                if planned.memory != batch_memory || is_full {
+                    flush(batch_memory, &mut batch)?;
+                    batch_memory = planned.memory;
+                    batch_bytes = 0;
+                }
+                batch.push(piece);
+                batch_bytes += bytes;
+                Ok::<(), DeviceError>(())
+            })
+        })?;
         flush(batch_memory, &mut batch)?;
         Ok(moved)
     }

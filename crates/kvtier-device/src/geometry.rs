@@ -23,12 +23,12 @@ pub struct Plane {
     /// Bytes from block to block.
     pub block_stride: u64,
     /// Parts of a block.
-    pub parts: Vec<Part>,
+    pub parts: Vec<BlockPart>,
 }
 
 /// Part of a block that one copy moves: two loops (outer first) around one run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Part {
+pub struct BlockPart {
     /// Bytes from the start of the block.
     pub engine_offset: u64,
     /// Bytes from the start of the block's first row in the object.
@@ -222,7 +222,7 @@ impl View {
         let parts = if format == KvFormat::NL_X_NB_BSV_BSS {
             self.indexer_parts(slots, slot_stride, head_size)?
         } else {
-            vec![Part::collapsed(
+            vec![BlockPart::collapsed(
                 0,
                 0,
                 head_size * es,
@@ -283,7 +283,7 @@ impl View {
         slots: u64,
         slot_stride: u64,
         row: u64,
-    ) -> Result<Vec<Part>, LayoutError> {
+    ) -> Result<Vec<BlockPart>, LayoutError> {
         if slots > 1 && slot_stride != row {
             return Err(LayoutError::new(
                 self.field("stride"),
@@ -292,7 +292,7 @@ impl View {
             ));
         }
         let part = |engine_offset, object_offset, bytes| {
-            Part::collapsed(
+            BlockPart::collapsed(
                 engine_offset,
                 object_offset,
                 bytes,
@@ -332,7 +332,7 @@ impl Plane {
     }
 }
 
-impl Part {
+impl BlockPart {
     /// Merges loops whose steps are contiguous on both sides into longer runs.
     fn collapsed(
         engine_offset: u64,

@@ -245,6 +245,51 @@ pub(crate) struct LayerPlanes<'a> {
     pub planes: Vec<&'a Plane>,
     pub planes_outside_blocks: bool,
 }
+
+impl LayerPlanes<'_> {
+    /// Calls `visit` with the plane and number of every block, in the order of the tensor's dimensions.
+    ///
+    /// # Errors
+    /// An id outside the blocks, before anything is visited, or the error of `visit`.
+    pub fn visit_blocks<E: From<PlanError>>(
+        &self,
+        block_ids: &[i64],
+        mut visit: impl FnMut(&Plane, u32) -> Result<(), E>,
+    ) -> Result<(), E> {
+        let checked = |(position, id): (usize, &i64)| {
+            checked_id(*id, self.num_blocks).ok_or(PlanError::BlockOutOfRange {
+                group: self.group,
+                position,
+                id: *id,
+                num_blocks: self.num_blocks,
+            })
+        };
+        let ids: Vec<u32> = block_ids
+            .iter()
+            .enumerate()
+            .map(checked)
+            .collect::<Result<_, _>>()?;
+        if self.planes_outside_blocks {
+            for plane in &self.planes {
+                ids.iter().try_for_each(|id| visit(plane, *id))?;
+            }
+        } else {
+            for id in &ids {
+                let mut planes = self.planes.iter();
+                planes.try_for_each(|plane| visit(plane, *id))?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The id as a block number, if the block exists (there are at most `u32::MAX`).
+pub(crate) fn checked_id(id: i64, num_blocks: u64) -> Option<u32> {
+    u32::try_from(id)
+        .ok()
+        .filter(|id| u64::from(*id) < num_blocks)
+}
+
 /// Whether elements of a dtype are bytes whose meaning only the engine knows: fp8 of either kind, codes, scales.
 #[must_use]
 pub fn is_untyped(dtype_name: &str) -> bool {

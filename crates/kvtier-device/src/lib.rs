@@ -3,7 +3,7 @@
 //! 1. An engine registers tensors ([`TensorSpec`]).
 //! 2. [`KvLayout::detect`] finds the meaning of their axes, groups the layers and fixes the object layout.
 //! 3. [`BlockTable`] checks the block ids of one request.
-//! 4. [`KvLayout::plan_chunk`] turns (object group, chunk, skip) into [`PlannedCopy`] elements.
+//! 4. [`ChunkRequest::plan`] turns (object group, chunk, skip) into [`PlannedCopy`] elements.
 //! 5. A [`Device`] opens the tensors and runs the copies.
 //!
 //! This crate never knows requests, sessions, keys, hashes, sockets or access rights. Every description of tensors or
@@ -30,7 +30,7 @@ pub use cpu::CpuDevice;
 pub use device::{ChunkCopy, Device, DeviceError, Done, EngineMemory, OnSubmitted, Transfer};
 pub use error::{LayoutError, PlanError};
 pub use format::{Axis, KvFormat, TokenContent};
-pub use geometry::{Part, Plane};
+pub use geometry::{BlockPart, Plane};
 pub use groups::{KernelGroup, ObjectGroup};
 pub use layout::{KvLayout, is_untyped};
 pub use plan::{ChunkRequest, Direction, PlannedCopy};

@@ -1,48 +1,8 @@
-//! Reads a layer's blocks in the order of its tensor's dimensions.
+//! Reads a block in the order of its tensor's dimensions.
 
 use kvtier_memory::CopyLoop;
 
-use crate::blocks::checked_id;
-use crate::error::PlanError;
-use crate::geometry::{Part, Plane};
-use crate::layout::LayerPlanes;
-
-impl LayerPlanes<'_> {
-    /// Calls `visit` with the plane and number of every block, in the order of the tensor's dimensions.
-    ///
-    /// # Errors
-    /// An id outside the blocks, before anything is visited, or the error of `visit`.
-    pub fn visit_blocks<E: From<PlanError>>(
-        &self,
-        block_ids: &[i64],
-        mut visit: impl FnMut(&Plane, u32) -> Result<(), E>,
-    ) -> Result<(), E> {
-        let checked = |(position, id): (usize, &i64)| {
-            checked_id(*id, self.num_blocks).ok_or(PlanError::BlockOutOfRange {
-                group: self.group,
-                position,
-                id: *id,
-                num_blocks: self.num_blocks,
-            })
-        };
-        let ids: Vec<u32> = block_ids
-            .iter()
-            .enumerate()
-            .map(checked)
-            .collect::<Result<_, _>>()?;
-        if self.planes_outside_blocks {
-            for plane in &self.planes {
-                ids.iter().try_for_each(|id| visit(plane, *id))?;
-            }
-        } else {
-            for id in &ids {
-                let mut planes = self.planes.iter();
-                planes.try_for_each(|plane| visit(plane, *id))?;
-            }
-        }
-        Ok(())
-    }
-}
+use crate::geometry::{BlockPart, Plane};
 
 /// Calls `visit` with the offset in memory and the bytes of each contiguous run of a block, in the order of the tensor's
 /// dimensions, which is that of descending strides.
@@ -68,7 +28,7 @@ pub(crate) fn visit_block_runs<E>(
 }
 
 /// A part's loops in the engine's order, contiguous steps merged into one run.
-fn physical(part: &Part) -> (u64, [CopyLoop; 2]) {
+fn physical(part: &BlockPart) -> (u64, [CopyLoop; 2]) {
     let mut loops = part.loops;
     loops.sort_by_key(|step| std::cmp::Reverse(step.segment_stride));
     let mut bytes = part.bytes;

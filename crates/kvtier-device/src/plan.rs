@@ -7,7 +7,7 @@ use kvtier_memory::{AffineCopy, CopyLoop, MAX_LOOPS};
 
 use crate::blocks::{BlockTable, NO_BLOCK};
 use crate::error::PlanError;
-use crate::geometry::{Part, Plane, adjoins};
+use crate::geometry::{BlockPart, Plane, adjoins};
 use crate::groups::KernelGroup;
 use crate::layout::KvLayout;
 
@@ -77,19 +77,19 @@ pub struct ChunkRequest {
     pub skip_tokens: u64,
 }
 
-impl KvLayout {
-    /// Calls `visit` with the copies of one chunk, in object order, without allocating. Independent of other chunks.
+impl ChunkRequest {
+    /// Calls `visit` with the copies of this chunk, in object order, without allocating. Independent of other chunks.
     ///
     /// # Errors
     /// A chunk or group that does not exist, a table of another layout, or the error of `visit`.
-    pub fn visit_chunk<E: From<PlanError>>(
-        &self,
+    pub fn visit_copies<E: From<PlanError>>(
+        self,
+        layout: &KvLayout,
         blocks: &BlockTable,
-        request: ChunkRequest,
         mut visit: impl FnMut(&PlannedCopy) -> Result<(), E>,
     ) -> Result<(), E> {
         let mut pending: Option<PlannedCopy> = None;
-        self.visit_spans(blocks, request, |span| {
+        self.visit_spans(layout, blocks, |span| {
             let copy = span.copy();
             let Some(last) = &mut pending else {
                 pending = Some(copy);
@@ -103,37 +103,37 @@ impl KvLayout {
         pending.map_or(Ok(()), |last| visit(&last))
     }
 
-    /// Like [`KvLayout::visit_chunk`], without merging adjacent spans or making copies of them.
+    /// Like [`ChunkRequest::visit_copies`], without merging adjacent spans or making copies of them.
     ///
     /// # Errors
     /// The same.
     pub(crate) fn visit_spans<E: From<PlanError>>(
-        &self,
+        self,
+        layout: &KvLayout,
         blocks: &BlockTable,
-        request: ChunkRequest,
         mut visit: impl FnMut(Span<'_>) -> Result<(), E>,
     ) -> Result<(), E> {
-        if blocks.layout_id != self.id {
+        if blocks.layout_id != layout.id {
             return Err(PlanError::ForeignBlockTable.into());
         }
-        if request.chunk >= blocks.chunks() {
+        if self.chunk >= blocks.chunks() {
             return Err(PlanError::NoSuchChunk {
-                chunk: request.chunk,
+                chunk: self.chunk,
                 chunks: blocks.chunks(),
             }
             .into());
         }
-        let Some(object) = self.object_groups().get(request.object_group) else {
+        let Some(object) = layout.object_groups().get(self.object_group) else {
             return Err(PlanError::NoSuchObjectGroup {
-                group: request.object_group,
-                groups: self.object_groups().len(),
+                group: self.object_group,
+                groups: layout.object_groups().len(),
             }
             .into());
         };
         for kernel in &object.kernel_groups {
-            let group = &self.kernel_groups()[*kernel];
-            let ids = blocks.chunk(*kernel, request.chunk);
-            let skip = skipped_blocks(self.chunk_tokens(), group, request);
+            let group = &layout.kernel_groups()[*kernel];
+            let ids = blocks.chunk(*kernel, self.chunk);
+            let skip = skipped_blocks(layout.chunk_tokens(), group, self);
             let skip = skip.max(group.unneeded_blocks);
             let Some(ids) = ids.get(skip..).filter(|ids| !ids.is_empty()) else {
                 continue;
@@ -143,18 +143,18 @@ impl KvLayout {
         Ok(())
     }
 
-    /// Replaces `copies` with the copies of one chunk.
+    /// Replaces `copies` with the copies of this chunk.
     ///
     /// # Errors
-    /// As [`KvLayout::visit_chunk`].
-    pub fn plan_chunk(
-        &self,
+    /// As [`ChunkRequest::visit_copies`].
+    pub fn plan(
+        self,
+        layout: &KvLayout,
         blocks: &BlockTable,
-        request: ChunkRequest,
         copies: &mut Vec<PlannedCopy>,
     ) -> Result<(), PlanError> {
         copies.clear();
-        self.visit_chunk(blocks, request, |copy| {
+        self.visit_copies(layout, blocks, |copy| {
             copies.push(*copy);
             Ok(())
         })
@@ -173,7 +173,7 @@ fn skipped_blocks(chunk_tokens: u64, group: &KernelGroup, request: ChunkRequest)
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Span<'a> {
     plane: &'a Plane,
-    part: &'a Part,
+    part: &'a BlockPart,
     first: u32,
     count: u64,
     /// Offset of the first block's first row in the object, and bytes from block to block there.

@@ -99,7 +99,7 @@ impl Pages {
         if !*are_open {
             return Err(CopyError::Closed);
         }
-        self.layout.visit_chunk(blocks, request, |planned| {
+        request.visit_copies(&self.layout, blocks, |planned| {
             let memory = self.memories[planned.memory];
             each_run(planned, |page, object, len| {
                 let from = memory.locate(page, len);
@@ -127,7 +127,7 @@ impl Pages {
         if !*are_open {
             return Err(CopyError::Closed);
         }
-        self.layout.visit_chunk(blocks, request, |planned| {
+        request.visit_copies(&self.layout, blocks, |planned| {
             let memory = self.memories[planned.memory];
             each_run(planned, |page, object, len| {
                 let from = &bytes[object as usize..(object + len) as usize];

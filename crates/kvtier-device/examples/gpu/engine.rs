@@ -5,7 +5,7 @@ use std::path::Path;
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 use kvtier_core::random::SplitMix64;
-use kvtier_device::cuda::driver::{Context, Driver, Stream};
+use kvtier_device::cuda::driver::{Context, DeviceBuffer, Driver, HostBuffer, Stream};
 use kvtier_device::cuda::uuid::Gpus;
 use kvtier_device::{CudaAllocation, CudaStorage};
 
@@ -112,8 +112,8 @@ pub fn run(settings: &str) -> Result<()> {
     let context = Context::retain(&gpu.device)?;
     context.make_current()?;
     let stream = Stream::new(&context, 0)?;
-    let pages = context.allocate(bytes)?;
-    let source = context.allocate_host(usize::try_from(bytes)?)?;
+    let pages = DeviceBuffer::new(&context, bytes)?;
+    let source = HostBuffer::new(&context, usize::try_from(bytes)?)?;
     // SAFETY: the buffer is ours, aligned to pages, and as long.
     let words = unsafe {
         std::slice::from_raw_parts_mut(source.base().cast::<u64>().as_ptr(), bytes as usize / 8)

@@ -3,7 +3,9 @@
 use std::path::Path;
 use std::time::Instant;
 
-use kvtier_device::cuda::driver::{Context, Driver, Event, EventFlags, Stream};
+use kvtier_device::cuda::driver::{
+    Context, DeviceBuffer, Driver, Event, EventFlags, HostBuffer, Stream,
+};
 use serde_json::{Value, json};
 
 use crate::{Result, Settings, median};
@@ -32,10 +34,13 @@ impl Link {
         context.make_current()?;
         let bytes = settings.link_bytes;
         let streams = [Stream::new(&context, 0)?, Stream::new(&context, 0)?];
-        let pages = [context.allocate(bytes)?, context.allocate(bytes)?];
+        let pages = [
+            DeviceBuffer::new(&context, bytes)?,
+            DeviceBuffer::new(&context, bytes)?,
+        ];
         let host = [
-            context.allocate_host(bytes as usize)?,
-            context.allocate_host(bytes as usize)?,
+            HostBuffer::new(&context, bytes as usize)?,
+            HostBuffer::new(&context, bytes as usize)?,
         ];
         let copy = |way: usize, bytes: u64| {
             let (host, pages) = (host[way].base().as_ptr(), pages[way].base());

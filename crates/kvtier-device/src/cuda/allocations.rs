@@ -5,7 +5,7 @@
 //! - By virtual memory management (segments, fabric handles): each registration maps its own range, because a handle such
 //!   as a descriptor number may later mean other memory.
 //!
-//! A driver call may take seconds. The table's lock is not held meanwhile: an entry in [`Entry::Transition`] makes only
+//! A driver call may take seconds. The table's lock is not held meanwhile: an entry in [`AllocationEntry::Transition`] makes only
 //! users of the same allocation wait.
 //!
 //! The mutex guards that table; no other lock is acquired inside.
@@ -67,14 +67,14 @@ pub struct Allocations {
     context: Arc<Context>,
     total_bytes: u64,
     /// Allocations opened by IPC handle.
-    opened: Mutex<HashMap<IpcHandle, Entry>>,
-    /// Signalled when an entry leaves [`Entry::Transition`].
+    opened: Mutex<HashMap<IpcHandle, AllocationEntry>>,
+    /// Signalled when an entry leaves [`AllocationEntry::Transition`].
     changed: Condvar,
     open: Arc<AtomicUsize>,
 }
 
 #[derive(Debug)]
-enum Entry {
+enum AllocationEntry {
     /// A thread is opening or closing the allocation.
     Transition,
     Open(Opened),
@@ -115,14 +115,14 @@ struct Transition<'a> {
 impl Transition<'_> {
     fn open(&self, opened: Opened) {
         let mut table = self.table.opened.lock();
-        table.insert(*self.handle, Entry::Open(opened));
+        table.insert(*self.handle, AllocationEntry::Open(opened));
     }
 }
 
 impl Drop for Transition<'_> {
     fn drop(&mut self) {
         let mut table = self.table.opened.lock();
-        if let Some(Entry::Transition) = table.get(self.handle) {
+        if let Some(AllocationEntry::Transition) = table.get(self.handle) {
             table.remove(self.handle);
         }
         drop(table);
@@ -216,13 +216,13 @@ impl Allocations {
         let mut table = self.opened.lock();
         let known = loop {
             match table.get_mut(handle) {
-                Some(Entry::Open(known)) => {
+                Some(AllocationEntry::Open(known)) => {
                     known.users += 1;
                     break Some((known.base, known.bytes));
                 }
-                Some(Entry::Transition) => self.changed.wait(&mut table),
+                Some(AllocationEntry::Transition) => self.changed.wait(&mut table),
                 None => {
-                    table.insert(*handle, Entry::Transition);
+                    table.insert(*handle, AllocationEntry::Transition);
                     break None;
                 }
             }
@@ -360,14 +360,16 @@ impl Allocations {
 
     fn close(&self, handle: &IpcHandle) {
         let mut table = self.opened.lock();
-        let Some(Entry::Open(known)) = table.get_mut(handle) else {
+        let Some(AllocationEntry::Open(known)) = table.get_mut(handle) else {
             return;
         };
         known.users -= 1;
         if known.users > 0 {
             return;
         }
-        let Some(Entry::Open(closing)) = table.insert(*handle, Entry::Transition) else {
+        let Some(AllocationEntry::Open(closing)) =
+            table.insert(*handle, AllocationEntry::Transition)
+        else {
             return;
         };
         drop(table);

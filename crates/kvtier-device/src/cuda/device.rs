@@ -15,7 +15,7 @@ use super::device_copy::AddressRange;
 use super::driver::{DevicePtr, Driver, Stream};
 use super::error::CudaError;
 use super::events::ForeignEvents;
-use super::gpu::{Gpu, GpuOptions, GpuReadings, Job, NewGpu, Pages, PinnedArena, PinningStatus};
+use super::gpu::{Gpu, GpuJob, GpuOptions, GpuReadings, NewGpu, Pages, PinnedArena, PinningStatus};
 use super::gpu_slot::GpuSlot;
 use super::owner::Owner;
 use super::storages::Storages;
@@ -335,7 +335,7 @@ impl CudaMemory {
     /// Hands a transfer to the thread of its GPU. Makes no driver call, so a driver that hangs blocks only that GPU.
     fn submit(&self, transfer: Transfer, submitted: Option<OnSubmitted>, done: Done) {
         let timeout = self.gpu.options().event_timeout;
-        let job = Job::new(Arc::clone(&self.pages), transfer, timeout, done);
+        let job = GpuJob::new(Arc::clone(&self.pages), transfer, timeout, done);
         self.gpu.submit(match submitted {
             Some(submitted) => job.on_submitted(submitted),
             None => job,

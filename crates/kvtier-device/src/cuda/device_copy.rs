@@ -376,7 +376,7 @@ impl DeviceCopies {
         layout.check_extent(request.object_group, extent.bytes)?;
         let before = self.lengths.bytes;
         // Merged here as runs, which are smaller than copies.
-        layout.visit_spans(blocks, request, |span| {
+        request.visit_spans(layout, blocks, |span| {
             match span.run() {
                 Some(run) => self.push_run(DeviceRun::new(run, memories, extent)?),
                 None => self.push(DeviceCopy::new(&span.copy(), memories, extent)?),

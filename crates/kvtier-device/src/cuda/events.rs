@@ -273,7 +273,7 @@ impl ValueReader {
     fn new(context: &Arc<Context>) -> Result<Self, CudaError> {
         Ok(Self {
             stream: Stream::new(context, i32::MIN)?,
-            number: context.allocate_host(SLOT_BYTES as usize)?,
+            number: HostBuffer::new(context, SLOT_BYTES as usize)?,
             reading: None,
             known: HashMap::new(),
         })
@@ -361,7 +361,7 @@ impl Timeline {
     /// # Errors
     /// The driver's error; a GPU or driver that cannot write values from a stream.
     pub fn new(context: &Arc<Context>) -> Result<Arc<Self>, CudaError> {
-        let buffer = context.allocate(BUFFER_BYTES)?;
+        let buffer = DeviceBuffer::new(context, BUFFER_BYTES)?;
         let handle = buffer.ipc_handle()?;
         let mut reader = ValueReader::new(context)?;
         {

@@ -74,7 +74,7 @@ impl Unit {
 /// A copy in the kernel's layout: three loops, outermost first, around a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(C, align(16))]
-pub struct Item {
+pub struct KernelItem {
     src: u64,
     dst: u64,
     /// Bytes per step.
@@ -101,18 +101,18 @@ pub struct Tile {
     straight: u32,
 }
 
-const _: () = assert!(size_of::<Item>() == 96 && size_of::<Tile>() == 16);
+const _: () = assert!(size_of::<KernelItem>() == 96 && size_of::<Tile>() == 16);
 
 /// The items and tiles of one launch.
 #[derive(Debug, Clone, Default)]
 pub struct KernelWork {
-    items: Vec<Item>,
+    items: Vec<KernelItem>,
     tiles: Vec<Tile>,
 }
 
 impl KernelWork {
     /// The items.
-    pub fn items(&self) -> &[Item] {
+    pub fn items(&self) -> &[KernelItem] {
         &self.items
     }
 
@@ -158,7 +158,7 @@ impl KernelWork {
         };
         // A list of 2^32 items would be 400 GB.
         let item = self.items.len() as u32;
-        self.items.push(Item {
+        self.items.push(KernelItem {
             src,
             dst,
             src_stride,
@@ -219,7 +219,7 @@ impl KernelPlan {
 
 /// Types that may be viewed as bytes: without padding.
 trait Plain: Copy {}
-impl Plain for Item {}
+impl Plain for KernelItem {}
 impl Plain for Tile {}
 
 fn bytes_of<T: Plain>(values: &[T]) -> &[u8] {

@@ -9,7 +9,6 @@ use super::driver::{Context, DevicePtr, Event, IpcHandle};
 use super::error::CudaError;
 use super::handle::ShareableHandle;
 use super::ref_counter::RefCounter;
-use super::uuid::{Gpu, Gpus};
 use crate::error::LayoutError;
 use crate::spec::{CudaAllocation, CudaStorage, MemorySpec};
 
@@ -155,35 +154,7 @@ impl Storages {
     }
 }
 
-impl Gpus {
-    /// The GPU of all memories of a registration.
-    ///
-    /// # Errors
-    /// No memories, memories that are not on a GPU, on one not visible to this process, or on several.
-    pub fn of(&self, memories: &[MemorySpec]) -> Result<&Gpu, StorageError> {
-        let mut found: Option<&Gpu> = None;
-        for (index, memory) in memories.iter().enumerate() {
-            let at = |source: LayoutError| StorageError {
-                index,
-                source: source.into(),
-            };
-            let gpu = cuda(memory)
-                .and_then(|spec| self.by_uuid(&spec.device_uuid))
-                .map_err(at)?;
-            let first = *found.get_or_insert(gpu);
-            if first.uuid != gpu.uuid {
-                let allowed = format!("{}, as of the tensors before it", first.uuid);
-                return Err(at(LayoutError::new("device_uuid", &gpu.uuid, allowed)));
-            }
-        }
-        found.ok_or_else(|| StorageError {
-            index: 0,
-            source: LayoutError::new("memory", "missing", "memory of a GPU").into(),
-        })
-    }
-}
-
-fn cuda(memory: &MemorySpec) -> Result<&CudaStorage, LayoutError> {
+pub(super) fn cuda(memory: &MemorySpec) -> Result<&CudaStorage, LayoutError> {
     match memory {
         MemorySpec::Cuda(storage) => Ok(storage),
         other => Err(LayoutError::new(

@@ -8,7 +8,9 @@ use std::sync::Arc;
 
 use super::driver::{Driver, PhysicalDevice};
 use super::error::CudaError;
+use super::storages::{StorageError, cuda};
 use crate::error::LayoutError;
+use crate::spec::MemorySpec;
 
 /// Description of a GPU that need not be in use.
 #[derive(Debug, Clone)]
@@ -53,6 +55,32 @@ impl Gpus {
         let all = driver.devices()?.into_iter().map(describe);
         Ok(Self {
             all: all.collect::<Result<_, CudaError>>()?,
+        })
+    }
+
+    /// The GPU of all memories of a registration.
+    ///
+    /// # Errors
+    /// No memories, memories that are not on a GPU, on one not visible to this process, or on several.
+    pub fn of(&self, memories: &[MemorySpec]) -> Result<&Gpu, StorageError> {
+        let mut found: Option<&Gpu> = None;
+        for (index, memory) in memories.iter().enumerate() {
+            let at = |source: LayoutError| StorageError {
+                index,
+                source: source.into(),
+            };
+            let gpu = cuda(memory)
+                .and_then(|spec| self.by_uuid(&spec.device_uuid))
+                .map_err(at)?;
+            let first = *found.get_or_insert(gpu);
+            if first.uuid != gpu.uuid {
+                let allowed = format!("{}, as of the tensors before it", first.uuid);
+                return Err(at(LayoutError::new("device_uuid", &gpu.uuid, allowed)));
+            }
+        }
+        found.ok_or_else(|| StorageError {
+            index: 0,
+            source: LayoutError::new("memory", "missing", "memory of a GPU").into(),
         })
     }
 

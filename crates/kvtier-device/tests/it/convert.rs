@@ -115,7 +115,7 @@ fn run(
         chunk,
         skip_tokens: 0,
     };
-    layout.plan_chunk(&table, request, &mut copies).unwrap();
+    request.plan(&layout, &table, &mut copies).unwrap();
     apply(&copies, memories, object, direction);
 }
 

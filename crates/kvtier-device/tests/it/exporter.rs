@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use kvtier_cuda_fake::fake_driver_path;
 use kvtier_device::cuda::allocations::Allocations;
 use kvtier_device::cuda::driver::{
-    Allocation, Context, DeviceBuffer, DevicePtr, Driver, Event, HandleKind, IpcHandle,
+    Allocation, Context, DeviceBuffer, DevicePtr, Driver, Event, HandleKind, HostBuffer, IpcHandle,
     Reservation, Stream,
 };
 use kvtier_device::cuda::events::{ExportedEvents, ForeignEvents, Timeline};
@@ -271,7 +271,7 @@ impl Exports {
         context.make_current().unwrap();
         Self {
             stream: Stream::new(&context, 0).unwrap(),
-            buffer: context.allocate(EXPORTED_BYTES).unwrap(),
+            buffer: DeviceBuffer::new(&context, EXPORTED_BYTES).unwrap(),
             exported: ExportedEvents::new(context.clone()),
             lane: None,
             opened: None,
@@ -338,7 +338,7 @@ impl Exports {
         let at = DevicePtr(buffer.base().0 + offset);
         let _current = buffer.context().enter().unwrap();
         let stream = Stream::new(buffer.context(), 0).unwrap();
-        let host = buffer.context().allocate_host(bytes.len()).unwrap();
+        let host = HostBuffer::new(buffer.context(), bytes.len()).unwrap();
         let start = host.base().as_ptr();
         // SAFETY: the buffer has this size and no other user; the fake driver refuses what is not in an
         // allocation, and the copy ends here.
@@ -359,7 +359,7 @@ impl Exports {
         match word {
             "memory" => hex(&self.buffer.ipc_handle().unwrap().0),
             "small" => {
-                let small = self.context.allocate(4096).unwrap();
+                let small = DeviceBuffer::new(&self.context, 4096).unwrap();
                 let handle = small.ipc_handle().unwrap();
                 // Exported as long as the process lives.
                 std::mem::forget(small);
@@ -416,7 +416,7 @@ impl Exports {
                 let (bytes, gpu) = rest.split_once(' ').unwrap();
                 let devices = self.context.driver().devices().unwrap();
                 let context = Context::retain(&devices[gpu.parse::<usize>().unwrap()]).unwrap();
-                let buffer = context.allocate(bytes.parse().unwrap()).unwrap();
+                let buffer = DeviceBuffer::new(&context, bytes.parse().unwrap()).unwrap();
                 let handle = buffer.ipc_handle().unwrap();
                 self.more.push(buffer);
                 format!("{} {}", self.more.len() - 1, hex(&handle.0))

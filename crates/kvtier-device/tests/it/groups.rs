@@ -239,7 +239,7 @@ fn plans_have_the_fewest_runs() {
             chunk: 0,
             skip_tokens: 0,
         };
-        layout.plan_chunk(&blocks, request, &mut copies).unwrap();
+        request.plan(&layout, &blocks, &mut copies).unwrap();
         copies
     };
     let k_first = [2, 64, 16, 2, 4];
@@ -303,7 +303,7 @@ fn runs_merge_across_adjacent_planes() {
         chunk: 0,
         skip_tokens: 0,
     };
-    layout.plan_chunk(&table, request, &mut copies).unwrap();
+    request.plan(&layout, &table, &mut copies).unwrap();
     assert_eq!(copies.len(), 1);
     assert!(copies[0].is_one_run());
     assert_eq!(copies[0].bytes(), layout.object_groups()[0].object_bytes);
@@ -322,7 +322,7 @@ fn skip_rounds_down_to_whole_blocks() {
             chunk,
             skip_tokens,
         };
-        layout.plan_chunk(&table, request, &mut copies).unwrap();
+        request.plan(&layout, &table, &mut copies).unwrap();
         let bytes: u64 = copies.iter().map(|copy| copy.bytes()).sum();
         bytes / (2 * 16 * 2 * 4 * 2)
     };
@@ -440,7 +440,7 @@ fn held_windows_leave_out_missing_blocks() {
             skip_tokens,
         };
         let mut copies = Vec::new();
-        layout.plan_chunk(&table, request, &mut copies).unwrap();
+        request.plan(&layout, &table, &mut copies).unwrap();
         let run = |copy: &kvtier_device::PlannedCopy| {
             let AffineCopy {
                 segment_offset,
@@ -569,7 +569,8 @@ fn block_ids_are_checked_by_count_and_by_value() {
         chunk: 0,
         skip_tokens: 0,
     };
-    let plan = |layout: &KvLayout, request| layout.plan_chunk(&table, request, &mut Vec::new());
+    let plan =
+        |layout: &KvLayout, request: ChunkRequest| request.plan(layout, &table, &mut Vec::new());
     assert_eq!(plan(&other, request), Err(PlanError::ForeignBlockTable));
     let missing = ChunkRequest {
         object_group: 1,

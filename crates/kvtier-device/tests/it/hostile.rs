@@ -305,7 +305,7 @@ proptest! {
             for chunk in 0..2 {
                 let request = ChunkRequest { object_group: object.index, chunk, skip_tokens: 0 };
                 let mut copies = Vec::new();
-                layout.plan_chunk(&table, request, &mut copies).unwrap();
+                request.plan(&layout, &table, &mut copies).unwrap();
                 let mut total = 0;
                 for planned in &copies {
                     let copy = &planned.copy;

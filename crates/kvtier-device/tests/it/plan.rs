@@ -25,7 +25,7 @@ proptest! {
             for chunk in 0..case.chunks {
                 let mut request =
                     ChunkRequest { object_group: object.index, chunk, skip_tokens: 0 };
-                layout.plan_chunk(&table, request, &mut copies).unwrap();
+                request.plan(&layout, &table, &mut copies).unwrap();
                 let moved: u64 = copies.iter().map(|copy| copy.bytes()).sum();
                 prop_assert_eq!(moved, object.object_bytes);
                 let mut expected = vec![0; object.object_bytes as usize];
@@ -42,7 +42,7 @@ proptest! {
                 // Retrieve other bytes: everything that is not addressed must stay.
                 let mut fresh: Vec<u8> = expected.iter().map(|byte| !byte).collect();
                 request.skip_tokens = case.skip_tokens;
-                layout.plan_chunk(&table, request, &mut copies).unwrap();
+                request.plan(&layout, &table, &mut copies).unwrap();
                 let mut expected = before.clone();
                 case.each_byte(&object.kernel_groups, chunk, case.skip_tokens, |memory, engine, at| {
                     expected[memory][engine as usize] = fresh[at as usize];
@@ -69,7 +69,7 @@ proptest! {
         let mut copies = Vec::new();
         for object in layout.object_groups() {
             let request = ChunkRequest { object_group: object.index, chunk: 0, skip_tokens: 0 };
-            layout.plan_chunk(&table, request, &mut copies).unwrap();
+            request.plan(&layout, &table, &mut copies).unwrap();
             for (name, run) in EXECUTORS {
                 let mut bytes = vec![0; object.object_bytes as usize];
                 run(&copies, &mut memories, &mut bytes, Direction::Store);

@@ -169,7 +169,7 @@ fn check(mut case: serde_json::Map<String, Value>, by: &str, run: Executor) {
             chunk,
             skip_tokens,
         };
-        layout.plan_chunk(&table, request, &mut copies)?;
+        request.plan(&layout, &table, &mut copies)?;
         Ok(copies.clone())
     };
 

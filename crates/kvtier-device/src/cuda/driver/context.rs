@@ -1,12 +1,15 @@
 //! GPUs and their primary contexts.
 
 use std::ffi::{CStr, c_char, c_int};
-use std::ptr;
+use std::ptr::{self, NonNull};
 use std::sync::Arc;
 
-use super::Driver;
-use super::table::Raw;
+use super::table::{IpcHandle, Raw};
+use super::{DevicePtr, Driver};
 use crate::cuda::error::CudaError;
+
+/// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`: opened memory may be on a peer GPU.
+const LAZY_ENABLE_PEER_ACCESS: u32 = 1;
 
 /// Numeric attributes of a GPU, by the driver's attribute number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -199,6 +202,64 @@ impl Context {
         let _current = self.enter()?;
         // SAFETY: takes no addresses.
         unsafe { self.driver().cuCtxSynchronize() }
+    }
+
+    /// The GPU's address of a byte of pinned host memory.
+    ///
+    /// # Errors
+    /// The driver's error, for example for memory that is not pinned.
+    pub fn host_device_pointer(&self, host: NonNull<u8>) -> Result<DevicePtr, CudaError> {
+        let _current = self.enter()?;
+        let mut device = 0;
+        // SAFETY: the first address is that of a live integer; the second is only looked up.
+        unsafe {
+            self.driver()
+                .cuMemHostGetDevicePointer_v2(&mut device, host.as_ptr().cast(), 0)
+        }?;
+        Ok(DevicePtr(device))
+    }
+
+    /// Start and size of the allocation that contains a GPU address.
+    ///
+    /// # Errors
+    /// The driver's error, for example for an address outside all allocations.
+    pub fn address_range(&self, address: DevicePtr) -> Result<(DevicePtr, u64), CudaError> {
+        let _current = self.enter()?;
+        let (mut base, mut bytes) = (0, 0);
+        // SAFETY: both addresses are those of live integers; the third is only looked up.
+        unsafe {
+            self.driver()
+                .cuMemGetAddressRange_v2(&mut base, &mut bytes, address.0)
+        }?;
+        Ok((DevicePtr(base), bytes as u64))
+    }
+
+    /// Opens an allocation of another process and returns its address. A process cannot open its own.
+    ///
+    /// # Errors
+    /// The driver's error.
+    pub fn open_memory(&self, handle: &IpcHandle) -> Result<DevicePtr, CudaError> {
+        let _current = self.enter()?;
+        let mut base = 0;
+        // SAFETY: the address is that of a live integer; the driver looks the handle up.
+        unsafe {
+            self.driver()
+                .cuIpcOpenMemHandle_v2(&mut base, *handle, LAZY_ENABLE_PEER_ACCESS)
+        }?;
+        Ok(DevicePtr(base))
+    }
+
+    /// Closes memory that [`Context::open_memory`] opened.
+    ///
+    /// # Errors
+    /// The driver's error.
+    ///
+    /// # Safety
+    /// No started work uses the memory any more, and it is closed only once.
+    pub unsafe fn close_memory(&self, base: DevicePtr) -> Result<(), CudaError> {
+        let _current = self.enter()?;
+        // SAFETY: promised by the caller.
+        unsafe { self.driver().cuIpcCloseMemHandle(base.0) }
     }
 }
 

@@ -133,21 +133,9 @@ impl Event {
         }?;
         Ok(milliseconds)
     }
-}
 
-impl Stream {
-    /// Delays later work of the stream until an event of this process is complete. With an event of another process the
-    /// stream could wait for ever, and a wait cannot be cancelled.
-    ///
-    /// # Errors
-    /// The driver's error.
-    pub fn wait_event(&self, event: &Event) -> Result<(), CudaError> {
-        // SAFETY: both live.
-        unsafe {
-            self.context()
-                .driver()
-                .cuStreamWaitEvent(self.raw(), event.raw, 0)
-        }
+    pub(super) fn raw(&self) -> Raw {
+        self.raw
     }
 }
 

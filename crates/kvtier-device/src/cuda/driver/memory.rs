@@ -9,8 +9,6 @@ use super::context::Context;
 use super::table::IpcHandle;
 use crate::cuda::error::{CudaError, code};
 
-/// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`: opened memory may be on a peer GPU.
-const LAZY_ENABLE_PEER_ACCESS: u32 = 1;
 /// `CU_MEMHOSTALLOC_PORTABLE`: pinned for all contexts.
 const PORTABLE: u32 = 1;
 /// `CU_MEMHOSTALLOC_DEVICEMAP`: mapped into the GPU's address space.
@@ -25,6 +23,22 @@ pub struct DeviceBuffer {
 }
 
 impl DeviceBuffer {
+    /// Allocates GPU memory, uninitialised.
+    ///
+    /// # Errors
+    /// The driver's error; 0 bytes are refused.
+    pub fn new(context: &Arc<Context>, bytes: u64) -> Result<Self, CudaError> {
+        let _current = context.enter()?;
+        let mut base = 0;
+        // SAFETY: the address is that of a live integer.
+        unsafe { context.driver().cuMemAlloc_v2(&mut base, bytes as usize) }?;
+        Ok(Self {
+            context: context.clone(),
+            base: DevicePtr(base),
+            bytes,
+        })
+    }
+
     /// Address of the first byte.
     pub fn base(&self) -> DevicePtr {
         self.base
@@ -79,6 +93,35 @@ unsafe impl Send for HostBuffer {}
 unsafe impl Sync for HostBuffer {}
 
 impl HostBuffer {
+    /// Allocates pinned host memory, zeroed.
+    ///
+    /// # Errors
+    /// The driver's error; 0 bytes are refused.
+    pub fn new(context: &Arc<Context>, bytes: usize) -> Result<Self, CudaError> {
+        let _current = context.enter()?;
+        let mut base: *mut c_void = ptr::null_mut();
+        // SAFETY: the address is that of a live pointer.
+        unsafe {
+            context
+                .driver()
+                .cuMemHostAlloc(&mut base, bytes, PORTABLE | DEVICE_MAP)
+        }?;
+        let Some(base) = NonNull::new(base.cast::<u8>()) else {
+            return Err(CudaError::Call {
+                function: "cuMemHostAlloc",
+                code: code::INVALID_VALUE,
+                name: format!("no memory for {bytes} bytes"),
+            });
+        };
+        // SAFETY: just allocated with this size.
+        unsafe { base.as_ptr().write_bytes(0, bytes) };
+        Ok(Self {
+            context: context.clone(),
+            base,
+            bytes,
+        })
+    }
+
     /// Address of the first byte.
     pub fn base(&self) -> NonNull<u8> {
         self.base
@@ -114,6 +157,35 @@ unsafe impl Send for RegisteredHost {}
 // SAFETY: as above.
 unsafe impl Sync for RegisteredHost {}
 
+impl RegisteredHost {
+    /// Pins host memory for all GPUs and maps it into their address spaces.
+    ///
+    /// # Errors
+    /// The driver's error, for example for memory that is registered already.
+    ///
+    /// # Safety
+    /// The memory stays mapped until this is dropped, and is not written while a started copy reads it.
+    pub unsafe fn new(
+        context: &Arc<Context>,
+        base: NonNull<u8>,
+        bytes: usize,
+    ) -> Result<Self, CudaError> {
+        let _current = context.enter()?;
+        // SAFETY: promised by the caller.
+        unsafe {
+            context.driver().cuMemHostRegister_v2(
+                base.as_ptr().cast(),
+                bytes,
+                PORTABLE | DEVICE_MAP,
+            )
+        }?;
+        Ok(Self {
+            context: context.clone(),
+            base,
+        })
+    }
+}
+
 impl Drop for RegisteredHost {
     fn drop(&mut self) {
         let _current = self.context.enter();
@@ -123,133 +195,5 @@ impl Drop for RegisteredHost {
                 .driver()
                 .cuMemHostUnregister(self.base.as_ptr().cast())
         };
-    }
-}
-
-impl Context {
-    /// Allocates GPU memory, uninitialised.
-    ///
-    /// # Errors
-    /// The driver's error; 0 bytes are refused.
-    pub fn allocate(self: &Arc<Self>, bytes: u64) -> Result<DeviceBuffer, CudaError> {
-        let _current = self.enter()?;
-        let mut base = 0;
-        // SAFETY: the address is that of a live integer.
-        unsafe { self.driver().cuMemAlloc_v2(&mut base, bytes as usize) }?;
-        Ok(DeviceBuffer {
-            context: self.clone(),
-            base: DevicePtr(base),
-            bytes,
-        })
-    }
-
-    /// Allocates pinned host memory, zeroed.
-    ///
-    /// # Errors
-    /// The driver's error; 0 bytes are refused.
-    pub fn allocate_host(self: &Arc<Self>, bytes: usize) -> Result<HostBuffer, CudaError> {
-        let _current = self.enter()?;
-        let mut base: *mut c_void = ptr::null_mut();
-        // SAFETY: the address is that of a live pointer.
-        unsafe {
-            self.driver()
-                .cuMemHostAlloc(&mut base, bytes, PORTABLE | DEVICE_MAP)
-        }?;
-        let Some(base) = NonNull::new(base.cast::<u8>()) else {
-            return Err(CudaError::Call {
-                function: "cuMemHostAlloc",
-                code: code::INVALID_VALUE,
-                name: format!("no memory for {bytes} bytes"),
-            });
-        };
-        // SAFETY: just allocated with this size.
-        unsafe { base.as_ptr().write_bytes(0, bytes) };
-        Ok(HostBuffer {
-            context: self.clone(),
-            base,
-            bytes,
-        })
-    }
-
-    /// Pins host memory for all GPUs and maps it into their address spaces.
-    ///
-    /// # Errors
-    /// The driver's error, for example for memory that is registered already.
-    ///
-    /// # Safety
-    /// The memory stays mapped until the result is dropped, and is not written while a started copy reads it.
-    pub unsafe fn register_host(
-        self: &Arc<Self>,
-        base: NonNull<u8>,
-        bytes: usize,
-    ) -> Result<RegisteredHost, CudaError> {
-        let _current = self.enter()?;
-        // SAFETY: promised by the caller.
-        unsafe {
-            self.driver()
-                .cuMemHostRegister_v2(base.as_ptr().cast(), bytes, PORTABLE | DEVICE_MAP)
-        }?;
-        Ok(RegisteredHost {
-            context: self.clone(),
-            base,
-        })
-    }
-
-    /// The GPU's address of a byte of pinned host memory.
-    ///
-    /// # Errors
-    /// The driver's error, for example for memory that is not pinned.
-    pub fn host_device_pointer(&self, host: NonNull<u8>) -> Result<DevicePtr, CudaError> {
-        let _current = self.enter()?;
-        let mut device = 0;
-        // SAFETY: the first address is that of a live integer; the second is only looked up.
-        unsafe {
-            self.driver()
-                .cuMemHostGetDevicePointer_v2(&mut device, host.as_ptr().cast(), 0)
-        }?;
-        Ok(DevicePtr(device))
-    }
-
-    /// Start and size of the allocation that contains a GPU address.
-    ///
-    /// # Errors
-    /// The driver's error, for example for an address outside all allocations.
-    pub fn address_range(&self, address: DevicePtr) -> Result<(DevicePtr, u64), CudaError> {
-        let _current = self.enter()?;
-        let (mut base, mut bytes) = (0, 0);
-        // SAFETY: both addresses are those of live integers; the third is only looked up.
-        unsafe {
-            self.driver()
-                .cuMemGetAddressRange_v2(&mut base, &mut bytes, address.0)
-        }?;
-        Ok((DevicePtr(base), bytes as u64))
-    }
-
-    /// Opens an allocation of another process and returns its address. A process cannot open its own.
-    ///
-    /// # Errors
-    /// The driver's error.
-    pub fn open_memory(&self, handle: &IpcHandle) -> Result<DevicePtr, CudaError> {
-        let _current = self.enter()?;
-        let mut base = 0;
-        // SAFETY: the address is that of a live integer; the driver looks the handle up.
-        unsafe {
-            self.driver()
-                .cuIpcOpenMemHandle_v2(&mut base, *handle, LAZY_ENABLE_PEER_ACCESS)
-        }?;
-        Ok(DevicePtr(base))
-    }
-
-    /// Closes memory that [`Context::open_memory`] opened.
-    ///
-    /// # Errors
-    /// The driver's error.
-    ///
-    /// # Safety
-    /// No started work uses the memory any more, and it is closed only once.
-    pub unsafe fn close_memory(&self, base: DevicePtr) -> Result<(), CudaError> {
-        let _current = self.enter()?;
-        // SAFETY: promised by the caller.
-        unsafe { self.driver().cuIpcCloseMemHandle(base.0) }
     }
 }

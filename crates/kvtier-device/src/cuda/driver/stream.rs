@@ -6,11 +6,13 @@ use std::sync::Arc;
 
 use super::DevicePtr;
 use super::context::Context;
+use super::event::Event;
 use super::table::{CopyAttributes, HostFunction, Location, Raw, is_ready};
 use crate::cuda::error::{CudaError, code};
 
 /// `CU_STREAM_NON_BLOCKING`: does not synchronize with the default stream.
 const NON_BLOCKING: u32 = 1;
+
 /// When a batch reads its sources.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
@@ -113,6 +115,20 @@ impl Stream {
     pub fn synchronize(&self) -> Result<(), CudaError> {
         // SAFETY: it lives.
         unsafe { self.context.driver().cuStreamSynchronize(self.raw) }
+    }
+
+    /// Delays later work of the stream until an event of this process is complete. With an event of another process the
+    /// stream could wait for ever, and a wait cannot be cancelled.
+    ///
+    /// # Errors
+    /// The driver's error.
+    pub fn wait_event(&self, event: &Event) -> Result<(), CudaError> {
+        // SAFETY: both live.
+        unsafe {
+            self.context
+                .driver()
+                .cuStreamWaitEvent(self.raw, event.raw(), 0)
+        }
     }
 
     /// Writes 8 bytes after all earlier work of the stream.

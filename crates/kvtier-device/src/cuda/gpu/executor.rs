@@ -195,7 +195,7 @@ impl CopyLane {
             Direction::Store => 0,
         };
         let context = &tools.context;
-        let plan = || context.allocate_host(PLAN_BYTES);
+        let plan = || HostBuffer::new(context, PLAN_BYTES);
         let slot = |_| {
             Ok(PieceSlot {
                 done: Event::new(context, EventFlags::Plain)?,
@@ -243,7 +243,7 @@ impl CopyLane {
         if place.is_some() || self.staging_refused_at.is_some_and(waits) {
             return Ok(place.is_some());
         }
-        match self.tools.context.allocate(STAGING_BYTES) {
+        match DeviceBuffer::new(&self.tools.context, STAGING_BYTES) {
             Ok(buffer) => {
                 *place = Some(buffer);
                 self.staging_refused_at = None;

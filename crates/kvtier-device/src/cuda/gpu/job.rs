@@ -56,9 +56,9 @@ impl Retrieves {
     }
 }
 
-/// A transfer. Dropping it reports a failure, unless [`Job::finish`] has set the result. No piece of it may be in flight
+/// A transfer. Dropping it reports a failure, unless [`GpuJob::finish`] has set the result. No piece of it may be in flight
 /// then.
-pub(in super::super) struct Job {
+pub(in super::super) struct GpuJob {
     /// Called when all of its pieces are submitted.
     on_submitted: Option<OnSubmitted>,
     event: Event,
@@ -126,7 +126,7 @@ pub(super) struct PieceFacts {
     pub last: bool,
 }
 
-impl Job {
+impl GpuJob {
     /// Creates a job whose event must complete within `event_timeout`.
     pub fn new(pages: Arc<Pages>, transfer: Transfer, event_timeout: Duration, done: Done) -> Self {
         let submitted_at = Instant::now();
@@ -339,7 +339,7 @@ impl Job {
     }
 }
 
-impl Drop for Job {
+impl Drop for GpuJob {
     fn drop(&mut self) {
         let direction = self.transfer.direction;
         self.pages.on_gpu[direction as usize].fetch_sub(1, Ordering::Relaxed);

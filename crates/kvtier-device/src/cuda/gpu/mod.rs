@@ -35,7 +35,7 @@ use crate::device::DeviceError;
 use crate::plan::Direction;
 
 pub use executor::Executor;
-pub(super) use job::{Job, Pages};
+pub(super) use job::{GpuJob, Pages};
 pub(super) use pinned::PinnedArena;
 pub use pinned::PinningStatus;
 pub use profile::{Profile, Rates, TRIED_RUNS};
@@ -85,7 +85,7 @@ impl Default for GpuOptions {
 
 /// State shared between the GPU's threads and its users.
 #[derive(Debug)]
-struct Shared {
+struct GpuShared {
     /// By index [`PINNED`] and [`PAGEABLE`].
     mailboxes: [Mailbox; 2],
     end: Mutex<End>,
@@ -111,7 +111,7 @@ struct Mailbox {
 
 #[derive(Default)]
 struct Inbox {
-    jobs: Vec<Job>,
+    jobs: Vec<GpuJob>,
     /// The thread should check its jobs again.
     recheck: bool,
     stop: bool,
@@ -146,7 +146,7 @@ impl Mailbox {
     }
 }
 
-impl Shared {
+impl GpuShared {
     /// Marks the GPU as unusable because of this error.
     fn set_broken(&self, error: &dyn std::fmt::Display) {
         self.broken.lock().get_or_insert_with(|| error.to_string());
@@ -177,7 +177,7 @@ impl Shared {
         }
     }
 
-    fn refuse(&self, mut job: Job) {
+    fn refuse(&self, mut job: GpuJob) {
         let why = self.broken.lock().clone();
         job.fail(why.map_or(DeviceError::Stopped, DeviceError::Broken));
         job.finish(Instant::now());
@@ -192,7 +192,7 @@ impl std::fmt::Debug for Inbox {
 
 /// A GPU in use. Dropping it waits for submitted pieces and fails the other transfers.
 pub(super) struct Gpu {
-    shared: Arc<Shared>,
+    shared: Arc<GpuShared>,
     pinned: Arc<PinnedArena>,
     thread: Option<JoinHandle<()>>,
     complete: CompleteEvent,
@@ -314,7 +314,7 @@ impl NewGpu {
         pinned: Arc<PinnedArena>,
         options: GpuOptions,
     ) -> Result<Gpu, CudaError> {
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(GpuShared {
             mailboxes: Default::default(),
             end: Mutex::default(),
             ended: Condvar::new(),
@@ -385,7 +385,7 @@ impl Gpu {
     }
 
     /// Hands a transfer to the thread for its memory.
-    pub fn submit(&self, mut job: Job) {
+    pub fn submit(&self, mut job: GpuJob) {
         let (arena, mut chunks) = (&job.transfer.arena, job.transfer.chunks.iter());
         let pageable = chunks.any(|chunk| {
             self.pinned.memory_of(arena, chunk.extent) == executor::HostMemory::Pageable

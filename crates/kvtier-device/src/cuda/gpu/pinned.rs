@@ -45,7 +45,7 @@ pub struct PinningStatus {
 
 /// An arena and its pinned pieces.
 pub(in super::super) struct PinnedArena {
-    shared: Arc<Shared>,
+    shared: Arc<PinningShared>,
     /// Progress of the pinning threads; disconnected once they have ended.
     pinning: Mutex<Receiver<()>>,
     /// Timeout of a driver call per piece, when a caller waits for it.
@@ -54,7 +54,7 @@ pub(in super::super) struct PinnedArena {
     unpinned: OnceLock<Result<(), u64>>,
 }
 
-struct Shared {
+struct PinningShared {
     // Before the arena, which must stay mapped while pieces are registered.
     registered: Mutex<Vec<(u64, RegisteredHost)>>,
     /// Bytes of a piece; the last one may be shorter.
@@ -84,7 +84,7 @@ impl PinnedArena {
         let page = arena.page_bytes();
         let piece_bytes = piece_bytes.clamp(page, arena.len()).next_multiple_of(page);
         let count = arena.len().div_ceil(piece_bytes) as usize;
-        let shared = Arc::new(Shared {
+        let shared = Arc::new(PinningShared {
             registered: Mutex::default(),
             piece_bytes,
             pieces: (0..count).map(|_| AtomicBool::new(false)).collect(),
@@ -97,9 +97,9 @@ impl PinnedArena {
             error: Mutex::default(),
             arena,
         });
-        let pinning = Shared::run_on_threads(&shared, "pin", PIN_THREADS.min(count), {
+        let pinning = PinningShared::run_on_threads(&shared, "pin", PIN_THREADS.min(count), {
             let context = Arc::clone(context);
-            move |shared: &Shared, progress: &_| shared.pin(&context, progress)
+            move |shared: &PinningShared, progress: &_| shared.pin(&context, progress)
         });
         let pinning = Mutex::new(pinning.unwrap_or_else(|error| {
             *shared.error.lock() = Some(format!("no thread: {error}"));
@@ -132,7 +132,8 @@ impl PinnedArena {
             }
             let count = shared.registered.lock().len();
             let threads = UNPIN_THREADS.min(count);
-            let unpinning = Shared::run_on_threads(shared, "unpin", threads, Shared::unpin);
+            let unpinning =
+                PinningShared::run_on_threads(shared, "unpin", threads, PinningShared::unpin);
             // Without a thread, unpin here.
             let unpinning = unpinning.unwrap_or_else(|_| {
                 let (progress, unpinning) = channel();
@@ -205,7 +206,7 @@ impl PinnedArena {
     }
 }
 
-impl Shared {
+impl PinningShared {
     /// Runs `run` on a few threads. The receiver gets their progress and is disconnected when all have ended.
     fn run_on_threads(
         this: &Arc<Self>,
@@ -291,7 +292,7 @@ impl Shared {
             .map_err(|error| failed(&error))?;
         // SAFETY: the arena stays mapped until `registered`, which is declared before it, is empty; the owners of extents
         // coordinate writes.
-        let registered = unsafe { context.register_host(start, bytes as usize) };
+        let registered = unsafe { RegisteredHost::new(context, start, bytes as usize) };
         let registered = registered.map_err(|error| failed(&error))?;
         // Stored first: from here on copies may rely on it.
         self.registered.lock().push((bytes, registered));

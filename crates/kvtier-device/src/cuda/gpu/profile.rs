@@ -190,7 +190,7 @@ impl TrialMemory {
         // Not by the driver, whose other calls would wait meanwhile. It shows whether there is no memory.
         let _ = host.prefault(host.whole(), &AtomicBool::new(false), |_| {});
         // SAFETY: unregistered before the memory is freed, and the memory has no other user.
-        let registered = unsafe { context.register_host(host.base(), BENCH_BYTES as usize) };
+        let registered = unsafe { RegisteredHost::new(context, host.base(), BENCH_BYTES as usize) };
         let memory = match &registered {
             Ok(_) => HostMemory::of_registered(context, host.base()),
             Err(error) if error.ends_context() => return Err(error.clone()),
@@ -198,7 +198,7 @@ impl TrialMemory {
         };
         Ok(Self {
             stream: Stream::new(context, 0)?,
-            pages: context.allocate(BENCH_BYTES)?,
+            pages: DeviceBuffer::new(context, BENCH_BYTES)?,
             registered,
             host,
             memory,

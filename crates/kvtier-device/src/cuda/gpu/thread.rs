@@ -13,10 +13,10 @@ use super::super::error::CudaError;
 use super::super::events::{ExportedEvents, TIMELINE_BYTES, Timeline, TimelineSlot};
 use super::executor::{CopyLane, Executor, Tools};
 use super::fair_queue::FairQueue;
-use super::job::Job;
+use super::job::GpuJob;
 use super::pinned::PinnedArena;
 use super::profile;
-use super::{Mailbox, PINNED, Shared};
+use super::{GpuShared, Mailbox, PINNED};
 use crate::device::DeviceError;
 use crate::plan::Direction;
 
@@ -43,7 +43,7 @@ struct DirectionQueue {
     /// Jobs with pieces to submit, by worker.
     waiting: FairQueue<u64, u64>,
     /// Pieces in flight; they end in this order.
-    pieces: VecDeque<Piece>,
+    pieces: VecDeque<SubmittedPiece>,
     free: Vec<usize>,
     /// Since when queries of the first piece have failed.
     failing: Option<Instant>,
@@ -52,7 +52,7 @@ struct DirectionQueue {
 }
 
 /// A piece in flight.
-struct Piece {
+struct SubmittedPiece {
     slot: usize,
     job: u64,
     bytes: u64,
@@ -72,7 +72,7 @@ enum Progress {
 
 /// State of the thread.
 pub(super) struct Feeder {
-    shared: Arc<Shared>,
+    shared: Arc<GpuShared>,
     /// Index of its mailbox.
     mailbox: usize,
     tools: Arc<Tools>,
@@ -82,7 +82,7 @@ pub(super) struct Feeder {
     is_paused: bool,
     /// Retrieves first.
     lines: [DirectionQueue; 2],
-    jobs: HashMap<u64, Job>,
+    jobs: HashMap<u64, GpuJob>,
     next_job: u64,
     /// Jobs whose events are not open yet. One is opened per round, because the driver takes some microseconds.
     unopened: VecDeque<u64>,
@@ -92,17 +92,17 @@ pub(super) struct Feeder {
     pinned: Arc<PinnedArena>,
     exported: ExportedEvents,
     timeline: Option<Arc<Timeline>>,
-    finished: Sender<Job>,
+    finished: Sender<GpuJob>,
 }
 
 impl Feeder {
     pub fn new(
-        shared: Arc<Shared>,
+        shared: Arc<GpuShared>,
         mailbox: usize,
         tools: Arc<Tools>,
         [store, retrieve]: [CopyLane; 2],
         pinned: Arc<PinnedArena>,
-        finished: Sender<Job>,
+        finished: Sender<GpuJob>,
     ) -> Self {
         let line = |lane: CopyLane, direction| DirectionQueue {
             free: (0..lane.slots()).collect(),
@@ -246,7 +246,7 @@ impl Feeder {
         let Some(id) = self.unopened.pop_front() else {
             return false;
         };
-        let opened = self.jobs.get_mut(&id).map(Job::open_event);
+        let opened = self.jobs.get_mut(&id).map(GpuJob::open_event);
         if let Some(Err(error)) = opened {
             self.fail_job(id, error);
             self.dequeue(id);
@@ -409,7 +409,7 @@ impl Feeder {
         // Also after an error part of it may have been started; it is done when the stream is.
         line.free.pop();
         job.piece_submitted();
-        line.pieces.push_back(Piece {
+        line.pieces.push_back(SubmittedPiece {
             slot,
             job: id,
             bytes: facts.bytes,
@@ -516,7 +516,7 @@ fn after(pause: Duration) -> Option<Instant> {
 }
 
 /// Hands a finished job to the thread that reports results, which may take long.
-fn hand_on_if_finished(jobs: &mut HashMap<u64, Job>, finished: &Sender<Job>, id: u64) {
+fn hand_on_if_finished(jobs: &mut HashMap<u64, GpuJob>, finished: &Sender<GpuJob>, id: u64) {
     if let Entry::Occupied(job) = jobs.entry(id)
         && job.get().is_finished()
     {

@@ -1,6 +1,6 @@
 //! Events of requests, both ways and in both forms.
 
-use kvtier_device::cuda::driver::Stream;
+use kvtier_device::cuda::driver::{DeviceBuffer, Stream};
 use kvtier_device::cuda::events::{ExportedEvents, ForeignEvent, ForeignEvents, Timeline};
 
 use super::setup::Bench;
@@ -175,7 +175,7 @@ fn exported_events_are_opened_and_reused_late() {
     let _current = context.enter().unwrap();
     let exported = ExportedEvents::new(context.clone());
     let stream = Stream::new(context, 0).unwrap();
-    let memory = context.allocate(64).unwrap();
+    let memory = DeviceBuffer::new(context, 64).unwrap();
     bench.script("hold kernel");
     // SAFETY: the memory is ours, and lives until the stream has ended below.
     unsafe { stream.fill(memory.base(), 1, 64) }.unwrap();

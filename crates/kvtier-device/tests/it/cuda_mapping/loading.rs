@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use kvtier_device::cuda::driver::{Context, Driver, Module, Stream};
+use kvtier_device::cuda::driver::{Context, DeviceBuffer, Driver, Module, Stream};
 use kvtier_device::cuda::{CudaError, code};
 
 use super::setup::Bench;
@@ -60,7 +60,7 @@ fn missing_library_differs_from_wrong_library() {
 fn driver_errors_keep_the_drivers_text() {
     let bench = Bench::new();
     bench.script("fail cuMemAlloc_v2=2@1");
-    let error = bench.context().allocate(64).unwrap_err();
+    let error = DeviceBuffer::new(bench.context(), 64).unwrap_err();
     assert_eq!(error.code(), Some(code::OUT_OF_MEMORY));
     let text = error.to_string();
     assert!(
@@ -90,14 +90,14 @@ fn calls_restore_the_threads_context() {
     let first = bench.context();
     let second = Context::retain(&bench.gpus.all()[1].device).unwrap();
     let stream = Stream::new(&second, 0).unwrap();
-    let memory = second.allocate(64).unwrap();
+    let memory = DeviceBuffer::new(&second, 64).unwrap();
     // SAFETY: the memory is ours, and lives until the stream is idle.
     let fill = || unsafe { stream.fill(memory.base(), 1, 64) };
     second.make_current().unwrap();
-    drop(first.allocate(64).unwrap());
+    drop(DeviceBuffer::new(first, 64).unwrap());
     {
         let _current = first.enter().unwrap();
-        drop(second.allocate(64).unwrap());
+        drop(DeviceBuffer::new(&second, 64).unwrap());
     }
     fill().unwrap();
     stream.synchronize().unwrap();
@@ -105,7 +105,7 @@ fn calls_restore_the_threads_context() {
     // A thread that has none has none again.
     std::thread::scope(|scope| {
         let error = scope.spawn(|| {
-            drop(second.allocate(64).unwrap());
+            drop(DeviceBuffer::new(&second, 64).unwrap());
             fill().unwrap_err()
         });
         assert_eq!(error.join().unwrap().code(), Some(code::INVALID_CONTEXT));

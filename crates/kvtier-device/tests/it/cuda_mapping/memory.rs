@@ -2,7 +2,7 @@
 
 use std::sync::Barrier;
 
-use kvtier_device::cuda::driver::{DevicePtr, IpcHandle};
+use kvtier_device::cuda::driver::{DeviceBuffer, DevicePtr, IpcHandle};
 use kvtier_device::cuda::storages::Storages;
 use kvtier_device::{CudaAllocation, CudaStorage, MemorySpec};
 
@@ -268,7 +268,7 @@ fn memory_of_a_dead_process_is_refused() {
 #[test]
 fn memory_of_this_process_is_refused() {
     let bench = Bench::new();
-    let own = bench.context().allocate(EXPORTED_BYTES).unwrap();
+    let own = DeviceBuffer::new(bench.context(), EXPORTED_BYTES).unwrap();
     let IpcHandle(handle) = own.ipc_handle().unwrap();
     let error = Storages::open(
         &bench.allocations,

@@ -5,7 +5,7 @@ use std::sync::{Arc, MutexGuard};
 
 use kvtier_cuda_fake::fake_driver_path;
 use kvtier_device::cuda::allocations::Allocations;
-use kvtier_device::cuda::driver::{Context, DevicePtr, Driver, Stream};
+use kvtier_device::cuda::driver::{Context, DevicePtr, Driver, HostBuffer, Stream};
 use kvtier_device::cuda::uuid::Gpus;
 
 use crate::exporter::FakeDriver;
@@ -43,7 +43,7 @@ impl Bench {
     pub fn read(&self, at: DevicePtr, bytes: usize) -> Vec<u8> {
         let _current = self.context().enter().unwrap();
         let stream = Stream::new(self.context(), 0).unwrap();
-        let host = self.context().allocate_host(bytes).unwrap();
+        let host = HostBuffer::new(self.context(), bytes).unwrap();
         // SAFETY: the fake driver refuses what is not mapped; the buffer is as long.
         unsafe { stream.copy_to_host(host.base().as_ptr(), at, bytes) }.unwrap();
         stream.synchronize().unwrap();
