@@ -11,10 +11,10 @@ mod release;
 mod tables;
 
 pub use candidates::{Candidates, Resolved, Unresolved};
+pub use field::{BlockForm, ContextForm, Field};
 pub use release::Release;
 
 use crate::frames::OperationId;
-use crate::key::KeyForm;
 use crate::operation::Operation;
 use crate::response::ResponseKind;
 
@@ -60,111 +60,6 @@ pub struct OperationSpec {
     pub payloads: &'static [Field],
     /// Response of the operation.
     pub response: ResponseKind,
-}
-
-/// A payload frame: its meaning and its form.
-///
-/// "int" and "bool" are lenient here, see the table of formats in the crate's documentation.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum Field {
-    /// The key.
-    Key(KeyForm),
-    /// An int: the worker.
-    InstanceId,
-    /// An int or nil: the worker, or nil for a caller that is no worker.
-    OptionalInstanceId,
-    /// Block ids.
-    BlockIds(BlockForm),
-    /// Bytes: a device event.
-    EventHandle,
-    /// An int: tokens not to write.
-    SkipTokens,
-    /// An int: tensor-parallel size.
-    TpSize,
-    /// A text: the engine's request.
-    RequestId,
-    /// An int: the number a lookup returned.
-    JobId,
-    /// An array of pairs of ints: further token ranges to release.
-    ExtraRanges,
-    /// An array of arrays of ints: per group, the chunks that the worker will not write.
-    SkippedChunks,
-    /// An int: tokens that a chunk has to be a multiple of.
-    ChunkAlignment,
-    /// A float or int: seconds.
-    Timeout,
-    /// A bool: leases do not protect.
-    Force,
-    /// Bytes: pickled chunks.
-    Data,
-    /// An array of extension values of type 1: tensors, pickled up to 0.5.5, described in 0.5.6.
-    Tensors,
-    /// A text: the model.
-    ModelName,
-    /// An int: workers that share the model's KV.
-    WorldSize,
-    /// A text: the engine.
-    EngineType,
-    /// A map: layout hints.
-    LayoutHints,
-    /// An array of maps: groups of layers.
-    GroupInfos,
-    /// A map: geometry of a worker that copies by itself.
-    EngineDrivenContext(ContextForm),
-    /// An array of maps: block allocations.
-    AllocationRecords,
-    /// An int: first event wanted.
-    Cursor,
-    /// An int: most events in a batch.
-    MaxEvents,
-    /// An int: head size.
-    HeadSize,
-    /// A bool: NeoX rotation.
-    IsNeoxStyle,
-    /// An array of ints: table of each group.
-    GroupToCache,
-    /// An array of arrays of ints: rotated range of each group.
-    GroupRot,
-    /// An array of ints: head size of each group.
-    GroupHeadSize,
-    /// A text: KV quantisation.
-    KvQuant,
-    /// An array of maps: matched segments.
-    MatchedSegments,
-    /// An int: segments to keep in front.
-    KeepPrefix,
-    /// An int: milliseconds.
-    BudgetMs,
-    /// An int: version of the blending protocol.
-    ClientVersion,
-    /// An array of maps: object keys.
-    ObjectKeys,
-    /// A map from object group to its layout.
-    LayoutDescriptors,
-    /// An int: what a lookup between servers returned.
-    TaskId,
-    /// A map: method and payload of a plug-in call.
-    ModuleCall,
-}
-
-/// How block ids are sent.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum BlockForm {
-    /// An array of ints, for one group: up to 0.4.6.
-    Flat,
-    /// An array of arrays of ints, one per group: from 0.4.7.
-    Grouped,
-}
-
-/// The fields that the registration of a worker that copies by itself has.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub enum ContextForm {
-    /// Eight: up to 0.5.2.
-    Bare,
-    /// With `num_physical_slots`, from 0.5.5.
-    Slots,
-    /// With `group_layouts` too, from 0.5.7.
-    Groups,
 }
 
 impl Generation {

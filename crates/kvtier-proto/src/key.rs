@@ -107,6 +107,24 @@ pub enum KeyForm {
     Packed,
 }
 
+impl KeyForm {
+    /// Whether a key with `fields` fields may be of this form. Full keys of 0.5.3 and 0.5.4 have no more
+    /// fields than salted ones; a count that no release sends proves nothing.
+    pub(crate) fn may_be(self, fields: usize, key: &[u8]) -> bool {
+        match fields {
+            7 => self == Self::Unsalted,
+            8 => matches!(self, Self::Salted | Self::Full),
+            // Eleven fields: only kvtier's own clients ask for a chunk size.
+            FULL_KEY_FIELDS | OWN_KEY_FIELDS => match self {
+                Self::Unsalted | Self::Salted => false,
+                Self::Full => !is_packed(key),
+                Self::Packed => is_packed(key),
+            },
+            _ => true,
+        }
+    }
+}
+
 /// Whether a key has its token ids packed, which [`KeyForm::Packed`] alone has.
 pub(crate) fn is_packed(key: &[u8]) -> bool {
     let mut reader = Reader::new(key);

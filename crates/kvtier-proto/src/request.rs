@@ -19,8 +19,10 @@ pub use types::{
 pub use types::{MAX_GROUPS, MAX_TENSORS};
 
 use crate::descriptor::TensorDescriptor;
-use crate::key::CacheKey;
+use crate::generation::OperationSpec;
+use crate::key::{CacheKey, TokenReader, TokenWriter};
 use crate::operation::Operation;
+use crate::wire::DecodeError;
 
 /// Sent by a worker in place of a store's data to abort the slots that a PREPARE_STORE granted it, or may have: no
 /// pickle looks like this. A server that does not know it refuses it as bad data.
@@ -249,6 +251,73 @@ pub struct Subscription<'a> {
 }
 
 impl<'a, T> Request<'a, T> {
+    /// Decodes the payload frames of a request by its row.
+    ///
+    /// Fails for a wrong number of frames and for frames that are not what the row says; the error names
+    /// the payload and the field in it.
+    pub fn decode<R: TokenReader<Output = T>>(
+        spec: &OperationSpec,
+        payloads: &[&'a [u8]],
+        tokens: &mut R,
+    ) -> Result<Self, DecodeError> {
+        decode::decode(spec, payloads, tokens).map(|(request, _)| request)
+    }
+
+    /// Like [`Request::decode`]; also returns the first field of a map that no served release sends. It was skipped.
+    pub fn decode_noting_unknown<R: TokenReader<Output = T>>(
+        spec: &OperationSpec,
+        payloads: &[&'a [u8]],
+        tokens: &mut R,
+    ) -> Result<(Self, Option<UnknownField<'a>>), DecodeError> {
+        decode::decode(spec, payloads, tokens)
+    }
+
+    /// The key, if requests of this operation have one.
+    #[must_use]
+    pub fn key(&self) -> Option<&CacheKey<'a, T>> {
+        match self {
+            Self::Store(store) | Self::StoreQ(store) => Some(&store.key),
+            Self::Retrieve(retrieve) => Some(&retrieve.key),
+            Self::CbRetrievePreComputed(retrieve) => Some(&retrieve.key),
+            Self::Lookup { key, .. }
+            | Self::FreeLookupLocks { key, .. }
+            | Self::PrepareStore { key, .. }
+            | Self::CommitStore { key, .. }
+            | Self::PrepareRetrieve { key, .. }
+            | Self::CommitRetrieve { key, .. }
+            | Self::CbUnifiedLookup { key, .. }
+            | Self::CbReorderPlan { key, .. } => Some(key),
+            _ => None,
+        }
+    }
+
+    /// The worker that the request names as its sender.
+    #[must_use]
+    pub fn instance(&self) -> Option<InstanceId> {
+        match self {
+            Self::Store(store) | Self::StoreQ(store) => Some(store.instance),
+            Self::Retrieve(retrieve) => Some(retrieve.instance),
+            Self::CbRetrievePreComputed(retrieve) => Some(retrieve.instance),
+            Self::RegisterKvCache(registration) | Self::RegisterQCache(registration) => {
+                Some(registration.instance)
+            }
+            Self::RegisterEngineDriven(context) => Some(context.instance),
+            Self::CbRegisterRope(rope) => Some(rope.instance),
+            Self::SubscribeKvEvents(subscription) => Some(subscription.instance),
+            Self::ReportBlockAllocation(report) => report.instance,
+            Self::Ping { instance } => *instance,
+            Self::UnregisterKvCache { instance }
+            | Self::UnregisterQCache { instance }
+            | Self::UnregisterEngineDriven { instance }
+            | Self::CbUnregisterRope { instance }
+            | Self::PrepareStore { instance, .. }
+            | Self::CommitStore { instance, .. }
+            | Self::PrepareRetrieve { instance, .. }
+            | Self::CommitRetrieve { instance, .. } => Some(*instance),
+            _ => None,
+        }
+    }
+
     /// The worker that this is a request of, in the operations of every generation.
     pub fn instance_mut(&mut self) -> Option<&mut InstanceId> {
         match self {
@@ -322,5 +391,16 @@ impl<T> Request<'_, T> {
             Self::ServerModuleCall { .. } => Operation::ServerModuleCall,
             Self::ServerModuleAffinityCall { .. } => Operation::ServerModuleAffinityCall,
         }
+    }
+}
+
+impl<T: TokenWriter> Request<'_, T> {
+    /// Encodes the payload frames of this request by a row of its operation.
+    ///
+    /// A value for which the row has no field is dropped if it only adds detail (layout hints, the worker
+    /// behind a ping), and an error if the request would mean something else without it. The row must be
+    /// one of this request's operation.
+    pub fn encode(&self, spec: &OperationSpec) -> Result<Vec<Vec<u8>>, EncodeError> {
+        encode::encode(self, spec)
     }
 }

@@ -11,6 +11,8 @@ use std::borrow::Cow;
 pub use crate::request::MatchedSegment;
 pub use encode::InlineHit;
 
+use crate::wire::{self, DecodeError, InField as _};
+
 /// What kind of response an operation has; part of each row of a generation's table.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum ResponseKind {
@@ -46,6 +48,16 @@ pub enum ResponseKind {
     Addresses,
     /// A plug-in's answer.
     ModuleCall,
+}
+
+impl ResponseKind {
+    /// Whether an explicit nil frame may stand for nothing.
+    fn may_be_nil(self) -> bool {
+        matches!(
+            self,
+            Self::Nothing | Self::OptionalInt | Self::UnifiedLookup | Self::Addresses
+        )
+    }
 }
 
 /// A response.
@@ -240,6 +252,28 @@ pub struct ModuleCall<'a> {
 }
 
 impl<'a> Response<'a> {
+    /// Decodes the third frame of a reply, as the 0.5.6 client does.
+    ///
+    /// A missing frame is [`Response::Nothing`] whatever `kind` says; nil is, where the kind allows it.
+    pub fn decode(kind: ResponseKind, payload: Option<&'a [u8]>) -> Result<Self, DecodeError> {
+        let Some(payload) = payload else {
+            return Ok(Self::Nothing);
+        };
+        wire::whole(payload, |reader| {
+            if kind.may_be_nil() && reader.nil()? {
+                return Ok(Self::Nothing);
+            }
+            decode::read(kind, reader)
+        })
+        .in_field("response")
+    }
+
+    /// The third frame of the reply; none for a response of nothing.
+    #[must_use]
+    pub fn encode(&self) -> Option<Vec<u8>> {
+        encode::encode(self)
+    }
+
     /// A store's or retrieve's verdict.
     #[must_use]
     pub fn transfer(event_handle: impl Into<Cow<'a, [u8]>>, ok: bool) -> Self {

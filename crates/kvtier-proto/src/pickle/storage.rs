@@ -91,13 +91,16 @@ fn check_system<'a>(machine: &Machine<'a>, info: Value<'a>) -> Result<(), Decode
     Ok(())
 }
 
-struct Record<'a> {
+struct StorageRecord<'a> {
     dtype: Option<Dtype>,
     key: &'a str,
     count: u64,
 }
 
-fn read_record<'a>(machine: &Machine<'a>, record: Value<'a>) -> Result<Record<'a>, DecodeError> {
+fn read_record<'a>(
+    machine: &Machine<'a>,
+    record: Value<'a>,
+) -> Result<StorageRecord<'a>, DecodeError> {
     let members = machine.persistent(record).and_then(|id| machine.tuple(id));
     let Some(
         &[
@@ -126,5 +129,5 @@ fn read_record<'a>(machine: &Machine<'a>, record: Value<'a>) -> Result<Record<'a
         )));
     }
     let count = u64::try_from(count).map_err(|_| error(format!("an element count of {count}")))?;
-    Ok(Record { dtype, key, count })
+    Ok(StorageRecord { dtype, key, count })
 }

@@ -20,204 +20,190 @@ use crate::wire::{self, DecodeError, InField, Reader};
 /// Most further ranges in one `free_lookup_locks`: lookups of one request that its engine has abandoned.
 const MAX_EXTRA_RANGES: usize = 1024;
 
-impl<'a, T> Request<'a, T> {
-    /// Decodes the payload frames of a request by its row.
-    ///
-    /// Fails for a wrong number of frames and for frames that are not what the row says; the error names
-    /// the payload and the field in it.
-    pub fn decode<R: TokenReader<Output = T>>(
-        spec: &OperationSpec,
-        payloads: &[&'a [u8]],
-        tokens: &mut R,
-    ) -> Result<Self, DecodeError> {
-        Self::decode_noting_unknown(spec, payloads, tokens).map(|(request, _)| request)
+/// Decodes the payload frames of a request by its row, and returns the first field of a map that is not known.
+pub(super) fn decode<'a, R: TokenReader>(
+    spec: &OperationSpec,
+    payloads: &[&'a [u8]],
+    tokens: &mut R,
+) -> Result<(Request<'a, R::Output>, Option<UnknownField<'a>>), DecodeError> {
+    if payloads.len() != spec.payloads.len() {
+        return Err(DecodeError::new(format!(
+            "{} has {} payloads, {} arrived",
+            spec.operation,
+            spec.payloads.len(),
+            payloads.len()
+        )));
     }
-
-    /// Like [`Request::decode`]; also returns the first field of a map that no served release sends. It was skipped.
-    pub fn decode_noting_unknown<R: TokenReader<Output = T>>(
-        spec: &OperationSpec,
-        payloads: &[&'a [u8]],
-        tokens: &mut R,
-    ) -> Result<(Self, Option<UnknownField<'a>>), DecodeError> {
-        if payloads.len() != spec.payloads.len() {
-            return Err(DecodeError::new(format!(
-                "{} has {} payloads, {} arrived",
-                spec.operation,
-                spec.payloads.len(),
-                payloads.len()
-            )));
+    let mut p = Payloads {
+        fields: spec.payloads,
+        frames: payloads,
+        tokens,
+        unknown: None,
+    };
+    let request = match spec.operation {
+        Operation::RegisterKvCache => Request::RegisterKvCache(p.registration()?),
+        Operation::RegisterQCache => Request::RegisterQCache(p.registration()?),
+        Operation::UnregisterKvCache => Request::UnregisterKvCache {
+            instance: p.instance()?,
+        },
+        Operation::UnregisterQCache => Request::UnregisterQCache {
+            instance: p.instance()?,
+        },
+        Operation::UnregisterEngineDriven => Request::UnregisterEngineDriven {
+            instance: p.instance()?,
+        },
+        Operation::CbUnregisterRope => Request::CbUnregisterRope {
+            instance: p.instance()?,
+        },
+        Operation::Store => Request::Store(p.store()?),
+        Operation::StoreQ => Request::StoreQ(p.store()?),
+        Operation::Retrieve => Request::Retrieve(Retrieve {
+            key: p.key()?,
+            instance: p.instance()?,
+            block_ids: p.block_ids()?,
+            event_handle: p.bytes(Field::EventHandle)?,
+            skip_first_n_tokens: p.int(Field::SkipTokens)?,
+        }),
+        Operation::Lookup => {
+            let (key, tp_size) = p.key_and_size()?;
+            Request::Lookup { key, tp_size }
         }
-        let mut p = Payloads {
-            fields: spec.payloads,
-            frames: payloads,
-            tokens,
-            unknown: None,
-        };
-        let request = match spec.operation {
-            Operation::RegisterKvCache => Self::RegisterKvCache(p.registration()?),
-            Operation::RegisterQCache => Self::RegisterQCache(p.registration()?),
-            Operation::UnregisterKvCache => Self::UnregisterKvCache {
-                instance: p.instance()?,
-            },
-            Operation::UnregisterQCache => Self::UnregisterQCache {
-                instance: p.instance()?,
-            },
-            Operation::UnregisterEngineDriven => Self::UnregisterEngineDriven {
-                instance: p.instance()?,
-            },
-            Operation::CbUnregisterRope => Self::CbUnregisterRope {
-                instance: p.instance()?,
-            },
-            Operation::Store => Self::Store(p.store()?),
-            Operation::StoreQ => Self::StoreQ(p.store()?),
-            Operation::Retrieve => Self::Retrieve(Retrieve {
-                key: p.key()?,
-                instance: p.instance()?,
-                block_ids: p.block_ids()?,
-                event_handle: p.bytes(Field::EventHandle)?,
-                skip_first_n_tokens: p.int(Field::SkipTokens)?,
-            }),
-            Operation::Lookup => {
-                let (key, tp_size) = p.key_and_size()?;
-                Self::Lookup { key, tp_size }
+        Operation::FreeLookupLocks => {
+            let (key, tp_size) = p.key_and_size()?;
+            Request::FreeLookupLocks {
+                key,
+                tp_size,
+                extra_ranges: p
+                    .optional(Field::ExtraRanges, |reader| {
+                        reader.short_array_of(MAX_EXTRA_RANGES, read_range)
+                    })?
+                    .unwrap_or_default(),
             }
-            Operation::FreeLookupLocks => {
-                let (key, tp_size) = p.key_and_size()?;
-                Self::FreeLookupLocks {
-                    key,
-                    tp_size,
-                    extra_ranges: p
-                        .optional(Field::ExtraRanges, |reader| {
-                            reader.short_array_of(MAX_EXTRA_RANGES, read_range)
-                        })?
-                        .unwrap_or_default(),
-                }
+        }
+        Operation::CbUnifiedLookup => {
+            let (key, tp_size) = p.key_and_size()?;
+            Request::CbUnifiedLookup { key, tp_size }
+        }
+        Operation::QueryPrefetchStatus => Request::QueryPrefetchStatus { job: p.job()? },
+        Operation::QueryPrefetchLookupHits => Request::QueryPrefetchLookupHits { job: p.job()? },
+        Operation::WaitPrefetchStatus => Request::WaitPrefetchStatus {
+            job: p.job()?,
+            timeout: p.value(Field::Timeout, Seconds::read)?,
+        },
+        Operation::EndSession => Request::EndSession {
+            request_id: p.text(Field::RequestId)?,
+        },
+        Operation::RegisterEngineDriven => Request::RegisterEngineDriven(EngineDrivenContext {
+            takes_pool: spec.response != ResponseKind::Nothing,
+            ..p.context()?
+        }),
+        Operation::PrepareStore => {
+            let (key, instance) = p.key_and_instance()?;
+            Request::PrepareStore {
+                key,
+                instance,
+                skipped_chunks: p
+                    .optional(Field::SkippedChunks, |reader| {
+                        reader.short_array_of(MAX_GROUPS, Reader::ints)
+                    })?
+                    .unwrap_or_default(),
             }
-            Operation::CbUnifiedLookup => {
-                let (key, tp_size) = p.key_and_size()?;
-                Self::CbUnifiedLookup { key, tp_size }
-            }
-            Operation::QueryPrefetchStatus => Self::QueryPrefetchStatus { job: p.job()? },
-            Operation::QueryPrefetchLookupHits => Self::QueryPrefetchLookupHits { job: p.job()? },
-            Operation::WaitPrefetchStatus => Self::WaitPrefetchStatus {
-                job: p.job()?,
-                timeout: p.value(Field::Timeout, Seconds::read)?,
-            },
-            Operation::EndSession => Self::EndSession {
-                request_id: p.text(Field::RequestId)?,
-            },
-            Operation::RegisterEngineDriven => Self::RegisterEngineDriven(EngineDrivenContext {
-                takes_pool: spec.response != ResponseKind::Nothing,
-                ..p.context()?
-            }),
-            Operation::PrepareStore => {
-                let (key, instance) = p.key_and_instance()?;
-                Self::PrepareStore {
-                    key,
-                    instance,
-                    skipped_chunks: p
-                        .optional(Field::SkippedChunks, |reader| {
-                            reader.short_array_of(MAX_GROUPS, Reader::ints)
-                        })?
-                        .unwrap_or_default(),
-                }
-            }
-            Operation::PrepareRetrieve => {
-                let (key, instance) = p.key_and_instance()?;
-                Self::PrepareRetrieve { key, instance }
-            }
-            Operation::CommitRetrieve => {
-                let (key, instance) = p.key_and_instance()?;
-                Self::CommitRetrieve { key, instance }
-            }
-            Operation::CommitStore => Self::CommitStore {
-                key: p.key()?,
-                instance: p.instance()?,
-                data: p.bytes(Field::Data)?,
-            },
-            Operation::Clear => Self::Clear {
-                force: p.optional(Field::Force, lenient::bool)?.unwrap_or(true),
-            },
-            Operation::GetChunkSize => Self::GetChunkSize,
-            Operation::NegotiateChunkSize => Self::NegotiateChunkSize {
-                alignment: p.int(Field::ChunkAlignment)?,
-            },
-            Operation::GetExperimental => Self::GetExperimental,
-            Operation::Noop => Self::Noop,
-            Operation::Ping => Self::Ping {
-                instance: p
-                    .optional(Field::OptionalInstanceId, Reader::optional_int)?
-                    .flatten()
-                    .map(InstanceId),
-            },
-            Operation::ReportBlockAllocation => Self::ReportBlockAllocation(BlockAllocation {
-                instance: p.optional(Field::InstanceId, lenient::int)?.map(InstanceId),
-                model_name: p.optional(Field::ModelName, Reader::str)?,
-                records: p.list(
-                    Field::AllocationRecords,
-                    AllocationRecord::MIN_BYTES,
-                    AllocationRecord::read,
-                )?,
-            }),
-            Operation::CbRegisterRope => Self::CbRegisterRope(RopeRegistration {
-                instance: p.instance()?,
-                caches: p.tensors()?,
-                head_size: p.int(Field::HeadSize)?,
-                is_neox_style: p.value(Field::IsNeoxStyle, lenient::bool)?,
-                group_to_cache: p.value(Field::GroupToCache, Reader::ints)?,
-                group_rot: p.value(Field::GroupRot, |reader| {
-                    reader.short_array_of(MAX_GROUPS, Reader::ints)
-                })?,
-                group_head_size: p.value(Field::GroupHeadSize, Reader::ints)?,
-                kv_quant: p.text(Field::KvQuant)?,
-            }),
-            Operation::CbRetrievePreComputed => Self::CbRetrievePreComputed(RetrieveMatched {
-                key: p.key()?,
-                matches: p.list(
-                    Field::MatchedSegments,
-                    MatchedSegment::MIN_BYTES,
-                    MatchedSegment::read,
-                )?,
-                block_ids: p.block_ids()?,
-                instance: p.instance()?,
-                event_handle: p.bytes(Field::EventHandle)?,
-            }),
-            Operation::CbReorderPlan => Self::CbReorderPlan {
-                key: p.key()?,
-                keep_prefix: p.int(Field::KeepPrefix)?,
-                budget_ms: p.int(Field::BudgetMs)?,
-            },
-            Operation::CbProtocolHandshake => Self::CbProtocolHandshake {
-                client_version: p.int(Field::ClientVersion)?,
-            },
-            Operation::P2pLookupAndLock => Self::P2pLookupAndLock {
-                keys: p.object_keys()?,
-                layouts: p.value(Field::LayoutDescriptors, read_layouts)?,
-            },
-            Operation::P2pQueryLookupResults => Self::P2pQueryLookupResults {
-                task_id: p.int(Field::TaskId)?,
-            },
-            Operation::P2pUnlockObjects => Self::P2pUnlockObjects {
-                keys: p.object_keys()?,
-            },
-            Operation::SubscribeKvEvents => Self::SubscribeKvEvents(Subscription {
-                instance: p.instance()?,
-                model_name: p.text(Field::ModelName)?,
-                cursor: p.int(Field::Cursor)?,
-                max_events: p.int(Field::MaxEvents)?,
-            }),
-            Operation::ServerModuleCall => {
-                let (method, payload) = p.value(Field::ModuleCall, read_module_call)?;
-                Self::ServerModuleCall { method, payload }
-            }
-            Operation::ServerModuleAffinityCall => {
-                let (method, payload) = p.value(Field::ModuleCall, read_module_call)?;
-                Self::ServerModuleAffinityCall { method, payload }
-            }
-        };
-        p.end()?;
-        Ok((request, p.unknown))
-    }
+        }
+        Operation::PrepareRetrieve => {
+            let (key, instance) = p.key_and_instance()?;
+            Request::PrepareRetrieve { key, instance }
+        }
+        Operation::CommitRetrieve => {
+            let (key, instance) = p.key_and_instance()?;
+            Request::CommitRetrieve { key, instance }
+        }
+        Operation::CommitStore => Request::CommitStore {
+            key: p.key()?,
+            instance: p.instance()?,
+            data: p.bytes(Field::Data)?,
+        },
+        Operation::Clear => Request::Clear {
+            force: p.optional(Field::Force, lenient::bool)?.unwrap_or(true),
+        },
+        Operation::GetChunkSize => Request::GetChunkSize,
+        Operation::NegotiateChunkSize => Request::NegotiateChunkSize {
+            alignment: p.int(Field::ChunkAlignment)?,
+        },
+        Operation::GetExperimental => Request::GetExperimental,
+        Operation::Noop => Request::Noop,
+        Operation::Ping => Request::Ping {
+            instance: p
+                .optional(Field::OptionalInstanceId, Reader::optional_int)?
+                .flatten()
+                .map(InstanceId),
+        },
+        Operation::ReportBlockAllocation => Request::ReportBlockAllocation(BlockAllocation {
+            instance: p.optional(Field::InstanceId, lenient::int)?.map(InstanceId),
+            model_name: p.optional(Field::ModelName, Reader::str)?,
+            records: p.list(
+                Field::AllocationRecords,
+                AllocationRecord::MIN_BYTES,
+                AllocationRecord::read,
+            )?,
+        }),
+        Operation::CbRegisterRope => Request::CbRegisterRope(RopeRegistration {
+            instance: p.instance()?,
+            caches: p.tensors()?,
+            head_size: p.int(Field::HeadSize)?,
+            is_neox_style: p.value(Field::IsNeoxStyle, lenient::bool)?,
+            group_to_cache: p.value(Field::GroupToCache, Reader::ints)?,
+            group_rot: p.value(Field::GroupRot, |reader| {
+                reader.short_array_of(MAX_GROUPS, Reader::ints)
+            })?,
+            group_head_size: p.value(Field::GroupHeadSize, Reader::ints)?,
+            kv_quant: p.text(Field::KvQuant)?,
+        }),
+        Operation::CbRetrievePreComputed => Request::CbRetrievePreComputed(RetrieveMatched {
+            key: p.key()?,
+            matches: p.list(
+                Field::MatchedSegments,
+                MatchedSegment::MIN_BYTES,
+                MatchedSegment::read,
+            )?,
+            block_ids: p.block_ids()?,
+            instance: p.instance()?,
+            event_handle: p.bytes(Field::EventHandle)?,
+        }),
+        Operation::CbReorderPlan => Request::CbReorderPlan {
+            key: p.key()?,
+            keep_prefix: p.int(Field::KeepPrefix)?,
+            budget_ms: p.int(Field::BudgetMs)?,
+        },
+        Operation::CbProtocolHandshake => Request::CbProtocolHandshake {
+            client_version: p.int(Field::ClientVersion)?,
+        },
+        Operation::P2pLookupAndLock => Request::P2pLookupAndLock {
+            keys: p.object_keys()?,
+            layouts: p.value(Field::LayoutDescriptors, read_layouts)?,
+        },
+        Operation::P2pQueryLookupResults => Request::P2pQueryLookupResults {
+            task_id: p.int(Field::TaskId)?,
+        },
+        Operation::P2pUnlockObjects => Request::P2pUnlockObjects {
+            keys: p.object_keys()?,
+        },
+        Operation::SubscribeKvEvents => Request::SubscribeKvEvents(Subscription {
+            instance: p.instance()?,
+            model_name: p.text(Field::ModelName)?,
+            cursor: p.int(Field::Cursor)?,
+            max_events: p.int(Field::MaxEvents)?,
+        }),
+        Operation::ServerModuleCall => {
+            let (method, payload) = p.value(Field::ModuleCall, read_module_call)?;
+            Request::ServerModuleCall { method, payload }
+        }
+        Operation::ServerModuleAffinityCall => {
+            let (method, payload) = p.value(Field::ModuleCall, read_module_call)?;
+            Request::ServerModuleAffinityCall { method, payload }
+        }
+    };
+    p.end()?;
+    Ok((request, p.unknown))
 }
 
 /// A field of a map that no served release sends.

@@ -16,67 +16,43 @@ const MIN_EVENT: usize = 40;
 /// Fewest bytes of an address: two names and two values.
 const MIN_ADDRESS: usize = 15;
 
-impl<'a> Response<'a> {
-    /// Decodes the third frame of a reply, as the 0.5.6 client does.
-    ///
-    /// A missing frame is [`Response::Nothing`] whatever `kind` says; nil is, where the kind allows it.
-    pub fn decode(kind: ResponseKind, payload: Option<&'a [u8]>) -> Result<Self, DecodeError> {
-        let Some(payload) = payload else {
-            return Ok(Self::Nothing);
-        };
-        wire::whole(payload, |reader| {
-            if kind.may_be_nil() && reader.nil()? {
-                return Ok(Self::Nothing);
+/// Reads a response of a kind.
+pub(super) fn read<'a>(
+    kind: ResponseKind,
+    reader: &mut Reader<'a>,
+) -> Result<Response<'a>, DecodeError> {
+    Ok(match kind {
+        ResponseKind::Nothing => {
+            return Err(DecodeError::new("this operation answers nothing, or nil"));
+        }
+        ResponseKind::Int => Response::Int(lenient::int(reader)?),
+        ResponseKind::OptionalInt => Response::Int(reader.int()?),
+        ResponseKind::Bool => Response::Bool(lenient::bool(reader)?),
+        ResponseKind::Text => Response::Text(reader.str()?.into()),
+        ResponseKind::Texts => Response::Texts(reader.array_of(1, |text| Ok(text.str()?.into()))?),
+        ResponseKind::Ints => Response::Ints(reader.ints()?),
+        ResponseKind::Transfer => {
+            pair(reader)?;
+            Response::Transfer(Transfer {
+                event_handle: reader.bin().at_index(0)?.into(),
+                ok: reader.bool().at_index(1)?,
+            })
+        }
+        ResponseKind::EngineDriven => Response::EngineDriven(read_pool(reader)?),
+        ResponseKind::PrepareStore => Response::PrepareStore(read_prepare_store(reader)?),
+        ResponseKind::PrepareRetrieve => Response::PrepareRetrieve(read_prepare_retrieve(reader)?),
+        ResponseKind::EventBatch => Response::EventBatch(read_batch(reader)?),
+        ResponseKind::UnifiedLookup => Response::UnifiedLookup(read_unified(reader)?),
+        ResponseKind::Handshake => {
+            pair(reader)?;
+            Response::Handshake {
+                version: reader.int().at_index(0)?,
+                compatible: reader.bool().at_index(1)?,
             }
-            Self::read(kind, reader)
-        })
-        .in_field("response")
-    }
-
-    fn read(kind: ResponseKind, reader: &mut Reader<'a>) -> Result<Self, DecodeError> {
-        Ok(match kind {
-            ResponseKind::Nothing => {
-                return Err(DecodeError::new("this operation answers nothing, or nil"));
-            }
-            ResponseKind::Int => Self::Int(lenient::int(reader)?),
-            ResponseKind::OptionalInt => Self::Int(reader.int()?),
-            ResponseKind::Bool => Self::Bool(lenient::bool(reader)?),
-            ResponseKind::Text => Self::Text(reader.str()?.into()),
-            ResponseKind::Texts => Self::Texts(reader.array_of(1, |text| Ok(text.str()?.into()))?),
-            ResponseKind::Ints => Self::Ints(reader.ints()?),
-            ResponseKind::Transfer => {
-                pair(reader)?;
-                Self::Transfer(Transfer {
-                    event_handle: reader.bin().at_index(0)?.into(),
-                    ok: reader.bool().at_index(1)?,
-                })
-            }
-            ResponseKind::EngineDriven => Self::EngineDriven(read_pool(reader)?),
-            ResponseKind::PrepareStore => Self::PrepareStore(read_prepare_store(reader)?),
-            ResponseKind::PrepareRetrieve => Self::PrepareRetrieve(read_prepare_retrieve(reader)?),
-            ResponseKind::EventBatch => Self::EventBatch(read_batch(reader)?),
-            ResponseKind::UnifiedLookup => Self::UnifiedLookup(read_unified(reader)?),
-            ResponseKind::Handshake => {
-                pair(reader)?;
-                Self::Handshake {
-                    version: reader.int().at_index(0)?,
-                    compatible: reader.bool().at_index(1)?,
-                }
-            }
-            ResponseKind::Addresses => Self::Addresses(reader.array_of(MIN_ADDRESS, read_address)?),
-            ResponseKind::ModuleCall => Self::ModuleCall(read_module_call(reader)?),
-        })
-    }
-}
-
-impl ResponseKind {
-    /// Whether an explicit nil frame may stand for nothing.
-    fn may_be_nil(self) -> bool {
-        matches!(
-            self,
-            Self::Nothing | Self::OptionalInt | Self::UnifiedLookup | Self::Addresses
-        )
-    }
+        }
+        ResponseKind::Addresses => Response::Addresses(reader.array_of(MIN_ADDRESS, read_address)?),
+        ResponseKind::ModuleCall => Response::ModuleCall(read_module_call(reader)?),
+    })
 }
 
 fn pair(reader: &mut Reader<'_>) -> Result<(), DecodeError> {

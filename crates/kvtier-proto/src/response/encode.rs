@@ -11,76 +11,73 @@ use crate::request::write_ints;
 use crate::wire;
 use crate::wire::fields::write_fields;
 
-impl Response<'_> {
-    /// The third frame of the reply; none for a response of nothing.
-    #[must_use]
-    pub fn encode(&self) -> Option<Vec<u8>> {
-        let mut out = Vec::new();
-        match self {
-            Self::Nothing => return None,
-            Self::Int(value) => wire::write_int(&mut out, *value),
-            Self::Bool(value) => wire::write_bool(&mut out, *value),
-            Self::Text(text) => wire::write_str(&mut out, text),
-            Self::Texts(texts) => {
-                wire::write_array_len(&mut out, texts.len());
-                for text in texts {
-                    wire::write_str(&mut out, text);
-                }
+/// Encodes the third frame of a reply.
+pub(super) fn encode(response: &Response<'_>) -> Option<Vec<u8>> {
+    let mut out = Vec::new();
+    match response {
+        Response::Nothing => return None,
+        Response::Int(value) => wire::write_int(&mut out, *value),
+        Response::Bool(value) => wire::write_bool(&mut out, *value),
+        Response::Text(text) => wire::write_str(&mut out, text),
+        Response::Texts(texts) => {
+            wire::write_array_len(&mut out, texts.len());
+            for text in texts {
+                wire::write_str(&mut out, text);
             }
-            Self::Ints(values) => write_ints(&mut out, values),
-            Self::Transfer(transfer) => {
-                wire::write_array_len(&mut out, 2);
-                wire::write_bin(&mut out, &transfer.event_handle);
-                wire::write_bool(&mut out, transfer.ok);
+        }
+        Response::Ints(values) => write_ints(&mut out, values),
+        Response::Transfer(transfer) => {
+            wire::write_array_len(&mut out, 2);
+            wire::write_bin(&mut out, &transfer.event_handle);
+            wire::write_bool(&mut out, transfer.ok);
+        }
+        Response::EngineDriven(pool) => {
+            wire::write_map_len(&mut out, 2 + usize::from(pool.null_block_id.is_some()));
+            wire::write_str(&mut out, "shm_name");
+            wire::write_str(&mut out, &pool.shm_name);
+            wire::write_str(&mut out, "pool_size");
+            wire::write_uint(&mut out, pool.pool_size);
+            if let Some(null_block_id) = pool.null_block_id {
+                wire::write_str(&mut out, "null_block_id");
+                wire::write_int(&mut out, null_block_id);
             }
-            Self::EngineDriven(pool) => {
-                wire::write_map_len(&mut out, 2 + usize::from(pool.null_block_id.is_some()));
-                wire::write_str(&mut out, "shm_name");
-                wire::write_str(&mut out, &pool.shm_name);
-                wire::write_str(&mut out, "pool_size");
-                wire::write_uint(&mut out, pool.pool_size);
-                if let Some(null_block_id) = pool.null_block_id {
-                    wire::write_str(&mut out, "null_block_id");
-                    wire::write_int(&mut out, null_block_id);
-                }
-            }
-            Self::PrepareStore(prepared) => write_prepare_store(&mut out, prepared),
-            Self::PrepareRetrieve(prepared) => write_prepare_retrieve(&mut out, prepared),
-            Self::EventBatch(batch) => write_batch(&mut out, batch),
-            Self::UnifiedLookup(found) => {
+        }
+        Response::PrepareStore(prepared) => write_prepare_store(&mut out, prepared),
+        Response::PrepareRetrieve(prepared) => write_prepare_retrieve(&mut out, prepared),
+        Response::EventBatch(batch) => write_batch(&mut out, batch),
+        Response::UnifiedLookup(found) => {
+            write_fields!(&mut out, {
+                "prefix_coverage_tokens", wire::write_int, found.prefix_coverage_tokens;
+                "non_prefix_segments", write_segments, &found.non_prefix_segments;
+                "segmented_prefix_segments", write_segments, &found.segmented_prefix_segments;
+            });
+        }
+        Response::Handshake {
+            version,
+            compatible,
+        } => {
+            wire::write_array_len(&mut out, 2);
+            wire::write_int(&mut out, *version);
+            wire::write_bool(&mut out, *compatible);
+        }
+        Response::Addresses(addresses) => {
+            wire::write_array_len(&mut out, addresses.len());
+            for address in addresses {
                 write_fields!(&mut out, {
-                    "prefix_coverage_tokens", wire::write_int, found.prefix_coverage_tokens;
-                    "non_prefix_segments", write_segments, &found.non_prefix_segments;
-                    "segmented_prefix_segments", write_segments, &found.segmented_prefix_segments;
-                });
-            }
-            Self::Handshake {
-                version,
-                compatible,
-            } => {
-                wire::write_array_len(&mut out, 2);
-                wire::write_int(&mut out, *version);
-                wire::write_bool(&mut out, *compatible);
-            }
-            Self::Addresses(addresses) => {
-                wire::write_array_len(&mut out, addresses.len());
-                for address in addresses {
-                    write_fields!(&mut out, {
-                        "offset", wire::write_int, address.offset;
-                        "size", wire::write_uint, address.size;
-                    });
-                }
-            }
-            Self::ModuleCall(answer) => {
-                write_fields!(&mut out, {
-                    "success", wire::write_bool, answer.success;
-                    "payload", wire::write_bin, &answer.payload;
-                    "error", wire::write_str, &answer.error;
+                    "offset", wire::write_int, address.offset;
+                    "size", wire::write_uint, address.size;
                 });
             }
         }
-        Some(out)
+        Response::ModuleCall(answer) => {
+            write_fields!(&mut out, {
+                "success", wire::write_bool, answer.success;
+                "payload", wire::write_bin, &answer.payload;
+                "error", wire::write_str, &answer.error;
+            });
+        }
     }
+    Some(out)
 }
 
 /// The third frame of a prepare_retrieve hit without a shared pool, but for the bytes of its chunks.

@@ -39,9 +39,9 @@ fn write_header_of(out: &mut Vec<u8>, flags: u8, len: u64) {
     }
 }
 
-/// Kind of a frame.
+/// FrameKind of a frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum FrameKind {
     Command,
     Message { more: bool },
 }
@@ -49,7 +49,7 @@ pub(crate) enum Kind {
 /// A frame's header.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Header {
-    pub kind: Kind,
+    pub kind: FrameKind,
     pub len: u64,
 }
 
@@ -63,7 +63,7 @@ pub(crate) enum Body {
 /// A complete frame; the body is empty if it was discarded.
 #[derive(Debug)]
 pub(crate) struct ZmtpFrame {
-    pub kind: Kind,
+    pub kind: FrameKind,
     pub disposition: Body,
     pub body: Vec<u8>,
 }
@@ -201,9 +201,9 @@ impl Decoder {
             }
             let flags = self.header[0];
             let kind = match flags & !LONG {
-                0 => Kind::Message { more: false },
-                MORE => Kind::Message { more: true },
-                COMMAND => Kind::Command,
+                0 => FrameKind::Message { more: false },
+                MORE => FrameKind::Message { more: true },
+                COMMAND => FrameKind::Command,
                 _ => return Err(Error::Flags(flags)),
             };
             if needed == 1 {
@@ -302,7 +302,7 @@ mod tests {
         let frame = decoder.receive(&mut &b"c"[..], keep).unwrap().unwrap();
         assert_eq!(
             (frame.kind, frame.body.len()),
-            (Kind::Message { more: true }, 0)
+            (FrameKind::Message { more: true }, 0)
         );
     }
 

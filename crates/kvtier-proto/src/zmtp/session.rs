@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::zmtp::Error;
 use crate::zmtp::command;
-use crate::zmtp::frame::{Body, Decoder, Header, Kind, ZmtpFrame};
+use crate::zmtp::frame::{Body, Decoder, FrameKind, Header, ZmtpFrame};
 use crate::zmtp::greeting::{self, GREETING_BYTES};
 use crate::zmtp::role::{Role, Version};
 
@@ -226,11 +226,11 @@ impl ZmtpSession {
     fn frame(&mut self, frame: ZmtpFrame) -> Result<Option<Event>, Error> {
         self.ttl = None;
         let more = match frame.kind {
-            Kind::Command => {
+            FrameKind::Command => {
                 self.stray_frames += 1;
                 return self.command(&frame.body);
             }
-            Kind::Message { more } => more,
+            FrameKind::Message { more } => more,
         };
         match frame.disposition {
             Body::Discard => {
@@ -284,7 +284,7 @@ fn admit(
             Err(Error::TooLarge { what, bytes, limit })
         }
     };
-    if header.kind == Kind::Command {
+    if header.kind == FrameKind::Command {
         bounded("a command", header.len, limits.command_bytes)?;
         return Ok(Body::Keep);
     }
