@@ -97,7 +97,7 @@ pub(crate) enum Fault {
     Wrong(CUresult, String),
 }
 
-pub(crate) type Outcome<T = ()> = Result<T, Fault>;
+pub(crate) type CudaResult<T = ()> = Result<T, Fault>;
 
 /// A fault that is noted as a violation.
 macro_rules! wrong {
@@ -106,7 +106,7 @@ macro_rules! wrong {
 pub(crate) use wrong;
 
 /// Writes through a pointer of the caller, which by the C contract is null or valid.
-pub(crate) fn put<T>(to: *mut T, value: T) -> Outcome {
+pub(crate) fn put<T>(to: *mut T, value: T) -> CudaResult {
     if to.is_null() {
         return Err(wrong!(ERROR_INVALID_VALUE, "a result pointer is null"));
     }
@@ -127,7 +127,7 @@ pub(crate) fn put_text(text: &str, to: *mut c_char, capacity: usize) {
 }
 
 /// The array of a caller, which by the C contract is null or valid.
-pub(crate) fn array<'a, T>(at: *const T, n: usize, what: &str) -> Outcome<&'a [T]> {
+pub(crate) fn array<'a, T>(at: *const T, n: usize, what: &str) -> CudaResult<&'a [T]> {
     if n == 0 {
         return Ok(&[]);
     }

@@ -7,17 +7,17 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::abi::Outcome;
+use crate::abi::CudaResult;
 use crate::segment::{Mapping, Segment};
 
 pub(crate) const BYTES: u64 = 24;
 
 /// The counters of an event.
 #[derive(Clone)]
-pub(crate) struct Record(Arc<Mapping>);
+pub(crate) struct EventRecord(Arc<Mapping>);
 
-impl Record {
-    pub(crate) fn of(fd: &OwnedFd) -> Outcome<Self> {
+impl EventRecord {
+    pub(crate) fn of(fd: &OwnedFd) -> CudaResult<Self> {
         Ok(Self(Arc::new(Mapping::of(fd)?)))
     }
 
@@ -51,7 +51,7 @@ impl Record {
 
 /// An event of this process, which has a file, or an imported one.
 pub(crate) struct Event {
-    pub record: Record,
+    pub record: EventRecord,
     pub flags: u32,
     pub device: usize,
     pub segment: Option<Segment>,

@@ -26,7 +26,7 @@ impl Registration {
 }
 
 impl Host {
-    pub(crate) fn add(&mut self, base: u64, registration: Registration) -> Outcome {
+    pub(crate) fn add(&mut self, base: u64, registration: Registration) -> CudaResult {
         let bytes = registration.bytes;
         if bytes == 0 || base.checked_add(bytes).is_none() {
             return Err(wrong!(ERROR_INVALID_VALUE, "{bytes} bytes at {base:#x}"));
@@ -44,7 +44,7 @@ impl Host {
         Ok(())
     }
 
-    pub(crate) fn remove(&mut self, base: u64, owned: bool) -> Outcome<Registration> {
+    pub(crate) fn remove(&mut self, base: u64, owned: bool) -> CudaResult<Registration> {
         let found = self.0.remove(&base).filter(|range| range.owned == owned);
         found.ok_or_else(|| {
             wrong!(
@@ -62,7 +62,7 @@ impl Host {
         bytes: u64,
         device: usize,
         what: &str,
-    ) -> Outcome<Option<&Registration>> {
+    ) -> CudaResult<Option<&Registration>> {
         let end = address.saturating_add(bytes);
         let Some((at, range)) = self.0.range(..end).next_back() else {
             return Ok(None);

@@ -71,7 +71,7 @@ pub(crate) struct Segment {
 
 impl Segment {
     /// Creates the file; the kind is a letter.
-    pub(crate) fn create(kind: char, id: u64, bytes: u64) -> Outcome<(Self, OwnedFd)> {
+    pub(crate) fn create(kind: char, id: u64, bytes: u64) -> CudaResult<(Self, OwnedFd)> {
         let name = format!("{}{kind}{id:x}", *US);
         let fd = open(&name, true).ok_or(Fault::Code(ERROR_OUT_OF_MEMORY))?;
         let segment = Self { name };
@@ -96,7 +96,7 @@ impl Drop for Segment {
 }
 
 /// Opens the file of a handle, whose process must live.
-pub(crate) fn open_handle(handle: &[u8; 64], kind: char) -> Outcome<OwnedFd> {
+pub(crate) fn open_handle(handle: &[u8; 64], kind: char) -> CudaResult<OwnedFd> {
     let end = handle.iter().position(|&b| b == 0).unwrap_or(63);
     let name = std::str::from_utf8(&handle[..end]).unwrap_or_default();
     let what = name.rsplit('-').next().unwrap_or_default();
@@ -109,7 +109,7 @@ pub(crate) fn open_handle(handle: &[u8; 64], kind: char) -> Outcome<OwnedFd> {
 }
 
 /// Opens a handle as `cuIpc` functions do: not one of this process, nor of another device, which is no peer here.
-pub(crate) fn open_foreign(handle: &[u8; 64], kind: char, device: usize) -> Outcome<OwnedFd> {
+pub(crate) fn open_foreign(handle: &[u8; 64], kind: char, device: usize) -> CudaResult<OwnedFd> {
     let fd = open_handle(handle, kind)?;
     let (code, why) = if handle.starts_with(US.as_bytes()) {
         (ERROR_INVALID_CONTEXT, "the handle is of this very process")
@@ -150,16 +150,16 @@ const NOTHING: i32 = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESER
 
 impl Mapping {
     /// All of a file.
-    pub(crate) fn of(fd: &OwnedFd) -> Outcome<Self> {
+    pub(crate) fn of(fd: &OwnedFd) -> CudaResult<Self> {
         Self::new(bytes_of(fd), READ_WRITE, libc::MAP_SHARED, fd.as_raw_fd())
     }
 
     /// Addresses with nothing behind them.
-    pub(crate) fn reserve(bytes: u64) -> Outcome<Self> {
+    pub(crate) fn reserve(bytes: u64) -> CudaResult<Self> {
         Self::new(bytes, libc::PROT_NONE, NOTHING, -1)
     }
 
-    fn new(bytes: u64, protection: i32, flags: i32, fd: i32) -> Outcome<Self> {
+    fn new(bytes: u64, protection: i32, flags: i32, fd: i32) -> CudaResult<Self> {
         let bytes = bytes as usize;
         let at = unsafe { libc::mmap(std::ptr::null_mut(), bytes, protection, flags, fd, 0) };
         if at == libc::MAP_FAILED {

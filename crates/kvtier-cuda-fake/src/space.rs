@@ -72,7 +72,12 @@ impl Space {
     }
 
     /// Adds a region; addresses of nothing follow each.
-    pub(crate) fn add(&mut self, bytes: u64, mapping: Mapping, kind: RegionKind) -> Outcome<u64> {
+    pub(crate) fn add(
+        &mut self,
+        bytes: u64,
+        mapping: Mapping,
+        kind: RegionKind,
+    ) -> CudaResult<u64> {
         if self.reserved.is_none() {
             self.reserved = Some(Mapping::reserve(ADDRESSES)?);
         }
@@ -112,7 +117,7 @@ impl Space {
         bytes: u64,
         device: usize,
         what: &str,
-    ) -> Outcome<(*mut u8, Arc<Mapping>)> {
+    ) -> CudaResult<(*mut u8, Arc<Mapping>)> {
         let refuse = |why: &str| {
             let text = format!("{what}: {bytes} bytes at {address:#x}: {why}");
             Err(Fault::Wrong(ERROR_INVALID_VALUE, text))
@@ -152,7 +157,7 @@ impl Space {
         &mut self,
         at: u64,
         bytes: u64,
-    ) -> Outcome<(u64, &Arc<Mapping>, &mut BTreeMap<u64, MappedPart>)> {
+    ) -> CudaResult<(u64, &Arc<Mapping>, &mut BTreeMap<u64, MappedPart>)> {
         if bytes > 0
             && (at | bytes).is_multiple_of(GRANULE)
             && let Some((base, region)) = self.regions.range_mut(..=at).next_back()

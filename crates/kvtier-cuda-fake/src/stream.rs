@@ -6,18 +6,18 @@ use std::time::Duration;
 
 use parking_lot::{Condvar, Mutex};
 
-pub(crate) type Work = Box<dyn FnOnce() + Send>;
+pub(crate) type StreamWork = Box<dyn FnOnce() + Send>;
 
 pub(crate) struct Stream {
     pub device: usize,
     /// The number of pieces of work so far, and where they go. Without a stream its thread ends behind them.
-    queue: Mutex<(u64, Sender<Work>)>,
+    queue: Mutex<(u64, Sender<StreamWork>)>,
     done: Arc<(Mutex<u64>, Condvar)>,
 }
 
 impl Stream {
     pub(crate) fn start(device: usize) -> Arc<Self> {
-        let (sender, queue) = mpsc::channel::<Work>();
+        let (sender, queue) = mpsc::channel::<StreamWork>();
         let done = Arc::new((Mutex::new(0), Condvar::new()));
         let ours = done.clone();
         std::thread::spawn(move || {
@@ -35,7 +35,7 @@ impl Stream {
     }
 
     /// Queues work; returns its position for [`Self::wait`].
-    pub(crate) fn push(&self, work: Work) -> u64 {
+    pub(crate) fn push(&self, work: StreamWork) -> u64 {
         let mut queue = self.queue.lock();
         queue.0 += u64::from(queue.1.send(work).is_ok());
         queue.0

@@ -20,11 +20,11 @@ use crate::stream::{Stream, until};
 pub(crate) struct World {
     pub script: Mutex<Script>,
     pub journal: Journal,
-    pub state: Mutex<State>,
+    pub state: Mutex<WorldState>,
 }
 
 #[derive(Default)]
-pub(crate) struct State {
+pub(crate) struct WorldState {
     /// Set by `cuInit`.
     pub devices: Option<Vec<Device>>,
     pub space: Space,
@@ -119,12 +119,12 @@ pub(crate) fn context(device: usize) -> u64 {
     CONTEXTS + device as u64 * 0x100
 }
 
-impl State {
+impl WorldState {
     pub(crate) fn devices(&mut self) -> &mut Vec<Device> {
         self.devices.get_or_insert_default()
     }
 
-    pub(crate) fn device(&mut self, ordinal: i32) -> Outcome<usize> {
+    pub(crate) fn device(&mut self, ordinal: i32) -> CudaResult<usize> {
         let n = self.devices().len();
         let device = usize::try_from(ordinal).ok().filter(|&d| d < n);
         device.ok_or_else(|| wrong!(ERROR_INVALID_DEVICE, "device {ordinal} of {n}"))
@@ -139,7 +139,7 @@ impl State {
     }
 
     /// The device whose context is current on this thread.
-    pub(crate) fn current(&mut self) -> Outcome<usize> {
+    pub(crate) fn current(&mut self) -> CudaResult<usize> {
         let current = CURRENT.get();
         let Some(device) = self.device_of(current) else {
             let why = match current {
@@ -152,7 +152,7 @@ impl State {
     }
 
     /// Whether no kernel of a device's context went wrong.
-    pub(crate) fn healthy(&mut self, device: usize) -> Outcome {
+    pub(crate) fn healthy(&mut self, device: usize) -> CudaResult {
         match self.devices()[device].poison {
             SUCCESS => Ok(()),
             code => Err(Fault::Code(code)),
@@ -166,7 +166,7 @@ impl State {
     }
 
     /// A stream of the current context.
-    pub(crate) fn stream(&mut self, handle: u64) -> Outcome<Arc<Stream>> {
+    pub(crate) fn stream(&mut self, handle: u64) -> CudaResult<Arc<Stream>> {
         let device = self.current()?;
         if handle <= 2 {
             let default = &mut self.devices()[device].default;
@@ -184,13 +184,13 @@ impl State {
         Ok(stream.clone())
     }
 
-    pub(crate) fn event(&self, handle: u64) -> Outcome<&Event> {
+    pub(crate) fn event(&self, handle: u64) -> CudaResult<&Event> {
         let event = self.events.get(&handle);
         event.ok_or_else(|| unknown("event", handle))
     }
 
     /// Takes memory of a device.
-    pub(crate) fn allocate(&mut self, device: usize, bytes: u64) -> Outcome {
+    pub(crate) fn allocate(&mut self, device: usize, bytes: u64) -> CudaResult {
         let (total, used) = (
             world().script.lock().memory,
             &mut self.devices()[device].used,
@@ -209,7 +209,7 @@ impl State {
         address: u64,
         bytes: u64,
         what: &str,
-    ) -> Outcome<Touched> {
+    ) -> CudaResult<Touched> {
         if self.space.covers(address) {
             let (at, mapping) = self.space.find(address, bytes, device, what)?;
             return Ok(Touched {
@@ -261,7 +261,7 @@ pub(crate) fn unknown(what: &str, handle: u64) -> Fault {
 }
 
 /// Refuses flags with bits that the driver does not know.
-pub(crate) fn only(flags: u32, known: u32) -> Outcome {
+pub(crate) fn only(flags: u32, known: u32) -> CudaResult {
     if flags & !known == 0 {
         return Ok(());
     }

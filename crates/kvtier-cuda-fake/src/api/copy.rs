@@ -5,7 +5,7 @@ use std::ffi::c_void;
 use super::exports;
 use crate::abi::*;
 use crate::stream::Stream;
-use crate::world::{MemoryKind, State, Touched, world};
+use crate::world::{MemoryKind, Touched, WorldState, world};
 
 /// Bytes that a stream moves.
 struct Copy {
@@ -42,12 +42,12 @@ impl Copy {
 type Side = (u64, Option<bool>);
 
 fn side(
-    state: &State,
+    state: &WorldState,
     device: usize,
     (at, must): Side,
     bytes: usize,
     what: &str,
-) -> Outcome<Touched> {
+) -> CudaResult<Touched> {
     let found = state.touch(device, at, bytes as u64, what)?;
     let why = match must {
         Some(true) if found.kind != MemoryKind::Device => "not in a live allocation or mapping",
@@ -57,7 +57,13 @@ fn side(
     Err(wrong!(ERROR_INVALID_VALUE, "{what} at {at:#x}: {why}"))
 }
 
-fn prepare(state: &State, device: usize, dst: Side, src: Side, bytes: usize) -> Outcome<Copy> {
+fn prepare(
+    state: &WorldState,
+    device: usize,
+    dst: Side,
+    src: Side,
+    bytes: usize,
+) -> CudaResult<Copy> {
     Ok(Copy {
         dst: side(state, device, dst, bytes, "destination")?,
         src: side(state, device, src, bytes, "source")?,
@@ -78,7 +84,7 @@ fn push(stream: &Stream, copies: Vec<Copy>) -> Option<u64> {
 }
 
 /// One copy; `sync` waits for it.
-fn copy(dst: Side, src: Side, bytes: usize, stream: u64, sync: bool) -> Outcome {
+fn copy(dst: Side, src: Side, bytes: usize, stream: u64, sync: bool) -> CudaResult {
     let mut state = world().state.lock();
     let stream = state.stream(stream)?;
     if bytes == 0 {

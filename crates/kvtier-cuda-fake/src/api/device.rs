@@ -13,7 +13,7 @@ fn describe(
     to: *mut c_char,
     capacity: c_int,
     text: impl Fn(usize) -> String,
-) -> Outcome {
+) -> CudaResult {
     let device = world().state.lock().device(device)?;
     put_text(&text(device), to, capacity as usize);
     Ok(())
@@ -23,7 +23,7 @@ fn error(
     code: CUresult,
     to: *mut *const c_char,
     take: impl Fn(&(CUresult, &'static str, &'static str)) -> &'static str,
-) -> Outcome {
+) -> CudaResult {
     match CODES.iter().find(|known| known.0 == code) {
         Some(known) => put(to, take(known).as_ptr().cast()),
         None => put(to, std::ptr::null()).and(Err(Fault::Code(ERROR_INVALID_VALUE))),

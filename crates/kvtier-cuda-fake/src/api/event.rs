@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use super::exports;
 use crate::abi::*;
-use crate::event::{self, Event, Record};
+use crate::event::{self, Event, EventRecord};
 use crate::segment::Segment;
 use crate::stream::until;
 use crate::world::{only, unknown, world};
@@ -22,7 +22,7 @@ exports! {
         _ = &*START;
         let handle = state.handle();
         let (segment, fd) = Segment::create('e', handle, event::BYTES)?;
-        let event = Event { record: Record::of(&fd)?, flags, device, segment: Some(segment) };
+        let event = Event { record: EventRecord::of(&fd)?, flags, device, segment: Some(segment) };
         state.events.insert(handle, event);
         put(to, handle)
     }

@@ -3,7 +3,7 @@
 use super::exports;
 use super::memory::note_use;
 use crate::abi::*;
-use crate::event::{Event, Record};
+use crate::event::{Event, EventRecord};
 use crate::segment::{Mapping, bytes_of, open_foreign};
 use crate::space::RegionKind;
 use crate::world::world;
@@ -72,7 +72,7 @@ exports! {
     fn cuIpcOpenEventHandle(to: *mut u64, handle: Bytes64) {
         let mut state = world().state.lock();
         let device = state.current()?;
-        let record = Record::of(&open_foreign(&handle.0, 'e', device)?)?;
+        let record = EventRecord::of(&open_foreign(&handle.0, 'e', device)?)?;
         let flags = EVENT_DISABLE_TIMING | EVENT_INTERPROCESS;
         let id = state.handle();
         state.events.insert(id, Event { record, flags, device, segment: None });

@@ -11,7 +11,7 @@ mod stream;
 mod vmm;
 
 use crate::abi::{
-    CUresult, ERROR_NOT_INITIALIZED, ERROR_NOT_PERMITTED, Fault, Outcome, SUCCESS, wrong,
+    CUresult, CudaResult, ERROR_NOT_INITIALIZED, ERROR_NOT_PERMITTED, Fault, SUCCESS, wrong,
 };
 use crate::world::{IN_HOST_FUNCTION, world};
 
@@ -56,7 +56,7 @@ const EARLY: [&str; 5] = [
 ];
 
 /// Entry of every call: counts it, applies the script, and records violations.
-fn enter(name: &'static str, body: impl FnOnce() -> Outcome) -> CUresult {
+fn enter(name: &'static str, body: impl FnOnce() -> CudaResult) -> CUresult {
     let world = world();
     if let Some(code) = world.pass(name) {
         return code;

@@ -7,9 +7,9 @@ use super::memory::note_use;
 use crate::abi::*;
 use crate::segment::{self, Mapping, Segment};
 use crate::space::{GRANULE, MappedPart, RegionKind};
-use crate::world::{Physical, State, only, unknown, world};
+use crate::world::{Physical, WorldState, only, unknown, world};
 
-fn physical(state: &State, handle: u64) -> Outcome<&Physical> {
+fn physical(state: &WorldState, handle: u64) -> CudaResult<&Physical> {
     let found = state.physical.get(&handle);
     found.ok_or_else(|| unknown("physical allocation", handle))
 }

@@ -171,12 +171,12 @@ fn exporter() {
 /// `CUipcMemHandle` and `CUipcEventHandle`, which go by value.
 #[repr(C)]
 #[derive(Clone, Copy)]
-struct Handle([u8; 64]);
+struct HandleBytes([u8; 64]);
 
 fn open(handle: [u8; 64]) -> (c_int, u64) {
     let mut at = 0;
     (
-        call!(cuIpcOpenMemHandle_v2(&mut at => *mut u64, Handle(handle) => Handle, 1 => u32)),
+        call!(cuIpcOpenMemHandle_v2(&mut at => *mut u64, HandleBytes(handle) => HandleBytes, 1 => u32)),
         at,
     )
 }
@@ -188,7 +188,7 @@ fn close(at: u64) -> c_int {
 fn open_event(handle: [u8; 64]) -> (c_int, u64) {
     let mut event = 0;
     (
-        call!(cuIpcOpenEventHandle(&mut event => *mut u64, Handle(handle) => Handle)),
+        call!(cuIpcOpenEventHandle(&mut event => *mut u64, HandleBytes(handle) => HandleBytes)),
         event,
     )
 }
@@ -238,7 +238,7 @@ fn invalid_handles_are_refused() {
     other[63] ^= 1;
     violated(open(other).0, 217, "another device");
     violated(
-        call!(cuIpcOpenMemHandle_v2(&mut 0 => *mut u64, Handle(handle) => Handle, 0 => u32)),
+        call!(cuIpcOpenMemHandle_v2(&mut 0 => *mut u64, HandleBytes(handle) => HandleBytes, 0 => u32)),
         1,
         "LAZY",
     );
