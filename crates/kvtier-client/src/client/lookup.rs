@@ -1,6 +1,5 @@
 //! Lookups of a [`Client`]: a request, then questions for its result until it is known.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvtier_proto::key::{CacheKey, TokenWriter};
@@ -16,48 +15,8 @@ use crate::error::ClientError;
 /// How long the server may wait for a lookup's result before it is asked again.
 const MAX_SERVER_WAIT: Duration = Duration::from_secs(1);
 
-impl Client {
-    /// Looks a prompt up and asks until the result is known: chunks of the longest cached prefix, which are leased
-    /// until they are retrieved or freed. A lookup that fails at its deadline ends its session, so that it holds nothing.
-    ///
-    /// A result of more chunks than were asked for is an error.
-    pub fn lookup_hits<T: TokenWriter + Clone>(&self, key: &CacheKey<'_, T>) -> Future<u64> {
-        self.lookup_hits_within(key, self.timeout())
-    }
-
-    /// Calls [`Client::lookup_hits`] with a deadline of its own.
-    pub fn lookup_hits_within<T: TokenWriter + Clone>(
-        &self,
-        key: &CacheKey<'_, T>,
-        timeout: Duration,
-    ) -> Future<u64> {
-        let (promise, future) = channel(Operation::Lookup);
-        let named = key.chunk_tokens.map(u64::from);
-        let poll = LookupPoll {
-            client: Self::internal(Arc::clone(&self.shared)),
-            request_id: key.request_id.to_owned(),
-            deadline: Instant::now() + timeout,
-            timeout,
-            limit: key.end / named.or_else(|| self.chunk_tokens()).unwrap_or(1),
-            is_pending: false,
-            promise,
-        };
-        let request = Request::Lookup {
-            key: key.clone(),
-            tp_size: i64::from(key.world_size),
-        };
-        self.submit_then(&request, timeout, move |reply| {
-            match reply.and_then(|reply| answers::nothing(&reply)) {
-                Ok(()) => poll.ask(),
-                Err(error) => poll.fail(error),
-            }
-        });
-        future
-    }
-}
-
 /// A lookup whose result is awaited.
-struct LookupPoll {
+pub(super) struct LookupPoll {
     client: Client,
     request_id: String,
     deadline: Instant,
@@ -70,6 +29,36 @@ struct LookupPoll {
 }
 
 impl LookupPoll {
+    /// Sends the request of a lookup for a handle that does not keep the client open.
+    pub(super) fn start<T: TokenWriter + Clone>(
+        client: Client,
+        key: &CacheKey<'_, T>,
+        timeout: Duration,
+    ) -> Future<u64> {
+        let (promise, future) = channel(Operation::Lookup);
+        let named = key.chunk_tokens.map(u64::from);
+        let poll = Self {
+            client: client.clone(),
+            request_id: key.request_id.to_owned(),
+            deadline: Instant::now() + timeout,
+            timeout,
+            limit: key.end / named.or_else(|| client.chunk_tokens()).unwrap_or(1),
+            is_pending: false,
+            promise,
+        };
+        let request = Request::Lookup {
+            key: key.clone(),
+            tp_size: i64::from(key.world_size),
+        };
+        client.submit_then(&request, timeout, move |reply| {
+            match reply.and_then(|reply| answers::nothing(&reply)) {
+                Ok(()) => poll.ask(),
+                Err(error) => poll.fail(error),
+            }
+        });
+        future
+    }
+
     fn ask(mut self) {
         let left = self.deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {

@@ -18,7 +18,7 @@ use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, AtomicUsize, Ordering}
 use std::time::{Duration, Instant};
 
 use kvtier_common::sync::Mutex;
-use kvtier_proto::key::TokenWriter;
+use kvtier_proto::key::{CacheKey, TokenWriter};
 use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{InstanceId, Request};
 use rustix::event::{EventfdFlags, eventfd};
@@ -26,6 +26,8 @@ use rustix::event::{EventfdFlags, eventfd};
 pub use chunk::ChunkTerms;
 pub use future::Future;
 pub use health::{Health, HealthCallback, RecoverHook};
+
+use lookup::LookupPoll;
 
 use crate::answers;
 use crate::calls::{Keyless, server_wait};
@@ -86,13 +88,13 @@ impl Default for Settings {
 pub struct Client {
     shared: Arc<ClientShared>,
     /// None for the handle of the client's own threads.
-    _handle: Option<Arc<Handle>>,
+    _handle: Option<Arc<CloseGuard>>,
 }
 
 /// Closes the client when it is dropped.
-struct Handle(Arc<ClientShared>);
+struct CloseGuard(Arc<ClientShared>);
 
-impl Drop for Handle {
+impl Drop for CloseGuard {
     fn drop(&mut self) {
         self.0.close();
     }
@@ -286,7 +288,7 @@ impl Client {
         let io = io::Io::new(Arc::clone(&shared), settings);
         // From here on dropping the handle ends the threads that were started.
         let client = Self {
-            _handle: Some(Arc::new(Handle(Arc::clone(&shared)))),
+            _handle: Some(Arc::new(CloseGuard(Arc::clone(&shared)))),
             shared: Arc::clone(&shared),
         };
         let system = |source| ClientError::System { source };
@@ -511,6 +513,23 @@ impl Client {
         read: fn(&ClientReply) -> Result<R, ClientError>,
     ) -> Future<R> {
         self.submit(request, self.timeout() + server_wait(request), read)
+    }
+
+    /// Looks a prompt up and asks until the result is known: chunks of the longest cached prefix, which are leased
+    /// until they are retrieved or freed. A lookup that fails at its deadline ends its session, so that it holds nothing.
+    ///
+    /// A result of more chunks than were asked for is an error.
+    pub fn lookup_hits<T: TokenWriter + Clone>(&self, key: &CacheKey<'_, T>) -> Future<u64> {
+        self.lookup_hits_within(key, self.timeout())
+    }
+
+    /// Calls [`Client::lookup_hits`] with a deadline of its own.
+    pub fn lookup_hits_within<T: TokenWriter + Clone>(
+        &self,
+        key: &CacheKey<'_, T>,
+        timeout: Duration,
+    ) -> Future<u64> {
+        LookupPoll::start(Self::internal(Arc::clone(&self.shared)), key, timeout)
     }
 
     /// Sends a heartbeat of this client's worker, or of a scheduler, and waits for its reply.
