@@ -8,14 +8,14 @@ mod gpu;
 mod l2;
 mod labels;
 mod names;
-mod scrape;
 mod serde;
 mod tenants;
 #[cfg(test)]
 mod tenants_tests;
 
+use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use crate::api::RequestPortStatus;
@@ -29,6 +29,7 @@ use labels::{
     RefusedLabels, SpanLabels, SpanLossLabels, TraceLabels,
 };
 use names::Names;
+use prometheus_client::encoding::text;
 use prometheus_client::metrics::counter::Counter;
 use prometheus_client::metrics::exemplar::HistogramWithExemplars;
 use prometheus_client::metrics::family::Family;
@@ -49,6 +50,12 @@ const LATENCY_BUCKETS: [f64; 19] = [
     10e-6, 20e-6, 50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2,
     0.5, 1.0, 2.0, 5.0, 10.0,
 ];
+
+/// Labels of the gauges of L1.
+const L1: L1GaugeLabels = L1GaugeLabels {
+    backend: "dram",
+    l1_tag: "_default",
+};
 
 fn latency() -> Histogram {
     Histogram::new(LATENCY_BUCKETS)
@@ -599,5 +606,58 @@ impl Metrics {
         self.lost_spans
             .get_or_create(&SpanLossLabels { reason })
             .inc_by(spans);
+    }
+
+    /// The text of `/metrics`.
+    pub fn encode(&self, readings: &Readings) -> String {
+        let mut out = String::new();
+        // Writing to a String cannot fail.
+        let _ = self.encode_to(readings, &mut out);
+        out
+    }
+
+    /// Writes the text of `/metrics`.
+    ///
+    /// # Errors
+    /// Those of `out`.
+    pub fn encode_to(&self, readings: &Readings, out: &mut impl fmt::Write) -> fmt::Result {
+        let set = |gauge: &Gauge, value: u64| {
+            gauge.set(i64::try_from(value).unwrap_or(i64::MAX));
+        };
+        set(&self.l1_usage_bytes.get_or_create(&L1), readings.used_bytes);
+        set(
+            &self.l1_staging_bytes.get_or_create(&L1),
+            readings.staged_bytes,
+        );
+        let ratio = readings.used_bytes as f64 / readings.capacity_bytes.max(1) as f64;
+        self.l1_usage_ratio.get_or_create(&L1).set(ratio);
+        set(&self.l1_staging_limit_bytes, readings.staging_limit_bytes);
+        set(&self.l1_withheld_bytes, readings.withheld_bytes);
+        set(&self.l1_largest_free_bytes, readings.largest_free_bytes);
+        set(&self.l1_capacity_bytes, readings.capacity_bytes);
+        set(&self.l1_objects, readings.objects);
+        set(&self.l1_leased_objects, readings.leased_objects);
+        set(&self.l1_pinned_object_bytes, readings.pinned_object_bytes);
+        set(&self.l1_prefaulted_bytes, readings.prefaulted_bytes);
+        set(&self.active_prefetch_jobs, readings.unread_lookups);
+        set(&self.active_sessions, readings.sessions);
+        set(&self.registered_instances, readings.instances);
+        // The engine's own totals are the truth; the counters here only follow them.
+        for (counter, total) in [
+            (&self.evicted_chunks, readings.evicted_objects),
+            (&self.evicted_bytes, readings.evicted_bytes),
+            (&self.l1_pins_refused, readings.pins_refused),
+            (&self.accounting_errors, readings.accounting_errors),
+            (&self.prompt_chunks_known, readings.prompt_chunks_known),
+            (&self.prompt_chunks_hashed, readings.prompt_chunks_hashed),
+        ] {
+            counter.inner().fetch_max(total, Ordering::Relaxed);
+        }
+        self.gpus.read(&readings.gpus, readings.pinned_bytes);
+        self.l2.read(readings);
+        for registry in &self.registries {
+            text::encode_registry(out, registry)?;
+        }
+        text::encode_eof(out)
     }
 }

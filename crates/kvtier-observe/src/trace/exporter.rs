@@ -16,7 +16,7 @@ use tokio::time::{MissedTickBehavior, interval, sleep, timeout};
 
 use super::collector::{Collector, Failure};
 use super::otlp;
-use super::record::Record;
+use super::record::TraceRecord;
 use super::sessions::Sessions;
 use super::span::Span;
 
@@ -95,7 +95,7 @@ impl Exporter {
     /// Runs until it is stopped, and up to `flush` longer.
     pub async fn run(
         self,
-        records: mpsc::Receiver<Record>,
+        records: mpsc::Receiver<TraceRecord>,
         mut stop: watch::Receiver<bool>,
         flush: Duration,
     ) {
@@ -213,7 +213,7 @@ impl Exporter {
 
 /// Takes records and makes spans, until it is stopped.
 async fn collect(
-    mut records: mpsc::Receiver<Record>,
+    mut records: mpsc::Receiver<TraceRecord>,
     mut stop: watch::Receiver<bool>,
     mut sessions: Sessions,
     waiting: &Waiting,

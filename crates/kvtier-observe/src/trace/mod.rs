@@ -2,7 +2,7 @@
 //!
 //! | step | where | bound |
 //! | --- | --- | --- |
-//! | a thread that has served a request hands over a [`Record`](record::Record) | [`Tracer`] | the queue; what it has no space for is counted and dropped |
+//! | a thread that has served a request hands over a [`TraceRecord`](record::TraceRecord) | [`Tracer`] | the queue; what it has no space for is counted and dropped |
 //! | records become spans of their session's trace | `sessions` | sessions, and their age |
 //! | spans are sent in batches | `exporter`, `otlp`, `collector` | spans that wait; deadlines of a call and of the stop |
 //!
@@ -33,7 +33,7 @@ use tokio::sync::{mpsc, watch};
 pub use record::{LookupResult, TierSpan, TierWork, TracedSession, Transfer, TransferKind};
 pub use traceparent::TraceParent;
 
-use record::{Record, RecordedWork};
+use record::{RecordedWork, TraceRecord};
 use span::{Ids, SpanId};
 
 /// Records that wait to become spans. The thread that takes them only pauses to encode a batch.
@@ -51,7 +51,7 @@ pub struct Tracer(Option<Arc<RecordQueue>>);
 
 /// The way to the thread that makes and sends spans.
 struct RecordQueue {
-    records: mpsc::Sender<Record>,
+    records: mpsc::Sender<TraceRecord>,
     ids: Ids,
     metrics: Arc<Metrics>,
     stop: watch::Sender<bool>,
@@ -154,7 +154,7 @@ impl Tracer {
 
 impl RecordQueue {
     fn push(&self, session: Arc<TracedSession>, took: Duration, work: RecordedWork) {
-        let record = Record {
+        let record = TraceRecord {
             session,
             took,
             ended: SystemTime::now(),

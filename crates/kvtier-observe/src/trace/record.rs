@@ -54,7 +54,7 @@ impl Hash for TracedSession {
 
 /// Work that has ended.
 #[derive(Debug)]
-pub struct Record {
+pub struct TraceRecord {
     pub session: Arc<TracedSession>,
     pub took: Duration,
     pub ended: SystemTime,

@@ -14,7 +14,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use super::record::{
-    LookupResult, Record, RecordedWork, TierSpan, TierWork, TracedSession, Transfer, TransferKind,
+    LookupResult, RecordedWork, TierSpan, TierWork, TraceRecord, TracedSession, Transfer,
+    TransferKind,
 };
 use super::span::{Ids, Span, SpanId, TraceId, Value};
 
@@ -76,8 +77,8 @@ impl Sessions {
     }
 
     /// Makes the spans of a record.
-    pub fn add(&mut self, record: Record, now: Instant, spans: &mut Vec<Span>) {
-        let Record {
+    pub fn add(&mut self, record: TraceRecord, now: Instant, spans: &mut Vec<Span>) {
+        let TraceRecord {
             session,
             took,
             ended,

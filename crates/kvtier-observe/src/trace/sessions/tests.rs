@@ -64,7 +64,7 @@ impl Bench {
 
     /// Adds `work` that took `took` milliseconds.
     fn add_after(&mut self, session: &Arc<TracedSession>, end: u64, took: u64, work: RecordedWork) {
-        let record = Record {
+        let record = TraceRecord {
             session: Arc::clone(session),
             took: Duration::from_millis(took),
             ended: UNIX_EPOCH + Duration::from_millis(end),
