@@ -10,7 +10,7 @@ use axum::response::Response;
 use axum::{Extension, extract};
 use kvtier_core::object_key::ShownSalt;
 
-use super::Answer;
+use super::JsonAnswer;
 use super::access::Caller;
 
 /// Longest method that is logged in full; no honest client sends a longer one.
@@ -21,11 +21,11 @@ const METHOD: usize = 16;
 pub(super) struct Did(String);
 
 /// An answer with what was done, for the line of its request.
-pub(super) type Audited<T> = (Extension<Did>, Answer<T>);
+pub(super) type Audited<T> = (Extension<Did>, JsonAnswer<T>);
 
 /// Answer of a request that is audited.
 pub(super) fn audited<T>(did: String, answer: T) -> Audited<T> {
-    (Extension(Did(did)), Answer(answer))
+    (Extension(Did(did)), JsonAnswer(answer))
 }
 
 /// What a request is about to do, in its handler's words: it goes on if its client disconnects, and then there is no answer.
@@ -45,7 +45,7 @@ pub(super) fn hidden(name: &str) -> String {
 }
 
 /// The line; written when this is dropped, which also happens when the client has gone meanwhile.
-pub(super) struct Entry {
+pub(super) struct AuditEntry {
     caller: Caller,
     method: Method,
     route: String,
@@ -55,7 +55,7 @@ pub(super) struct Entry {
     did: String,
 }
 
-impl Entry {
+impl AuditEntry {
     /// For a request that is about to be handled.
     pub(super) async fn of(request: &mut Request, caller: Caller) -> Self {
         let path = request.extensions().get::<MatchedPath>();
@@ -92,7 +92,7 @@ fn names_of(names: &extract::RawPathParams) -> String {
     names.collect::<Vec<_>>().join(" ")
 }
 
-impl Drop for Entry {
+impl Drop for AuditEntry {
     fn drop(&mut self) {
         let method = self.method.as_str();
         let begun = self.begun.0.get().filter(|_| self.status.is_none());

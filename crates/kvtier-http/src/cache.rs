@@ -13,7 +13,7 @@ use utoipa::ToSchema;
 use super::audit::{Audited, Begun, audited};
 use super::body::{TierName, optional};
 use super::payload::Payload;
-use super::{Answer, ApiError, DetailBody, State, detail, engine, run_blocking};
+use super::{ApiError, ApiState, DetailBody, JsonAnswer, detail, engine, run_blocking};
 use kvtier_engine::ChecksumError;
 
 /// Checksums read every byte of their blocks, so one request runs at a time.
@@ -62,7 +62,7 @@ struct Cleared {
     (status = 422, description = "Body of the wrong shape", body = DetailBody),
 ))]
 pub(super) async fn clear(
-    api: State,
+    api: ApiState,
     Extension(begun): Extension<Begun>,
     body: Payload,
 ) -> Result<Audited<ClearResult>, ApiError> {
@@ -149,7 +149,10 @@ enum BlockIds {
     (status = 404, description = "That instance is not registered", body = DetailBody),
     (status = 422, description = "Body of the wrong shape", body = DetailBody),
 ))]
-pub(super) async fn checksums(api: State, body: Payload) -> Result<Answer<Checksums>, ApiError> {
+pub(super) async fn checksums(
+    api: ApiState,
+    body: Payload,
+) -> Result<JsonAnswer<Checksums>, ApiError> {
     let engine = Arc::clone(engine(&api)?);
     // Before the body is parsed: a waiting body counts in the budget, its values do not. Never closed.
     let turn = CHECKSUMS.acquire().await;
@@ -187,7 +190,7 @@ pub(super) async fn checksums(api: State, body: Payload) -> Result<Answer<Checks
     } else {
         ChunkChecksums::OfAllLayers(layers.into_iter().next().unwrap_or_default())
     };
-    Ok(Answer(Checksums {
+    Ok(JsonAnswer(Checksums {
         status: "success",
         chunk_size,
         num_chunks: block_ids

@@ -6,7 +6,7 @@ use serde_json::Value;
 
 use super::audit::{Audited, audited};
 use super::{
-    Answer, ApiError, DetailBody, ErrorBody, NO_ENGINE, State, detail, error, run_blocking,
+    ApiError, ApiState, DetailBody, ErrorBody, JsonAnswer, NO_ENGINE, detail, error, run_blocking,
     status_of,
 };
 
@@ -15,10 +15,10 @@ use super::{
     (status = 200, description = "Flags by section", body = std::collections::HashMap<String, Value>),
     (status = 503, description = "The engine is not there yet", body = ErrorBody),
 ))]
-pub(super) async fn config(api: State) -> Result<Answer<Value>, ApiError> {
+pub(super) async fn config(api: ApiState) -> Result<JsonAnswer<Value>, ApiError> {
     let none = || error(StatusCode::SERVICE_UNAVAILABLE, "configs not initialized");
     let engine = api.engine.get().ok_or_else(none)?;
-    Ok(Answer(engine.config().shown.clone()))
+    Ok(JsonAnswer(engine.config().shown.clone()))
 }
 
 /// Reads the file of `--config`, tokens and certificate again, as SIGHUP does. If the file is invalid, or changes flags that
@@ -30,7 +30,7 @@ pub(super) async fn config(api: State) -> Result<Answer<Value>, ApiError> {
     (status = 500, description = "A file cannot be read", body = DetailBody),
     (status = 503, description = "The engine is not there yet", body = DetailBody),
 ))]
-pub(super) async fn reload(api: State) -> Result<Audited<Reloaded>, ApiError> {
+pub(super) async fn reload(api: ApiState) -> Result<Audited<Reloaded>, ApiError> {
     let none = || detail(StatusCode::SERVICE_UNAVAILABLE, NO_ENGINE);
     let reload = api.reload.get().cloned().ok_or_else(none)?;
     let outcome = run_blocking(move || reload()).await?;

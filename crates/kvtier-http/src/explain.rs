@@ -13,7 +13,7 @@ use super::access::Role;
 use super::body::required;
 use super::payload::{Payload, is_small};
 use super::prefetches::BODY_LIMIT;
-use super::{Answer, ApiError, DetailBody, State, detail, engine, run_blocking};
+use super::{ApiError, ApiState, DetailBody, JsonAnswer, detail, engine, run_blocking};
 
 /// An explanation reads what the cache remembers, so one runs at a time.
 static EXPLANATIONS: Semaphore = Semaphore::const_new(1);
@@ -32,10 +32,10 @@ static LARGE_BODY: Semaphore = Semaphore::const_new(1);
     (status = 503, description = "The engine is not there yet", body = DetailBody),
 ))]
 pub(super) async fn explain(
-    api: State,
+    api: ApiState,
     Extension(role): Extension<Role>,
     request: Request,
-) -> Result<Answer<Explanation>, ApiError> {
+) -> Result<JsonAnswer<Explanation>, ApiError> {
     // Never closed, like the other.
     let alone = if is_small(request.body()) {
         None
@@ -59,5 +59,5 @@ pub(super) async fn explain(
     });
     let refused =
         |error: kvtier_engine::ExplainError| detail(StatusCode::BAD_REQUEST, error.to_string());
-    explained.await?.map(Answer).map_err(refused)
+    explained.await?.map(JsonAnswer).map_err(refused)
 }

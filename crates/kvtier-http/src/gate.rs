@@ -111,7 +111,7 @@ pub(super) async fn gate(
     if reads {
         return next.run(request).await;
     }
-    let entry = audit::Entry::of(&mut request, caller).await;
+    let entry = audit::AuditEntry::of(&mut request, caller).await;
     let answer = next.run(request).await;
     entry.end(&answer);
     answer

@@ -7,7 +7,7 @@ use kvtier_observe::api::{Health, Status};
 use serde::Serialize;
 use utoipa::ToSchema;
 
-use super::{Answer, Api, ApiError, ErrorBody, NO_ENGINE, State, error, run_blocking};
+use super::{Api, ApiError, ApiState, ErrorBody, JsonAnswer, NO_ENGINE, error, run_blocking};
 
 /// The release of LMCache whose HTTP API this one answers like; clients compare it.
 const LMCACHE_RELEASE: &str = "0.5.6";
@@ -23,8 +23,8 @@ pub(super) struct Service {
 
 /// Answers while the port is open, whatever the state of the server.
 #[utoipa::path(get, path = "/", responses((status = 200, description = "The service is there", body = Service)))]
-pub(super) async fn root() -> Answer<Service> {
-    Answer(Service {
+pub(super) async fn root() -> JsonAnswer<Service> {
+    JsonAnswer(Service {
         status: "ok",
         service: "kvtier HTTP API",
     })
@@ -36,13 +36,13 @@ pub(super) async fn root() -> Answer<Service> {
     (status = 200, description = "Serving", body = Health),
     (status = 503, description = "Not serving; `reason` has the cause", body = Health),
 ))]
-pub(super) async fn healthcheck(api: State) -> (StatusCode, Answer<Health>) {
+pub(super) async fn healthcheck(api: ApiState) -> (StatusCode, JsonAnswer<Health>) {
     let health = health(&api);
     let code = match health.reason {
         None => StatusCode::OK,
         Some(_) => StatusCode::SERVICE_UNAVAILABLE,
     };
-    (code, Answer(health))
+    (code, JsonAnswer(health))
 }
 
 /// The server's health.
@@ -66,13 +66,13 @@ pub(super) fn health(api: &Api) -> Health {
     (status = 200, description = "State of the server", body = Status),
     (status = 503, description = "The engine is not there yet", body = ErrorBody),
 ))]
-pub(super) async fn status(api: State) -> Result<Answer<Status>, ApiError> {
+pub(super) async fn status(api: ApiState) -> Result<JsonAnswer<Status>, ApiError> {
     let is_healthy = api.health.reason().is_none();
     let none = || error(StatusCode::SERVICE_UNAVAILABLE, NO_ENGINE);
     let engine = api.engine.get().cloned().ok_or_else(none)?;
     run_blocking(move || engine.status(is_healthy))
         .await
-        .map(Answer)
+        .map(JsonAnswer)
 }
 
 /// Version of this server.
@@ -93,7 +93,7 @@ pub(super) async fn release() -> Json<&'static str> {
 
 /// Metrics in Prometheus' text format.
 #[utoipa::path(get, path = "/metrics", responses((status = 200, description = "Prometheus text", body = String)))]
-pub(super) async fn metrics(api: State) -> Response {
+pub(super) async fn metrics(api: ApiState) -> Response {
     let Some(engine) = api.engine.get().cloned() else {
         return (StatusCode::SERVICE_UNAVAILABLE, "engine not initialized\n").into_response();
     };

@@ -76,7 +76,7 @@ pub struct Api {
     pub dashboard: Arc<Dashboard>,
 }
 
-type State = axum::extract::State<Arc<Api>>;
+type ApiState = axum::extract::State<Arc<Api>>;
 
 /// An error in one of the shapes the API knows.
 #[derive(Debug)]
@@ -110,7 +110,7 @@ fn status_of(kind: ErrorKind) -> StatusCode {
 const NO_ENGINE: &str = "engine not initialized";
 
 /// The engine, once it is there.
-fn engine(api: &State) -> Result<&Arc<Engine>, ApiError> {
+fn engine(api: &ApiState) -> Result<&Arc<Engine>, ApiError> {
     let none = || detail(StatusCode::SERVICE_UNAVAILABLE, NO_ENGINE);
     api.engine.get().ok_or_else(none)
 }
@@ -158,16 +158,18 @@ struct ErrorBody {
 impl IntoResponse for ApiError {
     fn into_response(self) -> Response {
         match self {
-            Self::Detail(status, detail) => (status, Answer(DetailBody { detail })).into_response(),
-            Self::Error(status, error) => (status, Answer(ErrorBody { error })).into_response(),
+            Self::Detail(status, detail) => {
+                (status, JsonAnswer(DetailBody { detail })).into_response()
+            }
+            Self::Error(status, error) => (status, JsonAnswer(ErrorBody { error })).into_response(),
         }
     }
 }
 
 /// A JSON answer. The fields of its objects are sorted by name.
-struct Answer<T>(T);
+struct JsonAnswer<T>(T);
 
-impl<T: Serialize> IntoResponse for Answer<T> {
+impl<T: Serialize> IntoResponse for JsonAnswer<T> {
     fn into_response(self) -> Response {
         // No answer has keys that JSON lacks.
         axum::Json(serde_json::to_value(self.0).unwrap_or_default()).into_response()

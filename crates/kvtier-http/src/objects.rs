@@ -18,7 +18,7 @@ use super::body::{TierName, required};
 use super::payload::Payload;
 use super::query::Query;
 use super::quota_body::clip;
-use super::{Answer, ApiError, DetailBody, State, detail, engine, run_blocking, run_change};
+use super::{ApiError, ApiState, DetailBody, JsonAnswer, detail, engine, run_blocking, run_change};
 use kvtier_common::error::Error;
 use kvtier_engine::Engine;
 use kvtier_store::tiers::{Cursor, L2};
@@ -79,7 +79,7 @@ struct AdapterEntry {
     (status = 200, description = "The adapters; none without tiers", body = Adapters),
     (status = 503, description = "The engine is not there yet", body = DetailBody),
 ))]
-pub(super) async fn adapters(api: State) -> Result<Answer<Adapters>, ApiError> {
+pub(super) async fn adapters(api: ApiState) -> Result<JsonAnswer<Adapters>, ApiError> {
     let l2 = engine(&api)?.l2();
     let adapters = l2.iter().flat_map(|l2| l2.tiers()).enumerate();
     let adapters = adapters.map(|(index, tier)| AdapterEntry {
@@ -90,7 +90,7 @@ pub(super) async fn adapters(api: State) -> Result<Answer<Adapters>, ApiError> {
         primary: index == 0,
         reconfigurable: false,
     });
-    Ok(Answer(Adapters {
+    Ok(JsonAnswer(Adapters {
         adapters: adapters.collect(),
     }))
 }
@@ -143,9 +143,9 @@ struct ObjectEntry {
         (status = 503, description = "There are no adapters, or the adapter cannot be listed", body = DetailBody),
     ))]
 pub(super) async fn list(
-    api: State,
+    api: ApiState,
     extract::Query(query): extract::Query<HashMap<String, String>>,
-) -> Result<Answer<ObjectPage>, ApiError> {
+) -> Result<JsonAnswer<ObjectPage>, ApiError> {
     let query = Query(query);
     let tier = query.one_of("tier", &TierName::ALL, "l2")?;
     let most = query.int("page_size", 1..=5000, 500)?;
@@ -172,7 +172,7 @@ pub(super) async fn list(
             format!("tier '{tier}' not supported; only 'l2' and 'l1'"),
         )),
     }
-    .map(Answer)
+    .map(JsonAnswer)
 }
 
 fn list_l1(
@@ -327,7 +327,8 @@ impl Key {
 
 /// Result of a deletion.
 #[derive(Default, Serialize, ToSchema)]
-pub(super) struct Outcome {
+#[schema(as = Outcome)]
+pub(super) struct DeleteOutcome {
     /// Objects that were there and were removed, once per tier.
     deleted: usize,
     /// Objects that stayed because they are being read.
@@ -356,17 +357,17 @@ struct TierOutcome {
 ///
 /// Without `adapter` they are deleted in every tier.
 #[utoipa::path(delete, path = "/cache/objects", request_body = Deletion, responses(
-    (status = 200, description = "Deleted, but for objects that are being read; a tier may have failed", body = Outcome),
+    (status = 200, description = "Deleted, but for objects that are being read; a tier may have failed", body = DeleteOutcome),
     (status = 400, description = "A key that no object can have, or too many of them; nothing was deleted", body = DetailBody),
     (status = 404, description = "There is no such adapter", body = DetailBody),
     (status = 422, description = "Body of the wrong shape", body = DetailBody),
     (status = 503, description = "There are no adapters; nothing was deleted", body = DetailBody),
 ))]
 pub(super) async fn delete(
-    api: State,
+    api: ApiState,
     Extension(begun): Extension<Begun>,
     body: Payload,
-) -> Result<Audited<Outcome>, ApiError> {
+) -> Result<Audited<DeleteOutcome>, ApiError> {
     let engine = Arc::clone(engine(&api)?);
     let read = body.read(|bytes| {
         let mut request: Deletion = required(bytes)?;
@@ -384,7 +385,7 @@ pub(super) async fn delete(
     let did = format!("{} keys in {tier}, force {force}", keys.len());
     begun.set(&did);
     let outcome = run_change(async move {
-        let mut outcome = Outcome::default();
+        let mut outcome = DeleteOutcome::default();
         if tier != "l2" {
             let (engine, keys) = (Arc::clone(&engine), Arc::clone(&keys));
             let removed = run_blocking(move || engine.admin().delete_objects(&keys, force)).await?;
@@ -422,7 +423,7 @@ fn keys(keys: Vec<Key>) -> Result<Vec<ObjectKey>, ApiError> {
     Ok(keys.into_iter().flatten().collect())
 }
 
-impl Outcome {
+impl DeleteOutcome {
     fn add(&mut self, name: &str, counts: TierOutcome) {
         self.deleted += counts.deleted;
         self.skipped += counts.skipped;

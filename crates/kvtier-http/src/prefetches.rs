@@ -8,7 +8,7 @@ use utoipa::ToSchema;
 use super::audit::{Audited, audited, hidden};
 use super::body::{TierName, required};
 use super::payload::Payload;
-use super::{Answer, ApiError, DetailBody, State, detail, engine};
+use super::{ApiError, ApiState, DetailBody, JsonAnswer, detail, engine};
 use kvtier_engine::{Engine, PrefetchError, PrefetchJob};
 
 /// Largest body: as many tokens as are allowed, of ten digits each, with space for commas and blanks.
@@ -60,7 +60,7 @@ pub(super) struct Submitted {
     (status = 503, description = "No worker is registered for the model, or there are no adapters", body = DetailBody),
 ))]
 pub(super) async fn submit(
-    api: State,
+    api: ApiState,
     body: Payload<BODY_LIMIT>,
 ) -> Result<(StatusCode, Audited<Submitted>), ApiError> {
     let engine = std::sync::Arc::clone(engine(&api)?);
@@ -150,9 +150,9 @@ struct PrefetchResult {
         (status = 503, description = "The engine is not there yet", body = DetailBody),
     ))]
 pub(super) async fn result(
-    api: State,
+    api: ApiState,
     Path(request_id): Path<String>,
-) -> Result<Answer<Prefetch>, ApiError> {
+) -> Result<JsonAnswer<Prefetch>, ApiError> {
     let unknown = || {
         let text = format!(
             "unknown prefetch request_id='{request_id}' (already completed or never submitted)"
@@ -175,7 +175,7 @@ pub(super) async fn result(
             ("completed", Some(result))
         }
     };
-    Ok(Answer(Prefetch {
+    Ok(JsonAnswer(Prefetch {
         request_id,
         status,
         result,

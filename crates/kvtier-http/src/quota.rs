@@ -21,8 +21,8 @@ use super::payload::Payload;
 use super::query::Query;
 use super::quota_body::{Wanted, clip, gib, parse_many};
 use super::{
-    Answer, Api, ApiError, DetailBody, ErrorBody, NO_ENGINE, State, detail, error, run_blocking,
-    status_of,
+    Api, ApiError, ApiState, DetailBody, ErrorBody, JsonAnswer, NO_ENGINE, detail, error,
+    run_blocking, status_of,
 };
 use kvtier_common::error::Error;
 use kvtier_config::Limit;
@@ -49,14 +49,14 @@ fn failure(failed: Error) -> ApiError {
     error(status_of(failed.kind()), failed.to_string())
 }
 
-fn engine(api: &State) -> Result<&Arc<Engine>, ApiError> {
+fn engine(api: &ApiState) -> Result<&Arc<Engine>, ApiError> {
     let none = || error(StatusCode::SERVICE_UNAVAILABLE, NO_ENGINE);
     api.engine.get().ok_or_else(none)
 }
 
 /// The tenant that a path names.
 fn salt(
-    api: &State,
+    api: &ApiState,
     role: Role,
     path: Result<Path<String>, PathRejection>,
 ) -> Result<String, ApiError> {
@@ -103,7 +103,7 @@ pub(super) fn shown(salt: &str) -> &str {
 }
 
 /// Makes changes, all or none; says how many of the entries were there before.
-async fn change(api: &State, changes: Changes, what: &'static str) -> Result<usize, ApiError> {
+async fn change(api: &ApiState, changes: Changes, what: &'static str) -> Result<usize, ApiError> {
     let quotas = Arc::clone(engine(api)?.quotas());
     let outcome = run_blocking(move || {
         let salts: Vec<_> = changes.iter().map(|(salt, _)| Arc::clone(salt)).collect();
@@ -125,7 +125,7 @@ async fn change(api: &State, changes: Changes, what: &'static str) -> Result<usi
 /// The answer to a change, with its audit line. Beyond LMCache's it reports a change that a restart loses, or that has no
 /// effect.
 fn changed(
-    api: &State,
+    api: &ApiState,
     did: String,
     mut change: QuotaChange,
 ) -> Result<Audited<QuotaChange>, ApiError> {
@@ -147,7 +147,10 @@ fn changed(
     (status = 500, description = "The file could not be written; nothing was changed", body = ErrorBody),
     (status = 503, description = "The engine is not there yet", body = ErrorBody),
 ))]
-async fn put_all(api: State, body: Payload<BODY_LIMIT>) -> Result<Audited<QuotaChange>, ApiError> {
+async fn put_all(
+    api: ApiState,
+    body: Payload<BODY_LIMIT>,
+) -> Result<Audited<QuotaChange>, ApiError> {
     let engine = Arc::clone(engine(&api)?);
     let changes = body.read(move |bytes| changes(&engine, bytes));
     let changes = changes.await?.map_err(failure)?;
@@ -189,7 +192,7 @@ fn changes(engine: &Engine, bytes: &[u8]) -> Result<Changes, Error> {
         (status = 503, description = "The engine is not there yet", body = ErrorBody),
     ))]
 async fn put(
-    api: State,
+    api: ApiState,
     path: Result<Path<String>, PathRejection>,
     body: Payload,
 ) -> Result<Audited<QuotaChange>, ApiError> {
@@ -220,7 +223,7 @@ async fn put(
         (status = 503, description = "The engine is not there yet", body = ErrorBody),
     ))]
 async fn delete(
-    api: State,
+    api: ApiState,
     path: Result<Path<String>, PathRejection>,
 ) -> Result<Audited<QuotaChange>, ApiError> {
     let salt = salt(&api, Role::Admin, path)?;
@@ -246,10 +249,10 @@ async fn delete(
         (status = 503, description = "The engine is not there yet", body = ErrorBody),
     ))]
 async fn get(
-    api: State,
+    api: ApiState,
     Extension(role): Extension<Role>,
     path: Result<Path<String>, PathRejection>,
-) -> Result<Answer<Tenant>, ApiError> {
+) -> Result<JsonAnswer<Tenant>, ApiError> {
     let salt = salt(&api, role, path)?;
     let quotas = Arc::clone(engine(&api)?.quotas());
     let tenant = run_blocking(move || Tenant {
@@ -257,7 +260,7 @@ async fn get(
         persisted: Some(quotas.is_persistent()),
         ..whole(&quotas.look(), &salt)
     });
-    tenant.await.map(Answer)
+    tenant.await.map(JsonAnswer)
 }
 
 /// The tenants that have a quota.
@@ -276,9 +279,9 @@ async fn get(
         (status = 503, description = "The engine is not there yet", body = ErrorBody),
     ))]
 async fn list(
-    api: State,
+    api: ApiState,
     extract::Query(query): extract::Query<HashMap<String, String>>,
-) -> Result<Answer<TenantPage>, ApiError> {
+) -> Result<JsonAnswer<TenantPage>, ApiError> {
     let query = Query(query);
     let page_size = match query.text("page_size") {
         None => None,
@@ -299,7 +302,7 @@ async fn list(
             page(&look, look.table().behind(behind), page_size)
         }
     });
-    page.await.map(Answer)
+    page.await.map(JsonAnswer)
 }
 
 /// `page_size` of these tenants, in full; without a size all of them, in brief.

@@ -12,7 +12,9 @@ use kvtier_store::tenants::InTier;
 
 use super::query::Query;
 use super::quota::{shown, whole};
-use super::{Answer, ApiError, DetailBody, ErrorBody, NO_ENGINE, State, error, run_blocking};
+use super::{
+    ApiError, ApiState, DetailBody, ErrorBody, JsonAnswer, NO_ENGINE, error, run_blocking,
+};
 
 /// What tenants are sorted by.
 const KEYS: [&str; 6] = [
@@ -44,9 +46,9 @@ const LIMIT: i64 = 500;
         (status = 503, description = "The engine is not there yet", body = ErrorBody),
     ))]
 pub(super) async fn tenants(
-    api: State,
+    api: ApiState,
     extract::Query(query): extract::Query<HashMap<String, String>>,
-) -> Result<Answer<TenantList>, ApiError> {
+) -> Result<JsonAnswer<TenantList>, ApiError> {
     let query = Query(query);
     let sort = query.one_of("sort", &KEYS, "usage")?;
     let usual = if sort == "name" { "asc" } else { "desc" };
@@ -94,7 +96,7 @@ pub(super) async fn tenants(
             tenants: tenants.map(tenant).collect(),
         }
     });
-    list.await.map(Answer)
+    list.await.map(JsonAnswer)
 }
 
 /// What a tenant is sorted by.
