@@ -9,12 +9,12 @@ use kvtier_client::{
 };
 
 use super::context::{Context, block_tokens, geometry};
-use super::record::Outcome;
+use super::record::RunOutcome;
 use crate::pattern;
 
 /// The way of an engine's bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum EngineKind {
     /// The engine copies, into and out of the server's shared pool if there is one.
     Pool,
     /// The engine sends and receives pickled chunks.
@@ -23,7 +23,7 @@ pub(crate) enum Kind {
     Pages,
 }
 
-impl Kind {
+impl EngineKind {
     /// The kind of engines that copy by themselves, as the arguments want it.
     pub(crate) fn of(context: &Context) -> Self {
         if context.args.pickle {
@@ -35,12 +35,12 @@ impl Kind {
 }
 
 /// A prompt and the seeds of its whole chunks.
-pub(crate) struct Job {
+pub(crate) struct PromptJob {
     pub(crate) prompt: Prompt,
     pub(crate) seeds: Vec<u64>,
 }
 
-impl Job {
+impl PromptJob {
     pub(crate) fn new(tenant: &str, tokens: &[u32], chunk_tokens: usize) -> Self {
         Self {
             prompt: Prompt::new(tokens),
@@ -78,17 +78,17 @@ impl Engine {
     /// Registers. A request has at most `max_chunks` chunks.
     pub(crate) fn start(
         context: &Context,
-        kind: Kind,
+        kind: EngineKind,
         scope: &Scope,
         chunk_bytes: u64,
         max_chunks: u64,
     ) -> anyhow::Result<Self> {
         let worker = match kind {
-            Kind::Pages => paged(context, scope, chunk_bytes, max_chunks)?,
+            EngineKind::Pages => paged(context, scope, chunk_bytes, max_chunks)?,
             kind => Worker::EngineDriven(context.engine_driven(
                 scope,
                 chunk_bytes,
-                kind == Kind::Pickle,
+                kind == EngineKind::Pickle,
             )?),
         };
         Ok(Self {
@@ -99,22 +99,22 @@ impl Engine {
     }
 
     /// The actual way of its bytes: without a shared pool, engines that copy by themselves pickle.
-    pub(crate) fn kind(&self) -> Kind {
+    pub(crate) fn kind(&self) -> EngineKind {
         match &self.worker {
             Worker::EngineDriven(worker) => match worker.transport() {
-                Transport::SharedPool => Kind::Pool,
-                Transport::Pickle => Kind::Pickle,
+                Transport::SharedPool => EngineKind::Pool,
+                Transport::Pickle => EngineKind::Pickle,
             },
-            Worker::LmcacheDriven { .. } => Kind::Pages,
+            Worker::LmcacheDriven { .. } => EngineKind::Pages,
         }
     }
 
     /// Name of the row for this operation.
     pub(crate) fn row_name(&self, operation: &str) -> String {
         match self.kind() {
-            Kind::Pool => format!("engine-driven {operation} (shm)"),
-            Kind::Pickle => format!("engine-driven {operation} (pickle)"),
-            Kind::Pages => format!("lmcache-driven {operation}"),
+            EngineKind::Pool => format!("engine-driven {operation} (shm)"),
+            EngineKind::Pickle => format!("engine-driven {operation} (pickle)"),
+            EngineKind::Pages => format!("lmcache-driven {operation}"),
         }
     }
 
@@ -155,7 +155,7 @@ impl Engine {
     }
 
     /// Chunks of the longest cached prefix.
-    pub(crate) fn lookup(&mut self, job: &Job, request: &str) -> anyhow::Result<usize> {
+    pub(crate) fn lookup(&mut self, job: &PromptJob, request: &str) -> anyhow::Result<usize> {
         let hits = match &mut self.worker {
             Worker::EngineDriven(worker) => worker.lookup(&job.prompt, request)?,
             Worker::LmcacheDriven { worker, .. } => worker.lookup(&job.prompt, request)?,
@@ -167,7 +167,7 @@ impl Engine {
     /// that has not the bytes of its seed.
     pub(crate) fn retrieve(
         &mut self,
-        job: &Job,
+        job: &PromptJob,
         request: &str,
         chunks: usize,
         mut wrong: impl FnMut(usize),
@@ -243,7 +243,7 @@ impl Engine {
     /// Stores the chunks from `first` on, which were prepared; none if the server could not. The server may take fewer.
     pub(crate) fn store(
         &mut self,
-        job: &Job,
+        job: &PromptJob,
         request: &str,
         first: usize,
     ) -> anyhow::Result<Option<Moved>> {
@@ -273,10 +273,10 @@ impl Engine {
     /// Looks a request's prompt up, which was due at `start`; returns the hits.
     pub(crate) fn look_up(
         &mut self,
-        job: &Job,
+        job: &PromptJob,
         request: &str,
         start: Instant,
-        outcome: &mut Outcome,
+        outcome: &mut RunOutcome,
     ) -> anyhow::Result<usize> {
         let (hits, all) = (self.lookup(job, request)?, job.seeds.len());
         outcome.lookups.success(start.elapsed(), 0);
@@ -294,14 +294,14 @@ impl Engine {
     /// Completes a request after its lookup: retrieves the hits, stores the rest, and ends the session.
     pub(crate) fn complete(
         &mut self,
-        job: &Job,
+        job: &PromptJob,
         request: &str,
         hits: usize,
-        outcome: &mut Outcome,
+        outcome: &mut RunOutcome,
     ) -> anyhow::Result<()> {
         // A server with a pool offers it to all engines, and learns from an engine's first pickled chunk that it does not use
         // the pool; until then the engine's retrieves are misses.
-        let may_miss = self.kind() == Kind::Pickle && !self.has_stored;
+        let may_miss = self.kind() == EngineKind::Pickle && !self.has_stored;
         let retrieves = &mut outcome.retrieves;
         if hits > 0 {
             let wrong = |chunk| retrieves.mismatch(|| format!("chunk {chunk} of {request}"));

@@ -35,7 +35,7 @@ use anyhow::Context as _;
 pub use args::BenchArgs;
 use args::{BenchCommand, LoadArgs, Scenario};
 use context::Context;
-use engine::Kind;
+use engine::EngineKind;
 use report::Report;
 
 use crate::cli::USAGE;
@@ -96,8 +96,8 @@ fn scenarios(context: &Context, report: &mut Report) -> anyhow::Result<()> {
             Scenario::LookupMiss => lookups::miss(context, report),
             Scenario::RetrieveBookkeeping => latency::retrieve_bookkeeping(context, report),
             Scenario::StoreBookkeeping => latency::store_bookkeeping(context, report),
-            Scenario::EngineDriven => transfer::run(context, report, Kind::of(context)),
-            Scenario::LmcacheDriven => transfer::run(context, report, Kind::Pages),
+            Scenario::EngineDriven => transfer::run(context, report, EngineKind::of(context)),
+            Scenario::LmcacheDriven => transfer::run(context, report, EngineKind::Pages),
             Scenario::Mixed => mixed::run(context, report),
             Scenario::Replay => replay::run(context, report),
             Scenario::Tenants => tenants::run(context, report),

@@ -117,7 +117,7 @@ pub(crate) fn median(mut values: Vec<f64>) -> Option<f64> {
 
 /// Results of requests that are looked up, retrieved and stored.
 #[derive(Debug, Clone, Default)]
-pub(crate) struct Outcome {
+pub(crate) struct RunOutcome {
     pub(crate) lookups: Recorder,
     pub(crate) retrieves: Recorder,
     pub(crate) stores: Recorder,
@@ -125,7 +125,7 @@ pub(crate) struct Outcome {
     pub(crate) hit_tokens: u64,
 }
 
-impl Outcome {
+impl RunOutcome {
     /// Adds the results of other requests.
     pub(crate) fn add(&mut self, other: Self) {
         self.lookups.add(other.lookups);

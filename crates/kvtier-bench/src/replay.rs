@@ -12,8 +12,8 @@ use serde::Deserialize;
 
 use super::args::NEEDS_TRACE;
 use super::context::{Context, joined};
-use super::engine::{Engine, Job, Kind};
-use super::record::{Outcome, Row};
+use super::engine::{Engine, EngineKind, PromptJob};
+use super::record::{Row, RunOutcome};
 use super::report::Report;
 use crate::pattern;
 
@@ -44,7 +44,7 @@ pub(crate) fn run(context: &Context, report: &mut Report) -> anyhow::Result<()> 
         .map(|_| {
             Engine::start(
                 context,
-                Kind::of(context),
+                EngineKind::of(context),
                 &scope,
                 context.args.small_chunk_bytes,
                 0,
@@ -58,7 +58,7 @@ pub(crate) fn run(context: &Context, report: &mut Report) -> anyhow::Result<()> 
             .map(|mut engine| {
                 let (queue, bar) = (&queue, &bar);
                 threads.spawn(move || {
-                    let mut outcome = Outcome::default();
+                    let mut outcome = RunOutcome::default();
                     while !context.is_stopped() {
                         let next = queue.lock().map_or(None, |mut lines| lines.next());
                         let Some(line) = next else { break };
@@ -83,7 +83,7 @@ pub(crate) fn run(context: &Context, report: &mut Report) -> anyhow::Result<()> 
     });
     let wall = started.elapsed();
     bar.finish_and_clear();
-    let mut all = Outcome::default();
+    let mut all = RunOutcome::default();
     for outcome in outcomes {
         all.add(joined(outcome)?);
     }
@@ -109,10 +109,10 @@ fn replay(
     engine: &mut Engine,
     line: &Line,
     due: Option<Instant>,
-    outcome: &mut Outcome,
+    outcome: &mut RunOutcome,
 ) -> anyhow::Result<()> {
     let tokens = tokens(context.args.seed, line);
-    let job = Job::new("", &tokens, context.chunk_tokens);
+    let job = PromptJob::new("", &tokens, context.chunk_tokens);
     let request = context.request_id();
     let start = due.unwrap_or_else(Instant::now);
     let hits = engine.look_up(&job, &request, start, outcome)?;

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::context::Context;
-use super::engine::{Engine, Job, Kind};
+use super::engine::{Engine, EngineKind, PromptJob};
 use super::memcpy::{self, Way};
 use super::record::{Recorder, Row};
 use super::report::Report;
@@ -24,10 +24,10 @@ fn jobs(context: &Context, chunk_bytes: usize) -> (u64, u64) {
     }
 }
 
-fn job(context: &Context, number: u64) -> Job {
+fn job(context: &Context, number: u64) -> PromptJob {
     let count = context.chunk_tokens * context.args.chunks_per_request as usize;
     let tokens = context.tokens(3 << 40 | number, count);
-    Job::new("", &tokens, context.chunk_tokens)
+    PromptJob::new("", &tokens, context.chunk_tokens)
 }
 
 /// Page faults of this thread without I/O: 256 per MiB if it touches all pages for the first time.
@@ -41,11 +41,11 @@ fn page_faults() -> u64 {
 
 /// Measures stores and retrieves of one kind of worker. One whose pages the server copies stores from some blocks and retrieves
 /// into others.
-pub(crate) fn run(context: &Context, report: &mut Report, kind: Kind) -> anyhow::Result<()> {
+pub(crate) fn run(context: &Context, report: &mut Report, kind: EngineKind) -> anyhow::Result<()> {
     let chunks = context.args.chunks_per_request;
     let name = match kind {
-        Kind::Pages => "lmcache-driven",
-        Kind::Pool | Kind::Pickle => "engine-driven",
+        EngineKind::Pages => "lmcache-driven",
+        EngineKind::Pool | EngineKind::Pickle => "engine-driven",
     };
     let (scope, wanted) = (context.scope(name), chunks as usize);
     let bytes = context.args.chunk_bytes;

@@ -2,7 +2,7 @@
 
 use kvtier_core::random::SplitMix64;
 
-use crate::engine::Job;
+use crate::engine::PromptJob;
 use crate::pattern;
 
 /// Tokens of the system prompt: no multiple of a chunk, as in practice.
@@ -51,8 +51,8 @@ impl Conversation {
     }
 
     /// The request of a turn: the whole conversation up to its question. None after the last turn.
-    pub(super) fn job(&self, tenant: &str, turn: usize, chunk_tokens: usize) -> Option<Job> {
+    pub(super) fn job(&self, tenant: &str, turn: usize, chunk_tokens: usize) -> Option<PromptJob> {
         let tokens = &self.tokens[..*self.ends.get(turn)?];
-        Some(Job::new(tenant, tokens, chunk_tokens))
+        Some(PromptJob::new(tenant, tokens, chunk_tokens))
     }
 }

@@ -9,8 +9,8 @@ use kvtier_core::random::SplitMix64;
 
 use super::Demo;
 use super::conversation::Conversation;
-use crate::engine::{Engine, Kind};
-use crate::record::{Outcome, Recorder};
+use crate::engine::{Engine, EngineKind};
+use crate::record::{Recorder, RunOutcome};
 
 /// The tenants. One has no name: requests without a salt are of a tenant like any other.
 pub(super) const TENANTS: [&str; 4] = ["blue", "green", "red", ""];
@@ -26,7 +26,7 @@ const FOREIGN_LOOKUP_INTERVAL: u64 = 4;
 /// A hit beyond the started ones is another tenant's data, or none; while nothing is evicted, a hit short of the answered
 /// ones is lost data.
 #[derive(Debug, Default)]
-pub(super) struct Ledger {
+pub(super) struct ChunkLedger {
     pub(super) started: Chunks,
     pub(super) stored: Chunks,
 }
@@ -57,10 +57,10 @@ impl Chunks {
 }
 
 /// The engine of a tenant.
-pub(super) fn engine(demo: &Demo<'_>, kind: Kind, tenant: &str) -> anyhow::Result<Engine> {
+pub(super) fn engine(demo: &Demo<'_>, kind: EngineKind, tenant: &str) -> anyhow::Result<Engine> {
     // Objects have the format of their engine's pages, if it has pages, so these engines share none with the others.
     let model = match kind {
-        Kind::Pages => "kvtier/demo-pages",
+        EngineKind::Pages => "kvtier/demo-pages",
         _ => "kvtier/demo",
     };
     let (scope, tokens) = (Scope::new(model).with_salt(tenant), demo.chunk_tokens());
@@ -70,12 +70,12 @@ pub(super) fn engine(demo: &Demo<'_>, kind: Kind, tenant: &str) -> anyhow::Resul
 
 /// The engines of one kind, one per tenant, and their results.
 pub(super) struct Group {
-    kind: Kind,
+    kind: EngineKind,
     engines: Vec<Engine>,
     random: SplitMix64,
     /// Results of this phase, and of those before.
-    pub(super) outcome: Outcome,
-    pub(super) total: Outcome,
+    pub(super) outcome: RunOutcome,
+    pub(super) total: RunOutcome,
     /// Lookups of another tenant's prompt, and refused retrieves beyond their hits.
     pub(super) foreign: (u64, u64),
     /// Answers that were wrong in another way than the outcome tells.
@@ -83,14 +83,14 @@ pub(super) struct Group {
 }
 
 impl Group {
-    pub(super) fn start(demo: &Demo<'_>, kind: Kind) -> anyhow::Result<Self> {
+    pub(super) fn start(demo: &Demo<'_>, kind: EngineKind) -> anyhow::Result<Self> {
         let engines = TENANTS.iter().map(|tenant| engine(demo, kind, tenant));
         Ok(Self {
             kind,
             engines: engines.collect::<anyhow::Result<_>>()?,
             random: SplitMix64::new(demo.args.seed ^ (kind as u64) << 32),
-            outcome: Outcome::default(),
-            total: Outcome::default(),
+            outcome: RunOutcome::default(),
+            total: RunOutcome::default(),
             foreign: (0, 0),
             faults: Recorder::default(),
         })

@@ -28,11 +28,11 @@ use kvtier_server::{Server, ServerConfig};
 use crate::args::LoadArgs;
 use crate::cli::stop::{INTERRUPTED, stop_flag};
 use crate::context::Context;
-use crate::engine::Kind;
-use crate::record::{Outcome, Recorder, Row};
+use crate::engine::EngineKind;
+use crate::record::{Recorder, Row, RunOutcome};
 use crate::report::Report;
 use conversation::Conversation;
-use group::{Group, Ledger, TENANTS, TOKEN_BYTES, engine};
+use group::{ChunkLedger, Group, TENANTS, TOKEN_BYTES, engine};
 
 /// Prefix of pool names; the process id follows.
 const POOL_PREFIX: &str = "kvtier_demo_";
@@ -187,7 +187,7 @@ struct Demo<'a> {
     bar: ProgressBar,
     began: Instant,
     /// One of the engines that copy by themselves, and one of the others, which share nothing with them.
-    ledgers: [Ledger; 2],
+    ledgers: [ChunkLedger; 2],
 }
 
 impl Demo<'_> {
@@ -199,8 +199,8 @@ impl Demo<'_> {
         conversation::max_chunks(self.args.turns, self.chunk_tokens())
     }
 
-    fn ledger(&self, kind: Kind) -> &Ledger {
-        &self.ledgers[usize::from(kind == Kind::Pages)]
+    fn ledger(&self, kind: EngineKind) -> &ChunkLedger {
+        &self.ledgers[usize::from(kind == EngineKind::Pages)]
     }
 
     fn chunk_bytes(&self) -> u64 {
@@ -209,7 +209,7 @@ impl Demo<'_> {
 
     /// Plays both phases.
     fn play(&self, report: &mut Report) -> anyhow::Result<()> {
-        const KINDS: [Kind; 3] = [Kind::Pool, Kind::Pickle, Kind::Pages];
+        const KINDS: [EngineKind; 3] = [EngineKind::Pool, EngineKind::Pickle, EngineKind::Pages];
         let (max_chunks, engines) = (self.max_chunks(), KINDS.len() * TENANTS.len());
         let l1_bytes = self.server.engine().config().l1_bytes;
         let capacity = (l1_bytes / self.chunk_bytes()) as usize;
@@ -276,7 +276,7 @@ impl Demo<'_> {
         if evicts != (evicted > 0) && !self.context.is_stopped() {
             faults.failure(|| format!("{evicted} objects were evicted"));
         }
-        let (mut all, mut foreign) = (Outcome::default(), (0, 0));
+        let (mut all, mut foreign) = (RunOutcome::default(), (0, 0));
         for group in groups {
             let outcome = std::mem::take(&mut group.outcome);
             all.add(outcome.clone());
@@ -305,7 +305,7 @@ impl Demo<'_> {
     fn recall(&self, report: &mut Report) -> anyhow::Result<()> {
         let mut played = Vec::new();
         for (tenant, number) in TENANTS.into_iter().zip(1..) {
-            let mut engine = engine(self, Kind::Pages, tenant)?;
+            let mut engine = engine(self, EngineKind::Pages, tenant)?;
             let (turns, tokens) = (self.args.turns, self.chunk_tokens());
             let conversation = Conversation::new(self.args.seed, number, turns);
             let job = conversation.job(tenant, turns as usize - 1, tokens);
@@ -320,7 +320,7 @@ impl Demo<'_> {
             engine.connection().end_session(&request)?;
             played.push((engine, job));
         }
-        let (mut outcome, is_empty) = (Outcome::default(), self.empty_l1()?);
+        let (mut outcome, is_empty) = (RunOutcome::default(), self.empty_l1()?);
         for (mut engine, job) in played {
             let request = self.context.request_id();
             if is_empty {
