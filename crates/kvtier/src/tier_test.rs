@@ -190,23 +190,23 @@ impl Tested {
 }
 
 /// A directory that is removed at the end.
-struct Place(PathBuf);
+struct SocketFolder(PathBuf);
 
-impl Drop for Place {
+impl Drop for SocketFolder {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.0);
     }
 }
 
 /// The socket of the program, in a directory of its own if none is given.
-fn socket(args: &TierTestArgs, random: u64) -> anyhow::Result<(PathBuf, Option<Place>)> {
+fn socket(args: &TierTestArgs, random: u64) -> anyhow::Result<(PathBuf, Option<SocketFolder>)> {
     if let Some(path) = &args.socket {
         return Ok((std::path::absolute(path)?, None));
     }
     let directory = std::env::temp_dir().join(format!("{MODEL}-{random:016x}"));
     std::fs::create_dir(&directory)
         .with_context(|| format!("directory {}", directory.display()))?;
-    Ok((directory.join("tier.sock"), Some(Place(directory))))
+    Ok((directory.join("tier.sock"), Some(SocketFolder(directory))))
 }
 
 pub(crate) fn run(args: &TierTestArgs) -> anyhow::Result<ExitCode> {
