@@ -364,10 +364,11 @@ impl Connection {
     /// Drops the wire, and fails what it has taken: the server may have served it, or not.
     fn lose(&mut self, now: Instant) {
         self.wire = None;
-        self.reopen_at = match self.has_answered {
+        self.reopen_at = if self.has_answered {
             // Mostly a server that closed an idle connection, or was started again.
-            true => now,
-            false => now + self.backoff.pause(),
+            now
+        } else {
+            now + self.backoff.pause()
         };
         let unsent = &self.unsent;
         let is_sent = |uid: &u64| !unsent.iter().any(|(unsent, _)| unsent == uid);

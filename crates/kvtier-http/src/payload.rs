@@ -68,10 +68,11 @@ impl<const LIMIT: usize> Payload<LIMIT> {
         self,
         read: impl FnOnce(&[u8]) -> T + Send + 'static,
     ) -> Result<T, ApiError> {
-        let turn = match self.bytes.len() > SMALL {
+        let turn = if self.bytes.len() > SMALL {
             // Never closed.
-            true => Arc::clone(&self.bodies.turn).acquire_owned().await.ok(),
-            false => None,
+            Arc::clone(&self.bodies.turn).acquire_owned().await.ok()
+        } else {
+            None
         };
         run_blocking(move || {
             // Also of a request whose client has disconnected.

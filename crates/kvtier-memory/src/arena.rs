@@ -190,11 +190,12 @@ impl Arena {
             return Ok(());
         }
         resize(shm.file(), self.len(), &place)?;
-        match self.kind.is_huge() {
+        if self.kind.is_huge() {
             // Its mapping has reserved the pages.
-            true => (self.mapping.allow_writes()).map_err(|e| system_error("write", &place, e)),
-            false => Ok(()),
+            let allowed = self.mapping.allow_writes();
+            allowed.map_err(|e| system_error("write", &place, e))?;
         }
+        Ok(())
     }
 
     /// Bytes of its segment now; of an arena without one, its own.

@@ -318,10 +318,11 @@ impl Wire {
         if !self.is_ready() || self.pinged.is_some() {
             return Err(Errno::TIMEDOUT.into());
         }
-        match self.session.ping() {
-            true => self.pinged = Some(now),
+        if self.session.ping() {
+            self.pinged = Some(now);
+        } else {
             // A server of ZMTP 3.0: TCP keepalive watches it.
-            false => self.heard = now,
+            self.heard = now;
         }
         Ok(())
     }

@@ -151,10 +151,13 @@ impl Collector {
         requests: &SendRequest<Bytes>,
         message: &[u8],
     ) -> Result<(u64, String), Failure> {
-        let failed = |error: h2::Error| match error.is_reset() {
-            // Of this call alone.
-            true => unavailable("HTTP/2")(&error),
-            false => Failure::Disconnected(format!("HTTP/2: {error}")),
+        let failed = |error: h2::Error| {
+            // A reset is of this call alone.
+            if error.is_reset() {
+                unavailable("HTTP/2")(&error)
+            } else {
+                Failure::Disconnected(format!("HTTP/2: {error}"))
+            }
         };
         let mut request = Request::new(());
         *request.method_mut() = Method::POST;
