@@ -66,6 +66,18 @@ struct InFlight {
 ///
 /// The typed calls ([`Connection::lookup`] and so on) send one request and wait for its reply; [`Connection::send`] and
 /// [`Connection::receive`] keep several in flight.
+///
+/// ```no_run
+/// use kvtier_client::{Connection, Prompt, Scope};
+///
+/// let mut connection = Connection::connect("localhost:5555")?;
+/// let chunk_tokens = connection.get_chunk_size()?;
+/// let (scope, prompt) = (Scope::new("some/model"), Prompt::new(&[1; 512]));
+/// let key = scope.scheduler_key(&prompt, prompt.whole_chunks(chunk_tokens), "request-1");
+/// println!("{} chunks are cached", connection.lookup_hits(&key)?);
+/// connection.end_session("request-1")?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct Connection {
     address: Address,
     endpoint: String,

@@ -113,6 +113,18 @@ pub enum Parsed {
 }
 
 /// A checked configuration: the flags, and what follows from them and from the machine. Every value is in its range.
+///
+/// ```
+/// use kvtier_config::ServerConfig;
+///
+/// let config = ServerConfig::from_flags(&["--l1-size-gb", "1", "--port", "6000"])?;
+/// assert_eq!(config.l1_bytes, 1 << 30);
+/// assert_eq!(config.bind_address(), "tcp://127.0.0.1:6000");
+///
+/// let error = ServerConfig::from_flags(&["--l1-size-gb", "-1"]).unwrap_err();
+/// assert!(error.to_string().contains("--l1-size-gb"));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct ServerConfig {
     /// The flags. A value that needs no more than its parser is read from here.

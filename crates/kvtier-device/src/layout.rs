@@ -13,6 +13,30 @@ use crate::spec::{Engine, GroupSpec, LayoutHints, MemorySpec, TensorSpec};
 ///
 /// An object of an object group is the concatenation, without padding, of each kernel group's
 /// array `[kv_size, layers, slots, NH * HS]`, row-major, and token-major for any page format.
+///
+/// ```
+/// use kvtier_device::{
+///     BlockTable, ChunkRequest, Engine, KvLayout, LayoutHints, MemorySpec, PlannedCopy, TensorSpec,
+/// };
+///
+/// // Keys and values of 4 blocks: 2 heads, 16 tokens, 8 elements.
+/// let tensor = TensorSpec {
+///     memory: MemorySpec::CpuShm { name: "/pages".into(), nbytes: 4096 },
+///     dtype_size: 2,
+///     dtype_name: "bfloat16".into(),
+///     shape: vec![2, 4, 2, 16, 8],
+///     stride: vec![1024, 256, 128, 8, 1],
+///     storage_offset: 0,
+/// };
+/// let hints = LayoutHints::default();
+/// let layout = KvLayout::detect(&[tensor], Engine::Vllm, &hints, &[], 32, false)?;
+/// let blocks = BlockTable::check(&layout, &[[3, 0]], 1)?;
+/// let (mut copies, request) = (Vec::new(), ChunkRequest { object_group: 0, chunk: 0, skip_tokens: 0 });
+/// request.plan(&layout, &blocks, &mut copies)?;
+/// let bytes: u64 = copies.iter().map(PlannedCopy::bytes).sum();
+/// assert_eq!(bytes, layout.object_groups()[0].object_bytes);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct KvLayout {
     pub(crate) id: u64,

@@ -123,6 +123,19 @@ fn open_state(config: &ServerConfig) -> Result<Result<StateDir>> {
 }
 
 /// The cache engine.
+///
+/// ```
+/// use std::sync::Arc;
+///
+/// use kvtier_config::ServerConfig;
+/// use kvtier_engine::Engine;
+/// use kvtier_observe::metrics::Metrics;
+///
+/// let config = ServerConfig::from_flags(&["--l1-size-gb", "0.0078125", "--shm-name", ""])?;
+/// let engine = Engine::new(Arc::new(config), Arc::new(Metrics::new()))?;
+/// assert!(engine.scrape().contains("kvtier_l1_objects 0"));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct Engine {
     context: Arc<Context>,
     admin: Admin,

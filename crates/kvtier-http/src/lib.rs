@@ -61,6 +61,23 @@ const REQUEST_TIMEOUT: Duration = Duration::from_secs(30);
 pub type Reload = Arc<dyn Fn() -> Result<Reloaded> + Send + Sync>;
 
 /// What the routes read.
+///
+/// ```
+/// # use std::sync::{Arc, OnceLock};
+/// use kvtier_http::{Access, Api, Bodies, Dashboard, Health};
+///
+/// let config = kvtier_config::ServerConfig::from_flags(&[])?;
+/// let api = Api {
+///     engine: OnceLock::new(),
+///     reload: OnceLock::new(),
+///     health: Arc::new(Health::default()),
+///     access: Arc::new(Access::open(&config.http)?),
+///     bodies: Arc::new(Bodies::default()),
+///     dashboard: Arc::new(Dashboard::new(Vec::new)),
+/// };
+/// assert_eq!(api.health.reason().as_deref(), Some("engine not initialized"));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct Api {
     /// The engine, once it is there.
     pub engine: OnceLock<Arc<Engine>>,

@@ -57,6 +57,22 @@ const MIN_BLOCKING: u64 = 64 << 10;
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Adapter of a tier in a process of its own.
+///
+/// ```
+/// use kvtier_l2::{Adapter as _, Registry};
+/// use kvtier_l2_process::{PROCESS, ProcessAdapter, ProcessOptions};
+///
+/// # tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
+/// let config = r#"{"type": "process", "socket_path": "/run/tier.sock"}"#;
+/// let config = Registry::of(&[PROCESS]).parse_json(config)?;
+/// let adapter = ProcessAdapter::open(&ProcessOptions::of(&config));
+/// assert_eq!(adapter.kind(), "process");
+/// // The process has not said yet what it keeps.
+/// assert_eq!(adapter.keeps_metadata(), None);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # })?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct ProcessAdapter {
     shared: Arc<ProcessTier>,
     /// Whether it is open. Calls in flight hold it for reading, and the end waits for them.

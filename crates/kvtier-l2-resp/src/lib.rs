@@ -85,6 +85,19 @@ const MAX_VALUE: u64 = 512 << 20;
 const KEYS_PER_CALL: usize = 128;
 
 /// Adapter of a server or a cluster.
+///
+/// ```
+/// use kvtier_l2::Adapter as _;
+/// use kvtier_l2_resp::{Address, RespAdapter, RespOptions};
+///
+/// # tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
+/// let address = Address::Tcp("localhost".into(), 6379);
+/// let adapter = RespAdapter::open("valkey", &RespOptions::new(address));
+/// // Connections are made by the first calls.
+/// assert!(adapter.capabilities().shared);
+/// # });
+/// # Ok::<(), std::io::Error>(())
+/// ```
 pub struct RespAdapter {
     kind: &'static str,
     options: Arc<RespOptions>,

@@ -53,6 +53,20 @@ pub use options::S3Options;
 const MAX_ANSWER: usize = 64 << 10;
 
 /// Adapter of a bucket.
+///
+/// ```
+/// use kvtier_l2::Registry;
+/// use kvtier_l2_s3::S3;
+///
+/// # tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
+/// let config = r#"{"type": "s3", "s3_endpoint": "kv.s3.example", "s3_region": "eu-west-1"}"#;
+/// let registry = Registry::of(&[S3]);
+/// let adapter = registry.open(&registry.parse_json(config)?)?;
+/// assert!(adapter.capabilities().shared);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # })?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct S3Adapter {
     shared: Arc<Shared>,
 }

@@ -92,6 +92,20 @@ impl ArenaKind {
 
 /// One block of memory. Its bytes are reached by [`Extent`], bounds-checked, through `&self`. The
 /// caller decides when an extent may be touched (see the crate's notes).
+///
+/// ```
+/// use kvtier_memory::{Arena, ArenaKind, Extent};
+///
+/// let arena = Arena::create(ArenaKind::Anonymous, 1 << 20)?;
+/// let extent = Extent::new(4096, 5);
+/// arena.write(extent, 0, b"bytes")?;
+/// let mut read = [0; 3];
+/// arena.read(extent, 2, &mut read)?;
+/// assert_eq!(&read, b"tes");
+/// // Nothing outside the extent is touched.
+/// assert!(arena.write(extent, 3, b"more").is_err());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct Arena {
     mapping: Mapping,
     kind: ArenaKind,

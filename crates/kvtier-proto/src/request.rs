@@ -34,6 +34,21 @@ pub const ABORT_STORE: &[u8] = b"kvtier.abort";
     missing_docs,
     reason = "fields carry their wire names; see the operations' documentation"
 )]
+///
+/// ```
+/// use kvtier_proto::generation::Generation;
+/// use kvtier_proto::key::VecTokens;
+/// use kvtier_proto::operation::Operation;
+/// use kvtier_proto::request::{InstanceId, Request};
+///
+/// let ping: Request<'_, Vec<u32>> = Request::Ping { instance: Some(InstanceId(7)) };
+/// let spec = Generation::G6.spec(Operation::Ping).ok_or("not served")?;
+/// let frames = ping.encode(spec)?;
+/// assert_eq!(frames, [[7]]);
+/// let frames: Vec<&[u8]> = frames.iter().map(Vec::as_slice).collect();
+/// assert_eq!(Request::decode(spec, &frames, &mut VecTokens)?, ping);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub enum Request<'a, T> {
     RegisterKvCache(Registration<'a>),
     UnregisterKvCache {

@@ -42,6 +42,19 @@ const LAST_WORDS: Duration = Duration::from_millis(200);
 const MAX_PAUSE: Duration = Duration::from_secs(10);
 
 /// A running server. Dropping it stops it.
+///
+/// ```
+/// use kvtier_client::Connection;
+/// use kvtier_server::{Server, ServerConfig};
+///
+/// let flags = "--port 0 --http-port 0 --l1-size-gb 0.0078125 --chunk-size 64 --shm-name=";
+/// let flags: Vec<&str> = flags.split(' ').collect();
+/// let server = Server::start(ServerConfig::from_flags(&flags)?)?;
+/// let mut connection = Connection::connect(server.endpoint())?;
+/// assert_eq!(connection.get_chunk_size()?, 64);
+/// server.stop();
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct Server {
     engine: Arc<Engine>,
     /// After the engine: dropping it closes the request port.

@@ -82,6 +82,18 @@ pub struct AllocatorStats {
 /// All operations take O(log n) in the number of extents and never rebuild a table, so none is
 /// much slower than the others. Offsets and sizes are counted in units of the alignment, in
 /// 31 bits: 8 TiB at the default 4096 bytes.
+///
+/// ```
+/// use kvtier_common::extent::FreeExtents;
+///
+/// let mut free = FreeExtents::new(64 << 10)?;
+/// let extent = free.allocate(5000)?;
+/// // Whole units of 4096 bytes.
+/// assert_eq!(free.used(), 8192);
+/// free.free(extent)?;
+/// assert_eq!(free.largest_free(), 64 << 10);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 #[derive(Debug)]
 pub struct FreeExtents {
     /// log2 of the alignment.

@@ -137,6 +137,38 @@ pub struct BrokenInvariant {
 }
 
 /// Handle to a cache; clones share it. All times are since one fixed moment, such as the process's start.
+///
+/// ```
+/// # use kvtier_core::cache::{Cache, CacheConfig, Extent, ExtentAllocator, ReserveRequest};
+/// # use kvtier_core::{ChunkHash, Namespace};
+/// # use std::{sync::Arc, time::Duration};
+/// # struct Bytes(u64);
+/// # impl ExtentAllocator for Bytes {
+/// #     fn allocate(&mut self, bytes: u64, _: u32) -> Option<Extent> {
+/// #         self.0 += bytes;
+/// #         Some(Extent::new(self.0 - bytes, bytes))
+/// #     }
+/// #     fn free(&mut self, extent: Extent) {
+/// #         self.0 -= extent.len;
+/// #     }
+/// #     fn capacity(&self) -> u64 {
+/// #         4096
+/// #     }
+/// #     fn used(&self) -> u64 {
+/// #         self.0
+/// #     }
+/// # }
+/// let cache = Cache::new(Bytes(0), CacheConfig::default());
+/// let namespace = Arc::new(Namespace::new("some/model", 0, 0, 0, "")?);
+/// let (now, hashes) = (Duration::ZERO, [ChunkHash([7; 32])]);
+/// let request = ReserveRequest { namespace: &namespace, hashes: &hashes, len: 1024 };
+/// let reserved = cache.reserve(now, &[request])?;
+/// // The object is found only once its bytes are written.
+/// assert!(cache.lease(now, &namespace, &hashes).is_none());
+/// reserved.reservation.commit(now);
+/// assert_eq!(cache.lease(now, &namespace, &hashes).map(|lease| lease.len()), Some(1));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct Cache<A: ExtentAllocator> {
     shared: Arc<LockedCache<A>>,
 }

@@ -57,6 +57,19 @@ const SCAN_PAGE: usize = 4096;
 const MAX_LIST_PAGE: usize = 65_536;
 
 /// Adapter of a directory.
+///
+/// ```
+/// use kvtier_l2_files::fs::{FsAdapter, FsOptions};
+///
+/// # tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
+/// let directory = tempfile::tempdir()?;
+/// let adapter = FsAdapter::open("fs", &FsOptions::new(directory.path()))?;
+/// // Stores, loads and deletes one object.
+/// assert!(kvtier_l2::probe(&adapter).await?.was_written);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # })?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct FsAdapter {
     kind: &'static str,
     files: Arc<Files>,

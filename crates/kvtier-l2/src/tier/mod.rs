@@ -120,6 +120,30 @@ struct LastStore {
 }
 
 /// An adapter with an index of its objects, a capacity, and eviction.
+///
+/// ```
+/// # use std::sync::Arc;
+/// # use kvtier_core::{ChunkHash, ObjectKey, quota::QuotaMode};
+/// use kvtier_l2::mock::{MemoryStore, Mock};
+/// use kvtier_l2::{ObjectSpec, tier::{Tier, TierConfig}};
+///
+/// # tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
+/// let adapter = Arc::new(Mock::new(Arc::new(MemoryStore::new(1 << 20)), 1e9));
+/// let tier = Tier::new(adapter, TierConfig {
+///     name: "mock-0".into(),
+///     capacity_bytes: Some(1 << 20),
+///     eviction: None,
+///     quota_mode: QuotaMode::Soft,
+///     quota_default: None,
+///     reserve_bytes: 0,
+/// });
+/// let key = ObjectKey::new(ChunkHash([7; 32]), "some/model", 0, 0, "")?;
+/// let found = tier.lookup(vec![ObjectSpec { key, len: 4096, layout: 0 }]).await?;
+/// assert!(found[0].is_none());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// # })?;
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
 pub struct Tier {
     adapter: Arc<dyn Adapter>,
     index: Cache<Budget>,

@@ -66,6 +66,17 @@ fn traced_latency() -> HistogramWithExemplars<TraceLabels> {
 }
 
 /// Everything that is counted.
+///
+/// ```
+/// use kvtier_observe::metrics::{Metrics, Readings};
+///
+/// let readings = Readings {
+///     objects: 3,
+///     ..Readings::default()
+/// };
+/// let text = Metrics::new().encode(&readings);
+/// assert!(text.contains("kvtier_l1_objects 3\n"));
+/// ```
 pub struct Metrics {
     registries: [Registry; 2],
     salts: Arc<Names>,

@@ -48,6 +48,20 @@ impl Entry {
 }
 
 /// The entries by cache salt. Cloning shares them.
+///
+/// ```
+/// use kvtier_config::Limit;
+/// use kvtier_store::tenants::{Entry, Table};
+///
+/// let mut table = Table::default();
+/// table.set("tenant", Some(Entry {
+///     limit: Limit(Some(1 << 30)),
+///     reserved: 1 << 20,
+///     ..Entry::default()
+/// }));
+/// let grants: Vec<_> = table.grants("l1").map(|(salt, grant)| (salt, grant.limit)).collect();
+/// assert_eq!(grants, [("tenant", Some(1 << 30))]);
+/// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Table {
     entries: BTreeMap<Arc<str>, Arc<Entry>>,
