@@ -352,18 +352,26 @@ impl Engine {
                 key,
                 instance,
                 skipped_chunks,
-            } => self.transfers.prepare_store(key, *instance, skipped_chunks),
+            } => self
+                .transfers
+                .engine_driven(key, *instance)
+                .prepare_store(skipped_chunks),
             Request::CommitStore {
                 key,
                 instance,
                 data,
-            } => self.transfers.commit_store(key, *instance, data),
-            Request::PrepareRetrieve { key, instance } => {
-                self.transfers.prepare_retrieve(caller, key, *instance)
-            }
-            Request::CommitRetrieve { key, instance } => {
-                self.transfers.commit_retrieve(key, *instance)
-            }
+            } => self
+                .transfers
+                .engine_driven(key, *instance)
+                .commit_store(data),
+            Request::PrepareRetrieve { key, instance } => self
+                .transfers
+                .engine_driven(key, *instance)
+                .prepare_retrieve(caller),
+            Request::CommitRetrieve { key, instance } => self
+                .transfers
+                .engine_driven(key, *instance)
+                .commit_retrieve(),
 
             // Between servers: there is nothing here for another server, and it learns so at once.
             Request::P2pLookupAndLock { .. } => EngineAnswer::from(Response::Int(0)),

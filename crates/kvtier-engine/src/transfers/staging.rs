@@ -29,16 +29,12 @@ use std::collections::HashMap;
 use std::hash::Hash;
 use std::sync::Arc;
 
-use kvtier_common::error::{Error, ErrorKind, Result};
 use kvtier_common::sync::Mutex;
-use kvtier_core::cache::{KeyOutcome, ReserveOptions, ReservedPrompt};
-use kvtier_core::{ChunkHash, Namespace};
+use kvtier_core::Namespace;
 use kvtier_device::Direction;
 use kvtier_proto::request::InstanceId;
 
-use super::super::instances::{Instance, rows};
-use super::Transfers;
-use super::store::{GroupChunks, StagedStore};
+use super::super::instances::Instance;
 use super::worker_range::WorkerRange;
 use kvtier_common::sync::RateLimited;
 
@@ -239,9 +235,30 @@ impl StagingBudget {
     fn own(&self, worker: &WorkerShare) -> u64 {
         self.ledgers.lock().stores.own(worker)
     }
-}
 
-impl StagingBudget {
+    /// Logs a store of this worker that was refused, once per second at most.
+    pub fn warn(&self, worker: &WorkerShare, object_bytes: u64) {
+        let Some(suppressed_lines) = self.warning.permit(std::time::Instant::now()) else {
+            return;
+        };
+        let limit_bytes = self.limit;
+        let cause = if object_bytes > limit_bytes {
+            "objects are larger than a quarter of L1; refusing until --l1-size-gb is larger"
+        } else {
+            "staged and not committed bytes are at the limit; refusing until some are committed"
+        };
+        tracing::warn!(
+            model = ?worker.name.model_name,
+            instance = worker.instance.0,
+            object_bytes,
+            bytes = self.own(worker),
+            all_bytes = self.staged_bytes(),
+            limit_bytes,
+            suppressed_lines,
+            "store refused: {cause}"
+        );
+    }
+
     /// Charges memory in this namespace that a client of an earlier process was granted, whatever the limit: to its worker
     /// and tenant for a store, to its worker for a retrieve.
     pub fn inherit(
@@ -318,104 +335,6 @@ impl Drop for Charge {
         if let Some(tenant) = &self.tenant {
             subtract(&mut ledger.tenants, tenant, self.bytes);
         }
-    }
-}
-
-impl Transfers {
-    /// Reserves memory for those of these objects that are not resident, in the order of the prompt, as far as the staging
-    /// budget allows. What it refuses is counted as refused unless it may be staged as one of `further_pieces`.
-    ///
-    /// # Errors
-    /// The budget allows none of those that are missing.
-    pub(super) fn stage(
-        &self,
-        instance: &Instance,
-        range: &WorkerRange,
-        prompt: Arc<[ChunkHash]>,
-        groups: Vec<GroupChunks>,
-        near: Option<u32>,
-        further_pieces: u32,
-    ) -> Result<StagedStore> {
-        let requests: Vec<_> = groups.iter().map(GroupChunks::request).collect();
-        let worker = WorkerShare::of(instance, range);
-        let salt = range.scope.cache_salt();
-        let cache = &self.context.l1.cache;
-        let object_bytes = cache.footprint(requests.iter().map(|request| request.len));
-        // What the other workers have of the prompt is worth as much as what this one stores.
-        let scope = range.scope.of_all_workers();
-        let instances = self.context.instances.of_workers(
-            scope.model_name(),
-            scope.world_size(),
-            scope.workers(),
-            range.chunk_size,
-        );
-        let rows = rows(&scope, &instances.unwrap_or_default());
-        let reserved_prompt = ReservedPrompt {
-            rows: &rows,
-            hashes: &prompt,
-            prefix: 0,
-        };
-        let reserve = |max_bytes| {
-            let options = ReserveOptions {
-                near,
-                max_staged_bytes: Some(max_bytes),
-                has_further_pieces: further_pieces > 0,
-                prompt: Some(reserved_prompt),
-            };
-            let reserved = cache.reserve_with(self.context.now(), &requests, &options);
-            let reserved = reserved.map_err(Error::refused)?;
-            let bytes = reserved.bytes;
-            Ok::<_, Error>((reserved, bytes))
-        };
-        let (mut reserved, charge) = self.staging.stage(&worker, salt, object_bytes, reserve)?;
-        let is_over = reserved.outcomes.contains(&KeyOutcome::OverStaging);
-        let is_empty = reserved.reservation.is_empty();
-        let has_remainder = is_over && !is_empty && further_pieces > 0;
-        if has_remainder {
-            reserved
-                .outcomes
-                .retain(|it| *it != KeyOutcome::OverStaging);
-        }
-        self.context
-            .metrics
-            .reserved("l1_store", scope.model_name(), salt, &reserved.outcomes);
-        if is_over && !has_remainder {
-            self.warn_of_staging(instance, &worker, object_bytes);
-            if is_empty {
-                let message = "staged and not committed bytes are at the limit";
-                return Err(Error::new(ErrorKind::StagingFull, message));
-            }
-        }
-        drop(requests);
-        Ok(StagedStore {
-            prompt,
-            groups,
-            reservation: reserved.reservation,
-            charge,
-            has_remainder,
-        })
-    }
-
-    fn warn_of_staging(&self, instance: &Instance, worker: &WorkerShare, object_bytes: u64) {
-        let Some(suppressed_lines) = self.staging.warning.permit(std::time::Instant::now()) else {
-            return;
-        };
-        let limit_bytes = self.staging.limit();
-        let cause = if object_bytes > limit_bytes {
-            "objects are larger than a quarter of L1; refusing until --l1-size-gb is larger"
-        } else {
-            "staged and not committed bytes are at the limit; refusing until some are committed"
-        };
-        tracing::warn!(
-            model = ?instance.model_name,
-            instance = instance.id.0,
-            object_bytes,
-            bytes = self.staging.own(worker),
-            all_bytes = self.staging.staged_bytes(),
-            limit_bytes,
-            suppressed_lines,
-            "store refused: {cause}"
-        );
     }
 }
 

@@ -1,24 +1,26 @@
-//! A store: the server copies from a worker's pages into the arena; then write-behind to the tiers.
+//! Stores: memory is staged for their objects, and committed when it is written; then write-behind to the tiers.
 
 #[cfg(test)]
 mod tests;
 
 use std::sync::Arc;
-use std::time::Duration;
 
 use kvtier_common::error::{Error, ErrorKind, Result};
-use kvtier_core::cache::{Committed, Reservation, ReserveRequest, StagedObject};
+use kvtier_core::cache::{
+    Committed, KeyOutcome, Reservation, ReserveOptions, ReserveRequest, ReservedPrompt,
+    StagedObject,
+};
 use kvtier_core::{ChunkHash, Namespace};
-use kvtier_device::{BlockTable, ChunkCopy, ChunkRequest, Transfer};
+use kvtier_device::{ChunkCopy, ChunkRequest, Transfer};
 use kvtier_store::l1::L1Allocator;
 use kvtier_store::tiers::StoredPrompt;
 
 use super::super::context::Context;
-use super::super::instances::{CopyGuard, GroupLayout, Instance, ModelLayout};
-use super::staging::Charge;
+use super::super::instances::{GroupLayout, Instance, ModelLayout, rows};
+use super::Transfers;
+use super::staging::{Charge, WorkerShare};
 use super::traced::Moved;
 use super::worker_range::WorkerRange;
-use super::{CopyRequest, InFlight, TransferWork, Transfers};
 
 /// The chunks of a range that one object group has data for.
 #[derive(Clone)]
@@ -59,11 +61,21 @@ impl GroupChunks {
     }
 }
 
-/// A store whose bytes are being written. Dropped without a commit, its objects never become readable.
-pub(super) struct StagedStore {
+/// Objects that a store writes, as far as they are not resident.
+#[derive(Clone)]
+pub(super) struct StorePlan {
     /// Hashes of the chunks of the prompt, up to the last that the store names.
     pub prompt: Arc<[ChunkHash]>,
     pub groups: Vec<GroupChunks>,
+    /// Part of L1 that is preferred.
+    pub near: Option<u32>,
+    /// Most pieces that may follow the next one.
+    pub further_pieces: u32,
+}
+
+/// A store whose bytes are being written. Dropped without a commit, its objects never become readable.
+pub(super) struct StagedStore {
+    pub plan: StorePlan,
     pub reservation: Reservation<L1Allocator>,
     pub charge: Charge,
     /// Whether the budget has refused chunks that another piece may store.
@@ -76,19 +88,92 @@ pub(super) const MAX_FURTHER_PIECES: u32 = 7;
 /// Part of a store that further pieces may store.
 pub(super) struct StoreRemainder {
     /// Transfer without chunks.
-    transfer: Transfer,
-    prompt: Arc<[ChunkHash]>,
+    pub transfer: Transfer,
     /// All that the store has.
-    groups: Vec<GroupChunks>,
-    near: Option<u32>,
+    pub plan: StorePlan,
     /// What the pieces so far have moved.
     pub moved: Moved,
-    further_pieces: u32,
+}
+
+impl StorePlan {
+    /// Reserves memory for those of these objects that are not resident, in the order of the prompt, as far as the staging
+    /// budget allows. What it refuses is counted as refused unless it may be staged as one of its further pieces.
+    ///
+    /// # Errors
+    /// The budget allows none of those that are missing.
+    pub(super) fn stage(
+        self,
+        transfers: &Transfers,
+        instance: &Instance,
+        range: &WorkerRange,
+    ) -> Result<StagedStore> {
+        let requests: Vec<_> = self.groups.iter().map(GroupChunks::request).collect();
+        let context = &*transfers.context;
+        let worker = WorkerShare::of(instance, range);
+        let salt = range.scope.cache_salt();
+        let cache = &context.l1.cache;
+        let object_bytes = cache.footprint(requests.iter().map(|request| request.len));
+        // What the other workers have of the prompt is worth as much as what this one stores.
+        let scope = range.scope.of_all_workers();
+        let instances = context.instances.of_workers(
+            scope.model_name(),
+            scope.world_size(),
+            scope.workers(),
+            range.chunk_size,
+        );
+        let rows = rows(&scope, &instances.unwrap_or_default());
+        let reserved_prompt = ReservedPrompt {
+            rows: &rows,
+            hashes: &self.prompt,
+            prefix: 0,
+        };
+        let reserve = |max_bytes| {
+            let options = ReserveOptions {
+                near: self.near,
+                max_staged_bytes: Some(max_bytes),
+                has_further_pieces: self.further_pieces > 0,
+                prompt: Some(reserved_prompt),
+            };
+            let reserved = cache.reserve_with(context.now(), &requests, &options);
+            let reserved = reserved.map_err(Error::refused)?;
+            let bytes = reserved.bytes;
+            Ok::<_, Error>((reserved, bytes))
+        };
+        let (mut reserved, charge) =
+            transfers
+                .staging
+                .stage(&worker, salt, object_bytes, reserve)?;
+        let is_over = reserved.outcomes.contains(&KeyOutcome::OverStaging);
+        let is_empty = reserved.reservation.is_empty();
+        let has_remainder = is_over && !is_empty && self.further_pieces > 0;
+        if has_remainder {
+            reserved
+                .outcomes
+                .retain(|it| *it != KeyOutcome::OverStaging);
+        }
+        context
+            .metrics
+            .reserved("l1_store", scope.model_name(), salt, &reserved.outcomes);
+        if is_over && !has_remainder {
+            transfers.staging.warn(&worker, object_bytes);
+            if is_empty {
+                let message = "staged and not committed bytes are at the limit";
+                return Err(Error::new(ErrorKind::StagingFull, message));
+            }
+        }
+        drop(requests);
+        Ok(StagedStore {
+            plan: self,
+            reservation: reserved.reservation,
+            charge,
+            has_remainder,
+        })
+    }
 }
 
 impl StagedStore {
     /// Copies from the engine's pages into the staged extents.
-    fn copies(&self) -> Vec<ChunkCopy> {
+    pub(super) fn copies(&self) -> Vec<ChunkCopy> {
         let copies = self.reservation.staged().iter().map(|staged| ChunkCopy {
             request: ChunkRequest {
                 object_group: staged.request as usize,
@@ -102,13 +187,13 @@ impl StagedStore {
 
     /// Position in the range of a staged object's chunk.
     pub(super) fn chunk(&self, staged: &StagedObject) -> usize {
-        self.groups[staged.request as usize].chunks[staged.position as usize]
+        self.plan.groups[staged.request as usize].chunks[staged.position as usize]
     }
 
     /// Whether its groups have every staged object.
     pub(super) fn is_of_its_groups(&self) -> bool {
         self.reservation.staged().iter().all(|staged| {
-            let group = self.groups.get(staged.request as usize);
+            let group = self.plan.groups.get(staged.request as usize);
             group.is_some_and(|group| group.chunks.len() > staged.position as usize)
         })
     }
@@ -124,163 +209,82 @@ impl StagedStore {
             bytes: staged.iter().map(|staged| staged.extent.len).sum(),
         }
     }
-}
-
-impl Transfers {
-    /// Reserves memory for the chunks that are not resident, and plans the copies into it.
-    pub(super) fn plan_store(
-        &self,
-        request: &CopyRequest<'_>,
-        instance: &Arc<Instance>,
-    ) -> Result<(Transfer, InFlight)> {
-        let (mut transfer, range, guard) = self.begin(request, instance)?;
-        let connection = request.caller.connection;
-        if self.refused_retrieves.is_refusing(connection) {
-            let message = "the client drops its stores until it is healthy again";
-            return Err(Error::new(ErrorKind::NotHeld, message));
-        }
-        let prompt = range.prompt(request.key);
-        let hashes = &prompt[range.chunks.clone()];
-        let groups = self.group_chunks(&guard, &range, hashes, &transfer.blocks);
-        let near = self.context.l1.part_near(guard.pages().numa_node());
-        let store = self.stage(instance, &range, prompt, groups, near, MAX_FURTHER_PIECES)?;
-        let remainder = store.has_remainder.then(|| StoreRemainder {
-            transfer: transfer.clone(),
-            prompt: Arc::clone(&store.prompt),
-            groups: store.groups.clone(),
-            near,
-            moved: Moved::default(),
-            further_pieces: MAX_FURTHER_PIECES,
-        });
-        transfer.chunks = store.copies();
-        let work = TransferWork::Store(store, remainder.map(Box::new));
-        let in_flight = request.in_flight(work, range, guard);
-        Ok((transfer, in_flight))
-    }
-
-    /// Stages the next piece of a store whose earlier pieces are committed; `None` if the budget has nothing for it.
-    pub(super) fn next_piece(
-        &self,
-        instance: &Instance,
-        range: &WorkerRange,
-        remainder: &mut StoreRemainder,
-    ) -> Option<(Transfer, StagedStore)> {
-        remainder.further_pieces -= 1;
-        let (prompt, groups) = (Arc::clone(&remainder.prompt), remainder.groups.clone());
-        let store = self.stage(
-            instance,
-            range,
-            prompt,
-            groups,
-            remainder.near,
-            remainder.further_pieces,
-        );
-        let store = store.ok().filter(|store| !store.reservation.is_empty())?;
-        let transfer = Transfer {
-            chunks: store.copies(),
-            ..remainder.transfer.clone()
-        };
-        Some((transfer, store))
-    }
-
-    /// The chunks of the range that each object group has data for, and their hashes.
-    fn group_chunks(
-        &self,
-        guard: &CopyGuard,
-        range: &WorkerRange,
-        hashes: &[ChunkHash],
-        blocks: &BlockTable,
-    ) -> Vec<GroupChunks> {
-        let null_block_id = self.context.config().null_block_id;
-        let (layout, model) = (guard.pages().layout(), &guard.instance().layout);
-        let groups = model.groups.iter().map(|group| {
-            let has_data =
-                |chunk: &usize| blocks.has_data(layout, group.id as usize, *chunk, null_block_id);
-            let chunks = (0..hashes.len()).filter(has_data).collect();
-            GroupChunks::new(range, model, group, hashes, chunks)
-        });
-        groups.collect()
-    }
 
     /// Commits what is written of a store, from here on readable, here and in the tiers. What is resident of the prompt in
     /// front of it stays younger in the eviction order.
-    pub(super) fn commit_staged(
-        &self,
+    pub(super) fn commit(
+        self,
+        context: &Context,
         range: &WorkerRange,
-        store: StagedStore,
         is_written: impl Fn(&StagedObject) -> bool,
     ) -> Committed {
-        let mut staged = self.to_write_behind(&store.reservation);
-        staged.retain(&is_written);
-        let requests: Vec<_> = store.groups.iter().map(GroupChunks::request).collect();
-        let first = store.reservation.staged().iter().map(|it| store.chunk(it));
+        let staged = self.reservation.staged().iter();
+        let staged = staged.filter(|it| context.l2.is_some() && is_written(it));
+        let staged: Vec<_> = staged.copied().collect();
+        let requests: Vec<_> = self.plan.groups.iter().map(GroupChunks::request).collect();
+        let first = self.reservation.staged().iter().map(|it| self.chunk(it));
         let first = range.chunks.start + first.min().unwrap_or(0);
-        let committed = self.commit(range, store.reservation, &requests, is_written);
+        let reservation = match range.keep_seconds {
+            Some(0) => self.reservation.evict_first(),
+            _ => self.reservation,
+        };
+        let committed = reservation.commit_subset(context.now(), is_written);
+        range.pin(context, &requests);
         if first > 0 {
             let namespaces = requests.iter().map(|request| request.namespace);
-            let (cache, now) = (&self.context.l1.cache, self.context.now());
-            cache.renew(now, namespaces, &store.prompt);
+            let (cache, now) = (&context.l1.cache, context.now());
+            cache.renew(now, namespaces, &self.plan.prompt);
         }
-        self.admitted(range, committed.inserted, store.prompt, &requests, &staged);
+        admitted(
+            context,
+            range,
+            committed.inserted,
+            self.plan.prompt,
+            &requests,
+            &staged,
+        );
         committed
     }
+}
 
-    /// Commits what is written of a reservation for these requests; its objects are kept as its client asked.
-    fn commit(
-        &self,
+impl StoreRemainder {
+    /// Stages the next piece of a store whose earlier pieces are committed; `None` if the budget has nothing for it.
+    pub(super) fn next_piece(
+        &mut self,
+        transfers: &Transfers,
+        instance: &Instance,
         range: &WorkerRange,
-        reservation: Reservation<L1Allocator>,
-        requests: &[ReserveRequest<'_>],
-        is_written: impl Fn(&StagedObject) -> bool,
-    ) -> Committed {
-        let reservation = match range.keep_seconds {
-            Some(0) => reservation.evict_first(),
-            _ => reservation,
+    ) -> Option<(Transfer, StagedStore)> {
+        self.plan.further_pieces -= 1;
+        let store = self.plan.clone().stage(transfers, instance, range);
+        let store = store.ok().filter(|store| !store.reservation.is_empty())?;
+        let transfer = Transfer {
+            chunks: store.copies(),
+            ..self.transfer.clone()
         };
-        let committed = reservation.commit_subset(self.context.now(), is_written);
-        self.pin(range, requests);
-        committed
+        Some((transfer, store))
     }
+}
 
-    /// Pins the objects of these requests, if the client asked for it.
-    pub(super) fn pin(&self, range: &WorkerRange, requests: &[ReserveRequest<'_>]) {
-        if let Some(seconds @ 1..) = range.keep_seconds {
-            let time = Duration::from_secs(seconds.into());
-            self.context
-                .l1
-                .cache
-                .pin(self.context.now(), requests, time);
-        }
-    }
-
-    /// The objects of a reservation that the tiers will want; none without a tier.
-    fn to_write_behind(&self, reservation: &Reservation<L1Allocator>) -> Vec<StagedObject> {
-        match &self.context.l2 {
-            Some(_) => reservation.staged().to_vec(),
-            None => Vec::new(),
-        }
-    }
-
-    /// Counts what a commit of these requests has inserted, and stores what was committed in the tiers too.
-    fn admitted(
-        &self,
-        range: &WorkerRange,
-        inserted: usize,
-        prompt: Arc<[ChunkHash]>,
-        requests: &[ReserveRequest<'_>],
-        committed: &[StagedObject],
-    ) {
-        let Context { l2, metrics, .. } = &*self.context;
-        metrics.admitted(range.scope.cache_salt(), inserted as u64);
-        let Some(l2) = l2 else { return };
-        let namespaces = requests.iter().map(|request| request.namespace);
-        let prompt = StoredPrompt::new(namespaces, prompt);
-        for (request, number) in requests.iter().zip(0..) {
-            let of_request = committed.iter().filter(|staged| staged.request == number);
-            let hashes: Vec<_> = of_request
-                .map(|staged| request.hashes[staged.position as usize])
-                .collect();
-            l2.store(&prompt, request.namespace, &hashes, request.len);
-        }
+/// Counts what a commit of these requests has inserted, and stores what was committed in the tiers too.
+fn admitted(
+    context: &Context,
+    range: &WorkerRange,
+    inserted: usize,
+    prompt: Arc<[ChunkHash]>,
+    requests: &[ReserveRequest<'_>],
+    committed: &[StagedObject],
+) {
+    let Context { l2, metrics, .. } = context;
+    metrics.admitted(range.scope.cache_salt(), inserted as u64);
+    let Some(l2) = l2 else { return };
+    let namespaces = requests.iter().map(|request| request.namespace);
+    let prompt = StoredPrompt::new(namespaces, prompt);
+    for (request, number) in requests.iter().zip(0..) {
+        let of_request = committed.iter().filter(|staged| staged.request == number);
+        let hashes: Vec<_> = of_request
+            .map(|staged| request.hashes[staged.position as usize])
+            .collect();
+        l2.store(&prompt, request.namespace, &hashes, request.len);
     }
 }

@@ -3,19 +3,23 @@
 use std::num::NonZeroUsize;
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvtier_common::error::{Error, Result};
 use kvtier_core::ChunkHash;
-use kvtier_core::cache::ReadLease;
+use kvtier_core::cache::{ReadLease, ReserveRequest};
 use kvtier_core::hashing::store_chunks;
 use kvtier_core::object_key::KeyScope;
 use kvtier_core::prompt::Prompt;
 use kvtier_core::window::needed;
+use kvtier_observe::metrics::Metrics;
 use kvtier_proto::keep_seconds;
 use kvtier_proto::key::CacheKey;
 use kvtier_proto::request::InstanceId;
 
+use super::super::context::Context;
 use super::super::instances::Instance;
+use super::super::lookups::Lookups;
 use super::Transfers;
 use kvtier_store::l1::L1Allocator;
 
@@ -44,16 +48,14 @@ impl WorkerRange {
     pub(super) fn prompt(&self, key: &CacheKey<'_, Prompt>) -> Arc<[ChunkHash]> {
         key.tokens.hashes[..self.chunks.end].into()
     }
-}
 
-impl Transfers {
     /// Checks the key of a registered worker's transfer.
-    pub(super) fn worker_range(
-        &self,
+    pub(super) fn of_worker(
+        context: &Context,
         instance: &Instance,
         key: &CacheKey<'_, Prompt>,
-    ) -> Result<WorkerRange> {
-        let range = self.key_range(key)?;
+    ) -> Result<Self> {
+        let range = Self::of_key(context, key)?;
         let registered = instance.layout.chunk_tokens;
         if range.chunk_size.get() as u64 != registered {
             return Err(Error::refused(format!(
@@ -61,7 +63,7 @@ impl Transfers {
                 range.chunk_size
             )));
         }
-        if let Some(other) = self.context.instances.learn(instance, range.worker) {
+        if let Some(other) = context.instances.learn(instance, range.worker) {
             tracing::warn!(
                 instance = instance.id.0,
                 other = other.id.0,
@@ -75,15 +77,15 @@ impl Transfers {
     }
 
     /// What the key of a worker's transfer names.
-    fn key_range(&self, key: &CacheKey<'_, Prompt>) -> Result<WorkerRange> {
+    fn of_key(context: &Context, key: &CacheKey<'_, Prompt>) -> Result<Self> {
         let worker = key
             .worker_id
             .ok_or_else(|| Error::refused("worker_id is nil; allowed: the number of a worker"))?;
-        let scope = self.context.short_scope(key)?;
+        let scope = context.short_scope(key)?;
         let (chunk_size, tokens) = (key.tokens.chunk_size, key.tokens.token_count);
         let chunks =
             store_chunks(chunk_size, tokens, key.start, key.end).map_err(Error::refused)?;
-        Ok(WorkerRange {
+        Ok(Self {
             scope,
             kv_rank: kvtier_core::kv_rank(key.world_size, worker),
             worker,
@@ -93,29 +95,33 @@ impl Transfers {
         })
     }
 
-    /// Releases what a request's lookup holds of a range for its worker.
+    /// Releases what a request's lookup holds of the range for its worker.
     pub(super) fn release(
         &self,
+        lookups: &Lookups,
         instance: InstanceId,
         key: &CacheKey<'_, Prompt>,
-        range: &WorkerRange,
     ) {
-        self.lookups.held.release(
+        lookups.held.release(
             instance,
             key.request_id,
-            &range.scope,
-            range.kv_rank,
+            &self.scope,
+            self.kv_rank,
             &key.tokens.hashes,
-            range.chunks.clone(),
+            self.chunks.clone(),
         );
     }
 
     /// Finishes a refused retrieve: its worker will not read what the lookup holds for it. An engine computes what it
     /// could not retrieve, and LMCache's server releases it too. A worker that asks again receives what is still there,
     /// since the lookup still permits it.
-    pub(super) fn release_refused(&self, instance: InstanceId, key: &CacheKey<'_, Prompt>) {
-        if let Ok(range) = self.key_range(key) {
-            self.release(instance, key, &range);
+    pub(super) fn release_refused(
+        transfers: &Transfers,
+        instance: InstanceId,
+        key: &CacheKey<'_, Prompt>,
+    ) {
+        if let Ok(range) = Self::of_key(&transfers.context, key) {
+            range.release(&transfers.lookups, instance, key);
         }
     }
 
@@ -124,22 +130,22 @@ impl Transfers {
     /// The lookup of the request must have found the range for a worker of this layout.
     pub(super) fn lease(
         &self,
+        transfers: &Transfers,
         instance: &Instance,
         key: &CacheKey<'_, Prompt>,
-        range: &WorkerRange,
     ) -> Option<Vec<GroupLease>> {
         if instance.unserved.is_some() {
             return None;
         }
         let hashes = &key.tokens.hashes;
         let layout = instance.layout.fingerprint;
-        let namespaces = self.lookups.held.grant(
+        let namespaces = transfers.lookups.held.grant(
             key.request_id,
-            &range.scope,
-            range.kv_rank,
+            &self.scope,
+            self.kv_rank,
             layout,
             hashes,
-            range.chunks.clone(),
+            self.chunks.clone(),
         )?;
         let groups = namespaces.iter().map(|namespace| {
             let id = namespace.object_group_id();
@@ -149,10 +155,10 @@ impl Transfers {
                 .iter()
                 .find(|group| group.id == id)?
                 .window;
-            let chunks = needed(window, range.chunks.end);
-            let chunks = chunks.start.max(range.chunks.start)..range.chunks.end;
-            let lease = self.context.l1.cache.lease(
-                self.context.now(),
+            let chunks = needed(window, self.chunks.end);
+            let chunks = chunks.start.max(self.chunks.start)..self.chunks.end;
+            let lease = transfers.context.l1.cache.lease(
+                transfers.context.now(),
                 namespace,
                 &hashes[chunks.clone()],
             )?;
@@ -163,5 +169,25 @@ impl Transfers {
             })
         });
         groups.collect()
+    }
+
+    /// Pins the objects of these requests, if the client asked for it.
+    pub(super) fn pin(&self, context: &Context, requests: &[ReserveRequest<'_>]) {
+        if let Some(seconds @ 1..) = self.keep_seconds {
+            let time = Duration::from_secs(seconds.into());
+            context.l1.cache.pin(context.now(), requests, time);
+        }
+    }
+
+    /// Counts its chunks as loaded; returns their number.
+    pub(super) fn count_loaded(&self, metrics: &Metrics) -> usize {
+        let (scope, chunks) = (&self.scope, self.chunks.len());
+        metrics.loaded(
+            scope.model_name(),
+            scope.cache_salt(),
+            self.worker,
+            chunks as u64,
+        );
+        chunks
     }
 }

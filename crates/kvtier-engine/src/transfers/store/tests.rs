@@ -306,14 +306,20 @@ fn grant_of_another_layout_is_not_committed() {
     };
     let (transfers, hashes) = (&engine.transfers, &key.tokens.hashes);
     let instance = engine.context.instances.get(id).unwrap();
-    let range = transfers.worker_range(&instance, &key).unwrap();
+    let range = WorkerRange::of_worker(&engine.context, &instance, &key).unwrap();
     let group = GroupChunks {
         namespace: range.scope.namespace(range.kv_rank, 0, 1),
         object_bytes: 16,
         chunks: vec![0],
         hashes: hashes.clone(),
     };
-    let staged = transfers.stage(&instance, &range, range.prompt(&key), vec![group], None, 0);
+    let plan = StorePlan {
+        prompt: range.prompt(&key),
+        groups: vec![group],
+        near: None,
+        further_pieces: 0,
+    };
+    let staged = plan.stage(transfers, &instance, &range);
     let StagedStore {
         reservation,
         charge,
@@ -326,7 +332,7 @@ fn grant_of_another_layout_is_not_committed() {
             .prepared
             .begin(transfer, grant, engine.context.now())
     );
-    let committed = transfers.commit_store(&key, id, b"");
+    let committed = transfers.engine_driven(&key, id).commit_store(b"");
     assert_eq!(committed.refused, Some("not_prepared"));
     assert_eq!(objects(&engine), 0);
 }
