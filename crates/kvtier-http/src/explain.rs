@@ -55,7 +55,7 @@ pub(super) async fn explain(
     let explained = run_blocking(move || {
         // Held until the end, also after the client has disconnected.
         let _turn = turn;
-        engine.admin().explain(&request, view)
+        engine.admin().explanations.explain(&request, view)
     });
     let refused =
         |error: kvtier_engine::ExplainError| detail(StatusCode::BAD_REQUEST, error.to_string());

@@ -94,8 +94,8 @@ fn begin(engine: &Engine, bytes: &[u8]) -> Result<(Option<(String, usize)>, Stri
         token_ids.len(),
         hidden(cache_salt)
     );
-    let admin = engine.admin();
-    let begun = admin.start_prefetch(
+    let jobs = &engine.admin().prefetch_jobs;
+    let begun = jobs.start(
         model_name,
         request.world_size,
         cache_salt,
@@ -161,7 +161,8 @@ pub(super) async fn result(
     };
     let state = engine(&api)?
         .admin()
-        .prefetch_job(&request_id)
+        .prefetch_jobs
+        .get(&request_id)
         .ok_or_else(unknown)?;
     let (status, result) = match state {
         PrefetchJob::Pending => ("pending", None),

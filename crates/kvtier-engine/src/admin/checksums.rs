@@ -1,9 +1,7 @@
 //! Checksums of a worker's own pages, for comparing before a store and after a retrieve.
 
-use kvtier_proto::request::InstanceId;
+use kvtier_device::EngineMemory;
 use md5::{Digest, Md5};
-
-use super::Admin;
 
 /// Blocks of one request: a million tokens in blocks of 16. A request reads them all.
 const MAX_BLOCKS: usize = 65_536;
@@ -22,73 +20,54 @@ pub enum ChecksumError {
     BadRequest(String),
 }
 
-impl Admin {
-    /// MD5 in hex of the blocks of each chunk: one list over all layers, or one list per layer.
-    ///
-    /// The bytes are those LMCache hashes: for each layer in order the selected blocks, contiguous, with bfloat16 widened
-    /// to float32.
-    ///
-    /// # Errors
-    /// An unknown worker, one whose pages we do not see, or values that are not allowed.
-    pub fn checksums(
-        &self,
-        instance: i64,
-        block_ids: &[i64],
-        chunk_size: i64,
-        layerwise: bool,
-    ) -> Result<Vec<Vec<String>>, ChecksumError> {
-        let known = self
-            .context
-            .instances
-            .get(InstanceId(instance))
-            .ok_or(ChecksumError::UnknownInstance(instance))?;
-        let Some(memory) = known.pages() else {
-            return Err(ChecksumError::NotSupported(format!(
-                "instance_id {instance} copies by itself; its pages are not ours to read"
-            )));
-        };
-        if block_ids.is_empty() {
-            return Err(ChecksumError::BadRequest("block_ids is required".into()));
-        }
-        if block_ids.len() > MAX_BLOCKS {
-            return Err(ChecksumError::BadRequest(format!(
-                "block_ids has {} ids; allowed: at most {MAX_BLOCKS}",
-                block_ids.len()
-            )));
-        }
-        let chunk_size = usize::try_from(chunk_size)
-            .ok()
-            .filter(|size| *size > 0)
-            .ok_or_else(|| ChecksumError::BadRequest("chunk_size must be positive".into()))?;
-        let layout = memory.layout();
-        let layers: Vec<_> = layout.grouped_layers().collect();
-        let mut sums = vec![Vec::new(); if layerwise { layers.len() } else { 1 }];
-        for chunk in block_ids.chunks(chunk_size) {
-            let mut digest = Md5::new();
-            for (index, layer) in layers.iter().enumerate() {
-                let group = layout
-                    .group_of_layer(*layer)
-                    .map_err(|error| ChecksumError::BadRequest(error.to_string()))?;
-                let widen = group.dtype_name == "bfloat16";
-                memory
-                    .read_blocks(*layer, chunk, &mut |bytes| {
-                        if widen {
-                            digest.update(widened(bytes))
-                        } else {
-                            digest.update(bytes)
-                        }
-                    })
-                    .map_err(|error| ChecksumError::BadRequest(error.to_string()))?;
-                if layerwise {
-                    sums[index].push(hex::encode(digest.finalize_reset()));
-                }
-            }
-            if !layerwise {
-                sums[0].push(hex::encode(digest.finalize()));
-            }
-        }
-        Ok(sums)
+/// MD5 in hex of the blocks of each chunk, as [`Admin::checksums`](super::Admin::checksums) returns them.
+pub(super) fn checksums(
+    memory: &dyn EngineMemory,
+    block_ids: &[i64],
+    chunk_size: i64,
+    layerwise: bool,
+) -> Result<Vec<Vec<String>>, ChecksumError> {
+    if block_ids.is_empty() {
+        return Err(ChecksumError::BadRequest("block_ids is required".into()));
     }
+    if block_ids.len() > MAX_BLOCKS {
+        return Err(ChecksumError::BadRequest(format!(
+            "block_ids has {} ids; allowed: at most {MAX_BLOCKS}",
+            block_ids.len()
+        )));
+    }
+    let chunk_size = usize::try_from(chunk_size)
+        .ok()
+        .filter(|size| *size > 0)
+        .ok_or_else(|| ChecksumError::BadRequest("chunk_size must be positive".into()))?;
+    let layout = memory.layout();
+    let layers: Vec<_> = layout.grouped_layers().collect();
+    let mut sums = vec![Vec::new(); if layerwise { layers.len() } else { 1 }];
+    for chunk in block_ids.chunks(chunk_size) {
+        let mut digest = Md5::new();
+        for (index, layer) in layers.iter().enumerate() {
+            let group = layout
+                .group_of_layer(*layer)
+                .map_err(|error| ChecksumError::BadRequest(error.to_string()))?;
+            let widen = group.dtype_name == "bfloat16";
+            memory
+                .read_blocks(*layer, chunk, &mut |bytes| {
+                    if widen {
+                        digest.update(widened(bytes))
+                    } else {
+                        digest.update(bytes)
+                    }
+                })
+                .map_err(|error| ChecksumError::BadRequest(error.to_string()))?;
+            if layerwise {
+                sums[index].push(hex::encode(digest.finalize_reset()));
+            }
+        }
+        if !layerwise {
+            sums[0].push(hex::encode(digest.finalize()));
+        }
+    }
+    Ok(sums)
 }
 
 /// bfloat16 as float32: the same bits, above sixteen zeros.

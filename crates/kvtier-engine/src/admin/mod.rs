@@ -8,21 +8,25 @@
 
 mod checksums;
 mod explain;
-mod objects;
 mod prefetch_jobs;
 #[cfg(test)]
 mod quota_tests;
-mod reload;
 mod status;
 
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
-use kvtier_core::cache::Removed;
+use kvtier_common::error::Result;
+use kvtier_config::Change;
+use kvtier_core::cache::{Removed, ResidentObject};
+use kvtier_core::{ChunkHash, ObjectKey};
 use kvtier_memory::PrefaultEnd;
+use kvtier_observe::api::Status;
 use kvtier_observe::metrics::Readings;
 use kvtier_observe::metrics::TenantSource;
+use kvtier_proto::request::InstanceId;
 use kvtier_store::tenants::Quotas;
 
 use super::context::Context;
@@ -30,12 +34,19 @@ use super::lookups::Lookups;
 use super::transfers::Transfers;
 use super::workers::Workers;
 pub use checksums::ChecksumError;
+use explain::Explanations;
 pub use explain::{ExplainError, TenantView};
 use prefetch_jobs::PrefetchJobs;
 pub use prefetch_jobs::{PrefetchError, PrefetchJob, PrefetchResult};
 
 /// Objects evicted under one hold of the cache's lock: about a fifth of a millisecond.
 const EVICTION_SLICE: usize = 1024;
+
+/// Namespaces or objects that are examined per hold of the cache's lock.
+const SLICE: usize = 1024;
+
+/// Slots that one listing examines, once it has an object.
+const MAX_EXAMINED: usize = 100_000;
 
 /// Pause of the prefault while requests come, and the most of them after a step and in all: pages that are not touched yet cost
 /// stores more than the prefault does.
@@ -50,8 +61,10 @@ pub struct Admin {
     transfers: Arc<Transfers>,
     lookups: Arc<Lookups>,
     quotas: Arc<Quotas>,
-    /// Shared with the tasks that load.
-    pub(super) prefetch_jobs: Arc<PrefetchJobs>,
+    /// Prompts that are loaded before a request asks for them.
+    pub prefetch_jobs: PrefetchJobs,
+    /// Reasons of misses.
+    pub explanations: Explanations,
     prefaulted: AtomicU64,
 }
 
@@ -69,7 +82,8 @@ impl Admin {
             transfers: Arc::clone(transfers),
             lookups: Arc::clone(lookups),
             quotas: Arc::new(quotas),
-            prefetch_jobs: Arc::default(),
+            prefetch_jobs: PrefetchJobs::new(context, lookups),
+            explanations: Explanations::new(context, lookups),
             prefaulted: AtomicU64::new(0),
         }
     }
@@ -90,6 +104,142 @@ impl Admin {
             "cleared L1"
         );
         removed
+    }
+
+    /// At most `limit` objects of L1, of one model or of all, and the `from` of the next part. `from` is 0 at first.
+    pub fn list_objects(
+        &self,
+        from: u32,
+        model: Option<&str>,
+        limit: usize,
+    ) -> (Vec<ResidentObject>, Option<u32>) {
+        let (mut objects, mut next, mut left) = (Vec::new(), Some(from), MAX_EXAMINED);
+        // A page is empty only at the end.
+        while let Some(from) =
+            next.filter(|_| objects.len() < limit && (left > 0 || objects.is_empty()))
+        {
+            let slots = SLICE.min(limit - objects.len());
+            left = left.saturating_sub(slots);
+            let page = self.context.l1.cache.objects(from, slots);
+            let of_model = |object: &ResidentObject| {
+                model.is_none_or(|model| **object.namespace.model_name() == *model)
+            };
+            objects.extend(page.entries.into_iter().filter(of_model));
+            next = page.next;
+        }
+        (objects, next)
+    }
+
+    /// Removes objects from L1, of any layout: those without a lease, or all of them with `force`.
+    pub fn delete_objects(&self, keys: &[ObjectKey], force: bool) -> Removed {
+        let mut by_namespace: HashMap<_, Vec<ChunkHash>> = HashMap::new();
+        for key in keys {
+            let hashes = by_namespace.entry(key.namespace()).or_default();
+            hashes.push(key.chunk_hash());
+        }
+        let (mut sum, mut next) = (Removed::default(), Some(0));
+        while let Some(from) = next {
+            let page = self.context.l1.cache.namespaces(from, SLICE);
+            for namespace in &page.entries {
+                if let Some(hashes) = by_namespace.get(&namespace.without_layout()) {
+                    let removed = self.context.l1.cache.remove(namespace, hashes, force);
+                    sum.objects += removed.objects;
+                    sum.bytes += removed.bytes;
+                    sum.kept += removed.kept;
+                }
+            }
+            next = page.next;
+        }
+        tracing::info!(
+            asked = keys.len(),
+            objects = sum.objects,
+            kept = sum.kept,
+            force,
+            "deleted from L1"
+        );
+        sum
+    }
+
+    /// Reads the file of `--config` again and applies it; returns what has changed. Reloads run one at a time.
+    ///
+    /// # Errors
+    /// As [`ServerConfig::read_again`](kvtier_config::ServerConfig::read_again), or a tier cannot have another capacity; then
+    /// nothing has changed.
+    pub(crate) fn reload(&self) -> Result<Vec<Change>> {
+        let before = self.context.config();
+        let (after, changes) = before.read_again()?;
+        if changes.is_empty() {
+            return Ok(changes);
+        }
+        let l2 = self.context.l2.as_ref().zip(after.l2.as_ref());
+        if let Some((l2, config)) = l2 {
+            l2.check_config(config)?;
+            let reserved = self.quotas.set_capacities(after.places());
+            reserved.map_err(|what| what.context("l2-adapter").hint("no flag was changed"))?;
+            l2.set_config(config.clone());
+        }
+        let (watermark, ratio) = (after.eviction_trigger_watermark, after.eviction_ratio);
+        let default_limit = after.quotas.default_limit;
+        // Before limits are enforced, and before the next background pass.
+        self.context.l1.cache.configure_quotas(|quotas| {
+            quotas.watermark = watermark;
+            quotas.ratio = ratio;
+        });
+        *self.context.config.write() = Arc::new(after);
+        if default_limit != before.quotas.default_limit {
+            self.quotas.set_default_limit(default_limit);
+        }
+        Ok(changes)
+    }
+
+    /// MD5 in hex of the blocks of each chunk: one list over all layers, or one list per layer.
+    ///
+    /// The bytes are those LMCache hashes: for each layer in order the selected blocks, contiguous, with bfloat16 widened
+    /// to float32.
+    ///
+    /// # Errors
+    /// An unknown worker, one whose pages we do not see, or values that are not allowed.
+    pub fn checksums(
+        &self,
+        instance: i64,
+        block_ids: &[i64],
+        chunk_size: i64,
+        layerwise: bool,
+    ) -> Result<Vec<Vec<String>>, ChecksumError> {
+        let known = self
+            .context
+            .instances
+            .get(InstanceId(instance))
+            .ok_or(ChecksumError::UnknownInstance(instance))?;
+        let Some(memory) = known.pages() else {
+            return Err(ChecksumError::NotSupported(format!(
+                "instance_id {instance} copies by itself; its pages are not ours to read"
+            )));
+        };
+        checksums::checksums(&**memory, block_ids, chunk_size, layerwise)
+    }
+
+    /// Names of the tiers that fail.
+    pub fn failed_tiers(&self) -> Vec<String> {
+        let l2 = self.context.l2.as_ref();
+        l2.map_or_else(Vec::new, |l2| l2.failed_tiers())
+    }
+
+    /// What operators should know although the server is healthy. Open to all, so without names of files or tenants.
+    pub fn warnings(&self) -> Vec<String> {
+        let full = self.context.l2.iter().flat_map(|l2| l2.full_tiers());
+        let full = full.map(|tier| format!("tier {tier} is full: objects are not stored there"));
+        let clients = self.context.client_warnings.current(self.context.now());
+        let withheld = self.transfers.is_much_withheld();
+        let withheld = withheld.then(|| {
+            "more than an eighth of L1 is withheld for clients that did not commit it".to_owned()
+        });
+        full.chain(withheld).chain(clients).collect()
+    }
+
+    /// The whole state.
+    pub fn status(&self, healthy: bool) -> Status {
+        status::status(self, healthy)
     }
 
     /// Figures for `/metrics`.
@@ -136,7 +286,7 @@ impl Admin {
 
     /// All metrics in Prometheus' text format.
     pub fn scrape(&self) -> String {
-        self.count_misses();
+        self.explanations.count_misses();
         let tiers = self.quotas.tiers();
         let tiers: Vec<_> = tiers.map(|tier| tier as &dyn TenantSource).collect();
         let limit = usize::from(self.context.config().tenants.tenant_metrics);

@@ -13,9 +13,9 @@ use kvtier_common::sync::Mutex;
 use kvtier_core::cache::Counted;
 use kvtier_core::object_key::{KeyError, KeyScope, MAX_WORLD_SIZE, check_cache_salt};
 
+use super::super::context::Context;
 use super::super::instances::{Unserved, rows};
-use super::super::lookups;
-use super::Admin;
+use super::super::lookups::{self, Lookups};
 use kvtier_store::tiers::{L2, PrefetchRequest};
 
 /// Most tokens of a prompt.
@@ -104,87 +104,28 @@ pub struct PrefetchResult {
     pub loaded_keys: usize,
 }
 
-/// All prefetch jobs that are known.
-#[derive(Default)]
+/// Prefetch jobs, as operators start and watch them.
 pub struct PrefetchJobs {
-    table: Mutex<Table>,
-    /// Held by the job that runs: one at a time, so that lookups of engines are not delayed for long.
-    turn: tokio::sync::Mutex<()>,
-}
-
-#[derive(Default)]
-struct Table {
-    by_id: HashMap<String, PrefetchJob>,
-    /// Jobs that have ended and the times of their ends, oldest first.
-    done: VecDeque<(Duration, String)>,
-}
-
-impl Table {
-    fn forget(&mut self, now: Duration) {
-        while let Some((at, _)) = self.done.front()
-            && (self.done.len() > MAX_RESULTS || now.saturating_sub(*at) > RESULT_TTL)
-        {
-            if let Some((_, id)) = self.done.pop_front() {
-                self.by_id.remove(&id);
-            }
-        }
-    }
-}
-
-/// A job in the table; one that is dropped without a result is removed.
-struct PrefetchJobRow {
-    all: Arc<PrefetchJobs>,
-    id: String,
-}
-
-impl PrefetchJobRow {
-    fn done(self, now: Duration, result: PrefetchResult) {
-        let mut table = self.all.table.lock();
-        if let Some(state) = table.by_id.get_mut(&self.id) {
-            *state = PrefetchJob::Done(result);
-            table.done.push_back((now, self.id.clone()));
-            table.forget(now);
-        }
-    }
-}
-
-impl Drop for PrefetchJobRow {
-    fn drop(&mut self) {
-        let mut table = self.all.table.lock();
-        if table.by_id.get(&self.id) == Some(&PrefetchJob::Pending) {
-            table.by_id.remove(&self.id);
-        }
-    }
+    context: Arc<Context>,
+    lookups: Arc<Lookups>,
+    table: Arc<PrefetchTable>,
 }
 
 impl PrefetchJobs {
-    fn enter(self: &Arc<Self>, now: Duration) -> Result<PrefetchJobRow, PrefetchError> {
-        let mut table = self.table.lock();
-        table.forget(now);
-        if table.by_id.len() - table.done.len() >= MAX_PENDING {
-            return Err(PrefetchError::TooManyPending);
+    pub(super) fn new(context: &Arc<Context>, lookups: &Arc<Lookups>) -> Self {
+        Self {
+            context: Arc::clone(context),
+            lookups: Arc::clone(lookups),
+            table: Arc::default(),
         }
-        let id = format!("{:016x}{:016x}", random(), random());
-        table.by_id.insert(id.clone(), PrefetchJob::Pending);
-        Ok(PrefetchJobRow {
-            all: Arc::clone(self),
-            id,
-        })
     }
-}
 
-/// Names only have to differ.
-fn random() -> u64 {
-    RandomState::new().hash_one(0)
-}
-
-impl Admin {
     /// Starts to load a prompt; returns the id of the job and the number of chunks, or nothing if there is no whole chunk.
     /// `chunk_size` is in tokens; it may be left out if all workers of the model have the same.
     ///
     /// # Errors
     /// See [`PrefetchError`].
-    pub fn start_prefetch(
+    pub fn start(
         &self,
         model_name: &str,
         world_size: i64,
@@ -237,7 +178,7 @@ impl Admin {
         if token_ids.len() < chunk_size.get() {
             return Ok(None);
         }
-        let entry = self.prefetch_jobs.enter(self.context.now())?;
+        let entry = self.table.enter(self.context.now())?;
         let hasher = self.lookups.prompts.hasher();
         let hashes = hasher.hash_chunks(chunk_size, token_ids);
         let begun = (entry.id.clone(), hashes.len());
@@ -261,11 +202,85 @@ impl Admin {
     }
 
     /// The state of a job, until ten minutes after its end.
-    pub fn prefetch_job(&self, id: &str) -> Option<PrefetchJob> {
-        let mut table = self.prefetch_jobs.table.lock();
-        table.forget(self.context.now());
-        table.by_id.get(id).copied()
+    pub fn get(&self, id: &str) -> Option<PrefetchJob> {
+        let mut jobs = self.table.jobs.lock();
+        jobs.forget(self.context.now());
+        jobs.by_id.get(id).copied()
     }
+}
+
+/// All prefetch jobs that are known, shared with the tasks that load.
+#[derive(Default)]
+struct PrefetchTable {
+    jobs: Mutex<KnownJobs>,
+    /// Held by the job that runs: one at a time, so that lookups of engines are not delayed for long.
+    turn: tokio::sync::Mutex<()>,
+}
+
+#[derive(Default)]
+struct KnownJobs {
+    by_id: HashMap<String, PrefetchJob>,
+    /// Jobs that have ended and the times of their ends, oldest first.
+    done: VecDeque<(Duration, String)>,
+}
+
+impl KnownJobs {
+    fn forget(&mut self, now: Duration) {
+        while let Some((at, _)) = self.done.front()
+            && (self.done.len() > MAX_RESULTS || now.saturating_sub(*at) > RESULT_TTL)
+        {
+            if let Some((_, id)) = self.done.pop_front() {
+                self.by_id.remove(&id);
+            }
+        }
+    }
+}
+
+/// A job in the table; one that is dropped without a result is removed.
+struct PrefetchJobRow {
+    all: Arc<PrefetchTable>,
+    id: String,
+}
+
+impl PrefetchJobRow {
+    fn done(self, now: Duration, result: PrefetchResult) {
+        let mut jobs = self.all.jobs.lock();
+        if let Some(state) = jobs.by_id.get_mut(&self.id) {
+            *state = PrefetchJob::Done(result);
+            jobs.done.push_back((now, self.id.clone()));
+            jobs.forget(now);
+        }
+    }
+}
+
+impl Drop for PrefetchJobRow {
+    fn drop(&mut self) {
+        let mut jobs = self.all.jobs.lock();
+        if jobs.by_id.get(&self.id) == Some(&PrefetchJob::Pending) {
+            jobs.by_id.remove(&self.id);
+        }
+    }
+}
+
+impl PrefetchTable {
+    fn enter(self: &Arc<Self>, now: Duration) -> Result<PrefetchJobRow, PrefetchError> {
+        let mut jobs = self.jobs.lock();
+        jobs.forget(now);
+        if jobs.by_id.len() - jobs.done.len() >= MAX_PENDING {
+            return Err(PrefetchError::TooManyPending);
+        }
+        let id = format!("{:016x}{:016x}", random(), random());
+        jobs.by_id.insert(id.clone(), PrefetchJob::Pending);
+        Ok(PrefetchJobRow {
+            all: Arc::clone(self),
+            id,
+        })
+    }
+}
+
+/// Names only have to differ.
+fn random() -> u64 {
+    RandomState::new().hash_one(0)
 }
 
 /// Loads a prompt. A request's prefetch has a deadline, since the request waits for it. No request waits for this one,
@@ -300,7 +315,7 @@ mod tests {
 
     #[test]
     fn pending_jobs_have_a_limit_and_dropped_ones_are_removed() {
-        let all = Arc::new(PrefetchJobs::default());
+        let all = Arc::new(PrefetchTable::default());
         let mut pending: Vec<_> = (0..MAX_PENDING)
             .map(|_| all.enter(NOW).expect("there is capacity"))
             .collect();
@@ -312,13 +327,13 @@ mod tests {
         let abandoned = pending.remove(0);
         let id = abandoned.id.clone();
         drop(abandoned);
-        assert!(!all.table.lock().by_id.contains_key(&id));
+        assert!(!all.jobs.lock().by_id.contains_key(&id));
         // One that is completed frees its slot too, and is still known.
         let done = pending.remove(0);
         let id = done.id.clone();
         done.done(NOW, PrefetchResult::default());
         assert_eq!(
-            all.table.lock().by_id[&id],
+            all.jobs.lock().by_id[&id],
             PrefetchJob::Done(PrefetchResult::default())
         );
         pending.extend((0..2).map(|_| all.enter(NOW).expect("there is capacity")));
@@ -327,19 +342,19 @@ mod tests {
 
     #[test]
     fn results_are_kept_up_to_number_and_age() {
-        let all = Arc::new(PrefetchJobs::default());
+        let all = Arc::new(PrefetchTable::default());
         let mut ids = Vec::new();
         for _ in 0..MAX_RESULTS + 10 {
             let entry = all.enter(NOW).expect("there is capacity");
             ids.push(entry.id.clone());
             entry.done(NOW, PrefetchResult::default());
         }
-        let known = |id: &String| all.table.lock().by_id.contains_key(id);
+        let known = |id: &String| all.jobs.lock().by_id.contains_key(id);
         assert_eq!(ids.iter().filter(|id| known(id)).count(), MAX_RESULTS);
         assert!(!known(&ids[9]) && known(&ids[10]));
-        all.table.lock().forget(NOW + RESULT_TTL);
+        all.jobs.lock().forget(NOW + RESULT_TTL);
         assert!(known(&ids[10]));
-        all.table.lock().forget(NOW + RESULT_TTL + NOW);
-        assert_eq!(all.table.lock().by_id.len(), 0);
+        all.jobs.lock().forget(NOW + RESULT_TTL + NOW);
+        assert_eq!(all.jobs.lock().by_id.len(), 0);
     }
 }

@@ -64,7 +64,7 @@ pub(super) fn state(api: &Api) -> DashboardTick {
     let engine = api.engine.get();
     let health = health(api);
     let status = engine.map(|engine| brief(engine.status(health.reason.is_none())));
-    let lookups = engine.map_or_else(Vec::new, |engine| engine.admin().latest_lookups(LOOKUPS));
+    let lookups = engine.map_or_else(Vec::new, |engine| engine.admin().explanations.latest(LOOKUPS));
     DashboardTick {
         at: unix_millis(),
         status,

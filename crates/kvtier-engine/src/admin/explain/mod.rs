@@ -4,7 +4,7 @@
 //! remember; other layouts, chunk sizes and world sizes; other models of the same tenant; other tenants, only for a caller
 //! that may see them all. A caller that may not sees nothing of other tenants, and no step depends on them.
 
-mod latest;
+mod losses;
 mod place;
 mod resolve;
 mod words;
@@ -18,13 +18,17 @@ use kvtier_core::cache::Loss;
 use kvtier_core::object_key::{KeyError, KeyScope};
 use kvtier_core::window::{ChunkBitmap, longest_prefix};
 use kvtier_core::{ChunkHash, GroupRow, Namespace};
-use kvtier_observe::api::{ExplainRequest, ExplainedLookup, Explanation};
+use kvtier_observe::api::{ExplainRequest, ExplainedLookup, Explanation, RecentLookup};
 use kvtier_store::tiers::Located;
 
-use super::Admin;
+use super::super::context::Context;
+use super::super::lookups::{self, Lookups};
 use super::prefetch_jobs::MAX_TOKENS;
 use place::ExplainedPlace;
 use resolve::Subject;
+
+/// Precision of the time of a loss.
+const TICK: Duration = Duration::from_millis(100);
 
 /// Most objects of one prompt: its chunks, times object groups, ranks and layouts.
 const MAX_OBJECTS: usize = 1 << 18;
@@ -121,7 +125,20 @@ struct Search<'a> {
     chunk_size: usize,
 }
 
-impl Admin {
+/// Explanations of lookups, for operators and for the metrics.
+pub struct Explanations {
+    context: Arc<Context>,
+    lookups: Arc<Lookups>,
+}
+
+impl Explanations {
+    pub(super) fn new(context: &Arc<Context>, lookups: &Arc<Lookups>) -> Self {
+        Self {
+            context: Arc::clone(context),
+            lookups: Arc::clone(lookups),
+        }
+    }
+
     /// Explains what a lookup of a prompt would find.
     ///
     /// # Errors
@@ -132,7 +149,7 @@ impl Admin {
         view: TenantView,
     ) -> Result<Explanation, ExplainError> {
         let places = self.places();
-        let subject = self.resolve(request, view, &places)?;
+        let subject = Subject::resolve(&self.context, request, view, &places)?;
         let tokens = &request.token_ids;
         let hasher = self.lookups.prompts.hasher();
         let hashes: Arc<[ChunkHash]> = hasher.hash_chunks(subject.chunk_size, tokens).into();
@@ -151,7 +168,7 @@ impl Admin {
             Some(_) => (0, 0),
             None => hits(&subject.rows, &found),
         };
-        find_losses(&subject, &places, &hashes, &mut found);
+        losses::find_losses(&subject, &places, &hashes, &mut found);
         find_layouts(&subject, &places, &hashes, &mut found);
         self.find_others(&subject, &places, &hashes, tokens, &mut found);
         mark_unasked(&located, &mut found);
@@ -182,6 +199,59 @@ impl Admin {
         };
         explanation.summary = words::summary(&explanation, subject.has_left);
         Ok(explanation)
+    }
+
+    /// At most `limit` of the latest lookups, the latest first. What a lookup missed is looked for as it is now, where its
+    /// first rank and object group would have it.
+    pub fn latest(&self, limit: usize) -> Vec<RecentLookup> {
+        let latest = self.lookups.recent.latest(limit, |_| true);
+        let missing = latest.iter().filter_map(|lookup| lookup.missing.as_ref());
+        let missing: Vec<_> = missing.collect();
+        let places = self.places();
+        let mut texts = losses::states(&places, &missing).into_iter();
+        let now = self.context.now();
+        let mut shown = Vec::with_capacity(latest.len());
+        for lookup in &latest {
+            let found = lookup.missing.as_ref().and_then(|_| texts.next());
+            shown.push(RecentLookup {
+                seconds_ago: now.saturating_sub(lookup.at).as_secs(),
+                model_name: lookup.model_name.to_string(),
+                cache_salt: lookup.cache_salt.to_string(),
+                tokens: lookup.tokens,
+                hit_tokens: lookup.hit_tokens,
+                refused: lookup.refused.map(str::to_owned),
+                missing: found.map(|found| words::text(&places, &found)),
+            });
+        }
+        shown
+    }
+
+    /// Counts the misses of lookups since the last call by what had become of the chunk. The memory of each place is read
+    /// once for all of them.
+    pub(crate) fn count_misses(&self) {
+        let (misses, forgotten) = self.lookups.recent.take_uncounted();
+        let metrics = &self.context.metrics;
+        if forgotten > 0 {
+            metrics.missed("unknown", "", "", forgotten);
+        }
+        if misses.is_empty() {
+            return;
+        }
+        let places = self.places();
+        let now = self.context.now();
+        let chunks: Vec<_> = misses.iter().map(|miss| &miss.chunk).collect();
+        for (lost, miss) in losses::losses(&places, &chunks).into_iter().zip(&misses) {
+            // Later ones are of a store behind the lookup.
+            let age = now.saturating_sub(miss.at);
+            match lost {
+                Found::Missing(Missing::Lost(place, loss)) if loss.ago + TICK >= age => {
+                    let (reason, cause) = words::reason(loss.cause);
+                    let cause = cause.unwrap_or_default();
+                    metrics.missed(reason, cause, places[place].name(), 1);
+                }
+                _ => metrics.missed("never_seen", "", "", 1),
+            }
+        }
     }
 
     /// L1, then the tiers.
@@ -281,12 +351,12 @@ impl Admin {
     }
 
     fn recent_lookups(&self, subject: &Subject, first: Option<&ChunkHash>) -> Vec<ExplainedLookup> {
-        let of_subject = |lookup: &crate::lookups::RecentLookup| {
+        let of_subject = |lookup: &lookups::RecentLookup| {
             lookup.cache_salt == *subject.scope.cache_salt()
                 && resolve::is_named(&lookup.model_name, &subject.plain_name)
         };
         let now = self.context.now();
-        let shown = |lookup: crate::lookups::RecentLookup| ExplainedLookup {
+        let shown = |lookup: lookups::RecentLookup| ExplainedLookup {
             seconds_ago: now.saturating_sub(lookup.at).as_secs(),
             model_name: lookup.model_name.to_string(),
             tokens: lookup.tokens,
@@ -341,30 +411,6 @@ fn missing(states: &[Found]) -> Vec<usize> {
 /// The missing chunks without a reason so far.
 fn never_seen(states: &[Found]) -> Vec<usize> {
     chunks_that(states, |state| *state == Found::Missing(Missing::NeverSeen))
-}
-
-/// The last loss of each missing chunk, of all places.
-fn find_losses(
-    subject: &Subject,
-    places: &[ExplainedPlace<'_>],
-    hashes: &[ChunkHash],
-    found: &mut [Vec<Found>],
-) {
-    let missing: Vec<_> = found.iter().map(|states| missing(states)).collect();
-    let hashes_of = |chunks: &Vec<usize>| chunks.iter().map(|chunk| hashes[*chunk]).collect();
-    let hashes: Vec<Vec<_>> = missing.iter().map(hashes_of).collect();
-    let asked = subject.rows.iter().zip(&hashes);
-    let asked: Vec<_> = asked
-        .map(|(row, hashes)| (&row.namespace, &hashes[..]))
-        .collect();
-    for (number, place) in places.iter().enumerate() {
-        let rows = found.iter_mut().zip(&missing).zip(place.losses(&asked));
-        for ((states, chunks), losses) in rows {
-            for (chunk, loss) in chunks.iter().zip(losses) {
-                latest::note_loss(&mut states[*chunk], number, loss);
-            }
-        }
-    }
 }
 
 /// Objects of L1 in other layouts.

@@ -9,7 +9,7 @@ use kvtier_core::{ChunkHash, Namespace};
 use kvtier_l2::tier::Tier;
 use kvtier_store::l1::L1Allocator;
 
-use super::super::objects::SLICE;
+use super::super::SLICE;
 
 /// A place of objects.
 pub(super) enum ExplainedPlace<'a> {

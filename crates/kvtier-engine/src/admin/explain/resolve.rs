@@ -8,10 +8,10 @@ use kvtier_core::object_key::check_cache_salt;
 use kvtier_core::{GroupRow, Namespace};
 use kvtier_observe::api::ExplainRequest;
 
-use super::super::super::context::check_name;
+use super::super::super::context::{Context, check_name};
 use super::super::super::instances;
 use super::super::super::lookups;
-use super::{Admin, ExplainError, ExplainedPlace, KeyScope, MAX_TOKENS, TenantView};
+use super::{ExplainError, ExplainedPlace, KeyScope, MAX_TOKENS, TenantView};
 
 /// Values that an error names at most.
 const MAX_ALLOWED: usize = 16;
@@ -57,13 +57,13 @@ fn is_in(namespace: &Namespace, scope: &KeyScope) -> bool {
         && scope.kv_ranks().any(|rank| rank == namespace.kv_rank())
 }
 
-impl Admin {
+impl Subject {
     pub(super) fn resolve(
-        &self,
+        context: &Context,
         request: &ExplainRequest,
         view: TenantView,
         places: &[ExplainedPlace<'_>],
-    ) -> Result<Subject, ExplainError> {
+    ) -> Result<Self, ExplainError> {
         let asked = &request.model_name;
         if request.token_ids.len() > MAX_TOKENS {
             return Err(ExplainError::TooManyTokens(request.token_ids.len()));
@@ -72,8 +72,8 @@ impl Admin {
         let salt = request.cache_salt.as_deref().unwrap_or_default();
         check_cache_salt(salt)?;
         let salt = match view {
-            TenantView::One => self.context.salts.of_reader(salt),
-            TenantView::All => Ok(self.context.salts.of_operator(salt)),
+            TenantView::One => context.salts.of_reader(salt),
+            TenantView::All => Ok(context.salts.of_operator(salt)),
         };
         let salt = salt.map_err(ExplainError::Name)?;
         let sees =
@@ -84,7 +84,7 @@ impl Admin {
             all.map(move |namespace| (at, namespace))
         });
         let known: Vec<_> = known.collect();
-        let workers = self.context.instances.all();
+        let workers = context.instances.all();
         let of_workers = || {
             let all = workers.iter();
             all.filter(|it| is_named(&it.model_name, asked))
@@ -114,14 +114,14 @@ impl Admin {
             }
         };
         let scope = KeyScope::new(&model, &salt, world_size, None)?;
-        let sizes = self.context.instances.chunk_sizes(&model, world_size);
+        let sizes = context.instances.chunk_sizes(&model, world_size);
         let chunk_size = if sizes.is_empty() {
             request.chunk_size
         } else {
             one_of("chunk_size", request, request.chunk_size, &sizes)?
         };
         let chunk_size = match chunk_size {
-            None => self.context.chunk_size,
+            None => context.chunk_size,
             Some(size) => size_of(size).ok_or_else(|| ExplainError::Choice {
                 field: "chunk_size",
                 asked: Some(size.to_string()),
@@ -131,13 +131,12 @@ impl Admin {
         };
         let mut other_sizes: BTreeSet<_> = of_workers()
             .filter_map(|it| size_of(it.layout.chunk_tokens))
-            .chain([self.context.chunk_size])
+            .chain([context.chunk_size])
             .collect();
         other_sizes.remove(&chunk_size);
-        let served =
-            self.context
-                .instances
-                .of_workers(&model, world_size, scope.workers(), chunk_size);
+        let served = context
+            .instances
+            .of_workers(&model, world_size, scope.workers(), chunk_size);
         let (rows, refused) = match served {
             Some(served) => {
                 let refused = lookups::unserved(&served).map(|unserved| unserved.name());
@@ -147,7 +146,7 @@ impl Admin {
         };
         let has_left = refused == Some(NO_WORKER)
             && known.iter().any(|(at, it)| *at == 0 && is_in(it, &scope));
-        Ok(Subject {
+        Ok(Self {
             has_left,
             plain_name: asked.split('#').next().unwrap_or_default().to_owned(),
             names: registered.into_iter().chain(names).collect(),

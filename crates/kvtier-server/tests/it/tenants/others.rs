@@ -79,7 +79,7 @@ fn deletion_and_prefetch_affect_only_named_tenant() {
     assert_eq!(status, 200, "{answer}");
     assert_eq!(files(directory.path()).len(), 4);
     server.engine().clear(true);
-    let warm = server.engine().admin().start_prefetch(
+    let warm = server.engine().admin().prefetch_jobs.start(
         "others",
         1,
         "a",
