@@ -16,20 +16,27 @@ mod restore;
 mod tensors;
 
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use kvtier_common::error::Result;
 use kvtier_proto::operation::Operation;
-use kvtier_proto::request::InstanceId;
-use kvtier_proto::response::Response;
+use kvtier_proto::request::{EngineDrivenContext, InstanceId, Registration};
+use kvtier_proto::response::{EngineDriven, Response};
 
 use super::context::Context;
-use super::instances::Instance;
+use super::devices::Devices;
+use super::instances::{Instance, Mode};
 use super::lookups::Lookups;
 use super::transfers::Transfers;
 use super::{Caller, EngineAnswer, Reply};
 pub use driver_threads::DriverThreads;
-use kept::KeptRegistrations;
 pub use kept::RestoredWorkers;
+use kept::{KeptRegistrations, KeptRequest};
+use registration::{
+    ENGINE_DRIVEN, Newcomer, PAGES, engine_driven_layout, is_same, kept_memory, log_registered,
+    refused,
+};
 
 /// The service of workers.
 pub struct Workers {
@@ -49,6 +56,131 @@ impl Workers {
             driver_threads: DriverThreads::default(),
             kept: KeptRegistrations::new(context),
         }
+    }
+
+    /// Registers a worker whose pages the server copies.
+    pub fn register_pages(
+        self: &Arc<Self>,
+        caller: Caller,
+        registration: &Registration<'_>,
+        reply: Reply,
+    ) {
+        let (newcomer, request) = match Newcomer::check(&self.context, caller, registration) {
+            Ok(Some(newcomer)) => {
+                let request = KeptRequest::of_pages(caller, registration);
+                let request = request.filter(|_| newcomer.is_lasting());
+                (newcomer, request)
+            }
+            Ok(None) => return reply.answer(EngineAnswer::nothing()),
+            Err(error) => {
+                let (id, model_name) = (registration.instance, registration.model_name);
+                return reply.answer(refused(PAGES, id, model_name, &error));
+            }
+        };
+        let on_gpu =
+            self.context.instances.is_on_gpu(newcomer.id) || Devices::is_on_gpu(&newcomer.layout);
+        self.answer_with(on_gpu, reply, move |workers| {
+            let (id, model_name) = (newcomer.id, newcomer.model_name.clone());
+            let instance = newcomer.open(&workers.context);
+            match instance.and_then(|instance| workers.admit(instance, request)) {
+                Ok(()) => EngineAnswer::nothing(),
+                Err(error) => refused(PAGES, id, &model_name, &error),
+            }
+        });
+    }
+
+    /// Registers a worker that copies by itself.
+    pub fn register_engine_driven(
+        &self,
+        caller: Caller,
+        context: &EngineDrivenContext<'_>,
+    ) -> EngineAnswer {
+        match self.try_register_engine_driven(caller, context) {
+            Ok(pool) => EngineAnswer::from(Response::EngineDriven(pool)),
+            Err(error) => refused(ENGINE_DRIVEN, context.instance, context.model_name, &error),
+        }
+    }
+
+    fn try_register_engine_driven(
+        &self,
+        caller: Caller,
+        context: &EngineDrivenContext<'_>,
+    ) -> Result<EngineDriven<'static>> {
+        let (instance, may_map) = registration::engine_driven(&self.context, caller, context)?;
+        let request = KeptRequest::of_engine_driven(caller, context);
+        let same = self
+            .context
+            .instances
+            .get(context.instance)
+            .filter(|known| {
+                known.provisional.is_none()
+                    && known.model_name == instance.model_name
+                    && known.world_size == instance.world_size
+                    && engine_driven_layout(known) == engine_driven_layout(&instance)
+            });
+        match same {
+            Some(instance) => {
+                instance.seen(self.context.now());
+                if let Mode::EngineDriven { pickles, .. } = &instance.mode {
+                    // It may be able to map the pool now.
+                    pickles.store(!may_map, Ordering::Relaxed);
+                }
+                let memory = kept_memory(&self.context.l1.arena, &instance);
+                let kept = request.map(|request| (request, memory));
+                self.kept.replace(instance.id, kept);
+            }
+            None => self.admit(instance, request)?,
+        }
+        let arena = &self.context.l1.arena;
+        let pool = arena.shm_name().filter(|_| may_map);
+        let null_block_id = self.context.config().null_block_id;
+        Ok(EngineDriven {
+            shm_name: pool
+                .map_or_else(String::new, |name| name.trim_start_matches('/').into())
+                .into(),
+            pool_size: pool.map_or(0, |_| arena.len()),
+            null_block_id: context.groups.as_ref().map(|_| null_block_id),
+        })
+    }
+
+    fn admit(&self, instance: Instance, request: Option<KeptRequest>) -> Result<()> {
+        let (id, on_gpu) = (instance.id, instance.is_on_gpu());
+        let kept = request.map(|request| (request, kept_memory(&self.context.l1.arena, &instance)));
+        let is_restored = self
+            .context
+            .instances
+            .get(id)
+            .is_some_and(|known| known.provisional.is_some() && is_same(&known, &instance));
+        let earlier = self.kept.insert(&self.context.instances, instance, kept)?;
+        if let Some(instance) = self.context.instances.get(id) {
+            log_registered(&instance);
+        }
+        if let Some(earlier) = earlier {
+            // Registered by its client now: the same memory was opened again, for the same use of it.
+            if is_restored
+                && earlier.provisional.is_some()
+                && let Some(pages) = earlier.pages()
+            {
+                pages.leave();
+            }
+            // Another process, or the same one with other memory. The earlier one may still be copying by itself.
+            if let Err(error) = self.context.instances.drain(earlier.id) {
+                tracing::error!("{error}");
+            }
+            let transfers = self.transfers.abandon(id);
+            tracing::info!(
+                instance = id.0,
+                transfers,
+                "a new registration replaced the one under this instance id"
+            );
+            if on_gpu {
+                // This is a driver thread already, and the worker may need the memory as soon as it is answered.
+                drop(earlier);
+            } else {
+                self.release(vec![earlier]);
+            }
+        }
+        Ok(())
     }
 
     /// A ping; schedulers and probes have no instance.
@@ -198,6 +330,11 @@ impl Workers {
             self.release_unreadable(instance);
         }
         self.release(instances);
+    }
+
+    /// Restores the workers of an earlier process.
+    pub fn restore(self: &Arc<Self>) {
+        restore::restore(self);
     }
 
     /// What came of the registrations of an earlier process.

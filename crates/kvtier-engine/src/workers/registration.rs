@@ -1,7 +1,6 @@
-//! Registrations of both transfer modes.
+//! Checks of registrations, of both transfer modes.
 
 use std::num::NonZeroUsize;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use kvtier_common::error::{Error, Result};
@@ -9,6 +8,7 @@ use kvtier_device::{
     Engine as DeviceEngine, GroupSpec, KvAxisOrder, KvLayout, KvListLayout, LayoutHints,
     MemorySpec, TensorSpec,
 };
+use kvtier_memory::Arena;
 use kvtier_proto::descriptor::TensorDescriptor;
 use kvtier_proto::generation::Release;
 use kvtier_proto::inline::InlineForm;
@@ -16,24 +16,23 @@ use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{
     EngineDrivenContext, EngineGroupInfo, HELD_BLOCKS, InstanceId, Registration,
 };
-use kvtier_proto::response::{EngineDriven, Response, ResponseKind};
+use kvtier_proto::response::ResponseKind;
 
-use super::super::context::check_name;
-use super::super::devices::Devices;
+use super::super::context::{Context, check_name};
 use super::super::instances::{
     EngineDrivenGroup, EngineDrivenLayout, Instance, Mode, ModelLayout, RegisteredPages, Unserved,
 };
-use super::super::{Caller, EngineAnswer, Reply};
-use super::Workers;
-use super::kept::{KeptMemory, KeptRequest};
+use super::super::{Caller, EngineAnswer};
+use super::kept::KeptMemory;
 use super::tensors::tensor_spec;
 use kvtier_config::WindowedClients;
 
 /// A registration's operation, and the kind of its answer.
-type Kind = (Operation, ResponseKind);
+pub(super) type RegistrationKind = (Operation, ResponseKind);
 
-const PAGES: Kind = (Operation::RegisterKvCache, ResponseKind::Nothing);
-const ENGINE_DRIVEN: Kind = (Operation::RegisterEngineDriven, ResponseKind::EngineDriven);
+pub(super) const PAGES: RegistrationKind = (Operation::RegisterKvCache, ResponseKind::Nothing);
+pub(super) const ENGINE_DRIVEN: RegistrationKind =
+    (Operation::RegisterEngineDriven, ResponseKind::EngineDriven);
 
 /// World sizes that fit a rank's place in an object key.
 const WORLD_SIZES: std::ops::RangeInclusive<u32> = 1..=256;
@@ -88,50 +87,25 @@ pub fn layout(
     .map_err(Error::refused)
 }
 
-impl Workers {
-    /// Registers a worker whose pages the server copies.
-    pub fn register_pages(
-        self: &Arc<Self>,
-        caller: Caller,
-        registration: &Registration<'_>,
-        reply: Reply,
-    ) {
-        let (newcomer, request) = match self.newcomer(caller, registration) {
-            Ok(Some(newcomer)) => {
-                let is_lasting = newcomer
-                    .layout
-                    .memories()
-                    .iter()
-                    .all(MemorySpec::is_lasting);
-                let request = KeptRequest::of_pages(caller, registration);
-                (newcomer, request.filter(|_| is_lasting))
-            }
-            Ok(None) => return reply.answer(EngineAnswer::nothing()),
-            Err(error) => {
-                let (id, model_name) = (registration.instance, registration.model_name);
-                return reply.answer(refused(PAGES, id, model_name, &error));
-            }
-        };
-        let on_gpu =
-            self.context.instances.is_on_gpu(newcomer.id) || Devices::is_on_gpu(&newcomer.layout);
-        self.answer_with(on_gpu, reply, move |workers| {
-            let (id, model_name) = (newcomer.id, newcomer.model_name.clone());
-            let instance = workers.open(newcomer);
-            match instance.and_then(|instance| workers.admit(instance, request)) {
-                Ok(()) => EngineAnswer::nothing(),
-                Err(error) => refused(PAGES, id, &model_name, &error),
-            }
-        });
-    }
+/// A checked registration of a worker whose pages the server copies.
+pub(super) struct Newcomer {
+    pub(super) id: InstanceId,
+    releases: &'static str,
+    is_again: bool,
+    pub(super) model_name: String,
+    world_size: u32,
+    pub(super) layout: KvLayout,
+    registered: RegisteredPages,
+}
 
+impl Newcomer {
     /// Checks a registration, without touching the worker's memory; returns nothing if the worker is registered like this already.
-    pub(super) fn newcomer(
-        &self,
+    pub(super) fn check(
+        context: &Context,
         caller: Caller,
         registration: &Registration<'_>,
-    ) -> Result<Option<Newcomer>> {
-        if !self
-            .context
+    ) -> Result<Option<Self>> {
+        if !context
             .config()
             .supported_transfer_mode
             .allows_lmcache_driven()
@@ -141,7 +115,7 @@ impl Workers {
             ));
         }
         check_model(registration.model_name, registration.world_size)?;
-        if let Some(instance) = self.context.instances.get(registration.instance)
+        if let Some(instance) = context.instances.get(registration.instance)
             && instance.provisional.is_none()
             && has_pages(
                 &instance,
@@ -150,7 +124,7 @@ impl Workers {
                 &registered(registration),
             )
         {
-            instance.seen(self.context.now());
+            instance.seen(context.now());
             return Ok(None);
         }
         if registration.tensors.is_empty() {
@@ -158,15 +132,15 @@ impl Workers {
                 "the list of tensors is empty; allowed: one tensor per layer",
             ));
         }
-        let chunk_size = self.context.chunk_size(registration.hints.chunk_tokens);
+        let chunk_size = context.chunk_size(registration.hints.chunk_tokens);
         let layout = layout(
             caller,
             registration,
             chunk_size,
-            self.context.config().separate_object_groups,
+            context.config().separate_object_groups,
         )?;
         check_block_tokens(&layout, registration.hints.logical_block_tokens)?;
-        Ok(Some(Newcomer {
+        Ok(Some(Self {
             id: registration.instance,
             releases: caller.releases,
             is_again: !caller.knows_chunk_size,
@@ -177,9 +151,15 @@ impl Workers {
         }))
     }
 
-    /// Opens a worker's pages.
-    pub(super) fn open(&self, newcomer: Newcomer) -> Result<Instance> {
-        let Newcomer {
+    /// Whether its memory can be opened again.
+    pub(super) fn is_lasting(&self) -> bool {
+        let memories = self.layout.memories();
+        memories.iter().all(MemorySpec::is_lasting)
+    }
+
+    /// Opens the worker's pages.
+    pub(super) fn open(self, context: &Context) -> Result<Instance> {
+        let Self {
             id,
             releases,
             is_again,
@@ -187,221 +167,122 @@ impl Workers {
             world_size,
             layout,
             registered,
-        } = newcomer;
-        let config = self.context.config();
+        } = self;
+        let config = context.config();
         let model = ModelLayout::of_pages(&layout).with_byte_kind(config.byte_kind(&model_name));
         let is_held = holds_blocks(&registered.hints);
-        let unserved = self.unserved(!is_held && has_windows(&layout));
+        let unserved = unserved(context, !is_held && has_windows(&layout));
         let mode = Mode::LmcacheDriven {
-            memory: self.context.devices.open(layout)?,
+            memory: context.devices.open(layout)?,
             registered,
         };
         // Its silence counts from here on: opening may have taken long.
-        let now = self.context.now();
+        let now = context.now();
         let mut instance = Instance::new(id, &model_name, world_size, mode, model, now);
         (instance.unserved, instance.releases) = (unserved, releases);
         instance.is_again = is_again;
         Ok(instance)
     }
+}
 
-    /// Why a worker has no cache; `may_be_reused` if blocks that it stores may be other requests' by then.
-    fn unserved(&self, may_be_reused: bool) -> Option<Unserved> {
-        let is_refused = self.context.config().windowed_clients == WindowedClients::Refuse;
-        (is_refused && may_be_reused).then_some(Unserved::Windowed)
+/// Why a worker has no cache; `may_be_reused` if blocks that it stores may be other requests' by then.
+fn unserved(context: &Context, may_be_reused: bool) -> Option<Unserved> {
+    let is_refused = context.config().windowed_clients == WindowedClients::Refuse;
+    (is_refused && may_be_reused).then_some(Unserved::Windowed)
+}
+
+/// Checks the registration of a worker that copies by itself; also returns whether it may map the pool.
+pub(super) fn engine_driven(
+    context: &Context,
+    caller: Caller,
+    registration: &EngineDrivenContext<'_>,
+) -> Result<(Instance, bool)> {
+    if !context
+        .config()
+        .supported_transfer_mode
+        .allows_engine_driven()
+    {
+        return Err(Error::refused(
+            "this server runs with --supported-transfer-mode lmcache_driven; engine_driven workers cannot register",
+        ));
     }
+    check_model(registration.model_name, registration.world_size)?;
+    let layout = EngineDrivenLayout::new(
+        registration,
+        context.chunk_size(registration.chunk_tokens).get() as u64,
+    )?;
+    let may_map = may_map_pool(context, caller, registration)?;
+    let config = context.config();
+    let kind = config.byte_kind(registration.model_name);
+    let model = layout.model().with_byte_kind(kind);
+    let is_windowed = layout.groups.iter().any(EngineDrivenGroup::is_windowed);
+    let mode = Mode::EngineDriven {
+        layout,
+        pickles: AtomicBool::new(!may_map),
+        form: registration.inline_form(),
+    };
+    let mut instance = Instance::new(
+        registration.instance,
+        registration.model_name,
+        registration.world_size,
+        mode,
+        model,
+        context.now(),
+    );
+    (instance.releases, instance.is_again) = (caller.releases, !caller.knows_chunk_size);
+    instance.unserved = unserved(context, is_windowed);
+    Ok((instance, may_map))
+}
 
-    /// Registers a worker that copies by itself.
-    pub fn register_engine_driven(
-        &self,
-        caller: Caller,
-        context: &EngineDrivenContext<'_>,
-    ) -> EngineAnswer {
-        match self.try_register_engine_driven(caller, context) {
-            Ok(pool) => EngineAnswer::from(Response::EngineDriven(pool)),
-            Err(error) => refused(ENGINE_DRIVEN, context.instance, context.model_name, &error),
-        }
-    }
-
-    /// Checks the registration of a worker that copies by itself; also returns whether it may map the pool.
-    pub(super) fn engine_driven(
-        &self,
-        caller: Caller,
-        context: &EngineDrivenContext<'_>,
-    ) -> Result<(Instance, bool)> {
-        if !self
-            .context
-            .config()
-            .supported_transfer_mode
-            .allows_engine_driven()
-        {
-            return Err(Error::refused(
-                "this server runs with --supported-transfer-mode lmcache_driven; engine_driven workers cannot register",
-            ));
-        }
-        check_model(context.model_name, context.world_size)?;
-        let layout = EngineDrivenLayout::new(
-            context,
-            self.context.chunk_size(context.chunk_tokens).get() as u64,
-        )?;
-        let may_map = self.may_map_pool(caller, context)?;
-        let config = self.context.config();
-        let kind = config.byte_kind(context.model_name);
-        let model = layout.model().with_byte_kind(kind);
-        let is_windowed = layout.groups.iter().any(EngineDrivenGroup::is_windowed);
-        let mode = Mode::EngineDriven {
-            layout,
-            pickles: AtomicBool::new(!may_map),
-            form: context.inline_form(),
-        };
-        let mut instance = Instance::new(
-            context.instance,
-            context.model_name,
-            context.world_size,
-            mode,
-            model,
-            self.context.now(),
-        );
-        (instance.releases, instance.is_again) = (caller.releases, !caller.knows_chunk_size);
-        instance.unserved = self.unserved(is_windowed);
-        Ok((instance, may_map))
-    }
-
-    fn try_register_engine_driven(
-        &self,
-        caller: Caller,
-        context: &EngineDrivenContext<'_>,
-    ) -> Result<EngineDriven<'static>> {
-        let (instance, may_map) = self.engine_driven(caller, context)?;
-        let request = KeptRequest::of_engine_driven(caller, context);
-        let same = self
-            .context
-            .instances
-            .get(context.instance)
-            .filter(|known| {
-                known.provisional.is_none()
-                    && known.model_name == instance.model_name
-                    && known.world_size == instance.world_size
-                    && engine_driven_layout(known) == engine_driven_layout(&instance)
-            });
-        match same {
-            Some(instance) => {
-                instance.seen(self.context.now());
-                if let Mode::EngineDriven { pickles, .. } = &instance.mode {
-                    // It may be able to map the pool now.
-                    pickles.store(!may_map, Ordering::Relaxed);
-                }
-                let memory = self.kept_memory(&instance);
-                let kept = request.map(|request| (request, memory));
-                self.kept.replace(instance.id, kept);
-            }
-            None => self.admit(instance, request)?,
-        }
-        let arena = &self.context.l1.arena;
-        let pool = arena.shm_name().filter(|_| may_map);
-        let null_block_id = self.context.config().null_block_id;
-        Ok(EngineDriven {
-            shm_name: pool
-                .map_or_else(String::new, |name| name.trim_start_matches('/').into())
-                .into(),
-            pool_size: pool.map_or(0, |_| arena.len()),
-            null_block_id: context.groups.as_ref().map(|_| null_block_id),
-        })
-    }
-
-    /// Whether a worker may write into slots of the pool: one of another chunk size would write past their ends, and one that
-    /// does not learn of the pool takes slots for a miss.
-    ///
-    /// A client that has the chunk size from this process, or names its own, has the right one, whatever its pages are like.
-    /// Another one is checked by `num_physical_slots`; if its release does not send that, by the shapes of pickled data at each
-    /// store.
-    fn may_map_pool(&self, caller: Caller, context: &EngineDrivenContext<'_>) -> Result<bool> {
-        let chunk_size = i64::from(self.context.config().chunk_size);
-        match context.num_physical_slots {
-            _ if !context.takes_pool => Ok(false),
-            _ if caller.knows_chunk_size || context.chunk_tokens.is_some() => Ok(true),
-            None => Ok(false),
-            Some(slots) if slots == chunk_size => Ok(true),
-            Some(slots) => Err(Error::refused(format!(
-                "num_physical_slots is {slots}; allowed of a client that reconnected: {chunk_size}, the chunk size of this \
-                 server. Restart the engine, or the server with the former --chunk-size"
-            ))),
-        }
-    }
-
-    /// Device, inode and bytes of the pool, for a worker that may map it.
-    pub(super) fn pool(&self, may_map: bool) -> Vec<u64> {
-        let arena = &self.context.l1.arena;
-        let file = arena.shm_name().filter(|_| may_map);
-        let file = file.and_then(|_| arena.file_id());
-        let numbers = file.map(|file| file.numbers());
-        numbers.map_or_else(Vec::new, |[device, inode]| vec![device, inode, arena.len()])
-    }
-
-    fn kept_memory(&self, instance: &Instance) -> KeptMemory {
-        match &instance.mode {
-            Mode::LmcacheDriven { memory, .. } => KeptMemory {
-                pages: memory.identity(),
-                ..KeptMemory::default()
-            },
-            Mode::EngineDriven { pickles, .. } => KeptMemory {
-                pool: self.pool(!pickles.load(Ordering::Relaxed)),
-                ..KeptMemory::default()
-            },
-        }
-    }
-
-    fn admit(&self, instance: Instance, request: Option<KeptRequest>) -> Result<()> {
-        let (id, on_gpu) = (instance.id, instance.is_on_gpu());
-        let kept = request.map(|request| (request, self.kept_memory(&instance)));
-        let is_restored = self
-            .context
-            .instances
-            .get(id)
-            .is_some_and(|known| known.provisional.is_some() && is_same(&known, &instance));
-        let earlier = self.kept.insert(&self.context.instances, instance, kept)?;
-        if let Some(instance) = self.context.instances.get(id) {
-            log_registered(&instance);
-        }
-        if let Some(earlier) = earlier {
-            // Registered by its client now: the same memory was opened again, for the same use of it.
-            if is_restored
-                && earlier.provisional.is_some()
-                && let Some(pages) = earlier.pages()
-            {
-                pages.leave();
-            }
-            // Another process, or the same one with other memory. The earlier one may still be copying by itself.
-            if let Err(error) = self.context.instances.drain(earlier.id) {
-                tracing::error!("{error}");
-            }
-            let transfers = self.transfers.abandon(id);
-            tracing::info!(
-                instance = id.0,
-                transfers,
-                "a new registration replaced the one under this instance id"
-            );
-            match on_gpu {
-                // This is a driver thread already, and the worker may need the memory as soon as it is answered.
-                true => drop(earlier),
-                false => self.release(vec![earlier]),
-            }
-        }
-        Ok(())
+/// Whether a worker may write into slots of the pool: one of another chunk size would write past their ends, and one that
+/// does not learn of the pool takes slots for a miss.
+///
+/// A client that has the chunk size from this process, or names its own, has the right one, whatever its pages are like.
+/// Another one is checked by `num_physical_slots`; if its release does not send that, by the shapes of pickled data at each
+/// store.
+fn may_map_pool(
+    context: &Context,
+    caller: Caller,
+    registration: &EngineDrivenContext<'_>,
+) -> Result<bool> {
+    let chunk_size = i64::from(context.config().chunk_size);
+    match registration.num_physical_slots {
+        _ if !registration.takes_pool => Ok(false),
+        _ if caller.knows_chunk_size || registration.chunk_tokens.is_some() => Ok(true),
+        None => Ok(false),
+        Some(slots) if slots == chunk_size => Ok(true),
+        Some(slots) => Err(Error::refused(format!(
+            "num_physical_slots is {slots}; allowed of a client that reconnected: {chunk_size}, the chunk size of this \
+             server. Restart the engine, or the server with the former --chunk-size"
+        ))),
     }
 }
 
-/// A checked registration of a worker whose pages the server copies.
-pub(super) struct Newcomer {
-    id: InstanceId,
-    releases: &'static str,
-    is_again: bool,
-    model_name: String,
-    world_size: u32,
-    pub(super) layout: KvLayout,
-    registered: RegisteredPages,
+/// Device, inode and bytes of the pool, for a worker that may map it.
+pub(super) fn pool(arena: &Arena, may_map: bool) -> Vec<u64> {
+    let file = arena.shm_name().filter(|_| may_map);
+    let file = file.and_then(|_| arena.file_id());
+    let numbers = file.map(|file| file.numbers());
+    numbers.map_or_else(Vec::new, |[device, inode]| vec![device, inode, arena.len()])
 }
 
-fn engine_driven_layout(instance: &Instance) -> Option<(&EngineDrivenLayout, InlineForm)> {
+/// The memory of a worker as the next process has to find it.
+pub(super) fn kept_memory(arena: &Arena, instance: &Instance) -> KeptMemory {
+    match &instance.mode {
+        Mode::LmcacheDriven { memory, .. } => KeptMemory {
+            pages: memory.identity(),
+            ..KeptMemory::default()
+        },
+        Mode::EngineDriven { pickles, .. } => KeptMemory {
+            pool: pool(arena, !pickles.load(Ordering::Relaxed)),
+            ..KeptMemory::default()
+        },
+    }
+}
+
+pub(super) fn engine_driven_layout(
+    instance: &Instance,
+) -> Option<(&EngineDrivenLayout, InlineForm)> {
     match &instance.mode {
         Mode::EngineDriven { layout, form, .. } => Some((layout, *form)),
         Mode::LmcacheDriven { .. } => None,
@@ -499,7 +380,12 @@ fn has_windows(layout: &KvLayout) -> bool {
 }
 
 /// Logs and answers a registration that is refused.
-fn refused(kind: Kind, id: InstanceId, model: &str, error: &Error) -> EngineAnswer {
+pub(super) fn refused(
+    kind: RegistrationKind,
+    id: InstanceId,
+    model: &str,
+    error: &Error,
+) -> EngineAnswer {
     tracing::warn!(instance = id.0, model, %error, "registration refused");
     EngineAnswer::refusal_with(kind.0, kind.1, "bad_registration", error)
 }
@@ -520,7 +406,7 @@ fn has_pages(
 }
 
 /// Whether both are registered with the same pages.
-fn is_same(known: &Instance, instance: &Instance) -> bool {
+pub(super) fn is_same(known: &Instance, instance: &Instance) -> bool {
     match &instance.mode {
         Mode::LmcacheDriven { registered, .. } => {
             has_pages(known, &instance.model_name, instance.world_size, registered)

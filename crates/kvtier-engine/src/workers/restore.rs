@@ -17,14 +17,14 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use kvtier_common::error::{Error, Result};
-use kvtier_device::MemorySpec;
 use kvtier_proto::request::{EngineDrivenContext, InstanceId, Registration, Request};
 
+use super::super::context::Context;
 use super::super::devices::Devices;
 use super::super::instances::{Instance, Mode, Provisional};
 use super::Workers;
 use super::kept::{KeptMemory, KeptWorker, LeftOut};
-use super::registration::{Newcomer, log_registered};
+use super::registration::{Newcomer, engine_driven, log_registered, pool};
 
 /// How long a start waits for the drivers of GPUs.
 const TIMEOUT: Duration = Duration::from_secs(10);
@@ -40,156 +40,154 @@ fn refused(error: Error) -> Obstacle {
     (LeftOut::Refused, error)
 }
 
-impl Workers {
-    /// Restores the workers of an earlier process.
-    pub fn restore(self: &Arc<Self>) {
-        let instances = &self.context.instances;
-        let deadline = Instant::now() + TIMEOUT;
-        let mut pending = BTreeSet::new();
-        let (done, ended) = mpsc::channel();
-        for kept in self.kept.read(self.context.now()) {
-            let id = kept.id;
-            match self.begin_restore(&kept) {
-                Ok(Restoring::Ready(instance)) => self.end_restore(id, Ok(instance)),
-                Ok(Restoring::OnGpu(newcomer, provisional)) => {
-                    pending.insert(id);
-                    let (workers, done) = (Arc::clone(self), done.clone());
-                    self.driver_threads.run(move || {
-                        let opened = workers.reopen(newcomer, provisional, &kept.memory);
-                        workers.end_restore(id, opened);
-                        // The start waits no longer if there is no receiver.
-                        let _ = done.send(id);
-                    });
-                }
-                Err(obstacle) => self.end_restore(id, Err(obstacle)),
+/// Restores the workers of an earlier process.
+pub(super) fn restore(workers: &Arc<Workers>) {
+    let Workers {
+        context,
+        driver_threads,
+        kept: registrations,
+        ..
+    } = &**workers;
+    let instances = &context.instances;
+    let deadline = Instant::now() + TIMEOUT;
+    let mut pending = BTreeSet::new();
+    let (done, ended) = mpsc::channel();
+    for kept in registrations.read(context.now()) {
+        let id = kept.id;
+        match begin(context, &kept) {
+            Ok(Restoring::Ready(instance)) => end(workers, id, Ok(instance)),
+            Ok(Restoring::OnGpu(newcomer, provisional)) => {
+                pending.insert(id);
+                let (workers, done) = (Arc::clone(workers), done.clone());
+                driver_threads.run(move || {
+                    let opened = reopen(&workers.context, newcomer, provisional, &kept.memory);
+                    end(&workers, id, opened);
+                    // The start waits no longer if there is no receiver.
+                    let _ = done.send(id);
+                });
             }
-        }
-        drop(done);
-        while !pending.is_empty() {
-            let left = deadline.saturating_duration_since(Instant::now());
-            match ended.recv_timeout(left) {
-                Ok(id) => pending.remove(&id),
-                Err(_) => break,
-            };
-        }
-        let late: Vec<InstanceId> = pending.into_iter().collect();
-        let outcome = self.kept.end_restoring(instances, &late);
-        if outcome.restored > 0 || !outcome.left_out.is_empty() {
-            let left_out = outcome.left_out.iter();
-            let left_out = left_out.map(|(reason, count)| format!("{count} {reason}"));
-            tracing::info!(
-                workers = outcome.restored,
-                left_out = left_out.collect::<Vec<_>>().join(", "),
-                "restored registrations"
-            );
+            Err(obstacle) => end(workers, id, Err(obstacle)),
         }
     }
-
-    fn begin_restore(&self, kept: &KeptWorker) -> Result<Restoring, Obstacle> {
-        let request = kept.request.decode();
-        let request = request.map_err(|error| (LeftOut::Damaged, error))?;
-        if request.instance() != Some(kept.id) {
-            let error = Error::refused("it is of another worker than its name says");
-            return Err((LeftOut::Damaged, error));
-        }
-        match &request {
-            Request::RegisterKvCache(registration) => self.restore_pages(kept, registration),
-            Request::RegisterEngineDriven(context) => self.restore_engine_driven(kept, context),
-            _ => Err(refused(Error::refused("it is no registration"))),
-        }
+    drop(done);
+    while !pending.is_empty() {
+        let left = deadline.saturating_duration_since(Instant::now());
+        match ended.recv_timeout(left) {
+            Ok(id) => pending.remove(&id),
+            Err(_) => break,
+        };
     }
-
-    fn restore_pages(
-        &self,
-        kept: &KeptWorker,
-        registration: &Registration<'_>,
-    ) -> Result<Restoring, Obstacle> {
-        let provisional = provisional(kept, registration.hints.chunk_tokens)?;
-        let newcomer = self.newcomer(kept.request.caller(), registration);
-        let newcomer = newcomer.map_err(refused)?;
-        let newcomer = newcomer.ok_or_else(|| refused(Error::refused("it is registered")))?;
-        if !newcomer
-            .layout
-            .memories()
-            .iter()
-            .all(MemorySpec::is_lasting)
-        {
-            let error = Error::refused("its memory cannot be opened again");
-            return Err((LeftOut::Memory, error));
-        }
-        if Devices::is_on_gpu(&newcomer.layout) {
-            return Ok(Restoring::OnGpu(newcomer, provisional));
-        }
-        self.reopen(newcomer, provisional, &kept.memory)
-            .map(Restoring::Ready)
+    let late: Vec<InstanceId> = pending.into_iter().collect();
+    let outcome = registrations.end_restoring(instances, &late);
+    if outcome.restored > 0 || !outcome.left_out.is_empty() {
+        let left_out = outcome.left_out.iter();
+        let left_out = left_out.map(|(reason, count)| format!("{count} {reason}"));
+        tracing::info!(
+            workers = outcome.restored,
+            left_out = left_out.collect::<Vec<_>>().join(", "),
+            "restored registrations"
+        );
     }
+}
 
-    /// Opens the memory of a registration, which has to be what it was.
-    fn reopen(
-        &self,
-        newcomer: Newcomer,
-        provisional: Option<Provisional>,
-        memory: &KeptMemory,
-    ) -> Result<Instance, Obstacle> {
-        let mut instance = self
-            .open(newcomer)
-            .map_err(|error| (LeftOut::Memory, error))?;
-        let pages = instance.pages();
-        let identity = pages.map(|pages| pages.identity()).unwrap_or_default();
-        if identity != memory.pages {
-            // The memory of another process, or of none: nothing is owed for it.
-            pages.iter().for_each(|pages| pages.leave());
-            let error =
-                Error::refused("its memory is other memory by now, or its process has ended");
-            return Err((LeftOut::Memory, error));
-        }
-        instance.provisional = provisional;
-        Ok(instance)
+fn begin(context: &Context, kept: &KeptWorker) -> Result<Restoring, Obstacle> {
+    let request = kept.request.decode();
+    let request = request.map_err(|error| (LeftOut::Damaged, error))?;
+    if request.instance() != Some(kept.id) {
+        let error = Error::refused("it is of another worker than its name says");
+        return Err((LeftOut::Damaged, error));
     }
-
-    fn restore_engine_driven(
-        &self,
-        kept: &KeptWorker,
-        context: &EngineDrivenContext<'_>,
-    ) -> Result<Restoring, Obstacle> {
-        let provisional = provisional(kept, context.chunk_tokens)?;
-        let limit = self.context.config().worker_reap_timeout;
-        let limit = limit.unwrap_or(SILENCE);
-        if kept.silent_for > limit {
-            let error = format!("it was silent for more than {limit:?}");
-            return Err((LeftOut::Silent, Error::refused(error)));
+    match &request {
+        Request::RegisterKvCache(registration) => restore_pages(context, kept, registration),
+        Request::RegisterEngineDriven(registration) => {
+            restore_engine_driven(context, kept, registration)
         }
-        let mut context = context.clone();
-        context.takes_pool = !kept.memory.pool.is_empty();
-        let (mut instance, may_map) = self
-            .engine_driven(kept.request.caller(), &context)
-            .map_err(refused)?;
-        if kept.pickles {
-            if let Mode::EngineDriven { pickles, .. } = &instance.mode {
-                pickles.store(true, Ordering::Relaxed);
-            }
-        } else if self.pool(may_map) != kept.memory.pool {
-            let error = Error::refused("its pool is not this server's");
-            return Err((LeftOut::Pool, error));
-        }
-        instance.provisional = provisional;
-        Ok(Restoring::Ready(instance))
+        _ => Err(refused(Error::refused("it is no registration"))),
     }
+}
 
-    fn end_restore(&self, id: InstanceId, restored: Result<Instance, Obstacle>) {
-        let instances = &self.context.instances;
-        let inserted = restored.and_then(|instance| {
-            instance.expect_pings();
-            match self.kept.insert_restored(instances, instance) {
-                Ok(Some(instance)) => log_registered(&instance),
-                Ok(None) => tracing::info!(instance = id.0, "a registration was restored too late"),
-                Err(error) => return Err(refused(error)),
-            }
-            Ok(())
-        });
-        if let Err((reason, error)) = inserted {
-            self.kept.leave_out(instances, id, reason, &error);
+fn restore_pages(
+    context: &Context,
+    kept: &KeptWorker,
+    registration: &Registration<'_>,
+) -> Result<Restoring, Obstacle> {
+    let provisional = provisional(kept, registration.hints.chunk_tokens)?;
+    let newcomer = Newcomer::check(context, kept.request.caller(), registration);
+    let newcomer = newcomer.map_err(refused)?;
+    let newcomer = newcomer.ok_or_else(|| refused(Error::refused("it is registered")))?;
+    if !newcomer.is_lasting() {
+        let error = Error::refused("its memory cannot be opened again");
+        return Err((LeftOut::Memory, error));
+    }
+    if Devices::is_on_gpu(&newcomer.layout) {
+        return Ok(Restoring::OnGpu(newcomer, provisional));
+    }
+    reopen(context, newcomer, provisional, &kept.memory).map(Restoring::Ready)
+}
+
+/// Opens the memory of a registration, which has to be what it was.
+fn reopen(
+    context: &Context,
+    newcomer: Newcomer,
+    provisional: Option<Provisional>,
+    memory: &KeptMemory,
+) -> Result<Instance, Obstacle> {
+    let mut instance = newcomer
+        .open(context)
+        .map_err(|error| (LeftOut::Memory, error))?;
+    let pages = instance.pages();
+    let identity = pages.map(|pages| pages.identity()).unwrap_or_default();
+    if identity != memory.pages {
+        // The memory of another process, or of none: nothing is owed for it.
+        pages.iter().for_each(|pages| pages.leave());
+        let error = Error::refused("its memory is other memory by now, or its process has ended");
+        return Err((LeftOut::Memory, error));
+    }
+    instance.provisional = provisional;
+    Ok(instance)
+}
+
+fn restore_engine_driven(
+    context: &Context,
+    kept: &KeptWorker,
+    registration: &EngineDrivenContext<'_>,
+) -> Result<Restoring, Obstacle> {
+    let provisional = provisional(kept, registration.chunk_tokens)?;
+    let limit = context.config().worker_reap_timeout;
+    let limit = limit.unwrap_or(SILENCE);
+    if kept.silent_for > limit {
+        let error = format!("it was silent for more than {limit:?}");
+        return Err((LeftOut::Silent, Error::refused(error)));
+    }
+    let mut registration = registration.clone();
+    registration.takes_pool = !kept.memory.pool.is_empty();
+    let checked = engine_driven(context, kept.request.caller(), &registration);
+    let (mut instance, may_map) = checked.map_err(refused)?;
+    if kept.pickles {
+        if let Mode::EngineDriven { pickles, .. } = &instance.mode {
+            pickles.store(true, Ordering::Relaxed);
         }
+    } else if pool(&context.l1.arena, may_map) != kept.memory.pool {
+        let error = Error::refused("its pool is not this server's");
+        return Err((LeftOut::Pool, error));
+    }
+    instance.provisional = provisional;
+    Ok(Restoring::Ready(instance))
+}
+
+fn end(workers: &Workers, id: InstanceId, restored: Result<Instance, Obstacle>) {
+    let instances = &workers.context.instances;
+    let inserted = restored.and_then(|instance| {
+        instance.expect_pings();
+        match workers.kept.insert_restored(instances, instance) {
+            Ok(Some(instance)) => log_registered(&instance),
+            Ok(None) => tracing::info!(instance = id.0, "a registration was restored too late"),
+            Err(error) => return Err(refused(error)),
+        }
+        Ok(())
+    });
+    if let Err((reason, error)) = inserted {
+        workers.kept.leave_out(instances, id, reason, &error);
     }
 }
 
