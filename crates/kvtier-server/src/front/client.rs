@@ -12,7 +12,7 @@ use super::limits::{
     self, JOB_BYTES, MAX_UNDECIDED, MAX_UNDECIDED_BYTES, REPLY_SHARE, UNDECIDED_PART,
 };
 use super::names::{LookupNumbers, RandomIds, WorkerNames};
-use super::request::Job;
+use super::request::RequestJob;
 use kvtier_common::sync::budget::Budget;
 use kvtier_engine::Engine;
 
@@ -74,9 +74,9 @@ pub struct Client {
     /// Requests whose operation is not certain and whose answer depends on it, until a later one decides.
     pub undecided: Option<Undecided>,
     /// Requests whose order among themselves matters: transfers and registrations.
-    pub transfers: Arc<LaneQueue<Job>>,
+    pub transfers: Arc<LaneQueue<RequestJob>>,
     /// Everything else.
-    pub control: Arc<LaneQueue<Job>>,
+    pub control: Arc<LaneQueue<RequestJob>>,
     /// Work of its longest lookup.
     longest_lookup: u64,
     /// Whether the log has its release, if that is an old one.
@@ -88,7 +88,7 @@ pub struct Undecided {
     /// When the first of them came.
     pub since: Instant,
     /// In the order they came.
-    pub jobs: Vec<Job>,
+    pub jobs: Vec<RequestJob>,
 }
 
 impl Client {
@@ -111,7 +111,7 @@ impl Client {
     }
 
     /// Keeps a request until a later one shows the generation, and gives it back if too much waits.
-    pub fn defer(&mut self, mut job: Job, now: Instant) -> Option<Job> {
+    pub fn defer(&mut self, mut job: RequestJob, now: Instant) -> Option<RequestJob> {
         let waiting = self
             .undecided
             .as_ref()

@@ -204,10 +204,12 @@ impl Connection {
             MANY_FRAMES.. => (self.read_bytes / 2).max(MIN_READ_BYTES),
             _ => (self.read_bytes * 2).min(SCRATCH_BYTES),
         };
-        self.partial_since = match self.session.is_amid_message() {
-            false => None,
-            true if messages.len() > before => Some(now),
-            true => self.partial_since.or(Some(now)),
+        self.partial_since = if !self.session.is_amid_message() {
+            None
+        } else if messages.len() > before {
+            Some(now)
+        } else {
+            self.partial_since.or(Some(now))
         };
         Ok(taken)
     }
@@ -236,10 +238,12 @@ impl Connection {
         } else {
             self.output_since.or(Some(now))
         };
-        self.unread_since = match self.output.is_empty() {
-            true => None,
-            false if written > 0 => Some(now),
-            false => self.unread_since.or(Some(now)),
+        self.unread_since = if self.output.is_empty() {
+            None
+        } else if written > 0 {
+            Some(now)
+        } else {
+            self.unread_since.or(Some(now))
         };
         if self.output.small_bytes() > MAX_SMALL_OUTPUT {
             Err(Closed::Unread)

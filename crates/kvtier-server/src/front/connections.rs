@@ -18,7 +18,7 @@ use kvtier_proto::zmtp::{Error, ZmtpLimits, ZmtpMessage};
 
 use super::allowance::Allowance;
 use super::client::Client;
-use super::connection::{Closed, Connection, Large, SCRATCH_BYTES, TURN_BYTES};
+use super::connection::{Closed, Connection, SCRATCH_BYTES};
 use super::limits;
 use super::outbox::Outgoing;
 use super::poll::{Interest, Poller, Ready};
@@ -26,8 +26,10 @@ use super::socket::RequestSocket;
 use crate::clock::Clock;
 use kvtier_common::sync::RateLimited;
 use kvtier_observe::metrics::Metrics;
+use rustix::io::Errno;
 
 use accepting::{Accept, Guest};
+use large::HeldMemory;
 #[cfg(test)]
 pub use large::ROUND_BYTES;
 
@@ -44,6 +46,15 @@ const VAIN_CONNECTIONS_PER_SECOND: u32 = 256;
 
 /// Between two looks at the connections whose time has come.
 const TICK: Duration = Duration::from_secs(1);
+
+/// Connections accepted before those that are there get their turn.
+const MAX_ACCEPTS: usize = 64;
+
+/// How long no connection is accepted after the system had none to give.
+const ACCEPT_PAUSE: Duration = Duration::from_secs(1);
+
+/// Time after which a large message stalls if nothing more of it has arrived.
+const STALL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Most time that counts between two readings of the clock, which is read once per [`TICK`]: what clients sent while the
 /// process did not run is read before any deadline ends.
@@ -79,13 +90,7 @@ pub struct Connections {
     vain: Allowance,
     next_id: u64,
     bounds: Bounds,
-    held_bytes: usize,
-    /// Connections with a large message that is incomplete, the oldest message first.
-    large: BTreeSet<Large>,
-    /// Connections with a large message that are not read until there is memory.
-    paused: BTreeSet<Large>,
-    /// Bytes that may still be read in this round.
-    round_bytes: usize,
+    memory: HeldMemory,
     accept: Accept,
     clock: Clock,
     next_tick: Instant,
@@ -132,10 +137,7 @@ impl Connections {
             vain: Allowance::new(VAIN_CONNECTIONS_PER_SECOND, clock.now()),
             next_id: 0,
             bounds,
-            held_bytes: 0,
-            large: BTreeSet::new(),
-            paused: BTreeSet::new(),
-            round_bytes: 0,
+            memory: HeldMemory::new(bounds.held_bytes),
             accept: Accept::Now,
             next_tick: clock.now(),
             clock,
@@ -182,7 +184,9 @@ impl Connections {
         happened: &mut Vec<ConnectionEvent>,
     ) -> std::io::Result<()> {
         let mut ready = std::mem::take(&mut self.ready);
-        self.begin_round();
+        if let Some(paused) = self.memory.begin_round() {
+            self.watch_for_reading(paused, true);
+        }
         let timeout = timeout.min(self.until_turn());
         self.poller.wait(timeout, &mut ready)?;
         self.clock.advance();
@@ -212,6 +216,105 @@ impl Connections {
         Ok(())
     }
 
+    fn accept(&mut self) {
+        for accepted in 0..MAX_ACCEPTS {
+            if accepted > 0 && self.vain.is_exceeded(self.clock.now()) {
+                return self.stop_accepting(TURN_INTERVAL);
+            }
+            let is_full = self.open.len() >= self.bounds.connections;
+            let displaced = is_full.then(|| self.guests.first().copied());
+            if displaced == Some(None) {
+                return self.pause_accepting("all of them use the cache", Duration::ZERO);
+            }
+            let socket = match self.listener.accept() {
+                Ok(socket) => socket,
+                Err(Errno::AGAIN) => return,
+                // The client has gone meanwhile.
+                Err(Errno::CONNABORTED | Errno::INTR) => continue,
+                Err(error) => {
+                    let error = std::io::Error::from(error).to_string();
+                    return self.pause_accepting(&error, ACCEPT_PAUSE);
+                }
+            };
+            if let Some(Some(guest)) = displaced {
+                self.close(guest.id, Closed::Displaced);
+            }
+            let id = self.next_id;
+            self.next_id += 1;
+            let connection = Connection::new(socket, self.bounds.session, self.clock.now());
+            if let Err(error) = self.poller.add(&connection, id) {
+                let error = std::io::Error::from(error).to_string();
+                return self.pause_accepting(&error, ACCEPT_PAUSE);
+            }
+            self.ticks.insert((connection.next_tick, id));
+            self.open.insert(id, connection);
+            self.guests.insert(Guest::silent(id));
+            self.metrics.request_connections.set(self.open.len() as i64);
+            self.queue(id);
+        }
+    }
+
+    /// When connections are accepted again, if only time is waited for.
+    fn accept_pause_end(&self) -> Option<Instant> {
+        match self.accept {
+            Accept::Paused(until) if self.has_place() => Some(until),
+            _ => None,
+        }
+    }
+
+    /// Watches the listener again if the pause is over and a connection would have a place.
+    fn end_accept_pause(&mut self, now: Instant) {
+        if let Accept::Paused(until) = self.accept
+            && now >= until
+            && self.has_place()
+        {
+            match self.poller.add(&*self.listener, LISTENER) {
+                Ok(()) => self.accept = Accept::Now,
+                Err(_) => self.accept = Accept::Paused(now + ACCEPT_PAUSE),
+            }
+        }
+    }
+
+    /// Whether a new connection would have a place: a free one, or that of a guest.
+    fn has_place(&self) -> bool {
+        self.open.len() < self.bounds.connections || !self.guests.is_empty()
+    }
+
+    fn stop_accepting(&mut self, pause: Duration) {
+        if self.poller.remove(&*self.listener).is_ok() {
+            self.accept = Accept::Paused(self.clock.now() + pause);
+        }
+    }
+
+    fn pause_accepting(&mut self, cause: &str, pause: Duration) {
+        self.stop_accepting(pause);
+        static LOG_LIMIT: RateLimited = RateLimited::new(Duration::from_secs(60));
+        if let Some(suppressed_lines) = LOG_LIMIT.permit(Instant::now()) {
+            tracing::warn!(
+                cause,
+                connections = self.open.len(),
+                limit = self.bounds.connections,
+                suppressed_lines,
+                "no further connection is accepted on the request port; new ones wait until others end"
+            );
+        }
+    }
+
+    /// Whether the listener is watched.
+    #[cfg(test)]
+    pub fn is_accepting(&self) -> bool {
+        matches!(self.accept, Accept::Now)
+    }
+
+    /// Accepts no connection any more.
+    pub fn end_accepting(&mut self) {
+        if !matches!(self.accept, Accept::Paused(_)) {
+            // Fails only for what is not there.
+            let _ = self.poller.remove(&*self.listener);
+        }
+        self.accept = Accept::Ended;
+    }
+
     /// Reports a connection that has something to read, or parks it.
     fn readable(&mut self, id: u64, happened: &mut Vec<ConnectionEvent>) {
         let now = self.clock.now();
@@ -222,12 +325,9 @@ impl Connections {
             // It is not watched for reading, so both sides have ended it.
             return self.close(id, Closed::ByClient);
         }
-        if self.pause(id) {
-            return;
+        if self.memory.pause(connection.large) {
+            return self.watch_for_reading(id, false);
         }
-        let Some(connection) = self.open.get_mut(&id) else {
-            return;
-        };
         if !connection.strays.is_exceeded(now) {
             return happened.push(ConnectionEvent::Readable(id));
         }
@@ -286,9 +386,9 @@ impl Connections {
 
     /// Reads from a connection, and appends its messages. Returns why it has to be closed after they were served, if so.
     pub fn read(&mut self, id: u64, messages: &mut Vec<ZmtpMessage>) -> Option<Closed> {
-        let turn_bytes = self.turn_bytes(id)?;
         let connection = self.open.get_mut(&id)?;
         let was_large = connection.large.is_some();
+        let turn_bytes = self.memory.turn_bytes(was_large)?;
         let read = connection.read(&mut self.scratch, messages, turn_bytes, self.clock.now());
         let due = connection.due();
         if due < connection.next_tick {
@@ -298,8 +398,7 @@ impl Connections {
         self.count(id);
         match read {
             Ok(bytes) => {
-                let least = if was_large { 0 } else { TURN_BYTES };
-                self.round_bytes = self.round_bytes.saturating_sub(bytes).max(least);
+                self.memory.count_read(bytes, was_large);
                 None
             }
             Err(why) => {
@@ -362,6 +461,12 @@ impl Connections {
         let mut connections = self.open.values_mut();
         connections.all(|of| of.is_between_messages())
             && !self.open.values().any(Connection::has_input)
+    }
+
+    /// Bytes that all connections hold, but for the oldest large message.
+    #[cfg(test)]
+    pub fn bounded_bytes(&self) -> usize {
+        self.memory.bounded_bytes()
     }
 
     /// Connections that have sent more stray frames than allowed, and are read in turns.
@@ -483,6 +588,76 @@ impl Connections {
         }
     }
 
+    /// Watches a connection for reading, or no longer.
+    fn watch_for_reading(&mut self, id: u64, read: bool) {
+        if let Some(connection) = self.open.get(&id) {
+            let interest = connection.interest;
+            self.watch(id, Interest { read, ..interest });
+        }
+    }
+
+    /// Moves the connections with large messages behind all others, the oldest message first.
+    fn put_large_last(&self, happened: &mut [ConnectionEvent]) {
+        if self.memory.oldest().is_none() {
+            return;
+        }
+        happened.sort_by_key(|what| match what {
+            ConnectionEvent::Readable(id) => self.open.get(id).and_then(|of| of.large),
+            ConnectionEvent::Wake | ConnectionEvent::Undecided(_) => None,
+        });
+    }
+
+    /// Counts what a connection holds. While all hold too much together, the one that costs most is closed: an attack
+    /// that keeps memory pays for its time, and one that is quick for its bytes.
+    fn count(&mut self, id: u64) {
+        let Some(connection) = self.open.get_mut(&id) else {
+            return;
+        };
+        self.memory.count(id, connection);
+        while self.memory.bounded_bytes() > self.bounds.held_bytes {
+            let Some(dearest) = self.dearest(self.memory.oldest()) else {
+                return;
+            };
+            self.close(dearest, Closed::Memory);
+        }
+    }
+
+    /// The connection whose bytes cost most, but for `spared`.
+    fn dearest(&self, spared: Option<u64>) -> Option<u64> {
+        let now = self.clock.now();
+        let holders = self.open.iter();
+        let holders = holders.filter(|(id, of)| of.counted_bytes > 0 && spared != Some(**id));
+        let dearest = holders.max_by_key(|(id, of)| (of.held_cost(now), **id));
+        dearest.map(|(id, _)| *id)
+    }
+
+    /// Closes the connection whose bytes cost most, after the system had no memory for another one.
+    fn free_memory(&mut self) {
+        static LOG_LIMIT: RateLimited = RateLimited::per_second();
+        if let Some(suppressed_lines) = LOG_LIMIT.permit(Instant::now()) {
+            tracing::warn!(
+                held_bytes = self.memory.held_bytes,
+                suppressed_lines,
+                "out of memory for a client's message; closing its connection and the one that holds most"
+            );
+        }
+        if let Some(dearest) = self.dearest(None) {
+            self.close(dearest, Closed::Memory);
+        }
+    }
+
+    /// Closes the connections whose large messages stall while others wait for them.
+    fn end_stalled(&mut self, now: Instant) {
+        let is_stalled = |id: &u64| {
+            let connection = self.open.get(id);
+            connection.is_some_and(|of| of.silence(now) >= STALL_TIMEOUT && !of.has_input())
+        };
+        let stalled: Vec<_> = self.memory.awaited().filter(is_stalled).collect();
+        for id in stalled {
+            self.close(id, Closed::Memory);
+        }
+    }
+
     /// Closes a connection.
     pub fn close(&mut self, id: u64, why: Closed) {
         let Some(connection) = self.open.remove(&id) else {
@@ -496,11 +671,7 @@ impl Connections {
             self.vain.count(1, self.clock.now());
         }
         self.ticks.remove(&(connection.next_tick, id));
-        self.held_bytes -= connection.counted_bytes;
-        if let Some(large) = connection.large {
-            self.large.remove(&large);
-            self.paused.remove(&large);
-        }
+        self.memory.remove(&connection);
         self.metrics.request_connections.set(self.open.len() as i64);
         static LOG_LIMIT: RateLimited = RateLimited::per_second();
         if !matches!(why, Closed::ByClient)

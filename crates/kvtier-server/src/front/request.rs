@@ -24,7 +24,7 @@ use kvtier_engine::{Caller, Engine, EngineAnswer, Payload, Reply, ReplyTarget};
 use kvtier_http::Health;
 
 /// A request whose frames are still undecoded.
-pub struct Job {
+pub struct RequestJob {
     /// The client that asks, and for which operation.
     pub sender: RequestSender,
     /// The payload frames; token ids and pickled data stay in them while the request is handled.
@@ -65,7 +65,7 @@ pub struct Server {
     unanswered: Arc<()>,
 }
 
-impl Job {
+impl RequestJob {
     /// The message it came as.
     pub fn into_frames(self) -> Vec<Vec<u8>> {
         [self.sender.uid, self.sender.op]
@@ -153,7 +153,7 @@ struct Unanswered {
     server: Arc<Server>,
     sender: RequestSender,
     /// The turn of its lane, if what its connection has sent behind it waits for the answer.
-    turn: Option<Turn<Job>>,
+    turn: Option<Turn<RequestJob>>,
     /// Why it is refused if there is no answer.
     refused: &'static str,
     _counted: Arc<()>,
@@ -212,8 +212,8 @@ impl Server {
 
     /// Serves a request, whose answer goes through the outbox: whatever happens, there is one. The lane goes on when this
     /// returns, or with the answer if nothing may pass it.
-    pub fn serve(self: &Arc<Self>, job: Job, turn: Option<Turn<Job>>) {
-        let Job { sender, payloads } = job;
+    pub fn serve(self: &Arc<Self>, job: RequestJob, turn: Option<Turn<RequestJob>>) {
+        let RequestJob { sender, payloads } = job;
         let context = RequestContext {
             resolved: sender.resolved,
             caller: sender.caller(),
@@ -230,7 +230,11 @@ impl Server {
     }
 
     /// The handle that answers a request.
-    pub(super) fn reply(self: &Arc<Self>, sender: RequestSender, turn: Option<Turn<Job>>) -> Reply {
+    pub(super) fn reply(
+        self: &Arc<Self>,
+        sender: RequestSender,
+        turn: Option<Turn<RequestJob>>,
+    ) -> Reply {
         Reply::new(Unanswered {
             server: Arc::clone(self),
             sender,

@@ -1,18 +1,24 @@
-//! The front end's loop: sockets, replies, and the end.
+//! The front end's loop: sockets, messages, which are served at once, queued in a lane or refused, replies, and the end.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use kvtier_proto::frames::MAX_PAYLOADS;
+use kvtier_proto::frames::{ClientMessage, MAX_PAYLOADS};
+use kvtier_proto::generation::Generation;
+use kvtier_proto::operation::{Lane as LaneKind, Operation};
+use kvtier_proto::response::ResponseKind;
+use kvtier_proto::wire::DecodeError;
 use kvtier_proto::zmtp::{ZmtpLimits, ZmtpMessage};
 
 use super::client::Budgets;
 use super::connections::{Bounds, ConnectionEvent, Connections};
+use super::dispatch::{self, QUICK_WORK, QUICK_WORK_ALONE, is_quick, log_older_client};
 use super::lanes::LanePool;
-use super::limits;
+use super::limits::{self, MAX_HEAD};
+use super::names::lookup_number;
 use super::outbox::{Inbox, Outgoing};
-use super::request::{Job, Server};
+use super::request::{RequestJob, RequestSender, Server};
 use super::socket::RequestSocket;
 use kvtier_common::sync::RateLimited;
 
@@ -37,15 +43,15 @@ const LAST_BYTES: Duration = Duration::from_secs(1);
 pub struct Front {
     pub(super) connections: Connections,
     pub(super) budgets: Budgets,
-    pub(super) inbox: Inbox,
-    pub(super) transfers: LanePool<Job>,
-    pub(super) control: LanePool<Job>,
+    inbox: Inbox,
+    transfers: LanePool<RequestJob>,
+    control: LanePool<RequestJob>,
     pub(super) server: Arc<Server>,
     pub(super) stop: Arc<AtomicBool>,
-    pub(super) happened: Vec<ConnectionEvent>,
+    happened: Vec<ConnectionEvent>,
     /// Whether one connection alone has something to be read.
     pub(super) is_alone: bool,
-    pub(super) messages: Vec<ZmtpMessage>,
+    messages: Vec<ZmtpMessage>,
 }
 
 /// Bounds of the connections, for messages of at most `max_message_bytes`.
@@ -73,7 +79,7 @@ impl Front {
         socket: Arc<RequestSocket>,
         server: Arc<Server>,
         inbox: Inbox,
-        [transfers, control]: [LanePool<Job>; 2],
+        [transfers, control]: [LanePool<RequestJob>; 2],
         bounds: Bounds,
         request_bytes: u64,
     ) -> std::io::Result<Self> {
@@ -179,6 +185,157 @@ impl Front {
             self.connections.close(id, why);
         }
         is_busy && !self.connections.has_excess(id)
+    }
+
+    /// Serves a message of connection `id`, or queues it.
+    pub(super) fn take(&mut self, id: u64, frames: Vec<Vec<u8>>) {
+        let received = Instant::now();
+        let head: usize = frames.iter().take(2).map(Vec::len).sum();
+        let parsed = match head {
+            0..=MAX_HEAD => ClientMessage::parse(frames.iter().map(Vec::as_slice)),
+            _ => Err(DecodeError::new(format!(
+                "uid and op have at most {MAX_HEAD} bytes"
+            ))),
+        };
+        let message = match parsed {
+            Ok(ClientMessage::Request(request)) => request,
+            // No stream stays open here: the only one ends with its first batch.
+            Ok(ClientMessage::Stream { .. }) => {
+                return self.connections.count_strays(id, frames.len());
+            }
+            Err(error) => {
+                self.connections.count_strays(id, frames.len());
+                self.server.engine.metrics().malformed_messages.inc();
+                static LOG_LIMIT: RateLimited = RateLimited::per_second();
+                if let Some(suppressed_lines) = LOG_LIMIT.permit(received) {
+                    tracing::debug!(%error, suppressed_lines, "a message that is no request was dropped");
+                }
+                return;
+            }
+        };
+        static LOG_LIMIT: RateLimited = RateLimited::per_second();
+        let now = self.connections.now();
+        let Some(client) = self.connections.client(id, || self.budgets.client(id)) else {
+            // It sent a message and ended.
+            return;
+        };
+        let resolved = match client.candidates.resolve(&message, &[Generation::G6]) {
+            Ok(resolved) => resolved,
+            Err(error) => {
+                let reply = dispatch::unresolved(&self.server, client, &message, &error, received);
+                if let Some(reply) = reply {
+                    // Behind what was answered before.
+                    self.server.outbox.send(reply);
+                }
+                self.connections.count_strays(id, frames.len());
+                return;
+            }
+        };
+        let decided = resolved
+            .is_decided
+            .then(|| client.undecided.take())
+            .flatten();
+        if resolved.generation != Generation::G6
+            && resolved.is_decided
+            && !std::mem::replace(&mut client.is_logged, true)
+            && let Some(suppressed_lines) = LOG_LIMIT.permit(received)
+        {
+            log_older_client(&resolved, suppressed_lines);
+        }
+        let mut frames = frames.into_iter();
+        let (Some(uid), Some(op)) = (frames.next(), frames.next()) else {
+            return;
+        };
+        let payloads: Vec<_> = frames.collect();
+        let bytes = payloads.iter().map(|payload| payload.len() as u64).sum();
+        let is_numbered = (resolved.spec.operation, resolved.spec.response)
+            == (Operation::Lookup, ResponseKind::Int);
+        let lookup_number = is_numbered.then(|| lookup_number(self.server.first_number, &uid));
+        let mut job = RequestJob {
+            sender: RequestSender {
+                peer: Arc::clone(&client.peer),
+                uid,
+                op,
+                bytes,
+                charge: None,
+                resolved,
+                lookup_number,
+                received,
+            },
+            payloads,
+        };
+        if resolved.needs_decision {
+            match client.defer(job, now) {
+                None => return,
+                Some(refused) => job = refused,
+            }
+        }
+        for earlier in decided.into_iter().flat_map(|waiting| waiting.jobs) {
+            self.take(id, earlier.into_frames());
+        }
+        let operation = resolved.spec.operation;
+        if operation.lane() != LaneKind::Inline {
+            self.connections.keep(id);
+        }
+        let Some(client) = self.connections.client(id, || self.budgets.client(id)) else {
+            return;
+        };
+        if bytes > limits::max_payload(operation) {
+            return self.refuse(job, "request_too_large");
+        }
+        let work = if is_quick(operation) {
+            client.work(operation, dispatch::work(&self.server.engine, &job))
+        } else {
+            u64::MAX
+        };
+        let (pool, lane) = match operation.lane() {
+            LaneKind::Inline => return self.serve_now(job),
+            LaneKind::Transfer => (&self.transfers, &client.transfers),
+            LaneKind::Control => (&self.control, &client.control),
+        };
+        // Only this thread puts jobs into lanes, so an idle one stays idle and no order is broken.
+        let quick_work = if self.is_alone {
+            QUICK_WORK_ALONE
+        } else {
+            QUICK_WORK
+        };
+        if work <= quick_work && lane.is_idle() {
+            return self.serve_now(job);
+        }
+        if !job.sender.take_memory() {
+            return self.refuse(job, "queue_full");
+        }
+        if let Err(job) = pool.push(lane, job) {
+            self.refuse(job, "lane_full");
+        }
+    }
+
+    /// Answers the requests of a connection that wait for the generation of its client, as far as that goes without it.
+    fn answer_undecided(&mut self, id: u64) {
+        let client = self.connections.client(id, || self.budgets.client(id));
+        let undecided = client.and_then(|client| client.undecided.take());
+        for job in undecided.into_iter().flat_map(|waiting| waiting.jobs) {
+            self.serve_now(job);
+        }
+    }
+
+    fn serve_now(&mut self, job: RequestJob) {
+        self.server.serve(job, None);
+    }
+
+    /// Answers with the operation's "no" a request that would take too much memory.
+    fn refuse(&mut self, job: RequestJob, reason: &'static str) {
+        static LOG_LIMIT: RateLimited = RateLimited::per_second();
+        if let Some(suppressed_lines) = LOG_LIMIT.permit(job.sender.received) {
+            tracing::warn!(
+                operation = job.sender.spec().operation.name(),
+                bytes = job.sender.bytes,
+                reason,
+                suppressed_lines,
+                "a client's request was refused"
+            );
+        }
+        self.server.refuse(job.sender, reason);
     }
 
     /// Sends the replies that wait. Returns whether there were any.

@@ -18,7 +18,7 @@ use kvtier_proto::request::{EngineDrivenContext, InstanceId, Request};
 use super::client::Client;
 use super::connections::Bounds;
 use super::limits::{JOB_BYTES, MAX_HEAD};
-use super::request::{Job, RequestSender, error_frame};
+use super::request::{RequestJob, RequestSender, error_frame};
 use super::*;
 use crate::inherited::Inherited;
 use kvtier_observe::metrics::Metrics;
@@ -130,7 +130,7 @@ impl ByHand {
     }
 
     /// A request as it is when it has been taken and was not queued.
-    fn job(&mut self, frames: &[&[u8]]) -> Job {
+    fn job(&mut self, frames: &[&[u8]]) -> RequestJob {
         let Ok(ClientMessage::Request(message)) = ClientMessage::parse(frames.iter().copied())
         else {
             panic!("no request");
@@ -151,7 +151,7 @@ impl ByHand {
             lookup_number: None,
             received: Instant::now(),
         };
-        Job { sender, payloads }
+        RequestJob { sender, payloads }
     }
 
     /// What has been answered since the last look.
