@@ -78,7 +78,7 @@ impl Gate {
     }
 }
 
-/// One transfer of [`State::in_flight`].
+/// One transfer of [`GateState::in_flight`].
 pub(super) struct GateGuard(Arc<Gate>);
 
 impl Drop for GateGuard {

@@ -38,7 +38,7 @@ pub(super) struct CopyRequest<'a> {
 }
 
 /// A transfer whose bytes are being copied: what its end needs.
-struct InFlight {
+struct InFlightCopy {
     /// Dropped before the guard, behind which the pages may be closed.
     work: TransferWork,
     request_id: Box<str>,
@@ -54,7 +54,7 @@ struct InFlight {
 enum TransferOutcome {
     Answer(EngineAnswer),
     /// The next piece of a store.
-    Piece(Box<(Transfer, InFlight)>),
+    Piece(Box<(Transfer, InFlightCopy)>),
 }
 
 /// The memory of a transfer in flight.
@@ -145,7 +145,7 @@ impl CopyRequest<'_> {
     }
 
     /// Reserves memory for the chunks that are not resident, and plans the copies into it.
-    fn plan_store(&self, instance: &Arc<Instance>) -> Result<(Transfer, InFlight)> {
+    fn plan_store(&self, instance: &Arc<Instance>) -> Result<(Transfer, InFlightCopy)> {
         let (mut transfer, range, guard) = self.begin(instance)?;
         if self.is_refusing() {
             let message = "the client drops its stores until it is healthy again";
@@ -196,7 +196,7 @@ impl CopyRequest<'_> {
     }
 
     /// Leases what the range needs, and plans the copies.
-    fn plan_retrieve(&self, instance: &Arc<Instance>) -> Result<(Transfer, InFlight)> {
+    fn plan_retrieve(&self, instance: &Arc<Instance>) -> Result<(Transfer, InFlightCopy)> {
         let Self {
             transfers,
             key,
@@ -247,8 +247,8 @@ impl CopyRequest<'_> {
     }
 
     /// The transfer in flight with this memory.
-    fn in_flight(&self, work: TransferWork, range: WorkerRange, guard: CopyGuard) -> InFlight {
-        InFlight {
+    fn in_flight(&self, work: TransferWork, range: WorkerRange, guard: CopyGuard) -> InFlightCopy {
+        InFlightCopy {
             work,
             request_id: self.key.request_id.into(),
             started: self.started,
@@ -261,7 +261,7 @@ impl CopyRequest<'_> {
     }
 }
 
-impl InFlight {
+impl InFlightCopy {
     /// Starts a transfer, which answers its request: at its end, or with `--gpu-reply event` when the device has it.
     fn start(self, transfer: Transfer, mut reply: Reply) {
         if !reply.later() {
@@ -365,7 +365,7 @@ impl InFlight {
                         .then(|| remainder.next_piece(&self.transfers, instance, range));
                     if let Some((transfer, store)) = next.flatten() {
                         let work = TransferWork::Store(store, Some(remainder));
-                        let in_flight = InFlight { work, ..self };
+                        let in_flight = InFlightCopy { work, ..self };
                         return TransferOutcome::Piece(Box::new((transfer, in_flight)));
                     }
                 }
@@ -429,7 +429,7 @@ mod tests {
     const ID: InstanceId = InstanceId(7);
 
     /// A store of no chunks by the registered worker.
-    fn plan_empty_store(engine: &Engine) -> (Transfer, InFlight) {
+    fn plan_empty_store(engine: &Engine) -> (Transfer, InFlightCopy) {
         let instance = engine.context.instances.get(ID).unwrap();
         let request = CopyRequest {
             transfers: &engine.transfers,

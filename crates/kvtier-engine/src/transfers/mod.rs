@@ -6,7 +6,7 @@
 //! | [`StagingBudget`]: bytes reserved for stores, and leased to retrieves between PREPARE and COMMIT | its mutex; the cache's lock is taken inside |
 //! | [`RefusedRetrieves`]: connections whose next pings are refused | its mutex; nothing is taken inside |
 //!
-//! A transfer that the server copies is in no table: its [`InFlight`](copy) owns the guard of the pages and the reservation or the
+//! A transfer that the server copies is in no table: its [`InFlightCopy`](copy) owns the guard of the pages and the reservation or the
 //! leases, and ends them when it is dropped.
 
 mod copy;

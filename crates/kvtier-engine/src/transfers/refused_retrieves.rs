@@ -67,13 +67,12 @@ impl RefusedRetrieves {
         });
         // The client sent it while it was healthy: it needs another "no".
         (refusal.since, refusal.noticed, refusal.pings) = (now, None, 0);
-        match refusal.held.len() < MAX_HELD {
-            true => refusal.held.extend(held),
+        if refusal.held.len() < MAX_HELD {
+            refusal.held.extend(held);
+        } else {
             // Its answer is sent at once, outside of the lock.
-            false => {
-                drop(by_connection);
-                drop(held);
-            }
+            drop(by_connection);
+            drop(held);
         }
     }
 
