@@ -49,7 +49,7 @@ impl SameModel {
 }
 
 #[derive(Default)]
-struct Tables {
+struct InstanceTables {
     by_id: HashMap<InstanceId, Arc<Instance>>,
     /// Registrations of each model and world size.
     by_model: HashMap<(Arc<str>, u32), SameModel>,
@@ -59,7 +59,7 @@ struct Tables {
     draining: Vec<Arc<Instance>>,
 }
 
-impl Tables {
+impl InstanceTables {
     fn remove(&mut self, id: InstanceId) -> Option<Arc<Instance>> {
         let instance = self.by_id.remove(&id)?;
         let _ = instance.left.set(Instant::now());
@@ -81,7 +81,7 @@ impl Tables {
 /// All registered workers.
 #[derive(Default)]
 pub struct Instances {
-    tables: RwLock<Tables>,
+    tables: RwLock<InstanceTables>,
 }
 
 impl Instances {
@@ -305,7 +305,7 @@ impl Instances {
         };
         // If no worker is dead, the read lock suffices, so other readers need not end first. Nothing is dropped here
         // that needs the driver.
-        let dead_ids = |tables: &Tables| {
+        let dead_ids = |tables: &InstanceTables| {
             let all = tables.by_id.values();
             let dead = all.filter(|instance| dead(instance));
             dead.map(|instance| instance.id).collect::<Vec<_>>()
@@ -320,7 +320,7 @@ impl Instances {
 
     /// Removes and returns the worker of this id if it is [provisional](Provisional).
     pub fn take_provisional(&self, id: InstanceId) -> Option<Arc<Instance>> {
-        let is_provisional = |tables: &Tables| {
+        let is_provisional = |tables: &InstanceTables| {
             let instance = tables.by_id.get(&id);
             instance.is_some_and(|it| it.provisional.is_some())
         };

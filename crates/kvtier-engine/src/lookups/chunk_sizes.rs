@@ -80,7 +80,7 @@ pub struct LookupRange {
 }
 
 #[derive(Default)]
-struct Table {
+struct ChunkSizeTable {
     by_connection: HashMap<u64, Seen>,
     /// Sizes that this instance has announced.
     announced: Vec<u64>,
@@ -90,7 +90,7 @@ struct Table {
     is_foreign_new: bool,
 }
 
-impl Table {
+impl ChunkSizeTable {
     /// Whether the client that was seen so can only have the size `own`.
     fn proves(&self, caller: Caller, seen: &Seen, own: u64, block: u64) -> bool {
         if !self.is_complete || !caller.release.notices_failed_retrieves() {
@@ -124,7 +124,7 @@ pub struct ChunkSizes {
     own: u64,
     /// `None` without a state directory.
     file: Option<AnnouncedFile>,
-    table: Mutex<Table>,
+    table: Mutex<ChunkSizeTable>,
 }
 
 impl ChunkSizes {
@@ -143,7 +143,7 @@ impl ChunkSizes {
         let sizes = Self {
             own: own.get() as u64,
             file,
-            table: Mutex::new(Table {
+            table: Mutex::new(ChunkSizeTable {
                 by_connection: HashMap::new(),
                 is_complete: kept.as_ref().is_some_and(|kept| !kept.contains(&FOREIGN)),
                 announced: kept.unwrap_or_default(),

@@ -35,10 +35,10 @@ pub struct RecentLookup {
 
 /// The latest lookups.
 #[derive(Default)]
-pub struct RecentLookups(Mutex<Ring>);
+pub struct RecentLookups(Mutex<LookupRing>);
 
 #[derive(Default)]
-struct Ring {
+struct LookupRing {
     lookups: VecDeque<RecentLookup>,
     /// The last ones, whose misses are not counted yet.
     uncounted: usize,

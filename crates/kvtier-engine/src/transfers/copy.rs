@@ -19,7 +19,7 @@ use super::super::context::Context;
 use super::super::instances::{CopyGuard, Instance};
 use super::super::{Caller, EngineAnswer, Reply};
 use super::store::{GroupChunks, MAX_FURTHER_PIECES, StagedStore, StorePlan, StoreRemainder};
-use super::traced::{Moved, trace, trace_refused};
+use super::traced::{TransferVolume, trace, trace_refused};
 use super::worker_range::{GroupLease, WorkerRange};
 use super::{Transfers, deadline, is_trouble, reason};
 
@@ -169,7 +169,7 @@ impl CopyRequest<'_> {
         let remainder = store.has_remainder.then(|| StoreRemainder {
             transfer: transfer.clone(),
             plan: store.plan.clone(),
-            moved: Moved::default(),
+            moved: TransferVolume::default(),
         });
         transfer.chunks = store.copies();
         let work = TransferWork::Store(store, remainder.map(Box::new));
@@ -355,7 +355,7 @@ impl InFlightCopy {
         let (has, moved) = match self.work {
             TransferWork::Store(store, remainder) => {
                 let chunks = store.moved().chunks;
-                let mut moved = Moved { chunks, bytes };
+                let mut moved = TransferVolume { chunks, bytes };
                 let has_remainder = store.has_remainder;
                 store.commit(context, range, |_| true);
                 if let Some(mut remainder) = remainder {
@@ -373,7 +373,7 @@ impl InFlightCopy {
             }
             TransferWork::Retrieve { .. } => {
                 let chunks = range.count_loaded(&context.metrics);
-                ("Retrieved", Moved { chunks, bytes })
+                ("Retrieved", TransferVolume { chunks, bytes })
             }
         };
         count_end(&context.metrics, direction, instance);

@@ -15,7 +15,7 @@ use super::super::{Caller, EngineAnswer};
 use super::prepared::{Finish, Grant};
 use super::skipped::Skipped;
 use super::store::{GroupChunks, StagedStore};
-use super::traced::{Moved, trace_refused};
+use super::traced::{TransferVolume, trace_refused};
 use super::worker_copy::{DEVICE, WorkerCopy};
 use super::worker_range::WorkerRange;
 use super::{Transfers, inline};
@@ -259,7 +259,7 @@ impl<'a> WorkerRequest<'a> {
 }
 
 /// The worker has written its slots.
-fn commit_slots(copy: &WorkerCopy<'_>, granted: Finish) -> Result<Moved, &'static str> {
+fn commit_slots(copy: &WorkerCopy<'_>, granted: Finish) -> Result<TransferVolume, &'static str> {
     let Finish::Last(Grant::Store(reservation, charge, skipped), _) = granted else {
         return Err("not_prepared");
     };

@@ -15,12 +15,12 @@ use super::super::EngineAnswer;
 use super::super::payload::{LeasedChunks, Payload};
 use super::staging::Charge;
 use super::store::MAX_FURTHER_PIECES;
-use super::traced::Moved;
+use super::traced::TransferVolume;
 use super::worker_copy::{DEVICE, WorkerCopy};
 use super::worker_range::GroupLease;
 
 /// Stores the chunks that a worker sends.
-pub(super) fn commit(copy: &WorkerCopy<'_>, data: &[u8]) -> Result<Moved, &'static str> {
+pub(super) fn commit(copy: &WorkerCopy<'_>, data: &[u8]) -> Result<TransferVolume, &'static str> {
     let context = &*copy.transfers.context;
     let (request, instance) = (copy.key.request_id, copy.instance.id.0);
     let (layout, pickles, form) = copy.worker();
@@ -60,7 +60,7 @@ pub(super) fn commit(copy: &WorkerCopy<'_>, data: &[u8]) -> Result<Moved, &'stat
         .iter()
         .map(|group| vec![false; group.tensors.len()])
         .collect();
-    let mut moved = Moved::default();
+    let mut moved = TransferVolume::default();
     for further_pieces in (0..=MAX_FURTHER_PIECES).rev() {
         let store = copy.stage("commit_store", groups.clone(), further_pieces);
         let store = match store {

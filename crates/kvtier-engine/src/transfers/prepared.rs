@@ -127,7 +127,7 @@ struct PreparedTransfer {
 pub const GRANT_TTLS: u32 = 2;
 
 /// Memory that can no longer be committed, and that its client may still use.
-struct Quarantined {
+struct QuarantinedTransfer {
     /// When its memory is freed without a COMMIT.
     until: Option<Duration>,
     /// When the ledger last noted the grant.
@@ -139,16 +139,16 @@ struct Quarantined {
 }
 
 #[derive(Default)]
-struct Tables {
+struct PreparedTables {
     pending: HashMap<TransferId, PreparedTransfer>,
-    quarantined: HashMap<TransferId, Quarantined>,
+    quarantined: HashMap<TransferId, QuarantinedTransfer>,
     /// Memory of an earlier process's clients.
     inherited: Vec<(Duration, Grant)>,
     /// Sum of all that is quarantined or inherited.
     quarantined_bytes: u64,
 }
 
-impl Tables {
+impl PreparedTables {
     /// Quarantines the transfers that `which` names; returns how many.
     fn quarantine(
         &mut self,
@@ -165,7 +165,7 @@ impl Tables {
                 pending.grant.depart();
             }
             let is_freed = has_departed || matches!(pending.grant, Grant::Retrieve(..));
-            let quarantined = Quarantined {
+            let quarantined = QuarantinedTransfer {
                 until: is_freed.then_some(until),
                 noted_at: pending.since,
                 has_departed,
@@ -194,7 +194,7 @@ pub enum Finish {
 /// All transfers in flight.
 #[derive(Default)]
 pub struct PreparedTransfers {
-    tables: Mutex<Tables>,
+    tables: Mutex<PreparedTables>,
 }
 
 impl PreparedTransfers {

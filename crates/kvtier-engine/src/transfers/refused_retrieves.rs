@@ -36,7 +36,7 @@ const MAX_CONNECTIONS: usize = 16_384;
 /// Held answers of one connection at most. A worker waits for each before it asks for the next.
 const MAX_HELD: usize = 64;
 
-struct Refusal {
+struct RefusedConnection {
     since: Duration,
     /// When the first ping was answered "no", and how many were.
     noticed: Option<Duration>,
@@ -47,7 +47,7 @@ struct Refusal {
 /// The connections whose retrieves are refused.
 #[derive(Default)]
 pub struct RefusedRetrieves {
-    by_connection: Mutex<HashMap<u64, Refusal>>,
+    by_connection: Mutex<HashMap<u64, RefusedConnection>>,
 }
 
 impl RefusedRetrieves {
@@ -59,12 +59,14 @@ impl RefusedRetrieves {
             drop(by_connection);
             return drop(held);
         }
-        let refusal = by_connection.entry(connection).or_insert(Refusal {
-            since: now,
-            noticed: None,
-            pings: 0,
-            held: Vec::new(),
-        });
+        let refusal = by_connection
+            .entry(connection)
+            .or_insert(RefusedConnection {
+                since: now,
+                noticed: None,
+                pings: 0,
+                held: Vec::new(),
+            });
         // The client sent it while it was healthy: it needs another "no".
         (refusal.since, refusal.noticed, refusal.pings) = (now, None, 0);
         if refusal.held.len() < MAX_HELD {

@@ -152,7 +152,7 @@ impl StagedBytes {
 }
 
 #[derive(Default)]
-struct Ledgers {
+struct StagingLedgers {
     stores: StagedBytes,
     retrieves: StagedBytes,
 }
@@ -160,7 +160,7 @@ struct Ledgers {
 /// What all workers have, and how much that may be.
 pub struct StagingBudget {
     limit: u64,
-    ledgers: Mutex<Ledgers>,
+    ledgers: Mutex<StagingLedgers>,
     warning: RateLimited,
 }
 
@@ -298,7 +298,7 @@ pub struct Charge {
 }
 
 impl Charge {
-    fn ledger<'a>(&self, ledgers: &'a mut Ledgers) -> &'a mut StagedBytes {
+    fn ledger<'a>(&self, ledgers: &'a mut StagingLedgers) -> &'a mut StagedBytes {
         match self.tenant {
             Some(_) => &mut ledgers.stores,
             None => &mut ledgers.retrieves,

@@ -19,7 +19,7 @@ use super::super::context::Context;
 use super::super::instances::{GroupLayout, Instance, ModelLayout, rows};
 use super::Transfers;
 use super::staging::{Charge, WorkerShare};
-use super::traced::Moved;
+use super::traced::TransferVolume;
 use super::worker_range::WorkerRange;
 
 /// The chunks of a range that one object group has data for.
@@ -92,7 +92,7 @@ pub(super) struct StoreRemainder {
     /// All that the store has.
     pub plan: StorePlan,
     /// What the pieces so far have moved.
-    pub moved: Moved,
+    pub moved: TransferVolume,
 }
 
 impl StorePlan {
@@ -199,12 +199,12 @@ impl StagedStore {
     }
 
     /// Chunks with an object to write, each counted once, and the bytes of those objects.
-    pub(super) fn moved(&self) -> Moved {
+    pub(super) fn moved(&self) -> TransferVolume {
         let staged = self.reservation.staged();
         let mut chunks: Vec<_> = staged.iter().map(|staged| self.chunk(staged)).collect();
         chunks.sort_unstable();
         chunks.dedup();
-        Moved {
+        TransferVolume {
             chunks: chunks.len(),
             bytes: staged.iter().map(|staged| staged.extent.len).sum(),
         }

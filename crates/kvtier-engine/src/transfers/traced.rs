@@ -16,12 +16,12 @@ use super::worker_range::WorkerRange;
 
 /// What a transfer has moved.
 #[derive(Clone, Copy, Default)]
-pub(super) struct Moved {
+pub(super) struct TransferVolume {
     pub chunks: usize,
     pub bytes: u64,
 }
 
-impl AddAssign for Moved {
+impl AddAssign for TransferVolume {
     fn add_assign(&mut self, other: Self) {
         self.chunks += other.chunks;
         self.bytes += other.bytes;
@@ -36,13 +36,13 @@ pub(super) fn trace(
     range: &WorkerRange,
     instance: &Instance,
     started: Duration,
-    moved: Result<Moved, &'static str>,
+    moved: Result<TransferVolume, &'static str>,
 ) {
     if !context.tracer.is_on() {
         return;
     }
     let chunk_size = range.chunk_size.get();
-    let transfer = |Moved { chunks, bytes }| Transfer {
+    let transfer = |TransferVolume { chunks, bytes }| Transfer {
         chunks: chunks as u64,
         tokens: (chunks * chunk_size) as u64,
         bytes,

@@ -18,7 +18,7 @@ use super::prepared::{Grant, TransferId};
 use super::skipped::Skipped;
 use super::staging::{Charge, WorkerShare};
 use super::store::{GroupChunks, StagedStore, StorePlan};
-use super::traced::{Moved, trace};
+use super::traced::{TransferVolume, trace};
 use super::worker_range::{GroupLease, WorkerRange};
 use super::{Transfers, is_trouble, reason};
 
@@ -68,13 +68,13 @@ impl WorkerCopy<'_> {
     }
 
     /// What a retrieve of its range moves.
-    pub(super) fn retrieved(&self) -> Moved {
+    pub(super) fn retrieved(&self) -> TransferVolume {
         let bytes = self.instance.layout.groups.iter().map(|group| {
             let chunks = needed(group.window, self.range.chunks.end);
             let chunks = chunks.len().min(self.range.chunks.len()) as u64;
             chunks * group.object_bytes
         });
-        Moved {
+        TransferVolume {
             chunks: self.range.chunks.len(),
             bytes: bytes.sum(),
         }
@@ -164,7 +164,7 @@ impl WorkerCopy<'_> {
     }
 
     /// Counts and logs a store that was committed.
-    pub(super) fn stored(&self, moved: Moved) {
+    pub(super) fn stored(&self, moved: TransferVolume) {
         let tokens = moved.chunks * self.range.chunk_size.get();
         self.transfers.context.metrics.store(DEVICE, true);
         tracing::debug!(request = self.key.request_id, tokens, "committed a store");
@@ -185,7 +185,7 @@ impl WorkerCopy<'_> {
         &self,
         direction: Direction,
         started: Duration,
-        moved: Result<Moved, &'static str>,
+        moved: Result<TransferVolume, &'static str>,
     ) {
         let (context, request_id) = (&self.transfers.context, self.key.request_id);
         let (range, instance) = (&self.range, &self.instance);

@@ -51,10 +51,10 @@ pub struct RestoredWorkers {
 
 /// The files.
 pub struct KeptRegistrations {
-    files: Mutex<Files>,
+    files: Mutex<KeptFiles>,
 }
 
-struct Files {
+struct KeptFiles {
     /// `None` if nothing is kept.
     dir: Option<VolatileDir>,
     /// What each file begins with.
@@ -110,7 +110,7 @@ impl KeptRegistrations {
             dir = Some(own);
         }
         Self {
-            files: Mutex::new(Files {
+            files: Mutex::new(KeptFiles {
                 dir,
                 head,
                 entries: HashMap::new(),
@@ -189,7 +189,7 @@ impl KeptRegistrations {
             let last = pings.map(|(last, _)| last).filter(answered);
             let seen = (last, instance.pickles());
             let mut files = self.files.lock();
-            let Files { dir, entries, .. } = &mut *files;
+            let KeptFiles { dir, entries, .. } = &mut *files;
             let Some((entry, dir)) = entries.get_mut(&instance.id).zip(dir.as_mut()) else {
                 continue;
             };
@@ -300,7 +300,7 @@ fn unkept(error: &Error) {
     }
 }
 
-impl Files {
+impl KeptFiles {
     fn replace(&mut self, id: InstanceId, request: Option<(KeptRequest, KeptMemory)>) {
         self.remove(id);
         if let Some((request, memory)) = request {

@@ -21,7 +21,7 @@ use super::client::Client;
 use super::connection::{Closed, Connection, SCRATCH_BYTES};
 use super::limits;
 use super::outbox::Outgoing;
-use super::poll::{Interest, Poller, Ready};
+use super::poll::{Interest, Poller, ReadySocket};
 use super::socket::RequestSocket;
 use crate::clock::Clock;
 use kvtier_common::sync::RateLimited;
@@ -74,7 +74,7 @@ pub enum ConnectionEvent {
 pub struct Connections {
     listener: Arc<RequestSocket>,
     poller: Poller,
-    ready: Vec<Ready>,
+    ready: Vec<ReadySocket>,
     open: HashMap<u64, Connection>,
     /// Connections that give way, first the ones that have never sent a request. Numbers are in the order of accepting.
     guests: BTreeSet<Guest>,
@@ -89,7 +89,7 @@ pub struct Connections {
     /// Allowance of connections that end without a request.
     vain: Allowance,
     next_id: u64,
-    bounds: Bounds,
+    bounds: ConnectionBounds,
     memory: HeldMemory,
     accept: Accept,
     clock: Clock,
@@ -100,7 +100,7 @@ pub struct Connections {
 
 /// How much the connections may have.
 #[derive(Debug, Clone, Copy)]
-pub struct Bounds {
+pub struct ConnectionBounds {
     /// Connections at once.
     pub connections: usize,
     /// Bytes that they hold together: incomplete messages but for the oldest large one, and small replies that are not read.
@@ -117,7 +117,7 @@ impl Connections {
     pub fn new(
         listener: Arc<RequestSocket>,
         wake: impl std::os::fd::AsFd,
-        bounds: Bounds,
+        bounds: ConnectionBounds,
         metrics: Arc<Metrics>,
     ) -> std::io::Result<Self> {
         let poller = Poller::new()?;
@@ -190,7 +190,7 @@ impl Connections {
         let timeout = timeout.min(self.until_turn());
         self.poller.wait(timeout, &mut ready)?;
         self.clock.advance();
-        for Ready {
+        for ReadySocket {
             token,
             readable,
             writable,

@@ -9,7 +9,7 @@ use kvtier_proto::operation::Operation;
 
 use super::client::Client;
 use super::outbox::Outgoing;
-use super::request::{RequestJob, Server, error_frame};
+use super::request::{RequestJob, RequestServer, error_frame};
 use super::warnings;
 use kvtier_common::sync::RateLimited;
 use kvtier_engine::{Engine, EngineAnswer};
@@ -76,7 +76,7 @@ pub(super) fn log_older_client(resolved: &Resolved, suppressed_lines: u64) {
 /// A request that no table knows is answered too, so that no caller waits for ever: a client that takes a text learns
 /// why, others get the operation's "no", or their own frames back. Nothing answers a frame that names no operation.
 pub(super) fn unresolved(
-    server: &Server,
+    server: &RequestServer,
     client: &Client,
     message: &RequestFrames<'_>,
     error: &Unresolved,

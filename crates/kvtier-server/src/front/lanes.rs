@@ -49,10 +49,10 @@ impl<J> LaneQueue<J> {
 }
 
 /// A lane with a job, in its pool's run queue.
-struct Ready<J> {
+struct ReadyLane<J> {
     lane: Arc<LaneQueue<J>>,
     /// Run queue of the pool, which ends when no lane can come back to it any more.
-    queue: Sender<Ready<J>>,
+    queue: Sender<ReadyLane<J>>,
 }
 
 /// A lane's turn: until its last clone is dropped nothing else of the lane runs.
@@ -64,18 +64,18 @@ impl<J> Clone for Turn<J> {
     }
 }
 
-struct TurnEnd<J>(Ready<J>);
+struct TurnEnd<J>(ReadyLane<J>);
 
 impl<J> Drop for TurnEnd<J> {
     fn drop(&mut self) {
-        let Ready { lane, queue } = &self.0;
+        let ReadyLane { lane, queue } = &self.0;
         let mut state = lane.state.lock();
         state.scheduled = !state.jobs.is_empty();
         let more = state.scheduled;
         drop(state);
         if more {
             // Cannot fail: the threads end when the last sender of the queue has.
-            let _ = queue.send(Ready {
+            let _ = queue.send(ReadyLane {
                 lane: Arc::clone(lane),
                 queue: queue.clone(),
             });
@@ -86,7 +86,7 @@ impl<J> Drop for TurnEnd<J> {
 /// Threads that serve lanes.
 pub struct LanePool<J> {
     /// None once nothing is taken any more.
-    queue: Option<Sender<Ready<J>>>,
+    queue: Option<Sender<ReadyLane<J>>>,
     threads: Vec<JoinHandle<()>>,
 }
 
@@ -133,7 +133,7 @@ impl<J: Send + 'static> LanePool<J> {
         drop(state);
         if idle {
             // Cannot fail, as when a turn ends.
-            let _ = queue.send(Ready {
+            let _ = queue.send(ReadyLane {
                 lane: Arc::clone(lane),
                 queue: queue.clone(),
             });
@@ -170,7 +170,7 @@ impl<J> Drop for LanePool<J> {
 }
 
 /// Runs the next job of a lane.
-fn serve<J>(ready: Ready<J>, run: &impl Fn(J, Turn<J>)) {
+fn serve<J>(ready: ReadyLane<J>, run: &impl Fn(J, Turn<J>)) {
     let job = ready.lane.state.lock().jobs.pop_front();
     let turn = Turn(Arc::new(TurnEnd(ready)));
     if let Some(job) = job {

@@ -33,7 +33,7 @@ use kvtier_engine::Engine;
 use kvtier_http::Health;
 use lanes::LanePool;
 use outbox::Outbox;
-use request::Server;
+use request::RequestServer;
 use serve::Front;
 pub use socket::RequestSocket;
 
@@ -66,7 +66,7 @@ impl PreparedFront {
         connections: usize,
     ) -> Result<Self> {
         let (outbox, inbox) = outbox::outbox().map_err(|error| Error::io("no eventfd", error))?;
-        let server = Arc::new(Server::new(engine, health, outbox.clone()));
+        let server = Arc::new(RequestServer::new(engine, health, outbox.clone()));
         let pool = |name, threads| {
             let server = Arc::clone(&server);
             LanePool::start(name, threads, move |job, turn| {

@@ -51,7 +51,7 @@ impl RandomIds {
 }
 
 #[derive(Default)]
-struct Workers {
+struct NamedWorkers {
     known: Vec<(i64, InstanceId)>,
     last: Option<InstanceId>,
 }
@@ -59,7 +59,7 @@ struct Workers {
 /// The workers of a connection.
 pub struct WorkerNames {
     ids: Arc<RandomIds>,
-    workers: Mutex<Workers>,
+    workers: Mutex<NamedWorkers>,
     may_have_worker: AtomicBool,
     is_registering: AtomicBool,
 }

@@ -36,7 +36,7 @@ impl Interest {
 
 /// A socket that is ready.
 #[derive(Debug, Clone, Copy)]
-pub struct Ready {
+pub struct ReadySocket {
     /// Token given to [`Poller::add`].
     pub token: u64,
     /// Reading gives bytes, or tells why there are none any more.
@@ -96,7 +96,7 @@ impl Poller {
     ///
     /// # Errors
     /// The system's.
-    pub fn wait(&self, timeout: Duration, ready: &mut Vec<Ready>) -> rustix::io::Result<()> {
+    pub fn wait(&self, timeout: Duration, ready: &mut Vec<ReadySocket>) -> rustix::io::Result<()> {
         let mut events = [MaybeUninit::<Event>::uninit(); MAX_EVENTS];
         let timeout = rustix::time::Timespec {
             tv_sec: timeout.as_secs().try_into().unwrap_or(i64::MAX),
@@ -109,7 +109,7 @@ impl Poller {
         };
         ready.extend(events.iter().map(|event| {
             let (flags, data) = (event.flags, event.data);
-            Ready {
+            ReadySocket {
                 token: data.u64(),
                 readable: flags.intersects(EventFlags::IN | EventFlags::HUP | EventFlags::ERR),
                 writable: flags.contains(EventFlags::OUT),

@@ -52,7 +52,7 @@ pub struct RequestSender {
 }
 
 /// What serves requests.
-pub struct Server {
+pub struct RequestServer {
     /// The cache.
     pub engine: Arc<Engine>,
     /// Health, in which panics are noted.
@@ -150,7 +150,7 @@ impl RequestContext {
 
 /// A request that has no answer yet.
 struct Unanswered {
-    server: Arc<Server>,
+    server: Arc<RequestServer>,
     sender: RequestSender,
     /// The turn of its lane, if what its connection has sent behind it waits for the answer.
     turn: Option<Turn<RequestJob>>,
@@ -190,7 +190,7 @@ impl ReplyTarget for Unanswered {
     }
 }
 
-impl Server {
+impl RequestServer {
     /// Not serving anything yet.
     pub fn new(engine: Arc<Engine>, health: Arc<Health>, outbox: Outbox) -> Self {
         Self {

@@ -12,13 +12,13 @@ use kvtier_proto::wire::DecodeError;
 use kvtier_proto::zmtp::{ZmtpLimits, ZmtpMessage};
 
 use super::client::Budgets;
-use super::connections::{Bounds, ConnectionEvent, Connections};
+use super::connections::{ConnectionBounds, ConnectionEvent, Connections};
 use super::dispatch::{self, QUICK_WORK, QUICK_WORK_ALONE, is_quick, log_older_client};
 use super::lanes::LanePool;
 use super::limits::{self, MAX_HEAD};
 use super::names::lookup_number;
 use super::outbox::{Inbox, Outgoing};
-use super::request::{RequestJob, RequestSender, Server};
+use super::request::{RequestJob, RequestSender, RequestServer};
 use super::socket::RequestSocket;
 use kvtier_common::sync::RateLimited;
 
@@ -46,7 +46,7 @@ pub struct Front {
     inbox: Inbox,
     transfers: LanePool<RequestJob>,
     control: LanePool<RequestJob>,
-    pub(super) server: Arc<Server>,
+    pub(super) server: Arc<RequestServer>,
     pub(super) stop: Arc<AtomicBool>,
     happened: Vec<ConnectionEvent>,
     /// Whether one connection alone has something to be read.
@@ -55,9 +55,9 @@ pub struct Front {
 }
 
 /// Bounds of the connections, for messages of at most `max_message_bytes`.
-pub(super) fn bounds(connections: usize, max_message_bytes: u64) -> Bounds {
+pub(super) fn bounds(connections: usize, max_message_bytes: u64) -> ConnectionBounds {
     let frame_bytes = limits::max_frame(max_message_bytes);
-    Bounds {
+    ConnectionBounds {
         connections,
         held_bytes: limits::HELD_BYTES,
         session: ZmtpLimits {
@@ -77,10 +77,10 @@ impl Front {
     /// The system's.
     pub fn new(
         socket: Arc<RequestSocket>,
-        server: Arc<Server>,
+        server: Arc<RequestServer>,
         inbox: Inbox,
         [transfers, control]: [LanePool<RequestJob>; 2],
-        bounds: Bounds,
+        bounds: ConnectionBounds,
         request_bytes: u64,
     ) -> std::io::Result<Self> {
         let metrics = Arc::clone(server.engine.metrics());

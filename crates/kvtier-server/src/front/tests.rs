@@ -16,7 +16,7 @@ use kvtier_proto::operation::Operation;
 use kvtier_proto::request::{EngineDrivenContext, InstanceId, Request};
 
 use super::client::Client;
-use super::connections::Bounds;
+use super::connections::ConnectionBounds;
 use super::limits::{JOB_BYTES, MAX_HEAD};
 use super::request::{RequestJob, RequestSender, error_frame};
 use super::*;
@@ -48,7 +48,7 @@ impl ByHand {
     }
 
     /// Starts a server with these bounds.
-    fn with(bounds: Bounds, request_bytes: u64) -> Self {
+    fn with(bounds: ConnectionBounds, request_bytes: u64) -> Self {
         let flags = ["--port", "0", "--http-port", "0", "--l1-size-gb", "0.0625"];
         let pickled = ["--no-l1-prefault", "--shm-name", ""];
         let patient = ["--stop-timeout-seconds", "600"];
@@ -56,7 +56,7 @@ impl ByHand {
         let socket = RequestSocket::bind(&config, &mut Inherited::default()).unwrap();
         let engine = Engine::new(Arc::new(config), Arc::new(Metrics::new())).unwrap();
         let (outbox, inbox) = outbox::outbox().unwrap();
-        let server = Arc::new(Server::new(Arc::new(engine), Arc::default(), outbox));
+        let server = Arc::new(RequestServer::new(Arc::new(engine), Arc::default(), outbox));
         let (gate, told) = bounded::<()>(0);
         let pool = |name| {
             let (server, told) = (Arc::clone(&server), told.clone());

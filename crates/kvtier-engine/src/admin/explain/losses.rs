@@ -5,18 +5,18 @@ use std::sync::Arc;
 use kvtier_core::cache::Loss;
 use kvtier_core::{ChunkHash, Namespace};
 
-use super::{ExplainedPlace, Found, Missing, Subject, missing};
+use super::{ChunkState, ExplainedPlace, Missing, Subject, missing};
 
 /// What became of these chunks, wherever they are now: the last loss of each, or nothing.
 pub(super) fn losses(
     places: &[ExplainedPlace<'_>],
     chunks: &[&(Arc<Namespace>, ChunkHash)],
-) -> Vec<Found> {
+) -> Vec<ChunkState> {
     let asked = chunks
         .iter()
         .map(|(it, hash)| (it, std::slice::from_ref(hash)));
     let asked: Vec<_> = asked.collect();
-    let mut found = vec![Found::Missing(Missing::NeverSeen); chunks.len()];
+    let mut found = vec![ChunkState::Missing(Missing::NeverSeen); chunks.len()];
     if chunks.is_empty() {
         return found;
     }
@@ -32,14 +32,14 @@ pub(super) fn losses(
 pub(super) fn states(
     places: &[ExplainedPlace<'_>],
     chunks: &[&(Arc<Namespace>, ChunkHash)],
-) -> Vec<Found> {
+) -> Vec<ChunkState> {
     let mut found = losses(places, chunks);
     for (number, place) in places.iter().enumerate().rev() {
         for (state, (namespace, hash)) in found.iter_mut().zip(chunks) {
             if place.contains(namespace, std::slice::from_ref(hash)) == [true] {
                 *state = match number {
-                    0 => Found::L1,
-                    number => Found::Tier(number - 1),
+                    0 => ChunkState::L1,
+                    number => ChunkState::Tier(number - 1),
                 };
             }
         }
@@ -48,14 +48,14 @@ pub(super) fn states(
 }
 
 /// The later one of what is known and this loss in the place of this number.
-fn note_loss(state: &mut Found, place: usize, loss: Option<Loss>) {
+fn note_loss(state: &mut ChunkState, place: usize, loss: Option<Loss>) {
     let Some(loss) = loss else { return };
     let is_later = match state {
-        Found::Missing(Missing::Lost(_, known)) => loss.ago < known.ago,
+        ChunkState::Missing(Missing::Lost(_, known)) => loss.ago < known.ago,
         _ => true,
     };
     if is_later {
-        *state = Found::Missing(Missing::Lost(place, loss));
+        *state = ChunkState::Missing(Missing::Lost(place, loss));
     }
 }
 
@@ -64,7 +64,7 @@ pub(super) fn find_losses(
     subject: &Subject,
     places: &[ExplainedPlace<'_>],
     hashes: &[ChunkHash],
-    found: &mut [Vec<Found>],
+    found: &mut [Vec<ChunkState>],
 ) {
     let missing: Vec<_> = found.iter().map(|states| missing(states)).collect();
     let hashes_of = |chunks: &Vec<usize>| chunks.iter().map(|chunk| hashes[*chunk]).collect();

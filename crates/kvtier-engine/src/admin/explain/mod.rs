@@ -88,7 +88,7 @@ pub enum ExplainError {
 
 /// Place of an object, or why it is missing.
 #[derive(Debug, Clone, PartialEq)]
-enum Found {
+enum ChunkState {
     L1,
     /// Number of the tier that has the object.
     Tier(usize),
@@ -244,7 +244,7 @@ impl Explanations {
             // Later ones are of a store behind the lookup.
             let age = now.saturating_sub(miss.at);
             match lost {
-                Found::Missing(Missing::Lost(place, loss)) if loss.ago + TICK >= age => {
+                ChunkState::Missing(Missing::Lost(place, loss)) if loss.ago + TICK >= age => {
                     let (reason, cause) = words::reason(loss.cause);
                     let cause = cause.unwrap_or_default();
                     metrics.missed(reason, cause, places[place].name(), 1);
@@ -290,7 +290,7 @@ impl Explanations {
         places: &[ExplainedPlace<'_>],
         hashes: &[ChunkHash],
         tokens: &[u32],
-        found: &mut [Vec<Found>],
+        found: &mut [Vec<ChunkState>],
     ) {
         let unexplained: BTreeSet<_> = found.iter().flat_map(|states| never_seen(states)).collect();
         let hasher = self.lookups.prompts.hasher();
@@ -344,7 +344,7 @@ impl Explanations {
         for states in found {
             for chunk in never_seen(states) {
                 if let Some(other) = others.get(&chunk) {
-                    states[chunk] = Found::Missing(Missing::Other(other.clone()));
+                    states[chunk] = ChunkState::Missing(Missing::Other(other.clone()));
                 }
             }
         }
@@ -369,11 +369,11 @@ impl Explanations {
     }
 }
 
-fn states(in_l1: &[Vec<bool>], located: &Located) -> Vec<Vec<Found>> {
+fn states(in_l1: &[Vec<bool>], located: &Located) -> Vec<Vec<ChunkState>> {
     let state = |(in_l1, tier): (&bool, &Option<usize>)| match (in_l1, tier) {
-        (true, _) => Found::L1,
-        (false, Some(tier)) => Found::Tier(*tier),
-        (false, None) => Found::Missing(Missing::NeverSeen),
+        (true, _) => ChunkState::L1,
+        (false, Some(tier)) => ChunkState::Tier(*tier),
+        (false, None) => ChunkState::Missing(Missing::NeverSeen),
     };
     let rows = in_l1.iter().zip(&located.tiers);
     rows.map(|(in_l1, tiers)| in_l1.iter().zip(tiers).map(state).collect())
@@ -381,9 +381,9 @@ fn states(in_l1: &[Vec<bool>], located: &Located) -> Vec<Vec<Found>> {
 }
 
 /// Chunks of the prefix that L1 serves, and of the one that L1 and the tiers serve together.
-fn hits(rows: &[GroupRow], found: &[Vec<Found>]) -> (usize, usize) {
-    let hit = |is_there: fn(&Found) -> bool| {
-        let bitmap = |states: &Vec<Found>| {
+fn hits(rows: &[GroupRow], found: &[Vec<ChunkState>]) -> (usize, usize) {
+    let hit = |is_there: fn(&ChunkState) -> bool| {
+        let bitmap = |states: &Vec<ChunkState>| {
             let mut bitmap = ChunkBitmap::with_capacity(states.len());
             let present = states.iter().enumerate().filter(|(_, it)| is_there(it));
             present.for_each(|(chunk, _)| bitmap.set(chunk));
@@ -393,24 +393,26 @@ fn hits(rows: &[GroupRow], found: &[Vec<Found>]) -> (usize, usize) {
         longest_prefix(rows, &present)
     };
     (
-        hit(|it| *it == Found::L1),
-        hit(|it| !matches!(it, Found::Missing(_))),
+        hit(|it| *it == ChunkState::L1),
+        hit(|it| !matches!(it, ChunkState::Missing(_))),
     )
 }
 
-fn chunks_that(states: &[Found], is_meant: fn(&Found) -> bool) -> Vec<usize> {
+fn chunks_that(states: &[ChunkState], is_meant: fn(&ChunkState) -> bool) -> Vec<usize> {
     let chunks = states.iter().enumerate();
     let chunks = chunks.filter(|(_, state)| is_meant(state));
     chunks.map(|(chunk, _)| chunk).collect()
 }
 
-fn missing(states: &[Found]) -> Vec<usize> {
-    chunks_that(states, |state| matches!(state, Found::Missing(_)))
+fn missing(states: &[ChunkState]) -> Vec<usize> {
+    chunks_that(states, |state| matches!(state, ChunkState::Missing(_)))
 }
 
 /// The missing chunks without a reason so far.
-fn never_seen(states: &[Found]) -> Vec<usize> {
-    chunks_that(states, |state| *state == Found::Missing(Missing::NeverSeen))
+fn never_seen(states: &[ChunkState]) -> Vec<usize> {
+    chunks_that(states, |state| {
+        *state == ChunkState::Missing(Missing::NeverSeen)
+    })
 }
 
 /// Objects of L1 in other layouts.
@@ -418,7 +420,7 @@ fn find_layouts(
     subject: &Subject,
     places: &[ExplainedPlace<'_>],
     hashes: &[ChunkHash],
-    found: &mut [Vec<Found>],
+    found: &mut [Vec<ChunkState>],
 ) {
     for (row, states) in subject.rows.iter().zip(found) {
         let own = &row.namespace;
@@ -431,7 +433,7 @@ fn find_layouts(
             let wanted: Vec<_> = open.iter().map(|chunk| hashes[*chunk]).collect();
             let resident = places[0].contains(other, &wanted);
             for (chunk, _) in open.into_iter().zip(resident).filter(|(_, is)| *is) {
-                states[chunk] = Found::Missing(Missing::Layout(other.layout()));
+                states[chunk] = ChunkState::Missing(Missing::Layout(other.layout()));
             }
         }
     }
@@ -468,7 +470,7 @@ fn searched(
 }
 
 /// Marks chunks that a tier may have which was not asked or did not answer.
-fn mark_unasked(located: &Located, found: &mut [Vec<Found>]) {
+fn mark_unasked(located: &Located, found: &mut [Vec<ChunkState>]) {
     let from = if located.failed.is_empty() {
         located.asked
     } else {
@@ -476,7 +478,7 @@ fn mark_unasked(located: &Located, found: &mut [Vec<Found>]) {
     };
     for states in found {
         for chunk in never_seen(states).into_iter().filter(|it| *it >= from) {
-            states[chunk] = Found::Missing(Missing::NotAsked);
+            states[chunk] = ChunkState::Missing(Missing::NotAsked);
         }
     }
 }

@@ -5,13 +5,13 @@ use kvtier_observe::api::{ChunkRun, ExplainedRow, Explanation};
 
 use super::super::super::instances::Unserved;
 use super::resolve::NO_WORKER;
-use super::{ExplainedPlace, Found, Missing, Other, Subject, ago};
+use super::{ChunkState, ExplainedPlace, Missing, Other, Subject, ago};
 
 /// The rows of an answer; workers with equal runs share one.
 pub(super) fn rows(
     subject: &Subject,
     places: &[ExplainedPlace<'_>],
-    found: &[Vec<Found>],
+    found: &[Vec<ChunkState>],
 ) -> Vec<ExplainedRow> {
     let mut rows: Vec<ExplainedRow> = Vec::new();
     let chunk_size = subject.chunk_size.get();
@@ -45,7 +45,7 @@ pub(super) fn rows(
     rows
 }
 
-fn runs(places: &[ExplainedPlace<'_>], states: &[Found], chunk_size: usize) -> Vec<ChunkRun> {
+fn runs(places: &[ExplainedPlace<'_>], states: &[ChunkState], chunk_size: usize) -> Vec<ChunkRun> {
     let mut runs: Vec<ChunkRun> = Vec::new();
     for (chunk, state) in states.iter().enumerate() {
         let tokens = chunk_size as u64;
@@ -84,16 +84,16 @@ fn is_alike(one: &ChunkRun, other: &ChunkRun) -> bool {
 }
 
 /// What became of a chunk that a lookup missed, in words.
-pub(super) fn text(places: &[ExplainedPlace<'_>], state: &Found) -> String {
+pub(super) fn text(places: &[ExplainedPlace<'_>], state: &ChunkState) -> String {
     match state {
-        Found::L1 | Found::Tier(_) => {
+        ChunkState::L1 | ChunkState::Tier(_) => {
             format!("not there yet, {} by now", described(places, state).text)
         }
-        Found::Missing(_) => described(places, state).text,
+        ChunkState::Missing(_) => described(places, state).text,
     }
 }
 
-fn described(places: &[ExplainedPlace<'_>], state: &Found) -> ChunkRun {
+fn described(places: &[ExplainedPlace<'_>], state: &ChunkState) -> ChunkRun {
     let missing = |reason: &str, text: String| ChunkRun {
         state: "missing".into(),
         reason: Some(reason.into()),
@@ -105,12 +105,12 @@ fn described(places: &[ExplainedPlace<'_>], state: &Found) -> ChunkRun {
         ..missing(reason, text)
     };
     match state {
-        Found::L1 => ChunkRun {
+        ChunkState::L1 => ChunkRun {
             state: "l1".into(),
             text: "in L1".into(),
             ..ChunkRun::default()
         },
-        Found::Tier(number) => {
+        ChunkState::Tier(number) => {
             let name = places[number + 1].name();
             ChunkRun {
                 state: "tier".into(),
@@ -119,36 +119,36 @@ fn described(places: &[ExplainedPlace<'_>], state: &Found) -> ChunkRun {
                 ..ChunkRun::default()
             }
         }
-        Found::Missing(Missing::Lost(place, loss)) => lost(&places[*place], loss),
-        Found::Missing(Missing::Layout(layout)) => {
+        ChunkState::Missing(Missing::Lost(place, loss)) => lost(&places[*place], loss),
+        ChunkState::Missing(Missing::Layout(layout)) => {
             let layout = format!("{layout:016x}");
             let text = format!("stored in another layout, {layout}: by workers whose pages differ");
             stored_as("other_layout", layout, text)
         }
-        Found::Missing(Missing::Other(Other::ChunkSize(size))) => {
+        ChunkState::Missing(Missing::Other(Other::ChunkSize(size))) => {
             let text = format!("stored in chunks of {size} tokens");
             stored_as("other_chunk_size", size.to_string(), text)
         }
-        Found::Missing(Missing::Other(Other::Model(name))) => {
+        ChunkState::Missing(Missing::Other(Other::Model(name))) => {
             let text = format!("stored under another model name, {name}");
             stored_as("other_model", name.to_string(), text)
         }
-        Found::Missing(Missing::Other(Other::WorldSize(size))) => {
+        ChunkState::Missing(Missing::Other(Other::WorldSize(size))) => {
             let text = format!("stored by an engine of {size} workers");
             stored_as("other_world_size", size.to_string(), text)
         }
-        Found::Missing(Missing::Other(Other::Salt(salt))) => {
+        ChunkState::Missing(Missing::Other(Other::Salt(salt))) => {
             let text = match &**salt {
                 "" => "stored without a cache salt".to_owned(),
                 salt => format!("stored under another cache salt, {salt}"),
             };
             stored_as("other_salt", salt.to_string(), text)
         }
-        Found::Missing(Missing::NotAsked) => {
+        ChunkState::Missing(Missing::NotAsked) => {
             let text = "not in L1; a tier that may have it was not asked, or did not answer";
             missing("not_asked", text.into())
         }
-        Found::Missing(Missing::NeverSeen) => {
+        ChunkState::Missing(Missing::NeverSeen) => {
             let text = "never stored, as far back as the server remembers";
             missing("never_seen", text.into())
         }

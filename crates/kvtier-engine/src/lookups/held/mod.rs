@@ -26,7 +26,7 @@ use tokio::sync::watch;
 
 use kvtier_store::l1::L1Allocator;
 use kvtier_store::tiers::Prefetched;
-use table::{HeldRow, Table, covered, same_scope};
+use table::{HeldRow, HeldTable, covered, same_scope};
 
 /// Lookups kept at most; the oldest go first. An engine has as many as it has requests waiting or running.
 const MAX_LOOKUPS: usize = 65_536;
@@ -70,7 +70,7 @@ impl HeldLookup {
 /// All lookups in flight.
 #[derive(Default)]
 pub struct HeldLookups {
-    table: Mutex<Table>,
+    table: Mutex<HeldTable>,
 }
 
 /// Outcome of a lookup, as far as it is known.

@@ -43,7 +43,7 @@ impl HeldRow {
 }
 
 #[derive(Default)]
-pub(super) struct Table {
+pub(super) struct HeldTable {
     pub(super) by_request: HashMap<Box<str>, Vec<HeldRow>>,
     /// Serial and request, oldest first; entries that were removed already are skipped.
     pub(super) ages: VecDeque<(u64, Box<str>)>,
@@ -86,7 +86,7 @@ impl Schedulers {
     }
 }
 
-impl Table {
+impl HeldTable {
     pub(super) fn remove_where(
         &mut self,
         request_id: &str,

@@ -210,7 +210,7 @@ pub(super) fn parse(
         let why = "it is of another boot, folder or chunk size";
         return Err((LeftOut::Foreign, Error::refused(why)));
     };
-    let mut reader = Reader(body);
+    let mut reader = KeptReader(body);
     let mut read = || {
         let operation = match reader.number()? {
             0 => Operation::RegisterKvCache,
@@ -220,8 +220,8 @@ pub(super) fn parse(
         let chunk_size = reader.number()?;
         let frames = reader.list(|reader| reader.bytes().map(<[u8]>::to_vec))?;
         let memory = KeptMemory {
-            pool: reader.list(Reader::number)?,
-            pages: reader.list(Reader::number)?,
+            pool: reader.list(KeptReader::number)?,
+            pages: reader.list(KeptReader::number)?,
         };
         let request = KeptRequest {
             operation,
@@ -232,7 +232,7 @@ pub(super) fn parse(
         reader.0.is_empty().then_some((request, memory))
     };
     let (request, memory) = read().ok_or_else(|| damaged("it ends early, or late"))?;
-    let mut seen = Reader(&content[SEEN_AT as usize..CHECKSUM_AT]);
+    let mut seen = KeptReader(&content[SEEN_AT as usize..CHECKSUM_AT]);
     let [last, gap, pickles] = [(); 3].map(|()| seen.number().unwrap_or(0));
     let boot = boot_time();
     // One in the future is none that a server has written.
@@ -273,9 +273,9 @@ pub(super) fn write_bytes(out: &mut Vec<u8>, bytes: &[u8]) {
 }
 
 /// Reads what is left; `None` at its end.
-struct Reader<'a>(&'a [u8]);
+struct KeptReader<'a>(&'a [u8]);
 
-impl<'a> Reader<'a> {
+impl<'a> KeptReader<'a> {
     fn number(&mut self) -> Option<u64> {
         let (number, rest) = self.0.split_first_chunk()?;
         self.0 = rest;

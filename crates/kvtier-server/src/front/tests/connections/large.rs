@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use kvtier_proto::zmtp::write_frame_header;
 
-use super::super::super::connections::{Bounds, ROUND_BYTES};
+use super::super::super::connections::{ConnectionBounds, ROUND_BYTES};
 use super::super::super::serve;
 use super::super::ByHand;
 use super::{end_session, message, patient, shaken, write_all};
@@ -14,7 +14,7 @@ use super::{end_session, message, patient, shaken, write_all};
 // proves: docs/clients.md#one-client-is-slow-or-floods-the-server
 #[test]
 fn full_memory_closes_large_messages_not_the_oldest() {
-    let bounds = Bounds {
+    let bounds = ConnectionBounds {
         held_bytes: 1 << 20,
         ..serve::bounds(100, 1 << 30)
     };
@@ -109,7 +109,7 @@ fn other_traffic_leaves_large_messages_a_turn() {
 
 /// A front end whose connections hold at most this.
 fn holding(held_bytes: usize) -> ByHand {
-    let bounds = Bounds {
+    let bounds = ConnectionBounds {
         held_bytes,
         ..serve::bounds(100, 1 << 30)
     };
