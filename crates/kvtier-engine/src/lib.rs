@@ -55,7 +55,7 @@ use kvtier_common::sync::{Mutex, RateLimited, RwLock};
 use kvtier_config::{Change, ServerConfig};
 use kvtier_core::cache::Removed;
 use kvtier_core::prompt::{Prompt, PromptReader};
-use kvtier_observe::metrics::{Metrics, Readings};
+use kvtier_observe::metrics::Metrics;
 use kvtier_observe::trace::Tracer;
 use kvtier_proto::chunk::CHUNK_TOKENS_FEATURE;
 use kvtier_proto::generation::Release;
@@ -430,11 +430,6 @@ impl Engine {
         }
     }
 
-    /// What operators should know although the server is healthy.
-    pub fn warnings(&self) -> Vec<String> {
-        self.admin.warnings()
-    }
-
     /// Notes that workers have lost the connection by which alone they are known.
     pub fn lose_workers(&self, ids: &[InstanceId]) {
         let instances = ids.iter().filter_map(|id| self.context.instances.get(*id));
@@ -486,26 +481,6 @@ impl Engine {
     /// [`Admin::clear`].
     pub fn clear(&self, force: bool) -> Removed {
         self.admin.clear(force)
-    }
-
-    /// [`Admin::readings`].
-    pub fn readings(&self) -> Readings {
-        self.admin.readings()
-    }
-
-    /// [`Admin::status`].
-    pub fn status(&self, healthy: bool) -> kvtier_observe::api::Status {
-        self.admin.status(healthy)
-    }
-
-    /// Names of the tiers that fail.
-    pub fn failed_tiers(&self) -> Vec<String> {
-        self.admin.failed_tiers()
-    }
-
-    /// [`Admin::scrape`].
-    pub fn scrape(&self) -> String {
-        self.admin.scrape()
     }
 
     /// Runs one round of the periodic work: workers that ended or fell silent, segments that their clients have left, expired

@@ -56,8 +56,8 @@ pub(super) fn health(api: &Api) -> Health {
     Health {
         status: status.to_owned(),
         reason,
-        failed_tiers: engine.map_or_else(Vec::new, |engine| engine.failed_tiers()),
-        warnings: engine.map_or_else(Vec::new, |engine| engine.warnings()),
+        failed_tiers: engine.map_or_else(Vec::new, |engine| engine.admin().failed_tiers()),
+        warnings: engine.map_or_else(Vec::new, |engine| engine.admin().warnings()),
     }
 }
 
@@ -70,7 +70,7 @@ pub(super) async fn status(api: ApiState) -> Result<JsonAnswer<Status>, ApiError
     let is_healthy = api.health.reason().is_none();
     let none = || error(StatusCode::SERVICE_UNAVAILABLE, NO_ENGINE);
     let engine = api.engine.get().cloned().ok_or_else(none)?;
-    run_blocking(move || engine.status(is_healthy))
+    run_blocking(move || engine.admin().status(is_healthy))
         .await
         .map(JsonAnswer)
 }
@@ -98,7 +98,7 @@ pub(super) async fn metrics(api: ApiState) -> Response {
         return (StatusCode::SERVICE_UNAVAILABLE, "engine not initialized\n").into_response();
     };
     let kind = "application/openmetrics-text; version=1.0.0; charset=utf-8";
-    match run_blocking(move || engine.scrape()).await {
+    match run_blocking(move || engine.admin().scrape()).await {
         Ok(text) => ([(header::CONTENT_TYPE, kind)], text).into_response(),
         Err(failed) => failed.into_response(),
     }

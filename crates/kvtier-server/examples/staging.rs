@@ -141,7 +141,7 @@ fn run(setup: Setup, variant: Variant, seed: u64) -> (f64, f64) {
         }
         if let Some(hog) = &mut hog {
             prepare(hog, &prompt(request, 128), 128, "h");
-            held = held.max(server.engine().readings().staged_bytes);
+            held = held.max(server.engine().admin().readings().staged_bytes);
         }
         if request % REQUESTS_PER_PASS == 0 {
             server.engine().clock().skip(PASS);

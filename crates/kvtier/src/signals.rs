@@ -122,7 +122,7 @@ fn reload(server: &Server, notifier: &Arc<Notifier>) {
 }
 
 fn log_state(server: &Server, signal: &str) {
-    let readings = server.engine().readings();
+    let readings = server.engine().admin().readings();
     tracing::info!(
         signal,
         unhealthy = server.health().reason(),

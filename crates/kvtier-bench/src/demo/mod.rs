@@ -269,7 +269,7 @@ impl Demo<'_> {
         if self.context.is_stopped() {
             return;
         }
-        let evicted = || self.server.engine().readings().evicted_objects;
+        let evicted = || self.server.engine().admin().readings().evicted_objects;
         let (before, mut faults) = (evicted(), Recorder::default());
         play(groups, &mut faults);
         let evicted = evicted() - before;
@@ -345,7 +345,7 @@ impl Demo<'_> {
         let began = Instant::now();
         while !self.context.is_stopped() {
             self.server.engine().clear(false);
-            let left = self.server.engine().readings().objects;
+            let left = self.server.engine().admin().readings().objects;
             if left == 0 {
                 return Ok(true);
             }
@@ -368,7 +368,7 @@ impl Demo<'_> {
             ledger.started.clear();
             ledger.stored.clear();
         }
-        let left = self.server.engine().readings();
+        let left = self.server.engine().admin().readings();
         if left.objects + left.used_bytes > 0 {
             let (objects, leased) = (left.objects, left.leased_objects);
             faults.failure(|| format!("{objects} objects stayed after a clear ({leased} leased)"));
@@ -377,7 +377,7 @@ impl Demo<'_> {
 
     /// The row of what is left in the server after all engines have unregistered: nothing.
     fn leaks(&self) -> Row {
-        let (left, mut faults) = (self.server.engine().readings(), Recorder::default());
+        let (left, mut faults) = (self.server.engine().admin().readings(), Recorder::default());
         for (what, count) in [
             ("engines", left.instances),
             ("sessions", left.sessions),

@@ -41,7 +41,7 @@ pub(super) struct Sampler {
 impl Sampler {
     /// Reads the counters; returns what has happened since they were last read.
     pub(super) fn read(&mut self, engine: &Engine) -> Point {
-        let readings = engine.readings();
+        let readings = engine.admin().readings();
         let at = Instant::now();
         // Read as it is written: with many tenants the text has some megabytes.
         let mut reader = MetricsReader::new(&READ, Some(&LABELS));
@@ -63,8 +63,10 @@ impl Sampler {
 pub(super) fn state(api: &Api) -> DashboardTick {
     let engine = api.engine.get();
     let health = health(api);
-    let status = engine.map(|engine| brief(engine.status(health.reason.is_none())));
-    let lookups = engine.map_or_else(Vec::new, |engine| engine.admin().explanations.latest(LOOKUPS));
+    let status = engine.map(|engine| brief(engine.admin().status(health.reason.is_none())));
+    let lookups = engine.map_or_else(Vec::new, |engine| {
+        engine.admin().explanations.latest(LOOKUPS)
+    });
     DashboardTick {
         at: unix_millis(),
         status,

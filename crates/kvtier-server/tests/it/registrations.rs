@@ -138,7 +138,7 @@ fn copying(server: &TestServer, scope: Scope, force_pickle: bool) -> EngineDrive
 }
 
 fn outcome(server: &TestServer) -> (u64, BTreeMap<String, u64>) {
-    let state = server.engine().status(true).state;
+    let state = server.engine().admin().status(true).state;
     (state.restored_workers, state.left_out_workers)
 }
 
@@ -513,7 +513,7 @@ fn only_the_last_registration_is_restored() {
     let server = bed.start();
     assert_eq!(outcome(&server), (1, BTreeMap::new()));
     assert!(load(&mut second, 1, "r").is_some());
-    let status = server.engine().status(true);
+    let status = server.engine().admin().status(true);
     let models: Vec<_> = status.cache_context_meta.values().collect();
     assert_eq!(models[0].model_name, "kept/second");
 }

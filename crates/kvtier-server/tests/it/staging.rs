@@ -161,7 +161,10 @@ fn worker_that_never_commits_holds_at_most_a_quarter() {
             assert!(worker.connection().ping(Some(InstanceId(id))).unwrap());
         }
     }
-    assert_eq!(server.engine().status(true).withheld_bytes, 14 << 20);
+    assert_eq!(
+        server.engine().admin().status(true).withheld_bytes,
+        14 << 20
+    );
     server.assert_sound();
 }
 
@@ -213,7 +216,7 @@ fn restarts_withhold_at_most_a_quarter() {
         server = start("on");
         server.pass(Duration::ZERO);
         withheld.push(server.readings().withheld_bytes);
-        let status = server.engine().status(true);
+        let status = server.engine().admin().status(true);
         let l1 = &status.storage_manager.l1_manager;
         assert_eq!(l1.staging_uncommitted_bytes, status.withheld_bytes);
     }
@@ -229,10 +232,10 @@ fn restarts_withhold_at_most_a_quarter() {
     server.pass(Duration::from_secs(110));
     assert!(other.connection().ping(Some(InstanceId(100))).unwrap());
     assert_eq!(server.readings().withheld_bytes, withheld[4]);
-    let warnings = server.engine().warnings();
+    let warnings = server.engine().admin().warnings();
     assert!(warnings.iter().any(|it| it.contains("an eighth of L1")));
     server.pass(Duration::from_secs(11));
-    assert!(server.engine().warnings().is_empty());
+    assert!(server.engine().admin().warnings().is_empty());
     assert_eq!(server.readings().withheld_bytes, 0);
     assert_eq!(server.readings().staged_bytes, 0);
     server.assert_sound();

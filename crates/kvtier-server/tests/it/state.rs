@@ -29,7 +29,7 @@ fn limit(server: &TestServer, salt: &str) {
 }
 
 fn state(server: &TestServer) -> StateStatus {
-    server.engine().status(true).state
+    server.engine().admin().status(true).state
 }
 
 /// Why a second server does not start beside this one.

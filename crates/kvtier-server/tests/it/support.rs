@@ -69,7 +69,7 @@ impl TestServer {
 
     /// What the engine reads right now.
     pub fn readings(&self) -> Readings {
-        self.0.engine().readings()
+        self.0.engine().admin().readings()
     }
 
     /// Lets time pass and does what is due.

@@ -416,7 +416,7 @@ fn resident_chunks_are_stored_whatever_is_staged() {
     for stored in resident.into_iter().chain([stored, again]) {
         assert_eq!(stored.try_recv().unwrap().refused, None);
     }
-    let l1 = engine.status(true).storage_manager.l1_manager;
+    let l1 = engine.admin.status(true).storage_manager.l1_manager;
     assert_eq!(l1.staging_limit_bytes, 3 * MIB);
     assert_eq!(l1.staging_uncommitted_bytes, 0);
     assert_eq!(l1.memory_largest_free_bytes, 0);

@@ -28,7 +28,7 @@ fn dead_engine_is_removed_at_once_and_alone() {
     assert_eq!(bed.open_allocations(), Some(3));
     bed.pass(Duration::ZERO);
     assert_eq!(bed.readings().instances, 3);
-    let status = bed.engine().status(true);
+    let status = bed.engine().admin().status(true);
     assert_eq!(status.devices.instances_of_known_processes, [1, 2]);
 
     // A store that waits for its engine.

@@ -16,7 +16,7 @@ fn others_go_on(bed: &Bed, seed: u32) {
     assert!(stored.unwrap());
     host.close().unwrap();
     bed.engine().housekeep();
-    bed.engine().scrape();
+    bed.engine().admin().scrape();
 }
 
 #[test]
@@ -150,7 +150,7 @@ fn gpu_is_healthy_again_after_driver_recovers() {
     let bed = Bed::with(|gpu| gpu.trial_timeout = Duration::from_millis(20));
     let healthy = |value: u8| {
         let line = format!("kvtier_gpu_healthy{{gpu=\"0\"}} {value}\n");
-        bed.engine().scrape().contains(&line)
+        bed.engine().admin().scrape().contains(&line)
     };
     assert!(healthy(1));
     let mut engine = Exporter::start();

@@ -9,7 +9,7 @@ use crate::exporter::Exporter;
 use crate::support::CHUNK;
 
 fn left_out(bed: &Bed) -> (u64, BTreeMap<String, u64>) {
-    let state = bed.engine().status(true).state;
+    let state = bed.engine().admin().status(true).state;
     (state.restored_workers, state.left_out_workers)
 }
 
@@ -43,7 +43,7 @@ fn worker_is_served_by_the_next_process_while_its_engine_lives() {
     worker.connection = bed.connect();
     let stored = worker.send_store(1, b"");
     assert!(worker.has_stored(stored));
-    let status = bed.engine().status(true);
+    let status = bed.engine().admin().status(true);
     assert_eq!(status.devices.instances_of_known_processes, [1]);
     let unregistered = worker.send_unregistration();
     worker.done(unregistered);

@@ -56,7 +56,15 @@ impl Bed {
 
     /// Allocations that are open on the first GPU, if it is in use, as `/status` has it.
     pub fn open_allocations(&self) -> Option<usize> {
-        let gpus = self.server.engine().status(true).devices.cuda?.gpus?.gpus;
+        let gpus = self
+            .server
+            .engine()
+            .admin()
+            .status(true)
+            .devices
+            .cuda?
+            .gpus?
+            .gpus;
         gpus[0].state.as_ref()?.open_allocations
     }
 

@@ -29,7 +29,7 @@ fn status_of_gpus_has_the_recorded_fields() {
     worker.done(registered);
     let stored = worker.send_store(1, b"");
     assert!(worker.has_stored(stored));
-    let devices = || json!(bed.engine().status(true).devices);
+    let devices = || json!(bed.engine().admin().status(true).devices);
     wait(|| devices()["cuda"]["pinning"]["under_way"] == false);
     let devices = masked("", &devices());
     let path = concat!(

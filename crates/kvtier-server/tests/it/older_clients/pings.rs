@@ -45,7 +45,7 @@ fn first_ping_of_a_reconnected_client_is_refused() {
     hello(&client, Generation::G4);
     ask(&client, 1, Generation::G4, &worker(&scope, 77));
     assert_eq!(ask(&client, 2, Generation::G4, &ping), yes());
-    let registered = server.engine().status(true).non_cuda_context_meta;
+    let registered = server.engine().admin().status(true).non_cuda_context_meta;
     let id = registered.keys().next().unwrap().parse().unwrap();
     let newest = server.raw();
     hello(&newest, Generation::G6);

@@ -11,7 +11,7 @@ use crate::support::given_stored_on;
 
 /// The only warning, in the answers of both routes.
 fn warning(server: &TestServer) -> String {
-    let warnings = server.engine().warnings();
+    let warnings = server.engine().admin().warnings();
     assert_eq!(warnings.len(), 1, "{warnings:?}");
     for path in ["/healthcheck", "/status"] {
         let (status, told) = json_of(server, "GET", path, "");
@@ -93,7 +93,7 @@ fn client_of_0_4_1_has_no_hits() {
         hello(client, Generation::G1);
     }
     assert_eq!(hits(&newer, key.clone()), int(2), "0.4.2");
-    assert!(server.engine().warnings().is_empty());
+    assert!(server.engine().admin().warnings().is_empty());
     let short = with_field(key.clone(), "chunk_hash");
     let mut long = short.clone();
     long.pop();
@@ -187,7 +187,7 @@ fn unknown_requests_are_one_warning_per_kind() {
         drop(client);
         wait_until("the end of the warning", || {
             server.pass(Duration::from_secs(601));
-            server.engine().warnings().is_empty()
+            server.engine().admin().warnings().is_empty()
         });
         server.assert_sound();
     }

@@ -288,7 +288,7 @@ fn eviction_mixes_no_tenants_and_spares_leases() {
         let flags = [&l1[..], &["--l2-min-free-gb", "0", "--l2-adapter", &tier]].concat();
         let server = TestServer::start(&flags);
         run(60, &server, |round, op| round.run_with_eviction(op));
-        let evicted = server.engine().readings().evicted_objects;
+        let evicted = server.engine().admin().readings().evicted_objects;
         assert!(evicted > 100, "{policy}: {evicted} objects were evicted");
     }
 }
