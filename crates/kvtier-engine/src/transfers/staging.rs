@@ -35,7 +35,6 @@ use kvtier_device::Direction;
 use kvtier_proto::request::InstanceId;
 
 use super::super::instances::Instance;
-use super::worker_range::WorkerRange;
 use kvtier_common::sync::RateLimited;
 
 /// A worker may have this many times the bytes that stay free.
@@ -60,14 +59,14 @@ pub struct WorkerShare {
 }
 
 impl WorkerShare {
-    /// The share of this worker.
-    pub fn of(instance: &Instance, range: &WorkerRange) -> Self {
+    /// The share of an instance that is the worker of this number.
+    pub fn of(instance: &Instance, worker: u32) -> Self {
         Self {
             instance: instance.id,
             name: WorkerName {
                 model_name: Arc::clone(&instance.model_name),
                 world_size: instance.world_size,
-                worker: range.worker,
+                worker,
             },
         }
     }

@@ -109,7 +109,7 @@ impl StorePlan {
     ) -> Result<StagedStore> {
         let requests: Vec<_> = self.groups.iter().map(GroupChunks::request).collect();
         let context = &*transfers.context;
-        let worker = WorkerShare::of(instance, range);
+        let worker = WorkerShare::of(instance, range.worker);
         let salt = range.scope.cache_salt();
         let cache = &context.l1.cache;
         let object_bytes = cache.footprint(requests.iter().map(|request| request.len));

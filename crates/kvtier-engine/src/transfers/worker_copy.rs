@@ -175,7 +175,7 @@ impl WorkerCopy<'_> {
         let cache = &self.transfers.context.l1.cache;
         let extents = leases.iter().flat_map(|group| group.lease.extents());
         let bytes = cache.footprint(extents.map(|extent| extent.len));
-        let worker = WorkerShare::of(&self.instance, &self.range);
+        let worker = WorkerShare::of(&self.instance, self.range.worker);
         let staging = &self.transfers.staging;
         staging.lease(&worker, bytes, || cache.stats().leased_bytes)
     }

@@ -61,12 +61,10 @@ impl Sampler {
 
 /// The state now.
 pub(super) fn state(api: &Api) -> DashboardTick {
-    let engine = api.engine.get();
+    let admin = api.engine.get().map(|engine| engine.admin());
     let health = health(api);
-    let status = engine.map(|engine| brief(engine.admin().status(health.reason.is_none())));
-    let lookups = engine.map_or_else(Vec::new, |engine| {
-        engine.admin().explanations.latest(LOOKUPS)
-    });
+    let status = admin.map(|admin| brief(admin.status(health.reason.is_none())));
+    let lookups = admin.map_or_else(Vec::new, |admin| admin.explanations.latest(LOOKUPS));
     DashboardTick {
         at: unix_millis(),
         status,

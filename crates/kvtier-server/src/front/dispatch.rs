@@ -1,4 +1,4 @@
-//! What decides whether a message is served at once: its operation and its work. And the answer to one that no table knows.
+//! The work of a request, by which it is served at once or queued, and the answer to one that no table knows.
 
 use std::time::Instant;
 

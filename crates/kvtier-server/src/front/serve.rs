@@ -1,4 +1,4 @@
-//! The front end's loop: sockets, messages, which are served at once, queued in a lane or refused, replies, and the end.
+//! The front end's loop: it serves a message at once, queues it in a lane or refuses it, sends replies, and ends.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -56,15 +56,8 @@ impl Bed {
 
     /// Allocations that are open on the first GPU, if it is in use, as `/status` has it.
     pub fn open_allocations(&self) -> Option<usize> {
-        let gpus = self
-            .server
-            .engine()
-            .admin()
-            .status(true)
-            .devices
-            .cuda?
-            .gpus?
-            .gpus;
+        let status = self.server.engine().admin().status(true);
+        let gpus = status.devices.cuda?.gpus?.gpus;
         gpus[0].state.as_ref()?.open_allocations
     }
 
