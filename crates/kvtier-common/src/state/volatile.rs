@@ -6,8 +6,8 @@
 //! ```
 //!
 //! No write there waits for a disk, and nothing is synced: a process that is killed loses nothing that it has written. The
-//! folder exists only while it has files. The owner of the [`StateDir`] alone may use it, and has it locked (flock, shared) from
-//! its first use on.
+//! folder exists only while it has files. The owner of the [`StateDir`](super::StateDir) alone may use it, and has it locked
+//! (flock, shared) from its first use on.
 //!
 //! A folder outlives its state folder, such as that of a container without a volume, and none can be found by its inode. So a
 //! start removes folders of its user that no server has locked and that [`MAX_IDLE`] has passed by: the workers in them register
@@ -23,7 +23,7 @@ use std::time::{Duration, SystemTime};
 use crate::error::{Error, Result};
 use rustix::fs::{AtFlags, FlockOperation, Mode, OFlags};
 
-use super::{StateDir, check_file, open_base, open_folder, stat};
+use super::{check_file, open_base, open_folder, stat};
 
 /// Parent of the folders.
 const BASE: &str = "/dev/shm";
@@ -45,16 +45,9 @@ pub struct VolatileDir {
     directory: Option<OwnedFd>,
 }
 
-impl StateDir {
-    /// The folder that ends with the boot. Nothing is made yet.
-    pub fn volatile(&self) -> VolatileDir {
-        VolatileDir::of(self.id())
-    }
-}
-
 impl VolatileDir {
-    /// The folder that belongs to the state folder of this [identity](StateDir::id). Without the [`StateDir`] it is only for reading:
-    /// its owner may change it at any time.
+    /// The folder that belongs to the state folder of this [identity](super::StateDir::id). Nothing is made yet. Without the state
+    /// folder's lock it is only for reading: its owner may change it at any time.
     pub fn of(id: &str) -> Self {
         Self {
             base: Path::new(BASE).to_owned(),

@@ -99,7 +99,7 @@ impl KeptRegistrations {
         let (mut head, mut dir) = (Vec::new(), None);
         if let Ok(state) = &context.state {
             head = head_of(state.id(), context.chunk_size);
-            let own = state.volatile();
+            let own = VolatileDir::of(state.id());
             let removed = own.remove_unused_others(std::time::SystemTime::now());
             if !removed.is_empty() {
                 tracing::info!(
