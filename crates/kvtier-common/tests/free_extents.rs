@@ -28,7 +28,7 @@ fn pieces_tile_the_arena_and_name_their_owners() {
     let taken = [7, 8, 9].map(|owner| allocator.allocate_for(2 * 4096 - 1, owner).unwrap());
     allocator.free(taken[1]).unwrap();
     let unit = |offset: u64, owner| (offset * 4096, owner);
-    let owners = |pieces: Vec<kvtier_common::extent::Piece>| -> Vec<_> {
+    let owners = |pieces: Vec<kvtier_common::extent::ArenaPiece>| -> Vec<_> {
         let owners = pieces.into_iter();
         owners
             .map(|piece| (piece.extent.offset, piece.owner))

@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvtier_core::cache::{
-    Cache, CacheConfig, Extent, ExtentAllocator, KeyOutcome, Piece, ReserveRequest,
+    ArenaPiece, Cache, CacheConfig, Extent, ExtentAllocator, KeyOutcome, ReserveRequest,
 };
 use kvtier_core::random::SplitMix64;
 use kvtier_core::{ChunkHash, GroupRow, Namespace};
@@ -112,19 +112,19 @@ impl ExtentAllocator for BestFit {
         self.variant.runs
     }
 
-    fn pieces_up(&self, from: u64, visit: &mut dyn FnMut(Piece) -> bool) {
+    fn pieces_up(&self, from: u64, visit: &mut dyn FnMut(ArenaPiece) -> bool) {
         let pieces = self.blocks.range(from..);
         pieces.map(piece).all(visit);
     }
 
-    fn pieces_down(&self, from: u64, visit: &mut dyn FnMut(Piece) -> bool) {
+    fn pieces_down(&self, from: u64, visit: &mut dyn FnMut(ArenaPiece) -> bool) {
         let pieces = self.blocks.range(..from).rev();
         pieces.map(piece).all(visit);
     }
 }
 
-fn piece((&offset, &(len, owner)): (&u64, &(u64, Option<u32>))) -> Piece {
-    Piece {
+fn piece((&offset, &(len, owner)): (&u64, &(u64, Option<u32>))) -> ArenaPiece {
+    ArenaPiece {
         extent: Extent { offset, len },
         owner,
     }

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::extent::{Extent, Piece};
+use crate::extent::{ArenaPiece, Extent};
 
 /// Alignment of extents unless stated otherwise, in bytes (as LMCache 0.5.6 aligns).
 pub const DEFAULT_ALIGNMENT: u64 = 4096;
@@ -281,21 +281,21 @@ impl FreeExtents {
     }
 
     /// The pieces from the first that begins at `offset` or later, upwards.
-    pub fn pieces_up(&self, offset: u64) -> impl Iterator<Item = Piece> {
+    pub fn pieces_up(&self, offset: u64) -> impl Iterator<Item = ArenaPiece> {
         let first = u32::try_from(offset.div_ceil(self.alignment())).unwrap_or(u32::MAX);
         let blocks = self.blocks.range(first..);
         blocks.map(|(&offset, block)| self.piece(offset, *block))
     }
 
     /// The pieces that begin before `offset`, downwards.
-    pub fn pieces_down(&self, offset: u64) -> impl Iterator<Item = Piece> {
+    pub fn pieces_down(&self, offset: u64) -> impl Iterator<Item = ArenaPiece> {
         let end = u32::try_from(offset.div_ceil(self.alignment())).unwrap_or(u32::MAX);
         let blocks = self.blocks.range(..end).rev();
         blocks.map(|(&offset, block)| self.piece(offset, *block))
     }
 
-    fn piece(&self, offset: u32, block: Block) -> Piece {
-        Piece {
+    fn piece(&self, offset: u32, block: Block) -> ArenaPiece {
+        ArenaPiece {
             extent: Extent::new(self.bytes(offset), self.bytes(block.size())),
             owner: block.is_taken().then_some(block.owner),
         }

@@ -8,4 +8,4 @@ mod range;
 pub use free_extents::{
     AllocateError, AllocatorStats, DEFAULT_ALIGNMENT, FreeError, FreeExtents, GeometryError,
 };
-pub use range::{Extent, Piece};
+pub use range::{ArenaPiece, Extent};

@@ -36,7 +36,7 @@ impl Extent {
 
 /// A range of an arena that is free, or taken by one object. Rounding is included, so pieces adjoin.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Piece {
+pub struct ArenaPiece {
     /// Extent of the piece.
     pub extent: Extent,
     /// The owner passed to its allocation; `None` while it is free.

@@ -1,6 +1,6 @@
 //! The cache's view of memory: byte ranges from an allocator.
 
-use kvtier_common::extent::{Extent, Piece};
+use kvtier_common::extent::{ArenaPiece, Extent};
 
 /// Free space of one part of the arena, in bytes, rounding included.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -65,13 +65,13 @@ pub trait ExtentAllocator: Send {
 
     /// Visits the pieces that begin at `from` or later, upwards, to the end of the part that contains `from`, until
     /// `visit` returns false.
-    fn pieces_up(&self, from: u64, visit: &mut dyn FnMut(Piece) -> bool) {
+    fn pieces_up(&self, from: u64, visit: &mut dyn FnMut(ArenaPiece) -> bool) {
         let _ = (from, visit);
     }
 
     /// Visits the pieces that begin before `from`, downwards, to the start of the part that contains `from`, until
     /// `visit` returns false.
-    fn pieces_down(&self, from: u64, visit: &mut dyn FnMut(Piece) -> bool) {
+    fn pieces_down(&self, from: u64, visit: &mut dyn FnMut(ArenaPiece) -> bool) {
         let _ = (from, visit);
     }
 
@@ -124,11 +124,11 @@ impl<A: ExtentAllocator + ?Sized> ExtentAllocator for Box<A> {
         (**self).is_addressed()
     }
 
-    fn pieces_up(&self, from: u64, visit: &mut dyn FnMut(Piece) -> bool) {
+    fn pieces_up(&self, from: u64, visit: &mut dyn FnMut(ArenaPiece) -> bool) {
         (**self).pieces_up(from, visit);
     }
 
-    fn pieces_down(&self, from: u64, visit: &mut dyn FnMut(Piece) -> bool) {
+    fn pieces_down(&self, from: u64, visit: &mut dyn FnMut(ArenaPiece) -> bool) {
         (**self).pieces_down(from, visit);
     }
 

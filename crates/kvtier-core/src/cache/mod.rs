@@ -33,7 +33,7 @@ mod stats;
 mod tenant;
 
 pub use allocator::{ExtentAllocator, FreeSpace};
-pub use kvtier_common::extent::{Extent, Piece};
+pub use kvtier_common::extent::{ArenaPiece, Extent};
 pub use lease::{Counted, Lookup, PrefixLease, ReadLease};
 pub use losses::{Loss, LossCause};
 pub use reservation::{

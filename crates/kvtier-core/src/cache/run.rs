@@ -22,7 +22,7 @@
 
 use super::slab::SlotState;
 use super::state::CacheState;
-use super::{ExtentAllocator, Piece};
+use super::{ArenaPiece, ExtentAllocator};
 use std::ops::Range;
 
 /// Victims whose neighbourhood is searched.
@@ -54,7 +54,7 @@ struct Judge<'a, A> {
 }
 
 impl<A: ExtentAllocator> Judge<'_, A> {
-    fn movable(&mut self, piece: Piece) -> Option<Movable> {
+    fn movable(&mut self, piece: ArenaPiece) -> Option<Movable> {
         let bytes = piece.extent.len;
         let Some(owner) = piece.owner else {
             return Some(Movable {

@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use kvtier_common::extent::{Extent, FreeExtents, GeometryError, Piece};
+use kvtier_common::extent::{ArenaPiece, Extent, FreeExtents, GeometryError};
 use kvtier_core::cache;
 use kvtier_memory::Arena;
 
@@ -50,8 +50,8 @@ impl ArenaPart {
         Extent::new(self.start + extent.offset, extent.len)
     }
 
-    fn piece(&self, piece: Piece) -> Piece {
-        Piece {
+    fn piece(&self, piece: ArenaPiece) -> ArenaPiece {
+        ArenaPiece {
             extent: self.in_arena(piece.extent),
             ..piece
         }
@@ -179,13 +179,13 @@ impl cache::ExtentAllocator for L1Allocator {
         true
     }
 
-    fn pieces_up(&self, from: u64, visit: &mut dyn FnMut(Piece) -> bool) {
+    fn pieces_up(&self, from: u64, visit: &mut dyn FnMut(ArenaPiece) -> bool) {
         let part = &self.parts[self.part_at(from)];
         let mut pieces = part.extents.pieces_up(from - part.start);
         pieces.all(|piece| visit(part.piece(piece)));
     }
 
-    fn pieces_down(&self, from: u64, visit: &mut dyn FnMut(Piece) -> bool) {
+    fn pieces_down(&self, from: u64, visit: &mut dyn FnMut(ArenaPiece) -> bool) {
         let part = &self.parts[self.part_at(from)];
         let mut pieces = part.extents.pieces_down(from - part.start);
         pieces.all(|piece| visit(part.piece(piece)));

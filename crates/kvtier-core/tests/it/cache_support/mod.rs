@@ -2,7 +2,7 @@
 
 pub mod model;
 
-use kvtier_core::cache::{Cache, CacheConfig, Extent, ExtentAllocator, Piece, ReserveRequest};
+use kvtier_core::cache::{ArenaPiece, Cache, CacheConfig, Extent, ExtentAllocator, ReserveRequest};
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::{ChunkHash, GroupRow, Namespace};
 use std::collections::BTreeMap;
@@ -90,12 +90,12 @@ impl ExtentAllocator for FirstFit {
         true
     }
 
-    fn pieces_up(&self, from: u64, visit: &mut dyn FnMut(Piece) -> bool) {
+    fn pieces_up(&self, from: u64, visit: &mut dyn FnMut(ArenaPiece) -> bool) {
         let mut pieces = self.pieces().into_iter();
         pieces.all(|piece| piece.extent.offset < from || visit(piece));
     }
 
-    fn pieces_down(&self, from: u64, visit: &mut dyn FnMut(Piece) -> bool) {
+    fn pieces_down(&self, from: u64, visit: &mut dyn FnMut(ArenaPiece) -> bool) {
         let mut pieces = self.pieces().into_iter().rev();
         pieces.all(|piece| piece.extent.offset >= from || visit(piece));
     }
@@ -103,11 +103,11 @@ impl ExtentAllocator for FirstFit {
 
 impl FirstFit {
     /// All pieces, taken and free, by offset.
-    pub fn pieces(&self) -> Vec<Piece> {
+    pub fn pieces(&self) -> Vec<ArenaPiece> {
         let (mut pieces, mut end) = (Vec::new(), 0);
         let mut push = |offset, len, owner| {
             let extent = Extent { offset, len };
-            pieces.push(Piece { extent, owner });
+            pieces.push(ArenaPiece { extent, owner });
         };
         for (taken, owner) in &self.taken {
             if taken.offset > end {

@@ -1,7 +1,7 @@
 //! The cache as one would write it without thinking of speed: lists searched from end to end.
 
 use super::FirstFit;
-use kvtier_core::cache::{Extent, ExtentAllocator, KeyOutcome, Piece};
+use kvtier_core::cache::{ArenaPiece, Extent, ExtentAllocator, KeyOutcome};
 use kvtier_core::quota::{Grant, QuotaConfig, QuotaMode};
 use std::collections::BTreeMap;
 
@@ -326,7 +326,7 @@ impl Model {
     /// with a reserved share.
     fn is_movable(
         &self,
-        piece: &Piece,
+        piece: &ArenaPiece,
         tenant: usize,
         with_pinned: bool,
         left: &mut BTreeMap<usize, u64>,
@@ -358,8 +358,9 @@ impl Model {
 
     /// The cheapest of the shortest runs in a stretch, with its cost, if it is cheaper than `than`. As all objects are
     /// equally idle, the cost is their bytes.
-    fn compare(&self, stretch: &[Piece], len: u64, cheapest: &mut Option<(u64, Vec<Id>)>) {
-        let bytes = |pieces: &[Piece]| pieces.iter().map(|piece| piece.extent.len).sum::<u64>();
+    fn compare(&self, stretch: &[ArenaPiece], len: u64, cheapest: &mut Option<(u64, Vec<Id>)>) {
+        let bytes =
+            |pieces: &[ArenaPiece]| pieces.iter().map(|piece| piece.extent.len).sum::<u64>();
         for end in 1..=stretch.len() {
             let start = (0..end).rev().find(|&at| bytes(&stretch[at..end]) >= len);
             let Some(start) = start else { continue };
@@ -396,7 +397,7 @@ impl Model {
                 .position(|piece| piece.owner == Some(*seed as u32));
             let (before, after) = pieces.split_at(at.unwrap());
             let mut left = BTreeMap::new();
-            let mut side = |pieces: &mut dyn Iterator<Item = &Piece>| {
+            let mut side = |pieces: &mut dyn Iterator<Item = &ArenaPiece>| {
                 let (mut stretch, mut bytes) = (Vec::new(), 0);
                 for piece in pieces {
                     if !self.is_movable(piece, tenant, false, &mut left) {
