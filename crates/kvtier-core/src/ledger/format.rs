@@ -299,7 +299,7 @@ fn read_content(
 
 /// What of a record does not change.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Record {
+pub(super) struct ObjectRecord {
     pub(super) hash: ChunkHash,
     pub(super) extent: Extent,
     pub(super) namespace: u32,
@@ -307,7 +307,7 @@ pub(super) struct Record {
     pub(super) sequence: u64,
 }
 
-impl Record {
+impl ObjectRecord {
     /// The words of the record, with a 0 in place of checksum and life.
     #[inline]
     fn words(&self) -> [u64; RECORD as usize] {
@@ -351,7 +351,7 @@ pub(super) fn write_record(
     at: u64,
     id: u64,
     slot: u32,
-    record: &Record,
+    record: &ObjectRecord,
     life: Life,
 ) {
     // A slot whose last object was not removed must never show its life with another's words.
@@ -391,7 +391,7 @@ pub(super) fn read_record(
     words: &impl Words,
     id: u64,
     slot: u32,
-) -> Option<Result<(Record, Life), ()>> {
+) -> Option<Result<(ObjectRecord, Life), ()>> {
     let at = record_at(slot);
     let life = words.get(at + LIFE);
     if life == 0 {
@@ -416,7 +416,7 @@ pub(super) fn read_record(
     for (to, word) in hash.as_chunks_mut::<8>().0.iter_mut().zip(content) {
         *to = word.to_le_bytes();
     }
-    let record = Record {
+    let record = ObjectRecord {
         hash: ChunkHash(hash),
         extent: Extent::new(content[4], content[5]),
         namespace: (content[6] >> 32) as u32,

@@ -13,10 +13,12 @@ mod snapshot;
 
 use crate::hashing::ChunkHash;
 use crate::object_key::Namespace;
-use format::{HEADER, Life, NAME, NAMES, RECORD, Record, name_at, record_at};
+use format::{HEADER, Life, NAME, NAMES, ObjectRecord, RECORD, name_at, record_at};
 use kvtier_common::extent::Extent;
+use std::collections::HashSet;
 use std::fmt;
 use std::ops::Range;
+use std::sync::Arc;
 
 pub use format::{FORMAT_VERSION, Identity, RECORD_BYTES, max_words};
 pub(crate) use snapshot::Found;
@@ -144,6 +146,164 @@ impl<W: Words> Ledger<W> {
         })
     }
 
+    /// Opens the ledger of an earlier process. `now` is a moment of the identity's clock, `capacity` the bytes of the arena, and
+    /// `align` the power of two at whose multiples objects begin. The identity's own origin is not compared.
+    ///
+    /// # Errors
+    /// See [`LedgerError`], with the words.
+    pub fn open(
+        mut words: W,
+        identity: &Identity,
+        now: u64,
+        capacity: u64,
+        align: u64,
+    ) -> Result<(Self, Snapshot), (LedgerError, W)> {
+        let header = match format::read_header(&words) {
+            None => return Err((LedgerError::Absent, words)),
+            Some(Err(())) => return Err((LedgerError::Damaged, words)),
+            Some(Ok(header)) => header,
+        };
+        let found = &header.identity;
+        let error = match () {
+            () if header.version != FORMAT_VERSION => Some(LedgerError::Version(header.version)),
+            () if found.arena != identity.arena => Some(LedgerError::Other("arena")),
+            () if found.chunk_size != identity.chunk_size => Some(LedgerError::Other("chunk size")),
+            () if found.hash_algorithm != identity.hash_algorithm => Some(LedgerError::Other(
+                "hash algorithm or seed (PYTHONHASHSEED)",
+            )),
+            () if found.tenants != identity.tenants => {
+                Some(LedgerError::Other("naming of tenants (--hash-salts)"))
+            }
+            () if found.instance != identity.instance => Some(LedgerError::Other("instance")),
+            () if found.origin > now => Some(LedgerError::Clock),
+            () => None,
+        };
+        if let Some(error) = error {
+            return Err((error, words));
+        }
+        let slots = format::slots(&words);
+        // Also those that no process has written: what is written from here on has to be readable.
+        if slots > 0 && !words.reach(record_at(0)..record_at(slots)) {
+            return Err((LedgerError::Memory, words));
+        }
+        let mut ledger = Self {
+            id: header.id,
+            names: vec![0; header.names as usize],
+            slots,
+            sequence: 0,
+            unrecorded: 0,
+            words,
+        };
+        let ticks = ticks(found.origin, now);
+        let mut snapshot = Snapshot {
+            objects: Vec::new(),
+            namespaces: vec![None; header.names as usize],
+            rejected: Rejected::default(),
+            has_lost_granted: false,
+            has_unrecorded_grant: format::has_unrecorded_grant(&ledger.words),
+            origin: found.origin,
+        };
+        ledger.read_names(&mut snapshot);
+        ledger.read_objects(&mut snapshot, ticks, capacity, align);
+        ledger.leave_out_overlaps(&mut snapshot, align);
+        Ok((ledger, snapshot))
+    }
+
+    /// Reads the names. The objects of one that is damaged, or is another number's too, are left out, one by one: the number
+    /// will be another namespace's.
+    fn read_names(&mut self, snapshot: &mut Snapshot) {
+        let mut known = HashSet::new();
+        for (number, namespace) in (0..).zip(&mut snapshot.namespaces) {
+            let Some(Ok((found, reference))) = format::read_name(&self.words, self.id, number)
+            else {
+                continue;
+            };
+            let found = Arc::new(found);
+            self.names[number as usize] = reference;
+            if known.insert(Arc::clone(&found)) {
+                *namespace = Some(found)
+            } else {
+                self.forget_namespace(number)
+            }
+        }
+    }
+
+    fn read_objects(&mut self, snapshot: &mut Snapshot, now: u32, capacity: u64, align: u64) {
+        for slot in 0..self.slots {
+            let Some(read) = format::read_record(&self.words, self.id, slot) else {
+                continue;
+            };
+            let found = read
+                .map_err(|()| Fault::Checksum)
+                .and_then(|(record, life)| {
+                    let known = self.names.get(record.namespace as usize);
+                    let known = known.filter(|reference| **reference != 0);
+                    let is_inside = record.extent.end().is_some_and(|end| end <= capacity);
+                    match () {
+                        () if known != Some(&record.reference) => Err(Fault::Namespace),
+                        () if !is_inside || record.extent.len == 0 => Err(Fault::Bounds),
+                        () if !record.extent.offset.is_multiple_of(align) => Err(Fault::Alignment),
+                        () => Ok(Found {
+                            slot,
+                            hash: record.hash,
+                            extent: record.extent,
+                            namespace: record.namespace,
+                            state: life.state,
+                            used_at: life.used_at.min(now),
+                            sequence: record.sequence,
+                        }),
+                    }
+                });
+            match found {
+                Ok(found) => {
+                    self.sequence = self.sequence.max(found.sequence);
+                    snapshot.objects.push(found);
+                }
+                Err(fault) => self.leave_out(snapshot, slot, fault),
+            }
+        }
+    }
+
+    /// Leaves out an object, for later processes too.
+    pub(crate) fn leave_out(&mut self, snapshot: &mut Snapshot, slot: u32, fault: Fault) {
+        snapshot.rejected.add(fault);
+        if let Some(Ok((_, life))) = format::read_record(&self.words, self.id, slot) {
+            snapshot.has_lost_granted |= life.state != ObjectState::Resident;
+            // Before the record is removed: this process may end before it has made another arena.
+            self.note_grant(life.state);
+        }
+        self.remove(slot);
+    }
+
+    /// Sorts objects by their memory, and leaves out those that share some: which of them has it is unknown.
+    fn leave_out_overlaps(&mut self, snapshot: &mut Snapshot, align: u64) {
+        let mut objects = std::mem::take(&mut snapshot.objects);
+        objects.sort_unstable_by_key(|found| found.extent.offset);
+        let mut overlap = vec![false; objects.len()];
+        // Of those so far, the one that ends last.
+        let (mut last, mut end) = (0, 0);
+        for (at, found) in objects.iter().enumerate() {
+            if found.extent.offset < end {
+                overlap[last] = true;
+                overlap[at] = true;
+            }
+            let own = (found.extent.offset + found.extent.len).next_multiple_of(align);
+            if own > end {
+                (last, end) = (at, own);
+            }
+        }
+        let mut at = 0;
+        objects.retain(|found| {
+            let is_alone = !overlap[at];
+            at += 1;
+            if !is_alone {
+                self.leave_out(snapshot, found.slot, Fault::Overlap);
+            }
+            is_alone
+        });
+        snapshot.objects = objects;
+    }
+
     /// Allocates memory for the record of a slot, and for those before it; returns whether it has some.
     #[inline]
     fn reach(&mut self, slot: u32) -> bool {
@@ -208,6 +368,11 @@ impl<W: Words> Ledger<W> {
     }
 }
 
+/// Ticks of the cache's clock at `now`.
+fn ticks(origin: u64, now: u64) -> u32 {
+    u32::try_from((now - origin) / (1_000_000_000 / 10)).unwrap_or(u32::MAX)
+}
+
 impl<W: Words> Journal for Ledger<W> {
     #[inline]
     fn insert(
@@ -228,7 +393,7 @@ impl<W: Words> Journal for Ledger<W> {
             return;
         };
         self.sequence += 1;
-        let record = Record {
+        let record = ObjectRecord {
             hash: *object.hash,
             extent: object.extent,
             namespace: object.namespace,
