@@ -1,7 +1,8 @@
 //! Keys written by other programs, whose hashes may have any length.
 
+use super::parse::{ParseError, is_hash, number};
 use super::text::hash_bytes;
-use super::{KeyError, KeyText, ObjectKey, check_cache_salt, check_model_name};
+use super::{KeyError, KeyShape, KeyText, ObjectKey, check_cache_salt, check_model_name};
 use crate::hashing::ChunkHash;
 use serde::{Deserialize, Serialize};
 
@@ -36,6 +37,54 @@ impl ForeignKey {
             object_group_id,
             cache_salt,
         })
+    }
+
+    /// Reads [`KeyText::name`] back. `shape` `None` takes both shapes, which is never ambiguous
+    /// for hashes of 8 bytes and more.
+    ///
+    /// Numbers may have a `0x`, a sign, underscores and white space around them; hashes may be upper case, with white
+    /// space between their bytes; an empty last field is no salt. This follows Python's reader.
+    pub fn parse_name(name: &str, shape: Option<KeyShape>) -> Result<Self, ParseError> {
+        let fields: Vec<&str> = name.split('@').collect();
+        let grouped = match shape {
+            Some(shape) => shape == KeyShape::Grouped,
+            None => match fields[..] {
+                [_, _, _] => false,
+                [_, _, third, _] => !is_hash(third),
+                _ => true,
+            },
+        };
+        let (model, rank, group, hash, salt) = match (grouped, &fields[..]) {
+            (true, &[model, rank, group, hash]) => (model, rank, group, hash, ""),
+            (true, &[model, rank, group, hash, salt]) => (model, rank, group, hash, salt),
+            (false, &[model, rank, hash]) => (model, rank, "0", hash, ""),
+            (false, &[model, rank, hash, salt]) => (model, rank, "0", hash, salt),
+            _ => return Err(ParseError::FieldCount(name.to_owned(), fields.len())),
+        };
+        let kv_rank = number(rank).ok_or_else(|| ParseError::KvRank(rank.to_owned()))?;
+        let group_id = number(group).and_then(|id| u32::try_from(id).ok());
+        let group_id = group_id.ok_or_else(|| ParseError::ObjectGroup(group.to_owned()))?;
+        let chunk_hash = hash_bytes(hash).ok_or_else(|| ParseError::ChunkHash(hash.to_owned()))?;
+        Ok(Self::new(
+            chunk_hash,
+            model.to_owned(),
+            kv_rank,
+            group_id,
+            salt.to_owned(),
+        )?)
+    }
+
+    /// Reads [`KeyText::file_name`] back; otherwise like [`Self::parse_name`].
+    pub fn parse_file_name(file_name: &str, shape: Option<KeyShape>) -> Result<Self, ParseError> {
+        let name = file_name
+            .strip_suffix(".data")
+            .ok_or_else(|| ParseError::Extension(file_name.to_owned()))?;
+        match name.split_once('@') {
+            Some((model, rest)) => {
+                Self::parse_name(&format!("{}@{rest}", model.replace("-SEP-", "/")), shape)
+            }
+            None => Self::parse_name(name, shape),
+        }
     }
 
     /// The chunk's hash, of any length.

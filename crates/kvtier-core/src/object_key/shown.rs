@@ -3,8 +3,6 @@
 use std::borrow::Cow;
 use std::fmt;
 
-use super::KeyText;
-
 /// Hex digits from which on a field of a name is a chunk's hash; numbers have fewer.
 const HASH_DIGITS: usize = 16;
 
@@ -41,22 +39,6 @@ pub fn shown_path(name: &str) -> Cow<'_, str> {
         None => (last, ""),
     };
     format!("{front}@{}{extension}", ShownSalt(salt)).into()
-}
-
-impl KeyText<'_> {
-    /// [`KeyText::name`] for people and logs: the salt as [`ShownSalt`] prints it.
-    pub fn shown(&self) -> String {
-        let cache_salt = match self.cache_salt {
-            "" => String::new(),
-            salt => ShownSalt(salt).to_string(),
-        };
-        let cache_salt = &cache_salt;
-        KeyText {
-            cache_salt,
-            ..*self
-        }
-        .name(Default::default())
-    }
 }
 
 #[cfg(test)]

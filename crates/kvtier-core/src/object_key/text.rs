@@ -2,6 +2,8 @@
 
 use std::fmt::Write;
 
+use super::shown::ShownSalt;
+
 /// The field layout of a key's text forms, which changed between releases of LMCache.
 ///
 /// Each release finds only what was written in its own shape.
@@ -37,6 +39,20 @@ impl KeyText<'_> {
         let mut name = self.fields(&self.model_name.replace('/', "-SEP-"), "0x", shape);
         name.push_str(".data");
         name
+    }
+
+    /// [`Self::name`] for people and logs: the salt as [`ShownSalt`] prints it.
+    pub fn shown(&self) -> String {
+        let cache_salt = match self.cache_salt {
+            "" => String::new(),
+            salt => ShownSalt(salt).to_string(),
+        };
+        let cache_salt = &cache_salt;
+        KeyText {
+            cache_salt,
+            ..*self
+        }
+        .name(Default::default())
     }
 
     fn fields(&self, model_name: &str, rank_prefix: &str, shape: KeyShape) -> String {
