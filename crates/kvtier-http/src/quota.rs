@@ -27,7 +27,7 @@ use super::{
 use kvtier_common::error::Error;
 use kvtier_config::Limit;
 use kvtier_engine::Engine;
-use kvtier_store::tenants::{Changes, Entry, InTier, Look};
+use kvtier_store::tenants::{Changes, InTier, Look, TenantEntry};
 
 /// How the tenant without a salt is called in paths and answers.
 const DEFAULT: &str = "_default";
@@ -167,7 +167,7 @@ async fn put_all(
 /// The changes of a body for many tenants.
 fn changes(engine: &Engine, bytes: &[u8]) -> Result<Changes, Error> {
     let quotas = engine.quotas();
-    let mut named: BTreeMap<Arc<str>, Entry> = BTreeMap::new();
+    let mut named: BTreeMap<Arc<str>, TenantEntry> = BTreeMap::new();
     for (name, entry) in parse_many(bytes, quotas.places())? {
         let named_error = |error: Error| error.context(format!("users.{}", clip(&name)));
         let salt = tenant(engine, Role::Admin, &name).map_err(named_error)?;

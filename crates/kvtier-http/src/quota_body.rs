@@ -11,12 +11,12 @@ use super::body::{not_allowed, shorten, text_of};
 
 use kvtier_common::error::{Error, Result};
 use kvtier_config::{GIB, Limit, MAX_BYTES, TierPlace};
-use kvtier_store::tenants::{Entry, MAX_TENANTS, TierEntry, only_set};
+use kvtier_store::tenants::{MAX_TENANTS, TenantEntry, TierEntry, only_set};
 
 /// What a body asks for.
 #[derive(Debug)]
 pub(super) struct Wanted {
-    pub entry: Entry,
+    pub entry: TenantEntry,
     /// The limit as it was given.
     pub limit_gb: kvtier_observe::api::Limit,
 }
@@ -61,7 +61,7 @@ impl Wanted {
             .get("limit_gb")
             .ok_or_else(|| Error::refused(format!("{limit} is missing; allowed: {LIMITS}")))?;
         let size = self::limit(&limit, wanted)?;
-        let entry = Entry {
+        let entry = TenantEntry {
             limit: limit_of(size),
             reserved: reserved(place, body)?.unwrap_or(0),
             tiers: tiers(place, body, places)?,
@@ -148,7 +148,7 @@ fn reserved(place: &str, body: &Map<String, Value>) -> Result<Option<u64>> {
 }
 
 /// Reads what a listing has, or the same without what it only tells: the names of tenants, and what each may have.
-pub(super) fn parse_many(bytes: &[u8], places: &[TierPlace]) -> Result<Vec<(String, Entry)>> {
+pub(super) fn parse_many(bytes: &[u8], places: &[TierPlace]) -> Result<Vec<(String, TenantEntry)>> {
     let mut entries = Vec::new();
     let body = Listing {
         places,
@@ -164,7 +164,7 @@ pub(super) fn parse_many(bytes: &[u8], places: &[TierPlace]) -> Result<Vec<(Stri
 /// Reads a body with `users`.
 struct Listing<'a> {
     places: &'a [TierPlace],
-    entries: &'a mut Vec<(String, Entry)>,
+    entries: &'a mut Vec<(String, TenantEntry)>,
 }
 
 impl<'de> Visitor<'de> for Listing<'_> {
@@ -342,7 +342,7 @@ mod tests {
             limit: Some(Limit(None)),
             reserved: None,
         };
-        let entry = Entry {
+        let entry = TenantEntry {
             limit: Limit(Some(GIB)),
             reserved: 0,
             tiers: [("l1".to_owned(), own)].into(),

@@ -32,11 +32,11 @@ fn with_file(path: &Path) -> Engine {
     engine(&["--quota-file", path.to_str().unwrap()]).unwrap()
 }
 
-fn entry(limit: u64, reserved: u64) -> Option<Entry> {
-    Some(Entry {
+fn entry(limit: u64, reserved: u64) -> Option<TenantEntry> {
+    Some(TenantEntry {
         limit: Limit(Some(limit)),
         reserved,
-        ..Entry::default()
+        ..TenantEntry::default()
     })
 }
 
@@ -218,7 +218,7 @@ fn shares_of_a_tier_bound_its_reloaded_capacity() {
             limit: None,
             reserved: Some(reserved),
         };
-        let entry = Entry {
+        let entry = TenantEntry {
             limit: Limit(None),
             reserved: 0,
             tiers: [("fs-0".to_owned(), share)].into(),
@@ -262,7 +262,7 @@ fn limits_of_a_tier_do_not_hold_for_another_directory() {
         limit: Some(Limit(Some(7))),
         reserved: None,
     };
-    let with_own = |name: &str| Entry {
+    let with_own = |name: &str| TenantEntry {
         limit: Limit(None),
         reserved: 0,
         tiers: [(name.to_owned(), own())].into(),
@@ -317,9 +317,9 @@ fn a_file_from_before_places_were_kept_takes_them_on() {
     let [one, path] = ["one", "quotas"].map(|name| directory.path().join(name));
     let (file, _) = QuotaFile::open(&path).unwrap();
     let own = TierEntry::default();
-    let entry = Entry {
+    let entry = TenantEntry {
         tiers: [("fs-0".to_owned(), own)].into(),
-        ..Entry::default()
+        ..TenantEntry::default()
     };
     file.save(&Table::from_iter([("a", entry)])).unwrap();
     let flags = [

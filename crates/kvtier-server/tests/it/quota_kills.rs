@@ -6,7 +6,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use kvtier_server::config::Limit;
-use kvtier_server::quota::{Entry, QuotaFile, Table};
+use kvtier_server::quota::{QuotaFile, Table, TenantEntry};
 
 /// Environment variable of a writer process: its file.
 const FILE: &str = "KVTIER_QUOTA_KILLS_FILE";
@@ -16,9 +16,9 @@ const KILLS: u64 = 200;
 
 /// The table of one generation; sizes differ, so that none could be a part of another.
 fn table(generation: u64) -> Table {
-    let entry = |limit| Entry {
+    let entry = |limit| TenantEntry {
         limit: Limit(Some(limit)),
-        ..Entry::default()
+        ..TenantEntry::default()
     };
     let tenants = 1 + generation % 50;
     (0..tenants)

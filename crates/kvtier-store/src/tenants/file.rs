@@ -20,7 +20,7 @@ use kvtier_core::object_key::check_cache_salt;
 use serde::de::{Error as _, IgnoredAny, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::table::{Entry, MAX_TENANTS, Table};
+use super::table::{MAX_TENANTS, Table, TenantEntry};
 
 /// Version of what is written. Versions 1 and 2 have a checksum, which is not verified, and version 1 has no places.
 const VERSION: u64 = 3;
@@ -237,7 +237,7 @@ fn encode(table: &Table) -> io::Result<Vec<u8>> {
     #[derive(Serialize)]
     struct Content<'a> {
         version: u64,
-        quotas: BTreeMap<&'a str, &'a Entry>,
+        quotas: BTreeMap<&'a str, &'a TenantEntry>,
         places: &'a BTreeMap<String, String>,
     }
     let rows = table.iter().map(|(salt, entry)| (&**salt, &**entry));
@@ -290,7 +290,7 @@ fn decode(content: &[u8]) -> Result<Table> {
         _version: IgnoredAny,
         #[serde(default, rename = "checksum")]
         _checksum: IgnoredAny,
-        quotas: UniqueKeys<Entry>,
+        quotas: UniqueKeys<TenantEntry>,
         #[serde(default)]
         places: BTreeMap<String, String>,
     }

@@ -19,7 +19,9 @@ use kvtier_core::quota::{Grant, QuotaConfig, QuotaMode};
 
 use kvtier_config::{Limit, QuotaSettings, ServerConfig, TierPlace};
 
-use crate::tenants::{Entry, Look, MAX_TENANTS, QuotaFile, QuotaPlace, QuotaTier, Salts, Table};
+use crate::tenants::{
+    Look, MAX_TENANTS, QuotaFile, QuotaPlace, QuotaTier, Salts, Table, TenantEntry,
+};
 
 /// The table as it was read, for the code that opens the tiers.
 pub struct Opened {
@@ -155,7 +157,7 @@ fn prepared(
 }
 
 /// Checks that no tier's share is more than its limit.
-fn check_entry(places: &[TierPlace], entry: &Entry) -> Result<()> {
+fn check_entry(places: &[TierPlace], entry: &TenantEntry) -> Result<()> {
     for TierPlace { name, .. } in places {
         let Grant { limit, reserved } = entry.of_tier(name);
         if let Some(limit) = limit
@@ -211,7 +213,7 @@ fn check_together(tenants: usize, will_be: usize, before: &Shares, sums: &[u128]
 }
 
 /// Entries to set, or with `None` to take away.
-pub type Changes = Vec<(Arc<str>, Option<Entry>)>;
+pub type Changes = Vec<(Arc<str>, Option<TenantEntry>)>;
 
 /// Quotas of all tenants in all tiers.
 pub struct Quotas {
@@ -246,7 +248,7 @@ impl Quotas {
             table,
         } = opened;
         let is_place = |tier: &String| places.iter().any(|place| *place.name == **tier);
-        let elsewhere = |entry: &Entry| entry.tiers.keys().any(|tier| !is_place(tier));
+        let elsewhere = |entry: &TenantEntry| entry.tiers.keys().any(|tier| !is_place(tier));
         let tenants = table.iter().filter(|(_, entry)| elsewhere(entry)).count();
         if tenants > 0 {
             tracing::warn!(tenants, "quotas name tiers that are not there");
@@ -324,7 +326,7 @@ impl Quotas {
     ///
     /// # Errors
     /// Then everything is as it was.
-    pub fn change(&self, salt: &str, entry: Option<Entry>) -> Result<bool> {
+    pub fn change(&self, salt: &str, entry: Option<TenantEntry>) -> Result<bool> {
         let existed = self.change_all(vec![(salt.into(), entry)])?;
         Ok(existed > 0)
     }
@@ -353,7 +355,7 @@ impl Quotas {
             let old = table.set(&salt, entry);
             let new = table.get(&salt);
             for (place, sum) in self.places.iter().zip(&mut sums) {
-                let share = |entry: Option<&Arc<Entry>>| {
+                let share = |entry: Option<&Arc<TenantEntry>>| {
                     u128::from(entry.map_or(0, |entry| entry.of_tier(&place.name).reserved))
                 };
                 *sum = *sum + share(new) - share(old.as_ref());
@@ -386,7 +388,7 @@ impl Quotas {
     ///
     /// # Errors
     /// Names the tier whose share is more than its limit.
-    pub fn check(&self, entry: &Entry) -> Result<()> {
+    pub fn check(&self, entry: &TenantEntry) -> Result<()> {
         check_entry(&self.places, entry)
     }
 
@@ -401,7 +403,7 @@ impl Quotas {
     }
 
     /// Sets the grant of a tenant in each tier that isolates tenants.
-    fn grant(&self, salt: &str, entry: Option<&Entry>) {
+    fn grant(&self, salt: &str, entry: Option<&TenantEntry>) {
         for (place, tier) in self.places.iter().zip(&self.tiers) {
             if place.isolates {
                 tier.set_grant(salt, entry.map(|entry| entry.of_tier(&place.name)));

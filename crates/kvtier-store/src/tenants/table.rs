@@ -14,7 +14,7 @@ pub const MAX_TENANTS: usize = 1_000_000;
 /// What one tenant was granted. It holds for each tier on its own, unless there is something else for that tier.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub struct Entry {
+pub struct TenantEntry {
     /// Limit in bytes.
     pub limit: Limit,
     /// Bytes that others cannot evict.
@@ -36,7 +36,7 @@ pub struct TierEntry {
     pub reserved: Option<u64>,
 }
 
-impl Entry {
+impl TenantEntry {
     /// What holds for one tier.
     pub fn of_tier(&self, tier: &str) -> Grant {
         let own = self.tiers.get(tier).copied().unwrap_or_default();
@@ -64,19 +64,19 @@ impl Entry {
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Table {
-    entries: BTreeMap<Arc<str>, Arc<Entry>>,
+    entries: BTreeMap<Arc<str>, Arc<TenantEntry>>,
     /// Locations of the tiers that entries name, so that what was meant for one directory never holds for another.
     places: BTreeMap<String, String>,
 }
 
 impl Table {
     /// The entry of a tenant.
-    pub fn get(&self, salt: &str) -> Option<&Arc<Entry>> {
+    pub fn get(&self, salt: &str) -> Option<&Arc<TenantEntry>> {
         self.entries.get(salt)
     }
 
     /// All entries, in the order of the salts.
-    pub fn iter(&self) -> impl Iterator<Item = (&Arc<str>, &Arc<Entry>)> {
+    pub fn iter(&self) -> impl Iterator<Item = (&Arc<str>, &Arc<TenantEntry>)> {
         self.entries.iter()
     }
 
@@ -100,7 +100,7 @@ impl Table {
     }
 
     /// Sets an entry, or takes it away; gives the one before.
-    pub fn set(&mut self, salt: &str, entry: Option<Entry>) -> Option<Arc<Entry>> {
+    pub fn set(&mut self, salt: &str, entry: Option<TenantEntry>) -> Option<Arc<TenantEntry>> {
         match entry {
             Some(entry) => self.entries.insert(salt.into(), Arc::new(entry)),
             None => self.entries.remove(salt),
@@ -135,7 +135,7 @@ impl Table {
     }
 
     /// Takes note of where the tiers are now that one entry names.
-    pub(super) fn place(&mut self, entry: &Entry, place: impl Fn(&str) -> Option<String>) {
+    pub(super) fn place(&mut self, entry: &TenantEntry, place: impl Fn(&str) -> Option<String>) {
         for tier in entry.tiers.keys() {
             if let Some(place) = place(tier) {
                 self.places.insert(tier.clone(), place);
@@ -171,8 +171,8 @@ impl Table {
     }
 }
 
-impl<S: Into<Arc<str>>> FromIterator<(S, Entry)> for Table {
-    fn from_iter<I: IntoIterator<Item = (S, Entry)>>(entries: I) -> Self {
+impl<S: Into<Arc<str>>> FromIterator<(S, TenantEntry)> for Table {
+    fn from_iter<I: IntoIterator<Item = (S, TenantEntry)>>(entries: I) -> Self {
         let entries = entries.into_iter();
         let entries = entries
             .map(|(salt, entry)| (salt.into(), Arc::new(entry)))

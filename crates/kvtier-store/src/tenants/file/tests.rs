@@ -9,7 +9,7 @@ fn table() -> Table {
         limit: Some(Limit(None)),
         reserved: Some(7),
     };
-    let entry = |limit, reserved, tiers: &[&str]| Entry {
+    let entry = |limit, reserved, tiers: &[&str]| TenantEntry {
         limit: Limit(limit),
         reserved,
         tiers: tiers.iter().map(|tier| (tier.to_string(), own)).collect(),
@@ -71,7 +71,7 @@ fn what_it_cannot_be_is_named_with_what_to_do() {
     let row = "\"a\":{\"limit\":1,\"reserved\":0}";
     let twice = &format!("{{\"version\":3,\"quotas\":{{{row},{row}}}}}");
     let no_quotas = "{\"version\":3,\"places\":{}}";
-    let bad_salt = encode(&Table::from_iter([("a/b", Entry::default())])).unwrap();
+    let bad_salt = encode(&Table::from_iter([("a/b", TenantEntry::default())])).unwrap();
     let bad_salt = String::from_utf8(bad_salt).unwrap();
     for (content, part) in [
         ("", "damaged, or no quota file"),
