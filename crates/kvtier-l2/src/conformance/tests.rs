@@ -359,9 +359,9 @@ async fn a_case_is_reported_by_its_name() {
 }
 
 /// A part of a store that has objects of others.
-struct Shared(Arc<MemoryStore>);
+struct SharedStore(Arc<MemoryStore>);
 
-impl Subject for Shared {
+impl Subject for SharedStore {
     fn open(&self) -> BoxFuture<'_, Arc<dyn Adapter>> {
         let mock: Arc<dyn Adapter> = Arc::new(Mock::new(self.0.clone(), 1e11));
         let sums = Arc::new(ChecksumCache::new(1 << 10));
@@ -373,7 +373,7 @@ impl Subject for Shared {
 #[tokio::test]
 async fn part_of_a_store_passes_and_is_cleaned() {
     let store = Arc::new(MemoryStore::new(1 << 30));
-    let adapter = Shared(store.clone()).open().await;
+    let adapter = SharedStore(store.clone()).open().await;
     let memory = Memory::new(1 << 20);
     // Also one that another part could have.
     let others = [
@@ -391,7 +391,7 @@ async fn part_of_a_store_passes_and_is_cleaned() {
     let mut number = 0;
     let make = || {
         number += 1;
-        let part = Scoped::new(Shared(store.clone()), &format!("part/{number}/"));
+        let part = Scoped::new(SharedStore(store.clone()), &format!("part/{number}/"));
         cleanups.push(part.cleanup());
         part
     };

@@ -17,7 +17,7 @@ pub(super) struct Workers {
 }
 
 /// A job in flight. It runs to its end if this is dropped.
-pub(super) struct Job<T>(JoinHandle<Result<T, L2Error>>);
+pub(super) struct TransformJob<T>(JoinHandle<Result<T, L2Error>>);
 
 impl Workers {
     pub(super) fn new(count: u32) -> Self {
@@ -32,11 +32,11 @@ impl Workers {
     pub(super) async fn start<T: Send + 'static>(
         &self,
         job: impl FnOnce() -> Result<T, L2Error> + Send + 'static,
-    ) -> Job<T> {
+    ) -> TransformJob<T> {
         // Never closed; without a permit the job would only run at once.
         let permit = Arc::clone(&self.free).acquire_owned().await;
         let nanos = Arc::clone(&self.nanos);
-        Job(tokio::task::spawn_blocking(move || {
+        TransformJob(tokio::task::spawn_blocking(move || {
             let before = thread_nanos();
             let result = job();
             nanos.fetch_add(thread_nanos().saturating_sub(before), Ordering::Relaxed);
@@ -55,7 +55,7 @@ impl Workers {
     }
 }
 
-impl<T> Job<T> {
+impl<T> TransformJob<T> {
     /// Waits for its result.
     pub(super) async fn result(self) -> Result<T, L2Error> {
         let failed = |_| L2Error::new(ErrorKind::Unavailable, "a transformation was aborted");
