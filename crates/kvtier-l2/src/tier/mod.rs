@@ -19,26 +19,31 @@ mod usage;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 pub use counters::{Counter, Failures, TierCounters};
-use kvtier_common::sync::{Mutex, OutageLog, RateLimited};
-use kvtier_core::cache::{Cache, CacheConfig, Loss, Page, ReadLease, Removed, SaltUsage, Stats};
+use kvtier_common::sync::{Mutex, RateLimited};
+use kvtier_core::cache::{
+    Cache, CacheConfig, KeyOutcome, Loss, Page, ReadLease, Removed, Reservation, ReserveRequest,
+    ResidentObject, SaltUsage, Stats,
+};
 use kvtier_core::eviction::EvictionKind;
 use kvtier_core::object_key::ObjectKey;
-use kvtier_core::quota::{QuotaConfig, QuotaMode};
+use kvtier_core::quota::{Grant, QuotaConfig, QuotaMode};
 use kvtier_core::{ChunkHash, Namespace};
-use tokio::sync::watch;
 pub use usage::AdapterUsage;
 
-use crate::adapter::{Adapter, ListPage, Listed, Loaded};
+use crate::adapter::{Adapter, ListPage, Listed, Loaded, Stored};
 use crate::error::{ErrorKind, L2Error};
-use crate::object::{LoadItem, ObjectSpec};
+use crate::object::{LoadItem, ObjectSpec, StoreItem};
 use budget::Budget;
 use deletes::{DeletesInFlight, missing_result};
+use eviction::SpacePause;
 use key_states::{KeyStates, UncountedBytes};
 pub use recovery::Recovery;
+use recovery::RecoveryProgress;
+use store::LastStore;
 
 /// Interval of log lines about failed stores and deletes and corrupt objects, which a broken backend causes with every call.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
@@ -111,14 +116,6 @@ pub struct TierLease {
     _lease: Option<ReadLease<Budget>>,
 }
 
-/// Result of the last store.
-#[derive(Debug)]
-struct LastStore {
-    /// Error of it, or of a part of it.
-    error: Option<L2Error>,
-    log: OutageLog<ErrorKind>,
-}
-
 /// An adapter with an index of its objects, a capacity, and eviction.
 ///
 /// ```
@@ -154,11 +151,8 @@ pub struct Tier {
     /// Whether a tenant was ever granted anything.
     has_grants: AtomicBool,
     started: Instant,
-    /// End of a pause of evictions for a backend without space, in milliseconds from `started`.
-    space_pause_until: AtomicU64,
-    /// Length of the last such pause, in milliseconds; 0 once there was space.
-    space_pause: AtomicU64,
-    recovery: watch::Sender<Recovery>,
+    space_pause: SpacePause,
+    recovery: RecoveryProgress,
     last_store: Mutex<LastStore>,
     corrupt_log: RateLimited,
     delete_log: RateLimited,
@@ -187,11 +181,7 @@ impl Tier {
                 ..CacheConfig::default()
             },
         );
-        let recovery = if adapter.capabilities().list {
-            Recovery::Running
-        } else {
-            Recovery::Done(Default::default())
-        };
+        let recovery = RecoveryProgress::new(adapter.capabilities().list);
         Self {
             adapter,
             index,
@@ -201,13 +191,9 @@ impl Tier {
             evicted_by_salt: Mutex::default(),
             has_grants: AtomicBool::new(false),
             started: Instant::now(),
-            space_pause_until: AtomicU64::new(0),
-            space_pause: AtomicU64::new(0),
-            recovery: watch::Sender::new(recovery),
-            last_store: Mutex::new(LastStore {
-                error: None,
-                log: OutageLog::new(LOG_INTERVAL),
-            }),
+            space_pause: SpacePause::default(),
+            recovery,
+            last_store: Mutex::new(LastStore::new()),
             corrupt_log: RateLimited::new(LOG_INTERVAL),
             delete_log: RateLimited::new(LOG_INTERVAL),
         }
@@ -307,6 +293,39 @@ impl Tier {
         }
     }
 
+    /// Reserves bytes in the index; `None` if the object is there already.
+    fn reserve(&self, key: &ObjectKey, bytes: u64) -> Result<Option<Reservation<Budget>>, L2Error> {
+        let hash = key.chunk_hash();
+        let request = ReserveRequest {
+            namespace: key.namespace(),
+            hashes: std::slice::from_ref(&hash),
+            len: bytes.max(1),
+        };
+        let reserved = self
+            .index
+            .reserve(self.now(), &[request])
+            .map_err(|error| L2Error::new(ErrorKind::Refused, error.to_string()))?;
+        match reserved.outcomes.first() {
+            Some(KeyOutcome::AlreadyResident) => Ok(None),
+            Some(KeyOutcome::Reserved(_)) => Ok(Some(reserved.reservation)),
+            Some(KeyOutcome::OverQuota) => {
+                Err(L2Error::new(ErrorKind::OverQuota, self.over_quota()))
+            }
+            Some(KeyOutcome::NoMemory | KeyOutcome::OverStaging) | None => Err(L2Error::new(
+                ErrorKind::Full,
+                format!(
+                    "{} is at its capacity of {} bytes and nothing can be evicted",
+                    self.name(),
+                    self.capacity_bytes().unwrap_or_default()
+                ),
+            )),
+        }
+    }
+
+    fn over_quota(&self) -> String {
+        format!("the tenant is at its limit in {}", self.name())
+    }
+
     /// Leases an object that is in the index.
     fn lease(&self, key: &ObjectKey) -> Option<TierLease> {
         let lease = self
@@ -395,6 +414,46 @@ impl Tier {
         results
     }
 
+    /// Adopts the objects of the backend in the order of their last use. Failures are retried.
+    ///
+    /// To be run once, as a task of its own; `stop` ends it early.
+    pub async fn recover(&self, stop: &AtomicBool) {
+        recovery::recover(self, stop).await;
+    }
+
+    /// Whether the index does not have all objects of the backend yet.
+    pub fn is_recovering(&self) -> bool {
+        !self.recovery.is_done()
+    }
+
+    /// Progress of the recovery.
+    pub fn recovery(&self) -> Recovery {
+        self.recovery.get()
+    }
+
+    /// Runs one eviction pass: deletes what is pending, then evicts from the watermark down, and what exceeds a capacity that
+    /// was lowered, unless the first recovery is still running. Ends at the first failed delete.
+    pub async fn evict(&self) {
+        eviction::evict(self).await;
+    }
+
+    /// Runs one pass that deletes objects of tenants over quota, unless the first recovery is still running. Ends at the
+    /// first failed delete.
+    pub async fn evict_over_quota(&self) {
+        eviction::evict_over_quota(self).await;
+    }
+
+    /// Writes the objects that are not there yet; one result each.
+    ///
+    /// If a capacity or limits hold strictly, it waits for the end of the recovery. An object whose store was not answered
+    /// in time counts, as it may be there, but lookups do not find it before the backend confirms it.
+    pub async fn store(&self, batch: Vec<StoreItem>) -> Vec<Result<Stored, L2Error>> {
+        if self.is_read_only() {
+            return batch.iter().map(|_| Err(self.read_only())).collect();
+        }
+        store::store(self, batch).await
+    }
+
     /// Deletes objects; one result each. A leased object is kept, unless `force` is set: then its readers get
     /// [`NotFound`](ErrorKind::NotFound).
     pub async fn delete(&self, keys: Vec<ObjectKey>, force: bool) -> Vec<Result<Deleted, L2Error>> {
@@ -440,6 +499,107 @@ impl Tier {
     fn read_only(&self) -> L2Error {
         let message = format!("{} is read_only", self.name());
         L2Error::new(ErrorKind::Unsupported, message)
+    }
+
+    /// Whether others change the backend too, and nothing that the index counts bounds it.
+    fn is_open(&self) -> bool {
+        let has_limits =
+            self.index.quotas().default_limit.is_some() || self.has_grants.load(Ordering::Relaxed);
+        let is_shared = self.adapter.capabilities().shared;
+        is_shared && self.config.capacity_bytes.is_none() && !has_limits
+    }
+
+    /// Sets the grant of a tenant, or removes it: [`Cache::set_grant`].
+    pub fn set_grant(&self, salt: &str, grant: Option<Grant>) {
+        if grant.is_some() {
+            self.has_grants.store(true, Ordering::Relaxed);
+        }
+        self.index.set_grant(salt, grant);
+    }
+
+    /// Sets the limit of tenants without a grant. A tier that is only loaded from has none.
+    pub fn set_default_limit(&self, limit: Option<u64>) {
+        if !self.is_read_only() {
+            self.index
+                .configure_quotas(|quotas| quotas.default_limit = limit);
+        }
+    }
+
+    /// Whether objects are evicted for others at all.
+    fn may_evict(&self) -> bool {
+        let policy = self.config.eviction.map(|eviction| eviction.policy);
+        policy != Some(EvictionKind::Noop)
+    }
+
+    /// Makes these objects the youngest of the eviction order, the last chunk the oldest of them.
+    pub fn renew(&self, namespaces: &[Arc<Namespace>], hashes: &[ChunkHash]) {
+        if self.may_evict() {
+            self.index.renew(self.now(), namespaces, hashes);
+        }
+    }
+
+    /// Adds what the index evicted to the pending deletes.
+    fn add_evicted(&self) {
+        self.states.add_pending(|| self.take_evicted());
+    }
+
+    fn take_evicted(&self) -> Vec<(ObjectKey, u64)> {
+        let evicted = self.index.take_evicted().into_iter();
+        let key = |object: ResidentObject| {
+            let key = ObjectKey::of(&object.namespace, object.chunk_hash);
+            (key, object.bytes)
+        };
+        evicted.map(key).collect()
+    }
+
+    /// Whether the objects exceed the capacity, pending deletes included.
+    fn is_over_capacity(&self) -> bool {
+        let used = || self.index.usage().used_bytes;
+        let used = self
+            .states
+            .reserved_bytes(None, used, || self.take_evicted());
+        self.capacity_bytes()
+            .is_some_and(|capacity| used > capacity)
+    }
+
+    /// Whether a tenant exceeds a strict limit, pending deletes included.
+    fn is_over_limit(&self, salt: &str) -> bool {
+        if self.config.quota_mode != QuotaMode::Strict {
+            return false;
+        }
+        let mut limit = None;
+        let index = || match self.index.salt_usage(salt) {
+            Some(usage) => {
+                limit = usage
+                    .grant
+                    .map_or(self.index.quotas().default_limit, |grant| grant.limit);
+                usage.counted_bytes
+            }
+            None => 0,
+        };
+        let bytes = self
+            .states
+            .reserved_bytes(Some(salt), index, || self.take_evicted());
+        limit.is_some_and(|limit| bytes > limit)
+    }
+
+    /// Returns and resets the evicted objects by cache salt. To be called regularly, as the map grows with the tenants.
+    pub fn take_evicted_by_salt(&self) -> BTreeMap<Arc<str>, u64> {
+        std::mem::take(&mut *self.evicted_by_salt.lock())
+    }
+
+    /// Logs how many corrupt objects were found since the last such line, if one is due.
+    pub fn log_suppressed(&self) {
+        if let Some(objects) = self.corrupt_log.take_suppressed(Instant::now()) {
+            let tier = self.name();
+            tracing::warn!(tier, objects, "more stored objects are not what was stored");
+        }
+    }
+
+    /// Whether it has a capacity or strict limits.
+    fn is_strict(&self) -> bool {
+        let has_limits = self.config.quota_mode == QuotaMode::Strict;
+        has_limits || self.config.capacity_bytes.is_some()
     }
 
     /// Returns a page of the backend's objects: [`Adapter::list`].

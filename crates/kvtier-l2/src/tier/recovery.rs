@@ -13,11 +13,12 @@ use std::time::Duration;
 
 use kvtier_common::sync::Mutex;
 use kvtier_core::cache::{Cache, ReadLease};
-use kvtier_core::quota::QuotaMode;
 use kvtier_core::{ChunkHash, Namespace};
+use tokio::sync::watch;
 use tokio::time::sleep;
 
 use super::budget::Budget;
+use super::eviction::delete_all_pending;
 use super::listing::{Bounds, Listing};
 use super::{Adopted, Listed, Tier};
 use crate::adapter::Recovered;
@@ -51,147 +52,37 @@ enum Ended {
     Failed(L2Error),
 }
 
-impl Tier {
-    /// Adopts the objects of the backend in the order of their last use. Failures are retried.
-    ///
-    /// To be run once, as a task of its own; `stop` ends it early.
-    pub async fn recover(&self, stop: &AtomicBool) {
-        if !self.is_recovering() {
-            return;
-        }
-        let mut pause = PAUSE;
-        let bounds = Bounds::of(self.capacity_bytes(), self.is_open());
-        loop {
-            let ended = tokio::select! {
-                ended = self.recover_once(stop, bounds) => ended,
-                () = until_stopped(stop) => Err(Ended::Stopped),
-            };
-            let error = match ended {
-                Ok(recovered) => {
-                    tracing::info!(
-                        tier = self.name(),
-                        objects = recovered.objects,
-                        bytes = recovered.bytes,
-                        removed = recovered.removed,
-                        foreign = recovered.foreign,
-                        "adopted what was stored before the start"
-                    );
-                    self.recovery.send_replace(Recovery::Done(recovered));
-                    return;
-                }
-                Err(Ended::Failed(error)) => error,
-                Err(Ended::Stopped) => return self.recovery_stopped(),
-            };
-            let line = format!("{error}; the next try is in {} s", pause.as_secs());
-            tracing::warn!(tier = self.name(), error = %line, "reading what was stored before the start failed");
-            let failed = L2Error::new(error.kind(), line);
-            self.recovery.send_replace(Recovery::Failed(failed));
-            tokio::select! {
-                () = sleep(pause) => {}
-                () = until_stopped(stop) => return self.recovery_stopped(),
-            }
-            pause = (pause * 2).min(PAUSE_MAX);
-        }
+/// Progress of the recovery, which others wait for.
+#[derive(Debug)]
+pub(super) struct RecoveryProgress(watch::Sender<Recovery>);
+
+impl RecoveryProgress {
+    /// Returns the progress of a tier whose adapter lists its objects, or has none to recover.
+    pub(super) fn new(lists: bool) -> Self {
+        Self(watch::Sender::new(if lists {
+            Recovery::Running
+        } else {
+            Recovery::Done(Recovered::default())
+        }))
     }
 
-    fn recovery_stopped(&self) {
-        let message = "the recovery of stored objects was stopped before its end";
-        let stopped = L2Error::new(ErrorKind::Unavailable, message);
-        self.recovery.send_replace(Recovery::Failed(stopped));
+    pub(super) fn get(&self) -> Recovery {
+        self.0.borrow().clone()
     }
 
-    async fn recover_once(&self, stop: &AtomicBool, bounds: Bounds) -> Result<Recovered, Ended> {
-        let listing = Mutex::new(Listing::new(bounds));
-        let found = |objects: Vec<Listed>| {
-            let is_wanted = listing.lock().add(objects);
-            is_wanted && !stop.load(Ordering::Relaxed)
-        };
-        let result = {
-            let mut recover = self.adapter.recover(&found);
-            // After an uncaught panic there would be no retry.
-            std::future::poll_fn(|context| {
-                let poll = AssertUnwindSafe(|| recover.as_mut().poll(context));
-                let panicked = || L2Error::new(ErrorKind::Unavailable, "the adapter panicked");
-                catch_unwind(poll).unwrap_or_else(|_| Poll::Ready(Err(panicked())))
-            })
-            .await
-        };
-        let listing = listing.into_inner();
-        if result.is_ok() {
-            listing.log(self.name());
-        }
-        // Victims are not chosen from an incomplete listing.
-        if result.is_ok() || !self.is_strict() {
-            self.adopt_all(listing.into_objects(), stop).await?;
-        }
-        result.map_err(Ended::Failed)
-    }
-
-    /// Adopts in the order of last use. If not all fits, the index evicts by its own policy, but none of the objects that
-    /// it had before: those are younger than all of the listing.
-    async fn adopt_all(&self, objects: Vec<Listed>, stop: &AtomicBool) -> Result<(), Ended> {
-        let known = self.hold_resident().await;
-        let (index, may_evict) = (self.index.clone(), self.may_evict());
-        // Sorting millions of them would block lookups on this thread.
-        let sorted = tokio::task::spawn_blocking(move || sorted(&index, objects, may_evict)).await;
-        let objects = sorted.map_err(|error| {
-            Ended::Failed(L2Error::new(ErrorKind::Unavailable, error.to_string()))
-        })?;
-        for slice in objects.chunks(SLICE) {
-            if stop.load(Ordering::Relaxed) {
-                return Err(Ended::Stopped);
-            }
-            for object in slice {
-                let is_surplus = match self.adopt(&object.key, object.bytes) {
-                    Adopted::OverQuota => true,
-                    Adopted::OverCapacity => may_evict,
-                    Adopted::Indexed | Adopted::Deleting => false,
-                };
-                if is_surplus {
-                    // A lookup may have adopted it meanwhile.
-                    let entry = || {
-                        let is_new = is_new(&self.index, object);
-                        Vec::from_iter(is_new.then(|| (object.key.clone(), object.bytes)))
-                    };
-                    self.states.add_pending(entry);
-                }
-            }
-            self.add_evicted();
-            tokio::task::yield_now().await;
-        }
-        for held in known {
-            drop(held);
-            tokio::task::yield_now().await;
-        }
-        // A failed delete is retried by the next store or eviction pass.
-        let _ = self.delete_all_pending().await;
-        Ok(())
-    }
-
-    /// Whether the index does not have all objects of the backend yet.
-    pub fn is_recovering(&self) -> bool {
-        !matches!(*self.recovery.borrow(), Recovery::Done(_))
-    }
-
-    /// Whether it has a capacity or strict limits.
-    pub(super) fn is_strict(&self) -> bool {
-        let has_limits = self.config.quota_mode == QuotaMode::Strict;
-        has_limits || self.config.capacity_bytes.is_some()
+    /// Whether all objects of the backend are in the index.
+    pub(super) fn is_done(&self) -> bool {
+        matches!(*self.0.borrow(), Recovery::Done(_))
     }
 
     /// Whether the first recovery is running or about to.
-    pub(super) fn is_first_recovery(&self) -> bool {
-        *self.recovery.borrow() == Recovery::Running
-    }
-
-    /// Progress of the recovery.
-    pub fn recovery(&self) -> Recovery {
-        self.recovery.borrow().clone()
+    pub(super) fn is_first(&self) -> bool {
+        *self.0.borrow() == Recovery::Running
     }
 
     /// Waits for the end of the first recovery.
-    pub(super) async fn recovered(&self) -> Result<(), L2Error> {
-        let mut recovery = self.recovery.subscribe();
+    pub(super) async fn ended(&self) -> Result<(), L2Error> {
+        let mut recovery = self.0.subscribe();
         let ended = recovery.wait_for(|recovery| *recovery != Recovery::Running);
         match &*ended.await.map_err(|_| unknown("the recovery ended"))? {
             Recovery::Failed(error) => Err(unknown(error)),
@@ -199,39 +90,161 @@ impl Tier {
         }
     }
 
-    /// Leases all objects of the index. Released one after the other, the leases make these the youngest.
-    async fn hold_resident(&self) -> Vec<ReadLease<Budget>> {
-        let (mut held, mut from) = (Vec::new(), 0);
-        loop {
-            let page = self.index.objects(from, SLICE);
-            let mut by_namespace = BTreeMap::<_, Vec<_>>::new();
-            // A lease releases its last object first.
-            for object in page.entries.into_iter().rev() {
-                let hashes = by_namespace.entry(object.namespace).or_default();
-                hashes.push(object.chunk_hash);
-            }
-            for (namespace, hashes) in &by_namespace {
-                self.hold(namespace, hashes, &mut held);
-            }
-            match page.next {
-                Some(next) => from = next,
-                None => return held,
-            }
-            tokio::task::yield_now().await;
-        }
+    fn set(&self, recovery: Recovery) {
+        self.0.send_replace(recovery);
     }
 
-    /// Leases those that are still there.
-    fn hold(&self, namespace: &Namespace, hashes: &[ChunkHash], held: &mut Vec<ReadLease<Budget>>) {
-        match self.index.hold(self.now(), namespace, hashes) {
-            Some(lease) => held.push(lease),
-            None if hashes.len() > 1 => {
-                let (left, right) = hashes.split_at(hashes.len() / 2);
-                self.hold(namespace, left, held);
-                self.hold(namespace, right, held);
+    fn stopped(&self) {
+        let message = "the recovery of stored objects was stopped before its end";
+        let stopped = L2Error::new(ErrorKind::Unavailable, message);
+        self.set(Recovery::Failed(stopped));
+    }
+}
+
+/// See [`Tier::recover`].
+pub(super) async fn recover(tier: &Tier, stop: &AtomicBool) {
+    if tier.recovery.is_done() {
+        return;
+    }
+    let mut pause = PAUSE;
+    let bounds = Bounds::of(tier.capacity_bytes(), tier.is_open());
+    loop {
+        let ended = tokio::select! {
+            ended = recover_once(tier, stop, bounds) => ended,
+            () = until_stopped(stop) => Err(Ended::Stopped),
+        };
+        let error = match ended {
+            Ok(recovered) => {
+                tracing::info!(
+                    tier = tier.name(),
+                    objects = recovered.objects,
+                    bytes = recovered.bytes,
+                    removed = recovered.removed,
+                    foreign = recovered.foreign,
+                    "adopted what was stored before the start"
+                );
+                tier.recovery.set(Recovery::Done(recovered));
+                return;
             }
-            None => {}
+            Err(Ended::Failed(error)) => error,
+            Err(Ended::Stopped) => return tier.recovery.stopped(),
+        };
+        let line = format!("{error}; the next try is in {} s", pause.as_secs());
+        tracing::warn!(tier = tier.name(), error = %line, "reading what was stored before the start failed");
+        let failed = L2Error::new(error.kind(), line);
+        tier.recovery.set(Recovery::Failed(failed));
+        tokio::select! {
+            () = sleep(pause) => {}
+            () = until_stopped(stop) => return tier.recovery.stopped(),
         }
+        pause = (pause * 2).min(PAUSE_MAX);
+    }
+}
+
+async fn recover_once(tier: &Tier, stop: &AtomicBool, bounds: Bounds) -> Result<Recovered, Ended> {
+    let listing = Mutex::new(Listing::new(bounds));
+    let found = |objects: Vec<Listed>| {
+        let is_wanted = listing.lock().add(objects);
+        is_wanted && !stop.load(Ordering::Relaxed)
+    };
+    let result = {
+        let mut recover = tier.adapter.recover(&found);
+        // After an uncaught panic there would be no retry.
+        std::future::poll_fn(|context| {
+            let poll = AssertUnwindSafe(|| recover.as_mut().poll(context));
+            let panicked = || L2Error::new(ErrorKind::Unavailable, "the adapter panicked");
+            catch_unwind(poll).unwrap_or_else(|_| Poll::Ready(Err(panicked())))
+        })
+        .await
+    };
+    let listing = listing.into_inner();
+    if result.is_ok() {
+        listing.log(tier.name());
+    }
+    // Victims are not chosen from an incomplete listing.
+    if result.is_ok() || !tier.is_strict() {
+        adopt_all(tier, listing.into_objects(), stop).await?;
+    }
+    result.map_err(Ended::Failed)
+}
+
+/// Adopts in the order of last use. If not all fits, the index evicts by its own policy, but none of the objects that
+/// it had before: those are younger than all of the listing.
+async fn adopt_all(tier: &Tier, objects: Vec<Listed>, stop: &AtomicBool) -> Result<(), Ended> {
+    let known = hold_resident(tier).await;
+    let (index, may_evict) = (tier.index.clone(), tier.may_evict());
+    // Sorting millions of them would block lookups on this thread.
+    let sorted = tokio::task::spawn_blocking(move || sorted(&index, objects, may_evict)).await;
+    let objects = sorted
+        .map_err(|error| Ended::Failed(L2Error::new(ErrorKind::Unavailable, error.to_string())))?;
+    for slice in objects.chunks(SLICE) {
+        if stop.load(Ordering::Relaxed) {
+            return Err(Ended::Stopped);
+        }
+        for object in slice {
+            let is_surplus = match tier.adopt(&object.key, object.bytes) {
+                Adopted::OverQuota => true,
+                Adopted::OverCapacity => may_evict,
+                Adopted::Indexed | Adopted::Deleting => false,
+            };
+            if is_surplus {
+                // A lookup may have adopted it meanwhile.
+                let entry = || {
+                    let is_new = is_new(&tier.index, object);
+                    Vec::from_iter(is_new.then(|| (object.key.clone(), object.bytes)))
+                };
+                tier.states.add_pending(entry);
+            }
+        }
+        tier.add_evicted();
+        tokio::task::yield_now().await;
+    }
+    for held in known {
+        drop(held);
+        tokio::task::yield_now().await;
+    }
+    // A failed delete is retried by the next store or eviction pass.
+    let _ = delete_all_pending(tier).await;
+    Ok(())
+}
+
+/// Leases all objects of the index. Released one after the other, the leases make these the youngest.
+async fn hold_resident(tier: &Tier) -> Vec<ReadLease<Budget>> {
+    let (mut held, mut from) = (Vec::new(), 0);
+    loop {
+        let page = tier.index.objects(from, SLICE);
+        let mut by_namespace = BTreeMap::<_, Vec<_>>::new();
+        // A lease releases its last object first.
+        for object in page.entries.into_iter().rev() {
+            let hashes = by_namespace.entry(object.namespace).or_default();
+            hashes.push(object.chunk_hash);
+        }
+        for (namespace, hashes) in &by_namespace {
+            hold(tier, namespace, hashes, &mut held);
+        }
+        match page.next {
+            Some(next) => from = next,
+            None => return held,
+        }
+        tokio::task::yield_now().await;
+    }
+}
+
+/// Leases those that are still there.
+fn hold(
+    tier: &Tier,
+    namespace: &Namespace,
+    hashes: &[ChunkHash],
+    held: &mut Vec<ReadLease<Budget>>,
+) {
+    match tier.index.hold(tier.now(), namespace, hashes) {
+        Some(lease) => held.push(lease),
+        None if hashes.len() > 1 => {
+            let (left, right) = hashes.split_at(hashes.len() / 2);
+            hold(tier, namespace, left, held);
+            hold(tier, namespace, right, held);
+        }
+        None => {}
     }
 }
 
@@ -266,6 +279,8 @@ async fn until_stopped(stop: &AtomicBool) {
 mod tests {
     use std::sync::Arc;
 
+    use kvtier_core::quota::QuotaMode;
+
     use super::*;
     use crate::Capabilities;
     use crate::testing::TestAdapter;
@@ -293,7 +308,7 @@ mod tests {
             listed: 1000,
             pages: u64::MAX,
         };
-        let ended = tier.recover_once(&AtomicBool::new(false), bounds).await;
+        let ended = recover_once(&tier, &AtomicBool::new(false), bounds).await;
         let Ok(recovered) = ended else {
             panic!("not recovered");
         };

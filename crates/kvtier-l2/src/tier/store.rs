@@ -2,19 +2,38 @@
 
 use std::collections::BTreeSet;
 
-use kvtier_core::cache::{KeyOutcome, ReadLease, Reservation, ReserveRequest};
+use kvtier_common::sync::OutageLog;
+use kvtier_core::cache::{ReadLease, Reservation};
 use kvtier_core::object_key::ObjectKey;
 
 use super::budget::Budget;
 use super::deletes::missing_result;
+use super::eviction::{evict_some, evict_surplus, free_capacity, free_quota, pause_for_space};
 use super::key_states::{Claim, UnsentBytes, WriteInFlight};
-use super::{Adopted, Tier};
+use super::{Adopted, LOG_INTERVAL, Tier};
 use crate::adapter::Stored;
 use crate::error::{ErrorKind, L2Error};
 use crate::object::StoreItem;
 
 /// Evictions for the objects of one store that a backend has no space for.
 const MAX_EVICTIONS: usize = 4;
+
+/// Result of the last store.
+#[derive(Debug)]
+pub(super) struct LastStore {
+    /// Error of it, or of a part of it.
+    pub(super) error: Option<L2Error>,
+    log: OutageLog<ErrorKind>,
+}
+
+impl LastStore {
+    pub(super) fn new() -> Self {
+        Self {
+            error: None,
+            log: OutageLog::new(LOG_INTERVAL),
+        }
+    }
+}
 
 /// Free bytes of the backend, and the bytes whose writes had ended when they were read.
 #[derive(Debug, Clone, Copy)]
@@ -23,6 +42,47 @@ struct FreeSpace {
     /// Free bytes beyond the reserve.
     free: u64,
     ended: u64,
+}
+
+impl FreeSpace {
+    /// Returns the backend's free space, after it has evicted for what of the batch does not fit.
+    async fn make(tier: &Tier, batch: &[StoreItem]) -> Result<Self, L2Error> {
+        if tier.is_strict() {
+            tier.recovery.ended().await?;
+        }
+        let mut space = Self::read(tier).await?;
+        for _ in 0..MAX_EVICTIONS {
+            let missing = match space.free {
+                u64::MAX => 0,
+                free => {
+                    let left = tier.states.left(free, space.ended);
+                    absent_bytes(tier, batch).saturating_sub(left)
+                }
+            };
+            // All that the tier has would not be enough: others have the space.
+            let below_reserve = tier.config.reserve_bytes.saturating_sub(space.all);
+            let is_in_vain = missing.saturating_add(below_reserve) > tier.index.usage().used_bytes;
+            if missing == 0 || is_in_vain || !evict_some(tier, missing).await {
+                break;
+            }
+            let before = std::mem::replace(&mut space, Self::read(tier).await?);
+            if space.all <= before.all && pause_for_space(tier) {
+                break;
+            }
+        }
+        Ok(space)
+    }
+
+    async fn read(tier: &Tier) -> Result<Self, L2Error> {
+        let ended = tier.states.ended_bytes();
+        let all = tier.adapter.free_bytes().await?;
+        let free = all.map(|all| all.saturating_sub(tier.config.reserve_bytes));
+        Ok(Self {
+            all: all.unwrap_or(u64::MAX),
+            free: free.unwrap_or(u64::MAX),
+            ended,
+        })
+    }
 }
 
 /// Progress of one object of a store.
@@ -55,7 +115,69 @@ struct PlannedStore<'a> {
     _write: WriteInFlight<'a>,
 }
 
-impl PlannedStore<'_> {
+impl<'a> PlannedStore<'a> {
+    /// Reserves bytes for an object, in the backend and in the index; `None` if it is there already.
+    fn new(
+        tier: &'a Tier,
+        position: usize,
+        item: &StoreItem,
+        space_left: FreeSpace,
+    ) -> Result<Option<Self>, L2Error> {
+        item.from.check_len(item.object.len)?;
+        let key = &item.object.key;
+        let bytes = tier.adapter.size_of(item.object.len);
+        let is_indeterminate = tier.states.is_indeterminate(key);
+        let mut unsent = Some(tier.states.add_unsent(key.cache_salt(), bytes));
+        if !is_indeterminate && tier.index.contains(key.namespace(), &[key.chunk_hash()])[0] {
+            // Counts as used; unless it was evicted just now, it is there.
+            if tier.reserve(key, bytes)?.is_none() {
+                return Ok(None);
+            }
+        }
+        // First, so that nothing is evicted in vain.
+        let write = tier
+            .states
+            .start_write(bytes, space_left.free, space_left.ended);
+        let write = write.map_err(|left| {
+            L2Error::new(
+                ErrorKind::Full,
+                format!(
+                    "{} has {left} bytes free beyond its reserve of {}, and {bytes} are needed",
+                    tier.name(),
+                    tier.config.reserve_bytes
+                ),
+            )
+        })?;
+        let (reservation, held) = loop {
+            if let Some(reservation) = tier.reserve(key, bytes)? {
+                break (Some(reservation), None);
+            }
+            if !is_indeterminate {
+                return Ok(None);
+            }
+            let held = tier
+                .index
+                .hold(tier.now(), key.namespace(), &[key.chunk_hash()]);
+            if held.is_some() {
+                // The backend may have it already.
+                unsent = None;
+                break (None, held);
+            }
+        };
+        Ok(Some(Self {
+            tier,
+            position,
+            key: key.clone(),
+            bytes,
+            reservation,
+            _held: held,
+            cancelled_delete: None,
+            sent: Sent::No,
+            unsent,
+            _write: write,
+        }))
+    }
+
     fn finish(mut self, result: &Result<Stored, L2Error>) {
         self.sent = match result {
             Ok(stored) => {
@@ -94,345 +216,225 @@ impl Drop for PlannedStore<'_> {
     }
 }
 
-impl Tier {
-    /// Writes the objects that are not there yet; one result each.
-    ///
-    /// If a capacity or limits hold strictly, it waits for the end of the recovery. An object whose store was not answered
-    /// in time counts, as it may be there, but lookups do not find it before the backend confirms it.
-    pub async fn store(&self, batch: Vec<StoreItem>) -> Vec<Result<Stored, L2Error>> {
-        if self.is_read_only() {
-            return batch.iter().map(|_| Err(self.read_only())).collect();
-        }
-        let mut results: Vec<Option<Result<Stored, L2Error>>> = vec![None; batch.len()];
-        match self.free_space(&batch).await {
-            Ok(free) => {
-                self.evict_surplus().await;
-                self.store_into(batch, free, &mut results).await;
-            }
-            Err(error) => results.fill(Some(Err(error))),
-        }
-        let results: Vec<_> = results
-            .into_iter()
-            .map(|result| result.unwrap_or_else(|| Err(missing_result())))
-            .collect();
-        self.count_stored(&results);
-        results
-    }
+/// Objects of one store.
+struct StoreBatch<'a> {
+    tier: &'a Tier,
+    staged: Vec<PlannedStore<'a>>,
+    /// The item of each of them.
+    items: Vec<StoreItem>,
+    /// Results by position, as far as they are known.
+    results: Vec<Option<Result<Stored, L2Error>>>,
+}
 
-    async fn store_into(
-        &self,
-        batch: Vec<StoreItem>,
-        free: FreeSpace,
-        results: &mut [Option<Result<Stored, L2Error>>],
-    ) {
-        let mut staged = Vec::new();
-        let mut items = Vec::new();
+impl<'a> StoreBatch<'a> {
+    /// Stages the objects that are not there yet.
+    fn new(tier: &'a Tier, batch: Vec<StoreItem>, free: FreeSpace) -> Self {
+        let (mut staged, mut items) = (Vec::new(), Vec::new());
+        let mut results = vec![None; batch.len()];
         for (position, item) in batch.into_iter().enumerate() {
-            match self.stage(position, &item, free) {
+            match PlannedStore::new(tier, position, &item, free) {
                 Ok(Some(object)) => {
                     staged.push(object);
                     items.push(item);
                 }
                 Ok(None) => {
-                    let bytes = self.adapter.size_of(item.object.len);
+                    let bytes = tier.adapter.size_of(item.object.len);
                     results[position] = Some(Ok(Stored::AlreadyThere(bytes)));
                 }
                 Err(error) => results[position] = Some(Err(error)),
             }
         }
-        self.add_evicted();
+        tier.add_evicted();
+        Self {
+            tier,
+            staged,
+            items,
+            results,
+        }
+    }
+
+    fn refuse(&mut self, at: usize, kind: ErrorKind, message: impl Into<String>) {
+        self.items.remove(at);
+        let object = self.staged.remove(at);
+        self.results[object.position] = Some(Err(L2Error::new(kind, message)));
+    }
+
+    /// Takes over the deletes of the objects. Refuses an object whose last delete may come yet.
+    async fn claim(&mut self) {
         let mut at = 0;
-        while at < staged.len() {
-            match self.states.claim(&staged[at].key).await {
+        while let Some(object) = self.staged.get_mut(at) {
+            match self.tier.states.claim(&object.key).await {
                 Claim::Free => {}
-                Claim::Cancelled(bytes) => staged[at].cancelled_delete = Some(bytes),
+                Claim::Cancelled(bytes) => object.cancelled_delete = Some(bytes),
                 Claim::Refused => {
                     let message = "its last delete was not answered and may come yet";
-                    let error = L2Error::new(ErrorKind::Unavailable, message);
-                    results[staged.remove(at).position] = Some(Err(error));
-                    items.remove(at);
+                    self.refuse(at, ErrorKind::Unavailable, message);
                     continue;
                 }
             }
             at += 1;
         }
-        if let Err(error) = self.free_capacity().await {
-            while self.is_over_capacity()
-                && let Some(object) = staged.pop()
-            {
-                items.pop();
-                let message = format!("{} cannot free space: {error}", self.name());
-                results[object.position] = Some(Err(L2Error::new(ErrorKind::Full, message)));
-            }
-        }
-        self.enforce_limits(&mut staged, &mut items, results).await;
-        if items.is_empty() {
+    }
+
+    /// Refuses the last objects if the capacity is exceeded and nothing more can be deleted.
+    async fn enforce_capacity(&mut self) {
+        let Err(error) = free_capacity(self.tier).await else {
             return;
-        }
-        for object in &mut staged {
-            object.sent = Sent::Unanswered;
-            object.unsent = None;
-        }
-        let stored = self.write(items).await;
-        for (object, result) in staged.into_iter().zip(stored) {
-            let position = object.position;
-            object.finish(&result);
-            results[position] = Some(result);
+        };
+        while self.tier.is_over_capacity()
+            && let Some(last) = self.staged.len().checked_sub(1)
+        {
+            let message = format!("{} cannot free space: {error}", self.tier.name());
+            self.refuse(last, ErrorKind::Full, message);
         }
     }
 
-    /// Writes objects. If the backend has no space for some of them, others are evicted, and those are written again.
-    async fn write(&self, items: Vec<StoreItem>) -> Vec<Result<Stored, L2Error>> {
-        let mut results = self.adapter.store(items.clone()).await;
-        for _ in 0..MAX_EVICTIONS {
-            let is_full = |result: &Result<_, L2Error>| matches!(result, Err(error) if error.kind() == ErrorKind::Full);
-            let full: Vec<_> = (0..results.len())
-                .filter(|at| is_full(&results[*at]))
-                .collect();
-            let sizes = full.iter().filter_map(|at| items.get(*at));
-            let bytes: u64 = sizes
-                .map(|item| self.adapter.size_of(item.object.len))
-                .sum();
-            if results.iter().all(Result::is_ok) {
-                self.shorten_pause();
-            }
-            if full.is_empty() || !self.evict_some(bytes).await {
-                break;
-            }
-            let again = full.iter().filter_map(|at| items.get(*at).cloned());
-            let again = self.adapter.store(again.collect()).await;
-            let is_stuck = again.iter().all(is_full);
-            for (at, result) in full.into_iter().zip(again) {
-                results[at] = result;
-            }
-            if is_stuck && self.pause_eviction_for_space() {
-                break;
-            }
-        }
-        results
-    }
-
-    /// Removes the objects from the store that would exceed a strict limit of their tenant: nothing is written before what
-    /// was evicted for it is deleted.
-    async fn enforce_limits(
-        &self,
-        staged: &mut Vec<PlannedStore<'_>>,
-        items: &mut Vec<StoreItem>,
-        results: &mut [Option<Result<Stored, L2Error>>],
-    ) {
-        let salts = staged.iter().map(|object| object.key.cache_salt());
+    /// Refuses the objects that would exceed a strict limit of their tenant: nothing is written before what was evicted for it
+    /// is deleted.
+    async fn enforce_limits(&mut self) {
+        let salts = self.staged.iter().map(|object| object.key.cache_salt());
         let salts: BTreeSet<_> = salts.cloned().collect();
         for salt in salts {
-            let freed = self.free_quota(&salt).await;
-            while self.is_over_limit(&salt) {
+            let freed = free_quota(self.tier, &salt).await;
+            while self.tier.is_over_limit(&salt) {
                 let is_of_tenant = |object: &PlannedStore<'_>| *object.key.cache_salt() == salt;
-                let Some(at) = staged.iter().rposition(is_of_tenant) else {
+                let Some(at) = self.staged.iter().rposition(is_of_tenant) else {
                     break;
                 };
-                items.remove(at);
-                let object = staged.remove(at);
                 let cause = match &freed {
                     Err(error) => error.to_string(),
                     Ok(()) => "nothing more can be evicted".to_owned(),
                 };
-                let message = format!("{}: {cause}", self.over_quota());
-                results[object.position] = Some(Err(L2Error::new(ErrorKind::OverQuota, message)));
+                let message = format!("{}: {cause}", self.tier.over_quota());
+                self.refuse(at, ErrorKind::OverQuota, message);
             }
         }
     }
 
-    fn over_quota(&self) -> String {
-        format!("the tenant is at its limit in {}", self.name())
-    }
-
-    /// Returns the backend's free space, after it has evicted for what of the batch does not fit.
-    async fn free_space(&self, batch: &[StoreItem]) -> Result<FreeSpace, L2Error> {
-        if self.is_strict() {
-            self.recovered().await?;
+    /// Writes what is staged; returns all results.
+    async fn write(mut self) -> Vec<Option<Result<Stored, L2Error>>> {
+        if self.items.is_empty() {
+            return self.results;
         }
-        let mut space = self.read_free_space().await?;
-        for _ in 0..MAX_EVICTIONS {
-            let missing = match space.free {
-                u64::MAX => 0,
-                free => {
-                    let left = self.states.left(free, space.ended);
-                    self.absent_bytes(batch).saturating_sub(left)
-                }
-            };
-            // All that the tier has would not be enough: others have the space.
-            let below_reserve = self.config.reserve_bytes.saturating_sub(space.all);
-            let is_in_vain = missing.saturating_add(below_reserve) > self.index.usage().used_bytes;
-            if missing == 0 || is_in_vain || !self.evict_some(missing).await {
-                break;
-            }
-            let before = std::mem::replace(&mut space, self.read_free_space().await?);
-            if space.all <= before.all && self.pause_eviction_for_space() {
-                break;
-            }
+        for object in &mut self.staged {
+            object.sent = Sent::Unanswered;
+            object.unsent = None;
         }
-        Ok(space)
+        let stored = write(self.tier, self.items).await;
+        for (object, result) in self.staged.into_iter().zip(stored) {
+            let position = object.position;
+            object.finish(&result);
+            self.results[position] = Some(result);
+        }
+        self.results
     }
+}
 
-    async fn read_free_space(&self) -> Result<FreeSpace, L2Error> {
-        let ended = self.states.ended_bytes();
-        let all = self.adapter.free_bytes().await?;
-        let free = all.map(|all| all.saturating_sub(self.config.reserve_bytes));
-        Ok(FreeSpace {
-            all: all.unwrap_or(u64::MAX),
-            free: free.unwrap_or(u64::MAX),
-            ended,
-        })
+/// See [`Tier::store`].
+pub(super) async fn store(tier: &Tier, batch: Vec<StoreItem>) -> Vec<Result<Stored, L2Error>> {
+    let results = match FreeSpace::make(tier, &batch).await {
+        Ok(free) => {
+            evict_surplus(tier).await;
+            let mut batch = StoreBatch::new(tier, batch, free);
+            batch.claim().await;
+            batch.enforce_capacity().await;
+            batch.enforce_limits().await;
+            batch.write().await
+        }
+        Err(error) => vec![Some(Err(error)); batch.len()],
+    };
+    let results: Vec<_> = results
+        .into_iter()
+        .map(|result| result.unwrap_or_else(|| Err(missing_result())))
+        .collect();
+    count_stored(tier, &results);
+    results
+}
+
+/// Writes objects. If the backend has no space for some of them, others are evicted, and those are written again.
+async fn write(tier: &Tier, items: Vec<StoreItem>) -> Vec<Result<Stored, L2Error>> {
+    let mut results = tier.adapter.store(items.clone()).await;
+    for _ in 0..MAX_EVICTIONS {
+        let is_full = |result: &Result<_, L2Error>| matches!(result, Err(error) if error.kind() == ErrorKind::Full);
+        let full: Vec<_> = (0..results.len())
+            .filter(|at| is_full(&results[*at]))
+            .collect();
+        let sizes = full.iter().filter_map(|at| items.get(*at));
+        let bytes: u64 = sizes
+            .map(|item| tier.adapter.size_of(item.object.len))
+            .sum();
+        if results.iter().all(Result::is_ok) {
+            tier.space_pause.shorten(tier.now());
+        }
+        if full.is_empty() || !evict_some(tier, bytes).await {
+            break;
+        }
+        let again = full.iter().filter_map(|at| items.get(*at).cloned());
+        let again = tier.adapter.store(again.collect()).await;
+        let is_stuck = again.iter().all(is_full);
+        for (at, result) in full.into_iter().zip(again) {
+            results[at] = result;
+        }
+        if is_stuck && pause_for_space(tier) {
+            break;
+        }
     }
+    results
+}
 
-    /// Bytes in the backend of the objects that the index does not have.
-    fn absent_bytes(&self, batch: &[StoreItem]) -> u64 {
-        let is_absent = |item: &&StoreItem| {
-            let key = &item.object.key;
-            !self.index.contains(key.namespace(), &[key.chunk_hash()])[0]
-        };
-        let absent = batch.iter().filter(is_absent);
-        let sizes = absent.map(|item| self.adapter.size_of(item.object.len));
-        sizes.fold(0, u64::saturating_add)
-    }
-
-    /// Reserves bytes for an object, in the backend and in the index; `None` if it is there already.
-    fn stage(
-        &self,
-        position: usize,
-        item: &StoreItem,
-        space_left: FreeSpace,
-    ) -> Result<Option<PlannedStore<'_>>, L2Error> {
-        item.from.check_len(item.object.len)?;
+/// Bytes in the backend of the objects that the index does not have.
+fn absent_bytes(tier: &Tier, batch: &[StoreItem]) -> u64 {
+    let is_absent = |item: &&StoreItem| {
         let key = &item.object.key;
-        let bytes = self.adapter.size_of(item.object.len);
-        let is_indeterminate = self.states.is_indeterminate(key);
-        let mut unsent = Some(self.states.add_unsent(key.cache_salt(), bytes));
-        if !is_indeterminate && self.index.contains(key.namespace(), &[key.chunk_hash()])[0] {
-            // Counts as used; unless it was evicted just now, it is there.
-            if self.reserve(key, bytes)?.is_none() {
-                return Ok(None);
-            }
-        }
-        // First, so that nothing is evicted in vain.
-        let write = self
-            .states
-            .start_write(bytes, space_left.free, space_left.ended);
-        let write = write.map_err(|left| {
-            L2Error::new(
-                ErrorKind::Full,
-                format!(
-                    "{} has {left} bytes free beyond its reserve of {}, and {bytes} are needed",
-                    self.name(),
-                    self.config.reserve_bytes
-                ),
-            )
-        })?;
-        let (reservation, held) = loop {
-            if let Some(reservation) = self.reserve(key, bytes)? {
-                break (Some(reservation), None);
-            }
-            if !is_indeterminate {
-                return Ok(None);
-            }
-            let held = self
-                .index
-                .hold(self.now(), key.namespace(), &[key.chunk_hash()]);
-            if held.is_some() {
-                // The backend may have it already.
-                unsent = None;
-                break (None, held);
-            }
-        };
-        Ok(Some(PlannedStore {
-            tier: self,
-            position,
-            key: key.clone(),
-            bytes,
-            reservation,
-            _held: held,
-            cancelled_delete: None,
-            sent: Sent::No,
-            unsent,
-            _write: write,
-        }))
-    }
+        !tier.index.contains(key.namespace(), &[key.chunk_hash()])[0]
+    };
+    let absent = batch.iter().filter(is_absent);
+    let sizes = absent.map(|item| tier.adapter.size_of(item.object.len));
+    sizes.fold(0, u64::saturating_add)
+}
 
-    /// Reserves bytes in the index; `None` if the object is there already.
-    pub(super) fn reserve(
-        &self,
-        key: &ObjectKey,
-        bytes: u64,
-    ) -> Result<Option<Reservation<Budget>>, L2Error> {
-        let hash = key.chunk_hash();
-        let request = ReserveRequest {
-            namespace: key.namespace(),
-            hashes: std::slice::from_ref(&hash),
-            len: bytes.max(1),
-        };
-        let reserved = self
-            .index
-            .reserve(self.now(), &[request])
-            .map_err(|error| L2Error::new(ErrorKind::Refused, error.to_string()))?;
-        match reserved.outcomes.first() {
-            Some(KeyOutcome::AlreadyResident) => Ok(None),
-            Some(KeyOutcome::Reserved(_)) => Ok(Some(reserved.reservation)),
-            Some(KeyOutcome::OverQuota) => {
-                Err(L2Error::new(ErrorKind::OverQuota, self.over_quota()))
+fn count_stored(tier: &Tier, results: &[Result<Stored, L2Error>]) {
+    let mut failure = None;
+    for result in results {
+        match result {
+            Ok(Stored::Written(bytes)) => {
+                tier.counters.stored_objects.add(1);
+                tier.counters.stored_bytes.add(*bytes);
             }
-            Some(KeyOutcome::NoMemory | KeyOutcome::OverStaging) | None => Err(L2Error::new(
-                ErrorKind::Full,
-                format!(
-                    "{} is at its capacity of {} bytes and nothing can be evicted",
-                    self.name(),
-                    self.capacity_bytes().unwrap_or_default()
-                ),
-            )),
-        }
-    }
-
-    fn count_stored(&self, results: &[Result<Stored, L2Error>]) {
-        let mut failure = None;
-        for result in results {
-            match result {
-                Ok(Stored::Written(bytes)) => {
-                    self.counters.stored_objects.add(1);
-                    self.counters.stored_bytes.add(*bytes);
-                }
-                Ok(Stored::AlreadyThere(_)) => self.counters.already_there.add(1),
-                Err(error) => {
-                    self.counters.store_failures.add(error.kind());
-                    // One tenant's limit is no failure of the tier.
-                    if error.kind() != ErrorKind::OverQuota {
-                        failure = Some(error.clone());
-                    }
+            Ok(Stored::AlreadyThere(_)) => tier.counters.already_there.add(1),
+            Err(error) => {
+                tier.counters.store_failures.add(error.kind());
+                // One tenant's limit is no failure of the tier.
+                if error.kind() != ErrorKind::OverQuota {
+                    failure = Some(error.clone());
                 }
             }
         }
-        if !results.is_empty() {
-            self.set_store_error(failure);
-        }
     }
+    if !results.is_empty() {
+        set_store_error(tier, failure);
+    }
+}
 
-    /// Sets the result of the last store, and logs it if it is a change.
-    fn set_store_error(&self, error: Option<L2Error>) {
-        let is_logged = {
-            let mut last = self.last_store.lock();
-            last.error.clone_from(&error);
-            match &error {
-                Some(error) => last.log.failed(error.kind(), std::time::Instant::now()),
-                None => last.log.succeeded(),
-            }
-        };
-        if !is_logged {
-            return;
+/// Sets the result of the last store, and logs it if it is a change.
+fn set_store_error(tier: &Tier, error: Option<L2Error>) {
+    let is_logged = {
+        let mut last = tier.last_store.lock();
+        last.error.clone_from(&error);
+        match &error {
+            Some(error) => last.log.failed(error.kind(), std::time::Instant::now()),
+            None => last.log.succeeded(),
         }
-        let tier = self.name();
-        match error {
-            Some(error) if error.kind() == ErrorKind::Full => {
-                tracing::warn!(tier, %error, "out of space: stores suspended until there is free space");
-            }
-            Some(error) => tracing::warn!(tier, %error, "objects cannot be stored"),
-            None => tracing::info!(tier, "stores resumed"),
+    };
+    if !is_logged {
+        return;
+    }
+    let tier = tier.name();
+    match error {
+        Some(error) if error.kind() == ErrorKind::Full => {
+            tracing::warn!(tier, %error, "out of space: stores suspended until there is free space");
         }
+        Some(error) => tracing::warn!(tier, %error, "objects cannot be stored"),
+        None => tracing::info!(tier, "stores resumed"),
     }
 }
