@@ -21,16 +21,16 @@ pub struct Located {
     pub failed: Vec<(usize, String)>,
 }
 
-impl L2 {
+impl Located {
     /// Looks in the tiers for the objects of a prompt that L1 does not have: in their indexes, and in backends that may have
     /// more than those, up to the chunk behind which no lookup asks. `in_l1` has the chunks of each row.
-    pub async fn locate(
-        &self,
+    pub async fn find(
+        l2: &L2,
         rows: &Arc<[GroupRow]>,
         hashes: &[ChunkHash],
         in_l1: &[Vec<bool>],
-    ) -> Located {
-        let mut located = self.indexed(rows, hashes, in_l1);
+    ) -> Self {
+        let mut located = Self::indexed(l2, rows, hashes, in_l1);
         let mut plan = PrefetchPlan::new(Arc::clone(rows), hashes.len());
         for (row, (in_l1, in_tiers)) in in_l1.iter().zip(&located.tiers).enumerate() {
             for (chunk, (in_l1, in_tier)) in in_l1.iter().zip(in_tiers).enumerate() {
@@ -39,8 +39,8 @@ impl L2 {
                 }
             }
         }
-        let until = Instant::now() + self.config().lookup_timeout;
-        let mut open: Vec<(usize, &Arc<Tier>)> = self.tiers().iter().enumerate().collect();
+        let until = Instant::now() + l2.config().lookup_timeout;
+        let mut open: Vec<(usize, &Arc<Tier>)> = l2.tiers().iter().enumerate().collect();
         open.retain(|(_, tier)| tier.may_have_more());
         let (mut from, mut slice) = (0, FIRST_SLICE);
         while from < hashes.len() {
@@ -82,12 +82,12 @@ impl L2 {
         located
     }
 
-    /// [`L2::locate`] in the indexes alone.
-    pub fn indexed(&self, rows: &[GroupRow], hashes: &[ChunkHash], in_l1: &[Vec<bool>]) -> Located {
+    /// [`Located::find`] in the indexes alone.
+    pub fn indexed(l2: &L2, rows: &[GroupRow], hashes: &[ChunkHash], in_l1: &[Vec<bool>]) -> Self {
         let mut tiers = vec![vec![None; hashes.len()]; rows.len()];
         for ((row, in_l1), places) in rows.iter().zip(in_l1).zip(&mut tiers) {
             let namespace = row.namespace.without_layout();
-            for (number, tier) in self.tiers().iter().enumerate() {
+            for (number, tier) in l2.tiers().iter().enumerate() {
                 let indexed = tier.indexes(&namespace, hashes).into_iter();
                 for ((place, in_l1), indexed) in places.iter_mut().zip(in_l1).zip(indexed) {
                     if indexed && !in_l1 && place.is_none() {
@@ -96,9 +96,9 @@ impl L2 {
                 }
             }
         }
-        Located {
+        Self {
             tiers,
-            asked: if self.tiers().iter().any(|tier| tier.may_have_more()) {
+            asked: if l2.tiers().iter().any(|tier| tier.may_have_more()) {
                 0
             } else {
                 hashes.len()

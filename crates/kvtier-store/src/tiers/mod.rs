@@ -24,8 +24,10 @@ use std::time::Duration;
 
 use kvtier_common::error::{Error, ErrorKind, Result};
 use kvtier_common::sync::{Mutex, RwLock};
-use kvtier_core::cache::{Cache, Extent};
-use kvtier_l2::tier::{Tier, TierConfig, TierEviction};
+use kvtier_core::cache::{Cache, Extent, PrefixLease};
+use kvtier_core::object_key::ObjectKey;
+use kvtier_core::{ChunkHash, Namespace};
+use kvtier_l2::tier::{Deleted, Tier, TierConfig, TierEviction};
 use kvtier_l2::{Adapter, AdapterConfig, Buffer, L2Error};
 use kvtier_memory::Arena;
 use tokio::runtime::{Handle, Runtime};
@@ -43,9 +45,12 @@ use crate::tenants::{Opened, QuotaTier};
 use calls::Calls;
 use flights::Flights;
 use kvtier_config::L2Config;
-use kvtier_observe::metrics::Metrics;
+use kvtier_observe::api::{TierEvictionStatus, TierStatus};
+use kvtier_observe::metrics::{Metrics, TierCall, TierReadings};
+use objects::Listing;
 use pending::PendingStores;
-use store::{Batch, StoreQueue};
+use prefetch::Prefetch;
+use store::{BATCH_BYTES, Batch, StoreQueue};
 use tenants::TierTenants;
 
 /// Threads that plan and wait; adapters have their own for what blocks.
@@ -231,6 +236,149 @@ impl L2 {
     /// Objects being loaded.
     pub fn loading(&self) -> usize {
         self.flights.len()
+    }
+
+    /// The tiers, in the order in which they are asked.
+    pub fn tiers(&self) -> &[Arc<Tier>] {
+        &self.tiers
+    }
+
+    /// At most `most` objects of a tier, of one model or of all.
+    ///
+    /// # Errors
+    /// As the adapter's; [`ErrorKind::Refused`] for an invalid cursor.
+    pub async fn list(
+        &self,
+        tier: usize,
+        from: Cursor,
+        model: Option<String>,
+        most: usize,
+    ) -> Result<Listing, L2Error> {
+        let tier = Arc::clone(&self.tiers[tier]);
+        let task = async move { objects::list(&tier, from, model.as_deref(), most).await };
+        // Where adapters live.
+        self.handle
+            .spawn(task)
+            .await
+            .unwrap_or_else(|error| Err(objects::lost(error)))
+    }
+
+    /// Deletes objects of a tier; one result each. What waits to be stored there is not stored, and what is being stored is
+    /// deleted once its writes have ended. With `force` also what is being read there. Continues if the caller stops waiting.
+    ///
+    /// # Errors
+    /// When the task fails as a whole: one line.
+    pub async fn delete(
+        &self,
+        tier: usize,
+        keys: Vec<ObjectKey>,
+        force: bool,
+    ) -> Result<Vec<Result<Deleted, L2Error>>, L2Error> {
+        self.pending.revoke(tier, &keys, force);
+        let tier = Arc::clone(&self.tiers[tier]);
+        let task = async move { tier.delete(keys, force).await };
+        // Where adapters live.
+        self.handle.spawn(task).await.map_err(objects::lost)
+    }
+
+    /// Prefetches by their phase, as [`kvtier_observe::metrics::PrefetchPhase::ALL`].
+    pub fn prefetches(&self) -> [u64; 3] {
+        self.calls.phases()
+    }
+
+    /// Batches being stored, all tiers together.
+    pub fn storing(&self) -> u64 {
+        let of_tier = |tier| self.calls.of_tier(tier)[TierCall::Store as usize];
+        (0..self.tiers.len()).map(of_tier).sum()
+    }
+
+    /// Figures of each tier.
+    pub fn readings(&self) -> Vec<TierReadings> {
+        let tiers = 0..self.tiers.len();
+        tiers.map(|tier| status::readings(self, tier)).collect()
+    }
+
+    /// State of each tier.
+    pub fn adapters_status(&self) -> Vec<TierStatus> {
+        let tiers = 0..self.tiers.len();
+        tiers.map(|tier| status::status(self, tier)).collect()
+    }
+
+    /// Names of the tiers whose adapter does not work, or whose breaker is open. No I/O, so a health probe may ask.
+    pub fn failed_tiers(&self) -> Vec<String> {
+        let failed = self
+            .tiers
+            .iter()
+            .filter(|tier| !status::of_adapter(tier).is_healthy);
+        failed.map(|tier| tier.name().to_owned()).collect()
+    }
+
+    /// Names of the tiers whose last store found no space.
+    pub fn full_tiers(&self) -> impl Iterator<Item = &str> {
+        let full = self.tiers.iter().filter(|tier| tier.is_full());
+        full.map(|tier| tier.name())
+    }
+
+    /// Eviction of the tiers that evict.
+    pub fn eviction_status(&self) -> Vec<TierEvictionStatus> {
+        let tiers = self.tiers.iter();
+        tiers.filter_map(|tier| status::eviction(tier)).collect()
+    }
+
+    /// Stores objects of `len` bytes of this prompt, which have just become resident, in every tier.
+    pub fn store(
+        self: &Arc<Self>,
+        prompt: &Arc<StoredPrompt>,
+        namespace: &Arc<Namespace>,
+        hashes: &[ChunkHash],
+        len: u64,
+    ) {
+        let objects = (BATCH_BYTES / len.max(1)).max(1);
+        for hashes in hashes.chunks(usize::try_from(objects).unwrap_or(usize::MAX)) {
+            prompt.store(self, namespace, hashes, len);
+        }
+    }
+
+    /// Stores again what of a hit a tier could not store earlier: all at once if the tiers have stored since, else what one hit
+    /// has per [`store::RETRY_INTERVAL`]. `hashes` are those of the prompt.
+    pub fn store_again(self: &Arc<Self>, hit: &PrefixLease<L1Allocator>, hashes: &[ChunkHash]) {
+        if !self.stores.may_retry(self.now()) {
+            return;
+        }
+        let unstored = hit.take_unstored();
+        if unstored.is_empty() {
+            return;
+        }
+        let namespaces = unstored.iter().map(|(row, _)| &row.namespace);
+        let prompt = StoredPrompt::new(namespaces, hashes.into());
+        for (row, chunks) in unstored {
+            let hashes = chunks
+                .iter()
+                .filter_map(|chunk| hashes.get(*chunk).copied());
+            self.store(
+                &prompt,
+                &row.namespace,
+                &hashes.collect::<Vec<_>>(),
+                row.object_bytes,
+            );
+        }
+    }
+
+    /// A tier could not store these objects now: the next hit tries again.
+    fn set_unstored(&self, namespace: &Namespace, hashes: &[ChunkHash]) {
+        self.stores.is_failing.store(true, Ordering::Release);
+        self.cache.set_unstored(namespace, hashes);
+    }
+
+    /// Brings as much of a prompt into L1 as there is. A request that is `cancelled` before it asks the tiers asks none. After that
+    /// what they have is loaded all the same: a client whose deadline is shorter than the tiers' answers would never hit.
+    pub async fn prefetch(
+        self: &Arc<Self>,
+        request: &Arc<PrefetchRequest>,
+        cancelled: impl Fn() -> bool,
+    ) -> Prefetched {
+        let (l2, request) = (Arc::clone(self), Arc::clone(request));
+        Prefetch { l2, request }.run(cancelled).await
     }
 
     fn now(&self) -> Duration {

@@ -1,12 +1,8 @@
 //! What a tier holds, for people.
 
-use std::sync::Arc;
-
-use kvtier_core::object_key::{KeyShape, ObjectKey};
-use kvtier_l2::tier::{Deleted, Tier};
+use kvtier_core::object_key::KeyShape;
+use kvtier_l2::tier::Tier;
 use kvtier_l2::{ErrorKind, L2Error, Listed};
-
-use super::L2;
 
 /// Objects that an adapter is asked for at once. Always the same, so that a page of the adapter can be asked for again.
 const SLICE: usize = 1000;
@@ -32,56 +28,12 @@ pub struct Listing {
     pub next: Option<Cursor>,
 }
 
-impl L2 {
-    /// The tiers, in the order in which they are asked.
-    pub fn tiers(&self) -> &[Arc<Tier>] {
-        &self.tiers
-    }
-
-    /// At most `most` objects of a tier, of one model or of all.
-    ///
-    /// # Errors
-    /// As the adapter's; [`ErrorKind::Refused`] for an invalid cursor.
-    pub async fn list(
-        &self,
-        tier: usize,
-        from: Cursor,
-        model: Option<String>,
-        most: usize,
-    ) -> Result<Listing, L2Error> {
-        let tier = Arc::clone(&self.tiers[tier]);
-        let task = async move { list(&tier, from, model.as_deref(), most).await };
-        // Where adapters live.
-        self.handle
-            .spawn(task)
-            .await
-            .unwrap_or_else(|error| Err(lost(error)))
-    }
-
-    /// Deletes objects of a tier; one result each. What waits to be stored there is not stored, and what is being stored is
-    /// deleted once its writes have ended. With `force` also what is being read there. Continues if the caller stops waiting.
-    ///
-    /// # Errors
-    /// When the task fails as a whole: one line.
-    pub async fn delete(
-        &self,
-        tier: usize,
-        keys: Vec<ObjectKey>,
-        force: bool,
-    ) -> Result<Vec<Result<Deleted, L2Error>>, L2Error> {
-        self.pending.revoke(tier, &keys, force);
-        let tier = Arc::clone(&self.tiers[tier]);
-        let task = async move { tier.delete(keys, force).await };
-        // Where adapters live.
-        self.handle.spawn(task).await.map_err(lost)
-    }
-}
-
-fn lost(error: tokio::task::JoinError) -> L2Error {
+pub(super) fn lost(error: tokio::task::JoinError) -> L2Error {
     L2Error::new(ErrorKind::Unavailable, error.to_string())
 }
 
-async fn list(
+/// See [`super::L2::list`].
+pub(super) async fn list(
     tier: &Tier,
     from: Cursor,
     model: Option<&str>,

@@ -100,20 +100,23 @@ struct LoadRequest {
     flight: Flight,
 }
 
-impl L2 {
-    /// Brings as much of a prompt into L1 as there is. A request that is `cancelled` before it asks the tiers asks none. After that
-    /// what they have is loaded all the same: a client whose deadline is shorter than the tiers' answers would never hit.
-    pub async fn prefetch(
-        self: &Arc<Self>,
-        request: &Arc<PrefetchRequest>,
-        cancelled: impl Fn() -> bool,
-    ) -> Prefetched {
-        let asked_until = Instant::now() + self.config().lookup_timeout;
+/// A prefetch for a lookup.
+#[derive(Clone)]
+pub(super) struct Prefetch {
+    pub(super) l2: Arc<L2>,
+    pub(super) request: Arc<PrefetchRequest>,
+}
+
+impl Prefetch {
+    /// See [`L2::prefetch`].
+    pub(super) async fn run(&self, cancelled: impl Fn() -> bool) -> Prefetched {
+        let Self { l2, request } = self;
+        let asked_until = Instant::now() + l2.config().lookup_timeout;
         let mut holds = Vec::new();
         let mut loaded = Vec::new();
-        let mut phase = self.calls.queue();
+        let mut phase = l2.calls.queue();
         // A queue that does not move is the same as a tier that does not answer.
-        let turn = timeout_at(asked_until, self.lookups.acquire()).await;
+        let turn = timeout_at(asked_until, l2.lookups.acquire()).await;
         if turn.is_err() {
             self.timed_out(PrefetchPhase::Queue);
         }
@@ -121,61 +124,58 @@ impl L2 {
             && !cancelled()
         {
             phase.is_now(PrefetchPhase::Lookup);
-            let (plan, mut sources) = self.ask(request, asked_until).await;
+            let (plan, mut sources) = self.ask(asked_until).await;
             // Loads are bounded by their bytes; a request that only asks need not wait for them.
             drop(turn);
             // No more than L1 can have: what is behind it would take the place of what is before.
             let capacity = if sources.is_empty() {
                 0
             } else {
-                self.cache.capacity_for(&request.rows, &request.hashes)
+                l2.cache.capacity_for(&request.rows, &request.hashes)
             };
-            let hit = plan.hit_within(capacity, |len| self.cache.footprint([len]));
+            let hit = plan.hit_within(capacity, |len| l2.cache.footprint([len]));
             let needed = plan.needed(hit).into_iter();
             let needed: Vec<_> = needed.map(|cell| (cell, sources.remove(&cell))).collect();
             let beyond = plan.needed(plan.hit()).into_iter();
             let beyond = beyond.filter(|cell| sources.contains_key(cell)).count();
-            self.count_refused(request, &vec![KeyOutcome::NoMemory; beyond]);
+            self.count_refused(&vec![KeyOutcome::NoMemory; beyond]);
             if needed.iter().any(|(_, source)| source.is_some()) {
                 phase.is_now(PrefetchPhase::Load);
-                let load_until = Instant::now() + self.config().load_timeout;
-                loaded = self.load(request, needed, load_until, &mut holds).await;
+                let load_until = Instant::now() + l2.config().load_timeout;
+                loaded = self.load(needed, load_until, &mut holds).await;
             }
         }
         let lookup =
-            self.cache
-                .lookup_again(self.now(), &request.rows, &request.hashes, request.counted);
+            l2.cache
+                .lookup_again(l2.now(), &request.rows, &request.hashes, request.counted);
         Prefetched { lookup, loaded }
     }
 
     fn timed_out(&self, phase: PrefetchPhase) {
-        self.calls.metrics().l2.lookup_timed_out(phase);
+        self.l2.calls.metrics().l2.lookup_timed_out(phase);
     }
 
     /// Asks L1, and the tiers in turn for what is missing.
-    async fn ask(
-        &self,
-        request: &PrefetchRequest,
-        until: Instant,
-    ) -> (PrefetchPlan, HashMap<Cell, Source>) {
+    async fn ask(&self, until: Instant) -> (PrefetchPlan, HashMap<Cell, Source>) {
+        let Self { l2, request } = self;
         let chunks = request.hashes.len();
         let mut plan = PrefetchPlan::new(Arc::clone(&request.rows), chunks);
         let (salt, mut missing) = (request.scope.cache_salt(), chunks * request.rows.len());
         for (row, GroupRow { namespace, .. }) in request.rows.iter().enumerate() {
-            let resident = self.cache.contains(namespace, &request.hashes);
+            let resident = l2.cache.contains(namespace, &request.hashes);
             for (chunk, _) in resident.into_iter().enumerate().filter(|(_, is)| *is) {
                 plan.found(Cell { row, chunk });
                 missing -= 1;
             }
         }
-        self.calls.metrics().l2.asked(salt, missing);
+        l2.calls.metrics().l2.asked(salt, missing);
         let mut is_late = false;
         let mut sources = HashMap::new();
         let (mut from, mut slice) = (0, FIRST_SLICE);
         while from < chunks {
             let asked = from..from + slice;
             (from, slice) = (asked.end, LAST_SLICE.min(4 * slice));
-            for (number, tier) in self.tiers.iter().enumerate() {
+            for (number, tier) in l2.tiers.iter().enumerate() {
                 let wanted = plan.wanted(asked.clone());
                 let objects = objects(&request.rows, &request.hashes, &wanted);
                 if objects.is_empty() {
@@ -184,7 +184,7 @@ impl L2 {
                 let (cells, objects): (Vec<_>, Vec<_>) = objects.into_iter().unzip();
                 let call = TierCall::Lookup;
                 let span = request.span.as_ref();
-                let mut call = self.calls.begin(call, number, salt, objects.len(), 0, span);
+                let mut call = l2.calls.begin(call, number, salt, objects.len(), 0, span);
                 let found = timeout_at(until, tier.lookup(objects)).await;
                 if let Ok(Ok(found)) = &found {
                     call.found(found);
@@ -217,12 +217,13 @@ impl L2 {
     }
 
     /// Holds on what of these objects is in L1.
-    fn pin_cells(&self, request: &PrefetchRequest, cells: &[Cell]) -> Vec<ReadLease<L1Allocator>> {
+    fn pin_cells(&self, cells: &[Cell]) -> Vec<ReadLease<L1Allocator>> {
+        let Self { l2, request } = self;
         let rows = request.rows.iter().enumerate();
         rows.filter_map(|(number, row)| {
             let of_row = cells.iter().filter(|cell| cell.row == number);
             let hashes: Vec<_> = of_row.map(|cell| request.hashes[cell.chunk]).collect();
-            self.cache.lease(self.now(), &row.namespace, &hashes)
+            l2.cache.lease(l2.now(), &row.namespace, &hashes)
         })
         .collect()
     }
@@ -232,12 +233,12 @@ impl L2 {
     ///
     /// Memory is reserved in the order of the chunks, and none behind a chunk that is refused.
     async fn load(
-        self: &Arc<Self>,
-        request: &Arc<PrefetchRequest>,
+        &self,
         needed: Vec<(Cell, Option<Source>)>,
         until: Instant,
         holds: &mut Vec<ReadLease<L1Allocator>>,
     ) -> Vec<Cell> {
+        let Self { l2, request } = self;
         let cells: Vec<_> = needed.iter().map(|(cell, _)| *cell).collect();
         let chunks = cells.last().map_or(0, |last| last.chunk + 1);
         let objects = objects(&request.rows, &request.hashes, &cells);
@@ -253,7 +254,7 @@ impl L2 {
                     resident.push(cell);
                     continue;
                 };
-                match self.flights.claim(&object) {
+                match l2.flights.claim(&object) {
                     Claimed::Others(flight) => joined.push((cell, flight)),
                     Claimed::Own(flight) => {
                         bytes += object.len;
@@ -267,31 +268,31 @@ impl L2 {
                 }
             }
             // Not evicted for the batches after this one.
-            holds.extend(self.pin_cells(request, &resident));
+            holds.extend(self.pin_cells(&resident));
             if batch.is_empty() {
                 continue;
             }
             // A load that has not begun when its lookup times out does not begin: there may be many of them.
             let units = u32::try_from(bytes.div_ceil(LOAD_UNIT)).unwrap_or(u32::MAX);
             // An object larger than the whole capacity is loaded alone.
-            let most = u32::try_from(self.config().load_bytes / LOAD_UNIT).unwrap_or(u32::MAX);
-            let permit = Arc::clone(&self.loads).acquire_many_owned(units.clamp(1, most.max(1)));
+            let most = u32::try_from(l2.config().load_bytes / LOAD_UNIT).unwrap_or(u32::MAX);
+            let permit = Arc::clone(&l2.loads).acquire_many_owned(units.clamp(1, most.max(1)));
             let Ok(Ok(permit)) = timeout_at(until, permit).await else {
                 is_late = true;
                 break;
             };
-            let reserved = self.reserve_batch(request, chunks, &batch, permit);
+            let reserved = self.reserve_batch(chunks, &batch, permit);
             let Some((landing, extents, is_refused)) = reserved else {
                 break;
             };
             let arrived = batch.iter().zip(&extents);
             let arrived = arrived.filter(|(_, place)| place.is_none());
             let arrived: Vec<_> = arrived.map(|(wanted, _)| wanted.cell).collect();
-            holds.extend(self.pin_cells(request, &arrived));
-            let (l2, request) = (Arc::clone(self), Arc::clone(request));
+            holds.extend(self.pin_cells(&arrived));
+            let prefetch = self.clone();
             tasks.spawn(async move {
-                let cells = l2.load_batch(&request, batch, landing, extents).await;
-                let leases = l2.pin_cells(&request, &cells);
+                let cells = prefetch.load_batch(batch, landing, extents).await;
+                let leases = prefetch.pin_cells(&cells);
                 (cells, leases)
             });
             if is_refused {
@@ -310,7 +311,7 @@ impl L2 {
         tasks.detach_all();
         for (cell, flight) in joined {
             match timeout_at(until, over(flight)).await {
-                Ok(()) => holds.extend(self.pin_cells(request, &[cell])),
+                Ok(()) => holds.extend(self.pin_cells(&[cell])),
                 Err(_) => is_late = true,
             }
         }
@@ -321,9 +322,10 @@ impl L2 {
     }
 
     /// Counts objects that are not loaded, as L1 has no memory for them.
-    fn count_refused(&self, request: &PrefetchRequest, outcomes: &[KeyOutcome]) {
+    fn count_refused(&self, outcomes: &[KeyOutcome]) {
+        let Self { l2, request } = self;
         let (model, salt) = (request.scope.model_name(), request.scope.cache_salt());
-        let metrics = self.calls.metrics();
+        let metrics = l2.calls.metrics();
         let [out_of_memory, over_quota] = metrics.reserved("l2_prefetch", model, salt, outcomes);
         for (reason, objects) in [("l1_oom", out_of_memory), ("over_quota", over_quota)] {
             if objects > 0 {
@@ -335,12 +337,12 @@ impl L2 {
     /// Reserves memory for a batch of a prefix of `chunks` chunks; returns it, where each object of the batch goes (nowhere if it was
     /// refused, or became resident meanwhile), and whether one was refused.
     fn reserve_batch(
-        self: &Arc<Self>,
-        request: &PrefetchRequest,
+        &self,
         chunks: usize,
         batch: &[LoadRequest],
         permit: OwnedSemaphorePermit,
     ) -> Option<(Arc<LoadBuffer>, Vec<Option<Destination>>, bool)> {
+        let Self { l2, request } = self;
         let of_row = |row| {
             let wanted = batch.iter().enumerate();
             let wanted = wanted.filter(move |(_, wanted)| wanted.cell.row == row);
@@ -365,10 +367,10 @@ impl L2 {
             }),
             ..ReserveOptions::default()
         };
-        let reserved = self.cache.reserve_with(self.now(), &requests, &options);
+        let reserved = l2.cache.reserve_with(l2.now(), &requests, &options);
         let (reservation, is_refused) = match reserved {
             Ok(reserved) => {
-                self.count_refused(request, &reserved.outcomes);
+                self.count_refused(&reserved.outcomes);
                 let mut outcomes = reserved.outcomes.iter();
                 let is_refused =
                     outcomes.any(|it| matches!(it, KeyOutcome::NoMemory | KeyOutcome::OverQuota));
@@ -385,7 +387,7 @@ impl L2 {
             extents[places[staged.position as usize]] = Some((place, staged.extent));
         }
         let landing = Arc::new(LoadBuffer {
-            l2: Arc::clone(self),
+            l2: Arc::clone(l2),
             landed: Mutex::new(vec![false; reservation.len()]),
             reservation: Mutex::new(Some(reservation)),
             _permit: permit,
@@ -395,17 +397,17 @@ impl L2 {
 
     /// Loads one batch into its memory; returns what has become resident by it.
     async fn load_batch(
-        self: &Arc<Self>,
-        request: &PrefetchRequest,
+        &self,
         batch: Vec<LoadRequest>,
         landing: Arc<LoadBuffer>,
         extents: Vec<Option<Destination>>,
     ) -> Vec<Cell> {
+        let Self { l2, request } = self;
         let (model, salt) = (request.scope.model_name(), request.scope.cache_salt());
-        let metrics = self.calls.metrics();
+        let metrics = l2.calls.metrics();
         let mut flights = Vec::new();
         let mut by_tier: Vec<Vec<(usize, Cell, LoadItem, TierLease)>> =
-            self.tiers.iter().map(|_| Vec::new()).collect();
+            l2.tiers.iter().map(|_| Vec::new()).collect();
         for (wanted, place) in batch.into_iter().zip(extents) {
             flights.push(wanted.flight);
             let Some((place, extent)) = place else {
@@ -413,7 +415,7 @@ impl L2 {
             };
             let item = LoadItem {
                 object: wanted.object,
-                to: self.buffer(extent, Arc::clone(&landing) as _),
+                to: l2.buffer(extent, Arc::clone(&landing) as _),
             };
             let (tier, lease) = wanted.source;
             by_tier[tier].push((place, wanted.cell, item, lease));
@@ -422,7 +424,7 @@ impl L2 {
         // What one tier fails to give, the next one is asked for.
         let mut failed = Vec::new();
         let mut reasons = Vec::new();
-        for (number, (tier, mut wanted)) in self.tiers.iter().zip(by_tier).enumerate() {
+        for (number, (tier, mut wanted)) in l2.tiers.iter().zip(by_tier).enumerate() {
             wanted.append(&mut failed);
             if wanted.is_empty() {
                 continue;
@@ -432,9 +434,7 @@ impl L2 {
             let lens: Vec<_> = items.iter().map(|item| item.object.len).collect();
             let (call, bytes) = (TierCall::Load, lens.iter().sum());
             let span = request.span.as_ref();
-            let call = self
-                .calls
-                .begin(call, number, salt, lens.len(), bytes, span);
+            let call = l2.calls.begin(call, number, salt, lens.len(), bytes, span);
             let results = tier.load(items).await;
             let read = lens
                 .iter()

@@ -12,7 +12,7 @@ use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use kvtier_common::sync::Mutex;
-use kvtier_core::cache::{PrefixLease, ReadLease};
+use kvtier_core::cache::ReadLease;
 use kvtier_core::{ChunkHash, Namespace, ObjectKey};
 use kvtier_l2::{ObjectSpec, StoreItem};
 use tokio::sync::{Notify, Semaphore, mpsc};
@@ -27,10 +27,10 @@ use kvtier_observe::metrics::TierCall;
 pub const BATCHES: usize = 4;
 
 /// Bytes of one batch, unless a single object has more: what a slow disk writes well within a store's deadline.
-const BATCH_BYTES: u64 = 16 << 20;
+pub(super) const BATCH_BYTES: u64 = 16 << 20;
 
 /// Pause between hits whose objects are stored again, while tiers cannot store.
-const RETRY_INTERVAL: Duration = Duration::from_secs(1);
+pub(super) const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Prompt whose objects are stored.
 pub struct StoredPrompt {
@@ -47,6 +47,82 @@ impl StoredPrompt {
     ) -> Arc<Self> {
         let namespaces = namespaces.map(|it| it.without_layout()).collect();
         Arc::new(Self { namespaces, hashes })
+    }
+
+    /// Stores a batch of objects of `len` bytes in every tier.
+    pub(super) fn store(
+        self: &Arc<Self>,
+        l2: &Arc<L2>,
+        namespace: &Arc<Namespace>,
+        hashes: &[ChunkHash],
+        len: u64,
+    ) {
+        let admission = l2.pending.admit();
+        let leased = lease(l2, namespace, hashes);
+        let gone = hashes.len() - leased.as_ref().map_or(0, |(hashes, _)| hashes.len());
+        if gone > 0 {
+            let metrics = l2.calls.metrics();
+            metrics.not_found("l2_store", namespace.model_name(), gone as u64);
+        }
+        let Some((hashes, lease)) = leased else {
+            return;
+        };
+        let objects = Objects {
+            stored_as: namespace.without_layout(),
+            namespace: Arc::clone(namespace),
+            hashes,
+        };
+        self.queue(l2, admission, objects, lease, len);
+    }
+
+    /// Queues leased objects of `len` bytes for every tier.
+    fn queue(
+        self: &Arc<Self>,
+        l2: &Arc<L2>,
+        mut admission: Admission<'_>,
+        objects: Objects,
+        lease: ReadLease<L1Allocator>,
+        len: u64,
+    ) {
+        let number = objects.hashes.len() as u64;
+        let bytes = len * number;
+        let written = l2.tiers.iter().enumerate();
+        let written = written.filter(|(_, tier)| !tier.is_read_only());
+        let extents = lease.extents().to_vec();
+        let shared = Arc::new(StoredObjects {
+            l2: Arc::downgrade(l2),
+            complete: AtomicU64::new(0),
+            tiers: written.clone().count() as u64,
+            objects,
+            lease: Some(lease),
+        });
+        let holds = written.filter_map(|(tier, _)| {
+            let ticket = l2.stores.admit(tier, number, bytes)?;
+            Some((tier, admission.hold(l2, tier, &shared, ticket)))
+        });
+        let holds: Vec<_> = holds.collect();
+        drop(admission);
+        if (holds.len() as u64) < shared.tiers {
+            l2.set_unstored(&shared.objects.namespace, &shared.objects.hashes);
+        }
+        for (tier, hold) in holds {
+            let extents = extents.iter().zip(&shared.objects.hashes);
+            let items = extents.map(|(extent, hash)| StoreItem {
+                object: ObjectSpec {
+                    key: ObjectKey::of(&shared.objects.stored_as, *hash),
+                    len,
+                    layout: shared.objects.namespace.layout(),
+                },
+                from: l2.buffer(*extent, Arc::clone(&hold) as _),
+            });
+            let batch = Batch {
+                prompt: Arc::clone(self),
+                items: items.collect(),
+                hold,
+                bytes,
+            };
+            l2.stores.send(tier, batch);
+        }
     }
 }
 
@@ -106,7 +182,7 @@ pub struct StoreQueue {
     senders: Mutex<Vec<mpsc::UnboundedSender<Batch>>>,
     queues: Arc<Queues>,
     /// Whether a tier could not store something since the last retry.
-    is_failing: AtomicBool,
+    pub(super) is_failing: AtomicBool,
     /// When objects were last stored again, in milliseconds of the clock.
     retried_at: AtomicU64,
 }
@@ -157,7 +233,7 @@ impl StoreQueue {
     }
 
     /// Whether objects that could not be stored may be stored again now.
-    fn may_retry(&self, now: Duration) -> bool {
+    pub(super) fn may_retry(&self, now: Duration) -> bool {
         let now = u64::try_from(now.as_millis()).unwrap_or(u64::MAX);
         let last = self.retried_at.load(Ordering::Acquire);
         let is_early = now.saturating_sub(last) < RETRY_INTERVAL.as_millis() as u64;
@@ -237,146 +313,24 @@ impl StoreQueue {
     }
 }
 
-impl L2 {
-    /// Stores objects of `len` bytes of this prompt, which have just become resident, in every tier.
-    pub fn store(
-        self: &Arc<Self>,
-        prompt: &Arc<StoredPrompt>,
-        namespace: &Arc<Namespace>,
-        hashes: &[ChunkHash],
-        len: u64,
-    ) {
-        let objects = (BATCH_BYTES / len.max(1)).max(1);
-        for hashes in hashes.chunks(usize::try_from(objects).unwrap_or(usize::MAX)) {
-            self.store_batch(prompt, namespace, hashes, len);
-        }
+/// A lease on those of these objects that are still resident.
+pub(super) fn lease(
+    l2: &L2,
+    namespace: &Namespace,
+    hashes: &[ChunkHash],
+) -> Option<(Vec<ChunkHash>, ReadLease<L1Allocator>)> {
+    if let Some(lease) = l2.cache.hold(l2.now(), namespace, hashes) {
+        return (!hashes.is_empty()).then(|| (hashes.to_vec(), lease));
     }
-
-    fn store_batch(
-        self: &Arc<Self>,
-        prompt: &Arc<StoredPrompt>,
-        namespace: &Arc<Namespace>,
-        hashes: &[ChunkHash],
-        len: u64,
-    ) {
-        let admission = self.pending.admit();
-        let leased = self.lease(namespace, hashes);
-        let gone = hashes.len() - leased.as_ref().map_or(0, |(hashes, _)| hashes.len());
-        if gone > 0 {
-            let metrics = self.calls.metrics();
-            metrics.not_found("l2_store", namespace.model_name(), gone as u64);
-        }
-        let Some((hashes, lease)) = leased else {
-            return;
-        };
-        let objects = Objects {
-            stored_as: namespace.without_layout(),
-            namespace: Arc::clone(namespace),
-            hashes,
-        };
-        self.queue(admission, prompt, objects, lease, len);
-    }
-
-    /// Stores again what of a hit a tier could not store earlier: all at once if the tiers have stored since, else what one hit
-    /// has per [`RETRY_INTERVAL`]. `hashes` are those of the prompt.
-    pub fn store_again(self: &Arc<Self>, hit: &PrefixLease<L1Allocator>, hashes: &[ChunkHash]) {
-        if !self.stores.may_retry(self.now()) {
-            return;
-        }
-        let unstored = hit.take_unstored();
-        if unstored.is_empty() {
-            return;
-        }
-        let namespaces = unstored.iter().map(|(row, _)| &row.namespace);
-        let prompt = StoredPrompt::new(namespaces, hashes.into());
-        for (row, chunks) in unstored {
-            let hashes = chunks
-                .iter()
-                .filter_map(|chunk| hashes.get(*chunk).copied());
-            self.store(
-                &prompt,
-                &row.namespace,
-                &hashes.collect::<Vec<_>>(),
-                row.object_bytes,
-            );
-        }
-    }
-
-    /// A tier could not store these objects now: the next hit tries again.
-    fn set_unstored(&self, namespace: &Namespace, hashes: &[ChunkHash]) {
-        self.stores.is_failing.store(true, Ordering::Release);
-        self.cache.set_unstored(namespace, hashes);
-    }
-
-    /// Queues leased objects of `len` bytes for every tier.
-    fn queue(
-        self: &Arc<Self>,
-        mut admission: Admission<'_>,
-        prompt: &Arc<StoredPrompt>,
-        objects: Objects,
-        lease: ReadLease<L1Allocator>,
-        len: u64,
-    ) {
-        let number = objects.hashes.len() as u64;
-        let bytes = len * number;
-        let written = self.tiers.iter().enumerate();
-        let written = written.filter(|(_, tier)| !tier.is_read_only());
-        let extents = lease.extents().to_vec();
-        let shared = Arc::new(StoredObjects {
-            l2: Arc::downgrade(self),
-            complete: AtomicU64::new(0),
-            tiers: written.clone().count() as u64,
-            objects,
-            lease: Some(lease),
-        });
-        let holds = written.filter_map(|(tier, _)| {
-            let ticket = self.stores.admit(tier, number, bytes)?;
-            Some((tier, admission.hold(self, tier, &shared, ticket)))
-        });
-        let holds: Vec<_> = holds.collect();
-        drop(admission);
-        if (holds.len() as u64) < shared.tiers {
-            self.set_unstored(&shared.objects.namespace, &shared.objects.hashes);
-        }
-        for (tier, hold) in holds {
-            let extents = extents.iter().zip(&shared.objects.hashes);
-            let items = extents.map(|(extent, hash)| StoreItem {
-                object: ObjectSpec {
-                    key: ObjectKey::of(&shared.objects.stored_as, *hash),
-                    len,
-                    layout: shared.objects.namespace.layout(),
-                },
-                from: self.buffer(*extent, Arc::clone(&hold) as _),
-            });
-            let batch = Batch {
-                prompt: Arc::clone(prompt),
-                items: items.collect(),
-                hold,
-                bytes,
-            };
-            self.stores.send(tier, batch);
-        }
-    }
-
-    /// A lease on those of these objects that are still resident.
-    pub(super) fn lease(
-        &self,
-        namespace: &Namespace,
-        hashes: &[ChunkHash],
-    ) -> Option<(Vec<ChunkHash>, ReadLease<L1Allocator>)> {
-        if let Some(lease) = self.cache.hold(self.now(), namespace, hashes) {
-            return (!hashes.is_empty()).then(|| (hashes.to_vec(), lease));
-        }
-        let resident = self.cache.contains(namespace, hashes);
-        let left: Vec<_> = hashes
-            .iter()
-            .zip(resident)
-            .filter(|(_, resident)| *resident)
-            .map(|(hash, _)| *hash)
-            .collect();
-        let lease = self.cache.hold(self.now(), namespace, &left)?;
-        (!left.is_empty()).then_some((left, lease))
-    }
+    let resident = l2.cache.contains(namespace, hashes);
+    let left: Vec<_> = hashes
+        .iter()
+        .zip(resident)
+        .filter(|(_, resident)| *resident)
+        .map(|(hash, _)| *hash)
+        .collect();
+    let lease = l2.cache.hold(l2.now(), namespace, &left)?;
+    (!left.is_empty()).then_some((left, lease))
 }
 
 /// Stores the batches of one tier, until its queue ends.

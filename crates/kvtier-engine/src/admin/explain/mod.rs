@@ -271,14 +271,14 @@ impl Explanations {
                 failed: Vec::new(),
             };
         };
-        let indexed = || l2.indexed(&subject.rows, hashes, in_l1);
+        let indexed = || Located::indexed(l2, &subject.rows, hashes, in_l1);
         if subject.refused.is_some() {
             // What the backends would be asked for is unknown: the layout is that of a worker.
             return indexed();
         }
         let (asking, rows, in_l1) = (Arc::clone(l2), Arc::clone(&subject.rows), in_l1.to_vec());
         let hashes_asked = Arc::clone(hashes);
-        let task = async move { asking.locate(&rows, &hashes_asked, &in_l1).await };
+        let task = async move { Located::find(&asking, &rows, &hashes_asked, &in_l1).await };
         // Where adapters live; cancelled if the server stops meanwhile.
         let task = l2.handle().spawn(task);
         l2.handle().block_on(task).unwrap_or_else(|_| indexed())
