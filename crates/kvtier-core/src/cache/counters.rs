@@ -43,7 +43,6 @@ pub(super) struct Totals {
     pub(super) evicted: Tally,
     pub(super) last_evicted_idle_ticks: u32,
     pub(super) refused: u64,
-    pub(super) pins_refused: u64,
     pub(super) over_quota: u64,
     pub(super) committed: u64,
     pub(super) duplicates: u64,

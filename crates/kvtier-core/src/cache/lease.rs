@@ -109,7 +109,7 @@ impl<A: ExtentAllocator> PrefixLease<A> {
     pub fn pin(&self, now: Duration, time: Duration) {
         let deadline = pins::deadline(now, time);
         self.cache
-            .locked(|state| state.pin_held(&self.holds, deadline));
+            .locked(|state| pin_held(state, &self.holds, deadline));
     }
 
     /// Counts its chunks from `covered` chunks further to the front: the lookup was of what lies behind them.
@@ -185,7 +185,8 @@ impl<A: ExtentAllocator> PrefixLease<A> {
         };
         let released: usize = rows.iter().map(count).sum();
         if released > 0 {
-            self.cache.locked(|state| state.release(rows, &chunks));
+            self.cache
+                .locked(|state| release_held(state, rows, &chunks));
             for row in rows {
                 let within = row.within(&chunks);
                 row.slots[within].fill(SlotRef::NONE);
@@ -200,29 +201,31 @@ impl<A: ExtentAllocator> Drop for PrefixLease<A> {
     fn drop(&mut self) {
         if self.held > 0 {
             self.cache
-                .locked(|state| state.release(&self.holds, &(0..usize::MAX)));
+                .locked(|state| release_held(state, &self.holds, &(0..usize::MAX)));
         }
     }
 }
 
-impl<A: ExtentAllocator> CacheState<A> {
-    /// Releases these chunks, the last chunk of all rows first: so it is evicted first, and no row loses its front while
-    /// another still has its tail.
-    fn release(&mut self, rows: &[HeldChunks], chunks: &Range<usize>) {
-        let all = HeldChunks::span(rows);
-        for chunk in (all.start.max(chunks.start)..all.end.min(chunks.end)).rev() {
-            for slot in rows.iter().filter_map(|row| row.held(chunk)) {
-                self.end_lease(slot);
-            }
+/// Releases these chunks, the last chunk of all rows first: so it is evicted first, and no row loses its front while
+/// another still has its tail.
+fn release_held(
+    state: &mut CacheState<impl ExtentAllocator>,
+    rows: &[HeldChunks],
+    chunks: &Range<usize>,
+) {
+    let all = HeldChunks::span(rows);
+    for chunk in (all.start.max(chunks.start)..all.end.min(chunks.end)).rev() {
+        for slot in rows.iter().filter_map(|row| row.held(chunk)) {
+            state.end_lease(slot);
         }
     }
+}
 
-    /// Pins all chunks until a deadline, the first chunk of all rows first.
-    fn pin_held(&mut self, rows: &[HeldChunks], deadline: u32) {
-        for chunk in HeldChunks::span(rows) {
-            for slot in rows.iter().filter_map(|row| row.held(chunk)) {
-                self.pin(slot.slot, deadline);
-            }
+/// Pins all chunks until a deadline, the first chunk of all rows first.
+fn pin_held(state: &mut CacheState<impl ExtentAllocator>, rows: &[HeldChunks], deadline: u32) {
+    for chunk in HeldChunks::span(rows) {
+        for slot in rows.iter().filter_map(|row| row.held(chunk)) {
+            state.pin(slot.slot, deadline);
         }
     }
 }

@@ -4,10 +4,9 @@
 //! than the evictions that it describes. A question reads the ring once for all of its keys: under the lock it only copies
 //! entries, a slice at a time.
 
-use super::ExtentAllocator;
+use super::clock::TICKS_PER_SECOND;
 use super::namespaces::identities;
 use super::refusal::Refusal;
-use super::state::{CacheState, TICKS_PER_SECOND};
 use crate::hashing::ChunkHash;
 use crate::object_key::Namespace;
 use foldhash::quality::RandomState;
@@ -113,10 +112,10 @@ impl Losses {
         self.total
     }
 
-    /// Time of the oldest loss that is still known, in ticks, if older ones were forgotten.
-    fn oldest(&self) -> Option<u32> {
+    /// Age of the oldest loss that is still known, at this time in ticks, if older ones were forgotten.
+    pub(super) fn since(&self, clock: u32) -> Option<Duration> {
         let [_, word] = self.ring[self.total as usize % ENTRIES];
-        (self.total > ENTRIES as u64).then_some((word >> CAUSE_BITS) as u32)
+        (self.total > ENTRIES as u64).then(|| ago(clock, (word >> CAUSE_BITS) as u32))
     }
 
     /// Number of the oldest loss that is still known.
@@ -135,20 +134,6 @@ impl Losses {
 pub(super) struct Question {
     keys: Vec<Vec<u64>>,
     latest: HashMap<u64, Option<(u32, LossCause)>>,
-}
-
-impl<A: ExtentAllocator> CacheState<A> {
-    /// Notes that an object of a namespace that is known was not stored, or was removed.
-    #[cold]
-    pub(super) fn lose(&mut self, namespace: u32, hash: &ChunkHash, cause: LossCause) {
-        let key = self.namespaces.identity(namespace, hash);
-        self.losses.record(key, self.clock, cause);
-    }
-
-    /// Age of the oldest loss that is known, if older ones were forgotten.
-    pub(super) fn losses_since(&self) -> Option<Duration> {
-        Some(ago(self.clock, self.losses.oldest()?))
-    }
 }
 
 impl Question {
@@ -193,7 +178,7 @@ fn ago(clock: u32, ticks: u32) -> Duration {
 // Steps under the lock are counted only with debug assertions.
 #[cfg(all(test, debug_assertions))]
 mod tests {
-    use super::super::{Cache, CacheConfig, Extent};
+    use super::super::{Cache, CacheConfig, Extent, ExtentAllocator};
     use super::*;
     use std::sync::atomic::Ordering;
 

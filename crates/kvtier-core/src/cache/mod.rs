@@ -11,6 +11,7 @@
 //! The lock guards all metadata of a cache; no other lock is acquired inside.
 
 mod allocator;
+mod clock;
 mod counters;
 mod eviction;
 mod index;
@@ -31,6 +32,7 @@ mod slab;
 mod state;
 mod stats;
 mod tenant;
+mod warm;
 
 pub use allocator::{ExtentAllocator, FreeSpace};
 pub use kvtier_common::extent::{ArenaPiece, Extent};
@@ -47,7 +49,7 @@ pub use stats::{Page, SaltUsage, Stats, Usage};
 use crate::eviction::EvictionKind;
 use crate::group_row::GroupRow;
 use crate::hashing::ChunkHash;
-use crate::ledger::{Ledger, Words};
+use crate::ledger::{Ledger, Snapshot, Words};
 use crate::object_key::Namespace;
 use crate::quota::{Grant, QuotaConfig};
 use kvtier_common::sync::Mutex;
@@ -222,6 +224,31 @@ impl<A: ExtentAllocator> Cache<A> {
         Self::over(state, config)
     }
 
+    /// A cache over this memory, which must be entirely free, with the objects of a snapshot and its ledger. They have the order
+    /// of their last uses, as exactly as the ledger knows them, and of equally old ones that of their commits, so that a
+    /// prefix loses its end first. Writes to the ledger only what is left out. Names of namespaces without objects are forgotten:
+    /// their numbers are reused.
+    pub fn restore<W: Words + 'static>(
+        allocator: A,
+        config: CacheConfig,
+        mut ledger: Ledger<W>,
+        mut snapshot: Snapshot,
+    ) -> (Self, Restored<A>) {
+        let mut state = CacheState::new(allocator, config);
+        let granted = restore::restore(&mut state, &mut ledger, &mut snapshot);
+        state.journal = Some(Box::new(ledger));
+        let resident = state.counters.resident;
+        let cache = Self::over(state, config);
+        let restored = Restored {
+            objects: resident.objects,
+            bytes: resident.bytes,
+            rejected: snapshot.rejected,
+            withheld: Reservation::new(cache.clone(), granted.withheld),
+            read: ReadLease::new(cache.clone(), granted.read),
+        };
+        (cache, restored)
+    }
+
     /// Writes nothing to the ledger from here on: its objects are the next process's.
     pub fn detach_ledger(&self) {
         let journal = self.locked(|state| state.journal.take());
@@ -252,7 +279,7 @@ impl<A: ExtentAllocator> Cache<A> {
         if checks && self.shared.check_every > 0 {
             let calls = self.shared.calls.fetch_add(1, Ordering::Relaxed);
             if calls.is_multiple_of(self.shared.check_every) {
-                let broken = state.check_invariants().err();
+                let broken = invariants::check(&*state).err();
                 drop(state);
                 assert!(broken.is_none(), "{broken:?}");
             }
@@ -292,7 +319,7 @@ impl<A: ExtentAllocator> Cache<A> {
         let mut batch = ReserveBatch::new(requests, options.prompt);
         self.locked(|state| {
             state.advance_clock(now);
-            state.reserve(requests, options, &mut batch);
+            batch.reserve(state, requests, options);
         });
         Ok(Reserved {
             reservation: Reservation::new(self.clone(), batch.staged),
@@ -305,7 +332,7 @@ impl<A: ExtentAllocator> Cache<A> {
     /// hold all its chunks, rows with a window the last of them. A miss holds nothing; so does a lookup without rows.
     pub fn lookup(&self, now: Duration, rows: &Arc<[GroupRow]>, hashes: &[ChunkHash]) -> Lookup<A> {
         self.lookup_counted(now, rows, hashes, |state, hit| {
-            state.count_lookup(rows, hashes.len(), hit)
+            lookup::count(state, rows, hashes.len(), hit)
         })
     }
 
@@ -318,7 +345,7 @@ impl<A: ExtentAllocator> Cache<A> {
         before: Counted,
     ) -> Lookup<A> {
         self.lookup_counted(now, rows, hashes, |state, hit| {
-            state.count_lookup_again(rows, hashes.len(), hit, before)
+            lookup::count_again(state, rows, hashes.len(), hit, before)
         })
     }
 
@@ -332,7 +359,7 @@ impl<A: ExtentAllocator> Cache<A> {
         let mut batch = LookupBatch::new(rows, hashes.len());
         let (hit_chunks, counted, may_be_unstored) = self.locked(|state| {
             state.advance_clock(now);
-            let hit = state.lookup(rows, hashes, &mut batch);
+            let hit = batch.lookup(state, rows, hashes);
             (hit, count(state, hit), state.unstored > 0)
         });
         Lookup {
@@ -377,7 +404,9 @@ impl<A: ExtentAllocator> Cache<A> {
         let is_leased = self.locked(|state| {
             state.advance_clock(now);
             let is_leased = match state.namespaces.find(namespace) {
-                Some(namespace) => state.lease_all(namespace, hashes, one, &mut hold.slots),
+                Some(namespace) => {
+                    lookup::lease_all(state, namespace, hashes, one, &mut hold.slots)
+                }
                 None => hashes.is_empty(),
             };
             if is_leased {
@@ -394,13 +423,27 @@ impl<A: ExtentAllocator> Cache<A> {
     /// first chunks are pinned. Removal ends a pin, and so does a store for which there are no other victims.
     pub fn pin(&self, now: Duration, requests: &[ReserveRequest<'_>], time: Duration) {
         let deadline = pins::deadline(now, time);
-        self.locked(|state| state.pin_all(requests, deadline));
+        let longest = requests.iter().map(|request| request.hashes.len()).max();
+        self.locked(|state| {
+            for position in 0..longest.unwrap_or(0) {
+                for request in requests {
+                    let namespace = state.namespaces.find(request.namespace);
+                    let hash = request.hashes.get(position);
+                    let found = namespace
+                        .zip(hash)
+                        .and_then(|(namespace, hash)| state.find(namespace, hash));
+                    if let Some(number) = found {
+                        state.pin(number, deadline);
+                    }
+                }
+            }
+        });
     }
 
     /// Ends at most `limit` of the pins whose deadline has passed; returns how many. One slice of a background pass, which is to
     /// run every second or so.
     pub fn end_pins(&self, now: Duration, limit: usize) -> usize {
-        self.locked(|state| state.end_pins(state::ticks(now), limit))
+        self.locked(|state| state.end_pins(clock::ticks(now), limit))
     }
 
     /// Notes that a tier could not store these objects, as far as they are resident: the next lookup that hits them finds that.
@@ -479,13 +522,13 @@ impl<A: ExtentAllocator> Cache<A> {
     /// lease.
     pub fn remove(&self, namespace: &Namespace, hashes: &[ChunkHash], force: bool) -> Removed {
         let cause = Some(LossCause::Removed);
-        self.locked(|state| state.remove(namespace, hashes, force, cause))
+        self.locked(|state| removal::remove(state, namespace, hashes, force, cause))
     }
 
     /// [`Cache::remove`] without `force`, of objects that a tier below has: nothing is lost, so nothing is noted for
     /// [`Cache::losses`].
     pub fn unload(&self, namespace: &Namespace, hashes: &[ChunkHash]) -> Removed {
-        self.locked(|state| state.remove(namespace, hashes, false, None))
+        self.locked(|state| removal::remove(state, namespace, hashes, false, None))
     }
 
     /// The last loss of each of these objects, as far as it is remembered: the ring has the latest 65,536 of all objects. An
@@ -511,7 +554,7 @@ impl<A: ExtentAllocator> Cache<A> {
 
     /// How far back [`Cache::losses`] remembers; `None` if nothing was forgotten yet.
     pub fn losses_since(&self) -> Option<Duration> {
-        self.locked(|state| state.losses_since())
+        self.locked(|state| state.losses.since(state.clock))
     }
 
     /// Removes everything that is resident at the call, in slices, so that other calls get in between; objects that they
@@ -522,7 +565,7 @@ impl<A: ExtentAllocator> Cache<A> {
         let mut removed = Removed::default();
         for start in (0..slots).step_by(SLICE as usize) {
             let slice = start..slots.min(start + SLICE);
-            self.locked(|state| state.clear(slice, force, &mut removed));
+            self.locked(|state| removal::clear(state, slice, force, &mut removed));
         }
         removed
     }
@@ -533,7 +576,7 @@ impl<A: ExtentAllocator> Cache<A> {
     pub fn evict(&self, now: Duration, bytes_wanted: u64, max_objects: usize) -> Evicted {
         self.locked(|state| {
             state.advance_clock(now);
-            state.evict(bytes_wanted, max_objects)
+            eviction::evict(state, bytes_wanted, max_objects)
         })
     }
 
@@ -542,14 +585,19 @@ impl<A: ExtentAllocator> Cache<A> {
     pub fn evict_over_quota(&self, now: Duration, max_objects: usize) -> Evicted {
         self.locked(|state| {
             state.advance_clock(now);
-            state.evict_over_quota(max_objects)
+            eviction::evict_over_quota(state, max_objects)
         })
     }
 
     /// Sets a tenant's grant; `None` removes it, so that the default applies. Nothing is evicted by this call: after
     /// lowering a limit, call [`evict_over_quota`](Self::evict_over_quota).
     pub fn set_grant(&self, salt: &str, grant: Option<Grant>) {
-        self.locked(|state| state.set_grant(salt, grant));
+        self.locked(|state| {
+            let changed = state.namespaces.tenants.set_grant(salt, grant);
+            if let Some((tenant, protected)) = changed {
+                state.policy.protect(tenant, protected);
+            }
+        });
     }
 
     /// Changes how limits are enforced, for all tenants at once; takes time by their number. Nothing is evicted by this
@@ -580,7 +628,7 @@ impl<A: ExtentAllocator> Cache<A> {
     pub fn usage(&self) -> Usage {
         self.locked(|state| Usage {
             used_bytes: state.allocator.used(),
-            pinned_bytes: state.pinned.bytes,
+            pinned_bytes: state.pinned.tally.bytes,
             capacity_bytes: state.allocator.capacity(),
         })
     }
@@ -596,7 +644,7 @@ impl<A: ExtentAllocator> Cache<A> {
     /// Most bytes that these chunks in these rows can have beside what may not be evicted, rounding included. Fragments and
     /// reserved shares of other tenants may leave less.
     pub fn capacity_for(&self, rows: &[GroupRow], hashes: &[ChunkHash]) -> u64 {
-        self.locked(|state| state.capacity_for(rows, hashes))
+        self.locked(|state| lookup::capacity_for(state, rows, hashes))
     }
 
     /// Free space of each part of the memory.
@@ -606,19 +654,22 @@ impl<A: ExtentAllocator> Cache<A> {
 
     /// All counters.
     pub fn stats(&self) -> Stats {
-        self.locked(|state| state.stats())
+        self.locked(|state| Stats::of(state))
     }
 
     /// Usage of one tenant; `None` for one with neither objects nor a grant.
     pub fn salt_usage(&self, salt: &str) -> Option<SaltUsage> {
-        self.locked(|state| state.salt_usage(salt))
+        self.locked(|state| SaltUsage::find(&state.namespaces.tenants, salt))
     }
 
     /// All counters and those of some tenants, taken at one moment, so that they add up.
     pub fn stats_with<S: AsRef<str>>(&self, salts: &[S]) -> (Stats, Vec<Option<SaltUsage>>) {
         self.locked(|state| {
-            let usages = salts.iter().map(|salt| state.salt_usage(salt.as_ref()));
-            (state.stats(), usages.collect())
+            let tenants = &state.namespaces.tenants;
+            let usages = salts
+                .iter()
+                .map(|salt| SaltUsage::find(tenants, salt.as_ref()));
+            (Stats::of(state), usages.collect())
         })
     }
 
@@ -649,7 +700,7 @@ impl<A: ExtentAllocator> Cache<A> {
     /// The resident objects among at most `limit` slots; start with `from` 0. A page may be empty and still have a next
     /// one.
     pub fn objects(&self, from: u32, limit: usize) -> Page<ResidentObject> {
-        self.locked(|state| state.objects(from, limit))
+        self.locked(|state| removal::objects(state, from, limit))
     }
 
     /// Checks all invariants. Takes time proportional to the number of objects, under the lock.
@@ -657,6 +708,6 @@ impl<A: ExtentAllocator> Cache<A> {
     /// # Errors
     /// The first invariant found broken.
     pub fn check_invariants(&self) -> Result<(), BrokenInvariant> {
-        self.shared.state.lock().check_invariants()
+        invariants::check(&*self.shared.state.lock())
     }
 }

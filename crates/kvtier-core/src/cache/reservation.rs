@@ -2,6 +2,7 @@
 
 use super::lease::OrderedHold;
 use super::slab::SlotRef;
+use super::state::CacheState;
 use super::{Cache, Extent, ExtentAllocator, GrantOrigin, ReadLease};
 use crate::hashing::ChunkHash;
 use crate::object_key::Namespace;
@@ -167,9 +168,9 @@ impl<A: ExtentAllocator> Reservation<A> {
         let order = last_chunk_first(&staged);
         self.cache.locked(|state| {
             state.advance_clock(now);
-            let committed = state.commit(&staged, order, &keep);
+            let committed = admit_kept(state, &staged, order, &keep);
             if self.evict_first {
-                state.evict_first(last_chunk_first(&staged).map(|at| staged[at].slot));
+                evict_first(state, last_chunk_first(&staged).map(|at| staged[at].slot));
             }
             committed
         })
@@ -188,9 +189,9 @@ impl<A: ExtentAllocator> Reservation<A> {
             let order = last_chunk_first(&staged);
             committed = self.cache.locked(|state| {
                 state.advance_clock(now);
-                let committed = state.commit_leased(&staged, order, &mut hold);
+                let committed = admit_leased(state, &staged, order, &mut hold);
                 if self.evict_first {
-                    state.evict_first(last_chunk_first(&staged).map(|at| staged[at].slot));
+                    evict_first(state, last_chunk_first(&staged).map(|at| staged[at].slot));
                 }
                 committed
             });
@@ -226,4 +227,74 @@ fn last_chunk_first(staged: &[StagedObject]) -> impl Iterator<Item = usize> + us
     }
     let reversed = if one_request { staged.len() } else { 0 };
     order.into_iter().chain((0..reversed).rev())
+}
+
+/// Puts the resident ones of these first in the eviction order, in this order; a leased one, after its leases.
+fn evict_first(
+    state: &mut CacheState<impl ExtentAllocator>,
+    committed: impl Iterator<Item = SlotRef>,
+) {
+    for reference in committed {
+        // The others were duplicates, or aborted.
+        if state.slab.get(reference).is_none() {
+            continue;
+        }
+        let slot = state.slab.at_mut(reference.slot);
+        slot.evict_first();
+        if slot.leases == 0 {
+            let candidate = state.candidate(reference.slot, state.slab.at(reference.slot));
+            state.policy.insert_first(candidate);
+        }
+    }
+}
+
+/// Admits the staged objects that `keep` marks and aborts the others, in this order.
+fn admit_kept(
+    state: &mut CacheState<impl ExtentAllocator>,
+    staged: &[StagedObject],
+    order: impl Iterator<Item = usize>,
+    keep: &[bool],
+) -> Committed {
+    let mut committed = Committed::default();
+    for at in order {
+        if !keep[at] {
+            state.abort(staged[at].slot);
+            committed.aborted += 1;
+            continue;
+        }
+        match state.admit(staged[at].slot) {
+            Some((number, true)) => {
+                committed.inserted += 1;
+                committed.inserted_bytes += state.footprint(number);
+            }
+            _ => committed.duplicates += 1,
+        }
+    }
+    committed
+}
+
+/// Admits all staged objects and leases each key's resident object.
+fn admit_leased(
+    state: &mut CacheState<impl ExtentAllocator>,
+    staged: &[StagedObject],
+    order: impl Iterator<Item = usize>,
+    hold: &mut OrderedHold,
+) -> Committed {
+    let mut committed = Committed::default();
+    for at in order {
+        match state.admit(staged[at].slot) {
+            Some((number, inserted)) => {
+                hold.slots[at] = state.hold(number);
+                hold.extents[at] = state.slab.at(number).extent;
+                if inserted {
+                    committed.inserted += 1;
+                    committed.inserted_bytes += state.footprint(number);
+                } else {
+                    committed.duplicates += 1;
+                }
+            }
+            None => committed.duplicates += 1,
+        }
+    }
+    committed
 }

@@ -1,11 +1,11 @@
 //! `reserve` and `commit`, a batch at a time.
 
-use super::lease::OrderedHold;
+use super::eviction::MemoryDemand;
 use super::refusal::Refusal;
-use super::reservation::{Committed, KeyOutcome, ReserveRequest, StagedObject};
+use super::reservation::{KeyOutcome, ReserveRequest, StagedObject};
 use super::slab::{SlotRef, SlotState};
 use super::state::{CacheState, Chunks};
-use super::{ExtentAllocator, ReserveOptions};
+use super::{Extent, ExtentAllocator, ReserveOptions};
 use crate::group_row::GroupRow;
 use crate::hashing::ChunkHash;
 use crate::window::needed;
@@ -103,68 +103,66 @@ impl<'a> ReserveBatch<'a> {
             keys,
         }
     }
-}
 
-impl<A: ExtentAllocator> CacheState<A> {
     /// See [`super::Cache::reserve`].
     ///
     /// Resident keys are held until the end, so that the head of a prefix is never evicted for its tail. With a prompt, keys are
     /// served chunk by chunk, and once one is refused, so are those after it.
     pub(super) fn reserve(
         &mut self,
+        state: &mut CacheState<impl ExtentAllocator>,
         requests: &[ReserveRequest<'_>],
         options: &ReserveOptions<'_>,
-        batch: &mut ReserveBatch<'_>,
     ) {
-        self.warm = 0;
+        state.warm.clear();
         let has_prompt = options.prompt.is_some();
         let mut staging_left = options.max_staged_bytes.unwrap_or(u64::MAX);
         for request in requests {
-            batch.opened.push(Opened {
-                namespace: self.namespaces.open(request.namespace),
-                taken: self.allocator.footprint(request.len),
+            self.opened.push(Opened {
+                namespace: state.namespaces.open(request.namespace),
+                taken: state.allocator.footprint(request.len),
                 is_recorded: false,
             });
         }
-        let mut keys = std::mem::take(&mut batch.keys);
+        let mut keys = std::mem::take(&mut self.keys);
         for key in &mut keys {
-            let namespace = batch.opened[key.request as usize].namespace;
-            if let Some(number) = self.find(namespace, key.hash) {
-                key.resident = self.lease(number);
-                batch.held.push((key.chunk, key.resident));
+            let namespace = self.opened[key.request as usize].namespace;
+            if let Some(number) = state.find(namespace, key.hash) {
+                key.resident = state.lease(number);
+                self.held.push((key.chunk, key.resident));
             }
         }
-        batch.held_until = batch.held.len();
-        self.kept_prompt = batch.prompt.take();
+        self.held_until = self.held.len();
+        state.kept_prompt = self.prompt.take();
         // Objects of a request are equal in size: if one was refused, so are those after it.
         let mut refused: Option<(u32, Refusal)> = None;
         for key in &keys {
-            if key.resident != MISSING && self.is_resident(key.resident) {
+            if key.resident != MISSING && state.is_resident(key.resident) {
                 continue;
             }
             let (number, at) = (key.request, key.at as usize);
             let request = &requests[number as usize];
             let Opened {
                 namespace, taken, ..
-            } = batch.opened[number as usize];
+            } = self.opened[number as usize];
             let more = request.hashes.len() - 1 - key.position as usize;
             let staged = match refused {
                 Some((other, refusal)) if has_prompt || other == number => Err(refusal),
                 _ if taken > staging_left => Err(Refusal::Staging),
-                _ if options.max_staged_bytes.is_some() && !self.may_stage(namespace, taken) => {
+                _ if options.max_staged_bytes.is_some() && !may_stage(state, namespace, taken) => {
                     Err(Refusal::Quota)
                 }
                 _ => {
-                    if batch.held_until < batch.held.len() {
-                        self.hold_until(key.chunk, batch);
+                    if self.held_until < self.held.len() {
+                        self.hold_until(state, key.chunk);
                     }
                     // Once again at most, with less that is held.
                     let mut prompt = options.prompt;
                     loop {
                         let staged =
-                            self.stage(namespace, *key.hash, request.len, options.near, more);
+                            stage(state, namespace, *key.hash, request.len, options.near, more);
                         match (staged, prompt.take()) {
-                            (Err(_), Some(prompt)) if self.keep_until(key.chunk, prompt, batch) => {
+                            (Err(_), Some(prompt)) if self.keep_until(state, key.chunk, prompt) => {
                             }
                             (staged, _) => break staged,
                         }
@@ -177,50 +175,43 @@ impl<A: ExtentAllocator> CacheState<A> {
                     refused = Some((number, refusal));
                     let is_stored_later = options.has_further_pieces
                         && matches!(refusal, Refusal::Staging)
-                        && !batch.staged.is_empty();
+                        && !self.staged.is_empty();
                     // Only the first: engines repeat what was refused, and the ring is of all tenants.
-                    let is_recorded = &mut batch.opened[number as usize].is_recorded;
+                    let is_recorded = &mut self.opened[number as usize].is_recorded;
                     if !is_stored_later && !std::mem::replace(is_recorded, true) {
-                        self.lose(namespace, key.hash, refusal.into());
+                        state.lose(namespace, key.hash, refusal.into());
                     }
-                    batch.outcomes[at] = self.refuse(namespace, refusal);
+                    self.outcomes[at] = refuse(state, namespace, refusal);
                     continue;
                 }
             };
             staging_left -= taken;
-            batch.bytes += taken;
-            batch.outcomes[at] = KeyOutcome::Reserved(extent);
-            batch.staged.push(StagedObject {
+            self.bytes += taken;
+            self.outcomes[at] = KeyOutcome::Reserved(extent);
+            self.staged.push(StagedObject {
                 request: number,
                 position: key.position,
                 extent,
                 slot,
             });
         }
-        batch.prompt = self.kept_prompt.take().or(batch.prompt.take());
-        for opened in &batch.opened {
-            self.drop_user(opened.namespace);
+        self.prompt = state.kept_prompt.take().or(self.prompt.take());
+        for opened in &self.opened {
+            state.drop_user(opened.namespace);
         }
         if requests.len() > 1 {
-            batch
-                .staged
+            self.staged
                 .sort_by_key(|staged| (staged.request, staged.position));
-            batch.held[..batch.held_until].sort_by_key(|(chunk, _)| Reverse(*chunk));
+            self.held[..self.held_until].sort_by_key(|(chunk, _)| Reverse(*chunk));
         } else {
-            batch.held[..batch.held_until].reverse();
+            self.held[..self.held_until].reverse();
         }
         // Last chunk first, across all requests: the chunk that is worth least alone becomes the oldest.
-        for (_, reference) in &batch.held[..batch.held_until] {
+        for (_, reference) in &self.held[..self.held_until] {
             if *reference != MISSING {
-                self.end_lease(*reference);
+                state.end_lease(*reference);
             }
         }
-    }
-
-    /// Whether the object of a key is still resident.
-    fn is_resident(&self, reference: SlotRef) -> bool {
-        let slot = self.slab.get(reference);
-        slot.is_some_and(|slot| slot.state() == SlotState::Resident)
     }
 
     /// Holds what of a prompt is resident up to a chunk, and nothing behind it: that becomes the youngest of what may be evicted,
@@ -228,16 +219,16 @@ impl<A: ExtentAllocator> CacheState<A> {
     #[cold]
     fn keep_until(
         &mut self,
+        state: &mut CacheState<impl ExtentAllocator>,
         chunk: u32,
         prompt: ReservedPrompt<'_>,
-        batch: &mut ReserveBatch<'_>,
     ) -> bool {
-        let Some(kept) = self.kept_prompt.take() else {
+        let Some(kept) = state.kept_prompt.take() else {
             return false;
         };
-        batch.prompt = Some(kept);
+        self.prompt = Some(kept);
         for row in prompt.rows {
-            let Some(namespace) = self.namespaces.find(&row.namespace) else {
+            let Some(namespace) = state.namespaces.find(&row.namespace) else {
                 continue;
             };
             let needed = needed(row.window, prompt.prefix).start..prompt.hashes.len();
@@ -245,147 +236,92 @@ impl<A: ExtentAllocator> CacheState<A> {
                 .iter()
                 .zip(needed.start as u32..)
             {
-                if let Some(number) = self.find(namespace, hash) {
-                    batch.held.push((chunk, self.hold(number)));
+                if let Some(number) = state.find(namespace, hash) {
+                    self.held.push((chunk, state.hold(number)));
                 }
             }
         }
-        batch.held.sort_by_key(|(chunk, _)| *chunk);
-        batch.held_until = batch.held.partition_point(|(held, _)| *held <= chunk);
-        for (_, reference) in batch.held[batch.held_until..].iter().rev() {
-            self.end_lease(*reference);
+        self.held.sort_by_key(|(chunk, _)| *chunk);
+        self.held_until = self.held.partition_point(|(held, _)| *held <= chunk);
+        for (_, reference) in self.held[self.held_until..].iter().rev() {
+            state.end_lease(*reference);
         }
         true
     }
 
     /// Holds what of a prompt is resident up to a later chunk.
-    fn hold_until(&mut self, chunk: u32, batch: &mut ReserveBatch<'_>) {
-        while let Some((of, reference)) = batch.held.get_mut(batch.held_until)
+    fn hold_until(&mut self, state: &mut CacheState<impl ExtentAllocator>, chunk: u32) {
+        while let Some((of, reference)) = self.held.get_mut(self.held_until)
             && *of <= chunk
         {
-            if self.is_resident(*reference) {
-                self.hold(reference.slot);
+            if state.is_resident(*reference) {
+                state.hold(reference.slot);
             } else {
                 *reference = MISSING;
             }
-            batch.held_until += 1;
+            self.held_until += 1;
         }
     }
+}
 
-    /// Counts a refusal.
-    fn refuse(&mut self, namespace: u32, why: Refusal) -> KeyOutcome {
-        let tenant = self.namespaces.tenant_of(namespace);
-        let tenant = self.namespaces.tenants.get_mut(tenant);
-        match why {
-            Refusal::Memory => {
-                self.totals.refused += 1;
-                if let Some(tenant) = tenant {
-                    tenant.totals.refused += 1;
-                }
-                KeyOutcome::NoMemory
+/// Stages an object: allocates its memory, evicting others for it; see [`MemoryDemand::allocate`].
+fn stage(
+    state: &mut CacheState<impl ExtentAllocator>,
+    namespace: u32,
+    hash: ChunkHash,
+    bytes: u64,
+    near: Option<u32>,
+    more: usize,
+) -> Result<(Extent, SlotRef), Refusal> {
+    let nowhere = Extent { offset: 0, len: 0 };
+    let reference = state
+        .slab
+        .take(hash, namespace, nowhere)
+        .ok_or(Refusal::Memory)?;
+    let number = reference.slot;
+    let tenant = state.namespaces.tenant_of(namespace);
+    let extent = MemoryDemand::new(tenant, bytes, near, more, number)
+        .allocate(state)
+        .inspect_err(|_| state.slab.free(number))?;
+    state.slab.at_mut(number).extent = extent;
+    state.namespaces.add_user(namespace);
+    let taken = state.allocator.footprint(bytes);
+    state.account(namespace, taken, SlotState::Free, SlotState::Staged);
+    Ok((extent, reference))
+}
+
+/// Counts a refusal.
+fn refuse(
+    state: &mut CacheState<impl ExtentAllocator>,
+    namespace: u32,
+    why: Refusal,
+) -> KeyOutcome {
+    let tenant = state.namespaces.tenant_of(namespace);
+    let tenant = state.namespaces.tenants.get_mut(tenant);
+    match why {
+        Refusal::Memory => {
+            state.totals.refused += 1;
+            if let Some(tenant) = tenant {
+                tenant.totals.refused += 1;
             }
-            Refusal::Quota => {
-                self.totals.over_quota += 1;
-                if let Some(tenant) = tenant {
-                    tenant.totals.over_quota += 1;
-                }
-                KeyOutcome::OverQuota
-            }
-            Refusal::Staging => KeyOutcome::OverStaging,
+            KeyOutcome::NoMemory
         }
-    }
-
-    /// Whether the limit of the tenant, also a soft one, allows it another staged object. It may always have one.
-    fn may_stage(&self, namespace: u32, bytes: u64) -> bool {
-        let tenant = self
-            .namespaces
-            .tenants
-            .get(self.namespaces.tenant_of(namespace));
-        !self.policy.isolates() || tenant.is_none_or(|tenant| tenant.may_stage(bytes))
-    }
-
-    /// Puts the resident ones of these first in the eviction order, in this order; a leased one, after its leases.
-    pub(super) fn evict_first(&mut self, committed: impl Iterator<Item = SlotRef>) {
-        for reference in committed {
-            // The others were duplicates, or aborted.
-            if self.slab.get(reference).is_none() {
-                continue;
+        Refusal::Quota => {
+            state.totals.over_quota += 1;
+            if let Some(tenant) = tenant {
+                tenant.totals.over_quota += 1;
             }
-            let slot = self.slab.at_mut(reference.slot);
-            slot.evict_first();
-            if slot.leases == 0 {
-                let candidate = self.candidate(reference.slot, self.slab.at(reference.slot));
-                self.policy.insert_first(candidate);
-            }
+            KeyOutcome::OverQuota
         }
+        Refusal::Staging => KeyOutcome::OverStaging,
     }
+}
 
-    /// Pins the resident ones of these objects until a deadline, the first chunks of all requests first: they are worth most if
-    /// the shares do not allow all.
-    pub(super) fn pin_all(&mut self, requests: &[ReserveRequest<'_>], deadline: u32) {
-        let longest = requests.iter().map(|request| request.hashes.len()).max();
-        for position in 0..longest.unwrap_or(0) {
-            for request in requests {
-                let namespace = self.namespaces.find(request.namespace);
-                let hash = request.hashes.get(position);
-                let found = namespace
-                    .zip(hash)
-                    .and_then(|(namespace, hash)| self.find(namespace, hash));
-                if let Some(number) = found {
-                    self.pin(number, deadline);
-                }
-            }
-        }
-    }
-
-    /// Admits the staged objects that `keep` marks and aborts the others, in this order.
-    pub(super) fn commit(
-        &mut self,
-        staged: &[StagedObject],
-        order: impl Iterator<Item = usize>,
-        keep: &[bool],
-    ) -> Committed {
-        let mut committed = Committed::default();
-        for at in order {
-            if !keep[at] {
-                self.abort(staged[at].slot);
-                committed.aborted += 1;
-                continue;
-            }
-            match self.admit(staged[at].slot) {
-                Some((number, true)) => {
-                    committed.inserted += 1;
-                    committed.inserted_bytes += self.footprint(number);
-                }
-                _ => committed.duplicates += 1,
-            }
-        }
-        committed
-    }
-
-    /// Admits all staged objects and leases each key's resident object.
-    pub(super) fn commit_leased(
-        &mut self,
-        staged: &[StagedObject],
-        order: impl Iterator<Item = usize>,
-        hold: &mut OrderedHold,
-    ) -> Committed {
-        let mut committed = Committed::default();
-        for at in order {
-            match self.admit(staged[at].slot) {
-                Some((number, inserted)) => {
-                    hold.slots[at] = self.hold(number);
-                    hold.extents[at] = self.slab.at(number).extent;
-                    if inserted {
-                        committed.inserted += 1;
-                        committed.inserted_bytes += self.footprint(number);
-                    } else {
-                        committed.duplicates += 1;
-                    }
-                }
-                None => committed.duplicates += 1,
-            }
-        }
-        committed
-    }
+/// Whether the limit of the tenant, also a soft one, allows it another staged object. It may always have one.
+fn may_stage(state: &CacheState<impl ExtentAllocator>, namespace: u32, bytes: u64) -> bool {
+    let tenant = state
+        .namespaces
+        .tenants
+        .get(state.namespaces.tenant_of(namespace));
+    !state.policy.isolates() || tenant.is_none_or(|tenant| tenant.may_stage(bytes))
 }

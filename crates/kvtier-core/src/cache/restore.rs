@@ -2,13 +2,10 @@
 
 use super::lease::OrderedHold;
 use super::reservation::StagedObject;
-use super::slab::{GrantOrigin, SlotRef, SlotState};
-use super::state::{CacheState, TICKS_PER_SECOND};
-use super::{Cache, CacheConfig, ExtentAllocator, ReadLease, Reservation};
+use super::slab::{SlotRef, SlotState};
+use super::state::CacheState;
+use super::{ExtentAllocator, ReadLease, Reservation};
 use crate::ledger::{Fault, Found, Journal, Ledger, ObjectState, Rejected, Snapshot, Words};
-use std::collections::BTreeMap;
-use std::sync::Arc;
-use std::time::Duration;
 
 /// What a cache has of an earlier process.
 #[derive(Debug)]
@@ -27,160 +24,119 @@ pub struct Restored<A: ExtentAllocator> {
 
 /// Objects with memory that clients may still copy.
 #[derive(Default)]
-struct Granted {
-    withheld: Vec<StagedObject>,
-    read: OrderedHold,
+pub(super) struct Granted {
+    pub(super) withheld: Vec<StagedObject>,
+    pub(super) read: OrderedHold,
 }
 
-impl<A: ExtentAllocator> Cache<A> {
-    /// A cache over this memory, which must be entirely free, with the objects of a snapshot and its ledger. They have the order
-    /// of their last uses, as exactly as the ledger knows them, and of equally old ones that of their commits, so that a
-    /// prefix loses its end first. Writes to the ledger only what is left out. Names of namespaces without objects are forgotten:
-    /// their numbers are reused.
-    pub fn restore<W: Words + 'static>(
-        allocator: A,
-        config: CacheConfig,
-        mut ledger: Ledger<W>,
-        mut snapshot: Snapshot,
-    ) -> (Self, Restored<A>) {
-        let mut state = CacheState::new(allocator, config);
-        let found = state.admit_all(&mut ledger, &mut snapshot);
-        let granted = state.restore(&found);
-        for (number, namespace) in (0..).zip(&snapshot.namespaces) {
-            if namespace.is_some() {
-                // The table's own use ends: namespaces without objects are forgotten.
-                state.drop_user(number);
-            }
-            if state.namespaces.get(number).is_none() {
-                ledger.forget_namespace(number);
-            }
+/// Fills an empty cache with the objects of a snapshot; see [`super::Cache::restore`].
+pub(super) fn restore<W: Words>(
+    state: &mut CacheState<impl ExtentAllocator>,
+    ledger: &mut Ledger<W>,
+    snapshot: &mut Snapshot,
+) -> Granted {
+    let found = admit_all(state, ledger, snapshot);
+    let granted = account_all(state, &found);
+    for (number, namespace) in (0..).zip(&snapshot.namespaces) {
+        if namespace.is_some() {
+            // The table's own use ends: namespaces without objects are forgotten.
+            state.drop_user(number);
         }
-        state.journal = Some(Box::new(ledger));
-        let resident = state.counters.resident;
-        let cache = Self::over(state, config);
-        let restored = Restored {
-            objects: resident.objects,
-            bytes: resident.bytes,
-            rejected: snapshot.rejected,
-            withheld: Reservation::new(cache.clone(), granted.withheld),
-            read: ReadLease::new(cache.clone(), granted.read),
-        };
-        (cache, restored)
+        if state.namespaces.get(number).is_none() {
+            ledger.forget_namespace(number);
+        }
     }
+    granted
 }
 
-impl<A: ExtentAllocator> CacheState<A> {
-    /// Takes the memory and the namespaces of a snapshot's objects. Returns those that have both, in eviction order.
-    fn admit_all<W: Words>(
-        &mut self,
-        ledger: &mut Ledger<W>,
-        snapshot: &mut Snapshot,
-    ) -> Vec<Found> {
-        self.namespaces.restore(&snapshot.namespaces);
-        let mut kept = std::mem::take(&mut snapshot.objects);
-        let extents: Vec<_> = kept
-            .iter()
-            .map(|found| (found.extent, found.slot))
-            .collect();
-        let mut taken = self.allocator.take_all(&extents).into_iter();
-        kept.retain(|found| {
-            let is_taken = taken.next().unwrap_or(false);
-            if !is_taken {
-                ledger.leave_out(snapshot, found.slot, Fault::Bounds);
-            }
-            is_taken
-        });
-        kept.sort_unstable_by_key(|found| (found.used_at, found.sequence));
-        // Of two objects with one key the one used last is kept; its memory is not known to be freed, so it is freed here.
-        let mut unique = Vec::with_capacity(kept.len());
-        for found in kept.iter().rev() {
-            self.slab
-                .place(found.slot, found.hash, found.namespace, found.extent);
-            let slot = self.slab.at_mut(found.slot);
-            slot.used_at = found.used_at;
-            let is_readable = found.state != ObjectState::Withheld;
-            if is_readable && self.find(found.namespace, &found.hash).is_some() {
-                self.allocator.free(found.extent);
-                self.slab.free(found.slot);
-                ledger.leave_out(snapshot, found.slot, Fault::Duplicate);
-                continue;
-            }
-            if is_readable {
-                let key = self.index.fingerprint(found.namespace, &found.hash);
-                self.index.insert(key, found.slot);
-            }
-            unique.push(*found);
+/// Takes the memory and the namespaces of a snapshot's objects. Returns those that have both, in eviction order.
+fn admit_all<W: Words>(
+    state: &mut CacheState<impl ExtentAllocator>,
+    ledger: &mut Ledger<W>,
+    snapshot: &mut Snapshot,
+) -> Vec<Found> {
+    state.namespaces.restore(&snapshot.namespaces);
+    let mut kept = std::mem::take(&mut snapshot.objects);
+    let extents: Vec<_> = kept
+        .iter()
+        .map(|found| (found.extent, found.slot))
+        .collect();
+    let mut taken = state.allocator.take_all(&extents).into_iter();
+    kept.retain(|found| {
+        let is_taken = taken.next().unwrap_or(false);
+        if !is_taken {
+            ledger.leave_out(snapshot, found.slot, Fault::Bounds);
         }
-        self.slab.link_free();
-        unique.reverse();
-        unique
+        is_taken
+    });
+    kept.sort_unstable_by_key(|found| (found.used_at, found.sequence));
+    // Of two objects with one key the one used last is kept; its memory is not known to be freed, so it is freed here.
+    let mut unique = Vec::with_capacity(kept.len());
+    for found in kept.iter().rev() {
+        state
+            .slab
+            .place(found.slot, found.hash, found.namespace, found.extent);
+        let slot = state.slab.at_mut(found.slot);
+        slot.used_at = found.used_at;
+        let is_readable = found.state != ObjectState::Withheld;
+        if is_readable && state.find(found.namespace, &found.hash).is_some() {
+            state.allocator.free(found.extent);
+            state.slab.free(found.slot);
+            ledger.leave_out(snapshot, found.slot, Fault::Duplicate);
+            continue;
+        }
+        if is_readable {
+            let key = state.index.fingerprint(found.namespace, &found.hash);
+            state.index.insert(key, found.slot);
+        }
+        unique.push(*found);
     }
+    state.slab.link_free();
+    unique.reverse();
+    unique
+}
 
-    /// Accounts for objects that have their slots, their memory and their namespaces, and puts them in the eviction order.
-    fn restore(&mut self, objects: &[Found]) -> Granted {
-        let mut granted = Granted::default();
-        for found in objects {
-            let (number, namespace) = (found.slot, found.namespace);
-            self.namespaces.add_user(namespace);
-            let bytes = self.footprint(number);
-            self.clock = self.clock.max(found.used_at);
-            if found.state == ObjectState::Withheld {
-                self.account(namespace, bytes, SlotState::Free, SlotState::Staged);
-                self.slab.at_mut(number).grant();
-                granted.withheld.push(StagedObject {
-                    request: 0,
-                    position: 0,
-                    extent: found.extent,
-                    slot: self.slab.reference(number),
-                });
-                continue;
-            }
-            self.account(namespace, bytes, SlotState::Free, SlotState::Resident);
-            self.slab.at_mut(number).set_state(SlotState::Resident);
-            let candidate = self.candidate(number, self.slab.at(number));
-            let identity = self.namespaces.identity(namespace, &found.hash);
-            self.policy.admit(candidate, identity);
-            self.policy.insert(candidate, false);
-            if found.state == ObjectState::Read {
-                granted.read.extents.push(found.extent);
-                granted.read.slots.push(self.slab.reference(number));
-            }
+/// Accounts for objects that have their slots, their memory and their namespaces, and puts them in the eviction order.
+fn account_all(state: &mut CacheState<impl ExtentAllocator>, objects: &[Found]) -> Granted {
+    let mut granted = Granted::default();
+    for found in objects {
+        let (number, namespace) = (found.slot, found.namespace);
+        state.namespaces.add_user(namespace);
+        let bytes = state.footprint(number);
+        state.clock = state.clock.max(found.used_at);
+        if found.state == ObjectState::Withheld {
+            state.account(namespace, bytes, SlotState::Free, SlotState::Staged);
+            state.slab.at_mut(number).grant();
+            granted.withheld.push(StagedObject {
+                request: 0,
+                position: 0,
+                extent: found.extent,
+                slot: state.slab.reference(number),
+            });
+            continue;
         }
-        for held in &granted.read.slots {
-            self.hold_granted(*held);
+        state.account(namespace, bytes, SlotState::Free, SlotState::Resident);
+        state.slab.at_mut(number).set_state(SlotState::Resident);
+        let candidate = state.candidate(number, state.slab.at(number));
+        let identity = state.namespaces.identity(namespace, &found.hash);
+        state.policy.admit(candidate, identity);
+        state.policy.insert(candidate, false);
+        if found.state == ObjectState::Read {
+            granted.read.extents.push(found.extent);
+            granted.read.slots.push(state.slab.reference(number));
         }
-        granted
     }
+    for held in &granted.read.slots {
+        hold_granted(state, *held);
+    }
+    granted
+}
 
-    /// Positions of objects in this order by their grant: one entry per namespace and time.
-    pub(super) fn by_grant(
-        &self,
-        slots: impl Iterator<Item = SlotRef>,
-    ) -> Vec<(GrantOrigin, Vec<usize>)> {
-        let mut grants: BTreeMap<(u32, u32), Vec<usize>> = BTreeMap::new();
-        for (at, reference) in slots.enumerate() {
-            let slot = self.slab.at(reference.slot);
-            grants
-                .entry((slot.namespace, slot.used_at))
-                .or_default()
-                .push(at);
-        }
-        let grants = grants.into_iter().filter_map(|((namespace, tick), at)| {
-            let origin = GrantOrigin {
-                namespace: Arc::clone(self.namespaces.get(namespace)?),
-                granted_at: Duration::from_secs(tick.into()) / TICKS_PER_SECOND,
-            };
-            Some((origin, at))
-        });
-        grants.collect()
-    }
-
-    /// Leases an object whose ledger says already that a client may be reading it. That is no use of it: its time stays.
-    fn hold_granted(&mut self, reference: SlotRef) {
-        let slot = self.slab.at_mut(reference.slot);
-        let used_at = slot.used_at;
-        slot.grant();
-        self.hold(reference.slot);
-        self.slab.at_mut(reference.slot).used_at = used_at;
-    }
+/// Leases an object whose ledger says already that a client may be reading it. That is no use of it: its time stays.
+fn hold_granted(state: &mut CacheState<impl ExtentAllocator>, reference: SlotRef) {
+    let slot = state.slab.at_mut(reference.slot);
+    let used_at = slot.used_at;
+    slot.grant();
+    state.hold(reference.slot);
+    state.slab.at_mut(reference.slot).used_at = used_at;
 }

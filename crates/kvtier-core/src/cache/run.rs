@@ -4,7 +4,7 @@
 //! its idle time. Objects never move, so leased and staged ones are walls between runs, and pinned ones unless no run is found without.
 //!
 //! A run is the last resort: before, victims are evicted in policy order while little of the memory is free
-//! (`State::allocate_by_run`), as recency predicts hits better than adjacency. Simulated with two models on 8 GiB, whose
+//! (`MemoryDemand::by_run`), as recency predicts hits better than adjacency. Simulated with two models on 8 GiB, whose
 //! objects are 1:4, 1:3.5, 1:32 and 1:3.3 in size, hit rates are within 0.8 points of evicting in policy order until a
 //! large enough range is free, and 4 to 9 % more of the memory is in use at 1:32; placing large objects from the other end of the arena
 //! gains nothing and refused some, so there are no size classes. `examples/fragmentation.rs`; figures in
@@ -53,7 +53,16 @@ struct Judge<'a, A> {
     shares: Vec<(u32, u64)>,
 }
 
-impl<A: ExtentAllocator> Judge<'_, A> {
+impl<'a, A: ExtentAllocator> Judge<'a, A> {
+    fn new(state: &'a CacheState<A>, tenant: u32, with_pinned: bool) -> Self {
+        Self {
+            state,
+            tenant,
+            with_pinned,
+            shares: Vec::new(),
+        }
+    }
+
     fn movable(&mut self, piece: ArenaPiece) -> Option<Movable> {
         let bytes = piece.extent.len;
         let Some(owner) = piece.owner else {
@@ -138,112 +147,113 @@ impl Cheapest {
     }
 }
 
-impl<A: ExtentAllocator> CacheState<A> {
-    /// Objects whose eviction leaves a free range of `bytes` bytes, in address order. `over`: the storing tenant if it is
-    /// over its strict limit, so that its own objects are examined first.
-    pub(super) fn cheapest_run(
-        &mut self,
-        tenant: u32,
-        bytes: u64,
-        over: Option<u32>,
-    ) -> Option<Vec<u32>> {
-        let mut cheapest = Cheapest::new(bytes);
-        for seed in self.seeds(tenant, over) {
-            self.search_around(seed, tenant, &mut cheapest);
-        }
-        if cheapest.members.is_none() {
-            self.sweep(tenant, false, &mut cheapest);
-        }
-        cheapest.members
+/// Objects whose eviction leaves a free range of `bytes` bytes, in address order. `over`: the tenant over quota whose objects are
+/// examined first.
+pub(super) fn cheapest_run(
+    state: &mut CacheState<impl ExtentAllocator>,
+    tenant: u32,
+    bytes: u64,
+    over: Option<u32>,
+) -> Option<Vec<u32>> {
+    let mut cheapest = Cheapest::new(bytes);
+    for seed in seeds(state, tenant, over) {
+        search_around(state, seed, tenant, &mut cheapest);
     }
-
-    /// Cheapest run that may have pinned objects, searched only if there are any.
-    #[cold]
-    pub(super) fn pinned_run(&mut self, tenant: u32, bytes: u64) -> Option<Vec<u32>> {
-        let mut cheapest = Cheapest::new(bytes);
-        if self.pinned.objects > 0 {
-            self.sweep(tenant, true, &mut cheapest);
-        }
-        cheapest.members
+    if cheapest.members.is_none() {
+        sweep(state, tenant, false, &mut cheapest);
     }
+    cheapest.members
+}
 
-    /// The next victims, of a tenant over quota, else of the policy's choice, else of the storing tenant.
-    fn seeds(&mut self, tenant: u32, over: Option<u32>) -> Vec<u32> {
-        let source = over
-            .or_else(|| self.over_quota_for(tenant))
-            .or_else(|| self.policy.victim().is_none().then_some(tenant));
-        let mut seeds = Vec::with_capacity(SEEDS);
-        self.policy.upcoming(source, SEEDS, &mut seeds);
-        seeds
+/// Cheapest run that may have pinned objects, searched only if there are any.
+#[cold]
+pub(super) fn pinned_run(
+    state: &mut CacheState<impl ExtentAllocator>,
+    tenant: u32,
+    bytes: u64,
+) -> Option<Vec<u32>> {
+    let mut cheapest = Cheapest::new(bytes);
+    if state.pinned.tally.objects > 0 {
+        sweep(state, tenant, true, &mut cheapest);
     }
+    cheapest.members
+}
 
-    fn search_around(&self, seed: u32, tenant: u32, cheapest: &mut Cheapest) {
-        let offset = self.slab.at(seed).extent.offset;
-        let mut judge = self.judge(tenant, false);
-        // To the right of the seed, itself included, and to the left, each until it has enough bytes.
-        let mut gather = |side: &mut Vec<Movable>, piece| {
-            let Some(movable) = judge.movable(piece) else {
-                return false;
-            };
-            side.push(movable);
-            side.len() < REACH
+/// The next victims, of the tenant over quota, else of the policy's choice, else of the storing tenant.
+fn seeds(state: &mut CacheState<impl ExtentAllocator>, tenant: u32, over: Option<u32>) -> Vec<u32> {
+    let source = over.or_else(|| state.policy.victim().is_none().then_some(tenant));
+    let mut seeds = Vec::with_capacity(SEEDS);
+    state.policy.upcoming(source, SEEDS, &mut seeds);
+    seeds
+}
+
+fn search_around(
+    state: &CacheState<impl ExtentAllocator>,
+    seed: u32,
+    tenant: u32,
+    cheapest: &mut Cheapest,
+) {
+    let offset = state.slab.at(seed).extent.offset;
+    let mut judge = Judge::new(state, tenant, false);
+    // To the right of the seed, itself included, and to the left, each until it has enough bytes.
+    let mut gather = |side: &mut Vec<Movable>, piece| {
+        let Some(movable) = judge.movable(piece) else {
+            return false;
         };
-        let (mut stretch, mut right) = (Vec::new(), Vec::new());
-        let mut missing = cheapest.bytes;
-        self.allocator.pieces_up(offset, &mut |piece| {
-            missing = missing.saturating_sub(piece.extent.len);
-            gather(&mut right, piece) && missing > 0
-        });
-        let mut missing = cheapest.bytes;
-        self.allocator.pieces_down(offset, &mut |piece| {
-            missing = missing.saturating_sub(piece.extent.len);
-            gather(&mut stretch, piece) && missing > 0
-        });
-        stretch.reverse();
-        stretch.append(&mut right);
-        cheapest.compare(&stretch);
-    }
+        side.push(movable);
+        side.len() < REACH
+    };
+    let (mut stretch, mut right) = (Vec::new(), Vec::new());
+    let mut missing = cheapest.bytes;
+    state.allocator.pieces_up(offset, &mut |piece| {
+        missing = missing.saturating_sub(piece.extent.len);
+        gather(&mut right, piece) && missing > 0
+    });
+    let mut missing = cheapest.bytes;
+    state.allocator.pieces_down(offset, &mut |piece| {
+        missing = missing.saturating_sub(piece.extent.len);
+        gather(&mut stretch, piece) && missing > 0
+    });
+    stretch.reverse();
+    stretch.append(&mut right);
+    cheapest.compare(&stretch);
+}
 
-    fn sweep(&mut self, tenant: u32, with_pinned: bool, cheapest: &mut Cheapest) {
-        let (first, end) = (self.hand, self.allocator.capacity());
-        // Start of the current stretch, and of the next piece.
-        let (mut start, mut at, mut left) = (first, first, SWEEP);
-        while left > 0 && at < end {
-            let mut judge = self.judge(tenant, with_pinned);
-            let mut stretch = Vec::new();
-            let part = at;
-            start = at;
-            self.allocator.pieces_up(part, &mut |piece| {
-                at = piece.extent.offset + piece.extent.len;
-                left -= 1;
-                if let Some(movable) = judge.movable(piece) {
-                    stretch.push(movable);
-                } else {
-                    cheapest.compare(&stretch);
-                    stretch.clear();
-                    judge.shares.clear();
-                    start = at;
-                }
-                left > 0
-            });
-            cheapest.compare(&stretch);
-            if at == part {
-                break;
+fn sweep(
+    state: &mut CacheState<impl ExtentAllocator>,
+    tenant: u32,
+    with_pinned: bool,
+    cheapest: &mut Cheapest,
+) {
+    let (first, end) = (state.hand, state.allocator.capacity());
+    // Start of the current stretch, and of the next piece.
+    let (mut start, mut at, mut left) = (first, first, SWEEP);
+    while left > 0 && at < end {
+        let mut judge = Judge::new(state, tenant, with_pinned);
+        let mut stretch = Vec::new();
+        let part = at;
+        start = at;
+        state.allocator.pieces_up(part, &mut |piece| {
+            at = piece.extent.offset + piece.extent.len;
+            left -= 1;
+            if let Some(movable) = judge.movable(piece) {
+                stretch.push(movable);
+            } else {
+                cheapest.compare(&stretch);
+                stretch.clear();
+                judge.shares.clear();
+                start = at;
             }
-        }
-        self.hand = match at {
-            at if at >= end || left > 0 => 0,
-            at if start == first => at,
-            _ => start,
-        };
-    }
-
-    fn judge(&self, tenant: u32, with_pinned: bool) -> Judge<'_, A> {
-        Judge {
-            state: self,
-            tenant,
-            with_pinned,
-            shares: Vec::new(),
+            left > 0
+        });
+        cheapest.compare(&stretch);
+        if at == part {
+            break;
         }
     }
+    state.hand = match at {
+        at if at >= end || left > 0 => 0,
+        at if start == first => at,
+        _ => start,
+    };
 }

@@ -1,25 +1,24 @@
 //! The state machine behind the lock: its parts and the steps that operations consist of.
 
+use super::clock::{TICKS_PER_SECOND, ticks};
 use super::counters::{Counters, Tally, Totals};
 use super::index::Index;
-use super::losses::Losses;
+use super::losses::{LossCause, Losses};
 use super::namespaces::NamespaceTable;
-use super::refusal::Refusal;
-use super::slab::{ObjectSlot, Slab, SlotRef, SlotState};
-use super::{CacheConfig, Extent, ExtentAllocator, ResidentObject};
-use crate::eviction::pins::Pins;
+use super::pins::PinnedObjects;
+use super::slab::{GrantOrigin, ObjectSlot, Slab, SlotRef, SlotState};
+use super::warm::WarmVictims;
+use super::{CacheConfig, ExtentAllocator, ResidentObject};
 use crate::eviction::{Candidate, EvictionPolicy};
 use crate::hashing::ChunkHash;
 use crate::ledger::{Journal, Object, ObjectState};
 use foldhash::quality::RandomState;
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
+use std::sync::Arc;
 use std::time::Duration;
 
-/// Ticks of the cache's clock per second; a `u32` of them lasts 13 years.
-pub(super) const TICKS_PER_SECOND: u32 = 10;
-
-/// Most victims fetched from memory at once.
-pub(super) const MAX_WARM: usize = 32;
+/// Pinned objects of a tenant over its limit that are examined for one that is not leased.
+const OWN_EXAMINED: usize = 4096;
 
 /// Chunks of a prompt.
 pub(super) type Chunks = HashSet<ChunkHash, RandomState>;
@@ -33,22 +32,17 @@ pub(super) struct CacheState<A> {
     pub(super) namespaces: NamespaceTable,
     /// The order of those that are neither leased nor pinned.
     pub(super) policy: Box<dyn EvictionPolicy>,
-    pub(super) pins: Pins,
-    pub(super) max_pinned_share: f64,
+    pub(super) pinned: PinnedObjects,
     pub(super) counters: Counters,
     /// Resident objects with leases.
     pub(super) leased: Tally,
-    /// Resident objects with pins, leased or not.
-    pub(super) pinned: Tally,
     /// Objects that a tier could not store.
     pub(super) unstored: usize,
     pub(super) totals: Totals,
     pub(super) accounting_errors: u64,
     /// The latest time passed in, in ticks; releases come without one.
     pub(super) clock: u32,
-    /// Number of the next victims that were fetched from memory already.
-    pub(super) warm: usize,
-    pub(super) upcoming: Vec<u32>,
+    pub(super) warm: WarmVictims,
     /// Chunks of the prompt that is being reserved: a victim among them refuses the store, so that they can be held.
     pub(super) kept_prompt: Option<Chunks>,
     /// Start of the next search for a run, in bytes from the arena's start.
@@ -61,13 +55,6 @@ pub(super) struct CacheState<A> {
     pub(super) losses: Losses,
 }
 
-/// A time in ticks.
-pub(super) fn ticks(time: Duration) -> u32 {
-    let ticks = time.as_secs() * u64::from(TICKS_PER_SECOND)
-        + u64::from(time.subsec_millis() / (1000 / TICKS_PER_SECOND));
-    u32::try_from(ticks).unwrap_or(u32::MAX)
-}
-
 impl<A: ExtentAllocator> CacheState<A> {
     pub(super) fn new(allocator: A, config: CacheConfig) -> Self {
         Self {
@@ -76,17 +63,14 @@ impl<A: ExtentAllocator> CacheState<A> {
             index: Index::default(),
             namespaces: NamespaceTable::new(config.quotas),
             policy: config.eviction.build(),
-            pins: Pins::default(),
-            max_pinned_share: config.max_pinned_share,
+            pinned: PinnedObjects::new(config.max_pinned_share),
             counters: Counters::default(),
             leased: Tally::default(),
-            pinned: Tally::default(),
             unstored: 0,
             totals: Totals::default(),
             accounting_errors: 0,
             clock: 0,
-            warm: 0,
-            upcoming: Vec::with_capacity(MAX_WARM),
+            warm: WarmVictims::new(),
             kept_prompt: None,
             hand: 0,
             evicted: config.report_evicted.then(Vec::new),
@@ -344,31 +328,6 @@ impl<A: ExtentAllocator> CacheState<A> {
         }
     }
 
-    /// Stages an object: allocates its memory, evicting others for it; see [`allocate`](Self::allocate).
-    pub(super) fn stage(
-        &mut self,
-        namespace: u32,
-        hash: ChunkHash,
-        bytes: u64,
-        near: Option<u32>,
-        more: usize,
-    ) -> Result<(Extent, SlotRef), Refusal> {
-        let nowhere = Extent { offset: 0, len: 0 };
-        let reference = self
-            .slab
-            .take(hash, namespace, nowhere)
-            .ok_or(Refusal::Memory)?;
-        let number = reference.slot;
-        let extent = self
-            .allocate(namespace, bytes, near, more, number)
-            .inspect_err(|_| self.slab.free(number))?;
-        self.slab.at_mut(number).extent = extent;
-        self.namespaces.add_user(namespace);
-        let taken = self.allocator.footprint(bytes);
-        self.account(namespace, taken, SlotState::Free, SlotState::Staged);
-        Ok((extent, reference))
-    }
-
     /// Frees an object that is neither in the index nor in the eviction order.
     pub(super) fn free(&mut self, number: u32) {
         let slot = self.slab.at(number);
@@ -470,5 +429,122 @@ impl<A: ExtentAllocator> CacheState<A> {
             }
         }
         bytes
+    }
+
+    /// Pins a resident object until a deadline, or extends its pin. Counts a refusal if the shares do not allow it.
+    pub(super) fn pin(&mut self, number: u32, deadline: u32) {
+        let slot = self.slab.at(number);
+        if slot.state() != SlotState::Resident || !self.policy.evicts() {
+            return;
+        }
+        let candidate = self.candidate(number, slot);
+        match self.pinned.pins.deadline(number) {
+            Some(known) if known >= deadline => return,
+            Some(_) => self.pinned.pins.remove(candidate),
+            None => {
+                let (capacity, bytes) = (self.allocator.capacity(), self.footprint(number));
+                let tenant = self.namespaces.tenants.get_mut(candidate.tenant);
+                if !self.pinned.add(capacity, tenant, bytes) {
+                    return;
+                }
+                self.slab.at_mut(number).pin();
+                self.policy.remove(candidate);
+            }
+        }
+        self.pinned.pins.insert(candidate, deadline);
+    }
+
+    /// Removes an object's pin without inserting it into the eviction order.
+    #[cold]
+    fn take_pin(&mut self, number: u32) {
+        let bytes = self.footprint(number);
+        let candidate = self.candidate(number, self.slab.at(number));
+        self.slab.at_mut(number).unpin();
+        let tenant = self.namespaces.tenants.get_mut(candidate.tenant);
+        let errors = &mut self.accounting_errors;
+        self.pinned.remove(candidate, tenant, bytes, errors);
+    }
+
+    /// Ends an object's pin: unless it is leased, it joins the eviction order as if it was used now.
+    fn end_pin(&mut self, number: u32) {
+        self.take_pin(number);
+        let slot = self.slab.at_mut(number);
+        if slot.leases == 0 {
+            let was_used = slot.take_use();
+            let candidate = self.candidate(number, self.slab.at(number));
+            self.policy.insert(candidate, was_used);
+        }
+    }
+
+    /// See [`super::Cache::end_pins`].
+    pub(super) fn end_pins(&mut self, tick: u32, limit: usize) -> usize {
+        for ended in 0..limit {
+            match self.pinned.pins.first_until(tick) {
+                Some(number) => self.end_pin(number),
+                None => return ended,
+            }
+        }
+        limit
+    }
+
+    /// The next victim of a tenant whose limit demands one: pinned if there is no other.
+    // A store of a tenant within its limit does not pay for it.
+    #[inline(never)]
+    pub(super) fn own_victim(&self, tenant: u32) -> Option<u32> {
+        let victim = self.policy.victim_of(tenant);
+        victim.or_else(|| self.own_pinned(tenant))
+    }
+
+    #[cold]
+    fn own_pinned(&self, tenant: u32) -> Option<u32> {
+        let pinned = self
+            .policy
+            .isolates()
+            .then(|| self.pinned.pins.of(tenant))?;
+        let mut examined = pinned.take(OWN_EXAMINED);
+        examined.find(|number| self.slab.at(*number).leases == 0)
+    }
+
+    /// Whether an object is of the prompt that is being stored, as far as its chunk says.
+    #[inline]
+    pub(super) fn is_kept(&self, number: u32) -> bool {
+        let prompt = self.kept_prompt.as_ref();
+        prompt.is_some_and(|prompt| prompt.contains(&self.slab.at(number).hash))
+    }
+
+    /// Notes that an object of a namespace that is known was not stored, or was removed.
+    #[cold]
+    pub(super) fn lose(&mut self, namespace: u32, hash: &ChunkHash, cause: LossCause) {
+        let key = self.namespaces.identity(namespace, hash);
+        self.losses.record(key, self.clock, cause);
+    }
+
+    /// Whether the object of a key is still resident.
+    pub(super) fn is_resident(&self, reference: SlotRef) -> bool {
+        let slot = self.slab.get(reference);
+        slot.is_some_and(|slot| slot.state() == SlotState::Resident)
+    }
+
+    /// Positions of objects in this order by their grant: one entry per namespace and time.
+    pub(super) fn by_grant(
+        &self,
+        slots: impl Iterator<Item = SlotRef>,
+    ) -> Vec<(GrantOrigin, Vec<usize>)> {
+        let mut grants: BTreeMap<(u32, u32), Vec<usize>> = BTreeMap::new();
+        for (at, reference) in slots.enumerate() {
+            let slot = self.slab.at(reference.slot);
+            grants
+                .entry((slot.namespace, slot.used_at))
+                .or_default()
+                .push(at);
+        }
+        let grants = grants.into_iter().filter_map(|((namespace, tick), at)| {
+            let origin = GrantOrigin {
+                namespace: Arc::clone(self.namespaces.get(namespace)?),
+                granted_at: Duration::from_secs(tick.into()) / TICKS_PER_SECOND,
+            };
+            Some((origin, at))
+        });
+        grants.collect()
     }
 }

@@ -1,8 +1,9 @@
 //! Statistics of the cache.
 
 use super::ExtentAllocator;
-use super::state::{CacheState, TICKS_PER_SECOND};
-use super::tenant::Tenant;
+use super::clock::TICKS_PER_SECOND;
+use super::state::CacheState;
+use super::tenant::{Tenant, Tenants};
 use crate::quota::Grant;
 use std::sync::Arc;
 
@@ -133,6 +134,11 @@ pub struct Page<T> {
 }
 
 impl SaltUsage {
+    /// Usage of the tenant of this name.
+    pub(super) fn find(tenants: &Tenants, salt: &str) -> Option<Self> {
+        tenants.get(tenants.find(salt)?).map(Self::of)
+    }
+
     pub(super) fn of(tenant: &Tenant) -> Self {
         let (counters, totals) = (&tenant.counters, &tenant.totals);
         Self {
@@ -155,36 +161,31 @@ impl SaltUsage {
     }
 }
 
-impl<A: ExtentAllocator> CacheState<A> {
-    pub(super) fn salt_usage(&self, salt: &str) -> Option<SaltUsage> {
-        let tenant = self.namespaces.tenants.find(salt)?;
-        self.namespaces.tenants.get(tenant).map(SaltUsage::of)
-    }
-
-    pub(super) fn stats(&self) -> Stats {
-        let (counters, totals) = (&self.counters, &self.totals);
-        let bookkeeping = self.slab.bookkeeping_bytes()
-            + self.index.bookkeeping_bytes()
-            + self.policy.bookkeeping_bytes()
-            + self.pins.bookkeeping_bytes()
-            + self.namespaces.bookkeeping_bytes()
-            + self.losses.bookkeeping_bytes();
-        Stats {
-            capacity_bytes: self.allocator.capacity(),
-            used_bytes: self.allocator.used(),
+impl Stats {
+    pub(super) fn of(state: &CacheState<impl ExtentAllocator>) -> Self {
+        let (counters, totals) = (&state.counters, &state.totals);
+        let bookkeeping = state.slab.bookkeeping_bytes()
+            + state.index.bookkeeping_bytes()
+            + state.policy.bookkeeping_bytes()
+            + state.pinned.pins.bookkeeping_bytes()
+            + state.namespaces.bookkeeping_bytes()
+            + state.losses.bookkeeping_bytes();
+        Self {
+            capacity_bytes: state.allocator.capacity(),
+            used_bytes: state.allocator.used(),
             objects: counters.resident.objects,
             bytes: counters.resident.bytes,
             staged_objects: counters.staged.objects,
             staged_bytes: counters.staged.bytes,
-            leased_objects: self.leased.objects,
-            leased_bytes: self.leased.bytes,
-            pinned_objects: self.pinned.objects,
-            pinned_bytes: self.pinned.bytes,
+            leased_objects: state.leased.objects,
+            leased_bytes: state.leased.bytes,
+            pinned_objects: state.pinned.tally.objects,
+            pinned_bytes: state.pinned.tally.bytes,
             doomed_objects: counters.doomed.objects,
             doomed_bytes: counters.doomed.bytes,
-            evictable_objects: self.policy.len() as u64,
-            namespaces: self.namespaces.len() as u64,
-            salts: self.namespaces.tenants.len() as u64,
+            evictable_objects: state.policy.len() as u64,
+            namespaces: state.namespaces.len() as u64,
+            salts: state.namespaces.tenants.len() as u64,
             lookups_total: totals.lookups,
             requested_chunks_total: totals.requested_chunks,
             hit_chunks_total: totals.hit_chunks,
@@ -193,13 +194,13 @@ impl<A: ExtentAllocator> CacheState<A> {
             last_evicted_idle_seconds: u64::from(totals.last_evicted_idle_ticks / TICKS_PER_SECOND),
             refused_total: totals.refused,
             over_quota_total: totals.over_quota,
-            pins_refused_total: totals.pins_refused,
-            over_quota_salts: self.namespaces.tenants.over().len() as u64,
+            pins_refused_total: state.pinned.refused,
+            over_quota_salts: state.namespaces.tenants.over().len() as u64,
             committed_total: totals.committed,
             duplicates_total: totals.duplicates,
             aborted_total: totals.aborted,
             removed_total: totals.removed,
-            accounting_errors: self.accounting_errors,
+            accounting_errors: state.accounting_errors,
             bookkeeping_bytes: bookkeeping as u64,
         }
     }
