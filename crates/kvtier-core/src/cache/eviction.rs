@@ -12,11 +12,10 @@
 use super::losses::LossCause;
 use super::refusal::Refusal;
 use super::run::{cheapest_run, pinned_run};
-use super::slab::{ObjectSlot, SlotState};
+use super::slab::SlotState;
 use super::state::CacheState;
 use super::tenant::Tenant;
-use super::{Evicted, Extent, ExtentAllocator, ResidentObject};
-use std::sync::Arc;
+use super::{Evicted, Extent, ExtentAllocator};
 
 /// Tenants over quota that one store examines; if all their objects are leased, it goes on to other tenants.
 const OVER_QUOTA_EXAMINED: usize = 4;
@@ -31,29 +30,19 @@ const MAX_SMALL_VICTIMS: usize = 64;
 /// Memory that an object needs, which a tenant stores.
 #[derive(Clone, Copy)]
 pub(super) struct MemoryDemand {
-    tenant: u32,
-    /// Bytes that a strict limit allows the tenant beside the object; `u64::MAX` without one.
-    kept: u64,
-    bytes: u64,
-    near: Option<u32>,
-    more: usize,
-    owner: u32,
+    pub(super) tenant: u32,
+    /// Bytes that a strict limit allows the tenant beside the object; `u64::MAX` if it is unknown or there is none.
+    pub(super) kept: u64,
+    pub(super) bytes: u64,
+    /// The part of the memory to use, if possible.
+    pub(super) near: Option<u32>,
+    /// How many more objects the caller is likely to store.
+    pub(super) more: usize,
+    /// Slot of the object.
+    pub(super) owner: u32,
 }
 
 impl MemoryDemand {
-    /// Demand of an object of slot `owner`, in the part `near` if there is one. `more` is how many more objects the caller is
-    /// likely to store.
-    pub(super) fn new(tenant: u32, bytes: u64, near: Option<u32>, more: usize, owner: u32) -> Self {
-        Self {
-            tenant,
-            kept: u64::MAX,
-            bytes,
-            near,
-            more,
-            owner,
-        }
-    }
-
     /// Allocates the memory, evicting other objects for it.
     ///
     /// # Errors
@@ -79,7 +68,7 @@ impl MemoryDemand {
                 return Err(Refusal::Quota);
             }
             warm_up(state, Some(self.tenant), self.more + 1);
-            evict_slot(state, own, LossCause::Quota);
+            state.evict_slot(own, LossCause::Quota);
         }
         Ok(extent)
     }
@@ -87,15 +76,12 @@ impl MemoryDemand {
     /// Allocates, evicting in policy order while the next victim is as large as the object.
     #[inline]
     fn by_victims(self, state: &mut CacheState<impl ExtentAllocator>) -> Result<Extent, Refusal> {
-        let Self {
-            bytes, near, owner, ..
-        } = self;
         let capacity = state.allocator.capacity();
         loop {
-            if bytes <= capacity.saturating_sub(state.allocator.used())
-                && let Some(extent) = match near {
-                    Some(part) => state.allocator.allocate_near(bytes, part, owner),
-                    None => state.allocator.allocate(bytes, owner),
+            if self.bytes <= capacity.saturating_sub(state.allocator.used())
+                && let Some(extent) = match self.near {
+                    Some(part) => state.allocator.allocate_near(self.bytes, part, self.owner),
+                    None => state.allocator.allocate(self.bytes, self.owner),
                 }
             {
                 return Ok(extent);
@@ -103,11 +89,13 @@ impl MemoryDemand {
             match self.next_victim(state)? {
                 Some(victim) if self.is_enough(state, victim) => {
                     let cause = self.cause(state);
-                    evict_slot(state, victim, cause)
+                    state.evict_slot(victim, cause)
                 }
                 // Free space elsewhere is used before the tenant's own objects, and before smaller ones, are evicted.
                 victim => {
-                    let extent = near.and_then(|_| state.allocator.allocate(bytes, owner));
+                    let extent = self
+                        .near
+                        .and_then(|_| state.allocator.allocate(self.bytes, self.owner));
                     return match extent {
                         Some(extent) => Ok(extent),
                         None => self.by_run(state, victim),
@@ -126,48 +114,43 @@ impl MemoryDemand {
         state: &mut CacheState<impl ExtentAllocator>,
         mut victim: Option<u32>,
     ) -> Result<Extent, Refusal> {
-        let Self {
-            tenant,
-            bytes,
-            owner,
-            ..
-        } = self;
         let capacity = state.allocator.capacity();
         let (mut run, mut small_victims) = (None, 0);
         loop {
             let cause = self.cause(state);
-            let next = victim.or_else(|| state.policy.victim_of(tenant));
+            let next = victim.or_else(|| state.policy.victim_of(self.tenant));
             if next.is_some_and(|next| state.is_kept(next)) {
                 return Err(Refusal::Memory);
             }
             if let Some(next) = next.filter(|next| self.is_enough(state, *next)) {
-                evict_slot(state, next, cause);
+                state.evict_slot(next, cause);
             } else {
                 if run.is_none() {
-                    let over = self.is_over(state).then_some(tenant);
-                    let over = over.or_else(|| over_quota_for(state, tenant));
-                    let found = next.and_then(|_| cheapest_run(state, tenant, bytes, over));
-                    let found = found.or_else(|| pinned_run(state, tenant, bytes));
+                    let over = self.is_over(state).then_some(self.tenant);
+                    let over = over.or_else(|| over_quota_for(state, self.tenant));
+                    let found =
+                        next.and_then(|_| cheapest_run(state, self.tenant, self.bytes, over));
+                    let found = found.or_else(|| pinned_run(state, self.tenant, self.bytes));
                     run = Some(found.ok_or(Refusal::Memory)?);
                 }
                 let free = capacity.saturating_sub(state.allocator.used());
-                let is_spare_free = free >= bytes.saturating_add(capacity / SPARE_PART);
+                let is_spare_free = free >= self.bytes.saturating_add(capacity / SPARE_PART);
                 let is_next = !is_spare_free && small_victims < MAX_SMALL_VICTIMS;
                 // The run may need all that may be evicted of a reserved share.
                 let Some(next) = next.filter(|next| is_next && !has_share(state, *next)) else {
                     for member in run.unwrap_or_default() {
                         // Some of them may have been evicted already.
                         if state.slab.at(member).state() == SlotState::Resident {
-                            evict_slot(state, member, cause);
+                            state.evict_slot(member, cause);
                         }
                     }
-                    let extent = state.allocator.allocate(bytes, owner);
+                    let extent = state.allocator.allocate(self.bytes, self.owner);
                     return extent.ok_or(Refusal::Memory);
                 };
                 small_victims += 1;
-                evict_slot(state, next, cause);
+                state.evict_slot(next, cause);
             }
-            if let Some(extent) = state.allocator.allocate(bytes, owner) {
+            if let Some(extent) = state.allocator.allocate(self.bytes, self.owner) {
                 return Ok(extent);
             }
             victim = self.next_victim(state)?;
@@ -291,7 +274,7 @@ pub(super) fn evict_over_quota(
         };
         match state.own_victim(tenant) {
             Some(victim) => {
-                evicted.bytes += evict_slot(state, victim, LossCause::Quota);
+                evicted.bytes += state.evict_slot(victim, LossCause::Quota);
                 evicted.objects += 1;
             }
             None => skipped += 1,
@@ -307,60 +290,25 @@ pub(super) fn evict(
     max_objects: usize,
 ) -> Evicted {
     let mut evicted = Evicted::default();
-    state.warm.clear();
+    state.warm.left = 0;
     while evicted.bytes < bytes_wanted && evicted.objects < max_objects {
         warm_up(state, None, max_objects - evicted.objects);
         let Some(victim) = state.policy.victim() else {
             break;
         };
-        evicted.bytes += evict_slot(state, victim, LossCause::Watermark);
+        evicted.bytes += state.evict_slot(victim, LossCause::Watermark);
         evicted.objects += 1;
     }
     evicted
 }
 
-/// Evicts one object; returns the bytes that it took. Of a tenant over quota, that is the cause.
-fn evict_slot(
-    state: &mut CacheState<impl ExtentAllocator>,
-    number: u32,
-    mut cause: LossCause,
-) -> u64 {
-    let bytes = state.footprint(number);
-    let slot = state.slab.at(number);
-    let ObjectSlot {
-        hash, namespace, ..
-    } = *slot;
-    let object_bytes = slot.extent.len;
-    state.totals.last_evicted_idle_ticks = state.clock - slot.used_at.min(state.clock);
-    let candidate = state.candidate(number, slot);
-    if let Some(evicted) = &mut state.evicted
-        && let Some(namespace) = state.namespaces.get(namespace)
-    {
-        evicted.push(ResidentObject {
-            chunk_hash: hash,
-            namespace: Arc::clone(namespace),
-            bytes: object_bytes,
-            leases: 0,
-        });
-    }
-    if let Some(tenant) = state.namespaces.tenants.get_mut(candidate.tenant) {
-        tenant.totals.evicted.add(bytes);
-        if tenant.is_over() {
-            cause = LossCause::Quota;
-        }
-    }
-    state.totals.evicted.add(bytes);
-    let identity = state.namespaces.identity(namespace, &hash);
-    state.losses.record(identity, state.clock, cause);
-    state.remove_object(number);
-    state.policy.evicted(candidate, identity);
-    bytes
-}
-
-/// See [`WarmVictims::fetch`](super::warm::WarmVictims::fetch).
+/// Fetches the victims of this eviction and those after it, unless they were.
 fn warm_up(state: &mut CacheState<impl ExtentAllocator>, tenant: Option<u32>, likely: usize) {
-    if !state.warm.take() {
-        let (policy, slab, index) = (&mut *state.policy, &state.slab, &state.index);
-        state.warm.fetch(policy, slab, index, tenant, likely);
+    if state.warm.left > 0 {
+        state.warm.left -= 1;
+        return;
     }
+    let policy = &mut *state.policy;
+    let (warm, slab, index) = (&mut state.warm, &state.slab, &state.index);
+    warm.fetch(policy, slab, index, tenant, likely);
 }

@@ -108,8 +108,14 @@ impl<A: ExtentAllocator> PrefixLease<A> {
     /// Pins what is held for this time from `now` on, as [`Cache::pin`] does.
     pub fn pin(&self, now: Duration, time: Duration) {
         let deadline = pins::deadline(now, time);
-        self.cache
-            .locked(|state| pin_held(state, &self.holds, deadline));
+        self.cache.locked(|state| {
+            // The first chunk of all rows first.
+            for chunk in HeldChunks::span(&self.holds) {
+                for slot in self.holds.iter().filter_map(|row| row.held(chunk)) {
+                    state.pin(slot.slot, deadline);
+                }
+            }
+        });
     }
 
     /// Counts its chunks from `covered` chunks further to the front: the lookup was of what lies behind them.
@@ -217,15 +223,6 @@ fn release_held(
     for chunk in (all.start.max(chunks.start)..all.end.min(chunks.end)).rev() {
         for slot in rows.iter().filter_map(|row| row.held(chunk)) {
             state.end_lease(slot);
-        }
-    }
-}
-
-/// Pins all chunks until a deadline, the first chunk of all rows first.
-fn pin_held(state: &mut CacheState<impl ExtentAllocator>, rows: &[HeldChunks], deadline: u32) {
-    for chunk in HeldChunks::span(rows) {
-        for slot in rows.iter().filter_map(|row| row.held(chunk)) {
-            state.pin(slot.slot, deadline);
         }
     }
 }

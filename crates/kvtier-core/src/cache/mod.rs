@@ -23,7 +23,6 @@ mod losses;
 mod namespaces;
 mod pins;
 mod refusal;
-mod removal;
 mod reservation;
 mod reserve;
 mod restore;
@@ -522,13 +521,13 @@ impl<A: ExtentAllocator> Cache<A> {
     /// lease.
     pub fn remove(&self, namespace: &Namespace, hashes: &[ChunkHash], force: bool) -> Removed {
         let cause = Some(LossCause::Removed);
-        self.locked(|state| removal::remove(state, namespace, hashes, force, cause))
+        self.locked(|state| state.remove(namespace, hashes, force, cause))
     }
 
     /// [`Cache::remove`] without `force`, of objects that a tier below has: nothing is lost, so nothing is noted for
     /// [`Cache::losses`].
     pub fn unload(&self, namespace: &Namespace, hashes: &[ChunkHash]) -> Removed {
-        self.locked(|state| removal::remove(state, namespace, hashes, false, None))
+        self.locked(|state| state.remove(namespace, hashes, false, None))
     }
 
     /// The last loss of each of these objects, as far as it is remembered: the ring has the latest 65,536 of all objects. An
@@ -565,7 +564,7 @@ impl<A: ExtentAllocator> Cache<A> {
         let mut removed = Removed::default();
         for start in (0..slots).step_by(SLICE as usize) {
             let slice = start..slots.min(start + SLICE);
-            self.locked(|state| removal::clear(state, slice, force, &mut removed));
+            self.locked(|state| state.clear(slice, force, &mut removed));
         }
         removed
     }
@@ -700,7 +699,7 @@ impl<A: ExtentAllocator> Cache<A> {
     /// The resident objects among at most `limit` slots; start with `from` 0. A page may be empty and still have a next
     /// one.
     pub fn objects(&self, from: u32, limit: usize) -> Page<ResidentObject> {
-        self.locked(|state| removal::objects(state, from, limit))
+        self.locked(|state| state.objects(from, limit))
     }
 
     /// Checks all invariants. Takes time proportional to the number of objects, under the lock.

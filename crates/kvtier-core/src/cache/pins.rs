@@ -40,30 +40,23 @@ impl PinnedObjects {
         }
     }
 
-    /// Whether the shares of `capacity` bytes and of the tenant's limit allow `bytes` more.
-    fn allows(&self, capacity: u64, tenant: &Tenant, bytes: u64) -> bool {
+    /// Counts a new pin, or its refusal if the shares of `capacity` bytes and of the tenant's limit do not allow it. Returns
+    /// whether it was counted.
+    pub(super) fn add(&mut self, capacity: u64, tenant: Option<&mut Tenant>, bytes: u64) -> bool {
         let share = |bytes: u64| (bytes as f64 * self.max_share) as u64;
         let within = |limit: u64, pinned: u64| pinned.saturating_add(bytes) <= share(limit);
-        within(capacity, self.tally.bytes)
-            && tenant
-                .limit()
-                .is_none_or(|limit| within(limit, tenant.pinned))
-    }
-
-    /// Counts a new pin, or its refusal if the shares do not allow it. Returns whether it was counted.
-    pub(super) fn add(&mut self, capacity: u64, tenant: Option<&mut Tenant>, bytes: u64) -> bool {
-        let tenant = tenant.filter(|tenant| self.allows(capacity, tenant, bytes));
-        match tenant {
-            Some(tenant) => {
-                self.tally.add(bytes);
-                tenant.pinned += bytes;
-                true
-            }
-            None => {
-                self.refused += 1;
-                false
-            }
-        }
+        let is_within = within(capacity, self.tally.bytes);
+        let tenant = tenant.filter(|tenant| {
+            let limit = tenant.limit();
+            is_within && limit.is_none_or(|limit| within(limit, tenant.pinned))
+        });
+        let Some(tenant) = tenant else {
+            self.refused += 1;
+            return false;
+        };
+        self.tally.add(bytes);
+        tenant.pinned += bytes;
+        true
     }
 
     /// Removes a pin. Counts an error if it was never added.

@@ -84,6 +84,19 @@ pub struct Committed {
     pub aborted: usize,
 }
 
+impl Committed {
+    /// Counts a staged object that was to be admitted: see [`CacheState::admit`].
+    fn add(&mut self, state: &CacheState<impl ExtentAllocator>, admitted: Option<(u32, bool)>) {
+        match admitted {
+            Some((number, true)) => {
+                self.inserted += 1;
+                self.inserted_bytes += state.footprint(number);
+            }
+            _ => self.duplicates += 1,
+        }
+    }
+}
+
 /// Reserved memory, private to its holder until committed. Dropping it aborts.
 #[must_use = "dropping a reservation frees its memory"]
 #[derive(Debug)]
@@ -170,7 +183,7 @@ impl<A: ExtentAllocator> Reservation<A> {
             state.advance_clock(now);
             let committed = admit_kept(state, &staged, order, &keep);
             if self.evict_first {
-                evict_first(state, last_chunk_first(&staged).map(|at| staged[at].slot));
+                state.evict_first(last_chunk_first(&staged).map(|at| staged[at].slot));
             }
             committed
         })
@@ -191,7 +204,7 @@ impl<A: ExtentAllocator> Reservation<A> {
                 state.advance_clock(now);
                 let committed = admit_leased(state, &staged, order, &mut hold);
                 if self.evict_first {
-                    evict_first(state, last_chunk_first(&staged).map(|at| staged[at].slot));
+                    state.evict_first(last_chunk_first(&staged).map(|at| staged[at].slot));
                 }
                 committed
             });
@@ -229,25 +242,6 @@ fn last_chunk_first(staged: &[StagedObject]) -> impl Iterator<Item = usize> + us
     order.into_iter().chain((0..reversed).rev())
 }
 
-/// Puts the resident ones of these first in the eviction order, in this order; a leased one, after its leases.
-fn evict_first(
-    state: &mut CacheState<impl ExtentAllocator>,
-    committed: impl Iterator<Item = SlotRef>,
-) {
-    for reference in committed {
-        // The others were duplicates, or aborted.
-        if state.slab.get(reference).is_none() {
-            continue;
-        }
-        let slot = state.slab.at_mut(reference.slot);
-        slot.evict_first();
-        if slot.leases == 0 {
-            let candidate = state.candidate(reference.slot, state.slab.at(reference.slot));
-            state.policy.insert_first(candidate);
-        }
-    }
-}
-
 /// Admits the staged objects that `keep` marks and aborts the others, in this order.
 fn admit_kept(
     state: &mut CacheState<impl ExtentAllocator>,
@@ -262,13 +256,8 @@ fn admit_kept(
             committed.aborted += 1;
             continue;
         }
-        match state.admit(staged[at].slot) {
-            Some((number, true)) => {
-                committed.inserted += 1;
-                committed.inserted_bytes += state.footprint(number);
-            }
-            _ => committed.duplicates += 1,
-        }
+        let admitted = state.admit(staged[at].slot);
+        committed.add(state, admitted);
     }
     committed
 }
@@ -282,19 +271,12 @@ fn admit_leased(
 ) -> Committed {
     let mut committed = Committed::default();
     for at in order {
-        match state.admit(staged[at].slot) {
-            Some((number, inserted)) => {
-                hold.slots[at] = state.hold(number);
-                hold.extents[at] = state.slab.at(number).extent;
-                if inserted {
-                    committed.inserted += 1;
-                    committed.inserted_bytes += state.footprint(number);
-                } else {
-                    committed.duplicates += 1;
-                }
-            }
-            None => committed.duplicates += 1,
+        let admitted = state.admit(staged[at].slot);
+        if let Some((number, _)) = admitted {
+            hold.slots[at] = state.hold(number);
+            hold.extents[at] = state.slab.at(number).extent;
         }
+        committed.add(state, admitted);
     }
     committed
 }

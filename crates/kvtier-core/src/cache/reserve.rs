@@ -114,7 +114,7 @@ impl<'a> ReserveBatch<'a> {
         requests: &[ReserveRequest<'_>],
         options: &ReserveOptions<'_>,
     ) {
-        state.warm.clear();
+        state.warm.left = 0;
         let has_prompt = options.prompt.is_some();
         let mut staging_left = options.max_staged_bytes.unwrap_or(u64::MAX);
         for request in requests {
@@ -279,8 +279,15 @@ fn stage(
         .take(hash, namespace, nowhere)
         .ok_or(Refusal::Memory)?;
     let number = reference.slot;
-    let tenant = state.namespaces.tenant_of(namespace);
-    let extent = MemoryDemand::new(tenant, bytes, near, more, number)
+    let demand = MemoryDemand {
+        tenant: state.namespaces.tenant_of(namespace),
+        kept: u64::MAX,
+        bytes,
+        near,
+        more,
+        owner: number,
+    };
+    let extent = demand
         .allocate(state)
         .inspect_err(|_| state.slab.free(number))?;
     state.slab.at_mut(number).extent = extent;

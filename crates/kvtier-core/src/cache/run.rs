@@ -53,16 +53,7 @@ struct Judge<'a, A> {
     shares: Vec<(u32, u64)>,
 }
 
-impl<'a, A: ExtentAllocator> Judge<'a, A> {
-    fn new(state: &'a CacheState<A>, tenant: u32, with_pinned: bool) -> Self {
-        Self {
-            state,
-            tenant,
-            with_pinned,
-            shares: Vec::new(),
-        }
-    }
-
+impl<A: ExtentAllocator> Judge<'_, A> {
     fn movable(&mut self, piece: ArenaPiece) -> Option<Movable> {
         let bytes = piece.extent.len;
         let Some(owner) = piece.owner else {
@@ -106,16 +97,18 @@ impl<'a, A: ExtentAllocator> Judge<'a, A> {
     }
 }
 
-/// The cheapest run so far.
-struct Cheapest {
+/// Search for a run of `bytes` bytes, with the cheapest so far.
+struct RunSearch {
+    tenant: u32,
     bytes: u64,
     cost: u64,
     members: Option<Vec<u32>>,
 }
 
-impl Cheapest {
-    fn new(bytes: u64) -> Self {
+impl RunSearch {
+    fn new(tenant: u32, bytes: u64) -> Self {
         Self {
+            tenant,
             bytes,
             cost: 0,
             members: None,
@@ -145,6 +138,76 @@ impl Cheapest {
             self.members = Some(members.collect());
         }
     }
+
+    fn judge<'a, A>(&self, state: &'a CacheState<A>, with_pinned: bool) -> Judge<'a, A> {
+        Judge {
+            state,
+            tenant: self.tenant,
+            with_pinned,
+            shares: Vec::new(),
+        }
+    }
+
+    fn around(&mut self, state: &CacheState<impl ExtentAllocator>, seed: u32) {
+        let offset = state.slab.at(seed).extent.offset;
+        let mut judge = self.judge(state, false);
+        // To the right of the seed, itself included, and to the left, each until it has enough bytes.
+        let mut gather = |side: &mut Vec<Movable>, piece| {
+            let Some(movable) = judge.movable(piece) else {
+                return false;
+            };
+            side.push(movable);
+            side.len() < REACH
+        };
+        let (mut stretch, mut right) = (Vec::new(), Vec::new());
+        let mut missing = self.bytes;
+        state.allocator.pieces_up(offset, &mut |piece| {
+            missing = missing.saturating_sub(piece.extent.len);
+            gather(&mut right, piece) && missing > 0
+        });
+        let mut missing = self.bytes;
+        state.allocator.pieces_down(offset, &mut |piece| {
+            missing = missing.saturating_sub(piece.extent.len);
+            gather(&mut stretch, piece) && missing > 0
+        });
+        stretch.reverse();
+        stretch.append(&mut right);
+        self.compare(&stretch);
+    }
+
+    fn sweep(&mut self, state: &mut CacheState<impl ExtentAllocator>, with_pinned: bool) {
+        let (first, end) = (state.hand, state.allocator.capacity());
+        // Start of the current stretch, and of the next piece.
+        let (mut start, mut at, mut left) = (first, first, SWEEP);
+        while left > 0 && at < end {
+            let mut judge = self.judge(state, with_pinned);
+            let mut stretch = Vec::new();
+            let part = at;
+            start = at;
+            state.allocator.pieces_up(part, &mut |piece| {
+                at = piece.extent.offset + piece.extent.len;
+                left -= 1;
+                if let Some(movable) = judge.movable(piece) {
+                    stretch.push(movable);
+                } else {
+                    self.compare(&stretch);
+                    stretch.clear();
+                    judge.shares.clear();
+                    start = at;
+                }
+                left > 0
+            });
+            self.compare(&stretch);
+            if at == part {
+                break;
+            }
+        }
+        state.hand = match at {
+            at if at >= end || left > 0 => 0,
+            at if start == first => at,
+            _ => start,
+        };
+    }
 }
 
 /// Objects whose eviction leaves a free range of `bytes` bytes, in address order. `over`: the tenant over quota whose objects are
@@ -155,14 +218,14 @@ pub(super) fn cheapest_run(
     bytes: u64,
     over: Option<u32>,
 ) -> Option<Vec<u32>> {
-    let mut cheapest = Cheapest::new(bytes);
+    let mut search = RunSearch::new(tenant, bytes);
     for seed in seeds(state, tenant, over) {
-        search_around(state, seed, tenant, &mut cheapest);
+        search.around(state, seed);
     }
-    if cheapest.members.is_none() {
-        sweep(state, tenant, false, &mut cheapest);
+    if search.members.is_none() {
+        search.sweep(state, false);
     }
-    cheapest.members
+    search.members
 }
 
 /// Cheapest run that may have pinned objects, searched only if there are any.
@@ -172,11 +235,11 @@ pub(super) fn pinned_run(
     tenant: u32,
     bytes: u64,
 ) -> Option<Vec<u32>> {
-    let mut cheapest = Cheapest::new(bytes);
+    let mut search = RunSearch::new(tenant, bytes);
     if state.pinned.tally.objects > 0 {
-        sweep(state, tenant, true, &mut cheapest);
+        search.sweep(state, true);
     }
-    cheapest.members
+    search.members
 }
 
 /// The next victims, of the tenant over quota, else of the policy's choice, else of the storing tenant.
@@ -185,75 +248,4 @@ fn seeds(state: &mut CacheState<impl ExtentAllocator>, tenant: u32, over: Option
     let mut seeds = Vec::with_capacity(SEEDS);
     state.policy.upcoming(source, SEEDS, &mut seeds);
     seeds
-}
-
-fn search_around(
-    state: &CacheState<impl ExtentAllocator>,
-    seed: u32,
-    tenant: u32,
-    cheapest: &mut Cheapest,
-) {
-    let offset = state.slab.at(seed).extent.offset;
-    let mut judge = Judge::new(state, tenant, false);
-    // To the right of the seed, itself included, and to the left, each until it has enough bytes.
-    let mut gather = |side: &mut Vec<Movable>, piece| {
-        let Some(movable) = judge.movable(piece) else {
-            return false;
-        };
-        side.push(movable);
-        side.len() < REACH
-    };
-    let (mut stretch, mut right) = (Vec::new(), Vec::new());
-    let mut missing = cheapest.bytes;
-    state.allocator.pieces_up(offset, &mut |piece| {
-        missing = missing.saturating_sub(piece.extent.len);
-        gather(&mut right, piece) && missing > 0
-    });
-    let mut missing = cheapest.bytes;
-    state.allocator.pieces_down(offset, &mut |piece| {
-        missing = missing.saturating_sub(piece.extent.len);
-        gather(&mut stretch, piece) && missing > 0
-    });
-    stretch.reverse();
-    stretch.append(&mut right);
-    cheapest.compare(&stretch);
-}
-
-fn sweep(
-    state: &mut CacheState<impl ExtentAllocator>,
-    tenant: u32,
-    with_pinned: bool,
-    cheapest: &mut Cheapest,
-) {
-    let (first, end) = (state.hand, state.allocator.capacity());
-    // Start of the current stretch, and of the next piece.
-    let (mut start, mut at, mut left) = (first, first, SWEEP);
-    while left > 0 && at < end {
-        let mut judge = Judge::new(state, tenant, with_pinned);
-        let mut stretch = Vec::new();
-        let part = at;
-        start = at;
-        state.allocator.pieces_up(part, &mut |piece| {
-            at = piece.extent.offset + piece.extent.len;
-            left -= 1;
-            if let Some(movable) = judge.movable(piece) {
-                stretch.push(movable);
-            } else {
-                cheapest.compare(&stretch);
-                stretch.clear();
-                judge.shares.clear();
-                start = at;
-            }
-            left > 0
-        });
-        cheapest.compare(&stretch);
-        if at == part {
-            break;
-        }
-    }
-    state.hand = match at {
-        at if at >= end || left > 0 => 0,
-        at if start == first => at,
-        _ => start,
-    };
 }

@@ -8,12 +8,14 @@ use super::namespaces::NamespaceTable;
 use super::pins::PinnedObjects;
 use super::slab::{GrantOrigin, ObjectSlot, Slab, SlotRef, SlotState};
 use super::warm::WarmVictims;
-use super::{CacheConfig, ExtentAllocator, ResidentObject};
+use super::{CacheConfig, ExtentAllocator, Page, Removed, ResidentObject};
 use crate::eviction::{Candidate, EvictionPolicy};
 use crate::hashing::ChunkHash;
 use crate::ledger::{Journal, Object, ObjectState};
+use crate::object_key::Namespace;
 use foldhash::quality::RandomState;
 use std::collections::{BTreeMap, HashSet};
+use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -70,7 +72,7 @@ impl<A: ExtentAllocator> CacheState<A> {
             totals: Totals::default(),
             accounting_errors: 0,
             clock: 0,
-            warm: WarmVictims::new(),
+            warm: WarmVictims::default(),
             kept_prompt: None,
             hand: 0,
             evicted: config.report_evicted.then(Vec::new),
@@ -259,6 +261,29 @@ impl<A: ExtentAllocator> CacheState<A> {
         }
     }
 
+    /// Positions of objects in this order by their grant: one entry per namespace and time.
+    pub(super) fn by_grant(
+        &self,
+        slots: impl Iterator<Item = SlotRef>,
+    ) -> Vec<(GrantOrigin, Vec<usize>)> {
+        let mut grants: BTreeMap<(u32, u32), Vec<usize>> = BTreeMap::new();
+        for (at, reference) in slots.enumerate() {
+            let slot = self.slab.at(reference.slot);
+            grants
+                .entry((slot.namespace, slot.used_at))
+                .or_default()
+                .push(at);
+        }
+        let grants = grants.into_iter().filter_map(|((namespace, tick), at)| {
+            let origin = GrantOrigin {
+                namespace: Arc::clone(self.namespaces.get(namespace)?),
+                granted_at: Duration::from_secs(tick.into()) / TICKS_PER_SECOND,
+            };
+            Some((origin, at))
+        });
+        grants.collect()
+    }
+
     /// Drops one user of a namespace.
     pub(super) fn drop_user(&mut self, namespace: u32) {
         self.namespaces
@@ -298,6 +323,22 @@ impl<A: ExtentAllocator> CacheState<A> {
         if !self.slab.at(number).is_held() {
             let reference = self.hold(number);
             self.end_lease(reference);
+        }
+    }
+
+    /// Puts the resident ones of these first in the eviction order, in this order; a leased one, after its leases.
+    pub(super) fn evict_first(&mut self, committed: impl Iterator<Item = SlotRef>) {
+        for reference in committed {
+            // The others were duplicates, or aborted.
+            if self.slab.get(reference).is_none() {
+                continue;
+            }
+            let slot = self.slab.at_mut(reference.slot);
+            slot.evict_first();
+            if slot.leases == 0 {
+                let candidate = self.candidate(reference.slot, self.slab.at(reference.slot));
+                self.policy.insert_first(candidate);
+            }
         }
     }
 
@@ -431,6 +472,60 @@ impl<A: ExtentAllocator> CacheState<A> {
         bytes
     }
 
+    /// Evicts one object; returns the bytes that it took. Of a tenant over quota, that is the cause.
+    pub(super) fn evict_slot(&mut self, number: u32, mut cause: LossCause) -> u64 {
+        let bytes = self.footprint(number);
+        let slot = self.slab.at(number);
+        let ObjectSlot {
+            hash, namespace, ..
+        } = *slot;
+        let object_bytes = slot.extent.len;
+        self.totals.last_evicted_idle_ticks = self.clock - slot.used_at.min(self.clock);
+        let candidate = self.candidate(number, slot);
+        if let Some(evicted) = &mut self.evicted
+            && let Some(namespace) = self.namespaces.get(namespace)
+        {
+            evicted.push(ResidentObject {
+                chunk_hash: hash,
+                namespace: Arc::clone(namespace),
+                bytes: object_bytes,
+                leases: 0,
+            });
+        }
+        if let Some(tenant) = self.namespaces.tenants.get_mut(candidate.tenant) {
+            tenant.totals.evicted.add(bytes);
+            if tenant.is_over() {
+                cause = LossCause::Quota;
+            }
+        }
+        self.totals.evicted.add(bytes);
+        let identity = self.namespaces.identity(namespace, &hash);
+        self.losses.record(identity, self.clock, cause);
+        self.remove_object(number);
+        self.policy.evicted(candidate, identity);
+        bytes
+    }
+
+    /// Notes that an object of a namespace that is known was not stored, or was removed.
+    #[cold]
+    pub(super) fn lose(&mut self, namespace: u32, hash: &ChunkHash, cause: LossCause) {
+        let key = self.namespaces.identity(namespace, hash);
+        self.losses.record(key, self.clock, cause);
+    }
+
+    /// Whether an object is of the prompt that is being stored, as far as its chunk says.
+    #[inline]
+    pub(super) fn is_kept(&self, number: u32) -> bool {
+        let prompt = self.kept_prompt.as_ref();
+        prompt.is_some_and(|prompt| prompt.contains(&self.slab.at(number).hash))
+    }
+
+    /// Whether the object of a key is still resident.
+    pub(super) fn is_resident(&self, reference: SlotRef) -> bool {
+        let slot = self.slab.get(reference);
+        slot.is_some_and(|slot| slot.state() == SlotState::Resident)
+    }
+
     /// Pins a resident object until a deadline, or extends its pin. Counts a refusal if the shares do not allow it.
     pub(super) fn pin(&mut self, number: u32, deadline: u32) {
         let slot = self.slab.at(number);
@@ -505,46 +600,79 @@ impl<A: ExtentAllocator> CacheState<A> {
         examined.find(|number| self.slab.at(*number).leases == 0)
     }
 
-    /// Whether an object is of the prompt that is being stored, as far as its chunk says.
-    #[inline]
-    pub(super) fn is_kept(&self, number: u32) -> bool {
-        let prompt = self.kept_prompt.as_ref();
-        prompt.is_some_and(|prompt| prompt.contains(&self.slab.at(number).hash))
-    }
-
-    /// Notes that an object of a namespace that is known was not stored, or was removed.
-    #[cold]
-    pub(super) fn lose(&mut self, namespace: u32, hash: &ChunkHash, cause: LossCause) {
-        let key = self.namespaces.identity(namespace, hash);
-        self.losses.record(key, self.clock, cause);
-    }
-
-    /// Whether the object of a key is still resident.
-    pub(super) fn is_resident(&self, reference: SlotRef) -> bool {
-        let slot = self.slab.get(reference);
-        slot.is_some_and(|slot| slot.state() == SlotState::Resident)
-    }
-
-    /// Positions of objects in this order by their grant: one entry per namespace and time.
-    pub(super) fn by_grant(
-        &self,
-        slots: impl Iterator<Item = SlotRef>,
-    ) -> Vec<(GrantOrigin, Vec<usize>)> {
-        let mut grants: BTreeMap<(u32, u32), Vec<usize>> = BTreeMap::new();
-        for (at, reference) in slots.enumerate() {
-            let slot = self.slab.at(reference.slot);
-            grants
-                .entry((slot.namespace, slot.used_at))
-                .or_default()
-                .push(at);
+    /// See [`super::Cache::remove`] and [`super::Cache::unload`].
+    pub(super) fn remove(
+        &mut self,
+        namespace: &Namespace,
+        hashes: &[ChunkHash],
+        force: bool,
+        cause: Option<LossCause>,
+    ) -> Removed {
+        let mut removed = Removed::default();
+        for hash in hashes {
+            // The namespace is removed with its last object, so it is looked up again for each.
+            let number = self.namespaces.find(namespace);
+            match number.and_then(|namespace| self.find(namespace, hash)) {
+                Some(number) => self.remove_one(number, force, cause, &mut removed),
+                None => removed.missing += 1,
+            }
         }
-        let grants = grants.into_iter().filter_map(|((namespace, tick), at)| {
-            let origin = GrantOrigin {
-                namespace: Arc::clone(self.namespaces.get(namespace)?),
-                granted_at: Duration::from_secs(tick.into()) / TICKS_PER_SECOND,
-            };
-            Some((origin, at))
+        removed
+    }
+
+    fn remove_one(
+        &mut self,
+        number: u32,
+        force: bool,
+        cause: Option<LossCause>,
+        removed: &mut Removed,
+    ) {
+        let slot = self.slab.at(number);
+        // What a tier has is unloaded to save memory only.
+        let is_kept = slot.leases > 0 || slot.is_pinned() && cause.is_none();
+        if is_kept && !force {
+            removed.kept += 1;
+            return;
+        }
+        if let Some(cause) = cause {
+            let (namespace, hash) = (slot.namespace, slot.hash);
+            self.lose(namespace, &hash, cause);
+        }
+        removed.bytes += self.remove_object(number);
+        removed.objects += 1;
+        self.totals.removed += 1;
+    }
+
+    /// Removes the resident objects among these slots.
+    pub(super) fn clear(&mut self, slots: Range<u32>, force: bool, removed: &mut Removed) {
+        for number in slots {
+            if self.slab.at(number).state() == SlotState::Resident {
+                self.remove_one(number, force, Some(LossCause::Removed), removed);
+            }
+        }
+    }
+
+    /// See [`super::Cache::objects`].
+    pub(super) fn objects(&self, from: u32, limit: usize) -> Page<ResidentObject> {
+        let slots = self.slab.slots() as u32;
+        let end = from
+            .saturating_add(u32::try_from(limit).unwrap_or(u32::MAX))
+            .min(slots);
+        let resident = (from..end).filter_map(|number| {
+            let slot = self.slab.at(number);
+            if slot.state() != SlotState::Resident {
+                return None;
+            }
+            Some(ResidentObject {
+                chunk_hash: slot.hash,
+                namespace: Arc::clone(self.namespaces.get(slot.namespace)?),
+                bytes: slot.extent.len,
+                leases: slot.leases,
+            })
         });
-        grants.collect()
+        Page {
+            entries: resident.collect(),
+            next: (end < slots).then_some(end),
+        }
     }
 }

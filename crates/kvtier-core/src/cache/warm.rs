@@ -9,36 +9,15 @@ use std::hint::black_box;
 const MAX_WARM: usize = 32;
 
 /// The next victims.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct WarmVictims {
-    /// How many of them were fetched already.
-    left: usize,
+    /// How many of them were fetched already. With 0, others may follow.
+    pub(super) left: usize,
     upcoming: Vec<u32>,
 }
 
 impl WarmVictims {
-    pub(super) fn new() -> Self {
-        Self {
-            left: 0,
-            upcoming: Vec::with_capacity(MAX_WARM),
-        }
-    }
-
-    /// Forgets what was fetched: other victims follow.
-    pub(super) fn clear(&mut self) {
-        self.left = 0;
-    }
-
-    /// Takes the next one, if it was fetched.
-    #[inline]
-    pub(super) fn take(&mut self) -> bool {
-        let is_warm = self.left > 0;
-        self.left -= usize::from(is_warm);
-        is_warm
-    }
-
-    /// Touches the memory that this eviction and those after it will need, once for several of them, so that their cache
-    /// misses overlap.
+    /// Touches the memory that the next evictions will need, `likely` of them, so that their cache misses overlap.
     pub(super) fn fetch(
         &mut self,
         policy: &mut dyn EvictionPolicy,
