@@ -10,14 +10,13 @@ use rustix::io::Errno;
 
 use super::base::{Base, Quarantined, is_file};
 use super::beneath;
-use super::names::{Layout, Place};
+use super::names::{FilePlace, Layout};
 use super::naming::Naming;
 use super::options::Fsync;
 use super::unnamed::Unnamed;
-use super::unreadable::Unreadable;
 use crate::io::{self, Engine};
 use kvtier_l2::trailer::{self, Form, Trailer, form_of};
-use kvtier_l2::{Buffer, ErrorKind, L2Error, ObjectSpec};
+use kvtier_l2::{Buffer, ErrorKind, KeySet, L2Error, ObjectSpec};
 
 /// Interval of looking for names that no file had so far, as another program may start to use them.
 const PROBE_INTERVAL: Duration = Duration::from_secs(60);
@@ -74,7 +73,8 @@ pub(super) struct Files {
     pub read_ahead: Option<u64>,
     pub others: Others,
     pub counters: Counters,
-    pub unreadable: Unreadable,
+    /// Objects that the disk failed to read. Their files may be intact, so they stay until a store replaces them.
+    pub unreadable: KeySet,
 }
 
 /// Names and layouts to look for beside those that kvtier is configured to write.
@@ -137,12 +137,6 @@ pub(super) struct LookupScope {
     layouts: bool,
 }
 
-/// Files in which the objects of a batch are, and where they are looked up.
-pub(super) struct InFiles<'a> {
-    pub files: &'a Files,
-    pub scope: LookupScope,
-}
-
 impl LookupScope {
     /// Whether there is only one place to look at.
     pub(super) fn is_single(self) -> bool {
@@ -151,14 +145,6 @@ impl LookupScope {
 }
 
 impl Files {
-    /// The files of a batch of objects.
-    pub(super) fn of_batch(&self) -> InFiles<'_> {
-        InFiles {
-            files: self,
-            scope: self.lookup_scope(),
-        }
-    }
-
     pub(super) fn lookup_scope(&self) -> LookupScope {
         let is_due = self.others.is_due();
         let (naming, layout) = self.others.get();
@@ -173,7 +159,7 @@ impl Files {
         &self,
         key: &'a ObjectKey,
         scope: LookupScope,
-    ) -> (Place, impl Iterator<Item = Place> + use<'a>) {
+    ) -> (FilePlace, impl Iterator<Item = FilePlace> + use<'a>) {
         let (naming, layout) = (self.naming, self.layout);
         // Keys of other groups have the same name in both releases.
         let is_in_other = scope.namings && key.object_group_id() == 0;
@@ -185,8 +171,8 @@ impl Files {
             .map(|other| (other, layout.other()));
         let others = [in_naming, in_layout, in_both].into_iter().flatten();
         (
-            Place::of(key, naming, layout),
-            others.map(|(naming, layout)| Place::of(key, naming, layout)),
+            FilePlace::of(key, naming, layout),
+            others.map(|(naming, layout)| FilePlace::of(key, naming, layout)),
         )
     }
 
@@ -208,7 +194,7 @@ impl Files {
     }
 
     /// Looks for names and layouts of this place from now on.
-    pub(super) fn found_at(&self, place: &Place) {
+    pub(super) fn found_at(&self, place: &FilePlace) {
         if place.naming != self.naming {
             self.others.naming.store(true, Ordering::Relaxed);
         }

@@ -9,10 +9,9 @@ use rustix::fs::{Advice, Mode, Stat};
 use rustix::io::Errno;
 
 use super::base::{is_file, open_direct};
-use super::files::{Files, InFiles, LookupScope, READ_FLAGS, count, read_end, size};
-use super::names::Place;
-use super::store::key_digest;
-use crate::io::{self, Batch, Move, Moved, Work};
+use super::files::{Files, LookupScope, READ_FLAGS, count, read_end, size};
+use super::names::FilePlace;
+use crate::io::{self, Begun, Move, Moved, Operation};
 use kvtier_l2::trailer::{self, BLOCK, Form, LEN, Trailer, form_of};
 use kvtier_l2::{ErrorKind, L2Error, LoadItem, Loaded};
 
@@ -28,11 +27,11 @@ enum Verdict {
     Unreadable,
 }
 
-/// File that is being read.
-pub(super) struct Reading {
-    /// Index of its place among those of its object.
+/// File that may have the object.
+struct Candidate {
+    /// Index of its place among those of the object.
     at: usize,
-    place: Place,
+    place: FilePlace,
     seen: Stat,
     form: Form,
     /// Bytes that are read into the destination; the rest is read into the tail.
@@ -41,80 +40,64 @@ pub(super) struct Reading {
     wanted: usize,
 }
 
-type Loads<'a> = Batch<InFiles<'a>, LoadItem, Reading, Loaded>;
-
-impl Files {
-    /// Loads objects; one result each.
-    pub(super) fn load_all(&self, items: Vec<LoadItem>) -> Vec<Result<Loaded, L2Error>> {
-        Loads::new(self.of_batch(), items).run(&*self.engine)
-    }
+/// Load of one object.
+struct FileLoad<'a> {
+    files: &'a Files,
+    item: LoadItem,
+    scope: LookupScope,
+    /// File that is being read.
+    candidate: Option<Candidate>,
 }
 
-impl Work for Loads<'_> {
-    fn next(&mut self) -> Option<Move> {
-        while let Some(item) = self.items.get(self.begun) {
-            let number = self.begun;
-            self.begun += 1;
-            if let Err(error) = item.to.check_len(item.object.len) {
-                self.results[number] = Err(error);
-                continue;
-            }
-            let mut tail = self.tails.pop().unwrap_or_default();
-            match self
-                .place
-                .files
-                .find(item, self.place.scope, 0, not_found(), &mut tail)
-            {
-                Ok((reading, file)) => {
-                    let (body, size) = (reading.body, Some(size(&reading.seen)));
-                    self.in_flight[number] = Some(reading);
-                    return Some(Move {
-                        number,
-                        file,
-                        at: 0,
-                        buffer: item.to.clone(),
-                        body,
-                        tail,
-                        size,
-                    });
-                }
-                Err(error) => {
-                    self.results[number] = Err(error);
-                    self.tails.push(tail);
-                }
-            }
-        }
-        None
-    }
+/// Loads objects; one result each.
+pub(super) fn load(files: &Files, items: Vec<LoadItem>) -> Vec<Result<Loaded, L2Error>> {
+    let scope = files.lookup_scope();
+    let loads = items.into_iter().map(|item| FileLoad {
+        files,
+        item,
+        scope,
+        candidate: None,
+    });
+    io::run(&*files.engine, loads)
+}
 
-    fn done(&mut self, one: Move, moved: Moved) {
-        let Move {
+impl Operation for FileLoad<'_> {
+    type Done = Loaded;
+
+    fn begin(&mut self, number: usize, tail: &mut Tail) -> Result<Begun<Loaded>, L2Error> {
+        self.item.to.check_len(self.item.object.len)?;
+        let miss = L2Error::new(ErrorKind::NotFound, "there is no such file");
+        let (candidate, file) = self.find(0, miss, tail)?;
+        let one = Move {
             number,
             file,
-            mut tail,
-            ..
-        } = one;
-        let Some(reading) = self.in_flight[number].take() else {
-            return;
+            at: 0,
+            buffer: self.item.to.clone(),
+            body: candidate.body,
+            tail: std::mem::take(tail),
+            size: Some(size(&candidate.seen)),
         };
-        let (files, item) = (self.place.files, &self.items[number]);
-        let read = files.judge(&reading, &file, &mut tail, item, moved);
-        self.results[number] = match read {
-            Err(error) if is_miss(&error) => {
-                files.load_from(item, self.place.scope, reading.at + 1, error, &mut tail)
-            }
-            read => read,
-        };
-        self.tails.push(tail);
+        self.candidate = Some(candidate);
+        Ok(Begun::Moving(one))
     }
 
-    fn lost(&mut self, number: usize) {
-        self.in_flight[number] = None;
+    /// Verifies the file, and reads those of the places behind it if it is not the object.
+    fn end(
+        mut self,
+        mut file: OwnedFd,
+        tail: &mut Tail,
+        mut moved: Moved,
+    ) -> Result<Loaded, L2Error> {
+        let mut candidate = self.candidate.take().ok_or_else(io::lost)?;
+        loop {
+            let miss = match self.judge(&candidate, &file, tail, moved) {
+                Err(error) if is_miss(&error) => error,
+                read => return read,
+            };
+            (candidate, file) = self.find(candidate.at + 1, miss, tail)?;
+            moved = self.read(&candidate, &file, tail);
+        }
     }
-}
-
-fn not_found() -> L2Error {
-    L2Error::new(ErrorKind::NotFound, "there is no such file")
 }
 
 /// Whether the object may be intact in another place.
@@ -125,46 +108,24 @@ fn is_miss(error: &L2Error) -> bool {
     )
 }
 
-impl Files {
-    /// Reads an object from the first of its places from `from` on that has it.
-    fn load_from(
-        &self,
-        item: &LoadItem,
-        scope: LookupScope,
-        mut from: usize,
-        mut miss: L2Error,
-        tail: &mut Tail,
-    ) -> Result<Loaded, L2Error> {
-        loop {
-            let (reading, file) = self.find(item, scope, from, miss, tail)?;
-            let moved = self.engine.read(
-                (file.as_fd(), 0),
-                &item.to,
-                reading.body,
-                tail,
-                size(&reading.seen),
-            );
-            match self.judge(&reading, &file, tail, item, moved) {
-                Err(error) if is_miss(&error) => (from, miss) = (reading.at + 1, error),
-                read => return read,
-            }
-        }
+impl FileLoad<'_> {
+    fn read(&self, candidate: &Candidate, file: &OwnedFd, tail: &mut Tail) -> Moved {
+        let (engine, size) = (&self.files.engine, size(&candidate.seen));
+        engine.read((file.as_fd(), 0), &self.item.to, candidate.body, tail, size)
     }
 
-    /// Opens the first candidate file from place `from` on; `miss` if there is none.
+    /// Opens the first candidate from place `from` on; `miss` if there is none.
     fn find(
         &self,
-        item: &LoadItem,
-        scope: LookupScope,
         from: usize,
         mut miss: L2Error,
         tail: &mut Tail,
-    ) -> Result<(Reading, OwnedFd), L2Error> {
-        let dir = self.base.dir();
-        let (place, others) = self.places(&item.object.key, scope);
+    ) -> Result<(Candidate, OwnedFd), L2Error> {
+        let dir = self.files.base.dir();
+        let (place, others) = self.files.places(&self.item.object.key, self.scope);
         let places = std::iter::once(place).chain(others);
         for (at, place) in places.enumerate().skip(from) {
-            match self.open(&dir, at, place, item, tail) {
+            match self.open(&dir, at, place, tail) {
                 Ok(Some(found)) => return Ok(found),
                 Ok(None) => {}
                 Err(error) if is_miss(&error) => miss = error,
@@ -179,12 +140,12 @@ impl Files {
         &self,
         dir: &OwnedFd,
         at: usize,
-        place: Place,
-        item: &LoadItem,
+        place: FilePlace,
         tail: &mut Tail,
-    ) -> Result<Option<(Reading, OwnedFd)>, L2Error> {
+    ) -> Result<Option<(Candidate, OwnedFd)>, L2Error> {
+        let (files, LoadItem { object, to }) = (self.files, &self.item);
         let refused = |error| io::refused("read", &place.path, error);
-        let is_direct = self.is_direct(&item.to);
+        let is_direct = files.is_direct(to);
         let file = match open_direct(dir, &place.path, READ_FLAGS, Mode::empty(), is_direct) {
             Ok(file) => file,
             // A link is not kvtier's.
@@ -200,24 +161,24 @@ impl Files {
         if !is_file(&seen) {
             return Ok(None);
         }
-        let form = match form_of(size(&seen), item.object.len, place.text_len(), self.align) {
-            Some(form) if !self.accepts(form, &item.object) => return Ok(None),
+        let form = match form_of(size(&seen), object.len, place.text_len(), files.align) {
+            Some(form) if !files.accepts(form, object) => return Ok(None),
             Some(form) => form,
             None => {
-                let verdict = self.judge_misfit(&file, &seen, &place, item)?;
+                let verdict = self.judge_misfit(&file, &seen, &place)?;
                 return self.finish(verdict, &place, &seen).map(|_| None);
             }
         };
-        if let Some(bytes) = self.read_ahead {
+        if let Some(bytes) = files.read_ahead {
             // Only advice.
             let bytes = std::num::NonZeroU64::new(bytes);
             let _ = rustix::fs::fadvise(&file, 0, bytes, Advice::WillNeed);
         }
         let block = if is_direct { BLOCK } else { 1 };
-        let body = item.object.len - item.object.len % block;
+        let body = object.len - object.len % block;
         let wanted = (size(&seen) - body) as usize;
         tail.resize(wanted.next_multiple_of(block as usize));
-        let reading = Reading {
+        let candidate = Candidate {
             at,
             place,
             seen,
@@ -225,51 +186,46 @@ impl Files {
             body,
             wanted,
         };
-        Ok(Some((reading, file)))
+        Ok(Some((candidate, file)))
     }
 
     /// Verifies the bytes that were read.
     fn judge(
         &self,
-        reading: &Reading,
+        candidate: &Candidate,
         file: &OwnedFd,
         tail: &mut Tail,
-        item: &LoadItem,
-        moved: Moved,
+        mut moved: Moved,
     ) -> Result<Loaded, L2Error> {
-        let moved = match moved {
-            Err(error) if self.direct && io::refuses_direct(&error) => {
-                self.note_not_direct(&error);
-                match io::leave_direct(file) {
-                    Ok(()) => {
-                        let size = size(&reading.seen);
-                        let (to, body) = (&item.to, reading.body);
-                        self.engine.read((file.as_fd(), 0), to, body, tail, size)
-                    }
-                    Err(_) => Err(error),
-                }
+        if let Err(error) = &moved
+            && self.files.direct
+            && io::refuses_direct(error)
+        {
+            self.files.note_not_direct(error);
+            if io::leave_direct(file).is_ok() {
+                moved = self.read(candidate, file, tail);
             }
-            moved => moved,
-        };
-        let verdict = self.verdict(reading, file, tail, item, moved)?;
-        let loaded = self.finish(verdict, &reading.place, &reading.seen)?;
-        self.found_at(&reading.place);
+        }
+        let verdict = self.verdict(candidate, file, tail, moved)?;
+        let loaded = self.finish(verdict, &candidate.place, &candidate.seen)?;
+        self.files.found_at(&candidate.place);
         Ok(loaded)
     }
 
     /// Handles a verdict.
-    fn finish(&self, verdict: Verdict, place: &Place, seen: &Stat) -> Result<Loaded, L2Error> {
+    fn finish(&self, verdict: Verdict, place: &FilePlace, seen: &Stat) -> Result<Loaded, L2Error> {
+        let files = self.files;
         match verdict {
             Verdict::Object(loaded) => Ok(loaded),
             Verdict::OtherLayout => {
-                count(&self.counters.other_layout);
+                count(&files.counters.other_layout);
                 let message = format!("{:?} is of another layout", shown_path(&place.path));
                 Err(L2Error::new(ErrorKind::NotFound, message))
             }
             Verdict::OtherVersion(version) => {
-                if self.counters.other_version.fetch_add(1, Ordering::Relaxed) == 0 {
+                if files.counters.other_version.fetch_add(1, Ordering::Relaxed) == 0 {
                     tracing::info!(
-                        base_path = %self.base.path().display(),
+                        base_path = %files.base.path().display(),
                         version,
                         "files of another release found; they are misses until stores replace them"
                     );
@@ -278,29 +234,31 @@ impl Files {
                 Err(L2Error::new(ErrorKind::NotFound, message))
             }
             Verdict::Unreadable => {
-                count(&self.counters.unreadable);
-                self.unreadable.add(seen);
+                count(&files.counters.unreadable);
+                files.unreadable.insert(&self.item.object.key);
                 let message = format!("the disk failed to read {:?}", shown_path(&place.path));
                 Err(L2Error::new(ErrorKind::Unreadable, message))
             }
-            Verdict::Damaged(why) => Err(self.quarantine(&self.base.dir(), &place.path, seen, why)),
+            Verdict::Damaged(why) => {
+                Err(files.quarantine(&files.base.dir(), &place.path, seen, why))
+            }
         }
     }
 
     fn verdict(
         &self,
-        reading: &Reading,
+        candidate: &Candidate,
         file: &OwnedFd,
         tail: &[u8],
-        item: &LoadItem,
         moved: Moved,
     ) -> Result<Verdict, L2Error> {
-        let Reading {
+        let Candidate {
             place, form, body, ..
-        } = reading;
-        let (len, size) = (item.object.len, size(&reading.seen));
+        } = candidate;
+        let LoadItem { object, to } = &self.item;
+        let (len, size) = (object.len, size(&candidate.seen));
         let (tail, sum) = match moved {
-            Ok((read, sum)) if read >= size => (&tail[..reading.wanted], sum),
+            Ok((read, sum)) if read >= size => (&tail[..candidate.wanted], sum),
             Ok(_) => return Ok(Verdict::Damaged("became shorter while it was read")),
             Err(error) if io::reason(&error).is_some_and(io::is_unreadable) => {
                 return Ok(Verdict::Unreadable);
@@ -308,9 +266,9 @@ impl Files {
             Err(error) => return Err(io::failed("read", &place.path, &error)),
         };
         let rest = (len - body) as usize;
-        item.to.write(*body, &tail[..rest])?;
+        to.write(*body, &tail[..rest])?;
         if *form == Form::Bare {
-            return self.judge_bare(file, size, place, item);
+            return self.judge_bare(file, size, place);
         }
         let Some(trailer) = Trailer::decode(tail) else {
             return Ok(Verdict::Damaged("has a damaged trailer"));
@@ -320,15 +278,15 @@ impl Files {
         }
         let text = place.text.as_deref().unwrap_or_default();
         let before = &tail[rest..tail.len() - LEN];
-        if trailer.key != key_digest(place, &item.object) || !before.ends_with(text.as_bytes()) {
+        if trailer.key != place.digest(object) || !before.ends_with(text.as_bytes()) {
             return Ok(Verdict::Damaged("is of another object"));
         }
-        if !trailer.is_of(&item.object, trailer.key) {
+        if !trailer.is_of(object, trailer.key) {
             return Ok(Verdict::OtherLayout);
         }
         let sum = match sum {
             Some(sum) if rest == 0 => sum,
-            _ => item.to.checksum()?,
+            _ => to.checksum()?,
         };
         if trailer.data != sum {
             return Ok(Verdict::Damaged("does not have the bytes that were stored"));
@@ -337,24 +295,18 @@ impl Files {
     }
 
     /// Verifies a file without a trailer: LMCache's, or a file of kvtier of another length.
-    fn judge_bare(
-        &self,
-        file: &OwnedFd,
-        size: u64,
-        place: &Place,
-        item: &LoadItem,
-    ) -> Result<Verdict, L2Error> {
-        Ok(match self.trailer_at_end(file, size) {
+    fn judge_bare(&self, file: &OwnedFd, size: u64, place: &FilePlace) -> Result<Verdict, L2Error> {
+        Ok(match trailer_at_end(file, size) {
             Err(error) if io::is_unreadable(error) => Verdict::Unreadable,
             Err(error) => return Err(io::refused("read", &place.path, error)),
             Ok(None) => {
-                count(&self.counters.unverified);
+                count(&self.files.counters.unverified);
                 Verdict::Object(Loaded { verified: false })
             }
             Ok(Some(trailer)) if trailer.version != trailer::VERSION => {
                 Verdict::OtherVersion(trailer.version)
             }
-            Ok(Some(trailer)) if trailer.key == key_digest(place, &item.object) => {
+            Ok(Some(trailer)) if trailer.key == place.digest(&self.item.object) => {
                 Verdict::OtherLayout
             }
             Ok(Some(_)) => Verdict::Damaged("is of another object"),
@@ -366,16 +318,15 @@ impl Files {
         &self,
         file: &OwnedFd,
         seen: &Stat,
-        place: &Place,
-        item: &LoadItem,
+        place: &FilePlace,
     ) -> Result<Verdict, L2Error> {
-        let key = key_digest(place, &item.object);
+        let object = &self.item.object;
+        let key = place.digest(object);
         // A padded one may be the object itself, padded for another alignment.
-        let is_padded = self.align > 1;
-        let is_other = |trailer: Trailer| {
-            trailer.key == key && (is_padded || !trailer.is_of(&item.object, key))
-        };
-        Ok(match self.trailer_at_end(file, size(seen)) {
+        let is_padded = self.files.align > 1;
+        let is_other =
+            |trailer: Trailer| trailer.key == key && (is_padded || !trailer.is_of(object, key));
+        Ok(match trailer_at_end(file, size(seen)) {
             Err(error) if io::is_unreadable(error) => Verdict::Unreadable,
             Err(error) => return Err(io::refused("read", &place.path, error)),
             Ok(Some(trailer)) if trailer.version != trailer::VERSION => {
@@ -385,12 +336,12 @@ impl Files {
             Ok(_) => Verdict::Damaged("has a wrong length"),
         })
     }
+}
 
-    fn trailer_at_end(&self, file: &OwnedFd, size: u64) -> Result<Option<Trailer>, Errno> {
-        if io::is_direct(file) {
-            // The end is not aligned to a block.
-            io::leave_direct(file)?;
-        }
-        Ok(read_end(file, size, 0)?.map(|(trailer, _)| trailer))
+fn trailer_at_end(file: &OwnedFd, size: u64) -> Result<Option<Trailer>, Errno> {
+    if io::is_direct(file) {
+        // The end is not aligned to a block.
+        io::leave_direct(file)?;
     }
+    Ok(read_end(file, size, 0)?.map(|(trailer, _)| trailer))
 }

@@ -20,7 +20,6 @@ mod store;
 #[cfg(test)]
 mod tests;
 mod unnamed;
-mod unreadable;
 mod walk;
 
 use std::sync::Arc;
@@ -31,15 +30,14 @@ use serde_json::{Value, json};
 use tokio::sync::mpsc;
 
 use crate::io::choice::{self, Choice};
-use crate::io::pool::{Lane, NotDone, Pool};
+use crate::io::pool::{IoClass, NotDone, Pool};
 use base::Base;
 use files::{Counters, Files, Others};
 use kvtier_l2::{
-    Adapter, BoxFuture, Capabilities, ErrorKind, L2Error, ListPage, Listed, LoadItem, Loaded,
-    ObjectSpec, Recovered, StoreItem, Stored, redact,
+    Adapter, BoxFuture, Capabilities, ErrorKind, KeySet, L2Error, ListPage, Listed, LoadItem,
+    Loaded, ObjectSpec, Recovered, StoreItem, Stored, redact,
 };
 use unnamed::Unnamed;
-use unreadable::Unreadable;
 use walk::{Page, Position, no_position};
 
 pub use crate::io::choice::IoEngine;
@@ -134,7 +132,7 @@ impl FsAdapter {
             read_ahead: options.read_ahead_size,
             others: Others::default(),
             counters: Counters::default(),
-            unreadable: Unreadable::default(),
+            unreadable: KeySet::default(),
         };
         files.unnamed.probe(&files.base);
         let workers = options.num_workers.max(1);
@@ -151,7 +149,7 @@ impl FsAdapter {
     /// Runs `work` for all items on the pool; an item whose work panicked or was not started fails alone.
     async fn each<T, R>(
         &self,
-        lane: Lane,
+        class: IoClass,
         items: Vec<T>,
         pieces: (usize, usize),
         work: impl Fn(&Files, Vec<T>) -> Vec<Result<R, L2Error>> + Send + Sync + 'static,
@@ -166,7 +164,7 @@ impl FsAdapter {
         let files = Arc::clone(&self.files);
         let done = self
             .pool
-            .map(lane, items, pieces, move |items| work(&files, items))
+            .map(class, items, pieces, move |items| work(&files, items))
             .await;
         done.into_iter()
             .map(|result| result.unwrap_or_else(|NotDone| Err(not_done())))
@@ -187,7 +185,7 @@ impl FsAdapter {
         let walk = move || {
             let mut at = Some(Position::START);
             while let Some(from) = at {
-                let page = files.page(from, SCAN_PAGE);
+                let page = walk::page(&files, from, SCAN_PAGE);
                 at = page.as_ref().ok().and_then(|page| page.next);
                 if pages.blocking_send(page).is_err() {
                     return;
@@ -237,23 +235,25 @@ impl Adapter for FsAdapter {
             return Box::pin(async move { batch.iter().map(|_| Err(read_only())).collect() });
         }
         let is_failing = Arc::clone(&self.is_failing);
-        Box::pin(self.each(Lane::Store, batch, (1, 16), move |files, items| {
-            let stored = files.store_all(items);
-            for stored in &stored {
-                let is_refused = |error: &L2Error| {
-                    matches!(error.kind(), ErrorKind::Unavailable | ErrorKind::Refused)
-                };
-                let has_failed = stored.as_ref().is_err_and(is_refused);
-                is_failing.store(has_failed, Ordering::Relaxed);
-            }
-            stored
-        }))
+        Box::pin(
+            self.each(IoClass::Store, batch, (1, 16), move |files, items| {
+                let stored = store::store(files, items);
+                for stored in &stored {
+                    let is_refused = |error: &L2Error| {
+                        matches!(error.kind(), ErrorKind::Unavailable | ErrorKind::Refused)
+                    };
+                    let has_failed = stored.as_ref().is_err_and(is_refused);
+                    is_failing.store(has_failed, Ordering::Relaxed);
+                }
+                stored
+            }),
+        )
     }
 
     fn lookup(&self, batch: Vec<ObjectSpec>) -> BoxFuture<'_, Result<Vec<Option<u64>>, L2Error>> {
         Box::pin(async move {
             let found = self
-                .each(Lane::Read, batch, (32, 256), |files, batch| {
+                .each(IoClass::Read, batch, (32, 256), |files, batch| {
                     files.lookup(&batch)
                 })
                 .await;
@@ -271,14 +271,14 @@ impl Adapter for FsAdapter {
     }
 
     fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>> {
-        Box::pin(self.each(Lane::Read, batch, (1, 16), Files::load_all))
+        Box::pin(self.each(IoClass::Read, batch, (1, 16), load::load))
     }
 
     fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
         if self.files.base.is_read_only() {
             return Box::pin(async move { keys.iter().map(|_| Err(read_only())).collect() });
         }
-        Box::pin(self.each(Lane::Read, keys, (8, 64), |files, keys| {
+        Box::pin(self.each(IoClass::Read, keys, (8, 64), |files, keys| {
             keys.iter().map(|key| files.delete(key)).collect()
         }))
     }
@@ -295,7 +295,7 @@ impl Adapter for FsAdapter {
             let (files, limit) = (Arc::clone(&self.files), limit.min(MAX_LIST_PAGE));
             let page = self
                 .pool
-                .run(Lane::Read, move || files.page(at, limit))
+                .run(IoClass::Read, move || walk::page(&files, at, limit))
                 .await;
             let page = page.await.map_err(|_| not_done())??;
             Ok(ListPage {
@@ -339,11 +339,12 @@ impl Adapter for FsAdapter {
                 return Ok(recovered);
             }
             let files = Arc::clone(&self.files);
-            let removed = self.pool.run(Lane::Read, move || {
-                let inside = files.base.temporary();
+            let removed = self.pool.run(IoClass::Read, move || {
+                let base = &files.base;
                 // First the files, then the names of their writers, which are in the base.
-                let inside = files.remove_stale(inside, &files.temporary_names());
-                inside + files.remove_stale("", &temporary)
+                let names = walk::temporary_names(base);
+                let inside = walk::remove_stale(base, base.temporary(), &names);
+                inside + walk::remove_stale(base, "", &temporary)
             });
             recovered.removed = removed.await.await.map_err(|_| not_done())?;
             Ok(recovered)
@@ -358,7 +359,10 @@ impl Adapter for FsAdapter {
         Box::pin(async move {
             // A remote file system can take as long as for a read.
             let files = Arc::clone(&self.files);
-            let free = self.pool.run(Lane::Read, move || files.free_bytes()).await;
+            let free = self
+                .pool
+                .run(IoClass::Read, move || files.free_bytes())
+                .await;
             free.await.map_err(|_| not_done())
         })
     }

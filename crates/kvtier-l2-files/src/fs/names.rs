@@ -7,6 +7,7 @@
 use kvtier_core::object_key::{KeyShape, ObjectKey};
 
 use super::naming::Naming;
+use kvtier_l2::ObjectSpec;
 
 /// First character of a name that is a hash.
 const HASHED: char = '#';
@@ -34,7 +35,7 @@ pub enum Layout {
 
 /// Place of an object's file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct FilePlace {
     /// Path relative to the base directory.
     pub path: String,
     /// Text of the key if the name is a hash.
@@ -43,9 +44,17 @@ pub(super) struct Place {
     pub layout: Layout,
 }
 
-impl Place {
+impl FilePlace {
     pub(super) fn text_len(&self) -> usize {
         self.text.as_ref().map_or(0, String::len)
+    }
+
+    /// Returns the digest in the trailer of an object there.
+    pub(super) fn digest(&self, object: &ObjectSpec) -> u128 {
+        match &self.text {
+            Some(text) => kvtier_memory::checksum::checksum128(text.as_bytes()),
+            None => kvtier_l2::key_digest(&object.key),
+        }
     }
 
     pub(super) fn of(key: &ObjectKey, naming: Naming, layout: Layout) -> Self {
@@ -190,7 +199,7 @@ mod tests {
             ),
         ] {
             let key = key("m/x", group, salt);
-            let place = Place::of(&key, shape, Layout::Flat);
+            let place = FilePlace::of(&key, shape, Layout::Flat);
             assert_eq!(
                 (place.path.as_str(), &place.text),
                 (expected.as_str(), &None)
@@ -199,7 +208,7 @@ mod tests {
                 parse(&expected),
                 Named::Object(Box::new(key.clone()), shape)
             );
-            let sharded = Place::of(&key, shape, Layout::Sharded);
+            let sharded = FilePlace::of(&key, shape, Layout::Sharded);
             assert_eq!(sharded.path, format!("ab/ab/{expected}"));
         }
     }
@@ -217,7 +226,7 @@ mod tests {
             ),
         ] {
             let key = key(org, group, salt);
-            let place = Place::of(&key, naming, Layout::Sharded);
+            let place = FilePlace::of(&key, naming, Layout::Sharded);
             assert_eq!(
                 (place.path, place.text),
                 (format!("ab/ab/{expected}"), None)
@@ -240,7 +249,7 @@ mod tests {
                 ObjectKey::new(hash, model, ranks[at], groups[at], salts[at].as_str()).unwrap()
             });
             for naming in Naming::ALL {
-                let [one, other] = [0, 1].map(|at| Place::of(&keys[at], naming, Layout::Flat));
+                let [one, other] = [0, 1].map(|at| FilePlace::of(&keys[at], naming, Layout::Flat));
                 proptest::prop_assert_eq!(one.path == other.path, keys[0] == keys[1]);
                 let found = match parse(&one.path) {
                     Named::Object(key, _) => *key,
@@ -266,13 +275,13 @@ mod tests {
             key(".kvtier-tmp-1", 0, ""),
             key("x", 0, &"é".repeat(128)),
         ] {
-            let place = Place::of(&odd, Naming::Grouped, Layout::Flat);
+            let place = FilePlace::of(&odd, Naming::Grouped, Layout::Flat);
             assert_eq!(place.text.as_deref(), Some(key_text(&odd).as_str()));
             assert!(place.path.starts_with('#') && place.path.len() <= NAME_MAX);
             assert_eq!(parse(&place.path), Named::Hashed);
         }
         let fits = key(&"m".repeat(40), 0, &salt);
-        let place = Place::of(&fits, Naming::Grouped, Layout::Flat);
+        let place = FilePlace::of(&fits, Naming::Grouped, Layout::Flat);
         assert_eq!((place.path.len() <= NAME_MAX, place.text), (true, None));
     }
 
@@ -284,7 +293,7 @@ mod tests {
         // Longer than any that the server takes.
         let key = key(&"m".repeat(4096), u32::MAX, &salt);
         for layout in [Layout::Flat, Layout::Sharded] {
-            let place = Place::of(&key, Naming::Grouped, layout);
+            let place = FilePlace::of(&key, Naming::Grouped, layout);
             assert!(place.path.rsplit('/').all(|part| part.len() <= NAME_MAX));
             // It has to fit a number of 16 bits in the trailer.
             assert!(u16::try_from(place.text_len()).is_ok());

@@ -11,12 +11,12 @@ use rustix::io::Errno;
 
 use super::base::{self, Temporary, is_file};
 use super::beneath;
-use super::files::{Files, InFiles, LookupScope, READ_FLAGS, count, read_end, size, stat};
-use super::names::Place;
+use super::files::{Files, LookupScope, READ_FLAGS, count, read_end, size, stat};
+use super::names::FilePlace;
 use super::options::Fsync;
-use crate::io::{self, Batch, Move, Moved, Work};
+use crate::io::{self, Begun, Move, Moved, Operation};
 use kvtier_l2::trailer::{BLOCK, Form, LEN, Trailer, file_len, form_of};
-use kvtier_l2::{ErrorKind, L2Error, ObjectSpec, StoreItem, Stored};
+use kvtier_l2::{ErrorKind, L2Error, StoreItem, Stored};
 
 /// Largest object that is written without a lookup before, if naming the file shows whether it was there.
 const MAX_UNCHECKED_BYTES: u64 = 64 << 10;
@@ -52,12 +52,22 @@ impl From<L2Error> for Failed {
     }
 }
 
-/// Object that is being stored.
-pub(super) struct Storing {
+/// Stores objects; one result each.
+pub(super) fn store(files: &Files, items: Vec<StoreItem>) -> Vec<Result<Stored, L2Error>> {
+    let scope = files.lookup_scope();
+    let stores = items.into_iter();
+    let stores = stores.map(|item| FileStore::new(files, item, scope));
+    io::run(&*files.engine, stores)
+}
+
+/// Store of one object.
+struct FileStore<'a> {
+    files: &'a Files,
+    item: StoreItem,
     dir: Arc<OwnedFd>,
-    place: Place,
+    place: FilePlace,
     /// Other places where it may be.
-    others: Vec<Place>,
+    others: Vec<FilePlace>,
     /// Whether to check its place first, and whether to replace the file there.
     looks: bool,
     replaces: bool,
@@ -70,273 +80,211 @@ pub(super) struct Storing {
     body: u64,
 }
 
-type Stores<'a> = Batch<InFiles<'a>, StoreItem, Storing, Stored>;
-
-impl Files {
-    /// Stores objects; one result each.
-    pub(super) fn store_all(&self, items: Vec<StoreItem>) -> Vec<Result<Stored, L2Error>> {
-        Stores::new(self.of_batch(), items).run(&*self.engine)
-    }
-}
-
-impl Work for Stores<'_> {
-    fn next(&mut self) -> Option<Move> {
-        while let Some(item) = self.items.get(self.begun) {
-            let number = self.begun;
-            self.begun += 1;
-            let mut tail = self.tails.pop().unwrap_or_default();
-            let begun = self
-                .place
-                .files
-                .storing(item, self.place.scope)
-                .and_then(|mut storing| {
-                    let begun = self.place.files.begin(&mut storing, item, &mut tail)?;
-                    Ok((storing, begun))
-                });
-            let result = match begun {
-                Ok((storing, Begun::Writing(file))) => {
-                    let body = storing.body;
-                    self.in_flight[number] = Some(storing);
-                    return Some(Move {
-                        number,
-                        file,
-                        at: 0,
-                        buffer: item.from.clone(),
-                        body,
-                        tail,
-                        size: None,
-                    });
-                }
-                Ok((_, Begun::There(bytes))) => Ok(Stored::AlreadyThere(bytes)),
-                Err(error) => Err(error),
-            };
-            self.results[number] = result;
-            self.tails.push(tail);
-        }
-        None
-    }
-
-    fn done(&mut self, one: Move, moved: Moved) {
-        let Move {
-            number,
-            file,
-            mut tail,
-            ..
-        } = one;
-        let Some(mut storing) = self.in_flight[number].take() else {
-            return;
-        };
-        let (files, item) = (self.place.files, &self.items[number]);
-        self.results[number] = files.store(&mut storing, item, &mut tail, file, moved);
-        self.tails.push(tail);
-    }
-
-    fn lost(&mut self, number: usize) {
-        if let Some(Storing {
-            dir,
-            name: Some(name),
-            ..
-        }) = self.in_flight[number].take()
-        {
-            let _ = beneath::unlink(&dir, &name);
-        }
-    }
-}
-
 /// State of a store before its bytes are written.
-enum Begun {
+enum Created {
     /// The object is there; the bytes of its file.
-    There(u64),
-    Writing(OwnedFd),
+    Already(u64),
+    File(OwnedFd),
 }
 
-impl Files {
-    fn storing(&self, item: &StoreItem, scope: LookupScope) -> Result<Storing, L2Error> {
-        let object = &item.object;
-        item.from.check_len(object.len)?;
-        let (place, others) = self.places(&object.key, scope);
+impl Operation for FileStore<'_> {
+    type Done = Stored;
+
+    fn begin(&mut self, number: usize, tail: &mut Tail) -> Result<Begun<Stored>, L2Error> {
+        self.item.from.check_len(self.item.object.len)?;
+        Ok(match self.create(tail)? {
+            Created::Already(bytes) => Begun::Done(Stored::AlreadyThere(bytes)),
+            Created::File(file) => Begun::Moving(Move {
+                number,
+                file,
+                at: 0,
+                buffer: self.item.from.clone(),
+                body: self.body,
+                tail: std::mem::take(tail),
+                size: None,
+            }),
+        })
+    }
+
+    /// Names the file after its bytes are written, and starts again after a conflict.
+    fn end(
+        mut self,
+        mut file: OwnedFd,
+        tail: &mut Tail,
+        mut moved: Moved,
+    ) -> Result<Stored, L2Error> {
+        loop {
+            match self.name(file, tail, moved) {
+                Ok(()) => {
+                    if self.replaces {
+                        count(&self.files.counters.replaced);
+                    }
+                    return Ok(Stored::Written(self.body + tail.len() as u64));
+                }
+                Err(Failed::Taken) => self.looks = true,
+                Err(Failed::NoDirectory) => self.restore()?,
+                // This holds for all files.
+                Err(Failed::Apart) if !self.is_beside => {
+                    self.files.create_in_place.store(true, Ordering::Relaxed);
+                }
+                Err(Failed::Apart) => return Err(self.refused("name", Errno::XDEV)),
+                Err(Failed::Error(error)) => return Err(error),
+            }
+            file = match self.create(tail)? {
+                Created::File(file) => file,
+                Created::Already(bytes) => return Ok(Stored::AlreadyThere(bytes)),
+            };
+            moved = self.write(&file, tail);
+        }
+    }
+
+    fn lost(self) {
+        if let Some(name) = self.name {
+            let _ = beneath::unlink(&self.dir, &name);
+        }
+    }
+}
+
+impl<'a> FileStore<'a> {
+    fn new(files: &'a Files, item: StoreItem, scope: LookupScope) -> Self {
+        let (place, others) = files.places(&item.object.key, scope);
+        let others = others.collect();
         // Writing a small object is cheaper than a lookup.
-        let is_blind =
-            scope.is_single() && object.len <= MAX_UNCHECKED_BYTES && self.unnamed.is_possible();
-        Ok(Storing {
-            dir: self.base.current(),
+        let is_small = item.object.len <= MAX_UNCHECKED_BYTES;
+        let is_blind = scope.is_single() && is_small && files.unnamed.is_possible();
+        Self {
+            files,
+            item,
+            dir: files.base.current(),
             place,
-            others: others.collect(),
+            others,
             looks: !is_blind,
             replaces: false,
             tries: 0,
             is_beside: false,
             name: None,
             body: 0,
-        })
+        }
     }
 
     /// Creates the file unless the object is there.
-    fn begin(
-        &self,
-        storing: &mut Storing,
-        item: &StoreItem,
-        tail: &mut Tail,
-    ) -> Result<Begun, L2Error> {
-        let object = &item.object;
-        while storing.tries < MAX_ATTEMPTS {
-            storing.tries += 1;
-            storing.is_beside = self.create_in_place.load(Ordering::Relaxed);
+    fn create(&mut self, tail: &mut Tail) -> Result<Created, L2Error> {
+        while self.tries < MAX_ATTEMPTS {
+            self.tries += 1;
+            self.is_beside = self.files.create_in_place.load(Ordering::Relaxed);
             // Such a file is renamed, which does not show whether another was there.
-            storing.looks |= storing.is_beside;
-            let place = &storing.place;
-            if storing.looks {
-                match self.there(&storing.dir, place, object)? {
+            self.looks |= self.is_beside;
+            if self.looks {
+                match self.there(&self.place)? {
                     There::Nothing => {}
-                    There::Object(bytes) => return Ok(Begun::There(bytes)),
+                    There::Object(bytes) => return Ok(Created::Already(bytes)),
                     // Its own place is looked up first, so the file there has to be the object.
-                    There::Other => storing.replaces = true,
+                    There::Other => self.replaces = true,
                     There::Foreign => {
-                        let message =
-                            format!("in the place of {:?} is no file", shown_path(&place.path));
+                        let message = format!(
+                            "in the place of {:?} is no file",
+                            shown_path(&self.place.path)
+                        );
                         return Err(L2Error::new(ErrorKind::Refused, message));
                     }
                 }
             }
-            for other in storing.others.iter().filter(|_| !storing.replaces) {
-                if let There::Object(bytes) = self.there(&storing.dir, other, object)? {
-                    self.found_at(other);
-                    return Ok(Begun::There(bytes));
+            for other in self.others.iter().filter(|_| !self.replaces) {
+                if let There::Object(bytes) = self.there(other)? {
+                    self.files.found_at(other);
+                    return Ok(Created::Already(bytes));
                 }
             }
-            let direct = self.is_direct(&item.from);
-            storing.body = self.tail(place, item, direct, tail)?;
-            match self.make(storing, direct) {
+            let direct = self.files.is_direct(&self.item.from);
+            self.body = self.fill(tail, direct)?;
+            match self.make(direct) {
                 Ok((file, name)) => {
-                    storing.name = name;
-                    return Ok(Begun::Writing(file));
+                    self.name = name;
+                    return Ok(Created::File(file));
                 }
-                Err(Errno::NOENT) => self.restore(storing)?,
-                Err(error) => return Err(io::refused("make a file for", &place.path, error)),
+                Err(Errno::NOENT) => self.restore()?,
+                Err(error) => return Err(self.refused("make a file for", error)),
             }
         }
         let message = format!(
             "the directory of {:?} is removed, or the file made, again and again",
-            shown_path(&storing.place.path)
+            shown_path(&self.place.path)
         );
         Err(L2Error::new(ErrorKind::Unavailable, message))
     }
 
-    /// Names the file after its bytes are written, and starts again after a conflict.
-    fn store(
-        &self,
-        storing: &mut Storing,
-        item: &StoreItem,
-        tail: &mut Tail,
-        mut file: OwnedFd,
-        mut moved: Moved,
-    ) -> Result<Stored, L2Error> {
-        loop {
-            match self.end(storing, item, tail, file, moved) {
-                Ok(()) => {
-                    if storing.replaces {
-                        count(&self.counters.replaced);
-                    }
-                    return Ok(Stored::Written(storing.body + tail.len() as u64));
-                }
-                Err(Failed::Taken) => storing.looks = true,
-                Err(Failed::NoDirectory) => self.restore(storing)?,
-                // This holds for all files.
-                Err(Failed::Apart) if !storing.is_beside => {
-                    self.create_in_place.store(true, Ordering::Relaxed);
-                }
-                Err(Failed::Apart) => {
-                    let path = &storing.place.path;
-                    return Err(io::refused("name", path, Errno::XDEV));
-                }
-                Err(Failed::Error(error)) => return Err(error),
-            }
-            file = match self.begin(storing, item, tail)? {
-                Begun::Writing(file) => file,
-                Begun::There(bytes) => return Ok(Stored::AlreadyThere(bytes)),
-            };
-            let written = self
-                .engine
-                .write((file.as_fd(), 0), &item.from, storing.body, tail);
-            moved = written.map(|()| (0, None));
-        }
+    fn refused(&self, action: &str, error: Errno) -> L2Error {
+        io::refused(action, &self.place.path, error)
     }
 
-    fn restore(&self, storing: &mut Storing) -> Result<(), L2Error> {
-        let made = self.base.restored();
-        storing.dir = made.map_err(|error| io::refused("make", "the base directory", error))?;
+    fn write(&self, file: &OwnedFd, tail: &[u8]) -> Moved {
+        let (engine, file) = (&self.files.engine, (file.as_fd(), 0));
+        let written = engine.write(file, &self.item.from, self.body, tail);
+        written.map(|()| (0, None))
+    }
+
+    fn restore(&mut self) -> Result<(), L2Error> {
+        let made = self.files.base.restored();
+        self.dir = made.map_err(|error| io::refused("make", "the base directory", error))?;
         Ok(())
     }
 
-    /// Names and closes the file.
-    fn end(
-        &self,
-        storing: &mut Storing,
-        item: &StoreItem,
-        tail: &[u8],
-        file: OwnedFd,
-        moved: Moved,
-    ) -> Result<(), Failed> {
-        let (dir, place) = (&storing.dir, &storing.place);
-        let name = storing.name.take();
-        let written = self
-            .written(&file, place, item, (storing.body, tail), moved)
+    /// Checks, names and closes the written file.
+    fn name(&mut self, file: OwnedFd, tail: &[u8], moved: Moved) -> Result<(), Failed> {
+        let name = self.name.take();
+        let named = self
+            .check(&file, tail, moved)
             .map_err(Failed::Error)
-            .and_then(|()| self.publish(dir, file, name.as_deref(), place));
-        if let (Err(_), Some(name)) = (&written, name) {
-            let _ = beneath::unlink(dir, &name);
+            .and_then(|()| self.publish(file, name.as_deref()));
+        if let (Err(_), Some(name)) = (&named, name) {
+            let _ = beneath::unlink(&self.dir, &name);
         }
-        written
+        named
     }
 
     /// Creates the file to write to; returns its temporary name if it has one.
-    fn make(&self, storing: &Storing, direct: bool) -> Result<(OwnedFd, Option<String>), Errno> {
-        let (dir, place) = (&storing.dir, &storing.place.path);
-        if storing.is_beside {
+    fn make(&self, direct: bool) -> Result<(OwnedFd, Option<String>), Errno> {
+        let (dir, place) = (&self.dir, &self.place.path);
+        let (base, unnamed) = (&self.files.base, &self.files.unnamed);
+        let inside = if self.is_beside {
             base::make_parents(dir, place)?;
-            let inside = &place[..place.rfind('/').map_or(0, |at| at + 1)];
-            let Temporary { path, file } = self.base.create(dir, inside, OFlags::WRONLY, direct)?;
-            return Ok((file, Some(path)));
-        }
-        if !storing.replaces && self.unnamed.is_possible() {
-            match self.unnamed.create(dir, direct) {
-                Ok(file) => return Ok((file, None)),
-                // The directory is another one than at the start.
-                Err(Errno::OPNOTSUPP | Errno::ISDIR) => self.unnamed.disable(),
-                // File systems differ in the error for a removed directory; the other way shows it.
-                Err(_) => {}
+            &place[..place.rfind('/').map_or(0, |at| at + 1)]
+        } else {
+            if !self.replaces && unnamed.is_possible() {
+                match unnamed.create(dir, direct) {
+                    Ok(file) => return Ok((file, None)),
+                    // The directory is another one than at the start.
+                    Err(Errno::OPNOTSUPP | Errno::ISDIR) => unnamed.disable(),
+                    // File systems differ in the error for a removed directory; the other way shows it.
+                    Err(_) => {}
+                }
             }
-        }
-        let inside = self.base.temporary();
-        let Temporary { path, file } = self.base.create(dir, inside, OFlags::WRONLY, direct)?;
+            base.temporary()
+        };
+        let Temporary { path, file } = base.create(dir, inside, OFlags::WRONLY, direct)?;
         Ok((file, Some(path)))
     }
 
-    /// Returns the tail, and the bytes of the object before it.
-    fn tail(
-        &self,
-        place: &Place,
-        item: &StoreItem,
-        direct: bool,
-        tail: &mut Tail,
-    ) -> Result<u64, L2Error> {
-        let object = &item.object;
-        let text = place.text.as_deref().unwrap_or_default();
+    /// Fills the tail; returns the bytes of the object before it.
+    fn fill(&self, tail: &mut Tail, direct: bool) -> Result<u64, L2Error> {
+        let StoreItem { object, from } = &self.item;
+        let text = self.place.text.as_deref().unwrap_or_default();
         let text_len = u16::try_from(text.len()).map_err(|_| {
             let message = format!("a key of {} bytes is too long", text.len());
             L2Error::new(ErrorKind::Refused, message)
         })?;
         let trailer = Trailer {
             text_len,
-            key: key_digest(place, object),
-            ..Trailer::new(object, item.from.checksum()?)
+            key: self.place.digest(object),
+            ..Trailer::new(object, from.checksum()?)
         };
         let rest = if direct { object.len % BLOCK } else { 0 };
         let body = object.len - rest;
-        tail.resize((file_len(object.len, text.len(), self.align, direct) - body) as usize);
+        let len = file_len(object.len, text.len(), self.files.align, direct);
+        tail.resize((len - body) as usize);
         tail.fill(0);
         let mut unaligned = Vec::new();
-        item.from.read_into(body, rest, &mut unaligned)?;
+        from.read_into(body, rest, &mut unaligned)?;
         tail[..unaligned.len()].copy_from_slice(&unaligned);
         let end_at = tail.len() - LEN;
         let (before, end) = tail.split_at_mut(end_at);
@@ -347,111 +295,81 @@ impl Files {
     }
 
     /// Checks the result of a write and syncs the file if configured.
-    fn written(
-        &self,
-        file: &OwnedFd,
-        place: &Place,
-        item: &StoreItem,
-        (body, tail): (u64, &[u8]),
-        moved: Moved,
-    ) -> Result<(), L2Error> {
-        let refused = |error| io::refused("write", &place.path, error);
-        let mut written = moved.map(|_| ());
-        if let Err(error) = &written
-            && self.direct
+    fn check(&self, file: &OwnedFd, tail: &[u8], mut moved: Moved) -> Result<(), L2Error> {
+        if let Err(error) = &moved
+            && self.files.direct
             && io::refuses_direct(error)
         {
-            self.note_not_direct(error);
-            io::leave_direct(file).map_err(refused)?;
-            written = self.engine.write((file.as_fd(), 0), &item.from, body, tail);
+            self.files.note_not_direct(error);
+            io::leave_direct(file).map_err(|error| self.refused("write", error))?;
+            moved = self.write(file, tail);
         }
-        written.map_err(|error| io::failed("write", &place.path, &error))?;
-        if self.fsync != Fsync::Never {
-            self.engine.sync(file.as_fd()).map_err(refused)?;
+        moved.map_err(|error| io::failed("write", &self.place.path, &error))?;
+        if self.files.fsync != Fsync::Never {
+            let synced = self.files.engine.sync(file.as_fd());
+            synced.map_err(|error| self.refused("write", error))?;
         }
         Ok(())
     }
 
     /// Publishes a written file under its name.
-    fn publish(
-        &self,
-        dir: &OwnedFd,
-        file: OwnedFd,
-        temporary: Option<&str>,
-        place: &Place,
-    ) -> Result<(), Failed> {
+    fn publish(&self, file: OwnedFd, temporary: Option<&str>) -> Result<(), Failed> {
+        let (dir, path) = (&self.dir, &self.place.path);
         match temporary {
             Some(temporary) => {
-                let refused = |error| Failed::Error(io::refused("write", &place.path, error));
-                io::close(file).map_err(refused)?;
-                let rename = || beneath::rename(dir, temporary, &place.path);
-                self.name(dir, place, rename)?;
+                io::close(file).map_err(|error| self.refused("write", error))?;
+                self.name_by(|| beneath::rename(dir, temporary, path))?;
             }
-            None => self.name(dir, place, || self.unnamed.name(&file, dir, &place.path))?,
+            None => self.name_by(|| self.files.unnamed.name(&file, dir, path))?,
         }
-        if self.fsync == Fsync::FileAndDir {
-            let refused = |error| Failed::Error(io::refused("name", &place.path, error));
-            self.sync_parents(dir, &place.path).map_err(refused)?;
+        if self.files.fsync == Fsync::FileAndDir {
+            let synced = self.sync_parents();
+            synced.map_err(|error| self.refused("name", error))?;
         }
         Ok(())
     }
 
-    /// Runs `name` and creates missing directories first.
-    fn name(
-        &self,
-        dir: &OwnedFd,
-        place: &Place,
-        name: impl Fn() -> Result<(), Errno>,
-    ) -> Result<(), Failed> {
+    /// Runs `name`, a second time after missing directories are created.
+    fn name_by(&self, name: impl Fn() -> Result<(), Errno>) -> Result<(), Failed> {
         let mut named = name();
         if named == Err(Errno::NOENT) {
-            match base::make_parents(dir, &place.path) {
-                Ok(()) => named = name(),
-                failed => named = failed,
-            }
+            named = base::make_parents(&self.dir, &self.place.path).and_then(|()| name());
         }
         named.map_err(|error| match error {
             Errno::NOENT => Failed::NoDirectory,
             Errno::EXIST => Failed::Taken,
             Errno::XDEV => Failed::Apart,
-            error => Failed::Error(io::refused("name", &place.path, error)),
+            error => Failed::Error(self.refused("name", error)),
         })
     }
 
     /// Syncs the directory of a name and those above it, which may be new.
-    fn sync_parents(&self, dir: &OwnedFd, path: &str) -> Result<(), Errno> {
+    fn sync_parents(&self) -> Result<(), Errno> {
+        let path = &self.place.path;
         for (end, _) in path.rmatch_indices('/') {
-            let parent = beneath::open(dir, &path[..end], base::DIR_FLAGS, Mode::empty())?;
-            self.engine.sync(parent.as_fd())?;
+            let parent = beneath::open(&self.dir, &path[..end], base::DIR_FLAGS, Mode::empty())?;
+            self.files.engine.sync(parent.as_fd())?;
         }
-        self.engine.sync(dir.as_fd())
+        self.files.engine.sync(self.dir.as_fd())
     }
-}
 
-pub(super) fn key_digest(place: &Place, object: &ObjectSpec) -> u128 {
-    match &place.text {
-        Some(text) => kvtier_memory::checksum::checksum128(text.as_bytes()),
-        None => kvtier_l2::key_digest(&object.key),
-    }
-}
-
-impl Files {
     /// Checks a place without comparing the bytes of the object.
-    fn there(&self, dir: &OwnedFd, place: &Place, object: &ObjectSpec) -> Result<There, L2Error> {
-        let Some(seen) = stat(dir, &place.path)? else {
+    fn there(&self, place: &FilePlace) -> Result<There, L2Error> {
+        let (files, object) = (self.files, &self.item.object);
+        let Some(seen) = stat(&self.dir, &place.path)? else {
             return Ok(There::Nothing);
         };
         if !is_file(&seen) {
             return Ok(There::Foreign);
         }
-        if self.unreadable.remove(&seen) {
+        if files.unreadable.remove(&object.key) {
             return Ok(There::Other);
         }
-        let Some(form) = form_of(size(&seen), object.len, place.text_len(), self.align) else {
+        let Some(form) = form_of(size(&seen), object.len, place.text_len(), files.align) else {
             return Ok(There::Other);
         };
         let refused = |error| io::refused("read", &place.path, error);
-        let file = match beneath::open(dir, &place.path, READ_FLAGS, Mode::empty()) {
+        let file = match beneath::open(&self.dir, &place.path, READ_FLAGS, Mode::empty()) {
             Ok(file) => file,
             Err(Errno::NOENT) => return Ok(There::Nothing),
             // It can never be read.
@@ -463,10 +381,10 @@ impl Files {
             end => end.map_err(refused)?,
         };
         let is_object = match (form, end) {
-            (Form::Bare, end) => self.accepts(form, object) && end.is_none(),
+            (Form::Bare, end) => files.accepts(form, object) && end.is_none(),
             (Form::Trailed, None) => false,
             (Form::Trailed, Some((trailer, text))) => {
-                trailer.is_of(object, key_digest(place, object))
+                trailer.is_of(object, place.digest(object))
                     && text == place.text.as_deref().unwrap_or_default().as_bytes()
             }
         };

@@ -12,11 +12,12 @@ use kvtier_core::object_key::{KeyShape, ObjectKey};
 use rustix::fs::{AtFlags, FileType, FlockOperation, Mode, RawDir, SeekFrom, Stat};
 use rustix::io::Errno;
 
-use super::base::{DIR_FLAGS, is_file};
+use super::base::{Base, DIR_FLAGS, is_file};
 use super::beneath;
 use super::files::{Files, READ_FLAGS, read_end, size, stat};
 use super::names::{
-    self, Layout, Named, Place, QUARANTINE, TEMPORARY, hashed_name, is_shard_dir, shard, shard_path,
+    self, FilePlace, Layout, Named, QUARANTINE, TEMPORARY, hashed_name, is_shard_dir, shard,
+    shard_path,
 };
 use crate::io::refused;
 use kvtier_l2::{ErrorKind, L2Error, Listed};
@@ -92,9 +93,9 @@ pub(super) struct Page {
 
 /// Strings shared by many keys.
 #[derive(Default)]
-struct Shared(Option<(Arc<str>, Arc<str>)>);
+struct SharedNames(Option<(Arc<str>, Arc<str>)>);
 
-impl Shared {
+impl SharedNames {
     fn share(&mut self, key: ObjectKey) -> ObjectKey {
         if let Some((model, salt)) = &self.0
             && (model, salt) == (key.model_name(), key.cache_salt())
@@ -109,91 +110,105 @@ impl Shared {
     }
 }
 
-impl Files {
-    /// Returns the page from `at` on, about `limit` names.
-    pub(super) fn page(&self, at: Position, limit: usize) -> Result<Page, L2Error> {
-        let base = self.base.current();
-        let mut page = Page::default();
-        let mut shared = Shared::default();
-        let mut buffer = Vec::with_capacity(NAMES);
-        let mut left = limit.max(1);
-        let mut position = Some(at);
-        // The part of the tree that is known to exist.
-        let mut within = String::new();
-        while let Some(at) = position {
-            let dir = match at.shard {
-                None => open_dir(&base, ".")?,
-                Some(shard) => {
-                    let first = &shard_path(shard)[..2];
-                    if first != within && open_shard(&base, first, &mut page)?.is_none() {
-                        // None of the 256 directories with this prefix exists.
-                        let last = Some(shard | 0xff);
-                        position = Position {
-                            shard: last,
-                            cookie: 0,
-                        }
-                        .next_dir();
-                        continue;
-                    }
-                    first.clone_into(&mut within);
-                    open_shard(&base, &shard_path(shard), &mut page)?
+/// Walk to the end of one page.
+struct Walk<'a> {
+    files: &'a Files,
+    base: Arc<OwnedFd>,
+    /// Names that the page may still have.
+    left: usize,
+    /// The part of the tree that is known to exist.
+    within: String,
+    names: SharedNames,
+    page: Page,
+}
+
+/// Returns the page from `at` on, about `limit` names.
+pub(super) fn page(files: &Files, at: Position, limit: usize) -> Result<Page, L2Error> {
+    let mut walk = Walk {
+        files,
+        base: files.base.current(),
+        left: limit.max(1),
+        within: String::new(),
+        names: SharedNames::default(),
+        page: Page::default(),
+    };
+    let mut buffer = Vec::with_capacity(NAMES);
+    let mut position = Some(at);
+    while let Some(at) = position
+        && walk.left > 0
+    {
+        position = walk.read(at, buffer.spare_capacity_mut())?;
+    }
+    walk.page.next = position;
+    Ok(walk.page)
+}
+
+impl Walk<'_> {
+    /// Reads names of the directory of `at`; returns where to go on.
+    fn read(
+        &mut self,
+        at: Position,
+        buffer: &mut [MaybeUninit<u8>],
+    ) -> Result<Option<Position>, L2Error> {
+        let dir = match at.shard {
+            None => open_dir(&self.base, ".")?,
+            Some(shard) => {
+                let first = &shard_path(shard)[..2];
+                if first != self.within && self.open_shard(first)?.is_none() {
+                    // None of the 256 directories with this prefix exists.
+                    let last = Position {
+                        shard: Some(shard | 0xff),
+                        cookie: 0,
+                    };
+                    return Ok(last.next_dir());
                 }
-            };
-            position = at.next_dir();
-            let Some(dir) = dir else { continue };
-            let io = |error| refused("list", &self.base.path().to_string_lossy(), error);
-            rustix::fs::seek(&dir, SeekFrom::Start(at.cookie)).map_err(io)?;
-            let mut names = RawDir::new(&dir, buffer.spare_capacity_mut());
-            while let Some(entry) = names.next() {
-                let entry = entry.map_err(io)?;
-                let name = entry.file_name().to_bytes();
-                if !matches!(name, b"." | b"..") {
-                    self.meet(
-                        &base,
-                        &dir,
-                        at.shard,
-                        name,
-                        entry.file_type(),
-                        &mut shared,
-                        &mut page,
-                    );
-                    left -= 1;
-                }
-                if left == 0 {
-                    position = Some(Position {
-                        cookie: entry.next_entry_cookie(),
-                        ..at
-                    });
-                    break;
-                }
+                first.clone_into(&mut self.within);
+                self.open_shard(&shard_path(shard))?
             }
-            if left == 0 {
-                break;
+        };
+        let Some(dir) = dir else {
+            return Ok(at.next_dir());
+        };
+        let base_path = self.files.base.path();
+        let io = |error| refused("list", &base_path.to_string_lossy(), error);
+        rustix::fs::seek(&dir, SeekFrom::Start(at.cookie)).map_err(io)?;
+        let mut names = RawDir::new(&dir, buffer);
+        while let Some(entry) = names.next() {
+            let entry = entry.map_err(io)?;
+            let name = entry.file_name().to_bytes();
+            if !matches!(name, b"." | b"..") {
+                self.meet(&dir, at.shard, name, entry.file_type());
+                self.left -= 1;
+            }
+            if self.left == 0 {
+                return Ok(Some(Position {
+                    cookie: entry.next_entry_cookie(),
+                    ..at
+                }));
             }
         }
-        page.next = position;
-        Ok(page)
+        Ok(at.next_dir())
     }
 
-    #[expect(
-        clippy::too_many_arguments,
-        reason = "each is one thing known of the entry"
-    )]
-    fn meet(
-        &self,
-        base: &OwnedFd,
-        dir: &OwnedFd,
-        shard_number: Option<u16>,
-        name: &[u8],
-        kind: FileType,
-        shared: &mut Shared,
-        page: &mut Page,
-    ) {
+    /// Opens a directory of objects; one that may not be read has none of kvtier's.
+    fn open_shard(&mut self, path: &str) -> Result<Option<OwnedFd>, L2Error> {
+        match try_open_dir(&self.base, path) {
+            Err(Errno::ACCESS | Errno::PERM) => {
+                self.page.foreign += 1;
+                Ok(None)
+            }
+            opened => opened.map_err(|error| refused("list", path, error)),
+        }
+    }
+
+    /// Adds an entry of a directory to the page.
+    fn meet(&mut self, dir: &OwnedFd, shard_number: Option<u16>, name: &[u8], kind: FileType) {
+        let (files, page) = (self.files, &mut self.page);
         let Ok(name) = std::str::from_utf8(name) else {
             page.foreign += 1;
             return;
         };
-        if shard_number.is_none() && self.is_own_dir(name, kind) {
+        if shard_number.is_none() && is_own_dir(&files.base, name, kind) {
             return;
         }
         let layout = match shard_number {
@@ -207,14 +222,13 @@ impl Files {
                 return;
             }
             Named::Foreign => None,
-            Named::Object(key, naming) => self
-                .examine(dir, name)
-                .filter(|_| naming == self.naming || Some(naming) == self.naming.other())
+            Named::Object(key, naming) => examine(dir, name)
+                .filter(|_| naming == files.naming || Some(naming) == files.naming.other())
                 .map(|stat| (*key, naming, stat)),
-            Named::Hashed => self.examine(dir, name).and_then(|stat| {
+            Named::Hashed => examine(dir, name).and_then(|stat| {
                 let key = hashed_key(dir, name, &stat)?;
                 // Its name is the same in all namings.
-                Some((key, self.naming, stat))
+                Some((key, files.naming, stat))
             }),
         };
         let found =
@@ -223,90 +237,78 @@ impl Files {
             page.foreign += 1;
             return;
         };
-        let is_other_naming = naming != self.naming && key.object_group_id() == 0;
-        let is_other_layout = layout != self.layout;
+        let is_other_naming = naming != files.naming && key.object_group_id() == 0;
+        let is_other_layout = layout != files.layout;
         page.other_naming |= is_other_naming;
         page.other_layout |= is_other_layout;
-        if (is_other_naming || is_other_layout) && self.is_shadowed(base, &key) {
+        // The place that is looked up first may have it too.
+        let place = || FilePlace::of(&key, files.naming, files.layout);
+        if (is_other_naming || is_other_layout) && is_there(&self.base, &place()) {
             return;
         }
         page.objects.push(Listed {
-            key: shared.share(key),
+            key: self.names.share(key),
             bytes: size(&stat),
             used_at: used_at(&stat),
         });
     }
+}
 
-    /// Whether it is a directory of kvtier's.
-    fn is_own_dir(&self, name: &str, kind: FileType) -> bool {
-        let first = self.base.temporary().split('/').next();
-        let is_ours = name == QUARANTINE || is_shard_dir(name) || Some(name) == first;
-        is_ours && matches!(kind, FileType::Directory | FileType::Unknown)
+/// Whether it is a directory of kvtier's.
+fn is_own_dir(base: &Base, name: &str, kind: FileType) -> bool {
+    let first = base.temporary().split('/').next();
+    let is_ours = name == QUARANTINE || is_shard_dir(name) || Some(name) == first;
+    is_ours && matches!(kind, FileType::Directory | FileType::Unknown)
+}
+
+fn examine(dir: &OwnedFd, name: &str) -> Option<Stat> {
+    let stat = rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
+    is_file(&stat).then_some(stat)
+}
+
+fn is_there(base: &OwnedFd, place: &FilePlace) -> bool {
+    stat(base, &place.path).is_ok_and(|stat| stat.is_some_and(|stat| is_file(&stat)))
+}
+
+/// Removes those of these files in `inside` that are leftovers.
+pub(super) fn remove_stale(base: &Base, inside: &str, temporary: &[String]) -> u64 {
+    let base = base.current();
+    // Writers last, since their files are recognised by them.
+    let mut stale: Vec<_> = temporary
+        .iter()
+        .filter(|name| is_stale(&base, inside, name))
+        .collect();
+    stale.sort_unstable_by_key(|name| std::cmp::Reverse(name.len()));
+    let is_removed = |name: &&&String| beneath::unlink(&base, &format!("{inside}{name}")).is_ok();
+    stale.iter().filter(is_removed).count() as u64
+}
+
+/// Returns the names in the directory of temporary files, if it has one of its own.
+pub(super) fn temporary_names(base: &Base) -> Vec<String> {
+    let inside = base.temporary();
+    let base = base.current();
+    if inside.is_empty() {
+        return Vec::new();
     }
-
-    fn examine(&self, dir: &OwnedFd, name: &str) -> Option<Stat> {
-        let stat = rustix::fs::statat(dir, name, AtFlags::SYMLINK_NOFOLLOW).ok()?;
-        is_file(&stat).then_some(stat)
-    }
-
-    /// Whether the key has a file in the place that is looked up first.
-    fn is_shadowed(&self, base: &OwnedFd, key: &ObjectKey) -> bool {
-        let place = Place::of(key, self.naming, self.layout);
-        stat(base, &place.path).is_ok_and(|stat| stat.is_some_and(|stat| is_file(&stat)))
-    }
-
-    /// Removes those of these files in `inside` that are leftovers.
-    pub(super) fn remove_stale(&self, inside: &str, temporary: &[String]) -> u64 {
-        let base = self.base.current();
-        // Writers last, since their files are recognised by them.
-        let mut stale: Vec<_> = temporary
-            .iter()
-            .filter(|name| is_stale(&base, inside, name))
-            .collect();
-        stale.sort_unstable_by_key(|name| std::cmp::Reverse(name.len()));
-        let is_removed =
-            |name: &&&String| beneath::unlink(&base, &format!("{inside}{name}")).is_ok();
-        stale.iter().filter(is_removed).count() as u64
-    }
-
-    /// Returns the names in the directory of temporary files, if it has one of its own.
-    pub(super) fn temporary_names(&self) -> Vec<String> {
-        let inside = self.base.temporary();
-        let base = self.base.current();
-        if inside.is_empty() {
-            return Vec::new();
+    let Ok(Some(dir)) = open_dir(&base, inside) else {
+        return Vec::new();
+    };
+    let mut buffer = [MaybeUninit::uninit(); 8 << 10];
+    let mut entries = RawDir::new(&dir, &mut buffer);
+    let mut names = Vec::new();
+    while let Some(Ok(entry)) = entries.next() {
+        if let Ok(name) = entry.file_name().to_str()
+            && names::parse(name) == Named::Temporary
+        {
+            names.push(name.to_owned());
         }
-        let Ok(Some(dir)) = open_dir(&base, inside) else {
-            return Vec::new();
-        };
-        let mut buffer = [MaybeUninit::uninit(); 8 << 10];
-        let mut entries = RawDir::new(&dir, &mut buffer);
-        let mut names = Vec::new();
-        while let Some(Ok(entry)) = entries.next() {
-            if let Ok(name) = entry.file_name().to_str()
-                && names::parse(name) == Named::Temporary
-            {
-                names.push(name.to_owned());
-            }
-        }
-        names
     }
+    names
 }
 
 /// Opens a directory; `None` if it does not exist.
 fn open_dir(base: &OwnedFd, path: &str) -> Result<Option<OwnedFd>, L2Error> {
     try_open_dir(base, path).map_err(|error| refused("list", path, error))
-}
-
-/// Opens a directory of objects; one that may not be read has none of kvtier's.
-fn open_shard(base: &OwnedFd, path: &str, page: &mut Page) -> Result<Option<OwnedFd>, L2Error> {
-    match try_open_dir(base, path) {
-        Err(Errno::ACCESS | Errno::PERM) => {
-            page.foreign += 1;
-            Ok(None)
-        }
-        opened => opened.map_err(|error| refused("list", path, error)),
-    }
 }
 
 fn try_open_dir(base: &OwnedFd, path: &str) -> Result<Option<OwnedFd>, Errno> {

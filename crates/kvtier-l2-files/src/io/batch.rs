@@ -1,40 +1,90 @@
 //! Objects that are stored or loaded by one call.
 
+use std::iter::Enumerate;
+use std::os::fd::OwnedFd;
+
 use kvtier_memory::uring::Tail;
 
-use super::{Engine, Work, lost};
+use super::{Engine, FileWork, Move, Moved, lost};
 use kvtier_l2::L2Error;
 
-/// Objects, those of them that are in flight, and their results.
-pub(crate) struct Batch<Place, Item, InFlight, Done> {
-    /// Files or device that the objects are in.
-    pub place: Place,
-    pub items: Vec<Item>,
-    pub begun: usize,
-    pub in_flight: Vec<Option<InFlight>>,
-    pub results: Vec<Result<Done, L2Error>>,
-    /// Tails that are not in use.
-    pub tails: Vec<Tail>,
+/// Store or load of one object.
+pub(crate) trait Operation {
+    type Done;
+
+    /// Prepares the transfer with this number, which takes the tail.
+    fn begin(&mut self, number: usize, tail: &mut Tail) -> Result<Begun<Self::Done>, L2Error>;
+
+    /// Ends the operation after its transfer.
+    fn end(self, file: OwnedFd, tail: &mut Tail, moved: Moved) -> Result<Self::Done, L2Error>;
+
+    /// The outcome of the transfer is lost.
+    fn lost(self)
+    where
+        Self: Sized,
+    {
+    }
 }
 
-impl<Place, Item, InFlight, Done> Batch<Place, Item, InFlight, Done> {
-    pub(crate) fn new(place: Place, items: Vec<Item>) -> Self {
-        Self {
-            place,
-            begun: 0,
-            in_flight: items.iter().map(|_| None).collect(),
-            results: items.iter().map(|_| Err(lost())).collect(),
-            tails: Vec::new(),
-            items,
+/// What an operation begins with.
+pub(crate) enum Begun<Done> {
+    /// There is nothing to transfer.
+    Done(Done),
+    Moving(Move),
+}
+
+/// Operations, those of them that are in flight, and their results.
+struct Batch<I, O: Operation> {
+    operations: Enumerate<I>,
+    in_flight: Vec<Option<O>>,
+    results: Vec<Result<O::Done, L2Error>>,
+    /// Tails that are not in use.
+    tails: Vec<Tail>,
+}
+
+/// Runs operations on an engine; returns one result each, in order.
+pub(crate) fn run<O: Operation>(
+    engine: &dyn Engine,
+    operations: impl ExactSizeIterator<Item = O>,
+) -> Vec<Result<O::Done, L2Error>> {
+    let mut batch = Batch {
+        in_flight: (0..operations.len()).map(|_| None).collect(),
+        results: (0..operations.len()).map(|_| Err(lost())).collect(),
+        operations: operations.enumerate(),
+        tails: Vec::new(),
+    };
+    engine.run(&mut batch);
+    batch.results
+}
+
+impl<I: Iterator<Item = O>, O: Operation> FileWork for Batch<I, O> {
+    fn next(&mut self) -> Option<Move> {
+        loop {
+            let (number, mut operation) = self.operations.next()?;
+            let mut tail = self.tails.pop().unwrap_or_default();
+            self.results[number] = match operation.begin(number, &mut tail) {
+                Ok(Begun::Moving(one)) => {
+                    self.in_flight[number] = Some(operation);
+                    return Some(one);
+                }
+                Ok(Begun::Done(done)) => Ok(done),
+                Err(error) => Err(error),
+            };
+            self.tails.push(tail);
         }
     }
 
-    /// Returns one result per object, in order.
-    pub(crate) fn run(mut self, engine: &dyn Engine) -> Vec<Result<Done, L2Error>>
-    where
-        Self: Work,
-    {
-        engine.run(&mut self);
-        self.results
+    fn done(&mut self, one: Move, moved: Moved) {
+        let mut tail = one.tail;
+        if let Some(operation) = self.in_flight[one.number].take() {
+            self.results[one.number] = operation.end(one.file, &mut tail, moved);
+        }
+        self.tails.push(tail);
+    }
+
+    fn lost(&mut self, number: usize) {
+        if let Some(operation) = self.in_flight[number].take() {
+            operation.lost();
+        }
     }
 }

@@ -18,11 +18,11 @@ use serde_json::Value;
 
 use kvtier_l2::{Buffer, ErrorKind, L2Error};
 
-pub(crate) use batch::Batch;
+pub(crate) use batch::{Begun, Operation, run};
 
 /// Transfer between a file and a buffer with a tail behind it. It owns all that is accessed meanwhile.
 pub(crate) struct Move {
-    /// Identifies it for its [`Work`].
+    /// Identifies it for its [`FileWork`].
     pub number: usize,
     pub file: OwnedFd,
     /// Offset of the bytes in the file.
@@ -39,7 +39,7 @@ pub(crate) struct Move {
 pub(crate) type Moved = Result<(u64, Option<u128>), FileError>;
 
 /// Transfers of one thread.
-pub(crate) trait Work {
+pub(crate) trait FileWork {
     /// Prepares the next transfer, while others are in flight if the engine runs several at a time.
     fn next(&mut self) -> Option<Move>;
 
@@ -62,7 +62,7 @@ pub(crate) trait Engine: Send + Sync + 'static {
     }
 
     /// Runs all transfers.
-    fn run(&self, work: &mut dyn Work) {
+    fn run(&self, work: &mut dyn FileWork) {
         while let Some(mut one) = work.next() {
             let (file, tail) = ((one.file.as_fd(), one.at), &mut one.tail);
             let moved = match one.size {
@@ -150,7 +150,7 @@ pub(crate) fn transfer(one: Move) -> Transfer<Held> {
 }
 
 /// A transfer has ended.
-pub(crate) fn done(work: &mut dyn Work, ended: Transfer<Held>, moved: Result<u64, FileError>) {
+pub(crate) fn done(work: &mut dyn FileWork, ended: Transfer<Held>, moved: Result<u64, FileError>) {
     let Held {
         number,
         buffer,

@@ -13,11 +13,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use crate::nixl::{Agent, Library, NixlError, Outcome};
+use crate::nixl::{Agent, Library, NixlError, NixlOutcome};
 use kvtier_common::sync::Mutex;
 use serde_json::{Value, json};
 
-use super::{Engine, Posix, Work, done, transfer};
+use super::{Engine, FileWork, Posix, done, transfer};
 use kvtier_common::sync::RateLimited;
 
 /// Interval of the line about failures.
@@ -135,7 +135,7 @@ impl Engine for Nixl {
         }))
     }
 
-    fn run(&self, work: &mut dyn Work) {
+    fn run(&self, work: &mut dyn FileWork) {
         while let Some(mut agent) = self.take() {
             loop {
                 let Some(one) = work.next() else {
@@ -144,7 +144,7 @@ impl Engine for Nixl {
                 };
                 let number = one.number;
                 match agent.run(transfer(one)) {
-                    Outcome::Ended(mut ended, moved) => {
+                    NixlOutcome::Ended(mut ended, moved) => {
                         let moved = match moved {
                             Ok(()) => {
                                 self.moved.fetch_add(1, Ordering::Relaxed);
@@ -158,7 +158,7 @@ impl Engine for Nixl {
                         let moved = ended.finish(moved);
                         done(work, ended, moved);
                     }
-                    Outcome::Lost => {
+                    NixlOutcome::Lost => {
                         self.abandon();
                         work.lost(number);
                         // It still has that transfer.

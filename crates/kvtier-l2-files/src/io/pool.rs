@@ -20,12 +20,12 @@ const MAX_QUEUED: usize = 1024;
 const MAX_OVERTAKING_READS: u32 = 64;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Lane {
+pub(crate) enum IoClass {
     Read,
     Store,
 }
 
-struct Job {
+struct FileJob {
     run: Box<dyn FnOnce() + Send>,
     /// Permit of the queue.
     _place: OwnedSemaphorePermit,
@@ -33,8 +33,8 @@ struct Job {
 
 #[derive(Default)]
 struct Queue {
-    reads: VecDeque<Job>,
-    stores: VecDeque<Job>,
+    reads: VecDeque<FileJob>,
+    stores: VecDeque<FileJob>,
     /// Stores in flight.
     storing: usize,
     /// Reads taken since the last store.
@@ -44,7 +44,7 @@ struct Queue {
 
 impl Queue {
     /// Returns the next job that a thread may run now.
-    fn take(&mut self, most_storing: usize) -> Option<(Job, Lane)> {
+    fn take(&mut self, most_storing: usize) -> Option<(FileJob, IoClass)> {
         let may_store = self.storing < most_storing;
         let is_store_due = may_store && self.passed >= MAX_OVERTAKING_READS;
         if (self.reads.is_empty() || is_store_due)
@@ -53,7 +53,7 @@ impl Queue {
         {
             self.passed = 0;
             self.storing += 1;
-            return Some((job, Lane::Store));
+            return Some((job, IoClass::Store));
         }
         let job = self.reads.pop_front()?;
         self.passed = if self.stores.is_empty() {
@@ -61,11 +61,11 @@ impl Queue {
         } else {
             self.passed.saturating_add(1)
         };
-        Some((job, Lane::Read))
+        Some((job, IoClass::Read))
     }
 }
 
-struct Shared {
+struct PoolShared {
     queue: Mutex<Queue>,
     work: Condvar,
     most_storing: usize,
@@ -74,7 +74,7 @@ struct Shared {
 
 /// Threads and their queue. When it is dropped or closed, the threads finish the queue and end.
 pub(crate) struct Pool {
-    shared: Arc<Shared>,
+    shared: Arc<PoolShared>,
     places: Arc<Semaphore>,
     threads: usize,
     /// Whether a check is queued or running.
@@ -102,7 +102,7 @@ impl Pool {
 
     fn start_with(name: &str, threads: usize, most_storing: usize) -> Result<Self, std::io::Error> {
         let pool = Self {
-            shared: Arc::new(Shared {
+            shared: Arc::new(PoolShared {
                 queue: Mutex::default(),
                 work: Condvar::new(),
                 most_storing,
@@ -130,7 +130,7 @@ impl Pool {
     /// Runs `work` on the pool. It is skipped if the receiver of its result was dropped before it starts.
     pub(crate) async fn run<R: Send + 'static>(
         &self,
-        lane: Lane,
+        class: IoClass,
         work: impl FnOnce() -> R + Send + 'static,
     ) -> oneshot::Receiver<R> {
         let (done, result) = oneshot::channel();
@@ -142,14 +142,14 @@ impl Pool {
                 let _ = done.send(work());
             }
         });
-        let job = Job { run, _place: place };
+        let job = FileJob { run, _place: place };
         let mut queue = self.shared.queue.lock();
         if queue.closed {
             return result;
         }
-        match lane {
-            Lane::Read => queue.reads.push_back(job),
-            Lane::Store => queue.stores.push_back(job),
+        match class {
+            IoClass::Read => queue.reads.push_back(job),
+            IoClass::Store => queue.stores.push_back(job),
         }
         drop(queue);
         self.shared.work.notify_one();
@@ -164,7 +164,7 @@ impl Pool {
         }
         // Dropped with the work, whether it ran or not.
         let checking = Checking(Arc::clone(&self.is_checking));
-        let checked = self.run(Lane::Read, move || {
+        let checked = self.run(IoClass::Read, move || {
             let _checking = checking;
             work();
         });
@@ -174,7 +174,7 @@ impl Pool {
     /// Runs `work` for all `items` on the pool, in jobs of `least` to `most` items; one result per item, in order.
     pub(crate) async fn map<T, R>(
         &self,
-        lane: Lane,
+        class: IoClass,
         items: Vec<T>,
         (least, most): (usize, usize),
         work: impl Fn(Vec<T>) -> Vec<R> + Send + Sync + 'static,
@@ -191,7 +191,7 @@ impl Pool {
         while items.len() > 0 {
             let some: Vec<_> = items.by_ref().take(piece).collect();
             let (count, work) = (some.len(), Arc::clone(&work));
-            waiting.push((count, self.run(lane, move || work(some)).await));
+            waiting.push((count, self.run(class, move || work(some)).await));
         }
         for (count, result) in waiting {
             match result.await {
@@ -222,7 +222,7 @@ impl Drop for Pool {
     }
 }
 
-struct Running(Arc<Shared>);
+struct Running(Arc<PoolShared>);
 
 impl Drop for Running {
     fn drop(&mut self) {
@@ -230,13 +230,13 @@ impl Drop for Running {
     }
 }
 
-fn serve(shared: &Shared) {
+fn serve(shared: &PoolShared) {
     let mut queue = shared.queue.lock();
     loop {
         match queue.take(shared.most_storing) {
-            Some((job, lane)) => {
+            Some((job, class)) => {
                 drop(queue);
-                let Job { run, _place } = job;
+                let FileJob { run, _place } = job;
                 drop(_place);
                 // Its result is dropped with it, which its receiver notices.
                 if catch_unwind(AssertUnwindSafe(run)).is_err() {
@@ -245,7 +245,7 @@ fn serve(shared: &Shared) {
                     );
                 }
                 queue = shared.queue.lock();
-                if lane == Lane::Store {
+                if class == IoClass::Store {
                     queue.storing -= 1;
                 }
             }
@@ -272,13 +272,13 @@ mod tests {
         result: oneshot::Receiver<()>,
     }
 
-    async fn hold(pool: &Pool, lane: Lane) -> Held {
+    async fn hold(pool: &Pool, class: IoClass) -> Held {
         let ((begin, begun), (end, ended)) = (mpsc::channel(), mpsc::channel());
         let work = move || {
             let _ = begin.send(());
             let _ = ended.recv();
         };
-        let result = pool.run(lane, work).await;
+        let result = pool.run(class, work).await;
         Held { begun, end, result }
     }
 
@@ -287,13 +287,13 @@ mod tests {
         let pool = Pool::start("test", 2).unwrap();
         let mut stores = Vec::new();
         for _ in 0..6 {
-            stores.push(hold(&pool, Lane::Store).await);
+            stores.push(hold(&pool, IoClass::Store).await);
         }
         stores[0].begun.recv().unwrap();
         stores[1].begun.recv().unwrap();
         // All stores hang, and reads are done.
         let doubled = pool.map(
-            Lane::Read,
+            IoClass::Read,
             (0..100).collect(),
             (1, 8),
             |numbers: Vec<i32>| numbers.iter().map(|number| number * 2).collect(),
@@ -311,14 +311,14 @@ mod tests {
     #[tokio::test]
     async fn reads_have_priority_but_stores_progress() {
         let pool = Pool::start_with("test", 1, 1).unwrap();
-        let first = hold(&pool, Lane::Read).await;
+        let first = hold(&pool, IoClass::Read).await;
         first.begun.recv().unwrap();
         let order = Arc::new(Mutex::new(Vec::new()));
         let mut results = Vec::new();
-        for (lane, count) in [(Lane::Store, 2), (Lane::Read, 200)] {
+        for (class, count) in [(IoClass::Store, 2), (IoClass::Read, 200)] {
             for _ in 0..count {
                 let order = Arc::clone(&order);
-                results.push(pool.run(lane, move || order.lock().push(lane)).await);
+                results.push(pool.run(class, move || order.lock().push(class)).await);
             }
         }
         first.end.send(()).unwrap();
@@ -327,7 +327,7 @@ mod tests {
         }
         let order = order.lock();
         let stores: Vec<_> = (0..order.len())
-            .filter(|at| order[*at] == Lane::Store)
+            .filter(|at| order[*at] == IoClass::Store)
             .collect();
         let reads = MAX_OVERTAKING_READS as usize;
         assert!(stores.len() == 2 && stores[0] >= reads / 2 && stores[1] <= 3 * reads);
@@ -336,12 +336,12 @@ mod tests {
     #[tokio::test]
     async fn work_with_dropped_receiver_is_skipped() {
         let pool = Pool::start_with("test", 1, 1).unwrap();
-        let first = hold(&pool, Lane::Read).await;
+        let first = hold(&pool, IoClass::Read).await;
         first.begun.recv().unwrap();
-        let forgotten = hold(&pool, Lane::Read).await;
+        let forgotten = hold(&pool, IoClass::Read).await;
         drop(forgotten.result);
         first.end.send(()).unwrap();
-        pool.run(Lane::Read, || ()).await.await.unwrap();
+        pool.run(IoClass::Read, || ()).await.await.unwrap();
         assert_eq!(forgotten.begun.recv(), Err(mpsc::RecvError));
     }
 
@@ -350,7 +350,7 @@ mod tests {
         let pool = Pool::start("test", 1).unwrap();
         let mut stores = Vec::new();
         for _ in 0..4 {
-            stores.push(hold(&pool, Lane::Store).await);
+            stores.push(hold(&pool, IoClass::Store).await);
         }
         for store in &stores {
             store.end.send(()).unwrap();
@@ -359,8 +359,8 @@ mod tests {
         for store in stores {
             assert_eq!(store.result.await, Ok(()));
         }
-        assert!(pool.run(Lane::Read, || ()).await.await.is_err());
-        let nothing = pool.map(Lane::Read, vec![1], (1, 1), |numbers: Vec<i32>| numbers);
+        assert!(pool.run(IoClass::Read, || ()).await.await.is_err());
+        let nothing = pool.map(IoClass::Read, vec![1], (1, 1), |numbers: Vec<i32>| numbers);
         assert_eq!(nothing.await, [Err(NotDone)]);
         pool.close().await;
     }
@@ -372,11 +372,13 @@ mod tests {
             assert!(!numbers.contains(&3), "as the test wants it");
             numbers
         };
-        let done = pool.map(Lane::Store, (0..6).collect(), (2, 2), work).await;
+        let done = pool
+            .map(IoClass::Store, (0..6).collect(), (2, 2), work)
+            .await;
         assert_eq!(
             done,
             [Ok(0), Ok(1), Err(NotDone), Err(NotDone), Ok(4), Ok(5)]
         );
-        assert_eq!(pool.run(Lane::Store, || 7).await.await, Ok(7));
+        assert_eq!(pool.run(IoClass::Store, || 7).await.await, Ok(7));
     }
 }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use kvtier_common::sync::Mutex;
 use kvtier_memory::uring::Ring;
 
-use super::{Engine, Held, Posix, Work, done, transfer};
+use super::{Engine, FileWork, Held, Posix, done, transfer};
 
 /// Transfers in flight per thread.
 const MAX_IN_FLIGHT: usize = 16;
@@ -57,7 +57,7 @@ impl Engine for Uring {
         }
     }
 
-    fn run(&self, work: &mut dyn Work) {
+    fn run(&self, work: &mut dyn FileWork) {
         if let Some(mut ring) = self.take() {
             let mut in_flight = Vec::new();
             loop {

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use kvtier_memory::uring::Transfer;
 
 use crate::nixl::error::{Code, NixlError};
-use crate::nixl::handles::{Bytes, Handle, Registered, check, listed, params};
+use crate::nixl::handles::{Bytes, NixlHandle, Registered, check, listed, params};
 use crate::nixl::library::Library;
 use crate::nixl::table::{DRAM, FILE, READ, Raw, Table, WRITE};
 
@@ -38,17 +38,17 @@ pub struct Agent {
     library: Arc<Library>,
     name: CString,
     // Destroyed in this order.
-    options: Handle,
+    options: NixlHandle,
     #[expect(dead_code, reason = "destroyed when dropped")]
-    backend: Handle,
-    agent: Handle,
+    backend: NixlHandle,
+    agent: NixlHandle,
 }
 
 // SAFETY: its handles are used by one thread at a time, and the library binds none of them to a thread.
 unsafe impl Send for Agent {}
 
 /// Result of a transfer.
-pub enum Outcome<H> {
+pub enum NixlOutcome<H> {
     /// The transfer has ended: the extent was moved, or an error.
     Ended(Transfer<H>, Result<(), NixlError>),
     /// The transfer does not end, or cannot be ended, so its memory may be accessed at any time: it is leaked, with all that it
@@ -75,13 +75,13 @@ impl Agent {
             .map(|(name, value)| Ok((text(name)?, text(value)?)))
             .collect::<Result<_, NixlError>>()?;
         let table = &library.table;
-        let agent = Handle::make("start an agent", table.destroy_agent, |agent| {
+        let agent = NixlHandle::make("start an agent", table.destroy_agent, |agent| {
             // SAFETY: the name ends with a zero byte, and the library copies it; the address is that of a live handle.
             unsafe { (table.create_agent)(name.as_ptr(), agent) }
         })?;
         let pairs = parameters.iter();
         let parameters = params(table, pairs.map(|(name, value)| (&**name, &**value)))?;
-        let made = Handle::make("start the backend", table.destroy_backend, |made| {
+        let made = NixlHandle::make("start the backend", table.destroy_backend, |made| {
             let name = backend_name.as_ptr();
             // SAFETY: agent and parameters are live, the name ends with a zero byte, and the address is that of a handle.
             unsafe { (table.create_backend)(agent.raw(), name, parameters.raw(), made) }
@@ -94,7 +94,7 @@ impl Agent {
             },
             error => error,
         })?;
-        let options = Handle::make("make options", table.destroy_opt_args, |options| {
+        let options = NixlHandle::make("make options", table.destroy_opt_args, |options| {
             // SAFETY: the address is that of a live handle.
             unsafe { (table.create_opt_args)(options) }
         })?;
@@ -124,12 +124,12 @@ impl Agent {
 
     /// Moves the extent of a transfer from or to the start of its file; the tail is left to
     /// [`Transfer::finish`]. Blocks until nothing accesses its memory any more.
-    pub fn run<H>(&mut self, transfer: Transfer<H>) -> Outcome<H> {
+    pub fn run<H>(&mut self, transfer: Transfer<H>) -> NixlOutcome<H> {
         match self.moved(&transfer) {
-            Moved::Ended(moved) => Outcome::Ended(transfer, moved),
+            Moved::Ended(moved) => NixlOutcome::Ended(transfer, moved),
             Moved::Lost => {
                 std::mem::forget(transfer);
-                Outcome::Lost
+                NixlOutcome::Lost
             }
         }
     }
@@ -195,7 +195,7 @@ impl Agent {
     }
 }
 
-/// [`Outcome`] without its transfer.
+/// [`NixlOutcome`] without its transfer.
 enum Moved {
     Ended(Result<(), NixlError>),
     Lost,
@@ -215,7 +215,7 @@ fn is_whole<H>(transfer: &Transfer<H>) -> Result<(), NixlError> {
 /// A transfer in the library.
 struct Request<'a> {
     agent: &'a Agent,
-    request: Handle,
+    request: NixlHandle,
 }
 
 impl<'a> Request<'a> {
@@ -227,7 +227,7 @@ impl<'a> Request<'a> {
     ) -> Result<Self, NixlError> {
         let table = agent.table();
         let (memory, file) = (listed(table, memory)?, listed(table, file)?);
-        let request = Handle::make("make a transfer", table.destroy_xfer_req, |request| {
+        let request = NixlHandle::make("make a transfer", table.destroy_xfer_req, |request| {
             // SAFETY: agent, lists and options are live, the lists are copied, and the agent's own name as the remote side
             // ends with a zero byte; the address is that of a live handle. Nothing is accessed yet.
             unsafe {

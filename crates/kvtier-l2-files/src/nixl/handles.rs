@@ -11,12 +11,12 @@ use crate::nixl::table::{Raw, Table};
 pub(crate) type Destroy = unsafe extern "C" fn(Raw) -> c_int;
 
 /// One object.
-pub(crate) struct Handle {
+pub(crate) struct NixlHandle {
     raw: Raw,
     destroy: Destroy,
 }
 
-impl Handle {
+impl NixlHandle {
     /// Makes an object; `make` writes it to the address.
     pub(crate) fn make(
         action: &'static str,
@@ -40,7 +40,7 @@ impl Handle {
     }
 }
 
-impl Drop for Handle {
+impl Drop for NixlHandle {
     fn drop(&mut self) {
         // SAFETY: `raw` was made by the function that belongs to this destructor, and is destroyed once.
         unsafe { (self.destroy)(self.raw) };
@@ -66,13 +66,13 @@ pub(crate) struct Bytes {
 /// Registration of bytes, which ends when dropped.
 pub(crate) struct Registered<'a> {
     agent: &'a Agent,
-    list: Handle,
+    list: NixlHandle,
 }
 
 impl<'a> Registered<'a> {
     pub(crate) fn new(agent: &'a Agent, bytes: Bytes) -> Result<Self, NixlError> {
         let table = agent.table();
-        let list = Handle::make("make a list", table.destroy_reg_dlist, |list| {
+        let list = NixlHandle::make("make a list", table.destroy_reg_dlist, |list| {
             // SAFETY: the address is that of a live handle.
             unsafe { (table.create_reg_dlist)(bytes.kind, list) }
         })?;
@@ -103,8 +103,8 @@ impl Drop for Registered<'_> {
 }
 
 /// Returns a list of these bytes for a transfer.
-pub(crate) fn listed(table: &Table, bytes: Bytes) -> Result<Handle, NixlError> {
-    let list = Handle::make("make a list", table.destroy_xfer_dlist, |list| {
+pub(crate) fn listed(table: &Table, bytes: Bytes) -> Result<NixlHandle, NixlError> {
+    let list = NixlHandle::make("make a list", table.destroy_xfer_dlist, |list| {
         // SAFETY: the address is that of a live handle.
         unsafe { (table.create_xfer_dlist)(bytes.kind, list) }
     })?;
@@ -119,8 +119,8 @@ pub(crate) fn listed(table: &Table, bytes: Bytes) -> Result<Handle, NixlError> {
 pub(crate) fn params<'a>(
     table: &Table,
     params: impl Iterator<Item = (&'a CStr, &'a CStr)>,
-) -> Result<Handle, NixlError> {
-    let made = Handle::make("make parameters", table.destroy_params, |params| {
+) -> Result<NixlHandle, NixlError> {
+    let made = NixlHandle::make("make parameters", table.destroy_params, |params| {
         // SAFETY: the address is that of a live handle.
         unsafe { (table.create_params)(params) }
     })?;

@@ -16,6 +16,6 @@ pub mod testing;
 #[cfg(test)]
 mod tests;
 
-pub use agent::{Agent, Outcome};
+pub use agent::{Agent, NixlOutcome};
 pub use error::NixlError;
 pub use library::Library;

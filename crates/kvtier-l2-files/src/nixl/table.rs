@@ -2,7 +2,7 @@
 
 use std::ffi::{c_char, c_int, c_void};
 
-/// Handle of one of the library's objects.
+/// NixlHandle of one of the library's objects.
 pub(crate) type Raw = *mut c_void;
 
 /// Kind of memory.

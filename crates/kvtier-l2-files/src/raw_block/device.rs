@@ -89,6 +89,11 @@ impl Device {
         self.superblock.geometry
     }
 
+    /// Returns the offset of an object on the device.
+    pub(super) fn offset_of(&self, offset: u64) -> u64 {
+        self.geometry().data_offset() + offset
+    }
+
     /// Whether it is used past the page cache.
     pub(super) fn is_direct(&self) -> bool {
         self.direct.is_some()

@@ -131,7 +131,7 @@ impl Superblock {
 
 /// An object of the device.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Record {
+pub(super) struct RawRecord {
     /// Place of the record in the table.
     pub number: u64,
     /// Grows with each record that is written: of two that contradict each other the later one is right.
@@ -152,7 +152,7 @@ pub(super) fn span(len: u64) -> u64 {
     len.max(1).next_multiple_of(BLOCK)
 }
 
-impl Record {
+impl RawRecord {
     /// Whether it is what is asked for.
     pub(super) fn is_of(&self, object: &ObjectSpec) -> bool {
         self.len == object.len && self.layout == object.layout

@@ -10,18 +10,19 @@ use std::sync::{Arc, Weak};
 use kvtier_common::sync::Mutex;
 use kvtier_core::object_key::ObjectKey;
 
-use super::format::{Geometry, Record, span};
+use super::format::{Geometry, RawRecord, span};
 use super::space::Space;
+use kvtier_l2::Listed;
 
 /// The index of a device.
 pub(super) struct Index {
-    state: Mutex<State>,
+    state: Mutex<IndexState>,
     /// Bytes whose records could not be erased: they are not used again before the next start.
     leaked: AtomicU64,
 }
 
-struct State {
-    objects: BTreeMap<ObjectKey, Arc<Object>>,
+struct IndexState {
+    objects: BTreeMap<ObjectKey, Arc<RawObject>>,
     space: Space,
     /// Numbers of unused records, the next one last.
     records: Vec<u64>,
@@ -29,15 +30,30 @@ struct State {
 }
 
 /// An object of the device.
-pub(super) struct Object {
-    pub(super) record: Record,
+pub(super) struct RawObject {
+    pub(super) record: RawRecord,
     /// The device could not read its bytes. It keeps its space until it is replaced or deleted: others would fail there too.
     pub(super) is_unreadable: AtomicBool,
-    pub(super) place: Place,
+    pub(super) place: RawPlace,
+}
+
+impl RawObject {
+    /// Returns the object's bytes on the device.
+    pub(super) fn bytes(&self) -> u64 {
+        span(self.record.len)
+    }
+
+    pub(super) fn listed(&self) -> Listed {
+        Listed {
+            key: self.record.key.clone(),
+            bytes: self.bytes(),
+            used_at: self.record.stored_at,
+        }
+    }
 }
 
 /// Space and record of an object. When it is dropped, after the last load, others may use them.
-pub(super) struct Place {
+pub(super) struct RawPlace {
     index: Weak<Index>,
     pub(super) number: u64,
     pub(super) offset: u64,
@@ -46,7 +62,7 @@ pub(super) struct Place {
     is_recorded: AtomicBool,
 }
 
-impl Place {
+impl RawPlace {
     /// Notes that the record is about to be written.
     pub(super) fn recording(&self) {
         self.is_recorded.store(true, Ordering::Release);
@@ -58,7 +74,7 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for RawPlace {
     fn drop(&mut self) {
         let Some(index) = self.index.upgrade() else {
             return;
@@ -85,7 +101,7 @@ impl Index {
     /// Returns the index of a device that was not scanned yet: nothing is there, and nothing is free.
     pub(super) fn new() -> Arc<Self> {
         Arc::new(Self {
-            state: Mutex::new(State {
+            state: Mutex::new(IndexState {
                 objects: BTreeMap::new(),
                 space: Space::default(),
                 records: Vec::new(),
@@ -102,7 +118,7 @@ impl Index {
     pub(super) fn fill(
         self: &Arc<Self>,
         geometry: Geometry,
-        mut found: Vec<Record>,
+        mut found: Vec<RawRecord>,
         unreadable: &[u64],
     ) -> Vec<u64> {
         found.sort_unstable_by_key(|record| std::cmp::Reverse(record.sequence));
@@ -124,7 +140,7 @@ impl Index {
                 continue;
             }
             let place = self.place(record.number, record.offset, span, true);
-            let object = Object {
+            let object = RawObject {
                 is_unreadable: AtomicBool::new(false),
                 place,
                 record,
@@ -133,7 +149,7 @@ impl Index {
         }
         let numbers = (0..geometry.records).rev();
         let records = numbers.filter(|number| !used[*number as usize]).collect();
-        *self.state.lock() = State {
+        *self.state.lock() = IndexState {
             objects,
             space,
             records,
@@ -147,8 +163,8 @@ impl Index {
         self.state.lock().records.push(number);
     }
 
-    fn place(self: &Arc<Self>, number: u64, offset: u64, span: u64, is_recorded: bool) -> Place {
-        Place {
+    fn place(self: &Arc<Self>, number: u64, offset: u64, span: u64, is_recorded: bool) -> RawPlace {
+        RawPlace {
             index: Arc::downgrade(self),
             number,
             offset,
@@ -158,7 +174,7 @@ impl Index {
     }
 
     /// Takes space and a record for an object of `len` bytes, and the next sequence number; `None` if there is none.
-    pub(super) fn reserve(self: &Arc<Self>, len: u64) -> Option<(Place, u64)> {
+    pub(super) fn reserve(self: &Arc<Self>, len: u64) -> Option<(RawPlace, u64)> {
         let span = span(len);
         let mut state = self.state.lock();
         let number = *state.records.last()?;
@@ -169,7 +185,7 @@ impl Index {
     }
 
     /// Adds an object whose record is written. Returns the one that it replaces: the older of both.
-    pub(super) fn insert(&self, object: Arc<Object>) -> Option<Arc<Object>> {
+    pub(super) fn insert(&self, object: Arc<RawObject>) -> Option<Arc<RawObject>> {
         let mut state = self.state.lock();
         let there = state.objects.get(&object.record.key);
         if there.is_some_and(|there| there.record.sequence > object.record.sequence) {
@@ -178,16 +194,16 @@ impl Index {
         state.objects.insert(object.record.key.clone(), object)
     }
 
-    pub(super) fn get(&self, key: &ObjectKey) -> Option<Arc<Object>> {
+    pub(super) fn get(&self, key: &ObjectKey) -> Option<Arc<RawObject>> {
         self.state.lock().objects.get(key).cloned()
     }
 
-    pub(super) fn remove(&self, key: &ObjectKey) -> Option<Arc<Object>> {
+    pub(super) fn remove(&self, key: &ObjectKey) -> Option<Arc<RawObject>> {
         self.state.lock().objects.remove(key)
     }
 
     /// Removes this object; returns whether it was still there.
-    pub(super) fn remove_this(&self, object: &Arc<Object>) -> bool {
+    pub(super) fn remove_this(&self, object: &Arc<RawObject>) -> bool {
         let mut state = self.state.lock();
         let there = state.objects.get(&object.record.key);
         let is_there = there.is_some_and(|there| Arc::ptr_eq(there, object));
@@ -198,7 +214,7 @@ impl Index {
     }
 
     /// At most `limit` objects behind a key.
-    pub(super) fn page(&self, behind: Option<&ObjectKey>, limit: usize) -> Vec<Arc<Object>> {
+    pub(super) fn page(&self, behind: Option<&ObjectKey>, limit: usize) -> Vec<Arc<RawObject>> {
         let from = behind.map_or(Bound::Unbounded, Bound::Excluded);
         let state = self.state.lock();
         let range = state.objects.range((from, Bound::Unbounded));

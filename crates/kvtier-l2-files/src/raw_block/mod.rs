@@ -26,21 +26,23 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, SystemTime};
 
 use kvtier_core::object_key::{KeyShape, ObjectKey};
+use kvtier_memory::FileError;
+use kvtier_memory::uring::Tail;
+use rustix::io::Errno;
 use serde_json::{Value, json};
-use tokio::sync::watch;
 
-use crate::io::Engine;
 use crate::io::choice::{self, Choice};
 use crate::io::nixl::NixlOptions;
-use crate::io::pool::{Lane, NotDone, Pool};
+use crate::io::pool::{IoClass, NotDone, Pool};
+use crate::io::{self, Engine};
 use device::Device;
-use index::{Index, Object};
+use index::{Index, RawObject};
 use kvtier_l2::{
     Adapter, BoxFuture, Capabilities, ErrorKind, L2Error, ListPage, Listed, LoadItem, Loaded,
     ObjectSpec, Recovered, StoreItem, Stored,
 };
-use scan::Scan;
-use work::{Loads, Stores};
+use scan::{Scan, Scanner};
+use work::{RawLoad, RawStore};
 
 pub use options::RAW_BLOCK;
 pub use options::RawOptions;
@@ -56,43 +58,37 @@ const RECOVERY_BATCH: usize = 4096;
 
 /// Adapter of a device.
 pub struct RawBlockAdapter {
-    shared: Arc<Shared>,
+    objects: Arc<RawObjects>,
+    scanner: Arc<Scanner>,
     pool: Pool,
     /// Reason for the I/O engine.
     engine_reason: String,
 }
 
-/// What the threads share.
-struct Shared {
+/// Objects of an open device.
+struct RawObjects {
     device: Device,
     index: Arc<Index>,
     engine: Box<dyn Engine>,
     fsync: bool,
-    scan: watch::Sender<Scan>,
-    /// Whether the last scan that has ended has failed.
-    has_failed_scan: AtomicBool,
     damaged: AtomicU64,
     /// Whether the last store failed.
     is_failing: AtomicBool,
     /// What the last check has found.
     is_lost: AtomicBool,
-    is_closed: AtomicBool,
 }
 
-impl Shared {
+impl RawObjects {
     /// The object that is asked for, unless it cannot be read.
-    fn find(&self, object: &ObjectSpec) -> Option<Arc<Object>> {
+    fn find(&self, object: &ObjectSpec) -> Option<Arc<RawObject>> {
         let found = self.index.get(&object.key)?;
         let is_readable = !found.is_unreadable.load(Ordering::Relaxed);
         (is_readable && found.record.is_of(object)).then_some(found)
     }
 
-    fn count_damaged(&self) {
-        self.damaged.fetch_add(1, Ordering::Relaxed);
-    }
-
     fn store(&self, items: Vec<StoreItem>) -> Vec<Result<Stored, L2Error>> {
-        let mut results = Stores::new(self, items).run(&*self.engine);
+        let stores = items.into_iter().map(|item| RawStore::new(self, item));
+        let mut results = io::run(&*self.engine, stores);
         if self.fsync
             && let Err(error) = self.device.sync()
         {
@@ -108,8 +104,13 @@ impl Shared {
         results
     }
 
+    fn load(&self, items: Vec<LoadItem>) -> Vec<Result<Loaded, L2Error>> {
+        let loads = items.into_iter().map(|item| RawLoad::new(self, item));
+        io::run(&*self.engine, loads)
+    }
+
     /// Deletes objects, which do not come back then.
-    fn delete_all(&self, keys: &[ObjectKey]) -> Vec<Result<bool, L2Error>> {
+    fn delete_all(&self, keys: Vec<ObjectKey>) -> Vec<Result<bool, L2Error>> {
         let mut results: Vec<_> = keys.iter().map(|key| self.delete(key)).collect();
         if self.fsync
             && results.contains(&Ok(true))
@@ -134,24 +135,29 @@ impl Shared {
         if let Some(older) = self.index.insert(object) {
             self.release(&older);
         }
-        Err(self
-            .device
-            .error("erase a record of", rustix::io::Errno::IO))
-    }
-}
-
-impl Object {
-    /// Returns the object's bytes on the device.
-    fn bytes(&self) -> u64 {
-        format::span(self.record.len)
+        Err(self.device.error("erase a record of", Errno::IO))
     }
 
-    fn listed(&self) -> Listed {
-        Listed {
-            key: self.record.key.clone(),
-            bytes: self.bytes(),
-            used_at: self.record.stored_at,
+    /// Erases the record of an object that is not in the index; its space is free when no load uses it.
+    fn release(&self, object: &RawObject) -> bool {
+        let is_erased = self.erase(object.record.number).is_ok();
+        if is_erased {
+            object.place.erased();
         }
+        is_erased
+    }
+
+    /// Erases a record.
+    fn erase(&self, number: u64) -> Result<(), Errno> {
+        let mut block = Tail::default();
+        block.resize(format::BLOCK as usize);
+        block.fill(0);
+        self.device
+            .write(&block, self.device.geometry().record_at(number))
+    }
+
+    fn failed(&self, action: &str, error: &FileError) -> L2Error {
+        io::failed(action, &self.device.path().to_string_lossy(), error)
     }
 }
 
@@ -179,44 +185,30 @@ impl RawBlockAdapter {
             options.use_odirect,
             &NixlOptions::default(),
         )?;
-        let shared = Arc::new(Shared {
+        let objects = Arc::new(RawObjects {
             device: Device::open(options)?,
             index: Index::new(),
             engine,
             fsync: options.fsync,
-            scan: watch::Sender::new(Scan::Running),
-            has_failed_scan: AtomicBool::new(false),
             damaged: AtomicU64::new(0),
             is_failing: AtomicBool::new(false),
             is_lost: AtomicBool::new(false),
-            is_closed: AtomicBool::new(false),
         });
         let pool = Pool::start("kvtier-raw", options.num_workers.max(1));
         let pool = pool.map_err(|error| {
             L2Error::new(ErrorKind::Refused, format!("cannot start threads: {error}"))
         })?;
-        scan::start(Arc::clone(&shared))?;
         Ok(Self {
-            shared,
+            scanner: Scanner::start(Arc::clone(&objects))?,
+            objects,
             pool,
             engine_reason: reason,
         })
     }
 
-    /// Waits for the end of the scan; returns the number of records that it has erased.
-    async fn scanned(&self) -> Result<u64, L2Error> {
-        let mut scan = self.shared.scan.subscribe();
-        let ended = scan.wait_for(|scan| !matches!(scan, Scan::Running)).await;
-        match ended.as_deref() {
-            Ok(Scan::Done(erased)) => Ok(*erased),
-            Ok(Scan::Failed(error, _)) => Err(error.clone()),
-            _ => Err(not_done()),
-        }
-    }
-
     /// Waits for the end of the scan for a short time.
     async fn scanned_soon(&self) -> Result<(), L2Error> {
-        match tokio::time::timeout(SCAN_WAIT, self.scanned()).await {
+        match tokio::time::timeout(SCAN_WAIT, self.scanner.ended()).await {
             Ok(scanned) => scanned.map(drop),
             Err(_) => Ok(()),
         }
@@ -225,19 +217,19 @@ impl RawBlockAdapter {
     /// Runs `work` for all items on the pool; an item whose work panicked or was not started fails alone.
     async fn each<T, R>(
         &self,
-        lane: Lane,
+        class: IoClass,
         items: Vec<T>,
         pieces: (usize, usize),
-        work: impl Fn(&Shared, Vec<T>) -> Vec<Result<R, L2Error>> + Send + Sync + 'static,
+        work: impl Fn(&RawObjects, Vec<T>) -> Vec<Result<R, L2Error>> + Send + Sync + 'static,
     ) -> Vec<Result<R, L2Error>>
     where
         T: Send + 'static,
         R: Send + 'static,
     {
-        let shared = Arc::clone(&self.shared);
+        let objects = Arc::clone(&self.objects);
         let done = self
             .pool
-            .map(lane, items, pieces, move |items| work(&shared, items))
+            .map(class, items, pieces, move |items| work(&objects, items))
             .await;
         done.into_iter()
             .map(|result| result.unwrap_or_else(|NotDone| Err(not_done())))
@@ -268,8 +260,11 @@ impl Adapter for RawBlockAdapter {
 
     fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
         Box::pin(async move {
-            match self.scanned().await {
-                Ok(_) => self.each(Lane::Store, batch, (1, 16), Shared::store).await,
+            match self.scanner.ended().await {
+                Ok(_) => {
+                    self.each(IoClass::Store, batch, (1, 16), RawObjects::store)
+                        .await
+                }
                 Err(error) => all(&batch, &error),
             }
         })
@@ -281,7 +276,7 @@ impl Adapter for RawBlockAdapter {
             if self.pool.is_closed() {
                 return Err(not_done());
             }
-            let found = batch.iter().map(|object| self.shared.find(object));
+            let found = batch.iter().map(|object| self.objects.find(object));
             Ok(found.map(|found| Some(found?.bytes())).collect())
         })
     }
@@ -291,22 +286,18 @@ impl Adapter for RawBlockAdapter {
             if let Err(error) = self.scanned_soon().await {
                 return all(&batch, &error);
             }
-            self.each(Lane::Read, batch, (1, 16), |shared, items| {
-                Loads::new(shared, items).run(&*shared.engine)
-            })
-            .await
+            self.each(IoClass::Read, batch, (1, 16), RawObjects::load)
+                .await
         })
     }
 
     fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
         Box::pin(async move {
-            if let Err(error) = self.scanned().await {
+            if let Err(error) = self.scanner.ended().await {
                 return all(&keys, &error);
             }
-            self.each(Lane::Read, keys, (8, 64), |shared, keys| {
-                shared.delete_all(&keys)
-            })
-            .await
+            self.each(IoClass::Read, keys, (8, 64), RawObjects::delete_all)
+                .await
         })
     }
 
@@ -323,9 +314,9 @@ impl Adapter for RawBlockAdapter {
                     })?,
                 ),
             };
-            self.scanned().await?;
+            self.scanner.ended().await?;
             let limit = limit.clamp(1, MAX_LIST_PAGE);
-            let page = self.shared.index.page(behind.as_ref(), limit);
+            let page = self.objects.index.page(behind.as_ref(), limit);
             let next = (page.len() == limit).then(|| page.last()).flatten();
             Ok(ListPage {
                 next: next.map(|object| object.record.key.text().name(KeyShape::Grouped)),
@@ -340,12 +331,12 @@ impl Adapter for RawBlockAdapter {
     ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
         Box::pin(async move {
             let mut recovered = Recovered {
-                removed: self.scanned().await?,
+                removed: self.scanner.ended().await?,
                 ..Recovered::default()
             };
             let mut last = None;
             loop {
-                let page = self.shared.index.page(last.as_ref(), RECOVERY_BATCH);
+                let page = self.objects.index.page(last.as_ref(), RECOVERY_BATCH);
                 let Some(object) = page.last() else {
                     return Ok(recovered);
                 };
@@ -365,56 +356,55 @@ impl Adapter for RawBlockAdapter {
     }
 
     fn check(&self) -> BoxFuture<'_, ()> {
-        let shared = Arc::clone(&self.shared);
+        let (objects, scanner) = (Arc::clone(&self.objects), Arc::clone(&self.scanner));
         Box::pin(self.pool.check(move || {
-            scan::retry(&shared);
-            let found = shared.device.check();
-            let was_lost = shared.is_lost.swap(found.is_err(), Ordering::Relaxed);
+            scanner.retry();
+            let found = objects.device.check();
+            let was_lost = objects.is_lost.swap(found.is_err(), Ordering::Relaxed);
             if let Err(error) = found
                 && !was_lost
             {
-                let device_path = shared.device.path().display();
+                let device_path = objects.device.path().display();
                 tracing::warn!(%device_path, %error, "a device is not usable; trying again in the background");
             }
         }))
     }
 
     fn status(&self) -> Value {
-        let shared = &self.shared;
-        let usage = shared.index.usage();
-        let scan = match &*shared.scan.borrow() {
+        let (objects, scan) = (&self.objects, self.scanner.state.borrow().clone());
+        let usage = objects.index.usage();
+        let is_usable = !matches!(&scan, Scan::Failed(..));
+        let scan = match &scan {
             Scan::Running => "running".to_owned(),
             Scan::Done(_) => "done".to_owned(),
             Scan::Failed(error, _) => error.to_string(),
         };
-        let is_usable = !matches!(&*shared.scan.borrow(), Scan::Failed(..));
         json!({
             "is_healthy": is_usable
                 && !self.pool.is_closed()
-                && !shared.is_failing.load(Ordering::Relaxed)
-                && !shared.is_lost.load(Ordering::Relaxed),
+                && !objects.is_failing.load(Ordering::Relaxed)
+                && !objects.is_lost.load(Ordering::Relaxed),
             "type": RAW_BLOCK.name(),
-            "device_path": shared.device.path().to_string_lossy(),
-            "use_odirect": shared.device.is_direct(),
-            "io_engine": shared.engine.name(),
+            "device_path": objects.device.path().to_string_lossy(),
+            "use_odirect": objects.device.is_direct(),
+            "io_engine": objects.engine.name(),
             "io_engine_reason": self.engine_reason,
             "scan": scan,
             "objects": usage.objects,
             "free_bytes": usage.free_bytes,
             "free_records": usage.free_records,
             "leaked_bytes": usage.leaked_bytes,
-            "damaged_objects": shared.damaged.load(Ordering::Relaxed),
+            "damaged_objects": objects.damaged.load(Ordering::Relaxed),
         })
     }
 
     fn close(&self) -> BoxFuture<'_, ()> {
         Box::pin(async {
-            self.shared.is_closed.store(true, Ordering::Release);
+            self.scanner.stop();
             self.pool.close().await;
-            let mut scan = self.shared.scan.subscribe();
             // An error is the end of its thread, too.
-            let _ = scan.wait_for(|scan| !matches!(scan, Scan::Running)).await;
-            self.shared.device.unlock();
+            let _ = self.scanner.ended().await;
+            self.objects.device.unlock();
         })
     }
 }

@@ -1,14 +1,15 @@
 //! Scan of the table after a start. One that fails is tried again, as the device may come back.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use kvtier_memory::uring::Tail;
 use rustix::io::Errno;
+use tokio::sync::watch;
 
-use super::Shared;
-use super::format::{BLOCK, Record};
+use super::RawObjects;
+use super::format::{BLOCK, RawRecord};
 use crate::io;
 use kvtier_l2::{ErrorKind, L2Error};
 
@@ -31,66 +32,102 @@ pub(super) enum Scan {
     Failed(L2Error, Instant),
 }
 
-/// Starts the scan on a thread of its own.
-///
-/// # Errors
-/// If there is no thread.
-pub(super) fn start(shared: Arc<Shared>) -> Result<(), L2Error> {
-    shared.scan.send_replace(Scan::Running);
-    let scanned = Arc::clone(&shared);
-    let work = move || scanned.end_scan(scanned.scan_table());
-    let thread = std::thread::Builder::new().name("kvtier-raw-scan".into());
-    thread.spawn(work).map(drop).map_err(|error| {
-        let what = format!("cannot start a thread for a scan: {error}");
-        let error = L2Error::new(ErrorKind::Unavailable, what);
-        shared.end_scan(Err(error.clone()));
-        error
-    })
+/// The scan of a device.
+pub(super) struct Scanner {
+    objects: Arc<RawObjects>,
+    pub(super) state: watch::Sender<Scan>,
+    /// Whether the last scan that has ended has failed.
+    has_failed: AtomicBool,
+    is_stopped: AtomicBool,
 }
 
-/// Starts the scan again if the last one has failed a while ago. Nothing was found then, so nothing is in use.
-pub(super) fn retry(shared: &Arc<Shared>) {
-    let is_due = match &*shared.scan.borrow() {
-        Scan::Failed(_, since) => since.elapsed() >= RETRY_PAUSE,
-        _ => false,
-    };
-    if is_due && !shared.is_closed.load(Ordering::Acquire) {
-        // Its failure is the state of the scan.
-        let _ = start(Arc::clone(shared));
+impl Scanner {
+    /// Starts the scan on a thread of its own.
+    ///
+    /// # Errors
+    /// If there is no thread.
+    pub(super) fn start(objects: Arc<RawObjects>) -> Result<Arc<Self>, L2Error> {
+        let scanner = Arc::new(Self {
+            objects,
+            state: watch::Sender::new(Scan::Running),
+            has_failed: AtomicBool::new(false),
+            is_stopped: AtomicBool::new(false),
+        });
+        scanner.begin()?;
+        Ok(scanner)
     }
-}
 
-impl Shared {
-    fn end_scan(&self, result: Result<u64, L2Error>) {
-        let device_path = self.device.path().display();
+    fn begin(self: &Arc<Self>) -> Result<(), L2Error> {
+        self.state.send_replace(Scan::Running);
+        let scanner = Arc::clone(self);
+        let work = move || scanner.end(scanner.scan_table());
+        let thread = std::thread::Builder::new().name("kvtier-raw-scan".into());
+        thread.spawn(work).map(drop).map_err(|error| {
+            let what = format!("cannot start a thread for a scan: {error}");
+            let error = L2Error::new(ErrorKind::Unavailable, what);
+            self.end(Err(error.clone()));
+            error
+        })
+    }
+
+    /// Starts the scan again if the last one has failed a while ago. Nothing was found then, so nothing is in use.
+    pub(super) fn retry(self: &Arc<Self>) {
+        let is_due = match &*self.state.borrow() {
+            Scan::Failed(_, since) => since.elapsed() >= RETRY_PAUSE,
+            _ => false,
+        };
+        if is_due && !self.is_stopped() {
+            // Its failure is the state of the scan.
+            let _ = self.begin();
+        }
+    }
+
+    /// Waits for the end of the scan; returns the number of records that it has erased.
+    pub(super) async fn ended(&self) -> Result<u64, L2Error> {
+        let mut state = self.state.subscribe();
+        let ended = state.wait_for(|scan| !matches!(scan, Scan::Running)).await;
+        match ended.as_deref() {
+            Ok(Scan::Done(erased)) => Ok(*erased),
+            Ok(Scan::Failed(error, _)) => Err(error.clone()),
+            _ => Err(super::not_done()),
+        }
+    }
+
+    /// Lets the scan end early; no other one starts.
+    pub(super) fn stop(&self) {
+        self.is_stopped.store(true, Ordering::Release);
+    }
+
+    fn is_stopped(&self) -> bool {
+        self.is_stopped.load(Ordering::Acquire)
+    }
+
+    fn end(&self, result: Result<u64, L2Error>) {
+        let device_path = self.objects.device.path().display();
         match &result {
-            Ok(_) if self.has_failed_scan.swap(false, Ordering::Relaxed) => {
+            Ok(_) if self.has_failed.swap(false, Ordering::Relaxed) => {
                 tracing::info!(%device_path, "the table of a device was read again");
             }
             // One that was closed meanwhile is not to be used. Each failure is logged once.
-            Err(error)
-                if !self.is_closed.load(Ordering::Acquire)
-                    && !self.has_failed_scan.swap(true, Ordering::Relaxed) =>
-            {
+            Err(error) if !self.is_stopped() && !self.has_failed.swap(true, Ordering::Relaxed) => {
                 tracing::error!(%device_path, %error, "the table of a device could not be read; trying again in the background");
             }
             _ => {}
         }
-        self.scan.send_replace(match result {
+        self.state.send_replace(match result {
             Ok(erased) => Scan::Done(erased),
             Err(error) => Scan::Failed(error, Instant::now()),
         });
     }
-}
 
-impl Shared {
     fn scan_table(&self) -> Result<u64, L2Error> {
-        let geometry = self.device.geometry();
+        let (device, index) = (&self.objects.device, &self.objects.index);
+        let geometry = device.geometry();
         let (mut found, mut unreadable) = (Vec::new(), Vec::new());
         let mut blocks = Tail::default();
         let mut first = 0;
         while first < geometry.records {
-            if self.is_closed.load(Ordering::Acquire) {
+            if self.is_stopped() {
                 return Err(L2Error::new(
                     ErrorKind::Unavailable,
                     "the adapter is closed",
@@ -109,30 +146,28 @@ impl Shared {
                         }
                     }
                 }
-                Err(error) => return Err(self.device.error("read the table of", error)),
+                Err(error) => return Err(device.error("read the table of", error)),
             }
             first += count;
         }
         if unreadable.len() as u64 == geometry.records {
-            return Err(self.device.error("read the table of", Errno::IO));
+            return Err(device.error("read the table of", Errno::IO));
         }
         // What earlier runs have erased must not come back after a loss of power: its numbers may be higher than those that
         // are given from now on.
-        self.device
-            .sync()
-            .map_err(|error| self.device.error("sync", error))?;
-        let superseded = self.index.fill(geometry, found, &unreadable);
+        device.sync().map_err(|error| device.error("sync", error))?;
+        let superseded = index.fill(geometry, found, &unreadable);
         let mut erased = 0;
         for number in superseded {
             // One that stays loses against the later one after the next start, too.
-            if self.erase(number).is_ok() {
-                self.index.add_record(number);
+            if self.objects.erase(number).is_ok() {
+                index.add_record(number);
                 erased += 1;
             }
         }
         if !unreadable.is_empty() {
             tracing::warn!(
-                device_path = %self.device.path().display(),
+                device_path = %device.path().display(),
                 records = unreadable.len(),
                 "records of a device could not be read; their objects are lost"
             );
@@ -145,15 +180,15 @@ impl Shared {
         blocks: &mut Tail,
         first: u64,
         count: u64,
-        found: &mut Vec<Record>,
+        found: &mut Vec<RawRecord>,
     ) -> Result<(), Errno> {
         blocks.resize((count * BLOCK) as usize);
-        let superblock = &self.device.superblock;
-        self.device
-            .read(blocks, superblock.geometry.record_at(first))?;
+        let device = &self.objects.device;
+        let superblock = &device.superblock;
+        device.read(blocks, superblock.geometry.record_at(first))?;
         let records = blocks.chunks_exact(BLOCK as usize).zip(first..);
         found.extend(
-            records.filter_map(|(block, number)| Record::decode(block, number, superblock)),
+            records.filter_map(|(block, number)| RawRecord::decode(block, number, superblock)),
         );
         Ok(())
     }

@@ -26,7 +26,7 @@ fn load_here(fixture: &Fixture, object: &ObjectSpec) -> Result<bool, ErrorKind> 
         to: fixture.buffer(1, object.len),
     };
     let files = &fixture.adapter.files;
-    let loaded = files.load_all(vec![item]).remove(0);
+    let loaded = load::load(files, vec![item]).remove(0);
     loaded
         .map(|loaded| loaded.verified)
         .map_err(|error| error.kind())
@@ -43,7 +43,7 @@ fn file_without_permission_is_replaced_by_store() {
     assert!(path.exists(), "it may be another's");
     let files = &fixture.adapter.files;
     let item = fixture.item(&object(1));
-    let stored = files.store_all(vec![item]).remove(0);
+    let stored = store::store(files, vec![item]).remove(0);
     assert!(matches!(stored, Ok(Stored::Written(_))), "{stored:?}");
     assert_eq!(load_here(&fixture, &object(1)), Ok(true));
 }
@@ -59,7 +59,7 @@ fn directory_without_permission_does_not_end_scan() {
         lock(&fixture.base().join(dir));
     }
     drop_capabilities();
-    let page = fixture.adapter.files.page(Position::START, 1000).unwrap();
+    let page = walk::page(&fixture.adapter.files, Position::START, 1000).unwrap();
     assert_eq!((page.objects.len(), page.foreign), (1, 3));
     assert_eq!(page.next, None);
     for dir in ["01", "02/02", "aa"] {

@@ -7,7 +7,7 @@ use rustix::io::Errno;
 
 use super::*;
 use crate::io::uring::Uring;
-use crate::io::{self, Engine, Move, Moved, Work};
+use crate::io::{self, Engine, FileWork, Move, Moved};
 
 /// Environment variable with the engine that the tests use.
 const ENGINE: &str = "KVTIER_FS_TEST_ENGINE";
@@ -192,7 +192,7 @@ fn full_file_system_is_reported_by_both_engines() {
     /// One write to a device that is always full.
     struct Full<'a>(&'a Fixture, bool, Option<Errno>);
 
-    impl Work for Full<'_> {
+    impl FileWork for Full<'_> {
         fn next(&mut self) -> Option<Move> {
             let flags = OFlags::WRONLY | OFlags::CLOEXEC;
             let full = rustix::fs::open("/dev/full", flags, rustix::fs::Mode::empty()).unwrap();
@@ -230,9 +230,9 @@ fn full_file_system_is_reported_by_both_engines() {
 struct Breaking(Uring, usize);
 
 /// Counts what is begun.
-struct Counted<'a>(&'a mut dyn Work, usize);
+struct Counted<'a>(&'a mut dyn FileWork, usize);
 
-impl Work for Counted<'_> {
+impl FileWork for Counted<'_> {
     fn next(&mut self) -> Option<Move> {
         if self.1 == 0 {
             break_rings();
@@ -276,7 +276,7 @@ impl Engine for Breaking {
         self.0.name()
     }
 
-    fn run(&self, work: &mut dyn Work) {
+    fn run(&self, work: &mut dyn FileWork) {
         match self.0.name() {
             "io_uring" => self.0.run(&mut Counted(work, self.1)),
             _ => self.0.run(work),

@@ -3,7 +3,7 @@
 use super::engines::nixl;
 use super::*;
 use crate::io::nixl::Nixl;
-use crate::io::{Engine, Move, Moved, Work};
+use crate::io::{Engine, FileWork, Move, Moved};
 
 #[test]
 fn nixl_moves_objects_and_leaves_the_rest() {
@@ -89,7 +89,7 @@ struct One {
     moved: Option<Moved>,
 }
 
-impl Work for One {
+impl FileWork for One {
     fn next(&mut self) -> Option<Move> {
         self.work.take()
     }

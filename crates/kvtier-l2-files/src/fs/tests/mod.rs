@@ -24,7 +24,7 @@ use kvtier_core::object_key::{KeyShape, ObjectKey};
 use kvtier_memory::{Arena, ArenaKind, Extent};
 use tempfile::TempDir;
 
-use super::names::Place;
+use super::names::FilePlace;
 use super::*;
 use kvtier_l2::Buffer;
 
@@ -101,7 +101,7 @@ impl Fixture {
 
     fn path(&self, object: &ObjectSpec) -> PathBuf {
         self.base()
-            .join(Place::of(&object.key, self.options.names, self.options.layout).path)
+            .join(FilePlace::of(&object.key, self.options.names, self.options.layout).path)
     }
 
     fn buffer(&self, slot: u64, len: u64) -> Buffer {
@@ -167,7 +167,7 @@ impl Fixture {
     fn write_bare(&self, object: &ObjectSpec, naming: Naming, padded_to: usize) {
         let mut bytes = bytes(object);
         bytes.resize(bytes.len().max(padded_to), 0);
-        let place = Place::of(&object.key, naming, Layout::Flat);
+        let place = FilePlace::of(&object.key, naming, Layout::Flat);
         std::fs::write(self.base().join(place.path), bytes).unwrap();
     }
 

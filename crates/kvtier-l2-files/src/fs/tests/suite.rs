@@ -33,7 +33,7 @@ impl Subject for Directory {
     }
 
     fn damage(&self, key: &ObjectKey, how: Damage) -> bool {
-        let place = Place::of(key, self.options.names, self.options.layout);
+        let place = FilePlace::of(key, self.options.names, self.options.layout);
         let path = self.options.base_path.join(place.path);
         let file = OpenOptions::new()
             .read(true)

@@ -174,7 +174,7 @@ fn agent() -> Agent {
 }
 
 /// Reads from a file of `len` bytes with this fake; the result, and how many others still hold the arena.
-fn read(len: u64, with: Fake) -> (Outcome<&'static str>, usize) {
+fn read(len: u64, with: Fake) -> (NixlOutcome<&'static str>, usize) {
     fake(|fake| *fake = with);
     let mut agent = agent();
     let arena = Arc::new(Arena::create(ArenaKind::Anonymous, LEN).unwrap());
@@ -182,7 +182,7 @@ fn read(len: u64, with: Fake) -> (Outcome<&'static str>, usize) {
     file.set_len(len).unwrap();
     let outcome = agent.run(transfer(&arena, 0, file, Some(LEN)));
     let holders = Arc::strong_count(&arena) - 1;
-    if matches!(outcome, Outcome::Lost) {
+    if matches!(outcome, NixlOutcome::Lost) {
         std::mem::forget(agent);
     }
     (outcome, holders)
@@ -261,7 +261,7 @@ fn transfer_that_does_not_end_keeps_its_memory() {
     };
     for with in [cannot_be_released, is_endless] {
         let (outcome, holders) = read(LEN, with);
-        assert!(matches!(outcome, Outcome::Lost));
+        assert!(matches!(outcome, NixlOutcome::Lost));
         assert_eq!(holders, 1, "the transfer is leaked with its arena");
         assert_eq!(fake(|fake| fake.registered), 2);
     }

@@ -44,13 +44,13 @@ fn transfer(
     }
 }
 
-fn ended(outcome: Outcome<&'static str>) -> Result<(), NixlError> {
+fn ended(outcome: NixlOutcome<&'static str>) -> Result<(), NixlError> {
     match outcome {
-        Outcome::Ended(transfer, moved) => {
+        NixlOutcome::Ended(transfer, moved) => {
             assert_eq!(transfer.hold, "held");
             moved
         }
-        Outcome::Lost => panic!("it is lost"),
+        NixlOutcome::Lost => panic!("it is lost"),
     }
 }
 

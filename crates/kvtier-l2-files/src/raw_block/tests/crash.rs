@@ -4,6 +4,7 @@ use kvtier_memory::FileError;
 use rustix::io::Errno;
 
 use super::*;
+use crate::io::{Begun, Operation as _};
 
 /// The device as it is now, as another device.
 fn copy(device: &Device) -> Device {
@@ -140,7 +141,7 @@ async fn no_damaged_record_is_used() {
         let mut damaged = block.clone();
         damaged[byte] ^= 1;
         assert_eq!(
-            Record::decode(&damaged, record.number, &superblock),
+            RawRecord::decode(&damaged, record.number, &superblock),
             None,
             "{byte}"
         );
@@ -150,27 +151,30 @@ async fn no_damaged_record_is_used() {
         id: [9; 32],
         ..superblock
     };
-    assert_eq!(Record::decode(&block, record.number, &other), None);
-    assert_eq!(Record::decode(&block, record.number + 1, &superblock), None);
+    assert_eq!(RawRecord::decode(&block, record.number, &other), None);
+    assert_eq!(
+        RawRecord::decode(&block, record.number + 1, &superblock),
+        None
+    );
     // Whole records with impossible places.
     let end = superblock.geometry.data_bytes;
     for change in [
-        |record: &mut Record, end: u64| record.offset = end - 4096,
-        |record: &mut Record, _| record.offset = 1,
-        |record: &mut Record, _| record.len = u64::MAX,
-        |record: &mut Record, _| record.offset = u64::MAX - 4095,
+        |record: &mut RawRecord, end: u64| record.offset = end - 4096,
+        |record: &mut RawRecord, _| record.offset = 1,
+        |record: &mut RawRecord, _| record.len = u64::MAX,
+        |record: &mut RawRecord, _| record.offset = u64::MAX - 4095,
     ] {
         let mut impossible = record.clone();
         change(&mut impossible, end);
         let block = impossible.encode(&superblock.id).unwrap();
         assert_eq!(
-            Record::decode(&block, record.number, &superblock),
+            RawRecord::decode(&block, record.number, &superblock),
             None,
             "{impossible:?}"
         );
     }
     assert_eq!(
-        Record::decode(&block, record.number, &superblock),
+        RawRecord::decode(&block, record.number, &superblock),
         Some(record.clone())
     );
     device.file().write_all_at(&[0xff; 4096], at).unwrap();
@@ -187,7 +191,7 @@ async fn no_damaged_record_is_used() {
 #[tokio::test]
 async fn erasures_are_synced_before_numbers_are_given_again() {
     let memory = Memory::new(1 << 20);
-    let syncs = |adapter: &RawBlockAdapter| adapter.shared.device.syncs.load(Ordering::Relaxed);
+    let syncs = |adapter: &RawBlockAdapter| adapter.objects.device.syncs.load(Ordering::Relaxed);
     for fsync in [false, true] {
         let device = Device::new(|options| options.fsync = fsync);
         let adapter = device.open();
@@ -212,7 +216,7 @@ async fn damaged_object_gives_its_space_back() {
     let adapter = device.open();
     adapter.recover(&|_| true).await.unwrap();
     let free = || {
-        let usage = adapter.shared.index.usage();
+        let usage = adapter.objects.index.usage();
         (usage.free_bytes, usage.free_records, usage.objects)
     };
     let before = free();
@@ -236,11 +240,11 @@ async fn table_that_could_not_be_read_is_read_again() {
     let adapter = device.open();
     adapter.recover(&|_| true).await.unwrap();
     // As if the device had not answered.
-    let index = &adapter.shared.index;
+    let index = &adapter.objects.index;
     index.remove(&one.key).unwrap();
     let failed = L2Error::new(ErrorKind::Unavailable, "no answer");
     let failed = Scan::Failed(failed, std::time::Instant::now());
-    adapter.shared.scan.send_replace(failed);
+    adapter.scanner.state.send_replace(failed);
     assert_eq!(adapter.status()["is_healthy"], false);
     assert_eq!(
         store(&adapter, &memory, &one).await.unwrap_err().kind(),
@@ -306,14 +310,16 @@ async fn failure_of_the_medium_costs_one_object() {
             object: one.clone(),
             to: memory.buffer(one.len),
         };
-        let found = adapter.shared.find(&one).unwrap();
+        let mut load = RawLoad::new(&adapter.objects, item);
+        let mut tail = Tail::default();
+        let Begun::Moving(moving) = load.begin(0, &mut tail).unwrap() else {
+            panic!("nothing to read");
+        };
         let failed = FileError::System {
             done: 0,
             source: errno.into(),
         };
-        let loaded = adapter
-            .shared
-            .end_load(&found, &item, one.len, &[], Err(failed));
+        let loaded = load.end(moving.file, &mut tail, Err(failed));
         assert_eq!(loaded.unwrap_err().kind(), expected, "{errno}");
         let is_kept = expected == ErrorKind::Unavailable;
         assert_eq!(is_there(&adapter, &one).await, is_kept, "{errno}");
@@ -357,7 +363,7 @@ proptest::proptest! {
     #[test]
     fn hostile_blocks_are_no_records(mut bytes in proptest::collection::vec(proptest::num::u8::ANY, 0..5000), number in 0..9_u64) {
         let superblock = Superblock { id: [3; 32], geometry: format::Geometry { records: 9, data_bytes: 1 << 20 } };
-        proptest::prop_assert_eq!(Record::decode(&bytes, number, &superblock), None);
+        proptest::prop_assert_eq!(RawRecord::decode(&bytes, number, &superblock), None);
         Superblock::decode(&bytes);
         format::foreign(&bytes);
         // With its hash right.
@@ -365,6 +371,6 @@ proptest::proptest! {
         let body = bytes.len() - 32;
         let hash = blake3::keyed_hash(&superblock.id, &bytes[..body]);
         bytes[body..].copy_from_slice(hash.as_bytes());
-        proptest::prop_assert_eq!(Record::decode(&bytes, number, &superblock), None);
+        proptest::prop_assert_eq!(RawRecord::decode(&bytes, number, &superblock), None);
     }
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use kvtier_core::object_key::ObjectKey;
 use tempfile::TempDir;
 
-use super::format::{BLOCK, First, Record, Superblock};
+use super::format::{BLOCK, First, RawRecord, Superblock};
 use super::*;
 use kvtier_l2::conformance::{self, Memory, content, object};
 
@@ -67,18 +67,18 @@ impl Device {
     }
 
     /// All records on the device.
-    fn records(&self) -> Vec<Record> {
+    fn records(&self) -> Vec<RawRecord> {
         let superblock = self.superblock();
         let numbers = 0..superblock.geometry.records;
         let record = |number| {
             let block = self.block(superblock.geometry.record_at(number));
-            Record::decode(&block, number, &superblock)
+            RawRecord::decode(&block, number, &superblock)
         };
         numbers.filter_map(record).collect()
     }
 
     /// The record of a key, and where its bytes are in the file.
-    fn place(&self, key: &ObjectKey) -> (Record, u64) {
+    fn place(&self, key: &ObjectKey) -> (RawRecord, u64) {
         let records = self.records().into_iter();
         let record = records.filter(|record| record.key == *key);
         let record = record.max_by_key(|record| record.sequence).unwrap();

@@ -179,7 +179,7 @@ async fn space_of_object_that_is_being_loaded_is_not_used() {
     let (adapter, memory) = (device.open(), Memory::new(1 << 22));
     let first = object(1, 512 << 10);
     store(&adapter, &memory, &first).await.unwrap();
-    let loading = adapter.shared.find(&first).unwrap();
+    let loading = adapter.objects.find(&first).unwrap();
     adapter.delete(vec![first.key.clone()]).await[0]
         .as_ref()
         .unwrap();
@@ -203,13 +203,13 @@ async fn keys_that_fit_no_record_are_refused() {
     let adapter = device.open();
     let hash = kvtier_core::ChunkHash([7; 32]);
     adapter.recover(&|_| true).await.unwrap();
-    let free = adapter.shared.index.usage().free_bytes;
+    let free = adapter.objects.index.usage().free_bytes;
     for (len, is_taken) in [(3700, true), (4000, false)] {
         let mut object = object(1, 100);
         object.key = ObjectKey::new(hash, "m".repeat(len), 0, 0, "").unwrap();
         let stored = store(&adapter, &memory, &object).await;
         assert_eq!(stored.is_ok(), is_taken, "{stored:?}");
     }
-    assert_eq!(adapter.shared.index.usage().free_bytes, free - BLOCK);
+    assert_eq!(adapter.objects.index.usage().free_bytes, free - BLOCK);
     adapter.close().await;
 }
