@@ -15,8 +15,8 @@ use super::content::Content;
 use super::credentials::{Provider, Variables};
 use super::errors;
 use super::http::{Http, Outbound, Response, Server};
-use super::limit::{Lane, Limit, Permit};
-use super::options::{Place, S3Options};
+use super::limit::{Limit, Permit, S3Class};
+use super::options::{BucketPlace, S3Options};
 use super::{name, sign, time};
 use kvtier_l2::{ErrorKind, L2Error};
 
@@ -35,7 +35,7 @@ const MAX_ERROR: usize = 64 << 10;
 /// Client of one bucket.
 pub(super) struct Client {
     http: Http,
-    pub(super) place: Place,
+    pub(super) place: BucketPlace,
     region: Mutex<String>,
     provider: Provider,
     pub(super) limit: Limit,
@@ -65,7 +65,7 @@ pub(super) struct Call {
     pub(super) query: Vec<(&'static str, String)>,
     pub(super) headers: Vec<(&'static str, String)>,
     pub(super) content: Content,
-    pub(super) lane: Lane,
+    pub(super) class: S3Class,
     /// Whether it must not be sent twice.
     pub(super) is_unique: bool,
 }
@@ -82,14 +82,14 @@ impl Call {
     pub(super) fn of_bucket(method: &'static str) -> Self {
         Self {
             method,
-            lane: Lane::Keys,
+            class: S3Class::Keys,
             ..Self::default()
         }
     }
 }
 
 /// A response, and the permission for its request.
-pub(super) struct Answer<'a> {
+pub(super) struct S3Answer<'a> {
     pub(super) response: Response<'a>,
     client: &'a Client,
     permit: Permit<'a>,
@@ -131,7 +131,7 @@ impl Client {
 
     /// Returns an error that names the bucket.
     pub(super) fn error(&self, kind: ErrorKind, what: &str) -> L2Error {
-        let Place {
+        let BucketPlace {
             server: Server { host, port, .. },
             bucket,
             ..
@@ -143,9 +143,9 @@ impl Client {
     ///
     /// # Errors
     /// If there is no response, or nothing is sent because the backend has just refused a request.
-    pub(super) async fn send(&self, call: &Call) -> Result<Answer<'_>, L2Error> {
+    pub(super) async fn send(&self, call: &Call) -> Result<S3Answer<'_>, L2Error> {
         self.suspended()?;
-        let permit = self.limit.acquire(call.lane).await;
+        let permit = self.limit.acquire(call.class).await;
         // It may have been a long wait.
         self.suspended()?;
         let (mut may_move, mut may_shift) = (true, true);
@@ -182,8 +182,13 @@ impl Client {
         }
     }
 
-    fn answer<'a>(&'a self, call: &Call, response: Response<'a>, permit: Permit<'a>) -> Answer<'a> {
-        Answer {
+    fn answer<'a>(
+        &'a self,
+        call: &Call,
+        response: Response<'a>,
+        permit: Permit<'a>,
+    ) -> S3Answer<'a> {
+        S3Answer {
             response,
             client: self,
             permit,
@@ -337,7 +342,7 @@ impl Client {
     }
 }
 
-impl Answer<'_> {
+impl S3Answer<'_> {
     /// Reads the body and returns the error that the response is.
     pub(super) async fn failure(self, what: &str) -> L2Error {
         let Self {

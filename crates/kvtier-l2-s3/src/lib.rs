@@ -43,7 +43,7 @@ use kvtier_l2::{
     Adapter, BoxFuture, Buffer, Capabilities, ErrorKind, KeySet, L2Error, ListPage, Listed,
     LoadItem, Loaded, ObjectSpec, Recovered, StoreItem, Stored,
 };
-use limit::Lane;
+use limit::S3Class;
 use metadata::Metadata;
 
 pub use options::S3;
@@ -68,14 +68,14 @@ const MAX_ANSWER: usize = 64 << 10;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct S3Adapter {
-    shared: Arc<Shared>,
+    bucket: Arc<S3Bucket>,
 }
 
 /// Held by what is in flight: the end of the adapter waits for it.
 type Open = Arc<OwnedRwLockReadGuard<bool>>;
 
-/// What the tasks of calls share.
-struct Shared {
+/// The bucket, as the tasks of calls share it.
+struct S3Bucket {
     client: Client,
     /// Whether the adapter is open. What is in flight holds it for reading, and the end waits for that.
     open: Arc<RwLock<bool>>,
@@ -104,7 +104,7 @@ fn count(counter: &AtomicU64) {
     counter.fetch_add(1, Ordering::Relaxed);
 }
 
-impl Shared {
+impl S3Bucket {
     /// The key of an object in the bucket.
     fn key(&self, object: &ObjectSpec) -> Result<String, L2Error> {
         self.key_of(&object.key)
@@ -144,33 +144,38 @@ impl Shared {
         !self.trust_missing_layout || self.require_checksum
     }
 
-    /// The bytes of an object in the bucket, if it can be loaded.
-    async fn lookup(&self, object: &ObjectSpec) -> Result<Option<u64>, L2Error> {
-        let Ok(key) = self.key(object) else {
-            return Ok(None);
+    /// Runs `work` on each item, each in a task of its own; one result each, in order. The tasks own the items, and end if the
+    /// returned future is dropped.
+    async fn each<T, R, F>(
+        self: &Arc<Self>,
+        items: Vec<T>,
+        work: fn(Arc<Self>, T, Open) -> F,
+    ) -> Vec<Result<R, L2Error>>
+    where
+        T: Send + 'static,
+        R: Send + 'static,
+        F: Future<Output = Result<R, L2Error>> + Send + 'static,
+    {
+        let all = |error: L2Error| items.iter().map(|_| Err(error.clone())).collect();
+        let open = match self.opened().await {
+            Ok(open) => open,
+            Err(error) => return all(error),
         };
-        let call = Call {
-            lane: Lane::Keys,
-            ..Call::new("HEAD", &key)
-        };
-        let answer = self.client.send(&call).await?;
-        let response = &answer.response;
-        let found = match response.status() {
-            404 => None,
-            200 if response.content_length() != Some(object.len) => None,
-            200 => match metadata::of(response, object) {
-                Metadata::Of(_) => Some(object.len),
-                Metadata::None if !self.needs_layout() => Some(object.len),
-                Metadata::None => {
-                    count(&self.counters.no_layout);
-                    None
-                }
-                Metadata::Other | Metadata::Damaged => None,
-            },
-            _ => return Err(answer.failure("lookup").await),
-        };
-        answer.response.end();
-        Ok(found)
+        let ended_early = "the call has ended early";
+        let mut results: Vec<_> = all(self.client.error(ErrorKind::Unavailable, ended_early));
+        let mut tasks = JoinSet::new();
+        for (number, item) in items.into_iter().enumerate() {
+            let (bucket, open) = (Arc::clone(self), Arc::clone(&open));
+            tasks.spawn(async move { (number, work(bucket, item, open).await) });
+        }
+        while let Some(ended) = tasks.join_next().await {
+            if let Ok((number, result)) = ended
+                && let Some(slot) = results.get_mut(number)
+            {
+                *slot = result;
+            }
+        }
+        results
     }
 
     /// Keeps the adapter open.
@@ -189,6 +194,39 @@ impl Shared {
     }
 }
 
+/// Returns the bytes of an object in the bucket, if it can be loaded.
+async fn lookup(
+    bucket: Arc<S3Bucket>,
+    object: ObjectSpec,
+    _: Open,
+) -> Result<Option<u64>, L2Error> {
+    let Ok(key) = bucket.key(&object) else {
+        return Ok(None);
+    };
+    let call = Call {
+        class: S3Class::Keys,
+        ..Call::new("HEAD", &key)
+    };
+    let answer = bucket.client.send(&call).await?;
+    let response = &answer.response;
+    let found = match response.status() {
+        404 => None,
+        200 if response.content_length() != Some(object.len) => None,
+        200 => match metadata::of(response, &object) {
+            Metadata::Of(_) => Some(object.len),
+            Metadata::None if !bucket.needs_layout() => Some(object.len),
+            Metadata::None => {
+                count(&bucket.counters.no_layout);
+                None
+            }
+            Metadata::Other | Metadata::Damaged => None,
+        },
+        _ => return Err(answer.failure("lookup").await),
+    };
+    answer.response.end();
+    Ok(found)
+}
+
 impl S3Adapter {
     /// Returns an adapter; it connects with the first call. To be called within a tokio runtime.
     #[must_use]
@@ -197,7 +235,7 @@ impl S3Adapter {
     }
 
     fn open_with(options: &S3Options, variables: Variables) -> Self {
-        let shared = Shared {
+        let bucket = S3Bucket {
             client: Client::new(options, variables),
             open: Arc::new(RwLock::new(true)),
             key_prefix: options.key_prefix.clone(),
@@ -210,49 +248,8 @@ impl S3Adapter {
             counters: Counters::default(),
         };
         Self {
-            shared: Arc::new(shared),
+            bucket: Arc::new(bucket),
         }
-    }
-
-    /// Runs `work` on each item, each in a task of its own; one result each, in order. The tasks own the items, and end if the
-    /// returned future is dropped.
-    async fn each<T, R, F>(
-        &self,
-        items: Vec<T>,
-        work: fn(Arc<Shared>, T, Open) -> F,
-    ) -> Vec<Result<R, L2Error>>
-    where
-        T: Send + 'static,
-        R: Send + 'static,
-        F: Future<Output = Result<R, L2Error>> + Send + 'static,
-    {
-        let count = items.len();
-        let open = match self.shared.opened().await {
-            Ok(open) => open,
-            Err(error) => return (0..count).map(|_| Err(error.clone())).collect(),
-        };
-        let mut tasks = JoinSet::new();
-        for (number, item) in items.into_iter().enumerate() {
-            let (shared, open) = (Arc::clone(&self.shared), Arc::clone(&open));
-            tasks.spawn(async move { (number, work(shared, item, open).await) });
-        }
-        let mut results: Vec<Option<Result<R, L2Error>>> = (0..count).map(|_| None).collect();
-        while let Some(ended) = tasks.join_next().await {
-            if let Ok((number, result)) = ended
-                && let Some(slot) = results.get_mut(number)
-            {
-                *slot = Some(result);
-            }
-        }
-        let lost = || {
-            self.shared
-                .client
-                .error(ErrorKind::Unavailable, "the call has ended early")
-        };
-        let results = results.into_iter();
-        results
-            .map(|result| result.unwrap_or_else(|| Err(lost())))
-            .collect()
     }
 }
 
@@ -273,17 +270,12 @@ impl Adapter for S3Adapter {
     }
 
     fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
-        Box::pin(self.each(batch, |shared, item, open| async move {
-            shared.store(&item, &open).await
-        }))
+        Box::pin(self.bucket.each(batch, store::store))
     }
 
     fn lookup(&self, batch: Vec<ObjectSpec>) -> BoxFuture<'_, Result<Vec<Option<u64>>, L2Error>> {
         Box::pin(async move {
-            let look = |shared: Arc<Shared>, object: ObjectSpec, _open: Open| async move {
-                shared.lookup(&object).await
-            };
-            let found = self.each(batch, look).await;
+            let found = self.bucket.each(batch, lookup).await;
             let is_denied = |found: &Result<_, L2Error>| matches!(found, Err(error) if error.kind() == ErrorKind::Refused);
             let are_all_denied = found.iter().all(is_denied);
             // A policy may deny single objects.
@@ -296,42 +288,36 @@ impl Adapter for S3Adapter {
     }
 
     fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>> {
-        Box::pin(self.each(batch, |shared, item, _open| async move {
-            let loaded = shared.load(&item).await;
-            if matches!(&loaded, Err(error) if error.kind() == ErrorKind::Corrupt) {
-                shared.damaged.insert(&item.object.key);
-            }
-            loaded
-        }))
+        Box::pin(self.bucket.each(batch, load::load))
     }
 
     fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
-        Box::pin(self.delete_all(keys))
+        Box::pin(delete::delete_all(&self.bucket, keys))
     }
 
     fn list(&self, from: Option<String>, limit: usize) -> BoxFuture<'_, Result<ListPage, L2Error>> {
-        Box::pin(async move { Ok(self.shared.page(from.as_deref(), limit).await?.0) })
+        Box::pin(async move { Ok(listing::page(&self.bucket, from.as_deref(), limit).await?.0) })
     }
 
     fn recover<'a>(
         &'a self,
         found: &'a (dyn Fn(Vec<Listed>) -> bool + Send + Sync),
     ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
-        Box::pin(self.shared.recover(found))
+        Box::pin(listing::recover(&self.bucket, found))
     }
 
     fn check(&self) -> BoxFuture<'_, ()> {
         Box::pin(async {
-            if let Ok(_open) = self.shared.opened().await {
-                self.shared.client.check().await;
+            if let Ok(_open) = self.bucket.opened().await {
+                self.bucket.client.check().await;
             }
         })
     }
 
     fn status(&self) -> Json {
-        let Shared {
+        let S3Bucket {
             client, counters, ..
-        } = &*self.shared;
+        } = &*self.bucket;
         let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
         let (limit, in_flight) = client.limit.now();
         let problem = client.problem();
@@ -340,7 +326,7 @@ impl Adapter for S3Adapter {
             "type": "s3",
             "endpoint": client.place.authority,
             "bucket": client.place.bucket,
-            "key_prefix": self.shared.key_prefix,
+            "key_prefix": self.bucket.key_prefix,
             "error": problem.map(|error| error.to_string()),
             "requests_in_flight": in_flight,
             "requests_limit": limit,
@@ -355,8 +341,8 @@ impl Adapter for S3Adapter {
 
     fn close(&self) -> BoxFuture<'_, ()> {
         Box::pin(async {
-            *self.shared.open.write().await = false;
-            self.shared.client.close();
+            *self.bucket.open.write().await = false;
+            self.bucket.client.close();
         })
     }
 }

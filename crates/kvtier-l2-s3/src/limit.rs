@@ -10,7 +10,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 /// What a request is about.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub(super) enum Lane {
+pub(super) enum S3Class {
     /// An object that is stored, loaded or deleted. These have three quarters of the limit, so that lookups do not wait
     /// behind all of them.
     #[default]
@@ -24,10 +24,10 @@ pub(super) struct Limit {
     objects: Arc<Semaphore>,
     permits: Arc<Semaphore>,
     max: usize,
-    state: Mutex<State>,
+    state: Mutex<LimitState>,
 }
 
-struct State {
+struct LimitState {
     limit: usize,
     /// Permits that are still to be removed.
     excess: usize,
@@ -51,7 +51,7 @@ impl Limit {
             objects: Arc::new(Semaphore::new((max * 3 / 4).max(1))),
             permits: Arc::new(Semaphore::new(max)),
             max,
-            state: Mutex::new(State {
+            state: Mutex::new(LimitState {
                 limit: max,
                 excess: 0,
                 halvings: 0,
@@ -60,11 +60,11 @@ impl Limit {
     }
 
     /// Waits for a permit.
-    pub(super) async fn acquire(&self, lane: Lane) -> Permit<'_> {
+    pub(super) async fn acquire(&self, class: S3Class) -> Permit<'_> {
         // The semaphores are never closed.
-        let object = match lane {
-            Lane::Objects => Arc::clone(&self.objects).acquire_owned().await.ok(),
-            Lane::Keys => None,
+        let object = match class {
+            S3Class::Objects => Arc::clone(&self.objects).acquire_owned().await.ok(),
+            S3Class::Keys => None,
         };
         let permit = Arc::clone(&self.permits).acquire_owned().await.ok();
         let halvings = self.state.lock().halvings;
@@ -133,11 +133,11 @@ mod tests {
         let limit = Limit::new(4);
         let mut objects = Vec::new();
         for _ in 0..3 {
-            objects.push(limit.acquire(Lane::Objects).await);
+            objects.push(limit.acquire(S3Class::Objects).await);
         }
-        let fourth = kvtier_l2::conformance::poll_once(limit.acquire(Lane::Objects)).await;
+        let fourth = kvtier_l2::conformance::poll_once(limit.acquire(S3Class::Objects)).await;
         assert!(fourth.is_none());
-        let key = kvtier_l2::conformance::poll_once(limit.acquire(Lane::Keys)).await;
+        let key = kvtier_l2::conformance::poll_once(limit.acquire(S3Class::Keys)).await;
         assert!(key.is_some());
         drop(objects);
         assert_eq!(limit.now(), (4, 1));
@@ -147,14 +147,14 @@ mod tests {
     async fn limit_halves_once_per_burst_and_grows_by_one_per_success() {
         let limit = Limit::new(8);
         let permits = [
-            limit.acquire(Lane::Keys).await,
-            limit.acquire(Lane::Keys).await,
-            limit.acquire(Lane::Keys).await,
+            limit.acquire(S3Class::Keys).await,
+            limit.acquire(S3Class::Keys).await,
+            limit.acquire(S3Class::Keys).await,
         ];
         permits.iter().for_each(Permit::overloaded);
         assert_eq!(limit.now(), (4, 3));
         for (expected, left) in [(2, 4), (1, 4), (1, 4)] {
-            let permit = limit.acquire(Lane::Keys).await;
+            let permit = limit.acquire(S3Class::Keys).await;
             permit.overloaded();
             assert_eq!(limit.now(), (expected, left));
             drop(permit);
@@ -166,7 +166,7 @@ mod tests {
         drop(permits);
         assert_eq!(limit.now(), (lowest, 0));
         for more in 1..=20 {
-            let permit = limit.acquire(Lane::Keys).await;
+            let permit = limit.acquire(S3Class::Keys).await;
             assert_eq!(limit.now().1, 1);
             permit.succeeded();
             assert_eq!(limit.now().0, (lowest + more).min(8));

@@ -19,7 +19,7 @@ const MIN_PART: u64 = 5 << 20;
 
 /// Server and name of a bucket.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Place {
+pub(super) struct BucketPlace {
     /// The host that answers, and its port.
     pub(super) server: Server,
     /// Header `host`.
@@ -32,7 +32,7 @@ pub(super) struct Place {
 /// Options of a bucket.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct S3Options {
-    pub(super) place: Place,
+    pub(super) place: BucketPlace,
     pub(super) region: String,
     /// Put before each key with an `@`, unless it is empty.
     pub(super) key_prefix: String,
@@ -111,7 +111,7 @@ fn is_bucket(name: &str) -> bool {
 }
 
 /// The place that the keys name.
-pub(super) fn place(options: &Options) -> Result<Place, ConfigError> {
+pub(super) fn place(options: &Options) -> Result<BucketPlace, ConfigError> {
     const ENDPOINT: &str = "bucket.host or bucket.host:port, or host:port with s3_bucket; no path, \
         and disable_tls instead of http://";
     let endpoint = options.get::<&str>("s3_endpoint");
@@ -155,7 +155,7 @@ pub(super) fn place(options: &Options) -> Result<Place, ConfigError> {
             }
         }
     };
-    Ok(Place {
+    Ok(BucketPlace {
         server: Server {
             host: server_host,
             port,

@@ -14,8 +14,8 @@ use tokio::time::timeout;
 use super::client::{Call, Client};
 use super::content::Content;
 use super::metadata::{self, Metadata};
-use super::{MAX_ANSWER, Open, Shared, count, xml};
-use kvtier_l2::{ErrorKind, L2Error, StoreItem, Stored};
+use super::{MAX_ANSWER, Open, S3Bucket, count, xml};
+use kvtier_l2::{Buffer, ErrorKind, L2Error, ObjectSpec, StoreItem, Stored};
 
 /// Most parts of an upload.
 const MAX_PARTS: u64 = 10_000;
@@ -35,7 +35,7 @@ const REMOVAL_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// An upload in parts that was not completed: dropping it removes it from the server, in a task of its own.
 struct Upload {
-    shared: Arc<Shared>,
+    bucket: Arc<S3Bucket>,
     open: Open,
     key: String,
     id: String,
@@ -47,15 +47,12 @@ impl Drop for Upload {
         if self.is_complete {
             return;
         }
-        let (shared, call) = (Arc::clone(&self.shared), self.call("DELETE", None));
+        let (bucket, call) = (Arc::clone(&self.bucket), self.call("DELETE", None));
         let open = Arc::clone(&self.open);
         let remove = async move {
-            let removed = timeout(REMOVAL_TIMEOUT, remove(&shared.client, &call)).await;
-            let late = || {
-                shared
-                    .client
-                    .error(ErrorKind::Deadline, "no answer in time")
-            };
+            let client = &bucket.client;
+            let removed = timeout(REMOVAL_TIMEOUT, remove(client, &call)).await;
+            let late = || client.error(ErrorKind::Deadline, "no answer in time");
             if let Err(error) = removed.unwrap_or_else(|_| Err(late())) {
                 tracing::debug!(%error, "an incomplete upload stays in the bucket");
             }
@@ -85,107 +82,21 @@ impl Upload {
         call.query.push(("uploadId", id));
         call
     }
-}
-
-impl Shared {
-    /// Writes one object.
-    pub(super) async fn store(
-        self: &Arc<Self>,
-        item: &StoreItem,
-        open: &Open,
-    ) -> Result<Stored, L2Error> {
-        let StoreItem { object, from } = item;
-        self.check(object, from)?;
-        let key = self.key(object)?;
-        let sum = from.checksum()?;
-        let before = self.before(&key, item, sum).await?;
-        // What a load has found to be damaged has the right metadata.
-        if matches!(before, Before::Equal) && !self.damaged.contains(&object.key) {
-            count(&self.counters.skipped);
-            return Ok(Stored::AlreadyThere(object.len));
-        }
-        let mut headers = self.object_headers.clone();
-        headers.push((metadata::HEADER, metadata::encode(object, sum)));
-        headers.push(("content-type", "application/octet-stream".to_owned()));
-        if object.len > self.multipart_bytes {
-            self.upload(&key, item, headers, open).await?;
-        } else {
-            let call = Call {
-                headers,
-                content: Content::Object(from.clone(), 0, object.len),
-                ..Call::new("PUT", &key)
-            };
-            let answer = self.client.send(&call).await?;
-            if !matches!(answer.response.status(), 200..300) {
-                return Err(answer.failure("store").await);
-            }
-            answer.whole(MAX_ANSWER).await?;
-        }
-        self.damaged.remove(&object.key);
-        Ok(match before {
-            Before::Absent => Stored::Written(object.len),
-            Before::Equal | Before::Similar => Stored::AlreadyThere(object.len),
-        })
-    }
-
-    async fn before(&self, key: &str, item: &StoreItem, sum: u128) -> Result<Before, L2Error> {
-        let answer = self.client.send(&Call::new("HEAD", key)).await?;
-        let response = &answer.response;
-        let before = match response.status() {
-            404 => Before::Absent,
-            200 if response.content_length() != Some(item.object.len) => Before::Absent,
-            200 if metadata::of(response, &item.object) == Metadata::Of(sum) => Before::Equal,
-            200 => Before::Similar,
-            _ => return Err(answer.failure("lookup before a store").await),
-        };
-        answer.response.end();
-        Ok(before)
-    }
-
-    async fn upload(
-        self: &Arc<Self>,
-        key: &str,
-        item: &StoreItem,
-        headers: Vec<(&'static str, String)>,
-        open: &Open,
-    ) -> Result<(), L2Error> {
-        let malformed = |_| self.malformed("upload");
-        let mut upload = self.begin_upload(key, headers, open).await?;
-        let etags = self.upload_parts(&upload, item).await?;
-        let complete = Call {
-            content: Content::Bytes(Bytes::from(xml::complete(&etags))),
-            is_unique: true,
-            ..upload.call("POST", None)
-        };
-        let answer = self.client.send(&complete).await?;
-        if answer.response.status() != 200 {
-            return Err(answer.failure("end of an upload").await);
-        }
-        // The status is sent before the parts were put together.
-        let body = answer.whole(MAX_ANSWER).await?;
-        if !xml::is_complete(&body).map_err(malformed)? {
-            return Err(self
-                .client
-                .failure_of((500, &body), "end of an upload", false));
-        }
-        upload.is_complete = true;
-        Ok(())
-    }
 
     /// Begins an upload, in a task of its own: a store that is dropped meanwhile still learns the upload's id, and removes it.
-    async fn begin_upload(
-        self: &Arc<Self>,
-        key: &str,
+    async fn begin(
+        bucket: &Arc<S3Bucket>,
+        key: String,
         headers: Vec<(&'static str, String)>,
-        open: &Open,
-    ) -> Result<Upload, L2Error> {
+        open: Open,
+    ) -> Result<Self, L2Error> {
         let call = Call {
             query: vec![("uploads", String::new())],
             headers,
             is_unique: true,
-            ..Call::new("POST", key)
+            ..Call::new("POST", &key)
         };
-        let (shared, open, key) = (Arc::clone(self), Arc::clone(open), key.to_owned());
+        let shared = Arc::clone(bucket);
         let begin = async move {
             let answer = shared.client.send(&call).await?;
             if answer.response.status() != 200 {
@@ -193,8 +104,8 @@ impl Shared {
             }
             let id = xml::upload_id(&answer.whole(MAX_ANSWER).await?)
                 .map_err(|_| shared.malformed("upload"))?;
-            Ok(Upload {
-                shared,
+            Ok(Self {
+                bucket: shared,
                 open,
                 key,
                 id,
@@ -216,36 +127,31 @@ impl Shared {
         });
         upload
             .await
-            .unwrap_or_else(|_| Err(self.malformed("upload")))
+            .unwrap_or_else(|_| Err(bucket.malformed("upload")))
     }
 
     /// Sends all parts, as many at a time as requests may be in flight; returns the `ETag` of each.
-    async fn upload_parts(
-        self: &Arc<Self>,
-        upload: &Upload,
-        item: &StoreItem,
-    ) -> Result<Vec<String>, L2Error> {
-        let len = item.object.len;
-        let part_len = self.multipart_bytes.max(len.div_ceil(MAX_PARTS));
+    async fn send_parts(&self, from: &Buffer) -> Result<Vec<String>, L2Error> {
+        let len = from.len();
+        let part_len = self.bucket.multipart_bytes.max(len.div_ceil(MAX_PARTS));
         let mut tasks = JoinSet::new();
         let mut etags = Vec::new();
         let mut at = 0;
         while at < len {
             let this = part_len.min(len - at);
             let call = Call {
-                content: Content::Object(item.from.clone(), at, this),
-                ..upload.call("PUT", Some(etags.len() + 1))
+                content: Content::Object(from.clone(), at, this),
+                ..self.call("PUT", Some(etags.len() + 1))
             };
-            let (shared, number) = (Arc::clone(self), etags.len());
-            tasks.spawn(async move { Ok((number, send_part(&shared.client, &call).await?)) });
+            let (bucket, number) = (Arc::clone(&self.bucket), etags.len());
+            tasks.spawn(async move { Ok((number, send_part(&bucket.client, &call).await?)) });
             etags.push(String::new());
             at += this;
         }
         while let Some(result) = tasks.join_next().await {
             let result = result.unwrap_or_else(|error| {
-                Err(self
-                    .client
-                    .error(ErrorKind::Unavailable, &format!("store: {error}")))
+                let what = format!("store: {error}");
+                Err(self.bucket.client.error(ErrorKind::Unavailable, &what))
             });
             let (number, etag) = result?;
             if let Some(slot) = etags.get_mut(number) {
@@ -254,6 +160,87 @@ impl Shared {
         }
         Ok(etags)
     }
+
+    async fn complete(mut self, etags: &[String]) -> Result<(), L2Error> {
+        let complete = Call {
+            content: Content::Bytes(Bytes::from(xml::complete(etags))),
+            is_unique: true,
+            ..self.call("POST", None)
+        };
+        let client = &self.bucket.client;
+        let answer = client.send(&complete).await?;
+        if answer.response.status() != 200 {
+            return Err(answer.failure("end of an upload").await);
+        }
+        // The status is sent before the parts were put together.
+        let body = answer.whole(MAX_ANSWER).await?;
+        if !xml::is_complete(&body).map_err(|_| self.bucket.malformed("upload"))? {
+            return Err(client.failure_of((500, &body), "end of an upload", false));
+        }
+        self.is_complete = true;
+        Ok(())
+    }
+}
+
+/// Writes one object.
+pub(super) async fn store(
+    bucket: Arc<S3Bucket>,
+    item: StoreItem,
+    open: Open,
+) -> Result<Stored, L2Error> {
+    let StoreItem { object, from } = &item;
+    bucket.check(object, from)?;
+    let key = bucket.key(object)?;
+    let sum = from.checksum()?;
+    let before = before(&bucket.client, &key, object, sum).await?;
+    // What a load has found to be damaged has the right metadata.
+    if matches!(before, Before::Equal) && !bucket.damaged.contains(&object.key) {
+        count(&bucket.counters.skipped);
+        return Ok(Stored::AlreadyThere(object.len));
+    }
+    let mut headers = bucket.object_headers.clone();
+    headers.push((metadata::HEADER, metadata::encode(object, sum)));
+    headers.push(("content-type", "application/octet-stream".to_owned()));
+    if object.len > bucket.multipart_bytes {
+        let upload = Upload::begin(&bucket, key, headers, open).await?;
+        let etags = upload.send_parts(from).await?;
+        upload.complete(&etags).await?;
+    } else {
+        let call = Call {
+            headers,
+            content: Content::Object(from.clone(), 0, object.len),
+            ..Call::new("PUT", &key)
+        };
+        let answer = bucket.client.send(&call).await?;
+        if !matches!(answer.response.status(), 200..300) {
+            return Err(answer.failure("store").await);
+        }
+        answer.whole(MAX_ANSWER).await?;
+    }
+    bucket.damaged.remove(&object.key);
+    Ok(match before {
+        Before::Absent => Stored::Written(object.len),
+        Before::Equal | Before::Similar => Stored::AlreadyThere(object.len),
+    })
+}
+
+async fn before(
+    client: &Client,
+    key: &str,
+    object: &ObjectSpec,
+    sum: u128,
+) -> Result<Before, L2Error> {
+    let answer = client.send(&Call::new("HEAD", key)).await?;
+    let response = &answer.response;
+    let before = match response.status() {
+        404 => Before::Absent,
+        200 if response.content_length() != Some(object.len) => Before::Absent,
+        200 if metadata::of(response, object) == Metadata::Of(sum) => Before::Equal,
+        200 => Before::Similar,
+        _ => return Err(answer.failure("lookup before a store").await),
+    };
+    answer.response.end();
+    Ok(before)
 }
 
 async fn send_part(client: &Client, call: &Call) -> Result<String, L2Error> {

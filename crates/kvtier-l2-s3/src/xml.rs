@@ -26,7 +26,7 @@ pub(super) struct ErrorBody {
 
 /// One object of a listing.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub(super) struct Entry {
+pub(super) struct ListEntry {
     pub(super) key: String,
     pub(super) size: u64,
     /// Seconds since the Unix epoch.
@@ -36,7 +36,7 @@ pub(super) struct Entry {
 /// Page of a listing.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(super) struct Listing {
-    pub(super) entries: Vec<Entry>,
+    pub(super) entries: Vec<ListEntry>,
     /// Token of the next page.
     pub(super) next: Option<String>,
 }
@@ -108,7 +108,7 @@ pub(super) fn error(bytes: &[u8]) -> Option<ErrorBody> {
 
 /// Reads a page of a listing.
 pub(super) fn listing(bytes: &[u8]) -> Result<Listing, Malformed> {
-    let (mut listing, mut entry) = (Listing::default(), Entry::default());
+    let (mut listing, mut entry) = (Listing::default(), ListEntry::default());
     let (mut is_quoted, mut is_truncated) = (false, false);
     let (mut is_listing, mut is_valid) = (false, true);
     read(bytes, |path, text| {
@@ -259,7 +259,7 @@ mod tests {
             )
         };
         let expected = Listing {
-            entries: vec![Entry {
+            entries: vec![ListEntry {
                 key: "a b&<ü".into(),
                 size: 12,
                 modified: 1_795_356_246,

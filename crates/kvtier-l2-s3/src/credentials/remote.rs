@@ -30,7 +30,7 @@ const INSTANCE: &str = "http://169.254.169.254";
 /// Keys as a container's and an instance's service answer.
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
-struct Answer {
+struct CredentialsAnswer {
     access_key_id: String,
     secret_access_key: String,
     token: Option<String>,
@@ -106,7 +106,7 @@ impl Service {
 
     fn read(&self, body: &[u8]) -> Result<Credentials, L2Error> {
         // The parser's error may quote the body.
-        let answer: Answer = serde_json::from_slice(body)
+        let answer: CredentialsAnswer = serde_json::from_slice(body)
             .map_err(|_| self.error(ErrorKind::Refused, "the answer has no keys"))?;
         let end = match answer.expiration.as_deref().map(time::parse) {
             None => None,

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::http;
-use super::options::Place;
+use super::options::BucketPlace;
 use super::sign::Credentials;
 use super::*;
 use kvtier_l2::conformance::{Memory, content, kinds, load, store};
@@ -18,7 +18,7 @@ use server::Server;
 /// Options for the bucket of a server on loopback.
 fn options(port: u16) -> S3Options {
     S3Options {
-        place: Place {
+        place: BucketPlace {
             server: http::Server {
                 host: "127.0.0.1".into(),
                 port,
