@@ -33,15 +33,17 @@ impl Question {
     }
 }
 
-impl ProcessTier {
+/// Requests about keys to one connection of a tier.
+pub(super) struct KeyRequests<'a> {
+    pub(super) tier: &'a ProcessTier,
+    pub(super) session: Arc<ProcessConnection>,
+}
+
+impl KeyRequests<'_> {
     /// Returns the bytes at the tier per object that can be loaded.
-    pub(super) async fn lookup(
-        &self,
-        session: Arc<ProcessConnection>,
-        batch: Vec<ObjectSpec>,
-    ) -> Result<Vec<Option<u64>>, L2Error> {
+    pub(super) async fn lookup(&self, batch: Vec<ObjectSpec>) -> Result<Vec<Option<u64>>, L2Error> {
         let names = batch.iter().map(|object| name_of(&object.key)).collect();
-        let entries = self.ask::<Option<ObjectResult>>(&session, Question::Lookup, names);
+        let entries = self.ask::<Option<ObjectResult>>(Question::Lookup, names);
         let mut found = vec![None; batch.len()];
         for (number, entry) in entries.await? {
             if let (Some(object), Some(place)) = (batch.get(number), found.get_mut(number)) {
@@ -49,7 +51,9 @@ impl ProcessTier {
                     Some(entry) => self.is_loadable(object, &entry)?,
                     None => false,
                 };
-                let bytes = object.len.saturating_add(session.welcome.overhead_bytes);
+                let bytes = object
+                    .len
+                    .saturating_add(self.session.welcome.overhead_bytes);
                 *place = is_there.then_some(bytes);
             }
         }
@@ -60,7 +64,7 @@ impl ProcessTier {
         if let Some(error) = entry.failure("lookup") {
             return match error.kind() {
                 ErrorKind::Busy | ErrorKind::Unavailable => {
-                    Err(self.link.error(error.kind(), &error.to_string()))
+                    Err(self.tier.link.error(error.kind(), &error.to_string()))
                 }
                 _ => Ok(false),
             };
@@ -70,9 +74,9 @@ impl ProcessTier {
         }
         Ok(match metadata::of(entry.meta(), object) {
             Metadata::Of(_) => true,
-            Metadata::None if !self.needs_layout() => true,
+            Metadata::None if !self.tier.needs_layout() => true,
             Metadata::None => {
-                count(&self.counters.no_layout);
+                count(&self.tier.counters.no_layout);
                 false
             }
             Metadata::Other | Metadata::Damaged => false,
@@ -81,14 +85,13 @@ impl ProcessTier {
 
     pub(super) async fn delete(
         &self,
-        session: Arc<ProcessConnection>,
         keys: Vec<ObjectKey>,
     ) -> Result<Vec<Result<bool, L2Error>>, L2Error> {
-        if !session.welcome.features.delete {
+        if !self.session.welcome.features.delete {
             return Err(self.unsupported("delete"));
         }
         let names = keys.iter().map(name_of).collect();
-        let deleted = self.ask::<Deleted>(&session, Question::Delete, names);
+        let deleted = self.ask::<Deleted>(Question::Delete, names);
         // One that is too long for the tier was never there.
         let mut results: Vec<_> = keys.iter().map(|_| Ok(false)).collect();
         for (number, deleted) in deleted.await? {
@@ -96,10 +99,10 @@ impl ProcessTier {
                 Deleted::Was(was) => Ok(was),
                 Deleted::Failed(entry) => match entry.failure("delete") {
                     Some(error) if error.kind() == ErrorKind::NotFound => Ok(false),
-                    Some(error) => Err(self.link.error(error.kind(), &error.to_string())),
+                    Some(error) => Err(self.tier.link.error(error.kind(), &error.to_string())),
                     None => {
                         let what = "delete: a result is neither true, false nor an error";
-                        Err(self.link.error(ErrorKind::Unavailable, what))
+                        Err(self.tier.link.error(ErrorKind::Unavailable, what))
                     }
                 },
             };
@@ -114,18 +117,17 @@ impl ProcessTier {
     /// long for the tier have none.
     async fn ask<T: DeserializeOwned + Send + 'static>(
         &self,
-        session: &Arc<ProcessConnection>,
         question: Question,
         names: Vec<String>,
     ) -> Result<Vec<(usize, T)>, L2Error> {
         let mut groups: Vec<(usize, Vec<(usize, String)>)> = Vec::new();
         for (number, name) in names.into_iter().enumerate() {
-            if self.check_name(&session.welcome, &name).is_err() {
+            if self.tier.check_name(&self.session.welcome, &name).is_err() {
                 continue;
             }
             match groups.last_mut() {
                 Some((bytes, group))
-                    if group.len() < session.welcome.max_batch
+                    if group.len() < self.session.welcome.max_batch
                         && *bytes + name.len() <= MAX_KEYS_BYTES =>
                 {
                     *bytes += name.len();
@@ -136,7 +138,7 @@ impl ProcessTier {
         }
         let mut tasks = JoinSet::new();
         for (_, group) in groups {
-            let session = Arc::clone(session);
+            let session = Arc::clone(&self.session);
             tasks.spawn(async move {
                 let permit = session.permit(RequestClass::Keys).await?;
                 let keys: Vec<_> = group.iter().map(|(_, name)| &**name).collect();
@@ -155,7 +157,8 @@ impl ProcessTier {
         let mut all = Vec::new();
         while let Some(ended) = tasks.join_next().await {
             let lost = |_| {
-                self.link
+                self.tier
+                    .link
                     .error(ErrorKind::Unavailable, "the call has ended early")
             };
             let part = ended.map_err(lost)?;
@@ -167,27 +170,27 @@ impl ProcessTier {
     /// A page of a listing, and the number of other objects in it.
     pub(super) async fn page(
         &self,
-        session: &ProcessConnection,
         from: Option<&str>,
         limit: usize,
     ) -> Result<(ListPage, u64), L2Error> {
-        if !session.welcome.features.list {
+        if !self.session.welcome.features.list {
             return Err(self.unsupported("list"));
         }
         if from.is_some_and(|from| from.len() > MAX_CURSOR) {
             let what = "not a position of a listing; give one that it returned";
-            return Err(self.link.error(ErrorKind::Refused, what));
+            return Err(self.tier.link.error(ErrorKind::Refused, what));
         }
         let request = Request::List {
             cursor: from,
             limit: limit.clamp(1, MAX_BATCH),
         };
-        let permit = session.permit(RequestClass::Keys).await?;
-        let answered = session.call(&request, permit, None).await?;
-        let page = message::page(&answered.body).map_err(|what| session.violate(what))?;
-        let page = page.map_err(|error| self.link.error(error.kind(), &error.to_string()))?;
+        let permit = self.session.permit(RequestClass::Keys).await?;
+        let answered = self.session.call(&request, permit, None).await?;
+        let page = message::page(&answered.body).map_err(|what| self.session.violate(what))?;
+        let page = page.map_err(|error| self.tier.link.error(error.kind(), &error.to_string()))?;
         if page.next.is_some() && page.next.as_deref() == from {
             return Err(self
+                .tier
                 .link
                 .error(ErrorKind::Unavailable, "list: the tier repeats a page"));
         }
@@ -198,7 +201,9 @@ impl ProcessTier {
             match key.filter(|key| name_of(key) == entry.key) {
                 Some(key) => objects.push(Listed {
                     key,
-                    bytes: entry.len.saturating_add(session.welcome.overhead_bytes),
+                    bytes: entry
+                        .len
+                        .saturating_add(self.session.welcome.overhead_bytes),
                     used_at: entry.used_at.unwrap_or(0),
                 }),
                 None => foreign += 1,
@@ -214,38 +219,34 @@ impl ProcessTier {
     /// Passes all objects to `found`, until that returns false. A tier that cannot list has none to pass.
     pub(super) async fn recover(
         &self,
-        session: Arc<ProcessConnection>,
         found: &(dyn Fn(Vec<Listed>) -> bool + Send + Sync),
     ) -> Result<Recovered, L2Error> {
-        if !session.welcome.features.list {
+        if !self.session.welcome.features.list {
             return Ok(Recovered::default());
         }
         let page = |from: Option<String>| -> BoxFuture<'_, _> {
-            let session = &session;
-            Box::pin(async move { self.page(session, from.as_deref(), MAX_BATCH).await })
+            Box::pin(async move { self.page(from.as_deref(), MAX_BATCH).await })
         };
         let circles = || {
             let what = "list: the tier goes round in circles";
-            self.link.error(ErrorKind::Unavailable, what)
+            self.tier.link.error(ErrorKind::Unavailable, what)
         };
         recover_pages(page, found, circles).await
     }
 
-    pub(super) async fn free_bytes(
-        &self,
-        session: Arc<ProcessConnection>,
-    ) -> Result<Option<u64>, L2Error> {
-        if !session.welcome.features.free_bytes {
+    pub(super) async fn free_bytes(&self) -> Result<Option<u64>, L2Error> {
+        if !self.session.welcome.features.free_bytes {
             return Ok(None);
         }
-        let permit = session.permit(RequestClass::Keys).await?;
-        let answered = session.call(&Request::FreeBytes, permit, None).await?;
-        let free = message::free_bytes(&answered.body).map_err(|what| session.violate(what))?;
-        free.map_err(|error| self.link.error(error.kind(), &error.to_string()))
+        let permit = self.session.permit(RequestClass::Keys).await?;
+        let answered = self.session.call(&Request::FreeBytes, permit, None).await?;
+        let free =
+            message::free_bytes(&answered.body).map_err(|what| self.session.violate(what))?;
+        free.map_err(|error| self.tier.link.error(error.kind(), &error.to_string()))
     }
 
     fn unsupported(&self, what: &str) -> L2Error {
         let what = format!("{what}: the tier cannot do that");
-        self.link.error(ErrorKind::Unsupported, &what)
+        self.tier.link.error(ErrorKind::Unsupported, &what)
     }
 }

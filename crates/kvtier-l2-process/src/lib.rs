@@ -34,6 +34,7 @@ use tokio::sync::RwLock;
 use tokio::task::JoinSet;
 use tokio::time::timeout;
 
+use keys::KeyRequests;
 use kvtier_l2::{
     Adapter, BoxFuture, Buffer, Capabilities, ErrorKind, KeySet, L2Error, ListPage, Listed,
     LoadItem, Loaded, ObjectSpec, Recovered, StoreItem, Stored,
@@ -101,14 +102,14 @@ fn count(counter: &AtomicU64) {
 }
 
 /// One item of a call: its place in the batch, and the name of its object.
-struct Item<T> {
+struct GroupItem<T> {
     number: usize,
     name: String,
     item: T,
 }
 
 /// Items of one request.
-type Group<T> = Vec<Item<T>>;
+type Group<T> = Vec<GroupItem<T>>;
 
 /// Results of some items, by their place in the batch.
 type Results<R> = Vec<(usize, Result<R, L2Error>)>;
@@ -253,11 +254,11 @@ impl ProcessTier {
         session: &ProcessConnection,
         items: Vec<T>,
         refused: &mut Results<R>,
-    ) -> Vec<(u64, Vec<Item<T>>)> {
+    ) -> Vec<(u64, Group<T>)> {
         let most = GROUP_OBJECTS.min(session.welcome.max_batch);
         // Two groups fit, so that one is copied while the tier works on the other.
         let bytes = GROUP_BYTES.min(session.segment.memory().len() / 2);
-        let mut groups: Vec<(u64, Vec<Item<T>>)> = Vec::new();
+        let mut groups: Vec<(u64, Group<T>)> = Vec::new();
         for (number, item) in items.into_iter().enumerate() {
             let name = name_of(&item.object().key);
             if let Err(error) = self.check(session, &item, &name) {
@@ -265,7 +266,7 @@ impl ProcessTier {
                 continue;
             }
             let size = footprint(item.object().len);
-            let item = Item { number, name, item };
+            let item = GroupItem { number, name, item };
             match groups.last_mut() {
                 Some((sum, group)) if group.len() < most && *sum + size <= bytes => {
                     *sum += size;
@@ -325,6 +326,16 @@ impl ProcessAdapter {
         work(self.shared.link.session().await?).await
     }
 
+    /// Runs `work`, which asks about keys, while the adapter is open.
+    async fn ask<R>(
+        &self,
+        work: impl AsyncFnOnce(&KeyRequests<'_>) -> Result<R, L2Error>,
+    ) -> Result<R, L2Error> {
+        let tier = &*self.shared;
+        self.with(async |session| work(&KeyRequests { tier, session }).await)
+            .await
+    }
+
     /// Moves items in groups, each in a task of its own; one result per item, in order. The tasks end if the returned future
     /// is dropped.
     async fn each<T, R, F>(
@@ -338,6 +349,7 @@ impl ProcessAdapter {
         F: Future<Output = Result<Results<R>, L2Error>> + Send + 'static,
     {
         let count = items.len();
+        let all = |error: L2Error| -> Vec<_> { (0..count).map(|_| Err(error.clone())).collect() };
         let moved = self.with(async |session| {
             let mut results = Results::new();
             let mut tasks = JoinSet::new();
@@ -360,23 +372,16 @@ impl ProcessAdapter {
         });
         let moved = match moved.await {
             Ok(moved) => moved,
-            Err(error) => return (0..count).map(|_| Err(error.clone())).collect(),
+            Err(error) => return all(error),
         };
-        let lost = || {
-            self.shared
-                .link
-                .error(ErrorKind::Unavailable, "the call has ended early")
-        };
-        let mut results: Vec<_> = (0..count).map(|_| None).collect();
+        let ended_early = "the call has ended early";
+        let mut results = all(self.shared.link.error(ErrorKind::Unavailable, ended_early));
         for (number, result) in moved {
             if let Some(place) = results.get_mut(number) {
-                *place = Some(result);
+                *place = result;
             }
         }
-        let results = results.into_iter();
         results
-            .map(|result| result.unwrap_or_else(|| Err(lost())))
-            .collect()
     }
 }
 
@@ -400,21 +405,21 @@ impl Adapter for ProcessAdapter {
     }
 
     fn store(&self, batch: Vec<StoreItem>) -> BoxFuture<'_, Vec<Result<Stored, L2Error>>> {
-        Box::pin(self.each(batch, ProcessTier::store))
+        Box::pin(self.each(batch, store::store))
     }
 
     fn lookup(&self, batch: Vec<ObjectSpec>) -> BoxFuture<'_, Result<Vec<Option<u64>>, L2Error>> {
-        Box::pin(self.with(move |session| self.shared.lookup(session, batch)))
+        Box::pin(self.ask(async move |keys| keys.lookup(batch).await))
     }
 
     fn load(&self, batch: Vec<LoadItem>) -> BoxFuture<'_, Vec<Result<Loaded, L2Error>>> {
-        Box::pin(self.each(batch, ProcessTier::load))
+        Box::pin(self.each(batch, load::load))
     }
 
     fn delete(&self, keys: Vec<ObjectKey>) -> BoxFuture<'_, Vec<Result<bool, L2Error>>> {
         Box::pin(async move {
             let count = keys.len();
-            let deleted = self.with(|session| self.shared.delete(session, keys));
+            let deleted = self.ask(async |asked| asked.delete(keys).await);
             match deleted.await {
                 Ok(deleted) => deleted,
                 Err(error) => (0..count).map(|_| Err(error.clone())).collect(),
@@ -423,17 +428,14 @@ impl Adapter for ProcessAdapter {
     }
 
     fn list(&self, from: Option<String>, limit: usize) -> BoxFuture<'_, Result<ListPage, L2Error>> {
-        Box::pin(self.with(async move |session| {
-            let page = self.shared.page(&session, from.as_deref(), limit).await?;
-            Ok(page.0)
-        }))
+        Box::pin(self.ask(async move |keys| Ok(keys.page(from.as_deref(), limit).await?.0)))
     }
 
     fn recover<'a>(
         &'a self,
         found: &'a (dyn Fn(Vec<Listed>) -> bool + Send + Sync),
     ) -> BoxFuture<'a, Result<Recovered, L2Error>> {
-        Box::pin(self.with(move |session| self.shared.recover(session, found)))
+        Box::pin(self.ask(async move |keys| keys.recover(found).await))
     }
 
     fn size_of(&self, len: u64) -> u64 {
@@ -443,7 +445,7 @@ impl Adapter for ProcessAdapter {
     }
 
     fn free_bytes(&self) -> BoxFuture<'_, Result<Option<u64>, L2Error>> {
-        Box::pin(self.with(|session| self.shared.free_bytes(session)))
+        Box::pin(self.ask(async |keys| keys.free_bytes().await))
     }
 
     fn check(&self) -> BoxFuture<'_, ()> {

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use super::message::{self, LoadEntry, ObjectResult, Request};
 use super::metadata::{self, Metadata};
 use super::session::{ProcessConnection, RequestClass};
-use super::{Item, ProcessTier, Results, copying, count, footprint};
+use super::{Group, GroupItem, ProcessTier, Results, copying, count, footprint};
 use kvtier_l2::{ErrorKind, L2Error, LoadItem, Loaded, ObjectSpec};
 
 /// An object that the tier says is in the segment.
@@ -17,125 +17,123 @@ struct Written {
     sum: Option<u128>,
 }
 
-impl ProcessTier {
-    /// Loads a group of objects, which take `bytes` of the segment.
-    pub(super) async fn load(
-        self: Arc<Self>,
-        session: Arc<ProcessConnection>,
-        bytes: u64,
-        group: Vec<Item<LoadItem>>,
-    ) -> Result<Results<Loaded>, L2Error> {
-        let permit = session.permit(RequestClass::Data).await?;
-        let slot = session.slot(bytes).await?;
-        let mut at = slot.at();
-        let objects: Vec<_> = group
-            .iter()
-            .map(|Item { name, item, .. }| {
-                let entry = LoadEntry {
-                    key: name,
-                    len: item.object.len,
-                    at,
-                };
-                at += footprint(item.object.len);
-                entry
-            })
-            .collect();
-        let request = Request::Load { objects: &objects };
-        let answered = session.call(&request, permit, Some(slot)).await?;
-        let entries: Vec<Option<ObjectResult>> =
-            message::results("load", &answered.body, group.len())
-                .map_err(|what| session.violate(what))?
-                .map_err(|error| session.named(&error))?;
-        let places: Vec<_> = objects.iter().map(|object| object.at).collect();
-        let (mut results, mut written) = (Results::new(), Vec::new());
-        for ((Item { number, item, .. }, entry), at) in group.into_iter().zip(entries).zip(places) {
-            match self.written(&item.object, entry) {
-                Ok(sum) => written.push(Written {
-                    number,
-                    item,
-                    at,
-                    sum,
-                }),
-                Err(error) => {
-                    if error.kind() == ErrorKind::Corrupt {
-                        self.set_damaged(&item.object.key);
-                    }
-                    results.push((number, Err(error)));
+/// Loads a group of objects, which take `bytes` of the segment.
+pub(super) async fn load(
+    tier: Arc<ProcessTier>,
+    session: Arc<ProcessConnection>,
+    bytes: u64,
+    group: Group<LoadItem>,
+) -> Result<Results<Loaded>, L2Error> {
+    let permit = session.permit(RequestClass::Data).await?;
+    let slot = session.slot(bytes).await?;
+    let mut at = slot.at();
+    let objects: Vec<_> = group
+        .iter()
+        .map(|GroupItem { name, item, .. }| {
+            let entry = LoadEntry {
+                key: name,
+                len: item.object.len,
+                at,
+            };
+            at += footprint(item.object.len);
+            entry
+        })
+        .collect();
+    let request = Request::Load { objects: &objects };
+    let answered = session.call(&request, permit, Some(slot)).await?;
+    let entries: Vec<Option<ObjectResult>> = message::results("load", &answered.body, group.len())
+        .map_err(|what| session.violate(what))?
+        .map_err(|error| session.named(&error))?;
+    let places: Vec<_> = objects.iter().map(|object| object.at).collect();
+    let (mut results, mut written) = (Results::new(), Vec::new());
+    for ((GroupItem { number, item, .. }, entry), at) in group.into_iter().zip(entries).zip(places)
+    {
+        match expected_sum(&tier, &item.object, entry) {
+            Ok(sum) => written.push(Written {
+                number,
+                item,
+                at,
+                sum,
+            }),
+            Err(error) => {
+                if error.kind() == ErrorKind::Corrupt {
+                    tier.set_damaged(&item.object.key);
                 }
+                results.push((number, Err(error)));
             }
         }
-        let Some(slot) = answered.slot.filter(|_| !written.is_empty()) else {
-            return Ok(results);
-        };
-        let work = move || {
-            let copy = |written: Written| {
-                let to = &written.item.to;
-                let sum = slot.memory().copy_out(written.at, to.arena(), to.extent());
-                (written, sum)
-            };
-            let copied: Vec<_> = written.into_iter().map(copy).collect();
-            // The tier may not write there any more; other requests may.
-            drop(slot);
-            copied
-        };
-        for (written, found) in copying(bytes, work).await? {
-            let result = match (found, written.sum) {
-                (Err(error), _) => Err(error.into()),
-                (Ok(_), None) => {
-                    count(&self.counters.unverified);
-                    Ok(Loaded { verified: false })
-                }
-                (Ok(found), Some(sum)) if found == sum => Ok(Loaded { verified: true }),
-                (Ok(_), Some(_)) => {
-                    self.set_damaged(&written.item.object.key);
-                    let what = "load: the object is not what was stored";
-                    Err(self.link.error(ErrorKind::Corrupt, what))
-                }
-            };
-            results.push((written.number, result));
-        }
-        Ok(results)
     }
+    let Some(slot) = answered.slot.filter(|_| !written.is_empty()) else {
+        return Ok(results);
+    };
+    let work = move || {
+        let copy = |written: Written| {
+            let to = &written.item.to;
+            let sum = slot.memory().copy_out(written.at, to.arena(), to.extent());
+            (written, sum)
+        };
+        let copied: Vec<_> = written.into_iter().map(copy).collect();
+        // The tier may not write there any more; other requests may.
+        drop(slot);
+        copied
+    };
+    for (written, found) in copying(bytes, work).await? {
+        let result = match (found, written.sum) {
+            (Err(error), _) => Err(error.into()),
+            (Ok(_), None) => {
+                count(&tier.counters.unverified);
+                Ok(Loaded { verified: false })
+            }
+            (Ok(found), Some(sum)) if found == sum => Ok(Loaded { verified: true }),
+            (Ok(_), Some(_)) => {
+                tier.set_damaged(&written.item.object.key);
+                let what = "load: the object is not what was stored";
+                Err(tier.link.error(ErrorKind::Corrupt, what))
+            }
+        };
+        results.push((written.number, result));
+    }
+    Ok(results)
+}
 
-    /// Returns the checksum of an object that the tier says to have written.
-    fn written(
-        &self,
-        object: &ObjectSpec,
-        entry: Option<ObjectResult>,
-    ) -> Result<Option<u128>, L2Error> {
-        let error = |kind, what: &str| Err(self.link.error(kind, what));
-        let Some(entry) = entry else {
-            return error(ErrorKind::NotFound, "load: there is no such object");
-        };
-        if let Some(failure) = entry.failure("load") {
-            return error(failure.kind(), &failure.to_string());
+/// Returns the checksum of an object that the tier says to have written.
+fn expected_sum(
+    tier: &ProcessTier,
+    object: &ObjectSpec,
+    entry: Option<ObjectResult>,
+) -> Result<Option<u128>, L2Error> {
+    let error = |kind, what: &str| Err(tier.link.error(kind, what));
+    let Some(entry) = entry else {
+        return error(ErrorKind::NotFound, "load: there is no such object");
+    };
+    if let Some(failure) = entry.failure("load") {
+        return error(failure.kind(), &failure.to_string());
+    }
+    let Some(len) = entry.len else {
+        return error(
+            ErrorKind::Unavailable,
+            "load: a result has neither len nor an error",
+        );
+    };
+    if len != object.len {
+        count(&tier.counters.other_layout);
+        let what = format!("load: the object has {len} bytes instead of {}", object.len);
+        return error(ErrorKind::NotFound, &what);
+    }
+    match metadata::of(entry.meta(), object) {
+        Metadata::Of(sum) => Ok(Some(sum)),
+        Metadata::None if !tier.needs_layout() => Ok(None),
+        Metadata::None => {
+            count(&tier.counters.no_layout);
+            error(ErrorKind::NotFound, "load: the object has no layout")
         }
-        let Some(len) = entry.len else {
-            return error(
-                ErrorKind::Unavailable,
-                "load: a result has neither len nor an error",
-            );
-        };
-        if len != object.len {
-            count(&self.counters.other_layout);
-            let what = format!("load: the object has {len} bytes instead of {}", object.len);
-            return error(ErrorKind::NotFound, &what);
+        Metadata::Other => {
+            count(&tier.counters.other_layout);
+            error(ErrorKind::NotFound, "load: the object is of another layout")
         }
-        match metadata::of(entry.meta(), object) {
-            Metadata::Of(sum) => Ok(Some(sum)),
-            Metadata::None if !self.needs_layout() => Ok(None),
-            Metadata::None => {
-                count(&self.counters.no_layout);
-                error(ErrorKind::NotFound, "load: the object has no layout")
-            }
-            Metadata::Other => {
-                count(&self.counters.other_layout);
-                error(ErrorKind::NotFound, "load: the object is of another layout")
-            }
-            Metadata::Damaged => error(
-                ErrorKind::Corrupt,
-                "load: the metadata of the object is damaged",
-            ),
-        }
+        Metadata::Damaged => error(
+            ErrorKind::Corrupt,
+            "load: the metadata of the object is damaged",
+        ),
     }
 }

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use super::frame::{MAX_BODY, Violation};
-use super::results::Results;
+use super::results::ResultsReader;
 use kvtier_l2::{ErrorKind, L2Error};
 
 /// Version that is spoken.
@@ -166,7 +166,7 @@ impl Welcome {
     /// Reads the answer to the hello: the tier's error, or what it says of itself.
     pub(super) fn decode(body: &[u8]) -> Result<Result<Self, L2Error>, Violation> {
         #[derive(Deserialize)]
-        struct Part {
+        struct PartialWelcome {
             capabilities: Option<Features>,
         }
         let raw: RawWelcome = parse(body)?;
@@ -179,7 +179,7 @@ impl Welcome {
             };
             return Ok(Err(L2Error::new(kind, error.to_string())));
         }
-        let part: Part = parse(body)?;
+        let part: PartialWelcome = parse(body)?;
         if raw.version != Some(VERSION) {
             let what = format!("hello: version {:?} instead of {VERSION}", raw.version);
             return Err(Violation::new(what));
@@ -289,7 +289,7 @@ pub(super) fn results<T: DeserializeOwned>(
     }
     // What follows the object was refused above.
     let mut reader = serde_json::Deserializer::from_slice(body);
-    let results = Results::new(count).deserialize(&mut reader);
+    let results = ResultsReader::new(count).deserialize(&mut reader);
     let results = results.map_err(|error| malformed(&error))?;
     if results.len() != count {
         let what = format!("{what}: {} results instead of {count}", results.len());

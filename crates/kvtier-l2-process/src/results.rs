@@ -9,12 +9,12 @@ use serde::de::{
 };
 
 /// Reader of `results`, at most as many as were asked for: a short text can have very many.
-pub(super) struct Results<T> {
+pub(super) struct ResultsReader<T> {
     count: usize,
     of: PhantomData<T>,
 }
 
-impl<T> Results<T> {
+impl<T> ResultsReader<T> {
     pub(super) fn new(count: usize) -> Self {
         Self {
             count,
@@ -24,7 +24,7 @@ impl<T> Results<T> {
 }
 
 /// The object with the list.
-impl<'de, T: DeserializeOwned> DeserializeSeed<'de> for Results<T> {
+impl<'de, T: DeserializeOwned> DeserializeSeed<'de> for ResultsReader<T> {
     type Value = Vec<T>;
 
     fn deserialize<D: Deserializer<'de>>(self, from: D) -> Result<Vec<T>, D::Error> {
@@ -32,7 +32,7 @@ impl<'de, T: DeserializeOwned> DeserializeSeed<'de> for Results<T> {
     }
 }
 
-impl<'de, T: DeserializeOwned> Visitor<'de> for Results<T> {
+impl<'de, T: DeserializeOwned> Visitor<'de> for ResultsReader<T> {
     type Value = Vec<T>;
 
     fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -43,7 +43,7 @@ impl<'de, T: DeserializeOwned> Visitor<'de> for Results<T> {
         let mut results = Vec::new();
         while let Some(key) = map.next_key::<String>()? {
             if key == "results" {
-                results = map.next_value_seed(List(Results::new(self.count)))?;
+                results = map.next_value_seed(List(ResultsReader::new(self.count)))?;
             } else {
                 map.next_value::<IgnoredAny>()?;
             }
@@ -53,7 +53,7 @@ impl<'de, T: DeserializeOwned> Visitor<'de> for Results<T> {
 }
 
 /// The list itself.
-struct List<T>(Results<T>);
+struct List<T>(ResultsReader<T>);
 
 impl<'de, T: DeserializeOwned> DeserializeSeed<'de> for List<T> {
     type Value = Vec<T>;

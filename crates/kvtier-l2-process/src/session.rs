@@ -25,7 +25,7 @@ use kvtier_l2::{ErrorKind, L2Error};
 /// use to others meanwhile.
 const MAX_SILENCES: u32 = 4;
 
-/// What a request is about; each lane has requests in flight of its own.
+/// What a request is about; each class has requests in flight of its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum RequestClass {
     /// Keys only: it waits for no bytes of objects.
@@ -163,9 +163,12 @@ impl ProcessConnection {
         (session, wire)
     }
 
-    /// Waits until another request of the lane may be sent.
-    pub(super) async fn permit(&self, lane: RequestClass) -> Result<OwnedSemaphorePermit, L2Error> {
-        let permits = match lane {
+    /// Waits until another request of the class may be sent.
+    pub(super) async fn permit(
+        &self,
+        class: RequestClass,
+    ) -> Result<OwnedSemaphorePermit, L2Error> {
+        let permits = match class {
             RequestClass::Keys => &self.keys,
             RequestClass::Data => &self.data,
         };
